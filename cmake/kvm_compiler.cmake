@@ -1,0 +1,48 @@
+# Language standards, flags that every object shares, output folders, ccache.
+
+set(CMAKE_CXX_STANDARD 20)
+set(CMAKE_CXX_STANDARD_REQUIRED ON)
+set(CMAKE_CXX_EXTENSIONS OFF)
+set(CMAKE_C_STANDARD 11)
+set(CMAKE_C_EXTENSIONS OFF)
+set(CMAKE_EXPORT_COMPILE_COMMANDS ON)
+
+set(CMAKE_RUNTIME_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/bin")
+set(CMAKE_LIBRARY_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/lib")
+set(CMAKE_ARCHIVE_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/lib")
+
+# Everything is hidden and position independent: the static libraries end up in libkvm.so. -fPIC is
+# given as a plain option, the same for programs, because precompiled headers are shared by all and
+# are only accepted where the code generation flags agree.
+set(CMAKE_C_VISIBILITY_PRESET hidden)
+set(CMAKE_CXX_VISIBILITY_PRESET hidden)
+set(CMAKE_VISIBILITY_INLINES_HIDDEN ON)
+add_compile_options("$<$<COMPILE_LANGUAGE:C,CXX>:-fPIC>")
+
+# Release stays debuggable and never depends on the machine that builds: the instruction sets beyond
+# x86-64 are confined to the files that ask for them.
+set(CMAKE_C_FLAGS_RELEASE "-O3 -g1")
+set(CMAKE_CXX_FLAGS_RELEASE "-O3 -g1")
+set(CMAKE_C_FLAGS_DEBUG "-O1 -g1")
+set(CMAKE_CXX_FLAGS_DEBUG "-O1 -g1")
+
+if(KVM_SANITIZE)
+  add_compile_options("$<$<COMPILE_LANGUAGE:C,CXX>:-fsanitize=${KVM_SANITIZE}>"
+                      "$<$<COMPILE_LANGUAGE:C,CXX>:-fno-omit-frame-pointer>"
+                      "$<$<COMPILE_LANGUAGE:C,CXX>:-fno-sanitize-recover=all>")
+  add_link_options("-fsanitize=${KVM_SANITIZE}")
+endif()
+
+# The launcher is used where it exists. Precompiled headers need two of its checks relaxed, which
+# has to be said for each run: it is no business of ours to change a user's ccache configuration.
+find_program(KVM_CCACHE ccache)
+mark_as_advanced(KVM_CCACHE)
+foreach(language C CXX)
+  if("${CMAKE_${language}_COMPILER_LAUNCHER}" MATCHES "^(.*/)?ccache$|^$" AND KVM_CCACHE)
+    set(CMAKE_${language}_COMPILER_LAUNCHER
+        "${CMAKE_COMMAND};-E;env;CCACHE_SLOPPINESS=pch_defines,time_macros;${KVM_CCACHE}")
+  endif()
+endforeach()
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+  add_compile_options("$<$<COMPILE_LANGUAGE:CXX>:-fpch-preprocess>")
+endif()

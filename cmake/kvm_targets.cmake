@@ -1,0 +1,185 @@
+# The functions with which a folder describes what it builds. A folder's CMakeLists.txt is a few
+# lines, its sources listed by hand:
+#
+#   kvm_add_library(kvm_ipc
+#     SOURCES ring.cc validate.cc                # none: the folder is headers only
+#     DEPS    kvm_base flatbuffers::flatbuffers) # ours and third-party ones, linked PUBLIC
+#   kvm_isa_source(kvm_attention exact/exact_avx2.cc -mavx2 -mfma -mf16c)
+#   kvm_flatbuffers(kvm_ipc hello.fbs)           # #include "ipc/hello_generated.h"
+#
+#   kvm_add_executable(kvmd SOURCES main.cc DEPS kvm_engine kvm_ipc mimalloc)
+#   kvm_add_shared_library(kvm MAP libkvm.map SOURCES thin.cc DEPS kvm_ipc)
+#
+#   kvm_add_test(ipc_ring_test ring_test.cc LIBS kvm_ipc [LABELS tsan ...] [TIMEOUT seconds]
+#     [ARGS ...] [ENV NAME=VALUE ...])           # GoogleTest, one ctest entry for the binary
+#   kvm_add_bench(merge_bench merge_bench.cc LIBS kvm_attention)   # Google Benchmark
+#
+# What they add by themselves: the warnings, include paths rooted at the repository (and include/,
+# so that the ABI is "kvm.h"), KVM_CHECK, and precompiled standard headers. Executables land in
+# <build>/bin, libraries in <build>/lib. Tests run in <build>/tests with KVM_BIN_DIR set to
+# <build>/bin and KVM_SOURCE_DIR to the root of the tree.
+
+# --- What every target of ours is compiled with -------------------------------------------------
+
+add_library(kvm_flags INTERFACE)
+target_include_directories(kvm_flags INTERFACE "${PROJECT_SOURCE_DIR}"
+                                               "${PROJECT_SOURCE_DIR}/include")
+target_include_directories(kvm_flags SYSTEM INTERFACE "${PROJECT_BINARY_DIR}/generated")
+target_compile_definitions(kvm_flags INTERFACE KVM_CHECK=${KVM_CHECK})
+if(KVM_KILL_POINTS)
+  target_compile_definitions(kvm_flags INTERFACE KVM_KILL_POINTS=1)
+endif()
+target_link_libraries(kvm_flags INTERFACE Threads::Threads)
+
+add_library(kvm_warnings INTERFACE)
+target_compile_options(
+  kvm_warnings
+  INTERFACE
+    "$<$<COMPILE_LANGUAGE:C,CXX>:-Wall;-Wextra;-Wpedantic;-Wconversion;-Wshadow;-Wvla>"
+    # Braces that leave fields out mean zero there: the ABI is built on it.
+    "$<$<COMPILE_LANGUAGE:C,CXX>:-Wno-missing-field-initializers>"
+    "$<$<COMPILE_LANG_AND_ID:CXX,Clang>:-Wthread-safety;-Wno-gnu-zero-variadic-macro-arguments>"
+    "$<$<COMPILE_LANG_AND_ID:CXX,GNU>:-Wsuggest-override>")
+
+# The precompiled standard headers exist once for libraries and programs and once for tests (with
+# GoogleTest). They hold nothing of ours, so no edit of ours rebuilds them.
+function(kvm_add_pch_target name)
+  file(WRITE "${PROJECT_BINARY_DIR}/generated/${name}.cc" "// Carries precompiled headers.\n")
+  add_library(${name} OBJECT "${PROJECT_BINARY_DIR}/generated/${name}.cc")
+  # The warnings too: some change which macros are predefined, and those must agree.
+  target_link_libraries(${name} PRIVATE kvm_flags kvm_warnings ${ARGN})
+endfunction()
+
+if(KVM_PCH)
+  kvm_add_pch_target(kvm_pch)
+  target_precompile_headers(
+    kvm_pch PRIVATE "$<$<COMPILE_LANGUAGE:CXX>:${PROJECT_SOURCE_DIR}/cmake/pch.h>")
+  if(KVM_TESTS)
+    kvm_add_pch_target(kvm_test_pch GTest::gtest)
+    target_precompile_headers(
+      kvm_test_pch PRIVATE "$<$<COMPILE_LANGUAGE:CXX>:${PROJECT_SOURCE_DIR}/cmake/test_pch.h>")
+  endif()
+endif()
+
+function(kvm_use_pch name pch)
+  if(KVM_PCH)
+    target_precompile_headers(${name} REUSE_FROM ${pch})
+  endif()
+endfunction()
+
+# --- Libraries and programs ---------------------------------------------------------------------
+
+# kvm_add_library(NAME [SOURCES ...] [DEPS ...])
+function(kvm_add_library name)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "SOURCES;DEPS")
+  if(arg_UNPARSED_ARGUMENTS)
+    message(FATAL_ERROR "kvm_add_library(${name}): unknown ${arg_UNPARSED_ARGUMENTS}")
+  endif()
+  if(NOT arg_SOURCES)
+    add_library(${name} INTERFACE)
+    target_link_libraries(${name} INTERFACE kvm_flags ${arg_DEPS})
+    return()
+  endif()
+  add_library(${name} STATIC ${arg_SOURCES})
+  target_link_libraries(${name} PUBLIC kvm_flags ${arg_DEPS} PRIVATE kvm_warnings)
+  kvm_use_pch(${name} kvm_pch)
+endfunction()
+
+# kvm_add_executable(NAME SOURCES ... [DEPS ...])
+function(kvm_add_executable name)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "SOURCES;DEPS")
+  if(arg_UNPARSED_ARGUMENTS)
+    message(FATAL_ERROR "kvm_add_executable(${name}): unknown ${arg_UNPARSED_ARGUMENTS}")
+  endif()
+  add_executable(${name} ${arg_SOURCES})
+  target_link_libraries(${name} PRIVATE kvm_flags kvm_warnings ${arg_DEPS})
+  kvm_use_pch(${name} kvm_pch)
+endfunction()
+
+# kvm_add_shared_library(NAME MAP version_script SOURCES ... [DEPS ...])
+# lib<NAME>.so with soname lib<NAME>.so.<KVM_ABI_VERSION>, exporting what the map names and nothing
+# else, not even symbols of the static libraries that it contains.
+function(kvm_add_shared_library name)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "MAP" "SOURCES;DEPS")
+  if(arg_UNPARSED_ARGUMENTS OR NOT arg_MAP)
+    message(FATAL_ERROR "kvm_add_shared_library(${name}): MAP missing or unknown arguments")
+  endif()
+  add_library(${name} SHARED ${arg_SOURCES})
+  target_link_libraries(${name} PRIVATE kvm_flags kvm_warnings ${arg_DEPS})
+  target_include_directories(
+    ${name} INTERFACE "$<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include>"
+                      "$<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>")
+  set(map "${CMAKE_CURRENT_SOURCE_DIR}/${arg_MAP}")
+  target_link_options(${name} PRIVATE "LINKER:--version-script=${map}" "LINKER:--exclude-libs,ALL")
+  if(NOT KVM_SANITIZE)
+    target_link_options(${name} PRIVATE "LINKER:-z,defs")
+  endif()
+  set_target_properties(${name} PROPERTIES VERSION ${PROJECT_VERSION} SOVERSION ${KVM_ABI_VERSION}
+                                           LINK_DEPENDS "${map}")
+  kvm_use_pch(${name} kvm_pch)
+endfunction()
+
+# kvm_isa_source(TARGET FILE flags...)
+# FILE of TARGET is compiled for one instruction set. It gets no precompiled headers: standard
+# templates instantiated under its flags would be shared, by the linker, with generic code. A test
+# reads the symbols of the object and fails on any that could be shared.
+function(kvm_isa_source target file)
+  set_property(SOURCE "${file}" APPEND PROPERTY COMPILE_OPTIONS ${ARGN})
+  set_property(SOURCE "${file}" PROPERTY SKIP_PRECOMPILE_HEADERS ON)
+  set_property(GLOBAL APPEND PROPERTY KVM_ISA_TARGETS ${target})
+endfunction()
+
+# kvm_flatbuffers(TARGET SCHEMA)
+# Generates <folder>/<schema>_generated.h from SCHEMA for TARGET and those that link it.
+function(kvm_flatbuffers target schema)
+  file(RELATIVE_PATH folder "${PROJECT_SOURCE_DIR}" "${CMAKE_CURRENT_SOURCE_DIR}")
+  get_filename_component(stem "${schema}" NAME_WE)
+  set(directory "${PROJECT_BINARY_DIR}/generated/${folder}")
+  set(header "${directory}/${stem}_generated.h")
+  add_custom_command(
+    OUTPUT "${header}"
+    COMMAND "${CMAKE_COMMAND}" -E make_directory "${directory}"
+    COMMAND "${KVM_FLATC}" --cpp --cpp-std c++17 --scoped-enums -o "${directory}"
+            "${CMAKE_CURRENT_SOURCE_DIR}/${schema}"
+    DEPENDS "${schema}"
+    COMMENT "Generating ${folder}/${stem}_generated.h"
+    VERBATIM)
+  add_custom_target(${target}_${stem}_schema DEPENDS "${header}")
+  add_dependencies(${target} ${target}_${stem}_schema)
+endfunction()
+
+# --- Tests and benches --------------------------------------------------------------------------
+
+# kvm_register_test(NAME COMMAND ... [LABELS ...] [TIMEOUT s] [ENV NAME=VALUE ...])
+# A ctest entry for any command. Exit status 77 means "skipped": `./dev test` counts those.
+function(kvm_register_test name)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "TIMEOUT" "COMMAND;LABELS;ENV")
+  if(NOT arg_TIMEOUT)
+    set(arg_TIMEOUT 120)
+  endif()
+  file(MAKE_DIRECTORY "${PROJECT_BINARY_DIR}/tests")
+  add_test(NAME ${name} COMMAND ${arg_COMMAND} WORKING_DIRECTORY "${PROJECT_BINARY_DIR}/tests")
+  set_tests_properties(
+    ${name}
+    PROPERTIES TIMEOUT ${arg_TIMEOUT} SKIP_RETURN_CODE 77 LABELS "${arg_LABELS}"
+               ENVIRONMENT
+               "KVM_BIN_DIR=${PROJECT_BINARY_DIR}/bin;KVM_SOURCE_DIR=${PROJECT_SOURCE_DIR};${arg_ENV}")
+endfunction()
+
+# kvm_add_test(NAME FILE... [LIBS ...] [ARGS ...] [LABELS ...] [TIMEOUT s] [ENV NAME=VALUE ...])
+function(kvm_add_test name)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "TIMEOUT" "LIBS;ARGS;LABELS;ENV")
+  add_executable(${name} ${arg_UNPARSED_ARGUMENTS})
+  target_link_libraries(${name} PRIVATE kvm_flags kvm_warnings ${arg_LIBS} GTest::gtest
+                                        GTest::gtest_main)
+  kvm_use_pch(${name} kvm_test_pch)
+  kvm_register_test(${name} COMMAND ${name} ${arg_ARGS} LABELS ${arg_LABELS} ENV ${arg_ENV}
+                    TIMEOUT ${arg_TIMEOUT})
+endfunction()
+
+# kvm_add_bench(NAME FILE... [LIBS ...])
+function(kvm_add_bench name)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "LIBS")
+  kvm_add_executable(${name} SOURCES ${arg_UNPARSED_ARGUMENTS} DEPS ${arg_LIBS}
+                     benchmark::benchmark benchmark::benchmark_main)
+endfunction()
