@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0
+// Status and Result<T>: the one way in which fallible code inside kvm reports operating errors.
+//
+// A Status is a code of the public ABI (kvm.h) and, when it is an error, a sentence that names the
+// offending value and what is allowed. OK carries no sentence and costs one compare.
+//
+// Threads: values, no shared state.  Memory: an error owns one heap string; OK owns nothing.
+#ifndef KVM_BASE_STATUS_H_
+#define KVM_BASE_STATUS_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <variant>
+
+#include "base/assert.h"
+#include "kvm.h"
+
+namespace kvm {
+
+class [[nodiscard]] Status {
+ public:
+  Status() = default;
+  // REQUIRES: code != KVM_OK.
+  Status(kvm_status code, std::string message)
+      : code_(code), message_(std::make_unique<std::string>(std::move(message))) {
+    KVM_ASSERT(code != KVM_OK);
+  }
+  Status(const Status& other) { *this = other; }
+  Status(Status&&) noexcept = default;
+  Status& operator=(const Status& other) {
+    code_ = other.code_;
+    message_ = other.message_ ? std::make_unique<std::string>(*other.message_) : nullptr;
+    return *this;
+  }
+  Status& operator=(Status&&) noexcept = default;
+
+  static Status ok() { return {}; }
+
+  bool is_ok() const { return code_ == KVM_OK; }
+  kvm_status code() const { return code_; }
+  // The sentence, without the name of the code. Empty when OK.
+  std::string_view message() const {
+    return message_ ? std::string_view(*message_) : std::string_view();
+  }
+
+ private:
+  kvm_status code_ = KVM_OK;
+  std::unique_ptr<std::string> message_;
+};
+
+// A value or the reason why there is none.
+template <typename T>
+class [[nodiscard]] Result {
+ public:
+  Result(T value) : data_(std::in_place_index<0>, std::move(value)) {}  // NOLINT: implicit
+  Result(Status status) : data_(std::in_place_index<1>, std::move(status)) {  // NOLINT: implicit
+    KVM_ASSERT(!std::get<1>(data_).is_ok());
+  }
+
+  bool is_ok() const { return data_.index() == 0; }
+  Status status() const { return is_ok() ? Status() : std::get<1>(data_); }
+  // REQUIRES: is_ok().
+  T& value() & {
+    KVM_ASSERT(is_ok());
+    return std::get<0>(data_);
+  }
+  const T& value() const& {
+    KVM_ASSERT(is_ok());
+    return std::get<0>(data_);
+  }
+  T&& value() && {
+    KVM_ASSERT(is_ok());
+    return std::get<0>(std::move(data_));
+  }
+
+ private:
+  std::variant<T, Status> data_;
+};
+
+#define KVM_CONCAT_INNER(a, b) a##b
+#define KVM_CONCAT(a, b) KVM_CONCAT_INNER(a, b)
+
+// Returns from the enclosing function when `expr` (a Status) is an error.
+#define KVM_TRY(expr)                                 \
+  do {                                                \
+    ::kvm::Status kvm_try_status = (expr);            \
+    if (!kvm_try_status.is_ok()) [[unlikely]] {       \
+      return kvm_try_status;                          \
+    }                                                 \
+  } while (false)
+
+// Declares or assigns `lhs` from a Result, or returns its Status from the enclosing function.
+#define KVM_TRY_ASSIGN(lhs, expr) KVM_TRY_ASSIGN_INNER(lhs, expr, KVM_CONCAT(kvm_result_, __LINE__))
+#define KVM_TRY_ASSIGN_INNER(lhs, expr, name) \
+  auto name = (expr);                         \
+  if (!name.is_ok()) [[unlikely]] {           \
+    return name.status();                     \
+  }                                           \
+  lhs = std::move(name).value()
+
+}  // namespace kvm
+
+#endif  // KVM_BASE_STATUS_H_

@@ -1,0 +1,204 @@
+// SPDX-License-Identifier: Apache-2.0
+// Engine: everything the service does, behind one class that knows no sockets. The daemon drives it
+// from its dispatcher thread; the embedded client drives it under a mutex.
+//
+// Data flow of a request:
+//
+//   submit() --> [waiting: a sequence is busy with an earlier request]
+//            --> start: validate, reserve pages, cut into tasks --> task queue
+//   workers and work() --> run tasks (copy K/V in, evaluate chunks, merge, copy out)
+//   poll() --> retire: publish lengths, apply policy actions, call on_done, start who waited
+//
+// All metadata (spaces, sequences, page tables) belongs to the driver thread: no locks on the data
+// path. Tasks only read page tables that their request has pinned by keeping its sequences busy.
+//
+// Threads: one driver thread at a time calls everything here; worker threads are internal.
+// Memory:  requests in flight are bounded by the callers' rings; KV by EngineOptions.
+// Fails:   with the codes that kvm.h documents for the corresponding function. A request that fails
+//          has changed nothing.
+#ifndef KVM_ENGINE_ENGINE_H_
+#define KVM_ENGINE_ENGINE_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+#include "kvm.h"
+
+namespace kvm::engine {
+
+using ClientId = uint64_t;
+
+struct EngineOptions {
+  uint32_t n_threads = 0;            // that compute, the driver thread included; 0: one per core
+  uint64_t host_capacity_bytes = 0;  // hard cap of physical KV memory; 0: 60 % of free memory
+  uint64_t default_quota_bytes = 0;  // per client; 0: no share smaller than the capacity
+  uint64_t max_sequences_per_client = 65536;
+  uint32_t max_spaces = 64;
+  bool pin_threads = false;          // bind worker i to core i
+  uint64_t worker_spin_ns = 200000;  // how long an idle worker spins before it sleeps
+};
+
+// A tensor of kvm.h with its address resolved. `data` points to size_bytes bytes that stay mapped
+// until the request is done; their content may change at any time (a client may write there), so
+// nothing is ever derived from it. data == nullptr: the tensor is absent (KVM_BUFFER_NONE).
+struct TensorView {
+  void* data = nullptr;
+  uint64_t size_bytes = 0;
+  uint32_t dtype = 0;
+  uint64_t stride_layer = 0;  // elements; 0: packed
+  uint64_t stride_row = 0;
+  uint64_t stride_head = 0;
+};
+
+// kvm_space_params with everything it points to copied.
+struct SpaceSpec {
+  std::string name;
+  kvm_space_params params{};  // the pointers inside are null: the vectors below replace them
+  std::vector<float> rope_inv_freq;
+  std::vector<float> sink_logits;  // empty or [n_layers][n_q_heads]
+  std::vector<kvm_layer_params> layers;
+  std::vector<kvm_policy_params> policies;
+  std::vector<kvm_codec_params> codecs;
+};
+
+// What kvm_append, kvm_attend and kvm_step ask for. Field meanings are those of kvm_step_params.
+struct StepRequest {
+  bool append = false;
+  bool attend = false;
+  uint32_t flags = 0;
+  kvm_space_id space = 0;
+  uint32_t layer_begin = 0;
+  uint32_t n_layers = 1;
+  std::vector<kvm_item> items;
+  std::vector<kvm_range> ranges;
+  std::vector<uint64_t> tree_mask;
+  uint32_t mode = KVM_MODE_DEFAULT;
+  uint32_t proposal = KVM_PROPOSAL_DEFAULT;
+  float scale = 0;
+  float eps = 0;
+  float delta = 0;
+  uint64_t budget = 0;
+  uint64_t seed = 0;
+  uint64_t deadline_ns = 0;
+  TensorView k, v, q, o, lse, err;
+};
+
+struct ReadRequest {
+  kvm_seq_id seq = 0;
+  uint32_t layer = 0;
+  uint64_t position = 0;
+  uint64_t n_tokens = 0;
+  TensorView k, v;
+};
+
+struct ObserveRequest {
+  kvm_seq_id seq = 0;
+  uint32_t layer = 0;
+  uint32_t n_rows = 0;
+  uint64_t query_position = 0;
+  uint64_t column_begin = 0;
+  uint64_t n_columns = 0;
+  TensorView q, column_sums;
+};
+
+enum class SeqVerb : uint8_t { kCreate, kFork, kTruncate, kCommit, kFree };
+
+struct SeqRequest {
+  SeqVerb verb = SeqVerb::kCreate;
+  kvm_space_id space = 0;  // kCreate
+  kvm_seq_id seq = 0;      // the others
+  uint64_t n_tokens = 0;   // kFork, kTruncate, kCommit; KVM_POSITION_END as in kvm.h
+  uint32_t flags = 0;      // kCreate: KVM_SEQ_*
+};
+
+struct RequestResult {
+  Status status;
+  kvm_seq_id seq = 0;  // kCreate, kFork
+  uint32_t mode = 0;
+  uint32_t n_exact = 0;
+  float err_max = 0;
+  uint64_t keys_present = 0;
+  uint64_t keys_read = 0;
+  uint64_t bytes_read = 0;
+  uint64_t service_ns = 0;
+  uint64_t compute_ns = 0;
+};
+
+using DoneCallback = std::function<void(RequestResult&&)>;
+
+// Names a request for cancel(): the caller's queue and its number there.
+struct RequestTag {
+  uint64_t queue = 0;
+  uint64_t number = 0;
+};
+
+class Engine {
+ public:
+  static Result<std::unique_ptr<Engine>> open(const EngineOptions& options);
+  // Waits for running tasks; requests not finished are dropped without their callback.
+  virtual ~Engine() = default;
+
+  // Clients own sequences. quota_bytes 0: the default. max_sequences 0: the default.
+  virtual ClientId add_client(uint64_t quota_bytes, uint64_t max_sequences) = 0;
+  // Frees the client's sequences once its requests in flight have finished; requests not begun are
+  // dropped without their callback, running ones finish without it. `on_gone` is called from poll()
+  // when no task touches the client's memory any more (arenas may then be unmapped).
+  virtual void remove_client(ClientId client, std::function<void()> on_gone) = 0;
+
+  // Spaces are shared by all clients.
+  virtual Result<kvm_space_id> register_space(const SpaceSpec& spec) = 0;
+  virtual Result<kvm_space_id> find_space(const std::string& name) = 0;
+  virtual Result<kvm_space_info> space_info(kvm_space_id space) = 0;
+  virtual std::vector<kvm_space_info> list_spaces() = 0;
+  virtual Status drop_space(kvm_space_id space) = 0;
+
+  // Requests. Those that touch the same sequence run in the order of submission; others may
+  // overlap. A sequence of another client answers PERMISSION. on_done is called exactly once, from
+  // submit() itself (null work, failed validation) or from poll(), on the driver thread, and may
+  // submit again.
+  virtual void submit(ClientId client, RequestTag tag, StepRequest&& request,
+                      DoneCallback on_done) = 0;
+  virtual void submit(ClientId client, RequestTag tag, ReadRequest&& request,
+                      DoneCallback on_done) = 0;
+  virtual void submit(ClientId client, RequestTag tag, ObserveRequest&& request,
+                      DoneCallback on_done) = 0;
+  virtual void submit(ClientId client, RequestTag tag, SeqRequest&& request,
+                      DoneCallback on_done) = 0;
+  // Requests of the client with this tag that have not started complete with CANCELLED. Returns
+  // whether any request with the tag was known.
+  virtual bool cancel(ClientId client, RequestTag tag) = 0;
+
+  // Runs one task on the calling thread if one is ready; returns whether it did.
+  virtual bool work() = 0;
+  // Retires finished requests and starts those that waited. Returns how many were retired.
+  virtual uint32_t poll() = 0;
+  // Requests submitted and not yet retired.
+  virtual uint32_t n_in_flight() const = 0;
+  // The number of finished-but-not-retired requests changes this counter's futex word; a driver that
+  // has no work may sleep on it (or use set_wake).
+  // Called by a worker (any thread) when a request has finished and poll() is due, so that a driver
+  // blocked elsewhere (epoll) can be woken. Must be async-signal-cheap and never block.
+  virtual void set_wake(std::function<void()> wake) = 0;
+  // Blocks the driver until a request can be retired or timeout_ns passed (embedded use).
+  virtual void wait(uint64_t timeout_ns) = 0;
+
+  // Sequences: immediate, never wait for requests in flight (numbers may be of a moment ago).
+  virtual Result<kvm_seq_info> seq_info(ClientId client, kvm_seq_id seq) = 0;
+  // all_clients: every client's; else the client's own. space 0: every space.
+  virtual std::vector<kvm_seq_info> list_seqs(ClientId client, kvm_space_id space,
+                                              bool all_clients) = 0;
+
+  // Fills what the engine knows (struct_size, n_clients, n_protocol_errors, n_clients_total stay 0).
+  virtual kvm_stats stats() const = 0;
+  virtual const char* isa() const = 0;
+  virtual uint32_t n_threads() const = 0;
+  virtual const EngineOptions& options() const = 0;  // with defaults filled in
+};
+
+}  // namespace kvm::engine
+
+#endif  // KVM_ENGINE_ENGINE_H_

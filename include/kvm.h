@@ -1,0 +1,884 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * kvm.h - the C interface of kvm, a KV-cache service for LLM inference engines.
+ *
+ * This header is the contract; everything else in the project implements it. It reads from top to
+ * bottom as a tutorial:
+ *
+ *    1  status codes and errors          7  the data path: append, attend, step
+ *    2  connecting                       8  observe, read, merge
+ *    3  what a client can learn          9  the asynchronous data path
+ *    4  queues                          10  statistics
+ *    5  arenas and buffers
+ *    6  spaces and sequences
+ *
+ * What the service does. An engine appends the keys and values of its tokens and sends queries; it
+ * gets back an ATTENTION STATE for each query row and q head: the softmax-weighted mean of the
+ * values (o) and the natural logarithm of the sum of the exponentiated logits (lse). The keys and
+ * values stay with the service (the daemon kvmd, or the embedded engine in the caller's process:
+ * same functions, same results). States over disjoint key sets merge exactly:
+ *
+ *    lse = ln(e^lse_a + e^lse_b)      o = e^(lse_a - lse) o_a + e^(lse_b - lse) o_b
+ *
+ * so an engine may attend part of its keys itself and merge (kvm_merge).
+ *
+ * The smallest use, without error handling:
+ *
+ *    kvm_client *client;  kvm_queue *queue;  kvm_space_id space;  kvm_seq_id seq;
+ *    kvm_connect(NULL, &client);
+ *    kvm_queue_create(client, NULL, &queue);
+ *    kvm_space_params geometry = {.struct_size = sizeof geometry, .name = "my-model",
+ *        .n_layers = 32, .n_q_heads = 32, .n_kv_heads = 8, .head_dim_k = 128};
+ *    kvm_space_register(client, &geometry, &space);
+ *    kvm_seq_create(client, space, NULL, &seq);
+ *    for each token, for each layer:
+ *        kvm_item item = {.seq = seq, .append_position = KVM_POSITION_END, .n_append = 1,
+ *                         .n_query = 1, .query_position = KVM_POSITION_END};
+ *        kvm_step_params step = {.struct_size = sizeof step, .space = space, .layer_begin = layer,
+ *            .n_items = 1, .items = &item,
+ *            .k = kvm_host_tensor(k, k_bytes, KVM_DTYPE_BF16),   ... v, q, o, lse alike ...};
+ *        kvm_step(queue, &step, NULL);
+ *
+ * Conventions that hold everywhere
+ *
+ *  - A parameter structure starts with struct_size, which the caller sets to sizeof. Fields are
+ * only ever added at the end: a larger structure than the library knows is accepted when the
+ * unknown bytes are zero, a smaller one is extended with zeros. Zero means "default" in every
+ * field. A NULL pointer to parameters means all defaults. Reserved fields must be zero.
+ *  - An output structure starts with struct_size as well; at most that many bytes are written.
+ *  - Every fallible function returns kvm_status: KVM_OK (0) or a negative code. Output parameters
+ *    are untouched on failure. After a failure kvm_last_error() has a sentence that names the value
+ *    and what is allowed. Unless a function says otherwise, a failed call has changed nothing.
+ *  - Handles (kvm_client, kvm_queue, kvm_arena) are opaque and belong to the process that made
+ * them; after fork() the child may only forget them (calls return KVM_ERR_FORKED). Ids
+ * (kvm_space_id, kvm_seq_id) are 64-bit numbers that live in the service; an id is never reused, so
+ * a stale one is recognised. 0 is never a valid id.
+ *  - Threads: functions that take a kvm_client may be called from any thread. A kvm_queue belongs
+ * to one thread at a time. A kvm_arena may be used from any thread. The thin library starts no
+ *    threads and installs no signal handlers; the embedded one starts the workers that
+ *    kvm_embedded_params asks for. Callbacks run on the calling thread.
+ *  - Positions count tokens from 0. A token's position is where it was appended; it never changes.
+ *  - Floating-point parameters must be finite unless stated.
+ *  - Shapes are written [outer][inner]; strides are in ELEMENTS.
+ */
+#ifndef KVM_H_
+#define KVM_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#if defined(KVM_BUILDING_LIBRARY) && (defined(__GNUC__) || defined(__clang__))
+#define KVM_API __attribute__((visibility("default")))
+#else
+#define KVM_API
+#endif
+
+#define KVM_VERSION_MAJOR 0
+#define KVM_VERSION_MINOR 1
+#define KVM_VERSION_PATCH 0
+
+/* ============================================================================================
+ * 1. Status codes and errors
+ * ============================================================================================ */
+
+/* KVM_OK or one of KVM_ERR_*. Values are never reused; ranges group them by class. */
+typedef int32_t kvm_status;
+
+enum {
+  KVM_OK = 0,
+  /* The caller. */
+  KVM_ERR_INVALID = -1,   /* a parameter is out of its range, or two contradict each other */
+  KVM_ERR_NOT_FOUND = -2, /* no object has this id or name */
+  KVM_ERR_EXISTS = -3,    /* the name is taken by an object with other parameters */
+  KVM_ERR_AGAIN = -4,     /* the queue is full: take completions first */
+  KVM_ERR_TIMEOUT = -5,   /* the time given has passed; the request goes on */
+  KVM_ERR_BUSY = -6,      /* the object has users (a space with sequences, say) */
+  KVM_ERR_HOLE = -7,      /* append would leave a hole or overwrite: position is not the length */
+  KVM_ERR_PARTIAL = -8,   /* cannot be partial: a policy has dropped tokens that this needs */
+  KVM_ERR_STALE = -9,     /* the id was valid once; its object is gone */
+  /* Resources. */
+  KVM_ERR_NO_MEMORY = -10, /* the machine refused memory */
+  KVM_ERR_NO_SPACE = -11,  /* the service's capacity for this tier is used up */
+  KVM_ERR_QUOTA = -12,     /* this client's share is used up */
+  KVM_ERR_LIMIT = -13,     /* a fixed limit (kvm_client_info) is reached */
+  /* Storage. */
+  KVM_ERR_IO = -20,
+  KVM_ERR_CORRUPT = -21, /* a checksum did not match */
+  KVM_ERR_LOST = -22,    /* the service restarted and no longer has this object */
+  /* Connection. */
+  KVM_ERR_DISCONNECTED = -30, /* the daemon is gone; see kvm_client_reconnect */
+  KVM_ERR_PROTOCOL = -31,     /* the other side broke the protocol; the connection is closed */
+  KVM_ERR_VERSION = -32,      /* no protocol version in common */
+  KVM_ERR_PERMISSION = -33,
+  KVM_ERR_FORKED = -34, /* a handle was used in a child of the process that made it */
+  /* Capabilities. */
+  KVM_ERR_UNSUPPORTED = -40, /* known to this header, not offered by this service */
+  KVM_ERR_DEVICE = -41,
+  /* Execution. */
+  KVM_ERR_CANCELLED = -50,
+  KVM_ERR_DEADLINE = -51, /* the deadline passed before the request started */
+  KVM_ERR_ACCURACY =
+      -52, /* the asked error cannot be met in the budget; the best estimate is in place */
+  KVM_ERR_INTERNAL = -99 /* a defect in kvm; please report the sentence */
+};
+
+/* Version of the library that is linked: major * 1000000 + minor * 1000 + patch.
+ * Threads: any. Never fails. */
+KVM_API uint32_t kvm_version(void);
+
+/* The same as text, "0.1.0". Static storage. */
+KVM_API const char *kvm_version_string(void);
+
+/* Name of a status constant, "KVM_ERR_INVALID"; "KVM_ERR_UNKNOWN" for other values. Static storage.
+ */
+KVM_API const char *kvm_status_name(kvm_status status);
+
+/* The sentence that belongs to the last failure of a kvm call on this thread, without the status
+ * name; "" when none failed yet. Valid until the next kvm call of this thread. Never NULL. */
+KVM_API const char *kvm_last_error(void);
+
+enum { KVM_LOG_ERROR = 0, KVM_LOG_WARNING = 1, KVM_LOG_INFO = 2, KVM_LOG_DEBUG = 3 };
+
+/* Receives the library's own messages (connection lost, fallback taken). NULL switches them off,
+ * which is the default. The callback runs on the thread whose call logs, must not call kvm, and
+ * `message` is valid during the call only.
+ * Threads: set it before other calls; replacing it while others run is allowed. */
+KVM_API void kvm_set_log_callback(void (*callback)(int level, const char *message, void *user),
+                                  void *user);
+
+/* ============================================================================================
+ * 2. Connecting
+ * ============================================================================================ */
+
+/* A connection to kvmd, or an engine in this process. */
+typedef struct kvm_client kvm_client;
+
+typedef struct kvm_connect_params {
+  uint32_t struct_size;
+  uint32_t flags; /* reserved, zero */
+  /* Path of the daemon's socket. NULL: $KVM_SOCKET, else $XDG_RUNTIME_DIR/kvm/kvmd.sock,
+   * else /run/kvm/kvmd.sock. At most 107 bytes. */
+  const char *socket_path;
+  /* What `kvmctl clients` calls this client; at most 63 bytes. NULL: the process's name. */
+  const char *client_name;
+  uint64_t timeout_ns; /* for the handshake and for control calls; 0: 5 s */
+  uint64_t reserved[4];
+} kvm_connect_params;
+
+/* Connects to the daemon.
+ * params   NULL or see above.
+ * out      receives the client; release with kvm_client_close.
+ * Fails:   DISCONNECTED (nobody listens at the path), VERSION, PERMISSION, LIMIT (too many
+ * clients), TIMEOUT, PROTOCOL, INVALID. Nothing is left behind. Threads: any. */
+KVM_API kvm_status kvm_connect(const kvm_connect_params *params, kvm_client **out);
+
+typedef struct kvm_embedded_params {
+  uint32_t struct_size;
+  uint32_t flags;               /* reserved, zero */
+  uint32_t n_threads;           /* that compute, the calling thread included; 0: one per core */
+  uint32_t reserved0;           /* zero */
+  uint64_t host_capacity_bytes; /* hard cap of KV memory; 0: 60 % of the machine's free memory */
+  uint64_t reserved[4];
+} kvm_embedded_params;
+
+/* Opens an engine inside this process: the same functions and results, no daemon. HOST buffers are
+ * used in place. Only libkvm_embedded has it; the thin libkvm answers UNSUPPORTED.
+ * Fails:   INVALID, NO_MEMORY, UNSUPPORTED. Threads: any. */
+KVM_API kvm_status kvm_open_embedded(const kvm_embedded_params *params, kvm_client **out);
+
+/* Connects again after DISCONNECTED, with the parameters of kvm_connect. Queues and arenas of the
+ * client must have been destroyed. Sequences of the old connection are gone: their ids give
+ * KVM_ERR_LOST; spaces must be registered again. On an embedded client, or on a live connection,
+ * nothing happens and KVM_OK is returned.
+ * Fails:   as kvm_connect, and BUSY while queues or arenas remain; the client stays disconnected.
+ * Threads: no other call on this client may be running. */
+KVM_API kvm_status kvm_client_reconnect(kvm_client *client);
+
+/* Closes a client and frees its sequences. Queues and arenas that still exist become unusable
+ * (their calls return DISCONNECTED) and must still be destroyed, in any order, which suits
+ * languages that finalise in arbitrary order. NULL is accepted.
+ * Threads: no other call on this client may be running. */
+KVM_API void kvm_client_close(kvm_client *client);
+
+/* ============================================================================================
+ * 3. What a client can learn
+ * ============================================================================================ */
+
+enum {
+  KVM_FEATURE_EVENTFD = 1u << 0,  /* kvm_queue_fd works */
+  KVM_FEATURE_EMBEDDED = 1u << 1, /* this client is an engine in this process */
+  KVM_FEATURE_DEVICE = 1u << 2    /* DEVICE buffers are accepted */
+};
+
+typedef struct kvm_client_info {
+  uint32_t struct_size;
+  uint32_t protocol_major;
+  uint32_t protocol_minor;
+  uint32_t features; /* KVM_FEATURE_* */
+  uint64_t epoch;    /* differs for every start of the service */
+  uint64_t client_id;
+  uint32_t server_pid;
+  uint32_t n_threads; /* that compute */
+  /* Limits. */
+  uint32_t max_queues;
+  uint32_t max_arenas;
+  uint32_t max_outstanding; /* requests in flight per queue */
+  uint32_t max_items;       /* per request */
+  uint32_t max_query_rows;  /* of one item */
+  uint32_t max_spaces;
+  uint64_t max_arena_bytes;
+  uint64_t max_sequences; /* of this client */
+  uint64_t host_capacity_bytes;
+  uint64_t quota_bytes;    /* KV memory this client may hold */
+  char isa[16];            /* kernel table in use: "scalar", "avx2", "avx512", "avx512bf16" */
+  char server_version[16]; /* of the service, "0.1.0" */
+  uint64_t reserved[4];
+} kvm_client_info;
+
+/* Facts about the connection and its limits. No round trip. Fails: INVALID, FORKED. Threads: any.
+ */
+KVM_API kvm_status kvm_client_get_info(kvm_client *client, kvm_client_info *out);
+
+/* One null request there and back. out_ns (may be NULL) receives the time it took.
+ * Fails:   DISCONNECTED, TIMEOUT. Threads: any. */
+KVM_API kvm_status kvm_client_ping(kvm_client *client, uint64_t *out_ns);
+
+/* ============================================================================================
+ * 4. Queues
+ * ============================================================================================ */
+
+/* A pair of rings: requests to the service, completions back. Requests of one queue that touch the
+ * same sequence take effect in the order of submission; between queues, order holds from the
+ * moment when a completion was seen. */
+typedef struct kvm_queue kvm_queue;
+
+typedef struct kvm_queue_params {
+  uint32_t struct_size;
+  uint32_t flags;     /* reserved, zero */
+  uint32_t n_entries; /* requests in flight; 0: 256; rounded up to a power of two, at most 256 */
+  uint32_t reserved0; /* zero */
+  uint64_t spin_ns;   /* how long a wait spins before it sleeps; 0: 50 us; UINT64_MAX: for ever */
+  uint64_t reserved[4];
+} kvm_queue_params;
+
+/* Makes a queue. Fails: LIMIT, NO_MEMORY, DISCONNECTED, INVALID. Threads: any. */
+KVM_API kvm_status kvm_queue_create(kvm_client *client, const kvm_queue_params *params,
+                                    kvm_queue **out);
+
+/* Cancels what is outstanding, waits for what is running, and releases the queue. NULL is accepted.
+ * Threads: the owner. */
+KVM_API void kvm_queue_destroy(kvm_queue *queue);
+
+/* A descriptor that polls readable when completions are there, for event loops; or -1 when the
+ * service does not offer it (KVM_FEATURE_EVENTFD). Owned by the queue: do not close or read it;
+ * kvm_poll resets it. Threads: any. */
+KVM_API int kvm_queue_fd(kvm_queue *queue);
+
+/* ============================================================================================
+ * 5. Arenas and buffers
+ * ============================================================================================ */
+
+enum {
+  KVM_BUFFER_NONE = 0, /* no data; the whole buffer is zero */
+  KVM_BUFFER_HOST =
+      1, /* address in this process; the thin library copies it through a staging arena */
+  KVM_BUFFER_ARENA = 2, /* offset in an arena: no copy */
+  KVM_BUFFER_DEVICE = 3 /* reserved for device memory: UNSUPPORTED */
+};
+
+/* Where bytes lie. Made by kvm_arena_alloc or kvm_host_buffer. 24 bytes. */
+typedef struct kvm_buffer {
+  uint32_t kind;   /* KVM_BUFFER_* */
+  uint32_t region; /* ARENA: which arena; else zero */
+  uint64_t where;  /* HOST: address; ARENA: offset in bytes */
+  uint64_t size;   /* bytes */
+} kvm_buffer;
+
+/* Memory shared with the service, for q, k, v and outputs without copies. */
+typedef struct kvm_arena kvm_arena;
+
+typedef struct kvm_arena_params {
+  uint32_t struct_size;
+  uint32_t flags; /* reserved, zero */
+  uint64_t size;  /* bytes; rounded up to 4096; at most max_arena_bytes; 0: 16 MiB */
+  uint64_t reserved[4];
+} kvm_arena_params;
+
+/* Makes an arena. Its memory is allocated at once (0.7 s a GiB), so make it early.
+ * Fails:   LIMIT, QUOTA, NO_MEMORY, DISCONNECTED, INVALID. Threads: any. */
+KVM_API kvm_status kvm_arena_create(kvm_client *client, const kvm_arena_params *params,
+                                    kvm_arena **out);
+
+/* Releases an arena and every buffer in it. No request that uses it may be outstanding.
+ * NULL is accepted. Threads: no other call on this arena may be running. */
+KVM_API void kvm_arena_destroy(kvm_arena *arena);
+
+/* Takes `size` bytes, aligned to `alignment` (a power of two up to 4096; 0: 64), out of the arena.
+ * Contents are undefined. Fails: NO_SPACE (too little contiguous room), INVALID. Threads: any. */
+KVM_API kvm_status kvm_arena_alloc(kvm_arena *arena, uint64_t size, uint64_t alignment,
+                                   kvm_buffer *out);
+
+/* Gives a buffer back. A buffer of another arena, or one of kind NONE, is ignored. Threads: any. */
+KVM_API void kvm_arena_free(kvm_arena *arena, kvm_buffer buffer);
+
+/* Address of a buffer's first byte in this process; NULL when it is not of this arena.
+ * Valid until the arena is destroyed. Threads: any. */
+KVM_API void *kvm_arena_data(kvm_arena *arena, kvm_buffer buffer);
+
+enum { KVM_DTYPE_F32 = 1, KVM_DTYPE_F16 = 2, KVM_DTYPE_BF16 = 3 };
+
+/* Rows of heads in a buffer. Element (layer, row, head, i) lies at
+ * layer * stride_layer + row * stride_row + head * stride_head + i. A stride of 0 means packed,
+ * [layer][row][head][dim]. Strides must be such that elements do not overlap. 56 bytes. */
+typedef struct kvm_tensor {
+  kvm_buffer buffer;
+  uint32_t dtype;    /* KVM_DTYPE_* */
+  uint32_t reserved; /* zero */
+  uint64_t stride_layer;
+  uint64_t stride_row;
+  uint64_t stride_head;
+} kvm_tensor;
+
+/* A HOST buffer over `size` bytes at `data`, and a packed tensor over it. */
+static inline kvm_buffer kvm_host_buffer(const void *data, uint64_t size) {
+  kvm_buffer buffer = {KVM_BUFFER_HOST, 0, 0, 0};
+  buffer.where = (uint64_t)(uintptr_t)data;
+  buffer.size = size;
+  return buffer;
+}
+
+static inline kvm_tensor kvm_host_tensor(const void *data, uint64_t size, uint32_t dtype) {
+  kvm_tensor tensor = {{KVM_BUFFER_HOST, 0, 0, 0}, 0, 0, 0, 0, 0};
+  tensor.buffer = kvm_host_buffer(data, size);
+  tensor.dtype = dtype;
+  return tensor;
+}
+
+/* ============================================================================================
+ * 6. Spaces and sequences
+ * ============================================================================================ */
+
+/* A space is the geometry and identity of one model's KV. */
+typedef uint64_t kvm_space_id;
+
+enum {
+  KVM_ROPE_NONE = 0,       /* positions are not encoded by rotation, or the service need not know */
+  KVM_ROPE_HALF = 1,       /* pairs (i, i + n_pairs): Llama as published by most libraries */
+  KVM_ROPE_INTERLEAVED = 2 /* pairs (2i, 2i + 1): GPT-J */
+};
+
+enum {
+  KVM_LAYER_OWN = 0,    /* the layer stores its own K and V */
+  KVM_LAYER_ALIAS = 1,  /* reads the store of layer `target`; append to it is an error */
+  KVM_LAYER_ABSENT = 2, /* stores nothing and cannot be attended */
+  KVM_LAYER_PAIR = 3    /* reserved for storage shared by two layers: UNSUPPORTED */
+};
+
+/* Overrides for a range of layers. Later entries win over earlier ones. */
+typedef struct kvm_layer_params {
+  uint32_t layer_begin;
+  uint32_t n_layers;   /* at least 1 */
+  uint32_t kind;       /* KVM_LAYER_* */
+  uint32_t target;     /* ALIAS: a layer of kind OWN with the same head counts */
+  uint32_t n_q_heads;  /* 0: as the space */
+  uint32_t n_kv_heads; /* 0: as the space; must divide n_q_heads into groups of 1 to 16 */
+  uint64_t window;     /* query at p sees keys at positions > p - window; 0: all */
+  uint64_t reserved[2];
+} kvm_layer_params;
+
+enum {
+  KVM_RETAIN_FULL = 0,        /* every token stays */
+  KVM_RETAIN_SINKS_RECENT = 1 /* query at p sees positions < n_sinks and > p - n_recent; pages that
+                               * no later query can see are freed once their tokens are committed */
+};
+
+/* How the kv heads of some layers keep their tokens. Heads that share a policy and a codec form a
+ * head class, which owns pages of its own: a class that drops tokens frees real memory. Later
+ * entries win. A head that no entry names keeps everything. */
+typedef struct kvm_policy_params {
+  uint32_t layer_begin;
+  uint32_t n_layers;        /* 0: to the last layer */
+  uint64_t kv_head_mask[2]; /* bit h: kv head h; both zero: all heads */
+  uint32_t retention;       /* KVM_RETAIN_* */
+  uint32_t reserved0;       /* zero */
+  uint64_t n_sinks;
+  uint64_t n_recent; /* at least 1 with SINKS_RECENT */
+  uint64_t slack; /* tokens below the commit point that are kept beyond n_recent, for truncate; 0:
+                     none */
+  uint64_t reserved[2];
+} kvm_policy_params;
+
+/* How the kv heads of some layers are stored. Later entries win. */
+typedef struct kvm_codec_params {
+  uint32_t layer_begin;
+  uint32_t n_layers;        /* 0: to the last layer */
+  uint64_t kv_head_mask[2]; /* as above */
+  uint32_t dtype_k;         /* KVM_DTYPE_*; 0: the space's */
+  uint32_t dtype_v;
+  uint64_t reserved[2];
+} kvm_codec_params;
+
+typedef struct kvm_space_params {
+  uint32_t struct_size;
+  uint32_t flags;          /* reserved, zero */
+  const char *name;        /* 1 to 63 bytes of [A-Za-z0-9._/-]; required */
+  uint8_t fingerprint[32]; /* hash of whatever must agree between users (weights, tokenizer); zeros:
+                              none */
+  uint32_t n_layers;       /* 1 to 512; required */
+  uint32_t n_q_heads;      /* 1 to 1024, of this shard; required */
+  uint32_t n_kv_heads;     /* 1 to 128; divides n_q_heads into groups of 1 to 16; 0: n_q_heads */
+  uint32_t head_dim_k;     /* multiple of 8, 8 to 256; required */
+  uint32_t head_dim_v;     /* likewise; 0: head_dim_k */
+  uint32_t dtype;          /* of stored K and V, KVM_DTYPE_*; 0: BF16 */
+  float softmax_scale;     /* multiplies q.k; 0: 1 / sqrt(head_dim_k); must be positive */
+  float logit_softcap;     /* logit = cap * tanh(logit / cap); 0: none; must be positive */
+  uint32_t rope_layout;    /* KVM_ROPE_*. Keys are appended already rotated; the service uses this
+                            * to move queries (policies with cache-relative positions) */
+  uint32_t n_rope_pairs;   /* entries of rope_inv_freq; at most head_dim_k / 2 */
+  const float *rope_inv_freq; /* [n_rope_pairs] angle per position, radians; copied */
+  const float
+      *sink_logits;     /* [n_layers][n_q_heads] an extra logit without a value in every
+                         * softmax (attention sinks as in gpt-oss); may be -inf; copied; NULL: none */
+  uint32_t shard_index; /* tensor-parallel rank of this geometry's heads, for the identity */
+  uint32_t n_shards;    /* 0: 1 */
+  const kvm_layer_params *layers; /* [n_layer_params]; copied */
+  const kvm_policy_params *policies;
+  const kvm_codec_params *codecs;
+  uint32_t n_layer_params; /* each at most 1024 */
+  uint32_t n_policies;
+  uint32_t n_codecs;
+  uint32_t reserved0; /* zero */
+  uint64_t reserved[8];
+} kvm_space_params;
+
+/* Registers a space, or finds the one that has this name when every parameter agrees.
+ * Fails:   EXISTS (the name has other parameters; the sentence names the first that differs),
+ *          INVALID, UNSUPPORTED (KVM_LAYER_PAIR), LIMIT.
+ * Threads: any. */
+KVM_API kvm_status kvm_space_register(kvm_client *client, const kvm_space_params *params,
+                                      kvm_space_id *out);
+
+/* Finds a space by name. Fails: NOT_FOUND. Threads: any. */
+KVM_API kvm_status kvm_space_find(kvm_client *client, const char *name, kvm_space_id *out);
+
+typedef struct kvm_space_info {
+  uint32_t struct_size;
+  uint32_t n_layers;
+  kvm_space_id space;
+  char name[64];
+  uint8_t fingerprint[32];
+  uint32_t n_q_heads;
+  uint32_t n_kv_heads;
+  uint32_t head_dim_k;
+  uint32_t head_dim_v;
+  uint32_t dtype;
+  uint32_t n_head_classes;  /* over all layers */
+  uint64_t n_sequences;     /* of all clients */
+  uint64_t bytes_per_token; /* over all layers, were every token kept */
+  uint64_t page_tokens;
+  uint64_t reserved[4];
+} kvm_space_info;
+
+/* Fails: NOT_FOUND, STALE. Threads: any. */
+KVM_API kvm_status kvm_space_get_info(kvm_client *client, kvm_space_id space, kvm_space_info *out);
+
+/* All spaces. out [capacity] is filled from the front, each with struct_size set by the caller in
+ * out[0] only; *out_count receives how many there are, which may exceed capacity. out may be NULL
+ * when capacity is 0. Threads: any. */
+KVM_API kvm_status kvm_space_list(kvm_client *client, kvm_space_info *out, size_t capacity,
+                                  size_t *out_count);
+
+/* Removes a space without sequences. Fails: BUSY, NOT_FOUND, STALE. Threads: any. */
+KVM_API kvm_status kvm_space_drop(kvm_client *client, kvm_space_id space);
+
+/* A sequence is an ordered run of tokens with K and V in every layer, owned by the client that made
+ * it and freed with it. Layers may be filled to different lengths; within a layer there is no hole.
+ */
+typedef uint64_t kvm_seq_id;
+
+/* "The end": the present length in append_position, the last n_query tokens in query_position,
+ * everything in kvm_seq_fork. */
+#define KVM_POSITION_END UINT64_MAX
+
+typedef struct kvm_seq_params {
+  uint32_t struct_size;
+  uint32_t flags;   /* KVM_SEQ_* */
+  uint64_t reserve; /* tokens to expect: a hint, 0: unknown */
+  uint64_t reserved[4];
+} kvm_seq_params;
+
+enum {
+  KVM_SEQ_MANUAL_COMMIT =
+      1u << 0 /* tokens become final by kvm_seq_commit only; default: on append */
+};
+
+/* Makes an empty sequence. Fails: NOT_FOUND, LIMIT, QUOTA. Threads: any. */
+KVM_API kvm_status kvm_seq_create(kvm_client *client, kvm_space_id space,
+                                  const kvm_seq_params *params, kvm_seq_id *out);
+
+/* Makes a sequence that shares the first n_tokens of `parent` (KVM_POSITION_END: all of it, each
+ * layer as long as the parent's) copy-on-write. Costs the same at any length, and no KV memory
+ * until one of the two appends into the page that both end in.
+ * Fails:   INVALID (n_tokens is longer than the longest layer), PARTIAL (a policy of the parent has
+ *          dropped tokens that queries at n_tokens would see), NOT_FOUND, STALE, LIMIT.
+ * Threads: any. */
+KVM_API kvm_status kvm_seq_fork(kvm_client *client, kvm_seq_id parent, uint64_t n_tokens,
+                                kvm_seq_id *out);
+
+/* Rolls every layer back to at most n_tokens; layers that are shorter stay as they are.
+ * Fails:   PARTIAL (as in fork; the sequence is as before), NOT_FOUND, STALE. A length at or beyond
+ *          the longest layer changes nothing and is KVM_OK. Threads: any. */
+KVM_API kvm_status kvm_seq_truncate(kvm_client *client, kvm_seq_id seq, uint64_t n_tokens);
+
+/* Makes the first n_tokens (KVM_POSITION_END: all) final: policies may act on them irreversibly.
+ * The commit point never moves back; truncating below it is allowed as long as nothing needed was
+ * dropped, and then moves it. Fails: INVALID (beyond the shortest layer), NOT_FOUND, STALE.
+ * Threads: any. */
+KVM_API kvm_status kvm_seq_commit(kvm_client *client, kvm_seq_id seq, uint64_t n_tokens);
+
+/* Frees a sequence; pages that forks share stay with them. Requests that use it are finished first.
+ * Fails: NOT_FOUND, STALE. Threads: any. */
+KVM_API kvm_status kvm_seq_free(kvm_client *client, kvm_seq_id seq);
+
+typedef struct kvm_seq_info {
+  uint32_t struct_size;
+  uint32_t flags; /* KVM_SEQ_* */
+  kvm_seq_id seq;
+  kvm_space_id space;
+  uint64_t client_id;
+  uint64_t n_tokens_min; /* of the shortest layer that stores anything */
+  uint64_t n_tokens_max; /* of the longest */
+  uint64_t n_committed;
+  uint64_t n_pages;           /* page references held */
+  uint64_t bytes;             /* of these pages, shared ones included */
+  uint64_t bytes_shared;      /* of them, also held by other sequences */
+  uint64_t n_entries_dropped; /* (layer, head class, token) dropped by policies */
+  uint64_t bytes_observed;    /* kept from kvm_observe */
+  uint64_t n_rows_observed;
+  uint64_t reserved[4];
+} kvm_seq_info;
+
+/* Fails: NOT_FOUND, STALE. Threads: any. */
+KVM_API kvm_status kvm_seq_get_info(kvm_client *client, kvm_seq_id seq, kvm_seq_info *out);
+
+enum {
+  KVM_LIST_ALL_CLIENTS = 1u << 0 /* for the daemon's own user and root; others get PERMISSION */
+};
+
+/* The sequences of one space (0: of all), as kvm_space_list does. flags: KVM_LIST_*. Threads: any.
+ */
+KVM_API kvm_status kvm_seq_list(kvm_client *client, kvm_space_id space, uint32_t flags,
+                                kvm_seq_info *out, size_t capacity, size_t *out_count);
+
+/* ============================================================================================
+ * 7. The data path: append, attend, step
+ * ============================================================================================ */
+
+/* Positions begin <= p < end. */
+typedef struct kvm_range {
+  uint64_t begin;
+  uint64_t end;
+} kvm_range;
+
+enum {
+  KVM_ITEM_NOT_CAUSAL = 1u << 0, /* every row sees every position; default: position <= its own */
+  KVM_ITEM_TREE = 1u << 1,       /* tree_mask refines the last n_query positions */
+  KVM_ITEM_EXCLUDE_RANGES = 1u << 2 /* ranges are left out; default: only they are seen */
+};
+
+/* One sequence's share of a request. 64 bytes, no defaults: every field is meant as it stands. */
+typedef struct kvm_item {
+  kvm_seq_id seq;
+  uint64_t append_position; /* must equal the layer's length (KVM_POSITION_END: whatever it is) */
+  uint32_t n_append;        /* tokens appended; 0: none */
+  uint32_t append_row;      /* first row in k and v */
+  uint32_t n_query;         /* query rows; 0: none */
+  uint32_t query_row;       /* first row in q, o, lse, err */
+  uint64_t query_position;  /* of the first query row, the others follow; KVM_POSITION_END: the rows
+                             * are  the last n_query tokens of the layer after the append */
+  uint32_t range_begin;     /* first of its ranges in kvm_step_params.ranges: sorted, disjoint */
+  uint32_t n_ranges;        /* 0: no restriction */
+  uint32_t tree_begin;      /* TREE: first of its n_query words in kvm_step_params.tree_mask */
+  uint32_t flags;           /* KVM_ITEM_* */
+  uint64_t reserved;        /* zero */
+} kvm_item;
+
+enum {
+  KVM_MODE_DEFAULT = 0, /* EXACT */
+  KVM_MODE_EXACT = 1,
+  KVM_MODE_TOPK = 2, /* this and the following: UNSUPPORTED until the index exists */
+  KVM_MODE_SAMPLED = 3,
+  KVM_MODE_VERIFIED = 4,
+  KVM_MODE_AUTO = 5
+};
+
+enum {
+  KVM_PROPOSAL_DEFAULT = 0,
+  KVM_PROPOSAL_SKETCH = 1,
+  KVM_PROPOSAL_LSH = 2,
+  KVM_PROPOSAL_GRAPH = 3
+};
+
+enum {
+  KVM_STEP_F32_VALUES = 1u << 0 /* weights times values in fp32 instead of bf16 products: slower,
+                                 * and the error falls from about 4e-4 to fp32 rounding */
+};
+
+/* One request: append, attend, or both, for many sequences of a space. The same structure serves
+ * kvm_append (reads items, k, v), kvm_attend (items, q, o, lse, err and the attend half; n_append
+ * must be 0) and kvm_step (both: all appends first, then all attends).
+ *
+ *   k      [n_layers][row][n_kv_heads][head_dim_k]     any dtype; converted to the stored one
+ *   v      [n_layers][row][n_kv_heads][head_dim_v]
+ *   q      [row][n_q_heads][head_dim_k]                any dtype
+ *   o      [row][n_q_heads][head_dim_v]                any dtype
+ *   lse    [row][n_q_heads]                            F32, natural logarithm; NONE: not wanted
+ *   err    [row][n_q_heads][2]                         F32; NONE: not wanted. Relative L2 error of
+ * o and absolute error of lse as estimated; NaN where there is no estimate; 0 for EXACT (rounding
+ * only)
+ *
+ * q head h reads kv head h / (n_q_heads / n_kv_heads). The logit of a key is
+ * cap(scale * q.k) + its log-weight, restricted to what the layer's window, the head's policy, the
+ * causal rule, the ranges and the tree mask leave visible. A row that sees no key has o = 0 and
+ * lse = -inf. Rows are independent: a row's result does not depend on the batch around it. */
+typedef struct kvm_step_params {
+  uint32_t struct_size;
+  uint32_t flags; /* KVM_STEP_* */
+  kvm_space_id space;
+  uint32_t layer_begin;
+  uint32_t n_layers; /* 0: 1. More than one with kvm_append only */
+  uint32_t n_items;  /* at least 1 */
+  uint32_t n_ranges;
+  const kvm_item *items;     /* [n_items]; a sequence may occur once with n_append > 0 */
+  const kvm_range *ranges;   /* [n_ranges] */
+  const uint64_t *tree_mask; /* [n_tree_words]: bit i of row j's word: row j sees the token of row
+                              * i. An item with TREE has at most 64 rows */
+  uint32_t n_tree_words;
+  uint32_t mode; /* KVM_MODE_* */
+  kvm_tensor k;
+  kvm_tensor v;
+  kvm_tensor q;
+  kvm_tensor o;
+  kvm_tensor lse;
+  kvm_tensor err;
+  float scale;          /* 0: the space's softmax_scale; must be positive */
+  uint32_t proposal;    /* KVM_PROPOSAL_* */
+  float eps;            /* VERIFIED, AUTO: relative error of o aimed at; 0: 0.03 */
+  float delta;          /* probability of missing it; 0: 0.01 */
+  uint64_t budget;      /* TOPK, SAMPLED: keys read per kv head; 0: from eps */
+  uint64_t seed;        /* of sampling */
+  uint64_t deadline_ns; /* CLOCK_MONOTONIC; a request not begun by then fails; 0: none */
+  uint64_t reserved[8];
+} kvm_step_params;
+
+/* What a request did. */
+typedef struct kvm_step_stats {
+  uint32_t struct_size;
+  uint32_t mode;         /* that was used: KVM_MODE_* */
+  uint64_t keys_present; /* (item, kv head, key) visible to some row of the item */
+  uint64_t keys_read;    /* of them, K or V was read; unique over the heads of a group */
+  uint64_t bytes_read;   /* of K and V, index included */
+  uint64_t service_ns;   /* from acceptance to completion, in the service */
+  uint64_t compute_ns;   /* from the start of the first task to the end of the last merge */
+  float err_max;         /* over rows and heads: see err; NaN: none */
+  uint32_t n_exact;      /* (row, q head) that fell back to exact */
+  uint64_t reserved[2];
+} kvm_step_stats;
+
+/* Appends, and waits.
+ * All or nothing: on any failure no item has been appended to.
+ * Fails:   HOLE (a position is not the layer's length), QUOTA, NO_SPACE, INVALID (geometry,
+ * strides, sizes, an ALIAS or ABSENT layer, a sequence twice), NOT_FOUND, STALE, DISCONNECTED.
+ * Threads: the queue's owner. */
+KVM_API kvm_status kvm_append(kvm_queue *queue, const kvm_step_params *params);
+
+/* Attends, and waits. stats may be NULL. Outputs are written only on success.
+ * Fails:   UNSUPPORTED (mode), PARTIAL (a query position so far back that its head's policy has
+ *          dropped what it should see), INVALID, NOT_FOUND, STALE, DEADLINE, DISCONNECTED.
+ * Threads: the queue's owner. */
+KVM_API kvm_status kvm_attend(kvm_queue *queue, const kvm_step_params *params,
+                              kvm_step_stats *stats);
+
+/* Appends and attends in one request, and waits: what a decode step does once a layer.
+ * Fails as the two above; a failure of the append half leaves nothing appended, and everything is
+ * checked before anything is appended. Threads: the queue's owner. */
+KVM_API kvm_status kvm_step(kvm_queue *queue, const kvm_step_params *params, kvm_step_stats *stats);
+
+/* ============================================================================================
+ * 8. Observe, read, merge
+ * ============================================================================================ */
+
+/* Hands over what an engine saw in a prefill that it computed itself: queries, or attention mass
+ * per token, so that indexes and policies know what later queries will look like. Kept per
+ * sequence and layer (the newest 256 query rows, and column sums added up), counted in the quota,
+ * copied by fork and forgotten by free. Policies and indexes that need them read them when they
+ * act. */
+typedef struct kvm_observe_params {
+  uint32_t struct_size;
+  uint32_t flags; /* reserved, zero */
+  kvm_seq_id seq;
+  uint32_t layer;
+  uint32_t n_rows;         /* query rows */
+  uint64_t query_position; /* of the first row */
+  uint64_t column_begin;   /* position of the first column sum */
+  uint64_t n_columns;
+  kvm_tensor q;           /* [n_rows][n_q_heads][head_dim_k], any dtype; or NONE with n_rows = 0 */
+  kvm_tensor column_sums; /* [n_columns][n_kv_heads] F32, softmax mass summed over rows and the
+                           * group's heads; row = column; or NONE with n_columns = 0 */
+  uint64_t reserved[4];
+} kvm_observe_params;
+
+/* Fails: INVALID, QUOTA, NOT_FOUND, STALE. Threads: the queue's owner. */
+KVM_API kvm_status kvm_observe(kvm_queue *queue, const kvm_observe_params *params);
+
+/* K and V back out. */
+typedef struct kvm_read_params {
+  uint32_t struct_size;
+  uint32_t flags; /* reserved, zero */
+  kvm_seq_id seq;
+  uint32_t layer;
+  uint32_t reserved0; /* zero */
+  uint64_t position;
+  uint64_t n_tokens;
+  kvm_tensor k; /* [n_tokens][n_kv_heads][head_dim_k], any dtype; NONE: not wanted */
+  kvm_tensor v; /* [n_tokens][n_kv_heads][head_dim_v] */
+  uint64_t reserved[4];
+} kvm_read_params;
+
+/* Copies stored K and V of tokens [position, position + n_tokens) out, converted to the tensors'
+ * dtypes. Fails: INVALID (beyond the layer's length), PARTIAL (a head has dropped one of them),
+ * NOT_FOUND, STALE. Threads: the queue's owner. */
+KVM_API kvm_status kvm_read(kvm_queue *queue, const kvm_read_params *params);
+
+/* Merges attention states over disjoint key sets. Pure computation in the caller's memory. */
+typedef struct kvm_merge_params {
+  uint32_t struct_size;
+  uint32_t flags;    /* reserved, zero */
+  uint32_t n_states; /* 1 to 64 */
+  uint32_t n_rows;
+  uint32_t n_heads;
+  uint32_t dim;          /* of o */
+  const kvm_tensor *o;   /* [n_states] of [n_rows][n_heads][dim], HOST, any dtype */
+  const kvm_tensor *lse; /* [n_states] of [n_rows][n_heads], HOST, F32 */
+  kvm_tensor out_o;      /* HOST; may be the memory of o[0] with the same dtype and strides */
+  kvm_tensor out_lse;    /* HOST, F32; may be that of lse[0]; NONE: not wanted */
+  uint64_t reserved[4];
+} kvm_merge_params;
+
+/* States are merged in the order given; an empty state (lse = -inf) changes nothing, and empty
+ * states alone give o = 0, lse = -inf. Fails: INVALID. Threads: any. */
+KVM_API kvm_status kvm_merge(const kvm_merge_params *params);
+
+/* ============================================================================================
+ * 9. The asynchronous data path
+ *
+ * kvm_*_async stages a request under a number of the caller's choice (user_data); kvm_submit makes
+ * all staged requests visible to the service at once; kvm_poll and kvm_wait take completions.
+ * Structures and arrays that params points to are copied when staged; buffers must stay untouched
+ * until the completion. HOST buffers are accepted: outputs are copied to them when the completion
+ * is taken. Synchronous calls must not be mixed with outstanding asynchronous ones on a queue
+ * (BUSY). A staging call fails with AGAIN when the queue is full, and with the errors that can be
+ * seen without the service (INVALID); all others arrive as the completion's status. Threads: the
+ * queue's owner.
+ * ============================================================================================ */
+
+KVM_API kvm_status kvm_append_async(kvm_queue *queue, const kvm_step_params *params,
+                                    uint64_t user_data);
+KVM_API kvm_status kvm_attend_async(kvm_queue *queue, const kvm_step_params *params,
+                                    uint64_t user_data);
+KVM_API kvm_status kvm_step_async(kvm_queue *queue, const kvm_step_params *params,
+                                  uint64_t user_data);
+KVM_API kvm_status kvm_read_async(kvm_queue *queue, const kvm_read_params *params,
+                                  uint64_t user_data);
+KVM_API kvm_status kvm_seq_truncate_async(kvm_queue *queue, kvm_seq_id seq, uint64_t n_tokens,
+                                          uint64_t user_data);
+KVM_API kvm_status kvm_seq_commit_async(kvm_queue *queue, kvm_seq_id seq, uint64_t n_tokens,
+                                        uint64_t user_data);
+/* Does nothing and completes. */
+KVM_API kvm_status kvm_nop_async(kvm_queue *queue, uint64_t user_data);
+
+/* Publishes what is staged. Fails: DISCONNECTED; staged requests then complete with that status. */
+KVM_API kvm_status kvm_submit(kvm_queue *queue);
+
+/* 64 bytes. */
+typedef struct kvm_completion {
+  uint64_t user_data;
+  kvm_status status;
+  uint32_t mode; /* as in kvm_step_stats */
+  uint64_t keys_present;
+  uint64_t keys_read;
+  uint64_t bytes_read;
+  uint64_t service_ns;
+  uint64_t compute_ns;
+  float err_max;
+  uint32_t n_exact;
+} kvm_completion;
+
+/* Takes up to n_max completions without waiting. Returns how many, or a negative kvm_status
+ * (DISCONNECTED once all outstanding requests have been answered with it). When a completion's
+ * status is an error, kvm_last_error() has the sentence of the last such completion taken. */
+KVM_API int32_t kvm_poll(kvm_queue *queue, kvm_completion *out, uint32_t n_max);
+
+/* Waits until n_min completions are there, or timeout_ns (UINT64_MAX: no limit) has passed, and
+ * takes up to n_max. Returns how many, which is below n_min only after a timeout or when fewer are
+ * outstanding. */
+KVM_API int32_t kvm_wait(kvm_queue *queue, kvm_completion *out, uint32_t n_max, uint32_t n_min,
+                         uint64_t timeout_ns);
+
+/* Asks that outstanding requests with this user_data not be started. Those that have begun run to
+ * their end; either way each completes exactly once (with CANCELLED or its own result). Fails:
+ * NOT_FOUND (none outstanding). */
+KVM_API kvm_status kvm_cancel(kvm_queue *queue, uint64_t user_data);
+
+/* ============================================================================================
+ * 10. Statistics
+ * ============================================================================================ */
+
+typedef struct kvm_stats {
+  uint32_t struct_size;
+  uint32_t n_clients;
+  uint64_t uptime_ns;
+  uint64_t n_spaces;
+  uint64_t n_sequences;
+  uint64_t n_pages;         /* in use, each counted once */
+  uint64_t host_used_bytes; /* physical, in 2-MiB extents */
+  uint64_t host_capacity_bytes;
+  uint64_t host_peak_bytes;
+  uint64_t
+      host_page_bytes; /* in pages in use: the rest of host_used_bytes is room in begun extents */
+  uint64_t index_bytes;
+  uint64_t observed_bytes;
+  uint64_t n_requests; /* completed, any status */
+  uint64_t n_requests_failed;
+  uint64_t n_tokens_appended; /* per layer */
+  uint64_t n_rows_attended;   /* (query row, layer) */
+  uint64_t keys_present;
+  uint64_t keys_read;
+  uint64_t bytes_read;
+  uint64_t bytes_appended;
+  uint64_t n_pages_dropped; /* by policies */
+  uint64_t n_pages_copied;  /* by copy-on-write */
+  uint64_t n_clients_total; /* connections since the start */
+  uint64_t n_protocol_errors;
+  uint64_t busy_ns; /* of all compute threads together */
+  uint64_t reserved[8];
+} kvm_stats;
+
+/* Counters of the whole service. Fails: DISCONNECTED. Threads: any. */
+KVM_API kvm_status kvm_get_stats(kvm_client *client, kvm_stats *out);
+
+/* The same as text, one "kvm_name value" per line with # HELP and # TYPE lines, in Prometheus' text
+ * format. Writes at most capacity bytes, NUL included; *out_length receives the length without it,
+ * which may be capacity or more: then the text was cut. Threads: any. */
+KVM_API kvm_status kvm_get_stats_text(kvm_client *client, char *buffer, size_t capacity,
+                                      size_t *out_length);
+
+#ifdef __cplusplus
+} /* extern "C" */
+#endif
+
+#endif /* KVM_H_ */
