@@ -1,0 +1,187 @@
+// SPDX-License-Identifier: Apache-2.0
+// Exact attention on the CPU over stored keys and values: the C++ interface of the engine.
+//
+// A Problem is one request item for one kv head: all its query tokens times the q heads that share
+// the kv head, against the runs of that head. It is solved in pieces that may run on any threads:
+//
+//   Plan plan = make_plan(problem);                          // which chunks, how much memory
+//   prepare_queries(problem, plan, prepared);                // once, before any chunk
+//   eval_chunks(problem, plan, prepared, rows, c, n, scratch, states + ...);   // any order
+//   merge_chunks(problem, plan, rows, states);               // after all chunks of those rows
+//   eval_column_sums(problem, plan, prepared, c, n, scratch);  // optional, after every merge
+//
+// What is computed, per row (query token i, q head g) with t ranging over the visible tokens:
+//   dot    = q'(transform of t) . k_t  +  q . bias(transform of t)
+//   logit  = dot * scale                     or  softcap * tanh(dot * scale / softcap)
+//   logit += log_weight_t
+//   lse    = ln( sum_t e^logit_t  [ + e^sink_g ] )            o = sum_t e^(logit_t - lse) v_t
+// A row that sees nothing gets o = 0 and lse = -inf (with a sink: lse = sink).
+//
+// Reduction. Positions are cut into chunks [c * chunk_tokens, (c + 1) * chunk_tokens). Each chunk
+// gives one state per row; states merge in a binary tree fixed by absolute chunk index. Inside a
+// chunk the order of operations depends on token positions, dtypes and transforms only.
+// ENSURES: for one kernel table the bits of o, lse and the side outputs depend on the problem
+// alone: not on threads, on the cut into eval_chunks calls, on how tokens are cut into runs, nor on
+// addresses. In the blocked path (Plan::blocked) a row's bits do not even depend on the other rows.
+//
+// Errors: none at run time. Callers validate what comes from clients; violated REQUIRES are
+// programmer errors. Finite inputs never give NaN: a dot product that overflows counts as a very
+// large finite logit. LIMIT: |v| <= 2^115; a larger value may give an infinite o.
+// LIMIT: a NaN or infinity stored at a token hidden from some but not all rows of a problem may
+// reach all of them; tokens hidden from every row are never used.
+//
+// Threads: all functions are pure in their arguments and may run concurrently on disjoint outputs.
+// Memory: no function here allocates; scratch, states and prepared queries belong to the caller.
+#ifndef KVM_ATTENTION_ATTENTION_H_
+#define KVM_ATTENTION_ATTENTION_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "attention/kernel_table.h"
+#include "base/kv_view.h"
+
+namespace kvm::attention {
+
+inline constexpr uint32_t kMaxGroup = 16;
+inline constexpr uint32_t kMaxHeadDim = 256;
+inline constexpr uint32_t kMaxTransforms = 256;
+// Alignment of scratch, states and prepared queries.
+inline constexpr size_t kBufferAlign = 64;
+
+// Which tokens a query token sees. A token at position x is visible to query token i, which sits
+// at p = query_position + i, when all of these hold:
+//   - tree == null and causal:    x <= p
+//   - tree != null:               x < query_position, or x = query_position + j with bit j of row i
+//   - window != 0:                x > p - window, or x < sinks
+//   - include is not empty:       x lies in one of its ranges
+//   - x lies in no range of exclude
+struct Visibility {
+  uint64_t query_position = 0;  // of query token 0
+  uint64_t window = 0;          // tokens, the query's own included; 0 = no window
+  uint64_t sinks = 0;           // first positions that a window does not hide
+  bool causal = true;
+  // [n_query] rows of tree_stride_words 64-bit words; bit j of row i is bit (j % 64) of word j / 64.
+  const uint64_t* tree = nullptr;
+  uint32_t tree_stride_words = 0;  // >= ceil(n_query / 64) where tree is set
+  // Sorted, disjoint.
+  std::span<const PositionRange> include;
+  std::span<const PositionRange> exclude;
+};
+
+struct Problem {
+  // Queries: element (i, g) starts at q + (i * q_stride_query + g * q_stride_head) elements; its
+  // dim_k channels are dense. Rows are numbered row = i * group + g.
+  const void* q = nullptr;
+  Dtype dtype_q = Dtype::kBf16;
+  uint64_t q_stride_query = 0;  // elements
+  uint64_t q_stride_head = 0;   // elements
+  uint32_t n_query = 0;         // >= 0
+  uint32_t group = 0;           // q heads of this kv head, 1 to kMaxGroup
+  uint32_t dim_k = 0;           // multiple of 8, 8 to kMaxHeadDim
+  uint32_t dim_v = 0;           // multiple of 8, 8 to kMaxHeadDim
+
+  float scale = 1.0f;    // finite
+  float softcap = 0.0f;  // >= 0; 0 = none
+  // Logit of a value-less sink per q head [group], or null.
+  const float* sink_logits = nullptr;
+  Visibility visible;
+
+  KvRuns runs;
+  uint32_t head = 0;  // which head of the pages; head 0 is where the runs point
+  // Floats from head to head in a run's log weights; 0 = one for all heads.
+  uint64_t log_weight_head_stride = 0;
+  // Transforms that runs refer to by index; where empty, every run must say 0, which is then the
+  // identity. At most kMaxTransforms.
+  std::span<const QueryTransform> transforms;
+
+  // true: weights meet values in fp32 everywhere. false: where V is bf16 and the table has a bf16
+  // dot product, weights are rounded to bf16 first (exact.h gives the error bound).
+  bool fp32_weights = false;
+
+  // Outputs: element (i, g) at o + (i * o_stride_query + g * o_stride_head) elements.
+  void* o = nullptr;
+  Dtype dtype_o = Dtype::kF32;
+  uint64_t o_stride_query = 0;
+  uint64_t o_stride_head = 0;
+  float* lse = nullptr;  // natural log; (i, g) at i * lse_stride_query + g * lse_stride_head
+  uint64_t lse_stride_query = 0;
+  uint64_t lse_stride_head = 0;
+
+  // Side outputs, each optional.
+  // [n_query * group]: largest logit of the row, log weights included, sinks not; -inf if none.
+  float* row_max = nullptr;
+  // Sum over rows of the softmax weight of each token, at column_sums[position - column_position].
+  // Every present token of every evaluated chunk is written (0 where no row sees it); nothing else
+  // is. Written by eval_column_sums only.
+  float* column_sums = nullptr;
+  uint64_t column_position = 0;
+};
+
+// A stretch of rows of a problem.
+struct RowRange {
+  uint32_t first = 0;
+  uint32_t count = 0;
+};
+
+// How a problem is cut. Derived from the problem alone.
+struct Plan {
+  const KernelTable* table = nullptr;
+  uint32_t rows = 0;  // n_query * group
+  // Many rows: keys are repacked per 64 tokens and meet tiles of rows. Chosen by `rows` alone.
+  bool blocked = false;
+  // Rows of a problem may be evaluated in separate ranges, for parallel work and to bound memory.
+  // false: every range must be {0, rows}.
+  bool rows_divisible = false;
+  uint32_t chunk_tokens = 0;
+  // Chunks that hold at least one token visible to some row lie in [first_chunk, first_chunk +
+  // n_chunks); n_chunks = 0 is legal (nothing visible). Indices are absolute: position /
+  // chunk_tokens.
+  uint64_t first_chunk = 0;
+  uint32_t n_chunks = 0;
+  size_t prepared_bytes = 0;
+  // Per concurrently running eval call; enough for any range of rows.
+  size_t scratch_bytes = 0;
+};
+
+// An estimate for schedulers; exact for dense causal problems.
+struct ChunkCost {
+  uint64_t bytes = 0;  // of K and V that will be read
+  uint64_t flops = 0;  // of multiply-adds, two each, over all rows
+};
+
+// `table` null: active_table(). Cost: O(log runs).
+Plan make_plan(const Problem& problem, const KernelTable* table = nullptr);
+
+// Cost: O(runs of the chunk).
+// REQUIRES: plan.first_chunk <= chunk < plan.first_chunk + plan.n_chunks, here and below.
+ChunkCost chunk_cost(const Problem& problem, const Plan& plan, uint64_t chunk);
+
+// Bytes of one state: what one chunk writes for `row_count` rows. A multiple of kBufferAlign.
+// Layout: o [row_count][dim_v] fp32 (not yet divided by l), m [row_count], l [row_count], padding.
+size_t state_bytes(const Problem& problem, uint32_t row_count);
+
+// Converts, transforms and lays out the queries of the problem into `prepared`
+// (plan.prepared_bytes, aligned). Afterwards read-only, shared by all tasks of the problem.
+void prepare_queries(const Problem& problem, const Plan& plan, void* prepared);
+
+// Evaluates chunks [chunk, chunk + n) for `rows`; chunk c writes the state at
+// states + (c - chunk) * state_bytes(problem, rows.count). A chunk without visible tokens writes
+// the empty state. Longer stretches run at full memory speed; each call pays a cold start of about
+// a microsecond.
+void eval_chunks(const Problem& problem, const Plan& plan, const void* prepared, RowRange rows,
+                 uint64_t chunk, uint32_t n, void* scratch, void* states);
+
+// Merges the states of all plan.n_chunks chunks of `rows`, first chunk first, state_bytes apart, in
+// place, and writes o, lse and row_max of those rows.
+void merge_chunks(const Problem& problem, const Plan& plan, RowRange rows, void* states);
+
+// Second pass for statistics: fills column_sums for chunks [chunk, chunk + n).
+// REQUIRES: column_sums and lse set; merge_chunks has run for all rows.
+void eval_column_sums(const Problem& problem, const Plan& plan, const void* prepared,
+                      uint64_t chunk, uint32_t n, void* scratch);
+
+}  // namespace kvm::attention
+
+#endif  // KVM_ATTENTION_ATTENTION_H_

@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+// One table of kernels per instruction set, and the choice between them.
+//
+// Tables: "scalar" (any machine), "avx2" (AVX2 + FMA + F16C), "avx512" (F + BW + DQ + VL),
+// "avx512bf16" (those and AVX512_BF16). A table is available only where the processor and the
+// operating system offer every extension that it was compiled with.
+#ifndef KVM_ATTENTION_KERNEL_TABLE_H_
+#define KVM_ATTENTION_KERNEL_TABLE_H_
+
+#include <span>
+
+namespace kvm::attention {
+
+struct ExactKernels;  // attention/exact/exact_args.h
+
+struct KernelTable {
+  const char* name = nullptr;
+  bool has_bf16_dot = false;
+  const ExactKernels* exact = nullptr;
+};
+
+// Tables that this machine can run, worst first; never empty, element 0 is "scalar". Constant for
+// the life of the process.
+std::span<const KernelTable* const> available_tables();
+
+// The table with this name, or null where it is unknown or cannot run here.
+const KernelTable* find_table(const char* name);
+
+// The best available table, or the one named by the environment variable KVM_FORCE_ISA. Read once,
+// at the first call; a name that cannot run here is ignored with one line on stderr.
+const KernelTable& active_table();
+
+}  // namespace kvm::attention
+
+#endif  // KVM_ATTENTION_KERNEL_TABLE_H_

@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+// How kernels see stored keys and values: runs of consecutive tokens inside one page.
+//
+// A page holds kPageTokens tokens of the kv heads of one head class: a K plane
+// [kv head][kPageTokens][dim_k], then a V plane [kv head][kPageTokens][dim_v], rows dense. So the
+// rows of one head inside a page are one contiguous K stretch and one contiguous V stretch, and
+// those of the next head lie kPageTokens rows further in the same plane. Pages lie anywhere.
+//
+// Plain data that only refers to memory; the caller keeps every pointed-to byte alive and
+// unchanged while a kernel works on it.
+#ifndef KVM_BASE_KV_VIEW_H_
+#define KVM_BASE_KV_VIEW_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "base/dtype.h"
+
+namespace kvm {
+
+inline constexpr uint32_t kPageTokens = 64;
+
+// Tokens at consecutive positions, stored in consecutive rows of one page.
+//
+// REQUIRES: 1 <= n_tokens, and position % kPageTokens + n_tokens <= kPageTokens: a run never
+// crosses a multiple of kPageTokens in POSITION. Where rows and positions of a page are out of
+// step (a fork or a truncate inside a page, entries dropped), the owner cuts the run in two there.
+// Nothing is required of the row at which a run starts within its page, nor of the order in which
+// pages lie. Rows are aligned to 16 bytes.
+struct KvRun {
+  const void* k = nullptr;  // row of the first token, of head 0 of the page
+  const void* v = nullptr;
+  // Added to the logits of each token (natural log); null = 0. -inf removes a token; +inf and NaN
+  // are not allowed. [n_tokens] of head 0; see Problem::log_weight_head_stride.
+  const float* log_weight = nullptr;
+  uint64_t position = 0;  // of the first token
+  uint16_t n_tokens = 0;
+  uint16_t transform = 0;  // index into Problem::transforms
+  Dtype dtype_k = Dtype::kBf16;
+  Dtype dtype_v = Dtype::kBf16;
+};
+
+// Runs in strictly increasing position order, without overlap; gaps are allowed.
+using KvRuns = std::span<const KvRun>;
+
+// [begin, end) in token positions.
+struct PositionRange {
+  uint64_t begin = 0;
+  uint64_t end = 0;
+};
+
+enum class RotationLayout : uint8_t {
+  kInterleaved = 0,  // pair i is channels (2i, 2i + 1)
+  kHalfSplit = 1,    // pair i is channels (i, i + n_pairs)
+};
+
+// What to do to a query before it meets the stored keys of a segment, so that
+//   q . k_true  =  q' . k_stored  +  q . bias      with      q' = channel_scale o (R q).
+// R turns each pair (x, y) into (x cos - y sin, x sin + y cos); channels beyond 2 * n_pairs pass
+// unchanged. Every part is optional: null pointers, n_pairs = 0.
+struct QueryTransform {
+  const float* cos = nullptr;  // [n_pairs]
+  const float* sin = nullptr;  // [n_pairs]
+  uint32_t n_pairs = 0;        // 2 * n_pairs <= dim_k
+  RotationLayout layout = RotationLayout::kHalfSplit;
+  const float* channel_scale = nullptr;  // [dim_k]
+  const float* bias = nullptr;           // [dim_k], meets the untransformed query
+};
+
+}  // namespace kvm
+
+#endif  // KVM_BASE_KV_VIEW_H_
