@@ -136,6 +136,12 @@ struct RequestTag {
   uint64_t number = 0;
 };
 
+// Bytes of the pool that belong to a sequence.
+struct MemoryPiece {
+  const void* data = nullptr;
+  uint64_t size_bytes = 0;
+};
+
 class Engine {
  public:
   static Result<std::unique_ptr<Engine>> open(const EngineOptions& options);
@@ -191,6 +197,11 @@ class Engine {
   // all_clients: every client's; else the client's own. space 0: every space.
   virtual std::vector<kvm_seq_info> list_seqs(ClientId client, kvm_space_id space,
                                               bool all_clients) = 0;
+
+  // The K and V bytes that an exact attend over the whole layer reads, in position order: one piece
+  // per page and plane. For measuring the read ceiling over the very pages that attention reads.
+  // Valid while the sequence is not changed.
+  virtual Result<std::vector<MemoryPiece>> layer_memory(kvm_seq_id seq, uint32_t layer) = 0;
 
   // Fills what the engine knows (struct_size, n_clients, n_protocol_errors, n_clients_total stay 0).
   virtual kvm_stats stats() const = 0;
