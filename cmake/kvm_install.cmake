@@ -1,1 +1,35 @@
-# Install rules.
+# What `cmake --install` puts into a prefix: the header, both libraries, a pkg-config file and a CMake
+# package for each way of finding them, and the programs. The prefix can be moved afterwards.
+
+# From <libdir>/pkgconfig back to the prefix: the library directory may be lib or lib/<triplet>.
+file(RELATIVE_PATH KVM_PC_PREFIX "/${CMAKE_INSTALL_LIBDIR}/pkgconfig" "/")
+install(FILES include/kvm.h DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}")
+
+set(KVM_INSTALLED_LIBRARIES)
+foreach(library kvm kvm_embedded)
+  if(TARGET ${library})
+    list(APPEND KVM_INSTALLED_LIBRARIES ${library})
+    configure_file(cmake/kvm.pc.in "${PROJECT_BINARY_DIR}/${library}.pc" @ONLY)
+    install(FILES "${PROJECT_BINARY_DIR}/${library}.pc"
+            DESTINATION "${CMAKE_INSTALL_LIBDIR}/pkgconfig")
+  endif()
+endforeach()
+
+if(KVM_INSTALLED_LIBRARIES)
+  include(CMakePackageConfigHelpers)
+  set(package_dir "${CMAKE_INSTALL_LIBDIR}/cmake/kvm")
+  install(TARGETS ${KVM_INSTALLED_LIBRARIES} EXPORT kvm-targets
+          LIBRARY DESTINATION "${CMAKE_INSTALL_LIBDIR}")
+  install(EXPORT kvm-targets NAMESPACE kvm:: FILE kvm-config.cmake DESTINATION "${package_dir}")
+  # Before 1.0 a minor version may change the ABI.
+  write_basic_package_version_file("${PROJECT_BINARY_DIR}/kvm-config-version.cmake"
+                                   COMPATIBILITY SameMinorVersion)
+  install(FILES "${PROJECT_BINARY_DIR}/kvm-config-version.cmake" DESTINATION "${package_dir}")
+endif()
+
+foreach(program kvmd kvmctl)
+  if(TARGET ${program})
+    install(TARGETS ${program} RUNTIME DESTINATION "${CMAKE_INSTALL_BINDIR}")
+  endif()
+endforeach()
+install(FILES LICENSE DESTINATION "${CMAKE_INSTALL_DOCDIR}")

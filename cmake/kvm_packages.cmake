@@ -23,6 +23,7 @@ kvm_require(mimalloc libmimalloc-dev GLOBAL)             # mimalloc-static, mima
 kvm_require(boost_headers libboost-dev GLOBAL)           # Boost::headers
 if(KVM_TESTS)
   kvm_require(GTest libgtest-dev GLOBAL)                 # GTest::gtest, GTest::gtest_main
+  find_program(KVM_PYTHON python3 REQUIRED)              # the scripts need its library only
 endif()
 if(KVM_BENCH)
   kvm_require(benchmark libbenchmark-dev GLOBAL)         # benchmark::benchmark

@@ -12,6 +12,8 @@
 #
 #   kvm_add_test(ipc_ring_test ring_test.cc LIBS kvm_ipc [LABELS tsan ...] [TIMEOUT seconds]
 #     [ARGS ...] [ENV NAME=VALUE ...])           # GoogleTest, one ctest entry for the binary
+#   kvm_register_test(NAME COMMAND ...)          # any command, with the same options
+#   kvm_register_python_test(NAME SCRIPT)        # needs packages of packages/python.txt
 #   kvm_add_bench(merge_bench merge_bench.cc LIBS kvm_attention)   # Google Benchmark
 #
 # What they add by themselves: the warnings, include paths rooted at the repository (and include/,
@@ -85,6 +87,14 @@ function(kvm_add_library name)
   kvm_use_pch(${name} kvm_pch)
 endfunction()
 
+# Adds a target to kvm_programs, unless it belongs to the tests or benches.
+function(kvm_list_program name)
+  file(RELATIVE_PATH folder "${PROJECT_SOURCE_DIR}" "${CMAKE_CURRENT_SOURCE_DIR}")
+  if(NOT folder MATCHES "^(tests|bench)")
+    set_property(GLOBAL APPEND PROPERTY KVM_PROGRAMS ${name})
+  endif()
+endfunction()
+
 # kvm_add_executable(NAME SOURCES ... [DEPS ...])
 function(kvm_add_executable name)
   cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "SOURCES;DEPS")
@@ -94,6 +104,7 @@ function(kvm_add_executable name)
   add_executable(${name} ${arg_SOURCES})
   target_link_libraries(${name} PRIVATE kvm_flags kvm_warnings ${arg_DEPS})
   kvm_use_pch(${name} kvm_pch)
+  kvm_list_program(${name})
 endfunction()
 
 # kvm_add_shared_library(NAME MAP version_script SOURCES ... [DEPS ...])
@@ -117,6 +128,7 @@ function(kvm_add_shared_library name)
   set_target_properties(${name} PROPERTIES VERSION ${PROJECT_VERSION} SOVERSION ${KVM_ABI_VERSION}
                                            LINK_DEPENDS "${map}")
   kvm_use_pch(${name} kvm_pch)
+  kvm_list_program(${name})
 endfunction()
 
 # kvm_isa_source(TARGET FILE flags...)
@@ -124,6 +136,7 @@ endfunction()
 # templates instantiated under its flags would be shared, by the linker, with generic code. A test
 # reads the symbols of the object and fails on any that could be shared.
 function(kvm_isa_source target file)
+  set_property(GLOBAL APPEND PROPERTY KVM_ISA_SOURCES "${file}")
   set_property(SOURCE "${file}" APPEND PROPERTY COMPILE_OPTIONS ${ARGN})
   set_property(SOURCE "${file}" PROPERTY SKIP_PRECOMPILE_HEADERS ON)
   set_property(GLOBAL APPEND PROPERTY KVM_ISA_TARGETS ${target})
@@ -158,12 +171,21 @@ function(kvm_register_test name)
     set(arg_TIMEOUT 120)
   endif()
   file(MAKE_DIRECTORY "${PROJECT_BINARY_DIR}/tests")
-  add_test(NAME ${name} COMMAND ${arg_COMMAND} WORKING_DIRECTORY "${PROJECT_BINARY_DIR}/tests")
-  set_tests_properties(
-    ${name}
-    PROPERTIES TIMEOUT ${arg_TIMEOUT} SKIP_RETURN_CODE 77 LABELS "${arg_LABELS}"
-               ENVIRONMENT
-               "KVM_BIN_DIR=${PROJECT_BINARY_DIR}/bin;KVM_SOURCE_DIR=${PROJECT_SOURCE_DIR};${arg_ENV}")
+  add_test(NAME ${name} COMMAND ${arg_COMMAND} WORKING_DIRECTORY "${PROJECT_BINARY_DIR}/tests"
+           COMMAND_EXPAND_LISTS)
+  list(APPEND arg_ENV "KVM_BIN_DIR=${PROJECT_BINARY_DIR}/bin"
+       "KVM_SOURCE_DIR=${PROJECT_SOURCE_DIR}" "PYTHONDONTWRITEBYTECODE=1")
+  set_tests_properties(${name} PROPERTIES TIMEOUT ${arg_TIMEOUT} SKIP_RETURN_CODE 77
+                                          LABELS "${arg_LABELS}" ENVIRONMENT "${arg_ENV}")
+endfunction()
+
+# kvm_register_python_test(NAME SCRIPT [LABELS ...] [TIMEOUT s] [ENV NAME=VALUE ...])
+# SCRIPT runs in build/venv, which ./dev fills from packages/python.txt; where that could not be
+# done, the test counts as skipped. Scripts that need the standard library only take
+# kvm_register_test(NAME COMMAND ${KVM_PYTHON} SCRIPT).
+function(kvm_register_python_test name script)
+  kvm_register_test(${name} COMMAND "${PROJECT_SOURCE_DIR}/tests/run_in_venv"
+                    "${CMAKE_CURRENT_SOURCE_DIR}/${script}" ${ARGN})
 endfunction()
 
 # kvm_add_test(NAME FILE... [LIBS ...] [ARGS ...] [LABELS ...] [TIMEOUT s] [ENV NAME=VALUE ...])
