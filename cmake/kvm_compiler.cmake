@@ -33,6 +33,14 @@ if(KVM_SANITIZE)
   add_link_options("-fsanitize=${KVM_SANITIZE}")
 endif()
 
+# Fuzzers are linked with libFuzzer; what they call has to report which branches it took.
+if(KVM_FUZZ)
+  if(NOT CMAKE_CXX_COMPILER_ID STREQUAL "Clang")
+    message(FATAL_ERROR "KVM_FUZZ needs clang (cmake --preset fuzz)")
+  endif()
+  add_compile_options("$<$<COMPILE_LANGUAGE:C,CXX>:-fsanitize=fuzzer-no-link>")
+endif()
+
 # The launcher is used where it exists. Precompiled headers need two of its checks relaxed, which
 # has to be said for each run: it is no business of ours to change a user's ccache configuration.
 find_program(KVM_CCACHE ccache)

@@ -1,5 +1,5 @@
-# What `cmake --install` puts into a prefix: the header, both libraries, a pkg-config file and a CMake
-# package for each way of finding them, and the programs. The prefix can be moved afterwards.
+# What `cmake --install` puts into a prefix: the header, both libraries, pkg-config files and a
+# CMake package to find them, and the programs. The prefix can be moved afterwards.
 
 # From <libdir>/pkgconfig back to the prefix: the library directory may be lib or lib/<triplet>.
 file(RELATIVE_PATH KVM_PC_PREFIX "/${CMAKE_INSTALL_LIBDIR}/pkgconfig" "/")

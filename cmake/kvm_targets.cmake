@@ -14,6 +14,7 @@
 #     [ARGS ...] [ENV NAME=VALUE ...])           # GoogleTest, one ctest entry for the binary
 #   kvm_register_test(NAME COMMAND ...)          # any command, with the same options
 #   kvm_register_python_test(NAME SCRIPT)        # needs packages of packages/python.txt
+#   kvm_add_fuzzer(ring_fuzz ring_fuzz.cc LIBS kvm_ipc)            # libFuzzer, in tests/fuzz
 #   kvm_add_bench(merge_bench merge_bench.cc LIBS kvm_attention)   # Google Benchmark
 #
 # What they add by themselves: the warnings, include paths rooted at the repository (and include/,
@@ -197,6 +198,21 @@ function(kvm_add_test name)
   kvm_use_pch(${name} kvm_test_pch)
   kvm_register_test(${name} COMMAND ${name} ${arg_ARGS} LABELS ${arg_LABELS} ENV ${arg_ENV}
                     TIMEOUT ${arg_TIMEOUT})
+endfunction()
+
+# kvm_add_fuzzer(NAME FILE... [LIBS ...] [SEEDS folder])
+# A libFuzzer program (tests/fuzz only), with a short run over its seeds as ctest entry "fuzz".
+function(kvm_add_fuzzer name)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "SEEDS" "LIBS")
+  add_executable(${name} ${arg_UNPARSED_ARGUMENTS})
+  target_link_libraries(${name} PRIVATE kvm_flags kvm_warnings ${arg_LIBS})
+  target_link_options(${name} PRIVATE -fsanitize=fuzzer)
+  if(arg_SEEDS)
+    set(arg_SEEDS "${CMAKE_CURRENT_SOURCE_DIR}/${arg_SEEDS}")
+  endif()
+  file(MAKE_DIRECTORY "${PROJECT_BINARY_DIR}/tests/${name}_corpus")
+  kvm_register_test(${name} LABELS fuzz TIMEOUT 300 COMMAND ${name} -max_total_time=20 -seed=1
+                    "${PROJECT_BINARY_DIR}/tests/${name}_corpus" ${arg_SEEDS})
 endfunction()
 
 # kvm_add_bench(NAME FILE... [LIBS ...])
