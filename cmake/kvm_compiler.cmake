@@ -21,8 +21,8 @@ add_compile_options("$<$<COMPILE_LANGUAGE:C,CXX>:-fPIC>")
 
 # Release stays debuggable and never depends on the machine that builds: the instruction sets beyond
 # x86-64 are confined to the files that ask for them.
-set(CMAKE_C_FLAGS_RELEASE "-O3 -g1")
-set(CMAKE_CXX_FLAGS_RELEASE "-O3 -g1")
+set(CMAKE_C_FLAGS_RELEASE "-O3 -g1 -DNDEBUG")
+set(CMAKE_CXX_FLAGS_RELEASE "-O3 -g1 -DNDEBUG")
 set(CMAKE_C_FLAGS_DEBUG "-O1 -g1")
 set(CMAKE_CXX_FLAGS_DEBUG "-O1 -g1")
 
