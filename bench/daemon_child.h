@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+// A daemon in a child process of the bench: kvmd's own server on a socket in a temporary folder,
+// and beside it a thread that measures the read ceiling over the server's pool when told to.
+//
+// REQUIRES: no request is in flight during run_ceiling.
+#ifndef KVM_BENCH_DAEMON_CHILD_H_
+#define KVM_BENCH_DAEMON_CHILD_H_
+
+#include <sys/types.h>
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "bench/ceiling.h"
+#include "kvm.h"
+
+namespace kvm::bench {
+
+class DaemonChild {
+ public:
+  // Returns when the socket answers.
+  DaemonChild(uint32_t n_threads, uint64_t capacity_bytes);
+  // Ends the child and removes its folder.
+  ~DaemonChild();
+  DaemonChild(const DaemonChild&) = delete;
+  DaemonChild& operator=(const DaemonChild&) = delete;
+
+  const std::string& socket_path() const { return socket_path_; }
+  // Reads all K and V of a layer once with every read-only kernel, on as many threads as compute.
+  void run_ceiling(kvm_seq_id seq, uint32_t layer);
+  // Best kernel's median over all run_ceiling calls.
+  double ceiling_bytes_per_s() const;
+  uint64_t rss_bytes() const;
+
+ private:
+  std::string folder_;
+  std::string socket_path_;
+  pid_t child_ = -1;
+  int to_child_ = -1;
+  int from_child_ = -1;
+  std::array<std::vector<double>, ReadCeiling::kKernels> bytes_per_s_;
+};
+
+}  // namespace kvm::bench
+
+#endif  // KVM_BENCH_DAEMON_CHILD_H_

@@ -1,0 +1,475 @@
+// SPDX-License-Identifier: Apache-2.0
+// exact, prefill, append, fork: the engine alone, in this process.
+#include <fmt/format.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+
+#include "bench/ceiling.h"
+#include "bench/harness.h"
+
+namespace kvm::bench {
+
+namespace {
+
+struct Shape {
+  uint32_t n_q_heads = 32;
+  uint32_t n_kv_heads = 8;
+  uint32_t head_dim = 128;
+
+  std::string name() const {
+    return fmt::format("{}{}_{}_d{}", n_q_heads == n_kv_heads ? "mha" : "gqa", n_q_heads,
+                       n_kv_heads, head_dim);
+  }
+  uint64_t token_bytes() const { return uint64_t{n_kv_heads} * head_dim * 2 * 2; }
+};
+
+// Anonymous memory on huge pages, as a caller's arena would be.
+class Memory {
+ public:
+  explicit Memory(uint64_t size_bytes) : size_bytes_(size_bytes) {
+    data_ = mmap(nullptr, size_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (data_ == MAP_FAILED) {
+      require(Status(KVM_ERR_NO_MEMORY, fmt::format("{} bytes refused", size_bytes)), "mmap");
+    }
+    madvise(data_, size_bytes, MADV_HUGEPAGE);
+  }
+  ~Memory() { munmap(data_, size_bytes_); }
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+  template <typename T>
+  T* as() const {
+    return static_cast<T*>(data_);
+  }
+  uint64_t size_bytes() const { return size_bytes_; }
+  engine::TensorView tensor(uint32_t dtype) const { return {data_, size_bytes_, dtype, 0, 0, 0}; }
+
+ private:
+  void* data_;
+  uint64_t size_bytes_;
+};
+
+// An engine with one space and one client.
+class Rig {
+ public:
+  Rig(const Shape& shape, uint32_t n_layers, uint32_t n_threads, uint64_t capacity_bytes)
+      : shape_(shape), n_layers_(n_layers) {
+    engine::EngineOptions options;
+    options.n_threads = n_threads;
+    options.host_capacity_bytes = capacity_bytes;
+    engine_ = require(engine::Engine::open(options), "engine");
+    client_ = engine_->add_client(0, 0);
+    engine::SpaceSpec spec;
+    spec.name = "bench";
+    spec.params.struct_size = sizeof(kvm_space_params);
+    spec.params.n_layers = n_layers;
+    spec.params.n_q_heads = shape.n_q_heads;
+    spec.params.n_kv_heads = shape.n_kv_heads;
+    spec.params.head_dim_k = shape.head_dim;
+    space_ = require(engine_->register_space(spec), "space");
+  }
+
+  engine::Engine& engine() { return *engine_; }
+
+  kvm_seq_id create() {
+    engine::SeqRequest request;
+    request.verb = engine::SeqVerb::kCreate;
+    request.space = space_;
+    return seq_verb(std::move(request));
+  }
+
+  kvm_seq_id seq_verb(engine::SeqRequest&& request) {
+    engine::RequestResult result = run(*engine_, client_, std::move(request));
+    require(result.status, "sequence");
+    return result.seq;
+  }
+
+  void free(kvm_seq_id seq) {
+    engine::SeqRequest request;
+    request.verb = engine::SeqVerb::kFree;
+    request.seq = seq;
+    seq_verb(std::move(request));
+  }
+
+  // Rows 0 .. n_tokens - 1 of k and v, for every layer in [layer, layer + n_layers).
+  void append(kvm_seq_id seq, uint32_t layer, uint32_t n_layers, uint32_t n_tokens,
+              const Memory& k, const Memory& v) {
+    engine::StepRequest step;
+    step.append = true;
+    step.space = space_;
+    step.layer_begin = layer;
+    step.n_layers = n_layers;
+    kvm_item item{};
+    item.seq = seq;
+    item.append_position = KVM_POSITION_END;
+    item.n_append = n_tokens;
+    step.items.push_back(item);
+    step.k = k.tensor(KVM_DTYPE_BF16);
+    step.v = v.tensor(KVM_DTYPE_BF16);
+    require(run(*engine_, client_, std::move(step)).status, "append");
+  }
+
+  // Distinct data for every block of 4,096 tokens.
+  void fill(kvm_seq_id seq, uint32_t layer, uint64_t n_tokens, uint64_t seed) {
+    constexpr uint64_t kBlock = 4096;
+    Memory k(kBlock * shape_.n_kv_heads * shape_.head_dim * 2);
+    Memory v(kBlock * shape_.n_kv_heads * shape_.head_dim * 2);
+    for (uint64_t at = 0; at < n_tokens; at += kBlock) {
+      fill_random_bf16(k.as<uint16_t>(), k.size_bytes() / 2, seed + at * 2);
+      fill_random_bf16(v.as<uint16_t>(), v.size_bytes() / 2, seed + at * 2 + 1);
+      append(seq, layer, 1, static_cast<uint32_t>(std::min(kBlock, n_tokens - at)), k, v);
+    }
+  }
+
+  // The last n_query tokens of each sequence attend to layer 0.
+  engine::StepRequest attend(const std::vector<kvm_seq_id>& seqs, uint32_t n_query,
+                             const Memory& q, const Memory& o, const Memory& lse) const {
+    engine::StepRequest step;
+    step.attend = true;
+    step.space = space_;
+    for (uint32_t i = 0; i < seqs.size(); ++i) {
+      kvm_item item{};
+      item.seq = seqs[i];
+      item.n_query = n_query;
+      item.query_row = i * n_query;
+      item.query_position = KVM_POSITION_END;
+      step.items.push_back(item);
+    }
+    step.q = q.tensor(KVM_DTYPE_BF16);
+    step.o = o.tensor(KVM_DTYPE_F32);
+    step.lse = lse.tensor(KVM_DTYPE_F32);
+    return step;
+  }
+
+  engine::RequestResult run_step(engine::StepRequest step) {
+    engine::RequestResult result = run(*engine_, client_, std::move(step));
+    require(result.status, "attend");
+    return result;
+  }
+
+  std::vector<engine::MemoryPiece> memory(const std::vector<kvm_seq_id>& seqs) {
+    std::vector<engine::MemoryPiece> pieces;
+    for (kvm_seq_id seq : seqs) {
+      const auto part = require(engine_->layer_memory(seq, 0), "layer memory");
+      pieces.insert(pieces.end(), part.begin(), part.end());
+    }
+    return pieces;
+  }
+
+ private:
+  Shape shape_;
+  uint32_t n_layers_;
+  std::unique_ptr<engine::Engine> engine_;
+  engine::ClientId client_ = 0;
+  kvm_space_id space_ = 0;
+};
+
+// A torch process that runs scaled_dot_product_attention on the same shapes when told to.
+class TorchPeer {
+ public:
+  TorchPeer(const Shape& shape, uint32_t n_seqs, uint64_t n_tokens, uint32_t threads) {
+    int down[2];
+    int up[2];
+    if (pipe2(down, O_CLOEXEC) != 0 || pipe2(up, O_CLOEXEC) != 0) {
+      require(Status(KVM_ERR_INTERNAL, std::strerror(errno)), "pipe");
+    }
+    const char* python = std::getenv("KVM_PYTHON");
+    const char* root = std::getenv("KVM_SOURCE_DIR");
+    const std::string script = fmt::format("{}/bench/torch_peer.py", root ? root : ".");
+    const std::vector<std::string> words = {python ? python : "python3",
+                                            script,
+                                            std::to_string(n_seqs),
+                                            std::to_string(shape.n_q_heads),
+                                            std::to_string(shape.n_kv_heads),
+                                            std::to_string(shape.head_dim),
+                                            std::to_string(n_tokens),
+                                            std::to_string(threads)};
+    child_ = fork();
+    if (child_ == 0) {
+      dup2(down[0], 0);
+      dup2(up[1], 1);
+      std::vector<char*> argv;
+      for (const auto& word : words) {
+        argv.push_back(const_cast<char*>(word.c_str()));
+      }
+      argv.push_back(nullptr);
+      execvp(argv[0], argv.data());
+      _exit(127);
+    }
+    close(down[0]);
+    close(up[1]);
+    to_ = fdopen(down[1], "w");
+    from_ = fdopen(up[0], "r");
+  }
+  ~TorchPeer() {
+    fclose(to_);
+    fclose(from_);
+    waitpid(child_, nullptr, 0);
+  }
+  TorchPeer(const TorchPeer&) = delete;
+  TorchPeer& operator=(const TorchPeer&) = delete;
+
+  // Seconds of the best of its variants (dtype, layout); the first answer says which: see `what`.
+  double run() {
+    fputs("run\n", to_);
+    fflush(to_);
+    char line[256] = {};
+    if (fgets(line, sizeof(line), from_) == nullptr) {
+      require(Status(KVM_ERR_INTERNAL, "the torch process ended; is torch==2.13.0 installed?"),
+              "torch peer");
+    }
+    char name[128] = {};
+    double seconds = 0;
+    if (sscanf(line, "%lf %127s", &seconds, name) != 2) {
+      require(Status(KVM_ERR_INTERNAL, line), "torch peer");
+    }
+    what = name;
+    return seconds;
+  }
+  std::string what;
+
+ private:
+  pid_t child_ = -1;
+  FILE* to_ = nullptr;
+  FILE* from_ = nullptr;
+};
+
+struct ExactCase {
+  Shape shape;
+  uint32_t n_seqs;
+  uint64_t tokens;
+  uint32_t threads;
+};
+
+void run_exact_case(const ExactCase& c, const Options& options, Report& report) {
+  const uint64_t bytes = c.n_seqs * c.tokens * c.shape.token_bytes();
+  Rig rig(c.shape, 1, c.threads, bytes + bytes / 8 + (256ull << 20));
+  std::vector<kvm_seq_id> seqs;
+  for (uint32_t i = 0; i < c.n_seqs; ++i) {
+    seqs.push_back(rig.create());
+    rig.fill(seqs.back(), 0, c.tokens, i * 1000003ull);
+  }
+  Memory q(uint64_t{c.n_seqs} * c.shape.n_q_heads * c.shape.head_dim * 2);
+  Memory o(uint64_t{c.n_seqs} * c.shape.n_q_heads * c.shape.head_dim * 4);
+  Memory lse(uint64_t{c.n_seqs} * c.shape.n_q_heads * 4);
+  fill_random_bf16(q.as<uint16_t>(), q.size_bytes() / 2, 7);
+
+  Team team(c.threads);
+  ReadCeiling ceiling(team, rig.memory(seqs));
+  std::unique_ptr<TorchPeer> torch;
+  if (options.peer == "torch") {
+    torch = std::make_unique<TorchPeer>(c.shape, c.n_seqs, c.tokens, c.threads);
+  }
+  std::vector<double> seconds;
+  std::vector<double> torch_seconds;
+  for (uint32_t i = 0; i < options.repeats + 1; ++i) {
+    // Short cases repeat inside a round, so that a round is long against the clock's noise.
+    const int inner = static_cast<int>(std::max<uint64_t>(1, (64ull << 20) / bytes));
+    const double begin = now_s();
+    for (int j = 0; j < inner; ++j) {
+      rig.run_step(rig.attend(seqs, 1, q, o, lse));
+    }
+    const double took = (now_s() - begin) / inner;
+    if (i > 0) {  // the first round warms up
+      seconds.push_back(took);
+    }
+    ceiling.run_once();
+    if (torch) {
+      torch_seconds.push_back(torch->run());
+    }
+  }
+  const double ms = median(seconds) * 1e3;
+  const double gbps = static_cast<double>(bytes) / (ms * 1e6);
+  const double ceiling_gbps = ceiling.bytes_per_s() * 1e-9;
+  std::string shape = c.shape.name();
+  if (c.n_seqs > 1) {
+    shape += fmt::format("_b{}", c.n_seqs);
+  }
+  if (torch) {
+    report.add({{"peer", "torch"},
+                {"shape", shape},
+                {"tokens", c.tokens},
+                {"threads", c.threads},
+                {"ms", ms},
+                {"peer_ms", median(torch_seconds) * 1e3},
+                {"peer_variant", torch->what},
+                {"speedup", median(torch_seconds) * 1e3 / ms},
+                {"fraction", gbps / ceiling_gbps}});
+    return;
+  }
+  report.add({{"shape", shape},
+              {"tokens", c.tokens},
+              {"threads", c.threads},
+              {"isa", rig.engine().isa()},
+              {"ms", ms},
+              {"gbps", gbps},
+              {"ceiling_gbps", ceiling_gbps},
+              {"fraction", gbps / ceiling_gbps}});
+}
+
+}  // namespace
+
+int run_exact(const Options& options) {
+  Report report(options.peer.empty() ? "exact" : "exact_vs", options);
+  const uint32_t all = options.threads != 0 ? options.threads : core_count();
+  const Shape gqa;
+  const Shape mha{8, 8, 128};
+  std::vector<ExactCase> cases;
+  for (uint32_t threads : {1u, all}) {
+    for (uint64_t tokens : {8192ull, 65536ull, 98304ull}) {
+      cases.push_back({gqa, 1, tokens, threads});
+    }
+    cases.push_back({gqa, 16, 4096, threads});
+    cases.push_back({gqa, 32, 3072, threads});
+    cases.push_back({mha, 1, 65536, threads});
+    if (all == 1) {
+      break;
+    }
+  }
+  for (const auto& c : cases) {
+    if (c.tokens <= options.max_tokens) {
+      run_exact_case(c, options, report);
+    }
+  }
+  return report.finish();
+}
+
+int run_prefill(const Options& options) {
+  Report report("prefill", options);
+  const uint32_t threads = options.threads != 0 ? options.threads : core_count();
+  const Shape shape;
+  constexpr uint64_t kTokens = 32768;
+  Rig rig(shape, 1, threads, kTokens * shape.token_bytes() + (256ull << 20));
+  const kvm_seq_id seq = rig.create();
+  rig.fill(seq, 0, kTokens, 11);
+  Team team(threads);
+  for (uint32_t n_query : {512u, 2048u}) {
+    Memory q(uint64_t{n_query} * shape.n_q_heads * shape.head_dim * 2);
+    Memory o(uint64_t{n_query} * shape.n_q_heads * shape.head_dim * 4);
+    Memory lse(uint64_t{n_query} * shape.n_q_heads * 4);
+    fill_random_bf16(q.as<uint16_t>(), q.size_bytes() / 2, n_query);
+    std::vector<double> seconds;
+    std::vector<double> peaks;
+    for (uint32_t i = 0; i < std::max(options.repeats, 7u); ++i) {
+      const double begin = now_s();
+      rig.run_step(rig.attend({seq}, n_query, q, o, lse));
+      seconds.push_back(now_s() - begin);
+      peaks.push_back(peak_flops(team));
+    }
+    // Causal: row j of the last n_query tokens sees kTokens - n_query + j + 1 keys.
+    const double pairs = static_cast<double>(n_query) * kTokens -
+                         static_cast<double>(n_query) * (n_query - 1) / 2.0;
+    const double flops = pairs * shape.n_q_heads * shape.head_dim * 4.0;
+    const double gflops = flops / median(seconds) * 1e-9;
+    const double peak = median(peaks) * 1e-9;
+    report.add({{"n_query", n_query},
+                {"tokens", kTokens},
+                {"threads", threads},
+                {"isa", rig.engine().isa()},
+                {"ms", median(seconds) * 1e3},
+                {"gflops", gflops},
+                {"peak_gflops", peak},
+                {"fraction", gflops / peak}});
+  }
+  return report.finish();
+}
+
+int run_append(const Options& options) {
+  Report report("append", options);
+  const uint32_t threads = options.threads != 0 ? options.threads : core_count();
+  const Shape shape;
+  constexpr uint32_t kTokens = 8192;
+  const uint64_t plane_bytes = uint64_t{kTokens} * shape.n_kv_heads * shape.head_dim * 2;
+  Memory k(plane_bytes);
+  Memory v(plane_bytes);
+  Memory copy(plane_bytes * 2);
+  fill_random_bf16(k.as<uint16_t>(), plane_bytes / 2, 1);
+  fill_random_bf16(v.as<uint16_t>(), plane_bytes / 2, 2);
+  std::memset(copy.as<char>(), 1, copy.size_bytes());
+  Rig rig(shape, 1, threads, plane_bytes * 2 + (64ull << 20));
+  Team team(threads);
+  std::vector<double> appends;
+  std::vector<double> copies;
+  for (uint32_t i = 0; i < options.repeats + 2; ++i) {
+    const kvm_seq_id seq = rig.create();
+    const double begin = now_s();
+    rig.append(seq, 0, 1, kTokens, k, v);
+    const double took = now_s() - begin;
+    rig.free(seq);
+    const double copied = team.run([&](uint32_t thread) {
+      const uint64_t part = plane_bytes / team.size();
+      std::memcpy(copy.as<char>() + thread * part, k.as<char>() + thread * part, part);
+      std::memcpy(copy.as<char>() + plane_bytes + thread * part, v.as<char>() + thread * part,
+                  part);
+    });
+    if (i >= 2) {  // the first rounds fault the pool in
+      appends.push_back(took);
+      copies.push_back(copied);
+    }
+  }
+  const double gbps = static_cast<double>(plane_bytes) * 2e-9 / median(appends);
+  const double copy_gbps = static_cast<double>(plane_bytes) * 2e-9 / median(copies);
+  report.add({{"tokens", kTokens},
+              {"threads", threads},
+              {"gbps", gbps},
+              {"copy_gbps", copy_gbps},
+              {"fraction", gbps / copy_gbps}});
+  return report.finish();
+}
+
+int run_fork(const Options& options) {
+  Report report("fork", options);
+  const Shape shape;
+  constexpr uint32_t kLayers = 32;
+  const uint64_t budget = memory_budget_bytes(options);
+  Rig rig(shape, kLayers, options.threads, budget);
+  constexpr uint32_t kBlock = 1024;
+  const uint64_t block_bytes =
+      uint64_t{kBlock} * kLayers * shape.n_kv_heads * shape.head_dim * 2;
+  Memory k(block_bytes);
+  Memory v(block_bytes);
+  fill_random_bf16(k.as<uint16_t>(), block_bytes / 2, 3);
+  fill_random_bf16(v.as<uint16_t>(), block_bytes / 2, 4);
+  const kvm_seq_id seq = rig.create();
+  uint64_t tokens = 0;
+  for (uint64_t target : {1024ull, 8192ull, 32768ull, 65536ull, 98304ull}) {
+    if (target > options.max_tokens ||
+        target * kLayers * shape.token_bytes() + (1ull << 30) > budget) {
+      report.note(fmt::format("{} tokens left out: they need {:.1f} GB, {:.1f} GB are to be had",
+                              target, static_cast<double>(target * kLayers * shape.token_bytes()) *
+                                          1e-9,
+                              static_cast<double>(budget) * 1e-9));
+      break;
+    }
+    for (; tokens < target; tokens += kBlock) {
+      rig.append(seq, 0, kLayers, kBlock, k, v);
+    }
+    std::vector<double> whole;
+    std::vector<double> part;
+    for (int i = 0; i < 101; ++i) {
+      for (bool whole_fork : {true, false}) {
+        engine::SeqRequest request;
+        request.verb = engine::SeqVerb::kFork;
+        request.seq = seq;
+        request.n_tokens = whole_fork ? KVM_POSITION_END : target - 100;
+        const double begin = now_s();
+        const kvm_seq_id child = rig.seq_verb(std::move(request));
+        (whole_fork ? whole : part).push_back(now_s() - begin);
+        rig.free(child);
+      }
+    }
+    report.add({{"tokens", target},
+                {"us", median(whole) * 1e6},
+                {"p99_us", percentile(whole, 0.99) * 1e6},
+                {"inside_us", median(part) * 1e6}});
+  }
+  return report.finish();
+}
+
+}  // namespace kvm::bench

@@ -1,0 +1,145 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "bench/harness.h"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <map>
+
+#include "base/dtype.h"
+
+namespace kvm::bench {
+
+namespace {
+
+std::string cell(const nlohmann::ordered_json& value) {
+  if (value.is_number_float()) {
+    const double number = value.get<double>();
+    return std::fabs(number) >= 100 ? fmt::format("{:.1f}", number) : fmt::format("{:.3f}", number);
+  }
+  return value.is_string() ? value.get<std::string>() : value.dump();
+}
+
+}  // namespace
+
+void Report::add(std::vector<std::pair<std::string, nlohmann::json>> fields) {
+  nlohmann::ordered_json row;
+  row["bench"] = bench_;
+  for (auto& [name, value] : fields) {
+    row[name] = std::move(value);
+  }
+  if (row.contains("fraction") && row["fraction"].get<double>() > kMaxFraction) {
+    failed_ = true;
+    note(fmt::format("fraction {} is above {}: its ceiling was not one, run again",
+                     cell(row["fraction"]), kMaxFraction));
+  }
+  fmt::print(stderr, ".");
+  rows_.push_back(std::move(row));
+}
+
+void Report::note(const std::string& text) { notes_.push_back(text); }
+
+int Report::finish() {
+  std::vector<std::string> columns;
+  std::map<std::string, size_t> width;
+  for (const auto& row : rows_) {
+    for (const auto& [name, value] : row.items()) {
+      if (name != "bench" && !width.contains(name)) {
+        columns.push_back(name);
+        width[name] = name.size();
+      }
+      width[name] = std::max(width[name], cell(value).size());
+    }
+  }
+  fmt::print("\n{}\n", bench_);
+  for (const auto& column : columns) {
+    fmt::print("  {:>{}}", column, width[column]);
+  }
+  fmt::print("\n");
+  for (const auto& row : rows_) {
+    for (const auto& column : columns) {
+      fmt::print("  {:>{}}", row.contains(column) ? cell(row[column]) : "", width[column]);
+    }
+    fmt::print("\n");
+  }
+  for (const auto& text : notes_) {
+    fmt::print("  {}\n", text);
+  }
+  if (!options_.json_path.empty()) {
+    std::ofstream out(options_.json_path, std::ios::app);
+    for (const auto& row : rows_) {
+      out << row.dump() << "\n";
+    }
+    if (!out.flush()) {
+      fmt::print(stderr, "kvm-bench: cannot write {}\n", options_.json_path);
+      return 1;
+    }
+  }
+  return failed_ ? 1 : 0;
+}
+
+double now_s() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+double percentile(std::vector<double> values, double p) {
+  if (values.empty()) {
+    return 0;
+  }
+  const auto index = static_cast<size_t>(p * static_cast<double>(values.size() - 1) + 0.5);
+  std::nth_element(values.begin(), values.begin() + static_cast<ptrdiff_t>(index), values.end());
+  return values[index];
+}
+
+double median(std::vector<double> values) { return percentile(std::move(values), 0.5); }
+
+uint64_t free_memory_bytes() {
+  std::ifstream in("/proc/meminfo");
+  std::string key;
+  uint64_t kib = 0;
+  std::string unit;
+  while (in >> key >> kib >> unit) {
+    if (key == "MemAvailable:") {
+      return kib * 1024;
+    }
+  }
+  return 0;
+}
+
+uint64_t memory_budget_bytes(const Options& options) {
+  return options.memory_bytes != 0 ? options.memory_bytes : free_memory_bytes() / 10 * 7;
+}
+
+uint32_t core_count() {
+  const long n = sysconf(_SC_NPROCESSORS_ONLN);
+  return n > 0 ? static_cast<uint32_t>(n) : 1;
+}
+
+void require(const Status& status, const char* what) {
+  if (!status.is_ok()) {
+    fmt::print(stderr, "kvm-bench: {}: {} ({})\n", what, status.message(),
+               static_cast<int>(status.code()));
+    std::exit(1);
+  }
+}
+
+void fill_random_bf16(uint16_t* data, uint64_t count, uint64_t seed) {
+  uint64_t state = seed * 0x9e3779b97f4a7c15ull + 0x632be59bd9b4e019ull;
+  for (uint64_t i = 0; i < count; ++i) {
+    state ^= state << 13;
+    state ^= state >> 7;
+    state ^= state << 17;
+    // Uniform in [-1.73, 1.73): unit variance.
+    const float unit = static_cast<float>(state >> 40) * 0x1p-24f;
+    data[i] = f32_to_bf16((unit - 0.5f) * 3.4641f);
+  }
+}
+
+}  // namespace kvm::bench

@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+// What every benchmark of kvm-bench shares: options, medians, the table and the JSON lines.
+//
+// A benchmark measures the limit and the thing it judges in the same run, interleaved, and reports
+// the ratio of medians. A ratio above kMaxFraction means that the ceiling was not one: the run fails.
+#ifndef KVM_BENCH_HARNESS_H_
+#define KVM_BENCH_HARNESS_H_
+
+#include <cstdint>
+#include <functional>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/status.h"
+#include "engine/engine.h"
+
+namespace kvm::bench {
+
+inline constexpr double kMaxFraction = 1.02;
+
+struct Options {
+  std::string json_path;       // empty: no JSON
+  uint32_t threads = 0;        // 0: one per core
+  uint32_t repeats = 9;        // medians of this many; at least 7
+  uint64_t memory_bytes = 0;   // that KV may take; 0: 70 % of what is free
+  uint64_t max_tokens = 98304;
+  std::string peer;            // "torch"
+};
+
+// Rows of one benchmark: printed as an aligned table when it is done, written as JSON lines.
+class Report {
+ public:
+  Report(std::string bench, const Options& options)
+      : bench_(std::move(bench)), options_(options) {}
+  // Fields in the order of printing. A "fraction" above kMaxFraction marks the run as failed.
+  void add(std::vector<std::pair<std::string, nlohmann::json>> fields);
+  void note(const std::string& text);
+  // Prints the table and appends the JSON lines. Returns the process's exit status.
+  int finish();
+
+ private:
+  std::string bench_;
+  Options options_;
+  std::vector<nlohmann::ordered_json> rows_;
+  std::vector<std::string> notes_;
+  bool failed_ = false;
+};
+
+double now_s();
+double median(std::vector<double> values);
+double percentile(std::vector<double> values, double p);
+// MemAvailable of the machine, in bytes.
+uint64_t free_memory_bytes();
+uint64_t memory_budget_bytes(const Options& options);
+uint32_t core_count();
+
+// Ends the program with the sentence of an error.
+void require(const Status& status, const char* what);
+template <typename T>
+T require(Result<T> result, const char* what) {
+  require(result.status(), what);
+  return std::move(result).value();
+}
+
+// Runs one request on an engine to its end; the calling thread helps.
+template <typename Request>
+engine::RequestResult run(engine::Engine& engine, engine::ClientId client, Request&& request) {
+  engine::RequestResult out;
+  bool done = false;
+  engine.submit(client, {}, std::forward<Request>(request), [&](engine::RequestResult&& result) {
+    out = std::move(result);
+    done = true;
+  });
+  while (!done) {
+    if (!engine.work()) {
+      engine.poll();
+    }
+  }
+  return out;
+}
+
+// Fast pseudo-random bf16 values of about unit variance; distinct for every seed.
+void fill_random_bf16(uint16_t* data, uint64_t count, uint64_t seed);
+
+int run_exact(const Options& options);
+int run_prefill(const Options& options);
+int run_append(const Options& options);
+int run_fork(const Options& options);
+int run_ipc(const Options& options);
+int run_decode(const Options& options);
+
+}  // namespace kvm::bench
+
+#endif  // KVM_BENCH_HARNESS_H_

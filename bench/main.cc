@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+// kvm-bench: one sub-command per benchmark.
+#include <CLI/CLI.hpp>  // CLI11: sub-commands, validation and help in one header
+
+#include "bench/harness.h"
+
+int main(int argc, char** argv) {
+  using namespace kvm::bench;
+  Options options;
+  CLI::App app{"Measures kvm against the limits of this machine. Every figure is a median of runs\n"
+               "interleaved with the ceiling that judges it."};
+  app.require_subcommand(1);
+  app.fallthrough();
+  app.add_option("--json", options.json_path, "append one JSON object per line to FILE");
+  app.add_option("--threads", options.threads, "compute threads (default: one per core)")
+      ->check(CLI::Range(1, 1024));
+  app.add_option("--repeats", options.repeats, "runs behind each median")
+      ->check(CLI::Range(7, 1001))
+      ->capture_default_str();
+  app.add_option("--memory", options.memory_bytes, "bytes that KV may take (default: 70 % of free)")
+      ->transform(CLI::AsSizeValue(false));
+  app.add_option("--max-tokens", options.max_tokens, "leave out longer contexts")
+      ->capture_default_str();
+
+  int (*bench)(const Options&) = nullptr;
+  const auto add = [&](const char* name, const char* help, int (*function)(const Options&)) {
+    CLI::App* command = app.add_subcommand(name, help);
+    command->callback([&bench, function] { bench = function; });
+    return command;
+  };
+  CLI::App* exact = add("exact", "decode attention against the read ceiling", run_exact);
+  exact->add_option("--vs", options.peer, "interleave with a peer: torch (needs KVM_PYTHON)")
+      ->check(CLI::IsMember({"torch"}));
+  add("prefill", "chunks of queries against the multiply-add peak", run_prefill);
+  add("append", "appending K and V against a plain copy", run_append);
+  add("fork", "forking sequences of several lengths", run_fork);
+  add("ipc", "round trips between two processes", run_ipc);
+  add("decode", "a whole model's decode steps through the daemon", run_decode);
+  CLI11_PARSE(app, argc, argv);
+  return bench(options);
+}
