@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: Apache-2.0
+// Space: the geometry and identity of one model's KV, validated, with every default filled in and
+// every override resolved to the layer and head that it concerns.
+//
+// Immutable after resolve_space; shared by the sequences of the space.
+#ifndef KVM_ENGINE_SPACE_H_
+#define KVM_ENGINE_SPACE_H_
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+#include "engine/engine.h"
+#include "kvm.h"
+#include "tiers/slab_class.h"
+
+namespace kvm::engine {
+
+inline constexpr uint32_t kMaxLayers = 512;
+inline constexpr uint32_t kMaxQHeads = 1024;
+inline constexpr uint32_t kMaxKvHeads = 128;
+inline constexpr uint32_t kMaxGroupSize = 16;
+inline constexpr uint32_t kMinHeadDim = 8;
+inline constexpr uint32_t kMaxSpaceHeadDim = 256;
+inline constexpr uint32_t kMaxOverrides = 1024;
+
+// How a head keeps its tokens. kFull has zeros in all numbers.
+struct Retention {
+  uint32_t kind = KVM_RETAIN_FULL;
+  uint64_t n_sinks = 0;
+  uint64_t n_recent = 0;
+  uint64_t slack = 0;
+
+  bool operator==(const Retention&) const = default;
+};
+
+// The kv heads of one layer that share pages: same retention, same codec, and few enough that a
+// page fits an extent (heads that agree in everything may still be split into several classes).
+struct HeadClass {
+  std::vector<uint16_t> kv_heads;  // ascending; head i of a page is kv head kv_heads[i]
+  Retention retention;
+  tiers::SlabClass slab_class;
+};
+
+// Where the rows of a kv head lie.
+struct HeadPlace {
+  uint16_t class_index = 0;  // in Layer::classes of the storage layer
+  uint16_t head = 0;         // within the pages of that class
+};
+
+struct Layer {
+  uint32_t kind = KVM_LAYER_OWN;
+  uint32_t storage_layer = 0;  // itself; ALIAS: the target. ABSENT: itself, and nothing is there
+  uint32_t n_q_heads = 0;
+  uint32_t n_kv_heads = 0;
+  uint64_t window = 0;  // query at p sees keys at positions > p - window; 0: all
+  // OWN layers only; an ALIAS layer's are those of its storage layer (Space::storage).
+  std::vector<HeadClass> classes;
+  std::vector<HeadPlace> heads;  // [n_kv_heads]
+  uint32_t first_list = 0;  // list of class c in a sequence: first_list + c
+
+  uint32_t group() const { return n_q_heads / n_kv_heads; }
+};
+
+// What the queries of one head see because of the layer's window and the head's retention, before
+// causality, ranges and trees: a query at position p sees position x when
+//   x > p - window  (window 0: always)   or   first_sink <= x < n_sinks.
+// Fits attention::Visibility {window, sinks = n_sinks} with the range [0, first_sink) excluded
+// where it is not empty.
+struct HeadVisibility {
+  uint64_t window = 0;
+  uint64_t n_sinks = 0;
+  uint64_t first_sink = 0;
+  // The same answer holds for queries at [the one asked for, end). Only a layer whose window is
+  // longer than the n_recent of a head with sinks ever has an end below UINT64_MAX.
+  uint64_t end = UINT64_MAX;
+};
+
+struct Space {
+  std::string name;
+  std::array<uint8_t, 32> fingerprint{};
+  uint32_t n_layers = 0;
+  uint32_t n_q_heads = 0;  // of layers without an override
+  uint32_t n_kv_heads = 0;
+  uint32_t head_dim_k = 0;
+  uint32_t head_dim_v = 0;
+  Dtype dtype = Dtype::kBf16;  // of heads without an override
+  float softmax_scale = 0;
+  float logit_softcap = 0;  // 0: none
+  uint32_t rope_layout = KVM_ROPE_NONE;
+  std::vector<float> rope_inv_freq;
+  // Empty, or per layer: layer l's q head h at sink_logits[l * n_q_heads + h].
+  std::vector<float> sink_logits;
+  uint32_t shard_index = 0;
+  uint32_t n_shards = 1;
+  std::vector<Layer> layers;
+
+  uint32_t n_own_layers = 0;
+  uint32_t n_lists = 0;  // head classes over all OWN layers
+  uint64_t bytes_per_token = 0;
+
+  // REQUIRES here and below: layer < n_layers.
+  // The layer whose classes, lengths and pages `layer` reads.
+  const Layer& storage(uint32_t layer) const { return layers[layers[layer].storage_layer]; }
+  const HeadClass& head_class(uint32_t layer, uint32_t class_index) const {
+    return storage(layer).classes[class_index];
+  }
+  // Where kv head `head` of `layer` (OWN or ALIAS) is stored.
+  HeadPlace place(uint32_t layer, uint32_t head) const { return storage(layer).heads[head]; }
+  // Sink logits of a layer's q heads, [n_q_heads of the layer]; null where there are none.
+  const float* layer_sink_logits(uint32_t layer) const {
+    return sink_logits.empty() ? nullptr : sink_logits.data() + uint64_t{layer} * n_q_heads;
+  }
+  // What queries of the heads of a class see, from query_position on.
+  HeadVisibility visibility(uint32_t layer, uint32_t class_index, uint64_t query_position) const;
+};
+
+// Validates a specification and resolves it.
+// Fails: INVALID (the sentence names the field, its value and what is allowed), UNSUPPORTED
+// (KVM_LAYER_PAIR).
+Result<std::shared_ptr<const Space>> resolve_space(const SpaceSpec& spec);
+
+// OK when both describe the same geometry and identity; else EXISTS with a sentence that names the
+// first difference. Compared after resolution: a default and the same value written out agree.
+Status compare_spaces(const Space& registered, const Space& offered);
+
+}  // namespace kvm::engine
+
+#endif  // KVM_ENGINE_SPACE_H_

@@ -1,0 +1,143 @@
+// SPDX-License-Identifier: Apache-2.0
+// The policy seam: policies get events and plain views and return actions. They decide and move
+// nothing; the engine's store applies what they return, to committed tokens only.
+//
+// docs/adr/0003-policy-seam.md shows how the published cache policies fit.
+//
+// Threads: the engine's driver thread.  Memory: views refer to memory of the caller, valid during
+// the call; actions are values.  Errors: none; an action that cannot be applied is skipped whole.
+#ifndef KVM_POLICIES_POLICY_H_
+#define KVM_POLICIES_POLICY_H_
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "base/dtype.h"
+#include "base/kv_view.h"
+
+namespace kvm::policies {
+
+enum class Event : uint8_t {
+  kAppended = 0,    // tokens were published in some layer
+  kCommitted = 1,   // the commit point moved
+  kPrefillEnd = 2,  // all layers hold the prompt: a barrier over layers
+  kStepEnd = 3,     // all layers hold the step's tokens
+  kPressure = 4,    // memory is short
+  kForked = 5,      // the sequence is the child of a fork just made
+};
+
+// Set of events, or of statistics: bits (1 << value).
+using EventSet = uint32_t;
+constexpr EventSet event_bit(Event event) { return 1u << static_cast<uint32_t>(event); }
+
+// Statistics that a policy may ask for. A view's pointers are null for those that nobody provided.
+enum class Statistic : uint8_t {
+  kColumnSums = 0,  // softmax mass per token
+  kQueries = 1,     // recent query rows
+};
+using StatisticSet = uint32_t;
+constexpr StatisticSet statistic_bit(Statistic statistic) {
+  return 1u << static_cast<uint32_t>(statistic);
+}
+
+// Tokens stored in consecutive pages of one encoding.
+struct StoredRange {
+  PositionRange positions;
+  Dtype dtype_k = Dtype::kBf16;
+  Dtype dtype_v = Dtype::kBf16;
+  uint8_t tier = 1;  // value of tiers::Tier
+};
+
+// One (sequence, layer, head class).
+struct ListView {
+  uint32_t layer = 0;
+  uint32_t class_index = 0;
+  uint32_t n_heads = 0;
+  uint64_t length = 0;  // tokens appended, dropped ones included
+  // What is stored, in position order; the gaps have been dropped.
+  std::span<const StoredRange> stored;
+  uint64_t stored_bytes = 0;
+  // Budgets of the configuration; meaning by policy.
+  uint64_t n_sinks = 0;
+  uint64_t n_recent = 0;
+  uint64_t slack = 0;
+  // Statistics, or null. Column sums [n_columns][n_kv_heads of the layer] of positions from 0;
+  // kv_heads [n_heads] says which of them are this class's.
+  std::span<const uint16_t> kv_heads;
+  const float* column_sums = nullptr;
+  uint64_t n_columns = 0;
+  uint32_t n_kv_heads = 0;
+  const float* queries = nullptr;  // [n_query_rows][n_q_heads][dim_k], consecutive positions
+  uint32_t n_query_rows = 0;
+  uint64_t query_position = 0;
+};
+
+// The lists of one sequence that one policy governs: all of them at once, so that budgets may be
+// shared out among layers and layers may choose together.
+struct View {
+  Event event = Event::kCommitted;
+  uint32_t pressure_level = 0;  // kPressure: 1 soft, 2 hard
+  uint64_t n_committed = 0;     // tokens at and beyond it are out of reach
+  std::span<const ListView> lists;
+};
+
+enum class ActionKind : uint8_t {
+  kDrop = 0,    // forget the tokens of `range`
+  kDemote = 1,  // store them as dtype_k, dtype_v
+  kMove = 2,    // move their pages to `tier`
+  kMerge = 3,   // add each token of `range` into the entries that `merge_operator` chooses
+  kFold = 4,    // replace `range` by one entry (mean K, mean V, log-weight ln n)
+};
+
+// Ranges are whole pages (multiples of kPageTokens) unless the store says otherwise for a kind.
+struct Action {
+  ActionKind kind = ActionKind::kDrop;
+  uint32_t layer = 0;
+  uint32_t class_index = 0;
+  PositionRange range;
+  Dtype dtype_k = Dtype::kBf16;  // kDemote
+  Dtype dtype_v = Dtype::kBf16;
+  uint8_t tier = 1;            // kMove
+  uint8_t merge_operator = 0;  // kMerge
+  float gate = 0;              // kMerge: similarity below which a token is dropped instead
+};
+
+// LIMIT: a policy returns at most kMaxActions at a time. One that has more to do sets `more`, and
+// is asked again, with fresh views, after these have been applied.
+inline constexpr size_t kMaxActions = 64;
+
+struct ActionList {
+  std::array<Action, kMaxActions> actions;
+  uint32_t n_actions = 0;
+  bool more = false;
+  // The policy need not hear kCommitted again before the commit point has reached this.
+  uint64_t next_commit = 0;
+
+  // False, and `more` set, when the list is full.
+  bool add(const Action& action) {
+    if (n_actions == kMaxActions) {
+      more = true;
+      return false;
+    }
+    actions[n_actions++] = action;
+    return true;
+  }
+};
+
+// Stateless towards sequences: everything that a decision rests on is in the view, so that a
+// decision can be repeated after a restart and shared by forks.
+class Policy {
+ public:
+  virtual ~Policy() = default;
+  virtual const char* name() const = 0;
+  virtual EventSet events() const = 0;
+  virtual StatisticSet statistics() const = 0;
+  // Fills an empty `actions`.
+  virtual void decide(const View& view, ActionList* actions) const = 0;
+};
+
+}  // namespace kvm::policies
+
+#endif  // KVM_POLICIES_POLICY_H_

@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a page looks like, and how one is named.
+//
+// A page holds kPageTokens tokens of the kv heads of one head class:
+//
+//   offset 0                  K plane [n_heads][kPageTokens][dim_k] of dtype_k
+//   v_offset()                V plane [n_heads][kPageTokens][dim_v] of dtype_v
+//   log_weight_offset()       log-weights [n_heads][kPageTokens] fp32, where the class has them
+//
+// Every plane is a multiple of 64 bytes long, so planes and rows need no padding.
+// docs/adr/0001-storage-layout.md has the reasons.
+#ifndef KVM_TIERS_SLAB_CLASS_H_
+#define KVM_TIERS_SLAB_CLASS_H_
+
+#include <cstdint>
+
+#include "base/dtype.h"
+#include "base/kv_view.h"
+
+namespace kvm::tiers {
+
+// The unit that is charged, given back, moved between tiers and written to a disk.
+inline constexpr uint64_t kExtentBytes = uint64_t{2} << 20;
+
+// What all pages of a slab have in common.
+//
+// INVARIANT (validated by engine/space.cc): dims are multiples of 8 from 8 to 256, n_heads is 1 to
+// 128, page_bytes() <= kExtentBytes.
+struct SlabClass {
+  Dtype dtype_k = Dtype::kBf16;
+  Dtype dtype_v = Dtype::kBf16;
+  uint16_t dim_k = 0;
+  uint16_t dim_v = 0;
+  uint16_t n_heads = 0;
+  bool has_log_weights = false;
+
+  bool operator==(const SlabClass&) const = default;
+
+  // Bytes of one row: one token, one head.
+  uint64_t k_row_bytes() const { return uint64_t{dim_k} * dtype_size_bytes(dtype_k); }
+  uint64_t v_row_bytes() const { return uint64_t{dim_v} * dtype_size_bytes(dtype_v); }
+  // From the row of a token and head to the row of the same token and the next head.
+  uint64_t k_head_bytes() const { return kPageTokens * k_row_bytes(); }
+  uint64_t v_head_bytes() const { return kPageTokens * v_row_bytes(); }
+
+  uint64_t v_offset() const { return n_heads * k_head_bytes(); }
+  uint64_t log_weight_offset() const { return v_offset() + n_heads * v_head_bytes(); }
+  uint64_t page_bytes() const {
+    const uint64_t log_weights = has_log_weights ? sizeof(float) * kPageTokens * n_heads : 0;
+    return log_weight_offset() + log_weights;
+  }
+};
+
+// Names a page within an engine: 10 bits slab, 22 bits slot. The slab says which tier the page lies
+// in and how it is encoded; the slot says where in the slab. No pointers: every process and every
+// tier maps its slabs elsewhere.
+using PageRef = uint32_t;
+
+inline constexpr PageRef kNoPage = 0xffffffffu;
+inline constexpr uint32_t kSlotBits = 22;
+inline constexpr uint32_t kMaxSlabs = 1023;  // the 1024th would contain kNoPage
+
+constexpr uint32_t page_slab(PageRef page) { return page >> kSlotBits; }
+constexpr uint32_t page_slot(PageRef page) { return page & ((1u << kSlotBits) - 1); }
+constexpr PageRef make_page_ref(uint32_t slab, uint32_t slot) { return slab << kSlotBits | slot; }
+
+enum class Tier : uint8_t { kDevice = 0, kHost = 1, kDisk = 2 };
+
+}  // namespace kvm::tiers
+
+#endif  // KVM_TIERS_SLAB_CLASS_H_
