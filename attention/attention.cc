@@ -1,0 +1,299 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "attention/attention.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "attention/exact/layout.h"
+#include "attention/exact/visibility.h"
+#include "attention/merge.h"
+#include "base/assert.h"
+
+namespace kvm::attention {
+namespace {
+
+uint32_t round_up(uint32_t n, uint32_t unit) { return (n + unit - 1) / unit * unit; }
+
+bool is_identity(const QueryTransform& t) { return t.n_pairs == 0 && t.channel_scale == nullptr; }
+
+bool has_bias(const Problem& problem) {
+  return std::any_of(problem.transforms.begin(), problem.transforms.end(),
+                     [](const QueryTransform& t) { return t.bias != nullptr; });
+}
+
+float load_element(const void* p, Dtype dtype, uint64_t i) {
+  switch (dtype) {
+    case Dtype::kF32:
+      return static_cast<const float*>(p)[i];
+    case Dtype::kF16:
+      return f16_to_f32(static_cast<const uint16_t*>(p)[i]);
+    case Dtype::kBf16:
+      return bf16_to_f32(static_cast<const uint16_t*>(p)[i]);
+  }
+  return 0.0f;
+}
+
+void rotate(const QueryTransform& t, const float* in, float* out) {
+  for (uint32_t i = 0; i < t.n_pairs; ++i) {
+    const bool interleaved = t.layout == RotationLayout::kInterleaved;
+    const uint32_t x = interleaved ? 2 * i : i;
+    const uint32_t y = interleaved ? 2 * i + 1 : i + t.n_pairs;
+    out[x] = in[x] * t.cos[i] - in[y] * t.sin[i];
+    out[y] = in[x] * t.sin[i] + in[y] * t.cos[i];
+  }
+}
+
+// One query row under one transform: fp32 channels to `out`, the bias term returned.
+float transform_row(const QueryTransform& t, const float* in, uint32_t dim, float* out) {
+  std::copy_n(in, dim, out);
+  rotate(t, in, out);
+  if (t.channel_scale != nullptr) {
+    for (uint32_t d = 0; d < dim; ++d) {
+      out[d] *= t.channel_scale[d];
+    }
+  }
+  double bias = 0.0;
+  if (t.bias != nullptr) {
+    for (uint32_t d = 0; d < dim; ++d) {
+      bias += static_cast<double>(in[d]) * static_cast<double>(t.bias[d]);
+    }
+  }
+  return static_cast<float>(bias);
+}
+
+void check_problem(const Problem& p) {
+  KVM_ASSERT(p.group >= 1 && p.group <= kMaxGroup);
+  KVM_ASSERT(p.dim_k >= 8 && p.dim_k <= kMaxHeadDim && p.dim_k % 8 == 0);
+  KVM_ASSERT(p.dim_v >= 8 && p.dim_v <= kMaxHeadDim && p.dim_v % 8 == 0);
+  KVM_ASSERT(p.transforms.size() <= kMaxTransforms);
+}
+
+void store_element(void* p, Dtype dtype, uint64_t i, float value) {
+  switch (dtype) {
+    case Dtype::kF32:
+      static_cast<float*>(p)[i] = value;
+      break;
+    case Dtype::kF16:
+      static_cast<uint16_t*>(p)[i] = f32_to_f16(value);
+      break;
+    case Dtype::kBf16:
+      static_cast<uint16_t*>(p)[i] = f32_to_bf16(value);
+      break;
+  }
+}
+
+// o, lse and row_max of one row from its whole state.
+void write_row(const Problem& p, uint32_t row, const float* o, float m, float l) {
+  const uint32_t query = row / p.group;
+  const uint32_t head = row % p.group;
+  if (p.row_max != nullptr) {
+    p.row_max[row] = m;
+  }
+  float factor = 1.0f;
+  if (p.sink_logits != nullptr) {
+    // The sink is a state with l = 1 and o = 0.
+    const float sink = p.sink_logits[head];
+    const MergeWeights w = merge_weights(m, sink);
+    factor = w.a;
+    l = w.a * l + w.b;
+    m = w.m;
+  }
+  factor = l > 0.0f ? factor / l : 0.0f;
+  const uint64_t at = query * p.o_stride_query + head * p.o_stride_head;
+  for (uint32_t d = 0; d < p.dim_v; ++d) {
+    store_element(p.o, p.dtype_o, at + d, o[d] * factor);
+  }
+  if (p.lse != nullptr) {
+    p.lse[query * p.lse_stride_query + head * p.lse_stride_head] = state_lse(m, l);
+  }
+}
+
+}  // namespace
+
+size_t first_run_after(KvRuns runs, uint64_t position) {
+  const auto at = std::partition_point(runs.begin(), runs.end(), [position](const KvRun& run) {
+    return run.position + run.n_tokens <= position;
+  });
+  return static_cast<size_t>(at - runs.begin());
+}
+
+const uint8_t* k_row(const Problem& problem, const KvRun& run, uint64_t token) {
+  const uint64_t row = uint64_t{problem.head} * kPageTokens + token;
+  return static_cast<const uint8_t*>(run.k) +
+         row * problem.dim_k * dtype_size_bytes(run.dtype_k);
+}
+
+const uint8_t* v_row(const Problem& problem, const KvRun& run, uint64_t token) {
+  const uint64_t row = uint64_t{problem.head} * kPageTokens + token;
+  return static_cast<const uint8_t*>(run.v) +
+         row * problem.dim_v * dtype_size_bytes(run.dtype_v);
+}
+
+PreparedQueries carve_queries(const Problem& problem, Carver& carver) {
+  PreparedQueries q;
+  q.n_variants = std::max<uint32_t>(1, static_cast<uint32_t>(problem.transforms.size()));
+  q.variant_rows = problem.n_query * problem.group + kRowPad;
+  q.stride = round_up(problem.dim_k, kDimPad);
+  const size_t n = size_t{q.n_variants} * q.variant_rows;
+  q.f32 = carver.take<float>(n * q.stride);
+  q.bf16 = carver.take<uint16_t>(n * q.stride);
+  q.bias = has_bias(problem) ? carver.take<float>(n) : nullptr;
+  q.bf16_exact = carver.take<uint8_t>(q.n_variants);
+  return q;
+}
+
+QueryRows query_rows(const Problem& problem, const void* prepared) {
+  Carver carver(const_cast<void*>(prepared));
+  const PreparedQueries q = carve_queries(problem, carver);
+  return {.f32 = q.f32,
+          .bf16 = q.bf16,
+          .bias = q.bias,
+          .bf16_exact = q.bf16_exact,
+          .variant_stride = uint64_t{q.variant_rows} * q.stride,
+          .stride = q.stride,
+          .rows = problem.n_query * problem.group,
+          .group = problem.group,
+          .variant_rows = q.variant_rows};
+}
+
+StateView state_view(const Problem& problem, uint32_t row_count, void* state) {
+  float* o = static_cast<float*>(state);
+  float* m = o + size_t{row_count} * problem.dim_v;
+  return {o, m, m + row_count};
+}
+
+size_t state_bytes(const Problem& problem, uint32_t row_count) {
+  const size_t bytes = size_t{row_count} * (problem.dim_v + 2) * sizeof(float);
+  return (bytes + kBufferAlign - 1) / kBufferAlign * kBufferAlign;
+}
+
+Plan make_plan(const Problem& problem, const KernelTable* table) {
+  check_problem(problem);
+  Plan plan;
+  plan.table = table != nullptr ? table : &active_table();
+  plan.rows = problem.n_query * problem.group;
+  plan.blocked = plan.rows >= kBlockedRows;
+  plan.rows_divisible = plan.blocked;
+  plan.chunk_tokens = plan.blocked ? kBlockedChunkTokens : kStreamChunkTokens;
+  Carver carver(nullptr);
+  carve_queries(problem, carver);
+  plan.prepared_bytes = carver.used_bytes();
+  plan.scratch_bytes = std::max(stream_scratch_bytes(problem),
+                                plan.blocked ? block_scratch_bytes(problem) : 0);
+  if (plan.rows == 0 || problem.runs.empty()) {
+    return plan;
+  }
+  const VisibleSet visible(problem.visible, problem.n_query, 0, problem.n_query);
+  const KvRun& last = problem.runs.back();
+  const uint64_t begin = std::max(visible.low(), problem.runs.front().position);
+  const uint64_t end = std::min(visible.high(), last.position + last.n_tokens);
+  if (begin < end) {
+    plan.first_chunk = begin / plan.chunk_tokens;
+    plan.n_chunks =
+        static_cast<uint32_t>((end - 1) / plan.chunk_tokens - plan.first_chunk + 1);
+  }
+  return plan;
+}
+
+ChunkCost chunk_cost(const Problem& problem, const Plan& plan, uint64_t chunk) {
+  const VisibleSet visible(problem.visible, problem.n_query, 0, problem.n_query);
+  const uint64_t end = (chunk + 1) * plan.chunk_tokens;
+  ChunkCost cost;
+  uint64_t tokens = 0;
+  for (size_t i = first_run_after(problem.runs, chunk * plan.chunk_tokens);
+       i < problem.runs.size() && problem.runs[i].position < end; ++i) {
+    const KvRun& run = problem.runs[i];
+    const uint64_t base = run.position / kPageTokens * kPageTokens;
+    const uint64_t present = (run.n_tokens == 64 ? ~uint64_t{0}
+                                                 : (uint64_t{1} << run.n_tokens) - 1)
+                             << (run.position - base);
+    const auto seen = static_cast<uint64_t>(__builtin_popcountll(visible.any(base) & present));
+    tokens += seen;
+    cost.bytes += seen * (problem.dim_k * dtype_size_bytes(run.dtype_k) +
+                          problem.dim_v * dtype_size_bytes(run.dtype_v));
+  }
+  cost.flops = 2 * tokens * plan.rows * (problem.dim_k + problem.dim_v);
+  return cost;
+}
+
+void prepare_queries(const Problem& problem, const Plan& plan, void* prepared) {
+  Carver carver(prepared);
+  const PreparedQueries q = carve_queries(problem, carver);
+  const uint32_t dim = problem.dim_k;
+  const QueryTransform identity;
+  float in[kMaxHeadDim];
+  for (uint32_t variant = 0; variant < q.n_variants; ++variant) {
+    const QueryTransform& t =
+        problem.transforms.empty() ? identity : problem.transforms[variant];
+    q.bf16_exact[variant] = problem.dtype_q == Dtype::kBf16 && is_identity(t);
+    for (uint32_t row = 0; row < q.variant_rows; ++row) {
+      const size_t at = size_t{variant} * q.variant_rows + row;
+      float* out = q.f32 + at * q.stride;
+      uint16_t* out_bf16 = q.bf16 + at * q.stride;
+      std::fill_n(out, q.stride, 0.0f);
+      float bias = 0.0f;
+      if (row < plan.rows) {
+        const uint64_t from = row / problem.group * problem.q_stride_query +
+                              row % problem.group * problem.q_stride_head;
+        for (uint32_t d = 0; d < dim; ++d) {
+          in[d] = load_element(problem.q, problem.dtype_q, from + d);
+        }
+        bias = transform_row(t, in, dim, out);
+      }
+      for (uint32_t d = 0; d < q.stride; ++d) {
+        out_bf16[d] = f32_to_bf16(out[d]);
+      }
+      if (q.bias != nullptr) {
+        q.bias[at] = bias;
+      }
+    }
+  }
+}
+
+void eval_chunks(const Problem& problem, const Plan& plan, const void* prepared, RowRange rows,
+                 uint64_t chunk, uint32_t n, void* scratch, void* states) {
+  KVM_ASSERT(uint64_t{rows.first} + rows.count <= plan.rows);
+  if (plan.blocked) {
+    block_chunks(problem, plan, prepared, rows, chunk, n, scratch, states);
+    return;
+  }
+  KVM_ASSERT(rows.first == 0 && rows.count == plan.rows);
+  stream_chunks(problem, plan, prepared, chunk, n, scratch, states);
+}
+
+void merge_chunks(const Problem& problem, const Plan& plan, RowRange rows, void* states) {
+  const size_t stride = state_bytes(problem, rows.count);
+  const auto view = [&](uint64_t i) {
+    return state_view(problem, rows.count, static_cast<std::byte*>(states) + i * stride);
+  };
+  const uint64_t first = plan.first_chunk;
+  const uint64_t end = first + plan.n_chunks;
+  // Node [a, a + 2 * half) of the tree over absolute chunk indices lives in the slot of its first
+  // chunk that is present. A node without a left or a right half is the other half.
+  for (uint64_t half = 1; half < end && plan.n_chunks > 1; half *= 2) {
+    for (uint64_t a = first / (2 * half) * (2 * half); a + half < end; a += 2 * half) {
+      if (a + half <= first) {
+        continue;
+      }
+      const StateView left = view(std::max(a, first) - first);
+      const StateView right = view(a + half - first);
+      for (uint32_t r = 0; r < rows.count; ++r) {
+        merge_row(left.o + size_t{r} * problem.dim_v, left.m + r, left.l + r,
+                  right.o + size_t{r} * problem.dim_v, right.m[r], right.l[r], problem.dim_v);
+      }
+    }
+  }
+  float nothing[kMaxHeadDim] = {};
+  for (uint32_t r = 0; r < rows.count; ++r) {
+    if (plan.n_chunks == 0) {
+      write_row(problem, rows.first + r, nothing, kEmptyLse, 0.0f);
+      continue;
+    }
+    const StateView whole = view(0);
+    write_row(problem, rows.first + r, whole.o + size_t{r} * problem.dim_v, whole.m[r],
+              whole.l[r]);
+  }
+}
+
+}  // namespace kvm::attention

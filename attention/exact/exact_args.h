@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the driver (exact.cc) hands to the per-ISA kernels. Plain data: kernel files include nothing
+// else of ours.
+#ifndef KVM_ATTENTION_EXACT_EXACT_ARGS_H_
+#define KVM_ATTENTION_EXACT_EXACT_ARGS_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+namespace kvm {
+namespace attention {
+
+enum : uint32_t {
+  kItemTokens = 16,   // tokens per item of the streaming path, aligned by position
+  kBlockTokens = 64,  // tokens per block of the blocked path, aligned by position
+  kPrefetchItems = 2,  // how far ahead of its reads a kernel prefetches
+  kRowTile = 4,       // rows that meet an item at once in the streaming path (1 where rows == 1)
+  kRowPad = 8,        // query rows readable beyond the last
+  kDimPad = 32,       // query channels are padded with zeros to a multiple of this
+};
+
+// Up to 16 tokens of consecutive, aligned positions whose rows are contiguous.
+struct KvItem {
+  const uint8_t* k;
+  const uint8_t* v;
+  const float* log_weight;    // [16], or null
+  const uint16_t* row_masks;  // visible tokens per query token, or null: `mask` for all rows
+  uint16_t mask;              // tokens that count; rows of the others hold finite values
+  uint16_t variant;           // of the queries
+  uint8_t dtype_k;            // Dtype
+  uint8_t dtype_v;
+  // For the driver.
+  uint16_t flags;     // exact.cc
+  uint32_t run;       // index of the first run that holds tokens of the item
+  uint64_t position;  // of the first token, present or not
+};
+
+// The queries of a problem as prepare_queries lays them out.
+struct QueryRows {
+  const float* f32;       // [variant][rows + kRowPad][stride]
+  const uint16_t* bf16;   // same shape, for variants where bf16_exact
+  const float* bias;      // [variant][rows + kRowPad], or null: all zero
+  const uint8_t* bf16_exact;  // [variant]
+  uint64_t variant_stride;    // elements
+  uint32_t stride;            // elements; a multiple of kDimPad
+  uint32_t rows;
+  uint32_t group;
+  uint32_t variant_rows;  // rows + kRowPad
+};
+
+// Shape and scratch of a run of items: the streaming path.
+struct StreamArgs {
+  QueryRows q;
+  uint32_t dim_k;
+  uint32_t dim_v;
+  uint32_t acc_stride;  // floats per row of acc; a multiple of 32, >= dim_v
+  uint32_t fp32_weights;
+  uint32_t query_first;  // the query token of row_masks[0]
+  float scale;
+  float softcap;
+  // Per tile of rows; the layout of m and l is the kernel's own.
+  float* acc;      // [rows rounded up to kRowTile][acc_stride]
+  float* m;        // [tiles][16]
+  float* l;        // [tiles][16]
+  float* weights;  // [tiles][kRowTile * kItemTokens]
+};
+
+// One block of 64 tokens against a range of rows: the blocked path.
+struct BlockArgs {
+  QueryRows q;
+  uint32_t dim_k;
+  uint32_t dim_v;
+  uint32_t acc_stride;
+  float scale;
+  float softcap;
+  // Per token of the block; null rows are absent and count as zero.
+  const uint8_t* k[kBlockTokens];
+  const uint8_t* v[kBlockTokens];
+  uint8_t dtype_k[kBlockTokens];
+  uint8_t dtype_v[kBlockTokens];
+  uint32_t variant;
+  uint32_t bf16_qk;  // use the bf16 dot product; every K row present is bf16, q is exact in bf16
+  uint32_t bf16_pv;  // likewise for weights and V
+  uint64_t mask;     // tokens that count
+  const float* log_weight;    // [64], or null
+  const uint64_t* row_masks;  // per query token, or null: `mask` for all rows
+  uint32_t query_first;       // the query token of row_masks[0]
+  uint32_t row_first;
+  uint32_t row_count;
+  void* packed_k;  // [dim_k rounded up to 2][64] floats
+  void* packed_v;  // [64][acc_stride] floats
+  float* acc;      // [row_count + kRowPad][acc_stride]
+  float* m;        // [row_count + kRowPad]
+  float* l;        // [row_count + kRowPad][16]
+};
+
+struct ExactKernels {
+  // Sets acc, m and l of all rows to the empty state.
+  void (*stream_begin)(const StreamArgs* args);
+  // Folds n items into the state. items[n] to items[n + kPrefetchItems - 1] are readable; their k
+  // and v are prefetched and need not be valid addresses.
+  void (*stream_items)(const StreamArgs* args, const KvItem* items, uint32_t n);
+  // Writes the state: o [rows][dim_v], m [rows], l [rows].
+  void (*stream_end)(const StreamArgs* args, float* o, float* m, float* l);
+  // Logits of one item for `count` rows from `first` on: out [count rounded up to kRowTile]
+  // [kItemTokens]; -inf where not visible.
+  void (*logits)(const StreamArgs* args, const KvItem* item, uint32_t first, uint32_t count,
+                 float* out);
+
+  void (*block_begin)(const BlockArgs* args);
+  void (*block)(const BlockArgs* args);
+  void (*block_end)(const BlockArgs* args, float* o, float* m, float* l);
+};
+
+// One object per per-ISA file.
+extern const ExactKernels kExactScalar;
+extern const ExactKernels kExactAvx2;
+extern const ExactKernels kExactAvx512;
+extern const ExactKernels kExactAvx512Bf16;
+
+}  // namespace attention
+}  // namespace kvm
+
+#endif  // KVM_ATTENTION_EXACT_EXACT_ARGS_H_

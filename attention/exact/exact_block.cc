@@ -1,0 +1,185 @@
+// SPDX-License-Identifier: Apache-2.0
+// The driver of the blocked path: collects the rows of 64 aligned positions and hands them, with
+// masks, to the kernel for a stretch of query rows.
+#include <algorithm>
+#include <cstring>
+
+#include "attention/exact/layout.h"
+#include "attention/exact/visibility.h"
+
+namespace kvm::attention {
+namespace {
+
+// What decides how a block is computed, besides its rows. A block whose tokens differ in it is
+// computed once per kind, the other tokens masked out.
+struct Kind {
+  uint16_t variant;
+  bool bf16_k;
+  bool bf16_v;
+
+  bool operator==(const Kind&) const = default;
+};
+
+Kind kind_of(const KvRun& run) {
+  return {run.transform, run.dtype_k == Dtype::kBf16, run.dtype_v == Dtype::kBf16};
+}
+
+struct Buffers {
+  BlockArgs args;
+  uint64_t* row_masks;
+  float* log_weight;
+};
+
+void carve_block(const Problem& problem, Carver& carver, Buffers& b) {
+  const uint32_t rows = std::min(problem.n_query * problem.group, kRowBlock) + kRowPad;
+  b.args.acc_stride = (problem.dim_v + 31) / 32 * 32;
+  b.args.packed_k = carver.take<float>(size_t{problem.dim_k} * kBlockTokens);
+  b.args.packed_v = carver.take<float>(size_t{b.args.acc_stride} * kBlockTokens);
+  b.args.acc = carver.take<float>(size_t{rows} * b.args.acc_stride);
+  b.args.m = carver.take<float>(rows);
+  b.args.l = carver.take<float>(size_t{rows} * 16);
+  b.row_masks = carver.take<uint64_t>(rows);
+  b.log_weight = carver.take<float>(kBlockTokens);
+}
+
+class Block {
+ public:
+  Block(const Problem& problem, const Plan& plan, const void* prepared, RowRange rows,
+        void* scratch)
+      : problem_(problem),
+        kernels_(plan.table->exact),
+        bf16_dot_(plan.table->has_bf16_dot),
+        chunk_tokens_(plan.chunk_tokens),
+        query_first_(rows.first / problem.group),
+        query_end_((rows.first + rows.count - 1) / problem.group + 1),
+        visible_(problem.visible, problem.n_query, query_first_, query_end_ - query_first_) {
+    Carver carver(scratch);
+    carve_block(problem, carver, buffers_);
+    BlockArgs& args = buffers_.args;
+    args.q = query_rows(problem, prepared);
+    args.dim_k = problem.dim_k;
+    args.dim_v = problem.dim_v;
+    args.scale = problem.scale;
+    args.softcap = problem.softcap;
+    args.query_first = query_first_;
+    args.row_first = rows.first;
+    args.row_count = rows.count;
+  }
+
+  void chunk(uint64_t index, const StateView& state) {
+    kernels_->block_begin(&buffers_.args);
+    const uint64_t end = (index + 1) * chunk_tokens_;
+    size_t run = first_run_after(problem_.runs, index * chunk_tokens_);
+    while (run < problem_.runs.size() && problem_.runs[run].position < end) {
+      const uint64_t base = problem_.runs[run].position / kPageTokens * kPageTokens;
+      size_t last = run;
+      while (last < problem_.runs.size() && problem_.runs[last].position < base + kPageTokens) {
+        ++last;
+      }
+      evaluate(base, problem_.runs.subspan(run, last - run));
+      run = last;
+    }
+    kernels_->block_end(&buffers_.args, state.o, state.m, state.l);
+  }
+
+ private:
+  // Adds the tokens of `run` that are seen and of the kind; returns whether they have log weights.
+  bool collect(const KvRun& run, uint64_t base, uint64_t seen) {
+    BlockArgs& args = buffers_.args;
+    const bool weighted = run.log_weight != nullptr;
+    const float* weights = weighted ? log_weight_at(problem_, run, 0) : nullptr;
+    for (uint32_t i = 0; i < run.n_tokens; ++i) {
+      const uint64_t at = run.position - base + i;
+      if ((seen >> at & 1) == 0) {
+        continue;
+      }
+      args.k[at] = k_row(problem_, run, i);
+      args.v[at] = v_row(problem_, run, i);
+      args.dtype_k[at] = static_cast<uint8_t>(run.dtype_k);
+      args.dtype_v[at] = static_cast<uint8_t>(run.dtype_v);
+      args.mask |= uint64_t{1} << at;
+      if (weighted) {
+        buffers_.log_weight[at] = weights[i];
+      }
+    }
+    return weighted;
+  }
+
+  void evaluate_kind(uint64_t base, uint64_t seen, KvRuns runs, Kind kind) {
+    BlockArgs& args = buffers_.args;
+    std::fill_n(args.k, kBlockTokens, nullptr);
+    std::fill_n(args.v, kBlockTokens, nullptr);
+    std::fill_n(buffers_.log_weight, kBlockTokens, 0.0f);
+    args.mask = 0;
+    bool weighted = false;
+    for (const KvRun& run : runs) {
+      if (kind_of(run) == kind) {
+        weighted |= collect(run, base, seen);
+      }
+    }
+    if (args.mask == 0) {
+      return;
+    }
+    args.variant = kind.variant;
+    args.bf16_qk = bf16_dot_ && kind.bf16_k && args.q.bf16_exact[kind.variant] != 0 ? 1 : 0;
+    args.bf16_pv = bf16_dot_ && kind.bf16_v && !problem_.fp32_weights ? 1 : 0;
+    args.log_weight = weighted ? buffers_.log_weight : nullptr;
+    kernels_->block(&args);
+  }
+
+  void evaluate(uint64_t base, KvRuns runs) {
+    const uint64_t seen = visible_.any(base);
+    if (seen == 0) {
+      return;
+    }
+    buffers_.args.row_masks = nullptr;
+    if (!visible_.uniform(base)) {
+      for (uint32_t i = query_first_; i < query_end_; ++i) {
+        buffers_.row_masks[i - query_first_] = visible_.one(base, i);
+      }
+      buffers_.args.row_masks = buffers_.row_masks;
+    }
+    for (size_t i = 0; i < runs.size(); ++i) {
+      const Kind kind = kind_of(runs[i]);
+      const auto same = [kind](const KvRun& run) { return kind_of(run) == kind; };
+      if (std::none_of(runs.begin(), runs.begin() + static_cast<ptrdiff_t>(i), same)) {
+        evaluate_kind(base, seen, runs, kind);
+      }
+    }
+  }
+
+  const Problem& problem_;
+  const ExactKernels* kernels_;
+  bool bf16_dot_;
+  uint32_t chunk_tokens_;
+  uint32_t query_first_;
+  uint32_t query_end_;
+  VisibleSet visible_;
+  Buffers buffers_{};
+};
+
+}  // namespace
+
+size_t block_scratch_bytes(const Problem& problem) {
+  Carver carver(nullptr);
+  Buffers buffers;
+  carve_block(problem, carver, buffers);
+  return carver.used_bytes();
+}
+
+void block_chunks(const Problem& problem, const Plan& plan, const void* prepared, RowRange rows,
+                  uint64_t chunk, uint32_t n, void* scratch, void* states) {
+  const size_t stride = state_bytes(problem, rows.count);
+  for (uint32_t i = 0; i < n; ++i) {
+    const StateView all =
+        state_view(problem, rows.count, static_cast<std::byte*>(states) + i * stride);
+    for (uint32_t first = 0; first < rows.count; first += kRowBlock) {
+      const RowRange part{rows.first + first, std::min(kRowBlock, rows.count - first)};
+      Block block(problem, plan, prepared, part, scratch);
+      block.chunk(chunk + i,
+                  {all.o + size_t{first} * problem.dim_v, all.m + first, all.l + first});
+    }
+  }
+}
+
+}  // namespace kvm::attention

@@ -1,0 +1,943 @@
+// SPDX-License-Identifier: Apache-2.0
+// Exact attention, written once over the vector wrapper that the including file has chosen.
+// exact.h holds the formula, the order of operations and the error analysis.
+//
+// Two paths. Streaming (few rows): K and V flow once from memory, 16 tokens at a time, and meet
+// tiles of 4 rows (1 where there is only one). Lanes of a score vector are [row][token], so that
+// every lane works whatever the group. Blocked (many rows): 64 tokens are repacked and meet
+// register tiles of rows, as in a matrix product.
+//
+// Everything here has internal linkage; see kernel_table.h.
+#ifndef KVM_ATTENTION_EXACT_EXACT_KERNEL_H_
+#define KVM_ATTENTION_EXACT_EXACT_KERNEL_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "attention/exact/exact_args.h"
+
+namespace kvm {
+namespace attention {
+namespace {
+
+using vec::F;
+constexpr int kW = vec::kWidth;
+constexpr float kNegInf = -__builtin_inff();
+// Dot products that overflow count as this logit: finite, so that differences never are NaN.
+constexpr float kHugeLogit = 1e38f;
+
+// --- Elementary functions -----------------------------------------------------------------------
+
+// e^x for x <= 0; exactly 0 below -87, where fp32 has no normal result. The polynomial is a
+// minimax fit on |r| <= ln(2) / 2 with relative error 3e-9; the whole is within 1.5 ulp.
+inline F exp_nonpositive(F x) {
+  const F bound = vec::set1(-87.0f);
+  const F y = vec::max(x, bound);
+  const F n = vec::round_nearest(vec::mul(y, vec::set1(1.44269504f)));
+  F r = vec::fma(n, vec::set1(-0.693359375f), y);
+  r = vec::fma(n, vec::set1(2.12194440e-4f), r);
+  F p = vec::set1(0x1.6a242ap-10f);
+  p = vec::fma(p, r, vec::set1(0x1.1239e4p-7f));
+  p = vec::fma(p, r, vec::set1(0x1.5558f2p-5f));
+  p = vec::fma(p, r, vec::set1(0x1.555492p-3f));
+  p = vec::fma(p, r, vec::set1(0x1.fffffcp-2f));
+  p = vec::fma(p, r, vec::set1(1.0f));
+  p = vec::fma(p, r, vec::set1(1.0f));
+  return vec::keep_ge(x, bound, vec::scale_pow2(p, n));
+}
+
+// cap * tanh(x / cap), with absolute error of a few ulp of cap.
+inline F soft_cap(F x, float cap) {
+  const F y = vec::mul(x, vec::set1(1.0f / cap));
+  const F positive = vec::max(y, vec::sub(vec::zero(), y));
+  const F e = exp_nonpositive(vec::mul(positive, vec::set1(-2.0f)));
+  const F one = vec::set1(1.0f);
+  const F t = vec::mul(vec::div(vec::sub(one, e), vec::add(one, e)), vec::set1(cap));
+  const F negative = vec::sub(vec::zero(), t);
+  // y < 0 takes -t; both halves are kept by comparison, so that no sign bits are needed.
+  const F keep_positive = vec::keep_ge(y, vec::zero(), t);
+  const F keep_negative = vec::sub(negative, vec::keep_ge(y, vec::zero(), negative));
+  return vec::add(keep_positive, keep_negative);
+}
+
+// Dot products to logits, without log weights and masks.
+inline F to_logit(F dot, float scale, float softcap) {
+  F x = vec::mul(dot, vec::set1(scale));
+  // The constant stands where NaN is replaced: an overflow of both signs counts as huge.
+  x = vec::max(vec::min(x, vec::set1(kHugeLogit)), vec::set1(-kHugeLogit));
+  return softcap == 0.0f ? x : soft_cap(x, softcap);
+}
+
+// The reference for exponents: a row that has seen nothing yet uses 0, so that -inf - (-inf) never
+// happens.
+inline F finite_reference(F m) { return vec::max(m, vec::set1(-2.0f * kHugeLogit)); }
+
+inline const float* query_f32(const QueryRows& q, uint32_t variant, uint32_t row) {
+  return q.f32 + variant * q.variant_stride + static_cast<uint64_t>(row) * q.stride;
+}
+inline const uint16_t* query_bf16(const QueryRows& q, uint32_t variant, uint32_t row) {
+  return q.bf16 + variant * q.variant_stride + static_cast<uint64_t>(row) * q.stride;
+}
+
+// --- Streaming path: scores ---------------------------------------------------------------------
+
+// A tile of kRows rows meets kTokens = kW / kRows tokens at a time; lane r * kTokens + t of the
+// result is row r, token t. Tokens of an item come in groups of kTokens.
+template <int kRows>
+struct Tile {
+  static constexpr int kTokens = kW / kRows;
+  static constexpr int kGroups = static_cast<int>(kItemTokens) / kTokens;
+  static constexpr int kLanes = kRows * static_cast<int>(kItemTokens);
+  // Where the weight of (row, token) lies in a tile's buffer.
+  static constexpr int lane(int row, int token) {
+    return (token / kTokens) * kW + row * kTokens + token % kTokens;
+  }
+};
+
+// Every address p that is read is followed by a prefetch of p + ahead. One prefetch per read keeps
+// the requests evenly spread; a burst of them stalls the core.
+template <int kRows, int kElem>
+void scores_f32(const StreamArgs& args, const KvItem& item, uint32_t row, ptrdiff_t ahead,
+                F* out) {
+  using T = Tile<kRows>;
+  constexpr size_t kElemBytes = kElem == vec::kElemF32 ? 4 : 2;
+  const float* q = query_f32(args.q, item.variant, row);
+  const size_t q_stride = args.q.stride;
+  const size_t row_bytes = args.dim_k * kElemBytes;
+  const uint32_t whole = args.dim_k / kW * kW;
+  for (int g = 0; g < T::kGroups; ++g) {
+    const uint8_t* k = item.k + static_cast<size_t>(g * T::kTokens) * row_bytes;
+    F acc[kW];
+#pragma GCC unroll 16
+    for (int i = 0; i < kW; ++i) acc[i] = vec::zero();
+    for (uint32_t c = 0; c < whole; c += kW) {
+#pragma GCC unroll 16
+      for (int t = 0; t < T::kTokens; ++t) {
+        const uint8_t* p = k + static_cast<size_t>(t) * row_bytes;
+        const F x = vec::load_as<kElem>(p, c);
+        if ((c * kElemBytes) % 64 == 0) vec::prefetch(p + c * kElemBytes + ahead);
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) {
+          F& a = acc[r * T::kTokens + t];
+          a = vec::fma(x, vec::load(q + static_cast<size_t>(r) * q_stride + c), a);
+        }
+      }
+    }
+    if (whole < args.dim_k) {
+      for (int t = 0; t < T::kTokens; ++t) {
+        const uint8_t* p = k + static_cast<size_t>(t) * row_bytes;
+        const F x = vec::load_as_n<kElem>(p, whole, args.dim_k - whole);
+        for (int r = 0; r < kRows; ++r) {
+          F& a = acc[r * T::kTokens + t];
+          a = vec::fma(x, vec::load(q + static_cast<size_t>(r) * q_stride + whole), a);
+        }
+      }
+    }
+    out[g] = vec::reduce(acc);
+  }
+}
+
+#if defined(__AVX512BF16__)
+// kDim: dim_k, or 0 where it is only known at run time.
+template <int kRows, int kDim>
+void scores_bf16(const StreamArgs& args, const KvItem& item, uint32_t row, ptrdiff_t ahead,
+                 F* out) {
+  using T = Tile<kRows>;
+  const uint32_t dim = kDim != 0 ? static_cast<uint32_t>(kDim) : args.dim_k;
+  const uint32_t whole = dim / 32 * 32;
+  const uint16_t* q = query_bf16(args.q, item.variant, row);
+  const size_t q_stride = args.q.stride;
+  const uint16_t* k = reinterpret_cast<const uint16_t*>(item.k);
+  for (int g = 0; g < T::kGroups; ++g, k += static_cast<size_t>(T::kTokens) * dim) {
+    F acc[kW];
+#pragma GCC unroll 16
+    for (int i = 0; i < kW; ++i) acc[i] = vec::zero();
+#pragma GCC unroll 4
+    for (uint32_t c = 0; c < whole; c += 32) {
+#pragma GCC unroll 16
+      for (int t = 0; t < T::kTokens; ++t) {
+        const uint16_t* p = k + static_cast<size_t>(t) * dim + c;
+        const vec::B x = vec::load_pairs(p);
+        vec::prefetch(reinterpret_cast<const uint8_t*>(p) + ahead);
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) {
+          F& a = acc[r * T::kTokens + t];
+          a = vec::dot(a, x, vec::load_pairs(q + static_cast<size_t>(r) * q_stride + c));
+        }
+      }
+    }
+    if (kDim == 0 && whole < dim) {
+      for (int t = 0; t < T::kTokens; ++t) {
+        const vec::B x =
+            vec::load_pairs_n(k + static_cast<size_t>(t) * dim + whole, dim - whole);
+        for (int r = 0; r < kRows; ++r) {
+          F& a = acc[r * T::kTokens + t];
+          a = vec::dot(a, x, vec::load_pairs(q + static_cast<size_t>(r) * q_stride + whole));
+        }
+      }
+    }
+    out[g] = vec::reduce(acc);
+  }
+}
+#endif
+
+template <int kRows>
+void scores(const StreamArgs& args, const KvItem& item, uint32_t row, ptrdiff_t ahead, F* out) {
+#if defined(__AVX512BF16__)
+  if (item.dtype_k == vec::kElemBf16 && args.q.bf16_exact[item.variant] != 0) {
+    if (args.dim_k == 128) return scores_bf16<kRows, 128>(args, item, row, ahead, out);
+    if (args.dim_k == 64) return scores_bf16<kRows, 64>(args, item, row, ahead, out);
+    return scores_bf16<kRows, 0>(args, item, row, ahead, out);
+  }
+#endif
+  switch (item.dtype_k) {
+    case vec::kElemF32:
+      return scores_f32<kRows, vec::kElemF32>(args, item, row, ahead, out);
+    case vec::kElemF16:
+      return scores_f32<kRows, vec::kElemF16>(args, item, row, ahead, out);
+    default:
+      return scores_f32<kRows, vec::kElemBf16>(args, item, row, ahead, out);
+  }
+}
+
+// Log weights and masks of a tile, in its lane layout.
+template <int kRows>
+void fill_addend(const StreamArgs& args, const KvItem& item, uint32_t row, float* addend) {
+  using T = Tile<kRows>;
+  for (int r = 0; r < kRows; ++r) {
+    uint32_t mask = item.mask;
+    if (item.row_masks != nullptr) {
+      const uint32_t real = row + static_cast<uint32_t>(r);
+      const uint32_t last = args.q.rows - 1;
+      mask &= item.row_masks[(real < last ? real : last) / args.q.group - args.query_first];
+    }
+    for (int t = 0; t < static_cast<int>(kItemTokens); ++t) {
+      const float weight = item.log_weight != nullptr ? item.log_weight[t] : 0.0f;
+      addend[T::lane(r, t)] = (mask >> t & 1) != 0 ? weight : kNegInf;
+    }
+  }
+}
+
+// The logits of one tile: out[kGroups].
+template <int kRows>
+inline void tile_logits(const StreamArgs& args, const KvItem& item, uint32_t row, ptrdiff_t ahead,
+                        F* out) {
+  using T = Tile<kRows>;
+  scores<kRows>(args, item, row, ahead, out);
+  if (args.q.bias != nullptr) {
+    const float* bias = args.q.bias + static_cast<uint64_t>(item.variant) * args.q.variant_rows;
+    float lanes[kW];
+    for (int i = 0; i < kW; ++i) lanes[i] = bias[row + static_cast<uint32_t>(i / T::kTokens)];
+    const F b = vec::load(lanes);
+    for (int g = 0; g < T::kGroups; ++g) out[g] = vec::add(out[g], b);
+  }
+  for (int g = 0; g < T::kGroups; ++g) out[g] = to_logit(out[g], args.scale, args.softcap);
+  if (item.log_weight != nullptr || item.row_masks != nullptr || item.mask != 0xffff) {
+    float addend[T::kLanes];
+    fill_addend<kRows>(args, item, row, addend);
+    for (int g = 0; g < T::kGroups; ++g) {
+      out[g] = vec::add(out[g], vec::load(addend + g * kW));
+    }
+  }
+}
+
+// --- Streaming path: softmax --------------------------------------------------------------------
+
+inline bool item_uses_bf16_pv(const StreamArgs& args, const KvItem& item) {
+  return vec::kHasBf16Dot && item.dtype_v == vec::kElemBf16 && args.fp32_weights == 0;
+}
+
+// Brings acc of a tile to a new reference: row r is multiplied by lane r * kTokens of factor.
+template <int kRows>
+void rescale(const StreamArgs& args, uint32_t row, F factor) {
+  float lanes[kW];
+  vec::store(lanes, factor);
+  for (int r = 0; r < kRows; ++r) {
+    const F f = vec::set1(lanes[r * Tile<kRows>::kTokens]);
+    float* acc = args.acc + (row + static_cast<uint32_t>(r)) * static_cast<size_t>(args.acc_stride);
+    for (uint32_t d = 0; d < args.acc_stride; d += kW) {
+      vec::store(acc + d, vec::mul(vec::load(acc + d), f));
+    }
+  }
+}
+
+// Logits of a tile to weights relative to its running maximum, stored in args.weights as floats,
+// or as bf16 where PV uses the bf16 dot; there the denominator sums the rounded weights, so that
+// rounding does not bias the mean.
+template <int kRows>
+inline void tile_weights(const StreamArgs& args, const KvItem& item, uint32_t row, F* s) {
+  using T = Tile<kRows>;
+  const uint32_t tile = row / kRows;
+  float* m_at = args.m + tile * 16;
+  float* l_at = args.l + tile * 16;
+  float* weights = args.weights + tile * (kRowTile * kItemTokens);
+  F top = s[0];
+#pragma GCC unroll 16
+  for (int g = 1; g < T::kGroups; ++g) top = vec::max(top, s[g]);
+  top = vec::group_max<T::kTokens>(top);
+  F m = vec::load(m_at);
+  F l = vec::load(l_at);
+  if (vec::any_gt(top, m)) {
+    const F grown = vec::max(top, m);
+    const F factor = exp_nonpositive(vec::sub(m, finite_reference(grown)));
+    l = vec::mul(l, factor);
+    rescale<kRows>(args, row, factor);
+    m = grown;
+    vec::store(m_at, m);
+  }
+  const F reference = finite_reference(m);
+  const bool round = item_uses_bf16_pv(args, item);
+#pragma GCC unroll 16
+  for (int g = 0; g < T::kGroups; ++g) {
+    F p = exp_nonpositive(vec::sub(s[g], reference));
+#if defined(__AVX512BF16__)
+    if (round) {
+      p = vec::store_rounded(reinterpret_cast<uint16_t*>(weights) + g * kW, p);
+    } else {
+      vec::store(weights + g * kW, p);
+    }
+#else
+    (void)round;
+    vec::store(weights + g * kW, p);
+#endif
+    l = vec::add(l, p);
+  }
+  vec::store(l_at, l);
+}
+
+// --- Streaming path: values ---------------------------------------------------------------------
+
+// kVecs vectors of every row of V, starting at channel d, into the accumulators of a tile. kPart:
+// the vector ends beyond dim_v.
+template <int kRows, int kElem, int kVecs, bool kPart>
+inline void values_f32_slice(const StreamArgs& args, const KvItem& item, uint32_t row, uint32_t d,
+                             ptrdiff_t ahead) {
+  using T = Tile<kRows>;
+  constexpr size_t kElemBytes = kElem == vec::kElemF32 ? 4 : 2;
+  const float* weights = args.weights + row / kRows * (kRowTile * kItemTokens);
+  float* acc = args.acc + row * static_cast<size_t>(args.acc_stride) + d;
+  const size_t row_bytes = args.dim_v * kElemBytes;
+  F a[kRows][kVecs];
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kVecs; ++i) {
+      a[r][i] = vec::load(acc + static_cast<size_t>(r) * args.acc_stride + i * kW);
+    }
+  }
+  for (int t = 0; t < static_cast<int>(kItemTokens); ++t) {
+    const uint8_t* p = item.v + static_cast<size_t>(t) * row_bytes;
+    F x[kVecs];
+#pragma GCC unroll 4
+    for (int i = 0; i < kVecs; ++i) {
+      const uint32_t e = d + static_cast<uint32_t>(i * kW);
+      x[i] = kPart ? vec::load_as_n<kElem>(p, e, args.dim_v - e) : vec::load_as<kElem>(p, e);
+      if ((e * kElemBytes) % 64 == 0) vec::prefetch(p + e * kElemBytes + ahead);
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+      const F w = vec::set1(weights[T::lane(r, t)]);
+#pragma GCC unroll 4
+      for (int i = 0; i < kVecs; ++i) a[r][i] = vec::fma(w, x[i], a[r][i]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kVecs; ++i) {
+      vec::store(acc + static_cast<size_t>(r) * args.acc_stride + i * kW, a[r][i]);
+    }
+  }
+}
+
+template <int kRows, int kElem>
+void values_f32(const StreamArgs& args, const KvItem& item, uint32_t row, ptrdiff_t ahead) {
+  constexpr uint32_t kSlice = 2 * kW;
+  uint32_t d = 0;
+  for (; d + kSlice <= args.dim_v; d += kSlice) {
+    values_f32_slice<kRows, kElem, 2, false>(args, item, row, d, ahead);
+  }
+  for (; d + kW <= args.dim_v; d += kW) {
+    values_f32_slice<kRows, kElem, 1, false>(args, item, row, d, ahead);
+  }
+  if (d < args.dim_v) {
+    values_f32_slice<kRows, kElem, 1, true>(args, item, row, d, ahead);
+  }
+}
+
+#if defined(__AVX512BF16__)
+// kVecs times 32 channels from channel d on, token pair by token pair.
+template <int kRows, int kDim, int kVecs, bool kPart>
+inline void values_bf16_slice(const StreamArgs& args, const KvItem& item, uint32_t row, uint32_t d,
+                              ptrdiff_t ahead) {
+  using T = Tile<kRows>;
+  const size_t dim = kDim != 0 ? static_cast<size_t>(kDim) : args.dim_v;
+  const uint16_t* weights = reinterpret_cast<const uint16_t*>(
+      args.weights + row / kRows * (kRowTile * kItemTokens));
+  float* acc = args.acc + row * static_cast<size_t>(args.acc_stride) + d;
+  F a[kRows][2 * kVecs];
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+    for (int i = 0; i < 2 * kVecs; ++i) {
+      a[r][i] = vec::load(acc + static_cast<size_t>(r) * args.acc_stride + i * kW);
+    }
+  }
+  const uint16_t* v = reinterpret_cast<const uint16_t*>(item.v) + d;
+#pragma GCC unroll 8
+  for (int t = 0; t < static_cast<int>(kItemTokens); t += 2, v += 2 * dim) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kVecs; ++i) {
+      const uint16_t* even = v + i * 32;
+      const uint16_t* odd = even + dim;
+      const uint32_t left = static_cast<uint32_t>(dim) - d;
+      const vec::B x = kPart ? vec::load_pairs_n(even, left) : vec::load_pairs(even);
+      vec::prefetch(reinterpret_cast<const uint8_t*>(even) + ahead);
+      const vec::B y = kPart ? vec::load_pairs_n(odd, left) : vec::load_pairs(odd);
+      vec::prefetch(reinterpret_cast<const uint8_t*>(odd) + ahead);
+      const vec::B lo = vec::interleave_lo(x, y);
+      const vec::B hi = vec::interleave_hi(x, y);
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) {
+        const vec::B w = vec::set1_pair(weights + T::lane(r, t));
+        a[r][2 * i] = vec::dot(a[r][2 * i], lo, w);
+        a[r][2 * i + 1] = vec::dot(a[r][2 * i + 1], hi, w);
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+    for (int i = 0; i < 2 * kVecs; ++i) {
+      vec::store(acc + static_cast<size_t>(r) * args.acc_stride + i * kW, a[r][i]);
+    }
+  }
+}
+
+template <int kRows, int kDim>
+void values_bf16(const StreamArgs& args, const KvItem& item, uint32_t row, ptrdiff_t ahead) {
+  const uint32_t dim = kDim != 0 ? static_cast<uint32_t>(kDim) : args.dim_v;
+  uint32_t d = 0;
+  for (; d + 64 <= dim; d += 64) {
+    values_bf16_slice<kRows, kDim, 2, false>(args, item, row, d, ahead);
+  }
+  if (kDim != 0) return;
+  for (; d + 32 <= dim; d += 32) {
+    values_bf16_slice<kRows, kDim, 1, false>(args, item, row, d, ahead);
+  }
+  if (d < dim) {
+    values_bf16_slice<kRows, kDim, 1, true>(args, item, row, d, ahead);
+  }
+}
+#endif
+
+template <int kRows>
+void tile_values(const StreamArgs& args, const KvItem& item, uint32_t row, ptrdiff_t ahead) {
+#if defined(__AVX512BF16__)
+  if (item_uses_bf16_pv(args, item)) {
+    if (args.dim_v == 128) return values_bf16<kRows, 128>(args, item, row, ahead);
+    if (args.dim_v == 64) return values_bf16<kRows, 64>(args, item, row, ahead);
+    return values_bf16<kRows, 0>(args, item, row, ahead);
+  }
+#endif
+  switch (item.dtype_v) {
+    case vec::kElemF32:
+      return values_f32<kRows, vec::kElemF32>(args, item, row, ahead);
+    case vec::kElemF16:
+      return values_f32<kRows, vec::kElemF16>(args, item, row, ahead);
+    default:
+      return values_f32<kRows, vec::kElemBf16>(args, item, row, ahead);
+  }
+}
+
+// --- Streaming path: entry points ---------------------------------------------------------------
+
+void stream_begin(const StreamArgs* args) {
+  const uint32_t rows = (args->q.rows + kRowTile - 1) / kRowTile * kRowTile;
+  const size_t n = static_cast<size_t>(rows) * args->acc_stride;
+  for (size_t i = 0; i < n; i += kW) vec::store(args->acc + i, vec::zero());
+  const uint32_t tiles = args->q.rows == 1 ? 1 : rows / kRowTile;
+  for (uint32_t i = 0; i < tiles * 16; i += kW) {
+    vec::store(args->m + i, vec::set1(kNegInf));
+    vec::store(args->l + i, vec::zero());
+  }
+}
+
+template <int kRows>
+void stream_tiles(const StreamArgs& args, const KvItem* items, uint32_t n) {
+  for (uint32_t i = 0; i < n; ++i) {
+    const KvItem& item = items[i];
+    const KvItem& later = items[i + kPrefetchItems];
+    // Computed on integers: the two rows belong to different objects.
+    const ptrdiff_t ahead_k = static_cast<ptrdiff_t>(reinterpret_cast<uintptr_t>(later.k) -
+                                                     reinterpret_cast<uintptr_t>(item.k));
+    const ptrdiff_t ahead_v = static_cast<ptrdiff_t>(reinterpret_cast<uintptr_t>(later.v) -
+                                                     reinterpret_cast<uintptr_t>(item.v));
+    for (uint32_t row = 0; row < args.q.rows; row += kRows) {
+      F s[Tile<kRows>::kGroups];
+      tile_logits<kRows>(args, item, row, ahead_k, s);
+      tile_weights<kRows>(args, item, row, s);
+    }
+    for (uint32_t row = 0; row < args.q.rows; row += kRows) {
+      tile_values<kRows>(args, item, row, ahead_v);
+    }
+  }
+}
+
+void stream_items(const StreamArgs* args, const KvItem* items, uint32_t n) {
+  if (args->q.rows == 1) {
+    stream_tiles<1>(*args, items, n);
+  } else {
+    stream_tiles<kRowTile>(*args, items, n);
+  }
+}
+
+template <int kRows>
+void stream_end_tiles(const StreamArgs& args, float* o, float* m, float* l) {
+  for (uint32_t row = 0; row < args.q.rows; ++row) {
+    const float* acc = args.acc + row * static_cast<size_t>(args.acc_stride);
+    float* out = o + static_cast<size_t>(row) * args.dim_v;
+    // Adding +0 turns -0 into +0; see exact.h.
+    for (uint32_t d = 0; d < args.dim_v; ++d) out[d] = acc[d] + 0.0f;
+    const uint32_t tile = row / kRows;
+    float lanes[kW];
+    vec::store(lanes, vec::group_sum<Tile<kRows>::kTokens>(vec::load(args.l + tile * 16)));
+    const uint32_t lane = row % kRows * Tile<kRows>::kTokens;
+    l[row] = lanes[lane];
+    m[row] = args.m[tile * 16 + lane];
+  }
+}
+
+void stream_end(const StreamArgs* args, float* o, float* m, float* l) {
+  if (args->q.rows == 1) {
+    stream_end_tiles<1>(*args, o, m, l);
+  } else {
+    stream_end_tiles<kRowTile>(*args, o, m, l);
+  }
+}
+
+void logits(const StreamArgs* args, const KvItem* item, uint32_t first, uint32_t count,
+            float* out) {
+  using T = Tile<kRowTile>;
+  for (uint32_t row = 0; row < count; row += kRowTile) {
+    F s[T::kGroups];
+    tile_logits<kRowTile>(*args, *item, first + row, 0, s);
+    float lanes[T::kLanes];
+    for (int g = 0; g < T::kGroups; ++g) vec::store(lanes + g * kW, s[g]);
+    for (int r = 0; r < static_cast<int>(kRowTile); ++r) {
+      for (int t = 0; t < static_cast<int>(kItemTokens); ++t) {
+        out[(row + static_cast<uint32_t>(r)) * kItemTokens + static_cast<uint32_t>(t)] =
+            lanes[T::lane(r, t)];
+      }
+    }
+  }
+}
+
+// --- Blocked path -------------------------------------------------------------------------------
+
+constexpr int kB = static_cast<int>(kBlockTokens);
+constexpr int kMr = vec::kTileRows;
+constexpr int kNv = vec::kTileVecs;
+
+// K of the block as [channel][token] floats.
+void pack_k_f32(const BlockArgs& args, float* out) {
+  float row[256 + 16];
+  for (int t = 0; t < kB; ++t) {
+    const uint8_t* k = args.k[t];
+    if (k == nullptr) {
+      for (uint32_t d = 0; d < args.dim_k; ++d) out[d * kBlockTokens + static_cast<uint32_t>(t)] = 0;
+      continue;
+    }
+    const uint32_t whole = args.dim_k / kW * kW;
+    for (uint32_t d = 0; d < args.dim_k; d += kW) {
+      const uint32_t left = args.dim_k - d;
+      F x;
+      switch (args.dtype_k[t]) {
+        case vec::kElemF32:
+          x = d < whole ? vec::load_as<vec::kElemF32>(k, d)
+                        : vec::load_as_n<vec::kElemF32>(k, d, left);
+          break;
+        case vec::kElemF16:
+          x = d < whole ? vec::load_as<vec::kElemF16>(k, d)
+                        : vec::load_as_n<vec::kElemF16>(k, d, left);
+          break;
+        default:
+          x = d < whole ? vec::load_as<vec::kElemBf16>(k, d)
+                        : vec::load_as_n<vec::kElemBf16>(k, d, left);
+      }
+      vec::store(row + d, x);
+    }
+    for (uint32_t d = 0; d < args.dim_k; ++d) {
+      out[d * kBlockTokens + static_cast<uint32_t>(t)] = row[d];
+    }
+  }
+}
+
+// V of the block as [token][acc_stride] floats, zero beyond dim_v and where absent.
+void pack_v_f32(const BlockArgs& args, float* out) {
+  for (int t = 0; t < kB; ++t) {
+    float* to = out + static_cast<size_t>(t) * args.acc_stride;
+    const uint8_t* v = args.v[t];
+    for (uint32_t d = 0; d < args.acc_stride; d += kW) {
+      F x = vec::zero();
+      if (v != nullptr && d < args.dim_v) {
+        const uint32_t left = args.dim_v - d;
+        const bool whole = left >= static_cast<uint32_t>(kW);
+        switch (args.dtype_v[t]) {
+          case vec::kElemF32:
+            x = whole ? vec::load_as<vec::kElemF32>(v, d)
+                      : vec::load_as_n<vec::kElemF32>(v, d, left);
+            break;
+          case vec::kElemF16:
+            x = whole ? vec::load_as<vec::kElemF16>(v, d)
+                      : vec::load_as_n<vec::kElemF16>(v, d, left);
+            break;
+          default:
+            x = whole ? vec::load_as<vec::kElemBf16>(v, d)
+                      : vec::load_as_n<vec::kElemBf16>(v, d, left);
+        }
+      }
+      vec::store(to + d, x);
+    }
+  }
+}
+
+// Dot products of kMr rows with all tokens of the block: s [kMr][64].
+void block_scores_f32(const BlockArgs& args, uint32_t row, float* s) {
+  const float* q = query_f32(args.q, args.variant, row);
+  const float* packed = static_cast<const float*>(args.packed_k);
+  for (int c = 0; c < kB; c += kNv * kW) {
+    F acc[kMr][kNv];
+#pragma GCC unroll 8
+    for (int r = 0; r < kMr; ++r) {
+#pragma GCC unroll 4
+      for (int i = 0; i < kNv; ++i) acc[r][i] = vec::zero();
+    }
+    for (uint32_t d = 0; d < args.dim_k; ++d) {
+      F x[kNv];
+#pragma GCC unroll 4
+      for (int i = 0; i < kNv; ++i) x[i] = vec::load(packed + d * kBlockTokens + c + i * kW);
+#pragma GCC unroll 8
+      for (int r = 0; r < kMr; ++r) {
+        const F w = vec::set1(q[static_cast<size_t>(r) * args.q.stride + d]);
+#pragma GCC unroll 4
+        for (int i = 0; i < kNv; ++i) acc[r][i] = vec::fma(x[i], w, acc[r][i]);
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kMr; ++r) {
+#pragma GCC unroll 4
+      for (int i = 0; i < kNv; ++i) vec::store(s + r * kB + c + i * kW, acc[r][i]);
+    }
+  }
+}
+
+// acc of kMr rows += weights [kMr][64] times V, kVecs vectors of channels from d on.
+template <int kVecs>
+inline void block_values_f32_slice(const BlockArgs& args, const float* weights, float* acc,
+                                   uint32_t d) {
+  const float* packed = static_cast<const float*>(args.packed_v) + d;
+  F a[kMr][kVecs];
+#pragma GCC unroll 8
+  for (int r = 0; r < kMr; ++r) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kVecs; ++i) {
+      a[r][i] = vec::load(acc + static_cast<size_t>(r) * args.acc_stride + d + i * kW);
+    }
+  }
+  for (int t = 0; t < kB; ++t) {
+    F x[kVecs];
+#pragma GCC unroll 4
+    for (int i = 0; i < kVecs; ++i) {
+      x[i] = vec::load(packed + static_cast<size_t>(t) * args.acc_stride + i * kW);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kMr; ++r) {
+      const F w = vec::set1(weights[r * kB + t]);
+#pragma GCC unroll 4
+      for (int i = 0; i < kVecs; ++i) a[r][i] = vec::fma(x[i], w, a[r][i]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < kMr; ++r) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kVecs; ++i) {
+      vec::store(acc + static_cast<size_t>(r) * args.acc_stride + d + i * kW, a[r][i]);
+    }
+  }
+}
+
+void block_values_f32(const BlockArgs& args, const float* weights, float* acc) {
+  uint32_t d = 0;
+  for (; d + kNv * kW <= args.acc_stride; d += kNv * kW) {
+    block_values_f32_slice<kNv>(args, weights, acc, d);
+  }
+  for (; d < args.acc_stride; d += 2 * kW) {
+    block_values_f32_slice<2>(args, weights, acc, d);
+  }
+}
+
+#if defined(__AVX512BF16__)
+// K of the block as [channel pair][token], each entry two bf16.
+void pack_k_bf16(const BlockArgs& args, uint32_t* out) {
+  const uint32_t pairs = args.dim_k / 2;
+  for (uint32_t t = 0; t < kBlockTokens; ++t) {
+    const uint32_t* k = reinterpret_cast<const uint32_t*>(args.k[t]);
+    for (uint32_t d = 0; d < pairs; ++d) {
+      out[d * kBlockTokens + t] = k != nullptr ? k[d] : 0;
+    }
+  }
+}
+
+// V of the block as [token pair][channel], each entry two bf16.
+void pack_v_bf16(const BlockArgs& args, uint16_t* out) {
+  const vec::B none = (vec::B)_mm512_setzero_si512();
+  for (uint32_t t = 0; t < kBlockTokens; t += 2) {
+    uint16_t* to = out + static_cast<size_t>(t) * args.acc_stride;
+    const uint16_t* even = reinterpret_cast<const uint16_t*>(args.v[t]);
+    const uint16_t* odd = reinterpret_cast<const uint16_t*>(args.v[t + 1]);
+    for (uint32_t d = 0; d < args.acc_stride; d += 32) {
+      const uint32_t left = args.dim_v - d;
+      const bool whole = left >= 32;
+      const vec::B x = even == nullptr ? none
+                       : whole         ? vec::load_pairs(even + d)
+                                       : vec::load_pairs_n(even + d, left);
+      const vec::B y = odd == nullptr ? none
+                       : whole        ? vec::load_pairs(odd + d)
+                                      : vec::load_pairs_n(odd + d, left);
+      _mm512_storeu_si512(to + 2 * d, (__m512i)vec::interleave_lo(x, y));
+      _mm512_storeu_si512(to + 2 * d + 32, (__m512i)vec::interleave_hi(x, y));
+    }
+  }
+}
+
+void block_scores_bf16(const BlockArgs& args, uint32_t row, float* s) {
+  static_assert(kNv * kW == kB, "one pass covers the block");
+  const uint16_t* q = query_bf16(args.q, args.variant, row);
+  const uint16_t* packed = static_cast<const uint16_t*>(args.packed_k);
+  F acc[kMr][kNv];
+#pragma GCC unroll 8
+  for (int r = 0; r < kMr; ++r) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kNv; ++i) acc[r][i] = vec::zero();
+  }
+  for (uint32_t d = 0; d < args.dim_k; d += 2) {
+    vec::B x[kNv];
+#pragma GCC unroll 4
+    for (int i = 0; i < kNv; ++i) x[i] = vec::load_pairs(packed + d * kBlockTokens + i * 32);
+#pragma GCC unroll 8
+    for (int r = 0; r < kMr; ++r) {
+      const vec::B w = vec::set1_pair(q + static_cast<size_t>(r) * args.q.stride + d);
+#pragma GCC unroll 4
+      for (int i = 0; i < kNv; ++i) acc[r][i] = vec::dot(acc[r][i], x[i], w);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < kMr; ++r) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kNv; ++i) vec::store(s + r * kB + i * kW, acc[r][i]);
+  }
+}
+
+template <int kVecs>
+inline void block_values_bf16_slice(const BlockArgs& args, const uint16_t* weights, float* acc,
+                                    uint32_t d) {
+  const uint16_t* packed = static_cast<const uint16_t*>(args.packed_v) + 2 * d;
+  F a[kMr][kVecs];
+#pragma GCC unroll 8
+  for (int r = 0; r < kMr; ++r) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kVecs; ++i) {
+      a[r][i] = vec::load(acc + static_cast<size_t>(r) * args.acc_stride + d + i * kW);
+    }
+  }
+  for (int t = 0; t < kB; t += 2) {
+    vec::B x[kVecs];
+#pragma GCC unroll 4
+    for (int i = 0; i < kVecs; ++i) {
+      x[i] = vec::load_pairs(packed + static_cast<size_t>(t) * args.acc_stride + i * 32);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kMr; ++r) {
+      const vec::B w = vec::set1_pair(weights + r * kB + t);
+#pragma GCC unroll 4
+      for (int i = 0; i < kVecs; ++i) a[r][i] = vec::dot(a[r][i], x[i], w);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < kMr; ++r) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kVecs; ++i) {
+      vec::store(acc + static_cast<size_t>(r) * args.acc_stride + d + i * kW, a[r][i]);
+    }
+  }
+}
+
+void block_values_bf16(const BlockArgs& args, const uint16_t* weights, float* acc) {
+  uint32_t d = 0;
+  for (; d + kNv * kW <= args.acc_stride; d += kNv * kW) {
+    block_values_bf16_slice<kNv>(args, weights, acc, d);
+  }
+  for (; d < args.acc_stride; d += 2 * kW) {
+    block_values_bf16_slice<2>(args, weights, acc, d);
+  }
+}
+#endif
+
+// Log weights and masks of one row of the block.
+void block_addend(const BlockArgs& args, uint64_t mask, float* addend) {
+  for (int t = 0; t < kB; ++t) {
+    const float weight = args.log_weight != nullptr ? args.log_weight[t] : 0.0f;
+    addend[t] = (mask >> t & 1) != 0 ? weight : kNegInf;
+  }
+}
+
+// Scores of one row (s, 64 floats) to weights: floats in place of s, or bf16 in `rounded` where
+// that is not null. `at` is the row's index in acc, m and l.
+inline void block_weights(const BlockArgs& args, uint32_t row, uint32_t at, uint64_t mask, float* s,
+                          uint16_t* rounded) {
+  constexpr int kVecs = kB / kW;
+  const float bias =
+      args.q.bias != nullptr
+          ? args.q.bias[static_cast<uint64_t>(args.variant) * args.q.variant_rows + row]
+          : 0.0f;
+  F x[kVecs];
+  F top = vec::set1(kNegInf);
+#pragma GCC unroll 16
+  for (int i = 0; i < kVecs; ++i) {
+    x[i] = vec::load(s + i * kW);
+    if (args.q.bias != nullptr) x[i] = vec::add(x[i], vec::set1(bias));
+    x[i] = to_logit(x[i], args.scale, args.softcap);
+  }
+  if (mask != ~static_cast<uint64_t>(0) || args.log_weight != nullptr) {
+    float addend[kB];
+    block_addend(args, mask, addend);
+    for (int i = 0; i < kVecs; ++i) x[i] = vec::add(x[i], vec::load(addend + i * kW));
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < kVecs; ++i) top = vec::max(top, x[i]);
+  top = vec::group_max<kW>(top);
+  F m = vec::set1(args.m[at]);
+  F l = vec::load(args.l + at * 16);
+  if (vec::any_gt(top, m)) {
+    const F factor = exp_nonpositive(vec::sub(m, finite_reference(top)));
+    float lanes[kW];
+    vec::store(lanes, top);
+    args.m[at] = lanes[0];
+    m = top;
+    l = vec::mul(l, factor);
+    float* acc = args.acc + static_cast<size_t>(at) * args.acc_stride;
+    for (uint32_t d = 0; d < args.acc_stride; d += kW) {
+      vec::store(acc + d, vec::mul(vec::load(acc + d), factor));
+    }
+  }
+  const F reference = finite_reference(m);
+#pragma GCC unroll 16
+  for (int i = 0; i < kVecs; ++i) {
+    F p = exp_nonpositive(vec::sub(x[i], reference));
+#if defined(__AVX512BF16__)
+    if (rounded != nullptr) {
+      p = vec::store_rounded(rounded + i * kW, p);
+    } else {
+      vec::store(s + i * kW, p);
+    }
+#else
+    (void)rounded;
+    vec::store(s + i * kW, p);
+#endif
+    l = vec::add(l, p);
+  }
+  vec::store(args.l + at * 16, l);
+}
+
+inline uint64_t block_row_mask(const BlockArgs& args, uint32_t row) {
+  if (args.row_masks == nullptr) return args.mask;
+  const uint32_t last = args.row_first + args.row_count - 1;
+  const uint32_t query = (row < last ? row : last) / args.q.group;
+  return args.mask & args.row_masks[query - args.query_first];
+}
+
+void block_begin(const BlockArgs* args) {
+  const size_t rows = args->row_count + kRowPad;
+  for (size_t i = 0; i < rows * args->acc_stride; i += kW) vec::store(args->acc + i, vec::zero());
+  for (size_t i = 0; i < rows; ++i) args->m[i] = kNegInf;
+  for (size_t i = 0; i < rows * 16; i += kW) vec::store(args->l + i, vec::zero());
+}
+
+void block(const BlockArgs* args) {
+#if defined(__AVX512BF16__)
+  const bool bf16_qk = args->bf16_qk != 0;
+  const bool bf16_pv = args->bf16_pv != 0;
+  if (bf16_qk) {
+    pack_k_bf16(*args, static_cast<uint32_t*>(args->packed_k));
+  } else {
+    pack_k_f32(*args, static_cast<float*>(args->packed_k));
+  }
+  if (bf16_pv) {
+    pack_v_bf16(*args, static_cast<uint16_t*>(args->packed_v));
+  } else {
+    pack_v_f32(*args, static_cast<float*>(args->packed_v));
+  }
+#else
+  pack_k_f32(*args, static_cast<float*>(args->packed_k));
+  pack_v_f32(*args, static_cast<float*>(args->packed_v));
+#endif
+  for (uint32_t at = 0; at < args->row_count; at += kMr) {
+    const uint32_t row = args->row_first + at;
+    uint64_t masks[kMr];
+    uint64_t any = 0;
+    for (int r = 0; r < kMr; ++r) {
+      masks[r] = block_row_mask(*args, row + static_cast<uint32_t>(r));
+      any |= masks[r];
+    }
+    if (any == 0) continue;
+    float s[kMr * kB];
+    float* acc = args->acc + static_cast<size_t>(at) * args->acc_stride;
+#if defined(__AVX512BF16__)
+    uint16_t rounded[kMr * kB];
+    if (bf16_qk) {
+      block_scores_bf16(*args, row, s);
+    } else {
+      block_scores_f32(*args, row, s);
+    }
+    for (int r = 0; r < kMr; ++r) {
+      const uint32_t i = static_cast<uint32_t>(r);
+      block_weights(*args, row + i, at + i, masks[r], s + r * kB,
+                    bf16_pv ? rounded + r * kB : nullptr);
+    }
+    if (bf16_pv) {
+      block_values_bf16(*args, rounded, acc);
+    } else {
+      block_values_f32(*args, s, acc);
+    }
+#else
+    block_scores_f32(*args, row, s);
+    for (int r = 0; r < kMr; ++r) {
+      const uint32_t i = static_cast<uint32_t>(r);
+      block_weights(*args, row + i, at + i, masks[r], s + r * kB, nullptr);
+    }
+    block_values_f32(*args, s, acc);
+#endif
+  }
+}
+
+void block_end(const BlockArgs* args, float* o, float* m, float* l) {
+  for (uint32_t row = 0; row < args->row_count; ++row) {
+    const float* acc = args->acc + static_cast<size_t>(row) * args->acc_stride;
+    float* out = o + static_cast<size_t>(row) * args->dim_v;
+    for (uint32_t d = 0; d < args->dim_v; ++d) out[d] = acc[d] + 0.0f;
+    float lanes[kW];
+    vec::store(lanes, vec::group_sum<kW>(vec::load(args->l + row * 16)));
+    l[row] = lanes[0];
+    m[row] = args->m[row];
+  }
+}
+
+constexpr ExactKernels kKernels = {stream_begin, stream_items, stream_end, logits,
+                                   block_begin,  block,        block_end};
+
+}  // namespace
+}  // namespace attention
+}  // namespace kvm
+
+#endif  // KVM_ATTENTION_EXACT_EXACT_KERNEL_H_

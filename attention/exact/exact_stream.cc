@@ -1,0 +1,363 @@
+// SPDX-License-Identifier: Apache-2.0
+// The driver of the streaming path: turns the runs of a chunk into items of 16 aligned positions
+// and feeds them to the kernel, in long stretches where rows can be read in place.
+//
+// Items are made one chunk ahead of their evaluation, so that prefetching crosses chunk borders.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "attention/exact/layout.h"
+#include "attention/exact/visibility.h"
+#include "attention/merge.h"
+#include "base/assert.h"
+
+namespace kvm::attention {
+namespace {
+
+// Kernels include no header of ours, so the wrappers repeat these values (vec_*.h, enum Elem).
+static_assert(static_cast<int>(Dtype::kF32) == 1 && static_cast<int>(Dtype::kF16) == 2 &&
+              static_cast<int>(Dtype::kBf16) == 3);
+
+// Item flags. An item without flags is read in place.
+constexpr uint16_t kStitched = 1;    // rows lie in several runs or not all of them count
+constexpr uint16_t kRowMasked = 2;   // query tokens see different tokens
+
+// Tokens of one item may belong to 16 runs with 16 combinations of dtypes and transforms, each of
+// which becomes an item of its own.
+constexpr size_t kMaxItems = kStreamChunkTokens;
+constexpr size_t kItemBytes = size_t{kItemTokens} * kMaxHeadDim * sizeof(float);
+
+struct Batch {
+  KvItem* items;  // [kMaxItems + kPrefetchItems]
+  uint32_t n;
+};
+
+// Rows and masks of one item that cannot be read in place.
+struct Stitch {
+  uint8_t* k;
+  uint8_t* v;
+  float* log_weight;
+  uint16_t* row_masks;
+};
+
+bool same_kind(const KvItem& item, const KvRun& run) {
+  return item.dtype_k == static_cast<uint8_t>(run.dtype_k) &&
+         item.dtype_v == static_cast<uint8_t>(run.dtype_v) && item.variant == run.transform;
+}
+
+KvItem make_item(const Problem& problem, const KvRun& run, size_t run_index, uint64_t position) {
+  const uint64_t token = std::max(position, run.position) - run.position;
+  return {.k = k_row(problem, run, token),
+          .v = v_row(problem, run, token),
+          .log_weight = log_weight_at(problem, run, token),
+          .row_masks = nullptr,
+          .mask = 0,
+          .variant = run.transform,
+          .dtype_k = static_cast<uint8_t>(run.dtype_k),
+          .dtype_v = static_cast<uint8_t>(run.dtype_v),
+          .flags = 0,
+          .run = static_cast<uint32_t>(run_index),
+          .position = position};
+}
+
+// The tokens of `run` inside [position, position + 16), as bits.
+uint32_t run_bits(const KvRun& run, uint64_t position) {
+  const uint64_t begin = std::max(run.position, position) - position;
+  const uint64_t end =
+      std::min(run.position + run.n_tokens, position + kItemTokens) - position;
+  return ((1u << end) - 1) & ~((1u << begin) - 1);
+}
+
+// Items of the 16 positions from `position` on: one per kind of run, in order of first appearance.
+// `run` is the first run that ends behind `position`. Which kind an item has depends on its tokens
+// alone; how they are cut into runs decides only whether it is stitched.
+uint32_t add_items(const Problem& problem, size_t run, uint64_t position, uint32_t visible,
+                   uint16_t flags, KvItem* out) {
+  uint32_t n = 0;
+  for (; run < problem.runs.size() && problem.runs[run].position < position + kItemTokens; ++run) {
+    const KvRun& r = problem.runs[run];
+    const uint32_t bits = run_bits(r, position) & visible;
+    if (bits == 0) {
+      continue;
+    }
+    uint32_t i = 0;
+    while (i < n && !same_kind(out[i], r)) {
+      ++i;
+    }
+    if (i == n) {
+      out[n] = make_item(problem, r, run, position);
+      out[n].flags = static_cast<uint16_t>(flags | (bits == 0xffff ? 0 : kStitched));
+      ++n;
+    }
+    out[i].mask = static_cast<uint16_t>(out[i].mask | bits);
+  }
+  return n;
+}
+
+class Stream {
+ public:
+  Stream(const Problem& problem, const Plan& plan, const void* prepared, void* scratch);
+
+  void run(uint64_t chunk, uint32_t n, void* states);
+  void column_sums(uint64_t chunk, uint32_t n);
+
+  static size_t scratch_bytes(const Problem& problem);
+
+ private:
+  void build(uint64_t chunk, Batch& batch) const;
+  void evaluate(const Batch& batch) const;
+  KvItem materialize(const KvItem& item) const;
+  void stitch(KvItem& item) const;
+  void item_column_sums(const KvItem& item) const;
+  uint32_t query_count() const { return query_end_ - query_first_; }
+
+  const Problem& problem_;
+  const ExactKernels* kernels_;
+  uint32_t chunk_tokens_;
+  uint32_t query_first_ = 0;
+  uint32_t query_end_;
+  VisibleSet visible_;
+  StreamArgs args_{};
+  Batch batches_[2]{};
+  Stitch stitch_{};
+  float* logits_ = nullptr;
+};
+
+// Query tokens whose logits are computed at once for column sums.
+uint32_t logit_queries(const Problem& problem) {
+  return std::min(problem.n_query, kRowBlock / problem.group);
+}
+
+void carve_stream(const Problem& problem, Carver& carver, StreamArgs& args, Batch* batches,
+                  Stitch& stitch, float*& logits) {
+  const uint32_t rows = problem.n_query * problem.group;
+  // Only the streaming path accumulates here; column sums of the blocked path need items alone.
+  const uint32_t state_rows =
+      rows < kBlockedRows ? (rows + kRowTile - 1) / kRowTile * kRowTile : 0;
+  const uint32_t tiles = std::max(state_rows / kRowTile, 1u);
+  args.acc_stride = (problem.dim_v + 31) / 32 * 32;
+  args.acc = carver.take<float>(size_t{state_rows} * args.acc_stride);
+  args.m = carver.take<float>(tiles * 16);
+  args.l = carver.take<float>(tiles * 16);
+  args.weights = carver.take<float>(size_t{tiles} * kRowTile * kItemTokens);
+  for (int i = 0; i < 2; ++i) {
+    batches[i].items = carver.take<KvItem>(kMaxItems + kPrefetchItems);
+  }
+  stitch.k = carver.take<uint8_t>(kItemBytes);
+  stitch.v = carver.take<uint8_t>(kItemBytes);
+  stitch.log_weight = carver.take<float>(kItemTokens);
+  const uint32_t queries = state_rows != 0 ? problem.n_query : logit_queries(problem);
+  stitch.row_masks = carver.take<uint16_t>(queries);
+  const uint32_t logit_rows = logit_queries(problem) * problem.group + kRowTile;
+  logits = problem.column_sums != nullptr
+               ? carver.take<float>(size_t{logit_rows} * kItemTokens)
+               : nullptr;
+}
+
+Stream::Stream(const Problem& problem, const Plan& plan, const void* prepared, void* scratch)
+    : problem_(problem),
+      kernels_(plan.table->exact),
+      chunk_tokens_(plan.chunk_tokens),
+      query_end_(problem.n_query),
+      visible_(problem.visible, problem.n_query, 0, problem.n_query) {
+  Carver carver(scratch);
+  carve_stream(problem, carver, args_, batches_, stitch_, logits_);
+  args_.q = query_rows(problem, prepared);
+  args_.dim_k = problem.dim_k;
+  args_.dim_v = problem.dim_v;
+  args_.fp32_weights = problem.fp32_weights ? 1 : 0;
+  args_.scale = problem.scale;
+  args_.softcap = problem.softcap;
+}
+
+size_t Stream::scratch_bytes(const Problem& problem) {
+  Carver carver(nullptr);
+  StreamArgs args;
+  Batch batches[2];
+  Stitch stitch;
+  float* logits;
+  carve_stream(problem, carver, args, batches, stitch, logits);
+  return carver.used_bytes();
+}
+
+// Fills the batch with the items of kStreamChunkTokens positions from `chunk` (counted in those).
+void Stream::build(uint64_t chunk, Batch& batch) const {
+  const uint64_t end = (chunk + 1) * kStreamChunkTokens;
+  size_t run = first_run_after(problem_.runs, chunk * kStreamChunkTokens);
+  uint32_t n = 0;
+  while (run < problem_.runs.size() && problem_.runs[run].position < end) {
+    const uint64_t base = problem_.runs[run].position / kPageTokens * kPageTokens;
+    const uint64_t visible = visible_.any(base);
+    const uint16_t flags = visible_.uniform(base) ? 0 : kRowMasked;
+    for (uint64_t slot = 0; slot < kPageTokens; slot += kItemTokens) {
+      const uint64_t position = base + slot;
+      while (run < problem_.runs.size() &&
+             problem_.runs[run].position + problem_.runs[run].n_tokens <= position) {
+        ++run;
+      }
+      const uint32_t bits = static_cast<uint32_t>(visible >> slot & 0xffff);
+      if (bits != 0) {
+        n += add_items(problem_, run, position, bits, flags, batch.items + n);
+      }
+    }
+    while (run < problem_.runs.size() && problem_.runs[run].position < base + kPageTokens) {
+      ++run;
+    }
+  }
+  batch.n = n;
+}
+
+// Gathers the rows of a stitched item; rows that do not count become zero.
+void Stream::stitch(KvItem& item) const {
+  const size_t k_bytes = problem_.dim_k * dtype_size_bytes(static_cast<Dtype>(item.dtype_k));
+  const size_t v_bytes = problem_.dim_v * dtype_size_bytes(static_cast<Dtype>(item.dtype_v));
+  std::memset(stitch_.k, 0, k_bytes * kItemTokens);
+  std::memset(stitch_.v, 0, v_bytes * kItemTokens);
+  std::fill_n(stitch_.log_weight, kItemTokens, 0.0f);
+  bool weighted = false;
+  for (size_t i = item.run;
+       i < problem_.runs.size() && problem_.runs[i].position < item.position + kItemTokens; ++i) {
+    const KvRun& run = problem_.runs[i];
+    if (!same_kind(item, run)) {
+      continue;
+    }
+    for (uint32_t bits = run_bits(run, item.position) & item.mask; bits != 0; bits &= bits - 1) {
+      const auto at = static_cast<uint32_t>(__builtin_ctz(bits));
+      const uint64_t token = item.position + at - run.position;
+      std::memcpy(stitch_.k + at * k_bytes, k_row(problem_, run, token), k_bytes);
+      std::memcpy(stitch_.v + at * v_bytes, v_row(problem_, run, token), v_bytes);
+      if (const float* weight = log_weight_at(problem_, run, token)) {
+        stitch_.log_weight[at] = *weight;
+        weighted = true;
+      }
+    }
+  }
+  item.k = stitch_.k;
+  item.v = stitch_.v;
+  item.log_weight = weighted ? stitch_.log_weight : nullptr;
+}
+
+// The item as a kernel may read it.
+KvItem Stream::materialize(const KvItem& item) const {
+  KvItem ready = item;
+  if ((item.flags & kStitched) != 0) {
+    stitch(ready);
+  }
+  if ((item.flags & kRowMasked) != 0) {
+    const uint64_t base = item.position / kPageTokens * kPageTokens;
+    for (uint32_t i = query_first_; i < query_end_; ++i) {
+      stitch_.row_masks[i - query_first_] =
+          static_cast<uint16_t>(visible_.one(base, i) >> (item.position - base));
+    }
+    ready.row_masks = stitch_.row_masks;
+  }
+  return ready;
+}
+
+void Stream::evaluate(const Batch& batch) const {
+  uint32_t i = 0;
+  while (i < batch.n) {
+    uint32_t end = i;
+    while (end < batch.n && batch.items[end].flags == 0) {
+      ++end;
+    }
+    if (end > i) {
+      kernels_->stream_items(&args_, batch.items + i, end - i);
+      i = end;
+      continue;
+    }
+    KvItem one[1 + kPrefetchItems];
+    one[0] = materialize(batch.items[i]);
+    std::copy_n(batch.items + i + 1, kPrefetchItems, one + 1);
+    kernels_->stream_items(&args_, one, 1);
+    ++i;
+  }
+}
+
+void Stream::run(uint64_t chunk, uint32_t n, void* states) {
+  const size_t stride = state_bytes(problem_, args_.q.rows);
+  build(chunk, batches_[0]);
+  for (uint32_t i = 0; i < n; ++i) {
+    Batch& now = batches_[i % 2];
+    Batch& next = batches_[(i + 1) % 2];
+    next.n = 0;
+    if (i + 1 < n) {
+      build(chunk + i + 1, next);
+    }
+    // What follows the last item is only prefetched: the next chunk's first items, or itself.
+    for (uint32_t j = 0; j < kPrefetchItems; ++j) {
+      if (j < next.n) {
+        now.items[now.n + j] = next.items[j];
+      } else {
+        now.items[now.n + j] = now.n + j > 0 ? now.items[now.n + j - 1] : KvItem{};
+      }
+    }
+    const StateView state =
+        state_view(problem_, args_.q.rows, static_cast<std::byte*>(states) + i * stride);
+    kernels_->stream_begin(&args_);
+    evaluate(now);
+    kernels_->stream_end(&args_, state.o, state.m, state.l);
+  }
+}
+
+// Adds the weights of the query tokens [query_first_, query_end_) for one item.
+void Stream::item_column_sums(const KvItem& item) const {
+  const KvItem ready = materialize(item);
+  const uint32_t row_first = query_first_ * problem_.group;
+  const uint32_t rows = query_count() * problem_.group;
+  StreamArgs args = args_;
+  args.query_first = query_first_;
+  kernels_->logits(&args, &ready, row_first, rows, logits_);
+  for (uint32_t bits = item.mask; bits != 0; bits &= bits - 1) {
+    const auto at = static_cast<uint32_t>(__builtin_ctz(bits));
+    float sum = 0.0f;
+    for (uint32_t r = 0; r < rows; ++r) {
+      const uint32_t query = query_first_ + r / problem_.group;
+      const uint32_t head = r % problem_.group;
+      const float lse =
+          problem_.lse[query * problem_.lse_stride_query + head * problem_.lse_stride_head];
+      const float logit = logits_[r * kItemTokens + at];
+      sum += logit == kEmptyLse ? 0.0f : std::exp(logit - lse);
+    }
+    problem_.column_sums[item.position + at - problem_.column_position] += sum;
+  }
+}
+
+void Stream::column_sums(uint64_t chunk, uint32_t n) {
+  const uint64_t begin = chunk * chunk_tokens_;
+  const uint64_t end = (chunk + n) * chunk_tokens_;
+  for (size_t i = first_run_after(problem_.runs, begin);
+       i < problem_.runs.size() && problem_.runs[i].position < end; ++i) {
+    const KvRun& run = problem_.runs[i];
+    std::fill_n(problem_.column_sums + (run.position - problem_.column_position), run.n_tokens,
+                0.0f);
+  }
+  const uint32_t step = logit_queries(problem_);
+  for (uint64_t c = begin / kStreamChunkTokens; c < end / kStreamChunkTokens; ++c) {
+    build(c, batches_[0]);
+    for (uint32_t i = 0; i < batches_[0].n; ++i) {
+      for (query_first_ = 0; query_first_ < problem_.n_query; query_first_ += step) {
+        query_end_ = std::min(problem_.n_query, query_first_ + step);
+        item_column_sums(batches_[0].items[i]);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+size_t stream_scratch_bytes(const Problem& problem) { return Stream::scratch_bytes(problem); }
+
+void stream_chunks(const Problem& problem, const Plan& plan, const void* prepared, uint64_t chunk,
+                   uint32_t n, void* scratch, void* states) {
+  Stream(problem, plan, prepared, scratch).run(chunk, n, states);
+}
+
+void eval_column_sums(const Problem& problem, const Plan& plan, const void* prepared,
+                      uint64_t chunk, uint32_t n, void* scratch) {
+  KVM_ASSERT(problem.column_sums != nullptr && problem.lse != nullptr);
+  Stream(problem, plan, prepared, scratch).column_sums(chunk, n);
+}
+
+}  // namespace kvm::attention

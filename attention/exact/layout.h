@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+// How prepared queries, scratch memory and states are laid out. Internal to attention/.
+#ifndef KVM_ATTENTION_EXACT_LAYOUT_H_
+#define KVM_ATTENTION_EXACT_LAYOUT_H_
+
+#include <cstddef>
+#include <cstdint>
+
+#include "attention/attention.h"
+#include "attention/exact/exact_args.h"
+
+namespace kvm::attention {
+
+// Streaming path up to this many rows, exclusive; from here on the blocked path is faster.
+inline constexpr uint32_t kBlockedRows = 24;
+inline constexpr uint32_t kStreamChunkTokens = 1024;
+inline constexpr uint32_t kBlockedChunkTokens = 8192;
+// Rows that the blocked path takes through a chunk at once: their accumulators stay in L2.
+inline constexpr uint32_t kRowBlock = 768;
+
+// Hands out aligned pieces of a buffer, or with a null buffer only adds up their sizes.
+class Carver {
+ public:
+  explicit Carver(void* base) : base_(static_cast<std::byte*>(base)) {}
+
+  template <typename T>
+  T* take(size_t n) {
+    std::byte* at = base_ == nullptr ? nullptr : base_ + used_;
+    used_ += (n * sizeof(T) + kBufferAlign - 1) / kBufferAlign * kBufferAlign;
+    return reinterpret_cast<T*>(at);
+  }
+  size_t used_bytes() const { return used_; }
+
+ private:
+  std::byte* base_;
+  size_t used_ = 0;
+};
+
+// Writable view of the prepared queries.
+struct PreparedQueries {
+  float* f32;
+  uint16_t* bf16;
+  float* bias;  // null where no transform has one
+  uint8_t* bf16_exact;
+  uint32_t n_variants;
+  uint32_t variant_rows;
+  uint32_t stride;
+};
+PreparedQueries carve_queries(const Problem& problem, Carver& carver);
+
+// The same memory as kernels see it.
+QueryRows query_rows(const Problem& problem, const void* prepared);
+
+struct StateView {
+  float* o;  // [rows][dim_v]
+  float* m;
+  float* l;
+};
+StateView state_view(const Problem& problem, uint32_t row_count, void* state);
+
+// Scratch of one eval call of each path. Column sums always take that of the streaming path.
+size_t stream_scratch_bytes(const Problem& problem);
+size_t block_scratch_bytes(const Problem& problem);
+
+// A chunk's worth of work for one path; exact_stream.cc and exact_block.cc.
+void stream_chunks(const Problem& problem, const Plan& plan, const void* prepared, uint64_t chunk,
+                   uint32_t n, void* scratch, void* states);
+void block_chunks(const Problem& problem, const Plan& plan, const void* prepared, RowRange rows,
+                  uint64_t chunk, uint32_t n, void* scratch, void* states);
+
+// Index of the first run that ends behind `position`.
+size_t first_run_after(KvRuns runs, uint64_t position);
+
+// Row `token` of a run's K or V, for the problem's head.
+const uint8_t* k_row(const Problem& problem, const KvRun& run, uint64_t token);
+const uint8_t* v_row(const Problem& problem, const KvRun& run, uint64_t token);
+inline const float* log_weight_at(const Problem& problem, const KvRun& run, uint64_t token) {
+  return run.log_weight == nullptr
+             ? nullptr
+             : run.log_weight + problem.head * problem.log_weight_head_stride + token;
+}
+
+}  // namespace kvm::attention
+
+#endif  // KVM_ATTENTION_EXACT_LAYOUT_H_

@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which tokens of a block of 64 aligned positions are visible, as bit masks: bit i is position
+// base + i. The rule is at attention.h, struct Visibility.
+#ifndef KVM_ATTENTION_EXACT_VISIBILITY_H_
+#define KVM_ATTENTION_EXACT_VISIBILITY_H_
+
+#include <cstdint>
+
+#include "attention/attention.h"
+
+namespace kvm::attention {
+
+// The view of query tokens [first, first + count) of a problem. REQUIRES: count >= 1.
+class VisibleSet {
+ public:
+  VisibleSet(const Visibility& visible, uint32_t n_query, uint32_t first, uint32_t count);
+
+  // Positions that no query of the set sees lie outside [low(), high()), or are removed by ranges
+  // or by a window behind the sinks.
+  uint64_t low() const { return low_; }
+  uint64_t high() const { return high_; }
+
+  // Seen by at least one query, a tree counting as all its positions. REQUIRES: base % 64 == 0,
+  // here and below.
+  uint64_t any(uint64_t base) const;
+  // True where every query of the set sees exactly any(base).
+  bool uniform(uint64_t base) const;
+  // Seen by query token `query` of the problem. A subset of any(base).
+  uint64_t one(uint64_t base, uint32_t query) const;
+
+ private:
+  uint64_t ranges(uint64_t base) const;
+
+  const Visibility& visible_;
+  uint32_t n_query_;
+  uint32_t first_;
+  uint32_t count_;
+  uint64_t low_;
+  uint64_t high_;
+  uint64_t window_low_;  // first position inside the widest window of the set
+};
+
+}  // namespace kvm::attention
+
+#endif  // KVM_ATTENTION_EXACT_VISIBILITY_H_

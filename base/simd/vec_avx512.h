@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: Apache-2.0
+// The vector wrapper for AVX-512 (F + BW + DQ + VL), with the bf16 dot product where the file that
+// includes it is compiled for AVX512_BF16. vec_scalar.h explains the operations.
+//
+// The bf16 part, all in natural element order:
+//   load_pairs(p)              32 bf16 elements
+//   load_pairs_n(p, n)         the first n of them, n a multiple of 8 below 32; the rest is 0
+//   interleave_lo/hi(a, b)     a0 b0 a1 b1 ... of elements 0 to 15 / 16 to 31
+//   set1_pair(p)               the two bf16 at p, 16 times
+//   dot(c, a, b)               lane i = c_i + a_2i * b_2i + a_2i+1 * b_2i+1; denormals count as 0
+//   store_rounded(p, a)        a as 16 bf16, nearest even; returns the stored values as floats
+#ifndef KVM_BASE_SIMD_VEC_AVX512_H_
+#define KVM_BASE_SIMD_VEC_AVX512_H_
+
+#include <immintrin.h>
+#include <stddef.h>
+#include <stdint.h>
+
+namespace kvm {
+namespace {
+namespace vec {
+
+typedef __m512 F;
+
+constexpr int kWidth = 16;
+constexpr int kTileRows = 6;
+constexpr int kTileVecs = 4;
+#if defined(__AVX512BF16__)
+constexpr bool kHasBf16Dot = true;
+#else
+constexpr bool kHasBf16Dot = false;
+#endif
+
+enum Elem { kElemF32 = 1, kElemF16 = 2, kElemBf16 = 3 };  // values of Dtype
+
+inline F set1(float x) { return _mm512_set1_ps(x); }
+inline F zero() { return _mm512_setzero_ps(); }
+inline F load(const float* p) { return _mm512_loadu_ps(p); }
+inline void store(float* p, F a) { _mm512_storeu_ps(p, a); }
+inline F add(F a, F b) { return _mm512_add_ps(a, b); }
+inline F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+inline F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+inline F div(F a, F b) { return _mm512_div_ps(a, b); }
+inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+inline F max(F a, F b) { return _mm512_max_ps(a, b); }
+inline F min(F a, F b) { return _mm512_min_ps(a, b); }
+inline F keep_ge(F x, F bound, F a) {
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, bound, _CMP_GE_OQ), a);
+}
+inline bool any_gt(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) != 0; }
+inline F round_nearest(F a) {
+  return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+inline F scale_pow2(F a, F n) { return _mm512_scalef_ps(a, n); }
+
+template <int kElem>
+inline F load_as(const void* p, unsigned i) {
+  if constexpr (kElem == kElemF32) {
+    return _mm512_loadu_ps(static_cast<const float*>(p) + i);
+  } else {
+    const __m256i e = _mm256_loadu_si256(
+        reinterpret_cast<const __m256i*>(static_cast<const uint16_t*>(p) + i));
+    if constexpr (kElem == kElemF16) {
+      return _mm512_cvtph_ps(e);
+    } else {
+      return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(e), 16));
+    }
+  }
+}
+// n is 8: rows are multiples of 8 elements.
+template <int kElem>
+inline F load_as_n(const void* p, unsigned i, unsigned) {
+  if constexpr (kElem == kElemF32) {
+    return _mm512_maskz_loadu_ps(0xff, static_cast<const float*>(p) + i);
+  } else {
+    const __m256i e = _mm256_zextsi128_si256(_mm_loadu_si128(
+        reinterpret_cast<const __m128i*>(static_cast<const uint16_t*>(p) + i)));
+    if constexpr (kElem == kElemF16) {
+      return _mm512_cvtph_ps(e);
+    } else {
+      return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(e), 16));
+    }
+  }
+}
+
+inline F add_lo_hi(F a, F b) { return add(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)); }
+inline F add_pairs(F a, F b) {
+  const __m512d x = _mm512_castps_pd(a);
+  const __m512d y = _mm512_castps_pd(b);
+  return add(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)),
+             _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+}
+inline F reduce_4(const F* a) { return add_pairs(add_lo_hi(a[0], a[1]), add_lo_hi(a[2], a[3])); }
+inline F reduce(const F* a) {
+  const F u0 = reduce_4(a);
+  const F u1 = reduce_4(a + 4);
+  const F u2 = reduce_4(a + 8);
+  const F u3 = reduce_4(a + 12);
+  const F v0 = add(_mm512_shuffle_f32x4(u0, u1, 0x44), _mm512_shuffle_f32x4(u0, u1, 0xEE));
+  const F v1 = add(_mm512_shuffle_f32x4(u2, u3, 0x44), _mm512_shuffle_f32x4(u2, u3, 0xEE));
+  return add(_mm512_shuffle_f32x4(v0, v1, 0x88), _mm512_shuffle_f32x4(v0, v1, 0xDD));
+}
+inline F swap_1(F a) { return _mm512_permute_ps(a, 0xB1); }
+inline F swap_2(F a) { return _mm512_permute_ps(a, 0x4E); }
+inline F swap_4(F a) { return _mm512_shuffle_f32x4(a, a, 0xB1); }
+inline F swap_8(F a) { return _mm512_shuffle_f32x4(a, a, 0x4E); }
+template <int kGroup>
+inline F group_max(F a) {
+  if constexpr (kGroup >= 2) a = max(a, swap_1(a));
+  if constexpr (kGroup >= 4) a = max(a, swap_2(a));
+  if constexpr (kGroup >= 8) a = max(a, swap_4(a));
+  if constexpr (kGroup >= 16) a = max(a, swap_8(a));
+  return a;
+}
+template <int kGroup>
+inline F group_sum(F a) {
+  if constexpr (kGroup >= 2) a = add(a, swap_1(a));
+  if constexpr (kGroup >= 4) a = add(a, swap_2(a));
+  if constexpr (kGroup >= 8) a = add(a, swap_4(a));
+  if constexpr (kGroup >= 16) a = add(a, swap_8(a));
+  return a;
+}
+inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+
+#if defined(__AVX512BF16__)
+typedef __m512bh B;
+
+inline B load_pairs(const uint16_t* p) { return (B)_mm512_loadu_si512(p); }
+inline B load_pairs_n(const uint16_t* p, unsigned n) {
+  return (B)_mm512_maskz_loadu_epi16((__mmask32)((1u << n) - 1), p);
+}
+inline B interleave_lo(B a, B b) {
+  const __m512i index = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40,
+                                         8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+  return (B)_mm512_permutex2var_epi16((__m512i)a, index, (__m512i)b);
+}
+inline B interleave_hi(B a, B b) {
+  const __m512i index =
+      _mm512_set_epi16(63, 31, 62, 30, 61, 29, 60, 28, 59, 27, 58, 26, 57, 25, 56, 24, 55, 23, 54,
+                       22, 53, 21, 52, 20, 51, 19, 50, 18, 49, 17, 48, 16);
+  return (B)_mm512_permutex2var_epi16((__m512i)a, index, (__m512i)b);
+}
+inline B set1_pair(const uint16_t* p) {
+  int32_t pair;
+  __builtin_memcpy(&pair, p, sizeof pair);
+  return (B)_mm512_set1_epi32(pair);
+}
+inline F dot(F c, B a, B b) { return _mm512_dpbf16_ps(c, a, b); }
+inline F store_rounded(uint16_t* p, F a) {
+  const __m256i e = (__m256i)_mm512_cvtneps_pbh(a);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), e);
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(e), 16));
+}
+#endif
+
+}  // namespace vec
+}  // namespace
+}  // namespace kvm
+
+#endif  // KVM_BASE_SIMD_VEC_AVX512_H_

@@ -1,0 +1,284 @@
+// SPDX-License-Identifier: Apache-2.0
+// Every kernel table against the double-precision reference.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <string>
+
+#include "tests/unit/attention/testbed.h"
+
+namespace kvm::attention::testing {
+namespace {
+
+constexpr Dtype kDtypes[] = {Dtype::kF32, Dtype::kF16, Dtype::kBf16};
+
+void check(Case& c, const std::string& what) {
+  c.run_reference();
+  for (const KernelTable* table : available_tables()) {
+    c.run(table, 3, 2);
+    const double bound = error_bound(c, *table);
+    const std::string where = what + " on " + table->name;
+    EXPECT_LE(c.error_o(), bound) << where;
+    EXPECT_LE(c.error_lse(), bound) << where;
+    for (size_t i = 0; i < c.row_max.size(); ++i) {
+      const double expected = c.ref_row_max[i];
+      if (std::isinf(expected)) {
+        EXPECT_EQ(static_cast<double>(c.row_max[i]), expected) << where;
+      } else {
+        EXPECT_NEAR(static_cast<double>(c.row_max[i]), expected,
+                    1e-5 * std::max(1.0, std::abs(expected)))
+            << where;
+      }
+    }
+    for (size_t t = 0; t < c.present.size(); ++t) {
+      if (c.present[t] != 0 && c.column_sums[t] != -1.0f) {
+        EXPECT_NEAR(static_cast<double>(c.column_sums[t]), c.ref_column_sums[t],
+                    (bound + 1e-5) * (c.ref_column_sums[t] + 1e-4))
+            << where << ", token " << t;
+      } else if (c.present[t] != 0) {
+        EXPECT_EQ(c.ref_column_sums[t], 0.0) << where << ", token " << t << " not written";
+      }
+    }
+    if (::testing::Test::HasFailure()) {
+      return;
+    }
+  }
+}
+
+void set_kinds(Case& c, Dtype k, Dtype v) {
+  for (TokenKind& kind : c.kinds) {
+    kind = {k, v, 0};
+  }
+}
+
+TEST(Exact, EmptyProblem) {
+  Case c(Shape{.n_tokens = 0}, 1);
+  c.store(0);
+  check(c, "no tokens");
+  EXPECT_EQ(c.lse[0], -std::numeric_limits<float>::infinity());
+}
+
+TEST(Exact, EmptyProblemWithSink) {
+  Case c(Shape{.n_tokens = 0}, 1);
+  c.use_sinks();
+  c.store(0);
+  check(c, "no tokens, sinks");
+  EXPECT_EQ(c.lse[1], c.problem().sink_logits[1]);
+}
+
+TEST(Exact, Lengths) {
+  for (uint64_t n : {1, 15, 16, 17, 63, 64, 65, 1023, 1024, 1025, 2500}) {
+    for (uint32_t group : {1u, 4u}) {
+      Case c(Shape{.group = group, .n_tokens = n}, n);
+      c.store(0);
+      check(c, "length " + std::to_string(n) + " group " + std::to_string(group));
+    }
+  }
+}
+
+TEST(Exact, Groups) {
+  for (uint32_t group = 1; group <= kMaxGroup; ++group) {
+    Case c(Shape{.group = group, .dim_k = 64, .dim_v = 64, .n_tokens = 200}, group);
+    c.store(3);
+    check(c, "group " + std::to_string(group));
+  }
+}
+
+TEST(Exact, DtypesAndDims) {
+  uint64_t seed = 0;
+  for (uint32_t dim : {8u, 64u, 80u, 96u, 128u, 192u, 256u}) {
+    for (Dtype k : kDtypes) {
+      for (Dtype v : kDtypes) {
+        for (Dtype q : kDtypes) {
+          for (uint32_t n_query : {1u, 9u}) {
+            const uint32_t dim_v = seed % 2 == 0 ? dim : 264 - dim;
+            Case c(Shape{.n_query = n_query, .group = 3, .dim_k = dim, .dim_v = dim_v,
+                         .n_tokens = 100, .dtype_q = q},
+                   ++seed);
+            set_kinds(c, k, v);
+            c.store(1);
+            check(c, "dim " + std::to_string(dim) + "/" + std::to_string(dim_v) + " " +
+                         dtype_name(q) + " " + dtype_name(k) + " " + dtype_name(v) + " queries " +
+                         std::to_string(n_query));
+            if (HasFailure()) return;
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(Exact, OutputDtypes) {
+  for (Dtype o : kDtypes) {
+    for (uint32_t n_query : {1u, 30u}) {
+      Case c(Shape{.n_query = n_query, .n_tokens = 300, .dtype_o = o}, 5);
+      c.store(0);
+      check(c, std::string("o as ") + dtype_name(o));
+    }
+  }
+}
+
+TEST(Exact, Prefill) {
+  for (uint32_t n_query : {7u, 64u, 100u, 333u}) {
+    Case c(Shape{.n_query = n_query, .group = 4, .dim_k = 64, .dim_v = 64, .n_tokens = 700},
+           n_query);
+    c.store(0);
+    check(c, "prefill " + std::to_string(n_query));
+  }
+}
+
+TEST(Exact, LongContext) {
+  for (uint32_t n_query : {1u, 8u}) {
+    Case c(Shape{.n_query = n_query, .dim_k = 64, .dim_v = 64, .n_tokens = 33000}, n_query);
+    c.store(5);
+    check(c, "33000 tokens");
+  }
+}
+
+TEST(Exact, HugeLogitsStayFinite) {
+  for (uint32_t n_query : {1u, 12u}) {
+    for (Dtype k : kDtypes) {
+      Case c(Shape{.n_query = n_query, .n_tokens = 200, .dtype_q = Dtype::kF32,
+                   .q_size = 1e38f},
+             3);
+      set_kinds(c, k, Dtype::kF32);
+      c.problem().scale = 1.0f;
+      c.store(0);
+      for (const KernelTable* table : available_tables()) {
+        c.run(table);
+        for (float x : c.o) ASSERT_TRUE(std::isfinite(x)) << table->name;
+        for (float x : c.lse) ASSERT_TRUE(std::isfinite(x)) << table->name;
+      }
+    }
+  }
+}
+
+TEST(Exact, LargeLogits) {
+  for (uint32_t n_query : {1u, 12u}) {
+    Case c(Shape{.n_query = n_query, .n_tokens = 500, .q_size = 30.0f}, 3);
+    set_kinds(c, Dtype::kF32, Dtype::kF32);
+    c.store(0);
+    c.run_reference();
+    for (const KernelTable* table : available_tables()) {
+      c.run(table);
+      // Logits near 100 carry fp32 rounding of 1e-5; the weights inherit it.
+      EXPECT_LE(c.error_o(), 1e-4) << table->name;
+      EXPECT_LE(c.error_lse(), 1e-5) << table->name;
+    }
+  }
+}
+
+// A random problem with any mix of features.
+std::unique_ptr<Case> random_case(uint64_t seed) {
+  std::mt19937_64 random(seed);
+  const auto pick = [&](uint32_t n) {
+    return std::uniform_int_distribution<uint32_t>(0, n - 1)(random);
+  };
+  Shape s;
+  s.n_query = pick(3) == 0 ? 1 : 1 + pick(pick(2) == 0 ? 4 : 40);
+  s.group = pick(2) == 0 ? 1 + pick(kMaxGroup) : 4;
+  s.dim_k = pick(2) == 0 ? 64 : 8 * (1 + pick(32));
+  s.dim_v = pick(2) == 0 ? s.dim_k : 8 * (1 + pick(32));
+  s.n_tokens = pick(4) == 0 ? pick(1500) : pick(300);
+  s.first_position = pick(3) == 0 ? pick(5000) : 0;
+  s.heads = 1 + pick(3);
+  s.head = pick(s.heads);
+  s.dtype_q = kDtypes[pick(3)];
+  s.dtype_o = kDtypes[pick(3)];
+  auto c = std::make_unique<Case>(s, seed);
+  Problem& p = c->problem();
+  const uint32_t n_transforms = pick(3) == 0 ? 1 + pick(4) : 0;
+  for (uint32_t i = 0; i < n_transforms; ++i) {
+    c->add_transform(pick(2) == 0, pick(2) == 0 ? RotationLayout::kInterleaved
+                                                : RotationLayout::kHalfSplit,
+                     pick(2) == 0, pick(2) == 0);
+  }
+  TokenKind kind{kDtypes[pick(3)], kDtypes[pick(3)], 0};
+  const uint32_t change = pick(3) == 0 ? 1 + pick(60) : 0;
+  const uint32_t gaps = pick(4) == 0 ? 2 + pick(100) : 0;
+  const bool weights = pick(3) == 0;
+  std::normal_distribution<float> normal;
+  for (uint64_t t = 0; t < s.n_tokens; ++t) {
+    if (t == 0 || (change != 0 && pick(change) == 0)) {
+      kind = {kDtypes[pick(3)], kDtypes[pick(3)],
+              static_cast<uint16_t>(n_transforms != 0 ? pick(n_transforms) : 0)};
+    }
+    c->kinds[t] = kind;
+    c->present[t] = gaps == 0 || pick(gaps) != 0;
+    if (weights) {
+      c->log_weights.push_back(pick(10) == 0 ? -std::numeric_limits<float>::infinity()
+                                             : normal(random));
+    }
+  }
+  Visibility& v = p.visible;
+  if (pick(3) == 0) c->use_sinks();
+  if (pick(3) == 0) p.softcap = 1.0f + static_cast<float>(pick(50));
+  if (pick(3) == 0) v.window = 1 + pick(400);
+  if (pick(3) == 0) v.sinks = pick(100);
+  if (pick(4) == 0) c->use_tree(0.3);
+  if (pick(5) == 0) v.causal = false;
+  if (pick(4) == 0) c->use_ranges(true, 1 + static_cast<int>(pick(3)));
+  if (pick(4) == 0) c->use_ranges(false, 1 + static_cast<int>(pick(3)));
+  if (pick(5) == 0) v.query_position = s.first_position + pick(400);
+  p.fp32_weights = pick(3) == 0;
+  c->store(static_cast<int>(pick(10)));
+  return c;
+}
+
+TEST(Exact, RandomProblems) {
+  for (uint64_t seed = 1; seed <= 250; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    auto c = random_case(seed);
+    check(*c, "random");
+    if (HasFailure()) return;
+  }
+}
+
+// The same bits however runs are cut, pages are placed, chunks are scheduled, rows are divided.
+TEST(Exact, SameBitsForAnyCut) {
+  for (uint64_t seed = 1000; seed <= 1150; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    auto c = random_case(seed);
+    for (const KernelTable* table : available_tables()) {
+      c->store(0);
+      c->run(table);
+      const auto bits = [&] {
+        std::vector<float> all = c->o;
+        all.insert(all.end(), c->lse.begin(), c->lse.end());
+        all.insert(all.end(), c->row_max.begin(), c->row_max.end());
+        all.insert(all.end(), c->column_sums.begin(), c->column_sums.end());
+        std::vector<uint32_t> out(all.size());
+        std::copy_n(reinterpret_cast<const std::byte*>(all.data()), all.size() * 4,
+                    reinterpret_cast<std::byte*>(out.data()));
+        return out;
+      };
+      const std::vector<uint32_t> expected = bits();
+      for (int cuts : {1, 20, 400}) {
+        c->store(cuts);
+        c->run(table, 1 + cuts % 7, 1 + cuts % 3);
+        ASSERT_EQ(bits(), expected) << table->name << ", " << cuts << " cuts";
+      }
+    }
+  }
+}
+
+TEST(Exact, SameBitsForLongContextInAnyPieces) {
+  for (uint32_t n_query : {1u, 40u}) {
+    Case c(Shape{.n_query = n_query, .dim_k = 64, .dim_v = 64, .n_tokens = 20000}, 9);
+    c.store(0);
+    for (const KernelTable* table : available_tables()) {
+      c.run(table);
+      const std::vector<float> o = c.o;
+      const std::vector<float> lse = c.lse;
+      for (int pieces : {2, 5, 20}) {
+        c.run(table, pieces, pieces);
+        ASSERT_EQ(c.o, o) << table->name;
+        ASSERT_EQ(c.lse, lse) << table->name;
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace kvm::attention::testing

@@ -1,0 +1,463 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tests/unit/attention/testbed.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+namespace kvm::attention::testing {
+namespace {
+
+constexpr double kInf = std::numeric_limits<double>::infinity();
+
+size_t pick(std::mt19937_64& random, size_t n) {
+  return std::uniform_int_distribution<size_t>(0, n - 1)(random);
+}
+
+float round_to(Dtype dtype, float value) {
+  uint32_t bits = 0;
+  put(&bits, dtype, 0, value);
+  return get(&bits, dtype, 0);
+}
+
+}  // namespace
+
+void put(void* p, Dtype dtype, uint64_t i, float value) {
+  if (dtype == Dtype::kF32) {
+    static_cast<float*>(p)[i] = value;
+  } else {
+    static_cast<uint16_t*>(p)[i] =
+        dtype == Dtype::kF16 ? f32_to_f16(value) : f32_to_bf16(value);
+  }
+}
+
+float get(const void* p, Dtype dtype, uint64_t i) {
+  if (dtype == Dtype::kF32) {
+    return static_cast<const float*>(p)[i];
+  }
+  const uint16_t bits = static_cast<const uint16_t*>(p)[i];
+  return dtype == Dtype::kF16 ? f16_to_f32(bits) : bf16_to_f32(bits);
+}
+
+Case::Case(const Shape& shape, uint64_t seed) : shape_(shape), random_(seed) {
+  const uint32_t rows = shape.n_query * shape.group;
+  std::normal_distribution<float> normal;
+  q_.resize(size_t{rows} * shape.dim_k);
+  for (float& x : q_) {
+    x = round_to(shape.dtype_q, normal(random_) * shape.q_size);
+  }
+  Problem& p = problem_;
+  p.dtype_q = shape.dtype_q;
+  p.n_query = shape.n_query;
+  p.group = shape.group;
+  p.dim_k = shape.dim_k;
+  p.dim_v = shape.dim_v;
+  p.head = shape.head;
+  p.scale = 1.0f / std::sqrt(static_cast<float>(shape.dim_k));
+  p.dtype_o = shape.dtype_o;
+  p.visible.query_position = shape.first_position + shape.n_tokens -
+                             std::min<uint64_t>(shape.n_tokens, shape.n_query);
+  kinds.resize(shape.n_tokens);
+  present.assign(shape.n_tokens, 1);
+}
+
+void Case::add_transform(bool rotate, RotationLayout layout, bool scale, bool bias) {
+  const auto table = [&](uint32_t n, auto fill) {
+    tables_.push_back(std::make_unique<std::vector<float>>(n));
+    std::generate(tables_.back()->begin(), tables_.back()->end(), fill);
+    return tables_.back()->data();
+  };
+  std::normal_distribution<float> normal;
+  QueryTransform t;
+  if (rotate) {
+    const uint32_t pairs = shape_.dim_k / 2 - static_cast<uint32_t>(pick(random_, 3));
+    t.n_pairs = pairs;
+    t.layout = layout;
+    const float* angle = table(pairs, [&] { return normal(random_); });
+    uint32_t i = 0;
+    t.cos = table(pairs, [&] { return std::cos(angle[i++]); });
+    i = 0;
+    t.sin = table(pairs, [&] { return std::sin(angle[i++]); });
+  }
+  if (scale) {
+    t.channel_scale = table(shape_.dim_k, [&] { return 0.5f + std::abs(normal(random_)); });
+  }
+  if (bias) {
+    t.bias = table(shape_.dim_k, [&] { return normal(random_); });
+  }
+  transforms.push_back(t);
+}
+
+void Case::use_sinks() {
+  std::normal_distribution<float> normal;
+  sinks_.resize(shape_.group);
+  for (float& s : sinks_) {
+    s = normal(random_) * 3.0f;
+  }
+  sinks_[0] = kInf * -1.0f;
+  problem_.sink_logits = sinks_.data();
+}
+
+void Case::use_tree(double density) {
+  const uint32_t words = shape_.n_query / 64 + 1;
+  tree_.assign(size_t{words} * shape_.n_query, 0);
+  std::bernoulli_distribution coin(density);
+  for (uint32_t i = 0; i < shape_.n_query; ++i) {
+    for (uint32_t j = 0; j < shape_.n_query; ++j) {
+      if (j == i || coin(random_)) {
+        tree_[size_t{i} * words + j / 64] |= uint64_t{1} << (j % 64);
+      }
+    }
+  }
+  problem_.visible.tree = tree_.data();
+  problem_.visible.tree_stride_words = words;
+}
+
+void Case::use_ranges(bool include, int n) {
+  std::vector<uint64_t> ends;
+  for (int i = 0; i < 2 * n; ++i) {
+    ends.push_back(shape_.first_position + pick(random_, shape_.n_tokens + 100));
+  }
+  std::sort(ends.begin(), ends.end());
+  std::vector<PositionRange>& ranges = include ? include_ : exclude_;
+  for (int i = 0; i < n; ++i) {
+    ranges.push_back({ends[static_cast<size_t>(2 * i)], ends[static_cast<size_t>(2 * i + 1)]});
+  }
+}
+
+void Case::cut_runs(int extra_cuts) {
+  std::vector<uint8_t> cut(shape_.n_tokens + 1, 0);
+  for (int i = 0; i < extra_cuts && shape_.n_tokens > 0; ++i) {
+    cut[pick(random_, shape_.n_tokens)] = 1;
+  }
+  runs_.clear();
+  for (uint64_t t = 0; t < shape_.n_tokens; ++t) {
+    if (present[t] == 0) {
+      continue;
+    }
+    const uint64_t position = shape_.first_position + t;
+    const uint64_t page = position / kPageTokens - shape_.first_position / kPageTokens;
+    const uint64_t slot = position % kPageTokens;
+    const TokenKind& kind = kinds[t];
+    const bool joins =
+        t > 0 && cut[t] == 0 && present[t - 1] != 0 && slot != 0 &&
+        kinds[t - 1].dtype_k == kind.dtype_k && kinds[t - 1].dtype_v == kind.dtype_v &&
+        kinds[t - 1].transform == kind.transform;
+    if (joins) {
+      ++runs_.back().n_tokens;
+      continue;
+    }
+    // Every kind of token has room of its own in a page's buffers, which are large enough for fp32.
+    KvRun run;
+    run.position = position;
+    run.n_tokens = 1;
+    run.dtype_k = kind.dtype_k;
+    run.dtype_v = kind.dtype_v;
+    run.transform = kind.transform;
+    const size_t plane = size_t{shape_.heads} * kPageTokens;
+    run.k = pages_k_[page]->data() +
+            static_cast<size_t>(kind.dtype_k) * plane * shape_.dim_k * 4 +
+            slot * shape_.dim_k * dtype_size_bytes(kind.dtype_k);
+    run.v = pages_v_[page]->data() +
+            static_cast<size_t>(kind.dtype_v) * plane * shape_.dim_v * 4 +
+            slot * shape_.dim_v * dtype_size_bytes(kind.dtype_v);
+    if (!log_weights.empty()) {
+      run.log_weight = reinterpret_cast<const float*>(pages_w_[page]->data()) + slot;
+    }
+    runs_.push_back(run);
+  }
+  problem_.runs = runs_;
+}
+
+void Case::store(int extra_cuts) {
+  const Shape& s = shape_;
+  const uint64_t n_pages = (end_position() + kPageTokens - 1) / kPageTokens -
+                           s.first_position / kPageTokens + 1;
+  const size_t plane = size_t{s.heads} * kPageTokens;
+  const auto allocate = [&](auto& pages, size_t bytes) {
+    pages.clear();
+    for (uint64_t i = 0; i < n_pages; ++i) {
+      pages.push_back(std::make_unique<Buffer>(bytes));
+      // What no token owns must never be used: all ones is NaN in every dtype.
+      std::fill_n(pages.back()->data(), bytes, std::byte{0xff});
+    }
+    std::shuffle(pages.begin(), pages.end(), random_);
+  };
+  allocate(pages_k_, plane * s.dim_k * 16);
+  allocate(pages_v_, plane * s.dim_v * 16);
+  allocate(pages_w_, plane * 4);
+  if (tokens_.empty()) {
+    std::normal_distribution<float> normal;
+    tokens_.resize(s.n_tokens);
+    for (uint64_t t = 0; t < s.n_tokens; ++t) {
+      for (uint32_t d = 0; d < s.dim_k; ++d) {
+        tokens_[t].k.push_back(round_to(kinds[t].dtype_k, normal(random_)));
+      }
+      for (uint32_t d = 0; d < s.dim_v; ++d) {
+        tokens_[t].v.push_back(round_to(kinds[t].dtype_v, normal(random_)));
+      }
+    }
+  }
+  for (uint64_t t = 0; t < s.n_tokens; ++t) {
+    if (present[t] == 0) {
+      continue;
+    }
+    const uint64_t position = s.first_position + t;
+    const uint64_t page = position / kPageTokens - s.first_position / kPageTokens;
+    const uint64_t row = uint64_t{s.head} * kPageTokens + position % kPageTokens;
+    std::byte* k = pages_k_[page]->data() +
+                   static_cast<size_t>(kinds[t].dtype_k) * plane * s.dim_k * 4;
+    std::byte* v = pages_v_[page]->data() +
+                   static_cast<size_t>(kinds[t].dtype_v) * plane * s.dim_v * 4;
+    for (uint32_t d = 0; d < s.dim_k; ++d) {
+      put(k, kinds[t].dtype_k, row * s.dim_k + d, tokens_[t].k[d]);
+    }
+    for (uint32_t d = 0; d < s.dim_v; ++d) {
+      put(v, kinds[t].dtype_v, row * s.dim_v + d, tokens_[t].v[d]);
+    }
+    if (!log_weights.empty()) {
+      reinterpret_cast<float*>(pages_w_[page]->data())[row] = log_weights[t];
+    }
+  }
+  problem_.log_weight_head_stride = kPageTokens;
+  problem_.transforms = transforms;
+  problem_.visible.include = include_;
+  problem_.visible.exclude = exclude_;
+  cut_runs(extra_cuts);
+}
+
+void Case::run(const KernelTable* table, int pieces, int row_pieces) {
+  Problem& p = problem_;
+  const uint32_t rows = p.n_query * p.group;
+  // Strides with gaps, heads first.
+  p.q_stride_head = p.dim_k + 8;
+  p.q_stride_query = p.q_stride_head * p.group + 16;
+  q_stored_.assign((p.n_query * p.q_stride_query + 1) * 4, std::byte{0xff});
+  for (uint32_t row = 0; row < rows; ++row) {
+    const uint64_t at = row / p.group * p.q_stride_query + row % p.group * p.q_stride_head;
+    for (uint32_t d = 0; d < p.dim_k; ++d) {
+      put(q_stored_.data(), p.dtype_q, at + d, q_[size_t{row} * p.dim_k + d]);
+    }
+  }
+  p.q = q_stored_.data();
+  p.o_stride_query = p.dim_v;
+  p.o_stride_head = uint64_t{p.dim_v} * p.n_query + 8;
+  o_stored_.assign((p.o_stride_head * p.group + 1) * 4, std::byte{0});
+  p.o = o_stored_.data();
+  p.lse_stride_query = p.group;
+  p.lse_stride_head = 1;
+  lse.assign(rows, 0.0f);
+  p.lse = lse.data();
+  row_max.assign(rows, 0.0f);
+  p.row_max = row_max.data();
+  column_sums.assign(shape_.n_tokens, -1.0f);
+  p.column_sums = column_sums.data();
+  p.column_position = shape_.first_position;
+
+  const Plan plan = make_plan(p, table);
+  Buffer prepared(plan.prepared_bytes);
+  Buffer scratch(plan.scratch_bytes);
+  prepare_queries(p, plan, prepared.data());
+  if (!plan.rows_divisible) {
+    row_pieces = 1;
+  }
+  const auto part = [](uint32_t n, int i, int of) {
+    return static_cast<uint32_t>(uint64_t{n} * static_cast<uint64_t>(i) /
+                                 static_cast<uint64_t>(of));
+  };
+  for (int rp = 0; rp < row_pieces; ++rp) {
+    const uint32_t first = part(rows, rp, row_pieces);
+    const RowRange range{first, part(rows, rp + 1, row_pieces) - first};
+    if (range.count == 0) {
+      continue;
+    }
+    const size_t stride = state_bytes(p, range.count);
+    Buffer states(stride * std::max(plan.n_chunks, 1u));
+    std::vector<int> order(static_cast<size_t>(pieces));
+    for (int i = 0; i < pieces; ++i) {
+      order[static_cast<size_t>(i)] = i;
+    }
+    std::shuffle(order.begin(), order.end(), random_);
+    for (int i : order) {
+      const uint32_t a = part(plan.n_chunks, i, pieces);
+      const uint32_t b = part(plan.n_chunks, i + 1, pieces);
+      if (a < b) {
+        eval_chunks(p, plan, prepared.data(), range, plan.first_chunk + a, b - a, scratch.data(),
+                    states.data() + a * stride);
+      }
+    }
+    merge_chunks(p, plan, range, states.data());
+  }
+  if (plan.n_chunks > 0) {
+    eval_column_sums(p, plan, prepared.data(), plan.first_chunk, plan.n_chunks, scratch.data());
+  }
+  o.resize(size_t{rows} * p.dim_v);
+  for (uint32_t row = 0; row < rows; ++row) {
+    const uint64_t at = row / p.group * p.o_stride_query + row % p.group * p.o_stride_head;
+    for (uint32_t d = 0; d < p.dim_v; ++d) {
+      o[size_t{row} * p.dim_v + d] = get(o_stored_.data(), p.dtype_o, at + d);
+    }
+  }
+}
+
+bool Case::sees(uint32_t query, uint64_t position) const {
+  const Visibility& v = problem_.visible;
+  const uint64_t at = v.query_position + query;
+  if (v.tree != nullptr) {
+    if (position >= v.query_position) {
+      const uint64_t j = position - v.query_position;
+      if (j >= problem_.n_query ||
+          (v.tree[uint64_t{query} * v.tree_stride_words + j / 64] >> (j % 64) & 1) == 0) {
+        return false;
+      }
+    }
+  } else if (v.causal && position > at) {
+    return false;
+  }
+  if (v.window != 0 && position + v.window <= at && position >= v.sinks) {
+    return false;
+  }
+  const auto inside = [position](const PositionRange& r) {
+    return position >= r.begin && position < r.end;
+  };
+  if (!v.include.empty() && std::none_of(v.include.begin(), v.include.end(), inside)) {
+    return false;
+  }
+  return std::none_of(v.exclude.begin(), v.exclude.end(), inside);
+}
+
+std::vector<double> Case::transformed(uint32_t row, uint32_t transform, double* bias) const {
+  const float* q = q_.data() + size_t{row} * shape_.dim_k;
+  std::vector<double> out(q, q + shape_.dim_k);
+  *bias = 0.0;
+  if (transforms.empty()) {
+    return out;
+  }
+  const QueryTransform& t = transforms[transform];
+  for (uint32_t d = 0; t.bias != nullptr && d < shape_.dim_k; ++d) {
+    *bias += static_cast<double>(q[d]) * static_cast<double>(t.bias[d]);
+  }
+  for (uint32_t i = 0; i < t.n_pairs; ++i) {
+    const bool interleaved = t.layout == RotationLayout::kInterleaved;
+    double& x = out[interleaved ? 2 * i : i];
+    double& y = out[interleaved ? 2 * i + 1 : i + t.n_pairs];
+    const double c = static_cast<double>(t.cos[i]);
+    const double s = static_cast<double>(t.sin[i]);
+    const double rotated_x = x * c - y * s;
+    y = x * s + y * c;
+    x = rotated_x;
+  }
+  for (uint32_t d = 0; t.channel_scale != nullptr && d < shape_.dim_k; ++d) {
+    out[d] *= static_cast<double>(t.channel_scale[d]);
+  }
+  return out;
+}
+
+double Case::logit(uint32_t row, uint64_t token) const {
+  double bias = 0.0;
+  const std::vector<double> q = transformed(row, kinds[token].transform, &bias);
+  double dot = bias;
+  for (uint32_t d = 0; d < shape_.dim_k; ++d) {
+    dot += q[d] * static_cast<double>(tokens_[token].k[d]);
+  }
+  double x = dot * static_cast<double>(problem_.scale);
+  if (problem_.softcap != 0.0f) {
+    const double cap = static_cast<double>(problem_.softcap);
+    x = cap * std::tanh(x / cap);
+  }
+  return log_weights.empty() ? x : x + static_cast<double>(log_weights[token]);
+}
+
+void Case::run_reference() {
+  const uint32_t rows = problem_.n_query * problem_.group;
+  const uint32_t dim = shape_.dim_v;
+  ref_o.assign(size_t{rows} * dim, 0.0);
+  ref_abs.assign(size_t{rows} * dim, 0.0);
+  ref_lse.assign(rows, -kInf);
+  ref_row_max.assign(rows, -kInf);
+  ref_column_sums.assign(shape_.n_tokens, 0.0);
+  std::vector<double> logits(shape_.n_tokens);
+  for (uint32_t row = 0; row < rows; ++row) {
+    double top = -kInf;
+    for (uint64_t t = 0; t < shape_.n_tokens; ++t) {
+      const bool seen =
+          present[t] != 0 && sees(row / problem_.group, shape_.first_position + t);
+      logits[t] = seen ? logit(row, t) : -kInf;
+      top = std::max(top, logits[t]);
+    }
+    ref_row_max[row] = top;
+    const double sink = problem_.sink_logits != nullptr
+                            ? static_cast<double>(problem_.sink_logits[row % problem_.group])
+                            : -kInf;
+    const double reference = std::max(top, sink);
+    if (reference == -kInf) {
+      continue;
+    }
+    double sum = std::exp(sink - reference);
+    for (double x : logits) {
+      sum += std::exp(x - reference);
+    }
+    ref_lse[row] = reference + std::log(sum);
+    for (uint64_t t = 0; t < shape_.n_tokens; ++t) {
+      const double w = std::exp(logits[t] - reference) / sum;
+      ref_column_sums[t] += w;
+      for (uint32_t d = 0; w > 0.0 && d < dim; ++d) {
+        const double term = w * static_cast<double>(tokens_[t].v[d]);
+        ref_o[size_t{row} * dim + d] += term;
+        ref_abs[size_t{row} * dim + d] += std::abs(term);
+      }
+    }
+  }
+}
+
+double Case::error_o() const {
+  const uint32_t rows = problem_.n_query * problem_.group;
+  const uint32_t dim = shape_.dim_v;
+  double worst = 0.0;
+  for (uint32_t row = 0; row < rows; ++row) {
+    double difference = 0.0;
+    double size = 0.0;
+    for (uint32_t d = 0; d < dim; ++d) {
+      const size_t i = size_t{row} * dim + d;
+      const double e = static_cast<double>(o[i]) - ref_o[i];
+      difference += e * e;
+      size += ref_abs[i] * ref_abs[i];
+    }
+    const double error =
+        size > 0.0 ? std::sqrt(difference / size) : (difference == 0.0 ? 0.0 : kInf);
+    worst = std::isnan(error) ? kInf : std::max(worst, error);
+  }
+  return worst;
+}
+
+double Case::error_lse() const {
+  double worst = 0.0;
+  for (size_t row = 0; row < ref_lse.size(); ++row) {
+    const double got = static_cast<double>(lse[row]);
+    if (ref_lse[row] == -kInf || got == -kInf) {
+      worst = ref_lse[row] == got ? worst : kInf;
+      continue;
+    }
+    const double error = std::abs(got - ref_lse[row]) / std::max(1.0, std::abs(ref_lse[row]));
+    worst = std::isnan(error) ? kInf : std::max(worst, error);
+  }
+  return worst;
+}
+
+double error_bound(const Case& c, const KernelTable& table) {
+  const bool any_bf16 =
+      std::any_of(c.kinds.begin(), c.kinds.end(),
+                  [](const TokenKind& k) { return k.dtype_v == Dtype::kBf16; });
+  double bound = 1e-5;
+  if (table.has_bf16_dot && any_bf16 && !c.problem().fp32_weights) {
+    bound += 0x1p-8;
+  }
+  if (c.shape().dtype_o == Dtype::kBf16) {
+    bound += 0x1p-8;
+  } else if (c.shape().dtype_o == Dtype::kF16) {
+    bound += 0x1p-11;
+  }
+  return bound;
+}
+
+}  // namespace kvm::attention::testing

@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: Apache-2.0
+// Stored keys and values with every awkward property, a double-precision reference for attention
+// over them, and a way to run the real thing.
+#ifndef KVM_TESTS_UNIT_ATTENTION_TESTBED_H_
+#define KVM_TESTS_UNIT_ATTENTION_TESTBED_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "attention/attention.h"
+
+namespace kvm::attention::testing {
+
+// Memory of kBufferAlign alignment.
+class Buffer {
+ public:
+  explicit Buffer(size_t bytes)
+      : data_(static_cast<std::byte*>(
+            std::aligned_alloc(kBufferAlign, (bytes / kBufferAlign + 1) * kBufferAlign))) {}
+  std::byte* data() const { return data_.get(); }
+
+ private:
+  struct Free {
+    void operator()(std::byte* p) const { std::free(p); }
+  };
+  std::unique_ptr<std::byte, Free> data_;
+};
+
+// What a token is stored as.
+struct TokenKind {
+  Dtype dtype_k = Dtype::kBf16;
+  Dtype dtype_v = Dtype::kBf16;
+  uint16_t transform = 0;
+};
+
+struct Shape {
+  uint32_t n_query = 1;
+  uint32_t group = 4;
+  uint32_t dim_k = 128;
+  uint32_t dim_v = 128;
+  uint64_t n_tokens = 0;
+  uint64_t first_position = 0;
+  uint32_t heads = 2;  // of a page
+  uint32_t head = 1;
+  Dtype dtype_q = Dtype::kBf16;
+  Dtype dtype_o = Dtype::kF32;
+  float q_size = 1.0f;  // standard deviation of queries; keys and values have 1
+};
+
+// Owns everything a Problem refers to. Pages have a random order in memory; tokens carry their
+// values in fp32 (already rounded to the stored dtype) for the reference.
+class Case {
+ public:
+  Case(const Shape& shape, uint64_t seed);
+
+  Problem& problem() { return problem_; }
+  const Problem& problem() const { return problem_; }
+  std::mt19937_64& random() { return random_; }
+  const Shape& shape() const { return shape_; }
+  uint64_t end_position() const { return shape_.first_position + shape_.n_tokens; }
+
+  // Setup, before store().
+  std::vector<TokenKind> kinds;          // per token; default: one kind
+  std::vector<float> log_weights;        // per token, or empty
+  std::vector<uint8_t> present;          // per token; absent tokens have no run
+  std::vector<QueryTransform> transforms;
+  void add_transform(bool rotate, RotationLayout layout, bool scale, bool bias);
+  void use_sinks();
+  void use_tree(double density);
+  void use_ranges(bool include, int n);
+
+  // Lays the tokens out in pages and cuts them into runs; every boundary between kinds and each
+  // page border cuts, `extra_cuts` random others do too. Then the problem can be run.
+  void store(int extra_cuts);
+
+  // Runs with `table`, chunks cut into `pieces` calls in random order, row ranges if possible.
+  // Outputs below.
+  void run(const KernelTable* table, int pieces = 1, int row_pieces = 1);
+  void run_reference();
+
+  std::vector<float> o, lse, row_max, column_sums;                  // of run()
+  std::vector<double> ref_o, ref_lse, ref_row_max, ref_column_sums;  // of run_reference()
+  std::vector<double> ref_abs;  // sum of |weight * v| per output: the scale of its rounding error
+
+  // Largest over rows of |o - ref| / |ref| (L2 over the row; the scale is that of ref_abs where
+  // terms cancel), and of |lse - ref| / max(1, |ref|). NaN or a wrong infinity gives +inf.
+  double error_o() const;
+  double error_lse() const;
+
+ private:
+  struct Token {
+    std::vector<float> k, v;
+  };
+  bool sees(uint32_t query, uint64_t position) const;
+  double logit(uint32_t row, uint64_t token) const;
+  std::vector<double> transformed(uint32_t row, uint32_t transform, double* bias) const;
+  void cut_runs(int extra_cuts);
+
+  Shape shape_;
+  std::mt19937_64 random_;
+  Problem problem_;
+  std::vector<float> q_;  // as stored, in fp32, row-major [rows][dim_k]
+  std::vector<std::byte> q_stored_;
+  std::vector<Token> tokens_;
+  std::vector<std::unique_ptr<Buffer>> pages_k_, pages_v_, pages_w_;
+  std::vector<KvRun> runs_;
+  std::vector<float> sinks_;
+  std::vector<uint64_t> tree_;
+  std::vector<PositionRange> include_, exclude_;
+  std::vector<std::unique_ptr<std::vector<float>>> tables_;
+  std::vector<std::byte> o_stored_;
+};
+
+// Stores value i of an array of `dtype`, and reads it back.
+void put(void* p, Dtype dtype, uint64_t i, float value);
+float get(const void* p, Dtype dtype, uint64_t i);
+
+// The bounds of exact.h for a table and a storage dtype.
+double error_bound(const Case& c, const KernelTable& table);
+
+}  // namespace kvm::attention::testing
+
+#endif  // KVM_TESTS_UNIT_ATTENTION_TESTBED_H_
