@@ -44,7 +44,7 @@ COLUMN_NAMES = {"CMakeLists.txt", "dev", "run"}
 BUILD_SUFFIXES = (".cc", ".c", ".cu")
 
 # A file compiled for one instruction set may include only what cannot leave shared symbols behind.
-ISA_SOURCE = re.compile(r"_(scalar|avx2|avx512\w*)\.cc$")
+ISA_SOURCE = re.compile(r"_(scalar|f16c|avx2|avx512\w*)\.cc$")
 ISA_HEADERS = {"immintrin.h", "stdint.h", "stddef.h", "cstdint", "cstddef"}
 
 # (pattern, folders or None for all C and C++ of ours, what to use)
