@@ -2,7 +2,7 @@
 // What every benchmark of kvm-bench shares: options, medians, the table and the JSON lines.
 //
 // A benchmark measures the limit and the thing it judges in the same run, interleaved, and reports
-// the ratio of medians. A ratio above kMaxFraction means that the ceiling was not one: the run fails.
+// the ratio of medians. A ratio above kMaxFraction means that the ceiling was none: the run fails.
 #ifndef KVM_BENCH_HARNESS_H_
 #define KVM_BENCH_HARNESS_H_
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // ipc and decode: what a client sees through the socket, the rings and the arenas.
 //
-// decode runs the daemon's own code in a child process of the bench, so that the read ceiling can be
-// taken there, over the very pages that attention reads, between the steps that it judges.
+// decode runs the daemon's own code in a child process of the bench, so that the read ceiling can
+// be taken there, over the very pages that attention reads, between the steps that it judges.
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <signal.h>

@@ -184,8 +184,6 @@ class Engine {
   virtual uint32_t poll() = 0;
   // Requests submitted and not yet retired.
   virtual uint32_t n_in_flight() const = 0;
-  // The number of finished-but-not-retired requests changes this counter's futex word; a driver that
-  // has no work may sleep on it (or use set_wake).
   // Called by a worker (any thread) when a request has finished and poll() is due, so that a driver
   // blocked elsewhere (epoll) can be woken. Must be async-signal-cheap and never block.
   virtual void set_wake(std::function<void()> wake) = 0;
@@ -203,7 +201,8 @@ class Engine {
   // Valid while the sequence is not changed.
   virtual Result<std::vector<MemoryPiece>> layer_memory(kvm_seq_id seq, uint32_t layer) = 0;
 
-  // Fills what the engine knows (struct_size, n_clients, n_protocol_errors, n_clients_total stay 0).
+  // Fills what the engine knows: struct_size, n_clients, n_clients_total and n_protocol_errors
+  // stay 0.
   virtual kvm_stats stats() const = 0;
   virtual const char* isa() const = 0;
   virtual uint32_t n_threads() const = 0;

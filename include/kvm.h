@@ -42,19 +42,19 @@
  * Conventions that hold everywhere
  *
  *  - A parameter structure starts with struct_size, which the caller sets to sizeof. Fields are
- * only ever added at the end: a larger structure than the library knows is accepted when the
- * unknown bytes are zero, a smaller one is extended with zeros. Zero means "default" in every
- * field. A NULL pointer to parameters means all defaults. Reserved fields must be zero.
+ *    only ever added at the end: a larger structure than the library knows is accepted when the
+ *    unknown bytes are zero, a smaller one is extended with zeros. Zero means "default" in every
+ *    field. A NULL pointer to parameters means all defaults. Reserved fields must be zero.
  *  - An output structure starts with struct_size as well; at most that many bytes are written.
  *  - Every fallible function returns kvm_status: KVM_OK (0) or a negative code. Output parameters
  *    are untouched on failure. After a failure kvm_last_error() has a sentence that names the value
  *    and what is allowed. Unless a function says otherwise, a failed call has changed nothing.
  *  - Handles (kvm_client, kvm_queue, kvm_arena) are opaque and belong to the process that made
- * them; after fork() the child may only forget them (calls return KVM_ERR_FORKED). Ids
- * (kvm_space_id, kvm_seq_id) are 64-bit numbers that live in the service; an id is never reused, so
- * a stale one is recognised. 0 is never a valid id.
+ *    them; after fork() the child may only forget them (calls return KVM_ERR_FORKED). Ids
+ *    (kvm_space_id, kvm_seq_id) are 64-bit numbers that live in the service; an id is never
+ *    reused, so a stale one is recognised. 0 is never a valid id.
  *  - Threads: functions that take a kvm_client may be called from any thread. A kvm_queue belongs
- * to one thread at a time. A kvm_arena may be used from any thread. The thin library starts no
+ *    to one thread at a time. A kvm_arena may be used from any thread. The thin library starts no
  *    threads and installs no signal handlers; the embedded one starts the workers that
  *    kvm_embedded_params asks for. Callbacks run on the calling thread.
  *  - Positions count tokens from 0. A token's position is where it was appended; it never changes.
@@ -121,9 +121,8 @@ enum {
   /* Execution. */
   KVM_ERR_CANCELLED = -50,
   KVM_ERR_DEADLINE = -51, /* the deadline passed before the request started */
-  KVM_ERR_ACCURACY =
-      -52, /* the asked error cannot be met in the budget; the best estimate is in place */
-  KVM_ERR_INTERNAL = -99 /* a defect in kvm; please report the sentence */
+  KVM_ERR_ACCURACY = -52, /* eps needs more than the budget; the best estimate is in place */
+  KVM_ERR_INTERNAL = -99  /* a defect in kvm; please report the sentence */
 };
 
 /* Version of the library that is linked: major * 1000000 + minor * 1000 + patch.
@@ -133,8 +132,7 @@ KVM_API uint32_t kvm_version(void);
 /* The same as text, "0.1.0". Static storage. */
 KVM_API const char *kvm_version_string(void);
 
-/* Name of a status constant, "KVM_ERR_INVALID"; "KVM_ERR_UNKNOWN" for other values. Static storage.
- */
+/* Name of a status constant, "KVM_ERR_INVALID"; "KVM_ERR_UNKNOWN" for other values. Static. */
 KVM_API const char *kvm_status_name(kvm_status status);
 
 /* The sentence that belongs to the last failure of a kvm call on this thread, without the status
@@ -173,7 +171,8 @@ typedef struct kvm_connect_params {
  * params   NULL or see above.
  * out      receives the client; release with kvm_client_close.
  * Fails:   DISCONNECTED (nobody listens at the path), VERSION, PERMISSION, LIMIT (too many
- * clients), TIMEOUT, PROTOCOL, INVALID. Nothing is left behind. Threads: any. */
+ *          clients), TIMEOUT, PROTOCOL, INVALID. Nothing is left behind.
+ * Threads: any. */
 KVM_API kvm_status kvm_connect(const kvm_connect_params *params, kvm_client **out);
 
 typedef struct kvm_embedded_params {
@@ -239,8 +238,8 @@ typedef struct kvm_client_info {
   uint64_t reserved[4];
 } kvm_client_info;
 
-/* Facts about the connection and its limits. No round trip. Fails: INVALID, FORKED. Threads: any.
- */
+/* Facts about the connection and its limits; no round trip.
+ * Fails:   INVALID, FORKED. Threads: any. */
 KVM_API kvm_status kvm_client_get_info(kvm_client *client, kvm_client_info *out);
 
 /* One null request there and back. out_ns (may be NULL) receives the time it took.
@@ -283,11 +282,10 @@ KVM_API int kvm_queue_fd(kvm_queue *queue);
  * ============================================================================================ */
 
 enum {
-  KVM_BUFFER_NONE = 0, /* no data; the whole buffer is zero */
-  KVM_BUFFER_HOST =
-      1, /* address in this process; the thin library copies it through a staging arena */
-  KVM_BUFFER_ARENA = 2, /* offset in an arena: no copy */
-  KVM_BUFFER_DEVICE = 3 /* reserved for device memory: UNSUPPORTED */
+  KVM_BUFFER_NONE = 0,   /* no data; the whole buffer is zero */
+  KVM_BUFFER_HOST = 1,   /* address in this process; the thin library copies the bytes */
+  KVM_BUFFER_ARENA = 2,  /* offset in an arena: no copy */
+  KVM_BUFFER_DEVICE = 3  /* reserved for device memory: UNSUPPORTED */
 };
 
 /* Where bytes lie. Made by kvm_arena_alloc or kvm_host_buffer. 24 bytes. */
@@ -366,9 +364,9 @@ static inline kvm_tensor kvm_host_tensor(const void *data, uint64_t size, uint32
 typedef uint64_t kvm_space_id;
 
 enum {
-  KVM_ROPE_NONE = 0,       /* positions are not encoded by rotation, or the service need not know */
-  KVM_ROPE_HALF = 1,       /* pairs (i, i + n_pairs): Llama as published by most libraries */
-  KVM_ROPE_INTERLEAVED = 2 /* pairs (2i, 2i + 1): GPT-J */
+  KVM_ROPE_NONE = 0,        /* no rotation, or the service need not know */
+  KVM_ROPE_HALF = 1,        /* pairs (i, i + n_pairs): Llama as published by most libraries */
+  KVM_ROPE_INTERLEAVED = 2  /* pairs (2i, 2i + 1): GPT-J */
 };
 
 enum {
@@ -407,8 +405,7 @@ typedef struct kvm_policy_params {
   uint32_t reserved0;       /* zero */
   uint64_t n_sinks;
   uint64_t n_recent; /* at least 1 with SINKS_RECENT */
-  uint64_t slack; /* tokens below the commit point that are kept beyond n_recent, for truncate; 0:
-                     none */
+  uint64_t slack;    /* tokens kept beyond n_recent, so that truncate has room; 0: none */
   uint64_t reserved[2];
 } kvm_policy_params;
 
@@ -426,8 +423,7 @@ typedef struct kvm_space_params {
   uint32_t struct_size;
   uint32_t flags;          /* reserved, zero */
   const char *name;        /* 1 to 63 bytes of [A-Za-z0-9._/-]; required */
-  uint8_t fingerprint[32]; /* hash of whatever must agree between users (weights, tokenizer); zeros:
-                              none */
+  uint8_t fingerprint[32]; /* of whatever must agree between users (weights, ...) */
   uint32_t n_layers;       /* 1 to 512; required */
   uint32_t n_q_heads;      /* 1 to 1024, of this shard; required */
   uint32_t n_kv_heads;     /* 1 to 128; divides n_q_heads into groups of 1 to 16; 0: n_q_heads */
@@ -440,9 +436,9 @@ typedef struct kvm_space_params {
                             * to move queries (policies with cache-relative positions) */
   uint32_t n_rope_pairs;   /* entries of rope_inv_freq; at most head_dim_k / 2 */
   const float *rope_inv_freq; /* [n_rope_pairs] angle per position, radians; copied */
-  const float
-      *sink_logits;     /* [n_layers][n_q_heads] an extra logit without a value in every
-                         * softmax (attention sinks as in gpt-oss); may be -inf; copied; NULL: none */
+  /* [n_layers][n_q_heads] an extra logit without a value in every softmax (attention sinks as in
+   * gpt-oss); may be -inf; copied; NULL: none. */
+  const float *sink_logits;
   uint32_t shard_index; /* tensor-parallel rank of this geometry's heads, for the identity */
   uint32_t n_shards;    /* 0: 1 */
   const kvm_layer_params *layers; /* [n_layer_params]; copied */
@@ -496,8 +492,7 @@ KVM_API kvm_status kvm_space_list(kvm_client *client, kvm_space_info *out, size_
 KVM_API kvm_status kvm_space_drop(kvm_client *client, kvm_space_id space);
 
 /* A sequence is an ordered run of tokens with K and V in every layer, owned by the client that made
- * it and freed with it. Layers may be filled to different lengths; within a layer there is no hole.
- */
+ * it and freed with it. Layers may be filled to different lengths; a layer has no holes. */
 typedef uint64_t kvm_seq_id;
 
 /* "The end": the present length in append_position, the last n_query tokens in query_position,
@@ -512,8 +507,7 @@ typedef struct kvm_seq_params {
 } kvm_seq_params;
 
 enum {
-  KVM_SEQ_MANUAL_COMMIT =
-      1u << 0 /* tokens become final by kvm_seq_commit only; default: on append */
+  KVM_SEQ_MANUAL_COMMIT = 1u << 0 /* final by kvm_seq_commit only; default: on append */
 };
 
 /* Makes an empty sequence. Fails: NOT_FOUND, LIMIT, QUOTA. Threads: any. */
@@ -536,8 +530,8 @@ KVM_API kvm_status kvm_seq_truncate(kvm_client *client, kvm_seq_id seq, uint64_t
 
 /* Makes the first n_tokens (KVM_POSITION_END: all) final: policies may act on them irreversibly.
  * The commit point never moves back; truncating below it is allowed as long as nothing needed was
- * dropped, and then moves it. Fails: INVALID (beyond the shortest layer), NOT_FOUND, STALE.
- * Threads: any. */
+ * dropped, and then moves it.
+ * Fails:   INVALID (beyond the shortest layer), NOT_FOUND, STALE. Threads: any. */
 KVM_API kvm_status kvm_seq_commit(kvm_client *client, kvm_seq_id seq, uint64_t n_tokens);
 
 /* Frees a sequence; pages that forks share stay with them. Requests that use it are finished first.
@@ -550,12 +544,12 @@ typedef struct kvm_seq_info {
   kvm_seq_id seq;
   kvm_space_id space;
   uint64_t client_id;
-  uint64_t n_tokens_min; /* of the shortest layer that stores anything */
-  uint64_t n_tokens_max; /* of the longest */
+  uint64_t n_tokens_min;  /* of the shortest layer that stores anything */
+  uint64_t n_tokens_max;  /* of the longest */
   uint64_t n_committed;
-  uint64_t n_pages;           /* page references held */
-  uint64_t bytes;             /* of these pages, shared ones included */
-  uint64_t bytes_shared;      /* of them, also held by other sequences */
+  uint64_t n_pages;       /* page references held */
+  uint64_t bytes;         /* of these pages, shared ones included */
+  uint64_t bytes_shared;  /* of them, also held by other sequences */
   uint64_t n_entries_dropped; /* (layer, head class, token) dropped by policies */
   uint64_t bytes_observed;    /* kept from kvm_observe */
   uint64_t n_rows_observed;
@@ -565,12 +559,10 @@ typedef struct kvm_seq_info {
 /* Fails: NOT_FOUND, STALE. Threads: any. */
 KVM_API kvm_status kvm_seq_get_info(kvm_client *client, kvm_seq_id seq, kvm_seq_info *out);
 
-enum {
-  KVM_LIST_ALL_CLIENTS = 1u << 0 /* for the daemon's own user and root; others get PERMISSION */
-};
+enum { KVM_LIST_ALL_CLIENTS = 1u << 0 /* the daemon's own user and root; else PERMISSION */ };
 
-/* The sequences of one space (0: of all), as kvm_space_list does. flags: KVM_LIST_*. Threads: any.
- */
+/* The sequences of one space (0: of all), as kvm_space_list does. flags: KVM_LIST_*.
+ * Threads: any. */
 KVM_API kvm_status kvm_seq_list(kvm_client *client, kvm_space_id space, uint32_t flags,
                                 kvm_seq_info *out, size_t capacity, size_t *out_count);
 
@@ -585,8 +577,8 @@ typedef struct kvm_range {
 } kvm_range;
 
 enum {
-  KVM_ITEM_NOT_CAUSAL = 1u << 0, /* every row sees every position; default: position <= its own */
-  KVM_ITEM_TREE = 1u << 1,       /* tree_mask refines the last n_query positions */
+  KVM_ITEM_NOT_CAUSAL = 1u << 0,    /* rows see every position; default: up to their own */
+  KVM_ITEM_TREE = 1u << 1,          /* tree_mask refines the last n_query positions */
   KVM_ITEM_EXCLUDE_RANGES = 1u << 2 /* ranges are left out; default: only they are seen */
 };
 
@@ -598,8 +590,8 @@ typedef struct kvm_item {
   uint32_t append_row;      /* first row in k and v */
   uint32_t n_query;         /* query rows; 0: none */
   uint32_t query_row;       /* first row in q, o, lse, err */
-  uint64_t query_position;  /* of the first query row, the others follow; KVM_POSITION_END: the rows
-                             * are  the last n_query tokens of the layer after the append */
+  uint64_t query_position;  /* of the first query row, the others follow; KVM_POSITION_END: the
+                             * rows are the layer's last n_query tokens after the append */
   uint32_t range_begin;     /* first of its ranges in kvm_step_params.ranges: sorted, disjoint */
   uint32_t n_ranges;        /* 0: no restriction */
   uint32_t tree_begin;      /* TREE: first of its n_query words in kvm_step_params.tree_mask */
@@ -624,8 +616,9 @@ enum {
 };
 
 enum {
-  KVM_STEP_F32_VALUES = 1u << 0 /* weights times values in fp32 instead of bf16 products: slower,
-                                 * and the error falls from about 4e-4 to fp32 rounding */
+  /* Weights times values in fp32 instead of bf16 products: slower, and the error of o falls from
+   * about 4e-4 to fp32 rounding. */
+  KVM_STEP_F32_VALUES = 1u << 0
 };
 
 /* One request: append, attend, or both, for many sequences of a space. The same structure serves
@@ -637,9 +630,9 @@ enum {
  *   q      [row][n_q_heads][head_dim_k]                any dtype
  *   o      [row][n_q_heads][head_dim_v]                any dtype
  *   lse    [row][n_q_heads]                            F32, natural logarithm; NONE: not wanted
- *   err    [row][n_q_heads][2]                         F32; NONE: not wanted. Relative L2 error of
- * o and absolute error of lse as estimated; NaN where there is no estimate; 0 for EXACT (rounding
- * only)
+ *   err    [row][n_q_heads][2]                         F32; NONE: not wanted. Estimated relative L2
+ *                                                      error of o and absolute error of lse; NaN:
+ *                                                      no estimate; 0 for EXACT (rounding only)
  *
  * q head h reads kv head h / (n_q_heads / n_kv_heads). The logit of a key is
  * cap(scale * q.k) + its log-weight, restricted to what the layer's window, the head's policy, the
@@ -655,7 +648,7 @@ typedef struct kvm_step_params {
   uint32_t n_ranges;
   const kvm_item *items;     /* [n_items]; a sequence may occur once with n_append > 0 */
   const kvm_range *ranges;   /* [n_ranges] */
-  const uint64_t *tree_mask; /* [n_tree_words]: bit i of row j's word: row j sees the token of row
+  const uint64_t *tree_mask; /* [n_tree_words] bit i of row j's word: row j sees the token of row
                               * i. An item with TREE has at most 64 rows */
   uint32_t n_tree_words;
   uint32_t mode; /* KVM_MODE_* */
@@ -665,12 +658,12 @@ typedef struct kvm_step_params {
   kvm_tensor o;
   kvm_tensor lse;
   kvm_tensor err;
-  float scale;          /* 0: the space's softmax_scale; must be positive */
-  uint32_t proposal;    /* KVM_PROPOSAL_* */
-  float eps;            /* VERIFIED, AUTO: relative error of o aimed at; 0: 0.03 */
-  float delta;          /* probability of missing it; 0: 0.01 */
-  uint64_t budget;      /* TOPK, SAMPLED: keys read per kv head; 0: from eps */
-  uint64_t seed;        /* of sampling */
+  float scale;       /* 0: the space's softmax_scale; must be positive */
+  uint32_t proposal; /* KVM_PROPOSAL_* */
+  float eps;         /* VERIFIED, AUTO: relative error of o aimed at; 0: 0.03 */
+  float delta;       /* probability of missing it; 0: 0.01 */
+  uint64_t budget;   /* TOPK, SAMPLED: keys read per kv head; 0: from eps */
+  uint64_t seed;     /* of sampling */
   uint64_t deadline_ns; /* CLOCK_MONOTONIC; a request not begun by then fails; 0: none */
   uint64_t reserved[8];
 } kvm_step_params;
@@ -692,8 +685,8 @@ typedef struct kvm_step_stats {
 /* Appends, and waits.
  * All or nothing: on any failure no item has been appended to.
  * Fails:   HOLE (a position is not the layer's length), QUOTA, NO_SPACE, INVALID (geometry,
- * strides, sizes, an ALIAS or ABSENT layer, a sequence twice), NOT_FOUND, STALE, DISCONNECTED.
- * Threads: the queue's owner. */
+ *          strides, sizes, an ALIAS or ABSENT layer, a sequence twice), NOT_FOUND, STALE,
+ * DISCONNECTED. Threads: the queue's owner. */
 KVM_API kvm_status kvm_append(kvm_queue *queue, const kvm_step_params *params);
 
 /* Attends, and waits. stats may be NULL. Outputs are written only on success.
@@ -715,8 +708,7 @@ KVM_API kvm_status kvm_step(kvm_queue *queue, const kvm_step_params *params, kvm
 /* Hands over what an engine saw in a prefill that it computed itself: queries, or attention mass
  * per token, so that indexes and policies know what later queries will look like. Kept per
  * sequence and layer (the newest 256 query rows, and column sums added up), counted in the quota,
- * copied by fork and forgotten by free. Policies and indexes that need them read them when they
- * act. */
+ * copied by fork and forgotten by free. Policies and indexes that need them read them later. */
 typedef struct kvm_observe_params {
   uint32_t struct_size;
   uint32_t flags; /* reserved, zero */
@@ -761,11 +753,11 @@ typedef struct kvm_merge_params {
   uint32_t n_states; /* 1 to 64 */
   uint32_t n_rows;
   uint32_t n_heads;
-  uint32_t dim;          /* of o */
-  const kvm_tensor *o;   /* [n_states] of [n_rows][n_heads][dim], HOST, any dtype */
-  const kvm_tensor *lse; /* [n_states] of [n_rows][n_heads], HOST, F32 */
-  kvm_tensor out_o;      /* HOST; may be the memory of o[0] with the same dtype and strides */
-  kvm_tensor out_lse;    /* HOST, F32; may be that of lse[0]; NONE: not wanted */
+  uint32_t dim;              /* of o */
+  const kvm_tensor *o;       /* [n_states] of [n_rows][n_heads][dim], HOST, any dtype */
+  const kvm_tensor *lse;     /* [n_states] of [n_rows][n_heads], HOST, F32 */
+  kvm_tensor out_o;          /* HOST; may be the memory of o[0] with the same dtype and strides */
+  kvm_tensor out_lse;        /* HOST, F32; may be that of lse[0]; NONE: not wanted */
   uint64_t reserved[4];
 } kvm_merge_params;
 
@@ -782,8 +774,8 @@ KVM_API kvm_status kvm_merge(const kvm_merge_params *params);
  * until the completion. HOST buffers are accepted: outputs are copied to them when the completion
  * is taken. Synchronous calls must not be mixed with outstanding asynchronous ones on a queue
  * (BUSY). A staging call fails with AGAIN when the queue is full, and with the errors that can be
- * seen without the service (INVALID); all others arrive as the completion's status. Threads: the
- * queue's owner.
+ * seen without the service (INVALID); all others arrive as the completion's status.
+ * Threads: the queue's owner.
  * ============================================================================================ */
 
 KVM_API kvm_status kvm_append_async(kvm_queue *queue, const kvm_step_params *params,
@@ -830,8 +822,8 @@ KVM_API int32_t kvm_wait(kvm_queue *queue, kvm_completion *out, uint32_t n_max, 
                          uint64_t timeout_ns);
 
 /* Asks that outstanding requests with this user_data not be started. Those that have begun run to
- * their end; either way each completes exactly once (with CANCELLED or its own result). Fails:
- * NOT_FOUND (none outstanding). */
+ * their end; either way each completes exactly once (with CANCELLED or its own result).
+ * Fails: NOT_FOUND (none outstanding). */
 KVM_API kvm_status kvm_cancel(kvm_queue *queue, uint64_t user_data);
 
 /* ============================================================================================
@@ -844,15 +836,14 @@ typedef struct kvm_stats {
   uint64_t uptime_ns;
   uint64_t n_spaces;
   uint64_t n_sequences;
-  uint64_t n_pages;         /* in use, each counted once */
+  uint64_t n_pages; /* in use, each counted once */
   uint64_t host_used_bytes; /* physical, in 2-MiB extents */
   uint64_t host_capacity_bytes;
   uint64_t host_peak_bytes;
-  uint64_t
-      host_page_bytes; /* in pages in use: the rest of host_used_bytes is room in begun extents */
+  uint64_t host_page_bytes; /* in pages in use; the rest is room in begun extents */
   uint64_t index_bytes;
   uint64_t observed_bytes;
-  uint64_t n_requests; /* completed, any status */
+  uint64_t n_requests;      /* completed, any status */
   uint64_t n_requests_failed;
   uint64_t n_tokens_appended; /* per layer */
   uint64_t n_rows_attended;   /* (query row, layer) */

@@ -31,12 +31,18 @@ inline constexpr uint64_t kHelloMagic = 0x30304d564b4d564bull;  // "KVMKVM00"
 
 // LIMIT: each bounds memory or time that one client can claim.
 inline constexpr uint32_t kMaxClients = 64;
-inline constexpr uint32_t kMaxQueuesPerClient = 16;
+inline constexpr uint32_t kMaxQueuesPerClient = 16;  // of the application, as kvm_client_info says
 inline constexpr uint32_t kMaxArenasPerClient = 64;
+// What the daemon admits: libkvm makes one queue of its own, and for each queue an arena of blocks
+// and up to three staging arenas.
+inline constexpr uint32_t kMaxWireQueues = kMaxQueuesPerClient + 1;
+inline constexpr uint32_t kMaxWireArenas = kMaxArenasPerClient + 4 * kMaxWireQueues;
 inline constexpr uint64_t kMaxArenaBytes = 4ull << 30;
 inline constexpr uint32_t kRequestEntries = 256;     // slots of the request ring
-inline constexpr uint32_t kCompletionEntries = 512;  // >= requests in flight, so one always has room
-inline constexpr uint32_t kMaxOutstanding = 256;
+inline constexpr uint32_t kCompletionEntries = 512;  // >= kMaxOutstanding: one always has room
+inline constexpr uint32_t kMaxOutstanding = 256;      // of the application, per queue
+inline constexpr uint32_t kBlockAlign = 64;  // of parameter and result blocks
+inline constexpr uint8_t kBlockVersion = 1;
 inline constexpr uint32_t kMaxItems = 4096;
 inline constexpr uint32_t kMaxQueryRows = 65536;  // of one item
 inline constexpr uint32_t kMaxRanges = 16384;
@@ -50,20 +56,24 @@ enum class Opcode : uint8_t {
   kRead = 3,
   kObserve = 4,
   kSeq = 5,
-  kCancel = 6,  // block: CancelBlock
+  kCancel = 6,
 };
 
-// WIRE. A region id is given by the daemon when an arena is made; it is never reused in a connection.
+// Every entry is answered by exactly one completion. The daemon takes an entry only while requests
+// in flight and completions not yet taken leave it room for one more completion; a client that takes
+// none stalls itself. user_data is opaque to the daemon; libkvm uses each number once per queue, so
+// that a CancelBlock names one request.
+// WIRE. The daemon gives an arena its region id; it is never reused in a connection.
 struct RequestEntry {
   uint8_t opcode;   // Opcode
   uint8_t version;  // of the block's layout; 1
   uint16_t flags;   // zero
   uint32_t region;  // of block and result
   uint64_t user_data;      // comes back in the completion
-  uint64_t block_offset;   // aligned to 64
+  uint64_t block_offset;   // aligned to kBlockAlign
   uint32_t block_length;   // bytes, arrays included; 0 for kNop
   uint32_t reserved0;      // zero
-  uint64_t result_offset;  // aligned to 64; ResultBlock
+  uint64_t result_offset;  // aligned to kBlockAlign; ResultBlock
   uint64_t reserved[3];    // zero
 };
 static_assert(sizeof(RequestEntry) == 64 && std::is_trivially_copyable_v<RequestEntry>);
@@ -170,14 +180,17 @@ struct SeqBlock {  // WIRE.
 };
 static_assert(sizeof(SeqBlock) == 64);
 
-struct CancelBlock {  // WIRE.
+// WIRE. Completes with OK, or NOT_FOUND when no request of the queue in flight has the user_data.
+struct CancelBlock {
   uint64_t user_data;  // of the request not to be started
   uint64_t reserved[7];  // zero
 };
 static_assert(sizeof(CancelBlock) == 64);
 
-// WIRE. Written by the daemon before the completion is published. `message` is NUL-terminated and
-// empty on success. The client treats it as text from the daemon, which it trusts.
+// WIRE. Written by the daemon before the completion is published, if the status is an error (then
+// `message` is its sentence, cut to fit, NUL-terminated) or the request is a kSeq (then `seq` is set
+// and `message` is empty on success); untouched otherwise. kNop has none: region, block and result
+// are zero.
 struct ResultBlock {
   uint64_t seq;  // kSeq: create, fork
   uint64_t reserved[3];
