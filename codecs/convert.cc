@@ -1,0 +1,164 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "codecs/convert.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+#include "base/cpu_features.h"
+#if defined(__x86_64__)
+#include <emmintrin.h>
+
+#include "codecs/convert_f16c.h"
+#endif
+
+namespace kvm::codecs {
+namespace {
+
+// Elements that pass through fp32 at a time: small enough to stay in the first-level cache.
+constexpr uint64_t kBlock = 256;
+
+template <typename T>
+T load(const char* address) {
+  T value;
+  std::memcpy(&value, address, sizeof value);
+  return value;
+}
+
+template <typename T>
+void store(char* address, T value) {
+  std::memcpy(address, &value, sizeof value);
+}
+
+void to_f32(const char* src, Dtype dtype, char* dst, uint64_t n) {
+  uint64_t i = 0;
+  switch (dtype) {
+    case Dtype::kF32:
+      std::memcpy(dst, src, n * 4);
+      return;
+    case Dtype::kBf16:
+      for (; i < n; ++i) {
+        store(dst + 4 * i, bf16_to_f32(load<uint16_t>(src + 2 * i)));
+      }
+      return;
+    case Dtype::kF16:
+#if defined(__x86_64__)
+      if (cpu_features().f16c) {
+        i = f16_to_f32_f16c(src, dst, n);
+      }
+#endif
+      for (; i < n; ++i) {
+        store(dst + 4 * i, f16_to_f32(load<uint16_t>(src + 2 * i)));
+      }
+      return;
+  }
+}
+
+void from_f32(const char* src, char* dst, Dtype dtype, uint64_t n) {
+  uint64_t i = 0;
+  switch (dtype) {
+    case Dtype::kF32:
+      std::memcpy(dst, src, n * 4);
+      return;
+    case Dtype::kBf16:
+      for (; i < n; ++i) {
+        store(dst + 2 * i, f32_to_bf16(load<float>(src + 4 * i)));
+      }
+      return;
+    case Dtype::kF16:
+#if defined(__x86_64__)
+      if (cpu_features().f16c) {
+        i = f32_to_f16_f16c(src, dst, n);
+      }
+#endif
+      for (; i < n; ++i) {
+        store(dst + 2 * i, f32_to_f16(load<float>(src + 4 * i)));
+      }
+      return;
+  }
+}
+
+const char* source_row(const SourceRows& rows, uint64_t row, uint32_t head) {
+  const uint32_t place = rows.heads != nullptr ? rows.heads[head] : head;
+  return static_cast<const char*>(rows.data) + row * rows.row_stride_bytes +
+         place * rows.head_stride_bytes;
+}
+
+char* target_row(const TargetRows& rows, uint64_t row, uint32_t head) {
+  const uint32_t place = rows.heads != nullptr ? rows.heads[head] : head;
+  return static_cast<char*>(rows.data) + row * rows.row_stride_bytes +
+         place * rows.head_stride_bytes;
+}
+
+#if defined(__x86_64__)
+
+// From this many bytes on, the destination is not read soon enough to be worth a place in the
+// cache, and stores around it save the read that an ordinary store makes first.
+constexpr uint64_t kStreamBytes = uint64_t{64} << 10;
+
+bool can_stream(const TargetRows& target, uint64_t row_bytes) {
+  return ((reinterpret_cast<uintptr_t>(target.data) | target.row_stride_bytes |
+           target.head_stride_bytes | row_bytes) &
+          15) == 0;
+}
+
+// REQUIRES: can_stream, and equal dtypes.
+void stream_rows(const SourceRows& source, const TargetRows& target, uint64_t n_rows,
+                 uint32_t n_heads, uint64_t row_bytes) {
+  for (uint64_t row = 0; row < n_rows; ++row) {
+    for (uint32_t head = 0; head < n_heads; ++head) {
+      const char* in = source_row(source, row, head);
+      char* out = target_row(target, row, head);
+      for (uint64_t i = 0; i < row_bytes; i += 16) {
+        _mm_stream_si128(reinterpret_cast<__m128i*>(out + i),
+                         _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + i)));
+      }
+    }
+  }
+  // SYNC: orders the streaming stores, which x86 leaves unordered, before whatever this thread
+  // stores next: the release that tells others that the rows are there.
+  _mm_sfence();
+}
+
+#endif
+
+}  // namespace
+
+void convert(const void* src, Dtype src_dtype, void* dst, Dtype dst_dtype, uint64_t n) {
+  const char* in = static_cast<const char*>(src);
+  char* out = static_cast<char*>(dst);
+  if (src_dtype == dst_dtype) {
+    std::memcpy(out, in, n * dtype_size_bytes(src_dtype));
+  } else if (dst_dtype == Dtype::kF32) {
+    to_f32(in, src_dtype, out, n);
+  } else if (src_dtype == Dtype::kF32) {
+    from_f32(in, out, dst_dtype, n);
+  } else {
+    std::array<char, kBlock * sizeof(float)> block;
+    for (uint64_t i = 0; i < n; i += kBlock) {
+      const uint64_t count = std::min(kBlock, n - i);
+      to_f32(in + i * dtype_size_bytes(src_dtype), src_dtype, block.data(), count);
+      from_f32(block.data(), out + i * dtype_size_bytes(dst_dtype), dst_dtype, count);
+    }
+  }
+}
+
+void convert_rows(const SourceRows& source, const TargetRows& target, uint64_t n_rows,
+                  uint32_t n_heads, uint32_t row_elements) {
+#if defined(__x86_64__)
+  const uint64_t row_bytes = uint64_t{row_elements} * dtype_size_bytes(target.dtype);
+  if (source.dtype == target.dtype && n_rows * n_heads * row_bytes >= kStreamBytes &&
+      can_stream(target, row_bytes)) {
+    stream_rows(source, target, n_rows, n_heads, row_bytes);
+    return;
+  }
+#endif
+  for (uint64_t row = 0; row < n_rows; ++row) {
+    for (uint32_t head = 0; head < n_heads; ++head) {
+      convert(source_row(source, row, head), source.dtype, target_row(target, row, head),
+              target.dtype, row_elements);
+    }
+  }
+}
+
+}  // namespace kvm::codecs

@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+// Conversion of rows between element types: how K and V get from a client's tensor into pages and
+// back out.
+//
+// Rounds to nearest even; NaN stays NaN; what is too large becomes infinite. The same bits on every
+// processor, except the payload of a NaN.
+//
+// Threads: any; pure in the arguments.  Memory: none.  Errors: none.
+#ifndef KVM_CODECS_CONVERT_H_
+#define KVM_CODECS_CONVERT_H_
+
+#include <cstdint>
+
+#include "base/dtype.h"
+
+namespace kvm::codecs {
+
+// Converts n elements. src and dst may be misaligned and must not overlap.
+void convert(const void* src, Dtype src_dtype, void* dst, Dtype dst_dtype, uint64_t n);
+
+// Rows of some heads in memory: the row of token t and head h starts at
+//   data + t * row_stride_bytes + (heads ? heads[h] : h) * head_stride_bytes.
+struct SourceRows {
+  const void* data = nullptr;  // any alignment
+  Dtype dtype = Dtype::kF32;
+  uint64_t row_stride_bytes = 0;
+  uint64_t head_stride_bytes = 0;
+  const uint16_t* heads = nullptr;
+};
+
+struct TargetRows {
+  void* data = nullptr;  // any alignment
+  Dtype dtype = Dtype::kF32;
+  uint64_t row_stride_bytes = 0;
+  uint64_t head_stride_bytes = 0;
+  const uint16_t* heads = nullptr;
+};
+
+// Converts rows of row_elements elements of n_rows tokens times n_heads heads.
+// REQUIRES: rows of target overlap neither each other nor source.
+//
+// Goes token by token, so that a tensor [token][head][dim] is read from front to back. Where much
+// is copied unchanged to aligned rows, stores go around the caches; they are ordered before
+// everything that the calling thread stores afterwards.
+void convert_rows(const SourceRows& source, const TargetRows& target, uint64_t n_rows,
+                  uint32_t n_heads, uint32_t row_elements);
+
+}  // namespace kvm::codecs
+
+#endif  // KVM_CODECS_CONVERT_H_
