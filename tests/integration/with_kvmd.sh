@@ -1,14 +1,17 @@
 #!/usr/bin/env bash
 # Runs a command with a daemon of its own:  with_kvmd.sh COMMAND [ARGUMENT ...]
 # The daemon is $KVM_BIN_DIR/kvmd; it listens on a socket in a fresh folder, which COMMAND finds in
-# KVM_SOCKET. Exit status: COMMAND's; where that is 0, the daemon's after SIGTERM.
+# KVM_SOCKET. KVMD_ARGS, split at spaces, are further arguments of the daemon.
+# Exit status: COMMAND's; where that is 0, the daemon's after SIGTERM.
 set -euo pipefail
 
 folder="$(mktemp -d)"
 export KVM_SOCKET="$folder/kvmd.sock"
-"$KVM_BIN_DIR/kvmd" --socket "$KVM_SOCKET" ${KVMD_ARGS:-} >"$folder/log" 2>&1 &
+read -ra extra <<<"${KVMD_ARGS:-}"
+"$KVM_BIN_DIR/kvmd" --socket "$KVM_SOCKET" "${extra[@]}" >"$folder/log" 2>&1 &
 kvmd=$!
 
+# shellcheck disable=SC2317 # Called by the trap.
 stop() {
   kill -KILL "$kvmd" 2>/dev/null || true
   rm -rf "$folder"
