@@ -1,0 +1,303 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/scheduler.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <time.h>
+
+#include <algorithm>
+#include <bit>
+#include <chrono>
+
+#include "base/assert.h"
+
+namespace kvm::engine {
+namespace {
+
+constexpr uint64_t pack(uint64_t generation, uint32_t task) { return generation << 32 | task; }
+constexpr uint64_t generation_of(uint64_t word) { return word >> 32; }
+constexpr uint32_t task_of(uint64_t word) { return static_cast<uint32_t>(word); }
+
+void pause_cpu() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
+// A failure leaves the thread where the system puts it.
+void pin_to_core(std::thread& thread, uint32_t core) {
+  cpu_set_t allowed;
+  if (pthread_getaffinity_np(thread.native_handle(), sizeof(allowed), &allowed) != 0) {
+    return;
+  }
+  const auto n_cores = static_cast<uint32_t>(CPU_COUNT(&allowed));
+  uint32_t left = n_cores == 0 ? 0 : core % n_cores;
+  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+    if (CPU_ISSET(cpu, &allowed) && left-- == 0) {
+      cpu_set_t one;
+      CPU_ZERO(&one);
+      CPU_SET(cpu, &one);
+      pthread_setaffinity_np(thread.native_handle(), sizeof(one), &one);
+      return;
+    }
+  }
+}
+
+}  // namespace
+
+uint64_t now_ns() {
+  timespec now{};
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return static_cast<uint64_t>(now.tv_sec) * 1'000'000'000u + static_cast<uint64_t>(now.tv_nsec);
+}
+
+Scheduler::Scheduler(uint32_t n_threads, uint64_t spin_ns, bool pin_threads)
+    : n_threads_(n_threads), spin_ns_(spin_ns), threads_(n_threads) {
+  KVM_ASSERT(n_threads >= 1);
+  for (uint32_t i = 1; i < n_threads; ++i) {
+    threads_[i].thread = std::thread([this, i] { work(i); });
+    if (pin_threads) {
+      pin_to_core(threads_[i].thread, i);
+    }
+  }
+}
+
+Scheduler::~Scheduler() {
+  stop_.store(true, std::memory_order_relaxed);
+  announce_tasks(n_threads_);
+  for (ThreadState& state : threads_) {
+    if (state.thread.joinable()) {
+      state.thread.join();
+    }
+  }
+}
+
+void Scheduler::start(TaskSet* set, const JobPlan& plan) {
+  KVM_ASSERT(has_room() && plan.n_tasks >= 1 && plan.n_first <= plan.n_tasks);
+  // Slots are used in a circle, so that the order from the oldest on is nearly that of age.
+  const uint64_t turned = std::rotr(free_slots_, static_cast<int>(next_slot_));
+  const auto index = (next_slot_ + static_cast<uint32_t>(std::countr_zero(turned))) % kMaxJobs;
+  next_slot_ = (index + 1) % kMaxJobs;
+  if (n_active_ == 0) {
+    oldest_.store(index, std::memory_order_relaxed);
+  }
+  ++n_active_;
+  const uint64_t bit = uint64_t{1} << index;
+  free_slots_ &= ~bit;
+
+  Slot& slot = slots_[index];
+  slot.set = set;
+  slot.plan = plan;
+  slot.n_done.store(0, std::memory_order_relaxed);
+  const uint64_t generation = generation_of(slot.cursor.load(std::memory_order_relaxed)) + 1;
+  const uint32_t ready = plan.n_first != 0 ? plan.n_first : plan.n_tasks;
+  slot.limit.store(pack(generation, ready), std::memory_order_relaxed);
+  // SYNC: the job's description, limit included, and what the driver prepared for its tasks become
+  // visible to the threads that take a task with an acquiring read-modify-write of the cursor.
+  slot.cursor.store(pack(generation, 0), std::memory_order_release);
+  active_.fetch_or(bit, std::memory_order_relaxed);
+  announce_tasks(plan.n_wake);
+}
+
+// Order against those who go to sleep: here tasks become ready, then epoch_ grows, then n_sleeping_
+// and driver_sleeps_ are read; there one of these is set, then epoch_ is read. All are sequentially
+// consistent, so one of the two sides sees the other.
+void Scheduler::announce_tasks(uint32_t n_wake) {
+  // SYNC: the ready tasks (active_, cursors, limits, stop_) become visible to those who read the
+  // new epoch.
+  epoch_.fetch_add(1, std::memory_order_seq_cst);
+  const bool wake_workers = n_wake != 0 && n_sleeping_.load(std::memory_order_seq_cst) != 0;
+  const bool wake_driver = driver_sleeps_.load(std::memory_order_seq_cst);
+  if (!wake_workers && !wake_driver) {
+    return;
+  }
+  const std::lock_guard lock(mutex_);
+  const uint32_t n = std::min(n_wake, n_sleeping_.load(std::memory_order_relaxed));
+  for (uint32_t i = 0; i < n; ++i) {
+    workers_.notify_one();
+  }
+  driver_.notify_one();
+}
+
+bool Scheduler::take_task(uint32_t* slot, uint32_t* task) {
+  const uint32_t oldest = oldest_.load(std::memory_order_relaxed);
+  uint64_t left = std::rotr(active_.load(std::memory_order_relaxed), static_cast<int>(oldest));
+  for (; left != 0; left &= left - 1) {
+    const auto index = (oldest + static_cast<uint32_t>(std::countr_zero(left))) % kMaxJobs;
+    Slot& s = slots_[index];
+    // SYNC: pairs with the release in start(): a cursor of this generation brings its limit along.
+    uint64_t cursor = s.cursor.load(std::memory_order_acquire);
+    for (;;) {
+      // SYNC: pairs with the release in run_task(): where the second stage is open, everything that
+      // the first stage wrote is visible.
+      const uint64_t limit = s.limit.load(std::memory_order_acquire);
+      if (generation_of(cursor) != generation_of(limit) || task_of(cursor) >= task_of(limit)) {
+        break;
+      }
+      // SYNC: acquires the job's description from start(), which later takers read through the
+      // release sequence of read-modify-writes.
+      if (s.cursor.compare_exchange_weak(cursor, cursor + 1, std::memory_order_acq_rel,
+                                         std::memory_order_acquire)) {
+        *slot = index;
+        *task = task_of(cursor);
+        return true;
+      }
+    }
+  }
+  return false;
+}
+
+bool Scheduler::run_one(uint32_t thread) {
+  uint32_t slot = 0;
+  uint32_t task = 0;
+  if (!take_task(&slot, &task)) {
+    return false;
+  }
+  run_task(slot, task, thread);
+  return true;
+}
+
+void Scheduler::run_task(uint32_t index, uint32_t task, uint32_t thread) {
+  Slot& slot = slots_[index];
+  const JobPlan plan = slot.plan;
+  const uint64_t begin_ns = now_ns();
+  if (task == 0) {
+    slot.begin_ns = begin_ns;
+  }
+  slot.set->run(task, thread);
+  const uint64_t end_ns = now_ns();
+  add_busy(thread, end_ns - begin_ns);
+
+  // SYNC: releases what the task wrote and acquires what the tasks that ended before wrote, so that
+  // whoever ends a stage passes all of it on. After this line the slot may belong to another job,
+  // unless this was the last task of a stage.
+  const uint32_t n_done = slot.n_done.fetch_add(1, std::memory_order_acq_rel) + 1;
+  if (n_done == plan.n_tasks) {
+    slot.end_ns = end_ns;
+    announce_finished(index);
+  } else if (n_done == plan.n_first) {
+    const uint64_t generation = generation_of(slot.limit.load(std::memory_order_relaxed));
+    // SYNC: everything that the first stage wrote becomes visible to those who take a task of the
+    // second.
+    slot.limit.store(pack(generation, plan.n_tasks), std::memory_order_release);
+    announce_tasks(plan.n_wake);
+    if (thread != 0 && wake_) {
+      wake_();
+    }
+    return;
+  }
+  if (n_done == plan.n_tasks && thread != 0 && wake_) {
+    wake_();
+  }
+}
+
+// Order against help_or_sleep(): as in announce_tasks, with finished_ in the place of epoch_.
+void Scheduler::announce_finished(uint32_t slot) {
+  // SYNC: the results of all tasks of the job become visible to the driver that reads the bit.
+  finished_.fetch_or(uint64_t{1} << slot, std::memory_order_seq_cst);
+  if (driver_sleeps_.load(std::memory_order_seq_cst)) {
+    const std::lock_guard lock(mutex_);
+    driver_.notify_one();
+  }
+}
+
+bool Scheduler::take_finished(FinishedJob* job) {
+  // SYNC: pairs with announce_finished(): all that the job's tasks wrote is visible.
+  const uint64_t finished = finished_.load(std::memory_order_acquire);
+  if (finished == 0) {
+    return false;
+  }
+  const auto index = static_cast<uint32_t>(std::countr_zero(finished));
+  const uint64_t bit = uint64_t{1} << index;
+  finished_.fetch_and(~bit, std::memory_order_relaxed);
+  const Slot& slot = slots_[index];
+  *job = {slot.set, slot.begin_ns, slot.end_ns};
+  active_.fetch_and(~bit, std::memory_order_relaxed);
+  free_slots_ |= bit;
+  --n_active_;
+  if (n_active_ != 0 && index == oldest_.load(std::memory_order_relaxed)) {
+    const uint64_t turned = std::rotr(~free_slots_, static_cast<int>(index));
+    oldest_.store((index + static_cast<uint32_t>(std::countr_zero(turned))) % kMaxJobs,
+                  std::memory_order_relaxed);
+  }
+  return true;
+}
+
+void Scheduler::help_or_sleep(uint64_t timeout_ns) {
+  // SYNC: as in work().
+  const uint32_t epoch = epoch_.load(std::memory_order_seq_cst);
+  if (has_finished() || run_one(0) || spin(epoch, std::min(spin_ns_, timeout_ns), true)) {
+    return;
+  }
+  if (timeout_ns <= spin_ns_) {
+    return;
+  }
+  std::unique_lock lock(mutex_);
+  // SYNC: see announce_tasks() and announce_finished().
+  driver_sleeps_.store(true, std::memory_order_seq_cst);
+  // Long timeouts are cut: callers loop, and deadlines far away overflow the clock's type.
+  const uint64_t cut_ns = std::min<uint64_t>(timeout_ns - spin_ns_, 1'000'000'000u);
+  driver_.wait_for(lock, std::chrono::nanoseconds(cut_ns), [this, epoch] {
+    return finished_.load(std::memory_order_seq_cst) != 0 ||
+           epoch_.load(std::memory_order_seq_cst) != epoch;
+  });
+  driver_sleeps_.store(false, std::memory_order_relaxed);
+}
+
+uint64_t Scheduler::busy_ns() const {
+  uint64_t sum = 0;
+  for (const ThreadState& state : threads_) {
+    sum += state.busy_ns.load(std::memory_order_relaxed);
+  }
+  return sum;
+}
+
+void Scheduler::add_busy(uint32_t thread, uint64_t ns) {
+  // One writer per thread number: no read-modify-write is needed.
+  std::atomic<uint64_t>& busy = threads_[thread].busy_ns;
+  busy.store(busy.load(std::memory_order_relaxed) + ns, std::memory_order_relaxed);
+}
+
+void Scheduler::work(uint32_t thread) {
+  for (;;) {
+    // SYNC: pairs with announce_tasks(): tasks announced before this epoch are seen by run_one, those
+    // announced later change the epoch, which spin and sleep notice.
+    const uint32_t epoch = epoch_.load(std::memory_order_seq_cst);
+    if (stop_.load(std::memory_order_relaxed)) {
+      return;
+    }
+    if (run_one(thread)) {
+      continue;
+    }
+    if (!spin(epoch, spin_ns_, false)) {
+      sleep(epoch);
+    }
+  }
+}
+
+// Whether tasks became ready or, for the driver, a job has finished.
+bool Scheduler::spin(uint32_t seen_epoch, uint64_t spin_ns, bool is_driver) const {
+  constexpr uint32_t kPausesPerClock = 64;
+  const uint64_t begin_ns = now_ns();
+  do {
+    for (uint32_t i = 0; i < kPausesPerClock; ++i) {
+      if (epoch_.load(std::memory_order_relaxed) != seen_epoch || (is_driver && has_finished())) {
+        return true;
+      }
+      pause_cpu();
+    }
+  } while (now_ns() - begin_ns < spin_ns);
+  return false;
+}
+
+void Scheduler::sleep(uint32_t seen_epoch) {
+  std::unique_lock lock(mutex_);
+  // SYNC: see announce_tasks().
+  n_sleeping_.fetch_add(1, std::memory_order_seq_cst);
+  workers_.wait(lock, [this, seen_epoch] {
+    return epoch_.load(std::memory_order_seq_cst) != seen_epoch;
+  });
+  n_sleeping_.fetch_sub(1, std::memory_order_relaxed);
+}
+
+}  // namespace kvm::engine

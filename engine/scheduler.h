@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: Apache-2.0
+// Scheduler: runs the tasks of started jobs on worker threads and on the driver.
+//
+// A job is an array of tasks in two stages: no task of the second stage begins before every task of
+// the first has ended. Threads take tasks one by one with an atomic cursor, from the oldest job that
+// has one ready, so that all threads stay busy to the end of a job and stragglers cost one task.
+//
+// Idle workers spin for a while and then sleep; a job says how many sleepers are worth waking.
+//
+// Threads: the driver thread calls everything. TaskSet::run is called on any thread.
+// Memory:  fixed: kMaxJobs slots.
+#ifndef KVM_ENGINE_SCHEDULER_H_
+#define KVM_ENGINE_SCHEDULER_H_
+
+#include <array>
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace kvm::engine {
+
+// The work of a job.
+class TaskSet {
+ public:
+  virtual ~TaskSet() = default;
+  // Runs one task. `thread` is below Scheduler::n_threads(); calls with the same number never
+  // overlap, so it may index scratch memory. Must not throw or block.
+  virtual void run(uint32_t task, uint32_t thread) = 0;
+};
+
+struct JobPlan {
+  uint32_t n_first = 0;  // tasks [0, n_first) are the first stage
+  uint32_t n_tasks = 0;  // of both stages; at least 1
+  uint32_t n_wake = 0;   // sleeping workers worth waking
+};
+
+struct FinishedJob {
+  TaskSet* set = nullptr;
+  uint64_t begin_ns = 0;  // of the first task
+  uint64_t end_ns = 0;    // of the last
+};
+
+class Scheduler {
+ public:
+  static constexpr uint32_t kMaxJobs = 64;
+
+  // Starts n_threads - 1 workers. REQUIRES: n_threads >= 1.
+  Scheduler(uint32_t n_threads, uint64_t spin_ns, bool pin_threads);
+  // Ends the workers after the tasks that they are running; the others never run.
+  ~Scheduler();
+  Scheduler(const Scheduler&) = delete;
+  Scheduler& operator=(const Scheduler&) = delete;
+
+  uint32_t n_threads() const { return n_threads_; }
+  bool has_room() const { return n_active_ < kMaxJobs; }
+
+  // `set` stays alive until take_finished has returned it.
+  // REQUIRES: has_room(), 1 <= plan.n_tasks, plan.n_first <= plan.n_tasks.
+  void start(TaskSet* set, const JobPlan& plan);
+  // Runs one ready task on the calling (driver) thread; false when there is none.
+  bool run_one() { return run_one(0); }
+  // A job all of whose tasks have ended; false when there is none.
+  bool take_finished(FinishedJob* job);
+  // True when take_finished has something.
+  bool has_finished() const { return finished_.load(std::memory_order_relaxed) != 0; }
+  // For a driver with nothing else to do: runs one ready task, or else spins and then sleeps until
+  // has_finished(), until a second stage opens, or until timeout_ns has passed.
+  void help_or_sleep(uint64_t timeout_ns);
+  // Called on worker threads when a job has finished, or when a second stage has opened.
+  // REQUIRES: no job is active.
+  void set_wake(std::function<void()> wake) { wake_ = std::move(wake); }
+
+  // Time that threads have spent in tasks, and adding to it for work done outside jobs.
+  uint64_t busy_ns() const;
+  void add_busy_ns(uint64_t ns) { add_busy(0, ns); }
+
+ private:
+  // INVARIANT: cursor and limit are (generation << 32 | task number). A task may be taken while both
+  // have the same generation and cursor < limit. The generation grows with each use of the slot, so
+  // a thread that looked at an older use takes nothing from the newer one.
+  struct alignas(64) Slot {
+    std::atomic<uint64_t> cursor{0};
+    std::atomic<uint64_t> limit{0};
+    alignas(64) std::atomic<uint32_t> n_done{0};
+    // Written by the driver while the slot is free, constant until its last task has ended.
+    TaskSet* set = nullptr;
+    JobPlan plan;
+    uint64_t begin_ns = 0;  // by the thread that takes task 0
+    uint64_t end_ns = 0;    // by the thread that ends the last task
+  };
+  struct alignas(64) ThreadState {
+    std::atomic<uint64_t> busy_ns{0};
+    std::thread thread;
+  };
+
+  bool run_one(uint32_t thread);
+  bool take_task(uint32_t* slot, uint32_t* task);
+  void run_task(uint32_t slot, uint32_t task, uint32_t thread);
+  void announce_tasks(uint32_t n_wake);
+  void announce_finished(uint32_t slot);
+  void add_busy(uint32_t thread, uint64_t ns);
+  void work(uint32_t thread);
+  bool spin(uint32_t seen_epoch, uint64_t spin_ns, bool is_driver) const;
+  void sleep(uint32_t seen_epoch);
+
+  const uint32_t n_threads_;
+  const uint64_t spin_ns_;
+  std::array<Slot, kMaxJobs> slots_;
+  // Driver only.
+  uint64_t free_slots_ = ~uint64_t{0};
+  uint32_t n_active_ = 0;
+  uint32_t next_slot_ = 0;
+  // Bit per slot with a job.
+  alignas(64) std::atomic<uint64_t> active_{0};
+  std::atomic<uint32_t> oldest_{0};  // slot where the search for tasks begins
+  // Grows whenever tasks become ready, and at the end.
+  alignas(64) std::atomic<uint32_t> epoch_{0};
+  std::atomic<uint32_t> n_sleeping_{0};
+  std::atomic<bool> stop_{false};
+  // Bit per slot whose job has ended.
+  alignas(64) std::atomic<uint64_t> finished_{0};
+  std::atomic<bool> driver_sleeps_{false};
+  std::function<void()> wake_;
+  std::mutex mutex_;  // guards nothing but the way into and out of sleep
+  std::condition_variable workers_;
+  std::condition_variable driver_;
+  std::vector<ThreadState> threads_;
+};
+
+// Monotonic clock.
+uint64_t now_ns();
+
+}  // namespace kvm::engine
+
+#endif  // KVM_ENGINE_SCHEDULER_H_
