@@ -1,0 +1,240 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tiers/host/host_pool.h"
+
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+
+#include <cstdint>
+#include <cstring>
+#include <map>
+#include <random>
+#include <set>
+#include <vector>
+
+namespace kvm::tiers {
+namespace {
+
+constexpr uint64_t kMiB = uint64_t{1} << 20;
+
+SlabClass slab_class_of(uint16_t n_heads, uint16_t dim = 64, Dtype dtype = Dtype::kBf16) {
+  return {.dtype_k = dtype, .dtype_v = Dtype::kBf16, .dim_k = dim, .dim_v = dim,
+          .n_heads = n_heads};
+}
+
+bool is_resident(const std::byte* address) {
+  unsigned char resident = 0;
+  const uintptr_t page = reinterpret_cast<uintptr_t>(address) & ~uintptr_t{4095};
+  EXPECT_EQ(mincore(reinterpret_cast<void*>(page), 4096, &resident), 0);
+  return (resident & 1) != 0;
+}
+
+TEST(SlabClass, PlanesFollowEachOther) {
+  const SlabClass mixed = {.dtype_k = Dtype::kF32, .dtype_v = Dtype::kBf16, .dim_k = 24,
+                           .dim_v = 8, .n_heads = 3, .has_log_weights = true};
+  EXPECT_EQ(mixed.v_offset(), 3u * 64 * 24 * 4);
+  EXPECT_EQ(mixed.log_weight_offset(), mixed.v_offset() + 3u * 64 * 8 * 2);
+  EXPECT_EQ(mixed.page_bytes(), mixed.log_weight_offset() + 3u * 64 * 4);
+  for (uint16_t dim = 8; dim <= 256; dim = static_cast<uint16_t>(dim + 8)) {
+    const SlabClass one = slab_class_of(1, dim);
+    EXPECT_EQ(one.v_offset() % 64, 0u);
+    EXPECT_EQ(one.page_bytes() % 64, 0u);
+  }
+}
+
+// Random allocation, sharing and release against a map; every page holds a number of its own.
+TEST(HostPool, PagesDoNotOverlapAndAreCounted) {
+  MemoryBudget budget(64 * kMiB);
+  HostPool pool(&budget, 4 * kMiB);
+  std::mt19937 generator(11);
+  const std::vector<SlabClass> classes = {slab_class_of(8), slab_class_of(1), slab_class_of(5, 128),
+                                          slab_class_of(8, 256, Dtype::kF32)};
+  struct Held {
+    uint32_t refs;
+    uint8_t mark;
+  };
+  std::map<PageRef, Held> held;
+  uint64_t bytes = 0;
+  for (int step = 0; step < 6000; ++step) {
+    const uint32_t dice = static_cast<uint32_t>(generator() % 100);
+    // Grows for a while, then shrinks, so that extents fill up and empty.
+    const bool grow = step / 1500 % 2 == 0;
+    if (dice < (grow ? 60u : 20u) || held.empty()) {
+      const SlabClass& slab_class = classes[generator() % classes.size()];
+      const Result<PageRef> page = pool.allocate(slab_class);
+      if (!page.is_ok()) {
+        EXPECT_EQ(page.status().code(), KVM_ERR_NO_SPACE);
+        EXPECT_LT(budget.free_bytes(), kExtentBytes);
+        continue;
+      }
+      ASSERT_EQ(held.count(page.value()), 0u);
+      const uintptr_t address = reinterpret_cast<uintptr_t>(pool.data(page.value()));
+      EXPECT_EQ(address % 64, 0u);
+      EXPECT_EQ(address / kExtentBytes, (address + slab_class.page_bytes() - 1) / kExtentBytes);
+      const uint8_t mark = static_cast<uint8_t>(generator());
+      std::memset(pool.data(page.value()), mark, slab_class.page_bytes());
+      held[page.value()] = {1, mark};
+      bytes += slab_class.page_bytes();
+    } else {
+      auto it = held.lower_bound(static_cast<PageRef>(generator()));
+      it = it == held.end() ? held.begin() : it;
+      if (dice % 10 == 0) {
+        pool.add_ref(it->first);
+        ++it->second.refs;
+      } else {
+        const uint64_t page_bytes = pool.page_bytes(it->first);
+        const auto* data = reinterpret_cast<const uint8_t*>(pool.data(it->first));
+        ASSERT_EQ(data[0], it->second.mark);
+        ASSERT_EQ(data[page_bytes - 1], it->second.mark);
+        const bool last = pool.release(it->first);
+        EXPECT_EQ(last, --it->second.refs == 0);
+        if (last) {
+          bytes -= page_bytes;
+          held.erase(it);
+        }
+      }
+    }
+    ASSERT_EQ(pool.n_pages(), held.size());
+    ASSERT_EQ(pool.page_bytes_in_use(), bytes);
+    ASSERT_EQ(budget.used_bytes(), pool.extent_bytes());
+    if (step % 16 == 0) {
+      pool.check_accounts();
+    }
+  }
+  for (const auto& [page, record] : held) {
+    for (uint32_t i = 0; i < record.refs; ++i) {
+      pool.release(page);
+    }
+  }
+  pool.check_accounts();
+  EXPECT_EQ(pool.n_pages(), 0u);
+  EXPECT_EQ(pool.extent_bytes(), pool.cached_bytes());
+  EXPECT_LE(pool.cached_bytes(), 4 * kMiB);
+}
+
+TEST(HostPool, GivesMemoryBack) {
+  MemoryBudget budget(32 * kMiB);
+  HostPool pool(&budget, 0);
+  const SlabClass half = slab_class_of(8, 256, Dtype::kBf16);  // 512 KiB a page
+  std::vector<PageRef> pages;
+  for (int i = 0; i < 8; ++i) {
+    pages.push_back(pool.allocate(half).value());
+    std::memset(pool.data(pages.back()), 1, half.page_bytes());
+  }
+  EXPECT_EQ(budget.used_bytes(), 2 * kExtentBytes);
+  const std::byte* first = pool.data(pages[0]);
+  EXPECT_TRUE(is_resident(first));
+  for (const PageRef page : pages) {
+    pool.release(page);
+  }
+  EXPECT_EQ(budget.used_bytes(), 0u);
+  EXPECT_EQ(budget.peak_bytes(), 2 * kExtentBytes);
+  EXPECT_FALSE(is_resident(first));
+}
+
+TEST(HostPool, CapIsHardAndFailureChangesNothing) {
+  MemoryBudget budget(3 * kExtentBytes + 5);
+  HostPool pool(&budget, 0);
+  const SlabClass whole = {.dtype_k = Dtype::kF32, .dtype_v = Dtype::kF32, .dim_k = 256,
+                           .dim_v = 256, .n_heads = 16};
+  ASSERT_EQ(whole.page_bytes(), kExtentBytes);
+  std::vector<PageRef> pages;
+  for (int i = 0; i < 3; ++i) {
+    pages.push_back(pool.allocate(whole).value());
+  }
+  for (const SlabClass& slab_class : {whole, slab_class_of(1)}) {
+    const Result<PageRef> more = pool.allocate(slab_class);
+    ASSERT_FALSE(more.is_ok());
+    EXPECT_EQ(more.status().code(), KVM_ERR_NO_SPACE);
+    EXPECT_NE(more.status().message().find("6291461"), std::string::npos);
+  }
+  EXPECT_EQ(pool.n_pages(), 3u);
+  EXPECT_EQ(budget.used_bytes(), 3 * kExtentBytes);
+  pool.release(pages[1]);
+  EXPECT_TRUE(pool.allocate(slab_class_of(1)).is_ok());
+  pool.check_accounts();
+}
+
+TEST(HostPool, CachedExtentsGiveWay) {
+  MemoryBudget budget(4 * kExtentBytes);
+  HostPool pool(&budget, 4 * kExtentBytes);
+  const SlabClass one = slab_class_of(8, 256, Dtype::kF32);
+  std::vector<PageRef> pages;
+  while (true) {
+    const Result<PageRef> page = pool.allocate(one);
+    if (!page.is_ok()) {
+      break;
+    }
+    pages.push_back(page.value());
+  }
+  for (const PageRef page : pages) {
+    pool.release(page);
+  }
+  EXPECT_EQ(pool.cached_bytes(), 4 * kExtentBytes);
+  EXPECT_EQ(budget.used_bytes(), 4 * kExtentBytes);
+  // Another class takes the room over.
+  EXPECT_TRUE(pool.allocate(slab_class_of(1)).is_ok());
+  EXPECT_EQ(pool.cached_bytes(), 3 * kExtentBytes);
+  EXPECT_TRUE(pool.make_room(2 * kExtentBytes));
+  EXPECT_FALSE(pool.make_room(4 * kExtentBytes));
+  EXPECT_EQ(pool.cached_bytes(), 0u);
+  pool.check_accounts();
+}
+
+TEST(HostPool, PrefaultedMemoryStays) {
+  MemoryBudget budget(16 * kExtentBytes);
+  HostPool pool(&budget, 0);
+  const SlabClass one = slab_class_of(8, 256);
+  ASSERT_TRUE(pool.prefault(one, 3 * kExtentBytes - 1).is_ok());
+  EXPECT_EQ(budget.used_bytes(), 3 * kExtentBytes);
+  const PageRef page = pool.allocate(one).value();
+  EXPECT_TRUE(is_resident(pool.data(page)));
+  EXPECT_EQ(budget.used_bytes(), 3 * kExtentBytes);
+  pool.release(page);
+  EXPECT_EQ(pool.cached_bytes(), 3 * kExtentBytes);
+  const Status status = pool.prefault(one, 14 * kExtentBytes);
+  EXPECT_EQ(status.code(), KVM_ERR_NO_SPACE);
+  EXPECT_EQ(budget.used_bytes(), 3 * kExtentBytes);
+  pool.check_accounts();
+}
+
+TEST(HostPool, SlabNumbersAreRecycled) {
+  MemoryBudget budget(8 * kExtentBytes);
+  HostPool pool(&budget, 2 * kExtentBytes);
+  const PageRef kept = pool.allocate(slab_class_of(128, 8)).value();
+  uint32_t n_classes = 0;
+  for (uint16_t n_heads = 1; n_heads <= 32; ++n_heads) {
+    for (uint16_t dim = 8; dim <= 256; dim = static_cast<uint16_t>(dim + 8)) {
+      SlabClass slab_class = slab_class_of(n_heads, dim);
+      for (const uint16_t dim_v : {8, 16}) {
+        slab_class.dim_v = dim_v;
+        const Result<PageRef> page = pool.allocate(slab_class);
+        ASSERT_TRUE(page.is_ok()) << page.status().message();
+        ASSERT_EQ(pool.slab_class(page.value()), slab_class);
+        pool.release(page.value());
+        ++n_classes;
+      }
+    }
+  }
+  EXPECT_GT(n_classes, kMaxSlabs);
+  EXPECT_EQ(pool.slab_class(kept), slab_class_of(128, 8));
+  pool.check_accounts();
+}
+
+TEST(HostPool, TheSmallestPagesFillExtents) {
+  MemoryBudget budget(kExtentBytes * 8);
+  HostPool pool(&budget, 0);
+  std::set<PageRef> pages;
+  const SlabClass tiny = slab_class_of(1, 8);
+  ASSERT_EQ(tiny.page_bytes(), 2048u);
+  for (int i = 0; i < 8 * 1024; ++i) {
+    ASSERT_TRUE(pages.insert(pool.allocate(tiny).value()).second);
+  }
+  EXPECT_FALSE(pool.allocate(tiny).is_ok());
+  for (const PageRef page : pages) {
+    pool.release(page);
+  }
+  EXPECT_EQ(budget.used_bytes(), 0u);
+}
+
+}  // namespace
+}  // namespace kvm::tiers

@@ -1,0 +1,194 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tiers/host/host_pool.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+namespace kvm::tiers {
+namespace {
+
+// A slab's reservation of addresses: all slabs together stay well inside the 128 TiB of a process.
+constexpr uint64_t kMaxReservationBytes = uint64_t{64} << 30;
+
+uint64_t extents_for(uint64_t size_bytes) {
+  return size_bytes / kExtentBytes + (size_bytes % kExtentBytes != 0 ? 1 : 0);
+}
+
+Status no_space(const MemoryBudget& budget) {
+  return Status(KVM_ERR_NO_SPACE,
+                "host memory: an extent of " + std::to_string(kExtentBytes) +
+                    " bytes is needed, " + std::to_string(budget.used_bytes()) + " of " +
+                    std::to_string(budget.capacity_bytes()) + " bytes are in use");
+}
+
+}  // namespace
+
+HostPool::HostPool(MemoryBudget* budget, uint64_t cached_bytes)
+    : budget_(budget), max_cached_(cached_bytes / kExtentBytes) {}
+
+HostPool::~HostPool() { budget_->uncharge(extent_bytes()); }
+
+uint32_t HostPool::n_refs(PageRef page) const { return slab_of(page).n_refs(page_slot(page)); }
+
+void HostPool::add_ref(PageRef page) { slab_of(page).add_ref(page_slot(page)); }
+
+Result<PageRef> HostPool::allocate(const SlabClass& slab_class) {
+  KVM_TRY_ASSIGN(const uint32_t index, slab_with_room(slab_class));
+  HostSlab& slab = *slabs_[index];
+  const uint64_t n_cached_before = slab.n_cached();
+  const uint32_t slot = slab.take();
+  n_cached_ -= n_cached_before - slab.n_cached();
+  ++n_pages_;
+  page_bytes_in_use_ += slab.page_bytes();
+  return make_page_ref(index, slot);
+}
+
+bool HostPool::release(PageRef page) {
+  HostSlab& slab = slab_of(page);
+  const uint64_t n_cached_before = slab.n_cached();
+  if (!slab.release(page_slot(page))) {
+    return false;
+  }
+  --n_pages_;
+  page_bytes_in_use_ -= slab.page_bytes();
+  n_cached_ += slab.n_cached() - n_cached_before;
+  if (n_cached_ > max_cached_) {
+    close_cached_extent(slab);
+  }
+  return true;
+}
+
+Result<uint32_t> HostPool::slab_with_room(const SlabClass& slab_class) {
+  uint32_t growable = kMaxSlabs;
+  for (uint32_t i = 0; i < n_slabs_; ++i) {
+    if (slabs_[i] == nullptr || slabs_[i]->slab_class() != slab_class) {
+      continue;
+    }
+    if (slabs_[i]->has_free_page()) {
+      return i;
+    }
+    if (growable == kMaxSlabs && slabs_[i]->has_absent_extent()) {
+      growable = i;
+    }
+  }
+  if (growable == kMaxSlabs) {
+    // Room first: a slab that stays empty would be left behind.
+    if (!make_room(kExtentBytes)) {
+      return no_space(*budget_);
+    }
+    KVM_TRY_ASSIGN(growable, make_slab(slab_class));
+  }
+  KVM_TRY(open_extent(*slabs_[growable]));
+  return growable;
+}
+
+Result<uint32_t> HostPool::make_slab(const SlabClass& slab_class) {
+  uint32_t index = n_slabs_;
+  if (n_slabs_ == kMaxSlabs) {
+    // Numbers have run out: take that of a slab without pages.
+    const auto empty = std::find_if(slabs_.begin(), slabs_.end(), [](const auto& slab) {
+      return slab == nullptr || slab->n_pages() == 0;
+    });
+    if (empty == slabs_.end()) {
+      return Status(KVM_ERR_NO_SPACE, "host memory: all " + std::to_string(kMaxSlabs) +
+                                          " slabs hold pages of other kinds");
+    }
+    index = static_cast<uint32_t>(empty - slabs_.begin());
+    while (*empty != nullptr && (*empty)->n_cached() > 0) {
+      close_cached_extent(**empty);
+    }
+    empty->reset();
+  }
+  const uint64_t max_extents =
+      extents_for(std::min(budget_->capacity_bytes(), kMaxReservationBytes));
+  KVM_TRY_ASSIGN(slabs_[index], HostSlab::create(slab_class, max_extents));
+  n_slabs_ = std::max(n_slabs_, index + 1);
+  return index;
+}
+
+Status HostPool::open_extent(HostSlab& slab) {
+  if (!make_room(kExtentBytes) || !budget_->charge(kExtentBytes)) {
+    return no_space(*budget_);
+  }
+  const Status status = slab.add_extent(false);
+  if (!status.is_ok()) {
+    budget_->uncharge(kExtentBytes);
+    return status;
+  }
+  ++n_extents_;
+  ++n_cached_;
+  return Status::ok();
+}
+
+void HostPool::close_cached_extent(HostSlab& slab) {
+  slab.remove_extent();
+  --n_extents_;
+  --n_cached_;
+  budget_->uncharge(kExtentBytes);
+}
+
+bool HostPool::make_room(uint64_t size_bytes) {
+  for (uint32_t i = 0; i < n_slabs_ && budget_->free_bytes() < size_bytes; ++i) {
+    while (slabs_[i] != nullptr && slabs_[i]->n_cached() > 0 &&
+           budget_->free_bytes() < size_bytes) {
+      close_cached_extent(*slabs_[i]);
+    }
+  }
+  return budget_->free_bytes() >= size_bytes;
+}
+
+Status HostPool::prefault(const SlabClass& slab_class, uint64_t size_bytes) {
+  const uint64_t n_wanted = extents_for(size_bytes);
+  // Extents that are cached already are not room: they were asked for as well.
+  if (n_wanted > budget_->free_bytes() / kExtentBytes) {
+    return Status(KVM_ERR_NO_SPACE, "host memory: " + std::to_string(n_wanted * kExtentBytes) +
+                                        " bytes to fault in, " +
+                                        std::to_string(budget_->free_bytes()) + " are free");
+  }
+  for (uint64_t i = 0; i < n_wanted; ++i) {
+    HostSlab* slab = nullptr;
+    for (uint32_t j = 0; j < n_slabs_ && slab == nullptr; ++j) {
+      if (slabs_[j] != nullptr && slabs_[j]->slab_class() == slab_class &&
+          slabs_[j]->has_absent_extent()) {
+        slab = slabs_[j].get();
+      }
+    }
+    if (slab == nullptr) {
+      KVM_TRY_ASSIGN(const uint32_t index, make_slab(slab_class));
+      slab = slabs_[index].get();
+    }
+    KVM_ASSERT(budget_->charge(kExtentBytes));
+    const Status status = slab->add_extent(true);
+    if (!status.is_ok()) {
+      budget_->uncharge(kExtentBytes);
+      return status;
+    }
+    ++n_extents_;
+    ++n_cached_;
+    ++max_cached_;
+  }
+  return Status::ok();
+}
+
+void HostPool::check_accounts() const {
+  uint64_t n_pages = 0;
+  uint64_t page_bytes = 0;
+  uint64_t n_extents = 0;
+  uint64_t n_cached = 0;
+  for (uint32_t i = 0; i < n_slabs_; ++i) {
+    if (slabs_[i] == nullptr) {
+      continue;
+    }
+    slabs_[i]->check_accounts();
+    n_pages += slabs_[i]->n_pages();
+    page_bytes += slabs_[i]->n_pages() * slabs_[i]->page_bytes();
+    n_extents += slabs_[i]->n_open() + slabs_[i]->n_cached();
+    n_cached += slabs_[i]->n_cached();
+  }
+  KVM_ASSERT(n_pages == n_pages_ && page_bytes == page_bytes_in_use_);
+  KVM_ASSERT(n_extents == n_extents_ && n_cached == n_cached_);
+  KVM_ASSERT(n_cached_ <= max_cached_ && extent_bytes() <= budget_->used_bytes());
+}
+
+}  // namespace kvm::tiers

@@ -1,0 +1,226 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tiers/host/host_slab.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <bit>
+#include <cerrno>
+#include <cstring>
+#include <string>
+
+#if defined(__SANITIZE_ADDRESS__)
+#define KVM_HAS_ASAN 1
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define KVM_HAS_ASAN 1
+#endif
+#endif
+#if defined(KVM_HAS_ASAN)
+#include <sanitizer/asan_interface.h>
+#endif
+
+namespace kvm::tiers {
+namespace {
+
+// Free pages are out of bounds for AddressSanitizer, so that a task that still uses one is found.
+void poison([[maybe_unused]] std::byte* data, [[maybe_unused]] uint64_t size_bytes) {
+#if defined(KVM_HAS_ASAN)
+  __asan_poison_memory_region(data, size_bytes);
+#endif
+}
+
+void unpoison([[maybe_unused]] std::byte* data, [[maybe_unused]] uint64_t size_bytes) {
+#if defined(KVM_HAS_ASAN)
+  __asan_unpoison_memory_region(data, size_bytes);
+#endif
+}
+
+#if !defined(MADV_POPULATE_WRITE)
+constexpr int MADV_POPULATE_WRITE = 23;  // Linux 5.14
+#endif
+
+constexpr uint64_t kOsPageBytes = 4096;
+
+void touch_memory(std::byte* data, uint64_t size_bytes) {
+  if (madvise(data, size_bytes, MADV_POPULATE_WRITE) == 0) {
+    return;
+  }
+  for (uint64_t i = 0; i < size_bytes; i += kOsPageBytes) {
+    *reinterpret_cast<volatile std::byte*>(data + i) = std::byte{0};
+  }
+}
+
+std::string os_error() { return std::string(std::strerror(errno)); }
+
+}  // namespace
+
+HostSlab::HostSlab(const SlabClass& slab_class, uint64_t max_extents)
+    : slab_class_(slab_class),
+      page_bytes_(slab_class.page_bytes()),
+      pages_per_extent_(static_cast<uint32_t>(kExtentBytes / page_bytes_)),
+      slot_shift_(static_cast<uint32_t>(std::bit_width(pages_per_extent_ - 1))),
+      slot_mask_((1u << slot_shift_) - 1),
+      max_extents_(std::min<uint64_t>(max_extents, (1u << kSlotBits) >> slot_shift_)) {}
+
+Result<std::unique_ptr<HostSlab>> HostSlab::create(const SlabClass& slab_class,
+                                                   uint64_t max_extents) {
+  KVM_ASSERT(slab_class.page_bytes() > 0 && slab_class.page_bytes() <= kExtentBytes);
+  std::unique_ptr<HostSlab> slab(new HostSlab(slab_class, max_extents));
+  // One extent more, to begin at a multiple of its size.
+  const uint64_t size_bytes = (slab->max_extents_ + 1) * kExtentBytes;
+  void* mapping = mmap(nullptr, size_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
+                       -1, 0);
+  if (mapping == MAP_FAILED) {
+    return Status(KVM_ERR_NO_MEMORY, "reserving " + std::to_string(size_bytes) +
+                                         " bytes of address space: " + os_error());
+  }
+  slab->mapping_ = static_cast<std::byte*>(mapping);
+  slab->mapping_bytes_ = size_bytes;
+  const uintptr_t address = reinterpret_cast<uintptr_t>(mapping);
+  slab->base_ = slab->mapping_ + (-address & (kExtentBytes - 1));
+  // A refusal (a kernel without transparent huge pages) costs speed only. Said once for the whole
+  // range, so that the mapping does not split when parts of it become accessible.
+  (void)madvise(mapping, size_bytes, MADV_HUGEPAGE);
+  return slab;
+}
+
+HostSlab::~HostSlab() {
+  if (mapping_ != nullptr) {
+    unpoison(base_, extents_.size() * kExtentBytes);
+    munmap(mapping_, mapping_bytes_);
+  }
+}
+
+void HostSlab::list_add(std::vector<uint32_t>* list, uint32_t extent) {
+  extents_[extent].list_index = static_cast<uint32_t>(list->size());
+  list->push_back(extent);
+}
+
+void HostSlab::list_remove(std::vector<uint32_t>* list, uint32_t extent) {
+  const uint32_t index = extents_[extent].list_index;
+  const uint32_t last = list->back();
+  (*list)[index] = last;
+  extents_[last].list_index = index;
+  list->pop_back();
+}
+
+Status HostSlab::add_extent(bool touch) {
+  KVM_ASSERT(has_absent_extent());
+  uint32_t extent = static_cast<uint32_t>(extents_.size());
+  if (!absent_.empty()) {
+    extent = absent_.back();
+    absent_.pop_back();
+  } else {
+    // Accessible from here on, even while absent: one mapping that only ever grows.
+    if (mprotect(extent_data(extent), kExtentBytes, PROT_READ | PROT_WRITE) != 0) {
+      return Status(KVM_ERR_NO_MEMORY, "making an extent accessible: " + os_error());
+    }
+    extents_.emplace_back();
+    refs_.resize(extents_.size() << slot_shift_);
+    next_free_.resize(extents_.size() << slot_shift_);
+  }
+  Extent& record = extents_[extent];
+  for (uint32_t page = 0; page < pages_per_extent_; ++page) {
+    next_free_[(extent << slot_shift_) + page] =
+        page + 1 < pages_per_extent_ ? static_cast<uint16_t>(page + 1) : kNoSlot;
+  }
+  record.free_head = 0;
+  record.n_used = 0;
+  record.state = Extent::kCached;
+  list_add(&cached_, extent);
+  if (touch) {
+    touch_memory(extent_data(extent), kExtentBytes);
+  }
+  poison(extent_data(extent), kExtentBytes);
+  return Status::ok();
+}
+
+void HostSlab::remove_extent() {
+  const uint32_t extent = cached_.back();
+  list_remove(&cached_, extent);
+  extents_[extent].state = Extent::kAbsent;
+  absent_.push_back(extent);
+  // Cannot fail on a private anonymous mapping of ours.
+  KVM_ASSERT(madvise(extent_data(extent), kExtentBytes, MADV_DONTNEED) == 0);
+}
+
+uint32_t HostSlab::take() {
+  KVM_ASSERT(has_free_page());
+  if (partial_.empty()) {
+    const uint32_t opened = cached_.back();
+    list_remove(&cached_, opened);
+    extents_[opened].state = Extent::kOpen;
+    list_add(&partial_, opened);
+    ++n_open_;
+  }
+  const uint32_t extent = partial_.back();
+  Extent& record = extents_[extent];
+  const uint32_t slot = (extent << slot_shift_) + record.free_head;
+  record.free_head = next_free_[slot];
+  ++record.n_used;
+  if (record.free_head == kNoSlot) {
+    list_remove(&partial_, extent);
+  }
+  refs_[slot] = 1;
+  ++n_pages_;
+  unpoison(page_data(slot), page_bytes_);
+  return slot;
+}
+
+bool HostSlab::release(uint32_t slot) {
+  KVM_ASSERT(refs_[slot] > 0);
+  if (--refs_[slot] > 0) {
+    return false;
+  }
+  const uint32_t extent = slot >> slot_shift_;
+  Extent& record = extents_[extent];
+  if (record.free_head == kNoSlot) {
+    list_add(&partial_, extent);
+  }
+  next_free_[slot] = record.free_head;
+  record.free_head = static_cast<uint16_t>(slot & slot_mask_);
+  --record.n_used;
+  --n_pages_;
+  poison(page_data(slot), page_bytes_);
+  if (record.n_used == 0) {
+    list_remove(&partial_, extent);
+    record.state = Extent::kCached;
+    list_add(&cached_, extent);
+    --n_open_;
+  }
+  return true;
+}
+
+void HostSlab::check_accounts() const {
+  uint64_t n_pages = 0;
+  uint64_t n_open = 0;
+  uint64_t n_cached = 0;
+  uint64_t n_partial = 0;
+  for (uint32_t extent = 0; extent < extents_.size(); ++extent) {
+    const Extent& record = extents_[extent];
+    uint32_t n_used = 0;
+    for (uint32_t page = 0; page < pages_per_extent_; ++page) {
+      n_used += refs_[(extent << slot_shift_) + page] > 0 ? 1 : 0;
+    }
+    uint32_t n_free = 0;
+    for (uint32_t page = record.free_head; record.state != Extent::kAbsent && page != kNoSlot;
+         page = next_free_[(extent << slot_shift_) + page]) {
+      KVM_ASSERT(refs_[(extent << slot_shift_) + page] == 0);
+      ++n_free;
+    }
+    KVM_ASSERT(record.state == Extent::kAbsent ? n_used == 0
+                                               : n_used + n_free == pages_per_extent_);
+    KVM_ASSERT((record.state == Extent::kOpen) == (n_used > 0));
+    KVM_ASSERT(record.state == Extent::kAbsent || record.n_used == n_used);
+    n_pages += n_used;
+    n_open += record.state == Extent::kOpen ? 1 : 0;
+    n_cached += record.state == Extent::kCached ? 1 : 0;
+    n_partial += record.state == Extent::kOpen && n_free > 0 ? 1 : 0;
+  }
+  KVM_ASSERT(n_pages == n_pages_ && n_open == n_open_);
+  KVM_ASSERT(n_cached == cached_.size() && n_partial == partial_.size());
+  KVM_ASSERT(absent_.size() == extents_.size() - n_open - n_cached);
+}
+
+}  // namespace kvm::tiers
