@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ipc/memory.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/memfd.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <string>
+#include <utility>
+
+namespace kvm::ipc {
+
+namespace {
+
+constexpr uint64_t kOsPageBytes = 4096;
+constexpr int kSizeSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+
+Status memory_error(const char* what, uint64_t size_bytes) {
+  return Status(KVM_ERR_NO_MEMORY, std::string(what) + " of " + std::to_string(size_bytes) +
+                                       " bytes of shared memory: " + ::strerror(errno));
+}
+
+}  // namespace
+
+Mapping::Mapping(Mapping&& other) noexcept
+    : data_(std::exchange(other.data_, nullptr)),
+      size_bytes_(std::exchange(other.size_bytes_, 0)) {}
+
+Mapping& Mapping::operator=(Mapping&& other) noexcept {
+  if (this != &other) {
+    unmap();
+    data_ = std::exchange(other.data_, nullptr);
+    size_bytes_ = std::exchange(other.size_bytes_, 0);
+  }
+  return *this;
+}
+
+Mapping::~Mapping() { unmap(); }
+
+void Mapping::unmap() {
+  if (data_ != nullptr) {
+    ::munmap(data_, size_bytes_);
+    data_ = nullptr;
+  }
+}
+
+Result<SharedMemory> create_shared_memory(const char* name, uint64_t size_bytes,
+                                          PeerAccess access) {
+  if (size_bytes == 0 || size_bytes > uint64_t{INT64_MAX} - kOsPageBytes) {
+    return Status(KVM_ERR_NO_MEMORY, "shared memory of " + std::to_string(size_bytes) +
+                                         " bytes cannot be made");
+  }
+  size_bytes = (size_bytes + kOsPageBytes - 1) & ~(kOsPageBytes - 1);
+  SharedMemory memory;
+  memory.fd = Fd(::memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!memory.fd.is_open()) {
+    return memory_error("memfd_create", size_bytes);
+  }
+  // Allocated now: a sparse file would fault at the first touch once memory has run out.
+  while (::fallocate(memory.fd.get(), 0, 0, static_cast<off_t>(size_bytes)) != 0) {
+    if (errno != EINTR) {
+      return memory_error("allocation", size_bytes);
+    }
+  }
+  void* data = ::mmap(nullptr, size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, memory.fd.get(), 0);
+  if (data == MAP_FAILED) {
+    return memory_error("mapping", size_bytes);
+  }
+  memory.mapping = Mapping(data, size_bytes);
+  // After our own mapping, which F_SEAL_FUTURE_WRITE leaves writable.
+  const int seals = kSizeSeals | (access == PeerAccess::kReadOnly ? F_SEAL_FUTURE_WRITE : 0);
+  if (::fcntl(memory.fd.get(), F_ADD_SEALS, seals) != 0) {
+    return memory_error("sealing", size_bytes);
+  }
+  return memory;
+}
+
+Result<Mapping> map_shared_memory(const Fd& fd, uint64_t size_bytes, PeerAccess access) {
+  const int seals = ::fcntl(fd.get(), F_GET_SEALS);
+  const int wanted = F_SEAL_SHRINK | F_SEAL_GROW;
+  if (seals < 0 || (seals & wanted) != wanted) {
+    return Status(KVM_ERR_PROTOCOL, "the daemon sent memory whose size is not sealed (seals " +
+                                        std::to_string(seals) + ")");
+  }
+  struct stat facts {};
+  if (::fstat(fd.get(), &facts) != 0 || size_bytes == 0 ||
+      static_cast<uint64_t>(facts.st_size) < size_bytes) {
+    return Status(KVM_ERR_PROTOCOL, "the daemon sent memory of " + std::to_string(facts.st_size) +
+                                        " bytes where " + std::to_string(size_bytes) +
+                                        " were promised");
+  }
+  const int protection =
+      access == PeerAccess::kReadOnly ? PROT_READ : PROT_READ | PROT_WRITE;
+  void* data = ::mmap(nullptr, size_bytes, protection, MAP_SHARED, fd.get(), 0);
+  if (data == MAP_FAILED) {
+    return memory_error("mapping", size_bytes);
+  }
+  return Mapping(data, size_bytes);
+}
+
+}  // namespace kvm::ipc

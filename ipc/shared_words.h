@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+// Access to memory that another process can write at any time.
+#ifndef KVM_IPC_SHARED_WORDS_H_
+#define KVM_IPC_SHARED_WORDS_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "ipc/wire.h"
+
+namespace kvm::ipc {
+
+// std::atomic_ref has no form for read-only memory in C++20; the built-ins are the same thing.
+inline uint32_t load_acquire(const ControlWord& word) {
+  return __atomic_load_n(&word.value, __ATOMIC_ACQUIRE);
+}
+inline uint32_t load_seq_cst(const ControlWord& word) {
+  return __atomic_load_n(&word.value, __ATOMIC_SEQ_CST);
+}
+inline void store_release(ControlWord* word, uint32_t value) {
+  __atomic_store_n(&word->value, value, __ATOMIC_RELEASE);
+}
+inline void store_seq_cst(ControlWord* word, uint32_t value) {
+  __atomic_store_n(&word->value, value, __ATOMIC_SEQ_CST);
+}
+
+// Copies `size` bytes that the peer may be changing. The barrier keeps the compiler from reading
+// `from` again where the copy is used: what was validated is what is used.
+inline void copy_once(void* to, const void* from, size_t size) {
+  std::memcpy(to, from, size);
+  asm volatile("" : : "r"(to) : "memory");
+}
+
+// For the body of a spinning loop.
+inline void cpu_relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
+}  // namespace kvm::ipc
+
+#endif  // KVM_IPC_SHARED_WORDS_H_

@@ -1,0 +1,292 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ipc/socket.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/un.h>
+#include <time.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <utility>
+
+namespace kvm::ipc {
+
+namespace {
+
+// The kernel's own numbers: the C library's headers may be older than the kernel.
+constexpr int kSoPeerPidfd = 77;
+
+Status system_error(kvm_status code, const std::string& what) {
+  return Status(code, what + ": " + ::strerror(errno));
+}
+
+Result<sockaddr_un> address_of(const std::string& path) {
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  if (path.empty() || path.size() >= sizeof(address.sun_path)) {
+    return Status(KVM_ERR_INVALID, "socket path '" + path + "' has " +
+                                       std::to_string(path.size()) + " bytes; allowed are 1 to " +
+                                       std::to_string(sizeof(address.sun_path) - 1));
+  }
+  std::memcpy(address.sun_path, path.data(), path.size());
+  return address;
+}
+
+Fd seqpacket_socket(int flags) {
+  return Fd(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | flags, 0));
+}
+
+int connect_fd(const Fd& fd, const sockaddr_un& address) {
+  return ::connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address));
+}
+
+kvm_status code_of_errno() {
+  switch (errno) {
+    case EACCES:
+    case EPERM:
+    case EROFS:
+      return KVM_ERR_PERMISSION;
+    case ENOENT:
+    case ECONNREFUSED:
+    case ECONNRESET:
+    case EPIPE:
+    case ENOTCONN:
+      return KVM_ERR_DISCONNECTED;
+    case EMFILE:
+    case ENFILE:
+      return KVM_ERR_LIMIT;
+    default:
+      return KVM_ERR_IO;
+  }
+}
+
+// Takes every descriptor out of the control data, so that none leaks whatever happens next.
+std::vector<Fd> take_fds(msghdr* message) {
+  std::vector<Fd> fds;
+  for (cmsghdr* header = CMSG_FIRSTHDR(message); header != nullptr;
+       header = CMSG_NXTHDR(message, header)) {
+    if (header->cmsg_level != SOL_SOCKET || header->cmsg_type != SCM_RIGHTS) {
+      continue;
+    }
+    const size_t n = (header->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+    for (size_t i = 0; i < n; ++i) {
+      int fd = -1;
+      std::memcpy(&fd, CMSG_DATA(header) + i * sizeof(int), sizeof(int));
+      fds.emplace_back(fd);
+    }
+  }
+  return fds;
+}
+
+}  // namespace
+
+std::string default_socket_path() {
+  if (const char* path = std::getenv("KVM_SOCKET"); path != nullptr && *path != '\0') {
+    return path;
+  }
+  if (const char* folder = std::getenv("XDG_RUNTIME_DIR"); folder != nullptr && *folder != '\0') {
+    return std::string(folder) + "/kvm/kvmd.sock";
+  }
+  return "/run/kvm/kvmd.sock";
+}
+
+Result<Fd> listen_at(const std::string& path, mode_t mode) {
+  KVM_TRY_ASSIGN(const sockaddr_un address, address_of(path));
+  {
+    const Fd probe = seqpacket_socket(0);
+    if (probe.is_open() && connect_fd(probe, address) == 0) {
+      return Status(KVM_ERR_BUSY, "another daemon listens at '" + path + "'");
+    }
+    if (errno == ECONNREFUSED) {
+      ::unlink(path.c_str());
+    }
+  }
+  Fd listener = seqpacket_socket(SOCK_NONBLOCK);
+  if (!listener.is_open()) {
+    return system_error(code_of_errno(), "socket");
+  }
+  // The permission bits must hold from the first moment, so they come from the socket's own inode,
+  // which bind copies to the file.
+  if (::fchmod(listener.get(), mode) != 0 ||
+      ::bind(listener.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) != 0 ||
+      ::chmod(path.c_str(), mode) != 0 || ::listen(listener.get(), 64) != 0) {
+    const bool missing = errno == ENOENT;
+    return system_error(missing ? KVM_ERR_IO : code_of_errno(), "cannot listen at '" + path + "'");
+  }
+  return listener;
+}
+
+Result<std::optional<Fd>> accept_from(const Fd& listener) {
+  Fd fd(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+  if (fd.is_open()) {
+    return std::optional<Fd>(std::move(fd));
+  }
+  if (errno == EAGAIN || errno == EINTR || errno == ECONNABORTED) {
+    return std::optional<Fd>();
+  }
+  return system_error(errno == EMFILE || errno == ENFILE ? KVM_ERR_LIMIT : KVM_ERR_IO, "accept");
+}
+
+Result<Fd> connect_to(const std::string& path) {
+  KVM_TRY_ASSIGN(const sockaddr_un address, address_of(path));
+  Fd fd = seqpacket_socket(0);
+  if (!fd.is_open()) {
+    return system_error(code_of_errno(), "socket");
+  }
+  int rc = 0;
+  do {
+    rc = connect_fd(fd, address);
+  } while (rc != 0 && errno == EINTR);
+  if (rc != 0) {
+    return system_error(code_of_errno(), "no kvmd answers at '" + path + "'");
+  }
+  return fd;
+}
+
+Result<PeerCredentials> peer_credentials(const Fd& socket) {
+  ucred credentials{};
+  socklen_t size = sizeof(credentials);
+  if (::getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &credentials, &size) != 0) {
+    return system_error(KVM_ERR_IO, "SO_PEERCRED");
+  }
+  return PeerCredentials{credentials.pid, credentials.uid, credentials.gid};
+}
+
+Result<Fd> peer_pidfd(const Fd& socket, const PeerCredentials& credentials) {
+  int number = -1;
+  socklen_t size = sizeof(number);
+  if (::getsockopt(socket.get(), SOL_SOCKET, kSoPeerPidfd, &number, &size) == 0) {
+    Fd fd(number);
+    ::fcntl(fd.get(), F_SETFD, FD_CLOEXEC);
+    return fd;
+  }
+  Fd fd(static_cast<int>(::syscall(SYS_pidfd_open, credentials.pid, 0)));
+  if (!fd.is_open()) {
+    return system_error(errno == ESRCH ? KVM_ERR_DISCONNECTED : KVM_ERR_IO, "pidfd_open");
+  }
+  if (is_hung_up(socket)) {
+    return Status(KVM_ERR_DISCONNECTED, "the peer is gone");
+  }
+  return fd;
+}
+
+Status send_message(const Fd& socket, std::span<const uint8_t> bytes, std::span<const int> fds) {
+  if (bytes.empty() || bytes.size() > kMaxControlBytes || fds.size() > kMaxFdsPerMessage) {
+    return Status(KVM_ERR_INVALID, "a control message of " + std::to_string(bytes.size()) +
+                                       " bytes with " + std::to_string(fds.size()) +
+                                       " descriptors; allowed are 1 to " +
+                                       std::to_string(kMaxControlBytes) + " and at most " +
+                                       std::to_string(kMaxFdsPerMessage));
+  }
+  iovec part{const_cast<uint8_t*>(bytes.data()), bytes.size()};
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int) * kMaxFdsPerMessage)] = {};
+  msghdr message{};
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  if (!fds.empty()) {
+    message.msg_control = control;
+    message.msg_controllen = CMSG_SPACE(fds.size_bytes());
+    cmsghdr* header = CMSG_FIRSTHDR(&message);
+    header->cmsg_level = SOL_SOCKET;
+    header->cmsg_type = SCM_RIGHTS;
+    header->cmsg_len = CMSG_LEN(fds.size_bytes());
+    std::memcpy(CMSG_DATA(header), fds.data(), fds.size_bytes());
+  }
+  for (;;) {
+    if (::sendmsg(socket.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT) >= 0) {
+      return Status::ok();
+    }
+    if (errno == EAGAIN || errno == ENOBUFS || errno == ETOOMANYREFS) {
+      return system_error(KVM_ERR_AGAIN, "the peer does not read its messages");
+    }
+    if (errno != EINTR) {
+      return system_error(code_of_errno(), "sendmsg");
+    }
+  }
+}
+
+Result<std::optional<ReceivedMessage>> receive_message(const Fd& socket, uint32_t max_fds) {
+  // One byte more than allowed, so that a longer message is recognised; the kernel drops the rest.
+  ReceivedMessage received;
+  received.bytes.resize(kMaxControlBytes + 1);
+  // Room for more descriptors than allowed: those beyond the room would be dropped (MSG_CTRUNC).
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int) * kMaxFdsPerMessage)];
+  iovec part{received.bytes.data(), received.bytes.size()};
+  msghdr message{};
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  message.msg_control = control;
+  message.msg_controllen = sizeof(control);
+  ssize_t n = 0;
+  do {
+    n = ::recvmsg(socket.get(), &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+  } while (n < 0 && errno == EINTR);
+  if (n < 0) {
+    if (errno == EAGAIN) {
+      return std::optional<ReceivedMessage>();
+    }
+    return system_error(code_of_errno(), "recvmsg");
+  }
+  received.fds = take_fds(&message);
+  if (n == 0) {
+    // A SEQPACKET peer can send an empty packet, which looks the same; both end the connection.
+    return Status(KVM_ERR_DISCONNECTED, "the other side closed the connection");
+  }
+  if ((message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) != 0 ||
+      static_cast<size_t>(n) > kMaxControlBytes || received.fds.size() > max_fds) {
+    return Status(KVM_ERR_PROTOCOL, "a control message of " + std::to_string(n) +
+                                        " bytes or more with " +
+                                        std::to_string(received.fds.size()) +
+                                        " descriptors or more; allowed are " +
+                                        std::to_string(kMaxControlBytes) + " and " +
+                                        std::to_string(max_fds));
+  }
+  received.bytes.resize(static_cast<size_t>(n));
+  return std::optional<ReceivedMessage>(std::move(received));
+}
+
+Status wait_readable(const Fd& socket, uint64_t timeout_ns) {
+  timespec now{};
+  ::clock_gettime(CLOCK_MONOTONIC, &now);
+  const uint64_t start = static_cast<uint64_t>(now.tv_sec) * 1000000000u +
+                         static_cast<uint64_t>(now.tv_nsec);
+  uint64_t left = timeout_ns;
+  for (;;) {
+    pollfd entry{socket.get(), POLLIN, 0};
+    timespec wait{};
+    wait.tv_sec = static_cast<time_t>(std::min<uint64_t>(left / 1000000000u, 1u << 20));
+    wait.tv_nsec = static_cast<long>(left % 1000000000u);
+    const int n = ::ppoll(&entry, 1, &wait, nullptr);
+    if (n > 0) {
+      return Status::ok();
+    }
+    if (n < 0 && errno != EINTR) {
+      return system_error(KVM_ERR_IO, "poll");
+    }
+    ::clock_gettime(CLOCK_MONOTONIC, &now);
+    const uint64_t passed = static_cast<uint64_t>(now.tv_sec) * 1000000000u +
+                            static_cast<uint64_t>(now.tv_nsec) - start;
+    if (passed >= timeout_ns) {
+      return Status(KVM_ERR_TIMEOUT, "no answer from the daemon within " +
+                                         std::to_string(timeout_ns / 1000000u) + " ms");
+    }
+    left = timeout_ns - passed;
+  }
+}
+
+bool is_hung_up(const Fd& socket) {
+  pollfd entry{socket.get(), POLLRDHUP, 0};
+  if (::poll(&entry, 1, 0) <= 0) {
+    return false;
+  }
+  return (entry.revents & (POLLHUP | POLLRDHUP | POLLERR | POLLNVAL)) != 0;
+}
+
+}  // namespace kvm::ipc

@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ipc/space_message.h"
+
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "ipc/struct_size.h"
+
+namespace kvm::ipc {
+
+namespace {
+
+// LIMIT: one byte more than a valid name, so that the engine sees that it is too long.
+constexpr size_t kMaxNameBytes = 64;
+
+Status check_count(uint64_t count, uint64_t limit, const char* name) {
+  if (count > limit) {
+    return Status(KVM_ERR_INVALID, std::string("kvm_space_params.") + name + " is " +
+                                       std::to_string(count) + "; at most " +
+                                       std::to_string(limit));
+  }
+  return Status::ok();
+}
+
+// The counts bound every allocation and every product below.
+Status check_counts(const kvm_space_params& params) {
+  KVM_TRY(check_count(params.n_layers, kMaxSpaceLayers, "n_layers"));
+  KVM_TRY(check_count(params.n_q_heads, kMaxSpaceQHeads, "n_q_heads"));
+  KVM_TRY(check_count(params.n_rope_pairs, kMaxRopePairs, "n_rope_pairs"));
+  KVM_TRY(check_count(params.n_layer_params, kMaxSpaceListEntries, "n_layer_params"));
+  KVM_TRY(check_count(params.n_policies, kMaxSpaceListEntries, "n_policies"));
+  return check_count(params.n_codecs, kMaxSpaceListEntries, "n_codecs");
+}
+
+template <typename T>
+Status copy_array(const T* data, size_t count, const char* name, std::vector<T>* out) {
+  if (count != 0 && data == nullptr) {
+    return Status(KVM_ERR_INVALID, std::string("kvm_space_params.") + name + " is NULL, but " +
+                                       std::to_string(count) + " entries were announced");
+  }
+  out->assign(data, data + count);
+  return Status::ok();
+}
+
+void clear_pointers(kvm_space_params* params) {
+  params->name = nullptr;
+  params->rope_inv_freq = nullptr;
+  params->sink_logits = nullptr;
+  params->layers = nullptr;
+  params->policies = nullptr;
+  params->codecs = nullptr;
+}
+
+Status check_equal(size_t count, size_t announced, const char* name) {
+  if (count != announced) {
+    return Status(KVM_ERR_INVALID, std::string("kvm_space_params.") + name + " has " +
+                                       std::to_string(count) + " entries, but " +
+                                       std::to_string(announced) + " were announced");
+  }
+  return Status::ok();
+}
+
+std::vector<float> floats_of(const flatbuffers::Vector<float>* field) {
+  return field == nullptr ? std::vector<float>()
+                          : std::vector<float>(field->begin(), field->end());
+}
+
+}  // namespace
+
+Result<SpaceMessage> copy_space(const kvm_space_params& params) {
+  KVM_TRY(check_counts(params));
+  if (params.name == nullptr) {
+    return Status(KVM_ERR_INVALID, "kvm_space_params.name is NULL");
+  }
+  SpaceMessage space;
+  space.name.assign(params.name, ::strnlen(params.name, kMaxNameBytes));
+  space.params = params;
+  clear_pointers(&space.params);
+  KVM_TRY(copy_array(params.rope_inv_freq, params.n_rope_pairs, "rope_inv_freq",
+                     &space.rope_inv_freq));
+  const size_t n_sinks =
+      params.sink_logits == nullptr ? 0 : size_t{params.n_layers} * params.n_q_heads;
+  KVM_TRY(copy_array(params.sink_logits, n_sinks, "sink_logits", &space.sink_logits));
+  KVM_TRY(copy_array(params.layers, params.n_layer_params, "layers", &space.layers));
+  KVM_TRY(copy_array(params.policies, params.n_policies, "policies", &space.policies));
+  KVM_TRY(copy_array(params.codecs, params.n_codecs, "codecs", &space.codecs));
+  return space;
+}
+
+flatbuffers::Offset<wire::SpaceRegister> encode_space(ControlWriter* writer,
+                                                      const SpaceMessage& space) {
+  flatbuffers::FlatBufferBuilder& fbb = writer->fbb();
+  const auto bytes = [&fbb](std::span<const uint8_t> data) {
+    return fbb.CreateVector(data.data(), data.size());
+  };
+  const auto params = bytes(as_bytes(&space.params, 1));
+  const auto name = fbb.CreateString(space.name);
+  const auto rope = fbb.CreateVector(space.rope_inv_freq);
+  const auto sinks = fbb.CreateVector(space.sink_logits);
+  const auto layers = bytes(as_bytes(space.layers.data(), space.layers.size()));
+  const auto policies = bytes(as_bytes(space.policies.data(), space.policies.size()));
+  const auto codecs = bytes(as_bytes(space.codecs.data(), space.codecs.size()));
+  return wire::CreateSpaceRegister(fbb, params, name, rope, sinks, layers, policies, codecs);
+}
+
+Result<SpaceMessage> decode_space(const wire::SpaceRegister& message) {
+  if (message.params() == nullptr || message.name() == nullptr) {
+    return Status(KVM_ERR_INVALID, "a space without parameters or name");
+  }
+  SpaceMessage space;
+  KVM_TRY(read_struct(message.params()->data(), message.params()->size(), &space.params,
+                      "kvm_space_params"));
+  clear_pointers(&space.params);
+  KVM_TRY(check_counts(space.params));
+  space.name = message.name()->str();
+  space.rope_inv_freq = floats_of(message.rope_inv_freq());
+  space.sink_logits = floats_of(message.sink_logits());
+  KVM_TRY_ASSIGN(space.layers, structs_of<kvm_layer_params>(message.layers(), kMaxSpaceListEntries,
+                                                            "layers"));
+  KVM_TRY_ASSIGN(space.policies, structs_of<kvm_policy_params>(
+                                     message.policies(), kMaxSpaceListEntries, "policies"));
+  KVM_TRY_ASSIGN(space.codecs, structs_of<kvm_codec_params>(message.codecs(), kMaxSpaceListEntries,
+                                                            "codecs"));
+  const kvm_space_params& params = space.params;
+  KVM_TRY(check_equal(space.rope_inv_freq.size(), params.n_rope_pairs, "rope_inv_freq"));
+  if (!space.sink_logits.empty()) {
+    KVM_TRY(check_equal(space.sink_logits.size(), size_t{params.n_layers} * params.n_q_heads,
+                        "sink_logits"));
+  }
+  KVM_TRY(check_equal(space.layers.size(), params.n_layer_params, "layers"));
+  KVM_TRY(check_equal(space.policies.size(), params.n_policies, "policies"));
+  KVM_TRY(check_equal(space.codecs.size(), params.n_codecs, "codecs"));
+  return space;
+}
+
+}  // namespace kvm::ipc

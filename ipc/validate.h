@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: Apache-2.0
+// From a copied ring entry to a private, checked request: the only way in which bytes of a client
+// become numbers that the daemon acts on.
+//
+// The entry has been copied (ipc/ring.h). Its parameter block is copied here, once, and only the
+// copy is looked at. What comes out holds addresses of tensors and of the result block, all inside
+// regions of that client and kept mapped by the request's pins; no other pointer into client memory
+// exists. Whether the request makes sense (ids, geometry, positions, quota) is the engine's to say.
+//
+// libkvm checks the same things before it sends, so a reject proves a broken or hostile client: the
+// daemon counts it and closes that client.
+#ifndef KVM_IPC_VALIDATE_H_
+#define KVM_IPC_VALIDATE_H_
+
+#include <cstdint>
+#include <string_view>
+#include <variant>
+#include <vector>
+
+#include "ipc/region_table.h"
+#include "ipc/wire.h"
+#include "kvm.h"
+
+namespace kvm::ipc {
+
+// Why an entry is refused. One list: tests count that each is reached.
+enum class Reject : uint8_t {
+  kNone = 0,
+  kOpcode,
+  kVersion,
+  kEntryFlags,
+  kEntryReserved,
+  kUnknownRegion,
+  kBlockAlignment,
+  kBlockBounds,
+  kBlockLength,
+  kResultAlign,
+  kResultBounds,
+  kBlockReserved,
+  kVerbs,
+  kBlockFlags,
+  kItemCount,
+  kRangeCount,
+  kTreeCount,
+  kMode,
+  kProposal,
+  kNotFinite,
+  kItemFlags,
+  kItemReserved,
+  kItemRanges,
+  kItemTree,
+  kItemRows,
+  kTensorAbsent,
+  kTensorDtype,
+  kTensorAlign,
+  kTensorBounds,
+  kTensorOverlap,
+  kSeqVerb,
+  kCount,  // not a reason
+};
+
+// A sentence for the log. Static storage.
+const char* reject_text(Reject reject);
+
+// A tensor in client memory. data == nullptr: absent.
+struct TensorSpan {
+  uint8_t* data = nullptr;
+  uint64_t size_bytes = 0;
+  uint32_t dtype = 0;
+  uint64_t stride_layer = 0;
+  uint64_t stride_row = 0;
+  uint64_t stride_head = 0;
+};
+
+// Fields as in wire.h.
+struct NopMessage {};
+
+struct StepMessage {
+  bool append = false;
+  bool attend = false;
+  uint32_t flags = 0;
+  uint64_t space = 0;
+  uint32_t layer_begin = 0;
+  uint32_t n_layers = 0;
+  std::vector<kvm_item> items;
+  std::vector<kvm_range> ranges;
+  std::vector<uint64_t> tree_mask;
+  uint32_t mode = 0;
+  uint32_t proposal = 0;
+  float scale = 0;
+  float eps = 0;
+  float delta = 0;
+  uint64_t budget = 0;
+  uint64_t seed = 0;
+  uint64_t deadline_ns = 0;
+  TensorSpan k, v, q, o, lse, err;
+};
+
+struct ReadMessage {
+  uint64_t seq = 0;
+  uint32_t layer = 0;
+  uint64_t position = 0;
+  uint64_t n_tokens = 0;
+  TensorSpan k, v;
+};
+
+struct ObserveMessage {
+  uint64_t seq = 0;
+  uint32_t layer = 0;
+  uint32_t n_rows = 0;
+  uint64_t query_position = 0;
+  uint64_t column_begin = 0;
+  uint64_t n_columns = 0;
+  TensorSpan q, column_sums;
+};
+
+struct SeqMessage {
+  SeqVerbWire verb = SeqVerbWire::kCreate;
+  uint32_t flags = 0;
+  uint64_t space = 0;
+  uint64_t seq = 0;
+  uint64_t n_tokens = 0;
+};
+
+struct CancelMessage {
+  uint64_t user_data = 0;
+};
+
+struct Request {
+  uint64_t user_data = 0;
+  std::variant<NopMessage, StepMessage, ReadMessage, ObserveMessage, SeqMessage, CancelMessage>
+      message;
+  // Where the result goes; nullptr for a nop. Written with write_result only.
+  ResultBlock* result = nullptr;
+  RegionPins pins;  // keep until nothing writes to tensors or result any more
+};
+
+// Checks one copied entry. On kNone *out is filled; otherwise it is to be thrown away.
+// REQUIRES: a default-constructed *out. ENSURES: no allocation is larger than block_length.
+Reject validate_request(const RequestEntry& entry, RegionTable* regions, Request* out);
+
+// Fills a result block (nullptr: nothing to do) as wire.h says; call it before the completion is
+// published. `sentence` is cut to fit.
+void write_result(ResultBlock* result, uint64_t seq, std::string_view sentence);
+
+}  // namespace kvm::ipc
+
+#endif  // KVM_IPC_VALIDATE_H_
