@@ -4,8 +4,8 @@
 // A slab is one virtual reservation for pages of one slab class. It grows and shrinks by extents of
 // 2 MiB: an extent is charged to the budget before its memory is touched, holds
 // floor(2 MiB / page_bytes) pages (none straddles its end), and is given back to the operating
-// system when its last page is freed, unless it is kept as a cached one. Cached extents stay charged
-// and are taken back whenever an allocation would fail otherwise.
+// system when its last page is freed, unless it is kept as a cached one. Cached extents stay
+// charged and are taken back whenever an allocation would fail otherwise.
 //
 // Pages are reference counted. Addresses are stable for the life of a page. A fresh page's content
 // is undefined (zeros, or what a freed page of the same class left).

@@ -205,8 +205,8 @@ TEST(HostPool, SlabNumbersAreRecycled) {
   for (uint16_t n_heads = 1; n_heads <= 32; ++n_heads) {
     for (uint16_t dim = 8; dim <= 256; dim = static_cast<uint16_t>(dim + 8)) {
       SlabClass slab_class = slab_class_of(n_heads, dim);
-      for (const uint16_t dim_v : {8, 16}) {
-        slab_class.dim_v = dim_v;
+      for (const int dim_v : {8, 16}) {
+        slab_class.dim_v = static_cast<uint16_t>(dim_v);
         const Result<PageRef> page = pool.allocate(slab_class);
         ASSERT_TRUE(page.is_ok()) << page.status().message();
         ASSERT_EQ(pool.slab_class(page.value()), slab_class);
