@@ -13,71 +13,6 @@ namespace {
 
 std::atomic<uint64_t> g_sink{0};  // keeps the reads from being optimised away
 
-// Streams of one piece are read side by side, `ahead` bytes prefetched (0: the hardware's own).
-template <int kStreams>
-__attribute__((target("avx512f,avx512dq"))) uint64_t read_avx512(const char* data, uint64_t size,
-                                                                 uint64_t ahead) {
-  const uint64_t stream = size / kStreams & ~uint64_t{255};
-  __m512i sum[4] = {};
-  for (uint64_t at = 0; at < stream; at += 256) {
-    for (int s = 0; s < kStreams; ++s) {
-      const char* line = data + static_cast<uint64_t>(s) * stream + at;
-      if (ahead != 0) {
-        for (int i = 0; i < 4; ++i) {
-          _mm_prefetch(line + ahead + i * 64, _MM_HINT_T0);
-        }
-      }
-      for (int i = 0; i < 4; ++i) {
-        sum[i] = _mm512_xor_si512(sum[i], _mm512_loadu_si512(line + i * 64));
-      }
-    }
-  }
-  const __m512i all =
-      _mm512_xor_si512(_mm512_xor_si512(sum[0], sum[1]), _mm512_xor_si512(sum[2], sum[3]));
-  return static_cast<uint64_t>(_mm512_reduce_add_epi64(all));
-}
-
-template <int kStreams>
-__attribute__((target("avx2"))) uint64_t read_avx2(const char* data, uint64_t size,
-                                                   uint64_t ahead) {
-  const uint64_t stream = size / kStreams & ~uint64_t{255};
-  __m256i sum[4] = {};
-  for (uint64_t at = 0; at < stream; at += 256) {
-    for (int s = 0; s < kStreams; ++s) {
-      const char* line = data + static_cast<uint64_t>(s) * stream + at;
-      if (ahead != 0) {
-        for (int i = 0; i < 4; ++i) {
-          _mm_prefetch(line + ahead + i * 64, _MM_HINT_T0);
-        }
-      }
-      for (int i = 0; i < 8; ++i) {
-        const auto* from = reinterpret_cast<const __m256i*>(line + i * 32);
-        sum[i & 3] = _mm256_xor_si256(sum[i & 3], _mm256_loadu_si256(from));
-      }
-    }
-  }
-  const __m256i all =
-      _mm256_xor_si256(_mm256_xor_si256(sum[0], sum[1]), _mm256_xor_si256(sum[2], sum[3]));
-  alignas(32) uint64_t words[4];
-  _mm256_store_si256(reinterpret_cast<__m256i*>(words), all);
-  return words[0] ^ words[1] ^ words[2] ^ words[3];
-}
-
-uint64_t read_piece(int kernel, const char* data, uint64_t size) {
-  static const bool has_avx512 =
-      __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq");
-  switch (kernel) {
-    case 0:
-      return has_avx512 ? read_avx512<1>(data, size, 0) : read_avx2<1>(data, size, 0);
-    case 1:
-      return has_avx512 ? read_avx512<1>(data, size, 2048) : read_avx2<1>(data, size, 2048);
-    case 2:
-      return has_avx512 ? read_avx512<1>(data, size, 8192) : read_avx2<1>(data, size, 8192);
-    default:
-      return has_avx512 ? read_avx512<2>(data, size, 4096) : read_avx2<2>(data, size, 4096);
-  }
-}
-
 __attribute__((target("avx512f,avx512bf16"))) float dot_bf16(uint64_t rounds) {
   __m512 sum[16] = {};
   const __m512bh a = (__m512bh)_mm512_set1_epi32(0x3f803f80);
@@ -160,30 +95,33 @@ double Team::run(const std::function<void(uint32_t)>& work) {
 }
 
 ReadCeiling::ReadCeiling(Team& team, const std::vector<engine::MemoryPiece>& pieces)
-    : team_(team), shares_(team.size()) {
-  for (const auto& piece : pieces) {
-    size_bytes_ += piece.size_bytes;
+    : team_(team), shares_(team.size()), seconds_(read_kernels().size()) {
+  // K and V planes alternate. What is no multiple of 4 KiB (a page that is not full) is left out.
+  std::vector<ReadSpan> spans;
+  for (size_t i = 0; i + 1 < pieces.size(); i += 2) {
+    const uint64_t size = std::min(pieces[i].size_bytes, pieces[i + 1].size_bytes) & ~4095ull;
+    if (size != 0) {
+      spans.push_back({static_cast<const std::byte*>(pieces[i].data),
+                       static_cast<const std::byte*>(pieces[i + 1].data), size});
+      size_bytes_ += size * 2;
+    }
   }
   // Contiguous shares of equal size, as attention cuts a sequence.
   const uint64_t share = size_bytes_ / team.size() + 1;
   uint64_t at = 0;
-  for (const auto& piece : pieces) {
-    shares_[at / share].push_back(piece);
-    at += piece.size_bytes;
+  for (const auto& span : spans) {
+    shares_[at / share].push_back(span);
+    at += span.bytes * 2;
   }
 }
 
-std::array<double, ReadCeiling::kKernels> ReadCeiling::run_once() {
-  std::array<double, kKernels> out{};
-  for (int kernel = 0; kernel < kKernels; ++kernel) {
-    out[kernel] = team_.run([&](uint32_t thread) {
-      uint64_t sum = 0;
-      for (const auto& piece : shares_[thread]) {
-        sum ^= read_piece(kernel, static_cast<const char*>(piece.data), piece.size_bytes);
-      }
-      g_sink.fetch_xor(sum, std::memory_order_relaxed);
-    });
-    seconds_[kernel].push_back(out[kernel]);
+std::vector<double> ReadCeiling::run_once() {
+  std::vector<double> out;
+  for (size_t kernel = 0; kernel < read_kernels().size(); ++kernel) {
+    out.push_back(team_.run([&](uint32_t thread) {
+      g_sink.fetch_xor(read_kernels()[kernel].read(shares_[thread]), std::memory_order_relaxed);
+    }));
+    seconds_[kernel].push_back(out.back());
   }
   return out;
 }

@@ -6,7 +6,6 @@
 #ifndef KVM_BENCH_CEILING_H_
 #define KVM_BENCH_CEILING_H_
 
-#include <array>
 #include <atomic>
 #include <cstdint>
 #include <functional>
@@ -14,6 +13,7 @@
 #include <thread>
 #include <vector>
 
+#include "bench/attention/read_kernels.h"
 #include "engine/engine.h"
 
 namespace kvm::bench {
@@ -45,18 +45,17 @@ class Team {
 class ReadCeiling {
  public:
   ReadCeiling(Team& team, const std::vector<engine::MemoryPiece>& pieces);
-  static constexpr int kKernels = 4;
   // Runs every kernel once over all pieces; returns the seconds of each.
-  std::array<double, kKernels> run_once();
+  std::vector<double> run_once();
   uint64_t size_bytes() const { return size_bytes_; }
   // The best kernel's median so far, in bytes per second.
   double bytes_per_s() const;
 
  private:
   Team& team_;
-  std::vector<std::vector<engine::MemoryPiece>> shares_;  // per thread
+  std::vector<std::vector<ReadSpan>> shares_;  // per thread
   uint64_t size_bytes_ = 0;
-  std::vector<double> seconds_[kKernels];
+  std::vector<std::vector<double>> seconds_;  // per kernel
 };
 
 // One run of a register-only multiply-add loop on all threads, in floating-point operations per

@@ -8,12 +8,10 @@
 
 #include <sys/types.h>
 
-#include <array>
 #include <cstdint>
 #include <string>
 #include <vector>
 
-#include "bench/ceiling.h"
 #include "kvm.h"
 
 namespace kvm::bench {
@@ -40,7 +38,7 @@ class DaemonChild {
   pid_t child_ = -1;
   int to_child_ = -1;
   int from_child_ = -1;
-  std::array<std::vector<double>, ReadCeiling::kKernels> bytes_per_s_;
+  std::vector<std::vector<double>> bytes_per_s_;  // per read kernel
 };
 
 }  // namespace kvm::bench

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // exact, prefill, append, fork: the engine alone, in this process.
+#include <fcntl.h>
 #include <fmt/format.h>
 #include <signal.h>
 #include <sys/mman.h>

@@ -235,7 +235,7 @@ int run_decode(const Options& options) {
   const uint64_t budget = memory_budget_bytes(options);
   constexpr uint64_t kModelTokenBytes = DecodeModel::kTokenBytes * DecodeModel::kLayers;
   // As long a context as memory allows, in whole blocks, with room for what is decoded.
-  const uint64_t fits = (budget - std::min(budget, 512ull << 20)) / kModelTokenBytes;
+  const uint64_t fits = (budget - std::min<uint64_t>(budget, 512ull << 20)) / kModelTokenBytes;
   const uint64_t tokens =
       std::min<uint64_t>(options.max_tokens, fits / DecodeModel::kBlock * DecodeModel::kBlock);
   if (tokens == 0) {

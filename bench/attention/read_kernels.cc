@@ -49,6 +49,38 @@ template <size_t kAhead>
   return sum;
 }
 
+// One stream after the other, prefetched into the first level kNear bytes ahead and into the second
+// kFar bytes ahead, line by line. Both divide the length of a span or are multiples of it.
+template <size_t kNear, size_t kFar>
+[[gnu::always_inline]] inline uint64_t read_two_levels(std::span<const ReadSpan> spans) {
+  constexpr size_t kStep = 1024;
+  Line s0{}, s1{};
+  const size_t n = 2 * spans.size();
+  const auto at = [spans, n](size_t i) {
+    i = i < n ? i : n - 1;
+    return i % 2 == 0 ? spans[i / 2].a : spans[i / 2].b;
+  };
+  for (size_t k = 0; k < n; ++k) {
+    const std::byte* p = at(k);
+    const size_t bytes = spans[k / 2].bytes;
+    for (size_t i = 0; i < bytes; i += kStep) {
+      const std::byte* near = at(k + (i + kNear) / bytes) + (i + kNear) % bytes;
+      const std::byte* far = at(k + (i + kFar) / bytes) + (i + kFar) % bytes;
+#pragma GCC unroll 2
+      for (size_t j = 0; j < kStep; j += 128) {
+        __builtin_prefetch(near + j);
+        __builtin_prefetch(far + j, 0, 2);
+        s0 ^= *reinterpret_cast<const Line*>(p + i + j);
+        __builtin_prefetch(near + j + 64);
+        __builtin_prefetch(far + j + 64, 0, 2);
+        s1 ^= *reinterpret_cast<const Line*>(p + i + j + 64);
+      }
+    }
+  }
+  s0 ^= s1;
+  return fold(s0);
+}
+
 // Both streams at once, kStep bytes of each in turn.
 template <size_t kAhead, size_t kStep>
 [[gnu::always_inline]] inline uint64_t read_both(std::span<const ReadSpan> spans) {
@@ -92,11 +124,22 @@ KVM_BENCH_CLONES uint64_t both_ahead_8k(std::span<const ReadSpan> s) {
   return read_both<8192, 4096>(s);
 }
 
+KVM_BENCH_CLONES uint64_t levels_1k_8k(std::span<const ReadSpan> s) {
+  return read_two_levels<1024, 8192>(s);
+}
+KVM_BENCH_CLONES uint64_t levels_4k_16k(std::span<const ReadSpan> s) {
+  return read_two_levels<4096, 16384>(s);
+}
+KVM_BENCH_CLONES uint64_t levels_2k_32k(std::span<const ReadSpan> s) {
+  return read_two_levels<2048, 32768>(s);
+}
+
 constexpr ReadKernel kKernels[] = {
     {"plain", read_plain},           {"ahead 2K", read_ahead_2k},
     {"ahead 4K", read_ahead_4k},     {"ahead 8K", read_ahead_8k},
     {"both plain", both_plain},      {"both ahead 4K", both_ahead_4k},
-    {"both ahead 8K", both_ahead_8k},
+    {"both ahead 8K", both_ahead_8k}, {"levels 1K 8K", levels_1k_8k},
+    {"levels 4K 16K", levels_4k_16k}, {"levels 2K 32K", levels_2k_32k},
 };
 
 }  // namespace

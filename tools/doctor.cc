@@ -1,0 +1,213 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tools/doctor.h"
+
+#include <fmt/format.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+
+namespace kvm::tools {
+
+namespace {
+
+std::string read_text(const std::string& path) {
+  std::ifstream in(path);
+  std::stringstream text;
+  text << in.rdbuf();
+  std::string out = text.str();
+  while (!out.empty() && out.back() == '\n') {
+    out.pop_back();
+  }
+  return out;
+}
+
+// The word in brackets of a /sys choice such as "always [madvise] never".
+std::string chosen(const std::string& text) {
+  const size_t begin = text.find('[');
+  const size_t end = text.find(']');
+  return begin == std::string::npos || end == std::string::npos
+             ? text
+             : text.substr(begin + 1, end - begin - 1);
+}
+
+Finding instruction_sets(const kvm_client_info* info) {
+  Finding out;
+  out.subject = "instruction set";
+#if defined(__x86_64__)
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+  out.found = fmt::format("scalar{}{}{}", avx2 ? ", avx2" : "", avx512 ? ", avx512" : "",
+                          bf16 ? ", avx512bf16" : "");
+  if (!avx2) {
+    out.verdict = Verdict::kFallback;
+    out.consequence = "scalar kernels: attention runs at a small part of memory speed";
+  }
+#else
+  out.found = "scalar";
+  out.verdict = Verdict::kFallback;
+  out.consequence = "scalar kernels: attention runs at a small part of memory speed";
+#endif
+  if (info != nullptr) {
+    out.found += fmt::format("; kvmd uses {}", info->isa);
+  }
+  return out;
+}
+
+Finding huge_pages() {
+  Finding out;
+  out.subject = "transparent huge pages";
+  const std::string choice =
+      chosen(read_text("/sys/kernel/mm/transparent_hugepage/enabled"));
+  out.found = choice.empty() ? "not in this kernel" : choice;
+  if (choice != "always" && choice != "madvise") {
+    out.verdict = Verdict::kFallback;
+    out.consequence =
+        "4-KiB pages: reads lose to address translation, first touches are several times slower. "
+        "Set /sys/kernel/mm/transparent_hugepage/enabled to madvise";
+  }
+  return out;
+}
+
+Finding io_uring() {
+  Finding out;
+  out.subject = "io_uring";
+  // An invalid size: the call fails with EINVAL where io_uring is allowed.
+  errno = 0;
+  const long result = syscall(SYS_io_uring_setup, 0, nullptr);
+  const int error = errno;
+  if (result < 0 && (error == ENOSYS || error == EPERM)) {
+    out.found = error == ENOSYS ? "not in this kernel, or filtered" : "disabled for this user";
+    out.verdict = Verdict::kFallback;
+    out.consequence = "kvm_queue_fd returns -1: engines poll or wait instead of using epoll";
+  } else {
+    out.found = "available";
+  }
+  return out;
+}
+
+Finding memory_lock() {
+  Finding out;
+  out.subject = "locked memory limit";
+  rlimit limit{};
+  getrlimit(RLIMIT_MEMLOCK, &limit);
+  out.found = limit.rlim_cur == RLIM_INFINITY ? "unlimited"
+                                              : fmt::format("{} KiB", limit.rlim_cur / 1024);
+  return out;  // nothing locks memory on the CPU tier
+}
+
+Finding open_files() {
+  Finding out;
+  out.subject = "open files limit";
+  rlimit limit{};
+  getrlimit(RLIMIT_NOFILE, &limit);
+  out.found = std::to_string(limit.rlim_cur);
+  if (limit.rlim_cur < 4096) {
+    out.verdict = Verdict::kFallback;
+    out.consequence =
+        "each client needs 3 descriptors, 3 per queue and 1 per arena; 64 busy clients need more. "
+        "Raise it with ulimit -n or LimitNOFILE=";
+  }
+  return out;
+}
+
+Finding cores(const kvm_client_info* info) {
+  Finding out;
+  out.subject = "cores";
+  const long n = sysconf(_SC_NPROCESSORS_ONLN);
+  out.found = std::to_string(n);
+  if (info != nullptr) {
+    out.found += fmt::format("; kvmd computes on {}", info->n_threads);
+    if (static_cast<long>(info->n_threads) > n) {
+      out.verdict = Verdict::kProblem;
+      out.consequence = "more threads than cores: they take turns. Lower kvmd's `threads`";
+    }
+  }
+  return out;
+}
+
+Finding numa() {
+  Finding out;
+  out.subject = "NUMA nodes";
+  int nodes = 0;
+  std::error_code ignored;
+  for (const auto& entry :
+       std::filesystem::directory_iterator("/sys/devices/system/node", ignored)) {
+    nodes += entry.path().filename().string().starts_with("node") ? 1 : 0;
+  }
+  out.found = std::to_string(nodes > 0 ? nodes : 1);
+  if (nodes > 1) {
+    out.verdict = Verdict::kFallback;
+    out.consequence = "memory of all nodes is used alike; start one kvmd per node with numactl";
+  }
+  return out;
+}
+
+Finding memory(const kvm_client_info* info) {
+  Finding out;
+  out.subject = "memory";
+  std::ifstream in("/proc/meminfo");
+  std::string key;
+  std::string unit;
+  uint64_t kib = 0;
+  uint64_t available_kib = 0;
+  while (in >> key >> kib >> unit) {
+    if (key == "MemAvailable:") {
+      available_kib = kib;
+    }
+  }
+  out.found = fmt::format("{:.1f} GiB available", static_cast<double>(available_kib) / 1048576.0);
+  if (info != nullptr) {
+    out.found += fmt::format("; kvmd may use {:.1f} GiB",
+                             static_cast<double>(info->host_capacity_bytes) / 1073741824.0);
+  }
+  return out;
+}
+
+Finding daemon(const kvm_client_info* info) {
+  Finding out;
+  out.subject = "daemon";
+  if (info == nullptr) {
+    out.verdict = Verdict::kProblem;
+    out.found = "no answer";
+    out.consequence = "start kvmd, or name its socket with --socket or KVM_SOCKET";
+    return out;
+  }
+  out.found = fmt::format("kvmd {}, process {}, protocol {}.{}", info->server_version,
+                          info->server_pid, info->protocol_major, info->protocol_minor);
+  return out;
+}
+
+}  // namespace
+
+const char* verdict_name(Verdict verdict) {
+  switch (verdict) {
+    case Verdict::kGood:
+      return "good";
+    case Verdict::kFallback:
+      return "fallback";
+    case Verdict::kProblem:
+      return "problem";
+  }
+  return "problem";
+}
+
+std::vector<Finding> examine(const kvm_client_info* info) {
+  std::vector<Finding> out = {daemon(info),  instruction_sets(info), huge_pages(),
+                              io_uring(),    memory_lock(),          open_files(),
+                              cores(info),   numa(),                 memory(info)};
+  if (info != nullptr && (info->features & KVM_FEATURE_EVENTFD) == 0) {
+    out.push_back({"completion events", Verdict::kFallback, "not offered by this daemon",
+                   "kvm_queue_fd returns -1: engines poll or wait instead of using epoll"});
+  }
+  return out;
+}
+
+}  // namespace kvm::tools

@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+// What this machine offers to kvm, what kvmd falls back to where something is missing, and what the
+// fallback costs. Reads /proc, /sys and limits; changes nothing.
+#ifndef KVM_TOOLS_DOCTOR_H_
+#define KVM_TOOLS_DOCTOR_H_
+
+#include <string>
+#include <vector>
+
+#include "kvm.h"
+
+namespace kvm::tools {
+
+enum class Verdict { kGood, kFallback, kProblem };
+
+struct Finding {
+  std::string subject;
+  Verdict verdict = Verdict::kGood;
+  std::string found;
+  std::string consequence;  // empty when good
+};
+
+// `info` is null when no daemon answers. The findings about the machine hold for this process's
+// limits; the daemon's own may differ where it runs under another user or unit.
+std::vector<Finding> examine(const kvm_client_info* info);
+
+const char* verdict_name(Verdict verdict);
+
+}  // namespace kvm::tools
+
+#endif  // KVM_TOOLS_DOCTOR_H_

@@ -1,0 +1,371 @@
+// SPDX-License-Identifier: Apache-2.0
+// kvmctl: what an operator asks a running kvmd. Sees the service as any client does.
+#include <fmt/format.h>
+
+#include <CLI/CLI.hpp>  // CLI11: sub-commands, validation and help in one header
+#include <algorithm>
+#include <cstdlib>
+#include <nlohmann/json.hpp>  // JSON output; nobody should print JSON by hand
+#include <string>
+#include <vector>
+
+#include "kvm.h"
+#include "tools/doctor.h"
+
+namespace kvm::tools {
+
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+// Exit statuses; stable, and listed in --help.
+enum Exit { kExitOk = 0, kExitService = 1, kExitUsage = 2, kExitConnection = 3 };
+
+struct Options {
+  std::string socket;
+  bool json = false;
+  uint32_t count = 5;
+  bool all = false;
+};
+
+[[noreturn]] void fail(const std::string& sentence, Exit exit) {
+  fmt::print(stderr, "kvmctl: {}\n", sentence);
+  std::exit(exit);
+}
+
+void check(kvm_status status, const char* what) {
+  if (status != KVM_OK) {
+    fail(fmt::format("{}: {} ({})", what, kvm_last_error(), kvm_status_name(status)),
+         status == KVM_ERR_DISCONNECTED ? kExitConnection : kExitService);
+  }
+}
+
+kvm_client* connect(const Options& options) {
+  kvm_connect_params params{};
+  params.struct_size = sizeof(params);
+  params.socket_path = options.socket.empty() ? nullptr : options.socket.c_str();
+  params.client_name = "kvmctl";
+  kvm_client* client = nullptr;
+  return kvm_connect(&params, &client) == KVM_OK ? client : nullptr;
+}
+
+class Connection {
+ public:
+  explicit Connection(const Options& options) : client_(connect(options)) {
+    if (client_ == nullptr) {
+      fail(fmt::format("{}\nStart a daemon with `kvmd`, or name the socket of a running one with "
+                       "--socket or KVM_SOCKET.",
+                       kvm_last_error()),
+           kExitConnection);
+    }
+  }
+  ~Connection() { kvm_client_close(client_); }
+  Connection(const Connection&) = delete;
+  Connection& operator=(const Connection&) = delete;
+  kvm_client* get() const { return client_; }
+
+  kvm_client_info info() const {
+    kvm_client_info out{};
+    out.struct_size = sizeof(out);
+    check(kvm_client_get_info(client_, &out), "info");
+    return out;
+  }
+
+ private:
+  kvm_client* client_;
+};
+
+std::string bytes_text(uint64_t bytes) {
+  const char* units[] = {"B", "KiB", "MiB", "GiB", "TiB"};
+  double value = static_cast<double>(bytes);
+  size_t unit = 0;
+  while (value >= 1024 && unit + 1 < std::size(units)) {
+    value /= 1024;
+    ++unit;
+  }
+  return unit == 0 ? fmt::format("{} B", bytes) : fmt::format("{:.1f} {}", value, units[unit]);
+}
+
+void print_table(const std::vector<std::vector<std::string>>& rows) {
+  std::vector<size_t> width;
+  for (const auto& row : rows) {
+    width.resize(std::max(width.size(), row.size()));
+    for (size_t i = 0; i < row.size(); ++i) {
+      width[i] = std::max(width[i], row[i].size());
+    }
+  }
+  for (const auto& row : rows) {
+    std::string line;
+    for (size_t i = 0; i < row.size(); ++i) {
+      line += fmt::format("{:<{}}  ", row[i], width[i]);
+    }
+    line.erase(line.find_last_not_of(' ') + 1);
+    fmt::print("{}\n", line);
+  }
+}
+
+void print_json(const Json& json) { fmt::print("{}\n", json.dump(2)); }
+
+int run_status(const Options& options) {
+  const Connection connection(options);
+  const kvm_client_info info = connection.info();
+  kvm_stats stats{};
+  stats.struct_size = sizeof(stats);
+  check(kvm_get_stats(connection.get(), &stats), "stats");
+  const double uptime_s = static_cast<double>(stats.uptime_ns) * 1e-9;
+  if (options.json) {
+    print_json({{"version", info.server_version},
+                {"pid", info.server_pid},
+                {"epoch", info.epoch},
+                {"isa", info.isa},
+                {"threads", info.n_threads},
+                {"uptime_seconds", uptime_s},
+                {"clients", stats.n_clients},
+                {"spaces", stats.n_spaces},
+                {"sequences", stats.n_sequences},
+                {"pages", stats.n_pages},
+                {"host_used_bytes", stats.host_used_bytes},
+                {"host_page_bytes", stats.host_page_bytes},
+                {"host_peak_bytes", stats.host_peak_bytes},
+                {"host_capacity_bytes", stats.host_capacity_bytes},
+                {"requests", stats.n_requests},
+                {"requests_failed", stats.n_requests_failed},
+                {"tokens_appended", stats.n_tokens_appended},
+                {"rows_attended", stats.n_rows_attended},
+                {"keys_present", stats.keys_present},
+                {"keys_read", stats.keys_read},
+                {"bytes_read", stats.bytes_read},
+                {"bytes_appended", stats.bytes_appended},
+                {"pages_dropped", stats.n_pages_dropped},
+                {"pages_copied", stats.n_pages_copied},
+                {"clients_total", stats.n_clients_total},
+                {"protocol_errors", stats.n_protocol_errors},
+                {"busy_seconds", static_cast<double>(stats.busy_ns) * 1e-9}});
+    return kExitOk;
+  }
+  print_table(
+      {{"daemon", fmt::format("kvmd {}, process {}, up {:.0f} s", info.server_version,
+                              info.server_pid, uptime_s)},
+       {"compute", fmt::format("{} threads, {} kernels, busy {:.1f} s", info.n_threads, info.isa,
+                               static_cast<double>(stats.busy_ns) * 1e-9)},
+       {"clients", fmt::format("{} connected, {} since the start, {} protocol errors",
+                               stats.n_clients, stats.n_clients_total, stats.n_protocol_errors)},
+       {"sequences", fmt::format("{} in {} spaces", stats.n_sequences, stats.n_spaces)},
+       {"host memory", fmt::format("{} of {} used, {} in pages, {} at most so far",
+                                   bytes_text(stats.host_used_bytes),
+                                   bytes_text(stats.host_capacity_bytes),
+                                   bytes_text(stats.host_page_bytes),
+                                   bytes_text(stats.host_peak_bytes))},
+       {"pages", fmt::format("{} in use, {} copied on write, {} dropped by policies",
+                             stats.n_pages, stats.n_pages_copied, stats.n_pages_dropped)},
+       {"requests", fmt::format("{} done, {} failed", stats.n_requests, stats.n_requests_failed)},
+       {"appended", fmt::format("{} tokens x layers, {}", stats.n_tokens_appended,
+                                bytes_text(stats.bytes_appended))},
+       {"attended", fmt::format("{} rows x layers, {} of {} keys, {}", stats.n_rows_attended,
+                                stats.keys_read, stats.keys_present,
+                                bytes_text(stats.bytes_read))}});
+  return kExitOk;
+}
+
+int run_ping(const Options& options) {
+  const Connection connection(options);
+  std::vector<double> us;
+  for (uint32_t i = 0; i < options.count; ++i) {
+    uint64_t ns = 0;
+    check(kvm_client_ping(connection.get(), &ns), "ping");
+    us.push_back(static_cast<double>(ns) * 1e-3);
+    if (!options.json) {
+      fmt::print("answer {} in {:.1f} us\n", i + 1, us.back());
+    }
+  }
+  std::sort(us.begin(), us.end());
+  if (options.json) {
+    print_json({{"count", options.count},
+                {"min_us", us.front()},
+                {"median_us", us[us.size() / 2]},
+                {"max_us", us.back()}});
+  } else {
+    fmt::print("{} answers: at least {:.1f}, median {:.1f}, at most {:.1f} us\n", options.count,
+               us.front(), us[us.size() / 2], us.back());
+  }
+  return kExitOk;
+}
+
+int run_doctor(const Options& options) {
+  kvm_client_info info{};
+  info.struct_size = sizeof(info);
+  kvm_client* client = connect(options);
+  const bool has_daemon = client != nullptr && kvm_client_get_info(client, &info) == KVM_OK;
+  kvm_client_close(client);
+  const std::vector<Finding> findings = examine(has_daemon ? &info : nullptr);
+  if (options.json) {
+    Json out = Json::array();
+    for (const Finding& finding : findings) {
+      out.push_back({{"subject", finding.subject},
+                     {"verdict", verdict_name(finding.verdict)},
+                     {"found", finding.found},
+                     {"consequence", finding.consequence}});
+    }
+    print_json(out);
+    return kExitOk;
+  }
+  std::vector<std::vector<std::string>> rows;
+  for (const Finding& finding : findings) {
+    rows.push_back({finding.subject, verdict_name(finding.verdict), finding.found});
+    if (!finding.consequence.empty()) {
+      rows.push_back({"", "", "-> " + finding.consequence});
+    }
+  }
+  print_table(rows);
+  return kExitOk;
+}
+
+// Calls a kvm_*_list function until its answer fits.
+template <typename Info, typename List>
+std::vector<Info> list_all(const List& list, const char* what) {
+  std::vector<Info> out(256);
+  while (true) {
+    size_t count = 0;
+    out[0].struct_size = sizeof(Info);
+    check(list(out.data(), out.size(), &count), what);
+    if (count <= out.size()) {
+      out.resize(count);
+      return out;
+    }
+    out.resize(count + 64);
+  }
+}
+
+const char* dtype_text(uint32_t dtype) {
+  switch (dtype) {
+    case KVM_DTYPE_F32:
+      return "fp32";
+    case KVM_DTYPE_F16:
+      return "fp16";
+    case KVM_DTYPE_BF16:
+      return "bf16";
+    default:
+      return "?";
+  }
+}
+
+int run_spaces(const Options& options) {
+  const Connection connection(options);
+  const auto spaces = list_all<kvm_space_info>(
+      [&](kvm_space_info* out, size_t capacity, size_t* count) {
+        return kvm_space_list(connection.get(), out, capacity, count);
+      },
+      "spaces");
+  if (options.json) {
+    Json out = Json::array();
+    for (const auto& space : spaces) {
+      out.push_back({{"id", space.space},
+                     {"name", space.name},
+                     {"layers", space.n_layers},
+                     {"q_heads", space.n_q_heads},
+                     {"kv_heads", space.n_kv_heads},
+                     {"head_dim_k", space.head_dim_k},
+                     {"head_dim_v", space.head_dim_v},
+                     {"dtype", dtype_text(space.dtype)},
+                     {"head_classes", space.n_head_classes},
+                     {"sequences", space.n_sequences},
+                     {"bytes_per_token", space.bytes_per_token}});
+    }
+    print_json(out);
+    return kExitOk;
+  }
+  std::vector<std::vector<std::string>> rows = {
+      {"NAME", "LAYERS", "HEADS", "DIM", "DTYPE", "CLASSES", "SEQUENCES", "A TOKEN"}};
+  for (const auto& space : spaces) {
+    rows.push_back({space.name, std::to_string(space.n_layers),
+                    fmt::format("{}/{}", space.n_q_heads, space.n_kv_heads),
+                    space.head_dim_k == space.head_dim_v
+                        ? std::to_string(space.head_dim_k)
+                        : fmt::format("{}/{}", space.head_dim_k, space.head_dim_v),
+                    dtype_text(space.dtype), std::to_string(space.n_head_classes),
+                    std::to_string(space.n_sequences), bytes_text(space.bytes_per_token)});
+  }
+  print_table(rows);
+  return kExitOk;
+}
+
+int run_seqs(const Options& options) {
+  const Connection connection(options);
+  const auto seqs = list_all<kvm_seq_info>(
+      [&](kvm_seq_info* out, size_t capacity, size_t* count) {
+        return kvm_seq_list(connection.get(), 0, KVM_LIST_ALL_CLIENTS, out, capacity, count);
+      },
+      "sequences");
+  if (options.json) {
+    Json out = Json::array();
+    for (const auto& seq : seqs) {
+      out.push_back({{"id", seq.seq},
+                     {"space", seq.space},
+                     {"client", seq.client_id},
+                     {"tokens_min", seq.n_tokens_min},
+                     {"tokens_max", seq.n_tokens_max},
+                     {"committed", seq.n_committed},
+                     {"pages", seq.n_pages},
+                     {"bytes", seq.bytes},
+                     {"bytes_shared", seq.bytes_shared},
+                     {"entries_dropped", seq.n_entries_dropped},
+                     {"bytes_observed", seq.bytes_observed}});
+    }
+    print_json(out);
+    return kExitOk;
+  }
+  std::vector<std::vector<std::string>> rows = {
+      {"SEQUENCE", "CLIENT", "TOKENS", "COMMITTED", "BYTES", "SHARED", "DROPPED"}};
+  for (const auto& seq : seqs) {
+    rows.push_back({fmt::format("{:x}", seq.seq), std::to_string(seq.client_id),
+                    seq.n_tokens_min == seq.n_tokens_max
+                        ? std::to_string(seq.n_tokens_max)
+                        : fmt::format("{}-{}", seq.n_tokens_min, seq.n_tokens_max),
+                    std::to_string(seq.n_committed), bytes_text(seq.bytes),
+                    bytes_text(seq.bytes_shared), std::to_string(seq.n_entries_dropped)});
+  }
+  print_table(rows);
+  return kExitOk;
+}
+
+int run(int argc, char** argv) {
+  Options options;
+  CLI::App app{"Asks a running kvmd, the KV-cache service, how it is."};
+  app.footer(
+      "Exit status: 0 done, 1 the service answered with an error, 2 wrong usage,\n"
+      "3 no daemon could be reached. `kvmctl COMMAND --help` has a command's options.");
+  app.set_version_flag("--version", kvm_version_string());
+  app.require_subcommand(1);
+  app.fallthrough();
+  app.add_option("--socket", options.socket,
+                 "path of the daemon's socket (default: KVM_SOCKET, else\n"
+                 "$XDG_RUNTIME_DIR/kvm/kvmd.sock, else /run/kvm/kvmd.sock)");
+  app.add_flag("--json", options.json, "print JSON instead of a table");
+
+  int (*command)(const Options&) = nullptr;
+  const auto add = [&](const char* name, const char* help, int (*function)(const Options&)) {
+    CLI::App* added = app.add_subcommand(name, help);
+    added->callback([&command, function] { command = function; });
+    return added;
+  };
+  add("status", "memory, sequences, requests and what was computed", run_status);
+  add("ping", "round trips of a null request", run_ping)
+      ->add_option("-c,--count", options.count, "how many")
+      ->check(CLI::Range(1, 1000000))
+      ->capture_default_str();
+  add("doctor", "what this machine offers to kvm, and what a fallback costs", run_doctor);
+  add("spaces", "the registered model geometries", run_spaces);
+  add("seqs", "the sequences of all clients, and the memory they hold", run_seqs);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    return app.exit(error) == 0 ? kExitOk : kExitUsage;
+  }
+  return command(options);
+}
+
+}  // namespace
+
+}  // namespace kvm::tools
+
+int main(int argc, char** argv) { return kvm::tools::run(argc, argv); }
