@@ -41,7 +41,8 @@ Status reply_status(const wire::Message& reply) {
   if (reply.status() == KVM_OK) {
     return Status::ok();
   }
-  return Status(reply.status(), reply.message() == nullptr ? std::string() : reply.message()->str());
+  const auto* message = reply.message();
+  return Status(reply.status(), message == nullptr ? std::string() : message->str());
 }
 
 }  // namespace kvm::ipc

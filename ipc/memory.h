@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Shared memory: anonymous files (memfd) that the daemon makes, allocates, maps and seals, and whose
-// descriptors it hands to one client.
+// Shared memory: anonymous files (memfd) that the daemon makes, allocates, maps and seals, and
+// whose descriptors it hands to one client.
 //
 // Seals make the size final, so no access within it can fault; the daemon's regions are sealed
 // against future writable mappings as well, so a client can only read them. A client checks both

@@ -60,7 +60,7 @@ class RegionTable {
   uint32_t n_regions() const { return n_regions_; }
   uint64_t total_bytes() const { return total_bytes_; }  // of regions still mapped
 
-  // Finds a region and pins it once for `pins`. Returns nothing (data == nullptr) for an unknown id.
+  // Finds a region and pins it once for `pins`. data == nullptr: the id is unknown.
   RegionView pin(uint32_t id, RegionPins* pins);
 
  private:

@@ -122,6 +122,11 @@ bool CompletionProducer::publish() {
   return true;
 }
 
+bool CompletionProducer::wants_eventfd() const {
+  // SYNC: after the store of cq_tail, both sequentially consistent: see "Waking" in the header.
+  return load_seq_cst(client_->cq_eventfd) != 0;
+}
+
 Result<uint32_t> CompletionConsumer::take(CompletionEntry* out, uint32_t n_max) {
   // SYNC: acquire: completions below cq_tail with the outputs and result blocks of their requests.
   const uint32_t tail = load_acquire(daemon_->cq_tail);
@@ -155,6 +160,12 @@ void CompletionConsumer::sleep(uint64_t timeout_ns) {
     futex(&daemon_->cq_tail.value, FUTEX_WAIT, head_, &timeout);
   }
   store_release(&client_->cq_waiting, 0);
+}
+
+bool CompletionConsumer::request_eventfd() {
+  // SYNC: sequentially consistent store and load: see "Waking" in the header.
+  store_seq_cst(&client_->cq_eventfd, 1);
+  return load_seq_cst(daemon_->cq_tail) != head_;
 }
 
 }  // namespace kvm::ipc

@@ -82,6 +82,8 @@ class CompletionProducer {
   // Makes the staged entries visible, and wakes the client if it sleeps on the ring. Never blocks.
   // Returns whether anything was published.
   bool publish();
+  // Whether the client wants its completion eventfd written after a publish that published.
+  bool wants_eventfd() const;
 
  private:
   const ClientRegion* client_;
@@ -102,6 +104,9 @@ class CompletionConsumer {
   bool is_ready() const;
   // Sleeps until is_ready(), at most timeout_ns, or until a signal. Spurious returns are allowed.
   void sleep(uint64_t timeout_ns);
+  // From here on the daemon writes the completion eventfd for what it publishes. Returns whether
+  // completions are there that it may not have been written for.
+  bool request_eventfd();
 
  private:
   ClientRegion* client_;

@@ -227,11 +227,11 @@ Reject validate_request(const RequestEntry& entry, RegionTable* regions, Request
   KVM_CHECK_OR_REJECT(opcode >= Opcode::kNop && opcode <= Opcode::kCancel, kOpcode);
   KVM_CHECK_OR_REJECT(entry.version == kBlockVersion, kVersion);
   KVM_CHECK_OR_REJECT(entry.flags == 0, kEntryFlags);
-  KVM_CHECK_OR_REJECT(entry.reserved0 == 0 && all_zero(entry.reserved), kEntryReserved);
+  KVM_CHECK_OR_REJECT(all_zero(entry.reserved), kEntryReserved);
   out->user_data = entry.user_data;
   if (opcode == Opcode::kNop) {
     KVM_CHECK_OR_REJECT(entry.region == 0 && entry.block_offset == 0 && entry.block_length == 0 &&
-                            entry.result_offset == 0,
+                            entry.result_region == 0 && entry.result_offset == 0,
                         kEntryReserved);
     return Reject::kNone;
   }
@@ -240,10 +240,12 @@ Reject validate_request(const RequestEntry& entry, RegionTable* regions, Request
   KVM_CHECK_OR_REJECT(entry.block_offset % kBlockAlign == 0, kBlockAlignment);
   KVM_CHECK_OR_REJECT(fits(entry.block_offset, entry.block_length, region.size_bytes),
                       kBlockBounds);
+  const RegionView results = regions->pin(entry.result_region, &out->pins);
+  KVM_CHECK_OR_REJECT(results.data != nullptr, kUnknownRegion);
   KVM_CHECK_OR_REJECT(entry.result_offset % kBlockAlign == 0, kResultAlign);
-  KVM_CHECK_OR_REJECT(fits(entry.result_offset, sizeof(ResultBlock), region.size_bytes),
+  KVM_CHECK_OR_REJECT(fits(entry.result_offset, sizeof(ResultBlock), results.size_bytes),
                       kResultBounds);
-  out->result = reinterpret_cast<ResultBlock*>(region.data + entry.result_offset);
+  out->result = reinterpret_cast<ResultBlock*>(results.data + entry.result_offset);
   const uint8_t* block = region.data + entry.block_offset;
   switch (opcode) {
     case Opcode::kStep:

@@ -2,7 +2,7 @@
 // The wire: every byte layout that a client and the daemon share, and the limits both sides know.
 //
 //   client region of a queue (client writes)     daemon region of a queue (client can only read)
-//     sq_tail, cq_head, cq_waiting                 sq_head, sq_need_wakeup, cq_tail, epoch
+//     sq_tail, cq_head, cq_waiting, cq_eventfd     sq_head, sq_need_wakeup, cq_tail
 //     RequestEntry[256]                            CompletionEntry[512]
 //
 //   arena (client writes; hostile bytes to the daemon)
@@ -60,7 +60,7 @@ enum class Opcode : uint8_t {
 };
 
 // Every entry is answered by exactly one completion. The daemon takes an entry only while requests
-// in flight and completions not yet taken leave it room for one more completion; a client that takes
+// in flight and completions not yet taken leave room for one more completion; a client that takes
 // none stalls itself. user_data is opaque to the daemon; libkvm uses each number once per queue, so
 // that a CancelBlock names one request.
 // WIRE. The daemon gives an arena its region id; it is never reused in a connection.
@@ -68,13 +68,13 @@ struct RequestEntry {
   uint8_t opcode;   // Opcode
   uint8_t version;  // of the block's layout; 1
   uint16_t flags;   // zero
-  uint32_t region;  // of block and result
+  uint32_t region;  // of the block
   uint64_t user_data;      // comes back in the completion
   uint64_t block_offset;   // aligned to kBlockAlign
   uint32_t block_length;   // bytes, arrays included; 0 for kNop
-  uint32_t reserved0;      // zero
+  uint32_t result_region;
   uint64_t result_offset;  // aligned to kBlockAlign; ResultBlock
-  uint64_t reserved[3];    // zero
+  uint64_t reserved[3];  // zero
 };
 static_assert(sizeof(RequestEntry) == 64 && std::is_trivially_copyable_v<RequestEntry>);
 
@@ -210,7 +210,7 @@ struct ClientRegion {  // WIRE. The client writes, the daemon reads.
   ControlWord sq_tail;
   ControlWord cq_head;
   ControlWord cq_waiting;  // 1 while the client sleeps, or is about to, on cq_tail
-  ControlWord reserved;
+  ControlWord cq_eventfd;  // 1: the client wants the completion eventfd written as well
   RequestEntry entries[kRequestEntries];
 };
 
