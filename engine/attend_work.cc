@@ -1,0 +1,411 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/attend_work.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+namespace kvm::engine {
+namespace {
+
+// Below this a task costs more to hand over than it gains.
+constexpr uint64_t kMinTaskCost = 256 << 10;
+// Tasks per thread: a straggler costs at most one of them.
+constexpr uint64_t kTasksPerThread = 32;
+// States of cut units; where more would be needed the cut is made coarser.
+constexpr uint64_t kMaxSharedBytes = 256 << 20;
+// Memory that a request gives back when it is done.
+constexpr size_t kKeepBytes = 64 << 20;
+// Rows of a blocked problem that one task takes through a chunk: enough to make up for repacking
+// the keys, and few enough for their accumulators to stay in the cache.
+constexpr uint32_t kRowBlock = 768;
+constexpr uint32_t kRowUnit = 64;
+// All states of a unit that one thread evaluates.
+constexpr uint64_t kMaxUnitStateBytes = 32 << 20;
+// Operations that take as long as reading a byte of K or V.
+constexpr uint64_t kFlopsPerByte = 16;
+
+constexpr size_t align_up(size_t bytes) {
+  return (bytes + attention::kBufferAlign - 1) / attention::kBufferAlign * attention::kBufferAlign;
+}
+
+uint32_t div_up(uint64_t a, uint64_t b) { return static_cast<uint32_t>((a + b - 1) / b); }
+
+}  // namespace
+
+void AttendWork::clear() {
+  views_.clear();
+  runs_.clear();
+  ranges_.clear();
+  heads_.clear();
+  units_.clear();
+  tasks_.clear();
+  prepare_.clear();
+  shared_memory_.shrink(kKeepBytes);
+  shared_ = nullptr;
+  cost_ = prepare_bytes_ = n_keys_ = n_bytes_ = n_rows_ = 0;
+}
+
+Status AttendWork::plan(const Store& store, const StepRequest& request,
+                        std::span<Sequence* const> seqs, const StepTensors& tensors,
+                        uint32_t n_threads) {
+  request_ = &request;
+  tensors_ = &tensors;
+  for (uint32_t i = 0; i < request.items.size(); ++i) {
+    if (request.items[i].n_query != 0) {
+      KVM_TRY(add_item(store, i, seqs[i]));
+    }
+  }
+  // From here on runs_ and ranges_ stay where they are: problems point into them.
+  for (const View& view : views_) {
+    add_heads(view);
+  }
+  for (uint32_t head = 0; head < heads_.size(); ++head) {
+    add_units(head);
+  }
+  const uint64_t task_cost = choose_task_cost(n_threads);
+  const size_t shared_bytes = lay_out(task_cost);
+  if (shared_bytes != 0) {
+    shared_ = shared_memory_.reserve(shared_bytes);
+    if (shared_ == nullptr) {
+      return {KVM_ERR_NO_MEMORY,
+              fmt::format("{} bytes for intermediate results were refused", shared_bytes)};
+    }
+  }
+  add_tasks(task_cost);
+  return Status::ok();
+}
+
+Status AttendWork::add_item(const Store& store, uint32_t index, const Sequence* seq) {
+  const kvm_item& item = request_->items[index];
+  const uint32_t layer = request_->layer_begin;
+  space_ = &store.seq_space(seq);
+  scale_ = request_->scale != 0 ? request_->scale : space_->softmax_scale;
+  View view;
+  view.item = index;
+  view.n_rows = item.n_query;
+  view.position = item.query_position;
+  if (item.query_position == KVM_POSITION_END) {
+    const uint64_t length = store.reserved_length(seq, layer);
+    if (length < item.n_query) {
+      return {KVM_ERR_INVALID,
+              fmt::format("item {} asks for the last {} tokens; layer {} of its sequence has {}",
+                          index, item.n_query, layer, length)};
+    }
+    view.position = length - item.n_query;
+  }
+  KVM_TRY(store.check_visible(seq, layer, view.position));
+  n_rows_ += item.n_query;
+  add_ranges(item, &view);
+  return add_views(store, seq, view);
+}
+
+// One view per head class and rule. A class's rule changes with the position of the query only
+// where a layer's window is longer than what a head retains.
+Status AttendWork::add_views(const Store& store, const Sequence* seq, const View& whole) {
+  const uint32_t layer = request_->layer_begin;
+  const auto n_classes = static_cast<uint32_t>(space_->storage(layer).classes.size());
+  const kvm_item& item = request_->items[whole.item];
+  const bool sees_nothing = item.n_ranges != 0 && whole.n_include == 0 &&
+                            (item.flags & KVM_ITEM_EXCLUDE_RANGES) == 0;
+  for (uint32_t c = 0; c < n_classes; ++c) {
+    View view = whole;
+    view.class_index = c;
+    view.run_begin = runs_.size();
+    if (!sees_nothing) {
+      store.collect_runs(seq, layer, c, &runs_);
+    }
+    view.n_runs = runs_.size() - view.run_begin;
+    while (view.first_row < item.n_query) {
+      view.position = whole.position + view.first_row;
+      view.rule = space_->visibility(layer, c, view.position);
+      const uint32_t rows_left = item.n_query - view.first_row;
+      view.n_rows = static_cast<uint32_t>(
+          std::min<uint64_t>(rows_left, view.rule.end - view.position));
+      if (view.n_rows != item.n_query && (item.flags & KVM_ITEM_TREE) != 0) {
+        return {KVM_ERR_UNSUPPORTED,
+                fmt::format("the tree of item {} spans position {}, where the policy of a head of "
+                            "layer {} begins to hide tokens; attend to the rows before it apart",
+                            whole.item, view.rule.end, layer)};
+      }
+      view.exclude_begin = whole.exclude_begin;
+      view.n_exclude = whole.n_exclude;
+      exclude_dropped_sinks(&view);
+      view.n_keys = visible_keys_.count(visibility(view), view.n_rows,
+                                        KvRuns(runs_).subspan(view.run_begin, view.n_runs));
+      views_.push_back(view);
+      view.first_row += view.n_rows;
+    }
+  }
+  return Status::ok();
+}
+
+void AttendWork::add_ranges(const kvm_item& item, View* view) {
+  const size_t begin = ranges_.size();
+  for (uint32_t i = 0; i < item.n_ranges; ++i) {
+    const kvm_range& range = request_->ranges[item.range_begin + i];
+    if (range.begin != range.end) {
+      ranges_.push_back({range.begin, range.end});
+    }
+  }
+  const bool exclude = (item.flags & KVM_ITEM_EXCLUDE_RANGES) != 0;
+  (exclude ? view->exclude_begin : view->include_begin) = begin;
+  (exclude ? view->n_exclude : view->n_include) = ranges_.size() - begin;
+}
+
+// Adds [0, first_sink) to what a view's rows do not see, in a list of its own.
+void AttendWork::exclude_dropped_sinks(View* view) {
+  const uint64_t first_sink = view->rule.first_sink;
+  if (first_sink == 0) {
+    return;
+  }
+  const size_t begin = ranges_.size();
+  ranges_.push_back({0, first_sink});
+  for (size_t i = 0; i < view->n_exclude; ++i) {
+    const PositionRange range = ranges_[view->exclude_begin + i];
+    if (range.end > first_sink) {
+      ranges_.push_back({std::max(range.begin, first_sink), range.end});
+    }
+  }
+  view->exclude_begin = begin;
+  view->n_exclude = ranges_.size() - begin;
+}
+
+attention::Visibility AttendWork::visibility(const View& view) const {
+  const kvm_item& item = request_->items[view.item];
+  const std::span<const PositionRange> ranges(ranges_);
+  attention::Visibility v;
+  v.query_position = view.position;
+  v.window = view.rule.window;
+  v.sinks = view.rule.n_sinks;
+  v.causal = (item.flags & KVM_ITEM_NOT_CAUSAL) == 0;
+  if ((item.flags & KVM_ITEM_TREE) != 0) {
+    v.tree = request_->tree_mask.data() + item.tree_begin;
+    v.tree_stride_words = 1;
+  }
+  v.include = ranges.subspan(view.include_begin, view.n_include);
+  v.exclude = ranges.subspan(view.exclude_begin, view.n_exclude);
+  return v;
+}
+
+void AttendWork::add_heads(const View& view) {
+  const uint32_t layer_index = request_->layer_begin;
+  const Layer& layer = space_->layers[layer_index];
+  const HeadClass& cls = space_->head_class(layer_index, view.class_index);
+  const tiers::SlabClass& slab = cls.slab_class;
+  const kvm_item& item = request_->items[view.item];
+  const StepTensors& t = *tensors_;
+  Head head;
+  head.row = item.query_row + view.first_row;
+  attention::Problem& p = head.problem;
+  p.dtype_q = t.q.dtype;
+  p.q_stride_query = t.q.stride_row;
+  p.q_stride_head = t.q.stride_head;
+  p.n_query = view.n_rows;
+  p.group = layer.group();
+  p.dim_k = space_->head_dim_k;
+  p.dim_v = space_->head_dim_v;
+  p.scale = scale_;
+  p.softcap = space_->logit_softcap;
+  p.visible = visibility(view);
+  p.runs = KvRuns(runs_).subspan(view.run_begin, view.n_runs);
+  p.log_weight_head_stride = slab.has_log_weights ? kPageTokens : 0;
+  p.fp32_weights = (request_->flags & KVM_STEP_F32_VALUES) != 0;
+  p.dtype_o = t.o.dtype;
+  p.o_stride_query = t.o.stride_row;
+  p.o_stride_head = t.o.stride_head;
+  p.lse_stride_query = t.lse.stride_row;
+  p.lse_stride_head = t.lse.stride_head;
+  const uint64_t bytes = view.n_keys * (slab.k_row_bytes() + slab.v_row_bytes());
+  const uint64_t flops = 2 * view.n_keys * view.n_rows * p.group * (p.dim_k + p.dim_v);
+  // Something for the rows themselves, so that many rows without keys count as well.
+  head.cost = std::max(bytes, flops / kFlopsPerByte) + uint64_t{64} * view.n_rows * p.group;
+  const float* sinks = space_->layer_sink_logits(layer_index);
+  for (uint32_t h = 0; h < cls.kv_heads.size(); ++h) {
+    head.q_head = cls.kv_heads[h] * p.group;
+    p.head = h;
+    p.q = t.q.at(0, head.row, head.q_head);
+    p.o = t.o.at(0, head.row, head.q_head);
+    p.lse = t.lse.is_present() ? reinterpret_cast<float*>(t.lse.at(0, head.row, head.q_head))
+                               : nullptr;
+    p.sink_logits = sinks == nullptr ? nullptr : sinks + head.q_head;
+    head.plan = attention::make_plan(p);
+    heads_.push_back(head);
+    cost_ += head.cost;
+    n_keys_ += view.n_keys;
+    n_bytes_ += bytes;
+  }
+}
+
+void AttendWork::add_units(uint32_t index) {
+  const Head& head = heads_[index];
+  const uint32_t rows = head.plan.rows;
+  uint32_t block = rows;
+  if (head.plan.rows_divisible) {
+    const uint64_t bytes = attention::state_bytes(head.problem, kRowUnit) *
+                           std::max(1u, head.plan.n_chunks);
+    const uint64_t fitting = std::max<uint64_t>(1, kMaxUnitStateBytes / bytes) * kRowUnit;
+    const uint32_t most = static_cast<uint32_t>(std::min<uint64_t>(kRowBlock, fitting));
+    block = div_up(div_up(rows, div_up(rows, most)), kRowUnit) * kRowUnit;
+  }
+  for (uint32_t first = 0; first < rows; first += block) {
+    const uint32_t count = std::min(block, rows - first);
+    Unit unit;
+    unit.head = index;
+    unit.rows = {first, count};
+    unit.cost = head.cost * count / rows;
+    units_.push_back(unit);
+  }
+}
+
+uint64_t AttendWork::choose_task_cost(uint32_t n_threads) {
+  uint64_t task_cost = std::max(kMinTaskCost, cost_ / (kTasksPerThread * n_threads));
+  while (lay_out(task_cost) > kMaxSharedBytes && task_cost < cost_) {
+    task_cost *= 2;
+  }
+  return task_cost;
+}
+
+// Decides into how many pieces each unit is cut and where its states and queries lie. Returns the
+// bytes of shared memory that takes.
+size_t AttendWork::lay_out(uint64_t task_cost) {
+  size_t at = 0;
+  prepare_.clear();
+  prepare_bytes_ = 0;
+  for (uint32_t i = 0; i < units_.size(); ++i) {
+    Unit& unit = units_[i];
+    Head& head = heads_[unit.head];
+    const bool first_of_head = i == 0 || units_[i - 1].head != unit.head;
+    const bool only_of_head =
+        first_of_head && (i + 1 == units_.size() || units_[i + 1].head != unit.head);
+    const uint32_t n_chunks = std::max(1u, head.plan.n_chunks);
+    unit.n_pieces = static_cast<uint32_t>(
+        std::min<uint64_t>(n_chunks, (unit.cost + task_cost - 1) / task_cost));
+    unit.n_pieces = std::max(1u, unit.n_pieces);
+    if (first_of_head) {
+      head.prepared_at = kNotShared;
+      if (!only_of_head || unit.n_pieces > 1) {
+        head.prepared_at = at;
+        at += align_up(head.plan.prepared_bytes);
+        prepare_.push_back(unit.head);
+        prepare_bytes_ += head.plan.prepared_bytes;
+      }
+    }
+    unit.states_at = kNotShared;
+    if (unit.n_pieces > 1) {
+      unit.states_at = at;
+      at += n_chunks * attention::state_bytes(head.problem, unit.rows.count);
+    }
+  }
+  return at;
+}
+
+void AttendWork::add_tasks(uint64_t task_cost) {
+  if (pieces_left_size_ < units_.size()) {
+    pieces_left_size_ = units_.size() + units_.size() / 4;
+    pieces_left_ = std::make_unique<std::atomic<uint32_t>[]>(pieces_left_size_);
+  }
+  uint64_t gathered = 0;  // cost of the last task, if more whole units may join it
+  bool may_join = false;
+  for (uint32_t i = 0; i < units_.size(); ++i) {
+    const Unit& unit = units_[i];
+    if (unit.n_pieces == 1) {
+      if (!may_join || gathered + unit.cost > task_cost) {
+        tasks_.push_back({.unit = i});
+        gathered = 0;
+      }
+      ++tasks_.back().n_units;
+      gathered += unit.cost;
+      may_join = true;
+      continue;
+    }
+    may_join = false;
+    pieces_left_[i].store(unit.n_pieces, std::memory_order_relaxed);
+    const uint64_t n_chunks = heads_[unit.head].plan.n_chunks;
+    for (uint64_t piece = 0; piece < unit.n_pieces; ++piece) {
+      const auto begin = static_cast<uint32_t>(n_chunks * piece / unit.n_pieces);
+      const auto end = static_cast<uint32_t>(n_chunks * (piece + 1) / unit.n_pieces);
+      tasks_.push_back({.unit = i, .n_units = 0, .first_chunk = begin, .n_chunks = end - begin});
+    }
+  }
+}
+
+void AttendWork::prepare(uint32_t task) {
+  const Head& head = heads_[prepare_[task]];
+  attention::prepare_queries(head.problem, head.plan, shared_ + head.prepared_at);
+}
+
+bool AttendWork::evaluate(uint32_t task, ThreadWorkspace& workspace) {
+  const Task& t = tasks_[task];
+  if (t.n_units == 0) {
+    return evaluate_piece(t, workspace);
+  }
+  for (uint32_t i = 0; i < t.n_units; ++i) {
+    if (!evaluate_whole(units_[t.unit + i], workspace)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+bool AttendWork::evaluate_whole(const Unit& unit, ThreadWorkspace& workspace) const {
+  const Head& head = heads_[unit.head];
+  const uint32_t n_chunks = head.plan.n_chunks;
+  std::byte* states = workspace.states.reserve(
+      n_chunks * attention::state_bytes(head.problem, unit.rows.count));
+  std::byte* scratch = workspace.scratch.reserve(head.plan.scratch_bytes);
+  if (states == nullptr || scratch == nullptr) {
+    return false;
+  }
+  if (n_chunks != 0) {
+    const std::byte* prepared = shared_ + head.prepared_at;
+    if (head.prepared_at == kNotShared) {
+      std::byte* own = workspace.prepared.reserve(head.plan.prepared_bytes);
+      if (own == nullptr) {
+        return false;
+      }
+      attention::prepare_queries(head.problem, head.plan, own);
+      prepared = own;
+    }
+    attention::eval_chunks(head.problem, head.plan, prepared, unit.rows, head.plan.first_chunk,
+                           n_chunks, scratch, states);
+  }
+  merge(head, unit, states);
+  return true;
+}
+
+bool AttendWork::evaluate_piece(const Task& task, ThreadWorkspace& workspace) {
+  const Unit& unit = units_[task.unit];
+  const Head& head = heads_[unit.head];
+  std::byte* scratch = workspace.scratch.reserve(head.plan.scratch_bytes);
+  if (scratch == nullptr) {
+    return false;
+  }
+  std::byte* states = shared_ + unit.states_at;
+  const size_t stride = attention::state_bytes(head.problem, unit.rows.count);
+  attention::eval_chunks(head.problem, head.plan, shared_ + head.prepared_at, unit.rows,
+                         head.plan.first_chunk + task.first_chunk, task.n_chunks, scratch,
+                         states + task.first_chunk * stride);
+  // SYNC: releases this piece's states; whoever comes last acquires those of all others.
+  if (pieces_left_[task.unit].fetch_sub(1, std::memory_order_acq_rel) == 1) {
+    merge(head, unit, states);
+  }
+  return true;
+}
+
+void AttendWork::merge(const Head& head, const Unit& unit, void* states) const {
+  attention::merge_chunks(head.problem, head.plan, unit.rows, states);
+  const Tensor& err = tensors_->err;
+  if (!err.is_present()) {
+    return;
+  }
+  const uint32_t group = head.problem.group;
+  for (uint32_t row = unit.rows.first; row < unit.rows.first + unit.rows.count; ++row) {
+    auto* to = reinterpret_cast<float*>(err.at(0, uint64_t{head.row} + row / group,
+                                               uint64_t{head.q_head} + row % group));
+    to[0] = 0.0f;
+    to[1] = 0.0f;
+  }
+}
+
+}  // namespace kvm::engine

@@ -1,0 +1,637 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/engine.h"
+
+#include <fmt/format.h>
+#include <sched.h>
+
+#include <algorithm>
+#include <deque>
+#include <fstream>
+#include <new>
+#include <thread>
+#include <unordered_map>
+#include <utility>
+
+#include "attention/kernel_table.h"
+#include "engine/request.h"
+#include "engine/scheduler.h"
+#include "engine/sequence_order.h"
+#include "engine/store.h"
+#include "engine/validate.h"
+
+namespace kvm::engine {
+namespace {
+
+// Requests kept for reuse, with their buffers.
+constexpr size_t kMaxIdleRequests = 16;
+// Rounds of callbacks in one poll(): callbacks may submit requests that finish at once.
+constexpr uint32_t kMaxPollRounds = 16;
+// Emptied extents that the store may keep for the next append; given back under pressure.
+constexpr uint64_t kMaxCachedBytes = uint64_t{256} << 20;
+
+uint32_t count_cores() {
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  if (sched_getaffinity(0, sizeof(cores), &cores) == 0) {
+    return static_cast<uint32_t>(std::max(1, CPU_COUNT(&cores)));
+  }
+  return std::max(1u, std::thread::hardware_concurrency());
+}
+
+// 0 where the system does not say.
+uint64_t read_number(const char* path) {
+  std::ifstream file(path);
+  uint64_t number = 0;
+  return file >> number ? number : 0;
+}
+
+// Memory that may be taken without swapping: of the machine, or of the control group if that allows
+// less.
+uint64_t free_memory_bytes() {
+  uint64_t available = uint64_t{1} << 30;
+  std::ifstream meminfo("/proc/meminfo");
+  for (std::string word; meminfo >> word;) {
+    if (word == "MemAvailable:") {
+      uint64_t kilobytes = 0;
+      meminfo >> kilobytes;
+      available = kilobytes << 10;
+      break;
+    }
+  }
+  const uint64_t most = read_number("/sys/fs/cgroup/memory.max");
+  const uint64_t used = read_number("/sys/fs/cgroup/memory.current");
+  return most > used ? std::min(available, most - used) : available;
+}
+
+class EngineImpl final : public Engine {
+ public:
+  EngineImpl(const EngineOptions& options, std::unique_ptr<Store> store)
+      : options_(options),
+        store_(std::move(store)),
+        begin_ns_(now_ns()),
+        workspaces_(options.n_threads),
+        scheduler_(options.n_threads, options.worker_spin_ns, options.pin_threads) {}
+
+  ClientId add_client(uint64_t quota_bytes, uint64_t max_sequences) override;
+  void remove_client(ClientId client, std::function<void()> on_gone) override;
+
+  Result<kvm_space_id> register_space(const SpaceSpec& spec) override {
+    return store_->register_space(spec);
+  }
+  Result<kvm_space_id> find_space(const std::string& name) override {
+    return store_->find_space(name);
+  }
+  Result<kvm_space_info> space_info(kvm_space_id space) override {
+    return store_->space_info(space);
+  }
+  std::vector<kvm_space_info> list_spaces() override { return store_->list_spaces(); }
+  Status drop_space(kvm_space_id space) override { return store_->drop_space(space); }
+
+  void submit(ClientId client, RequestTag tag, StepRequest&& request,
+              DoneCallback on_done) override {
+    submit_any(client, tag, std::move(request), std::move(on_done));
+  }
+  void submit(ClientId client, RequestTag tag, ReadRequest&& request,
+              DoneCallback on_done) override {
+    submit_any(client, tag, std::move(request), std::move(on_done));
+  }
+  void submit(ClientId client, RequestTag tag, ObserveRequest&& request,
+              DoneCallback on_done) override {
+    submit_any(client, tag, std::move(request), std::move(on_done));
+  }
+  void submit(ClientId client, RequestTag tag, SeqRequest&& request,
+              DoneCallback on_done) override {
+    submit_any(client, tag, std::move(request), std::move(on_done));
+  }
+  bool cancel(ClientId client, RequestTag tag) override;
+
+  bool work() override { return scheduler_.run_one(); }
+  uint32_t poll() override;
+  uint32_t n_in_flight() const override { return static_cast<uint32_t>(requests_.size()); }
+  void set_wake(std::function<void()> wake) override { scheduler_.set_wake(std::move(wake)); }
+  void wait(uint64_t timeout_ns) override;
+
+  Result<kvm_seq_info> seq_info(ClientId client, kvm_seq_id seq) override;
+  std::vector<kvm_seq_info> list_seqs(ClientId client, kvm_space_id space,
+                                      bool all_clients) override {
+    return store_->list_seqs(client, space, all_clients);
+  }
+  Result<std::vector<MemoryPiece>> layer_memory(kvm_seq_id seq, uint32_t layer) override;
+
+  kvm_stats stats() const override;
+  const char* isa() const override { return attention::active_table().name; }
+  uint32_t n_threads() const override { return options_.n_threads; }
+  const EngineOptions& options() const override { return options_; }
+
+ private:
+  struct Client {
+    uint32_t n_requests = 0;
+    bool is_leaving = false;
+    std::function<void()> on_gone;
+  };
+
+  Request* take_request(ClientId client, RequestTag tag, DoneCallback&& on_done);
+  void give_back(Request* request);
+  template <typename What>
+  void submit_any(ClientId client, RequestTag tag, What&& what, DoneCallback&& on_done);
+
+  // Validation at submission: what the request says by itself, and that its sequences exist.
+  // *is_null: there is nothing to do.
+  Status admit(Request* request, bool* is_null);
+  Status admit(Request* request, const StepRequest& what, bool* is_null);
+  Status admit(Request* request, const ReadRequest& what, bool* is_null);
+  Status admit(Request* request, const ObserveRequest& what, bool* is_null);
+  Status admit(Request* request, const SeqRequest& what, bool* is_null);
+  Result<const Space*> touch(Request* request, kvm_seq_id seq);
+
+  void start_ready();
+  void start(Request* request);
+  // *plan: tasks that remain. Fails: nothing has changed.
+  Status begin(Request* request, JobPlan* plan, bool* is_small);
+  Status begin_seq(Request* request, const SeqRequest& what);
+  void run_here(Request* request, const JobPlan& plan);
+  void retire(const FinishedJob& job);
+  void finish(Request* request, Status status);
+  uint32_t deliver();
+  void drop_waiting(Request* request, Status status);
+  void bury_clients();
+
+  EngineOptions options_;
+  std::unique_ptr<Store> store_;
+  uint64_t begin_ns_;
+  std::unordered_map<ClientId, Client> clients_;
+  std::vector<ClientId> leaving_;
+  SequenceOrder order_;
+  std::vector<std::unique_ptr<Request>> requests_;  // in flight
+  std::vector<std::unique_ptr<Request>> idle_;
+  std::deque<Request*> ready_;
+  std::vector<Request*> done_;
+  std::vector<Request*> delivering_;
+  std::vector<SequenceOrder::Ticket*> unblocked_;
+  kvm_stats totals_{};  // the counters that the store does not keep
+  std::vector<ThreadWorkspace> workspaces_;
+  Scheduler scheduler_;  // last: its workers end before anything they use
+};
+
+// --- Clients ------------------------------------------------------------------------------------
+
+ClientId EngineImpl::add_client(uint64_t quota_bytes, uint64_t max_sequences) {
+  const ClientId client = store_->add_client(quota_bytes, max_sequences);
+  clients_.emplace(client, Client{});
+  return client;
+}
+
+void EngineImpl::remove_client(ClientId client, std::function<void()> on_gone) {
+  const auto found = clients_.find(client);
+  if (found == clients_.end() || found->second.is_leaving) {
+    return;
+  }
+  found->second.is_leaving = true;
+  found->second.on_gone = std::move(on_gone);
+  leaving_.push_back(client);
+  for (const auto& request : requests_) {
+    if (request->client != client) {
+      continue;
+    }
+    request->is_orphan = true;
+    if (request->state == RequestState::kWaiting || request->state == RequestState::kReady) {
+      drop_waiting(request.get(), {KVM_ERR_CANCELLED, "the client is gone"});
+    }
+  }
+}
+
+// Clients that leave and have no request in flight any more.
+void EngineImpl::bury_clients() {
+  for (size_t i = 0; i < leaving_.size();) {
+    const ClientId client = leaving_[i];
+    if (clients_[client].n_requests != 0) {
+      ++i;
+      continue;
+    }
+    leaving_.erase(leaving_.begin() + static_cast<ptrdiff_t>(i));
+    for (kvm_seq_id seq : store_->client_seqs(client)) {
+      order_.forget(seq);
+    }
+    store_->remove_client(client);
+    const std::function<void()> on_gone = std::move(clients_[client].on_gone);
+    clients_.erase(client);
+    if (on_gone) {
+      on_gone();
+    }
+  }
+}
+
+// --- Submission ---------------------------------------------------------------------------------
+
+Request* EngineImpl::take_request(ClientId client, RequestTag tag, DoneCallback&& on_done) {
+  if (idle_.empty()) {
+    idle_.push_back(std::make_unique<Request>(&workspaces_));
+  }
+  requests_.push_back(std::move(idle_.back()));
+  idle_.pop_back();
+  Request* request = requests_.back().get();
+  request->index = static_cast<uint32_t>(requests_.size() - 1);
+  request->client = client;
+  request->tag = tag;
+  request->state = RequestState::kWaiting;
+  request->is_orphan = false;
+  request->submitted_ns = now_ns();
+  request->on_done = std::move(on_done);
+  request->result = RequestResult{};
+  request->seqs.clear();
+  request->ticket.owner = request;
+  return request;
+}
+
+void EngineImpl::give_back(Request* request) {
+  const auto client = clients_.find(request->client);
+  if (client != clients_.end()) {
+    --client->second.n_requests;
+  }
+  const uint32_t index = request->index;
+  std::unique_ptr<Request> owned = std::move(requests_[index]);
+  if (index + 1 != requests_.size()) {
+    requests_[index] = std::move(requests_.back());
+    requests_[index]->index = index;
+  }
+  requests_.pop_back();
+  owned->on_done = nullptr;
+  if (idle_.size() < kMaxIdleRequests) {
+    idle_.push_back(std::move(owned));
+  }
+}
+
+template <typename What>
+void EngineImpl::submit_any(ClientId client, RequestTag tag, What&& what, DoneCallback&& on_done) {
+  Request* request = take_request(client, tag, std::move(on_done));
+  request->what = std::move(what);
+  const auto found = clients_.find(client);
+  if (found != clients_.end()) {
+    ++found->second.n_requests;
+  }
+  bool is_null = false;
+  Status status;
+  if (found == clients_.end() || found->second.is_leaving) {
+    status = {KVM_ERR_PERMISSION, fmt::format("client {} is unknown", client)};
+  } else {
+    try {
+      status = admit(request, &is_null);
+    } catch (const std::bad_alloc&) {
+      status = {KVM_ERR_NO_MEMORY, "the machine refused memory for a request"};
+    }
+  }
+  if (!status.is_ok() || is_null) {
+    ++totals_.n_requests;
+    totals_.n_requests_failed += status.is_ok() ? 0 : 1;
+    RequestResult result;
+    result.status = std::move(status);
+    result.service_ns = now_ns() - request->submitted_ns;
+    const DoneCallback callback = std::move(request->on_done);
+    give_back(request);
+    callback(std::move(result));
+    return;
+  }
+  order_.enter(&request->ticket, request->seqs);
+  if (request->ticket.may_run()) {
+    request->state = RequestState::kReady;
+    ready_.push_back(request);
+    start_ready();
+  }
+}
+
+Result<const Space*> EngineImpl::touch(Request* request, kvm_seq_id id) {
+  KVM_TRY_ASSIGN(Sequence * seq, store_->find_seq(request->client, id));
+  request->seqs.push_back(id);
+  return &store_->seq_space(seq);
+}
+
+Status EngineImpl::admit(Request* request, bool* is_null) {
+  return std::visit([&](const auto& what) { return admit(request, what, is_null); },
+                    request->what);
+}
+
+Status EngineImpl::admit(Request* request, const StepRequest& what, bool* is_null) {
+  KVM_TRY_ASSIGN(const Space* space, store_->space(what.space));
+  StepTensors tensors;
+  KVM_TRY_ASSIGN(tensors, check_step(what, *space));
+  for (size_t i = 0; i < what.items.size(); ++i) {
+    KVM_TRY_ASSIGN(const Space* own, touch(request, what.items[i].seq));
+    if (own != space) {
+      return {KVM_ERR_INVALID, fmt::format("sequence {:#x} of item {} is of space '{}', not of '{}'",
+                                           what.items[i].seq, i, own->name, space->name)};
+    }
+  }
+  std::vector<kvm_seq_id>& seqs = request->seqs;
+  if (seqs.size() > 1) {
+    std::sort(seqs.begin(), seqs.end());
+    seqs.erase(std::unique(seqs.begin(), seqs.end()), seqs.end());
+  }
+  *is_null = !tensors.k.is_present() && !tensors.q.is_present();
+  request->tensors = tensors;
+  return Status::ok();
+}
+
+Status EngineImpl::admit(Request* request, const ReadRequest& what, bool* is_null) {
+  KVM_TRY_ASSIGN(const Space* space, touch(request, what.seq));
+  ReadTensors tensors;
+  KVM_TRY_ASSIGN(tensors, check_read(what, *space));
+  request->tensors = tensors;
+  *is_null = false;
+  return Status::ok();
+}
+
+Status EngineImpl::admit(Request* request, const ObserveRequest& what, bool* is_null) {
+  KVM_TRY_ASSIGN(const Space* space, touch(request, what.seq));
+  ObserveTensors tensors;
+  KVM_TRY_ASSIGN(tensors, check_observe(what, *space));
+  request->tensors = tensors;
+  *is_null = what.n_rows == 0 && what.n_columns == 0;
+  return Status::ok();
+}
+
+Status EngineImpl::admit(Request* request, const SeqRequest& what, bool* is_null) {
+  KVM_TRY(check_seq_request(what));
+  *is_null = false;
+  if (what.verb == SeqVerb::kCreate) {
+    return store_->space(what.space).status();
+  }
+  return touch(request, what.seq).status();
+}
+
+// --- Running ------------------------------------------------------------------------------------
+
+void EngineImpl::start_ready() {
+  while (!ready_.empty() && scheduler_.has_room()) {
+    Request* request = ready_.front();
+    ready_.pop_front();
+    start(request);
+  }
+}
+
+void EngineImpl::start(Request* request) {
+  request->state = RequestState::kRunning;
+  JobPlan plan;
+  bool is_small = false;
+  Status status;
+  try {
+    status = begin(request, &plan, &is_small);
+  } catch (const std::bad_alloc&) {
+    request->step.abandon(*store_);
+    status = {KVM_ERR_NO_MEMORY, "the machine refused memory for a request"};
+  }
+  if (!status.is_ok()) {
+    finish(request, std::move(status));
+  } else if (plan.n_tasks == 0 || is_small) {
+    run_here(request, plan);
+  } else {
+    scheduler_.start(request, plan);
+  }
+}
+
+Status EngineImpl::begin(Request* request, JobPlan* plan, bool* is_small) {
+  if (const auto* step = std::get_if<StepRequest>(&request->what)) {
+    if (step->deadline_ns != 0 && now_ns() >= step->deadline_ns) {
+      return {KVM_ERR_DEADLINE, fmt::format("the deadline, {} ns, has passed before the request "
+                                            "began", step->deadline_ns)};
+    }
+    KVM_TRY(request->step.begin(*store_, request->client, *step,
+                                std::get<StepTensors>(request->tensors), options_.n_threads));
+    *plan = request->step.plan();
+    *is_small = request->step.is_small();
+    return Status::ok();
+  }
+  if (const auto* seq = std::get_if<SeqRequest>(&request->what)) {
+    return begin_seq(request, *seq);
+  }
+  if (const auto* read = std::get_if<ReadRequest>(&request->what)) {
+    KVM_TRY_ASSIGN(Sequence * seq, store_->find_seq(request->client, read->seq));
+    KVM_TRY(request->read.begin(*store_, seq, *read, std::get<ReadTensors>(request->tensors),
+                                options_.n_threads));
+    *plan = request->read.plan();
+    *is_small = request->read.is_small();
+    return Status::ok();
+  }
+  const auto& what = std::get<ObserveRequest>(request->what);
+  KVM_TRY_ASSIGN(Sequence * seq, store_->find_seq(request->client, what.seq));
+  return observe(*store_, seq, what, std::get<ObserveTensors>(request->tensors));
+}
+
+Status EngineImpl::begin_seq(Request* request, const SeqRequest& what) {
+  if (what.verb == SeqVerb::kCreate) {
+    KVM_TRY_ASSIGN(request->result.seq,
+                   store_->create_seq(request->client, what.space, what.flags));
+    return Status::ok();
+  }
+  KVM_TRY_ASSIGN(Sequence * seq, store_->find_seq(request->client, what.seq));
+  switch (what.verb) {
+    case SeqVerb::kFork: {
+      KVM_TRY_ASSIGN(request->result.seq, store_->fork_seq(seq, what.n_tokens));
+      return Status::ok();
+    }
+    case SeqVerb::kTruncate:
+      return store_->truncate_seq(seq, what.n_tokens);
+    case SeqVerb::kCommit:
+      return store_->commit_seq(seq, what.n_tokens);
+    default:
+      store_->free_seq(seq);
+      return Status::ok();
+  }
+}
+
+// Runs all tasks of a small request on the driver: tasks in order keep the stages apart.
+void EngineImpl::run_here(Request* request, const JobPlan& plan) {
+  FinishedJob job;
+  job.set = request;
+  job.begin_ns = now_ns();
+  for (uint32_t task = 0; task < plan.n_tasks; ++task) {
+    request->run(task, 0);
+  }
+  job.end_ns = now_ns();
+  scheduler_.add_busy_ns(job.end_ns - job.begin_ns);
+  retire(job);
+}
+
+void EngineImpl::retire(const FinishedJob& job) {
+  auto* request = static_cast<Request*>(job.set);
+  request->result.compute_ns = job.end_ns - job.begin_ns;
+  Status status;
+  if (std::holds_alternative<StepRequest>(request->what)) {
+    status = request->step.end(*store_, &request->result);
+  }
+  if (status.is_ok() && request->result.mode != 0) {
+    totals_.n_rows_attended += request->step.n_rows();
+    totals_.keys_present += request->result.keys_present;
+    totals_.keys_read += request->result.keys_read;
+    totals_.bytes_read += request->result.bytes_read;
+  }
+  finish(request, std::move(status));
+}
+
+void EngineImpl::finish(Request* request, Status status) {
+  ++totals_.n_requests;
+  totals_.n_requests_failed += status.is_ok() ? 0 : 1;
+  if (!status.is_ok()) {
+    request->result = RequestResult{};
+  }
+  request->result.status = std::move(status);
+  request->result.service_ns = now_ns() - request->submitted_ns;
+  request->state = RequestState::kDone;
+  unblocked_.clear();
+  order_.leave(&request->ticket, &unblocked_);
+  for (SequenceOrder::Ticket* ticket : unblocked_) {
+    auto* next = static_cast<Request*>(ticket->owner);
+    next->state = RequestState::kReady;
+    ready_.push_back(next);
+  }
+  const auto* what = std::get_if<SeqRequest>(&request->what);
+  if (what != nullptr && what->verb == SeqVerb::kFree) {
+    order_.forget(what->seq);
+  }
+  done_.push_back(request);
+}
+
+uint32_t EngineImpl::poll() {
+  uint32_t n_retired = 0;
+  for (uint32_t round = 0; round < kMaxPollRounds; ++round) {
+    FinishedJob job;
+    while (scheduler_.take_finished(&job)) {
+      retire(job);
+    }
+    start_ready();
+    if (done_.empty()) {
+      break;
+    }
+    n_retired += deliver();
+  }
+  bury_clients();
+  return n_retired;
+}
+
+uint32_t EngineImpl::deliver() {
+  std::swap(done_, delivering_);
+  for (Request* request : delivering_) {
+    RequestResult result = std::move(request->result);
+    const DoneCallback callback = std::move(request->on_done);
+    const bool is_orphan = request->is_orphan;
+    give_back(request);
+    if (!is_orphan && callback) {
+      callback(std::move(result));
+    }
+  }
+  const auto n = static_cast<uint32_t>(delivering_.size());
+  delivering_.clear();
+  return n;
+}
+
+bool EngineImpl::cancel(ClientId client, RequestTag tag) {
+  bool is_known = false;
+  for (const auto& request : requests_) {
+    if (request->client != client || request->tag.queue != tag.queue ||
+        request->tag.number != tag.number) {
+      continue;
+    }
+    is_known = true;
+    if (request->state == RequestState::kWaiting || request->state == RequestState::kReady) {
+      drop_waiting(request.get(), {KVM_ERR_CANCELLED, "cancelled before it began"});
+    }
+  }
+  return is_known;
+}
+
+void EngineImpl::drop_waiting(Request* request, Status status) {
+  if (request->state == RequestState::kReady) {
+    ready_.erase(std::find(ready_.begin(), ready_.end(), request));
+  }
+  finish(request, std::move(status));
+}
+
+void EngineImpl::wait(uint64_t timeout_ns) {
+  const uint64_t begin_ns = now_ns();
+  uint64_t waited_ns = 0;
+  do {
+    if (!done_.empty() || scheduler_.has_finished() || (!ready_.empty() && scheduler_.has_room())) {
+      return;
+    }
+    scheduler_.help_or_sleep(timeout_ns - waited_ns);
+    waited_ns = now_ns() - begin_ns;
+  } while (waited_ns < timeout_ns);
+}
+
+// --- Looking ------------------------------------------------------------------------------------
+
+Result<kvm_seq_info> EngineImpl::seq_info(ClientId client, kvm_seq_id id) {
+  KVM_TRY_ASSIGN(Sequence * seq, store_->find_seq(client, id));
+  return store_->seq_info(seq);
+}
+
+Result<std::vector<MemoryPiece>> EngineImpl::layer_memory(kvm_seq_id id, uint32_t layer) {
+  ClientId owner = 0;
+  for (const kvm_seq_info& info : store_->list_seqs(0, 0, true)) {
+    owner = info.seq == id ? info.client_id : owner;
+  }
+  KVM_TRY_ASSIGN(Sequence * seq, store_->find_seq(owner, id));
+  const Space& space = store_->seq_space(seq);
+  if (layer >= space.n_layers || space.layers[layer].kind == KVM_LAYER_ABSENT) {
+    return Status(KVM_ERR_INVALID, fmt::format("layer {} stores nothing", layer));
+  }
+  std::vector<MemoryPiece> pieces;
+  std::vector<KvRun> runs;
+  for (uint32_t c = 0; c < space.storage(layer).classes.size(); ++c) {
+    const tiers::SlabClass& slab = space.head_class(layer, c).slab_class;
+    runs.clear();
+    store_->collect_runs(seq, layer, c, &runs);
+    for (const KvRun& run : runs) {
+      // The heads of a full page follow each other; those of a part of one do not.
+      const uint32_t n_parts = run.n_tokens == kPageTokens ? 1 : slab.n_heads;
+      const uint64_t rows = uint64_t{run.n_tokens} * (slab.n_heads / n_parts);
+      for (uint32_t i = 0; i < n_parts; ++i) {
+        pieces.push_back({static_cast<const std::byte*>(run.k) + i * slab.k_head_bytes(),
+                          rows * slab.k_row_bytes()});
+      }
+      for (uint32_t i = 0; i < n_parts; ++i) {
+        pieces.push_back({static_cast<const std::byte*>(run.v) + i * slab.v_head_bytes(),
+                          rows * slab.v_row_bytes()});
+      }
+    }
+  }
+  return pieces;
+}
+
+kvm_stats EngineImpl::stats() const {
+  kvm_stats stats = totals_;
+  store_->add_stats(&stats);
+  stats.host_capacity_bytes = options_.host_capacity_bytes;
+  stats.uptime_ns = now_ns() - begin_ns_;
+  stats.busy_ns = scheduler_.busy_ns();
+  return stats;
+}
+
+}  // namespace
+
+Result<std::unique_ptr<Engine>> Engine::open(const EngineOptions& given) {
+  constexpr uint32_t kMaxThreads = 1024;
+  EngineOptions options = given;
+  if (options.n_threads > kMaxThreads) {
+    return Status(KVM_ERR_INVALID, fmt::format("n_threads is {}; at most {} are allowed",
+                                               options.n_threads, kMaxThreads));
+  }
+  if (options.n_threads == 0) {
+    options.n_threads = std::min(kMaxThreads, count_cores());
+  }
+  if (options.host_capacity_bytes == 0) {
+    options.host_capacity_bytes = free_memory_bytes() / 5 * 3;
+  }
+  StoreOptions store_options;
+  store_options.host_capacity_bytes = options.host_capacity_bytes;
+  store_options.default_quota_bytes = options.default_quota_bytes;
+  store_options.max_sequences_per_client = options.max_sequences_per_client;
+  store_options.max_spaces = options.max_spaces;
+  store_options.cached_bytes = std::min(options.host_capacity_bytes / 2, kMaxCachedBytes);
+  KVM_TRY_ASSIGN(std::unique_ptr<Store> store, Store::open(store_options));
+  if (options.default_quota_bytes == 0) {
+    options.default_quota_bytes = options.host_capacity_bytes;
+  }
+  return std::unique_ptr<Engine>(std::make_unique<EngineImpl>(options, std::move(store)));
+}
+
+}  // namespace kvm::engine

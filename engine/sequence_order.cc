@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/sequence_order.h"
+
+#include "base/assert.h"
+
+namespace kvm::engine {
+
+void SequenceOrder::enter(Ticket* ticket, std::span<const kvm_seq_id> seqs) {
+  KVM_ASSERT(ticket->places_.empty());
+  ticket->n_ahead_ = 0;
+  for (kvm_seq_id seq : seqs) {
+    ticket->places_.push_back({seq, ticket, nullptr});
+  }
+  for (Ticket::Place& place : ticket->places_) {
+    Line& line = lines_[place.seq];
+    if (line.first == nullptr) {
+      line.first = &place;
+    } else {
+      line.last->next = &place;
+      ++ticket->n_ahead_;
+    }
+    line.last = &place;
+  }
+}
+
+void SequenceOrder::leave(Ticket* ticket, std::vector<Ticket*>* ready) {
+  for (Ticket::Place& place : ticket->places_) {
+    Line& line = lines_.at(place.seq);
+    if (line.first != &place) {
+      Ticket::Place* before = line.first;
+      while (before->next != &place) {
+        before = before->next;
+      }
+      before->next = place.next;
+      if (line.last == &place) {
+        line.last = before;
+      }
+      continue;
+    }
+    line.first = place.next;
+    if (line.first == nullptr) {
+      line.last = nullptr;
+    } else if (--line.first->ticket->n_ahead_ == 0) {
+      ready->push_back(line.first->ticket);
+    }
+  }
+  ticket->places_.clear();
+  ticket->n_ahead_ = 0;
+}
+
+void SequenceOrder::forget(kvm_seq_id seq) {
+  const auto line = lines_.find(seq);
+  if (line != lines_.end() && line->second.first == nullptr) {
+    lines_.erase(line);
+  }
+}
+
+}  // namespace kvm::engine

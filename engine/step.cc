@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/step.h"
+
+#include <algorithm>
+
+namespace kvm::engine {
+namespace {
+
+// Work below this, in bytes read, is done at once by the driver.
+constexpr uint64_t kSmallCost = 256 << 10;
+// Appends below this are copied at once by the driver: a decode step of a few sequences.
+constexpr uint64_t kSmallAppendBytes = 64 << 10;
+constexpr uint64_t kSmallPrepareBytes = 128 << 10;
+constexpr uint64_t kCopyTaskBytes = 256 << 10;
+// A sleeping worker takes some 50 us to come: time in which the others read this much.
+constexpr uint64_t kCostPerWake = 512 << 10;
+
+}  // namespace
+
+Status Step::begin(Store& store, ClientId client, const StepRequest& request,
+                   const StepTensors& tensors, uint32_t n_threads) {
+  append_.clear();
+  attend_.clear();
+  seqs_.clear();
+  plan_ = {};
+  n_copies_ = 0;
+  is_small_ = false;
+  attends_ = request.attend;
+  out_of_memory_.store(false, std::memory_order_relaxed);
+  for (const kvm_item& item : request.items) {
+    KVM_TRY_ASSIGN(Sequence * seq, store.find_seq(client, item.seq));
+    seqs_.push_back(seq);
+  }
+  if (request.append) {
+    KVM_TRY(append_.reserve(store, request, seqs_, tensors));
+  }
+  if (request.attend) {
+    Status status = attend_.plan(store, request, seqs_, tensors, n_threads);
+    if (!status.is_ok()) {
+      abandon(store);
+      return status;
+    }
+  }
+  make_plan(n_threads);
+  return Status::ok();
+}
+
+void Step::make_plan(uint32_t n_threads) {
+  const uint64_t cost = append_.n_bytes() + attend_.prepare_bytes() + attend_.cost();
+  is_small_ = cost < kSmallCost;
+  const bool copy_now = append_.n_bytes() < kSmallAppendBytes;
+  const bool prepare_now = attend_.prepare_bytes() < kSmallPrepareBytes;
+  append_.cut(copy_now ? UINT64_MAX : kCopyTaskBytes);
+  if (copy_now) {
+    for (uint32_t i = 0; i < append_.n_tasks(); ++i) {
+      append_.copy(i);
+    }
+  } else {
+    n_copies_ = append_.n_tasks();
+  }
+  plan_.n_first = n_copies_;
+  if (prepare_now) {
+    for (uint32_t i = 0; i < attend_.n_prepare_tasks(); ++i) {
+      attend_.prepare(i);
+    }
+  } else {
+    plan_.n_first += attend_.n_prepare_tasks();
+  }
+  plan_.n_tasks = plan_.n_first + attend_.n_tasks();
+  plan_.n_wake = static_cast<uint32_t>(std::min<uint64_t>(n_threads - 1, cost / kCostPerWake));
+}
+
+void Step::run(uint32_t task, ThreadWorkspace& workspace) {
+  if (task < n_copies_) {
+    append_.copy(task);
+  } else if (task < plan_.n_first) {
+    attend_.prepare(task - n_copies_);
+  } else if (!attend_.evaluate(task - plan_.n_first, workspace)) {
+    // The end of the job orders this before end().
+    out_of_memory_.store(true, std::memory_order_relaxed);
+  }
+}
+
+Status Step::end(Store& store, RequestResult* result) {
+  const bool failed = out_of_memory_.load(std::memory_order_relaxed);
+  append_.close(store, !failed);
+  if (failed) {
+    return {KVM_ERR_NO_MEMORY, "the machine refused memory for intermediate results"};
+  }
+  if (attends_) {
+    result->mode = KVM_MODE_EXACT;
+    result->keys_present = attend_.n_keys();
+    result->keys_read = attend_.n_keys();
+    result->bytes_read = attend_.n_bytes();
+  }
+  return Status::ok();
+}
+
+void Step::abandon(Store& store) { append_.close(store, false); }
+
+}  // namespace kvm::engine

@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+// One append, attend or step request from its start to its end.
+//
+//   begin()    checks it against the state of its sequences, reserves pages, cuts it into tasks
+//   run()      first stage: copy K and V into pages, prepare queries; second stage: attend. The
+//              stages never overlap: what is attended includes what is appended.
+//   end()      publishes the appended tokens; or abandon(), which leaves nothing of them
+//
+// Threads: run() on any thread, each task once; the rest on the driver.
+// Memory:  keeps its buffers for the next request.
+#ifndef KVM_ENGINE_STEP_H_
+#define KVM_ENGINE_STEP_H_
+
+#include <atomic>
+#include <cstdint>
+#include <vector>
+
+#include "base/status.h"
+#include "engine/append_work.h"
+#include "engine/attend_work.h"
+#include "engine/engine.h"
+#include "engine/scheduler.h"
+#include "engine/store.h"
+#include "engine/validate.h"
+#include "engine/workspace.h"
+
+namespace kvm::engine {
+
+class Step {
+ public:
+  // `request` and `tensors` stay alive and unchanged until end() or abandon().
+  // Fails: as kvm_step; nothing has changed then. The sequences were found by `client`.
+  Status begin(Store& store, ClientId client, const StepRequest& request,
+               const StepTensors& tensors, uint32_t n_threads);
+  // n_tasks may be 0: begin() has done everything.
+  const JobPlan& plan() const { return plan_; }
+  // True when handing tasks to other threads would take longer than running them.
+  bool is_small() const { return is_small_; }
+  uint64_t n_rows() const { return attend_.n_rows(); }
+  void run(uint32_t task, ThreadWorkspace& workspace);
+  // After every task has ended. Fails: NO_MEMORY (a task had none; nothing was appended).
+  Status end(Store& store, RequestResult* result);
+  void abandon(Store& store);
+
+ private:
+  void make_plan(uint32_t n_threads);
+
+  AppendWork append_;
+  AttendWork attend_;
+  std::vector<Sequence*> seqs_;
+  JobPlan plan_;
+  uint32_t n_copies_ = 0;  // first-stage tasks that copy; the others of that stage prepare
+  bool is_small_ = false;
+  bool attends_ = false;
+  std::atomic<bool> out_of_memory_{false};
+};
+
+}  // namespace kvm::engine
+
+#endif  // KVM_ENGINE_STEP_H_

@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+// How many stored tokens at least one row of a problem sees: what statistics and cost estimates
+// count.
+#ifndef KVM_ENGINE_VISIBLE_KEYS_H_
+#define KVM_ENGINE_VISIBLE_KEYS_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "attention/attention.h"
+#include "base/kv_view.h"
+
+namespace kvm::engine {
+
+// Reuses its memory from call to call. One thread at a time.
+class VisibleKeys {
+ public:
+  // Exact, trees and ranges included. O(runs + ranges).
+  uint64_t count(const attention::Visibility& visible, uint32_t n_query, KvRuns runs);
+
+ private:
+  void see(uint64_t begin, uint64_t end);
+  void see_tree(const attention::Visibility& visible, uint32_t n_query);
+  void keep(std::span<const PositionRange> ranges);
+  void remove(std::span<const PositionRange> ranges);
+
+  // Sorted, disjoint, not empty.
+  std::vector<PositionRange> seen_;
+  std::vector<PositionRange> before_;
+};
+
+}  // namespace kvm::engine
+
+#endif  // KVM_ENGINE_VISIBLE_KEYS_H_
