@@ -50,8 +50,9 @@ struct StoreOptions {
   uint64_t max_sequences_per_client = 65536;
   uint32_t max_spaces = 64;
   // Emptied extents that stay mapped and charged, so that the next append into the same slab class
-  // need not fault memory in again. They are given back before any allocation would fail.
-  uint64_t cached_bytes = 0;
+  // need not fault memory in again; at most an eighth of the capacity. They are given back before
+  // any allocation would fail.
+  uint64_t cached_bytes = uint64_t{64} << 20;
 };
 
 // Tokens to make room for: n_tokens >= 1 at the end of one layer of one sequence.
@@ -186,7 +187,7 @@ class Store {
   // one run per page; dropped tokens are gaps. Every run points to head 0 of its page: the rows of
   // another head of the class lie HeadPlace::head * kPageTokens rows further (attention::Problem
   // takes that number as `head`). layer: OWN or ALIAS; class_index: of the storage layer.
-  // Valid until the next call that changes this sequence.
+  // Nothing for an ABSENT layer. Valid until the next call that changes this sequence.
   virtual void collect_runs(const Sequence* seq, uint32_t layer, uint32_t class_index,
                             std::vector<KvRun>* runs) const = 0;
   // PARTIAL when a query at first_query_position or later, of any head of the layer, would see a
@@ -218,6 +219,10 @@ class Store {
   // Faults in and keeps `bytes` of empty extents, divided among the slab classes of a space as its
   // tokens are, rounded up to extents; they count as used. Fails: NO_SPACE, NO_MEMORY.
   virtual Status prefault(kvm_space_id space, uint64_t bytes) = 0;
+  // Gives a bounded amount of emptied memory beyond cached_bytes back to the operating system (at
+  // most about a millisecond's worth). Returns whether more remains: a driver without other work
+  // calls it until it does not. Other functions give back a little as they go.
+  virtual bool housekeep() = 0;
   // Fills n_spaces, n_sequences, n_pages, host_*, observed_bytes, n_tokens_appended,
   // bytes_appended, n_pages_dropped, n_pages_copied; leaves the rest.
   virtual void add_stats(kvm_stats* stats) const = 0;

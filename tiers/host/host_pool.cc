@@ -53,9 +53,6 @@ bool HostPool::release(PageRef page) {
   --n_pages_;
   page_bytes_in_use_ -= slab.page_bytes();
   n_cached_ += slab.n_cached() - n_cached_before;
-  if (n_cached_ > max_cached_) {
-    close_cached_extent(slab);
-  }
   return true;
 }
 
@@ -108,16 +105,22 @@ Result<uint32_t> HostPool::make_slab(const SlabClass& slab_class) {
 }
 
 Status HostPool::open_extent(HostSlab& slab) {
-  if (!make_room(kExtentBytes) || !budget_->charge(kExtentBytes)) {
+  if (!make_room(kExtentBytes)) {
     return no_space(*budget_);
   }
-  const Status status = slab.add_extent(false);
+  return add_extent(slab, false);
+}
+
+Status HostPool::add_extent(HostSlab& slab, bool touch) {
+  KVM_ASSERT(budget_->charge(kExtentBytes));
+  const Status status = slab.add_extent(touch);
   if (!status.is_ok()) {
     budget_->uncharge(kExtentBytes);
     return status;
   }
   ++n_extents_;
   ++n_cached_;
+  peak_extents_ = std::max(peak_extents_, n_extents_);
   return Status::ok();
 }
 
@@ -136,6 +139,17 @@ bool HostPool::make_room(uint64_t size_bytes) {
     }
   }
   return budget_->free_bytes() >= size_bytes;
+}
+
+bool HostPool::trim(uint64_t max_extents) {
+  for (uint32_t i = 0; i < n_slabs_ && max_extents > 0 && n_cached_ > max_cached_; ++i) {
+    while (slabs_[i] != nullptr && slabs_[i]->n_cached() > 0 && max_extents > 0 &&
+           n_cached_ > max_cached_) {
+      close_cached_extent(*slabs_[i]);
+      --max_extents;
+    }
+  }
+  return n_cached_ > max_cached_;
 }
 
 Status HostPool::prefault(const SlabClass& slab_class, uint64_t size_bytes) {
@@ -158,14 +172,7 @@ Status HostPool::prefault(const SlabClass& slab_class, uint64_t size_bytes) {
       KVM_TRY_ASSIGN(const uint32_t index, make_slab(slab_class));
       slab = slabs_[index].get();
     }
-    KVM_ASSERT(budget_->charge(kExtentBytes));
-    const Status status = slab->add_extent(true);
-    if (!status.is_ok()) {
-      budget_->uncharge(kExtentBytes);
-      return status;
-    }
-    ++n_extents_;
-    ++n_cached_;
+    KVM_TRY(add_extent(*slab, true));
     ++max_cached_;
   }
   return Status::ok();
@@ -188,7 +195,7 @@ void HostPool::check_accounts() const {
   }
   KVM_ASSERT(n_pages == n_pages_ && page_bytes == page_bytes_in_use_);
   KVM_ASSERT(n_extents == n_extents_ && n_cached == n_cached_);
-  KVM_ASSERT(n_cached_ <= max_cached_ && extent_bytes() <= budget_->used_bytes());
+  KVM_ASSERT(extent_bytes() <= budget_->used_bytes());
 }
 
 }  // namespace kvm::tiers

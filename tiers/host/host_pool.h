@@ -3,9 +3,10 @@
 //
 // A slab is one virtual reservation for pages of one slab class. It grows and shrinks by extents of
 // 2 MiB: an extent is charged to the budget before its memory is touched, holds
-// floor(2 MiB / page_bytes) pages (none straddles its end), and is given back to the operating
-// system when its last page is freed, unless it is kept as a cached one. Cached extents stay
-// charged and are taken back whenever an allocation would fail otherwise.
+// floor(2 MiB / page_bytes) pages (none straddles its end), and becomes a cached extent when its
+// last page is freed. Cached extents stay charged; trim gives those beyond a bound back to the
+// operating system, a few at a time (each costs tens of microseconds), and an allocation that would
+// fail otherwise takes whatever it needs of them at once.
 //
 // Pages are reference counted. Addresses are stable for the life of a page. A fresh page's content
 // is undefined (zeros, or what a freed page of the same class left).
@@ -31,7 +32,7 @@ namespace kvm::tiers {
 class HostPool {
  public:
   // `budget` must outlive the pool; others may charge it too. cached_bytes: how much memory of
-  // emptied extents is kept, at most.
+  // emptied extents trim leaves.
   HostPool(MemoryBudget* budget, uint64_t cached_bytes);
   // Pages still referenced are gone with the pool.
   ~HostPool();
@@ -59,9 +60,14 @@ class HostPool {
   // whether it has.
   bool make_room(uint64_t size_bytes);
 
+  // Gives at most max_extents of the cached extents beyond the bound back. Returns whether more
+  // remain.
+  bool trim(uint64_t max_extents);
+
   uint64_t n_pages() const { return n_pages_; }
   uint64_t page_bytes_in_use() const { return page_bytes_in_use_; }
   uint64_t extent_bytes() const { return n_extents_ * kExtentBytes; }  // charged, cached included
+  uint64_t peak_extent_bytes() const { return peak_extents_ * kExtentBytes; }
   uint64_t cached_bytes() const { return n_cached_ * kExtentBytes; }
 
   // Recounts pages, extents and bytes and aborts where they disagree with the running accounts.
@@ -75,6 +81,7 @@ class HostPool {
   Result<uint32_t> make_slab(const SlabClass& slab_class);
   // Charges and opens one absent extent of a slab that has one.
   Status open_extent(HostSlab& slab);
+  Status add_extent(HostSlab& slab, bool touch);
   void close_cached_extent(HostSlab& slab);
 
   MemoryBudget* const budget_;
@@ -84,6 +91,7 @@ class HostPool {
   uint64_t n_pages_ = 0;
   uint64_t page_bytes_in_use_ = 0;
   uint64_t n_extents_ = 0;
+  uint64_t peak_extents_ = 0;
   uint64_t n_cached_ = 0;
 };
 

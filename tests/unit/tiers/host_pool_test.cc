@@ -108,7 +108,8 @@ TEST(HostPool, PagesDoNotOverlapAndAreCounted) {
   pool.check_accounts();
   EXPECT_EQ(pool.n_pages(), 0u);
   EXPECT_EQ(pool.extent_bytes(), pool.cached_bytes());
-  EXPECT_LE(pool.cached_bytes(), 4 * kMiB);
+  EXPECT_FALSE(pool.trim(UINT64_MAX));
+  EXPECT_EQ(pool.cached_bytes(), 4 * kMiB);
 }
 
 TEST(HostPool, GivesMemoryBack) {
@@ -126,8 +127,11 @@ TEST(HostPool, GivesMemoryBack) {
   for (const PageRef page : pages) {
     pool.release(page);
   }
+  EXPECT_EQ(pool.cached_bytes(), 2 * kExtentBytes);
+  EXPECT_TRUE(pool.trim(1));
+  EXPECT_FALSE(pool.trim(1));
   EXPECT_EQ(budget.used_bytes(), 0u);
-  EXPECT_EQ(budget.peak_bytes(), 2 * kExtentBytes);
+  EXPECT_EQ(pool.peak_extent_bytes(), 2 * kExtentBytes);
   EXPECT_FALSE(is_resident(first));
 }
 
@@ -233,6 +237,7 @@ TEST(HostPool, TheSmallestPagesFillExtents) {
   for (const PageRef page : pages) {
     pool.release(page);
   }
+  EXPECT_FALSE(pool.trim(8));
   EXPECT_EQ(budget.used_bytes(), 0u);
 }
 

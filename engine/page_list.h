@@ -1,0 +1,207 @@
+// SPDX-License-Identifier: Apache-2.0
+// PageList: the pages of one (sequence, layer, head class), shared copy-on-write with forks.
+//
+//   PageList --> Root (refcounted) --> Segment (refcounted, up to 128 entries) --> pages
+//       \--> tail: the last page while it is not full, referred to by the list itself
+//       \--> pending: pages reserved for tokens that are not published yet
+//
+// A fork of the whole length copies the list: one reference more on the root, one more on the tail
+// page. Whoever then changes a shared root, segment or page copies that one first. A segment owns
+// one reference on each of its pages, a list one on its tail page and on each pending page.
+//
+// The token at position p lies in slot p % kPageTokens of its page. Positions without a page have
+// been dropped.
+//
+// Threads: the driver thread.  Memory: 16 bytes a page on the heap; pages belong to the bank.
+#ifndef KVM_ENGINE_PAGE_LIST_H_
+#define KVM_ENGINE_PAGE_LIST_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "base/kv_view.h"
+#include "base/status.h"
+#include "tiers/host/host_pool.h"
+#include "tiers/slab_class.h"
+
+namespace kvm::engine {
+
+// LIMIT: positions below this.
+inline constexpr uint64_t kMaxTokens = uint64_t{1} << 38;
+
+// Where pages come from and go back to, and who pays: bytes of a page are added to the account when
+// it is allocated and taken off when its last reference goes.
+class PageBank {
+ public:
+  PageBank(tiers::HostPool* pool, uint64_t* account_bytes)
+      : pool_(pool), account_bytes_(account_bytes) {}
+
+  Result<tiers::PageRef> allocate(const tiers::SlabClass& slab_class) {
+    Result<tiers::PageRef> page = pool_->allocate(slab_class);
+    *account_bytes_ += page.is_ok() ? slab_class.page_bytes() : 0;
+    return page;
+  }
+  void add_ref(tiers::PageRef page) { pool_->add_ref(page); }
+  void release(tiers::PageRef page) {
+    const uint64_t page_bytes = pool_->page_bytes(page);
+    *account_bytes_ -= pool_->release(page) ? page_bytes : 0;
+  }
+  const tiers::HostPool& pool() const { return *pool_; }
+
+ private:
+  tiers::HostPool* pool_;
+  uint64_t* account_bytes_;
+};
+
+// One page of a list: 16 bytes.
+struct PageEntry {
+  tiers::PageRef page = tiers::kNoPage;
+  uint32_t block = 0;  // slot s holds the token at position block * kPageTokens + s
+  uint16_t first = 0;  // first slot that holds a token
+  uint16_t count = 0;  // slots that do; 0 with kNoPage only
+  uint16_t transform = 0;  // KvRun::transform of its tokens; 0: none
+  uint16_t flags = 0;      // zero: none are defined
+
+  uint64_t position() const { return uint64_t{block} * kPageTokens + first; }
+  uint64_t end() const { return position() + count; }
+};
+static_assert(sizeof(PageEntry) == 16);
+
+inline constexpr size_t kSegmentEntries = 128;
+
+struct Segment {
+  uint32_t n_refs = 1;
+  std::vector<PageEntry> entries;  // 1 to kSegmentEntries, blocks strictly increasing
+};
+
+struct Root {
+  uint32_t n_refs = 1;
+  std::vector<Segment*> segments;  // in position order; one reference on each
+};
+
+class PageList {
+ public:
+  PageList() = default;
+  PageList(PageList&& other) noexcept { swap(other); }
+  PageList& operator=(PageList&& other) noexcept {
+    swap(other);
+    return *this;
+  }
+  PageList(const PageList&) = delete;
+  PageList& operator=(const PageList&) = delete;
+  // REQUIRES: cleared.
+  ~PageList();
+
+  uint64_t length() const { return length_; }  // published tokens, dropped ones included
+  uint64_t reserved_length() const { return length_ + n_reserved_; }
+  uint64_t n_dropped() const { return n_dropped_; }
+
+  // --- Sharing. REQUIRES here and below: nothing reserved, unless said otherwise. ---------------
+
+  // Makes this empty list the first n_tokens <= parent.length() of `parent`. O(1) for all of it,
+  // else O(segments + kSegmentEntries).
+  void share(const PageList& parent, uint64_t n_tokens, PageBank bank);
+  // Keeps the first n_tokens <= length().
+  void truncate(uint64_t n_tokens, PageBank bank);
+  // Gives everything up, reservations too.
+  void clear(PageBank bank);
+
+  // --- Appending --------------------------------------------------------------------------------
+
+  // Pages that reserve(n_tokens) would allocate.
+  uint64_t pages_to_reserve(uint64_t n_tokens, const tiers::SlabClass& slab_class,
+                            const tiers::HostPool& pool) const;
+  // Takes pages for n_tokens >= 1 more. A tail page that is shared, or of another slab class, will
+  // be replaced by a copy: copy_tail fills it. Fails: NO_SPACE, NO_MEMORY; nothing has changed.
+  Status reserve(uint64_t n_tokens, const tiers::SlabClass& slab_class, PageBank bank);
+  // Copies the tail's tokens into the reserved copy of the tail page, if there is one. Returns
+  // whether there was.
+  bool copy_tail(const tiers::HostPool& pool) const;
+  // The page that the reserved token at `position` goes to, and the reserved tokens that go there
+  // from it on. REQUIRES: length() <= position < reserved_length().
+  PageEntry reserved_piece(uint64_t position) const;
+  void publish(PageBank bank);
+  void rollback(PageBank bank);
+
+  // --- What policies do -------------------------------------------------------------------------
+
+  // Drops the tokens of the full pages with blocks in [begin, end). Returns the number of pages.
+  uint64_t drop(uint32_t block_begin, uint32_t block_end, PageBank bank);
+  // Puts `page` (a reference is taken over) in the place of the full page of `block`, whose
+  // reference is released. REQUIRES: the block is stored, in a segment.
+  void replace(uint32_t block, tiers::PageRef page, PageBank bank);
+
+  // --- Reading (also while tokens are reserved) -------------------------------------------------
+
+  // Whether every token of [begin, end) is stored. REQUIRES: end <= length().
+  bool covers(uint64_t begin, uint64_t end) const;
+  // Calls visit(entry, shared) for every page in position order, the reserved ones last, where
+  // shared says that another list refers to the page through a shared root or segment (the page's
+  // own count tells the rest).
+  template <typename Visitor>
+  void for_each(Visitor visit) const {
+    if (root_ != nullptr) {
+      for (const Segment* segment : root_->segments) {
+        const bool shared = root_->n_refs > 1 || segment->n_refs > 1;
+        for (const PageEntry& entry : segment->entries) {
+          visit(entry, shared);
+        }
+      }
+    }
+    const PageEntry tail = extended_tail();
+    if (tail.page != tiers::kNoPage) {
+      visit(tail, false);
+    }
+    for (size_t i = 0; i < pending_.size(); ++i) {
+      visit(pending_entry(i), false);
+    }
+  }
+
+  // For accounts in tests: the parts, as they are.
+  const Root* root() const { return root_; }
+  const PageEntry& tail() const { return tail_; }
+  tiers::PageRef pending_tail() const { return pending_tail_; }
+  const std::vector<tiers::PageRef>& pending() const { return pending_; }
+
+ private:
+  void swap(PageList& other) noexcept;
+  uint32_t tail_fill() const { return static_cast<uint32_t>(length_ % kPageTokens); }
+  // Reserved tokens that go into the page that length_ lies in (0 where it begins a new page).
+  uint64_t reserved_in_tail() const;
+  // The tail as it is once the reservation is published: with the copy's page and its tokens.
+  PageEntry extended_tail() const;
+  PageEntry pending_entry(size_t index) const;
+  bool tail_needs_page(const tiers::SlabClass& slab_class, const tiers::HostPool& pool) const;
+  // The root, or the segment at `index` of it, for changing: unshared first.
+  Root* own_root();
+  Segment* own_segment(size_t index, PageBank bank);
+  void push_entry(const PageEntry& entry, PageBank bank);
+  // Removes everything from `block` on from the root.
+  void cut_root(uint32_t block, PageBank bank);
+  // Index of the first segment that ends at or beyond `block`; the number of segments if none does.
+  size_t find_segment(uint32_t block) const;
+  // The stored entry of a block, from the segments or the tail; page == kNoPage: dropped.
+  PageEntry find_entry(uint32_t block) const;
+  uint64_t count_stored() const;
+  static void release_segment(Segment* segment, PageBank bank);
+
+  Root* root_ = nullptr;
+  PageEntry tail_;
+  uint64_t length_ = 0;
+  uint64_t n_dropped_ = 0;
+  uint64_t dropped_end_ = 0;  // every position from here on is stored
+  uint64_t n_reserved_ = 0;
+  tiers::PageRef pending_tail_ = tiers::kNoPage;  // replaces the tail's page at publish
+  std::vector<tiers::PageRef> pending_;
+};
+
+// Copies rows [first, first + count) of every head from one page to another, converting where the
+// slab classes differ. REQUIRES: both have the same heads and dims.
+void copy_page_rows(const tiers::HostPool& pool, tiers::PageRef from, tiers::PageRef to,
+                    uint32_t first, uint32_t count);
+
+}  // namespace kvm::engine
+
+#endif  // KVM_ENGINE_PAGE_LIST_H_

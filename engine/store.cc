@@ -1,0 +1,1177 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/store.h"
+
+#include <sys/random.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <string>
+#include <unordered_map>
+#include <utility>
+
+#include "base/assert.h"
+#include "engine/id_table.h"
+#include "engine/observed.h"
+#include "engine/page_list.h"
+#include "policies/sinks_recent.h"
+#include "tiers/budget.h"
+#include "tiers/host/host_pool.h"
+
+namespace kvm::engine {
+
+using tiers::kNoPage;
+using tiers::PageRef;
+
+namespace {
+
+// Extents given back per call: after a sequence went, in passing, and when there is time.
+constexpr uint64_t kTrimAfterFree = 16;
+constexpr uint64_t kTrimInPassing = 1;
+constexpr uint64_t kTrimHousekeeping = 16;
+
+// A policy that keeps asking for more is cut off here, until the next event.
+constexpr int kMaxPolicyRounds = 1024;
+
+std::string text(uint64_t value) { return std::to_string(value); }
+
+struct Account {
+  ClientId client = 0;
+  uint64_t quota_bytes = 0;
+  uint64_t max_sequences = 0;
+  uint64_t bytes = 0;  // pages and observations
+  uint64_t n_sequences = 0;
+};
+
+// The lists of a space that one policy decides about.
+struct Governed {
+  const policies::Policy* policy = nullptr;
+  struct Member {
+    uint32_t layer;
+    uint32_t class_index;
+  };
+  std::vector<Member> members;
+};
+
+struct SpaceRecord {
+  kvm_space_id id = 0;
+  std::shared_ptr<const Space> space;
+  std::vector<Governed> governed;
+  uint64_t n_sequences = 0;
+};
+
+// Observations of one layer, perhaps shared, of which positions below `limit` hold.
+struct ObservedRef {
+  std::shared_ptr<Observed> data;
+  uint64_t limit = UINT64_MAX;
+};
+
+}  // namespace
+
+struct Sequence {
+  kvm_seq_id id = 0;
+  Account* account = nullptr;
+  SpaceRecord* record = nullptr;
+  uint32_t flags = 0;
+  uint64_t n_committed = 0;
+  std::vector<PageList> lists;  // [Space::n_lists]
+  // Per Governed of the space: the commit point at which the policy wants to be asked again.
+  std::vector<uint64_t> next_commits;
+  std::vector<ObservedRef> observed;  // empty, or [n_layers]
+
+  const Space& space() const { return *record->space; }
+  // The lists of an OWN layer.
+  std::span<PageList> layer_lists(uint32_t layer) {
+    const Layer& own = space().layers[layer];
+    return {lists.data() + own.first_list, own.classes.size()};
+  }
+  std::span<const PageList> layer_lists(uint32_t layer) const {
+    const Layer& own = space().layers[layer];
+    return {lists.data() + own.first_list, own.classes.size()};
+  }
+};
+
+namespace {
+
+class StoreImpl final : public Store {
+ public:
+  StoreImpl(const StoreOptions& options, uint32_t epoch_tag)
+      : options_(options),
+        budget_(options.host_capacity_bytes),
+        pool_(&budget_, std::min(options.cached_bytes, options.host_capacity_bytes / 8)),
+        spaces_("space", epoch_tag, 0),
+        sequences_("sequence", epoch_tag, 1) {}
+
+  ~StoreImpl() override {
+    std::vector<Sequence*> all;
+    sequences_.for_each([&](uint64_t, Sequence& seq) { all.push_back(&seq); });
+    for (Sequence* seq : all) {
+      free_seq(seq);
+    }
+  }
+
+  // Clients.
+  ClientId add_client(uint64_t quota_bytes, uint64_t max_sequences) override;
+  void remove_client(ClientId client) override;
+  uint64_t client_bytes(ClientId client) const override;
+  // Spaces.
+  Result<kvm_space_id> register_space(const SpaceSpec& spec) override;
+  Result<kvm_space_id> find_space(std::string_view name) const override;
+  Result<const Space*> space(kvm_space_id id) const override;
+  Result<kvm_space_info> space_info(kvm_space_id id) const override;
+  std::vector<kvm_space_info> list_spaces() const override;
+  Status drop_space(kvm_space_id id) override;
+  // Sequences.
+  Result<Sequence*> find_seq(ClientId client, kvm_seq_id id) override;
+  Result<kvm_seq_id> create_seq(ClientId client, kvm_space_id space, uint32_t flags) override;
+  Result<kvm_seq_id> fork_seq(Sequence* parent, uint64_t n_tokens) override;
+  Status truncate_seq(Sequence* seq, uint64_t n_tokens) override;
+  Status commit_seq(Sequence* seq, uint64_t n_tokens) override;
+  void free_seq(Sequence* seq) override;
+  kvm_seq_id seq_id(const Sequence* seq) const override { return seq->id; }
+  kvm_space_id seq_space_id(const Sequence* seq) const override { return seq->record->id; }
+  const Space& seq_space(const Sequence* seq) const override { return seq->space(); }
+  uint64_t length(const Sequence* seq, uint32_t layer) const override;
+  uint64_t reserved_length(const Sequence* seq, uint32_t layer) const override;
+  uint64_t n_committed(const Sequence* seq) const override { return seq->n_committed; }
+  kvm_seq_info seq_info(const Sequence* seq) const override;
+  std::vector<kvm_seq_info> list_seqs(ClientId client, kvm_space_id space,
+                                      bool all_clients) const override;
+  std::vector<kvm_seq_id> client_seqs(ClientId client) const override;
+  // Appending.
+  Status reserve_append(std::span<const AppendItem> items,
+                        std::vector<AppendPiece>* pieces) override;
+  Status check_append(const AppendItem& item) const override;
+  void publish(Sequence* seq, uint32_t layer) override;
+  void rollback(Sequence* seq, uint32_t layer) override;
+  // Reading.
+  void collect_runs(const Sequence* seq, uint32_t layer, uint32_t class_index,
+                    std::vector<KvRun>* runs) const override;
+  Status check_visible(const Sequence* seq, uint32_t layer,
+                       uint64_t first_query_position) const override;
+  Status check_read(const Sequence* seq, uint32_t layer, uint64_t position,
+                    uint64_t n_tokens) const override;
+  // Observations and policies.
+  Status observe(Sequence* seq, const ObserveInput& input) override;
+  ObservedView observed(const Sequence* seq, uint32_t layer) const override;
+  void notify(Sequence* seq, policies::Event event) override;
+  Status apply(Sequence* seq, const policies::Action& action) override;
+  // Memory and statistics.
+  Status prefault(kvm_space_id space, uint64_t bytes) override;
+  bool housekeep() override { return pool_.trim(kTrimHousekeeping); }
+  void add_stats(kvm_stats* stats) const override;
+  void check_accounts() const override;
+
+ private:
+  PageBank bank(const Sequence* seq) { return PageBank(&pool_, &seq->account->bytes); }
+  Result<std::unique_ptr<Sequence>> make_seq(Account* account, SpaceRecord* record,
+                                             uint32_t flags) const;
+  kvm_seq_id add_seq(std::unique_ptr<Sequence> seq);
+  Status check_layer(const Sequence* seq, uint32_t layer) const;
+  Status check_quota(std::span<const AppendItem> items);
+  Status reserve_item(const AppendItem& item);
+  void rollback_lists(Sequence* seq, uint32_t layer);
+  // PARTIAL where queries at n_tokens and later would miss tokens below n_tokens.
+  Status check_cut(const Sequence* seq, uint64_t n_tokens) const;
+  void advance_commit(Sequence* seq, uint64_t n_tokens);
+  void run_policies(Sequence* seq, policies::Event event);
+  void run_policy(Sequence* seq, size_t index, policies::Event event);
+  Status check_action(const Sequence* seq, const policies::Action& action) const;
+  Status demote(Sequence* seq, const policies::Action& action);
+  Status charge_observed(Account* account, uint64_t size_bytes);
+  void uncharge_observed(Account* account, uint64_t size_bytes);
+  std::shared_ptr<Observed> make_observed(Account* account);
+  void cut_observed(Sequence* seq, uint64_t n_tokens);
+
+  const StoreOptions options_;
+  tiers::MemoryBudget budget_;
+  tiers::HostPool pool_;
+  IdTable<SpaceRecord> spaces_;
+  IdTable<Sequence> sequences_;
+  std::unordered_map<ClientId, std::unique_ptr<Account>> accounts_;
+  ClientId next_client_ = 1;
+  uint64_t observed_bytes_ = 0;
+  uint64_t n_tokens_appended_ = 0;
+  uint64_t bytes_appended_ = 0;
+  uint64_t n_pages_dropped_ = 0;
+  uint64_t n_pages_copied_ = 0;
+};
+
+// --- Clients ------------------------------------------------------------------------------------
+
+ClientId StoreImpl::add_client(uint64_t quota_bytes, uint64_t max_sequences) {
+  auto account = std::make_unique<Account>();
+  const uint64_t default_quota = options_.default_quota_bytes != 0 ? options_.default_quota_bytes
+                                                                   : options_.host_capacity_bytes;
+  account->client = next_client_++;
+  account->quota_bytes = quota_bytes != 0 ? quota_bytes : default_quota;
+  account->max_sequences =
+      max_sequences != 0 ? max_sequences : options_.max_sequences_per_client;
+  const ClientId client = account->client;
+  accounts_[client] = std::move(account);
+  return client;
+}
+
+void StoreImpl::remove_client(ClientId client) {
+  for (const kvm_seq_id id : client_seqs(client)) {
+    free_seq(sequences_.find(id).value());
+  }
+  const auto it = accounts_.find(client);
+  if (it != accounts_.end()) {
+    KVM_ASSERT(it->second->bytes == 0 && it->second->n_sequences == 0);
+    accounts_.erase(it);
+  }
+}
+
+uint64_t StoreImpl::client_bytes(ClientId client) const {
+  const auto it = accounts_.find(client);
+  return it == accounts_.end() ? 0 : it->second->bytes;
+}
+
+// --- Spaces -------------------------------------------------------------------------------------
+
+// One Governed per policy object that has anything to decide.
+std::vector<Governed> find_governed(const Space& space) {
+  Governed recent = {.policy = &policies::sinks_recent()};
+  for (uint32_t layer = 0; layer < space.n_layers; ++layer) {
+    const std::vector<HeadClass>& classes = space.layers[layer].classes;
+    for (uint32_t i = 0; i < classes.size(); ++i) {
+      if (classes[i].retention.kind == KVM_RETAIN_SINKS_RECENT) {
+        recent.members.push_back({layer, i});
+      }
+    }
+  }
+  std::vector<Governed> governed;
+  if (!recent.members.empty()) {
+    governed.push_back(std::move(recent));
+  }
+  return governed;
+}
+
+Result<kvm_space_id> StoreImpl::register_space(const SpaceSpec& spec) {
+  KVM_TRY_ASSIGN(std::shared_ptr<const Space> offered, resolve_space(spec));
+  const Result<kvm_space_id> known = find_space(offered->name);
+  if (known.is_ok()) {
+    KVM_TRY(compare_spaces(*spaces_.find(known.value()).value()->space, *offered));
+    return known.value();
+  }
+  if (spaces_.size() >= options_.max_spaces || spaces_.full()) {
+    return Status(KVM_ERR_LIMIT, "there are " + text(spaces_.size()) +
+                                     " spaces already; at most " + text(options_.max_spaces) +
+                                     " are allowed");
+  }
+  auto record = std::make_unique<SpaceRecord>();
+  SpaceRecord* added = record.get();
+  added->governed = find_governed(*offered);
+  added->space = std::move(offered);
+  added->id = spaces_.insert(std::move(record));
+  return added->id;
+}
+
+Result<kvm_space_id> StoreImpl::find_space(std::string_view name) const {
+  kvm_space_id found = 0;
+  spaces_.for_each([&](uint64_t id, const SpaceRecord& record) {
+    found = record.space->name == name ? id : found;
+  });
+  if (found == 0) {
+    return Status(KVM_ERR_NOT_FOUND, "no space is named \"" + std::string(name) + "\"");
+  }
+  return found;
+}
+
+Result<const Space*> StoreImpl::space(kvm_space_id id) const {
+  KVM_TRY_ASSIGN(const SpaceRecord* record, spaces_.find(id));
+  return record->space.get();
+}
+
+kvm_space_info info_of(const SpaceRecord& record) {
+  const Space& space = *record.space;
+  kvm_space_info info{};
+  info.struct_size = sizeof info;
+  info.n_layers = space.n_layers;
+  info.space = record.id;
+  std::memcpy(info.name, space.name.data(), space.name.size());  // shorter than info.name
+  std::copy(space.fingerprint.begin(), space.fingerprint.end(), info.fingerprint);
+  info.n_q_heads = space.n_q_heads;
+  info.n_kv_heads = space.n_kv_heads;
+  info.head_dim_k = space.head_dim_k;
+  info.head_dim_v = space.head_dim_v;
+  info.dtype = static_cast<uint32_t>(space.dtype);
+  info.n_head_classes = space.n_lists;
+  info.n_sequences = record.n_sequences;
+  info.bytes_per_token = space.bytes_per_token;
+  info.page_tokens = kPageTokens;
+  return info;
+}
+
+Result<kvm_space_info> StoreImpl::space_info(kvm_space_id id) const {
+  KVM_TRY_ASSIGN(const SpaceRecord* record, spaces_.find(id));
+  return info_of(*record);
+}
+
+std::vector<kvm_space_info> StoreImpl::list_spaces() const {
+  std::vector<kvm_space_info> infos;
+  spaces_.for_each([&](uint64_t, const SpaceRecord& record) { infos.push_back(info_of(record)); });
+  return infos;
+}
+
+Status StoreImpl::drop_space(kvm_space_id id) {
+  KVM_TRY_ASSIGN(const SpaceRecord* record, spaces_.find(id));
+  if (record->n_sequences > 0) {
+    return Status(KVM_ERR_BUSY, "space \"" + record->space->name + "\" has " +
+                                    text(record->n_sequences) + " sequences");
+  }
+  spaces_.erase(id);
+  return Status::ok();
+}
+
+// --- Sequences ----------------------------------------------------------------------------------
+
+Result<Sequence*> StoreImpl::find_seq(ClientId client, kvm_seq_id id) {
+  KVM_TRY_ASSIGN(Sequence* seq, sequences_.find(id));
+  if (seq->account->client != client) {
+    return Status(KVM_ERR_PERMISSION, "sequence " + text(id) + " belongs to another client");
+  }
+  return seq;
+}
+
+Result<std::unique_ptr<Sequence>> StoreImpl::make_seq(Account* account, SpaceRecord* record,
+                                                      uint32_t flags) const {
+  if (account->n_sequences >= account->max_sequences) {
+    return Status(KVM_ERR_LIMIT, "this client has " + text(account->n_sequences) +
+                                     " sequences; at most " + text(account->max_sequences) +
+                                     " are allowed");
+  }
+  if (sequences_.full()) {
+    return Status(KVM_ERR_LIMIT, "the service has " + text(sequences_.size()) +
+                                     " sequences and can name no more");
+  }
+  auto seq = std::make_unique<Sequence>();
+  seq->account = account;
+  seq->record = record;
+  seq->flags = flags;
+  seq->lists.resize(record->space->n_lists);
+  seq->next_commits.resize(record->governed.size());
+  return seq;
+}
+
+kvm_seq_id StoreImpl::add_seq(std::unique_ptr<Sequence> seq) {
+  Sequence* added = seq.get();
+  ++added->account->n_sequences;
+  ++added->record->n_sequences;
+  added->id = sequences_.insert(std::move(seq));
+  return added->id;
+}
+
+Result<kvm_seq_id> StoreImpl::create_seq(ClientId client, kvm_space_id space, uint32_t flags) {
+  const auto account = accounts_.find(client);
+  KVM_ASSERT(account != accounts_.end());
+  KVM_TRY_ASSIGN(SpaceRecord* record, spaces_.find(space));
+  if ((flags & ~uint32_t{KVM_SEQ_MANUAL_COMMIT}) != 0) {
+    return Status(KVM_ERR_INVALID, "flags is " + text(flags) +
+                                       "; only KVM_SEQ_MANUAL_COMMIT (1) is defined");
+  }
+  KVM_TRY_ASSIGN(std::unique_ptr<Sequence> seq, make_seq(account->second.get(), record, flags));
+  return add_seq(std::move(seq));
+}
+
+Result<kvm_seq_id> StoreImpl::fork_seq(Sequence* parent, uint64_t n_tokens) {
+  uint64_t longest = 0;
+  for (const PageList& list : parent->lists) {
+    longest = std::max(longest, list.length());
+  }
+  if (n_tokens != KVM_POSITION_END && n_tokens > longest) {
+    return Status(KVM_ERR_INVALID, "n_tokens is " + text(n_tokens) + "; the longest layer has " +
+                                       text(longest) + " tokens");
+  }
+  KVM_TRY(check_cut(parent, n_tokens));
+  KVM_TRY_ASSIGN(std::unique_ptr<Sequence> child,
+                 make_seq(parent->account, parent->record, parent->flags));
+  for (size_t i = 0; i < parent->lists.size(); ++i) {
+    const PageList& list = parent->lists[i];
+    child->lists[i].share(list, std::min(n_tokens, list.length()), bank(parent));
+  }
+  child->n_committed = std::min(parent->n_committed, n_tokens);
+  child->observed = parent->observed;
+  for (ObservedRef& ref : child->observed) {
+    ref.limit = std::min(ref.limit, n_tokens);
+  }
+  Sequence* added = child.get();
+  const kvm_seq_id id = add_seq(std::move(child));
+  run_policies(added, policies::Event::kForked);
+  return id;
+}
+
+// Whether tokens that queries at `first_query` and later would see, out of those below `end`, have
+// been dropped from a list.
+bool misses_visible(const Space& space, uint32_t layer, uint32_t class_index, const PageList& list,
+                    uint64_t first_query, uint64_t end) {
+  const HeadVisibility seen = space.visibility(layer, class_index, first_query);
+  const uint64_t recent =
+      seen.window == 0 || first_query < seen.window ? 0 : first_query - seen.window + 1;
+  return !list.covers(std::min(recent, end), end) ||
+         !list.covers(std::min(seen.first_sink, end), std::min(seen.n_sinks, end));
+}
+
+Status StoreImpl::check_cut(const Sequence* seq, uint64_t n_tokens) const {
+  const Space& space = seq->space();
+  for (uint32_t layer = 0; layer < space.n_layers; ++layer) {
+    if (space.layers[layer].kind == KVM_LAYER_ABSENT) {
+      continue;
+    }
+    const std::span<const PageList> lists = seq->layer_lists(space.layers[layer].storage_layer);
+    for (uint32_t i = 0; i < lists.size(); ++i) {
+      if (n_tokens < lists[i].length() &&
+          misses_visible(space, layer, i, lists[i], n_tokens, n_tokens)) {
+        return Status(KVM_ERR_PARTIAL, "sequence " + text(seq->id) + " cannot be cut at " +
+                                           text(n_tokens) + ": layer " + text(layer) +
+                                           " has dropped tokens that queries there would see");
+      }
+    }
+  }
+  return Status::ok();
+}
+
+Status StoreImpl::truncate_seq(Sequence* seq, uint64_t n_tokens) {
+  KVM_TRY(check_cut(seq, n_tokens));
+  for (PageList& list : seq->lists) {
+    list.truncate(std::min(n_tokens, list.length()), bank(seq));
+  }
+  if (n_tokens < seq->n_committed) {
+    seq->n_committed = n_tokens;
+    std::fill(seq->next_commits.begin(), seq->next_commits.end(), 0);
+  }
+  cut_observed(seq, n_tokens);
+  pool_.trim(kTrimAfterFree);
+  return Status::ok();
+}
+
+uint64_t shortest_layer(const Sequence* seq) {
+  uint64_t shortest = UINT64_MAX;
+  for (const PageList& list : seq->lists) {
+    shortest = std::min(shortest, list.length());
+  }
+  return shortest;
+}
+
+Status StoreImpl::commit_seq(Sequence* seq, uint64_t n_tokens) {
+  const uint64_t shortest = shortest_layer(seq);
+  if (n_tokens == KVM_POSITION_END) {
+    n_tokens = shortest;
+  }
+  if (n_tokens > shortest) {
+    return Status(KVM_ERR_INVALID, "n_tokens is " + text(n_tokens) + "; the shortest layer has " +
+                                       text(shortest) + " tokens");
+  }
+  advance_commit(seq, n_tokens);
+  return Status::ok();
+}
+
+void StoreImpl::advance_commit(Sequence* seq, uint64_t n_tokens) {
+  if (n_tokens > seq->n_committed) {
+    seq->n_committed = n_tokens;
+    run_policies(seq, policies::Event::kCommitted);
+  }
+}
+
+void StoreImpl::free_seq(Sequence* seq) {
+  for (PageList& list : seq->lists) {
+    list.clear(bank(seq));
+  }
+  seq->observed.clear();
+  --seq->account->n_sequences;
+  --seq->record->n_sequences;
+  sequences_.erase(seq->id);
+  pool_.trim(kTrimAfterFree);
+}
+
+uint64_t StoreImpl::length(const Sequence* seq, uint32_t layer) const {
+  const std::span<const PageList> lists =
+      seq->layer_lists(seq->space().layers[layer].storage_layer);
+  return lists.empty() ? 0 : lists[0].length();
+}
+
+uint64_t StoreImpl::reserved_length(const Sequence* seq, uint32_t layer) const {
+  const std::span<const PageList> lists =
+      seq->layer_lists(seq->space().layers[layer].storage_layer);
+  return lists.empty() ? 0 : lists[0].reserved_length();
+}
+
+kvm_seq_info StoreImpl::seq_info(const Sequence* seq) const {
+  kvm_seq_info info{};
+  info.struct_size = sizeof info;
+  info.flags = seq->flags;
+  info.seq = seq->id;
+  info.space = seq->record->id;
+  info.client_id = seq->account->client;
+  info.n_tokens_min = shortest_layer(seq);
+  info.n_committed = seq->n_committed;
+  for (const PageList& list : seq->lists) {
+    info.n_tokens_max = std::max(info.n_tokens_max, list.length());
+    info.n_entries_dropped += list.n_dropped();
+    list.for_each([&](const PageEntry& entry, bool shared) {
+      const uint64_t page_bytes = pool_.page_bytes(entry.page);
+      ++info.n_pages;
+      info.bytes += page_bytes;
+      info.bytes_shared += shared || pool_.n_refs(entry.page) > 1 ? page_bytes : 0;
+    });
+  }
+  for (const ObservedRef& ref : seq->observed) {
+    info.bytes_observed += ref.data != nullptr ? ref.data->size_bytes() : 0;
+  }
+  for (uint32_t layer = 0; layer < seq->observed.size(); ++layer) {
+    info.n_rows_observed += observed(seq, layer).n_rows;
+  }
+  return info;
+}
+
+std::vector<kvm_seq_info> StoreImpl::list_seqs(ClientId client, kvm_space_id space,
+                                               bool all_clients) const {
+  std::vector<kvm_seq_info> infos;
+  sequences_.for_each([&](uint64_t, const Sequence& seq) {
+    if ((all_clients || seq.account->client == client) &&
+        (space == 0 || seq.record->id == space)) {
+      infos.push_back(seq_info(&seq));
+    }
+  });
+  return infos;
+}
+
+std::vector<kvm_seq_id> StoreImpl::client_seqs(ClientId client) const {
+  std::vector<kvm_seq_id> ids;
+  sequences_.for_each([&](uint64_t id, const Sequence& seq) {
+    if (seq.account->client == client) {
+      ids.push_back(id);
+    }
+  });
+  return ids;
+}
+
+// --- Appending ----------------------------------------------------------------------------------
+
+Status StoreImpl::check_layer(const Sequence* seq, uint32_t layer) const {
+  const Space& space = seq->space();
+  if (layer >= space.n_layers) {
+    return Status(KVM_ERR_INVALID, "layer " + text(layer) + " is beyond the space's " +
+                                       text(space.n_layers) + " layers");
+  }
+  if (space.layers[layer].kind == KVM_LAYER_ABSENT) {
+    return Status(KVM_ERR_INVALID, "layer " + text(layer) + " is absent and stores nothing");
+  }
+  return Status::ok();
+}
+
+Status StoreImpl::check_append(const AppendItem& item) const {
+  KVM_TRY(check_layer(item.seq, item.layer));
+  if (item.seq->space().layers[item.layer].kind == KVM_LAYER_ALIAS) {
+    return Status(KVM_ERR_INVALID,
+                  "layer " + text(item.layer) + " is an alias of layer " +
+                      text(item.seq->space().layers[item.layer].storage_layer) +
+                      "; append there");
+  }
+  const uint64_t present = length(item.seq, item.layer);
+  if (item.position != KVM_POSITION_END && item.position != present) {
+    return Status(KVM_ERR_HOLE, "append_position is " + text(item.position) + "; layer " +
+                                    text(item.layer) + " of sequence " + text(item.seq->id) +
+                                    " has " + text(present) + " tokens");
+  }
+  if (item.n_tokens == 0 || item.n_tokens > kMaxTokens - present) {
+    return Status(KVM_ERR_INVALID, "n_append is " + text(item.n_tokens) + "; it must be 1 to " +
+                                       text(kMaxTokens - present));
+  }
+  return Status::ok();
+}
+
+// The quotas of all clients concerned hold what all items together need.
+Status StoreImpl::check_quota(std::span<const AppendItem> items) {
+  std::unordered_map<Account*, uint64_t> needs;
+  for (const AppendItem& item : items) {
+    const std::span<const PageList> lists =
+        std::as_const(*item.seq).layer_lists(item.layer);
+    for (uint32_t i = 0; i < lists.size(); ++i) {
+      const tiers::SlabClass& slab_class = item.seq->space().head_class(item.layer, i).slab_class;
+      needs[item.seq->account] +=
+          lists[i].pages_to_reserve(item.n_tokens, slab_class, pool_) * slab_class.page_bytes();
+    }
+  }
+  for (const auto& [account, need] : needs) {
+    if (need > 0 && (account->bytes > account->quota_bytes ||
+                     need > account->quota_bytes - account->bytes)) {
+      return Status(KVM_ERR_QUOTA, "the append needs " + text(need) + " bytes; this client holds " +
+                                       text(account->bytes) + " of " +
+                                       text(account->quota_bytes));
+    }
+  }
+  return Status::ok();
+}
+
+Status StoreImpl::reserve_item(const AppendItem& item) {
+  const std::span<PageList> lists = item.seq->layer_lists(item.layer);
+  if (lists[0].reserved_length() != lists[0].length()) {
+    return Status(KVM_ERR_INVALID, "sequence " + text(item.seq->id) +
+                                       " is appended to twice in layer " + text(item.layer));
+  }
+  for (uint32_t i = 0; i < lists.size(); ++i) {
+    const Status status =
+        lists[i].reserve(item.n_tokens, item.seq->space().head_class(item.layer, i).slab_class,
+                         bank(item.seq));
+    if (!status.is_ok()) {
+      rollback_lists(item.seq, item.layer);
+      return status;
+    }
+  }
+  return Status::ok();
+}
+
+Status StoreImpl::reserve_append(std::span<const AppendItem> items,
+                                 std::vector<AppendPiece>* pieces) {
+  for (const AppendItem& item : items) {
+    KVM_TRY(check_append(item));
+  }
+  KVM_TRY(check_quota(items));
+  for (size_t i = 0; i < items.size(); ++i) {
+    const Status status = reserve_item(items[i]);
+    if (!status.is_ok()) {
+      for (size_t j = 0; j < i; ++j) {
+        rollback_lists(items[j].seq, items[j].layer);
+      }
+      pool_.trim(kTrimAfterFree);
+      return status;
+    }
+  }
+  for (uint32_t i = 0; i < items.size(); ++i) {
+    const std::span<const PageList> lists =
+        std::as_const(*items[i].seq).layer_lists(items[i].layer);
+    for (uint32_t c = 0; c < lists.size(); ++c) {
+      n_pages_copied_ += lists[c].copy_tail(pool_) ? 1 : 0;
+      const HeadClass& head_class = items[i].seq->space().head_class(items[i].layer, c);
+      const tiers::SlabClass& slab_class = head_class.slab_class;
+      const uint64_t begin = lists[c].length();
+      for (uint64_t p = begin; p < lists[c].reserved_length();) {
+        const PageEntry entry = lists[c].reserved_piece(p);
+        std::byte* data = pool_.data(entry.page);
+        pieces->push_back({.item = i,
+                           .class_index = c,
+                           .token = static_cast<uint32_t>(p - begin),
+                           .n_tokens = entry.count,
+                           .k = data + entry.first * slab_class.k_row_bytes(),
+                           .v = data + slab_class.v_offset() +
+                                entry.first * slab_class.v_row_bytes(),
+                           .cls = &head_class});
+        p += entry.count;
+      }
+    }
+  }
+  return Status::ok();
+}
+
+void StoreImpl::publish(Sequence* seq, uint32_t layer) {
+  const std::span<PageList> lists = seq->layer_lists(layer);
+  const uint64_t n_tokens = lists[0].reserved_length() - lists[0].length();
+  for (uint32_t i = 0; i < lists.size(); ++i) {
+    const tiers::SlabClass& slab_class = seq->space().head_class(layer, i).slab_class;
+    lists[i].publish(bank(seq));
+    bytes_appended_ += n_tokens * slab_class.n_heads *
+                       (slab_class.k_row_bytes() + slab_class.v_row_bytes());
+  }
+  n_tokens_appended_ += n_tokens;
+  run_policies(seq, policies::Event::kAppended);
+  if ((seq->flags & KVM_SEQ_MANUAL_COMMIT) == 0) {
+    advance_commit(seq, shortest_layer(seq));
+  }
+  pool_.trim(kTrimInPassing);
+}
+
+void StoreImpl::rollback_lists(Sequence* seq, uint32_t layer) {
+  for (PageList& list : seq->layer_lists(layer)) {
+    list.rollback(bank(seq));
+  }
+}
+
+void StoreImpl::rollback(Sequence* seq, uint32_t layer) {
+  rollback_lists(seq, layer);
+  pool_.trim(kTrimAfterFree);
+}
+
+// --- Reading ------------------------------------------------------------------------------------
+
+void StoreImpl::collect_runs(const Sequence* seq, uint32_t layer, uint32_t class_index,
+                             std::vector<KvRun>* runs) const {
+  const std::span<const PageList> lists =
+      seq->layer_lists(seq->space().layers[layer].storage_layer);
+  if (lists.empty()) {
+    return;
+  }
+  lists[class_index].for_each([&](const PageEntry& entry, bool) {
+    const tiers::SlabClass& slab_class = pool_.slab_class(entry.page);
+    const std::byte* data = pool_.data(entry.page);
+    KvRun run;
+    run.k = data + entry.first * slab_class.k_row_bytes();
+    run.v = data + slab_class.v_offset() + entry.first * slab_class.v_row_bytes();
+    if (slab_class.has_log_weights) {
+      run.log_weight =
+          reinterpret_cast<const float*>(data + slab_class.log_weight_offset()) + entry.first;
+    }
+    run.position = entry.position();
+    run.n_tokens = entry.count;
+    run.transform = entry.transform;
+    run.dtype_k = slab_class.dtype_k;
+    run.dtype_v = slab_class.dtype_v;
+    runs->push_back(run);
+  });
+}
+
+Status StoreImpl::check_visible(const Sequence* seq, uint32_t layer,
+                                uint64_t first_query_position) const {
+  KVM_TRY(check_layer(seq, layer));
+  const std::span<const PageList> lists =
+      seq->layer_lists(seq->space().layers[layer].storage_layer);
+  for (uint32_t i = 0; i < lists.size(); ++i) {
+    if (misses_visible(seq->space(), layer, i, lists[i], first_query_position,
+                       lists[i].length())) {
+      return Status(KVM_ERR_PARTIAL,
+                    "a query at position " + text(first_query_position) + " of layer " +
+                        text(layer) + " sees tokens that kv head " +
+                        text(seq->space().head_class(layer, i).kv_heads[0]) + " has dropped");
+    }
+  }
+  return Status::ok();
+}
+
+Status StoreImpl::check_read(const Sequence* seq, uint32_t layer, uint64_t position,
+                             uint64_t n_tokens) const {
+  KVM_TRY(check_layer(seq, layer));
+  const std::span<const PageList> lists =
+      seq->layer_lists(seq->space().layers[layer].storage_layer);
+  const uint64_t present = lists[0].length();
+  if (position > present || n_tokens > present - position) {
+    return Status(KVM_ERR_INVALID, text(n_tokens) + " tokens from position " + text(position) +
+                                       " are beyond the " + text(present) + " of layer " +
+                                       text(layer));
+  }
+  for (uint32_t i = 0; i < lists.size(); ++i) {
+    if (!lists[i].covers(position, position + n_tokens)) {
+      return Status(KVM_ERR_PARTIAL,
+                    "kv head " + text(seq->space().head_class(layer, i).kv_heads[0]) +
+                        " of layer " + text(layer) + " has dropped tokens of [" + text(position) +
+                        ", " + text(position + n_tokens) + ")");
+    }
+  }
+  return Status::ok();
+}
+
+// --- Observations -------------------------------------------------------------------------------
+
+Status StoreImpl::charge_observed(Account* account, uint64_t size_bytes) {
+  if (account->bytes > account->quota_bytes ||
+      size_bytes > account->quota_bytes - account->bytes) {
+    return Status(KVM_ERR_QUOTA, "the observation needs " + text(size_bytes) +
+                                     " bytes; this client holds " + text(account->bytes) + " of " +
+                                     text(account->quota_bytes));
+  }
+  if (!pool_.make_room(size_bytes) || !budget_.charge(size_bytes)) {
+    return Status(KVM_ERR_NO_SPACE, "the observation needs " + text(size_bytes) + " bytes; " +
+                                        text(budget_.used_bytes()) + " of " +
+                                        text(budget_.capacity_bytes()) + " are in use");
+  }
+  account->bytes += size_bytes;
+  observed_bytes_ += size_bytes;
+  return Status::ok();
+}
+
+void StoreImpl::uncharge_observed(Account* account, uint64_t size_bytes) {
+  account->bytes -= size_bytes;
+  observed_bytes_ -= size_bytes;
+  budget_.uncharge(size_bytes);
+}
+
+std::shared_ptr<Observed> StoreImpl::make_observed(Account* account) {
+  return std::shared_ptr<Observed>(new Observed, [this, account](Observed* gone) {
+    uncharge_observed(account, gone->size_bytes());
+    delete gone;
+  });
+}
+
+bool all_finite(const float* values, uint64_t n) {
+  return std::all_of(values, values + n, [](float value) { return std::isfinite(value); });
+}
+
+Status StoreImpl::observe(Sequence* seq, const ObserveInput& input) {
+  KVM_TRY(check_layer(seq, input.layer));
+  const Layer& layer = seq->space().layers[input.layer];
+  const uint32_t row_floats = layer.n_q_heads * seq->space().head_dim_k;
+  const uint64_t present_tokens = length(seq, input.layer);
+  if (input.n_columns > present_tokens ||
+      input.column_begin > present_tokens - input.n_columns) {
+    return Status(KVM_ERR_INVALID, text(input.n_columns) + " column sums from position " +
+                                       text(input.column_begin) + " are beyond the " +
+                                       text(present_tokens) + " tokens of layer " +
+                                       text(input.layer));
+  }
+  if (input.query_position > kMaxTokens) {
+    return Status(KVM_ERR_INVALID, "query_position is " + text(input.query_position) +
+                                       "; it must be at most " + text(kMaxTokens));
+  }
+  if (!all_finite(input.q, uint64_t{input.n_rows} * row_floats) ||
+      !all_finite(input.column_sums, input.n_columns * layer.n_kv_heads)) {
+    return Status(KVM_ERR_INVALID, "a query or a column sum is not finite");
+  }
+  if (seq->observed.empty()) {
+    seq->observed.resize(seq->space().n_layers);
+  }
+  ObservedRef& ref = seq->observed[input.layer];
+  if (ref.data != nullptr && ref.data.use_count() == 1 && ref.limit == UINT64_MAX) {
+    // In place. It may shrink, when rows are replaced by fewer.
+    const uint64_t before = ref.data->size_bytes();
+    const uint64_t after =
+        observed_bytes_after(ref.data.get(), input, row_floats, layer.n_kv_heads);
+    KVM_TRY(charge_observed(seq->account, after > before ? after - before : 0));
+    add_observation(ref.data.get(), input, row_floats, layer.n_kv_heads);
+    uncharge_observed(seq->account, before > after ? before - after : 0);
+    return Status::ok();
+  }
+  Observed own;
+  if (ref.data != nullptr) {
+    own = *ref.data;
+    truncate_observation(&own, ref.limit, row_floats, layer.n_kv_heads);
+  }
+  KVM_TRY(charge_observed(seq->account,
+                          observed_bytes_after(&own, input, row_floats, layer.n_kv_heads)));
+  add_observation(&own, input, row_floats, layer.n_kv_heads);
+  std::shared_ptr<Observed> added = make_observed(seq->account);
+  *added = std::move(own);
+  ref = {.data = std::move(added)};
+  return Status::ok();
+}
+
+ObservedView StoreImpl::observed(const Sequence* seq, uint32_t layer) const {
+  ObservedView view;
+  if (seq->observed.empty() || seq->observed[layer].data == nullptr) {
+    return view;
+  }
+  const ObservedRef& ref = seq->observed[layer];
+  const uint64_t n_columns =
+      ref.data->column_sums.size() / seq->space().layers[layer].n_kv_heads;
+  view.query_position = ref.data->query_position;
+  view.n_rows = ref.limit <= ref.data->query_position
+                    ? 0
+                    : static_cast<uint32_t>(std::min<uint64_t>(
+                          ref.data->n_rows, ref.limit - ref.data->query_position));
+  view.q = view.n_rows > 0 ? ref.data->queries.data() : nullptr;
+  view.n_columns = std::min(n_columns, ref.limit);
+  view.column_sums = view.n_columns > 0 ? ref.data->column_sums.data() : nullptr;
+  return view;
+}
+
+void StoreImpl::cut_observed(Sequence* seq, uint64_t n_tokens) {
+  for (uint32_t i = 0; i < seq->observed.size(); ++i) {
+    ObservedRef& ref = seq->observed[i];
+    if (ref.data == nullptr) {
+      continue;
+    }
+    ref.limit = std::min(ref.limit, n_tokens);
+    if (ref.data.use_count() == 1) {
+      const Layer& layer = seq->space().layers[i];
+      const uint64_t before = ref.data->size_bytes();
+      truncate_observation(ref.data.get(), ref.limit,
+                           layer.n_q_heads * seq->space().head_dim_k, layer.n_kv_heads);
+      uncharge_observed(seq->account, before - ref.data->size_bytes());
+      ref.limit = UINT64_MAX;
+    }
+  }
+}
+
+// --- Policies -----------------------------------------------------------------------------------
+
+void StoreImpl::notify(Sequence* seq, policies::Event event) { run_policies(seq, event); }
+
+void StoreImpl::run_policies(Sequence* seq, policies::Event event) {
+  const std::vector<Governed>& governed = seq->record->governed;
+  for (size_t i = 0; i < governed.size(); ++i) {
+    if ((governed[i].policy->events() & policies::event_bit(event)) == 0 ||
+        (event == policies::Event::kCommitted && seq->n_committed < seq->next_commits[i])) {
+      continue;
+    }
+    run_policy(seq, i, event);
+  }
+}
+
+// The pages of a list as ranges of one encoding.
+std::vector<policies::StoredRange> stored_ranges(const PageList& list,
+                                                 const tiers::HostPool& pool,
+                                                 uint64_t* stored_bytes) {
+  std::vector<policies::StoredRange> ranges;
+  list.for_each([&](const PageEntry& entry, bool) {
+    const tiers::SlabClass& slab_class = pool.slab_class(entry.page);
+    *stored_bytes += slab_class.page_bytes();
+    if (!ranges.empty() && ranges.back().positions.end == entry.position() &&
+        ranges.back().dtype_k == slab_class.dtype_k &&
+        ranges.back().dtype_v == slab_class.dtype_v) {
+      ranges.back().positions.end = entry.end();
+      return;
+    }
+    ranges.push_back({.positions = {entry.position(), entry.end()},
+                      .dtype_k = slab_class.dtype_k,
+                      .dtype_v = slab_class.dtype_v,
+                      .tier = static_cast<uint8_t>(tiers::Tier::kHost)});
+  });
+  return ranges;
+}
+
+void StoreImpl::run_policy(Sequence* seq, size_t index, policies::Event event) {
+  const Governed& governed = seq->record->governed[index];
+  const Space& space = seq->space();
+  policies::ActionList actions;
+  int n_rounds = 0;
+  do {
+    std::vector<std::vector<policies::StoredRange>> stored(governed.members.size());
+    std::vector<policies::ListView> lists(governed.members.size());
+    for (size_t i = 0; i < lists.size(); ++i) {
+      const auto [layer, class_index] = governed.members[i];
+      const HeadClass& head_class = space.head_class(layer, class_index);
+      const PageList& list = std::as_const(*seq).layer_lists(layer)[class_index];
+      const ObservedView seen = observed(seq, layer);
+      policies::ListView& view = lists[i];
+      view.layer = layer;
+      view.class_index = class_index;
+      view.n_heads = head_class.slab_class.n_heads;
+      view.length = list.length();
+      stored[i] = stored_ranges(list, pool_, &view.stored_bytes);
+      view.stored = stored[i];
+      view.n_sinks = head_class.retention.n_sinks;
+      view.n_recent = head_class.retention.n_recent;
+      view.slack = head_class.retention.slack;
+      view.kv_heads = head_class.kv_heads;
+      view.n_kv_heads = space.layers[layer].n_kv_heads;
+      view.column_sums = seen.column_sums;
+      view.n_columns = seen.n_columns;
+      view.queries = seen.q;
+      view.n_query_rows = seen.n_rows;
+      view.query_position = seen.query_position;
+    }
+    actions = {};
+    governed.policy->decide({.event = event, .n_committed = seq->n_committed, .lists = lists},
+                            &actions);
+    for (uint32_t i = 0; i < actions.n_actions; ++i) {
+      // What cannot be done (no room to demote, say) is left as it is: the policy sees that in the
+      // next view.
+      (void)apply(seq, actions.actions[i]).is_ok();
+    }
+  } while (actions.more && ++n_rounds < kMaxPolicyRounds);
+  seq->next_commits[index] = actions.next_commit;
+}
+
+Status StoreImpl::check_action(const Sequence* seq, const policies::Action& action) const {
+  const Space& space = seq->space();
+  if (action.layer >= space.n_layers ||
+      action.class_index >= space.layers[action.layer].classes.size()) {
+    return Status(KVM_ERR_INVALID, "there is no head class " + text(action.class_index) +
+                                       " of layer " + text(action.layer));
+  }
+  const PositionRange range = action.range;
+  if (range.begin > range.end || range.end > seq->n_committed) {
+    return Status(KVM_ERR_INVALID, "an action on [" + text(range.begin) + ", " + text(range.end) +
+                                       "); the commit point is " + text(seq->n_committed));
+  }
+  if (range.begin % kPageTokens != 0 || range.end % kPageTokens != 0) {
+    return Status(KVM_ERR_INVALID, "an action on [" + text(range.begin) + ", " + text(range.end) +
+                                       "); it must be whole pages of " + text(kPageTokens));
+  }
+  return Status::ok();
+}
+
+Status StoreImpl::apply(Sequence* seq, const policies::Action& action) {
+  KVM_TRY(check_action(seq, action));
+  PageList& list = seq->layer_lists(action.layer)[action.class_index];
+  const uint32_t block_begin = static_cast<uint32_t>(action.range.begin / kPageTokens);
+  const uint32_t block_end = static_cast<uint32_t>(action.range.end / kPageTokens);
+  switch (action.kind) {
+    case policies::ActionKind::kDrop:
+      n_pages_dropped_ += list.drop(block_begin, block_end, bank(seq));
+      return Status::ok();
+    case policies::ActionKind::kDemote:
+      return demote(seq, action);
+    case policies::ActionKind::kMove:
+      return Status(KVM_ERR_UNSUPPORTED, "there is no tier but the host's to move pages to");
+    case policies::ActionKind::kMerge:
+    case policies::ActionKind::kFold:
+      break;
+  }
+  return Status(KVM_ERR_UNSUPPORTED, "action " + text(static_cast<uint64_t>(action.kind)) +
+                                         " has no operator in this service");
+}
+
+Status StoreImpl::demote(Sequence* seq, const policies::Action& action) {
+  PageList& list = seq->layer_lists(action.layer)[action.class_index];
+  tiers::SlabClass target =
+      seq->space().head_class(action.layer, action.class_index).slab_class;
+  target.dtype_k = action.dtype_k;
+  target.dtype_v = action.dtype_v;
+  if (target.page_bytes() > tiers::kExtentBytes) {
+    return Status(KVM_ERR_INVALID, "a page would have " + text(target.page_bytes()) +
+                                       " bytes; it must fit " + text(tiers::kExtentBytes));
+  }
+  std::vector<PageEntry> old_pages;
+  list.for_each([&](const PageEntry& entry, bool) {
+    if (entry.position() >= action.range.begin && entry.end() <= action.range.end &&
+        pool_.slab_class(entry.page) != target) {
+      old_pages.push_back(entry);
+    }
+  });
+  const uint64_t need = old_pages.size() * target.page_bytes();
+  Account* account = seq->account;
+  if (account->bytes > account->quota_bytes || need > account->quota_bytes - account->bytes) {
+    return Status(KVM_ERR_QUOTA, "re-encoding needs " + text(need) + " bytes for a moment; " +
+                                     text(account->bytes) + " of " + text(account->quota_bytes) +
+                                     " are in use");
+  }
+  std::vector<PageRef> new_pages;
+  for (size_t i = 0; i < old_pages.size(); ++i) {
+    Result<PageRef> page = bank(seq).allocate(target);
+    if (!page.is_ok()) {
+      for (const PageRef unused : new_pages) {
+        bank(seq).release(unused);
+      }
+      return page.status();
+    }
+    new_pages.push_back(page.value());
+  }
+  for (size_t i = 0; i < old_pages.size(); ++i) {
+    copy_page_rows(pool_, old_pages[i].page, new_pages[i], old_pages[i].first,
+                   old_pages[i].count);
+    list.replace(old_pages[i].block, new_pages[i], bank(seq));
+  }
+  return Status::ok();
+}
+
+// --- Memory and statistics ----------------------------------------------------------------------
+
+Status StoreImpl::prefault(kvm_space_id id, uint64_t bytes) {
+  KVM_TRY_ASSIGN(const SpaceRecord* record, spaces_.find(id));
+  const Space& space = *record->space;
+  // Bytes of a token per distinct slab class.
+  std::vector<std::pair<tiers::SlabClass, uint64_t>> shares;
+  for (const Layer& layer : space.layers) {
+    for (const HeadClass& head_class : layer.classes) {
+      const tiers::SlabClass& slab_class = head_class.slab_class;
+      auto it = std::find_if(shares.begin(), shares.end(),
+                             [&](const auto& share) { return share.first == slab_class; });
+      if (it == shares.end()) {
+        it = shares.insert(shares.end(), {slab_class, 0});
+      }
+      it->second +=
+          slab_class.n_heads * (slab_class.k_row_bytes() + slab_class.v_row_bytes());
+    }
+  }
+  for (const auto& [slab_class, share] : shares) {
+    const double part = static_cast<double>(share) / static_cast<double>(space.bytes_per_token);
+    KVM_TRY(pool_.prefault(slab_class,
+                           static_cast<uint64_t>(part * static_cast<double>(bytes))));
+  }
+  return Status::ok();
+}
+
+void StoreImpl::add_stats(kvm_stats* stats) const {
+  stats->n_spaces = spaces_.size();
+  stats->n_sequences = sequences_.size();
+  stats->n_pages = pool_.n_pages();
+  stats->host_used_bytes = pool_.extent_bytes();
+  stats->host_capacity_bytes = budget_.capacity_bytes();
+  stats->host_peak_bytes = pool_.peak_extent_bytes();
+  stats->host_page_bytes = pool_.page_bytes_in_use();
+  stats->observed_bytes = observed_bytes_;
+  stats->n_tokens_appended = n_tokens_appended_;
+  stats->bytes_appended = bytes_appended_;
+  stats->n_pages_dropped = n_pages_dropped_;
+  stats->n_pages_copied = n_pages_copied_;
+}
+
+void StoreImpl::check_accounts() const {
+  pool_.check_accounts();
+  std::unordered_map<PageRef, uint32_t> page_refs;
+  std::unordered_map<const Root*, uint32_t> root_refs;
+  std::unordered_map<const Segment*, uint32_t> segment_refs;
+  std::unordered_map<const Account*, std::unordered_map<PageRef, uint64_t>> held;
+  std::unordered_map<const Observed*, const Account*> observations;
+  sequences_.for_each([&](uint64_t, const Sequence& seq) {
+    for (const PageList& list : seq.lists) {
+      if (list.root() != nullptr && ++root_refs[list.root()] == 1) {
+        for (const Segment* segment : list.root()->segments) {
+          KVM_ASSERT(!segment->entries.empty() && segment->entries.size() <= kSegmentEntries);
+          if (++segment_refs[segment] > 1) {
+            continue;
+          }
+          for (const PageEntry& entry : segment->entries) {
+            ++page_refs[entry.page];
+          }
+        }
+      }
+      for (const PageRef page : {list.tail().page, list.pending_tail()}) {
+        page_refs[page] += page != kNoPage ? 1 : 0;
+      }
+      for (const PageRef page : list.pending()) {
+        ++page_refs[page];
+      }
+      uint64_t n_stored = 0;
+      uint64_t position = 0;
+      list.for_each([&](const PageEntry& entry, bool) {
+        KVM_ASSERT(entry.count > 0 && entry.position() >= position);
+        position = entry.end();
+        n_stored += entry.count;
+      });
+      KVM_ASSERT(n_stored + list.n_dropped() == list.reserved_length());
+      std::unordered_map<PageRef, uint64_t>& mine = held[seq.account];
+      list.for_each(
+          [&](const PageEntry& entry, bool) { mine[entry.page] = pool_.page_bytes(entry.page); });
+      if (list.pending_tail() != kNoPage && list.tail().page != kNoPage) {
+        mine[list.tail().page] = pool_.page_bytes(list.tail().page);
+      }
+    }
+    for (const ObservedRef& ref : seq.observed) {
+      if (ref.data != nullptr) {
+        observations[ref.data.get()] = seq.account;
+      }
+    }
+  });
+  page_refs.erase(kNoPage);
+  KVM_ASSERT(page_refs.size() == pool_.n_pages());
+  for (const auto& [page, n_refs] : page_refs) {
+    KVM_ASSERT(pool_.n_refs(page) == n_refs);
+  }
+  for (const auto& [root, n_refs] : root_refs) {
+    KVM_ASSERT(root->n_refs == n_refs);
+  }
+  for (const auto& [segment, n_refs] : segment_refs) {
+    KVM_ASSERT(segment->n_refs == n_refs);
+  }
+  std::unordered_map<const Account*, uint64_t> account_bytes;
+  uint64_t observed_bytes = 0;
+  for (const auto& [account, pages] : held) {
+    for (const auto& [page, page_bytes] : pages) {
+      account_bytes[account] += page_bytes;
+    }
+  }
+  for (const auto& [observation, account] : observations) {
+    account_bytes[account] += observation->size_bytes();
+    observed_bytes += observation->size_bytes();
+  }
+  for (const auto& [client, account] : accounts_) {
+    KVM_ASSERT(account->bytes == account_bytes[account.get()]);
+  }
+  KVM_ASSERT(observed_bytes == observed_bytes_);
+  KVM_ASSERT(budget_.used_bytes() == pool_.extent_bytes() + observed_bytes_);
+}
+
+}  // namespace
+
+Result<std::unique_ptr<Store>> Store::open(const StoreOptions& options) {
+  KVM_ASSERT(options.host_capacity_bytes > 0);
+  uint32_t random = 0;
+  if (getrandom(&random, sizeof random, 0) != static_cast<ssize_t>(sizeof random)) {
+    return Status(KVM_ERR_INTERNAL, "getrandom gives no bytes");
+  }
+  const uint32_t epoch_tag = random % 0xfffff + 1;
+  return std::unique_ptr<Store>(std::make_unique<StoreImpl>(options, epoch_tag));
+}
+
+}  // namespace kvm::engine
