@@ -1,0 +1,141 @@
+// SPDX-License-Identifier: Apache-2.0
+// The seam between the C functions and the two ways of answering them: a daemon behind a socket and
+// rings (thin_client.h), or an engine in this process (embedded_client.h).
+//
+// Parameters arrive here checked as far as that is possible without the service (client/checks.h),
+// in this library's form of their structures. Pointers in them are the caller's and valid during the
+// call only.
+//
+// Lifetime: queues and arenas hold their Client; Client::close makes them answer DISCONNECTED.
+#ifndef KVM_CLIENT_BACKEND_H_
+#define KVM_CLIENT_BACKEND_H_
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+#include "client/tensors.h"
+#include "ipc/space_message.h"
+#include "kvm.h"
+
+namespace kvm::client {
+
+// A step with its tensors resolved. Those that the verbs do not use are absent.
+struct StepCall {
+  bool append = false;
+  bool attend = false;
+  const kvm_step_params* params = nullptr;
+  Tensor k, v, q, o, lse, err;
+};
+
+struct ReadCall {
+  const kvm_read_params* params = nullptr;
+  Tensor k, v;
+};
+
+struct ObserveCall {
+  const kvm_observe_params* params = nullptr;
+  Tensor q, column_sums;
+};
+
+enum class SeqCallVerb : uint8_t { kCreate = 1, kFork, kTruncate, kCommit, kFree };
+
+struct SeqCall {
+  SeqCallVerb verb = SeqCallVerb::kCreate;
+  uint32_t flags = 0;
+  kvm_space_id space = 0;
+  kvm_seq_id seq = 0;
+  uint64_t n_tokens = 0;
+};
+
+// Completions with the sentence of the last failed one among them.
+struct TakenCompletions {
+  uint32_t n = 0;
+  std::string sentence;
+};
+
+// Threads: one at a time.
+class Queue {
+ public:
+  // Cancels what is outstanding, and returns when nothing of this queue touches memory any more.
+  virtual ~Queue() = default;
+
+  // Stage a request. Fails: AGAIN, NO_MEMORY, DISCONNECTED; nothing is staged then.
+  virtual Status stage_nop(uint64_t user_data) = 0;
+  virtual Status stage_step(const StepCall& call, uint64_t user_data) = 0;
+  virtual Status stage_read(const ReadCall& call, uint64_t user_data) = 0;
+  virtual Status stage_observe(const ObserveCall& call, uint64_t user_data) = 0;
+  virtual Status stage_seq(const SeqCall& call, uint64_t user_data) = 0;
+  virtual Status submit() = 0;
+
+  // Requests staged or submitted whose completion has not been taken.
+  virtual uint32_t n_outstanding() const = 0;
+  // Takes up to n_max completions, waiting for n_min of them for timeout_ns at most (UINT64_MAX: no
+  // limit) as long as so many were submitted. Fails: DISCONNECTED, when nothing is left to take.
+  virtual Result<TakenCompletions> take(kvm_completion* out, uint32_t n_max, uint32_t n_min,
+                                        uint64_t timeout_ns) = 0;
+  virtual Status cancel(uint64_t user_data) = 0;
+  virtual int fd() = 0;
+};
+
+struct ArenaMemory {
+  uint32_t region = 0;
+  void* data = nullptr;
+  uint64_t size_bytes = 0;
+};
+
+// Threads: any, but close and reconnect, which must be alone.
+class Client : public std::enable_shared_from_this<Client> {
+ public:
+  virtual ~Client() = default;
+
+  virtual void close() = 0;
+  virtual Status reconnect() = 0;
+  virtual bool is_closed() const = 0;
+
+  virtual kvm_client_info info() const = 0;
+  virtual Status ping() = 0;
+
+  virtual Result<std::unique_ptr<Queue>> create_queue(uint32_t n_entries, uint64_t spin_ns) = 0;
+  // Memory that stays valid until destroy_arena, even after close.
+  virtual Result<ArenaMemory> create_arena(uint64_t size_bytes) = 0;
+  virtual void destroy_arena(const ArenaMemory& arena) = 0;
+  ArenaDirectory& arenas() { return arenas_; }
+
+  virtual Result<kvm_space_id> register_space(const ipc::SpaceMessage& space) = 0;
+  virtual Result<kvm_space_id> find_space(const std::string& name) = 0;
+  virtual Result<kvm_space_info> space_info(kvm_space_id space) = 0;
+  virtual Result<std::vector<kvm_space_info>> list_spaces() = 0;
+  virtual Status drop_space(kvm_space_id space) = 0;
+
+  // Performs the call; the value is the new sequence of kCreate and kFork.
+  virtual Result<kvm_seq_id> seq(const SeqCall& call) = 0;
+  virtual Result<kvm_seq_info> seq_info(kvm_seq_id seq) = 0;
+  virtual Result<std::vector<kvm_seq_info>> list_seqs(kvm_space_id space, uint32_t flags) = 0;
+
+  virtual Result<kvm_stats> stats() = 0;
+
+  // Handles of queues and arenas that exist: reconnect needs zero.
+  std::atomic<uint32_t> n_handles{0};
+
+ private:
+  ArenaDirectory arenas_;
+};
+
+struct ConnectOptions {
+  std::string socket_path;
+  std::string client_name;
+  uint64_t timeout_ns = 0;
+};
+
+// As kvm_connect, kvm_open_embedded. The second is in libkvm_embedded; libkvm has one that answers
+// UNSUPPORTED (open_embedded_unsupported.cc).
+Result<std::shared_ptr<Client>> connect_client(const ConnectOptions& options);
+Result<std::shared_ptr<Client>> open_embedded_client(const kvm_embedded_params& params);
+
+}  // namespace kvm::client
+
+#endif  // KVM_CLIENT_BACKEND_H_

@@ -1,0 +1,430 @@
+// SPDX-License-Identifier: Apache-2.0
+// The C functions of kvm.h, parts 1 to 6 and 10: library, clients, arenas, spaces, sequences,
+// statistics. kvm_api_data.cc has queues and the data path.
+#include <string.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <string>
+#include <utility>
+
+#include "client/checks.h"
+#include "client/handles.h"
+#include "client/stats_text.h"
+#include "ipc/socket.h"
+#include "ipc/struct_size.h"
+#include "ipc/wire.h"
+#include "kvm.h"
+
+namespace {
+
+using kvm::Status;
+using kvm::client::check_flags;
+using kvm::client::check_handle;
+using kvm::client::check_not_null;
+using kvm::client::check_reserved;
+using kvm::client::guarded;
+
+constexpr uint64_t kDefaultTimeoutNs = 5'000'000'000;
+constexpr uint64_t kDefaultArenaBytes = 16ull << 20;
+constexpr uint64_t kOsPageBytes = 4096;
+constexpr size_t kMaxClientName = 63;
+constexpr size_t kMaxSpaceName = 63;
+
+Status invalid(const std::string& sentence) { return Status(KVM_ERR_INVALID, sentence); }
+
+std::string process_name() {
+  std::string name;
+  if (FILE* file = std::fopen("/proc/self/comm", "re"); file != nullptr) {
+    char buffer[64] = "";
+    if (std::fgets(buffer, sizeof(buffer), file) != nullptr) {
+      name.assign(buffer, ::strcspn(buffer, "\n"));
+    }
+    std::fclose(file);
+  }
+  return name;
+}
+
+// A client handle for what a backend opened.
+Status make_handle(kvm::Result<std::shared_ptr<kvm::client::Client>> opened, kvm_client** out) {
+  KVM_TRY_ASSIGN(auto client, std::move(opened));
+  auto handle = std::make_unique<kvm_client>();
+  handle->token = kvm::client::process_token();
+  handle->client = std::move(client);
+  *out = handle.release();
+  return Status::ok();
+}
+
+Status check_client(const kvm_client* client) { return check_handle(client, "client"); }
+
+// Fills an array whose stride the caller gives in out[0].struct_size.
+template <typename T>
+Status write_list(const std::vector<T>& list, T* out, size_t capacity, size_t* out_count,
+                  const char* name) {
+  if (capacity != 0) {
+    KVM_TRY(kvm::ipc::check_output(out, name));
+    const uint32_t stride = out->struct_size;
+    const size_t n = std::min(capacity, list.size());
+    auto* to = reinterpret_cast<uint8_t*>(out);
+    for (size_t i = 0; i < n; ++i, to += stride) {
+      kvm::ipc::write_struct(to, stride, list[i]);
+    }
+  }
+  *out_count = list.size();
+  return Status::ok();
+}
+
+kvm_status seq_call(kvm_client* client, const kvm::client::SeqCall& call, kvm_seq_id* out) {
+  return guarded([&]() -> Status {
+    KVM_TRY(check_client(client));
+    KVM_TRY_ASSIGN(const kvm_seq_id made, client->client->seq(call));
+    if (out != nullptr) {
+      *out = made;
+    }
+    return Status::ok();
+  });
+}
+
+}  // namespace
+
+extern "C" {
+
+// --- 1. Library ---------------------------------------------------------------------------------
+
+uint32_t kvm_version(void) {
+  return KVM_VERSION_MAJOR * 1000000u + KVM_VERSION_MINOR * 1000u + KVM_VERSION_PATCH;
+}
+
+#define KVM_TEXT_INNER(x) #x
+#define KVM_TEXT(x) KVM_TEXT_INNER(x)
+const char* kvm_version_string(void) {
+  return KVM_TEXT(KVM_VERSION_MAJOR) "." KVM_TEXT(KVM_VERSION_MINOR) "." KVM_TEXT(
+      KVM_VERSION_PATCH);
+}
+
+const char* kvm_status_name(kvm_status status) { return kvm::client::status_name(status); }
+
+const char* kvm_last_error(void) { return kvm::client::last_error(); }
+
+void kvm_set_log_callback(void (*callback)(int level, const char* message, void* user),
+                          void* user) {
+  guarded([&] {
+    kvm::client::set_log_callback(callback, user);
+    return Status::ok();
+  });
+}
+
+// --- 2. Connecting ------------------------------------------------------------------------------
+
+kvm_status kvm_connect(const kvm_connect_params* params, kvm_client** out) {
+  return guarded([&]() -> Status {
+    KVM_TRY(check_not_null(out, "out"));
+    kvm_connect_params p;
+    KVM_TRY(kvm::ipc::read_params(params, &p, "kvm_connect_params"));
+    KVM_TRY(check_flags(p.flags, 0, "kvm_connect_params"));
+    KVM_TRY(check_reserved(p.reserved, std::size(p.reserved), "kvm_connect_params"));
+    kvm::client::ConnectOptions options;
+    options.socket_path =
+        p.socket_path != nullptr ? p.socket_path : kvm::ipc::default_socket_path();
+    options.client_name = p.client_name != nullptr ? p.client_name : process_name();
+    if (options.client_name.size() > kMaxClientName) {
+      return invalid("client_name has " + std::to_string(options.client_name.size()) +
+                     " bytes; at most " + std::to_string(kMaxClientName));
+    }
+    options.timeout_ns = p.timeout_ns != 0 ? p.timeout_ns : kDefaultTimeoutNs;
+    return make_handle(kvm::client::connect_client(options), out);
+  });
+}
+
+kvm_status kvm_open_embedded(const kvm_embedded_params* params, kvm_client** out) {
+  return guarded([&]() -> Status {
+    KVM_TRY(check_not_null(out, "out"));
+    kvm_embedded_params p;
+    KVM_TRY(kvm::ipc::read_params(params, &p, "kvm_embedded_params"));
+    KVM_TRY(check_flags(p.flags | p.reserved0, 0, "kvm_embedded_params"));
+    KVM_TRY(check_reserved(p.reserved, std::size(p.reserved), "kvm_embedded_params"));
+    return make_handle(kvm::client::open_embedded_client(p), out);
+  });
+}
+
+kvm_status kvm_client_reconnect(kvm_client* client) {
+  return guarded([&]() -> Status {
+    KVM_TRY(check_client(client));
+    return client->client->reconnect();
+  });
+}
+
+void kvm_client_close(kvm_client* client) {
+  if (client == nullptr) {
+    return;
+  }
+  guarded([&]() -> Status {
+    KVM_TRY(check_client(client));
+    client->client->close();
+    delete client;
+    return Status::ok();
+  });
+}
+
+// --- 3. What a client can learn -----------------------------------------------------------------
+
+kvm_status kvm_client_get_info(kvm_client* client, kvm_client_info* out) {
+  return guarded([&]() -> Status {
+    KVM_TRY(check_client(client));
+    KVM_TRY(kvm::ipc::check_output(out, "kvm_client_info"));
+    kvm::ipc::write_struct(out, out->struct_size, client->client->info());
+    return Status::ok();
+  });
+}
+
+kvm_status kvm_client_ping(kvm_client* client, uint64_t* out_ns) {
+  return guarded([&]() -> Status {
+    KVM_TRY(check_client(client));
+    timespec begin{};
+    timespec end{};
+    ::clock_gettime(CLOCK_MONOTONIC, &begin);
+    KVM_TRY(client->client->ping());
+    ::clock_gettime(CLOCK_MONOTONIC, &end);
+    if (out_ns != nullptr) {
+      *out_ns = static_cast<uint64_t>((end.tv_sec - begin.tv_sec) * 1'000'000'000 +
+                                      (end.tv_nsec - begin.tv_nsec));
+    }
+    return Status::ok();
+  });
+}
+
+// --- 5. Arenas and buffers ----------------------------------------------------------------------
+
+kvm_status kvm_arena_create(kvm_client* client, const kvm_arena_params* params, kvm_arena** out) {
+  return guarded([&]() -> Status {
+    KVM_TRY(check_client(client));
+    KVM_TRY(check_not_null(out, "out"));
+    kvm_arena_params p;
+    KVM_TRY(kvm::ipc::read_params(params, &p, "kvm_arena_params"));
+    KVM_TRY(check_flags(p.flags, 0, "kvm_arena_params"));
+    KVM_TRY(check_reserved(p.reserved, std::size(p.reserved), "kvm_arena_params"));
+    const uint64_t asked = p.size != 0 ? p.size : kDefaultArenaBytes;
+    if (asked > kvm::ipc::kMaxArenaBytes) {
+      return invalid("an arena of " + std::to_string(asked) + " bytes; at most " +
+                     std::to_string(kvm::ipc::kMaxArenaBytes));
+    }
+    const uint64_t size = (asked + kOsPageBytes - 1) & ~(kOsPageBytes - 1);
+    auto arena = std::make_unique<kvm_arena>();
+    arena->token = kvm::client::process_token();
+    arena->client = client->client;
+    KVM_TRY_ASSIGN(arena->memory, client->client->create_arena(size));
+    arena->allocator = std::make_unique<kvm::client::ArenaAllocator>(arena->memory.data,
+                                                                     arena->memory.size_bytes);
+    client->client->arenas().add(arena->memory.region, arena->memory.data,
+                                 arena->memory.size_bytes);
+    ++client->client->n_handles;
+    *out = arena.release();
+    return Status::ok();
+  });
+}
+
+void kvm_arena_destroy(kvm_arena* arena) {
+  if (arena == nullptr) {
+    return;
+  }
+  guarded([&]() -> Status {
+    KVM_TRY(check_handle(arena, "arena"));
+    arena->client->arenas().remove(arena->memory.region);
+    arena->allocator.reset();
+    arena->client->destroy_arena(arena->memory);
+    --arena->client->n_handles;
+    delete arena;
+    return Status::ok();
+  });
+}
+
+kvm_status kvm_arena_alloc(kvm_arena* arena, uint64_t size, uint64_t alignment, kvm_buffer* out) {
+  return guarded([&]() -> Status {
+    KVM_TRY(check_handle(arena, "arena"));
+    KVM_TRY(check_not_null(out, "out"));
+    if (arena->client->is_closed()) {
+      return Status(KVM_ERR_DISCONNECTED, "the arena's client is closed or disconnected");
+    }
+    if (size == 0) {
+      return invalid("an allocation of 0 bytes");
+    }
+    if ((alignment & (alignment - 1)) != 0 || alignment > kOsPageBytes) {
+      return invalid("alignment is " + std::to_string(alignment) +
+                     "; allowed are powers of two up to 4096, or 0");
+    }
+    const uint64_t offset = arena->allocator->allocate(size, alignment);
+    if (offset == kvm::client::ArenaAllocator::kNone) {
+      return Status(KVM_ERR_NO_SPACE, "the arena of " + std::to_string(arena->memory.size_bytes) +
+                                          " bytes has no " + std::to_string(size) +
+                                          " bytes in one piece");
+    }
+    *out = kvm_buffer{KVM_BUFFER_ARENA, arena->memory.region, offset, size};
+    return Status::ok();
+  });
+}
+
+void kvm_arena_free(kvm_arena* arena, kvm_buffer buffer) {
+  guarded([&]() -> Status {
+    KVM_TRY(check_handle(arena, "arena"));
+    if (buffer.kind == KVM_BUFFER_ARENA && buffer.region == arena->memory.region) {
+      arena->allocator->free(buffer.where);
+    }
+    return Status::ok();
+  });
+}
+
+void* kvm_arena_data(kvm_arena* arena, kvm_buffer buffer) {
+  if (arena == nullptr || buffer.kind != KVM_BUFFER_ARENA ||
+      buffer.region != arena->memory.region || buffer.where >= arena->memory.size_bytes) {
+    return nullptr;
+  }
+  return static_cast<uint8_t*>(arena->memory.data) + buffer.where;
+}
+
+// --- 6. Spaces and sequences --------------------------------------------------------------------
+
+kvm_status kvm_space_register(kvm_client* client, const kvm_space_params* params,
+                              kvm_space_id* out) {
+  return guarded([&]() -> Status {
+    KVM_TRY(check_client(client));
+    KVM_TRY(check_not_null(params, "params"));
+    KVM_TRY(check_not_null(out, "out"));
+    kvm_space_params p;
+    KVM_TRY(kvm::ipc::read_params(params, &p, "kvm_space_params"));
+    KVM_TRY_ASSIGN(const kvm::ipc::SpaceMessage space, kvm::ipc::copy_space(p));
+    KVM_TRY_ASSIGN(*out, client->client->register_space(space));
+    return Status::ok();
+  });
+}
+
+kvm_status kvm_space_find(kvm_client* client, const char* name, kvm_space_id* out) {
+  return guarded([&]() -> Status {
+    KVM_TRY(check_client(client));
+    KVM_TRY(check_not_null(name, "name"));
+    KVM_TRY(check_not_null(out, "out"));
+    const size_t length = ::strnlen(name, kMaxSpaceName + 1);
+    if (length > kMaxSpaceName) {
+      return Status(KVM_ERR_NOT_FOUND, "no space has a name longer than 63 bytes");
+    }
+    KVM_TRY_ASSIGN(*out, client->client->find_space(std::string(name, length)));
+    return Status::ok();
+  });
+}
+
+kvm_status kvm_space_get_info(kvm_client* client, kvm_space_id space, kvm_space_info* out) {
+  return guarded([&]() -> Status {
+    KVM_TRY(check_client(client));
+    KVM_TRY(kvm::ipc::check_output(out, "kvm_space_info"));
+    KVM_TRY_ASSIGN(const kvm_space_info info, client->client->space_info(space));
+    kvm::ipc::write_struct(out, out->struct_size, info);
+    return Status::ok();
+  });
+}
+
+kvm_status kvm_space_list(kvm_client* client, kvm_space_info* out, size_t capacity,
+                          size_t* out_count) {
+  return guarded([&]() -> Status {
+    KVM_TRY(check_client(client));
+    KVM_TRY(check_not_null(out_count, "out_count"));
+    KVM_TRY_ASSIGN(const auto list, client->client->list_spaces());
+    return write_list(list, out, capacity, out_count, "kvm_space_info");
+  });
+}
+
+kvm_status kvm_space_drop(kvm_client* client, kvm_space_id space) {
+  return guarded([&]() -> Status {
+    KVM_TRY(check_client(client));
+    return client->client->drop_space(space);
+  });
+}
+
+kvm_status kvm_seq_create(kvm_client* client, kvm_space_id space, const kvm_seq_params* params,
+                          kvm_seq_id* out) {
+  kvm::client::SeqCall call;
+  const kvm_status status = guarded([&]() -> Status {
+    KVM_TRY(check_not_null(out, "out"));
+    kvm_seq_params p;
+    KVM_TRY(kvm::ipc::read_params(params, &p, "kvm_seq_params"));
+    KVM_TRY(check_flags(p.flags, KVM_SEQ_MANUAL_COMMIT, "kvm_seq_params"));
+    KVM_TRY(check_reserved(p.reserved, std::size(p.reserved), "kvm_seq_params"));
+    call = {kvm::client::SeqCallVerb::kCreate, p.flags, space, 0, p.reserve};
+    return Status::ok();
+  });
+  return status != KVM_OK ? status : seq_call(client, call, out);
+}
+
+kvm_status kvm_seq_fork(kvm_client* client, kvm_seq_id parent, uint64_t n_tokens,
+                        kvm_seq_id* out) {
+  const kvm_status status = guarded([&] { return check_not_null(out, "out"); });
+  return status != KVM_OK
+             ? status
+             : seq_call(client, {kvm::client::SeqCallVerb::kFork, 0, 0, parent, n_tokens}, out);
+}
+
+kvm_status kvm_seq_truncate(kvm_client* client, kvm_seq_id seq, uint64_t n_tokens) {
+  return seq_call(client, {kvm::client::SeqCallVerb::kTruncate, 0, 0, seq, n_tokens}, nullptr);
+}
+
+kvm_status kvm_seq_commit(kvm_client* client, kvm_seq_id seq, uint64_t n_tokens) {
+  return seq_call(client, {kvm::client::SeqCallVerb::kCommit, 0, 0, seq, n_tokens}, nullptr);
+}
+
+kvm_status kvm_seq_free(kvm_client* client, kvm_seq_id seq) {
+  return seq_call(client, {kvm::client::SeqCallVerb::kFree, 0, 0, seq, 0}, nullptr);
+}
+
+kvm_status kvm_seq_get_info(kvm_client* client, kvm_seq_id seq, kvm_seq_info* out) {
+  return guarded([&]() -> Status {
+    KVM_TRY(check_client(client));
+    KVM_TRY(kvm::ipc::check_output(out, "kvm_seq_info"));
+    KVM_TRY_ASSIGN(const kvm_seq_info info, client->client->seq_info(seq));
+    kvm::ipc::write_struct(out, out->struct_size, info);
+    return Status::ok();
+  });
+}
+
+kvm_status kvm_seq_list(kvm_client* client, kvm_space_id space, uint32_t flags, kvm_seq_info* out,
+                        size_t capacity, size_t* out_count) {
+  return guarded([&]() -> Status {
+    KVM_TRY(check_client(client));
+    KVM_TRY(check_not_null(out_count, "out_count"));
+    KVM_TRY(check_flags(flags, KVM_LIST_ALL_CLIENTS, "kvm_seq_list"));
+    KVM_TRY_ASSIGN(const auto list, client->client->list_seqs(space, flags));
+    return write_list(list, out, capacity, out_count, "kvm_seq_info");
+  });
+}
+
+// --- 10. Statistics -----------------------------------------------------------------------------
+
+kvm_status kvm_get_stats(kvm_client* client, kvm_stats* out) {
+  return guarded([&]() -> Status {
+    KVM_TRY(check_client(client));
+    KVM_TRY(kvm::ipc::check_output(out, "kvm_stats"));
+    KVM_TRY_ASSIGN(const kvm_stats stats, client->client->stats());
+    kvm::ipc::write_struct(out, out->struct_size, stats);
+    return Status::ok();
+  });
+}
+
+kvm_status kvm_get_stats_text(kvm_client* client, char* buffer, size_t capacity,
+                              size_t* out_length) {
+  return guarded([&]() -> Status {
+    KVM_TRY(check_client(client));
+    KVM_TRY(check_not_null(out_length, "out_length"));
+    if (capacity != 0) {
+      KVM_TRY(check_not_null(buffer, "buffer"));
+    }
+    KVM_TRY_ASSIGN(const kvm_stats stats, client->client->stats());
+    const std::string text = kvm::client::stats_text(stats);
+    if (capacity != 0) {
+      const size_t n = std::min(text.size(), capacity - 1);
+      ::memcpy(buffer, text.data(), n);
+      buffer[n] = '\0';
+    }
+    *out_length = text.size();
+    return Status::ok();
+  });
+}
+
+}  // extern "C"

@@ -1,0 +1,290 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "client/thin_client.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "ipc/struct_size.h"
+#include "ipc/wire.h"
+
+namespace kvm::client {
+
+namespace {
+
+namespace wire = ipc::wire;
+
+constexpr uint32_t kOwnQueueEntries = 16;
+constexpr uint64_t kOwnQueueSpinNs = 50'000;
+
+Status unexpected_reply() {
+  return Status(KVM_ERR_PROTOCOL, "the daemon's reply is not what the protocol says");
+}
+
+// The structures of one Bytes reply. Each has the size that its struct_size says; all the same.
+template <typename T>
+Result<std::vector<T>> unpack(const wire::Bytes& bytes, const char* name) {
+  std::vector<T> out;
+  const auto* data = bytes.data();
+  const size_t size = data == nullptr ? 0 : data->size();
+  uint32_t stride = 0;
+  if (size >= sizeof(stride)) {
+    std::memcpy(&stride, data->data(), sizeof(stride));
+  }
+  if (size == 0) {
+    return out;
+  }
+  if (stride < sizeof(stride) || stride > ipc::kMaxStructSize || size % stride != 0) {
+    return unexpected_reply();
+  }
+  for (size_t at = 0; at < size; at += stride) {
+    T value;
+    // What a newer daemon says beyond this library's structure is left out.
+    KVM_TRY(ipc::read_struct(data->data() + at, std::min<size_t>(stride, sizeof(T)), &value, name));
+    out.push_back(value);
+  }
+  return out;
+}
+
+}  // namespace
+
+Result<std::shared_ptr<Client>> connect_client(const ConnectOptions& options) {
+  return ThinClient::open(options);
+}
+
+Result<std::shared_ptr<Client>> ThinClient::open(const ConnectOptions& options) {
+  std::shared_ptr<ThinClient> client(new ThinClient(options));
+  KVM_TRY_ASSIGN(client->connection_, Connection::open(options));
+  return std::shared_ptr<Client>(std::move(client));
+}
+
+std::shared_ptr<Connection> ThinClient::connection() const {
+  const std::lock_guard lock(connection_mutex_);
+  return connection_;
+}
+
+void ThinClient::close() {
+  connection()->close();
+  const std::lock_guard lock(own_queue_mutex_);
+  own_queue_.reset();
+}
+
+bool ThinClient::is_closed() const { return connection()->is_down(); }
+
+Status ThinClient::reconnect() {
+  if (!connection()->look_for_hangup()) {
+    return Status::ok();
+  }
+  if (n_handles.load() != 0) {
+    return Status(KVM_ERR_BUSY, std::to_string(n_handles.load()) +
+                                    " queues and arenas of the old connection exist; destroy them "
+                                    "first");
+  }
+  close();
+  KVM_TRY_ASSIGN(std::shared_ptr<Connection> fresh, Connection::open(options_));
+  {
+    const std::lock_guard lock(own_queue_mutex_);
+    auto lost = std::make_shared<std::unordered_set<kvm_seq_id>>(std::move(seqs_));
+    if (lost_ != nullptr) {
+      lost->insert(lost_->begin(), lost_->end());
+    }
+    lost_ = std::move(lost);
+    seqs_.clear();
+  }
+  const std::lock_guard lock(connection_mutex_);
+  connection_ = std::move(fresh);
+  return Status::ok();
+}
+
+kvm_client_info ThinClient::info() const { return connection()->info(); }
+
+Result<ThinQueue*> ThinClient::own_queue() {
+  if (own_queue_ == nullptr) {
+    KVM_TRY_ASSIGN(own_queue_,
+                   ThinQueue::create(connection(), lost_, kOwnQueueEntries, kOwnQueueSpinNs));
+  }
+  return own_queue_.get();
+}
+
+// Without a call: a null request.
+Status ThinClient::call_own_queue(const SeqCall* call, kvm_seq_id* made) {
+  const std::lock_guard lock(own_queue_mutex_);
+  KVM_TRY_ASSIGN(ThinQueue * queue, own_queue());
+  KVM_TRY(call == nullptr ? queue->stage_nop(0) : queue->stage_seq(*call, 0));
+  KVM_TRY(queue->submit());
+  kvm_completion completion;
+  KVM_TRY_ASSIGN(const TakenCompletions taken, queue->take(&completion, 1, 1, UINT64_MAX));
+  if (taken.n != 1) {
+    return Status(KVM_ERR_INTERNAL, "a request was not answered");
+  }
+  if (completion.status != KVM_OK) {
+    return Status(completion.status, taken.sentence);
+  }
+  if (call == nullptr) {
+    return Status::ok();
+  }
+  if (call->verb == SeqCallVerb::kCreate || call->verb == SeqCallVerb::kFork) {
+    *made = queue->last_seq();
+    seqs_.insert(*made);
+  } else if (call->verb == SeqCallVerb::kFree) {
+    seqs_.erase(call->seq);
+  }
+  return Status::ok();
+}
+
+Status ThinClient::ping() { return call_own_queue(nullptr, nullptr); }
+
+Result<std::unique_ptr<Queue>> ThinClient::create_queue(uint32_t n_entries, uint64_t spin_ns) {
+  LostSeqs lost;
+  {
+    const std::lock_guard lock(own_queue_mutex_);
+    lost = lost_;
+  }
+  KVM_TRY_ASSIGN(std::unique_ptr<ThinQueue> queue,
+                 ThinQueue::create(connection(), std::move(lost), n_entries, spin_ns));
+  return std::unique_ptr<Queue>(std::move(queue));
+}
+
+Result<ArenaMemory> ThinClient::create_arena(uint64_t size_bytes) {
+  const std::shared_ptr<Connection> current = connection();
+  KVM_TRY_ASSIGN(SharedArena memory, current->create_arena(size_bytes));
+  const ArenaMemory arena{memory.region, memory.mapping.data(), memory.mapping.size_bytes()};
+  const std::lock_guard lock(arenas_mutex_);
+  own_arenas_.emplace(arena.data, OwnArena{current, std::move(memory)});
+  return arena;
+}
+
+void ThinClient::destroy_arena(const ArenaMemory& arena) {
+  OwnArena own;
+  {
+    const std::lock_guard lock(arenas_mutex_);
+    const auto it = own_arenas_.find(arena.data);
+    if (it == own_arenas_.end()) {
+      return;
+    }
+    own = std::move(it->second);
+    own_arenas_.erase(it);
+  }
+  own.connection->destroy_arena(own.memory.region);
+}
+
+Result<kvm_space_id> ThinClient::call_for_space_id(const Connection::Encode& encode) {
+  KVM_TRY_ASSIGN(const Connection::Reply reply, connection()->call(encode));
+  const wire::SpaceId* body = reply.root->body_as_SpaceId();
+  if (body == nullptr) {
+    return unexpected_reply();
+  }
+  return kvm_space_id{body->space()};
+}
+
+Result<kvm_space_id> ThinClient::register_space(const ipc::SpaceMessage& space) {
+  return call_for_space_id([&](ipc::ControlWriter* writer, uint64_t id) {
+    return writer->finish(id, ipc::encode_space(writer, space));
+  });
+}
+
+Result<kvm_space_id> ThinClient::find_space(const std::string& name) {
+  return call_for_space_id([&](ipc::ControlWriter* writer, uint64_t id) {
+    const auto text = writer->fbb().CreateString(name);
+    return writer->finish(id, wire::CreateSpaceFind(writer->fbb(), text));
+  });
+}
+
+Status ThinClient::drop_space(kvm_space_id space) {
+  auto reply = connection()->call([&](ipc::ControlWriter* writer, uint64_t id) {
+    return writer->finish(id, wire::CreateSpaceDrop(writer->fbb(), space));
+  });
+  return reply.status();
+}
+
+// Collects a list that may take several replies; `encode` gets where to begin.
+template <typename T>
+Result<std::vector<T>> ThinClient::call_for_structs(
+    const std::function<std::span<const uint8_t>(ipc::ControlWriter*, uint64_t, uint64_t)>& encode,
+    const char* name) {
+  std::vector<T> out;
+  for (;;) {
+    KVM_TRY_ASSIGN(const Connection::Reply reply,
+                   connection()->call([&](ipc::ControlWriter* writer, uint64_t id) {
+                     return encode(writer, id, out.size());
+                   }));
+    const wire::Bytes* body = reply.root->body_as_Bytes();
+    if (body == nullptr) {
+      return unexpected_reply();
+    }
+    KVM_TRY_ASSIGN(const std::vector<T> part, unpack<T>(*body, name));
+    out.insert(out.end(), part.begin(), part.end());
+    if (part.empty() || out.size() >= body->total()) {
+      return out;
+    }
+  }
+}
+
+Result<kvm_space_info> ThinClient::space_info(kvm_space_id space) {
+  KVM_TRY_ASSIGN(const auto list,
+                 call_for_structs<kvm_space_info>(
+                     [&](ipc::ControlWriter* writer, uint64_t id, uint64_t) {
+                       return writer->finish(id, wire::CreateSpaceInfo(writer->fbb(), space));
+                     },
+                     "kvm_space_info"));
+  if (list.size() != 1) {
+    return unexpected_reply();
+  }
+  return list[0];
+}
+
+Result<std::vector<kvm_space_info>> ThinClient::list_spaces() {
+  return call_for_structs<kvm_space_info>(
+      [](ipc::ControlWriter* writer, uint64_t id, uint64_t begin) {
+        return writer->finish(id, wire::CreateSpaceList(writer->fbb(), begin));
+      },
+      "kvm_space_info");
+}
+
+Result<kvm_seq_id> ThinClient::seq(const SeqCall& call) {
+  kvm_seq_id made = 0;
+  KVM_TRY(call_own_queue(&call, &made));
+  return made;
+}
+
+Result<kvm_seq_info> ThinClient::seq_info(kvm_seq_id seq) {
+  {
+    const std::lock_guard lock(own_queue_mutex_);
+    if (lost_ != nullptr && lost_->contains(seq)) {
+      return Status(KVM_ERR_LOST, "the sequence was lost with the connection that made it");
+    }
+  }
+  KVM_TRY_ASSIGN(const auto list, call_for_structs<kvm_seq_info>(
+                                      [&](ipc::ControlWriter* writer, uint64_t id, uint64_t) {
+                                        return writer->finish(
+                                            id, wire::CreateSeqInfo(writer->fbb(), seq));
+                                      },
+                                      "kvm_seq_info"));
+  if (list.size() != 1) {
+    return unexpected_reply();
+  }
+  return list[0];
+}
+
+Result<std::vector<kvm_seq_info>> ThinClient::list_seqs(kvm_space_id space, uint32_t flags) {
+  return call_for_structs<kvm_seq_info>(
+      [&](ipc::ControlWriter* writer, uint64_t id, uint64_t begin) {
+        return writer->finish(id, wire::CreateSeqList(writer->fbb(), space, flags, begin));
+      },
+      "kvm_seq_info");
+}
+
+Result<kvm_stats> ThinClient::stats() {
+  KVM_TRY_ASSIGN(const auto list, call_for_structs<kvm_stats>(
+                                      [](ipc::ControlWriter* writer, uint64_t id, uint64_t) {
+                                        return writer->finish(
+                                            id, wire::CreateStats(writer->fbb()));
+                                      },
+                                      "kvm_stats"));
+  if (list.size() != 1) {
+    return unexpected_reply();
+  }
+  return list[0];
+}
+
+}  // namespace kvm::client

@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+// A client of a kvmd: control calls over the socket; calls on sequences over a queue of its own.
+#ifndef KVM_CLIENT_THIN_CLIENT_H_
+#define KVM_CLIENT_THIN_CLIENT_H_
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+#include "client/backend.h"
+#include "client/thin_connection.h"
+#include "client/thin_queue.h"
+
+namespace kvm::client {
+
+class ThinClient final : public Client {
+ public:
+  static Result<std::shared_ptr<Client>> open(const ConnectOptions& options);
+
+  void close() override;
+  Status reconnect() override;
+  bool is_closed() const override;
+  kvm_client_info info() const override;
+  Status ping() override;
+  Result<std::unique_ptr<Queue>> create_queue(uint32_t n_entries, uint64_t spin_ns) override;
+  Result<ArenaMemory> create_arena(uint64_t size_bytes) override;
+  void destroy_arena(const ArenaMemory& arena) override;
+  Result<kvm_space_id> register_space(const ipc::SpaceMessage& space) override;
+  Result<kvm_space_id> find_space(const std::string& name) override;
+  Result<kvm_space_info> space_info(kvm_space_id space) override;
+  Result<std::vector<kvm_space_info>> list_spaces() override;
+  Status drop_space(kvm_space_id space) override;
+  Result<kvm_seq_id> seq(const SeqCall& call) override;
+  Result<kvm_seq_info> seq_info(kvm_seq_id seq) override;
+  Result<std::vector<kvm_seq_info>> list_seqs(kvm_space_id space, uint32_t flags) override;
+  Result<kvm_stats> stats() override;
+
+ private:
+  struct OwnArena {
+    std::shared_ptr<Connection> connection;
+    SharedArena memory;
+  };
+
+  explicit ThinClient(ConnectOptions options) : options_(std::move(options)) {}
+
+  std::shared_ptr<Connection> connection() const;
+  Result<ThinQueue*> own_queue();
+  Status call_own_queue(const SeqCall* call, kvm_seq_id* made);
+  Result<kvm_space_id> call_for_space_id(const Connection::Encode& encode);
+  template <typename T>
+  Result<std::vector<T>> call_for_structs(
+      const std::function<std::span<const uint8_t>(ipc::ControlWriter*, uint64_t, uint64_t)>& encode,
+      const char* name);
+
+  ConnectOptions options_;
+  mutable std::mutex connection_mutex_;  // guards the pointer
+  std::shared_ptr<Connection> connection_;
+
+  std::mutex own_queue_mutex_;  // guards the members below, and the queue's use
+  std::unique_ptr<ThinQueue> own_queue_;
+  std::unordered_set<kvm_seq_id> seqs_;  // of this connection
+  LostSeqs lost_;                        // of former ones
+
+  std::mutex arenas_mutex_;
+  std::unordered_map<void*, OwnArena> own_arenas_;  // by address
+};
+
+}  // namespace kvm::client
+
+#endif  // KVM_CLIENT_THIN_CLIENT_H_

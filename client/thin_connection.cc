@@ -1,0 +1,191 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "client/thin_connection.h"
+
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "client/last_error.h"
+#include "ipc/doorbell.h"
+#include "ipc/struct_size.h"
+#include "ipc/wire.h"
+
+namespace kvm::client {
+
+namespace {
+
+namespace wire = ipc::wire;
+
+Status unexpected_reply(const char* to) {
+  return Status(KVM_ERR_PROTOCOL, std::string("the daemon's reply to ") + to +
+                                      " is not what the protocol says");
+}
+
+}  // namespace
+
+Result<std::shared_ptr<Connection>> Connection::open(const ConnectOptions& options) {
+  std::shared_ptr<Connection> connection(new Connection());
+  KVM_TRY_ASSIGN(connection->socket_, ipc::connect_to(options.socket_path));
+  connection->timeout_ns_ = options.timeout_ns;
+  KVM_TRY(connection->shake_hands(options));
+  return connection;
+}
+
+Status Connection::shake_hands(const ConnectOptions& options) {
+  KVM_TRY_ASSIGN(Reply reply, call([&](ipc::ControlWriter* writer, uint64_t id) {
+                   auto& fbb = writer->fbb();
+                   const auto name = fbb.CreateString(options.client_name);
+                   const auto version = fbb.CreateString(kvm_version_string());
+                   return writer->finish(
+                       id, wire::CreateHello(fbb, ipc::kHelloMagic, ipc::kProtocolMajor,
+                                             ipc::kProtocolMajor, name, version));
+                 }));
+  const wire::Welcome* welcome = reply.root->body_as_Welcome();
+  if (welcome == nullptr || welcome->info() == nullptr || reply.message.fds.size() != 1) {
+    return fail(unexpected_reply("Hello"));
+  }
+  if (welcome->protocol_major() != ipc::kProtocolMajor) {
+    return fail(Status(KVM_ERR_VERSION, "the daemon speaks protocol " +
+                                            std::to_string(welcome->protocol_major()) +
+                                            ", this library " +
+                                            std::to_string(ipc::kProtocolMajor)));
+  }
+  // What a newer daemon says beyond this library's structure is left out.
+  KVM_TRY(ipc::read_struct(welcome->info()->data(),
+                           std::min<uint64_t>(welcome->info()->size(), sizeof(info_)), &info_,
+                           "kvm_client_info"));
+  doorbell_ = std::move(reply.message.fds[0]);
+  return Status::ok();
+}
+
+void Connection::close() {
+  down_.store(true, std::memory_order_relaxed);
+  // Not closed: other threads may be looking at the descriptor.
+  ::shutdown(socket_.get(), SHUT_RDWR);
+}
+
+bool Connection::look_for_hangup() {
+  if (!is_down() && ipc::is_hung_up(socket_)) {
+    down_.store(true, std::memory_order_relaxed);
+    log_message(KVM_LOG_ERROR, "connection to kvmd lost");
+  }
+  return is_down();
+}
+
+Status Connection::down_status() const {
+  return Status(KVM_ERR_DISCONNECTED, "the connection to kvmd is closed; see kvm_client_reconnect");
+}
+
+void Connection::ring() const { ipc::ring_doorbell(doorbell_); }
+
+// The connection is of no use after a broken reply: close it, so that all see it.
+Status Connection::fail(Status status) {
+  if (status.code() == KVM_ERR_PROTOCOL || status.code() == KVM_ERR_DISCONNECTED) {
+    close();
+  }
+  return status;
+}
+
+Result<Connection::Reply> Connection::call(const Encode& encode) {
+  const std::lock_guard lock(mutex_);
+  if (is_down()) {
+    return down_status();
+  }
+  ipc::ControlWriter writer;
+  const uint64_t id = ++last_id_;
+  const std::span<const uint8_t> bytes = encode(&writer, id);
+  if (bytes.size() > ipc::kMaxControlBytes) {
+    return Status(KVM_ERR_LIMIT, "the parameters make a control message of " +
+                                     std::to_string(bytes.size()) + " bytes; at most " +
+                                     std::to_string(ipc::kMaxControlBytes));
+  }
+  if (Status status = ipc::send_message(socket_, bytes, {}); !status.is_ok()) {
+    return fail(std::move(status));
+  }
+  return receive_reply(id, ipc::kMaxFdsPerMessage);
+}
+
+Result<Connection::Reply> Connection::receive_reply(uint64_t id, uint32_t max_fds) {
+  for (;;) {
+    KVM_TRY(ipc::wait_readable(socket_, timeout_ns_));
+    auto received = ipc::receive_message(socket_, max_fds);
+    if (!received.is_ok()) {
+      return fail(received.status());
+    }
+    if (!received.value().has_value()) {
+      continue;
+    }
+    Reply reply{std::move(*received.value()), nullptr};
+    auto root = ipc::read_message(reply.message.bytes);
+    if (!root.is_ok()) {
+      return fail(root.status());
+    }
+    reply.root = root.value();
+    if (reply.root->id() != id) {
+      continue;  // the late reply to a call that timed out
+    }
+    KVM_TRY(ipc::reply_status(*reply.root));
+    return reply;
+  }
+}
+
+Result<SharedArena> Connection::create_arena(uint64_t size_bytes) {
+  KVM_TRY_ASSIGN(Reply reply, call([&](ipc::ControlWriter* writer, uint64_t id) {
+                   return writer->finish(id,
+                                         wire::CreateArenaCreate(writer->fbb(), size_bytes));
+                 }));
+  const wire::ArenaCreated* created = reply.root->body_as_ArenaCreated();
+  if (created == nullptr || created->region() == 0 || created->size() < size_bytes ||
+      reply.message.fds.size() != 1) {
+    return fail(unexpected_reply("ArenaCreate"));
+  }
+  auto mapping = ipc::map_shared_memory(reply.message.fds[0], created->size(),
+                                        ipc::PeerAccess::kReadWrite);
+  if (!mapping.is_ok()) {
+    return fail(mapping.status());
+  }
+  return SharedArena{created->region(), std::move(mapping).value()};
+}
+
+void Connection::destroy_arena(uint32_t region) {
+  // Nothing to do about a failure: a lost connection has freed the arena already.
+  (void)call([region](ipc::ControlWriter* writer, uint64_t id) {
+    return writer->finish(id, wire::CreateArenaDestroy(writer->fbb(), region));
+  });
+}
+
+Result<QueueMemory> Connection::create_queue(uint32_t n_entries) {
+  KVM_TRY_ASSIGN(Reply reply, call([&](ipc::ControlWriter* writer, uint64_t id) {
+                   return writer->finish(id, wire::CreateQueueCreate(writer->fbb(), n_entries));
+                 }));
+  const wire::QueueCreated* created = reply.root->body_as_QueueCreated();
+  auto& fds = reply.message.fds;
+  if (created == nullptr || fds.size() != (created->has_eventfd() ? 3u : 2u)) {
+    return fail(unexpected_reply("QueueCreate"));
+  }
+  QueueMemory memory;
+  memory.queue = created->queue();
+  auto client_region = ipc::map_shared_memory(fds[0], sizeof(ipc::ClientRegion),
+                                              ipc::PeerAccess::kReadWrite);
+  auto daemon_region = ipc::map_shared_memory(fds[1], sizeof(ipc::DaemonRegion),
+                                              ipc::PeerAccess::kReadOnly);
+  if (!client_region.is_ok() || !daemon_region.is_ok()) {
+    return fail(client_region.is_ok() ? daemon_region.status() : client_region.status());
+  }
+  memory.client_region = std::move(client_region).value();
+  memory.daemon_region = std::move(daemon_region).value();
+  if (created->has_eventfd()) {
+    memory.eventfd = std::move(fds[2]);
+  }
+  return memory;
+}
+
+void Connection::destroy_queue(uint32_t queue) {
+  (void)call([queue](ipc::ControlWriter* writer, uint64_t id) {
+    return writer->finish(id, wire::CreateQueueDestroy(writer->fbb(), queue));
+  });
+}
+
+}  // namespace kvm::client

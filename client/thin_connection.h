@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: Apache-2.0
+// One connection to kvmd: the control socket, and the shared memory that came through it.
+//
+// Queues and arenas hold the connection they were made on, so that it may be closed or replaced
+// under them; they then answer DISCONNECTED and their memory stays mapped until they go.
+//
+// Threads: any; control calls take turns.
+#ifndef KVM_CLIENT_THIN_CONNECTION_H_
+#define KVM_CLIENT_THIN_CONNECTION_H_
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+#include "client/backend.h"
+#include "ipc/control.h"
+#include "ipc/fd.h"
+#include "ipc/memory.h"
+#include "ipc/socket.h"
+
+namespace kvm::client {
+
+// An arena as the daemon made it.
+struct SharedArena {
+  uint32_t region = 0;
+  ipc::Mapping mapping;
+};
+
+// What a queue needs of its rings.
+struct QueueMemory {
+  uint32_t queue = 0;
+  ipc::Mapping client_region;  // of ipc::ClientRegion
+  ipc::Mapping daemon_region;  // of ipc::DaemonRegion, read-only
+  ipc::Fd eventfd;             // may be closed
+};
+
+class Connection {
+ public:
+  // Connects and exchanges Hello and Welcome. Fails: as kvm_connect.
+  static Result<std::shared_ptr<Connection>> open(const ConnectOptions& options);
+
+  // Shuts the socket down: the daemon frees what belongs to the connection.
+  void close();
+  // Whether close was called or the daemon's end was seen to be gone.
+  bool is_down() const { return down_.load(std::memory_order_relaxed); }
+  // Looks at the socket; cheap enough for once per 100 ms, too slow for a spinning loop.
+  bool look_for_hangup();
+  Status down_status() const;
+
+  const kvm_client_info& info() const { return info_; }
+  // Wakes the daemon.
+  void ring() const;
+
+  // One request and its reply, which is verified and carries no error.
+  using Encode = std::function<std::span<const uint8_t>(ipc::ControlWriter*, uint64_t id)>;
+  struct Reply {
+    ipc::ReceivedMessage message;
+    const ipc::wire::Message* root = nullptr;
+  };
+  // Fails: what the reply says, DISCONNECTED, TIMEOUT, PROTOCOL.
+  Result<Reply> call(const Encode& encode);
+
+  Result<SharedArena> create_arena(uint64_t size_bytes);
+  void destroy_arena(uint32_t region);
+  Result<QueueMemory> create_queue(uint32_t n_entries);
+  void destroy_queue(uint32_t queue);
+
+ private:
+  Connection() = default;
+  Status shake_hands(const ConnectOptions& options);
+  Result<Reply> receive_reply(uint64_t id, uint32_t max_fds);
+  Status fail(Status status);
+
+  ipc::Fd socket_;
+  ipc::Fd doorbell_;
+  kvm_client_info info_{};
+  uint64_t timeout_ns_ = 0;
+  std::atomic<bool> down_{false};
+
+  std::mutex mutex_;
+  uint64_t last_id_ = 0;
+};
+
+}  // namespace kvm::client
+
+#endif  // KVM_CLIENT_THIN_CONNECTION_H_

@@ -1,0 +1,627 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "client/thin_queue.h"
+
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <utility>
+
+#include "ipc/shared_words.h"
+
+namespace kvm::client {
+
+namespace {
+
+using ipc::Opcode;
+
+// How long a wait sleeps or spins before it looks whether the daemon is still there: nobody wakes
+// a futex of a dead process.
+constexpr uint64_t kLivenessSliceNs = 100'000'000;
+constexpr uint32_t kSpinsPerClockRead = 32;
+
+constexpr uint64_t kCancelBit = 1u << 8;
+constexpr uint32_t kSerialShift = 9;
+static_assert(ipc::kMaxOutstanding <= kCancelBit);
+
+constexpr uint64_t round_up(uint64_t value, uint64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+uint64_t now_ns() {
+  timespec now{};
+  ::clock_gettime(CLOCK_MONOTONIC, &now);
+  return static_cast<uint64_t>(now.tv_sec) * 1'000'000'000u + static_cast<uint64_t>(now.tv_nsec);
+}
+
+uint64_t add_saturating(uint64_t a, uint64_t b) { return a > UINT64_MAX - b ? UINT64_MAX : a + b; }
+
+}  // namespace
+
+constexpr uint64_t kInlineBlockBytes =
+    round_up(sizeof(ipc::StepBlock) + 64 * sizeof(kvm_item), ipc::kBlockAlign);
+constexpr uint64_t kSlotBytes =
+    kInlineBlockBytes + sizeof(ipc::CancelBlock) + sizeof(ipc::ResultBlock) * 2;
+
+Result<std::unique_ptr<ThinQueue>> ThinQueue::create(std::shared_ptr<Connection> connection,
+                                                     LostSeqs lost, uint32_t n_entries,
+                                                     uint64_t spin_ns) {
+  KVM_TRY_ASSIGN(QueueMemory memory, connection->create_queue(n_entries));
+  auto arena = connection->create_arena(n_entries * kSlotBytes);
+  if (!arena.is_ok()) {
+    connection->destroy_queue(memory.queue);
+    return arena.status();
+  }
+  return std::unique_ptr<ThinQueue>(new ThinQueue(std::move(connection), std::move(memory),
+                                                  std::move(arena).value(), std::move(lost),
+                                                  n_entries, spin_ns));
+}
+
+ThinQueue::ThinQueue(std::shared_ptr<Connection> connection, QueueMemory memory, SharedArena arena,
+                     LostSeqs lost, uint32_t n_entries, uint64_t spin_ns)
+    : connection_(std::move(connection)),
+      memory_(std::move(memory)),
+      arena_(std::move(arena)),
+      lost_(std::move(lost)),
+      n_entries_(n_entries),
+      spin_ns_(spin_ns),
+      requests_(reinterpret_cast<ipc::ClientRegion*>(memory_.client_region.data()),
+                reinterpret_cast<const ipc::DaemonRegion*>(memory_.daemon_region.data())),
+      completions_(reinterpret_cast<ipc::ClientRegion*>(memory_.client_region.data()),
+                   reinterpret_cast<const ipc::DaemonRegion*>(memory_.daemon_region.data())),
+      staging_(connection_),
+      slots_(n_entries) {
+  // Low slots are used first: their blocks are the ones in cache.
+  for (uint32_t i = n_entries; i > 0; --i) {
+    free_slots_.push_back(i - 1);
+  }
+}
+
+ThinQueue::~ThinQueue() {
+  // Staged requests were never seen by the daemon. Submitted ones may still read and write staging
+  // memory: they are waited for.
+  requests_.discard_staged();
+  for (Slot& slot : slots_) {
+    if (slot.state == SlotState::kStaged) {
+      release_pieces(&slot);
+      slot.state = SlotState::kFree;
+    }
+  }
+  n_staged_ = 0;
+  for (Slot& slot : slots_) {
+    if (slot.state == SlotState::kSubmitted) {
+      (void)cancel(slot.user_data);
+    }
+  }
+  kvm_completion completion;
+  while (n_submitted_ + n_ready() > 0) {
+    if (!take(&completion, 1, 1, UINT64_MAX).is_ok()) {
+      break;
+    }
+  }
+  connection_->destroy_queue(memory_.queue);
+  connection_->destroy_arena(arena_.region);
+}
+
+uint64_t ThinQueue::block_offset(uint32_t slot) const { return slot * kSlotBytes; }
+uint64_t ThinQueue::cancel_offset(uint32_t slot) const {
+  return slot * kSlotBytes + kInlineBlockBytes;
+}
+// The second result block is that of the cancel request.
+uint64_t ThinQueue::result_offset(uint32_t slot) const {
+  return cancel_offset(slot) + sizeof(ipc::CancelBlock);
+}
+
+Result<uint32_t> ThinQueue::claim_slot(Opcode opcode, uint64_t user_data) {
+  if (connection_->is_down()) [[unlikely]] {
+    return connection_->down_status();
+  }
+  if (free_slots_.empty()) [[unlikely]] {
+    KVM_TRY(drain_to_ready());
+  }
+  if (free_slots_.empty() || n_outstanding() >= n_entries_) [[unlikely]] {
+    return Status(KVM_ERR_AGAIN, "the queue holds " + std::to_string(n_outstanding()) +
+                                     " requests of at most " + std::to_string(n_entries_) +
+                                     ": take completions first");
+  }
+  const uint32_t index = free_slots_.back();
+  free_slots_.pop_back();
+  Slot& slot = slots_[index];
+  slot.serial = ++last_serial_;
+  slot.user_data = user_data;
+  slot.opcode = opcode;
+  slot.state = SlotState::kStaged;
+  return index;
+}
+
+void ThinQueue::free_slot(Slot* slot) {
+  slot->state = SlotState::kFree;
+  free_slots_.push_back(static_cast<uint32_t>(slot - slots_.data()));
+}
+
+void ThinQueue::release_pieces(Slot* slot) {
+  for (uint32_t i = 0; i < slot->n_pieces; ++i) {
+    staging_.free(slot->pieces[i].memory);
+  }
+  slot->n_pieces = 0;
+}
+
+// HOST memory is copied through a staging piece. Outputs are copied in as well: requests may write
+// some rows only, and the copy back takes the whole buffer.
+Status ThinQueue::stage_tensor(const Tensor& tensor, bool is_output, Slot* slot,
+                               ipc::TensorRef* out) {
+  if (tensor.data == nullptr) {
+    return Status::ok();
+  }
+  *out = ipc::TensorRef{tensor.region,       tensor.dtype,      tensor.offset,     tensor.size_bytes,
+                        tensor.stride_layer, tensor.stride_row, tensor.stride_head};
+  if (tensor.region != 0) {
+    return Status::ok();
+  }
+  KVM_TRY_ASSIGN(const StagingPool::Piece memory, staging_.allocate(tensor.size_bytes));
+  slot->pieces[slot->n_pieces++] = Piece{memory, is_output ? tensor.data : nullptr};
+  std::memcpy(memory.data, tensor.data, tensor.size_bytes);
+  out->region = memory.region;
+  out->offset = memory.offset;
+  return Status::ok();
+}
+
+Status ThinQueue::push(uint32_t index, ipc::RequestEntry entry) {
+  const Slot& slot = slots_[index];
+  entry.opcode = static_cast<uint8_t>(slot.opcode);
+  entry.version = ipc::kBlockVersion;
+  entry.user_data = slot.serial << kSerialShift | index;
+  if (slot.opcode != Opcode::kNop) {
+    entry.result_region = arena_.region;
+    entry.result_offset = result_offset(index);
+  }
+  KVM_TRY_ASSIGN(const uint32_t room, requests_.room());
+  if (room == 0) {
+    return Status(KVM_ERR_AGAIN, "the request ring is full: the daemon has not taken requests yet");
+  }
+  requests_.stage(entry);
+  ++n_staged_;
+  return Status::ok();
+}
+
+template <typename Block>
+Status ThinQueue::push_block(uint32_t index, const Block& block) {
+  static_assert(sizeof(Block) <= kInlineBlockBytes);
+  ipc::RequestEntry entry{};
+  entry.region = arena_.region;
+  entry.block_offset = block_offset(index);
+  entry.block_length = sizeof(Block);
+  uint8_t* to = arena_.mapping.data() + entry.block_offset;
+  std::memcpy(to, &block, sizeof(Block));
+  slots_[index].block = to;
+  return push(index, entry);
+}
+
+Status ThinQueue::stage_nop(uint64_t user_data) {
+  KVM_TRY_ASSIGN(const uint32_t index, claim_slot(Opcode::kNop, user_data));
+  return keep_or_free(&slots_[index], push(index, ipc::RequestEntry{}));
+}
+
+Status ThinQueue::stage_step_tensors(const StepCall& call, Slot* slot, ipc::StepBlock* block) {
+  KVM_TRY(stage_tensor(call.k, false, slot, &block->k));
+  KVM_TRY(stage_tensor(call.v, false, slot, &block->v));
+  KVM_TRY(stage_tensor(call.q, false, slot, &block->q));
+  KVM_TRY(stage_tensor(call.o, true, slot, &block->o));
+  KVM_TRY(stage_tensor(call.lse, true, slot, &block->lse));
+  return stage_tensor(call.err, true, slot, &block->err);
+}
+
+Status ThinQueue::write_step_block(const StepCall& call, const ipc::StepBlock& head,
+                                   uint32_t index, ipc::RequestEntry* entry) {
+  const kvm_step_params& params = *call.params;
+  const uint64_t items_bytes = uint64_t{params.n_items} * sizeof(kvm_item);
+  const uint64_t ranges_bytes = uint64_t{params.n_ranges} * sizeof(kvm_range);
+  const uint64_t tree_bytes = uint64_t{params.n_tree_words} * sizeof(uint64_t);
+  const uint64_t length = sizeof(head) + items_bytes + ranges_bytes + tree_bytes;
+  entry->block_length = static_cast<uint32_t>(length);
+  uint8_t* to = nullptr;
+  if (length <= kInlineBlockBytes) {
+    entry->region = arena_.region;
+    entry->block_offset = block_offset(index);
+    to = arena_.mapping.data() + entry->block_offset;
+  } else {
+    KVM_TRY_ASSIGN(const StagingPool::Piece memory, staging_.allocate(length));
+    Slot& slot = slots_[index];
+    slot.pieces[slot.n_pieces++] = Piece{memory, nullptr};
+    entry->region = memory.region;
+    entry->block_offset = memory.offset;
+    to = memory.data;
+  }
+  slots_[index].block = to;
+  std::memcpy(to, &head, sizeof(head));
+  to += sizeof(head);
+  std::memcpy(to, params.items, items_bytes);
+  if (ranges_bytes != 0) {
+    std::memcpy(to + items_bytes, params.ranges, ranges_bytes);
+  }
+  if (tree_bytes != 0) {
+    std::memcpy(to + items_bytes + ranges_bytes, params.tree_mask, tree_bytes);
+  }
+  return Status::ok();
+}
+
+Status ThinQueue::stage_step(const StepCall& call, uint64_t user_data) {
+  KVM_TRY_ASSIGN(const uint32_t index, claim_slot(Opcode::kStep, user_data));
+  const kvm_step_params& params = *call.params;
+  ipc::StepBlock head{};
+  head.verbs = (call.append ? ipc::kStepAppend : 0) | (call.attend ? ipc::kStepAttend : 0);
+  head.flags = params.flags;
+  head.space = params.space;
+  head.layer_begin = params.layer_begin;
+  head.n_layers = params.n_layers;
+  head.n_items = params.n_items;
+  head.n_ranges = params.n_ranges;
+  head.n_tree_words = params.n_tree_words;
+  head.mode = params.mode;
+  head.proposal = params.proposal;
+  head.scale = params.scale;
+  head.eps = params.eps;
+  head.delta = params.delta;
+  head.budget = params.budget;
+  head.seed = params.seed;
+  head.deadline_ns = params.deadline_ns;
+  Slot& slot = slots_[index];
+  ipc::RequestEntry entry{};
+  Status status = stage_step_tensors(call, &slot, &head);
+  if (status.is_ok()) {
+    status = write_step_block(call, head, index, &entry);
+  }
+  if (status.is_ok()) {
+    status = push(index, entry);
+  }
+  return keep_or_free(&slot, std::move(status));
+}
+
+Status ThinQueue::stage_read(const ReadCall& call, uint64_t user_data) {
+  KVM_TRY_ASSIGN(const uint32_t index, claim_slot(Opcode::kRead, user_data));
+  Slot& slot = slots_[index];
+  ipc::ReadBlock block{};
+  block.seq = call.params->seq;
+  block.layer = call.params->layer;
+  block.position = call.params->position;
+  block.n_tokens = call.params->n_tokens;
+  Status status = stage_tensor(call.k, true, &slot, &block.k);
+  if (status.is_ok()) {
+    status = stage_tensor(call.v, true, &slot, &block.v);
+  }
+  if (status.is_ok()) {
+    status = push_block(index, block);
+  }
+  return keep_or_free(&slot, std::move(status));
+}
+
+Status ThinQueue::stage_observe(const ObserveCall& call, uint64_t user_data) {
+  KVM_TRY_ASSIGN(const uint32_t index, claim_slot(Opcode::kObserve, user_data));
+  Slot& slot = slots_[index];
+  const kvm_observe_params& params = *call.params;
+  ipc::ObserveBlock block{};
+  block.seq = params.seq;
+  block.layer = params.layer;
+  block.n_rows = params.n_rows;
+  block.query_position = params.query_position;
+  block.column_begin = params.column_begin;
+  block.n_columns = params.n_columns;
+  Status status = stage_tensor(call.q, false, &slot, &block.q);
+  if (status.is_ok()) {
+    status = stage_tensor(call.column_sums, false, &slot, &block.column_sums);
+  }
+  if (status.is_ok()) {
+    status = push_block(index, block);
+  }
+  return keep_or_free(&slot, std::move(status));
+}
+
+Status ThinQueue::stage_seq(const SeqCall& call, uint64_t user_data) {
+  KVM_TRY_ASSIGN(const uint32_t index, claim_slot(Opcode::kSeq, user_data));
+  ipc::SeqBlock block{};
+  block.verb = static_cast<uint32_t>(call.verb);
+  block.flags = call.flags;
+  block.space = call.space;
+  block.seq = call.seq;
+  block.n_tokens = call.n_tokens;
+  return keep_or_free(&slots_[index], push_block(index, block));
+}
+
+// A request that could not be staged leaves no trace.
+Status ThinQueue::keep_or_free(Slot* slot, Status status) {
+  if (!status.is_ok()) [[unlikely]] {
+    release_pieces(slot);
+    free_slot(slot);
+  }
+  return status;
+}
+
+Status ThinQueue::submit() {
+  if (connection_->is_down()) [[unlikely]] {
+    fail_outstanding(connection_->down_status());
+    return connection_->down_status();
+  }
+  n_submitted_ += n_staged_;
+  n_staged_ = 0;
+  if (requests_.publish()) {
+    connection_->ring();
+  }
+  return Status::ok();
+}
+
+Status ThinQueue::cancel(uint64_t user_data) {
+  bool found = false;
+  for (uint32_t index = 0; index < n_entries_; ++index) {
+    Slot& slot = slots_[index];
+    const bool outstanding =
+        slot.state == SlotState::kStaged || slot.state == SlotState::kSubmitted;
+    if (!outstanding || slot.user_data != user_data) {
+      continue;
+    }
+    found = true;
+    if (slot.cancel_pending) {
+      continue;
+    }
+    KVM_TRY_ASSIGN(const uint32_t room, requests_.room());
+    if (room == 0) {
+      return Status(KVM_ERR_AGAIN, "the request ring is full");
+    }
+    ipc::CancelBlock block{};
+    block.user_data = slot.serial << kSerialShift | index;
+    std::memcpy(arena_.mapping.data() + cancel_offset(index), &block, sizeof(block));
+    ipc::RequestEntry entry{};
+    entry.opcode = static_cast<uint8_t>(Opcode::kCancel);
+    entry.version = ipc::kBlockVersion;
+    entry.user_data = block.user_data | kCancelBit;
+    entry.region = arena_.region;
+    entry.block_offset = cancel_offset(index);
+    entry.block_length = sizeof(block);
+    entry.result_region = arena_.region;
+    entry.result_offset = result_offset(index) + sizeof(ipc::ResultBlock);
+    requests_.stage(entry);
+    slot.cancel_pending = true;
+  }
+  if (!found) {
+    return Status(KVM_ERR_NOT_FOUND, "no request with user_data " + std::to_string(user_data) +
+                                         " is outstanding on this queue");
+  }
+  return submit();
+}
+
+bool ThinQueue::names_lost_seq(const Slot& slot) const {
+  if (lost_ == nullptr || lost_->empty()) {
+    return false;
+  }
+  // The blocks are our own, as we wrote them.
+  switch (slot.opcode) {
+    case Opcode::kStep: {
+      const auto* head = reinterpret_cast<const ipc::StepBlock*>(slot.block);
+      const auto* items = reinterpret_cast<const kvm_item*>(slot.block + sizeof(ipc::StepBlock));
+      return std::any_of(items, items + head->n_items,
+                         [this](const kvm_item& item) { return lost_->contains(item.seq); });
+    }
+    case Opcode::kRead:
+      return lost_->contains(reinterpret_cast<const ipc::ReadBlock*>(slot.block)->seq);
+    case Opcode::kObserve:
+      return lost_->contains(reinterpret_cast<const ipc::ObserveBlock*>(slot.block)->seq);
+    case Opcode::kSeq:
+      return lost_->contains(reinterpret_cast<const ipc::SeqBlock*>(slot.block)->seq);
+    case Opcode::kNop:
+    case Opcode::kCancel:
+      break;
+  }
+  return false;
+}
+
+// Takes one entry of the ring apart. Fails: PROTOCOL (no such request).
+Status ThinQueue::finish(const ipc::CompletionEntry& entry, kvm_completion* out,
+                         std::string* sentence, bool* is_cancel) {
+  const uint64_t index = entry.user_data & (kCancelBit - 1);
+  *is_cancel = (entry.user_data & kCancelBit) != 0;
+  if (index >= n_entries_ || slots_[index].serial != entry.user_data >> kSerialShift ||
+      (*is_cancel ? !slots_[index].cancel_pending
+                  : slots_[index].state != SlotState::kSubmitted)) {
+    return Status(KVM_ERR_PROTOCOL, "the daemon answered request " +
+                                        std::to_string(entry.user_data) +
+                                        ", which is not outstanding");
+  }
+  Slot& slot = slots_[index];
+  if (*is_cancel) {
+    slot.cancel_pending = false;
+    if (slot.state == SlotState::kAnswered) {
+      free_slot(&slot);
+    }
+    return Status::ok();
+  }
+  static_assert(sizeof(entry) == sizeof(*out));
+  std::memcpy(out, &entry, sizeof(entry));
+  out->user_data = slot.user_data;
+  const auto* result = reinterpret_cast<const ipc::ResultBlock*>(
+      arena_.mapping.data() + result_offset(static_cast<uint32_t>(index)));
+  if (entry.status != KVM_OK) {
+    if (slot.opcode != Opcode::kNop) {
+      sentence->assign(result->message, ::strnlen(result->message, sizeof(result->message)));
+    }
+    const bool unknown = entry.status == KVM_ERR_STALE || entry.status == KVM_ERR_NOT_FOUND;
+    if (unknown && names_lost_seq(slot)) {
+      out->status = KVM_ERR_LOST;
+      *sentence = "the sequence was lost with the connection that made it";
+    }
+  } else {
+    for (uint32_t i = 0; i < slot.n_pieces; ++i) {
+      const Piece& piece = slot.pieces[i];
+      if (piece.host != nullptr) {
+        std::memcpy(piece.host, piece.memory.data, piece.memory.size_bytes);
+      }
+    }
+    if (slot.opcode == Opcode::kSeq) {
+      last_seq_ = result->seq;
+    }
+  }
+  release_pieces(&slot);
+  --n_submitted_;
+  slot.state = SlotState::kAnswered;
+  if (!slot.cancel_pending) {
+    free_slot(&slot);
+  }
+  return Status::ok();
+}
+
+// Moves completions from the ring to out. Returns how many.
+Result<uint32_t> ThinQueue::drain(kvm_completion* out, uint32_t n_max, std::string* sentence) {
+  uint32_t n = 0;
+  while (n < n_max) {
+    std::array<ipc::CompletionEntry, 16> entries;
+    const uint32_t wanted = std::min<uint32_t>(n_max - n, entries.size());
+    KVM_TRY_ASSIGN(const uint32_t taken, completions_.take(entries.data(), wanted));
+    for (uint32_t i = 0; i < taken; ++i) {
+      bool is_cancel = false;
+      KVM_TRY(finish(entries[i], &out[n], sentence, &is_cancel));
+      n += is_cancel ? 0 : 1;
+    }
+    if (taken < wanted) {
+      break;
+    }
+  }
+  return n;
+}
+
+Status ThinQueue::drain_to_ready() {
+  for (;;) {
+    Ready ready;
+    KVM_TRY_ASSIGN(const uint32_t n, drain(&ready.completion, 1, &ready.sentence));
+    if (n == 0) {
+      return Status::ok();
+    }
+    ready_.push_back(std::move(ready));
+  }
+}
+
+uint32_t ThinQueue::take_ready(kvm_completion* out, uint32_t n_max, std::string* sentence) {
+  uint32_t n = 0;
+  for (; n < n_max && !ready_.empty(); ++n) {
+    out[n] = ready_.front().completion;
+    if (out[n].status != KVM_OK) {
+      *sentence = std::move(ready_.front().sentence);
+    }
+    ready_.pop_front();
+  }
+  return n;
+}
+
+// Every outstanding request completes with `status`; what the ring still holds comes first.
+void ThinQueue::fail_outstanding(const Status& status) {
+  if (status.code() == KVM_ERR_DISCONNECTED) {
+    (void)drain_to_ready();
+  }
+  for (Slot& slot : slots_) {
+    if (slot.state == SlotState::kStaged || slot.state == SlotState::kSubmitted) {
+      kvm_completion completion{};
+      completion.user_data = slot.user_data;
+      completion.status = status.code();
+      completion.err_max = std::numeric_limits<float>::quiet_NaN();
+      ready_.push_back({completion, std::string(status.message())});
+    }
+    if (slot.state != SlotState::kFree) {
+      release_pieces(&slot);
+      slot.cancel_pending = false;
+      free_slot(&slot);
+    }
+  }
+  n_staged_ = 0;
+  n_submitted_ = 0;
+}
+
+// Spins, then sleeps, until the ring has something or the deadline has passed; returns early to have
+// the connection looked at.
+void ThinQueue::await_completion(uint64_t deadline_ns) {
+  for (uint32_t i = 0; i < kSpinsPerClockRead; ++i) {
+    if (completions_.is_ready()) {
+      return;
+    }
+    ipc::cpu_relax();
+  }
+  const uint64_t start = now_ns();
+  const uint64_t slice_end = std::min(deadline_ns, add_saturating(start, kLivenessSliceNs));
+  const uint64_t spin_end = std::min(slice_end, add_saturating(start, spin_ns_));
+  uint64_t now = start;
+  while (now < spin_end) {
+    for (uint32_t i = 0; i < kSpinsPerClockRead; ++i) {
+      if (completions_.is_ready()) {
+        return;
+      }
+      ipc::cpu_relax();
+    }
+    now = now_ns();
+  }
+  if (now < slice_end) {
+    completions_.sleep(slice_end - now);
+  }
+}
+
+Result<TakenCompletions> ThinQueue::take(kvm_completion* out, uint32_t n_max, uint32_t n_min,
+                                         uint64_t timeout_ns) {
+  TakenCompletions taken;
+  reset_eventfd();
+  const bool waits = n_min > 0 && timeout_ns > 0;
+  const uint64_t deadline =
+      waits && timeout_ns != UINT64_MAX ? add_saturating(now_ns(), timeout_ns) : UINT64_MAX;
+  for (;;) {
+    if (!ready_.empty()) [[unlikely]] {
+      taken.n += take_ready(out + taken.n, n_max - taken.n, &taken.sentence);
+    }
+    auto drained = drain(out + taken.n, n_max - taken.n, &taken.sentence);
+    if (!drained.is_ok()) {
+      connection_->close();
+      fail_outstanding(drained.status());
+      continue;
+    }
+    taken.n += drained.value();
+    const bool enough = taken.n >= std::min(n_min, n_max) || n_submitted_ + n_ready() == 0;
+    if (enough || !waits) {
+      break;
+    }
+    await_completion(deadline);
+    if (!completions_.is_ready()) {
+      if (connection_->look_for_hangup()) {
+        fail_outstanding(connection_->down_status());
+      } else if (deadline != UINT64_MAX && now_ns() >= deadline) {
+        break;
+      }
+    }
+  }
+  if (eventfd_used_ && (n_ready() > 0 || completions_.is_ready())) {
+    raise_eventfd();
+  }
+  if (taken.n == 0 && n_outstanding() == 0 && connection_->is_down()) {
+    return connection_->down_status();
+  }
+  return taken;
+}
+
+// Before the ring is looked at, so that what arrives later makes it readable again.
+void ThinQueue::reset_eventfd() const {
+  if (eventfd_used_) {
+    uint64_t count = 0;
+    [[maybe_unused]] const ssize_t n = ::read(memory_.eventfd.get(), &count, sizeof(count));
+  }
+}
+
+void ThinQueue::raise_eventfd() const {
+  const uint64_t one = 1;
+  [[maybe_unused]] const ssize_t n = ::write(memory_.eventfd.get(), &one, sizeof(one));
+}
+
+int ThinQueue::fd() {
+  if (memory_.eventfd.is_open() && !eventfd_used_) {
+    eventfd_used_ = true;
+    if (completions_.request_eventfd() || n_ready() > 0) {
+      raise_eventfd();
+    }
+  }
+  return memory_.eventfd.get();
+}
+
+}  // namespace kvm::client

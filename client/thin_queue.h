@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0
+// A queue of the thin library: the client's ends of the two rings, the parameter and result blocks of
+// its requests, and the staging of HOST buffers.
+//
+//   slot i of n_entries   one request in flight: a parameter block (up to 64 items; larger ones are
+//                         allocated), a cancel block and a result block in the queue's arena
+//   number on the wire    serial << 9 | is_cancel << 8 | slot
+//
+// INVARIANT: a slot is free only when both its request and its cancel request, if any, have been
+// answered, so blocks in use are never overwritten.
+//
+// Threads: one at a time.
+#ifndef KVM_CLIENT_THIN_QUEUE_H_
+#define KVM_CLIENT_THIN_QUEUE_H_
+
+#include <array>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <string>
+#include <unordered_set>
+#include <vector>
+
+#include "client/backend.h"
+#include "client/thin_connection.h"
+#include "client/thin_staging.h"
+#include "ipc/ring.h"
+
+namespace kvm::client {
+
+// Sequences that went with a former connection of the client: their ids answer LOST.
+using LostSeqs = std::shared_ptr<const std::unordered_set<kvm_seq_id>>;
+
+class ThinQueue final : public Queue {
+ public:
+  // n_entries: a power of two, 1 to ipc::kMaxOutstanding. Fails: as kvm_queue_create.
+  static Result<std::unique_ptr<ThinQueue>> create(std::shared_ptr<Connection> connection,
+                                                   LostSeqs lost, uint32_t n_entries,
+                                                   uint64_t spin_ns);
+  ~ThinQueue() override;
+
+  Status stage_nop(uint64_t user_data) override;
+  Status stage_step(const StepCall& call, uint64_t user_data) override;
+  Status stage_read(const ReadCall& call, uint64_t user_data) override;
+  Status stage_observe(const ObserveCall& call, uint64_t user_data) override;
+  Status stage_seq(const SeqCall& call, uint64_t user_data) override;
+  Status submit() override;
+  uint32_t n_outstanding() const override { return n_staged_ + n_submitted_ + n_ready(); }
+  Result<TakenCompletions> take(kvm_completion* out, uint32_t n_max, uint32_t n_min,
+                                uint64_t timeout_ns) override;
+  Status cancel(uint64_t user_data) override;
+  int fd() override;
+
+  // The sequence that the last successful kCreate or kFork taken has made.
+  kvm_seq_id last_seq() const { return last_seq_; }
+
+ private:
+  static constexpr uint32_t kMaxPieces = 7;  // six tensors and a large block
+
+  // Memory of a request outside its slot. `host` receives the bytes on success; may be null.
+  struct Piece {
+    StagingPool::Piece memory;
+    uint8_t* host = nullptr;
+  };
+
+  enum class SlotState : uint8_t { kFree, kStaged, kSubmitted, kAnswered };
+
+  struct Slot {
+    uint64_t serial = 0;
+    uint64_t user_data = 0;
+    SlotState state = SlotState::kFree;
+    ipc::Opcode opcode = ipc::Opcode::kNop;
+    bool cancel_pending = false;
+    const uint8_t* block = nullptr;
+    uint32_t n_pieces = 0;
+    std::array<Piece, kMaxPieces> pieces;
+  };
+
+  // A completion that has left the ring but was not taken yet.
+  struct Ready {
+    kvm_completion completion;
+    std::string sentence;
+  };
+
+  ThinQueue(std::shared_ptr<Connection> connection, QueueMemory memory, SharedArena arena,
+            LostSeqs lost, uint32_t n_entries, uint64_t spin_ns);
+
+  uint32_t n_ready() const { return static_cast<uint32_t>(ready_.size()); }
+  uint64_t block_offset(uint32_t slot) const;
+  uint64_t cancel_offset(uint32_t slot) const;
+  uint64_t result_offset(uint32_t slot) const;
+
+  Result<uint32_t> claim_slot(ipc::Opcode opcode, uint64_t user_data);
+  void free_slot(Slot* slot);
+  Status keep_or_free(Slot* slot, Status status);
+  void release_pieces(Slot* slot);
+  Status stage_tensor(const Tensor& tensor, bool is_output, Slot* slot, ipc::TensorRef* out);
+  Status stage_step_tensors(const StepCall& call, Slot* slot, ipc::StepBlock* block);
+  Status write_step_block(const StepCall& call, const ipc::StepBlock& head, uint32_t slot,
+                          ipc::RequestEntry* entry);
+  Status push(uint32_t slot, ipc::RequestEntry entry);
+  template <typename Block>
+  Status push_block(uint32_t slot, const Block& block);
+
+  Result<uint32_t> drain(kvm_completion* out, uint32_t n_max, std::string* sentence);
+  Status finish(const ipc::CompletionEntry& entry, kvm_completion* out, std::string* sentence,
+                bool* is_cancel);
+  Status drain_to_ready();
+  void await_completion(uint64_t deadline_ns);
+  bool names_lost_seq(const Slot& slot) const;
+  void fail_outstanding(const Status& status);
+  uint32_t take_ready(kvm_completion* out, uint32_t n_max, std::string* sentence);
+  void reset_eventfd() const;
+  void raise_eventfd() const;
+
+  std::shared_ptr<Connection> connection_;
+  QueueMemory memory_;
+  SharedArena arena_;
+  LostSeqs lost_;
+  uint32_t n_entries_;
+  uint64_t spin_ns_;
+  ipc::RequestProducer requests_;
+  ipc::CompletionConsumer completions_;
+  StagingPool staging_;
+
+  std::vector<Slot> slots_;
+  std::vector<uint32_t> free_slots_;
+  std::deque<Ready> ready_;
+  uint32_t n_staged_ = 0;
+  uint32_t n_submitted_ = 0;
+  uint64_t last_serial_ = 0;
+  bool eventfd_used_ = false;
+  kvm_seq_id last_seq_ = 0;
+};
+
+}  // namespace kvm::client
+
+#endif  // KVM_CLIENT_THIN_QUEUE_H_
