@@ -22,6 +22,8 @@ constexpr uint32_t kRowBlock = 768;
 constexpr uint32_t kRowUnit = 64;
 // All states of a unit that one thread evaluates.
 constexpr uint64_t kMaxUnitStateBytes = 32 << 20;
+// Views of a request beyond one for each (item, head class).
+constexpr size_t kMaxExtraViews = 4096;
 // Operations that take as long as reading a byte of K or V.
 constexpr uint64_t kFlopsPerByte = 16;
 
@@ -44,6 +46,7 @@ void AttendWork::clear() {
   shared_memory_.shrink(kKeepBytes);
   shared_ = nullptr;
   cost_ = prepare_bytes_ = n_keys_ = n_bytes_ = n_rows_ = 0;
+  n_extra_views_ = 0;
 }
 
 Status AttendWork::plan(const Store& store, const StepRequest& request,
@@ -116,28 +119,60 @@ Status AttendWork::add_views(const Store& store, const Sequence* seq, const View
       store.collect_runs(seq, layer, c, &runs_);
     }
     view.n_runs = runs_.size() - view.run_begin;
+    const KvRuns runs = KvRuns(runs_).subspan(view.run_begin, view.n_runs);
+    const size_t first_view = views_.size();
+    visible_keys_.clear();
     while (view.first_row < item.n_query) {
-      view.position = whole.position + view.first_row;
-      view.rule = space_->visibility(layer, c, view.position);
-      const uint32_t rows_left = item.n_query - view.first_row;
-      view.n_rows = static_cast<uint32_t>(
-          std::min<uint64_t>(rows_left, view.rule.end - view.position));
-      if (view.n_rows != item.n_query && (item.flags & KVM_ITEM_TREE) != 0) {
-        return {KVM_ERR_UNSUPPORTED,
-                fmt::format("the tree of item {} spans position {}, where the policy of a head of "
-                            "layer {} begins to hide tokens; attend to the rows before it apart",
-                            whole.item, view.rule.end, layer)};
-      }
-      view.exclude_begin = whole.exclude_begin;
-      view.n_exclude = whole.n_exclude;
-      exclude_dropped_sinks(&view);
-      view.n_keys = visible_keys_.count(visibility(view), view.n_rows,
-                                        KvRuns(runs_).subspan(view.run_begin, view.n_runs));
+      KVM_TRY(choose_rule(whole, &view));
+      visible_keys_.add(visibility(view), view.n_rows);
       views_.push_back(view);
       view.first_row += view.n_rows;
     }
+    count_keys(first_view, runs);
   }
   return Status::ok();
+}
+
+// The rule for the rows from view->first_row on, and how many of them it covers.
+Status AttendWork::choose_rule(const View& whole, View* view) {
+  const kvm_item& item = request_->items[whole.item];
+  view->position = whole.position + view->first_row;
+  view->rule = space_->visibility(request_->layer_begin, view->class_index, view->position);
+  view->n_rows = static_cast<uint32_t>(std::min<uint64_t>(item.n_query - view->first_row,
+                                                          view->rule.end - view->position));
+  if (view->n_rows != item.n_query && (item.flags & KVM_ITEM_TREE) != 0) {
+    return {KVM_ERR_UNSUPPORTED,
+            fmt::format("the tree of item {} spans position {}, where the policy of a head of layer "
+                        "{} begins to hide tokens; attend to the rows before it apart",
+                        whole.item, view->rule.end, request_->layer_begin)};
+  }
+  n_extra_views_ += view->first_row == 0 ? 0 : 1;
+  if (n_extra_views_ > kMaxExtraViews) {
+    return {KVM_ERR_LIMIT,
+            fmt::format("the rows of item {} see their tokens by more than {} different rules (a "
+                        "window longer than n_recent, with sinks); attend to fewer rows at once",
+                        whole.item, kMaxExtraViews)};
+  }
+  view->exclude_begin = whole.exclude_begin;
+  view->n_exclude = whole.n_exclude;
+  exclude_dropped_sinks(view);
+  return Status::ok();
+}
+
+// Keys of the views from first_view on, which share runs: all of them counted with the first, and
+// an estimate of each one's share of the work.
+void AttendWork::count_keys(size_t first_view, KvRuns runs) {
+  views_[first_view].n_keys = visible_keys_.count(runs);
+  if (views_.size() == first_view + 1) {
+    views_[first_view].n_cost_keys = views_[first_view].n_keys;
+    return;
+  }
+  const uint64_t n_stored = runs.size() * kPageTokens;
+  for (size_t i = first_view; i < views_.size(); ++i) {
+    View& view = views_[i];
+    const uint64_t in_window = view.rule.window == 0 ? n_stored : view.rule.window + view.n_rows;
+    view.n_cost_keys = std::min(n_stored, in_window + std::min(view.rule.n_sinks, n_stored));
+  }
 }
 
 void AttendWork::add_ranges(const kvm_item& item, View* view) {
@@ -216,10 +251,11 @@ void AttendWork::add_heads(const View& view) {
   p.o_stride_head = t.o.stride_head;
   p.lse_stride_query = t.lse.stride_row;
   p.lse_stride_head = t.lse.stride_head;
-  const uint64_t bytes = view.n_keys * (slab.k_row_bytes() + slab.v_row_bytes());
-  const uint64_t flops = 2 * view.n_keys * view.n_rows * p.group * (p.dim_k + p.dim_v);
+  const uint64_t key_bytes = slab.k_row_bytes() + slab.v_row_bytes();
+  const uint64_t flops = 2 * view.n_cost_keys * view.n_rows * p.group * (p.dim_k + p.dim_v);
   // Something for the rows themselves, so that many rows without keys count as well.
-  head.cost = std::max(bytes, flops / kFlopsPerByte) + uint64_t{64} * view.n_rows * p.group;
+  head.cost = std::max(view.n_cost_keys * key_bytes, flops / kFlopsPerByte) +
+              uint64_t{64} * view.n_rows * p.group;
   const float* sinks = space_->layer_sink_logits(layer_index);
   for (uint32_t h = 0; h < cls.kv_heads.size(); ++h) {
     head.q_head = cls.kv_heads[h] * p.group;
@@ -233,7 +269,7 @@ void AttendWork::add_heads(const View& view) {
     heads_.push_back(head);
     cost_ += head.cost;
     n_keys_ += view.n_keys;
-    n_bytes_ += bytes;
+    n_bytes_ += view.n_keys * key_bytes;
   }
 }
 

@@ -37,7 +37,7 @@ class AttendWork {
   // seqs[i] belongs to request.items[i]; tokens reserved for this request count as stored. What the
   // arguments refer to stays alive and unchanged until the last task has ended.
   // Fails: INVALID (fewer tokens than query rows), PARTIAL, UNSUPPORTED (a tree across a change of
-  // what a head's policy shows), NO_MEMORY.
+  // what a head's policy shows), LIMIT (too many such changes), NO_MEMORY.
   Status plan(const Store& store, const StepRequest& request, std::span<Sequence* const> seqs,
               const StepTensors& tensors, uint32_t n_threads);
 
@@ -71,7 +71,8 @@ class AttendWork {
     size_t n_include = 0;
     size_t exclude_begin = 0;
     size_t n_exclude = 0;
-    uint64_t n_keys = 0;
+    uint64_t n_keys = 0;       // for statistics
+    uint64_t n_cost_keys = 0;  // for the cut
   };
   struct Head {
     attention::Problem problem;
@@ -98,6 +99,8 @@ class AttendWork {
 
   Status add_item(const Store& store, uint32_t item, const Sequence* seq);
   Status add_views(const Store& store, const Sequence* seq, const View& whole);
+  Status choose_rule(const View& whole, View* view);
+  void count_keys(size_t first_view, KvRuns runs);
   void add_ranges(const kvm_item& item, View* view);
   void exclude_dropped_sinks(View* view);
   void add_heads(const View& view);
@@ -127,6 +130,7 @@ class AttendWork {
   Workspace shared_memory_;
   std::byte* shared_ = nullptr;
   VisibleKeys visible_keys_;
+  size_t n_extra_views_ = 0;
   uint64_t cost_ = 0;
   uint64_t prepare_bytes_ = 0;
   uint64_t n_keys_ = 0;

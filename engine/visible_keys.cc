@@ -63,9 +63,9 @@ void VisibleKeys::remove(std::span<const PositionRange> ranges) {
   }
 }
 
-uint64_t VisibleKeys::count(const attention::Visibility& visible, uint32_t n_query, KvRuns runs) {
-  if (n_query == 0 || runs.empty()) {
-    return 0;
+void VisibleKeys::add(const attention::Visibility& visible, uint32_t n_query) {
+  if (n_query == 0) {
+    return;
   }
   const uint64_t first = visible.query_position;
   uint64_t end = UINT64_MAX;
@@ -86,7 +86,20 @@ uint64_t VisibleKeys::count(const attention::Visibility& visible, uint32_t n_que
     keep(visible.include);
   }
   remove(visible.exclude);
+  all_.insert(all_.end(), seen_.begin(), seen_.end());
+}
 
+uint64_t VisibleKeys::count(KvRuns runs) {
+  const auto by_begin = [](const PositionRange& a, const PositionRange& b) {
+    return a.begin < b.begin;
+  };
+  if (!std::is_sorted(all_.begin(), all_.end(), by_begin)) {
+    std::sort(all_.begin(), all_.end(), by_begin);
+  }
+  seen_.clear();
+  for (const PositionRange& range : all_) {
+    see(range.begin, range.end);
+  }
   uint64_t n = 0;
   auto s = seen_.begin();
   for (const KvRun& run : runs) {
