@@ -117,6 +117,7 @@ class Client : public std::enable_shared_from_this<Client> {
   virtual Result<std::vector<kvm_seq_info>> list_seqs(kvm_space_id space, uint32_t flags) = 0;
 
   virtual Result<kvm_stats> stats() = 0;
+  virtual Result<std::string> stats_text() = 0;
 
   // Handles of queues and arenas that exist: reconnect needs zero.
   std::atomic<uint32_t> n_handles{0};

@@ -11,7 +11,7 @@
 
 #include "client/checks.h"
 #include "client/handles.h"
-#include "client/stats_text.h"
+#include "client/status_name.h"
 #include "ipc/socket.h"
 #include "ipc/struct_size.h"
 #include "ipc/wire.h"
@@ -415,8 +415,7 @@ kvm_status kvm_get_stats_text(kvm_client* client, char* buffer, size_t capacity,
     if (capacity != 0) {
       KVM_TRY(check_not_null(buffer, "buffer"));
     }
-    KVM_TRY_ASSIGN(const kvm_stats stats, client->client->stats());
-    const std::string text = kvm::client::stats_text(stats);
+    KVM_TRY_ASSIGN(const std::string text, client->client->stats_text());
     if (capacity != 0) {
       const size_t n = std::min(text.size(), capacity - 1);
       ::memcpy(buffer, text.data(), n);

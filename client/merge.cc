@@ -3,7 +3,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
 #include <iterator>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -111,9 +113,11 @@ Status resolve_all(const kvm_merge_params& params, Merge* merge) {
   merge->o.resize(params.n_states);
   merge->lse.resize(params.n_states);
   for (uint32_t i = 0; i < params.n_states; ++i) {
-    const std::string index = "[" + std::to_string(i) + "]";
-    KVM_TRY(resolve(params, params.o[i], "o" + index, Element::kAny, dim, &merge->o[i]));
-    KVM_TRY(resolve(params, params.lse[i], "lse" + index, Element::kF32, 1, &merge->lse[i]));
+    char name[24];
+    std::snprintf(name, sizeof(name), "o[%u]", i);
+    KVM_TRY(resolve(params, params.o[i], name, Element::kAny, dim, &merge->o[i]));
+    std::snprintf(name, sizeof(name), "lse[%u]", i);
+    KVM_TRY(resolve(params, params.lse[i], name, Element::kF32, 1, &merge->lse[i]));
   }
   KVM_TRY(resolve(params, params.out_o, "out_o", Element::kAny, dim, &merge->out_o));
   if (params.out_lse.buffer.kind != KVM_BUFFER_NONE) {

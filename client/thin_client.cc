@@ -287,4 +287,25 @@ Result<kvm_stats> ThinClient::stats() {
   return list[0];
 }
 
+Result<std::string> ThinClient::stats_text() {
+  std::string text;
+  for (;;) {
+    KVM_TRY_ASSIGN(const Connection::Reply reply,
+                   connection()->call([&](ipc::ControlWriter* writer, uint64_t id) {
+                     return writer->finish(id, wire::CreateStatsText(writer->fbb(), text.size()));
+                   }));
+    const wire::Bytes* body = reply.root->body_as_Bytes();
+    if (body == nullptr) {
+      return unexpected_reply();
+    }
+    const size_t n = body->data() == nullptr ? 0 : body->data()->size();
+    if (n != 0) {
+      text.append(reinterpret_cast<const char*>(body->data()->data()), n);
+    }
+    if (n == 0 || text.size() >= body->total()) {
+      return text;
+    }
+  }
+}
+
 }  // namespace kvm::client

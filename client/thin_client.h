@@ -37,6 +37,7 @@ class ThinClient final : public Client {
   Result<kvm_seq_info> seq_info(kvm_seq_id seq) override;
   Result<std::vector<kvm_seq_info>> list_seqs(kvm_space_id space, uint32_t flags) override;
   Result<kvm_stats> stats() override;
+  Result<std::string> stats_text() override;
 
  private:
   struct OwnArena {

@@ -1,0 +1,256 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "client/embedded_client.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <utility>
+
+#include "client/embedded_queue.h"
+#include "client/embedded_stats_text.h"
+#include "client/limits.h"
+
+namespace kvm::client {
+
+namespace {
+
+// Long enough to sleep, short enough that another thread's submit is not held up.
+constexpr uint64_t kDriveSliceNs = 1'000'000;
+
+uint64_t now_ns() {
+  timespec now{};
+  ::clock_gettime(CLOCK_MONOTONIC, &now);
+  return static_cast<uint64_t>(now.tv_sec) * 1'000'000'000u + static_cast<uint64_t>(now.tv_nsec);
+}
+
+}  // namespace
+
+Result<std::shared_ptr<Client>> open_embedded_client(const kvm_embedded_params& params) {
+  engine::EngineOptions options;
+  options.n_threads = params.n_threads;
+  options.host_capacity_bytes = params.host_capacity_bytes;
+  KVM_TRY_ASSIGN(auto service, EmbeddedService::open(options));
+  return std::shared_ptr<Client>(std::make_shared<EmbeddedClient>(std::move(service)));
+}
+
+Result<std::shared_ptr<EmbeddedService>> EmbeddedService::open(
+    const engine::EngineOptions& options) {
+  auto service = std::make_shared<EmbeddedService>();
+  KVM_TRY_ASSIGN(service->engine_, engine::Engine::open(options));
+  engine::Engine& engine = *service->engine_;
+  service->client_ = engine.add_client(0, 0);
+  service->start_ns_ = now_ns();
+  kvm_client_info& info = service->info_;
+  fill_limits(&info);
+  info.features = KVM_FEATURE_EMBEDDED;
+  info.epoch = service->start_ns_;
+  info.client_id = service->client_;
+  info.server_pid = static_cast<uint32_t>(::getpid());
+  info.n_threads = engine.n_threads();
+  info.max_spaces = engine.options().max_spaces;
+  info.max_sequences = engine.options().max_sequences_per_client;
+  info.host_capacity_bytes = engine.options().host_capacity_bytes;
+  info.quota_bytes = engine.options().default_quota_bytes != 0
+                         ? engine.options().default_quota_bytes
+                         : info.host_capacity_bytes;
+  ::strncpy(info.isa, engine.isa(), sizeof(info.isa) - 1);
+  ::strncpy(info.server_version, kvm_version_string(), sizeof(info.server_version) - 1);
+  return service;
+}
+
+void EmbeddedService::close() {
+  const std::lock_guard lock(mutex_);
+  if (engine_ == nullptr) {
+    return;
+  }
+  bool gone = false;
+  engine_->remove_client(client_, [&gone] { gone = true; });
+  while (!gone) {
+    if (!engine_->work() && engine_->poll() == 0 && !gone) {
+      engine_->wait(kDriveSliceNs);
+    }
+  }
+  engine_.reset();
+}
+
+bool EmbeddedService::drive(uint64_t timeout_ns) {
+  const std::lock_guard lock(mutex_);
+  if (engine_ == nullptr) {
+    return false;
+  }
+  const bool worked = engine_->work();
+  if (engine_->poll() == 0 && !worked) {
+    engine_->wait(std::min(timeout_ns, kDriveSliceNs));
+    engine_->poll();
+  }
+  return true;
+}
+
+bool EmbeddedService::is_down() const {
+  const std::lock_guard lock(mutex_);
+  return engine_ == nullptr;
+}
+
+Status EmbeddedService::down_status() {
+  return Status(KVM_ERR_DISCONNECTED, "the client was closed");
+}
+
+Status EmbeddedService::add_queue() {
+  if (is_down()) {
+    return down_status();
+  }
+  if (n_queues_.fetch_add(1) >= info_.max_queues) {
+    --n_queues_;
+    return Status(KVM_ERR_LIMIT, "this client has " + std::to_string(info_.max_queues) +
+                                     " queues, the most that are allowed");
+  }
+  return Status::ok();
+}
+
+engine::SeqRequest seq_request(const SeqCall& call) {
+  engine::SeqRequest request;
+  request.verb = static_cast<engine::SeqVerb>(static_cast<uint8_t>(call.verb) -
+                                              static_cast<uint8_t>(SeqCallVerb::kCreate));
+  request.space = call.space;
+  request.seq = call.seq;
+  request.n_tokens = call.n_tokens;
+  request.flags = call.flags;
+  return request;
+}
+static_assert(static_cast<int>(engine::SeqVerb::kFree) ==
+              static_cast<int>(SeqCallVerb::kFree) - static_cast<int>(SeqCallVerb::kCreate));
+
+Status EmbeddedClient::ping() {
+  return service_->with_engine([](engine::Engine&, engine::ClientId) { return Status::ok(); });
+}
+
+Result<std::unique_ptr<Queue>> EmbeddedClient::create_queue(uint32_t n_entries, uint64_t) {
+  KVM_TRY(service_->add_queue());
+  return std::unique_ptr<Queue>(std::make_unique<EmbeddedQueue>(service_, n_entries));
+}
+
+Result<ArenaMemory> EmbeddedClient::create_arena(uint64_t size_bytes) {
+  if (service_->is_down()) {
+    return EmbeddedService::down_status();
+  }
+  if (n_arenas_.fetch_add(1) >= service_->info().max_arenas) {
+    --n_arenas_;
+    return Status(KVM_ERR_LIMIT,
+                  "this client has " + std::to_string(service_->info().max_arenas) +
+                      " arenas, the most that are allowed");
+  }
+  // Touched now, as a daemon's arena is.
+  void* data = ::mmap(nullptr, size_bytes, PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
+  if (data == MAP_FAILED) {
+    --n_arenas_;
+    return Status(KVM_ERR_NO_MEMORY, "an arena of " + std::to_string(size_bytes) +
+                                         " bytes cannot be mapped");
+  }
+  return ArenaMemory{++last_region_, data, size_bytes};
+}
+
+void EmbeddedClient::destroy_arena(const ArenaMemory& arena) {
+  ::munmap(arena.data, arena.size_bytes);
+  --n_arenas_;
+}
+
+Result<kvm_space_id> EmbeddedClient::register_space(const ipc::SpaceMessage& space) {
+  engine::SpaceSpec spec;
+  spec.name = space.name;
+  spec.params = space.params;
+  spec.rope_inv_freq = space.rope_inv_freq;
+  spec.sink_logits = space.sink_logits;
+  spec.layers = space.layers;
+  spec.policies = space.policies;
+  spec.codecs = space.codecs;
+  return service_->with_engine([&](engine::Engine& engine, engine::ClientId) {
+    return engine.register_space(spec);
+  });
+}
+
+Result<kvm_space_id> EmbeddedClient::find_space(const std::string& name) {
+  return service_->with_engine(
+      [&](engine::Engine& engine, engine::ClientId) { return engine.find_space(name); });
+}
+
+Result<kvm_space_info> EmbeddedClient::space_info(kvm_space_id space) {
+  return service_->with_engine(
+      [&](engine::Engine& engine, engine::ClientId) { return engine.space_info(space); });
+}
+
+Result<std::vector<kvm_space_info>> EmbeddedClient::list_spaces() {
+  return service_->with_engine(
+      [](engine::Engine& engine, engine::ClientId) -> Result<std::vector<kvm_space_info>> {
+        return engine.list_spaces();
+      });
+}
+
+Status EmbeddedClient::drop_space(kvm_space_id space) {
+  return service_->with_engine(
+      [&](engine::Engine& engine, engine::ClientId) { return engine.drop_space(space); });
+}
+
+Result<kvm_seq_id> EmbeddedClient::seq(const SeqCall& call) {
+  // Shared with the callback, which a close of the client may drop.
+  struct Outcome {
+    std::atomic<bool> done{false};
+    Status status;
+    kvm_seq_id seq = 0;
+  };
+  auto outcome = std::make_shared<Outcome>();
+  KVM_TRY(service_->with_engine([&](engine::Engine& engine, engine::ClientId client) {
+    engine.submit(client, engine::RequestTag{0, service_->next_number()}, seq_request(call),
+                  [outcome](engine::RequestResult&& result) {
+                    outcome->status = std::move(result.status);
+                    outcome->seq = result.seq;
+                    outcome->done.store(true, std::memory_order_release);
+                  });
+    return Status::ok();
+  }));
+  // SYNC: acquire: the result, which another thread that drives the engine may have written.
+  while (!outcome->done.load(std::memory_order_acquire)) {
+    if (!service_->drive(UINT64_MAX)) {
+      return EmbeddedService::down_status();
+    }
+  }
+  KVM_TRY(outcome->status);
+  return outcome->seq;
+}
+
+Result<kvm_seq_info> EmbeddedClient::seq_info(kvm_seq_id seq) {
+  return service_->with_engine([&](engine::Engine& engine, engine::ClientId client) {
+    return engine.seq_info(client, seq);
+  });
+}
+
+Result<std::vector<kvm_seq_info>> EmbeddedClient::list_seqs(kvm_space_id space, uint32_t flags) {
+  return service_->with_engine(
+      [&](engine::Engine& engine,
+          engine::ClientId client) -> Result<std::vector<kvm_seq_info>> {
+        return engine.list_seqs(client, space, (flags & KVM_LIST_ALL_CLIENTS) != 0);
+      });
+}
+
+Result<kvm_stats> EmbeddedClient::stats() {
+  return service_->with_engine(
+      [&](engine::Engine& engine, engine::ClientId) -> Result<kvm_stats> {
+        kvm_stats stats = engine.stats();
+        stats.n_clients = 1;
+        stats.n_clients_total = 1;
+        stats.uptime_ns = now_ns() - service_->start_ns();
+        return stats;
+      });
+}
+
+Result<std::string> EmbeddedClient::stats_text() {
+  KVM_TRY_ASSIGN(const kvm_stats all, stats());
+  return embedded_stats_text(all);
+}
+
+}  // namespace kvm::client

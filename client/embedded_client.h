@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0
+// A client that is its own service: the engine runs in this process, on its workers and on the
+// threads that wait for it.
+//
+// One mutex guards the engine. Whoever waits for a request drives the engine for everybody: takes
+// the mutex, runs one task or retires what is done, and lets go. The mutex hands over in order of
+// arrival, so that a driver does not keep a submitter out.
+#ifndef KVM_CLIENT_EMBEDDED_CLIENT_H_
+#define KVM_CLIENT_EMBEDDED_CLIENT_H_
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "client/backend.h"
+#include "engine/engine.h"
+
+namespace kvm::client {
+
+// First come, first served between two: who holds `mutex_` and comes back queues behind `next_`.
+class FairMutex {
+ public:
+  void lock() {
+    const std::lock_guard turn(next_);
+    mutex_.lock();
+  }
+  void unlock() { mutex_.unlock(); }
+
+ private:
+  std::mutex next_;
+  std::mutex mutex_;
+};
+
+// The engine and who uses it. Held by the client and its queues, so that they may go in any order.
+class EmbeddedService {
+ public:
+  static Result<std::shared_ptr<EmbeddedService>> open(const engine::EngineOptions& options);
+
+  // Frees the client's sequences, waits until no task touches memory of the caller, and ends the
+  // engine. Later calls find is_down().
+  void close();
+
+  // Calls `use(engine, client)` with the engine locked. Fails: DISCONNECTED after close.
+  template <typename Use>
+  auto with_engine(Use&& use) -> std::invoke_result_t<Use, engine::Engine&, engine::ClientId> {
+    const std::lock_guard lock(mutex_);
+    if (engine_ == nullptr) {
+      return down_status();
+    }
+    return use(*engine_, client_);
+  }
+
+  // Runs a task, or retires requests, or sleeps for at most timeout_ns (1 ms if that is less) when
+  // there is nothing to do. Returns false after close.
+  bool drive(uint64_t timeout_ns);
+  bool is_down() const;
+  static Status down_status();
+  const kvm_client_info& info() const { return info_; }
+  uint64_t start_ns() const { return start_ns_; }
+  // Queues that exist. Fails: LIMIT.
+  Status add_queue();
+  void remove_queue() { --n_queues_; }
+  uint64_t next_number() { return ++last_number_; }  // REQUIRES: the engine is locked
+
+ private:
+  mutable FairMutex mutex_;
+  std::unique_ptr<engine::Engine> engine_;
+  engine::ClientId client_ = 0;
+  kvm_client_info info_{};
+  uint64_t start_ns_ = 0;
+  uint64_t last_number_ = 0;
+  std::atomic<uint32_t> n_queues_{0};
+};
+
+class EmbeddedClient final : public Client {
+ public:
+  explicit EmbeddedClient(std::shared_ptr<EmbeddedService> service)
+      : service_(std::move(service)) {}
+
+  void close() override { service_->close(); }
+  Status reconnect() override { return Status::ok(); }
+  bool is_closed() const override { return service_->is_down(); }
+  kvm_client_info info() const override { return service_->info(); }
+  Status ping() override;
+  Result<std::unique_ptr<Queue>> create_queue(uint32_t n_entries, uint64_t spin_ns) override;
+  Result<ArenaMemory> create_arena(uint64_t size_bytes) override;
+  void destroy_arena(const ArenaMemory& arena) override;
+  Result<kvm_space_id> register_space(const ipc::SpaceMessage& space) override;
+  Result<kvm_space_id> find_space(const std::string& name) override;
+  Result<kvm_space_info> space_info(kvm_space_id space) override;
+  Result<std::vector<kvm_space_info>> list_spaces() override;
+  Status drop_space(kvm_space_id space) override;
+  Result<kvm_seq_id> seq(const SeqCall& call) override;
+  Result<kvm_seq_info> seq_info(kvm_seq_id seq) override;
+  Result<std::vector<kvm_seq_info>> list_seqs(kvm_space_id space, uint32_t flags) override;
+  Result<kvm_stats> stats() override;
+  Result<std::string> stats_text() override;
+
+ private:
+  std::shared_ptr<EmbeddedService> service_;
+  std::atomic<uint32_t> n_arenas_{0};
+  std::atomic<uint32_t> last_region_{0};
+};
+
+// The engine's form of a call on a sequence.
+engine::SeqRequest seq_request(const SeqCall& call);
+
+}  // namespace kvm::client
+
+#endif  // KVM_CLIENT_EMBEDDED_CLIENT_H_

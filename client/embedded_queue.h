@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+// A queue of an engine in this process: staged requests wait here until submit; completions until
+// they are taken. Waiting drives the engine.
+//
+// Threads: one at a time, but for the callbacks of the engine, which run wherever it is driven and
+// touch `Done` only, under its mutex.
+#ifndef KVM_CLIENT_EMBEDDED_QUEUE_H_
+#define KVM_CLIENT_EMBEDDED_QUEUE_H_
+
+#include <atomic>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <variant>
+#include <vector>
+
+#include "client/backend.h"
+#include "client/embedded_client.h"
+#include "engine/engine.h"
+
+namespace kvm::client {
+
+class EmbeddedQueue final : public Queue {
+ public:
+  // REQUIRES: service->add_queue() succeeded.
+  EmbeddedQueue(std::shared_ptr<EmbeddedService> service, uint32_t n_entries);
+  ~EmbeddedQueue() override;
+
+  Status stage_nop(uint64_t user_data) override;
+  Status stage_step(const StepCall& call, uint64_t user_data) override;
+  Status stage_read(const ReadCall& call, uint64_t user_data) override;
+  Status stage_observe(const ObserveCall& call, uint64_t user_data) override;
+  Status stage_seq(const SeqCall& call, uint64_t user_data) override;
+  Status submit() override;
+  uint32_t n_outstanding() const override;
+  Result<TakenCompletions> take(kvm_completion* out, uint32_t n_max, uint32_t n_min,
+                                uint64_t timeout_ns) override;
+  Status cancel(uint64_t user_data) override;
+  int fd() override { return -1; }
+
+ private:
+  struct Nop {};
+  using Request = std::variant<Nop, engine::StepRequest, engine::ReadRequest,
+                               engine::ObserveRequest, engine::SeqRequest>;
+
+  struct Staged {
+    uint64_t user_data;
+    Request request;
+  };
+
+  struct Answer {
+    kvm_completion completion;
+    std::string sentence;
+  };
+
+  // What callbacks write to. Outlives the queue if it must.
+  struct Done {
+    std::mutex mutex;
+    std::deque<Answer> answers;
+    std::unordered_map<uint64_t, uint64_t> in_flight;  // number of a request to its user_data
+  };
+
+  Status stage(Request request, uint64_t user_data);
+  void submit_one(engine::Engine& engine, engine::ClientId client, Staged staged);
+  uint32_t take_answers(kvm_completion* out, uint32_t n_max, std::string* sentence);
+  void fail_outstanding();
+  uint32_t n_in_flight() const;
+
+  static void finish(Done* done, uint64_t number, const engine::RequestResult& result);
+
+  std::shared_ptr<EmbeddedService> service_;
+  uint32_t n_entries_;
+  uint64_t id_;
+  std::vector<Staged> staged_;
+  std::shared_ptr<Done> done_;
+};
+
+}  // namespace kvm::client
+
+#endif  // KVM_CLIENT_EMBEDDED_QUEUE_H_
