@@ -325,7 +325,6 @@ void PageList::rollback(PageBank bank) {
 }
 
 uint64_t PageList::drop(uint32_t block_begin, uint32_t block_end, PageBank bank) {
-  KVM_ASSERT(n_reserved_ == 0);
   uint64_t n_pages = 0;
   size_t index = find_segment(block_begin);
   while (root_ != nullptr && index < root_->segments.size() &&

@@ -125,7 +125,8 @@ class PageList {
   void publish(PageBank bank);
   void rollback(PageBank bank);
 
-  // --- What policies do -------------------------------------------------------------------------
+  // --- What policies do. Tokens may be reserved: publishing one layer of a sequence moves the
+  // commit point while others are still to be published. ------------------------------------------
 
   // Drops the tokens of the full pages with blocks in [begin, end). Returns the number of pages.
   uint64_t drop(uint32_t block_begin, uint32_t block_end, PageBank bank);

@@ -1,0 +1,510 @@
+// SPDX-License-Identifier: Apache-2.0
+// Random operations on the store against a model that keeps every sequence as plain vectors and
+// follows the sentences of kvm.h. KVM_NIGHTLY=1 runs many more; KVM_SEED=n runs one seed.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <map>
+#include <random>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "tests/unit/engine/store_testbed.h"
+
+namespace kvm::engine {
+namespace {
+
+struct ModelList {
+  std::set<uint64_t> dropped;
+};
+
+struct ModelSeq {
+  bool manual = false;
+  uint64_t n_committed = 0;
+  std::vector<std::vector<uint64_t>> tokens;  // [layer], empty for layers that do not store
+  std::vector<std::vector<ModelList>> lists;  // [layer][class]
+};
+
+// What must not change when an operation fails.
+struct Accounts {
+  uint64_t n_pages;
+  uint64_t page_bytes;
+  uint64_t client_bytes;
+  uint64_t n_sequences;
+  bool operator==(const Accounts&) const = default;
+};
+
+class Model {
+ public:
+  Model(uint32_t seed, uint64_t capacity_bytes, uint64_t quota_bytes)
+      : random_(seed), store_(open_store(capacity_bytes)) {
+    client_ = store_->add_client(quota_bytes, 40);
+    SpaceSpec spec = make_spec("model", 4, 4);
+    spec.params.head_dim_v = 16;
+    spec.layers = {{.layer_begin = 2, .n_layers = 1, .kind = KVM_LAYER_ALIAS, .target = 0,
+                    .window = 150},
+                   {.layer_begin = 3, .n_layers = 1, .kind = KVM_LAYER_OWN, .window = 90}};
+    spec.policies = {sinks_recent(0, 0b1100, 70, 100, 30), sinks_recent(1, 0b0001, 0, 64),
+                     sinks_recent(1, 0b0010, 3, 1, 5)};
+    spec.codecs = {codec(0, 0b0001, KVM_DTYPE_F32, KVM_DTYPE_F16),
+                   codec(1, 0b1000, KVM_DTYPE_F16, KVM_DTYPE_BF16)};
+    space_id_ = store_->register_space(spec).value();
+    space_ = store_->space(space_id_).value();
+  }
+
+  void step() {
+    const uint32_t dice = pick(100);
+    if (seqs_.empty() || dice < 4) {
+      create();
+    } else if (dice < 60) {
+      append_some();
+    } else if (dice < 72) {
+      fork();
+    } else if (dice < 82) {
+      truncate();
+    } else if (dice < 88) {
+      commit();
+    } else if (dice < 92) {
+      demote();
+    } else if (dice < 96) {
+      check_partial_answers();
+    } else {
+      free_one();
+    }
+#if defined(KVM_CHECK) && KVM_CHECK >= 2
+    store_->check_accounts();
+#endif
+  }
+
+  void check_everything() {
+    for (const auto& [id, model] : seqs_) {
+      check(id);
+    }
+    store_->check_accounts();
+  }
+
+  uint64_t n_failures() const { return n_failures_; }
+  uint64_t n_partial() const { return n_partial_; }
+  kvm_stats stats() const { return stats_of(*store_); }
+
+  // Frees everything; nothing must be left.
+  void finish() {
+    store_->remove_client(client_);
+    store_->check_accounts();
+    EXPECT_EQ(stats().n_pages, 0u);
+    EXPECT_EQ(stats().n_sequences, 0u);
+    EXPECT_EQ(stats().host_page_bytes, 0u);
+    while (store_->housekeep()) {
+    }
+    EXPECT_LE(stats().host_used_bytes, uint64_t{64} << 20);
+    EXPECT_TRUE(store_->drop_space(space_id_).is_ok());
+  }
+
+ private:
+  uint32_t pick(uint64_t n) { return static_cast<uint32_t>(random_() % n); }
+
+  Sequence* seq(kvm_seq_id id) { return store_->find_seq(client_, id).value(); }
+
+  kvm_seq_id pick_seq() {
+    auto it = seqs_.begin();
+    std::advance(it, pick(seqs_.size()));
+    return it->first;
+  }
+
+  Accounts accounts() const {
+    const kvm_stats now = stats();
+    return {now.n_pages, now.host_page_bytes, store_->client_bytes(client_), now.n_sequences};
+  }
+
+  bool owns(uint32_t layer) const { return space_->layers[layer].kind == KVM_LAYER_OWN; }
+
+  uint64_t longest(const ModelSeq& model) const {
+    uint64_t n = 0;
+    for (const auto& tokens : model.tokens) {
+      n = std::max<uint64_t>(n, tokens.size());
+    }
+    return n;
+  }
+
+  uint64_t shortest(const ModelSeq& model) const {
+    uint64_t n = UINT64_MAX;
+    for (uint32_t layer = 0; layer < space_->n_layers; ++layer) {
+      n = owns(layer) ? std::min<uint64_t>(n, model.tokens[layer].size()) : n;
+    }
+    return n;
+  }
+
+  // Whether a query at p of `layer` sees position x, by the words of kvm.h.
+  bool sees(uint32_t layer, const Retention& retention, uint64_t p, uint64_t x) const {
+    const uint64_t window = space_->layers[layer].window;
+    const bool in_window = window == 0 || x + window > p;
+    const bool kept = retention.kind == KVM_RETAIN_FULL || x < retention.n_sinks ||
+                      x + retention.n_recent > p;
+    return in_window && kept;
+  }
+
+  // Whether queries at p or later of a layer miss dropped tokens below `end`.
+  bool misses(const ModelSeq& model, uint32_t layer, uint64_t p, uint64_t end) const {
+    const uint32_t storage = space_->layers[layer].storage_layer;
+    for (uint32_t c = 0; c < model.lists[storage].size(); ++c) {
+      const Retention& retention = space_->head_class(layer, c).retention;
+      for (const uint64_t x : model.lists[storage][c].dropped) {
+        if (x < end && sees(layer, retention, p, x)) {
+          return true;
+        }
+      }
+    }
+    return false;
+  }
+
+  bool cut_is_partial(const ModelSeq& model, uint64_t n) const {
+    for (uint32_t layer = 0; layer < space_->n_layers; ++layer) {
+      const uint32_t storage = space_->layers[layer].storage_layer;
+      if (n < model.tokens[storage].size() && misses(model, layer, n, n)) {
+        return true;
+      }
+    }
+    return false;
+  }
+
+  void cut(ModelSeq* model, uint64_t n) const {
+    for (uint32_t layer = 0; layer < space_->n_layers; ++layer) {
+      if (n < model->tokens[layer].size()) {
+        model->tokens[layer].resize(n);
+        for (ModelList& list : model->lists[layer]) {
+          list.dropped.erase(list.dropped.lower_bound(n), list.dropped.end());
+        }
+      }
+    }
+    model->n_committed = std::min(model->n_committed, n);
+  }
+
+  // Pages that no query at n_committed - slack - 1 or later sees go.
+  void drop(ModelSeq* model) const {
+    for (uint32_t layer = 0; layer < space_->n_layers; ++layer) {
+      for (uint32_t c = 0; c < model->lists[layer].size(); ++c) {
+        const Retention& r = space_->head_class(layer, c).retention;
+        for (uint64_t page = 0; r.kind == KVM_RETAIN_SINKS_RECENT &&
+                                page + kPageTokens <= model->n_committed;
+             page += kPageTokens) {
+          const uint64_t last = page + kPageTokens - 1;
+          if (page >= r.n_sinks && last + r.n_recent + r.slack < model->n_committed) {
+            for (uint64_t x = page; x <= last; ++x) {
+              model->lists[layer][c].dropped.insert(x);
+            }
+          }
+        }
+      }
+    }
+  }
+
+  void advance(ModelSeq* model, uint64_t n) const {
+    if (n > model->n_committed) {
+      model->n_committed = n;
+      drop(model);
+    }
+  }
+
+  void check(kvm_seq_id id) {
+    const ModelSeq& model = seqs_.at(id);
+    const Sequence* real = seq(id);
+    ASSERT_EQ(store_->n_committed(real), model.n_committed);
+    uint64_t n_dropped = 0;
+    for (uint32_t layer = 0; layer < space_->n_layers; ++layer) {
+      const uint32_t storage = space_->layers[layer].storage_layer;
+      const std::vector<uint64_t>& tokens = model.tokens[storage];
+      ASSERT_EQ(store_->length(real, layer), tokens.size());
+      for (uint32_t head = 0; head < space_->layers[layer].n_kv_heads; ++head) {
+        const ModelList& list = model.lists[storage][space_->place(layer, head).class_index];
+        expect_content(*store_, real, layer, storage, head, tokens,
+                       [&](uint64_t position) { return list.dropped.count(position) == 0; });
+        if (testing::Test::HasFatalFailure()) {
+          return;
+        }
+      }
+      for (const ModelList& list : model.lists[layer]) {
+        n_dropped += list.dropped.size();
+      }
+    }
+    const kvm_seq_info info = store_->seq_info(real);
+    EXPECT_EQ(info.n_tokens_min, shortest(model));
+    EXPECT_EQ(info.n_tokens_max, longest(model));
+    EXPECT_EQ(info.n_entries_dropped, n_dropped);
+    EXPECT_LE(info.bytes_shared, info.bytes);
+  }
+
+  void create() {
+    const bool manual = pick(3) == 0;
+    const Result<kvm_seq_id> id =
+        store_->create_seq(client_, space_id_, manual ? uint32_t{KVM_SEQ_MANUAL_COMMIT} : 0u);
+    if (!id.is_ok()) {
+      EXPECT_EQ(id.status().code(), KVM_ERR_LIMIT);
+      EXPECT_EQ(seqs_.size(), 40u);
+      return;
+    }
+    ModelSeq model;
+    model.manual = manual;
+    model.tokens.resize(space_->n_layers);
+    model.lists.resize(space_->n_layers);
+    for (uint32_t layer = 0; layer < space_->n_layers; ++layer) {
+      model.lists[layer].resize(space_->layers[layer].classes.size());
+    }
+    EXPECT_TRUE(seqs_.emplace(id.value(), model).second);
+  }
+
+  // One to three items at once: different layers of a sequence, or different sequences.
+  void append_some() {
+    struct Planned {
+      kvm_seq_id id;
+      uint32_t layer;
+      std::vector<uint64_t> tokens;
+    };
+    std::vector<Planned> planned;
+    std::set<std::pair<kvm_seq_id, uint32_t>> taken;
+    const bool all_layers = pick(3) == 0;
+    const uint64_t n_tokens = pick(4) == 0 ? 1 + pick(300) : 1 + pick(70);
+    const kvm_seq_id first = pick_seq();
+    for (uint32_t i = 0; i < (all_layers ? 4u : 1 + pick(3)); ++i) {
+      const kvm_seq_id id = all_layers ? first : pick_seq();
+      const uint32_t layer = all_layers ? i : pick(4);
+      if (owns(layer) && taken.insert({id, layer}).second) {
+        planned.push_back({id, layer, numbered(next_token_, n_tokens)});
+        next_token_ += n_tokens;
+      }
+    }
+    std::vector<AppendItem> items;
+    for (const Planned& plan : planned) {
+      const uint64_t present = seqs_.at(plan.id).tokens[plan.layer].size();
+      items.push_back({.seq = seq(plan.id), .layer = plan.layer,
+                       .position = pick(2) == 0 ? present : KVM_POSITION_END,
+                       .n_tokens = static_cast<uint32_t>(plan.tokens.size())});
+    }
+    const Accounts before = accounts();
+    std::vector<AppendPiece> pieces;
+    const Status status = store_->reserve_append(items, &pieces);
+    if (!status.is_ok()) {
+      EXPECT_TRUE(status.code() == KVM_ERR_NO_SPACE || status.code() == KVM_ERR_QUOTA);
+      EXPECT_EQ(accounts(), before);
+      EXPECT_TRUE(pieces.empty());
+      ++n_failures_;
+      for (const Planned& plan : planned) {
+        check(plan.id);
+      }
+      return;
+    }
+    const bool undo = pick(8) == 0;
+    for (uint32_t i = 0; i < planned.size(); ++i) {
+      EXPECT_EQ(store_->reserved_length(items[i].seq, items[i].layer),
+                seqs_.at(planned[i].id).tokens[planned[i].layer].size() + items[i].n_tokens);
+      write_rows(pieces, i, planned[i].layer, planned[i].tokens);
+    }
+    // What is reserved is visible to runs already, as a step needs it.
+    for (const Planned& plan : planned) {
+      ModelSeq& model = seqs_.at(plan.id);
+      std::vector<uint64_t>& tokens = model.tokens[plan.layer];
+      const uint64_t n_before = tokens.size();
+      tokens.insert(tokens.end(), plan.tokens.begin(), plan.tokens.end());
+      const uint32_t head = pick(4);
+      const ModelList& list = model.lists[plan.layer][space_->place(plan.layer, head).class_index];
+      expect_content(*store_, seq(plan.id), plan.layer, plan.layer, head, tokens,
+                     [&](uint64_t position) { return list.dropped.count(position) == 0; });
+      if (undo) {
+        tokens.resize(n_before);
+      }
+    }
+    std::vector<size_t> order(planned.size());
+    for (size_t i = 0; i < order.size(); ++i) {
+      order[i] = i;
+    }
+    std::shuffle(order.begin(), order.end(), random_);
+    // Publishing moves the commit point after each layer; the model does so once, at the end, and
+    // drops are a function of the commit point alone.
+    for (const size_t i : order) {
+      if (undo) {
+        store_->rollback(items[i].seq, items[i].layer);
+      } else {
+        store_->publish(items[i].seq, items[i].layer);
+      }
+    }
+    if (undo) {
+      EXPECT_EQ(accounts(), before);
+    }
+    for (const Planned& plan : planned) {
+      ModelSeq& model = seqs_.at(plan.id);
+      if (!undo && !model.manual) {
+        advance(&model, shortest(model));
+      }
+    }
+    check(planned.empty() ? first : planned[pick(planned.size())].id);
+    check(pick_seq());
+  }
+
+  void fork() {
+    const kvm_seq_id parent = pick_seq();
+    const ModelSeq& model = seqs_.at(parent);
+    uint64_t n = KVM_POSITION_END;
+    if (pick(2) == 0) {
+      n = pick(longest(model) + 3);
+    }
+    const Accounts before = accounts();
+    const Result<kvm_seq_id> child = store_->fork_seq(seq(parent), n);
+    if (n != KVM_POSITION_END && n > longest(model)) {
+      EXPECT_EQ(child.status().code(), KVM_ERR_INVALID);
+    } else if (cut_is_partial(model, n)) {
+      EXPECT_EQ(child.status().code(), KVM_ERR_PARTIAL) << n;
+      ++n_partial_;
+    } else if (seqs_.size() == 40) {
+      EXPECT_EQ(child.status().code(), KVM_ERR_LIMIT);
+    } else {
+      ASSERT_TRUE(child.is_ok()) << child.status().message();
+      ModelSeq copy = model;
+      cut(&copy, n);
+      EXPECT_TRUE(seqs_.emplace(child.value(), copy).second);
+      check(child.value());
+      EXPECT_EQ(accounts().n_pages, before.n_pages);
+    }
+    check(parent);
+  }
+
+  void truncate() {
+    const kvm_seq_id id = pick_seq();
+    ModelSeq& model = seqs_.at(id);
+    const uint64_t most = longest(model);
+    // Mostly near the end, where policies have left something.
+    const uint64_t n = pick(3) == 0 ? pick(most + 3) : most - std::min<uint64_t>(most, pick(80));
+    const Accounts before = accounts();
+    const Status status = store_->truncate_seq(seq(id), n);
+    if (cut_is_partial(model, n)) {
+      EXPECT_EQ(status.code(), KVM_ERR_PARTIAL) << n;
+      EXPECT_EQ(accounts(), before);
+      ++n_partial_;
+    } else {
+      EXPECT_TRUE(status.is_ok()) << status.message();
+      cut(&model, n);
+    }
+    check(id);
+  }
+
+  void commit() {
+    const kvm_seq_id id = pick_seq();
+    ModelSeq& model = seqs_.at(id);
+    const uint64_t most = shortest(model);
+    const uint64_t n = pick(3) == 0 ? KVM_POSITION_END : pick(most + 2);
+    const Status status = store_->commit_seq(seq(id), n);
+    if (n != KVM_POSITION_END && n > most) {
+      EXPECT_EQ(status.code(), KVM_ERR_INVALID);
+    } else {
+      EXPECT_TRUE(status.is_ok());
+      advance(&model, n == KVM_POSITION_END ? most : n);
+    }
+    check(id);
+  }
+
+  // Values are exact in every dtype, so re-encoding changes no content.
+  void demote() {
+    const kvm_seq_id id = pick_seq();
+    const ModelSeq& model = seqs_.at(id);
+    const uint32_t layer = pick(2);
+    const uint64_t n_pages = model.n_committed / kPageTokens;
+    const uint64_t begin = pick(n_pages + 1);
+    const uint64_t end = begin + pick(n_pages - begin + 1);
+    const Accounts before = accounts();
+    const Status status = store_->apply(
+        seq(id), {.kind = policies::ActionKind::kDemote,
+                  .layer = layer,
+                  .class_index = pick(space_->layers[layer].classes.size()),
+                  .range = {begin * kPageTokens, end * kPageTokens},
+                  .dtype_k = static_cast<Dtype>(1 + pick(3)),
+                  .dtype_v = static_cast<Dtype>(1 + pick(3))});
+    if (!status.is_ok()) {
+      EXPECT_TRUE(status.code() == KVM_ERR_NO_SPACE || status.code() == KVM_ERR_QUOTA);
+      EXPECT_EQ(accounts(), before);
+      ++n_failures_;
+    }
+    check(id);
+  }
+
+  void check_partial_answers() {
+    const kvm_seq_id id = pick_seq();
+    const ModelSeq& model = seqs_.at(id);
+    const uint32_t layer = pick(4);
+    const uint32_t storage = space_->layers[layer].storage_layer;
+    const uint64_t n = model.tokens[storage].size();
+    const uint64_t p = pick(n + 10);
+    EXPECT_EQ(store_->check_visible(seq(id), layer, p).code(),
+              misses(model, layer, p, n) ? KVM_ERR_PARTIAL : KVM_OK);
+    const uint64_t begin = pick(n + 1);
+    const uint64_t end = begin + pick(n - begin + 1);
+    bool partial = false;
+    for (const ModelList& list : model.lists[storage]) {
+      const auto it = list.dropped.lower_bound(begin);
+      partial = partial || (it != list.dropped.end() && *it < end);
+    }
+    EXPECT_EQ(store_->check_read(seq(id), layer, begin, end - begin).code(),
+              partial ? KVM_ERR_PARTIAL : KVM_OK);
+    EXPECT_EQ(store_->check_read(seq(id), layer, begin, n - begin + 1).code(), KVM_ERR_INVALID);
+  }
+
+  void free_one() {
+    const kvm_seq_id id = pick_seq();
+    store_->free_seq(seq(id));
+    seqs_.erase(id);
+    EXPECT_EQ(store_->find_seq(client_, id).status().code(), KVM_ERR_STALE);
+  }
+
+  std::mt19937_64 random_;
+  std::unique_ptr<Store> store_;
+  ClientId client_ = 0;
+  kvm_space_id space_id_ = 0;
+  const Space* space_ = nullptr;
+  std::map<kvm_seq_id, ModelSeq> seqs_;
+  uint64_t next_token_ = 1;
+  uint64_t n_failures_ = 0;
+  uint64_t n_partial_ = 0;
+};
+
+std::vector<uint32_t> seeds() {
+  if (const char* seed = std::getenv("KVM_SEED")) {
+    return {static_cast<uint32_t>(std::strtoul(seed, nullptr, 10))};
+  }
+  const bool nightly = std::getenv("KVM_NIGHTLY") != nullptr;
+  std::vector<uint32_t> all;
+  for (uint32_t i = 1; i <= (nightly ? 200u : 3u); ++i) {
+    all.push_back(i);
+  }
+  return all;
+}
+
+void run_model(uint64_t capacity_bytes, uint64_t quota_bytes, bool expect_failures) {
+  uint64_t n_failures = 0;
+  uint64_t n_partial = 0;
+  for (const uint32_t seed : seeds()) {
+    SCOPED_TRACE("KVM_SEED=" + std::to_string(seed));
+    Model model(seed, capacity_bytes, quota_bytes);
+    for (int i = 0; i < 600; ++i) {
+      model.step();
+      ASSERT_FALSE(testing::Test::HasFailure()) << "step " << i << " of seed " << seed;
+    }
+    model.check_everything();
+    n_failures += model.n_failures();
+    n_partial += model.n_partial();
+    EXPECT_GT(model.stats().n_pages_copied, 0u);
+    EXPECT_GT(model.stats().n_pages_dropped, 0u);
+    model.finish();
+  }
+  // A run that never meets what it is there for tests nothing.
+  EXPECT_EQ(n_failures > 0, expect_failures);
+  EXPECT_GT(n_partial, 0u);
+}
+
+TEST(StoreModel, WithRoom) { run_model(512 * kMiB, 0, false); }
+
+TEST(StoreModel, WithLittleCapacity) { run_model(16 * kMiB, 0, true); }
+
+TEST(StoreModel, WithLittleQuota) { run_model(512 * kMiB, 1 * kMiB, true); }
+
+}  // namespace
+}  // namespace kvm::engine

@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/page_list.h"
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <map>
+#include <vector>
+
+namespace kvm::engine {
+namespace {
+
+using tiers::kNoPage;
+using tiers::PageRef;
+
+constexpr tiers::SlabClass kSmall = {.dim_k = 8, .dim_v = 8, .n_heads = 1};
+
+class PageListTest : public testing::Test {
+ protected:
+  PageBank bank() { return PageBank(&pool_, &bytes_); }
+
+  void append(PageList* list, uint64_t n_tokens) {
+    ASSERT_TRUE(list->reserve(n_tokens, kSmall, bank()).is_ok());
+    list->copy_tail(pool_);
+    list->publish(bank());
+  }
+
+  static std::vector<PageEntry> entries(const PageList& list) {
+    std::vector<PageEntry> all;
+    list.for_each([&](const PageEntry& entry, bool) { all.push_back(entry); });
+    return all;
+  }
+
+  tiers::MemoryBudget budget_{uint64_t{64} << 20};
+  tiers::HostPool pool_{&budget_, 0};
+  uint64_t bytes_ = 0;
+};
+
+// Every count that a fork could have touched, by object.
+std::map<const void*, uint32_t> counts_of(const PageList& list, const tiers::HostPool& pool) {
+  std::map<const void*, uint32_t> counts;
+  counts[list.root()] = list.root()->n_refs;
+  for (const Segment* segment : list.root()->segments) {
+    counts[segment] = segment->n_refs;
+  }
+  list.for_each([&](const PageEntry& entry, bool) {
+    counts[pool.data(entry.page)] = pool.n_refs(entry.page);
+  });
+  return counts;
+}
+
+TEST_F(PageListTest, ForkOfTheWholeTouchesTwoCounts) {
+  for (const uint64_t n_pages : {1, 128, 1536}) {
+    PageList list;
+    append(&list, n_pages * kPageTokens + 5);
+    const uint64_t n_segments = list.root()->segments.size();
+    EXPECT_EQ(n_segments, (n_pages + kSegmentEntries - 1) / kSegmentEntries);
+    const auto before = counts_of(list, pool_);
+    const uint64_t bytes_before = bytes_;
+    PageList child;
+    child.share(list, list.length(), bank());
+    auto after = counts_of(list, pool_);
+    EXPECT_EQ(after[list.root()], before.at(list.root()) + 1);
+    EXPECT_EQ(after[pool_.data(list.tail().page)], before.at(pool_.data(list.tail().page)) + 1);
+    after[list.root()] -= 1;
+    after[pool_.data(list.tail().page)] -= 1;
+    EXPECT_EQ(after, before) << "a fork of " << n_pages << " pages touched more";
+    EXPECT_EQ(child.root(), list.root());
+    EXPECT_EQ(bytes_, bytes_before);
+    child.clear(bank());
+    EXPECT_EQ(counts_of(list, pool_), before);
+    list.clear(bank());
+    EXPECT_EQ(bytes_, 0u);
+  }
+}
+
+TEST_F(PageListTest, ForkOfAPartCopiesOneSegment) {
+  PageList list;
+  append(&list, 300 * kPageTokens);
+  ASSERT_EQ(list.root()->segments.size(), 3u);
+  PageList child;
+  child.share(list, 200 * kPageTokens + 7, bank());
+  ASSERT_EQ(child.root()->segments.size(), 2u);
+  EXPECT_EQ(child.root()->segments[0], list.root()->segments[0]);
+  EXPECT_NE(child.root()->segments[1], list.root()->segments[1]);
+  EXPECT_EQ(child.root()->segments[1]->entries.size(), 200u - 128);
+  EXPECT_EQ(child.tail().block, 200u);
+  EXPECT_EQ(child.tail().count, 7u);
+  EXPECT_EQ(child.tail().page, entries(list)[200].page);
+  EXPECT_EQ(bytes_, 300 * kSmall.page_bytes());
+  list.clear(bank());
+  EXPECT_EQ(pool_.n_pages(), 201u);
+  child.clear(bank());
+  EXPECT_EQ(pool_.n_pages(), 0u);
+}
+
+TEST_F(PageListTest, SharedTailIsReplacedAndOwnTailIsNot) {
+  PageList list;
+  append(&list, 10);
+  const PageRef first = list.tail().page;
+  append(&list, 3);
+  EXPECT_EQ(list.tail().page, first);
+  PageList child;
+  child.share(list, 13, bank());
+  EXPECT_EQ(child.pages_to_reserve(1, kSmall, pool_), 1u);
+  append(&child, 1);
+  EXPECT_NE(child.tail().page, first);
+  EXPECT_EQ(child.tail().count, 14u);
+  // The parent is alone again.
+  EXPECT_EQ(list.pages_to_reserve(1, kSmall, pool_), 0u);
+  append(&list, 1);
+  EXPECT_EQ(list.tail().page, first);
+  list.clear(bank());
+  child.clear(bank());
+}
+
+TEST_F(PageListTest, RollbackLeavesTheListAsItWas) {
+  PageList list;
+  append(&list, 100);
+  PageList child;
+  child.share(list, 100, bank());
+  const auto before = counts_of(child, pool_);
+  const uint64_t bytes_before = bytes_;
+  ASSERT_TRUE(child.reserve(500, kSmall, bank()).is_ok());
+  EXPECT_EQ(child.reserved_length(), 600u);
+  child.rollback(bank());
+  EXPECT_EQ(child.reserved_length(), 100u);
+  EXPECT_EQ(counts_of(child, pool_), before);
+  EXPECT_EQ(bytes_, bytes_before);
+  list.clear(bank());
+  child.clear(bank());
+}
+
+TEST_F(PageListTest, DropTakesWholeSegmentsAndParts) {
+  PageList list;
+  append(&list, 400 * kPageTokens);
+  PageList child;
+  child.share(list, list.length(), bank());
+  EXPECT_EQ(list.drop(2, 390, bank()), 388u);
+  EXPECT_EQ(list.n_dropped(), 388 * kPageTokens);
+  EXPECT_EQ(entries(list).size(), 12u);
+  EXPECT_EQ(pool_.n_pages(), 400u);  // the child has them
+  EXPECT_TRUE(list.covers(0, 2 * kPageTokens));
+  EXPECT_TRUE(list.covers(390 * kPageTokens, 400 * kPageTokens));
+  EXPECT_FALSE(list.covers(2 * kPageTokens - 1, 2 * kPageTokens + 1));
+  EXPECT_FALSE(list.covers(390 * kPageTokens - 1, 400 * kPageTokens));
+  EXPECT_TRUE(child.covers(0, child.length()));
+  child.clear(bank());
+  EXPECT_EQ(pool_.n_pages(), 12u);
+  // Cut in the middle of a dropped page: the next tokens begin a page in its middle.
+  list.truncate(200 * kPageTokens + 9, bank());
+  EXPECT_EQ(list.n_dropped(), 198 * kPageTokens + 9);
+  EXPECT_EQ(list.tail().page, kNoPage);
+  append(&list, 60);
+  const std::vector<PageEntry> all = entries(list);
+  ASSERT_EQ(all.size(), 4u);
+  EXPECT_EQ(all[2].first, 9u);
+  EXPECT_EQ(all[2].count, kPageTokens - 9);
+  EXPECT_EQ(all[3].count, 60 - (kPageTokens - 9));
+  EXPECT_TRUE(list.covers(200 * kPageTokens + 9, list.length()));
+  EXPECT_FALSE(list.covers(200 * kPageTokens + 8, list.length()));
+  // Cut where that page begins: nothing of it is left.
+  list.truncate(200 * kPageTokens + 9, bank());
+  EXPECT_EQ(list.tail().page, kNoPage);
+  EXPECT_EQ(pool_.n_pages(), 2u);
+  list.clear(bank());
+  EXPECT_EQ(bytes_, 0u);
+}
+
+}  // namespace
+}  // namespace kvm::engine

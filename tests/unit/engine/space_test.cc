@@ -1,0 +1,259 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/space.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdint>
+#include <functional>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "tests/unit/engine/store_testbed.h"
+
+namespace kvm::engine {
+namespace {
+
+struct BadSpec {
+  const char* what;  // must occur in the sentence
+  std::function<void(SpaceSpec*)> spoil;
+  kvm_status code = KVM_ERR_INVALID;
+};
+
+const std::vector<BadSpec>& bad_specs() {
+  static const std::vector<BadSpec> specs = {
+      {"name has 0", [](SpaceSpec* s) { s->name = ""; }},
+      {"name has 64", [](SpaceSpec* s) { s->name = std::string(64, 'a'); }},
+      {"byte 32 at 1", [](SpaceSpec* s) { s->name = "a b"; }},
+      {"flags is 4", [](SpaceSpec* s) { s->params.flags = 4; }},
+      {"reserved[7] is 9", [](SpaceSpec* s) { s->params.reserved[7] = 9; }},
+      {"reserved0 is 1", [](SpaceSpec* s) { s->params.reserved0 = 1; }},
+      {"n_layers is 0", [](SpaceSpec* s) { s->params.n_layers = 0; }},
+      {"n_layers is 513; it must be 1 to 512", [](SpaceSpec* s) { s->params.n_layers = 513; }},
+      {"n_q_heads is 0", [](SpaceSpec* s) { s->params.n_q_heads = 0; }},
+      {"n_q_heads is 1025", [](SpaceSpec* s) { s->params.n_q_heads = 1025; }},
+      {"n_kv_heads is 129", [](SpaceSpec* s) { s->params.n_kv_heads = 129; }},
+      {"n_q_heads is 4 with n_kv_heads 3", [](SpaceSpec* s) { s->params.n_kv_heads = 3; }},
+      {"groups of 1 to 16", [](SpaceSpec* s) { s->params.n_q_heads = 17 * 4; }},
+      {"head_dim_k is 0", [](SpaceSpec* s) { s->params.head_dim_k = 0; }},
+      {"head_dim_k is 12", [](SpaceSpec* s) { s->params.head_dim_k = 12; }},
+      {"head_dim_k is 264", [](SpaceSpec* s) { s->params.head_dim_k = 264; }},
+      {"head_dim_v is 4", [](SpaceSpec* s) { s->params.head_dim_v = 4; }},
+      {"dtype is 4", [](SpaceSpec* s) { s->params.dtype = 4; }},
+      {"softmax_scale", [](SpaceSpec* s) { s->params.softmax_scale = std::nanf(""); }},
+      {"softmax_scale is -1", [](SpaceSpec* s) { s->params.softmax_scale = -1; }},
+      {"logit_softcap is inf", [](SpaceSpec* s) { s->params.logit_softcap = INFINITY; }},
+      {"shard_index is 2", [](SpaceSpec* s) { s->params.shard_index = s->params.n_shards = 2; }},
+      {"rope_layout is 3", [](SpaceSpec* s) { s->params.rope_layout = 3; }},
+      {"n_rope_pairs is 5", [](SpaceSpec* s) { s->rope_inv_freq.assign(5, 1); }},
+      {"rope_layout is 0 with n_rope_pairs 2",
+       [](SpaceSpec* s) { s->rope_inv_freq.assign(2, 1); }},
+      {"rope_inv_freq[1] is not finite",
+       [](SpaceSpec* s) {
+         s->params.rope_layout = KVM_ROPE_HALF;
+         s->rope_inv_freq = {1, INFINITY};
+       }},
+      {"sink_logits has 3", [](SpaceSpec* s) { s->sink_logits.assign(3, 0); }},
+      {"sink_logits[5]",
+       [](SpaceSpec* s) {
+         s->sink_logits.assign(12, -INFINITY);
+         s->sink_logits[5] = std::nanf("");
+       }},
+      {"layers[0].layer_begin is 3",
+       [](SpaceSpec* s) { s->layers = {{.layer_begin = 3, .n_layers = 1}}; }},
+      {"layers[0].n_layers is 0", [](SpaceSpec* s) { s->layers = {{.layer_begin = 1}}; }},
+      {"layers[0].n_layers is 4",
+       [](SpaceSpec* s) { s->layers = {{.layer_begin = 0, .n_layers = 4}}; }},
+      {"layers[0].n_layers is 4294967295",
+       [](SpaceSpec* s) { s->layers = {{.layer_begin = 1, .n_layers = UINT32_MAX}}; }},
+      {"layers[0].kind is 9",
+       [](SpaceSpec* s) { s->layers = {{.n_layers = 1, .kind = 9}}; }},
+      {"KVM_LAYER_PAIR", [](SpaceSpec* s) { s->layers = {{.n_layers = 1, .kind = KVM_LAYER_PAIR}}; },
+       KVM_ERR_UNSUPPORTED},
+      {"layers[0].target is 3",
+       [](SpaceSpec* s) { s->layers = {{.n_layers = 1, .kind = KVM_LAYER_ALIAS, .target = 3}}; }},
+      {"layer 0 is an alias of layer 0",
+       [](SpaceSpec* s) { s->layers = {{.n_layers = 1, .kind = KVM_LAYER_ALIAS}}; }},
+      {"layer 1 is an alias of layer 0 with 2/2",
+       [](SpaceSpec* s) {
+         s->layers = {{.layer_begin = 1, .n_layers = 1, .kind = KVM_LAYER_ALIAS,
+                       .n_q_heads = 2, .n_kv_heads = 2}};
+       }},
+      {"no layer is KVM_LAYER_OWN",
+       [](SpaceSpec* s) { s->layers = {{.n_layers = 3, .kind = KVM_LAYER_ABSENT}}; }},
+      {"policies[0].retention is 2", [](SpaceSpec* s) { s->policies = {{.retention = 2}}; }},
+      {"policies[0].n_recent is 0",
+       [](SpaceSpec* s) { s->policies = {{.retention = KVM_RETAIN_SINKS_RECENT}}; }},
+      {"policies[0].slack",
+       [](SpaceSpec* s) { s->policies = {sinks_recent(0, 0, 0, 1, UINT64_MAX)}; }},
+      {"KVM_RETAIN_FULL", [](SpaceSpec* s) { s->policies = {{.n_recent = 3}}; }},
+      {"policies[0].kv_head_mask names kv head 4",
+       [](SpaceSpec* s) { s->policies = {sinks_recent(0, 0b10001, 0, 1)}; }},
+      {"policies[0].layer_begin is 7",
+       [](SpaceSpec* s) { s->policies = {sinks_recent(7, 0, 0, 1)}; }},
+      {"policies[0].reserved[1]",
+       [](SpaceSpec* s) {
+         s->policies = {sinks_recent(0, 0, 0, 1)};
+         s->policies[0].reserved[1] = 1;
+       }},
+      {"codecs[1].dtype_v is 77",
+       [](SpaceSpec* s) { s->codecs = {codec(0, 0, 0, 0), codec(0, 0, 0, 77)}; }},
+      {"n_policies is 1025", [](SpaceSpec* s) { s->policies.resize(1025); }},
+  };
+  return specs;
+}
+
+TEST(Space, BadSpecificationsNameTheValue) {
+  for (const BadSpec& bad : bad_specs()) {
+    SpaceSpec spec = make_spec("m", 3, 4);
+    bad.spoil(&spec);
+    const auto space = resolve_space(spec);
+    ASSERT_FALSE(space.is_ok()) << bad.what;
+    EXPECT_EQ(space.status().code(), bad.code) << bad.what;
+    EXPECT_NE(space.status().message().find(bad.what), std::string::npos)
+        << bad.what << " / " << space.status().message();
+  }
+}
+
+TEST(Space, DefaultsAreFilledIn) {
+  const auto space = resolve_space(make_spec("a.B_9/-", 2, 8, 64, 4)).value();
+  EXPECT_EQ(space->head_dim_v, 64u);
+  EXPECT_EQ(space->dtype, Dtype::kBf16);
+  EXPECT_FLOAT_EQ(space->softmax_scale, 0.125f);
+  EXPECT_EQ(space->n_lists, 2u);
+  EXPECT_EQ(space->bytes_per_token, 2u * 8 * 64 * 2 * 2);
+  EXPECT_EQ(space->layers[1].group(), 4u);
+  EXPECT_EQ(space->layers[1].first_list, 1u);
+  EXPECT_EQ(space->layers[0].classes[0].kv_heads.size(), 8u);
+}
+
+TEST(Space, HeadsGroupByRetentionAndCodec) {
+  SpaceSpec spec = make_spec("m", 3, 6);
+  spec.layers = {{.layer_begin = 2, .n_layers = 1, .kind = KVM_LAYER_ALIAS, .target = 1}};
+  spec.policies = {sinks_recent(1, 0b101010, 4, 16), sinks_recent(1, 0b100000, 4, 32)};
+  spec.codecs = {codec(1, 0b000001, KVM_DTYPE_F32, 0)};
+  const auto space = resolve_space(spec).value();
+  EXPECT_EQ(space->layers[0].classes.size(), 1u);
+  const auto& classes = space->layers[1].classes;
+  ASSERT_EQ(classes.size(), 4u);
+  EXPECT_EQ(classes[0].kv_heads, std::vector<uint16_t>({0}));
+  EXPECT_EQ(classes[0].slab_class.dtype_k, Dtype::kF32);
+  EXPECT_EQ(classes[0].slab_class.dtype_v, Dtype::kBf16);
+  EXPECT_EQ(classes[1].kv_heads, std::vector<uint16_t>({1, 3}));
+  EXPECT_EQ(classes[2].kv_heads, std::vector<uint16_t>({2, 4}));
+  EXPECT_EQ(classes[3].kv_heads, std::vector<uint16_t>({5}));
+  EXPECT_EQ(classes[3].retention.n_recent, 32u);
+  EXPECT_EQ(space->n_lists, 5u);
+  // The alias reads the same places.
+  EXPECT_EQ(&space->storage(2), &space->layers[1]);
+  EXPECT_EQ(space->place(2, 3).class_index, 1u);
+  EXPECT_EQ(space->place(2, 3).head, 1u);
+}
+
+TEST(Space, PagesFitExtentsAndWasteLittle) {
+  for (uint32_t n_heads = 1; n_heads <= 128; ++n_heads) {
+    for (const uint32_t dim : {8, 64, 72, 128, 200, 256}) {
+      for (const uint32_t dtype : {KVM_DTYPE_F32, KVM_DTYPE_BF16}) {
+        SpaceSpec spec = make_spec("m", 1, n_heads, dim);
+        spec.params.dtype = dtype;
+        const auto space = resolve_space(spec).value();
+        uint32_t next = 0;
+        for (const HeadClass& head_class : space->layers[0].classes) {
+          const uint64_t page_bytes = head_class.slab_class.page_bytes();
+          EXPECT_LE(page_bytes, tiers::kExtentBytes);
+          EXPECT_LE(tiers::kExtentBytes % page_bytes, tiers::kExtentBytes / 4)
+              << n_heads << " heads of " << dim;
+          EXPECT_EQ(head_class.kv_heads.size(), head_class.slab_class.n_heads);
+          for (const uint16_t head : head_class.kv_heads) {
+            EXPECT_EQ(head, next++);
+          }
+        }
+        EXPECT_EQ(next, n_heads);
+      }
+    }
+  }
+}
+
+TEST(Space, EqualSpacesAgreeAndOthersNameTheDifference) {
+  const SpaceSpec base = [] {
+    SpaceSpec spec = make_spec("m", 3, 4);
+    spec.policies = {sinks_recent(1, 0b1, 4, 16)};
+    spec.params.rope_layout = KVM_ROPE_HALF;
+    spec.rope_inv_freq = {1, 0.5f};
+    return spec;
+  }();
+  const auto registered = resolve_space(base).value();
+  // The same, said otherwise.
+  SpaceSpec same = base;
+  same.params.head_dim_v = 8;
+  same.params.dtype = KVM_DTYPE_BF16;
+  same.params.softmax_scale = 1.0f / std::sqrt(8.0f);
+  same.layers = {{.n_layers = 3}};
+  same.codecs = {codec(2, 0b11, KVM_DTYPE_BF16, 0)};
+  EXPECT_TRUE(compare_spaces(*registered, *resolve_space(same).value()).is_ok());
+
+  const std::vector<std::pair<const char*, std::function<void(SpaceSpec*)>>> differences = {
+      {"fingerprint", [](SpaceSpec* s) { s->params.fingerprint[31] = 1; }},
+      {"n_layers is 3 there and 4 here", [](SpaceSpec* s) { s->params.n_layers = 4; }},
+      {"n_q_heads", [](SpaceSpec* s) { s->params.n_q_heads = 8; }},
+      {"head_dim_v", [](SpaceSpec* s) { s->params.head_dim_v = 16; }},
+      {"dtype", [](SpaceSpec* s) { s->params.dtype = KVM_DTYPE_F16; }},
+      {"softmax_scale", [](SpaceSpec* s) { s->params.softmax_scale = 1; }},
+      {"logit_softcap", [](SpaceSpec* s) { s->params.logit_softcap = 50; }},
+      {"rope_inv_freq", [](SpaceSpec* s) { s->rope_inv_freq[1] = 0.25f; }},
+      {"sink_logits", [](SpaceSpec* s) { s->sink_logits.assign(12, 0); }},
+      {"n_shards", [](SpaceSpec* s) { s->params.n_shards = 2; }},
+      {"layers[2].window is 0 there and 9 here",
+       [](SpaceSpec* s) { s->layers = {{.layer_begin = 2, .n_layers = 1, .window = 9}}; }},
+      {"layers[2].kind",
+       [](SpaceSpec* s) {
+         s->layers = {{.layer_begin = 2, .n_layers = 1, .kind = KVM_LAYER_ABSENT}};
+       }},
+      {"layers[1].kv_heads[0].n_recent is 16 there and 17 here",
+       [](SpaceSpec* s) { s->policies[0].n_recent = 17; }},
+      {"layers[1].kv_heads[1].retention", [](SpaceSpec* s) { s->policies[0].kv_head_mask[0] = 3; }},
+      {"layers[0].kv_heads[2].dtype_k",
+       [](SpaceSpec* s) { s->codecs = {codec(0, 0b100, KVM_DTYPE_F32, 0)}; }},
+  };
+  for (const auto& [what, change] : differences) {
+    SpaceSpec other = base;
+    change(&other);
+    const Status status = compare_spaces(*registered, *resolve_space(other).value());
+    EXPECT_EQ(status.code(), KVM_ERR_EXISTS) << what;
+    EXPECT_NE(status.message().find(what), std::string::npos) << what << " / " << status.message();
+  }
+}
+
+// Visibility against the sentences of kvm.h, position by position.
+TEST(Space, VisibilityIsTheIntersectionOfWindowAndRetention) {
+  for (const uint64_t window : {0, 1, 5, 10, 20, 40}) {
+    for (const uint64_t n_sinks : {0, 1, 4, 30}) {
+      for (const uint64_t n_recent : {0, 1, 10}) {  // 0: a head that keeps everything
+        SpaceSpec spec = make_spec("m", 1, 1);
+        spec.layers = {{.n_layers = 1, .window = window}};
+        if (n_recent > 0) {
+          spec.policies = {sinks_recent(0, 0, n_sinks, n_recent)};
+        }
+        const auto space = resolve_space(spec).value();
+        for (uint64_t asked = 0; asked < 70; ++asked) {
+          const HeadVisibility seen = space->visibility(0, 0, asked);
+          ASSERT_GT(seen.end, asked);
+          for (uint64_t p = asked; p < std::min<uint64_t>(seen.end, 80); ++p) {
+            for (uint64_t x = 0; x <= p; ++x) {
+              const bool want = (window == 0 || x + window > p) &&
+                                (n_recent == 0 || x < n_sinks || x + n_recent > p);
+              const bool got = seen.window == 0 || x + seen.window > p ||
+                               (seen.first_sink <= x && x < seen.n_sinks);
+              ASSERT_EQ(got, want) << "window " << window << " sinks " << n_sinks << " recent "
+                                   << n_recent << " query " << p << " key " << x;
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace kvm::engine
