@@ -89,7 +89,7 @@ ThinQueue::~ThinQueue() {
       slot.state = SlotState::kFree;
     }
   }
-  n_staged_ = 0;
+  staged_.clear();
   for (Slot& slot : slots_) {
     if (slot.state == SlotState::kSubmitted) {
       (void)cancel(slot.user_data);
@@ -182,7 +182,7 @@ Status ThinQueue::push(uint32_t index, ipc::RequestEntry entry) {
     return Status(KVM_ERR_AGAIN, "the request ring is full: the daemon has not taken requests yet");
   }
   requests_.stage(entry);
-  ++n_staged_;
+  staged_.push_back(index);
   return Status::ok();
 }
 
@@ -343,8 +343,11 @@ Status ThinQueue::submit() {
     fail_outstanding(connection_->down_status());
     return connection_->down_status();
   }
-  n_submitted_ += n_staged_;
-  n_staged_ = 0;
+  for (const uint32_t index : staged_) {
+    slots_[index].state = SlotState::kSubmitted;
+  }
+  n_submitted_ += static_cast<uint32_t>(staged_.size());
+  staged_.clear();
   if (requests_.publish()) {
     connection_->ring();
   }
@@ -530,7 +533,7 @@ void ThinQueue::fail_outstanding(const Status& status) {
       free_slot(&slot);
     }
   }
-  n_staged_ = 0;
+  staged_.clear();
   n_submitted_ = 0;
 }
 

@@ -45,7 +45,9 @@ class ThinQueue final : public Queue {
   Status stage_observe(const ObserveCall& call, uint64_t user_data) override;
   Status stage_seq(const SeqCall& call, uint64_t user_data) override;
   Status submit() override;
-  uint32_t n_outstanding() const override { return n_staged_ + n_submitted_ + n_ready(); }
+  uint32_t n_outstanding() const override {
+    return static_cast<uint32_t>(staged_.size()) + n_submitted_ + n_ready();
+  }
   Result<TakenCompletions> take(kvm_completion* out, uint32_t n_max, uint32_t n_min,
                                 uint64_t timeout_ns) override;
   Status cancel(uint64_t user_data) override;
@@ -126,7 +128,7 @@ class ThinQueue final : public Queue {
   std::vector<Slot> slots_;
   std::vector<uint32_t> free_slots_;
   std::deque<Ready> ready_;
-  uint32_t n_staged_ = 0;
+  std::vector<uint32_t> staged_;  // slots in the ring that submit() has not published yet
   uint32_t n_submitted_ = 0;
   uint64_t last_serial_ = 0;
   bool eventfd_used_ = false;
