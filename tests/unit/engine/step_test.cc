@@ -12,6 +12,13 @@
 namespace kvm::engine::testing {
 namespace {
 
+// Instrumented memory accesses make everything some fifty times slower: fewer and smaller cases.
+#if defined(__SANITIZE_THREAD__)
+constexpr bool kSlow = true;
+#else
+constexpr bool kSlow = false;
+#endif
+
 constexpr uint32_t kLayers = 3;  // 0 and 1 store; 2 stores or reads layer 0
 
 // A space with random features, sequences in it, and what they should hold.
@@ -371,7 +378,7 @@ void random_program(World& world, int n_steps) {
 TEST(Step, RandomProgramsAgreeWithTheModel) {
   uint64_t n_answers = 0;
   uint64_t n_refused = 0;
-  for (uint64_t seed = 1; seed <= 40; ++seed) {
+  for (uint64_t seed = 1; seed <= (kSlow ? 8 : 40); ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     World world(seed, static_cast<uint32_t>(1 + seed % 3));
     random_program(world, 40);
@@ -381,7 +388,7 @@ TEST(Step, RandomProgramsAgreeWithTheModel) {
       return;
     }
   }
-  EXPECT_GT(n_answers, 20000u);
+  EXPECT_GT(n_answers, kSlow ? 4000u : 20000u);
   EXPECT_LT(n_refused, 400u);
 }
 
@@ -441,11 +448,14 @@ Prefill run_prefill(uint32_t n_threads, const std::vector<uint32_t>& cuts, uint3
 }
 
 TEST(Step, TheSameBitsForAnyThreadsAndAnyCuts) {
-  const Prefill expected = run_prefill(1, {9000, 700}, 400, 5);
+  const uint32_t n_query = kSlow ? 40 : 400;
+  const uint32_t n = kSlow ? 1000 : 9700;
+  const Prefill expected = run_prefill(1, {n - 700, 700}, n_query, 5);
+  const std::vector<uint32_t> all_cuts[] = {
+      {n - 700, 700}, {1, n / 2, n - n / 2 - 601, 600}, {64, 64, n - 129, 1}, {n}};
   for (const uint32_t n_threads : {1u, 2u, 3u}) {
-    for (const std::vector<uint32_t>& cuts :
-         {std::vector<uint32_t>{9000, 700}, {1, 4099, 5000, 600}, {64, 64, 9571, 1}, {9700}}) {
-      const Prefill got = run_prefill(n_threads, cuts, 400, 5);
+    for (const std::vector<uint32_t>& cuts : all_cuts) {
+      const Prefill got = run_prefill(n_threads, cuts, n_query, 5);
       EXPECT_EQ(got.o, expected.o) << n_threads << " threads, " << cuts.size() << " cuts";
       EXPECT_EQ(got.lse, expected.lse) << n_threads << " threads, " << cuts.size() << " cuts";
     }

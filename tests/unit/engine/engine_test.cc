@@ -1,0 +1,487 @@
+// SPDX-License-Identifier: Apache-2.0
+// Order, failure, cancelling and leaving: requests as a whole.
+#include "engine/engine.h"
+
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+#include "tests/unit/engine/rig.h"
+
+namespace kvm::engine::testing {
+namespace {
+
+constexpr uint32_t kHeads = 2;
+constexpr uint32_t kDim = 16;
+
+// One layer of 2 heads of 16: a page of 64 tokens takes 8 KiB.
+struct Small : Rig {
+  explicit Small(uint32_t n_threads = 1, uint64_t capacity_bytes = 64 << 20,
+                 uint64_t worker_spin_ns = 50000)
+      : Rig(n_threads, capacity_bytes, worker_spin_ns),
+        id(space(make_spec("small", 2, kHeads, kHeads, kDim))) {}
+
+  // Rows with the value `value` everywhere.
+  StepRequest append(kvm_seq_id seq, uint32_t n, float value) {
+    auto buffer = std::make_unique<Buffer>(Dtype::kF32, 1, n, kHeads, kDim);
+    for (uint32_t r = 0; r < n; ++r) {
+      for (uint32_t h = 0; h < kHeads; ++h) {
+        for (uint32_t i = 0; i < kDim; ++i) {
+          buffer->set(0, r, h, i, value);
+        }
+      }
+    }
+    StepRequest step;
+    step.append = true;
+    step.space = id;
+    step.items = {append_item(seq, n)};
+    step.k = step.v = buffer->view();
+    buffers.push_back(std::move(buffer));
+    return step;
+  }
+  // Attends with one row at the end; the result is in the buffer.
+  std::pair<StepRequest, Buffer*> attend(kvm_seq_id seq, uint32_t n_query = 1) {
+    buffers.push_back(std::make_unique<Buffer>(Dtype::kF32, 1, n_query, kHeads, kDim));
+    Buffer* q = buffers.back().get();
+    std::mt19937_64 random(1);
+    fill(q, 1, n_query, kHeads, random);
+    buffers.push_back(std::make_unique<Buffer>(Dtype::kF32, 1, n_query, kHeads, kDim));
+    Buffer* o = buffers.back().get();
+    StepRequest step;
+    step.attend = true;
+    step.space = id;
+    step.items = {query_item(seq, n_query)};
+    step.q = q->view();
+    step.o = o->view();
+    return {step, o};
+  }
+
+  kvm_space_id id;
+  std::vector<std::unique_ptr<Buffer>> buffers;
+};
+
+// Collects results in the order of their callbacks.
+struct Log {
+  DoneCallback entry(const std::string& name) {
+    return [this, name](RequestResult&& result) {
+      names.push_back(name);
+      results.push_back(std::move(result));
+    };
+  }
+  void drive(Engine& engine, size_t n) {
+    for (int i = 0; i < 100000 && names.size() < n; ++i) {
+      if (engine.poll() == 0 && !engine.work()) {
+        engine.wait(1'000'000);
+      }
+    }
+    EXPECT_EQ(names.size(), n);
+  }
+  std::vector<std::string> names;
+  std::vector<RequestResult> results;
+};
+
+TEST(Engine, QueuedRequestsOfASequenceRunInOrder) {
+  for (const uint32_t n_threads : {1u, 3u}) {
+    Small rig(n_threads);
+    const kvm_seq_id seq = rig.create(rig.id);
+    Log log;
+    std::vector<Buffer*> answers;
+    // Large appends take tasks; the attends behind them must see all of their tokens and no more.
+    for (uint32_t i = 0; i < 6; ++i) {
+      rig.engine->submit(rig.client, {1, i}, rig.append(seq, 4000, 1.0f + static_cast<float>(i)),
+                         log.entry("append"));
+      auto [attend, o] = rig.attend(seq);
+      answers.push_back(o);
+      rig.engine->submit(rig.client, {1, 100 + i}, std::move(attend), log.entry("attend"));
+    }
+    EXPECT_EQ(rig.engine->n_in_flight(), 12u);
+    log.drive(*rig.engine, 12);
+    EXPECT_EQ(rig.engine->n_in_flight(), 0u);
+    for (uint32_t i = 0; i < 6; ++i) {
+      EXPECT_EQ(log.names[2 * i], "append");
+      EXPECT_EQ(log.names[2 * i + 1], "attend");
+      const RequestResult& result = log.results[2 * i + 1];
+      ASSERT_TRUE(result.status.is_ok()) << result.status.message();
+      EXPECT_EQ(result.keys_present, 4000u * kHeads * (i + 1));
+      EXPECT_GE(answers[i]->get(0, 0, 0, 0), 0.9f);
+      EXPECT_LE(answers[i]->get(0, 0, 0, 0), 1.1f + static_cast<float>(i));
+      EXPECT_GE(result.service_ns, result.compute_ns);
+    }
+    EXPECT_EQ(rig.length(seq), 24000u);
+  }
+}
+
+TEST(Engine, SequenceVerbsKeepTheirPlaceInTheLine) {
+  Small rig(2);
+  const kvm_seq_id seq = rig.create(rig.id);
+  Log log;
+  const auto verb = [&](SeqVerb which, uint64_t n) {
+    SeqRequest request;
+    request.verb = which;
+    request.seq = seq;
+    request.n_tokens = n;
+    rig.engine->submit(rig.client, {1, 1}, std::move(request), log.entry("verb"));
+  };
+  rig.engine->submit(rig.client, {1, 1}, rig.append(seq, 5000, 1), log.entry("append"));
+  verb(SeqVerb::kFork, KVM_POSITION_END);
+  verb(SeqVerb::kTruncate, 100);
+  rig.engine->submit(rig.client, {1, 1}, rig.append(seq, 7, 1), log.entry("append"));
+  verb(SeqVerb::kFork, KVM_POSITION_END);
+  verb(SeqVerb::kFree, 0);
+  auto [attend, o] = rig.attend(seq);
+  rig.engine->submit(rig.client, {1, 1}, std::move(attend), log.entry("attend"));
+  log.drive(*rig.engine, 7);
+  for (int i = 0; i < 6; ++i) {
+    EXPECT_TRUE(log.results[i].status.is_ok()) << i << ": " << log.results[i].status.message();
+  }
+  EXPECT_EQ(rig.length(log.results[1].seq), 5000u);
+  EXPECT_EQ(rig.length(log.results[4].seq), 107u);
+  EXPECT_EQ(log.results[6].status.code(), KVM_ERR_STALE);
+  EXPECT_EQ(o->bytes()[0], std::byte{0x7f}) << "a failed attend wrote its output";
+}
+
+TEST(Engine, RequestsOfOtherSequencesOvertake) {
+  Small rig(1);
+  const kvm_seq_id a = rig.create(rig.id);
+  const kvm_seq_id b = rig.create(rig.id);
+  Log log;
+  rig.engine->submit(rig.client, {1, 1}, rig.append(a, 8000, 1), log.entry("a"));
+  rig.engine->submit(rig.client, {1, 2}, rig.append(a, 1, 1), log.entry("a"));
+  rig.engine->submit(rig.client, {1, 3}, rig.append(b, 1, 1), log.entry("b"));
+  log.drive(*rig.engine, 3);
+  EXPECT_EQ(log.names, (std::vector<std::string>{"b", "a", "a"}));
+}
+
+TEST(Engine, AFailedRequestChangesNothing) {
+  Small rig(1, 4 << 20);  // two extents
+  const kvm_seq_id first = rig.create(rig.id);
+  const kvm_seq_id second = rig.create(rig.id);
+  ASSERT_TRUE(rig.run(rig.append(first, 70, 1)).status.is_ok());
+  const auto before = rig.engine->seq_info(rig.client, first).value();
+
+  StepRequest both = rig.append(first, 60000, 2);
+  both.items[0].n_append = 10;
+  both.items.push_back(append_item(second, 60000));
+  const RequestResult full = rig.run(both);
+  EXPECT_EQ(full.status.code(), KVM_ERR_QUOTA) << full.status.message();
+  // What another client holds is missing.
+  const ClientId other = rig.engine->add_client(0, 0);
+  SeqRequest create;
+  create.space = rig.id;
+  const kvm_seq_id its = rig.run(create, other).seq;
+  ASSERT_TRUE(rig.run(rig.append(its, 18000, 2), other).status.is_ok());
+  both.items[1].n_append = 20000;
+  EXPECT_EQ(rig.run(both).status.code(), KVM_ERR_NO_SPACE);
+  const auto after = rig.engine->seq_info(rig.client, first).value();
+  EXPECT_EQ(after.n_tokens_max, before.n_tokens_max);
+  EXPECT_EQ(after.n_pages, before.n_pages);
+  EXPECT_EQ(rig.length(second), 0u);
+
+  // The attend half fails: the append half must not stay.
+  auto [step, o] = rig.attend(first, 90);
+  StepRequest append = rig.append(first, 10, 3);
+  step.append = true;
+  step.k = append.k;
+  step.v = append.v;
+  step.items[0].n_append = 10;
+  const RequestResult bad = rig.run(step);
+  EXPECT_EQ(bad.status.code(), KVM_ERR_INVALID) << bad.status.message();
+  EXPECT_EQ(rig.length(first), 70u);
+  EXPECT_EQ(o->bytes()[0], std::byte{0x7f});
+  step.items[0].n_query = 80;
+  EXPECT_TRUE(rig.run(step).status.is_ok());
+  EXPECT_EQ(rig.length(first), 80u);
+}
+
+TEST(Engine, HolesAndWrongIdsHaveTheirOwnStatus) {
+  Small rig;
+  const kvm_seq_id seq = rig.create(rig.id);
+  StepRequest step = rig.append(seq, 5, 1);
+  step.items[0].append_position = 1;
+  EXPECT_EQ(rig.run(step).status.code(), KVM_ERR_HOLE);
+  step.items[0].append_position = 0;
+  EXPECT_TRUE(rig.run(step).status.is_ok());
+  EXPECT_EQ(rig.run(step).status.code(), KVM_ERR_HOLE);
+  EXPECT_EQ(rig.length(seq), 5u);
+
+  step.items[0].append_position = KVM_POSITION_END;
+  StepRequest wrong = step;
+  wrong.items[0].seq = 0;
+  EXPECT_EQ(rig.run(wrong).status.code(), KVM_ERR_NOT_FOUND);
+  wrong = step;
+  wrong.space = 0;
+  EXPECT_EQ(rig.run(wrong).status.code(), KVM_ERR_NOT_FOUND);
+  wrong = step;
+  wrong.space = rig.space(make_spec("other", 2, kHeads, kHeads, kDim));
+  EXPECT_EQ(rig.run(wrong).status.code(), KVM_ERR_INVALID);
+
+  const ClientId other = rig.engine->add_client(0, 0);
+  EXPECT_EQ(rig.run(step, other).status.code(), KVM_ERR_PERMISSION);
+  EXPECT_EQ(rig.run(step, 12345).status.code(), KVM_ERR_PERMISSION);
+  EXPECT_EQ(rig.engine->seq_info(other, seq).status().code(), KVM_ERR_PERMISSION);
+
+  ASSERT_TRUE(rig.verb(SeqVerb::kFree, seq).status.is_ok());
+  EXPECT_EQ(rig.run(step).status.code(), KVM_ERR_STALE);
+  EXPECT_EQ(rig.verb(SeqVerb::kFree, seq).status.code(), KVM_ERR_STALE);
+  EXPECT_EQ(rig.verb(SeqVerb::kTruncate, seq).status.code(), KVM_ERR_STALE);
+  EXPECT_GT(rig.engine->stats().n_requests_failed, 7u);
+}
+
+TEST(Engine, NullWorkIsAnsweredAtOnce) {
+  Small rig;
+  const kvm_seq_id seq = rig.create(rig.id);
+  int n_calls = 0;
+  StepRequest step;
+  step.append = true;
+  step.space = rig.id;
+  step.items = {append_item(seq, 0)};
+  rig.engine->submit(rig.client, {1, 1}, std::move(step), [&](RequestResult&& result) {
+    EXPECT_TRUE(result.status.is_ok());
+    ++n_calls;
+  });
+  EXPECT_EQ(n_calls, 1);
+  EXPECT_EQ(rig.engine->n_in_flight(), 0u);
+}
+
+TEST(Engine, EmptySequencesAnswerWithNothing) {
+  Small rig;
+  auto [attend, o] = rig.attend(rig.create(rig.id));
+  attend.items[0].query_position = 0;
+  Buffer lse(Dtype::kF32, 1, 1, kHeads, 1);
+  attend.lse = lse.view();
+  const RequestResult result = rig.run(attend);
+  ASSERT_TRUE(result.status.is_ok()) << result.status.message();
+  EXPECT_EQ(o->get(0, 0, 1, 3), 0.0f);
+  EXPECT_EQ(lse.get(0, 0, 1, 0), -INFINITY);
+  EXPECT_EQ(result.keys_present, 0u);
+}
+
+TEST(Engine, CancelTakesWhatHasNotBegun) {
+  Small rig(1);
+  const kvm_seq_id seq = rig.create(rig.id);
+  Log log;
+  rig.engine->submit(rig.client, {1, 1}, rig.append(seq, 8000, 1), log.entry("running"));
+  rig.engine->submit(rig.client, {1, 2}, rig.append(seq, 1, 1), log.entry("cancelled"));
+  rig.engine->submit(rig.client, {1, 3}, rig.append(seq, 2, 1), log.entry("after"));
+  EXPECT_TRUE(rig.engine->cancel(rig.client, {1, 2}));
+  EXPECT_TRUE(rig.engine->cancel(rig.client, {1, 1})) << "known, though it runs";
+  EXPECT_FALSE(rig.engine->cancel(rig.client, {1, 4}));
+  EXPECT_FALSE(rig.engine->cancel(rig.client, {2, 3}));
+  EXPECT_FALSE(rig.engine->cancel(rig.client + 1, {1, 3}));
+  EXPECT_TRUE(log.names.empty()) << "callbacks come from poll()";
+  log.drive(*rig.engine, 3);
+  EXPECT_EQ(log.names, (std::vector<std::string>{"cancelled", "running", "after"}));
+  EXPECT_EQ(log.results[0].status.code(), KVM_ERR_CANCELLED);
+  EXPECT_TRUE(log.results[1].status.is_ok());
+  EXPECT_TRUE(log.results[2].status.is_ok());
+  EXPECT_EQ(rig.length(seq), 8002u);
+  EXPECT_FALSE(rig.engine->cancel(rig.client, {1, 3})) << "done long ago";
+}
+
+TEST(Engine, DeadlinesAreForTheStart) {
+  Small rig(1);
+  const kvm_seq_id seq = rig.create(rig.id);
+  StepRequest late = rig.append(seq, 1, 1);
+  late.deadline_ns = 1;
+  EXPECT_EQ(rig.run(late).status.code(), KVM_ERR_DEADLINE);
+  late.deadline_ns = UINT64_MAX;
+  EXPECT_TRUE(rig.run(late).status.is_ok());
+  EXPECT_EQ(rig.length(seq), 1u);
+}
+
+TEST(Engine, AClientLeavesWithRequestsInFlight) {
+  for (const uint32_t n_threads : {1u, 3u}) {
+    Small rig(n_threads);
+    const ClientId stays = rig.client;
+    const kvm_seq_id kept = rig.create(rig.id);
+    rig.client = rig.engine->add_client(0, 0);
+    const kvm_seq_id seq = rig.create(rig.id);
+    ASSERT_TRUE(rig.run(rig.append(seq, 6000, 1)).status.is_ok());
+    Log log;
+    auto [attend, o] = rig.attend(seq, 200);
+    rig.engine->submit(rig.client, {1, 1}, std::move(attend), log.entry("running"));
+    rig.engine->submit(rig.client, {1, 2}, rig.append(seq, 3, 1), log.entry("waiting"));
+    rig.engine->submit(rig.client, {1, 3}, SeqRequest{.verb = SeqVerb::kFree, .seq = seq},
+                       log.entry("waiting"));
+    rig.engine->submit(stays, {1, 4}, rig.append(kept, 9, 1), log.entry("stays"));
+    bool gone = false;
+    rig.engine->remove_client(rig.client, [&] {
+      EXPECT_EQ(rig.engine->n_in_flight(), 0u);
+      gone = true;
+    });
+    EXPECT_FALSE(gone) << "only from poll()";
+    rig.drive(gone);
+    EXPECT_EQ(log.names, (std::vector<std::string>{"stays"}));
+    EXPECT_EQ(rig.engine->stats().n_sequences, 1u);
+    EXPECT_EQ(rig.run(rig.append(seq, 1, 1)).status.code(), KVM_ERR_PERMISSION);
+    rig.client = stays;
+    EXPECT_TRUE(rig.run(rig.append(kept, 1, 1)).status.is_ok());
+    bool gone_too = false;
+    rig.engine->remove_client(stays, [&] { gone_too = true; });
+    rig.drive(gone_too);
+    EXPECT_EQ(rig.engine->stats().n_pages, 0u);
+    rig.engine->remove_client(stays, [] { ADD_FAILURE() << "left twice"; });
+    rig.engine->poll();
+  }
+}
+
+TEST(Engine, CallbacksMaySubmitAgain) {
+  Small rig(2);
+  const kvm_seq_id seq = rig.create(rig.id);
+  uint32_t n_done = 0;
+  bool finished = false;
+  std::function<void()> next = [&] {
+    rig.engine->submit(rig.client, {1, n_done}, rig.append(seq, 1 + n_done % 700, 1),
+                       [&](RequestResult&& result) {
+                         EXPECT_TRUE(result.status.is_ok());
+                         if (++n_done < 1000) {
+                           next();
+                         } else {
+                           finished = true;
+                         }
+                       });
+  };
+  next();
+  rig.drive(finished);
+  EXPECT_EQ(n_done, 1000u);
+}
+
+TEST(Engine, ManyMoreRequestsThanSlots) {
+  Small rig(3, 256 << 20);
+  std::vector<kvm_seq_id> seqs;
+  Log log;
+  for (uint32_t i = 0; i < 150; ++i) {
+    seqs.push_back(rig.create(rig.id));
+    rig.engine->submit(rig.client, {1, i}, rig.append(seqs[i], 3000, 1), log.entry("append"));
+    auto [attend, o] = rig.attend(seqs[i]);
+    rig.engine->submit(rig.client, {1, i}, std::move(attend), log.entry("attend"));
+  }
+  log.drive(*rig.engine, 300);
+  for (const RequestResult& result : log.results) {
+    EXPECT_TRUE(result.status.is_ok()) << result.status.message();
+  }
+  const kvm_stats stats = rig.engine->stats();
+  EXPECT_EQ(stats.n_tokens_appended, 150u * 3000);
+  EXPECT_EQ(stats.n_rows_attended, 150u);
+  EXPECT_EQ(stats.keys_read, 150u * 3000 * kHeads);
+  EXPECT_EQ(stats.bytes_read, 150u * 3000 * kHeads * kDim * 2 * 2);
+  EXPECT_EQ(stats.n_requests, 450u);
+  EXPECT_GT(stats.busy_ns, 0u);
+}
+
+TEST(Engine, EndsWithRequestsInFlight) {
+  Small rig(3);
+  const kvm_seq_id seq = rig.create(rig.id);
+  ASSERT_TRUE(rig.run(rig.append(seq, 20000, 1)).status.is_ok());
+  for (int i = 0; i < 3; ++i) {
+    auto [attend, o] = rig.attend(seq, 60);
+    rig.engine->submit(rig.client, {1, 1}, std::move(attend),
+                       [](RequestResult&&) { ADD_FAILURE() << "called after the end"; });
+  }
+  rig.engine.reset();
+}
+
+TEST(Engine, ReadGivesBackWhatWasAppended) {
+  for (const uint32_t n_threads : {1u, 2u}) {
+    Small rig(n_threads);
+    const kvm_seq_id seq = rig.create(rig.id);
+    constexpr uint32_t kTokens = 3000;
+    std::mt19937_64 random(5);
+    Buffer k(Dtype::kF32, 1, kTokens, kHeads, kDim);
+    Buffer v(Dtype::kF16, 1, kTokens, kHeads, kDim, 3);
+    fill(&k, 1, kTokens, kHeads, random);
+    fill(&v, 1, kTokens, kHeads, random);
+    StepRequest append = rig.append(seq, kTokens, 0);
+    append.k = k.view();
+    append.v = v.view();
+    ASSERT_TRUE(rig.run(append).status.is_ok());
+    for (const auto& [begin, n] : {std::pair<uint64_t, uint64_t>{0, kTokens}, {63, 2}, {100, 900},
+                                   {kTokens - 1, 1}, {7, 0}}) {
+      Buffer out_k(Dtype::kF32, 1, n + 1, kHeads, kDim, 5);
+      Buffer out_v(Dtype::kBf16, 1, n + 1, kHeads, kDim);
+      ReadRequest read;
+      read.seq = seq;
+      read.position = begin;
+      read.n_tokens = n;
+      read.k = out_k.view();
+      read.v = out_v.view();
+      const RequestResult result = rig.run(read);
+      ASSERT_TRUE(result.status.is_ok()) << result.status.message();
+      for (uint64_t t = 0; t < n; ++t) {
+        for (uint32_t h = 0; h < kHeads; ++h) {
+          for (uint32_t i = 0; i < kDim; ++i) {
+            ASSERT_EQ(out_k.get(0, t, h, i), round_to(Dtype::kBf16, k.get(0, begin + t, h, i)));
+            ASSERT_EQ(out_v.get(0, t, h, i), round_to(Dtype::kBf16, v.get(0, begin + t, h, i)));
+          }
+        }
+      }
+    }
+    ReadRequest beyond;
+    beyond.seq = seq;
+    beyond.position = kTokens - 1;
+    beyond.n_tokens = 2;
+    EXPECT_EQ(rig.run(beyond).status.code(), KVM_ERR_INVALID);
+  }
+}
+
+TEST(Engine, ObservationsAreTakenAndCounted) {
+  Small rig;
+  const kvm_seq_id seq = rig.create(rig.id);
+  ASSERT_TRUE(rig.run(rig.append(seq, 300, 1)).status.is_ok());
+  std::mt19937_64 random(5);
+  Buffer q(Dtype::kBf16, 1, 300, kHeads, kDim);
+  Buffer sums(Dtype::kF32, 1, 300, kHeads, 1);
+  fill(&q, 1, 300, kHeads, random);
+  fill(&sums, 1, 300, kHeads, random);
+  ObserveRequest observed;
+  observed.seq = seq;
+  observed.n_rows = 300;
+  observed.q = q.view();
+  observed.n_columns = 300;
+  observed.column_sums = sums.view();
+  ASSERT_TRUE(rig.run(observed).status.is_ok());
+  const auto info = rig.engine->seq_info(rig.client, seq).value();
+  EXPECT_EQ(info.n_rows_observed, 256u);
+  EXPECT_GT(info.bytes_observed, 0u);
+  observed.n_columns = 299;
+  observed.column_begin = 2;
+  EXPECT_EQ(rig.run(observed).status.code(), KVM_ERR_INVALID);
+}
+
+TEST(Engine, LayerMemoryIsWhatAnAttendReads) {
+  Small rig;
+  const kvm_seq_id seq = rig.create(rig.id);
+  ASSERT_TRUE(rig.run(rig.append(seq, 1000, 1)).status.is_ok());
+  auto [attend, o] = rig.attend(seq);
+  const uint64_t bytes_read = rig.run(attend).bytes_read;
+  uint64_t bytes = 0;
+  const auto pieces = rig.engine->layer_memory(seq, 0);
+  ASSERT_TRUE(pieces.is_ok());
+  for (const MemoryPiece& piece : pieces.value()) {
+    bytes += piece.size_bytes;
+    for (uint64_t i = 0; i < piece.size_bytes / 2; ++i) {  // 1.0 in bf16 everywhere
+      ASSERT_EQ(static_cast<const uint16_t*>(piece.data)[i], 0x3f80);
+    }
+  }
+  EXPECT_EQ(bytes, bytes_read);
+  EXPECT_FALSE(rig.engine->layer_memory(seq, 2).is_ok());
+  EXPECT_FALSE(rig.engine->layer_memory(seq + 1000, 0).is_ok());
+}
+
+TEST(Engine, OptionsHaveDefaultsAndLimits) {
+  auto engine = Engine::open({});
+  ASSERT_TRUE(engine.is_ok()) << engine.status().message();
+  EXPECT_GE(engine.value()->n_threads(), 1u);
+  EXPECT_GT(engine.value()->options().host_capacity_bytes, 0u);
+  EXPECT_EQ(engine.value()->options().default_quota_bytes,
+            engine.value()->options().host_capacity_bytes);
+  EXPECT_NE(std::string(engine.value()->isa()), "");
+  EngineOptions options;
+  options.n_threads = 5000;
+  EXPECT_EQ(Engine::open(options).status().code(), KVM_ERR_INVALID);
+}
+
+}  // namespace
+}  // namespace kvm::engine::testing
