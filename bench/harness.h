@@ -81,7 +81,7 @@ engine::RequestResult run(engine::Engine& engine, engine::ClientId client, Reque
   return out;
 }
 
-// Fast pseudo-random bf16 values of about unit variance; distinct for every seed.
+// Fast pseudo-random bf16 values, 0.5 <= |x| < 2; distinct for every seed.
 void fill_random_bf16(uint16_t* data, uint64_t count, uint64_t seed);
 
 int run_exact(const Options& options);
