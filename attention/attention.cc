@@ -120,14 +120,12 @@ size_t first_run_after(KvRuns runs, uint64_t position) {
 
 const uint8_t* k_row(const Problem& problem, const KvRun& run, uint64_t token) {
   const uint64_t row = uint64_t{problem.head} * kPageTokens + token;
-  return static_cast<const uint8_t*>(run.k) +
-         row * problem.dim_k * dtype_size_bytes(run.dtype_k);
+  return static_cast<const uint8_t*>(run.k) + row * problem.dim_k * dtype_size_bytes(run.dtype_k);
 }
 
 const uint8_t* v_row(const Problem& problem, const KvRun& run, uint64_t token) {
   const uint64_t row = uint64_t{problem.head} * kPageTokens + token;
-  return static_cast<const uint8_t*>(run.v) +
-         row * problem.dim_v * dtype_size_bytes(run.dtype_v);
+  return static_cast<const uint8_t*>(run.v) + row * problem.dim_v * dtype_size_bytes(run.dtype_v);
 }
 
 PreparedQueries carve_queries(const Problem& problem, Carver& carver) {
@@ -179,8 +177,8 @@ Plan make_plan(const Problem& problem, const KernelTable* table) {
   Carver carver(nullptr);
   carve_queries(problem, carver);
   plan.prepared_bytes = carver.used_bytes();
-  plan.scratch_bytes = std::max(stream_scratch_bytes(problem),
-                                plan.blocked ? block_scratch_bytes(problem) : 0);
+  plan.scratch_bytes =
+      std::max(stream_scratch_bytes(problem), plan.blocked ? block_scratch_bytes(problem) : 0);
   if (plan.rows == 0 || problem.runs.empty()) {
     return plan;
   }
@@ -190,8 +188,7 @@ Plan make_plan(const Problem& problem, const KernelTable* table) {
   const uint64_t end = std::min(visible.high(), last.position + last.n_tokens);
   if (begin < end) {
     plan.first_chunk = begin / plan.chunk_tokens;
-    plan.n_chunks =
-        static_cast<uint32_t>((end - 1) / plan.chunk_tokens - plan.first_chunk + 1);
+    plan.n_chunks = static_cast<uint32_t>((end - 1) / plan.chunk_tokens - plan.first_chunk + 1);
   }
   return plan;
 }
@@ -205,8 +202,7 @@ ChunkCost chunk_cost(const Problem& problem, const Plan& plan, uint64_t chunk) {
        i < problem.runs.size() && problem.runs[i].position < end; ++i) {
     const KvRun& run = problem.runs[i];
     const uint64_t base = run.position / kPageTokens * kPageTokens;
-    const uint64_t present = (run.n_tokens == 64 ? ~uint64_t{0}
-                                                 : (uint64_t{1} << run.n_tokens) - 1)
+    const uint64_t present = (run.n_tokens == 64 ? ~uint64_t{0} : (uint64_t{1} << run.n_tokens) - 1)
                              << (run.position - base);
     const auto seen = static_cast<uint64_t>(__builtin_popcountll(visible.any(base) & present));
     tokens += seen;
@@ -217,36 +213,50 @@ ChunkCost chunk_cost(const Problem& problem, const Plan& plan, uint64_t chunk) {
   return cost;
 }
 
+namespace {
+
+// The row's channels as fp32, and as bf16 where that is exact or else rounded.
+void prepare_row(const Problem& problem, const QueryTransform& t, bool exact, uint64_t from,
+                 float* out, uint16_t* out_bf16, float* bias) {
+  const uint32_t dim = problem.dim_k;
+  if (exact && t.bias == nullptr) {
+    const uint16_t* in = static_cast<const uint16_t*>(problem.q) + from;
+    std::memcpy(out_bf16, in, dim * sizeof(uint16_t));
+    for (uint32_t d = 0; d < dim; ++d) {
+      out[d] = bf16_to_f32(in[d]);
+    }
+    return;
+  }
+  float in[kMaxHeadDim];
+  for (uint32_t d = 0; d < dim; ++d) {
+    in[d] = load_element(problem.q, problem.dtype_q, from + d);
+  }
+  const float term = transform_row(t, in, dim, out);
+  for (uint32_t d = 0; d < dim; ++d) {
+    out_bf16[d] = f32_to_bf16(out[d]);
+  }
+  if (bias != nullptr) {
+    *bias = term;
+  }
+}
+
+}  // namespace
+
 void prepare_queries(const Problem& problem, const Plan& plan, void* prepared) {
   Carver carver(prepared);
   const PreparedQueries q = carve_queries(problem, carver);
-  const uint32_t dim = problem.dim_k;
+  std::memset(prepared, 0, carver.used_bytes());
   const QueryTransform identity;
-  float in[kMaxHeadDim];
   for (uint32_t variant = 0; variant < q.n_variants; ++variant) {
-    const QueryTransform& t =
-        problem.transforms.empty() ? identity : problem.transforms[variant];
-    q.bf16_exact[variant] = problem.dtype_q == Dtype::kBf16 && is_identity(t);
-    for (uint32_t row = 0; row < q.variant_rows; ++row) {
+    const QueryTransform& t = problem.transforms.empty() ? identity : problem.transforms[variant];
+    const bool exact = problem.dtype_q == Dtype::kBf16 && is_identity(t);
+    q.bf16_exact[variant] = exact;
+    for (uint32_t row = 0; row < plan.rows; ++row) {
       const size_t at = size_t{variant} * q.variant_rows + row;
-      float* out = q.f32 + at * q.stride;
-      uint16_t* out_bf16 = q.bf16 + at * q.stride;
-      std::fill_n(out, q.stride, 0.0f);
-      float bias = 0.0f;
-      if (row < plan.rows) {
-        const uint64_t from = row / problem.group * problem.q_stride_query +
-                              row % problem.group * problem.q_stride_head;
-        for (uint32_t d = 0; d < dim; ++d) {
-          in[d] = load_element(problem.q, problem.dtype_q, from + d);
-        }
-        bias = transform_row(t, in, dim, out);
-      }
-      for (uint32_t d = 0; d < q.stride; ++d) {
-        out_bf16[d] = f32_to_bf16(out[d]);
-      }
-      if (q.bias != nullptr) {
-        q.bias[at] = bias;
-      }
+      const uint64_t from = row / problem.group * problem.q_stride_query +
+                            row % problem.group * problem.q_stride_head;
+      prepare_row(problem, t, exact, from, q.f32 + at * q.stride, q.bf16 + at * q.stride,
+                  q.bias != nullptr ? q.bias + at : nullptr);
     }
   }
 }
@@ -291,8 +301,7 @@ void merge_chunks(const Problem& problem, const Plan& plan, RowRange rows, void*
       continue;
     }
     const StateView whole = view(0);
-    write_row(problem, rows.first + r, whole.o + size_t{r} * problem.dim_v, whole.m[r],
-              whole.l[r]);
+    write_row(problem, rows.first + r, whole.o + size_t{r} * problem.dim_v, whole.m[r], whole.l[r]);
   }
 }
 

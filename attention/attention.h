@@ -27,8 +27,10 @@
 // Errors: none at run time. Callers validate what comes from clients; violated REQUIRES are
 // programmer errors. Finite inputs never give NaN: a dot product that overflows counts as a very
 // large finite logit. LIMIT: |v| <= 2^115; a larger value may give an infinite o.
-// LIMIT: a NaN or infinity stored at a token hidden from some but not all rows of a problem may
-// reach all of them; tokens hidden from every row are never used.
+// LIMIT: a NaN or infinity stored at a token that only some rows of a problem see, or that a tree
+// or a log weight of -inf hides, may reach the other rows. Tokens that causality, window and ranges
+// hide from every row are never used.
+// LIMIT: finite log weights lie in [-1e37, 1e37].
 //
 // Threads: all functions are pure in their arguments and may run concurrently on disjoint outputs.
 // Memory: no function here allocates; scratch, states and prepared queries belong to the caller.
@@ -62,7 +64,7 @@ struct Visibility {
   uint64_t window = 0;          // tokens, the query's own included; 0 = no window
   uint64_t sinks = 0;           // first positions that a window does not hide
   bool causal = true;
-  // [n_query] rows of tree_stride_words 64-bit words; bit j of row i is bit (j % 64) of word j / 64.
+  // [n_query] rows of tree_stride_words 64-bit words; bit j of a row is bit j % 64 of word j / 64.
   const uint64_t* tree = nullptr;
   uint32_t tree_stride_words = 0;  // >= ceil(n_query / 64) where tree is set
   // Sorted, disjoint.
@@ -83,7 +85,7 @@ struct Problem {
   uint32_t dim_v = 0;           // multiple of 8, 8 to kMaxHeadDim
 
   float scale = 1.0f;    // finite
-  float softcap = 0.0f;  // >= 0; 0 = none
+  float softcap = 0.0f;  // 0 = none, else 1e-6 or more
   // Logit of a value-less sink per q head [group], or null.
   const float* sink_logits = nullptr;
   Visibility visible;

@@ -50,8 +50,8 @@ const KernelTable* choose() {
   if (const KernelTable* table = find_table(forced)) {
     return table;
   }
-  std::fprintf(stderr, "kvm: KVM_FORCE_ISA=%s is not available on this machine; using %s\n",
-               forced, best->name);
+  std::fprintf(stderr, "kvm: KVM_FORCE_ISA=%s is not available on this machine; using %s\n", forced,
+               best->name);
   return best;
 }
 

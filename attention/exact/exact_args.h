@@ -13,10 +13,14 @@ namespace attention {
 enum : uint32_t {
   kItemTokens = 16,   // tokens per item of the streaming path, aligned by position
   kBlockTokens = 64,  // tokens per block of the blocked path, aligned by position
-  kPrefetchItems = 2,  // how far ahead of its reads a kernel prefetches
-  kRowTile = 4,       // rows that meet an item at once in the streaming path (1 where rows == 1)
-  kRowPad = 8,        // query rows readable beyond the last
-  kDimPad = 32,       // query channels are padded with zeros to a multiple of this
+  kGroupItems = 4,    // items whose K, and then whose V, are read together: a block
+  kNearUnits = 1,     // stretches of 16 rows by which prefetching runs ahead of reading
+  kFarUnits = 4,
+  kPrefetchItems = kFarUnits,  // items whose addresses a kernel looks at beyond its last
+  kMaxStreamRows = 32,         // rows of the streaming path, at most
+  kRowTile = 4,  // rows that meet an item at once in the streaming path (1 where rows == 1)
+  kRowPad = 8,   // query rows readable beyond the last
+  kDimPad = 32,  // query channels are padded with zeros to a multiple of this
 };
 
 // Up to 16 tokens of consecutive, aligned positions whose rows are contiguous.
@@ -37,9 +41,9 @@ struct KvItem {
 
 // The queries of a problem as prepare_queries lays them out.
 struct QueryRows {
-  const float* f32;       // [variant][rows + kRowPad][stride]
-  const uint16_t* bf16;   // same shape, for variants where bf16_exact
-  const float* bias;      // [variant][rows + kRowPad], or null: all zero
+  const float* f32;           // [variant][rows + kRowPad][stride]
+  const uint16_t* bf16;       // same shape, for variants where bf16_exact
+  const float* bias;          // [variant][rows + kRowPad], or null: all zero
   const uint8_t* bf16_exact;  // [variant]
   uint64_t variant_stride;    // elements
   uint32_t stride;            // elements; a multiple of kDimPad
@@ -62,7 +66,7 @@ struct StreamArgs {
   float* acc;      // [rows rounded up to kRowTile][acc_stride]
   float* m;        // [tiles][16]
   float* l;        // [tiles][16]
-  float* weights;  // [tiles][kRowTile * kItemTokens]
+  float* weights;  // [kGroupItems][tiles][kRowTile * kItemTokens]
 };
 
 // One block of 64 tokens against a range of rows: the blocked path.

@@ -176,8 +176,7 @@ void block_chunks(const Problem& problem, const Plan& plan, const void* prepared
     for (uint32_t first = 0; first < rows.count; first += kRowBlock) {
       const RowRange part{rows.first + first, std::min(kRowBlock, rows.count - first)};
       Block block(problem, plan, prepared, part, scratch);
-      block.chunk(chunk + i,
-                  {all.o + size_t{first} * problem.dim_v, all.m + first, all.l + first});
+      block.chunk(chunk + i, {all.o + size_t{first} * problem.dim_v, all.m + first, all.l + first});
     }
   }
 }

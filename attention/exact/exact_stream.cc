@@ -20,8 +20,8 @@ static_assert(static_cast<int>(Dtype::kF32) == 1 && static_cast<int>(Dtype::kF16
               static_cast<int>(Dtype::kBf16) == 3);
 
 // Item flags. An item without flags is read in place.
-constexpr uint16_t kStitched = 1;    // rows lie in several runs or not all of them count
-constexpr uint16_t kRowMasked = 2;   // query tokens see different tokens
+constexpr uint16_t kStitched = 1;   // rows lie in several runs or not all of them count
+constexpr uint16_t kRowMasked = 2;  // query tokens see different tokens
 
 // Tokens of one item may belong to 16 runs with 16 combinations of dtypes and transforms, each of
 // which becomes an item of its own.
@@ -64,8 +64,7 @@ KvItem make_item(const Problem& problem, const KvRun& run, size_t run_index, uin
 // The tokens of `run` inside [position, position + 16), as bits.
 uint32_t run_bits(const KvRun& run, uint64_t position) {
   const uint64_t begin = std::max(run.position, position) - position;
-  const uint64_t end =
-      std::min(run.position + run.n_tokens, position + kItemTokens) - position;
+  const uint64_t end = std::min(run.position + run.n_tokens, position + kItemTokens) - position;
   return ((1u << end) - 1) & ~((1u << begin) - 1);
 }
 
@@ -133,14 +132,13 @@ void carve_stream(const Problem& problem, Carver& carver, StreamArgs& args, Batc
                   Stitch& stitch, float*& logits) {
   const uint32_t rows = problem.n_query * problem.group;
   // Only the streaming path accumulates here; column sums of the blocked path need items alone.
-  const uint32_t state_rows =
-      rows < kBlockedRows ? (rows + kRowTile - 1) / kRowTile * kRowTile : 0;
+  const uint32_t state_rows = rows < kBlockedRows ? (rows + kRowTile - 1) / kRowTile * kRowTile : 0;
   const uint32_t tiles = std::max(state_rows / kRowTile, 1u);
   args.acc_stride = (problem.dim_v + 31) / 32 * 32;
   args.acc = carver.take<float>(size_t{state_rows} * args.acc_stride);
   args.m = carver.take<float>(tiles * 16);
   args.l = carver.take<float>(tiles * 16);
-  args.weights = carver.take<float>(size_t{tiles} * kRowTile * kItemTokens);
+  args.weights = carver.take<float>(size_t{kGroupItems} * tiles * kRowTile * kItemTokens);
   for (int i = 0; i < 2; ++i) {
     batches[i].items = carver.take<KvItem>(kMaxItems + kPrefetchItems);
   }
@@ -150,9 +148,8 @@ void carve_stream(const Problem& problem, Carver& carver, StreamArgs& args, Batc
   const uint32_t queries = state_rows != 0 ? problem.n_query : logit_queries(problem);
   stitch.row_masks = carver.take<uint16_t>(queries);
   const uint32_t logit_rows = logit_queries(problem) * problem.group + kRowTile;
-  logits = problem.column_sums != nullptr
-               ? carver.take<float>(size_t{logit_rows} * kItemTokens)
-               : nullptr;
+  logits = problem.column_sums != nullptr ? carver.take<float>(size_t{logit_rows} * kItemTokens)
+                                          : nullptr;
 }
 
 Stream::Stream(const Problem& problem, const Plan& plan, const void* prepared, void* scratch)

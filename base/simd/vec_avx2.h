@@ -49,8 +49,8 @@ inline F load_as(const void* p, unsigned i) {
   if constexpr (kElem == kElemF32) {
     return _mm256_loadu_ps(static_cast<const float*>(p) + i);
   } else {
-    const __m128i e = _mm_loadu_si128(
-        reinterpret_cast<const __m128i*>(static_cast<const uint16_t*>(p) + i));
+    const __m128i e =
+        _mm_loadu_si128(reinterpret_cast<const __m128i*>(static_cast<const uint16_t*>(p) + i));
     if constexpr (kElem == kElemF16) {
       return _mm256_cvtph_ps(e);
     } else {
@@ -69,24 +69,48 @@ inline F reduce(const F* a) {
   const F t1 = _mm256_hadd_ps(_mm256_hadd_ps(a[4], a[5]), _mm256_hadd_ps(a[6], a[7]));
   return _mm256_add_ps(_mm256_permute2f128_ps(t0, t1, 0x20), _mm256_permute2f128_ps(t0, t1, 0x31));
 }
+inline void transpose(F* a) {
+  F b[8];
+  for (int i = 0; i < 8; i += 4) {
+    const __m256d lo0 = _mm256_castps_pd(_mm256_unpacklo_ps(a[i], a[i + 1]));
+    const __m256d hi0 = _mm256_castps_pd(_mm256_unpackhi_ps(a[i], a[i + 1]));
+    const __m256d lo1 = _mm256_castps_pd(_mm256_unpacklo_ps(a[i + 2], a[i + 3]));
+    const __m256d hi1 = _mm256_castps_pd(_mm256_unpackhi_ps(a[i + 2], a[i + 3]));
+    b[i] = _mm256_castpd_ps(_mm256_unpacklo_pd(lo0, lo1));
+    b[i + 1] = _mm256_castpd_ps(_mm256_unpackhi_pd(lo0, lo1));
+    b[i + 2] = _mm256_castpd_ps(_mm256_unpacklo_pd(hi0, hi1));
+    b[i + 3] = _mm256_castpd_ps(_mm256_unpackhi_pd(hi0, hi1));
+  }
+  for (int j = 0; j < 4; ++j) {
+    a[j] = _mm256_permute2f128_ps(b[j], b[j + 4], 0x20);
+    a[j + 4] = _mm256_permute2f128_ps(b[j], b[j + 4], 0x31);
+  }
+}
 inline F swap_1(F a) { return _mm256_permute_ps(a, 0xB1); }
 inline F swap_2(F a) { return _mm256_permute_ps(a, 0x4E); }
 inline F swap_4(F a) { return _mm256_permute2f128_ps(a, a, 0x01); }
 template <int kGroup>
 inline F group_max(F a) {
-  if constexpr (kGroup >= 2) a = max(a, swap_1(a));
-  if constexpr (kGroup >= 4) a = max(a, swap_2(a));
-  if constexpr (kGroup >= 8) a = max(a, swap_4(a));
+  if constexpr (kGroup >= 2)
+    a = max(a, swap_1(a));
+  if constexpr (kGroup >= 4)
+    a = max(a, swap_2(a));
+  if constexpr (kGroup >= 8)
+    a = max(a, swap_4(a));
   return a;
 }
 template <int kGroup>
 inline F group_sum(F a) {
-  if constexpr (kGroup >= 2) a = add(a, swap_1(a));
-  if constexpr (kGroup >= 4) a = add(a, swap_2(a));
-  if constexpr (kGroup >= 8) a = add(a, swap_4(a));
+  if constexpr (kGroup >= 2)
+    a = add(a, swap_1(a));
+  if constexpr (kGroup >= 4)
+    a = add(a, swap_2(a));
+  if constexpr (kGroup >= 8)
+    a = add(a, swap_4(a));
   return a;
 }
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+inline void prefetch_far(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
 }  // namespace vec
 }  // namespace

@@ -58,8 +58,8 @@ inline F load_as(const void* p, unsigned i) {
   if constexpr (kElem == kElemF32) {
     return _mm512_loadu_ps(static_cast<const float*>(p) + i);
   } else {
-    const __m256i e = _mm256_loadu_si256(
-        reinterpret_cast<const __m256i*>(static_cast<const uint16_t*>(p) + i));
+    const __m256i e =
+        _mm256_loadu_si256(reinterpret_cast<const __m256i*>(static_cast<const uint16_t*>(p) + i));
     if constexpr (kElem == kElemF16) {
       return _mm512_cvtph_ps(e);
     } else {
@@ -73,8 +73,8 @@ inline F load_as_n(const void* p, unsigned i, unsigned) {
   if constexpr (kElem == kElemF32) {
     return _mm512_maskz_loadu_ps(0xff, static_cast<const float*>(p) + i);
   } else {
-    const __m256i e = _mm256_zextsi128_si256(_mm_loadu_si128(
-        reinterpret_cast<const __m128i*>(static_cast<const uint16_t*>(p) + i)));
+    const __m256i e = _mm256_zextsi128_si256(
+        _mm_loadu_si128(reinterpret_cast<const __m128i*>(static_cast<const uint16_t*>(p) + i)));
     if constexpr (kElem == kElemF16) {
       return _mm512_cvtph_ps(e);
     } else {
@@ -100,27 +100,60 @@ inline F reduce(const F* a) {
   const F v1 = add(_mm512_shuffle_f32x4(u2, u3, 0x44), _mm512_shuffle_f32x4(u2, u3, 0xEE));
   return add(_mm512_shuffle_f32x4(v0, v1, 0x88), _mm512_shuffle_f32x4(v0, v1, 0xDD));
 }
+// 4 x 4 blocks inside 128-bit lanes, then the lanes themselves. Moves bits, whatever they mean.
+inline void transpose(F* a) {
+  F b[16];
+  for (int i = 0; i < 16; i += 4) {
+    const __m512d lo0 = _mm512_castps_pd(_mm512_unpacklo_ps(a[i], a[i + 1]));
+    const __m512d hi0 = _mm512_castps_pd(_mm512_unpackhi_ps(a[i], a[i + 1]));
+    const __m512d lo1 = _mm512_castps_pd(_mm512_unpacklo_ps(a[i + 2], a[i + 3]));
+    const __m512d hi1 = _mm512_castps_pd(_mm512_unpackhi_ps(a[i + 2], a[i + 3]));
+    b[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(lo0, lo1));
+    b[i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(lo0, lo1));
+    b[i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(hi0, hi1));
+    b[i + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(hi0, hi1));
+  }
+  for (int j = 0; j < 4; ++j) {
+    const F p = _mm512_shuffle_f32x4(b[j], b[j + 4], 0x88);
+    const F q = _mm512_shuffle_f32x4(b[j + 8], b[j + 12], 0x88);
+    const F r = _mm512_shuffle_f32x4(b[j], b[j + 4], 0xDD);
+    const F s = _mm512_shuffle_f32x4(b[j + 8], b[j + 12], 0xDD);
+    a[j] = _mm512_shuffle_f32x4(p, q, 0x88);
+    a[j + 4] = _mm512_shuffle_f32x4(r, s, 0x88);
+    a[j + 8] = _mm512_shuffle_f32x4(p, q, 0xDD);
+    a[j + 12] = _mm512_shuffle_f32x4(r, s, 0xDD);
+  }
+}
 inline F swap_1(F a) { return _mm512_permute_ps(a, 0xB1); }
 inline F swap_2(F a) { return _mm512_permute_ps(a, 0x4E); }
 inline F swap_4(F a) { return _mm512_shuffle_f32x4(a, a, 0xB1); }
 inline F swap_8(F a) { return _mm512_shuffle_f32x4(a, a, 0x4E); }
 template <int kGroup>
 inline F group_max(F a) {
-  if constexpr (kGroup >= 2) a = max(a, swap_1(a));
-  if constexpr (kGroup >= 4) a = max(a, swap_2(a));
-  if constexpr (kGroup >= 8) a = max(a, swap_4(a));
-  if constexpr (kGroup >= 16) a = max(a, swap_8(a));
+  if constexpr (kGroup >= 2)
+    a = max(a, swap_1(a));
+  if constexpr (kGroup >= 4)
+    a = max(a, swap_2(a));
+  if constexpr (kGroup >= 8)
+    a = max(a, swap_4(a));
+  if constexpr (kGroup >= 16)
+    a = max(a, swap_8(a));
   return a;
 }
 template <int kGroup>
 inline F group_sum(F a) {
-  if constexpr (kGroup >= 2) a = add(a, swap_1(a));
-  if constexpr (kGroup >= 4) a = add(a, swap_2(a));
-  if constexpr (kGroup >= 8) a = add(a, swap_4(a));
-  if constexpr (kGroup >= 16) a = add(a, swap_8(a));
+  if constexpr (kGroup >= 2)
+    a = add(a, swap_1(a));
+  if constexpr (kGroup >= 4)
+    a = add(a, swap_2(a));
+  if constexpr (kGroup >= 8)
+    a = add(a, swap_4(a));
+  if constexpr (kGroup >= 16)
+    a = add(a, swap_8(a));
   return a;
 }
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+inline void prefetch_far(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
 #if defined(__AVX512BF16__)
 typedef __m512bh B;
@@ -129,6 +162,9 @@ inline B load_pairs(const uint16_t* p) { return (B)_mm512_loadu_si512(p); }
 inline B load_pairs_n(const uint16_t* p, unsigned n) {
   return (B)_mm512_maskz_loadu_epi16((__mmask32)((1u << n) - 1), p);
 }
+inline B no_pairs() { return (B)_mm512_setzero_si512(); }
+inline void store_pairs(uint16_t* p, B a) { _mm512_storeu_si512(p, (__m512i)a); }
+inline F as_floats(B a) { return (F)a; }
 inline B interleave_lo(B a, B b) {
   const __m512i index = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40,
                                          8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);

@@ -12,8 +12,9 @@
 //   keep_ge(x, bound, a)        x >= bound ? a : 0
 //   scale_pow2(a, n)            a * 2^n for integral n in [-126, 127]
 //   reduce(a)                   lane i = sum of the lanes of a[i]; the same tree for each i
+//   transpose(a)                kWidth vectors of kWidth lanes, in place
 //   group_max<n>, group_sum<n>  over aligned groups of n lanes, the result in every lane
-//   prefetch(p)                 one cache line, into the first level
+//   prefetch(p), prefetch_far(p)  one cache line, into the first or second level
 #ifndef KVM_BASE_SIMD_VEC_SCALAR_H_
 #define KVM_BASE_SIMD_VEC_SCALAR_H_
 
@@ -93,8 +94,7 @@ inline F load_as(const void* p, unsigned i) {
                       (int32_t)((uint32_t)e[2] << 16), (int32_t)((uint32_t)e[3] << 16)};
       return (F)bits;
     } else {
-      return F{half_to_float(e[0]), half_to_float(e[1]), half_to_float(e[2]),
-               half_to_float(e[3])};
+      return F{half_to_float(e[0]), half_to_float(e[1]), half_to_float(e[2]), half_to_float(e[3])};
     }
   }
 }
@@ -110,6 +110,15 @@ inline F reduce(const F* a) {
     r[i] = (a[i][0] + a[i][2]) + (a[i][1] + a[i][3]);
   }
   return r;
+}
+inline void transpose(F* a) {
+  for (int i = 0; i < 4; ++i) {
+    for (int j = i + 1; j < 4; ++j) {
+      const float x = a[i][j];
+      a[i][j] = a[j][i];
+      a[j][i] = x;
+    }
+  }
 }
 template <int kGroup>
 inline F group_max(F a) {
@@ -130,6 +139,7 @@ inline F group_sum(F a) {
   }
 }
 inline void prefetch(const void* p) { __builtin_prefetch(p); }
+inline void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 }  // namespace vec
 }  // namespace

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // attention_bench [exact|prefill] [filter] [repeats]: the library-level figures, one line each.
+#include <charconv>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <string>
 #include <thread>
@@ -12,8 +12,8 @@ namespace {
 
 void exact(const std::string& filter, int repeats) {
   const kvm::bench::ExactShape shapes[] = {
-      {"gqa_8192", 1, 8192},        {"gqa_65536", 1, 65536},     {"gqa_98304", 1, 98304},
-      {"gqa_16x4096", 16, 4096},    {"gqa_32x3072", 32, 3072},   {"mha_65536", 1, 65536, 8, 8},
+      {"gqa_8192", 1, 8192},        {"gqa_65536", 1, 65536},   {"gqa_98304", 1, 98304},
+      {"gqa_16x4096", 16, 4096},    {"gqa_32x3072", 32, 3072}, {"mha_65536", 1, 65536, 8, 8},
       {"mha_98304", 1, 98304, 8, 8}};
   const uint32_t all = std::max(1u, std::thread::hardware_concurrency());
   for (const auto& shape : shapes) {
@@ -22,9 +22,10 @@ void exact(const std::string& filter, int repeats) {
     }
     for (uint32_t threads : {1u, all}) {
       const auto r = kvm::bench::measure_exact(shape, threads, repeats);
-      std::printf("exact %-12s threads %u %s %8.3f ms %6.1f GB/s ceiling %6.1f (%s) fraction %.3f\n",
-                  shape.name.c_str(), threads, r.isa.c_str(), r.ms, r.gbps, r.ceiling_gbps,
-                  r.ceiling_kernel.c_str(), r.fraction);
+      std::printf("exact %-12s threads %u %s %8.3f ms %6.1f GB/s ", shape.name.c_str(), threads,
+                  r.isa.c_str(), r.ms, r.gbps);
+      std::printf("ceiling %6.1f (%s) fraction %.3f\n", r.ceiling_gbps, r.ceiling_kernel.c_str(),
+                  r.fraction);
       std::fflush(stdout);
       if (all == 1) {
         break;
@@ -48,7 +49,10 @@ void prefill(int repeats) {
 int main(int argc, char** argv) {
   const std::string what = argc > 1 ? argv[1] : "exact";
   const std::string filter = argc > 2 ? argv[2] : "";
-  const int repeats = argc > 3 ? std::atoi(argv[3]) : 9;
+  int repeats = 9;
+  if (argc > 3) {
+    std::from_chars(argv[3], argv[3] + std::strlen(argv[3]), repeats);
+  }
   if (what == "prefill") {
     prefill(repeats);
   } else {

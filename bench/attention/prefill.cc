@@ -27,16 +27,19 @@ constexpr uint32_t kDim = 128;
 // Flops of `rounds` rounds of 24 independent bf16 dot products on registers.
 __attribute__((target("avx512f,avx512bf16"))) double bf16_dot_flops(uint64_t rounds) {
   __m512 acc[24];
-  for (int i = 0; i < 24; ++i) acc[i] = _mm512_set1_ps(static_cast<float>(i));
+  for (int i = 0; i < 24; ++i)
+    acc[i] = _mm512_set1_ps(static_cast<float>(i));
   __m512bh a = (__m512bh)_mm512_set1_epi32(0x3f803f80);
   __m512bh b = (__m512bh)_mm512_set1_epi32(0x00010001);
   for (uint64_t r = 0; r < rounds; ++r) {
 #pragma GCC unroll 24
-    for (int i = 0; i < 24; ++i) acc[i] = _mm512_dpbf16_ps(acc[i], a, b);
+    for (int i = 0; i < 24; ++i)
+      acc[i] = _mm512_dpbf16_ps(acc[i], a, b);
     __asm__ volatile("" : "+v"(a), "+v"(b));
   }
 #pragma GCC unroll 24
-  for (int i = 0; i < 24; ++i) __asm__ volatile("" : : "v"(acc[i]));
+  for (int i = 0; i < 24; ++i)
+    __asm__ volatile("" : : "v"(acc[i]));
   return static_cast<double>(rounds) * 24 * 64;
 }
 #endif
@@ -52,8 +55,10 @@ class PrefillBench {
     std::normal_distribution<float> normal;
     auto* values = reinterpret_cast<uint16_t*>(pool_->data());
     std::vector<uint16_t> sample(65536);
-    for (uint16_t& x : sample) x = f32_to_bf16(normal(random));
-    for (size_t i = 0; i < n_pages * plane; ++i) values[i] = sample[(i * 40503u >> 4) % 65536];
+    for (uint16_t& x : sample)
+      x = f32_to_bf16(normal(random));
+    for (size_t i = 0; i < n_pages * plane; ++i)
+      values[i] = sample[(i * 40503u >> 4) % 65536];
     runs_.resize(n_pages);
     for (uint32_t i = 0; i < n_pages; ++i) {
       runs_[i].k = pool_->data() + i * plane * 2;
@@ -62,10 +67,12 @@ class PrefillBench {
       runs_[i].n_tokens = kPageTokens;
     }
     q_.resize(size_t{n_query} * kKvHeads * kGroup * kDim);
-    for (uint16_t& x : q_) x = f32_to_bf16(normal(random));
+    for (uint16_t& x : q_)
+      x = f32_to_bf16(normal(random));
     o_.resize(q_.size());
     lse_.resize(q_.size() / kDim);
-    for (uint32_t h = 0; h < kKvHeads; ++h) problems_.push_back(problem(h));
+    for (uint32_t h = 0; h < kKvHeads; ++h)
+      problems_.push_back(problem(h));
     plan_ = attention::make_plan(problems_[0]);
     row_step_ = plan_.rows / std::max(1u, plan_.rows / 1024);
     prepared_ = std::make_unique<HugeBuffer>(plan_.prepared_bytes * kKvHeads);
@@ -75,8 +82,8 @@ class PrefillBench {
   }
 
   double flops() const {
-    const double pairs = static_cast<double>(n_query_) *
-                         (static_cast<double>(tokens_) - (n_query_ - 1) * 0.5);
+    const double pairs =
+        static_cast<double>(n_query_) * (static_cast<double>(tokens_) - (n_query_ - 1) * 0.5);
     return pairs * kKvHeads * kGroup * 4 * kDim;
   }
 
@@ -84,7 +91,7 @@ class PrefillBench {
     std::atomic<uint32_t> next{0};
     const uint32_t parts = plan_.rows / row_step_;
     const double start = now_s();
-    workers_.run([&](uint32_t) { 
+    workers_.run([&](uint32_t) {
       for (uint32_t h; (h = next.fetch_add(1, std::memory_order_relaxed)) < kKvHeads;) {
         attention::prepare_queries(problems_[h], plan_, prepared(h));
       }
@@ -112,7 +119,8 @@ class PrefillBench {
     double flops = 0;
     workers_.run([&](uint32_t worker) {
       const double done = bf16_dot_flops(kRounds);
-      if (worker == 0) flops = done;
+      if (worker == 0)
+        flops = done;
     });
     return flops * threads_ / (now_s() - start);
 #else

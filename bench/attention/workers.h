@@ -17,8 +17,8 @@
 namespace kvm::bench {
 
 inline double now_s() {
-  using namespace std::chrono;
-  return duration<double>(steady_clock::now().time_since_epoch()).count();
+  const auto since = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration<double>(since).count();
 }
 
 inline double median(std::vector<double> values) {

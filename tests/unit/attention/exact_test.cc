@@ -93,15 +93,20 @@ TEST(Exact, DtypesAndDims) {
         for (Dtype q : kDtypes) {
           for (uint32_t n_query : {1u, 9u}) {
             const uint32_t dim_v = seed % 2 == 0 ? dim : 264 - dim;
-            Case c(Shape{.n_query = n_query, .group = 3, .dim_k = dim, .dim_v = dim_v,
-                         .n_tokens = 100, .dtype_q = q},
+            Case c(Shape{.n_query = n_query,
+                         .group = 3,
+                         .dim_k = dim,
+                         .dim_v = dim_v,
+                         .n_tokens = 100,
+                         .dtype_q = q},
                    ++seed);
             set_kinds(c, k, v);
             c.store(1);
             check(c, "dim " + std::to_string(dim) + "/" + std::to_string(dim_v) + " " +
                          dtype_name(q) + " " + dtype_name(k) + " " + dtype_name(v) + " queries " +
                          std::to_string(n_query));
-            if (HasFailure()) return;
+            if (HasFailure())
+              return;
           }
         }
       }
@@ -139,16 +144,17 @@ TEST(Exact, LongContext) {
 TEST(Exact, HugeLogitsStayFinite) {
   for (uint32_t n_query : {1u, 12u}) {
     for (Dtype k : kDtypes) {
-      Case c(Shape{.n_query = n_query, .n_tokens = 200, .dtype_q = Dtype::kF32,
-                   .q_size = 1e38f},
+      Case c(Shape{.n_query = n_query, .n_tokens = 200, .dtype_q = Dtype::kF32, .q_size = 1e38f},
              3);
       set_kinds(c, k, Dtype::kF32);
       c.problem().scale = 1.0f;
       c.store(0);
       for (const KernelTable* table : available_tables()) {
         c.run(table);
-        for (float x : c.o) ASSERT_TRUE(std::isfinite(x)) << table->name;
-        for (float x : c.lse) ASSERT_TRUE(std::isfinite(x)) << table->name;
+        for (float x : c.o)
+          ASSERT_TRUE(std::isfinite(x)) << table->name;
+        for (float x : c.lse)
+          ASSERT_TRUE(std::isfinite(x)) << table->name;
       }
     }
   }
@@ -190,8 +196,8 @@ std::unique_ptr<Case> random_case(uint64_t seed) {
   Problem& p = c->problem();
   const uint32_t n_transforms = pick(3) == 0 ? 1 + pick(4) : 0;
   for (uint32_t i = 0; i < n_transforms; ++i) {
-    c->add_transform(pick(2) == 0, pick(2) == 0 ? RotationLayout::kInterleaved
-                                                : RotationLayout::kHalfSplit,
+    c->add_transform(pick(2) == 0,
+                     pick(2) == 0 ? RotationLayout::kInterleaved : RotationLayout::kHalfSplit,
                      pick(2) == 0, pick(2) == 0);
   }
   TokenKind kind{kDtypes[pick(3)], kDtypes[pick(3)], 0};
@@ -212,15 +218,24 @@ std::unique_ptr<Case> random_case(uint64_t seed) {
     }
   }
   Visibility& v = p.visible;
-  if (pick(3) == 0) c->use_sinks();
-  if (pick(3) == 0) p.softcap = 1.0f + static_cast<float>(pick(50));
-  if (pick(3) == 0) v.window = 1 + pick(400);
-  if (pick(3) == 0) v.sinks = pick(100);
-  if (pick(4) == 0) c->use_tree(0.3);
-  if (pick(5) == 0) v.causal = false;
-  if (pick(4) == 0) c->use_ranges(true, 1 + static_cast<int>(pick(3)));
-  if (pick(4) == 0) c->use_ranges(false, 1 + static_cast<int>(pick(3)));
-  if (pick(5) == 0) v.query_position = s.first_position + pick(400);
+  if (pick(3) == 0)
+    c->use_sinks();
+  if (pick(3) == 0)
+    p.softcap = 1.0f + static_cast<float>(pick(50));
+  if (pick(3) == 0)
+    v.window = 1 + pick(400);
+  if (pick(3) == 0)
+    v.sinks = pick(100);
+  if (pick(4) == 0)
+    c->use_tree(0.3);
+  if (pick(5) == 0)
+    v.causal = false;
+  if (pick(4) == 0)
+    c->use_ranges(true, 1 + static_cast<int>(pick(3)));
+  if (pick(4) == 0)
+    c->use_ranges(false, 1 + static_cast<int>(pick(3)));
+  if (pick(5) == 0)
+    v.query_position = s.first_position + pick(400);
   p.fp32_weights = pick(3) == 0;
   c->store(static_cast<int>(pick(10)));
   return c;
@@ -231,7 +246,8 @@ TEST(Exact, RandomProblems) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     auto c = random_case(seed);
     check(*c, "random");
-    if (HasFailure()) return;
+    if (HasFailure())
+      return;
   }
 }
 

@@ -26,8 +26,7 @@ void put(void* p, Dtype dtype, uint64_t i, float value) {
   if (dtype == Dtype::kF32) {
     static_cast<float*>(p)[i] = value;
   } else {
-    static_cast<uint16_t*>(p)[i] =
-        dtype == Dtype::kF16 ? f32_to_f16(value) : f32_to_bf16(value);
+    static_cast<uint16_t*>(p)[i] = dtype == Dtype::kF16 ? f32_to_f16(value) : f32_to_bf16(value);
   }
 }
 
@@ -55,8 +54,8 @@ Case::Case(const Shape& shape, uint64_t seed) : shape_(shape), random_(seed) {
   p.head = shape.head;
   p.scale = 1.0f / std::sqrt(static_cast<float>(shape.dim_k));
   p.dtype_o = shape.dtype_o;
-  p.visible.query_position = shape.first_position + shape.n_tokens -
-                             std::min<uint64_t>(shape.n_tokens, shape.n_query);
+  p.visible.query_position =
+      shape.first_position + shape.n_tokens - std::min<uint64_t>(shape.n_tokens, shape.n_query);
   kinds.resize(shape.n_tokens);
   present.assign(shape.n_tokens, 1);
 }
@@ -139,10 +138,10 @@ void Case::cut_runs(int extra_cuts) {
     const uint64_t page = position / kPageTokens - shape_.first_position / kPageTokens;
     const uint64_t slot = position % kPageTokens;
     const TokenKind& kind = kinds[t];
-    const bool joins =
-        t > 0 && cut[t] == 0 && present[t - 1] != 0 && slot != 0 &&
-        kinds[t - 1].dtype_k == kind.dtype_k && kinds[t - 1].dtype_v == kind.dtype_v &&
-        kinds[t - 1].transform == kind.transform;
+    const bool joins = t > 0 && cut[t] == 0 && present[t - 1] != 0 && slot != 0 &&
+                       kinds[t - 1].dtype_k == kind.dtype_k &&
+                       kinds[t - 1].dtype_v == kind.dtype_v &&
+                       kinds[t - 1].transform == kind.transform;
     if (joins) {
       ++runs_.back().n_tokens;
       continue;
@@ -155,11 +154,9 @@ void Case::cut_runs(int extra_cuts) {
     run.dtype_v = kind.dtype_v;
     run.transform = kind.transform;
     const size_t plane = size_t{shape_.heads} * kPageTokens;
-    run.k = pages_k_[page]->data() +
-            static_cast<size_t>(kind.dtype_k) * plane * shape_.dim_k * 4 +
+    run.k = pages_k_[page]->data() + static_cast<size_t>(kind.dtype_k) * plane * shape_.dim_k * 4 +
             slot * shape_.dim_k * dtype_size_bytes(kind.dtype_k);
-    run.v = pages_v_[page]->data() +
-            static_cast<size_t>(kind.dtype_v) * plane * shape_.dim_v * 4 +
+    run.v = pages_v_[page]->data() + static_cast<size_t>(kind.dtype_v) * plane * shape_.dim_v * 4 +
             slot * shape_.dim_v * dtype_size_bytes(kind.dtype_v);
     if (!log_weights.empty()) {
       run.log_weight = reinterpret_cast<const float*>(pages_w_[page]->data()) + slot;
@@ -171,8 +168,8 @@ void Case::cut_runs(int extra_cuts) {
 
 void Case::store(int extra_cuts) {
   const Shape& s = shape_;
-  const uint64_t n_pages = (end_position() + kPageTokens - 1) / kPageTokens -
-                           s.first_position / kPageTokens + 1;
+  const uint64_t n_pages =
+      (end_position() + kPageTokens - 1) / kPageTokens - s.first_position / kPageTokens + 1;
   const size_t plane = size_t{s.heads} * kPageTokens;
   const auto allocate = [&](auto& pages, size_t bytes) {
     pages.clear();
@@ -205,10 +202,10 @@ void Case::store(int extra_cuts) {
     const uint64_t position = s.first_position + t;
     const uint64_t page = position / kPageTokens - s.first_position / kPageTokens;
     const uint64_t row = uint64_t{s.head} * kPageTokens + position % kPageTokens;
-    std::byte* k = pages_k_[page]->data() +
-                   static_cast<size_t>(kinds[t].dtype_k) * plane * s.dim_k * 4;
-    std::byte* v = pages_v_[page]->data() +
-                   static_cast<size_t>(kinds[t].dtype_v) * plane * s.dim_v * 4;
+    std::byte* k =
+        pages_k_[page]->data() + static_cast<size_t>(kinds[t].dtype_k) * plane * s.dim_k * 4;
+    std::byte* v =
+        pages_v_[page]->data() + static_cast<size_t>(kinds[t].dtype_v) * plane * s.dim_v * 4;
     for (uint32_t d = 0; d < s.dim_k; ++d) {
       put(k, kinds[t].dtype_k, row * s.dim_k + d, tokens_[t].k[d]);
     }
@@ -380,8 +377,7 @@ void Case::run_reference() {
   for (uint32_t row = 0; row < rows; ++row) {
     double top = -kInf;
     for (uint64_t t = 0; t < shape_.n_tokens; ++t) {
-      const bool seen =
-          present[t] != 0 && sees(row / problem_.group, shape_.first_position + t);
+      const bool seen = present[t] != 0 && sees(row / problem_.group, shape_.first_position + t);
       logits[t] = seen ? logit(row, t) : -kInf;
       top = std::max(top, logits[t]);
     }
@@ -445,9 +441,8 @@ double Case::error_lse() const {
 }
 
 double error_bound(const Case& c, const KernelTable& table) {
-  const bool any_bf16 =
-      std::any_of(c.kinds.begin(), c.kinds.end(),
-                  [](const TokenKind& k) { return k.dtype_v == Dtype::kBf16; });
+  const bool any_bf16 = std::any_of(c.kinds.begin(), c.kinds.end(),
+                                    [](const TokenKind& k) { return k.dtype_v == Dtype::kBf16; });
   double bound = 1e-5;
   if (table.has_bf16_dot && any_bf16 && !c.problem().fp32_weights) {
     bound += 0x1p-8;

@@ -63,9 +63,9 @@ class Case {
   uint64_t end_position() const { return shape_.first_position + shape_.n_tokens; }
 
   // Setup, before store().
-  std::vector<TokenKind> kinds;          // per token; default: one kind
-  std::vector<float> log_weights;        // per token, or empty
-  std::vector<uint8_t> present;          // per token; absent tokens have no run
+  std::vector<TokenKind> kinds;    // per token; default: one kind
+  std::vector<float> log_weights;  // per token, or empty
+  std::vector<uint8_t> present;    // per token; absent tokens have no run
   std::vector<QueryTransform> transforms;
   void add_transform(bool rotate, RotationLayout layout, bool scale, bool bias);
   void use_sinks();
@@ -81,7 +81,7 @@ class Case {
   void run(const KernelTable* table, int pieces = 1, int row_pieces = 1);
   void run_reference();
 
-  std::vector<float> o, lse, row_max, column_sums;                  // of run()
+  std::vector<float> o, lse, row_max, column_sums;                   // of run()
   std::vector<double> ref_o, ref_lse, ref_row_max, ref_column_sums;  // of run_reference()
   std::vector<double> ref_abs;  // sum of |weight * v| per output: the scale of its rounding error
 
