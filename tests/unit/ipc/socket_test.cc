@@ -1,0 +1,191 @@
+// SPDX-License-Identifier: Apache-2.0
+// The control socket: whole messages, descriptors that never leak, death of the peer.
+#include "ipc/socket.h"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <filesystem>
+
+#include "ipc/doorbell.h"
+
+namespace kvm::ipc {
+namespace {
+
+struct Pair {
+  Pair() {
+    int fds[2];
+    EXPECT_EQ(::socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, fds), 0);
+    a = Fd(fds[0]);
+    b = Fd(fds[1]);
+  }
+  Fd a, b;
+};
+
+size_t open_descriptors() {
+  size_t n = 0;
+  for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    ++n;
+  }
+  return n;
+}
+
+std::vector<uint8_t> bytes_of(size_t n) { return std::vector<uint8_t>(n, 7); }
+
+TEST(Socket, MessageAndDescriptorArrive) {
+  Pair pair;
+  const Fd doorbell = make_doorbell().value();
+  const int fd = doorbell.get();
+  ASSERT_TRUE(send_message(pair.a, bytes_of(5), {&fd, 1}).is_ok());
+  auto received = receive_message(pair.b, 1);
+  ASSERT_TRUE(received.is_ok() && received.value().has_value());
+  EXPECT_EQ(received.value()->bytes.size(), 5u);
+  ASSERT_EQ(received.value()->fds.size(), 1u);
+  EXPECT_TRUE((::fcntl(received.value()->fds[0].get(), F_GETFD) & FD_CLOEXEC) != 0);
+}
+
+TEST(Socket, NothingThere) {
+  Pair pair;
+  auto received = receive_message(pair.b, 0);
+  ASSERT_TRUE(received.is_ok());
+  EXPECT_FALSE(received.value().has_value());
+  EXPECT_EQ(wait_readable(pair.b, 2'000'000).code(), KVM_ERR_TIMEOUT);
+}
+
+TEST(Socket, UnexpectedDescriptorsAreClosed) {
+  Pair pair;
+  const Fd doorbell = make_doorbell().value();
+  const int fds[] = {doorbell.get(), doorbell.get(), doorbell.get()};
+  const size_t before = open_descriptors();
+  for (uint32_t allowed : {0u, 2u}) {
+    ASSERT_TRUE(send_message(pair.a, bytes_of(5), fds).is_ok());
+    EXPECT_EQ(receive_message(pair.b, allowed).status().code(), KVM_ERR_PROTOCOL);
+    EXPECT_EQ(open_descriptors(), before);
+  }
+}
+
+TEST(Socket, MoreDescriptorsThanRoomIsAProtocolError) {
+  Pair pair;
+  const Fd doorbell = make_doorbell().value();
+  constexpr size_t kMany = kMaxFdsPerMessage + 10;
+  char control[CMSG_SPACE(sizeof(int) * kMany)] = {};
+  char byte = 1;
+  iovec part{&byte, 1};
+  msghdr message{};
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  message.msg_control = control;
+  message.msg_controllen = sizeof(control);
+  cmsghdr* header = CMSG_FIRSTHDR(&message);
+  header->cmsg_level = SOL_SOCKET;
+  header->cmsg_type = SCM_RIGHTS;
+  header->cmsg_len = CMSG_LEN(sizeof(int) * kMany);
+  for (size_t i = 0; i < kMany; ++i) {
+    const int fd = doorbell.get();
+    std::memcpy(CMSG_DATA(header) + i * sizeof(int), &fd, sizeof(int));
+  }
+  ASSERT_EQ(::sendmsg(pair.a.get(), &message, 0), 1);
+  const size_t before = open_descriptors();
+  EXPECT_EQ(receive_message(pair.b, kMaxFdsPerMessage).status().code(), KVM_ERR_PROTOCOL);
+  EXPECT_EQ(open_descriptors(), before);
+}
+
+TEST(Socket, MessagesBeyondTheLimitAreRefusedOnBothSides) {
+  Pair pair;
+  EXPECT_EQ(send_message(pair.a, bytes_of(kMaxControlBytes + 1), {}).code(), KVM_ERR_INVALID);
+  EXPECT_EQ(send_message(pair.a, {}, {}).code(), KVM_ERR_INVALID);
+  const auto large = bytes_of(kMaxControlBytes + 1);
+  ASSERT_GT(::send(pair.a.get(), large.data(), large.size(), 0), 0);
+  EXPECT_EQ(receive_message(pair.b, 0).status().code(), KVM_ERR_PROTOCOL);
+  ASSERT_TRUE(send_message(pair.a, bytes_of(kMaxControlBytes), {}).is_ok());
+  EXPECT_EQ(receive_message(pair.b, 0).value()->bytes.size(), kMaxControlBytes);
+}
+
+TEST(Socket, SendingNeverBlocks) {
+  Pair pair;
+  Status status;
+  for (int i = 0; i < 100000 && status.is_ok(); ++i) {
+    status = send_message(pair.a, bytes_of(1000), {});
+  }
+  EXPECT_EQ(status.code(), KVM_ERR_AGAIN);
+}
+
+TEST(Socket, DeathOfThePeerIsSeen) {
+  Pair pair;
+  EXPECT_FALSE(is_hung_up(pair.b));
+  pair.a.reset();
+  EXPECT_TRUE(is_hung_up(pair.b));
+  EXPECT_EQ(receive_message(pair.b, 0).status().code(), KVM_ERR_DISCONNECTED);
+  EXPECT_EQ(send_message(pair.b, bytes_of(1), {}).code(), KVM_ERR_DISCONNECTED);
+}
+
+class Listening : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    char name[] = "/tmp/kvm-socket-test-XXXXXX";
+    ASSERT_NE(::mkdtemp(name), nullptr);
+    folder_ = name;
+    path_ = folder_ + "/socket";
+  }
+  void TearDown() override { std::filesystem::remove_all(folder_); }
+  std::string folder_, path_;
+};
+
+TEST_F(Listening, AcceptsAndKnowsThePeer) {
+  auto listener = listen_at(path_, 0600);
+  ASSERT_TRUE(listener.is_ok()) << listener.status().message();
+  EXPECT_FALSE(accept_from(listener.value()).value().has_value());
+  auto client = connect_to(path_);
+  ASSERT_TRUE(client.is_ok());
+  auto accepted = accept_from(listener.value());
+  ASSERT_TRUE(accepted.value().has_value());
+  const PeerCredentials peer = peer_credentials(*accepted.value()).value();
+  EXPECT_EQ(peer.pid, ::getpid());
+  EXPECT_EQ(peer.uid, ::getuid());
+  EXPECT_TRUE(peer_pidfd(*accepted.value(), peer).is_ok());
+}
+
+TEST_F(Listening, PidfdFiresWhenThePeerExits) {
+  auto listener = listen_at(path_, 0600);
+  ASSERT_TRUE(listener.is_ok());
+  const pid_t child = ::fork();
+  if (child == 0) {
+    auto client = connect_to(path_);
+    ::pause();
+    ::_exit(client.is_ok() ? 0 : 1);
+  }
+  ASSERT_TRUE(wait_readable(listener.value(), 5'000'000'000).is_ok());
+  auto accepted = accept_from(listener.value());
+  const Fd pidfd = peer_pidfd(*accepted.value(), peer_credentials(*accepted.value()).value())
+                       .value();
+  pollfd entry{pidfd.get(), POLLIN, 0};
+  EXPECT_EQ(::poll(&entry, 1, 0), 0);
+  ::kill(child, SIGKILL);
+  EXPECT_EQ(::poll(&entry, 1, 5000), 1);
+  ::waitpid(child, nullptr, 0);
+}
+
+TEST_F(Listening, SecondDaemonIsRefusedAndAStaleSocketReplaced) {
+  {
+    auto listener = listen_at(path_, 0600);
+    ASSERT_TRUE(listener.is_ok());
+    EXPECT_EQ(listen_at(path_, 0600).status().code(), KVM_ERR_BUSY);
+  }
+  EXPECT_EQ(connect_to(path_).status().code(), KVM_ERR_DISCONNECTED);
+  EXPECT_TRUE(listen_at(path_, 0600).is_ok());
+}
+
+TEST_F(Listening, PathsAreChecked) {
+  EXPECT_EQ(connect_to(folder_ + "/nobody").status().code(), KVM_ERR_DISCONNECTED);
+  EXPECT_EQ(connect_to(std::string(108, 'x')).status().code(), KVM_ERR_INVALID);
+  EXPECT_EQ(listen_at(folder_ + "/missing/socket", 0600).status().code(), KVM_ERR_IO);
+}
+
+}  // namespace
+}  // namespace kvm::ipc
