@@ -85,6 +85,9 @@ void RegionTable::unpin(uint32_t id) {
 
 void RegionTable::erase(Region* region) {
   total_bytes_ -= region->mapping.size_bytes();
+  if (discard_) {
+    discard_(std::move(region->mapping));
+  }
   regions_.erase(regions_.begin() + (region - regions_.data()));
 }
 

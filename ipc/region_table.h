@@ -10,7 +10,9 @@
 
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "ipc/memory.h"
@@ -49,7 +51,9 @@ struct RegionView {
 
 class RegionTable {
  public:
-  RegionTable() = default;
+  // `discard` gets each mapping that is no longer used, so that another thread can take its time
+  // over unmapping it. Without one it is unmapped on the spot.
+  explicit RegionTable(std::function<void(Mapping)> discard = {}) : discard_(std::move(discard)) {}
   RegionTable(const RegionTable&) = delete;
   RegionTable& operator=(const RegionTable&) = delete;
 
@@ -77,6 +81,7 @@ class RegionTable {
   void unpin(uint32_t id);
   void erase(Region* region);
 
+  std::function<void(Mapping)> discard_;
   std::vector<Region> regions_;  // few: searched in order
   uint32_t last_id_ = 0;
   uint32_t n_regions_ = 0;

@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "daemon/background.h"
+
+#include <pthread.h>
+
+#include <utility>
+
+namespace kvm::daemon {
+
+BackgroundThread::BackgroundThread(const char* name) : thread_([this] { run(); }) {
+  ::pthread_setname_np(thread_.native_handle(), name);
+}
+
+BackgroundThread::~BackgroundThread() {
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  changed_.notify_one();
+  thread_.join();
+}
+
+void BackgroundThread::post(std::function<void()> job) {
+  {
+    const std::lock_guard lock(mutex_);
+    jobs_.push_back(std::move(job));
+  }
+  changed_.notify_one();
+}
+
+void BackgroundThread::run() {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    changed_.wait(lock, [this] { return stopping_ || !jobs_.empty(); });
+    if (jobs_.empty()) {
+      return;
+    }
+    std::function<void()> job = std::move(jobs_.front());
+    jobs_.pop_front();
+    lock.unlock();
+    job();
+    job = nullptr;  // What it owns goes here, not under the lock.
+    lock.lock();
+  }
+}
+
+}  // namespace kvm::daemon

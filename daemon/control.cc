@@ -1,0 +1,467 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "daemon/control.h"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "daemon/requests.h"
+#include "daemon/stats_text.h"
+#include "ipc/control.h"
+#include "ipc/doorbell.h"
+#include "ipc/space_message.h"
+
+namespace kvm::daemon {
+namespace {
+
+namespace wire = ipc::wire;
+
+constexpr uint64_t kOsPageBytes = 4096;
+// LIMIT: payload of a Bytes reply; the rest is fetched by further messages.
+constexpr uint64_t kMaxBytesReply = 64 * 1024;
+
+void reply_error(Session* session, uint64_t id, const Status& status) {
+  ipc::ControlWriter writer;
+  session->send(writer.finish_error(id, status));
+}
+
+void reply_done(Session* session, uint64_t id) {
+  ipc::ControlWriter writer;
+  session->send(writer.finish(id, wire::CreateDone(writer.fbb())));
+}
+
+void reply_status_or_done(Session* session, uint64_t id, const Status& status) {
+  status.is_ok() ? reply_done(session, id) : reply_error(session, id, status);
+}
+
+void reply_bytes(Session* session, uint64_t id, std::span<const uint8_t> data, uint64_t total) {
+  ipc::ControlWriter writer;
+  const auto vector = writer.fbb().CreateVector(data.data(), data.size());
+  session->send(writer.finish(id, wire::CreateBytes(writer.fbb(), vector, total)));
+}
+
+// One structure of kvm.h, or the reason why there is none.
+template <typename T>
+void reply_struct(Session* session, uint64_t id, Result<T> result) {
+  if (!result.is_ok()) {
+    reply_error(session, id, result.status());
+    return;
+  }
+  result.value().struct_size = sizeof(T);
+  reply_bytes(session, id, ipc::as_bytes(&result.value(), 1), 1);
+}
+
+// The page of a list that starts at `begin`.
+template <typename T>
+void reply_list(Session* session, uint64_t id, std::vector<T> all, uint64_t begin) {
+  const uint64_t first = std::min<uint64_t>(begin, all.size());
+  const uint64_t n = std::min<uint64_t>(all.size() - first, kMaxBytesReply / sizeof(T));
+  for (uint64_t i = first; i < first + n; ++i) {
+    all[i].struct_size = sizeof(T);
+  }
+  reply_bytes(session, id, ipc::as_bytes(all.data() + first, n), all.size());
+}
+
+// Printable ASCII only: the name goes to logs and terminals.
+std::string printable_name(const flatbuffers::String* text) {
+  constexpr size_t kMaxNameBytes = 63;
+  std::string name = text == nullptr ? std::string() : text->str().substr(0, kMaxNameBytes);
+  for (char& c : name) {
+    c = c >= ' ' && c <= '~' ? c : '?';
+  }
+  return name.empty() ? "unnamed" : name;
+}
+
+kvm_client_info info_for(const Session& session) {
+  const Service& service = *session.service();
+  const engine::EngineOptions& options = service.engine->options();
+  kvm_client_info info{};
+  info.struct_size = sizeof(info);
+  info.protocol_major = ipc::kProtocolMajor;
+  info.protocol_minor = ipc::kProtocolMinor;
+  info.features = service.notifier != nullptr ? KVM_FEATURE_EVENTFD : 0;
+  info.epoch = service.epoch;
+  info.client_id = session.client;
+  info.server_pid = static_cast<uint32_t>(::getpid());
+  info.n_threads = service.engine->n_threads();
+  info.max_queues = service.limits.max_queues;
+  info.max_arenas = service.limits.max_arenas;
+  info.max_outstanding = ipc::kMaxOutstanding;
+  info.max_items = ipc::kMaxItems;
+  info.max_query_rows = ipc::kMaxQueryRows;
+  info.max_spaces = options.max_spaces;
+  info.max_arena_bytes = service.limits.max_arena_bytes;
+  info.max_sequences = options.max_sequences_per_client;
+  info.host_capacity_bytes = options.host_capacity_bytes;
+  info.quota_bytes = options.default_quota_bytes != 0
+                         ? std::min(options.default_quota_bytes, options.host_capacity_bytes)
+                         : options.host_capacity_bytes;
+  std::strncpy(info.isa, service.engine->isa(), sizeof(info.isa) - 1);
+  const std::string version =
+      fmt::format("{}.{}.{}", KVM_VERSION_MAJOR, KVM_VERSION_MINOR, KVM_VERSION_PATCH);
+  std::strncpy(info.server_version, version.c_str(), sizeof(info.server_version) - 1);
+  return info;
+}
+
+// A refusal before the welcome: said, then closed.
+void refuse(Session* session, uint64_t id, const Status& status) {
+  reply_error(session, id, status);
+  session->doom(std::string(status.message()));
+}
+
+void handle_hello(Session* session, uint64_t id, const wire::Hello& hello) {
+  Service* service = session->service();
+  if (hello.magic() != ipc::kHelloMagic) {
+    const Status status(KVM_ERR_PROTOCOL,
+                        fmt::format("Hello.magic is {:#x}; a client of kvmd sends {:#x}",
+                                    hello.magic(), ipc::kHelloMagic));
+    reply_error(session, id, status);
+    session->doom_for_violation(std::string(status.message()));
+    return;
+  }
+  if (hello.protocol_major_min() > ipc::kProtocolMajor ||
+      hello.protocol_major_max() < ipc::kProtocolMajor) {
+    refuse(session, id,
+           Status(KVM_ERR_VERSION,
+                  fmt::format("the client speaks protocols {} to {}, this kvmd speaks {}",
+                              hello.protocol_major_min(), hello.protocol_major_max(),
+                              ipc::kProtocolMajor)));
+    return;
+  }
+  if (service->n_clients >= service->limits.max_clients) {
+    refuse(session, id,
+           Status(KVM_ERR_LIMIT, fmt::format("{} clients are connected; max_clients is {}",
+                                             service->n_clients, service->limits.max_clients)));
+    return;
+  }
+  Result<ipc::Fd> doorbell = ipc::make_doorbell();
+  ipc::Fd copy(doorbell.is_ok() ? ::dup(doorbell.value().get()) : -1);
+  if (!copy.is_open() || !ipc::watch_doorbell(service->epoll, doorbell.value(),
+                                              event_token(EventKind::kDoorbell, session->id()))
+                              .is_ok()) {
+    refuse(session, id, Status(KVM_ERR_LIMIT, "kvmd has no file descriptors left"));
+    return;
+  }
+  session->doorbell = std::move(doorbell).value();
+  session->name = printable_name(hello.client_name());
+  session->client = service->engine->add_client(0, 0);
+  session->welcomed = true;
+  ++service->n_clients;
+  ++service->n_clients_total;
+  const kvm_client_info info = info_for(*session);
+  ipc::ControlWriter writer;
+  const auto bytes = writer.fbb().CreateVector(ipc::as_bytes(&info, 1).data(), sizeof(info));
+  std::vector<ipc::Fd> fds;
+  fds.push_back(std::move(copy));
+  session->send(writer.finish(id, wire::CreateWelcome(writer.fbb(), ipc::kProtocolMajor,
+                                                      ipc::kProtocolMinor, service->epoch, bytes)),
+                std::move(fds));
+}
+
+// --- Queues -------------------------------------------------------------------------------------
+
+struct QueueMemory {
+  ipc::SharedMemory client;
+  ipc::SharedMemory daemon;
+  ipc::Fd eventfd;       // open where eventfds are offered
+  ipc::Fd eventfd_copy;  // for the client
+};
+
+Result<QueueMemory> make_queue_memory(bool has_eventfd) {
+  QueueMemory memory;
+  KVM_TRY_ASSIGN(memory.client,
+                 ipc::create_shared_memory("kvm-queue-client", sizeof(ipc::ClientRegion),
+                                           ipc::PeerAccess::kReadWrite));
+  KVM_TRY_ASSIGN(memory.daemon,
+                 ipc::create_shared_memory("kvm-queue-daemon", sizeof(ipc::DaemonRegion),
+                                           ipc::PeerAccess::kReadOnly));
+  if (has_eventfd) {
+    memory.eventfd = ipc::Fd(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    memory.eventfd_copy = ipc::Fd(::dup(memory.eventfd.get()));
+    if (!memory.eventfd_copy.is_open()) {
+      return Status(KVM_ERR_LIMIT, "kvmd has no file descriptors left");
+    }
+  }
+  return memory;
+}
+
+void handle_queue_create(Session* session, uint64_t id, const wire::QueueCreate& message) {
+  Service* service = session->service();
+  const uint32_t max_queues = service->limits.max_queues;
+  if (message.n_entries() > ipc::kMaxOutstanding) {
+    reply_error(session, id,
+                Status(KVM_ERR_INVALID, fmt::format("n_entries is {}; at most {}",
+                                                    message.n_entries(), ipc::kMaxOutstanding)));
+    return;
+  }
+  if (session->queues.size() >= max_queues) {
+    reply_error(session, id,
+                Status(KVM_ERR_LIMIT, fmt::format("the client has {} queues; max_queues is {}",
+                                                  session->queues.size(), max_queues)));
+    return;
+  }
+  const bool has_eventfd = service->notifier != nullptr;
+  Result<QueueMemory> made = make_queue_memory(has_eventfd);
+  if (!made.is_ok()) {
+    reply_error(session, id, made.status());
+    return;
+  }
+  QueueMemory& memory = made.value();
+  const uint32_t queue_id = ++session->last_queue_id;
+  std::vector<ipc::Fd> fds;
+  fds.push_back(std::move(memory.client.fd));
+  fds.push_back(std::move(memory.daemon.fd));
+  if (has_eventfd) {
+    fds.push_back(std::move(memory.eventfd_copy));
+  }
+  session->queues.push_back(
+      std::make_unique<ServedQueue>(session, queue_id, std::move(memory.client.mapping),
+                                    std::move(memory.daemon.mapping), std::move(memory.eventfd)));
+  ++service->n_queues;
+  ipc::ControlWriter writer;
+  session->send(writer.finish(id, wire::CreateQueueCreated(writer.fbb(), queue_id, has_eventfd)),
+                std::move(fds));
+}
+
+void handle_queue_destroy(Session* session, uint64_t id, const wire::QueueDestroy& message) {
+  ServedQueue* queue = session->find_queue(message.queue());
+  if (queue == nullptr || queue->closing) {
+    reply_error(session, id,
+                Status(KVM_ERR_NOT_FOUND, fmt::format("there is no queue {}", message.queue())));
+    return;
+  }
+  queue->closing = true;
+  queue->close_message_id = id;
+  cancel_all(session, queue);
+}
+
+// --- Arenas -------------------------------------------------------------------------------------
+
+Status check_arena(const Session& session, uint64_t size_bytes) {
+  const Service& service = *session.service();
+  const Limits& limits = service.limits;
+  if (size_bytes == 0 || size_bytes > limits.max_arena_bytes) {
+    return Status(size_bytes == 0 ? KVM_ERR_INVALID : KVM_ERR_LIMIT,
+                  fmt::format("an arena of {} bytes; allowed are 1 to {} (max_arena)", size_bytes,
+                              limits.max_arena_bytes));
+  }
+  const uint32_t n_arenas = session.regions.n_regions() + session.n_arenas_pending;
+  if (n_arenas >= limits.max_arenas) {
+    return Status(KVM_ERR_LIMIT, fmt::format("the client has {} arenas; max_arenas is {}", n_arenas,
+                                             limits.max_arenas));
+  }
+  const uint64_t held = session.regions.total_bytes() + session.arena_bytes_pending;
+  if (size_bytes > limits.arena_quota_bytes || held > limits.arena_quota_bytes - size_bytes) {
+    return Status(KVM_ERR_QUOTA,
+                  fmt::format("an arena of {} bytes beside {} bytes of arenas that the client has; "
+                              "its arena_quota is {}",
+                              size_bytes, held, limits.arena_quota_bytes));
+  }
+  if (size_bytes > limits.arena_capacity_bytes ||
+      service.arena_bytes > limits.arena_capacity_bytes - size_bytes) {
+    return Status(KVM_ERR_QUOTA,
+                  fmt::format("an arena of {} bytes beside {} bytes of arenas of all clients; "
+                              "arena_capacity is {}",
+                              size_bytes, service.arena_bytes, limits.arena_capacity_bytes));
+  }
+  return Status::ok();
+}
+
+void handle_arena_create(Session* session, uint64_t id, const wire::ArenaCreate& message) {
+  Service* service = session->service();
+  // A size near 2^64 must not wrap to a small one.
+  const uint64_t size_bytes = message.size() > ipc::kMaxArenaBytes
+                                  ? message.size()
+                                  : (message.size() + kOsPageBytes - 1) & ~(kOsPageBytes - 1);
+  if (const Status status = check_arena(*session, size_bytes); !status.is_ok()) {
+    reply_error(session, id, status);
+    return;
+  }
+  ++session->n_arenas_pending;
+  session->arena_bytes_pending += size_bytes;
+  service->arena_bytes += size_bytes;
+  service->allocator.post([service, session_id = session->id(), id, size_bytes] {
+    FinishedArena arena{
+        session_id, id, size_bytes,
+        ipc::create_shared_memory("kvm-arena", size_bytes, ipc::PeerAccess::kReadWrite)};
+    {
+      const std::lock_guard lock(service->finished_mutex);
+      service->finished.push_back(std::move(arena));
+      // SYNC: release: the dispatcher that sees it takes the lock.
+      service->has_finished.store(true, std::memory_order_release);
+    }
+    service->wake.wake();
+  });
+}
+
+void handle_arena_destroy(Session* session, uint64_t id, const wire::ArenaDestroy& message) {
+  reply_status_or_done(
+      session, id,
+      session->regions.remove(message.region())
+          ? Status::ok()
+          : Status(KVM_ERR_NOT_FOUND, fmt::format("there is no arena {}", message.region())));
+}
+
+// --- Spaces and sequences -----------------------------------------------------------------------
+
+void reply_space_id(Session* session, uint64_t id, const Result<kvm_space_id>& space) {
+  if (!space.is_ok()) {
+    reply_error(session, id, space.status());
+    return;
+  }
+  ipc::ControlWriter writer;
+  session->send(writer.finish(id, wire::CreateSpaceId(writer.fbb(), space.value())));
+}
+
+void handle_space_register(Session* session, uint64_t id, const wire::SpaceRegister& message) {
+  Result<ipc::SpaceMessage> decoded = ipc::decode_space(message);
+  if (!decoded.is_ok()) {
+    reply_error(session, id, decoded.status());
+    return;
+  }
+  ipc::SpaceMessage& space = decoded.value();
+  engine::SpaceSpec spec{.name = std::move(space.name),
+                         .params = space.params,
+                         .rope_inv_freq = std::move(space.rope_inv_freq),
+                         .sink_logits = std::move(space.sink_logits),
+                         .layers = std::move(space.layers),
+                         .policies = std::move(space.policies),
+                         .codecs = std::move(space.codecs)};
+  reply_space_id(session, id, session->service()->engine->register_space(spec));
+}
+
+void handle_seq_list(Session* session, uint64_t id, const wire::SeqList& message) {
+  if ((message.flags() & ~uint32_t{KVM_LIST_ALL_CLIENTS}) != 0) {
+    reply_error(session, id,
+                Status(KVM_ERR_INVALID, fmt::format("flags are {:#x}; known is {:#x}",
+                                                    message.flags(), KVM_LIST_ALL_CLIENTS + 0)));
+    return;
+  }
+  const bool all_clients = (message.flags() & KVM_LIST_ALL_CLIENTS) != 0;
+  const uid_t uid = session->peer().uid;
+  if (all_clients && uid != 0 && uid != session->service()->uid) {
+    reply_error(session, id,
+                Status(KVM_ERR_PERMISSION,
+                       fmt::format("user {} may list its own sequences only; those of all clients "
+                                   "are for root and user {}, which runs kvmd",
+                                   uid, session->service()->uid)));
+    return;
+  }
+  reply_list(session, id,
+             session->service()->engine->list_seqs(session->client, message.space(), all_clients),
+             message.begin());
+}
+
+void handle_stats_text(Session* session, uint64_t id, uint64_t begin) {
+  // The pages of one text must fit together, so they are cut from one copy.
+  if (begin == 0) {
+    session->stats_text = stats_text(*session->service());
+  }
+  const std::string& text = session->stats_text;
+  const uint64_t first = std::min<uint64_t>(begin, text.size());
+  const uint64_t n = std::min<uint64_t>(text.size() - first, kMaxBytesReply);
+  reply_bytes(session, id, ipc::as_bytes(text.data() + first, n), text.size());
+}
+
+std::string string_of(const flatbuffers::String* text) {
+  return text == nullptr ? std::string() : text->str();
+}
+
+void handle_welcomed(Session* session, const wire::Message& message) {
+  engine::Engine* engine = session->service()->engine;
+  const uint64_t id = message.id();
+  switch (message.body_type()) {
+    case wire::Body::QueueCreate:
+      return handle_queue_create(session, id, *message.body_as_QueueCreate());
+    case wire::Body::QueueDestroy:
+      return handle_queue_destroy(session, id, *message.body_as_QueueDestroy());
+    case wire::Body::ArenaCreate:
+      return handle_arena_create(session, id, *message.body_as_ArenaCreate());
+    case wire::Body::ArenaDestroy:
+      return handle_arena_destroy(session, id, *message.body_as_ArenaDestroy());
+    case wire::Body::SpaceRegister:
+      return handle_space_register(session, id, *message.body_as_SpaceRegister());
+    case wire::Body::SpaceFind:
+      return reply_space_id(session, id,
+                            engine->find_space(string_of(message.body_as_SpaceFind()->name())));
+    case wire::Body::SpaceInfo:
+      return reply_struct(session, id, engine->space_info(message.body_as_SpaceInfo()->space()));
+    case wire::Body::SpaceList:
+      return reply_list(session, id, engine->list_spaces(), message.body_as_SpaceList()->begin());
+    case wire::Body::SpaceDrop:
+      return reply_status_or_done(session, id,
+                                  engine->drop_space(message.body_as_SpaceDrop()->space()));
+    case wire::Body::SeqInfo:
+      return reply_struct(session, id,
+                          engine->seq_info(session->client, message.body_as_SeqInfo()->seq()));
+    case wire::Body::SeqList:
+      return handle_seq_list(session, id, *message.body_as_SeqList());
+    case wire::Body::Stats:
+      return reply_struct(session, id, Result<kvm_stats>(service_stats(*session->service())));
+    case wire::Body::StatsText:
+      return handle_stats_text(session, id, message.body_as_StatsText()->begin());
+    default:
+      session->doom_for_violation(fmt::format("a control message with body {} from a client",
+                                              static_cast<uint32_t>(message.body_type())));
+  }
+}
+
+}  // namespace
+
+void handle_message(Session* session, std::span<const uint8_t> bytes) {
+  const Result<const wire::Message*> message = ipc::read_message(bytes);
+  if (!message.is_ok()) {
+    session->doom_for_violation(std::string(message.status().message()));
+    return;
+  }
+  const wire::Hello* hello = message.value()->body_as_Hello();
+  if (session->welcomed == (hello != nullptr)) {
+    session->doom_for_violation(hello != nullptr ? "a second Hello" : "no Hello before the rest");
+    return;
+  }
+  // One client's message must not take the others down with it, whatever a library throws.
+  try {
+    hello != nullptr ? handle_hello(session, message.value()->id(), *hello)
+                     : handle_welcomed(session, *message.value());
+  } catch (const std::exception& error) {
+    session->doom(fmt::format("a control message could not be answered: {}", error.what()));
+  }
+}
+
+void finish_arena(Service* service, Session* session, FinishedArena arena) {
+  if (session != nullptr) {
+    --session->n_arenas_pending;
+    session->arena_bytes_pending -= arena.size_bytes;
+  }
+  if (!arena.memory.is_ok() || session == nullptr || session->is_doomed()) {
+    service->arena_bytes -= arena.size_bytes;
+    if (!arena.memory.is_ok()) {
+      if (session != nullptr) {
+        reply_error(session, arena.message_id, arena.memory.status());
+      }
+      return;
+    }
+    service->reaper.post(
+        [held = std::make_shared<ipc::SharedMemory>(std::move(arena.memory).value())] {});
+    return;
+  }
+  ipc::SharedMemory& memory = arena.memory.value();
+  std::vector<ipc::Fd> fds;
+  fds.push_back(std::move(memory.fd));
+  const uint32_t region = session->regions.add(std::move(memory.mapping));
+  ipc::ControlWriter writer;
+  session->send(writer.finish(arena.message_id,
+                              wire::CreateArenaCreated(writer.fbb(), region, arena.size_bytes)),
+                std::move(fds));
+}
+
+void finish_queue_destroy(Session* session, uint64_t message_id) {
+  reply_done(session, message_id);
+}
+
+}  // namespace kvm::daemon

@@ -1,0 +1,7 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "daemon/run.h"
+#include "engine/engine.h"
+
+int main(int argc, char** argv) {
+  return kvm::daemon::run_kvmd(argc, argv, kvm::engine::Engine::open);
+}

@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "daemon/notify.h"
+
+#include <stddef.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+
+#include <cstdlib>
+#include <cstring>
+
+#include "ipc/fd.h"
+
+namespace kvm::daemon {
+
+bool notify_service_manager(std::string_view state) {
+  const char* path = std::getenv("NOTIFY_SOCKET");
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  if (path == nullptr || (path[0] != '/' && path[0] != '@')) {
+    return false;
+  }
+  const size_t length = std::strlen(path);
+  if (length >= sizeof(address.sun_path)) {
+    return false;
+  }
+  std::memcpy(address.sun_path, path, length);
+  if (path[0] == '@') {
+    address.sun_path[0] = '\0';  // An abstract address: its first byte is zero.
+  }
+  const ipc::Fd fd(::socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+  const auto size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + length);
+  return fd.is_open() && ::sendto(fd.get(), state.data(), state.size(), MSG_DONTWAIT | MSG_NOSIGNAL,
+                                  reinterpret_cast<const sockaddr*>(&address), size) >= 0;
+}
+
+}  // namespace kvm::daemon

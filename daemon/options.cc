@@ -1,0 +1,232 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "daemon/options.h"
+
+#include <fmt/format.h>
+
+#include <cstdlib>
+
+#include "ipc/socket.h"
+#include "ipc/wire.h"
+
+namespace kvm::daemon {
+namespace {
+
+constexpr uint64_t kMinCapacityBytes = 16ull << 20;
+constexpr uint64_t kMaxSizeBytes = 1ull << 60;
+
+std::string upper_case(std::string text) {
+  for (char& c : text) {
+    c = c >= 'a' && c <= 'z' ? static_cast<char>(c - 'a' + 'A') : c;
+  }
+  return text;
+}
+
+struct AllowedText {
+  std::string operator()(const IntegerField& field) const {
+    return fmt::format("a whole number from {} to {}{}", field.min, field.max,
+                       field.unlimited_allowed ? ", or \"unlimited\"" : "");
+  }
+  std::string operator()(const OctalField& field) const {
+    return fmt::format("permission bits in octal, from 0 to {:04o}", field.max);
+  }
+  std::string operator()(const SizeField& field) const {
+    std::string text = fmt::format("a size such as 200GiB, from {} to {}",
+                                   format_bytes(field.min_bytes), format_bytes(field.max_bytes));
+    if (field.share_of != nullptr) {
+      text += fmt::format(", or a share such as 60% of {}", field.share_of);
+    }
+    return text;
+  }
+  std::string operator()(const BoolField&) const { return "true or false"; }
+  std::string operator()(const TextField& field) const {
+    if (field.choices.empty()) {
+      return "a text that is not empty";
+    }
+    return fmt::format("one of {}", fmt::join(field.choices, ", "));
+  }
+};
+
+// "  NAME" blocks of --help are wrapped at this column.
+constexpr size_t kHelpColumns = 96;
+
+std::string wrap(const std::string& text, size_t indent) {
+  std::string out(indent, ' ');
+  size_t column = indent;
+  size_t begin = 0;
+  while (begin < text.size()) {
+    size_t end = text.find(' ', begin);
+    end = end == std::string::npos ? text.size() : end;
+    if (column > indent && column + 1 + (end - begin) > kHelpColumns) {
+      out += '\n' + std::string(indent, ' ');
+      column = indent;
+    }
+    if (column > indent) {
+      out += ' ';
+      ++column;
+    }
+    out.append(text, begin, end - begin);
+    column += end - begin;
+    begin = end + 1;
+  }
+  return out + "\n";
+}
+
+// A value as TOML writes it: numbers and switches bare, the rest quoted.
+std::string toml_value(const OptionRow& row, const std::string& text) {
+  const bool number = std::holds_alternative<IntegerField>(row.field) && text != "unlimited";
+  if (number || std::holds_alternative<BoolField>(row.field)) {
+    return text;
+  }
+  std::string quoted = "\"";
+  for (const char c : text) {
+    if (c == '"' || c == '\\') {
+      quoted += '\\';
+    }
+    quoted += c;
+  }
+  return quoted + "\"";
+}
+
+}  // namespace
+
+const std::vector<OptionRow>& option_rows() {
+  using O = Options;
+  static const std::vector<OptionRow> rows = {
+      {"socket", ipc::default_socket_path(), TextField{&O::socket, {}},
+       "Path of the socket that clients connect to, at most 107 bytes. The default is "
+       "$XDG_RUNTIME_DIR/kvm/kvmd.sock, or /run/kvm/kvmd.sock where that variable is not set; "
+       "clients look in the same places."},
+      {"socket_mode", "0660", OctalField{&O::socket_mode, 0777},
+       "Permission bits of the socket: who may connect."},
+      {"host_capacity", "60%",
+       SizeField{&O::host_capacity, "the memory that is free at start", kMinCapacityBytes,
+                 kMaxSizeBytes},
+       "Hard cap of the memory that holds keys and values, in physical bytes. Appends beyond it "
+       "fail with KVM_ERR_NO_SPACE."},
+      {"default_quota", "100%",
+       SizeField{&O::default_quota, "host_capacity", kMinCapacityBytes, kMaxSizeBytes},
+       "How much of host_capacity one client may hold. Appends beyond it fail with "
+       "KVM_ERR_QUOTA."},
+      {"threads", "0", IntegerField{&O::threads, 0, 1024},
+       "Threads that compute, the dispatcher included. 0: one for each core."},
+      {"pin_threads", "false", BoolField{&O::pin_threads},
+       "Bind each computing thread to a core. For machines that run nothing else."},
+      {"spin_max_us", "200", IntegerField{&O::spin_max_us, 0, 10'000'000, true},
+       "The longest time, in microseconds, that the dispatcher looks for the next request without "
+       "sleeping. 0: never, for laptops; a request then costs a wake-up of about 50 microseconds. "
+       "\"unlimited\": it never sleeps, and one core is always busy."},
+      {"worker_spin_us", "200", IntegerField{&O::worker_spin_us, 0, 10'000'000},
+       "The longest time, in microseconds, that an idle computing thread looks for work before it "
+       "sleeps."},
+      {"max_clients", "64", IntegerField{&O::max_clients, 1, ipc::kMaxClients},
+       "Connections at a time."},
+      {"max_queues", "16", IntegerField{&O::max_queues, 1, ipc::kMaxQueuesPerClient},
+       "Queues of one client."},
+      {"max_arenas", "64", IntegerField{&O::max_arenas, 1, ipc::kMaxArenasPerClient},
+       "Arenas (shared memory for queries and results) of one client."},
+      {"max_arena", "4GiB", SizeField{&O::max_arena, nullptr, 1u << 20, ipc::kMaxArenaBytes},
+       "The largest arena."},
+      {"arena_quota", "50%", SizeField{&O::arena_quota, "arena_capacity", 1u << 20, kMaxSizeBytes},
+       "Memory of all arenas of one client together. Not part of host_capacity."},
+      {"arena_capacity", "20%",
+       SizeField{&O::arena_capacity, "the machine's memory", 1u << 20, kMaxSizeBytes},
+       "Memory of all arenas of all clients together. Not part of host_capacity."},
+      {"max_sequences", "65536", IntegerField{&O::max_sequences, 1, 1u << 24},
+       "Sequences of one client."},
+      {"max_spaces", "64", IntegerField{&O::max_spaces, 1, 4096},
+       "Spaces (model geometries) that can be registered."},
+      {"shutdown_timeout_ms", "2000", IntegerField{&O::shutdown_timeout_ms, 0, 600'000},
+       "How long, in milliseconds, requests in flight may go on after SIGTERM."},
+      {"log_level", "info", TextField{&O::log_level, {"error", "warning", "info", "debug"}},
+       "The least important messages that are written to the standard error stream."},
+  };
+  return rows;
+}
+
+std::string environment_name(const OptionRow& row) { return "KVM_" + upper_case(row.name); }
+
+std::string flag_name(const OptionRow& row) {
+  std::string flag = "--" + row.name;
+  for (char& c : flag) {
+    c = c == '_' ? '-' : c;
+  }
+  return flag;
+}
+
+std::string allowed_text(const OptionRow& row) { return std::visit(AllowedText(), row.field); }
+
+std::optional<std::string> environment_of_process(const std::string& name) {
+  const char* value = std::getenv(name.c_str());
+  return value == nullptr ? std::nullopt : std::optional<std::string>(value);
+}
+
+std::string print_options(const LoadedOptions& loaded) {
+  constexpr const char* kOrigins[] = {"default", "file", "environment", "flag"};
+  std::string out = "# Effective options of kvmd, as a configuration file.\n";
+  out += loaded.config_path.empty() ? "# No configuration file was read.\n"
+                                    : fmt::format("# Read from {}.\n", loaded.config_path);
+  for (size_t i = 0; i < option_rows().size(); ++i) {
+    const Setting& setting = loaded.settings[i];
+    const std::string line =
+        fmt::format("{} = {}", option_rows()[i].name, toml_value(option_rows()[i], setting.text));
+    const char* origin = kOrigins[static_cast<size_t>(setting.origin)];
+    out += fmt::format("{:<40}  # {}{}{}\n", line, origin, setting.where.empty() ? "" : ": ",
+                       setting.where);
+  }
+  return out;
+}
+
+std::string help_text() {
+  std::string out =
+      "Usage: kvmd [OPTIONS]\n"
+      "\n"
+      "kvmd keeps the keys and values of LLM inference engines in memory and computes attention\n"
+      "where they lie. Engines connect through a Unix socket with libkvm (kvm.h).\n"
+      "\n"
+      "Every option has a default: `kvmd` alone starts a working service. Stop it with SIGTERM or\n"
+      "Ctrl-C. `kvmctl status` and `kvmctl doctor` show how it is doing.\n"
+      "\n"
+      "An option can be given in three ways; the first one found counts:\n"
+      "  1. on the command line                    --spin-max-us 50\n"
+      "  2. in the environment                     KVM_SPIN_MAX_US=50\n"
+      "  3. in a TOML file (see --config)          spin_max_us = 50\n"
+      "\n"
+      "General\n"
+      "  --config PATH\n"
+      "      The TOML file. Default: $KVM_CONFIG, else /etc/kvm/kvmd.toml if it exists.\n"
+      "  --print-config\n"
+      "      Prints the effective options, with the origin of each, and exits.\n"
+      "  --version\n"
+      "      Prints the version and exits.\n"
+      "  -h, --help\n"
+      "      Prints this page and exits.\n"
+      "\n"
+      "Options\n";
+  for (const OptionRow& row : option_rows()) {
+    const std::string shown = row.name == "socket" ? "see below" : row.default_text;
+    out += fmt::format("  {} VALUE    [{}]\n", flag_name(row), shown);
+    out += wrap(row.help, 6);
+    if (!std::holds_alternative<TextField>(row.field) || row.name != "socket") {
+      out += wrap("Allowed: " + allowed_text(row) + ".", 6);
+    }
+  }
+  out +=
+      "\n"
+      "Exit status: 0 after SIGTERM or SIGINT; 1 when the service could not start; 2 when an\n"
+      "option is wrong.\n";
+  return out;
+}
+
+std::string options_markdown() {
+  std::string out =
+      "| In the file | Environment | Command line | Default | Allowed | Meaning |\n"
+      "|---|---|---|---|---|---|\n";
+  for (const OptionRow& row : option_rows()) {
+    const std::string shown = row.name == "socket" ? "see the text" : "`" + row.default_text + "`";
+    out += fmt::format("| `{}` | `{}` | `{}` | {} | {} | {} |\n", row.name, environment_name(row),
+                       flag_name(row), shown, allowed_text(row), row.help);
+  }
+  return out;
+}
+
+}  // namespace kvm::daemon

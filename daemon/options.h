@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: Apache-2.0
+// Options of kvmd: one table defines each option's name, default, range and help; the TOML file,
+// the environment and the command line are three ways of setting the same rows.
+//
+//   name in the file   spin_max_us          environment   KVM_SPIN_MAX_US
+//   command line       --spin-max-us        precedence    flag > environment > file > default
+//
+// docs/configuration.md contains options_markdown(), and a test compares the two.
+//
+// Threads: plain values.
+#ifndef KVM_DAEMON_OPTIONS_H_
+#define KVM_DAEMON_OPTIONS_H_
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <variant>
+#include <vector>
+
+#include "base/status.h"
+#include "daemon/values.h"
+
+namespace kvm::daemon {
+
+inline constexpr uint64_t kUnlimited = UINT64_MAX;
+
+struct Options {
+  std::string socket;
+  uint64_t socket_mode = 0;
+  Size host_capacity;  // share: of the memory that is free at start
+  Size default_quota;  // share: of host_capacity
+  uint64_t threads = 0;
+  bool pin_threads = false;
+  uint64_t spin_max_us = 0;
+  uint64_t worker_spin_us = 0;
+  uint64_t max_clients = 0;
+  uint64_t max_queues = 0;
+  uint64_t max_arenas = 0;
+  Size max_arena;
+  Size arena_quota;     // share: of arena_capacity
+  Size arena_capacity;  // share: of the machine's memory
+  uint64_t max_sequences = 0;
+  uint64_t max_spaces = 0;
+  uint64_t shutdown_timeout_ms = 0;
+  std::string log_level;
+};
+
+enum class Origin : uint8_t { kDefault, kFile, kEnvironment, kFlag };
+
+struct IntegerField {
+  uint64_t Options::*member;
+  uint64_t min;
+  uint64_t max;
+  bool unlimited_allowed = false;
+};
+struct OctalField {
+  uint64_t Options::*member;
+  uint32_t max;
+};
+struct SizeField {
+  Size Options::*member;
+  const char* share_of;  // what a percentage refers to; nullptr: none allowed
+  uint64_t min_bytes;
+  uint64_t max_bytes;
+};
+struct BoolField {
+  bool Options::*member;
+};
+struct TextField {
+  std::string Options::*member;
+  std::vector<std::string> choices;  // empty: any text that is not
+};
+
+struct OptionRow {
+  std::string name;
+  std::string default_text;
+  std::variant<IntegerField, OctalField, SizeField, BoolField, TextField> field;
+  std::string help;  // one or two sentences
+};
+
+// The table, in the order in which people should read it.
+const std::vector<OptionRow>& option_rows();
+std::string environment_name(const OptionRow& row);
+std::string flag_name(const OptionRow& row);
+// "a whole number from 0 to 64", for messages and help.
+std::string allowed_text(const OptionRow& row);
+
+// What an option is set to, and by whom.
+struct Setting {
+  std::string text;
+  Origin origin = Origin::kDefault;
+  std::string where;  // "the file kvmd.toml, line 3"; empty for a default
+};
+
+struct LoadedOptions {
+  Options options;
+  std::vector<Setting> settings;  // one for each row of the table
+  std::string config_path;        // empty: no file was read
+  bool print_config = false;
+  bool help = false;
+  bool version = false;
+};
+
+// Looks a name of the environment up. For tests; the process's own is environment_of_process.
+using Environment = std::function<std::optional<std::string>(const std::string& name)>;
+std::optional<std::string> environment_of_process(const std::string& name);
+
+// Reads all three sources. `names` are the names of the variables that exist, for catching those
+// that are nearly one of ours. Fails: INVALID (unknown option or key, with the nearest known name;
+// a value out of range), IO (a file that was asked for cannot be read).
+Result<LoadedOptions> load_options(const std::vector<std::string>& arguments,
+                                   const Environment& environment,
+                                   const std::vector<std::string>& environment_names);
+
+// Effective values as a TOML file, each with its origin in a comment.
+std::string print_options(const LoadedOptions& loaded);
+// `kvmd --help`.
+std::string help_text();
+// The table of docs/configuration.md.
+std::string options_markdown();
+
+}  // namespace kvm::daemon
+
+#endif  // KVM_DAEMON_OPTIONS_H_

@@ -1,0 +1,267 @@
+// SPDX-License-Identifier: Apache-2.0
+// The three sources of options: file, environment, command line.
+#include <errno.h>
+#include <fmt/format.h>
+#include <string.h>
+#include <unistd.h>
+
+#include <toml++/toml.h>
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <fstream>
+#include <sstream>
+#include <utility>
+
+#include "daemon/options.h"
+
+namespace kvm::daemon {
+namespace {
+
+constexpr const char* kDefaultConfigPath = "/etc/kvm/kvmd.toml";
+constexpr const char* kConfigVariable = "KVM_CONFIG";
+
+// Writes a value into its field. Returns false when the text is not allowed.
+struct Assign {
+  Options* options;
+  std::string_view text;
+
+  bool operator()(const IntegerField& field) const {
+    if (field.unlimited_allowed && text == "unlimited") {
+      options->*field.member = kUnlimited;
+      return true;
+    }
+    const std::optional<uint64_t> value = parse_integer(text);
+    if (!value || *value < field.min || *value > field.max) {
+      return false;
+    }
+    options->*field.member = *value;
+    return true;
+  }
+  bool operator()(const OctalField& field) const {
+    const std::optional<uint32_t> value = parse_octal(text);
+    if (!value || *value > field.max) {
+      return false;
+    }
+    options->*field.member = *value;
+    return true;
+  }
+  bool operator()(const SizeField& field) const {
+    const std::optional<Size> value = parse_size(text);
+    if (!value) {
+      return false;
+    }
+    const bool allowed = value->is_share
+                             ? field.share_of != nullptr && value->percent > 0
+                             : value->bytes >= field.min_bytes && value->bytes <= field.max_bytes;
+    if (allowed) {
+      options->*field.member = *value;
+    }
+    return allowed;
+  }
+  bool operator()(const BoolField& field) const {
+    const std::optional<bool> value = parse_bool(text);
+    if (!value) {
+      return false;
+    }
+    options->*field.member = *value;
+    return true;
+  }
+  bool operator()(const TextField& field) const {
+    if (text.empty()) {
+      return false;
+    }
+    if (!field.choices.empty() &&
+        std::find(field.choices.begin(), field.choices.end(), text) == field.choices.end()) {
+      return false;
+    }
+    options->*field.member = std::string(text);
+    return true;
+  }
+};
+
+Status apply(size_t index, Setting setting, LoadedOptions* loaded) {
+  const OptionRow& row = option_rows()[index];
+  if (!std::visit(Assign{&loaded->options, setting.text}, row.field)) {
+    return Status(KVM_ERR_INVALID, fmt::format("{} is '{}'{}{}; it must be {}", row.name,
+                                               setting.text, setting.where.empty() ? "" : " in ",
+                                               setting.where, allowed_text(row)));
+  }
+  loaded->settings[index] = std::move(setting);
+  return Status::ok();
+}
+
+std::optional<size_t> find_row(std::string_view name) {
+  for (size_t i = 0; i < option_rows().size(); ++i) {
+    if (option_rows()[i].name == name) {
+      return i;
+    }
+  }
+  return std::nullopt;
+}
+
+// "; did you mean 'socket'?", or nothing.
+std::string hint(std::string_view name, const std::vector<std::string>& candidates) {
+  const std::string nearest = nearest_name(name, candidates);
+  return nearest.empty() ? std::string() : fmt::format("; did you mean '{}'?", nearest);
+}
+
+std::vector<std::string> names_of(std::string (*name_of)(const OptionRow&)) {
+  std::vector<std::string> names;
+  for (const OptionRow& row : option_rows()) {
+    names.push_back(name_of(row));
+  }
+  return names;
+}
+
+// The value of a key as text; nothing for tables, arrays and dates.
+std::optional<std::string> text_of(const toml::node& node) {
+  if (const auto* text = node.as_string()) {
+    return text->get();
+  }
+  if (const auto* number = node.as_integer()) {
+    return std::to_string(number->get());
+  }
+  if (const auto* flag = node.as_boolean()) {
+    return flag->get() ? "true" : "false";
+  }
+  return std::nullopt;
+}
+
+Status load_table(const toml::table& table, const std::string& path, LoadedOptions* loaded) {
+  for (const auto& [key, node] : table) {
+    const std::string where =
+        fmt::format("the file {}, line {}", path, static_cast<uint32_t>(node.source().begin.line));
+    const std::optional<size_t> index = find_row(key.str());
+    if (!index) {
+      return Status(
+          KVM_ERR_INVALID,
+          fmt::format("unknown option '{}' in {}{}", key.str(), where,
+                      hint(key.str(), names_of([](const OptionRow& row) { return row.name; }))));
+    }
+    std::optional<std::string> text = text_of(node);
+    if (!text) {
+      return Status(KVM_ERR_INVALID, fmt::format("{} in {} must be {}", key.str(), where,
+                                                 allowed_text(option_rows()[*index])));
+    }
+    KVM_TRY(apply(*index, Setting{std::move(*text), Origin::kFile, where}, loaded));
+  }
+  return Status::ok();
+}
+
+Status load_file(const std::string& path, LoadedOptions* loaded) {
+  std::ifstream file(path);
+  std::stringstream text;
+  if (!file || !(text << file.rdbuf())) {
+    return Status(KVM_ERR_IO, fmt::format("cannot read the configuration file '{}': {}", path,
+                                          ::strerror(errno)));
+  }
+  loaded->config_path = path;
+  // toml++ as packaged reports errors by exceptions; they end here.
+  try {
+    return load_table(toml::parse(text.str(), path), path, loaded);
+  } catch (const toml::parse_error& error) {
+    return Status(KVM_ERR_INVALID, fmt::format("the file {}, line {}, is not TOML: {}", path,
+                                               static_cast<uint32_t>(error.source().begin.line),
+                                               error.description()));
+  }
+}
+
+Status load_environment(const Environment& environment, const std::vector<std::string>& names,
+                        LoadedOptions* loaded) {
+  std::vector<std::string> known = names_of(environment_name);
+  known.push_back(kConfigVariable);
+  for (size_t i = 0; i < option_rows().size(); ++i) {
+    const std::string name = known[i];
+    // An empty variable counts as unset, as it does for clients.
+    if (const std::optional<std::string> value = environment(name); value && !value->empty()) {
+      KVM_TRY(apply(i, Setting{*value, Origin::kEnvironment, "the environment, " + name}, loaded));
+    }
+  }
+  // Clients, tests and build scripts have KVM_ variables of their own, so only a near miss is one.
+  for (const std::string& name : names) {
+    if (!name.starts_with("KVM_") || std::find(known.begin(), known.end(), name) != known.end()) {
+      continue;
+    }
+    for (const std::string& candidate : known) {
+      if (edit_distance(name, candidate) <= 2) {
+        return Status(KVM_ERR_INVALID,
+                      fmt::format("unknown variable '{}' in the environment; did you mean '{}'?",
+                                  name, candidate));
+      }
+    }
+  }
+  return Status::ok();
+}
+
+struct CommandLine {
+  std::vector<std::optional<std::string>> values;  // by row
+  std::optional<std::string> config;
+};
+
+Status unexpected_argument(const std::string& argument) {
+  if (!argument.starts_with("-")) {
+    return Status(KVM_ERR_INVALID, fmt::format("unexpected argument '{}'; options begin with --, "
+                                               "see kvmd --help",
+                                               argument));
+  }
+  std::vector<std::string> known = names_of(flag_name);
+  known.insert(known.end(), {"--config", "--print-config", "--version", "--help"});
+  const std::string name = argument.substr(0, argument.find('='));
+  const std::string nearest = hint(name, known);
+  return Status(KVM_ERR_INVALID, fmt::format("unknown option '{}'{}", name,
+                                             nearest.empty() ? "; see kvmd --help" : nearest));
+}
+
+Status parse_command_line(std::vector<std::string> arguments, CommandLine* line,
+                          LoadedOptions* loaded) {
+  CLI::App app;
+  app.set_help_flag();
+  app.allow_extras();
+  line->values.resize(option_rows().size());
+  for (size_t i = 0; i < option_rows().size(); ++i) {
+    app.add_option(flag_name(option_rows()[i]), line->values[i]);
+  }
+  app.add_option("--config", line->config);
+  app.add_flag("--print-config", loaded->print_config);
+  app.add_flag("--version", loaded->version);
+  app.add_flag("-h,--help", loaded->help);
+  // CLI11 reports errors by exceptions, and takes its arguments in reverse order.
+  try {
+    app.parse(std::vector<std::string>(arguments.rbegin(), arguments.rend()));
+  } catch (const CLI::ParseError& error) {
+    return Status(KVM_ERR_INVALID, fmt::format("{}; see kvmd --help", error.what()));
+  }
+  const std::vector<std::string> extras = app.remaining();
+  return extras.empty() ? Status::ok() : unexpected_argument(extras.front());
+}
+
+}  // namespace
+
+Result<LoadedOptions> load_options(const std::vector<std::string>& arguments,
+                                   const Environment& environment,
+                                   const std::vector<std::string>& environment_names) {
+  LoadedOptions loaded;
+  loaded.settings.resize(option_rows().size());
+  CommandLine line;
+  KVM_TRY(parse_command_line(arguments, &line, &loaded));
+  for (size_t i = 0; i < option_rows().size(); ++i) {
+    KVM_TRY(apply(i, Setting{option_rows()[i].default_text, Origin::kDefault, {}}, &loaded));
+  }
+  std::optional<std::string> config = line.config ? line.config : environment(kConfigVariable);
+  if (!config && ::access(kDefaultConfigPath, F_OK) == 0) {
+    config = kDefaultConfigPath;
+  }
+  if (config) {
+    KVM_TRY(load_file(*config, &loaded));
+  }
+  KVM_TRY(load_environment(environment, environment_names, &loaded));
+  for (size_t i = 0; i < option_rows().size(); ++i) {
+    if (line.values[i]) {
+      const std::string where = "the command line, " + flag_name(option_rows()[i]);
+      KVM_TRY(apply(i, Setting{*line.values[i], Origin::kFlag, where}, &loaded));
+    }
+  }
+  return loaded;
+}
+
+}  // namespace kvm::daemon

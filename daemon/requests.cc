@@ -1,0 +1,181 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "daemon/requests.h"
+
+#include <fmt/format.h>
+
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "daemon/clock.h"
+
+namespace kvm::daemon {
+namespace {
+
+engine::TensorView view_of(const ipc::TensorSpan& span) {
+  return {.data = span.data,
+          .size_bytes = span.size_bytes,
+          .dtype = span.dtype,
+          .stride_layer = span.stride_layer,
+          .stride_row = span.stride_row,
+          .stride_head = span.stride_head};
+}
+
+engine::StepRequest engine_request(ipc::StepMessage&& step) {
+  return {.append = step.append,
+          .attend = step.attend,
+          .flags = step.flags,
+          .space = step.space,
+          .layer_begin = step.layer_begin,
+          .n_layers = step.n_layers,
+          .items = std::move(step.items),
+          .ranges = std::move(step.ranges),
+          .tree_mask = std::move(step.tree_mask),
+          .mode = step.mode,
+          .proposal = step.proposal,
+          .scale = step.scale,
+          .eps = step.eps,
+          .delta = step.delta,
+          .budget = step.budget,
+          .seed = step.seed,
+          .deadline_ns = step.deadline_ns,
+          .k = view_of(step.k),
+          .v = view_of(step.v),
+          .q = view_of(step.q),
+          .o = view_of(step.o),
+          .lse = view_of(step.lse),
+          .err = view_of(step.err)};
+}
+
+engine::ReadRequest engine_request(ipc::ReadMessage&& read) {
+  return {.seq = read.seq,
+          .layer = read.layer,
+          .position = read.position,
+          .n_tokens = read.n_tokens,
+          .k = view_of(read.k),
+          .v = view_of(read.v)};
+}
+
+engine::ObserveRequest engine_request(ipc::ObserveMessage&& observe) {
+  return {.seq = observe.seq,
+          .layer = observe.layer,
+          .n_rows = observe.n_rows,
+          .query_position = observe.query_position,
+          .column_begin = observe.column_begin,
+          .n_columns = observe.n_columns,
+          .q = view_of(observe.q),
+          .column_sums = view_of(observe.column_sums)};
+}
+
+engine::SeqVerb engine_verb(ipc::SeqVerbWire verb) {
+  switch (verb) {
+    case ipc::SeqVerbWire::kCreate:
+      return engine::SeqVerb::kCreate;
+    case ipc::SeqVerbWire::kFork:
+      return engine::SeqVerb::kFork;
+    case ipc::SeqVerbWire::kTruncate:
+      return engine::SeqVerb::kTruncate;
+    case ipc::SeqVerbWire::kCommit:
+      return engine::SeqVerb::kCommit;
+    case ipc::SeqVerbWire::kFree:
+      break;
+  }
+  return engine::SeqVerb::kFree;
+}
+
+engine::SeqRequest engine_request(ipc::SeqMessage&& seq) {
+  return {.verb = engine_verb(seq.verb),
+          .space = seq.space,
+          .seq = seq.seq,
+          .n_tokens = seq.n_tokens,
+          .flags = seq.flags};
+}
+
+uint64_t private_bytes_of(const ipc::StepMessage& step) {
+  return step.items.size() * sizeof(kvm_item) + step.ranges.size() * sizeof(kvm_range) +
+         step.tree_mask.size() * sizeof(uint64_t);
+}
+template <typename Message>
+uint64_t private_bytes_of(const Message&) {
+  return 0;
+}
+
+void mark_dirty(ServedQueue* queue) {
+  if (!queue->is_dirty) {
+    queue->is_dirty = true;
+    queue->session()->service()->dirty.push_back(queue);
+  }
+}
+
+void finish(InFlight* request, engine::RequestResult&& result) {
+  ServedQueue* queue = request->queue;
+  const ipc::CompletionEntry entry = {.user_data = request->user_data,
+                                      .status = result.status.code(),
+                                      .mode = result.mode,
+                                      .keys_present = result.keys_present,
+                                      .keys_read = result.keys_read,
+                                      .bytes_read = result.bytes_read,
+                                      .service_ns = result.service_ns,
+                                      .compute_ns = result.compute_ns,
+                                      .err_max = result.err_max,
+                                      .n_exact = result.n_exact};
+  queue->complete(request, entry, result.seq, result.status.message());
+  mark_dirty(queue);
+}
+
+// What to do with each kind of message.
+struct Dispatch {
+  Session* session;
+  ServedQueue* queue;
+  ipc::Request* request;
+
+  void operator()(ipc::NopMessage&) const { answer(KVM_OK); }
+
+  void operator()(ipc::CancelMessage& cancel) const {
+    const bool known = session->service()->engine->cancel(
+        session->client, engine::RequestTag{queue->id(), cancel.user_data});
+    ipc::write_result(request->result, 0,
+                      known ? "" : "no request with this number is outstanding");
+    answer(known ? KVM_OK : KVM_ERR_NOT_FOUND);
+  }
+
+  template <typename Message>
+  void operator()(Message& message) const {
+    InFlight* slot = queue->begin(request, private_bytes_of(message));
+    session->service()->engine->submit(
+        session->client, engine::RequestTag{queue->id(), slot->user_data},
+        engine_request(std::move(message)),
+        [slot](engine::RequestResult&& result) { finish(slot, std::move(result)); });
+  }
+
+  void answer(kvm_status status) const {
+    Service* service = session->service();
+    ++service->n_immediate;
+    service->n_immediate_failed += status == KVM_OK ? 0 : 1;
+    queue->complete_now({.user_data = request->user_data, .status = status});
+    mark_dirty(queue);
+  }
+};
+
+}  // namespace
+
+void dispatch_request(Session* session, ServedQueue* queue, ipc::Request&& request) {
+  // One client's request must not take the others down with it, whatever a library throws.
+  try {
+    std::visit(Dispatch{session, queue, &request}, request.message);
+  } catch (const std::exception& error) {
+    session->doom(fmt::format("a request could not be handed on: {}", error.what()));
+  }
+}
+
+void cancel_all(Session* session, ServedQueue* queue) {
+  // Cancelling completes requests, which changes what is in flight: collect first.
+  std::vector<uint64_t> numbers;
+  queue->for_each_in_flight(
+      [&numbers](const InFlight& request) { numbers.push_back(request.user_data); });
+  for (const uint64_t number : numbers) {
+    session->service()->engine->cancel(session->client, {queue->id(), number});
+  }
+}
+
+}  // namespace kvm::daemon

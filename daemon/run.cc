@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "daemon/run.h"
+
+#include <fmt/format.h>
+#include <signal.h>
+#include <spdlog/spdlog.h>
+#include <sys/signalfd.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "daemon/logging.h"
+#include "daemon/machine.h"
+#include "daemon/notify.h"
+#include "daemon/options.h"
+#include "daemon/server.h"
+
+namespace kvm::daemon {
+namespace {
+
+constexpr int kExitFailed = 1;
+constexpr int kExitUsage = 2;
+
+std::vector<std::string> environment_names() {
+  std::vector<std::string> names;
+  for (char** entry = environ; entry != nullptr && *entry != nullptr; ++entry) {
+    const std::string_view text(*entry);
+    names.emplace_back(text.substr(0, text.find('=')));
+  }
+  return names;
+}
+
+engine::EngineOptions engine_options(const Options& options, const MachineMemory& memory) {
+  engine::EngineOptions out;
+  out.n_threads = static_cast<uint32_t>(options.threads);
+  out.host_capacity_bytes = options.host_capacity.resolve(memory.free_bytes);
+  out.default_quota_bytes = options.default_quota.resolve(out.host_capacity_bytes);
+  out.max_sequences_per_client = options.max_sequences;
+  out.max_spaces = static_cast<uint32_t>(options.max_spaces);
+  out.pin_threads = options.pin_threads;
+  out.worker_spin_ns = options.worker_spin_us * 1000;
+  return out;
+}
+
+ServerOptions server_options(const Options& options, const MachineMemory& memory, int signal_fd) {
+  ServerOptions out;
+  out.socket_path = options.socket;
+  out.socket_mode = static_cast<mode_t>(options.socket_mode);
+  out.limits.max_clients = static_cast<uint32_t>(options.max_clients);
+  out.limits.max_queues = static_cast<uint32_t>(options.max_queues);
+  out.limits.max_arenas = static_cast<uint32_t>(options.max_arenas);
+  out.limits.max_arena_bytes = options.max_arena.resolve(ipc::kMaxArenaBytes);
+  out.limits.arena_capacity_bytes = options.arena_capacity.resolve(memory.total_bytes);
+  out.limits.arena_quota_bytes = options.arena_quota.resolve(out.limits.arena_capacity_bytes);
+  out.spin_max_ns = options.spin_max_us == kUnlimited ? UINT64_MAX : options.spin_max_us * 1000;
+  out.shutdown_timeout_ns = options.shutdown_timeout_ms * 1'000'000;
+  out.signal_fd = signal_fd;
+  out.on_stopping = [] { notify_service_manager("STOPPING=1"); };
+  return out;
+}
+
+// SIGTERM and SIGINT as a descriptor. Threads made later inherit the mask, so it comes first.
+ipc::Fd block_signals() {
+  sigset_t signals;
+  ::sigemptyset(&signals);
+  ::sigaddset(&signals, SIGTERM);
+  ::sigaddset(&signals, SIGINT);
+  ::pthread_sigmask(SIG_BLOCK, &signals, nullptr);
+  ::signal(SIGPIPE, SIG_IGN);
+  return ipc::Fd(::signalfd(-1, &signals, SFD_CLOEXEC | SFD_NONBLOCK));
+}
+
+// The folder of the socket, one level: $XDG_RUNTIME_DIR/kvm is nobody else's to make.
+void make_socket_folder(const std::string& socket_path) {
+  const size_t slash = socket_path.rfind('/');
+  if (slash != std::string::npos && slash > 0) {
+    ::mkdir(socket_path.substr(0, slash).c_str(), 0755);
+  }
+}
+
+int fail(int exit_status, const Status& status) {
+  fmt::print(stderr, "kvmd: {}\n", status.message());
+  return exit_status;
+}
+
+int serve(const Options& options, const OpenEngine& open_engine) {
+  set_up_logging(options.log_level);
+  const ipc::Fd signals = block_signals();
+  raise_open_file_limit();
+  const MachineMemory memory = machine_memory();
+  Result<std::unique_ptr<engine::Engine>> engine = open_engine(engine_options(options, memory));
+  if (!engine.is_ok()) {
+    return fail(kExitFailed, engine.status());
+  }
+  make_socket_folder(options.socket);
+  Server server(engine.value().get(), server_options(options, memory, signals.get()));
+  if (const Status status = server.start(); !status.is_ok()) {
+    return fail(kExitFailed, status);
+  }
+  const engine::EngineOptions& effective = engine.value()->options();
+  spdlog::info("listening at {}; {} threads, {} kernels, {} for keys and values, {} for arenas",
+               options.socket, engine.value()->n_threads(), engine.value()->isa(),
+               format_bytes(effective.host_capacity_bytes),
+               format_bytes(server.service().limits.arena_capacity_bytes));
+  notify_service_manager("READY=1");
+  server.run();
+  return 0;
+}
+
+}  // namespace
+
+int run_kvmd(int argc, const char* const* argv, const OpenEngine& open_engine) {
+  const std::vector<std::string> arguments(argv + (argc > 0 ? 1 : 0), argv + argc);
+  const Result<LoadedOptions> loaded =
+      load_options(arguments, environment_of_process, environment_names());
+  if (!loaded.is_ok()) {
+    return fail(kExitUsage, loaded.status());
+  }
+  if (loaded.value().help) {
+    fmt::print("{}", help_text());
+    return 0;
+  }
+  if (loaded.value().version) {
+    fmt::print("kvmd {}.{}.{}\n", KVM_VERSION_MAJOR, KVM_VERSION_MINOR, KVM_VERSION_PATCH);
+    return 0;
+  }
+  if (loaded.value().print_config) {
+    fmt::print("{}", print_options(loaded.value()));
+    return 0;
+  }
+  return serve(loaded.value().options, open_engine);
+}
+
+}  // namespace kvm::daemon

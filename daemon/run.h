@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: Apache-2.0
+// kvmd from its arguments to its exit status.
+#ifndef KVM_DAEMON_RUN_H_
+#define KVM_DAEMON_RUN_H_
+
+#include <functional>
+#include <memory>
+
+#include "base/status.h"
+#include "engine/engine.h"
+
+namespace kvm::daemon {
+
+using OpenEngine =
+    std::function<Result<std::unique_ptr<engine::Engine>>(const engine::EngineOptions& options)>;
+
+// Returns the exit status: 0 after a signal, 1 when the service could not start, 2 when an option
+// is wrong. `open_engine` is Engine::open, or a test's own.
+int run_kvmd(int argc, const char* const* argv, const OpenEngine& open_engine);
+
+}  // namespace kvm::daemon
+
+#endif  // KVM_DAEMON_RUN_H_

@@ -1,0 +1,579 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "daemon/server.h"
+
+#include <spdlog/spdlog.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <random>
+#include <utility>
+
+#include "daemon/clock.h"
+#include "daemon/control.h"
+#include "daemon/requests.h"
+#include "ipc/shared_words.h"
+#include "ipc/socket.h"
+#include "ipc/validate.h"
+
+namespace kvm::daemon {
+namespace {
+
+constexpr uint32_t kEntriesPerTurn = 32;
+constexpr uint32_t kMessagesPerEvent = 4;
+// Sockets are looked at this often while requests keep the dispatcher busy, and while it spins.
+constexpr uint64_t kBusyEventPeriodNs = 200'000;
+constexpr uint64_t kSpinEventPeriodNs = 50'000;
+// Spinning for less than this is not worth it: the client's own turnaround takes as long.
+constexpr uint64_t kMinSpinNs = 50'000;
+// How long a client may leave a completion in the ring before its eventfd is written.
+constexpr uint64_t kNotifyPatienceNs = 20'000;
+// Connections beyond max_clients that may be told so.
+constexpr size_t kMaxUnwelcomed = 16;
+
+uint64_t random_epoch() {
+  std::random_device device;
+  uint64_t epoch = 0;
+  while (epoch == 0) {
+    epoch = static_cast<uint64_t>(device()) << 32 | device();
+  }
+  return epoch;
+}
+
+void watch(const ipc::Fd& epoll, int fd, uint32_t events, uint64_t token) {
+  epoll_event event{};
+  event.events = events;
+  event.data.u64 = token;
+  ::epoll_ctl(epoll.get(), EPOLL_CTL_ADD, fd, &event);
+}
+
+}  // namespace
+
+Server::Server(engine::Engine* engine, ServerOptions options)
+    : service_(std::make_unique<Service>()), options_(std::move(options)) {
+  service_->engine = engine;
+  service_->limits = options_.limits;
+  service_->epoch = random_epoch();
+  service_->start_ns = now_ns();
+  service_->uid = ::geteuid();
+  engine->set_wake([service = service_.get()] { service->wake.wake(); });
+}
+
+Server::~Server() {
+  // Tasks of the engine may still write to arenas: wait for them, then unmap.
+  for (auto& session : sessions_) {
+    session->doom("shutdown");
+  }
+  bury_doomed();
+  while (!leaving_.empty()) {
+    if (!service_->engine->work() && service_->engine->poll() == 0 && !leaving_.empty()) {
+      service_->engine->wait(1'000'000);
+    }
+  }
+  service_->engine->set_wake({});
+  remove_socket();
+}
+
+Status Server::start() {
+  service_->epoll = ipc::Fd(::epoll_create1(EPOLL_CLOEXEC));
+  if (!service_->epoll.is_open()) {
+    return Status(KVM_ERR_LIMIT, "epoll_create1: no file descriptors left");
+  }
+  KVM_TRY_ASSIGN(listener_, ipc::listen_at(options_.socket_path, options_.socket_mode));
+  struct stat facts {};
+  if (::stat(options_.socket_path.c_str(), &facts) == 0) {
+    socket_inode_ = facts.st_ino;
+  }
+  const uint64_t none = 0;
+  watch(service_->epoll, listener_.get(), EPOLLIN, event_token(EventKind::kListener, none));
+  watch(service_->epoll, service_->wake.fd(), EPOLLIN, event_token(EventKind::kWake, none));
+  if (options_.signal_fd >= 0) {
+    watch(service_->epoll, options_.signal_fd, EPOLLIN, event_token(EventKind::kSignal, none));
+  }
+  if (options_.offer_eventfd) {
+    Result<std::unique_ptr<UringNotifier>> notifier = UringNotifier::open();
+    if (notifier.is_ok()) {
+      service_->notifier = std::move(notifier).value();
+      watch(service_->epoll, service_->notifier->fd(), EPOLLIN,
+            event_token(EventKind::kNotifier, none));
+    } else {
+      spdlog::warn("completion eventfds are not offered ({}); clients that want them will poll",
+                   notifier.status().message());
+    }
+  }
+  return Status::ok();
+}
+
+void Server::run() {
+  uint64_t last_active = now_ns();
+  uint64_t last_events = 0;
+  while (!stop_requested_.load(std::memory_order_relaxed)) {
+    const bool active = turn();
+    const uint64_t now = now_ns();
+    last_active = active ? now : last_active;
+    if (now - last_events >= (active ? kBusyEventPeriodNs : kSpinEventPeriodNs)) {
+      handle_events(0);
+      last_events = now;
+    }
+    notify_eventfds(now, kNotifyPatienceNs);
+    if (active) {
+      continue;
+    }
+    if (options_.spin_max_ns == UINT64_MAX || now - last_active < spin_window_ns()) {
+      ipc::cpu_relax();
+      continue;
+    }
+    sleep();
+    last_events = now_ns();
+  }
+  shut_down();
+}
+
+void Server::request_stop() {
+  stop_requested_.store(true, std::memory_order_relaxed);
+  service_->wake.wake();
+}
+
+void Server::shut_down() {
+  spdlog::info("shutting down: {} clients, {} requests in flight", sessions_.size(),
+               service_->engine->n_in_flight());
+  draining_ = true;
+  if (options_.on_stopping) {
+    options_.on_stopping();
+  }
+  listener_.reset();
+  remove_socket();
+  const uint64_t deadline = now_ns() + options_.shutdown_timeout_ns;
+  while (service_->engine->n_in_flight() > 0 && now_ns() < deadline) {
+    if (!turn()) {
+      service_->engine->wait(1'000'000);
+    }
+  }
+  if (const uint32_t n = service_->engine->n_in_flight(); n > 0) {
+    spdlog::warn("{} requests are given up: shutdown_timeout_ms has passed", n);
+  }
+  for (auto& session : sessions_) {
+    session->doom("shutdown");
+  }
+  bury_doomed();
+}
+
+void Server::remove_socket() {
+  // Another daemon may have taken the path over in the meantime.
+  struct stat facts {};
+  if (socket_inode_ != 0 && ::stat(options_.socket_path.c_str(), &facts) == 0 &&
+      facts.st_ino == socket_inode_) {
+    ::unlink(options_.socket_path.c_str());
+  }
+  socket_inode_ = 0;
+}
+
+// --- A turn -------------------------------------------------------------------------------------
+
+bool Server::turn() {
+  bool active = false;
+  if (!draining_) {
+    active = serve_queues();
+    publish();
+  }
+  active |= service_->engine->work();
+  active |= service_->engine->poll() > 0;
+  publish();
+  finish_arenas();
+  finish_closing_queues();
+  bury_doomed();
+  return active;
+}
+
+bool Server::serve_queues() {
+  bool active = false;
+  const size_t n = sessions_.size();
+  first_session_ = n == 0 ? 0 : (first_session_ + 1) % n;
+  for (size_t i = 0; i < n; ++i) {
+    Session* session = sessions_[(first_session_ + i) % n].get();
+    bool arrived = false;
+    for (const auto& queue : session->queues) {
+      arrived |= serve_queue(session, queue.get());
+    }
+    if (arrived) {
+      session->note_arrival(now_ns());
+      active = true;
+    }
+  }
+  return active;
+}
+
+bool Server::serve_queue(Session* session, ServedQueue* queue) {
+  if (queue->closing || session->is_doomed()) {
+    return false;
+  }
+  // LIMIT: what one client makes us hold in private memory; its next requests wait.
+  if (queue->n_in_flight() > 0 && session->private_bytes() > kMaxPrivateBytes) {
+    return false;
+  }
+  std::array<ipc::RequestEntry, kEntriesPerTurn> entries;
+  const Result<uint32_t> taken = queue->take(entries.data(), kEntriesPerTurn);
+  if (!taken.is_ok()) {
+    session->doom_for_violation(std::string(taken.status().message()));
+    return true;
+  }
+  for (uint32_t i = 0; i < taken.value() && !session->is_doomed(); ++i) {
+    ipc::Request request;
+    const ipc::Reject reject = ipc::validate_request(entries[i], &session->regions, &request);
+    if (reject != ipc::Reject::kNone) {
+      session->doom_for_violation(ipc::reject_text(reject));
+      break;
+    }
+    dispatch_request(session, queue, std::move(request));
+  }
+  return taken.value() > 0;
+}
+
+void Server::publish() {
+  if (service_->dirty.empty()) {
+    return;
+  }
+  for (ServedQueue* queue : service_->dirty) {
+    queue->is_dirty = false;
+    queue->publish();
+  }
+  const uint64_t now = now_ns();
+  for (ServedQueue* queue : service_->dirty) {
+    queue->session()->note_answer(now);
+    if (queue->eventfd() >= 0 && queue->published_ns == 0) {
+      queue->published_ns = now;
+      ++n_unnotified_;
+    }
+  }
+  service_->dirty.clear();
+}
+
+void Server::notify_eventfds(uint64_t now, uint64_t patience_ns) {
+  if (n_unnotified_ == 0) {
+    return;
+  }
+  reap_notifications();
+  n_unnotified_ = 0;
+  for (const auto& session : sessions_) {
+    for (const auto& queue : session->queues) {
+      if (queue->published_ns == 0) {
+        continue;
+      }
+      const bool wanted = queue->wants_notification();
+      if (wanted && (queue->notification_under_way || now - queue->published_ns < patience_ns)) {
+        ++n_unnotified_;
+        continue;
+      }
+      queue->published_ns = 0;
+      if (wanted) {
+        const uint64_t token = session->id() << 32 | queue->id();
+        queue->notification_under_way = service_->notifier->notify(queue->eventfd(), token);
+        ++service_->n_notifications;
+      }
+    }
+  }
+  // Nearly always done already, and then it does not wake us later.
+  reap_notifications();
+}
+
+void Server::reap_notifications() {
+  service_->notifier->reap([this](uint64_t token) {
+    Session* session = find_session(token >> 32);
+    ServedQueue* queue =
+        session == nullptr ? nullptr : session->find_queue(static_cast<uint32_t>(token));
+    if (queue != nullptr) {
+      queue->notification_under_way = false;
+    }
+  });
+}
+
+void Server::finish_closing_queues() {
+  for (const auto& session : sessions_) {
+    std::erase_if(session->queues, [this, &session](const std::unique_ptr<ServedQueue>& queue) {
+      if (!queue->closing || queue->n_in_flight() > 0) {
+        return false;
+      }
+      if (queue->notification_under_way) {
+        service_->notifier->cancel(session->id() << 32 | queue->id());
+      }
+      n_unnotified_ -= queue->published_ns != 0 ? 1 : 0;
+      --service_->n_queues;
+      finish_queue_destroy(session.get(), queue->close_message_id);
+      return true;
+    });
+  }
+}
+
+void Server::finish_arenas() {
+  // SYNC: acquire: a hint only; the lock orders the vector.
+  if (!service_->has_finished.load(std::memory_order_acquire)) {
+    return;
+  }
+  std::vector<FinishedArena> finished;
+  {
+    const std::lock_guard lock(service_->finished_mutex);
+    finished.swap(service_->finished);
+    service_->has_finished.store(false, std::memory_order_relaxed);
+  }
+  for (FinishedArena& arena : finished) {
+    Session* session = find_session(arena.session);
+    finish_arena(service_.get(), session, std::move(arena));
+  }
+}
+
+// --- The end of a session -----------------------------------------------------------------------
+
+void Server::bury_doomed() {
+  const auto is_doomed = [](const auto& session) { return session->is_doomed(); };
+  if (std::none_of(sessions_.begin(), sessions_.end(), is_doomed)) {
+    return;
+  }
+  publish();
+  std::vector<std::unique_ptr<Session>> doomed;
+  for (auto& session : sessions_) {
+    if (session->is_doomed()) {
+      doomed.push_back(std::move(session));
+    }
+  }
+  std::erase(sessions_, nullptr);
+  for (auto& session : doomed) {
+    bury(std::move(session));
+  }
+}
+
+void Server::bury(std::unique_ptr<Session> session) {
+  spdlog::log(session->is_violator() ? spdlog::level::warn : spdlog::level::info,
+              "client {} '{}' (process {}, user {}) closed: {}", session->id(), session->name,
+              session->peer().pid, session->peer().uid, session->doom_reason());
+  for (const auto& queue : session->queues) {
+    if (queue->notification_under_way) {
+      service_->notifier->cancel(session->id() << 32 | queue->id());
+    }
+    n_unnotified_ -= queue->published_ns != 0 ? 1 : 0;
+  }
+  service_->n_queues -= session->queues.size();
+  service_->n_clients -= session->welcomed ? 1 : 0;
+  session->hang_up();
+  const uint64_t id = session->id();
+  const bool welcomed = session->welcomed;
+  const engine::ClientId client = session->client;
+  leaving_.push_back(std::move(session));
+  if (welcomed) {
+    service_->engine->remove_client(client, [this, id] { let_go(id); });
+  } else {
+    let_go(id);
+  }
+}
+
+void Server::let_go(uint64_t session_id) {
+  const auto at = std::find_if(leaving_.begin(), leaving_.end(),
+                               [=](const auto& session) { return session->id() == session_id; });
+  if (at == leaving_.end()) {
+    return;
+  }
+  std::shared_ptr<Session> session(std::move(*at));
+  leaving_.erase(at);
+  // Requests that were dropped still pin regions; the accounts of these belong to this thread.
+  session->queues.clear();
+  service_->arena_bytes -= session->regions.total_bytes();
+  // The job holds the last reference, so the session ends, and its memory is unmapped, over there.
+  service_->reaper.post([held = std::move(session)] {});
+}
+
+// --- Events -------------------------------------------------------------------------------------
+
+void Server::handle_events(int timeout_ms) {
+  std::array<epoll_event, 64> events;
+  const int n = ::epoll_wait(service_->epoll.get(), events.data(), static_cast<int>(events.size()),
+                             timeout_ms);
+  for (int i = 0; i < n; ++i) {
+    handle_event(events[static_cast<size_t>(i)]);
+  }
+  expire_handshakes(now_ns());
+  bury_doomed();
+}
+
+void Server::handle_event(const epoll_event& event) {
+  const auto kind = static_cast<EventKind>(event.data.u64 >> 56);
+  switch (kind) {
+    case EventKind::kListener:
+      return handle_listener();
+    case EventKind::kSignal:
+      stop_requested_.store(true, std::memory_order_relaxed);
+      return;
+    case EventKind::kNotifier:
+      return reap_notifications();
+    case EventKind::kWake:
+    case EventKind::kDoorbell:
+      return;  // Being awake is all that was asked for.
+    case EventKind::kSocket:
+    case EventKind::kProcess:
+      break;
+  }
+  Session* session = find_session(event.data.u64 & ~(uint64_t{0xff} << 56));
+  if (session == nullptr || session->is_doomed()) {
+    return;
+  }
+  if (kind == EventKind::kProcess) {
+    session->doom("its process has ended");
+    return;
+  }
+  handle_socket(session, event.events);
+}
+
+void Server::handle_listener() {
+  const Result<std::optional<ipc::Fd>> accepted = ipc::accept_from(listener_);
+  if (!accepted.is_ok()) {
+    spdlog::error("accept: {}", accepted.status().message());
+    return;
+  }
+  auto& socket = const_cast<std::optional<ipc::Fd>&>(accepted.value());
+  if (!socket || sessions_.size() >= service_->limits.max_clients + kMaxUnwelcomed) {
+    return;
+  }
+  const Result<ipc::PeerCredentials> peer = ipc::peer_credentials(*socket);
+  if (!peer.is_ok()) {
+    return;
+  }
+  auto session = std::make_unique<Session>(service_.get(), ++last_session_id_, std::move(*socket),
+                                           peer.value());
+  session->handshake_deadline_ns = now_ns() + kHandshakeTimeoutNs;
+  watch(service_->epoll, session->socket().get(), EPOLLIN | EPOLLRDHUP,
+        event_token(EventKind::kSocket, session->id()));
+  // Without a pidfd (old kernel, other process namespace) the socket alone tells of the end.
+  if (Result<ipc::Fd> pidfd = ipc::peer_pidfd(session->socket(), peer.value()); pidfd.is_ok()) {
+    session->pidfd = std::move(pidfd).value();
+    watch(service_->epoll, session->pidfd.get(), EPOLLIN,
+          event_token(EventKind::kProcess, session->id()));
+  }
+  sessions_.push_back(std::move(session));
+}
+
+void Server::handle_socket(Session* session, uint32_t events) {
+  if ((events & EPOLLOUT) != 0) {
+    session->flush();
+  }
+  // What was sent before a hang-up is still answered, into the void; the loop then sees the end.
+  for (uint32_t i = 0; i < kMessagesPerEvent && !session->is_doomed(); ++i) {
+    const Result<std::optional<ipc::ReceivedMessage>> received =
+        ipc::receive_message(session->socket(), 0);
+    if (!received.is_ok()) {
+      const std::string reason(received.status().message());
+      received.status().code() == KVM_ERR_PROTOCOL ? session->doom_for_violation(reason)
+                                                   : session->doom(reason);
+      return;
+    }
+    if (!received.value().has_value()) {
+      break;
+    }
+    const bool was_welcomed = session->welcomed;
+    handle_message(session, received.value()->bytes);
+    if (session->welcomed && !was_welcomed) {
+      spdlog::info("client {} '{}' (process {}, user {}) connected", session->id(), session->name,
+                   session->peer().pid, session->peer().uid);
+    }
+  }
+  if ((events & (EPOLLHUP | EPOLLERR)) != 0) {
+    session->doom("it has closed the connection");
+  }
+}
+
+void Server::expire_handshakes(uint64_t now) {
+  for (const auto& session : sessions_) {
+    if (!session->welcomed && now >= session->handshake_deadline_ns) {
+      session->doom("no Hello in time");
+    }
+  }
+}
+
+Session* Server::find_session(uint64_t id) {
+  for (const auto& session : sessions_) {
+    if (session->id() == id) {
+      return session.get();
+    }
+  }
+  return nullptr;
+}
+
+// --- Sleeping -----------------------------------------------------------------------------------
+
+uint64_t Server::spin_window_ns() const {
+  uint64_t window = 0;
+  for (const auto& session : sessions_) {
+    if (session->queues.empty()) {
+      continue;
+    }
+    const uint64_t gap = session->gap_ns();
+    const uint64_t wanted = gap == 0 ? options_.spin_max_ns : std::max(4 * gap, kMinSpinNs);
+    window = std::max(window, std::min(wanted, options_.spin_max_ns));
+  }
+  return window;
+}
+
+bool Server::prepare_sleep() {
+  service_->wake.prepare_sleep();
+  flagged_.clear();
+  for (const auto& session : sessions_) {
+    if (session->private_bytes() > kMaxPrivateBytes) {
+      continue;  // Nothing more is taken from it before a request of its own finishes.
+    }
+    for (const auto& queue : session->queues) {
+      if (queue->closing) {
+        continue;
+      }
+      if (!queue->prepare_sleep()) {
+        return false;
+      }
+      flagged_.push_back(queue.get());
+    }
+  }
+  return !service_->has_finished.load(std::memory_order_acquire) &&
+         !stop_requested_.load(std::memory_order_relaxed) && !service_->engine->work() &&
+         service_->engine->poll() == 0;
+}
+
+void Server::finish_sleep(size_t n_flagged) {
+  for (size_t i = 0; i < n_flagged; ++i) {
+    flagged_[i]->finish_sleep();
+  }
+  service_->wake.finish_sleep();
+}
+
+void Server::sleep() {
+  // Nobody waits longer for an eventfd than until now.
+  notify_eventfds(now_ns(), 0);
+  const bool may_sleep = prepare_sleep();
+  const size_t n_flagged = flagged_.size();
+  if (may_sleep && service_->dirty.empty()) {
+    ++service_->n_sleeps;
+    std::array<epoll_event, 64> events;
+    const int n = ::epoll_wait(service_->epoll.get(), events.data(),
+                               static_cast<int>(events.size()), sleep_timeout_ms());
+    // Flags first: events may destroy queues.
+    finish_sleep(n_flagged);
+    for (int i = 0; i < n; ++i) {
+      handle_event(events[static_cast<size_t>(i)]);
+    }
+    expire_handshakes(now_ns());
+    bury_doomed();
+    return;
+  }
+  finish_sleep(n_flagged);
+}
+
+int Server::sleep_timeout_ms() const {
+  uint64_t deadline = UINT64_MAX;
+  for (const auto& session : sessions_) {
+    if (!session->welcomed) {
+      deadline = std::min(deadline, session->handshake_deadline_ns);
+    }
+  }
+  if (deadline == UINT64_MAX) {
+    return -1;
+  }
+  const uint64_t now = now_ns();
+  return deadline <= now ? 0 : static_cast<int>((deadline - now) / 1'000'000 + 1);
+}
+
+}  // namespace kvm::daemon

@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+// The dispatcher of kvmd: one thread that serves all clients and drives the engine.
+//
+//   turn:   for each queue, take up to 32 requests, validate, hand to the engine
+//           let the engine do one task here, and retire what has finished
+//           publish completions
+//   idle:   spin for as long as the next request can be expected (at most spin_max), then sleep in
+//           epoll_wait until a doorbell, a socket, a process's end, a finished task or a signal
+//
+// Before it sleeps it raises sq_need_wakeup on every queue and its own flag (daemon/wake.h), and
+// then looks at everything once more, so nothing that was published before is missed.
+//
+// Threads: start() and run() belong to one thread, which the engine then counts as its driver.
+#ifndef KVM_DAEMON_SERVER_H_
+#define KVM_DAEMON_SERVER_H_
+
+#include <sys/epoll.h>
+#include <sys/types.h>
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+#include "daemon/service.h"
+#include "daemon/session.h"
+#include "engine/engine.h"
+#include "ipc/fd.h"
+
+namespace kvm::daemon {
+
+struct ServerOptions {
+  std::string socket_path;
+  mode_t socket_mode = 0600;
+  Limits limits;
+  uint64_t spin_max_ns = 200'000;  // UINT64_MAX: never sleep
+  uint64_t shutdown_timeout_ns = 2'000'000'000;
+  int signal_fd = -1;  // readable: shut down; -1: none
+  bool offer_eventfd = true;
+  std::function<void()> on_stopping;  // called when the shutdown begins
+};
+
+class Server {
+ public:
+  // `engine` must outlive the server.
+  Server(engine::Engine* engine, ServerOptions options);
+  ~Server();
+  Server(const Server&) = delete;
+  Server& operator=(const Server&) = delete;
+
+  // Listens. Fails: as ipc::listen_at; LIMIT.
+  Status start();
+  // Serves until request_stop() or a signal, then shuts down: nothing new is accepted, requests in
+  // flight may finish for shutdown_timeout, clients are closed, the socket is removed.
+  void run();
+  // Threads: any, and any number of times.
+  void request_stop();
+
+  const Service& service() const { return *service_; }
+
+ private:
+  bool turn();
+  bool serve_queues();
+  bool serve_queue(Session* session, ServedQueue* queue);
+  void publish();
+  void finish_closing_queues();
+  void finish_arenas();
+  void bury_doomed();
+  void bury(std::unique_ptr<Session> session);
+  void let_go(uint64_t session_id);
+  void shut_down();
+  void remove_socket();
+
+  void handle_events(int timeout_ms);
+  void handle_event(const epoll_event& event);
+  void handle_listener();
+  void handle_socket(Session* session, uint32_t events);
+  void expire_handshakes(uint64_t now);
+  Session* find_session(uint64_t id);
+
+  uint64_t spin_window_ns() const;
+  bool prepare_sleep();
+  void finish_sleep(size_t n_flagged);
+  void sleep();
+  int sleep_timeout_ms() const;
+  void notify_eventfds(uint64_t now, uint64_t patience_ns);
+  void reap_notifications();
+
+  std::unique_ptr<Service> service_;
+  ServerOptions options_;
+  ipc::Fd listener_;
+  ino_t socket_inode_ = 0;
+  std::vector<std::unique_ptr<Session>> sessions_;
+  std::vector<std::unique_ptr<Session>> leaving_;  // the engine may still touch their memory
+  uint64_t last_session_id_ = 0;
+  size_t first_session_ = 0;           // who is served first in this turn
+  uint32_t n_unnotified_ = 0;          // queues with published_ns set
+  std::vector<ServedQueue*> flagged_;  // queues with sq_need_wakeup raised
+  std::atomic<bool> stop_requested_{false};
+  uint64_t shutdown_deadline_ns_ = 0;
+  bool draining_ = false;
+};
+
+}  // namespace kvm::daemon
+
+#endif  // KVM_DAEMON_SERVER_H_

@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the parts of the dispatcher share: the engine, the limits, counters, and helper threads.
+//
+// Threads: the dispatcher, except where said.
+#ifndef KVM_DAEMON_SERVICE_H_
+#define KVM_DAEMON_SERVICE_H_
+
+#include <sys/types.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/status.h"
+#include "daemon/background.h"
+#include "daemon/uring_notifier.h"
+#include "daemon/wake.h"
+#include "engine/engine.h"
+#include "ipc/fd.h"
+#include "ipc/memory.h"
+#include "ipc/wire.h"
+
+namespace kvm::daemon {
+
+class ServedQueue;
+
+struct Limits {
+  uint32_t max_clients = ipc::kMaxClients;
+  uint32_t max_queues = ipc::kMaxQueuesPerClient;
+  uint32_t max_arenas = ipc::kMaxArenasPerClient;
+  uint64_t max_arena_bytes = ipc::kMaxArenaBytes;
+  uint64_t arena_quota_bytes = ipc::kMaxArenaBytes;     // of one client
+  uint64_t arena_capacity_bytes = ipc::kMaxArenaBytes;  // of all clients
+};
+
+// An arena whose memory another thread has allocated.
+struct FinishedArena {
+  uint64_t session = 0;
+  uint64_t message_id = 0;
+  uint64_t size_bytes = 0;
+  Result<ipc::SharedMemory> memory;
+};
+
+struct Service {
+  engine::Engine* engine = nullptr;
+  Limits limits;
+  uint64_t epoch = 0;
+  uint64_t start_ns = 0;
+  uid_t uid = 0;
+  ipc::Fd epoll;
+  Wake wake;
+  std::unique_ptr<UringNotifier> notifier;  // null: eventfds are not offered
+
+  // Counters.
+  uint64_t n_clients = 0;  // connected and welcomed
+  uint64_t n_clients_total = 0;
+  uint64_t n_protocol_errors = 0;
+  uint64_t n_immediate = 0;  // requests answered without the engine: nop, cancel
+  uint64_t n_immediate_failed = 0;
+  uint64_t n_sleeps = 0;
+  uint64_t n_notifications = 0;
+  uint64_t n_queues = 0;
+  uint64_t arena_bytes = 0;  // mapped or being allocated
+
+  // Queues with completions to publish.
+  std::vector<ServedQueue*> dirty;
+
+  // SYNC: guarded by finished_mutex; has_finished is a hint that saves the lock.
+  std::mutex finished_mutex;
+  std::vector<FinishedArena> finished;
+  std::atomic<bool> has_finished{false};
+
+  // Last, so that their threads end before anything that they use goes.
+  BackgroundThread reaper{"kvmd-reaper"};
+  BackgroundThread allocator{"kvmd-allocator"};
+};
+
+}  // namespace kvm::daemon
+
+#endif  // KVM_DAEMON_SERVICE_H_

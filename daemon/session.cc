@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "daemon/session.h"
+
+#include <sys/epoll.h>
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+namespace kvm::daemon {
+namespace {
+
+// A mapping travels in a std::function, which wants copies.
+void discard_on_reaper(Service* service, ipc::Mapping mapping) {
+  service->arena_bytes -= mapping.size_bytes();
+  service->reaper.post([held = std::make_shared<ipc::Mapping>(std::move(mapping))] {});
+}
+
+}  // namespace
+
+Session::Session(Service* service, uint64_t id, ipc::Fd socket, ipc::PeerCredentials peer)
+    : regions([service](ipc::Mapping mapping) { discard_on_reaper(service, std::move(mapping)); }),
+      service_(service),
+      id_(id),
+      socket_(std::move(socket)),
+      peer_(peer) {}
+
+void Session::send(std::span<const uint8_t> bytes, std::vector<ipc::Fd> fds) {
+  if (doomed_) {
+    return;
+  }
+  if (unsent_.empty()) {
+    const Status status = send_now(bytes, fds);
+    if (status.is_ok()) {
+      return;
+    }
+    if (status.code() != KVM_ERR_AGAIN) {
+      doom(std::string(status.message()));
+      return;
+    }
+    watch_socket(true);
+  }
+  if (unsent_.size() >= kMaxUnsentReplies) {
+    doom("it does not read its replies");
+    return;
+  }
+  unsent_.push_back(Unsent{{bytes.begin(), bytes.end()}, std::move(fds)});
+}
+
+void Session::flush() {
+  while (!unsent_.empty()) {
+    const Status status = send_now(unsent_.front().bytes, unsent_.front().fds);
+    if (status.code() == KVM_ERR_AGAIN) {
+      return;
+    }
+    if (!status.is_ok()) {
+      doom(std::string(status.message()));
+      return;
+    }
+    unsent_.pop_front();
+  }
+  watch_socket(false);
+}
+
+Status Session::send_now(std::span<const uint8_t> bytes, const std::vector<ipc::Fd>& fds) {
+  std::array<int, ipc::kMaxFdsPerMessage> numbers{};
+  const size_t n = std::min<size_t>(fds.size(), numbers.size());
+  for (size_t i = 0; i < n; ++i) {
+    numbers[i] = fds[i].get();
+  }
+  return ipc::send_message(socket_, bytes, std::span<const int>(numbers.data(), n));
+}
+
+void Session::watch_socket(bool writable) {
+  epoll_event event{};
+  event.events = EPOLLIN | EPOLLRDHUP | (writable ? uint32_t{EPOLLOUT} : 0);
+  event.data.u64 = event_token(EventKind::kSocket, id_);
+  ::epoll_ctl(service_->epoll.get(), EPOLL_CTL_MOD, socket_.get(), &event);
+}
+
+void Session::doom(std::string reason) {
+  if (!doomed_) {
+    doomed_ = true;
+    doom_reason_ = std::move(reason);
+  }
+}
+
+void Session::doom_for_violation(std::string reason) {
+  if (!doomed_) {
+    violator_ = true;
+    ++service_->n_protocol_errors;
+    doom(std::move(reason));
+  }
+}
+
+void Session::hang_up() {
+  // Closing takes them out of the epoll set; the client has a copy of the doorbell's open file,
+  // which would stay in it.
+  if (doorbell.is_open()) {
+    ::epoll_ctl(service_->epoll.get(), EPOLL_CTL_DEL, doorbell.get(), nullptr);
+  }
+  doorbell.reset();
+  socket_.reset();
+  pidfd.reset();
+  unsent_.clear();
+}
+
+ServedQueue* Session::find_queue(uint32_t id) {
+  for (const auto& queue : queues) {
+    if (queue->id() == id) {
+      return queue.get();
+    }
+  }
+  return nullptr;
+}
+
+uint64_t Session::private_bytes() const {
+  uint64_t total = 0;
+  for (const auto& queue : queues) {
+    total += queue->private_bytes();
+  }
+  return total;
+}
+
+void Session::note_arrival(uint64_t now_ns) {
+  if (last_answer_ns_ == 0) {
+    return;
+  }
+  uint64_t sample = now_ns > last_answer_ns_ ? now_ns - last_answer_ns_ : 0;
+  if (gap_ns_ == 0) {
+    gap_ns_ = sample + 1;
+    return;
+  }
+  // One long pause (an engine that samples a token between two passes over its layers) must not
+  // hide the short gaps around it.
+  sample = std::min(sample, 2 * gap_ns_ + 1000);
+  gap_ns_ = (3 * gap_ns_ + sample) / 4 + 1;
+}
+
+}  // namespace kvm::daemon

@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "daemon/values.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <charconv>
+#include <cmath>
+#include <utility>
+
+namespace kvm::daemon {
+namespace {
+
+constexpr double kMaxBytes = 9.2e18;  // below 2^63
+
+struct Unit {
+  std::string_view name;
+  double bytes;
+};
+
+constexpr std::array<Unit, 10> kUnits = {{{"", 1},
+                                          {"B", 1},
+                                          {"KiB", 1024.0},
+                                          {"MiB", 1048576.0},
+                                          {"GiB", 1073741824.0},
+                                          {"TiB", 1099511627776.0},
+                                          {"kB", 1e3},
+                                          {"MB", 1e6},
+                                          {"GB", 1e9},
+                                          {"TB", 1e12}}};
+
+}  // namespace
+
+uint64_t Size::resolve(uint64_t whole_bytes) const {
+  if (!is_share) {
+    return bytes;
+  }
+  return static_cast<uint64_t>(static_cast<double>(whole_bytes) * percent / 100.0);
+}
+
+std::optional<uint64_t> parse_integer(std::string_view text) {
+  uint64_t value = 0;
+  const char* end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, value);
+  if (error != std::errc() || stop != end) {
+    return std::nullopt;
+  }
+  return value;
+}
+
+std::optional<bool> parse_bool(std::string_view text) {
+  if (text == "true" || text == "yes" || text == "on" || text == "1") {
+    return true;
+  }
+  if (text == "false" || text == "no" || text == "off" || text == "0") {
+    return false;
+  }
+  return std::nullopt;
+}
+
+std::optional<uint32_t> parse_octal(std::string_view text) {
+  uint32_t value = 0;
+  const char* end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, value, 8);
+  if (error != std::errc() || stop != end) {
+    return std::nullopt;
+  }
+  return value;
+}
+
+std::optional<Size> parse_size(std::string_view text) {
+  double number = 0;
+  const char* end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, number, std::chars_format::fixed);
+  if (error != std::errc() || !std::isfinite(number) || number < 0 || std::signbit(number)) {
+    return std::nullopt;
+  }
+  std::string_view unit(stop, static_cast<size_t>(end - stop));
+  if (!unit.empty() && unit.front() == ' ') {
+    unit.remove_prefix(1);
+  }
+  if (unit == "%") {
+    if (number > 100) {
+      return std::nullopt;
+    }
+    return Size{.is_share = true, .percent = number};
+  }
+  for (const Unit& known : kUnits) {
+    if (unit == known.name && number * known.bytes < kMaxBytes) {
+      return Size{.bytes = static_cast<uint64_t>(number * known.bytes)};
+    }
+  }
+  return std::nullopt;
+}
+
+std::string format_bytes(uint64_t bytes) {
+  constexpr std::array<const char*, 7> kNames = {"B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};
+  double value = static_cast<double>(bytes);
+  size_t unit = 0;
+  while (value >= 1023.5 && unit + 1 < kNames.size()) {
+    value /= 1024;
+    ++unit;
+  }
+  value = std::round(value * 10) / 10;
+  const int digits = value == std::floor(value) || value >= 100 ? 0 : 1;
+  return fmt::format("{:.{}f} {}", value, digits, kNames[unit]);
+}
+
+uint32_t edit_distance(std::string_view a, std::string_view b) {
+  // Rows i-2, i-1 and i of the usual table; the oldest serves the swap of neighbours.
+  std::vector<uint32_t> oldest(b.size() + 1);
+  std::vector<uint32_t> previous(b.size() + 1);
+  std::vector<uint32_t> current(b.size() + 1);
+  for (size_t j = 0; j <= b.size(); ++j) {
+    previous[j] = static_cast<uint32_t>(j);
+  }
+  for (size_t i = 1; i <= a.size(); ++i) {
+    current[0] = static_cast<uint32_t>(i);
+    for (size_t j = 1; j <= b.size(); ++j) {
+      const uint32_t replace = previous[j - 1] + (a[i - 1] == b[j - 1] ? 0 : 1);
+      current[j] = std::min({replace, previous[j] + 1, current[j - 1] + 1});
+      if (i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1]) {
+        current[j] = std::min(current[j], oldest[j - 2] + 1);
+      }
+    }
+    std::swap(oldest, previous);
+    std::swap(previous, current);
+  }
+  return previous[b.size()];
+}
+
+std::string nearest_name(std::string_view name, const std::vector<std::string>& candidates) {
+  std::string best;
+  // A third of the letters wrong, and it is another word.
+  uint32_t best_distance = static_cast<uint32_t>(name.size() / 3) + 2;
+  for (const std::string& candidate : candidates) {
+    uint32_t distance = edit_distance(name, candidate);
+    if (!name.empty() && candidate.starts_with(name)) {
+      distance = std::min(distance, 1u);
+    }
+    if (distance < best_distance) {
+      best_distance = distance;
+      best = candidate;
+    }
+  }
+  return best;
+}
+
+}  // namespace kvm::daemon

@@ -1,0 +1,193 @@
+// SPDX-License-Identifier: Apache-2.0
+// An engine that stores nothing: requests succeed at the next poll(). For testing what stands
+// around an engine.
+//
+//   a step       writes 1.0f to the start of o, if there is one
+//   a read       never finishes: it stays in flight until it is cancelled or its client goes
+//   a sequence   gets a number; free and the others succeed when it is the client's
+#ifndef KVM_TESTS_UNIT_DAEMON_FAKE_ENGINE_H_
+#define KVM_TESTS_UNIT_DAEMON_FAKE_ENGINE_H_
+
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "engine/engine.h"
+
+namespace kvm::testing {
+
+class FakeEngine final : public engine::Engine {
+ public:
+  using ClientId = engine::ClientId;
+  using RequestTag = engine::RequestTag;
+  using DoneCallback = engine::DoneCallback;
+
+  explicit FakeEngine(const engine::EngineOptions& options) : options_(options) {}
+
+  ClientId add_client(uint64_t, uint64_t) override { return ++last_client_; }
+  void remove_client(ClientId client, std::function<void()> on_gone) override {
+    std::erase_if(pending_, [=](const Pending& p) { return p.client == client; });
+    std::erase_if(sequences_, [=](const auto& entry) { return entry.second == client; });
+    gone_.push_back(std::move(on_gone));
+  }
+
+  Result<kvm_space_id> register_space(const engine::SpaceSpec& spec) override {
+    if (spec.params.n_layers == 0) {
+      return Status(KVM_ERR_INVALID, "n_layers is 0; it must be 1 to 512");
+    }
+    spaces_.emplace_back(spec.name);
+    return kvm_space_id{spaces_.size()};
+  }
+  Result<kvm_space_id> find_space(const std::string& name) override {
+    for (size_t i = 0; i < spaces_.size(); ++i) {
+      if (spaces_[i] == name) {
+        return kvm_space_id{i + 1};
+      }
+    }
+    return Status(KVM_ERR_NOT_FOUND, "there is no space '" + name + "'");
+  }
+  Result<kvm_space_info> space_info(kvm_space_id space) override {
+    if (space == 0 || space > spaces_.size()) {
+      return Status(KVM_ERR_NOT_FOUND, "there is no space " + std::to_string(space));
+    }
+    kvm_space_info info{};
+    info.space = space;
+    spaces_[space - 1].copy(info.name, sizeof(info.name) - 1);
+    return info;
+  }
+  std::vector<kvm_space_info> list_spaces() override {
+    std::vector<kvm_space_info> all;
+    for (size_t i = 0; i < spaces_.size(); ++i) {
+      all.push_back(space_info(i + 1).value());
+    }
+    return all;
+  }
+  Status drop_space(kvm_space_id space) override { return space_info(space).status(); }
+
+  void submit(ClientId client, RequestTag tag, engine::StepRequest&& request,
+              DoneCallback on_done) override {
+    if (request.o.data != nullptr && request.o.size_bytes >= sizeof(float)) {
+      *static_cast<float*>(request.o.data) = 1.0f;
+    }
+    push(client, tag, std::move(on_done), {}, true);
+  }
+  void submit(ClientId client, RequestTag tag, engine::ReadRequest&&,
+              DoneCallback on_done) override {
+    push(client, tag, std::move(on_done), {}, false);
+  }
+  void submit(ClientId client, RequestTag tag, engine::ObserveRequest&&,
+              DoneCallback on_done) override {
+    push(client, tag, std::move(on_done), {}, true);
+  }
+  void submit(ClientId client, RequestTag tag, engine::SeqRequest&& request,
+              DoneCallback on_done) override {
+    engine::RequestResult result;
+    if (request.verb == engine::SeqVerb::kCreate || request.verb == engine::SeqVerb::kFork) {
+      result.seq = ++last_seq_;
+      sequences_[last_seq_] = client;
+    } else if (!sequences_.contains(request.seq)) {
+      result.status = Status(KVM_ERR_NOT_FOUND, "there is no such sequence");
+    } else if (request.verb == engine::SeqVerb::kFree) {
+      sequences_.erase(request.seq);
+    }
+    push(client, tag, std::move(on_done), std::move(result), true);
+  }
+  bool cancel(ClientId client, RequestTag tag) override {
+    bool found = false;
+    for (Pending& p : pending_) {
+      if (p.client == client && p.tag.queue == tag.queue && p.tag.number == tag.number) {
+        found = true;
+        p.result.status = Status(KVM_ERR_CANCELLED, "cancelled");
+        p.ready = true;
+      }
+    }
+    return found;
+  }
+
+  bool work() override { return false; }
+  uint32_t poll() override {
+    for (auto& on_gone : std::exchange(gone_, {})) {
+      on_gone();
+    }
+    uint32_t n = 0;
+    for (size_t i = 0; i < pending_.size();) {
+      if (!pending_[i].ready) {
+        ++i;
+        continue;
+      }
+      Pending done = std::move(pending_[i]);
+      pending_.erase(pending_.begin() + static_cast<std::ptrdiff_t>(i));
+      ++n_done_;
+      ++n;
+      done.on_done(std::move(done.result));
+    }
+    return n;
+  }
+  uint32_t n_in_flight() const override { return static_cast<uint32_t>(pending_.size()); }
+  void set_wake(std::function<void()>) override {}
+  void wait(uint64_t) override {}
+
+  Result<kvm_seq_info> seq_info(ClientId client, kvm_seq_id seq) override {
+    const auto at = sequences_.find(seq);
+    if (at == sequences_.end() || at->second != client) {
+      return Status(KVM_ERR_NOT_FOUND, "there is no such sequence");
+    }
+    kvm_seq_info info{};
+    info.seq = seq;
+    info.client_id = client;
+    return info;
+  }
+  std::vector<kvm_seq_info> list_seqs(ClientId client, kvm_space_id, bool all_clients) override {
+    std::vector<kvm_seq_info> all;
+    for (const auto& [seq, owner] : sequences_) {
+      if (all_clients || owner == client) {
+        all.push_back(seq_info(owner, seq).value());
+      }
+    }
+    return all;
+  }
+  Result<std::vector<engine::MemoryPiece>> layer_memory(kvm_seq_id, uint32_t) override {
+    return std::vector<engine::MemoryPiece>();
+  }
+  kvm_stats stats() const override {
+    kvm_stats stats{};
+    stats.n_requests = n_done_;
+    stats.n_sequences = sequences_.size();
+    stats.n_spaces = spaces_.size();
+    return stats;
+  }
+  const char* isa() const override { return "scalar"; }
+  uint32_t n_threads() const override { return 1; }
+  const engine::EngineOptions& options() const override { return options_; }
+
+ private:
+  struct Pending {
+    ClientId client = 0;
+    RequestTag tag;
+    DoneCallback on_done;
+    engine::RequestResult result;
+    bool ready = false;
+  };
+
+  void push(ClientId client, RequestTag tag, DoneCallback on_done, engine::RequestResult result,
+            bool ready) {
+    pending_.push_back({client, tag, std::move(on_done), std::move(result), ready});
+  }
+
+  engine::EngineOptions options_;
+  ClientId last_client_ = 0;
+  kvm_seq_id last_seq_ = 0;
+  uint64_t n_done_ = 0;
+  std::deque<Pending> pending_;
+  std::vector<std::function<void()>> gone_;
+  std::vector<std::string> spaces_;
+  std::map<kvm_seq_id, ClientId> sequences_;
+};
+
+}  // namespace kvm::testing
+
+#endif  // KVM_TESTS_UNIT_DAEMON_FAKE_ENGINE_H_
