@@ -142,8 +142,8 @@ Status AttendWork::choose_rule(const View& whole, View* view) {
                                                           view->rule.end - view->position));
   if (view->n_rows != item.n_query && (item.flags & KVM_ITEM_TREE) != 0) {
     return {KVM_ERR_UNSUPPORTED,
-            fmt::format("the tree of item {} spans position {}, where the policy of a head of layer "
-                        "{} begins to hide tokens; attend to the rows before it apart",
+            fmt::format("the tree of item {} spans position {}, where the policy of a head of "
+                        "layer {} begins to hide tokens; attend to the rows before it apart",
                         whole.item, view->rule.end, request_->layer_begin)};
   }
   n_extra_views_ += view->first_row == 0 ? 0 : 1;

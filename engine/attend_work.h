@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The attend half of a request: one attention problem per (item, kv head), cut into tasks.
 //
-//   plan() collects the runs of every (item, head class), builds the problems, weighs them, and cuts
-//   them so that all threads finish together:
+//   plan() collects the runs of every (item, head class), builds the problems, weighs them, and
+//   cuts them so that all threads finish together:
 //     unit   rows of a problem; blocked problems have several
 //     task   consecutive whole units, each evaluated and merged by one thread in its own memory,
 //            or a stretch of the chunks of one large unit, whose states lie in shared memory and

@@ -317,8 +317,9 @@ Status EngineImpl::admit(Request* request, const StepRequest& what, bool* is_nul
   for (size_t i = 0; i < what.items.size(); ++i) {
     KVM_TRY_ASSIGN(const Space* own, touch(request, what.items[i].seq));
     if (own != space) {
-      return {KVM_ERR_INVALID, fmt::format("sequence {:#x} of item {} is of space '{}', not of '{}'",
-                                           what.items[i].seq, i, own->name, space->name)};
+      return {KVM_ERR_INVALID,
+              fmt::format("sequence {:#x} of item {} is of space '{}', not of '{}'",
+                          what.items[i].seq, i, own->name, space->name)};
     }
   }
   std::vector<kvm_seq_id>& seqs = request->seqs;

@@ -260,8 +260,8 @@ void Scheduler::add_busy(uint32_t thread, uint64_t ns) {
 
 void Scheduler::work(uint32_t thread) {
   for (;;) {
-    // SYNC: pairs with announce_tasks(): tasks announced before this epoch are seen by run_one, those
-    // announced later change the epoch, which spin and sleep notice.
+    // SYNC: pairs with announce_tasks(): tasks announced before this epoch are seen by run_one,
+    // those announced later change the epoch, which spin and sleep notice.
     const uint32_t epoch = epoch_.load(std::memory_order_seq_cst);
     if (stop_.load(std::memory_order_relaxed)) {
       return;

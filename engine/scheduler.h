@@ -2,8 +2,9 @@
 // Scheduler: runs the tasks of started jobs on worker threads and on the driver.
 //
 // A job is an array of tasks in two stages: no task of the second stage begins before every task of
-// the first has ended. Threads take tasks one by one with an atomic cursor, from the oldest job that
-// has one ready, so that all threads stay busy to the end of a job and stragglers cost one task.
+// the first has ended. Threads take tasks one by one with an atomic cursor, from the oldest job
+// that has one ready, so that all threads stay busy to the end of a job and a straggler costs one
+// task.
 //
 // Idle workers spin for a while and then sleep; a job says how many sleepers are worth waking.
 //
@@ -80,9 +81,9 @@ class Scheduler {
   void add_busy_ns(uint64_t ns) { add_busy(0, ns); }
 
  private:
-  // INVARIANT: cursor and limit are (generation << 32 | task number). A task may be taken while both
-  // have the same generation and cursor < limit. The generation grows with each use of the slot, so
-  // a thread that looked at an older use takes nothing from the newer one.
+  // INVARIANT: cursor and limit are (generation << 32 | task number). A task may be taken while
+  // both have the same generation and cursor < limit. The generation grows with each use of the
+  // slot, so a thread that looked at an older use takes nothing from the newer one.
   struct alignas(64) Slot {
     std::atomic<uint64_t> cursor{0};
     std::atomic<uint64_t> limit{0};

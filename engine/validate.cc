@@ -34,7 +34,7 @@ Status check_strides(const TensorShape& shape, const Tensor& tensor) {
     }
     if (stride < span) {
       return invalid(
-          "elements of {} overlap: strides are layer {}, row {}, head {} for rows of {} heads of {}",
+          "elements of {} overlap: strides are layer {}, row {}, head {}; a row has {} heads of {}",
           shape.name, tensor.stride_layer, tensor.stride_row, tensor.stride_head, shape.n_heads,
           shape.dim);
     }

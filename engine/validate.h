@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Validation of what a request says by itself: geometry, dtypes, strides against sizes, ranges, tree
-// masks, parameters. What depends on a sequence's present state (lengths, holes, dropped tokens) is
-// checked when the request begins, by Step and the store.
+// Validation of what a request says by itself: geometry, dtypes, strides against sizes, ranges,
+// tree masks, parameters. What depends on a sequence's present state (lengths, holes, dropped
+// tokens) is checked when the request begins, by Step and the store.
 //
 // Errors: INVALID and UNSUPPORTED, each with a sentence that names the value and what is allowed.
 // Threads: pure functions.
