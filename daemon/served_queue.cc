@@ -28,15 +28,9 @@ ServedQueue::ServedQueue(Session* session, uint32_t id, ipc::Mapping client_regi
 Result<uint32_t> ServedQueue::take(ipc::RequestEntry* out, uint32_t n_max) {
   KVM_TRY_ASSIGN(const uint32_t room, completions_.room());
   const uint32_t n_free = room > n_in_flight_ ? room - n_in_flight_ : 0;
-  if (n_free == 0) {
-    // kMaxOutstanding requests and a cancel for each of them fit. More is not allowed.
-    const bool empty = requests_.prepare_sleep();
-    requests_.finish_sleep();
-    if (!empty) {
-      return Status(KVM_ERR_PROTOCOL, "more requests outstanding than max_outstanding");
-    }
-    return 0u;
-  }
+  // kMaxOutstanding requests and a cancel for each of them fit, so only a client that takes no
+  // completions stalls.
+  stalled_ = n_free == 0;
   return requests_.take(out, std::min(n_max, n_free));
 }
 
@@ -70,10 +64,5 @@ void ServedQueue::complete(InFlight* request, const ipc::CompletionEntry& entry,
 void ServedQueue::complete_now(const ipc::CompletionEntry& entry) { completions_.stage(entry); }
 
 bool ServedQueue::publish() { return completions_.publish(); }
-
-bool ServedQueue::wants_notification() {
-  const Result<uint32_t> room = completions_.room();
-  return eventfd_.is_open() && room.is_ok() && room.value() < ipc::kCompletionEntries;
-}
 
 }  // namespace kvm::daemon

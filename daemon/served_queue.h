@@ -44,7 +44,7 @@ class ServedQueue {
   uint32_t id() const { return id_; }
 
   // Copies entries out of the ring: at most n_max, and as many as completions are sure to fit for.
-  // Fails: PROTOCOL (an impossible index, or more requests outstanding than allowed).
+  // Fails: PROTOCOL (an impossible index).
   Result<uint32_t> take(ipc::RequestEntry* out, uint32_t n_max);
 
   // Takes over what the request needs to be answered. REQUIRES: take() returned it.
@@ -69,16 +69,19 @@ class ServedQueue {
     }
   }
 
+  // Whether entries wait for the client to take completions. It does not say when it has, so it has
+  // to be looked at again. As of the last take().
+  bool is_stalled() const { return stalled_; }
+
   // See ipc::RequestConsumer.
   bool prepare_sleep() { return requests_.prepare_sleep(); }
   void finish_sleep() { requests_.finish_sleep(); }
 
-  // The eventfd, if there is one, is written when the client has not taken its completions by
-  // itself: a client that spins or sleeps on the ring costs no system call for it.
-  bool wants_notification();
+  // Whether the client has asked for its eventfd to be written.
+  bool wants_eventfd() const { return eventfd_.is_open() && completions_.wants_eventfd(); }
   int eventfd() const { return eventfd_.get(); }
-  bool notification_under_way = false;
-  uint64_t published_ns = 0;  // of the oldest publication not yet notified; 0: none
+  bool must_notify = false;             // completions were published since the last write
+  bool notification_under_way = false;  // one write at a time
 
   // Being destroyed: nothing is taken any more, and the reply to this message is due at the end.
   bool closing = false;
@@ -97,6 +100,7 @@ class ServedQueue {
   std::vector<uint32_t> free_;
   uint32_t n_in_flight_ = 0;
   uint64_t private_bytes_ = 0;
+  bool stalled_ = false;
 };
 
 }  // namespace kvm::daemon

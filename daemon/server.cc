@@ -27,8 +27,8 @@ constexpr uint64_t kBusyEventPeriodNs = 200'000;
 constexpr uint64_t kSpinEventPeriodNs = 50'000;
 // Spinning for less than this is not worth it: the client's own turnaround takes as long.
 constexpr uint64_t kMinSpinNs = 50'000;
-// How long a client may leave a completion in the ring before its eventfd is written.
-constexpr uint64_t kNotifyPatienceNs = 20'000;
+// How often a client that takes no completions is looked at while the dispatcher sleeps.
+constexpr int kStalledPeriodMs = 1;
 // Connections beyond max_clients that may be told so.
 constexpr size_t kMaxUnwelcomed = 16;
 
@@ -116,7 +116,7 @@ void Server::run() {
       handle_events(0);
       last_events = now;
     }
-    notify_eventfds(now, kNotifyPatienceNs);
+    notify_eventfds();
     if (active) {
       continue;
     }
@@ -234,43 +234,34 @@ void Server::publish() {
   if (service_->dirty.empty()) {
     return;
   }
+  const uint64_t now = now_ns();
   for (ServedQueue* queue : service_->dirty) {
     queue->is_dirty = false;
     queue->publish();
-  }
-  const uint64_t now = now_ns();
-  for (ServedQueue* queue : service_->dirty) {
     queue->session()->note_answer(now);
-    if (queue->eventfd() >= 0 && queue->published_ns == 0) {
-      queue->published_ns = now;
+    if (!queue->must_notify && queue->wants_eventfd()) {
+      queue->must_notify = true;
       ++n_unnotified_;
     }
   }
   service_->dirty.clear();
+  notify_eventfds();
 }
 
-void Server::notify_eventfds(uint64_t now, uint64_t patience_ns) {
+void Server::notify_eventfds() {
   if (n_unnotified_ == 0) {
     return;
   }
-  reap_notifications();
-  n_unnotified_ = 0;
   for (const auto& session : sessions_) {
     for (const auto& queue : session->queues) {
-      if (queue->published_ns == 0) {
+      if (!queue->must_notify || queue->notification_under_way) {
         continue;
       }
-      const bool wanted = queue->wants_notification();
-      if (wanted && (queue->notification_under_way || now - queue->published_ns < patience_ns)) {
-        ++n_unnotified_;
-        continue;
-      }
-      queue->published_ns = 0;
-      if (wanted) {
-        const uint64_t token = session->id() << 32 | queue->id();
-        queue->notification_under_way = service_->notifier->notify(queue->eventfd(), token);
-        ++service_->n_notifications;
-      }
+      const uint64_t token = session->id() << 32 | queue->id();
+      queue->notification_under_way = service_->notifier->notify(queue->eventfd(), token);
+      queue->must_notify = !queue->notification_under_way;
+      n_unnotified_ -= queue->must_notify ? 0 : 1;
+      ++service_->n_notifications;
     }
   }
   // Nearly always done already, and then it does not wake us later.
@@ -297,7 +288,7 @@ void Server::finish_closing_queues() {
       if (queue->notification_under_way) {
         service_->notifier->cancel(session->id() << 32 | queue->id());
       }
-      n_unnotified_ -= queue->published_ns != 0 ? 1 : 0;
+      n_unnotified_ -= queue->must_notify ? 1 : 0;
       --service_->n_queues;
       finish_queue_destroy(session.get(), queue->close_message_id);
       return true;
@@ -350,7 +341,7 @@ void Server::bury(std::unique_ptr<Session> session) {
     if (queue->notification_under_way) {
       service_->notifier->cancel(session->id() << 32 | queue->id());
     }
-    n_unnotified_ -= queue->published_ns != 0 ? 1 : 0;
+    n_unnotified_ -= queue->must_notify ? 1 : 0;
   }
   service_->n_queues -= session->queues.size();
   service_->n_clients -= session->welcomed ? 1 : 0;
@@ -519,7 +510,7 @@ bool Server::prepare_sleep() {
       continue;  // Nothing more is taken from it before a request of its own finishes.
     }
     for (const auto& queue : session->queues) {
-      if (queue->closing) {
+      if (queue->closing || queue->is_stalled()) {
         continue;
       }
       if (!queue->prepare_sleep()) {
@@ -541,8 +532,6 @@ void Server::finish_sleep(size_t n_flagged) {
 }
 
 void Server::sleep() {
-  // Nobody waits longer for an eventfd than until now.
-  notify_eventfds(now_ns(), 0);
   const bool may_sleep = prepare_sleep();
   const size_t n_flagged = flagged_.size();
   if (may_sleep && service_->dirty.empty()) {
@@ -565,6 +554,11 @@ void Server::sleep() {
 int Server::sleep_timeout_ms() const {
   uint64_t deadline = UINT64_MAX;
   for (const auto& session : sessions_) {
+    for (const auto& queue : session->queues) {
+      if (queue->is_stalled() && !queue->closing) {
+        return kStalledPeriodMs;
+      }
+    }
     if (!session->welcomed) {
       deadline = std::min(deadline, session->handshake_deadline_ns);
     }

@@ -86,7 +86,7 @@ class Server {
   void finish_sleep(size_t n_flagged);
   void sleep();
   int sleep_timeout_ms() const;
-  void notify_eventfds(uint64_t now, uint64_t patience_ns);
+  void notify_eventfds();
   void reap_notifications();
 
   std::unique_ptr<Service> service_;
@@ -97,7 +97,7 @@ class Server {
   std::vector<std::unique_ptr<Session>> leaving_;  // the engine may still touch their memory
   uint64_t last_session_id_ = 0;
   size_t first_session_ = 0;           // who is served first in this turn
-  uint32_t n_unnotified_ = 0;          // queues with published_ns set
+  uint32_t n_unnotified_ = 0;          // queues with must_notify set
   std::vector<ServedQueue*> flagged_;  // queues with sq_need_wakeup raised
   std::atomic<bool> stop_requested_{false};
   uint64_t shutdown_deadline_ns_ = 0;

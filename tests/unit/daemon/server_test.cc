@@ -56,9 +56,7 @@ ipc::RequestEntry block_entry(ipc::Opcode opcode, const RawArena& arena, uint32_
   entry.region = arena.region;
   entry.block_length = length;
   entry.result_offset = 4096;
-  if constexpr (requires { entry.result_region; }) {
-    entry.result_region = arena.region;
-  }
+  entry.result_region = arena.region;
   return entry;
 }
 
@@ -294,6 +292,7 @@ TEST(Server, CompletionEventfdBecomesReadable) {
   if (!queue.eventfd.is_open()) {
     GTEST_SKIP() << "io_uring is not available here";
   }
+  ipc::store_seq_cst(&queue.client()->cq_eventfd, 1);
   for (int i = 0; i < 20; ++i) {
     ipc::RequestEntry nop{};
     nop.opcode = static_cast<uint8_t>(ipc::Opcode::kNop);
@@ -316,6 +315,7 @@ TEST(Server, SaturatedEventfdBlocksNobody) {
   if (!hostile_queue.eventfd.is_open()) {
     GTEST_SKIP() << "io_uring is not available here";
   }
+  ipc::store_seq_cst(&hostile_queue.client()->cq_eventfd, 1);
   const uint64_t full = UINT64_MAX - 1;
   ASSERT_EQ(::write(hostile_queue.eventfd.get(), &full, sizeof(full)), 8);
   ASSERT_EQ(::fcntl(hostile_queue.eventfd.get(), F_SETFL, 0), 0);
