@@ -5,6 +5,8 @@
 #include <cmath>
 #include <limits>
 
+#include "attention/exact/exact.h"
+
 namespace kvm::attention::testing {
 namespace {
 
@@ -443,14 +445,14 @@ double Case::error_lse() const {
 double error_bound(const Case& c, const KernelTable& table) {
   const bool any_bf16 = std::any_of(c.kinds.begin(), c.kinds.end(),
                                     [](const TokenKind& k) { return k.dtype_v == Dtype::kBf16; });
-  double bound = 1e-5;
+  double bound = kErrorFp32;
   if (table.has_bf16_dot && any_bf16 && !c.problem().fp32_weights) {
-    bound += 0x1p-8;
+    bound += kErrorBf16Weights;
   }
   if (c.shape().dtype_o == Dtype::kBf16) {
-    bound += 0x1p-8;
+    bound += kErrorBf16Output;
   } else if (c.shape().dtype_o == Dtype::kF16) {
-    bound += 0x1p-11;
+    bound += kErrorF16Output;
   }
   return bound;
 }

@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+// Exact attention: order of operations and error bounds. attention.h has the formula,
+// docs/kernels.md the reasons and the figures.
+//
+// Streaming path, fewer than kBlockedRows rows. Positions fall into items of 16. Per item and row:
+//   dot_t    sum over channels, in kWidth (16, 8 or 4) lanes that are added in a fixed tree
+//   logit_t  scale, clamp to +-1e38, soft cap, log weight, mask (-inf)
+//   m'       max(m, logit_0 ... logit_15);  where m' > m: l and o are multiplied by e^(m - m')
+//   p_t      e^(logit_t - m'), rounded to bf16 where V is bf16, unless fp32_weights
+//   l        += p_t, in lanes
+//   o        += p_t v_t, one token (fp32) or one pair of neighbouring tokens (bf16 dot) at a time
+// Blocked path: the same with blocks of 64 positions. Tokens that differ in dtype or transform
+// inside an item (a block) make an item (a block) each, in order of first position, with the others
+// masked.
+// A token that is not visible counts as a zero row with weight 0: adding it changes no bit, because
+// accumulators start at +0 and -0 becomes +0 where a state is written.
+//
+// Errors, against exact arithmetic on the stored values. u = 2^-24; A_r = sum_t w_t |v_t| is what
+// the error of row r is measured against, for o itself may cancel.
+//   logit      |d| <= (dim_k / kWidth + 6) u sum_i |q_i k_i| scale, plus 3 u cap with a soft cap. A
+//              weight's relative error is that absolute error: with the logits of models (sums of
+//              products up to 40) at most 40 * 38 * 6e-8, in practice 2e-6.
+//   e^x        1.5 ulp;    sums    (n / 16 + chunks) u, random signs
+//   bf16 dot   products of bf16 are exact in fp32, so K in bf16 with q in bf16 has the error of
+//              fp32; denormal inputs and results count as 0
+//   weights    rounded to bf16: each by at most 2^-9 of itself. The denominator sums the rounded
+//              weights, so o is an exact mean under weights off by 2^-9: |d o| <= 2^-8 A_r.
+//              Rounding errors are independent: 2e-4 to 4e-4 is what is seen over many tokens.
+//              lse inherits at most 2^-9.
+#ifndef KVM_ATTENTION_EXACT_EXACT_H_
+#define KVM_ATTENTION_EXACT_EXACT_H_
+
+namespace kvm::attention {
+
+// Bounds of |o - o*| / A_r (L2 over channels) and of |lse - lse*| / max(1, |lse*|) for moderate
+// logits; each applicable term is added. Tests hold every table to them.
+inline constexpr double kErrorFp32 = 1e-5;
+inline constexpr double kErrorBf16Weights = 0x1p-8;
+inline constexpr double kErrorBf16Output = 0x1p-8;
+inline constexpr double kErrorF16Output = 0x1p-11;
+
+}  // namespace kvm::attention
+
+#endif  // KVM_ATTENTION_EXACT_EXACT_H_
