@@ -14,8 +14,11 @@ constexpr uint64_t kMinTaskCost = 256 << 10;
 constexpr uint64_t kTasksPerThread = 32;
 // States of cut units; where more would be needed the cut is made coarser.
 constexpr uint64_t kMaxSharedBytes = 256 << 20;
-// Memory that a request gives back when it is done.
+// States and prepared queries together; a request that needs more is refused.
+constexpr uint64_t kMaxRequestBytes = 1 << 30;
+// What a request keeps for the next one.
 constexpr size_t kKeepBytes = 64 << 20;
+constexpr size_t kKeepVectorBytes = 4 << 20;
 // Rows of a blocked problem that one task takes through a chunk: enough to make up for repacking
 // the keys, and few enough for their accumulators to stay in the cache.
 constexpr uint32_t kRowBlock = 768;
@@ -33,16 +36,24 @@ constexpr size_t align_up(size_t bytes) {
 
 uint32_t div_up(uint64_t a, uint64_t b) { return static_cast<uint32_t>((a + b - 1) / b); }
 
+template <typename T>
+void empty(std::vector<T>& vector) {
+  vector.clear();
+  if (vector.capacity() * sizeof(T) > kKeepVectorBytes) {
+    vector.shrink_to_fit();
+  }
+}
+
 }  // namespace
 
 void AttendWork::clear() {
-  views_.clear();
-  runs_.clear();
-  ranges_.clear();
-  heads_.clear();
-  units_.clear();
-  tasks_.clear();
-  prepare_.clear();
+  empty(views_);
+  empty(runs_);
+  empty(ranges_);
+  empty(heads_);
+  empty(units_);
+  empty(tasks_);
+  empty(prepare_);
   shared_memory_.shrink(kKeepBytes);
   shared_ = nullptr;
   cost_ = prepare_bytes_ = n_keys_ = n_bytes_ = n_rows_ = 0;
@@ -68,6 +79,12 @@ Status AttendWork::plan(const Store& store, const StepRequest& request,
   }
   const uint64_t task_cost = choose_task_cost(n_threads);
   const size_t shared_bytes = lay_out(task_cost);
+  if (shared_bytes > kMaxRequestBytes) {
+    return {KVM_ERR_LIMIT,
+            fmt::format("{} query rows need {} bytes for intermediate results; {} are allowed: "
+                        "attend to fewer at once",
+                        n_rows_, shared_bytes, kMaxRequestBytes)};
+  }
   if (shared_bytes != 0) {
     shared_ = shared_memory_.reserve(shared_bytes);
     if (shared_ == nullptr) {

@@ -37,7 +37,8 @@ class AttendWork {
   // seqs[i] belongs to request.items[i]; tokens reserved for this request count as stored. What the
   // arguments refer to stays alive and unchanged until the last task has ended.
   // Fails: INVALID (fewer tokens than query rows), PARTIAL, UNSUPPORTED (a tree across a change of
-  // what a head's policy shows), LIMIT (too many such changes), NO_MEMORY.
+  // what a head's policy shows), LIMIT (too many such changes, too many rows
+  // at once), NO_MEMORY.
   Status plan(const Store& store, const StepRequest& request, std::span<Sequence* const> seqs,
               const StepTensors& tensors, uint32_t n_threads);
 

@@ -184,10 +184,12 @@ class Engine {
   virtual uint32_t poll() = 0;
   // Requests submitted and not yet retired.
   virtual uint32_t n_in_flight() const = 0;
-  // Called by a worker (any thread) when a request has finished and poll() is due, so that a driver
-  // blocked elsewhere (epoll) can be woken. Must be async-signal-cheap and never block.
+  // `wake` is called on a worker thread when poll() is due or when work() has something new, so
+  // that a driver blocked elsewhere (epoll) can be woken. It must be cheap and must not call the engine.
+  // When this returns, the callback set before is not running and will not be called again.
   virtual void set_wake(std::function<void()> wake) = 0;
-  // Blocks the driver until a request can be retired or timeout_ns passed (embedded use).
+  // Keeps the driver until a request can be retired or timeout_ns has passed: it runs tasks as long
+  // as there are any, then spins, then sleeps.
   virtual void wait(uint64_t timeout_ns) = 0;
 
   // Sequences: immediate, never wait for requests in flight (numbers may be of a moment ago).

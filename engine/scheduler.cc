@@ -181,12 +181,23 @@ void Scheduler::run_task(uint32_t index, uint32_t task, uint32_t thread) {
     // second.
     slot.limit.store(pack(generation, plan.n_tasks), std::memory_order_release);
     announce_tasks(plan.n_wake);
-    if (thread != 0 && wake_) {
-      wake_();
-    }
+  } else {
     return;
   }
-  if (n_done == plan.n_tasks && thread != 0 && wake_) {
+  wake_driver(thread);
+}
+
+void Scheduler::set_wake(std::function<void()> wake) {
+  const std::lock_guard lock(wake_mutex_);
+  wake_ = std::move(wake);
+}
+
+void Scheduler::wake_driver(uint32_t thread) {
+  if (thread == 0) {
+    return;
+  }
+  const std::lock_guard lock(wake_mutex_);
+  if (wake_) {
     wake_();
   }
 }

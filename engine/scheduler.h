@@ -72,9 +72,9 @@ class Scheduler {
   // For a driver with nothing else to do: runs one ready task, or else spins and then sleeps until
   // has_finished(), until a second stage opens, or until timeout_ns has passed.
   void help_or_sleep(uint64_t timeout_ns);
-  // Called on worker threads when a job has finished, or when a second stage has opened.
-  // REQUIRES: no job is active.
-  void set_wake(std::function<void()> wake) { wake_ = std::move(wake); }
+  // Called on worker threads when a job has finished, or when a second stage has opened. When this
+  // returns the callback set before is not running and will not be called again.
+  void set_wake(std::function<void()> wake);
 
   // Time that threads have spent in tasks, and adding to it for work done outside jobs.
   uint64_t busy_ns() const;
@@ -104,6 +104,7 @@ class Scheduler {
   void run_task(uint32_t slot, uint32_t task, uint32_t thread);
   void announce_tasks(uint32_t n_wake);
   void announce_finished(uint32_t slot);
+  void wake_driver(uint32_t thread);
   void add_busy(uint32_t thread, uint64_t ns);
   void work(uint32_t thread);
   bool spin(uint32_t seen_epoch, uint64_t spin_ns, bool is_driver) const;
@@ -126,7 +127,8 @@ class Scheduler {
   // Bit per slot whose job has ended.
   alignas(64) std::atomic<uint64_t> finished_{0};
   std::atomic<bool> driver_sleeps_{false};
-  std::function<void()> wake_;
+  std::mutex wake_mutex_;
+  std::function<void()> wake_;  // guarded by wake_mutex_
   std::mutex mutex_;  // guards nothing but the way into and out of sleep
   std::condition_variable workers_;
   std::condition_variable driver_;

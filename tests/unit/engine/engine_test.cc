@@ -3,6 +3,7 @@
 #include "engine/engine.h"
 
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 
 #include <string>
 #include <vector>
@@ -468,6 +469,32 @@ TEST(Engine, LayerMemoryIsWhatAnAttendReads) {
   EXPECT_EQ(bytes, bytes_read);
   EXPECT_FALSE(rig.engine->layer_memory(seq, 2).is_ok());
   EXPECT_FALSE(rig.engine->layer_memory(seq + 1000, 0).is_ok());
+}
+
+// The tensors cannot be touched: the request must fail before any of its bytes is read.
+TEST(Engine, RowsBeyondAnyMemoryAreRefused) {
+  constexpr uint64_t kRows = 65536;
+  constexpr uint64_t kBytes = kRows * 16 * 256 * 2;
+  Rig rig;
+  const kvm_space_id space = rig.space(make_spec("large", 1, 16, 16, 256));
+  const kvm_seq_id seq = rig.create(space);
+  std::vector<uint16_t> row(16 * 256);
+  StepRequest append;
+  append.append = true;
+  append.space = space;
+  append.items = {append_item(seq, 1)};
+  append.k = append.v = {row.data(), row.size() * 2, KVM_DTYPE_BF16, 0, 0, 0};
+  ASSERT_TRUE(rig.run(append).status.is_ok());
+  void* memory = mmap(nullptr, 2 * kBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  ASSERT_NE(memory, MAP_FAILED);
+  StepRequest attend;
+  attend.attend = true;
+  attend.space = space;
+  attend.items = {query_item(seq, kRows, 0, 0)};
+  attend.q = {memory, kBytes, KVM_DTYPE_BF16, 0, 0, 0};
+  attend.o = {static_cast<char*>(memory) + kBytes, kBytes, KVM_DTYPE_BF16, 0, 0, 0};
+  EXPECT_EQ(rig.run(attend).status.code(), KVM_ERR_LIMIT);
+  munmap(memory, 2 * kBytes);
 }
 
 TEST(Engine, OptionsHaveDefaultsAndLimits) {
