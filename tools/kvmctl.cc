@@ -21,6 +21,9 @@ using Json = nlohmann::ordered_json;
 // Exit statuses; stable, and listed in --help.
 enum Exit { kExitOk = 0, kExitService = 1, kExitUsage = 2, kExitConnection = 3 };
 
+// Rows of `kvmctl seqs` without --all.
+constexpr size_t kSeqsShown = 40;
+
 struct Options {
   std::string socket;
   bool json = false;
@@ -291,7 +294,7 @@ int run_spaces(const Options& options) {
 
 int run_seqs(const Options& options) {
   const Connection connection(options);
-  const auto seqs = list_all<kvm_seq_info>(
+  auto seqs = list_all<kvm_seq_info>(
       [&](kvm_seq_info* out, size_t capacity, size_t* count) {
         return kvm_seq_list(connection.get(), 0, KVM_LIST_ALL_CLIENTS, out, capacity, count);
       },
@@ -314,9 +317,14 @@ int run_seqs(const Options& options) {
     print_json(out);
     return kExitOk;
   }
+  // For the eye: the largest first, and not more than a screen of them.
+  std::stable_sort(seqs.begin(), seqs.end(),
+                   [](const kvm_seq_info& a, const kvm_seq_info& b) { return a.bytes > b.bytes; });
+  const size_t n_shown = options.all ? seqs.size() : std::min<size_t>(seqs.size(), kSeqsShown);
   std::vector<std::vector<std::string>> rows = {
       {"SEQUENCE", "CLIENT", "TOKENS", "COMMITTED", "BYTES", "SHARED", "DROPPED"}};
-  for (const auto& seq : seqs) {
+  for (size_t i = 0; i < n_shown; ++i) {
+    const kvm_seq_info& seq = seqs[i];
     rows.push_back({fmt::format("{:x}", seq.seq), std::to_string(seq.client_id),
                     seq.n_tokens_min == seq.n_tokens_max
                         ? std::to_string(seq.n_tokens_max)
@@ -325,6 +333,9 @@ int run_seqs(const Options& options) {
                     bytes_text(seq.bytes_shared), std::to_string(seq.n_entries_dropped)});
   }
   print_table(rows);
+  if (n_shown < seqs.size()) {
+    fmt::print("and {} smaller ones; --all shows them\n", seqs.size() - n_shown);
+  }
   return kExitOk;
 }
 
@@ -355,7 +366,8 @@ int run(int argc, char** argv) {
       ->capture_default_str();
   add("doctor", "what this machine offers to kvm, and what a fallback costs", run_doctor);
   add("spaces", "the registered model geometries", run_spaces);
-  add("seqs", "the sequences of all clients, and the memory they hold", run_seqs);
+  add("seqs", "the sequences of all clients, and the memory they hold", run_seqs)
+      ->add_flag("--all", options.all, "every one, not the largest only; --json has them all");
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {

@@ -13,6 +13,7 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <set>
 #include <sstream>
 #include <thread>
@@ -360,6 +361,23 @@ TEST(Server, StatsTextHasEverySeriesFromTheStart) {
   for (const char* line : {"kvm_clients 1\n", "kvm_tier_used_bytes{tier=\"dram\"} 0\n",
                            "kvm_requests_total{result=\"error\"} 0\n"}) {
     EXPECT_NE(text.find(line), std::string::npos) << line << "in\n" << text;
+  }
+}
+
+TEST(Server, DocumentationListsEverySeries) {
+  const char* root = std::getenv("KVM_SOURCE_DIR");
+  ASSERT_NE(root, nullptr);
+  std::ifstream file(std::string(root) + "/docs/operations.md");
+  std::stringstream page;
+  page << file.rdbuf();
+  const auto server = run_server();
+  RawClient client = connected(*server);
+  std::istringstream lines(client.stats_text().value());
+  for (std::string line; std::getline(lines, line);) {
+    if (line.starts_with("# TYPE ")) {
+      const std::string name = line.substr(7, line.find(' ', 7) - 7);
+      EXPECT_NE(page.str().find("`" + name), std::string::npos) << name;
+    }
   }
 }
 

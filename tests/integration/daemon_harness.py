@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts kvmd, kvmctl and clients for the tests of this folder."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+
+BIN = os.environ["KVM_BIN_DIR"]
+
+
+class Daemon:
+    """A kvmd with a socket in a folder of its own. Use it in a `with` statement."""
+
+    def __init__(self, *arguments, folder=None, env=None):
+        self.own_folder = folder is None
+        self.folder = tempfile.mkdtemp(prefix="kvmd-") if folder is None else folder
+        self.socket = os.path.join(self.folder, "kvmd.sock")
+        self.log_path = os.path.join(self.folder, "log")
+        self.arguments = ["--socket", self.socket, "--host-capacity", "256MiB", *arguments]
+        self.env = {**os.environ, **(env or {})}
+        self.process = None
+
+    def __enter__(self):
+        self.start()
+        return self
+
+    def __exit__(self, *_):
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        if self.own_folder:
+            shutil.rmtree(self.folder)
+
+    def start(self):
+        with open(self.log_path, "ab") as log:
+            self.process = subprocess.Popen([f"{BIN}/kvmd", *self.arguments], stderr=log,
+                                            env=self.env)
+        self.wait_until(lambda: self.log().count("listening at") > 0)
+
+    def log(self):
+        with open(self.log_path, encoding="utf-8") as log:
+            return log.read()
+
+    def wait_until(self, condition, seconds=20):
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert self.process.poll() is None, f"kvmd has ended:\n{self.log()}"
+            assert time.monotonic() < deadline, f"waited {seconds} s; the log:\n{self.log()}"
+            time.sleep(0.01)
+
+    def end(self, number=signal.SIGTERM):
+        """Sends a signal and returns the exit status."""
+        self.process.send_signal(number)
+        return self.process.wait(timeout=20)
+
+    def kvmctl(self, *arguments):
+        return kvmctl("--socket", self.socket, *arguments)
+
+    def json(self, *arguments):
+        result = self.kvmctl("--json", *arguments)
+        assert result.returncode == 0, result.stderr
+        return json.loads(result.stdout)
+
+    def hold(self):
+        """A client with one space and three sequences, ready."""
+        holder = subprocess.Popen([f"{BIN}/daemon_holder"], stdin=subprocess.PIPE,
+                                  stdout=subprocess.PIPE, text=True,
+                                  env={**os.environ, "KVM_SOCKET": self.socket})
+        assert holder.stdout.readline() == "ready\n"
+        return holder
+
+
+def kvmctl(*arguments):
+    return subprocess.run([f"{BIN}/kvmctl", *arguments], capture_output=True, text=True,
+                          check=False, timeout=60)
+
+
+def run_kvmd(*arguments, env=None):
+    """A kvmd that is expected to end by itself."""
+    return subprocess.run([f"{BIN}/kvmd", *arguments], capture_output=True, text=True, check=False,
+                          timeout=20, env={**os.environ, **(env or {})})
