@@ -3,8 +3,8 @@
 // rings (thin_client.h), or an engine in this process (embedded_client.h).
 //
 // Parameters arrive here checked as far as that is possible without the service (client/checks.h),
-// in this library's form of their structures. Pointers in them are the caller's and valid during the
-// call only.
+// in this library's form of their structures. Pointers in them are the caller's and valid during
+// the call only.
 //
 // Lifetime: queues and arenas hold their Client; Client::close makes them answer DISCONNECTED.
 #ifndef KVM_CLIENT_BACKEND_H_

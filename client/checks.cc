@@ -158,9 +158,9 @@ Status check_observe(const kvm_observe_params& params, const ArenaDirectory& are
   KVM_TRY(check_reserved(params.reserved, std::size(params.reserved), "kvm_observe_params"));
   *call = ObserveCall{};
   call->params = &params;
-  const TensorSlot slots[] = {{&params.q, "q", Element::kAny, &call->q},
-                              {&params.column_sums, "column_sums", Element::kF32,
-                               &call->column_sums}};
+  const TensorSlot slots[] = {
+      {&params.q, "q", Element::kAny, &call->q},
+      {&params.column_sums, "column_sums", Element::kF32, &call->column_sums}};
   return arenas.resolve(slots);
 }
 

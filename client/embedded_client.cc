@@ -140,17 +140,16 @@ Result<ArenaMemory> EmbeddedClient::create_arena(uint64_t size_bytes) {
   }
   if (n_arenas_.fetch_add(1) >= service_->info().max_arenas) {
     --n_arenas_;
-    return Status(KVM_ERR_LIMIT,
-                  "this client has " + std::to_string(service_->info().max_arenas) +
-                      " arenas, the most that are allowed");
+    return Status(KVM_ERR_LIMIT, "this client has " + std::to_string(service_->info().max_arenas) +
+                                     " arenas, the most that are allowed");
   }
   // Touched now, as a daemon's arena is.
   void* data = ::mmap(nullptr, size_bytes, PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
   if (data == MAP_FAILED) {
     --n_arenas_;
-    return Status(KVM_ERR_NO_MEMORY, "an arena of " + std::to_string(size_bytes) +
-                                         " bytes cannot be mapped");
+    return Status(KVM_ERR_NO_MEMORY,
+                  "an arena of " + std::to_string(size_bytes) + " bytes cannot be mapped");
   }
   return ArenaMemory{++last_region_, data, size_bytes};
 }
@@ -169,9 +168,8 @@ Result<kvm_space_id> EmbeddedClient::register_space(const ipc::SpaceMessage& spa
   spec.layers = space.layers;
   spec.policies = space.policies;
   spec.codecs = space.codecs;
-  return service_->with_engine([&](engine::Engine& engine, engine::ClientId) {
-    return engine.register_space(spec);
-  });
+  return service_->with_engine(
+      [&](engine::Engine& engine, engine::ClientId) { return engine.register_space(spec); });
 }
 
 Result<kvm_space_id> EmbeddedClient::find_space(const std::string& name) {
@@ -231,21 +229,19 @@ Result<kvm_seq_info> EmbeddedClient::seq_info(kvm_seq_id seq) {
 
 Result<std::vector<kvm_seq_info>> EmbeddedClient::list_seqs(kvm_space_id space, uint32_t flags) {
   return service_->with_engine(
-      [&](engine::Engine& engine,
-          engine::ClientId client) -> Result<std::vector<kvm_seq_info>> {
+      [&](engine::Engine& engine, engine::ClientId client) -> Result<std::vector<kvm_seq_info>> {
         return engine.list_seqs(client, space, (flags & KVM_LIST_ALL_CLIENTS) != 0);
       });
 }
 
 Result<kvm_stats> EmbeddedClient::stats() {
-  return service_->with_engine(
-      [&](engine::Engine& engine, engine::ClientId) -> Result<kvm_stats> {
-        kvm_stats stats = engine.stats();
-        stats.n_clients = 1;
-        stats.n_clients_total = 1;
-        stats.uptime_ns = now_ns() - service_->start_ns();
-        return stats;
-      });
+  return service_->with_engine([&](engine::Engine& engine, engine::ClientId) -> Result<kvm_stats> {
+    kvm_stats stats = engine.stats();
+    stats.n_clients = 1;
+    stats.n_clients_total = 1;
+    stats.uptime_ns = now_ns() - service_->start_ns();
+    return stats;
+  });
 }
 
 Result<std::string> EmbeddedClient::stats_text() {

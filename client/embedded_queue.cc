@@ -66,9 +66,8 @@ uint32_t EmbeddedQueue::n_outstanding() const {
 
 Status EmbeddedQueue::stage(Request request, uint64_t user_data) {
   if (const uint32_t n = n_outstanding(); n >= n_entries_) {
-    return Status(KVM_ERR_AGAIN, "the queue holds " + std::to_string(n) +
-                                     " requests of at most " + std::to_string(n_entries_) +
-                                     ": take completions first");
+    return Status(KVM_ERR_AGAIN, "the queue holds " + std::to_string(n) + " requests of at most " +
+                                     std::to_string(n_entries_) + ": take completions first");
   }
   if (service_->is_down()) {
     return EmbeddedService::down_status();

@@ -214,8 +214,8 @@ kvm_status kvm_arena_create(kvm_client* client, const kvm_arena_params* params, 
     arena->token = kvm::client::process_token();
     arena->client = client->client;
     KVM_TRY_ASSIGN(arena->memory, client->client->create_arena(size));
-    arena->allocator = std::make_unique<kvm::client::ArenaAllocator>(arena->memory.data,
-                                                                     arena->memory.size_bytes);
+    arena->allocator =
+        std::make_unique<kvm::client::ArenaAllocator>(arena->memory.data, arena->memory.size_bytes);
     client->client->arenas().add(arena->memory.region, arena->memory.data,
                                  arena->memory.size_bytes);
     ++client->client->n_handles;
@@ -354,8 +354,7 @@ kvm_status kvm_seq_create(kvm_client* client, kvm_space_id space, const kvm_seq_
   return status != KVM_OK ? status : seq_call(client, call, out);
 }
 
-kvm_status kvm_seq_fork(kvm_client* client, kvm_seq_id parent, uint64_t n_tokens,
-                        kvm_seq_id* out) {
+kvm_status kvm_seq_fork(kvm_client* client, kvm_seq_id parent, uint64_t n_tokens, kvm_seq_id* out) {
   const kvm_status status = guarded([&] { return check_not_null(out, "out"); });
   return status != KVM_OK
              ? status

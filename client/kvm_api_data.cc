@@ -76,8 +76,9 @@ kvm_status stage_seq(kvm_queue* queue, kvm::client::SeqCallVerb verb, kvm_seq_id
 // REQUIRES: check_queue.
 Status check_idle(const kvm_queue* queue) {
   if (const uint32_t n = queue->queue->n_outstanding(); n != 0) [[unlikely]] {
-    return Status(KVM_ERR_BUSY, std::to_string(n) + " asynchronous requests are outstanding on "
-                                                    "this queue: take their completions first");
+    return Status(KVM_ERR_BUSY, std::to_string(n) +
+                                    " asynchronous requests are outstanding on "
+                                    "this queue: take their completions first");
   }
   return Status::ok();
 }
@@ -170,8 +171,7 @@ kvm_status kvm_queue_create(kvm_client* client, const kvm_queue_params* params, 
     KVM_TRY(check_flags(p.flags | p.reserved0, 0, "kvm_queue_params"));
     KVM_TRY(check_reserved(p.reserved, std::size(p.reserved), "kvm_queue_params"));
     if (p.n_entries > kvm::ipc::kMaxOutstanding) {
-      return Status(KVM_ERR_INVALID, "n_entries is " + std::to_string(p.n_entries) +
-                                         "; at most " +
+      return Status(KVM_ERR_INVALID, "n_entries is " + std::to_string(p.n_entries) + "; at most " +
                                          std::to_string(kvm::ipc::kMaxOutstanding));
     }
     const uint32_t n_entries =
@@ -179,9 +179,8 @@ kvm_status kvm_queue_create(kvm_client* client, const kvm_queue_params* params, 
     auto queue = std::make_unique<kvm_queue>();
     queue->token = kvm::client::process_token();
     queue->client = client->client;
-    KVM_TRY_ASSIGN(queue->queue,
-                   client->client->create_queue(n_entries,
-                                                p.spin_ns == 0 ? kDefaultSpinNs : p.spin_ns));
+    KVM_TRY_ASSIGN(queue->queue, client->client->create_queue(
+                                     n_entries, p.spin_ns == 0 ? kDefaultSpinNs : p.spin_ns));
     ++client->client->n_handles;
     *out = queue.release();
     return Status::ok();

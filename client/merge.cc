@@ -86,8 +86,7 @@ Status check_extent(const kvm_merge_params& params, const Rows& rows, uint64_t d
 Status resolve(const kvm_merge_params& params, const kvm_tensor& tensor, const std::string& name,
                Element element, uint64_t dim, Rows* out) {
   if (tensor.buffer.kind != KVM_BUFFER_HOST) {
-    return Status(KVM_ERR_INVALID, name + " has buffer kind " +
-                                       std::to_string(tensor.buffer.kind) +
+    return Status(KVM_ERR_INVALID, name + " has buffer kind " + std::to_string(tensor.buffer.kind) +
                                        "; kvm_merge takes HOST buffers");
   }
   static const ArenaDirectory kNoArenas;
@@ -150,7 +149,8 @@ void merge_one(const Merge& merge, uint64_t row, uint64_t head, uint32_t dim,
     store(merge.out_o, at + d, (*sum)[d] * scale);
   }
   if (merge.out_lse.is_present()) {
-    store(merge.out_lse, element_at(merge.out_lse, row, head), std::isnan(l) ? l : attention::state_lse(m, l));
+    store(merge.out_lse, element_at(merge.out_lse, row, head),
+          std::isnan(l) ? l : attention::state_lse(m, l));
   }
 }
 

@@ -17,8 +17,8 @@ constexpr size_t kOsPageBytes = 4096;
 // none.
 std::atomic<uint64_t>* wiped_word() {
   static std::atomic<uint64_t>* const word = []() -> std::atomic<uint64_t>* {
-    void* page = ::mmap(nullptr, kOsPageBytes, PROT_READ | PROT_WRITE,
-                        MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    void* page =
+        ::mmap(nullptr, kOsPageBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (page == MAP_FAILED) {
       return nullptr;
     }
@@ -44,9 +44,8 @@ uint64_t process_token() {
     // Process ids are used again, points in time are not.
     timespec now{};
     ::clock_gettime(CLOCK_MONOTONIC, &now);
-    const uint64_t fresh = (static_cast<uint64_t>(now.tv_sec) * 1000000000u +
-                            static_cast<uint64_t>(now.tv_nsec)) |
-                           1u;
+    const uint64_t fresh =
+        (static_cast<uint64_t>(now.tv_sec) * 1000000000u + static_cast<uint64_t>(now.tv_nsec)) | 1u;
     if (word->compare_exchange_strong(token, fresh, std::memory_order_relaxed)) {
       token = fresh;
     }

@@ -65,7 +65,7 @@ Status ArenaDirectory::resolve_one(const TensorSlot& slot) const {
   if (buffer.size == 0) {
     return invalid(slot, "the buffer has no bytes; use kind NONE for an absent tensor");
   }
-  Tensor out{nullptr,          buffer.size,        0, from.dtype, 0, from.stride_layer,
+  Tensor out{nullptr,         buffer.size,     0, from.dtype, 0, from.stride_layer,
              from.stride_row, from.stride_head};
   if (buffer.kind == KVM_BUFFER_HOST) {
     if (buffer.where == 0 || buffer.region != 0 || buffer.size > UINT64_MAX - buffer.where) {
@@ -73,9 +73,8 @@ Status ArenaDirectory::resolve_one(const TensorSlot& slot) const {
     }
     out.data = reinterpret_cast<uint8_t*>(static_cast<uintptr_t>(buffer.where));
   } else if (buffer.kind == KVM_BUFFER_ARENA) {
-    const auto arena = std::find_if(arenas_.begin(), arenas_.end(), [&](const Arena& a) {
-      return a.region == buffer.region;
-    });
+    const auto arena = std::find_if(arenas_.begin(), arenas_.end(),
+                                    [&](const Arena& a) { return a.region == buffer.region; });
     if (arena == arenas_.end()) {
       return invalid(slot, "no arena of this client has region " + std::to_string(buffer.region));
     }

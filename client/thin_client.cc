@@ -221,12 +221,12 @@ Result<std::vector<T>> ThinClient::call_for_structs(
 }
 
 Result<kvm_space_info> ThinClient::space_info(kvm_space_id space) {
-  KVM_TRY_ASSIGN(const auto list,
-                 call_for_structs<kvm_space_info>(
-                     [&](ipc::ControlWriter* writer, uint64_t id, uint64_t) {
-                       return writer->finish(id, wire::CreateSpaceInfo(writer->fbb(), space));
-                     },
-                     "kvm_space_info"));
+  KVM_TRY_ASSIGN(const auto list, call_for_structs<kvm_space_info>(
+                                      [&](ipc::ControlWriter* writer, uint64_t id, uint64_t) {
+                                        return writer->finish(
+                                            id, wire::CreateSpaceInfo(writer->fbb(), space));
+                                      },
+                                      "kvm_space_info"));
   if (list.size() != 1) {
     return unexpected_reply();
   }
@@ -277,8 +277,7 @@ Result<std::vector<kvm_seq_info>> ThinClient::list_seqs(kvm_space_id space, uint
 Result<kvm_stats> ThinClient::stats() {
   KVM_TRY_ASSIGN(const auto list, call_for_structs<kvm_stats>(
                                       [](ipc::ControlWriter* writer, uint64_t id, uint64_t) {
-                                        return writer->finish(
-                                            id, wire::CreateStats(writer->fbb()));
+                                        return writer->finish(id, wire::CreateStats(writer->fbb()));
                                       },
                                       "kvm_stats"));
   if (list.size() != 1) {

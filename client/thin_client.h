@@ -53,7 +53,8 @@ class ThinClient final : public Client {
   Result<kvm_space_id> call_for_space_id(const Connection::Encode& encode);
   template <typename T>
   Result<std::vector<T>> call_for_structs(
-      const std::function<std::span<const uint8_t>(ipc::ControlWriter*, uint64_t, uint64_t)>& encode,
+      const std::function<std::span<const uint8_t>(ipc::ControlWriter*, uint64_t, uint64_t)>&
+          encode,
       const char* name);
 
   ConnectOptions options_;

@@ -19,8 +19,8 @@ namespace {
 namespace wire = ipc::wire;
 
 Status unexpected_reply(const char* to) {
-  return Status(KVM_ERR_PROTOCOL, std::string("the daemon's reply to ") + to +
-                                      " is not what the protocol says");
+  return Status(KVM_ERR_PROTOCOL,
+                std::string("the daemon's reply to ") + to + " is not what the protocol says");
 }
 
 }  // namespace
@@ -47,10 +47,9 @@ Status Connection::shake_hands(const ConnectOptions& options) {
     return fail(unexpected_reply("Hello"));
   }
   if (welcome->protocol_major() != ipc::kProtocolMajor) {
-    return fail(Status(KVM_ERR_VERSION, "the daemon speaks protocol " +
-                                            std::to_string(welcome->protocol_major()) +
-                                            ", this library " +
-                                            std::to_string(ipc::kProtocolMajor)));
+    return fail(Status(KVM_ERR_VERSION,
+                       "the daemon speaks protocol " + std::to_string(welcome->protocol_major()) +
+                           ", this library " + std::to_string(ipc::kProtocolMajor)));
   }
   // What a newer daemon says beyond this library's structure is left out.
   KVM_TRY(ipc::read_struct(welcome->info()->data(),
@@ -133,16 +132,15 @@ Result<Connection::Reply> Connection::receive_reply(uint64_t id, uint32_t max_fd
 
 Result<SharedArena> Connection::create_arena(uint64_t size_bytes) {
   KVM_TRY_ASSIGN(Reply reply, call([&](ipc::ControlWriter* writer, uint64_t id) {
-                   return writer->finish(id,
-                                         wire::CreateArenaCreate(writer->fbb(), size_bytes));
+                   return writer->finish(id, wire::CreateArenaCreate(writer->fbb(), size_bytes));
                  }));
   const wire::ArenaCreated* created = reply.root->body_as_ArenaCreated();
   if (created == nullptr || created->region() == 0 || created->size() < size_bytes ||
       reply.message.fds.size() != 1) {
     return fail(unexpected_reply("ArenaCreate"));
   }
-  auto mapping = ipc::map_shared_memory(reply.message.fds[0], created->size(),
-                                        ipc::PeerAccess::kReadWrite);
+  auto mapping =
+      ipc::map_shared_memory(reply.message.fds[0], created->size(), ipc::PeerAccess::kReadWrite);
   if (!mapping.is_ok()) {
     return fail(mapping.status());
   }
@@ -167,10 +165,10 @@ Result<QueueMemory> Connection::create_queue(uint32_t n_entries) {
   }
   QueueMemory memory;
   memory.queue = created->queue();
-  auto client_region = ipc::map_shared_memory(fds[0], sizeof(ipc::ClientRegion),
-                                              ipc::PeerAccess::kReadWrite);
-  auto daemon_region = ipc::map_shared_memory(fds[1], sizeof(ipc::DaemonRegion),
-                                              ipc::PeerAccess::kReadOnly);
+  auto client_region =
+      ipc::map_shared_memory(fds[0], sizeof(ipc::ClientRegion), ipc::PeerAccess::kReadWrite);
+  auto daemon_region =
+      ipc::map_shared_memory(fds[1], sizeof(ipc::DaemonRegion), ipc::PeerAccess::kReadOnly);
   if (!client_region.is_ok() || !daemon_region.is_ok()) {
     return fail(client_region.is_ok() ? daemon_region.status() : client_region.status());
   }

@@ -155,8 +155,9 @@ Status ThinQueue::stage_tensor(const Tensor& tensor, bool is_output, Slot* slot,
   if (tensor.data == nullptr) {
     return Status::ok();
   }
-  *out = ipc::TensorRef{tensor.region,       tensor.dtype,      tensor.offset,     tensor.size_bytes,
-                        tensor.stride_layer, tensor.stride_row, tensor.stride_head};
+  *out =
+      ipc::TensorRef{tensor.region,       tensor.dtype,      tensor.offset,     tensor.size_bytes,
+                     tensor.stride_layer, tensor.stride_row, tensor.stride_head};
   if (tensor.region != 0) {
     return Status::ok();
   }
@@ -213,8 +214,8 @@ Status ThinQueue::stage_step_tensors(const StepCall& call, Slot* slot, ipc::Step
   return stage_tensor(call.err, true, slot, &block->err);
 }
 
-Status ThinQueue::write_step_block(const StepCall& call, const ipc::StepBlock& head,
-                                   uint32_t index, ipc::RequestEntry* entry) {
+Status ThinQueue::write_step_block(const StepCall& call, const ipc::StepBlock& head, uint32_t index,
+                                   ipc::RequestEntry* entry) {
   const kvm_step_params& params = *call.params;
   const uint64_t items_bytes = uint64_t{params.n_items} * sizeof(kvm_item);
   const uint64_t ranges_bytes = uint64_t{params.n_ranges} * sizeof(kvm_range);
@@ -424,8 +425,7 @@ Status ThinQueue::finish(const ipc::CompletionEntry& entry, kvm_completion* out,
   const uint64_t index = entry.user_data & (kCancelBit - 1);
   *is_cancel = (entry.user_data & kCancelBit) != 0;
   if (index >= n_entries_ || slots_[index].serial != entry.user_data >> kSerialShift ||
-      (*is_cancel ? !slots_[index].cancel_pending
-                  : slots_[index].state != SlotState::kSubmitted)) {
+      (*is_cancel ? !slots_[index].cancel_pending : slots_[index].state != SlotState::kSubmitted)) {
     return Status(KVM_ERR_PROTOCOL, "the daemon answered request " +
                                         std::to_string(entry.user_data) +
                                         ", which is not outstanding");
@@ -537,8 +537,8 @@ void ThinQueue::fail_outstanding(const Status& status) {
   n_submitted_ = 0;
 }
 
-// Spins, then sleeps, until the ring has something or the deadline has passed; returns early to have
-// the connection looked at.
+// Spins, then sleeps, until the ring has something or the deadline has passed; returns early to
+// have the connection looked at.
 void ThinQueue::await_completion(uint64_t deadline_ns) {
   for (uint32_t i = 0; i < kSpinsPerClockRead; ++i) {
     if (completions_.is_ready()) {

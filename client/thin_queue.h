@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A queue of the thin library: the client's ends of the two rings, the parameter and result blocks of
-// its requests, and the staging of HOST buffers.
+// A queue of the thin library: the client's ends of the two rings, the parameter and result blocks
+// of its requests, and the staging of HOST buffers.
 //
 //   slot i of n_entries   one request in flight: a parameter block (up to 64 items; larger ones are
 //                         allocated), a cancel block and a result block in the queue's arena

@@ -37,8 +37,8 @@ Result<StagingPool::Piece> StagingPool::allocate(uint64_t size_bytes) {
 Result<StagingPool::Piece> StagingPool::allocate_in(Arena* arena, uint64_t size_bytes) {
   const uint64_t offset = arena->allocator->allocate(size_bytes, kAlign);
   if (offset == ArenaAllocator::kNone) {
-    return Status(KVM_ERR_INTERNAL, "a new staging arena has no room for " +
-                                        std::to_string(size_bytes) + " bytes");
+    return Status(KVM_ERR_INTERNAL,
+                  "a new staging arena has no room for " + std::to_string(size_bytes) + " bytes");
   }
   return Piece{arena->memory.region, offset, arena->memory.mapping.data() + offset, size_bytes};
 }
@@ -52,11 +52,12 @@ Status StagingPool::grow(uint64_t size_bytes) {
   const uint64_t last = arenas_.empty() ? 0 : arenas_.back()->memory.mapping.size_bytes();
   drop_empty_but(nullptr);
   if (arenas_.size() >= kMaxArenas) {
-    return Status(KVM_ERR_AGAIN, "the staging arenas are full of requests in flight: take "
-                                 "completions first");
+    return Status(KVM_ERR_AGAIN,
+                  "the staging arenas are full of requests in flight: take "
+                  "completions first");
   }
-  const uint64_t wanted = std::max({kFirstBytes, last * 2,
-                                    size_bytes + ArenaAllocator::kOverheadBytes});
+  const uint64_t wanted =
+      std::max({kFirstBytes, last * 2, size_bytes + ArenaAllocator::kOverheadBytes});
   KVM_TRY_ASSIGN(SharedArena memory,
                  connection_->create_arena(std::min(wanted, ipc::kMaxArenaBytes)));
   auto arena = std::make_unique<Arena>();

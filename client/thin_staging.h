@@ -31,8 +31,8 @@ class StagingPool {
     uint64_t size_bytes = 0;
   };
 
-  // Fails: AGAIN (all arenas are in use by requests in flight), LIMIT (larger than an arena can be),
-  // and as kvm_arena_create.
+  // Fails: AGAIN (all arenas are in use by requests in flight), LIMIT (larger than an arena can
+  // be), and as kvm_arena_create.
   Result<Piece> allocate(uint64_t size_bytes);
   void free(const Piece& piece);
 

@@ -51,8 +51,8 @@ void Mapping::unmap() {
 Result<SharedMemory> create_shared_memory(const char* name, uint64_t size_bytes,
                                           PeerAccess access) {
   if (size_bytes == 0 || size_bytes > uint64_t{INT64_MAX} - kOsPageBytes) {
-    return Status(KVM_ERR_NO_MEMORY, "shared memory of " + std::to_string(size_bytes) +
-                                         " bytes cannot be made");
+    return Status(KVM_ERR_NO_MEMORY,
+                  "shared memory of " + std::to_string(size_bytes) + " bytes cannot be made");
   }
   size_bytes = (size_bytes + kOsPageBytes - 1) & ~(kOsPageBytes - 1);
   SharedMemory memory;
@@ -93,8 +93,7 @@ Result<Mapping> map_shared_memory(const Fd& fd, uint64_t size_bytes, PeerAccess 
                                         " bytes where " + std::to_string(size_bytes) +
                                         " were promised");
   }
-  const int protection =
-      access == PeerAccess::kReadOnly ? PROT_READ : PROT_READ | PROT_WRITE;
+  const int protection = access == PeerAccess::kReadOnly ? PROT_READ : PROT_READ | PROT_WRITE;
   void* data = ::mmap(nullptr, size_bytes, protection, MAP_SHARED, fd.get(), 0);
   if (data == MAP_FAILED) {
     return memory_error("mapping", size_bytes);

@@ -35,6 +35,9 @@ long futex(const uint32_t* word, int operation, uint32_t value, const timespec* 
 }  // namespace
 
 Result<uint32_t> RequestProducer::room() {
+  if (tail_ - head_seen_ < kRequestEntries) [[likely]] {
+    return kRequestEntries - (tail_ - head_seen_);
+  }
   // SYNC: acquire: the daemon has finished copying every entry below sq_head, so its slot may be
   // written again.
   const uint32_t head = load_acquire(daemon_->sq_head);
@@ -42,6 +45,7 @@ Result<uint32_t> RequestProducer::room() {
   if (used > kRequestEntries) {
     return bad_index("sq_head", head, tail_, kRequestEntries);
   }
+  head_seen_ = head;
   return kRequestEntries - used;
 }
 

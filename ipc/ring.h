@@ -31,11 +31,14 @@ class RequestProducer {
   RequestProducer(ClientRegion* client, const DaemonRegion* daemon)
       : client_(client), daemon_(daemon) {}
 
-  // Entries that can be staged now. Reads sq_head.
+  // Entries that can be staged now, at least: sq_head is read only when the room last seen is used
+  // up, since each look at it costs a cache line.
   Result<uint32_t> room();
   // Writes an entry that the daemon does not see before publish(). REQUIRES: room() > 0.
   void stage(const RequestEntry& entry);
   uint32_t n_staged() const { return tail_ - published_; }
+  // Forgets what was staged since the last publish().
+  void discard_staged() { tail_ = published_; }
   // Makes the staged entries visible. Returns whether the daemon sleeps, or is about to: then the
   // caller must ring the doorbell.
   bool publish();
@@ -45,6 +48,7 @@ class RequestProducer {
   const DaemonRegion* daemon_;
   uint32_t tail_ = 0;
   uint32_t published_ = 0;
+  uint32_t head_seen_ = 0;
 };
 
 // The daemon's end of the request ring.

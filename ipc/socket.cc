@@ -31,8 +31,8 @@ Result<sockaddr_un> address_of(const std::string& path) {
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
   if (path.empty() || path.size() >= sizeof(address.sun_path)) {
-    return Status(KVM_ERR_INVALID, "socket path '" + path + "' has " +
-                                       std::to_string(path.size()) + " bytes; allowed are 1 to " +
+    return Status(KVM_ERR_INVALID, "socket path '" + path + "' has " + std::to_string(path.size()) +
+                                       " bytes; allowed are 1 to " +
                                        std::to_string(sizeof(address.sun_path) - 1));
   }
   std::memcpy(address.sun_path, path.data(), path.size());
@@ -241,12 +241,10 @@ Result<std::optional<ReceivedMessage>> receive_message(const Fd& socket, uint32_
   }
   if ((message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) != 0 ||
       static_cast<size_t>(n) > kMaxControlBytes || received.fds.size() > max_fds) {
-    return Status(KVM_ERR_PROTOCOL, "a control message of " + std::to_string(n) +
-                                        " bytes or more with " +
-                                        std::to_string(received.fds.size()) +
-                                        " descriptors or more; allowed are " +
-                                        std::to_string(kMaxControlBytes) + " and " +
-                                        std::to_string(max_fds));
+    return Status(KVM_ERR_PROTOCOL,
+                  "a control message of " + std::to_string(n) + " bytes or more with " +
+                      std::to_string(received.fds.size()) + " descriptors or more; allowed are " +
+                      std::to_string(kMaxControlBytes) + " and " + std::to_string(max_fds));
   }
   received.bytes.resize(static_cast<size_t>(n));
   return std::optional<ReceivedMessage>(std::move(received));
@@ -255,8 +253,8 @@ Result<std::optional<ReceivedMessage>> receive_message(const Fd& socket, uint32_
 Status wait_readable(const Fd& socket, uint64_t timeout_ns) {
   timespec now{};
   ::clock_gettime(CLOCK_MONOTONIC, &now);
-  const uint64_t start = static_cast<uint64_t>(now.tv_sec) * 1000000000u +
-                         static_cast<uint64_t>(now.tv_nsec);
+  const uint64_t start =
+      static_cast<uint64_t>(now.tv_sec) * 1000000000u + static_cast<uint64_t>(now.tv_nsec);
   uint64_t left = timeout_ns;
   for (;;) {
     pollfd entry{socket.get(), POLLIN, 0};

@@ -62,8 +62,7 @@ Status check_equal(size_t count, size_t announced, const char* name) {
 }
 
 std::vector<float> floats_of(const flatbuffers::Vector<float>* field) {
-  return field == nullptr ? std::vector<float>()
-                          : std::vector<float>(field->begin(), field->end());
+  return field == nullptr ? std::vector<float>() : std::vector<float>(field->begin(), field->end());
 }
 
 }  // namespace
@@ -77,8 +76,8 @@ Result<SpaceMessage> copy_space(const kvm_space_params& params) {
   space.name.assign(params.name, ::strnlen(params.name, kMaxNameBytes));
   space.params = params;
   clear_pointers(&space.params);
-  KVM_TRY(copy_array(params.rope_inv_freq, params.n_rope_pairs, "rope_inv_freq",
-                     &space.rope_inv_freq));
+  KVM_TRY(
+      copy_array(params.rope_inv_freq, params.n_rope_pairs, "rope_inv_freq", &space.rope_inv_freq));
   const size_t n_sinks =
       params.sink_logits == nullptr ? 0 : size_t{params.n_layers} * params.n_q_heads;
   KVM_TRY(copy_array(params.sink_logits, n_sinks, "sink_logits", &space.sink_logits));
@@ -116,12 +115,12 @@ Result<SpaceMessage> decode_space(const wire::SpaceRegister& message) {
   space.name = message.name()->str();
   space.rope_inv_freq = floats_of(message.rope_inv_freq());
   space.sink_logits = floats_of(message.sink_logits());
-  KVM_TRY_ASSIGN(space.layers, structs_of<kvm_layer_params>(message.layers(), kMaxSpaceListEntries,
-                                                            "layers"));
-  KVM_TRY_ASSIGN(space.policies, structs_of<kvm_policy_params>(
-                                     message.policies(), kMaxSpaceListEntries, "policies"));
-  KVM_TRY_ASSIGN(space.codecs, structs_of<kvm_codec_params>(message.codecs(), kMaxSpaceListEntries,
-                                                            "codecs"));
+  KVM_TRY_ASSIGN(space.layers,
+                 structs_of<kvm_layer_params>(message.layers(), kMaxSpaceListEntries, "layers"));
+  KVM_TRY_ASSIGN(space.policies, structs_of<kvm_policy_params>(message.policies(),
+                                                               kMaxSpaceListEntries, "policies"));
+  KVM_TRY_ASSIGN(space.codecs,
+                 structs_of<kvm_codec_params>(message.codecs(), kMaxSpaceListEntries, "codecs"));
   const kvm_space_params& params = space.params;
   KVM_TRY(check_equal(space.rope_inv_freq.size(), params.n_rope_pairs, "rope_inv_freq"));
   if (!space.sink_logits.empty()) {

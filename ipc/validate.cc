@@ -20,12 +20,12 @@ namespace {
     }                                          \
   } while (false)
 
-#define KVM_TRY_REJECT(expression)                            \
-  do {                                                        \
-    const Reject kvm_reject = (expression);                   \
-    if (kvm_reject != Reject::kNone) [[unlikely]] {           \
-      return kvm_reject;                                      \
-    }                                                         \
+#define KVM_TRY_REJECT(expression)                  \
+  do {                                              \
+    const Reject kvm_reject = (expression);         \
+    if (kvm_reject != Reject::kNone) [[unlikely]] { \
+      return kvm_reject;                            \
+    }                                               \
   } while (false)
 
 // No sum that could wrap is ever formed.
@@ -56,7 +56,7 @@ Reject resolve_tensor(const TensorRef& ref, Element element, RegionTable* region
   KVM_CHECK_OR_REJECT(ref.offset % element_bytes == 0, kTensorAlign);
   KVM_CHECK_OR_REJECT(ref.size_bytes != 0 && fits(ref.offset, ref.size_bytes, region.size_bytes),
                       kTensorBounds);
-  *out = TensorSpan{region.data + ref.offset, ref.size_bytes,  ref.dtype,
+  *out = TensorSpan{region.data + ref.offset, ref.size_bytes, ref.dtype,
                     ref.stride_layer,         ref.stride_row, ref.stride_head};
   return Reject::kNone;
 }
@@ -195,8 +195,7 @@ Reject parse_observe(const uint8_t* block, uint32_t length, RegionTable* regions
   observe.column_begin = head.column_begin;
   observe.n_columns = head.n_columns;
   KVM_TRY_REJECT(resolve_tensor(head.q, Element::kAny, regions, &out->pins, &observe.q));
-  return resolve_tensor(head.column_sums, Element::kF32, regions, &out->pins,
-                        &observe.column_sums);
+  return resolve_tensor(head.column_sums, Element::kF32, regions, &out->pins, &observe.column_sums);
 }
 
 Reject parse_seq(const uint8_t* block, uint32_t length, Request* out) {

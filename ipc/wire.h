@@ -40,8 +40,8 @@ inline constexpr uint32_t kMaxWireArenas = kMaxArenasPerClient + 4 * kMaxWireQue
 inline constexpr uint64_t kMaxArenaBytes = 4ull << 30;
 inline constexpr uint32_t kRequestEntries = 256;     // slots of the request ring
 inline constexpr uint32_t kCompletionEntries = 512;  // >= kMaxOutstanding: one always has room
-inline constexpr uint32_t kMaxOutstanding = 256;      // of the application, per queue
-inline constexpr uint32_t kBlockAlign = 64;  // of parameter and result blocks
+inline constexpr uint32_t kMaxOutstanding = 256;     // of the application, per queue
+inline constexpr uint32_t kBlockAlign = 64;          // of parameter and result blocks
 inline constexpr uint8_t kBlockVersion = 1;
 inline constexpr uint32_t kMaxItems = 4096;
 inline constexpr uint32_t kMaxQueryRows = 65536;  // of one item
@@ -65,16 +65,16 @@ enum class Opcode : uint8_t {
 // that a CancelBlock names one request.
 // WIRE. The daemon gives an arena its region id; it is never reused in a connection.
 struct RequestEntry {
-  uint8_t opcode;   // Opcode
-  uint8_t version;  // of the block's layout; 1
-  uint16_t flags;   // zero
-  uint32_t region;  // of the block
-  uint64_t user_data;      // comes back in the completion
-  uint64_t block_offset;   // aligned to kBlockAlign
-  uint32_t block_length;   // bytes, arrays included; 0 for kNop
+  uint8_t opcode;         // Opcode
+  uint8_t version;        // of the block's layout; 1
+  uint16_t flags;         // zero
+  uint32_t region;        // of the block
+  uint64_t user_data;     // comes back in the completion
+  uint64_t block_offset;  // aligned to kBlockAlign
+  uint32_t block_length;  // bytes, arrays included; 0 for kNop
   uint32_t result_region;
   uint64_t result_offset;  // aligned to kBlockAlign; ResultBlock
-  uint64_t reserved[3];  // zero
+  uint64_t reserved[3];    // zero
 };
 static_assert(sizeof(RequestEntry) == 64 && std::is_trivially_copyable_v<RequestEntry>);
 
@@ -182,15 +182,15 @@ static_assert(sizeof(SeqBlock) == 64);
 
 // WIRE. Completes with OK, or NOT_FOUND when no request of the queue in flight has the user_data.
 struct CancelBlock {
-  uint64_t user_data;  // of the request not to be started
+  uint64_t user_data;    // of the request not to be started
   uint64_t reserved[7];  // zero
 };
 static_assert(sizeof(CancelBlock) == 64);
 
 // WIRE. Written by the daemon before the completion is published, if the status is an error (then
-// `message` is its sentence, cut to fit, NUL-terminated) or the request is a kSeq (then `seq` is set
-// and `message` is empty on success); untouched otherwise. kNop has none: region, block and result
-// are zero.
+// `message` is its sentence, cut to fit, NUL-terminated) or the request is a kSeq (then `seq` is
+// set, and `message` is empty on success); untouched otherwise. kNop has none: its regions, offsets
+// and length are zero.
 struct ResultBlock {
   uint64_t seq;  // kSeq: create, fork
   uint64_t reserved[3];

@@ -162,8 +162,8 @@ TEST_F(Listening, PidfdFiresWhenThePeerExits) {
   }
   ASSERT_TRUE(wait_readable(listener.value(), 5'000'000'000).is_ok());
   auto accepted = accept_from(listener.value());
-  const Fd pidfd = peer_pidfd(*accepted.value(), peer_credentials(*accepted.value()).value())
-                       .value();
+  const Fd pidfd =
+      peer_pidfd(*accepted.value(), peer_credentials(*accepted.value()).value()).value();
   pollfd entry{pidfd.get(), POLLIN, 0};
   EXPECT_EQ(::poll(&entry, 1, 0), 0);
   ::kill(child, SIGKILL);

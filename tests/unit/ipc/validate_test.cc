@@ -243,8 +243,7 @@ TEST_F(Validate, RandomDamage) {
     if (random() % 2 == 0) {
       std::memcpy(arena_ + kBlock + random() % 700, &value, n);
     } else {
-      std::memcpy(reinterpret_cast<uint8_t*>(&entry_) + random() % (sizeof(entry_) - 8), &value,
-                  n);
+      std::memcpy(reinterpret_cast<uint8_t*>(&entry_) + random() % (sizeof(entry_) - 8), &value, n);
     }
     Request request;
     if (validate_request(entry_, &regions_, &request) != Reject::kNone) {

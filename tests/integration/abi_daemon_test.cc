@@ -1,0 +1,243 @@
+// SPDX-License-Identifier: Apache-2.0
+// What only a daemon can do: serve several clients, die, be left.
+#include <gtest/gtest.h>
+#include <poll.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstring>
+#include <thread>
+
+#include "ipc/control.h"
+#include "ipc/socket.h"
+#include "tests/integration/abi_rig.h"
+
+namespace kvm::testing {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double ms_since(Clock::time_point start) {
+  return std::chrono::duration<double, std::milli>(Clock::now() - start).count();
+}
+
+kvm_stats stats_of(kvm_client* client) {
+  kvm_stats stats{};
+  stats.struct_size = sizeof(stats);
+  EXPECT_EQ(kvm_get_stats(client, &stats), KVM_OK) << kvm_last_error();
+  return stats;
+}
+
+kvm_seq_id make_seq(kvm_client* client, kvm_space_id space) {
+  kvm_seq_id seq = 0;
+  EXPECT_EQ(kvm_seq_create(client, space, nullptr, &seq), KVM_OK) << kvm_last_error();
+  return seq;
+}
+
+TEST(Daemon, NobodyListens) {
+  kvm_connect_params params{};
+  params.struct_size = sizeof(params);
+  params.socket_path = "/nonexistent/kvmd.sock";
+  kvm_client* client = nullptr;
+  EXPECT_EQ(kvm_connect(&params, &client), KVM_ERR_DISCONNECTED);
+  EXPECT_NE(std::strstr(kvm_last_error(), "/nonexistent/kvmd.sock"), nullptr);
+  const std::string long_path(200, 'x');
+  params.socket_path = long_path.c_str();
+  EXPECT_EQ(kvm_connect(&params, &client), KVM_ERR_INVALID);
+}
+
+TEST(Daemon, TwoClientsShareSpacesButNotSequences) {
+  const class Daemon daemon;
+  kvm_client* a = connect_to_daemon(daemon, "a");
+  kvm_client* b = connect_to_daemon(daemon, "b");
+  const kvm_space_id space = register_space(a, "shared", {});
+  EXPECT_EQ(register_space(b, "shared", {}), space);
+  const kvm_seq_id seq = make_seq(a, space);
+  EXPECT_EQ(kvm_seq_truncate(b, seq, 0), KVM_ERR_PERMISSION);
+  size_t count = 9;
+  EXPECT_EQ(kvm_seq_list(b, 0, 0, nullptr, 0, &count), KVM_OK);
+  EXPECT_EQ(count, 0u);
+  EXPECT_EQ(kvm_seq_list(b, 0, KVM_LIST_ALL_CLIENTS, nullptr, 0, &count), KVM_OK)
+      << kvm_last_error();
+  EXPECT_EQ(count, 1u);
+  EXPECT_EQ(stats_of(b).n_clients, 2u);
+  kvm_client_close(a);
+  for (int i = 0; i < 200 && stats_of(b).n_sequences != 0; ++i) {
+    ::usleep(10'000);
+  }
+  EXPECT_EQ(stats_of(b).n_sequences, 0u) << "sequences go with their client";
+  kvm_client_close(b);
+}
+
+TEST(Daemon, KilledClientLeavesNothing) {
+  const class Daemon daemon;
+  kvm_client* watcher = connect_to_daemon(daemon, "watcher");
+  int ready[2];
+  ASSERT_EQ(::pipe(ready), 0);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    kvm_client* client = connect_to_daemon(daemon, "victim");
+    const kvm_space_id space = register_space(client, "victim", {});
+    for (int i = 0; i < 10; ++i) {
+      make_seq(client, space);
+    }
+    kvm_queue* queue = nullptr;
+    kvm_queue_create(client, nullptr, &queue);
+    [[maybe_unused]] const ssize_t n = ::write(ready[1], "x", 1);
+    for (;;) {
+      kvm_nop_async(queue, 1);
+      kvm_submit(queue);
+      kvm_completion completion;
+      kvm_wait(queue, &completion, 1, 1, UINT64_MAX);
+    }
+  }
+  char byte = 0;
+  ASSERT_EQ(::read(ready[0], &byte, 1), 1);
+  EXPECT_EQ(stats_of(watcher).n_sequences, 10u);
+  ::kill(child, SIGKILL);
+  ::waitpid(child, nullptr, 0);
+  for (int i = 0; i < 500 && stats_of(watcher).n_clients != 1; ++i) {
+    ::usleep(10'000);
+  }
+  EXPECT_EQ(stats_of(watcher).n_clients, 1u);
+  EXPECT_EQ(stats_of(watcher).n_sequences, 0u);
+  EXPECT_EQ(kvm_client_ping(watcher, nullptr), KVM_OK);
+  kvm_client_close(watcher);
+  ::close(ready[0]);
+  ::close(ready[1]);
+}
+
+// The daemon is stopped, so that the client certainly waits, and then killed.
+TEST(Daemon, KilledDaemonReleasesAWaitingClient) {
+  class Daemon daemon;
+  kvm_client* client = connect_to_daemon(daemon, "waiter");
+  kvm_queue* queue = nullptr;
+  ASSERT_EQ(kvm_queue_create(client, nullptr, &queue), KVM_OK) << kvm_last_error();
+  const kvm_space_id space = register_space(client, "waiter", {});
+  const kvm_seq_id seq = make_seq(client, space);
+  ::kill(daemon.pid(), SIGSTOP);
+  ASSERT_EQ(kvm_nop_async(queue, 1), KVM_OK);
+  ASSERT_EQ(kvm_nop_async(queue, 2), KVM_OK);
+  ASSERT_EQ(kvm_submit(queue), KVM_OK);
+  std::thread killer([&] {
+    ::usleep(250'000);
+    daemon.kill_hard();
+  });
+  kvm_completion completions[2];
+  const int32_t n = kvm_wait(queue, completions, 2, 2, UINT64_MAX);
+  killer.join();
+  ASSERT_EQ(n, 2) << kvm_last_error();
+  EXPECT_EQ(completions[0].status, KVM_ERR_DISCONNECTED);
+  EXPECT_EQ(completions[1].status, KVM_ERR_DISCONNECTED);
+  EXPECT_EQ(kvm_poll(queue, completions, 2), KVM_ERR_DISCONNECTED);
+  kvm_stats stats{};
+  stats.struct_size = sizeof(stats);
+  EXPECT_EQ(kvm_get_stats(client, &stats), KVM_ERR_DISCONNECTED);
+
+  // Back to a new daemon: queues first, then the old ids are lost.
+  EXPECT_EQ(kvm_client_reconnect(client), KVM_ERR_BUSY);
+  kvm_queue_destroy(queue);
+  EXPECT_EQ(kvm_client_reconnect(client), KVM_ERR_DISCONNECTED) << "nobody listens";
+  daemon.start();
+  kvm_status status = KVM_ERR_DISCONNECTED;
+  for (int i = 0; i < 500 && status == KVM_ERR_DISCONNECTED; ++i) {
+    status = kvm_client_reconnect(client);
+    ::usleep(10'000);
+  }
+  ASSERT_EQ(status, KVM_OK) << kvm_last_error();
+  EXPECT_EQ(kvm_seq_truncate(client, seq, 0), KVM_ERR_LOST);
+  ASSERT_EQ(kvm_queue_create(client, nullptr, &queue), KVM_OK) << kvm_last_error();
+  const kvm_space_id again = register_space(client, "waiter", {});
+  const kvm_seq_id fresh = make_seq(client, again);
+  EXPECT_NE(fresh, seq) << "ids are never used again";
+  ASSERT_EQ(kvm_seq_truncate_async(queue, seq, 0, 1), KVM_OK);
+  ASSERT_EQ(kvm_submit(queue), KVM_OK);
+  ASSERT_EQ(kvm_wait(queue, completions, 2, 1, UINT64_MAX), 1);
+  EXPECT_EQ(completions[0].status, KVM_ERR_LOST);
+  kvm_queue_destroy(queue);
+  kvm_client_close(client);
+}
+
+TEST(Daemon, CallerInsideStepReturnsSoonAfterTheDaemonDies) {
+  class Daemon daemon;
+  kvm_client* client = connect_to_daemon(daemon, "caller");
+  std::thread killer([&] {
+    ::usleep(300'000);
+    daemon.kill_hard();
+  });
+  // Pings until it fails; each goes through the rings.
+  kvm_status status = KVM_OK;
+  Clock::time_point last = Clock::now();
+  while (status == KVM_OK) {
+    last = Clock::now();
+    status = kvm_client_ping(client, nullptr);
+  }
+  const double waited_ms = ms_since(last);
+  killer.join();
+  EXPECT_EQ(status, KVM_ERR_DISCONNECTED);
+  // A generous bound: it only has to tell "soon" from "never".
+  EXPECT_LT(waited_ms, 5000);
+  RecordProperty("waited_ms", static_cast<int>(waited_ms));
+  kvm_client_close(client);
+}
+
+TEST(Daemon, QueueDescriptorPolls) {
+  const class Daemon daemon;
+  kvm_client* client = connect_to_daemon(daemon, "poller");
+  kvm_client_info info{};
+  info.struct_size = sizeof(info);
+  ASSERT_EQ(kvm_client_get_info(client, &info), KVM_OK);
+  kvm_queue* queue = nullptr;
+  ASSERT_EQ(kvm_queue_create(client, nullptr, &queue), KVM_OK) << kvm_last_error();
+  const int fd = kvm_queue_fd(queue);
+  if ((info.features & KVM_FEATURE_EVENTFD) == 0) {
+    EXPECT_EQ(fd, -1);
+  } else {
+    for (int round = 0; round < 100; ++round) {
+      pollfd entry{fd, POLLIN, 0};
+      ASSERT_EQ(kvm_nop_async(queue, 1), KVM_OK);
+      ASSERT_EQ(kvm_nop_async(queue, 2), KVM_OK);
+      ASSERT_EQ(kvm_submit(queue), KVM_OK);
+      kvm_completion completion;
+      for (int taken = 0; taken < 2;) {
+        ASSERT_EQ(::poll(&entry, 1, 10'000), 1) << "round " << round << ", taken " << taken;
+        const int32_t n = kvm_poll(queue, &completion, 1);
+        ASSERT_GE(n, 0) << kvm_last_error();
+        taken += n;
+      }
+    }
+  }
+  kvm_queue_destroy(queue);
+  kvm_client_close(client);
+}
+
+TEST(Daemon, BrokenClientsAreClosedAndOthersServed) {
+  const class Daemon daemon;
+  kvm_client* honest = connect_to_daemon(daemon, "honest");
+  for (int kind = 0; kind < 3; ++kind) {
+    auto socket = ipc::connect_to(daemon.socket_path());
+    ASSERT_TRUE(socket.is_ok());
+    std::vector<uint8_t> bytes(100, static_cast<uint8_t>(kind * 77));
+    if (kind == 2) {
+      ipc::ControlWriter writer;
+      const auto body = ipc::wire::CreateStats(writer.fbb());
+      const auto message = writer.finish(1, body);  // before Hello
+      bytes.assign(message.begin(), message.end());
+    }
+    ASSERT_TRUE(ipc::send_message(socket.value(), bytes, {}).is_ok());
+    bool closed = false;
+    for (int i = 0; i < 500 && !closed; ++i) {
+      ::usleep(10'000);
+      closed = ipc::is_hung_up(socket.value());
+    }
+    EXPECT_TRUE(closed) << kind;
+    EXPECT_EQ(kvm_client_ping(honest, nullptr), KVM_OK) << kvm_last_error();
+  }
+  EXPECT_GE(stats_of(honest).n_protocol_errors, 3u);
+  kvm_client_close(honest);
+}
+
+}  // namespace
+}  // namespace kvm::testing

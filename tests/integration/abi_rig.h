@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the tests of kvm.h stand on: a service (an engine in this process, or a kvmd of its own in a
+// fresh folder), and attention computed naively in double precision.
+#ifndef KVM_TESTS_INTEGRATION_ABI_RIG_H_
+#define KVM_TESTS_INTEGRATION_ABI_RIG_H_
+
+#include <sys/types.h>
+
+#include <cstdint>
+#include <functional>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "kvm.h"
+
+namespace kvm::testing {
+
+// The test binary is linked with libkvm_embedded (true) or libkvm (false).
+bool is_embedded();
+
+// A kvmd in a child process.
+class Daemon {
+ public:
+  Daemon();
+  ~Daemon();
+  Daemon(const Daemon&) = delete;
+  Daemon& operator=(const Daemon&) = delete;
+
+  const std::string& socket_path() const { return socket_path_; }
+  pid_t pid() const { return pid_; }
+  void start();      // waits until it listens
+  void kill_hard();  // SIGKILL, and waits for its end
+
+ private:
+  std::string folder_;
+  std::string socket_path_;
+  pid_t pid_ = -1;
+};
+
+// Connects, failing the test if that fails.
+kvm_client* connect_to_daemon(const Daemon& daemon, const char* name);
+
+struct Geometry {
+  uint32_t n_layers = 2;
+  uint32_t n_q_heads = 4;
+  uint32_t n_kv_heads = 2;
+  uint32_t dim = 16;
+  uint32_t dtype = KVM_DTYPE_F32;
+};
+
+kvm_space_id register_space(kvm_client* client, const char* name, const Geometry& geometry);
+
+// K and V of one layer of one sequence, and attention over them.
+class NaiveLayer {
+ public:
+  explicit NaiveLayer(const Geometry& geometry) : geometry_(geometry) {}
+
+  // k and v: [n][n_kv_heads][dim].
+  void append(const std::vector<float>& k, const std::vector<float>& v);
+  void truncate(uint64_t n_tokens);
+  uint64_t n_tokens() const { return k_.size() / row(); }
+  const std::vector<float>& k() const { return k_; }
+  const std::vector<float>& v() const { return v_; }
+
+  // q: [n_q_heads][dim] of one row; `sees` tells which positions it sees. o: [n_q_heads][dim].
+  void attend(const float* q, const std::function<bool(uint64_t)>& sees, std::vector<double>* o,
+              std::vector<double>* lse) const;
+
+ private:
+  size_t row() const { return size_t{geometry_.n_kv_heads} * geometry_.dim; }
+
+  Geometry geometry_;
+  std::vector<float> k_, v_;
+};
+
+// Normally distributed numbers.
+std::vector<float> random_floats(std::mt19937* random, size_t n);
+
+kvm_tensor tensor_of(const std::vector<float>& values);
+
+// Largest difference, relative to the largest magnitude.
+double difference(const float* got, const std::vector<double>& expected);
+
+}  // namespace kvm::testing
+
+#endif  // KVM_TESTS_INTEGRATION_ABI_RIG_H_
