@@ -25,10 +25,11 @@ using tiers::PageRef;
 
 namespace {
 
-// Extents given back per call: after a sequence went, in passing, and when there is time.
-constexpr uint64_t kTrimAfterFree = 16;
-constexpr uint64_t kTrimInPassing = 1;
-constexpr uint64_t kTrimHousekeeping = 16;
+// Extents given back per call (about 10 us each): after a sequence went, in passing, and when there
+// is time.
+constexpr uint64_t kTrimAfterFree = 64;
+constexpr uint64_t kTrimInPassing = 2;
+constexpr uint64_t kTrimHousekeeping = 64;
 
 // A policy that keeps asking for more is cut off here, until the next event.
 constexpr int kMaxPolicyRounds = 1024;

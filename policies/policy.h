@@ -91,7 +91,8 @@ enum class ActionKind : uint8_t {
   kFold = 4,    // replace `range` by one entry (mean K, mean V, log-weight ln n)
 };
 
-// Ranges are whole pages (multiples of kPageTokens) unless the store says otherwise for a kind.
+// Ranges are whole pages (multiples of kPageTokens); tokens of them that are not stored, because
+// they were dropped before, do not matter.
 struct Action {
   ActionKind kind = ActionKind::kDrop;
   uint32_t layer = 0;

@@ -30,7 +30,9 @@ class SinksRecent : public Policy {
       const uint64_t begin = (list.n_sinks + kPageTokens - 1) / kPageTokens * kPageTokens;
       const uint64_t end = std::max(begin, limit / kPageTokens * kPageTokens);
       for (const StoredRange& stored : list.stored) {
-        const PositionRange range = {std::max(begin, stored.positions.begin),
+        // A page may begin in its middle (after a cut inside a dropped one); it goes whole.
+        const uint64_t first_page = stored.positions.begin / kPageTokens * kPageTokens;
+        const PositionRange range = {std::max(begin, first_page),
                                      std::min(end, stored.positions.end)};
         if (range.begin >= range.end) {
           continue;

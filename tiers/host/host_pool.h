@@ -5,7 +5,7 @@
 // 2 MiB: an extent is charged to the budget before its memory is touched, holds
 // floor(2 MiB / page_bytes) pages (none straddles its end), and becomes a cached extent when its
 // last page is freed. Cached extents stay charged; trim gives those beyond a bound back to the
-// operating system, a few at a time (each costs tens of microseconds), and an allocation that would
+// operating system, a few at a time (each costs about 10 us), and an allocation that would
 // fail otherwise takes whatever it needs of them at once.
 //
 // Pages are reference counted. Addresses are stable for the life of a page. A fresh page's content

@@ -462,7 +462,7 @@ TEST(Store, EmptiedMemoryGoesBack) {
 TEST(Store, ManySequences) {
   const bool nightly = std::getenv("KVM_NIGHTLY") != nullptr;
   const uint32_t n_sequences = 2000;
-  const uint32_t n_operations = nightly ? 200 : 20;
+  const uint32_t n_operations = nightly ? 200 : 10;
   const auto store = open_store(uint64_t{4} << 30);
   const ClientId client = store->add_client(0, 0);
   SpaceSpec spec = make_spec("m", 2, 2);

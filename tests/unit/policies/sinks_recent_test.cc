@@ -106,6 +106,19 @@ TEST(SinksRecent, DropsExactlyWhatNobodyWillSee) {
   }
 }
 
+TEST(SinksRecent, PagesThatBeginInTheirMiddleGoWhole) {
+  ListView list;
+  list.length = 1000;
+  list.n_recent = 10;
+  const StoredRange stored = {.positions = {150, 1000}};
+  list.stored = {&stored, 1};
+  ActionList actions;
+  sinks_recent().decide({.n_committed = 400, .lists = {&list, 1}}, &actions);
+  ASSERT_EQ(actions.n_actions, 1u);
+  EXPECT_EQ(actions.actions[0].range.begin, 128u);
+  EXPECT_EQ(actions.actions[0].range.end, 384u);
+}
+
 TEST(SinksRecent, MoreListsThanActionsAreAskedForAgain) {
   std::vector<FakeList> lists(3 * kMaxActions, FakeList(4, 64, 0));
   for (FakeList& list : lists) {
