@@ -183,7 +183,9 @@ TEST_F(StoreTest, QuotaAndCapacityLeaveEverythingAsItWas) {
 
   // Capacity: 256 MiB hold 2,048 pages.
   Sequence* big = create(space);
-  ASSERT_TRUE(append_all(*store_, big, numbered(0, 1000 * kPageTokens)).is_ok());
+  for (uint32_t layer = 0; layer < 2; ++layer) {
+    ASSERT_TRUE(append_unwritten(*store_, big, layer, 1000 * kPageTokens).is_ok());
+  }
   const kvm_stats before = stats_of(*store_);
   const std::vector<AppendItem> large = {{big, 0, KVM_POSITION_END, 40 * kPageTokens},
                                          {big, 1, KVM_POSITION_END, 40 * kPageTokens}};
@@ -432,7 +434,9 @@ TEST_F(StoreTest, PrefaultedMemoryIsUsedAndKept) {
   ASSERT_TRUE(store_->prefault(space, 20 * kMiB).is_ok());
   EXPECT_EQ(stats_of(*store_).host_used_bytes, 20 * kMiB);
   Sequence* seq = create(space);
-  ASSERT_TRUE(append_all(*store_, seq, numbered(0, 2000)).is_ok());
+  for (uint32_t layer = 0; layer < 2; ++layer) {
+    ASSERT_TRUE(append_unwritten(*store_, seq, layer, 2000).is_ok());
+  }
   EXPECT_EQ(stats_of(*store_).host_used_bytes, 20 * kMiB);
   store_->free_seq(seq);
   while (store_->housekeep()) {
@@ -447,7 +451,7 @@ TEST(Store, EmptiedMemoryGoesBack) {
   const ClientId client = store->add_client(0, 0);
   const kvm_space_id space = store->register_space(make_spec("m", 1, 4, 128)).value();
   Sequence* seq = store->find_seq(client, store->create_seq(client, space, 0).value()).value();
-  ASSERT_TRUE(append(*store, seq, 0, numbered(0, 1600 * kPageTokens)).is_ok());
+  ASSERT_TRUE(append_unwritten(*store, seq, 0, 1600 * kPageTokens).is_ok());
   EXPECT_EQ(stats_of(*store).host_used_bytes, 200 * kMiB);
   store->free_seq(seq);
   while (store->housekeep()) {

@@ -103,6 +103,15 @@ inline Status append(Store& store, Sequence* seq, uint32_t layer,
   return Status::ok();
 }
 
+// The same without writing rows: for tests of accounts only.
+inline Status append_unwritten(Store& store, Sequence* seq, uint32_t layer, uint32_t n_tokens) {
+  std::vector<AppendPiece> pieces;
+  const AppendItem item = {.seq = seq, .layer = layer, .n_tokens = n_tokens};
+  KVM_TRY(store.reserve_append({&item, 1}, &pieces));
+  store.publish(seq, layer);
+  return Status::ok();
+}
+
 // Tokens first, first + 1, ...
 inline std::vector<uint64_t> numbered(uint64_t first, uint64_t n) {
   std::vector<uint64_t> tokens(n);
