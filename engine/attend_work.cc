@@ -411,14 +411,15 @@ bool AttendWork::evaluate_whole(const Unit& unit, ThreadWorkspace& workspace) co
     return false;
   }
   if (n_chunks != 0) {
-    const std::byte* prepared = shared_ + head.prepared_at;
-    if (head.prepared_at == kNotShared) {
-      std::byte* own = workspace.prepared.reserve(head.plan.prepared_bytes);
-      if (own == nullptr) {
+    std::byte* prepared = nullptr;
+    if (head.prepared_at != kNotShared) {
+      prepared = shared_ + head.prepared_at;
+    } else {
+      prepared = workspace.prepared.reserve(head.plan.prepared_bytes);
+      if (prepared == nullptr) {
         return false;
       }
-      attention::prepare_queries(head.problem, head.plan, own);
-      prepared = own;
+      attention::prepare_queries(head.problem, head.plan, prepared);
     }
     attention::eval_chunks(head.problem, head.plan, prepared, unit.rows, head.plan.first_chunk,
                            n_chunks, scratch, states);
