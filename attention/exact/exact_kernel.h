@@ -102,9 +102,9 @@ struct Later {
 };
 
 // Walks through later stretches while the present one is read: for every 64 bytes read, one line
-// to the first-level and one to the second-level cache, in address order. Two levels, because the
-// first one can wait for few lines at a time: alone it reaches three quarters of what memory gives.
-// One by one, because a burst of requests stalls the core.
+// to the first-level and one to the second-level cache, in address order. The second level because
+// the first can wait for few lines at a time; one by one because a burst of requests stalls the
+// core. docs/kernels.md has what each choice gave.
 class Ahead {
  public:
   explicit Ahead(const Later& later)
@@ -542,9 +542,9 @@ void stream_begin(const StreamArgs* args) {
   }
 }
 
-// Items of one block, in order: K of all of them is read first, then V of all. Memory then sees one
-// stream of 16-KiB stretches instead of two interleaved ones, which is a quarter faster, and the
-// long dependency chain of an item's softmax runs beside other items' independent work.
+// Items of one block, in order: K of all of them is read first, then V of all, so that memory sees
+// one stream of 16-KiB stretches (plain reads of two interleaved streams are a fifth slower), and
+// the long dependency chain of an item's softmax runs beside other items' independent work.
 inline uint32_t group_size(const KvItem* items, uint32_t n) {
   uint32_t count = 1;
   while (count < n && count < kGroupItems &&
