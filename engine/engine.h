@@ -185,8 +185,8 @@ class Engine {
   // Requests submitted and not yet retired.
   virtual uint32_t n_in_flight() const = 0;
   // `wake` is called on a worker thread when poll() is due or when work() has something new, so
-  // that a driver blocked elsewhere (epoll) can be woken. It must be cheap and must not call the engine.
-  // When this returns, the callback set before is not running and will not be called again.
+  // that a driver blocked elsewhere (epoll) can be woken. It must be cheap and must not call the
+  // engine. When this returns, the callback set before is not running and will not be called again.
   virtual void set_wake(std::function<void()> wake) = 0;
   // Keeps the driver until a request can be retired or timeout_ns has passed: it runs tasks as long
   // as there are any, then spins, then sleeps.
