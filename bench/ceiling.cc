@@ -26,7 +26,7 @@ __attribute__((target("avx512f,avx512bf16"))) float dot_bf16(uint64_t rounds) {
   }
   float total = 0;
   for (auto& lane : sum) {
-    total += _mm512_reduce_add_ps(lane);
+    total += lane[0];
   }
   return total;
 }
