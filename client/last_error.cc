@@ -2,7 +2,6 @@
 #include "client/last_error.h"
 
 #include <algorithm>
-#include <cstring>
 #include <mutex>
 
 namespace kvm::client {
@@ -20,7 +19,7 @@ void* g_log_user = nullptr;
 
 void set_last_error(std::string_view sentence) {
   const size_t n = std::min(sentence.size(), sizeof(t_sentence) - 1);
-  std::memcpy(t_sentence, sentence.data(), n);
+  sentence.copy(t_sentence, n);
   t_sentence[n] = '\0';
 }
 

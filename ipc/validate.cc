@@ -308,7 +308,7 @@ void write_result(ResultBlock* result, uint64_t seq, std::string_view sentence) 
   }
   const size_t n = std::min(sentence.size(), sizeof(result->message) - 1);
   result->seq = seq;
-  std::memcpy(result->message, sentence.data(), n);
+  sentence.copy(result->message, n);
   result->message[n] = '\0';
 }
 

@@ -268,6 +268,8 @@ TEST(ResultBlock, MessageIsCutAndTerminated) {
   write_result(&result, 5, std::string(1000, 'x'));
   EXPECT_EQ(result.seq, 5u);
   EXPECT_EQ(std::strlen(result.message), sizeof(result.message) - 1);
+  write_result(&result, 6, {});
+  EXPECT_STREQ(result.message, "");
   write_result(nullptr, 5, "nothing");
 }
 
