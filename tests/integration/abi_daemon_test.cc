@@ -10,8 +10,11 @@
 #include <cstring>
 #include <thread>
 
+#include "client/thin_connection.h"
 #include "ipc/control.h"
+#include "ipc/shared_words.h"
 #include "ipc/socket.h"
+#include "ipc/wire.h"
 #include "tests/integration/abi_rig.h"
 
 namespace kvm::testing {
@@ -236,6 +239,50 @@ TEST(Daemon, BrokenClientsAreClosedAndOthersServed) {
     EXPECT_EQ(kvm_client_ping(honest, nullptr), KVM_OK) << kvm_last_error();
   }
   EXPECT_GE(stats_of(honest).n_protocol_errors, 3u);
+  kvm_client_close(honest);
+}
+
+// A client that speaks the protocol up to the rings, and then sends what libkvm never would.
+TEST(Daemon, HostileRingEntriesCloseTheirClient) {
+  const class Daemon daemon;
+  kvm_client* honest = connect_to_daemon(daemon, "honest");
+  for (int kind = 0; kind < 4; ++kind) {
+    client::ConnectOptions options{daemon.socket_path(), "hostile", 5'000'000'000};
+    auto connection = client::Connection::open(options);
+    ASSERT_TRUE(connection.is_ok()) << connection.status().message();
+    auto queue = connection.value()->create_queue(8);
+    ASSERT_TRUE(queue.is_ok()) << queue.status().message();
+    auto arena = connection.value()->create_arena(4096);
+    ASSERT_TRUE(arena.is_ok()) << arena.status().message();
+    auto* region = reinterpret_cast<ipc::ClientRegion*>(queue.value().client_region.data());
+    ipc::RequestEntry& entry = region->entries[0];
+    entry.opcode = static_cast<uint8_t>(ipc::Opcode::kSeq);
+    entry.version = ipc::kBlockVersion;
+    entry.region = entry.result_region = arena.value().region;
+    entry.block_length = sizeof(ipc::SeqBlock);
+    entry.result_offset = 1024;
+    uint32_t tail = 1;
+    if (kind == 0) {
+      tail = 100'000;
+    } else if (kind == 1) {
+      entry.opcode = 99;
+    } else if (kind == 2) {
+      entry.block_offset = UINT64_MAX - 63;
+    } else {
+      entry.result_region = 777;
+    }
+    ipc::store_seq_cst(&region->sq_tail, tail);
+    connection.value()->ring();
+    bool closed = false;
+    for (int i = 0; i < 500 && !closed; ++i) {
+      ::usleep(10'000);
+      closed = connection.value()->look_for_hangup();
+    }
+    EXPECT_TRUE(closed) << kind;
+    EXPECT_EQ(kvm_client_ping(honest, nullptr), KVM_OK) << kvm_last_error();
+  }
+  EXPECT_EQ(stats_of(honest).n_protocol_errors, 4u);
+  EXPECT_EQ(stats_of(honest).n_clients, 1u);
   kvm_client_close(honest);
 }
 
