@@ -180,6 +180,7 @@ bool Server::turn() {
   active |= service_->engine->work();
   active |= service_->engine->poll() > 0;
   publish();
+  active = active || service_->engine->housekeep();
   finish_arenas();
   finish_closing_queues();
   bury_doomed();

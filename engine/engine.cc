@@ -107,6 +107,7 @@ class EngineImpl final : public Engine {
 
   bool work() override { return scheduler_.run_one(); }
   uint32_t poll() override;
+  bool housekeep() override { return store_->housekeep(); }
   uint32_t n_in_flight() const override { return static_cast<uint32_t>(requests_.size()); }
   void set_wake(std::function<void()> wake) override { scheduler_.set_wake(std::move(wake)); }
   void wait(uint64_t timeout_ns) override;
