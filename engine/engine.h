@@ -182,8 +182,8 @@ class Engine {
   virtual bool work() = 0;
   // Retires finished requests and starts those that waited. Returns how many were retired.
   virtual uint32_t poll() = 0;
-  // Gives a bounded part of emptied memory back to the operating system (at most about a
-  // millisecond's worth) and returns whether more remains. For a driver that has nothing else to do.
+  // Gives a bounded part of emptied memory back to the operating system (about a millisecond's
+  // worth) and returns whether more remains. For a driver that has nothing else to do.
   virtual bool housekeep() { return false; }
   // Requests submitted and not yet retired.
   virtual uint32_t n_in_flight() const = 0;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/* The smallest engine: two layers, eight tokens, one kvm_step per layer and token. Compares what the
- * service answers for the last token with attention computed here, and prints both.
+/* The smallest engine: two layers, eight tokens, one kvm_step per layer and token. Compares what
+ * the service answers for the last token with attention computed here, and prints both.
  *
  *   quickstart            through the daemon at $KVM_SOCKET (or the default socket)
  *   quickstart --embedded with the engine in this process (linked against libkvm_embedded)

@@ -160,7 +160,11 @@ struct Offender {
   }
 
   void write_block() {
-    std::memcpy(arena.memory.data() + entry.block_offset % kArenaBytes, &step, sizeof(step));
+    // A hostile offset may leave no room: then the daemon must not look, and nothing is written.
+    const uint64_t at = entry.block_offset % kArenaBytes;
+    if (at <= kArenaBytes - sizeof(step)) {
+      std::memcpy(arena.memory.data() + at, &step, sizeof(step));
+    }
     std::memcpy(arena.memory.data() + sizeof(step), &item, sizeof(item));
   }
   void submit() { client.submit(&queue, entry); }
