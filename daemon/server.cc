@@ -27,6 +27,8 @@ constexpr uint64_t kBusyEventPeriodNs = 200'000;
 constexpr uint64_t kSpinEventPeriodNs = 50'000;
 // Spinning for less than this is not worth it: the client's own turnaround takes as long.
 constexpr uint64_t kMinSpinNs = 50'000;
+// A dispatcher that never sleeps tidies up when nothing has come for this long.
+constexpr uint64_t kMinHousekeepIdleNs = 1'000'000;
 // How often a client that takes no completions is looked at while the dispatcher sleeps.
 constexpr int kStalledPeriodMs = 1;
 // Connections beyond max_clients that may be told so.
@@ -120,8 +122,14 @@ void Server::run() {
     if (active) {
       continue;
     }
-    if (options_.spin_max_ns == UINT64_MAX || now - last_active < spin_window_ns()) {
+    const uint64_t idle_ns = now - last_active;
+    const bool never_sleep = options_.spin_max_ns == UINT64_MAX;
+    if (idle_ns < (never_sleep ? kMinHousekeepIdleNs : spin_window_ns())) {
       ipc::cpu_relax();
+      continue;
+    }
+    // Not sooner: it may take a millisecond, and the next request would have to wait for it.
+    if (service_->engine->housekeep() || never_sleep) {
       continue;
     }
     sleep();
@@ -180,7 +188,6 @@ bool Server::turn() {
   active |= service_->engine->work();
   active |= service_->engine->poll() > 0;
   publish();
-  active = active || service_->engine->housekeep();
   finish_arenas();
   finish_closing_queues();
   bury_doomed();
