@@ -272,6 +272,12 @@ void eval_chunks(const Problem& problem, const Plan& plan, const void* prepared,
   stream_chunks(problem, plan, prepared, chunk, n, scratch, states);
 }
 
+void eval_chunks(std::span<const GangMember> members, const Plan& plan, uint64_t chunk, uint32_t n,
+                 void* scratch) {
+  KVM_ASSERT(!plan.blocked && !members.empty() && members.size() <= kMaxGang);
+  stream_gang(members, plan, chunk, n, scratch);
+}
+
 void merge_chunks(const Problem& problem, const Plan& plan, RowRange rows, void* states) {
   const size_t stride = state_bytes(problem, rows.count);
   const auto view = [&](uint64_t i) {

@@ -175,6 +175,24 @@ void prepare_queries(const Problem& problem, const Plan& plan, void* prepared);
 void eval_chunks(const Problem& problem, const Plan& plan, const void* prepared, RowRange rows,
                  uint64_t chunk, uint32_t n, void* scratch, void* states);
 
+// One problem of a gang, with what eval_chunks takes for it.
+struct GangMember {
+  const Problem* problem = nullptr;
+  const void* prepared = nullptr;
+  void* states = nullptr;  // of `chunk` first, as in eval_chunks
+};
+inline constexpr uint32_t kMaxGang = 8;
+
+// eval_chunks over all rows of several heads of the same pages, page by page instead of head by
+// head, so that memory is read in the order of its addresses: about a third faster where K and V
+// come from memory.
+// ENSURES: the bits of eval_chunks for each member.
+// REQUIRES: 1 to kMaxGang members whose problems differ in head, queries, sink logits and outputs
+// only; !plan.blocked, plan being that of any of them. scratch: members.size() *
+// plan.scratch_bytes.
+void eval_chunks(std::span<const GangMember> members, const Plan& plan, uint64_t chunk, uint32_t n,
+                 void* scratch);
+
 // Merges the states of all plan.n_chunks chunks of `rows`, first chunk first, state_bytes apart, in
 // place, and writes o, lse and row_max of those rows.
 void merge_chunks(const Problem& problem, const Plan& plan, RowRange rows, void* states);

@@ -71,13 +71,12 @@ Status AttendWork::plan(const Store& store, const StepRequest& request,
     }
   }
   // From here on runs_ and ranges_ stay where they are: problems point into them.
-  for (const View& view : views_) {
+  for (uint32_t view = 0; view < views_.size(); ++view) {
     add_heads(view);
   }
-  for (uint32_t head = 0; head < heads_.size(); ++head) {
-    add_units(head);
-  }
-  const uint64_t task_cost = choose_task_cost(n_threads);
+  const uint64_t wanted_cost = std::max(kMinTaskCost, cost_ / (kTasksPerThread * n_threads));
+  add_units(wanted_cost);
+  const uint64_t task_cost = choose_task_cost(wanted_cost);
   const size_t shared_bytes = lay_out(task_cost);
   if (shared_bytes > kMaxRequestBytes) {
     return {KVM_ERR_LIMIT,
@@ -240,7 +239,8 @@ attention::Visibility AttendWork::visibility(const View& view) const {
   return v;
 }
 
-void AttendWork::add_heads(const View& view) {
+void AttendWork::add_heads(uint32_t view_index) {
+  const View& view = views_[view_index];
   const uint32_t layer_index = request_->layer_begin;
   const Layer& layer = space_->layers[layer_index];
   const HeadClass& cls = space_->head_class(layer_index, view.class_index);
@@ -248,6 +248,7 @@ void AttendWork::add_heads(const View& view) {
   const kvm_item& item = request_->items[view.item];
   const StepTensors& t = *tensors_;
   Head head;
+  head.view = view_index;
   head.row = item.query_row + view.first_row;
   attention::Problem& p = head.problem;
   p.dtype_q = t.q.dtype;
@@ -290,7 +291,31 @@ void AttendWork::add_heads(const View& view) {
   }
 }
 
-void AttendWork::add_units(uint32_t index) {
+// Heads of a view become gangs, as large as a chunk of one still is a task of its own.
+void AttendWork::add_units(uint64_t gang_cost) {
+  for (uint32_t i = 0; i < heads_.size();) {
+    const Head& head = heads_[i];
+    if (head.plan.blocked) {
+      add_row_blocks(i++);
+      continue;
+    }
+    const uint64_t chunk_cost = head.cost / std::max(1u, head.plan.n_chunks);
+    const uint64_t most = std::clamp<uint64_t>(gang_cost / std::max<uint64_t>(1, chunk_cost), 1,
+                                               attention::kMaxGang);
+    Unit unit;
+    unit.head = i;
+    unit.n_heads = 0;
+    unit.rows = {0, head.plan.rows};
+    while (i < heads_.size() && heads_[i].view == head.view && unit.n_heads < most) {
+      unit.cost += heads_[i].cost;
+      ++unit.n_heads;
+      ++i;
+    }
+    units_.push_back(unit);
+  }
+}
+
+void AttendWork::add_row_blocks(uint32_t index) {
   const Head& head = heads_[index];
   const uint32_t rows = head.plan.rows;
   uint32_t block = rows;
@@ -311,12 +336,17 @@ void AttendWork::add_units(uint32_t index) {
   }
 }
 
-uint64_t AttendWork::choose_task_cost(uint32_t n_threads) {
-  uint64_t task_cost = std::max(kMinTaskCost, cost_ / (kTasksPerThread * n_threads));
+uint64_t AttendWork::choose_task_cost(uint64_t task_cost) {
   while (lay_out(task_cost) > kMaxSharedBytes && task_cost < cost_) {
     task_cost *= 2;
   }
   return task_cost;
+}
+
+size_t AttendWork::unit_state_bytes(const Unit& unit) const {
+  const Head& head = heads_[unit.head];
+  return unit.n_heads * size_t{head.plan.n_chunks} *
+         attention::state_bytes(head.problem, unit.rows.count);
 }
 
 // Decides into how many pieces each unit is cut and where its states and queries lie. Returns the
@@ -327,27 +357,27 @@ size_t AttendWork::lay_out(uint64_t task_cost) {
   prepare_bytes_ = 0;
   for (uint32_t i = 0; i < units_.size(); ++i) {
     Unit& unit = units_[i];
-    Head& head = heads_[unit.head];
+    const uint32_t n_chunks = std::max(1u, heads_[unit.head].plan.n_chunks);
     const bool first_of_head = i == 0 || units_[i - 1].head != unit.head;
     const bool only_of_head =
         first_of_head && (i + 1 == units_.size() || units_[i + 1].head != unit.head);
-    const uint32_t n_chunks = std::max(1u, head.plan.n_chunks);
     unit.n_pieces = static_cast<uint32_t>(
         std::min<uint64_t>(n_chunks, (unit.cost + task_cost - 1) / task_cost));
     unit.n_pieces = std::max(1u, unit.n_pieces);
-    if (first_of_head) {
+    for (uint32_t h = unit.head; first_of_head && h < unit.head + unit.n_heads; ++h) {
+      Head& head = heads_[h];
       head.prepared_at = kNotShared;
       if (!only_of_head || unit.n_pieces > 1) {
         head.prepared_at = at;
         at += align_up(head.plan.prepared_bytes);
-        prepare_.push_back(unit.head);
+        prepare_.push_back(h);
         prepare_bytes_ += head.plan.prepared_bytes;
       }
     }
     unit.states_at = kNotShared;
     if (unit.n_pieces > 1) {
       unit.states_at = at;
-      at += n_chunks * attention::state_bytes(head.problem, unit.rows.count);
+      at += unit_state_bytes(unit);
     }
   }
   return at;
@@ -401,64 +431,90 @@ bool AttendWork::evaluate(uint32_t task, ThreadWorkspace& workspace) {
   return true;
 }
 
+// Chunks [chunk, chunk + n), counted from the plan's first. prepared: of each head of the unit.
+void AttendWork::evaluate_chunks(const Unit& unit, uint32_t chunk, uint32_t n,
+                                 std::byte* const* prepared, std::byte* scratch,
+                                 std::byte* states) const {
+  const Head& head = heads_[unit.head];
+  const size_t stride = attention::state_bytes(head.problem, unit.rows.count);
+  const uint64_t first = head.plan.first_chunk + chunk;
+  if (unit.n_heads == 1) {
+    attention::eval_chunks(head.problem, head.plan, prepared[0], unit.rows, first, n, scratch,
+                           states + chunk * stride);
+    return;
+  }
+  attention::GangMember members[attention::kMaxGang];
+  for (uint32_t h = 0; h < unit.n_heads; ++h) {
+    members[h] = {&heads_[unit.head + h].problem, prepared[h],
+                  states + (size_t{h} * head.plan.n_chunks + chunk) * stride};
+  }
+  attention::eval_chunks({members, unit.n_heads}, head.plan, first, n, scratch);
+}
+
 bool AttendWork::evaluate_whole(const Unit& unit, ThreadWorkspace& workspace) const {
   const Head& head = heads_[unit.head];
-  const uint32_t n_chunks = head.plan.n_chunks;
-  std::byte* states = workspace.states.reserve(
-      n_chunks * attention::state_bytes(head.problem, unit.rows.count));
-  std::byte* scratch = workspace.scratch.reserve(head.plan.scratch_bytes);
+  const size_t prepared_bytes = align_up(head.plan.prepared_bytes);
+  std::byte* states = workspace.states.reserve(unit_state_bytes(unit));
+  std::byte* scratch = workspace.scratch.reserve(unit.n_heads * head.plan.scratch_bytes);
   if (states == nullptr || scratch == nullptr) {
     return false;
   }
-  if (n_chunks != 0) {
-    std::byte* prepared = nullptr;
-    if (head.prepared_at != kNotShared) {
-      prepared = shared_ + head.prepared_at;
-    } else {
-      prepared = workspace.prepared.reserve(head.plan.prepared_bytes);
-      if (prepared == nullptr) {
+  if (head.plan.n_chunks != 0) {
+    std::byte* own = nullptr;
+    if (head.prepared_at == kNotShared) {
+      own = workspace.prepared.reserve(unit.n_heads * prepared_bytes);
+      if (own == nullptr) {
         return false;
       }
-      attention::prepare_queries(head.problem, head.plan, prepared);
     }
-    attention::eval_chunks(head.problem, head.plan, prepared, unit.rows, head.plan.first_chunk,
-                           n_chunks, scratch, states);
+    std::byte* prepared[attention::kMaxGang];
+    for (uint32_t h = 0; h < unit.n_heads; ++h) {
+      const Head& member = heads_[unit.head + h];
+      prepared[h] = own == nullptr ? shared_ + member.prepared_at : own + h * prepared_bytes;
+      if (own != nullptr) {
+        attention::prepare_queries(member.problem, member.plan, prepared[h]);
+      }
+    }
+    evaluate_chunks(unit, 0, head.plan.n_chunks, prepared, scratch, states);
   }
-  merge(head, unit, states);
+  merge(unit, states);
   return true;
 }
 
 bool AttendWork::evaluate_piece(const Task& task, ThreadWorkspace& workspace) {
   const Unit& unit = units_[task.unit];
   const Head& head = heads_[unit.head];
-  std::byte* scratch = workspace.scratch.reserve(head.plan.scratch_bytes);
+  std::byte* scratch = workspace.scratch.reserve(unit.n_heads * head.plan.scratch_bytes);
   if (scratch == nullptr) {
     return false;
   }
+  std::byte* prepared[attention::kMaxGang];
+  for (uint32_t h = 0; h < unit.n_heads; ++h) {
+    prepared[h] = shared_ + heads_[unit.head + h].prepared_at;
+  }
   std::byte* states = shared_ + unit.states_at;
-  const size_t stride = attention::state_bytes(head.problem, unit.rows.count);
-  attention::eval_chunks(head.problem, head.plan, shared_ + head.prepared_at, unit.rows,
-                         head.plan.first_chunk + task.first_chunk, task.n_chunks, scratch,
-                         states + task.first_chunk * stride);
+  evaluate_chunks(unit, task.first_chunk, task.n_chunks, prepared, scratch, states);
   // SYNC: releases this piece's states; whoever comes last acquires those of all others.
   if (pieces_left_[task.unit].fetch_sub(1, std::memory_order_acq_rel) == 1) {
-    merge(head, unit, states);
+    merge(unit, states);
   }
   return true;
 }
 
-void AttendWork::merge(const Head& head, const Unit& unit, void* states) const {
-  attention::merge_chunks(head.problem, head.plan, unit.rows, states);
+void AttendWork::merge(const Unit& unit, std::byte* states) const {
+  const size_t bytes = unit_state_bytes(unit) / unit.n_heads;
   const Tensor& err = tensors_->err;
-  if (!err.is_present()) {
-    return;
-  }
-  const uint32_t group = head.problem.group;
-  for (uint32_t row = unit.rows.first; row < unit.rows.first + unit.rows.count; ++row) {
-    auto* to = reinterpret_cast<float*>(err.at(0, uint64_t{head.row} + row / group,
-                                               uint64_t{head.q_head} + row % group));
-    to[0] = 0.0f;
-    to[1] = 0.0f;
+  for (uint32_t h = 0; h < unit.n_heads; ++h) {
+    const Head& head = heads_[unit.head + h];
+    attention::merge_chunks(head.problem, head.plan, unit.rows, states + h * bytes);
+    const uint32_t group = head.problem.group;
+    const uint32_t end = unit.rows.first + unit.rows.count;
+    for (uint32_t row = unit.rows.first; err.is_present() && row < end; ++row) {
+      auto* to = reinterpret_cast<float*>(err.at(0, uint64_t{head.row} + row / group,
+                                                 uint64_t{head.q_head} + row % group));
+      to[0] = 0.0f;
+      to[1] = 0.0f;
+    }
   }
 }
 

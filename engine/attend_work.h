@@ -3,7 +3,8 @@
 //
 //   plan() collects the runs of every (item, head class), builds the problems, weighs them, and
 //   cuts them so that all threads finish together:
-//     unit   rows of a problem; blocked problems have several
+//     unit   rows of a problem; blocked problems have several. Or several heads of the same pages
+//            with few rows, which are then read page by page
 //     task   consecutive whole units, each evaluated and merged by one thread in its own memory,
 //            or a stretch of the chunks of one large unit, whose states lie in shared memory and
 //            are merged by whoever evaluates the last of them
@@ -79,15 +80,17 @@ class AttendWork {
     attention::Problem problem;
     attention::Plan plan;
     uint64_t cost = 0;
+    uint32_t view = 0;
     size_t prepared_at = kNotShared;  // in shared_
     uint32_t row = 0;                 // of the tensors, of query token 0
     uint32_t q_head = 0;              // of the layer, of q head 0 of the group
   };
   struct Unit {
     uint32_t head = 0;
+    uint32_t n_heads = 1;  // from `head` on; more than one are a gang
     attention::RowRange rows;
-    uint32_t n_pieces = 1;        // 1: whole
-    size_t states_at = kNotShared;  // in shared_, where n_pieces > 1
+    uint32_t n_pieces = 1;          // 1: whole
+    size_t states_at = kNotShared;  // in shared_, where n_pieces > 1: [n_heads][n_chunks] states
     uint64_t cost = 0;
   };
   struct Task {
@@ -104,13 +107,17 @@ class AttendWork {
   void count_keys(size_t first_view, KvRuns runs);
   void add_ranges(const kvm_item& item, View* view);
   void exclude_dropped_sinks(View* view);
-  void add_heads(const View& view);
+  void add_heads(uint32_t view);
   attention::Visibility visibility(const View& view) const;
-  void add_units(uint32_t head);
-  uint64_t choose_task_cost(uint32_t n_threads);
+  void add_units(uint64_t gang_cost);
+  void add_row_blocks(uint32_t head);
+  uint64_t choose_task_cost(uint64_t task_cost);
   size_t lay_out(uint64_t task_cost);
   void add_tasks(uint64_t task_cost);
-  void merge(const Head& head, const Unit& unit, void* states) const;
+  size_t unit_state_bytes(const Unit& unit) const;
+  void evaluate_chunks(const Unit& unit, uint32_t chunk, uint32_t n, std::byte* const* prepared,
+                       std::byte* scratch, std::byte* states) const;
+  void merge(const Unit& unit, std::byte* states) const;
   bool evaluate_whole(const Unit& unit, ThreadWorkspace& workspace) const;
   bool evaluate_piece(const Task& task, ThreadWorkspace& workspace);
 

@@ -31,7 +31,7 @@ constexpr size_t kMaxItems = kStreamChunkTokens;
 constexpr size_t kItemBytes = size_t{kItemTokens} * kMaxHeadDim * sizeof(float);
 
 struct Batch {
-  KvItem* items;  // [kMaxItems + kPrefetchItems]
+  KvItem* items;  // [kMaxItems]
   uint32_t n;
 };
 
@@ -100,15 +100,20 @@ class Stream {
  public:
   Stream(const Problem& problem, const Plan& plan, const void* prepared, void* scratch);
 
-  void run(uint64_t chunk, uint32_t n, void* states);
   void column_sums(uint64_t chunk, uint32_t n);
 
   static size_t scratch_bytes(const Problem& problem);
 
- private:
+  // Two batches: the chunk under evaluation and the next one.
+  Batch& batch(uint32_t i) { return batches_[i % 2]; }
   void build(uint64_t chunk, Batch& batch) const;
+  void begin() const { kernels_->stream_begin(&args_); }
+  // Folds items [0, n), all of one page, into the state. kPrefetchItems more are readable.
+  void fold(const KvItem* items, uint32_t n) const;
+  void end(void* state) const;
+
+ private:
   uint32_t add_page(size_t run, uint16_t flags, KvItem* out) const;
-  void evaluate(const Batch& batch) const;
   KvItem materialize(const KvItem& item) const;
   void stitch(KvItem& item) const;
   void item_column_sums(const KvItem& item) const;
@@ -143,7 +148,7 @@ void carve_stream(const Problem& problem, Carver& carver, StreamArgs& args, Batc
   args.l = carver.take<float>(tiles * 16);
   args.weights = carver.take<float>(size_t{kGroupItems} * tiles * kRowTile * kItemTokens);
   for (int i = 0; i < 2; ++i) {
-    batches[i].items = carver.take<KvItem>(kMaxItems + kPrefetchItems);
+    batches[i].items = carver.take<KvItem>(kMaxItems);
   }
   stitch.k = carver.take<uint8_t>(kItemBytes);
   stitch.v = carver.take<uint8_t>(kItemBytes);
@@ -281,50 +286,22 @@ KvItem Stream::materialize(const KvItem& item) const {
   return ready;
 }
 
-void Stream::evaluate(const Batch& batch) const {
-  uint32_t i = 0;
-  while (i < batch.n) {
-    uint32_t end = i;
-    while (end < batch.n && batch.items[end].flags == 0) {
-      ++end;
-    }
-    if (end > i) {
-      kernels_->stream_items(&args_, batch.items + i, end - i);
-      i = end;
-      continue;
-    }
+void Stream::fold(const KvItem* items, uint32_t n) const {
+  if (std::all_of(items, items + n, [](const KvItem& item) { return item.flags == 0; })) {
+    kernels_->stream_items(&args_, items, n);
+    return;
+  }
+  for (uint32_t i = 0; i < n; ++i) {
     KvItem one[1 + kPrefetchItems];
-    one[0] = materialize(batch.items[i]);
-    std::copy_n(batch.items + i + 1, kPrefetchItems, one + 1);
+    one[0] = materialize(items[i]);
+    std::copy_n(items + i + 1, kPrefetchItems, one + 1);
     kernels_->stream_items(&args_, one, 1);
-    ++i;
   }
 }
 
-void Stream::run(uint64_t chunk, uint32_t n, void* states) {
-  const size_t stride = state_bytes(problem_, args_.q.rows);
-  build(chunk, batches_[0]);
-  for (uint32_t i = 0; i < n; ++i) {
-    Batch& now = batches_[i % 2];
-    Batch& next = batches_[(i + 1) % 2];
-    next.n = 0;
-    if (i + 1 < n) {
-      build(chunk + i + 1, next);
-    }
-    // What follows the last item is only prefetched: the next chunk's first items, or itself.
-    for (uint32_t j = 0; j < kPrefetchItems; ++j) {
-      if (j < next.n) {
-        now.items[now.n + j] = next.items[j];
-      } else {
-        now.items[now.n + j] = now.n + j > 0 ? now.items[now.n + j - 1] : KvItem{};
-      }
-    }
-    const StateView state =
-        state_view(problem_, args_.q.rows, static_cast<std::byte*>(states) + i * stride);
-    kernels_->stream_begin(&args_);
-    evaluate(now);
-    kernels_->stream_end(&args_, state.o, state.m, state.l);
-  }
+void Stream::end(void* state) const {
+  const StateView view = state_view(problem_, args_.q.rows, state);
+  kernels_->stream_end(&args_, view.o, view.m, view.l);
 }
 
 // Adds the weights of the query tokens [query_first_, query_end_) for one item.
@@ -371,13 +348,101 @@ void Stream::column_sums(uint64_t chunk, uint32_t n) {
   }
 }
 
+// Streams of a gang, without a heap.
+class Streams {
+ public:
+  ~Streams() {
+    for (Stream& stream : *this) {
+      stream.~Stream();
+    }
+  }
+  Streams() = default;
+  Streams(const Streams&) = delete;
+  Streams& operator=(const Streams&) = delete;
+
+  void add(const Problem& problem, const Plan& plan, const void* prepared, void* scratch) {
+    new (begin() + size_++) Stream(problem, plan, prepared, scratch);
+  }
+  size_t size() const { return size_; }
+  Stream* begin() { return reinterpret_cast<Stream*>(memory_); }
+  Stream* end() { return begin() + size_; }
+  Stream& operator[](size_t i) { return begin()[i]; }
+
+ private:
+  alignas(Stream) std::byte memory_[kMaxGang * sizeof(Stream)];
+  size_t size_ = 0;
+};
+
+// Copies to `out` kPrefetchItems items with which reading goes on behind items [at, end) of member m
+// in chunk i: the same page of the next member, or the next page, or the next chunk, of the first.
+// They are prefetched only; where there are too few, the last one counts several times.
+void copy_following(Streams& streams, size_t m, uint32_t i, uint32_t at, uint32_t end,
+                    KvItem* out) {
+  const bool is_last = m + 1 == streams.size();
+  const Batch* batch = &streams[is_last ? 0 : m + 1].batch(i);
+  uint32_t from = is_last ? end : at;
+  if (from == batch->n && streams[0].batch(i + 1).n > 0) {
+    batch = &streams[0].batch(i + 1);
+    from = 0;
+  }
+  for (uint32_t j = 0; j < kPrefetchItems; ++j) {
+    out[j] = batch->items[std::min(from + j, batch->n - 1)];
+  }
+}
+
+// Chunk i, whose items are parallel over the members: page by page, and in each page head by head.
+void fold_chunk(Streams& streams, uint32_t i) {
+  const Batch& first = streams[0].batch(i);
+  for (uint32_t at = 0, end = 0; at < first.n; at = end) {
+    const uint64_t page = first.items[at].position / kPageTokens;
+    while (end < first.n && end - at < kGroupItems &&
+           first.items[end].position / kPageTokens == page) {
+      ++end;
+    }
+    for (size_t m = 0; m < streams.size(); ++m) {
+      KvItem items[kGroupItems + kPrefetchItems];
+      std::copy_n(streams[m].batch(i).items + at, end - at, items);
+      copy_following(streams, m, i, at, end, items + (end - at));
+      streams[m].fold(items, end - at);
+    }
+  }
+}
+
 }  // namespace
 
 size_t stream_scratch_bytes(const Problem& problem) { return Stream::scratch_bytes(problem); }
 
 void stream_chunks(const Problem& problem, const Plan& plan, const void* prepared, uint64_t chunk,
                    uint32_t n, void* scratch, void* states) {
-  Stream(problem, plan, prepared, scratch).run(chunk, n, states);
+  const GangMember alone{&problem, prepared, states};
+  stream_gang({&alone, 1}, plan, chunk, n, scratch);
+}
+
+void stream_gang(std::span<const GangMember> members, const Plan& plan, uint64_t chunk, uint32_t n,
+                 void* scratch) {
+  Streams streams;
+  for (const GangMember& member : members) {
+    std::byte* own = static_cast<std::byte*>(scratch) + streams.size() * plan.scratch_bytes;
+    streams.add(*member.problem, plan, member.prepared, own);
+  }
+  for (Stream& stream : streams) {
+    stream.build(chunk, stream.batch(0));
+  }
+  for (uint32_t i = 0; i < n; ++i) {
+    for (Stream& stream : streams) {
+      Batch& next = stream.batch(i + 1);
+      next.n = 0;
+      if (i + 1 < n) {
+        stream.build(chunk + i + 1, next);
+      }
+      stream.begin();
+    }
+    fold_chunk(streams, i);
+    for (size_t m = 0; m < members.size(); ++m) {
+      const size_t stride = state_bytes(*members[m].problem, plan.rows);
+      streams[m].end(static_cast<std::byte*>(members[m].states) + i * stride);
+    }
+  }
 }
 
 void eval_column_sums(const Problem& problem, const Plan& plan, const void* prepared,

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include "attention/attention.h"
 #include "attention/exact/exact_args.h"
@@ -66,6 +67,8 @@ size_t block_scratch_bytes(const Problem& problem);
 // A chunk's worth of work for one path; exact_stream.cc and exact_block.cc.
 void stream_chunks(const Problem& problem, const Plan& plan, const void* prepared, uint64_t chunk,
                    uint32_t n, void* scratch, void* states);
+void stream_gang(std::span<const GangMember> members, const Plan& plan, uint64_t chunk, uint32_t n,
+                 void* scratch);
 void block_chunks(const Problem& problem, const Plan& plan, const void* prepared, RowRange rows,
                   uint64_t chunk, uint32_t n, void* scratch, void* states);
 

@@ -2,6 +2,8 @@
 // Every kernel table against the double-precision reference.
 #include <gtest/gtest.h>
 
+#include <cstring>
+
 #include <cmath>
 #include <limits>
 #include <string>
@@ -294,6 +296,45 @@ TEST(Exact, SameBitsForLongContextInAnyPieces) {
       }
     }
   }
+}
+
+// Heads evaluated page by page have the bits that each of them has alone.
+TEST(Exact, GangsGiveTheBitsOfTheirMembers) {
+  int n_compared = 0;
+  for (uint64_t seed = 2000; seed < 2080; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    auto c = random_case(seed);
+    c->store(static_cast<int>(seed % 30));
+    for (const KernelTable* table : available_tables()) {
+      c->run(table);  // sets the queries up
+      const Problem& problem = c->problem();
+      Problem other = problem;
+      other.head = 0;
+      const Problem* heads[] = {&problem, &other, &problem};
+      const Plan plan = make_plan(problem, table);
+      if (plan.blocked || plan.n_chunks == 0) {
+        continue;
+      }
+      const Buffer prepared(plan.prepared_bytes);
+      prepare_queries(problem, plan, prepared.data());
+      const size_t bytes = plan.n_chunks * state_bytes(problem, plan.rows);
+      const Buffer scratch(3 * plan.scratch_bytes);
+      const Buffer alone(3 * bytes);
+      const Buffer together(3 * bytes);
+      std::fill_n(alone.data(), 3 * bytes, std::byte{0});
+      std::fill_n(together.data(), 3 * bytes, std::byte{0});
+      GangMember members[3];
+      for (size_t h = 0; h < 3; ++h) {
+        eval_chunks(*heads[h], plan, prepared.data(), {0, plan.rows}, plan.first_chunk,
+                    plan.n_chunks, scratch.data(), alone.data() + h * bytes);
+        members[h] = {heads[h], prepared.data(), together.data() + h * bytes};
+      }
+      eval_chunks(members, plan, plan.first_chunk, plan.n_chunks, scratch.data());
+      ASSERT_EQ(std::memcmp(alone.data(), together.data(), 3 * bytes), 0) << table->name;
+      ++n_compared;
+    }
+  }
+  EXPECT_GT(n_compared, 40);
 }
 
 }  // namespace
