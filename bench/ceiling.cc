@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "bench/ceiling.h"
 
-#include <immintrin.h>
+#include <immintrin.h>  // _mm_pause
 
 #include <algorithm>
 
+#include "bench/attention/peak.h"
 #include "bench/harness.h"
 
 namespace kvm::bench {
@@ -12,41 +13,6 @@ namespace kvm::bench {
 namespace {
 
 std::atomic<uint64_t> g_sink{0};  // keeps the reads from being optimised away
-
-__attribute__((target("avx512f,avx512bf16"))) float dot_bf16(uint64_t rounds) {
-  __m512 sum[16] = {};
-  const __m512bh a = (__m512bh)_mm512_set1_epi32(0x3f803f80);
-  const __m512bh b = (__m512bh)_mm512_set1_epi32(0x00800080);
-  for (uint64_t i = 0; i < rounds; ++i) {
-    for (auto& lane : sum) {
-      lane = _mm512_dpbf16_ps(lane, a, b);
-    }
-    // The loop must stay: the values are unknown to the compiler after this.
-    asm volatile("" ::: "memory");
-  }
-  float total = 0;
-  for (auto& lane : sum) {
-    total += lane[0];
-  }
-  return total;
-}
-
-__attribute__((target("avx2,fma"))) float dot_fma(uint64_t rounds) {
-  __m256 sum[12] = {};
-  const __m256 a = _mm256_set1_ps(1.0f);
-  const __m256 b = _mm256_set1_ps(1e-30f);
-  for (uint64_t i = 0; i < rounds; ++i) {
-    for (auto& lane : sum) {
-      lane = _mm256_fmadd_ps(a, b, lane);
-    }
-    asm volatile("" ::: "memory");
-  }
-  float total = 0;
-  for (auto& lane : sum) {
-    total += lane[0];
-  }
-  return total;
-}
 
 }  // namespace
 
@@ -135,14 +101,15 @@ double ReadCeiling::bytes_per_s() const {
 }
 
 double peak_flops(Team& team) {
-  static const bool has_bf16 = __builtin_cpu_supports("avx512bf16");
   constexpr uint64_t kRounds = 2'000'000;
-  const double seconds = team.run([&](uint32_t) {
-    const float total = has_bf16 ? dot_bf16(kRounds) : dot_fma(kRounds);
-    g_sink.fetch_xor(static_cast<uint64_t>(total), std::memory_order_relaxed);
+  std::atomic<double> flops{0};
+  const double seconds = team.run([&](uint32_t thread) {
+    const double done = run_multiply_adds(kRounds);
+    if (thread == 0) {
+      flops.store(done);
+    }
   });
-  const double per_round = has_bf16 ? 16.0 * 16 * 2 * 2 : 12.0 * 8 * 2;
-  return per_round * static_cast<double>(kRounds) * team.size() / seconds;
+  return flops.load() * team.size() / seconds;
 }
 
 }  // namespace kvm::bench

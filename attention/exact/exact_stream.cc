@@ -373,8 +373,8 @@ class Streams {
   size_t size_ = 0;
 };
 
-// Copies to `out` kPrefetchItems items with which reading goes on behind items [at, end) of member m
-// in chunk i: the same page of the next member, or the next page, or the next chunk, of the first.
+// Copies to `out` kPrefetchItems items with which reading goes on behind items [at, end) of member
+// m in chunk i: the same page of the next member; or the next page, or chunk, of the first.
 // They are prefetched only; where there are too few, the last one counts several times.
 void copy_following(Streams& streams, size_t m, uint32_t i, uint32_t at, uint32_t end,
                     KvItem* out) {

@@ -4,13 +4,10 @@
 #include <memory>
 #include <random>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
 #include "attention/attention.h"
 #include "base/dtype.h"
 #include "bench/attention/attention_bench.h"
+#include "bench/attention/peak.h"
 #include "bench/attention/workers.h"
 
 namespace kvm::bench {
@@ -22,27 +19,6 @@ using attention::Problem;
 constexpr uint32_t kKvHeads = 8;
 constexpr uint32_t kGroup = 4;
 constexpr uint32_t kDim = 128;
-
-#if defined(__x86_64__)
-// Flops of `rounds` rounds of 24 independent bf16 dot products on registers.
-__attribute__((target("avx512f,avx512bf16"))) double bf16_dot_flops(uint64_t rounds) {
-  __m512 acc[24];
-  for (int i = 0; i < 24; ++i)
-    acc[i] = _mm512_set1_ps(static_cast<float>(i));
-  __m512bh a = (__m512bh)_mm512_set1_epi32(0x3f803f80);
-  __m512bh b = (__m512bh)_mm512_set1_epi32(0x00010001);
-  for (uint64_t r = 0; r < rounds; ++r) {
-#pragma GCC unroll 24
-    for (int i = 0; i < 24; ++i)
-      acc[i] = _mm512_dpbf16_ps(acc[i], a, b);
-    __asm__ volatile("" : "+v"(a), "+v"(b));
-  }
-#pragma GCC unroll 24
-  for (int i = 0; i < 24; ++i)
-    __asm__ volatile("" : : "v"(acc[i]));
-  return static_cast<double>(rounds) * 24 * 64;
-}
-#endif
 
 class PrefillBench {
  public:
@@ -113,19 +89,15 @@ class PrefillBench {
 
   // Flops per second of the table's fastest multiply-add on all threads.
   double peak() {
-#if defined(__x86_64__)
     constexpr uint64_t kRounds = 2'000'000;
     const double start = now_s();
     double flops = 0;
     workers_.run([&](uint32_t worker) {
-      const double done = bf16_dot_flops(kRounds);
+      const double done = run_multiply_adds(kRounds);
       if (worker == 0)
         flops = done;
     });
     return flops * threads_ / (now_s() - start);
-#else
-    return 0;
-#endif
   }
 
  private:
