@@ -3,6 +3,7 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <spdlog/spdlog.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -66,6 +67,7 @@ void serve_ceilings(engine::Engine& engine, uint32_t n_threads, int from_parent,
 
 [[noreturn]] void child_main(const std::string& socket, uint32_t n_threads,
                              uint64_t capacity_bytes, int from_parent, int to_parent) {
+  spdlog::set_level(spdlog::level::warn);  // the report owns the terminal
   engine::EngineOptions engine_options;
   engine_options.n_threads = n_threads;
   engine_options.host_capacity_bytes = capacity_bytes;

@@ -161,7 +161,7 @@ typedef struct kvm_connect_params {
   /* Path of the daemon's socket. NULL: $KVM_SOCKET, else $XDG_RUNTIME_DIR/kvm/kvmd.sock,
    * else /run/kvm/kvmd.sock. At most 107 bytes. */
   const char *socket_path;
-  /* What `kvmctl clients` calls this client; at most 63 bytes. NULL: the process's name. */
+  /* What the daemon's log calls this client; at most 63 bytes. NULL: the process's name. */
   const char *client_name;
   uint64_t timeout_ns; /* for the handshake and for control calls; 0: 5 s */
   uint64_t reserved[4];
