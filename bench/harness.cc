@@ -5,7 +5,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -83,22 +82,6 @@ int Report::finish() {
   }
   return failed_ ? 1 : 0;
 }
-
-double now_s() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch())
-      .count();
-}
-
-double percentile(std::vector<double> values, double p) {
-  if (values.empty()) {
-    return 0;
-  }
-  const auto index = static_cast<size_t>(p * static_cast<double>(values.size() - 1) + 0.5);
-  std::nth_element(values.begin(), values.begin() + static_cast<ptrdiff_t>(index), values.end());
-  return values[index];
-}
-
-double median(std::vector<double> values) { return percentile(std::move(values), 0.5); }
 
 uint64_t free_memory_bytes() {
   std::ifstream in("/proc/meminfo");

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "base/status.h"
+#include "bench/timing.h"
 #include "engine/engine.h"
 
 namespace kvm::bench {
@@ -48,9 +49,6 @@ class Report {
   bool failed_ = false;
 };
 
-double now_s();
-double median(std::vector<double> values);
-double percentile(std::vector<double> values, double p);
 // MemAvailable of the machine, in bytes.
 uint64_t free_memory_bytes();
 uint64_t memory_budget_bytes(const Options& options);

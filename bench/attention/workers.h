@@ -5,27 +5,16 @@
 
 #include <sys/mman.h>
 
-#include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <cstddef>
 #include <cstdlib>
 #include <functional>
 #include <thread>
 #include <vector>
 
+#include "bench/timing.h"
+
 namespace kvm::bench {
-
-inline double now_s() {
-  const auto since = std::chrono::steady_clock::now().time_since_epoch();
-  return std::chrono::duration<double>(since).count();
-}
-
-inline double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  const size_t n = values.size();
-  return n % 2 == 1 ? values[n / 2] : 0.5 * (values[n / 2 - 1] + values[n / 2]);
-}
 
 // Anonymous memory in transparent huge pages, touched.
 class HugeBuffer {
