@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -25,11 +27,12 @@ constexpr uint32_t kLayers = 3;  // 0 and 1 store; 2 stores or reads layer 0
 class World {
  public:
   World(uint64_t seed, uint32_t n_threads) : random_(seed), rig(n_threads) {
-    const uint32_t dims[] = {8, 16, 40, 64, 128};
+    const uint32_t dims[] = {8, 16, 24, 40, 64, 72, 128};
+    const uint32_t groups[] = {1, 2, 3, 4, 7, 16};
     n_kv_heads = pick(1, 4);
-    group = 1u << pick(0, 2);
-    dim_k = dims[pick(0, 4)];
-    dim_v = dims[pick(0, 4)];
+    group = groups[pick(0, 5)];
+    dim_k = dims[pick(0, 6)];
+    dim_v = dims[pick(0, 6)];
     dtype = static_cast<Dtype>(pick(1, 3));
     spec = make_spec("world", kLayers, n_kv_heads * group, n_kv_heads, dim_k, dim_v);
     spec.params.dtype = static_cast<uint32_t>(dtype);
@@ -119,6 +122,7 @@ class World {
     policy.retention = KVM_RETAIN_SINKS_RECENT;
     policy.n_sinks = pick(0, 1) == 0 ? pick(0, 5) : pick(60, 140);
     policy.n_recent = pick(1, 150);
+    policy.slack = pick(0, 1) * pick(1, 100);
     spec.policies.push_back(policy);
     spec.params.n_policies = 1;
     for (uint32_t h = 0; h < n_kv_heads; ++h) {
@@ -375,11 +379,21 @@ void random_program(World& world, int n_steps) {
   }
 }
 
+// KVM_SEED=n runs one seed.
+std::vector<uint64_t> seeds() {
+  if (const char* seed = std::getenv("KVM_SEED")) {
+    return {std::strtoull(seed, nullptr, 10)};
+  }
+  std::vector<uint64_t> all(kSlow ? 4 : 40);
+  std::iota(all.begin(), all.end(), uint64_t{1});
+  return all;
+}
+
 TEST(Step, RandomProgramsAgreeWithTheModel) {
   uint64_t n_answers = 0;
   uint64_t n_refused = 0;
-  for (uint64_t seed = 1; seed <= (kSlow ? 4 : 40); ++seed) {
-    SCOPED_TRACE("seed " + std::to_string(seed));
+  for (const uint64_t seed : seeds()) {
+    SCOPED_TRACE("KVM_SEED=" + std::to_string(seed));
     World world(seed, static_cast<uint32_t>(1 + seed % 3));
     random_program(world, 40);
     n_answers += world.n_answers;
@@ -388,8 +402,10 @@ TEST(Step, RandomProgramsAgreeWithTheModel) {
       return;
     }
   }
-  EXPECT_GT(n_answers, kSlow ? 2000u : 20000u);
-  EXPECT_LT(n_refused, 400u);
+  if (seeds().size() > 1) {
+    EXPECT_GT(n_answers, kSlow ? 2000u : 20000u);
+    EXPECT_LT(n_refused, 400u);
+  }
 }
 
 // A prefill large enough for several row blocks and cut units, in chunks with few threads.
