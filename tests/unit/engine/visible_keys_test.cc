@@ -20,7 +20,7 @@ bool sees(const attention::Visibility& v, uint32_t n_query, uint32_t i, uint64_t
   } else if (v.causal && x > p) {
     return false;
   }
-  if (v.window != 0 && x + v.window <= p && x >= v.sinks) {
+  if (v.window != 0 && x <= p && p - x >= v.window && x >= v.sinks) {
     return false;
   }
   const auto inside = [x](std::span<const PositionRange> ranges) {
@@ -75,6 +75,7 @@ TEST(VisibleKeys, CountsLikeALoopOverEveryPair) {
     attention::Visibility v;
     v.query_position = pick(400);
     v.window = pick(2) == 0 ? 0 : 1 + pick(300);
+    v.window = pick(9) == 0 ? UINT64_MAX - pick(3) : v.window;
     v.sinks = pick(2) == 0 ? 0 : pick(200);
     v.causal = pick(4) != 0;
     v.tree = pick(3) == 0 ? tree.data() : nullptr;
