@@ -376,11 +376,24 @@ Result<kvm_seq_id> StoreImpl::create_seq(ClientId client, kvm_space_id space, ui
   return add_seq(std::move(seq));
 }
 
-Result<kvm_seq_id> StoreImpl::fork_seq(Sequence* parent, uint64_t n_tokens) {
+uint64_t shortest_layer(const Sequence* seq) {
+  uint64_t shortest = UINT64_MAX;
+  for (const PageList& list : seq->lists) {
+    shortest = std::min(shortest, list.length());
+  }
+  return shortest;
+}
+
+uint64_t longest_layer(const Sequence* seq) {
   uint64_t longest = 0;
-  for (const PageList& list : parent->lists) {
+  for (const PageList& list : seq->lists) {
     longest = std::max(longest, list.length());
   }
+  return longest;
+}
+
+Result<kvm_seq_id> StoreImpl::fork_seq(Sequence* parent, uint64_t n_tokens) {
+  const uint64_t longest = longest_layer(parent);
   if (n_tokens != KVM_POSITION_END && n_tokens > longest) {
     return Status(KVM_ERR_INVALID, "n_tokens is " + text(n_tokens) + "; the longest layer has " +
                                        text(longest) + " tokens");
@@ -434,6 +447,9 @@ Status StoreImpl::check_cut(const Sequence* seq, uint64_t n_tokens) const {
 }
 
 Status StoreImpl::truncate_seq(Sequence* seq, uint64_t n_tokens) {
+  if (n_tokens >= longest_layer(seq)) {
+    return Status::ok();  // observed queries may lie further on, and stay
+  }
   KVM_TRY(check_cut(seq, n_tokens));
   for (PageList& list : seq->lists) {
     list.truncate(std::min(n_tokens, list.length()), bank(seq));
@@ -445,14 +461,6 @@ Status StoreImpl::truncate_seq(Sequence* seq, uint64_t n_tokens) {
   cut_observed(seq, n_tokens);
   pool_.trim(kTrimAfterFree);
   return Status::ok();
-}
-
-uint64_t shortest_layer(const Sequence* seq) {
-  uint64_t shortest = UINT64_MAX;
-  for (const PageList& list : seq->lists) {
-    shortest = std::min(shortest, list.length());
-  }
-  return shortest;
 }
 
 Status StoreImpl::commit_seq(Sequence* seq, uint64_t n_tokens) {
@@ -507,8 +515,8 @@ kvm_seq_info StoreImpl::seq_info(const Sequence* seq) const {
   info.client_id = seq->account->client;
   info.n_tokens_min = shortest_layer(seq);
   info.n_committed = seq->n_committed;
+  info.n_tokens_max = longest_layer(seq);
   for (const PageList& list : seq->lists) {
-    info.n_tokens_max = std::max(info.n_tokens_max, list.length());
     info.n_entries_dropped += list.n_dropped();
     list.for_each([&](const PageEntry& entry, bool shared) {
       const uint64_t page_bytes = pool_.page_bytes(entry.page);

@@ -391,7 +391,14 @@ TEST_F(StoreTest, ObservationsAreKeptChargedForkedAndCut) {
   EXPECT_EQ(store_->observed(child, 1).query_position, 10u);
   store_->check_accounts();
 
+  // Queries may lie beyond the end; a cut there changes nothing.
+  input = {.layer = 0, .query_position = 1500, .n_rows = 3, .q = queries.data()};
+  ASSERT_TRUE(store_->observe(seq, input).is_ok());
+  ASSERT_TRUE(store_->truncate_seq(seq, 1000).is_ok());
+  EXPECT_EQ(store_->observed(seq, 0).n_rows, 3u);
+
   ASSERT_TRUE(store_->truncate_seq(seq, 100).is_ok());
+  EXPECT_EQ(store_->observed(seq, 0).n_rows, 0u);
   EXPECT_EQ(store_->observed(seq, 1).n_rows, 0u);
   EXPECT_EQ(store_->observed(seq, 1).n_columns, 100u);
   store_->check_accounts();
