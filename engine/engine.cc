@@ -486,7 +486,7 @@ void EngineImpl::finish(Request* request, Status status) {
     ready_.push_back(next);
   }
   const auto* what = std::get_if<SeqRequest>(&request->what);
-  if (what != nullptr && what->verb == SeqVerb::kFree) {
+  if (what != nullptr && what->verb == SeqVerb::kFree && request->result.status.is_ok()) {
     order_.forget(what->seq);
   }
   done_.push_back(request);

@@ -25,7 +25,8 @@ void SequenceOrder::enter(Ticket* ticket, std::span<const kvm_seq_id> seqs) {
 
 void SequenceOrder::leave(Ticket* ticket, std::vector<Ticket*>* ready) {
   for (Ticket::Place& place : ticket->places_) {
-    Line& line = lines_.at(place.seq);
+    const auto found = lines_.find(place.seq);
+    Line& line = found->second;
     if (line.first != &place) {
       Ticket::Place* before = line.first;
       while (before->next != &place) {
@@ -40,6 +41,9 @@ void SequenceOrder::leave(Ticket* ticket, std::vector<Ticket*>* ready) {
     line.first = place.next;
     if (line.first == nullptr) {
       line.last = nullptr;
+      if (line.is_gone) {
+        lines_.erase(found);
+      }
     } else if (--line.first->ticket->n_ahead_ == 0) {
       ready->push_back(line.first->ticket);
     }
@@ -50,8 +54,13 @@ void SequenceOrder::leave(Ticket* ticket, std::vector<Ticket*>* ready) {
 
 void SequenceOrder::forget(kvm_seq_id seq) {
   const auto line = lines_.find(seq);
-  if (line != lines_.end() && line->second.first == nullptr) {
+  if (line == lines_.end()) {
+    return;
+  }
+  if (line->second.first == nullptr) {
     lines_.erase(line);
+  } else {
+    line->second.is_gone = true;
   }
 }
 

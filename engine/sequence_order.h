@@ -6,6 +6,7 @@
 #ifndef KVM_ENGINE_SEQUENCE_ORDER_H_
 #define KVM_ENGINE_SEQUENCE_ORDER_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <span>
 #include <unordered_map>
@@ -38,13 +39,15 @@ class SequenceOrder {
   void enter(Ticket* ticket, std::span<const kvm_seq_id> seqs);
   // Leaves every line, from wherever it stands. Appends to *ready the tickets that may run now.
   void leave(Ticket* ticket, std::vector<Ticket*>* ready);
-  // Drops the line of a sequence that is gone, unless somebody still stands in it.
+  // Drops the line of a sequence that is gone, as soon as nobody stands in it.
   void forget(kvm_seq_id seq);
+  size_t n_lines() const { return lines_.size(); }
 
  private:
   struct Line {
     Ticket::Place* first = nullptr;
     Ticket::Place* last = nullptr;
+    bool is_gone = false;
   };
   std::unordered_map<kvm_seq_id, Line> lines_;
 };
