@@ -258,8 +258,16 @@ Status check_items(const StepRequest& request) {
   if (request.ranges.size() > kMaxRanges) {
     return invalid("n_ranges is {}; at most {} are allowed", request.ranges.size(), kMaxRanges);
   }
+  uint64_t n_item_ranges = 0;
   for (size_t i = 0; i < request.items.size(); ++i) {
     KVM_TRY(check_item(request, i));
+    n_item_ranges += request.attend ? request.items[i].n_ranges : 0;
+    // Each item gets ranges of its own: without a bound 4,096 items that share 65,536 ranges would
+    // take gigabytes.
+    if (n_item_ranges > kMaxRanges) {
+      return invalid("items 0 to {} have {} ranges together; at most {} are allowed", i,
+                     n_item_ranges, kMaxRanges);
+    }
   }
   if (request.items.size() == 1) {
     return Status::ok();

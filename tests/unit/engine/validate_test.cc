@@ -117,6 +117,13 @@ TEST(Validate, EveryBadNumberHasItsSentence) {
       {"n_items is 0", [](StepRequest& s) { s.items.clear(); }},
       {"n_items", [](StepRequest& s) { s.items.resize(kMaxItems + 1, s.items[0]); }},
       {"n_ranges", [](StepRequest& s) { s.ranges.resize(kMaxRanges + 1); }},
+      {"items 0 to 2 have 65538 ranges together",
+       [](StepRequest& s) {
+         s.ranges.resize(21846);
+         s.items[0].n_append = 0;
+         s.items[0].n_ranges = 21846;
+         s.items.resize(9, s.items[0]);
+       }},
       {"flags of item 0", [](StepRequest& s) { s.items[0].flags = 8; }},
       {"reserved", [](StepRequest& s) { s.items[0].reserved = 1; }},
       {"append_position", [](StepRequest& s) { s.items[0].append_position = kMaxPosition; }},
