@@ -147,9 +147,10 @@ Status resolve_scalars(const SpaceSpec& spec, Space* space) {
     return invalid("softmax_scale is " + text(params.softmax_scale) +
                    "; it must be positive and finite, or 0 for 1 / sqrt(head_dim_k)");
   }
-  if (!std::isfinite(params.logit_softcap) || params.logit_softcap < 0) {
-    return invalid("logit_softcap is " + text(params.logit_softcap) +
-                   "; it must be positive and finite, or 0 for none");
+  const float softcap = params.logit_softcap;
+  if (softcap != 0 && !(softcap >= kMinSoftcap && softcap <= kMaxSoftcap)) {
+    return invalid("logit_softcap is " + text(softcap) + "; it must be " + text(kMinSoftcap) +
+                   " to " + text(kMaxSoftcap) + ", or 0 for none");
   }
   const uint32_t n_shards = params.n_shards == 0 ? 1 : params.n_shards;
   if (params.shard_index >= n_shards) {

@@ -26,6 +26,10 @@ inline constexpr uint32_t kMaxGroupSize = 16;
 inline constexpr uint32_t kMinHeadDim = 8;
 inline constexpr uint32_t kMaxSpaceHeadDim = 256;
 inline constexpr uint32_t kMaxOverrides = 1024;
+// A capped logit has an absolute error of some 2e-7 of the cap (attention/exact/exact.h): beyond
+// these, results would be noise.
+inline constexpr float kMinSoftcap = 1e-3f;
+inline constexpr float kMaxSoftcap = 1e4f;
 
 // How a head keeps its tokens. kFull has zeros in all numbers.
 struct Retention {

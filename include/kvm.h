@@ -431,13 +431,14 @@ typedef struct kvm_space_params {
   uint32_t head_dim_v;     /* likewise; 0: head_dim_k */
   uint32_t dtype;          /* of stored K and V, KVM_DTYPE_*; 0: BF16 */
   float softmax_scale;     /* multiplies q.k; 0: 1 / sqrt(head_dim_k); must be positive */
-  float logit_softcap;     /* logit = cap * tanh(logit / cap); 0: none; must be positive */
+  float logit_softcap;     /* logit = cap * tanh(logit / cap); 0.001 to 10000; 0: none */
   uint32_t rope_layout;    /* KVM_ROPE_*. Keys are appended already rotated; the service uses this
                             * to move queries (policies with cache-relative positions) */
   uint32_t n_rope_pairs;   /* entries of rope_inv_freq; at most head_dim_k / 2 */
   const float *rope_inv_freq; /* [n_rope_pairs] angle per position, radians; copied */
   /* [n_layers][n_q_heads] an extra logit without a value in every softmax (attention sinks as in
-   * gpt-oss); may be -inf; copied; NULL: none. */
+   * gpt-oss); may be -inf; copied; NULL: none. Every attend counts them, so merging two
+   * attends of one layer would count them twice. */
   const float *sink_logits;
   uint32_t shard_index; /* tensor-parallel rank of this geometry's heads, for the identity */
   uint32_t n_shards;    /* 0: 1 */
@@ -593,7 +594,7 @@ typedef struct kvm_item {
   uint64_t query_position;  /* of the first query row, the others follow; KVM_POSITION_END: the
                              * rows are the layer's last n_query tokens after the append */
   uint32_t range_begin;     /* first of its ranges in kvm_step_params.ranges: sorted, disjoint */
-  uint32_t n_ranges;        /* 0: no restriction */
+  uint32_t n_ranges;        /* 0: no restriction; at most 65536 over all items */
   uint32_t tree_begin;      /* TREE: first of its n_query words in kvm_step_params.tree_mask */
   uint32_t flags;           /* KVM_ITEM_* */
   uint64_t reserved;        /* zero */
@@ -637,7 +638,8 @@ enum {
  * q head h reads kv head h / (n_q_heads / n_kv_heads). The logit of a key is
  * cap(scale * q.k) + its log-weight, restricted to what the layer's window, the head's policy, the
  * causal rule, the ranges and the tree mask leave visible. A row that sees no key has o = 0 and
- * lse = -inf. Rows are independent: a row's result does not depend on the batch around it. */
+ * lse = -inf (with a sink logit: lse is that logit). Rows are independent: a row's result does not
+ * depend on the batch around it. */
 typedef struct kvm_step_params {
   uint32_t struct_size;
   uint32_t flags; /* KVM_STEP_* */
