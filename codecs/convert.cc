@@ -30,51 +30,41 @@ void store(char* address, T value) {
   std::memcpy(address, &value, sizeof value);
 }
 
-void to_f32(const char* src, Dtype dtype, char* dst, uint64_t n) {
-  uint64_t i = 0;
-  switch (dtype) {
-    case Dtype::kF32:
-      std::memcpy(dst, src, n * 4);
-      return;
-    case Dtype::kBf16:
-      for (; i < n; ++i) {
-        store(dst + 4 * i, bf16_to_f32(load<uint16_t>(src + 2 * i)));
-      }
-      return;
-    case Dtype::kF16:
+// Elements [first, n), one by one.
+template <auto kConvert, typename From, typename To>
+void convert_each(const char* src, char* dst, uint64_t first, uint64_t n) {
+  for (uint64_t i = first; i < n; ++i) {
+    store<To>(dst + sizeof(To) * i, kConvert(load<From>(src + sizeof(From) * i)));
+  }
+}
+
+// How many of the first elements the processor's instructions have converted.
+uint64_t f16_by_instructions([[maybe_unused]] const char* src, [[maybe_unused]] char* dst,
+                             [[maybe_unused]] uint64_t n, [[maybe_unused]] bool to_f32) {
 #if defined(__x86_64__)
-      if (cpu_features().f16c) {
-        i = f16_to_f32_f16c(src, dst, n);
-      }
+  if (cpu_features().f16c) {
+    return to_f32 ? f16_to_f32_f16c(src, dst, n) : f32_to_f16_f16c(src, dst, n);
+  }
 #endif
-      for (; i < n; ++i) {
-        store(dst + 4 * i, f16_to_f32(load<uint16_t>(src + 2 * i)));
-      }
-      return;
+  return 0;
+}
+
+// dtype is F16 or BF16, here and below.
+void to_f32(const char* src, Dtype dtype, char* dst, uint64_t n) {
+  if (dtype == Dtype::kBf16) {
+    convert_each<bf16_to_f32, uint16_t, float>(src, dst, 0, n);
+  } else {
+    const uint64_t first = f16_by_instructions(src, dst, n, true);
+    convert_each<f16_to_f32, uint16_t, float>(src, dst, first, n);
   }
 }
 
 void from_f32(const char* src, char* dst, Dtype dtype, uint64_t n) {
-  uint64_t i = 0;
-  switch (dtype) {
-    case Dtype::kF32:
-      std::memcpy(dst, src, n * 4);
-      return;
-    case Dtype::kBf16:
-      for (; i < n; ++i) {
-        store(dst + 2 * i, f32_to_bf16(load<float>(src + 4 * i)));
-      }
-      return;
-    case Dtype::kF16:
-#if defined(__x86_64__)
-      if (cpu_features().f16c) {
-        i = f32_to_f16_f16c(src, dst, n);
-      }
-#endif
-      for (; i < n; ++i) {
-        store(dst + 2 * i, f32_to_f16(load<float>(src + 4 * i)));
-      }
-      return;
+  if (dtype == Dtype::kBf16) {
+    convert_each<f32_to_bf16, float, uint16_t>(src, dst, 0, n);
+  } else {
+    const uint64_t first = f16_by_instructions(src, dst, n, false);
+    convert_each<f32_to_f16, float, uint16_t>(src, dst, first, n);
   }
 }
 
