@@ -155,7 +155,6 @@ class StoreImpl final : public Store {
   // Observations and policies.
   Status observe(Sequence* seq, const ObserveInput& input) override;
   ObservedView observed(const Sequence* seq, uint32_t layer) const override;
-  void notify(Sequence* seq, policies::Event event) override;
   Status apply(Sequence* seq, const policies::Action& action) override;
   // Memory and statistics.
   Status prefault(kvm_space_id space, uint64_t bytes) override;
@@ -231,20 +230,27 @@ uint64_t StoreImpl::client_bytes(ClientId client) const {
 
 // --- Spaces -------------------------------------------------------------------------------------
 
+const policies::Policy& policy_of(const Retention& retention) {
+  return retention.kind == KVM_RETAIN_SINKS_RECENT ? policies::sinks_recent() : policies::full();
+}
+
 // One Governed per policy object that has anything to decide.
 std::vector<Governed> find_governed(const Space& space) {
-  Governed recent = {.policy = &policies::sinks_recent()};
+  std::vector<Governed> governed;
   for (uint32_t layer = 0; layer < space.n_layers; ++layer) {
     const std::vector<HeadClass>& classes = space.layers[layer].classes;
     for (uint32_t i = 0; i < classes.size(); ++i) {
-      if (classes[i].retention.kind == KVM_RETAIN_SINKS_RECENT) {
-        recent.members.push_back({layer, i});
+      const policies::Policy* policy = &policy_of(classes[i].retention);
+      if (policy->events() == 0) {
+        continue;
       }
+      auto it = std::find_if(governed.begin(), governed.end(),
+                             [policy](const Governed& g) { return g.policy == policy; });
+      if (it == governed.end()) {
+        it = governed.insert(it, {.policy = policy, .members = {}});
+      }
+      it->members.push_back({layer, i});
     }
-  }
-  std::vector<Governed> governed;
-  if (!recent.members.empty()) {
-    governed.push_back(std::move(recent));
   }
   return governed;
 }
@@ -891,8 +897,6 @@ void StoreImpl::cut_observed(Sequence* seq, uint64_t n_tokens) {
 }
 
 // --- Policies -----------------------------------------------------------------------------------
-
-void StoreImpl::notify(Sequence* seq, policies::Event event) { run_policies(seq, event); }
 
 void StoreImpl::run_policies(Sequence* seq, policies::Event event) {
   const std::vector<Governed>& governed = seq->record->governed;

@@ -206,9 +206,6 @@ class Store {
   // layer's length, a number that is not finite), QUOTA, NO_SPACE.
   virtual Status observe(Sequence* seq, const ObserveInput& input) = 0;
   virtual ObservedView observed(const Sequence* seq, uint32_t layer) const = 0;
-  // Tells the policies of a sequence that something happened that the store cannot see
-  // (kPrefillEnd, kStepEnd, kPressure) and applies their actions.
-  virtual void notify(Sequence* seq, policies::Event event) = 0;
   // Applies one action of a policy. All or nothing.
   // Fails: INVALID (list or range out of bounds, tokens that are not committed, drop of a part of a
   // page), UNSUPPORTED (an action without its tier or operator), QUOTA, NO_SPACE.

@@ -20,27 +20,14 @@
 namespace kvm::policies {
 
 enum class Event : uint8_t {
-  kAppended = 0,    // tokens were published in some layer
-  kCommitted = 1,   // the commit point moved
-  kPrefillEnd = 2,  // all layers hold the prompt: a barrier over layers
-  kStepEnd = 3,     // all layers hold the step's tokens
-  kPressure = 4,    // memory is short
-  kForked = 5,      // the sequence is the child of a fork just made
+  kAppended = 0,   // tokens were published in some layer
+  kCommitted = 1,  // the commit point moved
+  kForked = 2,     // the sequence is the child of a fork just made
 };
 
-// Set of events, or of statistics: bits (1 << value).
+// Set of events: bits (1 << value).
 using EventSet = uint32_t;
 constexpr EventSet event_bit(Event event) { return 1u << static_cast<uint32_t>(event); }
-
-// Statistics that a policy may ask for. A view's pointers are null for those that nobody provided.
-enum class Statistic : uint8_t {
-  kColumnSums = 0,  // softmax mass per token
-  kQueries = 1,     // recent query rows
-};
-using StatisticSet = uint32_t;
-constexpr StatisticSet statistic_bit(Statistic statistic) {
-  return 1u << static_cast<uint32_t>(statistic);
-}
 
 // Tokens stored in consecutive pages of one encoding.
 struct StoredRange {
@@ -63,8 +50,8 @@ struct ListView {
   uint64_t n_sinks = 0;
   uint64_t n_recent = 0;
   uint64_t slack = 0;
-  // Statistics, or null. Column sums [n_columns][n_kv_heads of the layer] of positions from 0;
-  // kv_heads [n_heads] says which of them are this class's.
+  // Statistics that kvm_observe left, or null. Column sums [n_columns][n_kv_heads of the layer] of
+  // positions from 0; kv_heads [n_heads] says which of them are this class's.
   std::span<const uint16_t> kv_heads;
   const float* column_sums = nullptr;
   uint64_t n_columns = 0;
@@ -78,8 +65,7 @@ struct ListView {
 // shared out among layers and layers may choose together.
 struct View {
   Event event = Event::kCommitted;
-  uint32_t pressure_level = 0;  // kPressure: 1 soft, 2 hard
-  uint64_t n_committed = 0;     // tokens at and beyond it are out of reach
+  uint64_t n_committed = 0;  // tokens at and beyond it are out of reach
   std::span<const ListView> lists;
 };
 
@@ -134,7 +120,6 @@ class Policy {
   virtual ~Policy() = default;
   virtual const char* name() const = 0;
   virtual EventSet events() const = 0;
-  virtual StatisticSet statistics() const = 0;
   // Fills an empty `actions`.
   virtual void decide(const View& view, ActionList* actions) const = 0;
 };

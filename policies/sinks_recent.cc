@@ -10,7 +10,6 @@ class Full : public Policy {
  public:
   const char* name() const override { return "full"; }
   EventSet events() const override { return 0; }
-  StatisticSet statistics() const override { return 0; }
   void decide(const View&, ActionList* actions) const override {
     actions->next_commit = UINT64_MAX;
   }
@@ -20,7 +19,6 @@ class SinksRecent : public Policy {
  public:
   const char* name() const override { return "sinks_recent"; }
   EventSet events() const override { return event_bit(Event::kCommitted); }
-  StatisticSet statistics() const override { return 0; }
 
   void decide(const View& view, ActionList* actions) const override {
     actions->next_commit = UINT64_MAX;
