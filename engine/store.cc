@@ -157,7 +157,6 @@ class StoreImpl final : public Store {
   ObservedView observed(const Sequence* seq, uint32_t layer) const override;
   Status apply(Sequence* seq, const policies::Action& action) override;
   // Memory and statistics.
-  Status prefault(kvm_space_id space, uint64_t bytes) override;
   bool housekeep() override { return pool_.trim(kTrimHousekeeping); }
   void add_stats(kvm_stats* stats) const override;
   void check_accounts() const override;
@@ -1058,31 +1057,6 @@ Status StoreImpl::demote(Sequence* seq, const policies::Action& action) {
 }
 
 // --- Memory and statistics ----------------------------------------------------------------------
-
-Status StoreImpl::prefault(kvm_space_id id, uint64_t bytes) {
-  KVM_TRY_ASSIGN(const SpaceRecord* record, spaces_.find(id));
-  const Space& space = *record->space;
-  // Bytes of a token per distinct slab class.
-  std::vector<std::pair<tiers::SlabClass, uint64_t>> shares;
-  for (const Layer& layer : space.layers) {
-    for (const HeadClass& head_class : layer.classes) {
-      const tiers::SlabClass& slab_class = head_class.slab_class;
-      auto it = std::find_if(shares.begin(), shares.end(),
-                             [&](const auto& share) { return share.first == slab_class; });
-      if (it == shares.end()) {
-        it = shares.insert(shares.end(), {slab_class, 0});
-      }
-      it->second +=
-          slab_class.n_heads * (slab_class.k_row_bytes() + slab_class.v_row_bytes());
-    }
-  }
-  for (const auto& [slab_class, share] : shares) {
-    const double part = static_cast<double>(share) / static_cast<double>(space.bytes_per_token);
-    KVM_TRY(pool_.prefault(slab_class,
-                           static_cast<uint64_t>(part * static_cast<double>(bytes))));
-  }
-  return Status::ok();
-}
 
 void StoreImpl::add_stats(kvm_stats* stats) const {
   stats->n_spaces = spaces_.size();

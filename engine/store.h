@@ -213,9 +213,6 @@ class Store {
 
   // --- Memory and statistics --------------------------------------------------------------------
 
-  // Faults in and keeps `bytes` of empty extents, divided among the slab classes of a space as its
-  // tokens are, rounded up to extents; they count as used. Fails: NO_SPACE, NO_MEMORY.
-  virtual Status prefault(kvm_space_id space, uint64_t bytes) = 0;
   // Gives a bounded amount of emptied memory beyond cached_bytes back to the operating system (at
   // most about a millisecond's worth). Returns whether more remains: a driver without other work
   // calls it until it does not. Other functions give back a little as they go.

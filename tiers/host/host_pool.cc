@@ -108,12 +108,8 @@ Status HostPool::open_extent(HostSlab& slab) {
   if (!make_room(kExtentBytes)) {
     return no_space(*budget_);
   }
-  return add_extent(slab, false);
-}
-
-Status HostPool::add_extent(HostSlab& slab, bool touch) {
   KVM_ASSERT(budget_->charge(kExtentBytes));
-  const Status status = slab.add_extent(touch);
+  const Status status = slab.add_extent();
   if (!status.is_ok()) {
     budget_->uncharge(kExtentBytes);
     return status;
@@ -150,32 +146,6 @@ bool HostPool::trim(uint64_t max_extents) {
     }
   }
   return n_cached_ > max_cached_;
-}
-
-Status HostPool::prefault(const SlabClass& slab_class, uint64_t size_bytes) {
-  const uint64_t n_wanted = extents_for(size_bytes);
-  // Extents that are cached already are not room: they were asked for as well.
-  if (n_wanted > budget_->free_bytes() / kExtentBytes) {
-    return Status(KVM_ERR_NO_SPACE, "host memory: " + std::to_string(n_wanted * kExtentBytes) +
-                                        " bytes to fault in, " +
-                                        std::to_string(budget_->free_bytes()) + " are free");
-  }
-  for (uint64_t i = 0; i < n_wanted; ++i) {
-    HostSlab* slab = nullptr;
-    for (uint32_t j = 0; j < n_slabs_ && slab == nullptr; ++j) {
-      if (slabs_[j] != nullptr && slabs_[j]->slab_class() == slab_class &&
-          slabs_[j]->has_absent_extent()) {
-        slab = slabs_[j].get();
-      }
-    }
-    if (slab == nullptr) {
-      KVM_TRY_ASSIGN(const uint32_t index, make_slab(slab_class));
-      slab = slabs_[index].get();
-    }
-    KVM_TRY(add_extent(*slab, true));
-    ++max_cached_;
-  }
-  return Status::ok();
 }
 
 void HostPool::check_accounts() const {

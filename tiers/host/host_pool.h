@@ -52,10 +52,6 @@ class HostPool {
   const SlabClass& slab_class(PageRef page) const { return slab_of(page).slab_class(); }
   uint64_t page_bytes(PageRef page) const { return slab_of(page).page_bytes(); }
 
-  // Makes `size_bytes`, rounded up to extents, of empty extents of a class ready: charged, faulted
-  // in, and kept when they empty again (the bound on cached memory grows by as much).
-  // Fails: NO_SPACE, NO_MEMORY; extents made ready before that stay.
-  Status prefault(const SlabClass& slab_class, uint64_t size_bytes);
   // Gives cached extents back until the budget has size_bytes free or none are left. Returns
   // whether it has.
   bool make_room(uint64_t size_bytes);
@@ -81,11 +77,10 @@ class HostPool {
   Result<uint32_t> make_slab(const SlabClass& slab_class);
   // Charges and opens one absent extent of a slab that has one.
   Status open_extent(HostSlab& slab);
-  Status add_extent(HostSlab& slab, bool touch);
   void close_cached_extent(HostSlab& slab);
 
   MemoryBudget* const budget_;
-  uint64_t max_cached_;
+  const uint64_t max_cached_;
   std::array<std::unique_ptr<HostSlab>, kMaxSlabs> slabs_;
   uint32_t n_slabs_ = 0;  // slots of slabs_ ever used are below this
   uint64_t n_pages_ = 0;

@@ -36,21 +36,6 @@ void unpoison([[maybe_unused]] std::byte* data, [[maybe_unused]] uint64_t size_b
 #endif
 }
 
-#if !defined(MADV_POPULATE_WRITE)
-constexpr int MADV_POPULATE_WRITE = 23;  // Linux 5.14
-#endif
-
-constexpr uint64_t kOsPageBytes = 4096;
-
-void touch_memory(std::byte* data, uint64_t size_bytes) {
-  if (madvise(data, size_bytes, MADV_POPULATE_WRITE) == 0) {
-    return;
-  }
-  for (uint64_t i = 0; i < size_bytes; i += kOsPageBytes) {
-    *reinterpret_cast<volatile std::byte*>(data + i) = std::byte{0};
-  }
-}
-
 std::string os_error() { return std::string(std::strerror(errno)); }
 
 }  // namespace
@@ -105,7 +90,7 @@ void HostSlab::list_remove(std::vector<uint32_t>* list, uint32_t extent) {
   list->pop_back();
 }
 
-Status HostSlab::add_extent(bool touch) {
+Status HostSlab::add_extent() {
   KVM_ASSERT(has_absent_extent());
   uint32_t extent = static_cast<uint32_t>(extents_.size());
   if (!absent_.empty()) {
@@ -129,9 +114,6 @@ Status HostSlab::add_extent(bool touch) {
   record.n_used = 0;
   record.state = Extent::kCached;
   list_add(&cached_, extent);
-  if (touch) {
-    touch_memory(extent_data(extent), kExtentBytes);
-  }
   poison(extent_data(extent), kExtentBytes);
   return Status::ok();
 }

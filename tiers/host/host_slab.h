@@ -39,9 +39,9 @@ class HostSlab {
   uint64_t n_cached() const { return cached_.size(); }
   uint64_t n_open() const { return n_open_; }
 
-  // Turns an absent extent into a cached one; `touch` faults its memory in.
+  // Turns an absent extent into a cached one.
   // REQUIRES: has_absent_extent(). Fails: NO_MEMORY, and the extent stays absent.
-  Status add_extent(bool touch);
+  Status add_extent();
   // Turns a cached extent into an absent one. REQUIRES: n_cached() > 0.
   void remove_extent();
 

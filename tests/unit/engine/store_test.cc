@@ -436,22 +436,6 @@ TEST_F(StoreTest, ObservationsMeetTheQuota) {
 
 // --- Memory -------------------------------------------------------------------------------------
 
-TEST_F(StoreTest, PrefaultedMemoryIsUsedAndKept) {
-  const kvm_space_id space = store_->register_space(make_spec("m", 2, 4, 128)).value();
-  ASSERT_TRUE(store_->prefault(space, 20 * kMiB).is_ok());
-  EXPECT_EQ(stats_of(*store_).host_used_bytes, 20 * kMiB);
-  Sequence* seq = create(space);
-  for (uint32_t layer = 0; layer < 2; ++layer) {
-    ASSERT_TRUE(append_unwritten(*store_, seq, layer, 2000).is_ok());
-  }
-  EXPECT_EQ(stats_of(*store_).host_used_bytes, 20 * kMiB);
-  store_->free_seq(seq);
-  while (store_->housekeep()) {
-  }
-  EXPECT_EQ(stats_of(*store_).host_used_bytes, 20 * kMiB);
-  EXPECT_EQ(store_->prefault(space, 1000 * kMiB).code(), KVM_ERR_NO_SPACE);
-}
-
 TEST(Store, EmptiedMemoryGoesBack) {
   const auto store =
       Store::open({.host_capacity_bytes = 256 * kMiB, .cached_bytes = 4 * kMiB}).value();

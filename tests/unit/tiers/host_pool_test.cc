@@ -184,23 +184,6 @@ TEST(HostPool, CachedExtentsGiveWay) {
   pool.check_accounts();
 }
 
-TEST(HostPool, PrefaultedMemoryStays) {
-  MemoryBudget budget(16 * kExtentBytes);
-  HostPool pool(&budget, 0);
-  const SlabClass one = slab_class_of(8, 256);
-  ASSERT_TRUE(pool.prefault(one, 3 * kExtentBytes - 1).is_ok());
-  EXPECT_EQ(budget.used_bytes(), 3 * kExtentBytes);
-  const PageRef page = pool.allocate(one).value();
-  EXPECT_TRUE(is_resident(pool.data(page)));
-  EXPECT_EQ(budget.used_bytes(), 3 * kExtentBytes);
-  pool.release(page);
-  EXPECT_EQ(pool.cached_bytes(), 3 * kExtentBytes);
-  const Status status = pool.prefault(one, 14 * kExtentBytes);
-  EXPECT_EQ(status.code(), KVM_ERR_NO_SPACE);
-  EXPECT_EQ(budget.used_bytes(), 3 * kExtentBytes);
-  pool.check_accounts();
-}
-
 TEST(HostPool, SlabNumbersAreRecycled) {
   MemoryBudget budget(8 * kExtentBytes);
   HostPool pool(&budget, 2 * kExtentBytes);
