@@ -250,14 +250,18 @@ def sampled(problem, scores, value_norm, wanted, seed, control="none", shared=Tr
       "scalar"  the same o; lse from the ratio estimator D_F + D_1 + a sum_R' w_hat, with
                 a = sum_S' (w/p) / sum_S' (w_hat/p): the scan knows w_hat of every key.
                 (R': keys with p < 1; D_1: those with p = 1, which are summed exactly.)
-      "block"   the difference form: N gets a control too, a w_hat times the mean value of its block.
+      "block"   the difference form: N gets a control too, a w_hat times the block's mean value.
     """
     rest = problem.rest
     p = inclusion(scores[:, rest], value_norm[rest], wanted)
     if shared:
         p = np.broadcast_to(p.max(axis=0), p.shape)
-    u = permanent_random(seed, len(problem.k))[rest]
-    drawn = u < p
+    return draw(problem, scores, p, seed, control, blocks)
+
+
+def draw(problem, scores, p, seed, control="none", blocks=None):
+    """`sampled` with given inclusion probabilities p [G, |R|]."""
+    drawn = permanent_random(seed, len(problem.k))[problem.rest] < p
     parts = [sampled_head(problem, head, scores[head], p[head], drawn[head], control, blocks)
              for head in range(len(problem.q))]
     return collect(parts, drawn.sum(axis=1), drawn.any(axis=0).sum())

@@ -129,6 +129,7 @@ class Sketch:
     code: np.ndarray         # [N, d]: the codewords y
     factor: np.ndarray       # [N]: f as bf16
     value_norm: np.ndarray   # [N]: |v| as bf16
+    rest_norm: np.ndarray    # [N]: |x|; for `alignment`, not stored
     seed: int
     bytes_per_key: float
 
@@ -147,7 +148,7 @@ class Sketch:
 
         f = |x|^2 / <y, x> gives the cosine |x| / (f |y|), up to the rounding of f.
         """
-        return float(np.mean(self._norms / (self.factor * np.linalg.norm(self.code, axis=1))))
+        return float(np.mean(self.rest_norm / (self.factor * np.linalg.norm(self.code, axis=1))))
 
 
 def build(kind, keys, values, queries=None, seed=1):
@@ -176,8 +177,6 @@ def build(kind, keys, values, queries=None, seed=1):
     dot = np.einsum("nd,nd->n", code, rest)
     square = np.einsum("nd,nd->n", rest, rest)
     factor = np.divide(square, dot, out=np.zeros_like(dot), where=dot > 0)
-    sketch = Sketch(kind, center, basis, stored, scale, code, round_bf16(factor),
-                    round_bf16(np.linalg.norm(np.asarray(values, np.float64), axis=1)), seed,
-                    lead + bits * dim / 8 + 4)
-    sketch._norms = np.sqrt(square)
-    return sketch
+    value_norm = round_bf16(np.linalg.norm(np.asarray(values, np.float64), axis=1))
+    return Sketch(kind, center, basis, stored, scale, code, round_bf16(factor), value_norm,
+                  np.sqrt(square), seed, lead + bits * dim / 8 + 4)
