@@ -36,6 +36,17 @@ void unpoison([[maybe_unused]] std::byte* data, [[maybe_unused]] uint64_t size_b
 #endif
 }
 
+#if !defined(MADV_DONTNEED_LOCKED)
+constexpr int MADV_DONTNEED_LOCKED = 24;  // Linux 5.18
+#endif
+
+// Gives memory of a private anonymous mapping back. Only where something has locked it (an embedded
+// engine's process may call mlockall) does the first try fail.
+bool discard(std::byte* data, uint64_t size_bytes) {
+  return madvise(data, size_bytes, MADV_DONTNEED) == 0 ||
+         madvise(data, size_bytes, MADV_DONTNEED_LOCKED) == 0;
+}
+
 std::string os_error() { return std::string(std::strerror(errno)); }
 
 }  // namespace
@@ -123,8 +134,7 @@ void HostSlab::remove_extent() {
   list_remove(&cached_, extent);
   extents_[extent].state = Extent::kAbsent;
   absent_.push_back(extent);
-  // Cannot fail on a private anonymous mapping of ours.
-  KVM_ASSERT(madvise(extent_data(extent), kExtentBytes, MADV_DONTNEED) == 0);
+  KVM_ASSERT(discard(extent_data(extent), kExtentBytes));
 }
 
 uint32_t HostSlab::take() {

@@ -184,6 +184,21 @@ TEST(HostPool, CachedExtentsGiveWay) {
   pool.check_accounts();
 }
 
+TEST(HostPool, LockedMemoryGoesBackToo) {
+  MemoryBudget budget(2 * kExtentBytes);
+  HostPool pool(&budget, 0);
+  const PageRef page = pool.allocate(slab_class_of(8, 256)).value();
+  std::byte* data = pool.data(page);
+  if (mlock(data, 4096) != 0) {
+    GTEST_SKIP() << "this process may lock no memory";
+  }
+  data[0] = std::byte{1};
+  pool.release(page);
+  EXPECT_FALSE(pool.trim(1));
+  EXPECT_EQ(budget.used_bytes(), 0u);
+  EXPECT_FALSE(is_resident(data));
+}
+
 TEST(HostPool, SlabNumbersAreRecycled) {
   MemoryBudget budget(8 * kExtentBytes);
   HostPool pool(&budget, 2 * kExtentBytes);
