@@ -7,8 +7,8 @@
 
 #include "attention/exact/layout.h"
 #include "attention/exact/visibility.h"
-#include "attention/merge.h"
 #include "base/assert.h"
+#include "base/merge.h"
 
 namespace kvm::attention {
 namespace {

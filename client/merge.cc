@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
-#include "attention/merge.h"
 #include "base/dtype.h"
+#include "base/merge.h"
 #include "client/checks.h"
 
 namespace kvm::client {
@@ -133,7 +133,7 @@ uint64_t element_at(const Rows& rows, uint64_t row, uint64_t head) {
 void merge_one(const Merge& merge, uint64_t row, uint64_t head, uint32_t dim,
                std::vector<float>* sum, std::vector<float>* part) {
   std::fill(sum->begin(), sum->end(), 0.0f);
-  float m = attention::kEmptyLse;
+  float m = kEmptyLse;
   float l = 0.0f;
   for (size_t i = 0; i < merge.o.size(); ++i) {
     const float lse = load(merge.lse[i], element_at(merge.lse[i], row, head));
@@ -141,7 +141,7 @@ void merge_one(const Merge& merge, uint64_t row, uint64_t head, uint32_t dim,
     for (uint32_t d = 0; d < dim; ++d) {
       (*part)[d] = load(merge.o[i], at + d);
     }
-    attention::merge_row(sum->data(), &m, &l, part->data(), lse, 1.0f, dim);
+    merge_row(sum->data(), &m, &l, part->data(), lse, 1.0f, dim);
   }
   const uint64_t at = element_at(merge.out_o, row, head);
   const float scale = l == 0.0f ? 0.0f : 1.0f / l;
@@ -150,7 +150,7 @@ void merge_one(const Merge& merge, uint64_t row, uint64_t head, uint32_t dim,
   }
   if (merge.out_lse.is_present()) {
     store(merge.out_lse, element_at(merge.out_lse, row, head),
-          std::isnan(l) ? l : attention::state_lse(m, l));
+          std::isnan(l) ? l : state_lse(m, l));
   }
 }
 

@@ -26,7 +26,7 @@ INCLUDE_RULES = {
     "attention": {"base", "codecs", "hash_index"},
     "engine": {"kvm.h", "base", "codecs", "hash_index", "attention", "tiers", "policies"},
     "daemon": {"kvm.h", "base", "ipc", "engine"},
-    "client": {"kvm.h", "base", "ipc", "attention/merge.h"},  # merge.h: the formula, header only
+    "client": {"kvm.h", "base", "ipc"},
     "client embedded": {"kvm.h", "base", "engine"},
     "tools": {"kvm.h"},
     "bindings": {"kvm.h"},

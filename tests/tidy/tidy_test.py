@@ -50,7 +50,7 @@ class TidyTest(unittest.TestCase):
                  ("engine/a.cc", "ipc/wire.h"), ("tiers/a.cc", "codecs/b.h"),
                  ("policies/a.cc", "engine/b.h"), ("client/thin.cc", "engine/b.h"),
                  ("client/embedded.cc", "ipc/wire.h"), ("tools/a.cc", "base/status.h"),
-                 ("examples/x/a.c", "base/status.h"), ("daemon/a.cc", "attention/merge.h"),
+                 ("examples/x/a.c", "base/status.h"), ("daemon/a.cc", "attention/attention.h"),
                  ("codecs/a.cc", "kvm.h"), ("engine/a.cc", "tests/x.h"),
                  ("engine/a.cc", "bench/x.h")]
         for path, name in cases:
@@ -58,7 +58,7 @@ class TidyTest(unittest.TestCase):
                 self.assert_rule(self.code(path, f'#include "{name}"\n'), "include", name)
 
     def test_allowed_includes(self):
-        cases = [("engine/a.cc", "attention/merge.h"), ("attention/a.cc", "hash_index/lsh.h"),
+        cases = [("engine/a.cc", "attention/attention.h"), ("attention/a.cc", "hash_index/lsh.h"),
                  ("client/thin.cc", "ipc/wire.h"), ("client/embedded.cc", "engine/engine.h"),
                  ("tools/a.cc", "kvm.h"), ("tests/unit/x/a.cc", "ipc/wire.h"),
                  ("bench/a.cc", "engine/engine.h"), ("daemon/a.cc", "engine/engine.h")]

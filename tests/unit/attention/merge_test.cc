@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "attention/merge.h"
+#include "base/merge.h"
 
 #include <gtest/gtest.h>
 
-#include <cstring>
+#include <cmath>
+#include <limits>
+#include <random>
+#include <vector>
 
 #include "tests/unit/attention/testbed.h"
 
@@ -12,66 +15,68 @@ namespace {
 
 constexpr float kInf = -kEmptyLse;
 
-StateRows rows_of(std::vector<float>& o, std::vector<float>& lse, uint32_t dim) {
-  return {.o = o.data(), .dtype_o = Dtype::kF32, .o_stride = dim, .lse = lse.data()};
+// Public states of some rows, o [row][dim] and lse [row]: a := a merged with b.
+void merge_rows(std::vector<float>* o_a, std::vector<float>* lse_a, const std::vector<float>& o_b,
+                const std::vector<float>& lse_b) {
+  const auto dim = static_cast<uint32_t>(o_b.size() / lse_b.size());
+  for (size_t row = 0; row < lse_b.size(); ++row) {
+    float* o = o_a->data() + row * dim;
+    float* m = lse_a->data() + row;
+    float l = *m == kEmptyLse ? 0.0f : 1.0f;
+    merge_row(o, m, &l, o_b.data() + row * dim, lse_b[row], lse_b[row] == kEmptyLse ? 0.0f : 1.0f,
+              dim);
+    for (uint32_t d = 0; l > 0.0f && d < dim; ++d) {
+      o[d] /= l;
+    }
+    *m = state_lse(*m, l);
+  }
 }
 
 TEST(Merge, EmptySidesChangeNoBit) {
-  std::vector<float> o_a = {1.25f, -3.5f, 0.1f};
-  std::vector<float> lse_a = {12.75f};
-  std::vector<float> o_e = {0, 0, 0};
-  std::vector<float> lse_e = {-kInf};
-  std::vector<float> o(3, 9.0f);
-  std::vector<float> lse(1, 9.0f);
-  const StateRows a = rows_of(o_a, lse_a, 3);
-  const StateRows e = rows_of(o_e, lse_e, 3);
-  const StateRows out = rows_of(o, lse, 3);
-  merge_states(a, e, out, 1, 3);
+  const std::vector<float> o_a = {1.25f, -3.5f, 0.1f};
+  const std::vector<float> lse_a = {12.75f};
+  const std::vector<float> o_e = {0, 0, 0};
+  const std::vector<float> lse_e = {-kInf};
+  std::vector<float> o = o_a;
+  std::vector<float> lse = lse_a;
+  merge_rows(&o, &lse, o_e, lse_e);
   EXPECT_EQ(o, o_a);
   EXPECT_EQ(lse, lse_a);
-  merge_states(e, a, out, 1, 3);
-  EXPECT_EQ(o, o_a);
-  EXPECT_EQ(lse, lse_a);
-  merge_states(e, e, out, 1, 3);
+  o = o_e;
+  lse = lse_e;
+  merge_rows(&o, &lse, o_e, lse_e);
   EXPECT_EQ(o, o_e);
-  EXPECT_EQ(lse[0], -kInf);
+  EXPECT_EQ(lse, lse_e);
+  merge_rows(&o, &lse, o_a, lse_a);
+  EXPECT_EQ(o, o_a);
+  EXPECT_EQ(lse, lse_a);
 }
 
 TEST(Merge, ExtremeDifferencesStayFinite) {
-  std::vector<float> o_a = {2.0f};
-  std::vector<float> lse_a = {1e38f};
-  std::vector<float> o_b = {5.0f};
-  std::vector<float> lse_b = {-1e38f};
-  merge_states(rows_of(o_a, lse_a, 1), rows_of(o_b, lse_b, 1), rows_of(o_a, lse_a, 1), 1, 1);
-  EXPECT_EQ(o_a[0], 2.0f);
-  EXPECT_EQ(lse_a[0], 1e38f);
+  std::vector<float> o = {2.0f};
+  std::vector<float> lse = {1e38f};
+  merge_rows(&o, &lse, {5.0f}, {-1e38f});
+  EXPECT_EQ(o[0], 2.0f);
+  EXPECT_EQ(lse[0], 1e38f);
 }
 
 TEST(Merge, Formula) {
-  std::vector<float> o_a = {1.0f, 2.0f};
-  std::vector<float> lse_a = {0.5f};
-  std::vector<float> o_b = {-3.0f, 4.0f};
-  std::vector<float> lse_b = {1.5f};
-  merge_states(rows_of(o_a, lse_a, 2), rows_of(o_b, lse_b, 2), rows_of(o_a, lse_a, 2), 1, 2);
+  std::vector<float> o = {1.0f, 2.0f};
+  std::vector<float> lse = {0.5f};
+  merge_rows(&o, &lse, {-3.0f, 4.0f}, {1.5f});
   const double a = std::exp(0.5);
   const double b = std::exp(1.5);
-  EXPECT_NEAR(o_a[0], (a * 1 + b * -3) / (a + b), 1e-6);
-  EXPECT_NEAR(o_a[1], (a * 2 + b * 4) / (a + b), 1e-6);
-  EXPECT_NEAR(lse_a[0], std::log(a + b), 1e-6);
+  EXPECT_NEAR(o[0], (a * 1 + b * -3) / (a + b), 1e-6);
+  EXPECT_NEAR(o[1], (a * 2 + b * 4) / (a + b), 1e-6);
+  EXPECT_NEAR(lse[0], std::log(a + b), 1e-6);
 }
 
-TEST(Merge, HalfDtypes) {
-  for (Dtype dtype : {Dtype::kF16, Dtype::kBf16}) {
-    uint16_t o_a = 0;
-    uint16_t o_b = 0;
-    put(&o_a, dtype, 0, 1.0f);
-    put(&o_b, dtype, 0, 3.0f);
-    float lse_a = 2.0f;
-    float lse_b = 2.0f;
-    merge_states({&o_a, dtype, 1, &lse_a}, {&o_b, dtype, 1, &lse_b}, {&o_b, dtype, 1, &lse_b}, 1,
-                 1);
-    EXPECT_EQ(get(&o_b, dtype, 0), 2.0f);
-    EXPECT_NEAR(lse_b, 2.0f + std::log(2.0f), 1e-6f);
+TEST(Merge, NanIsNotLost) {
+  for (const bool first : {true, false}) {
+    std::vector<float> o = {first ? NAN : 1.0f};
+    std::vector<float> lse = {1.0f};
+    merge_rows(&o, &lse, {first ? 1.0f : NAN}, {2.0f});
+    EXPECT_TRUE(std::isnan(o[0]));
   }
 }
 
@@ -104,8 +109,7 @@ TEST(Merge, AnyPartitionGivesTheWhole) {
         lse = c.lse;
         continue;
       }
-      merge_states(rows_of(c.o, c.lse, 64), rows_of(o, lse, 64), rows_of(o, lse, 64), lse.size(),
-                   64);
+      merge_rows(&o, &lse, c.o, c.lse);
     }
     c.o = o;
     c.lse = lse;
