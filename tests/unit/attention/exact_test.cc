@@ -177,6 +177,30 @@ TEST(Exact, LargeLogits) {
   }
 }
 
+// Every cap that a space may have (engine/space.h), on logits of all sizes around it.
+TEST(Exact, SoftCapsOfAnySize) {
+  for (const float cap : {1e-3f, 0.1f, 5.0f, 50.0f, 1e3f, 1e4f}) {
+    for (uint32_t n_query : {1u, 12u}) {
+      for (const float size : {0.0f, 1e-4f, 1.0f, 30.0f}) {
+        Case c(Shape{.n_query = n_query, .n_tokens = 200, .dtype_q = Dtype::kF32, .q_size = size},
+               7);
+        set_kinds(c, Dtype::kF32, Dtype::kF32);
+        c.problem().softcap = cap;
+        c.store(0);
+        c.run_reference();
+        const double bound = 1e-4 + 3 * 0x1p-24 * static_cast<double>(cap);
+        for (const KernelTable* table : available_tables()) {
+          SCOPED_TRACE(std::string(table->name) + ", cap " + std::to_string(cap) + ", queries of " +
+                       std::to_string(size));
+          c.run(table);
+          EXPECT_LE(c.error_o(), 2 * bound);
+          EXPECT_LE(c.error_lse(), bound);
+        }
+      }
+    }
+  }
+}
+
 // A random problem with any mix of features.
 std::unique_ptr<Case> random_case(uint64_t seed) {
   std::mt19937_64 random(seed);
