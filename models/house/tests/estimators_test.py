@@ -88,6 +88,19 @@ class SketchTest(unittest.TestCase):
         alignment = sketches.build("1b", keys, keys).alignment()
         self.assertAlmostEqual(alignment, np.sqrt(2 / np.pi), delta=0.01)
 
+    def test_lead_is_rounded_to_nearest(self):
+        rng = np.random.default_rng(7)
+        keys = np.zeros((4000, D))
+        keys[:, :8] = rng.standard_normal((4000, 8))
+        keys -= keys.mean(axis=0)
+        query = rng.standard_normal((3, D))
+        error = sketches.build("8i8+1b", keys, keys).scores(query) - query @ keys.T
+        # Eight coordinates, each uniform within half a step of 16 sd / 127.
+        step = sketches.LEAD_RANGE_SD / 127
+        wanted = step / 12**0.5 * np.linalg.norm(query[:, :8], axis=1)
+        np.testing.assert_allclose(error.std(axis=1), wanted, rtol=0.1)
+        self.assertLess(np.abs(error.mean(axis=1) / wanted).max(), 0.1)
+
     def test_bytes(self):
         keys = np.random.default_rng(6).standard_normal((256, 128))
         for kind, size in (("1b", 20), ("8i8+1b", 28), ("2b", 36)):
@@ -192,8 +205,10 @@ class HorvitzThompsonTest(unittest.TestCase):
         found = self.draws(problem, shared=False, wanted=50, n_draws=400)
         rows = np.array([e.rows for e in found])
         np.testing.assert_allclose(rows.mean(axis=0), 50, atol=5 * np.sqrt(50 / 400))
-        shared = self.draws(problem, shared=True, wanted=50, n_draws=20)
+        shared = self.draws(problem, shared=True, wanted=50, n_draws=400)
         self.assertTrue(all((e.rows == e.unique).all() for e in shared))
+        # The common p is the largest: the group's rows are those of its heads taken together.
+        self.assertEqual([e.unique for e in shared], [e.unique for e in found])
 
     def test_samples_of_growing_budgets_are_nested(self):
         problem = make_problem()
