@@ -39,6 +39,11 @@ class Problem:
         return self.scale * (self.q.astype(np.float64) @ self.k.T.astype(np.float64))
 
     @functools.cached_property
+    def value_rms(self):
+        """Root mean square norm of the values: a scale that stays when |o| vanishes."""
+        return np.sqrt((self.v.astype(np.float64)**2).sum(axis=1).mean())
+
+    @functools.cached_property
     def rest(self):
         """Ids of R, ascending."""
         return np.flatnonzero(~self.in_exact)
@@ -151,13 +156,18 @@ class Lsh:
 
     def __init__(self, bits, tables, dim, seed):
         self.bits, self.tables = bits, tables
-        self.planes = np.random.default_rng([0x15A, seed]).standard_normal((dim, bits * tables))
+        planes = np.random.default_rng([0x15A, seed]).standard_normal((dim, bits * tables))
+        self.planes = planes.astype(np.float32)
 
     def hash(self, x):
         """x [n, d] -> codes uint16 [n, L]: bit b of table l is the sign at plane l * K + b."""
-        positive = (np.asarray(x, np.float32) @ self.planes.astype(np.float32)) > 0
-        positive = positive.reshape(len(x), self.tables, self.bits)
-        return (positive @ (1 << np.arange(self.bits))).astype(np.uint16)
+        codes = np.empty((len(x), self.tables), np.uint16)
+        place = (1 << np.arange(self.bits)).astype(np.float32)   # sums stay exact below 2^16
+        for begin in range(0, len(x), 4096):                     # the products need not fit memory
+            positive = (np.asarray(x[begin:begin + 4096], np.float32) @ self.planes) > 0
+            positive = positive.reshape(-1, self.tables, self.bits).astype(np.float32)
+            codes[begin:begin + 4096] = positive @ place
+        return codes
 
 
 def cosines(queries, keys):

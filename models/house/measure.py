@@ -83,7 +83,7 @@ class Cell:
         size = (index_bytes * len(problem.rest) + fixed_bytes
                 + row_bytes * (estimate.unique + n_fixed))
         new = {"error": error / norm, "lse_error": np.abs(estimate.lse - truth.lse),
-               "absolute": error / np.sqrt((problem.v.astype(np.float64)**2).sum(axis=1).mean()),
+               "absolute": error / problem.value_rms,
                "rows": estimate.rows / len(problem.rest),
                "unique": np.full(heads, estimate.unique / len(problem.rest)),
                "bytes": np.full(heads, size / visible),
