@@ -166,6 +166,43 @@ size_t state_bytes(const Problem& problem, uint32_t row_count) {
   return (bytes + kBufferAlign - 1) / kBufferAlign * kBufferAlign;
 }
 
+namespace {
+
+// Chunks by absolute index.
+struct ChunkRange {
+  uint64_t begin = 0;
+  uint64_t end = 0;
+};
+
+// Those of which every token lies behind the sinks and before every row's window.
+ChunkRange hidden_chunks(const Problem& problem, const Plan& plan, const VisibleSet& visible) {
+  const uint64_t sinks = problem.visible.sinks;
+  if (sinks >= visible.window_low() || problem.column_sums != nullptr) {
+    return {};
+  }
+  return {(sinks + plan.chunk_tokens - 1) / plan.chunk_tokens,
+          visible.window_low() / plan.chunk_tokens};
+}
+
+// Numbers the chunks of `all` but not of `hidden`.
+void number_chunks(ChunkRange all, ChunkRange hidden, Plan* plan) {
+  hidden = {std::max(hidden.begin, all.begin), std::min(hidden.end, all.end)};
+  if (hidden.begin < hidden.end) {
+    if (hidden.begin == all.begin) {
+      all.begin = hidden.end;
+    } else if (hidden.end == all.end) {
+      all.end = hidden.begin;
+    } else {
+      plan->gap_at = hidden.begin;
+      plan->gap_chunks = hidden.end - hidden.begin;
+    }
+  }
+  plan->first_chunk = all.begin;
+  plan->n_chunks = static_cast<uint32_t>(all.end - all.begin - plan->gap_chunks);
+}
+
+}  // namespace
+
 Plan make_plan(const Problem& problem, const KernelTable* table) {
   check_problem(problem);
   Plan plan;
@@ -187,14 +224,15 @@ Plan make_plan(const Problem& problem, const KernelTable* table) {
   const uint64_t begin = std::max(visible.low(), problem.runs.front().position);
   const uint64_t end = std::min(visible.high(), last.position + last.n_tokens);
   if (begin < end) {
-    plan.first_chunk = begin / plan.chunk_tokens;
-    plan.n_chunks = static_cast<uint32_t>((end - 1) / plan.chunk_tokens - plan.first_chunk + 1);
+    number_chunks({begin / plan.chunk_tokens, (end - 1) / plan.chunk_tokens + 1},
+                  hidden_chunks(problem, plan, visible), &plan);
   }
   return plan;
 }
 
-ChunkCost chunk_cost(const Problem& problem, const Plan& plan, uint64_t chunk) {
+ChunkCost chunk_cost(const Problem& problem, const Plan& plan, uint64_t number) {
   const VisibleSet visible(problem.visible, problem.n_query, 0, problem.n_query);
+  const uint64_t chunk = plan.absolute(number);
   const uint64_t end = (chunk + 1) * plan.chunk_tokens;
   ChunkCost cost;
   uint64_t tokens = 0;
@@ -261,21 +299,51 @@ void prepare_queries(const Problem& problem, const Plan& plan, void* prepared) {
   }
 }
 
+namespace {
+
+// Calls eval(first absolute chunk, number of chunks, number of chunks before them) for what lies
+// before the gap and for what lies behind it.
+template <typename Eval>
+void for_stretches(const Plan& plan, uint64_t chunk, uint32_t n, Eval eval) {
+  const auto n_before =
+      chunk < plan.gap_at ? static_cast<uint32_t>(std::min<uint64_t>(n, plan.gap_at - chunk)) : 0u;
+  if (n_before > 0) {
+    eval(chunk, n_before, 0u);
+  }
+  if (n > n_before) {
+    eval(chunk + n_before + plan.gap_chunks, n - n_before, n_before);
+  }
+}
+
+}  // namespace
+
 void eval_chunks(const Problem& problem, const Plan& plan, const void* prepared, RowRange rows,
                  uint64_t chunk, uint32_t n, void* scratch, void* states) {
   KVM_ASSERT(uint64_t{rows.first} + rows.count <= plan.rows);
-  if (plan.blocked) {
-    block_chunks(problem, plan, prepared, rows, chunk, n, scratch, states);
-    return;
-  }
-  KVM_ASSERT(rows.first == 0 && rows.count == plan.rows);
-  stream_chunks(problem, plan, prepared, chunk, n, scratch, states);
+  KVM_ASSERT(plan.blocked || (rows.first == 0 && rows.count == plan.rows));
+  const size_t stride = state_bytes(problem, rows.count);
+  for_stretches(plan, chunk, n, [&](uint64_t first, uint32_t count, uint32_t n_before) {
+    std::byte* to = static_cast<std::byte*>(states) + n_before * stride;
+    if (plan.blocked) {
+      block_chunks(problem, plan, prepared, rows, first, count, scratch, to);
+    } else {
+      stream_chunks(problem, plan, prepared, first, count, scratch, to);
+    }
+  });
 }
 
 void eval_chunks(std::span<const GangMember> members, const Plan& plan, uint64_t chunk, uint32_t n,
                  void* scratch) {
   KVM_ASSERT(!plan.blocked && !members.empty() && members.size() <= kMaxGang);
-  stream_gang(members, plan, chunk, n, scratch);
+  for_stretches(plan, chunk, n, [&](uint64_t first, uint32_t count, uint32_t n_before) {
+    GangMember later[kMaxGang];
+    for (size_t m = 0; m < members.size(); ++m) {
+      const size_t stride = state_bytes(*members[m].problem, plan.rows);
+      later[m] = members[m];
+      later[m].states = static_cast<std::byte*>(members[m].states) + n_before * stride;
+    }
+    stream_gang({later, members.size()}, plan, first, count, scratch);
+  });
 }
 
 void merge_chunks(const Problem& problem, const Plan& plan, RowRange rows, void* states) {
@@ -284,16 +352,25 @@ void merge_chunks(const Problem& problem, const Plan& plan, RowRange rows, void*
     return state_view(problem, rows.count, static_cast<std::byte*>(states) + i * stride);
   };
   const uint64_t first = plan.first_chunk;
-  const uint64_t end = first + plan.n_chunks;
+  const uint64_t end = first + plan.n_chunks + plan.gap_chunks;
+  const uint64_t gap_end = plan.gap_at + plan.gap_chunks;
+  // The first chunk at or behind absolute index i that has a state, and where that lies.
+  const auto present = [&](uint64_t i) {
+    return plan.gap_at <= i && i < gap_end ? gap_end : std::max(i, first);
+  };
+  const auto slot = [&](uint64_t i) { return i - first - (i < plan.gap_at ? 0 : plan.gap_chunks); };
   // Node [a, a + 2 * half) of the tree over absolute chunk indices lives in the slot of its first
   // chunk that is present. A node without a left or a right half is the other half.
   for (uint64_t half = 1; half < end && plan.n_chunks > 1; half *= 2) {
-    for (uint64_t a = first / (2 * half) * (2 * half); a + half < end; a += 2 * half) {
-      if (a + half <= first) {
+    const uint64_t size = 2 * half;
+    for (uint64_t a = first / size * size; a + half < end; a = present(a + size) / size * size) {
+      const uint64_t left_chunk = present(a);
+      const uint64_t right_chunk = present(a + half);
+      if (left_chunk >= a + half || right_chunk >= std::min(a + size, end)) {
         continue;
       }
-      const StateView left = view(std::max(a, first) - first);
-      const StateView right = view(a + half - first);
+      const StateView left = view(slot(left_chunk));
+      const StateView right = view(slot(right_chunk));
       for (uint32_t r = 0; r < rows.count; ++r) {
         merge_row(left.o + size_t{r} * problem.dim_v, left.m + r, left.l + r,
                   right.o + size_t{r} * problem.dim_v, right.m[r], right.l[r], problem.dim_v);

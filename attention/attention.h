@@ -137,14 +137,21 @@ struct Plan {
   // false: every range must be {0, rows}.
   bool rows_divisible = false;
   uint32_t chunk_tokens = 0;
-  // Chunks that hold at least one token visible to some row lie in [first_chunk, first_chunk +
-  // n_chunks); n_chunks = 0 is legal (nothing visible). Indices are absolute: position /
-  // chunk_tokens.
+  // Chunks that may hold a token visible to some row are numbered [first_chunk, first_chunk +
+  // n_chunks); n_chunks = 0 is legal (nothing visible).
   uint64_t first_chunk = 0;
   uint32_t n_chunks = 0;
+  // Chunks that a window hides behind the sinks have no number, so that a head that keeps both costs
+  // the same at any position: from number gap_at on, chunk c is that of position
+  // (c + gap_chunks) * chunk_tokens; below, and without a gap, of position c * chunk_tokens.
+  uint64_t gap_at = UINT64_MAX;
+  uint64_t gap_chunks = 0;  // 0 where column sums are asked for
   size_t prepared_bytes = 0;
   // Per concurrently running eval call; enough for any range of rows.
   size_t scratch_bytes = 0;
+
+  // Absolute index of a chunk: the position of its first token / chunk_tokens.
+  uint64_t absolute(uint64_t chunk) const { return chunk < gap_at ? chunk : chunk + gap_chunks; }
 };
 
 // An estimate for schedulers; exact for dense causal problems.
@@ -193,8 +200,8 @@ inline constexpr uint32_t kMaxGang = 8;
 void eval_chunks(std::span<const GangMember> members, const Plan& plan, uint64_t chunk, uint32_t n,
                  void* scratch);
 
-// Merges the states of all plan.n_chunks chunks of `rows`, first chunk first, state_bytes apart, in
-// place, and writes o, lse and row_max of those rows.
+// Merges the states of all plan.n_chunks chunks of `rows`, in the order of their numbers,
+// state_bytes apart, in place, and writes o, lse and row_max of those rows.
 void merge_chunks(const Problem& problem, const Plan& plan, RowRange rows, void* states);
 
 // Second pass for statistics: fills column_sums for chunks [chunk, chunk + n).

@@ -19,6 +19,9 @@ class VisibleSet {
   // or by a window behind the sinks.
   uint64_t low() const { return low_; }
   uint64_t high() const { return high_; }
+  // First position inside the widest window of the set; what lies before it and behind the sinks is
+  // seen by nobody.
+  uint64_t window_low() const { return window_low_; }
 
   // Seen by at least one query, a tree counting as all its positions. REQUIRES: base % 64 == 0,
   // here and below.
@@ -37,7 +40,7 @@ class VisibleSet {
   uint32_t count_;
   uint64_t low_;
   uint64_t high_;
-  uint64_t window_low_;  // first position inside the widest window of the set
+  uint64_t window_low_;
 };
 
 }  // namespace kvm::attention

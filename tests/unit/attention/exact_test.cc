@@ -322,6 +322,48 @@ TEST(Exact, SameBitsForLongContextInAnyPieces) {
   }
 }
 
+// Chunks between sinks and window are not evaluated, and that shows in no bit, in any pieces.
+TEST(Exact, HiddenChunksChangeNoBit) {
+  int n_gaps = 0;
+  for (uint64_t seed = 1; seed <= 60; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    std::mt19937_64 random(seed);
+    Case c(Shape{.n_query = 1 + static_cast<uint32_t>(random() % (seed % 3 == 0 ? 40 : 5)),
+                 .group = 1 + static_cast<uint32_t>(random() % 4),
+                 .dim_k = 8,
+                 .dim_v = 8,
+                 .n_tokens = 2000 + random() % 40000},
+           seed);
+    Visibility& v = c.problem().visible;
+    v.window = 1 + random() % 3000;
+    v.sinks = random() % 2 == 0 ? random() % 100 : random() % 30000;
+    if (random() % 2 == 0) {  // what nobody sees has been dropped, or part of it
+      const uint64_t end = c.end_position() - std::min(c.end_position(), v.window + 50);
+      for (uint64_t t = v.sinks + random() % 5000; t < end; ++t) {
+        c.present[t] = 0;
+      }
+    }
+    c.store(3);
+    for (const KernelTable* table : available_tables()) {
+      c.wants_column_sums = true;
+      c.run(table, 3);
+      ASSERT_EQ(c.plan.gap_chunks, 0u);
+      const uint32_t n_dense = c.plan.n_chunks;
+      const std::vector<float> o = c.o;
+      const std::vector<float> lse = c.lse;
+      c.wants_column_sums = false;
+      for (const int pieces : {1, 4, 50}) {
+        c.run(table, pieces);
+        ASSERT_EQ(c.o, o) << table->name;
+        ASSERT_EQ(c.lse, lse) << table->name;
+      }
+      ASSERT_EQ(c.plan.n_chunks + c.plan.gap_chunks, n_dense);
+      n_gaps += c.plan.gap_chunks != 0 ? 1 : 0;
+    }
+  }
+  EXPECT_GT(n_gaps, 30);
+}
+
 // Heads evaluated page by page have the bits that each of them has alone.
 TEST(Exact, GangsGiveTheBitsOfTheirMembers) {
   int n_compared = 0;

@@ -250,10 +250,10 @@ void Case::run(const KernelTable* table, int pieces, int row_pieces) {
   row_max.assign(rows, 0.0f);
   p.row_max = row_max.data();
   column_sums.assign(shape_.n_tokens, -1.0f);
-  p.column_sums = column_sums.data();
+  p.column_sums = wants_column_sums ? column_sums.data() : nullptr;
   p.column_position = shape_.first_position;
 
-  const Plan plan = make_plan(p, table);
+  plan = make_plan(p, table);
   Buffer prepared(plan.prepared_bytes);
   Buffer scratch(plan.scratch_bytes);
   prepare_queries(p, plan, prepared.data());
@@ -287,7 +287,7 @@ void Case::run(const KernelTable* table, int pieces, int row_pieces) {
     }
     merge_chunks(p, plan, range, states.data());
   }
-  if (plan.n_chunks > 0) {
+  if (plan.n_chunks > 0 && wants_column_sums) {
     eval_column_sums(p, plan, prepared.data(), plan.first_chunk, plan.n_chunks, scratch.data());
   }
   o.resize(size_t{rows} * p.dim_v);

@@ -76,11 +76,14 @@ class Case {
   // page border cuts, `extra_cuts` random others do too. Then the problem can be run.
   void store(int extra_cuts);
 
+  bool wants_column_sums = true;
+
   // Runs with `table`, chunks cut into `pieces` calls in random order, row ranges if possible.
   // Outputs below.
   void run(const KernelTable* table, int pieces = 1, int row_pieces = 1);
   void run_reference();
 
+  Plan plan;                                                         // of run()
   std::vector<float> o, lse, row_max, column_sums;                   // of run()
   std::vector<double> ref_o, ref_lse, ref_row_max, ref_column_sums;  // of run_reference()
   std::vector<double> ref_abs;  // sum of |weight * v| per output: the scale of its rounding error
