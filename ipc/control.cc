@@ -34,7 +34,14 @@ Result<const wire::Message*> read_message(std::span<const uint8_t> bytes) {
     return Status(KVM_ERR_PROTOCOL, "a control message of " + std::to_string(bytes.size()) +
                                         " bytes does not verify");
   }
-  return wire::GetMessage(bytes.data());
+  const wire::Message* message = wire::GetMessage(bytes.data());
+  // The verifier has nothing to look at in a table that is absent, and accepts it.
+  if (message->body_type() != wire::Body::NONE && message->body() == nullptr) {
+    return Status(KVM_ERR_PROTOCOL, std::string("a control message announces a body of type ") +
+                                        std::to_string(static_cast<int>(message->body_type())) +
+                                        " and has none");
+  }
+  return message;
 }
 
 Status reply_status(const wire::Message& reply) {

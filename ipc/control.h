@@ -46,8 +46,8 @@ class ControlWriter {
 };
 
 // Verifies every offset, length and string of a received message; what it returns points into
-// `bytes` and is safe to walk. A missing body is left for the caller to see (body_type NONE).
-// Fails: PROTOCOL.
+// `bytes` and is safe to walk. A message without a body is left for the caller to see (body_type
+// NONE); any other type that the schema knows has its table. Fails: PROTOCOL.
 Result<const wire::Message*> read_message(std::span<const uint8_t> bytes);
 
 // The status that a reply carries.
