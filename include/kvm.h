@@ -686,14 +686,18 @@ typedef struct kvm_step_stats {
 
 /* Appends, and waits.
  * All or nothing: on any failure no item has been appended to.
- * Fails:   HOLE (a position is not the layer's length), QUOTA, NO_SPACE, INVALID (geometry,
- *          strides, sizes, an ALIAS or ABSENT layer, a sequence twice), NOT_FOUND, STALE,
- * DISCONNECTED. Threads: the queue's owner. */
+ * Fails:   HOLE (a position is not the layer's length), QUOTA, NO_SPACE, NO_MEMORY, INVALID
+ *          (geometry, strides, sizes, an ALIAS or ABSENT layer, a sequence twice), NOT_FOUND, STALE,
+ *          LOST, PERMISSION (a sequence of another client), DEADLINE, DISCONNECTED.
+ * Threads: the queue's owner. */
 KVM_API kvm_status kvm_append(kvm_queue *queue, const kvm_step_params *params);
 
 /* Attends, and waits. stats may be NULL. Outputs are written only on success.
- * Fails:   UNSUPPORTED (mode), PARTIAL (a query position so far back that its head's policy has
- *          dropped what it should see), INVALID, NOT_FOUND, STALE, DEADLINE, DISCONNECTED.
+ * Fails:   UNSUPPORTED (mode; a TREE in a layer whose window is longer than the n_recent of a head
+ *          with sinks, where its rows lie between window and window + n_sinks: there the head's sinks
+ *          go out of sight one by one), PARTIAL (a query position so far back that its head's policy
+ *          has dropped what it should see), LIMIT (too many query rows at once), NO_MEMORY, INVALID,
+ *          NOT_FOUND, STALE, LOST, PERMISSION, DEADLINE, DISCONNECTED.
  * Threads: the queue's owner. */
 KVM_API kvm_status kvm_attend(kvm_queue *queue, const kvm_step_params *params,
                               kvm_step_stats *stats);

@@ -196,6 +196,33 @@ TEST(Engine, AFailedRequestChangesNothing) {
   EXPECT_EQ(rig.length(first), 80u);
 }
 
+// Where a layer's window begins to hide a head's sinks, rows of one tree would see by different
+// rules.
+TEST(Engine, TreesAcrossAChangeOfRulesAreRefusedWhole) {
+  Small rig;
+  SpaceSpec spec = make_spec("rules", 1, kHeads, kHeads, kDim);
+  spec.layers.push_back({.n_layers = 1, .window = 100});
+  spec.policies.push_back({.retention = KVM_RETAIN_SINKS_RECENT, .n_sinks = 4, .n_recent = 20});
+  rig.id = rig.space(spec);
+  const kvm_seq_id seq = rig.create(rig.id, KVM_SEQ_MANUAL_COMMIT);
+  ASSERT_TRUE(rig.run(rig.append(seq, 95, 1)).status.is_ok());
+  auto [step, o] = rig.attend(seq, 4);
+  StepRequest append = rig.append(seq, 7, 1);
+  step.append = true;
+  step.k = append.k;
+  step.v = append.v;
+  step.items[0].n_append = 7;
+  step.items[0].flags = KVM_ITEM_TREE;
+  step.tree_mask = {1, 3, 7, 15};
+  const RequestResult refused = rig.run(step);
+  EXPECT_EQ(refused.status.code(), KVM_ERR_UNSUPPORTED) << refused.status.message();
+  EXPECT_EQ(rig.length(seq), 95u);
+  EXPECT_EQ(o->bytes()[0], std::byte{0x7f});
+  step.items[0].query_position = 96;  // all of them before position 100
+  EXPECT_TRUE(rig.run(step).status.is_ok());
+  EXPECT_EQ(rig.length(seq), 102u);
+}
+
 TEST(Engine, HolesAndWrongIdsHaveTheirOwnStatus) {
   Small rig;
   const kvm_seq_id seq = rig.create(rig.id);
