@@ -107,14 +107,16 @@ def run_model(model, tokens, positions, capture):
               torch.as_tensor(positions), capture=capture)
 
 
-def describe_model(path, config):
-    """FORMAT.md's `model` of a loaded model; field names as in model.py."""
-    with open(path, "rb") as file:
-        digest = hashlib.sha256(file.read()).hexdigest()
+def describe_model(paths, config):
+    """FORMAT.md's `model` of a loaded model: its files, and its Config as in model.py."""
+    digest = hashlib.sha256()
+    for path in paths:
+        with open(path, "rb") as file:
+            digest.update(file.read())
     names = ("layers", "heads", "kv_heads", "head_dim", "rope_theta", "context")
     found = {name: getattr(config, name) for name in names if hasattr(config, name)}
     found["q_heads"] = found.pop("heads")
-    return dict(found, name="house", rope_layout="rotate_half", weights_sha256=digest)
+    return dict(found, name="house", rope_layout="rotate_half", weights_sha256=digest.hexdigest())
 
 
 class Recorder:
@@ -126,7 +128,7 @@ class Recorder:
         import tasks
         self.tasks, self.data = tasks, data
         self.model, self.tokenizer = house.load(path)
-        self.shape = describe_model(path, self.model.config)
+        self.shape = describe_model(house.shard_paths(path), self.model.config)
         self.text = None
 
     def every_head(self):

@@ -147,9 +147,9 @@ class ClassTest(unittest.TestCase):
 
 
 class RepairTest(unittest.TestCase):
-    def repair(self, error, noise, error_2b=0.1, noise_2b=0.9, true_w=0.01, errors=()):
+    def repair(self, error, noise, error_2b=0.1, noise_2b=0.9, true_w=0.01, group=0.1, errors=()):
         entry = {"over_error": error > 0.06, "over_noise": noise > 0.7, "error_2b": error_2b,
-                 "error_true_w": true_w, "noise": {"2b": noise_2b}}
+                 "error_true_w": true_w, "error_group": group, "noise": {"2b": noise_2b}}
         return measure.repair(entry, errors)
 
     def test_words(self):
@@ -158,7 +158,8 @@ class RepairTest(unittest.TestCase):
         self.assertEqual(self.repair(0.07, 0.5, errors=[(0.01, 0.07), (0.02, 0.05)]),
                          "2 % of the rows")
         self.assertEqual(self.repair(0.2, 0.9, true_w=0.1, errors=[(0.1, 0.1)]),
-                         "exact (even the true weights miss)")
+                         "over 10 % of the rows (too flat: true weights miss too)")
+        self.assertEqual(self.repair(0.07, 0.5, group=0.05), "the rows of the whole group")
         self.assertEqual(self.repair(0.01, 0.9), "more bits, for the bar only")
 
 
