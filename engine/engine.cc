@@ -257,6 +257,7 @@ void EngineImpl::give_back(Request* request) {
   }
   requests_.pop_back();
   owned->on_done = nullptr;
+  owned->step.rest();
   if (idle_.size() < kMaxIdleRequests) {
     idle_.push_back(std::move(owned));
   }

@@ -7,7 +7,7 @@
 //   end()      publishes the appended tokens; or abandon(), which leaves nothing of them
 //
 // Threads: run() on any thread, each task once; the rest on the driver.
-// Memory:  keeps its buffers for the next request.
+// Memory:  keeps its buffers for the next request, up to a size once it rests.
 #ifndef KVM_ENGINE_STEP_H_
 #define KVM_ENGINE_STEP_H_
 
@@ -41,6 +41,8 @@ class Step {
   // After every task has ended. Fails: NO_MEMORY (a task had none; nothing was appended).
   Status end(Store& store, RequestResult* result);
   void abandon(Store& store);
+  // Gives memory beyond what is worth keeping back. Nothing may be running.
+  void rest() { attend_.clear(); }
 
  private:
   void make_plan(uint32_t n_threads);

@@ -3,6 +3,7 @@
 #include "engine/engine.h"
 
 #include <gtest/gtest.h>
+#include <malloc.h>
 #include <sys/mman.h>
 
 #include <string>
@@ -523,6 +524,31 @@ TEST(Engine, RowsBeyondAnyMemoryAreRefused) {
   EXPECT_EQ(rig.run(attend).status.code(), KVM_ERR_LIMIT);
   munmap(memory, 2 * kBytes);
 }
+
+#if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
+// What the C library has mapped for large blocks.
+uint64_t mapped_bytes() { return mallinfo2().hblkhd; }
+
+TEST(Engine, IdleRequestsKeepLittleMemory) {
+  constexpr uint32_t kRows = 65536;
+  Rig rig;
+  const kvm_space_id space = rig.space(make_spec("wide", 1, 1, 1, 256, 8));
+  const kvm_seq_id seq = rig.create(space);
+  Buffer q(Dtype::kBf16, 1, kRows, 1, 256);
+  Buffer o(Dtype::kBf16, 1, kRows, 1, 8);
+  StepRequest step;
+  step.space = space;
+  step.append = step.attend = true;
+  step.items = {append_item(seq, 1)};
+  step.items[0].n_query = kRows;
+  step.items[0].query_position = 0;
+  step.k = step.v = step.q = q.view();
+  step.o = o.view();
+  const uint64_t before = mapped_bytes();
+  ASSERT_TRUE(rig.run(step).status.is_ok());  // some 100 MB of prepared queries
+  EXPECT_LE(mapped_bytes(), before + (uint64_t{64} << 20));
+}
+#endif
 
 TEST(Engine, OptionsHaveDefaultsAndLimits) {
   auto engine = Engine::open({});
