@@ -27,7 +27,7 @@ Status unexpected_reply(const char* to) {
 
 Result<std::shared_ptr<Connection>> Connection::open(const ConnectOptions& options) {
   std::shared_ptr<Connection> connection(new Connection());
-  KVM_TRY_ASSIGN(connection->socket_, ipc::connect_to(options.socket_path));
+  KVM_TRY_ASSIGN(connection->socket_, ipc::connect_to(options.socket_path, options.timeout_ns));
   connection->timeout_ns_ = options.timeout_ns;
   KVM_TRY(connection->shake_hands(options));
   return connection;

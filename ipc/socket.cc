@@ -10,6 +10,7 @@
 #include <sys/syscall.h>
 #include <sys/un.h>
 #include <time.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -67,6 +68,71 @@ kvm_status code_of_errno() {
   }
 }
 
+uint64_t now_ns() {
+  timespec now{};
+  ::clock_gettime(CLOCK_MONOTONIC, &now);
+  return static_cast<uint64_t>(now.tv_sec) * 1000000000u + static_cast<uint64_t>(now.tv_nsec);
+}
+
+Status no_answer(const std::string& what, uint64_t timeout_ns) {
+  return Status(KVM_ERR_TIMEOUT, what + " within " + std::to_string(timeout_ns / 1000000u) +
+                                     " ms: kvmd may be stopped, or busy beyond measure");
+}
+
+timespec timespec_of(uint64_t ns) {
+  timespec out{};
+  out.tv_sec = static_cast<time_t>(std::min<uint64_t>(ns / 1000000000u, 1u << 20));
+  out.tv_nsec = static_cast<long>(ns % 1000000000u);
+  return out;
+}
+
+// Waits for `events`, a hang-up or an error.
+Status wait_for(const Fd& socket, short events, uint64_t timeout_ns) {
+  const uint64_t start = now_ns();
+  uint64_t left = timeout_ns;
+  for (;;) {
+    pollfd entry{socket.get(), events, 0};
+    const timespec wait = timespec_of(left);
+    const int n = ::ppoll(&entry, 1, &wait, nullptr);
+    if (n > 0) {
+      return Status::ok();
+    }
+    if (n < 0 && errno != EINTR) {
+      return system_error(KVM_ERR_IO, "poll");
+    }
+    const uint64_t passed = now_ns() - start;
+    if (passed >= timeout_ns) {
+      return no_answer("no answer from the daemon", timeout_ns);
+    }
+    left = timeout_ns - passed;
+  }
+}
+
+bool is_socket(const std::string& path) {
+  struct stat facts {};
+  return ::lstat(path.c_str(), &facts) == 0 && S_ISSOCK(facts.st_mode);
+}
+
+// What a user can do about a failed connect.
+Status connect_error(const std::string& path) {
+  const int error = errno;
+  const std::string at = "'" + path + "'";
+  if (error == EACCES || error == EPERM) {
+    return Status(KVM_ERR_PERMISSION,
+                  "user " + std::to_string(::geteuid()) + " may not connect to " + at +
+                      ": the mode of the socket, or of a folder above it, does not allow it");
+  }
+  struct stat facts {};
+  const bool exists = ::lstat(path.c_str(), &facts) == 0;
+  const char* why = !exists                   ? ": there is no such file"
+                    : S_ISSOCK(facts.st_mode) ? ": a daemon that has ended left its socket there"
+                                              : ": the file is no socket";
+  errno = error;
+  const bool known = error == ENOENT || error == ECONNREFUSED;
+  return Status(code_of_errno(),
+                "no kvmd answers at " + at + (known ? why : std::string(": ") + ::strerror(error)));
+}
+
 // Takes every descriptor out of the control data, so that none leaks whatever happens next.
 std::vector<Fd> take_fds(msghdr* message) {
   std::vector<Fd> fds;
@@ -100,11 +166,17 @@ std::string default_socket_path() {
 Result<Fd> listen_at(const std::string& path, mode_t mode) {
   KVM_TRY_ASSIGN(const sockaddr_un address, address_of(path));
   {
-    const Fd probe = seqpacket_socket(0);
-    if (probe.is_open() && connect_fd(probe, address) == 0) {
+    // EAGAIN: somebody listens, and has more connections waiting than it was ready for.
+    const Fd probe = seqpacket_socket(SOCK_NONBLOCK);
+    if (probe.is_open() && (connect_fd(probe, address) == 0 || errno == EAGAIN)) {
       return Status(KVM_ERR_BUSY, "another daemon listens at '" + path + "'");
     }
-    if (errno == ECONNREFUSED) {
+    // Files that are no sockets refuse as well, and are not ours to remove.
+    if (probe.is_open() && errno == ECONNREFUSED) {
+      if (!is_socket(path)) {
+        return Status(KVM_ERR_EXISTS,
+                      "'" + path + "' is a file and no socket; remove it, or name another path");
+      }
       ::unlink(path.c_str());
     }
   }
@@ -134,20 +206,31 @@ Result<std::optional<Fd>> accept_from(const Fd& listener) {
   return system_error(errno == EMFILE || errno == ENFILE ? KVM_ERR_LIMIT : KVM_ERR_IO, "accept");
 }
 
-Result<Fd> connect_to(const std::string& path) {
+Result<Fd> connect_to(const std::string& path, uint64_t timeout_ns) {
   KVM_TRY_ASSIGN(const sockaddr_un address, address_of(path));
   Fd fd = seqpacket_socket(0);
   if (!fd.is_open()) {
     return system_error(code_of_errno(), "socket");
   }
-  int rc = 0;
-  do {
-    rc = connect_fd(fd, address);
-  } while (rc != 0 && errno == EINTR);
-  if (rc != 0) {
-    return system_error(code_of_errno(), "no kvmd answers at '" + path + "'");
+  const uint64_t start = now_ns();
+  uint64_t left = timeout_ns;
+  for (;;) {
+    // A connect waits as long as a send would; 0 would be for ever.
+    const timespec limit = timespec_of(std::max<uint64_t>(left, 1000));
+    const timeval wait{limit.tv_sec, limit.tv_nsec / 1000};
+    ::setsockopt(fd.get(), SOL_SOCKET, SO_SNDTIMEO, &wait, sizeof(wait));
+    if (connect_fd(fd, address) == 0) {
+      return fd;
+    }
+    if (errno != EINTR && errno != EAGAIN) {
+      return connect_error(path);
+    }
+    const uint64_t passed = now_ns() - start;
+    if (passed >= timeout_ns) {
+      return no_answer("no connection accepted at '" + path + "'", timeout_ns);
+    }
+    left = timeout_ns - passed;
   }
-  return fd;
 }
 
 Result<PeerCredentials> peer_credentials(const Fd& socket) {
@@ -251,32 +334,11 @@ Result<std::optional<ReceivedMessage>> receive_message(const Fd& socket, uint32_
 }
 
 Status wait_readable(const Fd& socket, uint64_t timeout_ns) {
-  timespec now{};
-  ::clock_gettime(CLOCK_MONOTONIC, &now);
-  const uint64_t start =
-      static_cast<uint64_t>(now.tv_sec) * 1000000000u + static_cast<uint64_t>(now.tv_nsec);
-  uint64_t left = timeout_ns;
-  for (;;) {
-    pollfd entry{socket.get(), POLLIN, 0};
-    timespec wait{};
-    wait.tv_sec = static_cast<time_t>(std::min<uint64_t>(left / 1000000000u, 1u << 20));
-    wait.tv_nsec = static_cast<long>(left % 1000000000u);
-    const int n = ::ppoll(&entry, 1, &wait, nullptr);
-    if (n > 0) {
-      return Status::ok();
-    }
-    if (n < 0 && errno != EINTR) {
-      return system_error(KVM_ERR_IO, "poll");
-    }
-    ::clock_gettime(CLOCK_MONOTONIC, &now);
-    const uint64_t passed = static_cast<uint64_t>(now.tv_sec) * 1000000000u +
-                            static_cast<uint64_t>(now.tv_nsec) - start;
-    if (passed >= timeout_ns) {
-      return Status(KVM_ERR_TIMEOUT, "no answer from the daemon within " +
-                                         std::to_string(timeout_ns / 1000000u) + " ms");
-    }
-    left = timeout_ns - passed;
-  }
+  return wait_for(socket, POLLIN, timeout_ns);
+}
+
+Status wait_writable(const Fd& socket, uint64_t timeout_ns) {
+  return wait_for(socket, POLLOUT, timeout_ns);
 }
 
 bool is_hung_up(const Fd& socket) {

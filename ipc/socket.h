@@ -25,17 +25,18 @@ namespace kvm::ipc {
 std::string default_socket_path();
 
 // A non-blocking listening socket at `path` with permission bits `mode`. A socket file that nobody
-// listens on is replaced. Fails: INVALID (path longer than 107 bytes), BUSY (somebody listens
-// there), PERMISSION, IO.
+// listens on is replaced; a file of any other kind is left alone. Fails: INVALID (path longer than
+// 107 bytes), BUSY (somebody listens there), EXISTS (a file that is no socket), PERMISSION, IO.
 Result<Fd> listen_at(const std::string& path, mode_t mode);
 
 // The next connection of a listening socket, non-blocking; nothing when there is none.
 // Fails: LIMIT (no descriptors left), IO.
 Result<std::optional<Fd>> accept_from(const Fd& listener);
 
-// A connected socket, blocking, as clients use it. Fails: INVALID, DISCONNECTED (nobody listens),
-// PERMISSION, IO.
-Result<Fd> connect_to(const std::string& path);
+// A connected socket, blocking, as clients use it. Where connections queue before a daemon that does
+// not accept them, it waits for at most timeout_ns. Fails: INVALID, DISCONNECTED (nobody listens),
+// TIMEOUT, PERMISSION, LIMIT (no descriptors left), IO.
+Result<Fd> connect_to(const std::string& path, uint64_t timeout_ns);
 
 // The most recent peer of a connected socket, as the kernel recorded it at connect.
 struct PeerCredentials {
@@ -65,8 +66,9 @@ Status send_message(const Fd& socket, std::span<const uint8_t> bytes, std::span<
 // Fails: DISCONNECTED (the peer closed), PROTOCOL (too long, too many descriptors, empty).
 Result<std::optional<ReceivedMessage>> receive_message(const Fd& socket, uint32_t max_fds);
 
-// Waits until a message can be received or the peer is gone. Fails: TIMEOUT.
+// Waits until a message can be received, or sent, or the peer is gone. Fails: TIMEOUT.
 Status wait_readable(const Fd& socket, uint64_t timeout_ns);
+Status wait_writable(const Fd& socket, uint64_t timeout_ns);
 
 // Whether the peer has closed its end or died. Never blocks, consumes nothing.
 bool is_hung_up(const Fd& socket);

@@ -26,7 +26,7 @@ Status unexpected(const char* what) { return Status(KVM_ERR_PROTOCOL, what); }
 }  // namespace
 
 RawClient::RawClient(const std::string& path) {
-  Result<ipc::Fd> socket = ipc::connect_to(path);
+  Result<ipc::Fd> socket = ipc::connect_to(path, kTimeoutNs);
   if (socket.is_ok()) {
     socket_ = std::move(socket).value();
   }

@@ -12,6 +12,10 @@
 
 #include <cstring>
 #include <filesystem>
+#include <fstream>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "ipc/doorbell.h"
 
@@ -27,6 +31,8 @@ struct Pair {
   }
   Fd a, b;
 };
+
+constexpr uint64_t kTimeoutNs = 5'000'000'000;
 
 size_t open_descriptors() {
   size_t n = 0;
@@ -107,6 +113,17 @@ TEST(Socket, MessagesBeyondTheLimitAreRefusedOnBothSides) {
   EXPECT_EQ(receive_message(pair.b, 0).value()->bytes.size(), kMaxControlBytes);
 }
 
+TEST(Socket, WritableOnceThePeerHasRead) {
+  Pair pair;
+  EXPECT_TRUE(wait_writable(pair.a, kTimeoutNs).is_ok());
+  while (send_message(pair.a, bytes_of(100), {}).is_ok()) {
+  }
+  EXPECT_EQ(wait_writable(pair.a, 2'000'000).code(), KVM_ERR_TIMEOUT);
+  while (receive_message(pair.b, 0).value().has_value()) {
+  }
+  EXPECT_TRUE(wait_writable(pair.a, kTimeoutNs).is_ok());
+}
+
 TEST(Socket, SendingNeverBlocks) {
   Pair pair;
   Status status;
@@ -141,7 +158,7 @@ TEST_F(Listening, AcceptsAndKnowsThePeer) {
   auto listener = listen_at(path_, 0600);
   ASSERT_TRUE(listener.is_ok()) << listener.status().message();
   EXPECT_FALSE(accept_from(listener.value()).value().has_value());
-  auto client = connect_to(path_);
+  auto client = connect_to(path_, kTimeoutNs);
   ASSERT_TRUE(client.is_ok());
   auto accepted = accept_from(listener.value());
   ASSERT_TRUE(accepted.value().has_value());
@@ -156,7 +173,7 @@ TEST_F(Listening, PidfdFiresWhenThePeerExits) {
   ASSERT_TRUE(listener.is_ok());
   const pid_t child = ::fork();
   if (child == 0) {
-    auto client = connect_to(path_);
+    auto client = connect_to(path_, kTimeoutNs);
     ::pause();
     ::_exit(client.is_ok() ? 0 : 1);
   }
@@ -177,13 +194,41 @@ TEST_F(Listening, SecondDaemonIsRefusedAndAStaleSocketReplaced) {
     ASSERT_TRUE(listener.is_ok());
     EXPECT_EQ(listen_at(path_, 0600).status().code(), KVM_ERR_BUSY);
   }
-  EXPECT_EQ(connect_to(path_).status().code(), KVM_ERR_DISCONNECTED);
+  EXPECT_EQ(connect_to(path_, kTimeoutNs).status().code(), KVM_ERR_DISCONNECTED);
   EXPECT_TRUE(listen_at(path_, 0600).is_ok());
 }
 
+TEST_F(Listening, AFileThatIsNoSocketIsLeftAlone) {
+  std::ofstream(path_) << "precious";
+  EXPECT_EQ(listen_at(path_, 0600).status().code(), KVM_ERR_EXISTS);
+  std::string text;
+  std::ifstream(path_) >> text;
+  EXPECT_EQ(text, "precious");
+  const Status status = connect_to(path_, kTimeoutNs).status();
+  EXPECT_EQ(status.code(), KVM_ERR_DISCONNECTED);
+  EXPECT_NE(status.message().find("no socket"), std::string_view::npos) << status.message();
+}
+
+// As a daemon that is stopped: the kernel takes connections for it until its queue is full.
+TEST_F(Listening, AListenerThatAcceptsNothingIsNotWaitedForForEver) {
+  auto listener = listen_at(path_, 0600);
+  ASSERT_TRUE(listener.is_ok());
+  std::vector<Fd> waiting;
+  Status status;
+  while (status.is_ok() && waiting.size() < 1000) {
+    auto client = connect_to(path_, 20'000'000);
+    status = client.status();
+    if (client.is_ok()) {
+      waiting.push_back(std::move(client).value());
+    }
+  }
+  EXPECT_EQ(status.code(), KVM_ERR_TIMEOUT) << status.message();
+  EXPECT_EQ(listen_at(path_, 0600).status().code(), KVM_ERR_BUSY);
+}
+
 TEST_F(Listening, PathsAreChecked) {
-  EXPECT_EQ(connect_to(folder_ + "/nobody").status().code(), KVM_ERR_DISCONNECTED);
-  EXPECT_EQ(connect_to(std::string(108, 'x')).status().code(), KVM_ERR_INVALID);
+  EXPECT_EQ(connect_to(folder_ + "/nobody", kTimeoutNs).status().code(), KVM_ERR_DISCONNECTED);
+  EXPECT_EQ(connect_to(std::string(108, 'x'), kTimeoutNs).status().code(), KVM_ERR_INVALID);
   EXPECT_EQ(listen_at(folder_ + "/missing/socket", 0600).status().code(), KVM_ERR_IO);
 }
 
