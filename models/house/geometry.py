@@ -219,32 +219,34 @@ def mean_of(rows):
     return found
 
 
-def choose_steps(steps, n_queries):
-    """Indices of recorded steps with enough context, neighbours kept together."""
+def choose_steps(steps, n_queries, predicting):
+    """Indices of recorded steps with enough context: n_queries spread evenly, neighbours kept
+    together, and all that predict a token of an answer."""
     usable = np.flatnonzero(steps >= max(steps[-1] // 4, 4 * (SINKS + LOCAL)))
     if not len(usable):
         raise ValueError("no recorded query has enough context")
     if len(usable) <= n_queries:
         return usable
     firsts = usable[np.linspace(0, len(usable) - 2, n_queries // 2).astype(int)]
-    return np.unique(np.concatenate([firsts, firsts + 1]))
+    wanted = usable[np.isin(steps[usable], list(predicting))]
+    return np.unique(np.concatenate([firsts, firsts + 1, wanted]))
 
 
-def attention_statistics(q, k, v, scale, steps, tokens, answer_begin, n_queries):
+def attention_statistics(q, k, v, scale, steps, tokens, answers, n_queries):
     """([G] dicts of means, mean mass curves [G, len(CURVE)], overlaps of the group)."""
     k, v = k.astype(np.float64), v.astype(np.float64)
     heads = q.shape[1]
     rows, curves, overlaps = [[] for _ in range(heads)], [[] for _ in range(heads)], []
     before, before_step = None, -2
-    for index in choose_steps(steps, n_queries):
+    predicting = {step for begin, end in answers for step in range(begin - 1, end - 1)}
+    for index in choose_steps(steps, n_queries, predicting):
         step = int(steps[index])
         logits = scale * (q[index].astype(np.float64) @ k[:step + 1].T)
         p = softmax(logits)
         for head in range(heads):
             stats, curve = head_statistics(logits[head], p[head], v[:step + 1], tokens, step)
             stats["sharp"] = float(stats["few"] >= 0.5)
-            answers = answer_begin < len(tokens) and step >= answer_begin - 1
-            stats["sharp_answer"] = stats["sharp"] if answers else np.nan
+            stats["sharp_answer"] = stats["sharp"] if step in predicting else np.nan
             rows[head].append(stats)
             curves[head].append(curve)
         far = p[:, SINKS:step + 1 - LOCAL]
@@ -321,13 +323,13 @@ def report_record(path, n_queries, out, means, sinks):
     with kvrec.Reader(path) as record:
         name = os.path.splitext(os.path.basename(path))[0]
         steps, tokens = record.array("query_steps"), record.array("tokens")
-        answer_begin = record.meta["prompt"].get("answer_begin", len(tokens))
+        answers = record.meta["prompt"].get("answers", [])
         groups, curves, spectra = [], [], []
         for entry in record.groups:
             q, k, v = (record.array(entry[key]) for key in ("q", "k", "v"))
             k_pre = record.array(entry["k_pre"]) if "k_pre" in entry else None
             heads, curve, overlaps = attention_statistics(
-                q, k, v, record.meta["softmax_scale"], steps, tokens, answer_begin, n_queries)
+                q, k, v, record.meta["softmax_scale"], steps, tokens, answers, n_queries)
             place = (entry["layer"], entry["kv_head"])
             means[place].append(k[SINKS:].mean(axis=0))
             sinks[place].append(k[0])

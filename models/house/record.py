@@ -6,9 +6,9 @@
     python3 record.py --task NAME --tokens 8192 --layers 2,5 --out build/house/one.kvrec
     python3 record.py --text --tokens 8192 --out build/house/text.kvrec
 
-The model runs once over each prompt, its answer included, and the capture hook copies what is
-chosen. Recorded queries: pairs of neighbouring steps over the prompt (`--pairs`), and every step
-that predicts a token of the answer. The same command writes the same file.
+The model runs once over each prompt, answers included, and the capture hook copies what is chosen.
+Recorded queries: pairs of neighbouring steps over the prompt (`--pairs`), and every step that
+predicts a token of an answer. The same command writes the same file.
 """
 import argparse
 import hashlib
@@ -23,6 +23,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 SAMPLE_LIMIT = 8 << 20
 LARGE_TOKENS = 32768
 LARGE_TASK, MIXED_TASK = "needle_multikey", "common_words"   # names of tasks.py
+TASK_QUERIES = 32   # questions in a prompt: a head that retrieves does so at these only
 SAMPLE_TOKENS, SAMPLE_GROUPS = 4096, 2
 
 
@@ -56,11 +57,12 @@ class Capture:
                 self.kept[layer, head, name] = array[head].copy()
 
 
-def choose_steps(n_tokens, pairs, answer_begin):
-    """Ascending: `pairs` pairs of neighbours over the last three quarters, and the answer's."""
+def choose_steps(n_tokens, pairs, answers):
+    """Ascending: `pairs` pairs of neighbours over the last three quarters, and every step that
+    predicts a token of an answer [begin, end)."""
     first = np.linspace(n_tokens // 4, n_tokens - 2, pairs).astype(int)
-    answer = np.arange(max(answer_begin - 1, 0), n_tokens) if answer_begin < n_tokens else []
-    return np.unique(np.concatenate([first, first + 1, np.asarray(answer, int)]))
+    predicting = [np.arange(max(begin - 1, 0), end - 1) for begin, end in answers]
+    return np.unique(np.concatenate([first, first + 1, *predicting]))
 
 
 def record_prompt(path, model, tokens, shape, chosen, prompt, pairs=128, dtype="bf16"):
@@ -70,7 +72,7 @@ def record_prompt(path, model, tokens, shape, chosen, prompt, pairs=128, dtype="
     q_heads and kv_heads. chosen: {layer: [kv heads]}. prompt: what FORMAT.md calls `prompt`.
     """
     n_tokens = len(tokens)
-    steps = choose_steps(n_tokens, pairs, prompt["answer_begin"])
+    steps = choose_steps(n_tokens, pairs, prompt["answers"])
     group = shape["q_heads"] // shape["kv_heads"]
     capture = Capture(chosen, group, steps)
     positions = np.arange(n_tokens)
@@ -136,26 +138,32 @@ class Recorder:
                 for layer in range(self.shape["layers"])}
 
     def task_prompt(self, name, n_tokens, seed):
-        """(tokens, FORMAT.md's `prompt`)."""
-        sample = self.tasks.make(name, n_tokens, seed, self.tokenizer)
+        """(tokens, FORMAT.md's `prompt`) of an evaluation sample with up to TASK_QUERIES questions;
+        with one at the end where the task has no room for more."""
+        sample = self.tasks.make(name, n_tokens, seed, self.tokenizer, queries=TASK_QUERIES)
+        if not sample.answers:
+            sample = self.tasks.make(name, n_tokens, seed, self.tokenizer)
+        answers = [[int(begin), int(end)] for begin, end in sample.answers]
         return np.asarray(sample.tokens), {"name": name, "kind": "task", "seed": seed,
-                                           "answer_begin": int(sample.answer_begin)}
+                                           "answers": answers}
 
     def text_prompt(self, n_tokens, seed):
         """The `seed`-th stretch of n_tokens of held-out text; all of it where it is shorter."""
         if self.text is None:
-            self.text = np.asarray(self.tokenizer.encode(self.data.held_out_text()))
+            self.text = self.data.tokens_of(self.data.held_out_text(), self.tokenizer,
+                                            self.data.BUILD)
         begin = seed * n_tokens % max(1, len(self.text) - n_tokens + 1)
         tokens = self.text[begin:begin + n_tokens]
         return tokens, {"name": "held-out text", "kind": "text", "seed": seed, "begin": begin,
-                        "answer_begin": len(tokens)}
+                        "answers": []}
 
     def mixed_prompt(self, name, n_tokens, seed):
         """Half text, then a task of half the length."""
         text, _ = self.text_prompt(n_tokens // 2, 2 * seed + 1)
         task, prompt = self.task_prompt(name, n_tokens - len(text), seed)
         prompt.update(name=f"held-out text, then {name}", text_tokens=len(text),
-                      answer_begin=prompt["answer_begin"] + len(text))
+                      answers=[[begin + len(text), end + len(text)]
+                               for begin, end in prompt["answers"]])
         return np.concatenate([text, task]), prompt
 
     def record(self, path, tokens, prompt, chosen, pairs):

@@ -126,7 +126,7 @@ def write_record(path, n_tokens=8192, dim=64, seed=1, n_queries=32, powers=(1.3,
             "model": {"name": "synthetic", "layers": len(groups), "q_heads": 4, "kv_heads": 1,
                       "rope_theta": 0.0, "rope_layout": "none", "powers": list(powers)},
             "prompt": {"name": f"synthetic-{seed}", "kind": "synthetic", "seed": seed,
-                       "answer_begin": n_tokens}}
+                       "answers": []}}
     kvrec.write(path, meta, arrays)
 
 

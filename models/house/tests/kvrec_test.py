@@ -33,7 +33,7 @@ def tiny_record(path):
     meta = {"n_tokens": n, "n_queries": m, "head_dim": d, "softmax_scale": 0.5,
             "model": {"name": "tiny", "layers": 2, "q_heads": 4, "kv_heads": 2,
                       "rope_theta": 10000.0, "rope_layout": "rotate_half"},
-            "prompt": {"name": "counting", "kind": "synthetic", "seed": 0, "answer_begin": n},
+            "prompt": {"name": "counting", "kind": "synthetic", "seed": 0, "answers": []},
             "groups": [{"layer": 0, "kv_head": 0, "q_heads": [0, 1], "q": "q0", "k_pre": "kp0",
                         "k": "k0", "v": "v0"},
                        {"layer": 1, "kv_head": 1, "q_heads": [2, 3], "q": "q1", "k": "k1",

@@ -46,7 +46,7 @@ class RecordTest(unittest.TestCase):
         self.folder.cleanup()
 
     def write(self, path, model=fake_model):
-        prompt = {"name": "p", "kind": "task", "seed": 3, "answer_begin": N - 5}
+        prompt = {"name": "p", "kind": "task", "seed": 3, "answers": [[100, 103], [N - 5, N]]}
         with contextlib.redirect_stdout(io.StringIO()):
             record.record_prompt(path, model, np.arange(N) % 50, SHAPE, {0: [1], 2: [0, 1]},
                                  prompt, pairs=20)
@@ -69,10 +69,11 @@ class RecordTest(unittest.TestCase):
                     np.testing.assert_array_equal(q[:, index], value(layer, "q", q_head)[steps])
 
     def test_steps(self):
-        steps = record.choose_steps(N, 20, N - 5)
+        steps = record.choose_steps(N, 20, [[100, 103], [N - 5, N]])
         self.assertTrue((np.diff(steps) > 0).all())
-        self.assertEqual(list(steps[-6:]), list(range(N - 6, N)))   # each predicts an answer token
-        pairs = record.choose_steps(N, 20, N)
+        self.assertEqual(list(steps[:3]), [99, 100, 101])           # each predicts an answer token
+        self.assertTrue(set(range(N - 6, N - 1)) <= set(steps.tolist()))
+        pairs = record.choose_steps(N, 20, [])
         self.assertTrue(all(s + 1 in pairs or s - 1 in pairs for s in pairs))
 
     def test_a_silent_model_is_an_error(self):
