@@ -4,13 +4,13 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cstdio>
 #include <utility>
 
+#include "client/clock.h"
 #include "client/embedded_queue.h"
 #include "client/embedded_stats_text.h"
 #include "client/limits.h"
@@ -21,12 +21,6 @@ namespace {
 
 // Long enough to sleep, short enough that another thread's submit is not held up.
 constexpr uint64_t kDriveSliceNs = 1'000'000;
-
-uint64_t now_ns() {
-  timespec now{};
-  ::clock_gettime(CLOCK_MONOTONIC, &now);
-  return static_cast<uint64_t>(now.tv_sec) * 1'000'000'000u + static_cast<uint64_t>(now.tv_nsec);
-}
 
 }  // namespace
 

@@ -1,21 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "client/embedded_queue.h"
 
-#include <time.h>
 
 #include <algorithm>
 #include <limits>
 #include <utility>
 
+#include "client/clock.h"
+
 namespace kvm::client {
 
 namespace {
-
-uint64_t now_ns() {
-  timespec now{};
-  ::clock_gettime(CLOCK_MONOTONIC, &now);
-  return static_cast<uint64_t>(now.tv_sec) * 1'000'000'000u + static_cast<uint64_t>(now.tv_nsec);
-}
 
 engine::TensorView view_of(const Tensor& tensor) {
   return {tensor.data,         tensor.size_bytes, tensor.dtype,

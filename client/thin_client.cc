@@ -5,6 +5,7 @@
 #include <cstring>
 #include <utility>
 
+#include "client/clock.h"
 #include "ipc/struct_size.h"
 #include "ipc/wire.h"
 
@@ -67,6 +68,8 @@ void ThinClient::close() {
   connection()->close();
   const std::lock_guard lock(own_queue_mutex_);
   own_queue_.reset();
+  late_makers_.clear();
+  unwanted_seqs_.clear();
 }
 
 bool ThinClient::is_closed() const { return connection()->is_down(); }
@@ -110,24 +113,81 @@ Result<ThinQueue*> ThinClient::own_queue() {
 Status ThinClient::call_own_queue(const SeqCall* call, kvm_seq_id* made) {
   const std::lock_guard lock(own_queue_mutex_);
   KVM_TRY_ASSIGN(ThinQueue * queue, own_queue());
-  KVM_TRY(call == nullptr ? queue->stage_nop(0) : queue->stage_seq(*call, 0));
+  KVM_TRY(tidy_own_queue());
+  const uint64_t number = ++last_own_number_;
+  KVM_TRY(call == nullptr ? queue->stage_nop(number) : queue->stage_seq(*call, number));
   KVM_TRY(queue->submit());
-  kvm_completion completion;
-  KVM_TRY_ASSIGN(const TakenCompletions taken, queue->take(&completion, 1, 1, UINT64_MAX));
-  if (taken.n != 1) {
-    return Status(KVM_ERR_INTERNAL, "a request was not answered");
+  const bool makes = call != nullptr && (call->verb == SeqCallVerb::kCreate ||
+                                         call->verb == SeqCallVerb::kFork);
+  std::string sentence;
+  const Result<kvm_completion> completion = await_own_answer(number, &sentence);
+  if (!completion.is_ok()) {
+    if (makes) {
+      late_makers_.insert(number);
+    }
+    return completion.status();
   }
-  if (completion.status != KVM_OK) {
-    return Status(completion.status, taken.sentence);
+  if (completion.value().status != KVM_OK) {
+    return Status(completion.value().status, sentence);
   }
-  if (call == nullptr) {
-    return Status::ok();
-  }
-  if (call->verb == SeqCallVerb::kCreate || call->verb == SeqCallVerb::kFork) {
+  if (makes) {
     *made = queue->last_seq();
     seqs_.insert(*made);
-  } else if (call->verb == SeqCallVerb::kFree) {
+  } else if (call != nullptr && call->verb == SeqCallVerb::kFree) {
     seqs_.erase(call->seq);
+  }
+  return Status::ok();
+}
+
+Result<kvm_completion> ThinClient::await_own_answer(uint64_t number, std::string* sentence) {
+  const std::shared_ptr<Connection> current = connection();
+  const uint64_t deadline_ns = add_saturating(now_ns(), current->timeout_ns());
+  for (;;) {
+    kvm_completion completion;
+    KVM_TRY_ASSIGN(TakenCompletions taken,
+                   own_queue_->take(&completion, 1, 1, time_left(deadline_ns)));
+    if (taken.n == 0) {
+      return current->timeout_status();
+    }
+    if (completion.user_data == number) {
+      *sentence = std::move(taken.sentence);
+      return completion;
+    }
+    settle_late_answer(completion);
+  }
+}
+
+// A sequence whose maker has given up waiting has no owner that knows it.
+void ThinClient::settle_late_answer(const kvm_completion& completion) {
+  if (late_makers_.erase(completion.user_data) != 0 && completion.status == KVM_OK) {
+    unwanted_seqs_.push_back(own_queue_->last_seq());
+  }
+}
+
+// Takes late answers, and gives back what they made. Fails: TIMEOUT (the queue is full of calls
+// that the daemon has not answered), DISCONNECTED.
+Status ThinClient::tidy_own_queue() {
+  kvm_completion completion;
+  while (own_queue_->n_outstanding() > 0) {
+    KVM_TRY_ASSIGN(const TakenCompletions taken, own_queue_->take(&completion, 1, 0, 0));
+    if (taken.n == 0) {
+      break;
+    }
+    settle_late_answer(completion);
+  }
+  // A slot stays free, so that no answer is taken out of the ring but here.
+  while (!unwanted_seqs_.empty() && own_queue_->n_outstanding() + 2 < kOwnQueueEntries) {
+    SeqCall call;
+    call.verb = SeqCallVerb::kFree;
+    call.seq = unwanted_seqs_.back();
+    KVM_TRY(own_queue_->stage_seq(call, ++last_own_number_));
+    KVM_TRY(own_queue_->submit());
+    unwanted_seqs_.pop_back();
+  }
+  if (own_queue_->n_outstanding() + 1 >= kOwnQueueEntries) {
+    return Status(KVM_ERR_TIMEOUT, "kvmd has not answered the last " +
+                                       std::to_string(own_queue_->n_outstanding()) +
+                                       " calls on sequences; no more are sent before it does");
   }
   return Status::ok();
 }

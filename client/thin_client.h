@@ -50,6 +50,9 @@ class ThinClient final : public Client {
   std::shared_ptr<Connection> connection() const;
   Result<ThinQueue*> own_queue();
   Status call_own_queue(const SeqCall* call, kvm_seq_id* made);
+  Result<kvm_completion> await_own_answer(uint64_t number, std::string* sentence);
+  void settle_late_answer(const kvm_completion& completion);
+  Status tidy_own_queue();
   Result<kvm_space_id> call_for_space_id(const Connection::Encode& encode);
   template <typename T>
   Result<std::vector<T>> call_for_structs(
@@ -63,6 +66,9 @@ class ThinClient final : public Client {
 
   std::mutex own_queue_mutex_;  // guards the members below, and the queue's use
   std::unique_ptr<ThinQueue> own_queue_;
+  uint64_t last_own_number_ = 0;
+  std::unordered_set<uint64_t> late_makers_;  // timed-out calls that would make a sequence
+  std::vector<kvm_seq_id> unwanted_seqs_;     // that such calls have made: to be freed
   std::unordered_set<kvm_seq_id> seqs_;  // of this connection
   LostSeqs lost_;                        // of former ones
 

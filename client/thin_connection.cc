@@ -7,6 +7,7 @@
 #include <string>
 #include <utility>
 
+#include "client/clock.h"
 #include "client/last_error.h"
 #include "ipc/doorbell.h"
 #include "ipc/struct_size.h"
@@ -77,6 +78,13 @@ Status Connection::down_status() const {
   return Status(KVM_ERR_DISCONNECTED, "the connection to kvmd is closed; see kvm_client_reconnect");
 }
 
+Status Connection::timeout_status() const {
+  return Status(KVM_ERR_TIMEOUT, "kvmd has not answered within " +
+                                     std::to_string(timeout_ns_ / 1'000'000u) +
+                                     " ms (timeout_ns of kvm_connect_params); the call may still "
+                                     "take effect");
+}
+
 void Connection::ring() const { ipc::ring_doorbell(doorbell_); }
 
 // The connection is of no use after a broken reply: close it, so that all see it.
@@ -100,20 +108,42 @@ Result<Connection::Reply> Connection::call(const Encode& encode) {
                                      std::to_string(bytes.size()) + " bytes; at most " +
                                      std::to_string(ipc::kMaxControlBytes));
   }
-  if (Status status = ipc::send_message(socket_, bytes, {}); !status.is_ok()) {
-    return fail(std::move(status));
-  }
-  return receive_reply(id, ipc::kMaxFdsPerMessage);
+  const uint64_t deadline_ns = add_saturating(now_ns(), timeout_ns_);
+  KVM_TRY(send(bytes, deadline_ns));
+  return receive_reply(id, deadline_ns);
 }
 
-Result<Connection::Reply> Connection::receive_reply(uint64_t id, uint32_t max_fds) {
+bool Connection::is_answering() {
+  return call([](ipc::ControlWriter* writer, uint64_t id) {
+           return writer->finish(id, wire::CreateStats(writer->fbb()));
+         })
+      .is_ok();
+}
+
+Status Connection::send(std::span<const uint8_t> bytes, uint64_t deadline_ns) {
   for (;;) {
-    KVM_TRY(ipc::wait_readable(socket_, timeout_ns_));
-    auto received = ipc::receive_message(socket_, max_fds);
+    Status status = ipc::send_message(socket_, bytes, {});
+    if (status.code() != KVM_ERR_AGAIN) {
+      return fail(std::move(status));
+    }
+    // Full of messages that the daemon has not read.
+    if (!ipc::wait_writable(socket_, time_left(deadline_ns)).is_ok()) {
+      return timeout_status();
+    }
+  }
+}
+
+Result<Connection::Reply> Connection::receive_reply(uint64_t id, uint64_t deadline_ns) {
+  for (;;) {
+    auto received = ipc::receive_message(socket_, ipc::kMaxFdsPerMessage);
     if (!received.is_ok()) {
       return fail(received.status());
     }
     if (!received.value().has_value()) {
+      const uint64_t left = time_left(deadline_ns);
+      if (left == 0 || !ipc::wait_readable(socket_, left).is_ok()) {
+        return timeout_status();
+      }
       continue;
     }
     Reply reply{std::move(*received.value()), nullptr};
@@ -123,10 +153,24 @@ Result<Connection::Reply> Connection::receive_reply(uint64_t id, uint32_t max_fd
     }
     reply.root = root.value();
     if (reply.root->id() != id) {
-      continue;  // the late reply to a call that timed out
+      give_back(*reply.root);
+      continue;
     }
     KVM_TRY(ipc::reply_status(*reply.root));
     return reply;
+  }
+}
+
+// Nobody waits for this reply any more. What it made would count against the client until its end.
+void Connection::give_back(const wire::Message& late_reply) {
+  ipc::ControlWriter writer;
+  const uint64_t id = ++last_id_;
+  if (const auto* arena = late_reply.body_as_ArenaCreated(); arena != nullptr) {
+    (void)ipc::send_message(
+        socket_, writer.finish(id, wire::CreateArenaDestroy(writer.fbb(), arena->region())), {});
+  } else if (const auto* queue = late_reply.body_as_QueueCreated(); queue != nullptr) {
+    (void)ipc::send_message(
+        socket_, writer.finish(id, wire::CreateQueueDestroy(writer.fbb(), queue->queue())), {});
   }
 }
 

@@ -62,8 +62,16 @@ class Connection {
     ipc::ReceivedMessage message;
     const ipc::wire::Message* root = nullptr;
   };
-  // Fails: what the reply says, DISCONNECTED, TIMEOUT, PROTOCOL.
+  // Fails: what the reply says, DISCONNECTED, PROTOCOL, TIMEOUT (the daemon did not take the request
+  // or did not answer it in time; it may still take effect, but for queues and arenas, which are
+  // given back when the late reply comes; the connection stays).
   Result<Reply> call(const Encode& encode);
+
+  // How long a call may take once its turn has come.
+  uint64_t timeout_ns() const { return timeout_ns_; }
+  Status timeout_status() const;
+  // Whether the daemon answers anything at all within the timeout: false when it is stopped or gone.
+  bool is_answering();
 
   Result<SharedArena> create_arena(uint64_t size_bytes);
   void destroy_arena(uint32_t region);
@@ -73,7 +81,9 @@ class Connection {
  private:
   Connection() = default;
   Status shake_hands(const ConnectOptions& options);
-  Result<Reply> receive_reply(uint64_t id, uint32_t max_fds);
+  Status send(std::span<const uint8_t> bytes, uint64_t deadline_ns);
+  Result<Reply> receive_reply(uint64_t id, uint64_t deadline_ns);
+  void give_back(const ipc::wire::Message& late_reply);
   Status fail(Status status);
 
   ipc::Fd socket_;

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "client/thin_queue.h"
 
-#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -9,6 +8,7 @@
 #include <limits>
 #include <utility>
 
+#include "client/clock.h"
 #include "ipc/shared_words.h"
 
 namespace kvm::client {
@@ -29,14 +29,6 @@ static_assert(ipc::kMaxOutstanding <= kCancelBit);
 constexpr uint64_t round_up(uint64_t value, uint64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
-
-uint64_t now_ns() {
-  timespec now{};
-  ::clock_gettime(CLOCK_MONOTONIC, &now);
-  return static_cast<uint64_t>(now.tv_sec) * 1'000'000'000u + static_cast<uint64_t>(now.tv_nsec);
-}
-
-uint64_t add_saturating(uint64_t a, uint64_t b) { return a > UINT64_MAX - b ? UINT64_MAX : a + b; }
 
 }  // namespace
 
@@ -73,6 +65,9 @@ ThinQueue::ThinQueue(std::shared_ptr<Connection> connection, QueueMemory memory,
                    reinterpret_cast<const ipc::DaemonRegion*>(memory_.daemon_region.data())),
       staging_(connection_),
       slots_(n_entries) {
+  // So that nothing fails between an entry in the ring and the note that it is there.
+  staged_.reserve(n_entries);
+  free_slots_.reserve(n_entries);
   // Low slots are used first: their blocks are the ones in cache.
   for (uint32_t i = n_entries; i > 0; --i) {
     free_slots_.push_back(i - 1);
@@ -95,14 +90,25 @@ ThinQueue::~ThinQueue() {
       (void)cancel(slot.user_data);
     }
   }
-  kvm_completion completion;
-  while (n_submitted_ + n_ready() > 0) {
-    if (!take(&completion, 1, 1, UINT64_MAX).is_ok()) {
-      break;
-    }
-  }
+  finish_submitted();
   connection_->destroy_queue(memory_.queue);
   connection_->destroy_arena(arena_.region);
+}
+
+// Waits for requests as long as they take, but not for a daemon that answers nothing at all.
+void ThinQueue::finish_submitted() {
+  kvm_completion completion;
+  while (n_submitted_ + n_ready() > 0) {
+    const auto taken = take(&completion, 1, 1, connection_->timeout_ns());
+    if (!taken.is_ok()) {
+      return;
+    }
+    if (taken.value().n == 0 && !connection_->is_answering()) {
+      // The caller may use its buffers again when this returns. Should the daemon wake, it must not
+      // begin what it has not begun, and nobody may take what it then writes for a result.
+      connection_->close();
+    }
+  }
 }
 
 uint64_t ThinQueue::block_offset(uint32_t slot) const { return slot * kSlotBytes; }
@@ -370,7 +376,9 @@ Status ThinQueue::cancel(uint64_t user_data) {
     }
     KVM_TRY_ASSIGN(const uint32_t room, requests_.room());
     if (room == 0) {
-      return Status(KVM_ERR_AGAIN, "the request ring is full");
+      KVM_TRY(submit());
+      return Status(KVM_ERR_AGAIN,
+                    "the request ring is full: the daemon has not taken requests yet; cancel again");
     }
     ipc::CancelBlock block{};
     block.user_data = slot.serial << kSerialShift | index;
@@ -475,7 +483,7 @@ Status ThinQueue::finish(const ipc::CompletionEntry& entry, kvm_completion* out,
 // Moves completions from the ring to out. Returns how many.
 Result<uint32_t> ThinQueue::drain(kvm_completion* out, uint32_t n_max, std::string* sentence) {
   uint32_t n = 0;
-  while (n < n_max) {
+  while (n < n_max && !is_broken_) {
     std::array<ipc::CompletionEntry, 16> entries;
     const uint32_t wanted = std::min<uint32_t>(n_max - n, entries.size());
     KVM_TRY_ASSIGN(const uint32_t taken, completions_.take(entries.data(), wanted));
@@ -577,6 +585,7 @@ Result<TakenCompletions> ThinQueue::take(kvm_completion* out, uint32_t n_max, ui
     }
     auto drained = drain(out + taken.n, n_max - taken.n, &taken.sentence);
     if (!drained.is_ok()) {
+      is_broken_ = true;
       connection_->close();
       fail_outstanding(drained.status());
       continue;

@@ -111,6 +111,7 @@ class ThinQueue final : public Queue {
   void await_completion(uint64_t deadline_ns);
   bool names_lost_seq(const Slot& slot) const;
   void fail_outstanding(const Status& status);
+  void finish_submitted();
   uint32_t take_ready(kvm_completion* out, uint32_t n_max, std::string* sentence);
   void reset_eventfd() const;
   void raise_eventfd() const;
@@ -131,6 +132,7 @@ class ThinQueue final : public Queue {
   std::vector<uint32_t> staged_;  // slots in the ring that submit() has not published yet
   uint32_t n_submitted_ = 0;
   uint64_t last_serial_ = 0;
+  bool is_broken_ = false;  // the rings cannot be trusted and are read no more
   bool eventfd_used_ = false;
   kvm_seq_id last_seq_ = 0;
 };

@@ -163,6 +163,127 @@ TEST(Daemon, KilledDaemonReleasesAWaitingClient) {
   kvm_client_close(client);
 }
 
+kvm_client* connect_impatiently(const class Daemon& daemon) {
+  kvm_connect_params params{};
+  params.struct_size = sizeof(params);
+  params.socket_path = daemon.socket_path().c_str();
+  params.timeout_ns = 200'000'000;
+  kvm_client_close(connect_to_daemon(daemon, "waits until it is there"));
+  kvm_client* client = nullptr;
+  EXPECT_EQ(kvm_connect(&params, &client), KVM_OK) << kvm_last_error();
+  return client;
+}
+
+uint64_t arena_bytes_of(kvm_client* client) {
+  std::string text(65536, ' ');
+  size_t length = 0;
+  EXPECT_EQ(kvm_get_stats_text(client, text.data(), text.size(), &length), KVM_OK);
+  return std::stoull(text.substr(text.find("\nkvm_arena_bytes ") + 17));
+}
+
+// A daemon that is stopped keeps its socket and its memory: nothing says that it is gone.
+TEST(Daemon, StoppedDaemonHangsNoControlCall) {
+  const class Daemon daemon;
+  kvm_client* client = connect_impatiently(daemon);
+  const kvm_space_id space = register_space(client, "stopped", {});
+  const kvm_seq_id seq = make_seq(client, space);
+  const uint64_t bytes_before = arena_bytes_of(client);
+  ::kill(daemon.pid(), SIGSTOP);
+  kvm_seq_id made = 77;
+  EXPECT_EQ(kvm_client_ping(client, nullptr), KVM_ERR_TIMEOUT);
+  EXPECT_NE(std::strstr(kvm_last_error(), "200 ms"), nullptr) << kvm_last_error();
+  EXPECT_EQ(kvm_seq_create(client, space, nullptr, &made), KVM_ERR_TIMEOUT);
+  EXPECT_EQ(kvm_seq_fork(client, seq, 0, &made), KVM_ERR_TIMEOUT);
+  EXPECT_EQ(made, 77u) << "untouched on failure";
+  kvm_seq_info info{};
+  info.struct_size = sizeof(info);
+  EXPECT_EQ(kvm_seq_get_info(client, seq, &info), KVM_ERR_TIMEOUT);
+  kvm_arena_params arena_params{};
+  arena_params.struct_size = sizeof(arena_params);
+  arena_params.size = 1 << 20;
+  kvm_arena* arena = nullptr;
+  EXPECT_EQ(kvm_arena_create(client, &arena_params, &arena), KVM_ERR_TIMEOUT);
+  kvm_queue* queue = nullptr;
+  EXPECT_EQ(kvm_queue_create(client, nullptr, &queue), KVM_ERR_TIMEOUT);
+  kvm_client* late = nullptr;
+  kvm_connect_params params{};
+  params.struct_size = sizeof(params);
+  params.socket_path = daemon.socket_path().c_str();
+  params.timeout_ns = 100'000'000;
+  EXPECT_EQ(kvm_connect(&params, &late), KVM_ERR_TIMEOUT);
+
+  // It goes on as if nothing had been: what the calls made late belongs to nobody, and goes.
+  ::kill(daemon.pid(), SIGCONT);
+  kvm_status status = KVM_ERR_TIMEOUT;
+  for (int i = 0; i < 100 && status == KVM_ERR_TIMEOUT; ++i) {
+    status = kvm_client_ping(client, nullptr);
+  }
+  EXPECT_EQ(status, KVM_OK) << kvm_last_error();
+  for (int i = 0; i < 500 && (stats_of(client).n_sequences != 1 ||
+                              arena_bytes_of(client) != bytes_before); ++i) {
+    ::usleep(10'000);
+    EXPECT_EQ(kvm_client_ping(client, nullptr), KVM_OK) << kvm_last_error();
+  }
+  EXPECT_EQ(stats_of(client).n_sequences, 1u);
+  EXPECT_EQ(arena_bytes_of(client), bytes_before);
+  EXPECT_EQ(kvm_seq_free(client, seq), KVM_OK) << kvm_last_error();
+  EXPECT_EQ(stats_of(client).n_sequences, 0u);
+  kvm_client_close(client);
+}
+
+TEST(Daemon, ManyCallsOnAStoppedDaemon) {
+  const class Daemon daemon;
+  kvm_connect_params params{};
+  params.struct_size = sizeof(params);
+  params.socket_path = daemon.socket_path().c_str();
+  params.timeout_ns = 2'000'000;
+  kvm_client* first = connect_to_daemon(daemon, "waits until it is there");
+  kvm_client* client = nullptr;
+  kvm_status status = KVM_ERR_TIMEOUT;
+  for (int i = 0; i < 500 && status == KVM_ERR_TIMEOUT; ++i) {
+    status = kvm_connect(&params, &client);
+  }
+  ASSERT_EQ(status, KVM_OK) << kvm_last_error();
+  const kvm_space_id space = register_space(first, "stopped", {});
+  while ((status = kvm_client_ping(client, nullptr)) == KVM_ERR_TIMEOUT) {
+  }
+  ASSERT_EQ(status, KVM_OK) << kvm_last_error();
+  ::kill(daemon.pid(), SIGSTOP);
+  // More than the own queue, and than the socket, takes.
+  kvm_seq_id made = 0;
+  kvm_space_id found = 0;
+  for (int i = 0; i < 400; ++i) {
+    ASSERT_EQ(kvm_seq_create(client, space, nullptr, &made), KVM_ERR_TIMEOUT) << i;
+    ASSERT_EQ(kvm_space_find(client, "stopped", &found), KVM_ERR_TIMEOUT) << i;
+  }
+  ::kill(daemon.pid(), SIGCONT);
+  for (int i = 0; i < 500 && (kvm_client_ping(client, nullptr) != KVM_OK ||
+                              stats_of(first).n_sequences != 0); ++i) {
+    ::usleep(10'000);
+  }
+  EXPECT_EQ(stats_of(first).n_sequences, 0u);
+  EXPECT_EQ(kvm_space_find(client, "stopped", &found), KVM_OK) << kvm_last_error();
+  EXPECT_EQ(found, space);
+  kvm_client_close(client);
+  kvm_client_close(first);
+}
+
+TEST(Daemon, QueuesOfAStoppedDaemonCanBeDestroyed) {
+  const class Daemon daemon;
+  kvm_client* client = connect_impatiently(daemon);
+  kvm_queue* queue = nullptr;
+  ASSERT_EQ(kvm_queue_create(client, nullptr, &queue), KVM_OK) << kvm_last_error();
+  kvm_arena* arena = nullptr;
+  ASSERT_EQ(kvm_arena_create(client, nullptr, &arena), KVM_OK) << kvm_last_error();
+  ::kill(daemon.pid(), SIGSTOP);
+  ASSERT_EQ(kvm_nop_async(queue, 1), KVM_OK);
+  ASSERT_EQ(kvm_submit(queue), KVM_OK);
+  kvm_queue_destroy(queue);
+  kvm_arena_destroy(arena);
+  EXPECT_EQ(kvm_client_ping(client, nullptr), KVM_ERR_DISCONNECTED);
+  kvm_client_close(client);
+}
+
 TEST(Daemon, CallerInsideStepReturnsSoonAfterTheDaemonDies) {
   class Daemon daemon;
   kvm_client* client = connect_to_daemon(daemon, "caller");
