@@ -25,13 +25,30 @@ ServedQueue::ServedQueue(Session* session, uint32_t id, ipc::Mapping client_regi
   }
 }
 
-Result<uint32_t> ServedQueue::take(ipc::RequestEntry* out, uint32_t n_max) {
+// kMaxOutstanding requests and a cancel for each of them fit, so entries of libkvm never wait here.
+Result<uint32_t> ServedQueue::n_answerable() const {
   KVM_TRY_ASSIGN(const uint32_t room, completions_.room());
-  const uint32_t n_free = room > n_in_flight_ ? room - n_in_flight_ : 0;
-  // kMaxOutstanding requests and a cancel for each of them fit, so only a client that takes no
-  // completions stalls.
-  stalled_ = n_free == 0;
+  return room > n_in_flight_ ? room - n_in_flight_ : 0;
+}
+
+Result<uint32_t> ServedQueue::take(ipc::RequestEntry* out, uint32_t n_max) {
+  KVM_TRY_ASSIGN(const uint32_t n_free, n_answerable());
   return requests_.take(out, std::min(n_max, n_free));
+}
+
+bool ServedQueue::prepare_sleep() {
+  if (requests_.prepare_sleep()) {
+    return true;
+  }
+  // SYNC: the flag is up, sequentially consistent, before cq_head is read: either this look sees
+  // the room, or the client that has made it sees the flag.
+  requests_.raise_wakeup();
+  const Result<uint32_t> n_free = n_answerable();
+  if (n_free.is_ok() && n_free.value() == 0) {
+    return true;
+  }
+  requests_.finish_sleep();
+  return false;
 }
 
 InFlight* ServedQueue::begin(ipc::Request* request, uint64_t private_bytes) {

@@ -69,12 +69,10 @@ class ServedQueue {
     }
   }
 
-  // Whether entries wait for the client to take completions. It does not say when it has, so it has
-  // to be looked at again. As of the last take().
-  bool is_stalled() const { return stalled_; }
-
-  // See ipc::RequestConsumer.
-  bool prepare_sleep() { return requests_.prepare_sleep(); }
+  // Before sleep: raises sq_need_wakeup and looks again. False: there is something to take. Entries
+  // that wait for the client to take completions are nothing to stay awake for: a client that makes
+  // room rings, as for new entries (docs/protocol.md).
+  bool prepare_sleep();
   void finish_sleep() { requests_.finish_sleep(); }
 
   // Whether the client has asked for its eventfd to be written.
@@ -89,6 +87,9 @@ class ServedQueue {
   bool is_dirty = false;  // in the dispatcher's list of queues to publish
 
  private:
+  // Requests that could be taken now with a slot left for the completion of each.
+  Result<uint32_t> n_answerable() const;
+
   Session* session_;
   uint32_t id_;
   ipc::Mapping client_region_;
@@ -100,7 +101,6 @@ class ServedQueue {
   std::vector<uint32_t> free_;
   uint32_t n_in_flight_ = 0;
   uint64_t private_bytes_ = 0;
-  bool stalled_ = false;
 };
 
 }  // namespace kvm::daemon

@@ -29,8 +29,8 @@ constexpr uint64_t kSpinEventPeriodNs = 50'000;
 constexpr uint64_t kMinSpinNs = 50'000;
 // A dispatcher that never sleeps tidies up when nothing has come for this long.
 constexpr uint64_t kMinHousekeepIdleNs = 1'000'000;
-// How often a client that takes no completions is looked at while the dispatcher sleeps.
-constexpr int kStalledPeriodMs = 1;
+// After an accept that failed, for want of descriptors as a rule.
+constexpr uint64_t kListenerPauseNs = 100'000'000;
 // Connections beyond max_clients that may be told so.
 constexpr size_t kMaxUnwelcomed = 16;
 
@@ -50,6 +50,13 @@ void watch(const ipc::Fd& epoll, int fd, uint32_t events, uint64_t token) {
   ::epoll_ctl(epoll.get(), EPOLL_CTL_ADD, fd, &event);
 }
 
+void watch_again(const ipc::Fd& epoll, const ipc::Fd& fd, uint32_t events, uint64_t token) {
+  epoll_event event{};
+  event.events = events;
+  event.data.u64 = token;
+  ::epoll_ctl(epoll.get(), EPOLL_CTL_MOD, fd.get(), &event);
+}
+
 }  // namespace
 
 Server::Server(engine::Engine* engine, ServerOptions options)
@@ -63,6 +70,7 @@ Server::Server(engine::Engine* engine, ServerOptions options)
 }
 
 Server::~Server() {
+  draining_ = true;
   // Tasks of the engine may still write to arenas: wait for them, then unmap.
   for (auto& session : sessions_) {
     session->doom("shutdown");
@@ -216,8 +224,9 @@ bool Server::serve_queue(Session* session, ServedQueue* queue) {
   if (queue->closing || session->is_doomed()) {
     return false;
   }
-  // LIMIT: what one client makes us hold in private memory; its next requests wait.
-  if (queue->n_in_flight() > 0 && session->private_bytes() > kMaxPrivateBytes) {
+  // LIMIT: what one client makes us hold in private memory; its next requests wait for those that
+  // hold it, whatever queue they came from.
+  if (session->private_bytes() > kMaxPrivateBytes) {
     return false;
   }
   std::array<ipc::RequestEntry, kEntriesPerTurn> entries;
@@ -377,7 +386,12 @@ void Server::let_go(uint64_t session_id) {
   session->queues.clear();
   service_->arena_bytes -= session->regions.total_bytes();
   // The job holds the last reference, so the session ends, and its memory is unmapped, over there.
-  service_->reaper.post([held = std::move(session)] {});
+  // When the daemon ends, results that clients were just told of stay readable for them.
+  service_->reaper.post([held = std::move(session), keep = draining_] {
+    if (!keep) {
+      held->regions.discard_contents();
+    }
+  });
 }
 
 // --- Events -------------------------------------------------------------------------------------
@@ -389,7 +403,7 @@ void Server::handle_events(int timeout_ms) {
   for (int i = 0; i < n; ++i) {
     handle_event(events[static_cast<size_t>(i)]);
   }
-  expire_handshakes(now_ns());
+  run_timers(now_ns());
   bury_doomed();
 }
 
@@ -422,12 +436,16 @@ void Server::handle_event(const epoll_event& event) {
 }
 
 void Server::handle_listener() {
-  const Result<std::optional<ipc::Fd>> accepted = ipc::accept_from(listener_);
+  Result<std::optional<ipc::Fd>> accepted = ipc::accept_from(listener_);
   if (!accepted.is_ok()) {
-    spdlog::error("accept: {}", accepted.status().message());
+    // Who waits would make the listener readable at once, again and again.
+    spdlog::error("accept: {}; tried again in {} ms", accepted.status().message(),
+                  kListenerPauseNs / 1'000'000);
+    watch_again(service_->epoll, listener_, 0, event_token(EventKind::kListener, 0));
+    listener_resume_ns_ = now_ns() + kListenerPauseNs;
     return;
   }
-  auto& socket = const_cast<std::optional<ipc::Fd>&>(accepted.value());
+  std::optional<ipc::Fd>& socket = accepted.value();
   if (!socket || sessions_.size() >= service_->limits.max_clients + kMaxUnwelcomed) {
     return;
   }
@@ -478,7 +496,11 @@ void Server::handle_socket(Session* session, uint32_t events) {
   }
 }
 
-void Server::expire_handshakes(uint64_t now) {
+void Server::run_timers(uint64_t now) {
+  if (now >= listener_resume_ns_) {
+    watch_again(service_->epoll, listener_, EPOLLIN, event_token(EventKind::kListener, 0));
+    listener_resume_ns_ = UINT64_MAX;
+  }
   for (const auto& session : sessions_) {
     if (!session->welcomed && now >= session->handshake_deadline_ns) {
       session->doom("no Hello in time");
@@ -518,7 +540,7 @@ bool Server::prepare_sleep() {
       continue;  // Nothing more is taken from it before a request of its own finishes.
     }
     for (const auto& queue : session->queues) {
-      if (queue->closing || queue->is_stalled()) {
+      if (queue->closing) {
         continue;
       }
       if (!queue->prepare_sleep()) {
@@ -552,7 +574,7 @@ void Server::sleep() {
     for (int i = 0; i < n; ++i) {
       handle_event(events[static_cast<size_t>(i)]);
     }
-    expire_handshakes(now_ns());
+    run_timers(now_ns());
     bury_doomed();
     return;
   }
@@ -560,13 +582,8 @@ void Server::sleep() {
 }
 
 int Server::sleep_timeout_ms() const {
-  uint64_t deadline = UINT64_MAX;
+  uint64_t deadline = listener_resume_ns_;
   for (const auto& session : sessions_) {
-    for (const auto& queue : session->queues) {
-      if (queue->is_stalled() && !queue->closing) {
-        return kStalledPeriodMs;
-      }
-    }
     if (!session->welcomed) {
       deadline = std::min(deadline, session->handshake_deadline_ns);
     }

@@ -78,7 +78,7 @@ class Server {
   void handle_event(const epoll_event& event);
   void handle_listener();
   void handle_socket(Session* session, uint32_t events);
-  void expire_handshakes(uint64_t now);
+  void run_timers(uint64_t now);
   Session* find_session(uint64_t id);
 
   uint64_t spin_window_ns() const;
@@ -100,7 +100,7 @@ class Server {
   uint32_t n_unnotified_ = 0;          // queues with must_notify set
   std::vector<ServedQueue*> flagged_;  // queues with sq_need_wakeup raised
   std::atomic<bool> stop_requested_{false};
-  uint64_t shutdown_deadline_ns_ = 0;
+  uint64_t listener_resume_ns_ = UINT64_MAX;  // when connections are accepted again
   bool draining_ = false;
 };
 

@@ -41,6 +41,13 @@ Mapping& Mapping::operator=(Mapping&& other) noexcept {
 
 Mapping::~Mapping() { unmap(); }
 
+void Mapping::discard_contents() {
+  if (data_ != nullptr) {
+    // Refused for memory that is sealed against writing, which is small.
+    (void)::madvise(data_, size_bytes_, MADV_REMOVE);
+  }
+}
+
 void Mapping::unmap() {
   if (data_ != nullptr) {
     ::munmap(data_, size_bytes_);

@@ -29,6 +29,11 @@ class Mapping {
   uint64_t size_bytes() const { return size_bytes_; }
   bool is_mapped() const { return data_ != nullptr; }
 
+  // Gives the memory of a kReadWrite region back to the system although others may still map it:
+  // they read zeros from here on, and what they write is memory of their own. Unmapping alone would
+  // leave it with a client that keeps its descriptor, counted by nobody.
+  void discard_contents();
+
  private:
   void unmap();
 

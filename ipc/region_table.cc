@@ -51,6 +51,13 @@ bool RegionTable::remove(uint32_t id) {
   return true;
 }
 
+void RegionTable::discard_contents() {
+  for (Region& region : regions_) {
+    KVM_ASSERT(region.n_pins == 0);
+    region.mapping.discard_contents();
+  }
+}
+
 RegionView RegionTable::pin(uint32_t id, RegionPins* pins) {
   Region* region = find(id);
   if (region == nullptr || region->removed) {

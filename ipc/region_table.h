@@ -64,6 +64,9 @@ class RegionTable {
   uint32_t n_regions() const { return n_regions_; }
   uint64_t total_bytes() const { return total_bytes_; }  // of regions still mapped
 
+  // Gives the memory of every region back. REQUIRES: nothing is pinned.
+  void discard_contents();
+
   // Finds a region and pins it once for `pins`. data == nullptr: the id is unknown.
   RegionView pin(uint32_t id, RegionPins* pins);
 

@@ -83,7 +83,7 @@ Result<uint32_t> RequestConsumer::take(RequestEntry* out, uint32_t n_max) {
 
 bool RequestConsumer::prepare_sleep() {
   // SYNC: sequentially consistent store and load: see "Waking" in the header.
-  store_seq_cst(&daemon_->sq_need_wakeup, 1);
+  raise_wakeup();
   if (load_seq_cst(client_->sq_tail) == head_) {
     return true;
   }
@@ -91,14 +91,20 @@ bool RequestConsumer::prepare_sleep() {
   return false;
 }
 
+void RequestConsumer::raise_wakeup() {
+  // SYNC: sequentially consistent: what is looked at next is at least as new as this.
+  store_seq_cst(&daemon_->sq_need_wakeup, 1);
+}
+
 void RequestConsumer::finish_sleep() {
   // SYNC: relaxed would do: a client that still sees 1 rings once more than needed.
   store_release(&daemon_->sq_need_wakeup, 0);
 }
 
-Result<uint32_t> CompletionProducer::room() {
-  // SYNC: acquire: the client has finished copying every entry below cq_head.
-  const uint32_t head = load_acquire(client_->cq_head);
+Result<uint32_t> CompletionProducer::room() const {
+  // SYNC: acquire: the client has finished copying every entry below cq_head. Sequentially consistent
+  // (the same instruction) for a daemon that is about to sleep: see "Waking".
+  const uint32_t head = load_seq_cst(client_->cq_head);
   const uint32_t used = tail_ - head;
   // What is staged cannot have been taken.
   if (used > kCompletionEntries || used < n_staged()) {

@@ -62,6 +62,8 @@ class RequestConsumer {
   // Raises sq_need_wakeup and looks again. False: entries are there, do not sleep (the flag is
   // lowered). An impossible index counts as entries: take() reports it.
   bool prepare_sleep();
+  // Raises the flag without a look: for a consumer that cannot take what is there.
+  void raise_wakeup();
   // Lowers the flag. Call it after waking.
   void finish_sleep();
 
@@ -78,7 +80,7 @@ class CompletionProducer {
       : client_(client), daemon_(daemon) {}
 
   // Completions that fit now. Reads cq_head.
-  Result<uint32_t> room();
+  Result<uint32_t> room() const;
   // Writes an entry that the client does not see before publish(). REQUIRES: as many calls since
   // the last room() as it returned, at most.
   void stage(const CompletionEntry& entry);

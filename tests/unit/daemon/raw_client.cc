@@ -170,6 +170,12 @@ Result<std::string> RawClient::stats_text() {
   return std::string(bytes.begin(), bytes.end());
 }
 
+uint64_t RawClient::n_sleeps() {
+  const std::string text = stats_text().value();
+  const std::string name = "\nkvm_dispatcher_sleeps_total ";
+  return std::stoull(text.substr(text.find(name) + name.size()));
+}
+
 void RawClient::submit(RawQueue* queue, const ipc::RequestEntry& entry) {
   ipc::ClientRegion* region = queue->client();
   const uint32_t tail = ipc::load_acquire(region->sq_tail);
@@ -195,7 +201,8 @@ Result<ipc::CompletionEntry> RawClient::wait(RawQueue* queue) {
   }
   ipc::CompletionEntry entry;
   ipc::copy_once(&entry, &queue->daemon()->entries[head % ipc::kCompletionEntries], sizeof(entry));
-  ipc::store_release(&region->cq_head, head + 1);
+  // SYNC: sequentially consistent: before a look at sq_need_wakeup.
+  ipc::store_seq_cst(&region->cq_head, head + 1);
   return entry;
 }
 

@@ -69,6 +69,8 @@ class RawClient {
   Result<std::vector<uint8_t>> get_bytes(const Encode& encode);
   Result<kvm_stats> stats();
   Result<std::string> stats_text();
+  // How often the dispatcher has slept. REQUIRES: connected.
+  uint64_t n_sleeps();
 
   // Publishes an entry in the request ring and rings the doorbell.
   void submit(RawQueue* queue, const ipc::RequestEntry& entry);

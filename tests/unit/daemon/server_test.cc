@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 #include <poll.h>
 #include <signal.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <sys/wait.h>
@@ -14,6 +15,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
+#include <optional>
 #include <set>
 #include <sstream>
 #include <thread>
@@ -184,6 +186,36 @@ TEST(Server, ArenaDestroyedUnderARequestStaysMapped) {
   EXPECT_TRUE(client.destroy_queue(queue.id).is_ok());
 }
 
+// A client that keeps its mapping must not hold memory that no limit counts.
+TEST(Server, MemoryOfArenasGoesThoughTheClientStillMapsThem) {
+  const auto server = run_server();
+  constexpr uint64_t kBytes = 1 << 20;
+  std::optional<RawClient> client(connected(*server));
+  auto destroyed = client->create_arena(kBytes).value();
+  auto left = client->create_arena(kBytes).value();
+  std::memset(destroyed.memory.data(), 7, kBytes);
+  std::memset(left.memory.data(), 7, kBytes);
+  const auto byte_of = [](const RawArena& arena) {
+    return __atomic_load_n(&arena.memory.data()[kBytes - 1], __ATOMIC_RELAXED);
+  };
+  EXPECT_TRUE(client->destroy_arena(destroyed.region).is_ok());
+  EXPECT_TRUE(eventually([&] { return byte_of(destroyed) == 0; }));
+  EXPECT_EQ(byte_of(left), 7);
+  client.reset();
+  EXPECT_TRUE(eventually([&] { return byte_of(left) == 0; }));
+}
+
+// The daemon's end takes no results away that it has just announced.
+TEST(Server, ArenasStayReadableWhenTheDaemonEnds) {
+  const auto server = run_server();
+  RawClient client = connected(*server);
+  auto arena = client.create_arena(4096).value();
+  arena.memory.data()[0] = 7;
+  stop(server.get());
+  EXPECT_TRUE(client.is_closed_by_daemon());
+  EXPECT_EQ(arena.memory.data()[0], 7);
+}
+
 TEST(Server, Limits) {
   const auto server = run_server({.max_clients = 2, .max_queues = 2, .max_arenas = 2});
   RawClient client = connected(*server);
@@ -246,6 +278,31 @@ TEST(Server, ListsComeInPages) {
   EXPECT_EQ(seen.size(), kN);
   EXPECT_GT(n_pages, 1u);
 }
+
+#if !defined(__SANITIZE_ADDRESS__)  // UBSan, which comes with it, needs descriptors for its checks
+// Whoever waits to be accepted must not keep the dispatcher awake.
+TEST(Server, WithoutDescriptorsItSleepsAndAcceptsLater) {
+  const auto server = run_server();
+  RawClient witness = connected(*server);
+  rlimit limit{};
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &limit), 0);
+  const pid_t child = ::fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    RawClient client(socket_path_of(*server));
+    ::_exit(client.hello().is_ok() ? 0 : 1);
+  }
+  const rlimit none{3, limit.rlim_max};
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &none), 0);
+  const uint64_t sleeps = witness.n_sleeps();
+  ::usleep(250'000);
+  EXPECT_LT(witness.n_sleeps() - sleeps, 30u);
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &limit), 0);
+  int status = -1;
+  ::waitpid(child, &status, 0);
+  EXPECT_EQ(status, 0) << "accepted in the end";
+}
+#endif
 
 TEST(Server, KilledClientLeavesNothing) {
   const auto server = run_server();

@@ -300,9 +300,16 @@ TEST_F(WallTest, ClientThatTakesNoCompletionsStallsItselfOnly) {
   ::usleep(20'000);
   EXPECT_EQ(ipc::load_acquire(client.queue.daemon()->sq_head), ipc::kCompletionEntries);
   EXPECT_TRUE(victim_.nop(&victim_queue_).is_ok());
-  // Once it takes them it goes on, without ringing.
+  // It costs nothing while it waits: the daemon sleeps.
+  const uint64_t sleeps = victim_.n_sleeps();
+  ::usleep(100'000);
+  EXPECT_LT(victim_.n_sleeps() - sleeps, 20u);
+  // Once it takes them and rings it goes on.
   for (uint32_t i = 0; i < kTotal; ++i) {
     ASSERT_TRUE(client.client.wait(&client.queue).is_ok()) << i;
+    if (ipc::load_seq_cst(client.queue.daemon()->sq_need_wakeup) != 0) {
+      ipc::ring_doorbell(client.client.doorbell());
+    }
   }
   EXPECT_TRUE(client.client.nop(&client.queue).is_ok());
 }

@@ -6,7 +6,10 @@
 #include <gtest/gtest.h>
 #include <linux/memfd.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
+
+#include <cstring>
 
 namespace kvm::ipc {
 namespace {
@@ -19,6 +22,22 @@ TEST(SharedMemory, BothSidesSeeTheSameBytes) {
   ASSERT_TRUE(mapping.is_ok());
   mapping.value().data()[9999] = 42;
   EXPECT_EQ(memory.value().mapping.data()[9999], 42);
+}
+
+TEST(SharedMemory, DiscardedContentsAreGoneForAllWhoMapIt) {
+  constexpr uint64_t kBytes = 1 << 20;
+  auto made = create_shared_memory("test", kBytes, PeerAccess::kReadWrite);
+  ASSERT_TRUE(made.is_ok());
+  auto peer = map_shared_memory(made.value().fd, kBytes, PeerAccess::kReadWrite);
+  ASSERT_TRUE(peer.is_ok());
+  std::memset(peer.value().data(), 7, kBytes);
+  struct stat facts {};
+  ASSERT_EQ(::fstat(made.value().fd.get(), &facts), 0);
+  EXPECT_GE(static_cast<uint64_t>(facts.st_blocks) * 512, kBytes);
+  made.value().mapping.discard_contents();
+  ASSERT_EQ(::fstat(made.value().fd.get(), &facts), 0);
+  EXPECT_EQ(facts.st_blocks, 0);
+  EXPECT_EQ(peer.value().data()[kBytes - 1], 0) << "still mapped";
 }
 
 TEST(SharedMemory, SizeIsFinal) {
