@@ -21,6 +21,7 @@ namespace {
 
 // Long enough to sleep, short enough that another thread's submit is not held up.
 constexpr uint64_t kDriveSliceNs = 1'000'000;
+constexpr size_t kMaxListed = 256;
 
 }  // namespace
 
@@ -222,10 +223,19 @@ Result<kvm_seq_info> EmbeddedClient::seq_info(kvm_seq_id seq) {
 }
 
 Result<std::vector<kvm_seq_info>> EmbeddedClient::list_seqs(kvm_space_id space, uint32_t flags) {
-  return service_->with_engine(
-      [&](engine::Engine& engine, engine::ClientId client) -> Result<std::vector<kvm_seq_info>> {
-        return engine.list_seqs(client, space, (flags & KVM_LIST_ALL_CLIENTS) != 0);
-      });
+  const bool all_clients = (flags & KVM_LIST_ALL_CLIENTS) != 0;
+  std::vector<kvm_seq_info> out;
+  engine::SeqPage page;
+  // In parts, so that other threads get their turns.
+  do {
+    const kvm_seq_id begin = out.empty() ? 0 : out.back().seq + 1;
+    KVM_TRY_ASSIGN(page, service_->with_engine([&](engine::Engine& engine, engine::ClientId client)
+                                                   -> Result<engine::SeqPage> {
+                     return engine.list_seqs(client, space, all_clients, begin, kMaxListed);
+                   }));
+    out.insert(out.end(), page.infos.begin(), page.infos.end());
+  } while (page.has_more);
+  return out;
 }
 
 Result<kvm_stats> EmbeddedClient::stats() {

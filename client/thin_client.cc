@@ -257,48 +257,65 @@ Status ThinClient::drop_space(kvm_space_id space) {
   return reply.status();
 }
 
-// Collects a list that may take several replies; `encode` gets where to begin.
 template <typename T>
-Result<std::vector<T>> ThinClient::call_for_structs(
+Result<T> ThinClient::call_for_struct(const Connection::Encode& encode, const char* name) {
+  KVM_TRY_ASSIGN(const Connection::Reply reply, connection()->call(encode));
+  const wire::Bytes* body = reply.root->body_as_Bytes();
+  if (body == nullptr) {
+    return unexpected_reply();
+  }
+  KVM_TRY_ASSIGN(const std::vector<T> all, unpack<T>(*body, name));
+  if (all.size() != 1) {
+    return unexpected_reply();
+  }
+  return all[0];
+}
+
+// Collects a list that may take several replies; `encode` gets the id to begin with.
+template <typename T>
+Result<std::vector<T>> ThinClient::call_for_list(
     const std::function<std::span<const uint8_t>(ipc::ControlWriter*, uint64_t, uint64_t)>& encode,
-    const char* name) {
+    uint64_t (*id_of)(const T&), const char* name) {
   std::vector<T> out;
+  uint64_t begin = 0;
   for (;;) {
     KVM_TRY_ASSIGN(const Connection::Reply reply,
                    connection()->call([&](ipc::ControlWriter* writer, uint64_t id) {
-                     return encode(writer, id, out.size());
+                     return encode(writer, id, begin);
                    }));
     const wire::Bytes* body = reply.root->body_as_Bytes();
     if (body == nullptr) {
       return unexpected_reply();
     }
     KVM_TRY_ASSIGN(const std::vector<T> part, unpack<T>(*body, name));
-    out.insert(out.end(), part.begin(), part.end());
-    if (part.empty() || out.size() >= body->total()) {
+    for (const T& item : part) {
+      // Ascending, or it might go on for ever.
+      if (id_of(item) < begin || id_of(item) == UINT64_MAX) {
+        return unexpected_reply();
+      }
+      begin = id_of(item) + 1;
+      out.push_back(item);
+    }
+    if (part.empty() || part.size() >= body->total()) {
       return out;
     }
   }
 }
 
 Result<kvm_space_info> ThinClient::space_info(kvm_space_id space) {
-  KVM_TRY_ASSIGN(const auto list, call_for_structs<kvm_space_info>(
-                                      [&](ipc::ControlWriter* writer, uint64_t id, uint64_t) {
-                                        return writer->finish(
-                                            id, wire::CreateSpaceInfo(writer->fbb(), space));
-                                      },
-                                      "kvm_space_info"));
-  if (list.size() != 1) {
-    return unexpected_reply();
-  }
-  return list[0];
+  return call_for_struct<kvm_space_info>(
+      [&](ipc::ControlWriter* writer, uint64_t id) {
+        return writer->finish(id, wire::CreateSpaceInfo(writer->fbb(), space));
+      },
+      "kvm_space_info");
 }
 
 Result<std::vector<kvm_space_info>> ThinClient::list_spaces() {
-  return call_for_structs<kvm_space_info>(
+  return call_for_list<kvm_space_info>(
       [](ipc::ControlWriter* writer, uint64_t id, uint64_t begin) {
         return writer->finish(id, wire::CreateSpaceList(writer->fbb(), begin));
       },
-      "kvm_space_info");
+      [](const kvm_space_info& info) { return uint64_t{info.space}; }, "kvm_space_info");
 }
 
 Result<kvm_seq_id> ThinClient::seq(const SeqCall& call) {
@@ -314,36 +331,27 @@ Result<kvm_seq_info> ThinClient::seq_info(kvm_seq_id seq) {
       return Status(KVM_ERR_LOST, "the sequence was lost with the connection that made it");
     }
   }
-  KVM_TRY_ASSIGN(const auto list, call_for_structs<kvm_seq_info>(
-                                      [&](ipc::ControlWriter* writer, uint64_t id, uint64_t) {
-                                        return writer->finish(
-                                            id, wire::CreateSeqInfo(writer->fbb(), seq));
-                                      },
-                                      "kvm_seq_info"));
-  if (list.size() != 1) {
-    return unexpected_reply();
-  }
-  return list[0];
-}
-
-Result<std::vector<kvm_seq_info>> ThinClient::list_seqs(kvm_space_id space, uint32_t flags) {
-  return call_for_structs<kvm_seq_info>(
-      [&](ipc::ControlWriter* writer, uint64_t id, uint64_t begin) {
-        return writer->finish(id, wire::CreateSeqList(writer->fbb(), space, flags, begin));
+  return call_for_struct<kvm_seq_info>(
+      [&](ipc::ControlWriter* writer, uint64_t id) {
+        return writer->finish(id, wire::CreateSeqInfo(writer->fbb(), seq));
       },
       "kvm_seq_info");
 }
 
+Result<std::vector<kvm_seq_info>> ThinClient::list_seqs(kvm_space_id space, uint32_t flags) {
+  return call_for_list<kvm_seq_info>(
+      [&](ipc::ControlWriter* writer, uint64_t id, uint64_t begin) {
+        return writer->finish(id, wire::CreateSeqList(writer->fbb(), space, flags, begin));
+      },
+      [](const kvm_seq_info& info) { return uint64_t{info.seq}; }, "kvm_seq_info");
+}
+
 Result<kvm_stats> ThinClient::stats() {
-  KVM_TRY_ASSIGN(const auto list, call_for_structs<kvm_stats>(
-                                      [](ipc::ControlWriter* writer, uint64_t id, uint64_t) {
-                                        return writer->finish(id, wire::CreateStats(writer->fbb()));
-                                      },
-                                      "kvm_stats"));
-  if (list.size() != 1) {
-    return unexpected_reply();
-  }
-  return list[0];
+  return call_for_struct<kvm_stats>(
+      [](ipc::ControlWriter* writer, uint64_t id) {
+        return writer->finish(id, wire::CreateStats(writer->fbb()));
+      },
+      "kvm_stats");
 }
 
 Result<std::string> ThinClient::stats_text() {

@@ -55,10 +55,12 @@ class ThinClient final : public Client {
   Status tidy_own_queue();
   Result<kvm_space_id> call_for_space_id(const Connection::Encode& encode);
   template <typename T>
-  Result<std::vector<T>> call_for_structs(
+  Result<T> call_for_struct(const Connection::Encode& encode, const char* name);
+  template <typename T>
+  Result<std::vector<T>> call_for_list(
       const std::function<std::span<const uint8_t>(ipc::ControlWriter*, uint64_t, uint64_t)>&
           encode,
-      const char* name);
+      uint64_t (*id_of)(const T&), const char* name);
 
   ConnectOptions options_;
   mutable std::mutex connection_mutex_;  // guards the pointer

@@ -62,15 +62,15 @@ class Connection {
     ipc::ReceivedMessage message;
     const ipc::wire::Message* root = nullptr;
   };
-  // Fails: what the reply says, DISCONNECTED, PROTOCOL, TIMEOUT (the daemon did not take the request
-  // or did not answer it in time; it may still take effect, but for queues and arenas, which are
+  // Fails: what the reply says, DISCONNECTED, PROTOCOL, TIMEOUT (the daemon did not take or did not
+  // answer the request in time; it may still take effect, but for queues and arenas, which are
   // given back when the late reply comes; the connection stays).
   Result<Reply> call(const Encode& encode);
 
   // How long a call may take once its turn has come.
   uint64_t timeout_ns() const { return timeout_ns_; }
   Status timeout_status() const;
-  // Whether the daemon answers anything at all within the timeout: false when it is stopped or gone.
+  // Whether the daemon answers anything at all within the timeout: not when stopped or gone.
   bool is_answering();
 
   Result<SharedArena> create_arena(uint64_t size_bytes);

@@ -378,7 +378,7 @@ Status ThinQueue::cancel(uint64_t user_data) {
     if (room == 0) {
       KVM_TRY(submit());
       return Status(KVM_ERR_AGAIN,
-                    "the request ring is full: the daemon has not taken requests yet; cancel again");
+                    "the request ring is full: the daemon has not taken requests yet; try again");
     }
     ipc::CancelBlock block{};
     block.user_data = slot.serial << kSerialShift | index;

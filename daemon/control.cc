@@ -24,6 +24,8 @@ namespace wire = ipc::wire;
 constexpr uint64_t kOsPageBytes = 4096;
 // LIMIT: payload of a Bytes reply; the rest is fetched by further messages.
 constexpr uint64_t kMaxBytesReply = 64 * 1024;
+template <typename T>
+constexpr size_t kMaxListed = kMaxBytesReply / sizeof(T);
 
 void reply_error(Session* session, uint64_t id, const Status& status) {
   ipc::ControlWriter writer;
@@ -56,15 +58,14 @@ void reply_struct(Session* session, uint64_t id, Result<T> result) {
   reply_bytes(session, id, ipc::as_bytes(&result.value(), 1), 1);
 }
 
-// The page of a list that starts at `begin`.
+// A part of a list, or all of it.
 template <typename T>
-void reply_list(Session* session, uint64_t id, std::vector<T> all, uint64_t begin) {
-  const uint64_t first = std::min<uint64_t>(begin, all.size());
-  const uint64_t n = std::min<uint64_t>(all.size() - first, kMaxBytesReply / sizeof(T));
-  for (uint64_t i = first; i < first + n; ++i) {
-    all[i].struct_size = sizeof(T);
+void reply_list(Session* session, uint64_t id, std::vector<T> part, bool has_more) {
+  for (T& item : part) {
+    item.struct_size = sizeof(T);
   }
-  reply_bytes(session, id, ipc::as_bytes(all.data() + first, n), all.size());
+  reply_bytes(session, id, ipc::as_bytes(part.data(), part.size()),
+              part.size() + (has_more ? 1 : 0));
 }
 
 // Printable ASCII only: the name goes to logs and terminals.
@@ -352,9 +353,17 @@ void handle_seq_list(Session* session, uint64_t id, const wire::SeqList& message
                                    uid, session->service()->uid)));
     return;
   }
-  reply_list(session, id,
-             session->service()->engine->list_seqs(session->client, message.space(), all_clients),
-             message.begin());
+  engine::SeqPage page = session->service()->engine->list_seqs(
+      session->client, message.space(), all_clients, message.begin(), kMaxListed<kvm_seq_info>);
+  reply_list(session, id, std::move(page.infos), page.has_more);
+}
+
+void handle_space_list(Session* session, uint64_t id, const wire::SpaceList& message) {
+  std::vector<kvm_space_info> spaces = session->service()->engine->list_spaces();
+  std::erase_if(spaces, [&](const kvm_space_info& info) { return info.space < message.begin(); });
+  const bool has_more = spaces.size() > kMaxListed<kvm_space_info>;
+  spaces.resize(std::min(spaces.size(), kMaxListed<kvm_space_info>));
+  reply_list(session, id, std::move(spaces), has_more);
 }
 
 void handle_stats_text(Session* session, uint64_t id, uint64_t begin) {
@@ -392,7 +401,7 @@ void handle_welcomed(Session* session, const wire::Message& message) {
     case wire::Body::SpaceInfo:
       return reply_struct(session, id, engine->space_info(message.body_as_SpaceInfo()->space()));
     case wire::Body::SpaceList:
-      return reply_list(session, id, engine->list_spaces(), message.body_as_SpaceList()->begin());
+      return handle_space_list(session, id, *message.body_as_SpaceList());
     case wire::Body::SpaceDrop:
       return reply_status_or_done(session, id,
                                   engine->drop_space(message.body_as_SpaceDrop()->space()));

@@ -113,9 +113,9 @@ class EngineImpl final : public Engine {
   void wait(uint64_t timeout_ns) override;
 
   Result<kvm_seq_info> seq_info(ClientId client, kvm_seq_id seq) override;
-  std::vector<kvm_seq_info> list_seqs(ClientId client, kvm_space_id space,
-                                      bool all_clients) override {
-    return store_->list_seqs(client, space, all_clients);
+  SeqPage list_seqs(ClientId client, kvm_space_id space, bool all_clients, kvm_seq_id begin,
+                    size_t n_max) override {
+    return store_->list_seqs(client, space, all_clients, begin, n_max);
   }
   Result<std::vector<MemoryPiece>> layer_memory(kvm_seq_id seq, uint32_t layer) override;
 
@@ -569,7 +569,7 @@ Result<kvm_seq_info> EngineImpl::seq_info(ClientId client, kvm_seq_id id) {
 
 Result<std::vector<MemoryPiece>> EngineImpl::layer_memory(kvm_seq_id id, uint32_t layer) {
   ClientId owner = 0;
-  for (const kvm_seq_info& info : store_->list_seqs(0, 0, true)) {
+  for (const kvm_seq_info& info : store_->list_seqs(0, 0, true, id, 1).infos) {
     owner = info.seq == id ? info.client_id : owner;
   }
   KVM_TRY_ASSIGN(Sequence * seq, store_->find_seq(owner, id));

@@ -142,6 +142,12 @@ struct MemoryPiece {
   uint64_t size_bytes = 0;
 };
 
+// A part of a list of sequences.
+struct SeqPage {
+  std::vector<kvm_seq_info> infos;  // in the order of their ids
+  bool has_more = false;            // the list goes on behind the last of them
+};
+
 class Engine {
  public:
   static Result<std::unique_ptr<Engine>> open(const EngineOptions& options);
@@ -197,9 +203,11 @@ class Engine {
 
   // Sequences: immediate, never wait for requests in flight (numbers may be of a moment ago).
   virtual Result<kvm_seq_info> seq_info(ClientId client, kvm_seq_id seq) = 0;
-  // all_clients: every client's; else the client's own. space 0: every space.
-  virtual std::vector<kvm_seq_info> list_seqs(ClientId client, kvm_space_id space,
-                                              bool all_clients) = 0;
+  // all_clients: every client's; else the client's own. space 0: every space. From the id `begin`
+  // on, at most n_max (at least 1), and fewer where they are long. Who continues behind the last id
+  // seen gets every sequence that lived throughout, once; others may be seen or not.
+  virtual SeqPage list_seqs(ClientId client, kvm_space_id space, bool all_clients,
+                            kvm_seq_id begin, size_t n_max) = 0;
 
   // The K and V bytes that an exact attend over the whole layer reads, in position order: one piece
   // per page and plane. For measuring the read ceiling over the very pages that attention reads.

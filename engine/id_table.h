@@ -89,6 +89,25 @@ class IdTable {
     }
   }
 
+  // In the order of ids, those that are at least `begin` (any number). visit(id, object) returns
+  // whether to go on.
+  template <typename Visitor>
+  void walk_from(uint64_t begin, Visitor visit) const {
+    uint64_t index = 0;
+    if (begin > make_id(0, 0)) {
+      if (begin >> (kIdEpochShift - 1) != prefix_) {
+        return;  // beyond the last possible id
+      }
+      index = begin >> kIdGenerationBits & kIdMaxIndex;
+    }
+    for (; index < places_.size(); ++index) {
+      const uint64_t id = make_id(index, places_[index].generation);
+      if (places_[index].object != nullptr && id >= begin && !visit(id, *places_[index].object)) {
+        return;
+      }
+    }
+  }
+
   // In the order of ids.
   template <typename Visitor>
   void for_each(Visitor visit) const {

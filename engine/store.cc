@@ -31,6 +31,10 @@ constexpr uint64_t kTrimAfterFree = 64;
 constexpr uint64_t kTrimInPassing = 2;
 constexpr uint64_t kTrimHousekeeping = 64;
 
+// LIMIT: page references counted for one part of a list of sequences, but for its first sequence:
+// the driver does nothing else meanwhile.
+constexpr uint64_t kMaxListedPages = 65536;
+
 // A policy that keeps asking for more is cut off here, until the next event.
 constexpr int kMaxPolicyRounds = 1024;
 
@@ -136,8 +140,8 @@ class StoreImpl final : public Store {
   uint64_t reserved_length(const Sequence* seq, uint32_t layer) const override;
   uint64_t n_committed(const Sequence* seq) const override { return seq->n_committed; }
   kvm_seq_info seq_info(const Sequence* seq) const override;
-  std::vector<kvm_seq_info> list_seqs(ClientId client, kvm_space_id space,
-                                      bool all_clients) const override;
+  SeqPage list_seqs(ClientId client, kvm_space_id space, bool all_clients, kvm_seq_id begin,
+                    size_t n_max) const override;
   std::vector<kvm_seq_id> client_seqs(ClientId client) const override;
   // Appending.
   Status reserve_append(std::span<const AppendItem> items,
@@ -539,16 +543,24 @@ kvm_seq_info StoreImpl::seq_info(const Sequence* seq) const {
   return info;
 }
 
-std::vector<kvm_seq_info> StoreImpl::list_seqs(ClientId client, kvm_space_id space,
-                                               bool all_clients) const {
-  std::vector<kvm_seq_info> infos;
-  sequences_.for_each([&](uint64_t, const Sequence& seq) {
-    if ((all_clients || seq.account->client == client) &&
-        (space == 0 || seq.record->id == space)) {
-      infos.push_back(seq_info(&seq));
+SeqPage StoreImpl::list_seqs(ClientId client, kvm_space_id space, bool all_clients,
+                             kvm_seq_id begin, size_t n_max) const {
+  SeqPage page;
+  uint64_t n_visited = 0;
+  sequences_.walk_from(begin, [&](uint64_t, const Sequence& seq) {
+    if ((!all_clients && seq.account->client != client) ||
+        (space != 0 && seq.record->id != space)) {
+      return true;
     }
+    if (page.infos.size() >= n_max || n_visited >= kMaxListedPages) {
+      page.has_more = true;
+      return false;
+    }
+    page.infos.push_back(seq_info(&seq));
+    n_visited += page.infos.back().n_pages;
+    return true;
   });
-  return infos;
+  return page;
 }
 
 std::vector<kvm_seq_id> StoreImpl::client_seqs(ClientId client) const {

@@ -156,9 +156,9 @@ class Store {
 
   // Immediate; struct_size is set. O(pages referenced).
   virtual kvm_seq_info seq_info(const Sequence* seq) const = 0;
-  // Ordered by id. space 0: every space.
-  virtual std::vector<kvm_seq_info> list_seqs(ClientId client, kvm_space_id space,
-                                              bool all_clients) const = 0;
+  // As Engine::list_seqs.
+  virtual SeqPage list_seqs(ClientId client, kvm_space_id space, bool all_clients,
+                            kvm_seq_id begin, size_t n_max) const = 0;
   // Ids of a client's sequences, in no order.
   virtual std::vector<kvm_seq_id> client_seqs(ClientId client) const = 0;
 

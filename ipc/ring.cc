@@ -102,8 +102,8 @@ void RequestConsumer::finish_sleep() {
 }
 
 Result<uint32_t> CompletionProducer::room() const {
-  // SYNC: acquire: the client has finished copying every entry below cq_head. Sequentially consistent
-  // (the same instruction) for a daemon that is about to sleep: see "Waking".
+  // SYNC: acquire: the client has finished copying every entry below cq_head. Sequentially
+  // consistent (the same instruction) for a daemon that is about to sleep: see "Waking".
   const uint32_t head = load_seq_cst(client_->cq_head);
   const uint32_t used = tail_ - head;
   // What is staged cannot have been taken.

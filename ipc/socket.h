@@ -33,8 +33,8 @@ Result<Fd> listen_at(const std::string& path, mode_t mode);
 // Fails: LIMIT (no descriptors left), IO.
 Result<std::optional<Fd>> accept_from(const Fd& listener);
 
-// A connected socket, blocking, as clients use it. Where connections queue before a daemon that does
-// not accept them, it waits for at most timeout_ns. Fails: INVALID, DISCONNECTED (nobody listens),
+// A connected socket, blocking, as clients use it. Where connections queue before a daemon that
+// accepts none, it waits for at most timeout_ns. Fails: INVALID, DISCONNECTED (nobody listens),
 // TIMEOUT, PERMISSION, LIMIT (no descriptors left), IO.
 Result<Fd> connect_to(const std::string& path, uint64_t timeout_ns);
 

@@ -141,14 +141,20 @@ class FakeEngine final : public engine::Engine {
     info.client_id = client;
     return info;
   }
-  std::vector<kvm_seq_info> list_seqs(ClientId client, kvm_space_id, bool all_clients) override {
-    std::vector<kvm_seq_info> all;
-    for (const auto& [seq, owner] : sequences_) {
-      if (all_clients || owner == client) {
-        all.push_back(seq_info(owner, seq).value());
+  engine::SeqPage list_seqs(ClientId client, kvm_space_id, bool all_clients, kvm_seq_id begin,
+                            size_t n_max) override {
+    engine::SeqPage page;
+    for (auto it = sequences_.lower_bound(begin); it != sequences_.end(); ++it) {
+      if (!all_clients && it->second != client) {
+        continue;
       }
+      if (page.infos.size() >= n_max) {
+        page.has_more = true;
+        break;
+      }
+      page.infos.push_back(seq_info(it->second, it->first).value());
     }
-    return all;
+    return page;
   }
   Result<std::vector<engine::MemoryPiece>> layer_memory(kvm_seq_id, uint32_t) override {
     return std::vector<engine::MemoryPiece>();

@@ -243,40 +243,55 @@ TEST(Server, Limits) {
   EXPECT_TRUE(client.create_arena(6ull << 20).is_ok()) << "a destroyed arena makes room";
 }
 
-TEST(Server, ListsComeInPages) {
+// Sequences that live throughout are seen once, whatever comes and goes between two parts.
+TEST(Server, ListsComeInPartsThatFitTogether) {
   const auto server = run_server();
   RawClient client = connected(*server);
   auto queue = client.create_queue().value();
   auto arena = client.create_arena(8192).value();
-  ipc::SeqBlock block{};
-  block.verb = static_cast<uint32_t>(ipc::SeqVerbWire::kCreate);
-  block.space = 1;
-  constexpr uint64_t kN = 1000;  // more than fit one reply
-  for (uint64_t i = 0; i < kN; ++i) {
+  const auto* result = reinterpret_cast<const ipc::ResultBlock*>(arena.memory.data() + 4096);
+  const auto run = [&](ipc::SeqVerbWire verb, kvm_seq_id seq) {
+    ipc::SeqBlock block{};
+    block.verb = static_cast<uint32_t>(verb);
+    block.space = verb == ipc::SeqVerbWire::kCreate ? 1 : 0;
+    block.seq = seq;
     client.submit(&queue, write_block(ipc::Opcode::kSeq, arena, block));
-    ASSERT_EQ(client.wait(&queue).value().status, KVM_OK);
+    EXPECT_EQ(client.wait(&queue).value().status, KVM_OK);
+    return result->seq;
+  };
+  std::vector<kvm_seq_id> seqs;
+  for (int i = 0; i < 1500; ++i) {  // more than fit two replies
+    seqs.push_back(run(ipc::SeqVerbWire::kCreate, 0));
   }
-  std::set<kvm_seq_id> seen;
-  uint64_t n_pages = 0;
-  for (uint64_t begin = 0; begin < kN; ++n_pages) {
+  std::multiset<kvm_seq_id> seen;
+  uint64_t n_parts = 0;
+  bool has_more = true;
+  for (uint64_t begin = 0; has_more; ++n_parts) {
     const auto reply = client.call([begin](ipc::ControlWriter* writer, uint64_t id) {
       return writer->finish(id, wire::CreateSeqList(writer->fbb(), 0, 0, begin));
     });
     ASSERT_TRUE(reply.is_ok()) << reply.status().message();
     const wire::Bytes* bytes = reply.value().root->body_as_Bytes();
-    ASSERT_EQ(bytes->total(), kN);
     const size_t n = bytes->data()->size() / sizeof(kvm_seq_info);
-    ASSERT_GT(n, 0u);
+    has_more = bytes->total() > n;
+    ASSERT_TRUE(n > 0 || !has_more);
     for (size_t i = 0; i < n; ++i) {
       kvm_seq_info info;
       std::memcpy(&info, bytes->data()->data() + i * sizeof(info), sizeof(info));
       EXPECT_EQ(info.struct_size, sizeof(info));
       seen.insert(info.seq);
+      begin = info.seq + 1;
     }
-    begin += n;
+    // The first ones, which were seen, go, and others come.
+    for (size_t i = 0; i < 10; ++i) {
+      (void)run(ipc::SeqVerbWire::kFree, seqs[n_parts * 10 + i]);
+      (void)run(ipc::SeqVerbWire::kCreate, 0);
+    }
   }
-  EXPECT_EQ(seen.size(), kN);
-  EXPECT_GT(n_pages, 1u);
+  EXPECT_GT(n_parts, 2u);
+  for (size_t i = n_parts * 10; i < seqs.size(); ++i) {
+    EXPECT_EQ(seen.count(seqs[i]), 1u) << i;
+  }
 }
 
 #if !defined(__SANITIZE_ADDRESS__)  // UBSan, which comes with it, needs descriptors for its checks
