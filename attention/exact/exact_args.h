@@ -11,23 +11,22 @@ namespace kvm {
 namespace attention {
 
 enum : uint32_t {
-  kItemTokens = 16,   // tokens per item of the streaming path, aligned by position
-  kBlockTokens = 64,  // tokens per block of the blocked path, aligned by position
-  kGroupItems = 4,    // items whose K, and then whose V, are read together: a block
-  kNearUnits = 1,     // stretches of 16 rows by which prefetching runs ahead of reading
-  kFarUnits = 4,
-  kPrefetchItems = kFarUnits,  // items whose addresses a kernel looks at beyond its last
-  kMaxStreamRows = 32,         // rows of the streaming path, at most
-  kRowTile = 4,  // rows that meet an item at once in the streaming path (1 where rows == 1)
-  kRowPad = 8,   // query rows readable beyond the last
-  kDimPad = 32,  // query channels are padded with zeros to a multiple of this
+  kItemTokens = 16,     // tokens per item of the streaming path, aligned by position
+  kBlockTokens = 64,    // tokens per block of the blocked path, aligned by position
+  kGroupItems = 4,      // items whose K, and then whose V, are read together: a block
+  kAttempts = 4,        // how often each line is prefetched on its way; see Ahead
+  kReadAhead = 12,      // stretches of 16 rows by which prefetching runs ahead of reading, at most
+  kMaxStreamRows = 32,  // rows of the streaming path, at most
+  kRowTile = 4,         // rows that meet an item at once in the streaming path (1 where rows == 1)
+  kRowPad = 8,          // query rows readable beyond the last
+  kDimPad = 32,         // query channels are padded with zeros to a multiple of this
 };
 
 // Up to 16 tokens of consecutive, aligned positions whose rows are contiguous.
 struct KvItem {
-  const uint8_t* k;
-  const uint8_t* v;
-  const float* log_weight;    // [16], or null
+  const uint8_t* k;           // of the first of the heads that share the item
+  const uint8_t* v;           // likewise
+  const float* log_weight;    // likewise; [16], or null
   const uint16_t* row_masks;  // visible tokens per query token, or null: `mask` for all rows
   uint16_t mask;              // tokens that count; rows of the others hold finite values
   uint16_t variant;           // of the queries
@@ -62,11 +61,16 @@ struct StreamArgs {
   uint32_t query_first;  // the query token of row_masks[0]
   float scale;
   float softcap;
+  uint8_t ahead[kAttempts];   // in quarters of a stretch, less than 4 * kReadAhead - 3
+  int64_t log_weight_offset;  // elements from an item's log weights to those of this head
   // Per tile of rows; the layout of m and l is the kernel's own.
-  float* acc;      // [rows rounded up to kRowTile][acc_stride]
-  float* m;        // [tiles][16]
-  float* l;        // [tiles][16]
-  float* weights;  // [kGroupItems][tiles][kRowTile * kItemTokens]
+  float* acc;  // [rows rounded up to kRowTile][acc_stride]
+  float* m;    // [tiles][16]
+  float* l;    // [tiles][16]
+  // What stream_keys leaves to stream_values.
+  float* weights;   // [kGroupItems][tiles][kRowTile * kItemTokens]
+  float* factors;   // [kGroupItems][tiles][16]: rescales acc before the values of an item
+  uint32_t* grown;  // [kGroupItems][tiles]: whether it has to be
 };
 
 // One block of 64 tokens against a range of rows: the blocked path.
@@ -101,13 +105,17 @@ struct BlockArgs {
 struct ExactKernels {
   // Sets acc, m and l of all rows to the empty state.
   void (*stream_begin)(const StreamArgs* args);
-  // Folds n items into the state. items[n] to items[n + kPrefetchItems - 1] are readable; their k
-  // and v are prefetched and need not be valid addresses.
-  void (*stream_items)(const StreamArgs* args, const KvItem* items, uint32_t n);
+  // Fold up to kGroupItems items into the state: the keys of all of them, and then their values.
+  // reading [n + kReadAhead]: the rows of the items, 16 each, and then those that will be read after
+  // this call. The latter are prefetched and need not be valid addresses.
+  void (*stream_keys)(const StreamArgs* args, const KvItem* items, uint32_t n,
+                      const uint8_t* const* reading);
+  void (*stream_values)(const StreamArgs* args, const KvItem* items, uint32_t n,
+                        const uint8_t* const* reading);
   // Writes the state: o [rows][dim_v], m [rows], l [rows].
   void (*stream_end)(const StreamArgs* args, float* o, float* m, float* l);
   // Logits of one item for `count` rows from `first` on: out [count rounded up to kRowTile]
-  // [kItemTokens]; -inf where not visible.
+  // [kItemTokens]; -inf where not visible. Reads the rows at item->k.
   void (*logits)(const StreamArgs* args, const KvItem* item, uint32_t first, uint32_t count,
                  float* out);
 

@@ -95,58 +95,82 @@ struct Tile {
   }
 };
 
-// Stretches of memory that will be read kNearUnits and kFarUnits stretches after the present one.
-struct Later {
-  const uint8_t* near;
-  const uint8_t* far;
-};
-
-// Walks through later stretches while the present one is read: for every 64 bytes read, one line
-// to the first-level and one to the second-level cache, in address order. The second level because
-// the first can wait for few lines at a time; one by one because a burst of requests stalls the
-// core. docs/kernels.md has what each choice gave.
-class Ahead {
+// Walks through a stretch of 16 rows, and through those that will be read later.
+//
+// Every line is prefetched kAttempts times on its way, into the first level. A core that reads
+// faster than memory delivers has its prefetches dropped without a sign when its queues are full,
+// and each line lost costs the whole latency later; what one attempt loses, the next one brings.
+// The attempts for a line stand between the instructions that use another: these files are compiled
+// without the pass that would gather them in bursts. docs/kernels.md has the figures.
+//
+// Only the first tile of rows that meets a stretch prefetches.
+template <bool kFirst>
+class Reader {
  public:
-  explicit Ahead(const Later& later)
-      : near_(reinterpret_cast<uintptr_t>(later.near)),
-        far_(reinterpret_cast<uintptr_t>(later.far)) {}
-  template <int kBytesRead>
-  inline void step() {
-    if (kBytesRead == 64 || near_ % 64 == 0) {
-      vec::prefetch(reinterpret_cast<const void*>(near_));
-      vec::prefetch_far(reinterpret_cast<const void*>(far_));
+  Reader(const StreamArgs& args, const uint8_t* const* reading, size_t row_bytes)
+      : args_(args), reading_(reading), quarter_bytes_(4 * row_bytes) {
+    turn();
+  }
+  const uint8_t* rows() const { return *reading_; }
+  // Goes before every fourth token, where a quarter of the stretch may have been read.
+  inline void turn() {
+    if (!kFirst || at_ < end_)
+      return;
+#pragma GCC unroll 4
+    for (uint32_t i = 0; i < kAttempts; ++i) {
+      const uint32_t quarter = n_quarters_ + args_.ahead[i];
+      later_[i] =
+          reinterpret_cast<uintptr_t>(reading_[quarter / 4]) + quarter % 4 * quarter_bytes_ - end_;
     }
-    near_ += kBytesRead;
-    far_ += kBytesRead;
+    ++n_quarters_;
+    end_ += quarter_bytes_;
+  }
+  // Goes with each vector of a row that is read; kBytes from memory.
+  template <int kBytes>
+  inline void step() {
+    if (!kFirst)
+      return;
+    if (kBytes == 64 || at_ % 64 == 0) {
+#pragma GCC unroll 4
+      for (uint32_t i = 0; i < kAttempts; ++i)
+        vec::prefetch(reinterpret_cast<const void*>(later_[i] + at_));
+    }
+    at_ += kBytes;
   }
 
  private:
-  uintptr_t near_;  // integers: the rows may be none
-  uintptr_t far_;
+  const StreamArgs& args_;
+  const uint8_t* const* reading_;
+  uintptr_t quarter_bytes_;
+  uintptr_t later_[kAttempts];  // integers: the rows may be none
+  uintptr_t at_ = 0;            // bytes read
+  uintptr_t end_ = 0;           // of the quarters in later_
+  uint32_t n_quarters_ = 0;
 };
 
-template <int kRows, int kElem>
-void scores_f32(const StreamArgs& args, const KvItem& item, uint32_t row, const Later& later,
-                F* out) {
+template <int kRows, bool kFirst, int kElem>
+void scores_f32(const StreamArgs& args, const KvItem& item, uint32_t row,
+                const uint8_t* const* reading, F* out) {
   using T = Tile<kRows>;
   constexpr size_t kElemBytes = kElem == vec::kElemF32 ? 4 : 2;
   const float* q = query_f32(args.q, item.variant, row);
   const size_t q_stride = args.q.stride;
   const size_t row_bytes = args.dim_k * kElemBytes;
   const uint32_t whole = args.dim_k / kW * kW;
-  Ahead ahead(later);
+  Reader<kFirst> reader(args, reading, row_bytes);
   for (int g = 0; g < T::kGroups; ++g) {
-    const uint8_t* k = item.k + static_cast<size_t>(g * T::kTokens) * row_bytes;
+    const uint8_t* k = reader.rows() + static_cast<size_t>(g * T::kTokens) * row_bytes;
     F acc[kW];
 #pragma GCC unroll 16
     for (int i = 0; i < kW; ++i)
       acc[i] = vec::zero();
+    reader.turn();
     for (uint32_t c = 0; c < whole; c += kW) {
 #pragma GCC unroll 16
       for (int t = 0; t < T::kTokens; ++t) {
         const uint8_t* p = k + static_cast<size_t>(t) * row_bytes;
         const F x = vec::load_as<kElem>(p, c);
-        ahead.step<static_cast<int>(kW * kElemBytes)>();
+        reader.template step<static_cast<int>(kW * kElemBytes)>();
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) {
           F& a = acc[r * T::kTokens + t];
@@ -170,16 +194,16 @@ void scores_f32(const StreamArgs& args, const KvItem& item, uint32_t row, const 
 
 #if defined(__AVX512BF16__)
 // kDim: dim_k, or 0 where it is only known at run time.
-template <int kRows, int kDim>
-void scores_bf16(const StreamArgs& args, const KvItem& item, uint32_t row, const Later& later,
-                 F* out) {
+template <int kRows, bool kFirst, int kDim>
+void scores_bf16(const StreamArgs& args, const KvItem& item, uint32_t row,
+                 const uint8_t* const* reading, F* out) {
   using T = Tile<kRows>;
   const uint32_t dim = kDim != 0 ? static_cast<uint32_t>(kDim) : args.dim_k;
   const uint32_t whole = dim / 32 * 32;
   const uint16_t* q = query_bf16(args.q, item.variant, row);
   const size_t q_stride = args.q.stride;
-  const uint16_t* k = reinterpret_cast<const uint16_t*>(item.k);
-  Ahead ahead(later);
+  Reader<kFirst> reader(args, reading, dim * sizeof(uint16_t));
+  const uint16_t* k = reinterpret_cast<const uint16_t*>(reader.rows());
   for (int g = 0; g < T::kGroups; ++g, k += static_cast<size_t>(T::kTokens) * dim) {
     F acc[kW];
 #pragma GCC unroll 16
@@ -188,10 +212,12 @@ void scores_bf16(const StreamArgs& args, const KvItem& item, uint32_t row, const
     if constexpr (kDim != 0) {
 #pragma GCC unroll 16
       for (int t = 0; t < T::kTokens; ++t) {
+        if (t % 4 == 0)
+          reader.turn();
 #pragma GCC unroll 4
         for (uint32_t c = 0; c < whole; c += 32) {
           const vec::B x = vec::load_pairs(k + static_cast<size_t>(t) * dim + c);
-          ahead.step<64>();
+          reader.template step<64>();
 #pragma GCC unroll 4
           for (int r = 0; r < kRows; ++r) {
             F& a = acc[r * T::kTokens + t];
@@ -200,13 +226,14 @@ void scores_bf16(const StreamArgs& args, const KvItem& item, uint32_t row, const
         }
       }
     } else {
+      reader.turn();
 #pragma GCC unroll 4
       for (uint32_t c = 0; c < whole; c += 32) {
 #pragma GCC unroll 16
         for (int t = 0; t < T::kTokens; ++t) {
           const uint16_t* p = k + static_cast<size_t>(t) * dim + c;
           const vec::B x = vec::load_pairs(p);
-          ahead.step<64>();
+          reader.template step<64>();
 #pragma GCC unroll 4
           for (int r = 0; r < kRows; ++r) {
             F& a = acc[r * T::kTokens + t];
@@ -229,24 +256,25 @@ void scores_bf16(const StreamArgs& args, const KvItem& item, uint32_t row, const
 }
 #endif
 
-template <int kRows>
-void scores(const StreamArgs& args, const KvItem& item, uint32_t row, const Later& later, F* out) {
+template <int kRows, bool kFirst>
+void scores(const StreamArgs& args, const KvItem& item, uint32_t row, const uint8_t* const* reading,
+            F* out) {
 #if defined(__AVX512BF16__)
   if (item.dtype_k == vec::kElemBf16 && args.q.bf16_exact[item.variant] != 0) {
     if (args.dim_k == 128)
-      return scores_bf16<kRows, 128>(args, item, row, later, out);
+      return scores_bf16<kRows, kFirst, 128>(args, item, row, reading, out);
     if (args.dim_k == 64)
-      return scores_bf16<kRows, 64>(args, item, row, later, out);
-    return scores_bf16<kRows, 0>(args, item, row, later, out);
+      return scores_bf16<kRows, kFirst, 64>(args, item, row, reading, out);
+    return scores_bf16<kRows, kFirst, 0>(args, item, row, reading, out);
   }
 #endif
   switch (item.dtype_k) {
     case vec::kElemF32:
-      return scores_f32<kRows, vec::kElemF32>(args, item, row, later, out);
+      return scores_f32<kRows, kFirst, vec::kElemF32>(args, item, row, reading, out);
     case vec::kElemF16:
-      return scores_f32<kRows, vec::kElemF16>(args, item, row, later, out);
+      return scores_f32<kRows, kFirst, vec::kElemF16>(args, item, row, reading, out);
     default:
-      return scores_f32<kRows, vec::kElemBf16>(args, item, row, later, out);
+      return scores_f32<kRows, kFirst, vec::kElemBf16>(args, item, row, reading, out);
   }
 }
 
@@ -254,6 +282,8 @@ void scores(const StreamArgs& args, const KvItem& item, uint32_t row, const Late
 template <int kRows>
 void fill_addend(const StreamArgs& args, const KvItem& item, uint32_t row, float* addend) {
   using T = Tile<kRows>;
+  const float* log_weight =
+      item.log_weight == nullptr ? nullptr : item.log_weight + args.log_weight_offset;
   for (int r = 0; r < kRows; ++r) {
     uint32_t mask = item.mask;
     if (item.row_masks != nullptr) {
@@ -262,18 +292,18 @@ void fill_addend(const StreamArgs& args, const KvItem& item, uint32_t row, float
       mask &= item.row_masks[(real < last ? real : last) / args.q.group - args.query_first];
     }
     for (int t = 0; t < static_cast<int>(kItemTokens); ++t) {
-      const float weight = item.log_weight != nullptr ? item.log_weight[t] : 0.0f;
+      const float weight = log_weight != nullptr ? log_weight[t] : 0.0f;
       addend[T::lane(r, t)] = (mask >> t & 1) != 0 ? weight : kNegInf;
     }
   }
 }
 
 // The logits of one tile: out[kGroups].
-template <int kRows>
+template <int kRows, bool kFirst>
 inline void tile_logits(const StreamArgs& args, const KvItem& item, uint32_t row,
-                        const Later& later, F* out) {
+                        const uint8_t* const* reading, F* out) {
   using T = Tile<kRows>;
-  scores<kRows>(args, item, row, later, out);
+  scores<kRows, kFirst>(args, item, row, reading, out);
   if (args.q.bias != nullptr) {
     const float* bias = args.q.bias + static_cast<uint64_t>(item.variant) * args.q.variant_rows;
     float lanes[kW];
@@ -314,11 +344,9 @@ void rescale(const StreamArgs& args, uint32_t row, F factor) {
   }
 }
 
-// Where the weights of a tile lie, for the at-th item of a group.
-template <int kRows>
-inline float* weights_at(const StreamArgs& args, uint32_t row, uint32_t at) {
-  const uint32_t tiles = (args.q.rows + kRowTile - 1) / kRowTile;
-  return args.weights + (at * tiles + row / kRows) * (kRowTile * kItemTokens);
+// The weights of the at-th pair of item and tile.
+inline float* weights_of(const StreamArgs& args, uint32_t at) {
+  return args.weights + at * (kRowTile * kItemTokens);
 }
 
 // Logits of a tile to weights relative to its running maximum, stored as floats, or as bf16 where
@@ -327,7 +355,7 @@ inline float* weights_at(const StreamArgs& args, uint32_t row, uint32_t at) {
 // in it, has to be rescaled by *factor before the values of this item.
 template <int kRows>
 inline bool tile_weights(const StreamArgs& args, const KvItem& item, uint32_t row, float* weights,
-                         F* s, F* factor) {
+                         F* s, float* factor) {
   using T = Tile<kRows>;
   const uint32_t tile = row / kRows;
   float* m_at = args.m + tile * 16;
@@ -342,8 +370,9 @@ inline bool tile_weights(const StreamArgs& args, const KvItem& item, uint32_t ro
   const bool grown = vec::any_gt(top, m);
   if (grown) {
     top = vec::max(top, m);
-    *factor = exp_nonpositive(vec::sub(m, finite_reference(top)));
-    l = vec::mul(l, *factor);
+    const F down = exp_nonpositive(vec::sub(m, finite_reference(top)));
+    vec::store(factor, down);
+    l = vec::mul(l, down);
     m = top;
     vec::store(m_at, m);
   }
@@ -372,9 +401,9 @@ inline bool tile_weights(const StreamArgs& args, const KvItem& item, uint32_t ro
 
 // kVecs vectors of every row of V, starting at channel d, into the accumulators of a tile. kPart:
 // the vector ends beyond dim_v.
-template <int kRows, int kElem, int kVecs, bool kPart>
-inline void values_f32_slice(const StreamArgs& args, const KvItem& item, uint32_t row,
-                             const float* weights, uint32_t d, Ahead& ahead) {
+template <int kRows, bool kFirst, int kElem, int kVecs, bool kPart>
+inline void values_f32_slice(const StreamArgs& args, uint32_t row, const float* weights, uint32_t d,
+                             Reader<kFirst>& reader) {
   using T = Tile<kRows>;
   constexpr size_t kElemBytes = kElem == vec::kElemF32 ? 4 : 2;
   float* acc = args.acc + row * static_cast<size_t>(args.acc_stride) + d;
@@ -388,13 +417,15 @@ inline void values_f32_slice(const StreamArgs& args, const KvItem& item, uint32_
     }
   }
   for (int t = 0; t < static_cast<int>(kItemTokens); ++t) {
-    const uint8_t* p = item.v + static_cast<size_t>(t) * row_bytes;
+    if (t % 4 == 0)
+      reader.turn();
+    const uint8_t* p = reader.rows() + static_cast<size_t>(t) * row_bytes;
     F x[kVecs];
 #pragma GCC unroll 4
     for (int i = 0; i < kVecs; ++i) {
       const uint32_t e = d + static_cast<uint32_t>(i * kW);
       x[i] = kPart ? vec::load_as_n<kElem>(p, e, args.dim_v - e) : vec::load_as<kElem>(p, e);
-      ahead.step<static_cast<int>(kW * kElemBytes)>();
+      reader.template step<static_cast<int>(kW * kElemBytes)>();
     }
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
@@ -413,28 +444,28 @@ inline void values_f32_slice(const StreamArgs& args, const KvItem& item, uint32_
   }
 }
 
-template <int kRows, int kElem>
-void values_f32(const StreamArgs& args, const KvItem& item, uint32_t row, const float* weights,
-                const Later& later) {
+template <int kRows, bool kFirst, int kElem>
+void values_f32(const StreamArgs& args, uint32_t row, const float* weights,
+                const uint8_t* const* reading) {
   constexpr uint32_t kSlice = 2 * kW;
-  Ahead ahead(later);
+  Reader<kFirst> reader(args, reading, args.dim_v * (kElem == vec::kElemF32 ? 4 : 2));
   uint32_t d = 0;
   for (; d + kSlice <= args.dim_v; d += kSlice) {
-    values_f32_slice<kRows, kElem, 2, false>(args, item, row, weights, d, ahead);
+    values_f32_slice<kRows, kFirst, kElem, 2, false>(args, row, weights, d, reader);
   }
   for (; d + kW <= args.dim_v; d += kW) {
-    values_f32_slice<kRows, kElem, 1, false>(args, item, row, weights, d, ahead);
+    values_f32_slice<kRows, kFirst, kElem, 1, false>(args, row, weights, d, reader);
   }
   if (d < args.dim_v) {
-    values_f32_slice<kRows, kElem, 1, true>(args, item, row, weights, d, ahead);
+    values_f32_slice<kRows, kFirst, kElem, 1, true>(args, row, weights, d, reader);
   }
 }
 
 #if defined(__AVX512BF16__)
 // kVecs times 32 channels from channel d on, token pair by token pair.
-template <int kRows, int kDim, int kVecs, bool kPart>
-inline void values_bf16_slice(const StreamArgs& args, const KvItem& item, uint32_t row,
-                              const uint16_t* weights, uint32_t d, Ahead& ahead) {
+template <int kRows, bool kFirst, int kDim, int kVecs, bool kPart>
+inline void values_bf16_slice(const StreamArgs& args, uint32_t row, const uint16_t* weights,
+                              uint32_t d, Reader<kFirst>& reader) {
   using T = Tile<kRows>;
   const size_t dim = kDim != 0 ? static_cast<size_t>(kDim) : args.dim_v;
   float* acc = args.acc + row * static_cast<size_t>(args.acc_stride) + d;
@@ -446,9 +477,11 @@ inline void values_bf16_slice(const StreamArgs& args, const KvItem& item, uint32
       a[r][i] = vec::load(acc + static_cast<size_t>(r) * args.acc_stride + i * kW);
     }
   }
-  const uint16_t* v = reinterpret_cast<const uint16_t*>(item.v) + d;
+  const uint16_t* v = reinterpret_cast<const uint16_t*>(reader.rows()) + d;
 #pragma GCC unroll 8
   for (int t = 0; t < static_cast<int>(kItemTokens); t += 2, v += 2 * dim) {
+    if (t % 4 == 0)
+      reader.turn();
     vec::B w[kRows];
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r)
@@ -459,9 +492,9 @@ inline void values_bf16_slice(const StreamArgs& args, const KvItem& item, uint32
       const uint16_t* odd = even + dim;
       const uint32_t left = static_cast<uint32_t>(dim) - d;
       const vec::B x = kPart ? vec::load_pairs_n(even, left) : vec::load_pairs(even);
-      ahead.step<64>();
+      reader.template step<64>();
       const vec::B y = kPart ? vec::load_pairs_n(odd, left) : vec::load_pairs(odd);
-      ahead.step<64>();
+      reader.template step<64>();
       const vec::B lo = vec::interleave_lo(x, y);
       const vec::B hi = vec::interleave_hi(x, y);
 #pragma GCC unroll 4
@@ -480,51 +513,51 @@ inline void values_bf16_slice(const StreamArgs& args, const KvItem& item, uint32
   }
 }
 
-template <int kRows, int kDim>
-void values_bf16(const StreamArgs& args, const KvItem& item, uint32_t row, const float* buffer,
-                 const Later& later) {
+template <int kRows, bool kFirst, int kDim>
+void values_bf16(const StreamArgs& args, uint32_t row, const float* buffer,
+                 const uint8_t* const* reading) {
   const uint16_t* weights = reinterpret_cast<const uint16_t*>(buffer);
-  Ahead ahead(later);
+  Reader<kFirst> reader(args, reading, args.dim_v * sizeof(uint16_t));
   const uint32_t dim = kDim != 0 ? static_cast<uint32_t>(kDim) : args.dim_v;
   uint32_t d = 0;
   if constexpr (kRows == 1) {
     for (; d + 128 <= dim; d += 128) {
-      values_bf16_slice<kRows, kDim, 4, false>(args, item, row, weights, d, ahead);
+      values_bf16_slice<kRows, kFirst, kDim, 4, false>(args, row, weights, d, reader);
     }
   }
   for (; d + 64 <= dim; d += 64) {
-    values_bf16_slice<kRows, kDim, 2, false>(args, item, row, weights, d, ahead);
+    values_bf16_slice<kRows, kFirst, kDim, 2, false>(args, row, weights, d, reader);
   }
   if (kDim != 0)
     return;
   for (; d + 32 <= dim; d += 32) {
-    values_bf16_slice<kRows, kDim, 1, false>(args, item, row, weights, d, ahead);
+    values_bf16_slice<kRows, kFirst, kDim, 1, false>(args, row, weights, d, reader);
   }
   if (d < dim) {
-    values_bf16_slice<kRows, kDim, 1, true>(args, item, row, weights, d, ahead);
+    values_bf16_slice<kRows, kFirst, kDim, 1, true>(args, row, weights, d, reader);
   }
 }
 #endif
 
-template <int kRows>
+template <int kRows, bool kFirst>
 void tile_values(const StreamArgs& args, const KvItem& item, uint32_t row, const float* weights,
-                 const Later& later) {
+                 const uint8_t* const* reading) {
 #if defined(__AVX512BF16__)
   if (item_uses_bf16_pv(args, item)) {
     if (args.dim_v == 128)
-      return values_bf16<kRows, 128>(args, item, row, weights, later);
+      return values_bf16<kRows, kFirst, 128>(args, row, weights, reading);
     if (args.dim_v == 64)
-      return values_bf16<kRows, 64>(args, item, row, weights, later);
-    return values_bf16<kRows, 0>(args, item, row, weights, later);
+      return values_bf16<kRows, kFirst, 64>(args, row, weights, reading);
+    return values_bf16<kRows, kFirst, 0>(args, row, weights, reading);
   }
 #endif
   switch (item.dtype_v) {
     case vec::kElemF32:
-      return values_f32<kRows, vec::kElemF32>(args, item, row, weights, later);
+      return values_f32<kRows, kFirst, vec::kElemF32>(args, row, weights, reading);
     case vec::kElemF16:
-      return values_f32<kRows, vec::kElemF16>(args, item, row, weights, later);
+      return values_f32<kRows, kFirst, vec::kElemF16>(args, row, weights, reading);
     default:
-      return values_f32<kRows, vec::kElemBf16>(args, item, row, weights, later);
+      return values_f32<kRows, kFirst, vec::kElemBf16>(args, row, weights, reading);
   }
 }
 
@@ -542,65 +575,58 @@ void stream_begin(const StreamArgs* args) {
   }
 }
 
-// Items of one block, in order: K of all of them is read first, then V of all, so that memory sees
-// one stream of 16-KiB stretches (plain reads of two interleaved streams are a fifth slower), and
-// the long dependency chain of an item's softmax runs beside other items' independent work.
-inline uint32_t group_size(const KvItem* items, uint32_t n) {
-  uint32_t count = 1;
-  while (count < n && count < kGroupItems &&
-         items[count].position / kBlockTokens == items[0].position / kBlockTokens) {
-    ++count;
+template <int kRows>
+void keys_of_tiles(const StreamArgs& args, const KvItem* items, uint32_t n,
+                   const uint8_t* const* reading) {
+  const uint32_t tiles = (args.q.rows + kRows - 1) / kRows;
+  for (uint32_t i = 0; i < n; ++i) {
+    for (uint32_t tile = 0; tile < tiles; ++tile) {
+      const uint32_t at = i * tiles + tile;
+      F s[Tile<kRows>::kGroups];
+      if (tile == 0) {
+        tile_logits<kRows, true>(args, items[i], 0, reading + i, s);
+      } else {
+        tile_logits<kRows, false>(args, items[i], tile * kRows, reading + i, s);
+      }
+      args.grown[at] = tile_weights<kRows>(args, items[i], tile * kRows, weights_of(args, at), s,
+                                           args.factors + at * 16);
+    }
   }
-  return count;
-}
-
-// The stretch that is read `ahead` stretches after the unit-th of a group. They are numbered in
-// reading order: K of items 0 to count - 1, then V, then K of the next group.
-inline const uint8_t* stretch(const KvItem* items, uint32_t count, uint32_t unit) {
-  if (unit >= 2 * count) {
-    unit -= 2 * count;
-    items += count;
-    count = kGroupItems;
-  }
-  return unit < count ? items[unit].k : items[unit - count].v;
-}
-inline Later later_stretches(const KvItem* items, uint32_t count, uint32_t unit) {
-  return {stretch(items, count, unit + kNearUnits), stretch(items, count, unit + kFarUnits)};
 }
 
 template <int kRows>
-void stream_tiles(const StreamArgs& args, const KvItem* items, uint32_t n) {
-  while (n > 0) {
-    const uint32_t count = group_size(items, n);
-    F factors[kGroupItems][kMaxTiles];
-    bool grown[kGroupItems][kMaxTiles];
-    for (uint32_t i = 0; i < count; ++i) {
-      const Later later = later_stretches(items, count, i);
-      for (uint32_t row = 0; row < args.q.rows; row += kRows) {
-        F s[Tile<kRows>::kGroups];
-        tile_logits<kRows>(args, items[i], row, later, s);
-        grown[i][row / kRows] = tile_weights<kRows>(
-            args, items[i], row, weights_at<kRows>(args, row, i), s, &factors[i][row / kRows]);
+void values_of_tiles(const StreamArgs& args, const KvItem* items, uint32_t n,
+                     const uint8_t* const* reading) {
+  const uint32_t tiles = (args.q.rows + kRows - 1) / kRows;
+  for (uint32_t i = 0; i < n; ++i) {
+    for (uint32_t tile = 0; tile < tiles; ++tile) {
+      const uint32_t at = i * tiles + tile;
+      if (args.grown[at] != 0)
+        rescale<kRows>(args, tile * kRows, vec::load(args.factors + at * 16));
+      if (tile == 0) {
+        tile_values<kRows, true>(args, items[i], 0, weights_of(args, at), reading + i);
+      } else {
+        tile_values<kRows, false>(args, items[i], tile * kRows, weights_of(args, at), reading + i);
       }
     }
-    for (uint32_t i = 0; i < count; ++i) {
-      const Later later = later_stretches(items, count, count + i);
-      for (uint32_t row = 0; row < args.q.rows; row += kRows) {
-        if (grown[i][row / kRows])
-          rescale<kRows>(args, row, factors[i][row / kRows]);
-        tile_values<kRows>(args, items[i], row, weights_at<kRows>(args, row, i), later);
-      }
-    }
-    items += count;
-    n -= count;
   }
 }
 
-void stream_items(const StreamArgs* args, const KvItem* items, uint32_t n) {
+void stream_keys(const StreamArgs* args, const KvItem* items, uint32_t n,
+                 const uint8_t* const* reading) {
   if (args->q.rows == 1) {
-    stream_tiles<1>(*args, items, n);
+    keys_of_tiles<1>(*args, items, n, reading);
   } else {
-    stream_tiles<kRowTile>(*args, items, n);
+    keys_of_tiles<kRowTile>(*args, items, n, reading);
+  }
+}
+
+void stream_values(const StreamArgs* args, const KvItem* items, uint32_t n,
+                   const uint8_t* const* reading) {
+  if (args->q.rows == 1) {
+    values_of_tiles<1>(*args, items, n, reading);
+  } else {
+    values_of_tiles<kRowTile>(*args, items, n, reading);
   }
 }
 
@@ -634,7 +660,7 @@ void logits(const StreamArgs* args, const KvItem* item, uint32_t first, uint32_t
   using T = Tile<kRowTile>;
   for (uint32_t row = 0; row < count; row += kRowTile) {
     F s[T::kGroups];
-    tile_logits<kRowTile>(*args, *item, first + row, {item->k, item->k}, s);
+    tile_logits<kRowTile, false>(*args, *item, first + row, &item->k, s);
     float lanes[T::kLanes];
     for (int g = 0; g < T::kGroups; ++g)
       vec::store(lanes + g * kW, s[g]);
@@ -1057,8 +1083,8 @@ void block_end(const BlockArgs* args, float* o, float* m, float* l) {
   }
 }
 
-constexpr ExactKernels kKernels = {stream_begin, stream_items, stream_end, logits,
-                                   block_begin,  block,        block_end};
+constexpr ExactKernels kKernels = {stream_begin, stream_keys, stream_values, stream_end,
+                                   logits,       block_begin, block,         block_end};
 
 }  // namespace
 }  // namespace attention

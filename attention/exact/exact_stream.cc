@@ -4,13 +4,14 @@
 //
 // Items are made one chunk ahead of their evaluation, so that prefetching crosses chunk borders.
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 
 #include "attention/exact/layout.h"
 #include "attention/exact/visibility.h"
-#include "attention/merge.h"
 #include "base/assert.h"
+#include "base/merge.h"
 
 namespace kvm::attention {
 namespace {
@@ -96,6 +97,7 @@ uint32_t add_items(const Problem& problem, size_t run, uint64_t position, uint32
   return n;
 }
 
+// One head. Several that read the same pages work with the items of the first.
 class Stream {
  public:
   Stream(const Problem& problem, const Plan& plan, const void* prepared, void* scratch);
@@ -107,9 +109,16 @@ class Stream {
   // Two batches: the chunk under evaluation and the next one.
   Batch& batch(uint32_t i) { return batches_[i % 2]; }
   void build(uint64_t chunk, Batch& batch) const;
+  // From here on, items are those of another head.
+  void share_items(const Stream& other);
+  // Rows of such an item, for this head.
+  const uint8_t* k(const KvItem& item) const { return item.k + offset(item.dtype_k, head_k_); }
+  const uint8_t* v(const KvItem& item) const { return item.v + offset(item.dtype_v, head_v_); }
   void begin() const { kernels_->stream_begin(&args_); }
-  // Folds items [0, n), all of one page, into the state. kPrefetchItems more are readable.
-  void fold(const KvItem* items, uint32_t n) const;
+  // Fold n items of one page into the state: their keys, and then their values. `reading` as the
+  // kernels take it.
+  void fold_keys(const KvItem* items, uint32_t n, const uint8_t* const* reading) const;
+  void fold_values(const KvItem* items, uint32_t n, const uint8_t* const* reading) const;
   void end(void* state) const;
 
  private:
@@ -118,6 +127,9 @@ class Stream {
   void stitch(KvItem& item) const;
   void item_column_sums(const KvItem& item) const;
   uint32_t query_count() const { return query_end_ - query_first_; }
+  static int64_t offset(uint8_t dtype, int64_t n_elems) {
+    return n_elems * static_cast<int64_t>(dtype_size_bytes(static_cast<Dtype>(dtype)));
+  }
 
   const Problem& problem_;
   const ExactKernels* kernels_;
@@ -125,6 +137,8 @@ class Stream {
   uint32_t query_first_ = 0;
   uint32_t query_end_;
   VisibleSet visible_;
+  int64_t head_k_ = 0;  // elements from rows of items to rows of this head
+  int64_t head_v_ = 0;
   StreamArgs args_{};
   Batch batches_[2]{};
   Stitch stitch_{};
@@ -147,6 +161,8 @@ void carve_stream(const Problem& problem, Carver& carver, StreamArgs& args, Batc
   args.m = carver.take<float>(tiles * 16);
   args.l = carver.take<float>(tiles * 16);
   args.weights = carver.take<float>(size_t{kGroupItems} * tiles * kRowTile * kItemTokens);
+  args.factors = carver.take<float>(size_t{kGroupItems} * tiles * 16);
+  args.grown = carver.take<uint32_t>(size_t{kGroupItems} * tiles);
   for (int i = 0; i < 2; ++i) {
     batches[i].items = carver.take<KvItem>(kMaxItems);
   }
@@ -158,6 +174,24 @@ void carve_stream(const Problem& problem, Carver& carver, StreamArgs& args, Batc
   const uint32_t logit_rows = logit_queries(problem) * problem.group + kRowTile;
   logits = problem.column_sums != nullptr ? carver.take<float>(size_t{logit_rows} * kItemTokens)
                                           : nullptr;
+}
+
+// How far prefetching runs ahead, in bytes. Latency times bandwidth is about 4 KiB; as attempts get
+// lost, the first comes early. They enter pages of 4 KiB at different times: the processor's own
+// prefetchers start anew there. All of it stays in a first level of 48 KiB.
+constexpr size_t kAheadBytes[kAttempts] = {9 << 10, 14 << 10, 19 << 10, 25 << 10};
+
+void set_distances(const Problem& problem, StreamArgs& args) {
+  if (problem.runs.empty()) {
+    return;  // nothing to read
+  }
+  const KvRun& run = problem.runs.front();
+  const size_t quarter = kItemTokens / 4 *
+                         std::max(problem.dim_k * dtype_size_bytes(run.dtype_k),
+                                  problem.dim_v * dtype_size_bytes(run.dtype_v));
+  std::transform(kAheadBytes, kAheadBytes + kAttempts, args.ahead, [quarter](size_t bytes) {
+    return static_cast<uint8_t>(std::clamp<size_t>(bytes / quarter, 1, 4 * kReadAhead - 4));
+  });
 }
 
 Stream::Stream(const Problem& problem, const Plan& plan, const void* prepared, void* scratch)
@@ -174,6 +208,14 @@ Stream::Stream(const Problem& problem, const Plan& plan, const void* prepared, v
   args_.fp32_weights = problem.fp32_weights ? 1 : 0;
   args_.scale = problem.scale;
   args_.softcap = problem.softcap;
+  set_distances(problem, args_);
+}
+
+void Stream::share_items(const Stream& other) {
+  const int64_t heads = int64_t{problem_.head} - int64_t{other.problem_.head};
+  head_k_ = heads * int64_t{kPageTokens * problem_.dim_k};
+  head_v_ = heads * int64_t{kPageTokens * problem_.dim_v};
+  args_.log_weight_offset = heads * static_cast<int64_t>(problem_.log_weight_head_stride);
 }
 
 size_t Stream::scratch_bytes(const Problem& problem) {
@@ -269,9 +311,14 @@ void Stream::stitch(KvItem& item) const {
   item.log_weight = weighted ? stitch_.log_weight : nullptr;
 }
 
-// The item as a kernel may read it.
+// The item of this head as a kernel may read it, with log_weight_offset = 0.
 KvItem Stream::materialize(const KvItem& item) const {
   KvItem ready = item;
+  ready.k = k(item);
+  ready.v = v(item);
+  if (item.log_weight != nullptr) {
+    ready.log_weight += args_.log_weight_offset;
+  }
   if ((item.flags & kStitched) != 0) {
     stitch(ready);
   }
@@ -286,16 +333,32 @@ KvItem Stream::materialize(const KvItem& item) const {
   return ready;
 }
 
-void Stream::fold(const KvItem* items, uint32_t n) const {
-  if (std::all_of(items, items + n, [](const KvItem& item) { return item.flags == 0; })) {
-    kernels_->stream_items(&args_, items, n);
+// Items that have to be made ready are folded whole by fold_keys.
+bool in_place(const KvItem* items, uint32_t n) {
+  return std::all_of(items, items + n, [](const KvItem& item) { return item.flags == 0; });
+}
+
+void Stream::fold_keys(const KvItem* items, uint32_t n, const uint8_t* const* reading) const {
+  if (in_place(items, n)) {
+    kernels_->stream_keys(&args_, items, n, reading);
     return;
   }
+  StreamArgs args = args_;
+  args.log_weight_offset = 0;
   for (uint32_t i = 0; i < n; ++i) {
-    KvItem one[1 + kPrefetchItems];
-    one[0] = materialize(items[i]);
-    std::copy_n(items + i + 1, kPrefetchItems, one + 1);
-    kernels_->stream_items(&args_, one, 1);
+    const KvItem one = materialize(items[i]);
+    const uint8_t* rows[1 + kReadAhead];
+    std::copy_n(reading + i + 1, kReadAhead, rows + 1);
+    rows[0] = one.k;
+    kernels_->stream_keys(&args, &one, 1, rows);
+    rows[0] = one.v;
+    kernels_->stream_values(&args, &one, 1, rows);
+  }
+}
+
+void Stream::fold_values(const KvItem* items, uint32_t n, const uint8_t* const* reading) const {
+  if (in_place(items, n)) {
+    kernels_->stream_values(&args_, items, n, reading);
   }
 }
 
@@ -373,37 +436,93 @@ class Streams {
   size_t size_ = 0;
 };
 
-// Copies to `out` kPrefetchItems items with which reading goes on behind items [at, end) of member
-// m in chunk i: the same page of the next member; or the next page, or chunk, of the first.
-// They are prefetched only; where there are too few, the last one counts several times.
-void copy_following(Streams& streams, size_t m, uint32_t i, uint32_t at, uint32_t end,
-                    KvItem* out) {
-  const bool is_last = m + 1 == streams.size();
-  const Batch* batch = &streams[is_last ? 0 : m + 1].batch(i);
-  uint32_t from = is_last ? end : at;
-  if (from == batch->n && streams[0].batch(i + 1).n > 0) {
-    batch = &streams[0].batch(i + 1);
-    from = 0;
+// Items [at, end) of a chunk, all of one page.
+struct PageItems {
+  uint32_t at;
+  uint32_t end;
+};
+
+PageItems next_page(const Batch& batch, uint32_t at) {
+  const uint64_t page = batch.items[at].position / kPageTokens;
+  uint32_t end = at + 1;
+  while (end < batch.n && end - at < kGroupItems &&
+         batch.items[end].position / kPageTokens == page) {
+    ++end;
   }
-  for (uint32_t j = 0; j < kPrefetchItems; ++j) {
-    out[j] = batch->items[std::min(from + j, batch->n - 1)];
+  return {at, end};
+}
+
+// The stretches of 16 rows in the order in which a gang reads them: page by page, keys of all heads
+// and then values of all heads, which is the order of their addresses.
+class Reading {
+ public:
+  void start(size_t n_wanted) {
+    n_ = 0;
+    n_wanted_ = n_wanted;
+  }
+  bool done() const { return n_ == n_wanted_; }
+  void add_page(Streams& streams, const KvItem* items, uint32_t n) {
+    for (const Stream& stream : streams) {
+      for (uint32_t i = 0; i < n && n_ < n_wanted_; ++i) {
+        at_[n_++] = stream.k(items[i]);
+      }
+    }
+    for (const Stream& stream : streams) {
+      for (uint32_t i = 0; i < n && n_ < n_wanted_; ++i) {
+        at_[n_++] = stream.v(items[i]);
+      }
+    }
+  }
+  // Where nothing follows.
+  void repeat_last() {
+    std::fill(at_.begin() + n_, at_.begin() + n_wanted_, at_[n_ - 1]);
+    n_ = n_wanted_;
+  }
+  const uint8_t* const* from(size_t i) const { return at_.data() + i; }
+
+ private:
+  std::array<const uint8_t*, size_t{kMaxGang} * 2 * kGroupItems + kReadAhead> at_;
+  size_t n_ = 0;
+  size_t n_wanted_ = 0;
+};
+
+// What a gang reads from the given page of chunk i on: all of it, and kReadAhead stretches more.
+void read_from(Streams& streams, uint32_t i, PageItems page, Reading& reading) {
+  Stream& first = streams[0];
+  reading.start(streams.size() * 2 * (page.end - page.at) + kReadAhead);
+  reading.add_page(streams, first.batch(i).items + page.at, page.end - page.at);
+  const uint32_t last = i + 1;
+  while (!reading.done()) {
+    if (page.end == first.batch(i).n) {
+      if (i == last || first.batch(last).n == 0) {
+        reading.repeat_last();
+        return;
+      }
+      i = last;
+      page.end = 0;
+    }
+    page = next_page(first.batch(i), page.end);
+    reading.add_page(streams, first.batch(i).items + page.at, page.end - page.at);
   }
 }
 
-// Chunk i, whose items are parallel over the members: page by page, and in each page head by head.
+// Chunk i, page by page.
 void fold_chunk(Streams& streams, uint32_t i) {
-  const Batch& first = streams[0].batch(i);
-  for (uint32_t at = 0, end = 0; at < first.n; at = end) {
-    const uint64_t page = first.items[at].position / kPageTokens;
-    while (end < first.n && end - at < kGroupItems &&
-           first.items[end].position / kPageTokens == page) {
-      ++end;
+  const Batch& batch = streams[0].batch(i);
+  Reading reading;
+  for (PageItems page{0, 0}; page.end < batch.n;) {
+    page = next_page(batch, page.end);
+    read_from(streams, i, page, reading);
+    const KvItem* items = batch.items + page.at;
+    const uint32_t n = page.end - page.at;
+    size_t at = 0;
+    for (const Stream& stream : streams) {
+      stream.fold_keys(items, n, reading.from(at));
+      at += n;
     }
-    for (size_t m = 0; m < streams.size(); ++m) {
-      KvItem items[kGroupItems + kPrefetchItems];
-      std::copy_n(streams[m].batch(i).items + at, end - at, items);
-      copy_following(streams, m, i, at, end, items + (end - at));
-      streams[m].fold(items, end - at);
+    for (const Stream& stream : streams) {
+      stream.fold_values(items, n, reading.from(at));
+      at += n;
     }
   }
 }
@@ -425,16 +544,18 @@ void stream_gang(std::span<const GangMember> members, const Plan& plan, uint64_t
     std::byte* own = static_cast<std::byte*>(scratch) + streams.size() * plan.scratch_bytes;
     streams.add(*member.problem, plan, member.prepared, own);
   }
+  Stream& first = streams[0];
   for (Stream& stream : streams) {
-    stream.build(chunk, stream.batch(0));
+    stream.share_items(first);
   }
+  first.build(chunk, first.batch(0));
   for (uint32_t i = 0; i < n; ++i) {
-    for (Stream& stream : streams) {
-      Batch& next = stream.batch(i + 1);
-      next.n = 0;
-      if (i + 1 < n) {
-        stream.build(chunk + i + 1, next);
-      }
+    Batch& next = first.batch(i + 1);
+    next.n = 0;
+    if (i + 1 < n) {
+      first.build(chunk + i + 1, next);
+    }
+    for (const Stream& stream : streams) {
       stream.begin();
     }
     fold_chunk(streams, i);

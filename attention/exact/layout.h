@@ -15,7 +15,7 @@ namespace kvm::attention {
 // Streaming path up to this many rows, exclusive; from here on the blocked path is faster.
 inline constexpr uint32_t kBlockedRows = 24;
 static_assert(kBlockedRows <= kMaxStreamRows);
-inline constexpr uint32_t kStreamChunkTokens = 1024;
+inline constexpr uint32_t kStreamChunkTokens = 2048;
 inline constexpr uint32_t kBlockedChunkTokens = 8192;
 // Rows that the blocked path takes through a chunk at once: their accumulators stay in L2.
 inline constexpr uint32_t kRowBlock = 768;

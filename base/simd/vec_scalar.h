@@ -14,7 +14,7 @@
 //   reduce(a)                   lane i = sum of the lanes of a[i]; the same tree for each i
 //   transpose(a)                kWidth vectors of kWidth lanes, in place
 //   group_max<n>, group_sum<n>  over aligned groups of n lanes, the result in every lane
-//   prefetch(p), prefetch_far(p)  one cache line, into the first or second level
+//   prefetch(p)                 one cache line, into the first level
 #ifndef KVM_BASE_SIMD_VEC_SCALAR_H_
 #define KVM_BASE_SIMD_VEC_SCALAR_H_
 
@@ -139,7 +139,6 @@ inline F group_sum(F a) {
   }
 }
 inline void prefetch(const void* p) { __builtin_prefetch(p); }
-inline void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 }  // namespace vec
 }  // namespace
