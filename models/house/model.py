@@ -11,6 +11,7 @@ configuration as strings in `__metadata__`. README.md documents the shards.
 """
 import contextlib
 import dataclasses
+import glob
 import json
 import math
 import os
@@ -93,7 +94,7 @@ class Attention(nn.Module):
             return projection(x).view(batch, length, -1, self.config.head_dim).transpose(1, 2)
 
         q_pre, k_pre, v = heads(self.q_proj), heads(self.k_proj), heads(self.v_proj)
-        q, k = rotate(q_pre, cos, sin).to(v.dtype), rotate(k_pre, cos, sin).to(v.dtype)
+        q, k = rotate(q_pre, cos, sin), rotate(k_pre, cos, sin)
         if capture is not None:
             for name, tensor in (("q_pre", q_pre), ("q", q), ("k_pre", k_pre), ("k", k), ("v", v)):
                 capture(layer, name, tensor)
@@ -111,12 +112,32 @@ def attend(q, k, v, past):
     def spread(x):
         return x[:, :, None].expand(-1, -1, group, -1, -1).reshape(batch, heads, -1, dim)
 
+    if past == 0 and q.device.type == "cpu" and torch.is_grad_enabled():
+        return attend_in_chunks(q, k, v)
     if past == 0:
         return F.scaled_dot_product_attention(q, spread(k), spread(v), is_causal=True)
     if length == 1:
         return F.scaled_dot_product_attention(q, spread(k), spread(v))
     mask = torch.ones(length, past + length, dtype=torch.bool, device=q.device).tril(past)
     return F.scaled_dot_product_attention(q, spread(k), spread(v), attn_mask=mask)
+
+
+def attend_in_chunks(q, k, v, chunk=256):
+    """Causal attention with the matrix products of bf16 CPUs: the fused CPU kernel of PyTorch 2.13
+    does not use them, and takes two to three times as long to train with."""
+    batch, heads, length, dim = q.shape
+    kv_heads = k.shape[1]
+    q = (q * dim ** -0.5).view(batch, kv_heads, heads // kv_heads, length, dim)
+    found = []
+    for begin in range(0, length, chunk):
+        end = min(begin + chunk, length)
+        rows = q[:, :, :, begin:end].reshape(batch, kv_heads, -1, dim)
+        scores = (rows @ k[:, :, :end].mT).view(batch, heads, end - begin, end)
+        future = torch.full((end - begin, end - begin), -torch.inf, dtype=q.dtype).triu(1)
+        scores = torch.cat((scores[..., :begin], scores[..., begin:] + future), dim=-1)
+        weights = scores.softmax(-1).view(batch, kv_heads, -1, end)
+        found.append((weights @ v[:, :, :end]).view(batch, heads, end - begin, dim))
+    return torch.cat(found, dim=2)
 
 
 class Mlp(nn.Module):
@@ -130,6 +151,12 @@ class Mlp(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+def compute_dtype(x):
+    """Of the matrix products of what x flows into."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
 class RmsNorm(nn.Module):
     """In fp32; the result has the type that the matrix products use."""
 
@@ -139,9 +166,7 @@ class RmsNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(config.d_model))
 
     def forward(self, x):
-        y = F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
-        kind = x.device.type
-        return y.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else y
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps).to(compute_dtype(x))
 
 
 class Layer(nn.Module):
@@ -175,10 +200,10 @@ class Llama(nn.Module):
         self.norm = RmsNorm(config)
         self.register_buffer("frequencies", inverse_frequencies(config), persistent=False)
         for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                nn.init.zeros_(parameter)     # each layer begins as the identity
+            elif parameter.dim() == 2:
                 std = 0.02 if name.startswith("embed") else parameter.shape[1] ** -0.5
-                if name.endswith(("o_proj.weight", "down_proj.weight")):
-                    std /= (2 * config.layers) ** 0.5
                 nn.init.normal_(parameter, std=std)
 
     def forward(self, tokens, positions=None, capture=None, cache=None, select=None):
@@ -186,10 +211,11 @@ class Llama(nn.Module):
             past = cache.length if cache is not None else 0
             positions = torch.arange(past, past + tokens.shape[1], device=tokens.device)
         angles = positions.to(tokens.device)[..., None] * self.frequencies
-        cos, sin = angles.cos().float(), angles.sin().float()
         if positions.dim() == 2:
-            cos, sin = cos[:, None], sin[:, None]
+            angles = angles[:, None]
         x = self.embed_tokens(tokens)
+        kind = compute_dtype(x)
+        cos, sin = angles.cos().to(kind), angles.sin().to(kind)
         for index, layer in enumerate(self.layers):
             x = layer(x, cos, sin, index, capture, cache)
         if select is not None:
@@ -273,6 +299,13 @@ def load(path):
     model = Llama(config)
     model.load_state_dict(state)
     return model.eval(), Tokenizer(merges)
+
+
+def default_weights():
+    """The weights beside this file: one file, or the first shard."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    shards = sorted(glob.glob(os.path.join(here, "model-00001-of-*.safetensors")))
+    return shards[0] if shards else os.path.join(here, "model.safetensors")
 
 
 def shard_paths(path):

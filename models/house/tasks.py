@@ -340,9 +340,37 @@ def make(name, n_tokens, seed, tokenizer, **options):
     return maker(tokenizer).make(name, n_tokens, rng, **options)
 
 
+def phrases(maker_, n_tokens, rng):
+    """Training only: a few phrases of words, over and over in random order. All words of a phrase
+    but its first can be known once it has appeared: the densest lesson in looking back."""
+    count, length = int(rng.integers(3, 13)), int(rng.integers(2, 9))
+    table = rng.choice(maker_.lexicon.words, (count, length + 1))
+    order = rng.integers(0, count, n_tokens // (length + 1) + 1)
+    tokens = np.concatenate([[DOCUMENT_START], table[order].ravel()])[:n_tokens].astype(np.int32)
+    seen, answers = set(), []
+    for at, phrase in enumerate(order):
+        begin = 1 + at * (length + 1)
+        if phrase in seen and begin + 1 < n_tokens:
+            answers.append((begin + 1, min(n_tokens, begin + length + 1)))
+        seen.add(phrase)
+    return Sample("phrases", tokens, n_tokens, answers, np.zeros(n_tokens, bool))
+
+
 # What training draws from: (weight, name, tokens for each query, options drawn by the rng).
+_EARLY_MIX = (
+    (0.35, "text", 0, {}),
+    (0.65, "phrases", 0, {}),
+)
 _MIX = (
     (0.30, "text", 0, {}),
+    (0.30, "phrases", 0, {}),
+    (0.30, "key_value", 10, {"words": (1, 2), "per_fact": (12, 32)}),
+    (0.05, "needle_multikey", 12, {"per_fact": (16, 64), "words": (1, 2)}),
+    (0.05, "common_words", 80, {"share": (0.04, 0.08)}),
+)
+_MIX = (
+    (0.25, "text", 0, {}),
+    (0.05, "phrases", 0, {}),
     (0.16, "key_value", 14, {"words": (1, 2)}),
     (0.20, "needle_multikey", 22, {"per_fact": (16, 64), "words": (1, 2)}),
     (0.04, "needle_single", 200, {}),
@@ -357,10 +385,14 @@ _MIX = (
 )
 
 
-def training_sample(maker_, n_tokens, rng):
-    """A sample of the training mix: text, or a task with many queries."""
-    weights = np.asarray([row[0] for row in _MIX])
-    _, name, spacing, ranges = _MIX[rng.choice(len(_MIX), p=weights / weights.sum())]
+def training_sample(maker_, n_tokens, rng, early=False):
+    """A sample of the training mix: text, or a task with many queries. early: text and phrases,
+    of any length."""
+    mix = _EARLY_MIX if early else _MIX
+    weights = np.asarray([row[0] for row in mix])
+    _, name, spacing, ranges = mix[rng.choice(len(mix), p=weights / weights.sum())]
+    if name == "phrases":
+        return phrases(maker_, n_tokens, rng)
     if name == "text":
         tokens = maker_.haystack.take(rng, n_tokens)
         return Sample("text", tokens, n_tokens, [], np.ones(n_tokens, bool))
