@@ -206,8 +206,8 @@ kvm_status kvm_arena_create(kvm_client* client, const kvm_arena_params* params, 
     KVM_TRY(check_reserved(p.reserved, std::size(p.reserved), "kvm_arena_params"));
     const uint64_t asked = p.size != 0 ? p.size : kDefaultArenaBytes;
     if (asked > kvm::ipc::kMaxArenaBytes) {
-      return invalid("an arena of " + std::to_string(asked) + " bytes; at most " +
-                     std::to_string(kvm::ipc::kMaxArenaBytes));
+      return Status(KVM_ERR_LIMIT, "an arena of " + std::to_string(asked) + " bytes; at most " +
+                                       std::to_string(kvm::ipc::kMaxArenaBytes));
     }
     const uint64_t size = (asked + kOsPageBytes - 1) & ~(kOsPageBytes - 1);
     auto arena = std::make_unique<kvm_arena>();

@@ -37,7 +37,7 @@ class StagingPool {
   void free(const Piece& piece);
 
  private:
-  // LIMIT: ipc::kMaxWireArenas counts on it.
+  // LIMIT: ipc::admitted_arenas counts on it.
   static constexpr size_t kMaxArenas = 3;
 
   struct Arena {

@@ -200,9 +200,10 @@ void handle_queue_create(Session* session, uint64_t id, const wire::QueueCreate&
                                                     message.n_entries(), ipc::kMaxOutstanding)));
     return;
   }
-  if (session->queues.size() >= max_queues) {
+  if (session->queues.size() >= ipc::admitted_queues(max_queues)) {
     reply_error(session, id,
-                Status(KVM_ERR_LIMIT, fmt::format("the client has {} queues; max_queues is {}",
+                Status(KVM_ERR_LIMIT, fmt::format("the client has {} queues, its library's own "
+                                                  "included; max_queues is {}",
                                                   session->queues.size(), max_queues)));
     return;
   }
@@ -252,9 +253,10 @@ Status check_arena(const Session& session, uint64_t size_bytes) {
                               limits.max_arena_bytes));
   }
   const uint32_t n_arenas = session.regions.n_regions() + session.n_arenas_pending;
-  if (n_arenas >= limits.max_arenas) {
-    return Status(KVM_ERR_LIMIT, fmt::format("the client has {} arenas; max_arenas is {}", n_arenas,
-                                             limits.max_arenas));
+  if (n_arenas >= ipc::admitted_arenas(limits.max_arenas, limits.max_queues)) {
+    return Status(KVM_ERR_LIMIT, fmt::format("the client has {} arenas, its library's own included; "
+                                             "max_arenas is {} and max_queues {}",
+                                             n_arenas, limits.max_arenas, limits.max_queues));
   }
   const uint64_t held = session.regions.total_bytes() + session.arena_bytes_pending;
   if (size_bytes > limits.arena_quota_bytes || held > limits.arena_quota_bytes - size_bytes) {

@@ -28,6 +28,8 @@ namespace kvm::daemon {
 
 class ServedQueue;
 
+// max_queues and max_arenas are what applications may have; what libkvm makes for itself is
+// admitted beside it (ipc::admitted_queues, ipc::admitted_arenas).
 struct Limits {
   uint32_t max_clients = ipc::kMaxClients;
   uint32_t max_queues = ipc::kMaxQueuesPerClient;

@@ -49,6 +49,17 @@
  *  - Every fallible function returns kvm_status: KVM_OK (0) or a negative code. Output parameters
  *    are untouched on failure. After a failure kvm_last_error() has a sentence that names the value
  *    and what is allowed. Unless a function says otherwise, a failed call has changed nothing.
+ *  - "Fails:" leaves out what is the same everywhere: INVALID (a NULL, a struct_size, a flag or a
+ *    reserved field that is not allowed), FORKED, NO_MEMORY (of this process), INTERNAL; and of
+ *    functions that ask the service DISCONNECTED and PROTOCOL.
+ *  - Control calls, which are those that take a kvm_client, wait for the daemon for at most
+ *    kvm_connect_params.timeout_ns and then answer TIMEOUT: it may be stopped, or the call may wait
+ *    for earlier requests on its sequence. The connection stays as it is; the call may still take
+ *    effect, but a queue, an arena or a sequence that it makes too late is given back. Calls of
+ *    several threads take turns, and the time counts from a call's turn. Pings and calls on
+ *    sequences share a queue that the library makes with the first of them, which may therefore
+ *    fail as kvm_queue_create. An engine in this process has no such limit.
+ *  - Calls on a queue that wait do so as long as the daemon's process lives; kvm_wait has a limit.
  *  - Handles (kvm_client, kvm_queue, kvm_arena) are opaque and belong to the process that made
  *    them; after fork() the child may only forget them (calls return KVM_ERR_FORKED). Ids
  *    (kvm_space_id, kvm_seq_id) are 64-bit numbers that live in the service; an id is never
@@ -163,7 +174,7 @@ typedef struct kvm_connect_params {
   const char *socket_path;
   /* What the daemon's log calls this client; at most 63 bytes. NULL: the process's name. */
   const char *client_name;
-  uint64_t timeout_ns; /* for the handshake and for control calls; 0: 5 s */
+  uint64_t timeout_ns; /* for the handshake and for each control call; 0: 5 s */
   uint64_t reserved[4];
 } kvm_connect_params;
 
@@ -171,7 +182,8 @@ typedef struct kvm_connect_params {
  * params   NULL or see above.
  * out      receives the client; release with kvm_client_close.
  * Fails:   DISCONNECTED (nobody listens at the path), VERSION, PERMISSION, LIMIT (too many
- *          clients), TIMEOUT, PROTOCOL, INVALID. Nothing is left behind.
+ *          clients, or no file descriptors left), TIMEOUT, PROTOCOL (who listens is no kvmd),
+ *          INVALID, IO. Nothing is left behind.
  * Threads: any. */
 KVM_API kvm_status kvm_connect(const kvm_connect_params *params, kvm_client **out);
 
@@ -191,15 +203,15 @@ KVM_API kvm_status kvm_open_embedded(const kvm_embedded_params *params, kvm_clie
 
 /* Connects again after DISCONNECTED, with the parameters of kvm_connect. Queues and arenas of the
  * client must have been destroyed. Sequences of the old connection are gone: their ids give
- * KVM_ERR_LOST; spaces must be registered again. On an embedded client, or on a live connection,
- * nothing happens and KVM_OK is returned.
+ * KVM_ERR_LOST; spaces must be registered again. On an embedded client, or on a live connection
+ * (that of a daemon which is stopped is live), nothing happens and KVM_OK is returned.
  * Fails:   as kvm_connect, and BUSY while queues or arenas remain; the client stays disconnected.
  * Threads: no other call on this client may be running. */
 KVM_API kvm_status kvm_client_reconnect(kvm_client *client);
 
 /* Closes a client and frees its sequences. Queues and arenas that still exist become unusable
- * (their calls return DISCONNECTED) and must still be destroyed, in any order, which suits
- * languages that finalise in arbitrary order. NULL is accepted.
+ * (their calls return DISCONNECTED; what is in the arenas is undefined) and must still be
+ * destroyed, in any order, which suits languages that finalise in arbitrary order. NULL is accepted.
  * Threads: no other call on this client may be running. */
 KVM_API void kvm_client_close(kvm_client *client);
 
@@ -243,7 +255,7 @@ typedef struct kvm_client_info {
 KVM_API kvm_status kvm_client_get_info(kvm_client *client, kvm_client_info *out);
 
 /* One null request there and back. out_ns (may be NULL) receives the time it took.
- * Fails:   DISCONNECTED, TIMEOUT. Threads: any. */
+ * Fails:   TIMEOUT. Threads: any. */
 KVM_API kvm_status kvm_client_ping(kvm_client *client, uint64_t *out_ns);
 
 /* ============================================================================================
@@ -264,17 +276,19 @@ typedef struct kvm_queue_params {
   uint64_t reserved[4];
 } kvm_queue_params;
 
-/* Makes a queue. Fails: LIMIT, NO_MEMORY, DISCONNECTED, INVALID. Threads: any. */
+/* Makes a queue. Fails: LIMIT (max_queues; arenas, of which each queue has one), QUOTA (of arenas),
+ * NO_MEMORY, TIMEOUT, INVALID (n_entries). Threads: any. */
 KVM_API kvm_status kvm_queue_create(kvm_client *client, const kvm_queue_params *params,
                                     kvm_queue **out);
 
-/* Cancels what is outstanding, waits for what is running, and releases the queue. NULL is accepted.
- * Threads: the owner. */
+/* Cancels what is outstanding, waits for what is running, and releases the queue. A daemon that
+ * does not even answer a control call within the timeout is not waited for: the connection is closed
+ * then, so that nothing it does later counts. NULL is accepted. Threads: the owner. */
 KVM_API void kvm_queue_destroy(kvm_queue *queue);
 
 /* A descriptor that polls readable when completions are there, for event loops; or -1 when the
  * service does not offer it (KVM_FEATURE_EVENTFD). Owned by the queue: do not close or read it;
- * kvm_poll resets it. Threads: any. */
+ * kvm_poll resets it. Threads: the owner. */
 KVM_API int kvm_queue_fd(kvm_queue *queue);
 
 /* ============================================================================================
@@ -307,7 +321,7 @@ typedef struct kvm_arena_params {
 } kvm_arena_params;
 
 /* Makes an arena. Its memory is allocated at once (0.7 s a GiB), so make it early.
- * Fails:   LIMIT, QUOTA, NO_MEMORY, DISCONNECTED, INVALID. Threads: any. */
+ * Fails:   LIMIT (max_arenas, max_arena_bytes), QUOTA, NO_MEMORY, TIMEOUT. Threads: any. */
 KVM_API kvm_status kvm_arena_create(kvm_client *client, const kvm_arena_params *params,
                                     kvm_arena **out);
 
@@ -316,7 +330,8 @@ KVM_API kvm_status kvm_arena_create(kvm_client *client, const kvm_arena_params *
 KVM_API void kvm_arena_destroy(kvm_arena *arena);
 
 /* Takes `size` bytes, aligned to `alignment` (a power of two up to 4096; 0: 64), out of the arena.
- * Contents are undefined. Fails: NO_SPACE (too little contiguous room), INVALID. Threads: any. */
+ * Contents are undefined. Fails: NO_SPACE (too little contiguous room), INVALID, DISCONNECTED.
+ * Threads: any. */
 KVM_API kvm_status kvm_arena_alloc(kvm_arena *arena, uint64_t size, uint64_t alignment,
                                    kvm_buffer *out);
 
@@ -454,12 +469,13 @@ typedef struct kvm_space_params {
 
 /* Registers a space, or finds the one that has this name when every parameter agrees.
  * Fails:   EXISTS (the name has other parameters; the sentence names the first that differs),
- *          INVALID, UNSUPPORTED (KVM_LAYER_PAIR), LIMIT.
+ *          INVALID, UNSUPPORTED (KVM_LAYER_PAIR), LIMIT (max_spaces; parameters of more than about
+ *          128,000 bytes with all arrays, to a daemon), TIMEOUT.
  * Threads: any. */
 KVM_API kvm_status kvm_space_register(kvm_client *client, const kvm_space_params *params,
                                       kvm_space_id *out);
 
-/* Finds a space by name. Fails: NOT_FOUND. Threads: any. */
+/* Finds a space by name. Fails: NOT_FOUND, TIMEOUT. Threads: any. */
 KVM_API kvm_status kvm_space_find(kvm_client *client, const char *name, kvm_space_id *out);
 
 typedef struct kvm_space_info {
@@ -480,16 +496,18 @@ typedef struct kvm_space_info {
   uint64_t reserved[4];
 } kvm_space_info;
 
-/* Fails: NOT_FOUND, STALE. Threads: any. */
+/* Fails: NOT_FOUND, STALE, LOST, TIMEOUT. Threads: any. */
 KVM_API kvm_status kvm_space_get_info(kvm_client *client, kvm_space_id space, kvm_space_info *out);
 
 /* All spaces. out [capacity] is filled from the front, each with struct_size set by the caller in
  * out[0] only; *out_count receives how many there are, which may exceed capacity. out may be NULL
- * when capacity is 0. Threads: any. */
+ * when capacity is 0. In the order of ids. Lists are read in parts: what lives throughout the call
+ * is there once, what comes or goes meanwhile may be there or not. Fails: TIMEOUT (of a part).
+ * Threads: any. */
 KVM_API kvm_status kvm_space_list(kvm_client *client, kvm_space_info *out, size_t capacity,
                                   size_t *out_count);
 
-/* Removes a space without sequences. Fails: BUSY, NOT_FOUND, STALE. Threads: any. */
+/* Removes a space without sequences. Fails: BUSY, NOT_FOUND, STALE, LOST, TIMEOUT. Threads: any. */
 KVM_API kvm_status kvm_space_drop(kvm_client *client, kvm_space_id space);
 
 /* A sequence is an ordered run of tokens with K and V in every layer, owned by the client that made
@@ -511,7 +529,8 @@ enum {
   KVM_SEQ_MANUAL_COMMIT = 1u << 0 /* final by kvm_seq_commit only; default: on append */
 };
 
-/* Makes an empty sequence. Fails: NOT_FOUND, LIMIT, QUOTA. Threads: any. */
+/* Makes an empty sequence. Fails: NOT_FOUND, STALE, LOST (the space), LIMIT (max_sequences),
+ * TIMEOUT. Threads: any. */
 KVM_API kvm_status kvm_seq_create(kvm_client *client, kvm_space_id space,
                                   const kvm_seq_params *params, kvm_seq_id *out);
 
@@ -519,24 +538,27 @@ KVM_API kvm_status kvm_seq_create(kvm_client *client, kvm_space_id space,
  * layer as long as the parent's) copy-on-write. Costs the same at any length, and no KV memory
  * until one of the two appends into the page that both end in.
  * Fails:   INVALID (n_tokens is longer than the longest layer), PARTIAL (a policy of the parent has
- *          dropped tokens that queries at n_tokens would see), NOT_FOUND, STALE, LIMIT.
+ *          dropped tokens that queries at n_tokens would see), NOT_FOUND, STALE, LOST, PERMISSION
+ *          (a sequence of another client), LIMIT, TIMEOUT.
  * Threads: any. */
 KVM_API kvm_status kvm_seq_fork(kvm_client *client, kvm_seq_id parent, uint64_t n_tokens,
                                 kvm_seq_id *out);
 
 /* Rolls every layer back to at most n_tokens; layers that are shorter stay as they are.
- * Fails:   PARTIAL (as in fork; the sequence is as before), NOT_FOUND, STALE. A length at or beyond
- *          the longest layer changes nothing and is KVM_OK. Threads: any. */
+ * Fails:   PARTIAL (as in fork; the sequence is as before), NOT_FOUND, STALE, LOST, PERMISSION,
+ *          TIMEOUT. A length at or beyond the longest layer changes nothing and is KVM_OK.
+ * Threads: any. */
 KVM_API kvm_status kvm_seq_truncate(kvm_client *client, kvm_seq_id seq, uint64_t n_tokens);
 
 /* Makes the first n_tokens (KVM_POSITION_END: all) final: policies may act on them irreversibly.
  * The commit point never moves back; truncating below it is allowed as long as nothing needed was
  * dropped, and then moves it.
- * Fails:   INVALID (beyond the shortest layer), NOT_FOUND, STALE. Threads: any. */
+ * Fails:   INVALID (beyond the shortest layer), NOT_FOUND, STALE, LOST, PERMISSION, TIMEOUT.
+ * Threads: any. */
 KVM_API kvm_status kvm_seq_commit(kvm_client *client, kvm_seq_id seq, uint64_t n_tokens);
 
 /* Frees a sequence; pages that forks share stay with them. Requests that use it are finished first.
- * Fails: NOT_FOUND, STALE. Threads: any. */
+ * Fails: NOT_FOUND, STALE, LOST, PERMISSION, TIMEOUT. Threads: any. */
 KVM_API kvm_status kvm_seq_free(kvm_client *client, kvm_seq_id seq);
 
 typedef struct kvm_seq_info {
@@ -557,13 +579,13 @@ typedef struct kvm_seq_info {
   uint64_t reserved[4];
 } kvm_seq_info;
 
-/* Fails: NOT_FOUND, STALE. Threads: any. */
+/* Fails: NOT_FOUND, STALE, LOST, PERMISSION, TIMEOUT. Threads: any. */
 KVM_API kvm_status kvm_seq_get_info(kvm_client *client, kvm_seq_id seq, kvm_seq_info *out);
 
 enum { KVM_LIST_ALL_CLIENTS = 1u << 0 /* the daemon's own user and root; else PERMISSION */ };
 
-/* The sequences of one space (0: of all), as kvm_space_list does. flags: KVM_LIST_*.
- * Threads: any. */
+/* The sequences of one space (0: of all), as kvm_space_list does; a space that does not exist has
+ * none. flags: KVM_LIST_*. Fails: PERMISSION (KVM_LIST_ALL_CLIENTS), TIMEOUT. Threads: any. */
 KVM_API kvm_status kvm_seq_list(kvm_client *client, kvm_space_id space, uint32_t flags,
                                 kvm_seq_info *out, size_t capacity, size_t *out_count);
 
@@ -688,7 +710,10 @@ typedef struct kvm_step_stats {
  * All or nothing: on any failure no item has been appended to.
  * Fails:   HOLE (a position is not the layer's length), QUOTA, NO_SPACE, NO_MEMORY, INVALID
  *          (geometry, strides, sizes, an ALIAS or ABSENT layer, a sequence twice), NOT_FOUND, STALE,
- *          LOST, PERMISSION (a sequence of another client), DEADLINE, DISCONNECTED.
+ *          LOST, PERMISSION (a sequence of another client), DEADLINE; and, as every call on a queue
+ *          that waits, BUSY (asynchronous requests are outstanding), UNSUPPORTED (DEVICE buffers),
+ *          and with HOST buffers, which are copied through an arena of the library, LIMIT (larger
+ *          than an arena can be) and the failures of kvm_arena_create.
  * Threads: the queue's owner. */
 KVM_API kvm_status kvm_append(kvm_queue *queue, const kvm_step_params *params);
 
@@ -697,7 +722,7 @@ KVM_API kvm_status kvm_append(kvm_queue *queue, const kvm_step_params *params);
  *          with sinks, where its rows lie between window and window + n_sinks: there the head's sinks
  *          go out of sight one by one), PARTIAL (a query position so far back that its head's policy
  *          has dropped what it should see), LIMIT (too many query rows at once), NO_MEMORY, INVALID,
- *          NOT_FOUND, STALE, LOST, PERMISSION, DEADLINE, DISCONNECTED.
+ *          NOT_FOUND, STALE, LOST, PERMISSION, DEADLINE; and as append.
  * Threads: the queue's owner. */
 KVM_API kvm_status kvm_attend(kvm_queue *queue, const kvm_step_params *params,
                               kvm_step_stats *stats);
@@ -723,14 +748,16 @@ typedef struct kvm_observe_params {
   uint32_t n_rows;         /* query rows */
   uint64_t query_position; /* of the first row */
   uint64_t column_begin;   /* position of the first column sum */
-  uint64_t n_columns;
+  uint64_t n_columns;      /* column_begin + n_columns: at most the layer's length */
   kvm_tensor q;           /* [n_rows][n_q_heads][head_dim_k], any dtype; or NONE with n_rows = 0 */
   kvm_tensor column_sums; /* [n_columns][n_kv_heads] F32, softmax mass summed over rows and the
                            * group's heads; row = column; or NONE with n_columns = 0 */
   uint64_t reserved[4];
 } kvm_observe_params;
 
-/* Fails: INVALID, QUOTA, NOT_FOUND, STALE. Threads: the queue's owner. */
+/* Fails: INVALID (column sums beyond the layer's length, a number that is not finite, geometry),
+ * QUOTA, NO_SPACE, NOT_FOUND, STALE, LOST, PERMISSION; and as kvm_append, BUSY and what follows it.
+ * Threads: the queue's owner. */
 KVM_API kvm_status kvm_observe(kvm_queue *queue, const kvm_observe_params *params);
 
 /* K and V back out. */
@@ -749,7 +776,8 @@ typedef struct kvm_read_params {
 
 /* Copies stored K and V of tokens [position, position + n_tokens) out, converted to the tensors'
  * dtypes. Fails: INVALID (beyond the layer's length), PARTIAL (a head has dropped one of them),
- * NOT_FOUND, STALE. Threads: the queue's owner. */
+ * NOT_FOUND, STALE, LOST, PERMISSION; and as kvm_append, BUSY and what follows it.
+ * Threads: the queue's owner. */
 KVM_API kvm_status kvm_read(kvm_queue *queue, const kvm_read_params *params);
 
 /* Merges attention states over disjoint key sets. Pure computation in the caller's memory. */
@@ -779,8 +807,10 @@ KVM_API kvm_status kvm_merge(const kvm_merge_params *params);
  * Structures and arrays that params points to are copied when staged; buffers must stay untouched
  * until the completion. HOST buffers are accepted: outputs are copied to them when the completion
  * is taken. Synchronous calls must not be mixed with outstanding asynchronous ones on a queue
- * (BUSY). A staging call fails with AGAIN when the queue is full, and with the errors that can be
- * seen without the service (INVALID); all others arrive as the completion's status.
+ * (BUSY). A staging call fails with AGAIN when the queue, or the memory through which HOST buffers
+ * are copied, is full, with the errors that can be seen without the service (INVALID, UNSUPPORTED
+ * for DEVICE buffers), and where more memory to copy through is refused as kvm_arena_create does;
+ * all others arrive as the completion's status.
  * Threads: the queue's owner.
  * ============================================================================================ */
 
@@ -816,20 +846,22 @@ typedef struct kvm_completion {
   uint32_t n_exact;
 } kvm_completion;
 
-/* Takes up to n_max completions without waiting. Returns how many, or a negative kvm_status
- * (DISCONNECTED once all outstanding requests have been answered with it). When a completion's
- * status is an error, kvm_last_error() has the sentence of the last such completion taken. */
+/* Takes up to n_max completions without waiting. Returns how many, or a negative kvm_status (INVALID
+ * when n_max is 0; DISCONNECTED once all outstanding requests have been answered with it). When a
+ * completion's status is an error, kvm_last_error() has the sentence of the last such completion
+ * taken. */
 KVM_API int32_t kvm_poll(kvm_queue *queue, kvm_completion *out, uint32_t n_max);
 
 /* Waits until n_min completions are there, or timeout_ns (UINT64_MAX: no limit) has passed, and
  * takes up to n_max. Returns how many, which is below n_min only after a timeout or when fewer are
- * outstanding. */
+ * outstanding, or a negative status as kvm_poll (INVALID also when n_min is above n_max). */
 KVM_API int32_t kvm_wait(kvm_queue *queue, kvm_completion *out, uint32_t n_max, uint32_t n_min,
                          uint64_t timeout_ns);
 
 /* Asks that outstanding requests with this user_data not be started. Those that have begun run to
  * their end; either way each completes exactly once (with CANCELLED or its own result).
- * Fails: NOT_FOUND (none outstanding). */
+ * Fails: NOT_FOUND (none outstanding), AGAIN (the daemon has taken no requests yet, so that some
+ * could not be cancelled: try again). */
 KVM_API kvm_status kvm_cancel(kvm_queue *queue, uint64_t user_data);
 
 /* ============================================================================================
@@ -865,12 +897,12 @@ typedef struct kvm_stats {
   uint64_t reserved[8];
 } kvm_stats;
 
-/* Counters of the whole service. Fails: DISCONNECTED. Threads: any. */
+/* Counters of the whole service. Fails: TIMEOUT. Threads: any. */
 KVM_API kvm_status kvm_get_stats(kvm_client *client, kvm_stats *out);
 
 /* The same as text, one "kvm_name value" per line with # HELP and # TYPE lines, in Prometheus' text
  * format. Writes at most capacity bytes, NUL included; *out_length receives the length without it,
- * which may be capacity or more: then the text was cut. Threads: any. */
+ * which may be capacity or more: then the text was cut. Fails: TIMEOUT. Threads: any. */
 KVM_API kvm_status kvm_get_stats_text(kvm_client *client, char *buffer, size_t capacity,
                                       size_t *out_length);
 

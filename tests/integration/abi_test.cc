@@ -300,6 +300,39 @@ TEST_F(Abi, ArenaAndHostGiveTheSameBitsAndStridesLeaveGapsAlone) {
   kvm_arena_destroy(arena);
 }
 
+TEST_F(Abi, AsManyQueuesAndArenasAsPromised) {
+  kvm_client_info info{};
+  info.struct_size = sizeof(info);
+  ASSERT_EQ(kvm_client_get_info(client_, &info), KVM_OK);
+  // Through a queue of the library's own, where there is one.
+  ASSERT_EQ(kvm_client_ping(client_, nullptr), KVM_OK) << kvm_last_error();
+  std::vector<kvm_queue*> queues;
+  kvm_queue_params params{};
+  params.struct_size = sizeof(params);
+  params.n_entries = 1;
+  for (uint32_t i = 1; i < info.max_queues; ++i) {  // beside that of the fixture
+    kvm_queue* queue = nullptr;
+    ASSERT_EQ(kvm_queue_create(client_, &params, &queue), KVM_OK) << i << ": " << kvm_last_error();
+    queues.push_back(queue);
+  }
+  std::vector<kvm_arena*> arenas;
+  kvm_arena_params arena_params{};
+  arena_params.struct_size = sizeof(arena_params);
+  arena_params.size = 4096;
+  for (uint32_t i = 0; i < info.max_arenas; ++i) {
+    kvm_arena* arena = nullptr;
+    ASSERT_EQ(kvm_arena_create(client_, &arena_params, &arena), KVM_OK)
+        << i << ": " << kvm_last_error();
+    arenas.push_back(arena);
+  }
+  for (kvm_queue* queue : queues) {
+    kvm_queue_destroy(queue);
+  }
+  for (kvm_arena* arena : arenas) {
+    kvm_arena_destroy(arena);
+  }
+}
+
 TEST_F(Abi, ArenaAllocator) {
   kvm_arena_params params{};
   params.struct_size = sizeof(params);
@@ -326,7 +359,7 @@ TEST_F(Abi, ArenaAllocator) {
   EXPECT_EQ(kvm_arena_data(arena, kvm_host_buffer(&params, 8)), nullptr);
   kvm_arena_destroy(arena);
   params.size = UINT64_MAX / 2;
-  EXPECT_EQ(kvm_arena_create(client_, &params, &arena), KVM_ERR_INVALID);
+  EXPECT_EQ(kvm_arena_create(client_, &params, &arena), KVM_ERR_LIMIT);
 }
 
 TEST_F(Abi, ForkTruncateCommitFree) {
