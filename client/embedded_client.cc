@@ -10,9 +10,9 @@
 #include <cstdio>
 #include <utility>
 
+#include "base/stats_text.h"
 #include "client/clock.h"
 #include "client/embedded_queue.h"
-#include "client/embedded_stats_text.h"
 #include "client/limits.h"
 
 namespace kvm::client {
@@ -250,7 +250,9 @@ Result<kvm_stats> EmbeddedClient::stats() {
 
 Result<std::string> EmbeddedClient::stats_text() {
   KVM_TRY_ASSIGN(const kvm_stats all, stats());
-  return embedded_stats_text(all);
+  StatsText text;
+  write_stats(all, &text);
+  return text.take();
 }
 
 }  // namespace kvm::client

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Counters in Prometheus' text format: prefix kvm_, base units, every series present from the
-// start. docs/operations.md lists them.
+// The counters of the whole service, as a structure and as text (base/stats_text.h).
 #ifndef KVM_DAEMON_STATS_TEXT_H_
 #define KVM_DAEMON_STATS_TEXT_H_
 
@@ -11,7 +10,6 @@
 
 namespace kvm::daemon {
 
-// Counters of the whole service.
 kvm_stats service_stats(const Service& service);
 std::string stats_text(const Service& service);
 
