@@ -171,12 +171,12 @@ Finding memory(const kvm_client_info* info) {
   return out;
 }
 
-Finding daemon(const kvm_client_info* info) {
+Finding daemon(const kvm_client_info* info, const std::string& why_none) {
   Finding out;
   out.subject = "daemon";
   if (info == nullptr) {
     out.verdict = Verdict::kProblem;
-    out.found = "no answer";
+    out.found = why_none.empty() ? "no answer" : why_none;
     out.consequence = "start kvmd, or name its socket with --socket or KVM_SOCKET";
     return out;
   }
@@ -199,10 +199,10 @@ const char* verdict_name(Verdict verdict) {
   return "problem";
 }
 
-std::vector<Finding> examine(const kvm_client_info* info) {
-  std::vector<Finding> out = {daemon(info),  instruction_sets(info), huge_pages(),
-                              io_uring(),    memory_lock(),          open_files(),
-                              cores(info),   numa(),                 memory(info)};
+std::vector<Finding> examine(const kvm_client_info* info, const std::string& why_none) {
+  std::vector<Finding> out = {daemon(info, why_none), instruction_sets(info), huge_pages(),
+                              io_uring(),             memory_lock(),          open_files(),
+                              cores(info),            numa(),                 memory(info)};
   if (info != nullptr && (info->features & KVM_FEATURE_EVENTFD) == 0) {
     out.push_back({"completion events", Verdict::kFallback, "not offered by this daemon",
                    "kvm_queue_fd returns -1: engines poll or wait instead of using epoll"});

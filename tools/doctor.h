@@ -20,9 +20,10 @@ struct Finding {
   std::string consequence;  // empty when good
 };
 
-// `info` is null when no daemon answers. The findings about the machine hold for this process's
-// limits; the daemon's own may differ where it runs under another user or unit.
-std::vector<Finding> examine(const kvm_client_info* info);
+// `info` is null when no daemon answers, and `why_none` the reason. The findings about the machine
+// hold for this process's limits; the daemon's own may differ where it runs under another user or
+// unit.
+std::vector<Finding> examine(const kvm_client_info* info, const std::string& why_none);
 
 const char* verdict_name(Verdict verdict);
 

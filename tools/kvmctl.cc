@@ -39,27 +39,49 @@ struct Options {
 void check(kvm_status status, const char* what) {
   if (status != KVM_OK) {
     fail(fmt::format("{}: {} ({})", what, kvm_last_error(), kvm_status_name(status)),
-         status == KVM_ERR_DISCONNECTED ? kExitConnection : kExitService);
+         status == KVM_ERR_DISCONNECTED || status == KVM_ERR_TIMEOUT ? kExitConnection
+                                                                     : kExitService);
   }
 }
 
-kvm_client* connect(const Options& options) {
+// What to try next, for somebody who has not used kvm before; "" where the sentence says it all.
+std::string advice(kvm_status status) {
+  switch (status) {
+    case KVM_ERR_DISCONNECTED:
+      return "\nStart a daemon with `kvmd`, or name the socket of a running one with --socket or "
+             "KVM_SOCKET.";
+    case KVM_ERR_PERMISSION:
+      return "\nRun kvmctl as the user that runs kvmd, or let more users in with kvmd's "
+             "socket_mode.";
+    case KVM_ERR_VERSION:
+      return fmt::format("\nThis is kvmctl {}; use the one that came with the running kvmd, or "
+                         "start the kvmd that came with this one.",
+                         kvm_version_string());
+    case KVM_ERR_TIMEOUT:
+      return "\nThe process may be stopped or starved: look at it with `ps`, and at its log.";
+    case KVM_ERR_LIMIT:
+      return "\nEnd a client, or raise kvmd's max_clients.";
+    case KVM_ERR_PROTOCOL:
+      return "\nWhatever listens there is no kvmd, or a broken one.";
+    default:
+      return "";
+  }
+}
+
+kvm_status connect(const Options& options, kvm_client** client) {
   kvm_connect_params params{};
   params.struct_size = sizeof(params);
   params.socket_path = options.socket.empty() ? nullptr : options.socket.c_str();
   params.client_name = "kvmctl";
-  kvm_client* client = nullptr;
-  return kvm_connect(&params, &client) == KVM_OK ? client : nullptr;
+  return kvm_connect(&params, client);
 }
 
 class Connection {
  public:
-  explicit Connection(const Options& options) : client_(connect(options)) {
-    if (client_ == nullptr) {
-      fail(fmt::format("{}\nStart a daemon with `kvmd`, or name the socket of a running one with "
-                       "--socket or KVM_SOCKET.",
-                       kvm_last_error()),
-           kExitConnection);
+  explicit Connection(const Options& options) {
+    if (const kvm_status status = connect(options, &client_); status != KVM_OK) {
+      fail(fmt::format("{} ({}){}", kvm_last_error(), kvm_status_name(status), advice(status)),
+           status == KVM_ERR_INVALID ? kExitUsage : kExitConnection);
     }
   }
   ~Connection() { kvm_client_close(client_); }
@@ -75,7 +97,7 @@ class Connection {
   }
 
  private:
-  kvm_client* client_;
+  kvm_client* client_ = nullptr;
 };
 
 std::string bytes_text(uint64_t bytes) {
@@ -197,10 +219,12 @@ int run_ping(const Options& options) {
 int run_doctor(const Options& options) {
   kvm_client_info info{};
   info.struct_size = sizeof(info);
-  kvm_client* client = connect(options);
-  const bool has_daemon = client != nullptr && kvm_client_get_info(client, &info) == KVM_OK;
+  kvm_client* client = nullptr;
+  const kvm_status status = connect(options, &client);
+  const std::string why = status == KVM_OK ? "" : kvm_last_error();
+  const bool has_daemon = status == KVM_OK && kvm_client_get_info(client, &info) == KVM_OK;
   kvm_client_close(client);
-  const std::vector<Finding> findings = examine(has_daemon ? &info : nullptr);
+  const std::vector<Finding> findings = examine(has_daemon ? &info : nullptr, why);
   if (options.json) {
     Json out = Json::array();
     for (const Finding& finding : findings) {

@@ -2,7 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """kvmctl against a live daemon: what it prints, its JSON, its exit statuses."""
 
+import os
 import signal
+import socket
+import tempfile
+import threading
 import unittest
 
 from daemon_harness import Daemon, kvmctl
@@ -86,6 +90,45 @@ class Kvmctl(unittest.TestCase):
             self.assertEqual(result.returncode, 3)
             self.assertIn("/tmp/no/such.sock", result.stderr)
             self.assertIn("kvmd", result.stderr)
+            self.assertIn("no such file", result.stderr)
+
+    def test_sentences_tell_one_cause_from_another(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "notes.txt")
+            with open(path, "w", encoding="utf-8") as file:
+                file.write("precious")
+            result = kvmctl("--socket", path, "status")
+            self.assertEqual(result.returncode, 3)
+            self.assertIn("no socket", result.stderr)
+
+            path = os.path.join(folder, "left.sock")
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+                listener.bind(path)
+                listener.listen(1)
+                answer = threading.Thread(target=self.answer_nonsense, args=(listener,))
+                answer.start()
+                result = kvmctl("--socket", path, "status")
+                answer.join()
+            self.assertEqual(result.returncode, 3)
+            self.assertIn("KVM_ERR_PROTOCOL", result.stderr)
+            self.assertIn("is no kvmd", result.stderr)
+
+            result = kvmctl("--socket", path, "status")
+            self.assertEqual(result.returncode, 3)
+            self.assertIn("has ended left its socket", result.stderr)
+            self.assertIn("has ended left its socket", kvmctl("--socket", path, "doctor").stdout)
+
+            result = kvmctl("--socket", "x" * 200, "status")
+            self.assertEqual(result.returncode, 2)
+            self.assertIn("107", result.stderr)
+
+    @staticmethod
+    def answer_nonsense(listener):
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(4096)
+            connection.send(b"hello, I am a teapot")
+            connection.recv(4096)
 
 
 class Clients(unittest.TestCase):
