@@ -254,9 +254,10 @@ Status check_arena(const Session& session, uint64_t size_bytes) {
   }
   const uint32_t n_arenas = session.regions.n_regions() + session.n_arenas_pending;
   if (n_arenas >= ipc::admitted_arenas(limits.max_arenas, limits.max_queues)) {
-    return Status(KVM_ERR_LIMIT, fmt::format("the client has {} arenas, its library's own included; "
-                                             "max_arenas is {} and max_queues {}",
-                                             n_arenas, limits.max_arenas, limits.max_queues));
+    return Status(KVM_ERR_LIMIT,
+                  fmt::format("the client has {} arenas, its library's own included; max_arenas is "
+                              "{} and max_queues {}",
+                              n_arenas, limits.max_arenas, limits.max_queues));
   }
   const uint64_t held = session.regions.total_bytes() + session.arena_bytes_pending;
   if (size_bytes > limits.arena_quota_bytes || held > limits.arena_quota_bytes - size_bytes) {

@@ -211,7 +211,8 @@ KVM_API kvm_status kvm_client_reconnect(kvm_client *client);
 
 /* Closes a client and frees its sequences. Queues and arenas that still exist become unusable
  * (their calls return DISCONNECTED; what is in the arenas is undefined) and must still be
- * destroyed, in any order, which suits languages that finalise in arbitrary order. NULL is accepted.
+ * destroyed, in any order, which suits languages that finalise in arbitrary order. NULL is
+ * accepted.
  * Threads: no other call on this client may be running. */
 KVM_API void kvm_client_close(kvm_client *client);
 
@@ -282,8 +283,8 @@ KVM_API kvm_status kvm_queue_create(kvm_client *client, const kvm_queue_params *
                                     kvm_queue **out);
 
 /* Cancels what is outstanding, waits for what is running, and releases the queue. A daemon that
- * does not even answer a control call within the timeout is not waited for: the connection is closed
- * then, so that nothing it does later counts. NULL is accepted. Threads: the owner. */
+ * does not even answer a control call within the timeout is not waited for: the connection is
+ * closed then, so that nothing it does later counts. NULL is accepted. Threads: the owner. */
 KVM_API void kvm_queue_destroy(kvm_queue *queue);
 
 /* A descriptor that polls readable when completions are there, for event loops; or -1 when the
@@ -709,20 +710,21 @@ typedef struct kvm_step_stats {
 /* Appends, and waits.
  * All or nothing: on any failure no item has been appended to.
  * Fails:   HOLE (a position is not the layer's length), QUOTA, NO_SPACE, NO_MEMORY, INVALID
- *          (geometry, strides, sizes, an ALIAS or ABSENT layer, a sequence twice), NOT_FOUND, STALE,
- *          LOST, PERMISSION (a sequence of another client), DEADLINE; and, as every call on a queue
- *          that waits, BUSY (asynchronous requests are outstanding), UNSUPPORTED (DEVICE buffers),
- *          and with HOST buffers, which are copied through an arena of the library, LIMIT (larger
- *          than an arena can be) and the failures of kvm_arena_create.
+ *          (geometry, strides, sizes, an ALIAS or ABSENT layer, a sequence twice), NOT_FOUND,
+ *          STALE, LOST, PERMISSION (a sequence of another client), DEADLINE; and, as every call on
+ *          a queue that waits, BUSY (asynchronous requests are outstanding), UNSUPPORTED (DEVICE
+ *          buffers), and with HOST buffers, which are copied through an arena of the library, LIMIT
+ *          (larger than an arena can be) and the failures of kvm_arena_create.
  * Threads: the queue's owner. */
 KVM_API kvm_status kvm_append(kvm_queue *queue, const kvm_step_params *params);
 
 /* Attends, and waits. stats may be NULL. Outputs are written only on success.
  * Fails:   UNSUPPORTED (mode; a TREE in a layer whose window is longer than the n_recent of a head
- *          with sinks, where its rows lie between window and window + n_sinks: there the head's sinks
- *          go out of sight one by one), PARTIAL (a query position so far back that its head's policy
- *          has dropped what it should see), LIMIT (too many query rows at once), NO_MEMORY, INVALID,
- *          NOT_FOUND, STALE, LOST, PERMISSION, DEADLINE; and as append.
+ *          with sinks, where its rows lie between window and window + n_sinks: there the head's
+ *          sinks go out of sight one by one), PARTIAL (a query position so far back that its head's
+ *          policy has dropped what it should see), LIMIT (too many query rows at once), NO_MEMORY,
+ *          INVALID, NOT_FOUND, STALE, LOST, PERMISSION, DEADLINE; and as append, BUSY and what
+ *          follows it.
  * Threads: the queue's owner. */
 KVM_API kvm_status kvm_attend(kvm_queue *queue, const kvm_step_params *params,
                               kvm_step_stats *stats);
@@ -846,10 +848,10 @@ typedef struct kvm_completion {
   uint32_t n_exact;
 } kvm_completion;
 
-/* Takes up to n_max completions without waiting. Returns how many, or a negative kvm_status (INVALID
- * when n_max is 0; DISCONNECTED once all outstanding requests have been answered with it). When a
- * completion's status is an error, kvm_last_error() has the sentence of the last such completion
- * taken. */
+/* Takes up to n_max completions without waiting. Returns how many, or a negative kvm_status
+ * (INVALID when n_max is 0; DISCONNECTED once all outstanding requests have been answered with it).
+ * When a completion's status is an error, kvm_last_error() has the sentence of the last such
+ * completion taken. */
 KVM_API int32_t kvm_poll(kvm_queue *queue, kvm_completion *out, uint32_t n_max);
 
 /* Waits until n_min completions are there, or timeout_ns (UINT64_MAX: no limit) has passed, and
