@@ -3,8 +3,8 @@
 
 The texts are those of Debian packages, downloaded with apt-get and unpacked (never installed) under
 build/house/packages. Nothing of them is in this tree. README.md names versions and licences.
-A document is a book of the Bible, a chapter, a page, or a section of at least 48 KB where a text has
-no chapters. Held out are whole documents: neither the model nor the tokenizer has seen them.
+A document is a book of the Bible, a chapter, a page, or a section of at least 48 KB where a text
+has no chapters. Held out are whole documents: neither the model nor the tokenizer has seen them.
 """
 import dataclasses
 import glob

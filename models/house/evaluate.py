@@ -3,11 +3,12 @@
 
     python3 models/house/evaluate.py [--weights FILE] [--lengths 1024:60,...] [--out DIR]
 
-Writes evaluation.json, evaluation.md, and passkey.svg: the share of single needles found, by length
-and by where the needle stands. An answer counts when every one of its tokens is the likeliest; where
-the order is free, when greedy decoding gives the same words. Intervals are Wilson's at 95 %. Samples
-are seeded and sums run in a fixed order: the same machine gives the same figures again. Results are
-kept in --out for each task and length while it runs, so an interrupted evaluation continues.
+Writes evaluation.json, evaluation.md, and passkey.svg: the share of single needles found, by
+length and by where the needle stands. An answer counts when every one of its tokens is the
+likeliest; where the order is free, when greedy decoding gives the same words. Intervals are
+Wilson's at 95 %. Samples are seeded and sums run in a fixed order: the same machine gives the same
+figures again. Results are kept in --out for each task and length while it runs, so an interrupted
+evaluation continues.
 """
 import argparse
 import hashlib

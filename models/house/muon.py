@@ -11,7 +11,7 @@ _QUINTIC = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonalise(g, steps=5):
-    """g [n, rows, columns] -> matrices with the same singular vectors and singular values near 1."""
+    """g [n, rows, columns] -> matrices with the same singular vectors, singular values near 1."""
     a, b, c = _QUINTIC
     x = g.bfloat16()
     tall = x.shape[1] > x.shape[2]

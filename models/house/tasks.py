@@ -10,10 +10,10 @@ Words of a task are single tokens of the tokenizer (a space and at least four le
   passage      "< stone lamp ... river>"       query   "?< stone lamp ... river>"
   statement    " The name of river is stone."  query   "? The name of river is stone."
 
-Training and evaluation are disjoint by construction. The haystack of an evaluation is held-out text.
-Every fact, assignment, statement, answer list and passage opening has a class, `split_class` of its
-words: class 0 of 8 appears in evaluation samples only (as their distractors, too), the others only in
-training samples.
+Training and evaluation are disjoint by construction. The haystack of an evaluation is held-out
+text. Every fact, assignment, statement, answer list and passage opening has a class, `split_class`
+of its words: class 0 of 8 appears in evaluation samples only (as their distractors, too), the
+others only in training samples.
 """
 import dataclasses
 import re
@@ -33,7 +33,8 @@ _STREAM_START = 160     # words of a stream before its first query: until then c
 @dataclasses.dataclass
 class Sample:
     """tokens int32 [n]. answer_begin: where the last answer begins; it ends the sample, except in
-    training samples. answers: [(begin, end)] of all answers. text: bool [n], tokens of real text."""
+    training samples. answers: [(begin, end)] of all answers. text: bool [n], whether a token is
+    of real text."""
     name: str
     tokens: np.ndarray
     answer_begin: int
@@ -298,7 +299,8 @@ class Maker:
                 for relation, name, value in zip(relations, names, values)]
         where = rng.random()
         inserts = [(where, sum(said, []), None)]
-        for i in [rng.integers(statements)] if not queries else rng.integers(0, statements, queries):
+        asked = [rng.integers(statements)] if not queries else rng.integers(0, statements, queries)
+        for i in asked:
             fraction = 1.0 if not queries else where + (1 - where) * rng.random()
             inserts.append((fraction, [one("?")] + (said[i] if queries else said[i][:-1]), (6, 7)))
         return self.weave(rng, n_tokens, inserts, noise)
@@ -342,8 +344,9 @@ def make(name, n_tokens, seed, tokenizer, **options):
 
 def phrases(maker_, n_tokens, rng):
     """Training only: a few phrases of words, over and over in random order. All words of a phrase
-    but its first can be known once it has appeared: the densest lesson in looking back."""
-    count, length = int(rng.integers(3, 13)), int(rng.integers(2, 9))
+    but its first can be known once it has appeared: the densest lesson in looking back. Samples
+    of few words come often: a guess among four is learned from sooner than one among fifty."""
+    count, length = int(2 ** rng.uniform(1, 3.5)), int(2 ** rng.uniform(0, 3.2))
     table = rng.choice(maker_.lexicon.words, (count, length + 1))
     order = rng.integers(0, count, n_tokens // (length + 1) + 1)
     tokens = np.concatenate([[DOCUMENT_START], table[order].ravel()])[:n_tokens].astype(np.int32)
@@ -358,8 +361,8 @@ def phrases(maker_, n_tokens, rng):
 
 # What training draws from: (weight, name, tokens for each query, options drawn by the rng).
 _EARLY_MIX = (
-    (0.35, "text", 0, {}),
-    (0.65, "phrases", 0, {}),
+    (0.30, "text", 0, {}),
+    (0.70, "phrases", 0, {}),
 )
 _MIX = (
     (0.30, "text", 0, {}),

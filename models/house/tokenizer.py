@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Byte-pair tokenizer of the house model; examples/llama/tokenizer.c splits by the same rule.
 
-Tokens 0 to 255 are the bytes, token 256 + i is the concatenation of the pair merges[i]. Byte 0 opens
-a document. Any text can be encoded, and decoding gives its bytes back.
+Tokens 0 to 255 are the bytes, token 256 + i is the concatenation of the pair merges[i]. Byte 0
+opens a document. Any text can be encoded, and decoding gives its bytes back.
 """
 import re
 

@@ -55,13 +55,13 @@ class Recipe:
 
 
 RECIPES = {
-    "cpu": Recipe(8192, 0.012, 0.002, span=32768, early=0.10, early_tokens=2048, stages=(
+    "cpu": Recipe(8192, 0.006, 0.003, span=32768, early=0.10, early_tokens=4096, stages=(
         (0.10, {128: 1.0}),
         (0.35, {256: 0.6, 512: 0.4}),
         (0.60, {256: 0.2, 512: 0.4, 1024: 0.4}),
         (0.80, {512: 0.3, 1024: 0.4, 2048: 0.3}),
         (1.00, {512: 0.3, 1024: 0.3, 2048: 0.2, 4096: 0.1, 8192: 0.1}))),
-    "gpu": Recipe(131072, 0.012, 0.002, span=131072, early=0.08, early_tokens=32768, stages=(
+    "gpu": Recipe(131072, 0.01, 0.003, span=131072, early=0.08, early_tokens=32768, stages=(
         (0.08, {128: 1.0}),
         (0.25, {512: 0.5, 1024: 0.5}),
         (0.50, {1024: 0.4, 2048: 0.6}),
@@ -102,7 +102,8 @@ def make_batch(maker, rng, lengths, recipe, early):
     rows = max(1, (recipe.early_tokens if early else recipe.batch_tokens) // n_tokens)
     samples = [tasks.training_sample(maker, n_tokens, rng, early) for _ in range(rows)]
     tokens = np.stack([sample.tokens for sample in samples]).astype(np.int64)
-    positions = np.stack([skipped_positions(rng, n_tokens, recipe.span) for _ in samples])
+    positions = np.stack([skipped_positions(rng, n_tokens, n_tokens if early else recipe.span)
+                          for _ in samples])
     text = np.stack([sample.text for sample in samples])
     answer = np.zeros_like(text)
     for row, sample in enumerate(samples):
@@ -188,8 +189,9 @@ class Trainer:
             logits = self.model(tokens, positions, select=select)
         losses = F.cross_entropy(logits, tokens[:, 1:][counted], reduction="none")
         of_answer = answer[counted]
+        answers = losses[of_answer].sum() / max(1, int(of_answer.sum()))
         loss = (losses[~of_answer].sum() / max(1, int((~of_answer).sum()))
-                + self.recipe.answer_weight * losses[of_answer].sum() / max(1, int(of_answer.sum())))
+                + self.recipe.answer_weight * answers)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in self.optimizers:
@@ -301,7 +303,8 @@ def main():
     trainer = Trainer(arguments)
     print(f"{house.count_parameters(trainer.config)} parameters, "
           f"{len(trainer.maker.haystack.tokens)} tokens of text, "
-          f"{len(trainer.maker.lexicon.words)} task words, step {trainer.state['step']}", flush=True)
+          f"{len(trainer.maker.lexicon.words)} task words, step {trainer.state['step']}",
+          flush=True)
     run(trainer, arguments, stop)
     return 0
 

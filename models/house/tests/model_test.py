@@ -24,8 +24,8 @@ import tasks  # noqa: E402
 import train  # noqa: E402
 from tokenizer import Tokenizer  # noqa: E402
 
-SMALL = house.Config(vocabulary=300, d_model=64, layers=3, heads=8, kv_heads=2, head_dim=16, d_ff=96,
-                     context=512)
+SMALL = house.Config(vocabulary=300, d_model=64, layers=3, heads=8, kv_heads=2, head_dim=16,
+                     d_ff=96, context=512)
 
 
 def small_model(seed=1):
