@@ -19,6 +19,15 @@ namespace {
 
 namespace wire = ipc::wire;
 
+// Destroying has no status to answer with. A lost connection has freed everything already.
+void note_failure(const Status& status, const char* what) {
+  if (!status.is_ok() && status.code() != KVM_ERR_DISCONNECTED) {
+    const std::string sentence =
+        std::string(what) + " could not be destroyed: " + std::string(status.message());
+    log_message(KVM_LOG_WARNING, sentence.c_str());
+  }
+}
+
 Status unexpected_reply(const char* to) {
   return Status(KVM_ERR_PROTOCOL,
                 std::string("the daemon's reply to ") + to + " is not what the protocol says");
@@ -192,10 +201,10 @@ Result<SharedArena> Connection::create_arena(uint64_t size_bytes) {
 }
 
 void Connection::destroy_arena(uint32_t region) {
-  // Nothing to do about a failure: a lost connection has freed the arena already.
-  (void)call([region](ipc::ControlWriter* writer, uint64_t id) {
-    return writer->finish(id, wire::CreateArenaDestroy(writer->fbb(), region));
-  });
+  note_failure(call([region](ipc::ControlWriter* writer, uint64_t id) {
+                 return writer->finish(id, wire::CreateArenaDestroy(writer->fbb(), region));
+               }).status(),
+               "an arena");
 }
 
 Result<QueueMemory> Connection::create_queue(uint32_t n_entries) {
@@ -225,9 +234,10 @@ Result<QueueMemory> Connection::create_queue(uint32_t n_entries) {
 }
 
 void Connection::destroy_queue(uint32_t queue) {
-  (void)call([queue](ipc::ControlWriter* writer, uint64_t id) {
-    return writer->finish(id, wire::CreateQueueDestroy(writer->fbb(), queue));
-  });
+  note_failure(call([queue](ipc::ControlWriter* writer, uint64_t id) {
+                 return writer->finish(id, wire::CreateQueueDestroy(writer->fbb(), queue));
+               }).status(),
+               "a queue");
 }
 
 }  // namespace kvm::client

@@ -541,6 +541,9 @@ bool Server::prepare_sleep() {
     }
     for (const auto& queue : session->queues) {
       if (queue->closing) {
+        if (queue->n_in_flight() == 0) {
+          return false;  // Its client waits for the reply, which is due at the end of a turn.
+        }
         continue;
       }
       if (!queue->prepare_sleep()) {

@@ -173,6 +173,23 @@ TEST(Server, DestroyingAQueueCancelsWhatIsInFlight) {
   EXPECT_TRUE(client.destroy_arena(arena.region).is_ok());
 }
 
+// The reply is due after the message was handled: the dispatcher must not go to sleep in between.
+// It is about to sleep whenever the message comes, in one of the many rounds.
+TEST(Server, DestroyingAQueueIsAnsweredHoweverTheDispatcherIsAboutToSleep) {
+  const auto server = run_server({.spin_max_ns = 60'000});
+  RawClient client = connected(*server);
+  for (int i = 0; i < 3000; ++i) {
+    auto queue = client.create_queue();
+    ASSERT_TRUE(queue.is_ok()) << i << ": " << queue.status().message();
+    const uint64_t until = daemon::now_ns() + static_cast<uint64_t>(i % 150) * 1000;
+    while (daemon::now_ns() < until) {
+      ipc::cpu_relax();
+    }
+    const Status status = client.destroy_queue(queue.value().id);
+    ASSERT_TRUE(status.is_ok()) << i << ": " << status.message();
+  }
+}
+
 TEST(Server, ArenaDestroyedUnderARequestStaysMapped) {
   const auto server = run_server();
   RawClient client = connected(*server);
