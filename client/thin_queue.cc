@@ -8,8 +8,8 @@
 #include <limits>
 #include <utility>
 
+#include "base/spin.h"
 #include "client/clock.h"
-#include "ipc/shared_words.h"
 
 namespace kvm::client {
 
@@ -20,7 +20,11 @@ using ipc::Opcode;
 // How long a wait sleeps or spins before it looks whether the daemon is still there: nobody wakes
 // a futex of a dead process.
 constexpr uint64_t kLivenessSliceNs = 100'000'000;
-constexpr uint32_t kSpinsPerClockRead = 32;
+constexpr uint32_t kLooksPerClock = 16;
+// A wait that is expected to end at some time may end earlier or later by this part of it ...
+constexpr uint64_t kWaitVariation = 32;
+// ... and who sleeps until then wakes up so much later.
+constexpr uint64_t kWakeNs = 60'000;
 
 constexpr uint64_t kCancelBit = 1u << 8;
 constexpr uint32_t kSerialShift = 9;
@@ -545,31 +549,42 @@ void ThinQueue::fail_outstanding(const Status& status) {
   n_submitted_ = 0;
 }
 
-// Spins, then sleeps, until the ring has something or the deadline has passed; returns early to
-// have the connection looked at.
-void ThinQueue::await_completion(uint64_t deadline_ns) {
-  for (uint32_t i = 0; i < kSpinsPerClockRead; ++i) {
-    if (completions_.is_ready()) {
-      return;
+bool ThinQueue::spin_until(uint64_t end_ns) const {
+  Spin spin;
+  do {
+    for (uint32_t i = 0; i < kLooksPerClock; ++i) {
+      if (completions_.is_ready()) {
+        return true;
+      }
+      spin.relax();
     }
-    ipc::cpu_relax();
-  }
+  } while (now_ns() < end_ns);
+  return false;
+}
+
+// Waits until the ring has something or the deadline has passed; returns early to have the
+// connection looked at. Short waits spin. Where waits have been longer than spinning pays, this one
+// sleeps until shortly before it should be over and spins then: to be woken takes longer (100 us
+// where the core went idle) than most of what a client does between two requests.
+void ThinQueue::await_completion(uint64_t deadline_ns) {
   const uint64_t start = now_ns();
   const uint64_t slice_end = std::min(deadline_ns, add_saturating(start, kLivenessSliceNs));
-  const uint64_t spin_end = std::min(slice_end, add_saturating(start, spin_ns_));
-  uint64_t now = start;
-  while (now < spin_end) {
-    for (uint32_t i = 0; i < kSpinsPerClockRead; ++i) {
-      if (completions_.is_ready()) {
-        return;
-      }
-      ipc::cpu_relax();
+  const uint64_t expected_ns = std::min(wait_ns_[0], wait_ns_[1]);
+  uint64_t spin_end = add_saturating(start, spin_ns_);
+  if (expected_ns > spin_ns_ && start + expected_ns < slice_end) {
+    const uint64_t margin_ns = kWakeNs + expected_ns / kWaitVariation;
+    if (margin_ns < expected_ns && !completions_.is_ready()) {
+      completions_.sleep(expected_ns - margin_ns);
     }
-    now = now_ns();
+    spin_end = start + expected_ns + margin_ns;
   }
-  if (now < slice_end) {
-    completions_.sleep(slice_end - now);
+  if (!spin_until(std::min(slice_end, spin_end))) {
+    const uint64_t now = now_ns();
+    if (now < slice_end) {
+      completions_.sleep(slice_end - now);
+    }
   }
+  wait_ns_[0] = std::exchange(wait_ns_[1], now_ns() - start);
 }
 
 Result<TakenCompletions> ThinQueue::take(kvm_completion* out, uint32_t n_max, uint32_t n_min,

@@ -108,6 +108,7 @@ class ThinQueue final : public Queue {
   Status finish(const ipc::CompletionEntry& entry, kvm_completion* out, std::string* sentence,
                 bool* is_cancel);
   Status drain_to_ready();
+  bool spin_until(uint64_t end_ns) const;
   void await_completion(uint64_t deadline_ns);
   bool names_lost_seq(const Slot& slot) const;
   void fail_outstanding(const Status& status);
@@ -122,6 +123,7 @@ class ThinQueue final : public Queue {
   LostSeqs lost_;
   uint32_t n_entries_;
   uint64_t spin_ns_;
+  uint64_t wait_ns_[2] = {};  // how long the last waits took
   ipc::RequestProducer requests_;
   ipc::CompletionConsumer completions_;
   StagingPool staging_;

@@ -10,10 +10,10 @@
 #include <random>
 #include <utility>
 
+#include "base/spin.h"
 #include "daemon/clock.h"
 #include "daemon/control.h"
 #include "daemon/requests.h"
-#include "ipc/shared_words.h"
 #include "ipc/socket.h"
 #include "ipc/validate.h"
 
@@ -118,10 +118,14 @@ Status Server::start() {
 void Server::run() {
   uint64_t last_active = now_ns();
   uint64_t last_events = 0;
+  Spin spin;
   while (!stop_requested_.load(std::memory_order_relaxed)) {
     const bool active = turn();
     const uint64_t now = now_ns();
-    last_active = active ? now : last_active;
+    if (active) {
+      last_active = now;
+      spin = Spin();
+    }
     if (now - last_events >= (active ? kBusyEventPeriodNs : kSpinEventPeriodNs)) {
       handle_events(0);
       last_events = now;
@@ -133,7 +137,7 @@ void Server::run() {
     const uint64_t idle_ns = now - last_active;
     const bool never_sleep = options_.spin_max_ns == UINT64_MAX;
     if (idle_ns < (never_sleep ? kMinHousekeepIdleNs : spin_window_ns())) {
-      ipc::cpu_relax();
+      spin.relax();
       continue;
     }
     // Not sooner: it may take a millisecond, and the next request would have to wait for it.

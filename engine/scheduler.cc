@@ -10,6 +10,7 @@
 #include <chrono>
 
 #include "base/assert.h"
+#include "base/spin.h"
 
 namespace kvm::engine {
 namespace {
@@ -17,12 +18,6 @@ namespace {
 constexpr uint64_t pack(uint64_t generation, uint32_t task) { return generation << 32 | task; }
 constexpr uint64_t generation_of(uint64_t word) { return word >> 32; }
 constexpr uint32_t task_of(uint64_t word) { return static_cast<uint32_t>(word); }
-
-void pause_cpu() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#endif
-}
 
 // A failure leaves the thread where the system puts it.
 void pin_to_core(std::thread& thread, uint32_t core) {
@@ -288,14 +283,15 @@ void Scheduler::work(uint32_t thread) {
 
 // Whether tasks became ready or, for the driver, a job has finished.
 bool Scheduler::spin(uint32_t seen_epoch, uint64_t spin_ns, bool is_driver) const {
-  constexpr uint32_t kPausesPerClock = 64;
+  constexpr uint32_t kLooksPerClock = 16;
   const uint64_t begin_ns = now_ns();
+  Spin spin;
   do {
-    for (uint32_t i = 0; i < kPausesPerClock; ++i) {
+    for (uint32_t i = 0; i < kLooksPerClock; ++i) {
       if (epoch_.load(std::memory_order_relaxed) != seen_epoch || (is_driver && has_finished())) {
         return true;
       }
-      pause_cpu();
+      spin.relax();
     }
   } while (now_ns() - begin_ns < spin_ns);
   return false;
@@ -305,9 +301,8 @@ void Scheduler::sleep(uint32_t seen_epoch) {
   std::unique_lock lock(mutex_);
   // SYNC: see announce_tasks().
   n_sleeping_.fetch_add(1, std::memory_order_seq_cst);
-  workers_.wait(lock, [this, seen_epoch] {
-    return epoch_.load(std::memory_order_seq_cst) != seen_epoch;
-  });
+  workers_.wait(
+      lock, [this, seen_epoch] { return epoch_.load(std::memory_order_seq_cst) != seen_epoch; });
   n_sleeping_.fetch_sub(1, std::memory_order_relaxed);
 }
 

@@ -32,13 +32,6 @@ inline void copy_once(void* to, const void* from, size_t size) {
   asm volatile("" : : "r"(to) : "memory");
 }
 
-// For the body of a spinning loop.
-inline void cpu_relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#endif
-}
-
 }  // namespace kvm::ipc
 
 #endif  // KVM_IPC_SHARED_WORDS_H_

@@ -21,6 +21,7 @@
 #include <thread>
 #include <utility>
 
+#include "base/spin.h"
 #include "daemon/clock.h"
 #include "daemon/notify.h"
 #include "daemon/session.h"
@@ -182,8 +183,9 @@ TEST(Server, DestroyingAQueueIsAnsweredHoweverTheDispatcherIsAboutToSleep) {
     auto queue = client.create_queue();
     ASSERT_TRUE(queue.is_ok()) << i << ": " << queue.status().message();
     const uint64_t until = daemon::now_ns() + static_cast<uint64_t>(i % 150) * 1000;
+    Spin spin;
     while (daemon::now_ns() < until) {
-      ipc::cpu_relax();
+      spin.relax();
     }
     const Status status = client.destroy_queue(queue.value().id);
     ASSERT_TRUE(status.is_ok()) << i << ": " << status.message();
