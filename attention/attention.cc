@@ -346,46 +346,76 @@ void eval_chunks(std::span<const GangMember> members, const Plan& plan, uint64_t
   });
 }
 
-void merge_chunks(const Problem& problem, const Plan& plan, RowRange rows, void* states) {
-  const size_t stride = state_bytes(problem, rows.count);
-  const auto view = [&](uint64_t i) {
-    return state_view(problem, rows.count, static_cast<std::byte*>(states) + i * stride);
-  };
-  const uint64_t first = plan.first_chunk;
-  const uint64_t end = first + plan.n_chunks + plan.gap_chunks;
-  const uint64_t gap_end = plan.gap_at + plan.gap_chunks;
-  // The first chunk at or behind absolute index i that has a state, and where that lies.
-  const auto present = [&](uint64_t i) {
-    return plan.gap_at <= i && i < gap_end ? gap_end : std::max(i, first);
-  };
-  const auto slot = [&](uint64_t i) { return i - first - (i < plan.gap_at ? 0 : plan.gap_chunks); };
-  // Node [a, a + 2 * half) of the tree over absolute chunk indices lives in the slot of its first
-  // chunk that is present. A node without a left or a right half is the other half.
-  for (uint64_t half = 1; half < end && plan.n_chunks > 1; half *= 2) {
-    const uint64_t size = 2 * half;
-    for (uint64_t a = first / size * size; a + half < end; a = present(a + size) / size * size) {
-      const uint64_t left_chunk = present(a);
-      const uint64_t right_chunk = present(a + half);
-      if (left_chunk >= a + half || right_chunk >= std::min(a + size, end)) {
-        continue;
-      }
-      const StateView left = view(slot(left_chunk));
-      const StateView right = view(slot(right_chunk));
-      for (uint32_t r = 0; r < rows.count; ++r) {
-        merge_row(left.o + size_t{r} * problem.dim_v, left.m + r, left.l + r,
-                  right.o + size_t{r} * problem.dim_v, right.m[r], right.l[r], problem.dim_v);
-      }
+MergeTree::MergeTree(const Plan& plan)
+    : first_(plan.first_chunk),
+      end_(plan.first_chunk + plan.n_chunks + plan.gap_chunks),
+      gap_at_(plan.gap_at),
+      gap_chunks_(plan.gap_chunks) {}
+
+// The first chunk at or behind `chunk` that has a state.
+uint64_t MergeTree::present(uint64_t chunk) const {
+  chunk = std::max(chunk, first_);
+  return gap_at_ <= chunk && chunk - gap_at_ < gap_chunks_ ? gap_at_ + gap_chunks_ : chunk;
+}
+
+uint32_t MergeTree::state(uint64_t chunk) const {
+  return static_cast<uint32_t>(chunk - first_ - (chunk < gap_at_ ? 0 : gap_chunks_));
+}
+
+MergeTree::Node MergeTree::leaf(uint32_t state) const {
+  const uint64_t chunk = first_ + state;
+  return {chunk < gap_at_ ? chunk : chunk + gap_chunks_, 1};
+}
+
+std::optional<MergeTree::Merge> MergeTree::next(Node* node) const {
+  while (node->begin > first_ || node->begin + node->size < end_) {
+    const uint64_t half = node->size;
+    const uint64_t begin = node->begin / (2 * half) * (2 * half);
+    const bool is_last = begin != node->begin;
+    *node = {begin, 2 * half};
+    // A node without a left or a right half is the other half.
+    const uint64_t left = present(begin);
+    const uint64_t right = present(begin + half);
+    if (left < begin + half && right < std::min(begin + 2 * half, end_)) {
+      return Merge{state(left), state(right), is_last};
     }
   }
+  return std::nullopt;
+}
+
+void merge_states(const Problem& problem, RowRange rows, const MergeTree::Merge& merge,
+                  void* states) {
+  const size_t stride = state_bytes(problem, rows.count);
+  auto* base = static_cast<std::byte*>(states);
+  const StateView into = state_view(problem, rows.count, base + merge.into * stride);
+  const StateView from = state_view(problem, rows.count, base + merge.from * stride);
+  for (uint32_t r = 0; r < rows.count; ++r) {
+    merge_row(into.o + size_t{r} * problem.dim_v, into.m + r, into.l + r,
+              from.o + size_t{r} * problem.dim_v, from.m[r], from.l[r], problem.dim_v);
+  }
+}
+
+void write_result(const Problem& problem, const Plan& plan, RowRange rows, void* states) {
   float nothing[kMaxHeadDim] = {};
   for (uint32_t r = 0; r < rows.count; ++r) {
     if (plan.n_chunks == 0) {
       write_row(problem, rows.first + r, nothing, kEmptyLse, 0.0f);
       continue;
     }
-    const StateView whole = view(0);
+    const StateView whole = state_view(problem, rows.count, states);
     write_row(problem, rows.first + r, whole.o + size_t{r} * problem.dim_v, whole.m[r], whole.l[r]);
   }
+}
+
+void merge_chunks(const Problem& problem, const Plan& plan, RowRange rows, void* states) {
+  const MergeTree tree(plan);
+  for (uint32_t i = 0; i < plan.n_chunks; ++i) {
+    MergeTree::Node node = tree.leaf(i);
+    for (auto merge = tree.next(&node); merge && merge->is_last; merge = tree.next(&node)) {
+      merge_states(problem, rows, *merge, states);
+    }
+  }
+  write_result(problem, plan, rows, states);
 }
 
 }  // namespace kvm::attention

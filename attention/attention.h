@@ -39,6 +39,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 
 #include "attention/kernel_table.h"
@@ -141,8 +142,8 @@ struct Plan {
   // n_chunks); n_chunks = 0 is legal (nothing visible).
   uint64_t first_chunk = 0;
   uint32_t n_chunks = 0;
-  // Chunks that a window hides behind the sinks have no number, so that a head that keeps both costs
-  // the same at any position: from number gap_at on, chunk c is that of position
+  // Chunks that a window hides behind the sinks have no number, so that a head that keeps both
+  // costs the same at any position: from number gap_at on, chunk c is that of position
   // (c + gap_chunks) * chunk_tokens; below, and without a gap, of position c * chunk_tokens.
   uint64_t gap_at = UINT64_MAX;
   uint64_t gap_chunks = 0;  // 0 where column sums are asked for
@@ -200,8 +201,45 @@ inline constexpr uint32_t kMaxGang = 8;
 void eval_chunks(std::span<const GangMember> members, const Plan& plan, uint64_t chunk, uint32_t n,
                  void* scratch);
 
-// Merges the states of all plan.n_chunks chunks of `rows`, in the order of their numbers,
-// state_bytes apart, in place, and writes o, lse and row_max of those rows.
+// The binary tree over absolute chunk indices in which states of chunks are merged. It depends on
+// the plan alone, and so do the bits of the result, whoever merges what and when. States are
+// numbered from the plan's first chunk; that of a node is the one of its first chunk.
+class MergeTree {
+ public:
+  struct Node {
+    uint64_t begin = 0;  // absolute
+    uint64_t size = 1;
+  };
+  struct Merge {
+    uint32_t into = 0;
+    uint32_t from = 0;     // no two merges have the same
+    bool is_last = false;  // of its two nodes, the present one has the later chunks
+  };
+
+  explicit MergeTree(const Plan& plan);
+  Node leaf(uint32_t state) const;
+  // The merge that `node` waits for, with *node becoming what it makes; nothing where it is whole.
+  std::optional<Merge> next(Node* node) const;
+
+ private:
+  uint64_t present(uint64_t chunk) const;
+  uint32_t state(uint64_t chunk) const;
+
+  uint64_t first_;
+  uint64_t end_;
+  uint64_t gap_at_;
+  uint64_t gap_chunks_;
+};
+
+// Carries out one merge. states: of all plan.n_chunks chunks of `rows`, first chunk first,
+// state_bytes apart. REQUIRES: the states of both nodes are complete.
+void merge_states(const Problem& problem, RowRange rows, const MergeTree::Merge& merge,
+                  void* states);
+
+// Writes o, lse and row_max of `rows` after the last merge.
+void write_result(const Problem& problem, const Plan& plan, RowRange rows, void* states);
+
+// All merges, and then the result.
 void merge_chunks(const Problem& problem, const Plan& plan, RowRange rows, void* states);
 
 // Second pass for statistics: fills column_sums for chunks [chunk, chunk + n).

@@ -125,8 +125,8 @@ Status AttendWork::add_views(const Store& store, const Sequence* seq, const View
   const uint32_t layer = request_->layer_begin;
   const auto n_classes = static_cast<uint32_t>(space_->storage(layer).classes.size());
   const kvm_item& item = request_->items[whole.item];
-  const bool sees_nothing = item.n_ranges != 0 && whole.n_include == 0 &&
-                            (item.flags & KVM_ITEM_EXCLUDE_RANGES) == 0;
+  const bool sees_nothing =
+      item.n_ranges != 0 && whole.n_include == 0 && (item.flags & KVM_ITEM_EXCLUDE_RANGES) == 0;
   for (uint32_t c = 0; c < n_classes; ++c) {
     View view = whole;
     view.class_index = c;
@@ -154,8 +154,8 @@ Status AttendWork::choose_rule(const View& whole, View* view) {
   const kvm_item& item = request_->items[whole.item];
   view->position = whole.position + view->first_row;
   view->rule = space_->visibility(request_->layer_begin, view->class_index, view->position);
-  view->n_rows = static_cast<uint32_t>(std::min<uint64_t>(item.n_query - view->first_row,
-                                                          view->rule.end - view->position));
+  view->n_rows = static_cast<uint32_t>(
+      std::min<uint64_t>(item.n_query - view->first_row, view->rule.end - view->position));
   if (view->n_rows != item.n_query && (item.flags & KVM_ITEM_TREE) != 0) {
     return {KVM_ERR_UNSUPPORTED,
             fmt::format("the tree of item {} spans position {}, where the policy of a head of "
@@ -280,8 +280,8 @@ void AttendWork::add_heads(uint32_t view_index) {
     p.head = h;
     p.q = t.q.at(0, head.row, head.q_head);
     p.o = t.o.at(0, head.row, head.q_head);
-    p.lse = t.lse.is_present() ? reinterpret_cast<float*>(t.lse.at(0, head.row, head.q_head))
-                               : nullptr;
+    p.lse =
+        t.lse.is_present() ? reinterpret_cast<float*>(t.lse.at(0, head.row, head.q_head)) : nullptr;
     p.sink_logits = sinks == nullptr ? nullptr : sinks + head.q_head;
     head.plan = attention::make_plan(p);
     heads_.push_back(head);
@@ -300,8 +300,8 @@ void AttendWork::add_units(uint64_t gang_cost) {
       continue;
     }
     const uint64_t chunk_cost = head.cost / std::max(1u, head.plan.n_chunks);
-    const uint64_t most = std::clamp<uint64_t>(gang_cost / std::max<uint64_t>(1, chunk_cost), 1,
-                                               attention::kMaxGang);
+    const uint64_t most =
+        std::clamp<uint64_t>(gang_cost / std::max<uint64_t>(1, chunk_cost), 1, attention::kMaxGang);
     Unit unit;
     unit.head = i;
     unit.n_heads = 0;
@@ -320,8 +320,8 @@ void AttendWork::add_row_blocks(uint32_t index) {
   const uint32_t rows = head.plan.rows;
   uint32_t block = rows;
   if (head.plan.rows_divisible) {
-    const uint64_t bytes = attention::state_bytes(head.problem, kRowUnit) *
-                           std::max(1u, head.plan.n_chunks);
+    const uint64_t bytes =
+        attention::state_bytes(head.problem, kRowUnit) * std::max(1u, head.plan.n_chunks);
     const uint64_t fitting = std::max<uint64_t>(1, kMaxUnitStateBytes / bytes) * kRowUnit;
     const uint32_t most = static_cast<uint32_t>(std::min<uint64_t>(kRowBlock, fitting));
     block = div_up(div_up(rows, div_up(rows, most)), kRowUnit) * kRowUnit;
@@ -384,9 +384,19 @@ size_t AttendWork::lay_out(uint64_t task_cost) {
 }
 
 void AttendWork::add_tasks(uint64_t task_cost) {
-  if (pieces_left_size_ < units_.size()) {
-    pieces_left_size_ = units_.size() + units_.size() / 4;
-    pieces_left_ = std::make_unique<std::atomic<uint32_t>[]>(pieces_left_size_);
+  size_t n_arrivals = 0;
+  for (Unit& unit : units_) {
+    if (unit.n_pieces > 1) {
+      unit.arrivals_at = n_arrivals;
+      n_arrivals += heads_[unit.head].plan.n_chunks;
+    }
+  }
+  if (arrivals_size_ < n_arrivals) {
+    arrivals_size_ = n_arrivals + n_arrivals / 4;
+    arrivals_ = std::make_unique<std::atomic<uint32_t>[]>(arrivals_size_);
+  }
+  for (size_t i = 0; i < n_arrivals; ++i) {
+    arrivals_[i].store(0, std::memory_order_relaxed);
   }
   uint64_t gathered = 0;  // cost of the last task, if more whole units may join it
   bool may_join = false;
@@ -403,7 +413,6 @@ void AttendWork::add_tasks(uint64_t task_cost) {
       continue;
     }
     may_join = false;
-    pieces_left_[i].store(unit.n_pieces, std::memory_order_relaxed);
     const uint64_t n_chunks = heads_[unit.head].plan.n_chunks;
     for (uint64_t piece = 0; piece < unit.n_pieces; ++piece) {
       const auto begin = static_cast<uint32_t>(n_chunks * piece / unit.n_pieces);
@@ -477,7 +486,12 @@ bool AttendWork::evaluate_whole(const Unit& unit, ThreadWorkspace& workspace) co
     }
     evaluate_chunks(unit, 0, head.plan.n_chunks, prepared, scratch, states);
   }
-  merge(unit, states);
+  const size_t bytes = unit_state_bytes(unit) / unit.n_heads;
+  for (uint32_t h = 0; h < unit.n_heads; ++h) {
+    const Head& member = heads_[unit.head + h];
+    attention::merge_chunks(member.problem, member.plan, unit.rows, states + h * bytes);
+  }
+  clear_errors(unit);
   return true;
 }
 
@@ -494,24 +508,44 @@ bool AttendWork::evaluate_piece(const Task& task, ThreadWorkspace& workspace) {
   }
   std::byte* states = shared_ + unit.states_at;
   evaluate_chunks(unit, task.first_chunk, task.n_chunks, prepared, scratch, states);
-  // SYNC: releases this piece's states; whoever comes last acquires those of all others.
-  if (pieces_left_[task.unit].fetch_sub(1, std::memory_order_acq_rel) == 1) {
-    merge(unit, states);
+  for (uint32_t i = 0; i < task.n_chunks; ++i) {
+    merge_up(unit, task.first_chunk + i, states);
   }
   return true;
 }
 
-void AttendWork::merge(const Unit& unit, std::byte* states) const {
+// Merges what the state of a chunk, now there, makes complete.
+void AttendWork::merge_up(const Unit& unit, uint32_t chunk, std::byte* states) {
+  const Head& first = heads_[unit.head];
+  const attention::MergeTree tree(first.plan);
   const size_t bytes = unit_state_bytes(unit) / unit.n_heads;
-  const Tensor& err = tensors_->err;
+  attention::MergeTree::Node node = tree.leaf(chunk);
+  while (const auto merge = tree.next(&node)) {
+    // SYNC: releases the states of this node; whoever comes second acquires those of the other.
+    if (arrivals_[unit.arrivals_at + merge->from].fetch_add(1, std::memory_order_acq_rel) == 0) {
+      return;
+    }
+    for (uint32_t h = 0; h < unit.n_heads; ++h) {
+      attention::merge_states(heads_[unit.head + h].problem, unit.rows, *merge, states + h * bytes);
+    }
+  }
   for (uint32_t h = 0; h < unit.n_heads; ++h) {
     const Head& head = heads_[unit.head + h];
-    attention::merge_chunks(head.problem, head.plan, unit.rows, states + h * bytes);
+    attention::write_result(head.problem, head.plan, unit.rows, states + h * bytes);
+  }
+  clear_errors(unit);
+}
+
+// Exact answers have none.
+void AttendWork::clear_errors(const Unit& unit) const {
+  const Tensor& err = tensors_->err;
+  for (uint32_t h = 0; err.is_present() && h < unit.n_heads; ++h) {
+    const Head& head = heads_[unit.head + h];
     const uint32_t group = head.problem.group;
     const uint32_t end = unit.rows.first + unit.rows.count;
-    for (uint32_t row = unit.rows.first; err.is_present() && row < end; ++row) {
-      auto* to = reinterpret_cast<float*>(err.at(0, uint64_t{head.row} + row / group,
-                                                 uint64_t{head.q_head} + row % group));
+    for (uint32_t row = unit.rows.first; row < end; ++row) {
+      auto* to = reinterpret_cast<float*>(
+          err.at(0, uint64_t{head.row} + row / group, uint64_t{head.q_head} + row % group));
       to[0] = 0.0f;
       to[1] = 0.0f;
     }

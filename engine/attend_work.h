@@ -91,6 +91,7 @@ class AttendWork {
     attention::RowRange rows;
     uint32_t n_pieces = 1;          // 1: whole
     size_t states_at = kNotShared;  // in shared_, where n_pieces > 1: [n_heads][n_chunks] states
+    size_t arrivals_at = 0;         // in arrivals_, where n_pieces > 1: [n_chunks]
     uint64_t cost = 0;
   };
   struct Task {
@@ -117,7 +118,8 @@ class AttendWork {
   size_t unit_state_bytes(const Unit& unit) const;
   void evaluate_chunks(const Unit& unit, uint32_t chunk, uint32_t n, std::byte* const* prepared,
                        std::byte* scratch, std::byte* states) const;
-  void merge(const Unit& unit, std::byte* states) const;
+  void merge_up(const Unit& unit, uint32_t chunk, std::byte* states);
+  void clear_errors(const Unit& unit) const;
   bool evaluate_whole(const Unit& unit, ThreadWorkspace& workspace) const;
   bool evaluate_piece(const Task& task, ThreadWorkspace& workspace);
 
@@ -132,9 +134,10 @@ class AttendWork {
   std::vector<Unit> units_;
   std::vector<Task> tasks_;
   std::vector<uint32_t> prepare_;  // heads whose queries are prepared in shared memory
-  // Pieces of each unit that are still to be evaluated; [units_.size()] where any is cut.
-  std::unique_ptr<std::atomic<uint32_t>[]> pieces_left_;
-  size_t pieces_left_size_ = 0;
+  // For each chunk of units that are cut: how many of the two nodes are complete that the merge
+  // from this chunk's state needs. Whoever completes the second merges.
+  std::unique_ptr<std::atomic<uint32_t>[]> arrivals_;
+  size_t arrivals_size_ = 0;
   Workspace shared_memory_;
   std::byte* shared_ = nullptr;
   VisibleKeys visible_keys_;

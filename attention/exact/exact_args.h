@@ -106,8 +106,8 @@ struct ExactKernels {
   // Sets acc, m and l of all rows to the empty state.
   void (*stream_begin)(const StreamArgs* args);
   // Fold up to kGroupItems items into the state: the keys of all of them, and then their values.
-  // reading [n + kReadAhead]: the rows of the items, 16 each, and then those that will be read after
-  // this call. The latter are prefetched and need not be valid addresses.
+  // reading [n + kReadAhead]: the rows of the items, 16 each, and then those that will be read
+  // after this call. The latter are prefetched and need not be valid addresses.
   void (*stream_keys)(const StreamArgs* args, const KvItem* items, uint32_t n,
                       const uint8_t* const* reading);
   void (*stream_values)(const StreamArgs* args, const KvItem* items, uint32_t n,

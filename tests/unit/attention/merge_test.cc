@@ -3,9 +3,14 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
+#include <map>
+#include <optional>
 #include <random>
+#include <set>
+#include <utility>
 #include <vector>
 
 #include "tests/unit/attention/testbed.h"
@@ -115,6 +120,64 @@ TEST(Merge, AnyPartitionGivesTheWhole) {
     c.lse = lse;
     EXPECT_LE(c.error_o(), 1e-5);
     EXPECT_LE(c.error_lse(), 1e-5);
+  }
+}
+
+// The merges below the node of absolute chunks [begin, begin + size), by the definition of the
+// tree. Returns the state of the node, or nothing where none of its chunks has one.
+std::optional<uint32_t> merges_below(const std::map<uint64_t, uint32_t>& state_of, uint64_t begin,
+                                     uint64_t size, std::set<std::pair<uint32_t, uint32_t>>* out) {
+  if (size == 1) {
+    const auto found = state_of.find(begin);
+    return found == state_of.end() ? std::nullopt : std::optional(found->second);
+  }
+  const auto left = merges_below(state_of, begin, size / 2, out);
+  const auto right = merges_below(state_of, begin + size / 2, size / 2, out);
+  if (left && right) {
+    out->insert({*left, *right});
+  }
+  return left ? left : right;
+}
+
+// Chunks that come in any order, each merging what it makes complete, make the merges of the tree:
+// every one once, and none before what it needs.
+TEST(MergeTree, AnyOrderMakesTheSameMerges) {
+  std::mt19937_64 random(5);
+  for (int round = 0; round < 2000; ++round) {
+    Plan plan;
+    plan.first_chunk = random() % 40;
+    plan.n_chunks = 1 + static_cast<uint32_t>(random() % 40);
+    if (random() % 2 == 0) {
+      plan.gap_at = plan.first_chunk + random() % (plan.n_chunks + 1);
+      plan.gap_chunks = random() % 50;
+    }
+    SCOPED_TRACE(::testing::Message()
+                 << "round " << round << ": " << plan.n_chunks << " chunks from "
+                 << plan.first_chunk << ", gap of " << plan.gap_chunks << " at " << plan.gap_at);
+    std::map<uint64_t, uint32_t> state_of;
+    std::vector<uint32_t> order(plan.n_chunks);
+    for (uint32_t i = 0; i < plan.n_chunks; ++i) {
+      state_of[plan.absolute(plan.first_chunk + i)] = i;
+      order[i] = i;
+    }
+    std::set<std::pair<uint32_t, uint32_t>> expected;
+    merges_below(state_of, 0, 256, &expected);
+
+    std::shuffle(order.begin(), order.end(), random);
+    const MergeTree tree(plan);
+    std::vector<uint32_t> arrivals(plan.n_chunks);
+    std::set<std::pair<uint32_t, uint32_t>> made;
+    uint32_t n_whole = 0;
+    for (const uint32_t chunk : order) {
+      MergeTree::Node node = tree.leaf(chunk);
+      auto merge = tree.next(&node);
+      for (; merge && arrivals[merge->from]++ == 1; merge = tree.next(&node)) {
+        EXPECT_TRUE(made.insert({merge->into, merge->from}).second);
+      }
+      n_whole += merge ? 0 : 1;
+    }
+    EXPECT_EQ(made, expected);
+    EXPECT_EQ(n_whole, 1u);
   }
 }
 
