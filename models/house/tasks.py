@@ -27,6 +27,7 @@ from tokenizer import DOCUMENT_START
 CLASSES = 8
 FREQUENT, COMMON, PASSAGE = 3, 5, 32
 RELATIONS = ("name", "house", "work", "place", "word", "land", "city", "king", "time", "file")
+FEWEST_WORDS = 24       # of phrases, at the start of training
 _STREAM_START = 160     # words of a stream before its first query: until then counts are close
 
 
@@ -62,6 +63,7 @@ class Lexicon:
         found = [token for token, text in enumerate(tokenizer.bytes_of)
                  if re.fullmatch(rb" [a-z]{4,}", text) and tokenizer.encode(text) == [token]]
         self.words = np.asarray(found, np.int32)
+        self.shuffled = np.random.default_rng(1).permutation(self.words)
         # Text may be cut before such a token.
         self.opens = np.asarray([text[:1] in b" \n" for text in tokenizer.bytes_of])
         known = {tokenizer.bytes_of[token] for token in found}
@@ -342,12 +344,16 @@ def make(name, n_tokens, seed, tokenizer, **options):
     return maker(tokenizer).make(name, n_tokens, rng, **options)
 
 
-def phrases(maker_, n_tokens, rng):
+def phrases(maker_, n_tokens, rng, n_words):
     """Training only: a few phrases of words, over and over in random order. All words of a phrase
     but its first can be known once it has appeared: the densest lesson in looking back. Samples
-    of few words come often: a guess among four is learned from sooner than one among fifty."""
+    of few words come often: a guess among four is learned from sooner than one among fifty.
+    n_words: of the lexicon, in an order of its own, from which the words are; half the time from
+    fewer."""
     count, length = int(2 ** rng.uniform(1, 3.5)), int(2 ** rng.uniform(0, 3.2))
-    table = rng.choice(maker_.lexicon.words, (count, length + 1))
+    if rng.random() < 0.5:
+        n_words = int(FEWEST_WORDS * (n_words / FEWEST_WORDS) ** rng.random())
+    table = rng.choice(maker_.lexicon.shuffled[:n_words], (count, length + 1))
     order = rng.integers(0, count, n_tokens // (length + 1) + 1)
     tokens = np.concatenate([[DOCUMENT_START], table[order].ravel()])[:n_tokens].astype(np.int32)
     seen, answers = set(), []
@@ -388,14 +394,14 @@ _MIX = (
 )
 
 
-def training_sample(maker_, n_tokens, rng, early=False):
-    """A sample of the training mix: text, or a task with many queries. early: text and phrases,
-    of any length."""
-    mix = _EARLY_MIX if early else _MIX
+def training_sample(maker_, n_tokens, rng, early_words=0):
+    """A sample of the training mix: text, or a task with many queries. early_words: text, and
+    phrases of so many words, of any length; 0: the whole mix."""
+    mix = _EARLY_MIX if early_words else _MIX
     weights = np.asarray([row[0] for row in mix])
     _, name, spacing, ranges = mix[rng.choice(len(mix), p=weights / weights.sum())]
     if name == "phrases":
-        return phrases(maker_, n_tokens, rng)
+        return phrases(maker_, n_tokens, rng, early_words or len(maker_.lexicon.words))
     if name == "text":
         tokens = maker_.haystack.take(rng, n_tokens)
         return Sample("text", tokens, n_tokens, [], np.ones(n_tokens, bool))

@@ -5,10 +5,10 @@
     python3 models/house/train.py --preset gpu --plan-minutes 25 --minutes 8   # again, until done
 
 --plan-minutes is the training time of the whole schedule (on a CPU: processor time, divided by
---threads), --minutes the time of this call. Sequences
-grow from 256 tokens to the longest of the preset; positions skip, so that far positions are seen
-while sequences are short. On SIGTERM and SIGINT a checkpoint is written before leaving. The log is
-log.csv in --out, the loss curve loss.svg beside it (curve.py).
+--threads), --minutes the time of this call. It begins with a lesson in looking back, short phrases
+of ever more words. Then sequences grow from 256 tokens to the longest of the preset; positions
+skip, so that far positions are seen while sequences are short. On SIGTERM and SIGINT a checkpoint
+is written before leaving. The log is log.csv in --out, the loss curve loss.svg beside it (curve.py).
 """
 import argparse
 import collections
@@ -46,8 +46,8 @@ class Recipe:
     adam_lr: float
     stages: tuple
     span: int                 # positions reach up to here
-    early: float              # share of the plan, at its start, with the early mix
-    early_tokens: int         # of a step in it
+    early_tokens: int         # of a step of the first lesson
+    early_length: int = 128   # of its sequences
     decay: float = 0.3
     warmup: int = 60          # steps
     weight_decay: float = 0.02
@@ -55,19 +55,20 @@ class Recipe:
 
 
 RECIPES = {
-    "cpu": Recipe(8192, 0.006, 0.003, span=32768, early=0.10, early_tokens=4096, stages=(
-        (0.10, {128: 1.0}),
+    "cpu": Recipe(8192, 0.006, 0.003, span=32768, early_tokens=4096, stages=(
         (0.35, {256: 0.6, 512: 0.4}),
         (0.60, {256: 0.2, 512: 0.4, 1024: 0.4}),
         (0.80, {512: 0.3, 1024: 0.4, 2048: 0.3}),
         (1.00, {512: 0.3, 1024: 0.3, 2048: 0.2, 4096: 0.1, 8192: 0.1}))),
-    "gpu": Recipe(131072, 0.01, 0.003, span=131072, early=0.08, early_tokens=32768, stages=(
-        (0.08, {128: 1.0}),
+    "gpu": Recipe(131072, 0.01, 0.003, span=131072, early_tokens=32768, stages=(
         (0.25, {512: 0.5, 1024: 0.5}),
         (0.50, {1024: 0.4, 2048: 0.6}),
         (0.75, {1024: 0.2, 4096: 0.5, 8192: 0.3}),
         (1.00, {1024: 0.2, 8192: 0.3, 16384: 0.2, 32768: 0.3}))),
 }
+
+
+EARLY_LOSS = 1.0   # nats for each word of a phrase
 
 
 def schedule(recipe, share, step):
@@ -94,15 +95,19 @@ def skipped_positions(rng, n_tokens, span):
     return positions
 
 
-def make_batch(maker, rng, lengths, recipe, early):
-    """(tokens, positions [rows, n], text, answer: bool [rows, n - 1], names of the rows)."""
+def make_batch(maker, rng, lengths, recipe, early_words):
+    """Returns (tokens, positions [rows, n], text, answer: bool [rows, n - 1], names of the rows).
+    early_words: of the first lesson; 0 after it."""
+    if early_words:
+        lengths = {recipe.early_length: 1.0}
     sizes = list(lengths)
     weights = np.asarray([lengths[size] for size in sizes])
     n_tokens = int(rng.choice(sizes, p=weights / weights.sum()))
-    rows = max(1, (recipe.early_tokens if early else recipe.batch_tokens) // n_tokens)
-    samples = [tasks.training_sample(maker, n_tokens, rng, early) for _ in range(rows)]
+    rows = max(1, (recipe.early_tokens if early_words else recipe.batch_tokens) // n_tokens)
+    samples = [tasks.training_sample(maker, n_tokens, rng, early_words)
+               for _ in range(rows)]
     tokens = np.stack([sample.tokens for sample in samples]).astype(np.int64)
-    positions = np.stack([skipped_positions(rng, n_tokens, n_tokens if early else recipe.span)
+    positions = np.stack([skipped_positions(rng, n_tokens, n_tokens if early_words else recipe.span)
                           for _ in samples])
     text = np.stack([sample.text for sample in samples])
     answer = np.zeros_like(text)
@@ -119,7 +124,8 @@ class Trainer:
         self.arguments, self.recipe = arguments, RECIPES[arguments.preset]
         self.config = house.PRESETS[arguments.preset]
         self.path = os.path.join(arguments.out, "checkpoint.pt")
-        self.state = {"step": 0, "trained_s": 0.0, "tokens": 0}
+        self.state = {"step": 0, "trained_s": 0.0, "tokens": 0,
+                      "early_words": tasks.FEWEST_WORDS, "early_loss": 10.0}
         torch.manual_seed(arguments.seed)
         self.rng = np.random.default_rng(arguments.seed)
         saved = None
@@ -180,7 +186,7 @@ class Trainer:
             for group in optimizer.param_groups:
                 group["lr"] = lr * factor
         batch = make_batch(self.maker, self.rng, lengths, self.recipe,
-                           early=self.share() < self.recipe.early)
+                           self.state["early_words"])
         device = self.arguments.device
         tokens, positions, text, answer = (torch.from_numpy(each).to(device) for each in batch[:4])
         counted = text | answer
@@ -199,8 +205,26 @@ class Trainer:
             optimizer.zero_grad()
         self.state["step"] += 1
         self.state["tokens"] += tokens.numel()
-        return self._tally(losses.detach().float().cpu().numpy(), counted.cpu().numpy(),
-                           of_answer.cpu().numpy(), batch[4])
+        found = self._tally(losses.detach().float().cpu().numpy(), counted.cpu().numpy(),
+                            of_answer.cpu().numpy(), batch[4])
+        self._advance(found)
+        return found
+
+    def _advance(self, found):
+        """The first lesson: phrases of ever more words, and when all are known it is over. Looking
+        back is found in a fraction of the steps where few words have to be told apart."""
+        state = self.state
+        if not state["early_words"] or "phrases" not in found:
+            return
+        total, count = found["phrases"]
+        state["early_loss"] += 0.08 * (total / count - state["early_loss"])
+        every = len(self.maker.lexicon.words)
+        if state["early_loss"] < EARLY_LOSS:
+            if state["early_words"] == every:
+                state["early_words"] = 0
+            else:
+                state["early_words"] = min(every, int(state["early_words"] * 1.25))
+                state["early_loss"] = EARLY_LOSS + 0.3    # over the new words, for a while
 
     @staticmethod
     def _tally(losses, counted, of_answer, names):
@@ -237,6 +261,9 @@ class Log:
             csv.writer(file).writerow(
                 [state["step"], round(state["trained_s"], 1), state["tokens"]]
                 + [round(means[name], 4) if name in means else "" for name in names])
+        if state["early_words"]:
+            means["words"] = state["early_words"]
+            names = [*names, "words"]
         line = " ".join(f"{name} {means[name]:.2f}" for name in names if name in means)
         print(f"step {state['step']} {state['trained_s']:.0f} s, {tokens_per_s:.0f} tokens/s, "
               f"{eta_s / 60:.0f} min left | {line}", flush=True)

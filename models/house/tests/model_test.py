@@ -189,15 +189,14 @@ class ResumeTest(unittest.TestCase):
         words = tokenizer()
         pool = tasks.Haystack(np.arange(256, 300).repeat(40))
         house.PRESETS["small"] = SMALL
-        train.RECIPES["small"] = train.Recipe(1024, 0.01, 0.001, ((1.0, {256: 1.0}),), 1024,
-                                              early=0.0, early_tokens=512)
+        train.RECIPES["small"] = train.Recipe(1024, 0.01, 0.001, ((1.0, {256: 1.0}),), 1024, 512)
         self.addCleanup(house.PRESETS.pop, "small")
         self.addCleanup(train.RECIPES.pop, "small")
         kept = train.Trainer._merges, tasks.maker, tasks.training_sample
         train.Trainer._merges = lambda self: words.merges
         tasks.maker = lambda *_, **__: argparse.Namespace(haystack=pool)
 
-        def sample(maker, n_tokens, rng, early):
+        def sample(maker, n_tokens, rng, early_words):
             tokens = maker.haystack.take(rng, n_tokens)
             return tasks.Sample("text", tokens, n_tokens, [(9, 12)], np.arange(n_tokens) > 20)
         tasks.training_sample = sample
