@@ -27,6 +27,9 @@ constexpr uint32_t kRowUnit = 64;
 constexpr uint64_t kMaxUnitStateBytes = 32 << 20;
 // Views of a request beyond one for each (item, head class).
 constexpr size_t kMaxExtraViews = 4096;
+// Pages and position ranges of all views: what a request's lists may take, about 100 MB and 16 MB.
+constexpr size_t kMaxListedPages = 2 << 20;
+constexpr size_t kMaxListedRanges = 1 << 20;
 // Operations that take as long as reading a byte of K or V.
 constexpr uint64_t kFlopsPerByte = 16;
 
@@ -133,6 +136,12 @@ Status AttendWork::add_views(const Store& store, const Sequence* seq, const View
     view.run_begin = runs_.size();
     if (!sees_nothing) {
       store.collect_runs(seq, layer, c, &runs_);
+      if (runs_.size() > kMaxListedPages) {
+        return {KVM_ERR_LIMIT,
+                fmt::format("the items up to {} see more than {} pages of {} tokens in all; attend "
+                            "to fewer at once",
+                            whole.item, kMaxListedPages, kPageTokens)};
+      }
     }
     view.n_runs = runs_.size() - view.run_begin;
     const KvRuns runs = KvRuns(runs_).subspan(view.run_begin, view.n_runs);
@@ -172,6 +181,13 @@ Status AttendWork::choose_rule(const View& whole, View* view) {
   view->exclude_begin = whole.exclude_begin;
   view->n_exclude = whole.n_exclude;
   exclude_dropped_sinks(view);
+  if (ranges_.size() > kMaxListedRanges) {
+    return {KVM_ERR_LIMIT,
+            fmt::format("the rows of the items up to {} need more than {} position ranges (a "
+                        "window longer than n_recent, with sinks, takes a copy for each row); "
+                        "attend to fewer rows at once",
+                        whole.item, kMaxListedRanges)};
+  }
   return Status::ok();
 }
 

@@ -426,8 +426,11 @@ TEST(Engine, ReadGivesBackWhatWasAppended) {
     append.k = k.view();
     append.v = v.view();
     ASSERT_TRUE(rig.run(append).status.is_ok());
-    for (const auto& [begin, n] : {std::pair<uint64_t, uint64_t>{0, kTokens}, {63, 2}, {100, 900},
-                                   {kTokens - 1, 1}, {7, 0}}) {
+    for (const auto& [begin, n] : {std::pair<uint64_t, uint64_t>{0, kTokens},
+                                   {63, 2},
+                                   {100, 900},
+                                   {kTokens - 1, 1},
+                                   {7, 0}}) {
       Buffer out_k(Dtype::kF32, 1, n + 1, kHeads, kDim, 5);
       Buffer out_v(Dtype::kBf16, 1, n + 1, kHeads, kDim);
       ReadRequest read;
@@ -523,6 +526,37 @@ TEST(Engine, RowsBeyondAnyMemoryAreRefused) {
   attend.o = {static_cast<char*>(memory) + kBytes, kBytes, KVM_DTYPE_BF16, 0, 0, 0};
   EXPECT_EQ(rig.run(attend).status.code(), KVM_ERR_LIMIT);
   munmap(memory, 2 * kBytes);
+}
+
+// Thousands of items may name one long sequence: its pages are listed for each.
+TEST(Engine, PagesOfAllItemsAreLimited) {
+  constexpr uint64_t kTokens = 65536;
+  constexpr uint32_t kItems = 4096;
+  Rig rig;
+  const kvm_space_id space = rig.space(make_spec("narrow", 1, 1, 1, 8));
+  const kvm_seq_id seq = rig.create(space);
+  std::vector<uint16_t> rows(kTokens * 8);
+  StepRequest append;
+  append.append = true;
+  append.space = space;
+  append.items = {append_item(seq, kTokens)};
+  append.k = append.v = {rows.data(), rows.size() * 2, KVM_DTYPE_BF16, 0, 0, 0};
+  ASSERT_TRUE(rig.run(append).status.is_ok());
+  std::vector<uint16_t> q(kItems * 8);
+  std::vector<float> o(kItems * 8);
+  StepRequest attend;
+  attend.attend = true;
+  attend.space = space;
+  for (uint32_t i = 0; i < kItems; ++i) {
+    attend.items.push_back(query_item(seq, 1, i, kTokens - 1));
+  }
+  attend.q = {q.data(), q.size() * 2, KVM_DTYPE_BF16, 0, 0, 0};
+  attend.o = {o.data(), o.size() * 4, KVM_DTYPE_F32, 0, 0, 0};
+  const RequestResult result = rig.run(attend);
+  EXPECT_EQ(result.status.code(), KVM_ERR_LIMIT);
+  EXPECT_NE(result.status.message().find("pages"), std::string::npos) << result.status.message();
+  attend.items.resize(1);
+  EXPECT_TRUE(rig.run(attend).status.is_ok());
 }
 
 #if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
