@@ -8,7 +8,7 @@
 --threads), --minutes the time of this call. It begins with a lesson in looking back, short phrases
 of ever more words. Then sequences grow from 256 tokens to the longest of the preset; positions
 skip, so that far positions are seen while sequences are short. On SIGTERM and SIGINT a checkpoint
-is written before leaving. The log is log.csv in --out, the loss curve loss.svg beside it (curve.py).
+is written before leaving. The log is log.csv in --out, the loss curve loss.svg beside it.
 """
 import argparse
 import collections
