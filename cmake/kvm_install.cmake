@@ -27,8 +27,11 @@ if(KVM_INSTALLED_LIBRARIES)
   install(FILES "${PROJECT_BINARY_DIR}/kvm-config-version.cmake" DESTINATION "${package_dir}")
 endif()
 
+# The programs find libkvm in any prefix, wherever that was moved, without ldconfig.
+file(RELATIVE_PATH KVM_BIN_TO_LIB "/${CMAKE_INSTALL_BINDIR}" "/${CMAKE_INSTALL_LIBDIR}")
 foreach(program kvmd kvmctl)
   if(TARGET ${program})
+    set_target_properties(${program} PROPERTIES INSTALL_RPATH "$ORIGIN/${KVM_BIN_TO_LIB}")
     install(TARGETS ${program} RUNTIME DESTINATION "${CMAKE_INSTALL_BINDIR}")
   endif()
 endforeach()
