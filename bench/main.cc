@@ -1,14 +1,37 @@
 // SPDX-License-Identifier: Apache-2.0
 // kvm-bench: one sub-command per benchmark.
 #include <CLI/CLI.hpp>  // CLI11: sub-commands, validation and help in one header
+#include <string>
+#include <vector>
 
 #include "bench/harness.h"
+
+namespace {
+
+// CLI11 would only say that a bench is missing where it does not know the one that was given.
+std::string usage_error(const CLI::App* app, const CLI::Error& error) {
+  const std::vector<std::string> unknown = app->remaining();
+  std::string what = error.what();
+  if (dynamic_cast<const CLI::RequiredError*>(&error) != nullptr) {
+    what = unknown.empty() ? "the name of a bench is missing" : "there is no '" + unknown[0] + "'";
+  }
+  what = "kvm-bench: " + what + "\nBenches:";
+  for (const CLI::App* bench : app->get_subcommands([](const CLI::App*) { return true; })) {
+    what += " " + bench->get_name();
+  }
+  return what + "; see --help.\n";
+}
+
+}  // namespace
 
 int main(int argc, char** argv) {
   using namespace kvm::bench;
   Options options;
-  CLI::App app{"Measures kvm against the limits of this machine. Every figure is a median of runs\n"
-               "interleaved with the ceiling that judges it."};
+  CLI::App app{
+      "Measures kvm against the limits of this machine. Every figure is a median of runs\n"
+      "interleaved with the ceiling that judges it.",
+      "kvm-bench"};
+  app.failure_message(usage_error);
   app.require_subcommand(1);
   app.fallthrough();
   app.add_option("--json", options.json_path, "append one JSON object per line to FILE");
@@ -36,6 +59,10 @@ int main(int argc, char** argv) {
   add("fork", "forking sequences of several lengths", run_fork);
   add("ipc", "round trips between two processes", run_ipc);
   add("decode", "a whole model's decode steps through the daemon", run_decode);
-  CLI11_PARSE(app, argc, argv);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    return app.exit(error) == 0 ? 0 : 2;
+  }
   return bench(options);
 }

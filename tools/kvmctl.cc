@@ -54,9 +54,10 @@ std::string advice(kvm_status status) {
       return "\nRun kvmctl as the user that runs kvmd, or let more users in with kvmd's "
              "socket_mode.";
     case KVM_ERR_VERSION:
-      return fmt::format("\nThis is kvmctl {}; use the one that came with the running kvmd, or "
-                         "start the kvmd that came with this one.",
-                         kvm_version_string());
+      return fmt::format(
+          "\nThis is kvmctl {}; use the one that came with the running kvmd, or "
+          "start the kvmd that came with this one.",
+          kvm_version_string());
     case KVM_ERR_TIMEOUT:
       return "\nThe process may be stopped or starved: look at it with `ps`, and at its log.";
     case KVM_ERR_LIMIT:
@@ -176,19 +177,18 @@ int run_status(const Options& options) {
        {"clients", fmt::format("{} connected, {} since the start, {} protocol errors",
                                stats.n_clients, stats.n_clients_total, stats.n_protocol_errors)},
        {"sequences", fmt::format("{} in {} spaces", stats.n_sequences, stats.n_spaces)},
-       {"host memory", fmt::format("{} of {} used, {} in pages, {} at most so far",
-                                   bytes_text(stats.host_used_bytes),
-                                   bytes_text(stats.host_capacity_bytes),
-                                   bytes_text(stats.host_page_bytes),
-                                   bytes_text(stats.host_peak_bytes))},
-       {"pages", fmt::format("{} in use, {} copied on write, {} dropped by policies",
-                             stats.n_pages, stats.n_pages_copied, stats.n_pages_dropped)},
+       {"host memory",
+        fmt::format("{} of {} used, {} in pages, {} at most so far",
+                    bytes_text(stats.host_used_bytes), bytes_text(stats.host_capacity_bytes),
+                    bytes_text(stats.host_page_bytes), bytes_text(stats.host_peak_bytes))},
+       {"pages", fmt::format("{} in use, {} copied on write, {} dropped by policies", stats.n_pages,
+                             stats.n_pages_copied, stats.n_pages_dropped)},
        {"requests", fmt::format("{} done, {} failed", stats.n_requests, stats.n_requests_failed)},
        {"appended", fmt::format("{} tokens x layers, {}", stats.n_tokens_appended,
                                 bytes_text(stats.bytes_appended))},
-       {"attended", fmt::format("{} rows x layers, {} of {} keys, {}", stats.n_rows_attended,
-                                stats.keys_read, stats.keys_present,
-                                bytes_text(stats.bytes_read))}});
+       {"attended",
+        fmt::format("{} rows x layers, {} of {} keys, {}", stats.n_rows_attended, stats.keys_read,
+                    stats.keys_present, bytes_text(stats.bytes_read))}});
   return kExitOk;
 }
 
@@ -363,9 +363,21 @@ int run_seqs(const Options& options) {
   return kExitOk;
 }
 
+// CLI11 would only say that a command is missing where it does not know the one that was given.
+std::string usage_error(const CLI::App* app, const CLI::Error& error) {
+  const std::vector<std::string> unknown = app->remaining();
+  std::string what = error.what();
+  if (dynamic_cast<const CLI::RequiredError*>(&error) != nullptr) {
+    what = unknown.empty() ? "a command is missing" : fmt::format("there is no '{}'", unknown[0]);
+  }
+  return fmt::format("kvmctl: {}\nCommands: status, ping, doctor, spaces, seqs; see --help.\n",
+                     what);
+}
+
 int run(int argc, char** argv) {
   Options options;
-  CLI::App app{"Asks a running kvmd, the KV-cache service, how it is."};
+  CLI::App app{"Asks a running kvmd, the KV-cache service, how it is.", "kvmctl"};
+  app.failure_message(usage_error);
   app.footer(
       "Exit status: 0 done, 1 the service answered with an error, 2 wrong usage,\n"
       "3 no daemon could be reached. `kvmctl COMMAND --help` has a command's options.");
