@@ -442,8 +442,10 @@ int run_fork(const Options& options) {
   const kvm_seq_id seq = rig.create();
   uint64_t tokens = 0;
   for (uint64_t target : {1024ull, 8192ull, 32768ull, 65536ull, 98304ull}) {
-    if (target > options.max_tokens ||
-        target * kLayers * shape.token_bytes() + (1ull << 30) > budget) {
+    if (target > options.max_tokens) {
+      break;
+    }
+    if (target * kLayers * shape.token_bytes() + (1ull << 30) > budget) {
       report.note(fmt::format("{} tokens left out: they need {:.1f} GB, {:.1f} GB are to be had",
                               target, static_cast<double>(target * kLayers * shape.token_bytes()) *
                                           1e-9,

@@ -45,6 +45,10 @@ void Report::add(std::vector<std::pair<std::string, nlohmann::json>> fields) {
 void Report::note(const std::string& text) { notes_.push_back(text); }
 
 int Report::finish() {
+  if (rows_.empty()) {
+    note("nothing was measured: --max-tokens or --memory leaves out every case");
+    failed_ = true;
+  }
   std::vector<std::string> columns;
   std::map<std::string, size_t> width;
   for (const auto& row : rows_) {

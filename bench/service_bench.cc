@@ -137,6 +137,7 @@ class DecodeModel {
   DecodeModel& operator=(const DecodeModel&) = delete;
 
   void fill(uint64_t n_tokens) {
+    const bool shows_progress = isatty(STDERR_FILENO) == 1;
     for (uint32_t layer = 0; layer < kLayers; ++layer) {
       for (uint64_t at = 0; at < n_tokens; at += kBlock) {
         const uint64_t seed = (uint64_t{layer} << 32) + at * 2;
@@ -144,9 +145,13 @@ class DecodeModel {
         fill_random_bf16(static_cast<uint16_t*>(v_.data), v_.size_bytes / 2, seed + 1);
         step(layer, static_cast<uint32_t>(std::min<uint64_t>(kBlock, n_tokens - at)), false);
       }
-      fmt::print(stderr, "\rfilling layer {}/{}", layer + 1, kLayers);
+      if (shows_progress) {
+        fmt::print(stderr, "\rfilling layer {}/{}", layer + 1, kLayers);
+      }
     }
-    fmt::print(stderr, "\n");
+    if (shows_progress) {
+      fmt::print(stderr, "\n");
+    }
   }
 
   struct TokenStats {
