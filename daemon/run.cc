@@ -8,7 +8,9 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdio>
+#include <cstring>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -76,11 +78,22 @@ ipc::Fd block_signals() {
 }
 
 // The folder of the socket, one level: $XDG_RUNTIME_DIR/kvm is nobody else's to make.
-void make_socket_folder(const std::string& socket_path) {
+Status make_socket_folder(const std::string& socket_path) {
   const size_t slash = socket_path.rfind('/');
-  if (slash != std::string::npos && slash > 0) {
-    ::mkdir(socket_path.substr(0, slash).c_str(), 0755);
+  if (slash == std::string::npos || slash == 0) {
+    return Status::ok();
   }
+  const std::string folder = socket_path.substr(0, slash);
+  if (::mkdir(folder.c_str(), 0755) != 0 && errno != EEXIST) {
+    const int error = errno;
+    if (::access(folder.c_str(), F_OK) != 0) {
+      return Status(KVM_ERR_IO,
+                    fmt::format("cannot make '{}', the folder of the socket: {}; make "
+                                "it, or name another socket with --socket or KVM_SOCKET",
+                                folder, std::strerror(error)));
+    }
+  }
+  return Status::ok();
 }
 
 int fail(int exit_status, const Status& status) {
@@ -97,7 +110,9 @@ int serve(const Options& options, const OpenEngine& open_engine) {
   if (!engine.is_ok()) {
     return fail(kExitFailed, engine.status());
   }
-  make_socket_folder(options.socket);
+  if (const Status status = make_socket_folder(options.socket); !status.is_ok()) {
+    return fail(kExitFailed, status);
+  }
   Server server(engine.value().get(), server_options(options, memory, signals.get()));
   if (const Status status = server.start(); !status.is_ok()) {
     return fail(kExitFailed, status);
