@@ -85,7 +85,15 @@ static bool open_client(kvm_attention* self, const kvm_attention_params* params,
       .socket_path = params->socket_path,
       .client_name = "kvm-llama",
   };
-  return succeeded(kvm_connect(&connect, &self->client), "kvm_connect", error);
+  const kvm_status status = kvm_connect(&connect, &self->client);
+  if (status == KVM_ERR_DISCONNECTED) {
+    snprintf(error, ST_ERROR_BYTES,
+             "%s\nStart a daemon with `kvmd`, name its socket with --socket or KVM_SOCKET, or do "
+             "without: --private.",
+             kvm_last_error());
+    return false;
+  }
+  return succeeded(status, "kvm_connect", error);
 }
 
 static const struct {

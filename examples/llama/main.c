@@ -147,7 +147,11 @@ static int parse_options(int argc, char** argv, options* out) {
       return 2;
     }
     if (!apply_option(option, optarg, out)) {
-      fprintf(stderr, "kvm-llama: '%s' is out of range; see --help\n", optarg);
+      const struct option* wrong = kOptions;
+      while (wrong->val != option) {
+        ++wrong;
+      }
+      fprintf(stderr, "kvm-llama: --%s cannot be '%s'; see --help\n", wrong->name, optarg);
       return 2;
     }
   }

@@ -52,7 +52,12 @@ static void attend_here(const float* q, float k[kTokens][kKvHeads][kDim],
 
 int main(int argc, char** argv) {
   kvm_client* client = NULL;
-  if (argc > 1 && strcmp(argv[1], "--embedded") == 0) {
+  const int embedded = argc == 2 && strcmp(argv[1], "--embedded") == 0;
+  if (argc > 1 && !embedded) {
+    fprintf(stderr, "usage: quickstart [--embedded]; KVM_SOCKET names the daemon's socket\n");
+    return 2;
+  }
+  if (embedded) {
     require(kvm_open_embedded(NULL, &client), "open");
   } else {
     require(kvm_connect(NULL, &client), "connect");
