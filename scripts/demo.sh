@@ -20,7 +20,7 @@ printf '\n1. A language model, its own process, keeps its keys and values in kvm
 daemon=$!
 for _ in $(seq 100); do
   "$bin/kvmctl" --socket "$socket" ping -c 1 >/dev/null 2>&1 && break
-  kill -0 "$daemon" 2>/dev/null || { echo "demo: kvmd ended at once" >&2; exit 1; }
+  kill -0 "$daemon" 2>/dev/null || { echo "demo: kvmd ended at once; why is said above" >&2; exit 1; }
   sleep 0.05
 done
 for prompt in "The king" "And it came to pass" "In the beginning"; do
@@ -33,5 +33,6 @@ kill "$daemon" && wait "$daemon" || true
 daemon=""
 
 printf '\n2. Decoding at Llama-3.1-8B geometry: 32 layers, 32 query and 8 KV heads of 128, bf16.\n'
-printf '   One kvm_step per layer through the socket; every token reads the whole context.\n\n'
+printf '   One kvm_step per layer through the socket; every token reads the whole context.\n'
+printf '   fraction: of the fastest read-only kernel over the same pages, in the same run.\n\n'
 "$bin/kvm-bench" decode --repeats 7 "$@"
