@@ -20,7 +20,7 @@ printf '\n1. A language model, its own process, keeps its keys and values in kvm
 daemon=$!
 for _ in $(seq 100); do
   "$bin/kvmctl" --socket "$socket" ping -c 1 >/dev/null 2>&1 && break
-  kill -0 "$daemon" 2>/dev/null || { echo "demo: kvmd ended at once; why is said above" >&2; exit 1; }
+  kill -0 "$daemon" 2>/dev/null || { echo "demo: kvmd ended: see above" >&2; exit 1; }
   sleep 0.05
 done
 for prompt in "The king" "And it came to pass" "In the beginning"; do
