@@ -37,10 +37,15 @@ static bool read_number(const st_file* file, const char* key, double low, double
                         char* error) {
   const char* text = st_metadata(file, key);
   char* end = NULL;
-  *out = text != NULL ? strtod(text, &end) : 0;
-  if (text == NULL || end == text || *end != '\0' || !(*out >= low && *out <= high)) {
-    snprintf(error, ST_ERROR_BYTES, "weight file: %s is '%s'; it must be %g to %g", key,
-             text != NULL ? text : "", low, high);
+  if (text == NULL) {
+    snprintf(error, ST_ERROR_BYTES, "the weight file is none of this example's: it has no '%s'",
+             key);
+    return false;
+  }
+  *out = strtod(text, &end);
+  if (end == text || *end != '\0' || !(*out >= low && *out <= high)) {
+    snprintf(error, ST_ERROR_BYTES, "weight file: %s is '%s'; it must be %.10g to %.10g", key, text,
+             low, high);
     return false;
   }
   return true;
