@@ -8,11 +8,11 @@ namespace kvm {
 [[noreturn]] void assertion_failed(const char* expression, const char* file, int line);
 }  // namespace kvm
 
-#define KVM_ASSERT(expression)                                             \
-  do {                                                                     \
-    if (!(expression)) [[unlikely]] {                                      \
-      ::kvm::assertion_failed(#expression, __FILE__, __LINE__);            \
-    }                                                                      \
+#define KVM_ASSERT(expression)                                  \
+  do {                                                          \
+    if (!(expression)) [[unlikely]] {                           \
+      ::kvm::assertion_failed(#expression, __FILE__, __LINE__); \
+    }                                                           \
   } while (false)
 
 // Expensive invariants: recounts and scans. Compiled in where KVM_CHECK >= 2 (the dev preset).

@@ -37,8 +37,7 @@ void write_requests(const kvm_stats& stats, StatsText* out) {
                stats.bytes_appended);
   out->counter("kvm_attended_rows_total", "Query rows attended, counted in each layer.",
                stats.n_rows_attended);
-  out->counter("kvm_keys_present_total", "Keys visible to attention requests.",
-               stats.keys_present);
+  out->counter("kvm_keys_present_total", "Keys visible to attention requests.", stats.keys_present);
   out->counter("kvm_keys_read_total", "Of these, keys that were read.", stats.keys_read);
   out->counter("kvm_read_bytes_total", "Bytes of keys and values that attention read.",
                stats.bytes_read);

@@ -55,7 +55,7 @@ class [[nodiscard]] Status {
 template <typename T>
 class [[nodiscard]] Result {
  public:
-  Result(T value) : data_(std::in_place_index<0>, std::move(value)) {}  // NOLINT: implicit
+  Result(T value) : data_(std::in_place_index<0>, std::move(value)) {}        // NOLINT: implicit
   Result(Status status) : data_(std::in_place_index<1>, std::move(status)) {  // NOLINT: implicit
     KVM_ASSERT(!std::get<1>(data_).is_ok());
   }
@@ -84,12 +84,12 @@ class [[nodiscard]] Result {
 #define KVM_CONCAT(a, b) KVM_CONCAT_INNER(a, b)
 
 // Returns from the enclosing function when `expr` (a Status) is an error.
-#define KVM_TRY(expr)                                 \
-  do {                                                \
-    ::kvm::Status kvm_try_status = (expr);            \
-    if (!kvm_try_status.is_ok()) [[unlikely]] {       \
-      return kvm_try_status;                          \
-    }                                                 \
+#define KVM_TRY(expr)                           \
+  do {                                          \
+    ::kvm::Status kvm_try_status = (expr);      \
+    if (!kvm_try_status.is_ok()) [[unlikely]] { \
+      return kvm_try_status;                    \
+    }                                           \
   } while (false)
 
 // Declares or assigns `lhs` from a Result, or returns its Status from the enclosing function.

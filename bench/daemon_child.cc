@@ -65,8 +65,8 @@ void serve_ceilings(engine::Engine& engine, uint32_t n_threads, int from_parent,
   }
 }
 
-[[noreturn]] void child_main(const std::string& socket, uint32_t n_threads,
-                             uint64_t capacity_bytes, int from_parent, int to_parent) {
+[[noreturn]] void child_main(const std::string& socket, uint32_t n_threads, uint64_t capacity_bytes,
+                             int from_parent, int to_parent) {
   spdlog::set_level(spdlog::level::warn);  // the report owns the terminal
   engine::EngineOptions engine_options;
   engine_options.n_threads = n_threads;

@@ -99,8 +99,8 @@ class Rig {
   }
 
   // Rows 0 .. n_tokens - 1 of k and v, for every layer in [layer, layer + n_layers).
-  void append(kvm_seq_id seq, uint32_t layer, uint32_t n_layers, uint32_t n_tokens,
-              const Memory& k, const Memory& v) {
+  void append(kvm_seq_id seq, uint32_t layer, uint32_t n_layers, uint32_t n_tokens, const Memory& k,
+              const Memory& v) {
     engine::StepRequest step;
     step.append = true;
     step.space = space_;
@@ -129,8 +129,8 @@ class Rig {
   }
 
   // The last n_query tokens of each sequence attend to layer 0.
-  engine::StepRequest attend(const std::vector<kvm_seq_id>& seqs, uint32_t n_query,
-                             const Memory& q, const Memory& o, const Memory& lse) const {
+  engine::StepRequest attend(const std::vector<kvm_seq_id>& seqs, uint32_t n_query, const Memory& q,
+                             const Memory& o, const Memory& lse) const {
     engine::StepRequest step;
     step.attend = true;
     step.space = space_;
@@ -183,14 +183,11 @@ class TorchPeer {
     const char* python = std::getenv("KVM_PYTHON");
     const char* root = std::getenv("KVM_SOURCE_DIR");
     const std::string script = fmt::format("{}/bench/torch_peer.py", root ? root : ".");
-    const std::vector<std::string> words = {python ? python : "python3",
-                                            script,
-                                            std::to_string(n_seqs),
-                                            std::to_string(shape.n_q_heads),
-                                            std::to_string(shape.n_kv_heads),
-                                            std::to_string(shape.head_dim),
-                                            std::to_string(n_tokens),
-                                            std::to_string(threads)};
+    const std::vector<std::string> words = {
+        python ? python : "python3",      script,
+        std::to_string(n_seqs),           std::to_string(shape.n_q_heads),
+        std::to_string(shape.n_kv_heads), std::to_string(shape.head_dim),
+        std::to_string(n_tokens),         std::to_string(threads)};
     child_ = fork();
     if (child_ == 0) {
       dup2(down[0], 0);
@@ -365,8 +362,8 @@ int run_prefill(const Options& options) {
       peaks.push_back(peak_flops(team));
     }
     // Causal: row j of the last n_query tokens sees kTokens - n_query + j + 1 keys.
-    const double pairs = static_cast<double>(n_query) * kTokens -
-                         static_cast<double>(n_query) * (n_query - 1) / 2.0;
+    const double pairs =
+        static_cast<double>(n_query) * kTokens - static_cast<double>(n_query) * (n_query - 1) / 2.0;
     const double flops = pairs * shape.n_q_heads * shape.head_dim * 4.0;
     const double gflops = flops / median(seconds) * 1e-9;
     const double peak = median(peaks) * 1e-9;
@@ -433,8 +430,7 @@ int run_fork(const Options& options) {
   const uint64_t budget = memory_budget_bytes(options);
   Rig rig(shape, kLayers, options.threads, budget);
   constexpr uint32_t kBlock = 1024;
-  const uint64_t block_bytes =
-      uint64_t{kBlock} * kLayers * shape.n_kv_heads * shape.head_dim * 2;
+  const uint64_t block_bytes = uint64_t{kBlock} * kLayers * shape.n_kv_heads * shape.head_dim * 2;
   Memory k(block_bytes);
   Memory v(block_bytes);
   fill_random_bf16(k.as<uint16_t>(), block_bytes / 2, 3);
@@ -447,8 +443,8 @@ int run_fork(const Options& options) {
     }
     if (target * kLayers * shape.token_bytes() + (1ull << 30) > budget) {
       report.note(fmt::format("{} tokens left out: they need {:.1f} GB, {:.1f} GB are to be had",
-                              target, static_cast<double>(target * kLayers * shape.token_bytes()) *
-                                          1e-9,
+                              target,
+                              static_cast<double>(target * kLayers * shape.token_bytes()) * 1e-9,
                               static_cast<double>(budget) * 1e-9));
       break;
     }

@@ -12,7 +12,6 @@
 #include <fstream>
 #include <map>
 
-
 namespace kvm::bench {
 
 namespace {

@@ -22,19 +22,18 @@ namespace kvm::bench {
 inline constexpr double kMaxFraction = 1.02;
 
 struct Options {
-  std::string json_path;       // empty: no JSON
-  uint32_t threads = 0;        // 0: one per core
-  uint32_t repeats = 9;        // medians of this many; at least 7
-  uint64_t memory_bytes = 0;   // that KV may take; 0: 70 % of what is free
+  std::string json_path;      // empty: no JSON
+  uint32_t threads = 0;       // 0: one per core
+  uint32_t repeats = 9;       // medians of this many; at least 7
+  uint64_t memory_bytes = 0;  // that KV may take; 0: 70 % of what is free
   uint64_t max_tokens = 98304;
-  std::string peer;            // "torch"
+  std::string peer;  // "torch"
 };
 
 // Rows of one benchmark: printed as an aligned table when it is done, written as JSON lines.
 class Report {
  public:
-  Report(std::string bench, const Options& options)
-      : bench_(std::move(bench)), options_(options) {}
+  Report(std::string bench, const Options& options) : bench_(std::move(bench)), options_(options) {}
   // Fields in the order of printing. A "fraction" above kMaxFraction marks the run as failed.
   void add(std::vector<std::pair<std::string, nlohmann::json>> fields);
   void note(const std::string& text);

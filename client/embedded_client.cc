@@ -229,10 +229,11 @@ Result<std::vector<kvm_seq_info>> EmbeddedClient::list_seqs(kvm_space_id space, 
   // In parts, so that other threads get their turns.
   do {
     const kvm_seq_id begin = out.empty() ? 0 : out.back().seq + 1;
-    KVM_TRY_ASSIGN(page, service_->with_engine([&](engine::Engine& engine, engine::ClientId client)
-                                                   -> Result<engine::SeqPage> {
-                     return engine.list_seqs(client, space, all_clients, begin, kMaxListed);
-                   }));
+    KVM_TRY_ASSIGN(
+        page, service_->with_engine(
+                  [&](engine::Engine& engine, engine::ClientId client) -> Result<engine::SeqPage> {
+                    return engine.list_seqs(client, space, all_clients, begin, kMaxListed);
+                  }));
     out.insert(out.end(), page.infos.begin(), page.infos.end());
   } while (page.has_more);
   return out;

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "client/embedded_queue.h"
 
-
 #include <algorithm>
 #include <limits>
 #include <utility>

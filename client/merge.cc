@@ -149,8 +149,7 @@ void merge_one(const Merge& merge, uint64_t row, uint64_t head, uint32_t dim,
     store(merge.out_o, at + d, (*sum)[d] * scale);
   }
   if (merge.out_lse.is_present()) {
-    store(merge.out_lse, element_at(merge.out_lse, row, head),
-          std::isnan(l) ? l : state_lse(m, l));
+    store(merge.out_lse, element_at(merge.out_lse, row, head), std::isnan(l) ? l : state_lse(m, l));
   }
 }
 

@@ -117,8 +117,8 @@ Status ThinClient::call_own_queue(const SeqCall* call, kvm_seq_id* made) {
   const uint64_t number = ++last_own_number_;
   KVM_TRY(call == nullptr ? queue->stage_nop(number) : queue->stage_seq(*call, number));
   KVM_TRY(queue->submit());
-  const bool makes = call != nullptr && (call->verb == SeqCallVerb::kCreate ||
-                                         call->verb == SeqCallVerb::kFork);
+  const bool makes =
+      call != nullptr && (call->verb == SeqCallVerb::kCreate || call->verb == SeqCallVerb::kFork);
   std::string sentence;
   const Result<kvm_completion> completion = await_own_answer(number, &sentence);
   if (!completion.is_ok()) {

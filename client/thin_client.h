@@ -71,8 +71,8 @@ class ThinClient final : public Client {
   uint64_t last_own_number_ = 0;
   std::unordered_set<uint64_t> late_makers_;  // timed-out calls that would make a sequence
   std::vector<kvm_seq_id> unwanted_seqs_;     // that such calls have made: to be freed
-  std::unordered_set<kvm_seq_id> seqs_;  // of this connection
-  LostSeqs lost_;                        // of former ones
+  std::unordered_set<kvm_seq_id> seqs_;       // of this connection
+  LostSeqs lost_;                             // of former ones
 
   std::mutex arenas_mutex_;
   std::unordered_map<void*, OwnArena> own_arenas_;  // by address

@@ -13,9 +13,8 @@ namespace {
 // A mapping travels in a std::function, which wants copies.
 void discard_on_reaper(Service* service, ipc::Mapping mapping) {
   service->arena_bytes -= mapping.size_bytes();
-  service->reaper.post([held = std::make_shared<ipc::Mapping>(std::move(mapping))] {
-    held->discard_contents();
-  });
+  service->reaper.post(
+      [held = std::make_shared<ipc::Mapping>(std::move(mapping))] { held->discard_contents(); });
 }
 
 }  // namespace

@@ -7,7 +7,7 @@
 //            with few rows, which are then read page by page
 //     task   consecutive whole units, each evaluated and merged by one thread in its own memory,
 //            or a stretch of the chunks of one large unit, whose states lie in shared memory and
-//            are merged by whoever evaluates the last of them
+//            are merged up the tree by whoever completes a node
 //
 // The bits of the results do not depend on the cut: attention/attention.h fixes them by chunk.
 #ifndef KVM_ENGINE_ATTEND_WORK_H_

@@ -308,8 +308,7 @@ Result<const Space*> EngineImpl::touch(Request* request, kvm_seq_id id) {
 }
 
 Status EngineImpl::admit(Request* request, bool* is_null) {
-  return std::visit([&](const auto& what) { return admit(request, what, is_null); },
-                    request->what);
+  return std::visit([&](const auto& what) { return admit(request, what, is_null); }, request->what);
 }
 
 Status EngineImpl::admit(Request* request, const StepRequest& what, bool* is_null) {
@@ -395,7 +394,8 @@ Status EngineImpl::begin(Request* request, JobPlan* plan, bool* is_small) {
   if (const auto* step = std::get_if<StepRequest>(&request->what)) {
     if (step->deadline_ns != 0 && now_ns() >= step->deadline_ns) {
       return {KVM_ERR_DEADLINE, fmt::format("the deadline, {} ns, has passed before the request "
-                                            "began", step->deadline_ns)};
+                                            "began",
+                                            step->deadline_ns)};
     }
     KVM_TRY(request->step.begin(*store_, request->client, *step,
                                 std::get<StepTensors>(request->tensors), options_.n_threads));

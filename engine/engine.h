@@ -206,8 +206,8 @@ class Engine {
   // all_clients: every client's; else the client's own. space 0: every space. From the id `begin`
   // on, at most n_max (at least 1), and fewer where they are long. Who continues behind the last id
   // seen gets every sequence that lived throughout, once; others may be seen or not.
-  virtual SeqPage list_seqs(ClientId client, kvm_space_id space, bool all_clients,
-                            kvm_seq_id begin, size_t n_max) = 0;
+  virtual SeqPage list_seqs(ClientId client, kvm_space_id space, bool all_clients, kvm_seq_id begin,
+                            size_t n_max) = 0;
 
   // The K and V bytes that an exact attend over the whole layer reads, in position order: one piece
   // per page and plane. For measuring the read ceiling over the very pages that attention reads.

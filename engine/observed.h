@@ -12,14 +12,12 @@ namespace kvm::engine {
 struct ObserveInput;
 
 struct Observed {
-  uint64_t query_position = 0;      // of the first row
-  uint32_t n_rows = 0;              // at most kMaxObservedRows, consecutive positions
-  std::vector<float> queries;       // [n_rows][row_floats]
-  std::vector<float> column_sums;   // [column][n_kv_heads], columns from position 0
+  uint64_t query_position = 0;     // of the first row
+  uint32_t n_rows = 0;             // at most kMaxObservedRows, consecutive positions
+  std::vector<float> queries;      // [n_rows][row_floats]
+  std::vector<float> column_sums;  // [column][n_kv_heads], columns from position 0
 
-  uint64_t size_bytes() const {
-    return (queries.size() + column_sums.size()) * sizeof(float);
-  }
+  uint64_t size_bytes() const { return (queries.size() + column_sums.size()) * sizeof(float); }
 };
 
 // Bytes that `present` (null: nothing) would have after add_observation.

@@ -399,16 +399,16 @@ void copy_page_rows(const HostPool& pool, PageRef from, PageRef to, uint32_t fir
       {source + first * a.k_row_bytes(), a.dtype_k, a.k_row_bytes(), a.k_head_bytes(), nullptr},
       {target + first * b.k_row_bytes(), b.dtype_k, b.k_row_bytes(), b.k_head_bytes(), nullptr},
       count, a.n_heads, a.dim_k);
-  codecs::convert_rows({source + a.v_offset() + first * a.v_row_bytes(), a.dtype_v,
-                        a.v_row_bytes(), a.v_head_bytes(), nullptr},
-                       {target + b.v_offset() + first * b.v_row_bytes(), b.dtype_v,
-                        b.v_row_bytes(), b.v_head_bytes(), nullptr},
+  codecs::convert_rows({source + a.v_offset() + first * a.v_row_bytes(), a.dtype_v, a.v_row_bytes(),
+                        a.v_head_bytes(), nullptr},
+                       {target + b.v_offset() + first * b.v_row_bytes(), b.dtype_v, b.v_row_bytes(),
+                        b.v_head_bytes(), nullptr},
                        count, a.n_heads, a.dim_v);
   if (a.has_log_weights && b.has_log_weights) {
     for (uint32_t head = 0; head < a.n_heads; ++head) {
       const uint64_t offset = (uint64_t{head} * kPageTokens + first) * sizeof(float);
-      std::memcpy(target + b.log_weight_offset() + offset,
-                  source + a.log_weight_offset() + offset, count * sizeof(float));
+      std::memcpy(target + b.log_weight_offset() + offset, source + a.log_weight_offset() + offset,
+                  count * sizeof(float));
     }
   }
 }

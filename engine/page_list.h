@@ -58,9 +58,9 @@ class PageBank {
 // One page of a list: 16 bytes.
 struct PageEntry {
   tiers::PageRef page = tiers::kNoPage;
-  uint32_t block = 0;  // slot s holds the token at position block * kPageTokens + s
-  uint16_t first = 0;  // first slot that holds a token
-  uint16_t count = 0;  // slots that do; 0 with kNoPage only
+  uint32_t block = 0;      // slot s holds the token at position block * kPageTokens + s
+  uint16_t first = 0;      // first slot that holds a token
+  uint16_t count = 0;      // slots that do; 0 with kNoPage only
   uint16_t transform = 0;  // KvRun::transform of its tokens; 0: none
   uint16_t flags = 0;      // zero: none are defined
 

@@ -18,10 +18,10 @@ std::vector<float> to_f32(const Tensor& tensor, uint64_t first_row, uint64_t n_r
   std::vector<float> out(n_rows * n_heads * dim);
   if (n_rows != 0) {
     const uint64_t head_bytes = sizeof(float) * dim;
-    codecs::convert_rows(
-        {tensor.at(0, first_row, 0), tensor.dtype, tensor.row_stride_bytes(),
-         tensor.head_stride_bytes(), nullptr},
-        {out.data(), Dtype::kF32, head_bytes * n_heads, head_bytes, nullptr}, n_rows, n_heads, dim);
+    codecs::convert_rows({tensor.at(0, first_row, 0), tensor.dtype, tensor.row_stride_bytes(),
+                          tensor.head_stride_bytes(), nullptr},
+                         {out.data(), Dtype::kF32, head_bytes * n_heads, head_bytes, nullptr},
+                         n_rows, n_heads, dim);
   }
   return out;
 }

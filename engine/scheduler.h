@@ -129,7 +129,7 @@ class Scheduler {
   std::atomic<bool> driver_sleeps_{false};
   std::mutex wake_mutex_;
   std::function<void()> wake_;  // guarded by wake_mutex_
-  std::mutex mutex_;  // guards nothing but the way into and out of sleep
+  std::mutex mutex_;            // guards nothing but the way into and out of sleep
   std::condition_variable workers_;
   std::condition_variable driver_;
   std::vector<ThreadState> threads_;

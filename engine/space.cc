@@ -451,9 +451,9 @@ void make_classes(const HeadConfigs& configs, Space* space) {
       add_classes(configs[i][first], heads, *space, &layer);
     }
     for (const HeadClass& head_class : layer.classes) {
-      space->bytes_per_token += head_class.slab_class.n_heads *
-                                (head_class.slab_class.k_row_bytes() +
-                                 head_class.slab_class.v_row_bytes());
+      space->bytes_per_token +=
+          head_class.slab_class.n_heads *
+          (head_class.slab_class.k_row_bytes() + head_class.slab_class.v_row_bytes());
     }
     space->n_lists += static_cast<uint32_t>(layer.classes.size());
   }
@@ -472,16 +472,16 @@ Status compare_field(const Space& space, const char* field, uint64_t there, uint
   if (there == here) {
     return Status::ok();
   }
-  return exists(space, std::string(field) + " is " + text(there) + " there and " + text(here) +
-                           " here");
+  return exists(space,
+                std::string(field) + " is " + text(there) + " there and " + text(here) + " here");
 }
 
 Status compare_field(const Space& space, const char* field, float there, float here) {
   if (there == here) {
     return Status::ok();
   }
-  return exists(space, std::string(field) + " is " + text(there) + " there and " + text(here) +
-                           " here");
+  return exists(space,
+                std::string(field) + " is " + text(there) + " there and " + text(here) + " here");
 }
 
 Status compare_layer(const Space& space, uint32_t index, const Layer& there, const Layer& here) {
@@ -577,8 +577,8 @@ Status compare_spaces(const Space& registered, const Space& offered) {
   KVM_TRY(compare("softmax_scale", a.softmax_scale, b.softmax_scale));
   KVM_TRY(compare("logit_softcap", a.logit_softcap, b.logit_softcap));
   KVM_TRY(compare("rope_layout", uint64_t{a.rope_layout}, uint64_t{b.rope_layout}));
-  KVM_TRY(compare("n_rope_pairs", uint64_t{a.rope_inv_freq.size()},
-                  uint64_t{b.rope_inv_freq.size()}));
+  KVM_TRY(
+      compare("n_rope_pairs", uint64_t{a.rope_inv_freq.size()}, uint64_t{b.rope_inv_freq.size()}));
   if (a.rope_inv_freq != b.rope_inv_freq) {
     return exists(a, "rope_inv_freq differs");
   }

@@ -64,7 +64,7 @@ struct Layer {
   // OWN layers only; an ALIAS layer's are those of its storage layer (Space::storage).
   std::vector<HeadClass> classes;
   std::vector<HeadPlace> heads;  // [n_kv_heads]
-  uint32_t first_list = 0;  // list of class c in a sequence: first_list + c
+  uint32_t first_list = 0;       // list of class c in a sequence: first_list + c
 
   uint32_t group() const { return n_q_heads / n_kv_heads; }
 };

@@ -208,8 +208,7 @@ ClientId StoreImpl::add_client(uint64_t quota_bytes, uint64_t max_sequences) {
                                                                    : options_.host_capacity_bytes;
   account->client = next_client_++;
   account->quota_bytes = quota_bytes != 0 ? quota_bytes : default_quota;
-  account->max_sequences =
-      max_sequences != 0 ? max_sequences : options_.max_sequences_per_client;
+  account->max_sequences = max_sequences != 0 ? max_sequences : options_.max_sequences_per_client;
   const ClientId client = account->client;
   accounts_[client] = std::move(account);
   return client;
@@ -266,9 +265,8 @@ Result<kvm_space_id> StoreImpl::register_space(const SpaceSpec& spec) {
     return known.value();
   }
   if (spaces_.size() >= options_.max_spaces || spaces_.full()) {
-    return Status(KVM_ERR_LIMIT, "there are " + text(spaces_.size()) +
-                                     " spaces already; at most " + text(options_.max_spaces) +
-                                     " are allowed");
+    return Status(KVM_ERR_LIMIT, "there are " + text(spaces_.size()) + " spaces already; at most " +
+                                     text(options_.max_spaces) + " are allowed");
   }
   auto record = std::make_unique<SpaceRecord>();
   SpaceRecord* added = record.get();
@@ -338,7 +336,7 @@ Status StoreImpl::drop_space(kvm_space_id id) {
 // --- Sequences ----------------------------------------------------------------------------------
 
 Result<Sequence*> StoreImpl::find_seq(ClientId client, kvm_seq_id id) {
-  KVM_TRY_ASSIGN(Sequence* seq, sequences_.find(id));
+  KVM_TRY_ASSIGN(Sequence * seq, sequences_.find(id));
   if (seq->account->client != client) {
     return Status(KVM_ERR_PERMISSION, "sequence " + text(id) + " belongs to another client");
   }
@@ -353,8 +351,8 @@ Result<std::unique_ptr<Sequence>> StoreImpl::make_seq(Account* account, SpaceRec
                                      " are allowed");
   }
   if (sequences_.full()) {
-    return Status(KVM_ERR_LIMIT, "the service has " + text(sequences_.size()) +
-                                     " sequences and can name no more");
+    return Status(KVM_ERR_LIMIT,
+                  "the service has " + text(sequences_.size()) + " sequences and can name no more");
   }
   auto seq = std::make_unique<Sequence>();
   seq->account = account;
@@ -376,10 +374,10 @@ kvm_seq_id StoreImpl::add_seq(std::unique_ptr<Sequence> seq) {
 Result<kvm_seq_id> StoreImpl::create_seq(ClientId client, kvm_space_id space, uint32_t flags) {
   const auto account = accounts_.find(client);
   KVM_ASSERT(account != accounts_.end());
-  KVM_TRY_ASSIGN(SpaceRecord* record, spaces_.find(space));
+  KVM_TRY_ASSIGN(SpaceRecord * record, spaces_.find(space));
   if ((flags & ~uint32_t{KVM_SEQ_MANUAL_COMMIT}) != 0) {
-    return Status(KVM_ERR_INVALID, "flags is " + text(flags) +
-                                       "; only KVM_SEQ_MANUAL_COMMIT (1) is defined");
+    return Status(KVM_ERR_INVALID,
+                  "flags is " + text(flags) + "; only KVM_SEQ_MANUAL_COMMIT (1) is defined");
   }
   KVM_TRY_ASSIGN(std::unique_ptr<Sequence> seq, make_seq(account->second.get(), record, flags));
   return add_seq(std::move(seq));
@@ -590,10 +588,9 @@ Status StoreImpl::check_layer(const Sequence* seq, uint32_t layer) const {
 Status StoreImpl::check_append(const AppendItem& item) const {
   KVM_TRY(check_layer(item.seq, item.layer));
   if (item.seq->space().layers[item.layer].kind == KVM_LAYER_ALIAS) {
-    return Status(KVM_ERR_INVALID,
-                  "layer " + text(item.layer) + " is an alias of layer " +
-                      text(item.seq->space().layers[item.layer].storage_layer) +
-                      "; append there");
+    return Status(KVM_ERR_INVALID, "layer " + text(item.layer) + " is an alias of layer " +
+                                       text(item.seq->space().layers[item.layer].storage_layer) +
+                                       "; append there");
   }
   const uint64_t present = length(item.seq, item.layer);
   if (item.position != KVM_POSITION_END && item.position != present) {
@@ -612,8 +609,7 @@ Status StoreImpl::check_append(const AppendItem& item) const {
 Status StoreImpl::check_quota(std::span<const AppendItem> items) {
   std::unordered_map<Account*, uint64_t> needs;
   for (const AppendItem& item : items) {
-    const std::span<const PageList> lists =
-        std::as_const(*item.seq).layer_lists(item.layer);
+    const std::span<const PageList> lists = std::as_const(*item.seq).layer_lists(item.layer);
     for (uint32_t i = 0; i < lists.size(); ++i) {
       const tiers::SlabClass& slab_class = item.seq->space().head_class(item.layer, i).slab_class;
       needs[item.seq->account] +=
@@ -621,11 +617,10 @@ Status StoreImpl::check_quota(std::span<const AppendItem> items) {
     }
   }
   for (const auto& [account, need] : needs) {
-    if (need > 0 && (account->bytes > account->quota_bytes ||
-                     need > account->quota_bytes - account->bytes)) {
+    if (need > 0 &&
+        (account->bytes > account->quota_bytes || need > account->quota_bytes - account->bytes)) {
       return Status(KVM_ERR_QUOTA, "the append needs " + text(need) + " bytes; this client holds " +
-                                       text(account->bytes) + " of " +
-                                       text(account->quota_bytes));
+                                       text(account->bytes) + " of " + text(account->quota_bytes));
     }
   }
   return Status::ok();
@@ -638,9 +633,8 @@ Status StoreImpl::reserve_item(const AppendItem& item) {
                                        " is appended to twice in layer " + text(item.layer));
   }
   for (uint32_t i = 0; i < lists.size(); ++i) {
-    const Status status =
-        lists[i].reserve(item.n_tokens, item.seq->space().head_class(item.layer, i).slab_class,
-                         bank(item.seq));
+    const Status status = lists[i].reserve(
+        item.n_tokens, item.seq->space().head_class(item.layer, i).slab_class, bank(item.seq));
     if (!status.is_ok()) {
       rollback_lists(item.seq, item.layer);
       return status;
@@ -676,14 +670,14 @@ Status StoreImpl::reserve_append(std::span<const AppendItem> items,
       for (uint64_t p = begin; p < lists[c].reserved_length();) {
         const PageEntry entry = lists[c].reserved_piece(p);
         std::byte* data = pool_.data(entry.page);
-        pieces->push_back({.item = i,
-                           .class_index = c,
-                           .token = static_cast<uint32_t>(p - begin),
-                           .n_tokens = entry.count,
-                           .k = data + entry.first * slab_class.k_row_bytes(),
-                           .v = data + slab_class.v_offset() +
-                                entry.first * slab_class.v_row_bytes(),
-                           .cls = &head_class});
+        pieces->push_back(
+            {.item = i,
+             .class_index = c,
+             .token = static_cast<uint32_t>(p - begin),
+             .n_tokens = entry.count,
+             .k = data + entry.first * slab_class.k_row_bytes(),
+             .v = data + slab_class.v_offset() + entry.first * slab_class.v_row_bytes(),
+             .cls = &head_class});
         p += entry.count;
       }
     }
@@ -697,8 +691,8 @@ void StoreImpl::publish(Sequence* seq, uint32_t layer) {
   for (uint32_t i = 0; i < lists.size(); ++i) {
     const tiers::SlabClass& slab_class = seq->space().head_class(layer, i).slab_class;
     lists[i].publish(bank(seq));
-    bytes_appended_ += n_tokens * slab_class.n_heads *
-                       (slab_class.k_row_bytes() + slab_class.v_row_bytes());
+    bytes_appended_ +=
+        n_tokens * slab_class.n_heads * (slab_class.k_row_bytes() + slab_class.v_row_bytes());
   }
   n_tokens_appended_ += n_tokens;
   run_policies(seq, policies::Event::kAppended);
@@ -753,12 +747,11 @@ Status StoreImpl::check_visible(const Sequence* seq, uint32_t layer,
   const std::span<const PageList> lists =
       seq->layer_lists(seq->space().layers[layer].storage_layer);
   for (uint32_t i = 0; i < lists.size(); ++i) {
-    if (misses_visible(seq->space(), layer, i, lists[i], first_query_position,
-                       lists[i].length())) {
-      return Status(KVM_ERR_PARTIAL,
-                    "a query at position " + text(first_query_position) + " of layer " +
-                        text(layer) + " sees tokens that kv head " +
-                        text(seq->space().head_class(layer, i).kv_heads[0]) + " has dropped");
+    if (misses_visible(seq->space(), layer, i, lists[i], first_query_position, lists[i].length())) {
+      return Status(KVM_ERR_PARTIAL, "a query at position " + text(first_query_position) +
+                                         " of layer " + text(layer) + " sees tokens that kv head " +
+                                         text(seq->space().head_class(layer, i).kv_heads[0]) +
+                                         " has dropped");
     }
   }
   return Status::ok();
@@ -777,10 +770,10 @@ Status StoreImpl::check_read(const Sequence* seq, uint32_t layer, uint64_t posit
   }
   for (uint32_t i = 0; i < lists.size(); ++i) {
     if (!lists[i].covers(position, position + n_tokens)) {
-      return Status(KVM_ERR_PARTIAL,
-                    "kv head " + text(seq->space().head_class(layer, i).kv_heads[0]) +
-                        " of layer " + text(layer) + " has dropped tokens of [" + text(position) +
-                        ", " + text(position + n_tokens) + ")");
+      return Status(KVM_ERR_PARTIAL, "kv head " +
+                                         text(seq->space().head_class(layer, i).kv_heads[0]) +
+                                         " of layer " + text(layer) + " has dropped tokens of [" +
+                                         text(position) + ", " + text(position + n_tokens) + ")");
     }
   }
   return Status::ok();
@@ -789,8 +782,7 @@ Status StoreImpl::check_read(const Sequence* seq, uint32_t layer, uint64_t posit
 // --- Observations -------------------------------------------------------------------------------
 
 Status StoreImpl::charge_observed(Account* account, uint64_t size_bytes) {
-  if (account->bytes > account->quota_bytes ||
-      size_bytes > account->quota_bytes - account->bytes) {
+  if (account->bytes > account->quota_bytes || size_bytes > account->quota_bytes - account->bytes) {
     return Status(KVM_ERR_QUOTA, "the observation needs " + text(size_bytes) +
                                      " bytes; this client holds " + text(account->bytes) + " of " +
                                      text(account->quota_bytes));
@@ -827,8 +819,7 @@ Status StoreImpl::observe(Sequence* seq, const ObserveInput& input) {
   const Layer& layer = seq->space().layers[input.layer];
   const uint32_t row_floats = layer.n_q_heads * seq->space().head_dim_k;
   const uint64_t present_tokens = length(seq, input.layer);
-  if (input.n_columns > present_tokens ||
-      input.column_begin > present_tokens - input.n_columns) {
+  if (input.n_columns > present_tokens || input.column_begin > present_tokens - input.n_columns) {
     return Status(KVM_ERR_INVALID, text(input.n_columns) + " column sums from position " +
                                        text(input.column_begin) + " are beyond the " +
                                        text(present_tokens) + " tokens of layer " +
@@ -876,8 +867,7 @@ ObservedView StoreImpl::observed(const Sequence* seq, uint32_t layer) const {
     return view;
   }
   const ObservedRef& ref = seq->observed[layer];
-  const uint64_t n_columns =
-      ref.data->column_sums.size() / seq->space().layers[layer].n_kv_heads;
+  const uint64_t n_columns = ref.data->column_sums.size() / seq->space().layers[layer].n_kv_heads;
   view.query_position = ref.data->query_position;
   view.n_rows = ref.limit <= ref.data->query_position
                     ? 0
@@ -899,8 +889,8 @@ void StoreImpl::cut_observed(Sequence* seq, uint64_t n_tokens) {
     if (ref.data.use_count() == 1) {
       const Layer& layer = seq->space().layers[i];
       const uint64_t before = ref.data->size_bytes();
-      truncate_observation(ref.data.get(), ref.limit,
-                           layer.n_q_heads * seq->space().head_dim_k, layer.n_kv_heads);
+      truncate_observation(ref.data.get(), ref.limit, layer.n_q_heads * seq->space().head_dim_k,
+                           layer.n_kv_heads);
       uncharge_observed(seq->account, before - ref.data->size_bytes());
       ref.limit = UINT64_MAX;
     }
@@ -921,8 +911,7 @@ void StoreImpl::run_policies(Sequence* seq, policies::Event event) {
 }
 
 // The pages of a list as ranges of one encoding.
-std::vector<policies::StoredRange> stored_ranges(const PageList& list,
-                                                 const tiers::HostPool& pool,
+std::vector<policies::StoredRange> stored_ranges(const PageList& list, const tiers::HostPool& pool,
                                                  uint64_t* stored_bytes) {
   std::vector<policies::StoredRange> ranges;
   list.for_each([&](const PageEntry& entry, bool) {
@@ -1027,8 +1016,7 @@ Status StoreImpl::apply(Sequence* seq, const policies::Action& action) {
 
 Status StoreImpl::demote(Sequence* seq, const policies::Action& action) {
   PageList& list = seq->layer_lists(action.layer)[action.class_index];
-  tiers::SlabClass target =
-      seq->space().head_class(action.layer, action.class_index).slab_class;
+  tiers::SlabClass target = seq->space().head_class(action.layer, action.class_index).slab_class;
   target.dtype_k = action.dtype_k;
   target.dtype_v = action.dtype_v;
   if (target.page_bytes() > tiers::kExtentBytes) {
@@ -1061,8 +1049,7 @@ Status StoreImpl::demote(Sequence* seq, const policies::Action& action) {
     new_pages.push_back(page.value());
   }
   for (size_t i = 0; i < old_pages.size(); ++i) {
-    copy_page_rows(pool_, old_pages[i].page, new_pages[i], old_pages[i].first,
-                   old_pages[i].count);
+    copy_page_rows(pool_, old_pages[i].page, new_pages[i], old_pages[i].first, old_pages[i].count);
     list.replace(old_pages[i].block, new_pages[i], bank(seq));
   }
   return Status::ok();

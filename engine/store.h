@@ -94,9 +94,9 @@ inline constexpr uint32_t kMaxObservedRows = 256;
 struct ObservedView {
   uint64_t query_position = 0;  // of the first kept row; rows are consecutive
   uint32_t n_rows = 0;
-  const float* q = nullptr;             // [n_rows][n_q_heads][head_dim_k], oldest first
-  uint64_t n_columns = 0;               // positions 0 .. n_columns
-  const float* column_sums = nullptr;   // [n_columns][n_kv_heads]
+  const float* q = nullptr;            // [n_rows][n_q_heads][head_dim_k], oldest first
+  uint64_t n_columns = 0;              // positions 0 .. n_columns
+  const float* column_sums = nullptr;  // [n_columns][n_kv_heads]
 };
 
 class Store {
@@ -157,8 +157,8 @@ class Store {
   // Immediate; struct_size is set. O(pages referenced).
   virtual kvm_seq_info seq_info(const Sequence* seq) const = 0;
   // As Engine::list_seqs.
-  virtual SeqPage list_seqs(ClientId client, kvm_space_id space, bool all_clients,
-                            kvm_seq_id begin, size_t n_max) const = 0;
+  virtual SeqPage list_seqs(ClientId client, kvm_space_id space, bool all_clients, kvm_seq_id begin,
+                            size_t n_max) const = 0;
   // Ids of a client's sequences, in no order.
   virtual std::vector<kvm_seq_id> client_seqs(ClientId client) const = 0;
 

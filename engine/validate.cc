@@ -166,8 +166,7 @@ Status check_tree(const StepRequest& request, const kvm_item& item, size_t index
     return invalid("item {} has tree words {} to {}; the request has {}", index, item.tree_begin,
                    end - 1, request.tree_mask.size());
   }
-  const uint64_t allowed =
-      item.n_query == 64 ? ~uint64_t{0} : (uint64_t{1} << item.n_query) - 1;
+  const uint64_t allowed = item.n_query == 64 ? ~uint64_t{0} : (uint64_t{1} << item.n_query) - 1;
   for (uint32_t row = 0; row < item.n_query; ++row) {
     const uint64_t word = request.tree_mask[item.tree_begin + row];
     if ((word & ~allowed) != 0) {
@@ -298,9 +297,8 @@ RowCounts count_rows(const StepRequest& request) {
 }
 
 Status check_outputs_apart(const StepTensors& t) {
-  const std::pair<const Tensor*, const char*> all[] = {{&t.o, "o"}, {&t.lse, "lse"},
-                                                       {&t.err, "err"}, {&t.q, "q"},
-                                                       {&t.k, "k"}, {&t.v, "v"}};
+  const std::pair<const Tensor*, const char*> all[] = {
+      {&t.o, "o"}, {&t.lse, "lse"}, {&t.err, "err"}, {&t.q, "q"}, {&t.k, "k"}, {&t.v, "v"}};
   constexpr size_t kOutputs = 3;
   for (size_t i = 0; i < kOutputs; ++i) {
     for (size_t j = i + 1; j < std::size(all); ++j) {
@@ -350,8 +348,8 @@ Result<Tensor> resolve_tensor(const TensorView& view, const TensorShape& shape) 
     return invalid("{} has {} bytes; layers of {} rows {} elements apart do not fit", shape.name,
                    view.size_bytes, shape.n_rows, tensor.stride_row);
   }
-  tensor.stride_layer = view.stride_layer != 0 ? view.stride_layer
-                                               : static_cast<uint64_t>(packed_layer);
+  tensor.stride_layer =
+      view.stride_layer != 0 ? view.stride_layer : static_cast<uint64_t>(packed_layer);
   if (shape.n_layers == 0 || shape.n_rows == 0 || shape.n_heads == 0) {
     return tensor;
   }
@@ -430,10 +428,10 @@ Result<ReadTensors> check_read(const ReadRequest& request, const Space& space) {
     return invalid("n_tokens is {}; at most {} are allowed", request.n_tokens, kMaxPosition);
   }
   if (request.n_tokens != 0) {
-    KVM_TRY_ASSIGN(t.k, resolve_tensor(request.k, {"k", 1, request.n_tokens, n_heads,
-                                                   space.head_dim_k}));
-    KVM_TRY_ASSIGN(t.v, resolve_tensor(request.v, {"v", 1, request.n_tokens, n_heads,
-                                                   space.head_dim_v}));
+    KVM_TRY_ASSIGN(
+        t.k, resolve_tensor(request.k, {"k", 1, request.n_tokens, n_heads, space.head_dim_k}));
+    KVM_TRY_ASSIGN(
+        t.v, resolve_tensor(request.v, {"v", 1, request.n_tokens, n_heads, space.head_dim_v}));
     KVM_TRY(check_apart(t.k, "k", t.v, "v"));
   }
   return t;

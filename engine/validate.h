@@ -18,10 +18,10 @@
 
 namespace kvm::engine {
 
-inline constexpr uint32_t kMaxItems = 4096;        // of one request
-inline constexpr uint32_t kMaxQueryRows = 65536;   // of one item
-inline constexpr uint32_t kMaxRanges = 65536;      // of one request, and of its items together
-inline constexpr uint32_t kMaxTreeRows = 64;       // of one item
+inline constexpr uint32_t kMaxItems = 4096;       // of one request
+inline constexpr uint32_t kMaxQueryRows = 65536;  // of one item
+inline constexpr uint32_t kMaxRanges = 65536;     // of one request, and of its items together
+inline constexpr uint32_t kMaxTreeRows = 64;      // of one item
 inline constexpr uint64_t kMaxPosition = uint64_t{1} << 48;
 
 // What a tensor has to hold: elements [layer][row][head][dim] for all indices below these.
@@ -45,8 +45,8 @@ struct Tensor {
 
   bool is_present() const { return data != nullptr; }
   std::byte* at(uint64_t layer, uint64_t row, uint64_t head) const {
-    return data + (layer * stride_layer + row * stride_row + head * stride_head) *
-                      dtype_size_bytes(dtype);
+    return data +
+           (layer * stride_layer + row * stride_row + head * stride_head) * dtype_size_bytes(dtype);
   }
   uint64_t row_stride_bytes() const { return stride_row * dtype_size_bytes(dtype); }
   uint64_t head_stride_bytes() const { return stride_head * dtype_size_bytes(dtype); }

@@ -22,8 +22,8 @@ void VisibleKeys::see_tree(const attention::Visibility& visible, uint32_t n_quer
     const uint64_t position = visible.query_position + j;
     for (uint32_t i = 0; i < n_query; ++i) {
       const uint64_t word = visible.tree[uint64_t{i} * visible.tree_stride_words + j / 64];
-      const bool in_window = visible.window == 0 || position < visible.sinks || j >= i ||
-                             i - j < visible.window;
+      const bool in_window =
+          visible.window == 0 || position < visible.sinks || j >= i || i - j < visible.window;
       if ((word >> (j % 64) & 1) != 0 && in_window) {
         see(position, position + 1);
         break;

@@ -273,7 +273,9 @@ typedef struct kvm_queue_params {
   uint32_t flags;     /* reserved, zero */
   uint32_t n_entries; /* requests in flight; 0: 256; rounded up to a power of two, at most 256 */
   uint32_t reserved0; /* zero */
-  uint64_t spin_ns;   /* how long a wait spins before it sleeps; 0: 50 us; UINT64_MAX: for ever */
+  /* How long a wait spins before it sleeps; 0: 50 us; UINT64_MAX: for ever. Where the last waits
+   * took longer, a wait sleeps first, until shortly before it should be over, and spins then. */
+  uint64_t spin_ns;
   uint64_t reserved[4];
 } kvm_queue_params;
 

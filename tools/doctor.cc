@@ -64,8 +64,7 @@ Finding instruction_sets(const kvm_client_info* info) {
 Finding huge_pages() {
   Finding out;
   out.subject = "transparent huge pages";
-  const std::string choice =
-      chosen(read_text("/sys/kernel/mm/transparent_hugepage/enabled"));
+  const std::string choice = chosen(read_text("/sys/kernel/mm/transparent_hugepage/enabled"));
   out.found = choice.empty() ? "not in this kernel" : choice;
   if (choice != "always" && choice != "madvise") {
     out.verdict = Verdict::kFallback;
@@ -98,8 +97,8 @@ Finding memory_lock() {
   out.subject = "locked memory limit";
   rlimit limit{};
   getrlimit(RLIMIT_MEMLOCK, &limit);
-  out.found = limit.rlim_cur == RLIM_INFINITY ? "unlimited"
-                                              : fmt::format("{} KiB", limit.rlim_cur / 1024);
+  out.found =
+      limit.rlim_cur == RLIM_INFINITY ? "unlimited" : fmt::format("{} KiB", limit.rlim_cur / 1024);
   return out;  // nothing locks memory on the CPU tier
 }
 
@@ -200,9 +199,15 @@ const char* verdict_name(Verdict verdict) {
 }
 
 std::vector<Finding> examine(const kvm_client_info* info, const std::string& why_none) {
-  std::vector<Finding> out = {daemon(info, why_none), instruction_sets(info), huge_pages(),
-                              io_uring(),             memory_lock(),          open_files(),
-                              cores(info),            numa(),                 memory(info)};
+  std::vector<Finding> out = {daemon(info, why_none),
+                              instruction_sets(info),
+                              huge_pages(),
+                              io_uring(),
+                              memory_lock(),
+                              open_files(),
+                              cores(info),
+                              numa(),
+                              memory(info)};
   if (info != nullptr && (info->features & KVM_FEATURE_EVENTFD) == 0) {
     out.push_back({"completion events", Verdict::kFallback, "not offered by this daemon",
                    "kvm_queue_fd returns -1: engines poll or wait instead of using epoll"});

@@ -219,8 +219,9 @@ TEST(Daemon, StoppedDaemonHangsNoControlCall) {
     status = kvm_client_ping(client, nullptr);
   }
   EXPECT_EQ(status, KVM_OK) << kvm_last_error();
-  for (int i = 0; i < 500 && (stats_of(client).n_sequences != 1 ||
-                              arena_bytes_of(client) != bytes_before); ++i) {
+  for (int i = 0;
+       i < 500 && (stats_of(client).n_sequences != 1 || arena_bytes_of(client) != bytes_before);
+       ++i) {
     ::usleep(10'000);
     EXPECT_EQ(kvm_client_ping(client, nullptr), KVM_OK) << kvm_last_error();
   }
@@ -257,8 +258,9 @@ TEST(Daemon, ManyCallsOnAStoppedDaemon) {
     ASSERT_EQ(kvm_space_find(client, "stopped", &found), KVM_ERR_TIMEOUT) << i;
   }
   ::kill(daemon.pid(), SIGCONT);
-  for (int i = 0; i < 500 && (kvm_client_ping(client, nullptr) != KVM_OK ||
-                              stats_of(first).n_sequences != 0); ++i) {
+  for (int i = 0;
+       i < 500 && (kvm_client_ping(client, nullptr) != KVM_OK || stats_of(first).n_sequences != 0);
+       ++i) {
     ::usleep(10'000);
   }
   EXPECT_EQ(stats_of(first).n_sequences, 0u);

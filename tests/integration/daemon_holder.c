@@ -8,7 +8,7 @@
 
 enum { kLayers = 2, kHeads = 2, kDim = 64, kTokens = 100, kSequences = 3 };
 
-static void check(kvm_status status, const char *what) {
+static void check(kvm_status status, const char* what) {
   if (status != KVM_OK) {
     fprintf(stderr, "%s: %s: %s\n", what, kvm_status_name(status), kvm_last_error());
     exit(1);
@@ -17,8 +17,8 @@ static void check(kvm_status status, const char *what) {
 
 int main(void) {
   static float rows[kLayers * kTokens * kHeads * kDim];
-  kvm_client *client = NULL;
-  kvm_queue *queue = NULL;
+  kvm_client* client = NULL;
+  kvm_queue* queue = NULL;
   kvm_space_id space = 0;
   check(kvm_connect(NULL, &client), "connect");
   check(kvm_queue_create(client, NULL, &queue), "queue");

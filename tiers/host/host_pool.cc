@@ -16,10 +16,10 @@ uint64_t extents_for(uint64_t size_bytes) {
 }
 
 Status no_space(const MemoryBudget& budget) {
-  return Status(KVM_ERR_NO_SPACE,
-                "host memory: an extent of " + std::to_string(kExtentBytes) +
-                    " bytes is needed, " + std::to_string(budget.used_bytes()) + " of " +
-                    std::to_string(budget.capacity_bytes()) + " bytes are in use");
+  return Status(KVM_ERR_NO_SPACE, "host memory: an extent of " + std::to_string(kExtentBytes) +
+                                      " bytes is needed, " + std::to_string(budget.used_bytes()) +
+                                      " of " + std::to_string(budget.capacity_bytes()) +
+                                      " bytes are in use");
 }
 
 }  // namespace

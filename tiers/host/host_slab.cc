@@ -65,8 +65,8 @@ Result<std::unique_ptr<HostSlab>> HostSlab::create(const SlabClass& slab_class,
   std::unique_ptr<HostSlab> slab(new HostSlab(slab_class, max_extents));
   // One extent more, to begin at a multiple of its size.
   const uint64_t size_bytes = (slab->max_extents_ + 1) * kExtentBytes;
-  void* mapping = mmap(nullptr, size_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
-                       -1, 0);
+  void* mapping =
+      mmap(nullptr, size_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (mapping == MAP_FAILED) {
     return Status(KVM_ERR_NO_MEMORY, "reserving " + std::to_string(size_bytes) +
                                          " bytes of address space: " + os_error());

@@ -59,8 +59,8 @@ class HostSlab {
  private:
   struct Extent {
     uint16_t n_used = 0;
-    uint16_t free_head = 0;       // first free page; kNoSlot: none
-    uint32_t list_index = 0;      // where the extent is in partial_ or cached_
+    uint16_t free_head = 0;   // first free page; kNoSlot: none
+    uint32_t list_index = 0;  // where the extent is in partial_ or cached_
     enum : uint8_t { kAbsent, kCached, kOpen } state = kAbsent;
   };
   static constexpr uint16_t kNoSlot = 0xffff;

@@ -5,7 +5,7 @@
 
 #include "kvm.h"
 
-int main(int argc, char **argv) {
+int main(int argc, char** argv) {
   if (argc != 2 || strcmp(kvm_version_string(), argv[1]) != 0) {
     fprintf(stderr, "library says '%s', package says '%s'\n", kvm_version_string(), argv[1]);
     return 1;

@@ -229,9 +229,7 @@ class Crowd {
       request.verb = SeqVerb::kFork;
       request.n_tokens = pick(0, 1) == 0 ? KVM_POSITION_END : request.n_tokens;
     } else {
-      request.verb = dice < 93   ? SeqVerb::kTruncate
-                     : dice < 95 ? SeqVerb::kCommit
-                                 : SeqVerb::kFree;
+      request.verb = dice < 93 ? SeqVerb::kTruncate : dice < 95 ? SeqVerb::kCommit : SeqVerb::kFree;
     }
     const SeqVerb verb = request.verb;
     const uint64_t n = request.n_tokens;

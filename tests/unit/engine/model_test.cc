@@ -44,9 +44,9 @@ class Model {
     client_ = store_->add_client(quota_bytes, 40);
     SpaceSpec spec = make_spec("model", 4, 4);
     spec.params.head_dim_v = 16;
-    spec.layers = {{.layer_begin = 2, .n_layers = 1, .kind = KVM_LAYER_ALIAS, .target = 0,
-                    .window = 150},
-                   {.layer_begin = 3, .n_layers = 1, .kind = KVM_LAYER_OWN, .window = 90}};
+    spec.layers = {
+        {.layer_begin = 2, .n_layers = 1, .kind = KVM_LAYER_ALIAS, .target = 0, .window = 150},
+        {.layer_begin = 3, .n_layers = 1, .kind = KVM_LAYER_OWN, .window = 90}};
     spec.policies = {sinks_recent(0, 0b1100, 70, 100, 30), sinks_recent(1, 0b0001, 0, 64),
                      sinks_recent(1, 0b0010, 3, 1, 5)};
     spec.codecs = {codec(0, 0b0001, KVM_DTYPE_F32, KVM_DTYPE_F16),
@@ -141,8 +141,8 @@ class Model {
   bool sees(uint32_t layer, const Retention& retention, uint64_t p, uint64_t x) const {
     const uint64_t window = space_->layers[layer].window;
     const bool in_window = window == 0 || x + window > p;
-    const bool kept = retention.kind == KVM_RETAIN_FULL || x < retention.n_sinks ||
-                      x + retention.n_recent > p;
+    const bool kept =
+        retention.kind == KVM_RETAIN_FULL || x < retention.n_sinks || x + retention.n_recent > p;
     return in_window && kept;
   }
 
@@ -187,8 +187,8 @@ class Model {
     for (uint32_t layer = 0; layer < space_->n_layers; ++layer) {
       for (uint32_t c = 0; c < model->lists[layer].size(); ++c) {
         const Retention& r = space_->head_class(layer, c).retention;
-        for (uint64_t page = 0; r.kind == KVM_RETAIN_SINKS_RECENT &&
-                                page + kPageTokens <= model->n_committed;
+        for (uint64_t page = 0;
+             r.kind == KVM_RETAIN_SINKS_RECENT && page + kPageTokens <= model->n_committed;
              page += kPageTokens) {
           const uint64_t last = page + kPageTokens - 1;
           if (page >= r.n_sinks && last + r.n_recent + r.slack < model->n_committed) {
@@ -278,7 +278,8 @@ class Model {
     std::vector<AppendItem> items;
     for (const Planned& plan : planned) {
       const uint64_t present = seqs_.at(plan.id).tokens[plan.layer].size();
-      items.push_back({.seq = seq(plan.id), .layer = plan.layer,
+      items.push_back({.seq = seq(plan.id),
+                       .layer = plan.layer,
                        .position = pick(2) == 0 ? present : KVM_POSITION_END,
                        .n_tokens = static_cast<uint32_t>(plan.tokens.size())});
     }
@@ -412,13 +413,13 @@ class Model {
     const uint64_t begin = pick(n_pages + 1);
     const uint64_t end = begin + pick(n_pages - begin + 1);
     const Accounts before = accounts();
-    const Status status = store_->apply(
-        seq(id), {.kind = policies::ActionKind::kDemote,
-                  .layer = layer,
-                  .class_index = pick(space_->layers[layer].classes.size()),
-                  .range = {begin * kPageTokens, end * kPageTokens},
-                  .dtype_k = static_cast<Dtype>(1 + pick(3)),
-                  .dtype_v = static_cast<Dtype>(1 + pick(3))});
+    const Status status =
+        store_->apply(seq(id), {.kind = policies::ActionKind::kDemote,
+                                .layer = layer,
+                                .class_index = pick(space_->layers[layer].classes.size()),
+                                .range = {begin * kPageTokens, end * kPageTokens},
+                                .dtype_k = static_cast<Dtype>(1 + pick(3)),
+                                .dtype_v = static_cast<Dtype>(1 + pick(3))});
     if (!status.is_ok()) {
       EXPECT_TRUE(status.code() == KVM_ERR_NO_SPACE || status.code() == KVM_ERR_QUOTA);
       EXPECT_EQ(accounts(), before);

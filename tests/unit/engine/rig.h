@@ -260,8 +260,8 @@ struct Answer {
 // Attention of one row and q head in double precision.
 inline Answer naive_attention(const Rule& rule, const StepRequest& step, const kvm_item& item,
                               uint64_t first, uint32_t row, uint32_t q_head,
-                              const std::vector<float>& q, const ModelLayer& layer,
-                              uint32_t dim_k, uint32_t dim_v) {
+                              const std::vector<float>& q, const ModelLayer& layer, uint32_t dim_k,
+                              uint32_t dim_v) {
   const uint32_t kv_head = q_head / rule.group;
   std::vector<std::pair<uint64_t, double>> logits;
   double most = -std::numeric_limits<double>::infinity();

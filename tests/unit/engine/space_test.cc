@@ -50,8 +50,7 @@ const std::vector<BadSpec>& bad_specs() {
       {"shard_index is 2", [](SpaceSpec* s) { s->params.shard_index = s->params.n_shards = 2; }},
       {"rope_layout is 3", [](SpaceSpec* s) { s->params.rope_layout = 3; }},
       {"n_rope_pairs is 5", [](SpaceSpec* s) { s->rope_inv_freq.assign(5, 1); }},
-      {"rope_layout is 0 with n_rope_pairs 2",
-       [](SpaceSpec* s) { s->rope_inv_freq.assign(2, 1); }},
+      {"rope_layout is 0 with n_rope_pairs 2", [](SpaceSpec* s) { s->rope_inv_freq.assign(2, 1); }},
       {"rope_inv_freq[1] is not finite",
        [](SpaceSpec* s) {
          s->params.rope_layout = KVM_ROPE_HALF;
@@ -70,8 +69,7 @@ const std::vector<BadSpec>& bad_specs() {
        [](SpaceSpec* s) { s->layers = {{.layer_begin = 0, .n_layers = 4}}; }},
       {"layers[0].n_layers is 4294967295",
        [](SpaceSpec* s) { s->layers = {{.layer_begin = 1, .n_layers = UINT32_MAX}}; }},
-      {"layers[0].kind is 9",
-       [](SpaceSpec* s) { s->layers = {{.n_layers = 1, .kind = 9}}; }},
+      {"layers[0].kind is 9", [](SpaceSpec* s) { s->layers = {{.n_layers = 1, .kind = 9}}; }},
       {"KVM_LAYER_PAIR",
        [](SpaceSpec* s) { s->layers = {{.n_layers = 1, .kind = KVM_LAYER_PAIR}}; },
        KVM_ERR_UNSUPPORTED},
@@ -81,8 +79,11 @@ const std::vector<BadSpec>& bad_specs() {
        [](SpaceSpec* s) { s->layers = {{.n_layers = 1, .kind = KVM_LAYER_ALIAS}}; }},
       {"layer 1 is an alias of layer 0 with 2/2",
        [](SpaceSpec* s) {
-         s->layers = {{.layer_begin = 1, .n_layers = 1, .kind = KVM_LAYER_ALIAS,
-                       .n_q_heads = 2, .n_kv_heads = 2}};
+         s->layers = {{.layer_begin = 1,
+                       .n_layers = 1,
+                       .kind = KVM_LAYER_ALIAS,
+                       .n_q_heads = 2,
+                       .n_kv_heads = 2}};
        }},
       {"no layer is KVM_LAYER_OWN",
        [](SpaceSpec* s) { s->layers = {{.n_layers = 3, .kind = KVM_LAYER_ABSENT}}; }},
@@ -102,7 +103,9 @@ const std::vector<BadSpec>& bad_specs() {
          s->policies[0].reserved[1] = 1;
        }},
       {"codecs[1].dtype_v is 77",
-       [](SpaceSpec* s) { s->codecs = {codec(0, 0, 0, 0), codec(0, 0, 0, 77)}; }},
+       [](SpaceSpec* s) {
+         s->codecs = {codec(0, 0, 0, 0), codec(0, 0, 0, 77)};
+       }},
       {"n_policies is 1025", [](SpaceSpec* s) { s->policies.resize(1025); }},
   };
   return specs;

@@ -219,8 +219,8 @@ class World {
     request.flags = pick(0, 1) == 0 ? uint32_t{KVM_STEP_F32_VALUES} : 0u;
     const StepRequest copy = request;
     const RequestResult result = rig.run(std::move(request));
-    if (has_policy && (result.status.code() == KVM_ERR_PARTIAL ||
-                       result.status.code() == KVM_ERR_UNSUPPORTED)) {
+    if (has_policy &&
+        (result.status.code() == KVM_ERR_PARTIAL || result.status.code() == KVM_ERR_UNSUPPORTED)) {
       ++n_refused;
       return;
     }
@@ -265,9 +265,8 @@ class World {
     uint64_t n_seen = 0;
     for (const kvm_item& item : request.items) {
       const ModelLayer& model = seq_of(item.seq).layers[storage(layer)];
-      const uint64_t first = item.query_position == KVM_POSITION_END
-                                 ? model.k.size() - item.n_query
-                                 : item.query_position;
+      const uint64_t first = item.query_position == KVM_POSITION_END ? model.k.size() - item.n_query
+                                                                     : item.query_position;
       for (uint32_t h = 0; h < n_kv_heads; ++h) {
         Rule rule = head_rules[h];
         rule.group = rules[layer].group;
@@ -292,8 +291,8 @@ class World {
             for (uint32_t i = 0; i < dim_k; ++i) {
               q_row.push_back(q.get(0, row, q_head, i));
             }
-            const Answer answer = naive_attention(rule, request, item, first, r, q_head, q_row,
-                                                  model, dim_k, dim_v);
+            const Answer answer =
+                naive_attention(rule, request, item, first, r, q_head, q_row, model, dim_k, dim_v);
             double distance = 0;
             for (uint32_t i = 0; i < dim_v; ++i) {
               distance += std::pow(double{o.get(0, row, q_head, i)} - answer.o[i], 2);
@@ -503,8 +502,8 @@ std::vector<std::byte> run_random_space(uint64_t seed, uint64_t cut_seed, uint32
   const uint32_t groups[] = {1, 3, 4, 16};
   const uint32_t n_heads = pick(1, 4);
   const uint32_t group = groups[pick(0, 3)];
-  SpaceSpec spec = make_spec("bits", 1, n_heads * group, n_heads, dims[pick(0, 3)],
-                             dims[pick(0, 3)]);
+  SpaceSpec spec =
+      make_spec("bits", 1, n_heads * group, n_heads, dims[pick(0, 3)], dims[pick(0, 3)]);
   const uint32_t dim_k = spec.params.head_dim_k;
   const uint32_t dim_v = spec.params.head_dim_v;
   spec.params.logit_softcap = pick(0, 2) == 0 ? 20.0f : 0.0f;
@@ -518,8 +517,8 @@ std::vector<std::byte> run_random_space(uint64_t seed, uint64_t cut_seed, uint32
                              .n_sinks = pick(0, 200),
                              .n_recent = pick(1, 2500)});
   }
-  spec.codecs.push_back({.kv_head_mask = {some_heads(), 0}, .dtype_k = pick(1, 3),
-                         .dtype_v = pick(1, 3)});
+  spec.codecs.push_back(
+      {.kv_head_mask = {some_heads(), 0}, .dtype_k = pick(1, 3), .dtype_v = pick(1, 3)});
   for (uint32_t h = 0; pick(0, 1) == 0 && h < n_heads * group; ++h) {
     spec.sink_logits.assign(n_heads * group, 0.5f);
   }

@@ -59,7 +59,7 @@ TEST_F(StoreTest, IdsTellWhatBecameOfThem) {
   EXPECT_NE(next, seq);
   EXPECT_EQ(store_->find_seq(client_, seq).status().code(), KVM_ERR_STALE);
   // An id of another start of the service.
-  const kvm_seq_id foreign = next ^ uint64_t{1} << 63 ^ uint64_t{1} << 50;
+  const kvm_seq_id foreign = next ^ uint64_t { 1 } << 63 ^ uint64_t { 1 } << 50;
   EXPECT_EQ(store_->find_seq(client_, foreign).status().code(), KVM_ERR_LOST);
   EXPECT_EQ(store_->space(space ^ uint64_t{1} << 47).status().code(), KVM_ERR_LOST);
   EXPECT_EQ(store_->space(next).status().code(), KVM_ERR_NOT_FOUND);
@@ -132,8 +132,10 @@ TEST_F(StoreTest, BadAppendsAreRefusedWhole) {
     kvm_status code;
   };
   const std::vector<Case> cases = {
-      {{seq, 0, 9, 1}, KVM_ERR_HOLE},        {{seq, 0, 11, 1}, KVM_ERR_HOLE},
-      {{seq, 3, 10, 1}, KVM_ERR_HOLE},       {{seq, 4, 0, 1}, KVM_ERR_INVALID},
+      {{seq, 0, 9, 1}, KVM_ERR_HOLE},
+      {{seq, 0, 11, 1}, KVM_ERR_HOLE},
+      {{seq, 3, 10, 1}, KVM_ERR_HOLE},
+      {{seq, 4, 0, 1}, KVM_ERR_INVALID},
       {{seq, 1, KVM_POSITION_END, 1}, KVM_ERR_INVALID},
       {{seq, 2, KVM_POSITION_END, 1}, KVM_ERR_INVALID},
       {{seq, 0, 10, 0}, KVM_ERR_INVALID},
@@ -232,14 +234,18 @@ TEST_F(StoreTest, OneSequenceWithThreeCodecs) {
   ASSERT_TRUE(append(*store_, seq, 0, tokens).is_ok());
   Sequence* child = fork(seq);
   const uint64_t bytes_before = store_->client_bytes(client_);
-  ASSERT_TRUE(store_->apply(seq, {.kind = policies::ActionKind::kDemote,
-                                  .range = {0, kPageTokens},
-                                  .dtype_k = Dtype::kBf16,
-                                  .dtype_v = Dtype::kBf16}).is_ok());
-  ASSERT_TRUE(store_->apply(seq, {.kind = policies::ActionKind::kDemote,
-                                  .range = {kPageTokens, 3 * kPageTokens},
-                                  .dtype_k = Dtype::kF16,
-                                  .dtype_v = Dtype::kF32}).is_ok());
+  ASSERT_TRUE(store_
+                  ->apply(seq, {.kind = policies::ActionKind::kDemote,
+                                .range = {0, kPageTokens},
+                                .dtype_k = Dtype::kBf16,
+                                .dtype_v = Dtype::kBf16})
+                  .is_ok());
+  ASSERT_TRUE(store_
+                  ->apply(seq, {.kind = policies::ActionKind::kDemote,
+                                .range = {kPageTokens, 3 * kPageTokens},
+                                .dtype_k = Dtype::kF16,
+                                .dtype_v = Dtype::kF32})
+                  .is_ok());
   std::vector<KvRun> runs;
   store_->collect_runs(seq, 0, 0, &runs);
   ASSERT_EQ(runs.size(), 5u);
@@ -352,8 +358,13 @@ TEST_F(StoreTest, ObservationsAreKeptChargedForkedAndCut) {
     queries[i] = static_cast<float>(i);
   }
   const std::vector<float> ones(1000, 1.0f);
-  ObserveInput input = {.layer = 1, .query_position = 600, .n_rows = 400, .q = queries.data(),
-                        .column_begin = 0, .n_columns = 1000, .column_sums = ones.data()};
+  ObserveInput input = {.layer = 1,
+                        .query_position = 600,
+                        .n_rows = 400,
+                        .q = queries.data(),
+                        .column_begin = 0,
+                        .n_columns = 1000,
+                        .column_sums = ones.data()};
   ASSERT_TRUE(store_->observe(seq, input).is_ok());
   ObservedView view = store_->observed(seq, 1);
   EXPECT_EQ(view.n_rows, kMaxObservedRows);
@@ -373,8 +384,13 @@ TEST_F(StoreTest, ObservationsAreKeptChargedForkedAndCut) {
   view = store_->observed(child, 1);
   EXPECT_EQ(view.n_rows, 800 - (600u + 400 - kMaxObservedRows));
   EXPECT_EQ(view.n_columns, 800u);
-  input = {.layer = 1, .query_position = 800, .n_rows = 3, .q = queries.data(),
-           .column_begin = 700, .n_columns = 50, .column_sums = ones.data()};
+  input = {.layer = 1,
+           .query_position = 800,
+           .n_rows = 3,
+           .q = queries.data(),
+           .column_begin = 700,
+           .n_columns = 50,
+           .column_sums = ones.data()};
   ASSERT_TRUE(store_->observe(child, input).is_ok());
   view = store_->observed(child, 1);
   EXPECT_EQ(view.n_rows, 800 - (600u + 400 - kMaxObservedRows) + 3);
@@ -408,12 +424,19 @@ TEST_F(StoreTest, ObservationsAreKeptChargedForkedAndCut) {
   EXPECT_EQ(store_->observe(seq, {.layer = 0, .n_rows = 1, .q = bad.data()}).code(),
             KVM_ERR_INVALID);
   EXPECT_EQ(store_->observe(seq, {.layer = 2}).code(), KVM_ERR_INVALID);
-  EXPECT_EQ(store_->observe(seq, {.layer = 0, .column_begin = 99, .n_columns = 2,
-                                  .column_sums = ones.data()}).code(),
-            KVM_ERR_INVALID);
-  EXPECT_EQ(store_->observe(seq, {.layer = 0, .column_begin = UINT64_MAX, .n_columns = 2,
-                                  .column_sums = ones.data()}).code(),
-            KVM_ERR_INVALID);
+  EXPECT_EQ(
+      store_
+          ->observe(seq,
+                    {.layer = 0, .column_begin = 99, .n_columns = 2, .column_sums = ones.data()})
+          .code(),
+      KVM_ERR_INVALID);
+  EXPECT_EQ(
+      store_
+          ->observe(
+              seq,
+              {.layer = 0, .column_begin = UINT64_MAX, .n_columns = 2, .column_sums = ones.data()})
+          .code(),
+      KVM_ERR_INVALID);
   store_->free_seq(seq);
   store_->free_seq(child);
   EXPECT_EQ(stats_of(*store_).observed_bytes, 0u);

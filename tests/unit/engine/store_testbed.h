@@ -79,10 +79,9 @@ inline void write_rows(const std::vector<AppendPiece>& pieces, uint32_t item, ui
           for (uint32_t i = 0; i < dim; ++i) {
             row[i] = row_element(tokens[piece.token + t], layer, piece.cls->kv_heads[h], plane, i);
           }
-          std::byte* to = plane == 0 ? piece.k + h * slab_class.k_head_bytes() +
-                                           t * slab_class.k_row_bytes()
-                                     : piece.v + h * slab_class.v_head_bytes() +
-                                           t * slab_class.v_row_bytes();
+          std::byte* to =
+              plane == 0 ? piece.k + h * slab_class.k_head_bytes() + t * slab_class.k_row_bytes()
+                         : piece.v + h * slab_class.v_head_bytes() + t * slab_class.v_row_bytes();
           codecs::convert(row.data(), Dtype::kF32, to,
                           plane == 0 ? slab_class.dtype_k : slab_class.dtype_v, dim);
         }
@@ -95,8 +94,8 @@ inline void write_rows(const std::vector<AppendPiece>& pieces, uint32_t item, ui
 inline Status append(Store& store, Sequence* seq, uint32_t layer,
                      std::span<const uint64_t> tokens) {
   std::vector<AppendPiece> pieces;
-  const AppendItem item = {.seq = seq, .layer = layer,
-                           .n_tokens = static_cast<uint32_t>(tokens.size())};
+  const AppendItem item = {
+      .seq = seq, .layer = layer, .n_tokens = static_cast<uint32_t>(tokens.size())};
   KVM_TRY(store.reserve_append({&item, 1}, &pieces));
   write_rows(pieces, 0, layer, tokens);
   store.publish(seq, layer);

@@ -128,8 +128,7 @@ TEST(Validate, EveryBadNumberHasItsSentence) {
       {"reserved", [](StepRequest& s) { s.items[0].reserved = 1; }},
       {"append_position", [](StepRequest& s) { s.items[0].append_position = kMaxPosition; }},
       {"query_position", [](StepRequest& s) { s.items[0].query_position = kMaxPosition; }},
-      {"query_position",
-       [](StepRequest& s) { s.items[0].query_position = KVM_POSITION_END - 1; }},
+      {"query_position", [](StepRequest& s) { s.items[0].query_position = KVM_POSITION_END - 1; }},
       {"query rows", [](StepRequest& s) { s.items[0].n_query = kMaxQueryRows + 1; }},
       {"n_append must be 0", [](StepRequest& s) { s.append = false; }},
       {"same sequence",
@@ -207,12 +206,20 @@ TEST(Validate, TensorsMustFitAlignAndNotOverlap) {
       {"dtype of err", [](StepRequest& s) { s.err.dtype = KVM_DTYPE_F16; }},
       {"k has 639 bytes", [](StepRequest& s) { s.k.size_bytes -= 1; }},
       {"o has", [](StepRequest& s) { s.o.size_bytes = 0; }},
-      {"v has", [](StepRequest& s) { s.items[0].append_row = 1; s.k.size_bytes = 1000; }},
+      {"v has",
+       [](StepRequest& s) {
+         s.items[0].append_row = 1;
+         s.k.size_bytes = 1000;
+       }},
       {"q has", [](StepRequest& s) { s.items[0].query_row = 1; }},
       {"q has", [](StepRequest& s) { s.items[0].query_row = UINT32_MAX; }},
       {"elements of q overlap", [](StepRequest& s) { s.q.stride_row = 63; }},
       {"elements of q overlap", [](StepRequest& s) { s.q.stride_head = 15; }},
-      {"elements of o overlap", [](StepRequest& s) { s.o.stride_row = 8; s.o.stride_head = 9; }},
+      {"elements of o overlap",
+       [](StepRequest& s) {
+         s.o.stride_row = 8;
+         s.o.stride_head = 9;
+       }},
       {"stride_head", [](StepRequest& s) { s.q.stride_head = UINT64_MAX; }},
       {"q has", [](StepRequest& s) { s.q.stride_row = UINT64_MAX; }},
       {"q has", [](StepRequest& s) { s.q.stride_row = UINT64_MAX / 9 + 1; }},

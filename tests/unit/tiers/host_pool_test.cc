@@ -17,8 +17,8 @@ namespace {
 constexpr uint64_t kMiB = uint64_t{1} << 20;
 
 SlabClass slab_class_of(uint16_t n_heads, uint16_t dim = 64, Dtype dtype = Dtype::kBf16) {
-  return {.dtype_k = dtype, .dtype_v = Dtype::kBf16, .dim_k = dim, .dim_v = dim,
-          .n_heads = n_heads};
+  return {
+      .dtype_k = dtype, .dtype_v = Dtype::kBf16, .dim_k = dim, .dim_v = dim, .n_heads = n_heads};
 }
 
 bool is_resident(const std::byte* address) {
@@ -29,8 +29,12 @@ bool is_resident(const std::byte* address) {
 }
 
 TEST(SlabClass, PlanesFollowEachOther) {
-  const SlabClass mixed = {.dtype_k = Dtype::kF32, .dtype_v = Dtype::kBf16, .dim_k = 24,
-                           .dim_v = 8, .n_heads = 3, .has_log_weights = true};
+  const SlabClass mixed = {.dtype_k = Dtype::kF32,
+                           .dtype_v = Dtype::kBf16,
+                           .dim_k = 24,
+                           .dim_v = 8,
+                           .n_heads = 3,
+                           .has_log_weights = true};
   EXPECT_EQ(mixed.v_offset(), 3u * 64 * 24 * 4);
   EXPECT_EQ(mixed.log_weight_offset(), mixed.v_offset() + 3u * 64 * 8 * 2);
   EXPECT_EQ(mixed.page_bytes(), mixed.log_weight_offset() + 3u * 64 * 4);
@@ -138,8 +142,8 @@ TEST(HostPool, GivesMemoryBack) {
 TEST(HostPool, CapIsHardAndFailureChangesNothing) {
   MemoryBudget budget(3 * kExtentBytes + 5);
   HostPool pool(&budget, 0);
-  const SlabClass whole = {.dtype_k = Dtype::kF32, .dtype_v = Dtype::kF32, .dim_k = 256,
-                           .dim_v = 256, .n_heads = 16};
+  const SlabClass whole = {
+      .dtype_k = Dtype::kF32, .dtype_v = Dtype::kF32, .dim_k = 256, .dim_v = 256, .n_heads = 16};
   ASSERT_EQ(whole.page_bytes(), kExtentBytes);
   std::vector<PageRef> pages;
   for (int i = 0; i < 3; ++i) {
