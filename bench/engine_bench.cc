@@ -60,7 +60,7 @@ class Memory {
 class Rig {
  public:
   Rig(const Shape& shape, uint32_t n_layers, uint32_t n_threads, uint64_t capacity_bytes)
-      : shape_(shape), n_layers_(n_layers) {
+      : shape_(shape) {
     engine::EngineOptions options;
     options.n_threads = n_threads;
     options.host_capacity_bytes = capacity_bytes;
@@ -165,7 +165,6 @@ class Rig {
 
  private:
   Shape shape_;
-  uint32_t n_layers_;
   std::unique_ptr<engine::Engine> engine_;
   engine::ClientId client_ = 0;
   kvm_space_id space_ = 0;

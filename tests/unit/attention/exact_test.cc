@@ -70,7 +70,7 @@ TEST(Exact, EmptyProblemWithSink) {
 }
 
 TEST(Exact, Lengths) {
-  for (uint64_t n : {1, 15, 16, 17, 63, 64, 65, 1023, 1024, 1025, 2500}) {
+  for (uint64_t n : {1u, 15u, 16u, 17u, 63u, 64u, 65u, 1023u, 1024u, 1025u, 2500u}) {
     for (uint32_t group : {1u, 4u}) {
       Case c(Shape{.group = group, .n_tokens = n}, n);
       c.store(0);

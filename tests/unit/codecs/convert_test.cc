@@ -80,7 +80,7 @@ std::vector<char> some_elements(Dtype dtype, uint64_t n, uint32_t seed) {
 TEST(Convert, EveryPairRoundsToNearest) {
   for (const Dtype from : kDtypes) {
     for (const Dtype to : kDtypes) {
-      for (const uint64_t n : {1, 7, 8, 9, 64, 257, 1031}) {
+      for (const uint64_t n : {1u, 7u, 8u, 9u, 64u, 257u, 1031u}) {
         const std::vector<char> src = some_elements(from, n, 17);
         // Odd addresses: nothing may assume alignment.
         std::vector<char> unaligned(src.size() + 1);

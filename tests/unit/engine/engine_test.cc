@@ -135,7 +135,7 @@ TEST(Engine, SequenceVerbsKeepTheirPlaceInTheLine) {
   auto [attend, o] = rig.attend(seq);
   rig.engine->submit(rig.client, {1, 1}, std::move(attend), log.entry("attend"));
   log.drive(*rig.engine, 7);
-  for (int i = 0; i < 6; ++i) {
+  for (size_t i = 0; i < 6; ++i) {
     EXPECT_TRUE(log.results[i].status.is_ok()) << i << ": " << log.results[i].status.message();
   }
   EXPECT_EQ(rig.length(log.results[1].seq), 5000u);

@@ -50,7 +50,7 @@ std::map<const void*, uint32_t> counts_of(const PageList& list, const tiers::Hos
 }
 
 TEST_F(PageListTest, ForkOfTheWholeTouchesTwoCounts) {
-  for (const uint64_t n_pages : {1, 128, 1536}) {
+  for (const uint64_t n_pages : {1u, 128u, 1536u}) {
     PageList list;
     append(&list, n_pages * kPageTokens + 5);
     const uint64_t n_segments = list.root()->segments.size();

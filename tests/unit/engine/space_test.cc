@@ -160,7 +160,7 @@ TEST(Space, HeadsGroupByRetentionAndCodec) {
 
 TEST(Space, PagesFitExtentsAndWasteLittle) {
   for (uint32_t n_heads = 1; n_heads <= 128; ++n_heads) {
-    for (const uint32_t dim : {8, 64, 72, 128, 200, 256}) {
+    for (const uint32_t dim : {8u, 64u, 72u, 128u, 200u, 256u}) {
       for (const uint32_t dtype : {KVM_DTYPE_F32, KVM_DTYPE_BF16}) {
         SpaceSpec spec = make_spec("m", 1, n_heads, dim);
         spec.params.dtype = dtype;
@@ -234,9 +234,9 @@ TEST(Space, EqualSpacesAgreeAndOthersNameTheDifference) {
 
 // Visibility against the sentences of kvm.h, position by position.
 TEST(Space, VisibilityIsTheIntersectionOfWindowAndRetention) {
-  for (const uint64_t window : {0, 1, 5, 10, 20, 40}) {
-    for (const uint64_t n_sinks : {0, 1, 4, 30}) {
-      for (const uint64_t n_recent : {0, 1, 10}) {  // 0: a head that keeps everything
+  for (const uint64_t window : {0u, 1u, 5u, 10u, 20u, 40u}) {
+    for (const uint64_t n_sinks : {0u, 1u, 4u, 30u}) {
+      for (const uint64_t n_recent : {0u, 1u, 10u}) {  // 0: a head that keeps everything
         SpaceSpec spec = make_spec("m", 1, 1);
         spec.layers = {{.n_layers = 1, .window = window}};
         if (n_recent > 0) {

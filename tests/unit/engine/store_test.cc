@@ -282,8 +282,8 @@ TEST_F(StoreTest, SinksRecentFreesMemoryHeadByHead) {
   spec.policies = {sinks_recent(0, 0b1110, 4, 128)};
   const kvm_space_id space = store_->register_space(spec).value();
   Sequence* seq = create(space);
-  for (int i = 0; i < 100; ++i) {
-    ASSERT_TRUE(append(*store_, seq, 0, numbered(i * 100u, 100)).is_ok());
+  for (uint32_t i = 0; i < 100; ++i) {
+    ASSERT_TRUE(append(*store_, seq, 0, numbered(i * 100, 100)).is_ok());
   }
   // 10,000 tokens: one head keeps them all, three keep the first page and at most four more.
   const uint64_t head_page = 64 * 64 * 2 * 2;
