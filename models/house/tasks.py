@@ -3,8 +3,8 @@
 
 Words of a task are single tokens of the tokenizer (a space and at least four letters). Formats:
 
-  fact         "[ quiet river: stone]"         query   "? quiet river: stone."
-  assignment   "[ stone: lamp]"                query   "?> stone: lamp: chair."
+  fact         "[ quiet river stone]"          query   "? quiet river stone."
+  assignment   "[ stone lamp]"                 query   "?> stone lamp chair."
   stream       " lamp lamp river lamp ..."     query   "?# lamp river stone." (most frequent first)
                                                query   "?* river lamp ..." (common ones, any order)
   passage      "< stone lamp ... river>"       query   "?< stone lamp ... river>"
@@ -172,8 +172,8 @@ class Maker:
     def facts(self, n_tokens, rng, queries, per_fact=0, count=1, words=2, noise=None, depth=None):
         """Facts in text. per_fact: tokens of the sample for each fact; 0: `count` facts."""
         one, ask = self.lexicon.one, max(1, queries)
-        room = n_tokens - 1 - ask * (words + 4)
-        n_facts = min(room // (words + 4), max(count, n_tokens // per_fact if per_fact else 0))
+        room = n_tokens - 1 - ask * (words + 3)
+        n_facts = min(room // (words + 3), max(count, n_tokens // per_fact if per_fact else 0))
         if words == 2:
             keys = self.keys(rng, n_facts)
         else:
@@ -184,13 +184,13 @@ class Maker:
         asked = [int(rng.integers(n_facts))] if not queries else rng.integers(0, n_facts, queries)
         if depth is not None:
             where[asked[0]] = depth
-        inserts = [(where[i], [one("["), *keys[i], one(":"), values[i], one("]")], None)
+        inserts = [(where[i], [one("["), *keys[i], values[i], one("]")], None)
                    for i in range(n_facts)]
         for fact in asked:
             fraction = 1.0 if not queries else where[fact] + (1 - where[fact]) * rng.random() ** 0.7
-            tokens = [one("?"), *keys[fact], one(":"), values[fact]]
+            tokens = [one("?"), *keys[fact], values[fact]]
             inserts.append((fraction, tokens + ([one(".")] if queries else []),
-                            (words + 2, words + 3)))
+                            (words + 1, words + 2)))
         noise = bool(noise) if noise is not None else False
         sample = self.weave(rng, n_tokens, inserts, noise)
         sample.depth = float(where[asked[-1]])
@@ -206,16 +206,14 @@ class Maker:
                 if len(np.unique(chain[:, :hop + 1])) == chains * (hop + 1):
                     break
         where = np.sort(rng.random((chains, hops)), axis=1)
-        inserts = [(where[c, h], [one("["), chain[c, h], one(":"), chain[c, h + 1], one("]")], None)
+        inserts = [(where[c, h], [one("["), chain[c, h], chain[c, h + 1], one("]")], None)
                    for c in range(chains) for h in range(hops)]
         for c in [int(rng.integers(chains))] if not queries else rng.integers(0, chains, queries):
-            tokens = [one("?"), one(">"), chain[c, 0]]
-            for hop in range(hops):
-                tokens += [one(":"), chain[c, hop + 1]]
+            tokens = [one("?"), one(">"), *chain[c]]
             last = where[c, -1]
             fraction = 1.0 if not queries else last + (1 - last) * rng.random()
             inserts.append((fraction, tokens + ([one(".")] if queries else []),
-                            (4, 4 + 2 * hops - 1)))
+                            (3, 3 + hops)))
         return self.weave(rng, n_tokens, inserts, noise)
 
     def stream(self, n_tokens, rng, queries, common=False, power=2.0, share=0.05):
@@ -369,13 +367,6 @@ def phrases(maker_, n_tokens, rng, n_words):
 _EARLY_MIX = (
     (0.30, "text", 0, {}),
     (0.70, "phrases", 0, {}),
-)
-_MIX = (
-    (0.30, "text", 0, {}),
-    (0.30, "phrases", 0, {}),
-    (0.30, "key_value", 10, {"words": (1, 2), "per_fact": (12, 32)}),
-    (0.05, "needle_multikey", 12, {"per_fact": (16, 64), "words": (1, 2)}),
-    (0.05, "common_words", 80, {"share": (0.04, 0.08)}),
 )
 _MIX = (
     (0.25, "text", 0, {}),
