@@ -10,8 +10,8 @@
 #include <cstdio>
 #include <utility>
 
+#include "base/clock.h"
 #include "base/stats_text.h"
-#include "client/clock.h"
 #include "client/embedded_queue.h"
 #include "client/limits.h"
 

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "client/embedded_queue.h"
+#include "base/clock.h"
 
 #include <algorithm>
 #include <limits>
 #include <utility>
 
-#include "client/clock.h"
 
 namespace kvm::client {
 

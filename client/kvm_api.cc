@@ -9,6 +9,7 @@
 #include <string>
 #include <utility>
 
+#include "base/clock.h"
 #include "client/checks.h"
 #include "client/handles.h"
 #include "client/status_name.h"
@@ -181,14 +182,10 @@ kvm_status kvm_client_get_info(kvm_client* client, kvm_client_info* out) {
 kvm_status kvm_client_ping(kvm_client* client, uint64_t* out_ns) {
   return guarded([&]() -> Status {
     KVM_TRY(check_client(client));
-    timespec begin{};
-    timespec end{};
-    ::clock_gettime(CLOCK_MONOTONIC, &begin);
+    const uint64_t begin_ns = kvm::now_ns();
     KVM_TRY(client->client->ping());
-    ::clock_gettime(CLOCK_MONOTONIC, &end);
     if (out_ns != nullptr) {
-      *out_ns = static_cast<uint64_t>((end.tv_sec - begin.tv_sec) * 1'000'000'000 +
-                                      (end.tv_nsec - begin.tv_nsec));
+      *out_ns = kvm::now_ns() - begin_ns;
     }
     return Status::ok();
   });

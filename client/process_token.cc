@@ -2,10 +2,11 @@
 #include "client/process_token.h"
 
 #include <sys/mman.h>
-#include <time.h>
 #include <unistd.h>
 
 #include <atomic>
+
+#include "base/clock.h"
 
 namespace kvm::client {
 
@@ -42,10 +43,7 @@ uint64_t process_token() {
   uint64_t token = word->load(std::memory_order_relaxed);
   if (token == 0) [[unlikely]] {
     // Process ids are used again, points in time are not.
-    timespec now{};
-    ::clock_gettime(CLOCK_MONOTONIC, &now);
-    const uint64_t fresh =
-        (static_cast<uint64_t>(now.tv_sec) * 1000000000u + static_cast<uint64_t>(now.tv_nsec)) | 1u;
+    const uint64_t fresh = now_ns() | 1u;
     if (word->compare_exchange_strong(token, fresh, std::memory_order_relaxed)) {
       token = fresh;
     }

@@ -5,7 +5,7 @@
 #include <cstring>
 #include <utility>
 
-#include "client/clock.h"
+#include "base/clock.h"
 #include "ipc/struct_size.h"
 #include "ipc/wire.h"
 

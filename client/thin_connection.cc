@@ -7,7 +7,7 @@
 #include <string>
 #include <utility>
 
-#include "client/clock.h"
+#include "base/clock.h"
 #include "client/last_error.h"
 #include "ipc/doorbell.h"
 #include "ipc/struct_size.h"

@@ -8,8 +8,8 @@
 #include <limits>
 #include <utility>
 
+#include "base/clock.h"
 #include "base/spin.h"
-#include "client/clock.h"
 
 namespace kvm::client {
 

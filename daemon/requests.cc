@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "daemon/requests.h"
+#include "base/clock.h"
 
 #include <fmt/format.h>
 
@@ -7,7 +8,6 @@
 #include <variant>
 #include <vector>
 
-#include "daemon/clock.h"
 
 namespace kvm::daemon {
 namespace {

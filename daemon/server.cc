@@ -10,8 +10,8 @@
 #include <random>
 #include <utility>
 
+#include "base/clock.h"
 #include "base/spin.h"
-#include "daemon/clock.h"
 #include "daemon/control.h"
 #include "daemon/requests.h"
 #include "ipc/socket.h"

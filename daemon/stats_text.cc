@@ -5,8 +5,8 @@
 
 #include <string>
 
+#include "base/clock.h"
 #include "base/stats_text.h"
-#include "daemon/clock.h"
 
 namespace kvm::daemon {
 

@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "attention/kernel_table.h"
+#include "base/clock.h"
 #include "engine/request.h"
 #include "engine/scheduler.h"
 #include "engine/sequence_order.h"

@@ -3,13 +3,13 @@
 
 #include <pthread.h>
 #include <sched.h>
-#include <time.h>
 
 #include <algorithm>
 #include <bit>
 #include <chrono>
 
 #include "base/assert.h"
+#include "base/clock.h"
 #include "base/spin.h"
 
 namespace kvm::engine {
@@ -39,12 +39,6 @@ void pin_to_core(std::thread& thread, uint32_t core) {
 }
 
 }  // namespace
-
-uint64_t now_ns() {
-  timespec now{};
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return static_cast<uint64_t>(now.tv_sec) * 1'000'000'000u + static_cast<uint64_t>(now.tv_nsec);
-}
 
 Scheduler::Scheduler(uint32_t n_threads, uint64_t spin_ns, bool pin_threads)
     : n_threads_(n_threads), spin_ns_(spin_ns), threads_(n_threads) {

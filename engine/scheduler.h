@@ -135,9 +135,6 @@ class Scheduler {
   std::vector<ThreadState> threads_;
 };
 
-// Monotonic clock.
-uint64_t now_ns();
-
 }  // namespace kvm::engine
 
 #endif  // KVM_ENGINE_SCHEDULER_H_

@@ -17,6 +17,8 @@
 #include <cstring>
 #include <utility>
 
+#include "base/clock.h"
+
 namespace kvm::ipc {
 
 namespace {
@@ -66,12 +68,6 @@ kvm_status code_of_errno() {
     default:
       return KVM_ERR_IO;
   }
-}
-
-uint64_t now_ns() {
-  timespec now{};
-  ::clock_gettime(CLOCK_MONOTONIC, &now);
-  return static_cast<uint64_t>(now.tv_sec) * 1000000000u + static_cast<uint64_t>(now.tv_nsec);
 }
 
 Status no_answer(const std::string& what, uint64_t timeout_ns) {

@@ -8,7 +8,7 @@
 #include <thread>
 #include <utility>
 
-#include "daemon/clock.h"
+#include "base/clock.h"
 #include "daemon/server.h"
 #include "ipc/doorbell.h"
 #include "ipc/shared_words.h"
@@ -59,8 +59,8 @@ Result<RawReply> RawClient::call(const Encode& encode) {
 }
 
 bool RawClient::is_closed_by_daemon() {
-  const uint64_t deadline = daemon::now_ns() + kTimeoutNs;
-  while (daemon::now_ns() < deadline) {
+  const uint64_t deadline = now_ns() + kTimeoutNs;
+  while (now_ns() < deadline) {
     const Result<RawReply> reply = receive();
     // Replies to what was sent before may still lie in the socket.
     if (!reply.is_ok() && reply.status().code() == KVM_ERR_DISCONNECTED) {
@@ -188,13 +188,13 @@ void RawClient::submit(RawQueue* queue, const ipc::RequestEntry& entry) {
 Result<ipc::CompletionEntry> RawClient::wait(RawQueue* queue) {
   ipc::ClientRegion* region = queue->client();
   const uint32_t head = ipc::load_acquire(region->cq_head);
-  const uint64_t deadline = daemon::now_ns() + kTimeoutNs;
+  const uint64_t deadline = now_ns() + kTimeoutNs;
   // SYNC: acquire: the entry that the index covers.
   while (ipc::load_acquire(queue->daemon()->cq_tail) == head) {
     if (ipc::is_hung_up(socket_)) {
       return Status(KVM_ERR_DISCONNECTED, "closed by the daemon");
     }
-    if (daemon::now_ns() > deadline) {
+    if (now_ns() > deadline) {
       return Status(KVM_ERR_TIMEOUT, "no completion");
     }
     ::usleep(50);

@@ -21,8 +21,8 @@
 #include <thread>
 #include <utility>
 
+#include "base/clock.h"
 #include "base/spin.h"
-#include "daemon/clock.h"
 #include "daemon/notify.h"
 #include "daemon/session.h"
 #include "daemon/stats_text.h"
@@ -43,9 +43,9 @@ RawClient connected(const RunningServer& server) {
 // Waits until `condition` holds, 5 s at most.
 template <typename F>
 bool eventually(F condition) {
-  const uint64_t deadline = daemon::now_ns() + 5'000'000'000;
+  const uint64_t deadline = now_ns() + 5'000'000'000;
   while (!condition()) {
-    if (daemon::now_ns() > deadline) {
+    if (now_ns() > deadline) {
       return false;
     }
     ::usleep(1000);
@@ -182,9 +182,9 @@ TEST(Server, DestroyingAQueueIsAnsweredHoweverTheDispatcherIsAboutToSleep) {
   for (int i = 0; i < 3000; ++i) {
     auto queue = client.create_queue();
     ASSERT_TRUE(queue.is_ok()) << i << ": " << queue.status().message();
-    const uint64_t until = daemon::now_ns() + static_cast<uint64_t>(i % 150) * 1000;
+    const uint64_t until = now_ns() + static_cast<uint64_t>(i % 150) * 1000;
     Spin spin;
-    while (daemon::now_ns() < until) {
+    while (now_ns() < until) {
       spin.relax();
     }
     const Status status = client.destroy_queue(queue.value().id);

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Times in nanoseconds of CLOCK_MONOTONIC. UINT64_MAX: never.
-#ifndef KVM_CLIENT_CLOCK_H_
-#define KVM_CLIENT_CLOCK_H_
+#ifndef KVM_BASE_CLOCK_H_
+#define KVM_BASE_CLOCK_H_
 
 #include <time.h>
 
 #include <cstdint>
 
-namespace kvm::client {
+namespace kvm {
 
 inline uint64_t now_ns() {
   timespec now{};
@@ -28,6 +28,6 @@ inline uint64_t time_left(uint64_t deadline_ns) {
   return now < deadline_ns ? deadline_ns - now : 0;
 }
 
-}  // namespace kvm::client
+}  // namespace kvm
 
-#endif  // KVM_CLIENT_CLOCK_H_
+#endif  // KVM_BASE_CLOCK_H_
