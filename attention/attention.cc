@@ -347,28 +347,27 @@ void eval_chunks(std::span<const GangMember> members, const Plan& plan, uint64_t
 }
 
 MergeTree::MergeTree(const Plan& plan)
-    : first_(plan.first_chunk),
-      end_(plan.first_chunk + plan.n_chunks + plan.gap_chunks),
-      gap_at_(plan.gap_at),
-      gap_chunks_(plan.gap_chunks) {}
+    : plan_(&plan), end_(plan.first_chunk + plan.n_chunks + plan.gap_chunks) {}
 
 // The first chunk at or behind `chunk` that has a state.
 uint64_t MergeTree::present(uint64_t chunk) const {
-  chunk = std::max(chunk, first_);
-  return gap_at_ <= chunk && chunk - gap_at_ < gap_chunks_ ? gap_at_ + gap_chunks_ : chunk;
+  const uint64_t gap_at = plan_->gap_at;
+  const uint64_t gap_chunks = plan_->gap_chunks;
+  chunk = std::max(chunk, plan_->first_chunk);
+  return gap_at <= chunk && chunk - gap_at < gap_chunks ? gap_at + gap_chunks : chunk;
 }
 
 uint32_t MergeTree::state(uint64_t chunk) const {
-  return static_cast<uint32_t>(chunk - first_ - (chunk < gap_at_ ? 0 : gap_chunks_));
+  const uint64_t skipped = chunk < plan_->gap_at ? 0 : plan_->gap_chunks;
+  return static_cast<uint32_t>(chunk - plan_->first_chunk - skipped);
 }
 
 MergeTree::Node MergeTree::leaf(uint32_t state) const {
-  const uint64_t chunk = first_ + state;
-  return {chunk < gap_at_ ? chunk : chunk + gap_chunks_, 1};
+  return {plan_->absolute(plan_->first_chunk + state), 1};
 }
 
 std::optional<MergeTree::Merge> MergeTree::next(Node* node) const {
-  while (node->begin > first_ || node->begin + node->size < end_) {
+  while (node->begin > plan_->first_chunk || node->begin + node->size < end_) {
     const uint64_t half = node->size;
     const uint64_t begin = node->begin / (2 * half) * (2 * half);
     const bool is_last = begin != node->begin;

@@ -216,7 +216,7 @@ class MergeTree {
     bool is_last = false;  // of its two nodes, the present one has the later chunks
   };
 
-  explicit MergeTree(const Plan& plan);
+  explicit MergeTree(const Plan& plan);  // which outlives the tree
   Node leaf(uint32_t state) const;
   // The merge that `node` waits for, with *node becoming what it makes; nothing where it is whole.
   std::optional<Merge> next(Node* node) const;
@@ -225,10 +225,8 @@ class MergeTree {
   uint64_t present(uint64_t chunk) const;
   uint32_t state(uint64_t chunk) const;
 
-  uint64_t first_;
-  uint64_t end_;
-  uint64_t gap_at_;
-  uint64_t gap_chunks_;
+  const Plan* plan_;
+  uint64_t end_;  // absolute, behind the last chunk
 };
 
 // Carries out one merge. states: of all plan.n_chunks chunks of `rows`, first chunk first,

@@ -14,7 +14,7 @@ enum : uint32_t {
   kItemTokens = 16,     // tokens per item of the streaming path, aligned by position
   kBlockTokens = 64,    // tokens per block of the blocked path, aligned by position
   kGroupItems = 4,      // items whose K, and then whose V, are read together: a block
-  kAttempts = 4,        // how often each line is prefetched on its way; see Ahead
+  kAttempts = 4,        // how often each line is prefetched on its way; see Reader
   kReadAhead = 12,      // stretches of 16 rows by which prefetching runs ahead of reading, at most
   kMaxStreamRows = 32,  // rows of the streaming path, at most
   kRowTile = 4,         // rows that meet an item at once in the streaming path (1 where rows == 1)

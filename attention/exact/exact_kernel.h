@@ -23,7 +23,6 @@ namespace {
 using vec::F;
 constexpr int kW = vec::kWidth;
 constexpr float kNegInf = -__builtin_inff();
-constexpr uint32_t kMaxTiles = kMaxStreamRows / kRowTile;
 // Dot products that overflow count as this logit: finite, so that differences never are NaN.
 constexpr float kHugeLogit = 1e38f;
 
