@@ -14,6 +14,7 @@ import os
 import torch
 import torch.nn.functional as F
 
+import bpe
 import corpus
 import model as model_file
 
@@ -26,7 +27,7 @@ def bits_per_byte(model, tokenizer, texts):
     model.eval()
     with torch.no_grad():
         for text in texts:
-            tokens = torch.tensor([corpus.DOCUMENT_START] + tokenizer.encode(text))
+            tokens = torch.tensor([bpe.DOCUMENT_START] + tokenizer.encode(text))
             total_bytes += len(text.encode())
             windows = []
             for begin in range(0, max(1, len(tokens) - 1 - stride), stride):
@@ -48,7 +49,7 @@ def main():
     arguments = parser.parse_args()
     model, merges = model_file.load(arguments.weights)
     _, held_out = corpus.split(corpus.load_books(arguments.build_dir))
-    value, size = bits_per_byte(model, corpus.Tokenizer(merges), held_out)
+    value, size = bits_per_byte(model, bpe.Tokenizer(merges), held_out)
     parameters = sum(p.numel() for p in model.parameters())
     print(f"held_out_bits_per_byte={value:.4f} bytes={size} books={len(held_out)} "
           f"parameters={parameters} file_bytes={os.path.getsize(arguments.weights)}")

@@ -11,7 +11,7 @@ import struct
 
 import torch
 
-import corpus
+import bpe
 import model as model_file
 
 TEXT = ("And when they were come unto the city, behold, a great multitude; and they said, "
@@ -22,8 +22,8 @@ N_TOKENS = 40
 def main():
     here = os.path.dirname(os.path.abspath(__file__))
     model, merges = model_file.load(os.path.join(here, "model.safetensors"))
-    encoded = corpus.Tokenizer(merges).encode(TEXT)
-    tokens = torch.tensor(([corpus.DOCUMENT_START] + encoded)[:N_TOKENS])
+    encoded = bpe.Tokenizer(merges).encode(TEXT)
+    tokens = torch.tensor(([bpe.DOCUMENT_START] + encoded)[:N_TOKENS])
     model.eval()
     with torch.no_grad():
         logits = model(tokens[None])[0].float().contiguous()

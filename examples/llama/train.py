@@ -19,6 +19,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 import torch.nn.functional as F
 
+import bpe
 import corpus
 import evaluate
 import model as model_file
@@ -130,11 +131,11 @@ def main():
         state, merges = saved["state"], saved["merges"]
         print("continuing at step", state["step"], flush=True)
     else:
-        merges = corpus.train_merges(train_texts, config.vocabulary)
-    tokenizer = corpus.Tokenizer(merges)
+        merges = bpe.train_merges(train_texts, config.vocabulary)
+    tokenizer = bpe.Tokenizer(merges)
     stream = []
     for text in train_texts:
-        stream += [corpus.DOCUMENT_START] + tokenizer.encode(text)
+        stream += [bpe.DOCUMENT_START] + tokenizer.encode(text)
     tokens = torch.tensor(stream)
     arguments.bytes_per_token = sum(len(t.encode()) for t in train_texts) / len(tokens)
     print(f"{len(tokens)} tokens, {arguments.bytes_per_token:.3f} bytes each, "
