@@ -1,0 +1,236 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+#include "base/assert.h"
+#include "hash_index/lsh/planes.h"
+
+namespace kvm::hash_index {
+namespace {
+
+constexpr uint32_t kWordIds = 32;  // ids that a word counts
+constexpr uint32_t kCountWords = kMaxRunKeys / kWordIds;
+
+// Lookups by which offsets are read ahead of ids, and by which those are asked for before. A bucket
+// is a few lines anywhere in memory, so what counts is how many are on their way at once.
+constexpr uint32_t kAhead = 12;
+constexpr uint32_t kRing = 16;  // a power of two, above kAhead
+constexpr size_t kPrefetchBytes = 512;
+
+struct Bucket {
+  const uint16_t* ids;
+  uint32_t n;
+};
+
+// The buckets of all rows, row by row, found and prefetched ahead of their use.
+template <typename Offset>
+class BucketStream {
+ public:
+  BucketStream(const TableLayout& layout, const void* run, uint32_t n_keys, uint32_t n_tables,
+               const uint16_t* codes, uint32_t n_rows)
+      : layout_(layout), n_keys_(n_keys), codes_(codes) {
+    run_ = static_cast<const std::byte*>(run);
+    n_ = n_tables * n_rows;
+    asking_ = finding_ = Cursor{run_, 0, n_tables, n_tables};
+    for (uint32_t i = 0; i < kAhead; ++i) {
+      ask();
+    }
+    for (uint32_t i = 0; i < kAhead; ++i) {
+      ask();
+      find();
+    }
+  }
+
+  Bucket next() {
+    const Bucket bucket = ring_[taken_++ % kRing];
+    ask();
+    find();
+    return bucket;
+  }
+
+ private:
+  struct Cursor {
+    const std::byte* table;
+    uint32_t index;
+    uint32_t left;  // tables of this row
+    uint32_t n_tables;
+  };
+
+  const Offset* offset_of(Cursor* at) const {
+    // Codes come from hash_queries; masked, since they select an address.
+    const uint32_t code = codes_[at->index++] & (layout_.n_buckets - 1);
+    const Offset* offset = reinterpret_cast<const Offset*>(at->table) + code;
+    at->table += layout_.stride_bytes;
+    if (--at->left == 0) {
+      at->left = at->n_tables;
+      at->table = run_;
+    }
+    return offset;
+  }
+
+  void ask() {
+    if (asking_.index < n_) {
+      __builtin_prefetch(offset_of(&asking_));
+    }
+  }
+
+  void find() {
+    if (finding_.index == n_) {
+      return;
+    }
+    const std::byte* table = finding_.table;
+    const uint32_t slot = finding_.index % kRing;
+    const Offset* offset = offset_of(&finding_);
+    // Tables may have been read from a disk: a bucket lies within the ids whatever they say.
+    const uint32_t end = std::min<uint32_t>(offset[1], n_keys_);
+    const uint32_t begin = std::min<uint32_t>(offset[0], end);
+    const std::byte* ids = table + layout_.ids_offset_bytes + begin * sizeof(uint16_t);
+    const size_t size = std::min((end - begin) * sizeof(uint16_t), kPrefetchBytes);
+    for (size_t at = 0; at < size; at += 64) {
+      __builtin_prefetch(ids + at);
+    }
+    if (size != 0) {
+      __builtin_prefetch(ids + size - 1);
+    }
+    ring_[slot] = {reinterpret_cast<const uint16_t*>(ids), end - begin};
+  }
+
+  const TableLayout& layout_;
+  const std::byte* run_;
+  uint32_t n_keys_;
+  const uint16_t* codes_;
+  uint32_t n_ = 0;
+  uint32_t taken_ = 0;
+  Cursor asking_{};
+  Cursor finding_{};
+  Bucket ring_[kRing];
+};
+
+// Counts to two. The low half of a word holds a bit for each id that was met, the high half for
+// each that was met again: 16 KiB for a run, which stay in the first-level cache, and no overflow.
+// Every uint16_t has its place, whatever n_keys is.
+inline void count(const Bucket& bucket, uint64_t* words) {
+  for (uint32_t i = 0; i < bucket.n; ++i) {
+    const uint32_t id = bucket.ids[i];
+    uint64_t* word = words + id / kWordIds;
+    const uint64_t bit = uint64_t{1} << (id % kWordIds);
+    *word |= ((*word & bit) << kWordIds) | bit;
+  }
+}
+
+// Bit i of met[w]: id 64 w + i was met twice.
+void collect(const uint64_t* words, uint32_t n_live, uint64_t* met) {
+  const uint32_t n_words = (n_live + 63) / 64;
+  for (uint32_t w = 0; w < n_words; ++w) {
+    met[w] = (words[2 * w] >> 32) | (words[2 * w + 1] >> 32 << 32);
+  }
+  if (n_live % 64 != 0) {
+    met[n_words - 1] &= (uint64_t{1} << (n_live % 64)) - 1;
+  }
+}
+
+// met [n_rows][n_words].
+uint32_t list_candidates(const uint64_t* met, uint32_t n_words, uint32_t n_rows,
+                         LshCandidate* out) {
+  LshCandidate* to = out;
+  for (uint32_t w = 0; w < n_words; ++w) {
+    uint64_t row_bits[kMaxLshRows];
+    uint64_t any = 0;
+    for (uint32_t r = 0; r < n_rows; ++r) {
+      row_bits[r] = met[r * n_words + w];
+      any |= row_bits[r];
+    }
+    for (; any != 0; any &= any - 1) {
+      const int bit = std::countr_zero(any);
+      uint32_t rows = 0;
+      for (uint32_t r = 0; r < n_rows; ++r) {
+        rows |= static_cast<uint32_t>(row_bits[r] >> bit & 1) << r;
+      }
+      *to++ = {static_cast<uint16_t>(w * 64 + static_cast<uint32_t>(bit)),
+               static_cast<uint16_t>(rows)};
+    }
+  }
+  return static_cast<uint32_t>(to - out);
+}
+
+template <typename Offset>
+uint64_t count_rows(const Planes& planes, const TableLayout& layout, const void* table_run,
+                    uint32_t n_keys, uint32_t n_live, const uint16_t* codes, uint32_t n_rows,
+                    uint64_t* words, uint64_t* met) {
+  const uint32_t n_tables = planes.params.n_tables;
+  const uint32_t n_words = (n_live + 63) / 64;
+  BucketStream<Offset> buckets(layout, table_run, n_keys, n_tables, codes, n_rows);
+  uint64_t n_ids = 0;
+  for (uint32_t r = 0; r < n_rows; ++r) {
+    std::memset(words, 0, 2 * n_words * sizeof(uint64_t));
+    for (uint32_t t = 0; t < n_tables; ++t) {
+      const Bucket bucket = buckets.next();
+      n_ids += bucket.n;
+      count(bucket, words);
+    }
+    collect(words, n_live, met + r * n_words);
+  }
+  return n_ids;
+}
+
+}  // namespace
+
+void hash_queries(const Planes& planes, const float* q, uint32_t n_rows, uint16_t* codes) {
+  constexpr uint32_t kRows = 16;
+  const LshKernels& kernels = active_lsh_kernels();
+  const uint32_t n_tables = planes.params.n_tables;
+  alignas(64) uint8_t packed[kMaxLshDim * kPackKeys];
+  alignas(64) uint16_t block[kMaxLshTables * kRows];
+  for (uint32_t first = 0; first < n_rows; first += kRows) {
+    const uint32_t n = std::min(kRows, n_rows - first);
+    std::memset(packed, kWeightOffset, static_cast<size_t>(planes.dim_k) * kPackKeys);
+    PackArgs pack{};
+    pack.rows = reinterpret_cast<const uint8_t*>(q + static_cast<size_t>(first) * planes.dim_k);
+    pack.packed = packed;
+    pack.dtype = static_cast<uint32_t>(Dtype::kF32);
+    pack.n = n;
+    pack.dim = planes.dim_k;
+    kernels.pack(&pack);
+    HashArgs hash{};
+    hash.packed = packed;
+    hash.weights = planes.weights.data();
+    hash.bias = planes.bias.data();
+    hash.codes = block;
+    hash.code_stride = kRows;
+    hash.n_keys = kRows;
+    hash.dim = planes.dim_k;
+    hash.n_bits = planes.params.n_bits;
+    hash.table_end = n_tables;
+    kernels.hash(&hash);
+    for (uint32_t r = 0; r < n; ++r) {
+      for (uint32_t t = 0; t < n_tables; ++t) {
+        *codes++ = block[t * kRows + r];
+      }
+    }
+  }
+}
+
+size_t lookup_scratch_bytes(uint32_t n_keys, uint32_t n_rows) {
+  const size_t words = kCountWords + size_t{n_rows} * ((n_keys + 63) / 64);
+  return (words * sizeof(uint64_t) + 63) / 64 * 64;
+}
+
+uint32_t lookup(const Planes& planes, const void* table_run, uint32_t n_keys, uint32_t n_live,
+                const uint16_t* codes, uint32_t n_rows, void* scratch, LshCandidate* out,
+                uint64_t* ids_read) {
+  KVM_ASSERT(n_keys <= kMaxRunKeys && n_live <= n_keys && n_rows <= kMaxLshRows);
+  const TableLayout layout = TableLayout::make(planes.params, n_keys);
+  uint64_t* words = static_cast<uint64_t*>(scratch);
+  uint64_t* met = words + kCountWords;
+  const auto count_all =
+      layout.offset_bytes == sizeof(uint16_t) ? count_rows<uint16_t> : count_rows<uint32_t>;
+  const uint64_t n_ids =
+      count_all(planes, layout, table_run, n_keys, n_live, codes, n_rows, words, met);
+  if (ids_read != nullptr) {
+    *ids_read = n_ids;
+  }
+  return list_candidates(met, (n_live + 63) / 64, n_rows, out);
+}
+
+}  // namespace kvm::hash_index
