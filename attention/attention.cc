@@ -30,6 +30,8 @@ float load_element(const void* p, Dtype dtype, uint64_t i) {
       return f16_to_f32(static_cast<const uint16_t*>(p)[i]);
     case Dtype::kBf16:
       return bf16_to_f32(static_cast<const uint16_t*>(p)[i]);
+    case Dtype::kI8:  // of stored rows only
+      break;
   }
   return 0.0f;
 }
@@ -79,6 +81,8 @@ void store_element(void* p, Dtype dtype, uint64_t i, float value) {
       break;
     case Dtype::kBf16:
       static_cast<uint16_t*>(p)[i] = f32_to_bf16(value);
+      break;
+    case Dtype::kI8:
       break;
   }
 }
@@ -245,7 +249,8 @@ ChunkCost chunk_cost(const Problem& problem, const Plan& plan, uint64_t number) 
     const auto seen = static_cast<uint64_t>(__builtin_popcountll(visible.any(base) & present));
     tokens += seen;
     cost.bytes += seen * (problem.dim_k * dtype_size_bytes(run.dtype_k) +
-                          problem.dim_v * dtype_size_bytes(run.dtype_v));
+                          problem.dim_v * dtype_size_bytes(run.dtype_v) +
+                          dtype_scale_bytes(run.dtype_k) + dtype_scale_bytes(run.dtype_v));
   }
   cost.flops = 2 * tokens * plan.rows * (problem.dim_k + problem.dim_v);
   return cost;

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Element types of tensors and of stored K and V, with their conversions.
 //
-// fp16 and bf16 conversions round to nearest even; NaN stays NaN.
+// fp16 and bf16 conversions round to nearest even; NaN stays NaN. int8 rows are stored with a scale
+// each: codecs/int8.h.
 #ifndef KVM_BASE_DTYPE_H_
 #define KVM_BASE_DTYPE_H_
 
@@ -17,13 +18,26 @@ enum class Dtype : uint8_t {
   kF32 = KVM_DTYPE_F32,
   kF16 = KVM_DTYPE_F16,
   kBf16 = KVM_DTYPE_BF16,
+  kI8 = KVM_DTYPE_I8,  // of stored rows only
 };
 
+// Whether tensors may have it.
 constexpr bool dtype_is_known(uint32_t value) {
   return value == KVM_DTYPE_F32 || value == KVM_DTYPE_F16 || value == KVM_DTYPE_BF16;
 }
 
-constexpr uint32_t dtype_size_bytes(Dtype dtype) { return dtype == Dtype::kF32 ? 4 : 2; }
+// Whether K and V may be stored so.
+constexpr bool dtype_is_stored(uint32_t value) {
+  return dtype_is_known(value) || value == KVM_DTYPE_I8;
+}
+
+// Of one element; the scale of an int8 row is not part of it.
+constexpr uint32_t dtype_size_bytes(Dtype dtype) {
+  return dtype == Dtype::kF32 ? 4 : dtype == Dtype::kI8 ? 1 : 2;
+}
+
+// Of the scale that a row has.
+constexpr uint32_t dtype_scale_bytes(Dtype dtype) { return dtype == Dtype::kI8 ? 2 : 0; }
 
 constexpr const char* dtype_name(Dtype dtype) {
   switch (dtype) {
@@ -33,6 +47,8 @@ constexpr const char* dtype_name(Dtype dtype) {
       return "fp16";
     case Dtype::kBf16:
       return "bf16";
+    case Dtype::kI8:
+      return "int8";
   }
   return "unknown";
 }

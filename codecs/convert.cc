@@ -5,7 +5,10 @@
 #include <array>
 #include <cstring>
 
+#include "base/assert.h"
 #include "base/cpu_features.h"
+#include "base/kv_view.h"
+#include "codecs/int8.h"
 #if defined(__x86_64__)
 #include <emmintrin.h>
 
@@ -80,6 +83,41 @@ char* target_row(const TargetRows& rows, uint64_t row, uint32_t head) {
          place * rows.head_stride_bytes;
 }
 
+// Of SourceRows or TargetRows.
+template <typename Rows>
+auto& scale_of(const Rows& rows, uint64_t row, uint32_t head) {
+  const uint32_t place = rows.heads != nullptr ? rows.heads[head] : head;
+  return rows.scales[row + uint64_t{place} * kPageTokens];
+}
+
+void copy_scales(const SourceRows& source, const TargetRows& target, uint64_t n_rows,
+                 uint32_t n_heads) {
+  for (uint32_t head = 0; head < n_heads; ++head) {
+    std::memcpy(&scale_of(target, 0, head), &scale_of(source, 0, head), n_rows * sizeof(uint16_t));
+  }
+}
+
+// REQUIRES: one dtype is kI8 and the other is not.
+void convert_i8_rows(const SourceRows& source, const TargetRows& target, uint64_t n_rows,
+                     uint32_t n_heads, uint32_t n) {
+  KVM_ASSERT(n <= kMaxI8Row);
+  std::array<float, kMaxI8Row> block;
+  for (uint64_t row = 0; row < n_rows; ++row) {
+    for (uint32_t head = 0; head < n_heads; ++head) {
+      const char* in = source_row(source, row, head);
+      char* out = target_row(target, row, head);
+      if (target.dtype == Dtype::kI8) {
+        convert(in, source.dtype, block.data(), Dtype::kF32, n);
+        scale_of(target, row, head) = encode_i8(block.data(), n, reinterpret_cast<int8_t*>(out));
+      } else {
+        decode_i8(reinterpret_cast<const int8_t*>(in), scale_of(source, row, head), n,
+                  block.data());
+        convert(block.data(), Dtype::kF32, out, target.dtype, n);
+      }
+    }
+  }
+}
+
 #if defined(__x86_64__)
 
 // From this many bytes on, the destination is not read soon enough to be worth a place in the
@@ -135,6 +173,13 @@ void convert(const void* src, Dtype src_dtype, void* dst, Dtype dst_dtype, uint6
 
 void convert_rows(const SourceRows& source, const TargetRows& target, uint64_t n_rows,
                   uint32_t n_heads, uint32_t row_elements) {
+  if ((source.dtype == Dtype::kI8) != (target.dtype == Dtype::kI8)) {
+    convert_i8_rows(source, target, n_rows, n_heads, row_elements);
+    return;
+  }
+  if (source.dtype == Dtype::kI8) {
+    copy_scales(source, target, n_rows, n_heads);
+  }
 #if defined(__x86_64__)
   const uint64_t row_bytes = uint64_t{row_elements} * dtype_size_bytes(target.dtype);
   if (source.dtype == target.dtype && n_rows * n_heads * row_bytes >= kStreamBytes &&

@@ -15,17 +15,20 @@
 
 namespace kvm::codecs {
 
-// Converts n elements. src and dst may be misaligned and must not overlap.
+// Converts n elements. src and dst may be misaligned and must not overlap. REQUIRES: neither dtype is
+// kI8, whose elements mean nothing without their row.
 void convert(const void* src, Dtype src_dtype, void* dst, Dtype dst_dtype, uint64_t n);
 
 // Rows of some heads in memory: the row of token t and head h starts at
-//   data + t * row_stride_bytes + (heads ? heads[h] : h) * head_stride_bytes.
+//   data + t * row_stride_bytes + (heads ? heads[h] : h) * head_stride_bytes
+// and where dtype is kI8 its scale is scales[t + (heads ? heads[h] : h) * kPageTokens].
 struct SourceRows {
   const void* data = nullptr;  // any alignment
   Dtype dtype = Dtype::kF32;
   uint64_t row_stride_bytes = 0;
   uint64_t head_stride_bytes = 0;
   const uint16_t* heads = nullptr;
+  const uint16_t* scales = nullptr;
 };
 
 struct TargetRows {
@@ -34,10 +37,12 @@ struct TargetRows {
   uint64_t row_stride_bytes = 0;
   uint64_t head_stride_bytes = 0;
   const uint16_t* heads = nullptr;
+  uint16_t* scales = nullptr;
 };
 
 // Converts rows of row_elements elements of n_rows tokens times n_heads heads.
-// REQUIRES: rows of target overlap neither each other nor source.
+// REQUIRES: rows of target overlap neither each other nor source; row_elements <= kMaxI8Row where one
+// dtype is kI8 and the other is not. codecs/int8.h says what becomes int8.
 //
 // Goes token by token, so that a tensor [token][head][dim] is read from front to back. Where much
 // is copied unchanged to aligned rows, stores go around the caches; they are ordered before

@@ -10,7 +10,7 @@ namespace {
 
 uint64_t piece_bytes(const AppendPiece& piece) {
   const tiers::SlabClass& slab = piece.cls->slab_class;
-  return uint64_t{piece.n_tokens} * slab.n_heads * (slab.k_row_bytes() + slab.v_row_bytes());
+  return uint64_t{piece.n_tokens} * slab.n_heads * slab.token_bytes();
 }
 
 }  // namespace
@@ -82,12 +82,14 @@ void AppendWork::copy_piece(const AppendPiece& piece) const {
     return codecs::SourceRows{tensor.at(layer, row, 0), tensor.dtype, tensor.row_stride_bytes(),
                               tensor.head_stride_bytes(), kv_heads.data()};
   };
-  codecs::convert_rows(source(tensors_->k),
-                       {piece.k, slab.dtype_k, slab.k_row_bytes(), slab.k_head_bytes(), nullptr},
-                       piece.n_tokens, n_heads, slab.dim_k);
-  codecs::convert_rows(source(tensors_->v),
-                       {piece.v, slab.dtype_v, slab.v_row_bytes(), slab.v_head_bytes(), nullptr},
-                       piece.n_tokens, n_heads, slab.dim_v);
+  codecs::convert_rows(
+      source(tensors_->k),
+      {piece.k, slab.dtype_k, slab.k_row_bytes(), slab.k_head_bytes(), nullptr, piece.k_scale},
+      piece.n_tokens, n_heads, slab.dim_k);
+  codecs::convert_rows(
+      source(tensors_->v),
+      {piece.v, slab.dtype_v, slab.v_row_bytes(), slab.v_head_bytes(), nullptr, piece.v_scale},
+      piece.n_tokens, n_heads, slab.dim_v);
 }
 
 void AppendWork::close(Store& store, bool publish) {

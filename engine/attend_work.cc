@@ -286,7 +286,7 @@ void AttendWork::add_heads(uint32_t view_index) {
   p.o_stride_head = t.o.stride_head;
   p.lse_stride_query = t.lse.stride_row;
   p.lse_stride_head = t.lse.stride_head;
-  const uint64_t key_bytes = slab.k_row_bytes() + slab.v_row_bytes();
+  const uint64_t key_bytes = slab.token_bytes();
   const uint64_t flops = 2 * view.n_cost_keys * view.n_rows * p.group * (p.dim_k + p.dim_v);
   // Something for the rows themselves, so that many rows without keys count as well.
   head.cost = std::max(view.n_cost_keys * key_bytes, flops / kFlopsPerByte) +

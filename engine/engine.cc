@@ -581,10 +581,12 @@ Result<std::vector<MemoryPiece>> EngineImpl::layer_memory(kvm_seq_id id, uint32_
   std::vector<MemoryPiece> pieces;
   std::vector<KvRun> runs;
   for (uint32_t c = 0; c < space.storage(layer).classes.size(); ++c) {
-    const tiers::SlabClass& slab = space.head_class(layer, c).slab_class;
+    tiers::SlabClass slab = space.head_class(layer, c).slab_class;
     runs.clear();
     store_->collect_runs(seq, layer, c, &runs);
     for (const KvRun& run : runs) {
+      slab.dtype_k = run.dtype_k;  // demoted pages have other dtypes than their class
+      slab.dtype_v = run.dtype_v;
       // The heads of a full page follow each other; those of a part of one do not.
       const uint32_t n_parts = run.n_tokens == kPageTokens ? 1 : slab.n_heads;
       const uint64_t rows = uint64_t{run.n_tokens} * (slab.n_heads / n_parts);
@@ -595,6 +597,12 @@ Result<std::vector<MemoryPiece>> EngineImpl::layer_memory(kvm_seq_id id, uint32_
       for (uint32_t i = 0; i < n_parts; ++i) {
         pieces.push_back({static_cast<const std::byte*>(run.v) + i * slab.v_head_bytes(),
                           rows * slab.v_row_bytes()});
+      }
+      for (const uint16_t* scales : {run.k_scale, run.v_scale}) {
+        for (uint32_t i = 0; scales != nullptr && i < n_parts; ++i) {
+          pieces.push_back({reinterpret_cast<const std::byte*>(scales + i * kPageTokens),
+                            rows * sizeof(uint16_t)});
+        }
       }
     }
   }

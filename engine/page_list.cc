@@ -395,14 +395,15 @@ void copy_page_rows(const HostPool& pool, PageRef from, PageRef to, uint32_t fir
   KVM_ASSERT(a.dim_k == b.dim_k && a.dim_v == b.dim_v && a.n_heads == b.n_heads);
   const std::byte* source = pool.data(from);
   std::byte* target = pool.data(to);
-  codecs::convert_rows(
-      {source + first * a.k_row_bytes(), a.dtype_k, a.k_row_bytes(), a.k_head_bytes(), nullptr},
-      {target + first * b.k_row_bytes(), b.dtype_k, b.k_row_bytes(), b.k_head_bytes(), nullptr},
-      count, a.n_heads, a.dim_k);
+  codecs::convert_rows({source + first * a.k_row_bytes(), a.dtype_k, a.k_row_bytes(),
+                        a.k_head_bytes(), nullptr, a.k_scales(source, first)},
+                       {target + first * b.k_row_bytes(), b.dtype_k, b.k_row_bytes(),
+                        b.k_head_bytes(), nullptr, b.k_scales(target, first)},
+                       count, a.n_heads, a.dim_k);
   codecs::convert_rows({source + a.v_offset() + first * a.v_row_bytes(), a.dtype_v, a.v_row_bytes(),
-                        a.v_head_bytes(), nullptr},
+                        a.v_head_bytes(), nullptr, a.v_scales(source, first)},
                        {target + b.v_offset() + first * b.v_row_bytes(), b.dtype_v, b.v_row_bytes(),
-                        b.v_head_bytes(), nullptr},
+                        b.v_head_bytes(), nullptr, b.v_scales(target, first)},
                        count, a.n_heads, a.dim_v);
   if (a.has_log_weights && b.has_log_weights) {
     for (uint32_t head = 0; head < a.n_heads; ++head) {

@@ -12,6 +12,24 @@ namespace {
 
 constexpr uint64_t kTaskBytes = 256 << 10;
 
+// How the pages of a run are laid out: a demoted one has other dtypes than its head class.
+tiers::SlabClass page_class(const HeadClass& cls, const KvRun& run) {
+  tiers::SlabClass slab = cls.slab_class;
+  slab.dtype_k = run.dtype_k;
+  slab.dtype_v = run.dtype_v;
+  return slab;
+}
+
+// The part of a run from its n-th token on.
+void skip_tokens(KvRun& run, const tiers::SlabClass& slab, uint64_t n) {
+  run.k = static_cast<const std::byte*>(run.k) + n * slab.k_row_bytes();
+  run.v = static_cast<const std::byte*>(run.v) + n * slab.v_row_bytes();
+  run.k_scale = run.k_scale == nullptr ? nullptr : run.k_scale + n;
+  run.v_scale = run.v_scale == nullptr ? nullptr : run.v_scale + n;
+  run.position += n;
+  run.n_tokens = static_cast<uint16_t>(run.n_tokens - n);
+}
+
 // Rows of heads to packed fp32.
 std::vector<float> to_f32(const Tensor& tensor, uint64_t first_row, uint64_t n_rows,
                           uint32_t n_heads, uint32_t dim) {
@@ -41,7 +59,6 @@ Status ReadWork::begin(const Store& store, const Sequence* seq, const ReadReques
   uint64_t task_bytes = 0;
   for (uint32_t c = 0; c < space.storage(request.layer).classes.size(); ++c) {
     const HeadClass& cls = space.head_class(request.layer, c);
-    const tiers::SlabClass& slab = cls.slab_class;
     runs_.clear();
     store.collect_runs(seq, request.layer, c, &runs_);
     for (KvRun run : runs_) {
@@ -50,13 +67,11 @@ Status ReadWork::begin(const Store& store, const Sequence* seq, const ReadReques
       if (begin >= run_end) {
         continue;
       }
-      const uint64_t skipped = begin - run.position;
-      run.k = static_cast<const std::byte*>(run.k) + skipped * slab.k_row_bytes();
-      run.v = static_cast<const std::byte*>(run.v) + skipped * slab.v_row_bytes();
-      run.position = begin;
+      const tiers::SlabClass slab = page_class(cls, run);
+      skip_tokens(run, slab, begin - run.position);
       run.n_tokens = static_cast<uint16_t>(run_end - begin);
       pieces_.push_back({run, begin - request.position, &cls});
-      task_bytes += run.n_tokens * slab.n_heads * (slab.k_row_bytes() + slab.v_row_bytes());
+      task_bytes += run.n_tokens * slab.n_heads * slab.token_bytes();
       if (task_bytes >= kTaskBytes) {
         task_ends_.push_back(static_cast<uint32_t>(pieces_.size()));
         bytes += task_bytes;
@@ -83,8 +98,8 @@ void ReadWork::run(uint32_t task) const {
 }
 
 void ReadWork::copy_piece(const Piece& piece) const {
-  const tiers::SlabClass& slab = piece.cls->slab_class;
   const KvRun& run = piece.run;
+  const tiers::SlabClass slab = page_class(*piece.cls, run);
   const std::vector<uint16_t>& kv_heads = piece.cls->kv_heads;
   const auto n_heads = static_cast<uint32_t>(kv_heads.size());
   const auto target = [&](const Tensor& tensor) {
@@ -92,12 +107,14 @@ void ReadWork::copy_piece(const Piece& piece) const {
                               tensor.head_stride_bytes(), kv_heads.data()};
   };
   if (tensors_->k.is_present()) {
-    codecs::convert_rows({run.k, run.dtype_k, slab.k_row_bytes(), slab.k_head_bytes(), nullptr},
-                         target(tensors_->k), run.n_tokens, n_heads, slab.dim_k);
+    codecs::convert_rows(
+        {run.k, run.dtype_k, slab.k_row_bytes(), slab.k_head_bytes(), nullptr, run.k_scale},
+        target(tensors_->k), run.n_tokens, n_heads, slab.dim_k);
   }
   if (tensors_->v.is_present()) {
-    codecs::convert_rows({run.v, run.dtype_v, slab.v_row_bytes(), slab.v_head_bytes(), nullptr},
-                         target(tensors_->v), run.n_tokens, n_heads, slab.dim_v);
+    codecs::convert_rows(
+        {run.v, run.dtype_v, slab.v_row_bytes(), slab.v_head_bytes(), nullptr, run.v_scale},
+        target(tensors_->v), run.n_tokens, n_heads, slab.dim_v);
   }
 }
 

@@ -44,9 +44,10 @@ Status check_head_dim(const char* field, uint32_t value) {
 }
 
 Status check_dtype(const std::string& field, uint32_t value) {
-  if (!dtype_is_known(value)) {
+  if (!dtype_is_stored(value)) {
     return invalid(field + " is " + text(value) +
-                   "; it must be KVM_DTYPE_F32 (1), KVM_DTYPE_F16 (2) or KVM_DTYPE_BF16 (3)");
+                   "; it must be KVM_DTYPE_F32 (1), KVM_DTYPE_F16 (2), KVM_DTYPE_BF16 (3) or "
+                   "KVM_DTYPE_I8 (4)");
   }
   return Status::ok();
 }
@@ -452,8 +453,7 @@ void make_classes(const HeadConfigs& configs, Space* space) {
     }
     for (const HeadClass& head_class : layer.classes) {
       space->bytes_per_token +=
-          head_class.slab_class.n_heads *
-          (head_class.slab_class.k_row_bytes() + head_class.slab_class.v_row_bytes());
+          head_class.slab_class.n_heads * head_class.slab_class.token_bytes();
     }
     space->n_lists += static_cast<uint32_t>(layer.classes.size());
   }

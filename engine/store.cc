@@ -691,8 +691,7 @@ void StoreImpl::publish(Sequence* seq, uint32_t layer) {
   for (uint32_t i = 0; i < lists.size(); ++i) {
     const tiers::SlabClass& slab_class = seq->space().head_class(layer, i).slab_class;
     lists[i].publish(bank(seq));
-    bytes_appended_ +=
-        n_tokens * slab_class.n_heads * (slab_class.k_row_bytes() + slab_class.v_row_bytes());
+    bytes_appended_ += n_tokens * slab_class.n_heads * slab_class.token_bytes();
   }
   n_tokens_appended_ += n_tokens;
   run_policies(seq, policies::Event::kAppended);
@@ -701,6 +700,8 @@ void StoreImpl::publish(Sequence* seq, uint32_t layer) {
   }
   pool_.trim(kTrimInPassing);
 }
+             .k_scale = slab_class.k_scales(data, entry.first),
+             .v_scale = slab_class.v_scales(data, entry.first),
 
 void StoreImpl::rollback_lists(Sequence* seq, uint32_t layer) {
   for (PageList& list : seq->layer_lists(layer)) {
@@ -761,6 +762,8 @@ Status StoreImpl::check_read(const Sequence* seq, uint32_t layer, uint64_t posit
                              uint64_t n_tokens) const {
   KVM_TRY(check_layer(seq, layer));
   const std::span<const PageList> lists =
+    run.k_scale = slab_class.k_scales(data, entry.first);
+    run.v_scale = slab_class.v_scales(data, entry.first);
       seq->layer_lists(seq->space().layers[layer].storage_layer);
   const uint64_t present = lists[0].length();
   if (position > present || n_tokens > present - position) {

@@ -6,12 +6,16 @@
 //   offset 0                  K plane [n_heads][kPageTokens][dim_k] of dtype_k
 //   v_offset()                V plane [n_heads][kPageTokens][dim_v] of dtype_v
 //   log_weight_offset()       log-weights [n_heads][kPageTokens] fp32, where the class has them
+//   k_scale_offset()          scales [n_heads][kPageTokens] bf16, where dtype_k is int8
+//   v_scale_offset()          likewise, where dtype_v is int8
 //
 // Every plane is a multiple of 64 bytes long, so planes and rows need no padding.
-// docs/adr/0001-storage-layout.md has the reasons.
+// docs/adr/0001-storage-layout.md has the reasons. Pages of an index hold codes instead; how is the
+// index's own affair (docs/adr/0005-index-storage.md).
 #ifndef KVM_TIERS_SLAB_CLASS_H_
 #define KVM_TIERS_SLAB_CLASS_H_
 
+#include <cstddef>
 #include <cstdint>
 
 #include "base/dtype.h"
@@ -24,8 +28,8 @@ inline constexpr uint64_t kExtentBytes = uint64_t{2} << 20;
 
 // What all pages of a slab have in common.
 //
-// INVARIANT (validated by engine/space.cc): dims are multiples of 8 from 8 to 256, n_heads is 1 to
-// 128, page_bytes() <= kExtentBytes.
+// INVARIANT (validated by engine/space.cc): dims are multiples of 8 from 8 to 256 and n_heads is 1
+// to 128, or index_bytes is a multiple of 64 and all else is zero; page_bytes() <= kExtentBytes.
 struct SlabClass {
   Dtype dtype_k = Dtype::kBf16;
   Dtype dtype_v = Dtype::kBf16;
@@ -33,10 +37,11 @@ struct SlabClass {
   uint16_t dim_v = 0;
   uint16_t n_heads = 0;
   bool has_log_weights = false;
+  uint32_t index_bytes = 0;  // not 0: a page of an index, this long; all above are 0 then
 
   bool operator==(const SlabClass&) const = default;
 
-  // Bytes of one row: one token, one head.
+  // Bytes of one row: one token, one head; without its scale.
   uint64_t k_row_bytes() const { return uint64_t{dim_k} * dtype_size_bytes(dtype_k); }
   uint64_t v_row_bytes() const { return uint64_t{dim_v} * dtype_size_bytes(dtype_v); }
   // From the row of a token and head to the row of the same token and the next head.
@@ -45,9 +50,41 @@ struct SlabClass {
 
   uint64_t v_offset() const { return n_heads * k_head_bytes(); }
   uint64_t log_weight_offset() const { return v_offset() + n_heads * v_head_bytes(); }
-  uint64_t page_bytes() const {
+  uint64_t k_scale_offset() const {
     const uint64_t log_weights = has_log_weights ? sizeof(float) * kPageTokens * n_heads : 0;
     return log_weight_offset() + log_weights;
+  }
+  uint64_t v_scale_offset() const { return k_scale_offset() + scale_plane_bytes(dtype_k); }
+  uint64_t page_bytes() const {
+    return index_bytes != 0 ? index_bytes : v_scale_offset() + scale_plane_bytes(dtype_v);
+  }
+
+  // What one token of one head takes, scales included and log-weights not.
+  uint64_t token_bytes() const {
+    return k_row_bytes() + v_row_bytes() + dtype_scale_bytes(dtype_k) + dtype_scale_bytes(dtype_v);
+  }
+
+  // Scales of a slot, of head 0; those of the next head lie kPageTokens further. Null where the
+  // dtype has none.
+  const uint16_t* k_scales(const std::byte* page, uint32_t slot) const {
+    return scales(dtype_k, page + k_scale_offset(), slot);
+  }
+  const uint16_t* v_scales(const std::byte* page, uint32_t slot) const {
+    return scales(dtype_v, page + v_scale_offset(), slot);
+  }
+  uint16_t* k_scales(std::byte* page, uint32_t slot) const {
+    return const_cast<uint16_t*>(k_scales(static_cast<const std::byte*>(page), slot));
+  }
+  uint16_t* v_scales(std::byte* page, uint32_t slot) const {
+    return const_cast<uint16_t*>(v_scales(static_cast<const std::byte*>(page), slot));
+  }
+
+ private:
+  uint64_t scale_plane_bytes(Dtype dtype) const {
+    return uint64_t{n_heads} * kPageTokens * dtype_scale_bytes(dtype);
+  }
+  static const uint16_t* scales(Dtype dtype, const std::byte* plane, uint32_t slot) {
+    return dtype == Dtype::kI8 ? reinterpret_cast<const uint16_t*>(plane) + slot : nullptr;
   }
 };
 

@@ -24,9 +24,11 @@ enum : uint32_t {
 
 // Up to 16 tokens of consecutive, aligned positions whose rows are contiguous.
 struct KvItem {
-  const uint8_t* k;           // of the first of the heads that share the item
-  const uint8_t* v;           // likewise
-  const float* log_weight;    // likewise; [16], or null
+  const uint8_t* k;         // of the first of the heads that share the item
+  const uint8_t* v;         // likewise
+  const float* log_weight;  // likewise; [16], or null
+  const uint16_t* k_scale;  // likewise; bf16 [16] where K is int8, else null
+  const uint16_t* v_scale;
   const uint16_t* row_masks;  // visible tokens per query token, or null: `mask` for all rows
   uint16_t mask;              // tokens that count; rows of the others hold finite values
   uint16_t variant;           // of the queries
@@ -63,6 +65,7 @@ struct StreamArgs {
   float softcap;
   uint8_t ahead[kAttempts];   // in quarters of a stretch, less than 4 * kReadAhead - 3
   int64_t log_weight_offset;  // elements from an item's log weights to those of this head
+  int64_t scale_offset;       // likewise of scales
   // Per tile of rows; the layout of m and l is the kernel's own.
   float* acc;  // [rows rounded up to kRowTile][acc_stride]
   float* m;    // [tiles][16]
@@ -87,9 +90,12 @@ struct BlockArgs {
   uint8_t dtype_k[kBlockTokens];
   uint8_t dtype_v[kBlockTokens];
   uint32_t variant;
-  uint32_t bf16_qk;  // use the bf16 dot product; every K row present is bf16, q is exact in bf16
+  uint32_t bf16_qk;  // use the bf16 dot product; K rows are bf16 or int8, q is exact in bf16
   uint32_t bf16_pv;  // likewise for weights and V
-  uint64_t mask;     // tokens that count
+  // Per token, or null: no row present is int8; all of them are where it is not.
+  const float* k_scale;
+  const float* v_scale;
+  uint64_t mask;              // tokens that count
   const float* log_weight;    // [64], or null
   const uint64_t* row_masks;  // per query token, or null: `mask` for all rows
   uint32_t query_first;       // the query token of row_masks[0]

@@ -10,24 +10,34 @@
 namespace kvm::attention {
 namespace {
 
+enum class Arithmetic : uint8_t { kF32, kBf16, kI8 };
+
+Arithmetic arithmetic_of(Dtype dtype) {
+  return dtype == Dtype::kBf16 ? Arithmetic::kBf16
+         : dtype == Dtype::kI8 ? Arithmetic::kI8
+                               : Arithmetic::kF32;
+}
+
 // What decides how a block is computed, besides its rows. A block whose tokens differ in it is
 // computed once per kind, the other tokens masked out.
 struct Kind {
   uint16_t variant;
-  bool bf16_k;
-  bool bf16_v;
+  Arithmetic k;
+  Arithmetic v;
 
   bool operator==(const Kind&) const = default;
 };
 
 Kind kind_of(const KvRun& run) {
-  return {run.transform, run.dtype_k == Dtype::kBf16, run.dtype_v == Dtype::kBf16};
+  return {run.transform, arithmetic_of(run.dtype_k), arithmetic_of(run.dtype_v)};
 }
 
 struct Buffers {
   BlockArgs args;
   uint64_t* row_masks;
   float* log_weight;
+  float* k_scale;
+  float* v_scale;
 };
 
 void carve_block(const Problem& problem, Carver& carver, Buffers& b) {
@@ -40,6 +50,8 @@ void carve_block(const Problem& problem, Carver& carver, Buffers& b) {
   b.args.l = carver.take<float>(size_t{rows} * 16);
   b.row_masks = carver.take<uint64_t>(rows);
   b.log_weight = carver.take<float>(kBlockTokens);
+  b.k_scale = carver.take<float>(kBlockTokens);
+  b.v_scale = carver.take<float>(kBlockTokens);
 }
 
 class Block {
@@ -101,6 +113,12 @@ class Block {
       if (weighted) {
         buffers_.log_weight[at] = weights[i];
       }
+      if (const uint16_t* scale = k_scale(problem_, run, i)) {
+        buffers_.k_scale[at] = bf16_to_f32(*scale);
+      }
+      if (const uint16_t* scale = v_scale(problem_, run, i)) {
+        buffers_.v_scale[at] = bf16_to_f32(*scale);
+      }
     }
     return weighted;
   }
@@ -110,6 +128,8 @@ class Block {
     std::fill_n(args.k, kBlockTokens, nullptr);
     std::fill_n(args.v, kBlockTokens, nullptr);
     std::fill_n(buffers_.log_weight, kBlockTokens, 0.0f);
+    std::fill_n(buffers_.k_scale, kBlockTokens, 0.0f);
+    std::fill_n(buffers_.v_scale, kBlockTokens, 0.0f);
     args.mask = 0;
     bool weighted = false;
     for (const KvRun& run : runs) {
@@ -121,8 +141,11 @@ class Block {
       return;
     }
     args.variant = kind.variant;
-    args.bf16_qk = bf16_dot_ && kind.bf16_k && args.q.bf16_exact[kind.variant] != 0 ? 1 : 0;
-    args.bf16_pv = bf16_dot_ && kind.bf16_v && !problem_.fp32_weights ? 1 : 0;
+    args.bf16_qk =
+        bf16_dot_ && kind.k != Arithmetic::kF32 && args.q.bf16_exact[kind.variant] != 0 ? 1 : 0;
+    args.bf16_pv = bf16_dot_ && kind.v != Arithmetic::kF32 && !problem_.fp32_weights ? 1 : 0;
+    args.k_scale = kind.k == Arithmetic::kI8 ? buffers_.k_scale : nullptr;
+    args.v_scale = kind.v == Arithmetic::kI8 ? buffers_.v_scale : nullptr;
     args.log_weight = weighted ? buffers_.log_weight : nullptr;
     kernels_->block(&args);
   }

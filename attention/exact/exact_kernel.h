@@ -36,6 +36,10 @@ struct Tile {
   }
 };
 
+constexpr size_t elem_bytes(int elem) {
+  return elem == vec::kElemF32 ? 4 : elem == vec::kElemI8 ? 1 : 2;
+}
+
 // Walks through a stretch of 16 rows, and through those that will be read later.
 //
 // Every line is prefetched kAttempts times on its way, into the first level. A core that reads
@@ -93,7 +97,7 @@ template <int kRows, bool kFirst, int kElem>
 void scores_f32(const StreamArgs& args, const KvItem& item, uint32_t row,
                 const uint8_t* const* reading, F* out) {
   using T = Tile<kRows>;
-  constexpr size_t kElemBytes = kElem == vec::kElemF32 ? 4 : 2;
+  constexpr size_t kElemBytes = elem_bytes(kElem);
   const float* q = query_f32(args.q, item.variant, row);
   const size_t q_stride = args.q.stride;
   const size_t row_bytes = args.dim_k * kElemBytes;
@@ -134,8 +138,8 @@ void scores_f32(const StreamArgs& args, const KvItem& item, uint32_t row,
 }
 
 #if defined(__AVX512BF16__)
-// kDim: dim_k, or 0 where it is only known at run time.
-template <int kRows, bool kFirst, int kDim>
+// kElem: bf16 or int8. kDim: dim_k, or 0 where it is only known at run time.
+template <int kRows, bool kFirst, int kElem, int kDim>
 void scores_bf16(const StreamArgs& args, const KvItem& item, uint32_t row,
                  const uint8_t* const* reading, F* out) {
   using T = Tile<kRows>;
@@ -143,9 +147,11 @@ void scores_bf16(const StreamArgs& args, const KvItem& item, uint32_t row,
   const uint32_t whole = dim / 32 * 32;
   const uint16_t* q = query_bf16(args.q, item.variant, row);
   const size_t q_stride = args.q.stride;
-  Reader<kFirst> reader(args, reading, dim * sizeof(uint16_t));
-  const uint16_t* k = reinterpret_cast<const uint16_t*>(reader.rows());
-  for (int g = 0; g < T::kGroups; ++g, k += static_cast<size_t>(T::kTokens) * dim) {
+  constexpr int kStep = static_cast<int>(32 * elem_bytes(kElem));
+  const size_t row_bytes = dim * elem_bytes(kElem);
+  Reader<kFirst> reader(args, reading, row_bytes);
+  const uint8_t* k = reader.rows();
+  for (int g = 0; g < T::kGroups; ++g, k += static_cast<size_t>(T::kTokens) * row_bytes) {
     F acc[kW];
 #pragma GCC unroll 16
     for (int i = 0; i < kW; ++i)
@@ -157,8 +163,8 @@ void scores_bf16(const StreamArgs& args, const KvItem& item, uint32_t row,
           reader.turn();
 #pragma GCC unroll 4
         for (uint32_t c = 0; c < whole; c += 32) {
-          const vec::B x = vec::load_pairs(k + static_cast<size_t>(t) * dim + c);
-          reader.template step<64>();
+          const vec::B x = vec::load_as_pairs<kElem>(k + static_cast<size_t>(t) * row_bytes, c);
+          reader.template step<kStep>();
 #pragma GCC unroll 4
           for (int r = 0; r < kRows; ++r) {
             F& a = acc[r * T::kTokens + t];
@@ -172,9 +178,8 @@ void scores_bf16(const StreamArgs& args, const KvItem& item, uint32_t row,
       for (uint32_t c = 0; c < whole; c += 32) {
 #pragma GCC unroll 16
         for (int t = 0; t < T::kTokens; ++t) {
-          const uint16_t* p = k + static_cast<size_t>(t) * dim + c;
-          const vec::B x = vec::load_pairs(p);
-          reader.template step<64>();
+          const vec::B x = vec::load_as_pairs<kElem>(k + static_cast<size_t>(t) * row_bytes, c);
+          reader.template step<kStep>();
 #pragma GCC unroll 4
           for (int r = 0; r < kRows; ++r) {
             F& a = acc[r * T::kTokens + t];
@@ -185,7 +190,8 @@ void scores_bf16(const StreamArgs& args, const KvItem& item, uint32_t row,
     }
     if (kDim == 0 && whole < dim) {
       for (int t = 0; t < T::kTokens; ++t) {
-        const vec::B x = vec::load_pairs_n(k + static_cast<size_t>(t) * dim + whole, dim - whole);
+        const uint8_t* p = k + static_cast<size_t>(t) * row_bytes;
+        const vec::B x = vec::load_as_pairs_n<kElem>(p, whole, dim - whole);
         for (int r = 0; r < kRows; ++r) {
           F& a = acc[r * T::kTokens + t];
           a = vec::dot(a, x, vec::load_pairs(q + static_cast<size_t>(r) * q_stride + whole));
@@ -195,21 +201,55 @@ void scores_bf16(const StreamArgs& args, const KvItem& item, uint32_t row,
     out[g] = vec::reduce(acc);
   }
 }
+
+template <int kRows, bool kFirst, int kElem>
+inline void scores_bf16_of_dim(const StreamArgs& args, const KvItem& item, uint32_t row,
+                               const uint8_t* const* reading, F* out) {
+  if (args.dim_k == 128)
+    return scores_bf16<kRows, kFirst, kElem, 128>(args, item, row, reading, out);
+  if (args.dim_k == 64)
+    return scores_bf16<kRows, kFirst, kElem, 64>(args, item, row, reading, out);
+  return scores_bf16<kRows, kFirst, kElem, 0>(args, item, row, reading, out);
+}
 #endif
+
+// Sixteen scales of an item as floats.
+inline void load_scales(const StreamArgs& args, const uint16_t* scales, float* out) {
+  for (int i = 0; i < static_cast<int>(kItemTokens); i += kW)
+    vec::store(out + i, vec::load_as<vec::kElemBf16>(scales + args.scale_offset, i));
+}
+
+// Dot products with int8 rows of K: times the scales of the tokens.
+template <int kRows, bool kFirst>
+void scores_i8(const StreamArgs& args, const KvItem& item, uint32_t row,
+               const uint8_t* const* reading, F* out) {
+  using T = Tile<kRows>;
+#if defined(__AVX512BF16__)
+  if (args.q.bf16_exact[item.variant] != 0) {
+    scores_bf16_of_dim<kRows, kFirst, vec::kElemI8>(args, item, row, reading, out);
+  } else {
+    scores_f32<kRows, kFirst, vec::kElemI8>(args, item, row, reading, out);
+  }
+#else
+  scores_f32<kRows, kFirst, vec::kElemI8>(args, item, row, reading, out);
+#endif
+  float scales[kItemTokens];
+  load_scales(args, item.k_scale, scales);
+  for (int g = 0; g < T::kGroups; ++g)
+    out[g] = vec::mul(out[g], vec::load_repeated<T::kTokens>(scales + g * T::kTokens));
+}
 
 template <int kRows, bool kFirst>
 void scores(const StreamArgs& args, const KvItem& item, uint32_t row, const uint8_t* const* reading,
             F* out) {
 #if defined(__AVX512BF16__)
   if (item.dtype_k == vec::kElemBf16 && args.q.bf16_exact[item.variant] != 0) {
-    if (args.dim_k == 128)
-      return scores_bf16<kRows, kFirst, 128>(args, item, row, reading, out);
-    if (args.dim_k == 64)
-      return scores_bf16<kRows, kFirst, 64>(args, item, row, reading, out);
-    return scores_bf16<kRows, kFirst, 0>(args, item, row, reading, out);
+    return scores_bf16_of_dim<kRows, kFirst, vec::kElemBf16>(args, item, row, reading, out);
   }
 #endif
   switch (item.dtype_k) {
+    case vec::kElemI8:
+      return scores_i8<kRows, kFirst>(args, item, row, reading, out);
     case vec::kElemF32:
       return scores_f32<kRows, kFirst, vec::kElemF32>(args, item, row, reading, out);
     case vec::kElemF16:
@@ -268,7 +308,8 @@ inline void tile_logits(const StreamArgs& args, const KvItem& item, uint32_t row
 // --- Streaming path: softmax --------------------------------------------------------------------
 
 inline bool item_uses_bf16_pv(const StreamArgs& args, const KvItem& item) {
-  return vec::kHasBf16Dot && item.dtype_v == vec::kElemBf16 && args.fp32_weights == 0;
+  return vec::kHasBf16Dot && (item.dtype_v == vec::kElemBf16 || item.dtype_v == vec::kElemI8) &&
+         args.fp32_weights == 0;
 }
 
 // Brings acc of a tile to a new reference: row r is multiplied by lane r * kTokens of factor.
@@ -288,6 +329,30 @@ void rescale(const StreamArgs& args, uint32_t row, F factor) {
 // The weights of the at-th pair of item and tile.
 inline float* weights_of(const StreamArgs& args, uint32_t at) {
   return args.weights + at * (kRowTile * kItemTokens);
+}
+
+// Weights p [kGroups] of a tile, stored times the scales of V's int8 rows, as floats or as bf16.
+// The denominator sums p itself.
+template <int kRows>
+inline void store_scaled(const StreamArgs& args, const KvItem& item, const F* p, float* weights) {
+  using T = Tile<kRows>;
+  float scales[kItemTokens];
+  load_scales(args, item.v_scale, scales);
+  const bool round = item_uses_bf16_pv(args, item);
+#pragma GCC unroll 16
+  for (int g = 0; g < T::kGroups; ++g) {
+    const F w = vec::mul(p[g], vec::load_repeated<T::kTokens>(scales + g * T::kTokens));
+#if defined(__AVX512BF16__)
+    if (round) {
+      vec::store_rounded(reinterpret_cast<uint16_t*>(weights) + g * kW, w);
+    } else {
+      vec::store(weights + g * kW, w);
+    }
+#else
+    (void)round;
+    vec::store(weights + g * kW, w);
+#endif
+  }
 }
 
 // Logits of a tile to weights relative to its running maximum, stored as floats, or as bf16 where
@@ -318,6 +383,16 @@ inline bool tile_weights(const StreamArgs& args, const KvItem& item, uint32_t ro
     vec::store(m_at, m);
   }
   const F reference = finite_reference(m);
+  if (item.v_scale != nullptr) {
+#pragma GCC unroll 16
+    for (int g = 0; g < T::kGroups; ++g) {
+      s[g] = exp_nonpositive(vec::sub(s[g], reference));
+      l = vec::add(l, s[g]);
+    }
+    vec::store(l_at, l);
+    store_scaled<kRows>(args, item, s, weights);
+    return grown;
+  }
   const bool round = item_uses_bf16_pv(args, item);
 #pragma GCC unroll 16
   for (int g = 0; g < T::kGroups; ++g) {
@@ -346,7 +421,7 @@ template <int kRows, bool kFirst, int kElem, int kVecs, bool kPart>
 inline void values_f32_slice(const StreamArgs& args, uint32_t row, const float* weights, uint32_t d,
                              Reader<kFirst>& reader) {
   using T = Tile<kRows>;
-  constexpr size_t kElemBytes = kElem == vec::kElemF32 ? 4 : 2;
+  constexpr size_t kElemBytes = elem_bytes(kElem);
   float* acc = args.acc + row * static_cast<size_t>(args.acc_stride) + d;
   const size_t row_bytes = args.dim_v * kElemBytes;
   F a[kRows][kVecs];
@@ -389,7 +464,7 @@ template <int kRows, bool kFirst, int kElem>
 void values_f32(const StreamArgs& args, uint32_t row, const float* weights,
                 const uint8_t* const* reading) {
   constexpr uint32_t kSlice = 2 * kW;
-  Reader<kFirst> reader(args, reading, args.dim_v * (kElem == vec::kElemF32 ? 4 : 2));
+  Reader<kFirst> reader(args, reading, args.dim_v * elem_bytes(kElem));
   uint32_t d = 0;
   for (; d + kSlice <= args.dim_v; d += kSlice) {
     values_f32_slice<kRows, kFirst, kElem, 2, false>(args, row, weights, d, reader);
@@ -404,7 +479,7 @@ void values_f32(const StreamArgs& args, uint32_t row, const float* weights,
 
 #if defined(__AVX512BF16__)
 // kVecs times 32 channels from channel d on, token pair by token pair.
-template <int kRows, bool kFirst, int kDim, int kVecs, bool kPart>
+template <int kRows, bool kFirst, int kElem, int kDim, int kVecs, bool kPart>
 inline void values_bf16_slice(const StreamArgs& args, uint32_t row, const uint16_t* weights,
                               uint32_t d, Reader<kFirst>& reader) {
   using T = Tile<kRows>;
@@ -418,9 +493,11 @@ inline void values_bf16_slice(const StreamArgs& args, uint32_t row, const uint16
       a[r][i] = vec::load(acc + static_cast<size_t>(r) * args.acc_stride + i * kW);
     }
   }
-  const uint16_t* v = reinterpret_cast<const uint16_t*>(reader.rows()) + d;
+  constexpr int kStep = static_cast<int>(32 * elem_bytes(kElem));
+  const size_t row_bytes = dim * elem_bytes(kElem);
+  const uint8_t* v = reader.rows() + d * elem_bytes(kElem);
 #pragma GCC unroll 8
-  for (int t = 0; t < static_cast<int>(kItemTokens); t += 2, v += 2 * dim) {
+  for (int t = 0; t < static_cast<int>(kItemTokens); t += 2, v += 2 * row_bytes) {
     if (t % 4 == 0)
       reader.turn();
     vec::B w[kRows];
@@ -429,13 +506,15 @@ inline void values_bf16_slice(const StreamArgs& args, uint32_t row, const uint16
       w[r] = vec::set1_pair(weights + T::lane(r, t));
 #pragma GCC unroll 4
     for (int i = 0; i < kVecs; ++i) {
-      const uint16_t* even = v + i * 32;
-      const uint16_t* odd = even + dim;
+      const uint8_t* even = v + i * kStep;
+      const uint8_t* odd = even + row_bytes;
       const uint32_t left = static_cast<uint32_t>(dim) - d;
-      const vec::B x = kPart ? vec::load_pairs_n(even, left) : vec::load_pairs(even);
-      reader.template step<64>();
-      const vec::B y = kPart ? vec::load_pairs_n(odd, left) : vec::load_pairs(odd);
-      reader.template step<64>();
+      const vec::B x =
+          kPart ? vec::load_as_pairs_n<kElem>(even, 0, left) : vec::load_as_pairs<kElem>(even, 0);
+      reader.template step<kStep>();
+      const vec::B y =
+          kPart ? vec::load_as_pairs_n<kElem>(odd, 0, left) : vec::load_as_pairs<kElem>(odd, 0);
+      reader.template step<kStep>();
       const vec::B lo = vec::interleave_lo(x, y);
       const vec::B hi = vec::interleave_hi(x, y);
 #pragma GCC unroll 4
@@ -454,29 +533,39 @@ inline void values_bf16_slice(const StreamArgs& args, uint32_t row, const uint16
   }
 }
 
-template <int kRows, bool kFirst, int kDim>
+template <int kRows, bool kFirst, int kElem, int kDim>
 void values_bf16(const StreamArgs& args, uint32_t row, const float* buffer,
                  const uint8_t* const* reading) {
   const uint16_t* weights = reinterpret_cast<const uint16_t*>(buffer);
-  Reader<kFirst> reader(args, reading, args.dim_v * sizeof(uint16_t));
+  Reader<kFirst> reader(args, reading, args.dim_v * elem_bytes(kElem));
   const uint32_t dim = kDim != 0 ? static_cast<uint32_t>(kDim) : args.dim_v;
   uint32_t d = 0;
   if constexpr (kRows == 1) {
     for (; d + 128 <= dim; d += 128) {
-      values_bf16_slice<kRows, kFirst, kDim, 4, false>(args, row, weights, d, reader);
+      values_bf16_slice<kRows, kFirst, kElem, kDim, 4, false>(args, row, weights, d, reader);
     }
   }
   for (; d + 64 <= dim; d += 64) {
-    values_bf16_slice<kRows, kFirst, kDim, 2, false>(args, row, weights, d, reader);
+    values_bf16_slice<kRows, kFirst, kElem, kDim, 2, false>(args, row, weights, d, reader);
   }
   if (kDim != 0)
     return;
   for (; d + 32 <= dim; d += 32) {
-    values_bf16_slice<kRows, kFirst, kDim, 1, false>(args, row, weights, d, reader);
+    values_bf16_slice<kRows, kFirst, kElem, kDim, 1, false>(args, row, weights, d, reader);
   }
   if (d < dim) {
-    values_bf16_slice<kRows, kFirst, kDim, 1, true>(args, row, weights, d, reader);
+    values_bf16_slice<kRows, kFirst, kElem, kDim, 1, true>(args, row, weights, d, reader);
   }
+}
+
+template <int kRows, bool kFirst, int kElem>
+inline void values_bf16_of_dim(const StreamArgs& args, uint32_t row, const float* weights,
+                               const uint8_t* const* reading) {
+  if (args.dim_v == 128)
+    return values_bf16<kRows, kFirst, kElem, 128>(args, row, weights, reading);
+  if (args.dim_v == 64)
+    return values_bf16<kRows, kFirst, kElem, 64>(args, row, weights, reading);
+  return values_bf16<kRows, kFirst, kElem, 0>(args, row, weights, reading);
 }
 #endif
 
@@ -485,14 +574,14 @@ void tile_values(const StreamArgs& args, const KvItem& item, uint32_t row, const
                  const uint8_t* const* reading) {
 #if defined(__AVX512BF16__)
   if (item_uses_bf16_pv(args, item)) {
-    if (args.dim_v == 128)
-      return values_bf16<kRows, kFirst, 128>(args, row, weights, reading);
-    if (args.dim_v == 64)
-      return values_bf16<kRows, kFirst, 64>(args, row, weights, reading);
-    return values_bf16<kRows, kFirst, 0>(args, row, weights, reading);
+    if (item.dtype_v == vec::kElemI8)
+      return values_bf16_of_dim<kRows, kFirst, vec::kElemI8>(args, row, weights, reading);
+    return values_bf16_of_dim<kRows, kFirst, vec::kElemBf16>(args, row, weights, reading);
   }
 #endif
   switch (item.dtype_v) {
+    case vec::kElemI8:
+      return values_f32<kRows, kFirst, vec::kElemI8>(args, row, weights, reading);
     case vec::kElemF32:
       return values_f32<kRows, kFirst, vec::kElemF32>(args, row, weights, reading);
     case vec::kElemF16:
@@ -633,6 +722,9 @@ inline F load_channels(const uint8_t* row, uint8_t dtype, uint32_t d, uint32_t d
     case vec::kElemF16:
       return whole ? vec::load_as<vec::kElemF16>(row, d)
                    : vec::load_as_n<vec::kElemF16>(row, d, left);
+    case vec::kElemI8:
+      return whole ? vec::load_as<vec::kElemI8>(row, d)
+                   : vec::load_as_n<vec::kElemI8>(row, d, left);
     default:
       return whole ? vec::load_as<vec::kElemBf16>(row, d)
                    : vec::load_as_n<vec::kElemBf16>(row, d, left);
@@ -646,6 +738,8 @@ void pack_k_f32(const BlockArgs& args, float* out) {
       F x[kW];
       for (uint32_t i = 0; i < kW; ++i) {
         x[i] = load_channels(args.k[t + i], args.dtype_k[t + i], d, args.dim_k);
+        if (args.k_scale != nullptr)
+          x[i] = vec::mul(x[i], vec::set1(args.k_scale[t + i]));
       }
       vec::transpose(x);
       const uint32_t n = args.dim_k - d < kW ? args.dim_k - d : kW;
@@ -660,7 +754,10 @@ void pack_v_f32(const BlockArgs& args, float* out) {
   for (uint32_t t = 0; t < kBlockTokens; ++t) {
     float* to = out + static_cast<size_t>(t) * args.acc_stride;
     for (uint32_t d = 0; d < args.acc_stride; d += kW) {
-      vec::store(to + d, load_channels(args.v[t], args.dtype_v[t], d, args.dim_v));
+      F x = load_channels(args.v[t], args.dtype_v[t], d, args.dim_v);
+      if (args.v_scale != nullptr)
+        x = vec::mul(x, vec::set1(args.v_scale[t]));
+      vec::store(to + d, x);
     }
   }
 }
@@ -746,7 +843,20 @@ void block_values_f32(const BlockArgs& args, const float* weights, float* acc) {
 }
 
 #if defined(__AVX512BF16__)
-// K of the block as [channel pair][token], each entry two bf16.
+// 32 channels from channel d on of one row of bf16 or int8; zero beyond `dim` and where the row is
+// absent.
+inline vec::B load_channel_pairs(const uint8_t* row, bool is_i8, uint32_t d, uint32_t dim) {
+  if (row == nullptr)
+    return vec::no_pairs();
+  const uint32_t left = dim - d;
+  if (is_i8)
+    return left >= 32 ? vec::load_as_pairs<vec::kElemI8>(row, d)
+                      : vec::load_as_pairs_n<vec::kElemI8>(row, d, left);
+  return left >= 32 ? vec::load_as_pairs<vec::kElemBf16>(row, d)
+                    : vec::load_as_pairs_n<vec::kElemBf16>(row, d, left);
+}
+
+// K of the block as [channel pair][token], each entry two bf16; int8 without its scale.
 void pack_k_bf16(const BlockArgs& args, float* out) {
   const uint32_t pairs = args.dim_k / 2;
   for (uint32_t t = 0; t < kBlockTokens; t += 16) {
@@ -754,10 +864,8 @@ void pack_k_bf16(const BlockArgs& args, float* out) {
       F x[16];
       const uint32_t n = pairs - d < 16 ? pairs - d : 16;
       for (uint32_t i = 0; i < 16; ++i) {
-        const uint16_t* k = reinterpret_cast<const uint16_t*>(args.k[t + i]);
-        x[i] = k == nullptr ? vec::zero()
-               : n == 16    ? vec::as_floats(vec::load_pairs(k + 2 * d))
-                            : vec::as_floats(vec::load_pairs_n(k + 2 * d, 2 * n));
+        x[i] = vec::as_floats(
+            load_channel_pairs(args.k[t + i], args.k_scale != nullptr, 2 * d, args.dim_k));
       }
       vec::transpose(x);
       for (uint32_t i = 0; i < n; ++i)
@@ -766,22 +874,14 @@ void pack_k_bf16(const BlockArgs& args, float* out) {
   }
 }
 
-// V of the block as [token pair][channel], each entry two bf16.
+// V of the block as [token pair][channel], each entry two bf16; int8 without its scale.
 void pack_v_bf16(const BlockArgs& args, uint16_t* out) {
-  const vec::B none = vec::no_pairs();
   for (uint32_t t = 0; t < kBlockTokens; t += 2) {
     uint16_t* to = out + static_cast<size_t>(t) * args.acc_stride;
-    const uint16_t* even = reinterpret_cast<const uint16_t*>(args.v[t]);
-    const uint16_t* odd = reinterpret_cast<const uint16_t*>(args.v[t + 1]);
+    const bool is_i8 = args.v_scale != nullptr;
     for (uint32_t d = 0; d < args.acc_stride; d += 32) {
-      const uint32_t left = args.dim_v - d;
-      const bool whole = left >= 32;
-      const vec::B x = even == nullptr ? none
-                       : whole         ? vec::load_pairs(even + d)
-                                       : vec::load_pairs_n(even + d, left);
-      const vec::B y = odd == nullptr ? none
-                       : whole        ? vec::load_pairs(odd + d)
-                                      : vec::load_pairs_n(odd + d, left);
+      const vec::B x = load_channel_pairs(args.v[t], is_i8, d, args.dim_v);
+      const vec::B y = load_channel_pairs(args.v[t + 1], is_i8, d, args.dim_v);
       vec::store_pairs(to + 2 * d, vec::interleave_lo(x, y));
       vec::store_pairs(to + 2 * d + 32, vec::interleave_hi(x, y));
     }
@@ -883,11 +983,15 @@ inline void block_weights(const BlockArgs& args, uint32_t row, uint32_t at, uint
       args.q.bias != nullptr
           ? args.q.bias[static_cast<uint64_t>(args.variant) * args.q.variant_rows + row]
           : 0.0f;
+  // Rows that were packed as floats have their scales in them.
+  const float* k_scale = args.bf16_qk != 0 ? args.k_scale : nullptr;
   F x[kVecs];
   F top = vec::set1(kNegInf);
 #pragma GCC unroll 16
   for (int i = 0; i < kVecs; ++i) {
     x[i] = vec::load(s + i * kW);
+    if (k_scale != nullptr)
+      x[i] = vec::mul(x[i], vec::load(k_scale + i * kW));
     if (args.q.bias != nullptr)
       x[i] = vec::add(x[i], vec::set1(bias));
     x[i] = to_logit(x[i], args.scale, args.softcap);
@@ -921,7 +1025,9 @@ inline void block_weights(const BlockArgs& args, uint32_t row, uint32_t at, uint
   for (int i = 0; i < kVecs; ++i) {
     F p = exp_nonpositive(vec::sub(x[i], reference));
 #if defined(__AVX512BF16__)
-    if (rounded != nullptr) {
+    if (rounded != nullptr && args.v_scale != nullptr) {
+      vec::store_rounded(rounded + i * kW, vec::mul(p, vec::load(args.v_scale + i * kW)));
+    } else if (rounded != nullptr) {
       p = vec::store_rounded(rounded + i * kW, p);
     } else {
       vec::store(s + i * kW, p);

@@ -18,7 +18,7 @@ namespace {
 
 // Kernels include no header of ours, so the wrappers repeat these values (vec_*.h, enum Elem).
 static_assert(static_cast<int>(Dtype::kF32) == 1 && static_cast<int>(Dtype::kF16) == 2 &&
-              static_cast<int>(Dtype::kBf16) == 3);
+              static_cast<int>(Dtype::kBf16) == 3 && static_cast<int>(Dtype::kI8) == 4);
 
 static_assert(kGroupItems * kItemTokens == kPageTokens);
 
@@ -41,6 +41,8 @@ struct Stitch {
   uint8_t* k;
   uint8_t* v;
   float* log_weight;
+  uint16_t* k_scale;
+  uint16_t* v_scale;
   uint16_t* row_masks;
 };
 
@@ -49,11 +51,17 @@ bool same_kind(const KvItem& item, const KvRun& run) {
          item.dtype_v == static_cast<uint8_t>(run.dtype_v) && item.variant == run.transform;
 }
 
+const uint16_t* scale_after(const uint16_t* scale, int64_t n) {
+  return scale == nullptr ? nullptr : scale + n;
+}
+
 KvItem make_item(const Problem& problem, const KvRun& run, size_t run_index, uint64_t position) {
   const uint64_t token = std::max(position, run.position) - run.position;
   return {.k = k_row(problem, run, token),
           .v = v_row(problem, run, token),
           .log_weight = log_weight_at(problem, run, token),
+          .k_scale = k_scale(problem, run, token),
+          .v_scale = v_scale(problem, run, token),
           .row_masks = nullptr,
           .mask = 0,
           .variant = run.transform,
@@ -169,6 +177,8 @@ void carve_stream(const Problem& problem, Carver& carver, StreamArgs& args, Batc
   stitch.k = carver.take<uint8_t>(kItemBytes);
   stitch.v = carver.take<uint8_t>(kItemBytes);
   stitch.log_weight = carver.take<float>(kItemTokens);
+  stitch.k_scale = carver.take<uint16_t>(kItemTokens);
+  stitch.v_scale = carver.take<uint16_t>(kItemTokens);
   const uint32_t queries = state_rows != 0 ? problem.n_query : logit_queries(problem);
   stitch.row_masks = carver.take<uint16_t>(queries);
   const uint32_t logit_rows = logit_queries(problem) * problem.group + kRowTile;
@@ -215,6 +225,7 @@ void Stream::share_items(const Stream& other) {
   const int64_t heads = int64_t{problem_.head} - int64_t{other.problem_.head};
   head_k_ = heads * int64_t{kPageTokens * problem_.dim_k};
   head_v_ = heads * int64_t{kPageTokens * problem_.dim_v};
+  args_.scale_offset = heads * int64_t{kPageTokens};
   args_.log_weight_offset = heads * static_cast<int64_t>(problem_.log_weight_head_stride);
 }
 
@@ -244,6 +255,8 @@ uint32_t Stream::add_page(size_t run, uint16_t flags, KvItem* out) const {
     if (item.log_weight != nullptr) {
       item.log_weight += kItemTokens;
     }
+    item.k_scale = scale_after(item.k_scale, kItemTokens);
+    item.v_scale = scale_after(item.v_scale, kItemTokens);
     item.position += kItemTokens;
   }
   return kGroupItems;
@@ -288,6 +301,8 @@ void Stream::stitch(KvItem& item) const {
   std::memset(stitch_.k, 0, k_bytes * kItemTokens);
   std::memset(stitch_.v, 0, v_bytes * kItemTokens);
   std::fill_n(stitch_.log_weight, kItemTokens, 0.0f);
+  std::fill_n(stitch_.k_scale, kItemTokens, uint16_t{0});
+  std::fill_n(stitch_.v_scale, kItemTokens, uint16_t{0});
   bool weighted = false;
   for (size_t i = item.run;
        i < problem_.runs.size() && problem_.runs[i].position < item.position + kItemTokens; ++i) {
@@ -304,14 +319,22 @@ void Stream::stitch(KvItem& item) const {
         stitch_.log_weight[at] = *weight;
         weighted = true;
       }
+      if (const uint16_t* scale = k_scale(problem_, run, token)) {
+        stitch_.k_scale[at] = *scale;
+      }
+      if (const uint16_t* scale = v_scale(problem_, run, token)) {
+        stitch_.v_scale[at] = *scale;
+      }
     }
   }
   item.k = stitch_.k;
   item.v = stitch_.v;
   item.log_weight = weighted ? stitch_.log_weight : nullptr;
+  item.k_scale = item.k_scale != nullptr ? stitch_.k_scale : nullptr;
+  item.v_scale = item.v_scale != nullptr ? stitch_.v_scale : nullptr;
 }
 
-// The item of this head as a kernel may read it, with log_weight_offset = 0.
+// The item of this head as a kernel may read it, without offsets.
 KvItem Stream::materialize(const KvItem& item) const {
   KvItem ready = item;
   ready.k = k(item);
@@ -319,6 +342,8 @@ KvItem Stream::materialize(const KvItem& item) const {
   if (item.log_weight != nullptr) {
     ready.log_weight += args_.log_weight_offset;
   }
+  ready.k_scale = scale_after(ready.k_scale, args_.scale_offset);
+  ready.v_scale = scale_after(ready.v_scale, args_.scale_offset);
   if ((item.flags & kStitched) != 0) {
     stitch(ready);
   }
@@ -345,6 +370,7 @@ void Stream::fold_keys(const KvItem* items, uint32_t n, const uint8_t* const* re
   }
   StreamArgs args = args_;
   args.log_weight_offset = 0;
+  args.scale_offset = 0;
   for (uint32_t i = 0; i < n; ++i) {
     const KvItem one = materialize(items[i]);
     const uint8_t* rows[1 + kReadAhead];

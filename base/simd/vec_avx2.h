@@ -18,11 +18,17 @@ constexpr int kTileRows = 3;
 constexpr int kTileVecs = 4;
 constexpr bool kHasBf16Dot = false;
 
-enum Elem { kElemF32 = 1, kElemF16 = 2, kElemBf16 = 3 };  // values of Dtype
+enum Elem { kElemF32 = 1, kElemF16 = 2, kElemBf16 = 3, kElemI8 = 4 };  // values of Dtype
 
 inline F set1(float x) { return _mm256_set1_ps(x); }
 inline F zero() { return _mm256_setzero_ps(); }
 inline F load(const float* p) { return _mm256_loadu_ps(p); }
+template <int kCount>
+inline F load_repeated(const float* p) {
+  if constexpr (kCount == 8)
+    return load(p);
+  return _mm256_castpd_ps(_mm256_broadcast_sd(reinterpret_cast<const double*>(p)));
+}
 inline void store(float* p, F a) { _mm256_storeu_ps(p, a); }
 inline F add(F a, F b) { return _mm256_add_ps(a, b); }
 inline F sub(F a, F b) { return _mm256_sub_ps(a, b); }
@@ -48,6 +54,10 @@ template <int kElem>
 inline F load_as(const void* p, unsigned i) {
   if constexpr (kElem == kElemF32) {
     return _mm256_loadu_ps(static_cast<const float*>(p) + i);
+  } else if constexpr (kElem == kElemI8) {
+    const __m128i e =
+        _mm_loadl_epi64(reinterpret_cast<const __m128i*>(static_cast<const int8_t*>(p) + i));
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(e));
   } else {
     const __m128i e =
         _mm_loadu_si128(reinterpret_cast<const __m128i*>(static_cast<const uint16_t*>(p) + i));

@@ -4,6 +4,8 @@
 //
 // The bf16 part, all in natural element order:
 //   load_pairs(p)              32 bf16 elements
+//   load_as_pairs<kElem>(p, i) 32 elements from element i of a row of bf16 or int8
+//   load_as_pairs_n<kElem>(p, i, n)  the first n of them, as load_pairs_n
 //   load_pairs_n(p, n)         the first n of them, n a multiple of 8 below 32; the rest is 0
 //   interleave_lo/hi(a, b)     a0 b0 a1 b1 ... of elements 0 to 15 / 16 to 31
 //   set1_pair(p)               the two bf16 at p, 16 times
@@ -31,11 +33,17 @@ constexpr bool kHasBf16Dot = true;
 constexpr bool kHasBf16Dot = false;
 #endif
 
-enum Elem { kElemF32 = 1, kElemF16 = 2, kElemBf16 = 3 };  // values of Dtype
+enum Elem { kElemF32 = 1, kElemF16 = 2, kElemBf16 = 3, kElemI8 = 4 };  // values of Dtype
 
 inline F set1(float x) { return _mm512_set1_ps(x); }
 inline F zero() { return _mm512_setzero_ps(); }
 inline F load(const float* p) { return _mm512_loadu_ps(p); }
+template <int kCount>
+inline F load_repeated(const float* p) {
+  if constexpr (kCount == 16)
+    return load(p);
+  return _mm512_broadcast_f32x4(_mm_loadu_ps(p));
+}
 inline void store(float* p, F a) { _mm512_storeu_ps(p, a); }
 inline F add(F a, F b) { return _mm512_add_ps(a, b); }
 inline F sub(F a, F b) { return _mm512_sub_ps(a, b); }
@@ -57,6 +65,10 @@ template <int kElem>
 inline F load_as(const void* p, unsigned i) {
   if constexpr (kElem == kElemF32) {
     return _mm512_loadu_ps(static_cast<const float*>(p) + i);
+  } else if constexpr (kElem == kElemI8) {
+    const __m128i e =
+        _mm_loadu_si128(reinterpret_cast<const __m128i*>(static_cast<const int8_t*>(p) + i));
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(e));
   } else {
     const __m256i e =
         _mm256_loadu_si256(reinterpret_cast<const __m256i*>(static_cast<const uint16_t*>(p) + i));
@@ -72,6 +84,10 @@ template <int kElem>
 inline F load_as_n(const void* p, unsigned i, unsigned) {
   if constexpr (kElem == kElemF32) {
     return _mm512_maskz_loadu_ps(0xff, static_cast<const float*>(p) + i);
+  } else if constexpr (kElem == kElemI8) {
+    const __m128i e =
+        _mm_loadl_epi64(reinterpret_cast<const __m128i*>(static_cast<const int8_t*>(p) + i));
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(e));
   } else {
     const __m256i e = _mm256_zextsi128_si256(
         _mm_loadu_si128(reinterpret_cast<const __m128i*>(static_cast<const uint16_t*>(p) + i)));
@@ -160,6 +176,27 @@ typedef __m512bh B;
 inline B load_pairs(const uint16_t* p) { return (B)_mm512_loadu_si512(p); }
 inline B load_pairs_n(const uint16_t* p, unsigned n) {
   return (B)_mm512_maskz_loadu_epi16((__mmask32)((1u << n) - 1), p);
+}
+template <int kElem>
+inline B load_as_pairs(const void* p, size_t i) {
+  if constexpr (kElem == kElemBf16) {
+    return load_pairs(static_cast<const uint16_t*>(p) + i);
+  } else {
+    const int8_t* e = static_cast<const int8_t*>(p) + i;
+    return _mm512_cvtne2ps_pbh(load_as<kElemI8>(e, 16), load_as<kElemI8>(e, 0));
+  }
+}
+template <int kElem>
+inline B load_as_pairs_n(const void* p, size_t i, unsigned n) {
+  if constexpr (kElem == kElemBf16) {
+    return load_pairs_n(static_cast<const uint16_t*>(p) + i, n);
+  } else {
+    const __m256i e =
+        _mm256_maskz_loadu_epi8((__mmask32)((1u << n) - 1), static_cast<const int8_t*>(p) + i);
+    const F low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(e)));
+    const F high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(e, 1)));
+    return _mm512_cvtne2ps_pbh(high, low);
+  }
 }
 // Eight elements, four times.
 inline B broadcast_quad(const uint16_t* p) {

@@ -7,6 +7,7 @@
 //
 //   load_as<kElem>(p, i)        kWidth elements from element i of the row p, as floats
 //   load_as_n<kElem>(p, i, n)   the first n of them, n a multiple of 8 below kWidth; the rest is 0
+//   load_repeated<n>(p)         n floats, kWidth / n times; n = kWidth or kWidth / 4
 //   fma(a, b, c)                a * b + c, fused where the hardware fuses
 //   min, max(a, b)              b where either is NaN
 //   keep_ge(x, bound, a)        x >= bound ? a : 0
@@ -33,7 +34,7 @@ constexpr int kTileRows = 3;  // register tile of the blocked product: rows by v
 constexpr int kTileVecs = 2;
 constexpr bool kHasBf16Dot = false;
 
-enum Elem { kElemF32 = 1, kElemF16 = 2, kElemBf16 = 3 };  // values of Dtype
+enum Elem { kElemF32 = 1, kElemF16 = 2, kElemBf16 = 3, kElemI8 = 4 };  // values of Dtype
 
 inline F set1(float x) { return F{x, x, x, x}; }
 inline F zero() { return set1(0.0f); }
@@ -41,6 +42,10 @@ inline F load(const float* p) {
   F r;
   __builtin_memcpy(&r, p, sizeof r);
   return r;
+}
+template <int kCount>
+inline F load_repeated(const float* p) {
+  return kCount == 4 ? load(p) : set1(*p);
 }
 inline void store(float* p, F a) { __builtin_memcpy(p, &a, sizeof a); }
 inline F add(F a, F b) { return a + b; }
@@ -86,6 +91,9 @@ template <int kElem>
 inline F load_as(const void* p, unsigned i) {
   if constexpr (kElem == kElemF32) {
     return load(static_cast<const float*>(p) + i);
+  } else if constexpr (kElem == kElemI8) {
+    const int8_t* e = static_cast<const int8_t*>(p) + i;
+    return F{(float)e[0], (float)e[1], (float)e[2], (float)e[3]};
   } else {
     uint16_t e[4];
     __builtin_memcpy(e, static_cast<const uint16_t*>(p) + i, sizeof e);

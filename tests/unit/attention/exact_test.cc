@@ -14,6 +14,7 @@ namespace kvm::attention::testing {
 namespace {
 
 constexpr Dtype kDtypes[] = {Dtype::kF32, Dtype::kF16, Dtype::kBf16};
+constexpr Dtype kStoredDtypes[] = {Dtype::kF32, Dtype::kF16, Dtype::kBf16, Dtype::kI8};
 
 void check(Case& c, const std::string& what) {
   c.run_reference();
@@ -90,8 +91,8 @@ TEST(Exact, Groups) {
 TEST(Exact, DtypesAndDims) {
   uint64_t seed = 0;
   for (uint32_t dim : {8u, 64u, 80u, 96u, 128u, 192u, 256u}) {
-    for (Dtype k : kDtypes) {
-      for (Dtype v : kDtypes) {
+    for (Dtype k : kStoredDtypes) {
+      for (Dtype v : kStoredDtypes) {
         for (Dtype q : kDtypes) {
           for (uint32_t n_query : {1u, 9u}) {
             const uint32_t dim_v = seed % 2 == 0 ? dim : 264 - dim;
@@ -145,7 +146,7 @@ TEST(Exact, LongContext) {
 
 TEST(Exact, HugeLogitsStayFinite) {
   for (uint32_t n_query : {1u, 12u}) {
-    for (Dtype k : kDtypes) {
+    for (Dtype k : kStoredDtypes) {
       Case c(Shape{.n_query = n_query, .n_tokens = 200, .dtype_q = Dtype::kF32, .q_size = 1e38f},
              3);
       set_kinds(c, k, Dtype::kF32);
@@ -226,14 +227,14 @@ std::unique_ptr<Case> random_case(uint64_t seed) {
                      pick(2) == 0 ? RotationLayout::kInterleaved : RotationLayout::kHalfSplit,
                      pick(2) == 0, pick(2) == 0);
   }
-  TokenKind kind{kDtypes[pick(3)], kDtypes[pick(3)], 0};
+  TokenKind kind{kStoredDtypes[pick(4)], kStoredDtypes[pick(4)], 0};
   const uint32_t change = pick(3) == 0 ? 1 + pick(60) : 0;
   const uint32_t gaps = pick(4) == 0 ? 2 + pick(100) : 0;
   const bool weights = pick(3) == 0;
   std::normal_distribution<float> normal;
   for (uint64_t t = 0; t < s.n_tokens; ++t) {
     if (t == 0 || (change != 0 && pick(change) == 0)) {
-      kind = {kDtypes[pick(3)], kDtypes[pick(3)],
+      kind = {kStoredDtypes[pick(4)], kStoredDtypes[pick(4)],
               static_cast<uint16_t>(n_transforms != 0 ? pick(n_transforms) : 0)};
     }
     c->kinds[t] = kind;

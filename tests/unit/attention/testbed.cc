@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "attention/exact/exact.h"
+#include "codecs/int8.h"
 
 namespace kvm::attention::testing {
 namespace {
@@ -20,6 +21,38 @@ float round_to(Dtype dtype, float value) {
   uint32_t bits = 0;
   put(&bits, dtype, 0, value);
   return get(&bits, dtype, 0);
+}
+
+// A random row as it is stored.
+std::vector<float> random_row(Dtype dtype, uint32_t dim, std::mt19937_64& random) {
+  std::normal_distribution<float> normal;
+  std::vector<float> row(dim);
+  for (float& x : row) {
+    x = normal(random);
+  }
+  if (dtype == Dtype::kI8) {
+    std::vector<int8_t> stored(dim);
+    const uint16_t scale = codecs::encode_i8(row.data(), dim, stored.data());
+    codecs::decode_i8(stored.data(), scale, dim, row.data());
+    return row;
+  }
+  for (float& x : row) {
+    x = round_to(dtype, x);
+  }
+  return row;
+}
+
+// Stores it as row `at` of a plane.
+void put_row(std::byte* plane, uint16_t* scales, Dtype dtype, uint64_t at,
+             const std::vector<float>& row) {
+  const auto dim = static_cast<uint32_t>(row.size());
+  if (dtype == Dtype::kI8) {
+    scales[at] = codecs::encode_i8(row.data(), dim, reinterpret_cast<int8_t*>(plane) + at * dim);
+    return;
+  }
+  for (uint32_t d = 0; d < dim; ++d) {
+    put(plane, dtype, at * dim + d, row[d]);
+  }
 }
 
 }  // namespace
@@ -163,6 +196,9 @@ void Case::cut_runs(int extra_cuts) {
     if (!log_weights.empty()) {
       run.log_weight = reinterpret_cast<const float*>(pages_w_[page]->data()) + slot;
     }
+    const uint16_t* scales = reinterpret_cast<const uint16_t*>(pages_s_[page]->data()) + slot;
+    run.k_scale = kind.dtype_k == Dtype::kI8 ? scales : nullptr;
+    run.v_scale = kind.dtype_v == Dtype::kI8 ? scales + plane : nullptr;
     runs_.push_back(run);
   }
   problem_.runs = runs_;
@@ -182,19 +218,14 @@ void Case::store(int extra_cuts) {
     }
     std::shuffle(pages.begin(), pages.end(), random_);
   };
-  allocate(pages_k_, plane * s.dim_k * 16);
-  allocate(pages_v_, plane * s.dim_v * 16);
+  allocate(pages_k_, plane * s.dim_k * 20);
+  allocate(pages_v_, plane * s.dim_v * 20);
+  allocate(pages_s_, plane * 4);
   allocate(pages_w_, plane * 4);
   if (tokens_.empty()) {
-    std::normal_distribution<float> normal;
-    tokens_.resize(s.n_tokens);
     for (uint64_t t = 0; t < s.n_tokens; ++t) {
-      for (uint32_t d = 0; d < s.dim_k; ++d) {
-        tokens_[t].k.push_back(round_to(kinds[t].dtype_k, normal(random_)));
-      }
-      for (uint32_t d = 0; d < s.dim_v; ++d) {
-        tokens_[t].v.push_back(round_to(kinds[t].dtype_v, normal(random_)));
-      }
+      std::vector<float> k = random_row(kinds[t].dtype_k, s.dim_k, random_);
+      tokens_.push_back({std::move(k), random_row(kinds[t].dtype_v, s.dim_v, random_)});
     }
   }
   for (uint64_t t = 0; t < s.n_tokens; ++t) {
@@ -208,12 +239,9 @@ void Case::store(int extra_cuts) {
         pages_k_[page]->data() + static_cast<size_t>(kinds[t].dtype_k) * plane * s.dim_k * 4;
     std::byte* v =
         pages_v_[page]->data() + static_cast<size_t>(kinds[t].dtype_v) * plane * s.dim_v * 4;
-    for (uint32_t d = 0; d < s.dim_k; ++d) {
-      put(k, kinds[t].dtype_k, row * s.dim_k + d, tokens_[t].k[d]);
-    }
-    for (uint32_t d = 0; d < s.dim_v; ++d) {
-      put(v, kinds[t].dtype_v, row * s.dim_v + d, tokens_[t].v[d]);
-    }
+    auto* scales = reinterpret_cast<uint16_t*>(pages_s_[page]->data());
+    put_row(k, scales, kinds[t].dtype_k, row, tokens_[t].k);
+    put_row(v, scales + plane, kinds[t].dtype_v, row, tokens_[t].v);
     if (!log_weights.empty()) {
       reinterpret_cast<float*>(pages_w_[page]->data())[row] = log_weights[t];
     }
@@ -443,8 +471,9 @@ double Case::error_lse() const {
 }
 
 double error_bound(const Case& c, const KernelTable& table) {
-  const bool any_bf16 = std::any_of(c.kinds.begin(), c.kinds.end(),
-                                    [](const TokenKind& k) { return k.dtype_v == Dtype::kBf16; });
+  const bool any_bf16 = std::any_of(c.kinds.begin(), c.kinds.end(), [](const TokenKind& k) {
+    return k.dtype_v == Dtype::kBf16 || k.dtype_v == Dtype::kI8;
+  });
   double bound = kErrorFp32;
   if (table.has_bf16_dot && any_bf16 && !c.problem().fp32_weights) {
     bound += kErrorBf16Weights;

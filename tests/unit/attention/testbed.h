@@ -108,7 +108,7 @@ class Case {
   std::vector<float> q_;  // as stored, in fp32, row-major [rows][dim_k]
   std::vector<std::byte> q_stored_;
   std::vector<Token> tokens_;
-  std::vector<std::unique_ptr<Buffer>> pages_k_, pages_v_, pages_w_;
+  std::vector<std::unique_ptr<Buffer>> pages_k_, pages_v_, pages_w_, pages_s_;
   std::vector<KvRun> runs_;
   std::vector<float> sinks_;
   std::vector<uint64_t> tree_;
@@ -117,7 +117,7 @@ class Case {
   std::vector<std::byte> o_stored_;
 };
 
-// Stores value i of an array of `dtype`, and reads it back.
+// Stores value i of an array of `dtype`, which is not int8, and reads it back.
 void put(void* p, Dtype dtype, uint64_t i, float value);
 float get(const void* p, Dtype dtype, uint64_t i);
 

@@ -1,0 +1,262 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "codecs/int8.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <vector>
+
+#include "base/kv_view.h"
+#include "codecs/convert.h"
+
+namespace kvm::codecs {
+namespace {
+
+constexpr float kInf = std::numeric_limits<float>::infinity();
+constexpr double kSmallestScale = 0x1p-126;
+
+struct Encoded {
+  std::vector<int8_t> q;
+  uint16_t scale = 0;
+
+  bool operator==(const Encoded&) const = default;
+};
+
+Encoded encode(const std::vector<float>& row) {
+  Encoded out;
+  out.q.assign(row.size() + 1, int8_t{99});
+  out.scale = encode_i8(row.data(), static_cast<uint32_t>(row.size()), out.q.data());
+  EXPECT_EQ(out.q.back(), 99) << "written beyond the row";
+  out.q.pop_back();
+  return out;
+}
+
+std::vector<float> decode(const Encoded& row) {
+  std::vector<float> out(row.q.size());
+  decode_i8(row.q.data(), row.scale, static_cast<uint32_t>(out.size()), out.data());
+  return out;
+}
+
+// What int8.h promises of a row of finite numbers, in double precision.
+void check_row(const std::vector<float>& row) {
+  const Encoded encoded = encode(row);
+  const double scale = static_cast<double>(bf16_to_f32(encoded.scale));
+  double top = 0;
+  for (const float x : row) {
+    top = std::max(top, std::abs(static_cast<double>(x)));
+  }
+  if (top <= kSmallestScale / 2) {
+    ASSERT_EQ(encoded.scale, 0);
+  } else {
+    // The nearest bf16 has 8 significant bits; below the smallest scale nothing is nearer than it.
+    const double wanted = std::max(top / 127, kSmallestScale);
+    ASSERT_LE(std::abs(scale - wanted), wanted * 0x1p-8) << top;
+    ASSERT_GE(scale, kSmallestScale);
+  }
+  const std::vector<float> back = decode(encoded);
+  for (size_t i = 0; i < row.size(); ++i) {
+    ASSERT_EQ(static_cast<double>(back[i]), encoded.q[i] * scale) << "not exact";
+    ASSERT_NE(encoded.q[i], -128);
+    ASSERT_LE(std::abs(static_cast<double>(back[i]) - static_cast<double>(row[i])),
+              std::max(scale, kSmallestScale) * (0.5 + 0x1p-14))
+        << row[i] << " of " << top;
+  }
+  ASSERT_EQ(encode(back), encoded) << "read and stored again";
+}
+
+TEST(Int8, RowsOfAllSizesKeepTheirBound) {
+  std::mt19937_64 random(1);
+  std::normal_distribution<float> normal;
+  for (const uint32_t n : {1u, 8u, 16u, 64u, 80u, 128u, 256u}) {
+    for (int exponent = -149; exponent <= 127; ++exponent) {
+      std::vector<float> row(n);
+      for (float& x : row) {
+        x = std::ldexp(std::clamp(normal(random), -1.99f, 1.99f), exponent);
+      }
+      check_row(row);
+      if (HasFatalFailure()) {
+        return;
+      }
+    }
+  }
+}
+
+// Every significand of the largest channel: no rounding of the scale takes it beyond 127 steps.
+TEST(Int8, LargestChannelTakes127Steps) {
+  std::mt19937_64 random(2);
+  for (uint32_t i = 0; i < 1u << 18; ++i) {
+    const uint32_t significand = i < 1u << 16 ? i << 7 : static_cast<uint32_t>(random()) >> 9;
+    const float top = std::bit_cast<float>(0x3f800000u | significand);
+    const Encoded row = encode({top, -top, 0.25f});
+    ASSERT_EQ(row.q[0], 127) << top;
+    ASSERT_EQ(row.q[1], -127) << top;
+  }
+}
+
+TEST(Int8, TiesGoToEven) {
+  // The scale is 1: 127 is the largest channel.
+  const Encoded row = encode({127.0f, 0.5f, 1.5f, 2.5f, -0.5f, -1.5f, -126.5f, 125.5f});
+  EXPECT_EQ(bf16_to_f32(row.scale), 1.0f);
+  EXPECT_EQ(row.q, (std::vector<int8_t>{127, 0, 2, 2, 0, -2, -126, 126}));
+}
+
+TEST(Int8, Extremes) {
+  constexpr float kMost = std::numeric_limits<float>::max();
+  constexpr float kLeast = std::numeric_limits<float>::denorm_min();
+  check_row({kMost, -kMost, 1.0f, 0.0f});
+  check_row({kMost, kLeast});
+  check_row({kLeast, -kLeast, 0.0f});
+  check_row({std::numeric_limits<float>::min(), kLeast});
+  check_row({1e-36f, -1e-37f, 1e-38f, 1e-39f});
+  for (const std::vector<float>& zero : {std::vector<float>(16, 0.0f), {0.0f, -0.0f}}) {
+    const Encoded row = encode(zero);
+    EXPECT_EQ(row.scale, 0);
+    for (const float x : decode(row)) {
+      EXPECT_EQ(std::bit_cast<uint32_t>(x), 0u);
+    }
+  }
+}
+
+TEST(Int8, RowsThatAreNotFiniteReadAsNaN) {
+  for (const float bad : {kInf, -kInf, std::nanf(""), -std::nanf("")}) {
+    for (size_t at = 0; at < 8; ++at) {
+      std::vector<float> values(8, 1.0f);
+      values[at] = bad;
+      const Encoded row = encode(values);
+      EXPECT_EQ(row.q, std::vector<int8_t>(8, 0));
+      for (const float x : decode(row)) {
+        EXPECT_TRUE(std::isnan(x));
+      }
+    }
+  }
+}
+
+// The step is max / 127 and the error uniform in it: scale / sqrt(12) of each channel.
+TEST(Int8, ErrorOfGaussianRows) {
+  std::mt19937_64 random(3);
+  std::normal_distribution<float> normal;
+  double error = 0;
+  double norm = 0;
+  for (int i = 0; i < 2000; ++i) {
+    std::vector<float> row(128);
+    for (float& x : row) {
+      x = normal(random);
+    }
+    const std::vector<float> back = decode(encode(row));
+    for (size_t d = 0; d < row.size(); ++d) {
+      const double x = static_cast<double>(row[d]);
+      const double off = static_cast<double>(back[d]) - x;
+      error += off * off;
+      norm += x * x;
+    }
+  }
+  EXPECT_GT(std::sqrt(error / norm), 0.005);
+  EXPECT_LT(std::sqrt(error / norm), 0.007);
+}
+
+// --- Planes of rows -----------------------------------------------------------------------------
+
+constexpr std::array kTensorDtypes = {Dtype::kF32, Dtype::kF16, Dtype::kBf16};
+
+// A page's plane of int8 rows.
+struct Plane {
+  Plane(uint32_t n_heads, uint32_t row_elements) : n(row_elements) {
+    q.assign(uint64_t{n_heads} * kPageTokens * n, int8_t{99});
+    scales.assign(uint64_t{n_heads} * kPageTokens, uint16_t{0x4242});
+  }
+  TargetRows target(uint32_t slot) {
+    return {q.data() + slot * n,       Dtype::kI8, n,
+            uint64_t{n} * kPageTokens, nullptr,    scales.data() + slot};
+  }
+  SourceRows source(uint32_t slot) const {
+    return {q.data() + slot * n,       Dtype::kI8, n,
+            uint64_t{n} * kPageTokens, nullptr,    scales.data() + slot};
+  }
+  uint32_t n;
+  std::vector<int8_t> q;
+  std::vector<uint16_t> scales;
+};
+
+// [token][head][n] with the heads in another order.
+TEST(Int8, TensorsOfEveryDtypeGoInAndOut) {
+  constexpr uint32_t kHeads = 3;
+  constexpr uint32_t kRows = 40;
+  constexpr uint32_t kSlot = 7;
+  const std::array<uint16_t, kHeads> heads = {2, 0, 1};
+  std::mt19937_64 random(4);
+  std::normal_distribution<float> normal(0, 2);
+  for (const uint32_t n : {8u, 80u, 128u, 256u}) {
+    std::vector<float> values(uint64_t{kRows} * kHeads * n);
+    for (float& x : values) {
+      x = normal(random);
+    }
+    for (const Dtype dtype : kTensorDtypes) {
+      const uint64_t row_bytes = uint64_t{n} * dtype_size_bytes(dtype);
+      std::vector<char> tensor(values.size() * dtype_size_bytes(dtype) + 1);
+      convert(values.data(), Dtype::kF32, tensor.data() + 1, dtype, values.size());
+      std::vector<float> rounded(values.size());
+      convert(tensor.data() + 1, dtype, rounded.data(), Dtype::kF32, values.size());
+      Plane plane(kHeads, n);
+      convert_rows({tensor.data() + 1, dtype, row_bytes * kHeads, row_bytes, heads.data()},
+                   plane.target(kSlot), kRows, kHeads, n);
+      std::vector<char> back(tensor.size());
+      convert_rows(plane.source(kSlot),
+                   {back.data() + 1, dtype, row_bytes * kHeads, row_bytes, heads.data()}, kRows,
+                   kHeads, n);
+      for (uint32_t slot = 0; slot < kPageTokens; ++slot) {
+        for (uint32_t h = 0; h < kHeads; ++h) {
+          const uint64_t at = uint64_t{h} * kPageTokens + slot;
+          const int8_t* stored = plane.q.data() + at * n;
+          if (slot < kSlot || slot >= kSlot + kRows) {
+            ASSERT_EQ(plane.scales[at], 0x4242);
+            ASSERT_TRUE(std::all_of(stored, stored + n, [](int8_t x) { return x == 99; }));
+            continue;
+          }
+          const uint64_t from = (uint64_t{slot - kSlot} * kHeads + heads[h]) * n;
+          const Encoded want = encode({rounded.begin() + static_cast<ptrdiff_t>(from),
+                                       rounded.begin() + static_cast<ptrdiff_t>(from + n)});
+          ASSERT_EQ(plane.scales[at], want.scale);
+          ASSERT_EQ(std::vector<int8_t>(stored, stored + n), want.q);
+          std::vector<char> decoded(row_bytes);
+          convert(decode(want).data(), Dtype::kF32, decoded.data(), dtype, n);
+          ASSERT_EQ(std::memcmp(back.data() + 1 + from * dtype_size_bytes(dtype), decoded.data(),
+                                row_bytes),
+                    0);
+        }
+      }
+    }
+  }
+}
+
+// Few rows, and so many that stores go around the caches.
+TEST(Int8, CopiesKeepEveryBit) {
+  for (const uint32_t n_heads : {2u, 16u}) {
+    Plane from(n_heads, 128);
+    std::mt19937_64 random(5);
+    std::generate(from.q.begin(), from.q.end(), [&] { return static_cast<int8_t>(random()); });
+    std::generate(from.scales.begin(), from.scales.end(),
+                  [&] { return static_cast<uint16_t>(random()); });
+    Plane to(n_heads, 128);
+    convert_rows(from.source(3), to.target(3), 60, n_heads, 128);
+    for (uint32_t h = 0; h < n_heads; ++h) {
+      for (uint32_t slot = 0; slot < kPageTokens; ++slot) {
+        const uint64_t at = uint64_t{h} * kPageTokens + slot;
+        const bool copied = slot >= 3 && slot < 63;
+        ASSERT_EQ(to.scales[at], copied ? from.scales[at] : 0x4242);
+        for (uint64_t d = at * 128; d < (at + 1) * 128; ++d) {
+          ASSERT_EQ(to.q[d], copied ? from.q[d] : 99);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace kvm::codecs
