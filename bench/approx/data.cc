@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "bench/approx/data.h"
+
+#include <algorithm>
+#include <numeric>
+#include <random>
+
+namespace kvm::bench {
+
+attention::Problem make_problem(const HeadData& head, uint32_t set, float* o, float* lse) {
+  attention::Problem p;
+  p.q = head.q_rows(set);
+  p.dtype_q = head.dtype;
+  p.q_stride_head = head.dim;
+  p.q_stride_query = uint64_t{head.group} * head.dim;
+  p.n_query = 1;
+  p.group = head.group;
+  p.dim_k = p.dim_v = head.dim;
+  p.scale = head.scale;
+  p.visible.query_position = head.q_position[set];
+  p.runs = head.runs;
+  p.head = head.head;
+  p.o = o;
+  p.dtype_o = Dtype::kF32;
+  p.o_stride_head = head.dim;
+  p.o_stride_query = p.q_stride_query;
+  p.lse = lse;
+  p.lse_stride_head = 1;
+  p.lse_stride_query = head.group;
+  return p;
+}
+
+void DataSet::lay_out(uint32_t n_heads, uint32_t tokens, uint32_t dim, uint32_t group,
+                      Dtype dtype) {
+  n_tokens = tokens;
+  const size_t n_pages = (size_t{tokens} + kPageTokens - 1) / kPageTokens;
+  const size_t plane = size_t{n_heads} * kPageTokens * dim * 2;
+  pool_ = std::make_unique<HugeBuffer>(n_pages * plane * 2);
+  std::vector<uint32_t> slots(n_pages);
+  std::iota(slots.begin(), slots.end(), 0u);
+  std::mt19937 random(1);
+  std::shuffle(slots.begin(), slots.end(), random);
+  runs_ = std::make_unique<std::vector<KvRun>>(n_pages);
+  for (size_t i = 0; i < n_pages; ++i) {
+    KvRun& run = (*runs_)[i];
+    run.k = pool_->data() + slots[i] * plane * 2;
+    run.v = pool_->data() + slots[i] * plane * 2 + plane;
+    run.position = i * kPageTokens;
+    run.n_tokens = static_cast<uint16_t>(std::min<size_t>(kPageTokens, tokens - run.position));
+    run.dtype_k = run.dtype_v = dtype;
+  }
+  heads.resize(n_heads);
+  for (uint32_t h = 0; h < n_heads; ++h) {
+    heads[h].runs = *runs_;
+    heads[h].head = h;
+    heads[h].dim = dim;
+    heads[h].group = group;
+    heads[h].scale = 1.0f / std::sqrt(static_cast<float>(dim));
+    heads[h].dtype = dtype;
+  }
+}
+
+const std::vector<std::string>& data_names() {
+  static const std::vector<std::string> names = {"model",     "flat",     "isotropic", "outliers",
+                                                 "voutliers", "latesink", "even",      "drift",
+                                                 "real",      "diffuse",  "gauss"};
+  return names;
+}
+
+Result<DataSet> make_data(const DataSpec& spec, uint32_t threads) {
+  const std::string& name = spec.name;
+  if (name.ends_with(".kvrec")) {
+    return read_recorded_data(spec);
+  }
+  if (std::find(data_names().begin(), data_names().end(), name) == data_names().end()) {
+    return Status(KVM_ERR_INVALID, "there is no data '" + name + "', and it is no .kvrec file");
+  }
+  if (spec.dim < 8 || spec.dim > attention::kMaxHeadDim || (spec.dim & (spec.dim - 1)) != 0 ||
+      spec.tokens < kMinTokens || spec.heads == 0 || spec.sets == 0) {
+    return Status(KVM_ERR_INVALID, "data '" + name + "' needs a dim that is a power of two, " +
+                                       std::to_string(kMinTokens) + " tokens, heads and sets");
+  }
+  if (name == "real" || name == "diffuse") {
+    return make_cluster_data(spec, name == "real" ? 1.8 : 1.2, threads);
+  }
+  if (name == "gauss") {
+    return make_gauss_data(spec, threads);
+  }
+  ModelOptions options;
+  if (name == "flat") {
+    options.key_power = 1.0;
+    options.query_power = 0.5;
+  } else if (name == "isotropic") {
+    options.key_power = options.query_power = 0;
+  } else if (name == "even") {
+    options.sigma = 0.2;
+  } else if (name == "drift") {
+    options.drift_tokens = std::min(32768u, spec.tokens / 2);
+  }
+  options.outlier_channels = name == "outliers";
+  options.value_outliers = name == "voutliers";
+  options.late_sink = name == "latesink";
+  return make_model_data(spec, options, threads);
+}
+
+}  // namespace kvm::bench
