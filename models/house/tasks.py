@@ -383,12 +383,26 @@ _MIX = (
     (0.03, "copy", 128, {"length": (8, 33)}),
     (0.04, "question", 40, {"statements": (4, 10)}),
 )
+# Keys of one word are known by then, and counting is what takes longest.
+_LATE_MIX = (
+    (0.25, "text", 0, {}),
+    (0.16, "key_value", 14, {"words": (2, 2)}),
+    (0.20, "needle_multikey", 22, {"per_fact": (16, 64), "words": (2, 2)}),
+    (0.03, "needle_single", 100, {}),
+    (0.02, "trace_2", 40, {"chains": (2, 6)}),
+    (0.02, "trace_4", 60, {"chains": (2, 4)}),
+    (0.10, "frequent_words", 60, {"power": (1.6, 2.4)}),
+    (0.12, "common_words", 80, {"share": (0.04, 0.08)}),
+    (0.05, "copy", 128, {"length": (8, 33)}),
+    (0.05, "question", 40, {"statements": (4, 10)}),
+)
+LATE_SHARE = 0.45       # of the plan, from which on training draws from _LATE_MIX
 
 
-def training_sample(maker_, n_tokens, rng, early_words=0):
+def training_sample(maker_, n_tokens, rng, early_words=0, share=0.0):
     """A sample of the training mix: text, or a task with many queries. early_words: text, and
-    phrases of so many words, of any length; 0: the whole mix."""
-    mix = _EARLY_MIX if early_words else _MIX
+    phrases of so many words, of any length; 0: the whole mix, at `share` of the plan."""
+    mix = _EARLY_MIX if early_words else _MIX if share < LATE_SHARE else _LATE_MIX
     weights = np.asarray([row[0] for row in mix])
     _, name, spacing, ranges = mix[rng.choice(len(mix), p=weights / weights.sum())]
     if name == "phrases":

@@ -95,16 +95,16 @@ def skipped_positions(rng, n_tokens, span):
     return positions
 
 
-def make_batch(maker, rng, lengths, recipe, early_words):
+def make_batch(maker, rng, lengths, recipe, early_words, share):
     """Returns (tokens, positions [rows, n], text, answer: bool [rows, n - 1], names of the rows).
-    early_words: of the first lesson; 0 after it."""
+    early_words: of the first lesson; 0 after it. share: of the plan."""
     if early_words:
         lengths = {recipe.early_length: 1.0}
     sizes = list(lengths)
     weights = np.asarray([lengths[size] for size in sizes])
     n_tokens = int(rng.choice(sizes, p=weights / weights.sum()))
     rows = max(1, (recipe.early_tokens if early_words else recipe.batch_tokens) // n_tokens)
-    samples = [tasks.training_sample(maker, n_tokens, rng, early_words)
+    samples = [tasks.training_sample(maker, n_tokens, rng, early_words, share)
                for _ in range(rows)]
     tokens = np.stack([sample.tokens for sample in samples]).astype(np.int64)
     positions = np.stack([skipped_positions(rng, n_tokens, n_tokens if early_words else recipe.span)
@@ -186,7 +186,7 @@ class Trainer:
             for group in optimizer.param_groups:
                 group["lr"] = lr * factor
         batch = make_batch(self.maker, self.rng, lengths, self.recipe,
-                           self.state["early_words"])
+                           self.state["early_words"], self.share())
         device = self.arguments.device
         tokens, positions, text, answer = (torch.from_numpy(each).to(device) for each in batch[:4])
         counted = text | answer

@@ -63,9 +63,9 @@ class SampleTest(Case):
 
     def test_training_samples_have_their_length(self):
         rng = np.random.default_rng(6)
-        for early_words in (0, 24, 100):
+        for early_words, share in ((0, 0.0), (0, 0.9), (24, 0.0), (100, 0.0)):
             for _ in range(60):
-                sample = tasks.training_sample(self.maker(False), 512, rng, early_words)
+                sample = tasks.training_sample(self.maker(False), 512, rng, early_words, share)
                 self.assertEqual(len(sample.tokens), 512, sample.name)
                 self.assertEqual(len(sample.text), 512, sample.name)
                 for begin, end in sample.answers:
