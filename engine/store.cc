@@ -677,6 +677,8 @@ Status StoreImpl::reserve_append(std::span<const AppendItem> items,
              .n_tokens = entry.count,
              .k = data + entry.first * slab_class.k_row_bytes(),
              .v = data + slab_class.v_offset() + entry.first * slab_class.v_row_bytes(),
+             .k_scale = slab_class.k_scales(data, entry.first),
+             .v_scale = slab_class.v_scales(data, entry.first),
              .cls = &head_class});
         p += entry.count;
       }
@@ -700,8 +702,6 @@ void StoreImpl::publish(Sequence* seq, uint32_t layer) {
   }
   pool_.trim(kTrimInPassing);
 }
-             .k_scale = slab_class.k_scales(data, entry.first),
-             .v_scale = slab_class.v_scales(data, entry.first),
 
 void StoreImpl::rollback_lists(Sequence* seq, uint32_t layer) {
   for (PageList& list : seq->layer_lists(layer)) {
@@ -738,6 +738,8 @@ void StoreImpl::collect_runs(const Sequence* seq, uint32_t layer, uint32_t class
     run.transform = entry.transform;
     run.dtype_k = slab_class.dtype_k;
     run.dtype_v = slab_class.dtype_v;
+    run.k_scale = slab_class.k_scales(data, entry.first);
+    run.v_scale = slab_class.v_scales(data, entry.first);
     runs->push_back(run);
   });
 }
@@ -762,8 +764,6 @@ Status StoreImpl::check_read(const Sequence* seq, uint32_t layer, uint64_t posit
                              uint64_t n_tokens) const {
   KVM_TRY(check_layer(seq, layer));
   const std::span<const PageList> lists =
-    run.k_scale = slab_class.k_scales(data, entry.first);
-    run.v_scale = slab_class.v_scales(data, entry.first);
       seq->layer_lists(seq->space().layers[layer].storage_layer);
   const uint64_t present = lists[0].length();
   if (position > present || n_tokens > present - position) {
