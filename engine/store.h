@@ -75,9 +75,9 @@ struct AppendPiece {
   uint32_t n_tokens = 0;     // 1 to kPageTokens
   std::byte* k = nullptr;
   std::byte* v = nullptr;
-  const HeadClass* cls = nullptr;
   uint16_t* k_scale = nullptr;  // null where dtype_k is not int8; likewise v_scale
   uint16_t* v_scale = nullptr;
+  const HeadClass* cls = nullptr;
 };
 
 // kvm_observe's data, already in this process and in fp32.
