@@ -43,6 +43,10 @@ inline void store(uint16_t* p, V c) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(c));
 }
 
+inline uint64_t two_or_more(const uint8_t* p) {
+  return _mm512_cmpge_epu8_mask(_mm512_load_si512(p), _mm512_set1_epi8(2));
+}
+
 }  // namespace lane
 }  // namespace
 }  // namespace hash_index

@@ -9,8 +9,9 @@
 namespace kvm::hash_index {
 namespace {
 
-constexpr uint32_t kWordIds = 32;  // ids that a word counts
-constexpr uint32_t kCountWords = kMaxRunKeys / kWordIds;
+// A byte counts the tables in which an id was met, so that meeting one costs a load, an addition
+// and a store. Counts are cut to 2 before they could overflow.
+constexpr uint32_t kTablesPerFold = 253;
 
 // Lookups by which offsets are read ahead of ids, and by which those are asked for before. A bucket
 // is a few lines anywhere in memory, so what counts is how many are on their way at once.
@@ -107,35 +108,35 @@ class BucketStream {
   Bucket ring_[kRing];
 };
 
-// Counts to two. The low half of a word holds a bit for each id that was met, the high half for
-// each that was met again: 16 KiB for a run, which stay in the first-level cache, and no overflow.
 // Every uint16_t has its place, whatever n_keys is.
-inline void count(const Bucket& bucket, uint64_t* words) {
-  for (uint32_t i = 0; i < bucket.n; ++i) {
-    const uint32_t id = bucket.ids[i];
-    uint64_t* word = words + id / kWordIds;
-    const uint64_t bit = uint64_t{1} << (id % kWordIds);
-    *word |= ((*word & bit) << kWordIds) | bit;
+inline void count(const Bucket& bucket, uint8_t* counts) {
+  uint32_t i = 0;
+  for (; i + 4 <= bucket.n; i += 4) {
+    uint64_t ids;
+    std::memcpy(&ids, bucket.ids + i, sizeof ids);
+    ++counts[ids & 0xffff];
+    ++counts[ids >> 16 & 0xffff];
+    ++counts[ids >> 32 & 0xffff];
+    ++counts[ids >> 48];
+  }
+  for (; i < bucket.n; ++i) {
+    ++counts[bucket.ids[i]];
   }
 }
 
-// Bit i of met[w]: id 64 w + i was met twice.
-void collect(const uint64_t* words, uint32_t n_live, uint64_t* met) {
-  const uint32_t n_words = (n_live + 63) / 64;
-  for (uint32_t w = 0; w < n_words; ++w) {
-    met[w] = (words[2 * w] >> 32) | (words[2 * w + 1] >> 32 << 32);
-  }
-  if (n_live % 64 != 0) {
-    met[n_words - 1] &= (uint64_t{1} << (n_live % 64)) - 1;
+void fold(uint8_t* counts, size_t n) {
+  for (size_t i = 0; i < n; ++i) {
+    counts[i] = std::min<uint8_t>(counts[i], 2);
   }
 }
 
-// met [n_rows][n_words].
+// met [n_rows][n_words]; kRows >= n_rows.
+template <uint32_t kRows>
 uint32_t list_candidates(const uint64_t* met, uint32_t n_words, uint32_t n_rows,
                          LshCandidate* out) {
   LshCandidate* to = out;
+  uint64_t row_bits[kRows] = {};
   for (uint32_t w = 0; w < n_words; ++w) {
-    uint64_t row_bits[kMaxLshRows];
     uint64_t any = 0;
     for (uint32_t r = 0; r < n_rows; ++r) {
       row_bits[r] = met[r * n_words + w];
@@ -143,9 +144,9 @@ uint32_t list_candidates(const uint64_t* met, uint32_t n_words, uint32_t n_rows,
     }
     for (; any != 0; any &= any - 1) {
       const int bit = std::countr_zero(any);
-      uint32_t rows = 0;
-      for (uint32_t r = 0; r < n_rows; ++r) {
-        rows |= static_cast<uint32_t>(row_bits[r] >> bit & 1) << r;
+      uint64_t rows = 0;
+      for (uint32_t r = 0; r < kRows; ++r) {
+        rows |= (row_bits[r] >> bit & 1) << r;
       }
       *to++ = {static_cast<uint16_t>(w * 64 + static_cast<uint32_t>(bit)),
                static_cast<uint16_t>(rows)};
@@ -157,19 +158,25 @@ uint32_t list_candidates(const uint64_t* met, uint32_t n_words, uint32_t n_rows,
 template <typename Offset>
 uint64_t count_rows(const Planes& planes, const TableLayout& layout, const void* table_run,
                     uint32_t n_keys, uint32_t n_live, const uint16_t* codes, uint32_t n_rows,
-                    uint64_t* words, uint64_t* met) {
+                    uint8_t* counts, uint64_t* met) {
   const uint32_t n_tables = planes.params.n_tables;
   const uint32_t n_words = (n_live + 63) / 64;
   BucketStream<Offset> buckets(layout, table_run, n_keys, n_tables, codes, n_rows);
   uint64_t n_ids = 0;
   for (uint32_t r = 0; r < n_rows; ++r) {
-    std::memset(words, 0, 2 * n_words * sizeof(uint64_t));
+    std::memset(counts, 0, n_words * size_t{64});
     for (uint32_t t = 0; t < n_tables; ++t) {
+      if (t != 0 && t % kTablesPerFold == 0) {
+        fold(counts, n_words * size_t{64});
+      }
       const Bucket bucket = buckets.next();
       n_ids += bucket.n;
-      count(bucket, words);
+      count(bucket, counts);
     }
-    collect(words, n_live, met + r * n_words);
+    active_lsh_kernels().collect(counts, n_words, met + r * n_words);
+    if (n_live % 64 != 0) {
+      met[r * n_words + n_words - 1] &= (uint64_t{1} << (n_live % 64)) - 1;
+    }
   }
   return n_ids;
 }
@@ -212,8 +219,8 @@ void hash_queries(const Planes& planes, const float* q, uint32_t n_rows, uint16_
 }
 
 size_t lookup_scratch_bytes(uint32_t n_keys, uint32_t n_rows) {
-  const size_t words = kCountWords + size_t{n_rows} * ((n_keys + 63) / 64);
-  return (words * sizeof(uint64_t) + 63) / 64 * 64;
+  const size_t n_words = size_t{n_rows} * ((n_keys + 63) / 64);
+  return kMaxRunKeys + (n_words * sizeof(uint64_t) + 63) / 64 * 64;
 }
 
 uint32_t lookup(const Planes& planes, const void* table_run, uint32_t n_keys, uint32_t n_live,
@@ -221,16 +228,20 @@ uint32_t lookup(const Planes& planes, const void* table_run, uint32_t n_keys, ui
                 uint64_t* ids_read) {
   KVM_ASSERT(n_keys <= kMaxRunKeys && n_live <= n_keys && n_rows <= kMaxLshRows);
   const TableLayout layout = TableLayout::make(planes.params, n_keys);
-  uint64_t* words = static_cast<uint64_t*>(scratch);
-  uint64_t* met = words + kCountWords;
+  uint8_t* counts = static_cast<uint8_t*>(scratch);
+  uint64_t* met = reinterpret_cast<uint64_t*>(counts + kMaxRunKeys);
   const auto count_all =
       layout.offset_bytes == sizeof(uint16_t) ? count_rows<uint16_t> : count_rows<uint32_t>;
   const uint64_t n_ids =
-      count_all(planes, layout, table_run, n_keys, n_live, codes, n_rows, words, met);
+      count_all(planes, layout, table_run, n_keys, n_live, codes, n_rows, counts, met);
   if (ids_read != nullptr) {
     *ids_read = n_ids;
   }
-  return list_candidates(met, (n_live + 63) / 64, n_rows, out);
+  const uint32_t n_words = (n_live + 63) / 64;
+  if (n_rows <= 4) {
+    return list_candidates<4>(met, n_words, n_rows, out);
+  }
+  return list_candidates<kMaxLshRows>(met, n_words, n_rows, out);
 }
 
 }  // namespace kvm::hash_index

@@ -56,6 +56,8 @@ struct LshKernels {
   const char* name;
   void (*pack)(const PackArgs* args);
   void (*hash)(const HashArgs* args);
+  // Bit i of met[w]: counts[64 w + i] >= 2. counts aligned to 64.
+  void (*collect)(const uint8_t* counts, size_t n_words, uint64_t* met);
   void (*log_inclusion)(const InclusionArgs* args, const float* x, size_t n, float* out);
 };
 

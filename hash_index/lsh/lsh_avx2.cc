@@ -34,6 +34,15 @@ inline void store(uint16_t* p, V c) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), codes);
 }
 
+inline uint64_t two_or_more(const uint8_t* p) {
+  const __m256i two = _mm256_set1_epi8(2);
+  const __m256i lo = load(p);
+  const __m256i hi = load(p + 32);
+  const int lo_bits = _mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_max_epu8(lo, two), lo));
+  const int hi_bits = _mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_max_epu8(hi, two), hi));
+  return (uint64_t)(uint32_t)hi_bits << 32 | (uint32_t)lo_bits;
+}
+
 }  // namespace lane
 }  // namespace
 }  // namespace hash_index
@@ -44,7 +53,7 @@ inline void store(uint16_t* p, V c) {
 namespace kvm {
 namespace hash_index {
 
-extern const LshKernels kLshAvx2 = {"avx2", pack, hash, log_inclusion};
+extern const LshKernels kLshAvx2 = {"avx2", pack, hash, collect, log_inclusion};
 
 }  // namespace hash_index
 }  // namespace kvm

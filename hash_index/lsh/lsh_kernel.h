@@ -10,6 +10,7 @@
 //   dot(a, x, w)         lane i = a_i + sum over its 4 bytes of x (unsigned) times w (signed)
 //   or_if_positive(c, a, bit)   lane i = a_i > 0 ? c_i | bit : c_i
 //   store(p, c)          kLanes codes as uint16_t
+//   two_or_more(p)       bit i: p[i] >= 2, of 64 bytes
 //
 // Compiled with -ffp-contract=off: a fused product would round otherwise than on other machines.
 #ifndef KVM_HASH_INDEX_LSH_LSH_KERNEL_H_
@@ -121,64 +122,74 @@ void pack(const PackArgs* args) {
 
 // --- Hashing -------------------------------------------------------------------------------------
 
-// Bits [bit, bit + kBits) of the codes of kVecs vectors of keys; planes are those of the bits.
+// Sums of kBits planes for kVecs vectors of keys. A function of its own that leaves the sums in
+// memory: with their use behind the loop, GCC 12 keeps half of them on the stack inside it.
 template <int kVecs, int kBits>
-inline void hash_tile(const HashArgs& a, const uint8_t* packed, uint32_t plane, uint32_t bit,
-                      lane::V* code) {
+__attribute__((noinline)) void sum_planes(const int8_t* weights, const int32_t* bias, uint32_t dim,
+                                          const uint8_t* packed, lane::V* out) {
   lane::V sum[kBits][kVecs];
+#pragma GCC unroll 8
   for (int b = 0; b < kBits; ++b) {
+#pragma GCC unroll 8
     for (int v = 0; v < kVecs; ++v) {
-      sum[b][v] = lane::set1(a.bias[plane + (uint32_t)b]);
+      sum[b][v] = lane::set1(bias[b]);
     }
   }
-  const int8_t* weights = a.weights + (size_t)plane * a.dim;
-  for (uint32_t d = 0; d < a.dim; d += 4) {
+  for (uint32_t d = 0; d < dim; d += 4) {
     lane::B x[kVecs];
+#pragma GCC unroll 8
     for (int v = 0; v < kVecs; ++v) {
       x[v] = lane::load(packed + (size_t)d * kPackKeys + v * lane::kLanes * 4);
     }
+#pragma GCC unroll 8
     for (int b = 0; b < kBits; ++b) {
-      const lane::B w = lane::bytes(weights + (size_t)b * a.dim + d);
+      const lane::B w = lane::bytes(weights + (size_t)b * dim + d);
+#pragma GCC unroll 8
       for (int v = 0; v < kVecs; ++v) {
         sum[b][v] = lane::dot(sum[b][v], x[v], w);
       }
     }
   }
+#pragma GCC unroll 8
   for (int b = 0; b < kBits; ++b) {
+#pragma GCC unroll 8
     for (int v = 0; v < kVecs; ++v) {
-      code[v] = lane::or_if_positive(code[v], sum[b][v], 1 << (bit + (uint32_t)b));
+      out[b * kVecs + v] = sum[b][v];
     }
   }
 }
 
 template <int kVecs, int kBits>
-inline void hash_bits(const HashArgs& a, const uint8_t* packed, uint32_t n, uint32_t plane,
-                      uint32_t bit, lane::V* code) {
+inline void sum_some_planes(uint32_t n, const int8_t* weights, const int32_t* bias, uint32_t dim,
+                            const uint8_t* packed, lane::V* out) {
   if (n == kBits) {
-    hash_tile<kVecs, kBits>(a, packed, plane, bit, code);
+    sum_planes<kVecs, kBits>(weights, bias, dim, packed, out);
   } else if constexpr (kBits > 1) {
-    hash_bits<kVecs, kBits - 1>(a, packed, n, plane, bit, code);
+    sum_some_planes<kVecs, kBits - 1>(n, weights, bias, dim, packed, out);
   }
 }
 
 template <int kVecs>
 inline void hash_keys(const HashArgs& a, uint32_t key) {
   const uint8_t* packed = a.packed + (size_t)key * 4;
-  // Tiles of about equal size: 10 bits are 5 + 5, not 6 + 4.
+  // Tiles of about equal size: 8 bits are 4 + 4, not 5 + 3.
   const uint32_t n_tiles = (a.n_bits + lane::kMaxBits - 1) / lane::kMaxBits;
   for (uint32_t table = a.table_begin; table < a.table_end; ++table) {
-    lane::V code[kVecs];
-    for (int v = 0; v < kVecs; ++v) {
-      code[v] = lane::set1(0);
-    }
+    lane::V sum[16 * kVecs];
     for (uint32_t t = 0; t < n_tiles; ++t) {
       const uint32_t bit = a.n_bits * t / n_tiles;
       const uint32_t n = a.n_bits * (t + 1) / n_tiles - bit;
-      hash_bits<kVecs, lane::kMaxBits>(a, packed, n, table * a.n_bits + bit, bit, code);
+      const size_t plane = (size_t)table * a.n_bits + bit;
+      sum_some_planes<kVecs, lane::kMaxBits>(n, a.weights + plane * a.dim, a.bias + plane, a.dim,
+                                             packed, sum + bit * kVecs);
     }
     uint16_t* out = a.codes + (table - a.table_begin) * a.code_stride + key;
     for (int v = 0; v < kVecs; ++v) {
-      lane::store(out + v * lane::kLanes, code[v]);
+      lane::V code = lane::set1(0);
+      for (uint32_t b = 0; b < a.n_bits; ++b) {
+        code = lane::or_if_positive(code, sum[b * kVecs + (uint32_t)v], 1 << b);
+      }
+      lane::store(out + v * lane::kLanes, code);
     }
   }
 }
@@ -190,6 +201,12 @@ void hash(const HashArgs* args) {
   }
   for (; key < args->n_keys; key += 16) {
     hash_keys<16 / lane::kLanes>(*args, key);
+  }
+}
+
+void collect(const uint8_t* counts, size_t n_words, uint64_t* met) {
+  for (size_t w = 0; w < n_words; ++w) {
+    met[w] = lane::two_or_more(counts + 64 * w);
   }
 }
 

@@ -35,6 +35,20 @@ inline void store(uint16_t* p, V c) {
   }
 }
 
+inline uint64_t two_or_more(const uint8_t* p) {
+  uint64_t bits = 0;
+  for (int i = 0; i < 8; ++i) {
+    uint64_t x;
+    __builtin_memcpy(&x, p + 8 * i, sizeof x);
+    if ((x & 0xfefefefefefefefeu) != 0) {
+      for (int j = 0; j < 8; ++j) {
+        bits |= (uint64_t)(p[8 * i + j] >= 2) << (8 * i + j);
+      }
+    }
+  }
+  return bits;
+}
+
 }  // namespace lane
 }  // namespace
 }  // namespace hash_index
@@ -45,7 +59,7 @@ inline void store(uint16_t* p, V c) {
 namespace kvm {
 namespace hash_index {
 
-extern const LshKernels kLshScalar = {"scalar", pack, hash, log_inclusion};
+extern const LshKernels kLshScalar = {"scalar", pack, hash, collect, log_inclusion};
 
 }  // namespace hash_index
 }  // namespace kvm
