@@ -12,6 +12,7 @@
 #include <cstring>
 #include <memory>
 
+#include "base/dtype.h"
 #include "bench/ceiling.h"
 #include "bench/harness.h"
 
@@ -23,12 +24,17 @@ struct Shape {
   uint32_t n_q_heads = 32;
   uint32_t n_kv_heads = 8;
   uint32_t head_dim = 128;
+  Dtype dtype = Dtype::kBf16;  // of stored K and V
 
   std::string name() const {
-    return fmt::format("{}{}_{}_d{}", n_q_heads == n_kv_heads ? "mha" : "gqa", n_q_heads,
-                       n_kv_heads, head_dim);
+    return fmt::format("{}{}_{}_d{}{}", n_q_heads == n_kv_heads ? "mha" : "gqa", n_q_heads,
+                       n_kv_heads, head_dim, dtype == Dtype::kI8 ? "_int8" : "");
   }
-  uint64_t token_bytes() const { return uint64_t{n_kv_heads} * head_dim * 2 * 2; }
+  uint64_t token_bytes() const {
+    const uint64_t row_bytes =
+        uint64_t{head_dim} * dtype_size_bytes(dtype) + dtype_scale_bytes(dtype);
+    return uint64_t{n_kv_heads} * row_bytes * 2;
+  }
 };
 
 // Anonymous memory on huge pages, as a caller's arena would be.
@@ -73,6 +79,7 @@ class Rig {
     spec.params.n_q_heads = shape.n_q_heads;
     spec.params.n_kv_heads = shape.n_kv_heads;
     spec.params.head_dim_k = shape.head_dim;
+    spec.params.dtype = static_cast<uint32_t>(shape.dtype);
     space_ = require(engine_->register_space(spec), "space");
   }
 
@@ -244,13 +251,39 @@ struct ExactCase {
   uint32_t threads;
 };
 
-void run_exact_case(const ExactCase& c, const Options& options, Report& report) {
-  const uint64_t bytes = c.n_seqs * c.tokens * c.shape.token_bytes();
-  Rig rig(c.shape, 1, c.threads, bytes + bytes / 8 + (256ull << 20));
+// The sequences of a case in an engine of their own.
+struct ExactRig {
+  ExactRig(const ExactCase& c, const Shape& shape)
+      : bytes(c.n_seqs * c.tokens * shape.token_bytes()),
+        rig(shape, 1, c.threads, bytes + bytes / 8 + (256ull << 20)) {
+    for (uint32_t i = 0; i < c.n_seqs; ++i) {
+      seqs.push_back(rig.create());
+      rig.fill(seqs.back(), 0, c.tokens, i * 1000003ull);
+    }
+  }
+  // Steps follow each other, as layers do in a decode: the ceiling's threads are awake as well.
+  // Short cases repeat more often, so that a round is long against the clock's noise.
+  double step_seconds(const Memory& q, const Memory& o, const Memory& lse) {
+    const int inner = static_cast<int>(std::max<uint64_t>(4, (64ull << 20) / bytes));
+    const double begin = now_s();
+    for (int j = 0; j < inner; ++j) {
+      rig.run_step(rig.attend(seqs, 1, q, o, lse));
+    }
+    return (now_s() - begin) / inner;
+  }
+
+  uint64_t bytes;
+  Rig rig;
   std::vector<kvm_seq_id> seqs;
-  for (uint32_t i = 0; i < c.n_seqs; ++i) {
-    seqs.push_back(rig.create());
-    rig.fill(seqs.back(), 0, c.tokens, i * 1000003ull);
+};
+
+void run_exact_case(const ExactCase& c, const Options& options, Report& report) {
+  ExactRig judged(c, c.shape);
+  std::unique_ptr<ExactRig> bf16;  // what int8 is compared with
+  if (c.shape.dtype == Dtype::kI8) {
+    Shape shape = c.shape;
+    shape.dtype = Dtype::kBf16;
+    bf16 = std::make_unique<ExactRig>(c, shape);
   }
   Memory q(uint64_t{c.n_seqs} * c.shape.n_q_heads * c.shape.head_dim * 2);
   Memory o(uint64_t{c.n_seqs} * c.shape.n_q_heads * c.shape.head_dim * 4);
@@ -258,24 +291,20 @@ void run_exact_case(const ExactCase& c, const Options& options, Report& report) 
   fill_random_bf16(q.as<uint16_t>(), q.size_bytes() / 2, 7);
 
   Team team(c.threads);
-  ReadCeiling ceiling(team, rig.memory(seqs));
+  ReadCeiling ceiling(team, judged.rig.memory(judged.seqs));
   std::unique_ptr<TorchPeer> torch;
   if (options.peer == "torch") {
     torch = std::make_unique<TorchPeer>(c.shape, c.n_seqs, c.tokens, c.threads);
   }
   std::vector<double> seconds;
   std::vector<double> torch_seconds;
+  std::vector<double> bf16_seconds;
   for (uint32_t i = 0; i < options.repeats + 1; ++i) {
-    // Steps follow each other, as layers do in a decode: the ceiling's threads are awake as well.
-    // Short cases repeat more often, so that a round is long against the clock's noise.
-    const int inner = static_cast<int>(std::max<uint64_t>(4, (64ull << 20) / bytes));
-    const double begin = now_s();
-    for (int j = 0; j < inner; ++j) {
-      rig.run_step(rig.attend(seqs, 1, q, o, lse));
-    }
-    const double took = (now_s() - begin) / inner;
+    const double took = judged.step_seconds(q, o, lse);
+    const double took_bf16 = bf16 ? bf16->step_seconds(q, o, lse) : 0;
     if (i > 0) {  // the first round warms up
       seconds.push_back(took);
+      bf16_seconds.push_back(took_bf16);
     }
     ceiling.run_once();
     if (torch) {
@@ -283,7 +312,7 @@ void run_exact_case(const ExactCase& c, const Options& options, Report& report) 
     }
   }
   const double ms = median(seconds) * 1e3;
-  const double gbps = static_cast<double>(bytes) / (ms * 1e6);
+  const double gbps = static_cast<double>(judged.bytes) / (ms * 1e6);
   const double ceiling_gbps = ceiling.bytes_per_s() * 1e-9;
   std::string shape = c.shape.name();
   if (c.n_seqs > 1) {
@@ -301,14 +330,19 @@ void run_exact_case(const ExactCase& c, const Options& options, Report& report) 
                 {"fraction", gbps / ceiling_gbps}});
     return;
   }
-  report.add({{"shape", shape},
-              {"tokens", c.tokens},
-              {"threads", c.threads},
-              {"isa", rig.engine().isa()},
-              {"ms", ms},
-              {"gbps", gbps},
-              {"ceiling_gbps", ceiling_gbps},
-              {"fraction", gbps / ceiling_gbps}});
+  std::vector<std::pair<std::string, nlohmann::json>> fields = {
+      {"shape", shape},
+      {"tokens", c.tokens},
+      {"threads", c.threads},
+      {"isa", judged.rig.engine().isa()},
+      {"ms", ms},
+      {"gbps", gbps},
+      {"ceiling_gbps", ceiling_gbps},
+      {"fraction", gbps / ceiling_gbps}};
+  if (bf16) {
+    fields.emplace_back("speedup_bf16", median(bf16_seconds) * 1e3 / ms);
+  }
+  report.add(fields);
 }
 
 }  // namespace
@@ -318,8 +352,14 @@ int run_exact(const Options& options) {
   const uint32_t all = options.threads != 0 ? options.threads : core_count();
   const Shape gqa;
   const Shape mha{8, 8, 128};
+  const Shape int8{.dtype = Dtype::kI8};
   std::vector<ExactCase> cases;
   for (uint32_t threads : {1u, all}) {
+    if (options.peer.empty()) {
+      for (uint64_t tokens : {8192ull, 65536ull, 98304ull}) {
+        cases.push_back({int8, 1, tokens, threads});
+      }
+    }
     for (uint64_t tokens : {8192ull, 65536ull, 98304ull}) {
       cases.push_back({gqa, 1, tokens, threads});
     }
@@ -331,7 +371,8 @@ int run_exact(const Options& options) {
     }
   }
   for (const auto& c : cases) {
-    if (c.tokens <= options.max_tokens) {
+    const bool wanted = options.dtype.empty() || options.dtype == dtype_name(c.shape.dtype);
+    if (wanted && c.tokens <= options.max_tokens) {
       run_exact_case(c, options, report);
     }
   }

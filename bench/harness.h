@@ -27,7 +27,15 @@ struct Options {
   uint32_t repeats = 9;       // medians of this many; at least 7
   uint64_t memory_bytes = 0;  // that KV may take; 0: 70 % of what is free
   uint64_t max_tokens = 98304;
-  std::string peer;  // "torch"
+  std::string peer;   // "torch"
+  std::string dtype;  // of stored K and V; empty: all that a benchmark has
+  // Of the benches of approximate attention; empty or 0: what the bench takes by itself.
+  std::vector<std::string> data;  // names of bench/approx/data.h, or .kvrec files
+  std::vector<uint32_t> tokens;
+  uint32_t heads = 0;     // kv heads, independent of each other
+  uint32_t trials = 0;    // of coverage
+  uint32_t observed = 0;  // query sets that the index may see
+  bool quick = false;     // small sizes: that it runs, and figures of no weight
 };
 
 // Rows of one benchmark: printed as an aligned table when it is done, written as JSON lines.
@@ -87,6 +95,13 @@ int run_append(const Options& options);
 int run_fork(const Options& options);
 int run_ipc(const Options& options);
 int run_decode(const Options& options);
+// bench/approx
+int run_error(const Options& options);
+int run_coverage(const Options& options);
+int run_sampled(const Options& options);
+int run_magicpig(const Options& options);
+int run_drift(const Options& options);
+int run_scan(const Options& options);
 
 }  // namespace kvm::bench
 

@@ -22,6 +22,27 @@ std::string usage_error(const CLI::App* app, const CLI::Error& error) {
   return what + "; see --help.\n";
 }
 
+// The benches of approximate attention, which say on what data they run.
+template <typename Add>
+void add_approximate(const Add& add, kvm::bench::Options* options) {
+  using namespace kvm::bench;
+  for (CLI::App* bench :
+       {add("error", "error of every approximate mode against bytes read", run_error),
+        add("coverage", "how often verified answers miss the error asked for", run_coverage),
+        add("sampled", "sampled and verified decode steps against exact ones", run_sampled),
+        add("magicpig", "MagicPIG's estimator: speed, error, candidates", run_magicpig),
+        add("drift", "an index that grew over drifting text against a fresh one", run_drift),
+        add("scan", "building and scanning an index, per key", run_scan)}) {
+    bench->add_option("--data", options->data,
+                      "model, real, diffuse, gauss, others of bench/approx/data.h, FILE.kvrec");
+    bench->add_option("--tokens", options->tokens, "lengths (default: what the bench quotes)");
+    bench->add_option("--heads", options->heads, "independent kv heads behind an error");
+    bench->add_option("--trials", options->trials, "of coverage, for each accuracy");
+    bench->add_option("--observed", options->observed, "query sets that the index may see");
+    bench->add_flag("--quick", options->quick, "small sizes: a check that it runs");
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -54,11 +75,14 @@ int main(int argc, char** argv) {
   CLI::App* exact = add("exact", "decode attention against the read ceiling", run_exact);
   exact->add_option("--vs", options.peer, "interleave with a peer: torch (needs KVM_PYTHON)")
       ->check(CLI::IsMember({"torch"}));
+  exact->add_option("--dtype", options.dtype, "measure K and V stored so only: bf16, int8")
+      ->check(CLI::IsMember({"bf16", "int8"}));
   add("prefill", "chunks of queries against the multiply-add peak", run_prefill);
   add("append", "appending K and V against a plain copy", run_append);
   add("fork", "forking sequences of several lengths", run_fork);
   add("ipc", "round trips between two processes", run_ipc);
   add("decode", "a whole model's decode steps through the daemon", run_decode);
+  add_approximate(add, &options);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
