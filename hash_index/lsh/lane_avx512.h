@@ -43,8 +43,9 @@ inline void store(uint16_t* p, V c) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(c));
 }
 
-inline uint64_t two_or_more(const uint8_t* p) {
-  return _mm512_cmpge_epu8_mask(_mm512_load_si512(p), _mm512_set1_epi8(2));
+inline uint64_t not_zero(const uint8_t* p) {
+  const __m512i x = _mm512_load_si512(p);
+  return _mm512_test_epi8_mask(x, x);
 }
 
 }  // namespace lane

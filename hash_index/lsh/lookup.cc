@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
-#include <bit>
+#include <cstddef>
 #include <cstring>
 
 #include "base/assert.h"
@@ -18,6 +18,8 @@ constexpr uint32_t kTablesPerFold = 253;
 constexpr uint32_t kAhead = 12;
 constexpr uint32_t kRing = 16;  // a power of two, above kAhead
 constexpr size_t kPrefetchBytes = 512;
+
+constexpr size_t round_up_to_words(uint32_t n) { return (size_t{n} + 63) / 64 * 64; }
 
 struct Bucket {
   const uint16_t* ids;
@@ -130,56 +132,31 @@ void fold(uint8_t* counts, size_t n) {
   }
 }
 
-// met [n_rows][n_words]; kRows >= n_rows.
-template <uint32_t kRows>
-uint32_t list_candidates(const uint64_t* met, uint32_t n_words, uint32_t n_rows,
-                         LshCandidate* out) {
-  LshCandidate* to = out;
-  uint64_t row_bits[kRows] = {};
-  for (uint32_t w = 0; w < n_words; ++w) {
-    uint64_t any = 0;
-    for (uint32_t r = 0; r < n_rows; ++r) {
-      row_bits[r] = met[r * n_words + w];
-      any |= row_bits[r];
-    }
-    for (; any != 0; any &= any - 1) {
-      const int bit = std::countr_zero(any);
-      uint64_t rows = 0;
-      for (uint32_t r = 0; r < kRows; ++r) {
-        rows |= (row_bits[r] >> bit & 1) << r;
-      }
-      *to++ = {static_cast<uint16_t>(w * 64 + static_cast<uint32_t>(bit)),
-               static_cast<uint16_t>(rows)};
-    }
-  }
-  return static_cast<uint32_t>(to - out);
-}
-
+// Row masks of the ids: rows [0, 8) in the first plane, the others in the second.
 template <typename Offset>
 uint64_t count_rows(const Planes& planes, const TableLayout& layout, const void* table_run,
                     uint32_t n_keys, uint32_t n_live, const uint16_t* codes, uint32_t n_rows,
-                    uint8_t* counts, uint64_t* met) {
+                    uint8_t* counts, uint8_t* masks) {
   const uint32_t n_tables = planes.params.n_tables;
-  const uint32_t n_words = (n_live + 63) / 64;
+  const size_t n = round_up_to_words(n_live);
   BucketStream<Offset> buckets(layout, table_run, n_keys, n_tables, codes, n_rows);
+  std::memset(counts, 0, n);
   uint64_t n_ids = 0;
   for (uint32_t r = 0; r < n_rows; ++r) {
-    std::memset(counts, 0, n_words * size_t{64});
     for (uint32_t t = 0; t < n_tables; ++t) {
       if (t != 0 && t % kTablesPerFold == 0) {
-        fold(counts, n_words * size_t{64});
+        fold(counts, n);
       }
       const Bucket bucket = buckets.next();
       n_ids += bucket.n;
       count(bucket, counts);
     }
-    active_lsh_kernels().collect(counts, n_words, met + r * n_words);
-    if (n_live % 64 != 0) {
-      met[r * n_words + n_words - 1] &= (uint64_t{1} << (n_live % 64)) - 1;
-    }
+    active_lsh_kernels().collect(counts, n, 1u << (r % 8), masks + r / 8 * n);
   }
   return n_ids;
 }
+
+static_assert(sizeof(LshCandidate) == 4 && offsetof(LshCandidate, rows) == 2);
 
 }  // namespace
 
@@ -219,8 +196,7 @@ void hash_queries(const Planes& planes, const float* q, uint32_t n_rows, uint16_
 }
 
 size_t lookup_scratch_bytes(uint32_t n_keys, uint32_t n_rows) {
-  const size_t n_words = size_t{n_rows} * ((n_keys + 63) / 64);
-  return kMaxRunKeys + (n_words * sizeof(uint64_t) + 63) / 64 * 64;
+  return kMaxRunKeys + (n_rows + 7) / 8 * round_up_to_words(n_keys);
 }
 
 uint32_t lookup(const Planes& planes, const void* table_run, uint32_t n_keys, uint32_t n_live,
@@ -228,20 +204,29 @@ uint32_t lookup(const Planes& planes, const void* table_run, uint32_t n_keys, ui
                 uint64_t* ids_read) {
   KVM_ASSERT(n_keys <= kMaxRunKeys && n_live <= n_keys && n_rows <= kMaxLshRows);
   const TableLayout layout = TableLayout::make(planes.params, n_keys);
+  if (ids_read != nullptr) {
+    *ids_read = 0;
+  }
+  if (n_rows == 0 || n_live == 0) {
+    return 0;
+  }
   uint8_t* counts = static_cast<uint8_t*>(scratch);
-  uint64_t* met = reinterpret_cast<uint64_t*>(counts + kMaxRunKeys);
+  uint8_t* masks = counts + kMaxRunKeys;
+  const size_t n = round_up_to_words(n_live);
+  const size_t n_planes = (n_rows + 7) / 8;
+  std::memset(masks, 0, n_planes * n);
   const auto count_all =
       layout.offset_bytes == sizeof(uint16_t) ? count_rows<uint16_t> : count_rows<uint32_t>;
   const uint64_t n_ids =
-      count_all(planes, layout, table_run, n_keys, n_live, codes, n_rows, counts, met);
+      count_all(planes, layout, table_run, n_keys, n_live, codes, n_rows, counts, masks);
   if (ids_read != nullptr) {
     *ids_read = n_ids;
   }
-  const uint32_t n_words = (n_live + 63) / 64;
-  if (n_rows <= 4) {
-    return list_candidates<4>(met, n_words, n_rows, out);
+  for (size_t plane = 0; plane < n_planes; ++plane) {
+    std::memset(masks + plane * n + n_live, 0, n - n_live);
   }
-  return list_candidates<kMaxLshRows>(met, n_words, n_rows, out);
+  return active_lsh_kernels().list(masks, n_planes == 2 ? masks + n : nullptr, n_live,
+                                   reinterpret_cast<uint16_t*>(out));
 }
 
 }  // namespace kvm::hash_index

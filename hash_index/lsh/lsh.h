@@ -101,7 +101,7 @@ struct LshCandidate {
 // rows, with a mask of the rows that they met. That is what the tables of the first n_live keys
 // alone would give, with the same centre. Returns how many; out has room for n_live.
 // codes [n_rows][L], n_rows <= kMaxLshRows. scratch: lookup_scratch_bytes, aligned to 64.
-// `ids_read` (optional): how many ids the buckets held, those of n_live and beyond included.
+// `ids_read` (optional): how many ids were looked at, those of n_live and beyond included.
 //
 // The bytes of the tables need not be trusted: whatever they hold, nothing outside the run is read,
 // and candidates are legal (but wrong).

@@ -56,8 +56,11 @@ struct LshKernels {
   const char* name;
   void (*pack)(const PackArgs* args);
   void (*hash)(const HashArgs* args);
-  // Bit i of met[w]: counts[64 w + i] >= 2. counts aligned to 64.
-  void (*collect)(const uint8_t* counts, size_t n_words, uint64_t* met);
+  // masks[i] |= bit where counts[i] >= 2, and counts[i] = 0; n a multiple of 64.
+  void (*collect)(uint8_t* counts, size_t n, uint32_t bit, uint8_t* masks);
+  // Pairs (i, masks[i] | high[i] << 8) of the i where that is not 0, ascending; high may be null.
+  // Returns how many. Readable: masks and high up to a multiple of 64, zero from n on.
+  uint32_t (*list)(const uint8_t* masks, const uint8_t* high, uint32_t n, uint16_t* out);
   void (*log_inclusion)(const InclusionArgs* args, const float* x, size_t n, float* out);
 };
 

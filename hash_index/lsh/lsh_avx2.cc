@@ -34,13 +34,11 @@ inline void store(uint16_t* p, V c) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), codes);
 }
 
-inline uint64_t two_or_more(const uint8_t* p) {
-  const __m256i two = _mm256_set1_epi8(2);
-  const __m256i lo = load(p);
-  const __m256i hi = load(p + 32);
-  const int lo_bits = _mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_max_epu8(lo, two), lo));
-  const int hi_bits = _mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_max_epu8(hi, two), hi));
-  return (uint64_t)(uint32_t)hi_bits << 32 | (uint32_t)lo_bits;
+inline uint64_t not_zero(const uint8_t* p) {
+  const __m256i zero = _mm256_setzero_si256();
+  const int lo = _mm256_movemask_epi8(_mm256_cmpeq_epi8(load(p), zero));
+  const int hi = _mm256_movemask_epi8(_mm256_cmpeq_epi8(load(p + 32), zero));
+  return ~((uint64_t)(uint32_t)hi << 32 | (uint32_t)lo);
 }
 
 }  // namespace lane
@@ -53,7 +51,7 @@ inline uint64_t two_or_more(const uint8_t* p) {
 namespace kvm {
 namespace hash_index {
 
-extern const LshKernels kLshAvx2 = {"avx2", pack, hash, collect, log_inclusion};
+extern const LshKernels kLshAvx2 = {"avx2", pack, hash, collect, list, log_inclusion};
 
 }  // namespace hash_index
 }  // namespace kvm

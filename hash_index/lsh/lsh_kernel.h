@@ -10,7 +10,7 @@
 //   dot(a, x, w)         lane i = a_i + sum over its 4 bytes of x (unsigned) times w (signed)
 //   or_if_positive(c, a, bit)   lane i = a_i > 0 ? c_i | bit : c_i
 //   store(p, c)          kLanes codes as uint16_t
-//   two_or_more(p)       bit i: p[i] >= 2, of 64 bytes
+//   not_zero(p)          bit i: p[i] != 0, of 64 bytes
 //
 // Compiled with -ffp-contract=off: a fused product would round otherwise than on other machines.
 #ifndef KVM_HASH_INDEX_LSH_LSH_KERNEL_H_
@@ -204,10 +204,63 @@ void hash(const HashArgs* args) {
   }
 }
 
-void collect(const uint8_t* counts, size_t n_words, uint64_t* met) {
-  for (size_t w = 0; w < n_words; ++w) {
-    met[w] = lane::two_or_more(counts + 64 * w);
+// --- Lookup --------------------------------------------------------------------------------------
+
+void collect(uint8_t* counts, size_t n, uint32_t bit, uint8_t* masks) {
+  const uint8_t mask = (uint8_t)bit;
+  for (size_t i = 0; i < n; ++i) {
+    masks[i] = (uint8_t)(masks[i] | (counts[i] >= 2 ? mask : 0));
+    counts[i] = 0;
   }
+}
+
+template <bool kHigh>
+inline void put_pair(uint32_t id, const uint8_t* masks, const uint8_t* high, uint16_t* out) {
+  out[0] = (uint16_t)id;
+  out[1] = (uint16_t)(kHigh ? masks[id] | high[id] << 8 : masks[id]);
+}
+
+// Few ids of 64 are listed, and how many is anyone's guess: eight pairs are written at once, of which
+// the next word overwrites those that were not meant.
+template <bool kHigh>
+inline uint32_t list_pairs(const uint8_t* masks, const uint8_t* high, uint32_t n, uint16_t* out) {
+  uint32_t listed = 0;
+  for (uint32_t first = 0; first < n; first += 64) {
+    uint64_t bits = lane::not_zero(masks + first);
+    if (kHigh) {
+      bits |= lane::not_zero(high + first);
+    }
+    uint32_t left = (uint32_t)__builtin_popcountll(bits);
+    uint16_t* to = out + (size_t)listed * 2;
+    listed += left;
+    if (first + 8 <= n) {  // out has room for n pairs
+      while (true) {
+#pragma GCC unroll 8
+        for (uint32_t i = 0; i < 8; ++i) {
+          const uint64_t some = bits | (uint64_t)1 << 63;
+          put_pair<kHigh>(first + (uint32_t)__builtin_ctzll(some), masks, high, to + 2 * i);
+          bits &= bits - 1;
+        }
+        if (left <= 8) {
+          break;
+        }
+        left -= 8;
+        to += 16;
+        if (left < 8) {
+          break;
+        }
+      }
+    }
+    for (; bits != 0; bits &= bits - 1, to += 2) {
+      put_pair<kHigh>(first + (uint32_t)__builtin_ctzll(bits), masks, high, to);
+    }
+  }
+  return listed;
+}
+
+uint32_t list(const uint8_t* masks, const uint8_t* high, uint32_t n, uint16_t* out) {
+  return high != nullptr ? list_pairs<true>(masks, high, n, out)
+                         : list_pairs<false>(masks, high, n, out);
 }
 
 // --- Inclusion probability -----------------------------------------------------------------------

@@ -35,15 +35,13 @@ inline void store(uint16_t* p, V c) {
   }
 }
 
-inline uint64_t two_or_more(const uint8_t* p) {
+inline uint64_t not_zero(const uint8_t* p) {
   uint64_t bits = 0;
   for (int i = 0; i < 8; ++i) {
     uint64_t x;
     __builtin_memcpy(&x, p + 8 * i, sizeof x);
-    if ((x & 0xfefefefefefefefeu) != 0) {
-      for (int j = 0; j < 8; ++j) {
-        bits |= (uint64_t)(p[8 * i + j] >= 2) << (8 * i + j);
-      }
+    for (int j = 0; x != 0; ++j, x >>= 8) {
+      bits |= (uint64_t)((x & 255) != 0) << (8 * i + j);
     }
   }
   return bits;
@@ -59,7 +57,7 @@ inline uint64_t two_or_more(const uint8_t* p) {
 namespace kvm {
 namespace hash_index {
 
-extern const LshKernels kLshScalar = {"scalar", pack, hash, collect, log_inclusion};
+extern const LshKernels kLshScalar = {"scalar", pack, hash, collect, list, log_inclusion};
 
 }  // namespace hash_index
 }  // namespace kvm
