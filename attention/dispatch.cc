@@ -6,16 +6,17 @@
 
 #include "attention/exact/exact_args.h"
 #include "attention/kernel_table.h"
+#include "attention/sampled/sampled_args.h"
 #include "base/cpu_features.h"
 
 namespace kvm::attention {
 namespace {
 
-constexpr KernelTable kScalar{"scalar", false, &kExactScalar};
+constexpr KernelTable kScalar{"scalar", false, &kExactScalar, &kSampledScalar};
 #if defined(__x86_64__)
-constexpr KernelTable kAvx2{"avx2", false, &kExactAvx2};
-constexpr KernelTable kAvx512{"avx512", false, &kExactAvx512};
-constexpr KernelTable kAvx512Bf16{"avx512bf16", true, &kExactAvx512Bf16};
+constexpr KernelTable kAvx2{"avx2", false, &kExactAvx2, &kSampledAvx2};
+constexpr KernelTable kAvx512{"avx512", false, &kExactAvx512, &kSampledAvx512};
+constexpr KernelTable kAvx512Bf16{"avx512bf16", true, &kExactAvx512Bf16, &kSampledAvx512Bf16};
 #endif
 
 struct Available {

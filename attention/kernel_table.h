@@ -11,12 +11,14 @@
 
 namespace kvm::attention {
 
-struct ExactKernels;  // attention/exact/exact_args.h
+struct ExactKernels;    // attention/exact/exact_args.h
+struct SampledKernels;  // attention/sampled/sampled_args.h
 
 struct KernelTable {
   const char* name = nullptr;
   bool has_bf16_dot = false;
   const ExactKernels* exact = nullptr;
+  const SampledKernels* sampled = nullptr;
 };
 
 // Tables that this machine can run, worst first; never empty, element 0 is "scalar". Constant for

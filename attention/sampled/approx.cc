@@ -1,0 +1,633 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "attention/sampled/approx.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "attention/sampled/core.h"
+#include "attention/sampled/hashed.h"
+#include "attention/sampled/pilot.h"
+#include "attention/sampled/sample.h"
+#include "attention/sampled/select.h"
+#include "base/assert.h"
+#include "base/merge.h"
+
+namespace kvm::attention {
+namespace {
+
+// Below this many keys of R a sample that has to find its own size costs more than exact.
+constexpr uint64_t kFewestKeys = 2048;
+constexpr double kHopelessBar = 0.5;
+constexpr uint32_t kMostGrowths = 8;
+constexpr double kLeastGrowth = 1.3;
+constexpr double kMostGrowth = 4.0;
+
+enum class Method : uint8_t { kSample, kHashed, kSelect };
+
+Method method_of(const ApproxParams& params) {
+  if (params.mode == ApproxMode::kTopK) {
+    return Method::kSelect;
+  }
+  return params.proposal == Proposal::kLsh ? Method::kHashed : Method::kSample;
+}
+
+size_t aligned(size_t bytes) { return (bytes + kBufferAlign - 1) / kBufferAlign * kBufferAlign; }
+
+bool solved_exactly(const ApproxInput& input, const Plan& exact, const Counts& counts) {
+  const ApproxParams& params = input.params;
+  if (exact.rows == 0 || exact.rows > kMaxApproxRows || counts.n_keys == 0 ||
+      params.budget >= counts.n_keys) {
+    return true;
+  }
+  switch (method_of(params)) {
+    case Method::kSelect:
+      return params.budget == 0;
+    case Method::kHashed:
+      return params.mode == ApproxMode::kVerified;  // there is no bar to verify
+    case Method::kSample:
+      return params.proposal != Proposal::kSketch ||
+             (counts.n_keys < kFewestKeys &&
+              (params.budget == 0 || params.mode == ApproxMode::kVerified));
+  }
+  return true;
+}
+
+// State of a shard of hashed keys.
+struct HashedHead {
+  uint64_t keys_read = 0;
+  uint64_t ids_read = 0;
+};
+
+struct HashedState {
+  std::byte* exact;
+  HashedHead* head;
+  GatherSums sums;
+};
+
+HashedState carve_hashed(const Problem& problem, uint32_t rows, Carver& carver) {
+  HashedState s{};
+  s.exact = carver.take<std::byte>(state_bytes(problem, rows));
+  s.head = carver.take<HashedHead>(1);
+  std::byte* sums = carver.take<std::byte>(gather_sums_bytes(problem));
+  if (sums != nullptr) {
+    s.sums = gather_sums_view(problem, sums);
+  }
+  return s;
+}
+
+size_t hashed_state_bytes(const Problem& problem, uint32_t rows) {
+  Carver carver(nullptr);
+  carve_hashed(problem, rows, carver);
+  return carver.used_bytes();
+}
+
+// Scratch and state of the proposal, without what exact evaluation needs.
+struct Sizes {
+  size_t scratch = 0;
+  size_t state = 0;
+};
+
+Sizes sizes_of(const ApproxInput& input, uint64_t n_keys, uint32_t rows) {
+  switch (method_of(input.params)) {
+    case Method::kSelect:
+      return {select_scratch_bytes(input, n_keys, rows), select_state_bytes(input, n_keys, rows)};
+    case Method::kHashed:
+      return {hashed_scratch_bytes(input), hashed_state_bytes(*input.problem, rows)};
+    case Method::kSample:
+      return {sample_scratch_bytes(input, n_keys, rows), sample_state_bytes(input, n_keys, rows)};
+  }
+  return {};
+}
+
+// --- Results ------------------------------------------------------------------------------------
+
+void write_state(const Context& c, void* state) {
+  Plan plan = c.exact;
+  plan.n_chunks = std::max(plan.n_chunks, 1u);
+  write_result(c.problem, plan, {0, c.rows}, state);
+}
+
+// Sums of closed (or weighted) keys as a state: o, m, l.
+void sums_to_state(const Context& c, const GatherSums& sums, void* state) {
+  const StateView view = state_view(c.problem, c.rows, state);
+  for (uint32_t r = 0; r < c.rows; ++r) {
+    view.m[r] = sums.m[r];
+    float l = 0;
+    for (uint32_t i = 0; i < kGatherKeys; ++i) {
+      l += sums.sums[(size_t{r} * kGatherSums + kSumClosed) * kGatherKeys + i];
+    }
+    view.l[r] = l;
+    std::copy_n(sums.acc + size_t{r} * acc_stride(c.problem), c.problem.dim_v,
+                view.o + size_t{r} * c.problem.dim_v);
+  }
+}
+
+void merge_into(const Context& c, void* into, void* from) {
+  const StateView a = state_view(c.problem, c.rows, into);
+  const StateView b = state_view(c.problem, c.rows, from);
+  for (uint32_t r = 0; r < c.rows; ++r) {
+    const size_t at = size_t{r} * c.problem.dim_v;
+    merge_row(a.o + at, a.m + r, a.l + r, b.o + at, b.m[r], b.l[r], c.problem.dim_v);
+  }
+}
+
+struct FinishScratch {
+  std::byte* method;  // sizes_of(...).scratch
+  std::byte* exact;   // exact_scratch_bytes
+  std::byte* state;   // one state
+  std::byte* other;   // another
+  std::byte* stack;   // of StateStack over shards
+  std::byte* sums;
+};
+
+FinishScratch carve_finish(const ApproxInput& input, const Plan& exact, uint64_t n_keys,
+                           Carver& carver) {
+  const Problem& problem = *input.problem;
+  const size_t stride = state_bytes(problem, exact.rows);
+  const Shards shards(exact);
+  const uint32_t depth =
+      shards.count() == 0 ? 2 : StateStack::depth_for(shards.id(0), shards.id(shards.count() - 1));
+  FinishScratch s;
+  s.method = carver.take<std::byte>(sizes_of(input, n_keys, exact.rows).scratch);
+  s.exact = carver.take<std::byte>(exact_scratch_bytes(problem, exact));
+  s.state = carver.take<std::byte>(stride);
+  s.other = carver.take<std::byte>(stride);
+  s.stack = carver.take<std::byte>((depth + 1) * stride);
+  s.sums = carver.take<std::byte>(gather_sums_bytes(problem));
+  return s;
+}
+
+// The exact parts of all shards in one: a shard's state begins with its own.
+void merge_exact(const Context& c, std::byte* states, const FinishScratch& s) {
+  const Shards shards(c.exact);
+  const size_t stride = state_bytes(c.problem, c.rows);
+  StateStack stack(c.problem, s.stack);
+  for (uint32_t i = 0; i < shards.count(); ++i) {
+    std::memcpy(stack.next(), states + i * c.plan->state_bytes, stride);
+    stack.push(shards.id(i));
+  }
+  stack.finish(s.state);
+}
+
+uint64_t keys_fixed(const Context& c) { return c.plan->n_keys_present - c.plan->n_keys_indexed; }
+
+void report_start(const Context& c, ApproxReport* report) {
+  *report = ApproxReport{};
+  report->keys_present = c.plan->n_keys_present;
+  std::fill_n(report->err_o, c.rows, std::numeric_limits<float>::quiet_NaN());
+  std::fill_n(report->err_lse, c.rows, std::numeric_limits<float>::quiet_NaN());
+  std::fill_n(report->noise, c.rows, std::numeric_limits<float>::quiet_NaN());
+}
+
+void report_exact(const Context& c, ApproxReport* report) {
+  report->n_exact = c.rows;
+  report->keys_read = c.plan->n_keys_present;
+  report->bytes_read += c.plan->n_keys_present * row_bytes(c.problem);
+  std::fill_n(report->err_o, c.rows, 0.0f);
+  std::fill_n(report->err_lse, c.rows, 0.0f);
+}
+
+// --- TopK and hash tables -----------------------------------------------------------------------
+
+void finish_selected(const Context& c, const FinishScratch& s, std::byte* states,
+                     ApproxReport* report) {
+  const GatherSums sums = gather_sums_view(c.problem, s.sums);
+  clear_sums(c.problem, sums);
+  const Selected selected = gather_selected(c, s.method, states, sums);
+  sums_to_state(c, sums, s.other);
+  merge_into(c, s.state, s.other);
+  report->keys_read = keys_fixed(c) + selected.keys_read;
+  report->bytes_read = report->keys_read * row_bytes(c.problem) + selected.index_bytes;
+  write_state(c, s.state);
+}
+
+// The runs of tables that begin in the shard.
+void hash_shard(const Context& c, uint64_t id, void* scratch, void* state) {
+  Carver carver(state);
+  const HashedState s = carve_hashed(c.problem, c.rows, carver);
+  *s.head = HashedHead{};
+  clear_sums(c.problem, s.sums);
+  for (const Use& use : c.uses()) {
+    if (c.stretches()[use.first_stretch].position / kShardTokens != id) {
+      continue;
+    }
+    const HashedKeys keys = look_up(c, use, scratch);
+    gather_hashed(c, use, keys, scratch, s.sums);
+    s.head->keys_read += keys.n;
+    s.head->ids_read += keys.ids_read;
+  }
+}
+
+void finish_hashed(const Context& c, const FinishScratch& s, std::byte* states,
+                   ApproxReport* report) {
+  report->keys_read = keys_fixed(c);
+  for (uint32_t i = 0; i < c.plan->n_shards; ++i) {
+    Carver carver(states + i * c.plan->state_bytes);
+    const HashedState state = carve_hashed(c.problem, c.rows, carver);
+    sums_to_state(c, state.sums, s.other);
+    merge_into(c, s.state, s.other);
+    report->keys_read += state.head->keys_read;
+    report->bytes_read += state.head->ids_read * sizeof(uint16_t);
+  }
+  report->bytes_read += report->keys_read * row_bytes(c.problem);
+  write_state(c, s.state);
+}
+
+// --- Sampled and Verified -----------------------------------------------------------------------
+
+double lanes(const GatherSums& sums, uint32_t row, uint32_t which) {
+  const float* at = sums.sums + (size_t{row} * kGatherSums + which) * kGatherKeys;
+  double sum = 0;
+  for (uint32_t i = 0; i < kGatherKeys; ++i) {
+    sum += static_cast<double>(at[i]);
+  }
+  return sum;
+}
+
+// The totals of one row, with memory for their vectors.
+struct RowWork {
+  RowTotals totals;
+  double n_fixed[kMaxHeadDim];
+  double n_sample[kMaxHeadDim];
+  double chance_v[kMaxHeadDim];
+  double o[kMaxHeadDim];
+};
+
+class Sampler {
+ public:
+  Sampler(const Context& c, const FinishScratch& s, std::byte* states)
+      : c_(c), s_(s), states_(states) {}
+
+  // Returns false where the problem has to be answered exactly.
+  bool solve(ApproxReport* report);
+
+ private:
+  SampleState shard(uint32_t i) const {
+    return sample_state(c_, states_ + i * c_.plan->state_bytes, nullptr);
+  }
+  void grow(double factor);
+  double expected(double factor) const;
+  void total(double factor, uint32_t row, RowWork* work) const;
+  void add_shard(const SampleState& state, const GrownSums& grown, uint32_t row, double factor,
+                 RowWork* work) const;
+  double estimate(ApproxReport* report);
+  void write_row(uint32_t row, const RowWork& work, const RowEstimate& estimate) const;
+  void count_reads(ApproxReport* report) const;
+  bool all_closed() const;
+
+  const Context& c_;
+  const FinishScratch& s_;
+  std::byte* states_;
+  double factor_ = 1.0;       // by which the sample has grown since the last scan
+  double log_scanned_ = 0.0;  // by which the last scan was larger than the first
+};
+
+double Sampler::expected(double factor) const {
+  double sum = 0;
+  for (uint32_t i = 0; i < c_.plan->n_shards; ++i) {
+    sum += grown_sums(c_, shard(i), factor).expected;
+  }
+  return sum;
+}
+
+bool Sampler::all_closed() const {
+  double n_open = 0;
+  for (uint32_t i = 0; i < c_.plan->n_shards; ++i) {
+    n_open += grown_sums(c_, shard(i), factor_).n_open;
+  }
+  return n_open <= 0;
+}
+
+void Sampler::add_shard(const SampleState& state, const GrownSums& grown, uint32_t row, double f,
+                        RowWork* work) const {
+  RowTotals& t = work->totals;
+  // The sketch's sums have no reference but c.
+  const double hat = std::exp(-static_cast<double>(state.head->log_c[row]) - t.top);
+  t.open_mass += hat * grown.open_mass[row];
+  t.spread += hat * hat * grown.spread[row];
+  t.any_open = t.any_open || grown.n_open > 0;
+  const GatherSums& sums = state.sums;
+  if (sums.m[row] == kEmptyLse) {
+    return;
+  }
+  const double w = std::exp(static_cast<double>(sums.m[row]) - t.top);
+  const double open = w / f;
+  const double square = w * w / (f * f);
+  const double product = w * w / f;
+  const auto sum = [&](GatherSum which) { return lanes(sums, row, which); };
+  const auto chance = [&](GatherSum squares, GatherSum products) {
+    return square * sum(squares) - product * sum(products);
+  };
+  t.closed += w * sum(kSumClosed);
+  t.open += open * sum(kSumOpen);
+  t.norm2 += w * sum(kSumClosedNorm) + open * sum(kSumOpenNorm);
+  t.hat += open * sum(kSumHat);
+  t.residual += open * sum(kSumResidual);
+  t.residual2 += open * sum(kSumResidual2);
+  t.chance += chance(kSumSquare, kSumProduct);
+  t.chance_norm2 += chance(kSumSquareNorm, kSumProductNorm);
+  t.chance_hat += chance(kSumSquareHat, kSumProductHat);
+  t.chance_hat2 += chance(kSumSquareHat2, kSumProductHat2);
+  const uint32_t stride = acc_stride(c_.problem);
+  const auto vector = [&](GatherVector which) {
+    return sums.acc + (size_t{which} * padded_rows(c_.rows) + row) * stride;
+  };
+  for (uint32_t d = 0; d < c_.problem.dim_v; ++d) {
+    work->n_sample[d] += w * static_cast<double>(vector(kVecClosed)[d]) +
+                         open * static_cast<double>(vector(kVecOpen)[d]);
+    work->chance_v[d] += square * static_cast<double>(vector(kVecSquare)[d]) -
+                         product * static_cast<double>(vector(kVecProduct)[d]);
+  }
+}
+
+void Sampler::total(double f, uint32_t row, RowWork* work) const {
+  const uint32_t dim = c_.problem.dim_v;
+  const StateView fixed = state_view(c_.problem, c_.rows, s_.state);
+  const float* sinks = c_.problem.sink_logits;
+  const double sink =
+      sinks == nullptr ? -INFINITY : static_cast<double>(sinks[row % c_.problem.group]);
+  RowTotals& t = work->totals;
+  t = RowTotals{};
+  t.top = std::max(static_cast<double>(fixed.m[row]), sink);
+  for (uint32_t i = 0; i < c_.plan->n_shards; ++i) {
+    t.top = std::max(t.top, static_cast<double>(shard(i).sums.m[row]));
+  }
+  if (t.top == -INFINITY) {
+    t.top = 0;
+  }
+  t.control = c_.problem.softcap == 0.0f;  // the sketch knows nothing of soft caps
+  const double of_fixed = std::exp(static_cast<double>(fixed.m[row]) - t.top);
+  t.fixed = of_fixed * static_cast<double>(fixed.l[row]) + std::exp(sink - t.top);
+  for (uint32_t d = 0; d < dim; ++d) {
+    work->n_fixed[d] = of_fixed * static_cast<double>(fixed.o[size_t{row} * dim + d]);
+  }
+  std::fill_n(work->n_sample, dim, 0.0);
+  std::fill_n(work->chance_v, dim, 0.0);
+  for (uint32_t i = 0; i < c_.plan->n_shards; ++i) {
+    const SampleState state = shard(i);
+    add_shard(state, grown_sums(c_, state, f), row, f, work);
+  }
+  t.n_fixed = {work->n_fixed, dim};
+  t.n_sample = {work->n_sample, dim};
+  t.chance_v = {work->chance_v, dim};
+}
+
+// As a state from which write_result makes o = work.o and lse = top + ln(lse_mass), a sink
+// included.
+void Sampler::write_row(uint32_t row, const RowWork& work, const RowEstimate& e) const {
+  const RowTotals& t = work.totals;
+  const StateView out = state_view(c_.problem, c_.rows, s_.other);
+  const float* sinks = c_.problem.sink_logits;
+  const double sink =
+      sinks == nullptr ? 0.0 : std::exp(static_cast<double>(sinks[row % c_.problem.group]) - t.top);
+  out.m[row] = e.mass > 0 ? static_cast<float>(t.top) : kEmptyLse;
+  out.l[row] = static_cast<float>(std::max(e.lse_mass - sink, 0.0));
+  for (uint32_t d = 0; d < c_.problem.dim_v; ++d) {
+    out.o[size_t{row} * c_.problem.dim_v + d] = static_cast<float>(work.o[d] * e.lse_mass);
+  }
+}
+
+// All rows into s_.other and the report. Returns the largest relative bar.
+double Sampler::estimate(ApproxReport* report) {
+  double worst = 0;
+  const auto delta = static_cast<double>(c_.params().delta);
+  for (uint32_t r = 0; r < c_.rows; ++r) {
+    RowWork work;
+    total(factor_, r, &work);
+    const RowEstimate e = estimate_row(work.totals, delta, {work.o, c_.problem.dim_v});
+    const double relative =
+        e.norm_o > 0 ? e.bar / e.norm_o : (e.bar > 0 || work.totals.any_open ? INFINITY : 0.0);
+    worst = std::max(worst, std::isnan(relative) ? INFINITY : relative);
+    report->err_o[r] = static_cast<float>(relative);
+    report->err_lse[r] = static_cast<float>(e.bar_lse);
+    report->noise[r] = static_cast<float>(e.noise);
+    write_row(r, work, e);
+  }
+  return worst;
+}
+
+// Grows the sample by `factor`, by what was kept for it or by another scan.
+void Sampler::grow(double factor) {
+  const double to = factor_ * factor;
+  bool kept = true;
+  for (uint32_t i = 0; i < c_.plan->n_shards; ++i) {
+    kept = kept && to <= static_cast<double>(shard(i).head->reach);
+  }
+  const Shards shards(c_.exact);
+  for (uint32_t i = 0; i < c_.plan->n_shards; ++i) {
+    if (kept) {
+      grow_shard(c_, factor_, to, s_.method, shard(i));
+    } else {
+      draw_shard(c_, shards.id(i), static_cast<float>(log_scanned_ + std::log(to)), s_.method,
+                 shard(i));
+    }
+  }
+  if (!kept) {
+    log_scanned_ += std::log(to);
+  }
+  factor_ = kept ? to : 1.0;
+}
+
+void Sampler::count_reads(ApproxReport* report) const {
+  uint64_t index_bytes = 0;
+  uint64_t keys = 0;
+  for (uint32_t i = 0; i < c_.plan->n_shards; ++i) {
+    const SampleState state = shard(i);
+    keys += state.head->keys_read;
+    index_bytes += state.head->index_bytes;
+  }
+  report->keys_read = std::min(keys_fixed(c_) + keys, c_.plan->n_keys_present);
+  report->bytes_read = index_bytes + (keys_fixed(c_) + keys) * row_bytes(c_.problem);
+}
+
+bool Sampler::solve(ApproxReport* report) {
+  const bool verified = c_.params().mode == ApproxMode::kVerified;
+  const auto eps = static_cast<double>(c_.params().eps);
+  const double most =
+      max_read_fraction(c_.params(), c_.problem) * static_cast<double>(c_.plan->n_keys_present);
+  for (uint32_t stage = 0;; ++stage) {
+    count_reads(report);
+    if (all_closed()) {
+      return false;
+    }
+    const double worst = estimate(report);
+    if (!verified || worst <= eps) {
+      return true;
+    }
+    const double ratio = worst / eps;
+    const double growth = std::clamp(ratio * ratio, kLeastGrowth, kMostGrowth);
+    if (worst > kHopelessBar || stage == kMostGrowths) {
+      return false;
+    }
+    // What it would take in the end. Where the candidates do not reach, in proportion.
+    const double reach = std::max(1.0, static_cast<double>(kReach) / factor_);
+    const double wanted = ratio * ratio;
+    const double within = std::min(wanted, reach);
+    if (expected(factor_ * within) * (wanted / within) > most) {
+      return false;
+    }
+    grow(growth);
+    ++report->n_grown;
+  }
+}
+
+}  // namespace
+
+namespace {
+
+// What schedulers weigh: a row gathered counts twice.
+uint64_t cost_bytes(const ApproxInput& input, const ApproxPlan& plan) {
+  const uint64_t row = row_bytes(*input.problem);
+  const ApproxParams& params = input.params;
+  const uint64_t fixed = plan.n_keys_present - plan.n_keys_indexed;
+  if (params.proposal == Proposal::kExact) {
+    return plan.n_keys_present * row;
+  }
+  uint64_t drawn = params.budget * plan.rows;
+  if (params.budget == 0) {
+    // About a thousand keys of each row at 3 %, by the square of eps.
+    const double ratio = 0.03 / std::max(static_cast<double>(params.eps), 1e-3);
+    drawn = static_cast<uint64_t>(1000.0 * ratio * ratio) * plan.rows;
+  }
+  drawn = std::min(drawn, plan.n_keys_indexed);
+  const uint64_t index = params.proposal == Proposal::kSketch ? 36 : 0;
+  return fixed * row + 2 * drawn * row + plan.n_keys_indexed * index;
+}
+
+}  // namespace
+
+// --- The interface ------------------------------------------------------------------------------
+
+ApproxPlan plan_approx(const ApproxInput& input) {
+  ApproxPlan plan;
+  Problem problem = *input.problem;
+  problem.column_sums = nullptr;
+  const Plan exact = make_plan(problem, input.table);
+  const Counts counts = exact.n_chunks == 0 || exact.blocked ? Counts{} : count_stretches(input);
+  if (solved_exactly(input, exact, counts)) {
+    plan.exact = true;
+    return plan;
+  }
+  const Sizes sizes = sizes_of(input, counts.n_keys, exact.rows);
+  plan.rows = exact.rows;
+  plan.n_shards = Shards(exact).count();
+  plan.n_keys_indexed = counts.n_keys;
+  plan.n_stretches = counts.n_stretches;
+  plan.n_uses = counts.n_uses;
+  plan.n_keys_present = counts.n_present;
+  plan.prepared_bytes = prepared_bytes(input, exact, counts);
+  plan.state_bytes = sizes.state;
+  Carver finish(nullptr);
+  carve_finish(input, exact, counts.n_keys, finish);
+  plan.scratch_bytes = std::max(
+      finish.used_bytes(), aligned(exact_scratch_bytes(problem, exact)) + aligned(sizes.scratch));
+  if (method_of(input.params) == Method::kSample) {
+    plan.scratch_bytes =
+        std::max(plan.scratch_bytes, pilot_scratch_bytes(problem, exact, counts.n_keys));
+  }
+  plan.scratch_bytes += size_t{exact.rows} * problem.dim_k * sizeof(float) + kBufferAlign;
+  plan.cost_bytes = cost_bytes(input, plan);
+  return plan;
+}
+
+void prepare_approx(const ApproxInput& input, const ApproxPlan& plan, void* prepared,
+                    void* scratch) {
+  KVM_ASSERT(!plan.exact);
+  Context c = make_context(input, plan, prepared);
+  *c.prepared.head = PreparedHead{};
+  fill_stretches(input, {c.prepared.stretches, plan.n_stretches});
+  uint32_t n_uses = 0;
+  size_t query_at = 0;
+  for (uint32_t i = 0; i < plan.n_stretches; ++i) {
+    const Stretch& stretch = c.prepared.stretches[i];
+    if (i > 0 && stretch.same_use(c.prepared.stretches[i - 1])) {
+      ++c.prepared.uses[n_uses - 1].n_stretches;
+      continue;
+    }
+    c.prepared.uses[n_uses++] = {stretch.index_run, stretch.variant, i, 1, query_at};
+    query_at += use_query_bytes(input, stretch);
+  }
+  c.prepared.head->n_fixed =
+      static_cast<uint32_t>(fill_fixed_ranges(input, c.stretches(), c.prepared.fixed));
+  prepare_queries(c.problem, c.exact, c.prepared.exact);
+  auto* dense = static_cast<float*>(scratch);
+  for (const Use& use : c.uses()) {
+    if (input.params.proposal == Proposal::kSketch) {
+      dense_queries(c, use.variant, dense);
+      hash_index::prepare_scan(*input.index.sketches[use.index_run].frame, dense, c.rows,
+                               c.problem.scale, c.prepared.queries + use.query_at);
+    } else if (input.params.proposal == Proposal::kLsh) {
+      prepare_hashed(c, use, c.prepared.queries + use.query_at);
+    }
+  }
+  if (method_of(input.params) == Method::kSample) {
+    find_thresholds(c, scratch);
+  }
+}
+
+void eval_shard(const ApproxInput& input, const ApproxPlan& plan, const void* prepared,
+                uint32_t shard, void* scratch, void* state) {
+  KVM_ASSERT(!plan.exact && shard < plan.n_shards);
+  const Context c = make_context(input, plan, prepared);
+  const uint64_t id = Shards(c.exact).id(shard);
+  const uint64_t chunks = kShardTokens / c.exact.chunk_tokens;
+  const bool exactly = c.prepared.head->answer_exactly != 0;
+  const Problem part = exactly ? c.problem : c.fixed_problem();
+  // Every state begins with the exact part.
+  eval_exact(part, exactly ? c.exact : make_plan(part, c.table), c.prepared.exact, id * chunks,
+             (id + 1) * chunks, scratch, state);
+  if (exactly) {
+    return;
+  }
+  switch (method_of(input.params)) {
+    case Method::kSelect:
+      select_shard(c, id, scratch, select_state(c, state));
+      break;
+    case Method::kHashed:
+      hash_shard(c, id, scratch, state);
+      break;
+    case Method::kSample: {
+      const SampleState sample = sample_state(c, state, scratch);
+      *sample.head = SampleHead{};
+      draw_shard(c, id, 0.0f, scratch, sample);
+      break;
+    }
+  }
+}
+
+void finish_approx(const ApproxInput& input, const ApproxPlan& plan, const void* prepared,
+                   void* scratch, void* states, ApproxReport* report) {
+  KVM_ASSERT(!plan.exact);
+  const Context c = make_context(input, plan, prepared);
+  Carver carver(scratch);
+  const FinishScratch s = carve_finish(input, c.exact, plan.n_keys_indexed, carver);
+  auto* shards = static_cast<std::byte*>(states);
+  report_start(c, report);
+  merge_exact(c, shards, s);
+  if (c.prepared.head->answer_exactly != 0) {
+    report_exact(c, report);
+    write_state(c, s.state);
+    return;
+  }
+  switch (method_of(input.params)) {
+    case Method::kSelect:
+      finish_selected(c, s, shards, report);
+      return;
+    case Method::kHashed:
+      finish_hashed(c, s, shards, report);
+      return;
+    case Method::kSample:
+      break;
+  }
+  if (Sampler(c, s, shards).solve(report)) {
+    write_state(c, s.other);
+    return;
+  }
+  eval_exact(c.problem, c.exact, c.prepared.exact, 0, UINT64_MAX, s.exact, s.state);
+  report_exact(c, report);
+  write_state(c, s.state);
+}
+
+}  // namespace kvm::attention

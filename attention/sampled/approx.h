@@ -1,0 +1,146 @@
+// SPDX-License-Identifier: Apache-2.0
+// Approximate attention over stored keys and values: TopK, sampled and verified, with an error bar.
+//
+// A problem is one request item for one kv head (attention.h), with at most kMaxApproxRows rows
+// (query tokens times group). Its visible tokens fall into the exact set F and the rest R. R are
+// the blocks of 64 positions that an index covers, that all rows see whole, that are stored whole
+// and without log weights, and that hold none of the first n_sinks and last n_recent positions; F
+// is everything else. F is evaluated exactly; of R some rows are read. Modes:
+//
+//   TopK       the `budget` keys of R with the largest score, by exact scores, by sketch scores
+//              (four times as many re-ranked exactly), or the LSH candidates. Biased; no bar. Ties:
+//              the lower position wins.
+//   Sampled    Horvitz-Thompson over a sketch's proposal (p ~ w |v|, one sample for all rows,
+//              Poisson, permanent random numbers) with the scalar control of the denominator, about
+//              `budget` rows of each head or as many as eps needs (where that is more than exact
+//              costs: exact); or MagicPIG's estimator over LSH candidates (softmax over s - ln u;
+//              no bar, no budget).
+//   Verified   Sampled, then as long as the bar exceeds eps the sample grows (nested) until it
+//              meets it or exact is cheaper; then exact.
+//
+//     D_hat = D_F + sum_S w_i / p_i     N_hat = N_F + sum_S (w_i / p_i) v_i      o = N_hat / D_hat
+//
+// The bar is kappa times the larger of the plug-in sigma and one from the sketch's measured noise;
+// kappa grows with that noise; never below 2e-3 |o|. docs/approximate_attention.md explains it;
+// models/house/estimators.py is the reference and names the sources.
+//
+// A problem is solved in pieces that may run on any threads:
+//
+//   ApproxPlan plan = plan_approx(input);
+//   prepare_approx(input, plan, prepared, scratch);            // once: queries, thresholds
+//   eval_shard(input, plan, prepared, s, scratch, states + s * plan.state_bytes);   // any order
+//   finish_approx(input, plan, prepared, scratch, states, &report);   // after all
+//
+// Shards are fixed runs of positions, so the bits depend on the problem, the index, the params and
+// the kernel tables alone, and where the answer is exact they are those of attention.h.
+// Side outputs: row_max is that over the keys that were read; column_sums is not written.
+#ifndef KVM_ATTENTION_SAMPLED_APPROX_H_
+#define KVM_ATTENTION_SAMPLED_APPROX_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "attention/attention.h"
+#include "hash_index/lsh/lsh.h"
+#include "hash_index/sketch/sketch.h"
+
+namespace kvm::attention {
+
+inline constexpr uint32_t kMaxApproxRows = hash_index::kMaxRows;
+
+// Blocks of the index of one kv head, ascending and disjoint in position. Blocks whose tokens are
+// not all visible to every row, or not all stored in the problem's runs, are left out by
+// plan_approx, not by the caller.
+struct SketchedRun {
+  uint64_t position = 0;  // multiple of 64
+  uint32_t n_blocks = 0;
+  const hash_index::Frame* frame = nullptr;
+  const std::byte* blocks = nullptr;
+};
+struct HashedRun {
+  uint64_t position = 0;
+  uint32_t n_keys = 0;  // of the tables; those beyond the stored tokens are cut off
+  const void* tables = nullptr;
+  const float* center = nullptr;  // [dim_k]
+};
+struct HeadIndex {
+  std::span<const SketchedRun> sketches;
+  std::span<const HashedRun> hashes;
+  const hash_index::Planes* planes = nullptr;
+};
+
+enum class ApproxMode : uint8_t { kTopK, kSampled, kVerified };
+// kExact: TopK by exact scores; needs no index, and R are all blocks that could have one. Without
+// a bar Verified has nothing to verify: with kLsh it is exact.
+enum class Proposal : uint8_t { kSketch, kLsh, kExact };
+
+struct ApproxParams {
+  ApproxMode mode = ApproxMode::kSampled;
+  Proposal proposal = Proposal::kSketch;
+  float eps = 0.03f;    // relative error of o, > 0; Verified, and Sampled without a budget
+  float delta = 0.01f;  // probability that the error exceeds the reported bar
+  // Keys of R for each row of the problem; 0: from eps (TopK: exact). Verified starts with it.
+  uint64_t budget = 0;
+  uint64_t seed = 0;  // already mixed with layer and head
+  uint64_t n_sinks = 4;
+  uint64_t n_recent = 64;
+  // Where eps decides: beyond this share of the keys exact is taken. 0: by what rows cost to
+  // gather and to stream (sampled/pilot.h).
+  float max_read_fraction = 0;
+};
+
+// What was done, for all rows together unless said otherwise.
+struct ApproxReport {
+  uint64_t keys_present = 0;
+  uint64_t keys_read = 0;   // F included, unique over rows
+  uint64_t bytes_read = 0;  // K and V rows, and the index scanned
+  uint32_t n_exact = 0;     // rows that were answered exactly
+  uint32_t n_grown = 0;     // how often the sample grew
+  // [rows]: estimated relative error of o, absolute error of lse; NaN: no bar; 0: exact.
+  float err_o[kMaxApproxRows] = {};
+  float err_lse[kMaxApproxRows] = {};
+  float noise[kMaxApproxRows] = {};  // sd of the sketch's logits over the sample, nats; NaN: none
+};
+
+// A problem with what is approximated of it. All four are alive and unchanged from plan to finish.
+struct ApproxInput {
+  const Problem* problem = nullptr;
+  HeadIndex index;
+  ApproxParams params;
+  const KernelTable* table = nullptr;  // null: active_table()
+};
+
+// How it is cut. Derived from the input alone.
+struct ApproxPlan {
+  // Nothing of R would be skipped (no index, few keys, more than kMaxApproxRows rows, or a budget
+  // that covers all): the caller solves the problem exactly (make_plan), and the other numbers are
+  // 0.
+  bool exact = false;
+  uint32_t rows = 0;
+  uint32_t n_shards = 0;
+  uint64_t n_keys_present = 0;  // stored and seen by some row
+  uint64_t n_keys_indexed = 0;  // of R
+  uint32_t n_stretches = 0;     // of R; inner use
+  uint32_t n_uses = 0;          // inner use
+  size_t prepared_bytes = 0;
+  size_t scratch_bytes = 0;  // of any one call below
+  size_t state_bytes = 0;    // of one shard
+  uint64_t cost_bytes = 0;   // what schedulers weigh: bytes of K, V and index that will be read
+};
+
+ApproxPlan plan_approx(const ApproxInput& input);
+
+// REQUIRES here and below: !plan.exact; buffers aligned to kBufferAlign. None of them allocates.
+void prepare_approx(const ApproxInput& input, const ApproxPlan& plan, void* prepared,
+                    void* scratch);
+void eval_shard(const ApproxInput& input, const ApproxPlan& plan, const void* prepared,
+                uint32_t shard, void* scratch, void* state);
+// Merges the shards with F, lets the sample grow where it must, and writes o and lse of the
+// problem; rows that need it are answered exactly here.
+void finish_approx(const ApproxInput& input, const ApproxPlan& plan, const void* prepared,
+                   void* scratch, void* states, ApproxReport* report);
+
+}  // namespace kvm::attention
+
+#endif  // KVM_ATTENTION_SAMPLED_APPROX_H_

@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "attention/sampled/estimate.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <numbers>
+
+namespace kvm::attention {
+namespace {
+
+struct KappaAt {
+  double delta;
+  double kappa;
+};
+constexpr std::array<KappaAt, 3> kKappas{{{0.1, 1.1}, {0.01, 1.25}, {0.003, 1.5}}};
+
+double dot(std::span<const double> a, std::span<const double> b) {
+  double sum = 0;
+  for (size_t i = 0; i < a.size(); ++i) {
+    sum += a[i] * b[i];
+  }
+  return sum;
+}
+
+double root(double x) { return std::sqrt(std::max(x, 0.0)); }
+
+}  // namespace
+
+double kappa_of(double delta) {
+  const double x = std::log(std::clamp(delta, 1e-9, 1.0));
+  size_t i = 0;
+  while (i + 2 < kKappas.size() && delta < kKappas[i + 1].delta) {
+    ++i;
+  }
+  const double from = std::log(kKappas[i].delta);
+  const double to = std::log(kKappas[i + 1].delta);
+  const double share = (x - from) / (to - from);
+  const double kappa = kKappas[i].kappa + share * (kKappas[i + 1].kappa - kKappas[i].kappa);
+  return std::max(kappa, kKappas[0].kappa);
+}
+
+double lse_kappa_of(double delta) {
+  // P(|z| > x) = erfc(x / sqrt 2) falls with x: bisection.
+  const double tail = std::clamp(delta, 1e-9, 0.99);
+  double low = 0;
+  double high = 8;
+  for (int i = 0; i < 40; ++i) {
+    const double middle = (low + high) / 2;
+    (std::erfc(middle / std::numbers::sqrt2) > tail ? low : high) = middle;
+  }
+  return 1.1 * high;
+}
+
+RowEstimate estimate_row(const RowTotals& t, double delta, std::span<double> o) {
+  RowEstimate e;
+  e.mass = t.fixed + t.closed + t.open;
+  for (size_t d = 0; d < o.size(); ++d) {
+    o[d] = e.mass > 0 ? (t.n_fixed[d] + t.n_sample[d]) / e.mass : 0.0;
+  }
+  const double o2 = dot(o, o);
+  e.norm_o = root(o2);
+  e.lse_mass = e.mass;
+  e.bar = kBarFloor * e.norm_o;
+  e.bar_lse = kLseBarFloor;
+  if (!t.any_open) {
+    return e;
+  }
+  if (t.open <= 0) {
+    // Nothing of what was left to chance was drawn: no sigma can be had from the sample. What the
+    // sketch says of it may be missing, and moves o by twice its share at most of |o|.
+    const double share = e.mass > 0 ? t.open_mass / e.mass : 1.0;
+    e.bar = std::max(e.bar, 2 * share * e.norm_o);
+    e.bar_lse = std::max(e.bar_lse, share);
+    return e;
+  }
+  const double a = t.open / std::max(t.hat, 1e-300);
+  const double predicted = t.control ? a : 0.0;
+  if (t.control) {
+    const double controlled = e.mass + a * (t.open_mass - t.hat);
+    if (std::isfinite(controlled) && controlled > 0) {
+      e.lse_mass = controlled;
+    }
+  }
+  const double mean = t.residual / t.open;
+  const double variance = std::max(t.residual2 / t.open - mean * mean, 0.0);
+  e.noise = root(variance);
+  const double v2 = t.chance_norm2 - 2 * dot(o, t.chance_v) + o2 * t.chance;
+  e.sigma_o = root(v2) / e.mass;
+  const double lse2 =
+      t.chance - 2 * predicted * t.chance_hat + predicted * predicted * t.chance_hat2;
+  e.sigma_lse = root(lse2) / e.lse_mass;
+  const double sample = t.closed + t.open;
+  const double r2 = t.norm2 / sample - 2 * dot(o, t.n_sample) / sample + o2;
+  const double noisy = std::exp(std::min(variance, 50.0));
+  const double model = a * root(noisy * t.spread * r2) / e.mass;
+  const double model_lse = a * root((noisy - 1) * t.spread) / e.lse_mass;
+  const double growth = std::max(1.0, std::exp((std::min(variance, 50.0) - kNoiseAllowance) / 2));
+  e.bar = std::max(e.bar, kappa_of(delta) * growth * std::max(e.sigma_o, model));
+  e.bar_lse = std::max(e.bar_lse, lse_kappa_of(delta) * growth * std::max(e.sigma_lse, model_lse));
+  return e;
+}
+
+}  // namespace kvm::attention

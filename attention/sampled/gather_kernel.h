@@ -1,0 +1,487 @@
+// SPDX-License-Identifier: Apache-2.0
+// Gathered keys against the rows of a group, written once over the vector wrapper that the
+// including file has chosen. sampled_args.h says what is computed.
+//
+// A batch of 16 keys passes four times: scores (K), norms (V), weights, values (V). Rows lie
+// anywhere, so each one is asked for a batch before: its lines are prefetched one by one between
+// the instructions that use another row. A burst of prefetches stalls the core.
+//
+// Everything here has internal linkage; see kernel_table.h.
+#ifndef KVM_ATTENTION_SAMPLED_GATHER_KERNEL_H_
+#define KVM_ATTENTION_SAMPLED_GATHER_KERNEL_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "attention/exact/elementary.h"
+#include "attention/sampled/sampled_args.h"
+
+namespace kvm {
+namespace attention {
+namespace {
+
+constexpr int kKeys = static_cast<int>(kGatherKeys);
+constexpr int kParts = kKeys / kW;  // vectors of 16 keys
+constexpr uint32_t kLine = 64;
+// The sketch may be this many nats above the largest logit read; squares stay finite.
+constexpr float kMaxExcess = 20.0f;
+constexpr float kMaxResidual = 100.0f;
+
+constexpr uint32_t elem_bytes(int elem) {
+  return elem == vec::kElemF32 ? 4 : elem == vec::kElemI8 ? 1 : 2;
+}
+
+// Calls body with the element type as a constant.
+template <typename Body>
+inline void with_elem(uint32_t dtype, Body body) {
+  switch (dtype) {
+    case vec::kElemF32:
+      return body.template operator()<vec::kElemF32>();
+    case vec::kElemF16:
+      return body.template operator()<vec::kElemF16>();
+    case vec::kElemI8:
+      return body.template operator()<vec::kElemI8>();
+    default:
+      return body.template operator()<vec::kElemBf16>();
+  }
+}
+
+// The kW elements of a row from c on; 0 beyond dim.
+template <int kElem>
+inline F load_row(const uint8_t* row, uint32_t c, uint32_t dim) {
+  return c + kW <= dim ? vec::load_as<kElem>(row, c) : vec::load_as_n<kElem>(row, c, dim - c);
+}
+
+// --- Scores -------------------------------------------------------------------------------------
+
+// kRows rows meet kTokens keys at a time; lane r * kTokens + t of a sum is row r, key t.
+template <int kRows>
+struct KeyTile {
+  static constexpr int kTokens = kW / kRows;
+  static constexpr int kGroups = kKeys / kTokens;
+};
+
+template <int kRows, bool kFirst, int kElem>
+void scores_f32(const GatherArgs& args, const GatherBatch& batch, uint32_t row, float* out) {
+  using T = KeyTile<kRows>;
+  const float* q = args.q + static_cast<size_t>(row) * args.q_stride;
+  for (int g = 0; g < T::kGroups; ++g) {
+    F acc[kW];
+#pragma GCC unroll 16
+    for (int i = 0; i < kW; ++i)
+      acc[i] = vec::zero();
+    for (uint32_t c = 0; c < args.dim_k; c += kW) {
+#pragma GCC unroll 16
+      for (int t = 0; t < T::kTokens; ++t) {
+        const int key = g * T::kTokens + t;
+        const F x = load_row<kElem>(batch.k[key], c, args.dim_k);
+        if (kFirst && c * elem_bytes(kElem) % kLine == 0)
+          vec::prefetch(batch.k[kKeys + key] + c * elem_bytes(kElem));
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) {
+          F& a = acc[r * T::kTokens + t];
+          a = vec::fma(x, vec::load(q + static_cast<size_t>(r) * args.q_stride + c), a);
+        }
+      }
+    }
+    vec::store(out + g * kW, vec::reduce(acc));
+  }
+}
+
+#if defined(__AVX512BF16__)
+template <int kRows, bool kFirst>
+void scores_bf16(const GatherArgs& args, const GatherBatch& batch, uint32_t row, float* out) {
+  using T = KeyTile<kRows>;
+  const uint16_t* q = args.q_bf16 + static_cast<size_t>(row) * args.q_stride;
+  const uint32_t whole = args.dim_k / 32 * 32;
+  for (int g = 0; g < T::kGroups; ++g) {
+    F acc[kW];
+#pragma GCC unroll 16
+    for (int i = 0; i < kW; ++i)
+      acc[i] = vec::zero();
+    for (uint32_t c = 0; c < whole; c += 32) {
+#pragma GCC unroll 16
+      for (int t = 0; t < T::kTokens; ++t) {
+        const int key = g * T::kTokens + t;
+        const vec::B x = vec::load_pairs(reinterpret_cast<const uint16_t*>(batch.k[key]) + c);
+        if (kFirst)
+          vec::prefetch(batch.k[kKeys + key] + c * 2);
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) {
+          F& a = acc[r * T::kTokens + t];
+          a = vec::dot(a, x, vec::load_pairs(q + static_cast<size_t>(r) * args.q_stride + c));
+        }
+      }
+    }
+    if (whole < args.dim_k) {
+      for (int t = 0; t < T::kTokens; ++t) {
+        const auto* k = reinterpret_cast<const uint16_t*>(batch.k[g * T::kTokens + t]);
+        const vec::B x = vec::load_pairs_n(k + whole, args.dim_k - whole);
+        for (int r = 0; r < kRows; ++r) {
+          F& a = acc[r * T::kTokens + t];
+          a = vec::dot(a, x, vec::load_pairs(q + static_cast<size_t>(r) * args.q_stride + whole));
+        }
+      }
+    }
+    vec::store(out + g * kW, vec::reduce(acc));
+  }
+}
+#endif
+
+// Logits of kRows rows: out [kRows][16].
+template <int kRows, bool kFirst>
+void tile_logits(const GatherArgs& args, const GatherBatch& batch, uint32_t row, float* out) {
+  using T = KeyTile<kRows>;
+  float dots[kRows * kKeys];
+  bool done = false;
+#if defined(__AVX512BF16__)
+  if (batch.dtype_k == vec::kElemBf16 && args.q_bf16 != nullptr) {
+    scores_bf16<kRows, kFirst>(args, batch, row, dots);
+    done = true;
+  }
+#endif
+  if (!done) {
+    with_elem(batch.dtype_k,
+              [&]<int kElem>() { scores_f32<kRows, kFirst, kElem>(args, batch, row, dots); });
+  }
+  for (int r = 0; r < kRows; ++r) {
+    float* to = out + r * kKeys;
+    for (int t = 0; t < kKeys; ++t)
+      to[t] = dots[t / T::kTokens * kW + r * T::kTokens + t % T::kTokens];
+    const F bias =
+        vec::set1(args.bias != nullptr ? args.bias[row + static_cast<uint32_t>(r)] : 0.0f);
+    for (int j = 0; j < kParts; ++j) {
+      const F scaled = vec::mul(vec::load(to + j * kW), vec::load(batch.k_scale + j * kW));
+      vec::store(to + j * kW, to_logit(vec::add(scaled, bias), args.scale, args.softcap));
+    }
+  }
+}
+
+void all_logits(const GatherArgs* args, const GatherBatch* batch, float* out) {
+  if (args->rows_padded == 1) {
+    tile_logits<1, true>(*args, *batch, 0, out);
+    return;
+  }
+  tile_logits<4, true>(*args, *batch, 0, out);
+  for (uint32_t row = 4; row < args->rows_padded; row += 4)
+    tile_logits<4, false>(*args, *batch, row, out + row * kKeys);
+}
+
+template <int kElem>
+void norms_of(const uint8_t* const* rows, uint32_t dim, float* out) {
+  for (int part = 0; part < kParts; ++part) {
+    F acc[kW];
+#pragma GCC unroll 16
+    for (int i = 0; i < kW; ++i)
+      acc[i] = vec::zero();
+    for (uint32_t d = 0; d < dim; d += kW) {
+#pragma GCC unroll 16
+      for (int i = 0; i < kW; ++i) {
+        const F x = load_row<kElem>(rows[part * kW + i], d, dim);
+        acc[i] = vec::fma(x, x, acc[i]);
+      }
+    }
+    vec::store(out + part * kW, vec::reduce(acc));
+  }
+}
+
+void norms(const uint8_t* const* rows, uint32_t dtype, uint32_t dim, float* out) {
+  with_elem(dtype, [&]<int kElem>() { norms_of<kElem>(rows, dim, out); });
+}
+
+// --- Weights ------------------------------------------------------------------------------------
+
+// Coefficients of the values of a batch, by vector of sums: [3][rows_padded][16].
+struct Coefs {
+  float at[3][kMaxGatherRows * kKeys];
+};
+
+inline void scale_vector(float* x, uint32_t n, float factor) {
+  for (uint32_t d = 0; d < n; d += kW)
+    vec::store(x + d, vec::mul(vec::load(x + d), vec::set1(factor)));
+}
+
+// Brings everything that a row has summed to a larger reference.
+void rescale(const GatherArgs& args, const GatherSums& sums, uint32_t row, float down) {
+  const float down2 = down * down;
+  for (uint32_t i = 0; i < kGatherSums; ++i) {
+    scale_vector(sums.sums + (row * kGatherSums + i) * kKeys, kKeys, i < kSumSquare ? down : down2);
+  }
+  for (uint32_t i = 0; i < kGatherVectors; ++i) {
+    scale_vector(sums.acc + (static_cast<size_t>(i) * args.rows_padded + row) * args.acc_stride,
+                 args.acc_stride, i < kVecSquare ? down : down2);
+  }
+}
+
+// Takes the logits of the row into its reference and returns that.
+inline F raise_reference(const GatherArgs& args, const GatherSums& sums, uint32_t row,
+                         const F* logits) {
+  F top = logits[0];
+#pragma GCC unroll 4
+  for (int j = 1; j < kParts; ++j)
+    top = vec::max(top, logits[j]);
+  top = vec::group_max<kW>(top);
+  const F m = vec::set1(sums.m[row]);
+  if (vec::any_gt(top, m)) {
+    float lanes[kW];
+    vec::store(lanes, exp_nonpositive(vec::sub(m, finite_reference(top))));
+    rescale(args, sums, row, lanes[0]);
+    vec::store(lanes, top);
+    sums.m[row] = lanes[0];
+  }
+  return finite_reference(vec::max(top, m));
+}
+
+inline F bounded_exp(F x, float bound) { return exp_nonpositive(vec::min(x, vec::set1(bound))); }
+
+inline void add_to(float* sum, F x) { vec::store(sum, vec::add(vec::load(sum), x)); }
+
+// The row's logits of a part of the batch; -inf for keys that do not count.
+inline F counted(const GatherBatch& batch, const float* logits, const float* factor, int part) {
+  static const float kIndex[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const F index = vec::load(kIndex + part * kW);
+  const F last = vec::set1(static_cast<float>(batch.n) - 1.0f);
+  // log of 1 or 0: what keep_ge leaves of a large number, minus that number.
+  const F huge = vec::set1(2.0f * kHugeLogit);
+  F drop = vec::sub(vec::keep_ge(last, index, huge), huge);
+  if (factor != nullptr) {
+    const F f = vec::load(factor + part * kW);
+    drop = vec::min(drop, vec::sub(vec::keep_ge(f, vec::set1(1e-38f), huge), huge));
+  }
+  return vec::add(vec::load(logits + part * kW), vec::mul(drop, vec::set1(4.0f)));
+}
+
+void weigh_closed(const GatherArgs& args, const GatherBatch& batch, const GatherSums& sums,
+                  uint32_t row, const float* logits, const float* squares, float* coef) {
+  const float* factor = batch.kind == kGatherWeighted ? batch.per_row + row * kKeys : nullptr;
+  F s[kParts];
+  for (int j = 0; j < kParts; ++j)
+    s[j] = counted(batch, logits, factor, j);
+  const F reference = raise_reference(args, sums, row, s);
+  float* sum = sums.sums + static_cast<size_t>(row) * kGatherSums * kKeys;
+  for (int j = 0; j < kParts; ++j) {
+    const int at = j * kW;
+    F w = exp_nonpositive(vec::sub(s[j], reference));
+    if (factor != nullptr)
+      w = vec::mul(w, vec::load(factor + at));
+    add_to(sum + kSumClosed * kKeys + at, w);
+    add_to(sum + kSumClosedNorm * kKeys + at, vec::mul(w, vec::load(squares + at)));
+    vec::store(coef + at, vec::mul(w, vec::load(batch.v_scale + at)));
+  }
+}
+
+void weigh_open(const GatherArgs& args, const GatherBatch& batch, const GatherSums& sums,
+                uint32_t row, const float* logits, const float* squares, Coefs& coefs) {
+  F s[kParts];
+  for (int j = 0; j < kParts; ++j)
+    s[j] = counted(batch, logits, nullptr, j);
+  const F reference = raise_reference(args, sums, row, s);
+  float* sum = sums.sums + static_cast<size_t>(row) * kGatherSums * kKeys;
+  const F sign = vec::set1(batch.sign);
+  const F most = vec::set1(kMaxResidual);
+  for (int j = 0; j < kParts; ++j) {
+    const int at = j * kW;
+    const auto add = [&](GatherSum which, F x) {
+      add_to(sum + static_cast<int>(which) * kKeys + at, x);
+    };
+    const F inverse = vec::div(vec::set1(1.0f), vec::load(batch.p + at));
+    const F hat = vec::load(batch.per_row + row * kKeys + at);
+    const F v2 = vec::load(squares + at);
+    const F w = exp_nonpositive(vec::sub(s[j], reference));
+    const F wp = vec::mul(w, inverse);
+    const F h = bounded_exp(vec::sub(hat, reference), kMaxExcess);
+    const F hp = vec::mul(h, inverse);
+    const F e = vec::max(vec::min(vec::sub(s[j], hat), most), vec::sub(vec::zero(), most));
+    const F signed_wp = vec::mul(sign, wp);
+    const F signed_hp = vec::mul(sign, hp);
+    const F residual = vec::mul(signed_wp, e);
+    const F square = vec::mul(signed_wp, wp);
+    const F product = vec::mul(signed_wp, w);
+    add(kSumOpen, signed_wp);
+    add(kSumOpenNorm, vec::mul(signed_wp, v2));
+    add(kSumHat, signed_hp);
+    add(kSumResidual, residual);
+    add(kSumResidual2, vec::mul(residual, e));
+    add(kSumSquare, square);
+    add(kSumSquareNorm, vec::mul(square, v2));
+    add(kSumSquareHat, vec::mul(signed_wp, hp));
+    add(kSumSquareHat2, vec::mul(signed_hp, hp));
+    add(kSumProduct, product);
+    add(kSumProductNorm, vec::mul(product, v2));
+    add(kSumProductHat, vec::mul(signed_wp, h));
+    add(kSumProductHat2, vec::mul(signed_hp, h));
+    const F v_scale = vec::load(batch.v_scale + at);
+    const uint32_t to = row * kKeys + static_cast<uint32_t>(at);
+    vec::store(coefs.at[0] + to, vec::mul(signed_wp, v_scale));
+    const F first = batch.split != 0 ? square : vec::sub(square, product);
+    vec::store(coefs.at[1] + to, vec::mul(first, v_scale));
+    vec::store(coefs.at[2] + to, vec::mul(product, v_scale));
+  }
+}
+
+// --- Values -------------------------------------------------------------------------------------
+
+// Adds the values of the batch to kSums vectors of each of kRows rows, from vector `first` on.
+template <int kSums, int kRows, bool kFirst, int kElem>
+void add_values(const GatherArgs& args, const GatherBatch& batch, const GatherSums& sums,
+                uint32_t row, uint32_t first, const Coefs& coefs) {
+  // As many vectors at once as registers hold.
+  constexpr int kVecs = kW == 16 && kSums * kRows <= 12 ? 2 : 1;
+  const size_t stride = args.acc_stride;
+  const auto acc_at = [&](int j, int r) {
+    return sums.acc + ((first + static_cast<uint32_t>(j)) * static_cast<size_t>(args.rows_padded) +
+                       row + static_cast<uint32_t>(r)) *
+                          stride;
+  };
+  for (uint32_t d = 0; d < args.dim_v; d += kVecs * kW) {
+    F a[kSums][kRows][kVecs];
+#pragma GCC unroll 3
+    for (int j = 0; j < kSums; ++j) {
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+        for (int i = 0; i < kVecs; ++i)
+          a[j][r][i] = vec::load(acc_at(j, r) + d + i * kW);
+      }
+    }
+    for (int t = 0; t < kKeys; ++t) {
+      F x[kVecs];
+#pragma GCC unroll 2
+      for (int i = 0; i < kVecs; ++i) {
+        const uint32_t c = d + static_cast<uint32_t>(i * kW);
+        x[i] = c < args.dim_v ? load_row<kElem>(batch.v[t], c, args.dim_v) : vec::zero();
+        if (kFirst && c * elem_bytes(kElem) % kLine == 0 && c < args.dim_v)
+          vec::prefetch(batch.v[kKeys + t] + c * elem_bytes(kElem));
+      }
+#pragma GCC unroll 3
+      for (int j = 0; j < kSums; ++j) {
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) {
+          const F w = vec::set1(
+              coefs.at[j][(row + static_cast<uint32_t>(r)) * kKeys + static_cast<uint32_t>(t)]);
+#pragma GCC unroll 2
+          for (int i = 0; i < kVecs; ++i)
+            a[j][r][i] = vec::fma(w, x[i], a[j][r][i]);
+        }
+      }
+    }
+#pragma GCC unroll 3
+    for (int j = 0; j < kSums; ++j) {
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+        for (int i = 0; i < kVecs; ++i)
+          vec::store(acc_at(j, r) + d + i * kW, a[j][r][i]);
+      }
+    }
+  }
+}
+
+template <int kSums>
+void values(const GatherArgs& args, const GatherBatch& batch, const GatherSums& sums,
+            uint32_t first, const Coefs& coefs) {
+  with_elem(batch.dtype_v, [&]<int kElem>() {
+    if (args.rows_padded == 1) {
+      add_values<kSums, 1, true, kElem>(args, batch, sums, 0, first, coefs);
+      return;
+    }
+    add_values<kSums, 4, true, kElem>(args, batch, sums, 0, first, coefs);
+    for (uint32_t row = 4; row < args.rows_padded; row += 4)
+      add_values<kSums, 4, false, kElem>(args, batch, sums, row, first, coefs);
+  });
+}
+
+void gather(const GatherArgs* args, const GatherBatch* batch, const GatherSums* sums) {
+  float logits[kMaxGatherRows * kKeys];
+  float squares[kKeys];
+  Coefs coefs;
+  all_logits(args, batch, logits);
+  norms(batch->v, batch->dtype_v, args->dim_v, squares);
+  for (int j = 0; j < kParts; ++j) {
+    const F scale = vec::load(batch->v_scale + j * kW);
+    vec::store(squares + j * kW, vec::mul(vec::load(squares + j * kW), vec::mul(scale, scale)));
+  }
+  for (uint32_t row = args->rows; row < args->rows_padded; ++row) {
+    for (auto& coef : coefs.at)
+      for (int j = 0; j < kParts; ++j)
+        vec::store(coef + row * kKeys + static_cast<uint32_t>(j * kW), vec::zero());
+  }
+  for (uint32_t row = 0; row < args->rows; ++row) {
+    if (batch->kind == kGatherOpen) {
+      weigh_open(*args, *batch, *sums, row, logits + row * kKeys, squares, coefs);
+    } else {
+      weigh_closed(*args, *batch, *sums, row, logits + row * kKeys, squares,
+                   coefs.at[0] + row * kKeys);
+    }
+  }
+  if (batch->kind != kGatherOpen) {
+    values<1>(*args, *batch, *sums, kVecClosed, coefs);
+  } else if (batch->split != 0) {
+    values<3>(*args, *batch, *sums, kVecOpen, coefs);
+  } else {
+    values<2>(*args, *batch, *sums, kVecOpen, coefs);
+  }
+}
+
+// --- Thresholds ---------------------------------------------------------------------------------
+
+float largest(const float* x, size_t n) {
+  F top = vec::set1(kNegInf);
+  for (size_t i = 0; i < n; i += kW)
+    top = vec::max(vec::load(x + i), top);
+  float lanes[kW];
+  vec::store(lanes, vec::group_max<kW>(top));
+  return lanes[0];
+}
+
+void sizes(const float* x, const float* norm, float top, size_t n, float* out) {
+  const F reference = vec::set1(top);
+  for (size_t i = 0; i < n; i += kW) {
+    const F e = bounded_exp(vec::sub(vec::load(x + i), reference), 80.0f);
+    vec::store(out + i, vec::mul(e, vec::load(norm + i)));
+  }
+}
+
+void raise(const float* x, float factor, size_t n, float* out) {
+  const F f = vec::set1(factor);
+  for (size_t i = 0; i < n; i += kW)
+    vec::store(out + i, vec::max(vec::load(out + i), vec::mul(vec::load(x + i), f)));
+}
+
+void saturation(const float* x, float limit, size_t n, uint64_t* count, double* sum) {
+  const F bound = vec::set1(limit);
+  const F one = vec::set1(1.0f);
+  F reaching = vec::zero();
+  F all = vec::zero();
+  for (size_t i = 0; i < n; i += kW) {
+    const F y = vec::load(x + i);
+    reaching = vec::add(reaching, vec::keep_ge(y, bound, one));
+    all = vec::add(all, vec::sub(y, vec::keep_ge(y, bound, y)));
+  }
+  float counts[kW];
+  float sums[kW];
+  vec::store(counts, reaching);
+  vec::store(sums, all);
+  double total = 0.0;
+  double n_reaching = 0.0;
+  for (int i = 0; i < kW; ++i) {
+    total += static_cast<double>(sums[i]);
+    n_reaching += static_cast<double>(counts[i]);
+  }
+  *count = static_cast<uint64_t>(n_reaching);
+  *sum = total;
+}
+
+constexpr SampledKernels kKernels{.gather = gather,
+                                  .logits = all_logits,
+                                  .norms = norms,
+                                  .largest = largest,
+                                  .sizes = sizes,
+                                  .raise = raise,
+                                  .saturation = saturation};
+
+}  // namespace
+}  // namespace attention
+}  // namespace kvm
+
+#endif  // KVM_ATTENTION_SAMPLED_GATHER_KERNEL_H_

@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+// How many keys to draw: the thresholds c of a problem, from a look at a part of the index.
+//
+// The pilot is one block of every 16 of R (all of them where R is small), chosen at random within
+// its sixteen. With a budget of m keys for each row, c of a row solves
+//   sum min(1, c size_i) = m     over all keys, the pilot standing for them; size = e^s_hat |v|.
+// Without one, some 64 keys of the pilot are read for each row. They and the nearest of F estimate
+// o, D and the variance V(f) of the whole sample when all c grow by f; f is taken such that the
+// largest bar meets eps. Where so many keys would have to be read that exact is cheaper, the
+// problem is marked to be answered exactly.
+#ifndef KVM_ATTENTION_SAMPLED_PILOT_H_
+#define KVM_ATTENTION_SAMPLED_PILOT_H_
+
+#include "attention/sampled/core.h"
+
+namespace kvm::attention {
+
+size_t pilot_scratch_bytes(const Problem& problem, const Plan& exact, uint64_t n_keys);
+
+// Sets log_c and answer_exactly. REQUIRES: everything else of c.prepared is there.
+void find_thresholds(const Context& c, void* scratch);
+
+// c with sum min(1, c sizes_i) = wanted. sizes [n], n a multiple of 16, aligned to 64 bytes;
+// REQUIRES: wanted > 0. Where fewer than `wanted` sizes are positive, a c that saturates them.
+float threshold(const SampledKernels& kernels, const float* sizes, size_t n, double wanted);
+
+// Verified, and Sampled without a budget: the share of the keys beyond which exact is cheaper.
+// Reading n keys in order takes n t, t the time of a row; scanning, scan n; a row gathered,
+// t + 14 ns, for it comes alone. So sampling u n rows pays up to u = (t - scan) / (t + 14 ns), of
+// which seven tenths are taken: the sample may have to grow again.
+double max_read_fraction(const ApproxParams& params, const Problem& problem);
+
+}  // namespace kvm::attention
+
+#endif  // KVM_ATTENTION_SAMPLED_PILOT_H_

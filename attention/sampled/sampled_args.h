@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the drivers of approximate attention hand to the per-ISA kernels. Plain data: kernel files
+// include nothing else of ours.
+#ifndef KVM_ATTENTION_SAMPLED_SAMPLED_ARGS_H_
+#define KVM_ATTENTION_SAMPLED_SAMPLED_ARGS_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+namespace kvm {
+namespace attention {
+
+enum : uint32_t {
+  kGatherKeys = 16,  // keys of a batch; prefetching runs one batch ahead
+  kMaxGatherRows = 16,
+};
+
+// The query rows that gathered keys meet, and where their vectors of sums lie.
+struct GatherArgs {
+  const float* q;          // [rows_padded][q_stride]
+  const uint16_t* q_bf16;  // the same as bf16 where that is exact, else null
+  const float* bias;       // [rows_padded], added to the dot products, or null
+  uint32_t q_stride;       // elements; a multiple of kDimPad, zero beyond dim_k
+  uint32_t rows;
+  uint32_t rows_padded;  // 1, or a multiple of kRowTile
+  uint32_t dim_k;
+  uint32_t dim_v;
+  uint32_t acc_stride;  // floats of a vector of sums; a multiple of 32, >= dim_v
+  float scale;
+  float softcap;
+};
+
+// Up to 16 keys at any addresses.
+struct GatherBatch {
+  const uint8_t* k[2 * kGatherKeys];  // rows, and those of the next batch: only prefetched
+  const uint8_t* v[2 * kGatherKeys];
+  float k_scale[kGatherKeys];  // 1, but for int8 rows
+  float v_scale[kGatherKeys];
+  float p[kGatherKeys];  // inclusion probability before growth, below 1; kGatherOpen only
+  // [rows_padded][16]. kGatherOpen: the sketch's logits. kGatherWeighted: factors of the weights,
+  // 0 where the row does not use the key. Else null.
+  const float* per_row;
+  uint32_t n;       // keys behind it repeat a row and count nothing
+  uint8_t dtype_k;  // Dtype
+  uint8_t dtype_v;
+  uint8_t kind;   // GatherKind
+  uint8_t split;  // kGatherOpen: the sample may grow, so kVecSquare is kept in two parts
+  float sign;     // kGatherOpen: -1 takes the keys out again
+};
+
+enum GatherKind : uint8_t {
+  kGatherClosed,    // p = 1: weight w
+  kGatherOpen,      // p < 1: weight w / p, and what the variance needs
+  kGatherWeighted,  // weight w * per_row
+};
+
+// Sums over keys of a row, each in 16 lanes. w = e^(s - m) is the weight, h = e^(s_hat - m) the
+// sketch's, e = s - s_hat. Those from kSumOpen on are over open keys.
+enum GatherSum : uint32_t {
+  kSumClosed,       // w
+  kSumClosedNorm,   // w |v|^2
+  kSumOpen,         // w/p
+  kSumOpenNorm,     // w/p |v|^2
+  kSumHat,          // h/p
+  kSumResidual,     // w/p e
+  kSumResidual2,    // w/p e^2
+  kSumSquare,       // w^2/p^2
+  kSumSquareNorm,   // w^2/p^2 |v|^2
+  kSumSquareHat,    // w h/p^2
+  kSumSquareHat2,   // h^2/p^2
+  kSumProduct,      // w^2/p
+  kSumProductNorm,  // w^2/p |v|^2
+  kSumProductHat,   // w h/p
+  kSumProductHat2,  // h^2/p
+  kGatherSums
+};
+
+// Vectors of sums of a row.
+enum GatherVector : uint32_t {
+  kVecClosed,   // w v
+  kVecOpen,     // w/p v
+  kVecSquare,   // w^2/p^2 v; where not split: w^2 (1 - p)/p^2 v
+  kVecProduct,  // w^2/p v; where not split: 0
+  kGatherVectors
+};
+
+// All relative to m, which grows.
+struct GatherSums {
+  float* m;     // [rows_padded]; -inf where nothing was added
+  float* sums;  // [rows_padded][kGatherSums][16]
+  float* acc;   // [kGatherVectors][rows_padded][acc_stride]
+};
+
+struct SampledKernels {
+  // Adds a batch.
+  void (*gather)(const GatherArgs* args, const GatherBatch* batch, const GatherSums* sums);
+  // Dot products of the rows at batch->k with q: logits [rows_padded][16]; with a scale of 1 and no
+  // soft cap, the products themselves. Only k, k_scale, n and dtype_k are used.
+  void (*logits)(const GatherArgs* args, const GatherBatch* batch, float* out);
+  // Sum of squares of the first dim elements of each of the 16 rows, scales not applied.
+  void (*norms)(const uint8_t* const* rows, uint32_t dtype, uint32_t dim, float* out);
+
+  // The threshold of a row over n keys; n is a multiple of 16, arrays are aligned to 64 bytes.
+  float (*largest)(const float* x, size_t n);
+  // out = e^min(x - top, 80) norm
+  void (*sizes)(const float* x, const float* norm, float top, size_t n, float* out);
+  // out = max(out, factor x)
+  void (*raise)(const float* x, float factor, size_t n, float* out);
+  // How many reach the limit, and the sum of the others.
+  void (*saturation)(const float* x, float limit, size_t n, uint64_t* count, double* sum);
+};
+
+// One object per per-ISA file.
+extern const SampledKernels kSampledScalar;
+extern const SampledKernels kSampledAvx2;
+extern const SampledKernels kSampledAvx512;
+extern const SampledKernels kSampledAvx512Bf16;
+
+}  // namespace attention
+}  // namespace kvm
+
+#endif  // KVM_ATTENTION_SAMPLED_SAMPLED_ARGS_H_

@@ -1,0 +1,325 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "attention/sampled/select.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include "attention/sampled/hashed.h"
+
+namespace kvm::attention {
+namespace {
+
+// How many times the budget is re-ranked by exact scores where a sketch proposes.
+constexpr uint32_t kRerank = 4;
+
+bool better(const Scored& a, const Scored& b) {
+  return a.score > b.score || (a.score == b.score && a.position < b.position);
+}
+
+uint32_t budget_of(const ApproxParams& params, uint64_t n_keys) {
+  return static_cast<uint32_t>(
+      std::clamp<uint64_t>(params.budget, 1, std::max<uint64_t>(n_keys, 1)));
+}
+
+// Of all shards together.
+uint32_t keep_of(const ApproxParams& params, uint64_t n_keys) {
+  const uint64_t times = params.proposal == Proposal::kSketch ? kRerank : 1;
+  return static_cast<uint32_t>(std::min(n_keys, budget_of(params, n_keys) * times));
+}
+
+SelectState carve_state(const ApproxInput& input, uint64_t n_keys, uint32_t rows, Carver& carver) {
+  SelectState s;
+  s.exact = carver.take<std::byte>(state_bytes(*input.problem, rows));
+  s.head = carver.take<SelectHead>(1);
+  s.items = carver.take<Scored>(size_t{rows} * 2 * keep_in_shard(input.params, n_keys));
+  return s;
+}
+
+struct SelectScratch {
+  // Of eval_shard.
+  float* block_logits;  // [rows][64]
+  float* block_norms;
+  std::byte* hashed;
+  uint64_t* block_position;
+  uint32_t* block_ids;
+  // Of finish.
+  Scored* items;       // [rows][2 * keep]
+  uint64_t* position;  // [rows * keep]
+  uint16_t* rows;
+  uint32_t* ids;
+};
+
+SelectScratch carve_scratch(const ApproxInput& input, uint64_t n_keys, uint32_t rows,
+                            Carver& carver) {
+  const size_t keep = keep_of(input.params, n_keys);
+  SelectScratch s;
+  s.block_logits = carver.take<float>(size_t{rows} * kPageTokens);
+  s.block_norms = carver.take<float>(kPageTokens);
+  s.hashed = carver.take<std::byte>(
+      input.params.proposal == Proposal::kLsh ? hashed_scratch_bytes(input) : 0);
+  s.block_position = carver.take<uint64_t>(kPageTokens);
+  s.block_ids = carver.take<uint32_t>(kPageTokens);
+  s.items = carver.take<Scored>(rows * 2 * keep);
+  s.position = carver.take<uint64_t>(rows * keep);
+  s.rows = carver.take<uint16_t>(rows * keep);
+  s.ids = carver.take<uint32_t>(rows * keep);
+  return s;
+}
+
+// Exact logits of keys in order: body(i, logits of key i with stride kGatherKeys between rows).
+template <typename Body>
+void score_keys(const Context& c, const GatherList& list, Body body) {
+  const GatherContext context = c.gathering();
+  BatchMaker maker(context, list);
+  GatherArgs args;
+  GatherBatch batch;
+  alignas(64) float logits[kMaxGatherRows * kGatherKeys];
+  while (maker.next(&args, &batch)) {
+    context.kernels->logits(&args, &batch, logits);
+    for (uint32_t i = 0; i < batch.n; ++i) {
+      body(maker.first() + i, logits + i);
+    }
+  }
+}
+
+class ShardLists {
+ public:
+  ShardLists(const Context& c, Scored* items, uint32_t keep) : c_(c) {
+    for (uint32_t r = 0; r < c.rows; ++r) {
+      lists_[r] = TopList(items + size_t{r} * 2 * keep, keep);
+    }
+  }
+  TopList& operator[](uint32_t row) { return lists_[row]; }
+  void push_all(uint64_t position, const float* logits, uint32_t stride) {
+    for (uint32_t r = 0; r < c_.rows; ++r) {
+      lists_[r].push(logits[r * stride], position);
+    }
+  }
+
+ private:
+  const Context& c_;
+  TopList lists_[kMaxApproxRows] = {{nullptr, 1}, {nullptr, 1}, {nullptr, 1}, {nullptr, 1},
+                                    {nullptr, 1}, {nullptr, 1}, {nullptr, 1}, {nullptr, 1},
+                                    {nullptr, 1}, {nullptr, 1}, {nullptr, 1}, {nullptr, 1},
+                                    {nullptr, 1}, {nullptr, 1}, {nullptr, 1}, {nullptr, 1}};
+};
+
+void select_exact(const Context& c, const Stretch& stretch, const SelectScratch& s,
+                  ShardLists& lists) {
+  std::iota(s.block_ids, s.block_ids + kPageTokens, 0u);
+  for (uint32_t b = 0; b < stretch.n_blocks; ++b) {
+    std::iota(s.block_position, s.block_position + kPageTokens,
+              stretch.position + uint64_t{b} * kPageTokens);
+    const GatherList list{.ids = {s.block_ids, kPageTokens}, .position = s.block_position};
+    score_keys(c, list, [&](size_t i, const float* logits) {
+      lists.push_all(s.block_position[i], logits, kGatherKeys);
+    });
+  }
+}
+
+void select_sketched(const Context& c, const Use& use, const Stretch& stretch,
+                     const SelectScratch& s, ShardLists& lists, SelectHead* head) {
+  const SketchedRun& run = c.input->index.sketches[stretch.index_run];
+  const hash_index::SketchSpan span{.frame = run.frame,
+                                    .query = c.prepared.queries + use.query_at,
+                                    .blocks = run.blocks,
+                                    .n_blocks = run.n_blocks,
+                                    .position = run.position};
+  const QueryRows q = query_rows(c.problem, c.prepared.exact);
+  const float* bias = bias_of(q, use.variant);
+  const auto offset = static_cast<uint32_t>((stretch.position - run.position) / kPageTokens);
+  for (uint32_t b = 0; b < stretch.n_blocks; ++b) {
+    hash_index::scan_logits(span, c.rows, offset + b, s.block_logits, s.block_norms);
+    for (uint32_t r = 0; bias != nullptr && r < c.rows; ++r) {
+      for (uint32_t i = 0; i < kPageTokens; ++i) {
+        s.block_logits[r * kPageTokens + i] += bias[r] * c.problem.scale;
+      }
+    }
+    for (uint32_t i = 0; i < kPageTokens; ++i) {
+      lists.push_all(stretch.position + uint64_t{b} * kPageTokens + i, s.block_logits + i,
+                     kPageTokens);
+    }
+  }
+  head->index_bytes += stretch.n_blocks *
+                       hash_index::block_bytes(hash_index::frame_kind(*run.frame), c.problem.dim_k);
+}
+
+void select_hashed(const Context& c, const Use& use, const SelectScratch& s, ShardLists& lists,
+                   SelectHead* head) {
+  const HashedKeys keys = look_up(c, use, s.hashed);
+  head->index_bytes += keys.ids_read * sizeof(uint16_t);
+  head->keys_scored += keys.n;
+  uint32_t ids[kPageTokens];
+  for (uint32_t from = 0; from < keys.n; from += kPageTokens) {
+    const uint32_t n = std::min(keys.n - from, kPageTokens);
+    std::iota(ids, ids + n, from);
+    const GatherList list{.ids = {ids, n}, .position = keys.position};
+    score_keys(c, list, [&](size_t i, const float* logits) {
+      for (uint32_t r = 0; r < c.rows; ++r) {
+        if ((keys.rows[from + i] >> r & 1) != 0) {
+          lists[r].push(logits[r * kGatherKeys], keys.position[from + i]);
+        }
+      }
+    });
+  }
+}
+
+// The union of the rows' lists: positions ascending, with masks of the rows. Returns how many.
+uint32_t unite(const Context& c, const SelectScratch& s, uint32_t keep, const uint32_t* n) {
+  uint32_t at[kMaxApproxRows] = {};
+  uint32_t n_out = 0;
+  while (true) {
+    uint64_t least = UINT64_MAX;
+    for (uint32_t r = 0; r < c.rows; ++r) {
+      if (at[r] < n[r]) {
+        least = std::min(least, s.items[size_t{r} * 2 * keep + at[r]].position);
+      }
+    }
+    if (least == UINT64_MAX) {
+      return n_out;
+    }
+    uint16_t mask = 0;
+    for (uint32_t r = 0; r < c.rows; ++r) {
+      if (at[r] < n[r] && s.items[size_t{r} * 2 * keep + at[r]].position == least) {
+        mask = static_cast<uint16_t>(mask | 1u << r);
+        ++at[r];
+      }
+    }
+    s.position[n_out] = least;
+    s.rows[n_out] = mask;
+    s.ids[n_out] = n_out;
+    ++n_out;
+  }
+}
+
+void gather_masked(const Context& c, const GatherList& list, const uint16_t* rows,
+                   const GatherSums& sums) {
+  const GatherContext context = c.gathering();
+  BatchMaker maker(context, list);
+  GatherArgs args;
+  GatherBatch batch;
+  alignas(64) float per_row[kMaxGatherRows * kGatherKeys];
+  while (maker.next(&args, &batch)) {
+    std::fill(std::begin(per_row), std::end(per_row), 0.0f);
+    for (uint32_t i = 0; i < batch.n; ++i) {
+      for (uint32_t r = 0; r < c.rows; ++r) {
+        per_row[r * kGatherKeys + i] = (rows[maker.first() + i] >> r & 1) != 0 ? 1.0f : 0.0f;
+      }
+    }
+    batch.kind = kGatherWeighted;
+    batch.per_row = per_row;
+    context.kernels->gather(&args, &batch, &sums);
+  }
+}
+
+}  // namespace
+
+void TopList::shrink() {
+  std::nth_element(items_, items_ + keep_ - 1, items_ + n_, better);
+  n_ = keep_;
+  bar_ = items_[keep_ - 1].score;
+  full_ = true;
+}
+
+uint32_t TopList::finish() {
+  if (n_ > keep_) {
+    shrink();
+  }
+  std::sort(items_, items_ + n_,
+            [](const Scored& a, const Scored& b) { return a.position < b.position; });
+  return n_;
+}
+
+uint32_t keep_in_shard(const ApproxParams& params, uint64_t n_keys) {
+  // Hash tables of a run are asked for all its keys at once, and a run may be longer than a shard.
+  return std::min<uint32_t>(keep_of(params, n_keys),
+                            std::max<uint32_t>(kShardTokens, hash_index::kMaxRunKeys));
+}
+
+size_t select_state_bytes(const ApproxInput& input, uint64_t n_keys, uint32_t rows) {
+  Carver carver(nullptr);
+  carve_state(input, n_keys, rows, carver);
+  return carver.used_bytes();
+}
+
+size_t select_scratch_bytes(const ApproxInput& input, uint64_t n_keys, uint32_t rows) {
+  Carver carver(nullptr);
+  carve_scratch(input, n_keys, rows, carver);
+  return carver.used_bytes();
+}
+
+SelectState select_state(const Context& c, void* state) {
+  Carver carver(state);
+  return carve_state(*c.input, c.plan->n_keys_indexed, c.rows, carver);
+}
+
+void select_shard(const Context& c, uint64_t shard_id, void* scratch, const SelectState& state) {
+  Carver carver(scratch);
+  const SelectScratch s = carve_scratch(*c.input, c.plan->n_keys_indexed, c.rows, carver);
+  const uint32_t keep = keep_in_shard(c.params(), c.plan->n_keys_indexed);
+  *state.head = SelectHead{};
+  ShardLists lists(c, state.items, keep);
+  if (c.params().proposal == Proposal::kLsh) {
+    for (const Use& use : c.uses()) {
+      if (c.stretches()[use.first_stretch].position / kShardTokens == shard_id) {
+        select_hashed(c, use, s, lists, state.head);
+      }
+    }
+  } else {
+    for_stretches_in(c, shard_id * kShardTokens, (shard_id + 1) * kShardTokens,
+                     [&](const Use& use, const Stretch& stretch) {
+                       if (c.params().proposal == Proposal::kSketch) {
+                         select_sketched(c, use, stretch, s, lists, state.head);
+                       } else {
+                         select_exact(c, stretch, s, lists);
+                         state.head->keys_scored += uint64_t{stretch.n_blocks} * kPageTokens;
+                       }
+                     });
+  }
+  for (uint32_t r = 0; r < c.rows; ++r) {
+    state.head->n[r] = lists[r].finish();
+  }
+}
+
+Selected gather_selected(const Context& c, void* scratch, std::byte* states,
+                         const GatherSums& sums) {
+  Carver carver(scratch);
+  const SelectScratch s = carve_scratch(*c.input, c.plan->n_keys_indexed, c.rows, carver);
+  const uint32_t keep = keep_of(c.params(), c.plan->n_keys_indexed);
+  const uint32_t keep_shard = keep_in_shard(c.params(), c.plan->n_keys_indexed);
+  Selected result;
+  uint32_t n[kMaxApproxRows];
+  ShardLists lists(c, s.items, keep);
+  for (uint32_t shard = 0; shard < c.plan->n_shards; ++shard) {
+    const SelectState state = select_state(c, states + shard * c.plan->state_bytes);
+    result.keys_read += state.head->keys_scored;
+    result.index_bytes += state.head->index_bytes;
+    for (uint32_t r = 0; r < c.rows; ++r) {
+      const Scored* items = state.items + size_t{r} * 2 * keep_shard;
+      for (uint32_t i = 0; i < state.head->n[r]; ++i) {
+        lists[r].push(items[i].score, items[i].position);
+      }
+    }
+  }
+  for (uint32_t r = 0; r < c.rows; ++r) {
+    n[r] = lists[r].finish();
+  }
+  uint32_t n_keys = unite(c, s, keep, n);
+  if (c.params().proposal == Proposal::kSketch) {
+    const uint32_t budget = budget_of(c.params(), c.plan->n_keys_indexed);
+    result.keys_read = n_keys;
+    ShardLists best(c, s.items, budget);
+    const GatherList list{.ids = {s.ids, n_keys}, .position = s.position};
+    score_keys(c, list, [&](size_t i, const float* logits) {
+      best.push_all(s.position[i], logits, kGatherKeys);
+    });
+    for (uint32_t r = 0; r < c.rows; ++r) {
+      n[r] = best[r].finish();
+    }
+    n_keys = unite(c, s, budget, n);
+  }
+  gather_masked(c, {.ids = {s.ids, n_keys}, .position = s.position}, s.rows, sums);
+  return result;
+}
+
+}  // namespace kvm::attention

@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+// TopK: the keys of R with the largest scores, row by row. A shard keeps its best ones; the best of
+// those are read in the end. Of equal scores the lower position wins.
+#ifndef KVM_ATTENTION_SAMPLED_SELECT_H_
+#define KVM_ATTENTION_SAMPLED_SELECT_H_
+
+#include "attention/sampled/core.h"
+
+namespace kvm::attention {
+
+struct Scored {
+  float score = 0;
+  uint64_t position = 0;
+};
+
+// The `keep` best of what is pushed in order of position. REQUIRES: room for 2 * keep.
+class TopList {
+ public:
+  TopList(Scored* items, uint32_t keep, uint32_t n = 0) : items_(items), keep_(keep), n_(n) {}
+  void push(float score, uint64_t position) {
+    if (full_ && !(score > bar_)) {
+      return;
+    }
+    items_[n_++] = {score, position};
+    if (n_ == 2 * keep_) {
+      shrink();
+    }
+  }
+  // The best ones in order of position; returns how many.
+  uint32_t finish();
+
+ private:
+  void shrink();
+
+  Scored* items_;
+  uint32_t keep_;
+  uint32_t n_;
+  bool full_ = false;
+  float bar_ = 0;
+};
+
+// State of a shard.
+struct SelectHead {
+  uint32_t n[kMaxApproxRows] = {};
+  uint64_t keys_scored = 0;  // whose key was read
+  uint64_t index_bytes = 0;
+};
+struct SelectState {
+  std::byte* exact;
+  SelectHead* head;
+  Scored* items;  // [rows][2 * keep]
+};
+
+uint32_t keep_in_shard(const ApproxParams& params, uint64_t n_keys);
+size_t select_state_bytes(const ApproxInput& input, uint64_t n_keys, uint32_t rows);
+size_t select_scratch_bytes(const ApproxInput& input, uint64_t n_keys, uint32_t rows);
+SelectState select_state(const Context& c, void* state);
+
+void select_shard(const Context& c, uint64_t shard_id, void* scratch, const SelectState& state);
+
+// Reads the best of all shards into `sums`.
+struct Selected {
+  uint64_t keys_read = 0;
+  uint64_t index_bytes = 0;
+};
+Selected gather_selected(const Context& c, void* scratch, std::byte* states,
+                         const GatherSums& sums);
+
+}  // namespace kvm::attention
+
+#endif  // KVM_ATTENTION_SAMPLED_SELECT_H_
