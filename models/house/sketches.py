@@ -37,13 +37,25 @@ def splitmix64(state):
 def permanent_random(seed, count, first=0):
     """uint64 seed -> [count] doubles in [0, 1), one for each id first, first + 1, ...
 
-    u(seed, id) = (splitmix64(seed * MIX_SEED + id * MIX_ADD) >> 11) * 2^-53, modulo 2^64 inside.
-    The same for all heads of a group and all budgets: samples of growing budgets are nested.
+    A hash in words of 32 bits, cheap where many ids are hashed at once, modulo 2^32 inside:
+
+        key = splitmix64(seed * MIX_SEED + ((id >> 32) + 1) * MIX_ADD)    modulo 2^64
+        x = id * 0x9E3779B1 + key;  x = (x ^ x >> 16) * 0x21F0AAAD;  x ^= key >> 32
+        x = (x ^ x >> 15) * 0x735A2D97;  u = (x >> 8) * 2^-24
+
+    The multipliers are from Chris Wellons' search for 32-bit hashes with little bias. The same
+    function is hash_index/sketch/random.h; the tests of both pin the same values. u is the same for
+    all heads of a group and all budgets: samples of growing budgets are nested.
     """
     with np.errstate(over="ignore"):
         ids = np.arange(first, first + count, dtype=np.uint64)
-        mixed = splitmix64(np.uint64(seed % 2**64) * MIX_SEED + ids * MIX_ADD)
-    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+        upper = (ids >> np.uint64(32)) + np.uint64(1)
+        key = splitmix64(np.uint64(seed % 2**64) * MIX_SEED + upper * MIX_ADD)
+        x = ids.astype(np.uint32) * np.uint32(0x9E3779B1) + key.astype(np.uint32)
+        x = (x ^ (x >> np.uint32(16))) * np.uint32(0x21F0AAAD)
+        x ^= (key >> np.uint64(32)).astype(np.uint32)
+        x = (x ^ (x >> np.uint32(15))) * np.uint32(0x735A2D97)
+    return (x >> np.uint32(8)).astype(np.float64) * 2.0**-24
 
 
 def hadamard(x):

@@ -36,13 +36,23 @@ class RandomTest(unittest.TestCase):
         state = np.array([0x9E3779B97F4A7C15], np.uint64)
         with np.errstate(over="ignore"):
             self.assertEqual(int(sketches.splitmix64(state)[0]), 0xE220A8397B1DCDAF)
-        self.assertEqual(sketches.permanent_random(0, 2)[1], (0xE220A8397B1DCDAF >> 11) * 2.0**-53)
+        # tests/unit/hash_index/sketch_test.cc pins the same ones.
+        for seed, first, wanted in (
+                (0, 0, (8601915, 134215, 5833036, 10975883)),
+                (1, 0, (1921361, 5117469, 10289115, 11869297)),
+                (7, 123456, (14499800, 961951, 814972, 2583010)),
+                (2**64 - 1, 2**32 - 2, (9839450, 14443986, 5428208, 2581592)),
+                (12345678901234567, 5 * 2**33 + 17, (10310482, 11738624, 1269694, 8226507))):
+            u = sketches.permanent_random(seed, 4, first)
+            self.assertEqual(tuple(int(x) for x in u * 2**24), wanted)
 
     def test_uniform_and_independent_of_the_cut(self):
         u = sketches.permanent_random(7, 100000)
         counts, _ = np.histogram(u, 20, (0, 1))
         self.assertLess(np.sum((counts - 5000.0)**2 / 5000), 43.8)  # chi^2, 19 degrees, p = .001
         self.assertLess(abs(np.corrcoef(u[1:], u[:-1])[0, 1]), 0.011)
+        for lag in (2, 16, 64, 4096, 12288):
+            self.assertLess(abs(np.corrcoef(u[lag:], u[:-lag])[0, 1]), 0.011)
         other = sketches.permanent_random(8, 100000)
         self.assertLess(abs(np.corrcoef(u, other)[0, 1]), 0.011)
         np.testing.assert_array_equal(sketches.permanent_random(7, 10, first=50), u[50:60])

@@ -325,6 +325,52 @@ TEST(Kernels, ReadEveryDtype) {
   }
 }
 
+TEST(Kernels, ListWhatWasMetTwice) {
+  Rng rng(12);
+  for (const LshKernels* kernels : available_lsh_kernels()) {
+    for (const uint32_t n : {1u, 7u, 8u, 9u, 63u, 64u, 65u, 70u, 72u, 1000u}) {
+      for (const uint32_t rarity : {1u, 3u, 30u}) {
+        const size_t rounded = (n + 63) / 64 * 64;
+        std::vector<Met> expected(n);
+        const Buffer counts = make_buffer(rounded);
+        const Buffer masks = make_buffer(2 * rounded, 0);
+        for (const uint32_t row : {0u, 3u, 7u, 8u, 15u}) {
+          for (uint32_t i = 0; i < rounded; ++i) {
+            const auto count = static_cast<uint8_t>(rng() % rarity == 0 ? rng() % 256 : rng() % 2);
+            counts[i] = static_cast<std::byte>(i < n ? count : 0);
+            if (i < n) {
+              expected[i].id = i;
+              expected[i].rows |= count >= 2 ? 1u << row : 0u;
+            }
+          }
+          auto* plane = reinterpret_cast<uint8_t*>(masks.get()) + row / 8 * rounded;
+          kernels->collect(reinterpret_cast<uint8_t*>(counts.get()), rounded, 1u << row % 8, plane);
+          EXPECT_TRUE(std::all_of(counts.get(), counts.get() + rounded,
+                                  [](std::byte b) { return b == std::byte{0}; }));
+        }
+        for (const bool both : {false, true}) {
+          const Buffer out = make_buffer(n * sizeof(LshCandidate));
+          const auto* low = reinterpret_cast<const uint8_t*>(masks.get());
+          const uint32_t listed = kernels->list(low, both ? low + rounded : nullptr, n,
+                                                reinterpret_cast<uint16_t*>(out.get()));
+          const auto* candidates = reinterpret_cast<const LshCandidate*>(out.get());
+          uint32_t at = 0;
+          for (const Met& met : expected) {
+            const uint32_t rows = both ? met.rows : met.rows & 255;
+            if (rows != 0) {
+              ASSERT_LT(at, listed);
+              EXPECT_EQ(candidates[at].id, met.id) << kernels->name << " n " << n;
+              EXPECT_EQ(candidates[at].rows, rows) << kernels->name << " n " << n;
+              ++at;
+            }
+          }
+          EXPECT_EQ(at, listed) << kernels->name << " n " << n;
+        }
+      }
+    }
+  }
+}
+
 TEST(Tables, AreTheKeysInTheOrderOfTheirCodes) {
   Rng rng(3);
   const uint32_t dim = 16;
@@ -389,7 +435,7 @@ TEST(Lookup, EqualsBruteForceForEveryNumberOfBitsAndRows) {
   Rng rng(5);
   const uint32_t dim = 24;
   for (uint32_t n_bits = 1; n_bits <= kMaxLshBits; ++n_bits) {
-    const LshParams params{n_bits, 2 + 3 * n_bits, 99 + n_bits};
+    const LshParams params{n_bits, n_bits == 7 ? kMaxLshTables : 2 + 3 * n_bits, 99 + n_bits};
     const PlanesPtr planes = make_planes(params, dim);
     const uint32_t n = 150 + 13 * n_bits;
     std::vector<float> keys = normal(&rng, size_t{n} * dim);
@@ -464,7 +510,7 @@ TEST(Lookup, OfEqualKeys) {
           keys.push_back(2 * sign * x);
         }
       }
-      const PlanesPtr planes = make_planes({3, 300, 1}, dim);  // more meetings than a byte counts
+      const PlanesPtr planes = make_planes({3, 257, 1}, dim);  // more meetings than a byte counts
       const KeyStore store(keys, dim);
       const Buffer tables = store.build(*planes, nullptr);
       const auto met = look_up(*planes, tables, n, n, codes_of(*planes, q), 1);

@@ -1,0 +1,397 @@
+// SPDX-License-Identifier: Apache-2.0
+// Coding of keys, written once over a vector wrapper (base/simd/vec_*.h), which is included before.
+//
+// Keys lie in the lanes: [coordinate][kStrip keys]. So rotations, thresholds and the packing of
+// bits need no shuffles, only the reading of K does (a transpose).
+#ifndef KVM_HASH_INDEX_SKETCH_ENCODE_KERNEL_H_
+#define KVM_HASH_INDEX_SKETCH_ENCODE_KERNEL_H_
+
+#include "hash_index/sketch/lanes.h"
+#include "hash_index/sketch/scan_args.h"
+
+namespace kvm {
+namespace hash_index {
+namespace {
+
+// The file that includes this defines mask_lt (scan_kernel.h) and root_of(a), the square root.
+
+constexpr int kPair = 2;  // vectors of keys that go together
+constexpr uint32_t kStrip = kPair * vec::kWidth;
+
+struct Strip {
+  alignas(64) float x[kScanMaxDim][kStrip];
+  alignas(64) float y[kLeadDims + kScanMaxDim][kStrip];
+};
+
+inline F magnitude(F a) { return float_of(bits_of(a) & splat(0x7fffffffu)); }
+
+inline U to_bf16(F a) {
+  const U bits = bits_of(a);
+  return (bits + splat(0x7fffu) + ((bits >> 16) & splat(1))) >> 16;
+}
+
+// kWidth rows of dim elements, columns [at, at + kWidth), as vectors of the rows' lanes.
+template <int kElem>
+inline void load_columns(const uint8_t* rows, uint32_t dim, uint32_t at, F* out) {
+  constexpr size_t kBytes = kElem == vec::kElemF32 ? 4 : 2;
+  for (int i = 0; i < vec::kWidth; ++i) {
+    const uint8_t* row = rows + static_cast<size_t>(i) * dim * kBytes;
+    out[i] = at + vec::kWidth <= dim ? vec::load_as<kElem>(row, at)
+                                     : vec::load_as_n<kElem>(row, at, dim - at);
+  }
+  vec::transpose(out);
+}
+
+// Centred keys into s->x. What is no finite number becomes a key at the centre.
+template <int kElem>
+inline void load_strip(const EncodeArgs& args, uint32_t first, Strip* s) {
+  constexpr size_t kBytes = kElem == vec::kElemF32 ? 4 : 2;
+  const size_t row_bytes = args.dim_k * kBytes;
+  F square[kPair];
+  for (int p = 0; p < kPair; ++p) {
+    const uint8_t* rows = args.k + (first + static_cast<uint32_t>(p) * vec::kWidth) * row_bytes;
+    square[p] = vec::zero();
+    for (uint32_t at = 0; at < args.dim_k; at += vec::kWidth) {
+      F column[vec::kWidth];
+      load_columns<kElem>(rows, args.dim_k, at, column);
+      const uint32_t n = args.dim_k - at < vec::kWidth ? args.dim_k - at : vec::kWidth;
+      for (uint32_t j = 0; j < n; ++j) {
+        const F x = vec::sub(column[j], vec::set1(args.center[at + j]));
+        square[p] = vec::fma(x, x, square[p]);
+        vec::store(s->x[at + j] + p * vec::kWidth, x);
+      }
+    }
+  }
+  const F limit = vec::set1(1e30f);
+  for (int p = 0; p < kPair; ++p) {
+    const uint32_t fits = mask_lt(square[p], limit);
+    if (fits != (vec::kWidth == 32 ? ~0u : (1u << vec::kWidth) - 1)) {
+      for (uint32_t k = 0; k < args.dim_k; ++k) {
+        for (int i = 0; i < vec::kWidth; ++i) {
+          if ((fits >> i & 1) == 0) {
+            s->x[k][p * vec::kWidth + i] = 0.0f;
+          }
+        }
+      }
+    }
+  }
+}
+
+// y[j] = sum over k of m[k * stride + j] x[k], for kOut outputs j.
+template <int kOut>
+inline void multiply(const float* m, uint32_t stride, uint32_t dim, const float (*x)[kStrip],
+                     float (*y)[kStrip]) {
+  F acc[kOut][kPair];
+  for (int j = 0; j < kOut; ++j) {
+    acc[j][0] = acc[j][1] = vec::zero();
+  }
+  for (uint32_t k = 0; k < dim; ++k) {
+    const F x0 = vec::load(x[k]);
+    const F x1 = vec::load(x[k] + vec::kWidth);
+    for (int j = 0; j < kOut; ++j) {
+      const F b = vec::set1(m[k * stride + static_cast<uint32_t>(j)]);
+      acc[j][0] = vec::fma(b, x0, acc[j][0]);
+      acc[j][1] = vec::fma(b, x1, acc[j][1]);
+    }
+  }
+  for (int j = 0; j < kOut; ++j) {
+    vec::store(y[j], acc[j][0]);
+    vec::store(y[j] + vec::kWidth, acc[j][1]);
+  }
+}
+
+// What a register file holds: 16 sums beside the operands, or 8.
+constexpr int kOutTile = vec::kWidth == 16 ? 8 : 4;
+
+inline void multiply_all(const float* m, uint32_t n_out, uint32_t dim, const float (*x)[kStrip],
+                         float (*y)[kStrip]) {
+  for (uint32_t j = 0; j < n_out; j += kOutTile) {
+    multiply<kOutTile>(m + j, n_out, dim, x, y + j);
+  }
+}
+
+// x minus its part along the lead, whose coordinates are y[0 .. 8).
+inline void remove_lead(const EncodeArgs& args, Strip* s) {
+  for (uint32_t k = 0; k < args.dim_k; ++k) {
+    for (int p = 0; p < kPair; ++p) {
+      F x = vec::load(s->x[k] + p * vec::kWidth);
+      for (uint32_t j = 0; j < kLeadDims; ++j) {
+        const F a = vec::set1(-args.lead_query[k * kLeadDims + j]);
+        x = vec::fma(a, vec::load(s->y[j] + p * vec::kWidth), x);
+      }
+      vec::store(s->x[k] + p * vec::kWidth, x);
+    }
+  }
+}
+
+// Three rounds of signs and Hadamard, in place, two or three butterflies at each reading.
+inline void butterfly(F* a, F* b) {
+  const F sum = vec::add(*a, *b);
+  *b = vec::sub(*a, *b);
+  *a = sum;
+}
+
+template <int kLog>
+inline void hadamard_pass(uint32_t dim, uint32_t half, const float* signs, float (*x)[kStrip]) {
+  constexpr uint32_t kCount = 1u << kLog;
+  for (uint32_t base = 0; base < dim; base += half * kCount) {
+    for (uint32_t j = base; j < base + half; ++j) {
+      for (int p = 0; p < kPair; ++p) {
+        F a[kCount];
+        for (uint32_t i = 0; i < kCount; ++i) {
+          a[i] = vec::load(x[j + i * half] + p * vec::kWidth);
+          if (signs != nullptr) {
+            a[i] = vec::mul(a[i], vec::set1(signs[j + i * half]));
+          }
+        }
+        for (uint32_t step = 1; step < kCount; step *= 2) {
+          for (uint32_t i = 0; i < kCount; ++i) {
+            if ((i & step) == 0) {
+              butterfly(a + i, a + i + step);
+            }
+          }
+        }
+        for (uint32_t i = 0; i < kCount; ++i) {
+          vec::store(x[j + i * half] + p * vec::kWidth, a[i]);
+        }
+      }
+    }
+  }
+}
+
+inline void rotate(uint32_t dim, const float* signs, float (*x)[kStrip]) {
+  for (uint32_t turn = 0; turn < 3; ++turn, signs += dim) {
+    const float* first = signs;
+    for (uint32_t half = 1; half < dim; first = nullptr) {
+      const uint32_t left = dim / half;
+      if (left % 8 == 0) {
+        hadamard_pass<3>(dim, half, first, x);
+        half *= 8;
+      } else if (left == 4) {
+        hadamard_pass<2>(dim, half, first, x);
+        half *= 4;
+      } else {
+        hadamard_pass<1>(dim, half, first, x);
+        half *= 2;
+      }
+    }
+  }
+}
+
+// The threshold over which a coordinate gets the larger of two magnitudes: the one of a few whose
+// codeword y has the largest cosine with x, then improved by t = <y, x> / |y|^2, at which for given
+// y the nearest multiple of a codeword lies (Lloyd's iteration: the cosine never falls).
+inline F dot_of(F sum_abs, F sum_large) { return vec::fma(vec::set1(0.5f), sum_abs, sum_large); }
+inline F square_of(uint32_t dim, F n_large) {
+  return vec::fma(vec::set1(2.0f), n_large, vec::set1(0.25f * static_cast<float>(dim)));
+}
+
+struct Threshold {
+  F at;
+  F quality;  // squared cosine times |x|^2
+  F dot;
+  F next;
+};
+
+template <int kTries>
+inline void try_thresholds(uint32_t dim, const float (*x)[kStrip], int p, F sum_abs, const F* at,
+                           Threshold* best) {
+  F sum[kTries];
+  F count[kTries];
+  for (int t = 0; t < kTries; ++t) {
+    sum[t] = count[t] = vec::zero();
+  }
+  const F one = vec::set1(1.0f);
+  for (uint32_t k = 0; k < dim; ++k) {
+    const F a = magnitude(vec::load(x[k] + p * vec::kWidth));
+    for (int t = 0; t < kTries; ++t) {
+      sum[t] = vec::add(sum[t], vec::keep_ge(a, at[t], a));
+      count[t] = vec::add(count[t], vec::keep_ge(a, at[t], one));
+    }
+  }
+  for (int t = 0; t < kTries; ++t) {
+    const F dot = dot_of(sum_abs, sum[t]);
+    const F square = square_of(dim, count[t]);
+    const F next = vec::div(dot, square);
+    const F quality = vec::mul(dot, next);
+    const U better = (U)(quality > best->quality);
+    const auto choose = [better](F a, F b) {
+      return float_of((bits_of(a) & better) | (bits_of(b) & ~better));
+    };
+    best->at = choose(at[t], best->at);
+    best->dot = choose(dot, best->dot);
+    best->next = choose(next, best->next);
+    best->quality = choose(quality, best->quality);
+  }
+}
+
+inline Threshold find_threshold(uint32_t dim, const float (*x)[kStrip], int p, F sum_abs) {
+  constexpr int kTries = 4;
+  constexpr float kOfMean[kTries] = {0.85f, 1.1f, 1.35f, 1.7f};  // of |x|; 1.25 is best for normals
+  const F mean = vec::mul(sum_abs, vec::set1(1.0f / static_cast<float>(dim)));
+  F at[kTries];
+  for (int t = 0; t < kTries; ++t) {
+    at[t] = vec::mul(mean, vec::set1(kOfMean[t]));
+  }
+  Threshold best{vec::zero(), vec::set1(-1.0f), vec::zero(), vec::zero()};
+  try_thresholds<kTries>(dim, x, p, sum_abs, at, &best);
+  for (int turn = 0; turn < 2; ++turn) {
+    const F next = best.next;
+    try_thresholds<1>(dim, x, p, sum_abs, &next, &best);
+  }
+  return best;
+}
+
+// Position of the dwords of a vector's keys in a code row, and where in the dword.
+struct Place {
+  uint32_t dword;
+  uint32_t shift;
+};
+inline Place place_of(uint32_t key) { return {key % 16, key / 16 * 8}; }
+
+inline void or_into(uint8_t* row, Place place, U byte) {
+  uint8_t* p = row + 4 * place.dword;
+  store_u(p, load_u(p) | (byte << static_cast<int>(place.shift)));
+}
+
+// Bits of kWidth keys from key on, and their factors. `rest` [dim_pad], rotated.
+inline void put_codes(const EncodeArgs& args, uint32_t key, const float (*rest)[kStrip], int p) {
+  const uint32_t dim = args.dim_pad;
+  F square = vec::zero();
+  F sum_abs = vec::zero();
+  for (uint32_t k = 0; k < dim; ++k) {
+    const F x = vec::load(rest[k] + p * vec::kWidth);
+    square = vec::fma(x, x, square);
+    sum_abs = vec::add(sum_abs, magnitude(x));
+  }
+  const bool two = args.shape.planes == 2;
+  Threshold threshold{vec::zero(), vec::zero(), vec::mul(sum_abs, vec::set1(0.5f)), vec::zero()};
+  if (two) {
+    threshold = find_threshold(dim, rest, p, sum_abs);
+  }
+  const Place place = place_of(key);
+  for (uint32_t row = 0; row < args.shape.code_rows; ++row) {
+    U high = U{};
+    U low = U{};
+    for (uint32_t bit = 8; bit-- > 0;) {
+      const F x = vec::load(rest[row * 8 + bit] + p * vec::kWidth);
+      const U positive = ~bits_of(x) >> 31;
+      high = (high << 1) | positive;
+      if (two) {
+        const U large = bits_of(vec::keep_ge(magnitude(x), threshold.at, float_of(splat(1))));
+        low = (low << 1) | ((large ^ positive) ^ splat(1));
+      }
+    }
+    or_into(args.block + row * kScanKeys, place, high);
+    if (two) {
+      or_into(args.block + (args.shape.code_rows + row) * kScanKeys, place, low);
+    }
+  }
+  // f = |x|^2 / <y, x>; 0 for the zero vector. Below 1e-30 keys count as zero: no denormals.
+  const F tiny = vec::set1(1e-30f);
+  const F dot = vec::max(threshold.dot, tiny);
+  const F factor = vec::keep_ge(square, tiny, vec::div(square, dot));
+  const U norm = to_bf16(vec::load(args.value_norms + key));
+  store_u(args.block + args.shape.factor_offset + 4 * key, (to_bf16(factor) << 16) | norm);
+}
+
+// Lead codes of kWidth keys: round(y / step), within 127, plus 128.
+inline void put_lead(const EncodeArgs& args, uint32_t key, const float (*y)[kStrip], int p) {
+  for (uint32_t word = 0; word < 2; ++word) {
+    U bytes = U{};
+    for (uint32_t j = 4; j-- > 0;) {
+      const F inverse = vec::set1(args.lead_inverse[4 * word + j]);
+      F c = vec::mul(vec::load(y[4 * word + j] + p * vec::kWidth), inverse);
+      c = vec::min(vec::max(c, vec::set1(-127.0f)), vec::set1(127.0f));
+      c = vec::add(vec::round_nearest(c), vec::set1(128.0f));
+      bytes = (bytes << 8) | (U) __builtin_convertvector(c, S);
+    }
+    store_u(args.block + args.shape.lead_offset + word * (4 * kScanKeys) + 4 * key, bytes);
+  }
+}
+
+template <int kElem>
+inline void encode_rows(const EncodeArgs& args) {
+  Strip s;
+  for (uint32_t i = 0; i < args.shape.planes * args.shape.code_rows * kScanKeys; i += sizeof(U)) {
+    store_u(args.block + i, U{});
+  }
+  for (uint32_t first = 0; first < kScanKeys; first += kStrip) {
+    load_strip<kElem>(args, first, &s);
+    float(*rest)[kStrip] = s.x;
+    if (args.matrix != nullptr) {
+      multiply_all(args.matrix, kLeadDims + args.dim_pad, args.dim_k, s.x, s.y);
+      rest = s.y + kLeadDims;
+    } else {
+      if (args.lead != 0) {
+        multiply_all(args.lead_key, kLeadDims, args.dim_k, s.x, s.y);
+        remove_lead(args, &s);
+      }
+      for (uint32_t k = args.dim_k; k < args.dim_pad; ++k) {
+        for (int p = 0; p < kPair; ++p) {
+          vec::store(s.x[k] + p * vec::kWidth, vec::zero());
+        }
+      }
+      rotate(args.dim_pad, args.signs, s.x);
+    }
+    for (int p = 0; p < kPair; ++p) {
+      const uint32_t key = first + static_cast<uint32_t>(p) * vec::kWidth;
+      put_codes(args, key, rest, p);
+      if (args.lead != 0) {
+        put_lead(args, key, s.y, p);
+      }
+    }
+  }
+}
+
+void encode_kernel(const EncodeArgs* args) {
+  switch (args->dtype_k) {
+    case vec::kElemF32:
+      return encode_rows<vec::kElemF32>(*args);
+    case vec::kElemF16:
+      return encode_rows<vec::kElemF16>(*args);
+    default:
+      return encode_rows<vec::kElemBf16>(*args);
+  }
+}
+
+template <int kElem>
+inline void norms_of(const uint8_t* rows, uint32_t dim, float* out) {
+  constexpr size_t kBytes = kElem == vec::kElemF32 ? 4 : 2;
+  for (uint32_t first = 0; first < kScanKeys; first += vec::kWidth) {
+    F sums[vec::kWidth];
+    for (uint32_t i = 0; i < vec::kWidth; ++i) {
+      const uint8_t* row = rows + static_cast<size_t>(first + i) * dim * kBytes;
+      sums[i] = vec::zero();
+      uint32_t at = 0;
+      for (; at + vec::kWidth <= dim; at += vec::kWidth) {
+        const F v = vec::load_as<kElem>(row, at);
+        sums[i] = vec::fma(v, v, sums[i]);
+      }
+      if (at < dim) {
+        const F v = vec::load_as_n<kElem>(row, at, dim - at);
+        sums[i] = vec::fma(v, v, sums[i]);
+      }
+    }
+    // Values that are not finite count as huge: such a key must be read, not overlooked.
+    const F squares = vec::min(vec::reduce(sums), vec::set1(1e36f));
+    vec::store(out + first, root_of(squares));
+  }
+}
+
+void norms_kernel(const uint8_t* rows, uint32_t dtype, uint32_t dim, float* out) {
+  switch (dtype) {
+    case vec::kElemF32:
+      return norms_of<vec::kElemF32>(rows, dim, out);
+    case vec::kElemF16:
+      return norms_of<vec::kElemF16>(rows, dim, out);
+    default:
+      return norms_of<vec::kElemBf16>(rows, dim, out);
+  }
+}
+
+}  // namespace
+}  // namespace hash_index
+}  // namespace kvm
+
+#endif  // KVM_HASH_INDEX_SKETCH_ENCODE_KERNEL_H_

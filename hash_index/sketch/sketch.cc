@@ -1,0 +1,342 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "hash_index/sketch/sketch.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstring>
+
+#include "base/assert.h"
+#include "hash_index/sketch/frame.h"
+#include "hash_index/sketch/layout.h"
+#include "hash_index/sketch/random.h"
+#include "hash_index/sketch/rows.h"
+#include "hash_index/sketch/scan_args.h"
+#include "hash_index/sketch/scan_table.h"
+
+namespace kvm::hash_index {
+namespace {
+
+// Longer queries than that count as zero: products with keys (1e15 at most) stay finite.
+constexpr double kMaxQuery = 1e15;
+
+const ScanKernels& kernels_of(const ScanTable* table) {
+  return *(table != nullptr ? *table : active_scan_table()).kernels;
+}
+
+uint32_t group_bytes(bool six_bits) { return six_bits ? 64 : 16; }
+
+uint32_t groups_of(bool six_bits, uint32_t code_rows) {
+  const uint32_t rest = code_rows % 3;
+  return six_bits ? code_rows / 3 * 4 + (rest == 0 ? 0 : rest + 1) : code_rows * 2;
+}
+
+// Which coordinate each bit of a group stands for; -1: none.
+std::array<int, 6> group_coordinates(bool six_bits, uint32_t code_rows, uint32_t group) {
+  std::array<int, 6> bits;
+  bits.fill(-1);
+  if (!six_bits) {
+    for (uint32_t i = 0; i < 4; ++i) {
+      bits[i] = static_cast<int>(group * 4 + i);
+    }
+    return bits;
+  }
+  const uint32_t row = group / 4 * 3;
+  const uint32_t rows = std::min<uint32_t>(code_rows - row, 3);
+  if (group % 4 < rows) {
+    for (uint32_t i = 0; i < 6; ++i) {
+      bits[i] = static_cast<int>((row + group % 4) * 8 + i);
+    }
+    return bits;
+  }
+  for (uint32_t i = 0; i < 2 * rows; ++i) {
+    bits[i] = static_cast<int>((row + i / 2) * 8 + 6 + i % 2);
+  }
+  return bits;
+}
+
+// Sums over the set bits of each value of a group, shifted to begin at 0.
+void fill_table(const std::array<int, 6>& coordinates, const int* query, bool six_bits,
+                uint8_t* table) {
+  const uint32_t n_bits = six_bits ? 6 : 4;
+  int lowest = 0;
+  std::array<int, 6> weights{};
+  for (uint32_t i = 0; i < n_bits; ++i) {
+    weights[i] = coordinates[i] < 0 ? 0 : query[coordinates[i]];
+    lowest += std::min(weights[i], 0);
+  }
+  table[0] = static_cast<uint8_t>(-lowest);
+  for (uint32_t i = 0; i < n_bits; ++i) {
+    for (uint32_t value = 0; value < 1u << i; ++value) {
+      table[value + (1u << i)] = static_cast<uint8_t>(table[value] + weights[i]);
+    }
+  }
+}
+
+// The rest of a query, rotated: [dim_pad]. `lead`: its leading coordinates.
+void rest_of(const Basis& basis, const float* q, const double* lead, float* rest) {
+  std::fill(rest, rest + basis.dim_pad, 0.0f);
+  if (!basis.query_matrix.empty()) {
+    for (uint32_t k = 0; k < basis.dim_k; ++k) {
+      const float* row = basis.query_matrix.data() + size_t{k} * basis.dim_pad;
+      for (uint32_t j = 0; j < basis.dim_pad; ++j) {
+        rest[j] += q[k] * row[j];
+      }
+    }
+  } else {
+    for (uint32_t k = 0; k < basis.dim_k; ++k) {
+      double x = double{q[k]};
+      for (uint32_t j = 0; j < kLeadDims && !basis.lead_key.empty(); ++j) {
+        x -= double{basis.lead_key[size_t{k} * kLeadDims + j]} * lead[j];
+      }
+      rest[k] = static_cast<float>(x);
+    }
+  }
+  rotate(basis, rest);
+}
+
+struct TurnedLead {
+  double lead[kLeadDims] = {};
+  double center = 0;  // q . c
+  bool usable = false;
+};
+
+TurnedLead turn(const Frame& frame, const float* q, float scale) {
+  const Basis& basis = *frame.basis;
+  TurnedLead turned;
+  double square = 0;
+  for (uint32_t k = 0; k < basis.dim_k; ++k) {
+    square += double{q[k]} * double{q[k]};
+    turned.center += double{q[k]} * double{frame.center[k]};
+  }
+  const double scaled = std::sqrt(square) * std::abs(double{scale});
+  turned.usable = scaled <= kMaxQuery && std::sqrt(square) <= kMaxQuery;
+  if (!turned.usable) {
+    return turned;
+  }
+  for (uint32_t k = 0; k < basis.dim_k && !basis.lead_query.empty(); ++k) {
+    for (uint32_t j = 0; j < kLeadDims; ++j) {
+      turned.lead[j] += double{q[k]} * double{basis.lead_query[size_t{k} * kLeadDims + j]};
+    }
+  }
+  return turned;
+}
+
+// What depends on the frame and not on its basis alone.
+void set_frame_part(const Frame& frame, const TurnedLead& turned, uint32_t row, float scale,
+                    ScanQuery* out) {
+  out->base[row] = turned.usable ? static_cast<float>(double{scale} * turned.center) : 0.0f;
+  out->lead_step[row] = 0;
+  out->lead_bias[row] = 0;
+  out->lead[row][0] = out->lead[row][1] = 0;
+  if (!turned.usable || frame.basis->lead_key.empty()) {
+    return;
+  }
+  double products[kLeadDims];
+  double largest = 0;
+  for (uint32_t j = 0; j < kLeadDims; ++j) {
+    products[j] = double{scale} * turned.lead[j] * double{frame.lead_step[j]};
+    largest = std::max(largest, std::abs(products[j]));
+  }
+  if (!(largest > 1e-30)) {
+    return;
+  }
+  out->lead_step[row] = static_cast<float>(largest / 127);
+  for (uint32_t j = 0; j < kLeadDims; ++j) {
+    const int rounded = static_cast<int>(std::lrint(products[j] * 127 / largest));
+    out->lead[row][j / 4] |= static_cast<uint32_t>(rounded & 255) << (8 * (j % 4));
+    out->lead_bias[row] -= 128 * rounded;
+  }
+}
+
+// Rounds the rest so that over each chunk the magnitudes sum to at most 255. Returns the step.
+double round_rest(const float* rest, uint32_t dim_pad, uint32_t chunk, int* rounded) {
+  double largest = 0;
+  for (uint32_t at = 0; at < dim_pad; at += chunk) {
+    double sum = 0;
+    for (uint32_t j = at; j < std::min(at + chunk, dim_pad); ++j) {
+      sum += std::abs(double{rest[j]});
+    }
+    largest = std::max(largest, sum);
+  }
+  // Rounding adds half a unit to each coordinate at most.
+  const double step = largest / (255 - 0.5 * std::min(chunk, dim_pad));
+  const double inverse = step > 1e-30 ? 1 / step : 0;
+  for (uint32_t j = 0; j < dim_pad; ++j) {
+    rounded[j] = static_cast<int>(std::lrint(double{rest[j]} * inverse));
+  }
+  return inverse == 0 ? 0 : step;
+}
+
+void set_basis_part(const Basis& basis, const TurnedLead& turned, const float* q, uint32_t row,
+                    float scale, ScanQuery* out) {
+  alignas(64) float rest[kMaxSketchDim] = {};
+  int rounded[kMaxSketchDim] = {};
+  double step = 0;
+  if (turned.usable) {
+    rest_of(basis, q, turned.lead, rest);
+    step = round_rest(rest, basis.dim_pad, out->chunk_rows * 8, rounded);
+  }
+  double sum = 0;
+  for (const int x : rounded) {
+    sum += std::abs(x);
+  }
+  // S is shifted by the sum of the negative parts; <y, q> = S' - sum(q) / 2 for one plane, and
+  // S' - 1.5 sum(q) for two, S' not shifted. Together: half of the sum of magnitudes.
+  out->step[row] = static_cast<float>(step * double{scale});
+  const double offset = (out->shape.planes == 2 ? 1.5 : 0.5) * sum;
+  out->offset[row] = static_cast<float>(-offset * step * double{scale});
+  const bool six = out->six_bits != 0;
+  const uint32_t bytes = group_bytes(six);
+  const uint32_t first = row / kScanTile * kScanTile;
+  const uint32_t tile_rows = std::min<uint32_t>(kScanTile, out->n_rows - first);
+  uint8_t* tile =
+      reinterpret_cast<uint8_t*>(out) + kLookupOffset + size_t{first} * out->n_groups * bytes;
+  for (uint32_t g = 0; g < out->n_groups; ++g) {
+    fill_table(group_coordinates(six, out->shape.code_rows, g), rounded, six,
+               tile + (size_t{g} * tile_rows + (row - first)) * bytes);
+  }
+}
+
+}  // namespace
+
+float permanent_random(uint64_t seed, uint64_t position) {
+  return random_at(random_keys(seed, position), position);
+}
+
+size_t block_bytes(SketchKind kind, uint32_t dim_k) { return block_shape(kind, dim_k).bytes; }
+
+void encode_block(const Frame& frame, const KvRun& run, uint32_t head, uint32_t dim_v, void* block,
+                  const ScanTable* table) {
+  KVM_ASSERT(run.n_tokens == kBlockKeys && run.position % kBlockKeys == 0);
+  const ScanKernels& kernels = kernels_of(table);
+  const Basis& basis = *frame.basis;
+  alignas(64) float norms[kBlockKeys];
+  alignas(64) float rows[kBlockKeys * kMaxSketchDim];  // where K or V have to be decoded
+  // The kernels read floats; of int8 rows with their scales they get those.
+  const auto plane = [&](const void* data, Dtype dtype, const uint16_t* scales, uint32_t dim) {
+    const std::byte* at = row_at(data, dtype, head, 0, dim);
+    if (dtype == Dtype::kI8) {
+      for (uint32_t t = 0; t < kBlockKeys; ++t) {
+        load_row(at + size_t{t} * dim, dtype, scale_at(scales, head, t), dim,
+                 rows + size_t{t} * dim);
+      }
+      at = reinterpret_cast<const std::byte*>(rows);
+    }
+    return reinterpret_cast<const uint8_t*>(at);
+  };
+  const auto read_as = [](Dtype dtype) {
+    return static_cast<uint32_t>(dtype == Dtype::kI8 ? Dtype::kF32 : dtype);
+  };
+  KVM_ASSERT(dim_v <= kMaxSketchDim);
+  kernels.norms(plane(run.v, run.dtype_v, run.v_scale, dim_v), read_as(run.dtype_v), dim_v, norms);
+  EncodeArgs args{};
+  args.shape = block_shape(basis.kind, basis.dim_k);
+  args.k = plane(run.k, run.dtype_k, run.k_scale, basis.dim_k);
+  args.dtype_k = read_as(run.dtype_k);
+  args.dim_k = basis.dim_k;
+  args.dim_pad = basis.dim_pad;
+  args.lead = basis.lead_key.empty() ? 0 : uint32_t{kLeadDims};
+  args.center = frame.center.data();
+  args.signs = basis.signs.data();
+  args.lead_key = basis.lead_key.data();
+  args.lead_query = basis.lead_query.data();
+  args.matrix = basis.key_matrix.empty() ? nullptr : basis.key_matrix.data();
+  args.lead_inverse = frame.lead_inverse.data();
+  args.value_norms = norms;
+  args.block = static_cast<uint8_t*>(block);
+  kernels.encode(&args);
+}
+
+size_t scan_query_bytes(const Frame& frame, uint32_t n_rows, const ScanTable* table) {
+  const bool six = kernels_of(table).six_bits != 0;
+  const uint32_t groups = groups_of(six, frame.basis->dim_pad / 8);
+  return kLookupOffset + (size_t{n_rows} * groups * group_bytes(six) + 63) / 64 * 64;
+}
+
+void prepare_scan(const Frame& frame, const float* q, uint32_t n_rows, float scale, void* out,
+                  const SketchSpan* like, const ScanTable* table) {
+  KVM_ASSERT(n_rows >= 1 && n_rows <= kMaxRows);
+  const Basis& basis = *frame.basis;
+  auto* query = static_cast<ScanQuery*>(out);
+  const bool same_basis = like != nullptr && like->frame->basis == frame.basis;
+  if (same_basis) {
+    std::memcpy(out, like->query, scan_query_bytes(frame, n_rows, table));
+  } else {
+    std::memset(out, 0, scan_query_bytes(frame, n_rows, table));
+    query->shape = block_shape(basis.kind, basis.dim_k);
+    query->n_rows = n_rows;
+    query->six_bits = kernels_of(table).six_bits;
+    query->n_groups = groups_of(query->six_bits != 0, query->shape.code_rows);
+    query->chunk_rows = query->shape.planes == 2 ? 3 : 6;
+  }
+  for (uint32_t row = 0; row < n_rows; ++row) {
+    const float* q_row = q + size_t{row} * basis.dim_k;
+    const TurnedLead turned = turn(frame, q_row, scale);
+    set_frame_part(frame, turned, row, scale, query);
+    if (!same_basis) {
+      set_basis_part(basis, turned, q_row, row, scale, query);
+    }
+  }
+}
+
+void scan_logits(const SketchSpan& span, uint32_t n_rows, uint32_t block, float* logits,
+                 float* value_norms, const ScanTable* table) {
+  const auto* query = static_cast<const ScanQuery*>(span.query);
+  KVM_ASSERT(query->n_rows == n_rows && block < span.n_blocks);
+  const auto* data =
+      reinterpret_cast<const uint8_t*>(span.blocks) + size_t{block} * query->shape.bytes;
+  kernels_of(table).logits(query, data, logits);
+  for (uint32_t i = 0; i < kBlockKeys; ++i) {
+    uint16_t norm = 0;
+    std::memcpy(&norm, data + query->shape.factor_offset + 4 * i, sizeof norm);
+    value_norms[i] = bf16_to_f32(norm);
+  }
+}
+
+bool scan_draw(std::span<const SketchSpan> spans, uint32_t n_rows, const DrawParams& params,
+               Candidates* candidates, DrawSums* sums, const ScanTable* table) {
+  const ScanKernels& kernels = kernels_of(table);
+  ScanSums added{};
+  DrawArgs args{};
+  for (uint32_t r = 0; r < n_rows; ++r) {
+    args.log2_c[r] = params.log_c[r] * 1.4426950408889634f;
+  }
+  args.reach = params.reach;
+  args.min_size = kMinSize;
+  args.out_position = candidates->position;
+  args.out_size = candidates->size;
+  args.out_random = candidates->random;
+  args.out_logits = candidates->logits;
+  args.capacity = candidates->capacity;
+  args.n = candidates->n;
+  bool fits = true;
+  for (const SketchSpan& span : spans) {
+    args.query = static_cast<const ScanQuery*>(span.query);
+    KVM_ASSERT(args.query->n_rows == n_rows && span.position % kBlockKeys == 0);
+    args.blocks = reinterpret_cast<const uint8_t*>(span.blocks);
+    args.position = span.position;
+    for (uint32_t left = span.n_blocks; left != 0; left -= args.n_blocks) {
+      // The hash has a key for each 2^32 positions.
+      const uint64_t to_next = (((args.position >> 32) + 1) << 32) - args.position;
+      args.n_blocks = static_cast<uint32_t>(std::min<uint64_t>(left, to_next / kBlockKeys));
+      const RandomKeys keys = random_keys(params.seed, args.position);
+      args.hash_keys[0] = keys.low;
+      args.hash_keys[1] = keys.high;
+      fits = kernels.draw(&args, &added) != 0 && fits;
+      args.blocks += size_t{args.n_blocks} * args.query->shape.bytes;
+      args.position += uint64_t{args.n_blocks} * kBlockKeys;
+    }
+    sums->n_keys += static_cast<double>(span.n_blocks) * kBlockKeys;
+  }
+  candidates->n = args.n;
+  sums->expected += added.expected;
+  for (uint32_t r = 0; r < n_rows; ++r) {
+    sums->mass[r] += added.mass[r];
+    sums->open_mass[r] += added.open_mass[r];
+    sums->spread[r] += added.spread[r];
+  }
+  return fits;
+}
+
+}  // namespace kvm::hash_index
