@@ -5,6 +5,9 @@
 #include <numeric>
 #include <random>
 
+#include "bench/approx/parallel.h"
+#include "codecs/int8.h"
+
 namespace kvm::bench {
 
 attention::Problem make_problem(const HeadData& head, uint32_t set, float* o, float* lse) {
@@ -18,7 +21,7 @@ attention::Problem make_problem(const HeadData& head, uint32_t set, float* o, fl
   p.dim_k = p.dim_v = head.dim;
   p.scale = head.scale;
   p.visible.query_position = head.q_position[set];
-  p.runs = head.runs;
+  p.runs = head.kernel_runs;
   p.head = head.head;
   p.o = o;
   p.dtype_o = Dtype::kF32;
@@ -51,12 +54,62 @@ void DataSet::lay_out(uint32_t n_heads, uint32_t tokens, uint32_t dim, uint32_t 
   }
   heads.resize(n_heads);
   for (uint32_t h = 0; h < n_heads; ++h) {
-    heads[h].runs = *runs_;
+    heads[h].runs = heads[h].kernel_runs = *runs_;
     heads[h].head = h;
     heads[h].dim = dim;
     heads[h].group = group;
     heads[h].scale = 1.0f / std::sqrt(static_cast<float>(dim));
     heads[h].dtype = dtype;
+  }
+}
+
+void DataSet::lay_out_int8() {
+  const HeadData& first = heads[0];
+  const size_t scales = heads.size() * kPageTokens * 2;
+  const size_t plane = heads.size() * kPageTokens * first.dim;
+  const size_t page = (2 * (plane + scales) + 4095) / 4096 * 4096;
+  int8_pool_ = std::make_unique<HugeBuffer>(runs_->size() * page);
+  int8_runs_ = std::make_unique<std::vector<KvRun>>(*runs_);
+  for (size_t i = 0; i < runs_->size(); ++i) {
+    std::byte* at = int8_pool_->data() + i * page;
+    KvRun& run = (*int8_runs_)[i];
+    run.k = at;
+    run.v = at + plane;
+    run.k_scale = reinterpret_cast<const uint16_t*>(at + 2 * plane);
+    run.v_scale = reinterpret_cast<const uint16_t*>(at + 2 * plane + scales);
+    run.dtype_k = run.dtype_v = Dtype::kI8;
+  }
+}
+
+void DataSet::use_int8_rows(uint32_t threads) {
+  if (int8_pool_ == nullptr) {
+    lay_out_int8();
+    parallel_for(threads, heads.size() * runs_->size(), [&](size_t i) {
+      const HeadData& head = heads[i % heads.size()];
+      const KvRun& run = (*int8_runs_)[i / heads.size()];
+      std::vector<float> wide(head.dim);
+      for (uint32_t t = 0; t < run.n_tokens; ++t) {
+        const size_t row = size_t{head.head} * kPageTokens + t;
+        const auto store = [&](const uint16_t* from, const void* to, const uint16_t* scales) {
+          for (uint32_t j = 0; j < head.dim; ++j) {
+            wide[j] = head.to_float(from[j]);
+          }
+          auto* bytes = static_cast<int8_t*>(const_cast<void*>(to)) + row * head.dim;
+          const_cast<uint16_t*>(scales)[row] = codecs::encode_i8(wide.data(), head.dim, bytes);
+        };
+        store(head.k_row(run.position + t), run.k, run.k_scale);
+        store(head.v_row(run.position + t), run.v, run.v_scale);
+      }
+    });
+  }
+  for (HeadData& head : heads) {
+    head.kernel_runs = *int8_runs_;
+  }
+}
+
+void DataSet::use_own_rows() {
+  for (HeadData& head : heads) {
+    head.kernel_runs = *runs_;
   }
 }
 

@@ -37,9 +37,10 @@ namespace kvm::bench {
 // One kv head with queries for it. Values are those stored: bf16 or fp16.
 struct HeadData {
   std::string type;
-  KvRuns runs;        // of all tokens, dense from position 0, one run a page
-  uint32_t head = 0;  // in the pages
-  uint32_t dim = 0;   // of keys and values
+  KvRuns runs;         // of all tokens, dense from position 0, one run a page
+  KvRuns kernel_runs;  // what kernels read: the same, or rows in int8
+  uint32_t head = 0;   // in the pages
+  uint32_t dim = 0;    // of keys and values
   uint32_t group = 0;
   float scale = 0;
   Dtype dtype = Dtype::kBf16;
@@ -54,7 +55,7 @@ struct HeadData {
   float to_float(uint16_t bits) const {
     return dtype == Dtype::kBf16 ? bf16_to_f32(bits) : f16_to_f32(bits);
   }
-  // Bytes of K and V of a token.
+  // Bytes of K and V of a token at 16 bits.
   uint64_t row_bytes() const { return uint64_t{dim} * 4; }
 
  private:
@@ -95,16 +96,23 @@ class DataSet {
   }
   KvRuns runs() const { return *runs_; }
 
+  // Kernels read int8 rows made of these from now on, or these again.
+  void use_int8_rows(uint32_t threads);
+  void use_own_rows();
+
  private:
-  std::unique_ptr<HugeBuffer> pool_;
-  std::unique_ptr<std::vector<KvRun>> runs_;
+  void lay_out_int8();
+
+  std::unique_ptr<HugeBuffer> pool_, int8_pool_;
+  std::unique_ptr<std::vector<KvRun>> runs_, int8_runs_;
 };
 
 // The names that make_data knows, files apart.
 const std::vector<std::string>& data_names();
 
 // Errors: KVM_ERR_INVALID for an unknown name or a dim that is no power of two; those of
-// RecordFile; KVM_ERR_UNSUPPORTED where heads of a file differ in layout. The same data whatever the threads.
+// RecordFile; KVM_ERR_UNSUPPORTED where heads of a file differ in layout.
+// The same data whatever the threads.
 Result<DataSet> make_data(const DataSpec& spec, uint32_t threads);
 
 // How the keys of "model" are made; the other names are settings of it.
