@@ -6,11 +6,19 @@
 #include <cstddef>
 #include <limits>
 #include <numeric>
+#include <utility>
 
 namespace kvm::hash_index {
 namespace {
 
 using Matrix = std::vector<double>;
+
+// y += a x over [begin, end). Loops of this form become vector code; sums over a row do not.
+void add_multiple(const double* x, double a, uint32_t begin, uint32_t end, double* y) {
+  for (uint32_t j = begin; j < end; ++j) {
+    y[j] += a * x[j];
+  }
+}
 
 // H_0 A H_0 and so on, H_k = I - 2 v v^T, until A is tridiagonal (diagonal, below); row k of
 // `reflectors` is v of step k.
@@ -38,24 +46,18 @@ void to_tridiagonal(Matrix* a, uint32_t n, std::vector<double>* diagonal,
       v[i] /= norm;
     }
     // A - v w^T - w v^T with w = 2 (A v - (v.Av) v), over the part that is left.
-    double dot = 0;
+    std::fill(w.begin(), w.end(), 0.0);
     for (uint32_t i = k + 1; i < n; ++i) {
-      const double* row = a->data() + size_t{i} * n;
-      double sum = 0;
-      for (uint32_t j = k + 1; j < n; ++j) {
-        sum += row[j] * v[j];
-      }
-      w[i] = sum;
-      dot += sum * v[i];
+      add_multiple(a->data() + size_t{i} * n, v[i], k + 1, n, w.data());
     }
+    const double dot = std::inner_product(v + k + 1, v + n, w.begin() + k + 1, 0.0);
     for (uint32_t i = k + 1; i < n; ++i) {
       w[i] = 2 * (w[i] - dot * v[i]);
     }
     for (uint32_t i = k + 1; i < n; ++i) {
       double* row = a->data() + size_t{i} * n;
-      for (uint32_t j = k + 1; j < n; ++j) {
-        row[j] -= v[i] * w[j] + w[i] * v[j];
-      }
+      add_multiple(w.data(), -v[i], k + 1, n, row);
+      add_multiple(v, -w[i], k + 1, n, row);
     }
   }
   for (uint32_t k = 0; k < n; ++k) {
@@ -72,17 +74,21 @@ Matrix accumulate(const Matrix& reflectors, uint32_t n) {
   for (uint32_t i = 0; i < n; ++i) {
     q[size_t{i} * n + i] = 1.0;
   }
+  // H_k Q = Q - 2 v (v^T Q), from the last to the first.
+  std::vector<double> w(n);
   for (uint32_t k = n >= 2 ? n - 2 : 0; k-- > 0;) {
     const double* v = reflectors.data() + size_t{k} * n;
+    std::fill(w.begin(), w.end(), 0.0);
     for (uint32_t i = k + 1; i < n; ++i) {
-      double* row = q.data() + size_t{i} * n;
-      double dot = 0;
-      for (uint32_t j = k + 1; j < n; ++j) {
-        dot += row[j] * v[j];
-      }
-      for (uint32_t j = k + 1; j < n; ++j) {
-        row[j] -= 2 * dot * v[j];
-      }
+      add_multiple(q.data() + size_t{i} * n, v[i], k + 1, n, w.data());
+    }
+    for (uint32_t i = k + 1; i < n; ++i) {
+      add_multiple(w.data(), -2 * v[i], k + 1, n, q.data() + size_t{i} * n);
+    }
+  }
+  for (uint32_t i = 0; i < n; ++i) {
+    for (uint32_t j = 0; j < i; ++j) {
+      std::swap(q[size_t{i} * n + j], q[size_t{j} * n + i]);
     }
   }
   return q;

@@ -14,9 +14,8 @@
 namespace kvm::hash_index {
 namespace {
 
-constexpr size_t kMaxKeys = 8192;     // that the centre is made of
-constexpr size_t kMaxMoments = 2048;  // that second moments are made of
-constexpr size_t kMaxShares = 512;    // that show whether a basis still suits
+constexpr size_t kMaxKeys = 2048;   // that a frame is made of
+constexpr size_t kMaxShares = 512;  // of these, to see whether a basis still suits
 constexpr double kShrink = 0.3;       // of C_q towards a multiple of the identity
 constexpr double kMinLeadShare = 0.6;
 constexpr double kMaxGrowth = 1.3;      // of the rest's share, before a basis is given up
@@ -26,6 +25,15 @@ constexpr double kMinMoment = 1e-2;     // of a balanced coordinate, in means of
 constexpr double kMinRestShare = 1e-2;  // below it, growth of the rest does not matter
 
 using Matrix = std::vector<double>;  // [dim][dim]
+
+template <typename T>
+double square_of(const T* x, uint32_t n) {
+  double sum = 0;
+  for (uint32_t i = 0; i < n; ++i) {
+    sum += double{x[i]} * double{x[i]};
+  }
+  return sum;
+}
 
 // Keys [n][dim]: finite ones, without those so long that they alone would make the frame.
 struct Sample {
@@ -53,10 +61,7 @@ Sample take_sample(const FrameInput& input) {
         continue;
       }
       load_key(run, input.head, t, input.dim_k, row.data());
-      double square = 0;
-      for (const float x : row) {
-        square += double{x} * double{x};
-      }
+      const double square = square_of(row.data(), input.dim_k);
       if (square < 1e30) {
         norms.push_back(static_cast<float>(std::sqrt(square)));
         sample.keys.insert(sample.keys.end(), row.begin(), row.end());
@@ -103,9 +108,10 @@ void center(const std::vector<float>& mean, Sample* sample) {
   }
 }
 
-// Mean of x x^T over about `most` of n rows. Sums of 64 rows in fp32, of those in fp64.
-Matrix second_moments(const float* rows, size_t n, uint32_t dim, size_t most) {
-  const size_t stride = (n + most - 1) / most;
+// Mean of x x^T over n rows, at most about kMaxKeys of them. Sums of 64 rows in fp32, of those in
+// fp64.
+Matrix second_moments(const float* rows, size_t n, uint32_t dim) {
+  const size_t stride = (n + kMaxKeys - 1) / kMaxKeys;
   Matrix sum(size_t{dim} * dim, 0.0);
   std::vector<float> part(size_t{dim} * dim, 0.0f);
   size_t count = 0;
@@ -136,22 +142,15 @@ Matrix second_moments(const float* rows, size_t n, uint32_t dim, size_t most) {
   return sum;
 }
 
-// c = a b, or with `transposed` a b^T.
-Matrix multiply(const Matrix& a, const Matrix& b, uint32_t n, bool transposed) {
+Matrix multiply(const Matrix& a, const Matrix& b, uint32_t n) {
   Matrix c(size_t{n} * n, 0.0);
   for (uint32_t i = 0; i < n; ++i) {
+    double* row = c.data() + size_t{i} * n;
     for (uint32_t k = 0; k < n; ++k) {
-      const double x = transposed ? 0 : a[size_t{i} * n + k];
-      double dot = 0;
+      const double x = a[size_t{i} * n + k];
+      const double* other = b.data() + size_t{k} * n;
       for (uint32_t j = 0; j < n; ++j) {
-        if (transposed) {
-          dot += a[size_t{i} * n + j] * b[size_t{k} * n + j];
-        } else {
-          c[size_t{i} * n + j] += x * b[size_t{k} * n + j];
-        }
-      }
-      if (transposed) {
-        c[size_t{i} * n + k] = dot;
+        row[j] += x * other[j];
       }
     }
   }
@@ -163,12 +162,12 @@ Matrix power_of(const Eigen& eigen, uint32_t n, double power) {
   Matrix scaled(eigen.vectors.size());
   for (uint32_t i = 0; i < n; ++i) {
     const double value = std::max(eigen.values[i], 1e-12 * eigen.values[0]);
-    const double scale = std::pow(value, power / 2);
+    const double scale = std::pow(value, power);
     for (uint32_t j = 0; j < n; ++j) {
       scaled[size_t{j} * n + i] = scale * eigen.vectors[size_t{i} * n + j];
     }
   }
-  return multiply(scaled, scaled, n, true);
+  return multiply(scaled, eigen.vectors, n);
 }
 
 void fill_signs(Basis* basis) {
@@ -231,7 +230,7 @@ double fit_balanced(const Matrix& keys, Matrix queries, Basis* basis) {
   const Matrix inverse = power_of(eigen_q, dim, -0.5);
   // C_q^(1/2) C_k C_q^(1/2) = U S^2 U^T.
   const Eigen eigen =
-      symmetric_eigen(multiply(multiply(root, keys, dim, false), root, dim, false), dim);
+      symmetric_eigen(multiply(multiply(root, keys, dim), root, dim), dim);
   std::vector<double> s(dim);
   std::vector<double> variances(dim);
   double mean = 0;
@@ -240,8 +239,8 @@ double fit_balanced(const Matrix& keys, Matrix queries, Basis* basis) {
     s[i] = std::sqrt(variances[i]);
     mean += s[i] / dim;
   }
-  Matrix a = multiply(eigen.vectors, inverse, dim, false);  // rows: columns of A and B
-  Matrix b = multiply(eigen.vectors, root, dim, false);
+  Matrix a = multiply(eigen.vectors, inverse, dim);  // rows: columns of A and B
+  Matrix b = multiply(eigen.vectors, root, dim);
   for (uint32_t i = 0; i < dim; ++i) {
     // Directions in which these keys do not vary must not blow up in those that come later.
     s[i] = std::max(s[i], kMinMoment * mean);
@@ -277,10 +276,7 @@ Matrix query_moments(const FrameInput& input) {
   std::vector<float> rows;
   for (size_t i = 0; i < n; ++i) {
     const float* q = input.queries.data() + i * input.dim_k;
-    double square = 0;
-    for (uint32_t j = 0; j < input.dim_k; ++j) {
-      square += double{q[j]} * double{q[j]};
-    }
+    const double square = square_of(q, input.dim_k);
     if (square < 1e30 && square > 0) {
       rows.insert(rows.end(), q, q + input.dim_k);
     }
@@ -288,15 +284,7 @@ Matrix query_moments(const FrameInput& input) {
   if (rows.empty()) {
     return {};
   }
-  return second_moments(rows.data(), rows.size() / input.dim_k, input.dim_k, kMaxMoments);
-}
-
-double square_of(const double* x, uint32_t n) {
-  double sum = 0;
-  for (uint32_t i = 0; i < n; ++i) {
-    sum += x[i] * x[i];
-  }
-  return sum;
+  return second_moments(rows.data(), rows.size() / input.dim_k, input.dim_k);
 }
 
 // Coordinates of a centred key in the lead.
@@ -314,7 +302,7 @@ double rest_share(const Basis& basis, const Sample& sample) {
   const size_t stride = (sample.n + kMaxShares - 1) / kMaxShares;
   double lead_sum = 0;
   double rest_sum = 0;
-  std::vector<double> rest(basis.dim_pad);
+  std::vector<float> rest(basis.dim_pad);
   for (size_t i = 0; i < sample.n; i += stride) {
     const float* x = sample.key(i);
     double lead[kLeadDims];
@@ -322,18 +310,14 @@ double rest_share(const Basis& basis, const Sample& sample) {
     const double lead_square = square_of(lead, kLeadDims);
     lead_sum += lead_square;
     if (basis.key_matrix.empty()) {
-      double square = 0;
-      for (uint32_t k = 0; k < basis.dim_k; ++k) {
-        square += double{x[k]} * double{x[k]};
-      }
-      rest_sum += std::max(0.0, square - lead_square);
+      rest_sum += std::max(0.0, square_of(x, basis.dim_k) - lead_square);
       continue;
     }
-    std::fill(rest.begin(), rest.end(), 0.0);
+    std::fill(rest.begin(), rest.end(), 0.0f);
     for (uint32_t k = 0; k < basis.dim_k; ++k) {
       const float* row = basis.key_matrix.data() + size_t{k} * (kLeadDims + basis.dim_pad);
       for (uint32_t j = 0; j < basis.dim_pad; ++j) {
-        rest[j] += double{x[k]} * double{row[kLeadDims + j]};
+        rest[j] += x[k] * row[kLeadDims + j];
       }
     }
     rest_sum += square_of(rest.data(), basis.dim_pad);
@@ -361,7 +345,7 @@ std::shared_ptr<const Basis> make_basis(const FrameInput& input, const SketchKin
     basis->kind = *kind;
     return basis;
   }
-  const Matrix keys = second_moments(sample.keys.data(), sample.n, sample.dim, kMaxMoments);
+  const Matrix keys = second_moments(sample.keys.data(), sample.n, sample.dim);
   Matrix queries = query_moments(input);
   // Where keys do not vary at all, there is nothing to balance.
   double trace = 0;

@@ -3,7 +3,6 @@
 #ifndef KVM_HASH_INDEX_SKETCH_ROWS_H_
 #define KVM_HASH_INDEX_SKETCH_ROWS_H_
 
-#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -12,22 +11,27 @@
 
 namespace kvm::hash_index {
 
-// n elements from `row` on; `scale`: of an int8 row.
+// n elements from `row` on, which is aligned to its elements; `scale`: of an int8 row.
 inline void load_row(const void* row, Dtype dtype, float scale, uint32_t n, float* out) {
-  const auto* bytes = static_cast<const std::byte*>(row);
-  for (uint32_t i = 0; i < n; ++i) {
-    uint16_t half = 0;
-    switch (dtype) {
-      case Dtype::kF32:
-        std::memcpy(out + i, bytes + size_t{i} * 4, 4);
-        break;
-      case Dtype::kI8:
-        out[i] = scale * static_cast<float>(static_cast<int8_t>(bytes[i]));
-        break;
-      default:
-        std::memcpy(&half, bytes + size_t{i} * 2, 2);
-        out[i] = dtype == Dtype::kF16 ? f16_to_f32(half) : bf16_to_f32(half);
-    }
+  switch (dtype) {
+    case Dtype::kF32:
+      std::memcpy(out, row, size_t{n} * 4);
+      break;
+    case Dtype::kI8:
+      for (uint32_t i = 0; i < n; ++i) {
+        out[i] = scale * static_cast<float>(static_cast<const int8_t*>(row)[i]);
+      }
+      break;
+    case Dtype::kF16:
+      for (uint32_t i = 0; i < n; ++i) {
+        out[i] = f16_to_f32(static_cast<const uint16_t*>(row)[i]);
+      }
+      break;
+    case Dtype::kBf16:
+      for (uint32_t i = 0; i < n; ++i) {
+        out[i] = bf16_to_f32(static_cast<const uint16_t*>(row)[i]);
+      }
+      break;
   }
 }
 

@@ -16,7 +16,7 @@ enum : uint32_t {
   kScanTile = 4,      // rows that share the reading of a code
   kScanMaxDim = 256,  // padded
   kLeadDims = 8,
-  kLookupOffset = 640,  // from a ScanQuery to its lookup tables; a multiple of 64
+  kLookupOffset = 1152,  // from a ScanQuery to its lookup tables; a multiple of 64
 };
 
 // Of a block; bytes from its start.
@@ -47,6 +47,9 @@ struct ScanQuery {
   float lead_step[kScanRows];
   int32_t lead_bias[kScanRows];
   uint32_t lead[kScanRows][2];  // int8, four of them in a word
+  // Of the basis, for sketch.cc: leading coordinates of the queries, and which count at all.
+  float turned[kScanRows][kLeadDims];
+  uint8_t usable[kScanRows];
 };
 static_assert(sizeof(ScanQuery) <= kLookupOffset, "the lookup tables begin behind it");
 

@@ -38,6 +38,9 @@ inline U lead_word(U sum, U codes, uint32_t lead) {
 inline U lead_sums(U bias, U a, U b, const uint32_t* lead) {
   return lead_word(lead_word(bias, a, lead[0]), b, lead[1]);
 }
+constexpr bool kAnyPower = false;
+
+inline F inverse_of(F a) { return vec::div(vec::set1(1.0f), a); }
 inline F root_of(F a) { return _mm256_sqrt_ps(a); }
 inline uint32_t mask_lt(F a, F b) {
   return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_LT_OQ)));

@@ -7,6 +7,8 @@
 //   lead_sums(bias, a, b, lead)
 //       bias + the products of the lead's codes (words a and b of kWidth keys) with lead[0], [1]
 //   mask_lt(a, b)      bit i: a_i < b_i
+//   inverse_of(a)      1 / a within 1e-6
+//   kAnyPower          vec::scale_pow2 takes any power that is finite
 //
 // Keys lie in the order of positions in every vector: layout.h says how the bytes of a code row are
 // permuted so that widening them needs no shuffle.
@@ -69,7 +71,7 @@ inline void logits_of(const ScanQuery& q, const uint8_t* block, float* out) {
   }
 }
 
-// 2^x, |x| <= 126, within 4e-6: 2^n times a polynomial that is minimax on [-.5, .5].
+// 2^x within 4e-6; x is finite, and at least -126 unless kAnyPower: 2^n times a polynomial that is minimax on [-.5, .5].
 inline F exp2_of(F x) {
   const F n = vec::round_nearest(x);
   const F f = vec::sub(x, n);
@@ -151,8 +153,11 @@ inline uint64_t weigh(const DrawArgs& args, const uint8_t* block, uint32_t posit
     for (int i = 0; i < kVecs; ++i) {
       const F l = vec::load(space->logits[r] + i * vec::kWidth);
       F y = vec::fma(l, vec::set1(1.4426950408889634f), log2_c);
-      // Beyond these a key is drawn or not drawn anyway; squares and sums of weights stay finite.
-      y = vec::min(vec::max(y, vec::set1(-126.0f)), vec::set1(60.0f));
+      // Beyond that a key is drawn anyway; squares and sums of weights stay finite.
+      y = vec::min(y, vec::set1(60.0f));
+      if constexpr (!kAnyPower) {
+        y = vec::max(y, vec::set1(-126.0f));
+      }
       const F w = exp2_of(y);
       vec::store(space->weights[r] + i * vec::kWidth, w);
       top[i] = vec::max(top[i], w);
@@ -170,7 +175,7 @@ inline uint64_t weigh(const DrawArgs& args, const uint8_t* block, uint32_t posit
     const F p = vec::min(size, one);
     lanes->expected = vec::add(lanes->expected, p);
     open[i] = vec::sub(one, vec::keep_ge(size, one, one));
-    odds[i] = vec::sub(vec::div(one, p), one);
+    odds[i] = vec::mul(vec::sub(inverse_of(p), one), open[i]);
     const F random = random_of(position + key, args.hash_keys);
     vec::store(space->size + key, size);
     vec::store(space->random + key, random);
@@ -227,8 +232,12 @@ uint32_t scan_draw_kernel(DrawArgs* args, ScanSums* sums) {
   for (uint32_t b = 0; b < args->n_blocks; ++b) {
     const uint8_t* block = args->blocks + static_cast<size_t>(b) * q.shape.bytes;
     if (b + kAhead < args->n_blocks) {
-      for (uint32_t i = 0; i < q.shape.bytes; i += 64) {
-        vec::prefetch(block + kAhead * q.shape.bytes + i);
+      const uint8_t* ahead = block + kAhead * q.shape.bytes;
+      for (const uint8_t* end = ahead + q.shape.bytes; ahead < end; ahead += 256) {
+        vec::prefetch(ahead);
+        vec::prefetch(ahead + 64);
+        vec::prefetch(ahead + 128);
+        vec::prefetch(ahead + 192);
       }
     }
     logits_of(q, block, space.logits[0]);

@@ -46,6 +46,9 @@ inline U lead_sums(U bias, U a, U b, const uint32_t* lead) {
   return (U)sum;
 }
 
+constexpr bool kAnyPower = false;
+
+inline F inverse_of(F a) { return vec::div(vec::set1(1.0f), a); }
 inline F root_of(F a) {
   return F{__builtin_sqrtf(a[0]), __builtin_sqrtf(a[1]), __builtin_sqrtf(a[2]),
            __builtin_sqrtf(a[3])};

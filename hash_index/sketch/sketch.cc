@@ -19,6 +19,7 @@ namespace {
 
 // Longer queries than that count as zero: products with keys (1e15 at most) stay finite.
 constexpr double kMaxQuery = 1e15;
+constexpr float kMaxLog2C = 1e30f;
 
 const ScanKernels& kernels_of(const ScanTable* table) {
   return *(table != nullptr ? *table : active_scan_table()).kernels;
@@ -55,26 +56,33 @@ std::array<int, 6> group_coordinates(bool six_bits, uint32_t code_rows, uint32_t
   return bits;
 }
 
-// Sums over the set bits of each value of a group, shifted to begin at 0.
+// Sums over the set bits of each value of a group, shifted to begin at 0: bit i adds |q_i| where it
+// has the sign of q_i. Eight values at a time, in the bytes of a word; no sum exceeds a byte.
 void fill_table(const std::array<int, 6>& coordinates, const int* query, bool six_bits,
                 uint8_t* table) {
-  const uint32_t n_bits = six_bits ? 6 : 4;
-  int lowest = 0;
-  std::array<int, 6> weights{};
-  for (uint32_t i = 0; i < n_bits; ++i) {
-    weights[i] = coordinates[i] < 0 ? 0 : query[coordinates[i]];
-    lowest += std::min(weights[i], 0);
-  }
-  table[0] = static_cast<uint8_t>(-lowest);
-  for (uint32_t i = 0; i < n_bits; ++i) {
-    for (uint32_t value = 0; value < 1u << i; ++value) {
-      table[value + (1u << i)] = static_cast<uint8_t>(table[value] + weights[i]);
+  constexpr uint64_t kOnes = 0x0101010101010101;
+  constexpr uint64_t kSet[3] = {0xff00ff00ff00ff00, 0xffff0000ffff0000, 0xffffffff00000000};
+  uint64_t low = 0;
+  std::array<uint64_t, 8> high{};
+  for (uint32_t i = 0; i < 6; ++i) {
+    const int weight = coordinates[i] < 0 ? 0 : query[coordinates[i]];
+    const uint64_t magnitude = kOnes * static_cast<uint64_t>(std::abs(weight));
+    if (i < 3) {
+      low += magnitude & (weight < 0 ? ~kSet[i] : kSet[i]);
+    } else {
+      for (uint32_t value = 0; value < 8; ++value) {
+        high[value] += (value >> (i - 3) & 1) == (weight < 0 ? 0u : 1u) ? magnitude : 0;
+      }
     }
+  }
+  for (uint32_t value = 0; value < (six_bits ? 8u : 2u); ++value) {
+    const uint64_t bytes = low + high[value];
+    std::memcpy(table + value * 8, &bytes, 8);
   }
 }
 
 // The rest of a query, rotated: [dim_pad]. `lead`: its leading coordinates.
-void rest_of(const Basis& basis, const float* q, const double* lead, float* rest) {
+void rest_of(const Basis& basis, const float* q, const float* lead, float* rest) {
   std::fill(rest, rest + basis.dim_pad, 0.0f);
   if (!basis.query_matrix.empty()) {
     for (uint32_t k = 0; k < basis.dim_k; ++k) {
@@ -85,57 +93,61 @@ void rest_of(const Basis& basis, const float* q, const double* lead, float* rest
     }
   } else {
     for (uint32_t k = 0; k < basis.dim_k; ++k) {
-      double x = double{q[k]};
+      rest[k] = q[k];
       for (uint32_t j = 0; j < kLeadDims && !basis.lead_key.empty(); ++j) {
-        x -= double{basis.lead_key[size_t{k} * kLeadDims + j]} * lead[j];
+        rest[k] -= basis.lead_key[size_t{k} * kLeadDims + j] * lead[j];
       }
-      rest[k] = static_cast<float>(x);
     }
   }
   rotate(basis, rest);
 }
 
-struct TurnedLead {
-  double lead[kLeadDims] = {};
-  double center = 0;  // q . c
-  bool usable = false;
-};
+// Sum of a_i b_i, n a multiple of 8.
+float product_of(const float* a, const float* b, uint32_t n) {
+  float sums[8] = {};
+  for (uint32_t i = 0; i < n; i += 8) {
+    for (uint32_t j = 0; j < 8; ++j) {
+      sums[j] += a[i + j] * b[i + j];
+    }
+  }
+  return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
+}
 
-TurnedLead turn(const Frame& frame, const float* q, float scale) {
-  const Basis& basis = *frame.basis;
-  TurnedLead turned;
+// Leading coordinates of a query, and whether it counts.
+void turn(const Basis& basis, const float* q, uint32_t row, float scale, ScanQuery* out) {
   double square = 0;
   for (uint32_t k = 0; k < basis.dim_k; ++k) {
     square += double{q[k]} * double{q[k]};
-    turned.center += double{q[k]} * double{frame.center[k]};
   }
-  const double scaled = std::sqrt(square) * std::abs(double{scale});
-  turned.usable = scaled <= kMaxQuery && std::sqrt(square) <= kMaxQuery;
-  if (!turned.usable) {
-    return turned;
+  const double length = std::sqrt(square);
+  out->usable[row] = length <= kMaxQuery && length * std::abs(double{scale}) <= kMaxQuery;
+  if (out->usable[row] == 0) {
+    return;
   }
   for (uint32_t k = 0; k < basis.dim_k && !basis.lead_query.empty(); ++k) {
     for (uint32_t j = 0; j < kLeadDims; ++j) {
-      turned.lead[j] += double{q[k]} * double{basis.lead_query[size_t{k} * kLeadDims + j]};
+      out->turned[row][j] += q[k] * basis.lead_query[size_t{k} * kLeadDims + j];
     }
   }
-  return turned;
 }
 
 // What depends on the frame and not on its basis alone.
-void set_frame_part(const Frame& frame, const TurnedLead& turned, uint32_t row, float scale,
+void set_frame_part(const Frame& frame, const float* q, uint32_t row, float scale,
                     ScanQuery* out) {
-  out->base[row] = turned.usable ? static_cast<float>(double{scale} * turned.center) : 0.0f;
+  if (out->usable[row] == 0) {
+    return;
+  }
+  out->base[row] = scale * product_of(q, frame.center.data(), frame.basis->dim_k);
   out->lead_step[row] = 0;
   out->lead_bias[row] = 0;
   out->lead[row][0] = out->lead[row][1] = 0;
-  if (!turned.usable || frame.basis->lead_key.empty()) {
+  if (frame.basis->lead_key.empty()) {
     return;
   }
   double products[kLeadDims];
   double largest = 0;
   for (uint32_t j = 0; j < kLeadDims; ++j) {
-    products[j] = double{scale} * turned.lead[j] * double{frame.lead_step[j]};
+    products[j] = double{scale} * double{out->turned[row][j]} * double{frame.lead_step[j]};
     largest = std::max(largest, std::abs(products[j]));
   }
   if (!(largest > 1e-30)) {
@@ -168,13 +180,14 @@ double round_rest(const float* rest, uint32_t dim_pad, uint32_t chunk, int* roun
   return inverse == 0 ? 0 : step;
 }
 
-void set_basis_part(const Basis& basis, const TurnedLead& turned, const float* q, uint32_t row,
-                    float scale, ScanQuery* out) {
-  alignas(64) float rest[kMaxSketchDim] = {};
+void set_basis_part(const Basis& basis, const float* q, uint32_t row, float scale,
+                    ScanQuery* out) {
+  alignas(64) float rest[kMaxSketchDim];
   int rounded[kMaxSketchDim] = {};
   double step = 0;
-  if (turned.usable) {
-    rest_of(basis, q, turned.lead, rest);
+  turn(basis, q, row, scale, out);
+  if (out->usable[row] != 0) {
+    rest_of(basis, q, out->turned[row], rest);
     step = round_rest(rest, basis.dim_pad, out->chunk_rows * 8, rounded);
   }
   double sum = 0;
@@ -272,11 +285,10 @@ void prepare_scan(const Frame& frame, const float* q, uint32_t n_rows, float sca
   }
   for (uint32_t row = 0; row < n_rows; ++row) {
     const float* q_row = q + size_t{row} * basis.dim_k;
-    const TurnedLead turned = turn(frame, q_row, scale);
-    set_frame_part(frame, turned, row, scale, query);
     if (!same_basis) {
-      set_basis_part(basis, turned, q_row, row, scale, query);
+      set_basis_part(basis, q_row, row, scale, query);
     }
+    set_frame_part(frame, q_row, row, scale, query);
   }
 }
 
@@ -300,7 +312,9 @@ bool scan_draw(std::span<const SketchSpan> spans, uint32_t n_rows, const DrawPar
   ScanSums added{};
   DrawArgs args{};
   for (uint32_t r = 0; r < n_rows; ++r) {
-    args.log2_c[r] = params.log_c[r] * 1.4426950408889634f;
+    // Finite, so that exponents are; NaN counts as no chance.
+    const float log2_c = params.log_c[r] * 1.4426950408889634f;
+    args.log2_c[r] = log2_c >= -kMaxLog2C ? std::min(log2_c, kMaxLog2C) : -kMaxLog2C;
   }
   args.reach = params.reach;
   args.min_size = kMinSize;

@@ -50,7 +50,8 @@ size_t block_bytes(SketchKind kind, uint32_t dim_k);
 struct Frame;  // sketch/frame.h
 using FramePtr = std::shared_ptr<const Frame>;
 
-// What a frame is made from. Keys: of `head` of the runs, at least 64, as many as 8,192 are used.
+// What a frame is made from. Keys: of `head` of the runs, at least 64; of many, some 2,048 that are
+// spread evenly are used.
 // Queries: what was seen of them, 0 or more; their second moments are shrunk by 30 % towards a
 // multiple of the identity.
 struct FrameInput {
@@ -103,7 +104,7 @@ void scan_logits(const SketchSpan& span, uint32_t n_rows, uint32_t block, float*
 
 // How likely a key is to be drawn. Key i has size_i = max over rows r of
 //   exp(logit_ir + log_c[r]) * |v_i|, at least kMinSize, at most 2^100
-// (the exponential within 1e-5 of itself and clamped to [2^-126, 2^60]), and inclusion probability
+// (the exponential within 1e-5 of itself and clamped to 2^60 from above), and inclusion probability
 // p_i = min(1, size_i): all rows use every key that is drawn, with that common p. It is drawn where
 // u_i < p_i, u_i = permanent_random(seed, position of i). Samples of growing c are nested.
 struct DrawParams {
