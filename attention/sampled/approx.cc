@@ -21,14 +21,17 @@ namespace {
 constexpr uint64_t kFewestKeys = 2048;
 constexpr double kHopelessBar = 0.5;
 constexpr uint32_t kMostGrowths = 8;
-constexpr double kLeastGrowth = 1.3;
+constexpr double kLeastGrowth = 1.1;
 constexpr double kMostGrowth = 4.0;
+// What the bar is expected to fall short of by chance.
+constexpr double kGrowthMargin = 1.05;
 
 enum class Method : uint8_t { kSample, kHashed, kSelect };
 
 Method method_of(const ApproxParams& params) {
   if (params.mode == ApproxMode::kTopK) {
-    return Method::kSelect;
+    const bool all = params.proposal == Proposal::kLsh && params.budget == 0;
+    return all ? Method::kHashed : Method::kSelect;
   }
   return params.proposal == Proposal::kLsh ? Method::kHashed : Method::kSample;
 }
@@ -140,6 +143,7 @@ struct FinishScratch {
   std::byte* other;   // another
   std::byte* stack;   // of StateStack over shards
   std::byte* sums;
+  GrownSums* grown;  // [shards]
 };
 
 FinishScratch carve_finish(const ApproxInput& input, const Plan& exact, uint64_t n_keys,
@@ -156,6 +160,7 @@ FinishScratch carve_finish(const ApproxInput& input, const Plan& exact, uint64_t
   s.other = carver.take<std::byte>(stride);
   s.stack = carver.take<std::byte>((depth + 1) * stride);
   s.sums = carver.take<std::byte>(gather_sums_bytes(problem));
+  s.grown = carver.take<GrownSums>(shards.count());
   return s;
 }
 
@@ -269,12 +274,13 @@ class Sampler {
   }
   void grow(double factor);
   double expected(double factor) const;
-  void total(double factor, uint32_t row, RowWork* work) const;
+  void total(uint32_t row, RowWork* work) const;
   void add_shard(const SampleState& state, const GrownSums& grown, uint32_t row, double factor,
                  RowWork* work) const;
   double estimate(ApproxReport* report);
   void write_row(uint32_t row, const RowWork& work, const RowEstimate& estimate) const;
   void count_reads(ApproxReport* report) const;
+  // Fills s_.grown.
   bool all_closed() const;
 
   const Context& c_;
@@ -295,7 +301,8 @@ double Sampler::expected(double factor) const {
 bool Sampler::all_closed() const {
   double n_open = 0;
   for (uint32_t i = 0; i < c_.plan->n_shards; ++i) {
-    n_open += grown_sums(c_, shard(i), factor_).n_open;
+    s_.grown[i] = grown_sums(c_, shard(i), factor_);
+    n_open += s_.grown[i].n_open;
   }
   return n_open <= 0;
 }
@@ -342,7 +349,7 @@ void Sampler::add_shard(const SampleState& state, const GrownSums& grown, uint32
   }
 }
 
-void Sampler::total(double f, uint32_t row, RowWork* work) const {
+void Sampler::total(uint32_t row, RowWork* work) const {
   const uint32_t dim = c_.problem.dim_v;
   const StateView fixed = state_view(c_.problem, c_.rows, s_.state);
   const float* sinks = c_.problem.sink_logits;
@@ -366,8 +373,7 @@ void Sampler::total(double f, uint32_t row, RowWork* work) const {
   std::fill_n(work->n_sample, dim, 0.0);
   std::fill_n(work->chance_v, dim, 0.0);
   for (uint32_t i = 0; i < c_.plan->n_shards; ++i) {
-    const SampleState state = shard(i);
-    add_shard(state, grown_sums(c_, state, f), row, f, work);
+    add_shard(shard(i), s_.grown[i], row, factor_, work);
   }
   t.n_fixed = {work->n_fixed, dim};
   t.n_sample = {work->n_sample, dim};
@@ -395,7 +401,7 @@ double Sampler::estimate(ApproxReport* report) {
   const auto delta = static_cast<double>(c_.params().delta);
   for (uint32_t r = 0; r < c_.rows; ++r) {
     RowWork work;
-    total(factor_, r, &work);
+    total(r, &work);
     const RowEstimate e = estimate_row(work.totals, delta, {work.o, c_.problem.dim_v});
     const double relative =
         e.norm_o > 0 ? e.bar / e.norm_o : (e.bar > 0 || work.totals.any_open ? INFINITY : 0.0);
@@ -457,7 +463,7 @@ bool Sampler::solve(ApproxReport* report) {
       return true;
     }
     const double ratio = worst / eps;
-    const double growth = std::clamp(ratio * ratio, kLeastGrowth, kMostGrowth);
+    const double growth = std::clamp(kGrowthMargin * ratio * ratio, kLeastGrowth, kMostGrowth);
     if (worst > kHopelessBar || stage == kMostGrowths) {
       return false;
     }
@@ -494,6 +500,43 @@ uint64_t cost_bytes(const ApproxInput& input, const ApproxPlan& plan) {
   drawn = std::min(drawn, plan.n_keys_indexed);
   const uint64_t index = params.proposal == Proposal::kSketch ? 36 : 0;
   return fixed * row + 2 * drawn * row + plan.n_keys_indexed * index;
+}
+
+void make_uses(const Context& c) {
+  uint32_t n = 0;
+  size_t query_at = 0;
+  for (uint32_t i = 0; i < c.plan->n_stretches; ++i) {
+    const Stretch& stretch = c.prepared.stretches[i];
+    if (i > 0 && same_use(*c.input, stretch, c.prepared.stretches[i - 1])) {
+      ++c.prepared.uses[n - 1].n_stretches;
+      continue;
+    }
+    c.prepared.uses[n++] = {stretch.index_run, stretch.variant, i, 1, query_at};
+    query_at += use_query_bytes(*c.input, stretch);
+  }
+}
+
+// dense [rows][dim_k]: for what it takes.
+void prepare_uses(const Context& c, float* dense) {
+  hash_index::SketchSpan last;
+  uint16_t variant = 0;
+  for (const Use& use : c.uses()) {
+    std::byte* out = c.prepared.queries + use.query_at;
+    if (c.params().proposal == Proposal::kLsh) {
+      prepare_hashed(c, use, out);
+    } else if (c.params().proposal == Proposal::kSketch) {
+      const bool same_queries = last.frame != nullptr && variant == use.variant;
+      if (!same_queries) {
+        dense_queries(c, use.variant, dense);
+      }
+      const hash_index::Frame& frame = *c.input->index.sketches[use.index_run].frame;
+      hash_index::prepare_scan(frame, dense, c.rows, c.problem.scale, out,
+                               same_queries ? &last : nullptr);
+      last.frame = &frame;
+      last.query = out;
+      variant = use.variant;
+    }
+  }
 }
 
 }  // namespace
@@ -538,30 +581,11 @@ void prepare_approx(const ApproxInput& input, const ApproxPlan& plan, void* prep
   Context c = make_context(input, plan, prepared);
   *c.prepared.head = PreparedHead{};
   fill_stretches(input, {c.prepared.stretches, plan.n_stretches});
-  uint32_t n_uses = 0;
-  size_t query_at = 0;
-  for (uint32_t i = 0; i < plan.n_stretches; ++i) {
-    const Stretch& stretch = c.prepared.stretches[i];
-    if (i > 0 && stretch.same_use(c.prepared.stretches[i - 1])) {
-      ++c.prepared.uses[n_uses - 1].n_stretches;
-      continue;
-    }
-    c.prepared.uses[n_uses++] = {stretch.index_run, stretch.variant, i, 1, query_at};
-    query_at += use_query_bytes(input, stretch);
-  }
+  make_uses(c);
   c.prepared.head->n_fixed =
       static_cast<uint32_t>(fill_fixed_ranges(input, c.stretches(), c.prepared.fixed));
   prepare_queries(c.problem, c.exact, c.prepared.exact);
-  auto* dense = static_cast<float*>(scratch);
-  for (const Use& use : c.uses()) {
-    if (input.params.proposal == Proposal::kSketch) {
-      dense_queries(c, use.variant, dense);
-      hash_index::prepare_scan(*input.index.sketches[use.index_run].frame, dense, c.rows,
-                               c.problem.scale, c.prepared.queries + use.query_at);
-    } else if (input.params.proposal == Proposal::kLsh) {
-      prepare_hashed(c, use, c.prepared.queries + use.query_at);
-    }
-  }
+  prepare_uses(c, static_cast<float*>(scratch));
   if (method_of(input.params) == Method::kSample) {
     find_thresholds(c, scratch);
   }

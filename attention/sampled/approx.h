@@ -80,7 +80,8 @@ struct ApproxParams {
   Proposal proposal = Proposal::kSketch;
   float eps = 0.03f;    // relative error of o, > 0; Verified, and Sampled without a budget
   float delta = 0.01f;  // probability that the error exceeds the reported bar
-  // Keys of R for each row of the problem; 0: from eps (TopK: exact). Verified starts with it.
+  // Keys of R for each row of the problem; Verified starts with it. 0: from eps; TopK: exact, or
+  // with hash tables all candidates.
   uint64_t budget = 0;
   uint64_t seed = 0;  // already mixed with layer and head
   uint64_t n_sinks = 4;

@@ -18,9 +18,9 @@ namespace kvm::attention {
 inline constexpr uint64_t kShardTokens = 32768;
 static_assert(kShardTokens % kStreamChunkTokens == 0);
 
-// The stretches that one run of the index is asked for with one form of the queries.
+// Stretches that the index is asked about with the same queries.
 struct Use {
-  uint32_t index_run = 0;
+  uint32_t index_run = 0;  // of the first; hash tables: of all
   uint16_t variant = 0;
   uint32_t first_stretch = 0;
   uint32_t n_stretches = 0;

@@ -40,6 +40,15 @@ void fill_columns(const GatherContext& context, const GatherList& list, size_t f
 
 }  // namespace
 
+void fill_row_masks(uint32_t rows, const uint16_t* masks, uint32_t n, float* per_row) {
+  std::fill_n(per_row, size_t{padded_rows(rows)} * kGatherKeys, 0.0f);
+  for (uint32_t i = 0; i < n; ++i) {
+    for (uint32_t r = 0; r < rows; ++r) {
+      per_row[r * kGatherKeys + i] = (masks[i] >> r & 1) != 0 ? 1.0f : 0.0f;
+    }
+  }
+}
+
 uint32_t padded_rows(uint32_t rows) {
   return rows == 1 ? 1 : (rows + kRowTile - 1) / kRowTile * kRowTile;
 }

@@ -40,6 +40,10 @@ struct GatherList {
 };
 void gather(const GatherContext& context, const GatherList& list, const GatherSums& sums);
 
+// Factors of kGatherWeighted: 1 for the rows in the mask of a key, 0 for the others. per_row
+// [padded rows][16], of n keys.
+void fill_row_masks(uint32_t rows, const uint16_t* masks, uint32_t n, float* per_row);
+
 // Walks over the same batches without summing: body(batch, first) with ids[first, first + batch.n).
 // Used where logits alone are wanted.
 class BatchMaker {

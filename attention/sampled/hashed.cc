@@ -188,7 +188,12 @@ void gather_hashed(const Context& c, const Use& use, const HashedKeys& keys, voi
   GatherBatch batch;
   alignas(64) float per_row[kMaxGatherRows * kGatherKeys];
   while (maker.next(&args, &batch)) {
-    factors.fill(args, batch, keys.rows + maker.first(), per_row);
+    const uint16_t* rows = keys.rows + maker.first();
+    if (c.params().mode == ApproxMode::kTopK) {
+      fill_row_masks(c.rows, rows, batch.n, per_row);
+    } else {
+      factors.fill(args, batch, rows, per_row);
+    }
     batch.kind = kGatherWeighted;
     batch.per_row = per_row;
     context.kernels->gather(&args, &batch, &sums);

@@ -32,7 +32,7 @@ struct HashedKeys {
 // The candidates of a use that lie in R. They live in `scratch`.
 HashedKeys look_up(const Context& c, const Use& use, void* scratch);
 
-// Adds them to the sums, with weights w/u.
+// Adds them to the sums, with weights w/u; for TopK with weights w.
 void gather_hashed(const Context& c, const Use& use, const HashedKeys& keys, void* scratch,
                    const GatherSums& sums);
 

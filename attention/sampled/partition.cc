@@ -174,6 +174,15 @@ bool has_tokens(const Problem& problem) { return problem.n_query > 0 && !problem
 
 }  // namespace
 
+bool same_use(const ApproxInput& input, const Stretch& a, const Stretch& b) {
+  if (a.variant != b.variant) {
+    return false;
+  }
+  const auto& sketches = input.index.sketches;
+  return a.index_run == b.index_run || (input.params.proposal == Proposal::kSketch &&
+                                        sketches[a.index_run].frame == sketches[b.index_run].frame);
+}
+
 size_t use_query_bytes(const ApproxInput& input, const Stretch& stretch) {
   const uint32_t rows = input.problem->n_query * input.problem->group;
   size_t bytes = 0;
@@ -198,7 +207,7 @@ Counts count_stretches(const ApproxInput& input) {
   Stretch last;
   uint64_t from = 0;  // behind the last stretch
   Walk(input).stretches([&](const Stretch& stretch) {
-    if (counts.n_stretches == 0 || !stretch.same_use(last)) {
+    if (counts.n_stretches == 0 || !same_use(input, stretch, last)) {
       ++counts.n_uses;
       counts.query_bytes += use_query_bytes(input, stretch);
     }

@@ -21,14 +21,14 @@ struct Stretch {
   uint16_t variant = 0;    // transform
 
   uint64_t end() const { return position + uint64_t{n_blocks} * kPageTokens; }
-  bool same_use(const Stretch& other) const {
-    return index_run == other.index_run && variant == other.variant;
-  }
 };
+
+// Whether the index is asked about both with the same queries: several runs may share a frame.
+bool same_use(const ApproxInput& input, const Stretch& a, const Stretch& b);
 
 struct Counts {
   uint32_t n_stretches = 0;
-  uint32_t n_uses = 0;     // maximal sequences of stretches of one index run and transform
+  uint32_t n_uses = 0;     // maximal sequences of stretches of the same use
   uint64_t n_keys = 0;     // of R
   uint64_t n_present = 0;  // keys stored and seen by some row, F and R
   size_t query_bytes = 0;  // what use_query_bytes gives, over all uses, each aligned

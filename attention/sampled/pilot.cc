@@ -38,19 +38,21 @@ uint64_t n_pilot_blocks(uint64_t n_keys) {
 }
 
 struct Pilot {
-  size_t n;             // keys
-  double share;         // keys of R for each key of the pilot
-  float* logits;        // [rows][n]
-  float* sizes;         // [rows][n], each row relative to its largest logit
-  float* largest_size;  // [n]: over rows, c applied
-  float* norms;         // [n]
-  uint64_t* positions;  // [blocks]
-  float* block_logits;  // [rows][64]
+  float top[kMaxApproxRows];     // largest logit of a row in the pilot
+  float factor[kMaxApproxRows];  // c e^top
+  size_t n;                      // keys
+  double share;                  // keys of R for each key of the pilot
+  float* logits;                 // [rows][n]
+  float* sizes;                  // [rows][n], each row relative to its largest logit
+  float* largest_size;           // [n]: over rows, c applied
+  float* norms;                  // [n]
+  uint64_t* positions;           // [blocks]
+  float* block_logits;           // [rows][64]
   // The probe.
   uint64_t* probe_position;  // [kMostProbes]
   uint32_t* probe_ids;
   float* probe_factor;  // [kMostProbes][rows]: what a key stands for
-  float* probe_size;    // [kMostProbes]
+  float* probe_size;    // [kMostProbes][rows]
   float* probe_excess;  // [kMostProbes][rows]: share of sigma^2 / eps^2 at p = 1/2
   float* o;             // [padded rows][acc_stride]
   void* sums;
@@ -73,7 +75,7 @@ Pilot carve_pilot(const Problem& problem, const Plan& exact, uint64_t n_keys, Ca
   p.probe_position = carver.take<uint64_t>(kMostProbes);
   p.probe_ids = carver.take<uint32_t>(kMostProbes);
   p.probe_factor = carver.take<float>(size_t{kMostProbes} * rows);
-  p.probe_size = carver.take<float>(kMostProbes);
+  p.probe_size = carver.take<float>(size_t{kMostProbes} * rows);
   p.probe_excess = carver.take<float>(size_t{kMostProbes} * rows);
   p.o = carver.take<float>(size_t{padded_rows(rows)} * acc_stride(problem));
   p.sums = carver.take<std::byte>(gather_sums_bytes(problem));
@@ -125,18 +127,22 @@ void look(const Context& c, Pilot& p) {
   });
 }
 
-// Thresholds with which each row draws `wanted` keys of the pilot; largest_size becomes the largest
-// of c size over rows.
+// Thresholds with which each row draws `wanted` keys of the pilot.
 void solve(const Context& c, Pilot& p, double wanted) {
   const SampledKernels& kernels = *c.table->sampled;
-  std::memset(p.largest_size, 0, p.n * sizeof(float));
   for (uint32_t r = 0; r < c.rows; ++r) {
     float* sizes = p.sizes + r * p.n;
-    const float top = kernels.largest(p.logits + r * p.n, p.n);
-    kernels.sizes(p.logits + r * p.n, p.norms, top, p.n, sizes);
-    const float factor = threshold(kernels, sizes, p.n, wanted);
-    kernels.raise(sizes, factor, p.n, p.largest_size);
-    c.prepared.head->log_c[r] = std::log(factor) - top;
+    p.top[r] = kernels.largest(p.logits + r * p.n, p.n);
+    kernels.sizes(p.logits + r * p.n, p.norms, p.top[r], p.n, sizes);
+    p.factor[r] = threshold(kernels, sizes, p.n, wanted);
+  }
+}
+
+// largest_size becomes the largest of c size over rows.
+void unite(const Context& c, Pilot& p) {
+  std::memset(p.largest_size, 0, p.n * sizeof(float));
+  for (uint32_t r = 0; r < c.rows; ++r) {
+    c.table->sampled->raise(p.sizes + r * p.n, p.factor[r], p.n, p.largest_size);
   }
 }
 
@@ -155,8 +161,9 @@ uint32_t draw_probe(const Context& c, Pilot& p) {
     const double chance = std::min(1.0, static_cast<double>(size));
     p.probe_position[n] = position;
     p.probe_ids[n] = n;
-    p.probe_size[n] = size;
     for (uint32_t r = 0; r < c.rows; ++r) {
+      p.probe_size[n * c.rows + r] =
+          std::max(p.sizes[r * p.n + i] * p.factor[r], hash_index::kMinSize);
       p.probe_factor[n * c.rows + r] = static_cast<float>(p.share / chance);
       p.probe_excess[n * c.rows + r] = p.logits[r * p.n + i];  // s_hat, until it is used
     }
@@ -287,7 +294,7 @@ void weigh_probe(const Context& c, Pilot& p, uint32_t n, RowProbe* probes) {
         const double s = static_cast<double>(logits[r * kGatherKeys + i]);
         const double w = std::exp(s - probe.top);
         const double factor = static_cast<double>(p.probe_factor[id * c.rows + r]);
-        if (p.probe_size[id] < 1.0f) {
+        if (static_cast<double>(p.probe_factor[id * c.rows + r]) > p.share) {
           const double e = s - static_cast<double>(p.probe_excess[id * c.rows + r]);
           moments[r][0] += factor * w;
           moments[r][1] += factor * w * e;
@@ -311,50 +318,79 @@ void weigh_probe(const Context& c, Pilot& p, uint32_t n, RowProbe* probes) {
   }
 }
 
-// The factor of all c with which the largest bar is eps.
-double solve_growth(const Context& c, const Pilot& p, uint32_t n, const RowProbe* probes) {
-  const double eps = std::max(static_cast<double>(c.params().eps), 1e-4);
-  const double least = 1.0 / p.share;
-  double growth = 1.0;
-  for (int step = 0; step < 16; ++step) {
-    double worst = 0.0;
+// For each row, the square of (its bar over eps) with all c grown by growth[row].
+void probe_bars(const Context& c, const Pilot& p, uint32_t n, const RowProbe* probes,
+                const double* growth, double* ratio) {
+  const auto eps = static_cast<double>(c.params().eps);
+  float factor[kMaxApproxRows];
+  double variance[kMaxApproxRows] = {};
+  std::transform(growth, growth + c.rows, factor, [](double g) { return static_cast<float>(g); });
+  for (uint32_t i = 0; i < n; ++i) {
+    float chance = 0;
     for (uint32_t r = 0; r < c.rows; ++r) {
-      double variance = 0.0;
-      for (uint32_t i = 0; i < n; ++i) {
-        const double chance = growth * static_cast<double>(p.probe_size[i]);
-        if (chance < 1.0) {
-          variance += static_cast<double>(p.probe_excess[i * c.rows + r]) * (1.0 / chance - 1.0);
-        }
-      }
-      worst = std::max(worst, variance * probes[r].kappa * probes[r].kappa / (eps * eps));
+      chance = std::max(chance, factor[r] * p.probe_size[i * c.rows + r]);
     }
-    if (std::abs(worst - 1.0) < 0.05 || (worst < 1.0 && growth <= least)) {
+    if (chance < 1.0f) {
+      const double odds = 1.0 / static_cast<double>(chance) - 1.0;
+      for (uint32_t r = 0; r < c.rows; ++r) {
+        variance[r] += static_cast<double>(p.probe_excess[i * c.rows + r]) * odds;
+      }
+    }
+  }
+  for (uint32_t r = 0; r < c.rows; ++r) {
+    ratio[r] = variance[r] * probes[r].kappa * probes[r].kappa / std::max(eps * eps, 1e-8);
+  }
+}
+
+// Growth of each c with which all bars are eps: V falls like 1/c or faster. A row gains from what
+// is drawn for others, so each goes its own way by small steps, and all together by the last.
+void solve_growth(const Context& c, const Pilot& p, uint32_t n, const RowProbe* probes,
+                  double* growth) {
+  constexpr int kSteps = 8;
+  constexpr double kDamping = 0.8;
+  const double least = 1.0 / p.share;
+  double ratio[kMaxApproxRows];
+  std::fill_n(growth, c.rows, 1.0);
+  for (int step = 0; step < kSteps; ++step) {
+    probe_bars(c, p, n, probes, growth, ratio);
+    bool done = true;
+    for (uint32_t r = 0; r < c.rows; ++r) {
+      done = done && (std::abs(ratio[r] - 1.0) < 0.1 || (ratio[r] < 1.0 && growth[r] <= least));
+      const double factor = std::pow(std::clamp(ratio[r], 1.0 / 64, 64.0), kDamping);
+      growth[r] = std::clamp(growth[r] * factor, least, 1e9);
+    }
+    if (done) {
       break;
     }
-    growth = std::clamp(growth * std::clamp(worst, 1.0 / 16, 16.0), least, 1e9);
   }
-  return growth;
+  probe_bars(c, p, n, probes, growth, ratio);
+  const double worst = std::max(1.0, *std::max_element(ratio, ratio + c.rows));
+  for (uint32_t r = 0; r < c.rows; ++r) {
+    growth[r] = std::min(growth[r] * std::min(worst, 64.0), 1e9);
+  }
 }
 
 void probe_growth(const Context& c, Pilot& p) {
   solve(c, p, std::min(kProbeKeys, static_cast<double>(p.n) / 2));
+  unite(c, p);
   const uint32_t n = draw_probe(c, p);
   RowProbe probes[kMaxApproxRows];
+  double growth[kMaxApproxRows];
   eval_near_fixed(c, p);
   estimate_probe(c, p, n, probes);
   weigh_probe(c, p, n, probes);
-  const double growth = solve_growth(c, p, n, probes);
+  solve_growth(c, p, n, probes, growth);
+  for (uint32_t r = 0; r < c.rows; ++r) {
+    p.factor[r] *= static_cast<float>(growth[r]);
+  }
+  unite(c, p);
   uint64_t closed = 0;
   double open = 0;
-  c.table->sampled->saturation(p.largest_size, static_cast<float>(1.0 / growth), p.n, &closed,
-                               &open);
-  const double keys = p.share * (static_cast<double>(closed) + growth * open);
+  c.table->sampled->saturation(p.largest_size, 1.0f, p.n, &closed, &open);
+  const double keys = p.share * (static_cast<double>(closed) + open);
   const double most =
       max_read_fraction(c.params(), c.problem) * static_cast<double>(c.plan->n_keys_present);
   c.prepared.head->answer_exactly = keys > most ? 1 : 0;
-  for (uint32_t r = 0; r < c.rows; ++r) {
-    c.prepared.head->log_c[r] += static_cast<float>(std::log(growth));
-  }
 }
 
 }  // namespace
@@ -409,6 +445,9 @@ void find_thresholds(const Context& c, void* scratch) {
     solve(c, p, static_cast<double>(c.params().budget) / p.share);
   } else {
     probe_growth(c, p);
+  }
+  for (uint32_t r = 0; r < c.rows; ++r) {
+    c.prepared.head->log_c[r] = std::log(p.factor[r]) - p.top[r];
   }
 }
 

@@ -5,9 +5,9 @@
 // its sixteen. With a budget of m keys for each row, c of a row solves
 //   sum min(1, c size_i) = m     over all keys, the pilot standing for them; size = e^s_hat |v|.
 // Without one, some 64 keys of the pilot are read for each row. They and the nearest of F estimate
-// o, D and the variance V(f) of the whole sample when all c grow by f; f is taken such that the
-// largest bar meets eps. Where so many keys would have to be read that exact is cheaper, the
-// problem is marked to be answered exactly.
+// o, D and the variance V of the whole sample for any c, and every row's c is taken such that its
+// bar is eps. Where so many keys would have to be read that exact is cheaper, the problem is marked
+// to be answered exactly.
 #ifndef KVM_ATTENTION_SAMPLED_PILOT_H_
 #define KVM_ATTENTION_SAMPLED_PILOT_H_
 

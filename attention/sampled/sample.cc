@@ -117,6 +117,22 @@ double hat(const Candidates& list, uint32_t i, uint32_t row, uint32_t rows,
                   static_cast<double>(head.log_c[row]));
 }
 
+// sum h^2 over open keys, from the candidates: they hold every key of size 1/reach or more, and the
+// others with chance reach times their size.
+void add_squares(const Context& c, const Candidates& list, SampleHead* head) {
+  for (uint32_t i = 0; i < list.n; ++i) {
+    const float size = list.size[i];
+    if (size >= 1.0f || size < kLeastSquared) {
+      continue;
+    }
+    const double chance = std::min(1.0, static_cast<double>(size * head->reach));
+    for (uint32_t r = 0; r < c.rows; ++r) {
+      const double h = hat(list, i, r, c.rows, *head);
+      head->square[r] += h * h / chance;
+    }
+  }
+}
+
 }  // namespace
 
 bool may_grow(const ApproxParams& params) { return params.mode == ApproxMode::kVerified; }
@@ -181,6 +197,9 @@ void draw_shard(const Context& c, uint64_t shard_id, float log_growth, void* scr
     }
   }
   head.n_candidates = list.n;
+  if (may_grow(c.params())) {
+    add_squares(c, list, &head);
+  }
   SampleState drawn = state;
   drawn.candidates = list;
   clear_sums(c.problem, state.sums);
@@ -250,51 +269,46 @@ GrownSums grown_sums(const Context& c, const SampleState& state, double f) {
   const SampleHead& head = *state.head;
   const Candidates& list = state.candidates;
   GrownSums grown;
-  grown.expected = head.sums.expected;
-  double closed = 0;  // keys with p(1) = 1: all of them were read
-  double newly_closed = 0;
-  double newly_size = 0;
-  // sum h^2 (1 - p)/p = sum h^2/p - sum h^2 over open keys. The scan gives the difference; the
-  // second sum is estimated from the candidates, which hold every key with p >= 1/reach and the
-  // others with chance reach p.
-  double square[kMaxApproxRows] = {};
-  double over_p[kMaxApproxRows] = {};  // of keys that f closes
-  double closing[kMaxApproxRows] = {};
-  for (uint32_t r = 0; r < c.rows; ++r) {
-    grown.open_mass[r] = head.sums.open_mass[r];
-  }
+  std::copy_n(head.sums.open_mass, c.rows, grown.open_mass);
   if (f == 1.0) {
+    grown.expected = head.sums.expected;
     grown.n_open = head.sums.n_keys - static_cast<double>(head.n_closed);
     std::copy_n(head.sums.spread, c.rows, grown.spread);
     return grown;
   }
+  // sum h^2 (1 - p)/p = sum h^2/p - sum h^2 over open keys; the scan gives the difference. What f
+  // closes was open and is among the candidates, all of it: f <= reach.
+  double closed = 0;
+  double closing = 0;
+  double closing_size = 0;
+  double closing_over_p[kMaxApproxRows] = {};
+  double closing_square[kMaxApproxRows] = {};
+  const auto least = static_cast<float>(1.0 / f);
   for (uint32_t i = 0; i < list.n; ++i) {
-    const double size = static_cast<double>(list.size[i]);
-    if (size >= 1.0) {
+    if (list.size[i] < least) {
+      continue;
+    }
+    if (list.size[i] >= 1.0f) {
       closed += 1;
       continue;
     }
-    const bool closes = size * f >= 1.0;
-    newly_closed += closes ? 1 : 0;
-    newly_size += closes ? size : 0;
-    const double chance = std::min(1.0, size * static_cast<double>(head.reach));
+    const auto size = static_cast<double>(list.size[i]);
+    closing += 1;
+    closing_size += size;
     for (uint32_t r = 0; r < c.rows; ++r) {
       const double h = hat(list, i, r, c.rows, head);
-      square[r] += h * h / chance;
-      if (closes) {
-        grown.open_mass[r] -= h;
-        over_p[r] += h * h / size;
-        closing[r] += h * h;
-      }
+      grown.open_mass[r] -= h;
+      closing_over_p[r] += h * h / size;
+      closing_square[r] += h * h;
     }
   }
-  const double open_size = std::max(head.sums.expected - closed - newly_size, 0.0);
-  grown.expected = closed + newly_closed + f * open_size;
-  grown.n_open = head.sums.n_keys - closed - newly_closed;
+  const double open_size = std::max(head.sums.expected - closed - closing_size, 0.0);
+  grown.expected = closed + closing + f * open_size;
+  grown.n_open = head.sums.n_keys - closed - closing;
   for (uint32_t r = 0; r < c.rows; ++r) {
     grown.open_mass[r] = std::max(grown.open_mass[r], 0.0);
-    const double first = head.sums.spread[r] + square[r] - over_p[r];
-    grown.spread[r] = std::max(first / f - (square[r] - closing[r]), 0.0);
+    const double over_p = head.sums.spread[r] + head.square[r] - closing_over_p[r];
+    grown.spread[r] = std::max(over_p / f - (head.square[r] - closing_square[r]), 0.0);
   }
   return grown;
 }

@@ -13,7 +13,9 @@
 namespace kvm::attention {
 
 // How far a sample that may grow is scanned for at once.
-inline constexpr float kReach = 8.0f;
+inline constexpr float kReach = 4.0f;
+// Open keys of smaller size are not counted in SampleHead::square: (1 - p)/p is taken as 1/p.
+inline constexpr float kLeastSquared = 1.0f / 128;
 
 struct SampleHead {
   hash_index::DrawSums sums;
@@ -23,7 +25,8 @@ struct SampleHead {
   float reach = 1.0f;
   float log_c[kMaxApproxRows] = {};  // that this shard drew with
   uint64_t index_bytes = 0;
-  uint64_t keys_read = 0;  // repeats after another scan included
+  uint64_t keys_read = 0;              // repeats after another scan included
+  double square[kMaxApproxRows] = {};  // sum h^2 over open keys, where the sample may grow
 };
 
 // State of a shard.

@@ -2,6 +2,7 @@
 #include "attention/sampled/select.h"
 
 #include <algorithm>
+#include <functional>
 #include <numeric>
 
 #include "attention/sampled/hashed.h"
@@ -11,10 +12,6 @@ namespace {
 
 // How many times the budget is re-ranked by exact scores where a sketch proposes.
 constexpr uint32_t kRerank = 4;
-
-bool better(const Scored& a, const Scored& b) {
-  return a.score > b.score || (a.score == b.score && a.position < b.position);
-}
 
 uint32_t budget_of(const ApproxParams& params, uint64_t n_keys) {
   return static_cast<uint32_t>(
@@ -42,6 +39,7 @@ struct SelectScratch {
   std::byte* hashed;
   uint64_t* block_position;
   uint32_t* block_ids;
+  float* work;  // [2 * keep]
   // Of finish.
   Scored* items;       // [rows][2 * keep]
   uint64_t* position;  // [rows * keep]
@@ -59,6 +57,7 @@ SelectScratch carve_scratch(const ApproxInput& input, uint64_t n_keys, uint32_t 
       input.params.proposal == Proposal::kLsh ? hashed_scratch_bytes(input) : 0);
   s.block_position = carver.take<uint64_t>(kPageTokens);
   s.block_ids = carver.take<uint32_t>(kPageTokens);
+  s.work = carver.take<float>(2 * keep);
   s.items = carver.take<Scored>(rows * 2 * keep);
   s.position = carver.take<uint64_t>(rows * keep);
   s.rows = carver.take<uint16_t>(rows * keep);
@@ -84,9 +83,9 @@ void score_keys(const Context& c, const GatherList& list, Body body) {
 
 class ShardLists {
  public:
-  ShardLists(const Context& c, Scored* items, uint32_t keep) : c_(c) {
+  ShardLists(const Context& c, Scored* items, uint32_t keep, float* work) : c_(c) {
     for (uint32_t r = 0; r < c.rows; ++r) {
-      lists_[r] = TopList(items + size_t{r} * 2 * keep, keep);
+      lists_[r] = TopList(items + size_t{r} * 2 * keep, keep, work);
     }
   }
   TopList& operator[](uint32_t row) { return lists_[row]; }
@@ -98,10 +97,7 @@ class ShardLists {
 
  private:
   const Context& c_;
-  TopList lists_[kMaxApproxRows] = {{nullptr, 1}, {nullptr, 1}, {nullptr, 1}, {nullptr, 1},
-                                    {nullptr, 1}, {nullptr, 1}, {nullptr, 1}, {nullptr, 1},
-                                    {nullptr, 1}, {nullptr, 1}, {nullptr, 1}, {nullptr, 1},
-                                    {nullptr, 1}, {nullptr, 1}, {nullptr, 1}, {nullptr, 1}};
+  TopList lists_[kMaxApproxRows];
 };
 
 void select_exact(const Context& c, const Stretch& stretch, const SelectScratch& s,
@@ -200,12 +196,7 @@ void gather_masked(const Context& c, const GatherList& list, const uint16_t* row
   GatherBatch batch;
   alignas(64) float per_row[kMaxGatherRows * kGatherKeys];
   while (maker.next(&args, &batch)) {
-    std::fill(std::begin(per_row), std::end(per_row), 0.0f);
-    for (uint32_t i = 0; i < batch.n; ++i) {
-      for (uint32_t r = 0; r < c.rows; ++r) {
-        per_row[r * kGatherKeys + i] = (rows[maker.first() + i] >> r & 1) != 0 ? 1.0f : 0.0f;
-      }
-    }
+    fill_row_masks(c.rows, rows + maker.first(), batch.n, per_row);
     batch.kind = kGatherWeighted;
     batch.per_row = per_row;
     context.kernels->gather(&args, &batch, &sums);
@@ -214,10 +205,25 @@ void gather_masked(const Context& c, const GatherList& list, const uint16_t* row
 
 }  // namespace
 
+// By the score of the last one that is kept, found in a copy, so that the order stays.
 void TopList::shrink() {
-  std::nth_element(items_, items_ + keep_ - 1, items_ + n_, better);
-  n_ = keep_;
-  bar_ = items_[keep_ - 1].score;
+  for (uint32_t i = 0; i < n_; ++i) {
+    work_[i] = items_[i].score;
+  }
+  std::nth_element(work_, work_ + keep_ - 1, work_ + n_, std::greater<>());
+  bar_ = work_[keep_ - 1];
+  const auto n_above = static_cast<uint32_t>(
+      std::count_if(work_, work_ + keep_, [this](float score) { return score > bar_; }));
+  uint32_t n_equal = keep_ - n_above;
+  uint32_t n = 0;
+  for (uint32_t i = 0; i < n_; ++i) {
+    const float score = items_[i].score;
+    if (score > bar_ || (score == bar_ && n_equal > 0)) {
+      n_equal -= score == bar_ ? 1 : 0;
+      items_[n++] = items_[i];
+    }
+  }
+  n_ = n;
   full_ = true;
 }
 
@@ -225,8 +231,6 @@ uint32_t TopList::finish() {
   if (n_ > keep_) {
     shrink();
   }
-  std::sort(items_, items_ + n_,
-            [](const Scored& a, const Scored& b) { return a.position < b.position; });
   return n_;
 }
 
@@ -258,7 +262,7 @@ void select_shard(const Context& c, uint64_t shard_id, void* scratch, const Sele
   const SelectScratch s = carve_scratch(*c.input, c.plan->n_keys_indexed, c.rows, carver);
   const uint32_t keep = keep_in_shard(c.params(), c.plan->n_keys_indexed);
   *state.head = SelectHead{};
-  ShardLists lists(c, state.items, keep);
+  ShardLists lists(c, state.items, keep, s.work);
   if (c.params().proposal == Proposal::kLsh) {
     for (const Use& use : c.uses()) {
       if (c.stretches()[use.first_stretch].position / kShardTokens == shard_id) {
@@ -289,7 +293,7 @@ Selected gather_selected(const Context& c, void* scratch, std::byte* states,
   const uint32_t keep_shard = keep_in_shard(c.params(), c.plan->n_keys_indexed);
   Selected result;
   uint32_t n[kMaxApproxRows];
-  ShardLists lists(c, s.items, keep);
+  ShardLists lists(c, s.items, keep, s.work);
   for (uint32_t shard = 0; shard < c.plan->n_shards; ++shard) {
     const SelectState state = select_state(c, states + shard * c.plan->state_bytes);
     result.keys_read += state.head->keys_scored;
@@ -308,7 +312,7 @@ Selected gather_selected(const Context& c, void* scratch, std::byte* states,
   if (c.params().proposal == Proposal::kSketch) {
     const uint32_t budget = budget_of(c.params(), c.plan->n_keys_indexed);
     result.keys_read = n_keys;
-    ShardLists best(c, s.items, budget);
+    ShardLists best(c, s.items, budget, s.work);
     const GatherList list{.ids = {s.ids, n_keys}, .position = s.position};
     score_keys(c, list, [&](size_t i, const float* logits) {
       best.push_all(s.position[i], logits, kGatherKeys);

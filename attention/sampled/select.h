@@ -13,10 +13,12 @@ struct Scored {
   uint64_t position = 0;
 };
 
-// The `keep` best of what is pushed in order of position. REQUIRES: room for 2 * keep.
+// The `keep` best of what is pushed in order of position. REQUIRES: room for 2 * keep items, and
+// for as many floats of work.
 class TopList {
  public:
-  TopList(Scored* items, uint32_t keep, uint32_t n = 0) : items_(items), keep_(keep), n_(n) {}
+  TopList() = default;
+  TopList(Scored* items, uint32_t keep, float* work) : items_(items), work_(work), keep_(keep) {}
   void push(float score, uint64_t position) {
     if (full_ && !(score > bar_)) {
       return;
@@ -32,9 +34,10 @@ class TopList {
  private:
   void shrink();
 
-  Scored* items_;
-  uint32_t keep_;
-  uint32_t n_;
+  Scored* items_ = nullptr;
+  float* work_ = nullptr;
+  uint32_t keep_ = 1;
+  uint32_t n_ = 0;
   bool full_ = false;
   float bar_ = 0;
 };
