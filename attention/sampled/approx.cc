@@ -263,7 +263,7 @@ struct RowWork {
 class Sampler {
  public:
   Sampler(const Context& c, const FinishScratch& s, std::byte* states)
-      : c_(c), s_(s), states_(states) {}
+      : c_(c), s_(s), states_(states), kappas_(static_cast<double>(c.params().delta)) {}
 
   // Returns false where the problem has to be answered exactly.
   bool solve(ApproxReport* report);
@@ -286,6 +286,7 @@ class Sampler {
   const Context& c_;
   const FinishScratch& s_;
   std::byte* states_;
+  Kappas kappas_;
   double factor_ = 1.0;       // by which the sample has grown since the last scan
   double log_scanned_ = 0.0;  // by which the last scan was larger than the first
 };
@@ -398,11 +399,10 @@ void Sampler::write_row(uint32_t row, const RowWork& work, const RowEstimate& e)
 // All rows into s_.other and the report. Returns the largest relative bar.
 double Sampler::estimate(ApproxReport* report) {
   double worst = 0;
-  const auto delta = static_cast<double>(c_.params().delta);
   for (uint32_t r = 0; r < c_.rows; ++r) {
     RowWork work;
     total(r, &work);
-    const RowEstimate e = estimate_row(work.totals, delta, {work.o, c_.problem.dim_v});
+    const RowEstimate e = estimate_row(work.totals, kappas_, {work.o, c_.problem.dim_v});
     const double relative =
         e.norm_o > 0 ? e.bar / e.norm_o : (e.bar > 0 || work.totals.any_open ? INFINITY : 0.0);
     worst = std::max(worst, std::isnan(relative) ? INFINITY : relative);

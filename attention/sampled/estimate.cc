@@ -52,7 +52,7 @@ double lse_kappa_of(double delta) {
   return 1.1 * high;
 }
 
-RowEstimate estimate_row(const RowTotals& t, double delta, std::span<double> o) {
+RowEstimate estimate_row(const RowTotals& t, const Kappas& kappas, std::span<double> o) {
   RowEstimate e;
   e.mass = t.fixed + t.closed + t.open;
   for (size_t d = 0; d < o.size(); ++d) {
@@ -96,8 +96,8 @@ RowEstimate estimate_row(const RowTotals& t, double delta, std::span<double> o) 
   const double model = a * root(noisy * t.spread * r2) / e.mass;
   const double model_lse = a * root((noisy - 1) * t.spread) / e.lse_mass;
   const double growth = std::max(1.0, std::exp((std::min(variance, 50.0) - kNoiseAllowance) / 2));
-  e.bar = std::max(e.bar, kappa_of(delta) * growth * std::max(e.sigma_o, model));
-  e.bar_lse = std::max(e.bar_lse, lse_kappa_of(delta) * growth * std::max(e.sigma_lse, model_lse));
+  e.bar = std::max(e.bar, kappas.o * growth * std::max(e.sigma_o, model));
+  e.bar_lse = std::max(e.bar_lse, kappas.lse * growth * std::max(e.sigma_lse, model_lse));
   return e;
 }
 

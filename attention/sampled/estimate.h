@@ -71,8 +71,15 @@ struct RowEstimate {
   double bar_lse = 0;  // absolute
 };
 
+// Of a delta, for all rows.
+struct Kappas {
+  explicit Kappas(double delta) : o(kappa_of(delta)), lse(lse_kappa_of(delta)) {}
+  double o;
+  double lse;
+};
+
 // o [dim_v].
-RowEstimate estimate_row(const RowTotals& totals, double delta, std::span<double> o);
+RowEstimate estimate_row(const RowTotals& totals, const Kappas& kappas, std::span<double> o);
 
 }  // namespace kvm::attention
 

@@ -123,7 +123,7 @@ void BatchMaker::fill() {
   std::memmove(rows_, rows_ + used_, (n_rows_ - used_) * sizeof(Row));
   n_rows_ -= used_;
   used_ = 0;
-  while (n_rows_ < 2 * kGatherKeys && resolved_ < list_.ids.size()) {
+  while (n_rows_ < 3 * kGatherKeys && resolved_ < list_.ids.size()) {
     rows_[n_rows_++] = find(list_.position[list_.ids[resolved_++]]);
   }
 }
@@ -143,6 +143,7 @@ bool BatchMaker::next(GatherArgs* args, GatherBatch* batch) {
     batch->k[i] = row.k;
     batch->v[i] = row.v;
     batch->k[kGatherKeys + i] = later.k;
+    batch->k[2 * kGatherKeys + i] = rows_[std::min(n + kGatherKeys + i, n_rows_ - 1)].k;
     batch->v[kGatherKeys + i] = later.v;
     batch->k_scale[i] = row.k_scale;
     batch->v_scale[i] = row.v_scale;

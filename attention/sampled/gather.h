@@ -72,7 +72,7 @@ class BatchMaker {
 
   const GatherContext& context_;
   const GatherList& list_;
-  Row rows_[2 * kGatherKeys];
+  Row rows_[3 * kGatherKeys];
   uint32_t n_rows_ = 0;
   uint32_t used_ = 0;  // of rows_, by the batch given out last
   size_t resolved_ = 0;

@@ -3,8 +3,10 @@
 // including file has chosen. sampled_args.h says what is computed.
 //
 // A batch of 16 keys passes four times: scores (K), norms (V), weights, values (V). Rows lie
-// anywhere, so each one is asked for a batch before: its lines are prefetched one by one between
-// the instructions that use another row. A burst of prefetches stalls the core.
+// anywhere, so each one is asked for long before: its lines are prefetched one by one between the
+// instructions that use another row, for a burst of prefetches stalls the core. Most of the time
+// goes into values, so there the lines of the next batch's values and of the keys of the batch
+// behind it are asked for.
 //
 // Everything here has internal linkage; see kernel_table.h.
 #ifndef KVM_ATTENTION_SAMPLED_GATHER_KERNEL_H_
@@ -61,7 +63,7 @@ struct KeyTile {
   static constexpr int kGroups = kKeys / kTokens;
 };
 
-template <int kRows, bool kFirst, int kElem>
+template <int kRows, int kElem>
 void scores_f32(const GatherArgs& args, const GatherBatch& batch, uint32_t row, float* out) {
   using T = KeyTile<kRows>;
   const float* q = args.q + static_cast<size_t>(row) * args.q_stride;
@@ -75,8 +77,6 @@ void scores_f32(const GatherArgs& args, const GatherBatch& batch, uint32_t row, 
       for (int t = 0; t < T::kTokens; ++t) {
         const int key = g * T::kTokens + t;
         const F x = load_row<kElem>(batch.k[key], c, args.dim_k);
-        if (kFirst && c * elem_bytes(kElem) % kLine == 0)
-          vec::prefetch(batch.k[kKeys + key] + c * elem_bytes(kElem));
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) {
           F& a = acc[r * T::kTokens + t];
@@ -89,7 +89,7 @@ void scores_f32(const GatherArgs& args, const GatherBatch& batch, uint32_t row, 
 }
 
 #if defined(__AVX512BF16__)
-template <int kRows, bool kFirst>
+template <int kRows>
 void scores_bf16(const GatherArgs& args, const GatherBatch& batch, uint32_t row, float* out) {
   using T = KeyTile<kRows>;
   const uint16_t* q = args.q_bf16 + static_cast<size_t>(row) * args.q_stride;
@@ -104,8 +104,6 @@ void scores_bf16(const GatherArgs& args, const GatherBatch& batch, uint32_t row,
       for (int t = 0; t < T::kTokens; ++t) {
         const int key = g * T::kTokens + t;
         const vec::B x = vec::load_pairs(reinterpret_cast<const uint16_t*>(batch.k[key]) + c);
-        if (kFirst)
-          vec::prefetch(batch.k[kKeys + key] + c * 2);
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) {
           F& a = acc[r * T::kTokens + t];
@@ -129,20 +127,20 @@ void scores_bf16(const GatherArgs& args, const GatherBatch& batch, uint32_t row,
 #endif
 
 // Logits of kRows rows: out [kRows][16].
-template <int kRows, bool kFirst>
+template <int kRows>
 void tile_logits(const GatherArgs& args, const GatherBatch& batch, uint32_t row, float* out) {
   using T = KeyTile<kRows>;
   float dots[kRows * kKeys];
   bool done = false;
 #if defined(__AVX512BF16__)
   if (batch.dtype_k == vec::kElemBf16 && args.q_bf16 != nullptr) {
-    scores_bf16<kRows, kFirst>(args, batch, row, dots);
+    scores_bf16<kRows>(args, batch, row, dots);
     done = true;
   }
 #endif
   if (!done) {
     with_elem(batch.dtype_k,
-              [&]<int kElem>() { scores_f32<kRows, kFirst, kElem>(args, batch, row, dots); });
+              [&]<int kElem>() { scores_f32<kRows, kElem>(args, batch, row, dots); });
   }
   for (int r = 0; r < kRows; ++r) {
     float* to = out + r * kKeys;
@@ -159,12 +157,11 @@ void tile_logits(const GatherArgs& args, const GatherBatch& batch, uint32_t row,
 
 void all_logits(const GatherArgs* args, const GatherBatch* batch, float* out) {
   if (args->rows_padded == 1) {
-    tile_logits<1, true>(*args, *batch, 0, out);
+    tile_logits<1>(*args, *batch, 0, out);
     return;
   }
-  tile_logits<4, true>(*args, *batch, 0, out);
-  for (uint32_t row = 4; row < args->rows_padded; row += 4)
-    tile_logits<4, false>(*args, *batch, row, out + row * kKeys);
+  for (uint32_t row = 0; row < args->rows_padded; row += 4)
+    tile_logits<4>(*args, *batch, row, out + row * kKeys);
 }
 
 template <int kElem>
@@ -321,60 +318,78 @@ void weigh_open(const GatherArgs& args, const GatherBatch& batch, const GatherSu
 
 // --- Values -------------------------------------------------------------------------------------
 
-// Adds the values of the batch to kSums vectors of each of kRows rows, from vector `first` on.
+// Adds kVecs vectors of every value of the batch, from channel d on, to kSums vectors of sums of each
+// of kRows rows, from vector `first` on. kPart: the last one ends at or beyond dim_v.
+template <int kSums, int kRows, bool kFirst, int kElem, int kVecs, bool kPart>
+inline void value_slice(const GatherArgs& args, const GatherBatch& batch, const GatherSums& sums,
+                        uint32_t row, uint32_t first, uint32_t d, const Coefs& coefs) {
+  const auto acc_at = [&](int j, int r) {
+    return sums.acc +
+           ((first + static_cast<uint32_t>(j)) * static_cast<size_t>(args.rows_padded) + row +
+            static_cast<uint32_t>(r)) *
+               args.acc_stride +
+           d;
+  };
+  F a[kSums][kRows][kVecs];
+#pragma GCC unroll 3
+  for (int j = 0; j < kSums; ++j) {
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+      for (int i = 0; i < kVecs; ++i)
+        a[j][r][i] = vec::load(acc_at(j, r) + i * kW);
+    }
+  }
+#pragma GCC unroll 4
+  for (int t = 0; t < kKeys; ++t) {
+    F x[kVecs];
+#pragma GCC unroll 2
+    for (int i = 0; i < kVecs; ++i) {
+      const uint32_t c = d + static_cast<uint32_t>(i * kW);
+      const uint32_t offset = c * elem_bytes(kElem);
+      if (kPart) {
+        x[i] = c < args.dim_v ? load_row<kElem>(batch.v[t], c, args.dim_v) : vec::zero();
+      } else {
+        x[i] = vec::load_as<kElem>(batch.v[t], c);
+      }
+      if (kFirst && offset % kLine == 0) {
+        vec::prefetch(batch.v[kKeys + t] + offset);
+        vec::prefetch(batch.k[2 * kKeys + t] + offset);
+      }
+    }
+#pragma GCC unroll 3
+    for (int j = 0; j < kSums; ++j) {
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) {
+        const F w = vec::set1(
+            coefs.at[j][(row + static_cast<uint32_t>(r)) * kKeys + static_cast<uint32_t>(t)]);
+#pragma GCC unroll 2
+        for (int i = 0; i < kVecs; ++i)
+          a[j][r][i] = vec::fma(w, x[i], a[j][r][i]);
+      }
+    }
+  }
+#pragma GCC unroll 3
+  for (int j = 0; j < kSums; ++j) {
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+      for (int i = 0; i < kVecs; ++i)
+        vec::store(acc_at(j, r) + i * kW, a[j][r][i]);
+    }
+  }
+}
+
 template <int kSums, int kRows, bool kFirst, int kElem>
 void add_values(const GatherArgs& args, const GatherBatch& batch, const GatherSums& sums,
                 uint32_t row, uint32_t first, const Coefs& coefs) {
   // As many vectors at once as registers hold.
-  constexpr int kVecs = kW == 16 && kSums * kRows <= 12 ? 2 : 1;
-  const size_t stride = args.acc_stride;
-  const auto acc_at = [&](int j, int r) {
-    return sums.acc + ((first + static_cast<uint32_t>(j)) * static_cast<size_t>(args.rows_padded) +
-                       row + static_cast<uint32_t>(r)) *
-                          stride;
-  };
-  for (uint32_t d = 0; d < args.dim_v; d += kVecs * kW) {
-    F a[kSums][kRows][kVecs];
-#pragma GCC unroll 3
-    for (int j = 0; j < kSums; ++j) {
-#pragma GCC unroll 4
-      for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 2
-        for (int i = 0; i < kVecs; ++i)
-          a[j][r][i] = vec::load(acc_at(j, r) + d + i * kW);
-      }
-    }
-    for (int t = 0; t < kKeys; ++t) {
-      F x[kVecs];
-#pragma GCC unroll 2
-      for (int i = 0; i < kVecs; ++i) {
-        const uint32_t c = d + static_cast<uint32_t>(i * kW);
-        x[i] = c < args.dim_v ? load_row<kElem>(batch.v[t], c, args.dim_v) : vec::zero();
-        if (kFirst && c * elem_bytes(kElem) % kLine == 0 && c < args.dim_v)
-          vec::prefetch(batch.v[kKeys + t] + c * elem_bytes(kElem));
-      }
-#pragma GCC unroll 3
-      for (int j = 0; j < kSums; ++j) {
-#pragma GCC unroll 4
-        for (int r = 0; r < kRows; ++r) {
-          const F w = vec::set1(
-              coefs.at[j][(row + static_cast<uint32_t>(r)) * kKeys + static_cast<uint32_t>(t)]);
-#pragma GCC unroll 2
-          for (int i = 0; i < kVecs; ++i)
-            a[j][r][i] = vec::fma(w, x[i], a[j][r][i]);
-        }
-      }
-    }
-#pragma GCC unroll 3
-    for (int j = 0; j < kSums; ++j) {
-#pragma GCC unroll 4
-      for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 2
-        for (int i = 0; i < kVecs; ++i)
-          vec::store(acc_at(j, r) + d + i * kW, a[j][r][i]);
-      }
-    }
-  }
+  constexpr int kVecs = kW == 16 ? 2 : 1;
+  uint32_t d = 0;
+  for (; d + kVecs * kW <= args.dim_v; d += kVecs * kW)
+    value_slice<kSums, kRows, kFirst, kElem, kVecs, false>(args, batch, sums, row, first, d, coefs);
+  if (d < args.dim_v)
+    value_slice<kSums, kRows, kFirst, kElem, kVecs, true>(args, batch, sums, row, first, d, coefs);
 }
 
 template <int kSums>

@@ -271,6 +271,7 @@ void weigh_probe(const Context& c, Pilot& p, uint32_t n, RowProbe* probes) {
     // v . o by the kernel that gives q . k.
     GatherBatch values = batch;
     std::copy_n(batch.v, 2 * kGatherKeys, values.k);
+    std::copy_n(batch.v, kGatherKeys, values.k + 2 * kGatherKeys);
     std::copy_n(batch.v_scale, kGatherKeys, values.k_scale);
     values.dtype_k = batch.dtype_v;
     const GatherArgs by_o{.q = p.o,

@@ -11,7 +11,7 @@ namespace kvm {
 namespace attention {
 
 enum : uint32_t {
-  kGatherKeys = 16,  // keys of a batch; prefetching runs one batch ahead
+  kGatherKeys = 16,  // keys of a batch; prefetching runs one batch ahead, and two with keys
   kMaxGatherRows = 16,
 };
 
@@ -32,7 +32,8 @@ struct GatherArgs {
 
 // Up to 16 keys at any addresses.
 struct GatherBatch {
-  const uint8_t* k[2 * kGatherKeys];  // rows, and those of the next batch: only prefetched
+  // Rows, and then those of the next batches: only prefetched.
+  const uint8_t* k[3 * kGatherKeys];
   const uint8_t* v[2 * kGatherKeys];
   float k_scale[kGatherKeys];  // 1, but for int8 rows
   float v_scale[kGatherKeys];
