@@ -15,8 +15,8 @@ namespace kvm::hash_index {
 namespace {
 
 constexpr size_t kMaxKeys = 2048;   // that a frame is made of
-constexpr size_t kMaxShares = 512;  // of these, to see whether a basis still suits
-constexpr double kShrink = 0.3;       // of C_q towards a multiple of the identity
+constexpr size_t kMaxShares = 256;  // of these, to see whether a basis still suits
+constexpr double kShrink = 0.3;     // of C_q towards a multiple of the identity
 constexpr double kMinLeadShare = 0.6;
 constexpr double kMaxGrowth = 1.3;      // of the rest's share, before a basis is given up
 constexpr double kLeadRangeSd = 16;     // wide: a late sink lies many standard deviations out
@@ -229,8 +229,7 @@ double fit_balanced(const Matrix& keys, Matrix queries, Basis* basis) {
   const Matrix root = power_of(eigen_q, dim, 0.5);
   const Matrix inverse = power_of(eigen_q, dim, -0.5);
   // C_q^(1/2) C_k C_q^(1/2) = U S^2 U^T.
-  const Eigen eigen =
-      symmetric_eigen(multiply(multiply(root, keys, dim), root, dim), dim);
+  const Eigen eigen = symmetric_eigen(multiply(multiply(root, keys, dim), root, dim), dim);
   std::vector<double> s(dim);
   std::vector<double> variances(dim);
   double mean = 0;

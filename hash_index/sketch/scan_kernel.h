@@ -34,7 +34,7 @@ inline void logits_of_tile(const ScanQuery& q, const uint8_t* block, uint32_t fi
     const int key = i * vec::kWidth;
     const F factor = float_of(load_u(factors + key) & splat(0xffff0000u));
     F l[kRows];
-    for (int r = 0; r < kRows; ++r) {
+    for (uint32_t r = 0; r < kRows; ++r) {
       const F sum = to_float(load_u(sums[r] + key));
       const F t = vec::fma(sum, vec::set1(q.step[first + r]), vec::set1(q.offset[first + r]));
       l[r] = vec::fma(factor, t, vec::set1(q.base[first + r]));
@@ -42,13 +42,13 @@ inline void logits_of_tile(const ScanQuery& q, const uint8_t* block, uint32_t fi
     if (q.shape.lead_offset != 0) {
       const U a = load_u(lead + key);
       const U b = load_u(lead + kScanKeys + key);
-      for (int r = 0; r < kRows; ++r) {
+      for (uint32_t r = 0; r < kRows; ++r) {
         const U bias = splat(static_cast<uint32_t>(q.lead_bias[first + r]));
         const U sum = lead_sums(bias, a, b, q.lead[first + r]);
         l[r] = vec::fma(to_float(sum), vec::set1(q.lead_step[first + r]), l[r]);
       }
     }
-    for (int r = 0; r < kRows; ++r) {
+    for (uint32_t r = 0; r < kRows; ++r) {
       vec::store(out + (first + r) * kScanKeys + key, l[r]);
     }
   }

@@ -132,8 +132,7 @@ void turn(const Basis& basis, const float* q, uint32_t row, float scale, ScanQue
 }
 
 // What depends on the frame and not on its basis alone.
-void set_frame_part(const Frame& frame, const float* q, uint32_t row, float scale,
-                    ScanQuery* out) {
+void set_frame_part(const Frame& frame, const float* q, uint32_t row, float scale, ScanQuery* out) {
   if (out->usable[row] == 0) {
     return;
   }
@@ -180,8 +179,7 @@ double round_rest(const float* rest, uint32_t dim_pad, uint32_t chunk, int* roun
   return inverse == 0 ? 0 : step;
 }
 
-void set_basis_part(const Basis& basis, const float* q, uint32_t row, float scale,
-                    ScanQuery* out) {
+void set_basis_part(const Basis& basis, const float* q, uint32_t row, float scale, ScanQuery* out) {
   alignas(64) float rest[kMaxSketchDim];
   int rounded[kMaxSketchDim] = {};
   double step = 0;
