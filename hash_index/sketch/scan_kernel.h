@@ -71,7 +71,8 @@ inline void logits_of(const ScanQuery& q, const uint8_t* block, float* out) {
   }
 }
 
-// 2^x within 4e-6; x is finite, and at least -126 unless kAnyPower: 2^n times a polynomial that is minimax on [-.5, .5].
+// 2^x within 4e-6, x finite, and at least -126 unless kAnyPower: 2^n times a polynomial that is
+// minimax on [-.5, .5].
 inline F exp2_of(F x) {
   const F n = vec::round_nearest(x);
   const F f = vec::sub(x, n);
