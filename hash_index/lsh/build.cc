@@ -61,6 +61,7 @@ class KeyReader {
       const uint64_t row = static_cast<uint64_t>(head_) * kPageTokens + skip;
       args_.rows =
           static_cast<const uint8_t*>(run.k) + row * args_.dim * dtype_size_bytes(run.dtype_k);
+      args_.scales = run.k_scale != nullptr ? run.k_scale + row : nullptr;
       active_lsh_kernels().pack(&args_);
       first += args_.n;
       position_ += args_.n;

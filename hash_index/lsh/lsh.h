@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// SimHash tables: locality-sensitive hashing of keys as in MagicPIG (Chen et al., arXiv 2410.16179).
+// SimHash tables: locality-sensitive hashing of keys as in MagicPIG (Chen et al., 2410.16179).
 //
 // L tables of K sign projections each. A key k is hashed minus the centre of its run, a query as it
 // is; bit b of table l's code is the sign of its product with plane l * K + b. A key is a candidate
@@ -12,7 +12,7 @@
 //              bits: L * 2 bytes a key and L * (2^K + 1) offsets.
 //
 // Hashing is exact integer arithmetic: a vector x (centred in fp32) is rounded to 8 bits a channel,
-// round(127 x / max |x|), and the planes' normal deviates to 64 levels of 1/8 standard deviation. So
+// round(127 x / max |x|), and planes' normal deviates to 64 levels of 1/8 standard deviation. So
 // codes, tables and candidates are the same on every machine, for every instruction table. The
 // first turns x by less than 1 degree as a rule, the second changes no probability. Vectors with a
 // channel that is not finite, and those whose channels are all below 1e-30, are hashed as zero:
@@ -65,9 +65,11 @@ inline constexpr double kMinInclusion = 1e-12;
 double collision_probability(double cosine, uint32_t n_bits);
 double inclusion_probability(double cosine, const LshParams& params);
 
-// out[i] = ln u of cosines[i], in fp32; out may be cosines. Absolute error, that is the relative
-// error of u: 2e-5, for cosines as they are; the same bits for every instruction table.
+// out[i] = ln u of cosines[i], or 1 / u, in fp32; out may be cosines. Absolute error of ln u, and
+// relative error of 1 / u: 2e-5, for cosines as they are; the same bits for every kernel table.
+// About fifty times as fast as inclusion_probability.
 void log_inclusion(const float* cosines, size_t n, const LshParams& params, float* out);
+void inverse_inclusion(const float* cosines, size_t n, const LshParams& params, float* out);
 
 // --- Tables --------------------------------------------------------------------------------------
 

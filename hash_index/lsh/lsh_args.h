@@ -45,11 +45,12 @@ struct HashArgs {
   uint32_t table_end;
 };
 
-// u for the cosines x, as ln: see log_inclusion in lsh.h.
+// u for the cosines x: see log_inclusion in lsh.h.
 struct InclusionArgs {
   uint32_t n_bits;
   uint32_t n_tables;
-  float floor;  // of u
+  float floor;       // of u
+  uint32_t inverse;  // 1 / u is wanted, else ln u
 };
 
 struct LshKernels {
@@ -61,7 +62,7 @@ struct LshKernels {
   // Pairs (i, masks[i] | high[i] << 8) of the i where that is not 0, ascending; high may be null.
   // Returns how many. Readable: masks and high up to a multiple of 64, zero from n on.
   uint32_t (*list)(const uint8_t* masks, const uint8_t* high, uint32_t n, uint16_t* out);
-  void (*log_inclusion)(const InclusionArgs* args, const float* x, size_t n, float* out);
+  void (*inclusion)(const InclusionArgs* args, const float* x, size_t n, float* out);
 };
 
 // One object per per-ISA file.

@@ -51,7 +51,7 @@ inline uint64_t not_zero(const uint8_t* p) {
 namespace kvm {
 namespace hash_index {
 
-extern const LshKernels kLshAvx2 = {"avx2", pack, hash, collect, list, log_inclusion};
+extern const LshKernels kLshAvx2 = {"avx2", pack, hash, collect, list, inclusion};
 
 }  // namespace hash_index
 }  // namespace kvm

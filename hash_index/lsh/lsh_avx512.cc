@@ -8,7 +8,7 @@
 namespace kvm {
 namespace hash_index {
 
-extern const LshKernels kLshAvx512 = {"avx512", pack, hash, collect, list, log_inclusion};
+extern const LshKernels kLshAvx512 = {"avx512", pack, hash, collect, list, inclusion};
 
 }  // namespace hash_index
 }  // namespace kvm

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The LSH kernels, written once over a vector wrapper (base/simd/vec_*.h) and over what each per-ISA
-// file defines in namespace `lane`:
+// The LSH kernels, written once over a vector wrapper (base/simd/vec_*.h) and over what each
+// per-ISA file defines in namespace `lane`:
 //
 //   V, B                 int32 sums of kLanes keys; their packed bytes
 //   kLanes, kMaxBits     a divisor of 16; how many planes a tile takes
@@ -220,7 +220,7 @@ inline void put_pair(uint32_t id, const uint8_t* masks, const uint8_t* high, uin
   out[1] = (uint16_t)(kHigh ? masks[id] | high[id] << 8 : masks[id]);
 }
 
-// Few ids of 64 are listed, and how many is anyone's guess: eight pairs are written at once, of which
+// Few ids of 64 are listed, and how many is anyone's guess: eight pairs are written at once, and
 // the next word overwrites those that were not meant.
 template <bool kHigh>
 inline uint32_t list_pairs(const uint8_t* masks, const uint8_t* high, uint32_t n, uint16_t* out) {
@@ -313,8 +313,8 @@ struct InclusionShape {
   float ratio[kSeriesTerms];  // (L - 2 - i) / (3 + i), 0 where the series ends
 };
 
-// u of a collision probability c of one table, as ln.
-inline float log_two_or_more(float c, const InclusionShape& k) {
+// u of a collision probability c of one table.
+inline float two_or_more(float c, const InclusionShape& k) {
   c = c < 0.99999994f ? c : 0.99999994f;
   // ln(1 - c), accurate for small c: the rounding of 1 - c is divided out.
   const float rest = 1.0f - c;
@@ -331,12 +331,11 @@ inline float log_two_or_more(float c, const InclusionShape& k) {
   }
   const float few = k.pairs * c * c * power * series;
   const float many = 1.0f - power * rest * (1.0f + k.m * c);
-  float u = k.m * c < 0.5f ? few : many;
-  u = u > k.floor ? u : k.floor;
-  return natural_log(u);
+  const float u = k.m * c < 0.5f ? few : many;
+  return u > k.floor ? u : k.floor;
 }
 
-void log_inclusion(const InclusionArgs* args, const float* x, size_t n, float* out) {
+void inclusion(const InclusionArgs* args, const float* x, size_t n, float* out) {
   InclusionShape k;
   const float tables = (float)args->n_tables;
   k.m = tables - 1.0f;
@@ -374,7 +373,16 @@ void log_inclusion(const InclusionArgs* args, const float* x, size_t n, float* o
       }
     }
     for (size_t i = 0; i < kChunk; ++i) {
-      c[i] = log_two_or_more(c[i], k);
+      c[i] = two_or_more(c[i], k);
+    }
+    if (args->inverse != 0) {
+      for (size_t i = 0; i < kChunk; ++i) {
+        c[i] = 1.0f / c[i];
+      }
+    } else {
+      for (size_t i = 0; i < kChunk; ++i) {
+        c[i] = natural_log(c[i]);
+      }
     }
     __builtin_memcpy(out + begin, c, count * sizeof(float));
   }

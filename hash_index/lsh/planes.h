@@ -38,7 +38,7 @@ struct TableLayout {
   static TableLayout make(const LshParams& params, uint32_t n_keys);
 };
 
-// Kernels that this machine can run, worst first; never empty. Constant for the life of the process.
+// Kernels that this machine can run, worst first; never empty. Constant while the process lives.
 std::span<const LshKernels* const> available_lsh_kernels();
 
 // The best, or where the environment variable KVM_FORCE_ISA names a kernel table ("scalar", "avx2",

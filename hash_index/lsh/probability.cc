@@ -32,8 +32,13 @@ double inclusion_probability(double cosine, const LshParams& params) {
 }
 
 void log_inclusion(const float* cosines, size_t n, const LshParams& params, float* out) {
-  const InclusionArgs args = {params.n_bits, params.n_tables, static_cast<float>(kMinInclusion)};
-  active_lsh_kernels().log_inclusion(&args, cosines, n, out);
+  const InclusionArgs args = {params.n_bits, params.n_tables, static_cast<float>(kMinInclusion), 0};
+  active_lsh_kernels().inclusion(&args, cosines, n, out);
+}
+
+void inverse_inclusion(const float* cosines, size_t n, const LshParams& params, float* out) {
+  const InclusionArgs args = {params.n_bits, params.n_tables, static_cast<float>(kMinInclusion), 1};
+  active_lsh_kernels().inclusion(&args, cosines, n, out);
 }
 
 }  // namespace kvm::hash_index

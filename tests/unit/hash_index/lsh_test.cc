@@ -22,6 +22,7 @@ namespace {
 using Rng = std::mt19937_64;
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kInt8Scale = 0.0625f;  // of all int8 rows
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
 std::vector<float> normal(Rng* rng, size_t n, float scale = 1.0f) {
@@ -52,6 +53,7 @@ class KeyStore {
            uint64_t position = 640, uint32_t longest_run = kPageTokens)
       : n_(static_cast<uint32_t>(keys.size() / dim)), dim_(dim), position_(position) {
     const size_t size = dtype_size_bytes(dtype);
+    scales_.assign(2 * kPageTokens, f32_to_bf16(kInt8Scale));
     const uint64_t begin = position < 10 ? 0 : position - 10;
     const uint64_t end = position + n_ + 5;
     for (uint64_t at = begin; at < end;) {
@@ -72,6 +74,7 @@ class KeyStore {
       run.position = at;
       run.n_tokens = static_cast<uint16_t>(n);
       run.dtype_k = dtype;
+      run.k_scale = dtype == Dtype::kI8 ? scales_.data() : nullptr;
       runs_.push_back(run);
       at += n;
     }
@@ -100,6 +103,8 @@ class KeyStore {
   static void put(std::byte* page, size_t element, Dtype dtype, float x) {
     if (dtype == Dtype::kF32) {
       std::memcpy(page + element * 4, &x, 4);
+    } else if (dtype == Dtype::kI8) {
+      page[element] = static_cast<std::byte>(static_cast<int>(x / kInt8Scale));
     } else {
       const uint16_t bits = dtype == Dtype::kF16 ? f32_to_f16(x) : f32_to_bf16(x);
       std::memcpy(page + element * 2, &bits, 2);
@@ -109,13 +114,15 @@ class KeyStore {
   uint32_t n_;
   uint32_t dim_;
   uint64_t position_;
+  std::vector<uint16_t> scales_;
   std::vector<std::unique_ptr<std::byte[]>> pages_;
   std::vector<KvRun> runs_;
 };
 
 // What a vector is hashed as, written down from the contract alone.
-std::vector<uint16_t> reference_codes(const LshParams& params, const float* x, const float* center,
-                                      uint32_t dim) {
+std::vector<uint16_t> reference_codes(const Planes& planes, const float* x, const float* center) {
+  const LshParams& params = planes.params;
+  const uint32_t dim = planes.dim_k;
   std::vector<float> y(x, x + dim);
   float top = 0.0f;
   bool finite = true;
@@ -125,13 +132,17 @@ std::vector<uint16_t> reference_codes(const LshParams& params, const float* x, c
     top = std::max(top, std::fabs(y[d]));
   }
   const float scale = finite && top >= 1e-30f ? 127.0f / top : 0.0f;
+  std::vector<int64_t> rounded(dim);
+  for (uint32_t d = 0; scale != 0.0f && d < dim; ++d) {
+    rounded[d] = static_cast<int64_t>(std::nearbyintf(y[d] * scale));
+  }
   std::vector<uint16_t> codes(params.n_tables);
   for (uint32_t t = 0; t < params.n_tables; ++t) {
     for (uint32_t b = 0; b < params.n_bits; ++b) {
+      const int8_t* weights = &planes.weights[(t * params.n_bits + b) * size_t{dim}];
       int64_t sum = 0;
-      for (uint32_t d = 0; scale != 0.0f && d < dim; ++d) {
-        sum += static_cast<int64_t>(std::nearbyintf(y[d] * scale)) *
-               plane_weight(params.seed, t * params.n_bits + b, d);
+      for (uint32_t d = 0; d < dim; ++d) {
+        sum += rounded[d] * weights[d];
       }
       codes[t] = static_cast<uint16_t>(codes[t] | (sum > 0 ? 1 << b : 0));
     }
@@ -145,13 +156,14 @@ struct Met {
   bool operator==(const Met&) const = default;
 };
 
-std::vector<Met> brute_force(const LshParams& params, const std::vector<float>& keys, uint32_t dim,
+std::vector<Met> brute_force(const Planes& planes, const std::vector<float>& keys,
                              const float* center, const std::vector<uint16_t>& codes,
                              uint32_t n_rows, uint64_t* ids_read) {
+  const LshParams& params = planes.params;
   std::vector<Met> met;
   *ids_read = 0;
-  for (uint32_t i = 0; i < keys.size() / dim; ++i) {
-    const std::vector<uint16_t> key = reference_codes(params, &keys[i * dim], center, dim);
+  for (uint32_t i = 0; i < keys.size() / planes.dim_k; ++i) {
+    const std::vector<uint16_t> key = reference_codes(planes, &keys[i * planes.dim_k], center);
     uint32_t rows = 0;
     for (uint32_t r = 0; r < n_rows; ++r) {
       uint32_t hits = 0;
@@ -273,8 +285,7 @@ TEST(Kernels, GiveTheCodesOfTheContract) {
           hash.n_keys = n_keys;
           kernels->hash(&hash);
           for (uint32_t i = 0; i < kPackKeys; ++i) {
-            const auto expected =
-                reference_codes(planes->params, &keys[size_t{i} * dim], center.data(), dim);
+            const auto expected = reference_codes(*planes, &keys[size_t{i} * dim], center.data());
             for (uint32_t t = 1; t < 3; ++t) {
               ASSERT_EQ(codes[(t - 1) * kPackKeys + i], i < n_keys ? expected[t] : 0xffff)
                   << kernels->name << " dim " << dim << " bits " << n_bits << " key " << i;
@@ -375,12 +386,11 @@ TEST(Tables, AreTheKeysInTheOrderOfTheirCodes) {
   Rng rng(3);
   const uint32_t dim = 16;
   for (const uint32_t n : {0u, 1u, 63u, 64u, 65u, 200u}) {
-    for (const Dtype dtype : {Dtype::kF32, Dtype::kBf16, Dtype::kF16}) {
+    for (const Dtype dtype : {Dtype::kF32, Dtype::kBf16, Dtype::kF16, Dtype::kI8}) {
       const PlanesPtr planes = make_planes({5, 7, n}, dim);
       std::vector<float> keys = normal(&rng, size_t{n} * dim);
       for (float& x : keys) {
-        x = bf16_to_f32(f32_to_bf16(x));  // in bf16 exactly
-        x = dtype == Dtype::kF16 ? f16_to_f32(f32_to_f16(x)) : x;
+        x = kInt8Scale * std::round(x / kInt8Scale);  // exact in every dtype
       }
       const std::vector<float> center = normal(&rng, dim);
       const KeyStore store(keys, dim, dtype, 123, 17);  // uneven runs, none aligned
@@ -391,8 +401,7 @@ TEST(Tables, AreTheKeysInTheOrderOfTheirCodes) {
         const std::byte* table = tables.get() + t * layout.stride_bytes;
         std::vector<std::vector<uint16_t>> buckets(32);
         for (uint32_t i = 0; i < n; ++i) {
-          const auto codes =
-              reference_codes(planes->params, &keys[size_t{i} * dim], center.data(), dim);
+          const auto codes = reference_codes(*planes, &keys[size_t{i} * dim], center.data());
           buckets[codes[t]].push_back(static_cast<uint16_t>(i));
         }
         const auto* offsets = reinterpret_cast<const uint16_t*>(table);
@@ -451,13 +460,12 @@ TEST(Lookup, EqualsBruteForceForEveryNumberOfBitsAndRows) {
     const Buffer tables = store.build(*planes, center.data());
     const std::vector<uint16_t> codes = codes_of(*planes, q);
     for (uint32_t r = 0; r < n_rows; ++r) {
-      const auto row = reference_codes(params, &q[r * dim], nullptr, dim);
+      const auto row = reference_codes(*planes, &q[r * dim], nullptr);
       ASSERT_TRUE(std::equal(row.begin(), row.end(), &codes[r * params.n_tables])) << r;
     }
     uint64_t expected_read = 0;
     uint64_t ids_read = 0;
-    const auto expected =
-        brute_force(params, keys, dim, center.data(), codes, n_rows, &expected_read);
+    const auto expected = brute_force(*planes, keys, center.data(), codes, n_rows, &expected_read);
     EXPECT_GT(expected.size(), 10u) << n_bits;
     EXPECT_EQ(look_up(*planes, tables, n, n, codes, n_rows, &ids_read), expected) << n_bits;
     EXPECT_EQ(ids_read, expected_read);
@@ -493,7 +501,7 @@ TEST(Lookup, OfAFullRun) {
     const std::vector<uint16_t> codes = codes_of(*planes, normal(&rng, 2 * dim));
     uint64_t expected_read = 0;
     uint64_t ids_read = 0;
-    const auto expected = brute_force(planes->params, keys, dim, nullptr, codes, 2, &expected_read);
+    const auto expected = brute_force(*planes, keys, nullptr, codes, 2, &expected_read);
     EXPECT_EQ(look_up(*planes, tables, n, n, codes, 2, &ids_read), expected);
     EXPECT_EQ(ids_read, expected_read);
   }
@@ -546,7 +554,7 @@ TEST(Lookup, OfKeysThatAreNotNumbersOrNothing) {
   const std::vector<uint16_t> codes = codes_of(*planes, q);
   EXPECT_EQ(std::count(codes.begin(), codes.begin() + 60, 0), 60);
   uint64_t ids_read = 0;
-  const auto expected = brute_force(planes->params, keys, dim, center.data(), codes, 3, &ids_read);
+  const auto expected = brute_force(*planes, keys, center.data(), codes, 3, &ids_read);
   EXPECT_EQ(look_up(*planes, tables, 100, 100, codes, 3), expected);
   for (const uint32_t id : {10u, 11u, 12u, 20u}) {
     const auto found = std::find_if(expected.begin(), expected.end(),
@@ -651,9 +659,8 @@ TEST(Probability, IsAccurateForEveryShape) {
   for (const uint32_t n_bits : {1u, 2u, 7u, 8u, 9u, 10u, 11u, 15u}) {
     for (const uint32_t n_tables : {2u, 3u, 5u, 40u, 75u, 150u, 300u, 512u}) {
       double last = 0;
-      std::vector<float> cosines;
-      for (int i = 0; i <= 200; ++i) {
-        const float cosine = i == 200 ? 1.0f : static_cast<float>(-1.0 + i * 0.01);
+      for (int i = 0; i <= 100; ++i) {
+        const float cosine = i == 100 ? 1.0f : static_cast<float>(-1.0 + i * 0.02);
         const long double p = std::acos(-static_cast<long double>(cosine)) / std::acos(-1.0L);
         const long double u = binomial_tail(std::pow(p, static_cast<int>(n_bits)), n_tables);
         const double expected = static_cast<double>(std::max<long double>(u, kMinInclusion));
@@ -662,7 +669,6 @@ TEST(Probability, IsAccurateForEveryShape) {
         EXPECT_GE(actual, last * (1 - 1e-12));
         EXPECT_LE(actual, 1.0);
         last = actual;
-        cosines.push_back(cosine);
       }
       EXPECT_EQ(last, 1.0);
       EXPECT_NEAR(collision_probability(0.5, n_bits), std::pow(2.0 / 3, n_bits), 1e-12);
@@ -684,6 +690,11 @@ TEST(Probability, OfAnyNumberIsOne) {
   EXPECT_NEAR(x[2], std::log(kMinInclusion), 1e-4);
   EXPECT_EQ(x[3], x[2]);
   EXPECT_EQ(x[4], x[5]);
+  float y[] = {2.0f, 0.0f, -1.0f};
+  inverse_inclusion(y, 3, params, y);
+  EXPECT_NEAR(y[0], 1.0f, 1e-6f);
+  EXPECT_NEAR(y[1] * inclusion_probability(0.0, params), 1.0, 2e-5);
+  EXPECT_NEAR(y[2] * kMinInclusion, 1.0, 1e-5);
 }
 
 TEST(Probability, OfVectorsIsThatOfDoubles) {
@@ -699,20 +710,28 @@ TEST(Probability, OfVectorsIsThatOfDoubles) {
         x.push_back(x.size() % 3 == 0 ? y : x.size() % 3 == 1 ? 1 - y * y * y * y : y * y * y);
       }
       const LshParams params{n_bits, n_tables, 0};
-      const InclusionArgs args = {n_bits, n_tables, static_cast<float>(kMinInclusion)};
+      InclusionArgs args = {n_bits, n_tables, static_cast<float>(kMinInclusion), 0};
       std::vector<float> scalar(x.size());
-      kLshScalar.log_inclusion(&args, x.data(), x.size(), scalar.data());
+      kLshScalar.inclusion(&args, x.data(), x.size(), scalar.data());
+      args.inverse = 1;
+      std::vector<float> inverse(x.size());
+      kLshScalar.inclusion(&args, x.data(), x.size(), inverse.data());
       for (size_t i = 0; i < x.size(); ++i) {
-        const double error = scalar[i] - std::log(inclusion_probability(x[i], params));
-        worst = std::max(worst, std::fabs(error));
-        EXPECT_LE(std::fabs(error), 2e-5) << n_bits << " " << n_tables << " " << x[i];
+        const double u = inclusion_probability(x[i], params);
+        worst = std::max(worst, std::fabs(scalar[i] - std::log(u)));
+        EXPECT_NEAR(scalar[i], std::log(u), 2e-5) << n_bits << " " << n_tables << " " << x[i];
+        EXPECT_NEAR(inverse[i] * u, 1.0, 2e-5) << n_bits << " " << n_tables << " " << x[i];
       }
       for (const LshKernels* kernels : available_lsh_kernels()) {
-        std::vector<float> out(x.size() + 1, 7.0f);
-        kernels->log_inclusion(&args, x.data(), x.size(), out.data());
-        EXPECT_EQ(std::memcmp(out.data(), scalar.data(), x.size() * sizeof(float)), 0)
-            << kernels->name;
-        EXPECT_EQ(out.back(), 7.0f);
+        for (const uint32_t form : {0u, 1u}) {
+          args.inverse = form;
+          std::vector<float> out(x.size() + 1, 7.0f);
+          kernels->inclusion(&args, x.data(), x.size(), out.data());
+          const std::vector<float>& expected = form == 0 ? scalar : inverse;
+          EXPECT_EQ(std::memcmp(out.data(), expected.data(), x.size() * sizeof(float)), 0)
+              << kernels->name;
+          EXPECT_EQ(out.back(), 7.0f);
+        }
       }
     }
   }
