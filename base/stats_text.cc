@@ -20,6 +20,10 @@ void write_memory(const kvm_stats& stats, StatsText* out) {
              stats.host_page_bytes, kDram);
   out->gauge("kvm_pages", "Pages in use, each counted once.", stats.n_pages);
   out->gauge("kvm_index_bytes", "Memory of indexes.", stats.index_bytes);
+  out->counter("kvm_indexed_blocks_total", "Blocks of 64 keys of a kv head that were indexed.",
+               stats.n_index_blocks);
+  out->counter("kvm_refused_index_blocks_total", "Blocks that found no memory for their index.",
+               stats.n_index_refused);
   out->gauge("kvm_observed_bytes", "Memory of observed queries and attention sums.",
              stats.observed_bytes);
   out->counter("kvm_dropped_pages_total", "Pages dropped by policies.", stats.n_pages_dropped);

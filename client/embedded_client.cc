@@ -163,6 +163,7 @@ Result<kvm_space_id> EmbeddedClient::register_space(const ipc::SpaceMessage& spa
   spec.layers = space.layers;
   spec.policies = space.policies;
   spec.codecs = space.codecs;
+  spec.indexes = space.indexes;
   return service_->with_engine(
       [&](engine::Engine& engine, engine::ClientId) { return engine.register_space(spec); });
 }

@@ -335,7 +335,8 @@ void handle_space_register(Session* session, uint64_t id, const wire::SpaceRegis
                          .sink_logits = std::move(space.sink_logits),
                          .layers = std::move(space.layers),
                          .policies = std::move(space.policies),
-                         .codecs = std::move(space.codecs)};
+                         .codecs = std::move(space.codecs),
+                         .indexes = std::move(space.indexes)};
   reply_space_id(session, id, session->service()->engine->register_space(spec));
 }
 

@@ -63,6 +63,7 @@ struct SpaceSpec {
   std::vector<kvm_layer_params> layers;
   std::vector<kvm_policy_params> policies;
   std::vector<kvm_codec_params> codecs;
+  std::vector<kvm_index_params> indexes;
 };
 
 // What kvm_append, kvm_attend and kvm_step ask for. Field meanings are those of kvm_step_params.

@@ -19,6 +19,14 @@ constexpr uint64_t pack(uint64_t generation, uint32_t task) { return generation 
 constexpr uint64_t generation_of(uint64_t word) { return word >> 32; }
 constexpr uint32_t task_of(uint64_t word) { return static_cast<uint32_t>(word); }
 
+// The end of the stage that opens when the tasks below n_done have ended.
+constexpr uint32_t stage_end(const JobPlan& plan, uint32_t n_done) {
+  if (n_done < plan.n_first) {
+    return plan.n_first;
+  }
+  return n_done < plan.n_middle ? plan.n_middle : plan.n_tasks;
+}
+
 // A failure leaves the thread where the system puts it.
 void pin_to_core(std::thread& thread, uint32_t core) {
   cpu_set_t allowed;
@@ -62,7 +70,8 @@ Scheduler::~Scheduler() {
 }
 
 void Scheduler::start(TaskSet* set, const JobPlan& plan) {
-  KVM_ASSERT(has_room() && plan.n_tasks >= 1 && plan.n_first <= plan.n_tasks);
+  KVM_ASSERT(has_room() && plan.n_tasks >= 1 && plan.n_first <= plan.n_tasks &&
+             plan.n_middle <= plan.n_tasks);
   // Slots are used in a circle, so that the order from the oldest on is nearly that of age.
   const uint64_t turned = std::rotr(free_slots_, static_cast<int>(next_slot_));
   const auto index = (next_slot_ + static_cast<uint32_t>(std::countr_zero(turned))) % kMaxJobs;
@@ -79,8 +88,7 @@ void Scheduler::start(TaskSet* set, const JobPlan& plan) {
   slot.plan = plan;
   slot.n_done.store(0, std::memory_order_relaxed);
   const uint64_t generation = generation_of(slot.cursor.load(std::memory_order_relaxed)) + 1;
-  const uint32_t ready = plan.n_first != 0 ? plan.n_first : plan.n_tasks;
-  slot.limit.store(pack(generation, ready), std::memory_order_relaxed);
+  slot.limit.store(pack(generation, stage_end(plan, 0)), std::memory_order_relaxed);
   // SYNC: the job's description, limit included, and what the driver prepared for its tasks become
   // visible to the threads that take a task with an acquiring read-modify-write of the cursor.
   slot.cursor.store(pack(generation, 0), std::memory_order_release);
@@ -117,8 +125,8 @@ bool Scheduler::take_task(uint32_t* slot, uint32_t* task) {
     // SYNC: pairs with the release in start(): a cursor of this generation brings its limit along.
     uint64_t cursor = s.cursor.load(std::memory_order_acquire);
     for (;;) {
-      // SYNC: pairs with the release in run_task(): where the second stage is open, everything that
-      // the first stage wrote is visible.
+      // SYNC: pairs with the release in run_task(): where a next stage is open, everything that the
+      // stages before wrote is visible.
       const uint64_t limit = s.limit.load(std::memory_order_acquire);
       if (generation_of(cursor) != generation_of(limit) || task_of(cursor) >= task_of(limit)) {
         break;
@@ -164,11 +172,10 @@ void Scheduler::run_task(uint32_t index, uint32_t task, uint32_t thread) {
   if (n_done == plan.n_tasks) {
     slot.end_ns = end_ns;
     announce_finished(index);
-  } else if (n_done == plan.n_first) {
+  } else if (n_done == plan.n_first || (n_done == plan.n_middle && n_done > plan.n_first)) {
     const uint64_t generation = generation_of(slot.limit.load(std::memory_order_relaxed));
-    // SYNC: everything that the first stage wrote becomes visible to those who take a task of the
-    // second.
-    slot.limit.store(pack(generation, plan.n_tasks), std::memory_order_release);
+    // SYNC: everything that this stage wrote becomes visible to those who take a task of the next.
+    slot.limit.store(pack(generation, stage_end(plan, n_done)), std::memory_order_release);
     announce_tasks(plan.n_wake);
   } else {
     return;

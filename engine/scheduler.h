@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Scheduler: runs the tasks of started jobs on worker threads and on the driver.
 //
-// A job is an array of tasks in two stages: no task of the second stage begins before every task of
-// the first has ended. Threads take tasks one by one with an atomic cursor, from the oldest job
-// that has one ready, so that all threads stay busy to the end of a job and a straggler costs one
-// task.
+// A job is an array of tasks in up to three stages: no task of a stage begins before every task of
+// the one before has ended. Threads take tasks one by one with an atomic cursor, from the oldest
+// job that has one ready, so that all threads stay busy to the end of a job and a straggler costs
+// one task.
 //
 // Idle workers spin for a while and then sleep; a job says how many sleepers are worth waking.
 //
@@ -35,9 +35,10 @@ class TaskSet {
 };
 
 struct JobPlan {
-  uint32_t n_first = 0;  // tasks [0, n_first) are the first stage
-  uint32_t n_tasks = 0;  // of both stages; at least 1
-  uint32_t n_wake = 0;   // sleeping workers worth waking
+  uint32_t n_first = 0;   // tasks [0, n_first) are the first stage
+  uint32_t n_tasks = 0;   // of all stages; at least 1
+  uint32_t n_wake = 0;    // sleeping workers worth waking
+  uint32_t n_middle = 0;  // beyond n_first: tasks [n_first, n_middle) are a stage of their own
 };
 
 struct FinishedJob {
@@ -61,7 +62,7 @@ class Scheduler {
   bool has_room() const { return n_active_ < kMaxJobs; }
 
   // `set` stays alive until take_finished has returned it.
-  // REQUIRES: has_room(), 1 <= plan.n_tasks, plan.n_first <= plan.n_tasks.
+  // REQUIRES: has_room(), 1 <= plan.n_tasks, plan.n_first and plan.n_middle <= plan.n_tasks.
   void start(TaskSet* set, const JobPlan& plan);
   // Runs one ready task on the calling (driver) thread; false when there is none.
   bool run_one() { return run_one(0); }
@@ -70,9 +71,9 @@ class Scheduler {
   // True when take_finished has something.
   bool has_finished() const { return finished_.load(std::memory_order_relaxed) != 0; }
   // For a driver with nothing else to do: runs one ready task, or else spins and then sleeps until
-  // has_finished(), until a second stage opens, or until timeout_ns has passed.
+  // has_finished(), until a next stage opens, or until timeout_ns has passed.
   void help_or_sleep(uint64_t timeout_ns);
-  // Called on worker threads when a job has finished, or when a second stage has opened. When this
+  // Called on worker threads when a job has finished, or when a next stage has opened. When this
   // returns the callback set before is not running and will not be called again.
   void set_wake(std::function<void()> wake);
 

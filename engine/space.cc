@@ -130,9 +130,6 @@ Status resolve_scalars(const SpaceSpec& spec, Space* space) {
   if (params.flags != 0) {
     return invalid("flags is " + text(params.flags) + "; no flags are defined");
   }
-  if (params.reserved0 != 0) {
-    return invalid("reserved0 is " + text(params.reserved0) + "; reserved fields must be zero");
-  }
   KVM_TRY(check_reserved("reserved", params.reserved, std::size(params.reserved)));
   KVM_TRY(check_range("n_layers", params.n_layers, 1, kMaxLayers));
   KVM_TRY(check_range("n_q_heads", params.n_q_heads, 1, kMaxQHeads));
@@ -378,6 +375,95 @@ Status apply_codecs(const SpaceSpec& spec, const Space& space, HeadConfigs* conf
   return Status::ok();
 }
 
+Status check_index(const std::string& where, const kvm_index_params& params) {
+  KVM_TRY(check_reserved(where + ".reserved", params.reserved, std::size(params.reserved)));
+  if (params.kind > KVM_INDEX_LSH) {
+    return invalid(where + ".kind is " + text(params.kind) +
+                   "; it must be KVM_INDEX_NONE (0), one of KVM_INDEX_SKETCH* (1 to 4) or " +
+                   "KVM_INDEX_LSH (5)");
+  }
+  if (params.kind == KVM_INDEX_LSH) {
+    const uint32_t bits = params.lsh_bits == 0 ? 10 : params.lsh_bits;
+    const uint32_t tables = params.lsh_tables == 0 ? 150 : params.lsh_tables;
+    KVM_TRY(check_range((where + ".lsh_bits").c_str(), bits, 1, hash_index::kMaxLshBits));
+    KVM_TRY(check_range((where + ".lsh_tables").c_str(), tables, 2, hash_index::kMaxLshTables));
+    KVM_TRY(check_range((where + ".lsh_bits * lsh_tables").c_str(), uint64_t{bits} * tables, 2,
+                        kMaxHashBits));
+  } else if (params.lsh_bits != 0 || params.lsh_tables != 0) {
+    return invalid(where + " has lsh_bits " + text(params.lsh_bits) + " and lsh_tables " +
+                   text(params.lsh_tables) + "; without KVM_INDEX_LSH both must be 0");
+  }
+  KVM_TRY(check_range((where + ".n_sinks").c_str(), params.n_sinks, 0, kMaxAlwaysRead));
+  KVM_TRY(check_range((where + ".n_recent").c_str(), params.n_recent, 0, kMaxAlwaysRead));
+  if (params.min_tokens != 0) {
+    KVM_TRY(check_range((where + ".min_tokens").c_str(), params.min_tokens, kMinIndexTokens,
+                        kMaxIndexTokens));
+  }
+  return Status::ok();
+}
+
+// All LSH indexes of a space share their planes.
+Status resolve_planes(const std::string& where, const kvm_index_params& params, Space* space) {
+  if (params.kind != KVM_INDEX_LSH) {
+    return Status::ok();
+  }
+  const hash_index::LshParams lsh = {.n_bits = params.lsh_bits == 0 ? 10 : params.lsh_bits,
+                                     .n_tables = params.lsh_tables == 0 ? 150 : params.lsh_tables,
+                                     .seed = params.seed};
+  if (space->planes != nullptr && space->lsh != lsh) {
+    return invalid(where + " has " + text(lsh.n_tables) + " tables of " + text(lsh.n_bits) +
+                   " bits and seed " + text(lsh.seed) + ", and an earlier one " +
+                   text(space->lsh.n_tables) + " of " + text(space->lsh.n_bits) + " and seed " +
+                   text(space->lsh.seed) + "; all LSH indexes of a space must agree");
+  }
+  if (space->planes == nullptr) {
+    space->lsh = lsh;
+    space->planes = hash_index::make_planes(lsh, space->head_dim_k);
+  }
+  return Status::ok();
+}
+
+Status apply_indexes(const SpaceSpec& spec, Space* space) {
+  for (size_t index = 0; index < spec.indexes.size(); ++index) {
+    const kvm_index_params& params = spec.indexes[index];
+    const std::string where = entry("indexes", index);
+    KVM_TRY(check_index(where, params));
+    uint32_t end = 0;
+    KVM_TRY(
+        resolve_layers(where, params.layer_begin, params.n_layers, true, space->n_layers, &end));
+    KVM_TRY(check_mask(where, params.kv_head_mask, *space, params.layer_begin, end));
+    KVM_TRY(resolve_planes(where, params, space));
+    IndexConfig config;
+    if (params.kind != KVM_INDEX_NONE) {
+      config = {.kind = params.kind,
+                .n_sinks = params.n_sinks == 0 ? 4 : params.n_sinks,
+                .n_recent = params.n_recent == 0 ? 64 : params.n_recent,
+                .min_tokens = params.min_tokens == 0 ? 4096 : params.min_tokens,
+                .seed = params.seed};
+    }
+    for (uint32_t i = params.layer_begin; i < end; ++i) {
+      Layer& layer = space->layers[i];
+      if (layer.kind != KVM_LAYER_OWN) {
+        continue;
+      }
+      layer.indexes.resize(layer.n_kv_heads);
+      for (uint32_t head = 0; head < layer.n_kv_heads; ++head) {
+        layer.indexes[head] = mask_has(params.kv_head_mask, head) ? config : layer.indexes[head];
+      }
+    }
+  }
+  for (Layer& layer : space->layers) {
+    const bool has_some =
+        std::any_of(layer.indexes.begin(), layer.indexes.end(),
+                    [](const IndexConfig& config) { return config.kind != KVM_INDEX_NONE; });
+    if (!has_some) {
+      layer.indexes.clear();
+    }
+    space->has_indexes |= has_some;
+  }
+  return Status::ok();
+}
+
 uint64_t waste_bytes(const tiers::SlabClass& slab_class) {
   return tiers::kExtentBytes % slab_class.page_bytes();
 }
@@ -452,8 +538,7 @@ void make_classes(const HeadConfigs& configs, Space* space) {
       add_classes(configs[i][first], heads, *space, &layer);
     }
     for (const HeadClass& head_class : layer.classes) {
-      space->bytes_per_token +=
-          head_class.slab_class.n_heads * head_class.slab_class.token_bytes();
+      space->bytes_per_token += head_class.slab_class.n_heads * head_class.slab_class.token_bytes();
     }
     space->n_lists += static_cast<uint32_t>(layer.classes.size());
   }
@@ -507,6 +592,16 @@ Status compare_layer(const Space& space, uint32_t index, const Layer& there, con
     KVM_TRY(compare(kv_head + "dtype_v", static_cast<uint64_t>(a.slab_class.dtype_v),
                     static_cast<uint64_t>(b.slab_class.dtype_v)));
   }
+  for (uint32_t head = 0; head < std::max(there.indexes.size(), here.indexes.size()); ++head) {
+    const IndexConfig a = there.indexes.empty() ? IndexConfig{} : there.indexes[head];
+    const IndexConfig b = here.indexes.empty() ? IndexConfig{} : here.indexes[head];
+    const std::string of_index = "kv_heads[" + text(head) + "].index.";
+    KVM_TRY(compare(of_index + "kind", a.kind, b.kind));
+    KVM_TRY(compare(of_index + "n_sinks", a.n_sinks, b.n_sinks));
+    KVM_TRY(compare(of_index + "n_recent", a.n_recent, b.n_recent));
+    KVM_TRY(compare(of_index + "min_tokens", a.min_tokens, b.min_tokens));
+    KVM_TRY(compare(of_index + "seed", a.seed, b.seed));
+  }
   return Status::ok();
 }
 
@@ -544,6 +639,7 @@ Result<std::shared_ptr<const Space>> resolve_space(const SpaceSpec& spec) {
   KVM_TRY(check_list_size("n_layer_params", spec.layers.size()));
   KVM_TRY(check_list_size("n_policies", spec.policies.size()));
   KVM_TRY(check_list_size("n_codecs", spec.codecs.size()));
+  KVM_TRY(check_list_size("n_indexes", spec.indexes.size()));
   KVM_TRY(resolve_scalars(spec, space.get()));
   KVM_TRY(resolve_rope(spec, space.get()));
   KVM_TRY(resolve_layer_map(spec, space.get()));
@@ -555,6 +651,7 @@ Result<std::shared_ptr<const Space>> resolve_space(const SpaceSpec& spec) {
   }
   KVM_TRY(apply_policies(spec, *space, &configs));
   KVM_TRY(apply_codecs(spec, *space, &configs));
+  KVM_TRY(apply_indexes(spec, space.get()));
   make_classes(configs, space.get());
   return std::shared_ptr<const Space>(std::move(space));
 }
@@ -587,6 +684,8 @@ Status compare_spaces(const Space& registered, const Space& offered) {
   }
   KVM_TRY(compare("shard_index", uint64_t{a.shard_index}, uint64_t{b.shard_index}));
   KVM_TRY(compare("n_shards", uint64_t{a.n_shards}, uint64_t{b.n_shards}));
+  KVM_TRY(compare("lsh_bits", uint64_t{a.lsh.n_bits}, uint64_t{b.lsh.n_bits}));
+  KVM_TRY(compare("lsh_tables", uint64_t{a.lsh.n_tables}, uint64_t{b.lsh.n_tables}));
   for (uint32_t i = 0; i < a.n_layers; ++i) {
     KVM_TRY(compare_layer(a, i, a.layers[i], b.layers[i]));
   }

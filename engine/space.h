@@ -14,6 +14,7 @@
 
 #include "base/status.h"
 #include "engine/engine.h"
+#include "hash_index/lsh/lsh.h"
 #include "kvm.h"
 #include "tiers/slab_class.h"
 
@@ -30,6 +31,22 @@ inline constexpr uint32_t kMaxOverrides = 1024;
 // these, results would be noise.
 inline constexpr float kMinSoftcap = 1e-3f;
 inline constexpr float kMaxSoftcap = 1e4f;
+
+inline constexpr uint32_t kMaxAlwaysRead = 65536;  // n_sinks and n_recent of an index
+inline constexpr uint32_t kMinIndexTokens = 256;
+inline constexpr uint32_t kMaxIndexTokens = 8192;
+inline constexpr uint32_t kMaxHashBits = 4096;  // of a key: bits of all tables
+
+// What is kept beside the keys of a head for approximate modes. All zero but `kind` with NONE.
+struct IndexConfig {
+  uint32_t kind = KVM_INDEX_NONE;
+  uint32_t n_sinks = 0;
+  uint32_t n_recent = 0;
+  uint32_t min_tokens = 0;
+  uint64_t seed = 0;
+
+  bool operator==(const IndexConfig&) const = default;
+};
 
 // How a head keeps its tokens. kFull has zeros in all numbers.
 struct Retention {
@@ -63,8 +80,9 @@ struct Layer {
   uint64_t window = 0;  // query at p sees keys at positions > p - window; 0: all
   // OWN layers only; an ALIAS layer's are those of its storage layer (Space::storage).
   std::vector<HeadClass> classes;
-  std::vector<HeadPlace> heads;  // [n_kv_heads]
-  uint32_t first_list = 0;       // list of class c in a sequence: first_list + c
+  std::vector<HeadPlace> heads;      // [n_kv_heads]
+  uint32_t first_list = 0;           // list of class c in a sequence: first_list + c
+  std::vector<IndexConfig> indexes;  // [n_kv_heads], or empty: no head has one
 
   uint32_t group() const { return n_q_heads / n_kv_heads; }
 };
@@ -101,10 +119,14 @@ struct Space {
   uint32_t shard_index = 0;
   uint32_t n_shards = 1;
   std::vector<Layer> layers;
+  // Of all LSH indexes, with their planes; null where there are none.
+  hash_index::LshParams lsh;
+  hash_index::PlanesPtr planes;
 
   uint32_t n_own_layers = 0;
   uint32_t n_lists = 0;  // head classes over all OWN layers
   uint64_t bytes_per_token = 0;
+  bool has_indexes = false;  // of some layer
 
   // REQUIRES here and below: layer < n_layers.
   // The layer whose classes, lengths and pages `layer` reads.
@@ -114,6 +136,11 @@ struct Space {
   }
   // Where kv head `head` of `layer` (OWN or ALIAS) is stored.
   HeadPlace place(uint32_t layer, uint32_t head) const { return storage(layer).heads[head]; }
+  // What is kept beside its keys.
+  IndexConfig index(uint32_t layer, uint32_t head) const {
+    const std::vector<IndexConfig>& indexes = storage(layer).indexes;
+    return indexes.empty() ? IndexConfig{} : indexes[head];
+  }
   // Sink logits of a layer's q heads, [n_q_heads of the layer]; null where there are none.
   const float* layer_sink_logits(uint32_t layer) const {
     return sink_logits.empty() ? nullptr : sink_logits.data() + uint64_t{layer} * n_q_heads;

@@ -83,6 +83,7 @@ struct Sequence {
   // Per Governed of the space: the commit point at which the policy wants to be asked again.
   std::vector<uint64_t> next_commits;
   std::vector<ObservedRef> observed;  // empty, or [n_layers]
+  std::vector<IndexRef> indexes;      // [n_layers], or empty: the space has none
 
   const Space& space() const { return *record->space; }
   // The lists of an OWN layer.
@@ -160,6 +161,14 @@ class StoreImpl final : public Store {
   Status observe(Sequence* seq, const ObserveInput& input) override;
   ObservedView observed(const Sequence* seq, uint32_t layer) const override;
   Status apply(Sequence* seq, const policies::Action& action) override;
+  // Indexes.
+  std::unique_ptr<IndexBuild> plan_index(Sequence* seq, uint32_t layer,
+                                         uint64_t n_append) const override;
+  void open_index(IndexBuild* build) override;
+  void close_index(IndexBuild* build) override;
+  void collect_index(const Sequence* seq, uint32_t layer, uint32_t kv_head, uint64_t length,
+                     std::vector<attention::SketchedRun>* sketches,
+                     std::vector<attention::HashedRun>* hashes) const override;
   // Memory and statistics.
   bool housekeep() override { return pool_.trim(kTrimHousekeeping); }
   void add_stats(kvm_stats* stats) const override;
@@ -167,6 +176,12 @@ class StoreImpl final : public Store {
 
  private:
   PageBank bank(const Sequence* seq) { return PageBank(&pool_, &seq->account->bytes); }
+  IndexBank index_bank(const Sequence* seq) {
+    return IndexBank(&pool_, &budget_, &index_totals_, &seq->account->bytes,
+                     seq->account->quota_bytes);
+  }
+  void cut_indexes(Sequence* seq, uint64_t n_tokens);
+  void drop_from_index(Sequence* seq, const policies::Action& action);
   Result<std::unique_ptr<Sequence>> make_seq(Account* account, SpaceRecord* record,
                                              uint32_t flags) const;
   kvm_seq_id add_seq(std::unique_ptr<Sequence> seq);
@@ -194,6 +209,7 @@ class StoreImpl final : public Store {
   std::unordered_map<ClientId, std::unique_ptr<Account>> accounts_;
   ClientId next_client_ = 1;
   uint64_t observed_bytes_ = 0;
+  IndexTotals index_totals_;
   uint64_t n_tokens_appended_ = 0;
   uint64_t bytes_appended_ = 0;
   uint64_t n_pages_dropped_ = 0;
@@ -360,6 +376,7 @@ Result<std::unique_ptr<Sequence>> StoreImpl::make_seq(Account* account, SpaceRec
   seq->flags = flags;
   seq->lists.resize(record->space->n_lists);
   seq->next_commits.resize(record->governed.size());
+  seq->indexes.resize(record->space->has_indexes ? record->space->n_layers : 0);
   return seq;
 }
 
@@ -417,6 +434,8 @@ Result<kvm_seq_id> StoreImpl::fork_seq(Sequence* parent, uint64_t n_tokens) {
   for (ObservedRef& ref : child->observed) {
     ref.limit = std::min(ref.limit, n_tokens);
   }
+  child->indexes = parent->indexes;
+  cut_indexes(child.get(), n_tokens);
   Sequence* added = child.get();
   const kvm_seq_id id = add_seq(std::move(child));
   run_policies(added, policies::Event::kForked);
@@ -466,6 +485,7 @@ Status StoreImpl::truncate_seq(Sequence* seq, uint64_t n_tokens) {
     std::fill(seq->next_commits.begin(), seq->next_commits.end(), 0);
   }
   cut_observed(seq, n_tokens);
+  cut_indexes(seq, n_tokens);
   pool_.trim(kTrimAfterFree);
   return Status::ok();
 }
@@ -495,6 +515,7 @@ void StoreImpl::free_seq(Sequence* seq) {
     list.clear(bank(seq));
   }
   seq->observed.clear();
+  seq->indexes.clear();
   --seq->account->n_sequences;
   --seq->record->n_sequences;
   sequences_.erase(seq->id);
@@ -537,6 +558,9 @@ kvm_seq_info StoreImpl::seq_info(const Sequence* seq) const {
   }
   for (uint32_t layer = 0; layer < seq->observed.size(); ++layer) {
     info.n_rows_observed += observed(seq, layer).n_rows;
+  }
+  for (const IndexRef& ref : seq->indexes) {
+    info.bytes_index += ref.data != nullptr ? ref.data->size_bytes(pool_) : 0;
   }
   return info;
 }
@@ -1004,6 +1028,7 @@ Status StoreImpl::apply(Sequence* seq, const policies::Action& action) {
   switch (action.kind) {
     case policies::ActionKind::kDrop:
       n_pages_dropped_ += list.drop(block_begin, block_end, bank(seq));
+      drop_from_index(seq, action);
       return Status::ok();
     case policies::ActionKind::kDemote:
       return demote(seq, action);
@@ -1058,17 +1083,96 @@ Status StoreImpl::demote(Sequence* seq, const policies::Action& action) {
   return Status::ok();
 }
 
+// --- Indexes ------------------------------------------------------------------------------------
+
+// What the index of the first n_tokens covers stays.
+void StoreImpl::cut_indexes(Sequence* seq, uint64_t n_tokens) {
+  for (uint32_t layer = 0; layer < seq->indexes.size(); ++layer) {
+    IndexRef& ref = seq->indexes[layer];
+    if (ref.data == nullptr) {
+      continue;
+    }
+    ref.limit = std::min(ref.limit, indexable_blocks(std::min(n_tokens, length(seq, layer))));
+    if (ref.data.use_count() == 1) {
+      own_index(&ref, seq->space().layers[layer].indexes, index_bank(seq));
+    }
+  }
+}
+
+void StoreImpl::drop_from_index(Sequence* seq, const policies::Action& action) {
+  if (seq->indexes.empty() || seq->indexes[action.layer].data == nullptr) {
+    return;
+  }
+  const HeadClass& head_class = seq->space().head_class(action.layer, action.class_index);
+  LayerIndex* index = own_index(&seq->indexes[action.layer],
+                                seq->space().layers[action.layer].indexes, index_bank(seq));
+  for (const uint16_t head : head_class.kv_heads) {
+    index->drop(head, action.range.begin / kPageTokens, action.range.end / kPageTokens,
+                index_bank(seq));
+  }
+}
+
+std::unique_ptr<IndexBuild> StoreImpl::plan_index(Sequence* seq, uint32_t layer,
+                                                  uint64_t n_append) const {
+  const Space& space = seq->space();
+  const uint32_t own = space.layers[layer].storage_layer;
+  if (seq->indexes.empty() || space.layers[own].indexes.empty()) {
+    return nullptr;
+  }
+  const IndexRef& ref = seq->indexes[own];
+  const uint64_t present = length(seq, own);
+  const uint64_t n_blocks = std::min(present / kPageTokens, indexable_blocks(present + n_append));
+  if (!IndexBuild::is_needed(space, own, ref, n_blocks)) {
+    return nullptr;
+  }
+  std::vector<std::vector<KvRun>> class_runs(space.layers[own].classes.size());
+  for (uint32_t c = 0; c < class_runs.size(); ++c) {
+    collect_runs(seq, own, c, &class_runs[c]);
+  }
+  const ObservedView seen = observed(seq, own);
+  return std::make_unique<IndexBuild>(seq, space, own, std::move(class_runs),
+                                      SeenQueries{seen.q, seen.n_rows}, ref, n_blocks);
+}
+
+void StoreImpl::open_index(IndexBuild* build) {
+  Sequence* seq = build->seq();
+  build->open(&seq->indexes[build->layer()], index_bank(seq));
+}
+
+void StoreImpl::close_index(IndexBuild* build) {
+  Sequence* seq = build->seq();
+  build->close(&seq->indexes[build->layer()], index_bank(seq));
+}
+
+void StoreImpl::collect_index(const Sequence* seq, uint32_t layer, uint32_t kv_head,
+                              uint64_t length, std::vector<attention::SketchedRun>* sketches,
+                              std::vector<attention::HashedRun>* hashes) const {
+  const Space& space = seq->space();
+  const uint32_t own = space.layers[layer].storage_layer;
+  if (seq->indexes.empty() || seq->indexes[own].data == nullptr) {
+    return;
+  }
+  const IndexRef& ref = seq->indexes[own];
+  const IndexConfig config = space.index(layer, kv_head);
+  const uint64_t n_blocks = indexable_blocks(length);
+  collect_sketches(ref, kv_head, config, n_blocks, pool_, space.head_dim_k, sketches);
+  collect_hashes(ref, kv_head, config, n_blocks, hashes);
+}
+
 // --- Memory and statistics ----------------------------------------------------------------------
 
 void StoreImpl::add_stats(kvm_stats* stats) const {
   stats->n_spaces = spaces_.size();
   stats->n_sequences = sequences_.size();
-  stats->n_pages = pool_.n_pages();
+  stats->n_pages = pool_.n_pages() - index_totals_.n_pages;
   stats->host_used_bytes = pool_.extent_bytes();
   stats->host_capacity_bytes = budget_.capacity_bytes();
   stats->host_peak_bytes = pool_.peak_extent_bytes();
   stats->host_page_bytes = pool_.page_bytes_in_use();
   stats->observed_bytes = observed_bytes_;
+  stats->index_bytes = index_totals_.bytes();
+  stats->n_index_blocks = index_totals_.n_blocks;
+  stats->n_index_refused = index_totals_.n_refused;
   stats->n_tokens_appended = n_tokens_appended_;
   stats->bytes_appended = bytes_appended_;
   stats->n_pages_dropped = n_pages_dropped_;
@@ -1082,6 +1186,7 @@ void StoreImpl::check_accounts() const {
   std::unordered_map<const Segment*, uint32_t> segment_refs;
   std::unordered_map<const Account*, std::unordered_map<PageRef, uint64_t>> held;
   std::unordered_map<const Observed*, const Account*> observations;
+  std::unordered_map<const LayerIndex*, const Account*> indexes;
   sequences_.for_each([&](uint64_t, const Sequence& seq) {
     for (const PageList& list : seq.lists) {
       if (list.root() != nullptr && ++root_refs[list.root()] == 1) {
@@ -1121,7 +1226,39 @@ void StoreImpl::check_accounts() const {
         observations[ref.data.get()] = seq.account;
       }
     }
+    for (const IndexRef& ref : seq.indexes) {
+      if (ref.data != nullptr) {
+        indexes[ref.data.get()] = seq.account;
+      }
+    }
   });
+  std::unordered_map<const ChargedMemory*, const Account*> charged;
+  uint64_t n_index_pages = 0;
+  uint64_t index_page_bytes = 0;
+  for (const auto& [index, account] : indexes) {
+    for (const HeadIndex& head : index->heads) {
+      for (const IndexPage& page : head.pages) {
+        KVM_ASSERT(page.page != kNoPage || page.blocks == 0);
+        if (page.page != kNoPage) {
+          const bool is_new = ++page_refs[page.page] == 1;
+          const uint64_t page_bytes = pool_.page_bytes(page.page);
+          held[account][page.page] = page_bytes;
+          n_index_pages += is_new ? 1 : 0;
+          index_page_bytes += is_new ? page_bytes : 0;
+        }
+      }
+      for (const IndexFramePtr& frame : head.frames) {
+        if (frame != nullptr) {
+          charged[&frame->memory] = account;
+        }
+      }
+      for (const IndexTablesPtr& tables : head.tables) {
+        charged[&tables->memory] = account;
+      }
+    }
+  }
+  KVM_ASSERT(n_index_pages == index_totals_.n_pages);
+  KVM_ASSERT(index_page_bytes == index_totals_.page_bytes);
   page_refs.erase(kNoPage);
   KVM_ASSERT(page_refs.size() == pool_.n_pages());
   for (const auto& [page, n_refs] : page_refs) {
@@ -1144,11 +1281,15 @@ void StoreImpl::check_accounts() const {
     account_bytes[account] += observation->size_bytes();
     observed_bytes += observation->size_bytes();
   }
+  for (const auto& [memory, account] : charged) {
+    account_bytes[account] += memory->size_bytes();
+  }
   for (const auto& [client, account] : accounts_) {
     KVM_ASSERT(account->bytes == account_bytes[account.get()]);
   }
   KVM_ASSERT(observed_bytes == observed_bytes_);
-  KVM_ASSERT(budget_.used_bytes() == pool_.extent_bytes() + observed_bytes_);
+  KVM_ASSERT(budget_.used_bytes() ==
+             pool_.extent_bytes() + observed_bytes_ + index_totals_.charged_bytes);
 }
 
 }  // namespace

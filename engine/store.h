@@ -19,8 +19,8 @@
 // that change OTHER sequences are fine, forks of it included: the store never writes a byte that a
 // published or reserved token of another sequence occupies, and frees a page only when no sequence
 // refers to it.
-// Memory: KV pages and observations are bounded by StoreOptions::host_capacity_bytes; page lists
-// cost 16 bytes a page on the heap and are not counted.
+// Memory: KV pages, observations and indexes are bounded by StoreOptions::host_capacity_bytes; page
+// lists cost 16 bytes a page on the heap and are not counted.
 // Fails: a call that fails has changed nothing.
 #ifndef KVM_ENGINE_STORE_H_
 #define KVM_ENGINE_STORE_H_
@@ -35,6 +35,7 @@
 #include "base/kv_view.h"
 #include "base/status.h"
 #include "engine/engine.h"
+#include "engine/index_build.h"
 #include "engine/space.h"
 #include "kvm.h"
 #include "policies/policy.h"
@@ -45,7 +46,7 @@ namespace kvm::engine {
 struct Sequence;
 
 struct StoreOptions {
-  uint64_t host_capacity_bytes = 0;  // hard cap: extents and observations together; required
+  uint64_t host_capacity_bytes = 0;  // hard cap of extents, observations, indexes; required
   uint64_t default_quota_bytes = 0;  // per client; 0: the capacity
   uint64_t max_sequences_per_client = 65536;
   uint32_t max_spaces = 64;
@@ -116,8 +117,8 @@ class Store {
   // first. An unknown client is ignored.
   virtual void remove_client(ClientId client) = 0;
   // Bytes charged to a client: each page that its sequences hold counts once, whole, whoever of
-  // them allocated it (sequences of different clients never share pages); its observations count
-  // once as well. 0 for an unknown client.
+  // them allocated it (sequences of different clients never share pages); its observations and
+  // indexes count once as well. 0 for an unknown client.
   virtual uint64_t client_bytes(ClientId client) const = 0;
 
   // --- Spaces -----------------------------------------------------------------------------------
@@ -214,6 +215,21 @@ class Store {
   // page), UNSUPPORTED (an action without its tier or operator), QUOTA, NO_SPACE.
   virtual Status apply(Sequence* seq, const policies::Action& action) = 0;
 
+  // --- Indexes (engine/index.h) -----------------------------------------------------------------
+
+  // What the index of a layer (OWN or ALIAS) lacks for an attend after n_append more tokens; null:
+  // nothing. Published tokens only. Every build must be opened and closed before anything else
+  // changes the sequence.
+  virtual std::unique_ptr<IndexBuild> plan_index(Sequence* seq, uint32_t layer,
+                                                 uint64_t n_append) const = 0;
+  virtual void open_index(IndexBuild* build) = 0;
+  virtual void close_index(IndexBuild* build) = 0;
+  // Appends what the index of a kv head has for a sequence of `length` tokens. Valid as the runs of
+  // collect_runs are. Nothing for an ABSENT layer.
+  virtual void collect_index(const Sequence* seq, uint32_t layer, uint32_t kv_head, uint64_t length,
+                             std::vector<attention::SketchedRun>* sketches,
+                             std::vector<attention::HashedRun>* hashes) const = 0;
+
   // --- Memory and statistics --------------------------------------------------------------------
 
   // Gives a bounded amount of emptied memory beyond cached_bytes back to the operating system (at
@@ -221,7 +237,7 @@ class Store {
   // calls it until it does not. Other functions give back a little as they go.
   virtual bool housekeep() = 0;
   // Fills n_spaces, n_sequences, n_pages, host_*, observed_bytes, n_tokens_appended,
-  // bytes_appended, n_pages_dropped, n_pages_copied; leaves the rest.
+  // bytes_appended, n_pages_dropped, n_pages_copied, index_bytes, n_index_*; leaves the rest.
   virtual void add_stats(kvm_stats* stats) const = 0;
   // Recounts every reference, page and byte from the lists and aborts on the first that disagrees
   // with the running accounts. O(everything): for tests.

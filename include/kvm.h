@@ -448,6 +448,36 @@ typedef struct kvm_codec_params {
   uint64_t reserved[2];
 } kvm_codec_params;
 
+/* What is kept beside the keys of some kv heads so that approximate modes (section 7) need not read
+ * them all. Derived from the keys, a few bytes of each; counted in the quota like pages. Built when
+ * the first such request, or a fork, finds it missing; it grows from there on. */
+enum {
+  KVM_INDEX_NONE = 0,
+  KVM_INDEX_SKETCH = 1,      /* one of the next three, whichever suits the keys */
+  KVM_INDEX_SKETCH_1BIT = 2, /* a bit of each coordinate: 20 bytes of a key of dim 128 */
+  KVM_INDEX_SKETCH_8I8 = 3,  /* 8 leading coordinates in int8, a bit of the others: 28 */
+  KVM_INDEX_SKETCH_2BIT = 4, /* two bits of each coordinate: 36 */
+  KVM_INDEX_LSH = 5          /* hash tables as in MagicPIG: 2 lsh_tables bytes and more */
+};
+
+/* The index of the kv heads of some layers. Later entries win. A head that no entry names has
+ * none. */
+typedef struct kvm_index_params {
+  uint32_t layer_begin;
+  uint32_t n_layers;        /* 0: to the last layer */
+  uint64_t kv_head_mask[2]; /* as in kvm_policy_params */
+  uint32_t kind;            /* KVM_INDEX_* */
+  uint32_t lsh_bits;        /* LSH only, as the next: 1 to 15; 0: 10 */
+  uint32_t lsh_tables;      /* 2 to 512; 0: 150. All LSH entries of a space agree in bits, tables
+                             * and seed; lsh_bits * lsh_tables is at most 4096 */
+  uint32_t n_sinks;         /* first tokens that are always read; 0: 4; at most 65536 */
+  uint32_t n_recent;        /* last tokens that are always read; 0: 64; at most 65536 */
+  uint32_t min_tokens;      /* from this length on there is an index, and it begins with what these
+                             * tokens look like: 256 to 8192; 0: 4096 */
+  uint64_t seed;            /* of rotations and hash planes */
+  uint64_t reserved[2];
+} kvm_index_params;
+
 typedef struct kvm_space_params {
   uint32_t struct_size;
   uint32_t flags;          /* reserved, zero */
@@ -477,8 +507,9 @@ typedef struct kvm_space_params {
   uint32_t n_layer_params; /* each at most 1024 */
   uint32_t n_policies;
   uint32_t n_codecs;
-  uint32_t reserved0; /* zero */
-  uint64_t reserved[8];
+  uint32_t n_indexes;
+  const kvm_index_params *indexes; /* [n_indexes]; copied */
+  uint64_t reserved[7];
 } kvm_space_params;
 
 /* Registers a space, or finds the one that has this name when every parameter agrees.
@@ -550,7 +581,8 @@ KVM_API kvm_status kvm_seq_create(kvm_client *client, kvm_space_id space,
 
 /* Makes a sequence that shares the first n_tokens of `parent` (KVM_POSITION_END: all of it, each
  * layer as long as the parent's) copy-on-write. Costs the same at any length, and no KV memory
- * until one of the two appends into the page that both end in.
+ * until one of the two appends into the page that both end in. Where the space has indexes, that
+ * of the parent is brought up to date first, so that both have it.
  * Fails:   INVALID (n_tokens is longer than the longest layer), PARTIAL (a policy of the parent has
  *          dropped tokens that queries at n_tokens would see), NOT_FOUND, STALE, LOST, PERMISSION
  *          (a sequence of another client), LIMIT, TIMEOUT.
@@ -590,7 +622,8 @@ typedef struct kvm_seq_info {
   uint64_t n_entries_dropped; /* (layer, head class, token) dropped by policies */
   uint64_t bytes_observed;    /* kept from kvm_observe */
   uint64_t n_rows_observed;
-  uint64_t reserved[4];
+  uint64_t bytes_index; /* of indexes, shared ones included */
+  uint64_t reserved[3];
 } kvm_seq_info;
 
 /* Fails: NOT_FOUND, STALE, LOST, PERMISSION, TIMEOUT. Threads: any. */
@@ -637,19 +670,20 @@ typedef struct kvm_item {
 } kvm_item;
 
 enum {
-  KVM_MODE_DEFAULT = 0, /* EXACT */
-  KVM_MODE_EXACT = 1,
-  KVM_MODE_TOPK = 2, /* this and the following: UNSUPPORTED until the index exists */
-  KVM_MODE_SAMPLED = 3,
-  KVM_MODE_VERIFIED = 4,
-  KVM_MODE_AUTO = 5
+  KVM_MODE_DEFAULT = 0,  /* EXACT */
+  KVM_MODE_EXACT = 1,    /* every visible key is read */
+  KVM_MODE_TOPK = 2,     /* those with the largest logits */
+  KVM_MODE_SAMPLED = 3,  /* a random sample, weighted so that nothing is missing on average */
+  KVM_MODE_VERIFIED = 4, /* a sample that grows until it is good enough, else all */
+  KVM_MODE_AUTO = 5      /* UNSUPPORTED yet */
 };
 
+/* What an approximate mode chooses keys by. */
 enum {
-  KVM_PROPOSAL_DEFAULT = 0,
+  KVM_PROPOSAL_DEFAULT = 0, /* what the head's index is */
   KVM_PROPOSAL_SKETCH = 1,
   KVM_PROPOSAL_LSH = 2,
-  KVM_PROPOSAL_GRAPH = 3
+  KVM_PROPOSAL_GRAPH = 3 /* UNSUPPORTED yet */
 };
 
 enum {
@@ -675,7 +709,30 @@ enum {
  * cap(scale * q.k) + its log-weight, restricted to what the layer's window, the head's policy, the
  * causal rule, the ranges and the tree mask leave visible. A row that sees no key has o = 0 and
  * lse = -inf (with a sink logit: lse is that logit). Rows are independent: a row's result does not
- * depend on the batch around it. */
+ * depend on the batch around it (in approximate modes on the other rows of its item that share its
+ * sample).
+ *
+ * Approximate modes read, for each kv head with an index (kvm_index_params), all of the first
+ * n_sinks and the last n_recent tokens, of the last 64 to 127, and of what the index does not
+ * cover; of the rest some keys. The rows of up to 16 / group tokens of an item use the same ones.
+ *
+ *   TOPK      For each row the `budget` keys with the largest estimated logits; it must not be 0.
+ *             What is left out is missing: biased, and without an error bar (err is NaN).
+ *   SAMPLED   About `budget` keys for each row (0: as many as should give eps), drawn with
+ *             probabilities p that grow with the estimated weight, each counted 1 / p times. err
+ *             is a bound that the error keeps with a probability of about 1 - delta. With LSH: the
+ *             keys that meet the query in two tables (MagicPIG), whatever budget and eps; no bar.
+ *   VERIFIED  SAMPLED, and more keys until the bar is at most eps; rows that would need too many
+ *             are answered exactly. The error of o is at most eps with probability 1 - delta.
+ *             Not with LSH, which has no bar; budget must be 0.
+ *
+ * The same seed draws the same random numbers for the same positions at every step. Results depend
+ * on the stored tokens, on what was observed (kvm_observe), on the request and on the kind of
+ * processor: not on threads, nor on how tokens were appended. (Of more than 64 tokens that a
+ * request appends itself, the index covers none.) A head is answered exactly when it has no index
+ * of the proposal's kind, or not yet (min_tokens), when nothing would be skipped, and where an item
+ * has more than 128 / group query tokens, or a tree of more than 16 / group; n_exact counts its
+ * rows, and if no head was approximated, mode is EXACT. */
 typedef struct kvm_step_params {
   uint32_t struct_size;
   uint32_t flags; /* KVM_STEP_* */
@@ -698,10 +755,10 @@ typedef struct kvm_step_params {
   kvm_tensor err;
   float scale;       /* 0: the space's softmax_scale; must be positive */
   uint32_t proposal; /* KVM_PROPOSAL_* */
-  float eps;         /* VERIFIED, AUTO: relative error of o aimed at; 0: 0.03 */
-  float delta;       /* probability of missing it; 0: 0.01 */
-  uint64_t budget;   /* TOPK, SAMPLED: keys read per kv head; 0: from eps */
-  uint64_t seed;     /* of sampling */
+  float eps;         /* SAMPLED, VERIFIED: relative error of o aimed at, below 1; 0: 0.03 */
+  float delta;       /* probability that the error exceeds err; 0: 0.01 */
+  uint64_t budget;   /* TOPK, SAMPLED: keys read per row and kv head beside those always read */
+  uint64_t seed;     /* of sampling; any number */
   uint64_t deadline_ns; /* CLOCK_MONOTONIC; a request not begun by then fails; 0: none */
   uint64_t reserved[8];
 } kvm_step_params;
@@ -715,8 +772,8 @@ typedef struct kvm_step_stats {
   uint64_t bytes_read;   /* of K and V, index included */
   uint64_t service_ns;   /* from acceptance to completion, in the service */
   uint64_t compute_ns;   /* from the start of the first task to the end of the last merge */
-  float err_max;         /* over rows and heads: see err; NaN: none */
-  uint32_t n_exact;      /* (row, q head) that fell back to exact */
+  float err_max;         /* over rows and heads: see err; NaN: one of them has none */
+  uint32_t n_exact;      /* of an approximate mode: (row, q head) that were answered exactly */
   uint64_t reserved[2];
 } kvm_step_stats;
 
@@ -732,12 +789,12 @@ typedef struct kvm_step_stats {
 KVM_API kvm_status kvm_append(kvm_queue *queue, const kvm_step_params *params);
 
 /* Attends, and waits. stats may be NULL. Outputs are written only on success.
- * Fails:   UNSUPPORTED (mode; a TREE in a layer whose window is longer than the n_recent of a head
- *          with sinks, where its rows lie between window and window + n_sinks: there the head's
- *          sinks go out of sight one by one), PARTIAL (a query position so far back that its head's
- *          policy has dropped what it should see), LIMIT (too many query rows, pages or ranges at
- *          once), NO_MEMORY, INVALID, NOT_FOUND, STALE, LOST, PERMISSION, DEADLINE; and as append,
- *          BUSY and what follows it.
+ * Fails:   UNSUPPORTED (mode AUTO, proposal GRAPH; a TREE in a layer whose window is longer than
+ *          the n_recent of a head with sinks, where its rows lie between window and window +
+ *          n_sinks: there the head's sinks go out of sight one by one), PARTIAL (a query position
+ *          so far back that its head's policy has dropped what it should see), LIMIT (too many
+ *          query rows, pages or ranges at once), NO_MEMORY, INVALID, NOT_FOUND, STALE, LOST,
+ *          PERMISSION, DEADLINE; and as append, BUSY and what follows it.
  * Threads: the queue's owner. */
 KVM_API kvm_status kvm_attend(kvm_queue *queue, const kvm_step_params *params,
                               kvm_step_stats *stats);
@@ -889,11 +946,11 @@ typedef struct kvm_stats {
   uint64_t uptime_ns;
   uint64_t n_spaces;
   uint64_t n_sequences;
-  uint64_t n_pages; /* in use, each counted once */
+  uint64_t n_pages; /* of keys and values in use, each counted once */
   uint64_t host_used_bytes; /* physical, in 2-MiB extents */
   uint64_t host_capacity_bytes;
   uint64_t host_peak_bytes;
-  uint64_t host_page_bytes; /* in pages in use; the rest is room in begun extents */
+  uint64_t host_page_bytes; /* in pages in use, of indexes too; the rest is room in begun extents */
   uint64_t index_bytes;
   uint64_t observed_bytes;
   uint64_t n_requests;      /* completed, any status */
@@ -909,7 +966,9 @@ typedef struct kvm_stats {
   uint64_t n_clients_total; /* connections since the start */
   uint64_t n_protocol_errors;
   uint64_t busy_ns; /* of all compute threads together */
-  uint64_t reserved[8];
+  uint64_t n_index_blocks;  /* (kv head, 64 keys) that were indexed */
+  uint64_t n_index_refused; /* that found no memory: such keys are read exactly */
+  uint64_t reserved[6];
 } kvm_stats;
 
 /* Counters of the whole service. Fails: TIMEOUT. Threads: any. */

@@ -30,7 +30,8 @@ Status check_counts(const kvm_space_params& params) {
   KVM_TRY(check_count(params.n_rope_pairs, kMaxRopePairs, "n_rope_pairs"));
   KVM_TRY(check_count(params.n_layer_params, kMaxSpaceListEntries, "n_layer_params"));
   KVM_TRY(check_count(params.n_policies, kMaxSpaceListEntries, "n_policies"));
-  return check_count(params.n_codecs, kMaxSpaceListEntries, "n_codecs");
+  KVM_TRY(check_count(params.n_codecs, kMaxSpaceListEntries, "n_codecs"));
+  return check_count(params.n_indexes, kMaxSpaceListEntries, "n_indexes");
 }
 
 template <typename T>
@@ -50,6 +51,7 @@ void clear_pointers(kvm_space_params* params) {
   params->layers = nullptr;
   params->policies = nullptr;
   params->codecs = nullptr;
+  params->indexes = nullptr;
 }
 
 Status check_equal(size_t count, size_t announced, const char* name) {
@@ -84,6 +86,7 @@ Result<SpaceMessage> copy_space(const kvm_space_params& params) {
   KVM_TRY(copy_array(params.layers, params.n_layer_params, "layers", &space.layers));
   KVM_TRY(copy_array(params.policies, params.n_policies, "policies", &space.policies));
   KVM_TRY(copy_array(params.codecs, params.n_codecs, "codecs", &space.codecs));
+  KVM_TRY(copy_array(params.indexes, params.n_indexes, "indexes", &space.indexes));
   return space;
 }
 
@@ -100,7 +103,9 @@ flatbuffers::Offset<wire::SpaceRegister> encode_space(ControlWriter* writer,
   const auto layers = bytes(as_bytes(space.layers.data(), space.layers.size()));
   const auto policies = bytes(as_bytes(space.policies.data(), space.policies.size()));
   const auto codecs = bytes(as_bytes(space.codecs.data(), space.codecs.size()));
-  return wire::CreateSpaceRegister(fbb, params, name, rope, sinks, layers, policies, codecs);
+  const auto indexes = bytes(as_bytes(space.indexes.data(), space.indexes.size()));
+  return wire::CreateSpaceRegister(fbb, params, name, rope, sinks, layers, policies, codecs,
+                                   indexes);
 }
 
 Result<SpaceMessage> decode_space(const wire::SpaceRegister& message) {
@@ -121,6 +126,8 @@ Result<SpaceMessage> decode_space(const wire::SpaceRegister& message) {
                                                                kMaxSpaceListEntries, "policies"));
   KVM_TRY_ASSIGN(space.codecs,
                  structs_of<kvm_codec_params>(message.codecs(), kMaxSpaceListEntries, "codecs"));
+  KVM_TRY_ASSIGN(space.indexes,
+                 structs_of<kvm_index_params>(message.indexes(), kMaxSpaceListEntries, "indexes"));
   const kvm_space_params& params = space.params;
   KVM_TRY(check_equal(space.rope_inv_freq.size(), params.n_rope_pairs, "rope_inv_freq"));
   if (!space.sink_logits.empty()) {
@@ -130,6 +137,7 @@ Result<SpaceMessage> decode_space(const wire::SpaceRegister& message) {
   KVM_TRY(check_equal(space.layers.size(), params.n_layer_params, "layers"));
   KVM_TRY(check_equal(space.policies.size(), params.n_policies, "policies"));
   KVM_TRY(check_equal(space.codecs.size(), params.n_codecs, "codecs"));
+  KVM_TRY(check_equal(space.indexes.size(), params.n_indexes, "indexes"));
   return space;
 }
 

@@ -27,6 +27,7 @@ struct SpaceMessage {
   std::vector<kvm_layer_params> layers;
   std::vector<kvm_policy_params> policies;
   std::vector<kvm_codec_params> codecs;
+  std::vector<kvm_index_params> indexes;
 };
 
 // Copies what a caller's (already read) parameters point to. Fails: INVALID (counts and pointers

@@ -164,6 +164,9 @@ int run_status(const Options& options) {
                 {"bytes_appended", stats.bytes_appended},
                 {"pages_dropped", stats.n_pages_dropped},
                 {"pages_copied", stats.n_pages_copied},
+                {"index_bytes", stats.index_bytes},
+                {"index_blocks", stats.n_index_blocks},
+                {"index_blocks_refused", stats.n_index_refused},
                 {"clients_total", stats.n_clients_total},
                 {"protocol_errors", stats.n_protocol_errors},
                 {"busy_seconds", static_cast<double>(stats.busy_ns) * 1e-9}});
@@ -183,6 +186,8 @@ int run_status(const Options& options) {
                     bytes_text(stats.host_page_bytes), bytes_text(stats.host_peak_bytes))},
        {"pages", fmt::format("{} in use, {} copied on write, {} dropped by policies", stats.n_pages,
                              stats.n_pages_copied, stats.n_pages_dropped)},
+       {"indexes", fmt::format("{}, {} blocks made, {} refused", bytes_text(stats.index_bytes),
+                               stats.n_index_blocks, stats.n_index_refused)},
        {"requests", fmt::format("{} done, {} failed", stats.n_requests, stats.n_requests_failed)},
        {"appended", fmt::format("{} tokens x layers, {}", stats.n_tokens_appended,
                                 bytes_text(stats.bytes_appended))},
@@ -336,7 +341,8 @@ int run_seqs(const Options& options) {
                      {"bytes", seq.bytes},
                      {"bytes_shared", seq.bytes_shared},
                      {"entries_dropped", seq.n_entries_dropped},
-                     {"bytes_observed", seq.bytes_observed}});
+                     {"bytes_observed", seq.bytes_observed},
+                     {"bytes_index", seq.bytes_index}});
     }
     print_json(out);
     return kExitOk;
@@ -346,7 +352,7 @@ int run_seqs(const Options& options) {
                    [](const kvm_seq_info& a, const kvm_seq_info& b) { return a.bytes > b.bytes; });
   const size_t n_shown = options.all ? seqs.size() : std::min<size_t>(seqs.size(), kSeqsShown);
   std::vector<std::vector<std::string>> rows = {
-      {"SEQUENCE", "CLIENT", "TOKENS", "COMMITTED", "BYTES", "SHARED", "DROPPED"}};
+      {"SEQUENCE", "CLIENT", "TOKENS", "COMMITTED", "BYTES", "SHARED", "INDEX", "DROPPED"}};
   for (size_t i = 0; i < n_shown; ++i) {
     const kvm_seq_info& seq = seqs[i];
     rows.push_back({fmt::format("{:x}", seq.seq), std::to_string(seq.client_id),
@@ -354,7 +360,8 @@ int run_seqs(const Options& options) {
                         ? std::to_string(seq.n_tokens_max)
                         : fmt::format("{}-{}", seq.n_tokens_min, seq.n_tokens_max),
                     std::to_string(seq.n_committed), bytes_text(seq.bytes),
-                    bytes_text(seq.bytes_shared), std::to_string(seq.n_entries_dropped)});
+                    bytes_text(seq.bytes_shared), bytes_text(seq.bytes_index),
+                    std::to_string(seq.n_entries_dropped)});
   }
   print_table(rows);
   if (n_shown < seqs.size()) {

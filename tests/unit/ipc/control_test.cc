@@ -126,6 +126,9 @@ TEST(SpaceMessage, RoundTrip) {
   params.sink_logits = sinks;
   params.layers = layers;
   params.n_layer_params = 1;
+  const kvm_index_params indexes[] = {{.kind = KVM_INDEX_SKETCH, .min_tokens = 512, .seed = 9}};
+  params.indexes = indexes;
+  params.n_indexes = 1;
   auto space = copy_space(params);
   ASSERT_TRUE(space.is_ok());
   ControlWriter writer;
@@ -141,6 +144,9 @@ TEST(SpaceMessage, RoundTrip) {
   EXPECT_EQ(decoded.value().sink_logits.size(), 8u);
   ASSERT_EQ(decoded.value().layers.size(), 1u);
   EXPECT_EQ(decoded.value().layers[0].window, 7u);
+  EXPECT_EQ(decoded.value().params.indexes, nullptr);
+  ASSERT_EQ(decoded.value().indexes.size(), 1u);
+  EXPECT_EQ(decoded.value().indexes[0].min_tokens, 512u);
 }
 
 TEST(SpaceMessage, CountsAreChecked) {
@@ -152,10 +158,17 @@ TEST(SpaceMessage, CountsAreChecked) {
   // Counts that contradict the arrays on the wire.
   SpaceMessage space = copy_space(space_params()).value();
   space.params.n_codecs = 3;
-  ControlWriter writer;
-  const auto bytes = writer.finish(1, encode_space(&writer, space));
-  const auto* body = read_message(bytes).value()->body_as_SpaceRegister();
-  EXPECT_EQ(decode_space(*body).status().code(), KVM_ERR_INVALID);
+  const auto decoded_status = [](const SpaceMessage& sent) {
+    ControlWriter writer;
+    const auto bytes = writer.finish(1, encode_space(&writer, sent));
+    const auto* body = read_message(bytes).value()->body_as_SpaceRegister();
+    return decode_space(*body).status().code();
+  };
+  EXPECT_EQ(decoded_status(space), KVM_ERR_INVALID);
+  space.params.n_codecs = 0;
+  EXPECT_EQ(decoded_status(space), KVM_OK);
+  space.params.n_indexes = 1;
+  EXPECT_EQ(decoded_status(space), KVM_ERR_INVALID);
 }
 
 }  // namespace

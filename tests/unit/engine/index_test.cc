@@ -1,0 +1,450 @@
+// SPDX-License-Identifier: Apache-2.0
+// The storage of indexes: whatever happens to a sequence, what its index holds is what one built
+// from scratch would hold, byte for byte; forks share it, and every byte is charged and given back.
+#include "engine/index.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <map>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "engine/index_work.h"
+#include "tests/unit/engine/store_testbed.h"
+
+namespace kvm::engine {
+namespace {
+
+constexpr uint32_t kDim = 32;
+constexpr uint32_t kMinTokens = 256;
+
+kvm_index_params index_params(uint32_t kind, uint64_t head_mask = 0) {
+  kvm_index_params params{};
+  params.kv_head_mask[0] = head_mask;
+  params.kind = kind;
+  params.min_tokens = kMinTokens;
+  params.lsh_bits = kind == KVM_INDEX_LSH ? 4 : 0;
+  params.lsh_tables = kind == KVM_INDEX_LSH ? 20 : 0;
+  return params;
+}
+
+// Two heads: one sketched, one hashed.
+SpaceSpec indexed_spec(uint32_t n_layers = 1) {
+  SpaceSpec spec = make_spec("indexed", n_layers, 2, kDim);
+  spec.indexes = {index_params(KVM_INDEX_SKETCH, 1), index_params(KVM_INDEX_LSH, 2)};
+  return spec;
+}
+
+float key_element(uint64_t token, uint32_t head, uint32_t i) {
+  const uint64_t bits = mix_seed(token, head, i);
+  // Nearly normal, of unequal variances.
+  const float sum = static_cast<float>((bits & 0xffff) + (bits >> 16 & 0xffff) +
+                                       (bits >> 32 & 0xffff) + (bits >> 48)) /
+                        65536.0f -
+                    2.0f;
+  return sum * (1.0f + 8.0f / static_cast<float>(1 + i)) + static_cast<float>(head);
+}
+
+void write_keys(const std::vector<AppendPiece>& pieces, std::span<const uint64_t> tokens) {
+  float row[kDim];
+  for (const AppendPiece& piece : pieces) {
+    const tiers::SlabClass& slab = piece.cls->slab_class;
+    for (uint32_t t = 0; t < piece.n_tokens; ++t) {
+      for (uint32_t h = 0; h < slab.n_heads; ++h) {
+        for (uint32_t i = 0; i < kDim; ++i) {
+          row[i] = key_element(tokens[piece.token + t], piece.cls->kv_heads[h], i);
+        }
+        codecs::convert(row, Dtype::kF32,
+                        piece.k + h * slab.k_head_bytes() + t * slab.k_row_bytes(), slab.dtype_k,
+                        kDim);
+        codecs::convert(row, Dtype::kF32,
+                        piece.v + h * slab.v_head_bytes() + t * slab.v_row_bytes(), slab.dtype_v,
+                        kDim);
+      }
+    }
+  }
+}
+
+Status append_keys(Store& store, Sequence* seq, std::span<const uint64_t> tokens) {
+  std::vector<AppendPiece> pieces;
+  const AppendItem item = {.seq = seq, .n_tokens = static_cast<uint32_t>(tokens.size())};
+  KVM_TRY(store.reserve_append({&item, 1}, &pieces));
+  write_keys(pieces, tokens);
+  store.publish(seq, 0);
+  return Status::ok();
+}
+
+void build_index(Store& store, Sequence* seq, uint64_t n_append = 0) {
+  IndexWork work;
+  ThreadWorkspace workspace;
+  JobPlan plan;
+  work.add(seq, 0, n_append);
+  while (work.next(store, 1, &plan)) {
+    // The order within a job does not matter.
+    for (uint32_t task = plan.n_tasks; task-- > 0;) {
+      work.run(task, workspace);
+    }
+  }
+}
+
+// Everything that the index of a head says.
+struct Content {
+  std::map<uint64_t, std::vector<std::byte>> blocks;  // by position
+  std::map<uint64_t, std::vector<std::byte>> tables;
+
+  bool operator==(const Content&) const = default;
+};
+
+Content content_of(const Store& store, const Sequence* seq, uint32_t head) {
+  std::vector<attention::SketchedRun> sketches;
+  std::vector<attention::HashedRun> hashes;
+  store.collect_index(seq, 0, head, store.length(seq, 0), &sketches, &hashes);
+  Content content;
+  for (const attention::SketchedRun& run : sketches) {
+    const size_t size = hash_index::block_bytes(hash_index::frame_kind(*run.frame), kDim);
+    for (uint32_t b = 0; b < run.n_blocks; ++b) {
+      const std::byte* codes = run.blocks + b * size;
+      content.blocks[run.position + b * uint64_t{kPageTokens}].assign(codes, codes + size);
+    }
+  }
+  const Space& space = store.seq_space(seq);
+  for (const attention::HashedRun& run : hashes) {
+    const auto* tables = static_cast<const std::byte*>(run.tables);
+    std::vector<std::byte>& bytes = content.tables[run.position];
+    bytes.assign(tables, tables + hash_index::table_run_bytes(space.lsh, run.n_keys));
+    const auto* center = reinterpret_cast<const std::byte*>(run.center);
+    bytes.insert(bytes.end(), center, center + kDim * sizeof(float));
+  }
+  return content;
+}
+
+struct Rig {
+  explicit Rig(uint64_t capacity_bytes = 256 * kMiB, uint64_t quota_bytes = 0,
+               const SpaceSpec& spec = indexed_spec())
+      : store(open_store(capacity_bytes, quota_bytes)) {
+    client = store->add_client(0, 0);
+    auto id = store->register_space(spec);
+    EXPECT_TRUE(id.is_ok()) << id.status().message();
+    space = id.value();
+  }
+  Sequence* create() {
+    return store->find_seq(client, store->create_seq(client, space, 0).value()).value();
+  }
+  Sequence* fork(Sequence* parent, uint64_t n_tokens) {
+    return store->find_seq(client, store->fork_seq(parent, n_tokens).value()).value();
+  }
+
+  std::unique_ptr<Store> store;
+  ClientId client = 0;
+  kvm_space_id space = 0;
+};
+
+TEST(Index, CoversWholeBlocksButTheLast) {
+  Rig rig;
+  Sequence* seq = rig.create();
+  const std::vector<uint64_t> tokens = numbered(0, 1000);
+  ASSERT_TRUE(append_keys(*rig.store, seq, tokens).is_ok());
+  EXPECT_TRUE(content_of(*rig.store, seq, 0).blocks.empty());
+  build_index(*rig.store, seq);
+  rig.store->check_accounts();
+  EXPECT_EQ(content_of(*rig.store, seq, 0).blocks.size(), (1000u - 64) / 64);
+  EXPECT_TRUE(content_of(*rig.store, seq, 0).tables.empty());
+  const Content hashed = content_of(*rig.store, seq, 1);
+  EXPECT_TRUE(hashed.blocks.empty());
+  // 896 tokens: 512 and 256 of them.
+  ASSERT_EQ(hashed.tables.size(), 2u);
+  EXPECT_EQ(hashed.tables.rbegin()->first, 512u);
+}
+
+TEST(Index, BeginsAtMinTokens) {
+  Rig rig;
+  Sequence* seq = rig.create();
+  ASSERT_TRUE(append_keys(*rig.store, seq, numbered(0, kMinTokens + 63)).is_ok());
+  build_index(*rig.store, seq);
+  EXPECT_EQ(stats_of(*rig.store).index_bytes, 0u);
+  // With an append in the same request, as if it had been appended before.
+  build_index(*rig.store, seq, 1);
+  EXPECT_NE(stats_of(*rig.store).index_bytes, 0u);
+  ASSERT_TRUE(append_keys(*rig.store, seq, numbered(1000, 1)).is_ok());
+  EXPECT_EQ(content_of(*rig.store, seq, 0).blocks.size(), kMinTokens / 64);
+  rig.store->check_accounts();
+}
+
+TEST(Index, HashRunsAreAFunctionOfTheLength) {
+  for (uint64_t n : {0u, 255u, 256u, 300u, 4096u, 8191u, 65535u, 65536u, 200000u}) {
+    uint64_t end = 0;
+    uint32_t size = hash_index::kMaxRunKeys;
+    for (const HashRun& run : hash_runs(n, 300)) {
+      EXPECT_EQ(run.position, end);
+      EXPECT_LE(run.n_keys, size);
+      end = run.end();
+      size = run.n_keys;
+    }
+    EXPECT_EQ(end, n - n % 256);
+  }
+  EXPECT_EQ(hash_runs(65536 * 2 + 12288, 8192).size(), 4u);  // and 8192 + 4096
+}
+
+// The sequences of a random history, with what they hold.
+class History {
+ public:
+  explicit History(uint64_t seed) : random_(seed) { seqs_.push_back({rig_.create(), {}}); }
+  void step() {
+    const size_t at = pick(0, seqs_.size() - 1);
+    One& one = seqs_[at];
+    const uint64_t length = one.tokens.size();
+    switch (pick(0, 9)) {
+      case 0:
+      case 1:
+      case 2:
+      case 3: {
+        const uint64_t n = pick(0, 3) == 0 ? pick(1, 2500) : pick(1, 200);
+        std::vector<uint64_t> fresh = numbered(next_token_, length > 9500 ? 1 : n);
+        next_token_ += fresh.size();
+        ASSERT_TRUE(append_keys(*rig_.store, one.seq, fresh).is_ok());
+        one.tokens.insert(one.tokens.end(), fresh.begin(), fresh.end());
+        break;
+      }
+      case 4:
+      case 5:
+      case 6:
+        build_index(*rig_.store, one.seq, pick(0, 64));
+        break;
+      case 7: {
+        const uint64_t n =
+            pick(0, 3) == 0 ? pick(0, length) : length - std::min(length, pick(0, 99));
+        ASSERT_TRUE(rig_.store->truncate_seq(one.seq, n).is_ok());
+        one.tokens.resize(n);
+        break;
+      }
+      case 8:
+        if (seqs_.size() < 6) {
+          const uint64_t n = pick(0, 1) == 0 ? length : pick(length / 2, length);
+          One child = {rig_.fork(one.seq, n), {one.tokens.begin(), one.tokens.begin() + n}};
+          seqs_.push_back(std::move(child));
+        }
+        break;
+      default:
+        if (seqs_.size() > 1) {
+          rig_.store->free_seq(one.seq);
+          seqs_.erase(seqs_.begin() + static_cast<ptrdiff_t>(at));
+        }
+    }
+    rig_.store->check_accounts();
+  }
+  void expect_as_from_scratch() {
+    for (const One& one : seqs_) {
+      build_index(*rig_.store, one.seq);
+      Sequence* fresh = rig_.create();
+      if (!one.tokens.empty()) {
+        ASSERT_TRUE(append_keys(*rig_.store, fresh, one.tokens).is_ok());
+      }
+      build_index(*rig_.store, fresh);
+      for (uint32_t head = 0; head < 2; ++head) {
+        EXPECT_TRUE(content_of(*rig_.store, one.seq, head) == content_of(*rig_.store, fresh, head))
+            << "head " << head << ", " << one.tokens.size() << " tokens";
+      }
+      rig_.store->free_seq(fresh);
+      n_tokens_ += one.tokens.size();
+    }
+  }
+  void free_all() {
+    for (const One& one : seqs_) {
+      rig_.store->free_seq(one.seq);
+    }
+    rig_.store->check_accounts();
+    EXPECT_EQ(stats_of(*rig_.store).index_bytes, 0u);
+    EXPECT_EQ(rig_.store->client_bytes(rig_.client), 0u);
+  }
+  uint64_t n_tokens() const { return n_tokens_; }
+
+ private:
+  struct One {
+    Sequence* seq = nullptr;
+    std::vector<uint64_t> tokens;
+  };
+  uint64_t pick(uint64_t low, uint64_t high) {
+    return std::uniform_int_distribution<uint64_t>(low, high)(random_);
+  }
+
+  std::mt19937_64 random_;
+  Rig rig_;
+  std::vector<One> seqs_;
+  uint64_t next_token_ = 0;
+  uint64_t n_tokens_ = 0;
+};
+
+TEST(Index, IsWhatOneFromScratchWouldBe) {
+  uint64_t n_tokens = 0;
+  for (uint64_t seed = 1; seed <= 4; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    History history(seed);
+    for (int i = 0; i < 60; ++i) {
+      history.step();
+    }
+    history.expect_as_from_scratch();
+    history.free_all();
+    n_tokens += history.n_tokens();
+  }
+  EXPECT_GT(n_tokens, 4000u) << "these histories came to nothing";
+}
+
+TEST(Index, SecondFrameFromTheFirstRunWhateverTheCuts) {
+  Rig rig;
+  Sequence* once = rig.create();
+  Sequence* often = rig.create();
+  const std::vector<uint64_t> tokens = numbered(0, 8192 + 500);
+  ASSERT_TRUE(append_keys(*rig.store, once, tokens).is_ok());
+  build_index(*rig.store, once);
+  for (size_t at = 0; at < tokens.size(); at += 700) {
+    const size_t n = std::min<size_t>(700, tokens.size() - at);
+    ASSERT_TRUE(append_keys(*rig.store, often, std::span(tokens).subspan(at, n)).is_ok());
+    build_index(*rig.store, often);
+  }
+  EXPECT_EQ(content_of(*rig.store, once, 0).blocks.size(), (8192u + 500 - 64) / 64);
+  EXPECT_TRUE(content_of(*rig.store, once, 0) == content_of(*rig.store, often, 0));
+  EXPECT_TRUE(content_of(*rig.store, once, 1) == content_of(*rig.store, often, 1));
+  rig.store->check_accounts();
+}
+
+TEST(Index, ForksShareItUntilTheyGrow) {
+  Rig rig;
+  Sequence* parent = rig.create();
+  ASSERT_TRUE(append_keys(*rig.store, parent, numbered(0, 5000)).is_ok());
+  build_index(*rig.store, parent);
+  const uint64_t before = stats_of(*rig.store).index_bytes;
+  EXPECT_EQ(rig.store->seq_info(parent).bytes_index, before);
+  Sequence* child = rig.fork(parent, KVM_POSITION_END);
+  Sequence* shorter = rig.fork(parent, 3000);
+  EXPECT_EQ(stats_of(*rig.store).index_bytes, before);
+  EXPECT_EQ(content_of(*rig.store, child, 0), content_of(*rig.store, parent, 0));
+  EXPECT_EQ(content_of(*rig.store, shorter, 0).blocks.size(), (3000u - 64) / 64);
+  const Content of_parent = content_of(*rig.store, parent, 0);
+
+  ASSERT_TRUE(append_keys(*rig.store, child, numbered(9000, 64)).is_ok());
+  build_index(*rig.store, child);
+  rig.store->check_accounts();
+  // One page was copied for the sketches; no more than that was added but the tables.
+  const uint64_t after = stats_of(*rig.store).index_bytes;
+  EXPECT_GT(after, before);
+  EXPECT_EQ(content_of(*rig.store, child, 0).blocks.size(), of_parent.blocks.size() + 1);
+  EXPECT_TRUE(content_of(*rig.store, parent, 0) == of_parent);
+
+  rig.store->free_seq(parent);
+  rig.store->check_accounts();
+  EXPECT_EQ(content_of(*rig.store, child, 0).blocks.size(), of_parent.blocks.size() + 1);
+  rig.store->free_seq(child);
+  rig.store->free_seq(shorter);
+  rig.store->check_accounts();
+  EXPECT_EQ(stats_of(*rig.store).index_bytes, 0u);
+}
+
+TEST(Index, WithoutMemoryTokensStayUnindexed) {
+  const std::vector<uint64_t> tokens = numbered(0, 4000);
+  uint64_t page_bytes = 0;
+  uint64_t all_bytes = 0;
+  {
+    Rig rig;
+    Sequence* seq = rig.create();
+    ASSERT_TRUE(append_keys(*rig.store, seq, tokens).is_ok());
+    page_bytes = rig.store->client_bytes(rig.client);
+    build_index(*rig.store, seq);
+    all_bytes = rig.store->client_bytes(rig.client);
+  }
+  ASSERT_GT(all_bytes, page_bytes);
+  for (const uint64_t part : {0u, 1u, 2u, 3u}) {
+    const uint64_t quota = page_bytes + (all_bytes - page_bytes) * part / 4;
+    Rig rig(256 * kMiB, quota);
+    Sequence* seq = rig.create();
+    ASSERT_TRUE(append_keys(*rig.store, seq, tokens).is_ok());
+    build_index(*rig.store, seq);
+    rig.store->check_accounts();
+    EXPECT_LE(rig.store->client_bytes(rig.client), quota);
+    EXPECT_GT(stats_of(*rig.store).n_index_refused, 0u) << part;
+    const uint64_t refused = stats_of(*rig.store).n_index_refused;
+    build_index(*rig.store, seq);  // not again at every request
+    EXPECT_EQ(stats_of(*rig.store).n_index_refused, refused);
+  }
+}
+
+TEST(Index, GoesWithTheTokensThatPoliciesDrop) {
+  SpaceSpec spec = indexed_spec();
+  spec.policies = {sinks_recent(0, 0, 4, 1024)};
+  Rig rig(256 * kMiB, 0, spec);
+  Sequence* seq = rig.create();
+  uint64_t most = 0;
+  for (uint64_t at = 0; at < 20000; at += 500) {
+    ASSERT_TRUE(append_keys(*rig.store, seq, numbered(at, 500)).is_ok());
+    build_index(*rig.store, seq);
+    rig.store->check_accounts();
+    most = std::max(most, content_of(*rig.store, seq, 0).blocks.size());
+  }
+  EXPECT_GT(most, 4u);
+  EXPECT_LT(most, 2048u / 64);
+  EXPECT_LT(content_of(*rig.store, seq, 0).blocks.size(), 2048u / 64);
+  for (const auto& [position, codes] : content_of(*rig.store, seq, 0).blocks) {
+    EXPECT_TRUE(position == 0 || position + 2048 > 20000) << position;
+  }
+}
+
+TEST(Index, ConfigurationIsPartOfTheSpace) {
+  const auto store = open_store(64 * kMiB);
+  ASSERT_TRUE(store->register_space(indexed_spec()).is_ok());
+  EXPECT_TRUE(store->register_space(indexed_spec()).is_ok());
+  SpaceSpec other = indexed_spec();
+  other.indexes[0].n_recent = 128;
+  const auto refused = store->register_space(other);
+  ASSERT_FALSE(refused.is_ok());
+  EXPECT_EQ(refused.status().code(), KVM_ERR_EXISTS);
+  EXPECT_NE(refused.status().message().find("n_recent"), std::string::npos);
+  other = indexed_spec();
+  other.indexes[0].n_recent = 64;  // the default, written out
+  EXPECT_TRUE(store->register_space(other).is_ok());
+}
+
+TEST(Index, BadConfigurationsHaveTheirSentence) {
+  struct Bad {
+    const char* sentence;
+    void (*spoil)(SpaceSpec*);
+  };
+  const Bad cases[] = {
+      {"kind is 6", [](SpaceSpec* s) { s->indexes[0].kind = 6; }},
+      {"lsh_bits is 16", [](SpaceSpec* s) { s->indexes[1].lsh_bits = 16; }},
+      {"lsh_tables is 1;", [](SpaceSpec* s) { s->indexes[1].lsh_tables = 1; }},
+      {"lsh_bits * lsh_tables is 7680",
+       [](SpaceSpec* s) {
+         s->indexes[1].lsh_bits = 15;
+         s->indexes[1].lsh_tables = 512;
+       }},
+      {"lsh_bits 3", [](SpaceSpec* s) { s->indexes[0].lsh_bits = 3; }},
+      {"n_sinks is 65537", [](SpaceSpec* s) { s->indexes[0].n_sinks = 65537; }},
+      {"n_recent is 65537", [](SpaceSpec* s) { s->indexes[0].n_recent = 65537; }},
+      {"min_tokens is 255", [](SpaceSpec* s) { s->indexes[0].min_tokens = 255; }},
+      {"min_tokens is 8193", [](SpaceSpec* s) { s->indexes[0].min_tokens = 8193; }},
+      {"layer_begin is 1", [](SpaceSpec* s) { s->indexes[0].layer_begin = 1; }},
+      {"kv head 2", [](SpaceSpec* s) { s->indexes[0].kv_head_mask[0] = 4; }},
+      {"reserved[1] is 3", [](SpaceSpec* s) { s->indexes[0].reserved[1] = 3; }},
+      {"must agree",
+       [](SpaceSpec* s) {
+         s->indexes.push_back(s->indexes[1]);
+         s->indexes[2].seed = 5;
+       }},
+      {"n_indexes is 1025", [](SpaceSpec* s) { s->indexes.resize(1025, s->indexes[0]); }},
+  };
+  for (const Bad& bad : cases) {
+    SpaceSpec spec = indexed_spec();
+    bad.spoil(&spec);
+    const auto resolved = resolve_space(spec);
+    ASSERT_FALSE(resolved.is_ok()) << bad.sentence;
+    EXPECT_EQ(resolved.status().code(), KVM_ERR_INVALID);
+    EXPECT_NE(resolved.status().message().find(bad.sentence), std::string::npos)
+        << resolved.status().message();
+  }
+}
+
+}  // namespace
+}  // namespace kvm::engine
