@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 
 namespace kvm::engine {
 namespace {
@@ -26,11 +27,17 @@ constexpr uint32_t kRowBlock = 768;
 constexpr uint32_t kRowUnit = 64;
 // All states of a unit that one thread evaluates.
 constexpr uint64_t kMaxUnitStateBytes = 32 << 20;
+// An item with more rows than so many approximate problems take is answered exactly: that reads
+// every key once for all of them.
+constexpr uint32_t kMaxApproxViews = 8;
 // Views of a request beyond one for each (item, head class).
 constexpr size_t kMaxExtraViews = 4096;
 // Pages and position ranges of all views: what a request's lists may take, about 100 MB and 16 MB.
 constexpr size_t kMaxListedPages = 2 << 20;
 constexpr size_t kMaxListedRanges = 1 << 20;
+// Preparing an approximate problem (its exact part, a scan of some blocks) takes about this part of
+// all of it.
+constexpr uint64_t kPrepareShare = 8;
 // Operations that take as long as reading a byte of K or V.
 constexpr uint64_t kFlopsPerByte = 16;
 
@@ -58,9 +65,14 @@ void AttendWork::clear() {
   empty(units_);
   empty(tasks_);
   empty(prepare_);
+  empty(indexes_);
+  empty(sketches_);
+  empty(hashes_);
+  empty(approx_);
   shared_memory_.shrink(kKeepBytes);
   shared_ = nullptr;
-  cost_ = prepare_bytes_ = n_keys_ = n_bytes_ = n_rows_ = 0;
+  cost_ = prepare_bytes_ = n_keys_ = n_rows_ = 0;
+  n_exact_keys_ = n_exact_bytes_ = n_exact_rows_ = 0;
   n_extra_views_ = 0;
 }
 
@@ -74,9 +86,12 @@ Status AttendWork::plan(const Store& store, const StepRequest& request,
       KVM_TRY(add_item(store, i, seqs[i]));
     }
   }
-  // From here on runs_ and ranges_ stay where they are: problems point into them.
+  // From here on runs_, ranges_ and what indexes have stay where they are: problems point there.
   for (uint32_t view = 0; view < views_.size(); ++view) {
     add_heads(view);
+  }
+  for (ApproxHead& head : approx_) {
+    head.input.problem = &head.problem;
   }
   const uint64_t wanted_cost = std::max(kMinTaskCost, cost_ / (kTasksPerThread * n_threads));
   add_units(wanted_cost);
@@ -145,6 +160,7 @@ Status AttendWork::add_views(const Store& store, const Sequence* seq, const View
       }
     }
     view.n_runs = runs_.size() - view.run_begin;
+    add_index(store, seq, &view);
     const KvRuns runs = KvRuns(runs_).subspan(view.run_begin, view.n_runs);
     const size_t first_view = views_.size();
     visible_keys_.clear();
@@ -159,6 +175,43 @@ Status AttendWork::add_views(const Store& store, const Sequence* seq, const View
   return Status::ok();
 }
 
+// What the heads of a view have beside their keys, and into how many rows the view is cut for it.
+void AttendWork::add_index(const Store& store, const Sequence* seq, View* view) {
+  const uint32_t layer = request_->layer_begin;
+  const kvm_item& item = request_->items[view->item];
+  const uint32_t most = attention::kMaxApproxRows / space_->layers[layer].group();
+  const bool is_one = item.n_query <= most;
+  const bool is_several =
+      item.n_query <= kMaxApproxViews * most && (item.flags & KVM_ITEM_TREE) == 0;
+  if (request_->mode <= KVM_MODE_EXACT || !(is_one || is_several)) {
+    return;
+  }
+  const HeadClass& cls = space_->head_class(layer, view->class_index);
+  const size_t index_begin = indexes_.size();
+  const size_t n_before = sketches_.size() + hashes_.size();
+  for (const uint16_t kv_head : cls.kv_heads) {
+    IndexPart part = {.sketch_begin = sketches_.size(), .hash_begin = hashes_.size()};
+    const bool is_hashed = space_->index(layer, kv_head).kind == KVM_INDEX_LSH;
+    const uint32_t offered = is_hashed ? KVM_PROPOSAL_LSH : KVM_PROPOSAL_SKETCH;
+    const bool is_asked =
+        request_->proposal == KVM_PROPOSAL_DEFAULT || request_->proposal == offered;
+    // Hash tables give no error bar that could be verified.
+    if (is_asked && !(is_hashed && request_->mode == KVM_MODE_VERIFIED)) {
+      store.collect_index(seq, layer, kv_head, store.reserved_length(seq, layer), &sketches_,
+                          &hashes_);
+    }
+    part.n_sketches = sketches_.size() - part.sketch_begin;
+    part.n_hashes = hashes_.size() - part.hash_begin;
+    indexes_.push_back(part);
+  }
+  if (sketches_.size() + hashes_.size() == n_before) {
+    indexes_.resize(index_begin);
+    return;
+  }
+  view->index_begin = index_begin;
+  view->max_rows = is_one ? UINT32_MAX : most;
+}
+
 // The rule for the rows from view->first_row on, and how many of them it covers.
 Status AttendWork::choose_rule(const View& whole, View* view) {
   const kvm_item& item = request_->items[whole.item];
@@ -166,13 +219,15 @@ Status AttendWork::choose_rule(const View& whole, View* view) {
   view->rule = space_->visibility(request_->layer_begin, view->class_index, view->position);
   view->n_rows = static_cast<uint32_t>(
       std::min<uint64_t>(item.n_query - view->first_row, view->rule.end - view->position));
+  view->n_rows = std::min(view->n_rows, view->max_rows);
   if (view->n_rows != item.n_query && (item.flags & KVM_ITEM_TREE) != 0) {
     return {KVM_ERR_UNSUPPORTED,
             fmt::format("the tree of item {} spans position {}, where the policy of a head of "
                         "layer {} begins to hide tokens; attend to the rows before it apart",
                         whole.item, view->rule.end, request_->layer_begin)};
   }
-  n_extra_views_ += view->first_row == 0 ? 0 : 1;
+  const bool is_extra = view->first_row != 0 && view->max_rows == UINT32_MAX;
+  n_extra_views_ += is_extra ? 1 : 0;
   if (n_extra_views_ > kMaxExtraViews) {
     return {KVM_ERR_LIMIT,
             fmt::format("the rows of item {} see their tokens by more than {} different rules (a "
@@ -300,12 +355,54 @@ void AttendWork::add_heads(uint32_t view_index) {
     p.lse =
         t.lse.is_present() ? reinterpret_cast<float*>(t.lse.at(0, head.row, head.q_head)) : nullptr;
     p.sink_logits = sinks == nullptr ? nullptr : sinks + head.q_head;
+    n_keys_ += view.n_keys;
+    if (view.index_begin != kNotShared &&
+        add_approx(head, cls.kv_heads[h], indexes_[view.index_begin + h])) {
+      continue;
+    }
     head.plan = attention::make_plan(p);
     heads_.push_back(head);
     cost_ += head.cost;
-    n_keys_ += view.n_keys;
-    n_bytes_ += view.n_keys * key_bytes;
+    n_exact_keys_ += view.n_keys;
+    n_exact_bytes_ += view.n_keys * key_bytes;
+    n_exact_rows_ += uint64_t{view.n_rows} * p.group;
   }
+}
+
+// Whether the problem is one to approximate.
+bool AttendWork::add_approx(const Head& head, uint32_t kv_head, const IndexPart& part) {
+  if (part.n_sketches + part.n_hashes == 0) {
+    return false;
+  }
+  const uint32_t layer = request_->layer_begin;
+  const IndexConfig config = space_->index(layer, kv_head);
+  ApproxHead approx;
+  approx.problem = head.problem;
+  approx.row = head.row;
+  approx.q_head = head.q_head;
+  attention::ApproxInput& input = approx.input;
+  input.problem = &head.problem;
+  input.index.sketches = std::span(sketches_).subspan(part.sketch_begin, part.n_sketches);
+  input.index.hashes = std::span(hashes_).subspan(part.hash_begin, part.n_hashes);
+  input.index.planes = space_->planes.get();
+  attention::ApproxParams& params = input.params;
+  params.mode = request_->mode == KVM_MODE_TOPK      ? attention::ApproxMode::kTopK
+                : request_->mode == KVM_MODE_SAMPLED ? attention::ApproxMode::kSampled
+                                                     : attention::ApproxMode::kVerified;
+  params.proposal = part.n_hashes != 0 ? attention::Proposal::kLsh : attention::Proposal::kSketch;
+  params.eps = request_->eps != 0 ? request_->eps : params.eps;
+  params.delta = request_->delta != 0 ? request_->delta : params.delta;
+  params.budget = request_->budget;
+  params.seed = mix_seed(request_->seed, layer, kv_head);
+  params.n_sinks = config.n_sinks;
+  params.n_recent = config.n_recent;
+  approx.plan = attention::plan_approx(input);
+  if (approx.plan.exact) {
+    return false;
+  }
+  cost_ += approx.plan.cost_bytes;
+  approx_.push_back(approx);
+  return true;
 }
 
 // Heads of a view become gangs, as large as a chunk of one still is a task of its own.
@@ -372,6 +469,13 @@ size_t AttendWork::lay_out(uint64_t task_cost) {
   size_t at = 0;
   prepare_.clear();
   prepare_bytes_ = 0;
+  for (ApproxHead& head : approx_) {
+    head.prepared_at = at;
+    at += align_up(head.plan.prepared_bytes);
+    head.states_at = at;
+    at += align_up(head.plan.n_shards * head.plan.state_bytes);
+    prepare_bytes_ += head.plan.cost_bytes / kPrepareShare;
+  }
   for (uint32_t i = 0; i < units_.size(); ++i) {
     Unit& unit = units_[i];
     const uint32_t n_chunks = std::max(1u, heads_[unit.head].plan.n_chunks);
@@ -408,12 +512,20 @@ void AttendWork::add_tasks(uint64_t task_cost) {
       n_arrivals += heads_[unit.head].plan.n_chunks;
     }
   }
+  for (ApproxHead& head : approx_) {
+    head.arrivals_at = n_arrivals++;
+  }
   if (arrivals_size_ < n_arrivals) {
     arrivals_size_ = n_arrivals + n_arrivals / 4;
     arrivals_ = std::make_unique<std::atomic<uint32_t>[]>(arrivals_size_);
   }
   for (size_t i = 0; i < n_arrivals; ++i) {
     arrivals_[i].store(0, std::memory_order_relaxed);
+  }
+  for (uint32_t i = 0; i < approx_.size(); ++i) {
+    for (uint32_t shard = 0; shard < approx_[i].plan.n_shards; ++shard) {
+      tasks_.push_back({.unit = i, .first_chunk = shard, .is_approx = true});
+    }
   }
   uint64_t gathered = 0;  // cost of the last task, if more whole units may join it
   bool may_join = false;
@@ -439,13 +551,25 @@ void AttendWork::add_tasks(uint64_t task_cost) {
   }
 }
 
-void AttendWork::prepare(uint32_t task) {
+bool AttendWork::prepare(uint32_t task, ThreadWorkspace& workspace) {
+  if (task >= prepare_.size()) {
+    const ApproxHead& head = approx_[task - prepare_.size()];
+    std::byte* scratch = workspace.scratch.reserve(head.plan.scratch_bytes);
+    if (scratch != nullptr) {
+      attention::prepare_approx(head.input, head.plan, shared_ + head.prepared_at, scratch);
+    }
+    return scratch != nullptr;
+  }
   const Head& head = heads_[prepare_[task]];
   attention::prepare_queries(head.problem, head.plan, shared_ + head.prepared_at);
+  return true;
 }
 
 bool AttendWork::evaluate(uint32_t task, ThreadWorkspace& workspace) {
   const Task& t = tasks_[task];
+  if (t.is_approx) {
+    return evaluate_shard(t, workspace);
+  }
   if (t.n_units == 0) {
     return evaluate_piece(t, workspace);
   }
@@ -531,6 +655,36 @@ bool AttendWork::evaluate_piece(const Task& task, ThreadWorkspace& workspace) {
   return true;
 }
 
+bool AttendWork::evaluate_shard(const Task& task, ThreadWorkspace& workspace) {
+  ApproxHead& head = approx_[task.unit];
+  std::byte* scratch = workspace.scratch.reserve(head.plan.scratch_bytes);
+  if (scratch == nullptr) {
+    return false;
+  }
+  const std::byte* prepared = shared_ + head.prepared_at;
+  std::byte* states = shared_ + head.states_at;
+  attention::eval_shard(head.input, head.plan, prepared, task.first_chunk, scratch,
+                        states + task.first_chunk * head.plan.state_bytes);
+  // SYNC: releases the state of this shard; whoever comes last acquires those of all others.
+  if (arrivals_[head.arrivals_at].fetch_add(1, std::memory_order_acq_rel) + 1 ==
+      head.plan.n_shards) {
+    attention::finish_approx(head.input, head.plan, prepared, scratch, states, &head.report);
+    write_errors(head);
+  }
+  return true;
+}
+
+void AttendWork::write_errors(const ApproxHead& head) const {
+  const Tensor& err = tensors_->err;
+  const uint32_t group = head.problem.group;
+  for (uint32_t row = 0; err.is_present() && row < head.plan.rows; ++row) {
+    auto* to = reinterpret_cast<float*>(
+        err.at(0, uint64_t{head.row} + row / group, uint64_t{head.q_head} + row % group));
+    to[0] = head.report.err_o[row];
+    to[1] = head.report.err_lse[row];
+  }
+}
+
 // Merges what the state of a chunk, now there, makes complete.
 void AttendWork::merge_up(const Unit& unit, uint32_t chunk, std::byte* states) {
   const Head& first = heads_[unit.head];
@@ -551,6 +705,27 @@ void AttendWork::merge_up(const Unit& unit, uint32_t chunk, std::byte* states) {
     attention::write_result(head.problem, head.plan, unit.rows, states + h * bytes);
   }
   clear_errors(unit);
+}
+
+void AttendWork::report(RequestResult* result) const {
+  result->mode = approx_.empty() ? uint32_t{KVM_MODE_EXACT} : request_->mode;
+  result->keys_present = n_keys_;
+  result->keys_read = n_exact_keys_;
+  result->bytes_read = n_exact_bytes_;
+  result->n_exact = request_->mode <= KVM_MODE_EXACT ? 0 : static_cast<uint32_t>(n_exact_rows_);
+  for (const ApproxHead& head : approx_) {
+    result->keys_read += head.report.keys_read;
+    result->bytes_read += head.report.bytes_read;
+    result->n_exact += head.report.n_exact;
+    for (uint32_t row = 0; row < head.plan.rows; ++row) {
+      // NaN stays: the whole has no bar where a part of it has none.
+      const float error = head.report.err_o[row];
+      const bool is_worse = std::isnan(error) || error > result->err_max;
+      result->err_max = is_worse && !std::isnan(result->err_max) ? error : result->err_max;
+    }
+  }
+  // Several problems of an item read some keys twice.
+  result->keys_read = std::min(result->keys_read, n_keys_);
 }
 
 // Exact answers have none.

@@ -2,7 +2,7 @@
 // The attend half of a request: one attention problem per (item, kv head), cut into tasks.
 //
 //   plan() collects the runs of every (item, head class), builds the problems, weighs them, and
-//   cuts them so that all threads finish together:
+//   cuts them so that all threads finish together. Of a problem that is solved exactly:
 //     unit   rows of a problem; blocked problems have several. Or several heads of the same pages
 //            with few rows, which are then read page by page
 //     task   consecutive whole units, each evaluated and merged by one thread in its own memory,
@@ -10,6 +10,10 @@
 //            are merged up the tree by whoever completes a node
 //
 // The bits of the results do not depend on the cut: attention/attention.h fixes them by chunk.
+//
+// In an approximate mode a problem whose head has an index is one of attention/sampled/approx.h:
+// prepared once, a task for each of its shards, and finished by whoever evaluates the last. All
+// others are solved exactly.
 #ifndef KVM_ENGINE_ATTEND_WORK_H_
 #define KVM_ENGINE_ATTEND_WORK_H_
 
@@ -20,6 +24,7 @@
 #include <vector>
 
 #include "attention/attention.h"
+#include "attention/sampled/approx.h"
 #include "base/status.h"
 #include "engine/engine.h"
 #include "engine/store.h"
@@ -30,7 +35,7 @@
 namespace kvm::engine {
 
 // Threads: prepare() and evaluate() on any thread, each task once and every prepare() before the
-// first evaluate(); the rest on the driver.
+// first evaluate(); the rest on the driver. Where has_approx(), prepare() reads stored tokens.
 class AttendWork {
  public:
   // Forgets the last request.
@@ -45,26 +50,30 @@ class AttendWork {
 
   // Work in bytes of K and V read, computation converted to bytes that take as long.
   uint64_t cost() const { return cost_; }
-  uint32_t n_prepare_tasks() const { return static_cast<uint32_t>(prepare_.size()); }
+  uint32_t n_prepare_tasks() const {
+    return static_cast<uint32_t>(prepare_.size() + approx_.size());
+  }
   uint64_t prepare_bytes() const { return prepare_bytes_; }
   uint32_t n_tasks() const { return static_cast<uint32_t>(tasks_.size()); }
-  void prepare(uint32_t task);
-  // False when the machine refused memory: results are missing.
+  bool has_approx() const { return !approx_.empty(); }
+  // Both: false when the machine refused memory: results are missing.
+  [[nodiscard]] bool prepare(uint32_t task, ThreadWorkspace& workspace);
   [[nodiscard]] bool evaluate(uint32_t task, ThreadWorkspace& workspace);
 
-  // Of the whole request, as kvm_step_stats has them.
-  uint64_t n_keys() const { return n_keys_; }
-  uint64_t n_bytes() const { return n_bytes_; }
   uint64_t n_rows() const { return n_rows_; }
+  // After the last task: what was done, as kvm_step_stats has it.
+  void report(RequestResult* result) const;
 
  private:
+  static constexpr size_t kNotShared = SIZE_MAX;
   // Rows of an item that see a head class by the same rule.
   struct View {
     uint32_t item = 0;
     uint32_t class_index = 0;
     uint32_t first_row = 0;
     uint32_t n_rows = 0;
-    uint64_t position = 0;  // of first_row
+    uint32_t max_rows = UINT32_MAX;  // of one problem
+    uint64_t position = 0;           // of first_row
     HeadVisibility rule;
     // Stretches of runs_ and ranges_.
     size_t run_begin = 0;
@@ -73,8 +82,9 @@ class AttendWork {
     size_t n_include = 0;
     size_t exclude_begin = 0;
     size_t n_exclude = 0;
-    uint64_t n_keys = 0;       // for statistics
-    uint64_t n_cost_keys = 0;  // for the cut
+    size_t index_begin = kNotShared;  // in indexes_, [heads of the class]; kNotShared: exact
+    uint64_t n_keys = 0;              // for statistics
+    uint64_t n_cost_keys = 0;         // for the cut
   };
   struct Head {
     attention::Problem problem;
@@ -94,21 +104,42 @@ class AttendWork {
     size_t arrivals_at = 0;         // in arrivals_, where n_pieces > 1: [n_chunks]
     uint64_t cost = 0;
   };
+  // Stretches of sketches_ and hashes_.
+  struct IndexPart {
+    size_t sketch_begin = 0;
+    size_t n_sketches = 0;
+    size_t hash_begin = 0;
+    size_t n_hashes = 0;
+  };
+  // A problem that is solved approximately.
+  struct ApproxHead {
+    attention::Problem problem;
+    attention::ApproxInput input;
+    attention::ApproxPlan plan;
+    attention::ApproxReport report;
+    uint32_t row = 0;  // as in Head
+    uint32_t q_head = 0;
+    size_t prepared_at = 0;  // in shared_
+    size_t states_at = 0;    // in shared_, [n_shards]
+    size_t arrivals_at = 0;  // in arrivals_: shards that are evaluated
+  };
   struct Task {
     uint32_t unit = 0;
     uint32_t n_units = 0;      // whole units, or 0: a stretch of the chunks of `unit`
     uint32_t first_chunk = 0;  // counted from the plan's first
     uint32_t n_chunks = 0;
+    bool is_approx = false;  // shard `first_chunk` of approx_[unit]
   };
-  static constexpr size_t kNotShared = SIZE_MAX;
 
   Status add_item(const Store& store, uint32_t item, const Sequence* seq);
   Status add_views(const Store& store, const Sequence* seq, const View& whole);
+  void add_index(const Store& store, const Sequence* seq, View* view);
   Status choose_rule(const View& whole, View* view);
   void count_keys(size_t first_view, KvRuns runs);
   void add_ranges(const kvm_item& item, View* view);
   void exclude_dropped_sinks(View* view);
   void add_heads(uint32_t view);
+  bool add_approx(const Head& head, uint32_t kv_head, const IndexPart& part);
   attention::Visibility visibility(const View& view) const;
   void add_units(uint64_t gang_cost);
   void add_row_blocks(uint32_t head);
@@ -122,6 +153,8 @@ class AttendWork {
   void clear_errors(const Unit& unit) const;
   bool evaluate_whole(const Unit& unit, ThreadWorkspace& workspace) const;
   bool evaluate_piece(const Task& task, ThreadWorkspace& workspace);
+  bool evaluate_shard(const Task& task, ThreadWorkspace& workspace);
+  void write_errors(const ApproxHead& head) const;
 
   const StepRequest* request_ = nullptr;
   const StepTensors* tensors_ = nullptr;
@@ -134,8 +167,13 @@ class AttendWork {
   std::vector<Unit> units_;
   std::vector<Task> tasks_;
   std::vector<uint32_t> prepare_;  // heads whose queries are prepared in shared memory
+  std::vector<IndexPart> indexes_;
+  std::vector<attention::SketchedRun> sketches_;
+  std::vector<attention::HashedRun> hashes_;
+  std::vector<ApproxHead> approx_;
   // For each chunk of units that are cut: how many of the two nodes are complete that the merge
-  // from this chunk's state needs. Whoever completes the second merges.
+  // from this chunk's state needs. Whoever completes the second merges. For each approximate head:
+  // how many shards are evaluated.
   std::unique_ptr<std::atomic<uint32_t>[]> arrivals_;
   size_t arrivals_size_ = 0;
   Workspace shared_memory_;
@@ -144,8 +182,10 @@ class AttendWork {
   size_t n_extra_views_ = 0;
   uint64_t cost_ = 0;
   uint64_t prepare_bytes_ = 0;
-  uint64_t n_keys_ = 0;
-  uint64_t n_bytes_ = 0;
+  uint64_t n_keys_ = 0;        // visible
+  uint64_t n_exact_keys_ = 0;  // of them, of heads that are solved exactly
+  uint64_t n_exact_bytes_ = 0;
+  uint64_t n_exact_rows_ = 0;  // (row, q head)
   uint64_t n_rows_ = 0;
 };
 

@@ -148,6 +148,10 @@ class EngineImpl final : public Engine {
 
   void start_ready();
   void start(Request* request);
+  void find_index_work(Request* request);
+  // Starts a job of the request's index work, if there is one left.
+  bool run_index_work(Request* request);
+  void start_work(Request* request);
   // *plan: tasks that remain. Fails: nothing has changed.
   Status begin(Request* request, JobPlan* plan, bool* is_small);
   Status begin_seq(Request* request, const SeqRequest& what);
@@ -373,6 +377,63 @@ void EngineImpl::start_ready() {
 
 void EngineImpl::start(Request* request) {
   request->state = RequestState::kRunning;
+  try {
+    find_index_work(request);
+  } catch (const std::bad_alloc&) {
+    request->indexing.clear();
+  }
+  if (!run_index_work(request)) {
+    start_work(request);
+  }
+}
+
+// Approximate attends want the index of what they attend to; a fork that of everything, so that
+// parent and child do not each make one.
+void EngineImpl::find_index_work(Request* request) {
+  request->indexing.clear();
+  if (const auto* step = std::get_if<StepRequest>(&request->what)) {
+    if (!step->attend || step->mode <= KVM_MODE_EXACT) {
+      return;
+    }
+    for (const kvm_item& item : step->items) {
+      if (item.n_query != 0) {
+        const Result<Sequence*> seq = store_->find_seq(request->client, item.seq);
+        if (seq.is_ok() && store_->seq_space(seq.value()).has_indexes) {
+          const Space& space = store_->seq_space(seq.value());
+          request->indexing.add(seq.value(), space.layers[step->layer_begin].storage_layer,
+                                step->append ? item.n_append : 0);
+        }
+      }
+    }
+  } else if (const auto* fork = std::get_if<SeqRequest>(&request->what);
+             fork != nullptr && fork->verb == SeqVerb::kFork) {
+    const Result<Sequence*> seq = store_->find_seq(request->client, fork->seq);
+    if (!seq.is_ok() || !store_->seq_space(seq.value()).has_indexes) {
+      return;
+    }
+    const Space& space = store_->seq_space(seq.value());
+    for (uint32_t layer = 0; layer < space.n_layers; ++layer) {
+      if (space.layers[layer].kind == KVM_LAYER_OWN) {
+        request->indexing.add(seq.value(), layer, 0);
+      }
+    }
+  }
+}
+
+bool EngineImpl::run_index_work(Request* request) {
+  try {
+    JobPlan plan;
+    if (request->indexing.next(*store_, options_.n_threads, &plan)) {
+      scheduler_.start(request, plan);
+      return true;
+    }
+  } catch (const std::bad_alloc&) {
+    request->indexing.clear();  // the request reads exactly what is not indexed
+  }
+  return false;
+}
+
+void EngineImpl::start_work(Request* request) {
   JobPlan plan;
   bool is_small = false;
   Status status;
@@ -399,7 +460,8 @@ Status EngineImpl::begin(Request* request, JobPlan* plan, bool* is_small) {
                                             step->deadline_ns)};
     }
     KVM_TRY(request->step.begin(*store_, request->client, *step,
-                                std::get<StepTensors>(request->tensors), options_.n_threads));
+                                std::get<StepTensors>(request->tensors), options_.n_threads,
+                                workspaces_[0]));
     *plan = request->step.plan();
     *is_small = request->step.is_small();
     return Status::ok();
@@ -457,7 +519,13 @@ void EngineImpl::run_here(Request* request, const JobPlan& plan) {
 
 void EngineImpl::retire(const FinishedJob& job) {
   auto* request = static_cast<Request*>(job.set);
-  request->result.compute_ns = job.end_ns - job.begin_ns;
+  request->result.compute_ns += job.end_ns - job.begin_ns;
+  if (request->indexing.is_running()) {
+    if (!run_index_work(request)) {
+      start_work(request);
+    }
+    return;
+  }
   Status status;
   if (std::holds_alternative<StepRequest>(request->what)) {
     status = request->step.end(*store_, &request->result);

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "engine/engine.h"
+#include "engine/index_work.h"
 #include "engine/read_work.h"
 #include "engine/scheduler.h"
 #include "engine/sequence_order.h"
@@ -28,7 +29,9 @@ struct Request final : TaskSet {
   explicit Request(std::vector<ThreadWorkspace>* workspaces) : thread_workspaces(workspaces) {}
 
   void run(uint32_t task, uint32_t thread) override {
-    if (std::holds_alternative<StepRequest>(what)) {
+    if (indexing.is_running()) {
+      indexing.run(task, (*thread_workspaces)[thread]);
+    } else if (std::holds_alternative<StepRequest>(what)) {
       step.run(task, (*thread_workspaces)[thread]);
     } else {
       read.run(task);
@@ -48,6 +51,7 @@ struct Request final : TaskSet {
   std::variant<StepTensors, ReadTensors, ObserveTensors> tensors;
   std::vector<kvm_seq_id> seqs;  // that it touches, each once
   SequenceOrder::Ticket ticket;
+  IndexWork indexing;  // what has to be done before it begins
   Step step;
   ReadWork read;
 };

@@ -18,12 +18,13 @@ constexpr uint64_t kCostPerWake = 512 << 10;
 }  // namespace
 
 Status Step::begin(Store& store, ClientId client, const StepRequest& request,
-                   const StepTensors& tensors, uint32_t n_threads) {
+                   const StepTensors& tensors, uint32_t n_threads, ThreadWorkspace& workspace) {
   append_.clear();
   attend_.clear();
   seqs_.clear();
   plan_ = {};
   n_copies_ = 0;
+  n_prepared_ = 0;
   is_small_ = false;
   attends_ = request.attend;
   out_of_memory_.store(false, std::memory_order_relaxed);
@@ -41,15 +42,16 @@ Status Step::begin(Store& store, ClientId client, const StepRequest& request,
       return status;
     }
   }
-  make_plan(n_threads);
+  make_plan(n_threads, workspace);
   return Status::ok();
 }
 
-void Step::make_plan(uint32_t n_threads) {
+void Step::make_plan(uint32_t n_threads, ThreadWorkspace& workspace) {
   const uint64_t cost = append_.n_bytes() + attend_.prepare_bytes() + attend_.cost();
   is_small_ = cost < kSmallCost;
   const bool copy_now = append_.n_bytes() < kSmallAppendBytes;
-  const bool prepare_now = attend_.prepare_bytes() < kSmallPrepareBytes;
+  const bool prepare_now =
+      attend_.prepare_bytes() < kSmallPrepareBytes && (copy_now || !attend_.has_approx());
   append_.cut(copy_now ? UINT64_MAX : kCopyTaskBytes);
   if (copy_now) {
     for (uint32_t i = 0; i < append_.n_tasks(); ++i) {
@@ -58,25 +60,35 @@ void Step::make_plan(uint32_t n_threads) {
   } else {
     n_copies_ = append_.n_tasks();
   }
-  plan_.n_first = n_copies_;
+  n_prepared_ = n_copies_;
   if (prepare_now) {
     for (uint32_t i = 0; i < attend_.n_prepare_tasks(); ++i) {
-      attend_.prepare(i);
+      prepare(i, workspace);
     }
   } else {
-    plan_.n_first += attend_.n_prepare_tasks();
+    n_prepared_ += attend_.n_prepare_tasks();
   }
-  plan_.n_tasks = plan_.n_first + attend_.n_tasks();
+  plan_.n_first = attend_.has_approx() ? n_copies_ : n_prepared_;
+  plan_.n_middle = n_prepared_;
+  plan_.n_tasks = n_prepared_ + attend_.n_tasks();
   plan_.n_wake = static_cast<uint32_t>(std::min<uint64_t>(n_threads - 1, cost / kCostPerWake));
 }
 
 void Step::run(uint32_t task, ThreadWorkspace& workspace) {
   if (task < n_copies_) {
     append_.copy(task);
-  } else if (task < plan_.n_first) {
-    attend_.prepare(task - n_copies_);
-  } else if (!attend_.evaluate(task - plan_.n_first, workspace)) {
+  } else if (task < n_prepared_) {
+    prepare(task - n_copies_, workspace);
+  } else if (out_of_memory_.load(std::memory_order_relaxed)) {
+    // What a task of an earlier stage should have prepared may be missing.
+  } else if (!attend_.evaluate(task - n_prepared_, workspace)) {
     // The end of the job orders this before end().
+    out_of_memory_.store(true, std::memory_order_relaxed);
+  }
+}
+
+void Step::prepare(uint32_t task, ThreadWorkspace& workspace) {
+  if (!attend_.prepare(task, workspace)) {
     out_of_memory_.store(true, std::memory_order_relaxed);
   }
 }
@@ -88,10 +100,7 @@ Status Step::end(Store& store, RequestResult* result) {
     return {KVM_ERR_NO_MEMORY, "the machine refused memory for intermediate results"};
   }
   if (attends_) {
-    result->mode = KVM_MODE_EXACT;
-    result->keys_present = attend_.n_keys();
-    result->keys_read = attend_.n_keys();
-    result->bytes_read = attend_.n_bytes();
+    attend_.report(result);
   }
   return Status::ok();
 }

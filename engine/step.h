@@ -2,8 +2,9 @@
 // One append, attend or step request from its start to its end.
 //
 //   begin()    checks it against the state of its sequences, reserves pages, cuts it into tasks
-//   run()      first stage: copy K and V into pages, prepare queries; second stage: attend. The
-//              stages never overlap: what is attended includes what is appended.
+//   run()      copies K and V into pages and prepares queries, then attends. What is attended
+//              includes what is appended: approximate problems, which look at tokens when they are
+//              prepared, are so in a stage between.
 //   end()      publishes the appended tokens; or abandon(), which leaves nothing of them
 //
 // Threads: run() on any thread, each task once; the rest on the driver.
@@ -29,9 +30,10 @@ namespace kvm::engine {
 class Step {
  public:
   // `request` and `tensors` stay alive and unchanged until end() or abandon().
+  // `workspace` is that of the driver.
   // Fails: as kvm_step; nothing has changed then. The sequences were found by `client`.
   Status begin(Store& store, ClientId client, const StepRequest& request,
-               const StepTensors& tensors, uint32_t n_threads);
+               const StepTensors& tensors, uint32_t n_threads, ThreadWorkspace& workspace);
   // n_tasks may be 0: begin() has done everything.
   const JobPlan& plan() const { return plan_; }
   // True when handing tasks to other threads would take longer than running them.
@@ -45,13 +47,15 @@ class Step {
   void rest() { attend_.clear(); }
 
  private:
-  void make_plan(uint32_t n_threads);
+  void make_plan(uint32_t n_threads, ThreadWorkspace& workspace);
+  void prepare(uint32_t task, ThreadWorkspace& workspace);
 
   AppendWork append_;
   AttendWork attend_;
   std::vector<Sequence*> seqs_;
   JobPlan plan_;
-  uint32_t n_copies_ = 0;  // first-stage tasks that copy; the others of that stage prepare
+  uint32_t n_copies_ = 0;    // tasks that copy
+  uint32_t n_prepared_ = 0;  // tasks before this one and behind the copies prepare
   bool is_small_ = false;
   bool attends_ = false;
   std::atomic<bool> out_of_memory_{false};

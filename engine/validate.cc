@@ -101,6 +101,34 @@ Status check_append_layers(const StepRequest& request, const Space& space) {
   return Status::ok();
 }
 
+// What the numbers of an approximate mode mean together. EXACT ignores them.
+Status check_mode(const StepRequest& request) {
+  if (request.mode <= KVM_MODE_EXACT) {
+    return Status::ok();
+  }
+  if (request.mode == KVM_MODE_AUTO) {
+    return {KVM_ERR_UNSUPPORTED,
+            "mode AUTO is not offered by this service; EXACT, TOPK, SAMPLED and VERIFIED are"};
+  }
+  if (request.proposal == KVM_PROPOSAL_GRAPH) {
+    return {KVM_ERR_UNSUPPORTED,
+            "proposal GRAPH is not offered by this service; SKETCH and LSH are"};
+  }
+  if (request.mode == KVM_MODE_TOPK && request.budget == 0) {
+    return invalid("budget is 0 with mode TOPK; it must say how many keys to read");
+  }
+  if (request.mode == KVM_MODE_VERIFIED && request.budget != 0) {
+    return invalid("budget is {} with mode VERIFIED, which reads what eps needs; it must be 0",
+                   request.budget);
+  }
+  if (request.mode == KVM_MODE_VERIFIED && request.proposal == KVM_PROPOSAL_LSH) {
+    return invalid(
+        "proposal is LSH with mode VERIFIED; it gives no error bar to verify: SKETCH "
+        "does");
+  }
+  return Status::ok();
+}
+
 Status check_numbers(const StepRequest& request) {
   if ((request.flags & ~uint32_t{KVM_STEP_F32_VALUES}) != 0) {
     return invalid("flags are {:#x}; only {:#x} is known", request.flags,
@@ -116,19 +144,13 @@ Status check_numbers(const StepRequest& request) {
   if (!std::isfinite(request.scale) || request.scale < 0) {
     return invalid("scale is {}; it must be positive, or 0 for the space's", request.scale);
   }
-  if (!std::isfinite(request.eps) || request.eps < 0) {
-    return invalid("eps is {}; it must be positive, or 0 for the default", request.eps);
+  if (!std::isfinite(request.eps) || request.eps < 0 || request.eps >= 1) {
+    return invalid("eps is {}; it must lie in (0, 1), or be 0 for the default", request.eps);
   }
   if (!std::isfinite(request.delta) || request.delta < 0 || request.delta >= 1) {
     return invalid("delta is {}; it must lie in (0, 1), or be 0 for the default", request.delta);
   }
-  if (request.mode > KVM_MODE_EXACT) {
-    constexpr const char* kNames[] = {"TOPK", "SAMPLED", "VERIFIED", "AUTO"};
-    return {KVM_ERR_UNSUPPORTED, fmt::format("mode {} needs an index, which this service does not "
-                                             "have; EXACT is offered",
-                                             kNames[request.mode - KVM_MODE_TOPK])};
-  }
-  return Status::ok();
+  return check_mode(request);
 }
 
 Status check_ranges(const StepRequest& request, const kvm_item& item, size_t index) {

@@ -96,9 +96,23 @@ TEST(Validate, EveryBadNumberHasItsSentence) {
   const Bad cases[] = {
       {"flags", [](StepRequest& s) { s.flags = 2; }},
       {"mode", [](StepRequest& s) { s.mode = 6; }},
-      {"TOPK", [](StepRequest& s) { s.mode = KVM_MODE_TOPK; }, KVM_ERR_UNSUPPORTED},
-      {"SAMPLED", [](StepRequest& s) { s.mode = KVM_MODE_SAMPLED; }, KVM_ERR_UNSUPPORTED},
-      {"VERIFIED", [](StepRequest& s) { s.mode = KVM_MODE_VERIFIED; }, KVM_ERR_UNSUPPORTED},
+      {"budget is 0 with mode TOPK", [](StepRequest& s) { s.mode = KVM_MODE_TOPK; }},
+      {"budget is 7 with mode VERIFIED",
+       [](StepRequest& s) {
+         s.mode = KVM_MODE_VERIFIED;
+         s.budget = 7;
+       }},
+      {"proposal is LSH with mode VERIFIED",
+       [](StepRequest& s) {
+         s.mode = KVM_MODE_VERIFIED;
+         s.proposal = KVM_PROPOSAL_LSH;
+       }},
+      {"proposal GRAPH",
+       [](StepRequest& s) {
+         s.mode = KVM_MODE_SAMPLED;
+         s.proposal = KVM_PROPOSAL_GRAPH;
+       },
+       KVM_ERR_UNSUPPORTED},
       {"AUTO", [](StepRequest& s) { s.mode = KVM_MODE_AUTO; }, KVM_ERR_UNSUPPORTED},
       {"proposal", [](StepRequest& s) { s.proposal = 4; }},
       {"scale", [](StepRequest& s) { s.scale = NAN; }},
@@ -106,6 +120,7 @@ TEST(Validate, EveryBadNumberHasItsSentence) {
       {"scale", [](StepRequest& s) { s.scale = -1; }},
       {"eps", [](StepRequest& s) { s.eps = NAN; }},
       {"eps", [](StepRequest& s) { s.eps = -0.1f; }},
+      {"eps", [](StepRequest& s) { s.eps = 1; }},
       {"delta", [](StepRequest& s) { s.delta = 1; }},
       {"delta", [](StepRequest& s) { s.delta = NAN; }},
       {"layers 5", [](StepRequest& s) { s.layer_begin = 5; }},

@@ -1,0 +1,267 @@
+// SPDX-License-Identifier: Apache-2.0
+// Indexes and the approximate modes of kvm.h, over both libraries.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tests/integration/abi_rig.h"
+
+namespace kvm::testing {
+namespace {
+
+constexpr uint32_t kTokens = 5000;
+constexpr uint32_t kQHeads = 4;
+constexpr uint32_t kKvHeads = 2;
+constexpr uint32_t kDim = 64;
+
+class AbiApprox : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (is_embedded()) {
+      kvm_embedded_params params{};
+      params.struct_size = sizeof(params);
+      params.n_threads = 2;
+      params.host_capacity_bytes = 256 << 20;
+      ASSERT_EQ(kvm_open_embedded(&params, &client_), KVM_OK) << kvm_last_error();
+    } else {
+      daemon_ = std::make_unique<Daemon>();
+      ASSERT_FALSE(HasFatalFailure());
+      client_ = connect_to_daemon(*daemon_, "abi-approx-test");
+      ASSERT_NE(client_, nullptr);
+    }
+    ASSERT_EQ(kvm_queue_create(client_, nullptr, &queue_), KVM_OK) << kvm_last_error();
+    index_.kind = KVM_INDEX_SKETCH;
+    index_.min_tokens = 512;
+    space_params_.struct_size = sizeof(space_params_);
+    space_params_.name = "approx";
+    space_params_.n_layers = 1;
+    space_params_.n_q_heads = kQHeads;
+    space_params_.n_kv_heads = kKvHeads;
+    space_params_.head_dim_k = kDim;
+    space_params_.indexes = &index_;
+    space_params_.n_indexes = 1;
+    ASSERT_EQ(kvm_space_register(client_, &space_params_, &space_), KVM_OK) << kvm_last_error();
+    ASSERT_EQ(kvm_seq_create(client_, space_, nullptr, &seq_), KVM_OK) << kvm_last_error();
+    q_ = random_floats(&random_, size_t{kQHeads} * kDim);
+    append();
+  }
+  void TearDown() override {
+    kvm_queue_destroy(queue_);
+    kvm_client_close(client_);
+  }
+
+  void append() {
+    const auto k = random_floats(&random_, size_t{kTokens} * kKvHeads * kDim);
+    auto v = random_floats(&random_, size_t{kTokens} * kKvHeads * kDim);
+    for (float& value : v) {
+      value += 0.5f;
+    }
+    kvm_item item{};
+    item.seq = seq_;
+    item.append_position = KVM_POSITION_END;
+    item.n_append = kTokens;
+    kvm_step_params params = step_params(&item);
+    params.k = tensor_of(k);
+    params.v = tensor_of(v);
+    ASSERT_EQ(kvm_append(queue_, &params), KVM_OK) << kvm_last_error();
+  }
+  kvm_step_params step_params(const kvm_item* item) const {
+    kvm_step_params params{};
+    params.struct_size = sizeof(params);
+    params.flags = KVM_STEP_F32_VALUES;
+    params.space = space_;
+    params.n_items = 1;
+    params.items = item;
+    return params;
+  }
+  struct Answer {
+    std::vector<float> o = std::vector<float>(size_t{kQHeads} * kDim);
+    std::vector<float> lse = std::vector<float>(kQHeads);
+    std::vector<float> err = std::vector<float>(size_t{kQHeads} * 2, -1.0f);
+    kvm_step_stats stats{};
+  };
+  // The status of an attend with one row at the end. choose: sets mode and its numbers.
+  template <typename Choose>
+  kvm_status attend(Answer* answer, Choose choose) {
+    kvm_item item{};
+    item.seq = seq_;
+    item.n_query = 1;
+    item.query_position = KVM_POSITION_END;
+    kvm_step_params params = step_params(&item);
+    params.q = tensor_of(q_);
+    params.o = tensor_of(answer->o);
+    params.lse = tensor_of(answer->lse);
+    params.err = tensor_of(answer->err);
+    choose(&params);
+    answer->stats.struct_size = sizeof(answer->stats);
+    return kvm_attend(queue_, &params, &answer->stats);
+  }
+  static double relative_error(const Answer& a, const Answer& exact, uint32_t head) {
+    double difference = 0;
+    double norm = 0;
+    for (size_t i = size_t{head} * kDim; i < (size_t{head} + 1) * kDim; ++i) {
+      difference += std::pow(double{a.o[i]} - double{exact.o[i]}, 2);
+      norm += std::pow(double{exact.o[i]}, 2);
+    }
+    return std::sqrt(difference / norm);
+  }
+
+  std::mt19937 random_{3};
+  std::unique_ptr<Daemon> daemon_;
+  kvm_client* client_ = nullptr;
+  kvm_queue* queue_ = nullptr;
+  kvm_index_params index_{};
+  kvm_space_params space_params_{};
+  kvm_space_id space_ = 0;
+  kvm_seq_id seq_ = 0;
+  std::vector<float> q_;
+};
+
+TEST_F(AbiApprox, ModesAnswerAndSayWhatTheyDid) {
+  Answer exact;
+  ASSERT_EQ(attend(&exact, [](auto*) {}), KVM_OK) << kvm_last_error();
+  EXPECT_EQ(exact.stats.mode, uint32_t{KVM_MODE_EXACT});
+  EXPECT_EQ(exact.err, std::vector<float>(size_t{kQHeads} * 2, 0.0f));
+  EXPECT_EQ(exact.stats.keys_read, uint64_t{kTokens} * kKvHeads);
+
+  Answer sampled;
+  ASSERT_EQ(attend(&sampled,
+                   [](kvm_step_params* p) {
+                     p->mode = KVM_MODE_SAMPLED;
+                     p->budget = 500;
+                     p->seed = 4;
+                   }),
+            KVM_OK)
+      << kvm_last_error();
+  EXPECT_EQ(sampled.stats.mode, uint32_t{KVM_MODE_SAMPLED});
+  EXPECT_EQ(sampled.stats.keys_present, exact.stats.keys_present);
+  EXPECT_LT(sampled.stats.keys_read, exact.stats.keys_read / 2);
+  EXPECT_LT(sampled.stats.bytes_read, exact.stats.bytes_read);
+  EXPECT_GT(sampled.stats.err_max, 0.0f);
+
+  Answer verified;
+  ASSERT_EQ(attend(&verified,
+                   [](kvm_step_params* p) {
+                     p->mode = KVM_MODE_VERIFIED;
+                     p->eps = 0.1f;
+                   }),
+            KVM_OK)
+      << kvm_last_error();
+  EXPECT_LE(verified.stats.err_max, 0.1f);
+  for (uint32_t head = 0; head < kQHeads; ++head) {
+    // Bars of 1 % and the like; three times as much is no accident.
+    EXPECT_LE(relative_error(sampled, exact, head), 3 * double{sampled.err[size_t{head} * 2]});
+    EXPECT_LE(relative_error(verified, exact, head), 0.1);
+    EXPECT_NEAR(verified.lse[head], exact.lse[head], 0.1f);
+  }
+
+  Answer top;
+  ASSERT_EQ(attend(&top,
+                   [](kvm_step_params* p) {
+                     p->mode = KVM_MODE_TOPK;
+                     p->budget = 500;
+                   }),
+            KVM_OK)
+      << kvm_last_error();
+  EXPECT_EQ(top.stats.mode, uint32_t{KVM_MODE_TOPK});
+  EXPECT_TRUE(std::isnan(top.stats.err_max));
+  EXPECT_TRUE(std::isnan(top.err[0]));
+  EXPECT_LT(top.lse[0], exact.lse[0]);
+}
+
+TEST_F(AbiApprox, IndexMemoryIsCounted) {
+  Answer answer;
+  ASSERT_EQ(attend(&answer,
+                   [](kvm_step_params* p) {
+                     p->mode = KVM_MODE_SAMPLED;
+                     p->budget = 500;
+                   }),
+            KVM_OK);
+  kvm_stats stats{};
+  stats.struct_size = sizeof(stats);
+  ASSERT_EQ(kvm_get_stats(client_, &stats), KVM_OK);
+  EXPECT_GT(stats.index_bytes, 0u);
+  EXPECT_EQ(stats.n_index_blocks, (kTokens - 64) / 64 * kKvHeads);
+  EXPECT_EQ(stats.n_index_refused, 0u);
+  kvm_seq_info info{};
+  info.struct_size = sizeof(info);
+  ASSERT_EQ(kvm_seq_get_info(client_, seq_, &info), KVM_OK);
+  EXPECT_EQ(info.bytes_index, stats.index_bytes);
+  ASSERT_EQ(kvm_seq_free(client_, seq_), KVM_OK);
+  ASSERT_EQ(kvm_get_stats(client_, &stats), KVM_OK);
+  EXPECT_EQ(stats.index_bytes, 0u);
+}
+
+TEST_F(AbiApprox, BadNumbersHaveTheirSentence) {
+  struct Bad {
+    kvm_status status;
+    const char* sentence;
+    void (*choose)(kvm_step_params*);
+  };
+  const Bad cases[] = {
+      {KVM_ERR_INVALID, "budget is 0", [](kvm_step_params* p) { p->mode = KVM_MODE_TOPK; }},
+      {KVM_ERR_INVALID, "budget is 9",
+       [](kvm_step_params* p) {
+         p->mode = KVM_MODE_VERIFIED;
+         p->budget = 9;
+       }},
+      {KVM_ERR_INVALID, "proposal is LSH",
+       [](kvm_step_params* p) {
+         p->mode = KVM_MODE_VERIFIED;
+         p->proposal = KVM_PROPOSAL_LSH;
+       }},
+      {KVM_ERR_INVALID, "eps is 1.5",
+       [](kvm_step_params* p) {
+         p->mode = KVM_MODE_SAMPLED;
+         p->eps = 1.5f;
+       }},
+      {KVM_ERR_INVALID, "delta is 1",
+       [](kvm_step_params* p) {
+         p->mode = KVM_MODE_SAMPLED;
+         p->delta = 1;
+       }},
+      {KVM_ERR_INVALID, "mode", [](kvm_step_params* p) { p->mode = 6; }},
+      {KVM_ERR_INVALID, "proposal", [](kvm_step_params* p) { p->proposal = 4; }},
+      {KVM_ERR_UNSUPPORTED, "AUTO", [](kvm_step_params* p) { p->mode = KVM_MODE_AUTO; }},
+      {KVM_ERR_UNSUPPORTED, "GRAPH",
+       [](kvm_step_params* p) {
+         p->mode = KVM_MODE_SAMPLED;
+         p->proposal = KVM_PROPOSAL_GRAPH;
+       }},
+  };
+  for (const Bad& bad : cases) {
+    SCOPED_TRACE(bad.sentence);
+    Answer answer;
+    EXPECT_EQ(attend(&answer, bad.choose), bad.status);
+    EXPECT_NE(std::string(kvm_last_error()).find(bad.sentence), std::string::npos)
+        << kvm_last_error();
+    EXPECT_EQ(answer.err[0], -1.0f);
+  }
+}
+
+TEST_F(AbiApprox, IndexParametersAreOfTheSpace) {
+  kvm_space_id same = 0;
+  EXPECT_EQ(kvm_space_register(client_, &space_params_, &same), KVM_OK) << kvm_last_error();
+  EXPECT_EQ(same, space_);
+  space_params_.n_indexes = 0;
+  EXPECT_EQ(kvm_space_register(client_, &space_params_, &same), KVM_ERR_EXISTS);
+  EXPECT_NE(std::string(kvm_last_error()).find("index"), std::string::npos) << kvm_last_error();
+  space_params_.name = "other";
+  space_params_.n_indexes = 1;
+  index_.kind = 6;
+  EXPECT_EQ(kvm_space_register(client_, &space_params_, &same), KVM_ERR_INVALID);
+  EXPECT_NE(std::string(kvm_last_error()).find("indexes[0].kind is 6"), std::string::npos)
+      << kvm_last_error();
+  space_params_.indexes = nullptr;
+  EXPECT_EQ(kvm_space_register(client_, &space_params_, &same), KVM_ERR_INVALID);
+  EXPECT_NE(std::string(kvm_last_error()).find("indexes is NULL"), std::string::npos)
+      << kvm_last_error();
+}
+
+}  // namespace
+}  // namespace kvm::testing
