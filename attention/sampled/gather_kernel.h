@@ -318,8 +318,8 @@ void weigh_open(const GatherArgs& args, const GatherBatch& batch, const GatherSu
 
 // --- Values -------------------------------------------------------------------------------------
 
-// Adds kVecs vectors of every value of the batch, from channel d on, to kSums vectors of sums of each
-// of kRows rows, from vector `first` on. kPart: the last one ends at or beyond dim_v.
+// Adds kVecs vectors of every value of the batch, from channel d on, to kSums vectors of sums of
+// each of kRows rows, from vector `first` on. kPart: the last one ends at or beyond dim_v.
 template <int kSums, int kRows, bool kFirst, int kElem, int kVecs, bool kPart>
 inline void value_slice(const GatherArgs& args, const GatherBatch& batch, const GatherSums& sums,
                         uint32_t row, uint32_t first, uint32_t d, const Coefs& coefs) {
