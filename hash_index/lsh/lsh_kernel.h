@@ -124,42 +124,42 @@ void pack(const PackArgs* args) {
 
 // Sums of kBits planes for kVecs vectors of keys. A function of its own that leaves the sums in
 // memory: with their use behind the loop, GCC 12 keeps half of them on the stack inside it.
-template <int kVecs, int kBits>
+template <uint32_t kVecs, uint32_t kBits>
 __attribute__((noinline)) void sum_planes(const int8_t* weights, const int32_t* bias, uint32_t dim,
                                           const uint8_t* packed, lane::V* out) {
   lane::V sum[kBits][kVecs];
 #pragma GCC unroll 8
-  for (int b = 0; b < kBits; ++b) {
+  for (uint32_t b = 0; b < kBits; ++b) {
 #pragma GCC unroll 8
-    for (int v = 0; v < kVecs; ++v) {
+    for (uint32_t v = 0; v < kVecs; ++v) {
       sum[b][v] = lane::set1(bias[b]);
     }
   }
   for (uint32_t d = 0; d < dim; d += 4) {
     lane::B x[kVecs];
 #pragma GCC unroll 8
-    for (int v = 0; v < kVecs; ++v) {
+    for (uint32_t v = 0; v < kVecs; ++v) {
       x[v] = lane::load(packed + (size_t)d * kPackKeys + v * lane::kLanes * 4);
     }
 #pragma GCC unroll 8
-    for (int b = 0; b < kBits; ++b) {
+    for (uint32_t b = 0; b < kBits; ++b) {
       const lane::B w = lane::bytes(weights + (size_t)b * dim + d);
 #pragma GCC unroll 8
-      for (int v = 0; v < kVecs; ++v) {
+      for (uint32_t v = 0; v < kVecs; ++v) {
         sum[b][v] = lane::dot(sum[b][v], x[v], w);
       }
     }
   }
 #pragma GCC unroll 8
-  for (int b = 0; b < kBits; ++b) {
+  for (uint32_t b = 0; b < kBits; ++b) {
 #pragma GCC unroll 8
-    for (int v = 0; v < kVecs; ++v) {
+    for (uint32_t v = 0; v < kVecs; ++v) {
       out[b * kVecs + v] = sum[b][v];
     }
   }
 }
 
-template <int kVecs, int kBits>
+template <uint32_t kVecs, uint32_t kBits>
 inline void sum_some_planes(uint32_t n, const int8_t* weights, const int32_t* bias, uint32_t dim,
                             const uint8_t* packed, lane::V* out) {
   if (n == kBits) {
@@ -169,7 +169,7 @@ inline void sum_some_planes(uint32_t n, const int8_t* weights, const int32_t* bi
   }
 }
 
-template <int kVecs>
+template <uint32_t kVecs>
 inline void hash_keys(const HashArgs& a, uint32_t key) {
   const uint8_t* packed = a.packed + (size_t)key * 4;
   // Tiles of about equal size: 8 bits are 4 + 4, not 5 + 3.
@@ -184,10 +184,10 @@ inline void hash_keys(const HashArgs& a, uint32_t key) {
                                              packed, sum + bit * kVecs);
     }
     uint16_t* out = a.codes + (table - a.table_begin) * a.code_stride + key;
-    for (int v = 0; v < kVecs; ++v) {
+    for (uint32_t v = 0; v < kVecs; ++v) {
       lane::V code = lane::set1(0);
       for (uint32_t b = 0; b < a.n_bits; ++b) {
-        code = lane::or_if_positive(code, sum[b * kVecs + (uint32_t)v], 1 << b);
+        code = lane::or_if_positive(code, sum[b * kVecs + v], 1 << b);
       }
       lane::store(out + v * lane::kLanes, code);
     }
