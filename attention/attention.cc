@@ -142,6 +142,9 @@ PreparedQueries carve_queries(const Problem& problem, Carver& carver) {
   q.bf16 = carver.take<uint16_t>(n * q.stride);
   q.bias = has_bias(problem) ? carver.take<float>(n) : nullptr;
   q.bf16_exact = carver.take<uint8_t>(q.n_variants);
+  q.i16 = carver.take<int16_t>(n * q.stride);
+  q.i16_step = carver.take<float>(n);
+  q.i16_near = carver.take<uint8_t>(q.n_variants);
   return q;
 }
 
@@ -152,6 +155,9 @@ QueryRows query_rows(const Problem& problem, const void* prepared) {
           .bf16 = q.bf16,
           .bias = q.bias,
           .bf16_exact = q.bf16_exact,
+          .i16 = q.i16,
+          .i16_step = q.i16_step,
+          .i16_near = q.i16_near,
           .variant_stride = uint64_t{q.variant_rows} * q.stride,
           .stride = q.stride,
           .rows = problem.n_query * problem.group,
@@ -285,6 +291,38 @@ void prepare_row(const Problem& problem, const QueryTransform& t, bool exact, ui
 
 }  // namespace
 
+// What rounding a query row to words may change, relative to its length. bf16 queries keep every bit
+// of channels down to 1/128 of the largest.
+constexpr float kI16QueryError = 0x1p-14f;
+
+// A row as integers of 16 bits times *step, a power of two; whether that is near enough. A row that
+// is not finite is not.
+bool round_row(const float* in, uint32_t dim, int16_t* out, float* step) {
+  float top = 0.0f;
+  for (uint32_t d = 0; d < dim; ++d) {
+    top = std::max(top, std::fabs(in[d]));
+  }
+  if (!(top >= 0x1p-100f && top <= 0x1p100f)) {
+    *step = 0.0f;
+    return top == 0.0f;
+  }
+  int exponent = 0;
+  std::frexp(top, &exponent);
+  *step = std::ldexp(1.0f, exponent - 15);
+  const float inverse = std::ldexp(1.0f, 15 - exponent);
+  constexpr float kRound = 0x1.8p23f;  // adding it rounds to an integer
+  float error = 0.0f;
+  float length = 0.0f;
+  for (uint32_t d = 0; d < dim; ++d) {
+    const float x = in[d] * inverse;
+    const float rounded = std::min((x + kRound) - kRound, 32767.0f);
+    error += (x - rounded) * (x - rounded);
+    length += x * x;
+    out[d] = static_cast<int16_t>(rounded);
+  }
+  return error <= kI16QueryError * kI16QueryError * length;
+}
+
 void prepare_queries(const Problem& problem, const Plan& plan, void* prepared) {
   Carver carver(prepared);
   const PreparedQueries q = carve_queries(problem, carver);
@@ -294,13 +332,17 @@ void prepare_queries(const Problem& problem, const Plan& plan, void* prepared) {
     const QueryTransform& t = problem.transforms.empty() ? identity : problem.transforms[variant];
     const bool exact = problem.dtype_q == Dtype::kBf16 && is_identity(t);
     q.bf16_exact[variant] = exact;
+    bool near = !plan.blocked;  // the blocked path has no use for them
     for (uint32_t row = 0; row < plan.rows; ++row) {
       const size_t at = size_t{variant} * q.variant_rows + row;
       const uint64_t from = row / problem.group * problem.q_stride_query +
                             row % problem.group * problem.q_stride_head;
       prepare_row(problem, t, exact, from, q.f32 + at * q.stride, q.bf16 + at * q.stride,
                   q.bias != nullptr ? q.bias + at : nullptr);
+      near = near && round_row(q.f32 + at * q.stride, problem.dim_k, q.i16 + at * q.stride,
+                               q.i16_step + at);
     }
+    q.i16_near[variant] = near;
   }
 }
 

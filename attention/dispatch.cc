@@ -35,7 +35,7 @@ struct Available {
     if (avx512) {
       tables[n++] = &kAvx512;
     }
-    if (avx512 && cpu.avx512bf16) {
+    if (avx512 && cpu.avx512bf16 && cpu.avx512vnni) {
       tables[n++] = &kAvx512Bf16;
     }
 #endif

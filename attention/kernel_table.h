@@ -2,8 +2,8 @@
 // One table of kernels per instruction set, and the choice between them.
 //
 // Tables: "scalar" (any machine), "avx2" (AVX2 + FMA + F16C), "avx512" (F + BW + DQ + VL),
-// "avx512bf16" (those and AVX512_BF16). A table is available only where the processor and the
-// operating system offer every extension that it was compiled with.
+// "avx512bf16" (those, AVX512_BF16 and AVX512_VNNI). A table is available only where the processor
+// and the operating system offer every extension that it was compiled with.
 #ifndef KVM_ATTENTION_KERNEL_TABLE_H_
 #define KVM_ATTENTION_KERNEL_TABLE_H_
 

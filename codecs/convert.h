@@ -15,8 +15,8 @@
 
 namespace kvm::codecs {
 
-// Converts n elements. src and dst may be misaligned and must not overlap. REQUIRES: neither dtype is
-// kI8, whose elements mean nothing without their row.
+// Converts n elements. src and dst may be misaligned and must not overlap.
+// REQUIRES: neither dtype is kI8, whose elements mean nothing without their row.
 void convert(const void* src, Dtype src_dtype, void* dst, Dtype dst_dtype, uint64_t n);
 
 // Rows of some heads in memory: the row of token t and head h starts at
@@ -41,8 +41,8 @@ struct TargetRows {
 };
 
 // Converts rows of row_elements elements of n_rows tokens times n_heads heads.
-// REQUIRES: rows of target overlap neither each other nor source; row_elements <= kMaxI8Row where one
-// dtype is kI8 and the other is not. codecs/int8.h says what becomes int8.
+// REQUIRES: rows of target overlap neither each other nor source; row_elements <= kMaxI8Row where
+// one dtype is kI8 and the other is not. codecs/int8.h says what becomes int8.
 //
 // Goes token by token, so that a tensor [token][head][dim] is read from front to back. Where much
 // is copied unchanged to aligned rows, stores go around the caches; they are ordered before

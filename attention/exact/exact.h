@@ -27,6 +27,14 @@
 //              weights, so o is an exact mean under weights off by 2^-9: |d o| <= 2^-8 A_r.
 //              Rounding errors are independent: 2e-4 to 4e-4 is what is seen over many tokens.
 //              lse inherits at most 2^-9.
+//   int8       against what the stored rows decode to. Rows meet queries and weights in fp32, with
+//              these two exceptions in tables with a dot product of words:
+//   K in words q is rounded to 15 bits under its largest channel (a multiple of a power of two),
+//              where that moves q by at most 2^-14 of its length: logits by 2^-14 |q| |k| scale at
+//              most, by 1e-6 where a bf16 query has channels of one size. Sums are exact.
+//   V in words weight times scale of V is rounded to 15 bits under the largest of the item: each by
+//              at most 2^-15 of that largest. The denominator sums the weights unrounded. Sums of
+//              an item are exact.
 #ifndef KVM_ATTENTION_EXACT_EXACT_H_
 #define KVM_ATTENTION_EXACT_EXACT_H_
 
@@ -36,6 +44,8 @@ namespace kvm::attention {
 // logits; each applicable term is added. Tests hold every table to them.
 inline constexpr double kErrorFp32 = 1e-5;
 inline constexpr double kErrorBf16Weights = 0x1p-8;
+// Of logits, too, where |q| |k| scale is up to 16.
+inline constexpr double kErrorI8Words = 0x1p-11;
 inline constexpr double kErrorBf16Output = 0x1p-8;
 inline constexpr double kErrorF16Output = 0x1p-11;
 

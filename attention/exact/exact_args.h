@@ -46,8 +46,12 @@ struct QueryRows {
   const uint16_t* bf16;       // same shape, for variants where bf16_exact
   const float* bias;          // [variant][rows + kRowPad], or null: all zero
   const uint8_t* bf16_exact;  // [variant]
-  uint64_t variant_stride;    // elements
-  uint32_t stride;            // elements; a multiple of kDimPad
+  // As integers of 16 bits, same shape: a channel is i16 times the row's step, a power of two.
+  const int16_t* i16;
+  const float* i16_step;    // [variant][rows + kRowPad]
+  const uint8_t* i16_near;  // [variant]: whether all rows are, enough (attention.cc)
+  uint64_t variant_stride;  // elements
+  uint32_t stride;          // elements; a multiple of kDimPad
   uint32_t rows;
   uint32_t group;
   uint32_t variant_rows;  // rows + kRowPad

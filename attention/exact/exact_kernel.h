@@ -138,8 +138,8 @@ void scores_f32(const StreamArgs& args, const KvItem& item, uint32_t row,
 }
 
 #if defined(__AVX512BF16__)
-// kElem: bf16 or int8. kDim: dim_k, or 0 where it is only known at run time.
-template <int kRows, bool kFirst, int kElem, int kDim>
+// kDim: dim_k, or 0 where it is only known at run time.
+template <int kRows, bool kFirst, int kDim>
 void scores_bf16(const StreamArgs& args, const KvItem& item, uint32_t row,
                  const uint8_t* const* reading, F* out) {
   using T = Tile<kRows>;
@@ -147,11 +147,9 @@ void scores_bf16(const StreamArgs& args, const KvItem& item, uint32_t row,
   const uint32_t whole = dim / 32 * 32;
   const uint16_t* q = query_bf16(args.q, item.variant, row);
   const size_t q_stride = args.q.stride;
-  constexpr int kStep = static_cast<int>(32 * elem_bytes(kElem));
-  const size_t row_bytes = dim * elem_bytes(kElem);
-  Reader<kFirst> reader(args, reading, row_bytes);
-  const uint8_t* k = reader.rows();
-  for (int g = 0; g < T::kGroups; ++g, k += static_cast<size_t>(T::kTokens) * row_bytes) {
+  Reader<kFirst> reader(args, reading, dim * sizeof(uint16_t));
+  const uint16_t* k = reinterpret_cast<const uint16_t*>(reader.rows());
+  for (int g = 0; g < T::kGroups; ++g, k += static_cast<size_t>(T::kTokens) * dim) {
     F acc[kW];
 #pragma GCC unroll 16
     for (int i = 0; i < kW; ++i)
@@ -163,8 +161,8 @@ void scores_bf16(const StreamArgs& args, const KvItem& item, uint32_t row,
           reader.turn();
 #pragma GCC unroll 4
         for (uint32_t c = 0; c < whole; c += 32) {
-          const vec::B x = vec::load_as_pairs<kElem>(k + static_cast<size_t>(t) * row_bytes, c);
-          reader.template step<kStep>();
+          const vec::B x = vec::load_pairs(k + static_cast<size_t>(t) * dim + c);
+          reader.template step<64>();
 #pragma GCC unroll 4
           for (int r = 0; r < kRows; ++r) {
             F& a = acc[r * T::kTokens + t];
@@ -178,8 +176,9 @@ void scores_bf16(const StreamArgs& args, const KvItem& item, uint32_t row,
       for (uint32_t c = 0; c < whole; c += 32) {
 #pragma GCC unroll 16
         for (int t = 0; t < T::kTokens; ++t) {
-          const vec::B x = vec::load_as_pairs<kElem>(k + static_cast<size_t>(t) * row_bytes, c);
-          reader.template step<kStep>();
+          const uint16_t* p = k + static_cast<size_t>(t) * dim + c;
+          const vec::B x = vec::load_pairs(p);
+          reader.template step<64>();
 #pragma GCC unroll 4
           for (int r = 0; r < kRows; ++r) {
             F& a = acc[r * T::kTokens + t];
@@ -190,8 +189,7 @@ void scores_bf16(const StreamArgs& args, const KvItem& item, uint32_t row,
     }
     if (kDim == 0 && whole < dim) {
       for (int t = 0; t < T::kTokens; ++t) {
-        const uint8_t* p = k + static_cast<size_t>(t) * row_bytes;
-        const vec::B x = vec::load_as_pairs_n<kElem>(p, whole, dim - whole);
+        const vec::B x = vec::load_pairs_n(k + static_cast<size_t>(t) * dim + whole, dim - whole);
         for (int r = 0; r < kRows; ++r) {
           F& a = acc[r * T::kTokens + t];
           a = vec::dot(a, x, vec::load_pairs(q + static_cast<size_t>(r) * q_stride + whole));
@@ -201,15 +199,62 @@ void scores_bf16(const StreamArgs& args, const KvItem& item, uint32_t row,
     out[g] = vec::reduce(acc);
   }
 }
+#endif
 
-template <int kRows, bool kFirst, int kElem>
-inline void scores_bf16_of_dim(const StreamArgs& args, const KvItem& item, uint32_t row,
-                               const uint8_t* const* reading, F* out) {
-  if (args.dim_k == 128)
-    return scores_bf16<kRows, kFirst, kElem, 128>(args, item, row, reading, out);
-  if (args.dim_k == 64)
-    return scores_bf16<kRows, kFirst, kElem, 64>(args, item, row, reading, out);
-  return scores_bf16<kRows, kFirst, kElem, 0>(args, item, row, reading, out);
+#if defined(__AVX512VNNI__)
+inline const int16_t* query_i16(const QueryRows& q, uint32_t variant, uint32_t row) {
+  return q.i16 + variant * q.variant_stride + static_cast<uint64_t>(row) * q.stride;
+}
+inline const float* query_i16_step(const QueryRows& q, uint32_t variant, uint32_t row) {
+  return q.i16_step + static_cast<uint64_t>(variant) * q.variant_rows + row;
+}
+
+// Rows of int8 against queries of 16 bits: sums are exact. kDim as above.
+template <int kRows, bool kFirst, int kDim>
+void scores_i16(const StreamArgs& args, const KvItem& item, uint32_t row,
+                const uint8_t* const* reading, F* out) {
+  using T = Tile<kRows>;
+  const uint32_t dim = kDim != 0 ? static_cast<uint32_t>(kDim) : args.dim_k;
+  const int16_t* q = query_i16(args.q, item.variant, row);
+  const size_t q_stride = args.q.stride;
+  Reader<kFirst> reader(args, reading, dim);
+  const uint8_t* k = reader.rows();
+  for (int g = 0; g < T::kGroups; ++g) {
+    vec::I acc[kW];
+#pragma GCC unroll 16
+    for (int i = 0; i < kW; ++i)
+      acc[i] = vec::zero_i();
+#pragma GCC unroll 4
+    for (int first = 0; first < T::kTokens; first += 4, k += 4 * static_cast<size_t>(dim)) {
+      reader.turn();
+#pragma GCC unroll 4
+      for (uint32_t c = 0; c < dim; c += 32) {
+        vec::I y[kRows];
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r)
+          y[r] = vec::load_words(q + static_cast<size_t>(r) * q_stride + c);
+#pragma GCC unroll 4
+        for (int t = 0; t < 4; ++t) {
+          const uint8_t* p = k + static_cast<size_t>(t) * dim + c;
+          const vec::I x =
+              kDim != 0 || c + 32 <= dim ? vec::load_i8_words(p) : vec::load_i8_words_n(p, dim - c);
+          // Two vectors to a line; the parts of rows at the end are not worth asking for.
+          if (t % 2 == 0 && (kDim != 0 || c + 32 <= dim))
+            reader.template step<64>();
+#pragma GCC unroll 4
+          for (int r = 0; r < kRows; ++r) {
+            vec::I& a = acc[r * T::kTokens + first + t];
+            a = vec::dot_words(a, x, y[r]);
+          }
+        }
+      }
+    }
+    out[g] = vec::to_floats(vec::reduce_i(acc));
+  }
+  const F step = vec::spread<T::kTokens>(query_i16_step(args.q, item.variant, row));
+#pragma GCC unroll 16
+  for (int g = 0; g < T::kGroups; ++g)
+    out[g] = vec::mul(out[g], step);
 }
 #endif
 
@@ -224,11 +269,15 @@ template <int kRows, bool kFirst>
 void scores_i8(const StreamArgs& args, const KvItem& item, uint32_t row,
                const uint8_t* const* reading, F* out) {
   using T = Tile<kRows>;
-#if defined(__AVX512BF16__)
-  if (args.q.bf16_exact[item.variant] != 0) {
-    scores_bf16_of_dim<kRows, kFirst, vec::kElemI8>(args, item, row, reading, out);
-  } else {
+#if defined(__AVX512VNNI__)
+  if (args.q.i16_near[item.variant] == 0) {
     scores_f32<kRows, kFirst, vec::kElemI8>(args, item, row, reading, out);
+  } else if (args.dim_k == 128) {
+    scores_i16<kRows, kFirst, 128>(args, item, row, reading, out);
+  } else if (args.dim_k == 64) {
+    scores_i16<kRows, kFirst, 64>(args, item, row, reading, out);
+  } else {
+    scores_i16<kRows, kFirst, 0>(args, item, row, reading, out);
   }
 #else
   scores_f32<kRows, kFirst, vec::kElemI8>(args, item, row, reading, out);
@@ -244,7 +293,11 @@ void scores(const StreamArgs& args, const KvItem& item, uint32_t row, const uint
             F* out) {
 #if defined(__AVX512BF16__)
   if (item.dtype_k == vec::kElemBf16 && args.q.bf16_exact[item.variant] != 0) {
-    return scores_bf16_of_dim<kRows, kFirst, vec::kElemBf16>(args, item, row, reading, out);
+    if (args.dim_k == 128)
+      return scores_bf16<kRows, kFirst, 128>(args, item, row, reading, out);
+    if (args.dim_k == 64)
+      return scores_bf16<kRows, kFirst, 64>(args, item, row, reading, out);
+    return scores_bf16<kRows, kFirst, 0>(args, item, row, reading, out);
   }
 #endif
   switch (item.dtype_k) {
@@ -308,8 +361,12 @@ inline void tile_logits(const StreamArgs& args, const KvItem& item, uint32_t row
 // --- Streaming path: softmax --------------------------------------------------------------------
 
 inline bool item_uses_bf16_pv(const StreamArgs& args, const KvItem& item) {
-  return vec::kHasBf16Dot && (item.dtype_v == vec::kElemBf16 || item.dtype_v == vec::kElemI8) &&
-         args.fp32_weights == 0;
+  return vec::kHasBf16Dot && item.dtype_v == vec::kElemBf16 && args.fp32_weights == 0;
+}
+
+// Whether weights meet V's int8 rows as integers of 16 bits.
+inline bool item_uses_i16_pv(const StreamArgs& args, const KvItem& item) {
+  return vec::kHasWordDot && item.dtype_v == vec::kElemI8 && args.fp32_weights == 0;
 }
 
 // Brings acc of a tile to a new reference: row r is multiplied by lane r * kTokens of factor.
@@ -330,29 +387,39 @@ void rescale(const StreamArgs& args, uint32_t row, F factor) {
 inline float* weights_of(const StreamArgs& args, uint32_t at) {
   return args.weights + at * (kRowTile * kItemTokens);
 }
+// Behind weights of 16 bits: the value of 1, in the lanes of their rows.
+inline float* steps_of(float* weights) { return weights + kRowTile * kItemTokens / 2; }
+inline const float* steps_of(const float* weights) { return weights + kRowTile * kItemTokens / 2; }
 
-// Weights p [kGroups] of a tile, stored times the scales of V's int8 rows, as floats or as bf16.
-// The denominator sums p itself.
+// Weights p [kGroups] of a tile, stored times the scales of V's int8 rows: as floats, or as words
+// and a step for each row (steps_of). The denominator sums p itself.
 template <int kRows>
 inline void store_scaled(const StreamArgs& args, const KvItem& item, const F* p, float* weights) {
   using T = Tile<kRows>;
   float scales[kItemTokens];
   load_scales(args, item.v_scale, scales);
-  const bool round = item_uses_bf16_pv(args, item);
+  F w[T::kGroups];
 #pragma GCC unroll 16
-  for (int g = 0; g < T::kGroups; ++g) {
-    const F w = vec::mul(p[g], vec::load_repeated<T::kTokens>(scales + g * T::kTokens));
-#if defined(__AVX512BF16__)
-    if (round) {
-      vec::store_rounded(reinterpret_cast<uint16_t*>(weights) + g * kW, w);
-    } else {
-      vec::store(weights + g * kW, w);
-    }
-#else
-    (void)round;
-    vec::store(weights + g * kW, w);
-#endif
+  for (int g = 0; g < T::kGroups; ++g)
+    w[g] = vec::mul(p[g], vec::load_repeated<T::kTokens>(scales + g * T::kTokens));
+#if defined(__AVX512VNNI__)
+  if (item_uses_i16_pv(args, item)) {
+    // Integers order weights, which are not negative, as floats do, with NaN on top.
+    vec::I top = vec::as_ints(w[0]);
+#pragma GCC unroll 16
+    for (int g = 1; g < T::kGroups; ++g)
+      top = vec::max_i(top, vec::as_ints(w[g]));
+    F inverse;
+    vec::store(steps_of(weights), vec::word_step(vec::group_max_i<T::kTokens>(top), &inverse));
+#pragma GCC unroll 16
+    for (int g = 0; g < T::kGroups; ++g)
+      vec::store_words(reinterpret_cast<int16_t*>(weights) + g * kW, vec::mul(w[g], inverse));
+    return;
   }
+#endif
+#pragma GCC unroll 16
+  for (int g = 0; g < T::kGroups; ++g)
+    vec::store(weights + g * kW, w[g]);
 }
 
 // Logits of a tile to weights relative to its running maximum, stored as floats, or as bf16 where
@@ -479,7 +546,7 @@ void values_f32(const StreamArgs& args, uint32_t row, const float* weights,
 
 #if defined(__AVX512BF16__)
 // kVecs times 32 channels from channel d on, token pair by token pair.
-template <int kRows, bool kFirst, int kElem, int kDim, int kVecs, bool kPart>
+template <int kRows, bool kFirst, int kDim, int kVecs, bool kPart>
 inline void values_bf16_slice(const StreamArgs& args, uint32_t row, const uint16_t* weights,
                               uint32_t d, Reader<kFirst>& reader) {
   using T = Tile<kRows>;
@@ -493,11 +560,9 @@ inline void values_bf16_slice(const StreamArgs& args, uint32_t row, const uint16
       a[r][i] = vec::load(acc + static_cast<size_t>(r) * args.acc_stride + i * kW);
     }
   }
-  constexpr int kStep = static_cast<int>(32 * elem_bytes(kElem));
-  const size_t row_bytes = dim * elem_bytes(kElem);
-  const uint8_t* v = reader.rows() + d * elem_bytes(kElem);
+  const uint16_t* v = reinterpret_cast<const uint16_t*>(reader.rows()) + d;
 #pragma GCC unroll 8
-  for (int t = 0; t < static_cast<int>(kItemTokens); t += 2, v += 2 * row_bytes) {
+  for (int t = 0; t < static_cast<int>(kItemTokens); t += 2, v += 2 * dim) {
     if (t % 4 == 0)
       reader.turn();
     vec::B w[kRows];
@@ -506,15 +571,13 @@ inline void values_bf16_slice(const StreamArgs& args, uint32_t row, const uint16
       w[r] = vec::set1_pair(weights + T::lane(r, t));
 #pragma GCC unroll 4
     for (int i = 0; i < kVecs; ++i) {
-      const uint8_t* even = v + i * kStep;
-      const uint8_t* odd = even + row_bytes;
+      const uint16_t* even = v + i * 32;
+      const uint16_t* odd = even + dim;
       const uint32_t left = static_cast<uint32_t>(dim) - d;
-      const vec::B x =
-          kPart ? vec::load_as_pairs_n<kElem>(even, 0, left) : vec::load_as_pairs<kElem>(even, 0);
-      reader.template step<kStep>();
-      const vec::B y =
-          kPart ? vec::load_as_pairs_n<kElem>(odd, 0, left) : vec::load_as_pairs<kElem>(odd, 0);
-      reader.template step<kStep>();
+      const vec::B x = kPart ? vec::load_pairs_n(even, left) : vec::load_pairs(even);
+      reader.template step<64>();
+      const vec::B y = kPart ? vec::load_pairs_n(odd, left) : vec::load_pairs(odd);
+      reader.template step<64>();
       const vec::B lo = vec::interleave_lo(x, y);
       const vec::B hi = vec::interleave_hi(x, y);
 #pragma GCC unroll 4
@@ -533,39 +596,105 @@ inline void values_bf16_slice(const StreamArgs& args, uint32_t row, const uint16
   }
 }
 
-template <int kRows, bool kFirst, int kElem, int kDim>
+template <int kRows, bool kFirst, int kDim>
 void values_bf16(const StreamArgs& args, uint32_t row, const float* buffer,
                  const uint8_t* const* reading) {
   const uint16_t* weights = reinterpret_cast<const uint16_t*>(buffer);
-  Reader<kFirst> reader(args, reading, args.dim_v * elem_bytes(kElem));
+  Reader<kFirst> reader(args, reading, args.dim_v * sizeof(uint16_t));
   const uint32_t dim = kDim != 0 ? static_cast<uint32_t>(kDim) : args.dim_v;
   uint32_t d = 0;
   if constexpr (kRows == 1) {
     for (; d + 128 <= dim; d += 128) {
-      values_bf16_slice<kRows, kFirst, kElem, kDim, 4, false>(args, row, weights, d, reader);
+      values_bf16_slice<kRows, kFirst, kDim, 4, false>(args, row, weights, d, reader);
     }
   }
   for (; d + 64 <= dim; d += 64) {
-    values_bf16_slice<kRows, kFirst, kElem, kDim, 2, false>(args, row, weights, d, reader);
+    values_bf16_slice<kRows, kFirst, kDim, 2, false>(args, row, weights, d, reader);
   }
   if (kDim != 0)
     return;
   for (; d + 32 <= dim; d += 32) {
-    values_bf16_slice<kRows, kFirst, kElem, kDim, 1, false>(args, row, weights, d, reader);
+    values_bf16_slice<kRows, kFirst, kDim, 1, false>(args, row, weights, d, reader);
   }
   if (d < dim) {
-    values_bf16_slice<kRows, kFirst, kElem, kDim, 1, true>(args, row, weights, d, reader);
+    values_bf16_slice<kRows, kFirst, kDim, 1, true>(args, row, weights, d, reader);
+  }
+}
+#endif
+
+#if defined(__AVX512VNNI__)
+// kVecs times 32 channels of int8 rows from channel d on, token pair by token pair. Sums of an item
+// are exact.
+template <int kRows, bool kFirst, int kDim, int kVecs, bool kPart>
+inline void values_i16_slice(const StreamArgs& args, uint32_t row, const float* buffer, uint32_t d,
+                             Reader<kFirst>& reader) {
+  using T = Tile<kRows>;
+  const size_t dim = kDim != 0 ? static_cast<size_t>(kDim) : args.dim_v;
+  const int16_t* weights = reinterpret_cast<const int16_t*>(buffer);
+  vec::I sum[kRows][2 * kVecs];
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+    for (int i = 0; i < 2 * kVecs; ++i)
+      sum[r][i] = vec::zero_i();
+  }
+  const uint8_t* v = reader.rows() + d;
+#pragma GCC unroll 8
+  for (int t = 0; t < static_cast<int>(kItemTokens); t += 2, v += 2 * dim) {
+    if (t % 4 == 0)
+      reader.turn();
+    vec::I w[kRows];
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r)
+      w[r] = vec::set1_words(weights + T::lane(r, t));
+#pragma GCC unroll 4
+    for (int i = 0; i < kVecs; ++i) {
+      const uint32_t n = kPart ? static_cast<uint32_t>(dim) - d : 32;
+      vec::I lo, hi;
+      vec::load_i8_word_pairs(v + i * 32, v + dim + i * 32, n, &lo, &hi);
+      if (!kPart)
+        reader.template step<64>();  // two vectors of half a line
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) {
+        sum[r][2 * i] = vec::dot_words(sum[r][2 * i], lo, w[r]);
+        sum[r][2 * i + 1] = vec::dot_words(sum[r][2 * i + 1], hi, w[r]);
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r) {
+    const F step = vec::set1(steps_of(buffer)[r * T::kTokens]);
+    float* acc = args.acc + (row + static_cast<uint32_t>(r)) * static_cast<size_t>(args.acc_stride);
+#pragma GCC unroll 4
+    for (int i = 0; i < kVecs; ++i) {
+      F lo, hi;
+      vec::word_pair_sums(sum[r][2 * i], sum[r][2 * i + 1], &lo, &hi);
+      float* at = acc + d + i * 32;
+      vec::store(at, vec::fma(lo, step, vec::load(at)));
+      vec::store(at + kW, vec::fma(hi, step, vec::load(at + kW)));
+    }
   }
 }
 
-template <int kRows, bool kFirst, int kElem>
-inline void values_bf16_of_dim(const StreamArgs& args, uint32_t row, const float* weights,
-                               const uint8_t* const* reading) {
-  if (args.dim_v == 128)
-    return values_bf16<kRows, kFirst, kElem, 128>(args, row, weights, reading);
-  if (args.dim_v == 64)
-    return values_bf16<kRows, kFirst, kElem, 64>(args, row, weights, reading);
-  return values_bf16<kRows, kFirst, kElem, 0>(args, row, weights, reading);
+template <int kRows, bool kFirst, int kDim>
+void values_i16(const StreamArgs& args, uint32_t row, const float* weights,
+                const uint8_t* const* reading) {
+  Reader<kFirst> reader(args, reading, args.dim_v);
+  const uint32_t dim = kDim != 0 ? static_cast<uint32_t>(kDim) : args.dim_v;
+  uint32_t d = 0;
+  if constexpr (kRows == 1) {
+    for (; d + 128 <= dim; d += 128) {
+      values_i16_slice<kRows, kFirst, kDim, 4, false>(args, row, weights, d, reader);
+    }
+  }
+  for (; d + 64 <= dim; d += 64) {
+    values_i16_slice<kRows, kFirst, kDim, 2, false>(args, row, weights, d, reader);
+  }
+  if (kDim != 0)
+    return;
+  for (; d < dim; d += 32) {
+    values_i16_slice<kRows, kFirst, kDim, 1, true>(args, row, weights, d, reader);
+  }
 }
 #endif
 
@@ -574,9 +703,20 @@ void tile_values(const StreamArgs& args, const KvItem& item, uint32_t row, const
                  const uint8_t* const* reading) {
 #if defined(__AVX512BF16__)
   if (item_uses_bf16_pv(args, item)) {
-    if (item.dtype_v == vec::kElemI8)
-      return values_bf16_of_dim<kRows, kFirst, vec::kElemI8>(args, row, weights, reading);
-    return values_bf16_of_dim<kRows, kFirst, vec::kElemBf16>(args, row, weights, reading);
+    if (args.dim_v == 128)
+      return values_bf16<kRows, kFirst, 128>(args, row, weights, reading);
+    if (args.dim_v == 64)
+      return values_bf16<kRows, kFirst, 64>(args, row, weights, reading);
+    return values_bf16<kRows, kFirst, 0>(args, row, weights, reading);
+  }
+#endif
+#if defined(__AVX512VNNI__)
+  if (item_uses_i16_pv(args, item)) {
+    if (args.dim_v == 128)
+      return values_i16<kRows, kFirst, 128>(args, row, weights, reading);
+    if (args.dim_v == 64)
+      return values_i16<kRows, kFirst, 64>(args, row, weights, reading);
+    return values_i16<kRows, kFirst, 0>(args, row, weights, reading);
   }
 #endif
   switch (item.dtype_v) {

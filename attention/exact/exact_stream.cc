@@ -122,6 +122,8 @@ class Stream {
   // Rows of such an item, for this head.
   const uint8_t* k(const KvItem& item) const { return item.k + offset(item.dtype_k, head_k_); }
   const uint8_t* v(const KvItem& item) const { return item.v + offset(item.dtype_v, head_v_); }
+  // Asks for the scales of an item's page ahead of their use: they lie apart from the rows.
+  void prefetch_scales(const KvItem& item) const;
   void begin() const { kernels_->stream_begin(&args_); }
   // Fold n items of one page into the state: their keys, and then their values. `reading` as the
   // kernels take it.
@@ -388,6 +390,16 @@ void Stream::fold_values(const KvItem* items, uint32_t n, const uint8_t* const* 
   }
 }
 
+void Stream::prefetch_scales(const KvItem& item) const {
+  for (const uint16_t* scale : {item.k_scale, item.v_scale}) {
+    if (scale != nullptr) {
+      const uint16_t* own = scale + args_.scale_offset;
+      __builtin_prefetch(own);
+      __builtin_prefetch(own + kPageTokens / 2);
+    }
+  }
+}
+
 void Stream::end(void* state) const {
   const StateView view = state_view(problem_, args_.q.rows, state);
   kernels_->stream_end(&args_, view.o, view.m, view.l);
@@ -532,6 +544,13 @@ void read_from(Streams& streams, uint32_t i, PageItems page, Reading& reading) {
   }
 }
 
+// The item that follows the first `end` of chunk i; the last one where none does.
+const KvItem* next_item(Streams& streams, uint32_t i, uint32_t end) {
+  const Batch& batch = streams[0].batch(i);
+  const Batch& later = streams[0].batch(i + 1);
+  return end < batch.n ? batch.items + end : later.n != 0 ? later.items : batch.items + end - 1;
+}
+
 // Chunk i, page by page.
 void fold_chunk(Streams& streams, uint32_t i) {
   const Batch& batch = streams[0].batch(i);
@@ -541,12 +560,16 @@ void fold_chunk(Streams& streams, uint32_t i) {
     read_from(streams, i, page, reading);
     const KvItem* items = batch.items + page.at;
     const uint32_t n = page.end - page.at;
+    const KvItem* next = next_item(streams, i, page.end);
     size_t at = 0;
+    // A prefetch may be dropped, so scales are asked for twice.
     for (const Stream& stream : streams) {
+      stream.prefetch_scales(*next);
       stream.fold_keys(items, n, reading.from(at));
       at += n;
     }
     for (const Stream& stream : streams) {
+      stream.prefetch_scales(*next);
       stream.fold_values(items, n, reading.from(at));
       at += n;
     }

@@ -44,6 +44,9 @@ struct PreparedQueries {
   uint16_t* bf16;
   float* bias;  // null where no transform has one
   uint8_t* bf16_exact;
+  int16_t* i16;
+  float* i16_step;
+  uint8_t* i16_near;
   uint32_t n_variants;
   uint32_t variant_rows;
   uint32_t stride;

@@ -17,6 +17,7 @@ constexpr int kWidth = 8;
 constexpr int kTileRows = 3;
 constexpr int kTileVecs = 4;
 constexpr bool kHasBf16Dot = false;
+constexpr bool kHasWordDot = false;
 
 enum Elem { kElemF32 = 1, kElemF16 = 2, kElemBf16 = 3, kElemI8 = 4 };  // values of Dtype
 

@@ -11,6 +11,16 @@
 //   set1_pair(p)               the two bf16 at p, 16 times
 //   dot(c, a, b)               lane i = c_i + a_2i * b_2i + a_2i+1 * b_2i+1; denormals count as 0
 //   store_rounded(p, a)        a as 16 bf16, nearest even; returns the stored values as floats
+// The part for int8 rows, where the file is compiled for AVX512_VNNI; I is 16 integers of 32 bits
+// or 32 of 16 (words):
+//   load_i8_words(p), _n       32 int8 as words; the first n of them, n a multiple of 8
+//   load_i8_word_pairs(x, y, n, lo, hi)   words x_i y_i side by side, for n <= 32 channels in an
+//                              order that word_pair_sums undoes
+//   set1_words(p)              the two words at p, 16 times
+//   dot_words(c, a, b)         lane i = c_i + a_2i * b_2i + a_2i+1 * b_2i+1
+//   word_step(top, inverse)    for weights up to `top` (bits of floats): the power of two that is 1
+//                              of a word, and 1 / it; NaN where top is
+//   store_words(p, a)          a, rounded to nearest even, as 16 words; saturates
 #ifndef KVM_BASE_SIMD_VEC_AVX512_H_
 #define KVM_BASE_SIMD_VEC_AVX512_H_
 
@@ -31,6 +41,11 @@ constexpr int kTileVecs = 4;
 constexpr bool kHasBf16Dot = true;
 #else
 constexpr bool kHasBf16Dot = false;
+#endif
+#if defined(__AVX512VNNI__)
+constexpr bool kHasWordDot = true;
+#else
+constexpr bool kHasWordDot = false;
 #endif
 
 enum Elem { kElemF32 = 1, kElemF16 = 2, kElemBf16 = 3, kElemI8 = 4 };  // values of Dtype
@@ -236,6 +251,95 @@ inline F store_rounded(uint16_t* p, F a) {
   const __m256i e = (__m256i)_mm512_cvtneps_pbh(a);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), e);
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(e), 16));
+}
+#endif
+
+#if defined(__AVX512VNNI__)
+typedef __m512i I;
+
+inline I zero_i() { return _mm512_setzero_si512(); }
+inline I as_ints(F a) { return _mm512_castps_si512(a); }
+inline F to_floats(I a) { return _mm512_cvtepi32_ps(a); }
+inline I max_i(I a, I b) { return _mm512_max_epi32(a, b); }
+inline I load_words(const int16_t* p) { return _mm512_loadu_si512(p); }
+inline I load_i8_words(const void* p) {
+  return _mm512_cvtepi8_epi16(_mm256_loadu_si256(static_cast<const __m256i*>(p)));
+}
+inline __mmask32 first_bytes(unsigned n) {
+  return n >= 32 ? 0xffffffffu : (__mmask32)((1u << n) - 1);
+}
+inline I load_i8_words_n(const void* p, unsigned n) {
+  return _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(first_bytes(n), p));
+}
+inline void load_i8_word_pairs(const uint8_t* x, const uint8_t* y, unsigned n, I* lo, I* hi) {
+  __m256i a, b;
+  if (n == 32) {
+    a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
+    b = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(y));
+  } else {
+    a = _mm256_maskz_loadu_epi8(first_bytes(n), x);
+    b = _mm256_maskz_loadu_epi8(first_bytes(n), y);
+  }
+  *lo = _mm512_cvtepi8_epi16(_mm256_unpacklo_epi8(a, b));
+  *hi = _mm512_cvtepi8_epi16(_mm256_unpackhi_epi8(a, b));
+}
+// Channels 0-7 and 16-23 are in lo, the others in hi.
+inline void word_pair_sums(I lo, I hi, F* first, F* second) {
+  *first = to_floats(_mm512_shuffle_i64x2(lo, hi, 0x44));
+  *second = to_floats(_mm512_shuffle_i64x2(lo, hi, 0xEE));
+}
+inline I set1_words(const int16_t* p) {
+  int32_t pair;
+  __builtin_memcpy(&pair, p, sizeof pair);
+  return _mm512_set1_epi32(pair);
+}
+inline I dot_words(I c, I a, I b) { return _mm512_dpwssd_epi32(c, a, b); }
+inline I add_i(I a, I b) { return _mm512_add_epi32(a, b); }
+// As reduce; integers need no order.
+inline I reduce_i(const I* a) {
+  I u[4];
+  for (int i = 0; i < 4; ++i) {
+    const I* b = a + 4 * i;
+    const I x = add_i(_mm512_unpacklo_epi32(b[0], b[1]), _mm512_unpackhi_epi32(b[0], b[1]));
+    const I y = add_i(_mm512_unpacklo_epi32(b[2], b[3]), _mm512_unpackhi_epi32(b[2], b[3]));
+    u[i] = add_i(_mm512_unpacklo_epi64(x, y), _mm512_unpackhi_epi64(x, y));
+  }
+  const I v0 =
+      add_i(_mm512_shuffle_i32x4(u[0], u[1], 0x44), _mm512_shuffle_i32x4(u[0], u[1], 0xEE));
+  const I v1 =
+      add_i(_mm512_shuffle_i32x4(u[2], u[3], 0x44), _mm512_shuffle_i32x4(u[2], u[3], 0xEE));
+  return add_i(_mm512_shuffle_i32x4(v0, v1, 0x88), _mm512_shuffle_i32x4(v0, v1, 0xDD));
+}
+// kWidth / kCount floats, kCount times each; kCount = 4 or 16.
+template <int kCount>
+inline F spread(const float* p) {
+  if constexpr (kCount == 16)
+    return set1(*p);
+  const __m512i index = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
+  return _mm512_permutexvar_ps(index, _mm512_castps128_ps512(_mm_loadu_ps(p)));
+}
+template <int kGroup>
+inline I group_max_i(I a) {
+  a = max_i(a, _mm512_shuffle_epi32(a, (_MM_PERM_ENUM)0xB1));
+  a = max_i(a, _mm512_shuffle_epi32(a, (_MM_PERM_ENUM)0x4E));
+  if constexpr (kGroup == 16) {
+    a = max_i(a, _mm512_shuffle_i32x4(a, a, 0xB1));
+    a = max_i(a, _mm512_shuffle_i32x4(a, a, 0x4E));
+  }
+  return a;
+}
+// 2^(e - 14) for 2^e <= top < 2^(e + 1): words up to 2^15, of which 2^15 itself saturates. e is at
+// least -107, so that all of these are normal numbers.
+inline F word_step(I top, F* inverse) {
+  const I exponent = max_i(_mm512_srli_epi32(top, 23), _mm512_set1_epi32(20));
+  const F step =
+      _mm512_castsi512_ps(_mm512_slli_epi32(add_i(exponent, _mm512_set1_epi32(-14)), 23));
+  *inverse = _mm512_castsi512_ps(
+      _mm512_slli_epi32(_mm512_sub_epi32(_mm512_set1_epi32(268), exponent), 23));
+  return fma(_mm512_castsi512_ps(top), zero(), step);
+}
+inline void store_words(int16_t* p, F a) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(a)));
 }
 #endif
 

@@ -33,6 +33,7 @@ constexpr int kWidth = 4;
 constexpr int kTileRows = 3;  // register tile of the blocked product: rows by vectors
 constexpr int kTileVecs = 2;
 constexpr bool kHasBf16Dot = false;
+constexpr bool kHasWordDot = false;
 
 enum Elem { kElemF32 = 1, kElemF16 = 2, kElemBf16 = 3, kElemI8 = 4 };  // values of Dtype
 

@@ -30,7 +30,7 @@ void check(Case& c, const std::string& what) {
         EXPECT_EQ(static_cast<double>(c.row_max[i]), expected) << where;
       } else {
         EXPECT_NEAR(static_cast<double>(c.row_max[i]), expected,
-                    1e-5 * std::max(1.0, std::abs(expected)))
+                    1e-5 * std::max(1.0, std::abs(expected)) + words_error(c, *table))
             << where;
       }
     }

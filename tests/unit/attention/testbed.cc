@@ -470,14 +470,23 @@ double Case::error_lse() const {
   return worst;
 }
 
+double words_error(const Case& c, const KernelTable& table) {
+  const bool any_i8 = std::any_of(c.kinds.begin(), c.kinds.end(), [](const TokenKind& k) {
+    return k.dtype_k == Dtype::kI8 || k.dtype_v == Dtype::kI8;
+  });
+  return table.has_bf16_dot && any_i8 ? kErrorI8Words : 0.0;
+}
+
 double error_bound(const Case& c, const KernelTable& table) {
-  const bool any_bf16 = std::any_of(c.kinds.begin(), c.kinds.end(), [](const TokenKind& k) {
-    return k.dtype_v == Dtype::kBf16 || k.dtype_v == Dtype::kI8;
+  const bool blocked = c.plan.blocked;  // there, bf16 weights meet int8 rows as well
+  const bool any_bf16 = std::any_of(c.kinds.begin(), c.kinds.end(), [&](const TokenKind& k) {
+    return k.dtype_v == Dtype::kBf16 || (blocked && k.dtype_v == Dtype::kI8);
   });
   double bound = kErrorFp32;
   if (table.has_bf16_dot && any_bf16 && !c.problem().fp32_weights) {
     bound += kErrorBf16Weights;
   }
+  bound += words_error(c, table);
   if (c.shape().dtype_o == Dtype::kBf16) {
     bound += kErrorBf16Output;
   } else if (c.shape().dtype_o == Dtype::kF16) {

@@ -121,6 +121,9 @@ class Case {
 void put(void* p, Dtype dtype, uint64_t i, float value);
 float get(const void* p, Dtype dtype, uint64_t i);
 
+// What words add to the errors of logits and results (exact.h); 0 where none are used.
+double words_error(const Case& c, const KernelTable& table);
+
 // The bounds of exact.h for a table and a storage dtype.
 double error_bound(const Case& c, const KernelTable& table);
 
