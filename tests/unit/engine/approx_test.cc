@@ -35,8 +35,10 @@ SpaceSpec indexed_spec(uint32_t kind, const std::string& name = "approx") {
 
 // K and V of some tokens, the same for every rig.
 struct Tokens {
-  explicit Tokens(uint32_t n, uint64_t seed = 7)
-      : n(n), k(Dtype::kF32, 1, n, kKvHeads, kDim), v(Dtype::kF32, 1, n, kKvHeads, kDim) {
+  explicit Tokens(uint32_t count, uint64_t seed = 7)
+      : n(count),
+        k(Dtype::kF32, 1, count, kKvHeads, kDim),
+        v(Dtype::kF32, 1, count, kKvHeads, kDim) {
     std::mt19937_64 random(seed);
     fill(&k, 1, n, kKvHeads, random, 1.5f);
     fill(&v, 1, n, kKvHeads, random);
