@@ -363,7 +363,8 @@ def phrases(maker_, n_tokens, rng, n_words):
     return Sample("phrases", tokens, n_tokens, answers, np.zeros(n_tokens, bool))
 
 
-# What training draws from: (weight, name, tokens for each query, options drawn by the rng).
+# What training draws from: (weight, name, tokens for each query, options drawn by the rng). Streams
+# have one query: a later one would be answered by copying the answer to the first.
 _EARLY_MIX = (
     (0.30, "text", 0, {}),
     (0.70, "phrases", 0, {}),
@@ -378,23 +379,23 @@ _MIX = (
     (0.04, "trace_2", 40, {"chains": (2, 6)}),
     (0.03, "trace_3", 50, {"chains": (2, 4)}),
     (0.03, "trace_4", 60, {"chains": (2, 4)}),
-    (0.05, "frequent_words", 60, {"power": (1.6, 2.4)}),
-    (0.05, "common_words", 80, {"share": (0.04, 0.08)}),
+    (0.05, "frequent_words", 0, {"power": (1.6, 2.4)}),
+    (0.05, "common_words", 0, {"share": (0.04, 0.15)}),
     (0.03, "copy", 128, {"length": (8, 33)}),
     (0.04, "question", 40, {"statements": (4, 10)}),
 )
 # Keys of one word are known by then, and counting is what takes longest.
 _LATE_MIX = (
-    (0.25, "text", 0, {}),
-    (0.16, "key_value", 14, {"words": (2, 2)}),
-    (0.20, "needle_multikey", 22, {"per_fact": (16, 64), "words": (2, 2)}),
+    (0.20, "text", 0, {}),
+    (0.08, "key_value", 14, {"words": (2, 2)}),
+    (0.14, "needle_multikey", 22, {"per_fact": (16, 64), "words": (2, 2)}),
     (0.03, "needle_single", 100, {}),
     (0.02, "trace_2", 40, {"chains": (2, 6)}),
     (0.02, "trace_4", 60, {"chains": (2, 4)}),
-    (0.10, "frequent_words", 60, {"power": (1.6, 2.4)}),
-    (0.12, "common_words", 80, {"share": (0.04, 0.08)}),
-    (0.05, "copy", 128, {"length": (8, 33)}),
-    (0.05, "question", 40, {"statements": (4, 10)}),
+    (0.22, "frequent_words", 0, {"power": (1.6, 2.4)}),
+    (0.22, "common_words", 0, {"share": (0.04, 0.15)}),
+    (0.03, "copy", 128, {"length": (8, 33)}),
+    (0.04, "question", 40, {"statements": (4, 10)}),
 )
 LATE_SHARE = 0.45       # of the plan, from which on training draws from _LATE_MIX
 
@@ -414,5 +415,5 @@ def training_sample(maker_, n_tokens, rng, early_words=0, share=0.0):
                      else int(rng.integers(low, high + 1))) for key, (low, high) in ranges.items()}
     if name not in ("key_value", "frequent_words", "common_words"):
         options["noise"] = bool(rng.random() < 0.2)
-    queries = max(1, min(256, n_tokens // spacing))
+    queries = max(1, min(256, n_tokens // spacing)) if spacing else 1
     return maker_.make(name, n_tokens, rng, queries=queries, **options)

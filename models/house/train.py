@@ -195,7 +195,10 @@ class Trainer:
             logits = self.model(tokens, positions, select=select)
         losses = F.cross_entropy(logits, tokens[:, 1:][counted], reduction="none")
         of_answer = answer[counted]
-        answers = losses[of_answer].sum() / max(1, int(of_answer.sum()))
+        # Every row counts the same: some have a hundred answers, others one.
+        row = counted.nonzero()[:, 0][of_answer]
+        n_answers = torch.bincount(row, minlength=len(tokens))
+        answers = (losses[of_answer] / n_answers[row]).sum() / max(1, int((n_answers > 0).sum()))
         loss = (losses[~of_answer].sum() / max(1, int((~of_answer).sum()))
                 + self.recipe.answer_weight * answers)
         loss.backward()
