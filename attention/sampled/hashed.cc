@@ -92,19 +92,24 @@ class Factors {
     c_.table->sampled->logits(&dots, &batch, products);
     c_.table->sampled->norms(batch.k, batch.dtype_k, c_.problem.dim_k, squares);
     std::fill_n(out, size_t{padded_rows(c_.rows)} * kGatherKeys, 0.0f);
+    double norms[kGatherKeys];
     for (uint32_t i = 0; i < batch.n; ++i) {
       const double of_center = products[c_.rows * kGatherKeys + i];
       const double k2 = static_cast<double>(squares[i]) * batch.k_scale[i] * batch.k_scale[i];
-      const double away = k2 - 2 * of_center + queries_.center_dot[c_.rows];
-      for (uint32_t r = 0; r < c_.rows; ++r) {
-        if ((rows_of_key[i] >> r & 1) == 0) {
-          continue;
-        }
-        const double norms = queries_.norm[r] * std::sqrt(std::max(away, 0.0));
+      norms[i] = std::sqrt(std::max(k2 - 2 * of_center + queries_.center_dot[c_.rows], 0.0));
+    }
+    for (uint32_t r = 0; r < c_.rows; ++r) {
+      float inverse[kGatherKeys];
+      for (uint32_t i = 0; i < batch.n; ++i) {
+        const double norm = queries_.norm[r] * norms[i];
         const double product = products[r * kGatherKeys + i] - queries_.center_dot[r];
-        const double cosine = norms > 0 ? product / norms : 0.0;
-        const double u = hash_index::inclusion_probability(cosine, c_.input->index.planes->params);
-        out[r * kGatherKeys + i] = static_cast<float>(1.0 / std::max(u, 1e-30));
+        inverse[i] = norm > 0 ? static_cast<float>(product / norm) : 0.0f;
+      }
+      hash_index::inverse_inclusion(inverse, batch.n, c_.input->index.planes->params, inverse);
+      for (uint32_t i = 0; i < batch.n; ++i) {
+        if ((rows_of_key[i] >> r & 1) != 0) {
+          out[r * kGatherKeys + i] = inverse[i];
+        }
       }
     }
   }
