@@ -289,10 +289,8 @@ void prepare_row(const Problem& problem, const QueryTransform& t, bool exact, ui
   }
 }
 
-}  // namespace
-
-// What rounding a query row to words may change, relative to its length. bf16 queries keep every bit
-// of channels down to 1/128 of the largest.
+// What rounding a query row to words may change, relative to its length. bf16 queries keep every
+// bit of channels down to 1/128 of the largest.
 constexpr float kI16QueryError = 0x1p-14f;
 
 // A row as integers of 16 bits times *step, a power of two; whether that is near enough. A row that
@@ -322,6 +320,8 @@ bool round_row(const float* in, uint32_t dim, int16_t* out, float* step) {
   }
   return error <= kI16QueryError * kI16QueryError * length;
 }
+
+}  // namespace
 
 void prepare_queries(const Problem& problem, const Plan& plan, void* prepared) {
   Carver carver(prepared);

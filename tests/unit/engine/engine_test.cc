@@ -6,6 +6,7 @@
 #include <malloc.h>
 #include <sys/mman.h>
 
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -410,6 +411,73 @@ TEST(Engine, EndsWithRequestsInFlight) {
                        [](RequestResult&&) { ADD_FAILURE() << "called after the end"; });
   }
   rig.engine.reset();
+}
+
+// Forks share int8 rows with their scales, copies of a tail page take both along, and reads from
+// inside a page find the scales of their rows.
+TEST(Engine, Int8RowsAreReadBackAfterForkTruncateAndAppend) {
+  Rig rig(2);
+  SpaceSpec spec = make_spec("int8", 1, kHeads, kHeads, kDim, kDim);
+  spec.params.dtype = KVM_DTYPE_I8;
+  const kvm_space_id space = rig.space(spec);
+  constexpr uint32_t kTokens = 300;
+  std::mt19937_64 random(6);
+  Buffer k(Dtype::kBf16, 1, 2 * kTokens, kHeads, kDim);
+  Buffer v(Dtype::kF32, 1, 2 * kTokens, kHeads, kDim);
+  fill(&k, 1, 2 * kTokens, kHeads, random);
+  fill(&v, 1, 2 * kTokens, kHeads, random);
+  const auto append = [&](kvm_seq_id seq, uint32_t n, uint32_t row) {
+    StepRequest step;
+    step.append = true;
+    step.space = space;
+    step.k = k.view();
+    step.v = v.view();
+    step.items = {append_item(seq, n, row)};
+    ASSERT_TRUE(rig.run(step).status.is_ok());
+  };
+  // rows[i]: which row of the tensors the token at position i has.
+  const auto expect = [&](kvm_seq_id seq, const std::vector<uint32_t>& rows) {
+    for (const uint64_t begin : {0u, 61u, 100u}) {
+      const uint64_t n = rows.size() - begin;
+      Buffer out_k(Dtype::kF32, 1, n, kHeads, kDim);
+      Buffer out_v(Dtype::kF32, 1, n, kHeads, kDim);
+      ReadRequest read;
+      read.seq = seq;
+      read.position = begin;
+      read.n_tokens = n;
+      read.k = out_k.view();
+      read.v = out_v.view();
+      ASSERT_TRUE(rig.run(read).status.is_ok());
+      for (uint64_t t = 0; t < n; ++t) {
+        for (uint32_t h = 0; h < kHeads; ++h) {
+          const uint32_t row = rows[begin + t];
+          ASSERT_EQ(out_k.get_row(0, t, h), round_row(Dtype::kI8, k.get_row(0, row, h)));
+          ASSERT_EQ(out_v.get_row(0, t, h), round_row(Dtype::kI8, v.get_row(0, row, h)));
+        }
+      }
+    }
+  };
+  const kvm_seq_id seq = rig.create(space);
+  append(seq, kTokens, 0);
+  const RequestResult forked = rig.verb(SeqVerb::kFork, seq, 170);
+  ASSERT_TRUE(forked.status.is_ok());
+  const kvm_seq_id child = forked.seq;
+  append(child, 50, kTokens);       // copies the tail page first
+  append(seq, 7, 2 * kTokens - 7);  // in place
+  ASSERT_TRUE(rig.verb(SeqVerb::kTruncate, child, 200).status.is_ok());
+  append(child, 3, 0);
+  std::vector<uint32_t> rows(kTokens);
+  std::iota(rows.begin(), rows.end(), 0u);
+  std::vector<uint32_t> child_rows(rows.begin(), rows.begin() + 170);
+  for (uint32_t i = 0; i < 7; ++i) {
+    rows.push_back(2 * kTokens - 7 + i);
+  }
+  for (uint32_t i = 0; i < 30; ++i) {
+    child_rows.push_back(kTokens + i);
+  }
+  child_rows.insert(child_rows.end(), {0, 1, 2});
+  expect(seq, rows);
+  expect(child, child_rows);
 }
 
 TEST(Engine, ReadGivesBackWhatWasAppended) {

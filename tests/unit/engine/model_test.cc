@@ -50,7 +50,7 @@ class Model {
     spec.policies = {sinks_recent(0, 0b1100, 70, 100, 30), sinks_recent(1, 0b0001, 0, 64),
                      sinks_recent(1, 0b0010, 3, 1, 5)};
     spec.codecs = {codec(0, 0b0001, KVM_DTYPE_F32, KVM_DTYPE_F16),
-                   codec(1, 0b1000, KVM_DTYPE_F16, KVM_DTYPE_BF16)};
+                   codec(1, 0b1000, KVM_DTYPE_I8, KVM_DTYPE_BF16)};
     space_id_ = store_->register_space(spec).value();
     space_ = store_->space(space_id_).value();
   }
@@ -418,8 +418,8 @@ class Model {
                                 .layer = layer,
                                 .class_index = pick(space_->layers[layer].classes.size()),
                                 .range = {begin * kPageTokens, end * kPageTokens},
-                                .dtype_k = static_cast<Dtype>(1 + pick(3)),
-                                .dtype_v = static_cast<Dtype>(1 + pick(3))});
+                                .dtype_k = static_cast<Dtype>(1 + pick(4)),
+                                .dtype_v = static_cast<Dtype>(1 + pick(4))});
     if (!status.is_ok()) {
       EXPECT_TRUE(status.code() == KVM_ERR_NO_SPACE || status.code() == KVM_ERR_QUOTA);
       EXPECT_EQ(accounts(), before);

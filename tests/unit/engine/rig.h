@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "base/dtype.h"
+#include "codecs/int8.h"
 #include "engine/engine.h"
 
 namespace kvm::engine::testing {
@@ -29,6 +30,21 @@ inline float round_to(Dtype dtype, float value) {
     default:
       return value;
   }
+}
+
+// A row as it is stored.
+inline std::vector<float> round_row(Dtype dtype, std::vector<float> row) {
+  if (dtype == Dtype::kI8) {
+    const auto n = static_cast<uint32_t>(row.size());
+    std::vector<int8_t> stored(n);
+    const uint16_t scale = codecs::encode_i8(row.data(), n, stored.data());
+    codecs::decode_i8(stored.data(), scale, n, row.data());
+    return row;
+  }
+  for (float& x : row) {
+    x = round_to(dtype, x);
+  }
+  return row;
 }
 
 // A tensor in memory of its own, packed or with gaps between rows and heads.
@@ -77,6 +93,13 @@ class Buffer {
       reinterpret_cast<uint16_t*>(bytes_.data())[at] =
           dtype_ == Dtype::kF16 ? f32_to_f16(value) : f32_to_bf16(value);
     }
+  }
+  std::vector<float> get_row(uint64_t layer, uint64_t row, uint64_t head) const {
+    std::vector<float> out(dim_);
+    for (uint64_t i = 0; i < dim_; ++i) {
+      out[i] = get(layer, row, head, i);
+    }
+    return out;
   }
   const std::vector<std::byte>& bytes() const { return bytes_; }
 

@@ -33,7 +33,7 @@ class World {
     group = groups[pick(0, 5)];
     dim_k = dims[pick(0, 6)];
     dim_v = dims[pick(0, 6)];
-    dtype = static_cast<Dtype>(pick(1, 3));
+    dtype = static_cast<Dtype>(pick(1, 4));
     spec = make_spec("world", kLayers, n_kv_heads * group, n_kv_heads, dim_k, dim_v);
     spec.params.dtype = static_cast<uint32_t>(dtype);
     spec.params.logit_softcap = pick(0, 2) == 0 ? 3.0f : 0.0f;
@@ -140,7 +140,7 @@ class World {
     }
     kvm_codec_params codec{};
     codec.kv_head_mask[0] = pick(1, (1u << n_kv_heads) - 1);
-    codec.dtype_k = codec.dtype_v = pick(1, 3);
+    codec.dtype_k = codec.dtype_v = pick(1, 4);
     spec.codecs.push_back(codec);
     spec.params.n_codecs = 1;
     for (uint32_t h = 0; h < n_kv_heads; ++h) {
@@ -242,11 +242,11 @@ class World {
           std::vector<float> k_row;
           std::vector<float> v_row;
           for (uint32_t h = 0; h < n_kv_heads; ++h) {
-            for (uint32_t i = 0; i < dim_k; ++i) {
-              k_row.push_back(round_to(head_dtypes[h], k.get(l, item.append_row + t, h, i)));
+            for (const float x : round_row(head_dtypes[h], k.get_row(l, item.append_row + t, h))) {
+              k_row.push_back(x);
             }
-            for (uint32_t i = 0; i < dim_v; ++i) {
-              v_row.push_back(round_to(head_dtypes[h], v.get(l, item.append_row + t, h, i)));
+            for (const float x : round_row(head_dtypes[h], v.get_row(l, item.append_row + t, h))) {
+              v_row.push_back(x);
             }
           }
           ModelLayer& layer = seq_of(item.seq).layers[request.layer_begin + l];
@@ -518,7 +518,7 @@ std::vector<std::byte> run_random_space(uint64_t seed, uint64_t cut_seed, uint32
                              .n_recent = pick(1, 2500)});
   }
   spec.codecs.push_back(
-      {.kv_head_mask = {some_heads(), 0}, .dtype_k = pick(1, 3), .dtype_v = pick(1, 3)});
+      {.kv_head_mask = {some_heads(), 0}, .dtype_k = pick(1, 4), .dtype_v = pick(1, 4)});
   for (uint32_t h = 0; pick(0, 1) == 0 && h < n_heads * group; ++h) {
     spec.sink_logits.assign(n_heads * group, 0.5f);
   }

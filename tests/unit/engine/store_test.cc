@@ -225,7 +225,7 @@ TEST_F(StoreTest, PiecesCoverTheTokensInOrder) {
 
 // --- Codecs -------------------------------------------------------------------------------------
 
-TEST_F(StoreTest, OneSequenceWithThreeCodecs) {
+TEST_F(StoreTest, OneSequenceWithFourCodecs) {
   SpaceSpec spec = make_spec("m", 1, 2, 16);
   spec.params.dtype = KVM_DTYPE_F32;
   const kvm_space_id space = store_->register_space(spec).value();
@@ -242,9 +242,15 @@ TEST_F(StoreTest, OneSequenceWithThreeCodecs) {
                   .is_ok());
   ASSERT_TRUE(store_
                   ->apply(seq, {.kind = policies::ActionKind::kDemote,
-                                .range = {kPageTokens, 3 * kPageTokens},
+                                .range = {kPageTokens, 2 * kPageTokens},
                                 .dtype_k = Dtype::kF16,
                                 .dtype_v = Dtype::kF32})
+                  .is_ok());
+  ASSERT_TRUE(store_
+                  ->apply(seq, {.kind = policies::ActionKind::kDemote,
+                                .range = {2 * kPageTokens, 3 * kPageTokens},
+                                .dtype_k = Dtype::kF32,
+                                .dtype_v = Dtype::kI8})
                   .is_ok());
   std::vector<KvRun> runs;
   store_->collect_runs(seq, 0, 0, &runs);
@@ -252,6 +258,9 @@ TEST_F(StoreTest, OneSequenceWithThreeCodecs) {
   EXPECT_EQ(runs[0].dtype_k, Dtype::kBf16);
   EXPECT_EQ(runs[1].dtype_k, Dtype::kF16);
   EXPECT_EQ(runs[1].dtype_v, Dtype::kF32);
+  EXPECT_EQ(runs[2].dtype_v, Dtype::kI8);
+  EXPECT_EQ(runs[2].k_scale, nullptr);
+  EXPECT_NE(runs[2].v_scale, nullptr);
   EXPECT_EQ(runs[3].dtype_k, Dtype::kF32);
   expect_all(seq, tokens);
   // The fork has the old pages, so nothing is saved yet; then it goes.

@@ -52,15 +52,15 @@ inline kvm_codec_params codec(uint32_t layer, uint64_t head_mask, uint32_t dtype
           .dtype_v = dtype_v};
 }
 
-// Element i of the K (plane 0) or V (plane 1) row of a token: an integer below 256, which every
-// dtype holds exactly. Eight of them tell tokens apart.
+// Element i of the K (plane 0) or V (plane 1) row of a token: an integer below 128, which every
+// dtype holds exactly, int8 too since each row has a 127. Eight of them tell tokens apart.
 inline float row_element(uint64_t token, uint32_t layer, uint32_t kv_head, uint32_t plane,
                          uint32_t i) {
   uint64_t x = token * 0x9e3779b97f4a7c15u + layer * 8191 + kv_head * 131 + plane * 17 + 1;
   x ^= x >> 29;
   x *= 0xbf58476d1ce4e5b9u;
   x ^= x >> 32;
-  return static_cast<float>(x >> (i % 8 * 8) & 0xff);
+  return i % 8 == 6 ? 127.0f : static_cast<float>(x >> (i % 8 * 8) & 0x7f);
 }
 
 // Writes the rows of `tokens` (numbers that identify them) where the pieces of item `item` say.
@@ -82,8 +82,12 @@ inline void write_rows(const std::vector<AppendPiece>& pieces, uint32_t item, ui
           std::byte* to =
               plane == 0 ? piece.k + h * slab_class.k_head_bytes() + t * slab_class.k_row_bytes()
                          : piece.v + h * slab_class.v_head_bytes() + t * slab_class.v_row_bytes();
-          codecs::convert(row.data(), Dtype::kF32, to,
-                          plane == 0 ? slab_class.dtype_k : slab_class.dtype_v, dim);
+          uint16_t* scales = plane == 0 ? piece.k_scale : piece.v_scale;
+          codecs::convert_rows(
+              {row.data(), Dtype::kF32},
+              {to, plane == 0 ? slab_class.dtype_k : slab_class.dtype_v, 0, 0, nullptr,
+               scales == nullptr ? nullptr : scales + h * kPageTokens + t},
+              1, 1, dim);
         }
       }
     }
@@ -164,8 +168,12 @@ void expect_content(const Store& store, const Sequence* seq, uint32_t layer, uin
         const Dtype dtype = plane == 0 ? run.dtype_k : run.dtype_v;
         const uint64_t row_bytes = uint64_t{dim} * dtype_size_bytes(dtype);
         const char* base = static_cast<const char*>(plane == 0 ? run.k : run.v);
-        codecs::convert(base + (place.head * kPageTokens + t) * row_bytes, dtype, row.data(),
-                        Dtype::kF32, dim);
+        const uint64_t at = place.head * kPageTokens + t;
+        const uint16_t* scales = plane == 0 ? run.k_scale : run.v_scale;
+        ASSERT_EQ(scales != nullptr, dtype == Dtype::kI8);
+        codecs::convert_rows({base + at * row_bytes, dtype, 0, 0, nullptr,
+                              scales == nullptr ? nullptr : scales + at},
+                             {row.data(), Dtype::kF32}, 1, 1, dim);
         // The first eight elements tell tokens apart, the last says that the row is whole.
         for (uint32_t i = 0; i < dim; i = i == 7 && dim > 8 ? dim - 1 : i + 1) {
           if (row[i] != row_element(tokens[position], writer, kv_head, plane, i)) {
