@@ -422,6 +422,56 @@ TEST_F(Abi, ReadGivesBackWhatWasAppended) {
   EXPECT_EQ(kvm_read(queue_, &params), KVM_ERR_INVALID) << "beyond the end";
 }
 
+// What is read back is near what was appended, attention is that over what is read back, and no
+// tensor has int8 itself.
+TEST_F(Abi, Int8IsForStorageOnly) {
+  geometry_.dtype = KVM_DTYPE_I8;
+  space_ = register_space(client_, "int8", geometry_);
+  kvm_space_info info{};
+  info.struct_size = sizeof(info);
+  ASSERT_EQ(kvm_space_get_info(client_, space_, &info), KVM_OK) << kvm_last_error();
+  EXPECT_EQ(info.bytes_per_token,
+            2ull * geometry_.n_layers * geometry_.n_kv_heads * (geometry_.dim + 2));
+  const kvm_seq_id seq = make_seq();
+  NaiveLayer appended(geometry_);
+  append(seq, 0, 150, &appended);
+  std::vector<float> k(kv_floats(150));
+  std::vector<float> v(kv_floats(150));
+  kvm_read_params read{};
+  read.struct_size = sizeof(read);
+  read.seq = seq;
+  read.n_tokens = 150;
+  read.k = tensor_of(k);
+  read.v = tensor_of(v);
+  ASSERT_EQ(kvm_read(queue_, &read), KVM_OK) << kvm_last_error();
+  for (size_t row = 0; row < k.size(); row += geometry_.dim) {
+    float largest = 0;
+    float off = 0;
+    for (size_t i = row; i < row + geometry_.dim; ++i) {
+      largest = std::max(largest, std::fabs(appended.k()[i]));
+      off = std::max(off, std::fabs(appended.k()[i] - k[i]));
+    }
+    EXPECT_LE(off, largest / 127 * 0.51f);
+    EXPECT_GT(off, 0.0f);
+  }
+  NaiveLayer stored(geometry_);
+  stored.append(k, v);
+  const auto q = random_floats(&random_, q_floats(9));
+  std::vector<float> o(q_floats(9), -1);
+  std::vector<float> lse(size_t{9} * geometry_.n_q_heads, -1);
+  const kvm_item query = query_item(seq, 9);
+  kvm_step_params attend = step_params(&query, 1, 0);
+  attend.q = tensor_of(q);
+  attend.o = tensor_of(o);
+  attend.lse = tensor_of(lse);
+  ASSERT_EQ(kvm_attend(queue_, &attend, nullptr), KVM_OK) << kvm_last_error();
+  compare(stored, q, 9, 141, o, lse, 5e-4);
+  read.k.dtype = KVM_DTYPE_I8;
+  EXPECT_EQ(kvm_read(queue_, &read), KVM_ERR_INVALID);
+  attend.q.dtype = KVM_DTYPE_I8;
+  EXPECT_EQ(kvm_attend(queue_, &attend, nullptr), KVM_ERR_INVALID);
+}
+
 TEST_F(Abi, ObserveIsKept) {
   const kvm_seq_id seq = make_seq();
   NaiveLayer naive(geometry_);

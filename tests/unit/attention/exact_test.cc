@@ -163,6 +163,26 @@ TEST(Exact, HugeLogitsStayFinite) {
   }
 }
 
+// An int8 row that was not finite has scale NaN, and who sees it is told so.
+TEST(Exact, ValuesWithScaleNaNShow) {
+  for (uint32_t n_query : {1u, 12u}) {
+    Case c(Shape{.n_query = n_query, .n_tokens = 200}, 4);
+    set_kinds(c, Dtype::kI8, Dtype::kI8);
+    for (int cuts : {0, 50}) {
+      c.store(cuts);
+      const KvRun& run = c.problem().runs.front();  // every row sees its first token
+      *const_cast<uint16_t*>(run.v_scale + c.shape().head * kPageTokens) = 0x7fc0;
+      for (const KernelTable* table : available_tables()) {
+        c.run(table);
+        for (float x : c.o)
+          ASSERT_TRUE(std::isnan(x)) << table->name;
+        for (float x : c.lse)
+          ASSERT_TRUE(std::isfinite(x)) << table->name;
+      }
+    }
+  }
+}
+
 TEST(Exact, LargeLogits) {
   for (uint32_t n_query : {1u, 12u}) {
     Case c(Shape{.n_query = n_query, .n_tokens = 500, .q_size = 30.0f}, 3);
