@@ -5,8 +5,9 @@
 
 Writes evaluation.json, evaluation.md, and passkey.svg: the share of single needles found, by
 length and by where the needle stands. An answer counts when every one of its tokens is the
-likeliest; where the order is free, when greedy decoding gives the same words. Intervals are
-Wilson's at 95 %. Samples are seeded and sums run in a fixed order: the same machine gives the same
+likeliest; where the order is free, when greedy decoding gives the same words. For streams the share
+of the asked words that greedy decoding names, in any order, stands beside it: RULER's measure (Hsieh
+et al., arXiv 2404.06654) of its aggregation tasks. Intervals are Wilson's at 95 %. Samples are seeded and sums run in a fixed order: the same machine gives the same
 figures again. Results are kept in --out for each task and length while it runs, so an interrupted
 evaluation continues.
 """
@@ -30,6 +31,7 @@ import tasks
 HERE = os.path.dirname(os.path.abspath(__file__))
 LENGTHS = "1024:100,4096:100,8192:100,16384:40,32768:20"
 DEPTHS = 5
+STREAMS = ("frequent_words", "common_words")
 TEXT_WINDOW = 2048
 
 
@@ -42,18 +44,20 @@ def wilson(right, n, z=1.959964):
 
 
 def is_right(model, sample, device):
-    """Whether greedy decoding after the question gives the answer."""
+    """(whether greedy decoding after the question gives the answer, the share of its words that it
+    names or None where that is not asked for)."""
     begin, answer = sample.answer_begin, sample.tokens[sample.answer_begin:].tolist()
-    if sample.unordered:
+    if sample.name in STREAMS:
         found = model.generate(sample.tokens[:begin].tolist(), len(answer))
-        return sorted(found) == sorted(answer)
+        right = sorted(found) == sorted(answer) if sample.unordered else found == answer
+        return right, len(set(found) & set(answer)) / len(answer)
     # Each step is right after a right start exactly when decoding gives the whole answer.
     tokens = torch.from_numpy(sample.tokens[None, :-1]).long().to(device)
     select = torch.zeros_like(tokens, dtype=torch.bool)
     select[0, begin - 1:] = True
     with torch.inference_mode():
         found = model(tokens, select=select).argmax(-1).tolist()
-    return found == answer
+    return found == answer, None
 
 
 def bits_per_byte(model, texts, tokenizer, device):
@@ -104,13 +108,18 @@ class Evaluation:
         return self.figures[key]
 
     def accuracy(self, name, n_tokens, count, **options):
-        """{"right", "n", "low", "high"} over seeds 0 ... count - 1."""
+        """{"right", "n", "low", "high"} over seeds 0 ... count - 1; of streams also "named", the
+        mean share of the words."""
         def compute():
-            right = sum(is_right(self.model, tasks.make(name, n_tokens, seed, self.tokenizer,
-                                                        **options), self.arguments.device)
-                        for seed in range(count))
+            answers = [is_right(self.model, tasks.make(name, n_tokens, seed, self.tokenizer,
+                                                       **options), self.arguments.device)
+                       for seed in range(count)]
+            right = sum(each for each, _ in answers)
             low, high = wilson(right, count)
-            return {"right": right, "n": count, "low": round(low, 4), "high": round(high, 4)}
+            found = {"right": right, "n": count, "low": round(low, 4), "high": round(high, 4)}
+            if name in STREAMS:
+                found["named"] = round(sum(share for _, share in answers) / count, 4)
+            return found
         tag = "".join(f" {key}={value:.2f}" for key, value in options.items())
         return self.keep(f"{name} {n_tokens}{tag} n={count}", compute)
 
@@ -149,7 +158,8 @@ def report(evaluation, lengths, names):
         for n, count in lengths:
             each = evaluation.accuracy(name, n, count)
             cells.append(f"{100 * each['right'] / each['n']:.0f} "
-                         f"({100 * each['low']:.0f}-{100 * each['high']:.0f})")
+                         f"({100 * each['low']:.0f}-{100 * each['high']:.0f})"
+                         + (f", words {100 * each['named']:.0f}" if "named" in each else ""))
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     if not evaluation.arguments.no_text:
         lines += ["", "| held-out text | bits per byte |", "|---|---|"]
