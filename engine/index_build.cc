@@ -131,25 +131,28 @@ IndexBuild::IndexBuild(Sequence* seq, const Space& space, uint32_t layer,
 void IndexBuild::plan_frames(const IndexRef& ref, Head* head) const {
   head->first_frame = n_frames_for(head->block_begin);
   head->n_frames = n_frames_for(head->block_end) - head->first_frame;
-  if (head->first_frame != 0) {
-    const std::vector<IndexFramePtr>& frames = ref.data->heads[head->kv_head].frames;
-    const IndexFramePtr& last = frames[head->first_frame - 1];
-    head->previous = last == nullptr ? nullptr : last->frame;
+  // The last that there is, as in a build of all runs at once.
+  for (uint64_t i = head->first_frame; i > 0 && head->previous == nullptr; --i) {
+    const IndexFramePtr& frame = ref.data->heads[head->kv_head].frames[i - 1];
+    head->previous = frame == nullptr ? nullptr : frame->frame;
   }
 }
 
 void IndexBuild::plan_tables(const IndexRef& ref, Head* head) const {
-  for (const HashRun& run : hash_runs(head->block_end * kPageTokens, head->config.min_tokens)) {
-    bool is_there = false;
-    if (ref.data != nullptr) {
-      const std::vector<IndexTablesPtr>& tables = ref.data->heads[head->kv_head].tables;
-      is_there = std::any_of(tables.begin(), tables.end(),
-                             [&run](const IndexTablesPtr& t) { return t->run == run; });
+  const auto is_there = [&](const HashRun& run) {
+    // Those beyond the blocks that hold are of tokens that a fork or a truncate left behind.
+    if (ref.data == nullptr || run.end() > head->block_begin * kPageTokens) {
+      return false;
     }
+    const std::vector<IndexTablesPtr>& tables = ref.data->heads[head->kv_head].tables;
+    return std::any_of(tables.begin(), tables.end(),
+                       [&run](const IndexTablesPtr& t) { return t->run == run; });
+  };
+  for (const HashRun& run : hash_runs(head->block_end * kPageTokens, head->config.min_tokens)) {
     // Tables hold every key of their run.
-    const std::vector<KvRun> stored =
-        runs_between(runs_of(*head), run.position, run.end(), *space_);
-    if (!is_there && count_tokens(stored) == run.n_keys) {
+    if (!is_there(run) &&
+        count_tokens(runs_between(runs_of(*head), run.position, run.end(), *space_)) ==
+            run.n_keys) {
       head->tables.emplace_back().run = run;
     }
   }

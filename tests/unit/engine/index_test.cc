@@ -343,6 +343,36 @@ TEST(Index, ForksShareItUntilTheyGrow) {
   EXPECT_EQ(stats_of(*rig.store).index_bytes, 0u);
 }
 
+// The parent's tables of these positions are of other tokens.
+TEST(Index, ForksThatDivergeHashTheirOwnTokens) {
+  for (const bool truncates : {false, true}) {
+    Rig rig;
+    Sequence* parent = rig.create();
+    std::vector<uint64_t> tokens = numbered(0, 1100);
+    ASSERT_TRUE(append_keys(*rig.store, parent, tokens).is_ok());
+    build_index(*rig.store, parent);
+    Sequence* child = rig.fork(parent, truncates ? 1100 : 700);
+    if (truncates) {
+      ASSERT_TRUE(rig.store->truncate_seq(child, 700).is_ok());
+    }
+    tokens.resize(700);
+    const std::vector<uint64_t> fresh = numbered(5000, 400);
+    tokens.insert(tokens.end(), fresh.begin(), fresh.end());
+    ASSERT_TRUE(append_keys(*rig.store, child, fresh).is_ok());
+    build_index(*rig.store, child);
+    rig.store->check_accounts();
+
+    Sequence* scratch = rig.create();
+    ASSERT_TRUE(append_keys(*rig.store, scratch, tokens).is_ok());
+    build_index(*rig.store, scratch);
+    EXPECT_EQ(content_of(*rig.store, scratch, 1).tables.size(), 1u);
+    for (const uint32_t head : {0u, 1u}) {
+      EXPECT_TRUE(content_of(*rig.store, child, head) == content_of(*rig.store, scratch, head))
+          << "head " << head << (truncates ? ", truncated" : ", forked");
+    }
+  }
+}
+
 TEST(Index, WithoutMemoryTokensStayUnindexed) {
   const std::vector<uint64_t> tokens = numbered(0, 4000);
   uint64_t page_bytes = 0;
