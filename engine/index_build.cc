@@ -338,8 +338,14 @@ uint64_t IndexBuild::open_sketches(uint32_t head_index, HeadIndex* index, const 
         if (!bank.charge(size_bytes)) {
           return block;
         }
-        made = std::shared_ptr<const IndexFrame>(
-            new IndexFrame{head.frames[i], ChargedMemory(bank, size_bytes)});
+        // An allocation that throws would leave the charge without an owner.
+        const IndexFrame* owner =
+            new (std::nothrow) IndexFrame{head.frames[i], ChargedMemory(bank, size_bytes)};
+        if (owner == nullptr) {
+          bank.uncharge(size_bytes);
+          return block;
+        }
+        made.reset(owner);
       }
       index->frames.push_back(std::move(made));
     }
@@ -379,10 +385,16 @@ void IndexBuild::open_tables(uint32_t head_index, HeadIndex* index, const IndexB
       refuse(&made);
       continue;
     }
-    made.tables.reset(new IndexTables{.run = made.run,
-                                      .center = std::move(made.center),
-                                      .tables = nullptr,
-                                      .memory = ChargedMemory(bank, size_bytes)});
+    auto* owner = new (std::nothrow) IndexTables{.run = made.run,
+                                                 .center = std::move(made.center),
+                                                 .tables = nullptr,
+                                                 .memory = ChargedMemory(bank, size_bytes)};
+    if (owner == nullptr) {
+      bank.uncharge(size_bytes);
+      refuse(&made);
+      continue;
+    }
+    made.tables.reset(owner);
     made.tables->tables.reset(static_cast<std::byte*>(std::aligned_alloc(
         kTableAlign, (table_bytes + kTableAlign - 1) / kTableAlign * kTableAlign)));
     if (made.tables->tables == nullptr) {
