@@ -64,6 +64,10 @@ uint64_t free_memory_bytes() {
   return most > used ? std::min(available, most - used) : available;
 }
 
+bool has_expired(const StepRequest& request) {
+  return request.deadline_ns != 0 && now_ns() >= request.deadline_ns;
+}
+
 class EngineImpl final : public Engine {
  public:
   EngineImpl(const EngineOptions& options, std::unique_ptr<Store> store)
@@ -392,7 +396,7 @@ void EngineImpl::start(Request* request) {
 void EngineImpl::find_index_work(Request* request) {
   request->indexing.clear();
   if (const auto* step = std::get_if<StepRequest>(&request->what)) {
-    if (!step->attend || step->mode <= KVM_MODE_EXACT) {
+    if (!step->attend || step->mode <= KVM_MODE_EXACT || has_expired(*step)) {
       return;
     }
     for (const kvm_item& item : step->items) {
@@ -454,7 +458,7 @@ void EngineImpl::start_work(Request* request) {
 
 Status EngineImpl::begin(Request* request, JobPlan* plan, bool* is_small) {
   if (const auto* step = std::get_if<StepRequest>(&request->what)) {
-    if (step->deadline_ns != 0 && now_ns() >= step->deadline_ns) {
+    if (has_expired(*step)) {
       return {KVM_ERR_DEADLINE, fmt::format("the deadline, {} ns, has passed before the request "
                                             "began",
                                             step->deadline_ns)};

@@ -278,6 +278,24 @@ TEST(Approx, AForkAnswersAsItsParent) {
   EXPECT_TRUE(same_bits(world.attend(asked, 1, child), expected));
 }
 
+TEST(Approx, NothingIsIndexedForARequestThatIsTooLate) {
+  Tokens tokens(kTokens);
+  World world(KVM_INDEX_SKETCH);
+  fill_world(&world, &tokens);
+  Buffer q(Dtype::kF32, 1, 1, kQHeads, kDim);
+  Buffer o(Dtype::kF32, 1, 1, kQHeads, kDim);
+  StepRequest step;
+  step.attend = true;
+  step.space = world.id;
+  step.items = {query_item(world.seq, 1)};
+  step.mode = KVM_MODE_SAMPLED;
+  step.deadline_ns = 1;
+  step.q = q.view();
+  step.o = o.view();
+  EXPECT_EQ(world.run(std::move(step)).status.code(), KVM_ERR_DEADLINE);
+  EXPECT_EQ(world.engine->stats().n_index_blocks, 0u);
+}
+
 TEST(Approx, SeveralQueryTokensAndManyAreExact) {
   Tokens tokens(kTokens);
   World world(KVM_INDEX_SKETCH);
