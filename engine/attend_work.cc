@@ -18,7 +18,7 @@ constexpr uint64_t kTasksPerThread = 16;
 constexpr uint64_t kMaxSharedBytes = 256 << 20;
 // States and prepared queries together; a request that needs more is refused.
 constexpr uint64_t kMaxRequestBytes = 1 << 30;
-// What a request keeps for the next one.
+// What a request keeps for the next one, and a thread of its scratch.
 constexpr size_t kKeepBytes = 64 << 20;
 constexpr size_t kKeepVectorBytes = 4 << 20;
 // Rows of a blocked problem that one task takes through a chunk: enough to make up for repacking
@@ -226,7 +226,8 @@ Status AttendWork::choose_rule(const View& whole, View* view) {
                         "layer {} begins to hide tokens; attend to the rows before it apart",
                         whole.item, view->rule.end, request_->layer_begin)};
   }
-  const bool is_extra = view->first_row != 0 && view->max_rows == UINT32_MAX;
+  // Views that begin where max_rows cut are bounded by the number of items.
+  const bool is_extra = view->first_row % view->max_rows != 0;
   n_extra_views_ += is_extra ? 1 : 0;
   if (n_extra_views_ > kMaxExtraViews) {
     return {KVM_ERR_LIMIT,
@@ -555,10 +556,12 @@ bool AttendWork::prepare(uint32_t task, ThreadWorkspace& workspace) {
   if (task >= prepare_.size()) {
     const ApproxHead& head = approx_[task - prepare_.size()];
     std::byte* scratch = workspace.scratch.reserve(head.plan.scratch_bytes);
-    if (scratch != nullptr) {
-      attention::prepare_approx(head.input, head.plan, shared_ + head.prepared_at, scratch);
+    if (scratch == nullptr) {
+      return false;
     }
-    return scratch != nullptr;
+    attention::prepare_approx(head.input, head.plan, shared_ + head.prepared_at, scratch);
+    workspace.scratch.shrink(kKeepBytes);
+    return true;
   }
   const Head& head = heads_[prepare_[task]];
   attention::prepare_queries(head.problem, head.plan, shared_ + head.prepared_at);
@@ -671,6 +674,8 @@ bool AttendWork::evaluate_shard(const Task& task, ThreadWorkspace& workspace) {
     attention::finish_approx(head.input, head.plan, prepared, scratch, states, &head.report);
     write_errors(head);
   }
+  // A large budget takes scratch that grows with it, and no request pays for what stays.
+  workspace.scratch.shrink(kKeepBytes);
   return true;
 }
 
