@@ -20,6 +20,7 @@ namespace {
 // Longer queries than that count as zero: products with keys (1e15 at most) stay finite.
 constexpr double kMaxQuery = 1e15;
 constexpr float kMaxLog2C = 1e30f;
+constexpr double kLeastOfTypical = 0.25;
 
 const ScanKernels& kernels_of(const ScanTable* table) {
   return *(table != nullptr ? *table : active_scan_table()).kernels;
@@ -209,6 +210,21 @@ void set_basis_part(const Basis& basis, const float* q, uint32_t row, float scal
   }
 }
 
+// Raises norms [64] to kLeastOfTypical of what is typical of the block. A key's part in the variance
+// of o goes with |v - o|: one whose value vanishes counts as well, for it belongs to the denominator.
+// Typical is the squared mean of roots, which one huge value hardly moves.
+void raise_norms(float* norms) {
+  double sum = 0;
+  for (uint32_t i = 0; i < kBlockKeys; ++i) {
+    sum += std::sqrt(double{norms[i]});
+  }
+  const double mean = sum / kBlockKeys;
+  const auto least = static_cast<float>(kLeastOfTypical * mean * mean);
+  for (uint32_t i = 0; i < kBlockKeys; ++i) {
+    norms[i] = std::max(norms[i], least);
+  }
+}
+
 }  // namespace
 
 float permanent_random(uint64_t seed, uint64_t position) {
@@ -241,6 +257,7 @@ void encode_block(const Frame& frame, const KvRun& run, uint32_t head, uint32_t 
   };
   KVM_ASSERT(dim_v <= kMaxSketchDim);
   kernels.norms(plane(run.v, run.dtype_v, run.v_scale, dim_v), read_as(run.dtype_v), dim_v, norms);
+  raise_norms(norms);
   EncodeArgs args{};
   args.shape = block_shape(basis.kind, basis.dim_k);
   args.k = plane(run.k, run.dtype_k, run.k_scale, basis.dim_k);

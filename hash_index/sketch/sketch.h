@@ -11,7 +11,8 @@
 // Its first `lead` coordinates are kept as int8; the rest x is rotated at random and coded with 1
 // or 2 bits for each coordinate after RaBitQ (Gao and Long, arXiv 2405.12497; several bits:
 // 2409.09913): codeword y, factor f = |x|^2 / <y, x>, and <x, q'> is estimated by f <y, q'>. f and
-// |v| are stored as bf16. The basis is a matter of variance only: whatever it is, estimates are
+// |v| are stored as bf16, |v| as at least a quarter of what is typical of the block: (mean of the
+// roots of |v|)^2. The basis is a matter of variance only: whatever it is, estimates are
 // unbiased over the rotation. models/house/sketches.py is the reference.
 //
 // Functions that take a `table` use its instructions; null: those of active_scan_table(). Blocks
@@ -98,7 +99,7 @@ size_t scan_query_bytes(const Frame& frame, uint32_t n_rows, const ScanTable* ta
 void prepare_scan(const Frame& frame, const float* q, uint32_t n_rows, float scale, void* out,
                   const SketchSpan* like = nullptr, const ScanTable* table = nullptr);
 
-// Estimated logits of one block for all rows, and |v|: logits [n_rows][64], value_norms [64].
+// Estimated logits of one block for all rows, and |v| as stored: logits [n_rows][64], value_norms [64].
 void scan_logits(const SketchSpan& span, uint32_t n_rows, uint32_t block, float* logits,
                  float* value_norms, const ScanTable* table = nullptr);
 

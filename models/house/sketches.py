@@ -24,6 +24,8 @@ from kvrec import from_bf16, to_bf16
 MIX_ADD, MIX_SEED = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD1342543DE82EF95)
 LEAD_RANGE_SD = 16.0   # wide: a late sink lies many standard deviations out
 SHRINK = 0.3           # how far C_q is pulled to the identity in the balanced basis
+BLOCK_KEYS = 64
+LEAST_OF_TYPICAL = 0.25   # of the block's typical |v|, that a key counts at least
 KINDS = {"1b": (0, 1), "8i8+1b": (8, 1), "2b": (0, 2)}   # (coordinates in int8, bits of the rest)
 
 
@@ -140,7 +142,7 @@ class Sketch:
     lead_scale: np.ndarray   # [lead]
     code: np.ndarray         # [N, d]: the codewords y
     factor: np.ndarray       # [N]: f as bf16
-    value_norm: np.ndarray   # [N]: |v| as bf16
+    value_norm: np.ndarray   # [N]: |v| as bf16, raised by `raise_norms`
     rest_norm: np.ndarray    # [N]: |x|; for `alignment`, not stored
     seed: int
     bytes_per_key: float
@@ -161,6 +163,17 @@ class Sketch:
         f = |x|^2 / <y, x> gives the cosine |x| / (f |y|), up to the rounding of f.
         """
         return float(np.mean(self.rest_norm / (self.factor * np.linalg.norm(self.code, axis=1))))
+
+
+def raise_norms(norms):
+    """|v| [N], at least a quarter of what is typical of the block: (mean of the roots)^2.
+
+    A key's part in the variance of o goes with |v - o|: with v = 0 it still belongs to the
+    denominator. The mean of roots is hardly moved by one huge value.
+    """
+    edges = np.arange(0, len(norms), BLOCK_KEYS)
+    mean = np.add.reduceat(np.sqrt(norms), edges) / np.diff(np.append(edges, len(norms)))
+    return np.maximum(norms, LEAST_OF_TYPICAL * np.repeat(mean**2, BLOCK_KEYS)[:len(norms)])
 
 
 def build(kind, keys, values, queries=None, seed=1):
@@ -189,6 +202,6 @@ def build(kind, keys, values, queries=None, seed=1):
     dot = np.einsum("nd,nd->n", code, rest)
     square = np.einsum("nd,nd->n", rest, rest)
     factor = np.divide(square, dot, out=np.zeros_like(dot), where=dot > 0)
-    value_norm = round_bf16(np.linalg.norm(np.asarray(values, np.float64), axis=1))
+    value_norm = round_bf16(raise_norms(np.linalg.norm(np.asarray(values, np.float64), axis=1)))
     return Sketch(kind, center, basis, stored, scale, code, round_bf16(factor), value_norm,
                   np.sqrt(square), seed, lead + bits * dim / 8 + 4)

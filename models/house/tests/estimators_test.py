@@ -161,6 +161,25 @@ class ExactTest(unittest.TestCase):
             self.assertLess(relative(estimate, truth).max(), 1e-9)
             np.testing.assert_allclose(estimate.lse, truth.lse, atol=1e-9)
 
+    def test_keys_without_a_value_are_drawn(self):
+        norms = np.ones(150)
+        norms[[3, 70]] = 0.0
+        norms[128:] = 0.0      # nothing to compare with
+        norms[100] = 1e6
+        raised = sketches.raise_norms(norms)
+        self.assertAlmostEqual(raised[3], 0.25 * (63 / 64)**2)
+        self.assertAlmostEqual(raised[70], 0.25 * (1062 / 64)**2)
+        self.assertEqual(raised[100], 1e6)
+        self.assertTrue(np.all(raised[128:] == 0))
+        problem = make_problem()
+        key = problem.rest[17]
+        problem.k[key], problem.v[key] = 2 * problem.q[0], 0.0
+        problem = estimators.Problem(problem.q, problem.k, problem.v, problem.scale,
+                                     problem.in_exact)
+        sketch, scores = sketch_scores(problem, "2b")
+        found = estimators.sampled(problem, scores, sketch.value_norm, 40, 1)
+        self.assertAlmostEqual(found.lse[0], estimators.exact(problem).lse[0], places=2)
+
     def test_errors_fall_with_the_budget(self):
         problem = make_problem()
         truth = estimators.exact(problem)
