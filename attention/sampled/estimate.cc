@@ -25,6 +25,9 @@ double dot(std::span<const double> a, std::span<const double> b) {
 
 double root(double x) { return std::sqrt(std::max(x, 0.0)); }
 
+// What came of sums that overflowed is no small number.
+double known(double x) { return std::isnan(x) ? INFINITY : x; }
+
 }  // namespace
 
 double kappa_of(double delta) {
@@ -68,9 +71,13 @@ RowEstimate estimate_row(const RowTotals& t, const Kappas& kappas, std::span<dou
   }
   if (t.open <= 0) {
     // Nothing of what was left to chance was drawn: no sigma can be had from the sample. What the
-    // sketch says of it may be missing, and moves o by twice its share at most of |o|.
-    const double share = e.mass > 0 ? t.open_mass / e.mass : 1.0;
-    e.bar = std::max(e.bar, 2 * share * e.norm_o);
+    // sketch says of it may be missing, and moves o by its share of |v - o|. Of how long its values
+    // are, the closed keys give an idea; without them only what is below the floor is known.
+    const double share = known(e.mass > 0 ? t.open_mass / e.mass : 1.0);
+    const double length = t.closed > 0 ? root(t.norm2 / t.closed) : INFINITY;
+    if (share > kBarFloor / 2) {
+      e.bar = std::max(e.bar, known(share * (e.norm_o + length)));
+    }
     e.bar_lse = std::max(e.bar_lse, share);
     return e;
   }
@@ -96,8 +103,9 @@ RowEstimate estimate_row(const RowTotals& t, const Kappas& kappas, std::span<dou
   const double model = a * root(noisy * t.spread * r2) / e.mass;
   const double model_lse = a * root((noisy - 1) * t.spread) / e.lse_mass;
   const double growth = std::max(1.0, std::exp((std::min(variance, 50.0) - kNoiseAllowance) / 2));
-  e.bar = std::max(e.bar, kappas.o * growth * std::max(e.sigma_o, model));
-  e.bar_lse = std::max(e.bar_lse, kappas.lse * growth * std::max(e.sigma_lse, model_lse));
+  e.bar = std::max(e.bar, kappas.o * growth * std::max(known(e.sigma_o), known(model)));
+  e.bar_lse =
+      std::max(e.bar_lse, kappas.lse * growth * std::max(known(e.sigma_lse), known(model_lse)));
   return e;
 }
 

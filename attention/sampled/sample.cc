@@ -193,7 +193,9 @@ void draw_shard(const Context& c, uint64_t shard_id, float log_growth, void* scr
     if (reach > 1.0f) {
       reach = std::max(reach / 2, 1.0f);
     } else {
-      shift += kHalving;
+      // In the end by shares of itself: where log_c is so large that it has no place for a factor
+      // of two, the loop comes to an end as well.
+      shift += std::max(kHalving, shift / 8);
     }
   }
   head.n_candidates = list.n;

@@ -224,7 +224,6 @@ void TopList::shrink() {
     }
   }
   n_ = n;
-  full_ = true;
 }
 
 uint32_t TopList::finish() {

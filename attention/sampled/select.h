@@ -4,6 +4,8 @@
 #ifndef KVM_ATTENTION_SAMPLED_SELECT_H_
 #define KVM_ATTENTION_SAMPLED_SELECT_H_
 
+#include <limits>
+
 #include "attention/sampled/core.h"
 
 namespace kvm::attention {
@@ -20,8 +22,8 @@ class TopList {
   TopList() = default;
   TopList(Scored* items, uint32_t keep, float* work) : items_(items), work_(work), keep_(keep) {}
   void push(float score, uint64_t position) {
-    if (full_ && !(score > bar_)) {
-      return;
+    if (!(score > bar_)) {
+      return;  // NaN never counts
     }
     items_[n_++] = {score, position};
     if (n_ == 2 * keep_) {
@@ -38,8 +40,7 @@ class TopList {
   float* work_ = nullptr;
   uint32_t keep_ = 1;
   uint32_t n_ = 0;
-  bool full_ = false;
-  float bar_ = 0;
+  float bar_ = -std::numeric_limits<float>::infinity();  // of the last one kept, once it is full
 };
 
 // State of a shard.

@@ -882,6 +882,75 @@ TEST(Odd, OneKeyWithAllTheMass) {
   EXPECT_TRUE(drawn_by(head).contains(3333));
 }
 
+// It belongs to the denominator all the same.
+TEST(Odd, AHeavyKeyWithoutAValueIsDrawn) {
+  Head head({.n_tokens = 8192}, 54);
+  for (uint32_t d = 0; d < head.shape.dim_k; ++d) {
+    head.k[3333][d] = head.q[d] * 2;  // of row 0
+  }
+  std::fill(head.v[3333].begin(), head.v[3333].end(), 0.0f);
+  head.input.params.budget = 200;
+  head.build();
+  head.run();
+  EXPECT_TRUE(drawn_by(head).contains(3333));
+  EXPECT_LT(head.error_lse(0), 4e-3);
+}
+
+// Logits at which fp32 does not resolve the factors by which thresholds change.
+TEST(Odd, HugeEqualLogitsComeToAnEnd) {
+  for (const float size : {0x1p20f, 0x1.8p30f, 0x1.2p45f}) {
+    Head head({.n_tokens = 20000, .dim_v = 16}, 55);
+    std::fill(head.q.begin(), head.q.end(), size);
+    for (uint64_t t = 0; t < 20000; ++t) {
+      std::fill(head.k[t].begin(), head.k[t].end(), size);
+      head.v[t][0] += 4;
+    }
+    head.input.params.mode = ApproxMode::kVerified;
+    head.input.params.budget = 400;
+    head.build();
+    head.run();
+    for (uint32_t r = 0; r < head.rows(); ++r) {
+      EXPECT_TRUE(head.report.n_exact > 0 || head.report.err_o[r] <= head.input.params.eps);
+      EXPECT_LT(head.error_o(r), 0.1) << size;
+    }
+  }
+}
+
+// What no number is known of is no small number.
+TEST(Odd, BarsOfSumsThatAreNoNumbers) {
+  const std::vector<double> vector(4, 1.0);
+  std::vector<double> o(4);
+  const Kappas kappas(0.01);
+  RowTotals totals{.closed = 1,
+                   .open = 1,
+                   .norm2 = 2,
+                   .hat = 1,
+                   .chance = 1,
+                   .chance_norm2 = 2,
+                   .open_mass = 1,
+                   .spread = 1,
+                   .any_open = true,
+                   .n_fixed = vector,
+                   .n_sample = vector,
+                   .chance_v = vector};
+  EXPECT_TRUE(std::isfinite(estimate_row(totals, kappas, o).bar));
+  totals.spread = NAN;
+  EXPECT_EQ(estimate_row(totals, kappas, o).bar, INFINITY);
+  EXPECT_EQ(estimate_row(totals, kappas, o).bar_lse, INFINITY);
+  totals.spread = 1;
+  totals.chance_norm2 = NAN;
+  EXPECT_EQ(estimate_row(totals, kappas, o).bar, INFINITY);
+  totals.open = 0;  // nothing drawn of what was left to chance
+  totals.open_mass = NAN;
+  EXPECT_EQ(estimate_row(totals, kappas, o).bar, INFINITY);
+  // Values far longer than o: what is missing moves it by their length.
+  totals.open_mass = 0.1;
+  totals.norm2 = 1e4;
+  EXPECT_GT(estimate_row(totals, kappas, o).bar, 8);
+  totals.closed = 0;
+  EXPECT_EQ(estimate_row(totals, kappas, o).bar, INFINITY);
+}
+
 TEST(Odd, EqualKeysZeroKeysAndALateSink) {
   Head head({.n_tokens = 8192, .dim_v = 64}, 52);
   for (uint64_t t = 0; t < 4096; ++t) {
