@@ -38,6 +38,9 @@ constexpr size_t kMaxListedRanges = 1 << 20;
 // Preparing an approximate problem (its exact part, a scan of some blocks) takes about this part of
 // all of it.
 constexpr uint64_t kPrepareShare = 8;
+// A lookup in hash tables takes at least as long as so many bytes for each key, whatever the budget:
+// all keys are counted, and all that are found are scored.
+constexpr uint64_t kLookupBytes = 16;
 // Operations that take as long as reading a byte of K or V.
 constexpr uint64_t kFlopsPerByte = 16;
 
@@ -400,6 +403,10 @@ bool AttendWork::add_approx(const Head& head, uint32_t kv_head, const IndexPart&
   approx.plan = attention::plan_approx(input);
   if (approx.plan.exact) {
     return false;
+  }
+  if (part.n_hashes != 0) {
+    uint64_t& cost_bytes = approx.plan.cost_bytes;
+    cost_bytes = std::max(cost_bytes, approx.plan.n_keys_indexed * kLookupBytes);
   }
   cost_ += approx.plan.cost_bytes;
   approx_.push_back(approx);
