@@ -150,9 +150,8 @@ void IndexBuild::plan_tables(const IndexRef& ref, Head* head) const {
   };
   for (const HashRun& run : hash_runs(head->block_end * kPageTokens, head->config.min_tokens)) {
     // Tables hold every key of their run.
-    if (!is_there(run) &&
-        count_tokens(runs_between(runs_of(*head), run.position, run.end(), *space_)) ==
-            run.n_keys) {
+    if (!is_there(run) && count_tokens(runs_between(runs_of(*head), run.position, run.end(),
+                                                    *space_)) == run.n_keys) {
       head->tables.emplace_back().run = run;
     }
   }
