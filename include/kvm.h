@@ -353,8 +353,8 @@ enum {
    * head) has a scale, the bf16 nearest to its largest magnitude / 127, and its channels are
    * rounded to the nearest multiple of that (ties to even), from -127 to 127 times; scales below
    * 2^-126 count as that. A row with a channel that is not finite reads as NaN in all. Rows take a
-   * byte a channel and two bytes: attending costs about half of what it costs with BF16, at an
-   * error of 0.3 to 0.9 %. */
+   * byte a channel and two bytes, about half of what BF16 takes, and attention over them has an
+   * error of 0.3 to 1 %. */
   KVM_DTYPE_I8 = 4
 };
 

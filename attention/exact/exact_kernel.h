@@ -266,8 +266,8 @@ inline void load_scales(const StreamArgs& args, const uint16_t* scales, float* o
 
 // Dot products with int8 rows of K: times the scales of the tokens.
 template <int kRows, bool kFirst>
-void scores_i8(const StreamArgs& args, const KvItem& item, uint32_t row,
-               const uint8_t* const* reading, F* out) {
+[[gnu::noinline]] void scores_i8(const StreamArgs& args, const KvItem& item, uint32_t row,
+                                 const uint8_t* const* reading, F* out) {
   using T = Tile<kRows>;
 #if defined(__AVX512VNNI__)
   if (args.q.i16_near[item.variant] == 0) {
@@ -391,13 +391,20 @@ inline float* weights_of(const StreamArgs& args, uint32_t at) {
 inline float* steps_of(float* weights) { return weights + kRowTile * kItemTokens / 2; }
 inline const float* steps_of(const float* weights) { return weights + kRowTile * kItemTokens / 2; }
 
-// Weights p [kGroups] of a tile, stored times the scales of V's int8 rows: as floats, or as words
-// and a step for each row (steps_of). The denominator sums p itself.
+// Weights of a tile relative to `reference`, for int8 rows of V: stored times the scales of those, as
+// floats, or as words and a step for each row (steps_of). The denominator sums the weights
+// themselves: returns l with them. Stands apart so that other dtypes do not share its registers.
 template <int kRows>
-inline void store_scaled(const StreamArgs& args, const KvItem& item, const F* p, float* weights) {
+[[gnu::noinline]] F scaled_weights(const StreamArgs& args, const KvItem& item, F reference, F* p,
+                                   F l, float* weights) {
   using T = Tile<kRows>;
   float scales[kItemTokens];
   load_scales(args, item.v_scale, scales);
+#pragma GCC unroll 16
+  for (int g = 0; g < T::kGroups; ++g) {
+    p[g] = exp_nonpositive(vec::sub(p[g], reference));
+    l = vec::add(l, p[g]);
+  }
   F w[T::kGroups];
 #pragma GCC unroll 16
   for (int g = 0; g < T::kGroups; ++g)
@@ -414,12 +421,13 @@ inline void store_scaled(const StreamArgs& args, const KvItem& item, const F* p,
 #pragma GCC unroll 16
     for (int g = 0; g < T::kGroups; ++g)
       vec::store_words(reinterpret_cast<int16_t*>(weights) + g * kW, vec::mul(w[g], inverse));
-    return;
+    return l;
   }
 #endif
 #pragma GCC unroll 16
   for (int g = 0; g < T::kGroups; ++g)
     vec::store(weights + g * kW, w[g]);
+  return l;
 }
 
 // Logits of a tile to weights relative to its running maximum, stored as floats, or as bf16 where
@@ -451,13 +459,7 @@ inline bool tile_weights(const StreamArgs& args, const KvItem& item, uint32_t ro
   }
   const F reference = finite_reference(m);
   if (item.v_scale != nullptr) {
-#pragma GCC unroll 16
-    for (int g = 0; g < T::kGroups; ++g) {
-      s[g] = exp_nonpositive(vec::sub(s[g], reference));
-      l = vec::add(l, s[g]);
-    }
-    vec::store(l_at, l);
-    store_scaled<kRows>(args, item, s, weights);
+    vec::store(l_at, scaled_weights<kRows>(args, item, reference, s, l, weights));
     return grown;
   }
   const bool round = item_uses_bf16_pv(args, item);
@@ -749,17 +751,23 @@ template <int kRows>
 void keys_of_tiles(const StreamArgs& args, const KvItem* items, uint32_t n,
                    const uint8_t* const* reading) {
   const uint32_t tiles = (args.q.rows + kRows - 1) / kRows;
+  // Logits of all items come first: each softmax is one long chain, and those of several items
+  // overlap where nothing large stands between them.
+  F s[kGroupItems * (kRows == 1 ? 1 : kMaxStreamRows / kRowTile)][Tile<kRows>::kGroups];
+  for (uint32_t i = 0; i < n; ++i) {
+    for (uint32_t tile = 0; tile < tiles; ++tile) {
+      if (tile == 0) {
+        tile_logits<kRows, true>(args, items[i], 0, reading + i, s[i * tiles]);
+      } else {
+        tile_logits<kRows, false>(args, items[i], tile * kRows, reading + i, s[i * tiles + tile]);
+      }
+    }
+  }
   for (uint32_t i = 0; i < n; ++i) {
     for (uint32_t tile = 0; tile < tiles; ++tile) {
       const uint32_t at = i * tiles + tile;
-      F s[Tile<kRows>::kGroups];
-      if (tile == 0) {
-        tile_logits<kRows, true>(args, items[i], 0, reading + i, s);
-      } else {
-        tile_logits<kRows, false>(args, items[i], tile * kRows, reading + i, s);
-      }
-      args.grown[at] = tile_weights<kRows>(args, items[i], tile * kRows, weights_of(args, at), s,
-                                           args.factors + at * 16);
+      args.grown[at] = tile_weights<kRows>(args, items[i], tile * kRows, weights_of(args, at),
+                                           s[at], args.factors + at * 16);
     }
   }
 }
