@@ -210,9 +210,9 @@ void set_basis_part(const Basis& basis, const float* q, uint32_t row, float scal
   }
 }
 
-// Raises norms [64] to kLeastOfTypical of what is typical of the block. A key's part in the variance
-// of o goes with |v - o|: one whose value vanishes counts as well, for it belongs to the denominator.
-// Typical is the squared mean of roots, which one huge value hardly moves.
+// Raises norms [64] to kLeastOfTypical of what is typical of the block. A key's part in the
+// variance of o goes with |v - o|: one whose value vanishes counts as well, for it belongs to the
+// denominator. Typical is the squared mean of roots, which one huge value hardly moves.
 void raise_norms(float* norms) {
   double sum = 0;
   for (uint32_t i = 0; i < kBlockKeys; ++i) {

@@ -99,7 +99,8 @@ size_t scan_query_bytes(const Frame& frame, uint32_t n_rows, const ScanTable* ta
 void prepare_scan(const Frame& frame, const float* q, uint32_t n_rows, float scale, void* out,
                   const SketchSpan* like = nullptr, const ScanTable* table = nullptr);
 
-// Estimated logits of one block for all rows, and |v| as stored: logits [n_rows][64], value_norms [64].
+// Estimated logits of one block for all rows, and |v| as stored: logits [n_rows][64], value_norms
+// [64].
 void scan_logits(const SketchSpan& span, uint32_t n_rows, uint32_t block, float* logits,
                  float* value_norms, const ScanTable* table = nullptr);
 
