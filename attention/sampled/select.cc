@@ -2,7 +2,7 @@
 #include "attention/sampled/select.h"
 
 #include <algorithm>
-#include <functional>
+#include <bit>
 #include <numeric>
 
 #include "attention/sampled/hashed.h"
@@ -81,6 +81,44 @@ void score_keys(const Context& c, const GatherList& list, Body body) {
   }
 }
 
+// Bits that order as the numbers do.
+uint32_t ordered_bits(float x) {
+  const auto bits = std::bit_cast<uint32_t>(x);
+  return bits ^ ((0u - (bits >> 31)) | 0x80000000u);
+}
+float from_ordered(uint32_t bits) {
+  return std::bit_cast<float>(bits ^ (((bits >> 31) - 1) | 0x80000000u));
+}
+
+// The k-th largest of x [n], 1 <= k <= n, none of them NaN; what is in x is lost. Counts leading
+// bits and goes on with those of the same: no branch depends on a number.
+float kth_largest(float* x, uint32_t n, uint32_t k) {
+  constexpr int kBits[3] = {11, 11, 10};
+  int shift = 32;
+  uint32_t prefix = 0;
+  for (const int bits : kBits) {
+    shift -= bits;
+    const uint32_t mask = (1u << bits) - 1;
+    uint32_t count[1u << 11] = {};
+    for (uint32_t i = 0; i < n; ++i) {
+      ++count[ordered_bits(x[i]) >> shift & mask];
+    }
+    uint32_t digit = mask;
+    for (; count[digit] < k; --digit) {
+      k -= count[digit];
+    }
+    uint32_t left = 0;
+    for (uint32_t i = 0; i < n; ++i) {
+      const float y = x[i];
+      x[left] = y;
+      left += (ordered_bits(y) >> shift & mask) == digit ? 1 : 0;
+    }
+    n = left;
+    prefix = prefix << bits | digit;
+  }
+  return from_ordered(prefix);
+}
+
 class ShardLists {
  public:
   ShardLists(const Context& c, Scored* items, uint32_t keep, float* work) : c_(c) {
@@ -92,6 +130,12 @@ class ShardLists {
   void push_all(uint64_t position, const float* logits, uint32_t stride) {
     for (uint32_t r = 0; r < c_.rows; ++r) {
       lists_[r].push(logits[r * stride], position);
+    }
+  }
+  // logits [rows][kPageTokens]
+  void push_block(uint64_t position, const float* logits) {
+    for (uint32_t r = 0; r < c_.rows; ++r) {
+      lists_[r].push(logits + size_t{r} * kPageTokens, 1, kPageTokens, position);
     }
   }
 
@@ -131,10 +175,7 @@ void select_sketched(const Context& c, const Use& use, const Stretch& stretch,
         s.block_logits[r * kPageTokens + i] += bias[r] * c.problem.scale;
       }
     }
-    for (uint32_t i = 0; i < kPageTokens; ++i) {
-      lists.push_all(stretch.position + uint64_t{b} * kPageTokens + i, s.block_logits + i,
-                     kPageTokens);
-    }
+    lists.push_block(stretch.position + uint64_t{b} * kPageTokens, s.block_logits);
   }
   head->index_bytes += stretch.n_blocks *
                        hash_index::block_bytes(hash_index::frame_kind(*run.frame), c.problem.dim_k);
@@ -205,23 +246,44 @@ void gather_masked(const Context& c, const GatherList& list, const uint16_t* row
 
 }  // namespace
 
+// Which keys are good enough is anyone's guess: all are written, and the next one overwrites those
+// that were not meant.
+void TopList::push(const float* scores, uint32_t stride, uint32_t n, uint64_t position) {
+  Scored* const items = items_;
+  uint32_t at = n_;
+  float bar = bar_;
+  for (uint32_t i = 0; i < n; ++i) {
+    const float score = scores[size_t{i} * stride];
+    items[at] = {score, position + i};
+    at += score > bar ? 1 : 0;
+    if (at == 2 * keep_) {
+      n_ = at;
+      shrink();
+      at = n_;
+      bar = bar_;
+    }
+  }
+  n_ = at;
+}
+
 // By the score of the last one that is kept, found in a copy, so that the order stays.
 void TopList::shrink() {
   for (uint32_t i = 0; i < n_; ++i) {
     work_[i] = items_[i].score;
   }
-  std::nth_element(work_, work_ + keep_ - 1, work_ + n_, std::greater<>());
-  bar_ = work_[keep_ - 1];
-  const auto n_above = static_cast<uint32_t>(
-      std::count_if(work_, work_ + keep_, [this](float score) { return score > bar_; }));
+  bar_ = kth_largest(work_, n_, keep_);
+  uint32_t n_above = 0;
+  for (uint32_t i = 0; i < n_; ++i) {
+    n_above += items_[i].score > bar_ ? 1 : 0;
+  }
   uint32_t n_equal = keep_ - n_above;
   uint32_t n = 0;
   for (uint32_t i = 0; i < n_; ++i) {
-    const float score = items_[i].score;
-    if (score > bar_ || (score == bar_ && n_equal > 0)) {
-      n_equal -= score == bar_ ? 1 : 0;
-      items_[n++] = items_[i];
-    }
+    const Scored item = items_[i];
+    const uint32_t equal = item.score == bar_ && n_equal > 0 ? 1 : 0;
+    items_[n] = item;
+    n += equal + (item.score > bar_ ? 1 : 0);
+    n_equal -= equal;
   }
   n_ = n;
 }

@@ -21,15 +21,9 @@ class TopList {
  public:
   TopList() = default;
   TopList(Scored* items, uint32_t keep, float* work) : items_(items), work_(work), keep_(keep) {}
-  void push(float score, uint64_t position) {
-    if (!(score > bar_)) {
-      return;  // NaN never counts
-    }
-    items_[n_++] = {score, position};
-    if (n_ == 2 * keep_) {
-      shrink();
-    }
-  }
+  void push(float score, uint64_t position) { push(&score, 1, 1, position); }
+  // scores[0], scores[stride], ... of n keys from `position` on. NaN never counts.
+  void push(const float* scores, uint32_t stride, uint32_t n, uint64_t position);
   // The best ones in order of position; returns how many.
   uint32_t finish();
 
