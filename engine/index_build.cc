@@ -452,6 +452,23 @@ void IndexBuild::hash(uint32_t index, ThreadWorkspace& workspace) {
 
 // --- The end ------------------------------------------------------------------------------------
 
+namespace {
+
+// Pages before the last, from that of block_begin - 1 on, without a block: they were emptied while
+// they were the last, to be filled further.
+void release_empty_pages(uint64_t block_begin, HeadIndex* index, const IndexBank& bank) {
+  const uint64_t first = (block_begin - std::min<uint64_t>(block_begin, 1)) / kIndexPageBlocks;
+  for (uint64_t i = first; i + 1 < index->pages.size(); ++i) {
+    IndexPage& page = index->pages[i];
+    if (page.blocks == 0 && page.page != kNoPage) {
+      bank.release(page.page);
+      page.page = kNoPage;
+    }
+  }
+}
+
+}  // namespace
+
 void IndexBuild::close(IndexRef* ref, const IndexBank& bank) {
   LayerIndex* index = ref->data.get();
   for (const Piece& piece : pieces_) {
@@ -468,6 +485,7 @@ void IndexBuild::close(IndexRef* ref, const IndexBank& bank) {
   for (Head& head : heads_) {
     HeadIndex& of_head = index->heads[head.kv_head];
     of_head.n_blocks = head.block_end;
+    release_empty_pages(head.block_begin, &of_head, bank);
     for (NewTables& made : head.tables) {
       if (made.tables != nullptr) {
         const HashRun run = made.run;

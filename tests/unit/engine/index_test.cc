@@ -421,6 +421,25 @@ TEST(Index, GoesWithTheTokensThatPoliciesDrop) {
   }
 }
 
+// Blocks that are dropped as soon as they are indexed leave no page behind: there are that of the
+// sinks and the last.
+TEST(Index, PagesThatPoliciesEmptyAreGivenBack) {
+  SpaceSpec spec = make_spec("indexed", 1, 1, kDim);
+  spec.indexes = {index_params(KVM_INDEX_SKETCH_2BIT)};
+  spec.policies = {sinks_recent(0, 0, 4, 64)};
+  Rig rig(256 * kMiB, 0, spec);
+  Sequence* seq = rig.create();
+  uint64_t early_bytes = 0;
+  for (uint64_t at = 0; at < 8192; at += 64) {
+    build_index(*rig.store, seq, 64);
+    ASSERT_TRUE(append_keys(*rig.store, seq, numbered(at, 64)).is_ok());
+    rig.store->check_accounts();
+    early_bytes = at == 3072 ? stats_of(*rig.store).index_bytes : early_bytes;
+  }
+  EXPECT_GT(early_bytes, 0u);
+  EXPECT_LE(stats_of(*rig.store).index_bytes, early_bytes);
+}
+
 TEST(Index, ConfigurationIsPartOfTheSpace) {
   const auto store = open_store(64 * kMiB);
   ASSERT_TRUE(store->register_space(indexed_spec()).is_ok());
