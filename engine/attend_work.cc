@@ -38,8 +38,8 @@ constexpr size_t kMaxListedRanges = 1 << 20;
 // Preparing an approximate problem (its exact part, a scan of some blocks) takes about this part of
 // all of it.
 constexpr uint64_t kPrepareShare = 8;
-// A lookup in hash tables takes at least as long as so many bytes for each key, whatever the budget:
-// all keys are counted, and all that are found are scored.
+// A lookup in hash tables takes at least as long as so many bytes for each key, whatever the
+// budget: all keys are counted, and all that are found are scored.
 constexpr uint64_t kLookupBytes = 16;
 // Operations that take as long as reading a byte of K or V.
 constexpr uint64_t kFlopsPerByte = 16;

@@ -391,8 +391,8 @@ inline float* weights_of(const StreamArgs& args, uint32_t at) {
 inline float* steps_of(float* weights) { return weights + kRowTile * kItemTokens / 2; }
 inline const float* steps_of(const float* weights) { return weights + kRowTile * kItemTokens / 2; }
 
-// Weights of a tile relative to `reference`, for int8 rows of V: stored times the scales of those, as
-// floats, or as words and a step for each row (steps_of). The denominator sums the weights
+// Weights of a tile relative to `reference`, for int8 rows of V: stored times the scales of those,
+// as floats, or as words and a step for each row (steps_of). The denominator sums the weights
 // themselves: returns l with them. Stands apart so that other dtypes do not share its registers.
 template <int kRows>
 [[gnu::noinline]] F scaled_weights(const StreamArgs& args, const KvItem& item, F reference, F* p,

@@ -6,9 +6,10 @@
 Writes evaluation.json, evaluation.md, and passkey.svg: the share of single needles found, by
 length and by where the needle stands. An answer counts when every one of its tokens is the
 likeliest; where the order is free, when greedy decoding gives the same words. For streams the share
-of the asked words that greedy decoding names, in any order, stands beside it: RULER's measure (Hsieh
-et al., arXiv 2404.06654) of its aggregation tasks. Intervals are Wilson's at 95 %. Samples are seeded and sums run in a fixed order: the same machine gives the same
-figures again. Results are kept in --out for each task and length while it runs, so an interrupted
+of the asked words that greedy decoding names, in any order, stands beside it: RULER's measure
+(Hsieh et al., arXiv 2404.06654) of its aggregation tasks. Intervals are Wilson's at 95 %. Samples
+are seeded and sums run in a fixed order: the same machine gives the same figures again. Results are
+kept in --out for each task and length while it runs, so an interrupted
 evaluation continues.
 """
 import argparse
