@@ -9,11 +9,10 @@
 #include "attention/exact/visibility.h"
 #include "base/assert.h"
 #include "base/merge.h"
+#include "base/round.h"
 
 namespace kvm::attention {
 namespace {
-
-uint32_t round_up(uint32_t n, uint32_t unit) { return (n + unit - 1) / unit * unit; }
 
 bool is_identity(const QueryTransform& t) { return t.n_pairs == 0 && t.channel_scale == nullptr; }
 
@@ -136,7 +135,7 @@ PreparedQueries carve_queries(const Problem& problem, Carver& carver) {
   PreparedQueries q;
   q.n_variants = std::max<uint32_t>(1, static_cast<uint32_t>(problem.transforms.size()));
   q.variant_rows = problem.n_query * problem.group + kRowPad;
-  q.stride = round_up(problem.dim_k, kDimPad);
+  q.stride = static_cast<uint32_t>(round_up(problem.dim_k, kDimPad));
   const size_t n = size_t{q.n_variants} * q.variant_rows;
   q.f32 = carver.take<float>(n * q.stride);
   q.bf16 = carver.take<uint16_t>(n * q.stride);
@@ -173,7 +172,7 @@ StateView state_view(const Problem& problem, uint32_t row_count, void* state) {
 
 size_t state_bytes(const Problem& problem, uint32_t row_count) {
   const size_t bytes = size_t{row_count} * (problem.dim_v + 2) * sizeof(float);
-  return (bytes + kBufferAlign - 1) / kBufferAlign * kBufferAlign;
+  return round_up(bytes, kBufferAlign);
 }
 
 namespace {

@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "base/round.h"
+
 namespace kvm::engine {
 namespace {
 
@@ -44,11 +46,7 @@ constexpr uint64_t kLookupBytes = 16;
 // Operations that take as long as reading a byte of K or V.
 constexpr uint64_t kFlopsPerByte = 16;
 
-constexpr size_t align_up(size_t bytes) {
-  return (bytes + attention::kBufferAlign - 1) / attention::kBufferAlign * attention::kBufferAlign;
-}
-
-uint32_t div_up(uint64_t a, uint64_t b) { return static_cast<uint32_t>((a + b - 1) / b); }
+constexpr size_t align_up(size_t bytes) { return round_up(bytes, attention::kBufferAlign); }
 
 template <typename T>
 void empty(std::vector<T>& vector) {
@@ -446,7 +444,7 @@ void AttendWork::add_row_blocks(uint32_t index) {
         attention::state_bytes(head.problem, kRowUnit) * std::max(1u, head.plan.n_chunks);
     const uint64_t fitting = std::max<uint64_t>(1, kMaxUnitStateBytes / bytes) * kRowUnit;
     const uint32_t most = static_cast<uint32_t>(std::min<uint64_t>(kRowBlock, fitting));
-    block = div_up(div_up(rows, div_up(rows, most)), kRowUnit) * kRowUnit;
+    block = static_cast<uint32_t>(round_up(div_up(rows, div_up(rows, most)), kRowUnit));
   }
   for (uint32_t first = 0; first < rows; first += block) {
     const uint32_t count = std::min(block, rows - first);

@@ -6,6 +6,9 @@
 #include <cstdlib>
 #include <utility>
 
+#include "base/round.h"
+#include "base/splitmix.h"
+
 namespace kvm::engine {
 
 using tiers::kNoPage;
@@ -14,8 +17,6 @@ using tiers::PageRef;
 namespace {
 
 constexpr uint32_t kMaxHashUnit = 4096;
-
-uint64_t div_up(uint64_t a, uint64_t b) { return (a + b - 1) / b; }
 
 // Bits [begin, end) of a word, clipped to its 32.
 uint32_t bits_between(uint64_t begin, uint64_t end) {
@@ -262,14 +263,8 @@ void collect_hashes(const IndexRef& ref, uint32_t head, const IndexConfig& confi
 }
 
 uint64_t mix_seed(uint64_t seed, uint64_t a, uint64_t b) {
-  // The finaliser of splitmix64 (Steele et al., 2014), once for each number.
-  const auto finish = [](uint64_t x) {
-    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
-    x = (x ^ x >> 27) * 0x94d049bb133111ebu;
-    return x ^ x >> 31;
-  };
-  constexpr uint64_t kStep = 0x9e3779b97f4a7c15u;
-  return finish(finish(finish(seed + kStep) + a + kStep) + b + kStep);
+  const uint64_t first = splitmix64(seed + kSplitMixStep);
+  return splitmix64(splitmix64(first + a + kSplitMixStep) + b + kSplitMixStep);
 }
 
 }  // namespace kvm::engine

@@ -9,6 +9,7 @@
 
 #include "attention/attention.h"
 #include "attention/exact/exact_args.h"
+#include "base/round.h"
 
 namespace kvm::attention {
 
@@ -28,7 +29,7 @@ class Carver {
   template <typename T>
   T* take(size_t n) {
     std::byte* at = base_ == nullptr ? nullptr : base_ + used_;
-    used_ += (n * sizeof(T) + kBufferAlign - 1) / kBufferAlign * kBufferAlign;
+    used_ += round_up(n * sizeof(T), kBufferAlign);
     return reinterpret_cast<T*>(at);
   }
   size_t used_bytes() const { return used_; }

@@ -13,6 +13,7 @@
 #include "attention/sampled/select.h"
 #include "base/assert.h"
 #include "base/merge.h"
+#include "base/round.h"
 
 namespace kvm::attention {
 namespace {
@@ -35,8 +36,6 @@ Method method_of(const ApproxParams& params) {
   }
   return params.proposal == Proposal::kLsh ? Method::kHashed : Method::kSample;
 }
-
-size_t aligned(size_t bytes) { return (bytes + kBufferAlign - 1) / kBufferAlign * kBufferAlign; }
 
 bool solved_exactly(const ApproxInput& input, const Plan& exact, const Counts& counts) {
   const ApproxParams& params = input.params;
@@ -564,8 +563,9 @@ ApproxPlan plan_approx(const ApproxInput& input) {
   plan.state_bytes = sizes.state;
   Carver finish(nullptr);
   carve_finish(input, exact, counts.n_keys, finish);
-  plan.scratch_bytes = std::max(
-      finish.used_bytes(), aligned(exact_scratch_bytes(problem, exact)) + aligned(sizes.scratch));
+  plan.scratch_bytes =
+      std::max(finish.used_bytes(), round_up(exact_scratch_bytes(problem, exact), kBufferAlign) +
+                                        round_up(sizes.scratch, kBufferAlign));
   if (method_of(input.params) == Method::kSample) {
     plan.scratch_bytes =
         std::max(plan.scratch_bytes, pilot_scratch_bytes(problem, exact, counts.n_keys));

@@ -8,6 +8,7 @@
 #include "attention/exact/layout.h"
 #include "base/assert.h"
 #include "base/merge.h"
+#include "base/round.h"
 
 namespace kvm::attention {
 namespace {
@@ -86,7 +87,7 @@ size_t exact_scratch_bytes(const Problem& problem, const Plan& plan) {
   const uint64_t last = plan.first_chunk + std::max(plan.n_chunks, 1u) - 1;
   const uint32_t depth =
       StateStack::depth_for(plan.absolute(plan.first_chunk), plan.absolute(last));
-  const size_t kernel = (plan.scratch_bytes + kBufferAlign - 1) / kBufferAlign * kBufferAlign;
+  const size_t kernel = round_up(plan.scratch_bytes, kBufferAlign);
   return kernel + (kChunksAtOnce + depth) * stride;
 }
 

@@ -6,6 +6,7 @@
 
 #include "attention/exact/layout.h"
 #include "attention/sampled/hashed.h"
+#include "base/round.h"
 
 namespace kvm::attention {
 namespace {
@@ -196,7 +197,7 @@ size_t use_query_bytes(const ApproxInput& input, const Stretch& stretch) {
     case Proposal::kExact:
       break;
   }
-  return (bytes + kBufferAlign - 1) / kBufferAlign * kBufferAlign;
+  return round_up(bytes, kBufferAlign);
 }
 
 Counts count_stretches(const ApproxInput& input) {

@@ -82,7 +82,7 @@ Estimate oracle_top_k(const HeadData& head, const Logits& logits, uint64_t count
 Estimate uniform_residual(const HeadData& head, const Logits& logits, uint64_t count,
                           uint64_t seed) {
   // The same order of tokens for all heads of the group, so that they share rows.
-  const auto draw = [&](uint64_t t) { return Random::mix(Random::mix(seed) + t); };
+  const auto draw = [&](uint64_t t) { return splitmix64(splitmix64(seed) + t); };
   return evaluate(head, logits, [&](uint32_t g) {
     Choice choice{rest_of(logits.n), {}};
     const uint64_t n_top = std::min<uint64_t>(count / 2, choice.ids.size());

@@ -94,7 +94,7 @@ class HeadMaker {
         options_(options),
         number_(number),
         dim_(spec.dim),
-        random_(Random::mix(spec.seed * 0x9e3779b97f4a7c15ull + number)),
+        random_(splitmix64(spec.seed * kSplitMixStep + number)),
         rotation_(random_, dim_),
         scale_(1.0f / std::sqrt(static_cast<float>(dim_))) {
     sigma_ = options.sigma > 0 ? options.sigma : kSigmas[type()];
@@ -118,7 +118,7 @@ class HeadMaker {
 
   // Rows of tokens [64 page, 64 page + 64).
   void make_page(DataSet* out, uint32_t head, uint64_t page) const {
-    Random random(Random::mix(stream_ + page));
+    Random random(splitmix64(stream_ + page));
     std::vector<float> row(dim_);
     const uint64_t end = std::min<uint64_t>(spec_.tokens, (page + 1) * kPageTokens);
     for (uint64_t t = page * kPageTokens; t < end; ++t) {

@@ -11,22 +11,17 @@
 #include <cstdint>
 #include <numbers>
 
+#include "base/splitmix.h"
+
 namespace kvm::bench {
 
 class Random {
  public:
   explicit Random(uint64_t seed) {
     for (uint64_t& word : state_) {
-      seed += 0x9e3779b97f4a7c15ull;
-      word = mix(seed);
+      seed += kSplitMixStep;
+      word = splitmix64(seed);
     }
-  }
-
-  // The finaliser of SplitMix64.
-  static uint64_t mix(uint64_t x) {
-    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9ull;
-    x = (x ^ x >> 27) * 0x94d049bb133111ebull;
-    return x ^ x >> 31;
   }
 
   uint64_t bits() {

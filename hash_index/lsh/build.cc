@@ -3,14 +3,11 @@
 #include <cstring>
 
 #include "base/assert.h"
+#include "base/round.h"
 #include "hash_index/lsh/planes.h"
 
 namespace kvm::hash_index {
 namespace {
-
-size_t round_up(size_t value, size_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
 
 // Scratch of build_tables: one block of packed keys, the codes of one table, its cursors.
 struct BuildScratch {

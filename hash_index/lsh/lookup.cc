@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "base/assert.h"
+#include "base/round.h"
 #include "hash_index/lsh/planes.h"
 
 namespace kvm::hash_index {
@@ -19,7 +20,7 @@ constexpr uint32_t kAhead = 12;
 constexpr uint32_t kRing = 16;  // a power of two, above kAhead
 constexpr size_t kPrefetchBytes = 512;
 
-constexpr size_t round_up_to_words(uint32_t n) { return (size_t{n} + 63) / 64 * 64; }
+constexpr size_t round_up_to_words(uint32_t n) { return round_up(n, 64); }
 
 struct Bucket {
   const uint16_t* ids;

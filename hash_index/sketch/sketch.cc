@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "base/assert.h"
+#include "base/round.h"
 #include "hash_index/sketch/frame.h"
 #include "hash_index/sketch/layout.h"
 #include "hash_index/sketch/random.h"
@@ -279,7 +280,7 @@ void encode_block(const Frame& frame, const KvRun& run, uint32_t head, uint32_t 
 size_t scan_query_bytes(const Frame& frame, uint32_t n_rows, const ScanTable* table) {
   const bool six = kernels_of(table).six_bits != 0;
   const uint32_t groups = groups_of(six, frame.basis->dim_pad / 8);
-  return kLookupOffset + (size_t{n_rows} * groups * group_bytes(six) + 63) / 64 * 64;
+  return kLookupOffset + round_up(size_t{n_rows} * groups * group_bytes(six), 64);
 }
 
 void prepare_scan(const Frame& frame, const float* q, uint32_t n_rows, float scale, void* out,
