@@ -3,11 +3,11 @@
 
 #include <algorithm>
 #include <array>
-#include <cstdlib>
-#include <string_view>
 
 #include "base/assert.h"
 #include "base/cpu_features.h"
+#include "base/kernel_tables.h"
+#include "base/splitmix.h"
 
 namespace kvm::hash_index {
 namespace {
@@ -19,53 +19,21 @@ constexpr std::array<uint32_t, 31> kMagnitudeBounds = {
     2075356946, 2094979938, 2109797564, 2120813339, 2128875924, 2134685662, 2138807224, 2141685880,
     2143665313, 2145005344, 2145898468, 2146484514, 2146863108, 2147103899, 2147254673};
 
-// Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014: SplitMix64.
-uint64_t mix(uint64_t x) {
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-  return x ^ (x >> 31);
-}
-
-struct Available {
-  std::array<const LshKernels*, 4> kernels{};
-  size_t n = 0;
-
-  Available() {
-    kernels[n++] = &kLshScalar;
+const KernelTables<LshKernels>& tables() {
 #if defined(__x86_64__)
-    const CpuFeatures& cpu = cpu_features();
-    const bool avx2 = cpu.avx2 && cpu.fma && cpu.f16c;
-    const bool avx512 = avx2 && cpu.avx512f && cpu.avx512bw && cpu.avx512dq && cpu.avx512vl;
-    if (avx2) {
-      kernels[n++] = &kLshAvx2;
-    }
-    if (avx512) {
-      kernels[n++] = &kLshAvx512;
-    }
-    if (avx512 && cpu.avx512vnni) {
-      kernels[n++] = &kLshAvx512Vnni;
-    }
+  static const KernelTables<LshKernels> all(&kLshScalar, &kLshAvx2, &kLshAvx512, &kLshAvx512Vnni,
+                                            cpu_features().avx512vnni);
+#else
+  static const KernelTables<LshKernels> all(&kLshScalar);
 #endif
-  }
-};
-
-const LshKernels* choose() {
-  const std::span<const LshKernels* const> all = available_lsh_kernels();
-  if (const char* forced = std::getenv("KVM_FORCE_ISA")) {
-    for (const LshKernels* kernels : all) {
-      if (std::string_view(kernels->name) == forced) {
-        return kernels;
-      }
-    }
-  }
-  return all.back();
+  return all;
 }
 
 }  // namespace
 
 int8_t plane_weight(uint64_t seed, uint32_t plane, uint32_t channel) {
   const uint64_t index = (static_cast<uint64_t>(plane) << 32) | channel;
-  const uint64_t random = mix(mix(seed + 0x9e3779b97f4a7c15u) + index * 0x9e3779b97f4a7c15u);
+  const uint64_t random = splitmix64(splitmix64(seed + kSplitMixStep) + index * kSplitMixStep);
   const uint32_t magnitude = static_cast<uint32_t>(random >> 33);
   const auto bound = std::upper_bound(kMagnitudeBounds.begin(), kMagnitudeBounds.end(), magnitude);
   const int weight = 2 * static_cast<int>(bound - kMagnitudeBounds.begin()) + 1;
@@ -100,14 +68,11 @@ size_t planes_bytes(const Planes& planes) {
   return sizeof(Planes) + planes.weights.size() + planes.bias.size() * sizeof(int32_t);
 }
 
-std::span<const LshKernels* const> available_lsh_kernels() {
-  static const Available available;
-  return {available.kernels.data(), available.n};
-}
+std::span<const LshKernels* const> available_lsh_kernels() { return tables().available(); }
 
 const LshKernels& active_lsh_kernels() {
-  static const LshKernels* const kernels = choose();
-  return *kernels;
+  static const LshKernels& kernels = tables().choose();
+  return kernels;
 }
 
 }  // namespace kvm::hash_index
