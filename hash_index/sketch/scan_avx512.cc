@@ -3,6 +3,8 @@
 #include "base/simd/vec_avx512.h"
 //
 #include "hash_index/sketch/lanes.h"
+//
+#include "hash_index/sketch/lanes_avx512.h"
 
 namespace kvm {
 namespace hash_index {
@@ -36,15 +38,6 @@ inline U lead_word(U sum, U codes, uint32_t lead) {
 inline U lead_sums(U bias, U a, U b, const uint32_t* lead) {
   return lead_word(lead_word(bias, a, lead[0]), b, lead[1]);
 }
-constexpr bool kAnyPower = true;
-
-// One step of Newton's, for the divider takes ten cycles.
-inline F inverse_of(F a) {
-  const F x = _mm512_rcp14_ps(a);
-  return _mm512_mul_ps(x, _mm512_fnmadd_ps(a, x, _mm512_set1_ps(2.0f)));
-}
-inline F root_of(F a) { return _mm512_sqrt_ps(a); }
-inline uint32_t mask_lt(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
 
 }  // namespace
 }  // namespace hash_index

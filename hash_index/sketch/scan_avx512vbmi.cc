@@ -5,6 +5,8 @@
 #include "base/simd/vec_avx512.h"
 //
 #include "hash_index/sketch/lanes.h"
+//
+#include "hash_index/sketch/lanes_avx512.h"
 #include "hash_index/sketch/scan_args.h"
 
 namespace kvm {
@@ -103,15 +105,6 @@ inline U lead_sums(U bias, U a, U b, const uint32_t* lead) {
                                           _mm512_set1_epi32(static_cast<int32_t>(lead[0])));
   return (U)_mm512_dpbusd_epi32(sum, (__m512i)b, _mm512_set1_epi32(static_cast<int32_t>(lead[1])));
 }
-constexpr bool kAnyPower = true;
-
-// One step of Newton's, for the divider takes ten cycles.
-inline F inverse_of(F a) {
-  const F x = _mm512_rcp14_ps(a);
-  return _mm512_mul_ps(x, _mm512_fnmadd_ps(a, x, _mm512_set1_ps(2.0f)));
-}
-inline F root_of(F a) { return _mm512_sqrt_ps(a); }
-inline uint32_t mask_lt(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
 
 }  // namespace
 }  // namespace hash_index
