@@ -19,22 +19,10 @@ constexpr uint32_t kQHeads = 4;
 constexpr uint32_t kKvHeads = 2;
 constexpr uint32_t kDim = 64;
 
-class AbiApprox : public ::testing::Test {
+class AbiApprox : public ServiceTest {
  protected:
   void SetUp() override {
-    if (is_embedded()) {
-      kvm_embedded_params params{};
-      params.struct_size = sizeof(params);
-      params.n_threads = 2;
-      params.host_capacity_bytes = 256 << 20;
-      ASSERT_EQ(kvm_open_embedded(&params, &client_), KVM_OK) << kvm_last_error();
-    } else {
-      daemon_ = std::make_unique<Daemon>();
-      ASSERT_FALSE(HasFatalFailure());
-      client_ = connect_to_daemon(*daemon_, "abi-approx-test");
-      ASSERT_NE(client_, nullptr);
-    }
-    ASSERT_EQ(kvm_queue_create(client_, nullptr, &queue_), KVM_OK) << kvm_last_error();
+    ASSERT_NO_FATAL_FAILURE(open("abi-approx-test"));
     index_.kind = KVM_INDEX_SKETCH;
     index_.min_tokens = 512;
     space_params_.struct_size = sizeof(space_params_);
@@ -49,10 +37,6 @@ class AbiApprox : public ::testing::Test {
     ASSERT_EQ(kvm_seq_create(client_, space_, nullptr, &seq_), KVM_OK) << kvm_last_error();
     q_ = random_floats(&random_, size_t{kQHeads} * kDim);
     append();
-  }
-  void TearDown() override {
-    kvm_queue_destroy(queue_);
-    kvm_client_close(client_);
   }
 
   void append() {
@@ -112,9 +96,6 @@ class AbiApprox : public ::testing::Test {
   }
 
   std::mt19937 random_{3};
-  std::unique_ptr<Daemon> daemon_;
-  kvm_client* client_ = nullptr;
-  kvm_queue* queue_ = nullptr;
   kvm_index_params index_{};
   kvm_space_params space_params_{};
   kvm_space_id space_ = 0;

@@ -87,6 +87,27 @@ kvm_client* connect_to_daemon(const Daemon& daemon, const char* name) {
   return client;
 }
 
+void ServiceTest::open(const char* name) {
+  if (is_embedded()) {
+    kvm_embedded_params params{};
+    params.struct_size = sizeof(params);
+    params.n_threads = 2;
+    params.host_capacity_bytes = 256 << 20;
+    ASSERT_EQ(kvm_open_embedded(&params, &client_), KVM_OK) << kvm_last_error();
+  } else {
+    daemon_ = std::make_unique<Daemon>();
+    ASSERT_FALSE(HasFatalFailure());
+    client_ = connect_to_daemon(*daemon_, name);
+    ASSERT_NE(client_, nullptr);
+  }
+  ASSERT_EQ(kvm_queue_create(client_, nullptr, &queue_), KVM_OK) << kvm_last_error();
+}
+
+void ServiceTest::TearDown() {
+  kvm_queue_destroy(queue_);
+  kvm_client_close(client_);
+}
+
 kvm_space_id register_space(kvm_client* client, const char* name, const Geometry& geometry) {
   kvm_space_params params{};
   params.struct_size = sizeof(params);

@@ -4,10 +4,12 @@
 #ifndef KVM_TESTS_INTEGRATION_ABI_RIG_H_
 #define KVM_TESTS_INTEGRATION_ABI_RIG_H_
 
+#include <gtest/gtest.h>
 #include <sys/types.h>
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <random>
 #include <string>
 #include <vector>
@@ -40,6 +42,18 @@ class Daemon {
 
 // Connects, failing the test if that fails.
 kvm_client* connect_to_daemon(const Daemon& daemon, const char* name);
+
+// A client of a service of the test's own, and a queue.
+class ServiceTest : public ::testing::Test {
+ protected:
+  // Opens the service and makes the queue. name: of the client, to a daemon.
+  void open(const char* name);
+  void TearDown() override;
+
+  std::unique_ptr<Daemon> daemon_;  // null where the engine is embedded
+  kvm_client* client_ = nullptr;
+  kvm_queue* queue_ = nullptr;
+};
 
 struct Geometry {
   uint32_t n_layers = 2;

@@ -22,27 +22,11 @@ namespace {
 constexpr double kBf16Products = 1e-2;
 constexpr double kF32 = 1e-4;
 
-class Abi : public ::testing::Test {
+class Abi : public ServiceTest {
  protected:
   void SetUp() override {
-    if (is_embedded()) {
-      kvm_embedded_params params{};
-      params.struct_size = sizeof(params);
-      params.n_threads = 2;
-      params.host_capacity_bytes = 256 << 20;
-      ASSERT_EQ(kvm_open_embedded(&params, &client_), KVM_OK) << kvm_last_error();
-    } else {
-      daemon_ = std::make_unique<Daemon>();
-      ASSERT_FALSE(HasFatalFailure());
-      client_ = connect_to_daemon(*daemon_, "abi-test");
-      ASSERT_NE(client_, nullptr);
-    }
-    ASSERT_EQ(kvm_queue_create(client_, nullptr, &queue_), KVM_OK) << kvm_last_error();
+    ASSERT_NO_FATAL_FAILURE(open("abi-test"));
     space_ = register_space(client_, "abi", geometry_);
-  }
-  void TearDown() override {
-    kvm_queue_destroy(queue_);
-    kvm_client_close(client_);
   }
 
   kvm_seq_id make_seq(uint32_t flags = 0) {
@@ -138,9 +122,6 @@ class Abi : public ::testing::Test {
 
   Geometry geometry_;
   std::mt19937 random_{11};
-  std::unique_ptr<Daemon> daemon_;
-  kvm_client* client_ = nullptr;
-  kvm_queue* queue_ = nullptr;
   kvm_space_id space_ = 0;
 };
 
