@@ -1,0 +1,288 @@
+// SPDX-License-Identifier: Apache-2.0
+use std::fmt;
+use std::mem::ManuallyDrop;
+use std::sync::Arc;
+
+use kvm_sys as sys;
+
+use crate::client::Connection;
+use crate::error::{check, Result};
+use crate::space::SpaceId;
+
+/// The number of a sequence. Never used again: that of a freed sequence gives `Stale`.
+///
+/// ```
+/// # let client = kvm::Client::open_embedded(&kvm::EmbeddedParams::new().threads(1))?;
+/// # let space = client.register_space(&kvm::SpaceParams::new("my-model", 2, 4, 64))?;
+/// # let sequence = space.create_sequence()?;
+/// let id: kvm::SequenceId = sequence.id();
+/// let item = kvm::Item::new(id).append(1); // as good as &sequence
+/// # let _ = item;
+/// # Ok::<(), kvm::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct SequenceId(
+    /// The number in `kvm.h`.
+    pub u64,
+);
+
+impl From<&Sequence> for SequenceId {
+    fn from(sequence: &Sequence) -> Self {
+        sequence.id
+    }
+}
+
+/// How a sequence is made.
+///
+/// ```
+/// # let client = kvm::Client::open_embedded(&kvm::EmbeddedParams::new().threads(1))?;
+/// # let space = client.register_space(&kvm::SpaceParams::new("my-model", 2, 4, 64))?;
+/// let params = kvm::SequenceParams::new().reserve(4096).manual_commit();
+/// let sequence = space.create_sequence_with(&params)?;
+/// # Ok::<(), kvm::Error>(())
+/// ```
+#[derive(Clone, Debug, Default)]
+pub struct SequenceParams {
+    reserve: u64,
+    flags: u32,
+}
+
+impl SequenceParams {
+    /// Of unknown length, tokens final as soon as they are appended.
+    #[must_use]
+    pub fn new() -> Self {
+        SequenceParams::default()
+    }
+
+    /// Tokens to expect: a hint.
+    #[must_use]
+    pub fn reserve(mut self, n_tokens: u64) -> Self {
+        self.reserve = n_tokens;
+        self
+    }
+
+    /// Tokens become final by [`Sequence::commit`] only.
+    #[must_use]
+    pub fn manual_commit(mut self) -> Self {
+        self.flags |= sys::KVM_SEQ_MANUAL_COMMIT;
+        self
+    }
+
+    pub(crate) fn to_raw(&self) -> sys::kvm_seq_params {
+        sys::kvm_seq_params {
+            flags: self.flags,
+            reserve: self.reserve,
+            ..Default::default()
+        }
+    }
+}
+
+/// An ordered run of tokens with K and V in every layer, freed when dropped.
+///
+/// Dropping asks the service and waits as every control call does; what it answers is not looked
+/// at. [`Sequence::free`] is the same with the answer.
+///
+/// May be used from any thread.
+///
+/// ```
+/// # use kvm::*;
+/// # let client = Client::open_embedded(&EmbeddedParams::new().threads(1))?;
+/// # let space = client.register_space(&SpaceParams::new("my-model", 1, 1, 8))?;
+/// # let mut queue = client.create_queue(&QueueParams::new())?;
+/// let sequence = space.create_sequence()?;
+/// # let kv = [0.0f32; 3 * 8];
+/// queue.append(Step::new(&space, 0).item(Item::new(&sequence).append(3)).k(&kv).v(&kv))?;
+/// let draft = sequence.fork(2)?; // shares two tokens, costs nothing until it is written
+/// sequence.truncate(1)?;
+/// assert_eq!(draft.info()?.n_tokens_max, 2);
+/// assert_eq!(sequence.info()?.n_tokens_max, 1);
+/// sequence.free()?;
+/// # Ok::<(), Error>(())
+/// ```
+pub struct Sequence {
+    connection: Arc<Connection>,
+    id: SequenceId,
+}
+
+impl Sequence {
+    pub(crate) fn own(connection: Arc<Connection>, id: SequenceId) -> Self {
+        Sequence { connection, id }
+    }
+
+    pub(crate) fn create(
+        connection: &Arc<Connection>,
+        space: SpaceId,
+        params: &SequenceParams,
+    ) -> Result<Self> {
+        let mut id = 0;
+        // SAFETY: a live client, parameters and an output that live through the call.
+        check(unsafe {
+            sys::kvm_seq_create(connection.raw(), space.0, &params.to_raw(), &mut id)
+        })?;
+        Ok(Sequence::own(Arc::clone(connection), SequenceId(id)))
+    }
+
+    /// Its number.
+    #[must_use]
+    pub fn id(&self) -> SequenceId {
+        self.id
+    }
+
+    /// Gives up ownership: the sequence lives until its client closes, or until
+    /// [`Client::own_sequence`](crate::Client::own_sequence) takes it up again.
+    ///
+    /// ```
+    /// # let client = kvm::Client::open_embedded(&kvm::EmbeddedParams::new().threads(1))?;
+    /// # let space = client.register_space(&kvm::SpaceParams::new("my-model", 2, 4, 64))?;
+    /// let id = space.create_sequence()?.into_id();
+    /// let sequence = client.own_sequence(id);
+    /// assert_eq!(sequence.info()?.n_tokens_max, 0);
+    /// # Ok::<(), kvm::Error>(())
+    /// ```
+    #[must_use]
+    pub fn into_id(self) -> SequenceId {
+        let this = ManuallyDrop::new(self);
+        // SAFETY: read once, and never dropped where it was.
+        drop(unsafe { std::ptr::read(&this.connection) });
+        this.id
+    }
+
+    /// A sequence that shares the first `n_tokens`, copy-on-write. Fails with `Invalid` (longer
+    /// than the longest layer), `Partial`, `Limit`, `Stale`, `Lost` or `Timeout`.
+    pub fn fork(&self, n_tokens: u64) -> Result<Sequence> {
+        let mut id = 0;
+        // SAFETY: a live client and an output.
+        check(unsafe { sys::kvm_seq_fork(self.connection.raw(), self.id.0, n_tokens, &mut id) })?;
+        Ok(Sequence::own(Arc::clone(&self.connection), SequenceId(id)))
+    }
+
+    /// The same with all tokens, each layer as long as here.
+    ///
+    /// ```
+    /// # let client = kvm::Client::open_embedded(&kvm::EmbeddedParams::new().threads(1))?;
+    /// # let space = client.register_space(&kvm::SpaceParams::new("my-model", 2, 4, 64))?;
+    /// # let sequence = space.create_sequence()?;
+    /// let candidates = (0..4).map(|_| sequence.fork_all()).collect::<kvm::Result<Vec<_>>>()?;
+    /// # assert_eq!(candidates.len(), 4);
+    /// # Ok::<(), kvm::Error>(())
+    /// ```
+    pub fn fork_all(&self) -> Result<Sequence> {
+        self.fork(sys::KVM_POSITION_END)
+    }
+
+    /// Rolls every layer back to at most `n_tokens`. Fails with `Partial` (a policy has dropped
+    /// what would be seen; nothing is changed), `Stale`, `Lost` or `Timeout`.
+    pub fn truncate(&self, n_tokens: u64) -> Result<()> {
+        // SAFETY: a live client.
+        check(unsafe { sys::kvm_seq_truncate(self.connection.raw(), self.id.0, n_tokens) })
+    }
+
+    /// Makes the first `n_tokens` final: policies may drop what no later query sees. Fails with
+    /// `Invalid` (beyond the shortest layer), `Stale`, `Lost` or `Timeout`.
+    ///
+    /// ```
+    /// # let client = kvm::Client::open_embedded(&kvm::EmbeddedParams::new().threads(1))?;
+    /// # let space = client.register_space(&kvm::SpaceParams::new("my-model", 2, 4, 64))?;
+    /// let params = kvm::SequenceParams::new().manual_commit();
+    /// let sequence = space.create_sequence_with(&params)?;
+    /// // ... a draft is appended, attended and judged ...
+    /// sequence.commit_all()?;
+    /// assert_eq!(sequence.commit(7).unwrap_err().status(), kvm::Status::Invalid);
+    /// # Ok::<(), kvm::Error>(())
+    /// ```
+    pub fn commit(&self, n_tokens: u64) -> Result<()> {
+        // SAFETY: a live client.
+        check(unsafe { sys::kvm_seq_commit(self.connection.raw(), self.id.0, n_tokens) })
+    }
+
+    /// The same with all tokens.
+    pub fn commit_all(&self) -> Result<()> {
+        self.commit(sys::KVM_POSITION_END)
+    }
+
+    /// Lengths and bytes. Fails with `Stale`, `Lost` or `Timeout`.
+    pub fn info(&self) -> Result<SequenceInfo> {
+        let mut raw = sys::kvm_seq_info::default();
+        // SAFETY: a live client and an output with its size.
+        check(unsafe { sys::kvm_seq_get_info(self.connection.raw(), self.id.0, &mut raw) })?;
+        Ok(SequenceInfo::from_raw(&raw))
+    }
+
+    /// Frees the sequence; pages that forks share stay with them. Requests that use it are finished
+    /// first. On failure the sequence lives on until its client closes, or is gone already.
+    pub fn free(self) -> Result<()> {
+        let connection = Arc::clone(&self.connection);
+        let id = self.into_id();
+        // SAFETY: a live client.
+        check(unsafe { sys::kvm_seq_free(connection.raw(), id.0) })
+    }
+}
+
+impl Drop for Sequence {
+    fn drop(&mut self) {
+        // SAFETY: a live client. A failure leaves nothing to do: the service frees it at the latest
+        // when the client closes.
+        let _ = unsafe { sys::kvm_seq_free(self.connection.raw(), self.id.0) };
+    }
+}
+
+impl fmt::Debug for Sequence {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Sequence").field(&self.id.0).finish()
+    }
+}
+
+/// What is known of a sequence. See [`Sequence::info`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct SequenceInfo {
+    /// Which it is.
+    pub sequence: SequenceId,
+    /// The space it belongs to.
+    pub space: SpaceId,
+    /// The client that owns it.
+    pub client_id: u64,
+    /// Tokens become final by commit only.
+    pub is_manual_commit: bool,
+    /// Of the shortest layer that stores anything.
+    pub n_tokens_min: u64,
+    /// Of the longest layer.
+    pub n_tokens_max: u64,
+    /// Tokens that are final.
+    pub n_committed: u64,
+    /// Page references held.
+    pub n_pages: u64,
+    /// Bytes of these pages, shared ones included.
+    pub bytes: u64,
+    /// Of them, also held by other sequences.
+    pub bytes_shared: u64,
+    /// (layer, head class, token) dropped by policies.
+    pub n_entries_dropped: u64,
+    /// Bytes kept from [`Observe`](crate::Observe).
+    pub bytes_observed: u64,
+    /// Query rows kept from [`Observe`](crate::Observe).
+    pub n_rows_observed: u64,
+    /// Bytes of indexes, shared ones included.
+    pub bytes_index: u64,
+}
+
+impl SequenceInfo {
+    pub(crate) fn from_raw(raw: &sys::kvm_seq_info) -> Self {
+        SequenceInfo {
+            sequence: SequenceId(raw.seq),
+            space: SpaceId(raw.space),
+            client_id: raw.client_id,
+            is_manual_commit: raw.flags & sys::KVM_SEQ_MANUAL_COMMIT != 0,
+            n_tokens_min: raw.n_tokens_min,
+            n_tokens_max: raw.n_tokens_max,
+            n_committed: raw.n_committed,
+            n_pages: raw.n_pages,
+            bytes: raw.bytes,
+            bytes_shared: raw.bytes_shared,
+            n_entries_dropped: raw.n_entries_dropped,
+            bytes_observed: raw.bytes_observed,
+            n_rows_observed: raw.n_rows_observed,
+            bytes_index: raw.bytes_index,
+        }
+    }
+}

@@ -1,0 +1,735 @@
+// SPDX-License-Identifier: Apache-2.0
+use std::ffi::CString;
+use std::fmt;
+use std::ops::{Range, RangeBounds};
+use std::ptr;
+use std::sync::Arc;
+
+use kvm_sys as sys;
+
+use crate::client::{c_string, Client, Connection};
+use crate::error::{check, text_of, Error, Result, Status};
+use crate::sequence::{Sequence, SequenceParams};
+use crate::tensor::Dtype;
+
+/// The number of a space. Never used again.
+///
+/// ```
+/// # let client = kvm::Client::open_embedded(&kvm::EmbeddedParams::new().threads(1))?;
+/// # let space = client.register_space(&kvm::SpaceParams::new("my-model", 2, 4, 64))?;
+/// assert_eq!(client.find_space("my-model")?.id(), space.id());
+/// # Ok::<(), kvm::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct SpaceId(
+    /// The number in `kvm.h`.
+    pub u64,
+);
+
+/// How a model rotates its heads (RoPE). Keys are appended already rotated; the service uses this
+/// to move queries.
+///
+/// ```
+/// let frequencies: Vec<f32> = (0..64).map(|i| 10_000f32.powf(-i as f32 / 64.0)).collect();
+/// let params = kvm::SpaceParams::new("my-model", 32, 32, 128)
+///     .rope(kvm::Rope::Half, &frequencies);
+/// # let _ = params;
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Rope {
+    /// Pairs (i, i + n_pairs): Llama as published by most libraries.
+    Half,
+    /// Pairs (2i, 2i + 1): GPT-J.
+    Interleaved,
+}
+
+/// What a layer stores.
+///
+/// ```
+/// use kvm::{LayerKind, LayerParams};
+/// let shared = LayerParams::new(1..2).kind(LayerKind::Alias { target: 0 });
+/// # let _ = shared;
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LayerKind {
+    /// Its own K and V.
+    Own,
+    /// Nothing: it reads the store of `target`; append to it is an error.
+    Alias {
+        /// A layer of kind `Own` with the same head counts.
+        target: u32,
+    },
+    /// Nothing, and cannot be attended.
+    Absent,
+}
+
+/// Overrides for a range of layers. Of several for one layer the last wins.
+///
+/// ```
+/// use kvm::{LayerParams, SpaceParams};
+/// // Every layer but the last sees 1,024 tokens.
+/// let params = SpaceParams::new("my-model", 8, 4, 64).layer(LayerParams::new(0..7).window(1024));
+/// # let client = kvm::Client::open_embedded(&kvm::EmbeddedParams::new().threads(1))?;
+/// # client.register_space(&params)?;
+/// # Ok::<(), kvm::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct LayerParams {
+    raw: sys::kvm_layer_params,
+}
+
+impl LayerParams {
+    /// As the space, for these layers.
+    #[must_use]
+    pub fn new(layers: Range<u32>) -> Self {
+        LayerParams {
+            raw: sys::kvm_layer_params {
+                layer_begin: layers.start,
+                n_layers: layers.end.saturating_sub(layers.start),
+                ..Default::default()
+            },
+        }
+    }
+
+    /// What they store.
+    #[must_use]
+    pub fn kind(mut self, kind: LayerKind) -> Self {
+        let (kind, target) = match kind {
+            LayerKind::Own => (sys::KVM_LAYER_OWN, 0),
+            LayerKind::Alias { target } => (sys::KVM_LAYER_ALIAS, target),
+            LayerKind::Absent => (sys::KVM_LAYER_ABSENT, 0),
+        };
+        self.raw.kind = kind;
+        self.raw.target = target;
+        self
+    }
+
+    /// Head counts; 0: as the space.
+    #[must_use]
+    pub fn heads(mut self, n_q_heads: u32, n_kv_heads: u32) -> Self {
+        self.raw.n_q_heads = n_q_heads;
+        self.raw.n_kv_heads = n_kv_heads;
+        self
+    }
+
+    /// A query at p sees keys at positions > p - window; 0: all.
+    #[must_use]
+    pub fn window(mut self, n_tokens: u64) -> Self {
+        self.raw.window = n_tokens;
+        self
+    }
+}
+
+/// Which kv heads of which layers an entry of a space is about.
+///
+/// ```
+/// use kvm::Heads;
+/// let all = Heads::all();
+/// let two_of_upper_half = Heads::all().layers(16..).kv_heads([0, 5]);
+/// # let _ = (all, two_of_upper_half);
+/// ```
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Heads {
+    layer_begin: u32,
+    n_layers: u32,
+    kv_head_mask: [u64; 2],
+    is_empty: bool,
+}
+
+impl Heads {
+    /// All heads of all layers.
+    #[must_use]
+    pub fn all() -> Self {
+        Heads::default()
+    }
+
+    /// Those of these layers.
+    #[must_use]
+    pub fn layers(mut self, layers: impl RangeBounds<u32>) -> Self {
+        use std::ops::Bound::{Excluded, Included, Unbounded};
+        self.layer_begin = match layers.start_bound() {
+            Included(first) => *first,
+            Excluded(before) => before.saturating_add(1),
+            Unbounded => 0,
+        };
+        let end = match layers.end_bound() {
+            Included(last) => Some(last.saturating_add(1)),
+            Excluded(end) => Some(*end),
+            Unbounded => None,
+        };
+        // In kvm.h no layers means "to the last", so an empty range has to be refused here.
+        self.n_layers = end.map_or(0, |end| end.saturating_sub(self.layer_begin));
+        self.is_empty |= end.is_some() && self.n_layers == 0;
+        self
+    }
+
+    /// Those with these numbers, below 128.
+    #[must_use]
+    pub fn kv_heads(mut self, heads: impl IntoIterator<Item = u32>) -> Self {
+        self.kv_head_mask = [0; 2];
+        for head in heads {
+            match self.kv_head_mask.get_mut(head as usize / 64) {
+                Some(word) => *word |= 1 << (head % 64),
+                None => self.is_empty = true,
+            }
+        }
+        self.is_empty |= self.kv_head_mask == [0; 2];
+        self
+    }
+
+    fn check(&self, what: &str) -> Result<()> {
+        if self.is_empty {
+            return Err(Error::new(
+                Status::Invalid,
+                format!("{what} is for no layer, for no head, or for a head beyond 127"),
+            ));
+        }
+        Ok(())
+    }
+}
+
+/// How heads keep their tokens. A head that no entry names keeps everything.
+///
+/// ```
+/// use kvm::{Heads, Policy, SpaceParams};
+/// let params = SpaceParams::new("my-model", 32, 32, 128)
+///     .policy(Policy::sinks_recent(Heads::all().layers(16..), 4, 1024).slack(64));
+/// # let client = kvm::Client::open_embedded(&kvm::EmbeddedParams::new().threads(1))?;
+/// # client.register_space(&params)?;
+/// # Ok::<(), kvm::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct Policy {
+    heads: Heads,
+    raw: sys::kvm_policy_params,
+}
+
+impl Policy {
+    /// Every token stays.
+    #[must_use]
+    pub fn full(heads: Heads) -> Self {
+        Policy {
+            heads,
+            raw: sys::kvm_policy_params {
+                layer_begin: heads.layer_begin,
+                n_layers: heads.n_layers,
+                kv_head_mask: heads.kv_head_mask,
+                retention: sys::KVM_RETAIN_FULL,
+                ..Default::default()
+            },
+        }
+    }
+
+    /// A query at p sees positions < `n_sinks` and > p - `n_recent`; pages that no later query can
+    /// see are freed once their tokens are committed.
+    #[must_use]
+    pub fn sinks_recent(heads: Heads, n_sinks: u64, n_recent: u64) -> Self {
+        let mut policy = Policy::full(heads);
+        policy.raw.retention = sys::KVM_RETAIN_SINKS_RECENT;
+        policy.raw.n_sinks = n_sinks;
+        policy.raw.n_recent = n_recent;
+        policy
+    }
+
+    /// Tokens kept beyond `n_recent`, so that truncate has room.
+    #[must_use]
+    pub fn slack(mut self, n_tokens: u64) -> Self {
+        self.raw.slack = n_tokens;
+        self
+    }
+}
+
+/// How heads are stored.
+///
+/// ```
+/// use kvm::{Codec, Dtype, Heads, SpaceParams};
+/// let params = SpaceParams::new("my-model", 32, 32, 128)
+///     .codec(Codec::new(Heads::all()).values(Dtype::I8));
+/// # let _ = params;
+/// ```
+#[derive(Clone, Debug)]
+pub struct Codec {
+    heads: Heads,
+    raw: sys::kvm_codec_params,
+}
+
+impl Codec {
+    /// As the space, for these heads.
+    #[must_use]
+    pub fn new(heads: Heads) -> Self {
+        Codec {
+            heads,
+            raw: sys::kvm_codec_params {
+                layer_begin: heads.layer_begin,
+                n_layers: heads.n_layers,
+                kv_head_mask: heads.kv_head_mask,
+                ..Default::default()
+            },
+        }
+    }
+
+    /// The type of keys.
+    #[must_use]
+    pub fn keys(mut self, dtype: Dtype) -> Self {
+        self.raw.dtype_k = dtype.code();
+        self
+    }
+
+    /// The type of values.
+    #[must_use]
+    pub fn values(mut self, dtype: Dtype) -> Self {
+        self.raw.dtype_v = dtype.code();
+        self
+    }
+}
+
+/// What an index keeps of each key.
+///
+/// ```
+/// use kvm::{Heads, Index, IndexKind, SpaceParams};
+/// let params = SpaceParams::new("my-model", 32, 32, 128)
+///     .index(Index::new(Heads::all(), IndexKind::Lsh { bits: 10, tables: 150 }));
+/// # let _ = params;
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum IndexKind {
+    /// Nothing: no index.
+    None,
+    /// One of the next three, whichever suits the keys.
+    Sketch,
+    /// A bit of each coordinate: 20 bytes of a key of dim 128.
+    Sketch1Bit,
+    /// 8 leading coordinates in int8, a bit of the others: 28 bytes.
+    Sketch8I8,
+    /// Two bits of each coordinate: 36 bytes.
+    Sketch2Bit,
+    /// Hash tables as in MagicPIG: 2 bytes a table and more. Zeros: the defaults.
+    Lsh {
+        /// Hash bits of a table: 1 to 15; 0: 10.
+        bits: u32,
+        /// Tables: 2 to 512; 0: 150.
+        tables: u32,
+    },
+}
+
+/// The index of heads, by which the approximate modes choose keys. A head that no entry names has
+/// none and is answered exactly.
+///
+/// ```
+/// use kvm::{Heads, Index, IndexKind, SpaceParams};
+/// let params = SpaceParams::new("my-model", 32, 32, 128)
+///     .index(Index::new(Heads::all(), IndexKind::Sketch).recent(128).min_tokens(1024));
+/// # let _ = params;
+/// ```
+#[derive(Clone, Debug)]
+pub struct Index {
+    heads: Heads,
+    raw: sys::kvm_index_params,
+}
+
+impl Index {
+    /// An index of this kind for these heads.
+    #[must_use]
+    pub fn new(heads: Heads, kind: IndexKind) -> Self {
+        let (kind, lsh_bits, lsh_tables) = match kind {
+            IndexKind::None => (sys::KVM_INDEX_NONE, 0, 0),
+            IndexKind::Sketch => (sys::KVM_INDEX_SKETCH, 0, 0),
+            IndexKind::Sketch1Bit => (sys::KVM_INDEX_SKETCH_1BIT, 0, 0),
+            IndexKind::Sketch8I8 => (sys::KVM_INDEX_SKETCH_8I8, 0, 0),
+            IndexKind::Sketch2Bit => (sys::KVM_INDEX_SKETCH_2BIT, 0, 0),
+            IndexKind::Lsh { bits, tables } => (sys::KVM_INDEX_LSH, bits, tables),
+        };
+        Index {
+            heads,
+            raw: sys::kvm_index_params {
+                layer_begin: heads.layer_begin,
+                n_layers: heads.n_layers,
+                kv_head_mask: heads.kv_head_mask,
+                kind,
+                lsh_bits,
+                lsh_tables,
+                ..Default::default()
+            },
+        }
+    }
+
+    /// First tokens that are always read; 0: 4.
+    #[must_use]
+    pub fn sinks(mut self, n_tokens: u32) -> Self {
+        self.raw.n_sinks = n_tokens;
+        self
+    }
+
+    /// Last tokens that are always read; 0: 64.
+    #[must_use]
+    pub fn recent(mut self, n_tokens: u32) -> Self {
+        self.raw.n_recent = n_tokens;
+        self
+    }
+
+    /// From this length on there is an index: 256 to 8192; 0: 4096.
+    #[must_use]
+    pub fn min_tokens(mut self, n_tokens: u32) -> Self {
+        self.raw.min_tokens = n_tokens;
+        self
+    }
+
+    /// Of rotations and hash planes.
+    #[must_use]
+    pub fn seed(mut self, seed: u64) -> Self {
+        self.raw.seed = seed;
+        self
+    }
+}
+
+/// The geometry and identity of one model's KV.
+///
+/// ```
+/// use kvm::{Dtype, SpaceParams};
+/// # let client = kvm::Client::open_embedded(&kvm::EmbeddedParams::new().threads(1))?;
+/// let params = SpaceParams::new("llama-8b", 32, 32, 128).kv_heads(8).dtype(Dtype::Bf16);
+/// let space = client.register_space(&params)?;
+/// assert_eq!(space.info()?.n_kv_heads, 8);
+/// # Ok::<(), kvm::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct SpaceParams {
+    name: String,
+    raw: sys::kvm_space_params,
+    rope_inv_freq: Vec<f32>,
+    sink_logits: Option<Vec<f32>>,
+    layers: Vec<sys::kvm_layer_params>,
+    policies: Vec<Policy>,
+    codecs: Vec<Codec>,
+    indexes: Vec<Index>,
+}
+
+// SAFETY: the pointers in `raw` are null until a call fills a copy of it.
+unsafe impl Send for SpaceParams {}
+// SAFETY: as above.
+unsafe impl Sync for SpaceParams {}
+
+impl SpaceParams {
+    /// A model with as many kv heads as q heads, values of the keys' width, and bf16 storage.
+    /// `name`: 1 to 63 bytes of `[A-Za-z0-9._/-]`.
+    #[must_use]
+    pub fn new(name: impl Into<String>, n_layers: u32, n_q_heads: u32, head_dim: u32) -> Self {
+        SpaceParams {
+            name: name.into(),
+            raw: sys::kvm_space_params {
+                n_layers,
+                n_q_heads,
+                head_dim_k: head_dim,
+                ..Default::default()
+            },
+            rope_inv_freq: Vec::new(),
+            sink_logits: None,
+            layers: Vec::new(),
+            policies: Vec::new(),
+            codecs: Vec::new(),
+            indexes: Vec::new(),
+        }
+    }
+
+    /// Divides the q heads into groups of 1 to 16.
+    #[must_use]
+    pub fn kv_heads(mut self, n_kv_heads: u32) -> Self {
+        self.raw.n_kv_heads = n_kv_heads;
+        self
+    }
+
+    /// Width of values, where it is not that of keys.
+    #[must_use]
+    pub fn head_dim_v(mut self, dim: u32) -> Self {
+        self.raw.head_dim_v = dim;
+        self
+    }
+
+    /// The type in which K and V are stored.
+    #[must_use]
+    pub fn dtype(mut self, dtype: Dtype) -> Self {
+        self.raw.dtype = dtype.code();
+        self
+    }
+
+    /// Multiplies q.k; the default is 1 / sqrt(head_dim).
+    #[must_use]
+    pub fn softmax_scale(mut self, scale: f32) -> Self {
+        self.raw.softmax_scale = scale;
+        self
+    }
+
+    /// logit = cap * tanh(logit / cap).
+    #[must_use]
+    pub fn logit_softcap(mut self, cap: f32) -> Self {
+        self.raw.logit_softcap = cap;
+        self
+    }
+
+    /// Layout of rotations, and the angle per position of each pair in radians.
+    #[must_use]
+    pub fn rope(mut self, layout: Rope, inv_freq: &[f32]) -> Self {
+        self.raw.rope_layout = match layout {
+            Rope::Half => sys::KVM_ROPE_HALF,
+            Rope::Interleaved => sys::KVM_ROPE_INTERLEAVED,
+        };
+        self.rope_inv_freq = inv_freq.to_vec();
+        self
+    }
+
+    /// `[n_layers][n_q_heads]` an extra logit without a value in every softmax.
+    ///
+    /// ```
+    /// # let client = kvm::Client::open_embedded(&kvm::EmbeddedParams::new().threads(1))?;
+    /// let params = kvm::SpaceParams::new("my-model", 2, 4, 64).sink_logits(&[0.0; 8]);
+    /// client.register_space(&params)?;
+    /// let wrong = kvm::SpaceParams::new("other-model", 2, 4, 64).sink_logits(&[0.0; 4]);
+    /// assert!(client.register_space(&wrong).is_err());
+    /// # Ok::<(), kvm::Error>(())
+    /// ```
+    #[must_use]
+    pub fn sink_logits(mut self, logits: &[f32]) -> Self {
+        self.sink_logits = Some(logits.to_vec());
+        self
+    }
+
+    /// Of whatever must agree between users (weights, ...).
+    #[must_use]
+    pub fn fingerprint(mut self, fingerprint: [u8; 32]) -> Self {
+        self.raw.fingerprint = fingerprint;
+        self
+    }
+
+    /// Tensor-parallel rank of this geometry's heads, for the identity.
+    #[must_use]
+    pub fn shard(mut self, index: u32, n_shards: u32) -> Self {
+        self.raw.shard_index = index;
+        self.raw.n_shards = n_shards;
+        self
+    }
+
+    /// Adds an override for layers.
+    #[must_use]
+    pub fn layer(mut self, layer: LayerParams) -> Self {
+        self.layers.push(layer.raw);
+        self
+    }
+
+    /// Adds a retention policy.
+    #[must_use]
+    pub fn policy(mut self, policy: Policy) -> Self {
+        self.policies.push(policy);
+        self
+    }
+
+    /// Adds a way of storing.
+    #[must_use]
+    pub fn codec(mut self, codec: Codec) -> Self {
+        self.codecs.push(codec);
+        self
+    }
+
+    /// Adds an index.
+    #[must_use]
+    pub fn index(mut self, index: Index) -> Self {
+        self.indexes.push(index);
+        self
+    }
+
+    /// What C cannot see: the lengths of arrays that it takes from other fields, and ranges that
+    /// would mean "all" to it.
+    fn check(&self) -> Result<()> {
+        if let Some(logits) = &self.sink_logits {
+            let needed = u64::from(self.raw.n_layers) * u64::from(self.raw.n_q_heads);
+            if logits.len() as u64 != needed {
+                let text = format!(
+                    "sink_logits has {} numbers; n_layers * n_q_heads is {needed}",
+                    logits.len()
+                );
+                return Err(Error::new(Status::Invalid, text));
+            }
+        }
+        if let Some(i) = self.layers.iter().position(|layer| layer.n_layers == 0) {
+            let text = format!("layer entry {i} is for no layer");
+            return Err(Error::new(Status::Invalid, text));
+        }
+        self.policies
+            .iter()
+            .try_for_each(|entry| entry.heads.check("a policy"))?;
+        self.codecs
+            .iter()
+            .try_for_each(|entry| entry.heads.check("a codec"))?;
+        self.indexes
+            .iter()
+            .try_for_each(|entry| entry.heads.check("an index"))
+    }
+}
+
+fn count(len: usize) -> Result<u32> {
+    u32::try_from(len).map_err(|_| Error::new(Status::Invalid, "an array has 2^32 entries"))
+}
+
+/// Null for an empty slice.
+pub(crate) fn pointer<T>(slice: &[T]) -> *const T {
+    if slice.is_empty() {
+        ptr::null()
+    } else {
+        slice.as_ptr()
+    }
+}
+
+/// A registered space. Stays registered when dropped; [`Space::remove`] removes it.
+///
+/// A clone is the same space. May be used from any thread.
+///
+/// ```
+/// # use kvm::*;
+/// # let client = Client::open_embedded(&EmbeddedParams::new().threads(1))?;
+/// let space = client.register_space(&SpaceParams::new("my-model", 2, 4, 64))?;
+/// let sequence = space.create_sequence()?;
+/// assert_eq!(space.info()?.n_sequences, 1);
+/// drop(sequence);
+/// space.remove()?;
+/// assert!(client.find_space("my-model").is_err());
+/// # Ok::<(), Error>(())
+/// ```
+#[derive(Clone)]
+pub struct Space {
+    connection: Arc<Connection>,
+    id: SpaceId,
+}
+
+impl Space {
+    pub(crate) fn register(client: &Client, params: &SpaceParams) -> Result<Self> {
+        params.check()?;
+        let name: CString = c_string(params.name.as_bytes(), "the name")?;
+        let policies: Vec<_> = params.policies.iter().map(|entry| entry.raw).collect();
+        let codecs: Vec<_> = params.codecs.iter().map(|entry| entry.raw).collect();
+        let indexes: Vec<_> = params.indexes.iter().map(|entry| entry.raw).collect();
+        let raw = sys::kvm_space_params {
+            name: name.as_ptr(),
+            n_rope_pairs: count(params.rope_inv_freq.len())?,
+            rope_inv_freq: pointer(&params.rope_inv_freq),
+            sink_logits: params
+                .sink_logits
+                .as_ref()
+                .map_or(ptr::null(), |logits| pointer(logits)),
+            layers: pointer(&params.layers),
+            n_layer_params: count(params.layers.len())?,
+            policies: pointer(&policies),
+            n_policies: count(policies.len())?,
+            codecs: pointer(&codecs),
+            n_codecs: count(codecs.len())?,
+            indexes: pointer(&indexes),
+            n_indexes: count(indexes.len())?,
+            ..params.raw
+        };
+        let connection = Arc::clone(client.connection());
+        let mut id = 0;
+        // SAFETY: a live client; every array has the length that its count says (sink_logits:
+        // checked above), and all live through the call.
+        check(unsafe { sys::kvm_space_register(connection.raw(), &raw, &mut id) })?;
+        let id = SpaceId(id);
+        Ok(Space { connection, id })
+    }
+
+    pub(crate) fn find(client: &Client, name: &str) -> Result<Self> {
+        let name = c_string(name.as_bytes(), "the name")?;
+        let connection = Arc::clone(client.connection());
+        let mut id = 0;
+        // SAFETY: a live client, a string and an output that live through the call.
+        check(unsafe { sys::kvm_space_find(connection.raw(), name.as_ptr(), &mut id) })?;
+        let id = SpaceId(id);
+        Ok(Space { connection, id })
+    }
+
+    /// Its number.
+    #[must_use]
+    pub fn id(&self) -> SpaceId {
+        self.id
+    }
+
+    /// Geometry, and what it costs. Fails with `Stale`, `Lost` or `Timeout`.
+    pub fn info(&self) -> Result<SpaceInfo> {
+        let mut raw = sys::kvm_space_info::default();
+        // SAFETY: a live client and an output with its size.
+        check(unsafe { sys::kvm_space_get_info(self.connection.raw(), self.id.0, &mut raw) })?;
+        Ok(SpaceInfo::from_raw(&raw))
+    }
+
+    /// Makes an empty sequence. Fails with `Stale`, `Lost`, `Limit` or `Timeout`.
+    pub fn create_sequence(&self) -> Result<Sequence> {
+        self.create_sequence_with(&SequenceParams::new())
+    }
+
+    /// The same, with parameters.
+    pub fn create_sequence_with(&self, params: &SequenceParams) -> Result<Sequence> {
+        Sequence::create(&self.connection, self.id, params)
+    }
+
+    /// Removes the space from the service. Fails with `Busy` (it has sequences), `Stale`, `Lost` or
+    /// `Timeout`.
+    pub fn remove(self) -> Result<()> {
+        // SAFETY: a live client.
+        check(unsafe { sys::kvm_space_drop(self.connection.raw(), self.id.0) })
+    }
+}
+
+impl fmt::Debug for Space {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Space").field(&self.id.0).finish()
+    }
+}
+
+/// What is known of a space. See [`Space::info`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct SpaceInfo {
+    /// Which it is.
+    pub space: SpaceId,
+    /// Its name.
+    pub name: String,
+    /// Of whatever must agree between users.
+    pub fingerprint: [u8; 32],
+    /// Layers.
+    pub n_layers: u32,
+    /// Query heads.
+    pub n_q_heads: u32,
+    /// Heads of K and V.
+    pub n_kv_heads: u32,
+    /// Width of keys.
+    pub head_dim_k: u32,
+    /// Width of values.
+    pub head_dim_v: u32,
+    /// The type in which K and V are stored; `None`: one that this crate does not know.
+    pub dtype: Option<Dtype>,
+    /// Over all layers.
+    pub n_head_classes: u32,
+    /// Of all clients.
+    pub n_sequences: u64,
+    /// Over all layers, were every token kept.
+    pub bytes_per_token: u64,
+    /// Tokens of a page.
+    pub page_tokens: u64,
+}
+
+impl SpaceInfo {
+    pub(crate) fn from_raw(raw: &sys::kvm_space_info) -> Self {
+        SpaceInfo {
+            space: SpaceId(raw.space),
+            name: text_of(&raw.name),
+            fingerprint: raw.fingerprint,
+            n_layers: raw.n_layers,
+            n_q_heads: raw.n_q_heads,
+            n_kv_heads: raw.n_kv_heads,
+            head_dim_k: raw.head_dim_k,
+            head_dim_v: raw.head_dim_v,
+            dtype: Dtype::from_code(raw.dtype),
+            n_head_classes: raw.n_head_classes,
+            n_sequences: raw.n_sequences,
+            bytes_per_token: raw.bytes_per_token,
+            page_tokens: raw.page_tokens,
+        }
+    }
+}
