@@ -1,0 +1,445 @@
+// SPDX-License-Identifier: Apache-2.0
+// Exact attention of a few query rows over paged keys and values: the split-KV decode kernel.
+// docs/gpu.md has the reasons.
+//
+// A block takes its pieces of work one after the other. Its warps share the tiles of kTile tokens
+// of a piece, tile t going to warp t % kWarps, and each streams its own through kStages stages of
+// shared memory that no other warp touches: until the end of a piece there is no block barrier.
+// Per tile:
+//   S = Q K^T       mma m16n8k16, the rows of the group packed in M; fp32 sums
+//   s = S * scale_log2 + log weight * log2(e), -inf for tokens that a row does not see
+//   m' = max(m, s); p = 2^(s - m'); l = l 2^(m - m') + sum p; o = o 2^(m - m') + round(p) V
+// p is rounded to the element type for the product with V, not for l. At the end the warps' states
+// merge in a fixed order.
+//
+// Shared memory, per warp: kStages stages of [K tile][V tile], a tile being [token][dim] with the
+// 16-byte chunk c of row r at chunk c xor (r % 8), so that neither the copies into it nor
+// load_matrix have bank conflicts. At the end of a piece the same bytes hold the warp's state:
+// o [row][dim + 4], m [row], l [row] in fp32.
+#ifndef KVM_ATTENTION_CUDA_DECODE_KERNEL_H_
+#define KVM_ATTENTION_CUDA_DECODE_KERNEL_H_
+
+#include "attention/cuda/pages.h"
+#include "attention/cuda/params.h"
+#include "attention/cuda/primitives.h"
+
+namespace kvm::attention::gpu {
+
+// REQUIRES: kDim of 64, 128, 256; kTile a multiple of 16, at most 32; kStages >= 2.
+template <Element kElementType, uint32_t kDimValue, uint32_t kTileTokens, uint32_t kStageCount,
+          uint32_t kWarpCount, uint32_t kRowTileCount>
+struct DecodeShape {
+  static constexpr Element kElement = kElementType;
+  static constexpr uint32_t kDim = kDimValue;
+  static constexpr uint32_t kTile = kTileTokens;
+  static constexpr uint32_t kStages = kStageCount;
+  static constexpr uint32_t kWarps = kWarpCount;
+  static constexpr uint32_t kRowTiles = kRowTileCount;  // of 16 rows
+
+  static constexpr uint32_t kThreads = 32 * kWarps;
+  static constexpr uint32_t kRows = 16 * kRowTiles;
+  static constexpr uint32_t kRowBytes = kDim * 2;
+  static constexpr uint32_t kRowChunks = kRowBytes / 16;
+  static constexpr uint32_t kPlaneBytes = kTile * kRowBytes;
+  static constexpr uint32_t kStageBytes = 2 * kPlaneBytes;
+  static constexpr uint32_t kWarpBytes = kStages * kStageBytes;
+  static constexpr uint32_t kSharedBytes = kWarps * kWarpBytes;
+  // Four floats beyond the channels put the rows of a quad into different banks.
+  static constexpr uint32_t kStateStride = kDim + 4;
+  static constexpr uint32_t kStateBytes = kRows * (kStateStride + 2) * 4;
+
+  static_assert(kDim % 64 == 0 && kDim <= 256 && kTile % 16 == 0 && kTile <= 32 && kStages >= 2);
+  static_assert(kStateBytes <= kWarpBytes);
+};
+
+// The part of a piece that one warp evaluates: its queries, its state, its stages.
+template <class Shape>
+struct WarpTask {
+  static constexpr uint32_t kQuerySteps = Shape::kDim / 16;
+  static constexpr uint32_t kOutTiles = Shape::kDim / 8;
+
+  // Fragments of mma.m16n8k16; rows lane / 4 and lane / 4 + 8 of each tile of rows.
+  uint32_t q[Shape::kRowTiles][kQuerySteps][4];
+  float o[Shape::kRowTiles][kOutTiles][4];
+  float m[Shape::kRowTiles][2];         // in units of log 2
+  float l[Shape::kRowTiles][2];         // of the columns of this thread
+  uint32_t limit[Shape::kRowTiles][2];  // tokens that the row sees
+  uint32_t limit_least;                 // of all rows: tiles below need no mask
+
+  SharedAddress stages;
+  uint64_t next_row = 0;     // address of this lane's token of the tile to be copied next; 0 = none
+  float next_weight = 0.0f;  // log weight, times log2(e), of its token of the next tile
+
+  KVM_GPU void load_queries(const DecodeParams& p, const Request& request, const Work& work);
+  KVM_GPU void resolve(const DecodeParams& p, const Request& request, const PageClass& of,
+                       const Work& work, uint32_t tile);
+  KVM_GPU void weigh(const DecodeParams& p, const Request& request, const Work& work,
+                     uint32_t tile);
+  KVM_GPU void copy_tile(const PageClass& of, uint32_t stage, const void* anywhere);
+  KVM_GPU void evaluate_tile(const DecodeParams& p, uint32_t stage, uint32_t token_first,
+                             bool weighted);
+  KVM_GPU void scores(SharedAddress keys, float (&s)[Shape::kRowTiles][Shape::kTile / 8][4]);
+  KVM_GPU void soften(uint32_t row_tile, float (&s)[Shape::kTile / 8][4]);
+  KVM_GPU void add_values(SharedAddress values,
+                          const float (&s)[Shape::kRowTiles][Shape::kTile / 8][4]);
+  KVM_GPU void store_state(uint32_t n_rows);
+};
+
+// Byte offset of chunk `chunk` of row `row` of a tile.
+template <class Shape>
+KVM_GPU uint32_t tile_offset(uint32_t row, uint32_t chunk) {
+  return row * Shape::kRowBytes + ((chunk ^ (row % 8)) * 16);
+}
+
+template <class Shape>
+KVM_GPU void WarpTask<Shape>::load_queries(const DecodeParams& p, const Request& request,
+                                           const Work& work) {
+  const uint32_t n_rows = request.n_query * p.tensors.group;
+  const uint32_t n_before = request.n_tokens - request.n_query + 1;
+#pragma unroll
+  for (uint32_t t = 0; t < Shape::kRowTiles; ++t) {
+#pragma unroll
+    for (uint32_t half = 0; half < 2; ++half) {
+      const uint32_t row = work.row_first + t * 16 + half * 8 + lane_id() / 4;
+      const bool valid = row < n_rows;
+      const RowPlace at = row_place(request, work.kv_head, p.tensors.group, row);
+      const uint16_t* from = static_cast<const uint16_t*>(p.tensors.q) +
+                             at.token * p.tensors.q_stride_token +
+                             at.q_head * p.tensors.q_stride_head + lane_id() % 4 * 2;
+#pragma unroll
+      for (uint32_t k = 0; k < kQuerySteps; ++k) {
+        q[t][k][half] = valid ? load_global<uint32_t>(from + k * 16) : 0;
+        q[t][k][half + 2] = valid ? load_global<uint32_t>(from + k * 16 + 8) : 0;
+      }
+      const uint32_t visible = n_before + row / p.tensors.group;
+      limit[t][half] = valid && visible < work.end ? visible : work.end;
+      m[t][half] = minus_infinity();
+      l[t][half] = 0.0f;
+    }
+#pragma unroll
+    for (uint32_t n = 0; n < kOutTiles; ++n) {
+      o[t][n][0] = o[t][n][1] = o[t][n][2] = o[t][n][3] = 0.0f;
+    }
+  }
+  limit_least = n_before < work.end ? n_before : work.end;
+  next_weight = 0.0f;
+}
+
+// Finds the token of this lane in tile `tile` of the piece.
+template <class Shape>
+KVM_GPU void WarpTask<Shape>::resolve(const DecodeParams& p, const Request& request,
+                                      const PageClass& of, const Work& work, uint32_t tile) {
+  const uint32_t token = work.begin + tile * Shape::kTile + lane_id() % Shape::kTile;
+  next_row = 0;
+  if (token < work.end) {
+    const uint32_t at = list_token(request, token);
+    const uint32_t page = divide(p.pool.page_tokens, at);
+    const uint32_t row = at - page * p.pool.page_tokens.divisor;
+    const uint32_t entry = load_global<uint32_t>(p.page_table + request.table + page);
+    next_row = reinterpret_cast<uint64_t>(page_row(p.pool, of, entry, row, Shape::kRowBytes) +
+                                          static_cast<uint64_t>(work.head) * of.head_stride_bytes);
+  }
+}
+
+// Loads the log weight of the token of this lane in tile `tile`.
+template <class Shape>
+KVM_GPU void WarpTask<Shape>::weigh(const DecodeParams& p, const Request& request, const Work& work,
+                                    uint32_t tile) {
+  const uint32_t token = work.begin + tile * Shape::kTile + lane_id() % Shape::kTile;
+  if (token < work.end) {
+    const int64_t at = request.log_weights +
+                       static_cast<int64_t>(work.head) * request.log_weight_stride +
+                       list_token(request, token);
+    next_weight = load_global<float>(p.log_weights + at) * kLog2E;
+  }
+}
+
+// Begins copying the resolved tile. Tokens that the piece does not have become zero rows: a row of
+// V that is multiplied by a weight of 0 must not hold a NaN.
+template <class Shape>
+KVM_GPU void WarpTask<Shape>::copy_tile(const PageClass& of, uint32_t stage, const void* anywhere) {
+  const SharedAddress to = stages + stage * Shape::kStageBytes;
+  constexpr uint32_t kSteps = Shape::kTile * Shape::kRowChunks / 32;
+#pragma unroll
+  for (uint32_t step = 0; step < kSteps; ++step) {
+    const uint32_t index = step * 32 + lane_id();
+    const uint32_t row = index / Shape::kRowChunks;
+    const uint32_t chunk = index % Shape::kRowChunks;
+    const uint64_t from = shuffle(next_row, row);
+    const bool valid = from != 0;
+    const uint8_t* k = valid ? reinterpret_cast<const uint8_t*>(from) + chunk * 16
+                             : static_cast<const uint8_t*>(anywhere);
+    const uint8_t* v = valid ? k + of.v_offset_bytes : k;
+    const SharedAddress at = to + tile_offset<Shape>(row, chunk);
+    copy_async_16(at, k, valid);
+    copy_async_16(at + Shape::kPlaneBytes, v, valid);
+  }
+}
+
+template <class Shape>
+KVM_GPU void WarpTask<Shape>::scores(SharedAddress keys,
+                                     float (&s)[Shape::kRowTiles][Shape::kTile / 8][4]) {
+  const uint32_t row = lane_id() / 16 * 8 + lane_id() % 8;
+  const uint32_t half = lane_id() / 8 % 2;
+#pragma unroll
+  for (uint32_t k = 0; k < kQuerySteps; ++k) {
+#pragma unroll
+    for (uint32_t n = 0; n < Shape::kTile / 16; ++n) {
+      uint32_t b[4];
+      load_matrix_x4(b, keys + tile_offset<Shape>(n * 16 + row, k * 2 + half));
+#pragma unroll
+      for (uint32_t t = 0; t < Shape::kRowTiles; ++t) {
+        mma_16x8x16<Shape::kElement>(s[t][2 * n], q[t][k], b[0], b[1]);
+        mma_16x8x16<Shape::kElement>(s[t][2 * n + 1], q[t][k], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// From scores, in units of log 2, to weights; brings the state of 16 rows to the new maximum.
+template <class Shape>
+KVM_GPU void WarpTask<Shape>::soften(uint32_t row_tile, float (&s)[Shape::kTile / 8][4]) {
+  float factor[2];
+  bool grew = false;
+#pragma unroll
+  for (uint32_t half = 0; half < 2; ++half) {
+    float top = m[row_tile][half];
+#pragma unroll
+    for (uint32_t n = 0; n < Shape::kTile / 8; ++n) {
+      top = fmaxf(top, fmaxf(s[n][2 * half], s[n][2 * half + 1]));
+    }
+    top = fmaxf(top, shuffle_xor(top, 1));
+    top = fmaxf(top, shuffle_xor(top, 2));
+    // A row that has seen nothing yet: -inf - -inf would be NaN.
+    const float base = top == minus_infinity() ? 0.0f : top;
+    factor[half] = exp2_fast(m[row_tile][half] - base);
+    grew = grew || top > m[row_tile][half];
+    float sum = 0.0f;
+#pragma unroll
+    for (uint32_t n = 0; n < Shape::kTile / 8; ++n) {
+      s[n][2 * half] = exp2_fast(s[n][2 * half] - base);
+      s[n][2 * half + 1] = exp2_fast(s[n][2 * half + 1] - base);
+      sum += s[n][2 * half] + s[n][2 * half + 1];
+    }
+    l[row_tile][half] = l[row_tile][half] * factor[half] + sum;
+    m[row_tile][half] = top;
+  }
+  // Most tiles move no maximum; then all factors are 1.
+  if (any_lane(grew)) {
+#pragma unroll
+    for (uint32_t n = 0; n < kOutTiles; ++n) {
+      o[row_tile][n][0] *= factor[0];
+      o[row_tile][n][1] *= factor[0];
+      o[row_tile][n][2] *= factor[1];
+      o[row_tile][n][3] *= factor[1];
+    }
+  }
+}
+
+template <class Shape>
+KVM_GPU void WarpTask<Shape>::add_values(SharedAddress values,
+                                         const float (&s)[Shape::kRowTiles][Shape::kTile / 8][4]) {
+  const uint32_t row = lane_id() / 8 % 2 * 8 + lane_id() % 8;
+  const uint32_t half = lane_id() / 16;
+#pragma unroll
+  for (uint32_t k = 0; k < Shape::kTile / 16; ++k) {
+    // The accumulators of two score tiles are, packed, the A fragment of the next product.
+    uint32_t a[Shape::kRowTiles][4];
+#pragma unroll
+    for (uint32_t t = 0; t < Shape::kRowTiles; ++t) {
+      a[t][0] = pack<Shape::kElement>(s[t][2 * k][0], s[t][2 * k][1]);
+      a[t][1] = pack<Shape::kElement>(s[t][2 * k][2], s[t][2 * k][3]);
+      a[t][2] = pack<Shape::kElement>(s[t][2 * k + 1][0], s[t][2 * k + 1][1]);
+      a[t][3] = pack<Shape::kElement>(s[t][2 * k + 1][2], s[t][2 * k + 1][3]);
+    }
+#pragma unroll
+    for (uint32_t n = 0; n < kOutTiles / 2; ++n) {
+      uint32_t b[4];
+      load_matrix_x4_transposed(b, values + tile_offset<Shape>(k * 16 + row, n * 2 + half));
+#pragma unroll
+      for (uint32_t t = 0; t < Shape::kRowTiles; ++t) {
+        mma_16x8x16<Shape::kElement>(o[t][2 * n], a[t], b[0], b[1]);
+        mma_16x8x16<Shape::kElement>(o[t][2 * n + 1], a[t], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// Folds the tile in `stage`, whose first token is `token_first`, into the state.
+template <class Shape>
+KVM_GPU void WarpTask<Shape>::evaluate_tile(const DecodeParams& p, uint32_t stage,
+                                            uint32_t token_first, bool weighted) {
+  const SharedAddress keys = stages + stage * Shape::kStageBytes;
+  float s[Shape::kRowTiles][Shape::kTile / 8][4] = {};
+  scores(keys, s);
+  const bool masked = token_first + Shape::kTile > limit_least;
+#pragma unroll
+  for (uint32_t n = 0; n < Shape::kTile / 8; ++n) {
+#pragma unroll
+    for (uint32_t i = 0; i < 2; ++i) {
+      const uint32_t column = n * 8 + lane_id() % 4 * 2 + i;
+      const float weight = weighted ? shuffle(next_weight, column) : 0.0f;
+#pragma unroll
+      for (uint32_t t = 0; t < Shape::kRowTiles; ++t) {
+#pragma unroll
+        for (uint32_t half = 0; half < 2; ++half) {
+          float& score = s[t][n][2 * half + i];
+          score = score * p.scale_log2 + weight;
+          if (masked && token_first + column >= limit[t][half]) {
+            score = minus_infinity();
+          }
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (uint32_t t = 0; t < Shape::kRowTiles; ++t) {
+    soften(t, s[t]);
+  }
+  add_values(keys + Shape::kPlaneBytes, s);
+}
+
+// Writes the warp's state where its stages were.
+template <class Shape>
+KVM_GPU void WarpTask<Shape>::store_state(uint32_t n_rows) {
+  const SharedAddress m_at = stages + Shape::kRows * Shape::kStateStride * 4;
+  const SharedAddress l_at = m_at + Shape::kRows * 4;
+#pragma unroll
+  for (uint32_t t = 0; t < Shape::kRowTiles; ++t) {
+#pragma unroll
+    for (uint32_t half = 0; half < 2; ++half) {
+      float sum = l[t][half];
+      sum += shuffle_xor(sum, 1);
+      sum += shuffle_xor(sum, 2);
+      const uint32_t row = t * 16 + half * 8 + lane_id() / 4;
+      if (row < n_rows) {
+        if (lane_id() % 4 == 0) {
+          store_shared(m_at + row * 4, m[t][half]);
+          store_shared(l_at + row * 4, sum);
+        }
+#pragma unroll
+        for (uint32_t n = 0; n < kOutTiles; ++n) {
+          const uint32_t column = n * 8 + lane_id() % 4 * 2;
+          store_shared(stages + (row * Shape::kStateStride + column) * 4,
+                       Float2{o[t][n][2 * half], o[t][n][2 * half + 1]});
+        }
+      }
+    }
+  }
+}
+
+// Streams the warp's tiles of a piece and leaves the state in shared memory.
+template <class Shape>
+KVM_GPU void evaluate_piece(const DecodeParams& p, const Request& request, const Work& work,
+                            uint32_t n_rows) {
+  const PageClass& of = p.pool.classes[request.page_class];
+  const uint32_t n_tiles = (work.end - work.begin + Shape::kTile - 1) / Shape::kTile;
+  const bool weighted = request.log_weights >= 0;
+  WarpTask<Shape> task;
+  task.stages = warp_id() * Shape::kWarpBytes;
+
+  uint32_t ahead = warp_id();  // the next tile to copy
+#pragma unroll
+  for (uint32_t stage = 0; stage + 1 < Shape::kStages; ++stage) {
+    if (ahead < n_tiles) {
+      task.resolve(p, request, of, work, ahead);
+      task.copy_tile(of, stage, p.pool.segments[0]);
+    }
+    copy_async_commit();
+    ahead += Shape::kWarps;
+  }
+  task.load_queries(p, request, work);
+  task.resolve(p, request, of, work, ahead);
+  if (weighted) {
+    task.weigh(p, request, work, warp_id());
+  }
+
+  uint32_t stage = 0;
+  for (uint32_t tile = warp_id(); tile < n_tiles; tile += Shape::kWarps) {
+    // One group is committed per tile, empty or not, so counting groups counts tiles.
+    copy_async_wait<Shape::kStages - 2>();
+    sync_warp();
+    // The stage of the tile before: every lane has read it, for all have come past the barrier.
+    if (ahead < n_tiles) {
+      task.copy_tile(of, stage == 0 ? Shape::kStages - 1 : stage - 1, p.pool.segments[0]);
+    }
+    copy_async_commit();
+    ahead += Shape::kWarps;
+    task.resolve(p, request, of, work, ahead);
+    task.evaluate_tile(p, stage, work.begin + tile * Shape::kTile, weighted);
+    if (weighted) {
+      task.weigh(p, request, work, tile + Shape::kWarps);
+    }
+    stage = stage + 1 == Shape::kStages ? 0 : stage + 1;
+  }
+  // No copy is under way: the groups not waited for are empty. But lanes may still read stages.
+  sync_warp();
+  task.store_state(n_rows);
+}
+
+// Merges the warps' states and writes the result of the piece.
+template <class Shape>
+KVM_GPU void finish_piece(const DecodeParams& p, const Request& request, const Work& work,
+                          uint32_t n_rows) {
+  constexpr uint32_t kColumns = Shape::kDim / 4;
+  for (uint32_t index = thread_id(); index < n_rows * kColumns; index += Shape::kThreads) {
+    const uint32_t row = index / kColumns, channel = index % kColumns * 4;
+    const SharedAddress m_at = (Shape::kRows * Shape::kStateStride + row) * 4;
+    const SharedAddress l_at = m_at + Shape::kRows * 4;
+    float top = minus_infinity();
+#pragma unroll
+    for (uint32_t warp = 0; warp < Shape::kWarps; ++warp) {
+      top = fmaxf(top, load_shared<float>(warp * Shape::kWarpBytes + m_at));
+    }
+    const float base = top == minus_infinity() ? 0.0f : top;
+    float sum = 0.0f;
+    Float4 o{0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (uint32_t warp = 0; warp < Shape::kWarps; ++warp) {
+      const SharedAddress state = warp * Shape::kWarpBytes;
+      const float factor = exp2_fast(load_shared<float>(state + m_at) - base);
+      const Float4 part = load_shared<Float4>(state + (row * Shape::kStateStride + channel) * 4);
+      sum += factor * load_shared<float>(state + l_at);
+      o.x += factor * part.x;
+      o.y += factor * part.y;
+      o.z += factor * part.z;
+      o.w += factor * part.w;
+    }
+    const float inverse = sum > 0.0f ? 1.0f / sum : 0.0f;
+    o = {o.x * inverse, o.y * inverse, o.z * inverse, o.w * inverse};
+    const float lse = sum > 0.0f ? (top + log2_fast(sum)) * kLn2 : minus_infinity();
+    if (work.slot < 0) {
+      const RowPlace at = row_place(request, work.kv_head, p.tensors.group, work.row_first + row);
+      store_result(p.tensors, at, channel, o);
+      if (channel == 0) {
+        store_lse(p.tensors, at, lse);
+      }
+    } else {
+      const uint64_t slot_row = static_cast<uint64_t>(work.slot) * Shape::kRows + row;
+      store_global(p.partial_o + slot_row * Shape::kDim + channel, o);
+      if (channel == 0) {
+        store_global(p.partial_lse + slot_row, lse);
+      }
+    }
+  }
+}
+
+// What one thread of one block does.
+template <class Shape>
+KVM_GPU void decode_thread(const DecodeParams& p) {
+  const uint32_t work_end = load_global<uint32_t>(p.block_work + block_id() + 1);
+  for (uint32_t i = load_global<uint32_t>(p.block_work + block_id()); i < work_end; ++i) {
+    const Work work = p.work[i];
+    const Request request = p.requests[work.request];
+    const uint32_t rows_left = request.n_query * p.tensors.group - work.row_first;
+    const uint32_t n_rows = rows_left < Shape::kRows ? rows_left : Shape::kRows;
+    evaluate_piece<Shape>(p, request, work, n_rows);
+    sync_block();
+    finish_piece<Shape>(p, request, work, n_rows);
+    sync_block();  // before the next piece copies over the states
+  }
+}
+
+}  // namespace kvm::attention::gpu
+
+#endif  // KVM_ATTENTION_CUDA_DECODE_KERNEL_H_

@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+// From tokens to addresses, and from rows of a request to rows of tensors: what kernels share.
+#ifndef KVM_ATTENTION_CUDA_PAGES_H_
+#define KVM_ATTENTION_CUDA_PAGES_H_
+
+#include "attention/cuda/params.h"
+#include "attention/cuda/primitives.h"
+
+namespace kvm::attention::gpu {
+
+KVM_GPU uint32_t divide(const Divider& by, uint32_t n) {
+  return static_cast<uint32_t>((static_cast<uint64_t>(n) * by.multiplier) >> by.shift);
+}
+
+// The list token that token `token` of a request is.
+KVM_GPU uint32_t list_token(const Request& request, uint32_t token) {
+  return token < request.n_first ? request.first + token
+                                 : request.second + (token - request.n_first);
+}
+
+// Of the row of K of head 0 in row `row` of a page.
+KVM_GPU uint8_t* page_row(const PagePool& pool, const PageClass& of, uint32_t entry, uint32_t row,
+                          uint32_t row_bytes) {
+  return pool.segments[entry >> kEntrySlotBits] + (entry & kEntrySlotMask) * of.page_bytes +
+         static_cast<uint64_t>(row) * row_bytes;
+}
+
+// Where row `row` of a request lies in the query and output tensors.
+struct RowPlace {
+  int64_t token;
+  int64_t q_head;
+};
+KVM_GPU RowPlace row_place(const Request& request, uint32_t kv_head, uint32_t group, uint32_t row) {
+  return {static_cast<int64_t>(request.q_token) + row / group,
+          static_cast<int64_t>(kv_head) * group + row % group};
+}
+
+// Writes 4 channels of a result.
+KVM_GPU void store_result(const AttendTensors& tensors, RowPlace at, uint32_t channel,
+                          Float4 value) {
+  const int64_t element =
+      at.token * tensors.o_stride_token + at.q_head * tensors.o_stride_head + channel;
+  if (tensors.dtype_o == Dtype::kF32) {
+    store_global(static_cast<float*>(tensors.o) + element, value);
+    return;
+  }
+  Word2 packed;
+  if (tensors.dtype_o == Dtype::kBf16) {
+    packed = {pack<Element::kBf16>(value.x, value.y), pack<Element::kBf16>(value.z, value.w)};
+  } else {
+    packed = {pack<Element::kF16>(value.x, value.y), pack<Element::kF16>(value.z, value.w)};
+  }
+  store_global(static_cast<uint16_t*>(tensors.o) + element, packed);
+}
+
+KVM_GPU void store_lse(const AttendTensors& tensors, RowPlace at, float lse) {
+  if (tensors.lse != nullptr) {
+    store_global(
+        tensors.lse + at.token * tensors.lse_stride_token + at.q_head * tensors.lse_stride_head,
+        lse);
+  }
+}
+
+}  // namespace kvm::attention::gpu
+
+#endif  // KVM_ATTENTION_CUDA_PAGES_H_

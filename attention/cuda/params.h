@@ -1,0 +1,170 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the host hands to the GPU kernels: plain data, the same for nvcc and for the emulator.
+//
+// Keys and values lie in pages as docs/storage.md describes them: a K plane
+// [head of the class][page token][dim], then a V plane of the same shape. A page is named by an
+// entry of 32 bits, segment << 22 | slot: segments are what one process has mapped of the device
+// pool, so entries mean the same to every process and addresses need not.
+//
+// A request attends, with the heads of one class, to tokens of one page list. Heads of a layer that
+// keep different tokens are different requests with the same queries, in one launch: a head that
+// keeps sinks and a window costs only the pages that it has.
+#ifndef KVM_ATTENTION_CUDA_PARAMS_H_
+#define KVM_ATTENTION_CUDA_PARAMS_H_
+
+#include <stdint.h>
+
+#include "base/dtype.h"
+
+namespace kvm::attention::gpu {
+
+inline constexpr uint32_t kMaxSegments = 64;
+inline constexpr uint32_t kMaxClasses = 16;
+inline constexpr uint32_t kEntrySlotBits = 22;
+inline constexpr uint32_t kEntrySlotMask = (1u << kEntrySlotBits) - 1;
+// LIMIT: tokens of a page list; the division below is exact up to here.
+inline constexpr uint32_t kMaxListTokens = 1u << 31;
+// LIMIT: partial states that one merge takes.
+inline constexpr uint32_t kMaxMergeSlots = 1024;
+
+// n / divisor for n < 2^31, without a division: Granlund and Montgomery, "Division by invariant
+// integers using multiplication", 1994.
+struct Divider {
+  uint32_t multiplier = 1u << 31;
+  uint32_t shift = 31;
+  uint32_t divisor = 1;
+};
+
+// REQUIRES: 1 <= divisor < 2^31.
+constexpr Divider make_divider(uint32_t divisor) {
+  uint32_t bits = 0;
+  while ((uint64_t{1} << bits) < divisor) {
+    ++bits;
+  }
+  const uint64_t numerator = uint64_t{1} << (31 + bits);
+  return {static_cast<uint32_t>((numerator + divisor - 1) / divisor), 31 + bits, divisor};
+}
+
+// How pages of one head class lie.
+struct PageClass {
+  uint64_t page_bytes = 0;
+  uint64_t v_offset_bytes = 0;     // from a row of K to the same row of V
+  uint32_t head_stride_bytes = 0;  // from head to head inside a plane
+  uint32_t heads_first = 0;        // into PagePool::heads
+  uint32_t n_heads = 0;
+  uint32_t reserved = 0;
+};
+
+// Where pages are. Everything that kernels of one launch have in common.
+struct PagePool {
+  uint8_t* segments[kMaxSegments] = {};
+  PageClass classes[kMaxClasses] = {};
+  const uint16_t* heads = nullptr;  // kv head of the layer, per head of a class
+  Divider page_tokens;
+};
+
+// The tokens of a request are a first run of list tokens and a second one (sinks and window; or one
+// run). Token i of the request, i < n_tokens, is list token
+//   i < n_first ? first + i : second + (i - n_first).
+// Query token j of n_query sees tokens [0, n_tokens - n_query + 1 + j): the new ones are the last.
+struct Request {
+  uint64_t table = 0;              // index of the list's first entry in the page table
+  int64_t log_weights = -1;        // index of those of list token 0 of head 0; -1 = all zero
+  uint32_t log_weight_stride = 0;  // from head to head
+  uint32_t first = 0;
+  uint32_t n_first = 0;
+  uint32_t second = 0;
+  uint32_t n_tokens = 0;
+  uint32_t q_token = 0;  // of query token 0, in the query and output tensors
+  uint32_t n_query = 1;
+  uint32_t page_class = 0;
+};
+
+// A stretch of tokens of (request, head) against a block of rows. Row r of a request is query token
+// r / group and the r % group-th of the q heads that share the kv head.
+struct Work {
+  uint32_t request = 0;
+  uint16_t head = 0;     // of the class
+  uint16_t kv_head = 0;  // of the layer
+  uint32_t row_first = 0;
+  uint32_t begin = 0;  // tokens of the request
+  uint32_t end = 0;
+  int32_t slot = -1;  // of the partial states; -1: write the result itself
+};
+
+// Partial states [slot_first, slot_first + n_slots) make one result.
+struct Merge {
+  uint32_t request = 0;
+  uint16_t head = 0;
+  uint16_t kv_head = 0;
+  uint32_t row_first = 0;
+  uint32_t slot_first = 0;
+  uint32_t n_slots = 0;
+};
+
+// Queries and results: element (token, q head, channel) at token * stride_token + head *
+// stride_head + channel, in elements. LSE likewise, without channels; natural logarithm.
+struct AttendTensors {
+  const void* q = nullptr;  // dtype of the keys
+  int64_t q_stride_token = 0;
+  int64_t q_stride_head = 0;
+  void* o = nullptr;
+  int64_t o_stride_token = 0;
+  int64_t o_stride_head = 0;
+  float* lse = nullptr;  // or null
+  int64_t lse_stride_token = 0;
+  int64_t lse_stride_head = 0;
+  Dtype dtype_o = Dtype::kF32;  // kF32, kF16, kBf16
+  uint32_t group = 1;           // q heads per kv head, 1 to 16
+};
+
+struct DecodeParams {
+  PagePool pool;
+  AttendTensors tensors;
+  const uint32_t* page_table = nullptr;
+  const float* log_weights = nullptr;
+  const Request* requests = nullptr;
+  const Work* work = nullptr;
+  const uint32_t* block_work = nullptr;  // [blocks + 1]: block b does work [b, b + 1)
+  // Partial states: o [slot][rows of a block][dim], normalised, and lse [slot][rows of a block].
+  float* partial_o = nullptr;
+  float* partial_lse = nullptr;
+  float scale_log2 = 1.0f;  // softmax scale times log2(e)
+};
+
+struct MergeParams {
+  AttendTensors tensors;
+  const Request* requests = nullptr;
+  const Merge* merges = nullptr;  // block b takes merge b / rows, row b % rows
+  const float* partial_o = nullptr;
+  const float* partial_lse = nullptr;
+  uint32_t rows = 0;        // of the largest request, at most those of a block
+  uint32_t block_rows = 0;  // row stride of the partial states
+};
+
+// One new token of one head class: its rows of all heads go to one row of one page.
+struct AppendToken {
+  uint32_t entry = 0;
+  uint32_t row = 0;     // within the page
+  uint32_t source = 0;  // token of the tensors
+  uint32_t page_class = 0;
+};
+
+struct AppendParams {
+  PagePool pool;
+  // Element (token, kv head, channel) as in AttendTensors.
+  const void* k = nullptr;
+  const void* v = nullptr;
+  int64_t stride_token = 0;
+  int64_t stride_head = 0;
+  const AppendToken* tokens = nullptr;  // block b takes token b
+  Dtype dtype = Dtype::kBf16;           // of the tensors
+  uint32_t dim = 0;                     // a multiple of 8
+};
+
+// Parameters travel in constant memory, 4 KiB on every architecture.
+static_assert(sizeof(DecodeParams) <= 4096 && sizeof(AppendParams) <= 4096);
+
+}  // namespace kvm::attention::gpu
+
+#endif  // KVM_ATTENTION_CUDA_PARAMS_H_

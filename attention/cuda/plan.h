@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+// Cuts a launch of decode attention into pieces of work that take all blocks the same time.
+//
+// Requests times heads times blocks of rows are items, laid end to end; their tokens are cut so
+// that every block gets about the same number, where a piece counts overhead_tokens more than it
+// has. A block may end one item and begin the next; an item that is cut leaves partial states,
+// which the merge kernel makes one. There are at most items + blocks pieces.
+//
+// A plan depends on lengths only, so one serves all layers of a step.
+// Threads: pure.  Memory: the vectors of the result.  Errors: none; REQUIRES are the caller's.
+#ifndef KVM_ATTENTION_CUDA_PLAN_H_
+#define KVM_ATTENTION_CUDA_PLAN_H_
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "attention/cuda/params.h"
+
+namespace kvm::attention::gpu {
+
+struct PlanOptions {
+  uint32_t blocks = 1;       // that run at once: SMs times blocks per SM; at most kMaxMergeSlots
+  uint32_t block_rows = 16;  // of the decode kernel's shape
+  uint32_t group = 1;
+  // What beginning and ending a piece costs, in tokens.
+  uint32_t overhead_tokens = 128;
+  // No piece is shorter, unless its item is. A multiple of kCutTokens.
+  uint32_t least_tokens = 256;
+  // Reproducible results: items are cut every so many tokens (doubled until kMaxMergeSlots
+  // suffice), whatever else is in the launch and however many blocks there are. 0 = for speed.
+  uint32_t fixed_tokens = 0;
+};
+
+// Cuts lie at multiples of this many tokens of a request.
+inline constexpr uint32_t kCutTokens = 64;
+
+struct DecodePlan {
+  std::vector<Work> work;
+  std::vector<uint32_t> block_work;  // [blocks used + 1]
+  std::vector<Merge> merges;
+  uint32_t n_slots = 0;   // partial states
+  uint32_t max_rows = 0;  // of any merge, at most block_rows: MergeParams::rows
+
+  uint32_t n_blocks() const { return static_cast<uint32_t>(block_work.size()) - 1; }
+};
+
+// REQUIRES: requests refer to `classes`, and classes to `heads`; 1 <= n_query, and n_query <=
+// n_tokens unless both n_query is 1 and n_tokens 0; 1 <= group <= 16; 1 <= blocks.
+DecodePlan plan_decode(std::span<const Request> requests, std::span<const PageClass> classes,
+                       std::span<const uint16_t> heads, const PlanOptions& options);
+
+// Tokens, overheads included, of the block that has most: what the plan keeps small.
+uint64_t longest_block_tokens(const DecodePlan& plan, const PlanOptions& options);
+
+}  // namespace kvm::attention::gpu
+
+#endif  // KVM_ATTENTION_CUDA_PLAN_H_

@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+// The instructions that kernels are written in. nvcc gets them as PTX (primitives_ptx.h), any other
+// compiler as calls of an emulator of thread blocks (primitives_emulated.h), so that the same
+// kernel source runs, and is checked against the fp64 oracle, where there is no GPU.
+//
+// What both provide, in namespace kvm::attention::gpu:
+//
+//   thread_id(), lane_id(), warp_id(), block_id()
+//   sync_warp(), sync_block()
+//     SYNC: shared memory written before by any thread of the warp (the block) is visible after.
+//     Nothing else orders shared memory: not a shuffle, not a matrix instruction.
+//   shuffle(value, lane), shuffle_xor(value, mask), any_lane(bool)      whole warps, converged
+//   copy_async_16(SharedAddress, const void*, bool valid)
+//     16 bytes from global to shared memory, zeros where not valid; both aligned to 16.
+//   copy_async_commit(), copy_async_wait<n>()
+//     SYNC: after the wait, all but the newest n committed groups of this thread have landed, for
+//     this thread; sync_warp or sync_block hands them on.
+//   load_matrix_x4(uint32_t (&)[4], SharedAddress), load_matrix_x4_transposed
+//     Four 8 x 8 matrices of 16-bit elements; lane l has the address of row l % 8 of matrix l / 8.
+//   mma_16x8x16<Element>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
+//   pack<Element>(float low, float high)         to two elements, nearest even
+//   exp2_fast, log2_fast                         2 ulp; exp2_fast(-inf) = 0, log2_fast(0) = -inf
+//   store_shared, load_shared                    float, Float2, Float4
+//   load_global<T>, store_global<T>              T of 1 to 16 bytes, aligned
+#ifndef KVM_ATTENTION_CUDA_PRIMITIVES_H_
+#define KVM_ATTENTION_CUDA_PRIMITIVES_H_
+
+#include <stdint.h>
+
+namespace kvm::attention::gpu {
+
+enum class Element : uint32_t { kBf16, kF16 };
+
+// Bytes from the start of the block's dynamic shared memory.
+using SharedAddress = uint32_t;
+
+struct alignas(8) Float2 {
+  float x, y;
+};
+struct alignas(16) Float4 {
+  float x, y, z, w;
+};
+struct alignas(8) Word2 {
+  uint32_t x, y;
+};
+struct alignas(16) Word4 {
+  uint32_t x, y, z, w;
+};
+
+inline constexpr float kLog2E = 1.4426950408889634f;
+inline constexpr float kLn2 = 0.6931471805599453f;
+
+}  // namespace kvm::attention::gpu
+
+#if defined(__CUDACC__)
+#include "attention/cuda/primitives_ptx.h"  // IWYU pragma: export
+#else
+#include "attention/cuda/primitives_emulated.h"  // IWYU pragma: export
+#endif
+
+namespace kvm::attention::gpu {
+
+KVM_GPU float minus_infinity() { return -__builtin_huge_valf(); }
+
+// The float that the given half of two packed elements stands for.
+template <Element kElement>
+KVM_GPU float unpack(uint32_t packed, uint32_t half) {
+  const uint32_t bits = half == 0 ? packed & 0xffffu : packed >> 16;
+  if constexpr (kElement == Element::kBf16) {
+    return float_from_bits(bits << 16);
+  } else {
+    return float_from_f16(bits);
+  }
+}
+
+}  // namespace kvm::attention::gpu
+
+#endif  // KVM_ATTENTION_CUDA_PRIMITIVES_H_

@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+// The primitives for the emulator (emulator.h). primitives.h has the contracts.
+#ifndef KVM_ATTENTION_CUDA_PRIMITIVES_EMULATED_H_
+#define KVM_ATTENTION_CUDA_PRIMITIVES_EMULATED_H_
+
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "attention/cuda/emulator.h"
+#include "attention/cuda/primitives.h"
+#include "base/dtype.h"
+
+#define KVM_GPU inline
+
+namespace kvm::attention::gpu {
+
+KVM_GPU uint32_t thread_id() { return emulator::current_thread(); }
+KVM_GPU uint32_t lane_id() { return emulator::current_thread() % 32; }
+KVM_GPU uint32_t warp_id() { return emulator::current_thread() / 32; }
+KVM_GPU uint32_t block_id() { return emulator::current_block(); }
+
+KVM_GPU void sync_warp() { emulator::sync_warp(); }
+KVM_GPU void sync_block() { emulator::sync_block(); }
+
+KVM_GPU uint64_t shuffle(uint64_t value, uint32_t lane) { return emulator::shuffle(value, lane); }
+KVM_GPU uint32_t shuffle(uint32_t value, uint32_t lane) {
+  return static_cast<uint32_t>(emulator::shuffle(value, lane));
+}
+KVM_GPU float shuffle(float value, uint32_t lane) {
+  return std::bit_cast<float>(shuffle(std::bit_cast<uint32_t>(value), lane));
+}
+KVM_GPU float shuffle_xor(float value, uint32_t mask) { return shuffle(value, lane_id() ^ mask); }
+KVM_GPU bool any_lane(bool value) { return emulator::any_lane(value); }
+
+KVM_GPU void copy_async_16(SharedAddress to, const void* from, bool valid) {
+  emulator::copy_async_16(to, from, valid);
+}
+KVM_GPU void copy_async_commit() { emulator::copy_async_commit(); }
+template <uint32_t kNewest>
+KVM_GPU void copy_async_wait() {
+  emulator::copy_async_wait(kNewest);
+}
+
+KVM_GPU void load_matrix_x4(uint32_t (&to)[4], SharedAddress from) {
+  emulator::load_matrix_x4(to, from, false);
+}
+KVM_GPU void load_matrix_x4_transposed(uint32_t (&to)[4], SharedAddress from) {
+  emulator::load_matrix_x4(to, from, true);
+}
+
+KVM_GPU float float_from_bits(uint32_t bits) { return std::bit_cast<float>(bits); }
+KVM_GPU float float_from_f16(uint32_t bits) { return f16_to_f32(static_cast<uint16_t>(bits)); }
+
+template <Element kElement>
+KVM_GPU void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  emulator::mma_16x8x16(d, a, b0, b1, kElement == Element::kBf16 ? &bf16_to_f32 : &f16_to_f32);
+}
+
+template <Element kElement>
+KVM_GPU uint32_t pack(float low, float high) {
+  const auto convert = kElement == Element::kBf16 ? &f32_to_bf16 : &f32_to_f16;
+  return static_cast<uint32_t>(convert(low)) | static_cast<uint32_t>(convert(high)) << 16;
+}
+
+KVM_GPU float exp2_fast(float x) { return std::exp2(x); }
+KVM_GPU float log2_fast(float x) { return std::log2(x); }
+
+template <class T>
+KVM_GPU void store_shared(SharedAddress at, T value) {
+  emulator::store_shared(at, &value, sizeof(T));
+}
+template <class T>
+KVM_GPU T load_shared(SharedAddress at) {
+  T value;
+  emulator::load_shared(at, &value, sizeof(T));
+  return value;
+}
+template <class T>
+KVM_GPU T load_global(const void* from) {
+  T value{};
+  if (emulator::may_touch(from, sizeof(T))) {
+    std::memcpy(&value, from, sizeof(T));
+  }
+  return value;
+}
+template <class T>
+KVM_GPU void store_global(void* to, T value) {
+  if (emulator::may_touch(to, sizeof(T))) {
+    std::memcpy(to, &value, sizeof(T));
+  }
+}
+
+}  // namespace kvm::attention::gpu
+
+#endif  // KVM_ATTENTION_CUDA_PRIMITIVES_EMULATED_H_

@@ -1,0 +1,127 @@
+// SPDX-License-Identifier: Apache-2.0
+// The primitives for nvcc: sm_80 and up. primitives.h has the contracts.
+#ifndef KVM_ATTENTION_CUDA_PRIMITIVES_PTX_H_
+#define KVM_ATTENTION_CUDA_PRIMITIVES_PTX_H_
+
+#include "attention/cuda/primitives.h"
+
+#define KVM_GPU __device__ __forceinline__
+
+namespace kvm::attention::gpu {
+
+KVM_GPU uint32_t thread_id() { return threadIdx.x; }
+KVM_GPU uint32_t lane_id() { return threadIdx.x % 32; }
+// From a shuffle, so that the compiler knows it to be the same for the whole warp.
+KVM_GPU uint32_t warp_id() { return __shfl_sync(~0u, threadIdx.x / 32, 0); }
+KVM_GPU uint32_t block_id() { return blockIdx.x; }
+
+KVM_GPU void sync_warp() { __syncwarp(); }
+KVM_GPU void sync_block() { __syncthreads(); }
+
+KVM_GPU uint32_t shuffle(uint32_t value, uint32_t lane) { return __shfl_sync(~0u, value, lane); }
+KVM_GPU uint64_t shuffle(uint64_t value, uint32_t lane) { return __shfl_sync(~0u, value, lane); }
+KVM_GPU float shuffle(float value, uint32_t lane) { return __shfl_sync(~0u, value, lane); }
+KVM_GPU float shuffle_xor(float value, uint32_t mask) {
+  return __shfl_xor_sync(~0u, value, static_cast<int>(mask));
+}
+KVM_GPU bool any_lane(bool value) { return __any_sync(~0u, value) != 0; }
+
+KVM_GPU unsigned char* shared_bytes() {
+  extern __shared__ __align__(128) unsigned char kvm_shared_memory[];
+  return kvm_shared_memory;
+}
+// What PTX calls an address in the shared window.
+KVM_GPU uint32_t shared_window(SharedAddress at) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(shared_bytes())) + at;
+}
+
+KVM_GPU void copy_async_16(SharedAddress to, const void* from, bool valid) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(shared_window(to)),
+               "l"(__cvta_generic_to_global(from)), "r"(valid ? 16 : 0)
+               : "memory");
+}
+KVM_GPU void copy_async_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
+template <uint32_t kNewest>
+KVM_GPU void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;\n" ::"n"(kNewest) : "memory");
+}
+
+KVM_GPU void load_matrix_x4(uint32_t (&to)[4], SharedAddress from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(shared_window(from))
+               : "memory");
+}
+KVM_GPU void load_matrix_x4_transposed(uint32_t (&to)[4], SharedAddress from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(shared_window(from))
+               : "memory");
+}
+
+template <Element kElement>
+KVM_GPU void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  if constexpr (kElement == Element::kBf16) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};\n"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};\n"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+}
+
+template <Element kElement>
+KVM_GPU uint32_t pack(float low, float high) {
+  uint32_t packed;
+  if constexpr (kElement == Element::kBf16) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(packed) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;\n" : "=r"(packed) : "f"(high), "f"(low));
+  }
+  return packed;
+}
+
+KVM_GPU float float_from_bits(uint32_t bits) { return __uint_as_float(bits); }
+KVM_GPU float float_from_f16(uint32_t bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;\n" : "=f"(value) : "h"(static_cast<uint16_t>(bits)));
+  return value;
+}
+
+KVM_GPU float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
+  return y;
+}
+KVM_GPU float log2_fast(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
+  return y;
+}
+
+template <class T>
+KVM_GPU void store_shared(SharedAddress at, T value) {
+  *reinterpret_cast<T*>(shared_bytes() + at) = value;
+}
+template <class T>
+KVM_GPU T load_shared(SharedAddress at) {
+  return *reinterpret_cast<const T*>(shared_bytes() + at);
+}
+template <class T>
+KVM_GPU T load_global(const void* from) {
+  return *static_cast<const T*>(from);
+}
+template <class T>
+KVM_GPU void store_global(void* to, T value) {
+  *static_cast<T*>(to) = value;
+}
+
+}  // namespace kvm::attention::gpu
+
+#endif  // KVM_ATTENTION_CUDA_PRIMITIVES_PTX_H_

@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+// The kernels that are compiled: one list for the library, the emulator's suite and the checks.
+//
+// Every shape takes 96 KiB of shared memory, so that two blocks fit into an SM of sm_90 (227 KiB)
+// and one into those of sm_86, 89 and 120 (99 KiB); 64 KiB of each are copies under way.
+#ifndef KVM_ATTENTION_CUDA_SHAPES_H_
+#define KVM_ATTENTION_CUDA_SHAPES_H_
+
+#include "attention/cuda/append_kernel.h"
+#include "attention/cuda/decode_kernel.h"
+#include "attention/cuda/merge_kernel.h"
+
+namespace kvm::attention::gpu {
+
+template <Element kElement, uint32_t kDim, uint32_t kRowTiles>
+struct ShapeOf;
+template <Element kElement, uint32_t kRowTiles>
+struct ShapeOf<kElement, 64, kRowTiles> {
+  using Type = DecodeShape<kElement, 64, 32, 3, 4, kRowTiles>;
+};
+template <Element kElement, uint32_t kRowTiles>
+struct ShapeOf<kElement, 128, kRowTiles> {
+  using Type = DecodeShape<kElement, 128, 16, 3, 4, kRowTiles>;
+};
+// 32 rows of 256 channels have no room in the registers: two blocks of rows, the second of which
+// finds K and V in the cache.
+template <Element kElement>
+struct ShapeOf<kElement, 256, 1> {
+  using Type = DecodeShape<kElement, 256, 16, 3, 2, 1>;
+};
+
+// Rows of a block where the largest request has `rows`.
+constexpr uint32_t block_rows_for(uint32_t dim, uint32_t rows) {
+  return rows <= 16 || dim > 128 ? 16 : 32;
+}
+
+template <Element kElement, class Visit>
+bool visit_dim(uint32_t dim, uint32_t block_rows, Visit visit) {
+  switch (dim * 4 + block_rows / 16) {
+    case 64 * 4 + 1:
+      visit(typename ShapeOf<kElement, 64, 1>::Type{});
+      return true;
+    case 64 * 4 + 2:
+      visit(typename ShapeOf<kElement, 64, 2>::Type{});
+      return true;
+    case 128 * 4 + 1:
+      visit(typename ShapeOf<kElement, 128, 1>::Type{});
+      return true;
+    case 128 * 4 + 2:
+      visit(typename ShapeOf<kElement, 128, 2>::Type{});
+      return true;
+    case 256 * 4 + 1:
+      visit(typename ShapeOf<kElement, 256, 1>::Type{});
+      return true;
+    default:
+      return false;
+  }
+}
+
+// Calls visit(Shape{}) with the shape for elements of `dtype`; false where there is none.
+template <class Visit>
+bool visit_shape(Dtype dtype, uint32_t dim, uint32_t block_rows, Visit visit) {
+  switch (dtype) {
+    case Dtype::kBf16:
+      return visit_dim<Element::kBf16>(dim, block_rows, visit);
+    case Dtype::kF16:
+      return visit_dim<Element::kF16>(dim, block_rows, visit);
+    default:
+      return false;
+  }
+}
+
+}  // namespace kvm::attention::gpu
+
+#endif  // KVM_ATTENTION_CUDA_SHAPES_H_

@@ -1,0 +1,533 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tests/gpu/cases.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <numeric>
+
+#include "base/assert.h"
+#include "base/round.h"
+#include "base/splitmix.h"
+
+namespace kvm::attention::gpu::testing {
+namespace {
+
+constexpr uint32_t kSegments = 3;
+constexpr uint16_t kNan16 = 0xffff;
+// Elements between rows of tensors that no kernel may touch.
+constexpr uint32_t kGap = 8;
+
+// Random numbers that are functions of what they belong to: no order of drawing to keep.
+uint64_t mix(uint64_t seed, uint64_t a, uint64_t b = 0, uint64_t c = 0, uint64_t d = 0) {
+  uint64_t x = seed;
+  for (const uint64_t word : {a, b, c, d}) {
+    x = splitmix64(x + kSplitMixStep * (word + 1));
+  }
+  return x;
+}
+
+// About Gaussian, of unit deviation: the sum of 4 uniform numbers.
+float gaussian(uint64_t bits) {
+  float sum = 0.0f;
+  for (int i = 0; i < 4; ++i) {
+    sum += static_cast<float>((bits >> (16 * i)) & 0xffff) / 65535.0f - 0.5f;
+  }
+  return sum * 1.7320508f;
+}
+
+uint16_t narrow(float value, Dtype dtype) {
+  return dtype == Dtype::kBf16 ? f32_to_bf16(value) : f32_to_f16(value);
+}
+float widen(uint16_t bits, Dtype dtype) {
+  return dtype == Dtype::kBf16 ? bf16_to_f32(bits) : f16_to_f32(bits);
+}
+
+float softmax_scale(const CaseSpec& spec) { return 1.0f / std::sqrt(static_cast<float>(spec.dim)); }
+
+enum Stream : uint64_t { kKeys = 1, kValues, kQueries, kLogWeights, kPages, kHeads };
+
+template <class T>
+void append_range(std::vector<std::span<uint8_t>>* to, std::vector<T>& of) {
+  if (!of.empty()) {
+    to->push_back({reinterpret_cast<uint8_t*>(of.data()), of.size() * sizeof(T)});
+  }
+}
+
+}  // namespace
+
+Bytes::Bytes(size_t size_bytes)
+    : data_(static_cast<uint8_t*>(std::aligned_alloc(64, round_up(size_bytes + 1, 64)))),
+      size_(size_bytes) {
+  std::memset(data_.get(), 0xff, size_);
+}
+
+std::vector<CaseSpec> all_cases() {
+  std::vector<CaseSpec> cases;
+  const auto add = [&cases](CaseSpec spec) {
+    spec.name = std::to_string(cases.size()) + " " + dtype_name(spec.dtype) + " d" +
+                std::to_string(spec.dim) + " g" + std::to_string(spec.group) + " nq" +
+                std::to_string(spec.n_query) + " page" + std::to_string(spec.page_tokens) +
+                (spec.name.empty() ? "" : " " + spec.name);
+    cases.push_back(std::move(spec));
+  };
+  // Every shape, lengths around the edges of tiles, pages and stages.
+  for (const Dtype dtype : {Dtype::kBf16, Dtype::kF16}) {
+    for (const uint32_t dim : {64u, 128u, 256u}) {
+      add({.dtype = dtype, .dim = dim, .group = 4, .lengths = {1, 16, 17, 63, 64, 65}});
+      add({.name = "split",
+           .dtype = dtype,
+           .dim = dim,
+           .group = 8,
+           .page_tokens = 16,
+           .lengths = {1000},
+           .blocks = 3});
+      add({.name = "causal",
+           .dtype = dtype,
+           .dim = dim,
+           .group = 4,
+           .n_query = 4,
+           .lengths = {200, 37},
+           .blocks = 2});
+      add({.name = "32 rows",
+           .dtype = dtype,
+           .dim = dim,
+           .group = 8,
+           .n_query = 4,
+           .lengths = {130},
+           .blocks = 2});
+    }
+  }
+  // Groups, with a result in each type.
+  const Dtype out[] = {Dtype::kF32, Dtype::kBf16, Dtype::kF16};
+  uint32_t turn = 0;
+  for (const uint32_t group : {1u, 2u, 3u, 5u, 7u, 12u, 16u}) {
+    add({.dtype_o = out[turn++ % 3],
+         .dim = 128,
+         .group = group,
+         .classes = {{.n_heads = 2}},
+         .lengths = {150}});
+  }
+  // Pages of any size, full and not.
+  for (const uint32_t page : {1u, 2u, 8u, 16u, 24u, 32u, 100u, 128u, 1000u}) {
+    add({.dim = page % 3 == 0 ? 128u : 64u,
+         .group = 4,
+         .page_tokens = page,
+         .lengths = {page * 2, 177, 300}});
+  }
+  // Head classes: heads that keep everything beside heads that keep sinks and a window.
+  add({.name = "classes",
+       .group = 4,
+       .classes = {{.n_heads = 1}, {.n_heads = 2, .sinks = 4, .window = 100}},
+       .lengths = {500, 90},
+       .blocks = 3});
+  add({.name = "classes",
+       .group = 2,
+       .n_query = 1,
+       .page_tokens = 16,
+       .classes = {{.n_heads = 2, .sinks = 16, .window = 64},
+                   {.n_heads = 1},
+                   {.n_heads = 1, .sinks = 0, .window = 33}},
+       .lengths = {257},
+       .blocks = 5});
+  // Log weights.
+  add({.name = "weights", .lengths = {333, 20}, .weights = Weights::kSome});
+  add({.name = "weights split",
+       .dim = 64,
+       .page_tokens = 16,
+       .lengths = {700},
+       .blocks = 4,
+       .weights = Weights::kSome});
+  add({.name = "hidden",
+       .dim = 128,
+       .group = 3,
+       .classes = {{.n_heads = 2}},
+       .lengths = {200},
+       .weights = Weights::kHidden});
+  // Peaked rows move the maximum often; flat ones never underflow.
+  add({.name = "peaked", .lengths = {400}, .blocks = 2, .q_size = 8.0f});
+  add({.name = "peaked", .dtype = Dtype::kF16, .dim = 64, .lengths = {400}, .q_size = 20.0f});
+  add({.name = "flat", .lengths = {400}, .q_size = 0.01f});
+  // Empty requests, many small ones, a skewed batch, more blocks than work.
+  add({.name = "empty", .group = 4, .classes = {{.n_heads = 2}}, .lengths = {0, 5, 0}});
+  add({.name = "small",
+       .dim = 64,
+       .classes = {{.n_heads = 2}},
+       .lengths = {3, 9, 30, 31, 32, 33, 34, 64, 2, 1},
+       .blocks = 3});
+  add({.name = "skewed", .dim = 64, .lengths = {1500, 20, 40, 60}, .blocks = 6});
+  add({.name = "idle blocks", .lengths = {10}, .blocks = 64, .reads_lse = false});
+  // Fixed pieces.
+  add({.name = "fixed", .lengths = {600, 100}, .blocks = 3, .fixed_tokens = 128});
+  add({.name = "fixed",
+       .dim = 64,
+       .group = 8,
+       .n_query = 3,
+       .lengths = {511},
+       .blocks = 7,
+       .fixed_tokens = 64});
+  // Several blocks of rows: 16 x 8 = 128 rows.
+  add({.name = "128 rows", .dim = 64, .group = 16, .n_query = 8, .lengths = {100}, .blocks = 2});
+  add({.name = "rows past a block", .group = 5, .n_query = 7, .lengths = {150}, .blocks = 2});
+  return cases;
+}
+
+Case::Case(const CaseSpec& spec, uint64_t seed) : spec_(spec), seed_(seed) {
+  const uint64_t plane_row = spec_.dim * 2;
+  // kv heads of the layer are dealt to the classes in an order that is not theirs.
+  for (const ClassSpec& of : spec_.classes) {
+    n_kv_heads_ += of.n_heads;
+  }
+  heads.resize(n_kv_heads_);
+  std::iota(heads.begin(), heads.end(), uint16_t{0});
+  std::reverse(heads.begin(), heads.end());
+  uint64_t largest_page = 0;
+  uint32_t heads_first = 0;
+  for (const ClassSpec& of : spec_.classes) {
+    PageClass lies;
+    lies.head_stride_bytes = static_cast<uint32_t>(spec_.page_tokens * plane_row);
+    lies.v_offset_bytes = uint64_t{of.n_heads} * lies.head_stride_bytes;
+    lies.page_bytes = 2 * lies.v_offset_bytes;
+    lies.heads_first = heads_first;
+    lies.n_heads = of.n_heads;
+    heads_first += of.n_heads;
+    largest_page = std::max(largest_page, lies.page_bytes);
+    classes.push_back(lies);
+  }
+  // Pages of every class have the size of the largest, here: one order for all.
+  uint64_t n_pages = 0;
+  for (const uint32_t length : spec_.lengths) {
+    n_pages += (div_up(length, spec_.page_tokens) + 2) * spec_.classes.size();
+  }
+  const uint64_t per_segment = div_up(n_pages + 3, kSegments);
+  for (uint32_t i = 0; i < kSegments; ++i) {
+    segments.emplace_back(per_segment * largest_page);
+  }
+  for (uint32_t i = 0; i < kSegments * per_segment; ++i) {
+    page_order_.push_back(static_cast<uint32_t>(i / per_segment) << kEntrySlotBits |
+                          static_cast<uint32_t>(i % per_segment));
+  }
+  std::sort(page_order_.begin(), page_order_.end(), [this](uint32_t a, uint32_t b) {
+    return mix(seed_, kPages, a) < mix(seed_, kPages, b);
+  });
+  for (PageClass& lies : classes) {
+    lies.page_bytes = largest_page;
+  }
+
+  uint64_t free_page = 0;
+  for (uint32_t s = 0; s < spec_.lengths.size(); ++s) {
+    for (uint32_t c = 0; c < spec_.classes.size(); ++c) {
+      place(s, c, &free_page);
+    }
+  }
+  KVM_ASSERT(free_page <= page_order_.size());
+
+  n_tokens_q_ = static_cast<uint32_t>(spec_.lengths.size()) * spec_.n_query;
+  const uint32_t q_heads = n_kv_heads_ * spec_.group;
+  const uint64_t stride = spec_.dim + kGap;
+  q = Bytes(n_tokens_q_ * q_heads * stride * 2);
+  for (uint32_t token = 0; token < n_tokens_q_; ++token) {
+    for (uint32_t head = 0; head < q_heads; ++head) {
+      auto* row = reinterpret_cast<uint16_t*>(q.data()) + (token * q_heads + head) * stride;
+      for (uint32_t i = 0; i < spec_.dim; ++i) {
+        row[i] = narrow(spec_.q_size * gaussian(mix(seed_, kQueries, token, head, i)), spec_.dtype);
+      }
+    }
+  }
+  o = Bytes(n_tokens_q_ * q_heads * stride * dtype_size_bytes(spec_.dtype_o));
+  lse.resize(n_tokens_q_ * q_heads);
+}
+
+bool Case::keeps(const ClassSpec& of, uint32_t length, uint32_t position) const {
+  return of.window == 0 || position < of.sinks || position + of.window >= length;
+}
+
+uint16_t Case::stored(uint32_t sequence, uint32_t kv_head, uint32_t position, uint32_t channel,
+                      bool is_v) const {
+  const uint64_t bits =
+      mix(seed_, is_v ? kValues : kKeys, sequence * 64 + kv_head, position, channel);
+  // Values have a mean, so that results do not cancel to nothing over many tokens.
+  return narrow(gaussian(bits) + (is_v ? 0.5f : 0.0f), spec_.dtype);
+}
+
+float Case::weight_of(uint32_t sequence, uint32_t kv_head, uint32_t position) const {
+  if (spec_.weights == Weights::kNone) {
+    return 0.0f;
+  }
+  const uint64_t bits = mix(seed_, kLogWeights, sequence * 64 + kv_head, position);
+  if (spec_.weights == Weights::kHidden && (bits >> 60) < 8) {
+    return -std::numeric_limits<float>::infinity();
+  }
+  return 2.0f * gaussian(bits);
+}
+
+// Lays the tokens that a class keeps of a sequence into pages, and makes the request.
+void Case::place(uint32_t sequence, uint32_t page_class, uint64_t* free_page) {
+  const ClassSpec& of = spec_.classes[page_class];
+  const PageClass& lies = classes[page_class];
+  const uint32_t length = spec_.lengths[sequence], page = spec_.page_tokens;
+  Request request;
+  request.table = page_table.size();
+  request.q_token = sequence * spec_.n_query;
+  request.n_query = spec_.n_query;
+  request.page_class = page_class;
+
+  // Whole pages are kept, those between sinks and window are not in the list.
+  const bool all = of.window == 0 || of.sinks + of.window >= length;
+  const uint32_t window_first = all ? 0 : length - of.window;
+  const uint32_t sink_pages = all ? 0 : static_cast<uint32_t>(div_up(of.sinks, page));
+  const uint32_t window_page = std::max(window_first / page, sink_pages);
+  std::vector<uint32_t> kept;
+  for (uint32_t i = 0; i < sink_pages; ++i) {
+    kept.push_back(i);
+  }
+  for (uint32_t i = window_page; i < div_up(length, page); ++i) {
+    kept.push_back(i);
+  }
+  if (all) {
+    request.n_first = request.n_tokens = length;
+  } else {
+    request.n_first = of.sinks;
+    request.n_tokens = of.sinks + of.window;
+    request.second = window_first - (window_page - sink_pages) * page;
+  }
+  if (spec_.weights != Weights::kNone) {
+    request.log_weights = static_cast<int64_t>(log_weights.size());
+    request.log_weight_stride = static_cast<uint32_t>(kept.size()) * page;
+    log_weights.resize(log_weights.size() + lies.n_heads * request.log_weight_stride,
+                       std::numeric_limits<float>::quiet_NaN());
+  }
+  for (uint32_t at = 0; at < kept.size(); ++at) {
+    const uint32_t entry = page_order_[(*free_page)++];
+    page_table.push_back(entry);
+    uint8_t* base =
+        segments[entry >> kEntrySlotBits].data() + (entry & kEntrySlotMask) * lies.page_bytes;
+    for (uint32_t row = 0; row < page; ++row) {
+      const uint32_t position = kept[at] * page + row;
+      if (position >= length || !keeps(of, length, position)) {
+        continue;  // stays NaN
+      }
+      for (uint32_t head = 0; head < lies.n_heads; ++head) {
+        const uint32_t kv_head = heads[lies.heads_first + head];
+        uint8_t* k = base + head * lies.head_stride_bytes + row * spec_.dim * 2;
+        for (uint32_t i = 0; i < spec_.dim; ++i) {
+          const uint16_t bits_k = stored(sequence, kv_head, position, i, false);
+          const uint16_t bits_v = stored(sequence, kv_head, position, i, true);
+          std::memcpy(k + i * 2, &bits_k, 2);
+          std::memcpy(k + lies.v_offset_bytes + i * 2, &bits_v, 2);
+        }
+        if (request.log_weights >= 0) {
+          log_weights[static_cast<size_t>(request.log_weights) + head * request.log_weight_stride +
+                      at * page + row] = weight_of(sequence, kv_head, position);
+        }
+      }
+    }
+  }
+  page_table.push_back(UINT32_MAX);  // behind the list: no segment has it
+  requests.push_back(request);
+}
+
+uint32_t Case::block_rows() const {
+  return spec_.n_query * spec_.group <= 16 || spec_.dim > 128 ? 16 : 32;
+}
+
+DecodePlan Case::plan() const {
+  PlanOptions options;
+  options.blocks = spec_.blocks;
+  options.block_rows = block_rows();
+  options.group = spec_.group;
+  options.overhead_tokens = 32;
+  options.least_tokens = spec_.least_tokens;
+  options.fixed_tokens = spec_.fixed_tokens;
+  return plan_decode(requests, classes, heads, options);
+}
+
+PagePool Case::pool() {
+  PagePool pool;
+  for (uint32_t i = 0; i < segments.size(); ++i) {
+    pool.segments[i] = segments[i].data();
+  }
+  std::copy(classes.begin(), classes.end(), pool.classes);
+  pool.heads = heads.data();
+  pool.page_tokens = make_divider(spec_.page_tokens);
+  return pool;
+}
+
+AttendTensors Case::tensors() {
+  const int64_t q_heads = n_kv_heads_ * spec_.group, stride = spec_.dim + kGap;
+  AttendTensors tensors;
+  tensors.q = q.data();
+  tensors.q_stride_token = q_heads * stride;
+  tensors.q_stride_head = stride;
+  tensors.o = o.data();
+  tensors.o_stride_token = q_heads * stride;
+  tensors.o_stride_head = stride;
+  tensors.lse = spec_.reads_lse ? lse.data() : nullptr;
+  tensors.lse_stride_token = q_heads;
+  tensors.lse_stride_head = 1;
+  tensors.dtype_o = spec_.dtype_o;
+  tensors.group = spec_.group;
+  return tensors;
+}
+
+DecodeParams Case::decode_params(const DecodePlan& plan) {
+  partial_o.resize(size_t{plan.n_slots} * block_rows() * spec_.dim);
+  partial_lse.resize(size_t{plan.n_slots} * block_rows());
+  DecodeParams params;
+  params.pool = pool();
+  params.tensors = tensors();
+  params.page_table = page_table.data();
+  params.log_weights = log_weights.data();
+  params.requests = requests.data();
+  params.work = plan.work.data();
+  params.block_work = plan.block_work.data();
+  params.partial_o = partial_o.data();
+  params.partial_lse = partial_lse.data();
+  params.scale_log2 = softmax_scale(spec_) * 1.4426950408889634f;
+  return params;
+}
+
+MergeParams Case::merge_params(const DecodePlan& plan) {
+  MergeParams params;
+  params.tensors = tensors();
+  params.requests = requests.data();
+  params.merges = plan.merges.data();
+  params.partial_o = partial_o.data();
+  params.partial_lse = partial_lse.data();
+  params.rows = plan.max_rows;
+  params.block_rows = block_rows();
+  return params;
+}
+
+std::vector<std::span<uint8_t>> Case::memory(const DecodePlan& plan) {
+  std::vector<std::span<uint8_t>> all;
+  for (const Bytes& segment : segments) {
+    all.push_back({segment.data(), segment.size()});
+  }
+  all.push_back({q.data(), q.size()});
+  all.push_back({o.data(), o.size()});
+  append_range(&all, page_table);
+  append_range(&all, heads);
+  append_range(&all, log_weights);
+  append_range(&all, lse);
+  append_range(&all, partial_o);
+  append_range(&all, partial_lse);
+  // Read only, through a span that does not say so.
+  append_range(&all, const_cast<std::vector<uint32_t>&>(plan.block_work));
+  return all;
+}
+
+void Case::clear_results() {
+  std::memset(o.data(), 0xff, o.size());
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  std::fill(lse.begin(), lse.end(), nan);
+  std::fill(partial_o.begin(), partial_o.end(), nan);
+  std::fill(partial_lse.begin(), partial_lse.end(), nan);
+}
+
+void Case::reference() {
+  const uint32_t q_heads = n_kv_heads_ * spec_.group;
+  const uint64_t stride = spec_.dim + kGap;
+  ref_o_.assign(size_t{n_tokens_q_} * q_heads * spec_.dim, 0.0);
+  ref_lse_.assign(size_t{n_tokens_q_} * q_heads, -std::numeric_limits<double>::infinity());
+  for (const Request& request : requests) {
+    const ClassSpec& of = spec_.classes[request.page_class];
+    const uint32_t sequence = request.q_token / spec_.n_query;
+    const uint32_t length = spec_.lengths[sequence];
+    const PageClass& lies = classes[request.page_class];
+    for (uint32_t head = 0; head < lies.n_heads; ++head) {
+      const uint32_t kv_head = heads[lies.heads_first + head];
+      std::vector<double> k(size_t{length} * spec_.dim), v(k.size());
+      for (uint32_t t = 0; t < length; ++t) {
+        for (uint32_t i = 0; i < spec_.dim; ++i) {
+          k[t * spec_.dim + i] = widen(stored(sequence, kv_head, t, i, false), spec_.dtype);
+          v[t * spec_.dim + i] = widen(stored(sequence, kv_head, t, i, true), spec_.dtype);
+        }
+      }
+      for (uint32_t row = 0; row < spec_.n_query * spec_.group; ++row) {
+        const uint32_t token = request.q_token + row / spec_.group;
+        const uint32_t q_head = kv_head * spec_.group + row % spec_.group;
+        const auto* query = reinterpret_cast<const uint16_t*>(q.data()) +
+                            (size_t{token} * q_heads + q_head) * stride;
+        // The last n_query tokens of the sequence are those of the queries.
+        const uint32_t visible = length - std::min(length, spec_.n_query - 1 - row / spec_.group);
+        std::vector<double> logit(visible, -std::numeric_limits<double>::infinity());
+        double top = -std::numeric_limits<double>::infinity();
+        for (uint32_t t = 0; t < visible; ++t) {
+          if (!keeps(of, length, t)) {
+            continue;
+          }
+          double dot = 0;
+          for (uint32_t i = 0; i < spec_.dim; ++i) {
+            dot += k[t * spec_.dim + i] * widen(query[i], spec_.dtype);
+          }
+          logit[t] = dot * softmax_scale(spec_) + weight_of(sequence, kv_head, t);
+          top = std::max(top, logit[t]);
+        }
+        if (std::isinf(top)) {
+          continue;  // sees nothing: o = 0, lse = -inf
+        }
+        double sum = 0;
+        double* out = &ref_o_[(size_t{token} * q_heads + q_head) * spec_.dim];
+        for (uint32_t t = 0; t < visible; ++t) {
+          const double weight = std::exp(logit[t] - top);
+          sum += weight;
+          for (uint32_t i = 0; i < spec_.dim; ++i) {
+            out[i] += weight * v[t * spec_.dim + i];
+          }
+        }
+        for (uint32_t i = 0; i < spec_.dim; ++i) {
+          out[i] /= sum;
+        }
+        ref_lse_[size_t{token} * q_heads + q_head] = top + std::log(sum);
+      }
+    }
+  }
+}
+
+bool Case::Errors::ok() const { return o <= bound_o && lse <= bound_lse; }
+
+Case::Errors Case::errors() {
+  if (ref_o_.empty()) {
+    reference();
+  }
+  constexpr double kWrong = std::numeric_limits<double>::infinity();
+  Errors errors;
+  // Weights and results rounded to bf16: 2^-9 of each at most; to fp16, an eighth of that.
+  const bool bf16 = spec_.dtype == Dtype::kBf16 || spec_.dtype_o == Dtype::kBf16;
+  errors.bound_o = bf16 ? 5e-3 : 1e-3;
+  errors.bound_lse = 1e-4;
+  const uint64_t stride = spec_.dim + kGap;
+  const uint32_t size = dtype_size_bytes(spec_.dtype_o);
+  for (size_t row = 0; row < ref_lse_.size(); ++row) {
+    double wrong = 0, right = 0;
+    for (uint32_t i = 0; i < stride; ++i) {
+      const uint8_t* at = o.data() + (row * stride + i) * size;
+      uint32_t bits = 0;
+      std::memcpy(&bits, at, size);
+      if (i >= spec_.dim) {  // a gap
+        wrong = bits == (size == 2 ? kNan16 : UINT32_MAX) ? wrong : kWrong;
+        continue;
+      }
+      const double value = spec_.dtype_o == Dtype::kF32
+                               ? std::bit_cast<float>(bits)
+                               : widen(static_cast<uint16_t>(bits), spec_.dtype_o);
+      const double expected = ref_o_[row * spec_.dim + i];
+      wrong += (value - expected) * (value - expected);
+      right += expected * expected;
+    }
+    const double error = right == 0 ? (wrong == 0 ? 0 : kWrong) : std::sqrt(wrong / right);
+    errors.o = std::max(errors.o, std::isnan(error) ? kWrong : error);
+    if (!spec_.reads_lse) {
+      continue;
+    }
+    const double at = lse[row], expected = ref_lse_[row];
+    const double off =
+        std::isinf(expected) ? (at == expected ? 0 : kWrong) : std::fabs(at - expected);
+    errors.lse = std::max(errors.lse, std::isnan(off) ? kWrong : off);
+  }
+  return errors;
+}
+
+}  // namespace kvm::attention::gpu::testing

@@ -1,0 +1,287 @@
+// SPDX-License-Identifier: Apache-2.0
+// Runs every kernel in the emulator and compares it with fp64 arithmetic.
+//
+//   gpu_emulator_suite [--quiet] [--seed N]
+//
+// Prints a line per configuration; exits 1 if one of them is wrong. Without GoogleTest, for
+// planted_bugs.py compiles it many times over.
+#include <charconv>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <string_view>
+
+#include "attention/cuda/emulator.h"
+#include "attention/cuda/shapes.h"
+#include "base/splitmix.h"
+#include "tests/gpu/cases.h"
+
+namespace kvm::attention::gpu::testing {
+namespace {
+
+class Suite {
+ public:
+  Suite(uint64_t seed, bool quiet) : seed_(seed), quiet_(quiet) {}
+
+  void decode(const CaseSpec& spec);
+  void merge(uint32_t dim, uint32_t n_slots, uint32_t n_empty);
+  void append(Dtype from, Dtype to, uint32_t page_tokens);
+
+  int finish() const {
+    std::printf("%d configurations, %d wrong\n", n_run_, n_wrong_);
+    return n_wrong_ == 0 && n_run_ > 0 ? 0 : 1;
+  }
+
+ private:
+  void launch(const char* kernel, uint32_t blocks, uint32_t threads, uint32_t shared_bytes,
+              std::span<const std::span<uint8_t>> memory, const std::function<void()>& body);
+  void conclude(const std::string& name, bool right, double error_o, double error_lse);
+
+  uint64_t seed_;
+  bool quiet_;
+  int n_run_ = 0;
+  int n_wrong_ = 0;
+  std::string faults_;  // of the current configuration
+};
+
+void Suite::launch(const char* kernel, uint32_t blocks, uint32_t threads, uint32_t shared_bytes,
+                   std::span<const std::span<uint8_t>> memory, const std::function<void()>& body) {
+  std::vector<emulator::Range> ranges;
+  for (const std::span<uint8_t> range : memory) {
+    ranges.push_back({range.data(), range.size()});
+  }
+  const emulator::Report report = emulator::run({blocks, threads, shared_bytes, ranges}, body);
+  if (report.n_faults != 0) {
+    faults_ += std::string(kernel) + ": " + std::to_string(report.n_faults) +
+               " faults, first: " + report.first_fault + ". ";
+  }
+  if (report.n_bank_conflicts != 0) {
+    faults_ +=
+        std::string(kernel) + ": " + std::to_string(report.n_bank_conflicts) + " bank conflicts. ";
+  }
+}
+
+void Suite::conclude(const std::string& name, bool right, double error_o, double error_lse) {
+  right = right && faults_.empty();
+  ++n_run_;
+  n_wrong_ += right ? 0 : 1;
+  if (!right || !quiet_) {
+    std::printf("%s  %-52s o %.1e  lse %.1e  %s\n", right ? "right" : "WRONG", name.c_str(),
+                error_o, error_lse, faults_.c_str());
+  }
+  faults_.clear();
+}
+
+void Suite::decode(const CaseSpec& spec) {
+  Case one(spec, seed_);
+  const DecodePlan plan = one.plan();
+  const DecodeParams params = one.decode_params(plan);
+  const MergeParams merge = one.merge_params(plan);
+  one.clear_results();
+  const auto memory = one.memory(plan);
+  const bool known = visit_shape(spec.dtype, spec.dim, one.block_rows(), [&]<class S>(S) {
+    launch("decode", plan.n_blocks(), S::kThreads, S::kSharedBytes, memory,
+           [&] { decode_thread<S>(params); });
+  });
+  if (!plan.merges.empty()) {
+    const auto blocks = static_cast<uint32_t>(plan.merges.size()) * plan.max_rows;
+    launch("merge", blocks, kMergeThreads, kMergeSharedBytes, memory, [&] {
+      spec.dim == 64    ? merge_thread<64>(merge)
+      : spec.dim == 128 ? merge_thread<128>(merge)
+                        : merge_thread<256>(merge);
+    });
+  }
+  const Case::Errors errors = one.errors();
+  conclude(spec.name, known && errors.ok(), errors.o, errors.lse);
+}
+
+// Partial states of random sizes, some of them empty, against sums in fp64.
+void Suite::merge(uint32_t dim, uint32_t n_slots, uint32_t n_empty) {
+  constexpr uint32_t kRows = 3, kBlockRows = 16;
+  std::vector<float> partial_o(size_t{n_slots} * kBlockRows * dim, NAN);
+  std::vector<float> partial_lse(size_t{n_slots} * kBlockRows, NAN);
+  std::vector<float> o(size_t{kRows} * dim, NAN), lse(kRows, NAN);
+  uint64_t state = seed_;
+  const auto uniform = [&state] {
+    state += kSplitMixStep;
+    return static_cast<float>(splitmix64(state) >> 40) * 0x1p-24f;
+  };
+  double worst = 0, worst_lse = 0;
+  std::vector<double> sums(size_t{kRows} * dim), totals(kRows);
+  for (uint32_t slot = 0; slot < n_slots; ++slot) {
+    for (uint32_t row = 0; row < kRows; ++row) {
+      const size_t at = size_t{slot} * kBlockRows + row;
+      const bool empty = (slot + row) % n_slots < n_empty;
+      partial_lse[at] = empty ? -INFINITY : 20.0f * uniform() - 5.0f;
+      const double weight = std::exp(static_cast<double>(partial_lse[at]));
+      totals[row] += weight;
+      for (uint32_t i = 0; i < dim; ++i) {
+        partial_o[at * dim + i] = empty ? 0.0f : uniform();
+        sums[row * dim + i] += weight * partial_o[at * dim + i];
+      }
+    }
+  }
+  Request request;
+  Merge merge;
+  merge.n_slots = n_slots;
+  MergeParams params;
+  params.tensors.o = o.data();
+  params.tensors.o_stride_head = dim;
+  params.tensors.lse = lse.data();
+  params.tensors.lse_stride_head = 1;
+  params.tensors.group = kRows;
+  params.requests = &request;
+  params.merges = &merge;
+  params.partial_o = partial_o.data();
+  params.partial_lse = partial_lse.data();
+  params.rows = kRows;
+  params.block_rows = kBlockRows;
+  const auto bytes = [](std::vector<float>& of) {
+    return std::span(reinterpret_cast<uint8_t*>(of.data()), of.size() * sizeof(float));
+  };
+  const std::vector<std::span<uint8_t>> memory = {bytes(partial_o), bytes(partial_lse), bytes(o),
+                                                  bytes(lse)};
+  launch("merge", kRows, kMergeThreads, kMergeSharedBytes, memory, [&] {
+    dim == 64    ? merge_thread<64>(params)
+    : dim == 128 ? merge_thread<128>(params)
+                 : merge_thread<256>(params);
+  });
+  bool right = true;
+  for (uint32_t row = 0; row < kRows; ++row) {
+    const bool empty = totals[row] == 0;
+    const double off = lse[row] - std::log(totals[row]);
+    right = right && (empty ? lse[row] == -INFINITY : std::fabs(off) <= 1e-4);
+    worst_lse = empty ? worst_lse : std::max(worst_lse, std::fabs(off));
+    for (uint32_t i = 0; i < dim; ++i) {
+      const double expected = empty ? 0 : sums[row * dim + i] / totals[row];
+      const double wrong = std::fabs(o[row * dim + i] - expected);
+      right = right && wrong <= 1e-5;
+      worst = std::max(worst, wrong);
+    }
+  }
+  conclude("merge d" + std::to_string(dim) + " of " + std::to_string(n_slots) + ", " +
+               std::to_string(n_empty) + " empty",
+           right, worst, worst_lse);
+}
+
+// Appends rows of a tensor into pages and compares bits with the conversions of base/dtype.h.
+void Suite::append(Dtype from, Dtype to, uint32_t page_tokens) {
+  constexpr uint32_t kTokens = 11, kKvHeads = 3, kDim = 64, kPages = 4;
+  const auto value = [this](uint32_t token, uint32_t head, uint32_t i, bool is_v) {
+    const uint64_t bits = splitmix64(seed_ + ((token * 8 + head) * 512 + i) * 2 + is_v);
+    return (static_cast<float>(bits >> 40) * 0x1p-24f - 0.5f) * (i == 5 ? 1e6f : 3.0f);
+  };
+  const uint32_t size = dtype_size_bytes(from);
+  Bytes k(kTokens * kKvHeads * kDim * size), v(k.size());
+  const auto narrow = [](float x, Dtype dtype) {
+    return dtype == Dtype::kBf16 ? f32_to_bf16(x) : f32_to_f16(x);
+  };
+  const auto source = [&](uint32_t token, uint32_t head, uint32_t i, bool is_v) {
+    const float x = value(token, head, i, is_v);
+    return from == Dtype::kF32    ? x
+           : from == Dtype::kBf16 ? bf16_to_f32(f32_to_bf16(x))
+                                  : f16_to_f32(f32_to_f16(x));
+  };
+  for (uint32_t n = 0; n < kTokens * kKvHeads * kDim; ++n) {
+    for (const bool is_v : {false, true}) {
+      const float x = value(n / kDim / kKvHeads, n / kDim % kKvHeads, n % kDim, is_v);
+      uint8_t* at = (is_v ? v : k).data() + size_t{n} * size;
+      const uint16_t bits = from == Dtype::kF32 ? uint16_t{0} : narrow(x, from);
+      from == Dtype::kF32 ? std::memcpy(at, &x, 4) : std::memcpy(at, &bits, 2);
+    }
+  }
+  // Two classes: heads 2 and 0, and head 1.
+  std::vector<uint16_t> heads = {2, 0, 1};
+  AppendParams params;
+  params.pool.heads = heads.data();
+  Bytes pages(size_t{kPages} * 2 * page_tokens * kDim * 2 * 2);
+  params.pool.segments[7] = pages.data();
+  for (uint32_t c = 0; c < 2; ++c) {
+    PageClass& of = params.pool.classes[c];
+    of.n_heads = c == 0 ? 2 : 1;
+    of.heads_first = c == 0 ? 0 : 2;
+    of.head_stride_bytes = page_tokens * kDim * 2;
+    of.v_offset_bytes = uint64_t{of.n_heads} * of.head_stride_bytes;
+    of.page_bytes = pages.size() / kPages;
+  }
+  std::vector<AppendToken> tokens;
+  for (uint32_t t = 0; t < kTokens; ++t) {
+    for (uint32_t c = 0; c < 2; ++c) {
+      const uint32_t page = t / page_tokens % (kPages / 2) * 2 + c;
+      tokens.push_back({7u << kEntrySlotBits | page, t % page_tokens, t, c});
+    }
+  }
+  params.k = k.data();
+  params.v = v.data();
+  params.stride_token = kKvHeads * kDim;
+  params.stride_head = kDim;
+  params.tokens = tokens.data();
+  params.dtype = from;
+  params.dim = kDim;
+  const std::vector<std::span<uint8_t>> memory = {
+      {k.data(), k.size()},
+      {v.data(), v.size()},
+      {pages.data(), pages.size()},
+      {reinterpret_cast<uint8_t*>(heads.data()), heads.size() * 2}};
+  launch("append", static_cast<uint32_t>(tokens.size()), kAppendThreads, 0, memory, [&] {
+    to == Dtype::kBf16 ? append_thread<Element::kBf16>(params)
+                       : append_thread<Element::kF16>(params);
+  });
+  bool right = true;
+  for (const AppendToken& token : tokens) {
+    const PageClass& of = params.pool.classes[token.page_class];
+    for (uint32_t n = 0; n < of.n_heads * kDim * 2; ++n) {
+      const uint32_t head = n / 2 / kDim, i = n / 2 % kDim;
+      const bool is_v = n % 2 != 0;
+      uint16_t bits;
+      std::memcpy(&bits,
+                  pages.data() + (token.entry & kEntrySlotMask) * of.page_bytes +
+                      (is_v ? of.v_offset_bytes : 0) + head * of.head_stride_bytes +
+                      (token.row * kDim + i) * 2,
+                  2);
+      right =
+          right && bits == narrow(source(token.source, heads[of.heads_first + head], i, is_v), to);
+    }
+  }
+  conclude(std::string("append ") + dtype_name(from) + " to " + dtype_name(to) + " page" +
+               std::to_string(page_tokens),
+           right, 0, 0);
+}
+
+int run(bool quiet, uint64_t seed) {
+  Suite suite(seed, quiet);
+  for (const CaseSpec& spec : all_cases()) {
+    suite.decode(spec);
+  }
+  for (const uint32_t dim : {64u, 128u, 256u}) {
+    suite.merge(dim, 2, 0);
+    suite.merge(dim, 37, 5);
+    suite.merge(dim, kMaxMergeSlots, 100);
+    suite.merge(dim, 4, 4);
+  }
+  for (const Dtype to : {Dtype::kBf16, Dtype::kF16}) {
+    for (const Dtype from : {Dtype::kF32, Dtype::kBf16, Dtype::kF16}) {
+      suite.append(from, to, 16);
+    }
+  }
+  return suite.finish();
+}
+
+}  // namespace
+}  // namespace kvm::attention::gpu::testing
+
+int main(int argc, char** argv) {
+  bool quiet = false;
+  uint64_t seed = 1;
+  for (int i = 1; i < argc; ++i) {
+    const std::string_view argument = argv[i];
+    quiet = quiet || argument == "--quiet";
+    if (argument == "--seed" && i + 1 < argc) {
+      const std::string_view number = argv[++i];
+      std::from_chars(number.data(), number.data() + number.size(), seed);
+    }
+  }
+  std::printf("seed %llu\n", static_cast<unsigned long long>(seed));
+  return kvm::attention::gpu::testing::run(quiet, seed);
+}

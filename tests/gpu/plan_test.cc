@@ -1,0 +1,169 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "attention/cuda/plan.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+#include <random>
+#include <tuple>
+
+namespace kvm::attention::gpu {
+namespace {
+
+struct Batch {
+  std::vector<Request> requests;
+  std::vector<PageClass> classes;
+  std::vector<uint16_t> heads;
+};
+
+Batch uniform_batch(const std::vector<uint32_t>& lengths, uint32_t n_heads) {
+  Batch batch;
+  batch.classes.resize(1);
+  batch.classes[0].n_heads = n_heads;
+  for (uint32_t i = 0; i < n_heads; ++i) {
+    batch.heads.push_back(static_cast<uint16_t>(i));
+  }
+  for (const uint32_t length : lengths) {
+    Request request;
+    request.n_first = request.n_tokens = length;
+    batch.requests.push_back(request);
+  }
+  return batch;
+}
+
+DecodePlan plan(const Batch& batch, const PlanOptions& options) {
+  return plan_decode(batch.requests, batch.classes, batch.heads, options);
+}
+
+// Every token of every (request, head, row block) exactly once, slots and merges in step.
+void expect_sound(const Batch& batch, const PlanOptions& options, const DecodePlan& plan) {
+  ASSERT_LE(plan.n_blocks(), options.blocks);
+  ASSERT_EQ(plan.block_work.front(), 0u);
+  ASSERT_EQ(plan.block_work.back(), plan.work.size());
+  ASSERT_TRUE(std::is_sorted(plan.block_work.begin(), plan.block_work.end()));
+  std::map<std::tuple<uint32_t, uint32_t, uint32_t>, std::vector<Work>> items;
+  for (const Work& work : plan.work) {
+    items[{work.request, work.head, work.row_first}].push_back(work);
+  }
+  size_t n_items = 0;
+  for (uint32_t r = 0; r < batch.requests.size(); ++r) {
+    const Request& request = batch.requests[r];
+    const uint32_t rows = request.n_query * options.group;
+    for (uint32_t head = 0; head < batch.classes[request.page_class].n_heads; ++head) {
+      for (uint32_t row = 0; row < rows; row += options.block_rows) {
+        ++n_items;
+        const auto& pieces = items[{r, head, row}];
+        ASSERT_FALSE(pieces.empty());
+        uint32_t at = 0;
+        for (const Work& work : pieces) {
+          ASSERT_EQ(work.begin, at);
+          ASSERT_TRUE(work.end > at || request.n_tokens == 0);
+          ASSERT_TRUE(work.begin % kCutTokens == 0);
+          ASSERT_EQ(work.slot < 0, pieces.size() == 1);
+          at = work.end;
+        }
+        ASSERT_EQ(at, request.n_tokens);
+      }
+    }
+  }
+  ASSERT_EQ(items.size(), n_items);
+  if (options.fixed_tokens == 0) {
+    EXPECT_LE(plan.work.size(), n_items + options.blocks);
+  }
+  uint32_t slot = 0;
+  for (const Merge& merge : plan.merges) {
+    const auto& pieces = items[{merge.request, merge.head, merge.row_first}];
+    ASSERT_EQ(merge.slot_first, slot);
+    ASSERT_EQ(merge.n_slots, pieces.size());
+    for (const Work& work : pieces) {
+      ASSERT_EQ(work.slot, static_cast<int32_t>(slot++));
+    }
+  }
+  ASSERT_EQ(slot, plan.n_slots);
+}
+
+TEST(Divider, DividesEveryTokenByEveryPageSize) {
+  std::mt19937_64 random(3);
+  for (uint32_t divisor = 1; divisor <= 5000; divisor += divisor < 300 ? 1 : 97) {
+    const Divider by = make_divider(divisor);
+    const auto check = [&](uint32_t n) {
+      ASSERT_EQ((uint64_t{n} * by.multiplier) >> by.shift, n / divisor) << n << " / " << divisor;
+    };
+    for (int i = 0; i < 200; ++i) {
+      const uint32_t n = static_cast<uint32_t>(random()) % kMaxListTokens;
+      check(n);
+      check(n / divisor * divisor);
+      check(n / divisor * divisor + divisor - 1 < kMaxListTokens ? n / divisor * divisor : 0);
+    }
+    check(kMaxListTokens - 1);
+  }
+}
+
+TEST(Plan, RandomBatches) {
+  for (uint64_t seed = 0; seed < 300; ++seed) {
+    SCOPED_TRACE(seed);
+    std::mt19937_64 random(seed);
+    const auto below = [&](uint32_t n) { return static_cast<uint32_t>(random() % n); };
+    std::vector<uint32_t> lengths(1 + below(20));
+    for (uint32_t& length : lengths) {
+      length = 8 + below(below(4) == 0 ? 100000 : 900);
+    }
+    Batch batch = uniform_batch(lengths, 1 + below(8));
+    PlanOptions options;
+    options.blocks = 1 + below(300);
+    options.group = 1 + below(16);
+    options.block_rows = below(2) == 0 ? 16 : 32;
+    options.fixed_tokens = below(3) == 0 ? 512 : 0;
+    for (Request& request : batch.requests) {
+      request.n_query = 1 + below(8);
+    }
+    const DecodePlan made = plan(batch, options);
+    ASSERT_NO_FATAL_FAILURE(expect_sound(batch, options, made));
+  }
+}
+
+TEST(Plan, BlocksHaveTheSameToDo) {
+  PlanOptions options;
+  options.blocks = 264;
+  // One long and 63 short sequences, and one long one alone.
+  std::vector<uint32_t> skewed(64, 2048);
+  skewed[0] = 131072;
+  for (const auto& lengths : {skewed, std::vector<uint32_t>{131072}, {16384}}) {
+    const Batch batch = uniform_batch(lengths, 8);
+    const DecodePlan made = plan(batch, options);
+    ASSERT_NO_FATAL_FAILURE(expect_sound(batch, options, made));
+    uint64_t tokens = 0;
+    for (const uint32_t length : lengths) {
+      tokens += uint64_t{length} * 8;
+    }
+    const uint64_t even = (tokens + made.work.size() * options.overhead_tokens) / options.blocks;
+    EXPECT_LE(longest_block_tokens(made, options), even + options.least_tokens + kCutTokens);
+  }
+}
+
+TEST(Plan, EmptyRequestsAreStillAnswered) {
+  const Batch batch = uniform_batch({0, 100, 0}, 2);
+  const PlanOptions options{.blocks = 4};
+  const DecodePlan made = plan(batch, options);
+  ASSERT_NO_FATAL_FAILURE(expect_sound(batch, options, made));
+  EXPECT_EQ(plan(Batch{}, options).n_blocks(), 0u);
+}
+
+TEST(Plan, FixedPiecesDependOnNothingElse) {
+  PlanOptions options{.blocks = 100, .fixed_tokens = 4096};
+  const DecodePlan alone = plan(uniform_batch({50000}, 1), options);
+  options.blocks = 7;
+  const DecodePlan together = plan(uniform_batch({50000, 3, 70000}, 1), options);
+  ASSERT_EQ(alone.work.size(), 13u);
+  for (size_t i = 0; i < alone.work.size(); ++i) {
+    EXPECT_EQ(alone.work[i].begin, together.work[i].begin);
+    EXPECT_EQ(alone.work[i].end, together.work[i].end);
+  }
+  // So long that 4,096 would make too many.
+  const DecodePlan longest = plan(uniform_batch({20u << 20}, 1), options);
+  EXPECT_LE(longest.n_slots, kMaxMergeSlots);
+}
+
+}  // namespace
+}  // namespace kvm::attention::gpu

@@ -1,0 +1,194 @@
+#!/usr/bin/env python3
+"""Plants mistakes into the GPU kernels, one at a time, and counts how many the emulator suite finds.
+
+Usage: planted_bugs.py --cxx g++ [--every N] [--jobs N] [--require PERCENT] [--work FOLDER]
+
+Each mistake is a replacement in a copy of one source file; its text must occur exactly once, so a
+kernel that has moved on makes the command fail, not the mistake vanish. The suite is compiled with
+the copy and run: it must fail. First it is compiled and run without any, and must pass. Prints a
+line for each mistake; exits 1 when fewer than REQUIRE percent are found. Python standard library
+only.
+"""
+
+import argparse
+import concurrent.futures
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+CUDA = "attention/cuda/"
+DECODE, MERGE, APPEND, PAGES, PLAN = (
+    CUDA + name for name in
+    ("decode_kernel.h", "merge_kernel.h", "append_kernel.h", "pages.h", "plan.cc"))
+
+# Class, file, what is there, what is planted.
+BUGS = [
+    ("wait count", DECODE, "copy_async_wait<Shape::kStages - 2>();",
+     "copy_async_wait<Shape::kStages - 1>();"),
+    ("wait count", DECODE, "    copy_async_commit();\n    ahead += Shape::kWarps;\n    task.resolve",
+     "    ahead += Shape::kWarps;\n    task.resolve"),
+    ("stages", DECODE, "stage == 0 ? Shape::kStages - 1 : stage - 1, p.pool", "stage, p.pool"),
+    ("swizzle", DECODE, "(chunk ^ (row % 8)) * 16", "chunk * 16"),
+    ("swizzle", DECODE, "keys + tile_offset<Shape>(n * 16 + row, k * 2 + half)",
+     "keys + tile_offset<Shape>(n * 16 + row, k * 2 + (half ^ 1))"),
+    ("swizzle", DECODE, "values + tile_offset<Shape>(k * 16 + row, n * 2 + half)",
+     "values + (k * 16 + row) * Shape::kRowBytes + (n * 2 + half) * 16"),
+    ("tail mask", DECODE, "masked && token_first + column >= limit[t][half]",
+     "masked && token_first + column > limit[t][half]"),
+    ("tail mask", DECODE, "const bool masked = token_first + Shape::kTile > limit_least;",
+     "const bool masked = token_first + Shape::kTile > limit_least + 1;"),
+    ("tail mask", DECODE, "  next_row = 0;\n  if (token < work.end) {",
+     "  next_row = 0;\n  if (token <= work.end) {"),
+    ("causal mask", DECODE, "request.n_tokens - request.n_query + 1;",
+     "request.n_tokens - request.n_query + 2;"),
+    ("causal mask", DECODE, "n_before + row / p.tensors.group;", "n_before + row % p.tensors.group;"),
+    ("causal mask", DECODE, "limit_least = n_before < work.end ? n_before : work.end;",
+     "limit_least = work.end;"),
+    ("barrier", DECODE, "    sync_warp();\n    // The stage of the tile before",
+     "    // The stage of the tile before"),
+    ("barrier", DECODE, "    sync_block();\n    finish_piece", "    finish_piece"),
+    ("barrier", DECODE, "    sync_block();  // before the next piece", "    // before the next piece"),
+    ("barrier", DECODE, "  sync_warp();\n  task.store_state", "  task.store_state"),
+    ("barrier", MERGE, "  sync_block();\n  float all", "  float all"),
+    ("barrier", MERGE, "  sync_block();\n  if (thread_id() < kColumns)",
+     "  if (thread_id() < kColumns)"),
+    ("rescale", DECODE, "o[row_tile][n][2] *= factor[1];", "o[row_tile][n][2] *= factor[0];"),
+    ("rescale", DECODE, "l[row_tile][half] * factor[half] + sum;", "l[row_tile][half] + sum;"),
+    ("rescale", DECODE, "factor[half] = exp2_fast(m[row_tile][half] - base);",
+     "factor[half] = 0.98f * exp2_fast(m[row_tile][half] - base);"),
+    ("rescale", DECODE, "if (any_lane(grew)) {", "if (any_lane(grew && lane_id() < 16)) {"),
+    ("rescale", DECODE, "    top = fmaxf(top, shuffle_xor(top, 2));\n", ""),
+    ("rescale", DECODE, "const float base = top == minus_infinity() ? 0.0f : top;\n    factor",
+     "const float base = top;\n    factor"),
+    ("byte order", DECODE, "a[t][1] = pack<Shape::kElement>(s[t][2 * k][2], s[t][2 * k][3]);",
+     "a[t][1] = pack<Shape::kElement>(s[t][2 * k][3], s[t][2 * k][2]);"),
+    ("byte order", PAGES, "pack<Element::kF16>(value.x, value.y)",
+     "pack<Element::kF16>(value.y, value.x)"),
+    ("byte order", APPEND, "pack<kElement>(low.z, low.w)", "pack<kElement>(low.w, low.z)"),
+    ("byte order", DECODE, "mma_16x8x16<Shape::kElement>(s[t][2 * n + 1], q[t][k], b[2], b[3]);",
+     "mma_16x8x16<Shape::kElement>(s[t][2 * n + 1], q[t][k], b[3], b[2]);"),
+    ("page lookup", PAGES, "request.second + (token - request.n_first)",
+     "request.second + (token - request.n_first) + 1"),
+    ("page lookup", PAGES, "pool.segments[entry >> kEntrySlotBits]",
+     "pool.segments[(entry >> kEntrySlotBits) % 2]"),
+    ("page lookup", DECODE, "const uint32_t row = at - page * p.pool.page_tokens.divisor;",
+     "const uint32_t row = at % 64;"),
+    ("page lookup", DECODE, "static_cast<uint64_t>(work.head) * of.head_stride_bytes);",
+     "static_cast<uint64_t>(work.kv_head) * of.head_stride_bytes);"),
+    ("page lookup", DECODE, "static_cast<int64_t>(work.head) * request.log_weight_stride +",
+     "static_cast<int64_t>(work.head) +"),
+    ("merge weights", DECODE, "sum += factor * load_shared<float>(state + l_at);",
+     "sum += load_shared<float>(state + l_at);"),
+    ("merge weights", DECODE, "(top + log2_fast(sum)) * kLn2", "top * kLn2 + log2_fast(sum)"),
+    ("merge weights", MERGE, "exp2_fast((lse[i] - base) * kLog2E)", "exp2_fast(lse[i] - base)"),
+    ("merge weights", MERGE, "top + log2_fast(total) * kLn2", "top + log2_fast(total)"),
+    ("merge weights", MERGE, "slot = thread_id() / kColumns; slot < merge.n_slots",
+     "slot = thread_id() / kColumns; slot + 1 < merge.n_slots"),
+    ("plan", PLAN, "begin += take;", "begin += take + (begin == 0 ? kCutTokens : 0);"),
+]
+
+# What the suite consists of; each file is compiled again only where a mistake is in its reach.
+SUITE = "tests/gpu/emulator_suite.cc"
+OTHERS = [CUDA + "emulator.cc", CUDA + "fiber.cc", PLAN, "tests/gpu/cases.cc", "base/assert.cc"]
+TIMEOUT_S = 120
+
+
+class Builder:
+    def __init__(self, cxx, work):
+        self.cxx = cxx
+        self.work = work
+        self.flags = ["-std=c++20", "-O1", "-w"]
+
+    def compile(self, source, to, overlay=None):
+        include = ([f"-I{overlay}"] if overlay else []) + [f"-I{ROOT}", f"-I{ROOT}/include"]
+        subprocess.run([*self.cxx, *self.flags, *include, "-c", source, "-o", to], check=True)
+        return to
+
+    def prepare(self):
+        self.objects = {
+            path: self.compile(os.path.join(ROOT, path),
+                               os.path.join(self.work, path.replace("/", "_") + ".o"))
+            for path in OTHERS}
+
+    def run_suite(self, name, bug=None):
+        """The suite's exit status and last words, with `bug` planted."""
+        folder = os.path.join(self.work, name)
+        os.makedirs(folder)
+        objects = dict(self.objects)
+        suite_source = os.path.join(ROOT, SUITE)
+        if bug:
+            _, path, before, after = bug
+            copy = os.path.join(folder, path)
+            os.makedirs(os.path.dirname(copy))
+            with open(os.path.join(ROOT, path), encoding="utf-8") as file:
+                text = file.read()
+            with open(copy, "w", encoding="utf-8") as file:
+                file.write(text.replace(before, after))
+            if path in objects:
+                objects[path] = self.compile(copy, os.path.join(folder, "planted.o"))
+        suite = self.compile(suite_source, os.path.join(folder, "suite.o"), overlay=folder)
+        program = os.path.join(folder, "suite")
+        subprocess.run([*self.cxx, suite, *objects.values(), "-o", program], check=True)
+        try:
+            result = subprocess.run([program, "--quiet"], capture_output=True, text=True,
+                                    errors="replace", timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return -1, f"no end after {TIMEOUT_S} s"
+        words = [line for line in result.stdout.splitlines() if line.strip()]
+        if not bug:
+            return result.returncode, result.stdout + result.stderr
+        shutil.rmtree(folder)
+        return result.returncode, words[-1] if words else f"status {result.returncode}"
+
+
+def check_texts(bugs):
+    """Complaints about mistakes whose place is not, or not uniquely, in the sources."""
+    complaints = []
+    for kind, path, before, _ in bugs:
+        with open(os.path.join(ROOT, path), encoding="utf-8") as file:
+            n = file.read().count(before)
+        if n != 1:
+            complaints.append(f"{path}: {n} places for the {kind} bug at {before!r}")
+    return complaints
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--cxx", default="g++", help="compiler; spaces separate arguments")
+    parser.add_argument("--every", type=int, default=1, help="plant every Nth only")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--require", type=float, default=90.0, help="percent to be found")
+    parser.add_argument("--work", help="folder for what is built; default: a temporary one")
+    arguments = parser.parse_args()
+
+    complaints = check_texts(BUGS)
+    if complaints:
+        print("\n".join(complaints))
+        return 1
+    bugs = BUGS[::arguments.every]
+    with tempfile.TemporaryDirectory(dir=arguments.work) as work:
+        builder = Builder(arguments.cxx.split(), work)
+        builder.prepare()
+        status, output = builder.run_suite("clean")
+        if status != 0:
+            print(output)
+            print("the suite fails without any bug")
+            return 1
+        with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
+            results = list(pool.map(lambda pair: builder.run_suite(f"bug{pair[0]}", pair[1]),
+                                    enumerate(bugs)))
+    found = 0
+    for (kind, path, before, _), (status, words) in zip(bugs, results):
+        found += status != 0
+        print(f"{'found ' if status != 0 else 'MISSED'}  {kind:14} {os.path.basename(path):16} "
+              f"{before.strip().splitlines()[0][:60]:60}  {words}")
+    percent = 100.0 * found / len(bugs)
+    print(f"{found} of {len(bugs)} planted bugs found ({percent:.0f} %)")
+    return 0 if percent >= arguments.require else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
