@@ -41,6 +41,28 @@ std::vector<float> mean_key(const HeadData& head, uint64_t begin, uint64_t end) 
   return mean;
 }
 
+// The tokens that the frame of the blocks [first, first + n) is made from.
+std::vector<KvRun> frame_runs(const HeadData& head, uint64_t first, uint64_t n, bool fresh) {
+  constexpr uint64_t kFrameBlocks = kFrameTokens / kBlockKeys;
+  KvRuns runs = head.kernel_runs.subspan(first, n);
+  if (!fresh) {
+    runs = first == 0 ? runs.first(std::min(n, kFirstFrameTokens / kBlockKeys))
+                      : head.kernel_runs.subspan(first - kFrameBlocks, kFrameBlocks);
+  }
+  std::vector<KvRun> out(runs.begin(), runs.end());
+  if (out[0].position == 0) {
+    KvRun& run = out[0];
+    const uint64_t row_bytes = head.dim * dtype_size_bytes(run.dtype_k);
+    run.k = static_cast<const std::byte*>(run.k) + kSinkTokens * row_bytes;
+    run.v = static_cast<const std::byte*>(run.v) + kSinkTokens * row_bytes;
+    run.k_scale = run.k_scale == nullptr ? nullptr : run.k_scale + kSinkTokens;
+    run.v_scale = run.v_scale == nullptr ? nullptr : run.v_scale + kSinkTokens;
+    run.position = kSinkTokens;
+    run.n_tokens = static_cast<uint16_t>(run.n_tokens - kSinkTokens);
+  }
+  return out;
+}
+
 }  // namespace
 
 const char* kind_name(SketchKind kind) {
@@ -63,11 +85,10 @@ Sketches::Sketches(const HeadData& head, const SketchOptions& options) {
   for (uint64_t first = 0; first < n_blocks; first += kFrameBlocks) {
     hash_index::FrameInput input;
     const uint64_t n = std::min(kFrameBlocks, n_blocks - first);
-    input.runs = head.kernel_runs.subspan(first, n);
-    if (!options.fresh) {
-      input.runs = first == 0 ? head.kernel_runs.first(std::min(n, kFirstFrameTokens / kBlockKeys))
-                              : head.kernel_runs.subspan(first - kFrameBlocks, kFrameBlocks);
-      input.previous = frames_.empty() ? nullptr : frames_.back().get();
+    const std::vector<KvRun> runs = frame_runs(head, first, n, options.fresh);
+    input.runs = runs;
+    if (!options.fresh && !frames_.empty()) {
+      input.previous = frames_.back().get();
     }
     input.head = head.head;
     input.dim_k = head.dim;

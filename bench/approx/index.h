@@ -23,12 +23,14 @@ struct SketchOptions {
   std::optional<hash_index::SketchKind> kind;  // none: chosen by the keys
   uint32_t n_observed = 0;                     // of the head's query sets, handed to the frames
   uint64_t seed = 1;
-  // false: as in decode, frames are made before their keys are there: the first from its first
-  // kFirstFrameTokens tokens, each later one from the run before, starting from its frame.
-  // true: each from its own keys.
+  // false: as the engine makes them while a sequence grows, frames are there before their keys: the
+  // first from the first kFirstFrameTokens tokens but the kSinkTokens, each later one from the run
+  // before, starting from its frame. true: each from its own keys.
   bool fresh = false;
 };
-inline constexpr uint64_t kFirstFrameTokens = 1024;
+// kvm_index_params' defaults of min_tokens and n_sinks.
+inline constexpr uint64_t kFirstFrameTokens = 4096;
+inline constexpr uint64_t kSinkTokens = 4;
 
 // Codes of all whole blocks of a head but the last 64 tokens.
 class Sketches {
