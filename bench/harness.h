@@ -27,13 +27,15 @@ struct Options {
   uint32_t repeats = 9;       // medians of this many; at least 7
   uint64_t memory_bytes = 0;  // that KV may take; 0: 70 % of what is free
   uint64_t max_tokens = 98304;
-  std::string peer;   // "torch"
-  std::string dtype;  // of stored K and V; empty: all that a benchmark has
+  std::string peer;                            // "torch"
+  std::string dtype;                           // of stored K and V; empty: all that a benchmark has
+  std::vector<std::string> modes = {"exact"};  // of decode
   // Of the benches of approximate attention; empty or 0: what the bench takes by itself.
   std::vector<std::string> data;  // names of bench/approx/data.h, or .kvrec files
   std::vector<uint32_t> tokens;
   uint32_t heads = 0;     // kv heads, independent of each other
   uint32_t trials = 0;    // of coverage
+  double budget = 0;      // of decode: share of the keys that sampled and topk read; 0: found
   uint32_t observed = 0;  // query sets that the index may see
   bool quick = false;     // small sizes: that it runs, and figures of no weight
 };

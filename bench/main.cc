@@ -81,7 +81,16 @@ int main(int argc, char** argv) {
   add("append", "appending K and V against a plain copy", run_append);
   add("fork", "forking sequences of several lengths", run_fork);
   add("ipc", "round trips between two processes", run_ipc);
-  add("decode", "a whole model's decode steps through the daemon", run_decode);
+  CLI::App* decode = add("decode", "a whole model's decode steps through the daemon", run_decode);
+  decode->add_option("--mode", options.modes, "each token in each of these; exact always")
+      ->delimiter(',')
+      ->check(CLI::IsMember({"exact", "sampled", "sampled_eps", "verified", "topk"}))
+      ->capture_default_str();
+  decode->add_option("--data", options.data, "what K, V and q are (default: model)")->expected(1);
+  decode
+      ->add_option("--budget", options.budget,
+                   "share of the keys that sampled and topk read (default: what gives 3 %)")
+      ->check(CLI::Range(1e-5, 1.0));
   add_approximate(add, &options);
   try {
     app.parse(argc, argv);

@@ -1,0 +1,98 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""kvm-bench writes the fields that documents and plots are made from, in ranges that make sense.
+
+Sizes are tiny: what the figures are is nobody's business here."""
+import json
+import os
+import pathlib
+import subprocess
+import tempfile
+import unittest
+
+BENCH = pathlib.Path(os.environ["KVM_BIN_DIR"]) / "kvm-bench"
+
+ERROR = {"bench", "data", "mode", "code", "rows", "tokens", "keys_read_fraction", "bytes_fraction",
+         "rel_error_mean", "rel_error_p95", "rel_error_p99", "lse_error"}
+COVERAGE = {"bench", "data", "tokens", "eps", "delta", "trials", "heads", "miss_rate",
+            "fallback_rate", "keys_read_fraction"}
+TIMED = {"bench", "data", "tokens", "threads", "mode", "speedup", "rel_error_mean",
+         "index_bytes_per_token"}
+DECODE = {"bench", "mode", "tokens", "ms_per_token", "gbps", "ipc_overhead_fraction", "bytes_read",
+          "rss_bytes", "rel_error_mean", "keys_read_fraction"}
+DECODE_EXACT = DECODE | {"ceiling_gbps", "fraction"}
+DECODE_APPROXIMATE = DECODE | {"speedup", "index_bytes_per_token"}
+SHARES = ("keys_read_fraction", "miss_rate", "fallback_rate", "ipc_overhead_fraction")
+
+
+class FiguresTest(unittest.TestCase):
+    def run_bench(self, *arguments, fails=False):
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder) / "figures.jsonl"
+            done = subprocess.run([BENCH, *arguments, "--repeats", "7", "--json", path],
+                                  capture_output=True, text=True, check=False)
+            if not fails:
+                self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+            with open(path, encoding="utf-8") as file:
+                return [json.loads(line) for line in file]
+
+    def check(self, lines, bench, fields):
+        self.assertTrue(lines)
+        for line in lines:
+            self.assertEqual(line["bench"], bench)
+            self.assertLessEqual(fields, set(line), f"missing: {fields - set(line)}")
+            for name in fields & set(SHARES):
+                self.assertGreaterEqual(line[name], 0, name)
+                self.assertLessEqual(line[name], 1, name)
+            for name in ("rel_error_mean", "lse_error"):
+                self.assertGreaterEqual(line.get(name, 0), 0, name)
+
+    def test_error(self):
+        lines = self.run_bench("error", "--quick", "--data", "model", "--tokens", "1024",
+                               "--heads", "1")
+        self.check(lines, "error", ERROR)
+        modes = {line["mode"] for line in lines}
+        self.assertLessEqual({"exact", "topk", "sampled", "verified", "magicpig", "oracle_topk",
+                              "uniform_residual", "page_bounds", "magicpig_fp64"}, modes)
+        for line in lines:
+            if line["mode"] == "exact" and line["rows"] == "bf16":
+                self.assertLess(line["rel_error_mean"], 1e-2)
+                self.assertEqual(line["keys_read_fraction"], 1)
+        self.assertTrue(any(line["keys_read_fraction"] < 1 for line in lines))
+
+    def test_coverage(self):
+        lines = self.run_bench("coverage", "--quick", "--data", "model", "--tokens", "4096",
+                               "--heads", "3", "--trials", "40")
+        self.check(lines, "coverage", COVERAGE)
+        self.assertEqual([(line["eps"], line["delta"]) for line in lines],
+                         [(0.05, 0.1), (0.05, 0.01)])
+        for line in lines:
+            self.assertEqual(line["heads"], 3)
+            self.assertGreaterEqual(line["trials"], 40)
+
+    def test_sampled(self):
+        lines = self.run_bench("sampled", "--quick", "--data", "model", "--tokens", "1024")
+        self.check(lines, "sampled", TIMED)
+        self.assertLessEqual({"exact", "sampled", "verified"}, {line["mode"] for line in lines})
+
+    def test_magicpig(self):
+        lines = self.run_bench("magicpig", "--quick", "--data", "real", "--tokens", "1024")
+        self.check(lines, "magicpig", TIMED)
+
+    def test_decode(self):
+        # A ceiling over so little memory is none, and the run may fail for that.
+        lines = self.run_bench("decode", "--mode", "exact,sampled,verified", "--max-tokens", "1024",
+                               fails=True)
+        self.check(lines, "decode", DECODE)
+        self.assertEqual([line["mode"] for line in lines], ["exact", "sampled", "verified"])
+        self.check(lines[:1], "decode", DECODE_EXACT)
+        self.check(lines[1:], "decode", DECODE_APPROXIMATE)
+        self.assertEqual((lines[0]["rel_error_mean"], lines[0]["keys_read_fraction"]), (0, 1))
+        # The sample was one, and it was judged by the exact answers.
+        self.assertLess(lines[1]["keys_read_fraction"], 1)
+        self.assertGreater(lines[1]["rel_error_mean"], 1e-3)
+        self.assertLess(lines[1]["rel_error_mean"], 0.2)
+
+
+if __name__ == "__main__":
+    unittest.main()
