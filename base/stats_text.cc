@@ -24,6 +24,8 @@ void write_memory(const kvm_stats& stats, StatsText* out) {
                stats.n_index_blocks);
   out->counter("kvm_refused_index_blocks_total", "Blocks that found no memory for their index.",
                stats.n_index_refused);
+  out->counter("kvm_dropped_index_blocks_total", "Indexed blocks that made way for pages.",
+               stats.n_index_dropped);
   out->gauge("kvm_observed_bytes", "Memory of observed queries and attention sums.",
              stats.observed_bytes);
   out->counter("kvm_dropped_pages_total", "Pages dropped by policies.", stats.n_pages_dropped);

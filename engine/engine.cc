@@ -68,6 +68,28 @@ bool has_expired(const StepRequest& request) {
   return request.deadline_ns != 0 && now_ns() >= request.deadline_ns;
 }
 
+// Whether an item of a step is right about what its sequence holds; memory apart.
+bool may_succeed(const Store& store, Sequence* seq, const StepRequest& step, const kvm_item& item) {
+  const uint64_t n_append = step.append ? item.n_append : 0;
+  const AppendItem appended = {.seq = seq,
+                               .layer = step.layer_begin,
+                               .position = item.append_position,
+                               .n_tokens = item.n_append};
+  if (n_append != 0 && !store.check_append(appended).is_ok()) {
+    return false;
+  }
+  if (item.n_query == 0) {
+    return true;
+  }
+  const uint64_t length = store.length(seq, step.layer_begin) + n_append;
+  const bool is_last = item.query_position == KVM_POSITION_END;
+  return (!is_last || length >= item.n_query) &&
+         store
+             .check_visible(seq, step.layer_begin,
+                            is_last ? length - item.n_query : item.query_position)
+             .is_ok();
+}
+
 class EngineImpl final : public Engine {
  public:
   EngineImpl(const EngineOptions& options, std::unique_ptr<Store> store)
@@ -153,6 +175,8 @@ class EngineImpl final : public Engine {
   void start_ready();
   void start(Request* request);
   void find_index_work(Request* request);
+  void find_index_work(Request* request, const StepRequest& step);
+  void find_index_work(Request* request, const SeqRequest& fork);
   // Starts a job of the request's index work, if there is one left.
   bool run_index_work(Request* request);
   void start_work(Request* request);
@@ -392,39 +416,52 @@ void EngineImpl::start(Request* request) {
 }
 
 // Approximate attends want the index of what they attend to; a fork that of everything, so that
-// parent and child do not each make one.
+// parent and child do not each make one. What will fail gets none.
 void EngineImpl::find_index_work(Request* request) {
   request->indexing.clear();
   if (const auto* step = std::get_if<StepRequest>(&request->what)) {
-    if (!step->attend || step->mode <= KVM_MODE_EXACT || has_expired(*step)) {
-      return;
+    if (step->attend && step->mode > KVM_MODE_EXACT && !has_expired(*step)) {
+      find_index_work(request, *step);
     }
-    for (const kvm_item& item : step->items) {
-      if (item.n_query != 0) {
-        const Result<Sequence*> seq = store_->find_seq(request->client, item.seq);
-        if (seq.is_ok() && store_->seq_space(seq.value()).has_indexes) {
-          const Space& space = store_->seq_space(seq.value());
-          request->indexing.add(seq.value(), space.layers[step->layer_begin].storage_layer,
-                                step->append ? item.n_append : 0);
-        }
-      }
-    }
-  } else if (const auto* fork = std::get_if<SeqRequest>(&request->what);
-             fork != nullptr && fork->verb == SeqVerb::kFork) {
-    const Result<Sequence*> seq = store_->find_seq(request->client, fork->seq);
-    if (!seq.is_ok() || !store_->seq_space(seq.value()).has_indexes) {
+  } else if (const auto* what = std::get_if<SeqRequest>(&request->what);
+             what != nullptr && what->verb == SeqVerb::kFork) {
+    find_index_work(request, *what);
+  }
+}
+
+void EngineImpl::find_index_work(Request* request, const StepRequest& step) {
+  for (const kvm_item& item : step.items) {
+    const Result<Sequence*> seq = store_->find_seq(request->client, item.seq);
+    if (!seq.is_ok() || !may_succeed(*store_, seq.value(), step, item)) {
+      request->indexing.clear();
       return;
     }
     const Space& space = store_->seq_space(seq.value());
-    for (uint32_t layer = 0; layer < space.n_layers; ++layer) {
-      if (space.layers[layer].kind == KVM_LAYER_OWN) {
-        request->indexing.add(seq.value(), layer, 0);
-      }
+    if (item.n_query != 0 && space.has_indexes) {
+      request->indexing.add(seq.value(), space.layers[step.layer_begin].storage_layer,
+                            step.append ? item.n_append : 0);
+    }
+  }
+}
+
+void EngineImpl::find_index_work(Request* request, const SeqRequest& fork) {
+  const Result<Sequence*> seq = store_->find_seq(request->client, fork.seq);
+  if (!seq.is_ok() || !store_->check_fork(seq.value(), fork.n_tokens).is_ok()) {
+    return;
+  }
+  const Space& space = store_->seq_space(seq.value());
+  for (uint32_t layer = 0; space.has_indexes && layer < space.n_layers; ++layer) {
+    if (space.layers[layer].kind == KVM_LAYER_OWN) {
+      request->indexing.add(seq.value(), layer, 0);
     }
   }
 }
 
 bool EngineImpl::run_index_work(Request* request) {
+  const auto* step = std::get_if<StepRequest>(&request->what);
+  if (request->is_orphan || (step != nullptr && has_expired(*step))) {
+    request->indexing.stop();
+  }
   try {
     JobPlan plan;
     if (request->indexing.next(*store_, options_.n_threads, &plan)) {

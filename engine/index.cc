@@ -3,9 +3,9 @@
 
 #include <algorithm>
 #include <bit>
-#include <cstdlib>
 #include <utility>
 
+#include "base/assert.h"
 #include "base/round.h"
 #include "base/splitmix.h"
 
@@ -17,6 +17,7 @@ using tiers::PageRef;
 namespace {
 
 constexpr uint32_t kMaxHashUnit = 4096;
+constexpr uint32_t kFramePages = kFrameBlocks / kIndexPageBlocks;
 
 // Bits [begin, end) of a word, clipped to its 32.
 uint32_t bits_between(uint64_t begin, uint64_t end) {
@@ -30,6 +31,11 @@ uint32_t page_bits(uint64_t page, uint64_t begin, uint64_t end) {
   return bits_between(begin > first ? begin - first : 0, end > first ? end - first : 0);
 }
 
+// Blocks to wait for before what made way is built again.
+constexpr uint64_t kRebuildBlocks = kIndexPageBlocks;
+// What is unmapped before an allocation is given up, at a time.
+constexpr uint64_t kUnmapBytes = uint64_t{32} << 20;
+
 void release_pages(HeadIndex* head, const IndexBank& bank) {
   for (const IndexPage& page : head->pages) {
     if (page.page != kNoPage) {
@@ -37,6 +43,18 @@ void release_pages(HeadIndex* head, const IndexBank& bank) {
     }
   }
   head->pages.clear();
+}
+
+// Blocks of a head that are there.
+uint64_t count_blocks(const HeadIndex& head) {
+  uint64_t n = 0;
+  for (const IndexPage& page : head.pages) {
+    n += static_cast<uint64_t>(std::popcount(page.blocks));
+  }
+  for (const IndexTablesPtr& tables : head.tables) {
+    n += tables->run.n_keys / kPageTokens;
+  }
+  return n;
 }
 
 // How many of a head's blocks are dealt with when it is cut to n_blocks. Hash tables that are cut
@@ -63,6 +81,7 @@ void cut_head(HeadIndex* head, uint64_t n_blocks, const IndexConfig& config,
   n_blocks = blocks_after_cut(*head, n_blocks, config);
   head->n_blocks = n_blocks;
   head->retry_at = 0;
+  head->n_refused = std::min(head->n_refused, n_blocks);
   const uint64_t n_pages = div_up(n_blocks, kIndexPageBlocks);
   for (uint64_t i = n_pages; i < head->pages.size(); ++i) {
     if (head->pages[i].page != kNoPage) {
@@ -86,15 +105,56 @@ void cut_head(HeadIndex* head, uint64_t n_blocks, const IndexConfig& config,
 
 }  // namespace
 
+void IndexUses::touch(LayerIndex* index) {
+  index->last_use = ++index->bank.totals().n_uses;
+  if (index->is_listed) {
+    order_.splice(order_.end(), order_, index->place);
+    return;
+  }
+  index->place = order_.insert(order_.end(), index);
+  index->is_listed = true;
+}
+
+void IndexUses::remove(LayerIndex* index) {
+  if (index->is_listed) {
+    order_.erase(index->place);
+    index->is_listed = false;
+  }
+}
+
+std::list<LayerIndex*>::const_iterator IndexUses::find_oldest() const {
+  return std::find_if(order_.begin(), order_.end(),
+                      [](const LayerIndex* index) { return index->n_pins == 0; });
+}
+
+uint64_t IndexUses::oldest_use() const {
+  const auto oldest = find_oldest();
+  return oldest == order_.end() ? UINT64_MAX : (*oldest)->last_use;
+}
+
+bool IndexUses::drop_oldest() {
+  const auto oldest = find_oldest();
+  if (oldest == order_.end()) {
+    return false;
+  }
+  (*oldest)->make_way();
+  return true;
+}
+
 PageRef IndexBank::allocate(uint64_t page_bytes) const {
   if (!fits_quota(page_bytes)) {
     return kNoPage;
   }
-  const Result<PageRef> page = pool_->allocate({.index_bytes = static_cast<uint32_t>(page_bytes)});
+  const tiers::SlabClass slab_class = {.index_bytes = static_cast<uint32_t>(page_bytes)};
+  Result<PageRef> page = pool_->allocate(slab_class);
+  while (!page.is_ok() && yard_->unmap_some(kUnmapBytes)) {
+    page = pool_->allocate(slab_class);
+  }
   if (!page.is_ok()) {
     return kNoPage;
   }
   *account_bytes_ += page_bytes;
+  uses_->bytes += page_bytes;
   totals_->page_bytes += page_bytes;
   ++totals_->n_pages;
   return page.value();
@@ -104,27 +164,45 @@ void IndexBank::release(PageRef page) const {
   const uint64_t page_bytes = pool_->page_bytes(page);
   if (pool_->release(page)) {
     *account_bytes_ -= page_bytes;
+    uses_->bytes -= page_bytes;
     totals_->page_bytes -= page_bytes;
     --totals_->n_pages;
   }
 }
 
 bool IndexBank::charge(uint64_t size_bytes) const {
-  if (!fits_quota(size_bytes) || !pool_->make_room(size_bytes) || !budget_->charge(size_bytes)) {
+  if (!fits_quota(size_bytes)) {
     return false;
   }
+  while (!pool_->make_room(size_bytes) || !budget_->charge(size_bytes)) {
+    if (!yard_->unmap_some(kUnmapBytes)) {
+      return false;
+    }
+  }
   *account_bytes_ += size_bytes;
+  uses_->bytes += size_bytes;
   totals_->charged_bytes += size_bytes;
   return true;
 }
 
 void IndexBank::uncharge(uint64_t size_bytes) const {
   *account_bytes_ -= size_bytes;
+  uses_->bytes -= size_bytes;
   totals_->charged_bytes -= size_bytes;
   budget_->uncharge(size_bytes);
 }
 
-void IndexTables::Free::operator()(std::byte* data) const { std::free(data); }
+void IndexBank::bury(std::byte* data, uint64_t size_bytes) const {
+  *account_bytes_ -= size_bytes;
+  uses_->bytes -= size_bytes;
+  totals_->charged_bytes -= size_bytes;
+  yard_->bury(data, size_bytes);
+}
+
+uint64_t IndexBank::room_bytes() const {
+  const uint64_t of_quota = quota_bytes_ - std::min(quota_bytes_, *account_bytes_);
+  return std::min(of_quota, budget_->free_bytes() + pool_->cached_bytes() + yard_->size_bytes());
+}
 
 std::vector<HashRun> hash_runs(uint64_t n_tokens, uint32_t min_tokens) {
   std::vector<HashRun> runs;
@@ -139,15 +217,23 @@ std::vector<HashRun> hash_runs(uint64_t n_tokens, uint32_t min_tokens) {
   return runs;
 }
 
-void LayerIndex::cut(uint64_t n_blocks, std::span<const IndexConfig> configs,
-                     const IndexBank& bank) {
+void LayerIndex::make_way() {
+  gone_bytes = size_bytes(bank.pool());
+  for (HeadIndex& head : heads) {
+    bank.totals().n_dropped += count_blocks(head);
+    release_pages(&head, bank);
+    head = {.retry_at = head.n_blocks + kRebuildBlocks};
+  }
+  bank.uses().remove(this);
+}
+
+void LayerIndex::cut(uint64_t n_blocks, std::span<const IndexConfig> configs) {
   for (size_t i = 0; i < heads.size(); ++i) {
     cut_head(&heads[i], n_blocks, configs[i], bank);
   }
 }
 
-void LayerIndex::drop(uint32_t index, uint64_t block_begin, uint64_t block_end,
-                      const IndexBank& bank) {
+void LayerIndex::drop(uint32_t index, uint64_t block_begin, uint64_t block_end) {
   HeadIndex& head = heads[index];
   const uint64_t n_pages =
       std::min<uint64_t>(div_up(block_end, kIndexPageBlocks), head.pages.size());
@@ -158,6 +244,17 @@ void LayerIndex::drop(uint32_t index, uint64_t block_begin, uint64_t block_end,
     if (page.blocks == 0 && page.page != kNoPage && i + 1 < head.pages.size()) {
       bank.release(page.page);
       page.page = kNoPage;
+    }
+  }
+  // A run without codes needs no frame; the last one goes on to the next run.
+  const uint64_t first_run = block_begin / kFrameBlocks;
+  for (uint64_t run = first_run - std::min<uint64_t>(first_run, 1); run + 1 < head.frames.size();
+       ++run) {
+    const auto first = head.pages.begin() + static_cast<ptrdiff_t>(std::min<uint64_t>(
+                                                run * kFramePages, head.pages.size()));
+    const auto last = first + std::min<ptrdiff_t>(kFramePages, head.pages.end() - first);
+    if (std::all_of(first, last, [](const IndexPage& page) { return page.page == kNoPage; })) {
+      head.frames[run] = nullptr;
     }
   }
   const uint64_t begin = block_begin * kPageTokens;
@@ -177,16 +274,18 @@ uint64_t LayerIndex::size_bytes(const tiers::HostPool& pool) const {
       size += frame != nullptr ? frame->memory.size_bytes() : 0;
     }
     for (const IndexTablesPtr& tables : head.tables) {
-      size += tables->memory.size_bytes();
+      size += tables->tables.size_bytes();
     }
   }
   return size;
 }
 
 std::shared_ptr<LayerIndex> make_index(size_t n_heads, const IndexBank& bank) {
-  std::shared_ptr<LayerIndex> index(new LayerIndex, [bank](LayerIndex* gone) {
+  std::shared_ptr<LayerIndex> index(new LayerIndex(bank), [](LayerIndex* gone) {
+    KVM_ASSERT(gone->n_pins == 0);
+    gone->bank.uses().remove(gone);
     for (HeadIndex& head : gone->heads) {
-      release_pages(&head, bank);
+      release_pages(&head, gone->bank);
     }
     delete gone;
   });
@@ -200,6 +299,7 @@ LayerIndex* own_index(IndexRef* ref, std::span<const IndexConfig> configs, const
   } else if (ref->data.use_count() > 1) {
     std::shared_ptr<LayerIndex> copy = make_index(0, bank);
     copy->heads = ref->data->heads;
+    copy->gone_bytes = ref->data->gone_bytes;
     for (const HeadIndex& head : copy->heads) {
       for (const IndexPage& page : head.pages) {
         if (page.page != kNoPage) {
@@ -209,7 +309,8 @@ LayerIndex* own_index(IndexRef* ref, std::span<const IndexConfig> configs, const
     }
     ref->data = std::move(copy);
   }
-  ref->data->cut(ref->limit, configs, bank);
+  bank.uses().touch(ref->data.get());
+  ref->data->cut(ref->limit, configs);
   ref->limit = UINT64_MAX;
   return ref->data.get();
 }
@@ -256,7 +357,7 @@ void collect_hashes(const IndexRef& ref, uint32_t head, const IndexConfig& confi
     if (tables->run.end() <= end) {
       out->push_back({.position = tables->run.position,
                       .n_keys = tables->run.n_keys,
-                      .tables = tables->tables.get(),
+                      .tables = tables->tables.data(),
                       .center = tables->center.data()});
     }
   }

@@ -14,6 +14,9 @@
 // function of the stored tokens (and of the queries observed when a frame is made) alone, not of
 // how they were appended. What finds no memory is not indexed, and is read exactly.
 //
+// An index makes way: where a page or a client's quota has no room left, the index that was used
+// longest ago goes, whole (IndexUses::drop_oldest), unless somebody reads or builds it (IndexPin).
+//
 // Threads: the driver thread, but for build tasks (engine/index_work.h).
 // Memory: pages, frames and tables are charged to the pool's budget and the client's account.
 #ifndef KVM_ENGINE_INDEX_H_
@@ -21,12 +24,15 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <list>
 #include <memory>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "attention/sampled/approx.h"
 #include "engine/space.h"
+#include "engine/table_memory.h"
 #include "hash_index/sketch/sketch.h"
 #include "tiers/host/host_pool.h"
 
@@ -47,19 +53,44 @@ struct IndexTotals {
   uint64_t page_bytes = 0;
   uint64_t charged_bytes = 0;  // frames and tables
   uint64_t n_blocks = 0;       // ever indexed, per head
-  uint64_t n_refused = 0;
+  uint64_t n_refused = 0;      // each once
+  uint64_t n_dropped = 0;      // that made way
+  uint64_t n_uses = 0;         // the clock of LayerIndex::last_use
 
   uint64_t bytes() const { return page_bytes + charged_bytes; }
+};
+
+struct LayerIndex;
+
+// The indexes of one client by their last use.
+class IndexUses {
+ public:
+  // Makes `index` the one that was used last.
+  void touch(LayerIndex* index);
+  void remove(LayerIndex* index);
+  // When the index was used that goes first; UINT64_MAX: none may go.
+  uint64_t oldest_use() const;
+  // Empties it. False: none may go.
+  bool drop_oldest();
+
+  uint64_t bytes = 0;  // of all, as charged to the client
+
+ private:
+  std::list<LayerIndex*>::const_iterator find_oldest() const;
+
+  std::list<LayerIndex*> order_;  // that hold anything, the longest unused first
 };
 
 // Where the memory of one client's indexes comes from and goes back to. A copy is as good.
 class IndexBank {
  public:
-  IndexBank(tiers::HostPool* pool, tiers::MemoryBudget* budget, IndexTotals* totals,
-            uint64_t* account_bytes, uint64_t quota_bytes)
+  IndexBank(tiers::HostPool* pool, tiers::MemoryBudget* budget, TableYard* yard,
+            IndexTotals* totals, IndexUses* uses, uint64_t* account_bytes, uint64_t quota_bytes)
       : pool_(pool),
         budget_(budget),
+        yard_(yard),
         totals_(totals),
+        uses_(uses),
         account_bytes_(account_bytes),
         quota_bytes_(quota_bytes) {}
 
@@ -70,8 +101,14 @@ class IndexBank {
   // False, and nothing charged, where the quota or the capacity refuses.
   [[nodiscard]] bool charge(uint64_t size_bytes) const;
   void uncharge(uint64_t size_bytes) const;
+  // Of size_bytes that were charged and are mapped: the client is charged no more; the capacity
+  // when they are unmapped, which is put off.
+  void bury(std::byte* data, uint64_t size_bytes) const;
+  // What could be charged now.
+  uint64_t room_bytes() const;
   const tiers::HostPool& pool() const { return *pool_; }
   IndexTotals& totals() const { return *totals_; }
+  IndexUses& uses() const { return *uses_; }
 
  private:
   bool fits_quota(uint64_t size_bytes) const {
@@ -80,7 +117,9 @@ class IndexBank {
 
   tiers::HostPool* pool_;
   tiers::MemoryBudget* budget_;
+  TableYard* yard_;
   IndexTotals* totals_;
+  IndexUses* uses_;
   uint64_t* account_bytes_;
   uint64_t quota_bytes_;
 };
@@ -95,9 +134,32 @@ class ChargedMemory {
   ChargedMemory(const ChargedMemory&) = delete;
   ChargedMemory& operator=(const ChargedMemory&) = delete;
   uint64_t size_bytes() const { return size_bytes_; }
+  // REQUIRES: size_bytes <= size_bytes(). The rest is charged no more.
+  void shrink(uint64_t size_bytes) {
+    bank_.uncharge(size_bytes_ - size_bytes);
+    size_bytes_ = size_bytes;
+  }
 
  private:
   IndexBank bank_;
+  uint64_t size_bytes_;
+};
+
+// The memory of hash tables: mapped, and unmapped bit by bit, some time after it is not needed.
+class TableMemory {
+ public:
+  // `data`: table_map_bytes(...) from map_tables, charged already.
+  TableMemory(const IndexBank& bank, std::byte* data, uint64_t size_bytes)
+      : bank_(bank), data_(data), size_bytes_(size_bytes) {}
+  ~TableMemory() { bank_.bury(data_, size_bytes_); }
+  TableMemory(const TableMemory&) = delete;
+  TableMemory& operator=(const TableMemory&) = delete;
+  std::byte* data() const { return data_; }
+  uint64_t size_bytes() const { return size_bytes_; }
+
+ private:
+  IndexBank bank_;
+  std::byte* data_;
   uint64_t size_bytes_;
 };
 
@@ -116,13 +178,9 @@ struct HashRun {
   bool operator==(const HashRun&) const = default;
 };
 struct IndexTables {
-  struct Free {
-    void operator()(std::byte* data) const;
-  };
   HashRun run;
-  std::vector<float> center;  // [dim_k]
-  std::unique_ptr<std::byte, Free> tables;
-  ChargedMemory memory;
+  std::vector<float> center;  // [dim_k], at the end of the tables' charge
+  TableMemory tables;
 };
 using IndexTablesPtr = std::shared_ptr<const IndexTables>;
 
@@ -136,20 +194,36 @@ struct IndexPage {
 
 struct HeadIndex {
   uint64_t n_blocks = 0;  // dealt with: those below are there, or will not be
-  uint64_t retry_at = 0;  // after memory was refused: not before so many are to be dealt with
+  // After memory was refused, or the index made way: not before so many are to be dealt with.
+  uint64_t retry_at = 0;
+  uint64_t n_refused = 0;  // blocks below are counted where they were refused
   std::vector<IndexPage> pages;
   std::vector<IndexFramePtr> frames;   // [run]; null: none
   std::vector<IndexTablesPtr> tables;  // ascending and disjoint
 };
 
-// REQUIRES: released before it is destroyed (make_index does so).
+// Made by make_index alone.
 struct LayerIndex {
+  explicit LayerIndex(const IndexBank& of_client) : bank(of_client) {}
+
   std::vector<HeadIndex> heads;  // [kv heads of the layer]
+  IndexBank bank;
+  uint64_t gone_bytes = 0;  // of what it had when it made way
+  // Kept by IndexUses and IndexPin.
+  uint32_t n_pins = 0;
+  uint64_t last_use = 0;
+  std::list<LayerIndex*>::iterator place;
+  bool is_listed = false;
+
+  // Gives everything back, for every sequence that refers to it.
+  void make_way();
+  // Whether a head that waits for memory need not: there is twice as much as the index had.
+  bool has_room_again() const { return gone_bytes != 0 && bank.room_bytes() / 2 >= gone_bytes; }
 
   // Keeps what the index of a sequence with `n_blocks` blocks to cover has. configs: [kv heads].
-  void cut(uint64_t n_blocks, std::span<const IndexConfig> configs, const IndexBank& bank);
+  void cut(uint64_t n_blocks, std::span<const IndexConfig> configs);
   // Forgets the blocks [block_begin, block_end) of a head.
-  void drop(uint32_t head, uint64_t block_begin, uint64_t block_end, const IndexBank& bank);
+  void drop(uint32_t head, uint64_t block_begin, uint64_t block_end);
   uint64_t size_bytes(const tiers::HostPool& pool) const;
 };
 
@@ -157,6 +231,31 @@ struct LayerIndex {
 struct IndexRef {
   std::shared_ptr<LayerIndex> data;
   uint64_t limit = UINT64_MAX;
+};
+
+// Keeps an index from making way, and counts as a use of it. REQUIRES: it lives longer.
+class IndexPin {
+ public:
+  IndexPin() = default;
+  explicit IndexPin(LayerIndex* index) : index_(index) {
+    if (index_ != nullptr) {
+      ++index_->n_pins;
+      index_->bank.uses().touch(index_);
+    }
+  }
+  IndexPin(IndexPin&& other) noexcept : index_(std::exchange(other.index_, nullptr)) {}
+  IndexPin& operator=(IndexPin&& other) noexcept {
+    std::swap(index_, other.index_);
+    return *this;
+  }
+  ~IndexPin() {
+    if (index_ != nullptr) {
+      --index_->n_pins;
+    }
+  }
+
+ private:
+  LayerIndex* index_ = nullptr;
 };
 
 // An empty index that gives its memory back by itself.

@@ -3,11 +3,12 @@
 
 #include <algorithm>
 #include <bit>
-#include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <new>
 #include <utility>
 
+#include "base/round.h"
 #include "codecs/convert.h"
 #include "hash_index/sketch/frame.h"
 
@@ -21,11 +22,16 @@ namespace {
 
 constexpr uint64_t kFrameTokens = uint64_t{kFrameBlocks} * kPageTokens;
 constexpr uint64_t kMinFrameKeys = 64;
+constexpr uint64_t kHashRunBlocks = hash_index::kMaxRunKeys / kPageTokens;
 // Tables that one task builds: several tasks share a run.
 constexpr uint32_t kTablesPerTask = 16;
+// Keys that one task sums up.
+constexpr uint32_t kSumKeys = 8192;
 // Blocks to wait for before memory that was refused is asked for again.
 constexpr uint64_t kRetryBlocks = kIndexPageBlocks;
-constexpr size_t kTableAlign = 64;
+// In blocks to be coded: making a frame, and hashing a block's keys for kTablesPerTask tables.
+constexpr uint64_t kFrameCost = 1600;
+constexpr uint64_t kHashCost = 1;
 
 // The kind of a configuration; null: as the keys suit.
 const SketchKind* sketch_kind(uint32_t kind) {
@@ -77,15 +83,26 @@ uint64_t first_typical(const IndexConfig& config) {
   return std::min(config.n_sinks, config.min_tokens / 2);
 }
 
-uint64_t n_frames_for(uint64_t n_blocks) { return (n_blocks + kFrameBlocks - 1) / kFrameBlocks; }
+uint64_t n_frames_for(uint64_t n_blocks) { return div_up(n_blocks, kFrameBlocks); }
 
 bool head_is_needed(const IndexRef& ref, uint32_t head, const IndexConfig& config,
                     uint64_t n_blocks) {
   if (config.kind == KVM_INDEX_NONE || n_blocks * kPageTokens < config.min_tokens) {
     return false;
   }
-  const bool waits = ref.data != nullptr && n_blocks < ref.data->heads[head].retry_at;
+  const bool waits = ref.data != nullptr && n_blocks < ref.data->heads[head].retry_at &&
+                     !ref.data->has_room_again();
   return !waits && blocks_dealt_with(ref, head, config) < n_blocks;
+}
+
+// Whether a whole page of tokens is stored in [begin, end).
+bool has_whole_block(KvRuns runs, uint64_t begin, uint64_t end) {
+  auto run = std::partition_point(runs.begin(), runs.end(),
+                                  [begin](const KvRun& r) { return r.position < begin; });
+  while (run != runs.end() && run->position < end && run->n_tokens != kPageTokens) {
+    ++run;
+  }
+  return run != runs.end() && run->position < end;
 }
 
 }  // namespace
@@ -103,38 +120,38 @@ bool IndexBuild::is_needed(const Space& space, uint32_t layer, const IndexRef& r
   return false;
 }
 
-IndexBuild::IndexBuild(Sequence* seq, const Space& space, uint32_t layer,
-                       std::vector<std::vector<KvRun>> class_runs, SeenQueries seen,
-                       const IndexRef& ref, uint64_t n_blocks)
-    : seq_(seq), space_(&space), layer_(layer), class_runs_(std::move(class_runs)), seen_(seen) {
+IndexBuild::IndexBuild(Sequence* seq, const Space& space, uint32_t layer, const IndexRef& ref,
+                       uint64_t n_blocks, uint64_t max_cost)
+    : seq_(seq), space_(&space), layer_(layer), n_blocks_(n_blocks), pin_(ref.data.get()) {
   const std::vector<IndexConfig>& configs = space.layers[layer].indexes;
-  for (uint32_t i = 0; i < configs.size(); ++i) {
+  for (uint32_t i = 0; i < configs.size() && (cost_ < max_cost || heads_.empty()); ++i) {
     if (!head_is_needed(ref, i, configs[i], n_blocks)) {
       continue;
     }
     Head& head = heads_.emplace_back();
     const HeadPlace place = space.place(layer, i);
+    const bool is_hashed = configs[i].kind == KVM_INDEX_LSH;
+    const uint64_t slice = is_hashed ? kHashRunBlocks : kFrameBlocks;
     head.kv_head = i;
     head.class_index = place.class_index;
     head.page_head = place.head;
     head.config = configs[i];
     head.block_begin = blocks_dealt_with(ref, i, configs[i]);
-    head.block_end = n_blocks;
-    if (configs[i].kind == KVM_INDEX_LSH) {
+    head.block_end = std::min(n_blocks, (head.block_begin / slice + 1) * slice);
+    if (is_hashed) {
       plan_tables(ref, &head);
     } else {
-      plan_frames(ref, &head);
+      plan_frame(ref, &head);
     }
+    cost_ += cost_of(head);
   }
 }
 
-void IndexBuild::plan_frames(const IndexRef& ref, Head* head) const {
-  head->first_frame = n_frames_for(head->block_begin);
-  head->n_frames = n_frames_for(head->block_end) - head->first_frame;
+void IndexBuild::plan_frame(const IndexRef& ref, Head* head) const {
+  head->needs_frame = head->block_begin % kFrameBlocks == 0;
   // The last that there is, as in a build of all runs at once.
-  for (uint64_t i = head->first_frame; i > 0 && head->previous == nullptr; --i) {
-    const IndexFramePtr& frame = ref.data->heads[head->kv_head].frames[i - 1];
-    head->previous = frame == nullptr ? nullptr : frame->frame;
+  for (uint64_t i = head->block_begin / kFrameBlocks; i > 0 && head->previous == nullptr; --i) {
+    head->previous = ref.data->heads[head->kv_head].frames[i - 1];
   }
 }
 
@@ -149,81 +166,173 @@ void IndexBuild::plan_tables(const IndexRef& ref, Head* head) const {
                        [&run](const IndexTablesPtr& t) { return t->run == run; });
   };
   for (const HashRun& run : hash_runs(head->block_end * kPageTokens, head->config.min_tokens)) {
-    // Tables hold every key of their run.
-    if (!is_there(run) && count_tokens(runs_between(runs_of(*head), run.position, run.end(),
-                                                    *space_)) == run.n_keys) {
+    if (!is_there(run)) {
       head->tables.emplace_back().run = run;
     }
   }
 }
 
-uint64_t IndexBuild::n_pages() const {
-  uint64_t n = 0;
-  for (const std::vector<KvRun>& runs : class_runs_) {
-    n += runs.size();
+uint64_t IndexBuild::cost_of(const Head& head) const {
+  if (head.config.kind != KVM_INDEX_LSH) {
+    return head.block_end - head.block_begin + (head.needs_frame ? kFrameCost : 0);
   }
-  return n;
+  uint64_t n_keys = 0;
+  for (const NewTables& tables : head.tables) {
+    n_keys += tables.run.n_keys;
+  }
+  return n_keys / kPageTokens * kHashCost * div_up(space_->lsh.n_tables, kTablesPerTask);
+}
+
+PositionRange IndexBuild::frame_tokens(const Head& head) const {
+  const uint64_t run = head.block_begin / kFrameBlocks;
+  const uint64_t begin = run == 0 ? 0 : (run - 1) * kFrameTokens;
+  const uint64_t end =
+      run == 0 ? head.config.min_tokens / kPageTokens * kPageTokens : run * kFrameTokens;
+  return {std::max(begin, first_typical(head.config)), end};
+}
+
+uint64_t IndexBuild::position_begin() const {
+  uint64_t begin = UINT64_MAX;
+  for (const Head& head : heads_) {
+    if (head.config.kind != KVM_INDEX_LSH) {
+      begin = std::min(begin, head.block_begin * kPageTokens);
+    }
+    if (head.needs_frame) {
+      begin = std::min(begin, frame_tokens(head).begin);
+    }
+    for (const NewTables& tables : head.tables) {
+      begin = std::min(begin, tables.run.position);
+    }
+  }
+  return begin;
+}
+
+uint64_t IndexBuild::position_end() const {
+  uint64_t end = 0;
+  for (const Head& head : heads_) {
+    end = std::max(end, head.block_end * kPageTokens);
+    end = std::max(end, head.needs_frame ? frame_tokens(head).end : 0);
+  }
+  return end;
+}
+
+void IndexBuild::start(std::vector<std::vector<KvRun>> class_runs, std::vector<SeenQueries> seen,
+                       const IndexBank& bank) {
+  class_runs_ = std::move(class_runs);
+  seen_ = std::move(seen);
+  for (uint32_t i = 0; i < heads_.size(); ++i) {
+    if (heads_[i].config.kind == KVM_INDEX_LSH) {
+      start_tables(i);
+    } else {
+      start_frame(&heads_[i], bank);
+    }
+  }
+}
+
+// Charges the most that the frame may take, before a task makes it.
+void IndexBuild::start_frame(Head* head, const IndexBank& bank) const {
+  const bool is_whole_run = head->block_end - head->block_begin == kFrameBlocks;
+  if (!head->needs_frame ||
+      (is_whole_run && !has_whole_block(runs_of(*head), head->block_begin * kPageTokens,
+                                        head->block_end * kPageTokens))) {
+    return;
+  }
+  const bool has_queries = std::any_of(seen_.begin(), seen_.end(),
+                                       [](const SeenQueries& seen) { return seen.n_rows != 0; });
+  const uint64_t most =
+      hash_index::max_frame_bytes(sketch_kind(head->config.kind), space_->head_dim_k, has_queries);
+  if (!bank.charge(most)) {
+    head->frame_failed = true;
+    return;
+  }
+  // An allocation that throws would leave the charge without an owner.
+  auto* owner = new (std::nothrow) IndexFrame{nullptr, ChargedMemory(bank, most)};
+  if (owner == nullptr) {
+    bank.uncharge(most);
+    head->frame_failed = true;
+    return;
+  }
+  head->frame.reset(owner);
+}
+
+void IndexBuild::start_tables(uint32_t index) {
+  Head& head = heads_[index];
+  // Tables hold every key of their run.
+  std::erase_if(head.tables, [&](const NewTables& tables) {
+    const HashRun& run = tables.run;
+    return count_tokens(runs_between(runs_of(head), run.position, run.end(), *space_)) !=
+           run.n_keys;
+  });
+  for (uint32_t i = 0; i < head.tables.size(); ++i) {
+    const auto n_parts = static_cast<uint32_t>(div_up(head.tables[i].run.n_keys, kSumKeys));
+    head.tables[i].sums.resize(n_parts);
+    for (uint32_t part = 0; part < n_parts; ++part) {
+      sum_pieces_.push_back({.head = index, .run = i, .part = part});
+    }
+  }
 }
 
 // --- Frames -------------------------------------------------------------------------------------
 
-void IndexBuild::make_frames(uint32_t index) {
+void IndexBuild::make_frame(uint32_t index) {
   Head& head = heads_[index];
   try {
-    if (head.config.kind != KVM_INDEX_LSH) {
-      make_sketch_frames(&head);
-    }
-    for (NewTables& tables : head.tables) {
-      make_center(head, &tables);
-    }
+    head.frame->frame = fit_frame(head);
   } catch (const std::bad_alloc&) {
-    // What is not there is not used.
+    head.frame_failed = true;
   }
 }
 
-void IndexBuild::make_sketch_frames(Head* head) const {
-  const uint32_t group = space_->layers[layer_].group();
-  const uint32_t dim = space_->head_dim_k;
+hash_index::FramePtr IndexBuild::fit_frame(const Head& head) const {
+  const PositionRange tokens = frame_tokens(head);
+  const std::vector<KvRun> runs = runs_between(runs_of(head), tokens.begin, tokens.end, *space_);
+  if (count_tokens(runs) < kMinFrameKeys) {
+    return nullptr;
+  }
+  const uint64_t dim = space_->head_dim_k;
+  const uint64_t group_floats = space_->layers[layer_].group() * dim;
+  const uint64_t row_floats = space_->layers[layer_].n_q_heads * dim;
   std::vector<float> queries;
-  const uint64_t row_floats = uint64_t{space_->layers[layer_].n_q_heads} * dim;
-  for (uint32_t row = 0; row < seen_.n_rows; ++row) {
-    const float* first = seen_.q + row * row_floats + uint64_t{head->kv_head} * group * dim;
-    queries.insert(queries.end(), first, first + uint64_t{group} * dim);
-  }
-  hash_index::FramePtr previous = head->previous;
-  for (uint64_t i = 0; i < head->n_frames; ++i) {
-    const uint64_t run = head->first_frame + i;
-    const uint64_t begin = run == 0 ? 0 : (run - 1) * kFrameTokens;
-    const uint64_t end =
-        run == 0 ? head->config.min_tokens / kPageTokens * kPageTokens : run * kFrameTokens;
-    const std::vector<KvRun> runs =
-        runs_between(runs_of(*head), std::max(begin, first_typical(head->config)), end, *space_);
-    hash_index::FramePtr frame;
-    if (count_tokens(runs) >= kMinFrameKeys) {
-      frame = hash_index::make_frame(
-          {.runs = runs,
-           .head = head->page_head,
-           .dim_k = dim,
-           .queries = queries,
-           .seed = mix_seed(mix_seed(head->config.seed, layer_, head->kv_head), run, 0),
-           .previous = previous.get()},
-          sketch_kind(head->config.kind));
+  for (const SeenQueries& seen : seen_) {
+    for (uint32_t row = 0; row < seen.n_rows; ++row) {
+      const float* first = seen.q + row * row_floats + head.kv_head * group_floats;
+      queries.insert(queries.end(), first, first + group_floats);
     }
-    previous = frame != nullptr ? frame : previous;
-    head->frames.push_back(std::move(frame));
+  }
+  const uint64_t run = head.block_begin / kFrameBlocks;
+  return hash_index::make_frame(
+      {.runs = runs,
+       .head = head.page_head,
+       .dim_k = space_->head_dim_k,
+       .queries = queries,
+       .seed = mix_seed(mix_seed(head.config.seed, layer_, head.kv_head), run, 0),
+       .previous = head.previous == nullptr ? nullptr : head.previous->frame.get()},
+      sketch_kind(head.config.kind));
+}
+
+void IndexBuild::sum_keys(uint32_t piece) {
+  const SumPiece& p = sum_pieces_[piece];
+  NewTables& tables = heads_[p.head].tables[p.run];
+  try {
+    space_->planes.make(space_->lsh, space_->head_dim_k);
+    std::vector<double> sums(space_->head_dim_k);
+    add_keys(heads_[p.head], tables.run, p.part, sums.data());
+    tables.sums[p.part] = std::move(sums);
+  } catch (const std::bad_alloc&) {
+    // A part that is missing says so.
   }
 }
 
-// The mean of the keys.
-void IndexBuild::make_center(const Head& head, NewTables* tables) const {
+// Parts are cut by position, so that the sum does not depend on who adds up what.
+void IndexBuild::add_keys(const Head& head, const HashRun& hash_run, uint32_t part,
+                          double* sums) const {
   const uint32_t dim = space_->head_dim_k;
-  const HashRun& hash_run = tables->run;
-  std::vector<double> sums(dim);
   std::vector<float> rows(uint64_t{kPageTokens} * dim);
-  const uint64_t begin = std::max(hash_run.position, first_typical(head.config));
-  const std::vector<KvRun> runs = runs_between(runs_of(head), begin, hash_run.end(), *space_);
+  const uint64_t first = hash_run.position + uint64_t{part} * kSumKeys;
+  const uint64_t begin = std::max(first, first_typical(head.config));
+  const uint64_t end = std::min(hash_run.end(), first + kSumKeys);
   const auto page_head = static_cast<uint16_t>(head.page_head);
-  for (const KvRun& run : runs) {
+  for (const KvRun& run : runs_between(runs_of(head), begin, end, *space_)) {
     const uint64_t row_bytes = uint64_t{dim} * dtype_size_bytes(run.dtype_k);
     codecs::convert_rows({.data = run.k,
                           .dtype = run.dtype_k,
@@ -236,14 +345,31 @@ void IndexBuild::make_center(const Head& head, NewTables* tables) const {
                           .row_stride_bytes = dim * sizeof(float),
                           .head_stride_bytes = dim * sizeof(float)},
                          run.n_tokens, 1, dim);
-    for (uint64_t i = 0; i < uint64_t{run.n_tokens} * dim; ++i) {
-      sums[i % dim] += double{rows[i]};
+    for (uint32_t token = 0; token < run.n_tokens; ++token) {
+      const float* row = rows.data() + uint64_t{token} * dim;
+      for (uint32_t i = 0; i < dim; ++i) {
+        sums[i] += double{row[i]};
+      }
     }
   }
-  const double n = std::max<double>(1.0, static_cast<double>(count_tokens(runs)));
-  for (const double sum : sums) {
-    tables->center.push_back(static_cast<float>(sum / n));
+}
+
+// The mean of the keys; empty where a part of the sums found no memory.
+std::vector<float> IndexBuild::center_of(const Head& head, const NewTables& tables) const {
+  std::vector<double> all(space_->head_dim_k);
+  for (const std::vector<double>& sums : tables.sums) {
+    if (sums.empty()) {
+      return {};
+    }
+    std::transform(all.begin(), all.end(), sums.begin(), all.begin(), std::plus<>());
   }
+  const uint64_t begin = std::max(tables.run.position, first_typical(head.config));
+  const auto n = static_cast<double>(tables.run.end() - begin);
+  std::vector<float> center;
+  for (const double sum : all) {
+    center.push_back(static_cast<float>(sum / n));
+  }
+  return center;
 }
 
 // --- Memory -------------------------------------------------------------------------------------
@@ -273,20 +399,6 @@ std::byte* open_page(uint64_t number, uint64_t page_bytes, HeadIndex* index,
   return bank.pool().data(fresh);
 }
 
-// Whether a whole page of tokens is stored in [begin, end).
-bool has_whole_block(KvRuns runs, uint64_t begin, uint64_t end) {
-  auto run = std::partition_point(runs.begin(), runs.end(),
-                                  [begin](const KvRun& r) { return r.position < begin; });
-  while (run != runs.end() && run->position < end && run->n_tokens != kPageTokens) {
-    ++run;
-  }
-  return run != runs.end() && run->position < end;
-}
-
-}  // namespace
-
-namespace {
-
 // What a frame takes beside the one before it, whose basis it may share.
 uint64_t added_bytes(const hash_index::Frame& frame, const IndexFrame* previous) {
   if (previous != nullptr && previous->frame->basis == frame.basis) {
@@ -299,57 +411,65 @@ uint64_t added_bytes(const hash_index::Frame& frame, const IndexFrame* previous)
 
 void IndexBuild::open(IndexRef* ref, const IndexBank& bank) {
   LayerIndex* index = own_index(ref, space_->layers[layer_].indexes, bank);
+  pin_ = IndexPin(index);
+  if (index->gone_bytes != 0) {
+    index->gone_bytes = 0;
+    for (HeadIndex& head : index->heads) {
+      head.retry_at = 0;
+    }
+  }
   for (uint32_t i = 0; i < heads_.size(); ++i) {
     Head& head = heads_[i];
+    HeadIndex& of_head = index->heads[head.kv_head];
     if (head.config.kind == KVM_INDEX_LSH) {
-      open_tables(i, &index->heads[head.kv_head], bank);
+      open_tables(i, &of_head, bank);
       continue;
     }
-    HeadIndex& of_head = index->heads[head.kv_head];
     const uint64_t end = open_sketches(i, &of_head, bank);
     if (end < head.block_end) {
-      bank.totals().n_refused += head.block_end - end;
-      of_head.retry_at = head.block_end + kRetryBlocks;
+      refuse(head, end, n_blocks_, &of_head, bank);
       head.block_end = end;
     }
     of_head.frames.resize(std::min<uint64_t>(of_head.frames.size(), n_frames_for(end)));
   }
 }
 
+// Blocks found no memory: each is counted once, however often it is asked for.
+void IndexBuild::refuse(const Head& head, uint64_t block_begin, uint64_t block_end,
+                        HeadIndex* index, const IndexBank& bank) const {
+  const uint64_t begin = std::max(block_begin, index->n_refused);
+  bank.totals().n_refused += block_end - std::min(begin, block_end);
+  index->n_refused = std::max(index->n_refused, block_end);
+  index->retry_at = std::max(n_blocks_, head.block_end) + kRetryBlocks;
+}
+
+// False where memory was refused for the frame.
+bool IndexBuild::install_frame(Head* head, HeadIndex* index) const {
+  if (head->frame_failed) {
+    return false;
+  }
+  if (head->frame == nullptr || head->frame->frame == nullptr) {
+    index->frames.push_back(nullptr);
+    return true;
+  }
+  head->frame->memory.shrink(added_bytes(*head->frame->frame, head->previous.get()));
+  index->frames.push_back(head->frame);
+  return true;
+}
+
 // Returns the block where memory was refused, or the end.
 uint64_t IndexBuild::open_sketches(uint32_t head_index, HeadIndex* index, const IndexBank& bank) {
   Head& head = heads_[head_index];
   const uint32_t dim = space_->head_dim_k;
-  index->frames.resize(head.first_frame);
+  index->frames.resize(n_frames_for(head.block_begin));
+  if (head.needs_frame && !install_frame(&head, index)) {
+    return head.block_begin;
+  }
+  const IndexFramePtr& frame = index->frames[head.block_begin / kFrameBlocks];
   for (uint64_t block = head.block_begin; block < head.block_end;) {
     const uint64_t number = block / kIndexPageBlocks;
-    const uint64_t run = block / kFrameBlocks;
     const uint64_t end = std::min((number + 1) * kIndexPageBlocks, head.block_end);
-    if (run == index->frames.size()) {
-      const uint64_t i = run - head.first_frame;
-      if (i >= head.frames.size()) {
-        return block;  // the machine had no memory for it
-      }
-      IndexFramePtr made;
-      if (head.frames[i] != nullptr) {
-        const uint64_t size_bytes = added_bytes(
-            *head.frames[i], index->frames.empty() ? nullptr : index->frames.back().get());
-        if (!bank.charge(size_bytes)) {
-          return block;
-        }
-        // An allocation that throws would leave the charge without an owner.
-        const IndexFrame* owner =
-            new (std::nothrow) IndexFrame{head.frames[i], ChargedMemory(bank, size_bytes)};
-        if (owner == nullptr) {
-          bank.uncharge(size_bytes);
-          return block;
-        }
-        made.reset(owner);
-      }
-      index->frames.push_back(std::move(made));
-    }
     index->pages.resize(std::max<uint64_t>(index->pages.size(), number + 1));
-    const IndexFramePtr& frame = index->frames[run];
     if (frame != nullptr &&
         has_whole_block(runs_of(head), block * kPageTokens, end * kPageTokens)) {
       const uint64_t size = hash_index::block_bytes(hash_index::frame_kind(*frame->frame), dim);
@@ -368,44 +488,49 @@ uint64_t IndexBuild::open_sketches(uint32_t head_index, HeadIndex* index, const 
   return head.block_end;
 }
 
+// Null where memory is refused.
+std::shared_ptr<IndexTables> IndexBuild::make_tables(const Head& head, const NewTables& made,
+                                                     const IndexBank& bank) const {
+  std::vector<float> center = center_of(head, made);
+  const uint64_t map_bytes = table_map_bytes(
+      hash_index::table_run_bytes(space_->lsh, made.run.n_keys) + center.size() * sizeof(float));
+  if (center.empty() || !bank.charge(map_bytes)) {
+    return nullptr;
+  }
+  std::byte* data = map_tables(map_bytes);
+  if (data == nullptr) {
+    bank.uncharge(map_bytes);
+    return nullptr;
+  }
+  auto* tables = new (std::nothrow) IndexTables{
+      .run = made.run, .center = std::move(center), .tables = TableMemory(bank, data, map_bytes)};
+  if (tables == nullptr) {
+    bank.bury(data, map_bytes);
+  }
+  return std::shared_ptr<IndexTables>(tables);
+}
+
 void IndexBuild::open_tables(uint32_t head_index, HeadIndex* index, const IndexBank& bank) {
   Head& head = heads_[head_index];
-  const auto refuse = [&](NewTables* made) {
-    made->tables = nullptr;
-    bank.totals().n_refused += made->run.n_keys / kPageTokens;
-    index->retry_at = head.block_end + kRetryBlocks;
-  };
-  const hash_index::LshParams& lsh = space_->lsh;
+  bool has_refused = false;
   for (uint32_t i = 0; i < head.tables.size(); ++i) {
     NewTables& made = head.tables[i];
-    const uint64_t table_bytes = hash_index::table_run_bytes(lsh, made.run.n_keys);
-    const uint64_t size_bytes = table_bytes + made.center.size() * sizeof(float);
-    if (made.center.empty() || !bank.charge(size_bytes)) {
-      refuse(&made);
+    made.tables = make_tables(head, made, bank);
+    if (made.tables == nullptr) {
+      has_refused = true;
+      refuse(head, made.run.position / kPageTokens, made.run.end() / kPageTokens, index, bank);
       continue;
     }
-    auto* owner = new (std::nothrow) IndexTables{.run = made.run,
-                                                 .center = std::move(made.center),
-                                                 .tables = nullptr,
-                                                 .memory = ChargedMemory(bank, size_bytes)};
-    if (owner == nullptr) {
-      bank.uncharge(size_bytes);
-      refuse(&made);
-      continue;
+    for (uint32_t begin = 0; begin < space_->lsh.n_tables; begin += kTablesPerTask) {
+      table_pieces_.push_back(
+          {.head = head_index,
+           .run = i,
+           .table_begin = begin,
+           .table_end = std::min(begin + kTablesPerTask, space_->lsh.n_tables)});
     }
-    made.tables.reset(owner);
-    made.tables->tables.reset(static_cast<std::byte*>(std::aligned_alloc(
-        kTableAlign, (table_bytes + kTableAlign - 1) / kTableAlign * kTableAlign)));
-    if (made.tables->tables == nullptr) {
-      refuse(&made);
-      continue;
-    }
-    for (uint32_t begin = 0; begin < lsh.n_tables; begin += kTablesPerTask) {
-      table_pieces_.push_back({.head = head_index,
-                               .run = i,
-                               .table_begin = begin,
-                               .table_end = std::min(begin + kTablesPerTask, lsh.n_tables)});
-    }
+  }
+  if (has_refused) {
+    refuse(head, head.block_end, n_blocks_, index, bank);
   }
 }
 
@@ -435,8 +560,9 @@ void IndexBuild::hash(uint32_t index, ThreadWorkspace& workspace) {
   const Head& head = heads_[piece.head];
   const IndexTables& tables = *head.tables[piece.run].tables;
   const HashRun& run = tables.run;
+  const hash_index::Planes& planes = *space_->planes.get();
   std::byte* scratch =
-      workspace.scratch.reserve(hash_index::build_scratch_bytes(*space_->planes, run.n_keys));
+      workspace.scratch.reserve(hash_index::build_scratch_bytes(planes, run.n_keys));
   if (scratch == nullptr) {
     return;
   }
@@ -444,9 +570,9 @@ void IndexBuild::hash(uint32_t index, ThreadWorkspace& workspace) {
   const auto first = std::partition_point(
       all.begin(), all.end(), [&run](const KvRun& r) { return r.position < run.position; });
   const KvRuns runs(first, run.n_keys / kPageTokens);
-  hash_index::build_tables(*space_->planes, runs, head.page_head, tables.center.data(),
-                           run.position, run.n_keys, piece.table_begin, piece.table_end, scratch,
-                           tables.tables.get());
+  hash_index::build_tables(planes, runs, head.page_head, tables.center.data(), run.position,
+                           run.n_keys, piece.table_begin, piece.table_end, scratch,
+                           tables.tables.data());
   piece.is_built = true;
 }
 
@@ -471,6 +597,7 @@ void release_empty_pages(uint64_t block_begin, HeadIndex* index, const IndexBank
 
 void IndexBuild::close(IndexRef* ref, const IndexBank& bank) {
   LayerIndex* index = ref->data.get();
+  pin_ = IndexPin();
   for (const Piece& piece : pieces_) {
     const Head& head = heads_[piece.head];
     IndexPage& page = index->heads[head.kv_head].pages[piece.block_begin / kIndexPageBlocks];

@@ -6,16 +6,10 @@
 #include <utility>
 
 namespace kvm::engine {
-namespace {
-
-// Pages that the builds of one round list: about 16 MB.
-constexpr uint64_t kMaxListedPages = 256 << 10;
-
-}  // namespace
 
 void IndexWork::clear() {
   targets_.clear();
-  n_planned_ = 0;
+  is_united_ = false;
   builds_.clear();
   tasks_.clear();
   stage_ = Stage::kIdle;
@@ -34,19 +28,52 @@ void IndexWork::unite_targets() {
       targets_.begin(), targets_.end(),
       [](const Target& a, const Target& b) { return a.seq == b.seq && a.layer == b.layer; });
   targets_.erase(end, targets_.end());
+  is_united_ = true;
 }
 
-void IndexWork::plan_builds(Store& store) {
-  uint64_t n_pages = 0;
-  if (n_planned_ == 0) {
+// The next slice of each of the first targets; those that lack nothing any more are forgotten.
+void IndexWork::plan_builds(Store& store, uint64_t max_cost) {
+  if (!is_united_) {
     unite_targets();
   }
-  while (n_planned_ < targets_.size() && n_pages < kMaxListedPages) {
-    const Target& target = targets_[n_planned_++];
-    std::unique_ptr<IndexBuild> build = store.plan_index(target.seq, target.layer, target.n_append);
+  uint64_t cost = 0;
+  size_t n_kept = 0;
+  size_t i = 0;
+  for (; i < targets_.size() && cost < max_cost; ++i) {
+    const Target target = targets_[i];
+    std::unique_ptr<IndexBuild> build =
+        store.plan_index(target.seq, target.layer, target.n_append, max_cost - cost);
     if (build != nullptr) {
-      n_pages += build->n_pages();
+      cost += build->cost();
       builds_.push_back(std::move(build));
+      targets_[n_kept++] = target;
+    }
+  }
+  targets_.erase(targets_.begin() + static_cast<ptrdiff_t>(n_kept),
+                 targets_.begin() + static_cast<ptrdiff_t>(i));
+}
+
+void IndexWork::add_first_tasks() {
+  for (const auto& build : builds_) {
+    for (uint32_t i = 0; i < build->n_heads(); ++i) {
+      if (build->has_frame(i)) {
+        tasks_.push_back({build.get(), i, Kind::kFrame});
+      }
+    }
+    for (uint32_t i = 0; i < build->n_sum_pieces(); ++i) {
+      tasks_.push_back({build.get(), i, Kind::kSum});
+    }
+  }
+}
+
+void IndexWork::open_builds(Store& store) {
+  for (const auto& build : builds_) {
+    store.open_index(build.get());
+    for (uint32_t i = 0; i < build->n_pieces(); ++i) {
+      tasks_.push_back({build.get(), i, Kind::kCodes});
+    }
+    for (uint32_t i = 0; i < build->n_table_pieces(); ++i) {
+      tasks_.push_back({build.get(), i, Kind::kTables});
     }
   }
 }
@@ -55,28 +82,16 @@ bool IndexWork::next(Store& store, uint32_t n_threads, JobPlan* plan) {
   for (;;) {
     tasks_.clear();
     if (stage_ == Stage::kIdle) {
-      plan_builds(store);
+      plan_builds(store, kJobCost * n_threads);
       if (builds_.empty()) {
         clear();
         return false;
       }
       stage_ = Stage::kFrames;
-      for (const auto& build : builds_) {
-        for (uint32_t i = 0; i < build->n_heads(); ++i) {
-          tasks_.push_back({build.get(), i, Kind::kFrames});
-        }
-      }
+      add_first_tasks();
     } else if (stage_ == Stage::kFrames) {
       stage_ = Stage::kCodes;
-      for (const auto& build : builds_) {
-        store.open_index(build.get());
-        for (uint32_t i = 0; i < build->n_pieces(); ++i) {
-          tasks_.push_back({build.get(), i, Kind::kCodes});
-        }
-        for (uint32_t i = 0; i < build->n_table_pieces(); ++i) {
-          tasks_.push_back({build.get(), i, Kind::kTables});
-        }
-      }
+      open_builds(store);
     } else {
       for (const auto& build : builds_) {
         store.close_index(build.get());
@@ -95,8 +110,11 @@ bool IndexWork::next(Store& store, uint32_t n_threads, JobPlan* plan) {
 void IndexWork::run(uint32_t index, ThreadWorkspace& workspace) {
   const Task& task = tasks_[index];
   switch (task.kind) {
-    case Kind::kFrames:
-      task.build->make_frames(task.index);
+    case Kind::kFrame:
+      task.build->make_frame(task.index);
+      return;
+    case Kind::kSum:
+      task.build->sum_keys(task.index);
       return;
     case Kind::kCodes:
       task.build->encode(task.index);

@@ -3,6 +3,10 @@
 //
 //   add(...) for each (sequence, layer); then, as long as next() has a job, run its tasks.
 //
+// LIMIT: a job has slices (engine/index_build.h) of kJobCost a thread and one head more, some 30 ms
+// at 128 channels; the next one lines up behind what others have started meanwhile. Each task is as
+// short as index_build.h says, and next() makes room for no more than a job's worth.
+//
 // Threads: run() on any thread, each task once; the rest on the driver.
 // Errors: none. What finds no memory is not indexed.
 #ifndef KVM_ENGINE_INDEX_WORK_H_
@@ -21,8 +25,12 @@ namespace kvm::engine {
 
 class IndexWork {
  public:
+  static constexpr uint64_t kJobCost = 2048;  // of IndexBuild::cost(), for each thread
+
   // Forgets everything; builds that are open are left as they are, unused.
   void clear();
+  // Plans no more slices: next() ends with the one that is being made.
+  void stop() { targets_.clear(); }
   // See Store::plan_index. Layers are OWN, so that no index is named twice.
   void add(Sequence* seq, uint32_t layer, uint64_t n_append);
   // The next job, after all tasks of the last have ended; false when everything is indexed.
@@ -37,19 +45,21 @@ class IndexWork {
     uint32_t layer = 0;
     uint64_t n_append = 0;
   };
-  enum class Kind : uint8_t { kFrames, kCodes, kTables };
+  enum class Kind : uint8_t { kFrame, kSum, kCodes, kTables };
   struct Task {
     IndexBuild* build = nullptr;
     uint32_t index = 0;
-    Kind kind = Kind::kFrames;
+    Kind kind = Kind::kFrame;
   };
   enum class Stage : uint8_t { kIdle, kFrames, kCodes };
 
   void unite_targets();
-  void plan_builds(Store& store);
+  void plan_builds(Store& store, uint64_t max_cost);
+  void add_first_tasks();
+  void open_builds(Store& store);
 
-  std::vector<Target> targets_;
-  size_t n_planned_ = 0;  // of targets_
+  std::vector<Target> targets_;  // that may lack something still
+  bool is_united_ = false;
   std::vector<std::unique_ptr<IndexBuild>> builds_;
   std::vector<Task> tasks_;
   Stage stage_ = Stage::kIdle;

@@ -16,6 +16,7 @@
 #ifndef KVM_ENGINE_PAGE_LIST_H_
 #define KVM_ENGINE_PAGE_LIST_H_
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <utility>
@@ -31,15 +32,30 @@ namespace kvm::engine {
 // LIMIT: positions below this.
 inline constexpr uint64_t kMaxTokens = uint64_t{1} << 38;
 
+// Who has memory that can be done without.
+class PageRelief {
+ public:
+  // Gives some back; false: there is none.
+  virtual bool relieve() = 0;
+
+ protected:
+  ~PageRelief() = default;
+};
+
 // Where pages come from and go back to, and who pays: bytes of a page are added to the account when
-// it is allocated and taken off when its last reference goes.
+// it is allocated and taken off when its last reference goes. relief (may be null) is asked before
+// NO_SPACE is the answer.
 class PageBank {
  public:
-  PageBank(tiers::HostPool* pool, uint64_t* account_bytes)
-      : pool_(pool), account_bytes_(account_bytes) {}
+  PageBank(tiers::HostPool* pool, uint64_t* account_bytes, PageRelief* relief = nullptr)
+      : pool_(pool), account_bytes_(account_bytes), relief_(relief) {}
 
   Result<tiers::PageRef> allocate(const tiers::SlabClass& slab_class) {
     Result<tiers::PageRef> page = pool_->allocate(slab_class);
+    while (!page.is_ok() && page.status().code() == KVM_ERR_NO_SPACE && relief_ != nullptr &&
+           relief_->relieve()) {
+      page = pool_->allocate(slab_class);
+    }
     *account_bytes_ += page.is_ok() ? slab_class.page_bytes() : 0;
     return page;
   }
@@ -53,6 +69,7 @@ class PageBank {
  private:
   tiers::HostPool* pool_;
   uint64_t* account_bytes_;
+  PageRelief* relief_;
 };
 
 // One page of a list: 16 bytes.
@@ -157,6 +174,28 @@ class PageList {
     }
     for (size_t i = 0; i < pending_.size(); ++i) {
       visit(pending_entry(i), false);
+    }
+  }
+
+  // The same for pages with blocks in [begin, end). O(segments before + pages in between).
+  template <typename Visitor>
+  void for_each_between(uint64_t begin, uint64_t end, Visitor visit) const {
+    const auto visit_one = [&](const PageEntry& entry) {
+      if (entry.page != tiers::kNoPage && entry.block >= begin && entry.block < end) {
+        visit(entry);
+      }
+    };
+    const size_t n_segments = root_ == nullptr ? 0 : root_->segments.size();
+    for (size_t i = find_segment(static_cast<uint32_t>(begin)); i < n_segments; ++i) {
+      const std::vector<PageEntry>& entries = root_->segments[i]->entries;
+      if (entries.front().block >= end) {
+        break;
+      }
+      std::for_each(entries.begin(), entries.end(), visit_one);
+    }
+    visit_one(extended_tail());
+    for (size_t i = 0; i < pending_.size(); ++i) {
+      visit_one(pending_entry(i));
     }
   }
 

@@ -403,23 +403,21 @@ Status check_index(const std::string& where, const kvm_index_params& params) {
 }
 
 // All LSH indexes of a space share their planes.
-Status resolve_planes(const std::string& where, const kvm_index_params& params, Space* space) {
+Status resolve_hashes(const std::string& where, const kvm_index_params& params, Space* space) {
   if (params.kind != KVM_INDEX_LSH) {
     return Status::ok();
   }
   const hash_index::LshParams lsh = {.n_bits = params.lsh_bits == 0 ? 10 : params.lsh_bits,
                                      .n_tables = params.lsh_tables == 0 ? 150 : params.lsh_tables,
                                      .seed = params.seed};
-  if (space->planes != nullptr && space->lsh != lsh) {
+  if (space->has_hashes && space->lsh != lsh) {
     return invalid(where + " has " + text(lsh.n_tables) + " tables of " + text(lsh.n_bits) +
                    " bits and seed " + text(lsh.seed) + ", and an earlier one " +
                    text(space->lsh.n_tables) + " of " + text(space->lsh.n_bits) + " and seed " +
                    text(space->lsh.seed) + "; all LSH indexes of a space must agree");
   }
-  if (space->planes == nullptr) {
-    space->lsh = lsh;
-    space->planes = hash_index::make_planes(lsh, space->head_dim_k);
-  }
+  space->lsh = lsh;
+  space->has_hashes = true;
   return Status::ok();
 }
 
@@ -432,7 +430,7 @@ Status apply_indexes(const SpaceSpec& spec, Space* space) {
     KVM_TRY(
         resolve_layers(where, params.layer_begin, params.n_layers, true, space->n_layers, &end));
     KVM_TRY(check_mask(where, params.kv_head_mask, *space, params.layer_begin, end));
-    KVM_TRY(resolve_planes(where, params, space));
+    KVM_TRY(resolve_hashes(where, params, space));
     IndexConfig config;
     if (params.kind != KVM_INDEX_NONE) {
       config = {.kind = params.kind,
@@ -452,7 +450,34 @@ Status apply_indexes(const SpaceSpec& spec, Space* space) {
       }
     }
   }
-  for (Layer& layer : space->layers) {
+  return Status::ok();
+}
+
+// The most tokens that a query may see of a kv head, in a layer or in one that aliases it;
+// UINT64_MAX: all.
+uint64_t most_visible(const Space& space, uint32_t own, const Retention& retention) {
+  uint64_t longest = 0;
+  for (const Layer& layer : space.layers) {
+    if (layer.storage_layer == own && layer.kind != KVM_LAYER_ABSENT) {
+      longest = std::max(longest, layer.window == 0 ? UINT64_MAX : layer.window);
+    }
+  }
+  if (retention.kind == KVM_RETAIN_FULL) {
+    return longest;
+  }
+  return std::min(longest, retention.n_sinks + retention.n_recent);
+}
+
+// A head that shows no more tokens than are read without an index has none.
+void leave_out_indexes(const HeadConfigs& configs, Space* space) {
+  for (uint32_t i = 0; i < space->n_layers; ++i) {
+    Layer& layer = space->layers[i];
+    for (uint32_t head = 0; head < layer.indexes.size(); ++head) {
+      IndexConfig& config = layer.indexes[head];
+      if (most_visible(*space, i, configs[i][head].retention) < config.min_tokens) {
+        config = {};
+      }
+    }
     const bool has_some =
         std::any_of(layer.indexes.begin(), layer.indexes.end(),
                     [](const IndexConfig& config) { return config.kind != KVM_INDEX_NONE; });
@@ -461,7 +486,6 @@ Status apply_indexes(const SpaceSpec& spec, Space* space) {
     }
     space->has_indexes |= has_some;
   }
-  return Status::ok();
 }
 
 uint64_t waste_bytes(const tiers::SlabClass& slab_class) {
@@ -652,6 +676,7 @@ Result<std::shared_ptr<const Space>> resolve_space(const SpaceSpec& spec) {
   KVM_TRY(apply_policies(spec, *space, &configs));
   KVM_TRY(apply_codecs(spec, *space, &configs));
   KVM_TRY(apply_indexes(spec, space.get()));
+  leave_out_indexes(configs, space.get());
   make_classes(configs, space.get());
   return std::shared_ptr<const Space>(std::move(space));
 }

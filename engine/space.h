@@ -7,8 +7,10 @@
 #define KVM_ENGINE_SPACE_H_
 
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -66,6 +68,32 @@ struct HeadClass {
   tiers::SlabClass slab_class;
 };
 
+// Planes, made when somebody first wants them: up to a million deviates are no work for the thread
+// that registers a space.
+class LazyPlanes {
+ public:
+  // Threads: any; whoever comes while they are made waits for them. Fails with bad_alloc; then the
+  // next call tries again. REQUIRES: the same arguments each time.
+  const hash_index::Planes& make(const hash_index::LshParams& params, uint32_t dim_k) const {
+    std::call_once(once_, [&] {
+      planes_ = hash_index::make_planes(params, dim_k);
+      // SYNC: the planes become visible to those who get them.
+      made_.store(planes_.get(), std::memory_order_release);
+    });
+    return *planes_;
+  }
+  // Null as long as nobody has made them.
+  const hash_index::Planes* get() const {
+    // SYNC: pairs with the release in make().
+    return made_.load(std::memory_order_acquire);
+  }
+
+ private:
+  mutable std::once_flag once_;
+  mutable hash_index::PlanesPtr planes_;
+  mutable std::atomic<const hash_index::Planes*> made_{nullptr};
+};
+
 // Where the rows of a kv head lie.
 struct HeadPlace {
   uint16_t class_index = 0;  // in Layer::classes of the storage layer
@@ -119,9 +147,9 @@ struct Space {
   uint32_t shard_index = 0;
   uint32_t n_shards = 1;
   std::vector<Layer> layers;
-  // Of all LSH indexes, with their planes; null where there are none.
-  hash_index::LshParams lsh;
-  hash_index::PlanesPtr planes;
+  hash_index::LshParams lsh;  // of all LSH indexes
+  bool has_hashes = false;    // there are some
+  LazyPlanes planes;          // theirs
 
   uint32_t n_own_layers = 0;
   uint32_t n_lists = 0;  // head classes over all OWN layers

@@ -22,6 +22,7 @@ Status Step::begin(Store& store, ClientId client, const StepRequest& request,
   append_.clear();
   attend_.clear();
   seqs_.clear();
+  pins_.clear();
   plan_ = {};
   n_copies_ = 0;
   n_prepared_ = 0;
@@ -36,6 +37,11 @@ Status Step::begin(Store& store, ClientId client, const StepRequest& request,
     KVM_TRY(append_.reserve(store, request, seqs_, tensors));
   }
   if (request.attend) {
+    for (size_t i = 0; i < seqs_.size() && request.mode > KVM_MODE_EXACT; ++i) {
+      if (request.items[i].n_query != 0) {
+        pins_.push_back(store.pin_index(seqs_[i], request.layer_begin));
+      }
+    }
     Status status = attend_.plan(store, request, seqs_, tensors, n_threads);
     if (!status.is_ok()) {
       abandon(store);
@@ -95,6 +101,7 @@ void Step::prepare(uint32_t task, ThreadWorkspace& workspace) {
 
 Status Step::end(Store& store, RequestResult* result) {
   const bool failed = out_of_memory_.load(std::memory_order_relaxed);
+  pins_.clear();
   append_.close(store, !failed);
   if (failed) {
     return {KVM_ERR_NO_MEMORY, "the machine refused memory for intermediate results"};
@@ -105,6 +112,9 @@ Status Step::end(Store& store, RequestResult* result) {
   return Status::ok();
 }
 
-void Step::abandon(Store& store) { append_.close(store, false); }
+void Step::abandon(Store& store) {
+  pins_.clear();
+  append_.close(store, false);
+}
 
 }  // namespace kvm::engine

@@ -53,6 +53,7 @@ class Step {
   AppendWork append_;
   AttendWork attend_;
   std::vector<Sequence*> seqs_;
+  std::vector<IndexPin> pins_;  // of what attend_ reads
   JobPlan plan_;
   uint32_t n_copies_ = 0;    // tasks that copy
   uint32_t n_prepared_ = 0;  // tasks before this one and behind the copies prepare

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "base/assert.h"
+#include "base/round.h"
 #include "engine/id_table.h"
 #include "engine/observed.h"
 #include "engine/page_list.h"
@@ -30,6 +31,11 @@ namespace {
 constexpr uint64_t kTrimAfterFree = 64;
 constexpr uint64_t kTrimInPassing = 2;
 constexpr uint64_t kTrimHousekeeping = 64;
+// Likewise bytes of hash tables (some 0.1 ms a MiB).
+constexpr uint64_t kUnmapInPassing = uint64_t{256} << 10;
+constexpr uint64_t kUnmapAtOnce = uint64_t{8} << 20;
+// Before an allocation fails.
+constexpr uint64_t kUnmapForRoom = uint64_t{32} << 20;
 
 // LIMIT: page references counted for one part of a list of sequences, but for its first sequence:
 // the driver does nothing else meanwhile.
@@ -44,8 +50,11 @@ struct Account {
   ClientId client = 0;
   uint64_t quota_bytes = 0;
   uint64_t max_sequences = 0;
-  uint64_t bytes = 0;  // pages and observations
+  uint64_t bytes = 0;  // pages, observations and indexes
   uint64_t n_sequences = 0;
+  IndexUses indexes;
+
+  bool has_room(uint64_t need) const { return bytes <= quota_bytes && need <= quota_bytes - bytes; }
 };
 
 // The lists of a space that one policy decides about.
@@ -99,12 +108,13 @@ struct Sequence {
 
 namespace {
 
-class StoreImpl final : public Store {
+class StoreImpl final : public Store, private PageRelief {
  public:
   StoreImpl(const StoreOptions& options, uint32_t epoch_tag)
       : options_(options),
         budget_(options.host_capacity_bytes),
         pool_(&budget_, std::min(options.cached_bytes, options.host_capacity_bytes / 8)),
+        yard_(&budget_),
         spaces_("space", epoch_tag, 0),
         sequences_("sequence", epoch_tag, 1) {}
 
@@ -131,6 +141,7 @@ class StoreImpl final : public Store {
   Result<Sequence*> find_seq(ClientId client, kvm_seq_id id) override;
   Result<kvm_seq_id> create_seq(ClientId client, kvm_space_id space, uint32_t flags) override;
   Result<kvm_seq_id> fork_seq(Sequence* parent, uint64_t n_tokens) override;
+  Status check_fork(const Sequence* parent, uint64_t n_tokens) const override;
   Status truncate_seq(Sequence* seq, uint64_t n_tokens) override;
   Status commit_seq(Sequence* seq, uint64_t n_tokens) override;
   void free_seq(Sequence* seq) override;
@@ -153,6 +164,9 @@ class StoreImpl final : public Store {
   // Reading.
   void collect_runs(const Sequence* seq, uint32_t layer, uint32_t class_index,
                     std::vector<KvRun>* runs) const override;
+  void pin_pages(const Sequence* seq, uint32_t layer, uint32_t class_index,
+                 PagePins* pins) override;
+  void unpin_pages(PagePins* pins) override;
   Status check_visible(const Sequence* seq, uint32_t layer,
                        uint64_t first_query_position) const override;
   Status check_read(const Sequence* seq, uint32_t layer, uint64_t position,
@@ -162,23 +176,36 @@ class StoreImpl final : public Store {
   ObservedView observed(const Sequence* seq, uint32_t layer) const override;
   Status apply(Sequence* seq, const policies::Action& action) override;
   // Indexes.
-  std::unique_ptr<IndexBuild> plan_index(Sequence* seq, uint32_t layer,
-                                         uint64_t n_append) const override;
+  std::unique_ptr<IndexBuild> plan_index(Sequence* seq, uint32_t layer, uint64_t n_append,
+                                         uint64_t max_cost) override;
   void open_index(IndexBuild* build) override;
   void close_index(IndexBuild* build) override;
+  IndexPin pin_index(const Sequence* seq, uint32_t layer) override;
   void collect_index(const Sequence* seq, uint32_t layer, uint32_t kv_head, uint64_t length,
                      std::vector<attention::SketchedRun>* sketches,
                      std::vector<attention::HashedRun>* hashes) const override;
   // Memory and statistics.
-  bool housekeep() override { return pool_.trim(kTrimHousekeeping); }
+  bool housekeep() override;
   void add_stats(kvm_stats* stats) const override;
   void check_accounts() const override;
 
  private:
-  PageBank bank(const Sequence* seq) { return PageBank(&pool_, &seq->account->bytes); }
+  PageBank bank(const Sequence* seq) { return PageBank(&pool_, &seq->account->bytes, this); }
   IndexBank index_bank(const Sequence* seq) {
-    return IndexBank(&pool_, &budget_, &index_totals_, &seq->account->bytes,
-                     seq->account->quota_bytes);
+    return IndexBank(&pool_, &budget_, &yard_, &index_totals_, &seq->account->indexes,
+                     &seq->account->bytes, seq->account->quota_bytes);
+  }
+  bool relieve() override;
+  // Whether the quota has room for `need`, if need be without indexes.
+  bool make_quota_room(Account* account, uint64_t need);
+  Status check_limits(const Account* account) const;
+  // The stored tokens of pages with blocks in [block_begin, block_end).
+  void collect_between(const Sequence* seq, uint32_t layer, uint32_t class_index,
+                       uint64_t block_begin, uint64_t block_end, std::vector<KvRun>* runs) const;
+  KvRun run_of(const PageEntry& entry) const;
+  void trim_after_free() {
+    pool_.trim(kTrimAfterFree);
+    yard_.unmap_some(kUnmapAtOnce);
   }
   void cut_indexes(Sequence* seq, uint64_t n_tokens);
   void drop_from_index(Sequence* seq, const policies::Action& action);
@@ -204,6 +231,7 @@ class StoreImpl final : public Store {
   const StoreOptions options_;
   tiers::MemoryBudget budget_;
   tiers::HostPool pool_;
+  TableYard yard_;
   IdTable<SpaceRecord> spaces_;
   IdTable<Sequence> sequences_;
   std::unordered_map<ClientId, std::unique_ptr<Account>> accounts_;
@@ -359,8 +387,7 @@ Result<Sequence*> StoreImpl::find_seq(ClientId client, kvm_seq_id id) {
   return seq;
 }
 
-Result<std::unique_ptr<Sequence>> StoreImpl::make_seq(Account* account, SpaceRecord* record,
-                                                      uint32_t flags) const {
+Status StoreImpl::check_limits(const Account* account) const {
   if (account->n_sequences >= account->max_sequences) {
     return Status(KVM_ERR_LIMIT, "this client has " + text(account->n_sequences) +
                                      " sequences; at most " + text(account->max_sequences) +
@@ -370,6 +397,12 @@ Result<std::unique_ptr<Sequence>> StoreImpl::make_seq(Account* account, SpaceRec
     return Status(KVM_ERR_LIMIT,
                   "the service has " + text(sequences_.size()) + " sequences and can name no more");
   }
+  return Status::ok();
+}
+
+Result<std::unique_ptr<Sequence>> StoreImpl::make_seq(Account* account, SpaceRecord* record,
+                                                      uint32_t flags) const {
+  KVM_TRY(check_limits(account));
   auto seq = std::make_unique<Sequence>();
   seq->account = account;
   seq->record = record;
@@ -416,13 +449,18 @@ uint64_t longest_layer(const Sequence* seq) {
   return longest;
 }
 
-Result<kvm_seq_id> StoreImpl::fork_seq(Sequence* parent, uint64_t n_tokens) {
+Status StoreImpl::check_fork(const Sequence* parent, uint64_t n_tokens) const {
   const uint64_t longest = longest_layer(parent);
   if (n_tokens != KVM_POSITION_END && n_tokens > longest) {
     return Status(KVM_ERR_INVALID, "n_tokens is " + text(n_tokens) + "; the longest layer has " +
                                        text(longest) + " tokens");
   }
   KVM_TRY(check_cut(parent, n_tokens));
+  return check_limits(parent->account);
+}
+
+Result<kvm_seq_id> StoreImpl::fork_seq(Sequence* parent, uint64_t n_tokens) {
+  KVM_TRY(check_fork(parent, n_tokens));
   KVM_TRY_ASSIGN(std::unique_ptr<Sequence> child,
                  make_seq(parent->account, parent->record, parent->flags));
   for (size_t i = 0; i < parent->lists.size(); ++i) {
@@ -486,7 +524,7 @@ Status StoreImpl::truncate_seq(Sequence* seq, uint64_t n_tokens) {
   }
   cut_observed(seq, n_tokens);
   cut_indexes(seq, n_tokens);
-  pool_.trim(kTrimAfterFree);
+  trim_after_free();
   return Status::ok();
 }
 
@@ -519,7 +557,7 @@ void StoreImpl::free_seq(Sequence* seq) {
   --seq->account->n_sequences;
   --seq->record->n_sequences;
   sequences_.erase(seq->id);
-  pool_.trim(kTrimAfterFree);
+  trim_after_free();
 }
 
 uint64_t StoreImpl::length(const Sequence* seq, uint32_t layer) const {
@@ -641,8 +679,7 @@ Status StoreImpl::check_quota(std::span<const AppendItem> items) {
     }
   }
   for (const auto& [account, need] : needs) {
-    if (need > 0 &&
-        (account->bytes > account->quota_bytes || need > account->quota_bytes - account->bytes)) {
+    if (need > 0 && !make_quota_room(account, need)) {
       return Status(KVM_ERR_QUOTA, "the append needs " + text(need) + " bytes; this client holds " +
                                        text(account->bytes) + " of " + text(account->quota_bytes));
     }
@@ -725,6 +762,7 @@ void StoreImpl::publish(Sequence* seq, uint32_t layer) {
     advance_commit(seq, shortest_layer(seq));
   }
   pool_.trim(kTrimInPassing);
+  yard_.unmap_some(kUnmapInPassing);
 }
 
 void StoreImpl::rollback_lists(Sequence* seq, uint32_t layer) {
@@ -740,6 +778,26 @@ void StoreImpl::rollback(Sequence* seq, uint32_t layer) {
 
 // --- Reading ------------------------------------------------------------------------------------
 
+KvRun StoreImpl::run_of(const PageEntry& entry) const {
+  const tiers::SlabClass& slab_class = pool_.slab_class(entry.page);
+  const std::byte* data = pool_.data(entry.page);
+  KvRun run;
+  run.k = data + entry.first * slab_class.k_row_bytes();
+  run.v = data + slab_class.v_offset() + entry.first * slab_class.v_row_bytes();
+  if (slab_class.has_log_weights) {
+    run.log_weight =
+        reinterpret_cast<const float*>(data + slab_class.log_weight_offset()) + entry.first;
+  }
+  run.position = entry.position();
+  run.n_tokens = entry.count;
+  run.transform = entry.transform;
+  run.dtype_k = slab_class.dtype_k;
+  run.dtype_v = slab_class.dtype_v;
+  run.k_scale = slab_class.k_scales(data, entry.first);
+  run.v_scale = slab_class.v_scales(data, entry.first);
+  return run;
+}
+
 void StoreImpl::collect_runs(const Sequence* seq, uint32_t layer, uint32_t class_index,
                              std::vector<KvRun>* runs) const {
   const std::span<const PageList> lists =
@@ -747,25 +805,49 @@ void StoreImpl::collect_runs(const Sequence* seq, uint32_t layer, uint32_t class
   if (lists.empty()) {
     return;
   }
+  lists[class_index].for_each(
+      [&](const PageEntry& entry, bool) { runs->push_back(run_of(entry)); });
+}
+
+void StoreImpl::collect_between(const Sequence* seq, uint32_t layer, uint32_t class_index,
+                                uint64_t block_begin, uint64_t block_end,
+                                std::vector<KvRun>* runs) const {
+  seq->layer_lists(layer)[class_index].for_each_between(
+      block_begin, block_end, [&](const PageEntry& entry) { runs->push_back(run_of(entry)); });
+}
+
+void StoreImpl::pin_pages(const Sequence* seq, uint32_t layer, uint32_t class_index,
+                          PagePins* pins) {
+  pins->client = seq->account->client;
+  const std::span<const PageList> lists =
+      seq->layer_lists(seq->space().layers[layer].storage_layer);
+  if (lists.empty()) {
+    return;
+  }
+  std::vector<PageRef> pages;
   lists[class_index].for_each([&](const PageEntry& entry, bool) {
-    const tiers::SlabClass& slab_class = pool_.slab_class(entry.page);
-    const std::byte* data = pool_.data(entry.page);
-    KvRun run;
-    run.k = data + entry.first * slab_class.k_row_bytes();
-    run.v = data + slab_class.v_offset() + entry.first * slab_class.v_row_bytes();
-    if (slab_class.has_log_weights) {
-      run.log_weight =
-          reinterpret_cast<const float*>(data + slab_class.log_weight_offset()) + entry.first;
+    if (entry.count == kPageTokens) {
+      pages.push_back(entry.page);
     }
-    run.position = entry.position();
-    run.n_tokens = entry.count;
-    run.transform = entry.transform;
-    run.dtype_k = slab_class.dtype_k;
-    run.dtype_v = slab_class.dtype_v;
-    run.k_scale = slab_class.k_scales(data, entry.first);
-    run.v_scale = slab_class.v_scales(data, entry.first);
-    runs->push_back(run);
   });
+  // Nothing throws from here on.
+  for (const PageRef page : pages) {
+    pool_.add_ref(page);
+  }
+  pins->pages = std::move(pages);
+}
+
+void StoreImpl::unpin_pages(PagePins* pins) {
+  if (pins->pages.empty()) {
+    return;
+  }
+  Account& account = *accounts_.at(pins->client);
+  for (const PageRef page : pins->pages) {
+    const uint64_t page_bytes = pool_.page_bytes(page);
+    account.bytes -= pool_.release(page) ? page_bytes : 0;
+  }
+  pins->pages.clear();
+  pool_.trim(kTrimAfterFree);
 }
 
 Status StoreImpl::check_visible(const Sequence* seq, uint32_t layer,
@@ -809,12 +891,16 @@ Status StoreImpl::check_read(const Sequence* seq, uint32_t layer, uint64_t posit
 // --- Observations -------------------------------------------------------------------------------
 
 Status StoreImpl::charge_observed(Account* account, uint64_t size_bytes) {
-  if (account->bytes > account->quota_bytes || size_bytes > account->quota_bytes - account->bytes) {
+  if (!make_quota_room(account, size_bytes)) {
     return Status(KVM_ERR_QUOTA, "the observation needs " + text(size_bytes) +
                                      " bytes; this client holds " + text(account->bytes) + " of " +
                                      text(account->quota_bytes));
   }
-  if (!pool_.make_room(size_bytes) || !budget_.charge(size_bytes)) {
+  bool is_charged = pool_.make_room(size_bytes) && budget_.charge(size_bytes);
+  while (!is_charged && relieve()) {
+    is_charged = pool_.make_room(size_bytes) && budget_.charge(size_bytes);
+  }
+  if (!is_charged) {
     return Status(KVM_ERR_NO_SPACE, "the observation needs " + text(size_bytes) + " bytes; " +
                                         text(budget_.used_bytes()) + " of " +
                                         text(budget_.capacity_bytes()) + " are in use");
@@ -1060,7 +1146,7 @@ Status StoreImpl::demote(Sequence* seq, const policies::Action& action) {
   });
   const uint64_t need = old_pages.size() * target.page_bytes();
   Account* account = seq->account;
-  if (account->bytes > account->quota_bytes || need > account->quota_bytes - account->bytes) {
+  if (!make_quota_room(account, need)) {
     return Status(KVM_ERR_QUOTA, "re-encoding needs " + text(need) + " bytes for a moment; " +
                                      text(account->bytes) + " of " + text(account->quota_bytes) +
                                      " are in use");
@@ -1107,13 +1193,40 @@ void StoreImpl::drop_from_index(Sequence* seq, const policies::Action& action) {
   LayerIndex* index = own_index(&seq->indexes[action.layer],
                                 seq->space().layers[action.layer].indexes, index_bank(seq));
   for (const uint16_t head : head_class.kv_heads) {
-    index->drop(head, action.range.begin / kPageTokens, action.range.end / kPageTokens,
-                index_bank(seq));
+    index->drop(head, action.range.begin / kPageTokens, action.range.end / kPageTokens);
   }
 }
 
-std::unique_ptr<IndexBuild> StoreImpl::plan_index(Sequence* seq, uint32_t layer,
-                                                  uint64_t n_append) const {
+// Memory that nothing is lost without, a bit of it: tables that are not needed any more, or else
+// the index that was used longest ago.
+bool StoreImpl::relieve() {
+  if (yard_.unmap_some(kUnmapForRoom)) {
+    return true;
+  }
+  Account* oldest = nullptr;
+  uint64_t oldest_use = UINT64_MAX;
+  for (const auto& [client, account] : accounts_) {
+    const uint64_t use = account->indexes.oldest_use();
+    if (use < oldest_use) {
+      oldest_use = use;
+      oldest = account.get();
+    }
+  }
+  return oldest != nullptr && oldest->indexes.drop_oldest();
+}
+
+bool StoreImpl::make_quota_room(Account* account, uint64_t need) {
+  if (need > account->quota_bytes ||
+      account->bytes - account->indexes.bytes > account->quota_bytes - need) {
+    return false;  // without a single index it would not fit
+  }
+  while (!account->has_room(need) && account->indexes.drop_oldest()) {
+  }
+  return account->has_room(need);
+}
+
+std::unique_ptr<IndexBuild> StoreImpl::plan_index(Sequence* seq, uint32_t layer, uint64_t n_append,
+                                                  uint64_t max_cost) {
   const Space& space = seq->space();
   const uint32_t own = space.layers[layer].storage_layer;
   if (seq->indexes.empty() || space.layers[own].indexes.empty()) {
@@ -1125,13 +1238,27 @@ std::unique_ptr<IndexBuild> StoreImpl::plan_index(Sequence* seq, uint32_t layer,
   if (!IndexBuild::is_needed(space, own, ref, n_blocks)) {
     return nullptr;
   }
+  auto build = std::make_unique<IndexBuild>(seq, space, own, ref, n_blocks, max_cost);
   std::vector<std::vector<KvRun>> class_runs(space.layers[own].classes.size());
   for (uint32_t c = 0; c < class_runs.size(); ++c) {
-    collect_runs(seq, own, c, &class_runs[c]);
+    collect_between(seq, own, c, build->position_begin() / kPageTokens,
+                    div_up(build->position_end(), kPageTokens), &class_runs[c]);
   }
-  const ObservedView seen = observed(seq, own);
-  return std::make_unique<IndexBuild>(seq, space, own, std::move(class_runs),
-                                      SeenQueries{seen.q, seen.n_rows}, ref, n_blocks);
+  std::vector<SeenQueries> seen;
+  for (uint32_t i = 0; i < seq->observed.size(); ++i) {
+    if (space.layers[i].storage_layer == own) {
+      const ObservedView view = observed(seq, i);
+      seen.push_back({view.q, view.n_rows});
+    }
+  }
+  build->start(std::move(class_runs), std::move(seen), index_bank(seq));
+  return build;
+}
+
+IndexPin StoreImpl::pin_index(const Sequence* seq, uint32_t layer) {
+  return seq->indexes.empty()
+             ? IndexPin()
+             : IndexPin(seq->indexes[seq->space().layers[layer].storage_layer].data.get());
 }
 
 void StoreImpl::open_index(IndexBuild* build) {
@@ -1161,6 +1288,11 @@ void StoreImpl::collect_index(const Sequence* seq, uint32_t layer, uint32_t kv_h
 
 // --- Memory and statistics ----------------------------------------------------------------------
 
+bool StoreImpl::housekeep() {
+  yard_.unmap_some(kUnmapAtOnce);
+  return pool_.trim(kTrimHousekeeping) || yard_.size_bytes() != 0;
+}
+
 void StoreImpl::add_stats(kvm_stats* stats) const {
   stats->n_spaces = spaces_.size();
   stats->n_sequences = sequences_.size();
@@ -1173,6 +1305,7 @@ void StoreImpl::add_stats(kvm_stats* stats) const {
   stats->index_bytes = index_totals_.bytes();
   stats->n_index_blocks = index_totals_.n_blocks;
   stats->n_index_refused = index_totals_.n_refused;
+  stats->n_index_dropped = index_totals_.n_dropped;
   stats->n_tokens_appended = n_tokens_appended_;
   stats->bytes_appended = bytes_appended_;
   stats->n_pages_dropped = n_pages_dropped_;
@@ -1232,7 +1365,8 @@ void StoreImpl::check_accounts() const {
       }
     }
   });
-  std::unordered_map<const ChargedMemory*, const Account*> charged;
+  std::unordered_map<const void*, std::pair<uint64_t, const Account*>> charged;
+  std::unordered_map<PageRef, const Account*> index_pages;
   uint64_t n_index_pages = 0;
   uint64_t index_page_bytes = 0;
   for (const auto& [index, account] : indexes) {
@@ -1243,17 +1377,18 @@ void StoreImpl::check_accounts() const {
           const bool is_new = ++page_refs[page.page] == 1;
           const uint64_t page_bytes = pool_.page_bytes(page.page);
           held[account][page.page] = page_bytes;
+          index_pages[page.page] = account;
           n_index_pages += is_new ? 1 : 0;
           index_page_bytes += is_new ? page_bytes : 0;
         }
       }
       for (const IndexFramePtr& frame : head.frames) {
         if (frame != nullptr) {
-          charged[&frame->memory] = account;
+          charged[frame.get()] = {frame->memory.size_bytes(), account};
         }
       }
       for (const IndexTablesPtr& tables : head.tables) {
-        charged[&tables->memory] = account;
+        charged[tables.get()] = {tables->tables.size_bytes(), account};
       }
     }
   }
@@ -1271,6 +1406,10 @@ void StoreImpl::check_accounts() const {
     KVM_ASSERT(segment->n_refs == n_refs);
   }
   std::unordered_map<const Account*, uint64_t> account_bytes;
+  std::unordered_map<const Account*, uint64_t> index_bytes;
+  for (const auto& [page, account] : index_pages) {
+    index_bytes[account] += pool_.page_bytes(page);
+  }
   uint64_t observed_bytes = 0;
   for (const auto& [account, pages] : held) {
     for (const auto& [page, page_bytes] : pages) {
@@ -1281,15 +1420,17 @@ void StoreImpl::check_accounts() const {
     account_bytes[account] += observation->size_bytes();
     observed_bytes += observation->size_bytes();
   }
-  for (const auto& [memory, account] : charged) {
-    account_bytes[account] += memory->size_bytes();
+  for (const auto& [memory, charge] : charged) {
+    account_bytes[charge.second] += charge.first;
+    index_bytes[charge.second] += charge.first;
   }
   for (const auto& [client, account] : accounts_) {
     KVM_ASSERT(account->bytes == account_bytes[account.get()]);
+    KVM_ASSERT(account->indexes.bytes == index_bytes[account.get()]);
   }
   KVM_ASSERT(observed_bytes == observed_bytes_);
-  KVM_ASSERT(budget_.used_bytes() ==
-             pool_.extent_bytes() + observed_bytes_ + index_totals_.charged_bytes);
+  KVM_ASSERT(budget_.used_bytes() == pool_.extent_bytes() + observed_bytes_ +
+                                         index_totals_.charged_bytes + yard_.size_bytes());
 }
 
 }  // namespace

@@ -21,7 +21,7 @@
 // refers to it.
 // Memory: KV pages, observations and indexes are bounded by StoreOptions::host_capacity_bytes; page
 // lists cost 16 bytes a page on the heap and are not counted.
-// Fails: a call that fails has changed nothing.
+// Fails: a call that fails has changed nothing, except that indexes may have made way.
 #ifndef KVM_ENGINE_STORE_H_
 #define KVM_ENGINE_STORE_H_
 
@@ -103,6 +103,12 @@ struct ObservedView {
   const float* column_sums = nullptr;  // [n_columns][n_kv_heads]
 };
 
+// Full pages of one head class that stay as they are though their sequence may change or go.
+struct PagePins {
+  ClientId client = 0;  // whose account they stay on
+  std::vector<tiers::PageRef> pages;
+};
+
 class Store {
  public:
   // REQUIRES: options.host_capacity_bytes > 0.
@@ -144,6 +150,8 @@ class Store {
   // As kvm_seq_fork; the child belongs to the parent's client. O(lists of the space) for the whole
   // length, plus O(segments) for a part. Fails: INVALID, PARTIAL, LIMIT.
   virtual Result<kvm_seq_id> fork_seq(Sequence* parent, uint64_t n_tokens) = 0;
+  // The same checks without forking.
+  virtual Status check_fork(const Sequence* parent, uint64_t n_tokens) const = 0;
   virtual Status truncate_seq(Sequence* seq, uint64_t n_tokens) = 0;  // PARTIAL
   virtual Status commit_seq(Sequence* seq, uint64_t n_tokens) = 0;    // INVALID
   // The pointer and the id are dead afterwards.
@@ -194,6 +202,12 @@ class Store {
   // Nothing for an ABSENT layer. Valid until the next call that changes this sequence.
   virtual void collect_runs(const Sequence* seq, uint32_t layer, uint32_t class_index,
                             std::vector<KvRun>* runs) const = 0;
+  // Pins the pages of those runs that have kPageTokens tokens, so that the runs stay valid. Pages
+  // that nobody else has any more are given back, and taken off the account, by unpin_pages.
+  // The client of the sequence must not be removed before.
+  virtual void pin_pages(const Sequence* seq, uint32_t layer, uint32_t class_index,
+                         PagePins* pins) = 0;
+  virtual void unpin_pages(PagePins* pins) = 0;
   // PARTIAL when a query at first_query_position or later, of any head of the layer, would see a
   // token that was dropped. Fails also: INVALID (layer beyond the space, or ABSENT).
   virtual Status check_visible(const Sequence* seq, uint32_t layer,
@@ -216,14 +230,21 @@ class Store {
   virtual Status apply(Sequence* seq, const policies::Action& action) = 0;
 
   // --- Indexes (engine/index.h) -----------------------------------------------------------------
+  // Whatever needs pages, quota or capacity here takes it from indexes before it fails: from those
+  // that were used longest ago (of the client, where its quota is short), but not from one that is
+  // pinned or being built.
 
-  // What the index of a layer (OWN or ALIAS) lacks for an attend after n_append more tokens; null:
-  // nothing. Published tokens only. Every build must be opened and closed before anything else
-  // changes the sequence.
-  virtual std::unique_ptr<IndexBuild> plan_index(Sequence* seq, uint32_t layer,
-                                                 uint64_t n_append) const = 0;
+  // A slice of what the index of a layer (OWN or ALIAS) lacks for an attend after n_append more
+  // tokens, of about max_cost (IndexBuild::cost); null: nothing. Published tokens only. Every build
+  // must be opened and closed, or destroyed, before anything else changes the sequence; the next
+  // slice is planned after that.
+  virtual std::unique_ptr<IndexBuild> plan_index(Sequence* seq, uint32_t layer, uint64_t n_append,
+                                                 uint64_t max_cost) = 0;
   virtual void open_index(IndexBuild* build) = 0;
   virtual void close_index(IndexBuild* build) = 0;
+  // Keeps the index of a layer from making way. REQUIRES: the pin is gone before anything changes
+  // the sequence.
+  virtual IndexPin pin_index(const Sequence* seq, uint32_t layer) = 0;
   // Appends what the index of a kv head has for a sequence of `length` tokens. Valid as the runs of
   // collect_runs are. Nothing for an ABSENT layer.
   virtual void collect_index(const Sequence* seq, uint32_t layer, uint32_t kv_head, uint64_t length,
@@ -232,15 +253,16 @@ class Store {
 
   // --- Memory and statistics --------------------------------------------------------------------
 
-  // Gives a bounded amount of emptied memory beyond cached_bytes back to the operating system (at
-  // most about a millisecond's worth). Returns whether more remains: a driver without other work
-  // calls it until it does not. Other functions give back a little as they go.
+  // Gives a bounded amount of emptied memory beyond cached_bytes, and of hash tables that are not
+  // needed any more, back to the operating system (at most about a millisecond's worth). Returns
+  // whether more remains: a driver without other work calls it until it does not. Other functions
+  // give back a little as they go.
   virtual bool housekeep() = 0;
   // Fills n_spaces, n_sequences, n_pages, host_*, observed_bytes, n_tokens_appended,
   // bytes_appended, n_pages_dropped, n_pages_copied, index_bytes, n_index_*; leaves the rest.
   virtual void add_stats(kvm_stats* stats) const = 0;
   // Recounts every reference, page and byte from the lists and aborts on the first that disagrees
-  // with the running accounts. O(everything): for tests.
+  // with the running accounts. O(everything): for tests. REQUIRES: nothing is pinned.
   virtual void check_accounts() const = 0;
 };
 

@@ -450,7 +450,11 @@ typedef struct kvm_codec_params {
 
 /* What is kept beside the keys of some kv heads so that approximate modes (section 7) need not read
  * them all. Derived from the keys, a few bytes of each; counted in the quota like pages. Built when
- * the first such request, or a fork, finds it missing; it grows from there on. */
+ * the first such request, or a fork, finds it missing; it grows from there on. It never makes
+ * anything fail: where an append or kvm_observe would find no quota or memory, indexes make way,
+ * those that were used longest ago first (but not under a running attend), and their keys are read
+ * exactly until there is room again. A head of which queries see fewer than min_tokens tokens, by
+ * its policy or the windows of its layers, has none. */
 enum {
   KVM_INDEX_NONE = 0,
   KVM_INDEX_SKETCH = 1,      /* one of the next three, whichever suits the keys */
@@ -714,7 +718,7 @@ enum {
  *
  * Approximate modes read, for each kv head with an index (kvm_index_params), all of the first
  * n_sinks and the last n_recent tokens, of the last 64 to 127, and of what the index does not
- * cover; of the rest some keys. The rows of up to 16 / group tokens of an item use the same ones.
+ * cover; of the rest some keys. The rows of up to floor(16 / group) tokens of an item share them.
  *
  *   TOPK      For each row the `budget` keys with the largest estimated logits; it must not be 0.
  *             What is left out is missing: biased, and without an error bar (err is NaN).
@@ -729,10 +733,10 @@ enum {
  * The same seed draws the same random numbers for the same positions at every step. Results depend
  * on the stored tokens, on what was observed (kvm_observe), on the request and on the kind of
  * processor: not on threads, nor on how tokens were appended. (Of more than 64 tokens that a
- * request appends itself, the index covers none.) A head is answered exactly when it has no index
- * of the proposal's kind, or not yet (min_tokens), when nothing would be skipped, and where an item
- * has more than 128 / group query tokens, or a tree of more than 16 / group; n_exact counts its
- * rows, and if no head was approximated, mode is EXACT. */
+ * request appends itself, the index covers none; and it covers what it found memory for.) A head is
+ * answered exactly when it has no index of the proposal's kind, or not yet (min_tokens), when nothing
+ * would be skipped, and where an item has more than 8 * floor(16 / group) query tokens, or a tree of
+ * more than floor(16 / group); n_exact counts its rows, and if no head was approximated, mode is EXACT. */
 typedef struct kvm_step_params {
   uint32_t struct_size;
   uint32_t flags; /* KVM_STEP_* */
@@ -811,7 +815,9 @@ KVM_API kvm_status kvm_step(kvm_queue *queue, const kvm_step_params *params, kvm
 /* Hands over what an engine saw in a prefill that it computed itself: queries, or attention mass
  * per token, so that indexes and policies know what later queries will look like. Kept per
  * sequence and layer (the newest 256 query rows, and column sums added up), counted in the quota,
- * copied by fork and forgotten by free. Policies and indexes that need them read them later. */
+ * copied by fork and forgotten by free. Indexes of the kinds SKETCH and SKETCH_8I8 fit what they
+ * make from then on to the queries, those of ALIAS layers too; other indexes do not need them.
+ * Policies see both. */
 typedef struct kvm_observe_params {
   uint32_t struct_size;
   uint32_t flags; /* reserved, zero */
@@ -967,8 +973,9 @@ typedef struct kvm_stats {
   uint64_t n_protocol_errors;
   uint64_t busy_ns; /* of all compute threads together */
   uint64_t n_index_blocks;  /* (kv head, 64 keys) that were indexed */
-  uint64_t n_index_refused; /* that found no memory: such keys are read exactly */
-  uint64_t reserved[6];
+  uint64_t n_index_refused; /* that found no memory, each once: such keys are read exactly */
+  uint64_t n_index_dropped; /* that made way for keys and values: likewise */
+  uint64_t reserved[5];
 } kvm_stats;
 
 /* Counters of the whole service. Fails: TIMEOUT. Threads: any. */

@@ -430,4 +430,14 @@ size_t frame_bytes(const Frame& frame) {
   return sizeof(Frame) + sizeof(Basis) + floats * sizeof(float);
 }
 
+size_t max_frame_bytes(const SketchKind* kind, uint32_t dim_k, bool has_queries) {
+  const size_t dim_pad = padded_dim(dim_k);
+  size_t floats = dim_k + 3 * dim_pad;
+  if (kind == nullptr || *kind == SketchKind::kLead8Bits1) {
+    floats += size_t{2} * dim_k * kLeadDims;
+    floats += has_queries ? dim_k * (kLeadDims + 2 * dim_pad) : 0;
+  }
+  return sizeof(Frame) + sizeof(Basis) + floats * sizeof(float);
+}
+
 }  // namespace kvm::hash_index

@@ -72,6 +72,8 @@ FramePtr make_frame(const FrameInput& input, const SketchKind* kind);
 
 SketchKind frame_kind(const Frame& frame);
 size_t frame_bytes(const Frame& frame);  // of memory, shared parts included
+// No frame of make_frame takes more. kind: as there.
+size_t max_frame_bytes(const SketchKind* kind, uint32_t dim_k, bool has_queries);
 
 // Codes the 64 keys of `run` (n_tokens == 64, position a multiple of 64), of `head`, into `block`
 // (block_bytes, aligned to 64). Keys that are not finite, and zero vectors, get codes that are

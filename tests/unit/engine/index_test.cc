@@ -401,6 +401,394 @@ TEST(Index, WithoutMemoryTokensStayUnindexed) {
   }
 }
 
+// Each block counts once, however often it is asked for again.
+TEST(Index, RefusalsAreNotCountedAgainByRetries) {
+  Rig rig(256 * kMiB, 0);
+  const ClientId poor = rig.store->add_client(7 * kMiB, 0);
+  Sequence* seq =
+      rig.store->find_seq(poor, rig.store->create_seq(poor, rig.space, 0).value()).value();
+  // 256 bytes a token: the last MiB holds some pages of an index, and then no more.
+  uint64_t n = 0;
+  for (; rig.store->client_bytes(poor) < 6 * kMiB; n += 2500) {
+    ASSERT_TRUE(append_keys(*rig.store, seq, numbered(n, 2500)).is_ok());
+    build_index(*rig.store, seq);
+  }
+  for (int i = 0; i < 4; ++i, n += 2200) {
+    (void)append_keys(*rig.store, seq, numbered(n, 1000)).is_ok();
+    build_index(*rig.store, seq);
+  }
+  const uint64_t n_blocks = indexable_blocks(rig.store->length(seq, 0));
+  EXPECT_LE(stats_of(*rig.store).n_index_refused, 2 * n_blocks);
+  rig.store->check_accounts();
+}
+
+// --- Making way ---------------------------------------------------------------------------------
+
+bool has_index(const Store& store, const Sequence* seq) {
+  return !content_of(store, seq, 0).blocks.empty() || !content_of(store, seq, 1).tables.empty();
+}
+
+TEST(Index, MakesWayForAppendsWithinAQuota) {
+  const std::vector<uint64_t> tokens = numbered(0, 4000);
+  uint64_t page_bytes = 0;
+  {
+    Rig rig;
+    Sequence* seq = rig.create();
+    ASSERT_TRUE(append_keys(*rig.store, seq, tokens).is_ok());
+    page_bytes = rig.store->client_bytes(rig.client);
+  }
+  // Room for two such sequences, and no index beside them.
+  Rig rig(256 * kMiB, 2 * page_bytes);
+  Sequence* first = rig.create();
+  Sequence* second = rig.create();
+  ASSERT_TRUE(append_keys(*rig.store, first, tokens).is_ok());
+  build_index(*rig.store, first);
+  ASSERT_TRUE(has_index(*rig.store, first));
+  const uint64_t n_made = stats_of(*rig.store).n_index_blocks;
+  const Status status = append_keys(*rig.store, second, tokens);
+  EXPECT_TRUE(status.is_ok()) << status.message();
+  EXPECT_FALSE(has_index(*rig.store, first));
+  EXPECT_EQ(stats_of(*rig.store).n_index_dropped, n_made);
+  EXPECT_EQ(stats_of(*rig.store).index_bytes, 0u);
+  rig.store->check_accounts();
+  // Not built again only to go again; but once there is room.
+  build_index(*rig.store, first);
+  EXPECT_EQ(stats_of(*rig.store).n_index_blocks, n_made);
+  rig.store->free_seq(second);
+  build_index(*rig.store, first);
+  EXPECT_TRUE(has_index(*rig.store, first));
+  rig.store->check_accounts();
+
+  // What does not fit without any index drops none.
+  Sequence* third = rig.create();
+  EXPECT_EQ(append_keys(*rig.store, third, numbered(0, 4200)).code(), KVM_ERR_QUOTA);
+  EXPECT_TRUE(has_index(*rig.store, first));
+}
+
+TEST(Index, MakesWayForAppendsWithinTheCapacity) {
+  const auto fill = [](bool is_indexed) {
+    Rig rig(24 * kMiB);
+    Sequence* first = rig.create();
+    EXPECT_TRUE(append_keys(*rig.store, first, numbered(0, 20000)).is_ok());
+    if (is_indexed) {
+      build_index(*rig.store, first);
+      EXPECT_TRUE(has_index(*rig.store, first));
+    }
+    // Of another client, whose quota does not matter here.
+    const ClientId other = rig.store->add_client(0, 0);
+    Sequence* second =
+        rig.store->find_seq(other, rig.store->create_seq(other, rig.space, 0).value()).value();
+    uint64_t n = 0;
+    Status status;
+    while (status.is_ok()) {
+      status = append_keys(*rig.store, second, numbered(n, 500));
+      n += status.is_ok() ? 500 : 0;
+      rig.store->check_accounts();
+    }
+    EXPECT_EQ(status.code(), KVM_ERR_NO_SPACE);
+    EXPECT_EQ(has_index(*rig.store, first), false);
+    return n;
+  };
+  const uint64_t without = fill(false);
+  EXPECT_GT(without, 10000u);
+  EXPECT_EQ(fill(true), without);
+}
+
+TEST(Index, MakesWayForObservations) {
+  uint64_t quota_bytes = 0;
+  {
+    Rig rig;
+    Sequence* seq = rig.create();
+    ASSERT_TRUE(append_keys(*rig.store, seq, numbered(0, 6000)).is_ok());
+    build_index(*rig.store, seq);
+    quota_bytes = rig.store->client_bytes(rig.client) + 8192;  // a frame, while it is made
+  }
+  Rig rig(256 * kMiB, quota_bytes);
+  Sequence* seq = rig.create();
+  ASSERT_TRUE(append_keys(*rig.store, seq, numbered(0, 6000)).is_ok());
+  build_index(*rig.store, seq);
+  EXPECT_EQ(stats_of(*rig.store).n_index_refused, 0u);
+  const std::vector<float> sums(6000 * 2);
+  EXPECT_TRUE(rig.store->observe(seq, {.n_columns = 6000, .column_sums = sums.data()}).is_ok());
+  EXPECT_GT(stats_of(*rig.store).n_index_dropped, 0u);
+  rig.store->check_accounts();
+}
+
+struct Three : Rig {
+  explicit Three(uint64_t quota_bytes) : Rig(256 * kMiB, quota_bytes) {
+    for (uint64_t i = 0; i < 3; ++i) {
+      seqs.push_back(create());
+      EXPECT_TRUE(append_keys(*store, seqs.back(), numbered(i * 9000, 4000)).is_ok());
+      build_index(*store, seqs.back());
+    }
+    other = create();
+  }
+  // Appends until an index goes.
+  Status press() {
+    const uint64_t dropped = stats_of(*store).n_index_dropped;
+    Status status;
+    while (status.is_ok() && stats_of(*store).n_index_dropped == dropped) {
+      status = append_unwritten(*store, other, 0, 64);
+    }
+    store->check_accounts();
+    return status;
+  }
+
+  std::vector<Sequence*> seqs;
+  Sequence* other = nullptr;
+};
+
+TEST(Index, TheLongestUnusedGoesFirstAndAPinnedOneStays) {
+  Three free(0);
+  Three rig(free.store->client_bytes(free.client) + 8192);
+  EXPECT_EQ(stats_of(*rig.store).n_index_refused, 0u);
+  IndexPin pinned = rig.store->pin_index(rig.seqs[1], 0);
+  { const IndexPin used = rig.store->pin_index(rig.seqs[0], 0); }
+  // In the order of use: 2, 1, 0.
+  EXPECT_TRUE(rig.press().is_ok());
+  EXPECT_FALSE(has_index(*rig.store, rig.seqs[2]));
+  EXPECT_TRUE(has_index(*rig.store, rig.seqs[1]));
+  EXPECT_TRUE(has_index(*rig.store, rig.seqs[0]));
+  EXPECT_TRUE(rig.press().is_ok());
+  EXPECT_FALSE(has_index(*rig.store, rig.seqs[0])) << "1 is read by somebody";
+  EXPECT_TRUE(has_index(*rig.store, rig.seqs[1]));
+  EXPECT_EQ(rig.press().code(), KVM_ERR_QUOTA);
+  EXPECT_TRUE(has_index(*rig.store, rig.seqs[1]));
+  pinned = IndexPin();
+  EXPECT_TRUE(rig.press().is_ok());
+  EXPECT_FALSE(has_index(*rig.store, rig.seqs[1]));
+}
+
+// A fork's index is its parent's: it goes for both, and comes again for each.
+TEST(Index, ASharedOneMakesWayForAllThatHaveIt) {
+  Rig rig;
+  Sequence* parent = rig.create();
+  ASSERT_TRUE(append_keys(*rig.store, parent, numbered(0, 4000)).is_ok());
+  build_index(*rig.store, parent);
+  const Content before = content_of(*rig.store, parent, 0);
+  Sequence* child = rig.fork(parent, 3000);
+  const ClientId greedy = rig.store->add_client(0, 0);
+  Sequence* other =
+      rig.store->find_seq(greedy, rig.store->create_seq(greedy, rig.space, 0).value()).value();
+  while (append_unwritten(*rig.store, other, 0, 6400).is_ok()) {
+  }
+  EXPECT_FALSE(has_index(*rig.store, parent));
+  EXPECT_FALSE(has_index(*rig.store, child));
+  rig.store->check_accounts();
+  rig.store->free_seq(other);
+  build_index(*rig.store, child);
+  build_index(*rig.store, parent);
+  EXPECT_TRUE(content_of(*rig.store, parent, 0) == before);
+  EXPECT_EQ(content_of(*rig.store, child, 0).blocks.size(), (3000u - 64) / 64);
+  rig.store->check_accounts();
+}
+
+// --- Slices -------------------------------------------------------------------------------------
+
+TEST(Index, WorkComesInBoundedJobs) {
+  constexpr uint32_t kLayers = 16;
+  Rig rig(256 * kMiB, 0, indexed_spec(kLayers));
+  Sequence* seq = rig.create();
+  for (uint32_t layer = 0; layer < kLayers; ++layer) {
+    ASSERT_TRUE(append_unwritten(*rig.store, seq, layer, 20000).is_ok());
+  }
+  IndexWork work;
+  ThreadWorkspace workspace;
+  JobPlan plan;
+  for (uint32_t layer = 0; layer < kLayers; ++layer) {
+    work.add(seq, layer, 0);
+  }
+  uint64_t n_before = 0;
+  while (work.next(*rig.store, 1, &plan)) {
+    // At most four heads' frames and a run's sums, or their codes and tables.
+    EXPECT_LE(plan.n_tasks, 30u);
+    for (uint32_t task = 0; task < plan.n_tasks; ++task) {
+      work.run(task, workspace);
+    }
+    const uint64_t n_blocks = stats_of(*rig.store).n_index_blocks;
+    EXPECT_LE(n_blocks - n_before, 4 * 1024u);
+    n_before = n_blocks;
+  }
+  rig.store->check_accounts();
+  for (uint32_t layer = 0; layer < kLayers; ++layer) {
+    std::vector<attention::SketchedRun> sketches;
+    std::vector<attention::HashedRun> hashes;
+    rig.store->collect_index(seq, layer, 0, 20000, &sketches, &hashes);
+    uint64_t n_blocks = 0;
+    for (const attention::SketchedRun& run : sketches) {
+      n_blocks += run.n_blocks;
+    }
+    EXPECT_EQ(n_blocks, indexable_blocks(20000)) << layer;
+  }
+}
+
+TEST(Index, StoppedWorkLeavesAnIndexOfWholeSlices) {
+  Rig rig;
+  Sequence* seq = rig.create();
+  Sequence* scratch = rig.create();
+  const std::vector<uint64_t> tokens = numbered(0, 20000);
+  ASSERT_TRUE(append_keys(*rig.store, seq, tokens).is_ok());
+  ASSERT_TRUE(append_keys(*rig.store, scratch, tokens).is_ok());
+  IndexWork work;
+  ThreadWorkspace workspace;
+  JobPlan plan;
+  work.add(seq, 0, 0);
+  while (work.next(*rig.store, 1, &plan)) {
+    for (uint32_t task = 0; task < plan.n_tasks; ++task) {
+      work.run(task, workspace);
+    }
+    work.stop();
+  }
+  rig.store->check_accounts();
+  EXPECT_EQ(content_of(*rig.store, seq, 0).blocks.size(), kFrameBlocks);
+  build_index(*rig.store, seq);
+  build_index(*rig.store, scratch);
+  for (const uint32_t head : {0u, 1u}) {
+    EXPECT_TRUE(content_of(*rig.store, seq, head) == content_of(*rig.store, scratch, head));
+  }
+}
+
+// What a frame may take is charged before a task makes it.
+TEST(Index, FramesAreChargedWhileTheyAreMade) {
+  Rig rig;
+  Sequence* seq = rig.create();
+  ASSERT_TRUE(append_keys(*rig.store, seq, numbered(0, 4000)).is_ok());
+  const uint64_t before = rig.store->client_bytes(rig.client);
+  {
+    const std::unique_ptr<IndexBuild> build = rig.store->plan_index(seq, 0, 0, 1 << 20);
+    ASSERT_NE(build, nullptr);
+    EXPECT_GT(rig.store->client_bytes(rig.client), before + sizeof(hash_index::FramePtr));
+  }
+  EXPECT_EQ(rig.store->client_bytes(rig.client), before) << "given up";
+  build_index(*rig.store, seq);
+  rig.store->check_accounts();
+}
+
+// --- Tables -------------------------------------------------------------------------------------
+
+TEST(TableYard, UnmapsBitByBit) {
+  tiers::MemoryBudget budget(64 * kMiB);
+  TableYard yard(&budget);
+  EXPECT_FALSE(yard.unmap_some(kMiB));
+  const uint64_t size = table_map_bytes(5 * kMiB + 1);
+  EXPECT_EQ(size % 4096, 0u);
+  for (int i = 0; i < 2; ++i) {
+    ASSERT_TRUE(budget.charge(size));
+    std::byte* data = map_tables(size);
+    ASSERT_NE(data, nullptr);
+    std::memset(data, 1, size);
+    yard.bury(data, size);
+  }
+  EXPECT_EQ(budget.used_bytes(), 2 * size);
+  int n_calls = 0;
+  while (yard.unmap_some(kMiB)) {
+    ++n_calls;
+    EXPECT_EQ(budget.used_bytes(), yard.size_bytes());
+  }
+  EXPECT_EQ(n_calls, 11);  // 10 MiB and two OS pages
+  EXPECT_EQ(budget.used_bytes(), 0u);
+}
+
+// Freeing a sequence does not unmap all its tables at once, but they are charged no more.
+TEST(Index, TablesAreGivenBackBitByBit) {
+  SpaceSpec spec = make_spec("indexed", 1, 4, 8);
+  spec.indexes = {index_params(KVM_INDEX_LSH)};
+  spec.indexes[0].lsh_bits = 8;
+  spec.indexes[0].lsh_tables = 512;
+  Rig rig(256 * kMiB, 0, spec);
+  Sequence* seq = rig.create();
+  ASSERT_TRUE(append_unwritten(*rig.store, seq, 0, 8192 + 64).is_ok());
+  EXPECT_EQ(rig.store->seq_space(seq).planes.get(), nullptr) << "nobody has wanted them";
+  build_index(*rig.store, seq);
+  EXPECT_NE(rig.store->seq_space(seq).planes.get(), nullptr);
+  EXPECT_GT(stats_of(*rig.store).index_bytes, 32 * kMiB);
+  while (rig.store->housekeep()) {
+  }
+  rig.store->free_seq(seq);
+  EXPECT_EQ(rig.store->client_bytes(rig.client), 0u);
+  EXPECT_EQ(stats_of(*rig.store).index_bytes, 0u);
+  rig.store->check_accounts();
+  int n_calls = 0;
+  while (rig.store->housekeep()) {
+    ++n_calls;
+    rig.store->check_accounts();
+  }
+  EXPECT_GE(n_calls, 2);
+}
+
+// --- Policies and observations ------------------------------------------------------------------
+
+// A head of which no more is visible than is read anyway has nothing beside its keys.
+TEST(Index, StreamingHeadsHaveNone) {
+  SpaceSpec spec = make_spec("indexed", 3, 2, kDim);
+  spec.indexes = {index_params(KVM_INDEX_SKETCH)};
+  spec.policies = {sinks_recent(0, 1, 4, 64)};
+  spec.layers = {{.layer_begin = 1, .n_layers = 1, .window = 128},
+                 {.layer_begin = 2, .n_layers = 1, .window = 4096}};
+  const auto resolved = resolve_space(spec);
+  ASSERT_TRUE(resolved.is_ok()) << resolved.status().message();
+  const Space& space = *resolved.value();
+  EXPECT_EQ(space.index(0, 0).kind, uint32_t{KVM_INDEX_NONE});
+  EXPECT_EQ(space.index(0, 1).kind, uint32_t{KVM_INDEX_SKETCH});
+  EXPECT_EQ(space.index(1, 0).kind, uint32_t{KVM_INDEX_NONE});
+  EXPECT_EQ(space.index(2, 1).kind, uint32_t{KVM_INDEX_SKETCH});
+  // A layer that reads the same store without a window wants it.
+  spec.layers[0] = {.layer_begin = 0, .n_layers = 1, .window = 128};
+  spec.layers[1] = {.layer_begin = 1, .n_layers = 1, .kind = KVM_LAYER_ALIAS, .target = 0};
+  const auto aliased = resolve_space(spec);
+  ASSERT_TRUE(aliased.is_ok()) << aliased.status().message();
+  EXPECT_EQ(aliased.value()->index(0, 1).kind, uint32_t{KVM_INDEX_SKETCH});
+  EXPECT_EQ(aliased.value()->index(0, 0).kind, uint32_t{KVM_INDEX_NONE});
+}
+
+// Frames of runs of which all is dropped go with them.
+TEST(Index, FramesOfDroppedRunsGo) {
+  SpaceSpec spec = make_spec("indexed", 1, 1, kDim);
+  spec.indexes = {index_params(KVM_INDEX_SKETCH_8I8)};
+  spec.policies = {sinks_recent(0, 0, 4, 512)};
+  Rig rig(256 * kMiB, 0, spec);
+  Sequence* seq = rig.create();
+  // The most of a run's length, early and late.
+  uint64_t early_bytes = 0;
+  uint64_t late_bytes = 0;
+  for (uint64_t at = 0; at < 9 * 8192; at += 512) {
+    build_index(*rig.store, seq);
+    ASSERT_TRUE(append_keys(*rig.store, seq, numbered(at, 512)).is_ok());
+    const uint64_t index_bytes = stats_of(*rig.store).index_bytes;
+    early_bytes = at / 8192 == 2 ? std::max(early_bytes, index_bytes) : early_bytes;
+    late_bytes = at / 8192 == 8 ? std::max(late_bytes, index_bytes) : late_bytes;
+  }
+  rig.store->check_accounts();
+  EXPECT_GT(early_bytes, 0u);
+  EXPECT_LE(late_bytes, early_bytes);
+}
+
+// The queries of a layer that aliases another shape the index that both read.
+TEST(Index, QueriesOfAliasLayersAreUsed) {
+  SpaceSpec spec = make_spec("indexed", 2, 1, kDim);
+  spec.layers = {{.layer_begin = 1, .n_layers = 1, .kind = KVM_LAYER_ALIAS, .target = 0}};
+  spec.indexes = {index_params(KVM_INDEX_SKETCH_8I8)};
+  std::vector<float> queries(100 * kDim);
+  for (size_t i = 0; i < queries.size(); ++i) {
+    queries[i] = key_element(i / kDim, 3, static_cast<uint32_t>(kDim - 1 - i % kDim));
+  }
+  std::vector<Content> contents;
+  for (const int layer : {-1, 0, 1}) {
+    Rig rig(256 * kMiB, 0, spec);
+    Sequence* seq = rig.create();
+    ASSERT_TRUE(append_keys(*rig.store, seq, numbered(0, 2000)).is_ok());
+    if (layer >= 0) {
+      const ObserveInput input = {
+          .layer = static_cast<uint32_t>(layer), .n_rows = 100, .q = queries.data()};
+      ASSERT_TRUE(rig.store->observe(seq, input).is_ok());
+    }
+    build_index(*rig.store, seq);
+    contents.push_back(content_of(*rig.store, seq, 0));
+  }
+  EXPECT_FALSE(contents[0] == contents[1]);
+  EXPECT_TRUE(contents[1] == contents[2]);
+}
+
 TEST(Index, GoesWithTheTokensThatPoliciesDrop) {
   SpaceSpec spec = indexed_spec();
   spec.policies = {sinks_recent(0, 0, 4, 1024)};
@@ -426,7 +814,7 @@ TEST(Index, GoesWithTheTokensThatPoliciesDrop) {
 TEST(Index, PagesThatPoliciesEmptyAreGivenBack) {
   SpaceSpec spec = make_spec("indexed", 1, 1, kDim);
   spec.indexes = {index_params(KVM_INDEX_SKETCH_2BIT)};
-  spec.policies = {sinks_recent(0, 0, 4, 64)};
+  spec.policies = {sinks_recent(0, 0, 4, kMinTokens)};
   Rig rig(256 * kMiB, 0, spec);
   Sequence* seq = rig.create();
   uint64_t early_bytes = 0;

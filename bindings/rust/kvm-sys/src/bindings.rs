@@ -705,7 +705,8 @@ pub struct kvm_stats {
     pub busy_ns: u64,
     pub n_index_blocks: u64,
     pub n_index_refused: u64,
-    pub reserved: [u64; 6],
+    pub n_index_dropped: u64,
+    pub reserved: [u64; 5],
 }
 
 impl Default for kvm_stats {

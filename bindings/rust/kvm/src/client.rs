@@ -530,6 +530,8 @@ counters! {
     busy_ns,
     /// Blocks of 64 keys of a kv head that were indexed.
     n_index_blocks,
-    /// Blocks that found no memory: their keys are read exactly.
+    /// Blocks that found no memory, each once: their keys are read exactly.
     n_index_refused,
+    /// Blocks that made way for keys and values: likewise.
+    n_index_dropped,
 }

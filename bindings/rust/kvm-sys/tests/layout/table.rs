@@ -317,6 +317,7 @@ structures! {
         busy_ns,
         n_index_blocks,
         n_index_refused,
+        n_index_dropped,
         reserved,
     }
 }

@@ -1,0 +1,206 @@
+// SPDX-License-Identifier: Apache-2.0
+// Indexes in the whole engine: who waits for them, and who gives way.
+#include "engine/index_work.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "tests/unit/engine/rig.h"
+
+namespace kvm::engine::testing {
+namespace {
+
+constexpr uint32_t kHeads = 2;
+constexpr uint32_t kDim = 32;
+
+SpaceSpec indexed_spec(uint32_t n_layers) {
+  SpaceSpec spec = make_spec("indexed", n_layers, kHeads, kHeads, kDim);
+  kvm_index_params params{};
+  params.kind = KVM_INDEX_SKETCH;
+  params.min_tokens = 512;
+  spec.indexes = {params};
+  return spec;
+}
+
+struct World : Rig {
+  explicit World(uint32_t n_layers, uint32_t n_threads = 1, uint64_t capacity_bytes = 256 << 20)
+      : Rig(n_threads, capacity_bytes), id(space(indexed_spec(n_layers))) {}
+
+  RequestResult append(kvm_seq_id seq, uint32_t n, uint32_t n_layers, ClientId as = 0) {
+    Buffer rows(Dtype::kBf16, n_layers, n, kHeads, kDim);
+    std::mt19937_64 random(n);
+    for (uint32_t t = 0; t < n; ++t) {
+      for (uint32_t i = 0; i < kHeads * kDim * n_layers; ++i) {
+        rows.set(i / (kHeads * kDim), t, i / kDim % kHeads, i % kDim,
+                 static_cast<float>(random() % 256) / 128.0f - 1.0f);
+      }
+    }
+    StepRequest step;
+    step.append = true;
+    step.space = id;
+    step.n_layers = n_layers;
+    step.items = {append_item(seq, n)};
+    step.k = rows.view();
+    step.v = rows.view();
+    return run(std::move(step), as);
+  }
+  StepRequest attend(kvm_seq_id seq, uint32_t mode, uint32_t n_query = 1) {
+    q_ = Buffer(Dtype::kF32, 1, n_query, kHeads, kDim);
+    std::mt19937_64 random(n_query);
+    fill(&q_, 1, n_query, kHeads, random);
+    o_ = Buffer(Dtype::kF32, 1, n_query, kHeads, kDim);
+    StepRequest step;
+    step.attend = true;
+    step.space = id;
+    step.items = {query_item(seq, n_query)};
+    step.mode = mode;
+    step.budget = mode == KVM_MODE_SAMPLED ? 200 : 0;
+    step.q = q_.view();
+    step.o = o_.view();
+    return step;
+  }
+  // Submits without driving.
+  template <typename What>
+  void begin(What what, bool* done, RequestResult* result, ClientId as = 0) {
+    engine->submit(as == 0 ? client : as, {1, ++n_submitted}, std::move(what),
+                   [done, result](RequestResult&& r) {
+                     *result = std::move(r);
+                     *done = true;
+                   });
+  }
+  uint64_t n_blocks() { return engine->stats().n_index_blocks; }
+
+  kvm_space_id id;
+
+ private:
+  Buffer q_;
+  Buffer o_;
+};
+
+TEST(IndexWork, NothingIsIndexedForARequestThatFails) {
+  World world(1);
+  const kvm_seq_id seq = world.create(world.id);
+  ASSERT_TRUE(world.append(seq, 5000, 1).status.is_ok());
+  EXPECT_EQ(world.verb(SeqVerb::kFork, seq, 5001).status.code(), KVM_ERR_INVALID);
+  EXPECT_EQ(world.n_blocks(), 0u);
+  // More rows than tokens, and a position that is not the length.
+  StepRequest many = world.attend(seq, KVM_MODE_SAMPLED, 16);
+  const kvm_seq_id empty = world.create(world.id);
+  many.items.push_back(query_item(empty, 1, 0));
+  many.items[0].n_query = 15;
+  many.items[1].query_row = 15;
+  EXPECT_EQ(world.run(std::move(many)).status.code(), KVM_ERR_INVALID);
+  StepRequest step = world.attend(seq, KVM_MODE_SAMPLED);
+  Buffer row(Dtype::kBf16, 1, 1, kHeads, kDim);
+  step.append = true;
+  step.items[0].n_append = 1;
+  step.items[0].append_position = 4999;
+  step.k = step.v = row.view();
+  EXPECT_EQ(world.run(std::move(step)).status.code(), KVM_ERR_HOLE);
+  EXPECT_EQ(world.n_blocks(), 0u);
+  EXPECT_TRUE(world.run(world.attend(seq, KVM_MODE_SAMPLED)).status.is_ok());
+  EXPECT_EQ(world.n_blocks(), kHeads * indexable_blocks(5000));
+}
+
+// A fork with 24 layers to index, and a large attend of somebody else behind it.
+TEST(IndexWork, OthersComeInBetween) {
+  constexpr uint32_t kLayers = 24;
+  World world(kLayers);
+  const kvm_seq_id seq = world.create(world.id);
+  ASSERT_TRUE(world.append(seq, 9000, kLayers).status.is_ok());
+  const ClientId other = world.engine->add_client(0, 0);
+  SeqRequest create;
+  create.space = world.id;
+  const kvm_seq_id theirs = world.run(create, other).seq;
+  ASSERT_TRUE(world.append(theirs, 9000, 1, other).status.is_ok());
+
+  const auto count_tasks = [&world](const bool& done) {
+    uint32_t n_tasks = 0;
+    while (!done && n_tasks < 10000) {
+      n_tasks += world.engine->work() ? 1 : 0;
+      world.engine->poll();
+    }
+    return n_tasks;
+  };
+  RequestResult result;
+  bool is_done = false;
+  world.begin(world.attend(theirs, KVM_MODE_EXACT, 64), &is_done, &result, other);
+  const uint32_t n_alone = count_tasks(is_done);
+  ASSERT_GT(n_alone, 1u) << "too small to be cut";
+
+  SeqRequest fork;
+  fork.verb = SeqVerb::kFork;
+  fork.seq = seq;
+  fork.n_tokens = KVM_POSITION_END;
+  RequestResult forked;
+  bool is_forked = false;
+  world.begin(fork, &is_forked, &forked);
+  is_done = false;
+  world.begin(world.attend(theirs, KVM_MODE_EXACT, 64), &is_done, &result, other);
+  const uint32_t n_behind = count_tasks(is_done);
+  EXPECT_TRUE(result.status.is_ok());
+  EXPECT_FALSE(is_forked);
+  EXPECT_LE(n_behind, n_alone + 4) << "of " << kLayers * kHeads << " frames";
+  count_tasks(is_forked);
+  EXPECT_TRUE(forked.status.is_ok());
+  EXPECT_EQ(world.n_blocks(), kLayers * kHeads * indexable_blocks(9000));
+}
+
+// A client that leaves while its fork is indexed: no slice more than the one that is made.
+TEST(IndexWork, EndsWithItsClient) {
+  constexpr uint32_t kLayers = 24;
+  World world(kLayers);
+  const kvm_seq_id seq = world.create(world.id);
+  ASSERT_TRUE(world.append(seq, 9000, kLayers).status.is_ok());
+  SeqRequest fork;
+  fork.verb = SeqVerb::kFork;
+  fork.seq = seq;
+  fork.n_tokens = KVM_POSITION_END;
+  RequestResult forked;
+  bool is_forked = false;
+  world.begin(fork, &is_forked, &forked);
+  bool is_gone = false;
+  world.engine->remove_client(world.client, [&is_gone] { is_gone = true; });
+  world.drive(is_gone);
+  EXPECT_FALSE(is_forked);
+  EXPECT_LT(world.n_blocks(), 4 * kFrameBlocks);
+  EXPECT_EQ(world.engine->stats().index_bytes, 0u);
+}
+
+// Appends fill the memory while attends of other sequences run, on other threads: what they read
+// stays, what nobody reads goes.
+TEST(IndexWork, MakesWayWhileOthersAttend) {
+  World world(1, 3, 8 << 20);
+  std::vector<kvm_seq_id> seqs;
+  for (int i = 0; i < 4; ++i) {
+    seqs.push_back(world.create(world.id));
+    ASSERT_TRUE(world.append(seqs.back(), 4000, 1).status.is_ok());
+    const RequestResult result = world.run(world.attend(seqs.back(), KVM_MODE_SAMPLED));
+    ASSERT_TRUE(result.status.is_ok()) << result.status.message();
+    EXPECT_EQ(result.mode, uint32_t{KVM_MODE_SAMPLED});
+  }
+  // One attend at a time, appends behind it without waiting for it.
+  uint32_t n_refused = 0;
+  for (int i = 0; i < 60; ++i) {
+    RequestResult attended;
+    bool is_attended = false;
+    world.begin(world.attend(seqs[i % 4], KVM_MODE_SAMPLED), &is_attended, &attended);
+    const kvm_seq_id fresh = world.create(world.id);
+    const Status status = world.append(fresh, 500, 1).status;
+    n_refused += status.is_ok() ? 0 : 1;
+    EXPECT_TRUE(status.is_ok() || status.code() == KVM_ERR_NO_SPACE ||
+                status.code() == KVM_ERR_QUOTA)
+        << status.message();
+    world.drive(is_attended);
+    EXPECT_TRUE(attended.status.is_ok()) << attended.status.message();
+  }
+  EXPECT_GT(n_refused, 0u) << "there was room for all";
+  EXPECT_GT(world.engine->stats().n_index_dropped, 0u);
+}
+
+}  // namespace
+}  // namespace kvm::engine::testing
