@@ -33,8 +33,9 @@ void add_approximate(const Add& add, kvm::bench::Options* options) {
         add("magicpig", "MagicPIG's estimator: speed, error, candidates", run_magicpig),
         add("drift", "an index that grew over drifting text against a fresh one", run_drift),
         add("scan", "building and scanning an index, per key", run_scan)}) {
-    bench->add_option("--data", options->data,
-                      "model, real, diffuse, gauss, others of bench/approx/data.h, FILE.kvrec");
+    bench->add_option(
+        "--data", options->data,
+        "model, real, diffuse, gauss, others of bench/approx/data.h, FILE.kvrec, FOLDER");
     bench->add_option("--tokens", options->tokens, "lengths (default: what the bench quotes)");
     bench->add_option("--heads", options->heads, "independent kv heads behind an error");
     bench->add_option("--trials", options->trials, "of coverage, for each accuracy");

@@ -17,7 +17,6 @@ using attention::ApproxParams;
 using attention::HeadIndex;
 
 constexpr uint32_t kBatch = 6;  // heads that are in memory at once
-constexpr uint32_t kGroup = 4;
 
 struct Asked {
   double eps = 0;
@@ -42,9 +41,11 @@ class CoverageRun {
     spec_.tokens = tokens;
     spec_.sets = 4;
     n_heads_ = options.heads != 0 ? options.heads : options.quick ? 12 : 204;
-    const uint64_t trials = options.trials != 0 ? options.trials : options.quick ? 600 : 10000;
-    const uint64_t for_seed = uint64_t{n_heads_} * spec_.sets * kGroup;
-    n_seeds_ = static_cast<uint32_t>((trials + for_seed - 1) / for_seed);
+    if (is_recorded(data)) {
+      spec_.sets = 16;
+      n_heads_ = std::min(options.heads != 0 ? options.heads : UINT32_MAX,
+                          require(count_recorded_heads(data), "data"));
+    }
     counts_.resize(asked_.size());
   }
 
@@ -56,12 +57,9 @@ class CoverageRun {
       const Case c = make_case(spec_, threads_, false);
       const auto sketches = build_sketches(c.data, {{}, options_.observed}, threads_);
       name_ = c.data.name;
-      tokens_ = c.data.n_tokens;
+      tokens_ = std::max(tokens_, c.data.n_tokens);
       measure(c, indexes_of(sketches));
       done += static_cast<uint32_t>(c.data.heads.size());
-      if (c.data.heads.size() < spec_.heads || spec_.name.ends_with(".kvrec")) {
-        break;
-      }
     }
     for (size_t i = 0; i < asked_.size(); ++i) {
       add_row(report, asked_[i], counts_[i], done);
@@ -81,20 +79,28 @@ class CoverageRun {
     return out;
   }
 
+  // Of each query set, so that all heads together make the trials.
+  uint32_t count_seeds(const HeadData& head) const {
+    const uint64_t trials = options_.trials != 0 ? options_.trials : options_.quick ? 600 : 10000;
+    const uint64_t for_seed = uint64_t{n_heads_} * head.n_sets() * head.group;
+    return static_cast<uint32_t>((trials + for_seed - 1) / for_seed);
+  }
+
   void measure(const Case& c, const std::vector<HeadIndex>& indexes) {
     const size_t n_heads = c.data.heads.size();
     const uint32_t n_sets = c.data.heads[0].n_sets();
+    const uint32_t n_seeds = count_seeds(c.data.heads[0]);
     parallel_for(threads_, n_heads * n_sets, [&](size_t i) {
       const auto h = static_cast<uint32_t>(i / n_sets);
       const auto set = static_cast<uint32_t>(i % n_sets);
       Solver solver;
       for (size_t a = 0; a < asked_.size(); ++a) {
-        for (uint32_t seed = 0; seed < n_seeds_; ++seed) {
+        for (uint32_t seed = 0; seed < n_seeds; ++seed) {
           ApproxParams params;
           params.mode = attention::ApproxMode::kVerified;
           params.eps = static_cast<float>(asked_[a].eps);
           params.delta = static_cast<float>(asked_[a].delta);
-          params.seed = 1 + seed + n_seeds_ * (set + uint64_t{n_sets} * (spec_.first_head + h));
+          params.seed = 1 + seed + n_seeds * (set + uint64_t{n_sets} * (spec_.first_head + h));
           count(c, h, set, asked_[a], solver.solve(c.data.heads[h], set, indexes[h], params),
                 &counts_[a]);
         }
@@ -154,7 +160,6 @@ class CoverageRun {
   DataSpec spec_;
   std::vector<Asked> asked_;
   uint32_t n_heads_ = 0;
-  uint32_t n_seeds_ = 0;
   std::string name_;
   uint32_t tokens_ = 0;
   std::mutex mutex_;

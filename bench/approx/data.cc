@@ -122,11 +122,12 @@ const std::vector<std::string>& data_names() {
 
 Result<DataSet> make_data(const DataSpec& spec, uint32_t threads) {
   const std::string& name = spec.name;
-  if (name.ends_with(".kvrec")) {
+  if (is_recorded(name)) {
     return read_recorded_data(spec);
   }
   if (std::find(data_names().begin(), data_names().end(), name) == data_names().end()) {
-    return Status(KVM_ERR_INVALID, "there is no data '" + name + "', and it is no .kvrec file");
+    return Status(KVM_ERR_INVALID,
+                  "there is no data '" + name + "', and it is no .kvrec file or folder");
   }
   if (spec.dim < 8 || spec.dim > attention::kMaxHeadDim || (spec.dim & (spec.dim - 1)) != 0 ||
       spec.tokens < kMinTokens || spec.heads == 0 || spec.sets == 0) {

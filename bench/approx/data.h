@@ -71,11 +71,13 @@ attention::Problem make_problem(const HeadData& head, uint32_t set, float* o, fl
 inline constexpr uint32_t kMinTokens = 256;
 
 struct DataSpec {
-  std::string name = "model";  // of the list above, or the path of a .kvrec file
-  uint32_t tokens = 0;         // at least kMinTokens; of a file: at most so many; 0: all
-  uint32_t heads = 8;          // kv heads; of a file: at most so many groups
-  uint32_t first_head = 0;     // heads are numbered from here: other numbers, independent heads
-  uint32_t sets = 4;           // query sets; of a file: at most so many
+  // Of the list above, or the path of a .kvrec file, or of a folder of such: the heads of the files
+  // are numbered through in the order of their names, and a data set has those of one file.
+  std::string name = "model";
+  uint32_t tokens = 0;      // at least kMinTokens; of a file: at most so many; 0: all
+  uint32_t heads = 8;       // kv heads; of a file: at most so many groups
+  uint32_t first_head = 0;  // heads are numbered from here: other numbers, independent heads
+  uint32_t sets = 4;        // query sets; of a file: at most so many
   uint64_t seed = 1;
   uint32_t dim = 128;  // of a file: the file's; else a power of two
 };
@@ -109,6 +111,9 @@ class DataSet {
 
 // The names that make_data knows, files apart.
 const std::vector<std::string>& data_names();
+// Whether a name is a file or a folder; how many heads it has. Errors: as make_data.
+bool is_recorded(const std::string& name);
+Result<uint32_t> count_recorded_heads(const std::string& name);
 
 // Errors: KVM_ERR_INVALID for an unknown name or a dim that is no power of two; those of
 // RecordFile; KVM_ERR_UNSUPPORTED where heads of a file differ in layout.

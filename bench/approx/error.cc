@@ -50,10 +50,13 @@ class ErrorRun {
   }
 
   void run(Report* report) {
-    const uint32_t n_heads = options_.heads != 0 ? options_.heads : options_.quick ? 6 : 12;
-    for (uint32_t first = 0; first < n_heads; first += kBatch) {
-      spec_.first_head = first;
-      spec_.heads = std::min(kBatch, n_heads - first);
+    uint32_t n_heads = options_.heads != 0 ? options_.heads : options_.quick ? 6 : 12;
+    if (is_recorded(spec_.name)) {
+      n_heads = std::min(n_heads, require(count_recorded_heads(spec_.name), "data"));
+    }
+    while (n_heads_ < n_heads) {
+      spec_.first_head = n_heads_;
+      spec_.heads = std::min(kBatch, n_heads - n_heads_);
       case_ = make_case(spec_, threads_, true);
       n_heads_ += static_cast<uint32_t>(case_.data.heads.size());
       measure_rivals();
@@ -62,9 +65,6 @@ class ErrorRun {
       }
       measure_hashes();
       measure_int8();
-      if (case_.data.heads.size() < spec_.heads) {
-        break;  // the file has no more
-      }
     }
     for (const Method& method : order_) {
       add_row(report, method);

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "bench/approx/settings.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 
 #include "bench/approx/parallel.h"
@@ -55,7 +57,7 @@ std::vector<uint32_t> chosen_tokens(const Options& options, const std::string& d
   if (!options.tokens.empty()) {
     return options.tokens;
   }
-  if (data.ends_with(".kvrec")) {
+  if (is_recorded(data)) {
     return {0};
   }
   if (options.quick) {
@@ -88,7 +90,7 @@ std::vector<LshParams> lsh_choices(bool quick) {
 }
 
 std::string lsh_name(const LshParams& params) {
-  return "K" + std::to_string(params.n_bits) + "L" + std::to_string(params.n_tables);
+  return fmt::format("K{}L{}", params.n_bits, params.n_tables);
 }
 
 std::vector<std::unique_ptr<Sketches>> build_sketches(const DataSet& data,

@@ -2,10 +2,12 @@
 // The generators have the statistics that they are made to have, and the fp64 reference agrees with
 // the exact kernels. Sizes are small; the bands say how far a statistic moves with size and seed.
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <filesystem>
 #include <numeric>
 #include <vector>
 
@@ -236,6 +238,39 @@ TEST(Data, RecordedTensorsArriveUnchanged) {
   group.q.read_row(group.q.n_rows - 1, row.data());
   const uint16_t* q = head.q_rows(head.n_sets() - 1) + size_t{head.group - 1} * head.dim;
   EXPECT_EQ(head.to_float(q[3]), row[3]);
+}
+
+// The heads of a folder's files are numbered through in the order of the names.
+TEST(Data, AFolderOfRecordsIsOneRecord) {
+  namespace fs = std::filesystem;
+  const char* root = std::getenv("KVM_SOURCE_DIR");
+  ASSERT_NE(root, nullptr);
+  const fs::path file = fs::path(root) / "models/house/tests/tiny.kvrec";
+  const fs::path folder = fs::temp_directory_path() / ("kvm-data-" + std::to_string(getpid()));
+  fs::create_directory(folder);
+  EXPECT_EQ(count_recorded_heads(folder.string()).status().code(), KVM_ERR_IO);
+  fs::copy_file(file, folder / "b.kvrec");
+  fs::copy_file(file, folder / "a.kvrec");
+  fs::copy_file(file, folder / "ignored.txt");
+  EXPECT_TRUE(is_recorded(folder.string()));
+  EXPECT_FALSE(is_recorded("model"));
+  const uint32_t own = count_recorded_heads(file.string()).value();
+  EXPECT_EQ(count_recorded_heads(folder.string()).value(), 2 * own);
+  DataSpec spec;
+  spec.name = folder.string();
+  spec.heads = 1;
+  for (spec.first_head = 0; spec.first_head < 2 * own; ++spec.first_head) {
+    DataSpec single = spec;
+    single.name = file.string();
+    single.first_head = spec.first_head % own;
+    const Result<DataSet> wanted = make_data(single, 1);
+    const Result<DataSet> data = make_data(spec, 1);
+    ASSERT_TRUE(wanted.is_ok() && data.is_ok()) << data.status().message();
+    EXPECT_EQ(data.value().heads[0].type, wanted.value().heads[0].type);
+    EXPECT_EQ(data.value().heads[0].q, wanted.value().heads[0].q);
+  }
+  EXPECT_EQ(make_data(spec, 1).status().code(), KVM_ERR_INVALID);
+  fs::remove_all(folder);
 }
 
 // The kernels weigh values with bf16 weights: 2e-3 of the result.

@@ -12,6 +12,8 @@
 #include "bench/approx/passes.h"
 #include "bench/approx/settings.h"
 #include "bench/approx/tally.h"
+#include "engine/index.h"
+#include "engine/space.h"
 
 namespace kvm::bench {
 namespace {
@@ -111,6 +113,26 @@ TEST(Rivals, MagicPigTakesTheCandidatesOfTheTables) {
   EXPECT_LT(weighted.unique_rows, kTokens);
   // A candidate stands for itself and for keys like it that were not met.
   EXPECT_GT(weighted.answer.lse[0], plain.answer.lse[0]);
+}
+
+// What is measured is what a space has that asks for a sketch and says nothing more.
+TEST(Indexes, BeginAsTheEnginesDo) {
+  engine::SpaceSpec spec;
+  spec.name = "defaults";
+  spec.params.struct_size = sizeof(spec.params);
+  spec.params.n_layers = spec.params.n_q_heads = 1;
+  spec.params.head_dim_k = 64;
+  kvm_index_params index{};
+  index.kind = KVM_INDEX_SKETCH;
+  spec.indexes.push_back(index);
+  const auto space = engine::resolve_space(spec);
+  ASSERT_TRUE(space.is_ok()) << space.status().message();
+  const engine::IndexConfig config = space.value()->index(0, 0);
+  EXPECT_EQ(config.min_tokens, kFirstFrameTokens);
+  EXPECT_EQ(config.n_sinks, kSinkTokens);
+  EXPECT_EQ(config.n_sinks, kSinks);
+  EXPECT_EQ(config.n_recent, kRecents);
+  EXPECT_EQ(uint64_t{engine::kFrameBlocks} * kPageTokens, kFrameTokens);
 }
 
 // Whatever the threads, and whatever ran before: the bits of the untimed solver.
