@@ -186,7 +186,7 @@ def main(header_path, crate, mode=""):
             status = 1
     print(f"{len(header.structs)} structures, {len(header.constants)} constants, "
           f"{len(header.functions)} functions"
-          + ("; run generate.py (docs/rust.md)" if status else ""))
+          + ("; run bindings/rust/generate.py (docs/rust.md)" if status else ""))
     return status
 
 
