@@ -17,7 +17,7 @@ use crate::tensor::{Sink, Source};
 /// Merge::new(1, 1, 2)
 ///     .state(&o_a, &lse_a)
 ///     .state(&o_b, &lse_b)
-///     .into(&mut o, &mut lse)?;
+///     .write(&mut o, &mut lse)?;
 /// assert_eq!(o, [2.0; 2]);
 /// assert!((lse[0] - 2f32.ln()).abs() < 1e-6);
 /// # Ok::<(), kvm::Error>(())
@@ -54,8 +54,8 @@ impl<'b> Merge<'b> {
         self
     }
 
-    /// Merges them. An empty `lse` is not wanted. Fails with `Invalid`.
-    pub fn into<'o>(self, o: impl Into<Sink<'o>>, lse: impl Into<Sink<'o>>) -> Result<()> {
+    /// Merges them into `o` and `lse`. An empty `lse` is not wanted. Fails with `Invalid`.
+    pub fn write<'o>(self, o: impl Into<Sink<'o>>, lse: impl Into<Sink<'o>>) -> Result<()> {
         let n_states = u32::try_from(self.o.len())
             .map_err(|_| Error::new(Status::Invalid, "more than 64 states"))?;
         let (o, lse) = (o.into(), lse.into());

@@ -219,13 +219,13 @@ fn merged_parts_are_the_whole() {
     let (o_b, lse_b) = rig.ask(item.exclude(0..5), &q).unwrap();
     let (mut o, mut lse) = (vec![0.0f32; Q_HEADS * DIM], vec![0.0f32; Q_HEADS]);
     let merge = Merge::new(1, Q_HEADS as u32, DIM as u32).state(&o_a, &lse_a);
-    merge.state(&o_b, &lse_b).into(&mut o, &mut lse).unwrap();
+    merge.state(&o_b, &lse_b).write(&mut o, &mut lse).unwrap();
     let (expected_o, expected_lse) = oracle(&q, &rig.k, &rig.v, |_| true);
     assert_close(&o, &expected_o, CLOSE);
     assert_close(&lse, &expected_lse, CLOSE);
 
     let short = Merge::new(2, Q_HEADS as u32, DIM as u32).state(&o_a, &lse_a);
-    let error = short.into(&mut o, &mut lse).unwrap_err();
+    let error = short.write(&mut o, &mut lse).unwrap_err();
     assert_eq!(error.status(), Status::Invalid);
 }
 

@@ -7,6 +7,7 @@ mod common;
 
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use common::*;
@@ -146,6 +147,13 @@ fn a_descriptor_says_when_completions_are_there() {
 #[test]
 #[ignore = "needs a daemon at $KVM_SOCKET"]
 fn calls_return_when_the_daemon_dies_and_work_again_with_the_next() {
+    static N_LOST: AtomicU32 = AtomicU32::new(0);
+    fn listen(level: kvm::LogLevel, message: &str) {
+        if level == kvm::LogLevel::Error && message.contains("lost") {
+            N_LOST.fetch_add(1, Ordering::Relaxed);
+        }
+        panic!("on purpose: a panic does not get into C");
+    }
     let mut daemon = Daemon::start();
     let mut client = daemon.connect();
     let epoch = client.info().unwrap().epoch;
@@ -160,6 +168,7 @@ fn calls_return_when_the_daemon_dies_and_work_again_with_the_next() {
     let step = Step::new(&space, 0).item(item()).k(&k).v(&k).q(&q);
     queue.step(step.o(&mut o)).unwrap();
 
+    kvm::set_log(Some(listen));
     daemon.kill();
     let n_failed = queue.scope(|scope| {
         let mut n_failed = 0;
@@ -186,6 +195,8 @@ fn calls_return_when_the_daemon_dies_and_work_again_with_the_next() {
     assert_eq!(sequence.info().unwrap_err().status(), Status::Disconnected);
     assert!(arena.alloc::<f32>(1).is_err());
     o.fill(1.0); // The memory is still ours.
+    kvm::set_log(None);
+    assert_eq!(N_LOST.load(Ordering::Relaxed), 1);
 
     daemon.process = Daemon::run(&daemon.folder);
     drop(daemon.connect()); // It listens.
