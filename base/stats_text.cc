@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "base/stats_text.h"
 
+#include <cstdio>
+
 namespace kvm {
 
 namespace {
@@ -59,6 +61,12 @@ void StatsText::family(const char* name, const char* type, const char* help) {
 
 void StatsText::sample(const char* name, uint64_t value, const char* labels) {
   text_ += std::string(name) + labels + " " + std::to_string(value) + "\n";
+}
+
+void StatsText::real_sample(const char* name, double value, const char* labels) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%.9g", value);
+  text_ += std::string(name) + labels + " " + text + "\n";
 }
 
 void StatsText::seconds(const char* name, uint64_t value_ns) {

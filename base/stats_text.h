@@ -25,6 +25,11 @@ class StatsText {
   void counter_seconds(const char* name, const char* help, uint64_t value_ns);
   // Another sample of the series written last.
   void sample(const char* name, uint64_t value, const char* labels);
+  // Begins a series whose samples follow: a counter that is no whole number, or a histogram, whose
+  // samples have the name with _bucket, _sum and _count.
+  void real_counter(const char* name, const char* help) { family(name, "counter", help); }
+  void histogram(const char* name, const char* help) { family(name, "histogram", help); }
+  void real_sample(const char* name, double value, const char* labels);
 
   std::string take() { return std::move(text_); }
 

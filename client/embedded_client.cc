@@ -7,9 +7,12 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <charconv>
 #include <cstdio>
+#include <system_error>
 #include <utility>
 
+#include "base/audit_stats.h"
 #include "base/clock.h"
 #include "base/stats_text.h"
 #include "client/embedded_queue.h"
@@ -23,12 +26,34 @@ namespace {
 constexpr uint64_t kDriveSliceNs = 1'000'000;
 constexpr size_t kMaxListed = 256;
 
+// As kvmd reads its option, but 0 where the variable is not set.
+Result<uint64_t> audit_every_of_environment() {
+  constexpr uint64_t kMost = 1'000'000'000'000;
+  const char* text = ::getenv("KVM_AUDIT_EVERY");
+  if (text == nullptr || *text == '\0') {
+    return uint64_t{0};
+  }
+  uint64_t every = 0;
+  const char* const end = text + ::strlen(text);
+  const auto parsed = std::from_chars(text, end, every);
+  if (parsed.ec != std::errc() || parsed.ptr != end || every > kMost) {
+    return Status(KVM_ERR_INVALID, "KVM_AUDIT_EVERY is '" + std::string(text) +
+                                       "' in the environment; it must be a whole number from 0 "
+                                       "to " +
+                                       std::to_string(kMost));
+  }
+  return every;
+}
+
 }  // namespace
 
 Result<std::shared_ptr<Client>> open_embedded_client(const kvm_embedded_params& params) {
   engine::EngineOptions options;
   options.n_threads = params.n_threads;
   options.host_capacity_bytes = params.host_capacity_bytes;
+  KVM_TRY_ASSIGN(options.audit_every, audit_every_of_environment());
+  const char* cost_model = ::getenv("KVM_COST_MODEL");
+  options.cost_model = cost_model == nullptr ? "" : cost_model;
   KVM_TRY_ASSIGN(auto service, EmbeddedService::open(options));
   return std::shared_ptr<Client>(std::make_shared<EmbeddedClient>(std::move(service)));
 }
@@ -252,8 +277,14 @@ Result<kvm_stats> EmbeddedClient::stats() {
 
 Result<std::string> EmbeddedClient::stats_text() {
   KVM_TRY_ASSIGN(const kvm_stats all, stats());
+  KVM_TRY_ASSIGN(
+      const AuditStats audit,
+      service_->with_engine([](engine::Engine& engine, engine::ClientId) -> Result<AuditStats> {
+        return engine.audit_stats();
+      }));
   StatsText text;
   write_stats(all, &text);
+  write_audit(audit, &text);
   return text.take();
 }
 

@@ -135,6 +135,15 @@ const std::vector<OptionRow>& option_rows() {
        "Sequences of one client."},
       {"max_spaces", "64", IntegerField{&O::max_spaces, 1, 4096},
        "Spaces (model geometries) that can be registered."},
+      {"audit_every", "1024", IntegerField{&O::audit_every, 0, 1'000'000'000'000},
+       "One of so many approximate answers (of one kv head) is computed again exactly, in the "
+       "background, and its true error counted: see kvmctl audit. 0: none."},
+      {"cost_model", "measure", TextField{&O::cost_model, {}},
+       "What KVM_MODE_AUTO chooses by: \"measure\" (once, for the first space with an index), or "
+       "rates in nanoseconds as exact_bf16=13.5,exact_int8=8,scan=1.5,gather=28,start=40000 (a key "
+       "of 512 "
+       "and of 260 bytes read in order, a key's sketch, a row that lies alone, an answer), so that "
+       "choices are the same each time; and threads=2 for time budgets."},
       {"shutdown_timeout_ms", "2000", IntegerField{&O::shutdown_timeout_ms, 0, 600'000},
        "How long, in milliseconds, requests in flight may go on after SIGTERM."},
       {"log_level", "info", TextField{&O::log_level, {"error", "warning", "info", "debug"}},

@@ -43,6 +43,8 @@ struct Options {
   Size arena_capacity;  // share: of the machine's memory
   uint64_t max_sequences = 0;
   uint64_t max_spaces = 0;
+  uint64_t audit_every = 0;
+  std::string cost_model;
   uint64_t shutdown_timeout_ms = 0;
   std::string log_level;
 };

@@ -21,6 +21,7 @@
 #include "daemon/notify.h"
 #include "daemon/options.h"
 #include "daemon/server.h"
+#include "engine/cost_model.h"
 
 namespace kvm::daemon {
 namespace {
@@ -46,6 +47,8 @@ engine::EngineOptions engine_options(const Options& options, const MachineMemory
   out.max_spaces = static_cast<uint32_t>(options.max_spaces);
   out.pin_threads = options.pin_threads;
   out.worker_spin_ns = options.worker_spin_us * 1000;
+  out.audit_every = options.audit_every;
+  out.cost_model = options.cost_model;
   return out;
 }
 
@@ -103,6 +106,10 @@ int fail(int exit_status, const Status& status) {
 
 int serve(const Options& options, const OpenEngine& open_engine) {
   set_up_logging(options.log_level);
+  if (const Status status = engine::parse_cost_model(options.cost_model).status();
+      !status.is_ok()) {
+    return fail(kExitUsage, status);
+  }
   const ipc::Fd signals = block_signals();
   raise_open_file_limit();
   const MachineMemory memory = machine_memory();

@@ -5,6 +5,7 @@
 
 #include <string>
 
+#include "base/audit_stats.h"
 #include "base/clock.h"
 #include "base/stats_text.h"
 
@@ -30,6 +31,10 @@ std::string stats_text(const Service& service) {
   out.gauge("kvm_build_info", "Always 1; its labels tell what runs.", 1, build.c_str());
   out.gauge("kvm_threads", "Threads that compute.", service.engine->n_threads());
   write_stats(service_stats(service), &out);
+  write_audit(service.engine->audit_stats(), &out);
+  const std::string rates = service.engine->cost_model();
+  out.gauge("kvm_cost_model_info", "1 when it is known; its label is the option cost_model.",
+            rates.empty() ? 0 : 1, fmt::format("{{rates=\"{}\"}}", rates).c_str());
   out.gauge("kvm_queues", "Queues of all clients.", service.n_queues);
   out.gauge("kvm_arena_bytes", "Memory of arenas of all clients.", service.arena_bytes);
   out.gauge("kvm_arena_capacity_bytes", "Hard cap of kvm_arena_bytes.",

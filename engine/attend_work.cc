@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
+#include <new>
 
 #include "base/round.h"
 
@@ -75,17 +77,22 @@ void AttendWork::clear() {
   cost_ = prepare_bytes_ = n_keys_ = n_rows_ = 0;
   n_exact_keys_ = n_exact_bytes_ = n_exact_rows_ = 0;
   n_extra_views_ = 0;
+  time_share_ = 0;
 }
 
 Status AttendWork::plan(const Store& store, const StepRequest& request,
                         std::span<Sequence* const> seqs, const StepTensors& tensors,
-                        uint32_t n_threads) {
+                        const Costs& costs, uint32_t n_threads) {
   request_ = &request;
   tensors_ = &tensors;
+  costs_ = &costs;
   for (uint32_t i = 0; i < request.items.size(); ++i) {
     if (request.items[i].n_query != 0) {
       KVM_TRY(add_item(store, i, seqs[i]));
     }
+  }
+  if (request.mode == KVM_MODE_AUTO && request.budget != 0) {
+    share_time();
   }
   // From here on runs_, ranges_ and what indexes have stay where they are: problems point there.
   for (uint32_t view = 0; view < views_.size(); ++view) {
@@ -196,8 +203,10 @@ void AttendWork::add_index(const Store& store, const Sequence* seq, View* view) 
     const uint32_t offered = is_hashed ? KVM_PROPOSAL_LSH : KVM_PROPOSAL_SKETCH;
     const bool is_asked =
         request_->proposal == KVM_PROPOSAL_DEFAULT || request_->proposal == offered;
-    // Hash tables give no error bar that could be verified.
-    if (is_asked && !(is_hashed && request_->mode == KVM_MODE_VERIFIED)) {
+    // Hash tables give no error bar that could be verified, or held against an error asked for.
+    const bool needs_bar = request_->mode == KVM_MODE_VERIFIED ||
+                           (request_->mode == KVM_MODE_AUTO && request_->budget == 0);
+    if (is_asked && !(is_hashed && needs_bar)) {
       store.collect_index(seq, layer, kv_head, store.reserved_length(seq, layer), &sketches_,
                           &hashes_);
     }
@@ -344,10 +353,8 @@ void AttendWork::add_heads(uint32_t view_index) {
   p.lse_stride_query = t.lse.stride_row;
   p.lse_stride_head = t.lse.stride_head;
   const uint64_t key_bytes = slab.token_bytes();
-  const uint64_t flops = 2 * view.n_cost_keys * view.n_rows * p.group * (p.dim_k + p.dim_v);
   // Something for the rows themselves, so that many rows without keys count as well.
-  head.cost = std::max(view.n_cost_keys * key_bytes, flops / kFlopsPerByte) +
-              uint64_t{64} * view.n_rows * p.group;
+  head.cost = exact_cost(view) + uint64_t{64} * view.n_rows * p.group;
   const float* sinks = space_->layer_sink_logits(layer_index);
   for (uint32_t h = 0; h < cls.kv_heads.size(); ++h) {
     head.q_head = cls.kv_heads[h] * p.group;
@@ -371,6 +378,91 @@ void AttendWork::add_heads(uint32_t view_index) {
   }
 }
 
+// Of one head, in bytes.
+uint64_t AttendWork::exact_cost(const View& view) const {
+  const uint32_t layer = request_->layer_begin;
+  const uint64_t rows = uint64_t{view.n_rows} * space_->layers[layer].group();
+  const uint64_t dims = uint64_t{space_->head_dim_k} + space_->head_dim_v;
+  const uint64_t key_bytes = space_->head_class(layer, view.class_index).slab_class.token_bytes();
+  return std::max(view.n_cost_keys * key_bytes, 2 * view.n_cost_keys * rows * dims / kFlopsPerByte);
+}
+
+bool AttendWork::has_index(const View& view, uint32_t head) const {
+  if (view.index_begin == kNotShared) {
+    return false;
+  }
+  const IndexPart& part = indexes_[view.index_begin + head];
+  return part.n_sketches + part.n_hashes != 0;
+}
+
+// --- AUTO ---------------------------------------------------------------------------------------
+
+ProblemCost AttendWork::problem_cost(const View& view, const IndexPart& part) const {
+  const uint32_t layer = request_->layer_begin;
+  const tiers::SlabClass& slab = space_->head_class(layer, view.class_index).slab_class;
+  ProblemCost cost;
+  cost.rows = view.n_rows * space_->layers[layer].group();
+  cost.dim = space_->head_dim_k + space_->head_dim_v;
+  cost.row_bytes = slab.token_bytes();
+  cost.is_int8 = slab.dtype_k == Dtype::kI8 && slab.dtype_v == Dtype::kI8;
+  cost.is_hashed = part.n_hashes != 0;
+  cost.n_present = view.n_cost_keys;
+  for (size_t i = 0; i < part.n_sketches; ++i) {
+    cost.n_indexed += uint64_t{sketches_[part.sketch_begin + i].n_blocks} * kPageTokens;
+  }
+  for (size_t i = 0; i < part.n_hashes; ++i) {
+    cost.n_indexed += hashes_[part.hash_begin + i].n_keys;
+  }
+  cost.n_indexed = std::min(cost.n_indexed, cost.n_present);
+  cost.exact_bytes = exact_cost(view);
+  return cost;
+}
+
+void AttendWork::share_time() {
+  const CostModel& model = costs_->model();
+  double all = 0;
+  double indexed = 0;
+  for (const View& view : views_) {
+    const double each = exact_ns(model, problem_cost(view, IndexPart{}));
+    const HeadClass& cls = space_->head_class(request_->layer_begin, view.class_index);
+    for (uint32_t h = 0; h < cls.kv_heads.size(); ++h) {
+      all += each;
+      indexed += has_index(view, h) ? each : 0;
+    }
+  }
+  const double time = static_cast<double>(request_->budget) * costs_->n_threads();
+  const double left = std::max(0.0, time - (all - indexed));
+  time_share_ = all <= time || indexed <= 0 ? 1.0 : left / indexed;
+}
+
+// Sets mode and numbers; false where exact is to be preferred.
+bool AttendWork::choose(const View& view, const IndexPart& part,
+                        attention::ApproxParams* params) const {
+  const CostModel& model = costs_->model();
+  const ProblemCost cost = problem_cost(view, part);
+  const AutoChoice choice = request_->budget == 0
+                                ? choose_for_error(model, cost)
+                                : choose_for_time(model, cost, time_share_ * exact_ns(model, cost));
+  params->budget = choice.budget;
+  params->max_read_fraction = choice.max_read_fraction;
+  params->mode = choice.mode == AutoMode::kTopK      ? attention::ApproxMode::kTopK
+                 : choice.mode == AutoMode::kSampled ? attention::ApproxMode::kSampled
+                                                     : attention::ApproxMode::kVerified;
+  return choice.mode != AutoMode::kExact;
+}
+
+// What most rows got.
+uint32_t AttendWork::auto_mode() const {
+  uint64_t n_rows[KVM_MODE_AUTO] = {};
+  for (const ApproxHead& head : approx_) {
+    n_rows[head.mode] += head.plan.rows - head.report.n_exact;
+  }
+  const auto* most = std::max_element(std::begin(n_rows), std::end(n_rows));
+  return *most == 0 ? uint32_t{KVM_MODE_EXACT} : static_cast<uint32_t>(most - std::begin(n_rows));
+}
+
+// --- Approximate problems -----------------------------------------------------------------------
+
 // Whether the problem is one to approximate.
 bool AttendWork::add_approx(const Head& head, uint32_t kv_head, const IndexPart& part) {
   if (part.n_sketches + part.n_hashes == 0) {
@@ -380,6 +472,7 @@ bool AttendWork::add_approx(const Head& head, uint32_t kv_head, const IndexPart&
   const IndexConfig config = space_->index(layer, kv_head);
   ApproxHead approx;
   approx.problem = head.problem;
+  approx.view = head.view;
   approx.row = head.row;
   approx.q_head = head.q_head;
   attention::ApproxInput& input = approx.input;
@@ -395,6 +488,12 @@ bool AttendWork::add_approx(const Head& head, uint32_t kv_head, const IndexPart&
   params.eps = request_->eps != 0 ? request_->eps : params.eps;
   params.delta = request_->delta != 0 ? request_->delta : params.delta;
   params.budget = request_->budget;
+  if (request_->mode == KVM_MODE_AUTO && !choose(views_[head.view], part, &params)) {
+    return false;
+  }
+  approx.mode = params.mode == attention::ApproxMode::kTopK      ? KVM_MODE_TOPK
+                : params.mode == attention::ApproxMode::kSampled ? KVM_MODE_SAMPLED
+                                                                 : KVM_MODE_VERIFIED;
   params.seed = mix_seed(request_->seed, layer, kv_head);
   params.n_sinks = config.n_sinks;
   params.n_recent = config.n_recent;
@@ -717,8 +816,40 @@ void AttendWork::merge_up(const Unit& unit, uint32_t chunk, std::byte* states) {
   clear_errors(unit);
 }
 
+void AttendWork::offer_audits(Store& store, std::span<Sequence* const> seqs,
+                              Auditor* auditor) const {
+  for (const ApproxHead& head : approx_) {
+    if (head.report.n_exact == head.plan.rows || !auditor->is_due()) {
+      continue;
+    }
+    AuditJob* job = auditor->next_job();
+    if (job == nullptr) {
+      continue;
+    }
+    try {
+      if (!job->take(head.problem, head.report)) {
+        auditor->skip(Auditor::Skipped::kUnfit);
+        continue;
+      }
+      const View& view = views_[head.view];
+      store.pin_pages(seqs[view.item], request_->layer_begin, view.class_index, &job->pins);
+    } catch (const std::bad_alloc&) {
+      auditor->skip(Auditor::Skipped::kBusy);
+      continue;
+    }
+    job->mode = head.mode == KVM_MODE_TOPK      ? AuditedAs::kTopK
+                : head.mode == KVM_MODE_SAMPLED ? AuditedAs::kSampled
+                                                : AuditedAs::kVerified;
+    job->delta = head.input.params.delta;
+    auditor->offer();
+  }
+}
+
 void AttendWork::report(RequestResult* result) const {
   result->mode = approx_.empty() ? uint32_t{KVM_MODE_EXACT} : request_->mode;
+  if (request_->mode == KVM_MODE_AUTO) {
+    result->mode = auto_mode();
+  }
   result->keys_present = n_keys_;
   result->keys_read = n_exact_keys_;
   result->bytes_read = n_exact_bytes_;

@@ -13,7 +13,8 @@
 //
 // In an approximate mode a problem whose head has an index is one of attention/sampled/approx.h:
 // prepared once, a task for each of its shards, and finished by whoever evaluates the last. All
-// others are solved exactly.
+// others are solved exactly. With KVM_MODE_AUTO each problem gets the mode that engine/cost_model.h
+// chooses for it.
 #ifndef KVM_ENGINE_ATTEND_WORK_H_
 #define KVM_ENGINE_ATTEND_WORK_H_
 
@@ -26,6 +27,8 @@
 #include "attention/attention.h"
 #include "attention/sampled/approx.h"
 #include "base/status.h"
+#include "engine/audit.h"
+#include "engine/cost_model.h"
 #include "engine/engine.h"
 #include "engine/store.h"
 #include "engine/validate.h"
@@ -45,8 +48,9 @@ class AttendWork {
   // Fails: INVALID (fewer tokens than query rows), PARTIAL, UNSUPPORTED (a tree across a change of
   // what a head's policy shows), LIMIT (too many such changes, too many rows
   // at once), NO_MEMORY.
+  // `costs` is asked with KVM_MODE_AUTO only.
   Status plan(const Store& store, const StepRequest& request, std::span<Sequence* const> seqs,
-              const StepTensors& tensors, uint32_t n_threads);
+              const StepTensors& tensors, const Costs& costs, uint32_t n_threads);
 
   // Work in bytes of K and V read, computation converted to bytes that take as long.
   uint64_t cost() const { return cost_; }
@@ -63,6 +67,8 @@ class AttendWork {
   uint64_t n_rows() const { return n_rows_; }
   // After the last task: what was done, as kvm_step_stats has it.
   void report(RequestResult* result) const;
+  // After the last task, before the sequences change: hands over which answers are due.
+  void offer_audits(Store& store, std::span<Sequence* const> seqs, Auditor* auditor) const;
 
  private:
   static constexpr size_t kNotShared = SIZE_MAX;
@@ -117,6 +123,8 @@ class AttendWork {
     attention::ApproxInput input;
     attention::ApproxPlan plan;
     attention::ApproxReport report;
+    uint32_t mode = 0;  // KVM_MODE_*, not AUTO
+    uint32_t view = 0;
     uint32_t row = 0;  // as in Head
     uint32_t q_head = 0;
     size_t prepared_at = 0;  // in shared_
@@ -140,6 +148,12 @@ class AttendWork {
   void exclude_dropped_sinks(View* view);
   void add_heads(uint32_t view);
   bool add_approx(const Head& head, uint32_t kv_head, const IndexPart& part);
+  uint64_t exact_cost(const View& view) const;
+  bool has_index(const View& view, uint32_t head) const;
+  ProblemCost problem_cost(const View& view, const IndexPart& part) const;
+  void share_time();
+  bool choose(const View& view, const IndexPart& part, attention::ApproxParams* params) const;
+  uint32_t auto_mode() const;
   attention::Visibility visibility(const View& view) const;
   void add_units(uint64_t gang_cost);
   void add_row_blocks(uint32_t head);
@@ -159,6 +173,7 @@ class AttendWork {
   const StepRequest* request_ = nullptr;
   const StepTensors* tensors_ = nullptr;
   const Space* space_ = nullptr;
+  const Costs* costs_ = nullptr;
   float scale_ = 0;
   std::vector<View> views_;
   std::vector<KvRun> runs_;
@@ -187,6 +202,8 @@ class AttendWork {
   uint64_t n_exact_bytes_ = 0;
   uint64_t n_exact_rows_ = 0;  // (row, q head)
   uint64_t n_rows_ = 0;
+  // AUTO with a time: what part of the time that it takes exactly each problem with an index gets.
+  double time_share_ = 0;
 };
 
 }  // namespace kvm::engine

@@ -8,12 +8,15 @@
 #include <deque>
 #include <fstream>
 #include <new>
+#include <optional>
 #include <thread>
 #include <unordered_map>
 #include <utility>
 
 #include "attention/kernel_table.h"
 #include "base/clock.h"
+#include "engine/audit.h"
+#include "engine/cost_model.h"
 #include "engine/request.h"
 #include "engine/scheduler.h"
 #include "engine/sequence_order.h"
@@ -92,17 +95,24 @@ bool may_succeed(const Store& store, Sequence* seq, const StepRequest& step, con
 
 class EngineImpl final : public Engine {
  public:
-  EngineImpl(const EngineOptions& options, std::unique_ptr<Store> store)
+  EngineImpl(const EngineOptions& options, std::unique_ptr<Store> store,
+             std::optional<CostModel> cost_model)
       : options_(options),
         store_(std::move(store)),
         begin_ns_(now_ns()),
         workspaces_(options.n_threads),
+        costs_(cost_model, options.n_threads),
+        auditor_(options.audit_every),
         scheduler_(options.n_threads, options.worker_spin_ns, options.pin_threads) {}
 
   ClientId add_client(uint64_t quota_bytes, uint64_t max_sequences) override;
   void remove_client(ClientId client, std::function<void()> on_gone) override;
 
   Result<kvm_space_id> register_space(const SpaceSpec& spec) override {
+    // AUTO has a choice where there are indexes.
+    if (!spec.indexes.empty()) {
+      costs_.prepare();
+    }
     return store_->register_space(spec);
   }
   Result<kvm_space_id> find_space(const std::string& name) override {
@@ -136,7 +146,10 @@ class EngineImpl final : public Engine {
   uint32_t poll() override;
   bool housekeep() override { return store_->housekeep(); }
   uint32_t n_in_flight() const override { return static_cast<uint32_t>(requests_.size()); }
-  void set_wake(std::function<void()> wake) override { scheduler_.set_wake(std::move(wake)); }
+  void set_wake(std::function<void()> wake) override {
+    auditor_.set_wake(wake);
+    scheduler_.set_wake(std::move(wake));
+  }
   void wait(uint64_t timeout_ns) override;
 
   Result<kvm_seq_info> seq_info(ClientId client, kvm_seq_id seq) override;
@@ -147,6 +160,11 @@ class EngineImpl final : public Engine {
   Result<std::vector<MemoryPiece>> layer_memory(kvm_seq_id seq, uint32_t layer) override;
 
   kvm_stats stats() const override;
+  AuditStats audit_stats() override {
+    auditor_.collect(*store_);
+    return auditor_.stats();
+  }
+  std::string cost_model() const override { return costs_.text(); }
   const char* isa() const override { return attention::active_table().name; }
   uint32_t n_threads() const override { return options_.n_threads; }
   const EngineOptions& options() const override { return options_; }
@@ -204,6 +222,8 @@ class EngineImpl final : public Engine {
   std::vector<SequenceOrder::Ticket*> unblocked_;
   kvm_stats totals_{};  // the counters that the store does not keep
   std::vector<ThreadWorkspace> workspaces_;
+  Costs costs_;
+  Auditor auditor_;
   Scheduler scheduler_;  // last: its workers end before anything they use
 };
 
@@ -223,6 +243,7 @@ void EngineImpl::remove_client(ClientId client, std::function<void()> on_gone) {
   found->second.is_leaving = true;
   found->second.on_gone = std::move(on_gone);
   leaving_.push_back(client);
+  auditor_.cancel(*store_, client);
   for (const auto& request : requests_) {
     if (request->client != client) {
       continue;
@@ -234,11 +255,11 @@ void EngineImpl::remove_client(ClientId client, std::function<void()> on_gone) {
   }
 }
 
-// Clients that leave and have no request in flight any more.
+// Clients that leave and have no request in flight any more, nor an audit.
 void EngineImpl::bury_clients() {
   for (size_t i = 0; i < leaving_.size();) {
     const ClientId client = leaving_[i];
-    if (clients_[client].n_requests != 0) {
+    if (clients_[client].n_requests != 0 || auditor_.holds(client)) {
       ++i;
       continue;
     }
@@ -480,6 +501,10 @@ void EngineImpl::start_work(Request* request) {
   Status status;
   try {
     status = begin(request, &plan, &is_small);
+    const bool is_full = status.code() == KVM_ERR_QUOTA || status.code() == KVM_ERR_NO_SPACE;
+    if (is_full && auditor_.give_up(*store_)) {
+      status = begin(request, &plan, &is_small);
+    }
   } catch (const std::bad_alloc&) {
     request->step.abandon(*store_);
     status = {KVM_ERR_NO_MEMORY, "the machine refused memory for a request"};
@@ -501,7 +526,7 @@ Status EngineImpl::begin(Request* request, JobPlan* plan, bool* is_small) {
                                             step->deadline_ns)};
     }
     KVM_TRY(request->step.begin(*store_, request->client, *step,
-                                std::get<StepTensors>(request->tensors), options_.n_threads,
+                                std::get<StepTensors>(request->tensors), costs_, options_.n_threads,
                                 workspaces_[0]));
     *plan = request->step.plan();
     *is_small = request->step.is_small();
@@ -569,7 +594,8 @@ void EngineImpl::retire(const FinishedJob& job) {
   }
   Status status;
   if (std::holds_alternative<StepRequest>(request->what)) {
-    status = request->step.end(*store_, &request->result);
+    Auditor* auditor = request->is_orphan ? nullptr : &auditor_;
+    status = request->step.end(*store_, auditor, &request->result);
   }
   if (status.is_ok() && request->result.mode != 0) {
     totals_.n_rows_attended += request->step.n_rows();
@@ -605,6 +631,7 @@ void EngineImpl::finish(Request* request, Status status) {
 
 uint32_t EngineImpl::poll() {
   uint32_t n_retired = 0;
+  auditor_.collect(*store_);
   for (uint32_t round = 0; round < kMaxPollRounds; ++round) {
     FinishedJob job;
     while (scheduler_.take_finished(&job)) {
@@ -742,6 +769,7 @@ Result<std::unique_ptr<Engine>> Engine::open(const EngineOptions& given) {
   if (options.host_capacity_bytes == 0) {
     options.host_capacity_bytes = free_memory_bytes() / 5 * 3;
   }
+  KVM_TRY_ASSIGN(const std::optional<CostModel> cost_model, parse_cost_model(options.cost_model));
   StoreOptions store_options;
   store_options.host_capacity_bytes = options.host_capacity_bytes;
   store_options.default_quota_bytes = options.default_quota_bytes;
@@ -752,7 +780,8 @@ Result<std::unique_ptr<Engine>> Engine::open(const EngineOptions& given) {
   if (options.default_quota_bytes == 0) {
     options.default_quota_bytes = options.host_capacity_bytes;
   }
-  return std::unique_ptr<Engine>(std::make_unique<EngineImpl>(options, std::move(store)));
+  return std::unique_ptr<Engine>(
+      std::make_unique<EngineImpl>(options, std::move(store), cost_model));
 }
 
 }  // namespace kvm::engine

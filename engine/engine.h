@@ -25,6 +25,7 @@
 #include <string>
 #include <vector>
 
+#include "base/audit_stats.h"
 #include "base/status.h"
 #include "kvm.h"
 
@@ -40,6 +41,8 @@ struct EngineOptions {
   uint32_t max_spaces = 64;
   bool pin_threads = false;          // bind worker i to core i
   uint64_t worker_spin_ns = 200000;  // how long an idle worker spins before it sleeps
+  uint64_t audit_every = 0;          // one of so many approximate answers is audited; 0: none
+  std::string cost_model;            // of KVM_MODE_AUTO, as engine/cost_model.h reads it
 };
 
 // A tensor of kvm.h with its address resolved. `data` points to size_bytes bytes that stay mapped
@@ -218,6 +221,10 @@ class Engine {
   // Fills what the engine knows: struct_size, n_clients, n_clients_total and n_protocol_errors
   // stay 0.
   virtual kvm_stats stats() const = 0;
+  // Of the audits that have ended.
+  virtual AuditStats audit_stats() { return {}; }
+  // What KVM_MODE_AUTO chooses by, as EngineOptions::cost_model has it; "": not measured yet.
+  virtual std::string cost_model() const { return {}; }
   virtual const char* isa() const = 0;
   virtual uint32_t n_threads() const = 0;
   virtual const EngineOptions& options() const = 0;  // with defaults filled in

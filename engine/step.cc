@@ -18,7 +18,8 @@ constexpr uint64_t kCostPerWake = 512 << 10;
 }  // namespace
 
 Status Step::begin(Store& store, ClientId client, const StepRequest& request,
-                   const StepTensors& tensors, uint32_t n_threads, ThreadWorkspace& workspace) {
+                   const StepTensors& tensors, const Costs& costs, uint32_t n_threads,
+                   ThreadWorkspace& workspace) {
   append_.clear();
   attend_.clear();
   seqs_.clear();
@@ -42,7 +43,7 @@ Status Step::begin(Store& store, ClientId client, const StepRequest& request,
         pins_.push_back(store.pin_index(seqs_[i], request.layer_begin));
       }
     }
-    Status status = attend_.plan(store, request, seqs_, tensors, n_threads);
+    Status status = attend_.plan(store, request, seqs_, tensors, costs, n_threads);
     if (!status.is_ok()) {
       abandon(store);
       return status;
@@ -99,9 +100,13 @@ void Step::prepare(uint32_t task, ThreadWorkspace& workspace) {
   }
 }
 
-Status Step::end(Store& store, RequestResult* result) {
+Status Step::end(Store& store, Auditor* auditor, RequestResult* result) {
   const bool failed = out_of_memory_.load(std::memory_order_relaxed);
   pins_.clear();
+  // Before the appended tokens are published: policies may then give pages back.
+  if (attends_ && !failed && auditor != nullptr) {
+    attend_.offer_audits(store, seqs_, auditor);
+  }
   append_.close(store, !failed);
   if (failed) {
     return {KVM_ERR_NO_MEMORY, "the machine refused memory for intermediate results"};

@@ -30,18 +30,20 @@ namespace kvm::engine {
 class Step {
  public:
   // `request` and `tensors` stay alive and unchanged until end() or abandon().
-  // `workspace` is that of the driver.
+  // `workspace` is that of the driver; `costs` are asked with KVM_MODE_AUTO.
   // Fails: as kvm_step; nothing has changed then. The sequences were found by `client`.
   Status begin(Store& store, ClientId client, const StepRequest& request,
-               const StepTensors& tensors, uint32_t n_threads, ThreadWorkspace& workspace);
+               const StepTensors& tensors, const Costs& costs, uint32_t n_threads,
+               ThreadWorkspace& workspace);
   // n_tasks may be 0: begin() has done everything.
   const JobPlan& plan() const { return plan_; }
   // True when handing tasks to other threads would take longer than running them.
   bool is_small() const { return is_small_; }
   uint64_t n_rows() const { return attend_.n_rows(); }
   void run(uint32_t task, ThreadWorkspace& workspace);
-  // After every task has ended. Fails: NO_MEMORY (a task had none; nothing was appended).
-  Status end(Store& store, RequestResult* result);
+  // After every task has ended. `auditor` may be null: nothing is audited.
+  // Fails: NO_MEMORY (a task had none; nothing was appended).
+  Status end(Store& store, Auditor* auditor, RequestResult* result);
   void abandon(Store& store);
   // Gives memory beyond what is worth keeping back. Nothing may be running.
   void rest() { attend_.clear(); }

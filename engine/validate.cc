@@ -106,10 +106,6 @@ Status check_mode(const StepRequest& request) {
   if (request.mode <= KVM_MODE_EXACT) {
     return Status::ok();
   }
-  if (request.mode == KVM_MODE_AUTO) {
-    return {KVM_ERR_UNSUPPORTED,
-            "mode AUTO is not offered by this service; EXACT, TOPK, SAMPLED and VERIFIED are"};
-  }
   if (request.proposal == KVM_PROPOSAL_GRAPH) {
     return {KVM_ERR_UNSUPPORTED,
             "proposal GRAPH is not offered by this service; SKETCH and LSH are"};

@@ -198,6 +198,8 @@ typedef struct kvm_embedded_params {
 
 /* Opens an engine inside this process: the same functions and results, no daemon. HOST buffers are
  * used in place. Only libkvm_embedded has it; the thin libkvm answers UNSUPPORTED.
+ * KVM_AUDIT_EVERY and KVM_COST_MODEL of the environment mean what they mean to kvmd, but without
+ * the first nothing is audited.
  * Fails:   INVALID, NO_MEMORY, UNSUPPORTED. Threads: any. */
 KVM_API kvm_status kvm_open_embedded(const kvm_embedded_params *params, kvm_client **out);
 
@@ -679,7 +681,7 @@ enum {
   KVM_MODE_TOPK = 2,     /* those with the largest logits */
   KVM_MODE_SAMPLED = 3,  /* a random sample, weighted so that nothing is missing on average */
   KVM_MODE_VERIFIED = 4, /* a sample that grows until it is good enough, else all */
-  KVM_MODE_AUTO = 5      /* UNSUPPORTED yet */
+  KVM_MODE_AUTO = 5      /* whichever of these suits an error, or a time */
 };
 
 /* What an approximate mode chooses keys by. */
@@ -729,14 +731,22 @@ enum {
  *   VERIFIED  SAMPLED, and more keys until the bar is at most eps; rows that would need too many
  *             are answered exactly. The error of o is at most eps with probability 1 - delta.
  *             Not with LSH, which has no bar; budget must be 0.
+ *   AUTO      For each kv head what the service expects to be best on this machine, from what it
+ *             has measured (or was told: kvmd's cost_model). budget 0: the fastest of EXACT and
+ *             VERIFIED that keeps eps and delta; heads that would need too many keys (flat ones,
+ *             short contexts) are exact. Else budget is a time in nanoseconds, for all that the
+ *             request computes: EXACT where that fits, else as many keys as fit, at least 16 a row:
+ *             SAMPLED, or TOPK with LSH; eps has no meaning. The time is aimed at, not kept. mode
+ *             of the result is what most approximated rows got, EXACT if there are none.
  *
  * The same seed draws the same random numbers for the same positions at every step. Results depend
  * on the stored tokens, on what was observed (kvm_observe), on the request and on the kind of
- * processor: not on threads, nor on how tokens were appended. (Of more than 64 tokens that a
- * request appends itself, the index covers none; and it covers what it found memory for.) A head is
- * answered exactly when it has no index of the proposal's kind, or not yet (min_tokens), when nothing
- * would be skipped, and where an item has more than 8 * floor(16 / group) query tokens, or a tree of
- * more than floor(16 / group); n_exact counts its rows, and if no head was approximated, mode is EXACT. */
+ * processor (AUTO: on what was measured as well): not on threads, nor on how tokens were appended.
+ * (Of more than 64 tokens that a request appends itself, the index covers none; and it covers what
+ * it found memory for.) A head is answered exactly when it has no index of the proposal's kind, or
+ * not yet (min_tokens), when nothing would be skipped, and where an item has more than
+ * 8 * floor(16 / group) query tokens, or a tree of more than floor(16 / group); n_exact counts its
+ * rows, and if no head was approximated, mode is EXACT. */
 typedef struct kvm_step_params {
   uint32_t struct_size;
   uint32_t flags; /* KVM_STEP_* */
@@ -759,9 +769,10 @@ typedef struct kvm_step_params {
   kvm_tensor err;
   float scale;       /* 0: the space's softmax_scale; must be positive */
   uint32_t proposal; /* KVM_PROPOSAL_* */
-  float eps;         /* SAMPLED, VERIFIED: relative error of o aimed at, below 1; 0: 0.03 */
+  float eps;         /* not TOPK: relative error of o aimed at, below 1; 0: 0.03 */
   float delta;       /* probability that the error exceeds err; 0: 0.01 */
-  uint64_t budget;   /* TOPK, SAMPLED: keys read per row and kv head beside those always read */
+  uint64_t budget;   /* TOPK, SAMPLED: keys read per row and kv head beside those always read;
+                      * AUTO: nanoseconds, 0: as eps says */
   uint64_t seed;     /* of sampling; any number */
   uint64_t deadline_ns; /* CLOCK_MONOTONIC; a request not begun by then fails; 0: none */
   uint64_t reserved[8];
@@ -770,7 +781,7 @@ typedef struct kvm_step_params {
 /* What a request did. */
 typedef struct kvm_step_stats {
   uint32_t struct_size;
-  uint32_t mode;         /* that was used: KVM_MODE_* */
+  uint32_t mode;         /* that was used: KVM_MODE_*, not AUTO */
   uint64_t keys_present; /* (item, kv head, key) visible to some row of the item */
   uint64_t keys_read;    /* of them, K or V was read; unique over the heads of a group */
   uint64_t bytes_read;   /* of K and V, index included */
@@ -793,11 +804,11 @@ typedef struct kvm_step_stats {
 KVM_API kvm_status kvm_append(kvm_queue *queue, const kvm_step_params *params);
 
 /* Attends, and waits. stats may be NULL. Outputs are written only on success.
- * Fails:   UNSUPPORTED (mode AUTO, proposal GRAPH; a TREE in a layer whose window is longer than
- *          the n_recent of a head with sinks, where its rows lie between window and window +
- *          n_sinks: there the head's sinks go out of sight one by one), PARTIAL (a query position
- *          so far back that its head's policy has dropped what it should see), LIMIT (too many
- *          query rows, pages or ranges at once), NO_MEMORY, INVALID, NOT_FOUND, STALE, LOST,
+ * Fails:   UNSUPPORTED (proposal GRAPH; a TREE in a layer whose window is longer than the n_recent
+ *          of a head with sinks, where its rows lie between window and window + n_sinks: there the
+ *          head's sinks go out of sight one by one), PARTIAL (a query position so far back that its
+ *          head's policy has dropped what it should see), LIMIT (too many query rows, pages or
+ *          ranges at once), NO_MEMORY, INVALID, NOT_FOUND, STALE, LOST,
  *          PERMISSION, DEADLINE; and as append, BUSY and what follows it.
  * Threads: the queue's owner. */
 KVM_API kvm_status kvm_attend(kvm_queue *queue, const kvm_step_params *params,

@@ -6,10 +6,13 @@
 #include <algorithm>
 #include <cstdlib>
 #include <nlohmann/json.hpp>  // JSON output; nobody should print JSON by hand
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "kvm.h"
+#include "tools/audit.h"
 #include "tools/doctor.h"
 
 namespace kvm::tools {
@@ -372,6 +375,89 @@ int run_seqs(const Options& options) {
   return kExitOk;
 }
 
+std::string stats_text(kvm_client* client) {
+  std::string text;
+  size_t length = 64 << 10;
+  do {
+    text.resize(length + 1);
+    check(kvm_get_stats_text(client, text.data(), text.size(), &length), "stats");
+  } while (length >= text.size());
+  text.resize(length);
+  return text;
+}
+
+Json errors_json(const ErrorSummary& errors) {
+  if (errors.n_rows == 0) {
+    return {{"mean", nullptr}, {"p95", nullptr}, {"p99", nullptr}};
+  }
+  return {{"mean", errors.mean}, {"p95", errors.p95}, {"p99", errors.p99}};
+}
+
+Json share_json(const std::optional<double>& share) { return share ? Json(*share) : Json(); }
+
+void print_audit_json(const AuditSummary& summary) {
+  Json modes = Json::array();
+  for (const AuditedModeSummary& mode : summary.modes) {
+    modes.push_back({{"mode", mode.mode},
+                     {"answers", mode.n_answers},
+                     {"rows", mode.true_error.n_rows},
+                     {"rows_with_bar", mode.estimated_error.n_rows},
+                     {"true_error", errors_json(mode.true_error)},
+                     {"estimated_error", errors_json(mode.estimated_error)},
+                     {"rows_over", mode.n_over},
+                     {"over_share", share_json(mode.over_share())},
+                     {"allowed_share", share_json(mode.allowed_share())}});
+  }
+  print_json(
+      {{"every", summary.every},
+       {"skipped",
+        {{"busy", summary.n_busy}, {"given_up", summary.n_given_up}, {"unfit", summary.n_unfit}}},
+       {"modes", modes}});
+}
+
+std::string percent(double share) { return fmt::format("{:.3g} %", 100 * share); }
+
+void add_errors(const ErrorSummary& errors, std::vector<std::string>* row) {
+  for (const double value : {errors.mean, errors.p95, errors.p99}) {
+    row->push_back(errors.n_rows == 0 ? "-" : percent(value));
+  }
+}
+
+int run_audit(const Options& options) {
+  const Connection connection(options);
+  const std::optional<AuditSummary> summary = summarize_audits(stats_text(connection.get()));
+  if (!summary) {
+    fail("this kvmd knows no audits", kExitService);
+  }
+  if (options.json) {
+    print_audit_json(*summary);
+    return kExitOk;
+  }
+  std::vector<std::vector<std::string>> rows = {{"MODE", "ANSWERS", "ROWS", "TRUE ERROR", "P95",
+                                                 "P99", "ESTIMATED", "P95", "P99", "OVER",
+                                                 "ALLOWED"}};
+  for (const AuditedModeSummary& mode : summary->modes) {
+    std::vector<std::string> row = {mode.mode, std::to_string(mode.n_answers),
+                                    std::to_string(mode.true_error.n_rows)};
+    add_errors(mode.true_error, &row);
+    add_errors(mode.estimated_error, &row);
+    for (const std::optional<double>& share : {mode.over_share(), mode.allowed_share()}) {
+      row.push_back(share ? percent(*share) : "-");
+    }
+    rows.push_back(std::move(row));
+  }
+  print_table(rows);
+  if (summary->every == 0) {
+    fmt::print("Audits are off: kvmd's audit_every is 0.\n");
+    return kExitOk;
+  }
+  fmt::print(
+      "One of {} approximate answers is computed again. Skipped: {} that found the queue "
+      "full, {} that made way, {} with log weights.\n",
+      summary->every, summary->n_busy, summary->n_given_up, summary->n_unfit);
+  return kExitOk;
+}
+
 // CLI11 would only say that a command is missing where it does not know the one that was given.
 std::string usage_error(const CLI::App* app, const CLI::Error& error) {
   const std::vector<std::string> unknown = app->remaining();
@@ -379,8 +465,8 @@ std::string usage_error(const CLI::App* app, const CLI::Error& error) {
   if (dynamic_cast<const CLI::RequiredError*>(&error) != nullptr) {
     what = unknown.empty() ? "a command is missing" : fmt::format("there is no '{}'", unknown[0]);
   }
-  return fmt::format("kvmctl: {}\nCommands: status, ping, doctor, spaces, seqs; see --help.\n",
-                     what);
+  return fmt::format(
+      "kvmctl: {}\nCommands: status, ping, doctor, spaces, seqs, audit; see --help.\n", what);
 }
 
 int run(int argc, char** argv) {
@@ -413,6 +499,7 @@ int run(int argc, char** argv) {
   add("spaces", "the registered model geometries", run_spaces);
   add("seqs", "the sequences of all clients, and the memory they hold", run_seqs)
       ->add_flag("--all", options.all, "every one, not the largest only; --json has them all");
+  add("audit", "true errors of approximate answers beside the estimated ones", run_audit);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {

@@ -208,7 +208,6 @@ TEST_F(AbiApprox, BadNumbersHaveTheirSentence) {
        }},
       {KVM_ERR_INVALID, "mode", [](kvm_step_params* p) { p->mode = 6; }},
       {KVM_ERR_INVALID, "proposal", [](kvm_step_params* p) { p->proposal = 4; }},
-      {KVM_ERR_UNSUPPORTED, "AUTO", [](kvm_step_params* p) { p->mode = KVM_MODE_AUTO; }},
       {KVM_ERR_UNSUPPORTED, "GRAPH",
        [](kvm_step_params* p) {
          p->mode = KVM_MODE_SAMPLED;

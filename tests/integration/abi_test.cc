@@ -791,7 +791,6 @@ TEST_F(Abi, BadInputHasItsStatusAndChangesNothing) {
       {"NaN scale", KVM_ERR_INVALID, [&](auto* p, auto*) { p->scale = nan; }},
       {"negative scale", KVM_ERR_INVALID, [](auto* p, auto*) { p->scale = -1; }},
       {"unknown mode", KVM_ERR_INVALID, [](auto* p, auto*) { p->mode = 17; }},
-      {"mode of later", KVM_ERR_UNSUPPORTED, [](auto* p, auto*) { p->mode = KVM_MODE_AUTO; }},
       {"dtype", KVM_ERR_INVALID, [](auto* p, auto*) { p->k.dtype = 9; }},
       {"lse dtype", KVM_ERR_INVALID, [](auto* p, auto*) { p->lse.dtype = KVM_DTYPE_F16; }},
       {"no k", KVM_ERR_INVALID, [](auto* p, auto*) { p->k = kvm_tensor{}; }},

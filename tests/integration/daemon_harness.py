@@ -67,11 +67,20 @@ class Daemon:
 
     def hold(self):
         """A client with one space and three sequences, ready."""
-        holder = subprocess.Popen([f"{BIN}/daemon_holder"], stdin=subprocess.PIPE,
-                                  stdout=subprocess.PIPE, text=True,
-                                  env={**os.environ, "KVM_SOCKET": self.socket})
-        assert holder.stdout.readline() == "ready\n"
+        holder, said = self.client("daemon_holder")
+        assert not said
         return holder
+
+    def client(self, program):
+        """A client program once it is ready, and the lines that it has said before."""
+        process = subprocess.Popen([f"{BIN}/{program}"], stdin=subprocess.PIPE,
+                                   stdout=subprocess.PIPE, text=True,
+                                   env={**os.environ, "KVM_SOCKET": self.socket})
+        said = []
+        while (line := process.stdout.readline()) != "ready\n":
+            assert line, f"{program} has ended"
+            said.append(line.rstrip())
+        return process, said
 
 
 def kvmctl(*arguments):

@@ -9,9 +9,9 @@ import tempfile
 import threading
 import unittest
 
-from daemon_harness import Daemon, kvmctl
+from daemon_harness import Daemon, kvmctl, run_kvmd
 
-COMMANDS = ("status", "ping", "doctor", "spaces", "seqs")
+COMMANDS = ("status", "ping", "doctor", "spaces", "seqs", "audit")
 
 
 class Kvmctl(unittest.TestCase):
@@ -147,6 +147,78 @@ class Clients(unittest.TestCase):
             self.assertEqual(status["host_page_bytes"], 0)
             self.assertEqual(status["clients"], 1)
             self.assertEqual(daemon.end(), 0)
+
+
+# Rates with which samples pay from 6,000 tokens on.
+RATES = "exact_bf16=13.5,exact_int8=7,scan=1,gather=20,start=5000,threads=1"
+EXACT, TOPK, SAMPLED, VERIFIED, AUTO = range(1, 6)
+
+
+class Audits(unittest.TestCase):
+    def attend(self, daemon):
+        """Lets a client attend in every mode and leave; returns (asked, done) modes."""
+        client, said = daemon.client("daemon_attender")
+        client.stdin.close()
+        client.wait()
+        client.stdout.close()
+        return [tuple(int(word) for word in line.split()[:2]) for line in said]
+
+    @staticmethod
+    def accounted(audit):
+        return sum(mode["answers"] for mode in audit["modes"]) + sum(audit["skipped"].values())
+
+    def test_true_errors_beside_estimated_ones(self):
+        with Daemon("--audit-every", "1", "--cost-model", RATES) as daemon:
+            client, said = daemon.client("daemon_attender")
+            done = [tuple(int(word) for word in line.split()[:2]) for line in said]
+            # AUTO says what it took: a sample for an error, another for a time.
+            self.assertEqual(set(done), {(EXACT, EXACT), (TOPK, TOPK), (SAMPLED, SAMPLED),
+                                         (AUTO, VERIFIED), (AUTO, SAMPLED)})
+            # Of two kv heads each, but for the exact ones.
+            n_due = 2 * sum(mode != EXACT for _, mode in done)
+            daemon.wait_until(lambda: self.accounted(daemon.json("audit")) >= n_due)
+            audit = daemon.json("audit")
+            self.assertEqual(self.accounted(audit), n_due)
+            self.assertEqual(audit["every"], 1)
+            modes = {mode["mode"]: mode for mode in audit["modes"]}
+            self.assertEqual(set(modes), {"topk", "sampled", "verified"})
+            self.assertGreater(sum(mode["answers"] for mode in audit["modes"]), 0)
+            for mode in audit["modes"]:
+                self.assertEqual(mode["rows"], mode["answers"], "a group of one")
+                if mode["rows"]:
+                    error = mode["true_error"]
+                    self.assertGreater(error["mean"], 0)
+                    self.assertLess(error["mean"], 0.5)
+                    self.assertLessEqual(error["p95"], error["p99"])
+                barred = 0 if mode["mode"] == "topk" else mode["rows"]
+                self.assertEqual(mode["rows_with_bar"], barred)
+                if barred:
+                    self.assertAlmostEqual(mode["allowed_share"], 0.01, places=5)
+                    self.assertEqual(mode["over_share"], mode["rows_over"] / barred)
+                else:
+                    self.assertIsNone(mode["over_share"])
+                    self.assertIsNone(mode["estimated_error"]["mean"])
+            table = daemon.kvmctl("audit").stdout
+            self.assertIn("verified", table)
+            self.assertIn("One of 1 approximate answers", table)
+            client.stdin.close()
+            client.wait()
+            client.stdout.close()
+            daemon.wait_until(lambda: daemon.json("status")["pages"] == 0)
+            self.assertEqual(daemon.end(), 0)
+
+    def test_off(self):
+        with Daemon("--audit-every", "0") as daemon:
+            self.attend(daemon)
+            audit = daemon.json("audit")
+            self.assertEqual(audit["every"], 0)
+            self.assertEqual(self.accounted(audit), 0)
+            self.assertIn("audits are off", daemon.kvmctl("audit").stdout.lower())
+
+    def test_wrong_rates_are_an_option_that_is_wrong(self):
+        result = run_kvmd("--cost-model", "quick")
+        self.assertEqual(result.returncode, 2)
+        self.assertIn("cost_model has the part 'quick'", result.stderr)
 
 
 if __name__ == "__main__":

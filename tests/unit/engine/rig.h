@@ -164,15 +164,22 @@ inline kvm_item query_item(kvm_seq_id seq, uint32_t n, uint32_t row = 0,
 // An engine with one client.
 struct Rig {
   explicit Rig(uint32_t n_threads = 1, uint64_t capacity_bytes = 256 << 20,
-               uint64_t worker_spin_ns = 50000) {
-    EngineOptions options;
-    options.n_threads = n_threads;
-    options.host_capacity_bytes = capacity_bytes;
-    options.worker_spin_ns = worker_spin_ns;
+               uint64_t worker_spin_ns = 50000)
+      : Rig(make_options(n_threads, capacity_bytes, worker_spin_ns)) {}
+  explicit Rig(const EngineOptions& options) {
     auto opened = Engine::open(options);
     EXPECT_TRUE(opened.is_ok()) << opened.status().message();
     engine = std::move(opened).value();
     client = engine->add_client(0, 0);
+  }
+
+  static EngineOptions make_options(uint32_t n_threads, uint64_t capacity_bytes = 256 << 20,
+                                    uint64_t worker_spin_ns = 50000) {
+    EngineOptions options;
+    options.n_threads = n_threads;
+    options.host_capacity_bytes = capacity_bytes;
+    options.worker_spin_ns = worker_spin_ns;
+    return options;
   }
 
   // Drives the engine until `done`, or gives up.

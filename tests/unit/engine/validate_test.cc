@@ -113,7 +113,6 @@ TEST(Validate, EveryBadNumberHasItsSentence) {
          s.proposal = KVM_PROPOSAL_GRAPH;
        },
        KVM_ERR_UNSUPPORTED},
-      {"AUTO", [](StepRequest& s) { s.mode = KVM_MODE_AUTO; }, KVM_ERR_UNSUPPORTED},
       {"proposal", [](StepRequest& s) { s.proposal = 4; }},
       {"scale", [](StepRequest& s) { s.scale = NAN; }},
       {"scale", [](StepRequest& s) { s.scale = INFINITY; }},
