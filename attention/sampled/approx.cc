@@ -22,10 +22,15 @@ namespace {
 constexpr uint64_t kFewestKeys = 2048;
 constexpr double kHopelessBar = 0.5;
 constexpr uint32_t kMostGrowths = 8;
-constexpr double kLeastGrowth = 1.1;
-constexpr double kMostGrowth = 4.0;
-// What the bar is expected to fall short of by chance.
-constexpr double kGrowthMargin = 1.05;
+constexpr double kLeastGrowth = 1.02;
+// Variances of a larger sample are aimed so far below that of eps, and so many of their own standard
+// deviations, for growing once more would cost more than reading that many more keys.
+constexpr double kAimBelow = 0.03;
+constexpr double kAimDeviations = 2.0;
+// Candidates that growth is planned by.
+constexpr uint32_t kPlanKeys = 512;
+// Of c e^s_hat: its square is a float.
+constexpr float kMostLogSize = 40.0f;
 
 enum class Method : uint8_t { kSample, kHashed, kSelect };
 
@@ -142,7 +147,9 @@ struct FinishScratch {
   std::byte* other;   // another
   std::byte* stack;   // of StateStack over shards
   std::byte* sums;
-  GrownSums* grown;  // [shards]
+  float* plan_size;    // [rows][kPlanKeys]
+  float* plan_excess;  // [rows][kPlanKeys]
+  float* plan_weight;  // [kPlanKeys]
 };
 
 FinishScratch carve_finish(const ApproxInput& input, const Plan& exact, uint64_t n_keys,
@@ -159,7 +166,9 @@ FinishScratch carve_finish(const ApproxInput& input, const Plan& exact, uint64_t
   s.other = carver.take<std::byte>(stride);
   s.stack = carver.take<std::byte>((depth + 1) * stride);
   s.sums = carver.take<std::byte>(gather_sums_bytes(problem));
-  s.grown = carver.take<GrownSums>(shards.count());
+  s.plan_size = carver.take<float>(size_t{kPlanKeys} * exact.rows);
+  s.plan_excess = carver.take<float>(size_t{kPlanKeys} * exact.rows);
+  s.plan_weight = carver.take<float>(kPlanKeys);
   return s;
 }
 
@@ -262,7 +271,9 @@ struct RowWork {
 class Sampler {
  public:
   Sampler(const Context& c, const FinishScratch& s, std::byte* states)
-      : c_(c), s_(s), states_(states), kappas_(static_cast<double>(c.params().delta)) {}
+      : c_(c), s_(s), states_(states), kappas_(static_cast<double>(c.params().delta)) {
+    std::copy_n(c.prepared.head->log_c, c.rows, log_c_);
+  }
 
   // Returns false where the problem has to be answered exactly.
   bool solve(ApproxReport* report);
@@ -271,81 +282,78 @@ class Sampler {
   SampleState shard(uint32_t i) const {
     return sample_state(c_, states_ + i * c_.plan->state_bytes, nullptr);
   }
-  void grow(double factor);
-  double expected(double factor) const;
   void total(uint32_t row, RowWork* work) const;
-  void add_shard(const SampleState& state, const GrownSums& grown, uint32_t row, double factor,
-                 RowWork* work) const;
+  void add_shard(const SampleState& state, uint32_t row, RowWork* work) const;
   double estimate(ApproxReport* report);
   void write_row(uint32_t row, const RowWork& work, const RowEstimate& estimate) const;
   void count_reads(ApproxReport* report) const;
-  // Fills s_.grown.
   bool all_closed() const;
+  uint32_t add_shares(const SampleState& state, uint64_t stride, uint64_t* skip, KeyShares* keys,
+                      double* variance) const;
+  double plan_growth(double* growth) const;
+  void grow(const double* growth);
 
   const Context& c_;
   const FinishScratch& s_;
   std::byte* states_;
   Kappas kappas_;
-  double factor_ = 1.0;       // by which the sample has grown since the last scan
-  double log_scanned_ = 0.0;  // by which the last scan was larger than the first
+  float log_c_[kMaxApproxRows];
+  // Of the last estimate.
+  double over_eps_[kMaxApproxRows] = {};  // bar / (eps |o|)
+  double draws_[kMaxApproxRows] = {};
 };
-
-double Sampler::expected(double factor) const {
-  double sum = 0;
-  for (uint32_t i = 0; i < c_.plan->n_shards; ++i) {
-    sum += grown_sums(c_, shard(i), factor).expected;
-  }
-  return sum;
-}
 
 bool Sampler::all_closed() const {
   double n_open = 0;
   for (uint32_t i = 0; i < c_.plan->n_shards; ++i) {
-    s_.grown[i] = grown_sums(c_, shard(i), factor_);
-    n_open += s_.grown[i].n_open;
+    const SampleHead& head = *shard(i).head;
+    n_open += head.sums.n_keys - static_cast<double>(head.n_closed);
   }
   return n_open <= 0;
 }
 
-void Sampler::add_shard(const SampleState& state, const GrownSums& grown, uint32_t row, double f,
-                        RowWork* work) const {
+void Sampler::add_shard(const SampleState& state, uint32_t row, RowWork* work) const {
   RowTotals& t = work->totals;
+  const SampleHead& head = *state.head;
   // The sketch's sums have no reference but c.
-  const double hat = std::exp(-static_cast<double>(state.head->log_c[row]) - t.top);
-  t.open_mass += hat * grown.open_mass[row];
-  t.spread += hat * hat * grown.spread[row];
-  t.any_open = t.any_open || grown.n_open > 0;
+  const double hat = std::exp(-static_cast<double>(head.log_c[row]) - t.top);
+  t.open_mass += hat * head.sums.open_mass[row];
+  if (!head.redrawn) {
+    t.spread += hat * hat * head.sums.spread[row];
+  }
+  t.any_open = t.any_open || head.sums.n_keys > static_cast<double>(head.n_closed);
   const GatherSums& sums = state.sums;
   if (sums.m[row] == kEmptyLse) {
     return;
   }
   const double w = std::exp(static_cast<double>(sums.m[row]) - t.top);
-  const double open = w / f;
-  const double square = w * w / (f * f);
-  const double product = w * w / f;
   const auto sum = [&](GatherSum which) { return lanes(sums, row, which); };
   const auto chance = [&](GatherSum squares, GatherSum products) {
-    return square * sum(squares) - product * sum(products);
+    return w * w * (sum(squares) - sum(products));
   };
   t.closed += w * sum(kSumClosed);
-  t.open += open * sum(kSumOpen);
-  t.norm2 += w * sum(kSumClosedNorm) + open * sum(kSumOpenNorm);
-  t.hat += open * sum(kSumHat);
-  t.residual += open * sum(kSumResidual);
-  t.residual2 += open * sum(kSumResidual2);
+  t.open += w * sum(kSumOpen);
+  t.norm2 += w * (sum(kSumClosedNorm) + sum(kSumOpenNorm));
+  t.hat += w * sum(kSumHat);
+  t.residual += w * sum(kSumResidual);
+  t.residual2 += w * sum(kSumResidual2);
+  t.square += w * w * sum(kSumSquare);
   t.chance += chance(kSumSquare, kSumProduct);
   t.chance_norm2 += chance(kSumSquareNorm, kSumProductNorm);
   t.chance_hat += chance(kSumSquareHat, kSumProductHat);
-  t.chance_hat2 += chance(kSumSquareHat2, kSumProductHat2);
+  const double chance_hat2 = chance(kSumSquareHat2, kSumProductHat2);
+  t.chance_hat2 += chance_hat2;
+  if (head.redrawn) {
+    t.spread += chance_hat2;  // of which it is the expectation
+  }
   const uint32_t stride = acc_stride(c_.problem);
   const auto vector = [&](GatherVector which) {
     return sums.acc + (size_t{which} * padded_rows(c_.rows) + row) * stride;
   };
   for (uint32_t d = 0; d < c_.problem.dim_v; ++d) {
-    work->n_sample[d] += w * static_cast<double>(vector(kVecClosed)[d]) +
-                         open * static_cast<double>(vector(kVecOpen)[d]);
-    work->chance_v[d] += square * static_cast<double>(vector(kVecSquare)[d]) -
-                         product * static_cast<double>(vector(kVecProduct)[d]);
+    work->n_sample[d] +=
+        w * (static_cast<double>(vector(kVecClosed)[d]) + static_cast<double>(vector(kVecOpen)[d]));
+    work->chance_v[d] += w * w * static_cast<double>(vector(kVecSquare)[d]);
   }
 }
 
@@ -373,7 +381,7 @@ void Sampler::total(uint32_t row, RowWork* work) const {
   std::fill_n(work->n_sample, dim, 0.0);
   std::fill_n(work->chance_v, dim, 0.0);
   for (uint32_t i = 0; i < c_.plan->n_shards; ++i) {
-    add_shard(shard(i), s_.grown[i], row, factor_, work);
+    add_shard(shard(i), row, work);
   }
   t.n_fixed = {work->n_fixed, dim};
   t.n_sample = {work->n_sample, dim};
@@ -405,6 +413,8 @@ double Sampler::estimate(ApproxReport* report) {
     const double relative =
         e.norm_o > 0 ? e.bar / e.norm_o : (e.bar > 0 || work.totals.any_open ? INFINITY : 0.0);
     worst = std::max(worst, std::isnan(relative) ? INFINITY : relative);
+    over_eps_[r] = relative / static_cast<double>(c_.params().eps);
+    draws_[r] = e.draws;
     report->err_o[r] = static_cast<float>(relative);
     report->err_lse[r] = static_cast<float>(e.bar_lse);
     report->noise[r] = static_cast<float>(e.noise);
@@ -413,26 +423,108 @@ double Sampler::estimate(ApproxReport* report) {
   return worst;
 }
 
-// Grows the sample by `factor`, by what was kept for it or by another scan.
-void Sampler::grow(double factor) {
-  const double to = factor_ * factor;
-  bool kept = true;
+// Every `stride`-th candidate, from `skip` on, that is left to chance, to the shares; sum of
+// excess (1 - p)/p to `variance`. Returns the closed ones among them, and leaves in skip what is
+// for the next shard.
+uint32_t Sampler::add_shares(const SampleState& state, uint64_t stride, uint64_t* skip,
+                             KeyShares* keys, double* variance) const {
+  const SampleHead& head = *state.head;
+  const hash_index::Candidates& list = state.candidates;
+  const uint32_t rows = c_.rows;
+  uint32_t n_closed = 0;
+  for (; *skip < list.n; *skip += stride) {
+    const auto i = static_cast<uint32_t>(*skip);
+    const float size = list.size[i];
+    if (size >= 1.0f) {
+      ++n_closed;
+      continue;
+    }
+    float h[kMaxApproxRows];
+    for (uint32_t r = 0; r < rows; ++r) {
+      h[r] = std::exp(std::min(list.logits[size_t{i} * rows + r] + head.log_c[r], kMostLogSize));
+    }
+    // Candidates are all keys with their own chance to be one.
+    const float weight = static_cast<float>(stride) / std::min(1.0f, size * head.reach);
+    const float unit = size / std::max(*std::max_element(h, h + rows), 1e-37f);  // |v|
+    const float odds = 1.0f / size - 1.0f;
+    for (uint32_t r = 0; r < rows; ++r) {
+      const size_t at = size_t{r} * keys->stride + keys->n;
+      keys->size[at] = h[r] * unit;
+      keys->excess[at] = h[r] * h[r] * weight;
+      variance[r] += static_cast<double>(h[r] * h[r] * weight * odds);
+    }
+    s_.plan_weight[keys->n++] = weight;
+  }
+  *skip -= list.n;
+  return n_closed;
+}
+
+// The growth of each row's c with which all bars should meet eps; returns how many keys that would
+// read. By some of the candidates, which are a sample of all keys: the squares of their sketched
+// weights say how the variance falls.
+double Sampler::plan_growth(double* growth) const {
+  const uint32_t rows = c_.rows;
+  uint64_t n_candidates = 0;
   for (uint32_t i = 0; i < c_.plan->n_shards; ++i) {
-    kept = kept && to <= static_cast<double>(shard(i).head->reach);
+    n_candidates += shard(i).candidates.n;
+  }
+  const uint64_t stride = n_candidates / kPlanKeys + 1;
+  KeyShares keys{
+      .n = 0, .stride = kPlanKeys, .rows = rows, .size = s_.plan_size, .excess = s_.plan_excess};
+  double variance[kMaxApproxRows] = {};
+  double n_closed = 0;
+  uint64_t skip = 0;
+  for (uint32_t i = 0; i < c_.plan->n_shards; ++i) {
+    n_closed += add_shares(shard(i), stride, &skip, &keys, variance);
+  }
+  double wanted[kMaxApproxRows];
+  for (uint32_t r = 0; r < rows; ++r) {
+    const double margin =
+        1.0 + kAimBelow + kAimDeviations / std::max(over_eps_[r] * std::sqrt(draws_[r]), 1.0);
+    wanted[r] = margin * over_eps_[r] * over_eps_[r];
+    const auto scale = static_cast<float>(variance[r] > 0 ? wanted[r] / variance[r] : 0.0);
+    for (uint32_t i = 0; i < keys.n; ++i) {
+      keys.excess[size_t{r} * kPlanKeys + i] *= scale;
+    }
+  }
+  solve_growth(keys, 1.0, growth);
+  for (uint32_t r = 0; r < rows; ++r) {
+    if (over_eps_[r] > 1.0) {
+      growth[r] = std::max({growth[r], kLeastGrowth, variance[r] > 0 ? 0.0 : wanted[r]});
+    }
+  }
+  double n = n_closed * static_cast<double>(stride);
+  for (uint32_t i = 0; i < keys.n; ++i) {
+    double chance = 0;
+    for (uint32_t r = 0; r < rows; ++r) {
+      chance =
+          std::max(chance, growth[r] * static_cast<double>(keys.size[size_t{r} * kPlanKeys + i]));
+    }
+    n += static_cast<double>(s_.plan_weight[i]) * std::min(chance, 1.0);
+  }
+  return n;
+}
+
+// Draws more: of what the scan has found, or with another scan.
+void Sampler::grow(const double* growth) {
+  float log_growth[kMaxApproxRows];
+  for (uint32_t r = 0; r < c_.rows; ++r) {
+    log_growth[r] = static_cast<float>(std::log(growth[r]));
+    log_c_[r] += log_growth[r];
+  }
+  const double most = *std::max_element(growth, growth + c_.rows);
+  bool reached = true;
+  for (uint32_t i = 0; i < c_.plan->n_shards; ++i) {
+    reached = reached && most <= static_cast<double>(shard(i).head->reach);
   }
   const Shards shards(c_.exact);
   for (uint32_t i = 0; i < c_.plan->n_shards; ++i) {
-    if (kept) {
-      grow_shard(c_, factor_, to, s_.method, shard(i));
+    if (reached) {
+      redraw_shard(c_, log_growth, s_.method, shard(i));
     } else {
-      draw_shard(c_, shards.id(i), static_cast<float>(log_scanned_ + std::log(to)), s_.method,
-                 shard(i));
+      draw_shard(c_, shards.id(i), log_c_, kReachAgain, s_.method, shard(i));
     }
   }
-  if (!kept) {
-    log_scanned_ += std::log(to);
-  }
-  factor_ = kept ? to : 1.0;
 }
 
 void Sampler::count_reads(ApproxReport* report) const {
@@ -440,7 +532,7 @@ void Sampler::count_reads(ApproxReport* report) const {
   uint64_t keys = 0;
   for (uint32_t i = 0; i < c_.plan->n_shards; ++i) {
     const SampleState state = shard(i);
-    keys += state.head->keys_read;
+    keys += state.head->n_open + state.head->n_closed;
     index_bytes += state.head->index_bytes;
   }
   report->keys_read = std::min(keys_fixed(c_) + keys, c_.plan->n_keys_present);
@@ -461,16 +553,8 @@ bool Sampler::solve(ApproxReport* report) {
     if (!verified || worst <= eps) {
       return true;
     }
-    const double ratio = worst / eps;
-    const double growth = std::clamp(kGrowthMargin * ratio * ratio, kLeastGrowth, kMostGrowth);
-    if (worst > kHopelessBar || stage == kMostGrowths) {
-      return false;
-    }
-    // What it would take in the end. Where the candidates do not reach, in proportion.
-    const double reach = std::max(1.0, static_cast<double>(kReach) / factor_);
-    const double wanted = ratio * ratio;
-    const double within = std::min(wanted, reach);
-    if (expected(factor_ * within) * (wanted / within) > most) {
+    double growth[kMaxApproxRows];
+    if (worst > kHopelessBar || stage == kMostGrowths || plan_growth(growth) > most) {
       return false;
     }
     grow(growth);
@@ -615,7 +699,8 @@ void eval_shard(const ApproxInput& input, const ApproxPlan& plan, const void* pr
     case Method::kSample: {
       const SampleState sample = sample_state(c, state, scratch);
       *sample.head = SampleHead{};
-      draw_shard(c, id, 0.0f, scratch, sample);
+      draw_shard(c, id, c.prepared.head->log_c, may_grow(c.params()) ? kReach : 1.0f, scratch,
+                 sample);
       break;
     }
   }

@@ -15,14 +15,16 @@
 //              `budget` rows of each head or as many as eps needs (where that is more than exact
 //              costs: exact); or MagicPIG's estimator over LSH candidates (softmax over s - ln u;
 //              no bar, no budget).
-//   Verified   Sampled, then as long as the bar exceeds eps the sample grows (nested) until it
-//              meets it or exact is cheaper; then exact.
+//   Verified   Sampled, smaller at first; then as long as a bar exceeds eps the sample grows
+//              (nested), each row's c by what its own bar needs, until all meet it or exact is
+//              cheaper; then exact.
 //
 //     D_hat = D_F + sum_S w_i / p_i     N_hat = N_F + sum_S (w_i / p_i) v_i      o = N_hat / D_hat
 //
 // The bar is kappa times the larger of the plug-in sigma and one from the sketch's measured noise;
-// kappa grows with that noise; never below 2e-3 |o|. docs/approximate_attention.md explains it;
-// models/house/estimators.py is the reference and names the sources.
+// kappa grows with that noise and where few keys were drawn; never below 2e-3 |o|.
+// docs/approximate_attention.md explains it; models/house/estimators.py is the reference and names
+// the sources.
 //
 // A problem is solved in pieces that may run on any threads:
 //
@@ -78,8 +80,11 @@ enum class Proposal : uint8_t { kSketch, kLsh, kExact };
 struct ApproxParams {
   ApproxMode mode = ApproxMode::kSampled;
   Proposal proposal = Proposal::kSketch;
-  float eps = 0.03f;    // relative error of o, > 0; Verified, and Sampled without a budget
-  float delta = 0.01f;  // probability that the error exceeds the reported bar
+  float eps = 0.03f;  // relative error of o, > 0; Verified, and Sampled without a budget
+  // Probability, for each row over seeds, that the error exceeds the reported bar; of Verified as
+  // well, where the bar has met eps after growth. Found by simulation (kvm-bench coverage), not
+  // proved.
+  float delta = 0.01f;
   // Keys of R for each row of the problem; Verified starts with it. 0: from eps; TopK: exact, or
   // with hash tables all candidates.
   uint64_t budget = 0;

@@ -69,6 +69,17 @@ Shards::Shards(const Plan& exact) {
   }
 }
 
+hash_index::SketchSpan span_of(const Context& c, const Use& use, const Stretch& stretch) {
+  const SketchedRun& run = c.input->index.sketches[stretch.index_run];
+  const size_t block = hash_index::block_bytes(hash_index::frame_kind(*run.frame), c.problem.dim_k);
+  const uint64_t offset = (stretch.position - run.position) / kPageTokens;
+  return {.frame = run.frame,
+          .query = c.prepared.queries + use.query_at,
+          .blocks = run.blocks + offset * block,
+          .n_blocks = stretch.n_blocks,
+          .position = stretch.position};
+}
+
 void dense_queries(const Context& c, uint32_t variant, float* out) {
   const QueryRows q = query_rows(c.problem, c.prepared.exact);
   for (uint32_t r = 0; r < c.rows; ++r) {

@@ -43,7 +43,7 @@ double kappa_of(double delta) {
   return std::max(kappa, kKappas[0].kappa);
 }
 
-double lse_kappa_of(double delta) {
+double gaussian_of(double delta) {
   // P(|z| > x) = erfc(x / sqrt 2) falls with x: bisection.
   const double tail = std::clamp(delta, 1e-9, 0.99);
   double low = 0;
@@ -52,7 +52,13 @@ double lse_kappa_of(double delta) {
     const double middle = (low + high) / 2;
     (std::erfc(middle / std::numbers::sqrt2) > tail ? low : high) = middle;
   }
-  return 1.1 * high;
+  return high;
+}
+
+double few_draws(double draws, double z) {
+  const double n = std::max(2.0, draws - 1.0);  // in this order: no number counts as few
+  const double g = (n - 1.5) / ((n - 1.0) * (n - 1.0));
+  return std::max(std::sqrt(n * std::expm1(z * z * g)) / z, 1.0);
 }
 
 RowEstimate estimate_row(const RowTotals& t, const Kappas& kappas, std::span<double> o) {
@@ -102,7 +108,9 @@ RowEstimate estimate_row(const RowTotals& t, const Kappas& kappas, std::span<dou
   const double noisy = std::exp(std::min(variance, 50.0));
   const double model = a * root(noisy * t.spread * r2) / e.mass;
   const double model_lse = a * root((noisy - 1) * t.spread) / e.lse_mass;
-  const double growth = std::max(1.0, std::exp((std::min(variance, 50.0) - kNoiseAllowance) / 2));
+  e.draws = t.open * t.open / std::max(t.square, 1e-300);
+  const double growth = few_draws(e.draws, kappas.gaussian) *
+                        std::max(1.0, std::exp((std::min(variance, 50.0) - kNoiseAllowance) / 2));
   e.bar = std::max(e.bar, kappas.o * growth * std::max(known(e.sigma_o), known(model)));
   e.bar_lse =
       std::max(e.bar_lse, kappas.lse * growth * std::max(known(e.sigma_lse), known(model_lse)));

@@ -4,8 +4,10 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 
 #include "attention/sampled/estimate.h"
+#include "attention/sampled/sample.h"
 #include "base/merge.h"
 
 namespace kvm::attention {
@@ -21,6 +23,12 @@ constexpr uint32_t kMostBlocks = 512;
 // Keys of the pilot that are read for each row, and for all rows together.
 constexpr double kProbeKeys = 64;
 constexpr uint32_t kMostProbes = 2048;
+// A sample that may grow starts with this share of what the pilot says that it needs, for it shows
+// that better; and where the pilot says so many times what is worth it, it is exact at once.
+constexpr float kFirstShare = 0.4f;
+constexpr double kSurelyMore = 1.5;
+// Thresholds, and logits, beyond it have no place for fractions of a nat.
+constexpr float kMostLogC = 1e6f;
 // How far the probe looks into F.
 constexpr uint64_t kProbeTail = 256;
 constexpr uint32_t kMostProbeRanges = 16;
@@ -51,9 +59,10 @@ struct Pilot {
   // The probe.
   uint64_t* probe_position;  // [kMostProbes]
   uint32_t* probe_ids;
-  float* probe_factor;  // [kMostProbes][rows]: what a key stands for
-  float* probe_size;    // [kMostProbes][rows]
-  float* probe_excess;  // [kMostProbes][rows]: share of sigma^2 / eps^2 at p = 1/2
+  uint32_t* probe_at;   // place in the pilot
+  float* probe_chance;  // p in the pilot
+  float* probe_factor;  // [kMostProbes][rows]: what a key stands for, the same for all rows
+  KeyShares shares;     // of kMostProbes
   float* o;             // [padded rows][acc_stride]
   void* sums;
   void* state;
@@ -74,9 +83,12 @@ Pilot carve_pilot(const Problem& problem, const Plan& exact, uint64_t n_keys, Ca
   p.block_logits = carver.take<float>(size_t{rows} * kPageTokens);
   p.probe_position = carver.take<uint64_t>(kMostProbes);
   p.probe_ids = carver.take<uint32_t>(kMostProbes);
+  p.probe_at = carver.take<uint32_t>(kMostProbes);
+  p.probe_chance = carver.take<float>(kMostProbes);
   p.probe_factor = carver.take<float>(size_t{kMostProbes} * rows);
-  p.probe_size = carver.take<float>(size_t{kMostProbes} * rows);
-  p.probe_excess = carver.take<float>(size_t{kMostProbes} * rows);
+  p.shares = {.n = 0, .stride = kMostProbes, .rows = rows};
+  p.shares.size = carver.take<float>(size_t{kMostProbes} * rows);
+  p.shares.excess = carver.take<float>(size_t{kMostProbes} * rows);
   p.o = carver.take<float>(size_t{padded_rows(rows)} * acc_stride(problem));
   p.sums = carver.take<std::byte>(gather_sums_bytes(problem));
   p.state = carver.take<std::byte>(state_bytes(problem, rows));
@@ -101,16 +113,10 @@ void look(const Context& c, Pilot& p) {
   };
   choose();
   for_stretches_in(c, 0, UINT64_MAX, [&](const Use& use, const Stretch& stretch) {
-    const SketchedRun& run = c.input->index.sketches[stretch.index_run];
-    const uint64_t offset = (stretch.position - run.position) / kPageTokens;
-    const hash_index::SketchSpan span{.frame = run.frame,
-                                      .query = c.prepared.queries + use.query_at,
-                                      .blocks = run.blocks,
-                                      .n_blocks = run.n_blocks,
-                                      .position = run.position};
+    const hash_index::SketchSpan span = span_of(c, use, stretch);
     const float* bias = bias_of(q, use.variant);
     for (; next < at + stretch.n_blocks; ++group, choose()) {
-      const uint64_t block = offset + next - at;
+      const uint64_t block = next - at;
       const size_t to = group * kPageTokens;
       hash_index::scan_logits(span, c.rows, static_cast<uint32_t>(block), p.block_logits,
                               p.norms + to);
@@ -121,7 +127,7 @@ void look(const Context& c, Pilot& p) {
           logits[i] += bias[r] * c.problem.scale;
         }
       }
-      p.positions[group] = run.position + block * kPageTokens;
+      p.positions[group] = span.position + block * kPageTokens;
     }
     at += stretch.n_blocks;
   });
@@ -148,28 +154,31 @@ void unite(const Context& c, Pilot& p) {
 
 // --- Without a budget ---------------------------------------------------------------------------
 
-// Draws keys of the pilot. Returns how many.
-uint32_t draw_probe(const Context& c, Pilot& p) {
+// Draws keys of the pilot, all with p times `share`. False where there are more than have room.
+bool draw_probe(const Context& c, Pilot& p, float share) {
   const uint64_t seed = c.params().seed ^ kProbeSeed;
   uint32_t n = 0;
-  for (size_t i = 0; i < p.n && n < kMostProbes; ++i) {
-    const float size = std::max(p.largest_size[i], hash_index::kMinSize);
+  for (size_t i = 0; i < p.n; ++i) {
+    const float size = std::max(share * p.largest_size[i], hash_index::kMinSize);
     const uint64_t position = p.positions[i / kPageTokens] + i % kPageTokens;
     if (size < 1.0f && permanent_random(seed, position) >= size) {
       continue;
     }
-    const double chance = std::min(1.0, static_cast<double>(size));
+    if (n == kMostProbes) {
+      return false;
+    }
     p.probe_position[n] = position;
     p.probe_ids[n] = n;
+    p.probe_at[n] = static_cast<uint32_t>(i);
+    p.probe_chance[n] = std::min(size, 1.0f);
     for (uint32_t r = 0; r < c.rows; ++r) {
-      p.probe_size[n * c.rows + r] =
-          std::max(p.sizes[r * p.n + i] * p.factor[r], hash_index::kMinSize);
-      p.probe_factor[n * c.rows + r] = static_cast<float>(p.share / chance);
-      p.probe_excess[n * c.rows + r] = p.logits[r * p.n + i];  // s_hat, until it is used
+      p.shares.size[size_t{r} * kMostProbes + n] = p.sizes[r * p.n + i] * p.factor[r];
+      p.probe_factor[size_t{n} * c.rows + r] = static_cast<float>(p.share) / p.probe_chance[n];
     }
     ++n;
   }
-  return n;
+  p.shares.n = n;
+  return true;
 }
 
 // The state of the first and the last tokens of F, which hold most of its mass.
@@ -205,18 +214,17 @@ struct RowProbe {
   double top = 0;
   double mass = 0;  // D, relative to e^top
   double norm_o = 0;
-  double kappa = 0;
 };
 
 // o of each row to p.o; the rest is returned.
-void estimate_probe(const Context& c, Pilot& p, uint32_t n, RowProbe* probes) {
+void estimate_probe(const Context& c, Pilot& p, RowProbe* probes) {
   const Problem& problem = c.problem;
   const GatherContext context = c.gathering();
   const GatherSums sums = gather_sums_view(problem, p.sums);
   clear_sums(problem, sums);
   gather(context,
          {.kind = kGatherWeighted,
-          .ids = {p.probe_ids, n},
+          .ids = {p.probe_ids, p.shares.n},
           .position = p.probe_position,
           .per_row = p.probe_factor},
          sums);
@@ -252,19 +260,71 @@ void estimate_probe(const Context& c, Pilot& p, uint32_t n, RowProbe* probes) {
   }
 }
 
-// Leaves in probe_excess, for each key and row, w^2 |v - o|^2 / (D |o|)^2 times what it stands for,
-// and in probes the kappa that the noise asks for.
-void weigh_probe(const Context& c, Pilot& p, uint32_t n, RowProbe* probes) {
+// What the keys that were read say of a row.
+struct RowMoments {
+  double mass = 0;      // sum of w times what a key stands for, over keys with p < 1
+  double residual = 0;  // the same of w (s - s_hat)
+  double residual2 = 0;
+  double all = 0;     // sum of w times what a key stands for
+  double square = 0;  // of the squares of that
+  double chance = 0;  // variance of |D (o - its estimate)|^2
+};
+
+void add_key(const Context& c, Pilot& p, uint32_t r, size_t id, const RowProbe& probe, double s,
+             double away, RowMoments* m) {
+  const auto factor = static_cast<double>(p.probe_factor[id * c.rows + r]);
+  const double w = std::exp(s - probe.top);
+  if (p.probe_chance[id] < 1.0f) {
+    const double e = s - static_cast<double>(p.logits[size_t{r} * p.n + p.probe_at[id]]);
+    m->mass += factor * w;
+    m->residual += factor * w * e;
+    m->residual2 += factor * w * e * e;
+  }
+  m->all += factor * w;
+  m->square += factor * w * factor * w;
+  m->chance += factor * (factor - 1.0) * w * w * away;
+  p.shares.excess[size_t{r} * kMostProbes + id] = static_cast<float>(
+      std::min(factor * w * w * away / std::max(probe.mass * probe.mass, 1e-300), 1e30));
+}
+
+// Turns what was summed of a row's keys, w^2 |v - o|^2 / D^2 times what they stand for, into shares
+// of (bar / eps)^2.
+void scale_shares(const Context& c, Pilot& p, uint32_t r, const RowProbe& probe,
+                  const RowMoments& m) {
+  const ApproxParams& params = c.params();
+  const double mass = std::max(m.mass, 1e-300);
+  const double mean = m.residual / mass;
+  const double variance = std::clamp(m.residual2 / mass - mean * mean, 0.0, 50.0);
+  const double kappa = kappa_of(static_cast<double>(params.delta)) *
+                       std::max(1.0, std::exp((variance - kNoiseAllowance) / 2));
+  // Where the sample does not grow, what a few keys say of V is not mended later: V and one
+  // standard deviation of that.
+  const double draws = m.all * m.all / std::max(m.square, 1e-300);
+  const double unsure = may_grow(params) ? 1.0 : 1.0 + std::sqrt(2.0 / std::max(draws, 1.0));
+  // |o|^2 of the estimate has the variance in it.
+  const double o2 = probe.norm_o * probe.norm_o;
+  const double error2 = m.chance / std::max(probe.mass * probe.mass, 1e-300);
+  const double true_o2 = std::max(o2 - error2, 0.25 * o2);
+  const auto eps = static_cast<double>(params.eps);
+  const double scale =
+      true_o2 > 0 ? unsure * kappa * kappa / (true_o2 * std::max(eps * eps, 1e-8)) : 0.0;
+  for (uint32_t i = 0; i < p.shares.n; ++i) {
+    float& excess = p.shares.excess[size_t{r} * kMostProbes + i];
+    excess = static_cast<float>(std::min(static_cast<double>(excess) * scale, 1e30));
+  }
+}
+
+// Fills the shares of the keys that were drawn.
+void weigh_probe(const Context& c, Pilot& p, const RowProbe* probes) {
   const GatherContext context = c.gathering();
-  const GatherList list{.ids = {p.probe_ids, n}, .position = p.probe_position};
+  const GatherList list{.ids = {p.probe_ids, p.shares.n}, .position = p.probe_position};
   BatchMaker maker(context, list);
   GatherArgs args;
   GatherBatch batch;
-  const uint32_t padded = padded_rows(c.rows);
   alignas(64) float logits[kMaxGatherRows * kGatherKeys];
   alignas(64) float dots[kMaxGatherRows * kGatherKeys];
   alignas(64) float squares[kGatherKeys];
-  double moments[kMaxApproxRows][3] = {};  // of s - s_hat, over keys with p < 1
+  RowMoments moments[kMaxApproxRows];
   while (maker.next(&args, &batch)) {
     context.kernels->logits(&args, &batch, logits);
     context.kernels->norms(batch.v, batch.dtype_v, args.dim_v, squares);
@@ -279,7 +339,7 @@ void weigh_probe(const Context& c, Pilot& p, uint32_t n, RowProbe* probes) {
                           .bias = nullptr,
                           .q_stride = args.acc_stride,
                           .rows = c.rows,
-                          .rows_padded = padded,
+                          .rows_padded = padded_rows(c.rows),
                           .dim_k = args.dim_v,
                           .dim_v = args.dim_v,
                           .acc_stride = args.acc_stride,
@@ -287,100 +347,33 @@ void weigh_probe(const Context& c, Pilot& p, uint32_t n, RowProbe* probes) {
                           .softcap = 0.0f};
     context.kernels->logits(&by_o, &values, dots);
     for (uint32_t i = 0; i < batch.n; ++i) {
-      const size_t id = maker.first() + i;
-      const double v2 = static_cast<double>(squares[i]) * static_cast<double>(batch.v_scale[i]) *
-                        static_cast<double>(batch.v_scale[i]);
+      const auto scale = static_cast<double>(batch.v_scale[i]);
+      const double v2 = static_cast<double>(squares[i]) * scale * scale;
       for (uint32_t r = 0; r < c.rows; ++r) {
-        const RowProbe& probe = probes[r];
-        const double s = static_cast<double>(logits[r * kGatherKeys + i]);
-        const double w = std::exp(s - probe.top);
-        const double factor = static_cast<double>(p.probe_factor[id * c.rows + r]);
-        if (static_cast<double>(p.probe_factor[id * c.rows + r]) > p.share) {
-          const double e = s - static_cast<double>(p.probe_excess[id * c.rows + r]);
-          moments[r][0] += factor * w;
-          moments[r][1] += factor * w * e;
-          moments[r][2] += factor * w * e * e;
-        }
-        const double o2 = probe.norm_o * probe.norm_o;
-        const double away =
-            std::max(v2 - 2 * static_cast<double>(dots[r * kGatherKeys + i]) + o2, 0.0);
-        const double scale = probe.mass * probe.mass * o2;
-        p.probe_excess[id * c.rows + r] =
-            static_cast<float>(scale > 0 ? factor * w * w * away / scale : 0.0);
+        const double o2 = probes[r].norm_o * probes[r].norm_o;
+        const double away = v2 - 2 * static_cast<double>(dots[r * kGatherKeys + i]) + o2;
+        add_key(c, p, r, maker.first() + i, probes[r],
+                static_cast<double>(logits[r * kGatherKeys + i]), std::max(away, 0.0), moments + r);
       }
     }
   }
   for (uint32_t r = 0; r < c.rows; ++r) {
-    const double mass = std::max(moments[r][0], 1e-300);
-    const double mean = moments[r][1] / mass;
-    const double variance = std::clamp(moments[r][2] / mass - mean * mean, 0.0, 50.0);
-    probes[r].kappa = kappa_of(static_cast<double>(c.params().delta)) *
-                      std::max(1.0, std::exp((variance - kNoiseAllowance) / 2));
-  }
-}
-
-// For each row, the square of (its bar over eps) with all c grown by growth[row].
-void probe_bars(const Context& c, const Pilot& p, uint32_t n, const RowProbe* probes,
-                const double* growth, double* ratio) {
-  const auto eps = static_cast<double>(c.params().eps);
-  float factor[kMaxApproxRows];
-  double variance[kMaxApproxRows] = {};
-  std::transform(growth, growth + c.rows, factor, [](double g) { return static_cast<float>(g); });
-  for (uint32_t i = 0; i < n; ++i) {
-    float chance = 0;
-    for (uint32_t r = 0; r < c.rows; ++r) {
-      chance = std::max(chance, factor[r] * p.probe_size[i * c.rows + r]);
-    }
-    if (chance < 1.0f) {
-      const double odds = 1.0 / static_cast<double>(chance) - 1.0;
-      for (uint32_t r = 0; r < c.rows; ++r) {
-        variance[r] += static_cast<double>(p.probe_excess[i * c.rows + r]) * odds;
-      }
-    }
-  }
-  for (uint32_t r = 0; r < c.rows; ++r) {
-    ratio[r] = variance[r] * probes[r].kappa * probes[r].kappa / std::max(eps * eps, 1e-8);
-  }
-}
-
-// Growth of each c with which all bars are eps: V falls like 1/c or faster. A row gains from what
-// is drawn for others, so each goes its own way by small steps, and all together by the last.
-void solve_growth(const Context& c, const Pilot& p, uint32_t n, const RowProbe* probes,
-                  double* growth) {
-  constexpr int kSteps = 8;
-  constexpr double kDamping = 0.8;
-  const double least = 1.0 / p.share;
-  double ratio[kMaxApproxRows];
-  std::fill_n(growth, c.rows, 1.0);
-  for (int step = 0; step < kSteps; ++step) {
-    probe_bars(c, p, n, probes, growth, ratio);
-    bool done = true;
-    for (uint32_t r = 0; r < c.rows; ++r) {
-      done = done && (std::abs(ratio[r] - 1.0) < 0.1 || (ratio[r] < 1.0 && growth[r] <= least));
-      const double factor = std::pow(std::clamp(ratio[r], 1.0 / 64, 64.0), kDamping);
-      growth[r] = std::clamp(growth[r] * factor, least, 1e9);
-    }
-    if (done) {
-      break;
-    }
-  }
-  probe_bars(c, p, n, probes, growth, ratio);
-  const double worst = std::max(1.0, *std::max_element(ratio, ratio + c.rows));
-  for (uint32_t r = 0; r < c.rows; ++r) {
-    growth[r] = std::min(growth[r] * std::min(worst, 64.0), 1e9);
+    scale_shares(c, p, r, probes[r], moments[r]);
   }
 }
 
 void probe_growth(const Context& c, Pilot& p) {
   solve(c, p, std::min(kProbeKeys, static_cast<double>(p.n) / 2));
   unite(c, p);
-  const uint32_t n = draw_probe(c, p);
+  for (float share = 1.0f; !draw_probe(c, p, share);) {
+    share /= 2;
+  }
   RowProbe probes[kMaxApproxRows];
   double growth[kMaxApproxRows];
   eval_near_fixed(c, p);
-  estimate_probe(c, p, n, probes);
-  weigh_probe(c, p, n, probes);
-  solve_growth(c, p, n, probes, growth);
+  estimate_probe(c, p, probes);
+  weigh_probe(c, p, probes);
+  solve_growth(p.shares, 1.0 / p.share, growth);
   for (uint32_t r = 0; r < c.rows; ++r) {
     p.factor[r] *= static_cast<float>(growth[r]);
   }
@@ -391,10 +384,86 @@ void probe_growth(const Context& c, Pilot& p) {
   const double keys = p.share * (static_cast<double>(closed) + open);
   const double most =
       max_read_fraction(c.params(), c.problem) * static_cast<double>(c.plan->n_keys_present);
-  c.prepared.head->answer_exactly = keys > most ? 1 : 0;
+  const bool grows = may_grow(c.params());
+  c.prepared.head->answer_exactly = keys > (grows ? kSurelyMore : 1.0) * most ? 1 : 0;
+  for (uint32_t r = 0; grows && r < c.rows; ++r) {
+    p.factor[r] *= kFirstShare;
+  }
 }
 
 }  // namespace
+
+namespace {
+
+// For each row, the square of its bar over eps with all c grown.
+void squared_bars(const KeyShares& keys, const double* growth, double* out) {
+  constexpr uint32_t kLanes = 16;
+  float sums[kMaxApproxRows][kLanes] = {};
+  for (uint32_t i = 0; i < keys.n; i += kLanes) {
+    // Lanes behind the last key have no excess.
+    float chance[kLanes];
+    float odds[kLanes];
+    std::fill_n(chance, kLanes, hash_index::kMinSize);
+    for (uint32_t r = 0; r < keys.rows; ++r) {
+      const float* size = keys.size + size_t{r} * keys.stride + i;
+      const auto factor = static_cast<float>(growth[r]);
+      for (uint32_t j = 0; j < kLanes; ++j) {
+        chance[j] = std::max(chance[j], factor * size[j]);
+      }
+    }
+    for (uint32_t j = 0; j < kLanes; ++j) {
+      odds[j] = std::max(1.0f / chance[j] - 1.0f, 0.0f);
+    }
+    for (uint32_t r = 0; r < keys.rows; ++r) {
+      const float* excess = keys.excess + size_t{r} * keys.stride + i;
+      for (uint32_t j = 0; j < kLanes; ++j) {
+        sums[r][j] += excess[j] * odds[j];
+      }
+    }
+  }
+  for (uint32_t r = 0; r < keys.rows; ++r) {
+    out[r] = std::accumulate(sums[r], sums[r] + kLanes, 0.0);
+  }
+}
+
+}  // namespace
+
+void solve_growth(const KeyShares& keys, double least, double* growth) {
+  constexpr int kSteps = 12;
+  constexpr double kDamping = 0.8;
+  constexpr double kTolerance = 0.03;
+  for (uint32_t r = 0; r < keys.rows; ++r) {
+    const size_t at = size_t{r} * keys.stride + keys.n;
+    const size_t pad = (16 - keys.n % 16) % 16;
+    std::fill_n(keys.size + at, pad, 0.0f);
+    std::fill_n(keys.excess + at, pad, 0.0f);
+  }
+  double ratio[kMaxApproxRows];
+  std::fill_n(growth, keys.rows, std::max(least, 1.0));
+  for (int step = 0;; ++step) {
+    squared_bars(keys, growth, ratio);
+    const double worst = *std::max_element(ratio, ratio + keys.rows);
+    if (step == kSteps) {
+      // What the small steps have not come to, all rows do together.
+      for (uint32_t r = 0; r < keys.rows; ++r) {
+        growth[r] = std::min(growth[r] * std::clamp(worst, 1.0, 64.0), 1e9);
+      }
+      return;
+    }
+    bool done = true;
+    for (uint32_t r = 0; r < keys.rows; ++r) {
+      done =
+          done && (std::abs(ratio[r] - 1.0) < kTolerance || (ratio[r] < 1.0 && growth[r] <= least));
+    }
+    if (done) {
+      return;
+    }
+    for (uint32_t r = 0; r < keys.rows; ++r) {
+      const double factor = std::pow(std::clamp(ratio[r], 1.0 / 64, 64.0), kDamping);
+      growth[r] = std::clamp(growth[r] * factor, least, 1e9);
+    }
+  }
+}
 
 float threshold(const SampledKernels& kernels, const float* sizes, size_t n, double wanted) {
   uint64_t closed = 0;
@@ -448,7 +517,11 @@ void find_thresholds(const Context& c, void* scratch) {
     probe_growth(c, p);
   }
   for (uint32_t r = 0; r < c.rows; ++r) {
-    c.prepared.head->log_c[r] = std::log(p.factor[r]) - p.top[r];
+    float& log_c = c.prepared.head->log_c[r];
+    log_c = std::log(p.factor[r]) - p.top[r];
+    if (!(std::abs(log_c) < kMostLogC)) {
+      c.prepared.head->answer_exactly = 1;
+    }
   }
 }
 

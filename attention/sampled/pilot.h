@@ -6,8 +6,9 @@
 //   sum min(1, c size_i) = m     over all keys, the pilot standing for them; size = e^s_hat |v|.
 // Without one, some 64 keys of the pilot are read for each row. They and the nearest of F estimate
 // o, D and the variance V of the whole sample for any c, and every row's c is taken such that its
-// bar is eps. Where so many keys would have to be read that exact is cheaper, the problem is marked
-// to be answered exactly.
+// bar is eps; a sample that may grow begins smaller. Where so many keys would have to be read that
+// exact is cheaper, or where thresholds are beyond what fp32 resolves, the problem is marked to be
+// answered exactly.
 #ifndef KVM_ATTENTION_SAMPLED_PILOT_H_
 #define KVM_ATTENTION_SAMPLED_PILOT_H_
 
@@ -23,6 +24,19 @@ void find_thresholds(const Context& c, void* scratch);
 // c with sum min(1, c sizes_i) = wanted. sizes [n], n a multiple of 16, aligned to 64 bytes;
 // REQUIRES: wanted > 0. Where fewer than `wanted` sizes are positive, a c that saturates them.
 float threshold(const SampledKernels& kernels, const float* sizes, size_t n, double wanted);
+
+// What some keys, which stand for all, have to do with the bars. The columns of row r begin at
+// r * stride.
+struct KeyShares {
+  uint32_t n = 0;
+  uint32_t stride = 0;  // a multiple of 16; there is room for so many
+  uint32_t rows = 0;
+  float* size = nullptr;    // [rows][stride]: c size of the row alone; p = min(1, largest of rows)
+  float* excess = nullptr;  // [rows][stride]: sum of it times (1 - p)/p is (bar / eps)^2
+};
+// By what to multiply every row's c, by `least` or more, that all bars are eps. V falls like 1/c or
+// faster, and a row gains from what is drawn for others.
+void solve_growth(const KeyShares& keys, double least, double* growth);
 
 // Verified, and Sampled without a budget: the share of the keys beyond which exact is cheaper.
 // Reading n keys in order takes n t, t the time of a row; scanning, scan n; a row gathered,

@@ -118,7 +118,7 @@ struct DrawParams {
   // without another scan. >= 1.
   float reach = 1.0f;
 };
-inline constexpr float kMinSize = 1e-7f;
+inline constexpr float kMinSize = 0x1p-20f;  // random numbers come in steps of 2^-24
 
 // In [0, 1), of 24 bits: random.h. The same on every machine and for every instruction table.
 float permanent_random(uint64_t seed, uint64_t position);

@@ -20,8 +20,9 @@ import numpy as np
 
 from sketches import permanent_random
 
-P_FLOOR = 1e-7          # strictly unbiased needs p > 0 for every key
-KAPPA = 1.25            # how many standard deviations make the bar
+P_FLOOR = 2.0**-20      # strictly unbiased needs p > 0 for every key; random numbers have 24 bits
+KAPPA = 1.25            # how many standard deviations make the bar, for a risk of 0.01
+GAUSSIAN = 2.575829     # the two-sided normal quantile of that risk
 NOISE_ALLOWANCE = 0.36  # variance of the sketch, nats^2, from which on kappa grows
 BAR_FLOOR = 2e-3        # relative; below it arithmetic in bf16 is the error, not sampling
 
@@ -323,7 +324,8 @@ def sampled_head(problem, head, scores, p, drawn, control, blocks):
     sigma_o = np.sqrt(chance @ (residual**2).sum(axis=1)) / d_hat
     sigma_lse = np.sqrt(chance @ (w - predicted)**2) / d_lse
     noise = sample_noise(w, p_drawn, logits[ids] - scores[ids], open_drawn)
-    bar = error_bar(sigma_o, noise, calibration, w_hat_all, p, w / p_drawn, v, o, d_hat)
+    bar = error_bar(sigma_o, noise, calibration, w_hat_all, p, w / p_drawn, v, o, d_hat,
+                    effective_draws((w / p_drawn)[open_drawn]))
     return o, top + np.log(d_lse), sigma_o, sigma_lse, bar, noise
 
 
@@ -336,18 +338,35 @@ def sample_noise(w, p, residual, open_drawn):
     return float(np.sqrt(mass @ (residual - mean)**2 / mass.sum()))
 
 
-def error_bar(sigma_o, noise, calibration, w_hat_all, p, weights, v, o, d_hat):
+def effective_draws(weights):
+    """How many draws of equal weight say as much as these: (sum)^2 / sum of squares."""
+    return weights.sum()**2 / max((weights**2).sum(), 1e-300)
+
+
+def few_draws(draws):
+    """By how much the bar of so few draws is wider: Student's quantile over the normal one.
+
+    A variance estimated from n like squares has n degrees of freedom (Satterthwaite 1946). The
+    quantile is Gaver and Kafadar's approximation (1984), within 3 % from four draws on.
+    """
+    n = max(draws - 1.0, 2.0)
+    t = np.sqrt(n * np.expm1(GAUSSIAN**2 * (n - 1.5) / (n - 1.0)**2))
+    return max(t / GAUSSIAN, 1.0)
+
+
+def error_bar(sigma_o, noise, calibration, w_hat_all, p, weights, v, o, d_hat, draws):
     """kappa times the larger of the plug-in sigma and one from a model of the sketch's noise.
 
     A key that the sketch puts far too low shows in the plug-in variance only when it is drawn. With
     ln(w / (a w_hat)) normal of variance `noise`^2 and mean -noise^2/2, E w^2 = a^2 w_hat^2
     e^(noise^2), so V = a^2 e^(noise^2) sum w_hat^2 (1-p)/p R^2 / D^2, R^2 the mean of |v - o|^2;
-    and kappa grows with the noise beyond NOISE_ALLOWANCE. Both were found by simulation.
+    and kappa grows with the noise beyond NOISE_ALLOWANCE. Both were found by simulation. It grows
+    too where few draws (`draws`, effective_draws of the open keys) say what the variance is.
     """
     if not (p < 1.0).any():
         return BAR_FLOOR * np.linalg.norm(o)
     spread = w_hat_all**2 @ ((1.0 - p) / p)
     r_square = weights @ ((v - o)**2).sum(axis=1) / max(weights.sum(), 1e-300)
     model = calibration * np.sqrt(np.exp(noise**2) * spread * r_square) / d_hat
-    kappa = KAPPA * max(1.0, np.exp((noise**2 - NOISE_ALLOWANCE) / 2))
+    kappa = KAPPA * few_draws(draws) * max(1.0, np.exp((noise**2 - NOISE_ALLOWANCE) / 2))
     return max(kappa * max(sigma_o, model), BAR_FLOOR * np.linalg.norm(o))

@@ -289,6 +289,14 @@ class HorvitzThompsonTest(unittest.TestCase):
         self.assertGreater(np.mean(plain), 0.97)
         self.assertGreaterEqual(np.mean(told), np.mean(plain))
 
+    def test_bars_of_few_draws_are_wider(self):
+        for draws, t in ((6, 4.032), (11, 3.169), (21, 2.845), (101, 2.626)):
+            self.assertAlmostEqual(estimators.few_draws(draws), t / 2.5758, delta=0.01)
+        self.assertAlmostEqual(estimators.few_draws(1e7), 1.0, delta=1e-4)
+        self.assertEqual(estimators.few_draws(0.0), estimators.few_draws(3.0))
+        self.assertAlmostEqual(estimators.effective_draws(np.full(7, 0.3)), 7.0)
+        self.assertLess(estimators.effective_draws(np.array([1.0, 1e-3, 1e-3])), 1.01)
+
     def test_same_seed_same_bits(self):
         problem = make_problem()
         first, second = self.draws(problem, n_draws=3), self.draws(problem, n_draws=3)
