@@ -70,11 +70,9 @@ struct WarpTask {
   uint64_t next_row = 0;     // address of this lane's token of the tile to be copied next; 0 = none
   float next_weight = 0.0f;  // log weight, times log2(e), of its token of the next tile
 
-  KVM_GPU void load_queries(const DecodeParams& p, const Request& request, const Work& work);
-  KVM_GPU void resolve(const DecodeParams& p, const Request& request, const PageClass& of,
-                       const Work& work, uint32_t tile);
-  KVM_GPU void weigh(const DecodeParams& p, const Request& request, const Work& work,
-                     uint32_t tile);
+  KVM_GPU void load_queries(const DecodeParams& p, const Work& work);
+  KVM_GPU void resolve(const DecodeParams& p, const PageClass& of, const Work& work, uint32_t tile);
+  KVM_GPU void weigh(const DecodeParams& p, const Work& work, uint32_t tile);
   KVM_GPU void copy_tile(const PageClass& of, uint32_t stage, const void* anywhere);
   KVM_GPU void evaluate_tile(const DecodeParams& p, uint32_t stage, uint32_t token_first,
                              bool weighted);
@@ -92,8 +90,8 @@ KVM_GPU uint32_t tile_offset(uint32_t row, uint32_t chunk) {
 }
 
 template <class Shape>
-KVM_GPU void WarpTask<Shape>::load_queries(const DecodeParams& p, const Request& request,
-                                           const Work& work) {
+KVM_GPU void WarpTask<Shape>::load_queries(const DecodeParams& p, const Work& work) {
+  const Request& request = work.request;
   const uint32_t n_rows = request.n_query * p.tensors.group;
   const uint32_t n_before = request.n_tokens - request.n_query + 1;
 #pragma unroll
@@ -102,7 +100,7 @@ KVM_GPU void WarpTask<Shape>::load_queries(const DecodeParams& p, const Request&
     for (uint32_t half = 0; half < 2; ++half) {
       const uint32_t row = work.row_first + t * 16 + half * 8 + lane_id() / 4;
       const bool valid = row < n_rows;
-      const RowPlace at = row_place(request, work.kv_head, p.tensors.group, row);
+      const RowPlace at = row_place(request.q_token, work.kv_head, p.tensors.group, row);
       const uint16_t* from = static_cast<const uint16_t*>(p.tensors.q) +
                              at.token * p.tensors.q_stride_token +
                              at.q_head * p.tensors.q_stride_head + lane_id() % 4 * 2;
@@ -127,8 +125,9 @@ KVM_GPU void WarpTask<Shape>::load_queries(const DecodeParams& p, const Request&
 
 // Finds the token of this lane in tile `tile` of the piece.
 template <class Shape>
-KVM_GPU void WarpTask<Shape>::resolve(const DecodeParams& p, const Request& request,
-                                      const PageClass& of, const Work& work, uint32_t tile) {
+KVM_GPU void WarpTask<Shape>::resolve(const DecodeParams& p, const PageClass& of, const Work& work,
+                                      uint32_t tile) {
+  const Request& request = work.request;
   const uint32_t token = work.begin + tile * Shape::kTile + lane_id() % Shape::kTile;
   next_row = 0;
   if (token < work.end) {
@@ -143,8 +142,8 @@ KVM_GPU void WarpTask<Shape>::resolve(const DecodeParams& p, const Request& requ
 
 // Loads the log weight of the token of this lane in tile `tile`.
 template <class Shape>
-KVM_GPU void WarpTask<Shape>::weigh(const DecodeParams& p, const Request& request, const Work& work,
-                                    uint32_t tile) {
+KVM_GPU void WarpTask<Shape>::weigh(const DecodeParams& p, const Work& work, uint32_t tile) {
+  const Request& request = work.request;
   const uint32_t token = work.begin + tile * Shape::kTile + lane_id() % Shape::kTile;
   if (token < work.end) {
     const int64_t at = request.log_weights +
@@ -330,11 +329,10 @@ KVM_GPU void WarpTask<Shape>::store_state(uint32_t n_rows) {
 
 // Streams the warp's tiles of a piece and leaves the state in shared memory.
 template <class Shape>
-KVM_GPU void evaluate_piece(const DecodeParams& p, const Request& request, const Work& work,
-                            uint32_t n_rows) {
-  const PageClass& of = p.pool.classes[request.page_class];
+KVM_GPU void evaluate_piece(const DecodeParams& p, const Work& work, uint32_t n_rows) {
+  const PageClass& of = p.pool.classes[work.request.page_class];
   const uint32_t n_tiles = (work.end - work.begin + Shape::kTile - 1) / Shape::kTile;
-  const bool weighted = request.log_weights >= 0;
+  const bool weighted = work.request.log_weights >= 0;
   WarpTask<Shape> task;
   task.stages = warp_id() * Shape::kWarpBytes;
 
@@ -342,16 +340,16 @@ KVM_GPU void evaluate_piece(const DecodeParams& p, const Request& request, const
 #pragma unroll
   for (uint32_t stage = 0; stage + 1 < Shape::kStages; ++stage) {
     if (ahead < n_tiles) {
-      task.resolve(p, request, of, work, ahead);
+      task.resolve(p, of, work, ahead);
       task.copy_tile(of, stage, p.pool.segments[0]);
     }
     copy_async_commit();
     ahead += Shape::kWarps;
   }
-  task.load_queries(p, request, work);
-  task.resolve(p, request, of, work, ahead);
+  task.load_queries(p, work);
+  task.resolve(p, of, work, ahead);
   if (weighted) {
-    task.weigh(p, request, work, warp_id());
+    task.weigh(p, work, warp_id());
   }
 
   uint32_t stage = 0;
@@ -365,10 +363,10 @@ KVM_GPU void evaluate_piece(const DecodeParams& p, const Request& request, const
     }
     copy_async_commit();
     ahead += Shape::kWarps;
-    task.resolve(p, request, of, work, ahead);
+    task.resolve(p, of, work, ahead);
     task.evaluate_tile(p, stage, work.begin + tile * Shape::kTile, weighted);
     if (weighted) {
-      task.weigh(p, request, work, tile + Shape::kWarps);
+      task.weigh(p, work, tile + Shape::kWarps);
     }
     stage = stage + 1 == Shape::kStages ? 0 : stage + 1;
   }
@@ -379,8 +377,7 @@ KVM_GPU void evaluate_piece(const DecodeParams& p, const Request& request, const
 
 // Merges the warps' states and writes the result of the piece.
 template <class Shape>
-KVM_GPU void finish_piece(const DecodeParams& p, const Request& request, const Work& work,
-                          uint32_t n_rows) {
+KVM_GPU void finish_piece(const DecodeParams& p, const Work& work, uint32_t n_rows) {
   constexpr uint32_t kColumns = Shape::kDim / 4;
   for (uint32_t index = thread_id(); index < n_rows * kColumns; index += Shape::kThreads) {
     const uint32_t row = index / kColumns, channel = index % kColumns * 4;
@@ -409,7 +406,8 @@ KVM_GPU void finish_piece(const DecodeParams& p, const Request& request, const W
     o = {o.x * inverse, o.y * inverse, o.z * inverse, o.w * inverse};
     const float lse = sum > 0.0f ? (top + log2_fast(sum)) * kLn2 : minus_infinity();
     if (work.slot < 0) {
-      const RowPlace at = row_place(request, work.kv_head, p.tensors.group, work.row_first + row);
+      const RowPlace at =
+          row_place(work.request.q_token, work.kv_head, p.tensors.group, work.row_first + row);
       store_result(p.tensors, at, channel, o);
       if (channel == 0) {
         store_lse(p.tensors, at, lse);
@@ -427,17 +425,17 @@ KVM_GPU void finish_piece(const DecodeParams& p, const Request& request, const W
 // What one thread of one block does.
 template <class Shape>
 KVM_GPU void decode_thread(const DecodeParams& p) {
-  const uint32_t work_end = load_global<uint32_t>(p.block_work + block_id() + 1);
-  for (uint32_t i = load_global<uint32_t>(p.block_work + block_id()); i < work_end; ++i) {
-    const Work work = p.work[i];
-    const Request request = p.requests[work.request];
-    const uint32_t rows_left = request.n_query * p.tensors.group - work.row_first;
+  uint32_t piece = block_id();
+  do {
+    const Work work = p.work[piece];
+    const uint32_t rows_left = work.request.n_query * p.tensors.group - work.row_first;
     const uint32_t n_rows = rows_left < Shape::kRows ? rows_left : Shape::kRows;
-    evaluate_piece<Shape>(p, request, work, n_rows);
+    evaluate_piece<Shape>(p, work, n_rows);
     sync_block();
-    finish_piece<Shape>(p, request, work, n_rows);
+    finish_piece<Shape>(p, work, n_rows);
     sync_block();  // before the next piece copies over the states
-  }
+    piece = work.next;
+  } while (piece != 0);
 }
 
 }  // namespace kvm::attention::gpu

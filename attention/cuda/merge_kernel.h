@@ -52,9 +52,8 @@ KVM_GPU void merge_thread(const MergeParams& p) {
   constexpr uint32_t kGroups = kMergeThreads / kColumns;
   static_assert(kMergeThreads % kColumns == 0);
   const Merge merge = p.merges[block_id() / p.rows];
-  const Request request = p.requests[merge.request];
   const uint32_t row = block_id() % p.rows;
-  const uint32_t rows_left = request.n_query * p.tensors.group - merge.row_first;
+  const uint32_t rows_left = merge.n_query * p.tensors.group - merge.row_first;
   if (row >= rows_left || row >= p.block_rows) {
     return;
   }
@@ -104,7 +103,8 @@ KVM_GPU void merge_thread(const MergeParams& p) {
       sum = {sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w};
     }
     const float inverse = total > 0.0f ? 1.0f / total : 0.0f;
-    const RowPlace at = row_place(request, merge.kv_head, p.tensors.group, merge.row_first + row);
+    const RowPlace at =
+        row_place(merge.q_token, merge.kv_head, p.tensors.group, merge.row_first + row);
     store_result(p.tensors, at, channel,
                  {sum.x * inverse, sum.y * inverse, sum.z * inverse, sum.w * inverse});
     if (thread_id() == 0) {

@@ -30,8 +30,8 @@ struct RowPlace {
   int64_t token;
   int64_t q_head;
 };
-KVM_GPU RowPlace row_place(const Request& request, uint32_t kv_head, uint32_t group, uint32_t row) {
-  return {static_cast<int64_t>(request.q_token) + row / group,
+KVM_GPU RowPlace row_place(uint32_t q_token, uint32_t kv_head, uint32_t group, uint32_t row) {
+  return {static_cast<int64_t>(q_token) + row / group,
           static_cast<int64_t>(kv_head) * group + row % group};
 }
 

@@ -82,21 +82,24 @@ struct Request {
 
 // A stretch of tokens of (request, head) against a block of rows. Row r of a request is query token
 // r / group and the r % group-th of the q heads that share the kv head.
+//
+// It has the request with it: a block that begins finds what it needs in one read, not in a chain.
 struct Work {
-  uint32_t request = 0;
+  Request request;
   uint16_t head = 0;     // of the class
   uint16_t kv_head = 0;  // of the layer
   uint32_t row_first = 0;
   uint32_t begin = 0;  // tokens of the request
   uint32_t end = 0;
   int32_t slot = -1;  // of the partial states; -1: write the result itself
+  uint32_t next = 0;  // the block's next piece; 0 = none
 };
 
 // Partial states [slot_first, slot_first + n_slots) make one result.
 struct Merge {
-  uint32_t request = 0;
-  uint16_t head = 0;
-  uint16_t kv_head = 0;
+  uint32_t q_token = 0;  // of the request, as its n_query
+  uint32_t n_query = 1;
+  uint32_t kv_head = 0;
   uint32_t row_first = 0;
   uint32_t slot_first = 0;
   uint32_t n_slots = 0;
@@ -123,9 +126,7 @@ struct DecodeParams {
   AttendTensors tensors;
   const uint32_t* page_table = nullptr;
   const float* log_weights = nullptr;
-  const Request* requests = nullptr;
-  const Work* work = nullptr;
-  const uint32_t* block_work = nullptr;  // [blocks + 1]: block b does work [b, b + 1)
+  const Work* work = nullptr;  // block b begins with piece b
   // Partial states: o [slot][rows of a block][dim], normalised, and lse [slot][rows of a block].
   float* partial_o = nullptr;
   float* partial_lse = nullptr;
@@ -134,7 +135,6 @@ struct DecodeParams {
 
 struct MergeParams {
   AttendTensors tensors;
-  const Request* requests = nullptr;
   const Merge* merges = nullptr;  // block b takes merge b / rows, row b % rows
   const float* partial_o = nullptr;
   const float* partial_lse = nullptr;

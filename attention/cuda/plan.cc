@@ -18,8 +18,7 @@ struct Item {
 std::vector<Item> list_items(std::span<const Request> requests, std::span<const PageClass> classes,
                              std::span<const uint16_t> heads, const PlanOptions& options) {
   std::vector<Item> items;
-  for (uint32_t r = 0; r < requests.size(); ++r) {
-    const Request& request = requests[r];
+  for (const Request& request : requests) {
     const PageClass& of = classes[request.page_class];
     const uint32_t rows = request.n_query * options.group;
     KVM_ASSERT(request.n_query >= 1 && request.n_tokens + 1 >= request.n_query);
@@ -27,7 +26,7 @@ std::vector<Item> list_items(std::span<const Request> requests, std::span<const 
       // Blocks of rows of one item stand side by side: the second reads K and V from the cache.
       for (uint32_t row = 0; row < rows; row += options.block_rows) {
         Item item;
-        item.whole.request = r;
+        item.whole.request = request;
         item.whole.head = static_cast<uint16_t>(head);
         item.whole.kv_head = heads[of.heads_first + head];
         item.whole.row_first = row;
@@ -136,6 +135,28 @@ uint64_t choose_load(std::span<const Item> items, const PlanOptions& options) {
   return enough;
 }
 
+struct Piece {
+  Work work;
+  uint32_t block;
+};
+
+// Lays out pieces, which are in order of blocks: the first ones of all blocks, then the others.
+void link_pieces(std::span<const Piece> pieces, DecodePlan* plan) {
+  plan->work.resize(plan->n_blocks);
+  uint32_t last = 0;  // of the current block
+  for (size_t i = 0; i < pieces.size(); ++i) {
+    const uint32_t block = pieces[i].block;
+    if (i == 0 || block != pieces[i - 1].block) {
+      plan->work[block] = pieces[i].work;
+      last = block;
+    } else {
+      plan->work[last].next = static_cast<uint32_t>(plan->work.size());
+      last = plan->work[last].next;
+      plan->work.push_back(pieces[i].work);
+    }
+  }
+}
+
 }  // namespace
 
 DecodePlan plan_decode(std::span<const Request> requests, std::span<const PageClass> classes,
@@ -145,51 +166,45 @@ DecodePlan plan_decode(std::span<const Request> requests, std::span<const PageCl
   KVM_ASSERT(options.least_tokens % kCutTokens == 0 && options.least_tokens > 0);
   const std::vector<Item> items = list_items(requests, classes, heads, options);
   DecodePlan plan;
-  plan.block_work = {0};
   if (items.empty()) {
     return plan;
   }
   Filler filler(choose_load(items, options), options);
+  std::vector<Piece> pieces;
   for (const Item& item : items) {
-    const size_t first = plan.work.size();
+    const size_t first = pieces.size();
     filler.fill(item.whole.end, [&](uint32_t begin, uint32_t end, uint32_t block) {
-      while (plan.block_work.size() < block + 1) {
-        plan.block_work.push_back(static_cast<uint32_t>(plan.work.size()));
-      }
-      Work work = item.whole;
-      work.begin = begin;
-      work.end = end;
-      plan.work.push_back(work);
+      Piece piece{item.whole, block};
+      piece.work.begin = begin;
+      piece.work.end = end;
+      pieces.push_back(piece);
     });
-    const uint32_t n_pieces = static_cast<uint32_t>(plan.work.size() - first);
+    const auto n_pieces = static_cast<uint32_t>(pieces.size() - first);
     if (n_pieces == 1) {
       continue;
     }
     KVM_ASSERT(n_pieces <= kMaxMergeSlots);
-    Merge merge;
-    merge.request = item.whole.request;
-    merge.head = item.whole.head;
-    merge.kv_head = item.whole.kv_head;
-    merge.row_first = item.whole.row_first;
-    merge.slot_first = plan.n_slots;
-    merge.n_slots = n_pieces;
-    plan.merges.push_back(merge);
+    plan.merges.push_back({item.whole.request.q_token, item.whole.request.n_query,
+                           item.whole.kv_head, item.whole.row_first, plan.n_slots, n_pieces});
     plan.max_rows = std::max(plan.max_rows, item.rows);
-    for (size_t i = first; i < plan.work.size(); ++i) {
-      plan.work[i].slot = static_cast<int32_t>(plan.n_slots++);
+    for (size_t i = first; i < pieces.size(); ++i) {
+      pieces[i].work.slot = static_cast<int32_t>(plan.n_slots++);
     }
   }
-  plan.block_work.push_back(static_cast<uint32_t>(plan.work.size()));
+  plan.n_blocks = filler.n_blocks();
+  link_pieces(pieces, &plan);
   return plan;
 }
 
 uint64_t longest_block_tokens(const DecodePlan& plan, const PlanOptions& options) {
   uint64_t longest = 0;
-  for (uint32_t block = 0; block < plan.n_blocks(); ++block) {
+  for (uint32_t block = 0; block < plan.n_blocks; ++block) {
     uint64_t tokens = 0;
-    for (uint32_t i = plan.block_work[block]; i < plan.block_work[block + 1]; ++i) {
+    uint32_t i = block;
+    do {
       tokens += plan.work[i].end - plan.work[i].begin + options.overhead_tokens;
-    }
+      i = plan.work[i].next;
+    } while (i != 0);
     longest = std::max(longest, tokens);
   }
   return longest;

@@ -6,7 +6,8 @@
 // has. A block may end one item and begin the next; an item that is cut leaves partial states,
 // which the merge kernel makes one. There are at most items + blocks pieces.
 //
-// A plan depends on lengths only, so one serves all layers of a step.
+// A plan depends on lengths and on where page lists begin in the page table, so one serves all
+// layers of a step whose page tables have the same shape.
 // Threads: pure.  Memory: the vectors of the result.  Errors: none; REQUIRES are the caller's.
 #ifndef KVM_ATTENTION_CUDA_PLAN_H_
 #define KVM_ATTENTION_CUDA_PLAN_H_
@@ -36,13 +37,11 @@ struct PlanOptions {
 inline constexpr uint32_t kCutTokens = 64;
 
 struct DecodePlan {
-  std::vector<Work> work;
-  std::vector<uint32_t> block_work;  // [blocks used + 1]
+  std::vector<Work> work;  // first the first pieces of the blocks, in order
+  uint32_t n_blocks = 0;   // that have work
   std::vector<Merge> merges;
   uint32_t n_slots = 0;   // partial states
   uint32_t max_rows = 0;  // of any merge, at most block_rows: MergeParams::rows
-
-  uint32_t n_blocks() const { return static_cast<uint32_t>(block_work.size()) - 1; }
 };
 
 // REQUIRES: requests refer to `classes`, and classes to `heads`; 1 <= n_query, and n_query <=

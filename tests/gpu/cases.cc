@@ -379,9 +379,7 @@ DecodeParams Case::decode_params(const DecodePlan& plan) {
   params.tensors = tensors();
   params.page_table = page_table.data();
   params.log_weights = log_weights.data();
-  params.requests = requests.data();
   params.work = plan.work.data();
-  params.block_work = plan.block_work.data();
   params.partial_o = partial_o.data();
   params.partial_lse = partial_lse.data();
   params.scale_log2 = softmax_scale(spec_) * 1.4426950408889634f;
@@ -391,7 +389,6 @@ DecodeParams Case::decode_params(const DecodePlan& plan) {
 MergeParams Case::merge_params(const DecodePlan& plan) {
   MergeParams params;
   params.tensors = tensors();
-  params.requests = requests.data();
   params.merges = plan.merges.data();
   params.partial_o = partial_o.data();
   params.partial_lse = partial_lse.data();
@@ -400,7 +397,7 @@ MergeParams Case::merge_params(const DecodePlan& plan) {
   return params;
 }
 
-std::vector<std::span<uint8_t>> Case::memory(const DecodePlan& plan) {
+std::vector<std::span<uint8_t>> Case::memory() {
   std::vector<std::span<uint8_t>> all;
   for (const Bytes& segment : segments) {
     all.push_back({segment.data(), segment.size()});
@@ -413,8 +410,6 @@ std::vector<std::span<uint8_t>> Case::memory(const DecodePlan& plan) {
   append_range(&all, lse);
   append_range(&all, partial_o);
   append_range(&all, partial_lse);
-  // Read only, through a span that does not say so.
-  append_range(&all, const_cast<std::vector<uint32_t>&>(plan.block_work));
   return all;
 }
 

@@ -77,7 +77,7 @@ class Case {
   MergeParams merge_params(const DecodePlan& plan);
 
   // Everything that a kernel may touch, for the emulator.
-  std::vector<std::span<uint8_t>> memory(const DecodePlan& plan);
+  std::vector<std::span<uint8_t>> memory();
 
   // Fills results and partial states with NaN.
   void clear_results();

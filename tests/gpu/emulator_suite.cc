@@ -79,9 +79,9 @@ void Suite::decode(const CaseSpec& spec) {
   const DecodeParams params = one.decode_params(plan);
   const MergeParams merge = one.merge_params(plan);
   one.clear_results();
-  const auto memory = one.memory(plan);
+  const auto memory = one.memory();
   const bool known = visit_shape(spec.dtype, spec.dim, one.block_rows(), [&]<class S>(S) {
-    launch("decode", plan.n_blocks(), S::kThreads, S::kSharedBytes, memory,
+    launch("decode", plan.n_blocks, S::kThreads, S::kSharedBytes, memory,
            [&] { decode_thread<S>(params); });
   });
   if (!plan.merges.empty()) {
@@ -122,7 +122,6 @@ void Suite::merge(uint32_t dim, uint32_t n_slots, uint32_t n_empty) {
       }
     }
   }
-  Request request;
   Merge merge;
   merge.n_slots = n_slots;
   MergeParams params;
@@ -131,7 +130,6 @@ void Suite::merge(uint32_t dim, uint32_t n_slots, uint32_t n_empty) {
   params.tensors.lse = lse.data();
   params.tensors.lse_stride_head = 1;
   params.tensors.group = kRows;
-  params.requests = &request;
   params.merges = &merge;
   params.partial_o = partial_o.data();
   params.partial_lse = partial_lse.data();

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Plants mistakes into the GPU kernels, one at a time, and counts how many the emulator suite finds.
+"""Plants mistakes into the GPU kernels, one at a time, and counts how many the suite finds.
 
 Usage: planted_bugs.py --cxx g++ [--every N] [--jobs N] [--require PERCENT] [--work FOLDER]
 
@@ -28,7 +28,8 @@ DECODE, MERGE, APPEND, PAGES, PLAN = (
 BUGS = [
     ("wait count", DECODE, "copy_async_wait<Shape::kStages - 2>();",
      "copy_async_wait<Shape::kStages - 1>();"),
-    ("wait count", DECODE, "    copy_async_commit();\n    ahead += Shape::kWarps;\n    task.resolve",
+    ("wait count", DECODE,
+     "    copy_async_commit();\n    ahead += Shape::kWarps;\n    task.resolve",
      "    ahead += Shape::kWarps;\n    task.resolve"),
     ("stages", DECODE, "stage == 0 ? Shape::kStages - 1 : stage - 1, p.pool", "stage, p.pool"),
     ("swizzle", DECODE, "(chunk ^ (row % 8)) * 16", "chunk * 16"),
@@ -44,13 +45,15 @@ BUGS = [
      "  next_row = 0;\n  if (token <= work.end) {"),
     ("causal mask", DECODE, "request.n_tokens - request.n_query + 1;",
      "request.n_tokens - request.n_query + 2;"),
-    ("causal mask", DECODE, "n_before + row / p.tensors.group;", "n_before + row % p.tensors.group;"),
+    ("causal mask", DECODE, "n_before + row / p.tensors.group;",
+     "n_before + row % p.tensors.group;"),
     ("causal mask", DECODE, "limit_least = n_before < work.end ? n_before : work.end;",
      "limit_least = work.end;"),
     ("barrier", DECODE, "    sync_warp();\n    // The stage of the tile before",
      "    // The stage of the tile before"),
     ("barrier", DECODE, "    sync_block();\n    finish_piece", "    finish_piece"),
-    ("barrier", DECODE, "    sync_block();  // before the next piece", "    // before the next piece"),
+    ("barrier", DECODE, "    sync_block();  // before the next piece",
+     "    // before the next piece"),
     ("barrier", DECODE, "  sync_warp();\n  task.store_state", "  task.store_state"),
     ("barrier", MERGE, "  sync_block();\n  float all", "  float all"),
     ("barrier", MERGE, "  sync_block();\n  if (thread_id() < kColumns)",
