@@ -78,6 +78,10 @@ void AttendWork::clear() {
   n_exact_keys_ = n_exact_bytes_ = n_exact_rows_ = 0;
   n_extra_views_ = 0;
   time_share_ = 0;
+  next_item_ = next_view_ = next_head_ = 0;
+  is_planned_ = false;
+  scratch_bytes_ = 0;
+  n_shards_ = 0;
 }
 
 Status AttendWork::plan(const Store& store, const StepRequest& request,
@@ -86,31 +90,79 @@ Status AttendWork::plan(const Store& store, const StepRequest& request,
   request_ = &request;
   tensors_ = &tensors;
   costs_ = &costs;
-  for (uint32_t i = 0; i < request.items.size(); ++i) {
-    if (request.items[i].n_query != 0) {
-      KVM_TRY(add_item(store, i, seqs[i]));
+  seqs_ = seqs;
+  n_threads_ = n_threads;
+  return plan_more(store);
+}
+
+Status AttendWork::plan_more(const Store& store) {
+  uint64_t n_left = kPlanPages;
+  KVM_TRY(plan_items(store, &n_left));
+  if (n_left != 0) {
+    const bool is_first = next_view_ == 0 && next_head_ == 0;
+    if (is_first && request_->mode == KVM_MODE_AUTO && request_->budget != 0) {
+      share_time();
+    }
+    KVM_TRY(plan_views(&n_left));
+  }
+  return n_left != 0 ? plan_tasks() : Status::ok();
+}
+
+// Both until n_left pages have been looked at; it is 0 then, and else more than that.
+Status AttendWork::plan_items(const Store& store, uint64_t* n_left) {
+  for (; next_item_ < request_->items.size() && *n_left != 0; ++next_item_) {
+    if (request_->items[next_item_].n_query != 0) {
+      const size_t n_before = runs_.size() + sketches_.size();
+      KVM_TRY(add_item(store, next_item_, seqs_[next_item_]));
+      *n_left -= std::min<uint64_t>(*n_left, runs_.size() + sketches_.size() - n_before + 1);
+      KVM_TRY(check_size(approx_bytes()));
     }
   }
-  if (request.mode == KVM_MODE_AUTO && request.budget != 0) {
-    share_time();
+  return Status::ok();
+}
+
+// From here on runs_, ranges_ and what indexes have stay where they are: problems point there.
+Status AttendWork::plan_views(uint64_t* n_left) {
+  while (next_view_ < views_.size() && *n_left != 0) {
+    const auto n_heads = static_cast<uint32_t>(
+        space_->head_class(request_->layer_begin, views_[next_view_].class_index).kv_heads.size());
+    next_head_ = add_heads(next_view_, next_head_, n_left);
+    if (next_head_ == n_heads) {
+      next_head_ = 0;
+      ++next_view_;
+    }
+    KVM_TRY(check_size(approx_bytes()));
   }
-  // From here on runs_, ranges_ and what indexes have stay where they are: problems point there.
-  for (uint32_t view = 0; view < views_.size(); ++view) {
-    add_heads(view);
-  }
-  for (ApproxHead& head : approx_) {
-    head.input.problem = &head.problem;
-  }
-  const uint64_t wanted_cost = std::max(kMinTaskCost, cost_ / (kTasksPerThread * n_threads));
-  add_units(wanted_cost);
-  const uint64_t task_cost = choose_task_cost(wanted_cost);
-  const size_t shared_bytes = lay_out(task_cost);
-  if (shared_bytes > kMaxRequestBytes) {
+  return Status::ok();
+}
+
+// Beside what tasks share: the lists of approximate problems, and the scratch of all threads.
+size_t AttendWork::approx_bytes() const {
+  return approx_.size() * sizeof(ApproxHead) + indexes_.size() * sizeof(IndexPart) +
+         sketches_.size() * sizeof(attention::SketchedRun) +
+         hashes_.size() * sizeof(attention::HashedRun) +
+         std::min<uint64_t>(n_threads_, n_shards_) * scratch_bytes_;
+}
+
+Status AttendWork::check_size(size_t size_bytes) const {
+  if (size_bytes > kMaxRequestBytes) {
     return {KVM_ERR_LIMIT,
             fmt::format("{} query rows need {} bytes for intermediate results; {} are allowed: "
                         "attend to fewer at once",
-                        n_rows_, shared_bytes, kMaxRequestBytes)};
+                        n_rows_, size_bytes, kMaxRequestBytes)};
   }
+  return Status::ok();
+}
+
+Status AttendWork::plan_tasks() {
+  for (ApproxHead& head : approx_) {
+    head.input.problem = &head.problem;
+  }
+  const uint64_t wanted_cost = std::max(kMinTaskCost, cost_ / (kTasksPerThread * n_threads_));
+  add_units(wanted_cost);
+  const uint64_t task_cost = choose_task_cost(wanted_cost);
+  const size_t shared_bytes = lay_out(task_cost);
+  KVM_TRY(check_size(shared_bytes + approx_bytes()));
   if (shared_bytes != 0) {
     shared_ = shared_memory_.reserve(shared_bytes);
     if (shared_ == nullptr) {
@@ -119,6 +171,7 @@ Status AttendWork::plan(const Store& store, const StepRequest& request,
     }
   }
   add_tasks(task_cost);
+  is_planned_ = true;
   return Status::ok();
 }
 
@@ -322,7 +375,7 @@ attention::Visibility AttendWork::visibility(const View& view) const {
   return v;
 }
 
-void AttendWork::add_heads(uint32_t view_index) {
+uint32_t AttendWork::add_heads(uint32_t view_index, uint32_t first_head, uint64_t* n_left) {
   const View& view = views_[view_index];
   const uint32_t layer_index = request_->layer_begin;
   const Layer& layer = space_->layers[layer_index];
@@ -356,7 +409,12 @@ void AttendWork::add_heads(uint32_t view_index) {
   // Something for the rows themselves, so that many rows without keys count as well.
   head.cost = exact_cost(view) + uint64_t{64} * view.n_rows * p.group;
   const float* sinks = space_->layer_sink_logits(layer_index);
-  for (uint32_t h = 0; h < cls.kv_heads.size(); ++h) {
+  const auto n_heads = static_cast<uint32_t>(cls.kv_heads.size());
+  for (uint32_t h = first_head; h < n_heads; ++h) {
+    if (*n_left == 0) {
+      return h;
+    }
+    *n_left -= std::min<uint64_t>(*n_left, 1 + (view.index_begin != kNotShared ? view.n_runs : 0));
     head.q_head = cls.kv_heads[h] * p.group;
     p.head = h;
     p.q = t.q.at(0, head.row, head.q_head);
@@ -376,6 +434,7 @@ void AttendWork::add_heads(uint32_t view_index) {
     n_exact_bytes_ += view.n_keys * key_bytes;
     n_exact_rows_ += uint64_t{view.n_rows} * p.group;
   }
+  return n_heads;
 }
 
 // Of one head, in bytes.
@@ -505,6 +564,8 @@ bool AttendWork::add_approx(const Head& head, uint32_t kv_head, const IndexPart&
     uint64_t& cost_bytes = approx.plan.cost_bytes;
     cost_bytes = std::max(cost_bytes, approx.plan.n_keys_indexed * kLookupBytes);
   }
+  scratch_bytes_ = std::max(scratch_bytes_, approx.plan.scratch_bytes);
+  n_shards_ += approx.plan.n_shards;
   cost_ += approx.plan.cost_bytes;
   approx_.push_back(approx);
   return true;

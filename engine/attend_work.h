@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The attend half of a request: one attention problem per (item, kv head), cut into tasks.
 //
-//   plan() collects the runs of every (item, head class), builds the problems, weighs them, and
-//   cuts them so that all threads finish together. Of a problem that is solved exactly:
+//   plan(), plan_more() collect the runs of every (item, head class), build the problems, weigh
+//   them, and cut them so that all threads finish together. Of a problem that is solved exactly:
 //     unit   rows of a problem; blocked problems have several. Or several heads of the same pages
 //            with few rows, which are then read page by page
 //     task   consecutive whole units, each evaluated and merged by one thread in its own memory,
@@ -43,14 +43,23 @@ class AttendWork {
  public:
   // Forgets the last request.
   void clear();
-  // seqs[i] belongs to request.items[i]; tokens reserved for this request count as stored. What the
-  // arguments refer to stays alive and unchanged until the last task has ended.
+  // Begins: as long as !is_planned(), plan_more() goes on. seqs[i] belongs to request.items[i];
+  // tokens reserved for this request count as stored. What the arguments refer to stays alive and
+  // unchanged until the last task has ended.
   // Fails: INVALID (fewer tokens than query rows), PARTIAL, UNSUPPORTED (a tree across a change of
-  // what a head's policy shows), LIMIT (too many such changes, too many rows
-  // at once), NO_MEMORY.
+  // what a head's policy shows), LIMIT (too many such changes, too many rows or approximate
+  // problems at once), NO_MEMORY.
   // `costs` is asked with KVM_MODE_AUTO only.
   Status plan(const Store& store, const StepRequest& request, std::span<Sequence* const> seqs,
               const StepTensors& tensors, const Costs& costs, uint32_t n_threads);
+
+  // LIMIT: a call of plan() or plan_more() looks at about kPlanPages pages, those of each head that
+  // is approximated counted: some 0.5 ms, and 0.7 ms more where one head has 4M tokens. The other
+  // functions here are for what is planned to the end.
+  static constexpr uint64_t kPlanPages = 64 << 10;
+  bool is_planned() const { return is_planned_; }
+  // REQUIRES: !is_planned(). Fails: as plan().
+  Status plan_more(const Store& store);
 
   // Work in bytes of K and V read, computation converted to bytes that take as long.
   uint64_t cost() const { return cost_; }
@@ -146,7 +155,13 @@ class AttendWork {
   void count_keys(size_t first_view, KvRuns runs);
   void add_ranges(const kvm_item& item, View* view);
   void exclude_dropped_sinks(View* view);
-  void add_heads(uint32_t view);
+  Status plan_items(const Store& store, uint64_t* n_left);
+  Status plan_views(uint64_t* n_left);
+  Status plan_tasks();
+  size_t approx_bytes() const;
+  Status check_size(size_t size_bytes) const;
+  // Those of a view from first_head on; returns where n_left came to an end.
+  uint32_t add_heads(uint32_t view, uint32_t first_head, uint64_t* n_left);
   bool add_approx(const Head& head, uint32_t kv_head, const IndexPart& part);
   uint64_t exact_cost(const View& view) const;
   bool has_index(const View& view, uint32_t head) const;
@@ -171,7 +186,14 @@ class AttendWork {
   void write_errors(const ApproxHead& head) const;
 
   const StepRequest* request_ = nullptr;
+  std::span<Sequence* const> seqs_;
   const StepTensors* tensors_ = nullptr;
+  uint32_t n_threads_ = 1;
+  // How far the planning is.
+  uint32_t next_item_ = 0;
+  uint32_t next_view_ = 0;
+  uint32_t next_head_ = 0;  // of that view
+  bool is_planned_ = false;
   const Space* space_ = nullptr;
   const Costs* costs_ = nullptr;
   float scale_ = 0;
@@ -191,6 +213,9 @@ class AttendWork {
   // how many shards are evaluated.
   std::unique_ptr<std::atomic<uint32_t>[]> arrivals_;
   size_t arrivals_size_ = 0;
+  // Of approximate problems.
+  size_t scratch_bytes_ = 0;  // the most of a task
+  uint64_t n_shards_ = 0;
   Workspace shared_memory_;
   std::byte* shared_ = nullptr;
   VisibleKeys visible_keys_;

@@ -142,7 +142,7 @@ class EngineImpl final : public Engine {
   }
   bool cancel(ClientId client, RequestTag tag) override;
 
-  bool work() override { return scheduler_.run_one(); }
+  bool work() override;
   uint32_t poll() override;
   bool housekeep() override { return store_->housekeep(); }
   uint32_t n_in_flight() const override { return static_cast<uint32_t>(requests_.size()); }
@@ -198,6 +198,10 @@ class EngineImpl final : public Engine {
   // Starts a job of the request's index work, if there is one left.
   bool run_index_work(Request* request);
   void start_work(Request* request);
+  // What begin() gave: fails, goes on planning, or runs.
+  void launch(Request* request, Status status, const JobPlan& plan, bool is_small);
+  // Plans some of a request that is not planned to the end; false when there is none.
+  bool plan_some();
   // *plan: tasks that remain. Fails: nothing has changed.
   Status begin(Request* request, JobPlan* plan, bool* is_small);
   Status begin_seq(Request* request, const SeqRequest& what);
@@ -217,6 +221,8 @@ class EngineImpl final : public Engine {
   std::vector<std::unique_ptr<Request>> requests_;  // in flight
   std::vector<std::unique_ptr<Request>> idle_;
   std::deque<Request*> ready_;
+  std::deque<Request*> planning_;  // begun, and not planned to the end
+  bool plans_next_ = false;
   std::vector<Request*> done_;
   std::vector<Request*> delivering_;
   std::vector<SequenceOrder::Ticket*> unblocked_;
@@ -509,13 +515,45 @@ void EngineImpl::start_work(Request* request) {
     request->step.abandon(*store_);
     status = {KVM_ERR_NO_MEMORY, "the machine refused memory for a request"};
   }
+  launch(request, std::move(status), plan, is_small);
+}
+
+void EngineImpl::launch(Request* request, Status status, const JobPlan& plan, bool is_small) {
   if (!status.is_ok()) {
     finish(request, std::move(status));
+  } else if (std::holds_alternative<StepRequest>(request->what) && request->step.is_planning()) {
+    planning_.push_back(request);
   } else if (plan.n_tasks == 0 || is_small) {
     run_here(request, plan);
   } else {
     scheduler_.start(request, plan);
   }
+}
+
+bool EngineImpl::plan_some() {
+  if (planning_.empty() || !scheduler_.has_room()) {
+    return false;
+  }
+  Request* request = planning_.front();
+  planning_.pop_front();
+  Status status;
+  try {
+    status = request->step.plan_more(*store_, options_.n_threads, workspaces_[0]);
+  } catch (const std::bad_alloc&) {
+    request->step.abandon(*store_);
+    status = {KVM_ERR_NO_MEMORY, "the machine refused memory for a request"};
+  }
+  launch(request, std::move(status), request->step.plan(), request->step.is_small());
+  return true;
+}
+
+// Planning is for the driver alone: in turn with tasks, so that neither waits for all of the other.
+bool EngineImpl::work() {
+  plans_next_ = !plans_next_;
+  if (plans_next_ && plan_some()) {
+    return true;
+  }
+  return scheduler_.run_one() || plan_some();
 }
 
 Status EngineImpl::begin(Request* request, JobPlan* plan, bool* is_small) {
@@ -689,7 +727,8 @@ void EngineImpl::wait(uint64_t timeout_ns) {
   const uint64_t begin_ns = now_ns();
   uint64_t waited_ns = 0;
   do {
-    if (!done_.empty() || scheduler_.has_finished() || (!ready_.empty() && scheduler_.has_room())) {
+    if (!done_.empty() || scheduler_.has_finished() ||
+        (!(ready_.empty() && planning_.empty()) && scheduler_.has_room())) {
       return;
     }
     scheduler_.help_or_sleep(timeout_ns - waited_ns);

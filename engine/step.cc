@@ -49,8 +49,20 @@ Status Step::begin(Store& store, ClientId client, const StepRequest& request,
       return status;
     }
   }
-  make_plan(n_threads, workspace);
+  if (!is_planning()) {
+    make_plan(n_threads, workspace);
+  }
   return Status::ok();
+}
+
+Status Step::plan_more(Store& store, uint32_t n_threads, ThreadWorkspace& workspace) {
+  Status status = attend_.plan_more(store);
+  if (!status.is_ok()) {
+    abandon(store);
+  } else if (!is_planning()) {
+    make_plan(n_threads, workspace);
+  }
+  return status;
 }
 
 void Step::make_plan(uint32_t n_threads, ThreadWorkspace& workspace) {

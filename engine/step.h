@@ -35,6 +35,10 @@ class Step {
   Status begin(Store& store, ClientId client, const StepRequest& request,
                const StepTensors& tensors, const Costs& costs, uint32_t n_threads,
                ThreadWorkspace& workspace);
+  // begin() has not planned everything: plan_more() does, some of it with each call, before
+  // anything else. It fails as begin() does.
+  bool is_planning() const { return attends_ && !attend_.is_planned(); }
+  Status plan_more(Store& store, uint32_t n_threads, ThreadWorkspace& workspace);
   // n_tasks may be 0: begin() has done everything.
   const JobPlan& plan() const { return plan_; }
   // True when handing tasks to other threads would take longer than running them.

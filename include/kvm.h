@@ -808,7 +808,7 @@ KVM_API kvm_status kvm_append(kvm_queue *queue, const kvm_step_params *params);
  *          of a head with sinks, where its rows lie between window and window + n_sinks: there the
  *          head's sinks go out of sight one by one), PARTIAL (a query position so far back that its
  *          head's policy has dropped what it should see), LIMIT (too many query rows, pages or
- *          ranges at once), NO_MEMORY, INVALID, NOT_FOUND, STALE, LOST,
+ *          ranges at once, or too large a budget), NO_MEMORY, INVALID, NOT_FOUND, STALE, LOST,
  *          PERMISSION, DEADLINE; and as append, BUSY and what follows it.
  * Threads: the queue's owner. */
 KVM_API kvm_status kvm_attend(kvm_queue *queue, const kvm_step_params *params,

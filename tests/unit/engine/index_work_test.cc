@@ -150,6 +150,100 @@ TEST(IndexWork, OthersComeInBetween) {
   EXPECT_EQ(world.n_blocks(), kLayers * kHeads * indexable_blocks(9000));
 }
 
+// An attend over many sequences, whose planning takes long, and one of somebody else behind it.
+TEST(IndexWork, PlanningComesInSlices) {
+  World world(1);
+  const kvm_seq_id seq = world.create(world.id);
+  ASSERT_TRUE(world.append(seq, 60000, 1).status.is_ok());
+  const ClientId other = world.engine->add_client(0, 0);
+  SeqRequest create;
+  create.space = world.id;
+  const kvm_seq_id theirs = world.run(create, other).seq;
+  ASSERT_TRUE(world.append(theirs, 9000, 1, other).status.is_ok());
+  // 3 * 938 pages looked at for each item.
+  constexpr uint32_t kItems = 120;
+  Buffer q(Dtype::kF32, 1, kItems, kHeads, kDim);
+  std::mt19937_64 random(1);
+  fill(&q, 1, kItems, kHeads, random);
+  Buffer o(Dtype::kF32, 1, kItems, kHeads, kDim);
+  StepRequest many;
+  many.attend = true;
+  many.space = world.id;
+  for (uint32_t i = 0; i < kItems; ++i) {
+    many.items.push_back(query_item(seq, 1, i));
+  }
+  many.mode = KVM_MODE_SAMPLED;
+  many.budget = 100;
+  many.q = q.view();
+  many.o = o.view();
+  ASSERT_TRUE(world.run(world.attend(seq, KVM_MODE_SAMPLED)).status.is_ok());  // indexed
+
+  RequestResult mine;
+  bool is_mine_done = false;
+  world.begin(many, &is_mine_done, &mine);
+  RequestResult result;
+  bool is_done = false;
+  world.begin(world.attend(theirs, KVM_MODE_EXACT, 64), &is_done, &result, other);
+  world.drive(is_done);
+  EXPECT_TRUE(result.status.is_ok());
+  EXPECT_FALSE(is_mine_done);
+  world.drive(is_mine_done);
+  ASSERT_TRUE(mine.status.is_ok()) << mine.status.message();
+  EXPECT_EQ(mine.mode, uint32_t{KVM_MODE_SAMPLED});
+  // As if each were asked for alone.
+  for (const uint32_t i : {0u, 57u, kItems - 1}) {
+    Buffer alone(Dtype::kF32, 1, 1, kHeads, kDim);
+    StepRequest one = many;
+    one.items = {query_item(seq, 1, 0)};
+    one.q.data = static_cast<std::byte*>(one.q.data) + i * kHeads * kDim * sizeof(float);
+    one.q.size_bytes -= i * kHeads * kDim * sizeof(float);
+    one.o = alone.view();
+    ASSERT_TRUE(world.run(one).status.is_ok());
+    for (uint32_t head = 0; head < kHeads; ++head) {
+      EXPECT_EQ(alone.get_row(0, 0, head), o.get_row(0, i, head)) << i;
+    }
+  }
+}
+
+// What threads need for approximate problems counts: 16 rows with as many candidates as keys.
+TEST(IndexWork, ScratchIsPartOfTheLimit) {
+  constexpr uint32_t kTokens = 600000;
+  constexpr uint32_t kRows = 16;
+  Rig rig(16);
+  SpaceSpec spec = make_spec("long", 1, 1, 1, 8);
+  kvm_index_params params{};
+  params.kind = KVM_INDEX_SKETCH_1BIT;
+  spec.indexes = {params};
+  const kvm_space_id id = rig.space(spec);
+  const kvm_seq_id seq = rig.create(id);
+  Buffer rows(Dtype::kBf16, 1, kTokens, 1, 8);
+  for (uint32_t t = 0; t < kTokens; ++t) {
+    rows.set(0, t, 0, t % 8, 1.0f);
+  }
+  StepRequest step;
+  step.append = true;
+  step.space = id;
+  step.items = {append_item(seq, kTokens)};
+  step.k = step.v = rows.view();
+  ASSERT_TRUE(rig.run(std::move(step)).status.is_ok());
+  Buffer q(Dtype::kF32, 1, kRows, 1, 8);
+  Buffer o(Dtype::kF32, 1, kRows, 1, 8);
+  const auto attend = [&](uint32_t n_rows, uint64_t budget) {
+    StepRequest asked;
+    asked.attend = true;
+    asked.space = id;
+    asked.items = {query_item(seq, n_rows)};
+    asked.mode = KVM_MODE_TOPK;
+    asked.budget = budget;
+    asked.q = q.view();
+    asked.o = o.view();
+    return rig.run(std::move(asked)).status;
+  };
+  EXPECT_TRUE(attend(1, 1000).is_ok());
+  const Status status = attend(kRows, 500000);
+  EXPECT_EQ(status.code(), KVM_ERR_LIMIT) << status.message();
+}
+
 // A client that leaves while its fork is indexed: no slice more than the one that is made.
 TEST(IndexWork, EndsWithItsClient) {
   constexpr uint32_t kLayers = 24;
