@@ -52,6 +52,9 @@ int Report::finish() {
   std::map<std::string, size_t> width;
   for (const auto& row : rows_) {
     for (const auto& [name, value] : row.items()) {
+      if (std::find(hidden_.begin(), hidden_.end(), name) != hidden_.end()) {
+        continue;
+      }
       if (name != "bench" && !width.contains(name)) {
         columns.push_back(name);
         width[name] = name.size();

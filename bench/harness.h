@@ -27,9 +27,10 @@ struct Options {
   uint32_t repeats = 9;       // medians of this many; at least 7
   uint64_t memory_bytes = 0;  // that KV may take; 0: 70 % of what is free
   uint64_t max_tokens = 98304;
-  std::string peer;                            // "torch"
-  std::string dtype;                           // of stored K and V; empty: all that a benchmark has
-  std::vector<std::string> modes = {"exact"};  // of decode
+  std::string peer;                // "torch"
+  std::string dtype;               // of stored K and V; empty: all that a benchmark has
+  std::vector<std::string> modes;  // of decode and error; empty: exact alone, all
+  std::vector<std::string> codes;  // of error; empty: all
   // Of the benches of approximate attention; empty or 0: what the bench takes by itself.
   std::vector<std::string> data;  // names of bench/approx/data.h, or .kvrec files
   std::vector<uint32_t> tokens;
@@ -47,6 +48,8 @@ class Report {
   // Fields in the order of printing. A "fraction" above kMaxFraction marks the run as failed.
   void add(std::vector<std::pair<std::string, nlohmann::json>> fields);
   void note(const std::string& text);
+  // Columns that are written as JSON alone.
+  void hide(std::vector<std::string> columns) { hidden_ = std::move(columns); }
   // Prints the table and appends the JSON lines. Returns the process's exit status.
   int finish();
 
@@ -55,6 +58,7 @@ class Report {
   Options options_;
   std::vector<nlohmann::ordered_json> rows_;
   std::vector<std::string> notes_;
+  std::vector<std::string> hidden_;
   bool failed_ = false;
 };
 

@@ -26,9 +26,12 @@ std::string usage_error(const CLI::App* app, const CLI::Error& error) {
 template <typename Add>
 void add_approximate(const Add& add, kvm::bench::Options* options) {
   using namespace kvm::bench;
+  CLI::App* error = add("error", "error of every approximate mode against bytes read", run_error);
+  error->add_option("--mode", options->modes, "only these, as the table names them")
+      ->delimiter(',');
+  error->add_option("--code", options->codes, "only what these propose")->delimiter(',');
   for (CLI::App* bench :
-       {add("error", "error of every approximate mode against bytes read", run_error),
-        add("coverage", "how often verified answers miss the error asked for", run_coverage),
+       {error, add("coverage", "how often verified answers miss the error asked for", run_coverage),
         add("sampled", "sampled and verified decode steps against exact ones", run_sampled),
         add("magicpig", "MagicPIG's estimator: speed, error, candidates", run_magicpig),
         add("drift", "an index that grew over drifting text against a fresh one", run_drift),
@@ -85,8 +88,7 @@ int main(int argc, char** argv) {
   CLI::App* decode = add("decode", "a whole model's decode steps through the daemon", run_decode);
   decode->add_option("--mode", options.modes, "each token in each of these; exact always")
       ->delimiter(',')
-      ->check(CLI::IsMember({"exact", "sampled", "sampled_eps", "verified", "topk"}))
-      ->capture_default_str();
+      ->check(CLI::IsMember({"exact", "sampled", "sampled_eps", "verified", "topk"}));
   decode->add_option("--data", options.data, "what K, V and q are (default: model)")->expected(1);
   decode
       ->add_option("--budget", options.budget,

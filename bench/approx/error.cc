@@ -2,6 +2,7 @@
 // error: how wrong each mode is, against the keys and bytes that it reads.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cmath>
 #include <functional>
 #include <map>
@@ -61,7 +62,9 @@ class ErrorRun {
       n_heads_ += static_cast<uint32_t>(case_.data.heads.size());
       measure_rivals();
       for (const SketchChoice& choice : sketch_choices()) {
-        measure_sketches(choice, "bf16");
+        if (is_asked(options_.codes, choice.name)) {
+          measure_sketches(choice, "bf16");
+        }
       }
       measure_hashes();
       measure_int8();
@@ -74,7 +77,15 @@ class ErrorRun {
  private:
   using Solve = std::function<void(uint32_t head, uint32_t set, Tally* tally)>;
 
+  // Whether --mode or --code leaves a name in.
+  static bool is_asked(const std::vector<std::string>& names, const std::string& name) {
+    return names.empty() || std::find(names.begin(), names.end(), name) != names.end();
+  }
+
   void measure(const Method& method, const Solve& solve) {
+    if (!is_asked(options_.modes, method.mode) || !is_asked(options_.codes, method.code)) {
+      return;
+    }
     if (!tallies_.contains(method)) {
       order_.push_back(method);
     }
@@ -101,7 +112,9 @@ class ErrorRun {
   void measure_int8() {
     case_.data.use_int8_rows(threads_);
     measure_exact("int8");
-    measure_sketches(sketch_choices()[0], "int8");
+    if (is_asked(options_.codes, sketch_choices()[0].name)) {
+      measure_sketches(sketch_choices()[0], "int8");
+    }
     case_.data.use_own_rows();
   }
 
@@ -166,8 +179,11 @@ class ErrorRun {
 
   void measure_hashes() {
     for (const hash_index::LshParams& params : lsh_choices(options_.quick)) {
-      const auto tables = build_tables(case_.data, params, threads_);
       const std::string code = lsh_name(params);
+      if (!is_asked(options_.codes, code)) {
+        continue;
+      }
+      const auto tables = build_tables(case_.data, params, threads_);
       measure({"magicpig_fp64", code}, [&](uint32_t h, uint32_t set, Tally* tally) {
         tally->add(case_, h, set,
                    magicpig(case_.data.heads[h], case_.logits[h][set], *tables[h], set));
