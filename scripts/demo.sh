@@ -37,8 +37,8 @@ daemon=""
 
 printf '\n2. Decoding at Llama-3.1-8B geometry: 32 layers, 32 query and 8 KV heads of 128, bf16.\n'
 printf '   One kvm_step per layer through the socket. Every token is decoded twice from the same\n'
-printf '   state: exactly, reading the whole context, and from a sample of it, at a mean error of\n'
-printf '   3 %%. fraction: of the fastest read-only kernel over the same pages, in the same run.\n\n'
+printf '   state: exactly, reading the whole context, and from a sample of it, at a mean error\n'
+printf '   of 3 %%. fraction: of the fastest read-only kernel over the same pages, in this run.\n\n'
 rm -rf "$out"
 mkdir -p "$out"
 # On a machine with other work a ceiling may come out below what it judges, which fails the bench.
@@ -46,7 +46,8 @@ status=0
 "$bin/kvm-bench" decode --mode exact,sampled --repeats 7 --json "$out/decode.jsonl" "$@" ||
   status=$?
 
-printf '\n3. What an error costs: six heads over 65,536 tokens, every mode against the bytes it reads.\n\n'
+printf '\n3. What an error costs: six heads over 65,536 tokens, every mode against the bytes that\n'
+printf '   it reads.\n\n'
 "$bin/kvm-bench" error --data model --tokens 65536 --heads 6 --json "$out/error.jsonl" \
   --mode exact,oracle_topk,uniform_residual,page_bounds,topk,sampled,verified,magicpig \
   --code none,oracle,minmax16,auto,K10L150 >"$out/error.txt"
@@ -54,6 +55,6 @@ if command -v python3 >/dev/null; then
   printf '\n   The table is %s/error.txt, the plot ' "$out"
   python3 "$root/bench/approx/plot.py" "$out/error.jsonl" "$out"
 else
-  printf '\n   The table is %s/error.txt; bench/approx/plot.py, which needs python3, plots it.\n' "$out"
+  printf '\n   The table is %s/error.txt; bench/approx/plot.py (python3) plots it.\n' "$out"
 fi
 exit "$status"
