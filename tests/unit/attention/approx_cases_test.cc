@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+// Sampled answers over keys with outlier channels, and samples of everything.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "attention/sampled/approx.h"
+#include "tests/unit/attention/approx_rig.h"
+
+namespace kvm::attention {
+namespace {
+
+using testing::Head;
+
+constexpr uint32_t kOutliers[] = {3, 17, 40, 63};
+constexpr float kFactor = 16.0f;  // a power of two, so that q stays exact in bf16
+
+// Channels of the keys with 16 times the spread. Queries look at them as little as real ones do,
+// or in full, which makes attention sharp.
+Head outlier_head(bool balanced, uint64_t seed) {
+  Head head({.n_tokens = 8192}, seed);
+  for (const uint32_t channel : kOutliers) {
+    for (std::vector<float>& k : head.k) {
+      k[channel] *= kFactor;
+    }
+    for (uint32_t r = 0; r < head.rows() && balanced; ++r) {
+      head.q[r * head.shape.dim_k + channel] /= kFactor;
+    }
+  }
+  head.input.params.budget = 400;
+  head.build();
+  return head;
+}
+
+TEST(Outliers, KeepTheBar) {
+  int misses = 0, rows = 0;
+  for (const bool balanced : {true, false}) {
+    for (uint64_t seed = 1; seed <= 12; ++seed) {
+      SCOPED_TRACE("seed " + std::to_string(seed) + (balanced ? ", balanced" : ""));
+      Head head = outlier_head(balanced, seed);
+      head.run();
+      ASSERT_FALSE(head.plan.exact);
+      for (uint32_t r = 0; r < head.rows(); ++r) {
+        const auto bar = static_cast<double>(head.report.err_o[r]);
+        ASSERT_TRUE(std::isfinite(head.error_o(r)));
+        EXPECT_LT(head.error_o(r), 3 * bar);
+        misses += head.error_o(r) > bar ? 1 : 0;
+        ++rows;
+      }
+    }
+  }
+  // delta is 0.01: of 96 rows five misses have a probability of 0.3 %.
+  EXPECT_LE(misses, 4) << "of " << rows;
+}
+
+TEST(Outliers, AreVerified) {
+  for (const bool balanced : {true, false}) {
+    Head head = outlier_head(balanced, 5);
+    head.input.params.mode = ApproxMode::kVerified;
+    head.input.params.budget = 0;
+    head.input.params.eps = 0.05f;
+    head.run();
+    for (uint32_t r = 0; r < head.rows(); ++r) {
+      EXPECT_LE(head.report.err_o[r], 0.05f);
+      EXPECT_LT(head.error_o(r), 0.1);
+    }
+  }
+}
+
+// With p = 1 for every key an answer has the bits of an exact one, whether that is known when it is
+// planned (a budget of all keys), or comes out later (an error that no sample has).
+TEST(SampleOfEverything, HasTheBitsOfExact) {
+  for (const KernelTable* table : available_tables()) {
+    for (const Dtype dtype : {Dtype::kBf16, Dtype::kF32}) {
+      for (const bool is_planned : {true, false}) {
+        SCOPED_TRACE(std::string(table->name) + " " + dtype_name(dtype) +
+                     (is_planned ? " planned" : " found"));
+        Head head({.n_tokens = 5000, .dtype = dtype, .sharpness = 3.0}, 71);
+        head.input.table = table;
+        head.input.params.mode = is_planned ? ApproxMode::kSampled : ApproxMode::kVerified;
+        head.input.params.budget = is_planned ? 5000 : 0;
+        head.input.params.eps = 1e-3f;  // below the floor of the bar
+        head.build();
+        head.run();
+        ASSERT_TRUE(head.plan.exact || head.report.n_exact == head.rows());
+        const std::vector<float> o = head.o;
+        const std::vector<float> lse = head.lse;
+        for (uint32_t r = 0; r < head.rows(); ++r) {
+          EXPECT_EQ(head.report.err_o[r], 0);
+          EXPECT_LT(head.error_o(r), 6e-3);
+        }
+        head.run_exact();
+        EXPECT_EQ(head.o, o);
+        EXPECT_EQ(head.lse, lse);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace kvm::attention
