@@ -75,13 +75,13 @@ uint64_t blocks_after_cut(const HeadIndex& head, uint64_t n_blocks, const IndexC
 
 void cut_head(HeadIndex* head, uint64_t n_blocks, const IndexConfig& config,
               const IndexBank& bank) {
+  head->n_refused = std::min(head->n_refused, n_blocks);
   if (n_blocks >= head->n_blocks) {
     return;
   }
   n_blocks = blocks_after_cut(*head, n_blocks, config);
   head->n_blocks = n_blocks;
   head->retry_at = 0;
-  head->n_refused = std::min(head->n_refused, n_blocks);
   const uint64_t n_pages = div_up(n_blocks, kIndexPageBlocks);
   for (uint64_t i = n_pages; i < head->pages.size(); ++i) {
     if (head->pages[i].page != kNoPage) {
@@ -218,13 +218,17 @@ std::vector<HashRun> hash_runs(uint64_t n_tokens, uint32_t min_tokens) {
 }
 
 void LayerIndex::make_way() {
-  gone_bytes = size_bytes(bank.pool());
+  bank.uses().remove(this);
+  const uint64_t had_bytes = size_bytes(bank.pool());
+  if (had_bytes == 0) {
+    return;  // it has gone before, and was only looked at since: it goes on waiting
+  }
+  gone_bytes = had_bytes;
   for (HeadIndex& head : heads) {
     bank.totals().n_dropped += count_blocks(head);
     release_pages(&head, bank);
     head = {.retry_at = head.n_blocks + kRebuildBlocks};
   }
-  bank.uses().remove(this);
 }
 
 void LayerIndex::cut(uint64_t n_blocks, std::span<const IndexConfig> configs) {

@@ -575,6 +575,13 @@ TEST(Index, ASharedOneMakesWayForAllThatHaveIt) {
   EXPECT_FALSE(has_index(*rig.store, parent));
   EXPECT_FALSE(has_index(*rig.store, child));
   rig.store->check_accounts();
+  // Who looks for it, and more pressure, do not bring it back before there is room.
+  { const IndexPin looked = rig.store->pin_index(parent, 0); }
+  EXPECT_FALSE(append_unwritten(*rig.store, other, 0, 6400).is_ok());
+  const uint64_t n_made = stats_of(*rig.store).n_index_blocks;
+  build_index(*rig.store, parent);
+  EXPECT_EQ(stats_of(*rig.store).n_index_blocks, n_made);
+  EXPECT_EQ(stats_of(*rig.store).n_index_refused, 0u) << "it was asked for";
   rig.store->free_seq(other);
   build_index(*rig.store, child);
   build_index(*rig.store, parent);
