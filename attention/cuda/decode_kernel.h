@@ -327,9 +327,17 @@ KVM_GPU void WarpTask<Shape>::store_state(uint32_t n_rows) {
   }
 }
 
+// Rows of the piece that there are.
+template <class Shape>
+KVM_GPU uint32_t piece_rows(const DecodeParams& p, const Work& work) {
+  const uint32_t rows_left = work.request.n_query * p.tensors.group - work.row_first;
+  return rows_left < Shape::kRows ? rows_left : Shape::kRows;
+}
+
 // Streams the warp's tiles of a piece and leaves the state in shared memory.
 template <class Shape>
-KVM_GPU void evaluate_piece(const DecodeParams& p, const Work& work, uint32_t n_rows) {
+KVM_GPU void evaluate_piece(const DecodeParams& p, uint32_t piece) {
+  const Work work = p.work[piece];
   const PageClass& of = p.pool.classes[work.request.page_class];
   const uint32_t n_tiles = (work.end - work.begin + Shape::kTile - 1) / Shape::kTile;
   const bool weighted = work.request.log_weights >= 0;
@@ -372,12 +380,13 @@ KVM_GPU void evaluate_piece(const DecodeParams& p, const Work& work, uint32_t n_
   }
   // No copy is under way: the groups not waited for are empty. But lanes may still read stages.
   sync_warp();
-  task.store_state(n_rows);
+  task.store_state(piece_rows<Shape>(p, p.work[piece]));
 }
 
 // Merges the warps' states and writes the result of the piece.
 template <class Shape>
-KVM_GPU void finish_piece(const DecodeParams& p, const Work& work, uint32_t n_rows) {
+KVM_GPU void finish_piece(const DecodeParams& p, const Work& work) {
+  const uint32_t n_rows = piece_rows<Shape>(p, work);
   constexpr uint32_t kColumns = Shape::kDim / 4;
   for (uint32_t index = thread_id(); index < n_rows * kColumns; index += Shape::kThreads) {
     const uint32_t row = index / kColumns, channel = index % kColumns * 4;
@@ -427,14 +436,12 @@ template <class Shape>
 KVM_GPU void decode_thread(const DecodeParams& p) {
   uint32_t piece = block_id();
   do {
-    const Work work = p.work[piece];
-    const uint32_t rows_left = work.request.n_query * p.tensors.group - work.row_first;
-    const uint32_t n_rows = rows_left < Shape::kRows ? rows_left : Shape::kRows;
-    evaluate_piece<Shape>(p, work, n_rows);
+    // The piece is read again at its end: registers are what the loop over tiles is short of.
+    evaluate_piece<Shape>(p, piece);
     sync_block();
-    finish_piece<Shape>(p, work, n_rows);
+    finish_piece<Shape>(p, p.work[piece]);
     sync_block();  // before the next piece copies over the states
-    piece = work.next;
+    piece = p.work[piece].next;
   } while (piece != 0);
 }
 

@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "attention/cuda/launch.h"
+
+#include <cuda_runtime.h>
+
+#include "attention/cuda/shapes.h"
+
+namespace kvm::attention::gpu {
+namespace {
+
+template <class Shape>
+__global__ void __launch_bounds__(Shape::kThreads)
+    decode_kernel(const __grid_constant__ DecodeParams params) {
+  decode_thread<Shape>(params);
+}
+
+// With room for 8 blocks a SM the compiler has registers enough: left alone it saves on them, and
+// spills.
+template <uint32_t kDim>
+__global__ void __launch_bounds__(kMergeThreads, 8)
+    merge_kernel(const __grid_constant__ MergeParams params) {
+  merge_thread<kDim>(params);
+}
+
+template <Element kElement>
+__global__ void __launch_bounds__(kAppendThreads)
+    append_kernel(const __grid_constant__ AppendParams params) {
+  append_thread<kElement>(params);
+}
+
+}  // namespace
+
+cudaError_t attend_init() {
+  cudaError_t error = cudaSuccess;
+  for (const Dtype dtype : {Dtype::kBf16, Dtype::kF16}) {
+    for (const uint32_t dim : {64u, 128u, 256u}) {
+      for (const uint32_t rows : {16u, 32u}) {
+        visit_shape(dtype, dim, rows, [&]<class Shape>(Shape) {
+          const cudaError_t result = cudaFuncSetAttribute(
+              decode_kernel<Shape>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+              static_cast<int>(Shape::kSharedBytes));
+          error = error == cudaSuccess ? result : error;
+        });
+      }
+    }
+  }
+  return error;
+}
+
+bool decode_shape(const DecodeKernel& kernel, Residency* out) {
+  return visit_shape(kernel.dtype, kernel.dim, kernel.block_rows, [&]<class Shape>(Shape) {
+    out->threads = Shape::kThreads;
+    out->shared_bytes = Shape::kSharedBytes;
+  });
+}
+
+cudaError_t decode_residency(const DecodeKernel& kernel, Residency* out) {
+  cudaError_t error = cudaErrorInvalidValue;
+  decode_shape(kernel, out);
+  visit_shape(kernel.dtype, kernel.dim, kernel.block_rows, [&]<class Shape>(Shape) {
+    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&out->blocks_per_sm, decode_kernel<Shape>,
+                                                          Shape::kThreads, Shape::kSharedBytes);
+  });
+  return error;
+}
+
+cudaError_t launch_decode(const DecodeKernel& kernel, const DecodeParams& params, uint32_t n_blocks,
+                          cudaStream_t stream) {
+  cudaError_t error = cudaErrorInvalidValue;
+  visit_shape(kernel.dtype, kernel.dim, kernel.block_rows, [&]<class Shape>(Shape) {
+    if (n_blocks != 0) {
+      decode_kernel<Shape><<<n_blocks, Shape::kThreads, Shape::kSharedBytes, stream>>>(params);
+    }
+    error = cudaGetLastError();
+  });
+  return error;
+}
+
+cudaError_t launch_merge(uint32_t dim, const MergeParams& params, uint32_t n_merges,
+                         cudaStream_t stream) {
+  const uint32_t blocks = n_merges * params.rows;
+  if (blocks == 0) {
+    return cudaSuccess;
+  }
+  switch (dim) {
+    case 64:
+      merge_kernel<64><<<blocks, kMergeThreads, kMergeSharedBytes, stream>>>(params);
+      break;
+    case 128:
+      merge_kernel<128><<<blocks, kMergeThreads, kMergeSharedBytes, stream>>>(params);
+      break;
+    case 256:
+      merge_kernel<256><<<blocks, kMergeThreads, kMergeSharedBytes, stream>>>(params);
+      break;
+    default:
+      return cudaErrorInvalidValue;
+  }
+  return cudaGetLastError();
+}
+
+cudaError_t launch_append(Dtype dtype, const AppendParams& params, uint32_t n_tokens,
+                          cudaStream_t stream) {
+  if (n_tokens == 0) {
+    return cudaSuccess;
+  }
+  if (dtype == Dtype::kBf16) {
+    append_kernel<Element::kBf16><<<n_tokens, kAppendThreads, 0, stream>>>(params);
+  } else if (dtype == Dtype::kF16) {
+    append_kernel<Element::kF16><<<n_tokens, kAppendThreads, 0, stream>>>(params);
+  } else {
+    return cudaErrorInvalidValue;
+  }
+  return cudaGetLastError();
+}
+
+}  // namespace kvm::attention::gpu

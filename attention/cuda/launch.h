@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+// Launches the GPU kernels on a stream. For code that is built where there is a CUDA toolkit.
+//
+// All calls return at once, allocate nothing and can be captured in a CUDA graph. What parameters
+// point to is device memory (or host memory that the device can address) and stays unchanged until
+// the launch has ended. REQUIRES: attend_init has succeeded on the current device.
+// Errors: what the runtime says of the launch; cudaErrorInvalidValue for a shape that is not
+// compiled (shapes.h). Threads: any.
+#ifndef KVM_ATTENTION_CUDA_LAUNCH_H_
+#define KVM_ATTENTION_CUDA_LAUNCH_H_
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "attention/cuda/params.h"
+
+namespace kvm::attention::gpu {
+
+// Which decode kernel: dtype of K, V and Q; channels; rows of a block (block_rows_for).
+struct DecodeKernel {
+  Dtype dtype = Dtype::kBf16;
+  uint32_t dim = 0;
+  uint32_t block_rows = 16;
+};
+
+// Prepares the kernels for the current device: they take more shared memory than the default.
+cudaError_t attend_init();
+
+// Blocks of the kernel that run on one SM at once, and what each takes of its shared memory.
+struct Residency {
+  int blocks_per_sm = 0;
+  uint32_t threads = 0;
+  uint32_t shared_bytes = 0;
+};
+cudaError_t decode_residency(const DecodeKernel& kernel, Residency* out);
+// The part of it that needs no device. False where the shape is not compiled.
+bool decode_shape(const DecodeKernel& kernel, Residency* out);
+
+// n_blocks: of the plan; nothing is launched for 0.
+cudaError_t launch_decode(const DecodeKernel& kernel, const DecodeParams& params, uint32_t n_blocks,
+                          cudaStream_t stream);
+cudaError_t launch_merge(uint32_t dim, const MergeParams& params, uint32_t n_merges,
+                         cudaStream_t stream);
+// dtype: of the pages.
+cudaError_t launch_append(Dtype dtype, const AppendParams& params, uint32_t n_tokens,
+                          cudaStream_t stream);
+
+}  // namespace kvm::attention::gpu
+
+#endif  // KVM_ATTENTION_CUDA_LAUNCH_H_

@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0
+// Decode attention against its bars (U3). The ceiling is that of a plain kernel that reads the same
+// bytes, measured in the same run.
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "bench/gpu/device.h"
+#include "bench/gpu/workload.h"
+
+namespace kvm::bench::gpu {
+namespace {
+
+class Bench {
+ public:
+  explicit Bench(const Args& args)
+      : args_(args),
+        memory_(std::min<size_t>(args.max_bytes, device_facts().free_bytes / 16 * 15)) {
+    fill_random(memory_.data(), memory_.size(), nullptr);
+    check(cudaDeviceSynchronize(), "fill");
+    const size_t size = std::min<size_t>(size_t{2} << 30, memory_.size() / 2);
+    ceiling_ = read_ceiling(memory_.data(), std::min<size_t>(memory_.size(), size * 4), size, args);
+    print_figure("U1", "read ceiling of this run", "GB/s", ceiling_);
+  }
+
+  bool fits(const WorkloadSpec& spec) const {
+    // Whole pages: a little more than the tokens.
+    return spec.kv_bytes() / 100 * 101 + (64 << 20) < memory_.size();
+  }
+
+  // Prints the time of one workload and the bars that hold for its size.
+  double decode(const WorkloadSpec& spec, double share_limit = 0) {
+    const double bytes = static_cast<double>(spec.kv_bytes());
+    const double least_us = bytes / ceiling_ / 1e3;
+    const Workload workload(spec, memory_);
+    const double us = workload.measure_us(args_, least_us + 8);
+    print_figure("decode", spec.name(), "us", us);
+    if (bytes >= 16e6) {
+      print_bar({"time", spec.name(), "us", us, least_us, 8 + least_us / 0.85, false});
+    }
+    const double limit = share_limit != 0 ? share_limit
+                         : bytes >= 512e6 ? 0.85
+                         : bytes >= 256e6 ? 0.80
+                                          : 0;
+    if (limit != 0) {
+      print_bar({"share of read ceiling", spec.name(), "fraction", least_us / us, 1, limit, true});
+    }
+    return us;
+  }
+
+  void shapes() {
+    for (const uint32_t n : {16384u, 32768u, 65536u, 131072u}) {
+      for (const uint32_t batch : {1u, 2u, 4u, 8u, 16u, 32u, 64u}) {
+        for (const uint32_t group : {1u, 4u, 8u}) {
+          WorkloadSpec spec;
+          spec.lengths.assign(batch, n);
+          spec.group = group;
+          const bool sample = batch == 1 || batch == 8;
+          if (fits(spec) && (sample || !args_.quick)) {
+            decode(spec);
+          }
+        }
+      }
+    }
+    for (const Dtype dtype : {Dtype::kBf16, Dtype::kF16}) {
+      for (const uint32_t dim : {64u, 128u, 256u}) {
+        for (const uint32_t group : {2u, 16u}) {
+          WorkloadSpec spec;
+          spec.lengths.assign(8, 32768);
+          spec.dim = dim;
+          spec.group = group;
+          spec.dtype = dtype;
+          if (fits(spec)) {
+            decode(spec);
+          }
+        }
+      }
+    }
+  }
+
+  void pages() {
+    for (const uint32_t batch : {1u, 8u}) {
+      WorkloadSpec spec;
+      spec.lengths.assign(batch, 65536);
+      spec.group = 4;
+      spec.page_tokens = 65536;
+      spec.ordered = true;
+      const double contiguous = decode(spec);
+      spec.ordered = false;
+      for (const uint32_t page : {64u, 16u, 1u}) {
+        spec.page_tokens = page;
+        const double us = decode(spec);
+        const double limit = page == 1 ? 1.15 : 1.05;
+        print_bar({"pages against contiguous", spec.name(), "ratio of times", us / contiguous, 1,
+                   limit, false});
+      }
+    }
+  }
+
+  void skewed() {
+    WorkloadSpec spec;
+    spec.lengths.assign(64, 2048);
+    spec.lengths[0] = 131072;
+    decode(spec, 0.78);
+  }
+
+  void rows() {
+    for (const uint32_t n_query : {1u, 4u, 8u}) {
+      WorkloadSpec spec;
+      spec.lengths.assign(4, 32768);
+      spec.group = 4;
+      spec.n_query = n_query;
+      decode(spec);
+    }
+  }
+
+  // What is there without keys: one tile, and the merge of what a split leaves (U2).
+  void floors() {
+    WorkloadSpec spec;
+    spec.lengths = {16};
+    print_figure("U2", "decode of one tile", "us", Workload(spec, memory_).measure_us(args_, 5));
+    spec.lengths = {131072};
+    const Workload split(spec, memory_);
+    print_figure(
+        "U2", "merge of " + std::to_string(split.current_plan().n_slots) + " states", "us",
+        time_us([&](uint32_t, cudaStream_t stream) { split.launch_merge(stream); }, 20, 30));
+  }
+
+ private:
+  const Args& args_;
+  DeviceBuffer memory_;
+  double ceiling_ = 0;
+};
+
+}  // namespace
+
+int run_bench(const Args& args) {
+  check(attention::gpu::attend_init(), "attend_init");
+  Bench bench(args);
+  const int missed = bars_missed();
+  bench.floors();
+  bench.pages();
+  bench.skewed();
+  bench.rows();
+  bench.shapes();
+  return bars_missed() == missed ? 0 : 1;
+}
+
+}  // namespace kvm::bench::gpu

@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+// kvm_gpu_check: verifies and measures the GPU kernels. Needs a driver and libc, nothing else.
+#include <cstdio>
+#include <string>
+
+#include "bench/gpu/args.h"
+#include "bench/gpu/device.h"
+
+namespace {
+
+constexpr const char* kHelp = R"(kvm_gpu_check COMMAND [--quick] [--max-gib N]
+
+  caps      the device, its read and copy ceilings, what a launch costs (U1, U2)
+  verify    every kernel against fp64 arithmetic; --small for sanitizers
+  bench     decode attention against its bars (U3)
+  sweep     other tiles, stages and residencies of the decode kernel (U4)
+  copies    between host and device, by size of the pieces (U5)
+  ipc       two processes: time slices, memory by file descriptor, death of either side, registered
+            memory, flags (U6 to U9)
+  all       all of the above, in this order
+  kernels   the compiled shapes and their shared memory; needs no device
+
+Writes a line of JSON per figure: {"bar", "case", "unit", "measured", "ceiling", "limit", "pass"}
+for what has a bar, {"probe", "case", "unit", "measured"} for the rest. Exit status: 0; 1 when a bar
+is missed or a result is wrong; 2 on a CUDA error; 77 without a device.
+)";
+
+int run(const kvm::bench::gpu::Args& args) {
+  using namespace kvm::bench::gpu;
+  if (args.command == "kernels") {
+    return run_kernels(args);
+  }
+  if (args.command == "child") {
+    return run_child(args);
+  }
+  const std::string& c = args.command;
+  const bool all = c == "all";
+  if (!all && c != "caps" && c != "verify" && c != "bench" && c != "sweep" && c != "copies" &&
+      c != "ipc") {
+    std::fputs(kHelp, stderr);
+    return 2;
+  }
+  if (!have_device()) {
+    return kExitNoDevice;
+  }
+  int status = 0;
+  if (all || c == "caps") {
+    status |= run_caps(args);
+  }
+  if (all || c == "verify") {
+    status |= run_verify(args);
+  }
+  if (all || c == "bench") {
+    status |= run_bench(args);
+  }
+  if (all || c == "sweep") {
+    status |= run_sweep(args);
+  }
+  if (all || c == "copies") {
+    status |= run_copies(args);
+  }
+  if (all || c == "ipc") {
+    status |= run_ipc(args);
+  }
+  return status;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  kvm::bench::gpu::Args args;
+  if (!kvm::bench::gpu::parse_args(argc, argv, &args)) {
+    std::fputs(kHelp, stderr);
+    return 2;
+  }
+  return run(args);
+}

@@ -1,0 +1,165 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "bench/gpu/workload.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <random>
+
+#include "base/round.h"
+
+namespace kvm::bench::gpu {
+
+using attention::gpu::DecodeKernel;
+using attention::gpu::DecodeParams;
+using attention::gpu::kEntrySlotBits;
+using attention::gpu::Merge;
+using attention::gpu::PageClass;
+using attention::gpu::PlanOptions;
+using attention::gpu::Request;
+using attention::gpu::Residency;
+using attention::gpu::Work;
+
+namespace {
+
+// Results go to one place; keys and values of this many bytes lie between two reads of the same.
+constexpr uint64_t kRotateBytes = 1ull << 30;
+
+}  // namespace
+
+uint64_t WorkloadSpec::kv_bytes() const {
+  uint64_t tokens = 0;
+  for (const uint32_t length : lengths) {
+    tokens += length;
+  }
+  return tokens * (q_heads / group) * dim * 2 * 2;
+}
+
+std::string WorkloadSpec::name() const {
+  const bool same = std::all_of(lengths.begin(), lengths.end(),
+                                [this](uint32_t length) { return length == lengths[0]; });
+  return std::string(dtype_name(dtype)) + " d" + std::to_string(dim) + " g" +
+         std::to_string(group) + " kv" + std::to_string(q_heads / group) + " n" +
+         std::to_string(lengths[0]) + (same ? "" : "+") + " b" + std::to_string(lengths.size()) +
+         (n_query == 1 ? "" : " nq" + std::to_string(n_query)) +
+         (ordered ? " contiguous" : " page" + std::to_string(page_tokens));
+}
+
+Workload::Workload(const WorkloadSpec& spec, const DeviceBuffer& memory) : spec_(spec) {
+  const uint32_t n_heads = spec.q_heads / spec.group;
+  PageClass of;
+  of.n_heads = n_heads;
+  of.head_stride_bytes = spec.page_tokens * spec.dim * 2;
+  of.v_offset_bytes = uint64_t{n_heads} * of.head_stride_bytes;
+  of.page_bytes = 2 * of.v_offset_bytes;
+  classes_ = {of};
+  heads_.resize(n_heads);
+  std::iota(heads_.begin(), heads_.end(), uint16_t{0});
+
+  uint64_t n_pages = 0;
+  std::vector<uint32_t> table;
+  for (uint32_t i = 0; i < spec.lengths.size(); ++i) {
+    Request request;
+    request.table = n_pages;
+    request.n_first = request.n_tokens = spec.lengths[i];
+    request.q_token = i * spec.n_query;
+    request.n_query = spec.n_query;
+    requests_.push_back(request);
+    n_pages += div_up(spec.lengths[i], spec.page_tokens);
+  }
+  table.resize(n_pages);
+  std::iota(table.begin(), table.end(), 0u);
+  if (!spec.ordered) {
+    std::mt19937_64 random(7);
+    std::shuffle(table.begin(), table.end(), random);
+  }
+  page_table_ = upload(std::span<const uint32_t>(table));
+  device_heads_ = upload(std::span<const uint16_t>(heads_));
+
+  const uint64_t rows = spec.lengths.size() * spec.n_query * spec.q_heads;
+  q_ = DeviceBuffer(rows * spec.dim * 2);
+  o_ = DeviceBuffer(rows * spec.dim * 2);
+  lse_ = DeviceBuffer(rows * 4);
+  fill_random(q_.data(), q_.size(), nullptr);
+
+  const uint64_t layer_bytes = n_pages * of.page_bytes;
+  const uint64_t n_layers = std::clamp<uint64_t>(
+      div_up(kRotateBytes, layer_bytes), 1, std::max<uint64_t>(1, memory.size() / layer_bytes));
+  for (uint64_t layer = 0; layer < n_layers; ++layer) {
+    DecodeParams params;
+    for (uint32_t i = 0; i < attention::gpu::kMaxSegments; ++i) {
+      params.pool.segments[i] =
+          memory.data() + layer * layer_bytes + (uint64_t{i} << kEntrySlotBits) * of.page_bytes;
+    }
+    params.pool.classes[0] = of;
+    params.pool.heads = reinterpret_cast<const uint16_t*>(device_heads_.data());
+    params.pool.page_tokens = attention::gpu::make_divider(spec.page_tokens);
+    params.tensors.q = q_.data();
+    params.tensors.o = o_.data();
+    params.tensors.q_stride_token = params.tensors.o_stride_token =
+        static_cast<int64_t>(spec.q_heads) * spec.dim;
+    params.tensors.q_stride_head = params.tensors.o_stride_head = spec.dim;
+    params.tensors.lse = reinterpret_cast<float*>(lse_.data());
+    params.tensors.lse_stride_token = spec.q_heads;
+    params.tensors.lse_stride_head = 1;
+    params.tensors.dtype_o = spec.dtype;
+    params.tensors.group = spec.group;
+    params.page_table = reinterpret_cast<const uint32_t*>(page_table_.data());
+    params.scale_log2 = 1.4426950f / std::sqrt(static_cast<float>(spec.dim));
+    decode_.push_back(params);
+  }
+  plan(resident_blocks());
+}
+
+DecodeKernel Workload::kernel() const {
+  const uint32_t rows = spec_.n_query * spec_.group;
+  return {spec_.dtype, spec_.dim, rows <= 16 || spec_.dim > 128 ? 16u : 32u};
+}
+
+uint32_t Workload::resident_blocks() const {
+  Residency residency;
+  check(decode_residency(kernel(), &residency), "occupancy");
+  return static_cast<uint32_t>(residency.blocks_per_sm * device_facts().sms);
+}
+
+void Workload::plan(uint32_t blocks) {
+  PlanOptions options;
+  options.blocks = std::min(blocks, attention::gpu::kMaxMergeSlots);
+  options.block_rows = kernel().block_rows;
+  options.group = spec_.group;
+  plan_ = plan_decode(requests_, classes_, heads_, options);
+  work_ = upload(std::span<const Work>(plan_.work));
+  merges_ = upload(std::span<const Merge>(plan_.merges));
+  partial_o_ = DeviceBuffer(uint64_t{plan_.n_slots} * options.block_rows * spec_.dim * 4);
+  partial_lse_ = DeviceBuffer(uint64_t{plan_.n_slots} * options.block_rows * 4);
+  for (DecodeParams& params : decode_) {
+    params.work = reinterpret_cast<const Work*>(work_.data());
+    params.partial_o = reinterpret_cast<float*>(partial_o_.data());
+    params.partial_lse = reinterpret_cast<float*>(partial_lse_.data());
+  }
+  merge_.tensors = decode_[0].tensors;
+  merge_.merges = reinterpret_cast<const Merge*>(merges_.data());
+  merge_.partial_o = decode_[0].partial_o;
+  merge_.partial_lse = decode_[0].partial_lse;
+  merge_.rows = plan_.max_rows;
+  merge_.block_rows = options.block_rows;
+}
+
+void Workload::launch_merge(cudaStream_t stream) const {
+  check(attention::gpu::launch_merge(spec_.dim, merge_, static_cast<uint32_t>(plan_.merges.size()),
+                                     stream),
+        "merge kernel");
+}
+
+void Workload::launch(uint32_t i, cudaStream_t stream) const {
+  check(launch_decode(kernel(), decode_params(i), plan_.n_blocks, stream), "decode kernel");
+  launch_merge(stream);
+}
+
+double Workload::measure_us(const Args& args, double expected_us) const {
+  const Effort effort = effort_for(expected_us, args);
+  return time_us([this](uint32_t i, cudaStream_t stream) { launch(i, stream); }, effort.calls,
+                 effort.repeats);
+}
+
+}  // namespace kvm::bench::gpu

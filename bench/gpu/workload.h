@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+// A batch of sequences in device memory, to be attended to again and again.
+#ifndef KVM_BENCH_GPU_WORKLOAD_H_
+#define KVM_BENCH_GPU_WORKLOAD_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "attention/cuda/launch.h"
+#include "attention/cuda/plan.h"
+#include "bench/gpu/device.h"
+
+namespace kvm::bench::gpu {
+
+struct WorkloadSpec {
+  std::vector<uint32_t> lengths;  // per sequence
+  uint32_t q_heads = 32;
+  uint32_t group = 4;
+  uint32_t dim = 128;
+  Dtype dtype = Dtype::kBf16;
+  uint32_t n_query = 1;
+  uint32_t page_tokens = 64;
+  bool ordered = false;  // pages lie in the order of the tokens; else at random
+
+  uint64_t kv_bytes() const;
+  std::string name() const;
+};
+
+// Enough layers, each with pages and results of its own, that no call finds its keys in the L2.
+class Workload {
+ public:
+  // memory: random data, of which as much as wanted is read. REQUIRES: spec.kv_bytes(), with whole
+  // pages, fits.
+  Workload(const WorkloadSpec& spec, const DeviceBuffer& memory);
+
+  // Cuts the work for that many blocks at once.
+  void plan(uint32_t blocks);
+  // Those of the shipped kernel.
+  uint32_t resident_blocks() const;
+
+  attention::gpu::DecodeKernel kernel() const;
+  const attention::gpu::DecodeParams& decode_params(uint32_t layer) const {
+    return decode_[layer % decode_.size()];
+  }
+  const attention::gpu::DecodePlan& current_plan() const { return plan_; }
+  void launch_merge(cudaStream_t stream) const;
+  // Decode and merge of layer i.
+  void launch(uint32_t i, cudaStream_t stream) const;
+  // Microseconds of launch.
+  double measure_us(const Args& args, double expected_us) const;
+
+ private:
+  WorkloadSpec spec_;
+  attention::gpu::DecodePlan plan_;
+  std::vector<attention::gpu::Request> requests_;
+  std::vector<attention::gpu::PageClass> classes_;
+  std::vector<uint16_t> heads_;
+  DeviceBuffer device_heads_, page_table_, q_, o_, lse_;
+  DeviceBuffer work_, merges_, partial_o_, partial_lse_;
+  std::vector<attention::gpu::DecodeParams> decode_;  // per layer
+  attention::gpu::MergeParams merge_;
+};
+
+}  // namespace kvm::bench::gpu
+
+#endif  // KVM_BENCH_GPU_WORKLOAD_H_

@@ -1,0 +1,133 @@
+#!/usr/bin/env python3
+"""Makes the GPU bundle and holds what the compiler made of the kernels to the budget.
+
+Usage: bundle_test.py BUDGET BUILD_FOLDER [--update]
+
+budget.txt has a line per architecture and kernel: registers at most, and bytes of shared memory.
+Spills are never allowed. A kernel without a line, or a line without a kernel, is a failure;
+--update writes the file as it should be, to show in review. Also runs the program: without a GPU it
+has to say so, with status 77. Exit status 77 where there is no nvcc. Python standard library only.
+"""
+
+import os
+import re
+import subprocess
+import sys
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+ENTRY = re.compile(r"Compiling entry function '(\S+)' for '(sm_\w+)'")
+SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+USED = re.compile(r"Used (\d+) registers(?:.*?(\d+) bytes smem)?")
+DECODE = re.compile(r"decode_kernel\S*ElementE(\d)ELj(\d+)ELj(\d+)ELj(\d+)ELj(\d+)ELj(\d+)E")
+MERGE = re.compile(r"merge_kernelILj(\d+)E")
+APPEND = re.compile(r"append_kernelIL\S*ElementE(\d)E")
+ELEMENT = {"0": "bf16", "1": "fp16"}
+
+
+def kernel_name(symbol):
+    """A short name for a mangled one; None for kernels that are not shipped."""
+    if match := DECODE.search(symbol):
+        element, dim, _, _, _, row_tiles = match.groups()
+        return f"decode_{ELEMENT[element]}_d{dim}_rows{16 * int(row_tiles)}"
+    if match := MERGE.search(symbol):
+        return f"merge_d{match.group(1)}"
+    if match := APPEND.search(symbol):
+        return f"append_{ELEMENT[match.group(1)]}"
+    return None
+
+
+def parse_log(text):
+    """{(architecture, kernel): (registers, static shared bytes, spilled bytes)}"""
+    found = {}
+    current, spilled = None, 0
+    for line in text.splitlines():
+        if match := ENTRY.search(line):
+            name = kernel_name(match.group(1))
+            current, spilled = ((match.group(2), name) if name else None), 0
+        elif match := SPILLS.search(line):
+            spilled = sum(int(n) for n in match.groups())
+        elif (match := USED.search(line)) and current:
+            found[current] = (int(match.group(1)), int(match.group(2) or 0), spilled)
+            current = None
+    return found
+
+
+def parse_shapes(text):
+    """{kernel: dynamic shared bytes} as the program lists them."""
+    shapes = {}
+    for line in text.splitlines():
+        match = re.match(r"decode (\w+) (d\d+) (rows\d+) threads \d+ shared (\d+)$", line)
+        if match:
+            shapes["decode_" + "_".join(match.group(1, 2, 3))] = int(match.group(4))
+    return shapes
+
+
+def parse_budget(text):
+    budget = {}
+    for line in text.splitlines():
+        words = line.split("#", 1)[0].split()
+        if words:
+            architecture, kernel, registers, shared = words
+            budget[architecture, kernel] = (int(registers), int(shared))
+    return budget
+
+
+def judge(found, shapes, budget):
+    """Complaints about kernels that are over budget, unknown or missing."""
+    complaints = []
+    for key, (registers, shared, spilled) in sorted(found.items()):
+        shared += shapes.get(key[1], 0)
+        where = " ".join(key)
+        if spilled:
+            complaints.append(f"{where}: spills {spilled} bytes")
+        if key not in budget:
+            complaints.append(f"{where}: not in the budget ({registers} registers)")
+            continue
+        most_registers, most_shared = budget[key]
+        if registers > most_registers:
+            complaints.append(f"{where}: {registers} registers; at most {most_registers}")
+        if shared > most_shared:
+            complaints.append(f"{where}: {shared} bytes of shared memory; at most {most_shared}")
+    complaints += [f"{' '.join(key)}: in the budget, but not compiled"
+                   for key in sorted(budget.keys() - found.keys())]
+    return complaints
+
+
+def budget_text(found, shapes):
+    lines = ["# What nvcc may make of the shipped kernels: architecture, kernel, registers,",
+             "# bytes of shared memory, each at most. None may spill. Written by --update."]
+    for (architecture, kernel), (registers, shared, _) in sorted(found.items()):
+        lines.append(f"{architecture:7} {kernel:24} {registers:4} "
+                     f"{shared + shapes.get(kernel, 0):7}")
+    return "\n".join(lines) + "\n"
+
+
+def main():
+    budget_path, folder = sys.argv[1:3]
+    made = subprocess.run([os.path.join(ROOT, "scripts", "gpu_bundle.sh"), folder])
+    if made.returncode != 0:
+        return made.returncode
+    program = os.path.join(ROOT, "build", "gpu_bundle", "kvm_gpu_check")
+    with open(os.path.join(folder, "compile.log"), encoding="utf-8", errors="replace") as file:
+        found = parse_log(file.read())
+    shapes = parse_shapes(subprocess.run([program, "kernels"], check=True, capture_output=True,
+                                         text=True).stdout)
+    if "--update" in sys.argv:
+        with open(budget_path, "w", encoding="utf-8") as file:
+            file.write(budget_text(found, shapes))
+    with open(budget_path, encoding="utf-8") as file:
+        complaints = judge(found, shapes, parse_budget(file.read()))
+    # Without a GPU the program has to say so; hidden from it here, where there is one.
+    hidden = dict(os.environ, CUDA_VISIBLE_DEVICES="")
+    for command in ("caps", "verify", "bench", "ipc"):
+        status = subprocess.run([program, command], env=hidden, capture_output=True).returncode
+        if status != 77:
+            complaints.append(f"kvm_gpu_check {command}: status {status} without a GPU, not 77")
+    print("\n".join(complaints))
+    print(f"{len(found)} kernels, {len(complaints)} complaints")
+    return 1 if complaints or not found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

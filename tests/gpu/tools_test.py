@@ -1,0 +1,93 @@
+#!/usr/bin/env python3
+"""The scripts of this folder find what they look for. Python standard library only."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import unittest
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+import bundle_test  # noqa: E402
+import planted_bugs  # noqa: E402
+
+LOG = """
+ptxas info    : Compiling entry function '_ZN42_GLOBAL__N__b5_9_launch_cu_x3kvm9attention3gpu\
+13decode_kernelINS1_11DecodeShapeILNS1_7ElementE1ELj128ELj16ELj3ELj4ELj2EEEEEvNS1_12DecodeParamsE'\
+ for 'sm_90a'
+    8 bytes stack frame, 4 bytes spill stores, 4 bytes spill loads
+ptxas info    : Used 255 registers, used 1 barriers, 8 bytes cumulative stack size
+ptxas info    : Compiling entry function '_ZN3kvm12merge_kernelILj64EEEvNS0_11MergeParamsE' for \
+'sm_80'
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 40 registers, used 1 barriers, 128 bytes smem
+ptxas info    : Compiling entry function '_Z12empty_kernelv' for 'sm_80'
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 2 registers, used 0 barriers
+"""
+FP16 = ("sm_90a", "decode_fp16_d128_rows32")
+MERGE = ("sm_80", "merge_d64")
+
+
+class Budget(unittest.TestCase):
+    def setUp(self):
+        self.found = bundle_test.parse_log(LOG)
+        self.shapes = bundle_test.parse_shapes(
+            "decode fp16 d128 rows32 threads 128 shared 98304\nother\n")
+        self.budget = {FP16: (255, 98304), MERGE: (40, 128)}
+
+    def judge(self):
+        return bundle_test.judge(self.found, self.shapes, self.budget)
+
+    def test_reads_logs(self):
+        self.assertEqual(self.found, {FP16: (255, 0, 16), MERGE: (40, 128, 0)})
+        self.assertEqual(self.shapes, {"decode_fp16_d128_rows32": 98304})
+
+    def test_spills(self):
+        self.assertEqual(self.judge(), ["sm_90a decode_fp16_d128_rows32: spills 16 bytes"])
+
+    def test_over_budget_unknown_and_missing(self):
+        self.found[FP16] = (255, 0, 0)
+        self.assertEqual(self.judge(), [])
+        self.budget[FP16] = (254, 98303)
+        self.assertEqual(len(self.judge()), 2)
+        del self.budget[FP16]
+        self.budget["sm_80", "append_bf16"] = (40, 0)
+        self.assertEqual(len(self.judge()), 2)
+
+    def test_writes_what_it_reads(self):
+        text = bundle_test.budget_text(self.found, self.shapes)
+        self.assertEqual(bundle_test.parse_budget(text), {FP16: (255, 98304), MERGE: (40, 128)})
+
+
+class PlantedBugs(unittest.TestCase):
+    def test_every_bug_has_its_place(self):
+        self.assertEqual(planted_bugs.check_texts(planted_bugs.BUGS), [])
+        self.assertGreaterEqual(len(planted_bugs.BUGS), 20)
+
+    def test_a_place_that_is_gone(self):
+        gone = [("mask", planted_bugs.DECODE, "no such line", "")]
+        self.assertEqual(len(planted_bugs.check_texts(gone)), 1)
+
+    def test_classes_have_two_each(self):
+        kinds = [kind for kind, *_ in planted_bugs.BUGS if kind not in ("stages", "plan")]
+        self.assertEqual([k for k in set(kinds) if kinds.count(k) < 2], [])
+
+
+class Bundle(unittest.TestCase):
+    def test_without_a_compiler_it_is_skipped(self):
+        script = os.path.join(bundle_test.ROOT, "scripts", "gpu_bundle.sh")
+        with tempfile.TemporaryDirectory() as empty:
+            for name in ("bash", "dirname", "env"):
+                os.symlink(f"/usr/bin/{name}", os.path.join(empty, name))
+            copy = os.path.join(empty, "scripts")  # no build/venv beside it
+            os.mkdir(copy)
+            with open(script, "rb") as source, open(os.path.join(copy, "b.sh"), "wb") as target:
+                target.write(source.read())
+            result = subprocess.run(["/usr/bin/bash", os.path.join(copy, "b.sh")],
+                                    env={"PATH": empty}, capture_output=True, text=True)
+            self.assertEqual(result.returncode, 77, result.stdout + result.stderr)
+
+
+if __name__ == "__main__":
+    unittest.main()
