@@ -216,11 +216,14 @@ class Maker:
                             (3, 3 + hops)))
         return self.weave(rng, n_tokens, inserts, noise)
 
-    def stream(self, n_tokens, rng, queries, common=False, power=2.0, share=0.05):
-        """A stream of words; queries ask for what came before them."""
+    def stream(self, n_tokens, rng, queries, common=False, power=2.0, share=0.05, n_words=None):
+        """A stream of words; queries ask for what came before them. n_words: so many different
+        ones, of which common ones have at least three times their part; None: all."""
         one, n_answer = self.lexicon.one, COMMON if common else FREQUENT
         mark = one("*") if common else one("#")
-        words = rng.permutation(self.lexicon.words)
+        words = rng.permutation(self.lexicon.words)[:n_words]
+        if n_words is not None:
+            share = max(share, 3 / len(words))
         ask = max(1, queries)
         n_body = n_tokens - 1 - ask * (n_answer + 3)
         if not queries:
@@ -398,6 +401,21 @@ _LATE_MIX = (
     (0.04, "question", 40, {"statements": (4, 10)}),
 )
 LATE_SHARE = 0.45       # of the plan, from which on training draws from _LATE_MIX
+# And from here on, half of the steps are counting alone, in short streams of few to all words: a
+# stream has one answer, so that a step of long rows of every kind teaches counting a few tokens.
+COUNTING_SHARE = 0.72
+COUNTING_LENGTHS = (256, 512)
+
+
+def counting_sample(maker_, n_tokens, rng):
+    """A stream of 24 words up to all of them, for training."""
+    every = len(maker_.lexicon.words)
+    n_words = int(FEWEST_WORDS * (every / FEWEST_WORDS) ** rng.random())
+    if rng.random() < 0.5:
+        return maker_.make("common_words", n_tokens, rng, queries=1, n_words=n_words,
+                           share=rng.uniform(0.04, 0.15))
+    return maker_.make("frequent_words", n_tokens, rng, queries=1, n_words=n_words,
+                       power=rng.uniform(1.6, 2.4))
 
 
 def training_sample(maker_, n_tokens, rng, early_words=0, share=0.0):

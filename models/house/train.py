@@ -98,13 +98,17 @@ def skipped_positions(rng, n_tokens, span):
 def make_batch(maker, rng, lengths, recipe, early_words, share):
     """Returns (tokens, positions [rows, n], text, answer: bool [rows, n - 1], names of the rows).
     early_words: of the first lesson; 0 after it. share: of the plan."""
+    counting = not early_words and share >= tasks.COUNTING_SHARE and rng.random() < 0.5
     if early_words:
         lengths = {recipe.early_length: 1.0}
+    elif counting:
+        lengths = {length: 1.0 for length in tasks.COUNTING_LENGTHS}
     sizes = list(lengths)
     weights = np.asarray([lengths[size] for size in sizes])
     n_tokens = int(rng.choice(sizes, p=weights / weights.sum()))
     rows = max(1, (recipe.early_tokens if early_words else recipe.batch_tokens) // n_tokens)
-    samples = [tasks.training_sample(maker, n_tokens, rng, early_words, share)
+    samples = [tasks.counting_sample(maker, n_tokens, rng) if counting
+               else tasks.training_sample(maker, n_tokens, rng, early_words, share)
                for _ in range(rows)]
     tokens = np.stack([sample.tokens for sample in samples]).astype(np.int64)
     positions = np.stack([skipped_positions(rng, n_tokens, n_tokens if early_words else recipe.span)

@@ -5,7 +5,7 @@
 attention_approx_dump says what the sketches estimate of every key, which keys it drew, and what it
 answered. From the estimates the reference computes p and the draws; from the draws the answer, its
 log-sum-exp and its error bar. A record with the statistics of real models is written here; those
-that lie in the tree (models/house/*.kvrec) are taken too."""
+that lie in the tree (models/house/sample) are taken too."""
 import json
 import os
 import pathlib
@@ -64,7 +64,7 @@ class ApproxNumpyTest(unittest.TestCase):
         made = pathlib.Path(cls.folder.name) / "made.kvrec"
         synthetic.write_record(made, n_tokens=4096, seed=3, n_queries=4)
         cls.answers = []
-        for path in [made, *sorted((ROOT / "models" / "house").glob("*.kvrec"))]:
+        for path in [made, *sorted((ROOT / "models" / "house" / "sample").glob("*.kvrec"))]:
             with kvrec.Reader(path) as record:
                 groups, queries = len(record.groups), len(record.array("query_steps"))
             for group in range(min(groups, 8)):
