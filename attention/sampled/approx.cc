@@ -20,9 +20,13 @@ namespace {
 
 // Below this many keys of R a sample that has to find its own size costs more than exact.
 constexpr uint64_t kFewestKeys = 2048;
-constexpr double kHopelessBar = 0.5;
+// Of the plug-in sigma over |o|: beyond it, what is taken for o is noise itself.
+constexpr double kHopelessSigma = 0.5;
 constexpr uint32_t kMostGrowths = 8;
+// Of a row's variance in a round. More is asked for by a few keys that the sketch puts too low, and
+// these are closed, and out of the variance, when they have grown so much.
 constexpr double kLeastGrowth = 1.02;
+constexpr double kMostGrowth = 16.0;
 // Variances of a larger sample are aimed so far below that of eps, and so many of their own standard
 // deviations, for growing once more would cost more than reading that many more keys.
 constexpr double kAimBelow = 0.03;
@@ -301,6 +305,7 @@ class Sampler {
   // Of the last estimate.
   double over_eps_[kMaxApproxRows] = {};  // bar / (eps |o|)
   double draws_[kMaxApproxRows] = {};
+  double sigma_ = 0;  // largest plug-in sigma over |o|
 };
 
 bool Sampler::all_closed() const {
@@ -337,7 +342,7 @@ void Sampler::add_shard(const SampleState& state, uint32_t row, RowWork* work) c
   t.hat += w * sum(kSumHat);
   t.residual += w * sum(kSumResidual);
   t.residual2 += w * sum(kSumResidual2);
-  t.square += w * w * sum(kSumSquare);
+  t.n_open += static_cast<double>(head.n_open);
   t.chance += chance(kSumSquare, kSumProduct);
   t.chance_norm2 += chance(kSumSquareNorm, kSumProductNorm);
   t.chance_hat += chance(kSumSquareHat, kSumProductHat);
@@ -406,6 +411,7 @@ void Sampler::write_row(uint32_t row, const RowWork& work, const RowEstimate& e)
 // All rows into s_.other and the report. Returns the largest relative bar.
 double Sampler::estimate(ApproxReport* report) {
   double worst = 0;
+  sigma_ = 0;
   for (uint32_t r = 0; r < c_.rows; ++r) {
     RowWork work;
     total(r, &work);
@@ -415,6 +421,7 @@ double Sampler::estimate(ApproxReport* report) {
     worst = std::max(worst, std::isnan(relative) ? INFINITY : relative);
     over_eps_[r] = relative / static_cast<double>(c_.params().eps);
     draws_[r] = e.draws;
+    sigma_ = std::max(sigma_, e.norm_o > 0 ? e.sigma_o / e.norm_o : 0.0);
     report->err_o[r] = static_cast<float>(relative);
     report->err_lse[r] = static_cast<float>(e.bar_lse);
     report->noise[r] = static_cast<float>(e.noise);
@@ -481,7 +488,7 @@ double Sampler::plan_growth(double* growth) const {
   for (uint32_t r = 0; r < rows; ++r) {
     const double margin =
         1.0 + kAimBelow + kAimDeviations / std::max(over_eps_[r] * std::sqrt(draws_[r]), 1.0);
-    wanted[r] = margin * over_eps_[r] * over_eps_[r];
+    wanted[r] = std::min(kMostGrowth, margin * over_eps_[r] * over_eps_[r]);  // NaN: the most
     const auto scale = static_cast<float>(variance[r] > 0 ? wanted[r] / variance[r] : 0.0);
     for (uint32_t i = 0; i < keys.n; ++i) {
       keys.excess[size_t{r} * kPlanKeys + i] *= scale;
@@ -554,7 +561,7 @@ bool Sampler::solve(ApproxReport* report) {
       return true;
     }
     double growth[kMaxApproxRows];
-    if (worst > kHopelessBar || stage == kMostGrowths || plan_growth(growth) > most) {
+    if (sigma_ > kHopelessSigma || stage == kMostGrowths || plan_growth(growth) > most) {
       return false;
     }
     grow(growth);

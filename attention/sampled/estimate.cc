@@ -108,7 +108,7 @@ RowEstimate estimate_row(const RowTotals& t, const Kappas& kappas, std::span<dou
   const double noisy = std::exp(std::min(variance, 50.0));
   const double model = a * root(noisy * t.spread * r2) / e.mass;
   const double model_lse = a * root((noisy - 1) * t.spread) / e.lse_mass;
-  e.draws = t.open * t.open / std::max(t.square, 1e-300);
+  e.draws = std::min(t.n_open, t.open * t.open / std::max(t.chance, 1e-300));
   const double growth = few_draws(e.draws, kappas.gaussian) *
                         std::max(1.0, std::exp((std::min(variance, 50.0) - kNoiseAllowance) / 2));
   e.bar = std::max(e.bar, kappas.o * growth * std::max(known(e.sigma_o), known(model)));

@@ -12,7 +12,8 @@
 //   sigma_lse^2 = sum_S (1 - p)/p^2 (w - a h)^2 / D^2
 //   noise^2     = variance of e over open keys of S, each counted w/p
 //   model_o^2   = a^2 e^(noise^2) sum h^2 (1 - p)/p R^2 / D^2,  R^2 = mean of |v - o|^2 over S
-//   draws = (sum_S w/p)^2 / sum_S (w/p)^2 over open keys: how many equal ones say as much
+//   draws = (sum_S w/p)^2 / sum_S (1 - p)/p^2 w^2 over open keys, at most their number: how many
+//           equal ones say as much
 //   bar = max(kappa max(sigma_o, model_o), 2e-3 |o|),
 //   kappa = kappa(delta) few(draws) max(1, e^((noise^2 - 0.36)/2))
 // few = t / z: the two-sided quantile of Student's t with draws - 1 degrees of freedom over the
@@ -50,7 +51,7 @@ struct RowTotals {
   double fixed = 0;                  // D_F, a sink's logit included
   double closed = 0;                 // sum w over keys of S with p = 1
   double open = 0;                   // sum w/p
-  double square = 0;                 // sum (w/p)^2 over open keys
+  double n_open = 0;                 // open keys of S
   double norm2 = 0;                  // sum (w/p) |v|^2 over S
   double hat = 0;                    // sum h/p over open keys
   double residual = 0;               // sum (w/p) e

@@ -325,7 +325,7 @@ def sampled_head(problem, head, scores, p, drawn, control, blocks):
     sigma_lse = np.sqrt(chance @ (w - predicted)**2) / d_lse
     noise = sample_noise(w, p_drawn, logits[ids] - scores[ids], open_drawn)
     bar = error_bar(sigma_o, noise, calibration, w_hat_all, p, w / p_drawn, v, o, d_hat,
-                    effective_draws((w / p_drawn)[open_drawn]))
+                    effective_draws((w / p_drawn)[open_drawn], p_drawn[open_drawn]))
     return o, top + np.log(d_lse), sigma_o, sigma_lse, bar, noise
 
 
@@ -338,9 +338,9 @@ def sample_noise(w, p, residual, open_drawn):
     return float(np.sqrt(mass @ (residual - mean)**2 / mass.sum()))
 
 
-def effective_draws(weights):
-    """How many draws of equal weight say as much as these: (sum)^2 / sum of squares."""
-    return weights.sum()**2 / max((weights**2).sum(), 1e-300)
+def effective_draws(weights, p):
+    """How many draws of equal weight say as much as these, w/p: at most their number."""
+    return min(weights.sum()**2 / max((1.0 - p) @ weights**2, 1e-300), len(weights))
 
 
 def few_draws(draws):

@@ -294,8 +294,9 @@ class HorvitzThompsonTest(unittest.TestCase):
             self.assertAlmostEqual(estimators.few_draws(draws), t / 2.5758, delta=0.01)
         self.assertAlmostEqual(estimators.few_draws(1e7), 1.0, delta=1e-4)
         self.assertEqual(estimators.few_draws(0.0), estimators.few_draws(3.0))
-        self.assertAlmostEqual(estimators.effective_draws(np.full(7, 0.3)), 7.0)
-        self.assertLess(estimators.effective_draws(np.array([1.0, 1e-3, 1e-3])), 1.01)
+        self.assertAlmostEqual(estimators.effective_draws(np.full(7, 0.3), np.full(7, 0.9)), 7.0)
+        uneven = estimators.effective_draws(np.array([1.0, 1e-3, 1e-3]), np.full(3, 1e-3))
+        self.assertLess(uneven, 1.01)
 
     def test_same_seed_same_bits(self):
         problem = make_problem()

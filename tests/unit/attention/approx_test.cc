@@ -115,7 +115,7 @@ Want reference_of(const Head& head, uint32_t row) {
       add(t, std::exp(head.logit(row, t) - top));
     }
   }
-  double open = 0, square = 0, hat = 0, mass = 0, e1 = 0, e2 = 0;
+  double n_open = 0, open = 0, square = 0, hat = 0, mass = 0, e1 = 0, e2 = 0;
   for (const Key& key : drawn) {
     const double w = std::exp(key.s - top);
     add(key.t, w / key.p);
@@ -123,7 +123,8 @@ Want reference_of(const Head& head, uint32_t row) {
     if (key.p < 1) {
       const double e = key.s - key.s_hat;
       open += w / key.p;
-      square += w / key.p * (w / key.p);
+      n_open += 1;
+      square += (1 - key.p) * (w / key.p) * (w / key.p);
       hat += std::exp(key.s_hat - top) / key.p;
       e1 += w / key.p * e;
       e2 += w / key.p * e * e;
@@ -171,7 +172,7 @@ Want reference_of(const Head& head, uint32_t row) {
   const double v = want.noise * want.noise;
   const double model = a * std::sqrt(std::exp(v) * spread * r2) / d_hat;
   // Student's t by its density: its two-sided quantile of 0.01.
-  const double n = std::max(open * open / square - 1, 2.0);
+  const double n = std::max(std::min(open * open / square, n_open) - 1, 2.0);
   double t = 0;
   double tail = 1;
   const double norm = std::exp(std::lgamma((n + 1) / 2) - std::lgamma(n / 2)) / std::sqrt(n * M_PI);
