@@ -12,30 +12,37 @@ namespace {
 
 static_assert(kRowTile == 4, "padded_rows and the kernel's tiles");
 
-float scale_of(const uint16_t* scale) { return scale == nullptr ? 1.0f : bf16_to_f32(*scale); }
-
 // What the sketch says of lanes without a key: e^ of it is 0.
 constexpr float kNothing = -1e30f;
 
+constexpr uint32_t kLineBytes = 64;
+
+// The scales of rows that have none.
+alignas(64) constexpr float kOnes[kGatherKeys] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+
 void fill_columns(const GatherContext& context, const GatherList& list, size_t first,
                   GatherBatch* batch, float* per_row) {
+  if (list.kind == kGatherClosed) {
+    batch->per_row = nullptr;
+    return;
+  }
   const uint32_t rows = context.q.rows;
   const bool open = list.kind == kGatherOpen;
-  std::fill_n(per_row, size_t{padded_rows(rows)} * kGatherKeys, open ? kNothing : 0.0f);
-  for (uint32_t i = 0; i < kGatherKeys; ++i) {
-    batch->p[i] = 1.0f;
-    if (i >= batch->n) {
-      continue;
-    }
+  if (batch->n < kGatherKeys || rows != padded_rows(rows)) {
+    std::fill_n(per_row, size_t{padded_rows(rows)} * kGatherKeys, open ? kNothing : 0.0f);
+    std::fill_n(batch->p, kGatherKeys, 1.0f);
+  }
+  for (uint32_t i = 0; i < batch->n; ++i) {
     const size_t id = list.ids[first + i];
     if (open) {
       batch->p[i] = list.p[id];
     }
-    for (uint32_t r = 0; r < rows && list.per_row != nullptr; ++r) {
-      per_row[r * kGatherKeys + i] = list.per_row[id * rows + r];
+    const float* from = list.per_row + id * rows;
+    for (uint32_t r = 0; r < rows; ++r) {
+      per_row[r * kGatherKeys + i] = from[r];
     }
   }
-  batch->per_row = list.kind == kGatherClosed ? nullptr : per_row;
+  batch->per_row = per_row;
 }
 
 }  // namespace
@@ -92,9 +99,9 @@ void clear_sums(const Problem& problem, const GatherSums& sums) {
   std::fill_n(sums.m, padded_rows(problem.n_query * problem.group), kEmptyLse);
 }
 
-BatchMaker::Row BatchMaker::find(uint64_t position) {
+// Keys are read in order, a page or two apart; the first one, and one that lies far, is searched.
+void BatchMaker::open(uint64_t position) {
   const Problem& problem = *context_.problem;
-  // Keys are read in order, a page or two apart; the first one, and one that lies far, is searched.
   if (run_ == SIZE_MAX) {
     run_ = first_run_after(problem.runs, position);
   }
@@ -109,51 +116,111 @@ BatchMaker::Row BatchMaker::find(uint64_t position) {
   }
   const KvRun& run = problem.runs[run_];
   KVM_ASSERT(run.position <= position);
-  const uint64_t token = position - run.position;
-  return {.k = k_row(problem, run, token),
-          .v = v_row(problem, run, token),
-          .k_scale = scale_of(k_scale(problem, run, token)),
-          .v_scale = scale_of(v_scale(problem, run, token)),
-          .variant = run.transform,
-          .dtype_k = static_cast<uint8_t>(run.dtype_k),
-          .dtype_v = static_cast<uint8_t>(run.dtype_v)};
+  source_ = {.begin = run.position,
+             .end = run.position + run.n_tokens,
+             .k = k_row(problem, run, 0),
+             .v = v_row(problem, run, 0),
+             .k_bytes = static_cast<uint32_t>(problem.dim_k * dtype_size_bytes(run.dtype_k)),
+             .v_bytes = static_cast<uint32_t>(problem.dim_v * dtype_size_bytes(run.dtype_v)),
+             .k_scale = k_scale(problem, run, 0),
+             .v_scale = v_scale(problem, run, 0),
+             .variant = run.transform,
+             .dtype_k = static_cast<uint8_t>(run.dtype_k),
+             .dtype_v = static_cast<uint8_t>(run.dtype_v)};
 }
 
+void BatchMaker::make_room() {
+  const uint32_t left = n_ - at_;
+  std::memmove(k_, k_ + at_, left * sizeof(k_[0]));
+  std::memmove(v_, v_ + at_, left * sizeof(v_[0]));
+  if (source_.k_scale != nullptr) {
+    std::memmove(k_scale_, k_scale_ + at_, left * sizeof(float));
+  }
+  if (source_.v_scale != nullptr) {
+    std::memmove(v_scale_, v_scale_ + at_, left * sizeof(float));
+  }
+  n_ = left;
+  at_ = 0;
+}
+
+// Those behind the last row repeat it.
+void BatchMaker::pad() {
+  for (uint32_t i = n_; i < n_ + kAhead + kGatherKeys; ++i) {
+    k_[i] = k_[n_ - 1];
+    v_[i] = v_[n_ - 1];
+    k_scale_[i] = k_scale_[n_ - 1];
+    v_scale_[i] = v_scale_[n_ - 1];
+  }
+}
+
+// Puts the row behind the others and asks for it; false where it is of another kind. All rows of a
+// batch are asked for together: each one lies in two pages of memory of its own, and looking those
+// up takes longer than the core can run ahead, so it is done for many at once.
+bool BatchMaker::find(uint64_t position) {
+  if (position >= source_.end) {
+    const Source before = source_;
+    open(position);
+    if (n_ > at_ && !source_.same_kind(before)) {
+      source_ = before;
+      return false;
+    }
+  }
+  const uint64_t token = position - source_.begin;
+  k_[n_] = source_.k + token * source_.k_bytes;
+  v_[n_] = source_.v + token * source_.v_bytes;
+  for (uint32_t at = 0; at < source_.k_bytes; at += kLineBytes) {
+    __builtin_prefetch(k_[n_] + at);
+  }
+  for (uint32_t at = 0; at < source_.v_bytes && !list_.keys_only; at += kLineBytes) {
+    __builtin_prefetch(v_[n_] + at);
+  }
+  if (source_.k_scale != nullptr) {
+    k_scale_[n_] = bf16_to_f32(source_.k_scale[token]);
+  }
+  if (source_.v_scale != nullptr) {
+    v_scale_[n_] = bf16_to_f32(source_.v_scale[token]);
+  }
+  ++n_;
+  return true;
+}
+
+// Resolves rows as long as they are of one kind, up to kAhead beyond the next batch.
 void BatchMaker::fill() {
-  std::memmove(rows_, rows_ + used_, (n_rows_ - used_) * sizeof(Row));
-  n_rows_ -= used_;
-  used_ = 0;
-  while (n_rows_ < 3 * kGatherKeys && resolved_ < list_.ids.size()) {
-    rows_[n_rows_++] = find(list_.position[list_.ids[resolved_++]]);
+  if (n_ + 2 * (kAhead + kGatherKeys) > kRoom) {
+    make_room();
+  }
+  const uint32_t wanted = at_ + kAhead + kGatherKeys;
+  while (n_ < wanted && !done_) {
+    done_ = resolved_ == list_.ids.size() || !find(list_.position[list_.ids[resolved_]]);
+    resolved_ += done_ ? 0 : 1;
+  }
+  if (done_ && n_ > at_) {
+    pad();
   }
 }
 
 bool BatchMaker::next(GatherArgs* args, GatherBatch* batch) {
-  fill();
-  if (n_rows_ == 0) {
+  if (at_ == n_) {
+    at_ = n_ = 0;
+    done_ = false;  // with what was behind them, rows of another kind begin
+  }
+  if (!done_) {
+    fill();
+  }
+  if (at_ == n_) {
     return false;
   }
-  uint32_t n = 1;
-  while (n < std::min<uint32_t>(n_rows_, kGatherKeys) && rows_[n].same_kind(rows_[0])) {
-    ++n;
-  }
-  for (uint32_t i = 0; i < kGatherKeys; ++i) {
-    const Row& row = rows_[std::min(i, n - 1)];
-    const Row& later = rows_[std::min(n + i, n_rows_ - 1)];
-    batch->k[i] = row.k;
-    batch->v[i] = row.v;
-    batch->k[kGatherKeys + i] = later.k;
-    batch->k[2 * kGatherKeys + i] = rows_[std::min(n + kGatherKeys + i, n_rows_ - 1)].k;
-    batch->v[kGatherKeys + i] = later.v;
-    batch->k_scale[i] = row.k_scale;
-    batch->v_scale[i] = row.v_scale;
-  }
+  const uint32_t n = std::min<uint32_t>(n_ - at_, kGatherKeys);
+  batch->k = k_ + at_;
+  batch->v = v_ + at_;
+  batch->k_scale = source_.k_scale == nullptr ? kOnes : k_scale_ + at_;
+  batch->v_scale = source_.v_scale == nullptr ? kOnes : v_scale_ + at_;
   batch->n = n;
-  batch->dtype_k = rows_[0].dtype_k;
-  batch->dtype_v = rows_[0].dtype_v;
+  batch->dtype_k = source_.dtype_k;
+  batch->dtype_v = source_.dtype_v;
   const Problem& problem = *context_.problem;
   const QueryRows& q = context_.q;
-  const uint32_t variant = rows_[0].variant;
+  const uint32_t variant = source_.variant;
   const uint64_t at = variant * q.variant_stride;
   const bool bf16 = context_.bf16_dot && q.bf16_exact[variant] != 0;
   *args = {.q = q.f32 + at,
@@ -166,8 +233,9 @@ bool BatchMaker::next(GatherArgs* args, GatherBatch* batch) {
            .dim_v = problem.dim_v,
            .acc_stride = acc_stride(problem),
            .scale = problem.scale,
-           .softcap = problem.softcap};
-  used_ = n;
+           .softcap = problem.softcap,
+           .fp32_weights = problem.fp32_weights ? 1u : 0u};
+  at_ += n;
   first_ = next_first_;
   next_first_ += n;
   return true;

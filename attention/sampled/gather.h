@@ -37,6 +37,7 @@ struct GatherList {
   const uint64_t* position = nullptr;  // by id
   const float* p = nullptr;            // by id; kGatherOpen
   const float* per_row = nullptr;      // by id, [rows] each; kGatherOpen, kGatherWeighted
+  bool keys_only = false;              // values will not be read
 };
 void gather(const GatherContext& context, const GatherList& list, const GatherSums& sums);
 
@@ -55,26 +56,43 @@ class BatchMaker {
   size_t first() const { return first_; }  // in list.ids, of the batch
 
  private:
-  struct Row {
-    const uint8_t* k;
-    const uint8_t* v;
-    float k_scale;
-    float v_scale;
-    uint16_t variant;
-    uint8_t dtype_k;
-    uint8_t dtype_v;
-    bool same_kind(const Row& o) const {
+  // Rows that are resolved, and asked for, ahead of the batch that is given out.
+  static constexpr uint32_t kAhead = kGatherAhead * kGatherKeys;
+  static constexpr uint32_t kRoom = 512;
+
+  // The run that rows are taken from.
+  struct Source {
+    uint64_t begin = 0;
+    uint64_t end = 0;
+    const uint8_t* k = nullptr;
+    const uint8_t* v = nullptr;
+    uint32_t k_bytes = 0;  // of a row
+    uint32_t v_bytes = 0;
+    const uint16_t* k_scale = nullptr;
+    const uint16_t* v_scale = nullptr;
+    uint16_t variant = 0;
+    uint8_t dtype_k = 0;
+    uint8_t dtype_v = 0;
+    bool same_kind(const Source& o) const {
       return variant == o.variant && dtype_k == o.dtype_k && dtype_v == o.dtype_v;
     }
   };
   void fill();
-  Row find(uint64_t position);
+  bool find(uint64_t position);
+  void open(uint64_t position);
+  void make_room();
+  void pad();
 
   const GatherContext& context_;
   const GatherList& list_;
-  Row rows_[3 * kGatherKeys];
-  uint32_t n_rows_ = 0;
-  uint32_t used_ = 0;  // of rows_, by the batch given out last
+  const uint8_t* k_[kRoom];
+  const uint8_t* v_[kRoom];
+  float k_scale_[kRoom];
+  float v_scale_[kRoom];
+  Source source_;      // of the row resolved last
+  uint32_t n_ = 0;     // rows that are there, all of one kind
+  uint32_t at_ = 0;    // first one that was not given out
+  bool done_ = false;  // the row behind them is of another kind, or there is none
   size_t resolved_ = 0;
   size_t first_ = 0;
   size_t next_first_ = 0;

@@ -3,10 +3,10 @@
 // including file has chosen. sampled_args.h says what is computed.
 //
 // A batch of 16 keys passes four times: scores (K), norms (V), weights, values (V). Rows lie
-// anywhere, so each one is asked for long before: its lines are prefetched one by one between the
-// instructions that use another row, for a burst of prefetches stalls the core. Most of the time
-// goes into values, so there the lines of the next batch's values and of the keys of the batch
-// behind it are asked for.
+// anywhere. The driver asks for each one two batches before it is used (gather.cc); since the core
+// drops prefetches without a sign, their lines are asked for again here, one by one between the
+// instructions that use another row: keys while values are summed and once more with the scores of
+// the batch before, values with norms and with values.
 //
 // Everything here has internal linkage; see kernel_table.h.
 #ifndef KVM_ATTENTION_SAMPLED_GATHER_KERNEL_H_
@@ -54,6 +54,28 @@ inline F load_row(const uint8_t* row, uint32_t c, uint32_t dim) {
   return c + kW <= dim ? vec::load_as<kElem>(row, c) : vec::load_as_n<kElem>(row, c, dim - c);
 }
 
+// Asks for the line at `offset` of the row that stands kBatches batches behind key's. ask: where
+// offset is not known to begin a line.
+template <uint32_t kBatches>
+inline void ask_line(const uint8_t* const* rows, int key, uint32_t offset) {
+  vec::prefetch(rows[kBatches * kGatherKeys + static_cast<uint32_t>(key)] + offset);
+}
+template <uint32_t kBatches>
+inline void ask(const uint8_t* const* rows, int key, uint32_t offset) {
+  if (offset % kLine == 0)
+    ask_line<kBatches>(rows, key, offset);
+}
+
+// Calls body<kRows, kFirst>(row) for each tile of rows.
+template <typename Body>
+inline void for_tiles(uint32_t rows_padded, Body body) {
+  if (rows_padded == 1)
+    return body.template operator()<1, true>(0);
+  body.template operator()<4, true>(0);
+  for (uint32_t row = 4; row < rows_padded; row += 4)
+    body.template operator()<4, false>(row);
+}
+
 // --- Scores -------------------------------------------------------------------------------------
 
 // kRows rows meet kTokens keys at a time; lane r * kTokens + t of a sum is row r, key t.
@@ -63,7 +85,8 @@ struct KeyTile {
   static constexpr int kGroups = kKeys / kTokens;
 };
 
-template <int kRows, int kElem>
+// kFirst, here and below: of the tiles of rows, the one that asks for other rows.
+template <int kRows, int kElem, bool kFirst>
 void scores_f32(const GatherArgs& args, const GatherBatch& batch, uint32_t row, float* out) {
   using T = KeyTile<kRows>;
   const float* q = args.q + static_cast<size_t>(row) * args.q_stride;
@@ -77,6 +100,8 @@ void scores_f32(const GatherArgs& args, const GatherBatch& batch, uint32_t row, 
       for (int t = 0; t < T::kTokens; ++t) {
         const int key = g * T::kTokens + t;
         const F x = load_row<kElem>(batch.k[key], c, args.dim_k);
+        if (kFirst)
+          ask<1>(batch.k, key, c * elem_bytes(kElem));
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) {
           F& a = acc[r * T::kTokens + t];
@@ -89,7 +114,7 @@ void scores_f32(const GatherArgs& args, const GatherBatch& batch, uint32_t row, 
 }
 
 #if defined(__AVX512BF16__)
-template <int kRows>
+template <int kRows, bool kFirst>
 void scores_bf16(const GatherArgs& args, const GatherBatch& batch, uint32_t row, float* out) {
   using T = KeyTile<kRows>;
   const uint16_t* q = args.q_bf16 + static_cast<size_t>(row) * args.q_stride;
@@ -104,6 +129,8 @@ void scores_bf16(const GatherArgs& args, const GatherBatch& batch, uint32_t row,
       for (int t = 0; t < T::kTokens; ++t) {
         const int key = g * T::kTokens + t;
         const vec::B x = vec::load_pairs(reinterpret_cast<const uint16_t*>(batch.k[key]) + c);
+        if (kFirst)
+          ask_line<1>(batch.k, key, c * 2);
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) {
           F& a = acc[r * T::kTokens + t];
@@ -126,26 +153,51 @@ void scores_bf16(const GatherArgs& args, const GatherBatch& batch, uint32_t row,
 }
 #endif
 
-// Logits of kRows rows: out [kRows][16].
+// What the tiles of keys have left, [group][row][token], as [row][16].
 template <int kRows>
-void tile_logits(const GatherArgs& args, const GatherBatch& batch, uint32_t row, float* out) {
+inline void rows_of_dots(const float* dots, float* out) {
   using T = KeyTile<kRows>;
+#if defined(__AVX512F__)
+  if constexpr (kRows == 4) {  // quarters of registers change places
+    const F a = vec::load(dots);
+    const F b = vec::load(dots + kW);
+    const F c = vec::load(dots + 2 * kW);
+    const F d = vec::load(dots + 3 * kW);
+    const F ab02 = _mm512_shuffle_f32x4(a, b, 0x88);  // a0 a2 b0 b2
+    const F ab13 = _mm512_shuffle_f32x4(a, b, 0xDD);
+    const F cd02 = _mm512_shuffle_f32x4(c, d, 0x88);
+    const F cd13 = _mm512_shuffle_f32x4(c, d, 0xDD);
+    vec::store(out, _mm512_shuffle_f32x4(ab02, cd02, 0x88));
+    vec::store(out + kKeys, _mm512_shuffle_f32x4(ab13, cd13, 0x88));
+    vec::store(out + 2 * kKeys, _mm512_shuffle_f32x4(ab02, cd02, 0xDD));
+    vec::store(out + 3 * kKeys, _mm512_shuffle_f32x4(ab13, cd13, 0xDD));
+    return;
+  }
+#endif
+  for (int r = 0; r < kRows; ++r) {
+    for (int t = 0; t < kKeys; ++t)
+      out[r * kKeys + t] = dots[t / T::kTokens * kW + r * T::kTokens + t % T::kTokens];
+  }
+}
+
+// Logits of kRows rows: out [kRows][16].
+template <int kRows, bool kFirst>
+void tile_logits(const GatherArgs& args, const GatherBatch& batch, uint32_t row, float* out) {
   float dots[kRows * kKeys];
   bool done = false;
 #if defined(__AVX512BF16__)
   if (batch.dtype_k == vec::kElemBf16 && args.q_bf16 != nullptr) {
-    scores_bf16<kRows>(args, batch, row, dots);
+    scores_bf16<kRows, kFirst>(args, batch, row, dots);
     done = true;
   }
 #endif
   if (!done) {
     with_elem(batch.dtype_k,
-              [&]<int kElem>() { scores_f32<kRows, kElem>(args, batch, row, dots); });
+              [&]<int kElem>() { scores_f32<kRows, kElem, kFirst>(args, batch, row, dots); });
   }
+  rows_of_dots<kRows>(dots, out);
   for (int r = 0; r < kRows; ++r) {
     float* to = out + r * kKeys;
-    for (int t = 0; t < kKeys; ++t)
-      to[t] = dots[t / T::kTokens * kW + r * T::kTokens + t % T::kTokens];
     const F bias =
         vec::set1(args.bias != nullptr ? args.bias[row + static_cast<uint32_t>(r)] : 0.0f);
     for (int j = 0; j < kParts; ++j) {
@@ -156,12 +208,9 @@ void tile_logits(const GatherArgs& args, const GatherBatch& batch, uint32_t row,
 }
 
 void all_logits(const GatherArgs* args, const GatherBatch* batch, float* out) {
-  if (args->rows_padded == 1) {
-    tile_logits<1>(*args, *batch, 0, out);
-    return;
-  }
-  for (uint32_t row = 0; row < args->rows_padded; row += 4)
-    tile_logits<4>(*args, *batch, row, out + row * kKeys);
+  for_tiles(args->rows_padded, [&]<int kRows, bool kFirst>(uint32_t row) {
+    tile_logits<kRows, kFirst>(*args, *batch, row, out + row * kKeys);
+  });
 }
 
 template <int kElem>
@@ -171,10 +220,26 @@ void norms_of(const uint8_t* const* rows, uint32_t dim, float* out) {
 #pragma GCC unroll 16
     for (int i = 0; i < kW; ++i)
       acc[i] = vec::zero();
+#if defined(__AVX512BF16__)
+    if constexpr (kElem == vec::kElemBf16) {
+      for (uint32_t d = 0; d < dim; d += 32) {
+#pragma GCC unroll 16
+        for (int i = 0; i < kW; ++i) {
+          const auto* row = reinterpret_cast<const uint16_t*>(rows[part * kW + i]) + d;
+          const vec::B x = d + 32 <= dim ? vec::load_pairs(row) : vec::load_pairs_n(row, dim - d);
+          ask_line<1>(rows, part * kW + i, d * 2);
+          acc[i] = vec::dot(acc[i], x, x);
+        }
+      }
+      vec::store(out + part * kW, vec::reduce(acc));
+      continue;
+    }
+#endif
     for (uint32_t d = 0; d < dim; d += kW) {
 #pragma GCC unroll 16
       for (int i = 0; i < kW; ++i) {
         const F x = load_row<kElem>(rows[part * kW + i], d, dim);
+        ask<1>(rows, part * kW + i, d * elem_bytes(kElem));
         acc[i] = vec::fma(x, x, acc[i]);
       }
     }
@@ -191,7 +256,32 @@ void norms(const uint8_t* const* rows, uint32_t dtype, uint32_t dim, float* out)
 // Coefficients of the values of a batch, by vector of sums: [3][rows_padded][16].
 struct Coefs {
   float at[3][kMaxGatherRows * kKeys];
+#if defined(__AVX512BF16__)
+  uint16_t bf16[3][kMaxGatherRows * kKeys];  // instead, where is_bf16
+#endif
 };
+
+// Whether values meet weights as bf16.
+inline bool is_bf16(const GatherArgs& args, const GatherBatch& batch) {
+#if defined(__AVX512BF16__)
+  return batch.dtype_v == vec::kElemBf16 && args.fp32_weights == 0;
+#else
+  (void)args;
+  (void)batch;
+  return false;
+#endif
+}
+
+// Stores coefficients of a vector of keys; returns them as values will meet them, scales apart.
+template <bool kBf16>
+inline F put_coef(Coefs& coefs, int which, uint32_t at, F x, F v_scale) {
+#if defined(__AVX512BF16__)
+  if constexpr (kBf16)
+    return vec::store_rounded(coefs.bf16[which] + at, x);
+#endif
+  vec::store(coefs.at[which] + at, vec::mul(x, v_scale));
+  return x;
+}
 
 inline void scale_vector(float* x, uint32_t n, float factor) {
   for (uint32_t d = 0; d < n; d += kW)
@@ -248,8 +338,9 @@ inline F counted(const GatherBatch& batch, const float* logits, const float* fac
   return vec::add(vec::load(logits + part * kW), vec::mul(drop, vec::set1(4.0f)));
 }
 
+template <bool kBf16>
 void weigh_closed(const GatherArgs& args, const GatherBatch& batch, const GatherSums& sums,
-                  uint32_t row, const float* logits, const float* squares, float* coef) {
+                  uint32_t row, const float* logits, const float* squares, Coefs& coefs) {
   const float* factor = batch.kind == kGatherWeighted ? batch.per_row + row * kKeys : nullptr;
   F s[kParts];
   for (int j = 0; j < kParts; ++j)
@@ -261,12 +352,14 @@ void weigh_closed(const GatherArgs& args, const GatherBatch& batch, const Gather
     F w = exp_nonpositive(vec::sub(s[j], reference));
     if (factor != nullptr)
       w = vec::mul(w, vec::load(factor + at));
+    w = put_coef<kBf16>(coefs, 0, row * kKeys + static_cast<uint32_t>(at), w,
+                        vec::load(batch.v_scale + at));
     add_to(sum + kSumClosed * kKeys + at, w);
     add_to(sum + kSumClosedNorm * kKeys + at, vec::mul(w, vec::load(squares + at)));
-    vec::store(coef + at, vec::mul(w, vec::load(batch.v_scale + at)));
   }
 }
 
+template <bool kBf16, bool kSplit>
 void weigh_open(const GatherArgs& args, const GatherBatch& batch, const GatherSums& sums,
                 uint32_t row, const float* logits, const float* squares, Coefs& coefs) {
   F s[kParts];
@@ -274,45 +367,70 @@ void weigh_open(const GatherArgs& args, const GatherBatch& batch, const GatherSu
     s[j] = counted(batch, logits, nullptr, j);
   const F reference = raise_reference(args, sums, row, s);
   float* sum = sums.sums + static_cast<size_t>(row) * kGatherSums * kKeys;
+  const F one = vec::set1(1.0f);
   const F sign = vec::set1(batch.sign);
   const F most = vec::set1(kMaxResidual);
   for (int j = 0; j < kParts; ++j) {
     const int at = j * kW;
+    const uint32_t to = row * kKeys + static_cast<uint32_t>(at);
     const auto add = [&](GatherSum which, F x) {
       add_to(sum + static_cast<int>(which) * kKeys + at, x);
     };
-    const F inverse = vec::div(vec::set1(1.0f), vec::load(batch.p + at));
+    const F inverse = vec::div(one, vec::load(batch.p + at));
     const F hat = vec::load(batch.per_row + row * kKeys + at);
     const F v2 = vec::load(squares + at);
+    const F v_scale = vec::load(batch.v_scale + at);
     const F w = exp_nonpositive(vec::sub(s[j], reference));
-    const F wp = vec::mul(w, inverse);
     const F h = bounded_exp(vec::sub(hat, reference), kMaxExcess);
+    const F wp = vec::mul(w, inverse);
     const F hp = vec::mul(h, inverse);
     const F e = vec::max(vec::min(vec::sub(s[j], hat), most), vec::sub(vec::zero(), most));
-    const F signed_wp = vec::mul(sign, wp);
-    const F signed_hp = vec::mul(sign, hp);
+    const F signed_wp = put_coef<kBf16>(coefs, 0, to, vec::mul(sign, wp), v_scale);
     const F residual = vec::mul(signed_wp, e);
-    const F square = vec::mul(signed_wp, wp);
-    const F product = vec::mul(signed_wp, w);
     add(kSumOpen, signed_wp);
     add(kSumOpenNorm, vec::mul(signed_wp, v2));
-    add(kSumHat, signed_hp);
+    add(kSumHat, vec::mul(sign, hp));
     add(kSumResidual, residual);
     add(kSumResidual2, vec::mul(residual, e));
+    // 1/p of the squares, or (1 - p)/p.
+    const F odds = vec::mul(sign, kSplit ? inverse : vec::sub(inverse, one));
+    const F square = put_coef<kBf16>(coefs, 1, to, vec::mul(vec::mul(odds, wp), w), v_scale);
+    const F odds_h = vec::mul(odds, h);
     add(kSumSquare, square);
     add(kSumSquareNorm, vec::mul(square, v2));
-    add(kSumSquareHat, vec::mul(signed_wp, hp));
-    add(kSumSquareHat2, vec::mul(signed_hp, hp));
-    add(kSumProduct, product);
-    add(kSumProductNorm, vec::mul(product, v2));
-    add(kSumProductHat, vec::mul(signed_wp, h));
-    add(kSumProductHat2, vec::mul(signed_hp, h));
-    const F v_scale = vec::load(batch.v_scale + at);
-    const uint32_t to = row * kKeys + static_cast<uint32_t>(at);
-    vec::store(coefs.at[0] + to, vec::mul(signed_wp, v_scale));
-    const F first = batch.split != 0 ? square : vec::sub(square, product);
-    vec::store(coefs.at[1] + to, vec::mul(first, v_scale));
-    vec::store(coefs.at[2] + to, vec::mul(product, v_scale));
+    add(kSumSquareHat, vec::mul(odds_h, wp));
+    add(kSumSquareHat2, vec::mul(odds_h, hp));
+    if (kSplit) {
+      const F signed_w = vec::mul(sign, w);
+      const F signed_h = vec::mul(sign, h);
+      const F product = put_coef<kBf16>(coefs, 2, to, vec::mul(signed_w, wp), v_scale);
+      add(kSumProduct, product);
+      add(kSumProductNorm, vec::mul(product, v2));
+      add(kSumProductHat, vec::mul(signed_w, hp));
+      add(kSumProductHat2, vec::mul(signed_h, hp));
+    }
+  }
+}
+
+template <bool kBf16>
+void weigh(const GatherArgs& args, const GatherBatch& batch, const GatherSums& sums,
+           const float* logits, const float* squares, Coefs& coefs) {
+  for (uint32_t row = 0; row < args.rows; ++row) {
+    const float* of_row = logits + row * kKeys;
+    if (batch.kind != kGatherOpen)
+      weigh_closed<kBf16>(args, batch, sums, row, of_row, squares, coefs);
+    else if (batch.split != 0)
+      weigh_open<kBf16, true>(args, batch, sums, row, of_row, squares, coefs);
+    else
+      weigh_open<kBf16, false>(args, batch, sums, row, of_row, squares, coefs);
+  }
+  for (uint32_t row = args.rows; row < args.rows_padded; ++row) {
+    for (int which = 0; which < 3; ++which) {
+      for (int j = 0; j < kParts; ++j) {
+        const uint32_t at = row * kKeys + static_cast<uint32_t>(j * kW);
+        put_coef<kBf16>(coefs, which, at, vec::zero(), vec::zero());
+      }
+    }
   }
 }
 
@@ -346,15 +464,14 @@ inline void value_slice(const GatherArgs& args, const GatherBatch& batch, const 
 #pragma GCC unroll 2
     for (int i = 0; i < kVecs; ++i) {
       const uint32_t c = d + static_cast<uint32_t>(i * kW);
-      const uint32_t offset = c * elem_bytes(kElem);
       if (kPart) {
         x[i] = c < args.dim_v ? load_row<kElem>(batch.v[t], c, args.dim_v) : vec::zero();
       } else {
         x[i] = vec::load_as<kElem>(batch.v[t], c);
       }
-      if (kFirst && offset % kLine == 0) {
-        vec::prefetch(batch.v[kKeys + t] + offset);
-        vec::prefetch(batch.k[2 * kKeys + t] + offset);
+      if (kFirst) {
+        ask<1>(batch.v, t, c * elem_bytes(kElem));
+        ask<2>(batch.k, t, c * elem_bytes(kElem));
       }
     }
 #pragma GCC unroll 3
@@ -380,6 +497,78 @@ inline void value_slice(const GatherArgs& args, const GatherBatch& batch, const 
   }
 }
 
+#if defined(__AVX512BF16__)
+// The same for 32 channels of bf16, two keys at a time. kPart: the last of them.
+template <int kSums, int kRows, bool kFirst, bool kPart>
+inline void value_slice_bf16(const GatherArgs& args, const GatherBatch& batch,
+                             const GatherSums& sums, uint32_t row, uint32_t first, uint32_t d,
+                             const Coefs& coefs) {
+  const auto acc_at = [&](int j, int r) {
+    return sums.acc +
+           ((first + static_cast<uint32_t>(j)) * static_cast<size_t>(args.rows_padded) + row +
+            static_cast<uint32_t>(r)) *
+               args.acc_stride +
+           d;
+  };
+  const auto load = [&](int t) {
+    const auto* v = reinterpret_cast<const uint16_t*>(batch.v[t]) + d;
+    return kPart ? vec::load_pairs_n(v, args.dim_v - d) : vec::load_pairs(v);
+  };
+  F a[kSums][kRows][2];
+#pragma GCC unroll 3
+  for (int j = 0; j < kSums; ++j) {
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+      a[j][r][0] = vec::load(acc_at(j, r));
+      a[j][r][1] = vec::load(acc_at(j, r) + kW);
+    }
+  }
+#pragma GCC unroll 2
+  for (int t = 0; t < kKeys; t += 2) {
+    const vec::B x = load(t);
+    const vec::B y = load(t + 1);
+    const vec::B lo = vec::interleave_lo(x, y);
+    const vec::B hi = vec::interleave_hi(x, y);
+#pragma GCC unroll 3
+    for (int j = 0; j < kSums; ++j) {
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) {
+        const vec::B w = vec::set1_pair(coefs.bf16[j] + (row + static_cast<uint32_t>(r)) * kKeys +
+                                        static_cast<uint32_t>(t));
+        a[j][r][0] = vec::dot(a[j][r][0], w, lo);
+        a[j][r][1] = vec::dot(a[j][r][1], w, hi);
+        if (kFirst && j == 0 && r < 2) {
+          ask_line<1>(batch.v, t + r, d * 2);
+          ask_line<2>(batch.k, t + r, d * 2);
+        }
+      }
+    }
+    if (kFirst && kRows == 1) {
+      ask_line<1>(batch.v, t + 1, d * 2);
+      ask_line<2>(batch.k, t + 1, d * 2);
+    }
+  }
+#pragma GCC unroll 3
+  for (int j = 0; j < kSums; ++j) {
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+      vec::store(acc_at(j, r), a[j][r][0]);
+      vec::store(acc_at(j, r) + kW, a[j][r][1]);
+    }
+  }
+}
+
+template <int kSums, int kRows, bool kFirst>
+void add_values_bf16(const GatherArgs& args, const GatherBatch& batch, const GatherSums& sums,
+                     uint32_t row, uint32_t first, const Coefs& coefs) {
+  uint32_t d = 0;
+  for (; d + 32 <= args.dim_v; d += 32)
+    value_slice_bf16<kSums, kRows, kFirst, false>(args, batch, sums, row, first, d, coefs);
+  if (d < args.dim_v)
+    value_slice_bf16<kSums, kRows, kFirst, true>(args, batch, sums, row, first, d, coefs);
+}
+#endif
+
 template <int kSums, int kRows, bool kFirst, int kElem>
 void add_values(const GatherArgs& args, const GatherBatch& batch, const GatherSums& sums,
                 uint32_t row, uint32_t first, const Coefs& coefs) {
@@ -395,14 +584,18 @@ void add_values(const GatherArgs& args, const GatherBatch& batch, const GatherSu
 template <int kSums>
 void values(const GatherArgs& args, const GatherBatch& batch, const GatherSums& sums,
             uint32_t first, const Coefs& coefs) {
+#if defined(__AVX512BF16__)
+  if (is_bf16(args, batch)) {
+    for_tiles(args.rows_padded, [&]<int kRows, bool kFirst>(uint32_t row) {
+      add_values_bf16<kSums, kRows, kFirst>(args, batch, sums, row, first, coefs);
+    });
+    return;
+  }
+#endif
   with_elem(batch.dtype_v, [&]<int kElem>() {
-    if (args.rows_padded == 1) {
-      add_values<kSums, 1, true, kElem>(args, batch, sums, 0, first, coefs);
-      return;
-    }
-    add_values<kSums, 4, true, kElem>(args, batch, sums, 0, first, coefs);
-    for (uint32_t row = 4; row < args.rows_padded; row += 4)
-      add_values<kSums, 4, false, kElem>(args, batch, sums, row, first, coefs);
+    for_tiles(args.rows_padded, [&]<int kRows, bool kFirst>(uint32_t row) {
+      add_values<kSums, kRows, kFirst, kElem>(args, batch, sums, row, first, coefs);
+    });
   });
 }
 
@@ -416,26 +609,16 @@ void gather(const GatherArgs* args, const GatherBatch* batch, const GatherSums* 
     const F scale = vec::load(batch->v_scale + j * kW);
     vec::store(squares + j * kW, vec::mul(vec::load(squares + j * kW), vec::mul(scale, scale)));
   }
-  for (uint32_t row = args->rows; row < args->rows_padded; ++row) {
-    for (auto& coef : coefs.at)
-      for (int j = 0; j < kParts; ++j)
-        vec::store(coef + row * kKeys + static_cast<uint32_t>(j * kW), vec::zero());
-  }
-  for (uint32_t row = 0; row < args->rows; ++row) {
-    if (batch->kind == kGatherOpen) {
-      weigh_open(*args, *batch, *sums, row, logits + row * kKeys, squares, coefs);
-    } else {
-      weigh_closed(*args, *batch, *sums, row, logits + row * kKeys, squares,
-                   coefs.at[0] + row * kKeys);
-    }
-  }
-  if (batch->kind != kGatherOpen) {
+  if (is_bf16(*args, *batch))
+    weigh<true>(*args, *batch, *sums, logits, squares, coefs);
+  else
+    weigh<false>(*args, *batch, *sums, logits, squares, coefs);
+  if (batch->kind != kGatherOpen)
     values<1>(*args, *batch, *sums, kVecClosed, coefs);
-  } else if (batch->split != 0) {
+  else if (batch->split != 0)
     values<3>(*args, *batch, *sums, kVecOpen, coefs);
-  } else {
+  else
     values<2>(*args, *batch, *sums, kVecOpen, coefs);
-  }
 }
 
 // --- Thresholds ---------------------------------------------------------------------------------
@@ -464,24 +647,37 @@ void raise(const float* x, float factor, size_t n, float* out) {
 }
 
 void saturation(const float* x, float limit, size_t n, uint64_t* count, double* sum) {
+  constexpr size_t kChains = 4;  // additions that do not wait for each other
   const F bound = vec::set1(limit);
   const F one = vec::set1(1.0f);
-  F reaching = vec::zero();
-  F all = vec::zero();
-  for (size_t i = 0; i < n; i += kW) {
+  F chains[kChains];
+  F reach[kChains];
+  for (size_t j = 0; j < kChains; ++j)
+    chains[j] = reach[j] = vec::zero();
+  const auto add = [&](size_t j, size_t i) {
     const F y = vec::load(x + i);
-    reaching = vec::add(reaching, vec::keep_ge(y, bound, one));
-    all = vec::add(all, vec::sub(y, vec::keep_ge(y, bound, y)));
+    reach[j] = vec::add(reach[j], vec::keep_ge(y, bound, one));
+    chains[j] = vec::add(chains[j], vec::sub(y, vec::keep_ge(y, bound, y)));
+  };
+  size_t i = 0;
+  for (; i + kChains * kW <= n; i += kChains * kW) {
+#pragma GCC unroll 4
+    for (size_t j = 0; j < kChains; ++j)
+      add(j, i + j * kW);
   }
+  for (; i < n; i += kW)
+    add(0, i);
+  const F reaching = vec::add(vec::add(reach[0], reach[1]), vec::add(reach[2], reach[3]));
+  const F all = vec::add(vec::add(chains[0], chains[1]), vec::add(chains[2], chains[3]));
   float counts[kW];
   float sums[kW];
   vec::store(counts, reaching);
   vec::store(sums, all);
   double total = 0.0;
   double n_reaching = 0.0;
-  for (int i = 0; i < kW; ++i) {
-    total += static_cast<double>(sums[i]);
-    n_reaching += static_cast<double>(counts[i]);
+  for (int lane = 0; lane < kW; ++lane) {
+    total += static_cast<double>(sums[lane]);
+    n_reaching += static_cast<double>(counts[lane]);
   }
   *count = static_cast<uint64_t>(n_reaching);
   *sum = total;

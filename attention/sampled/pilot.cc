@@ -330,9 +330,8 @@ void weigh_probe(const Context& c, Pilot& p, const RowProbe* probes) {
     context.kernels->norms(batch.v, batch.dtype_v, args.dim_v, squares);
     // v . o by the kernel that gives q . k.
     GatherBatch values = batch;
-    std::copy_n(batch.v, 2 * kGatherKeys, values.k);
-    std::copy_n(batch.v, kGatherKeys, values.k + 2 * kGatherKeys);
-    std::copy_n(batch.v_scale, kGatherKeys, values.k_scale);
+    values.k = batch.v;
+    values.k_scale = batch.v_scale;
     values.dtype_k = batch.dtype_v;
     const GatherArgs by_o{.q = p.o,
                           .q_bf16 = nullptr,

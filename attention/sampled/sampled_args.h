@@ -11,7 +11,8 @@ namespace kvm {
 namespace attention {
 
 enum : uint32_t {
-  kGatherKeys = 16,  // keys of a batch; prefetching runs one batch ahead, and two with keys
+  kGatherKeys = 16,  // keys of a batch
+  kGatherAhead = 2,  // batches that prefetching runs ahead
   kMaxGatherRows = 16,
 };
 
@@ -28,15 +29,19 @@ struct GatherArgs {
   uint32_t acc_stride;  // floats of a vector of sums; a multiple of 32, >= dim_v
   float scale;
   float softcap;
+  // 0: where the table has a bf16 dot product, weights are rounded to bf16 before they meet values
+  // of bf16, and so are those in the sums that go with the values (Problem::fp32_weights).
+  uint32_t fp32_weights = 0;
 };
 
 // Up to 16 keys at any addresses.
 struct GatherBatch {
-  // Rows, and then those of the next batches: only prefetched.
-  const uint8_t* k[3 * kGatherKeys];
-  const uint8_t* v[2 * kGatherKeys];
-  float k_scale[kGatherKeys];  // 1, but for int8 rows
-  float v_scale[kGatherKeys];
+  // [(1 + kGatherAhead) * kGatherKeys]: rows, and then those of the next batches, which are only
+  // prefetched.
+  const uint8_t* const* k;
+  const uint8_t* const* v;
+  const float* k_scale;  // [kGatherKeys]: 1, but for int8 rows
+  const float* v_scale;
   float p[kGatherKeys];  // inclusion probability before growth, below 1; kGatherOpen only
   // [rows_padded][16]. kGatherOpen: the sketch's logits. kGatherWeighted: factors of the weights,
   // 0 where the row does not use the key. Else null.
@@ -45,7 +50,7 @@ struct GatherBatch {
   uint8_t dtype_k;  // Dtype
   uint8_t dtype_v;
   uint8_t kind;   // GatherKind
-  uint8_t split;  // kGatherOpen: the sample may grow, so kVecSquare is kept in two parts
+  uint8_t split;  // kGatherOpen: the sample may grow, so squares are kept in two parts
   float sign;     // kGatherOpen: -1 takes the keys out again
 };
 
@@ -56,7 +61,8 @@ enum GatherKind : uint8_t {
 };
 
 // Sums over keys of a row, each in 16 lanes. w = e^(s - m) is the weight, h = e^(s_hat - m) the
-// sketch's, e = s - s_hat. Those from kSumOpen on are over open keys.
+// sketch's, e = s - s_hat. Those from kSumOpen on are over open keys. Where a batch is not split,
+// squares hold (1 - p)/p^2 instead of 1/p^2, and products nothing.
 enum GatherSum : uint32_t {
   kSumClosed,       // w
   kSumClosedNorm,   // w |v|^2
@@ -80,8 +86,8 @@ enum GatherSum : uint32_t {
 enum GatherVector : uint32_t {
   kVecClosed,   // w v
   kVecOpen,     // w/p v
-  kVecSquare,   // w^2/p^2 v; where not split: w^2 (1 - p)/p^2 v
-  kVecProduct,  // w^2/p v; where not split: 0
+  kVecSquare,   // w^2/p^2 v
+  kVecProduct,  // w^2/p v
   kGatherVectors
 };
 

@@ -150,7 +150,8 @@ void select_exact(const Context& c, const Stretch& stretch, const SelectScratch&
   for (uint32_t b = 0; b < stretch.n_blocks; ++b) {
     std::iota(s.block_position, s.block_position + kPageTokens,
               stretch.position + uint64_t{b} * kPageTokens);
-    const GatherList list{.ids = {s.block_ids, kPageTokens}, .position = s.block_position};
+    const GatherList list{
+        .ids = {s.block_ids, kPageTokens}, .position = s.block_position, .keys_only = true};
     score_keys(c, list, [&](size_t i, const float* logits) {
       lists.push_all(s.block_position[i], logits, kGatherKeys);
     });
@@ -190,7 +191,7 @@ void select_hashed(const Context& c, const Use& use, const SelectScratch& s, Sha
   for (uint32_t from = 0; from < keys.n; from += kPageTokens) {
     const uint32_t n = std::min(keys.n - from, kPageTokens);
     std::iota(ids, ids + n, from);
-    const GatherList list{.ids = {ids, n}, .position = keys.position};
+    const GatherList list{.ids = {ids, n}, .position = keys.position, .keys_only = true};
     score_keys(c, list, [&](size_t i, const float* logits) {
       for (uint32_t r = 0; r < c.rows; ++r) {
         if ((keys.rows[from + i] >> r & 1) != 0) {
@@ -374,7 +375,7 @@ Selected gather_selected(const Context& c, void* scratch, std::byte* states,
     const uint32_t budget = budget_of(c.params(), c.plan->n_keys_indexed);
     result.keys_read = n_keys;
     ShardLists best(c, s.items, budget, s.work);
-    const GatherList list{.ids = {s.ids, n_keys}, .position = s.position};
+    const GatherList list{.ids = {s.ids, n_keys}, .position = s.position, .keys_only = true};
     score_keys(c, list, [&](size_t i, const float* logits) {
       best.push_all(s.position[i], logits, kGatherKeys);
     });
