@@ -45,6 +45,11 @@ uint64_t n_pilot_blocks(uint64_t n_keys) {
   return (n_blocks + stride - 1) / stride;
 }
 
+struct PilotBlock {
+  hash_index::SketchSpan span;
+  const float* bias = nullptr;  // bias_of
+};
+
 struct Pilot {
   float top[kMaxApproxRows];     // largest logit of a row in the pilot
   float factor[kMaxApproxRows];  // c e^top
@@ -54,6 +59,7 @@ struct Pilot {
   float* sizes;                  // [rows][n], each row relative to its largest logit
   float* largest_size;           // [n]: over rows, c applied
   float* norms;                  // [n]
+  PilotBlock* blocks;            // [blocks]
   uint64_t* positions;           // [blocks]
   float* block_logits;           // [rows][64]
   // The probe.
@@ -79,6 +85,7 @@ Pilot carve_pilot(const Problem& problem, const Plan& exact, uint64_t n_keys, Ca
   p.sizes = carver.take<float>(rows * p.n);
   p.largest_size = carver.take<float>(p.n);
   p.norms = carver.take<float>(p.n);
+  p.blocks = carver.take<PilotBlock>(n_blocks);
   p.positions = carver.take<uint64_t>(n_blocks);
   p.block_logits = carver.take<float>(size_t{rows} * kPageTokens);
   p.probe_position = carver.take<uint64_t>(kMostProbes);
@@ -96,8 +103,8 @@ Pilot carve_pilot(const Problem& problem, const Plan& exact, uint64_t n_keys, Ca
   return p;
 }
 
-// Sketch logits and |v| of the pilot's blocks.
-void look(const Context& c, Pilot& p) {
+// Finds the pilot's blocks.
+void choose_blocks(const Context& c, Pilot& p) {
   const uint64_t seed = c.params().seed ^ kPilotSeed;
   const uint64_t stride = pilot_stride(c.plan->n_keys_indexed / kPageTokens);
   const QueryRows q = query_rows(c.problem, c.prepared.exact);
@@ -113,24 +120,47 @@ void look(const Context& c, Pilot& p) {
   };
   choose();
   for_stretches_in(c, 0, UINT64_MAX, [&](const Use& use, const Stretch& stretch) {
-    const hash_index::SketchSpan span = span_of(c, use, stretch);
-    const float* bias = bias_of(q, use.variant);
     for (; next < at + stretch.n_blocks; ++group, choose()) {
-      const uint64_t block = next - at;
-      const size_t to = group * kPageTokens;
-      hash_index::scan_logits(span, c.rows, static_cast<uint32_t>(block), p.block_logits,
-                              p.norms + to);
-      for (uint32_t r = 0; r < c.rows; ++r) {
-        float* logits = p.logits + r * p.n + to;
-        std::memcpy(logits, p.block_logits + r * kPageTokens, kPageTokens * sizeof(float));
-        for (uint32_t i = 0; bias != nullptr && i < kPageTokens; ++i) {
-          logits[i] += bias[r] * c.problem.scale;
-        }
-      }
-      p.positions[group] = span.position + block * kPageTokens;
+      Stretch block = stretch;
+      block.position += (next - at) * kPageTokens;
+      block.n_blocks = 1;
+      p.blocks[group] = {span_of(c, use, block), bias_of(q, use.variant)};
+      p.positions[group] = block.position;
     }
     at += stretch.n_blocks;
   });
+}
+
+// Sketch logits and |v| of the pilot's blocks. They lie alone in memory, so they are asked for
+// ahead.
+void look(const Context& c, Pilot& p) {
+  constexpr size_t kAhead = 3;
+  choose_blocks(c, p);
+  const size_t n_blocks = p.n / kPageTokens;
+  const auto ask = [&](size_t i) {
+    const hash_index::SketchSpan& span = p.blocks[std::min(i, n_blocks - 1)].span;
+    const size_t bytes =
+        hash_index::block_bytes(hash_index::frame_kind(*span.frame), c.problem.dim_k);
+    for (size_t at = 0; at < bytes; at += 64) {
+      __builtin_prefetch(span.blocks + at);
+    }
+  };
+  for (size_t i = 0; i < kAhead; ++i) {
+    ask(i);
+  }
+  for (size_t i = 0; i < n_blocks; ++i) {
+    ask(i + kAhead);
+    const PilotBlock& block = p.blocks[i];
+    const size_t to = i * kPageTokens;
+    hash_index::scan_logits(block.span, c.rows, 0, p.block_logits, p.norms + to);
+    for (uint32_t r = 0; r < c.rows; ++r) {
+      float* logits = p.logits + r * p.n + to;
+      std::memcpy(logits, p.block_logits + r * kPageTokens, kPageTokens * sizeof(float));
+      for (uint32_t k = 0; block.bias != nullptr && k < kPageTokens; ++k) {
+        logits[k] += block.bias[r] * c.problem.scale;
+      }
+    }
+  }
 }
 
 // Thresholds with which each row draws `wanted` keys of the pilot.
