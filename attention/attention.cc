@@ -35,20 +35,25 @@ float load_element(const void* p, Dtype dtype, uint64_t i) {
   return 0.0f;
 }
 
-void rotate(const QueryTransform& t, const float* in, float* out) {
+void rotate(const QueryTransform& t, uint64_t token, const float* in, float* out) {
+  const float* cos = t.cos + token * t.token_stride;
+  const float* sin = t.sin + token * t.token_stride;
   for (uint32_t i = 0; i < t.n_pairs; ++i) {
     const bool interleaved = t.layout == RotationLayout::kInterleaved;
     const uint32_t x = interleaved ? 2 * i : i;
     const uint32_t y = interleaved ? 2 * i + 1 : i + t.n_pairs;
-    out[x] = in[x] * t.cos[i] - in[y] * t.sin[i];
-    out[y] = in[x] * t.sin[i] + in[y] * t.cos[i];
+    out[x] = in[x] * cos[i] - in[y] * sin[i];
+    out[y] = in[x] * sin[i] + in[y] * cos[i];
   }
 }
 
-// One query row under one transform: fp32 channels to `out`, the bias term returned.
-float transform_row(const QueryTransform& t, const float* in, uint32_t dim, float* out) {
+// One row of a query token under one transform: fp32 channels to `out`, the bias term returned.
+float transform_row(const QueryTransform& t, uint64_t token, const float* in, uint32_t dim,
+                    float* out) {
   std::copy_n(in, dim, out);
-  rotate(t, in, out);
+  if (t.n_pairs != 0) {
+    rotate(t, token, in, out);
+  }
   if (t.channel_scale != nullptr) {
     for (uint32_t d = 0; d < dim; ++d) {
       out[d] *= t.channel_scale[d];
@@ -264,8 +269,8 @@ ChunkCost chunk_cost(const Problem& problem, const Plan& plan, uint64_t number) 
 namespace {
 
 // The row's channels as fp32, and as bf16 where that is exact or else rounded.
-void prepare_row(const Problem& problem, const QueryTransform& t, bool exact, uint64_t from,
-                 float* out, uint16_t* out_bf16, float* bias) {
+void prepare_row(const Problem& problem, const QueryTransform& t, bool exact, uint64_t token,
+                 uint64_t from, float* out, uint16_t* out_bf16, float* bias) {
   const uint32_t dim = problem.dim_k;
   if (exact && t.bias == nullptr) {
     const uint16_t* in = static_cast<const uint16_t*>(problem.q) + from;
@@ -279,7 +284,7 @@ void prepare_row(const Problem& problem, const QueryTransform& t, bool exact, ui
   for (uint32_t d = 0; d < dim; ++d) {
     in[d] = load_element(problem.q, problem.dtype_q, from + d);
   }
-  const float term = transform_row(t, in, dim, out);
+  const float term = transform_row(t, token, in, dim, out);
   for (uint32_t d = 0; d < dim; ++d) {
     out_bf16[d] = f32_to_bf16(out[d]);
   }
@@ -336,8 +341,8 @@ void prepare_queries(const Problem& problem, const Plan& plan, void* prepared) {
       const size_t at = size_t{variant} * q.variant_rows + row;
       const uint64_t from = row / problem.group * problem.q_stride_query +
                             row % problem.group * problem.q_stride_head;
-      prepare_row(problem, t, exact, from, q.f32 + at * q.stride, q.bf16 + at * q.stride,
-                  q.bias != nullptr ? q.bias + at : nullptr);
+      prepare_row(problem, t, exact, row / problem.group, from, q.f32 + at * q.stride,
+                  q.bf16 + at * q.stride, q.bias != nullptr ? q.bias + at : nullptr);
       near = near && round_row(q.f32 + at * q.stride, problem.dim_k, q.i16 + at * q.stride,
                                q.i16_step + at);
     }

@@ -65,8 +65,9 @@ enum class RotationLayout : uint8_t {
 // R turns each pair (x, y) into (x cos - y sin, x sin + y cos); channels beyond 2 * n_pairs pass
 // unchanged. Every part is optional: null pointers, n_pairs = 0.
 struct QueryTransform {
-  const float* cos = nullptr;  // [n_pairs]
-  const float* sin = nullptr;  // [n_pairs]
+  const float* cos = nullptr;  // [n_pairs] of query token 0; that of token i: i * token_stride on
+  const float* sin = nullptr;  // likewise
+  uint32_t token_stride = 0;   // floats; 0: one rotation for all query tokens
   uint32_t n_pairs = 0;        // 2 * n_pairs <= dim_k
   RotationLayout layout = RotationLayout::kHalfSplit;
   const float* channel_scale = nullptr;  // [dim_k]

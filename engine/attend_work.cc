@@ -64,6 +64,9 @@ void AttendWork::clear() {
   empty(views_);
   empty(runs_);
   empty(ranges_);
+  empty(transforms_);
+  empty(rotation_at_);
+  empty(rotations_);
   empty(heads_);
   empty(units_);
   empty(tasks_);
@@ -220,6 +223,7 @@ Status AttendWork::add_views(const Store& store, const Sequence* seq, const View
                             whole.item, kMaxListedPages, kPageTokens)};
       }
     }
+    KVM_TRY(turn_sinks(&view));
     view.n_runs = runs_.size() - view.run_begin;
     add_index(store, seq, &view);
     const KvRuns runs = KvRuns(runs_).subspan(view.run_begin, view.n_runs);
@@ -358,6 +362,81 @@ void AttendWork::exclude_dropped_sinks(View* view) {
   view->n_exclude = ranges_.size() - begin;
 }
 
+// Where a head class has positions in the cache and some row is beyond the first n_sinks + n_recent
+// of them: cuts the runs where the sinks end, and says how queries are turned for those.
+Status AttendWork::turn_sinks(View* view) {
+  const Retention& retention =
+      space_->head_class(request_->layer_begin, view->class_index).retention;
+  const uint64_t n_sinks = retention.n_sinks;
+  if (n_sinks == 0 || retention.shift(view->position + view->n_rows - 1) == 0) {
+    return Status::ok();
+  }
+  for (size_t i = view->run_begin; i < runs_.size() && runs_[i].position < n_sinks; ++i) {
+    runs_[i].transform = 1;
+    const uint64_t n = n_sinks - runs_[i].position;
+    if (n >= runs_[i].n_tokens) {
+      continue;
+    }
+    KvRun rest = runs_[i];
+    const uint64_t k_bytes = space_->head_dim_k * dtype_size_bytes(rest.dtype_k);
+    const uint64_t v_bytes = space_->head_dim_v * dtype_size_bytes(rest.dtype_v);
+    rest.k = static_cast<const std::byte*>(rest.k) + n * k_bytes;
+    rest.v = static_cast<const std::byte*>(rest.v) + n * v_bytes;
+    rest.k_scale = rest.k_scale == nullptr ? nullptr : rest.k_scale + n;
+    rest.v_scale = rest.v_scale == nullptr ? nullptr : rest.v_scale + n;
+    rest.log_weight = rest.log_weight == nullptr ? nullptr : rest.log_weight + n;
+    rest.position += n;
+    rest.n_tokens = static_cast<uint16_t>(rest.n_tokens - n);
+    rest.transform = 0;
+    runs_[i].n_tokens = static_cast<uint16_t>(n);
+    runs_.insert(runs_.begin() + static_cast<ptrdiff_t>(i) + 1, rest);
+    break;
+  }
+  view->transforms_at = transforms_.size();
+  add_rotation(*view, retention);
+  return check_size(rotations_.size() * sizeof(float));
+}
+
+// All rows of the view, which has no others: turned back by how much nearer they are to the sinks.
+void AttendWork::add_rotation(const View& view, const Retention& retention) {
+  const bool is_tree = (request_->items[view.item].flags & KVM_ITEM_TREE) != 0;
+  const std::vector<float>& inv_freq = space_->rope_inv_freq;
+  const size_t n_pairs = inv_freq.size();
+  const size_t n = view.n_rows * n_pairs;
+  const size_t at = rotations_.size();
+  rotations_.resize(at + 2 * n);
+  for (size_t pair = 0; pair < n_pairs; ++pair) {
+    const auto angle = static_cast<double>(inv_freq[pair]);
+    const double step_cos = std::cos(angle);
+    const double step_sin = std::sin(angle);
+    double cos = 1;
+    double sin = 0;
+    uint64_t before = 0;
+    for (uint32_t row = 0; row < view.n_rows; ++row) {
+      const uint64_t shift = retention.shift(view.position + (is_tree ? 0 : row));
+      if (row == 0) {
+        cos = std::cos(angle * static_cast<double>(shift));
+        sin = std::sin(angle * static_cast<double>(shift));
+      } else if (shift != before) {  // by one more
+        const double turned = cos * step_cos - sin * step_sin;
+        sin = sin * step_cos + cos * step_sin;
+        cos = turned;
+      }
+      before = shift;
+      rotations_[at + row * n_pairs + pair] = static_cast<float>(cos);
+      rotations_[at + n + row * n_pairs + pair] = static_cast<float>(-sin);
+    }
+  }
+  QueryTransform turn;
+  turn.n_pairs = static_cast<uint32_t>(n_pairs);
+  turn.token_stride = turn.n_pairs;
+  turn.layout = space_->rope_layout == KVM_ROPE_INTERLEAVED ? RotationLayout::kInterleaved
+                                                            : RotationLayout::kHalfSplit;
+  transforms_.emplace_back();
+  transforms_.push_back(turn);
+  rotation_at_.push_back(at);
+}
+
 attention::Visibility AttendWork::visibility(const View& view) const {
   const kvm_item& item = request_->items[view.item];
   const std::span<const PositionRange> ranges(ranges_);
@@ -398,6 +477,12 @@ uint32_t AttendWork::add_heads(uint32_t view_index, uint32_t first_head, uint64_
   p.softcap = space_->logit_softcap;
   p.visible = visibility(view);
   p.runs = KvRuns(runs_).subspan(view.run_begin, view.n_runs);
+  if (view.transforms_at != kNotShared) {
+    QueryTransform& turn = transforms_[view.transforms_at + 1];
+    turn.cos = rotations_.data() + rotation_at_[view.transforms_at / 2];
+    turn.sin = turn.cos + uint64_t{view.n_rows} * turn.n_pairs;
+    p.transforms = std::span(transforms_).subspan(view.transforms_at, 2);
+  }
   p.log_weight_head_stride = slab.has_log_weights ? kPageTokens : 0;
   p.fp32_weights = (request_->flags & KVM_STEP_F32_VALUES) != 0;
   p.dtype_o = t.o.dtype;

@@ -97,9 +97,10 @@ class AttendWork {
     size_t n_include = 0;
     size_t exclude_begin = 0;
     size_t n_exclude = 0;
-    size_t index_begin = kNotShared;  // in indexes_, [heads of the class]; kNotShared: exact
-    uint64_t n_keys = 0;              // for statistics
-    uint64_t n_cost_keys = 0;         // for the cut
+    size_t index_begin = kNotShared;    // in indexes_, [heads of the class]; kNotShared: exact
+    uint64_t n_keys = 0;                // for statistics
+    uint64_t n_cost_keys = 0;           // for the cut
+    size_t transforms_at = kNotShared;  // in transforms_, [2]; kNotShared: none
   };
   struct Head {
     attention::Problem problem;
@@ -155,6 +156,8 @@ class AttendWork {
   void count_keys(size_t first_view, KvRuns runs);
   void add_ranges(const kvm_item& item, View* view);
   void exclude_dropped_sinks(View* view);
+  Status turn_sinks(View* view);
+  void add_rotation(const View& view, const Retention& retention);
   Status plan_items(const Store& store, uint64_t* n_left);
   Status plan_views(uint64_t* n_left);
   Status plan_tasks();
@@ -200,6 +203,11 @@ class AttendWork {
   std::vector<View> views_;
   std::vector<KvRun> runs_;
   std::vector<PositionRange> ranges_;
+  // Of views whose queries are turned for the sinks: the identity, then a rotation for each query
+  // token, whose numbers lie in rotations_ from rotation_at_[i / 2] on, cosines before sines.
+  std::vector<QueryTransform> transforms_;
+  std::vector<size_t> rotation_at_;
+  std::vector<float> rotations_;
   std::vector<Head> heads_;
   std::vector<Unit> units_;
   std::vector<Task> tasks_;

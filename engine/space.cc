@@ -304,11 +304,16 @@ struct HeadConfig {
 using HeadConfigs = std::vector<std::vector<HeadConfig>>;  // [layer][kv head]
 
 Status check_retention(const std::string& where, const kvm_policy_params& params) {
-  if (params.reserved0 != 0) {
-    return invalid(where + ".reserved0 is " + text(params.reserved0) +
-                   "; reserved fields must be zero");
-  }
   KVM_TRY(check_reserved(where + ".reserved", params.reserved, std::size(params.reserved)));
+  if (params.positions > KVM_POSITIONS_IN_CACHE) {
+    return invalid(where + ".positions is " + text(params.positions) +
+                   "; it must be KVM_POSITIONS_ABSOLUTE (0) or KVM_POSITIONS_IN_CACHE (1)");
+  }
+  if (params.positions == KVM_POSITIONS_IN_CACHE && params.retention != KVM_RETAIN_SINKS_RECENT) {
+    return invalid(where + ".positions is KVM_POSITIONS_IN_CACHE with retention " +
+                   text(params.retention) + "; only with KVM_RETAIN_SINKS_RECENT (1) is it known " +
+                   "how many tokens are between the sinks and a query");
+  }
   if (params.retention > KVM_RETAIN_SINKS_RECENT) {
     return invalid(where + ".retention is " + text(params.retention) +
                    "; it must be KVM_RETAIN_FULL (0) or KVM_RETAIN_SINKS_RECENT (1)");
@@ -342,9 +347,35 @@ Status apply_policies(const SpaceSpec& spec, const Space& space, HeadConfigs* co
           (*configs)[layer][head].retention = {.kind = params.retention,
                                                .n_sinks = params.n_sinks,
                                                .n_recent = params.n_recent,
-                                               .slack = params.slack};
+                                               .slack = params.slack,
+                                               .positions = params.positions};
         }
       }
+    }
+  }
+  return Status::ok();
+}
+
+// Positions in the cache need rotations, and a rule that is the same at every position.
+Status check_positions(const Space& space, const HeadConfigs& configs) {
+  for (uint32_t i = 0; i < space.n_layers; ++i) {
+    const Layer& layer = space.layers[i];
+    const auto& heads = configs[layer.storage_layer];
+    const auto in_cache = std::find_if(heads.begin(), heads.end(), [](const HeadConfig& config) {
+      return config.retention.positions == KVM_POSITIONS_IN_CACHE;
+    });
+    if (layer.kind == KVM_LAYER_ABSENT || in_cache == heads.end()) {
+      continue;
+    }
+    const std::string which = "kv head " + text(in_cache - heads.begin()) + " of layer " + text(i) +
+                              " has KVM_POSITIONS_IN_CACHE";
+    if (space.rope_layout == KVM_ROPE_NONE) {
+      return invalid(which + ", and the space has no rope_layout: the service must know how " +
+                     "positions turn queries to move them");
+    }
+    if (layer.window != 0) {
+      return invalid(which + ", and the layer has a window of " + text(layer.window) +
+                     "; only one of the two can say what a query sees");
     }
   }
   return Status::ok();
@@ -468,13 +499,16 @@ uint64_t most_visible(const Space& space, uint32_t own, const Retention& retenti
   return std::min(longest, retention.n_sinks + retention.n_recent);
 }
 
-// A head that shows no more tokens than are read without an index has none.
+// A head that shows no more tokens than are read without an index has none, nor one whose queries
+// meet different keys at different positions.
 void leave_out_indexes(const HeadConfigs& configs, Space* space) {
   for (uint32_t i = 0; i < space->n_layers; ++i) {
     Layer& layer = space->layers[i];
     for (uint32_t head = 0; head < layer.indexes.size(); ++head) {
       IndexConfig& config = layer.indexes[head];
-      if (most_visible(*space, i, configs[i][head].retention) < config.min_tokens) {
+      const Retention& retention = configs[i][head].retention;
+      if (most_visible(*space, i, retention) < config.min_tokens ||
+          retention.positions == KVM_POSITIONS_IN_CACHE) {
         config = {};
       }
     }
@@ -611,6 +645,7 @@ Status compare_layer(const Space& space, uint32_t index, const Layer& there, con
     KVM_TRY(compare(kv_head + "n_sinks", a.retention.n_sinks, b.retention.n_sinks));
     KVM_TRY(compare(kv_head + "n_recent", a.retention.n_recent, b.retention.n_recent));
     KVM_TRY(compare(kv_head + "slack", a.retention.slack, b.retention.slack));
+    KVM_TRY(compare(kv_head + "positions", a.retention.positions, b.retention.positions));
     KVM_TRY(compare(kv_head + "dtype_k", static_cast<uint64_t>(a.slab_class.dtype_k),
                     static_cast<uint64_t>(b.slab_class.dtype_k)));
     KVM_TRY(compare(kv_head + "dtype_v", static_cast<uint64_t>(a.slab_class.dtype_v),
@@ -674,6 +709,7 @@ Result<std::shared_ptr<const Space>> resolve_space(const SpaceSpec& spec) {
                       {.retention = {}, .dtype_k = space->dtype, .dtype_v = space->dtype});
   }
   KVM_TRY(apply_policies(spec, *space, &configs));
+  KVM_TRY(check_positions(*space, configs));
   KVM_TRY(apply_codecs(spec, *space, &configs));
   KVM_TRY(apply_indexes(spec, space.get()));
   leave_out_indexes(configs, space.get());

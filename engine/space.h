@@ -56,8 +56,16 @@ struct Retention {
   uint64_t n_sinks = 0;
   uint64_t n_recent = 0;
   uint64_t slack = 0;
+  uint32_t positions = KVM_POSITIONS_ABSOLUTE;
 
   bool operator==(const Retention&) const = default;
+
+  // IN_CACHE: by how many positions a query at p is nearer to the sinks than it was appended.
+  uint64_t shift(uint64_t query_position) const {
+    const uint64_t seen = n_sinks + n_recent;
+    return positions == KVM_POSITIONS_IN_CACHE && query_position >= seen ? query_position + 1 - seen
+                                                                         : 0;
+  }
 };
 
 // The kv heads of one layer that share pages: same retention, same codec, and few enough that a

@@ -425,6 +425,17 @@ enum {
                                * no later query can see are freed once their tokens are committed */
 };
 
+/* What a query's position means to the keys of a head. IN_CACHE (StreamingLLM): the n_sinks first
+ * tokens and the n_recent last ones count as neighbours, whatever was between them. With
+ * d = max(0, p - n_recent + 1 - n_sinks), a query at p meets the keys of sinks as if it were at
+ * p - d; the service rotates it by -d for them. Rows of a TREE item all have the d of the first.
+ * Wants SINKS_RECENT and a rope_layout whose frequencies do not change with the length, and no
+ * window in the layers that read the head, which has no index. */
+enum {
+  KVM_POSITIONS_ABSOLUTE = 0, /* as appended */
+  KVM_POSITIONS_IN_CACHE = 1
+};
+
 /* How the kv heads of some layers keep their tokens. Heads that share a policy and a codec form a
  * head class, which owns pages of its own: a class that drops tokens frees real memory. Later
  * entries win. A head that no entry names keeps everything. */
@@ -433,7 +444,7 @@ typedef struct kvm_policy_params {
   uint32_t n_layers;        /* 0: to the last layer */
   uint64_t kv_head_mask[2]; /* bit h: kv head h; both zero: all heads */
   uint32_t retention;       /* KVM_RETAIN_* */
-  uint32_t reserved0;       /* zero */
+  uint32_t positions;       /* KVM_POSITIONS_* */
   uint64_t n_sinks;
   uint64_t n_recent; /* at least 1 with SINKS_RECENT */
   uint64_t slack;    /* tokens kept beyond n_recent, so that truncate has room; 0: none */

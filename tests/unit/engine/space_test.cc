@@ -21,6 +21,12 @@ struct BadSpec {
   kvm_status code = KVM_ERR_INVALID;
 };
 
+kvm_policy_params in_cache(uint32_t positions) {
+  kvm_policy_params policy = sinks_recent(1, 0, 4, 100);
+  policy.positions = positions;
+  return policy;
+}
+
 const std::vector<BadSpec>& bad_specs() {
   static const std::vector<BadSpec> specs = {
       {"name has 0", [](SpaceSpec* s) { s->name = ""; }},
@@ -100,6 +106,19 @@ const std::vector<BadSpec>& bad_specs() {
        [](SpaceSpec* s) {
          s->policies = {sinks_recent(0, 0, 0, 1)};
          s->policies[0].reserved[1] = 1;
+       }},
+      {"policies[0].positions is 2", [](SpaceSpec* s) { s->policies = {in_cache(2)}; }},
+      {"IN_CACHE with retention 0",
+       [](SpaceSpec* s) { s->policies = {{.positions = KVM_POSITIONS_IN_CACHE}}; }},
+      {"kv head 0 of layer 1 has KVM_POSITIONS_IN_CACHE, and the space has no rope_layout",
+       [](SpaceSpec* s) { s->policies = {in_cache(KVM_POSITIONS_IN_CACHE)}; }},
+      {"kv head 0 of layer 2 has KVM_POSITIONS_IN_CACHE, and the layer has a window of 9",
+       [](SpaceSpec* s) {
+         s->params.rope_layout = KVM_ROPE_HALF;
+         s->rope_inv_freq = {1.0f};
+         s->policies = {in_cache(KVM_POSITIONS_IN_CACHE)};
+         s->layers = {
+             {.layer_begin = 2, .n_layers = 1, .kind = KVM_LAYER_ALIAS, .target = 1, .window = 9}};
        }},
       {"codecs[1].dtype_v is 77",
        [](SpaceSpec* s) {

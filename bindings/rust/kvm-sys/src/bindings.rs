@@ -59,6 +59,8 @@ pub const KVM_LAYER_ABSENT: u32 = 2;
 pub const KVM_LAYER_PAIR: u32 = 3;
 pub const KVM_RETAIN_FULL: u32 = 0;
 pub const KVM_RETAIN_SINKS_RECENT: u32 = 1;
+pub const KVM_POSITIONS_ABSOLUTE: u32 = 0;
+pub const KVM_POSITIONS_IN_CACHE: u32 = 1;
 pub const KVM_INDEX_NONE: u32 = 0;
 pub const KVM_INDEX_SKETCH: u32 = 1;
 pub const KVM_INDEX_SKETCH_1BIT: u32 = 2;
@@ -289,7 +291,7 @@ pub struct kvm_policy_params {
     pub n_layers: u32,
     pub kv_head_mask: [u64; 2],
     pub retention: u32,
-    pub reserved0: u32,
+    pub positions: u32,
     pub n_sinks: u64,
     pub n_recent: u64,
     pub slack: u64,

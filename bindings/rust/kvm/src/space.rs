@@ -231,6 +231,14 @@ impl Policy {
         policy
     }
 
+    /// `StreamingLLM`: sinks and recent tokens count as neighbours, whatever was between them. The
+    /// space must have a rope layout, and the layers no window.
+    #[must_use]
+    pub fn in_cache_positions(mut self) -> Self {
+        self.raw.positions = sys::KVM_POSITIONS_IN_CACHE;
+        self
+    }
+
     /// Tokens kept beyond `n_recent`, so that truncate has room.
     #[must_use]
     pub fn slack(mut self, n_tokens: u64) -> Self {
