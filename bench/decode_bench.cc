@@ -113,6 +113,8 @@ class DecodeRun {
         mode.step.budget = budget_;
       } else if (name == "sampled_eps" || name == "verified") {
         mode.step.mode = name == "verified" ? KVM_MODE_VERIFIED : KVM_MODE_SAMPLED;
+      } else if (name == "auto") {
+        mode.step.mode = KVM_MODE_AUTO;
       } else {
         continue;
       }

@@ -88,7 +88,7 @@ int main(int argc, char** argv) {
   CLI::App* decode = add("decode", "a whole model's decode steps through the daemon", run_decode);
   decode->add_option("--mode", options.modes, "each token in each of these; exact always")
       ->delimiter(',')
-      ->check(CLI::IsMember({"exact", "sampled", "sampled_eps", "verified", "topk"}));
+      ->check(CLI::IsMember({"exact", "sampled", "sampled_eps", "verified", "topk", "auto"}));
   decode->add_option("--data", options.data, "what K, V and q are (default: model)")->expected(1);
   decode
       ->add_option("--budget", options.budget,
