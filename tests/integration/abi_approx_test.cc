@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Indexes and the approximate modes of kvm.h, over both libraries.
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <string>
@@ -153,6 +155,93 @@ TEST_F(AbiApprox, ModesAnswerAndSayWhatTheyDid) {
   EXPECT_TRUE(std::isnan(top.stats.err_max));
   EXPECT_TRUE(std::isnan(top.err[0]));
   EXPECT_LT(top.lse[0], exact.lse[0]);
+}
+
+TEST_F(AbiApprox, AutoKeepsAnErrorOrATime) {
+  Answer exact;
+  ASSERT_EQ(attend(&exact, [](auto*) {}), KVM_OK) << kvm_last_error();
+  // Whatever this machine is measured to be: the error is kept, and what was done is said.
+  Answer by_error;
+  ASSERT_EQ(attend(&by_error,
+                   [](kvm_step_params* p) {
+                     p->mode = KVM_MODE_AUTO;
+                     p->eps = 0.15f;
+                   }),
+            KVM_OK)
+      << kvm_last_error();
+  EXPECT_TRUE(by_error.stats.mode == KVM_MODE_EXACT || by_error.stats.mode == KVM_MODE_VERIFIED)
+      << by_error.stats.mode;
+  EXPECT_EQ(by_error.stats.mode == KVM_MODE_EXACT, by_error.stats.n_exact == kQHeads);
+  EXPECT_LE(by_error.stats.err_max, 0.15f);
+  // A second is enough for everything.
+  Answer by_time;
+  ASSERT_EQ(attend(&by_time,
+                   [](kvm_step_params* p) {
+                     p->mode = KVM_MODE_AUTO;
+                     p->budget = 1'000'000'000;
+                   }),
+            KVM_OK)
+      << kvm_last_error();
+  EXPECT_EQ(by_time.stats.mode, uint32_t{KVM_MODE_EXACT});
+  EXPECT_EQ(by_time.stats.n_exact, kQHeads);
+  EXPECT_EQ(by_time.o, exact.o);
+  for (uint32_t head = 0; head < kQHeads; ++head) {
+    EXPECT_LE(relative_error(by_error, exact, head), 0.15);
+  }
+}
+
+// A service that audits every answer.
+class AbiAudit : public AbiApprox {
+ protected:
+  void SetUp() override {
+    ::setenv("KVM_AUDIT_EVERY", "1", 1);
+    AbiApprox::SetUp();
+    ::unsetenv("KVM_AUDIT_EVERY");
+  }
+  // A number of the metrics, whose line begins with `name`.
+  uint64_t metric(const std::string& name) {
+    std::string text(1 << 20, '\0');
+    size_t length = 0;
+    EXPECT_EQ(kvm_get_stats_text(client_, text.data(), text.size(), &length), KVM_OK);
+    const size_t at = text.find("\n" + name + " ");
+    EXPECT_NE(at, std::string::npos) << name;
+    return at == std::string::npos ? 0 : std::stoull(text.substr(at + name.size() + 2));
+  }
+};
+
+TEST_F(AbiAudit, TrueErrorsAreInTheMetrics) {
+  EXPECT_EQ(metric("kvm_audit_every"), 1u);
+  const std::string done = "kvm_audit_answers_total{mode=\"sampled\"}";
+  EXPECT_EQ(metric(done), 0u);
+  Answer answer;
+  ASSERT_EQ(attend(&answer,
+                   [](kvm_step_params* p) {
+                     p->mode = KVM_MODE_SAMPLED;
+                     p->budget = 100;
+                   }),
+            KVM_OK)
+      << kvm_last_error();
+  for (int i = 0; i < 2000 && metric(done) < kKvHeads; ++i) {
+    ::usleep(10'000);
+  }
+  EXPECT_EQ(metric(done), kKvHeads);
+  EXPECT_EQ(metric("kvm_audit_error_count{mode=\"sampled\",kind=\"true\"}"), kQHeads);
+  EXPECT_EQ(metric("kvm_audit_barred_rows_total{mode=\"sampled\"}"), kQHeads);
+  EXPECT_EQ(metric("kvm_audit_answers_total{mode=\"topk\"}"), 0u);
+}
+
+TEST(AbiAuditOptions, WrongOnesAreRefused) {
+  if (!is_embedded()) {
+    GTEST_SUCCEED() << "kvmd has options of its own";
+    return;
+  }
+  for (const char* name : {"KVM_AUDIT_EVERY", "KVM_COST_MODEL"}) {
+    ::setenv(name, "often", 1);
+    kvm_client* client = nullptr;
+    EXPECT_EQ(kvm_open_embedded(nullptr, &client), KVM_ERR_INVALID) << name;
+    EXPECT_NE(std::string(kvm_last_error()).find("often"), std::string::npos) << kvm_last_error();
+    ::unsetenv(name);
+  }
 }
 
 TEST_F(AbiApprox, IndexMemoryIsCounted) {
