@@ -173,6 +173,8 @@ std::vector<CaseSpec> all_cases() {
   return cases;
 }
 
+uint32_t CaseSpec::block_rows() const { return n_query * group <= 16 || dim > 128 ? 16 : 32; }
+
 Case::Case(const CaseSpec& spec, uint64_t seed) : spec_(spec), seed_(seed) {
   const uint64_t plane_row = spec_.dim * 2;
   // kv heads of the layer are dealt to the classes in an order that is not theirs.
@@ -326,10 +328,6 @@ void Case::place(uint32_t sequence, uint32_t page_class, uint64_t* free_page) {
   }
   page_table.push_back(UINT32_MAX);  // behind the list: no segment has it
   requests.push_back(request);
-}
-
-uint32_t Case::block_rows() const {
-  return spec_.n_query * spec_.group <= 16 || spec_.dim > 128 ? 16 : 32;
 }
 
 DecodePlan Case::plan() const {

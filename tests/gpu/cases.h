@@ -41,6 +41,9 @@ struct CaseSpec {
   Weights weights = Weights::kNone;
   float q_size = 1.0f;  // standard deviation of queries
   bool reads_lse = true;
+
+  // Of the shipped kernel for it.
+  uint32_t block_rows() const;
 };
 
 // At least 40 configurations.
@@ -68,7 +71,7 @@ class Case {
   Case(const CaseSpec& spec, uint64_t seed);
 
   const CaseSpec& spec() const { return spec_; }
-  uint32_t block_rows() const;
+  uint32_t block_rows() const { return spec_.block_rows(); }
   DecodePlan plan() const;
 
   // The launch's parameters, with host addresses. Whoever runs it elsewhere copies what they point

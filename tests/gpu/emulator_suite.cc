@@ -24,7 +24,10 @@ class Suite {
  public:
   Suite(uint64_t seed, bool quiet) : seed_(seed), quiet_(quiet) {}
 
+  // With the shape that is shipped for it.
   void decode(const CaseSpec& spec);
+  template <class Shape>
+  void decode_with(const CaseSpec& spec, const char* shape_name);
   void merge(uint32_t dim, uint32_t n_slots, uint32_t n_empty);
   void append(Dtype from, Dtype to, uint32_t page_tokens);
 
@@ -74,16 +77,23 @@ void Suite::conclude(const std::string& name, bool right, double error_o, double
 }
 
 void Suite::decode(const CaseSpec& spec) {
+  const bool known = visit_shape(spec.dtype, spec.dim, spec.block_rows(),
+                                 [&]<class Shape>(Shape) { decode_with<Shape>(spec, ""); });
+  if (!known) {
+    conclude(spec.name + ": no such shape", false, 0, 0);
+  }
+}
+
+template <class Shape>
+void Suite::decode_with(const CaseSpec& spec, const char* shape_name) {
   Case one(spec, seed_);
   const DecodePlan plan = one.plan();
   const DecodeParams params = one.decode_params(plan);
   const MergeParams merge = one.merge_params(plan);
   one.clear_results();
   const auto memory = one.memory();
-  const bool known = visit_shape(spec.dtype, spec.dim, one.block_rows(), [&]<class S>(S) {
-    launch("decode", plan.n_blocks, S::kThreads, S::kSharedBytes, memory,
-           [&] { decode_thread<S>(params); });
-  });
+  launch("decode", plan.n_blocks, Shape::kThreads, Shape::kSharedBytes, memory,
+         [&] { decode_thread<Shape>(params); });
   if (!plan.merges.empty()) {
     const auto blocks = static_cast<uint32_t>(plan.merges.size()) * plan.max_rows;
     launch("merge", blocks, kMergeThreads, kMergeSharedBytes, memory, [&] {
@@ -93,7 +103,7 @@ void Suite::decode(const CaseSpec& spec) {
     });
   }
   const Case::Errors errors = one.errors();
-  conclude(spec.name, known && errors.ok(), errors.o, errors.lse);
+  conclude(spec.name + shape_name, errors.ok(), errors.o, errors.lse);
 }
 
 // Partial states of random sizes, some of them empty, against sums in fp64.
@@ -252,6 +262,11 @@ int run(bool quiet, uint64_t seed) {
   for (const CaseSpec& spec : all_cases()) {
     suite.decode(spec);
   }
+  // Shapes that kvm_gpu_check sweep measures: fewest stages, most warps, longer tiles.
+  const CaseSpec other{.group = 4, .page_tokens = 16, .lengths = {900, 33}, .blocks = 2};
+  suite.decode_with<DecodeShape<Element::kBf16, 128, 16, 2, 4, 1>>(other, "tile 16, 2 stages");
+  suite.decode_with<DecodeShape<Element::kBf16, 128, 32, 2, 4, 1>>(other, "tile 32, 2 stages");
+  suite.decode_with<DecodeShape<Element::kBf16, 128, 16, 4, 8, 1>>(other, "4 stages, 8 warps");
   for (const uint32_t dim : {64u, 128u, 256u}) {
     suite.merge(dim, 2, 0);
     suite.merge(dim, 37, 5);

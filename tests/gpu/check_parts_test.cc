@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+// The lines that kvm_gpu_check prints, its options, and its link to a second process.
+#include "bench/gpu/child.h"
+
+#include <gtest/gtest.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <array>
+
+#include "bench/gpu/args.h"
+
+namespace kvm::bench::gpu {
+namespace {
+
+TEST(Args, Options) {
+  std::array<const char*, 6> words = {"kvm_gpu_check", "bench", "--quick", "--max-gib", "7", "x"};
+  Args args;
+  ASSERT_TRUE(parse_args(6, const_cast<char**>(words.data()), &args));
+  EXPECT_EQ(args.command, "bench");
+  EXPECT_TRUE(args.quick);
+  EXPECT_EQ(args.max_bytes, 7ull << 30);
+  EXPECT_EQ(args.rest, std::vector<std::string>{"x"});
+  words[2] = "--fast";
+  EXPECT_FALSE(parse_args(6, const_cast<char**>(words.data()), &args));
+  words[2] = "--quick";
+  words[4] = "none";
+  EXPECT_FALSE(parse_args(6, const_cast<char**>(words.data()), &args));
+  EXPECT_FALSE(parse_args(1, const_cast<char**>(words.data()), &args));
+}
+
+TEST(Args, BarsAreLinesOfJson) {
+  testing::internal::CaptureStdout();
+  EXPECT_TRUE(print_bar({"time", "a \"case\"", "us", 3, 2, 4, false}));
+  EXPECT_FALSE(print_bar({"share", "b", "fraction", 0.5, 0, 0.85, true}));
+  EXPECT_EQ(testing::internal::GetCapturedStdout(),
+            "{\"bar\":\"time\",\"case\":\"a \\\"case\\\"\",\"unit\":\"us\",\"measured\":3,"
+            "\"ceiling\":2,\"limit\":4,\"pass\":true}\n"
+            "{\"bar\":\"share\",\"case\":\"b\",\"unit\":\"fraction\",\"measured\":0.5,"
+            "\"ceiling\":null,\"limit\":0.85,\"pass\":false}\n");
+  EXPECT_EQ(bars_missed(), 1);
+}
+
+TEST(Args, Quantiles) {
+  EXPECT_EQ(median({3, 1, 2}), 2);
+  EXPECT_EQ(quantile({5, 1, 2, 3, 4}, 1.0), 5);
+  EXPECT_EQ(median({}), 0);
+}
+
+TEST(Link, NumbersAndFileDescriptors) {
+  int ends[2];
+  ASSERT_EQ(::socketpair(AF_UNIX, SOCK_SEQPACKET, 0, ends), 0);
+  const Link here(ends[0]);
+  int pipe_ends[2];
+  ASSERT_EQ(::pipe(pipe_ends), 0);
+  {
+    const Link there(ends[1]);
+    EXPECT_FALSE(there.ready());
+    EXPECT_TRUE(here.send(2.5, pipe_ends[1]));
+    EXPECT_TRUE(there.ready());
+    const auto message = there.receive();
+    ASSERT_TRUE(message.has_value());
+    EXPECT_EQ(message->value, 2.5);
+    ASSERT_GE(message->fd, 0);
+    EXPECT_EQ(::write(message->fd, "x", 1), 1);
+    char byte = 0;
+    EXPECT_EQ(::read(pipe_ends[0], &byte, 1), 1);
+    ::close(message->fd);
+    EXPECT_TRUE(there.send(1));
+    EXPECT_EQ(here.receive()->fd, -1);
+  }
+  EXPECT_FALSE(here.receive().has_value());  // the other side has gone
+  ::close(pipe_ends[0]);
+  ::close(pipe_ends[1]);
+}
+
+}  // namespace
+}  // namespace kvm::bench::gpu
