@@ -27,8 +27,8 @@ constexpr uint32_t kMostGrowths = 8;
 // these are closed, and out of the variance, when they have grown so much.
 constexpr double kLeastGrowth = 1.02;
 constexpr double kMostGrowth = 16.0;
-// Variances of a larger sample are aimed so far below that of eps, and so many of their own standard
-// deviations, for growing once more would cost more than reading that many more keys.
+// Variances of a larger sample are aimed so far below that of eps, and so many of their own
+// standard deviations, for growing once more would cost more than reading that many more keys.
 constexpr double kAimBelow = 0.03;
 constexpr double kAimDeviations = 2.0;
 // Candidates that growth is planned by.
