@@ -7,6 +7,7 @@
 
 #include "client/checks.h"
 #include "client/handles.h"
+#include "client/head_probe.h"
 #include "client/merge.h"
 #include "ipc/struct_size.h"
 #include "ipc/wire.h"
@@ -252,6 +253,15 @@ kvm_status kvm_merge(const kvm_merge_params* params) {
     kvm_merge_params p;
     KVM_TRY(kvm::ipc::read_params(params, &p, "kvm_merge_params"));
     return kvm::client::merge_states(p);
+  });
+}
+
+kvm_status kvm_probe_heads(const kvm_probe_params* params, float* out_echo, float* out_induction) {
+  return guarded([&]() -> Status {
+    KVM_TRY(check_not_null(params, "params"));
+    kvm_probe_params p;
+    KVM_TRY(kvm::ipc::read_params(params, &p, "kvm_probe_params"));
+    return kvm::client::probe_heads(p, out_echo, out_induction);
   });
 }
 

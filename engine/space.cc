@@ -314,9 +314,10 @@ Status check_retention(const std::string& where, const kvm_policy_params& params
                    text(params.retention) + "; only with KVM_RETAIN_SINKS_RECENT (1) is it known " +
                    "how many tokens are between the sinks and a query");
   }
-  if (params.retention > KVM_RETAIN_SINKS_RECENT) {
+  if (params.retention > KVM_RETAIN_SINKS_RECENT_FOLD) {
     return invalid(where + ".retention is " + text(params.retention) +
-                   "; it must be KVM_RETAIN_FULL (0) or KVM_RETAIN_SINKS_RECENT (1)");
+                   "; it must be KVM_RETAIN_FULL (0), KVM_RETAIN_SINKS_RECENT (1) or "
+                   "KVM_RETAIN_SINKS_RECENT_FOLD (2)");
   }
   if (params.retention == KVM_RETAIN_FULL) {
     if (params.n_sinks != 0 || params.n_recent != 0 || params.slack != 0) {
@@ -356,20 +357,24 @@ Status apply_policies(const SpaceSpec& spec, const Space& space, HeadConfigs* co
   return Status::ok();
 }
 
-// Positions in the cache need rotations, and a rule that is the same at every position.
-Status check_positions(const Space& space, const HeadConfigs& configs) {
+// Positions in the cache need rotations, and a rule that is the same at every position. What is
+// folded or chosen cannot be seen in part.
+Status check_seen(const Space& space, const HeadConfigs& configs) {
   for (uint32_t i = 0; i < space.n_layers; ++i) {
     const Layer& layer = space.layers[i];
     const auto& heads = configs[layer.storage_layer];
-    const auto in_cache = std::find_if(heads.begin(), heads.end(), [](const HeadConfig& config) {
-      return config.retention.positions == KVM_POSITIONS_IN_CACHE;
+    const auto head = std::find_if(heads.begin(), heads.end(), [](const HeadConfig& config) {
+      return config.retention.positions == KVM_POSITIONS_IN_CACHE || config.retention.is_per_head();
     });
-    if (layer.kind == KVM_LAYER_ABSENT || in_cache == heads.end()) {
+    if (layer.kind == KVM_LAYER_ABSENT || head == heads.end()) {
       continue;
     }
-    const std::string which = "kv head " + text(in_cache - heads.begin()) + " of layer " + text(i) +
-                              " has KVM_POSITIONS_IN_CACHE";
-    if (space.rope_layout == KVM_ROPE_NONE) {
+    const bool in_cache = head->retention.positions == KVM_POSITIONS_IN_CACHE;
+    const std::string which = "kv head " + text(head - heads.begin()) + " of layer " + text(i) +
+                              " has " +
+                              (in_cache ? std::string("KVM_POSITIONS_IN_CACHE")
+                                        : "retention " + text(head->retention.kind));
+    if (in_cache && space.rope_layout == KVM_ROPE_NONE) {
       return invalid(which + ", and the space has no rope_layout: the service must know how " +
                      "positions turn queries to move them");
     }
@@ -500,7 +505,7 @@ uint64_t most_visible(const Space& space, uint32_t own, const Retention& retenti
 }
 
 // A head that shows no more tokens than are read without an index has none, nor one whose queries
-// meet different keys at different positions.
+// meet different keys at different positions, or whose tokens are not all those of the sequence.
 void leave_out_indexes(const HeadConfigs& configs, Space* space) {
   for (uint32_t i = 0; i < space->n_layers; ++i) {
     Layer& layer = space->layers[i];
@@ -508,7 +513,7 @@ void leave_out_indexes(const HeadConfigs& configs, Space* space) {
       IndexConfig& config = layer.indexes[head];
       const Retention& retention = configs[i][head].retention;
       if (most_visible(*space, i, retention) < config.min_tokens ||
-          retention.positions == KVM_POSITIONS_IN_CACHE) {
+          retention.positions == KVM_POSITIONS_IN_CACHE || retention.is_per_head()) {
         config = {};
       }
     }
@@ -555,7 +560,8 @@ void add_classes(const HeadConfig& config, const std::vector<uint16_t>& heads, c
                                  .dim_k = static_cast<uint16_t>(space.head_dim_k),
                                  .dim_v = static_cast<uint16_t>(space.head_dim_v)};
   const uint32_t n_heads = static_cast<uint32_t>(heads.size());
-  const uint32_t n_groups = choose_groups(slab_class, n_heads);
+  const uint32_t n_groups =
+      config.retention.is_per_head() ? n_heads : choose_groups(slab_class, n_heads);
   for (uint32_t group = 0; group < n_groups; ++group) {
     const uint32_t begin = n_heads * group / n_groups;
     const uint32_t end = n_heads * (group + 1) / n_groups;
@@ -670,7 +676,7 @@ HeadVisibility Space::visibility(uint32_t layer, uint32_t class_index,
                                  uint64_t query_position) const {
   const uint64_t window = layers[layer].window;
   const Retention& retention = head_class(layer, class_index).retention;
-  if (retention.kind == KVM_RETAIN_FULL) {
+  if (retention.shows_all()) {
     return {.window = window};
   }
   if (window != 0 && window <= retention.n_recent) {
@@ -709,7 +715,7 @@ Result<std::shared_ptr<const Space>> resolve_space(const SpaceSpec& spec) {
                       {.retention = {}, .dtype_k = space->dtype, .dtype_v = space->dtype});
   }
   KVM_TRY(apply_policies(spec, *space, &configs));
-  KVM_TRY(check_positions(*space, configs));
+  KVM_TRY(check_seen(*space, configs));
   KVM_TRY(apply_codecs(spec, *space, &configs));
   KVM_TRY(apply_indexes(spec, space.get()));
   leave_out_indexes(configs, space.get());

@@ -60,6 +60,10 @@ struct Retention {
 
   bool operator==(const Retention&) const = default;
 
+  // Queries see whatever is stored, be it more than sinks and window.
+  bool shows_all() const { return kind != KVM_RETAIN_SINKS_RECENT; }
+  // What is given up differs from head to head, or leaves something behind in each.
+  bool is_per_head() const { return kind == KVM_RETAIN_SINKS_RECENT_FOLD; }
   // IN_CACHE: by how many positions a query at p is nearer to the sinks than it was appended.
   uint64_t shift(uint64_t query_position) const {
     const uint64_t seen = n_sinks + n_recent;

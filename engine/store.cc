@@ -12,6 +12,7 @@
 
 #include "base/assert.h"
 #include "base/round.h"
+#include "engine/folded.h"
 #include "engine/id_table.h"
 #include "engine/observed.h"
 #include "engine/page_list.h"
@@ -93,6 +94,8 @@ struct Sequence {
   std::vector<uint64_t> next_commits;
   std::vector<ObservedRef> observed;  // empty, or [n_layers]
   std::vector<IndexRef> indexes;      // [n_layers], or empty: the space has none
+  // [Space::n_lists], or empty: nothing has been folded.
+  std::vector<std::shared_ptr<Folded>> folded;
 
   const Space& space() const { return *record->space; }
   // The lists of an OWN layer.
@@ -223,6 +226,9 @@ class StoreImpl final : public Store, private PageRelief {
   void run_policy(Sequence* seq, size_t index, policies::Event event);
   Status check_action(const Sequence* seq, const policies::Action& action) const;
   Status demote(Sequence* seq, const policies::Action& action);
+  Status fold(Sequence* seq, const policies::Action& action);
+  Result<Folded*> own_folded(Sequence* seq, uint32_t list, const tiers::SlabClass& slab_class);
+  static void cut_folded(Sequence* seq, uint64_t n_tokens);
   Status charge_observed(Account* account, uint64_t size_bytes);
   void uncharge_observed(Account* account, uint64_t size_bytes);
   std::shared_ptr<Observed> make_observed(Account* account);
@@ -236,7 +242,7 @@ class StoreImpl final : public Store, private PageRelief {
   IdTable<Sequence> sequences_;
   std::unordered_map<ClientId, std::unique_ptr<Account>> accounts_;
   ClientId next_client_ = 1;
-  uint64_t observed_bytes_ = 0;
+  uint64_t observed_bytes_ = 0;  // and of folded entries
   IndexTotals index_totals_;
   uint64_t n_tokens_appended_ = 0;
   uint64_t bytes_appended_ = 0;
@@ -277,7 +283,14 @@ uint64_t StoreImpl::client_bytes(ClientId client) const {
 // --- Spaces -------------------------------------------------------------------------------------
 
 const policies::Policy& policy_of(const Retention& retention) {
-  return retention.kind == KVM_RETAIN_SINKS_RECENT ? policies::sinks_recent() : policies::full();
+  switch (retention.kind) {
+    case KVM_RETAIN_SINKS_RECENT:
+      return policies::sinks_recent();
+    case KVM_RETAIN_SINKS_RECENT_FOLD:
+      return policies::sinks_recent_fold();
+    default:
+      return policies::full();
+  }
 }
 
 // One Governed per policy object that has anything to decide.
@@ -472,6 +485,8 @@ Result<kvm_seq_id> StoreImpl::fork_seq(Sequence* parent, uint64_t n_tokens) {
   for (ObservedRef& ref : child->observed) {
     ref.limit = std::min(ref.limit, n_tokens);
   }
+  child->folded = parent->folded;
+  cut_folded(child.get(), n_tokens);
   child->indexes = parent->indexes;
   cut_indexes(child.get(), n_tokens);
   Sequence* added = child.get();
@@ -484,9 +499,16 @@ Result<kvm_seq_id> StoreImpl::fork_seq(Sequence* parent, uint64_t n_tokens) {
 // been dropped from a list.
 bool misses_visible(const Space& space, uint32_t layer, uint32_t class_index, const PageList& list,
                     uint64_t first_query, uint64_t end) {
-  const HeadVisibility seen = space.visibility(layer, class_index, first_query);
-  const uint64_t recent =
+  const Retention& retention = space.head_class(layer, class_index).retention;
+  HeadVisibility seen = space.visibility(layer, class_index, first_query);
+  if (retention.is_per_head()) {
+    seen = {.window = retention.n_recent, .n_sinks = retention.n_sinks};
+  }
+  uint64_t recent =
       seen.window == 0 || first_query < seen.window ? 0 : first_query - seen.window + 1;
+  if (retention.is_per_head() && recent >= end && end > 0) {
+    recent = end - 1;  // where that one is gone, what was left of it would be seen as well
+  }
   return !list.covers(std::min(recent, end), end) ||
          !list.covers(std::min(seen.first_sink, end), std::min(seen.n_sinks, end));
 }
@@ -523,6 +545,7 @@ Status StoreImpl::truncate_seq(Sequence* seq, uint64_t n_tokens) {
     std::fill(seq->next_commits.begin(), seq->next_commits.end(), 0);
   }
   cut_observed(seq, n_tokens);
+  cut_folded(seq, n_tokens);
   cut_indexes(seq, n_tokens);
   trim_after_free();
   return Status::ok();
@@ -553,6 +576,7 @@ void StoreImpl::free_seq(Sequence* seq) {
     list.clear(bank(seq));
   }
   seq->observed.clear();
+  seq->folded.clear();
   seq->indexes.clear();
   --seq->account->n_sequences;
   --seq->record->n_sequences;
@@ -593,6 +617,11 @@ kvm_seq_info StoreImpl::seq_info(const Sequence* seq) const {
   }
   for (const ObservedRef& ref : seq->observed) {
     info.bytes_observed += ref.data != nullptr ? ref.data->size_bytes() : 0;
+  }
+  for (const std::shared_ptr<Folded>& folded : seq->folded) {
+    const uint64_t folded_bytes = folded != nullptr ? folded->size_bytes() : 0;
+    info.bytes += folded_bytes;
+    info.bytes_shared += folded.use_count() > 1 ? folded_bytes : 0;
   }
   for (uint32_t layer = 0; layer < seq->observed.size(); ++layer) {
     info.n_rows_observed += observed(seq, layer).n_rows;
@@ -805,8 +834,18 @@ void StoreImpl::collect_runs(const Sequence* seq, uint32_t layer, uint32_t class
   if (lists.empty()) {
     return;
   }
-  lists[class_index].for_each(
-      [&](const PageEntry& entry, bool) { runs->push_back(run_of(entry)); });
+  const uint32_t list = seq->space().storage(layer).first_list + class_index;
+  const Folded* folded = seq->folded.empty() ? nullptr : seq->folded[list].get();
+  lists[class_index].for_each([&](const PageEntry& entry, bool) {
+    if (folded != nullptr && entry.position() >= folded->end) {
+      runs->push_back(folded->run());
+      folded = nullptr;
+    }
+    runs->push_back(run_of(entry));
+  });
+  if (folded != nullptr) {
+    runs->push_back(folded->run());
+  }
 }
 
 void StoreImpl::collect_between(const Sequence* seq, uint32_t layer, uint32_t class_index,
@@ -1120,12 +1159,67 @@ Status StoreImpl::apply(Sequence* seq, const policies::Action& action) {
       return demote(seq, action);
     case policies::ActionKind::kMove:
       return Status(KVM_ERR_UNSUPPORTED, "there is no tier but the host's to move pages to");
-    case policies::ActionKind::kMerge:
     case policies::ActionKind::kFold:
+      return fold(seq, action);
+    case policies::ActionKind::kMerge:
       break;
   }
   return Status(KVM_ERR_UNSUPPORTED, "action " + text(static_cast<uint64_t>(action.kind)) +
                                          " has no operator in this service");
+}
+
+// For changing; a new one where there is none, a copy where it is shared.
+Result<Folded*> StoreImpl::own_folded(Sequence* seq, uint32_t list,
+                                      const tiers::SlabClass& slab_class) {
+  if (seq->folded.empty()) {
+    seq->folded.resize(seq->space().n_lists);
+  }
+  std::shared_ptr<Folded>& ref = seq->folded[list];
+  if (ref.use_count() == 1) {
+    return ref.get();
+  }
+  Folded own;
+  if (ref != nullptr) {
+    own = *ref;
+  } else {
+    own.k.resize(slab_class.dim_k);
+    own.v.resize(slab_class.dim_v);
+  }
+  Account* account = seq->account;
+  KVM_TRY(charge_observed(account, own.size_bytes()));
+  ref = std::shared_ptr<Folded>(new Folded(std::move(own)), [this, account](Folded* gone) {
+    uncharge_observed(account, gone->size_bytes());
+    delete gone;
+  });
+  return ref.get();
+}
+
+Status StoreImpl::fold(Sequence* seq, const policies::Action& action) {
+  const HeadClass& head_class = seq->space().head_class(action.layer, action.class_index);
+  if (head_class.retention.kind != KVM_RETAIN_SINKS_RECENT_FOLD) {
+    return Status(KVM_ERR_UNSUPPORTED, "head class " + text(action.class_index) + " of layer " +
+                                           text(action.layer) + " has no entry to fold into");
+  }
+  const uint64_t block_begin = action.range.begin / kPageTokens;
+  const uint64_t block_end = action.range.end / kPageTokens;
+  std::vector<KvRun> runs;
+  collect_between(seq, action.layer, action.class_index, block_begin, block_end, &runs);
+  const uint32_t list = seq->space().layers[action.layer].first_list + action.class_index;
+  KVM_TRY_ASSIGN(Folded * folded, own_folded(seq, list, head_class.slab_class));
+  fold_runs(runs, head_class.slab_class, folded);
+  n_pages_dropped_ += seq->lists[list].drop(static_cast<uint32_t>(block_begin),
+                                            static_cast<uint32_t>(block_end), bank(seq));
+  return Status::ok();
+}
+
+// Cuts that would need a part of what was folded are refused before; who cuts before all of it has
+// nothing of it left.
+void StoreImpl::cut_folded(Sequence* seq, uint64_t n_tokens) {
+  for (std::shared_ptr<Folded>& ref : seq->folded) {
+    if (ref != nullptr && n_tokens < ref->end) {
+      ref.reset();
+    }
+  }
 }
 
 Status StoreImpl::demote(Sequence* seq, const policies::Action& action) {
@@ -1319,6 +1413,7 @@ void StoreImpl::check_accounts() const {
   std::unordered_map<const Segment*, uint32_t> segment_refs;
   std::unordered_map<const Account*, std::unordered_map<PageRef, uint64_t>> held;
   std::unordered_map<const Observed*, const Account*> observations;
+  std::unordered_map<const Folded*, const Account*> folded;
   std::unordered_map<const LayerIndex*, const Account*> indexes;
   sequences_.for_each([&](uint64_t, const Sequence& seq) {
     for (const PageList& list : seq.lists) {
@@ -1357,6 +1452,11 @@ void StoreImpl::check_accounts() const {
     for (const ObservedRef& ref : seq.observed) {
       if (ref.data != nullptr) {
         observations[ref.data.get()] = seq.account;
+      }
+    }
+    for (const std::shared_ptr<Folded>& ref : seq.folded) {
+      if (ref != nullptr) {
+        folded[ref.get()] = seq.account;
       }
     }
     for (const IndexRef& ref : seq.indexes) {
@@ -1419,6 +1519,10 @@ void StoreImpl::check_accounts() const {
   for (const auto& [observation, account] : observations) {
     account_bytes[account] += observation->size_bytes();
     observed_bytes += observation->size_bytes();
+  }
+  for (const auto& [entry, account] : folded) {
+    account_bytes[account] += entry->size_bytes();
+    observed_bytes += entry->size_bytes();
   }
   for (const auto& [memory, charge] : charged) {
     account_bytes[charge.second] += charge.first;

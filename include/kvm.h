@@ -421,8 +421,15 @@ typedef struct kvm_layer_params {
 
 enum {
   KVM_RETAIN_FULL = 0,        /* every token stays */
-  KVM_RETAIN_SINKS_RECENT = 1 /* query at p sees positions < n_sinks and > p - n_recent; pages that
-                               * no later query can see are freed once their tokens are committed */
+  /* A query at p sees positions < n_sinks and > p - n_recent; pages that no later query can see are
+   * freed once their tokens are committed. */
+  KVM_RETAIN_SINKS_RECENT = 1,
+  /* RazorAttention: the pages that SINKS_RECENT would free become one entry: the mean of their
+   * keys and of their values, with the logarithm of how many they were as its log-weight, at the
+   * position of the last of them. A query sees this entry and all tokens that are stored, so at
+   * least those it sees with SINKS_RECENT. A head has pages of its own, and no index; the layers
+   * that read it have no window. */
+  KVM_RETAIN_SINKS_RECENT_FOLD = 2
 };
 
 /* What a query's position means to the keys of a head. IN_CACHE (StreamingLLM): the n_sinks first
@@ -446,7 +453,7 @@ typedef struct kvm_policy_params {
   uint32_t retention;       /* KVM_RETAIN_* */
   uint32_t positions;       /* KVM_POSITIONS_* */
   uint64_t n_sinks;
-  uint64_t n_recent; /* at least 1 with SINKS_RECENT */
+  uint64_t n_recent; /* at least 1 without FULL */
   uint64_t slack;    /* tokens kept beyond n_recent, so that truncate has room; 0: none */
   uint64_t reserved[2];
 } kvm_policy_params;
@@ -898,6 +905,33 @@ typedef struct kvm_merge_params {
 /* States are merged in the order given; an empty state (lse = -inf) changes nothing, and empty
  * states alone give o = 0, lse = -inf. Fails: INVALID. Threads: any. */
 KVM_API kvm_status kvm_merge(const kvm_merge_params *params);
+
+/* Which heads of a layer look back: what a model does with a prompt that repeats itself. The
+ * prompt is n_prefix tokens (BOS, say), and then the same `period` random tokens several times. A
+ * row's ECHO score is the attention that it gives to earlier copies of its own token, its INDUCTION
+ * score that to the tokens behind these; a kv head's are the means over rows from the second copy
+ * on, of the q head of its group that has most. RazorAttention keeps the heads of all layers with
+ * the top 14 % of induction scores and the top 1 % of echo scores, and folds in the others, with
+ * 2500 tokens 4 times. Pure computation in the caller's memory, one thread. */
+typedef struct kvm_probe_params {
+  uint32_t struct_size;
+  uint32_t flags;      /* reserved, zero */
+  uint32_t n_tokens;   /* n_prefix + period * (2 or more) */
+  uint32_t n_prefix;
+  uint32_t period;     /* at least 2 */
+  uint32_t n_rows;     /* looked at, evenly from the second copy on; 0: 256, or all if fewer */
+  uint32_t n_q_heads;  /* n_kv_heads must divide it into groups of 1 to 16 */
+  uint32_t n_kv_heads; /* 0: n_q_heads */
+  uint32_t head_dim;   /* 1 to 256 */
+  float scale;         /* 0: 1 / sqrt(head_dim) */
+  kvm_tensor q;        /* [n_tokens][n_q_heads][head_dim], HOST, any dtype, rotated */
+  kvm_tensor k;        /* [n_tokens][n_kv_heads][head_dim] */
+  uint64_t reserved[4];
+} kvm_probe_params;
+
+/* out_echo, out_induction: [n_kv_heads], 0 to 1; each may be NULL. Fails: INVALID. Threads: any. */
+KVM_API kvm_status kvm_probe_heads(const kvm_probe_params *params, float *out_echo,
+                                   float *out_induction);
 
 /* ============================================================================================
  * 9. The asynchronous data path

@@ -74,7 +74,7 @@ enum class ActionKind : uint8_t {
   kDemote = 1,  // store them as dtype_k, dtype_v
   kMove = 2,    // move their pages to `tier`
   kMerge = 3,   // add each token of `range` into the entries that `merge_operator` chooses
-  kFold = 4,    // replace `range` by one entry (mean K, mean V, log-weight ln n)
+  kFold = 4,    // add `range` to the one entry of its list (mean K, mean V, log-weight ln n)
 };
 
 // Ranges are whole pages (multiples of kPageTokens); tokens of them that are not stored, because

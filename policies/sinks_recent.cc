@@ -15,9 +15,11 @@ class Full : public Policy {
   }
 };
 
+// Takes the pages out of the middle.
 class SinksRecent : public Policy {
  public:
-  const char* name() const override { return "sinks_recent"; }
+  SinksRecent(const char* name, ActionKind kind) : name_(name), kind_(kind) {}
+  const char* name() const override { return name_; }
   EventSet events() const override { return event_bit(Event::kCommitted); }
 
   void decide(const View& view, ActionList* actions) const override {
@@ -35,7 +37,7 @@ class SinksRecent : public Policy {
         if (range.begin >= range.end) {
           continue;
         }
-        if (!actions->add({.kind = ActionKind::kDrop,
+        if (!actions->add({.kind = kind_,
                            .layer = list.layer,
                            .class_index = list.class_index,
                            .range = range})) {
@@ -45,6 +47,10 @@ class SinksRecent : public Policy {
       actions->next_commit = std::min(actions->next_commit, end + kPageTokens + kept);
     }
   }
+
+ private:
+  const char* name_;
+  ActionKind kind_;
 };
 
 }  // namespace
@@ -55,7 +61,12 @@ const Policy& full() {
 }
 
 const Policy& sinks_recent() {
-  static const SinksRecent policy;
+  static const SinksRecent policy("sinks_recent", ActionKind::kDrop);
+  return policy;
+}
+
+const Policy& sinks_recent_fold() {
+  static const SinksRecent policy("sinks_recent_fold", ActionKind::kFold);
   return policy;
 }
 

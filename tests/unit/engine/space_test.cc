@@ -92,7 +92,7 @@ const std::vector<BadSpec>& bad_specs() {
        }},
       {"no layer is KVM_LAYER_OWN",
        [](SpaceSpec* s) { s->layers = {{.n_layers = 3, .kind = KVM_LAYER_ABSENT}}; }},
-      {"policies[0].retention is 2", [](SpaceSpec* s) { s->policies = {{.retention = 2}}; }},
+      {"policies[0].retention is 9", [](SpaceSpec* s) { s->policies = {{.retention = 9}}; }},
       {"policies[0].n_recent is 0",
        [](SpaceSpec* s) { s->policies = {{.retention = KVM_RETAIN_SINKS_RECENT}}; }},
       {"policies[0].slack",
@@ -119,6 +119,12 @@ const std::vector<BadSpec>& bad_specs() {
          s->policies = {in_cache(KVM_POSITIONS_IN_CACHE)};
          s->layers = {
              {.layer_begin = 2, .n_layers = 1, .kind = KVM_LAYER_ALIAS, .target = 1, .window = 9}};
+       }},
+      {"kv head 2 of layer 1 has retention 2, and the layer has a window of 9",
+       [](SpaceSpec* s) {
+         s->policies = {sinks_recent(1, 0b100, 4, 100)};
+         s->policies[0].retention = KVM_RETAIN_SINKS_RECENT_FOLD;
+         s->layers = {{.layer_begin = 1, .n_layers = 1, .window = 9}};
        }},
       {"codecs[1].dtype_v is 77",
        [](SpaceSpec* s) {

@@ -59,6 +59,7 @@ pub const KVM_LAYER_ABSENT: u32 = 2;
 pub const KVM_LAYER_PAIR: u32 = 3;
 pub const KVM_RETAIN_FULL: u32 = 0;
 pub const KVM_RETAIN_SINKS_RECENT: u32 = 1;
+pub const KVM_RETAIN_SINKS_RECENT_FOLD: u32 = 2;
 pub const KVM_POSITIONS_ABSOLUTE: u32 = 0;
 pub const KVM_POSITIONS_IN_CACHE: u32 = 1;
 pub const KVM_INDEX_NONE: u32 = 0;
@@ -656,6 +657,34 @@ impl Default for kvm_merge_params {
 
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
+pub struct kvm_probe_params {
+    pub struct_size: u32,
+    pub flags: u32,
+    pub n_tokens: u32,
+    pub n_prefix: u32,
+    pub period: u32,
+    pub n_rows: u32,
+    pub n_q_heads: u32,
+    pub n_kv_heads: u32,
+    pub head_dim: u32,
+    pub scale: f32,
+    pub q: kvm_tensor,
+    pub k: kvm_tensor,
+    pub reserved: [u64; 4],
+}
+
+impl Default for kvm_probe_params {
+    /// Zeros, and `struct_size`.
+    fn default() -> Self {
+        // SAFETY: numbers and raw pointers; zero is a value of each.
+        let mut zeros: Self = unsafe { std::mem::zeroed() };
+        zeros.struct_size = std::mem::size_of::<Self>() as u32;
+        zeros
+    }
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
 pub struct kvm_completion {
     pub user_data: u64,
     pub status: kvm_status,
@@ -826,6 +855,11 @@ extern "C" {
     pub fn kvm_observe(queue: *mut kvm_queue, params: *const kvm_observe_params) -> kvm_status;
     pub fn kvm_read(queue: *mut kvm_queue, params: *const kvm_read_params) -> kvm_status;
     pub fn kvm_merge(params: *const kvm_merge_params) -> kvm_status;
+    pub fn kvm_probe_heads(
+        params: *const kvm_probe_params,
+        out_echo: *mut f32,
+        out_induction: *mut f32,
+    ) -> kvm_status;
     pub fn kvm_append_async(
         queue: *mut kvm_queue,
         params: *const kvm_step_params,

@@ -231,6 +231,15 @@ impl Policy {
         policy
     }
 
+    /// `RazorAttention`: as [`Policy::sinks_recent`], but what is freed stays as one entry of the head,
+    /// its mean.
+    #[must_use]
+    pub fn sinks_recent_fold(heads: Heads, n_sinks: u64, n_recent: u64) -> Self {
+        let mut policy = Policy::sinks_recent(heads, n_sinks, n_recent);
+        policy.raw.retention = sys::KVM_RETAIN_SINKS_RECENT_FOLD;
+        policy
+    }
+
     /// `StreamingLLM`: sinks and recent tokens count as neighbours, whatever was between them. The
     /// space must have a rope layout, and the layers no window.
     #[must_use]

@@ -277,6 +277,21 @@ structures! {
         out_lse,
         reserved,
     }
+    kvm_probe_params {
+        struct_size,
+        flags,
+        n_tokens,
+        n_prefix,
+        period,
+        n_rows,
+        n_q_heads,
+        n_kv_heads,
+        head_dim,
+        scale,
+        q,
+        k,
+        reserved,
+    }
     kvm_completion {
         user_data,
         status,
@@ -375,6 +390,7 @@ constants! {
     KVM_LAYER_PAIR,
     KVM_RETAIN_FULL,
     KVM_RETAIN_SINKS_RECENT,
+    KVM_RETAIN_SINKS_RECENT_FOLD,
     KVM_POSITIONS_ABSOLUTE,
     KVM_POSITIONS_IN_CACHE,
     KVM_INDEX_NONE,
