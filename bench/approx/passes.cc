@@ -83,7 +83,7 @@ void ExactPass::climb(uint32_t head, uint32_t chunk) {
 
 ApproxPass::ApproxPass(const DataSet& data, std::vector<attention::HeadIndex> indexes,
                        const attention::ApproxParams& params, Team& team)
-    : data_(data), team_(team), scratch_(team.size()), solvers_(team.size()) {
+    : data_(data), team_(team), scratch_(team.size()), solvers_(team.size()), times_(team.size()) {
   for (uint32_t h = 0; h < data.heads.size(); ++h) {
     auto head = std::make_unique<Head>();
     head->o.resize(size_t{data.heads[h].group} * data.heads[h].dim);
@@ -132,17 +132,29 @@ void ApproxPass::plan(uint32_t set) {
 double ApproxPass::run(uint32_t set) {
   const double begin = now_s();
   plan(set);
+  times_[0].plan += now_s() - begin;
+  times_[0].n_heads += heads_.size();
   next_.store(0, std::memory_order_relaxed);
   team_.run([this](uint32_t thread) { work(thread); });
   return now_s() - begin;
+}
+
+PassTimes ApproxPass::times() const {
+  PassTimes sum;
+  for (const PassTimes& of_thread : times_) {
+    sum.add(of_thread);
+  }
+  return sum;
 }
 
 void ApproxPass::work(uint32_t thread) {
   for (uint32_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < tasks_.size();) {
     const Task task = tasks_[i];
     Head& head = *heads_[task.head];
+    const double begin = now_s();
     if (task.shard == kPrepare) {
       prepare(&head, thread);
+      times_[thread].prepare += now_s() - begin;
       continue;
     }
     // SYNC: acquire pairs with prepare(): the prepared queries are there. All preparations come
@@ -153,6 +165,7 @@ void ApproxPass::work(uint32_t thread) {
     attention::eval_shard(head.input, head.plan, head.prepared.get(0), task.shard,
                           scratch_[thread].get(0),
                           head.states.get(0) + task.shard * head.plan.state_bytes);
+    times_[thread].shards += now_s() - begin;
     // SYNC: acq_rel makes all shards' states visible to the last one.
     if (head.left.fetch_sub(1, std::memory_order_acq_rel) == 1) {
       finish(&head, thread);
@@ -179,8 +192,10 @@ void ApproxPass::prepare(Head* head, uint32_t thread) {
 }
 
 void ApproxPass::finish(Head* head, uint32_t thread) {
+  const double begin = now_s();
   attention::finish_approx(head->input, head->plan, head->prepared.get(0), scratch_[thread].get(0),
                            head->states.get(0), &head->report);
+  times_[thread].finish += now_s() - begin;
 }
 
 }  // namespace kvm::bench

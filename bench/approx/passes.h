@@ -41,6 +41,22 @@ class ExactPass {
   std::atomic<uint32_t> next_{0};
 };
 
+// Where the time of approximate passes went, seconds summed over threads.
+struct PassTimes {
+  double plan = 0;
+  double prepare = 0;
+  double shards = 0;
+  double finish = 0;
+  uint64_t n_heads = 0;  // that were passed
+  void add(const PassTimes& o) {
+    plan += o.plan;
+    prepare += o.prepare;
+    shards += o.shards;
+    finish += o.finish;
+    n_heads += o.n_heads;
+  }
+};
+
 // Heads are shared out over the threads, and the shards of a head where there are several.
 class ApproxPass {
  public:
@@ -51,6 +67,8 @@ class ApproxPass {
   const float* o(uint32_t head) const { return heads_[head]->o.data(); }
   const float* lse(uint32_t head) const { return heads_[head]->lse.data(); }
   const attention::ApproxReport& report(uint32_t head) const { return heads_[head]->report; }
+  // Of all runs so far.
+  PassTimes times() const;
 
  private:
   struct Head {
@@ -81,6 +99,7 @@ class ApproxPass {
   std::vector<Task> tasks_;
   std::vector<GrowingBuffer> scratch_;  // [thread]
   std::vector<Solver> solvers_;         // [thread], for heads that are planned exact
+  std::vector<PassTimes> times_;        // [thread]
   std::atomic<uint32_t> next_{0};
 };
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "bench/approx/timed.h"
 
+#include <algorithm>
 #include <cmath>
 
 namespace kvm::bench {
@@ -116,6 +117,14 @@ void TimedLayer::add_row(Report* report, const Rival& rival,
       {"keys_read_fraction", rival.tally->keys_fraction()},
       {"bytes_fraction", rival.tally->bytes_fraction()},
       {"index_bytes_per_token", rival.index_bytes_per_token}};
+  if (rival.pass != nullptr) {
+    const PassTimes t = rival.pass->times();
+    const double us = 1e6 / static_cast<double>(std::max<uint64_t>(t.n_heads, 1));
+    fields.insert(fields.end(), {{"plan_us_per_head", t.plan * us},
+                                 {"prepare_us_per_head", t.prepare * us},
+                                 {"shards_us_per_head", t.shards * us},
+                                 {"finish_us_per_head", t.finish * us}});
+  }
   fields.insert(fields.end(), more.begin(), more.end());
   report->add(std::move(fields));
 }
