@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstdio>
 #include <string>
-#include <vector>
 
 #include "attention/cuda/launch.h"
 #include "bench/gpu/device.h"

@@ -7,8 +7,6 @@
 #include <utility>
 #include <vector>
 
-#include "base/splitmix.h"
-
 namespace kvm::bench::gpu {
 
 void check(cudaError_t error, const char* what) {

@@ -10,6 +10,9 @@
 #include <atomic>
 #include <charconv>
 #include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
 #include <string>
 #include <vector>
 

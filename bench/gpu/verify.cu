@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The configurations of the emulator suite, on the device.
-#include <cstdio>
-#include <cstring>
+#include <span>
 #include <string>
 #include <vector>
 
