@@ -173,6 +173,7 @@ Status AttendWork::plan_tasks() {
               fmt::format("{} bytes for intermediate results were refused", shared_bytes)};
     }
   }
+  point_to_sums();
   add_tasks(task_cost);
   is_planned_ = true;
   return Status::ok();
@@ -215,7 +216,7 @@ Status AttendWork::add_views(const Store& store, const Sequence* seq, const View
     view.class_index = c;
     view.run_begin = runs_.size();
     if (!sees_nothing) {
-      store.collect_runs(seq, layer, c, &runs_);
+      store.collect_runs(seq, layer, c, &runs_, item.n_ranges == 0);
       if (runs_.size() > kMaxListedPages) {
         return {KVM_ERR_LIMIT,
                 fmt::format("the items up to {} see more than {} pages of {} tokens in all; attend "
@@ -485,6 +486,13 @@ uint32_t AttendWork::add_heads(uint32_t view_index, uint32_t first_head, uint64_
   }
   p.log_weight_head_stride = slab.has_log_weights ? kPageTokens : 0;
   p.fp32_weights = (request_->flags & KVM_STEP_F32_VALUES) != 0;
+  if (cls.retention.kind == KVM_RETAIN_HEAVY && view.n_runs != 0 && view.n_rows != 0) {
+    static float unknown;  // plans depend on whether there are sums; where comes later
+    head.wants_sums = true;
+    head.n_positions = p.runs.back().position + p.runs.back().n_tokens - p.runs[0].position;
+    p.column_sums = &unknown;
+    p.column_position = p.runs[0].position;
+  }
   p.dtype_o = t.o.dtype;
   p.o_stride_query = t.o.stride_row;
   p.o_stride_head = t.o.stride_head;
@@ -752,7 +760,40 @@ size_t AttendWork::lay_out(uint64_t task_cost) {
       at += unit_state_bytes(unit);
     }
   }
+  return lay_out_sums(at);
+}
+
+size_t AttendWork::lay_out_sums(size_t at) {
+  for (Head& head : heads_) {
+    head.n_units = 0;
+    if (!head.wants_sums) {
+      continue;
+    }
+    head.sums_at = at;
+    at += align_up(head.n_positions * sizeof(float));
+    if (!tensors_->lse.is_present()) {
+      head.lse_at = at;
+      at += align_up(head.plan.rows * sizeof(float));
+    }
+  }
+  for (const Unit& unit : units_) {
+    heads_[unit.head].n_units += 1;
+  }
   return at;
+}
+
+void AttendWork::point_to_sums() {
+  for (Head& head : heads_) {
+    if (!head.wants_sums) {
+      continue;
+    }
+    head.problem.column_sums = reinterpret_cast<float*>(shared_ + head.sums_at);
+    if (head.lse_at != kNotShared) {
+      head.problem.lse = reinterpret_cast<float*>(shared_ + head.lse_at);
+      head.problem.lse_stride_query = head.problem.group;
+      head.problem.lse_stride_head = 1;
+    }
+  }
 }
 
 void AttendWork::add_tasks(uint64_t task_cost) {
@@ -765,6 +806,11 @@ void AttendWork::add_tasks(uint64_t task_cost) {
   }
   for (ApproxHead& head : approx_) {
     head.arrivals_at = n_arrivals++;
+  }
+  for (Head& head : heads_) {
+    if (head.wants_sums) {
+      head.arrivals_at = n_arrivals++;
+    }
   }
   if (arrivals_size_ < n_arrivals) {
     arrivals_size_ = n_arrivals + n_arrivals / 4;
@@ -854,7 +900,7 @@ void AttendWork::evaluate_chunks(const Unit& unit, uint32_t chunk, uint32_t n,
   attention::eval_chunks({members, unit.n_heads}, head.plan, first, n, scratch);
 }
 
-bool AttendWork::evaluate_whole(const Unit& unit, ThreadWorkspace& workspace) const {
+bool AttendWork::evaluate_whole(const Unit& unit, ThreadWorkspace& workspace) {
   const Head& head = heads_[unit.head];
   const size_t prepared_bytes = align_up(head.plan.prepared_bytes);
   std::byte* states = workspace.states.reserve(unit_state_bytes(unit));
@@ -862,6 +908,7 @@ bool AttendWork::evaluate_whole(const Unit& unit, ThreadWorkspace& workspace) co
   if (states == nullptr || scratch == nullptr) {
     return false;
   }
+  std::byte* prepared[attention::kMaxGang] = {};
   if (head.plan.n_chunks != 0) {
     std::byte* own = nullptr;
     if (head.prepared_at == kNotShared) {
@@ -870,7 +917,6 @@ bool AttendWork::evaluate_whole(const Unit& unit, ThreadWorkspace& workspace) co
         return false;
       }
     }
-    std::byte* prepared[attention::kMaxGang];
     for (uint32_t h = 0; h < unit.n_heads; ++h) {
       const Head& member = heads_[unit.head + h];
       prepared[h] = own == nullptr ? shared_ + member.prepared_at : own + h * prepared_bytes;
@@ -886,6 +932,7 @@ bool AttendWork::evaluate_whole(const Unit& unit, ThreadWorkspace& workspace) co
     attention::merge_chunks(member.problem, member.plan, unit.rows, states + h * bytes);
   }
   clear_errors(unit);
+  sum_columns(unit, prepared[0], scratch);
   return true;
 }
 
@@ -903,7 +950,9 @@ bool AttendWork::evaluate_piece(const Task& task, ThreadWorkspace& workspace) {
   std::byte* states = shared_ + unit.states_at;
   evaluate_chunks(unit, task.first_chunk, task.n_chunks, prepared, scratch, states);
   for (uint32_t i = 0; i < task.n_chunks; ++i) {
-    merge_up(unit, task.first_chunk + i, states);
+    if (merge_up(unit, task.first_chunk + i, states)) {
+      sum_columns(unit, prepared[0], scratch);
+    }
   }
   return true;
 }
@@ -941,7 +990,7 @@ void AttendWork::write_errors(const ApproxHead& head) const {
 }
 
 // Merges what the state of a chunk, now there, makes complete.
-void AttendWork::merge_up(const Unit& unit, uint32_t chunk, std::byte* states) {
+bool AttendWork::merge_up(const Unit& unit, uint32_t chunk, std::byte* states) {
   const Head& first = heads_[unit.head];
   const attention::MergeTree tree(first.plan);
   const size_t bytes = unit_state_bytes(unit) / unit.n_heads;
@@ -949,7 +998,7 @@ void AttendWork::merge_up(const Unit& unit, uint32_t chunk, std::byte* states) {
   while (const auto merge = tree.next(&node)) {
     // SYNC: releases the states of this node; whoever comes second acquires those of the other.
     if (arrivals_[unit.arrivals_at + merge->from].fetch_add(1, std::memory_order_acq_rel) == 0) {
-      return;
+      return false;
     }
     for (uint32_t h = 0; h < unit.n_heads; ++h) {
       attention::merge_states(heads_[unit.head + h].problem, unit.rows, *merge, states + h * bytes);
@@ -960,6 +1009,34 @@ void AttendWork::merge_up(const Unit& unit, uint32_t chunk, std::byte* states) {
     attention::write_result(head.problem, head.plan, unit.rows, states + h * bytes);
   }
   clear_errors(unit);
+  return true;
+}
+
+void AttendWork::sum_columns(const Unit& unit, const std::byte* prepared, std::byte* scratch) {
+  const Head& head = heads_[unit.head];
+  if (!head.wants_sums) {
+    return;
+  }
+  // SYNC: releases the lse of these rows; whoever comes last acquires those of all others.
+  if (arrivals_[head.arrivals_at].fetch_add(1, std::memory_order_acq_rel) + 1 != head.n_units) {
+    return;
+  }
+  std::fill_n(head.problem.column_sums, head.n_positions, 0.0f);
+  if (head.plan.n_chunks != 0) {
+    attention::eval_column_sums(head.problem, head.plan, prepared, head.plan.first_chunk,
+                                head.plan.n_chunks, scratch);
+  }
+}
+
+void AttendWork::add_masses(Store& store, std::span<Sequence* const> seqs) const {
+  for (const Head& head : heads_) {
+    if (head.wants_sums) {
+      const View& view = views_[head.view];
+      store.add_masses(seqs[view.item], request_->layer_begin, view.class_index,
+                       {head.problem.column_sums, head.n_positions}, head.problem.column_position,
+                       request_->items[view.item].n_ranges == 0);
+    }
+  }
 }
 
 void AttendWork::offer_audits(Store& store, std::span<Sequence* const> seqs,

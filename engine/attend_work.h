@@ -77,6 +77,8 @@ class AttendWork {
   // After the last task: what was done, as kvm_step_stats has it.
   void report(RequestResult* result) const;
   // After the last task, before the sequences change: hands over which answers are due.
+  // The same: hands over the attention mass of tokens of heads that choose by it.
+  void add_masses(Store& store, std::span<Sequence* const> seqs) const;
   void offer_audits(Store& store, std::span<Sequence* const> seqs, Auditor* auditor) const;
 
  private:
@@ -110,6 +112,14 @@ class AttendWork {
     size_t prepared_at = kNotShared;  // in shared_
     uint32_t row = 0;                 // of the tensors, of query token 0
     uint32_t q_head = 0;              // of the layer, of q head 0 of the group
+    // Where column sums are wanted: where they lie in shared_ (and row lse, where nobody else wants
+    // them), of how many positions, units of rows, and in arrivals_ how many are done.
+    bool wants_sums = false;
+    size_t sums_at = 0;
+    size_t lse_at = kNotShared;
+    uint64_t n_positions = 0;
+    uint32_t n_units = 0;
+    size_t arrivals_at = 0;
   };
   struct Unit {
     uint32_t head = 0;
@@ -181,9 +191,14 @@ class AttendWork {
   size_t unit_state_bytes(const Unit& unit) const;
   void evaluate_chunks(const Unit& unit, uint32_t chunk, uint32_t n, std::byte* const* prepared,
                        std::byte* scratch, std::byte* states) const;
-  void merge_up(const Unit& unit, uint32_t chunk, std::byte* states);
+  // Whether that was the last.
+  bool merge_up(const Unit& unit, uint32_t chunk, std::byte* states);
+  size_t lay_out_sums(size_t at);
+  void point_to_sums();
+  // After the results of a unit's rows: the sums, if it was the last unit.
+  void sum_columns(const Unit& unit, const std::byte* prepared, std::byte* scratch);
   void clear_errors(const Unit& unit) const;
-  bool evaluate_whole(const Unit& unit, ThreadWorkspace& workspace) const;
+  bool evaluate_whole(const Unit& unit, ThreadWorkspace& workspace);
   bool evaluate_piece(const Task& task, ThreadWorkspace& workspace);
   bool evaluate_shard(const Task& task, ThreadWorkspace& workspace);
   void write_errors(const ApproxHead& head) const;

@@ -314,10 +314,16 @@ Status check_retention(const std::string& where, const kvm_policy_params& params
                    text(params.retention) + "; only with KVM_RETAIN_SINKS_RECENT (1) is it known " +
                    "how many tokens are between the sinks and a query");
   }
-  if (params.retention > KVM_RETAIN_SINKS_RECENT_FOLD) {
+  if (params.retention > KVM_RETAIN_HEAVY) {
     return invalid(where + ".retention is " + text(params.retention) +
-                   "; it must be KVM_RETAIN_FULL (0), KVM_RETAIN_SINKS_RECENT (1) or "
-                   "KVM_RETAIN_SINKS_RECENT_FOLD (2)");
+                   "; it must be KVM_RETAIN_FULL (0), KVM_RETAIN_SINKS_RECENT (1), "
+                   "KVM_RETAIN_SINKS_RECENT_FOLD (2) or KVM_RETAIN_HEAVY (3)");
+  }
+  if (params.retention == KVM_RETAIN_HEAVY) {
+    KVM_TRY(check_range((where + ".n_heavy").c_str(), params.n_heavy, 1, kMaxHeavy));
+  } else if (params.n_heavy != 0) {
+    return invalid(where + ".n_heavy is " + text(params.n_heavy) +
+                   "; it must be 0 without KVM_RETAIN_HEAVY");
   }
   if (params.retention == KVM_RETAIN_FULL) {
     if (params.n_sinks != 0 || params.n_recent != 0 || params.slack != 0) {
@@ -349,6 +355,7 @@ Status apply_policies(const SpaceSpec& spec, const Space& space, HeadConfigs* co
                                                .n_sinks = params.n_sinks,
                                                .n_recent = params.n_recent,
                                                .slack = params.slack,
+                                               .n_heavy = params.n_heavy,
                                                .positions = params.positions};
         }
       }
@@ -651,6 +658,7 @@ Status compare_layer(const Space& space, uint32_t index, const Layer& there, con
     KVM_TRY(compare(kv_head + "n_sinks", a.retention.n_sinks, b.retention.n_sinks));
     KVM_TRY(compare(kv_head + "n_recent", a.retention.n_recent, b.retention.n_recent));
     KVM_TRY(compare(kv_head + "slack", a.retention.slack, b.retention.slack));
+    KVM_TRY(compare(kv_head + "n_heavy", a.retention.n_heavy, b.retention.n_heavy));
     KVM_TRY(compare(kv_head + "positions", a.retention.positions, b.retention.positions));
     KVM_TRY(compare(kv_head + "dtype_k", static_cast<uint64_t>(a.slab_class.dtype_k),
                     static_cast<uint64_t>(b.slab_class.dtype_k)));

@@ -39,6 +39,8 @@ inline constexpr uint32_t kMinIndexTokens = 256;
 inline constexpr uint32_t kMaxIndexTokens = 8192;
 inline constexpr uint32_t kMaxHashBits = 4096;  // of a key: bits of all tables
 
+inline constexpr uint64_t kMaxHeavy = 65536;  // n_heavy of a policy
+
 // What is kept beside the keys of a head for approximate modes. All zero but `kind` with NONE.
 struct IndexConfig {
   uint32_t kind = KVM_INDEX_NONE;
@@ -56,6 +58,7 @@ struct Retention {
   uint64_t n_sinks = 0;
   uint64_t n_recent = 0;
   uint64_t slack = 0;
+  uint64_t n_heavy = 0;
   uint32_t positions = KVM_POSITIONS_ABSOLUTE;
 
   bool operator==(const Retention&) const = default;
@@ -63,7 +66,9 @@ struct Retention {
   // Queries see whatever is stored, be it more than sinks and window.
   bool shows_all() const { return kind != KVM_RETAIN_SINKS_RECENT; }
   // What is given up differs from head to head, or leaves something behind in each.
-  bool is_per_head() const { return kind == KVM_RETAIN_SINKS_RECENT_FOLD; }
+  bool is_per_head() const {
+    return kind == KVM_RETAIN_SINKS_RECENT_FOLD || kind == KVM_RETAIN_HEAVY;
+  }
   // IN_CACHE: by how many positions a query at p is nearer to the sinks than it was appended.
   uint64_t shift(uint64_t query_position) const {
     const uint64_t seen = n_sinks + n_recent;

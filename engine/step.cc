@@ -119,6 +119,9 @@ Status Step::end(Store& store, Auditor* auditor, RequestResult* result) {
   if (attends_ && !failed && auditor != nullptr) {
     attend_.offer_audits(store, seqs_, auditor);
   }
+  if (attends_ && !failed) {
+    attend_.add_masses(store, seqs_);
+  }
   append_.close(store, !failed);
   if (failed) {
     return {KVM_ERR_NO_MEMORY, "the machine refused memory for intermediate results"};

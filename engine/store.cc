@@ -14,8 +14,10 @@
 #include "base/round.h"
 #include "engine/folded.h"
 #include "engine/id_table.h"
+#include "engine/kept.h"
 #include "engine/observed.h"
 #include "engine/page_list.h"
+#include "policies/heavy.h"
 #include "policies/sinks_recent.h"
 #include "tiers/budget.h"
 #include "tiers/host/host_pool.h"
@@ -81,6 +83,12 @@ struct ObservedRef {
   uint64_t limit = UINT64_MAX;
 };
 
+// Likewise masses of one list.
+struct MassesRef {
+  std::shared_ptr<Masses> data;
+  uint64_t limit = UINT64_MAX;
+};
+
 }  // namespace
 
 struct Sequence {
@@ -96,6 +104,9 @@ struct Sequence {
   std::vector<IndexRef> indexes;      // [n_layers], or empty: the space has none
   // [Space::n_lists], or empty: nothing has been folded.
   std::vector<std::shared_ptr<Folded>> folded;
+  // Likewise of lists that choose tokens.
+  std::vector<std::shared_ptr<Kept>> kept;
+  std::vector<MassesRef> masses;
 
   const Space& space() const { return *record->space; }
   // The lists of an OWN layer.
@@ -166,7 +177,7 @@ class StoreImpl final : public Store, private PageRelief {
   void rollback(Sequence* seq, uint32_t layer) override;
   // Reading.
   void collect_runs(const Sequence* seq, uint32_t layer, uint32_t class_index,
-                    std::vector<KvRun>* runs) const override;
+                    std::vector<KvRun>* runs, bool is_packed) const override;
   void pin_pages(const Sequence* seq, uint32_t layer, uint32_t class_index,
                  PagePins* pins) override;
   void unpin_pages(PagePins* pins) override;
@@ -177,6 +188,8 @@ class StoreImpl final : public Store, private PageRelief {
   // Observations and policies.
   Status observe(Sequence* seq, const ObserveInput& input) override;
   ObservedView observed(const Sequence* seq, uint32_t layer) const override;
+  void add_masses(Sequence* seq, uint32_t layer, uint32_t class_index, std::span<const float> sums,
+                  uint64_t position, bool is_packed) override;
   Status apply(Sequence* seq, const policies::Action& action) override;
   // Indexes.
   std::unique_ptr<IndexBuild> plan_index(Sequence* seq, uint32_t layer, uint64_t n_append,
@@ -229,6 +242,13 @@ class StoreImpl final : public Store, private PageRelief {
   Status fold(Sequence* seq, const policies::Action& action);
   Result<Folded*> own_folded(Sequence* seq, uint32_t list, const tiers::SlabClass& slab_class);
   static void cut_folded(Sequence* seq, uint64_t n_tokens);
+  Status keep(Sequence* seq, const policies::Action& action, std::span<const uint64_t> positions);
+  // Memory that a list has beside pages, charged until the last reference goes.
+  template <typename T>
+  Result<std::shared_ptr<T>> make_charged(Account* account, T&& made);
+  Result<Kept*> own_kept(Sequence* seq, uint32_t list, const HeadClass& head_class);
+  Result<Masses*> own_masses(Sequence* seq, uint32_t list, uint64_t begin);
+  static void cut_kept(Sequence* seq, uint64_t n_tokens);
   Status charge_observed(Account* account, uint64_t size_bytes);
   void uncharge_observed(Account* account, uint64_t size_bytes);
   std::shared_ptr<Observed> make_observed(Account* account);
@@ -242,7 +262,7 @@ class StoreImpl final : public Store, private PageRelief {
   IdTable<Sequence> sequences_;
   std::unordered_map<ClientId, std::unique_ptr<Account>> accounts_;
   ClientId next_client_ = 1;
-  uint64_t observed_bytes_ = 0;  // and of folded entries
+  uint64_t observed_bytes_ = 0;  // and of what lists have beside pages
   IndexTotals index_totals_;
   uint64_t n_tokens_appended_ = 0;
   uint64_t bytes_appended_ = 0;
@@ -288,6 +308,8 @@ const policies::Policy& policy_of(const Retention& retention) {
       return policies::sinks_recent();
     case KVM_RETAIN_SINKS_RECENT_FOLD:
       return policies::sinks_recent_fold();
+    case KVM_RETAIN_HEAVY:
+      return policies::heavy();
     default:
       return policies::full();
   }
@@ -487,6 +509,9 @@ Result<kvm_seq_id> StoreImpl::fork_seq(Sequence* parent, uint64_t n_tokens) {
   }
   child->folded = parent->folded;
   cut_folded(child.get(), n_tokens);
+  child->kept = parent->kept;
+  child->masses = parent->masses;
+  cut_kept(child.get(), n_tokens);
   child->indexes = parent->indexes;
   cut_indexes(child.get(), n_tokens);
   Sequence* added = child.get();
@@ -546,6 +571,7 @@ Status StoreImpl::truncate_seq(Sequence* seq, uint64_t n_tokens) {
   }
   cut_observed(seq, n_tokens);
   cut_folded(seq, n_tokens);
+  cut_kept(seq, n_tokens);
   cut_indexes(seq, n_tokens);
   trim_after_free();
   return Status::ok();
@@ -577,6 +603,8 @@ void StoreImpl::free_seq(Sequence* seq) {
   }
   seq->observed.clear();
   seq->folded.clear();
+  seq->kept.clear();
+  seq->masses.clear();
   seq->indexes.clear();
   --seq->account->n_sequences;
   --seq->record->n_sequences;
@@ -622,6 +650,15 @@ kvm_seq_info StoreImpl::seq_info(const Sequence* seq) const {
     const uint64_t folded_bytes = folded != nullptr ? folded->size_bytes() : 0;
     info.bytes += folded_bytes;
     info.bytes_shared += folded.use_count() > 1 ? folded_bytes : 0;
+  }
+  for (const std::shared_ptr<Kept>& kept : seq->kept) {
+    const uint64_t kept_bytes = kept != nullptr ? kept->size_bytes() : 0;
+    info.bytes += kept_bytes;
+    info.bytes_shared += kept.use_count() > 1 ? kept_bytes : 0;
+    info.n_entries_dropped -= kept != nullptr ? kept->tokens().size() : 0;
+  }
+  for (const MassesRef& masses : seq->masses) {
+    info.bytes_observed += masses.data != nullptr ? masses.data->size_bytes() : 0;
   }
   for (uint32_t layer = 0; layer < seq->observed.size(); ++layer) {
     info.n_rows_observed += observed(seq, layer).n_rows;
@@ -828,7 +865,7 @@ KvRun StoreImpl::run_of(const PageEntry& entry) const {
 }
 
 void StoreImpl::collect_runs(const Sequence* seq, uint32_t layer, uint32_t class_index,
-                             std::vector<KvRun>* runs) const {
+                             std::vector<KvRun>* runs, bool is_packed) const {
   const std::span<const PageList> lists =
       seq->layer_lists(seq->space().layers[layer].storage_layer);
   if (lists.empty()) {
@@ -836,13 +873,21 @@ void StoreImpl::collect_runs(const Sequence* seq, uint32_t layer, uint32_t class
   }
   const uint32_t list = seq->space().storage(layer).first_list + class_index;
   const Folded* folded = seq->folded.empty() ? nullptr : seq->folded[list].get();
+  const Kept* kept = seq->kept.empty() ? nullptr : seq->kept[list].get();
   lists[class_index].for_each([&](const PageEntry& entry, bool) {
     if (folded != nullptr && entry.position() >= folded->end) {
       runs->push_back(folded->run());
       folded = nullptr;
     }
+    if (kept != nullptr && entry.position() >= kept->end()) {
+      kept->collect(is_packed, runs);
+      kept = nullptr;
+    }
     runs->push_back(run_of(entry));
   });
+  if (kept != nullptr) {
+    kept->collect(is_packed, runs);
+  }
   if (folded != nullptr) {
     runs->push_back(folded->run());
   }
@@ -1083,10 +1128,32 @@ std::vector<policies::StoredRange> stored_ranges(const PageList& list, const tie
   return ranges;
 }
 
+// What a list that chooses tokens has kept; their masses and those of stored ones go to the view.
+std::vector<policies::KeptToken> kept_tokens(const Sequence& seq, uint32_t list,
+                                             policies::ListView* view) {
+  const Kept* kept = seq.kept.empty() ? nullptr : seq.kept[list].get();
+  std::vector<policies::KeptToken> tokens(kept == nullptr ? 0 : kept->tokens().size());
+  for (size_t i = 0; i < tokens.size(); ++i) {
+    tokens[i].position = kept->tokens()[i].position;
+  }
+  if (seq.masses.empty() || seq.masses[list].data == nullptr) {
+    return tokens;
+  }
+  const MassesRef& ref = seq.masses[list];
+  for (size_t i = 0; i < tokens.size(); ++i) {
+    tokens[i].mass = ref.data->kept[i];
+  }
+  const uint64_t n_held = ref.limit <= ref.data->begin ? 0 : ref.limit - ref.data->begin;
+  view->mass_begin = ref.data->begin;
+  view->masses = {ref.data->recent.data(), std::min<uint64_t>(ref.data->recent.size(), n_held)};
+  return tokens;
+}
+
 void StoreImpl::run_policy(Sequence* seq, size_t index, policies::Event event) {
   const Governed& governed = seq->record->governed[index];
   const Space& space = seq->space();
   policies::ActionList actions;
+  std::vector<std::vector<policies::KeptToken>> kept(governed.members.size());
   int n_rounds = 0;
   do {
     std::vector<std::vector<policies::StoredRange>> stored(governed.members.size());
@@ -1106,6 +1173,9 @@ void StoreImpl::run_policy(Sequence* seq, size_t index, policies::Event event) {
       view.n_sinks = head_class.retention.n_sinks;
       view.n_recent = head_class.retention.n_recent;
       view.slack = head_class.retention.slack;
+      view.n_heavy = head_class.retention.n_heavy;
+      kept[i] = kept_tokens(*seq, space.layers[layer].first_list + class_index, &view);
+      view.kept = kept[i];
       view.kv_heads = head_class.kv_heads;
       view.n_kv_heads = space.layers[layer].n_kv_heads;
       view.column_sums = seen.column_sums;
@@ -1120,7 +1190,12 @@ void StoreImpl::run_policy(Sequence* seq, size_t index, policies::Event event) {
     for (uint32_t i = 0; i < actions.n_actions; ++i) {
       // What cannot be done (no room to demote, say) is left as it is: the policy sees that in the
       // next view.
-      (void)apply(seq, actions.actions[i]).is_ok();
+      const policies::Action& action = actions.actions[i];
+      const Status status =
+          action.kind == policies::ActionKind::kKeep
+              ? keep(seq, action, std::span(actions.kept).subspan(action.first_kept, action.n_kept))
+              : apply(seq, action);
+      (void)status.is_ok();
     }
   } while (actions.more && ++n_rounds < kMaxPolicyRounds);
   seq->next_commits[index] = actions.next_commit;
@@ -1162,10 +1237,20 @@ Status StoreImpl::apply(Sequence* seq, const policies::Action& action) {
     case policies::ActionKind::kFold:
       return fold(seq, action);
     case policies::ActionKind::kMerge:
+    case policies::ActionKind::kKeep:
       break;
   }
   return Status(KVM_ERR_UNSUPPORTED, "action " + text(static_cast<uint64_t>(action.kind)) +
                                          " has no operator in this service");
+}
+
+template <typename T>
+Result<std::shared_ptr<T>> StoreImpl::make_charged(Account* account, T&& made) {
+  KVM_TRY(charge_observed(account, made.size_bytes()));
+  return std::shared_ptr<T>(new T(std::move(made)), [this, account](T* gone) {
+    uncharge_observed(account, gone->size_bytes());
+    delete gone;
+  });
 }
 
 // For changing; a new one where there is none, a copy where it is shared.
@@ -1185,12 +1270,7 @@ Result<Folded*> StoreImpl::own_folded(Sequence* seq, uint32_t list,
     own.k.resize(slab_class.dim_k);
     own.v.resize(slab_class.dim_v);
   }
-  Account* account = seq->account;
-  KVM_TRY(charge_observed(account, own.size_bytes()));
-  ref = std::shared_ptr<Folded>(new Folded(std::move(own)), [this, account](Folded* gone) {
-    uncharge_observed(account, gone->size_bytes());
-    delete gone;
-  });
+  KVM_TRY_ASSIGN(ref, make_charged(seq->account, std::move(own)));
   return ref.get();
 }
 
@@ -1218,6 +1298,129 @@ void StoreImpl::cut_folded(Sequence* seq, uint64_t n_tokens) {
   for (std::shared_ptr<Folded>& ref : seq->folded) {
     if (ref != nullptr && n_tokens < ref->end) {
       ref.reset();
+    }
+  }
+}
+
+// Where the pages begin that a class gives up.
+uint64_t first_given_up(const HeadClass& head_class) {
+  return round_up(head_class.retention.n_sinks, kPageTokens);
+}
+
+// As own_folded.
+Result<Kept*> StoreImpl::own_kept(Sequence* seq, uint32_t list, const HeadClass& head_class) {
+  if (seq->kept.empty()) {
+    seq->kept.resize(seq->space().n_lists);
+  }
+  std::shared_ptr<Kept>& ref = seq->kept[list];
+  if (ref.use_count() != 1) {
+    Kept own = ref != nullptr ? *ref
+                              : Kept(head_class.slab_class, first_given_up(head_class),
+                                     static_cast<uint32_t>(head_class.retention.n_heavy));
+    KVM_TRY_ASSIGN(ref, make_charged(seq->account, std::move(own)));
+  }
+  return ref.get();
+}
+
+// The same; `begin`: of a new one.
+Result<Masses*> StoreImpl::own_masses(Sequence* seq, uint32_t list, uint64_t begin) {
+  if (seq->masses.empty()) {
+    seq->masses.resize(seq->space().n_lists);
+  }
+  MassesRef& ref = seq->masses[list];
+  if (ref.data.use_count() != 1 || ref.limit != UINT64_MAX) {
+    const Kept* kept = seq->kept.empty() ? nullptr : seq->kept[list].get();
+    Masses own;
+    own.begin = begin;
+    if (ref.data != nullptr) {
+      own = *ref.data;
+      const uint64_t n_held = ref.limit <= own.begin ? 0 : ref.limit - own.begin;
+      own.recent.resize(std::min<uint64_t>(own.recent.size(), n_held));
+    }
+    own.kept.resize(kept == nullptr ? 0 : kept->tokens().size());
+    KVM_TRY_ASSIGN(ref.data, make_charged(seq->account, std::move(own)));
+    ref.limit = UINT64_MAX;
+  }
+  return ref.data.get();
+}
+
+void StoreImpl::add_masses(Sequence* seq, uint32_t layer, uint32_t class_index,
+                           std::span<const float> sums, uint64_t position, bool is_packed) {
+  const Layer& own_layer = seq->space().storage(layer);
+  const HeadClass& head_class = own_layer.classes[class_index];
+  const uint32_t list = own_layer.first_list + class_index;
+  const Kept* kept = seq->kept.empty() ? nullptr : seq->kept[list].get();
+  const uint64_t begin = kept == nullptr ? first_given_up(head_class) : kept->end();
+  const Result<Masses*> owned = own_masses(seq, list, begin);
+  if (!owned.is_ok()) {
+    return;
+  }
+  Masses* masses = owned.value();
+  const uint64_t end = position + sums.size();
+  const uint64_t n_wanted = end > begin ? end - begin : 0;
+  const uint64_t n_before = masses->recent.size();
+  if (n_wanted > n_before) {
+    if (!charge_observed(seq->account, (n_wanted - n_before) * sizeof(float)).is_ok()) {
+      return;
+    }
+    masses->recent.resize(n_wanted);
+  }
+  add_sums(sums, position, kept, is_packed, masses);
+}
+
+Status StoreImpl::keep(Sequence* seq, const policies::Action& action,
+                       std::span<const uint64_t> positions) {
+  KVM_TRY(check_action(seq, action));
+  const HeadClass& head_class = seq->space().head_class(action.layer, action.class_index);
+  KVM_ASSERT(head_class.retention.kind == KVM_RETAIN_HEAVY);
+  const uint64_t block_begin = action.range.begin / kPageTokens;
+  const uint64_t block_end = action.range.end / kPageTokens;
+  const uint32_t list = seq->space().layers[action.layer].first_list + action.class_index;
+  KVM_TRY_ASSIGN(Masses * masses, own_masses(seq, list, action.range.begin));
+  KVM_TRY_ASSIGN(Kept * kept, own_kept(seq, list, head_class));
+  KVM_ASSERT(kept->end() == action.range.begin && masses->begin == kept->end());
+  std::vector<KvRun> runs;
+  collect_between(seq, action.layer, action.class_index, block_begin, block_end, &runs);
+  // Masses first: they are in the order of the tokens that are there now.
+  std::vector<float> kept_masses;
+  size_t old = 0;
+  for (const uint64_t position : positions) {
+    while (old < kept->tokens().size() && kept->tokens()[old].position < position) {
+      ++old;
+    }
+    const bool is_old = old < kept->tokens().size() && kept->tokens()[old].position == position;
+    const uint64_t at = position - masses->begin;
+    kept_masses.push_back(is_old                       ? masses->kept[old]
+                          : at < masses->recent.size() ? masses->recent[at]
+                                                       : 0.0f);
+  }
+  const uint64_t n_old = kept->tokens().size();
+  KVM_TRY(charge_observed(seq->account, (positions.size() - n_old) * sizeof(float)));
+  kept->choose(positions, runs, action.range.end);
+  masses->kept = std::move(kept_masses);
+  const uint64_t n_gone =
+      std::min<uint64_t>(masses->recent.size(), action.range.end - action.range.begin);
+  masses->recent.erase(masses->recent.begin(),
+                       masses->recent.begin() + static_cast<ptrdiff_t>(n_gone));
+  masses->begin = action.range.end;
+  uncharge_observed(seq->account, n_gone * sizeof(float));
+  n_pages_dropped_ += seq->lists[list].drop(static_cast<uint32_t>(block_begin),
+                                            static_cast<uint32_t>(block_end), bank(seq));
+  return Status::ok();
+}
+
+// As cut_folded.
+void StoreImpl::cut_kept(Sequence* seq, uint64_t n_tokens) {
+  for (uint32_t list = 0; list < seq->masses.size(); ++list) {
+    const bool is_gone =
+        !seq->kept.empty() && seq->kept[list] != nullptr && n_tokens < seq->kept[list]->end();
+    if (is_gone) {
+      seq->kept[list].reset();
+      seq->masses[list] = {};
+    }
+    MassesRef& ref = seq->masses[list];
+    if (ref.data != nullptr && n_tokens < ref.data->begin + ref.data->recent.size()) {
+      ref.limit = std::min(ref.limit, n_tokens);
     }
   }
 }
@@ -1413,7 +1616,8 @@ void StoreImpl::check_accounts() const {
   std::unordered_map<const Segment*, uint32_t> segment_refs;
   std::unordered_map<const Account*, std::unordered_map<PageRef, uint64_t>> held;
   std::unordered_map<const Observed*, const Account*> observations;
-  std::unordered_map<const Folded*, const Account*> folded;
+  // Of lists: (address, bytes).
+  std::unordered_map<const void*, std::pair<uint64_t, const Account*>> beside;
   std::unordered_map<const LayerIndex*, const Account*> indexes;
   sequences_.for_each([&](uint64_t, const Sequence& seq) {
     for (const PageList& list : seq.lists) {
@@ -1456,7 +1660,17 @@ void StoreImpl::check_accounts() const {
     }
     for (const std::shared_ptr<Folded>& ref : seq.folded) {
       if (ref != nullptr) {
-        folded[ref.get()] = seq.account;
+        beside[ref.get()] = {ref->size_bytes(), seq.account};
+      }
+    }
+    for (const std::shared_ptr<Kept>& ref : seq.kept) {
+      if (ref != nullptr) {
+        beside[ref.get()] = {ref->size_bytes(), seq.account};
+      }
+    }
+    for (const MassesRef& ref : seq.masses) {
+      if (ref.data != nullptr) {
+        beside[ref.data.get()] = {ref.data->size_bytes(), seq.account};
       }
     }
     for (const IndexRef& ref : seq.indexes) {
@@ -1520,9 +1734,9 @@ void StoreImpl::check_accounts() const {
     account_bytes[account] += observation->size_bytes();
     observed_bytes += observation->size_bytes();
   }
-  for (const auto& [entry, account] : folded) {
-    account_bytes[account] += entry->size_bytes();
-    observed_bytes += entry->size_bytes();
+  for (const auto& [memory, charge] : beside) {
+    account_bytes[charge.second] += charge.first;
+    observed_bytes += charge.first;
   }
   for (const auto& [memory, charge] : charged) {
     account_bytes[charge.second] += charge.first;

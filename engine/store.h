@@ -200,8 +200,9 @@ class Store {
   // another head of the class lie HeadPlace::head * kPageTokens rows further (attention::Problem
   // takes that number as `head`). layer: OWN or ALIAS; class_index: of the storage layer.
   // Nothing for an ABSENT layer. Valid until the next call that changes this sequence.
+  // Tokens that a head chose to keep have consecutive positions where is_packed (engine/kept.h).
   virtual void collect_runs(const Sequence* seq, uint32_t layer, uint32_t class_index,
-                            std::vector<KvRun>* runs) const = 0;
+                            std::vector<KvRun>* runs, bool is_packed = true) const = 0;
   // Pins the pages of those runs that have kPageTokens tokens, so that the runs stay valid. Pages
   // that nobody else has any more are given back, and taken off the account, by unpin_pages.
   // The client of the sequence must not be removed before.
@@ -224,7 +225,12 @@ class Store {
   // layer's length, a number that is not finite), QUOTA, NO_SPACE.
   virtual Status observe(Sequence* seq, const ObserveInput& input) = 0;
   virtual ObservedView observed(const Sequence* seq, uint32_t layer) const = 0;
-  // Applies one action of a policy. All or nothing.
+  // Adds the attention mass of a request's queries to that of the tokens of a list that chooses by
+  // it (KVM_RETAIN_HEAVY): column sums of the positions from `position` on, as collect_runs counts
+  // them; reserved tokens may be among them. Left undone where there is no memory for it.
+  virtual void add_masses(Sequence* seq, uint32_t layer, uint32_t class_index,
+                          std::span<const float> sums, uint64_t position, bool is_packed) = 0;
+  // Applies one action of a policy. All or nothing. kKeep comes from the store's policies only.
   // Fails: INVALID (list or range out of bounds, tokens that are not committed, drop of a part of a
   // page), UNSUPPORTED (an action without its tier or operator), QUOTA, NO_SPACE.
   virtual Status apply(Sequence* seq, const policies::Action& action) = 0;

@@ -429,7 +429,13 @@ enum {
    * position of the last of them. A query sees this entry and all tokens that are stored, so at
    * least those it sees with SINKS_RECENT. A head has pages of its own, and no index; the layers
    * that read it have no window. */
-  KVM_RETAIN_SINKS_RECENT_FOLD = 2
+  KVM_RETAIN_SINKS_RECENT_FOLD = 2,
+  /* H2O: of the pages that SINKS_RECENT would free, and of what was kept of such pages before,
+   * the n_heavy tokens with the largest attention mass stay: the sum of the softmax weights that
+   * all queries so far gave them, over the q heads of the group, and what kvm_observe added. Equal
+   * ones: the earlier. A query sees all tokens that are stored. Each head chooses for itself, has
+   * pages of its own, and no index; the layers that read it have no window. */
+  KVM_RETAIN_HEAVY = 3
 };
 
 /* What a query's position means to the keys of a head. IN_CACHE (StreamingLLM): the n_sinks first
@@ -455,7 +461,8 @@ typedef struct kvm_policy_params {
   uint64_t n_sinks;
   uint64_t n_recent; /* at least 1 without FULL */
   uint64_t slack;    /* tokens kept beyond n_recent, so that truncate has room; 0: none */
-  uint64_t reserved[2];
+  uint64_t n_heavy;  /* HEAVY only, 1 to 65536 */
+  uint64_t reserved[1];
 } kvm_policy_params;
 
 /* How the kv heads of some layers are stored. Later entries win. */

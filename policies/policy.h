@@ -13,6 +13,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <vector>
 
 #include "base/dtype.h"
 #include "base/kv_view.h"
@@ -37,6 +38,12 @@ struct StoredRange {
   uint8_t tier = 1;  // value of tiers::Tier
 };
 
+// A token that was kept when its page was given up.
+struct KeptToken {
+  uint64_t position = 0;
+  float mass = 0;
+};
+
 // One (sequence, layer, head class).
 struct ListView {
   uint32_t layer = 0;
@@ -50,6 +57,13 @@ struct ListView {
   uint64_t n_sinks = 0;
   uint64_t n_recent = 0;
   uint64_t slack = 0;
+  uint64_t n_heavy = 0;
+  // Lists of one head that choose tokens: those kept of pages that are gone, in position order, and
+  // the attention mass that queries of the service gave to these and to the stored tokens from
+  // mass_begin on (none: 0), summed over the group.
+  std::span<const KeptToken> kept;
+  uint64_t mass_begin = 0;
+  std::span<const float> masses;
   // Statistics that kvm_observe left, or null. Column sums [n_columns][n_kv_heads of the layer] of
   // positions from 0; kv_heads [n_heads] says which of them are this class's.
   std::span<const uint16_t> kv_heads;
@@ -75,6 +89,7 @@ enum class ActionKind : uint8_t {
   kMove = 2,    // move their pages to `tier`
   kMerge = 3,   // add each token of `range` into the entries that `merge_operator` chooses
   kFold = 4,    // add `range` to the one entry of its list (mean K, mean V, log-weight ln n)
+  kKeep = 5,    // of `range`, and of what was kept before, keep only certain tokens
 };
 
 // Ranges are whole pages (multiples of kPageTokens); tokens of them that are not stored, because
@@ -88,7 +103,10 @@ struct Action {
   Dtype dtype_v = Dtype::kBf16;
   uint8_t tier = 1;            // kMove
   uint8_t merge_operator = 0;  // kMerge
-  float gate = 0;              // kMerge: similarity below which a token is dropped instead
+  // kKeep: ActionList::kept[first_kept, first_kept + n_kept), positions in order.
+  size_t first_kept = 0;
+  size_t n_kept = 0;
+  float gate = 0;  // kMerge: similarity below which a token is dropped instead
 };
 
 // LIMIT: a policy returns at most kMaxActions at a time. One that has more to do sets `more`, and
@@ -97,6 +115,7 @@ inline constexpr size_t kMaxActions = 64;
 
 struct ActionList {
   std::array<Action, kMaxActions> actions;
+  std::vector<uint64_t> kept;  // by all kKeep
   uint32_t n_actions = 0;
   bool more = false;
   // The policy need not hear kCommitted again before the commit point has reached this.

@@ -102,10 +102,10 @@ const std::vector<BadSpec>& bad_specs() {
        [](SpaceSpec* s) { s->policies = {sinks_recent(0, 0b10001, 0, 1)}; }},
       {"policies[0].layer_begin is 7",
        [](SpaceSpec* s) { s->policies = {sinks_recent(7, 0, 0, 1)}; }},
-      {"policies[0].reserved[1]",
+      {"policies[0].reserved[0]",
        [](SpaceSpec* s) {
          s->policies = {sinks_recent(0, 0, 0, 1)};
-         s->policies[0].reserved[1] = 1;
+         s->policies[0].reserved[0] = 1;
        }},
       {"policies[0].positions is 2", [](SpaceSpec* s) { s->policies = {in_cache(2)}; }},
       {"IN_CACHE with retention 0",
@@ -119,6 +119,16 @@ const std::vector<BadSpec>& bad_specs() {
          s->policies = {in_cache(KVM_POSITIONS_IN_CACHE)};
          s->layers = {
              {.layer_begin = 2, .n_layers = 1, .kind = KVM_LAYER_ALIAS, .target = 1, .window = 9}};
+       }},
+      {"policies[0].n_heavy is 3; it must be 0",
+       [](SpaceSpec* s) {
+         s->policies = {sinks_recent(1, 0, 4, 100)};
+         s->policies[0].n_heavy = 3;
+       }},
+      {"policies[0].n_heavy is 0; it must be 1",
+       [](SpaceSpec* s) {
+         s->policies = {sinks_recent(1, 0, 4, 100)};
+         s->policies[0].retention = KVM_RETAIN_HEAVY;
        }},
       {"kv head 2 of layer 1 has retention 2, and the layer has a window of 9",
        [](SpaceSpec* s) {

@@ -60,6 +60,7 @@ pub const KVM_LAYER_PAIR: u32 = 3;
 pub const KVM_RETAIN_FULL: u32 = 0;
 pub const KVM_RETAIN_SINKS_RECENT: u32 = 1;
 pub const KVM_RETAIN_SINKS_RECENT_FOLD: u32 = 2;
+pub const KVM_RETAIN_HEAVY: u32 = 3;
 pub const KVM_POSITIONS_ABSOLUTE: u32 = 0;
 pub const KVM_POSITIONS_IN_CACHE: u32 = 1;
 pub const KVM_INDEX_NONE: u32 = 0;
@@ -296,7 +297,8 @@ pub struct kvm_policy_params {
     pub n_sinks: u64,
     pub n_recent: u64,
     pub slack: u64,
-    pub reserved: [u64; 2],
+    pub n_heavy: u64,
+    pub reserved: [u64; 1],
 }
 
 impl Default for kvm_policy_params {

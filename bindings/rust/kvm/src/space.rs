@@ -231,12 +231,22 @@ impl Policy {
         policy
     }
 
-    /// `RazorAttention`: as [`Policy::sinks_recent`], but what is freed stays as one entry of the head,
-    /// its mean.
+    /// `RazorAttention`: as [`Policy::sinks_recent`], but what is freed stays as one entry of the
+    /// head, its mean.
     #[must_use]
     pub fn sinks_recent_fold(heads: Heads, n_sinks: u64, n_recent: u64) -> Self {
         let mut policy = Policy::sinks_recent(heads, n_sinks, n_recent);
         policy.raw.retention = sys::KVM_RETAIN_SINKS_RECENT_FOLD;
+        policy
+    }
+
+    /// H2O: as [`Policy::sinks_recent`], but of what would be freed the `n_heavy` tokens with the
+    /// largest attention mass stay.
+    #[must_use]
+    pub fn heavy(heads: Heads, n_sinks: u64, n_recent: u64, n_heavy: u64) -> Self {
+        let mut policy = Policy::sinks_recent(heads, n_sinks, n_recent);
+        policy.raw.retention = sys::KVM_RETAIN_HEAVY;
+        policy.raw.n_heavy = n_heavy;
         policy
     }
 

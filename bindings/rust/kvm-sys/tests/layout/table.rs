@@ -88,6 +88,7 @@ structures! {
         n_sinks,
         n_recent,
         slack,
+        n_heavy,
         reserved,
     }
     kvm_codec_params {
@@ -391,6 +392,7 @@ constants! {
     KVM_RETAIN_FULL,
     KVM_RETAIN_SINKS_RECENT,
     KVM_RETAIN_SINKS_RECENT_FOLD,
+    KVM_RETAIN_HEAVY,
     KVM_POSITIONS_ABSOLUTE,
     KVM_POSITIONS_IN_CACHE,
     KVM_INDEX_NONE,

@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "policies/heavy.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <random>
+#include <tuple>
+#include <vector>
+
+namespace kvm::policies {
+namespace {
+
+// Against sorting all candidates, with ties, observed sums and tokens that nobody attended to.
+TEST(Heavy, KeepsWhatTheRuleSays) {
+  std::mt19937 random(5);
+  const auto below = [&](uint32_t n) { return static_cast<uint32_t>(random() % n); };
+  for (int trial = 0; trial < 300; ++trial) {
+    const uint64_t n_sinks = below(3) * 50;
+    const uint64_t begin = (n_sinks + kPageTokens - 1) / kPageTokens * kPageTokens;
+    const uint64_t first_stored = begin + below(4) * kPageTokens;
+    const uint64_t length = first_stored + 10 + below(600);
+    const uint16_t kv_head = 1;
+    ListView list;
+    list.length = length;
+    list.n_sinks = n_sinks;
+    list.n_recent = 1 + below(100);
+    list.slack = below(30);
+    list.n_heavy = 1 + below(120);
+    list.n_kv_heads = 3;
+    list.kv_heads = {&kv_head, 1};
+    std::vector<KeptToken> kept;
+    for (uint64_t x = begin; x < first_stored && kept.size() < list.n_heavy; x += 1 + below(5)) {
+      kept.push_back({x, static_cast<float>(below(8))});
+    }
+    list.kept = kept;
+    std::vector<float> masses(below(2) * (length - first_stored) / (1 + below(2)));
+    for (float& mass : masses) {
+      mass = static_cast<float>(below(8));
+    }
+    list.mass_begin = first_stored;
+    list.masses = masses;
+    std::vector<float> columns(below(2) * 3 * below(static_cast<uint32_t>(length)));
+    for (float& sum : columns) {
+      sum = static_cast<float>(below(4));
+    }
+    list.column_sums = columns.data();
+    list.n_columns = columns.size() / 3;
+    std::vector<StoredRange> stored = {{.positions = {first_stored, length}}};
+    if (begin > 0) {
+      stored.insert(stored.begin(), {.positions = {0, begin}});
+    }
+    list.stored = stored;
+
+    const uint64_t n_committed = length - below(9);
+    ActionList actions;
+    heavy().decide({.n_committed = n_committed, .lists = {&list, 1}}, &actions);
+
+    const uint64_t n_last = list.n_recent + list.slack;
+    const uint64_t aged =
+        n_committed > n_last ? (n_committed - n_last) / kPageTokens * kPageTokens : 0;
+    EXPECT_EQ(actions.next_commit, std::max(begin, aged) + kPageTokens + n_last);
+    if (aged <= first_stored) {
+      EXPECT_EQ(actions.n_actions, 0u);
+      continue;
+    }
+    std::vector<std::tuple<float, uint64_t>> ranked;  // (-mass, position)
+    const auto rank = [&](uint64_t x, float own) {
+      const float seen = x < list.n_columns ? columns[x * 3 + kv_head] : 0.0f;
+      ranked.emplace_back(-(own + seen), x);
+    };
+    for (const KeptToken& token : kept) {
+      rank(token.position, token.mass);
+    }
+    for (uint64_t x = first_stored; x < aged; ++x) {
+      rank(x, x - first_stored < masses.size() ? masses[x - first_stored] : 0.0f);
+    }
+    std::sort(ranked.begin(), ranked.end());
+    ranked.resize(std::min<size_t>(ranked.size(), list.n_heavy));
+    std::vector<uint64_t> expected;
+    for (const auto& [mass, position] : ranked) {
+      expected.push_back(position);
+    }
+    std::sort(expected.begin(), expected.end());
+    ASSERT_EQ(actions.n_actions, 1u);
+    const Action& action = actions.actions[0];
+    EXPECT_EQ(action.kind, ActionKind::kKeep);
+    EXPECT_EQ(action.range.begin, first_stored);
+    EXPECT_EQ(action.range.end, aged);
+    EXPECT_EQ(action.first_kept, 0u);
+    EXPECT_EQ(action.n_kept, expected.size());
+    EXPECT_EQ(actions.kept, expected);
+  }
+}
+
+TEST(Heavy, MoreListsThanActionsAreAskedForAgain) {
+  const uint16_t kv_head = 0;
+  const StoredRange stored = {.positions = {0, 500}};
+  ListView list;
+  list.length = 500;
+  list.n_recent = 10;
+  list.n_heavy = 7;
+  list.n_kv_heads = 1;
+  list.kv_heads = {&kv_head, 1};
+  list.stored = {&stored, 1};
+  std::vector<ListView> lists(kMaxActions + 1, list);
+  ActionList actions;
+  heavy().decide({.n_committed = 500, .lists = lists}, &actions);
+  EXPECT_EQ(actions.n_actions, kMaxActions);
+  EXPECT_TRUE(actions.more);
+  EXPECT_EQ(actions.kept.size(), kMaxActions * 7);
+}
+
+}  // namespace
+}  // namespace kvm::policies
