@@ -253,7 +253,7 @@ TEST(Sampled, DenominatorAndNumeratorAreUnbiased) {
   Head head({.n_tokens = 1024, .group = 2, .dim_k = 32, .dim_v = 8}, 11);
   head.input.params.budget = 60;
   head.build();
-  constexpr int kSeeds = 4000;
+  constexpr int kSeeds = 10000;
   const uint32_t n_channels = head.shape.dim_v + 1;
   std::vector<double> sum(2 * n_channels), square(2 * n_channels), want(2 * n_channels);
   std::vector<double> top(2);
