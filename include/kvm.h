@@ -648,10 +648,10 @@ typedef struct kvm_seq_info {
   uint64_t n_tokens_max;  /* of the longest */
   uint64_t n_committed;
   uint64_t n_pages;       /* page references held */
-  uint64_t bytes;         /* of these pages, shared ones included */
+  uint64_t bytes;         /* of these pages and of what heads keep beside them, shared too */
   uint64_t bytes_shared;  /* of them, also held by other sequences */
-  uint64_t n_entries_dropped; /* (layer, head class, token) dropped by policies */
-  uint64_t bytes_observed;    /* kept from kvm_observe */
+  uint64_t n_entries_dropped; /* (layer, head class, token) dropped or folded by policies */
+  uint64_t bytes_observed;    /* kept from kvm_observe, and attention mass (HEAVY) */
   uint64_t n_rows_observed;
   uint64_t bytes_index; /* of indexes, shared ones included */
   uint64_t reserved[3];
