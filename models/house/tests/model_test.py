@@ -196,7 +196,7 @@ class ResumeTest(unittest.TestCase):
         train.Trainer._merges = lambda self: words.merges
         tasks.maker = lambda *_, **__: argparse.Namespace(haystack=pool)
 
-        def sample(maker, n_tokens, rng, early_words):
+        def sample(maker, n_tokens, rng, early_words, share):
             tokens = maker.haystack.take(rng, n_tokens)
             return tasks.Sample("text", tokens, n_tokens, [(9, 12)], np.arange(n_tokens) > 20)
         tasks.training_sample = sample
