@@ -333,9 +333,6 @@ void Sampler::add_shard(const SampleState& state, uint32_t row, RowWork* work) c
   }
   const double w = std::exp(static_cast<double>(sums.m[row]) - t.top);
   const auto sum = [&](GatherSum which) { return lanes(sums, row, which); };
-  const auto chance = [&](GatherSum squares, GatherSum products) {
-    return w * w * (sum(squares) - sum(products));
-  };
   t.closed += w * sum(kSumClosed);
   t.open += w * sum(kSumOpen);
   t.norm2 += w * (sum(kSumClosedNorm) + sum(kSumOpenNorm));
@@ -343,10 +340,10 @@ void Sampler::add_shard(const SampleState& state, uint32_t row, RowWork* work) c
   t.residual += w * sum(kSumResidual);
   t.residual2 += w * sum(kSumResidual2);
   t.n_open += static_cast<double>(head.n_open);
-  t.chance += chance(kSumSquare, kSumProduct);
-  t.chance_norm2 += chance(kSumSquareNorm, kSumProductNorm);
-  t.chance_hat += chance(kSumSquareHat, kSumProductHat);
-  const double chance_hat2 = chance(kSumSquareHat2, kSumProductHat2);
+  t.chance += w * w * sum(kSumSquare);
+  t.chance_norm2 += w * w * sum(kSumSquareNorm);
+  t.chance_hat += w * w * sum(kSumSquareHat);
+  const double chance_hat2 = w * w * sum(kSumSquareHat2);
   t.chance_hat2 += chance_hat2;
   if (head.redrawn) {
     t.spread += chance_hat2;  // of which it is the expectation

@@ -248,8 +248,6 @@ void gather(const GatherContext& context, const GatherList& list, const GatherSu
   alignas(64) float per_row[kMaxGatherRows * kGatherKeys];
   while (maker.next(&args, &batch)) {
     batch.kind = list.kind;
-    batch.split = list.split ? 1 : 0;
-    batch.sign = list.sign;
     fill_columns(context, list, maker.first(), &batch, per_row);
     context.kernels->gather(&args, &batch, &sums);
   }

@@ -31,8 +31,6 @@ uint32_t acc_stride(const Problem& problem);
 // Keys by id, that is by place in the columns.
 struct GatherList {
   GatherKind kind = kGatherClosed;
-  bool split = false;  // kGatherOpen, see GatherBatch
-  float sign = 1.0f;
   std::span<const uint32_t> ids;       // positions ascend; each is stored
   const uint64_t* position = nullptr;  // by id
   const float* p = nullptr;            // by id; kGatherOpen

@@ -253,11 +253,14 @@ void norms(const uint8_t* const* rows, uint32_t dtype, uint32_t dim, float* out)
 
 // --- Weights ------------------------------------------------------------------------------------
 
-// Coefficients of the values of a batch, by vector of sums: [3][rows_padded][16].
+// Vectors of sums that one batch adds to: kVecOpen and kVecSquare, or kVecClosed alone.
+constexpr int kMostSums = 2;
+
+// Coefficients of the values of a batch, by vector of sums: [kMostSums][rows_padded][16].
 struct Coefs {
-  float at[3][kMaxGatherRows * kKeys];
+  float at[kMostSums][kMaxGatherRows * kKeys];
 #if defined(__AVX512BF16__)
-  uint16_t bf16[3][kMaxGatherRows * kKeys];  // instead, where is_bf16
+  uint16_t bf16[kMostSums][kMaxGatherRows * kKeys];  // instead, where is_bf16
 #endif
 };
 
@@ -359,7 +362,7 @@ void weigh_closed(const GatherArgs& args, const GatherBatch& batch, const Gather
   }
 }
 
-template <bool kBf16, bool kSplit>
+template <bool kBf16>
 void weigh_open(const GatherArgs& args, const GatherBatch& batch, const GatherSums& sums,
                 uint32_t row, const float* logits, const float* squares, Coefs& coefs) {
   F s[kParts];
@@ -368,7 +371,6 @@ void weigh_open(const GatherArgs& args, const GatherBatch& batch, const GatherSu
   const F reference = raise_reference(args, sums, row, s);
   float* sum = sums.sums + static_cast<size_t>(row) * kGatherSums * kKeys;
   const F one = vec::set1(1.0f);
-  const F sign = vec::set1(batch.sign);
   const F most = vec::set1(kMaxResidual);
   for (int j = 0; j < kParts; ++j) {
     const int at = j * kW;
@@ -385,30 +387,20 @@ void weigh_open(const GatherArgs& args, const GatherBatch& batch, const GatherSu
     const F wp = vec::mul(w, inverse);
     const F hp = vec::mul(h, inverse);
     const F e = vec::max(vec::min(vec::sub(s[j], hat), most), vec::sub(vec::zero(), most));
-    const F signed_wp = put_coef<kBf16>(coefs, 0, to, vec::mul(sign, wp), v_scale);
-    const F residual = vec::mul(signed_wp, e);
-    add(kSumOpen, signed_wp);
-    add(kSumOpenNorm, vec::mul(signed_wp, v2));
-    add(kSumHat, vec::mul(sign, hp));
+    const F rounded_wp = put_coef<kBf16>(coefs, 0, to, wp, v_scale);
+    const F residual = vec::mul(rounded_wp, e);
+    add(kSumOpen, rounded_wp);
+    add(kSumOpenNorm, vec::mul(rounded_wp, v2));
+    add(kSumHat, hp);
     add(kSumResidual, residual);
     add(kSumResidual2, vec::mul(residual, e));
-    // 1/p of the squares, or (1 - p)/p.
-    const F odds = vec::mul(sign, kSplit ? inverse : vec::sub(inverse, one));
+    const F odds = vec::sub(inverse, one);
     const F square = put_coef<kBf16>(coefs, 1, to, vec::mul(vec::mul(odds, wp), w), v_scale);
     const F odds_h = vec::mul(odds, h);
     add(kSumSquare, square);
     add(kSumSquareNorm, vec::mul(square, v2));
     add(kSumSquareHat, vec::mul(odds_h, wp));
     add(kSumSquareHat2, vec::mul(odds_h, hp));
-    if (kSplit) {
-      const F signed_w = vec::mul(sign, w);
-      const F signed_h = vec::mul(sign, h);
-      const F product = put_coef<kBf16>(coefs, 2, to, vec::mul(signed_w, wp), v_scale);
-      add(kSumProduct, product);
-      add(kSumProductNorm, vec::mul(product, v2));
-      add(kSumProductHat, vec::mul(signed_w, hp));
-      add(kSumProductHat2, vec::mul(signed_h, hp));
-    }
   }
 }
 
@@ -419,13 +411,11 @@ void weigh(const GatherArgs& args, const GatherBatch& batch, const GatherSums& s
     const float* of_row = logits + row * kKeys;
     if (batch.kind != kGatherOpen)
       weigh_closed<kBf16>(args, batch, sums, row, of_row, squares, coefs);
-    else if (batch.split != 0)
-      weigh_open<kBf16, true>(args, batch, sums, row, of_row, squares, coefs);
     else
-      weigh_open<kBf16, false>(args, batch, sums, row, of_row, squares, coefs);
+      weigh_open<kBf16>(args, batch, sums, row, of_row, squares, coefs);
   }
   for (uint32_t row = args.rows; row < args.rows_padded; ++row) {
-    for (int which = 0; which < 3; ++which) {
+    for (int which = 0; which < kMostSums; ++which) {
       for (int j = 0; j < kParts; ++j) {
         const uint32_t at = row * kKeys + static_cast<uint32_t>(j * kW);
         put_coef<kBf16>(coefs, which, at, vec::zero(), vec::zero());
@@ -449,7 +439,7 @@ inline void value_slice(const GatherArgs& args, const GatherBatch& batch, const 
            d;
   };
   F a[kSums][kRows][kVecs];
-#pragma GCC unroll 3
+#pragma GCC unroll 2
   for (int j = 0; j < kSums; ++j) {
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
@@ -474,7 +464,7 @@ inline void value_slice(const GatherArgs& args, const GatherBatch& batch, const 
         ask<2>(batch.k, t, c * elem_bytes(kElem));
       }
     }
-#pragma GCC unroll 3
+#pragma GCC unroll 2
     for (int j = 0; j < kSums; ++j) {
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) {
@@ -486,7 +476,7 @@ inline void value_slice(const GatherArgs& args, const GatherBatch& batch, const 
       }
     }
   }
-#pragma GCC unroll 3
+#pragma GCC unroll 2
   for (int j = 0; j < kSums; ++j) {
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
@@ -515,7 +505,7 @@ inline void value_slice_bf16(const GatherArgs& args, const GatherBatch& batch,
     return kPart ? vec::load_pairs_n(v, args.dim_v - d) : vec::load_pairs(v);
   };
   F a[kSums][kRows][2];
-#pragma GCC unroll 3
+#pragma GCC unroll 2
   for (int j = 0; j < kSums; ++j) {
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
@@ -529,7 +519,7 @@ inline void value_slice_bf16(const GatherArgs& args, const GatherBatch& batch,
     const vec::B y = load(t + 1);
     const vec::B lo = vec::interleave_lo(x, y);
     const vec::B hi = vec::interleave_hi(x, y);
-#pragma GCC unroll 3
+#pragma GCC unroll 2
     for (int j = 0; j < kSums; ++j) {
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) {
@@ -548,7 +538,7 @@ inline void value_slice_bf16(const GatherArgs& args, const GatherBatch& batch,
       ask_line<2>(batch.k, t + 1, d * 2);
     }
   }
-#pragma GCC unroll 3
+#pragma GCC unroll 2
   for (int j = 0; j < kSums; ++j) {
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
@@ -615,8 +605,6 @@ void gather(const GatherArgs* args, const GatherBatch* batch, const GatherSums* 
     weigh<false>(*args, *batch, *sums, logits, squares, coefs);
   if (batch->kind != kGatherOpen)
     values<1>(*args, *batch, *sums, kVecClosed, coefs);
-  else if (batch->split != 0)
-    values<3>(*args, *batch, *sums, kVecOpen, coefs);
   else
     values<2>(*args, *batch, *sums, kVecOpen, coefs);
 }

@@ -49,9 +49,7 @@ struct GatherBatch {
   uint32_t n;       // keys behind it repeat a row and count nothing
   uint8_t dtype_k;  // Dtype
   uint8_t dtype_v;
-  uint8_t kind;   // GatherKind
-  uint8_t split;  // kGatherOpen: the sample may grow, so squares are kept in two parts
-  float sign;     // kGatherOpen: -1 takes the keys out again
+  uint8_t kind;  // GatherKind
 };
 
 enum GatherKind : uint8_t {
@@ -61,33 +59,27 @@ enum GatherKind : uint8_t {
 };
 
 // Sums over keys of a row, each in 16 lanes. w = e^(s - m) is the weight, h = e^(s_hat - m) the
-// sketch's, e = s - s_hat. Those from kSumOpen on are over open keys. Where a batch is not split,
-// squares hold (1 - p)/p^2 instead of 1/p^2, and products nothing.
+// sketch's, e = s - s_hat. Those from kSumOpen on are over open keys.
 enum GatherSum : uint32_t {
-  kSumClosed,       // w
-  kSumClosedNorm,   // w |v|^2
-  kSumOpen,         // w/p
-  kSumOpenNorm,     // w/p |v|^2
-  kSumHat,          // h/p
-  kSumResidual,     // w/p e
-  kSumResidual2,    // w/p e^2
-  kSumSquare,       // w^2/p^2
-  kSumSquareNorm,   // w^2/p^2 |v|^2
-  kSumSquareHat,    // w h/p^2
-  kSumSquareHat2,   // h^2/p^2
-  kSumProduct,      // w^2/p
-  kSumProductNorm,  // w^2/p |v|^2
-  kSumProductHat,   // w h/p
-  kSumProductHat2,  // h^2/p
+  kSumClosed,      // w
+  kSumClosedNorm,  // w |v|^2
+  kSumOpen,        // w/p
+  kSumOpenNorm,    // w/p |v|^2
+  kSumHat,         // h/p
+  kSumResidual,    // w/p e
+  kSumResidual2,   // w/p e^2
+  kSumSquare,      // w^2 (1 - p)/p^2
+  kSumSquareNorm,  // w^2 (1 - p)/p^2 |v|^2
+  kSumSquareHat,   // w h (1 - p)/p^2
+  kSumSquareHat2,  // h^2 (1 - p)/p^2
   kGatherSums
 };
 
 // Vectors of sums of a row.
 enum GatherVector : uint32_t {
-  kVecClosed,   // w v
-  kVecOpen,     // w/p v
-  kVecSquare,   // w^2/p^2 v
-  kVecProduct,  // w^2/p v
+  kVecClosed,  // w v
+  kVecOpen,    // w/p v
+  kVecSquare,  // w^2 (1 - p)/p^2 v
   kGatherVectors
 };
 
