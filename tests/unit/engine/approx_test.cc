@@ -23,12 +23,7 @@ constexpr uint32_t kTokens = 6000;
 SpaceSpec indexed_spec(uint32_t kind, const std::string& name = "approx") {
   SpaceSpec spec = make_spec(name, 1, kQHeads, kKvHeads, kDim);
   if (kind != KVM_INDEX_NONE) {
-    kvm_index_params params{};
-    params.kind = kind;
-    params.min_tokens = 512;
-    params.lsh_bits = kind == KVM_INDEX_LSH ? 5 : 0;
-    params.lsh_tables = kind == KVM_INDEX_LSH ? 40 : 0;
-    spec.indexes = {params};
+    spec.indexes = {make_index(kind)};
   }
   return spec;
 }

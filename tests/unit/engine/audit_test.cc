@@ -40,10 +40,7 @@ struct World : Rig {
       : Rig(options_of(audit_every, capacity)), stored(dtype) {
     SpaceSpec spec = make_spec("audit", 1, kQHeads, kKvHeads, kDim);
     spec.params.dtype = static_cast<uint32_t>(dtype);
-    kvm_index_params params{};
-    params.kind = KVM_INDEX_SKETCH;
-    params.min_tokens = 512;
-    spec.indexes = {params};
+    spec.indexes = {make_index()};
     id = space(spec);
     seq = create(id);
   }

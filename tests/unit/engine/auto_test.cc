@@ -32,12 +32,7 @@ struct World : Rig {
       : Rig(options_of(rates, n_threads)), n_tokens(n), q(Dtype::kF32, 1, 1, kQHeads, kDim) {
     SpaceSpec spec = make_spec("auto", 1, kQHeads, kKvHeads, kDim);
     spec.params.dtype = dtype;
-    kvm_index_params params{};
-    params.kind = index;
-    params.min_tokens = 512;
-    params.lsh_bits = index == KVM_INDEX_LSH ? 5 : 0;
-    params.lsh_tables = index == KVM_INDEX_LSH ? 40 : 0;
-    spec.indexes = {params};
+    spec.indexes = {make_index(index)};
     id = space(spec);
     seq = create(id);
     append(second, dtype == KVM_DTYPE_I8 ? Dtype::kI8 : Dtype::kBf16);

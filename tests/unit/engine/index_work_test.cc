@@ -19,10 +19,7 @@ constexpr uint32_t kDim = 32;
 
 SpaceSpec indexed_spec(uint32_t n_layers) {
   SpaceSpec spec = make_spec("indexed", n_layers, kHeads, kHeads, kDim);
-  kvm_index_params params{};
-  params.kind = KVM_INDEX_SKETCH;
-  params.min_tokens = 512;
-  spec.indexes = {params};
+  spec.indexes = {make_index()};
   return spec;
 }
 

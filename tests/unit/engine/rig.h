@@ -140,6 +140,16 @@ inline SpaceSpec make_spec(const std::string& name, uint32_t n_layers, uint32_t 
   return spec;
 }
 
+// An index for sequences of a test's length, few tables where it has any.
+inline kvm_index_params make_index(uint32_t kind = KVM_INDEX_SKETCH) {
+  kvm_index_params params{};
+  params.kind = kind;
+  params.min_tokens = 512;
+  params.lsh_bits = kind == KVM_INDEX_LSH ? 5 : 0;
+  params.lsh_tables = kind == KVM_INDEX_LSH ? 40 : 0;
+  return params;
+}
+
 inline kvm_item append_item(kvm_seq_id seq, uint32_t n, uint32_t row = 0) {
   kvm_item item{};
   item.seq = seq;
