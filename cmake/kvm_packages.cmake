@@ -34,6 +34,10 @@ if(NOT KVM_FLATC)
   message(FATAL_ERROR "kvm needs flatc. On Debian: apt-get install flatbuffers-compiler")
 endif()
 
+# kvmd serves metrics where it is: KVM_HAVE_MICROHTTPD tells.
+pkg_check_modules(microhttpd QUIET IMPORTED_TARGET GLOBAL libmicrohttpd>=0.9.71)
+set(KVM_HAVE_MICROHTTPD ${microhttpd_FOUND})
+
 # The disk tier prefers io_uring and works without: KVM_HAVE_URING tells.
 pkg_check_modules(uring QUIET IMPORTED_TARGET GLOBAL liburing>=2.1) # PkgConfig::uring
 set(KVM_HAVE_URING ${uring_FOUND})

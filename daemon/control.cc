@@ -373,7 +373,7 @@ void handle_space_list(Session* session, uint64_t id, const wire::SpaceList& mes
 void handle_stats_text(Session* session, uint64_t id, uint64_t begin) {
   // The pages of one text must fit together, so they are cut from one copy.
   if (begin == 0) {
-    session->stats_text = stats_text(*session->service());
+    session->stats_text = stats_text(take_snapshot(*session->service()));
   }
   const std::string& text = session->stats_text;
   const uint64_t first = std::min<uint64_t>(begin, text.size());

@@ -4,10 +4,12 @@
 #include <stddef.h>
 #include <sys/socket.h>
 #include <sys/un.h>
+#include <unistd.h>
 
 #include <cstdlib>
 #include <cstring>
 
+#include "daemon/values.h"
 #include "ipc/fd.h"
 
 namespace kvm::daemon {
@@ -31,6 +33,17 @@ bool notify_service_manager(std::string_view state) {
   const auto size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + length);
   return fd.is_open() && ::sendto(fd.get(), state.data(), state.size(), MSG_DONTWAIT | MSG_NOSIGNAL,
                                   reinterpret_cast<const sockaddr*>(&address), size) >= 0;
+}
+
+uint64_t watchdog_timeout_ns() {
+  const char* microseconds = std::getenv("WATCHDOG_USEC");
+  const char* pid = std::getenv("WATCHDOG_PID");
+  if (microseconds == nullptr ||
+      (pid != nullptr && parse_integer(pid) != static_cast<uint64_t>(::getpid()))) {
+    return 0;
+  }
+  const uint64_t timeout_us = parse_integer(microseconds).value_or(0);
+  return timeout_us < UINT64_MAX / 1000 ? timeout_us * 1000 : 0;
 }
 
 }  // namespace kvm::daemon

@@ -3,8 +3,10 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cstdlib>
 
+#include "daemon/listen_address.h"
 #include "ipc/socket.h"
 #include "ipc/wire.h"
 
@@ -13,6 +15,7 @@ namespace {
 
 constexpr uint64_t kMinCapacityBytes = 16ull << 20;
 constexpr uint64_t kMaxSizeBytes = 1ull << 60;
+constexpr size_t kMaxSocketPathBytes = 107;
 
 std::string upper_case(std::string text) {
   for (char& c : text) {
@@ -20,6 +23,10 @@ std::string upper_case(std::string text) {
   }
   return text;
 }
+
+// What a text must be beyond not being empty.
+bool is_socket_path(const std::string& text) { return text.size() <= kMaxSocketPathBytes; }
+bool is_metrics_address(const std::string& text) { return parse_listen_address(text).is_ok(); }
 
 struct AllowedText {
   std::string operator()(const IntegerField& field) const {
@@ -39,60 +46,20 @@ struct AllowedText {
   }
   std::string operator()(const BoolField&) const { return "true or false"; }
   std::string operator()(const TextField& field) const {
-    if (field.choices.empty()) {
-      return "a text that is not empty";
+    if (!field.choices.empty()) {
+      return fmt::format("one of {}", fmt::join(field.choices, ", "));
     }
-    return fmt::format("one of {}", fmt::join(field.choices, ", "));
+    return field.allowed == nullptr ? "a text that is not empty" : field.allowed;
   }
 };
-
-// "  NAME" blocks of --help are wrapped at this column.
-constexpr size_t kHelpColumns = 96;
-
-std::string wrap(const std::string& text, size_t indent) {
-  std::string out(indent, ' ');
-  size_t column = indent;
-  size_t begin = 0;
-  while (begin < text.size()) {
-    size_t end = text.find(' ', begin);
-    end = end == std::string::npos ? text.size() : end;
-    if (column > indent && column + 1 + (end - begin) > kHelpColumns) {
-      out += '\n' + std::string(indent, ' ');
-      column = indent;
-    }
-    if (column > indent) {
-      out += ' ';
-      ++column;
-    }
-    out.append(text, begin, end - begin);
-    column += end - begin;
-    begin = end + 1;
-  }
-  return out + "\n";
-}
-
-// A value as TOML writes it: numbers and switches bare, the rest quoted.
-std::string toml_value(const OptionRow& row, const std::string& text) {
-  const bool number = std::holds_alternative<IntegerField>(row.field) && text != "unlimited";
-  if (number || std::holds_alternative<BoolField>(row.field)) {
-    return text;
-  }
-  std::string quoted = "\"";
-  for (const char c : text) {
-    if (c == '"' || c == '\\') {
-      quoted += '\\';
-    }
-    quoted += c;
-  }
-  return quoted + "\"";
-}
 
 }  // namespace
 
 const std::vector<OptionRow>& option_rows() {
   using O = Options;
   static const std::vector<OptionRow> rows = {
-      {"socket", ipc::default_socket_path(), TextField{&O::socket, {}},
+      {"socket", ipc::default_socket_path(),
+       TextField{&O::socket, {}, "a path of at most 107 bytes", is_socket_path},
        "Path of the socket that clients connect to, at most 107 bytes. The default is "
        "$XDG_RUNTIME_DIR/kvm/kvmd.sock, or /run/kvm/kvmd.sock where that variable is not set; "
        "clients look in the same places."},
@@ -148,16 +115,27 @@ const std::vector<OptionRow>& option_rows() {
        "How long, in milliseconds, requests in flight may go on after SIGTERM."},
       {"log_level", "info", TextField{&O::log_level, {"error", "warning", "info", "debug"}},
        "The least important messages that are written to the standard error stream."},
+      {"metrics.listen", "off",
+       TextField{&O::metrics_listen, {}, kListenAddressAllowed, is_metrics_address},
+       "Where metrics are served over HTTP, as Prometheus scrapes them: GET /metrics, and "
+       "/healthz. "
+       "Whoever can connect can read them; on TCP that is every user of the machine."},
+      {"metrics.socket_mode", "0660", OctalField{&O::metrics_socket_mode, 0777},
+       "Permission bits of the socket of metrics.listen: who may read them."},
   };
   return rows;
 }
 
-std::string environment_name(const OptionRow& row) { return "KVM_" + upper_case(row.name); }
+std::string environment_name(const OptionRow& row) {
+  std::string name = "KVM_" + upper_case(row.name);
+  std::replace(name.begin(), name.end(), '.', '_');
+  return name;
+}
 
 std::string flag_name(const OptionRow& row) {
   std::string flag = "--" + row.name;
   for (char& c : flag) {
-    c = c == '_' ? '-' : c;
+    c = c == '_' || c == '.' ? '-' : c;
   }
   return flag;
 }
@@ -167,75 +145,6 @@ std::string allowed_text(const OptionRow& row) { return std::visit(AllowedText()
 std::optional<std::string> environment_of_process(const std::string& name) {
   const char* value = std::getenv(name.c_str());
   return value == nullptr ? std::nullopt : std::optional<std::string>(value);
-}
-
-std::string print_options(const LoadedOptions& loaded) {
-  constexpr const char* kOrigins[] = {"default", "file", "environment", "flag"};
-  std::string out = "# Effective options of kvmd, as a configuration file.\n";
-  out += loaded.config_path.empty() ? "# No configuration file was read.\n"
-                                    : fmt::format("# Read from {}.\n", loaded.config_path);
-  for (size_t i = 0; i < option_rows().size(); ++i) {
-    const Setting& setting = loaded.settings[i];
-    const std::string line =
-        fmt::format("{} = {}", option_rows()[i].name, toml_value(option_rows()[i], setting.text));
-    const char* origin = kOrigins[static_cast<size_t>(setting.origin)];
-    out += fmt::format("{:<40}  # {}{}{}\n", line, origin, setting.where.empty() ? "" : ": ",
-                       setting.where);
-  }
-  return out;
-}
-
-std::string help_text() {
-  std::string out =
-      "Usage: kvmd [OPTIONS]\n"
-      "\n"
-      "kvmd keeps the keys and values of LLM inference engines in memory and computes attention\n"
-      "where they lie. Engines connect through a Unix socket with libkvm (kvm.h).\n"
-      "\n"
-      "Every option has a default: `kvmd` alone starts a working service. Stop it with SIGTERM or\n"
-      "Ctrl-C. `kvmctl status` and `kvmctl doctor` show how it is doing.\n"
-      "\n"
-      "An option can be given in three ways; the first one found counts:\n"
-      "  1. on the command line                    --spin-max-us 50\n"
-      "  2. in the environment                     KVM_SPIN_MAX_US=50\n"
-      "  3. in a TOML file (see --config)          spin_max_us = 50\n"
-      "\n"
-      "General\n"
-      "  --config PATH\n"
-      "      The TOML file. Default: $KVM_CONFIG, else /etc/kvm/kvmd.toml if it exists.\n"
-      "  --print-config\n"
-      "      Prints the effective options, with the origin of each, and exits.\n"
-      "  --version\n"
-      "      Prints the version and exits.\n"
-      "  -h, --help\n"
-      "      Prints this page and exits.\n"
-      "\n"
-      "Options\n";
-  for (const OptionRow& row : option_rows()) {
-    const std::string shown = row.name == "socket" ? "see below" : row.default_text;
-    out += fmt::format("  {} VALUE    [{}]\n", flag_name(row), shown);
-    out += wrap(row.help, 6);
-    if (!std::holds_alternative<TextField>(row.field) || row.name != "socket") {
-      out += wrap("Allowed: " + allowed_text(row) + ".", 6);
-    }
-  }
-  out +=
-      "\n"
-      "Exit status: 0 after SIGTERM or SIGINT; 1 when the service could not start; 2 when an\n"
-      "option is wrong.\n";
-  return out;
-}
-
-std::string options_markdown() {
-  std::string out =
-      "| In the file | Environment | Command line | Default | Allowed | Meaning |\n"
-      "|---|---|---|---|---|---|\n";
-  for (const OptionRow& row : option_rows()) {
-    const std::string shown = row.name == "socket" ? "see the text" : "`" + row.default_text + "`";
-    out += fmt::format("| `{}` | `{}` | `{}` | {} | {} | {} |\n", row.name, environment_name(row),
-                       flag_name(row), shown, allowed_text(row), row.help);
-  }
-  return out;
 }
 
 }  // namespace kvm::daemon

@@ -47,6 +47,8 @@ struct Options {
   std::string cost_model;
   uint64_t shutdown_timeout_ms = 0;
   std::string log_level;
+  std::string metrics_listen;
+  uint64_t metrics_socket_mode = 0;
 };
 
 enum class Origin : uint8_t { kDefault, kFile, kEnvironment, kFlag };
@@ -73,10 +75,12 @@ struct BoolField {
 struct TextField {
   std::string Options::*member;
   std::vector<std::string> choices;  // empty: any text that is not
+  const char* allowed = nullptr;     // with is_allowed: what the text must be
+  bool (*is_allowed)(const std::string& text) = nullptr;
 };
 
 struct OptionRow {
-  std::string name;
+  std::string name;  // "metrics.listen" is the key `listen` of the section [metrics]
   std::string default_text;
   std::variant<IntegerField, OctalField, SizeField, BoolField, TextField> field;
   std::string help;  // one or two sentences
@@ -93,7 +97,7 @@ std::string allowed_text(const OptionRow& row);
 struct Setting {
   std::string text;
   Origin origin = Origin::kDefault;
-  std::string where;  // "the file kvmd.toml, line 3"; empty for a default
+  std::string place;  // "/etc/kvm/kvmd.toml:3", "KVM_THREADS", "--threads"; empty for a default
 };
 
 struct LoadedOptions {
@@ -101,6 +105,7 @@ struct LoadedOptions {
   std::vector<Setting> settings;  // one for each row of the table
   std::string config_path;        // empty: no file was read
   bool print_config = false;
+  bool json = false;
   bool help = false;
   bool version = false;
 };
@@ -116,8 +121,19 @@ Result<LoadedOptions> load_options(const std::vector<std::string>& arguments,
                                    const Environment& environment,
                                    const std::vector<std::string>& environment_names);
 
+// The rest is in options_text.cc.
+
+// "default", "file", "environment", "command line".
+const char* origin_name(Origin origin);
 // Effective values as a TOML file, each with its origin in a comment.
 std::string print_options(const LoadedOptions& loaded);
+// The same as a JSON object: version, file (or null) and options, a list of name, value, default,
+// origin and place. Values have TOML's types.
+std::string options_json(const LoadedOptions& loaded);
+// A configuration file with every option, its help and its default, commented out.
+std::string default_file();
+// The options as paragraphs of a manual page (man(7)): by flag for kvmd.8, by key for kvmd.toml.5.
+std::string options_roff(bool by_key);
 // `kvmd --help`.
 std::string help_text();
 // The table of docs/configuration.md.

@@ -74,6 +74,9 @@ struct Assign {
         std::find(field.choices.begin(), field.choices.end(), text) == field.choices.end()) {
       return false;
     }
+    if (field.is_allowed != nullptr && !field.is_allowed(std::string(text))) {
+      return false;
+    }
     options->*field.member = std::string(text);
     return true;
   }
@@ -83,8 +86,8 @@ Status apply(size_t index, Setting setting, LoadedOptions* loaded) {
   const OptionRow& row = option_rows()[index];
   if (!std::visit(Assign{&loaded->options, setting.text}, row.field)) {
     return Status(KVM_ERR_INVALID, fmt::format("{} is '{}'{}{}; it must be {}", row.name,
-                                               setting.text, setting.where.empty() ? "" : " in ",
-                                               setting.where, allowed_text(row)));
+                                               setting.text, setting.place.empty() ? "" : " in ",
+                                               setting.place, allowed_text(row)));
   }
   loaded->settings[index] = std::move(setting);
   return Status::ok();
@@ -127,23 +130,36 @@ std::optional<std::string> text_of(const toml::node& node) {
   return std::nullopt;
 }
 
-Status load_table(const toml::table& table, const std::string& path, LoadedOptions* loaded) {
+bool is_section(const std::string& prefix) {
+  return std::any_of(option_rows().begin(), option_rows().end(),
+                     [&](const OptionRow& row) { return row.name.starts_with(prefix); });
+}
+
+// `prefix` is "" or the section with its dot.
+Status load_table(const toml::table& table, const std::string& prefix, const std::string& path,
+                  LoadedOptions* loaded) {
   for (const auto& [key, node] : table) {
-    const std::string where =
-        fmt::format("the file {}, line {}", path, static_cast<uint32_t>(node.source().begin.line));
-    const std::optional<size_t> index = find_row(key.str());
+    const std::string name = prefix + std::string(key.str());
+    if (const toml::table* section = node.as_table();
+        section != nullptr && is_section(name + ".")) {
+      KVM_TRY(load_table(*section, name + ".", path, loaded));
+      continue;
+    }
+    const std::string place =
+        fmt::format("{}:{}", path, static_cast<uint32_t>(node.source().begin.line));
+    const std::optional<size_t> index = find_row(name);
     if (!index) {
       return Status(
           KVM_ERR_INVALID,
-          fmt::format("unknown option '{}' in {}{}", key.str(), where,
-                      hint(key.str(), names_of([](const OptionRow& row) { return row.name; }))));
+          fmt::format("unknown option '{}' in {}{}", name, place,
+                      hint(name, names_of([](const OptionRow& row) { return row.name; }))));
     }
     std::optional<std::string> text = text_of(node);
     if (!text) {
-      return Status(KVM_ERR_INVALID, fmt::format("{} in {} must be {}", key.str(), where,
+      return Status(KVM_ERR_INVALID, fmt::format("{} in {} must be {}", name, place,
                                                  allowed_text(option_rows()[*index])));
     }
-    KVM_TRY(apply(*index, Setting{std::move(*text), Origin::kFile, where}, loaded));
+    KVM_TRY(apply(*index, Setting{std::move(*text), Origin::kFile, place}, loaded));
   }
   return Status::ok();
 }
@@ -158,9 +174,9 @@ Status load_file(const std::string& path, LoadedOptions* loaded) {
   loaded->config_path = path;
   // toml++ as packaged reports errors by exceptions; they end here.
   try {
-    return load_table(toml::parse(text.str(), path), path, loaded);
+    return load_table(toml::parse(text.str(), path), "", path, loaded);
   } catch (const toml::parse_error& error) {
-    return Status(KVM_ERR_INVALID, fmt::format("the file {}, line {}, is not TOML: {}", path,
+    return Status(KVM_ERR_INVALID, fmt::format("{}:{} is not TOML: {}", path,
                                                static_cast<uint32_t>(error.source().begin.line),
                                                error.description()));
   }
@@ -174,7 +190,7 @@ Status load_environment(const Environment& environment, const std::vector<std::s
     const std::string name = known[i];
     // An empty variable counts as unset, as it does for clients.
     if (const std::optional<std::string> value = environment(name); value && !value->empty()) {
-      KVM_TRY(apply(i, Setting{*value, Origin::kEnvironment, "the environment, " + name}, loaded));
+      KVM_TRY(apply(i, Setting{*value, Origin::kEnvironment, name}, loaded));
     }
   }
   // Clients, tests and build scripts have KVM_ variables of their own, so only a near miss is one.
@@ -205,7 +221,7 @@ Status unexpected_argument(const std::string& argument) {
                                                argument));
   }
   std::vector<std::string> known = names_of(flag_name);
-  known.insert(known.end(), {"--config", "--print-config", "--version", "--help"});
+  known.insert(known.end(), {"--config", "--print-config", "--json", "--version", "--help"});
   const std::string name = argument.substr(0, argument.find('='));
   const std::string nearest = hint(name, known);
   return Status(KVM_ERR_INVALID, fmt::format("unknown option '{}'{}", name,
@@ -223,6 +239,7 @@ Status parse_command_line(std::vector<std::string> arguments, CommandLine* line,
   }
   app.add_option("--config", line->config);
   app.add_flag("--print-config", loaded->print_config);
+  app.add_flag("--json", loaded->json);
   app.add_flag("--version", loaded->version);
   app.add_flag("-h,--help", loaded->help);
   // CLI11 reports errors by exceptions, and takes its arguments in reverse order.
@@ -257,8 +274,8 @@ Result<LoadedOptions> load_options(const std::vector<std::string>& arguments,
   KVM_TRY(load_environment(environment, environment_names, &loaded));
   for (size_t i = 0; i < option_rows().size(); ++i) {
     if (line.values[i]) {
-      const std::string where = "the command line, " + flag_name(option_rows()[i]);
-      KVM_TRY(apply(i, Setting{*line.values[i], Origin::kFlag, where}, &loaded));
+      const std::string flag = flag_name(option_rows()[i]);
+      KVM_TRY(apply(i, Setting{*line.values[i], Origin::kFlag, flag}, &loaded));
     }
   }
   return loaded;

@@ -1,13 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "daemon/requests.h"
-#include "base/clock.h"
 
 #include <fmt/format.h>
 
 #include <utility>
 #include <variant>
 #include <vector>
-
 
 namespace kvm::daemon {
 namespace {
@@ -100,6 +98,15 @@ uint64_t private_bytes_of(const Message&) {
   return 0;
 }
 
+RequestVerb verb_of(const ipc::StepMessage& step) {
+  return !step.attend  ? RequestVerb::kAppend
+         : step.append ? RequestVerb::kStep
+                       : RequestVerb::kAttend;
+}
+RequestVerb verb_of(const ipc::ReadMessage&) { return RequestVerb::kRead; }
+RequestVerb verb_of(const ipc::ObserveMessage&) { return RequestVerb::kObserve; }
+RequestVerb verb_of(const ipc::SeqMessage&) { return RequestVerb::kSequence; }
+
 void mark_dirty(ServedQueue* queue) {
   if (!queue->is_dirty) {
     queue->is_dirty = true;
@@ -119,6 +126,7 @@ void finish(InFlight* request, engine::RequestResult&& result) {
                                       .compute_ns = result.compute_ns,
                                       .err_max = result.err_max,
                                       .n_exact = result.n_exact};
+  queue->session()->service()->requests.add(request->verb, result);
   queue->complete(request, entry, result.seq, result.status.message());
   mark_dirty(queue);
 }
@@ -142,6 +150,7 @@ struct Dispatch {
   template <typename Message>
   void operator()(Message& message) const {
     InFlight* slot = queue->begin(request, private_bytes_of(message));
+    slot->verb = verb_of(message);
     session->service()->engine->submit(
         session->client, engine::RequestTag{queue->id(), slot->user_data},
         engine_request(std::move(message)),
@@ -152,6 +161,7 @@ struct Dispatch {
     Service* service = session->service();
     ++service->n_immediate;
     service->n_immediate_failed += status == KVM_OK ? 0 : 1;
+    service->requests.add(RequestVerb::kNull, {});
     queue->complete_now({.user_data = request->user_data, .status = status});
     mark_dirty(queue);
   }

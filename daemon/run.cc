@@ -66,6 +66,11 @@ ServerOptions server_options(const Options& options, const MachineMemory& memory
   out.shutdown_timeout_ns = options.shutdown_timeout_ms * 1'000'000;
   out.signal_fd = signal_fd;
   out.on_stopping = [] { notify_service_manager("STOPPING=1"); };
+  out.metrics = parse_listen_address(options.metrics_listen).value();
+  out.metrics_mode = static_cast<mode_t>(options.metrics_socket_mode);
+  // Twice in the time after which the service manager loses patience.
+  out.watchdog_period_ns = watchdog_timeout_ns() / 2;
+  out.on_watchdog = [] { notify_service_manager("WATCHDOG=1"); };
   return out;
 }
 
@@ -104,12 +109,29 @@ int fail(int exit_status, const Status& status) {
   return exit_status;
 }
 
+// What a table row cannot say about its value alone.
+Status check_options(const Options& options) {
+  KVM_TRY(engine::parse_cost_model(options.cost_model).status());
+  const auto check_part = [](const char* name, const Size& part, const char* of,
+                             const Size& whole) {
+    return !part.is_share && !whole.is_share && part.bytes > whole.bytes
+               ? Status(KVM_ERR_INVALID,
+                        fmt::format("{} is {}, more than {}, which is {}", name,
+                                    format_bytes(part.bytes), of, format_bytes(whole.bytes)))
+               : Status::ok();
+  };
+  KVM_TRY(
+      check_part("default_quota", options.default_quota, "host_capacity", options.host_capacity));
+  KVM_TRY(check_part("arena_quota", options.arena_quota, "arena_capacity", options.arena_capacity));
+  if (options.metrics_listen == "unix:" + options.socket) {
+    return Status(KVM_ERR_INVALID,
+                  fmt::format("metrics.listen and socket are both '{}'", options.socket));
+  }
+  return Status::ok();
+}
+
 int serve(const Options& options, const OpenEngine& open_engine) {
   set_up_logging(options.log_level);
-  if (const Status status = engine::parse_cost_model(options.cost_model).status();
-      !status.is_ok()) {
-    return fail(kExitUsage, status);
-  }
   const ipc::Fd signals = block_signals();
   raise_open_file_limit();
   const MachineMemory memory = machine_memory();
@@ -129,6 +151,9 @@ int serve(const Options& options, const OpenEngine& open_engine) {
                options.socket, engine.value()->n_threads(), engine.value()->isa(),
                format_bytes(effective.host_capacity_bytes),
                format_bytes(server.service().limits.arena_capacity_bytes));
+  if (options.metrics_listen != "off") {
+    spdlog::info("metrics at {}", options.metrics_listen);
+  }
   notify_service_manager("READY=1");
   server.run();
   return 0;
@@ -151,8 +176,12 @@ int run_kvmd(int argc, const char* const* argv, const OpenEngine& open_engine) {
     fmt::print("kvmd {}.{}.{}\n", KVM_VERSION_MAJOR, KVM_VERSION_MINOR, KVM_VERSION_PATCH);
     return 0;
   }
+  if (const Status status = check_options(loaded.value().options); !status.is_ok()) {
+    return fail(kExitUsage, status);
+  }
   if (loaded.value().print_config) {
-    fmt::print("{}", print_options(loaded.value()));
+    fmt::print("{}",
+               loaded.value().json ? options_json(loaded.value()) : print_options(loaded.value()));
     return 0;
   }
   return serve(loaded.value().options, open_engine);

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "base/status.h"
+#include "daemon/request_stats.h"
 #include "ipc/fd.h"
 #include "ipc/memory.h"
 #include "ipc/ring.h"
@@ -32,6 +33,7 @@ struct InFlight {
   ipc::ResultBlock* result = nullptr;
   ipc::RegionPins pins;
   uint64_t private_bytes = 0;  // of arrays copied out of the arena
+  RequestVerb verb = RequestVerb::kNull;
   bool in_use = false;
 };
 

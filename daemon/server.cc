@@ -7,13 +7,16 @@
 
 #include <algorithm>
 #include <array>
+#include <optional>
 #include <random>
+#include <string>
 #include <utility>
 
 #include "base/clock.h"
 #include "base/spin.h"
 #include "daemon/control.h"
 #include "daemon/requests.h"
+#include "daemon/stats_text.h"
 #include "ipc/socket.h"
 #include "ipc/validate.h"
 
@@ -83,6 +86,7 @@ Server::~Server() {
   }
   service_->engine->set_wake({});
   remove_socket();
+  service_->snapshots.stop();
 }
 
 Status Server::start() {
@@ -112,6 +116,21 @@ Status Server::start() {
                    notifier.status().message());
     }
   }
+  next_watchdog_ns_ = options_.watchdog_period_ns == 0 ? UINT64_MAX : 0;
+  return start_metrics();
+}
+
+Status Server::start_metrics() {
+  if (options_.metrics.kind == ListenAddress::Kind::kOff) {
+    return Status::ok();
+  }
+  constexpr uint64_t kTimeoutNs = 1'000'000'000;
+  const auto make_text = [service = service_.get()]() -> std::optional<std::string> {
+    const std::shared_ptr<const StatsSnapshot> snapshot = service->snapshots.get(kTimeoutNs);
+    return snapshot == nullptr ? std::nullopt : std::optional(stats_text(*snapshot));
+  };
+  KVM_TRY_ASSIGN(metrics_,
+                 MetricsServer::start(options_.metrics, options_.metrics_mode, make_text));
   return Status::ok();
 }
 
@@ -203,6 +222,9 @@ bool Server::turn() {
   finish_arenas();
   finish_closing_queues();
   bury_doomed();
+  if (service_->snapshots.is_wanted()) {
+    service_->snapshots.publish(take_snapshot(*service_));
+  }
   return active;
 }
 
@@ -501,6 +523,10 @@ void Server::handle_socket(Session* session, uint32_t events) {
 }
 
 void Server::run_timers(uint64_t now) {
+  if (now >= next_watchdog_ns_) {
+    next_watchdog_ns_ = now + options_.watchdog_period_ns;
+    options_.on_watchdog();
+  }
   if (now >= listener_resume_ns_) {
     watch_again(service_->epoll, listener_, EPOLLIN, event_token(EventKind::kListener, 0));
     listener_resume_ns_ = UINT64_MAX;
@@ -557,8 +583,8 @@ bool Server::prepare_sleep() {
     }
   }
   return !service_->has_finished.load(std::memory_order_acquire) &&
-         !stop_requested_.load(std::memory_order_relaxed) && !service_->engine->work() &&
-         service_->engine->poll() == 0;
+         !service_->snapshots.is_wanted() && !stop_requested_.load(std::memory_order_relaxed) &&
+         !service_->engine->work() && service_->engine->poll() == 0;
 }
 
 void Server::finish_sleep(size_t n_flagged) {
@@ -589,7 +615,7 @@ void Server::sleep() {
 }
 
 int Server::sleep_timeout_ms() const {
-  uint64_t deadline = listener_resume_ns_;
+  uint64_t deadline = std::min(listener_resume_ns_, next_watchdog_ns_);
   for (const auto& session : sessions_) {
     if (!session->welcomed) {
       deadline = std::min(deadline, session->handshake_deadline_ns);

@@ -25,6 +25,8 @@
 #include <vector>
 
 #include "base/status.h"
+#include "daemon/listen_address.h"
+#include "daemon/metrics_server.h"
 #include "daemon/service.h"
 #include "daemon/session.h"
 #include "engine/engine.h"
@@ -41,6 +43,11 @@ struct ServerOptions {
   int signal_fd = -1;  // readable: shut down; -1: none
   bool offer_eventfd = true;
   std::function<void()> on_stopping;  // called when the shutdown begins
+  ListenAddress metrics;
+  mode_t metrics_mode = 0600;
+  // on_watchdog is called from the dispatcher's turn at least so often; 0: never.
+  uint64_t watchdog_period_ns = 0;
+  std::function<void()> on_watchdog;
 };
 
 class Server {
@@ -51,7 +58,7 @@ class Server {
   Server(const Server&) = delete;
   Server& operator=(const Server&) = delete;
 
-  // Listens. Fails: as ipc::listen_at; LIMIT.
+  // Listens, for metrics too. Fails: as ipc::listen_at and MetricsServer::start; LIMIT.
   Status start();
   // Serves until request_stop() or a signal, then shuts down: nothing new is accepted, requests in
   // flight may finish for shutdown_timeout, clients are closed, the socket is removed.
@@ -72,6 +79,7 @@ class Server {
   void bury(std::unique_ptr<Session> session);
   void let_go(uint64_t session_id);
   void shut_down();
+  Status start_metrics();
   void remove_socket();
 
   void handle_events(int timeout_ms);
@@ -101,7 +109,9 @@ class Server {
   std::vector<ServedQueue*> flagged_;  // queues with sq_need_wakeup raised
   std::atomic<bool> stop_requested_{false};
   uint64_t listener_resume_ns_ = UINT64_MAX;  // when connections are accepted again
+  uint64_t next_watchdog_ns_ = UINT64_MAX;
   bool draining_ = false;
+  std::unique_ptr<MetricsServer> metrics_;  // its thread asks service_ for snapshots
 };
 
 }  // namespace kvm::daemon

@@ -17,6 +17,8 @@
 
 #include "base/status.h"
 #include "daemon/background.h"
+#include "daemon/request_stats.h"
+#include "daemon/snapshots.h"
 #include "daemon/uring_notifier.h"
 #include "daemon/wake.h"
 #include "engine/engine.h"
@@ -67,6 +69,9 @@ struct Service {
   uint64_t n_notifications = 0;
   uint64_t n_queues = 0;
   uint64_t arena_bytes = 0;  // mapped or being allocated
+
+  RequestStats requests;
+  Snapshots snapshots{[this] { wake.wake(); }};
 
   // Queues with completions to publish.
   std::vector<ServedQueue*> dirty;

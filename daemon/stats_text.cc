@@ -5,7 +5,6 @@
 
 #include <string>
 
-#include "base/audit_stats.h"
 #include "base/clock.h"
 #include "base/stats_text.h"
 
@@ -23,25 +22,39 @@ kvm_stats service_stats(const Service& service) {
   return stats;
 }
 
-std::string stats_text(const Service& service) {
+StatsSnapshot take_snapshot(const Service& service) {
+  return {.stats = service_stats(service),
+          .audit = service.engine->audit_stats(),
+          .requests = service.requests,
+          .cost_model = service.engine->cost_model(),
+          .isa = service.engine->isa(),
+          .n_threads = service.engine->n_threads(),
+          .n_queues = service.n_queues,
+          .arena_bytes = service.arena_bytes,
+          .arena_capacity_bytes = service.limits.arena_capacity_bytes,
+          .n_sleeps = service.n_sleeps,
+          .n_notifications = service.n_notifications};
+}
+
+std::string stats_text(const StatsSnapshot& snapshot) {
   StatsText out;
-  const std::string build =
-      fmt::format("{{version=\"{}.{}.{}\",isa=\"{}\"}}", KVM_VERSION_MAJOR, KVM_VERSION_MINOR,
-                  KVM_VERSION_PATCH, service.engine->isa());
+  const std::string build = fmt::format("{{version=\"{}.{}.{}\",isa=\"{}\"}}", KVM_VERSION_MAJOR,
+                                        KVM_VERSION_MINOR, KVM_VERSION_PATCH, snapshot.isa);
   out.gauge("kvm_build_info", "Always 1; its labels tell what runs.", 1, build.c_str());
-  out.gauge("kvm_threads", "Threads that compute.", service.engine->n_threads());
-  write_stats(service_stats(service), &out);
-  write_audit(service.engine->audit_stats(), &out);
-  const std::string rates = service.engine->cost_model();
+  out.gauge("kvm_threads", "Threads that compute.", snapshot.n_threads);
+  write_stats(snapshot.stats, &out);
+  write_requests(snapshot.requests, &out);
+  write_audit(snapshot.audit, &out);
   out.gauge("kvm_cost_model_info", "1 when it is known; its label is the option cost_model.",
-            rates.empty() ? 0 : 1, fmt::format("{{rates=\"{}\"}}", rates).c_str());
-  out.gauge("kvm_queues", "Queues of all clients.", service.n_queues);
-  out.gauge("kvm_arena_bytes", "Memory of arenas of all clients.", service.arena_bytes);
+            snapshot.cost_model.empty() ? 0 : 1,
+            fmt::format("{{rates=\"{}\"}}", snapshot.cost_model).c_str());
+  out.gauge("kvm_queues", "Queues of all clients.", snapshot.n_queues);
+  out.gauge("kvm_arena_bytes", "Memory of arenas of all clients.", snapshot.arena_bytes);
   out.gauge("kvm_arena_capacity_bytes", "Hard cap of kvm_arena_bytes.",
-            service.limits.arena_capacity_bytes);
-  out.counter("kvm_dispatcher_sleeps_total", "Times the dispatcher has slept.", service.n_sleeps);
+            snapshot.arena_capacity_bytes);
+  out.counter("kvm_dispatcher_sleeps_total", "Times the dispatcher has slept.", snapshot.n_sleeps);
   out.counter("kvm_eventfd_notifications_total", "Completion eventfds written.",
-              service.n_notifications);
+              snapshot.n_notifications);
   return out.take();
 }
 

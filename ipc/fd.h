@@ -27,6 +27,8 @@ class Fd {
 
   int get() const { return fd_; }
   bool is_open() const { return fd_ >= 0; }
+  // The descriptor, which is the caller's to close from now on.
+  int release() { return std::exchange(fd_, -1); }
   void reset() {
     if (fd_ >= 0) {
       ::close(fd_);

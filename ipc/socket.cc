@@ -42,8 +42,8 @@ Result<sockaddr_un> address_of(const std::string& path) {
   return address;
 }
 
-Fd seqpacket_socket(int flags) {
-  return Fd(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | flags, 0));
+Fd unix_socket(int type, int flags) {
+  return Fd(::socket(AF_UNIX, type | SOCK_CLOEXEC | flags, 0));
 }
 
 int connect_fd(const Fd& fd, const sockaddr_un& address) {
@@ -159,11 +159,11 @@ std::string default_socket_path() {
   return "/run/kvm/kvmd.sock";
 }
 
-Result<Fd> listen_at(const std::string& path, mode_t mode) {
+Result<Fd> listen_at(const std::string& path, mode_t mode, int type) {
   KVM_TRY_ASSIGN(const sockaddr_un address, address_of(path));
   {
     // EAGAIN: somebody listens, and has more connections waiting than it was ready for.
-    const Fd probe = seqpacket_socket(SOCK_NONBLOCK);
+    const Fd probe = unix_socket(type, SOCK_NONBLOCK);
     if (probe.is_open() && (connect_fd(probe, address) == 0 || errno == EAGAIN)) {
       return Status(KVM_ERR_BUSY, "another daemon listens at '" + path + "'");
     }
@@ -176,7 +176,7 @@ Result<Fd> listen_at(const std::string& path, mode_t mode) {
       ::unlink(path.c_str());
     }
   }
-  Fd listener = seqpacket_socket(SOCK_NONBLOCK);
+  Fd listener = unix_socket(type, SOCK_NONBLOCK);
   if (!listener.is_open()) {
     return system_error(code_of_errno(), "socket");
   }
@@ -204,7 +204,7 @@ Result<std::optional<Fd>> accept_from(const Fd& listener) {
 
 Result<Fd> connect_to(const std::string& path, uint64_t timeout_ns) {
   KVM_TRY_ASSIGN(const sockaddr_un address, address_of(path));
-  Fd fd = seqpacket_socket(0);
+  Fd fd = unix_socket(SOCK_SEQPACKET, 0);
   if (!fd.is_open()) {
     return system_error(code_of_errno(), "socket");
   }

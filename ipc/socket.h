@@ -6,6 +6,7 @@
 #ifndef KVM_IPC_SOCKET_H_
 #define KVM_IPC_SOCKET_H_
 
+#include <sys/socket.h>
 #include <sys/types.h>
 
 #include <cstdint>
@@ -24,10 +25,10 @@ namespace kvm::ipc {
 // else /run/kvm/kvmd.sock.
 std::string default_socket_path();
 
-// A non-blocking listening socket at `path` with permission bits `mode`. A socket file that nobody
-// listens on is replaced; a file of any other kind is left alone. Fails: INVALID (path longer than
-// 107 bytes), BUSY (somebody listens there), EXISTS (a file that is no socket), PERMISSION, IO.
-Result<Fd> listen_at(const std::string& path, mode_t mode);
+// A non-blocking listening socket of this type at `path` with permission bits `mode`. A socket file
+// that nobody listens on is replaced; a file of any other kind is left alone. Fails: INVALID (path
+// longer than 107 bytes), BUSY (somebody listens there), EXISTS (a file that is no socket), PERMISSION, IO.
+Result<Fd> listen_at(const std::string& path, mode_t mode, int type = SOCK_SEQPACKET);
 
 // The next connection of a listening socket, non-blocking; nothing when there is none.
 // Fails: LIMIT (no descriptors left), IO.

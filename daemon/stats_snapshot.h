@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+// A copy of the counters of the whole service, which another thread may keep.
+#ifndef KVM_DAEMON_STATS_SNAPSHOT_H_
+#define KVM_DAEMON_STATS_SNAPSHOT_H_
+
+#include <cstdint>
+#include <string>
+
+#include "base/audit_stats.h"
+#include "daemon/request_stats.h"
+#include "kvm.h"
+
+namespace kvm::daemon {
+
+// Everything that the text says, at one moment.
+struct StatsSnapshot {
+  kvm_stats stats{};
+  AuditStats audit;
+  RequestStats requests;
+  std::string cost_model;
+  const char* isa = "";
+  uint32_t n_threads = 0;
+  uint64_t n_queues = 0;
+  uint64_t arena_bytes = 0;
+  uint64_t arena_capacity_bytes = 0;
+  uint64_t n_sleeps = 0;
+  uint64_t n_notifications = 0;
+};
+
+}  // namespace kvm::daemon
+
+#endif  // KVM_DAEMON_STATS_SNAPSHOT_H_
