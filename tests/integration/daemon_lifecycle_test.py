@@ -90,8 +90,14 @@ class Lifecycle(unittest.TestCase):
 
     def test_path_that_cannot_be(self):
         result = run_kvmd("--socket", "/tmp/" + "x" * 200, "--host-capacity", "64MiB")
-        self.assertEqual(result.returncode, 1)
-        self.assertIn("allowed are 1 to 107", result.stderr)
+        self.assertEqual(result.returncode, 2)
+        self.assertIn("must be a path of at most 107 bytes", result.stderr)
+
+    def test_quotas_larger_than_their_whole(self):
+        result = run_kvmd("--host-capacity", "1GiB", "--default-quota", "2GiB")
+        self.assertEqual(result.returncode, 2)
+        self.assertIn("default_quota is 2 GiB, more than host_capacity, which is 1 GiB",
+                      result.stderr)
 
 
 if __name__ == "__main__":
