@@ -71,7 +71,7 @@ class Rig {
     options.n_threads = n_threads;
     options.host_capacity_bytes = capacity_bytes;
     engine_ = require(engine::Engine::open(options), "engine");
-    client_ = engine_->add_client(0, 0);
+    client_ = engine_->add_client({});
     engine::SpaceSpec spec;
     spec.name = "bench";
     spec.params.struct_size = sizeof(kvm_space_params);

@@ -63,7 +63,7 @@ Result<std::shared_ptr<EmbeddedService>> EmbeddedService::open(
   auto service = std::make_shared<EmbeddedService>();
   KVM_TRY_ASSIGN(service->engine_, engine::Engine::open(options));
   engine::Engine& engine = *service->engine_;
-  service->client_ = engine.add_client(0, 0);
+  service->client_ = engine.add_client({});
   service->start_ns_ = now_ns();
   kvm_client_info& info = service->info_;
   fill_limits(&info);

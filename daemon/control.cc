@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "daemon/admin.h"
 #include "daemon/requests.h"
 #include "daemon/stats_text.h"
 #include "ipc/control.h"
@@ -78,6 +79,25 @@ std::string printable_name(const flatbuffers::String* text) {
   return name.empty() ? "unnamed" : name;
 }
 
+// What an application may have at most, where its account may allow less.
+uint32_t own_limit(const Session& session, engine::Resource resource, uint32_t limit) {
+  return static_cast<uint32_t>(std::min<uint64_t>(session.account->limit(resource), limit));
+}
+
+engine::ClientSpec spec_of(const Session& session) {
+  using engine::Resource;
+  const Limits& limits = session.service()->limits;
+  engine::ClientSpec spec{.uid = static_cast<uint32_t>(session.peer().uid),
+                          .pid = static_cast<uint32_t>(session.peer().pid),
+                          .name = session.name,
+                          .limits = {}};
+  spec.limits[Resource::kQueues] = ipc::admitted_queues(limits.max_queues);
+  spec.limits[Resource::kArenas] = ipc::admitted_arenas(limits.max_arenas, limits.max_queues);
+  spec.limits[Resource::kArenaBytes] = limits.arena_quota_bytes;
+  spec.limits[Resource::kRequests] = limits.max_requests;
+  return spec;
+}
+
 kvm_client_info info_for(const Session& session) {
   const Service& service = *session.service();
   const engine::EngineOptions& options = service.engine->options();
@@ -90,18 +110,17 @@ kvm_client_info info_for(const Session& session) {
   info.client_id = session.client;
   info.server_pid = static_cast<uint32_t>(::getpid());
   info.n_threads = service.engine->n_threads();
-  info.max_queues = service.limits.max_queues;
-  info.max_arenas = service.limits.max_arenas;
+  info.max_queues = own_limit(session, engine::Resource::kQueues, service.limits.max_queues);
+  info.max_arenas = own_limit(session, engine::Resource::kArenas, service.limits.max_arenas);
   info.max_outstanding = ipc::kMaxOutstanding;
   info.max_items = ipc::kMaxItems;
   info.max_query_rows = ipc::kMaxQueryRows;
   info.max_spaces = options.max_spaces;
   info.max_arena_bytes = service.limits.max_arena_bytes;
-  info.max_sequences = options.max_sequences_per_client;
+  info.max_sequences = session.account->limit(engine::Resource::kSequences);
   info.host_capacity_bytes = options.host_capacity_bytes;
-  info.quota_bytes = options.default_quota_bytes != 0
-                         ? std::min(options.default_quota_bytes, options.host_capacity_bytes)
-                         : options.host_capacity_bytes;
+  info.quota_bytes =
+      std::min(session.account->limit(engine::Resource::kBytes), options.host_capacity_bytes);
   std::strncpy(info.isa, service.engine->isa(), sizeof(info.isa) - 1);
   const std::string version =
       fmt::format("{}.{}.{}", KVM_VERSION_MAJOR, KVM_VERSION_MINOR, KVM_VERSION_PATCH);
@@ -150,7 +169,8 @@ void handle_hello(Session* session, uint64_t id, const wire::Hello& hello) {
   }
   session->doorbell = std::move(doorbell).value();
   session->name = printable_name(hello.client_name());
-  session->client = service->engine->add_client(0, 0);
+  session->client = service->engine->add_client(spec_of(*session));
+  session->account = service->engine->quotas().find(session->client);
   session->welcomed = true;
   ++service->n_clients;
   ++service->n_clients_total;
@@ -193,18 +213,15 @@ Result<QueueMemory> make_queue_memory(bool has_eventfd) {
 
 void handle_queue_create(Session* session, uint64_t id, const wire::QueueCreate& message) {
   Service* service = session->service();
-  const uint32_t max_queues = service->limits.max_queues;
   if (message.n_entries() > ipc::kMaxOutstanding) {
     reply_error(session, id,
                 Status(KVM_ERR_INVALID, fmt::format("n_entries is {}; at most {}",
                                                     message.n_entries(), ipc::kMaxOutstanding)));
     return;
   }
-  if (session->queues.size() >= ipc::admitted_queues(max_queues)) {
-    reply_error(session, id,
-                Status(KVM_ERR_LIMIT, fmt::format("the client has {} queues, its library's own "
-                                                  "included; max_queues is {}",
-                                                  session->queues.size(), max_queues)));
+  if (const Status room = session->account->check(engine::Resource::kQueues, 1, "a new queue");
+      !room.is_ok()) {
+    reply_error(session, id, room);
     return;
   }
   const bool has_eventfd = service->notifier != nullptr;
@@ -225,6 +242,7 @@ void handle_queue_create(Session* session, uint64_t id, const wire::QueueCreate&
       std::make_unique<ServedQueue>(session, queue_id, std::move(memory.client.mapping),
                                     std::move(memory.daemon.mapping), std::move(memory.eventfd)));
   ++service->n_queues;
+  session->account->charge(engine::Resource::kQueues, 1);
   ipc::ControlWriter writer;
   session->send(writer.finish(id, wire::CreateQueueCreated(writer.fbb(), queue_id, has_eventfd)),
                 std::move(fds));
@@ -244,34 +262,22 @@ void handle_queue_destroy(Session* session, uint64_t id, const wire::QueueDestro
 
 // --- Arenas -------------------------------------------------------------------------------------
 
-Status check_arena(const Session& session, uint64_t size_bytes) {
-  const Service& service = *session.service();
+Status check_arena(Session* session, uint64_t size_bytes) {
+  const Service& service = *session->service();
   const Limits& limits = service.limits;
   if (size_bytes == 0 || size_bytes > limits.max_arena_bytes) {
     return Status(size_bytes == 0 ? KVM_ERR_INVALID : KVM_ERR_LIMIT,
                   fmt::format("an arena of {} bytes; allowed are 1 to {} (max_arena)", size_bytes,
                               limits.max_arena_bytes));
   }
-  const uint32_t n_arenas = session.regions.n_regions() + session.n_arenas_pending;
-  if (n_arenas >= ipc::admitted_arenas(limits.max_arenas, limits.max_queues)) {
-    return Status(KVM_ERR_LIMIT,
-                  fmt::format("the client has {} arenas, its library's own included; max_arenas is "
-                              "{} and max_queues {}",
-                              n_arenas, limits.max_arenas, limits.max_queues));
-  }
-  const uint64_t held = session.regions.total_bytes() + session.arena_bytes_pending;
-  if (size_bytes > limits.arena_quota_bytes || held > limits.arena_quota_bytes - size_bytes) {
-    return Status(KVM_ERR_QUOTA,
-                  fmt::format("an arena of {} bytes beside {} bytes of arenas that the client has; "
-                              "its arena_quota is {}",
-                              size_bytes, held, limits.arena_quota_bytes));
-  }
-  if (size_bytes > limits.arena_capacity_bytes ||
-      service.arena_bytes > limits.arena_capacity_bytes - size_bytes) {
+  KVM_TRY(session->account->check(engine::Resource::kArenas, 1, "a new arena"));
+  KVM_TRY(session->account->check(engine::Resource::kArenaBytes, size_bytes, "a new arena"));
+  const uint64_t held = service.arena_bytes;
+  if (size_bytes > limits.arena_capacity_bytes || held > limits.arena_capacity_bytes - size_bytes) {
     return Status(KVM_ERR_QUOTA,
                   fmt::format("an arena of {} bytes beside {} bytes of arenas of all clients; "
                               "arena_capacity is {}",
-                              size_bytes, service.arena_bytes, limits.arena_capacity_bytes));
+                              size_bytes, held, limits.arena_capacity_bytes));
   }
   return Status::ok();
 }
@@ -282,12 +288,12 @@ void handle_arena_create(Session* session, uint64_t id, const wire::ArenaCreate&
   const uint64_t size_bytes = message.size() > ipc::kMaxArenaBytes
                                   ? message.size()
                                   : (message.size() + kOsPageBytes - 1) & ~(kOsPageBytes - 1);
-  if (const Status status = check_arena(*session, size_bytes); !status.is_ok()) {
+  if (const Status status = check_arena(session, size_bytes); !status.is_ok()) {
     reply_error(session, id, status);
     return;
   }
-  ++session->n_arenas_pending;
-  session->arena_bytes_pending += size_bytes;
+  session->account->charge(engine::Resource::kArenas, 1);
+  session->account->charge(engine::Resource::kArenaBytes, size_bytes);
   service->arena_bytes += size_bytes;
   service->allocator.post([service, session_id = session->id(), id, size_bytes] {
     FinishedArena arena{
@@ -348,14 +354,12 @@ void handle_seq_list(Session* session, uint64_t id, const wire::SeqList& message
     return;
   }
   const bool all_clients = (message.flags() & KVM_LIST_ALL_CLIENTS) != 0;
-  const uid_t uid = session->peer().uid;
-  if (all_clients && uid != 0 && uid != session->service()->uid) {
-    reply_error(session, id,
-                Status(KVM_ERR_PERMISSION,
-                       fmt::format("user {} may list its own sequences only; those of all clients "
-                                   "are for root and user {}, which runs kvmd",
-                                   uid, session->service()->uid)));
-    return;
+  if (all_clients) {
+    const Status status = check_administrator(*session, "list the sequences of all clients");
+    if (!status.is_ok()) {
+      reply_error(session, id, status);
+      return;
+    }
   }
   engine::SeqPage page = session->service()->engine->list_seqs(
       session->client, message.space(), all_clients, message.begin(), kMaxListed<kvm_seq_info>);
@@ -447,20 +451,19 @@ void handle_message(Session* session, std::span<const uint8_t> bytes) {
 }
 
 void finish_arena(Service* service, Session* session, FinishedArena arena) {
-  if (session != nullptr) {
-    --session->n_arenas_pending;
-    session->arena_bytes_pending -= arena.size_bytes;
-  }
   if (!arena.memory.is_ok() || session == nullptr || session->is_doomed()) {
-    service->arena_bytes -= arena.size_bytes;
+    if (session != nullptr) {
+      session->give_back(engine::Resource::kArenas, 1);
+      session->give_back(engine::Resource::kArenaBytes, arena.size_bytes);
+    }
     if (!arena.memory.is_ok()) {
+      service->arena_bytes -= arena.size_bytes;
       if (session != nullptr) {
         reply_error(session, arena.message_id, arena.memory.status());
       }
       return;
     }
-    service->reaper.post(
-        [held = std::make_shared<ipc::SharedMemory>(std::move(arena.memory).value())] {});
+    discard_on_reaper(service, std::move(arena.memory.value().mapping));
     return;
   }
   ipc::SharedMemory& memory = arena.memory.value();

@@ -51,6 +51,10 @@ struct AllowedText {
     }
     return field.allowed == nullptr ? "a text that is not empty" : field.allowed;
   }
+  std::string operator()(const TenantsField&) const {
+    return "\"none\", or limits such as default: bytes=50%, sequences=1000; 1000: bytes=20GiB, of "
+           "sequences, bytes, arenas, arena_bytes, queues and requests";
+  }
 };
 
 }  // namespace
@@ -100,6 +104,14 @@ const std::vector<OptionRow>& option_rows() {
        "Memory of all arenas of all clients together. Not part of host_capacity."},
       {"max_sequences", "65536", IntegerField{&O::max_sequences, 1, 1u << 24},
        "Sequences of one client."},
+      {"max_requests", "unlimited",
+       IntegerField{&O::max_requests, 1, ipc::kMaxQueuesPerClient * ipc::kMaxOutstanding, true},
+       "Requests of one client in flight, over all its queues. More are answered with "
+       "KVM_ERR_QUOTA."},
+      {"tenants", "none", TenantsField{&O::tenants},
+       "What all clients of one user may hold together: `default` for every user, a user's number "
+       "for that user. In a file also as tables, [tenants.default] and [tenants.1000]. Shares are "
+       "of host_capacity and of arena_capacity."},
       {"max_spaces", "64", IntegerField{&O::max_spaces, 1, 4096},
        "Spaces (model geometries) that can be registered."},
       {"audit_every", "1024", IntegerField{&O::audit_every, 0, 1'000'000'000'000},

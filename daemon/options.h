@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "base/status.h"
+#include "daemon/tenants.h"
 #include "daemon/values.h"
 
 namespace kvm::daemon {
@@ -42,6 +43,8 @@ struct Options {
   Size arena_quota;     // share: of arena_capacity
   Size arena_capacity;  // share: of the machine's memory
   uint64_t max_sequences = 0;
+  uint64_t max_requests = 0;
+  TenantOptions tenants;
   uint64_t max_spaces = 0;
   uint64_t audit_every = 0;
   std::string cost_model;
@@ -78,11 +81,15 @@ struct TextField {
   const char* allowed = nullptr;     // with is_allowed: what the text must be
   bool (*is_allowed)(const std::string& text) = nullptr;
 };
+// Limits of users, as daemon/tenants.h has them.
+struct TenantsField {
+  TenantOptions Options::*member;
+};
 
 struct OptionRow {
   std::string name;  // "metrics.listen" is the key `listen` of the section [metrics]
   std::string default_text;
-  std::variant<IntegerField, OctalField, SizeField, BoolField, TextField> field;
+  std::variant<IntegerField, OctalField, SizeField, BoolField, TextField, TenantsField> field;
   std::string help;  // one or two sentences
 };
 

@@ -66,6 +66,13 @@ struct Assign {
     options->*field.member = *value;
     return true;
   }
+  bool operator()(const TenantsField& field) const {
+    std::optional<TenantOptions> value = parse_tenants(text);
+    if (value) {
+      options->*field.member = std::move(*value);
+    }
+    return value.has_value();
+  }
   bool operator()(const TextField& field) const {
     if (text.empty()) {
       return false;
@@ -135,6 +142,27 @@ bool is_section(const std::string& prefix) {
                      [&](const OptionRow& row) { return row.name.starts_with(prefix); });
 }
 
+// [tenants.default] and [tenants.1000] as the text of the option; nothing where a value is neither.
+std::optional<std::string> tenants_text(const toml::table& tenants) {
+  std::string out;
+  for (const auto& [who, node] : tenants) {
+    const toml::table* limits = node.as_table();
+    if (limits == nullptr) {
+      return std::nullopt;
+    }
+    out += fmt::format("{}{}:", out.empty() ? "" : "; ", who.str());
+    bool is_first = true;
+    for (const auto& [name, value] : *limits) {
+      const std::optional<std::string> text = text_of(value);
+      if (!text) {
+        return std::nullopt;
+      }
+      out += fmt::format("{} {}={}", std::exchange(is_first, false) ? "" : ",", name.str(), *text);
+    }
+  }
+  return out;
+}
+
 // `prefix` is "" or the section with its dot.
 Status load_table(const toml::table& table, const std::string& prefix, const std::string& path,
                   LoadedOptions* loaded) {
@@ -154,7 +182,9 @@ Status load_table(const toml::table& table, const std::string& prefix, const std
           fmt::format("unknown option '{}' in {}{}", name, place,
                       hint(name, names_of([](const OptionRow& row) { return row.name; }))));
     }
-    std::optional<std::string> text = text_of(node);
+    const bool is_tenants = std::holds_alternative<TenantsField>(option_rows()[*index].field);
+    std::optional<std::string> text =
+        is_tenants && node.is_table() ? tenants_text(*node.as_table()) : text_of(node);
     if (!text) {
       return Status(KVM_ERR_INVALID, fmt::format("{} in {} must be {}", name, place,
                                                  allowed_text(option_rows()[*index])));

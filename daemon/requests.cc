@@ -149,6 +149,12 @@ struct Dispatch {
 
   template <typename Message>
   void operator()(Message& message) const {
+    const Status room = session->account->check(engine::Resource::kRequests, 1, "a request");
+    if (!room.is_ok()) {
+      ipc::write_result(request->result, 0, room.message());
+      answer(room.code());
+      return;
+    }
     InFlight* slot = queue->begin(request, private_bytes_of(message));
     slot->verb = verb_of(message);
     session->service()->engine->submit(

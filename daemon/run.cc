@@ -44,6 +44,8 @@ engine::EngineOptions engine_options(const Options& options, const MachineMemory
   out.host_capacity_bytes = options.host_capacity.resolve(memory.free_bytes);
   out.default_quota_bytes = options.default_quota.resolve(out.host_capacity_bytes);
   out.max_sequences_per_client = options.max_sequences;
+  out.tenant_limits = tenant_limits(options.tenants, out.host_capacity_bytes,
+                                    options.arena_capacity.resolve(memory.total_bytes));
   out.max_spaces = static_cast<uint32_t>(options.max_spaces);
   out.pin_threads = options.pin_threads;
   out.worker_spin_ns = options.worker_spin_us * 1000;
@@ -62,6 +64,8 @@ ServerOptions server_options(const Options& options, const MachineMemory& memory
   out.limits.max_arena_bytes = options.max_arena.resolve(ipc::kMaxArenaBytes);
   out.limits.arena_capacity_bytes = options.arena_capacity.resolve(memory.total_bytes);
   out.limits.arena_quota_bytes = options.arena_quota.resolve(out.limits.arena_capacity_bytes);
+  out.limits.max_requests =
+      options.max_requests == kUnlimited ? engine::kNoLimit : options.max_requests;
   out.spin_max_ns = options.spin_max_us == kUnlimited ? UINT64_MAX : options.spin_max_us * 1000;
   out.shutdown_timeout_ns = options.shutdown_timeout_ms * 1'000'000;
   out.signal_fd = signal_fd;

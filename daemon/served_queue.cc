@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/assert.h"
+#include "daemon/session.h"
 
 namespace kvm::daemon {
 
@@ -63,6 +64,7 @@ InFlight* ServedQueue::begin(ipc::Request* request, uint64_t private_bytes) {
   slot.in_use = true;
   ++n_in_flight_;
   private_bytes_ += private_bytes;
+  session_->account->charge(engine::Resource::kRequests, 1);
   return &slot;
 }
 
@@ -74,6 +76,7 @@ void ServedQueue::complete(InFlight* request, const ipc::CompletionEntry& entry,
   request->in_use = false;
   --n_in_flight_;
   private_bytes_ -= request->private_bytes;
+  session_->give_back(engine::Resource::kRequests, 1);
   free_.push_back(static_cast<uint32_t>(request - in_flight_.data()));
   completions_.stage(entry);
 }

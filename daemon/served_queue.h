@@ -49,7 +49,8 @@ class ServedQueue {
   // Fails: PROTOCOL (an impossible index).
   Result<uint32_t> take(ipc::RequestEntry* out, uint32_t n_max);
 
-  // Takes over what the request needs to be answered. REQUIRES: take() returned it.
+  // Takes over what the request needs to be answered, and charges it to the session's account.
+  // REQUIRES: take() returned it; the account has room.
   InFlight* begin(ipc::Request* request, uint64_t private_bytes);
   // Answers a request of begin() and releases it.
   void complete(InFlight* request, const ipc::CompletionEntry& entry, uint64_t seq,

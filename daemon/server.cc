@@ -69,6 +69,9 @@ Server::Server(engine::Engine* engine, ServerOptions options)
   service_->epoch = random_epoch();
   service_->start_ns = now_ns();
   service_->uid = ::geteuid();
+  service_->close_client = [this](engine::ClientId client, const std::string& reason) {
+    return close_client(client, reason);
+  };
   engine->set_wake([service = service_.get()] { service->wake.wake(); });
 }
 
@@ -333,6 +336,7 @@ void Server::finish_closing_queues() {
       }
       n_unnotified_ -= queue->must_notify ? 1 : 0;
       --service_->n_queues;
+      session->give_back(engine::Resource::kQueues, 1);
       finish_queue_destroy(session.get(), queue->close_message_id);
       return true;
     });
@@ -389,6 +393,7 @@ void Server::bury(std::unique_ptr<Session> session) {
   service_->n_queues -= session->queues.size();
   service_->n_clients -= session->welcomed ? 1 : 0;
   session->hang_up();
+  session->account = nullptr;  // The engine gives back what it holds, all at once.
   const uint64_t id = session->id();
   const bool welcomed = session->welcomed;
   const engine::ClientId client = session->client;
@@ -398,6 +403,16 @@ void Server::bury(std::unique_ptr<Session> session) {
   } else {
     let_go(id);
   }
+}
+
+bool Server::close_client(engine::ClientId client, const std::string& reason) {
+  for (const auto& session : sessions_) {
+    if (session->welcomed && session->client == client && !session->is_doomed()) {
+      session->doom(reason);
+      return true;
+    }
+  }
+  return false;
 }
 
 void Server::let_go(uint64_t session_id) {
@@ -410,13 +425,14 @@ void Server::let_go(uint64_t session_id) {
   leaving_.erase(at);
   // Requests that were dropped still pin regions; the accounts of these belong to this thread.
   session->queues.clear();
-  service_->arena_bytes -= session->regions.total_bytes();
   // The job holds the last reference, so the session ends, and its memory is unmapped, over there.
   // When the daemon ends, results that clients were just told of stay readable for them.
-  service_->reaper.post([held = std::move(session), keep = draining_] {
+  service_->reaper.post([service = service_.get(), held = std::move(session), keep = draining_] {
+    const uint64_t size_bytes = held->regions.total_bytes();
     if (!keep) {
       held->regions.discard_contents();
     }
+    service->arena_bytes -= size_bytes;
   });
 }
 

@@ -78,6 +78,7 @@ class Server {
   void bury_doomed();
   void bury(std::unique_ptr<Session> session);
   void let_go(uint64_t session_id);
+  bool close_client(engine::ClientId client, const std::string& reason);
   void shut_down();
   Status start_metrics();
   void remove_socket();

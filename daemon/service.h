@@ -9,6 +9,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -30,14 +31,16 @@ namespace kvm::daemon {
 
 class ServedQueue;
 
-// max_queues and max_arenas are what applications may have; what libkvm makes for itself is
-// admitted beside it (ipc::admitted_queues, ipc::admitted_arenas).
+// Of each client, but max_clients and arena_capacity_bytes; engine/quota.h counts. max_queues and
+// max_arenas are what applications may have; what libkvm makes for itself is admitted beside it
+// (ipc::admitted_queues, ipc::admitted_arenas).
 struct Limits {
   uint32_t max_clients = ipc::kMaxClients;
   uint32_t max_queues = ipc::kMaxQueuesPerClient;
   uint32_t max_arenas = ipc::kMaxArenasPerClient;
   uint64_t max_arena_bytes = ipc::kMaxArenaBytes;
   uint64_t arena_quota_bytes = ipc::kMaxArenaBytes;     // of one client
+  uint64_t max_requests = engine::kNoLimit;             // in flight, of one client
   uint64_t arena_capacity_bytes = ipc::kMaxArenaBytes;  // of all clients
 };
 
@@ -68,7 +71,11 @@ struct Service {
   uint64_t n_sleeps = 0;
   uint64_t n_notifications = 0;
   uint64_t n_queues = 0;
-  uint64_t arena_bytes = 0;  // mapped or being allocated
+  // Mapped, being allocated, or being given back: the reaper subtracts what is free again.
+  std::atomic<uint64_t> arena_bytes{0};
+
+  // Closes a client as if it had gone, for this reason; whether there is such a client.
+  std::function<bool(engine::ClientId, const std::string& reason)> close_client;
 
   RequestStats requests;
   Snapshots snapshots{[this] { wake.wake(); }};

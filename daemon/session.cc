@@ -8,19 +8,22 @@
 #include <utility>
 
 namespace kvm::daemon {
-namespace {
 
 // A mapping travels in a std::function, which wants copies.
 void discard_on_reaper(Service* service, ipc::Mapping mapping) {
-  service->arena_bytes -= mapping.size_bytes();
-  service->reaper.post(
-      [held = std::make_shared<ipc::Mapping>(std::move(mapping))] { held->discard_contents(); });
+  service->reaper.post([service, held = std::make_shared<ipc::Mapping>(std::move(mapping))] {
+    const uint64_t size_bytes = held->size_bytes();
+    held->discard_contents();
+    service->arena_bytes -= size_bytes;
+  });
 }
 
-}  // namespace
-
 Session::Session(Service* service, uint64_t id, ipc::Fd socket, ipc::PeerCredentials peer)
-    : regions([service](ipc::Mapping mapping) { discard_on_reaper(service, std::move(mapping)); }),
+    : regions([this](ipc::Mapping mapping) {
+        give_back(engine::Resource::kArenas, 1);
+        give_back(engine::Resource::kArenaBytes, mapping.size_bytes());
+        discard_on_reaper(service_, std::move(mapping));
+      }),
       service_(service),
       id_(id),
       socket_(std::move(socket)),
@@ -121,6 +124,12 @@ uint64_t Session::private_bytes() const {
     total += queue->private_bytes();
   }
   return total;
+}
+
+void Session::give_back(engine::Resource resource, uint64_t n) {
+  if (account != nullptr) {
+    account->give_back(resource, n);
+  }
 }
 
 void Session::note_arrival(uint64_t now_ns) {

@@ -58,6 +58,8 @@ class Session {
 
   ServedQueue* find_queue(uint32_t id);
   uint64_t private_bytes() const;
+  // Takes n of a resource back from its account, while it has one.
+  void give_back(engine::Resource resource, uint64_t n);
 
   // Time between the last answer and the next request, for the length of spinning.
   void note_arrival(uint64_t now_ns);
@@ -67,14 +69,14 @@ class Session {
   bool welcomed = false;
   uint64_t handshake_deadline_ns = 0;
   engine::ClientId client = 0;  // once welcomed
+  // Of `client`; null before, and once the engine has been told that it is gone.
+  engine::QuotaAccount* account = nullptr;
   std::string name;
   ipc::Fd pidfd;
   ipc::Fd doorbell;
   ipc::RegionTable regions;  // before queues: their requests pin regions
   std::vector<std::unique_ptr<ServedQueue>> queues;
   uint32_t last_queue_id = 0;
-  uint32_t n_arenas_pending = 0;
-  uint64_t arena_bytes_pending = 0;
   std::string stats_text;  // what StatsText pages through
 
  private:
@@ -97,6 +99,9 @@ class Session {
   uint64_t gap_ns_ = 0;  // 0: not known yet
   uint64_t last_answer_ns_ = 0;
 };
+
+// Gives the memory of an arena back on the reaper's thread; then it is not counted any more.
+void discard_on_reaper(Service* service, ipc::Mapping mapping);
 
 // What comes back from epoll: a kind and a session's id.
 enum class EventKind : uint8_t {

@@ -105,8 +105,10 @@ class EngineImpl final : public Engine {
         auditor_(options.audit_every),
         scheduler_(options.n_threads, options.worker_spin_ns, options.pin_threads) {}
 
-  ClientId add_client(uint64_t quota_bytes, uint64_t max_sequences) override;
+  ClientId add_client(const ClientSpec& spec) override;
   void remove_client(ClientId client, std::function<void()> on_gone) override;
+  QuotaBook& quotas() override { return store_->quotas(); }
+  Status evict(kvm_seq_id seq) override;
 
   Result<kvm_space_id> register_space(const SpaceSpec& spec) override {
     // AUTO has a choice where there are indexes.
@@ -235,8 +237,8 @@ class EngineImpl final : public Engine {
 
 // --- Clients ------------------------------------------------------------------------------------
 
-ClientId EngineImpl::add_client(uint64_t quota_bytes, uint64_t max_sequences) {
-  const ClientId client = store_->add_client(quota_bytes, max_sequences);
+ClientId EngineImpl::add_client(const ClientSpec& spec) {
+  const ClientId client = store_->add_client(spec);
   clients_.emplace(client, Client{});
   return client;
 }
@@ -259,6 +261,13 @@ void EngineImpl::remove_client(ClientId client, std::function<void()> on_gone) {
       drop_waiting(request.get(), {KVM_ERR_CANCELLED, "the client is gone"});
     }
   }
+}
+
+Status EngineImpl::evict(kvm_seq_id seq) {
+  KVM_TRY_ASSIGN(const ClientId owner, store_->seq_client(seq));
+  submit(owner, RequestTag{}, SeqRequest{.verb = SeqVerb::kFree, .seq = seq},
+         [](RequestResult&&) {});
+  return Status::ok();
 }
 
 // Clients that leave and have no request in flight any more, nor an audit.
@@ -813,6 +822,7 @@ Result<std::unique_ptr<Engine>> Engine::open(const EngineOptions& given) {
   store_options.host_capacity_bytes = options.host_capacity_bytes;
   store_options.default_quota_bytes = options.default_quota_bytes;
   store_options.max_sequences_per_client = options.max_sequences_per_client;
+  store_options.tenant_limits = options.tenant_limits;
   store_options.max_spaces = options.max_spaces;
   store_options.cached_bytes = std::min(options.host_capacity_bytes / 2, kMaxCachedBytes);
   KVM_TRY_ASSIGN(std::unique_ptr<Store> store, Store::open(store_options));

@@ -27,17 +27,17 @@
 
 #include "base/audit_stats.h"
 #include "base/status.h"
+#include "engine/quota.h"
 #include "kvm.h"
 
 namespace kvm::engine {
-
-using ClientId = uint64_t;
 
 struct EngineOptions {
   uint32_t n_threads = 0;            // that compute, the driver thread included; 0: one per core
   uint64_t host_capacity_bytes = 0;  // hard cap of physical KV memory; 0: 60 % of free memory
   uint64_t default_quota_bytes = 0;  // per client; 0: no share smaller than the capacity
   uint64_t max_sequences_per_client = 65536;
+  TenantLimits tenant_limits;
   uint32_t max_spaces = 64;
   bool pin_threads = false;          // bind worker i to core i
   uint64_t worker_spin_ns = 200000;  // how long an idle worker spins before it sleeps
@@ -158,12 +158,19 @@ class Engine {
   // Waits for running tasks; requests not finished are dropped without their callback.
   virtual ~Engine() = default;
 
-  // Clients own sequences. quota_bytes 0: the default. max_sequences 0: the default.
-  virtual ClientId add_client(uint64_t quota_bytes, uint64_t max_sequences) = 0;
+  // Clients own sequences. Limits of bytes and sequences that the spec does not name are those of
+  // the options; others that it does not name are none.
+  virtual ClientId add_client(const ClientSpec& spec) = 0;
   // Frees the client's sequences once its requests in flight have finished; requests not begun are
   // dropped without their callback, running ones finish without it. `on_gone` is called from poll()
-  // when no task touches the client's memory any more (arenas may then be unmapped).
+  // when no task touches the client's memory any more (arenas may then be unmapped); its account is
+  // closed by then.
   virtual void remove_client(ClientId client, std::function<void()> on_gone) = 0;
+  // The engine charges sequences and bytes. The driver charges what else clients hold of it.
+  virtual QuotaBook& quotas() = 0;
+  // Frees a sequence, whoever owns it, once the requests before it are done: what its owner asks of
+  // it later answers STALE. Fails: NOT_FOUND, STALE, LOST.
+  virtual Status evict(kvm_seq_id seq) = 0;
 
   // Spaces are shared by all clients.
   virtual Result<kvm_space_id> register_space(const SpaceSpec& spec) = 0;

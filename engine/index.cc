@@ -153,7 +153,7 @@ PageRef IndexBank::allocate(uint64_t page_bytes) const {
   if (!page.is_ok()) {
     return kNoPage;
   }
-  *account_bytes_ += page_bytes;
+  account_->charge(Resource::kBytes, page_bytes);
   uses_->bytes += page_bytes;
   totals_->page_bytes += page_bytes;
   ++totals_->n_pages;
@@ -163,7 +163,7 @@ PageRef IndexBank::allocate(uint64_t page_bytes) const {
 void IndexBank::release(PageRef page) const {
   const uint64_t page_bytes = pool_->page_bytes(page);
   if (pool_->release(page)) {
-    *account_bytes_ -= page_bytes;
+    account_->give_back(Resource::kBytes, page_bytes);
     uses_->bytes -= page_bytes;
     totals_->page_bytes -= page_bytes;
     --totals_->n_pages;
@@ -179,29 +179,29 @@ bool IndexBank::charge(uint64_t size_bytes) const {
       return false;
     }
   }
-  *account_bytes_ += size_bytes;
+  account_->charge(Resource::kBytes, size_bytes);
   uses_->bytes += size_bytes;
   totals_->charged_bytes += size_bytes;
   return true;
 }
 
 void IndexBank::uncharge(uint64_t size_bytes) const {
-  *account_bytes_ -= size_bytes;
+  account_->give_back(Resource::kBytes, size_bytes);
   uses_->bytes -= size_bytes;
   totals_->charged_bytes -= size_bytes;
   budget_->uncharge(size_bytes);
 }
 
 void IndexBank::bury(std::byte* data, uint64_t size_bytes) const {
-  *account_bytes_ -= size_bytes;
+  account_->give_back(Resource::kBytes, size_bytes);
   uses_->bytes -= size_bytes;
   totals_->charged_bytes -= size_bytes;
   yard_->bury(data, size_bytes);
 }
 
 uint64_t IndexBank::room_bytes() const {
-  const uint64_t of_quota = quota_bytes_ - std::min(quota_bytes_, *account_bytes_);
-  return std::min(of_quota, budget_->free_bytes() + pool_->cached_bytes() + yard_->size_bytes());
+  return std::min(account_->room(Resource::kBytes),
+                  budget_->free_bytes() + pool_->cached_bytes() + yard_->size_bytes());
 }
 
 std::vector<HashRun> hash_runs(uint64_t n_tokens, uint32_t min_tokens) {

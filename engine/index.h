@@ -31,6 +31,7 @@
 #include <vector>
 
 #include "attention/sampled/approx.h"
+#include "engine/quota.h"
 #include "engine/space.h"
 #include "engine/table_memory.h"
 #include "hash_index/sketch/sketch.h"
@@ -85,14 +86,13 @@ class IndexUses {
 class IndexBank {
  public:
   IndexBank(tiers::HostPool* pool, tiers::MemoryBudget* budget, TableYard* yard,
-            IndexTotals* totals, IndexUses* uses, uint64_t* account_bytes, uint64_t quota_bytes)
+            IndexTotals* totals, IndexUses* uses, QuotaAccount* account)
       : pool_(pool),
         budget_(budget),
         yard_(yard),
         totals_(totals),
         uses_(uses),
-        account_bytes_(account_bytes),
-        quota_bytes_(quota_bytes) {}
+        account_(account) {}
 
   // kNoPage where the quota, the capacity or the machine refuses.
   tiers::PageRef allocate(uint64_t page_bytes) const;
@@ -112,7 +112,7 @@ class IndexBank {
 
  private:
   bool fits_quota(uint64_t size_bytes) const {
-    return *account_bytes_ <= quota_bytes_ && size_bytes <= quota_bytes_ - *account_bytes_;
+    return size_bytes <= account_->room(Resource::kBytes);
   }
 
   tiers::HostPool* pool_;
@@ -120,8 +120,7 @@ class IndexBank {
   TableYard* yard_;
   IndexTotals* totals_;
   IndexUses* uses_;
-  uint64_t* account_bytes_;
-  uint64_t quota_bytes_;
+  QuotaAccount* account_;
 };
 
 // Memory on the heap that is charged as long as it lives.

@@ -24,6 +24,7 @@
 
 #include "base/kv_view.h"
 #include "base/status.h"
+#include "engine/quota.h"
 #include "tiers/host/host_pool.h"
 #include "tiers/slab_class.h"
 
@@ -47,8 +48,8 @@ class PageRelief {
 // NO_SPACE is the answer.
 class PageBank {
  public:
-  PageBank(tiers::HostPool* pool, uint64_t* account_bytes, PageRelief* relief = nullptr)
-      : pool_(pool), account_bytes_(account_bytes), relief_(relief) {}
+  PageBank(tiers::HostPool* pool, QuotaAccount* account, PageRelief* relief = nullptr)
+      : pool_(pool), account_(account), relief_(relief) {}
 
   Result<tiers::PageRef> allocate(const tiers::SlabClass& slab_class) {
     Result<tiers::PageRef> page = pool_->allocate(slab_class);
@@ -56,19 +57,19 @@ class PageBank {
            relief_->relieve()) {
       page = pool_->allocate(slab_class);
     }
-    *account_bytes_ += page.is_ok() ? slab_class.page_bytes() : 0;
+    account_->charge(Resource::kBytes, page.is_ok() ? slab_class.page_bytes() : 0);
     return page;
   }
   void add_ref(tiers::PageRef page) { pool_->add_ref(page); }
   void release(tiers::PageRef page) {
     const uint64_t page_bytes = pool_->page_bytes(page);
-    *account_bytes_ -= pool_->release(page) ? page_bytes : 0;
+    account_->give_back(Resource::kBytes, pool_->release(page) ? page_bytes : 0);
   }
   const tiers::HostPool& pool() const { return *pool_; }
 
  private:
   tiers::HostPool* pool_;
-  uint64_t* account_bytes_;
+  QuotaAccount* account_;
   PageRelief* relief_;
 };
 

@@ -51,13 +51,8 @@ std::string text(uint64_t value) { return std::to_string(value); }
 
 struct Account {
   ClientId client = 0;
-  uint64_t quota_bytes = 0;
-  uint64_t max_sequences = 0;
-  uint64_t bytes = 0;  // pages, observations and indexes
-  uint64_t n_sequences = 0;
+  QuotaAccount* quota = nullptr;
   IndexUses indexes;
-
-  bool has_room(uint64_t need) const { return bytes <= quota_bytes && need <= quota_bytes - bytes; }
 };
 
 // The lists of a space that one policy decides about.
@@ -129,6 +124,7 @@ class StoreImpl final : public Store, private PageRelief {
         budget_(options.host_capacity_bytes),
         pool_(&budget_, std::min(options.cached_bytes, options.host_capacity_bytes / 8)),
         yard_(&budget_),
+        quotas_(options.tenant_limits),
         spaces_("space", epoch_tag, 0),
         sequences_("sequence", epoch_tag, 1) {}
 
@@ -141,9 +137,10 @@ class StoreImpl final : public Store, private PageRelief {
   }
 
   // Clients.
-  ClientId add_client(uint64_t quota_bytes, uint64_t max_sequences) override;
+  ClientId add_client(const ClientSpec& spec) override;
   void remove_client(ClientId client) override;
   uint64_t client_bytes(ClientId client) const override;
+  QuotaBook& quotas() override { return quotas_; }
   // Spaces.
   Result<kvm_space_id> register_space(const SpaceSpec& spec) override;
   Result<kvm_space_id> find_space(std::string_view name) const override;
@@ -153,6 +150,7 @@ class StoreImpl final : public Store, private PageRelief {
   Status drop_space(kvm_space_id id) override;
   // Sequences.
   Result<Sequence*> find_seq(ClientId client, kvm_seq_id id) override;
+  Result<ClientId> seq_client(kvm_seq_id id) const override;
   Result<kvm_seq_id> create_seq(ClientId client, kvm_space_id space, uint32_t flags) override;
   Result<kvm_seq_id> fork_seq(Sequence* parent, uint64_t n_tokens) override;
   Status check_fork(const Sequence* parent, uint64_t n_tokens) const override;
@@ -206,15 +204,17 @@ class StoreImpl final : public Store, private PageRelief {
   void check_accounts() const override;
 
  private:
-  PageBank bank(const Sequence* seq) { return PageBank(&pool_, &seq->account->bytes, this); }
+  PageBank bank(const Sequence* seq) { return PageBank(&pool_, seq->account->quota, this); }
   IndexBank index_bank(const Sequence* seq) {
     return IndexBank(&pool_, &budget_, &yard_, &index_totals_, &seq->account->indexes,
-                     &seq->account->bytes, seq->account->quota_bytes);
+                     seq->account->quota);
   }
   bool relieve() override;
-  // Whether the quota has room for `need`, if need be without indexes.
-  bool make_quota_room(Account* account, uint64_t need);
-  Status check_limits(const Account* account) const;
+  // That the quotas have room for `need` bytes, if need be without indexes. Fails: QUOTA.
+  Status make_quota_room(Account* account, uint64_t need, std::string_view what);
+  // The client of a tenant whose index was used longest ago; null: none may go.
+  Account* oldest_index(const QuotaAccount* tenant);
+  Status check_limits(Account* account, std::string_view what) const;
   // The stored tokens of pages with blocks in [block_begin, block_end).
   void collect_between(const Sequence* seq, uint32_t layer, uint32_t class_index,
                        uint64_t block_begin, uint64_t block_end, std::vector<KvRun>* runs) const;
@@ -225,8 +225,7 @@ class StoreImpl final : public Store, private PageRelief {
   }
   void cut_indexes(Sequence* seq, uint64_t n_tokens);
   void drop_from_index(Sequence* seq, const policies::Action& action);
-  Result<std::unique_ptr<Sequence>> make_seq(Account* account, SpaceRecord* record,
-                                             uint32_t flags) const;
+  static std::unique_ptr<Sequence> make_seq(Account* account, SpaceRecord* record, uint32_t flags);
   kvm_seq_id add_seq(std::unique_ptr<Sequence> seq);
   Status check_layer(const Sequence* seq, uint32_t layer) const;
   Status check_quota(std::span<const AppendItem> items);
@@ -258,6 +257,7 @@ class StoreImpl final : public Store, private PageRelief {
   tiers::MemoryBudget budget_;
   tiers::HostPool pool_;
   TableYard yard_;
+  QuotaBook quotas_;
   IdTable<SpaceRecord> spaces_;
   IdTable<Sequence> sequences_;
   std::unordered_map<ClientId, std::unique_ptr<Account>> accounts_;
@@ -272,14 +272,15 @@ class StoreImpl final : public Store, private PageRelief {
 
 // --- Clients ------------------------------------------------------------------------------------
 
-ClientId StoreImpl::add_client(uint64_t quota_bytes, uint64_t max_sequences) {
+ClientId StoreImpl::add_client(const ClientSpec& spec) {
   auto account = std::make_unique<Account>();
-  const uint64_t default_quota = options_.default_quota_bytes != 0 ? options_.default_quota_bytes
-                                                                   : options_.host_capacity_bytes;
-  account->client = next_client_++;
-  account->quota_bytes = quota_bytes != 0 ? quota_bytes : default_quota;
-  account->max_sequences = max_sequences != 0 ? max_sequences : options_.max_sequences_per_client;
-  const ClientId client = account->client;
+  Amounts limits = no_limits();
+  limits[Resource::kBytes] = options_.default_quota_bytes != 0 ? options_.default_quota_bytes
+                                                               : options_.host_capacity_bytes;
+  limits[Resource::kSequences] = options_.max_sequences_per_client;
+  const ClientId client = next_client_++;
+  account->client = client;
+  account->quota = quotas_.open(client, spec, limits);
   accounts_[client] = std::move(account);
   return client;
 }
@@ -290,14 +291,16 @@ void StoreImpl::remove_client(ClientId client) {
   }
   const auto it = accounts_.find(client);
   if (it != accounts_.end()) {
-    KVM_ASSERT(it->second->bytes == 0 && it->second->n_sequences == 0);
+    const Amounts& used = it->second->quota->used();
+    KVM_ASSERT(used[Resource::kBytes] == 0 && used[Resource::kSequences] == 0);
+    quotas_.close(client);
     accounts_.erase(it);
   }
 }
 
 uint64_t StoreImpl::client_bytes(ClientId client) const {
   const auto it = accounts_.find(client);
-  return it == accounts_.end() ? 0 : it->second->bytes;
+  return it == accounts_.end() ? 0 : it->second->quota->used(Resource::kBytes);
 }
 
 // --- Spaces -------------------------------------------------------------------------------------
@@ -422,12 +425,8 @@ Result<Sequence*> StoreImpl::find_seq(ClientId client, kvm_seq_id id) {
   return seq;
 }
 
-Status StoreImpl::check_limits(const Account* account) const {
-  if (account->n_sequences >= account->max_sequences) {
-    return Status(KVM_ERR_LIMIT, "this client has " + text(account->n_sequences) +
-                                     " sequences; at most " + text(account->max_sequences) +
-                                     " are allowed");
-  }
+Status StoreImpl::check_limits(Account* account, std::string_view what) const {
+  KVM_TRY(account->quota->check(Resource::kSequences, 1, what));
   if (sequences_.full()) {
     return Status(KVM_ERR_LIMIT,
                   "the service has " + text(sequences_.size()) + " sequences and can name no more");
@@ -435,9 +434,8 @@ Status StoreImpl::check_limits(const Account* account) const {
   return Status::ok();
 }
 
-Result<std::unique_ptr<Sequence>> StoreImpl::make_seq(Account* account, SpaceRecord* record,
-                                                      uint32_t flags) const {
-  KVM_TRY(check_limits(account));
+std::unique_ptr<Sequence> StoreImpl::make_seq(Account* account, SpaceRecord* record,
+                                              uint32_t flags) {
   auto seq = std::make_unique<Sequence>();
   seq->account = account;
   seq->record = record;
@@ -450,7 +448,7 @@ Result<std::unique_ptr<Sequence>> StoreImpl::make_seq(Account* account, SpaceRec
 
 kvm_seq_id StoreImpl::add_seq(std::unique_ptr<Sequence> seq) {
   Sequence* added = seq.get();
-  ++added->account->n_sequences;
+  added->account->quota->charge(Resource::kSequences, 1);
   ++added->record->n_sequences;
   added->id = sequences_.insert(std::move(seq));
   return added->id;
@@ -464,8 +462,8 @@ Result<kvm_seq_id> StoreImpl::create_seq(ClientId client, kvm_space_id space, ui
     return Status(KVM_ERR_INVALID,
                   "flags is " + text(flags) + "; only KVM_SEQ_MANUAL_COMMIT (1) is defined");
   }
-  KVM_TRY_ASSIGN(std::unique_ptr<Sequence> seq, make_seq(account->second.get(), record, flags));
-  return add_seq(std::move(seq));
+  KVM_TRY(check_limits(account->second.get(), "a new sequence"));
+  return add_seq(make_seq(account->second.get(), record, flags));
 }
 
 uint64_t shortest_layer(const Sequence* seq) {
@@ -491,13 +489,12 @@ Status StoreImpl::check_fork(const Sequence* parent, uint64_t n_tokens) const {
                                        text(longest) + " tokens");
   }
   KVM_TRY(check_cut(parent, n_tokens));
-  return check_limits(parent->account);
+  return check_limits(parent->account, "a fork");
 }
 
 Result<kvm_seq_id> StoreImpl::fork_seq(Sequence* parent, uint64_t n_tokens) {
   KVM_TRY(check_fork(parent, n_tokens));
-  KVM_TRY_ASSIGN(std::unique_ptr<Sequence> child,
-                 make_seq(parent->account, parent->record, parent->flags));
+  std::unique_ptr<Sequence> child = make_seq(parent->account, parent->record, parent->flags);
   for (size_t i = 0; i < parent->lists.size(); ++i) {
     const PageList& list = parent->lists[i];
     child->lists[i].share(list, std::min(n_tokens, list.length()), bank(parent));
@@ -606,7 +603,7 @@ void StoreImpl::free_seq(Sequence* seq) {
   seq->kept.clear();
   seq->masses.clear();
   seq->indexes.clear();
-  --seq->account->n_sequences;
+  seq->account->quota->give_back(Resource::kSequences, 1);
   --seq->record->n_sequences;
   sequences_.erase(seq->id);
   trim_after_free();
@@ -689,6 +686,11 @@ SeqPage StoreImpl::list_seqs(ClientId client, kvm_space_id space, bool all_clien
   return page;
 }
 
+Result<ClientId> StoreImpl::seq_client(kvm_seq_id id) const {
+  KVM_TRY_ASSIGN(const Sequence* seq, sequences_.find(id));
+  return seq->account->client;
+}
+
 std::vector<kvm_seq_id> StoreImpl::client_seqs(ClientId client) const {
   std::vector<kvm_seq_id> ids;
   sequences_.for_each([&](uint64_t id, const Sequence& seq) {
@@ -744,11 +746,15 @@ Status StoreImpl::check_quota(std::span<const AppendItem> items) {
           lists[i].pages_to_reserve(item.n_tokens, slab_class, pool_) * slab_class.page_bytes();
     }
   }
+  std::unordered_map<QuotaAccount*, uint64_t> tenant_needs;
   for (const auto& [account, need] : needs) {
-    if (need > 0 && !make_quota_room(account, need)) {
-      return Status(KVM_ERR_QUOTA, "the append needs " + text(need) + " bytes; this client holds " +
-                                       text(account->bytes) + " of " + text(account->quota_bytes));
+    if (need > 0) {
+      KVM_TRY(make_quota_room(account, need, "the append"));
+      tenant_needs[account->quota->tenant()] += need;
     }
+  }
+  for (const auto& [tenant, need] : tenant_needs) {
+    KVM_TRY(tenant->check(Resource::kBytes, need, "the append"));
   }
   return Status::ok();
 }
@@ -928,7 +934,7 @@ void StoreImpl::unpin_pages(PagePins* pins) {
   Account& account = *accounts_.at(pins->client);
   for (const PageRef page : pins->pages) {
     const uint64_t page_bytes = pool_.page_bytes(page);
-    account.bytes -= pool_.release(page) ? page_bytes : 0;
+    account.quota->give_back(Resource::kBytes, pool_.release(page) ? page_bytes : 0);
   }
   pins->pages.clear();
   pool_.trim(kTrimAfterFree);
@@ -975,11 +981,7 @@ Status StoreImpl::check_read(const Sequence* seq, uint32_t layer, uint64_t posit
 // --- Observations -------------------------------------------------------------------------------
 
 Status StoreImpl::charge_observed(Account* account, uint64_t size_bytes) {
-  if (!make_quota_room(account, size_bytes)) {
-    return Status(KVM_ERR_QUOTA, "the observation needs " + text(size_bytes) +
-                                     " bytes; this client holds " + text(account->bytes) + " of " +
-                                     text(account->quota_bytes));
-  }
+  KVM_TRY(make_quota_room(account, size_bytes, "the observation"));
   bool is_charged = pool_.make_room(size_bytes) && budget_.charge(size_bytes);
   while (!is_charged && relieve()) {
     is_charged = pool_.make_room(size_bytes) && budget_.charge(size_bytes);
@@ -989,13 +991,13 @@ Status StoreImpl::charge_observed(Account* account, uint64_t size_bytes) {
                                         text(budget_.used_bytes()) + " of " +
                                         text(budget_.capacity_bytes()) + " are in use");
   }
-  account->bytes += size_bytes;
+  account->quota->charge(Resource::kBytes, size_bytes);
   observed_bytes_ += size_bytes;
   return Status::ok();
 }
 
 void StoreImpl::uncharge_observed(Account* account, uint64_t size_bytes) {
-  account->bytes -= size_bytes;
+  account->quota->give_back(Resource::kBytes, size_bytes);
   observed_bytes_ -= size_bytes;
   budget_.uncharge(size_bytes);
 }
@@ -1443,11 +1445,7 @@ Status StoreImpl::demote(Sequence* seq, const policies::Action& action) {
   });
   const uint64_t need = old_pages.size() * target.page_bytes();
   Account* account = seq->account;
-  if (!make_quota_room(account, need)) {
-    return Status(KVM_ERR_QUOTA, "re-encoding needs " + text(need) + " bytes for a moment; " +
-                                     text(account->bytes) + " of " + text(account->quota_bytes) +
-                                     " are in use");
-  }
+  KVM_TRY(make_quota_room(account, need, "re-encoding, for a moment"));
   std::vector<PageRef> new_pages;
   for (size_t i = 0; i < old_pages.size(); ++i) {
     Result<PageRef> page = bank(seq).allocate(target);
@@ -1500,26 +1498,50 @@ bool StoreImpl::relieve() {
   if (yard_.unmap_some(kUnmapForRoom)) {
     return true;
   }
+  Account* oldest = oldest_index(nullptr);
+  return oldest != nullptr && oldest->indexes.drop_oldest();
+}
+
+// tenant == nullptr: of all.
+Account* StoreImpl::oldest_index(const QuotaAccount* tenant) {
   Account* oldest = nullptr;
   uint64_t oldest_use = UINT64_MAX;
   for (const auto& [client, account] : accounts_) {
     const uint64_t use = account->indexes.oldest_use();
-    if (use < oldest_use) {
+    if (use < oldest_use && (tenant == nullptr || account->quota->tenant() == tenant)) {
       oldest_use = use;
       oldest = account.get();
     }
   }
-  return oldest != nullptr && oldest->indexes.drop_oldest();
+  return oldest;
 }
 
-bool StoreImpl::make_quota_room(Account* account, uint64_t need) {
-  if (need > account->quota_bytes ||
-      account->bytes - account->indexes.bytes > account->quota_bytes - need) {
-    return false;  // without a single index it would not fit
+Status StoreImpl::make_quota_room(Account* account, uint64_t need, std::string_view what) {
+  QuotaAccount* quota = account->quota;
+  if (quota->room(Resource::kBytes) >= need) {
+    return Status::ok();
   }
-  while (!account->has_room(need) && account->indexes.drop_oldest()) {
+  // Nothing makes way where it would not fit without a single index either.
+  const QuotaAccount* tenant = quota->tenant();
+  uint64_t tenant_index_bytes = 0;
+  for (const auto& [client, other] : accounts_) {
+    tenant_index_bytes += other->quota->tenant() == tenant ? other->indexes.bytes : 0;
   }
-  return account->has_room(need);
+  const auto could_fit = [need](const QuotaAccount& of, uint64_t index_bytes) {
+    const uint64_t limit = of.limits()[Resource::kBytes];
+    return need <= limit && of.used(Resource::kBytes) - index_bytes <= limit - need;
+  };
+  if (could_fit(*quota, account->indexes.bytes) && could_fit(*tenant, tenant_index_bytes)) {
+    while (quota->own_room(Resource::kBytes) < need && account->indexes.drop_oldest()) {
+    }
+    while (quota->room(Resource::kBytes) < need) {
+      Account* oldest = oldest_index(tenant);
+      if (oldest == nullptr || !oldest->indexes.drop_oldest()) {
+        break;
+      }
+    }
+  }
+  return quota->check(Resource::kBytes, need, what);
 }
 
 std::unique_ptr<IndexBuild> StoreImpl::plan_index(Sequence* seq, uint32_t layer, uint64_t n_append,
@@ -1619,7 +1641,9 @@ void StoreImpl::check_accounts() const {
   // Of lists: (address, bytes).
   std::unordered_map<const void*, std::pair<uint64_t, const Account*>> beside;
   std::unordered_map<const LayerIndex*, const Account*> indexes;
+  std::unordered_map<const Account*, uint64_t> n_sequences;
   sequences_.for_each([&](uint64_t, const Sequence& seq) {
+    ++n_sequences[seq.account];
     for (const PageList& list : seq.lists) {
       if (list.root() != nullptr && ++root_refs[list.root()] == 1) {
         for (const Segment* segment : list.root()->segments) {
@@ -1719,6 +1743,7 @@ void StoreImpl::check_accounts() const {
   for (const auto& [segment, n_refs] : segment_refs) {
     KVM_ASSERT(segment->n_refs == n_refs);
   }
+  std::unordered_map<const QuotaAccount*, uint64_t> tenant_bytes;
   std::unordered_map<const Account*, uint64_t> account_bytes;
   std::unordered_map<const Account*, uint64_t> index_bytes;
   for (const auto& [page, account] : index_pages) {
@@ -1743,8 +1768,13 @@ void StoreImpl::check_accounts() const {
     index_bytes[charge.second] += charge.first;
   }
   for (const auto& [client, account] : accounts_) {
-    KVM_ASSERT(account->bytes == account_bytes[account.get()]);
+    KVM_ASSERT(account->quota->used(Resource::kBytes) == account_bytes[account.get()]);
+    KVM_ASSERT(account->quota->used(Resource::kSequences) == n_sequences[account.get()]);
     KVM_ASSERT(account->indexes.bytes == index_bytes[account.get()]);
+    tenant_bytes[account->quota->tenant()] += account_bytes[account.get()];
+  }
+  for (const auto& [tenant, tenant_total] : tenant_bytes) {
+    KVM_ASSERT(tenant->used(Resource::kBytes) == tenant_total);
   }
   KVM_ASSERT(observed_bytes == observed_bytes_);
   KVM_ASSERT(budget_.used_bytes() == pool_.extent_bytes() + observed_bytes_ +

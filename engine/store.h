@@ -49,6 +49,7 @@ struct StoreOptions {
   uint64_t host_capacity_bytes = 0;  // hard cap of extents, observations, indexes; required
   uint64_t default_quota_bytes = 0;  // per client; 0: the capacity
   uint64_t max_sequences_per_client = 65536;
+  TenantLimits tenant_limits;
   uint32_t max_spaces = 64;
   // Emptied extents that stay mapped and charged, so that the next append into the same slab class
   // need not fault memory in again; at most an eighth of the capacity. They are given back before
@@ -117,8 +118,8 @@ class Store {
 
   // --- Clients ----------------------------------------------------------------------------------
 
-  // 0: the default. Ids start at 1 and are never reused.
-  virtual ClientId add_client(uint64_t quota_bytes, uint64_t max_sequences) = 0;
+  // Ids start at 1 and are never reused.
+  virtual ClientId add_client(const ClientSpec& spec) = 0;
   // Frees the client's sequences and forgets it. No reservation of them may be open: roll back
   // first. An unknown client is ignored.
   virtual void remove_client(ClientId client) = 0;
@@ -126,6 +127,7 @@ class Store {
   // them allocated it (sequences of different clients never share pages); its observations and
   // indexes count once as well. 0 for an unknown client.
   virtual uint64_t client_bytes(ClientId client) const = 0;
+  virtual QuotaBook& quotas() = 0;
 
   // --- Spaces -----------------------------------------------------------------------------------
 
@@ -144,11 +146,13 @@ class Store {
 
   // Fails: NOT_FOUND, STALE, LOST, PERMISSION (of another client).
   virtual Result<Sequence*> find_seq(ClientId client, kvm_seq_id id) = 0;
-  // flags: KVM_SEQ_*. Fails: as space(), INVALID (flags), LIMIT (the client's sequences).
+  // Whose a sequence is.
+  virtual Result<ClientId> seq_client(kvm_seq_id id) const = 0;
+  // flags: KVM_SEQ_*. Fails: as space(), INVALID (flags), QUOTA (sequences).
   // REQUIRES: the client exists.
   virtual Result<kvm_seq_id> create_seq(ClientId client, kvm_space_id space, uint32_t flags) = 0;
   // As kvm_seq_fork; the child belongs to the parent's client. O(lists of the space) for the whole
-  // length, plus O(segments) for a part. Fails: INVALID, PARTIAL, LIMIT.
+  // length, plus O(segments) for a part. Fails: INVALID, PARTIAL, QUOTA.
   virtual Result<kvm_seq_id> fork_seq(Sequence* parent, uint64_t n_tokens) = 0;
   // The same checks without forking.
   virtual Status check_fork(const Sequence* parent, uint64_t n_tokens) const = 0;

@@ -26,12 +26,25 @@ class FakeEngine final : public engine::Engine {
   using RequestTag = engine::RequestTag;
   using DoneCallback = engine::DoneCallback;
 
-  explicit FakeEngine(const engine::EngineOptions& options) : options_(options) {}
+  explicit FakeEngine(const engine::EngineOptions& options)
+      : options_(options), quotas_(options.tenant_limits) {}
 
-  ClientId add_client(uint64_t, uint64_t) override { return ++last_client_; }
+  ClientId add_client(const engine::ClientSpec& spec) override {
+    engine::Amounts limits = engine::no_limits();
+    limits[engine::Resource::kSequences] = options_.max_sequences_per_client;
+    limits[engine::Resource::kBytes] = options_.host_capacity_bytes;
+    quotas_.open(++last_client_, spec, limits);
+    return last_client_;
+  }
+  engine::QuotaBook& quotas() override { return quotas_; }
+  Status evict(kvm_seq_id seq) override {
+    return sequences_.erase(seq) != 0 ? Status::ok()
+                                      : Status(KVM_ERR_NOT_FOUND, "there is no such sequence");
+  }
   void remove_client(ClientId client, std::function<void()> on_gone) override {
     std::erase_if(pending_, [=](const Pending& p) { return p.client == client; });
     std::erase_if(sequences_, [=](const auto& entry) { return entry.second == client; });
+    quotas_.close(client);
     gone_.push_back(std::move(on_gone));
   }
 
@@ -185,6 +198,7 @@ class FakeEngine final : public engine::Engine {
   }
 
   engine::EngineOptions options_;
+  engine::QuotaBook quotas_;
   ClientId last_client_ = 0;
   kvm_seq_id last_seq_ = 0;
   uint64_t n_done_ = 0;

@@ -125,11 +125,29 @@ TEST_F(OptionsTest, NearMissInTheEnvironmentIsAnError) {
 
 TEST_F(OptionsTest, BadValuesNameTheValueAndTheRange) {
   const std::vector<std::pair<std::string, std::string>> bad = {
-      {"--threads", "-1"},         {"--threads", "2000"},    {"--max-clients", "0"},
-      {"--max-clients", "65"},     {"--host-capacity", "1"}, {"--host-capacity", "120%"},
-      {"--host-capacity", "0%"},   {"--max-arena", "50%"},   {"--max-arena", "8GiB"},
-      {"--spin-max-us", "always"}, {"--pin-threads", "2"},   {"--socket-mode", "999"},
+      {"--threads", "-1"},
+      {"--threads", "2000"},
+      {"--max-clients", "0"},
+      {"--max-clients", "65"},
+      {"--host-capacity", "1"},
+      {"--host-capacity", "120%"},
+      {"--host-capacity", "0%"},
+      {"--max-arena", "50%"},
+      {"--max-arena", "8GiB"},
+      {"--spin-max-us", "always"},
+      {"--pin-threads", "2"},
+      {"--socket-mode", "999"},
       {"--log-level", "loud"},
+      {"--max-requests", "0"},
+      {"--tenants", "1000"},
+      {"--tenants", "1000: bytes"},
+      {"--tenants", "me: bytes=1GiB"},
+      {"--tenants", "1: bytes=1GiB; 1: queues=2"},
+      {"--tenants", "1: queues=50%"},
+      {"--tenants", "1: queues=2, queues=3"},
+      {"--tenants", "1: pages=2"},
+      {"--tenants", "4294967296: queues=2"},
+
   };
   for (const auto& [flag, value] : bad) {
     const std::string message = message_of({flag + "=" + value});
@@ -137,6 +155,31 @@ TEST_F(OptionsTest, BadValuesNameTheValueAndTheRange) {
     EXPECT_NE(message.find("it must be"), std::string::npos) << message;
     EXPECT_NE(message.find(flag), std::string::npos) << message;
   }
+}
+
+TEST_F(OptionsTest, LimitsOfUsersAsTextAndAsTables) {
+  write_file(
+      "[tenants.default]\nbytes = '50%'\nsequences = 1000\n"
+      "[tenants.1000]\narena_bytes = '1GiB'\nrequests = 'unlimited'\n");
+  const auto tables = load();
+  ASSERT_TRUE(tables.is_ok()) << tables.status().message();
+  const auto text = load({"--tenants",
+                          "default: bytes=50%, sequences=1000; 1000:arena_bytes=1GiB,"
+                          "requests=unlimited"});
+  ASSERT_TRUE(text.is_ok()) << text.status().message();
+  for (const auto& loaded : {tables, text}) {
+    using engine::Resource;
+    const engine::TenantLimits limits = tenant_limits(loaded.value().options.tenants, 4000, 100);
+    EXPECT_EQ(limits.each[Resource::kBytes], 2000u);
+    EXPECT_EQ(limits.each[Resource::kSequences], 1000u);
+    EXPECT_EQ(limits.each[Resource::kQueues], engine::kNoLimit);
+    ASSERT_EQ(limits.own.size(), 1u);
+    EXPECT_EQ(limits.own.at(1000)[Resource::kArenaBytes], uint64_t{1} << 30);
+    EXPECT_EQ(limits.own.at(1000)[Resource::kRequests], engine::kNoLimit);
+    EXPECT_EQ(limits.own.at(1000)[Resource::kBytes], std::nullopt);
+  }
+  write_file("[tenants]\n1000 = 5\n");
+  EXPECT_NE(message_of().find("tenants in"), std::string::npos) << message_of();
 }
 
 TEST_F(OptionsTest, FilesThatAreNotTomlOrNotThere) {

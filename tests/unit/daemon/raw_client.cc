@@ -230,10 +230,12 @@ class RunningServer {
     options.limits.max_arena_bytes = 1ull << 30;
     options.limits.arena_quota_bytes = overrides.arena_quota_bytes;
     options.limits.arena_capacity_bytes = overrides.arena_capacity_bytes;
+    options.limits.max_requests = overrides.max_requests;
     options.spin_max_ns = overrides.spin_max_ns;
     options.shutdown_timeout_ns = 100'000'000;
     engine::EngineOptions engine_options;
     engine_options.host_capacity_bytes = 1ull << 30;
+    engine_options.tenant_limits = overrides.tenants;
     engine_ = std::make_unique<FakeEngine>(engine_options);
     server_ = std::make_unique<daemon::Server>(engine_.get(), options);
     status_ = server_->start();

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/status.h"
+#include "engine/quota.h"
 #include "ipc/control.h"
 #include "ipc/memory.h"
 #include "ipc/ring.h"
@@ -101,6 +102,8 @@ struct ServerOverrides {
   uint64_t arena_quota_bytes = 8ull << 20;
   uint64_t arena_capacity_bytes = 16ull << 20;
   uint64_t spin_max_ns = 20'000;
+  uint64_t max_requests = engine::kNoLimit;
+  engine::TenantLimits tenants;
 };
 std::shared_ptr<RunningServer> run_server(const ServerOverrides& overrides = {});
 std::string socket_path_of(const RunningServer& server);

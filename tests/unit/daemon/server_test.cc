@@ -246,7 +246,7 @@ TEST(Server, Limits) {
   auto q1 = client.create_queue();
   auto q2 = client.create_queue();
   EXPECT_TRUE(q1.is_ok() && q2.is_ok());
-  EXPECT_EQ(client.create_queue().status().code(), KVM_ERR_LIMIT);
+  EXPECT_EQ(client.create_queue().status().code(), KVM_ERR_QUOTA);
   EXPECT_TRUE(client.destroy_queue(q1.value().id).is_ok());
   EXPECT_TRUE(client.create_queue().is_ok()) << "a destroyed queue makes room";
 
@@ -263,9 +263,71 @@ TEST(Server, Limits) {
     ASSERT_TRUE(arena.is_ok()) << i;
     small.push_back(std::move(arena).value());
   }
-  EXPECT_EQ(client.create_arena(4096).status().code(), KVM_ERR_LIMIT);
+  EXPECT_EQ(client.create_arena(4096).status().code(), KVM_ERR_QUOTA);
   EXPECT_TRUE(client.destroy_arena(a1.value().region).is_ok());
   EXPECT_TRUE(client.create_arena(6ull << 20).is_ok()) << "a destroyed arena makes room";
+}
+
+// What a client asks for beyond its requests in flight is refused, one by one, and nothing is lost.
+TEST(Server, RequestsBeyondTheQuotaAreAnswered) {
+  const auto server = run_server({.max_requests = 2});
+  RawClient client = connected(*server);
+  RawClient other = connected(*server);
+  auto queue = client.create_queue().value();
+  auto second = client.create_queue().value();
+  auto arena = client.create_arena(8192).value();
+  const auto* result = reinterpret_cast<const ipc::ResultBlock*>(arena.memory.data() + 4096);
+  submit_endless(&client, &queue, arena, 1);
+  submit_endless(&client, &second, arena, 2);
+  ASSERT_TRUE(client.nop(&queue).is_ok()) << "what is answered at once does not count";
+  submit_endless(&client, &second, arena, 3);
+  const auto refused = client.wait(&second);
+  ASSERT_TRUE(refused.is_ok());
+  EXPECT_EQ(refused.value().user_data, 3u);
+  EXPECT_EQ(refused.value().status, KVM_ERR_QUOTA);
+  EXPECT_STREQ(result->message,
+               "a request: this client holds 2 of 2 requests in flight, and 1 more does not fit");
+  // Another client has its own.
+  auto other_queue = other.create_queue().value();
+  auto other_arena = other.create_arena(8192).value();
+  submit_endless(&other, &other_queue, other_arena, 1);
+  ASSERT_TRUE(other.nop(&other_queue).is_ok());
+
+  ipc::CancelBlock cancel{};
+  cancel.user_data = 1;
+  ipc::RequestEntry entry = write_block(ipc::Opcode::kCancel, arena, cancel);
+  entry.user_data = 4;
+  client.submit(&queue, entry);
+  ASSERT_TRUE(client.wait(&queue).is_ok());
+  ASSERT_TRUE(client.wait(&queue).is_ok());
+  submit_endless(&client, &second, arena, 5);
+  ASSERT_TRUE(client.nop(&queue).is_ok()) << "there is room again, so 5 is in flight";
+}
+
+// Clients of one user share what the user may have; what one held comes back when it goes.
+TEST(Server, ClientsOfAUserShareItsQuota) {
+  engine::TenantLimits tenants;
+  tenants.each[engine::Resource::kQueues] = 3;
+  tenants.each[engine::Resource::kArenas] = 2;
+  tenants.each[engine::Resource::kArenaBytes] = 1 << 20;
+  const auto server = run_server({.tenants = tenants});
+  std::optional<RawClient> first(connected(*server));
+  RawClient second = connected(*server);
+  EXPECT_TRUE(first->create_queue().is_ok());
+  EXPECT_TRUE(first->create_queue().is_ok());
+  EXPECT_TRUE(second.create_queue().is_ok());
+  const Status queue = second.create_queue().status();
+  EXPECT_EQ(queue.code(), KVM_ERR_QUOTA);
+  EXPECT_NE(queue.message().find("holds 3 of 3"), std::string::npos) << queue.message();
+  const auto large = first->create_arena(768 << 10);
+  EXPECT_TRUE(large.is_ok());
+  EXPECT_EQ(second.create_arena(512 << 10).status().code(), KVM_ERR_QUOTA);
+  EXPECT_TRUE(second.create_arena(256 << 10).is_ok());
+  EXPECT_EQ(second.create_arena(4096).status().code(), KVM_ERR_QUOTA);
+  EXPECT_TRUE(first->destroy_arena(large.value().region).is_ok());
+  EXPECT_TRUE(second.create_arena(768 << 10).is_ok()) << "a destroyed arena makes room";
+  first.reset();
+  EXPECT_TRUE(eventually([&] { return second.create_queue().is_ok(); }));
 }
 
 // Sequences that live throughout are seen once, whatever comes and goes between two parts.

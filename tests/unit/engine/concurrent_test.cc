@@ -39,6 +39,13 @@ struct ModelSeq {
   Tokens layers[kLayers];
 };
 
+// Has twelve sequences at most.
+ClientSpec of_twelve() {
+  ClientSpec spec;
+  spec.limits[Resource::kSequences] = 12;
+  return spec;
+}
+
 struct Owner {
   ClientId client = 0;
   std::map<kvm_seq_id, ModelSeq> seqs;
@@ -117,7 +124,7 @@ class Crowd {
 
   void join() {
     owners_.push_back(std::make_unique<Owner>());
-    owners_.back()->client = rig_.engine->add_client(0, 12);
+    owners_.back()->client = rig_.engine->add_client(of_twelve());
   }
 
   // A client goes with its requests in flight; another comes.
@@ -127,7 +134,7 @@ class Crowd {
     rig_.engine->remove_client(owner->client, [&gone] { gone = true; });
     rig_.drive(gone);
     owners_[index] = std::make_unique<Owner>();
-    owners_[index]->client = rig_.engine->add_client(0, 12);
+    owners_[index]->client = rig_.engine->add_client(of_twelve());
   }
 
   void drain() {
@@ -213,7 +220,7 @@ class Crowd {
              if (result.status.is_ok()) {
                of->seqs[result.seq];
              } else if (result.status.code() != KVM_ERR_CANCELLED) {
-               EXPECT_EQ(result.status.code(), KVM_ERR_LIMIT);
+               EXPECT_EQ(result.status.code(), KVM_ERR_QUOTA);
                EXPECT_EQ(of->seqs.size(), 12u);
              }
            });
@@ -241,7 +248,7 @@ class Crowd {
                const kvm_status code = result.status.code();
                EXPECT_TRUE(code == KVM_ERR_STALE || code == KVM_ERR_PARTIAL ||
                            code == KVM_ERR_INVALID || code == KVM_ERR_CANCELLED ||
-                           code == KVM_ERR_LIMIT)
+                           code == KVM_ERR_QUOTA)
                    << result.status.message();
              }
            });

@@ -170,7 +170,7 @@ TEST(Engine, AFailedRequestChangesNothing) {
   const RequestResult full = rig.run(both);
   EXPECT_EQ(full.status.code(), KVM_ERR_QUOTA) << full.status.message();
   // What another client holds is missing.
-  const ClientId other = rig.engine->add_client(0, 0);
+  const ClientId other = rig.engine->add_client({});
   SeqRequest create;
   create.space = rig.id;
   const kvm_seq_id its = rig.run(create, other).seq;
@@ -247,7 +247,7 @@ TEST(Engine, HolesAndWrongIdsHaveTheirOwnStatus) {
   wrong.space = rig.space(make_spec("other", 2, kHeads, kHeads, kDim));
   EXPECT_EQ(rig.run(wrong).status.code(), KVM_ERR_INVALID);
 
-  const ClientId other = rig.engine->add_client(0, 0);
+  const ClientId other = rig.engine->add_client({});
   EXPECT_EQ(rig.run(step, other).status.code(), KVM_ERR_PERMISSION);
   EXPECT_EQ(rig.run(step, 12345).status.code(), KVM_ERR_PERMISSION);
   EXPECT_EQ(rig.engine->seq_info(other, seq).status().code(), KVM_ERR_PERMISSION);
@@ -326,7 +326,7 @@ TEST(Engine, AClientLeavesWithRequestsInFlight) {
     Small rig(n_threads);
     const ClientId stays = rig.client;
     const kvm_seq_id kept = rig.create(rig.id);
-    rig.client = rig.engine->add_client(0, 0);
+    rig.client = rig.engine->add_client({});
     const kvm_seq_id seq = rig.create(rig.id);
     ASSERT_TRUE(rig.run(rig.append(seq, 6000, 1)).status.is_ok());
     Log log;

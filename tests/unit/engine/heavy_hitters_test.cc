@@ -244,7 +244,7 @@ TEST(HeavyHitters, AccountsHold) {
     spec.params.dtype = dtype;
     spec.policies = {{.retention = KVM_RETAIN_HEAVY, .n_sinks = 4, .n_recent = 50, .n_heavy = 70}};
     const kvm_space_id space = store->register_space(spec).value();
-    const ClientId client = store->add_client(0, 0);
+    const ClientId client = store->add_client({});
     Sequence* seq = store->find_seq(client, store->create_seq(client, space, 0).value()).value();
     const std::vector<uint64_t> tokens = numbered(0, 1000);
     std::set<uint64_t> loved;

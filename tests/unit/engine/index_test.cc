@@ -126,7 +126,7 @@ struct Rig {
   explicit Rig(uint64_t capacity_bytes = 256 * kMiB, uint64_t quota_bytes = 0,
                const SpaceSpec& spec = indexed_spec())
       : store(open_store(capacity_bytes, quota_bytes)) {
-    client = store->add_client(0, 0);
+    client = store->add_client({});
     auto id = store->register_space(spec);
     EXPECT_TRUE(id.is_ok()) << id.status().message();
     space = id.value();
@@ -404,7 +404,7 @@ TEST(Index, WithoutMemoryTokensStayUnindexed) {
 // Each block counts once, however often it is asked for again.
 TEST(Index, RefusalsAreNotCountedAgainByRetries) {
   Rig rig(256 * kMiB, 0);
-  const ClientId poor = rig.store->add_client(7 * kMiB, 0);
+  const ClientId poor = rig.store->add_client(limited(7 * kMiB));
   Sequence* seq =
       rig.store->find_seq(poor, rig.store->create_seq(poor, rig.space, 0).value()).value();
   // 256 bytes a token: the last MiB holds some pages of an index, and then no more.
@@ -475,7 +475,7 @@ TEST(Index, MakesWayForAppendsWithinTheCapacity) {
       EXPECT_TRUE(has_index(*rig.store, first));
     }
     // Of another client, whose quota does not matter here.
-    const ClientId other = rig.store->add_client(0, 0);
+    const ClientId other = rig.store->add_client({});
     Sequence* second =
         rig.store->find_seq(other, rig.store->create_seq(other, rig.space, 0).value()).value();
     uint64_t n = 0;
@@ -567,7 +567,7 @@ TEST(Index, ASharedOneMakesWayForAllThatHaveIt) {
   build_index(*rig.store, parent);
   const Content before = content_of(*rig.store, parent, 0);
   Sequence* child = rig.fork(parent, 3000);
-  const ClientId greedy = rig.store->add_client(0, 0);
+  const ClientId greedy = rig.store->add_client({});
   Sequence* other =
       rig.store->find_seq(greedy, rig.store->create_seq(greedy, rig.space, 0).value()).value();
   while (append_unwritten(*rig.store, other, 0, 6400).is_ok()) {

@@ -109,7 +109,7 @@ TEST(IndexWork, OthersComeInBetween) {
   World world(kLayers);
   const kvm_seq_id seq = world.create(world.id);
   ASSERT_TRUE(world.append(seq, 9000, kLayers).status.is_ok());
-  const ClientId other = world.engine->add_client(0, 0);
+  const ClientId other = world.engine->add_client({});
   SeqRequest create;
   create.space = world.id;
   const kvm_seq_id theirs = world.run(create, other).seq;
@@ -152,7 +152,7 @@ TEST(IndexWork, PlanningComesInSlices) {
   World world(1);
   const kvm_seq_id seq = world.create(world.id);
   ASSERT_TRUE(world.append(seq, 60000, 1).status.is_ok());
-  const ClientId other = world.engine->add_client(0, 0);
+  const ClientId other = world.engine->add_client({});
   SeqRequest create;
   create.space = world.id;
   const kvm_seq_id theirs = world.run(create, other).seq;

@@ -41,7 +41,7 @@ class Model {
  public:
   Model(uint32_t seed, uint64_t capacity_bytes, uint64_t quota_bytes)
       : random_(seed), store_(open_store(capacity_bytes)) {
-    client_ = store_->add_client(quota_bytes, 40);
+    client_ = store_->add_client(limited(quota_bytes, 40));
     SpaceSpec spec = make_spec("model", 4, 4);
     spec.params.head_dim_v = 16;
     spec.layers = {
@@ -241,7 +241,7 @@ class Model {
     const Result<kvm_seq_id> id =
         store_->create_seq(client_, space_id_, manual ? uint32_t{KVM_SEQ_MANUAL_COMMIT} : 0u);
     if (!id.is_ok()) {
-      EXPECT_EQ(id.status().code(), KVM_ERR_LIMIT);
+      EXPECT_EQ(id.status().code(), KVM_ERR_QUOTA);
       EXPECT_EQ(seqs_.size(), 40u);
       return;
     }
@@ -358,7 +358,7 @@ class Model {
       EXPECT_EQ(child.status().code(), KVM_ERR_PARTIAL) << n;
       ++n_partial_;
     } else if (seqs_.size() == 40) {
-      EXPECT_EQ(child.status().code(), KVM_ERR_LIMIT);
+      EXPECT_EQ(child.status().code(), KVM_ERR_QUOTA);
     } else {
       ASSERT_TRUE(child.is_ok()) << child.status().message();
       ModelSeq copy = model;

@@ -17,7 +17,7 @@ constexpr tiers::SlabClass kSmall = {.dim_k = 8, .dim_v = 8, .n_heads = 1};
 
 class PageListTest : public testing::Test {
  protected:
-  PageBank bank() { return PageBank(&pool_, &bytes_); }
+  PageBank bank() { return PageBank(&pool_, &account_); }
 
   void append(PageList* list, uint64_t n_tokens) {
     ASSERT_TRUE(list->reserve(n_tokens, kSmall, bank()).is_ok());
@@ -33,7 +33,9 @@ class PageListTest : public testing::Test {
 
   tiers::MemoryBudget budget_{uint64_t{64} << 20};
   tiers::HostPool pool_{&budget_, 0};
-  uint64_t bytes_ = 0;
+  uint64_t bytes() const { return account_.used(Resource::kBytes); }
+
+  QuotaAccount account_{"this client", no_limits(), nullptr};
 };
 
 // Every count that a fork could have touched, by object.
@@ -56,7 +58,7 @@ TEST_F(PageListTest, ForkOfTheWholeTouchesTwoCounts) {
     const uint64_t n_segments = list.root()->segments.size();
     EXPECT_EQ(n_segments, (n_pages + kSegmentEntries - 1) / kSegmentEntries);
     const auto before = counts_of(list, pool_);
-    const uint64_t bytes_before = bytes_;
+    const uint64_t bytes_before = bytes();
     PageList child;
     child.share(list, list.length(), bank());
     auto after = counts_of(list, pool_);
@@ -66,11 +68,11 @@ TEST_F(PageListTest, ForkOfTheWholeTouchesTwoCounts) {
     after[pool_.data(list.tail().page)] -= 1;
     EXPECT_EQ(after, before) << "a fork of " << n_pages << " pages touched more";
     EXPECT_EQ(child.root(), list.root());
-    EXPECT_EQ(bytes_, bytes_before);
+    EXPECT_EQ(bytes(), bytes_before);
     child.clear(bank());
     EXPECT_EQ(counts_of(list, pool_), before);
     list.clear(bank());
-    EXPECT_EQ(bytes_, 0u);
+    EXPECT_EQ(bytes(), 0u);
   }
 }
 
@@ -87,7 +89,7 @@ TEST_F(PageListTest, ForkOfAPartCopiesOneSegment) {
   EXPECT_EQ(child.tail().block, 200u);
   EXPECT_EQ(child.tail().count, 7u);
   EXPECT_EQ(child.tail().page, entries(list)[200].page);
-  EXPECT_EQ(bytes_, 300 * kSmall.page_bytes());
+  EXPECT_EQ(bytes(), 300 * kSmall.page_bytes());
   list.clear(bank());
   EXPECT_EQ(pool_.n_pages(), 201u);
   child.clear(bank());
@@ -120,13 +122,13 @@ TEST_F(PageListTest, RollbackLeavesTheListAsItWas) {
   PageList child;
   child.share(list, 100, bank());
   const auto before = counts_of(child, pool_);
-  const uint64_t bytes_before = bytes_;
+  const uint64_t bytes_before = bytes();
   ASSERT_TRUE(child.reserve(500, kSmall, bank()).is_ok());
   EXPECT_EQ(child.reserved_length(), 600u);
   child.rollback(bank());
   EXPECT_EQ(child.reserved_length(), 100u);
   EXPECT_EQ(counts_of(child, pool_), before);
-  EXPECT_EQ(bytes_, bytes_before);
+  EXPECT_EQ(bytes(), bytes_before);
   list.clear(bank());
   child.clear(bank());
 }
@@ -164,7 +166,7 @@ TEST_F(PageListTest, DropTakesWholeSegmentsAndParts) {
   EXPECT_EQ(list.tail().page, kNoPage);
   EXPECT_EQ(pool_.n_pages(), 2u);
   list.clear(bank());
-  EXPECT_EQ(bytes_, 0u);
+  EXPECT_EQ(bytes(), 0u);
 }
 
 }  // namespace

@@ -222,7 +222,7 @@ TEST(RazorAttention, AccountsHold) {
     spec.params.dtype = dtype;
     spec.policies = {{.retention = KVM_RETAIN_SINKS_RECENT_FOLD, .n_sinks = 4, .n_recent = 100}};
     const kvm_space_id space = store->register_space(spec).value();
-    const ClientId client = store->add_client(0, 0);
+    const ClientId client = store->add_client({});
     Sequence* seq = store->find_seq(client, store->create_seq(client, space, 0).value()).value();
     std::vector<uint64_t> tokens(700);
     for (uint64_t i = 0; i < tokens.size(); ++i) {

@@ -180,7 +180,7 @@ struct Rig {
     auto opened = Engine::open(options);
     EXPECT_TRUE(opened.is_ok()) << opened.status().message();
     engine = std::move(opened).value();
-    client = engine->add_client(0, 0);
+    client = engine->add_client({});
   }
 
   static EngineOptions make_options(uint32_t n_threads, uint64_t capacity_bytes = 256 << 20,

@@ -19,7 +19,7 @@ namespace {
 
 class StoreTest : public testing::Test {
  protected:
-  void SetUp() override { client_ = store_->add_client(0, 0); }
+  void SetUp() override { client_ = store_->add_client({}); }
   void TearDown() override { store_->check_accounts(); }
 
   Sequence* create(kvm_space_id space, uint32_t flags = 0) {
@@ -51,7 +51,7 @@ TEST_F(StoreTest, IdsTellWhatBecameOfThem) {
                                    seq + (uint64_t{1} << kIdGenerationBits)}) {
     EXPECT_EQ(store_->find_seq(client_, unknown).status().code(), KVM_ERR_NOT_FOUND) << unknown;
   }
-  const ClientId other = store_->add_client(0, 0);
+  const ClientId other = store_->add_client({});
   EXPECT_EQ(store_->find_seq(other, seq).status().code(), KVM_ERR_PERMISSION);
   store_->free_seq(store_->find_seq(client_, seq).value());
   EXPECT_EQ(store_->find_seq(client_, seq).status().code(), KVM_ERR_STALE);
@@ -161,12 +161,12 @@ TEST_F(StoreTest, QuotaAndCapacityLeaveEverythingAsItWas) {
   // A page of this space is 128 KiB: 16 in an extent.
   const kvm_space_id space = store_->register_space(make_spec("m", 2, 4, 128)).value();
   const uint64_t page_bytes = 4 * 128 * 2 * 2 * kPageTokens;
-  const ClientId poor = store_->add_client(3 * page_bytes, 2);
+  const ClientId poor = store_->add_client(limited(3 * page_bytes, 2));
   const auto seq = [&](kvm_seq_id id) { return store_->find_seq(poor, id).value(); };
   Sequence* a = seq(store_->create_seq(poor, space, 0).value());
   Sequence* b = seq(store_->create_seq(poor, space, 0).value());
-  EXPECT_EQ(store_->create_seq(poor, space, 0).status().code(), KVM_ERR_LIMIT);
-  EXPECT_EQ(store_->fork_seq(a, KVM_POSITION_END).status().code(), KVM_ERR_LIMIT);
+  EXPECT_EQ(store_->create_seq(poor, space, 0).status().code(), KVM_ERR_QUOTA);
+  EXPECT_EQ(store_->fork_seq(a, KVM_POSITION_END).status().code(), KVM_ERR_QUOTA);
   ASSERT_TRUE(append(*store_, a, 0, numbered(0, 100)).is_ok());
   EXPECT_EQ(store_->client_bytes(poor), 2 * page_bytes);
   std::vector<AppendPiece> pieces;
@@ -193,7 +193,7 @@ TEST_F(StoreTest, QuotaAndCapacityLeaveEverythingAsItWas) {
                                          {big, 1, KVM_POSITION_END, 40 * kPageTokens}};
   // The default quota is the capacity, and is met first; a richer client meets the capacity.
   EXPECT_EQ(store_->reserve_append(large, &pieces).code(), KVM_ERR_QUOTA);
-  const ClientId rich = store_->add_client(UINT64_MAX, 0);
+  const ClientId rich = store_->add_client(limited(UINT64_MAX));
   Sequence* more = store_->find_seq(rich, store_->create_seq(rich, space, 0).value()).value();
   const AppendItem too_much = {more, 0, KVM_POSITION_END, 80 * kPageTokens};
   EXPECT_EQ(store_->reserve_append({&too_much, 1}, &pieces).code(), KVM_ERR_NO_SPACE);
@@ -454,7 +454,7 @@ TEST_F(StoreTest, ObservationsAreKeptChargedForkedAndCut) {
 
 TEST_F(StoreTest, ObservationsMeetTheQuota) {
   const kvm_space_id space = store_->register_space(make_spec("m", 1, 1)).value();
-  const ClientId poor = store_->add_client(3000, 0);
+  const ClientId poor = store_->add_client(limited(3000));
   Sequence* seq = store_->find_seq(poor, store_->create_seq(poor, space, 0).value()).value();
   const std::vector<float> queries(100 * 8, 0.5f);
   EXPECT_EQ(store_->observe(seq, {.n_rows = 100, .q = queries.data()}).code(), KVM_ERR_QUOTA);
@@ -471,7 +471,7 @@ TEST_F(StoreTest, ObservationsMeetTheQuota) {
 TEST(Store, EmptiedMemoryGoesBack) {
   const auto store =
       Store::open({.host_capacity_bytes = 256 * kMiB, .cached_bytes = 4 * kMiB}).value();
-  const ClientId client = store->add_client(0, 0);
+  const ClientId client = store->add_client({});
   const kvm_space_id space = store->register_space(make_spec("m", 1, 4, 128)).value();
   Sequence* seq = store->find_seq(client, store->create_seq(client, space, 0).value()).value();
   ASSERT_TRUE(append_unwritten(*store, seq, 0, 1600 * kPageTokens).is_ok());
@@ -491,7 +491,7 @@ TEST(Store, ManySequences) {
   const uint32_t n_sequences = 2000;
   const uint32_t n_operations = nightly ? 200 : 10;
   const auto store = open_store(uint64_t{4} << 30);
-  const ClientId client = store->add_client(0, 0);
+  const ClientId client = store->add_client({});
   SpaceSpec spec = make_spec("m", 2, 2);
   spec.policies = {sinks_recent(0, 0b10, 4, 64)};
   const kvm_space_id space = store->register_space(spec).value();

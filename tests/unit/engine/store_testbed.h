@@ -32,6 +32,18 @@ inline SpaceSpec make_spec(const std::string& name, uint32_t n_layers, uint32_t 
   return spec;
 }
 
+// A client with limits of its own; 0: the default.
+inline ClientSpec limited(uint64_t quota_bytes, uint64_t max_sequences = 0) {
+  ClientSpec spec;
+  if (quota_bytes != 0) {
+    spec.limits[Resource::kBytes] = quota_bytes;
+  }
+  if (max_sequences != 0) {
+    spec.limits[Resource::kSequences] = max_sequences;
+  }
+  return spec;
+}
+
 inline kvm_policy_params sinks_recent(uint32_t layer, uint64_t head_mask, uint64_t n_sinks,
                                       uint64_t n_recent, uint64_t slack = 0) {
   return {.layer_begin = layer,
