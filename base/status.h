@@ -23,15 +23,17 @@ namespace kvm {
 class [[nodiscard]] Status {
  public:
   Status() = default;
+  // `detail`: which of its author's listed reasons this is (engine::Refusal, say); 0: of no list.
   // REQUIRES: code != KVM_OK.
-  Status(kvm_status code, std::string message)
-      : code_(code), message_(std::make_unique<std::string>(std::move(message))) {
+  Status(kvm_status code, std::string message, uint32_t detail = 0)
+      : code_(code), detail_(detail), message_(std::make_unique<std::string>(std::move(message))) {
     KVM_ASSERT(code != KVM_OK);
   }
   Status(const Status& other) { *this = other; }
   Status(Status&&) noexcept = default;
   Status& operator=(const Status& other) {
     code_ = other.code_;
+    detail_ = other.detail_;
     message_ = other.message_ ? std::make_unique<std::string>(*other.message_) : nullptr;
     return *this;
   }
@@ -41,6 +43,7 @@ class [[nodiscard]] Status {
 
   bool is_ok() const { return code_ == KVM_OK; }
   kvm_status code() const { return code_; }
+  uint32_t detail() const { return detail_; }
   // The sentence, without the name of the code. Empty when OK.
   std::string_view message() const {
     return message_ ? std::string_view(*message_) : std::string_view();
@@ -48,6 +51,7 @@ class [[nodiscard]] Status {
 
  private:
   kvm_status code_ = KVM_OK;
+  uint32_t detail_ = 0;
   std::unique_ptr<std::string> message_;
 };
 

@@ -268,6 +268,7 @@ bool Server::serve_queue(Session* session, ServedQueue* queue) {
     ipc::Request request;
     const ipc::Reject reject = ipc::validate_request(entries[i], &session->regions, &request);
     if (reject != ipc::Reject::kNone) {
+      ++service_->n_rejects[static_cast<size_t>(reject)];
       session->doom_for_violation(ipc::reject_text(reject));
       break;
     }

@@ -7,6 +7,7 @@
 
 #include <sys/types.h>
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <functional>
@@ -25,6 +26,7 @@
 #include "engine/engine.h"
 #include "ipc/fd.h"
 #include "ipc/memory.h"
+#include "ipc/validate.h"
 #include "ipc/wire.h"
 
 namespace kvm::daemon {
@@ -66,6 +68,7 @@ struct Service {
   uint64_t n_clients = 0;  // connected and welcomed
   uint64_t n_clients_total = 0;
   uint64_t n_protocol_errors = 0;
+  std::array<uint64_t, ipc::kRejects> n_rejects{};  // requests, by ipc::Reject
   uint64_t n_immediate = 0;  // requests answered without the engine: nop, cancel
   uint64_t n_immediate_failed = 0;
   uint64_t n_sleeps = 0;

@@ -3,11 +3,14 @@
 #ifndef KVM_DAEMON_STATS_SNAPSHOT_H_
 #define KVM_DAEMON_STATS_SNAPSHOT_H_
 
+#include <array>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "base/audit_stats.h"
 #include "daemon/request_stats.h"
+#include "ipc/validate.h"
 #include "kvm.h"
 
 namespace kvm::daemon {
@@ -17,6 +20,8 @@ struct StatsSnapshot {
   kvm_stats stats{};
   AuditStats audit;
   RequestStats requests;
+  std::array<uint64_t, ipc::kRejects> rejects{};  // by ipc::Reject
+  std::vector<uint64_t> refusals;                 // by engine::Refusal
   std::string cost_model;
   const char* isa = "";
   uint32_t n_threads = 0;

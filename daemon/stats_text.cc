@@ -3,10 +3,16 @@
 
 #include <fmt/format.h>
 
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <span>
 #include <string>
 
 #include "base/clock.h"
 #include "base/stats_text.h"
+#include "engine/refusal.h"
+#include "ipc/validate.h"
 
 namespace kvm::daemon {
 
@@ -23,9 +29,12 @@ kvm_stats service_stats(const Service& service) {
 }
 
 StatsSnapshot take_snapshot(const Service& service) {
+  const std::span<const uint64_t> refusals = service.engine->refusals();
   return {.stats = service_stats(service),
           .audit = service.engine->audit_stats(),
           .requests = service.requests,
+          .rejects = service.n_rejects,
+          .refusals = {refusals.begin(), refusals.end()},
           .cost_model = service.engine->cost_model(),
           .isa = service.engine->isa(),
           .n_threads = service.engine->n_threads(),
@@ -35,6 +44,30 @@ StatsSnapshot take_snapshot(const Service& service) {
           .n_sleeps = service.n_sleeps,
           .n_notifications = service.n_notifications};
 }
+
+namespace {
+
+// A counter for each reason of a list; reason 0 is none.
+void write_reasons(const char* name, const char* help, std::span<const uint64_t> counts,
+                   const std::function<const char*(size_t)>& reason_name, StatsText* out) {
+  for (size_t i = 1; i < counts.size(); ++i) {
+    const std::string labels = fmt::format("{{reason=\"{}\"}}", reason_name(i));
+    i == 1 ? out->counter(name, help, counts[i], labels.c_str())
+           : out->sample(name, counts[i], labels.c_str());
+  }
+}
+
+void write_refusals(const StatsSnapshot& snapshot, StatsText* out) {
+  write_reasons(
+      "kvm_rejected_requests_total", "Requests for which a client was closed, by reason.",
+      snapshot.rejects, [](size_t i) { return ipc::reject_name(static_cast<ipc::Reject>(i)); },
+      out);
+  write_reasons(
+      "kvm_refused_requests_total", "Requests refused for what they ask by themselves, by reason.",
+      snapshot.refusals, [](size_t i) { return engine::kRefusalNames[i]; }, out);
+}
+
+}  // namespace
 
 std::string stats_text(const StatsSnapshot& snapshot) {
   StatsText out;
@@ -52,6 +85,7 @@ std::string stats_text(const StatsSnapshot& snapshot) {
   out.gauge("kvm_arena_bytes", "Memory of arenas of all clients.", snapshot.arena_bytes);
   out.gauge("kvm_arena_capacity_bytes", "Hard cap of kvm_arena_bytes.",
             snapshot.arena_capacity_bytes);
+  write_refusals(snapshot, &out);
   out.counter("kvm_dispatcher_sleeps_total", "Times the dispatcher has slept.", snapshot.n_sleeps);
   out.counter("kvm_eventfd_notifications_total", "Completion eventfds written.",
               snapshot.n_notifications);

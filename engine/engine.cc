@@ -5,10 +5,12 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <array>
 #include <deque>
 #include <fstream>
 #include <new>
 #include <optional>
+#include <span>
 #include <thread>
 #include <unordered_map>
 #include <utility>
@@ -162,6 +164,7 @@ class EngineImpl final : public Engine {
   Result<std::vector<MemoryPiece>> layer_memory(kvm_seq_id seq, uint32_t layer) override;
 
   kvm_stats stats() const override;
+  std::span<const uint64_t> refusals() const override { return refusals_; }
   AuditStats audit_stats() override {
     auditor_.collect(*store_);
     return auditor_.stats();
@@ -229,6 +232,7 @@ class EngineImpl final : public Engine {
   std::vector<Request*> delivering_;
   std::vector<SequenceOrder::Ticket*> unblocked_;
   kvm_stats totals_{};  // the counters that the store does not keep
+  std::array<uint64_t, kRefusals> refusals_{};
   std::vector<ThreadWorkspace> workspaces_;
   Costs costs_;
   Auditor auditor_;
@@ -354,6 +358,9 @@ void EngineImpl::submit_any(ClientId client, RequestTag tag, What&& what, DoneCa
   if (!status.is_ok() || is_null) {
     ++totals_.n_requests;
     totals_.n_requests_failed += status.is_ok() ? 0 : 1;
+    if (const uint32_t refusal = status.detail(); refusal != 0 && refusal < kRefusals) {
+      ++refusals_[refusal];
+    }
     RequestResult result;
     result.status = std::move(status);
     result.service_ns = now_ns() - request->submitted_ns;

@@ -22,6 +22,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -228,6 +229,8 @@ class Engine {
   // Fills what the engine knows: struct_size, n_clients, n_clients_total and n_protocol_errors
   // stay 0.
   virtual kvm_stats stats() const = 0;
+  // How often a request was refused for each reason of engine/validate.h; by Refusal.
+  virtual std::span<const uint64_t> refusals() const { return {}; }
   // Of the audits that have ended.
   virtual AuditStats audit_stats() { return {}; }
   // What KVM_MODE_AUTO chooses by, as EngineOptions::cost_model has it; "": not measured yet.

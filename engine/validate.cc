@@ -16,8 +16,9 @@ namespace {
 __extension__ typedef unsigned __int128 Wide;
 
 template <typename... Args>
-Status invalid(fmt::format_string<Args...> format, Args&&... args) {
-  return {KVM_ERR_INVALID, fmt::format(format, std::forward<Args>(args)...)};
+Status refuse(Refusal reason, fmt::format_string<Args...> format, Args&&... args) {
+  return {KVM_ERR_INVALID, fmt::format(format, std::forward<Args>(args)...),
+          static_cast<uint32_t>(reason)};
 }
 
 // Elements do not overlap when, taken by ascending stride, each dimension steps over all that the
@@ -33,7 +34,8 @@ Status check_strides(const TensorShape& shape, const Tensor& tensor) {
       continue;
     }
     if (stride < span) {
-      return invalid(
+      return refuse(
+          Refusal::kElementsOverlap,
           "elements of {} overlap: strides are layer {}, row {}, head {}; a row has {} heads of {}",
           shape.name, tensor.stride_layer, tensor.stride_row, tensor.stride_head, shape.n_heads,
           shape.dim);
@@ -45,20 +47,20 @@ Status check_strides(const TensorShape& shape, const Tensor& tensor) {
 
 Status check_dtype(const TensorView& view, const TensorShape& shape, uint32_t only = 0) {
   if (!dtype_is_known(view.dtype)) {
-    return invalid("dtype of {} is {}; it must be 1 (F32), 2 (F16) or 3 (BF16)", shape.name,
-                   view.dtype);
+    return refuse(Refusal::kDtype, "dtype of {} is {}; it must be 1 (F32), 2 (F16) or 3 (BF16)",
+                  shape.name, view.dtype);
   }
   if (only != 0 && view.dtype != only) {
-    return invalid("dtype of {} is {}; it must be F32", shape.name,
-                   dtype_name(static_cast<Dtype>(view.dtype)));
+    return refuse(Refusal::kDtypeNotF32, "dtype of {} is {}; it must be F32", shape.name,
+                  dtype_name(static_cast<Dtype>(view.dtype)));
   }
   return Status::ok();
 }
 
 Result<Tensor> resolve_required(const TensorView& view, const TensorShape& shape) {
   if (view.data == nullptr) {
-    return invalid("{} is absent; it must hold {} rows of {} heads of {}", shape.name, shape.n_rows,
-                   shape.n_heads, shape.dim);
+    return refuse(Refusal::kTensorAbsent, "{} is absent; it must hold {} rows of {} heads of {}",
+                  shape.name, shape.n_rows, shape.n_heads, shape.dim);
   }
   return resolve_tensor(view, shape);
 }
@@ -73,11 +75,13 @@ Result<Tensor> resolve_f32(const TensorView& view, const TensorShape& shape) {
 Status check_layers(const StepRequest& request, const Space& space) {
   const uint32_t n_layers = std::max(1u, request.n_layers);
   if (request.layer_begin >= space.n_layers || n_layers > space.n_layers - request.layer_begin) {
-    return invalid("layers {} to {} do not exist; the space has {}", request.layer_begin,
-                   uint64_t{request.layer_begin} + n_layers - 1, space.n_layers);
+    return refuse(Refusal::kLayers, "layers {} to {} do not exist; the space has {}",
+                  request.layer_begin, uint64_t{request.layer_begin} + n_layers - 1,
+                  space.n_layers);
   }
   if (n_layers > 1 && request.attend) {
-    return invalid("n_layers is {}; only an append may have more than one", n_layers);
+    return refuse(Refusal::kAttendOfLayers, "n_layers is {}; only an append may have more than one",
+                  n_layers);
   }
   return Status::ok();
 }
@@ -89,13 +93,16 @@ Status check_append_layers(const StepRequest& request, const Space& space) {
     const Layer& layer = space.layers[index];
     if (layer.kind != KVM_LAYER_OWN) {
       return layer.kind == KVM_LAYER_ALIAS
-                 ? invalid("layer {} reads the store of layer {}; append there", index,
-                           layer.storage_layer)
-                 : invalid("layer {} is absent; it stores nothing", index);
+                 ? refuse(Refusal::kAliasAppend,
+                          "layer {} reads the store of layer {}; append there", index,
+                          layer.storage_layer)
+                 : refuse(Refusal::kAbsentLayerAppend, "layer {} is absent; it stores nothing",
+                          index);
     }
     if (layer.n_kv_heads != first.n_kv_heads) {
-      return invalid("layers {} and {} have {} and {} kv heads; append to them apart",
-                     request.layer_begin, index, first.n_kv_heads, layer.n_kv_heads);
+      return refuse(Refusal::kUnequalLayers,
+                    "layers {} and {} have {} and {} kv heads; append to them apart",
+                    request.layer_begin, index, first.n_kv_heads, layer.n_kv_heads);
     }
   }
   return Status::ok();
@@ -108,43 +115,50 @@ Status check_mode(const StepRequest& request) {
   }
   if (request.proposal == KVM_PROPOSAL_GRAPH) {
     return {KVM_ERR_UNSUPPORTED,
-            "proposal GRAPH is not offered by this service; SKETCH and LSH are"};
+            "proposal GRAPH is not offered by this service; SKETCH and LSH are",
+            static_cast<uint32_t>(Refusal::kGraph)};
   }
   if (request.mode == KVM_MODE_TOPK && request.budget == 0) {
-    return invalid("budget is 0 with mode TOPK; it must say how many keys to read");
+    return refuse(Refusal::kTopkBudget,
+                  "budget is 0 with mode TOPK; it must say how many keys to read");
   }
   if (request.mode == KVM_MODE_VERIFIED && request.budget != 0) {
-    return invalid("budget is {} with mode VERIFIED, which reads what eps needs; it must be 0",
-                   request.budget);
+    return refuse(Refusal::kVerifiedBudget,
+                  "budget is {} with mode VERIFIED, which reads what eps needs; it must be 0",
+                  request.budget);
   }
   if (request.mode == KVM_MODE_VERIFIED && request.proposal == KVM_PROPOSAL_LSH) {
-    return invalid(
-        "proposal is LSH with mode VERIFIED; it gives no error bar to verify: SKETCH "
-        "does");
+    return refuse(Refusal::kVerifiedLsh,
+                  "proposal is LSH with mode VERIFIED; it gives no error bar to verify: SKETCH "
+                  "does");
   }
   return Status::ok();
 }
 
 Status check_numbers(const StepRequest& request) {
   if ((request.flags & ~uint32_t{KVM_STEP_F32_VALUES}) != 0) {
-    return invalid("flags are {:#x}; only {:#x} is known", request.flags,
-                   uint32_t{KVM_STEP_F32_VALUES});
+    return refuse(Refusal::kStepFlags, "flags are {:#x}; only {:#x} is known", request.flags,
+                  uint32_t{KVM_STEP_F32_VALUES});
   }
   if (request.mode > KVM_MODE_AUTO) {
-    return invalid("mode is {}; the largest known is {}", request.mode, uint32_t{KVM_MODE_AUTO});
+    return refuse(Refusal::kMode, "mode is {}; the largest known is {}", request.mode,
+                  uint32_t{KVM_MODE_AUTO});
   }
   if (request.proposal > KVM_PROPOSAL_GRAPH) {
-    return invalid("proposal is {}; the largest known is {}", request.proposal,
-                   uint32_t{KVM_PROPOSAL_GRAPH});
+    return refuse(Refusal::kProposal, "proposal is {}; the largest known is {}", request.proposal,
+                  uint32_t{KVM_PROPOSAL_GRAPH});
   }
   if (!std::isfinite(request.scale) || request.scale < 0) {
-    return invalid("scale is {}; it must be positive, or 0 for the space's", request.scale);
+    return refuse(Refusal::kScale, "scale is {}; it must be positive, or 0 for the space's",
+                  request.scale);
   }
   if (!std::isfinite(request.eps) || request.eps < 0 || request.eps >= 1) {
-    return invalid("eps is {}; it must lie in (0, 1), or be 0 for the default", request.eps);
+    return refuse(Refusal::kEps, "eps is {}; it must lie in (0, 1), or be 0 for the default",
+                  request.eps);
   }
   if (!std::isfinite(request.delta) || request.delta < 0 || request.delta >= 1) {
-    return invalid("delta is {}; it must lie in (0, 1), or be 0 for the default", request.delta);
+    return refuse(Refusal::kDelta, "delta is {}; it must lie in (0, 1), or be 0 for the default",
+                  request.delta);
   }
   return check_mode(request);
 }
@@ -152,16 +166,16 @@ Status check_numbers(const StepRequest& request) {
 Status check_ranges(const StepRequest& request, const kvm_item& item, size_t index) {
   const uint64_t end = uint64_t{item.range_begin} + item.n_ranges;
   if (end > request.ranges.size()) {
-    return invalid("item {} has ranges {} to {}; the request has {}", index, item.range_begin,
-                   end - 1, request.ranges.size());
+    return refuse(Refusal::kItemRanges, "item {} has ranges {} to {}; the request has {}", index,
+                  item.range_begin, end - 1, request.ranges.size());
   }
   uint64_t previous = 0;
   for (uint64_t i = item.range_begin; i < end; ++i) {
     const kvm_range& range = request.ranges[i];
     if (range.begin > range.end || range.begin < previous) {
-      return invalid(
-          "range {} of item {} is [{}, {}) behind {}; ranges must be sorted and disjoint",
-          i - item.range_begin, index, range.begin, range.end, previous);
+      return refuse(Refusal::kRangeOrder,
+                    "range {} of item {} is [{}, {}) behind {}; ranges must be sorted and disjoint",
+                    i - item.range_begin, index, range.begin, range.end, previous);
     }
     previous = range.end;
   }
@@ -173,23 +187,25 @@ Status check_tree(const StepRequest& request, const kvm_item& item, size_t index
     return Status::ok();
   }
   if ((item.flags & KVM_ITEM_NOT_CAUSAL) != 0) {
-    return invalid("item {} has both TREE and NOT_CAUSAL; they exclude each other", index);
+    return refuse(Refusal::kTreeNotCausal,
+                  "item {} has both TREE and NOT_CAUSAL; they exclude each other", index);
   }
   if (item.n_query > kMaxTreeRows) {
-    return invalid("item {} has a tree of {} rows; at most {} are allowed", index, item.n_query,
-                   kMaxTreeRows);
+    return refuse(Refusal::kTreeRows, "item {} has a tree of {} rows; at most {} are allowed",
+                  index, item.n_query, kMaxTreeRows);
   }
   const uint64_t end = uint64_t{item.tree_begin} + item.n_query;
   if (end > request.tree_mask.size()) {
-    return invalid("item {} has tree words {} to {}; the request has {}", index, item.tree_begin,
-                   end - 1, request.tree_mask.size());
+    return refuse(Refusal::kTreeWords, "item {} has tree words {} to {}; the request has {}", index,
+                  item.tree_begin, end - 1, request.tree_mask.size());
   }
   const uint64_t allowed = item.n_query == 64 ? ~uint64_t{0} : (uint64_t{1} << item.n_query) - 1;
   for (uint32_t row = 0; row < item.n_query; ++row) {
     const uint64_t word = request.tree_mask[item.tree_begin + row];
     if ((word & ~allowed) != 0) {
-      return invalid("tree word {} of item {} is {:#x}, but the item has {} rows", row, index, word,
-                     item.n_query);
+      return refuse(Refusal::kTreeBits,
+                    "tree word {} of item {} is {:#x}, but the item has {} rows", row, index, word,
+                    item.n_query);
     }
   }
   return Status::ok();
@@ -201,7 +217,8 @@ bool position_is_possible(uint64_t position, uint64_t n) {
 
 Status check_item_position(uint64_t position, uint64_t n, const char* what, size_t index) {
   if (position != KVM_POSITION_END && !position_is_possible(position, n)) {
-    return invalid("{} of item {} is {}; positions end at {}", what, index, position, kMaxPosition);
+    return refuse(Refusal::kItemPosition, "{} of item {} is {}; positions end at {}", what, index,
+                  position, kMaxPosition);
   }
   return Status::ok();
 }
@@ -210,23 +227,26 @@ Status check_item(const StepRequest& request, size_t index) {
   constexpr uint32_t kKnown = KVM_ITEM_NOT_CAUSAL | KVM_ITEM_TREE | KVM_ITEM_EXCLUDE_RANGES;
   const kvm_item& item = request.items[index];
   if ((item.flags & ~kKnown) != 0) {
-    return invalid("flags of item {} are {:#x}; only {:#x} are known", index, item.flags, kKnown);
+    return refuse(Refusal::kItemFlags, "flags of item {} are {:#x}; only {:#x} are known", index,
+                  item.flags, kKnown);
   }
   if (item.reserved != 0) {
-    return invalid("reserved of item {} is {}; it must be 0", index, item.reserved);
+    return refuse(Refusal::kItemReserved, "reserved of item {} is {}; it must be 0", index,
+                  item.reserved);
   }
   if (request.append) {
     KVM_TRY(check_item_position(item.append_position, item.n_append, "append_position", index));
   } else if (item.n_append != 0) {
-    return invalid("item {} appends {} tokens in an attend; n_append must be 0", index,
-                   item.n_append);
+    return refuse(Refusal::kAppendInAttend,
+                  "item {} appends {} tokens in an attend; n_append must be 0", index,
+                  item.n_append);
   }
   if (!request.attend) {
     return Status::ok();
   }
   if (item.n_query > kMaxQueryRows) {
-    return invalid("item {} has {} query rows; at most {} are allowed", index, item.n_query,
-                   kMaxQueryRows);
+    return refuse(Refusal::kItemRows, "item {} has {} query rows; at most {} are allowed", index,
+                  item.n_query, kMaxQueryRows);
   }
   KVM_TRY(check_item_position(item.query_position, item.n_query, "query_position", index));
   KVM_TRY(check_ranges(request, item, index));
@@ -243,8 +263,8 @@ Status check_appended_once(const StepRequest& request) {
   std::sort(seen.begin(), seen.end());
   for (size_t i = 1; i < seen.size(); ++i) {
     if (seen[i].first == seen[i - 1].first) {
-      return invalid("items {} and {} append to the same sequence {:#x}", seen[i - 1].second,
-                     seen[i].second, seen[i].first);
+      return refuse(Refusal::kAppendedTwice, "items {} and {} append to the same sequence {:#x}",
+                    seen[i - 1].second, seen[i].second, seen[i].first);
     }
   }
   return Status::ok();
@@ -261,8 +281,8 @@ Status check_query_rows_apart(const StepRequest& request) {
   for (size_t i = 1; i < rows.size(); ++i) {
     const kvm_item& before = request.items[rows[i - 1].second];
     if (uint64_t{before.query_row} + before.n_query > rows[i].first) {
-      return invalid("items {} and {} share query row {}", rows[i - 1].second, rows[i].second,
-                     rows[i].first);
+      return refuse(Refusal::kQueryRowsShared, "items {} and {} share query row {}",
+                    rows[i - 1].second, rows[i].second, rows[i].first);
     }
   }
   return Status::ok();
@@ -270,10 +290,12 @@ Status check_query_rows_apart(const StepRequest& request) {
 
 Status check_items(const StepRequest& request) {
   if (request.items.empty() || request.items.size() > kMaxItems) {
-    return invalid("n_items is {}; 1 to {} are allowed", request.items.size(), kMaxItems);
+    return refuse(Refusal::kItemCount, "n_items is {}; 1 to {} are allowed", request.items.size(),
+                  kMaxItems);
   }
   if (request.ranges.size() > kMaxRanges) {
-    return invalid("n_ranges is {}; at most {} are allowed", request.ranges.size(), kMaxRanges);
+    return refuse(Refusal::kRangeCount, "n_ranges is {}; at most {} are allowed",
+                  request.ranges.size(), kMaxRanges);
   }
   uint64_t n_item_ranges = 0;
   for (size_t i = 0; i < request.items.size(); ++i) {
@@ -282,8 +304,9 @@ Status check_items(const StepRequest& request) {
     // Each item gets ranges of its own: without a bound 4,096 items that share 65,536 ranges would
     // take gigabytes.
     if (n_item_ranges > kMaxRanges) {
-      return invalid("items 0 to {} have {} ranges together; at most {} are allowed", i,
-                     n_item_ranges, kMaxRanges);
+      return refuse(Refusal::kRangesOfItems,
+                    "items 0 to {} have {} ranges together; at most {} are allowed", i,
+                    n_item_ranges, kMaxRanges);
     }
   }
   if (request.items.size() == 1) {
@@ -328,10 +351,11 @@ Status check_outputs_apart(const StepTensors& t) {
 
 Status check_layer(uint32_t index, const Space& space) {
   if (index >= space.n_layers) {
-    return invalid("layer {} does not exist; the space has {}", index, space.n_layers);
+    return refuse(Refusal::kLayer, "layer {} does not exist; the space has {}", index,
+                  space.n_layers);
   }
   if (space.layers[index].kind == KVM_LAYER_ABSENT) {
-    return invalid("layer {} is absent; it stores nothing", index);
+    return refuse(Refusal::kAbsentLayer, "layer {} is absent; it stores nothing", index);
   }
   return Status::ok();
 }
@@ -348,8 +372,9 @@ Result<Tensor> resolve_tensor(const TensorView& view, const TensorShape& shape) 
   tensor.dtype = static_cast<Dtype>(view.dtype);
   const uint64_t size = dtype_size_bytes(tensor.dtype);
   if (reinterpret_cast<uintptr_t>(view.data) % size != 0) {
-    return invalid("{} starts at an address that is no multiple of {}, its element size",
-                   shape.name, size);
+    return refuse(Refusal::kTensorAlign,
+                  "{} starts at an address that is no multiple of {}, its element size", shape.name,
+                  size);
   }
   // Packed strides are products of numbers of 64 bits at most that the request itself bounds to far
   // less, except the given ones: those are checked before they are multiplied.
@@ -357,14 +382,16 @@ Result<Tensor> resolve_tensor(const TensorView& view, const TensorShape& shape) 
   tensor.stride_head = view.stride_head != 0 ? view.stride_head : shape.dim;
   const Wide packed_row = Wide{tensor.stride_head} * shape.n_heads;
   if (packed_row > UINT64_MAX) {
-    return invalid("stride_head of {} is {}; rows of {} heads do not fit into {} bytes", shape.name,
-                   view.stride_head, shape.n_heads, view.size_bytes);
+    return refuse(Refusal::kStrideHead,
+                  "stride_head of {} is {}; rows of {} heads do not fit into {} bytes", shape.name,
+                  view.stride_head, shape.n_heads, view.size_bytes);
   }
   tensor.stride_row = view.stride_row != 0 ? view.stride_row : static_cast<uint64_t>(packed_row);
   const Wide packed_layer = Wide{tensor.stride_row} * shape.n_rows;
   if (view.stride_layer == 0 && shape.n_layers > 1 && packed_layer > n_elements) {
-    return invalid("{} has {} bytes; layers of {} rows {} elements apart do not fit", shape.name,
-                   view.size_bytes, shape.n_rows, tensor.stride_row);
+    return refuse(Refusal::kStrideLayer,
+                  "{} has {} bytes; layers of {} rows {} elements apart do not fit", shape.name,
+                  view.size_bytes, shape.n_rows, tensor.stride_row);
   }
   tensor.stride_layer =
       view.stride_layer != 0 ? view.stride_layer : static_cast<uint64_t>(packed_layer);
@@ -376,9 +403,10 @@ Result<Tensor> resolve_tensor(const TensorView& view, const TensorShape& shape) 
                    Wide{tensor.stride_row} * (shape.n_rows - 1) + row_span;
   if (end > n_elements) {
     const auto needed = static_cast<uint64_t>(std::min<Wide>(end * size, UINT64_MAX));
-    return invalid("{} has {} bytes; {} layers, {} rows, {} heads of {} {} need {}", shape.name,
-                   view.size_bytes, shape.n_layers, shape.n_rows, shape.n_heads, shape.dim,
-                   dtype_name(tensor.dtype), needed);
+    return refuse(Refusal::kTensorBytes,
+                  "{} has {} bytes; {} layers, {} rows, {} heads of {} {} need {}", shape.name,
+                  view.size_bytes, shape.n_layers, shape.n_rows, shape.n_heads, shape.dim,
+                  dtype_name(tensor.dtype), needed);
   }
   KVM_TRY(check_strides(shape, tensor));
   tensor.row_bytes = static_cast<uint64_t>(row_span) * size;
@@ -404,7 +432,7 @@ Status check_apart(const Tensor& out, const char* out_name, const Tensor& other,
       return Status::ok();
     }
   }
-  return invalid("{} and {} overlap in memory", out_name, other_name);
+  return refuse(Refusal::kTensorOverlap, "{} and {} overlap in memory", out_name, other_name);
 }
 
 Result<StepTensors> check_step(const StepRequest& request, const Space& space) {
@@ -443,7 +471,8 @@ Result<ReadTensors> check_read(const ReadRequest& request, const Space& space) {
   const uint64_t n_heads = space.layers[request.layer].n_kv_heads;
   ReadTensors t;
   if (request.n_tokens > kMaxPosition) {
-    return invalid("n_tokens is {}; at most {} are allowed", request.n_tokens, kMaxPosition);
+    return refuse(Refusal::kReadTokens, "n_tokens is {}; at most {} are allowed", request.n_tokens,
+                  kMaxPosition);
   }
   if (request.n_tokens != 0) {
     KVM_TRY_ASSIGN(
@@ -459,12 +488,12 @@ Result<ObserveTensors> check_observe(const ObserveRequest& request, const Space&
   KVM_TRY(check_layer(request.layer, space));
   const Layer& layer = space.layers[request.layer];
   if (!position_is_possible(request.column_begin, request.n_columns)) {
-    return invalid("columns {} to {} + {} do not exist; positions end at {}", request.column_begin,
-                   request.column_begin, request.n_columns, kMaxPosition);
+    return refuse(Refusal::kColumns, "columns {} to {} + {} do not exist; positions end at {}",
+                  request.column_begin, request.column_begin, request.n_columns, kMaxPosition);
   }
   if (!position_is_possible(request.query_position, request.n_rows)) {
-    return invalid("query_position is {}; positions end at {}", request.query_position,
-                   kMaxPosition);
+    return refuse(Refusal::kQueryPosition, "query_position is {}; positions end at {}",
+                  request.query_position, kMaxPosition);
   }
   ObserveTensors t;
   if (request.n_rows != 0) {
@@ -481,11 +510,11 @@ Result<ObserveTensors> check_observe(const ObserveRequest& request, const Space&
 
 Status check_seq_request(const SeqRequest& request) {
   if (request.verb > SeqVerb::kFree) {
-    return invalid("verb {} is unknown", static_cast<uint32_t>(request.verb));
+    return refuse(Refusal::kSeqVerb, "verb {} is unknown", static_cast<uint32_t>(request.verb));
   }
   if (request.verb == SeqVerb::kCreate && (request.flags & ~uint32_t{KVM_SEQ_MANUAL_COMMIT}) != 0) {
-    return invalid("flags are {:#x}; only {:#x} is known", request.flags,
-                   uint32_t{KVM_SEQ_MANUAL_COMMIT});
+    return refuse(Refusal::kSeqFlags, "flags are {:#x}; only {:#x} is known", request.flags,
+                  uint32_t{KVM_SEQ_MANUAL_COMMIT});
   }
   return Status::ok();
 }

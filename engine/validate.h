@@ -14,6 +14,7 @@
 #include "base/dtype.h"
 #include "base/status.h"
 #include "engine/engine.h"
+#include "engine/refusal.h"
 #include "engine/space.h"
 
 namespace kvm::engine {

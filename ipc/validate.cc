@@ -302,6 +302,21 @@ const char* reject_text(Reject reject) {
   return index < std::size(kTexts) ? kTexts[index] : "unknown";
 }
 
+const char* reject_name(Reject reject) {
+  static constexpr const char* kNames[] = {
+      "none",           "opcode",          "version",      "entry_flags",   "entry_reserved",
+      "unknown_region", "block_alignment", "block_bounds", "block_length",  "result_align",
+      "result_bounds",  "block_reserved",  "verbs",        "block_flags",   "item_count",
+      "range_count",    "tree_count",      "mode",         "proposal",      "not_finite",
+      "item_flags",     "item_reserved",   "item_ranges",  "item_tree",     "item_rows",
+      "tensor_absent",  "tensor_dtype",    "tensor_align", "tensor_bounds", "tensor_overlap",
+      "seq_verb",
+  };
+  static_assert(std::size(kNames) == kRejects);
+  const auto index = static_cast<size_t>(reject);
+  return index < kRejects ? kNames[index] : "unknown";
+}
+
 void write_result(ResultBlock* result, uint64_t seq, std::string_view sentence) {
   if (result == nullptr) {
     return;

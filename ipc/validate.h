@@ -12,6 +12,7 @@
 #ifndef KVM_IPC_VALIDATE_H_
 #define KVM_IPC_VALIDATE_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <string_view>
 #include <variant>
@@ -59,8 +60,11 @@ enum class Reject : uint8_t {
   kCount,  // not a reason
 };
 
-// A sentence for the log. Static storage.
+inline constexpr size_t kRejects = static_cast<size_t>(Reject::kCount);
+
+// A sentence for the log, and a label for statistics ("tensor_bounds", say). Static storage.
 const char* reject_text(Reject reject);
+const char* reject_name(Reject reject);
 
 // A tensor in client memory. data == nullptr: absent.
 struct TensorSpan {
