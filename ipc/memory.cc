@@ -24,6 +24,39 @@ Status memory_error(const char* what, uint64_t size_bytes) {
                                        " bytes of shared memory: " + ::strerror(errno));
 }
 
+// Where invariants are checked, inaccessible pages stand on both sides of a mapping:
+// AddressSanitizer knows nothing of where a mapping ends, and the next one may begin there.
+#if KVM_CHECK >= 2
+constexpr uint64_t kGuardBytes = kOsPageBytes;
+#else
+constexpr uint64_t kGuardBytes = 0;
+#endif
+
+constexpr uint64_t round_to_pages(uint64_t size_bytes) {
+  return (size_bytes + kOsPageBytes - 1) & ~(kOsPageBytes - 1);
+}
+
+// As mmap: MAP_FAILED, and errno.
+void* map_file(uint64_t size_bytes, int protection, const Fd& fd) {
+  if (kGuardBytes == 0) {
+    return ::mmap(nullptr, size_bytes, protection, MAP_SHARED, fd.get(), 0);
+  }
+  const uint64_t reserved_bytes = round_to_pages(size_bytes) + 2 * kGuardBytes;
+  void* reserved = ::mmap(nullptr, reserved_bytes, PROT_NONE,
+                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (reserved == MAP_FAILED) {
+    return MAP_FAILED;
+  }
+  void* data = ::mmap(static_cast<uint8_t*>(reserved) + kGuardBytes, size_bytes, protection,
+                      MAP_SHARED | MAP_FIXED, fd.get(), 0);
+  if (data == MAP_FAILED) {
+    const int error = errno;
+    ::munmap(reserved, reserved_bytes);
+    errno = error;
+  }
+  return data;
+}
+
 }  // namespace
 
 Mapping::Mapping(Mapping&& other) noexcept
@@ -50,7 +83,7 @@ void Mapping::discard_contents() {
 
 void Mapping::unmap() {
   if (data_ != nullptr) {
-    ::munmap(data_, size_bytes_);
+    ::munmap(data() - kGuardBytes, round_to_pages(size_bytes_) + 2 * kGuardBytes);
     data_ = nullptr;
   }
 }
@@ -61,7 +94,7 @@ Result<SharedMemory> create_shared_memory(const char* name, uint64_t size_bytes,
     return Status(KVM_ERR_NO_MEMORY,
                   "shared memory of " + std::to_string(size_bytes) + " bytes cannot be made");
   }
-  size_bytes = (size_bytes + kOsPageBytes - 1) & ~(kOsPageBytes - 1);
+  size_bytes = round_to_pages(size_bytes);
   SharedMemory memory;
   memory.fd = Fd(::memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!memory.fd.is_open()) {
@@ -73,7 +106,7 @@ Result<SharedMemory> create_shared_memory(const char* name, uint64_t size_bytes,
       return memory_error("allocation", size_bytes);
     }
   }
-  void* data = ::mmap(nullptr, size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, memory.fd.get(), 0);
+  void* data = map_file(size_bytes, PROT_READ | PROT_WRITE, memory.fd);
   if (data == MAP_FAILED) {
     return memory_error("mapping", size_bytes);
   }
@@ -101,7 +134,7 @@ Result<Mapping> map_shared_memory(const Fd& fd, uint64_t size_bytes, PeerAccess 
                                         " were promised");
   }
   const int protection = access == PeerAccess::kReadOnly ? PROT_READ : PROT_READ | PROT_WRITE;
-  void* data = ::mmap(nullptr, size_bytes, protection, MAP_SHARED, fd.get(), 0);
+  void* data = map_file(size_bytes, protection, fd);
   if (data == MAP_FAILED) {
     return memory_error("mapping", size_bytes);
   }

@@ -16,7 +16,7 @@
 
 namespace kvm::ipc {
 
-// A mapping that is unmapped on destruction. Threads: a value.
+// A mapping that is unmapped on destruction; only the functions below make one. Threads: a value.
 class Mapping {
  public:
   Mapping() = default;

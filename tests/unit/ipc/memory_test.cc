@@ -74,6 +74,21 @@ TEST(SharedMemory, ClientRefusesWhatIsNotSealedOrTooSmall) {
             KVM_ERR_PROTOCOL);
 }
 
+#if KVM_CHECK >= 2
+TEST(SharedMemory, InaccessiblePagesStandAroundIt) {
+  auto memory = create_shared_memory("test", 4096, PeerAccess::kReadWrite);
+  ASSERT_TRUE(memory.is_ok());
+  auto peer = map_shared_memory(memory.value().fd, 4096, PeerAccess::kReadOnly);
+  ASSERT_TRUE(peer.is_ok());
+  for (const Mapping* mapping : {&memory.value().mapping, &peer.value()}) {
+    const volatile uint8_t* data = mapping->data();
+    EXPECT_DEATH((void)data[-1], "");
+    EXPECT_DEATH((void)data[4096], "");
+    EXPECT_EQ(data[4095], 0);
+  }
+}
+#endif
+
 TEST(SharedMemory, ImpossibleSizesAreRefused) {
   EXPECT_EQ(create_shared_memory("test", 0, PeerAccess::kReadWrite).status().code(),
             KVM_ERR_NO_MEMORY);
