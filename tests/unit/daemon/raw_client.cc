@@ -219,7 +219,8 @@ Status RawClient::nop(RawQueue* queue) {
 
 class RunningServer {
  public:
-  explicit RunningServer(const ServerOverrides& overrides) {
+  RunningServer(const ServerOverrides& overrides, std::unique_ptr<engine::Engine> engine)
+      : engine_(std::move(engine)) {
     char folder[] = "/tmp/kvmd-test-XXXXXX";
     folder_ = ::mkdtemp(folder);
     daemon::ServerOptions options;
@@ -233,10 +234,6 @@ class RunningServer {
     options.limits.max_requests = overrides.max_requests;
     options.spin_max_ns = overrides.spin_max_ns;
     options.shutdown_timeout_ns = 100'000'000;
-    engine::EngineOptions engine_options;
-    engine_options.host_capacity_bytes = 1ull << 30;
-    engine_options.tenant_limits = overrides.tenants;
-    engine_ = std::make_unique<FakeEngine>(engine_options);
     server_ = std::make_unique<daemon::Server>(engine_.get(), options);
     status_ = server_->start();
     if (status_.is_ok()) {
@@ -259,14 +256,21 @@ class RunningServer {
 
  private:
   std::string folder_;
-  std::unique_ptr<FakeEngine> engine_;
+  std::unique_ptr<engine::Engine> engine_;
   std::unique_ptr<daemon::Server> server_;
   Status status_;
   std::thread thread_;
 };
 
 std::shared_ptr<RunningServer> run_server(const ServerOverrides& overrides) {
-  return std::make_shared<RunningServer>(overrides);
+  engine::EngineOptions options;
+  options.host_capacity_bytes = 1ull << 30;
+  options.tenant_limits = overrides.tenants;
+  return run_server(overrides, std::make_unique<FakeEngine>(options));
+}
+std::shared_ptr<RunningServer> run_server(const ServerOverrides& overrides,
+                                          std::unique_ptr<engine::Engine> engine) {
+  return std::make_shared<RunningServer>(overrides, std::move(engine));
 }
 std::string socket_path_of(const RunningServer& server) { return server.path(); }
 void stop(RunningServer* server) { server->stop(); }

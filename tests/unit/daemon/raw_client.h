@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/status.h"
+#include "engine/engine.h"
 #include "engine/quota.h"
 #include "ipc/control.h"
 #include "ipc/memory.h"
@@ -106,6 +107,9 @@ struct ServerOverrides {
   engine::TenantLimits tenants;
 };
 std::shared_ptr<RunningServer> run_server(const ServerOverrides& overrides = {});
+// The same over another engine.
+std::shared_ptr<RunningServer> run_server(const ServerOverrides& overrides,
+                                          std::unique_ptr<engine::Engine> engine);
 std::string socket_path_of(const RunningServer& server);
 void stop(RunningServer* server);
 

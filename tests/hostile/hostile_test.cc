@@ -1,0 +1,579 @@
+// SPDX-License-Identifier: Apache-2.0
+// A hostile client against a whole daemon: valid, bent and spoiled requests while bytes flip in all
+// memory that it can write, with a victim beside it whose answers must not change by a bit.
+//
+// The daemon runs in this process, so the sanitizers see all that it does; inaccessible pages stand
+// around every mapping (ipc/memory.cc). What is counted comes from the daemon's own statistics.
+#include <gtest/gtest.h>
+#include <spdlog/spdlog.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/splitmix.h"
+#include "engine/engine.h"
+#include "engine/refusal.h"
+#include "ipc/doorbell.h"
+#include "ipc/shared_words.h"
+#include "ipc/space_message.h"
+#include "tests/hostile/requests.h"
+#include "tests/hostile/victim.h"
+#include "tests/unit/daemon/raw_client.h"
+
+namespace kvm::testing {
+namespace {
+
+namespace wire = ipc::wire;
+using engine::Refusal;
+using ipc::Reject;
+
+constexpr uint64_t kEnough = 100;  // times that each reason must be reached
+
+uint64_t number_from_environment(const char* name, uint64_t fallback) {
+  const char* text = std::getenv(name);
+  return text == nullptr ? fallback : std::strtoull(text, nullptr, 10);
+}
+
+std::unique_ptr<engine::Engine> open_engine() {
+  engine::EngineOptions options;
+  options.n_threads = 2;
+  options.host_capacity_bytes = 512ull << 20;
+  options.default_quota_bytes = 4ull << 20;
+  options.max_sequences_per_client = 16;
+  options.max_spaces = 6;
+  options.worker_spin_ns = 0;
+  return engine::Engine::open(options).value();
+}
+
+// --- The spaces of the test ----------------------------------------------------------------------
+
+kvm_space_params params_of(uint32_t n_layers) {
+  kvm_space_params params{};
+  params.struct_size = sizeof(params);
+  params.n_layers = n_layers;
+  params.n_q_heads = kHeads;
+  params.n_kv_heads = kKvHeads;
+  params.head_dim_k = kDim;
+  return params;
+}
+
+ipc::SpaceMessage space_message(uint32_t space) {
+  ipc::SpaceMessage message;
+  if (space == kPlain) {
+    message.name = "plain";
+    message.params = params_of(2);
+  } else if (space == kIndexed) {
+    message.name = "indexed";
+    message.params = params_of(1);
+    message.indexes.push_back({.kind = KVM_INDEX_SKETCH, .n_recent = 16, .min_tokens = 256});
+  } else {
+    message.name = "layered";
+    message.params = params_of(5);
+    message.layers.push_back(
+        {.layer_begin = 1, .n_layers = 1, .kind = KVM_LAYER_ALIAS, .target = 0});
+    message.layers.push_back({.layer_begin = 2, .n_layers = 1, .kind = KVM_LAYER_ABSENT});
+    message.layers.push_back({.layer_begin = 4, .n_layers = 1, .n_kv_heads = 2 * kKvHeads});
+    message.policies.push_back(
+        {.retention = KVM_RETAIN_SINKS_RECENT, .n_sinks = 2, .n_recent = 32});
+  }
+  message.params.n_layer_params = static_cast<uint32_t>(message.layers.size());
+  message.params.n_policies = static_cast<uint32_t>(message.policies.size());
+  message.params.n_indexes = static_cast<uint32_t>(message.indexes.size());
+  return message;
+}
+
+// With a sequence in each, whose ids the offender will try.
+SpaceIds register_spaces(RawClient* client, std::vector<kvm_seq_id>* seqs) {
+  SpaceIds ids{};
+  for (uint32_t space = 0; space < kSpaces; ++space) {
+    const Result<RawReply> reply = client->call([&](ipc::ControlWriter* writer, uint64_t id) {
+      return writer->finish(id, ipc::encode_space(writer, space_message(space)));
+    });
+    EXPECT_TRUE(reply.is_ok()) << reply.status().message();
+    ids[space] = reply.value().root->body_as_SpaceId()->space();
+    // Nobody can drop it while it has a sequence.
+    auto queue = client->create_queue();
+    auto arena = client->create_arena(kArenaBytes);
+    EXPECT_TRUE(queue.is_ok() && arena.is_ok());
+    RequestMaker maker(1, ids, {});
+    maker.begin_session(arena.value().region);
+    const Draft draft = maker.seq(0, ipc::SeqVerbWire::kCreate, space);
+    draft.write(arena.value().memory.data(), kSlotBytes);
+    client->submit(&queue.value(), draft.entry);
+    EXPECT_EQ(client->wait(&queue.value()).value().status, KVM_OK);
+    kvm_seq_id seq = 0;
+    std::memcpy(&seq, arena.value().memory.data() + kResultsAt, sizeof(seq));
+    seqs->push_back(seq);
+  }
+  return ids;
+}
+
+// --- What the daemon has counted -----------------------------------------------------------------
+
+class Counts {
+ public:
+  explicit Counts(const std::string& text) : text_(text) {}
+  uint64_t of(const std::string& series) const {
+    const std::string line = "\n" + series + " ";
+    const size_t at = text_.find(line);
+    EXPECT_NE(at, std::string::npos) << series;
+    return at == std::string::npos ? 0 : std::stoull(text_.substr(at + line.size()));
+  }
+  uint64_t rejects(Reject reject) const {
+    return of(std::string("kvm_rejected_requests_total{reason=\"") + ipc::reject_name(reject) +
+              "\"}");
+  }
+  uint64_t all_rejects() const {
+    uint64_t sum = 0;
+    for (size_t i = 1; i < ipc::kRejects; ++i) {
+      sum += rejects(static_cast<Reject>(i));
+    }
+    return sum;
+  }
+  uint64_t refusals(Refusal refusal) const {
+    return of(std::string("kvm_refused_requests_total{reason=\"") +
+              engine::kRefusalNames[static_cast<size_t>(refusal)] + "\"}");
+  }
+  uint64_t requests() const {
+    return of("kvm_requests_total{result=\"ok\"}") + of("kvm_requests_total{result=\"error\"}") +
+           all_rejects();
+  }
+
+ private:
+  std::string text_;
+};
+
+// --- Flipping bytes ------------------------------------------------------------------------------
+
+// Writable memory of the present session. The flipper holds the lock while it writes.
+struct Target {
+  std::mutex mutex;
+  uint8_t* arena = nullptr;
+  uint64_t arena_bytes = 0;
+  ipc::ClientRegion* region = nullptr;
+};
+
+void flip_bits(uint8_t* bytes, uint64_t size, uint64_t random) {
+  volatile uint8_t* byte = bytes + random % size;
+  *byte = static_cast<uint8_t>(*byte ^ (1u << (random >> 61)));
+}
+
+// Mostly tensors and results; parameter blocks, ring entries and control words at a rate that lets
+// sessions live for some hundred requests.
+void flip_one(Target* target, uint64_t random) {
+  const uint64_t where = (random >> 32) % 100'000;
+  if (where < 1) {
+    flip_bits(reinterpret_cast<uint8_t*>(target->region), sizeof(ipc::ControlWord) * 4, random);
+  } else if (where < 8) {
+    flip_bits(reinterpret_cast<uint8_t*>(target->region->entries), sizeof(target->region->entries),
+              random);
+  } else if (where < 50) {
+    flip_bits(target->arena, kResultsAt, random);
+  } else {
+    flip_bits(target->arena + kResultsAt, target->arena_bytes - kResultsAt, random);
+  }
+}
+
+void flip_until(const std::atomic<bool>* stop, Target* target, uint64_t seed,
+                std::atomic<uint64_t>* n_flipped) {
+  uint64_t random = seed;
+  while (!stop->load()) {
+    {
+      const std::lock_guard lock(target->mutex);
+      for (uint32_t i = 0; i < 256 && target->region != nullptr; ++i) {
+        random += kSplitMixStep;
+        flip_one(target, splitmix64(random));
+        n_flipped->fetch_add(1, std::memory_order_relaxed);
+      }
+    }
+    ::usleep(100);
+  }
+}
+
+// --- The offender --------------------------------------------------------------------------------
+
+// One connection after the other: each ends with a breach of the protocol.
+class Offender {
+ public:
+  Offender(std::string path, uint64_t seed, const SpaceIds& spaces, std::vector<kvm_seq_id> others,
+           Target* target)
+      : path_(std::move(path)), maker_(seed, spaces, std::move(others)), target_(target) {}
+  ~Offender() { end_session(); }
+
+  // A session that, unless a flipped byte ends it before, ends with what `last` says.
+  void run_session(const Spoiler<Reject>& last, uint32_t n_requests);
+  uint64_t n_sessions() const { return n_sessions_; }
+  uint64_t n_timeouts() const { return n_timeouts_; }
+  const std::map<int32_t, uint64_t>& statuses() const { return statuses_; }
+  uint64_t n_of(kvm_status status) const {
+    const auto found = statuses_.find(status);
+    return found == statuses_.end() ? 0 : found->second;
+  }
+
+ private:
+  bool begin_session();
+  void end_session();
+  void send_control();
+  bool push(const std::function<Draft(uint32_t slot)>& make);
+  bool wait_for_room();
+  void publish();
+  void take_completions();
+  Draft next(uint32_t slot);
+
+  std::string path_;
+  RequestMaker maker_;
+  Target* target_;
+  std::optional<RawClient> client_;
+  RawQueue queue_;
+  RawArena arena_;
+  uint32_t tail_ = 0;
+  uint32_t published_ = 0;
+  uint32_t head_ = 0;
+  std::array<uint32_t, ipc::kRequestEntries> created_in_{};  // by slot: the space of a kCreate
+  uint64_t n_sessions_ = 0;
+  uint64_t n_timeouts_ = 0;
+  size_t next_refusal_ = 0;
+  std::map<int32_t, uint64_t> statuses_;
+};
+
+bool Offender::begin_session() {
+  ++n_sessions_;
+  client_.emplace(path_);
+  if (!client_->hello().is_ok()) {
+    return false;
+  }
+  Result<RawQueue> queue = client_->create_queue();
+  Result<RawArena> arena =
+      client_->create_arena(n_sessions_ % 8 == 0 ? kLargeArenaBytes : kArenaBytes);
+  if (!queue.is_ok() || !arena.is_ok()) {
+    return false;
+  }
+  queue_ = std::move(queue).value();
+  arena_ = std::move(arena).value();
+  tail_ = published_ = head_ = 0;
+  maker_.begin_session(arena_.region);
+  const std::lock_guard lock(target_->mutex);
+  target_->arena = arena_.memory.data();
+  target_->arena_bytes = arena_.memory.size_bytes();
+  target_->region = queue_.client();
+  return true;
+}
+
+void Offender::end_session() {
+  const std::lock_guard lock(target_->mutex);
+  target_->region = nullptr;
+  queue_ = {};
+  arena_ = {};
+  client_.reset();
+}
+
+// A control message of no good intent; its reply is not waited for.
+void Offender::send_control() {
+  ipc::ControlWriter writer;
+  auto& fbb = writer.fbb();
+  const uint64_t value = maker_.boundary();
+  std::span<const uint8_t> bytes;
+  switch (maker_.below(8)) {
+    case 0:
+      bytes = writer.finish(1, wire::CreateSpaceDrop(fbb, maker_.spaces()[maker_.below(kSpaces)]));
+      break;
+    case 1:
+      bytes = writer.finish(1, wire::CreateSeqInfo(fbb, value));
+      break;
+    case 2:
+      bytes = writer.finish(1, wire::CreateStatsText(fbb, value));
+      break;
+    case 3:
+      bytes = writer.finish(1, wire::CreateArenaCreate(fbb, value));
+      break;
+    case 4:
+      bytes = writer.finish(1, wire::CreateQueueCreate(fbb, static_cast<uint32_t>(value)));
+      break;
+    case 5:
+      bytes = writer.finish(1, wire::CreateSeqList(fbb, value, maker_.one_in(2), value));
+      break;
+    default: {
+      ipc::SpaceMessage message = space_message(static_cast<uint32_t>(maker_.below(kSpaces)));
+      uint8_t* field = reinterpret_cast<uint8_t*>(&message.params) + 4 * maker_.below(40);
+      std::memcpy(field, &value, 4);
+      message.name = "hostile" + std::to_string(maker_.below(4));
+      bytes = writer.finish(1, ipc::encode_space(&writer, message));
+    }
+  }
+  std::vector<uint8_t> copy(bytes.begin(), bytes.end());
+  if (maker_.one_in(8)) {
+    copy[maker_.below(copy.size())] ^= static_cast<uint8_t>(1u << maker_.below(8));
+  }
+  (void)client_->send(copy);
+}
+
+void Offender::publish() {
+  if (published_ != tail_) {
+    published_ = tail_;
+    // SYNC: sequentially consistent: entries before the index, and the flag after it.
+    ipc::store_seq_cst(&queue_.client()->sq_tail, tail_);
+    if (ipc::load_seq_cst(queue_.daemon()->sq_need_wakeup) != 0) {
+      ipc::ring_doorbell(client_->doorbell());
+    }
+  }
+}
+
+void Offender::take_completions() {
+  const uint32_t tail = ipc::load_acquire(queue_.daemon()->cq_tail);
+  while (head_ != tail) {
+    const ipc::CompletionEntry done = queue_.daemon()->entries[head_ % ipc::kCompletionEntries];
+    ++head_;
+    ++statuses_[done.status];
+    const uint32_t slot = done.user_data % ipc::kRequestEntries;
+    if (done.status == KVM_OK && created_in_[slot] < kSpaces) {
+      // Flipped bits may have made it anything.
+      kvm_seq_id seq = 0;
+      std::memcpy(&seq, arena_.memory.data() + kResultsAt + slot * sizeof(ipc::ResultBlock),
+                  sizeof(seq));
+      maker_.add_seq(created_in_[slot], seq);
+    }
+  }
+  ipc::store_seq_cst(&queue_.client()->cq_head, head_);
+}
+
+// False when the daemon has closed the connection.
+bool Offender::wait_for_room() {
+  const uint64_t deadline = now_ns() + 60'000'000'000;
+  for (uint32_t i = 0;; ++i) {
+    take_completions();
+    if (tail_ - ipc::load_acquire(queue_.daemon()->sq_head) < ipc::kRequestEntries) {
+      return true;
+    }
+    publish();
+    if (i % 16 == 15) {
+      // The index or the flag may have been flipped: once more.
+      ipc::store_seq_cst(&queue_.client()->sq_tail, tail_);
+      ipc::ring_doorbell(client_->doorbell());
+      if (ipc::is_hung_up(client_->socket())) {
+        return false;
+      }
+      if (now_ns() > deadline) {
+        ++n_timeouts_;
+        return false;
+      }
+    }
+    ::usleep(20);
+  }
+}
+
+bool Offender::push(const std::function<Draft(uint32_t slot)>& make) {
+  if (!wait_for_room()) {
+    return false;
+  }
+  const uint32_t slot = tail_ % ipc::kRequestEntries;
+  const Draft draft = make(slot);
+  const uint64_t at = draft.entry.block_offset;
+  if (draft.entry.opcode != static_cast<uint8_t>(ipc::Opcode::kNop)) {
+    const uint64_t room = at == kLargeBlockAt ? kLargeArenaBytes - kLargeBlockAt : kSlotBytes;
+    if (at % ipc::kBlockAlign == 0 && at < arena_.memory.size_bytes() &&
+        room <= arena_.memory.size_bytes() - at) {
+      draft.write(arena_.memory.data() + at, room);
+    }
+  }
+  created_in_[slot] = draft.entry.opcode == static_cast<uint8_t>(ipc::Opcode::kSeq) &&
+                              draft.seq.verb == static_cast<uint32_t>(ipc::SeqVerbWire::kCreate)
+                          ? maker_.index_of(draft.seq.space)
+                          : kSpaces;
+  queue_.client()->entries[slot] = draft.entry;
+  ++tail_;
+  if (tail_ - published_ >= 16 + maker_.below(64)) {
+    publish();
+  }
+  return true;
+}
+
+Draft Offender::next(uint32_t slot) {
+  if (maker_.one_in(8)) {
+    const auto& all = refusal_spoilers();
+    const Spoiler<Refusal>& spoiler = all[next_refusal_++ % all.size()];
+    if (spoiler.reason != Refusal::kRangesOfItems) {
+      return spoiler.make(&maker_, slot);
+    }
+    if (arena_.memory.size_bytes() == kLargeArenaBytes) {
+      return spoiler.make(&maker_, slot);
+    }
+  }
+  Draft draft = maker_.any(slot);
+  if (maker_.one_in(4)) {
+    maker_.bend(&draft);
+  }
+  if (maker_.one_in(1000)) {
+    maker_.mutate(&draft);
+  }
+  return draft;
+}
+
+void Offender::run_session(const Spoiler<Reject>& last, uint32_t n_requests) {
+  bool alive = begin_session();
+  for (uint32_t space = 0; alive && space < kSpaces; ++space) {
+    alive = push([&](uint32_t slot) { return maker_.seq(slot, ipc::SeqVerbWire::kCreate, space); });
+  }
+  publish();
+  if (alive && maker_.one_in(4)) {
+    send_control();
+  }
+  for (uint32_t i = 0; alive && i < n_requests; ++i) {
+    alive = push([this](uint32_t slot) { return next(slot); });
+  }
+  alive = alive && push([&](uint32_t slot) { return last.make(&maker_, slot); });
+  if (alive) {
+    publish();
+    // Until it is noticed. A flipped index may hide the last entries: they are shown again.
+    const uint64_t deadline = now_ns() + 60'000'000'000;
+    while (!ipc::is_hung_up(client_->socket())) {
+      take_completions();
+      ipc::store_seq_cst(&queue_.client()->sq_tail, tail_);
+      ipc::ring_doorbell(client_->doorbell());
+      ::usleep(20);
+      if (now_ns() > deadline) {
+        ++n_timeouts_;
+        break;
+      }
+    }
+  }
+  end_session();
+}
+
+// --- The tests -----------------------------------------------------------------------------------
+
+// The reason of which the daemon has seen the fewest.
+const Spoiler<Reject>& rarest_reject(const Counts& counts, uint64_t* n) {
+  const auto& all = reject_spoilers();
+  const Spoiler<Reject>* rarest = &all[0];
+  *n = UINT64_MAX;
+  for (const Spoiler<Reject>& spoiler : all) {
+    if (counts.rejects(spoiler.reason) < *n) {
+      *n = counts.rejects(spoiler.reason);
+      rarest = &spoiler;
+    }
+  }
+  return *rarest;
+}
+
+bool all_refused_enough(const Counts& counts) {
+  return std::all_of(
+      refusal_spoilers().begin(), refusal_spoilers().end(),
+      [&](const Spoiler<Refusal>& spoiler) { return counts.refusals(spoiler.reason) >= kEnough; });
+}
+
+constexpr uint64_t kVictimSeeds = 4;
+
+TEST(Hostile, ClientHarmsNobodyButItself) {
+  spdlog::set_level(spdlog::level::off);
+  const uint64_t n_wanted = number_from_environment("KVM_HOSTILE_REQUESTS", 1'000'000);
+  const uint64_t seed = number_from_environment("KVM_HOSTILE_SEED", now_ns());
+  std::printf("seed %llu (KVM_HOSTILE_SEED), %llu requests\n",
+              static_cast<unsigned long long>(seed), static_cast<unsigned long long>(n_wanted));
+  ServerOverrides overrides;
+  overrides.arena_capacity_bytes = 256ull << 20;
+  overrides.arena_quota_bytes = 64ull << 20;
+  overrides.max_queues = 8;
+  overrides.max_arenas = 8;
+  const auto server = run_server(overrides, open_engine());
+  const std::string path = socket_path_of(*server);
+  RawClient monitor(path);
+  ASSERT_TRUE(monitor.hello().is_ok());
+  std::vector<kvm_seq_id> others;
+  const SpaceIds spaces = register_spaces(&monitor, &others);
+
+  Victim victim(path);
+  std::array<uint64_t, kVictimSeeds> alone{};
+  for (uint64_t i = 0; i < kVictimSeeds; ++i) {
+    alone[i] = victim.live_once(i);
+    ASSERT_EQ(victim.live_once(i), alone[i]) << "not even alone: " << victim.failure();
+  }
+  const kvm_stats before = monitor.stats().value();
+
+  std::atomic<bool> stop{false};
+  std::atomic<uint64_t> n_flipped{0};
+  std::atomic<uint64_t> n_lives{0};
+  std::atomic<uint64_t> n_different{0};
+  Target target;
+  std::thread flipper([&] { flip_until(&stop, &target, seed, &n_flipped); });
+  std::thread beside([&] {
+    while (!stop.load()) {
+      const uint64_t i = n_lives.fetch_add(1) % kVictimSeeds;
+      n_different += victim.live_once(i) == alone[i] ? 0 : 1;
+      ::usleep(20'000);
+    }
+  });
+  Offender offender(path, seed, spaces, others, &target);
+  const auto& all = reject_spoilers();
+  for (uint64_t n = 0;; ++n) {
+    if (n % 64 != 0) {
+      offender.run_session(all[n % all.size()], 300);
+      continue;
+    }
+    const Counts counts(monitor.stats_text().value());
+    uint64_t n_rarest = 0;
+    const Spoiler<Reject>& rarest = rarest_reject(counts, &n_rarest);
+    if (counts.requests() >= n_wanted && n_rarest >= kEnough && all_refused_enough(counts)) {
+      break;
+    }
+    offender.run_session(rarest, 0);
+    ASSERT_EQ(offender.n_timeouts(), 0u) << "the daemon does not close a violator";
+  }
+  stop = true;
+  flipper.join();
+  beside.join();
+
+  EXPECT_EQ(n_different.load(), 0u) << "of " << n_lives.load();
+  EXPECT_EQ(victim.failure(), "");
+  EXPECT_GT(n_lives.load(), 0u);
+  const Counts counts(monitor.stats_text().value());
+  for (const Spoiler<Reject>& spoiler : all) {
+    EXPECT_GE(counts.rejects(spoiler.reason), kEnough) << ipc::reject_name(spoiler.reason);
+  }
+  for (const kvm_status status :
+       {KVM_ERR_INVALID, KVM_ERR_NOT_FOUND, KVM_ERR_STALE, KVM_ERR_PERMISSION, KVM_ERR_LIMIT,
+        KVM_ERR_HOLE, KVM_ERR_UNSUPPORTED, KVM_ERR_DEADLINE, KVM_OK}) {
+    EXPECT_GE(offender.n_of(status), kEnough) << kvm_status_name(status);
+  }
+  EXPECT_EQ(all.size() + 1, ipc::kRejects) << "a reason without a spoiler";
+  // Nothing of the closed sessions remains.
+  const uint64_t deadline = now_ns() + 30'000'000'000;
+  kvm_stats after = monitor.stats().value();
+  while ((after.n_sequences != before.n_sequences || after.n_clients != before.n_clients) &&
+         now_ns() < deadline) {
+    ::usleep(1000);
+    after = monitor.stats().value();
+  }
+  EXPECT_EQ(after.n_sequences, before.n_sequences);
+  EXPECT_EQ(after.n_clients, before.n_clients);
+  std::printf("%llu requests in %llu sessions, %llu bytes flipped, %llu lives of the victim\n",
+              static_cast<unsigned long long>(counts.requests()),
+              static_cast<unsigned long long>(offender.n_sessions()),
+              static_cast<unsigned long long>(n_flipped.load()),
+              static_cast<unsigned long long>(n_lives.load()));
+  for (const Spoiler<Refusal>& spoiler : refusal_spoilers()) {
+    if (counts.refusals(spoiler.reason) < 2 * kEnough) {
+      std::printf("  seldom refused: %-24s %llu\n",
+                  engine::kRefusalNames[static_cast<size_t>(spoiler.reason)],
+                  static_cast<unsigned long long>(counts.refusals(spoiler.reason)));
+    }
+  }
+  for (const auto& [status, n] : offender.statuses()) {
+    std::printf("  %-24s %llu\n", kvm_status_name(status), static_cast<unsigned long long>(n));
+  }
+}
+
+}  // namespace
+}  // namespace kvm::testing
