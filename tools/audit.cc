@@ -43,7 +43,10 @@ double value_of(const Series& series, const std::string& name) {
 }
 
 uint64_t count_of(const Series& series, const std::string& name) {
-  return static_cast<uint64_t>(value_of(series, name));
+  // Any text may stand there: what is no count is taken as the nearest one.
+  constexpr double kMost = 0x1p63;
+  const double value = value_of(series, name);
+  return value > 0 ? static_cast<uint64_t>(std::min(value, kMost)) : 0;
 }
 
 // In the order of their bounds.

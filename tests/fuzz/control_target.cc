@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <sys/epoll.h>
+#include <sys/socket.h>
+
+#include <memory>
+
+#include "base/assert.h"
+#include "daemon/control.h"
+#include "daemon/service.h"
+#include "daemon/session.h"
+#include "ipc/control.h"
+#include "ipc/socket.h"
+#include "tests/fuzz/seeds.h"
+#include "tests/fuzz/targets.h"
+#include "tests/unit/daemon/fake_engine.h"
+
+namespace kvm::testing {
+namespace {
+
+// What a dispatcher has around a session, without a dispatcher.
+class Surroundings {
+ public:
+  Surroundings() : engine_(options()) {
+    service_.engine = &engine_;
+    service_.epoll = ipc::Fd(::epoll_create1(EPOLL_CLOEXEC));
+    service_.limits.max_arena_bytes = 1 << 20;
+    service_.limits.arena_quota_bytes = 1 << 20;
+    service_.limits.arena_capacity_bytes = 1 << 20;
+  }
+
+  // Runs the messages through a connection of their own. Greeted: one that has said Hello.
+  void run(const std::vector<Bytes>& messages, bool greeted) {
+    int sockets[2];
+    KVM_ASSERT(::socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, sockets) ==
+               0);
+    const ipc::Fd peer(sockets[1]);
+    auto session = std::make_unique<daemon::Session>(&service_, ++last_id_, ipc::Fd(sockets[0]),
+                                                     ipc::PeerCredentials{});
+    if (greeted) {
+      static const Bytes kHello = hello_seeds().front().second;
+      daemon::handle_message(session.get(), kHello);
+      KVM_ASSERT(session->welcomed);
+    }
+    for (const Bytes& message : messages) {
+      if (session->is_doomed()) {
+        break;
+      }
+      daemon::handle_message(session.get(), message);
+      while (auto reply = take_reply(peer)) {
+        KVM_ASSERT(ipc::read_message(reply->bytes).is_ok());
+      }
+    }
+    end(std::move(session));
+  }
+
+ private:
+  static engine::EngineOptions options() {
+    engine::EngineOptions options;
+    options.host_capacity_bytes = 1 << 20;
+    return options;
+  }
+
+  static std::optional<ipc::ReceivedMessage> take_reply(const ipc::Fd& peer) {
+    Result<std::optional<ipc::ReceivedMessage>> reply =
+        ipc::receive_message(peer, ipc::kMaxFdsPerMessage);
+    return reply.is_ok() ? std::move(reply).value() : std::nullopt;
+  }
+
+  // As the dispatcher does it.
+  void end(std::unique_ptr<daemon::Session> session) {
+    service_.n_queues -= session->queues.size();
+    service_.n_clients -= session->welcomed ? 1 : 0;
+    while (session->n_arenas_pending > 0) {
+      std::vector<daemon::FinishedArena> finished;
+      {
+        const std::lock_guard lock(service_.finished_mutex);
+        finished.swap(service_.finished);
+      }
+      for (daemon::FinishedArena& arena : finished) {
+        daemon::finish_arena(&service_, session.get(), std::move(arena));
+      }
+    }
+    session->hang_up();
+    engine_.remove_client(session->client, [] {});
+    engine_.poll();
+    session->queues.clear();
+    service_.arena_bytes -= session->regions.total_bytes();
+    service_.dirty.clear();
+  }
+
+  FakeEngine engine_;
+  daemon::Service service_;
+  uint64_t last_id_ = 0;
+};
+
+Surroundings& surroundings() {
+  static Surroundings* const kAll = new Surroundings;
+  return *kAll;
+}
+
+}  // namespace
+
+void run_hello(std::span<const uint8_t> input) {
+  surroundings().run({Bytes(input.begin(), input.end())}, false);
+}
+
+void run_control(std::span<const uint8_t> input) {
+  InputReader reader(input);
+  std::vector<Bytes> messages;  // each aligned, as received ones are
+  while (!reader.is_empty() && messages.size() < 16) {
+    const std::span<const uint8_t> message = reader.take_bytes(reader.take<uint16_t>());
+    messages.emplace_back(message.begin(), message.end());
+  }
+  surroundings().run(messages, true);
+}
+
+}  // namespace kvm::testing

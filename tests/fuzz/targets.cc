@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tests/fuzz/targets.h"
+
+#include "tests/fuzz/seeds.h"
+
+namespace kvm::testing {
+
+const std::vector<FuzzTarget>& fuzz_targets() {
+  static const std::vector<FuzzTarget> kAll = {
+      {"hello", run_hello, hello_seeds},       {"control", run_control, control_seeds},
+      {"request", run_request, request_seeds}, {"items", run_items, items_seeds},
+      {"config", run_config, config_seeds},    {"stats_text", run_stats_text, stats_text_seeds},
+      {"policy", run_policy, policy_seeds},
+  };
+  return kAll;
+}
+
+const FuzzTarget* find_fuzz_target(std::string_view name) {
+  for (const FuzzTarget& target : fuzz_targets()) {
+    if (target.name == name) {
+      return &target;
+    }
+  }
+  return nullptr;
+}
+
+}  // namespace kvm::testing
