@@ -2,6 +2,7 @@
 #include <sys/epoll.h>
 #include <sys/socket.h>
 
+#include <future>
 #include <memory>
 
 #include "base/assert.h"
@@ -70,17 +71,20 @@ class Surroundings {
   void end(std::unique_ptr<daemon::Session> session) {
     service_.n_queues -= session->queues.size();
     service_.n_clients -= session->welcomed ? 1 : 0;
-    while (session->n_arenas_pending > 0) {
-      std::vector<daemon::FinishedArena> finished;
-      {
-        const std::lock_guard lock(service_.finished_mutex);
-        finished.swap(service_.finished);
-      }
-      for (daemon::FinishedArena& arena : finished) {
-        daemon::finish_arena(&service_, session.get(), std::move(arena));
-      }
+    // Allocations are made in order: when this job runs, all are finished.
+    std::promise<void> allocated;
+    service_.allocator.post([&allocated] { allocated.set_value(); });
+    allocated.get_future().wait();
+    std::vector<daemon::FinishedArena> finished;
+    {
+      const std::lock_guard lock(service_.finished_mutex);
+      finished.swap(service_.finished);
+    }
+    for (daemon::FinishedArena& arena : finished) {
+      daemon::finish_arena(&service_, session.get(), std::move(arena));
     }
     session->hang_up();
+    session->account = nullptr;
     engine_.remove_client(session->client, [] {});
     engine_.poll();
     session->queues.clear();

@@ -23,7 +23,7 @@ class Bench {
     options.n_threads = 1;
     options.host_capacity_bytes = 64ull << 20;
     engine_ = engine::Engine::open(options).value();
-    client_ = engine_->add_client(0, 0);
+    client_ = engine_->add_client({});
     engine::SpaceSpec spec;
     spec.name = "fuzzed";
     spec.params.struct_size = sizeof(spec.params);

@@ -57,7 +57,7 @@ TEST(HostileEmbedded, EngineRefusesTheRest) {
   options.n_threads = 1;
   options.host_capacity_bytes = 64ull << 20;
   const std::unique_ptr<engine::Engine> engine = engine::Engine::open(options).value();
-  const engine::ClientId client = engine->add_client(0, 0);
+  const engine::ClientId client = engine->add_client({});
   engine::SpaceSpec spec;
   spec.name = "hostile";
   spec.params.struct_size = sizeof(spec.params);
