@@ -205,13 +205,17 @@ class EngineImpl final : public Engine {
   void start_work(Request* request);
   // What begin() gave: fails, goes on planning, or runs.
   void launch(Request* request, Status status, const JobPlan& plan, bool is_small);
-  // Plans some of a request that is not planned to the end; false when there is none.
+  // Plans some of a request that is not planned to the end, or goes on with the end of one that
+  // has policies to hear; false when there is none.
   bool plan_some();
   // *plan: tasks that remain. Fails: nothing has changed.
   Status begin(Request* request, JobPlan* plan, bool* is_small);
   Status begin_seq(Request* request, const SeqRequest& what);
   void run_here(Request* request, const JobPlan& plan);
   void retire(const FinishedJob& job);
+  // Ends a request that has succeeded: policies act on what it committed, and then it is finished.
+  void find_aging_work(Request* request);
+  void age(Request* request);
   void finish(Request* request, Status status);
   uint32_t deliver();
   void drop_waiting(Request* request, Status status);
@@ -226,7 +230,7 @@ class EngineImpl final : public Engine {
   std::vector<std::unique_ptr<Request>> requests_;  // in flight
   std::vector<std::unique_ptr<Request>> idle_;
   std::deque<Request*> ready_;
-  std::deque<Request*> planning_;  // begun, and not planned to the end
+  std::deque<Request*> planning_;  // begun, and not planned to the end; or ending
   bool plans_next_ = false;
   std::vector<Request*> done_;
   std::vector<Request*> delivering_;
@@ -552,6 +556,10 @@ bool EngineImpl::plan_some() {
   }
   Request* request = planning_.front();
   planning_.pop_front();
+  if (!request->aging.is_empty()) {
+    age(request);
+    return true;
+  }
   Status status;
   try {
     status = request->step.plan_more(*store_, options_.n_threads, workspaces_[0]);
@@ -646,6 +654,10 @@ void EngineImpl::retire(const FinishedJob& job) {
     }
     return;
   }
+  if (request->aging.is_running()) {
+    age(request);
+    return;
+  }
   Status status;
   if (std::holds_alternative<StepRequest>(request->what)) {
     Auditor* auditor = request->is_orphan ? nullptr : &auditor_;
@@ -657,7 +669,50 @@ void EngineImpl::retire(const FinishedJob& job) {
     totals_.keys_read += request->result.keys_read;
     totals_.bytes_read += request->result.bytes_read;
   }
-  finish(request, std::move(status));
+  if (!status.is_ok()) {
+    finish(request, std::move(status));
+    return;
+  }
+  find_aging_work(request);
+  age(request);
+}
+
+void EngineImpl::find_aging_work(Request* request) {
+  if (const auto* step = std::get_if<StepRequest>(&request->what)) {
+    for (size_t i = 0; step->append && i < step->items.size(); ++i) {
+      request->aging.add(*store_, request->step.seqs()[i]);
+    }
+  } else if (const auto* what = std::get_if<SeqRequest>(&request->what);
+             what != nullptr && (what->verb == SeqVerb::kCommit || what->verb == SeqVerb::kFork)) {
+    const kvm_seq_id changed = what->verb == SeqVerb::kFork ? request->result.seq : what->seq;
+    const Result<Sequence*> seq = store_->find_seq(request->client, changed);
+    if (seq.is_ok()) {
+      request->aging.add(*store_, seq.value());
+    }
+  }
+}
+
+// Its sequences stay busy until it is finished, so who comes behind it sees what policies left.
+void EngineImpl::age(Request* request) {
+  if (request->is_orphan) {
+    request->aging.stop();
+  }
+  try {
+    JobPlan plan;
+    switch (request->aging.next(*store_, options_.n_threads, workspaces_[0], &plan)) {
+      case AgingWork::Next::kTasks:
+        scheduler_.start(request, plan);
+        return;
+      case AgingWork::Next::kMore:
+        planning_.push_back(request);
+        return;
+      case AgingWork::Next::kDone:
+        break;
+    }
+  } catch (const std::bad_alloc&) {
+    request->aging.clear();
+  }
+  finish(request, Status::ok());
 }
 
 void EngineImpl::finish(Request* request, Status status) {

@@ -11,17 +11,15 @@ namespace kvm::engine {
 namespace {
 
 // Adds rows of a page to sums.
-void add_rows(const void* rows, Dtype dtype, const uint16_t* scales, uint32_t n_rows, uint32_t dim,
-              std::vector<float>* scratch, std::vector<double>* sums) {
-  scratch->resize(uint64_t{n_rows} * dim);
+void add_page(const void* rows, Dtype dtype, const uint16_t* scales, uint32_t n_rows,
+              float* __restrict scratch, double* __restrict sums, uint32_t dim) {
   const uint64_t row_bytes = uint64_t{dim} * sizeof(float);
   codecs::convert_rows({rows, dtype, dim * dtype_size_bytes(dtype), 0, nullptr, scales},
-                       {scratch->data(), Dtype::kF32, row_bytes, 0, nullptr, nullptr}, n_rows, 1,
-                       dim);
+                       {scratch, Dtype::kF32, row_bytes, 0, nullptr, nullptr}, n_rows, 1, dim);
   for (uint32_t t = 0; t < n_rows; ++t) {
-    const float* row = scratch->data() + uint64_t{t} * dim;
+    const float* row = scratch + uint64_t{t} * dim;
     for (uint32_t i = 0; i < dim; ++i) {
-      (*sums)[i] += static_cast<double>(row[i]);
+      sums[i] += static_cast<double>(row[i]);
     }
   }
 }
@@ -51,25 +49,44 @@ KvRun Folded::run() const {
   return run;
 }
 
-void fold_runs(KvRuns runs, const tiers::SlabClass& slab_class, Folded* folded) {
-  KVM_ASSERT(slab_class.n_heads == 1 && folded->k.size() == slab_class.dim_k &&
-             folded->v.size() == slab_class.dim_v);
-  std::vector<float> scratch;
-  std::vector<double> k_sums(slab_class.dim_k);
-  std::vector<double> v_sums(slab_class.dim_v);
-  uint64_t n_new = 0;
-  for (const KvRun& run : runs) {
-    add_rows(run.k, run.dtype_k, run.k_scale, run.n_tokens, slab_class.dim_k, &scratch, &k_sums);
-    add_rows(run.v, run.dtype_v, run.v_scale, run.n_tokens, slab_class.dim_v, &scratch, &v_sums);
-    n_new += run.n_tokens;
-    folded->end = std::max(folded->end, run.position + run.n_tokens);
+bool sum_rows(KvRuns runs, const tiers::SlabClass& slab_class, Workspace* scratch, RowSums* sums) {
+  KVM_ASSERT(slab_class.n_heads == 1);
+  const uint64_t n_floats = uint64_t{kPageTokens} * std::max(slab_class.dim_k, slab_class.dim_v);
+  auto* floats = reinterpret_cast<float*>(scratch->reserve(n_floats * sizeof(float)));
+  if (floats == nullptr) {
+    return false;
   }
-  if (n_new == 0) {
+  for (const KvRun& run : runs) {
+    add_page(run.k, run.dtype_k, run.k_scale, run.n_tokens, floats, sums->k.data(),
+             slab_class.dim_k);
+    add_page(run.v, run.dtype_v, run.v_scale, run.n_tokens, floats, sums->v.data(),
+             slab_class.dim_v);
+    sums->n_tokens += run.n_tokens;
+    sums->end = std::max(sums->end, run.position + run.n_tokens);
+  }
+  return true;
+}
+
+void add_rows(const RowSums& more, RowSums* sums) {
+  for (size_t i = 0; i < sums->k.size(); ++i) {
+    sums->k[i] += more.k[i];
+  }
+  for (size_t i = 0; i < sums->v.size(); ++i) {
+    sums->v[i] += more.v[i];
+  }
+  sums->n_tokens += more.n_tokens;
+  sums->end = std::max(sums->end, more.end);
+}
+
+void fold(const RowSums& sums, Folded* folded) {
+  KVM_ASSERT(folded->k.size() == sums.k.size() && folded->v.size() == sums.v.size());
+  if (sums.n_tokens == 0) {
     return;
   }
-  move_mean(k_sums, folded->n_tokens, n_new, &folded->k);
-  move_mean(v_sums, folded->n_tokens, n_new, &folded->v);
-  folded->n_tokens += n_new;
+  move_mean(sums.k, folded->n_tokens, sums.n_tokens, &folded->k);
+  move_mean(sums.v, folded->n_tokens, sums.n_tokens, &folded->v);
+  folded->end = std::max(folded->end, sums.end);
+  folded->n_tokens += sums.n_tokens;
   folded->log_weight = std::log(static_cast<float>(folded->n_tokens));
 }
 

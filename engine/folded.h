@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "base/kv_view.h"
+#include "engine/workspace.h"
 #include "tiers/slab_class.h"
 
 namespace kvm::engine {
@@ -27,10 +28,25 @@ struct Folded {
   KvRun run() const;
 };
 
-// Adds tokens. Where all have the same key, or value, the mean is that to the last bit; else it
-// is the mean in fp64, rounded once for each call. REQUIRES: runs of pages with one head, of this
-// slab class but for the dtypes; `folded` has dim_k and dim_v elements.
-void fold_runs(KvRuns runs, const tiers::SlabClass& slab_class, Folded* folded);
+// Rows of some tokens, added up in fp64 in the order of their positions.
+struct RowSums {
+  explicit RowSums(const tiers::SlabClass& slab_class) : k(slab_class.dim_k), v(slab_class.dim_v) {}
+
+  uint64_t end = 0;
+  uint64_t n_tokens = 0;
+  std::vector<double> k;  // [dim_k]
+  std::vector<double> v;  // [dim_v]
+};
+
+// Adds rows. Threads: any. `scratch` is its own. False: the machine refused memory for it.
+// REQUIRES: runs of pages with one head, of this slab class but for the dtypes.
+[[nodiscard]] bool sum_rows(KvRuns runs, const tiers::SlabClass& slab_class, Workspace* scratch,
+                            RowSums* sums);
+void add_rows(const RowSums& more, RowSums* sums);
+
+// Where all tokens have the same key, or value, the mean is that to the last bit; else it is the
+// mean in fp64, rounded once for each call. REQUIRES: equal dims.
+void fold(const RowSums& sums, Folded* folded);
 
 }  // namespace kvm::engine
 

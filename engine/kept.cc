@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "base/assert.h"
 #include "base/round.h"
@@ -38,10 +39,10 @@ KvRun Kept::run(uint32_t slot, uint64_t position, uint32_t n_tokens) const {
   return run;
 }
 
-void Kept::choose(std::span<const uint64_t> positions, KvRuns from, uint64_t new_end) {
+Kept::Choice Kept::plan(std::span<const uint64_t> positions) const {
   KVM_ASSERT(positions.size() <= capacity_ && positions.size() >= tokens_.size());
-  std::vector<Token> chosen;
-  chosen.reserve(capacity_);
+  Choice choice;
+  choice.tokens.reserve(capacity_);
   std::vector<uint32_t> free_slots;
   auto old = tokens_.begin();
   for (const uint64_t position : positions) {
@@ -49,31 +50,39 @@ void Kept::choose(std::span<const uint64_t> positions, KvRuns from, uint64_t new
       free_slots.push_back(old->slot);
     }
     const bool is_old = old != tokens_.end() && old->position == position;
-    chosen.push_back({position, is_old ? old->slot : UINT32_MAX});
+    choice.tokens.push_back({position, is_old ? old->slot : UINT32_MAX});
     old += is_old ? 1 : 0;
   }
   for (; old != tokens_.end(); ++old) {
     free_slots.push_back(old->slot);
   }
   auto next_slot = static_cast<uint32_t>(tokens_.size());
-  auto source = from.begin();
-  for (Token& token : chosen) {
+  for (Token& token : choice.tokens) {
     if (token.slot != UINT32_MAX) {
       continue;
     }
-    while (source != from.end() && source->position + source->n_tokens <= token.position) {
-      ++source;
-    }
-    KVM_ASSERT(source != from.end() && source->position <= token.position);
     if (free_slots.empty()) {
       token.slot = next_slot++;
     } else {
       token.slot = free_slots.back();
       free_slots.pop_back();
     }
+    choice.copies.push_back(token);
+  }
+  return choice;
+}
+
+void Kept::copy(std::span<const Token> copies, KvRuns from) {
+  auto source = from.begin();
+  for (const Token& token : copies) {
+    while (source != from.end() && source->position + source->n_tokens <= token.position) {
+      ++source;
+    }
+    KVM_ASSERT(source != from.end() && source->position <= token.position);
     const uint64_t at = token.position - source->position;
-    const auto copy = [&](const void* rows, Dtype dtype, const uint16_t* scales, uint32_t dim,
-                          Dtype own, std::vector<std::byte>* to, std::vector<uint16_t>* to_scales) {
+    const auto copy_row = [&](const void* rows, Dtype dtype, const uint16_t* scales, uint32_t dim,
+                              Dtype own, std::vector<std::byte>* to,
+                              std::vector<uint16_t>* to_scales) {
       const uint64_t source_bytes = dim * dtype_size_bytes(dtype);
       const uint64_t own_bytes = dim * dtype_size_bytes(own);
       codecs::convert_rows({static_cast<const std::byte*>(rows) + at * source_bytes, dtype,
@@ -82,12 +91,15 @@ void Kept::choose(std::span<const uint64_t> positions, KvRuns from, uint64_t new
                             to_scales->empty() ? nullptr : to_scales->data() + token.slot},
                            1, 1, dim);
     };
-    copy(source->k, source->dtype_k, source->k_scale, slab_class_.dim_k, slab_class_.dtype_k, &k_,
-         &k_scales_);
-    copy(source->v, source->dtype_v, source->v_scale, slab_class_.dim_v, slab_class_.dtype_v, &v_,
-         &v_scales_);
+    copy_row(source->k, source->dtype_k, source->k_scale, slab_class_.dim_k, slab_class_.dtype_k,
+             &k_, &k_scales_);
+    copy_row(source->v, source->dtype_v, source->v_scale, slab_class_.dim_v, slab_class_.dtype_v,
+             &v_, &v_scales_);
   }
-  tokens_ = std::move(chosen);
+}
+
+void Kept::choose(Choice&& choice, uint64_t new_end) {
+  tokens_ = std::move(choice.tokens);
   end_ = new_end;
 }
 
@@ -120,8 +132,15 @@ void add_sums(std::span<const float> sums, uint64_t position, const Kept* kept, 
   for (size_t i = 0; kept != nullptr && i < kept->tokens().size(); ++i) {
     add(kept->collected_position(kept->tokens()[i], is_packed), &masses->kept[i]);
   }
-  for (size_t i = 0; i < masses->recent.size(); ++i) {
-    add(masses->begin + i, &masses->recent[i]);
+  // Neighbours, as far as both reach.
+  const uint64_t first = std::max(position, masses->begin);
+  const uint64_t end = std::min(position + sums.size(), masses->begin + masses->recent.size());
+  if (first < end) {
+    const float* __restrict from = sums.data() + (first - position);
+    float* __restrict to = masses->recent.data() + (first - masses->begin);
+    for (uint64_t i = 0; i < end - first; ++i) {
+      to[i] += from[i] > 0 && from[i] <= std::numeric_limits<float>::max() ? from[i] : 0.0f;
+    }
   }
 }
 

@@ -31,10 +31,20 @@ class Kept {
   std::span<const Token> tokens() const { return tokens_; }  // in position order
   uint64_t size_bytes() const;
 
-  // Of `from`, which has the pages [end(), new_end), and of the present tokens those at `positions`
-  // stay. REQUIRES: positions are in order, at most capacity and not fewer than there are now; each
-  // is a present one or in `from`.
-  void choose(std::span<const uint64_t> positions, KvRuns from, uint64_t new_end);
+  // Tokens that come, and where the rows of those go that are not here yet.
+  struct Choice {
+    std::vector<Token> tokens;
+    std::vector<Token> copies;  // in position order
+  };
+
+  // Of pages [end(), new_end) and of the present tokens those at `positions` stay:
+  //   choice = plan(positions);  copy(...) until all of choice.copies are;  choose(choice, new_end)
+  // REQUIRES: positions are in order, at most capacity and not fewer than there are now.
+  Choice plan(std::span<const uint64_t> positions) const;
+  // Copies rows of tokens in `from` to their slots; who stands there now loses them.
+  // Threads: any, each copy once. tokens() and end() do not change.
+  void copy(std::span<const Token> copies, KvRuns from);
+  void choose(Choice&& choice, uint64_t new_end);
 
   // Appends the tokens as runs. is_packed: at positions that are not theirs, but consecutive up to
   // end(), so that they are few runs; no visible rule but causality can tell.

@@ -7,6 +7,7 @@
 #include <variant>
 #include <vector>
 
+#include "engine/aging_work.h"
 #include "engine/engine.h"
 #include "engine/index_work.h"
 #include "engine/read_work.h"
@@ -31,6 +32,8 @@ struct Request final : TaskSet {
   void run(uint32_t task, uint32_t thread) override {
     if (indexing.is_running()) {
       indexing.run(task, (*thread_workspaces)[thread]);
+    } else if (aging.is_running()) {
+      aging.run(task, (*thread_workspaces)[thread]);
     } else if (std::holds_alternative<StepRequest>(what)) {
       step.run(task, (*thread_workspaces)[thread]);
     } else {
@@ -54,6 +57,7 @@ struct Request final : TaskSet {
   IndexWork indexing;  // what has to be done before it begins
   Step step;
   ReadWork read;
+  AgingWork aging;  // what it ends with
 };
 
 }  // namespace kvm::engine

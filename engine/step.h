@@ -44,6 +44,8 @@ class Step {
   // True when handing tasks to other threads would take longer than running them.
   bool is_small() const { return is_small_; }
   uint64_t n_rows() const { return attend_.n_rows(); }
+  // Of the items.
+  const std::vector<Sequence*>& seqs() const { return seqs_; }
   void run(uint32_t task, ThreadWorkspace& workspace);
   // After every task has ended. `auditor` may be null: nothing is audited.
   // Fails: NO_MEMORY (a task had none; nothing was appended).

@@ -12,6 +12,7 @@
 
 #include "base/assert.h"
 #include "base/round.h"
+#include "engine/aging.h"
 #include "engine/folded.h"
 #include "engine/id_table.h"
 #include "engine/kept.h"
@@ -95,6 +96,7 @@ struct Sequence {
   std::vector<PageList> lists;  // [Space::n_lists]
   // Per Governed of the space: the commit point at which the policy wants to be asked again.
   std::vector<uint64_t> next_commits;
+  policies::EventSet due_events = 0;  // that policies have not been asked about
   std::vector<ObservedRef> observed;  // empty, or [n_layers]
   std::vector<IndexRef> indexes;      // [n_layers], or empty: the space has none
   // [Space::n_lists], or empty: nothing has been folded.
@@ -189,6 +191,10 @@ class StoreImpl final : public Store, private PageRelief {
   void add_masses(Sequence* seq, uint32_t layer, uint32_t class_index, std::span<const float> sums,
                   uint64_t position, bool is_packed) override;
   Status apply(Sequence* seq, const policies::Action& action) override;
+  bool is_aging_due(const Sequence* seq) const override;
+  std::unique_ptr<Aging> plan_aging(Sequence* seq, AgingCursor* cursor) override;
+  void open_aging(Aging* aging) override;
+  void close_aging(Aging* aging, AgingCursor* cursor) override;
   // Indexes.
   std::unique_ptr<IndexBuild> plan_index(Sequence* seq, uint32_t layer, uint64_t n_append,
                                          uint64_t max_cost) override;
@@ -234,14 +240,26 @@ class StoreImpl final : public Store, private PageRelief {
   // PARTIAL where queries at n_tokens and later would miss tokens below n_tokens.
   Status check_cut(const Sequence* seq, uint64_t n_tokens) const;
   void advance_commit(Sequence* seq, uint64_t n_tokens);
-  void run_policies(Sequence* seq, policies::Event event);
-  void run_policy(Sequence* seq, size_t index, policies::Event event);
+  static void note(Sequence* seq, policies::Event event) {
+    seq->due_events |= policies::event_bit(event);
+  }
+  // Returns how many pages the list has, those that its kept tokens would take included.
+  uint64_t show_list(const Sequence& seq, uint32_t layer, uint32_t class_index,
+                     std::vector<policies::StoredRange>* stored,
+                     std::vector<policies::KeptToken>* kept, policies::ListView* view) const;
   Status check_action(const Sequence* seq, const policies::Action& action) const;
   Status demote(Sequence* seq, const policies::Action& action);
-  Status fold(Sequence* seq, const policies::Action& action);
+  // *is_cut: set where a part of the action is left for the next slice.
+  Status open_action(Aging* aging, const policies::Action& action,
+                     std::span<const uint64_t> positions, bool* is_cut);
+  Status open_fold(Aging* aging, const policies::Action& action, bool* is_cut);
+  Status open_keep(Aging* aging, const policies::Action& action,
+                   std::span<const uint64_t> positions);
+  void close_fold(Sequence* seq, Aging::Work* work);
+  void close_keep(Sequence* seq, Aging::Work* work);
+  void drop_pages(Sequence* seq, const Aging::Work& work);
   Result<Folded*> own_folded(Sequence* seq, uint32_t list, const tiers::SlabClass& slab_class);
   static void cut_folded(Sequence* seq, uint64_t n_tokens);
-  Status keep(Sequence* seq, const policies::Action& action, std::span<const uint64_t> positions);
   // Memory that a list has beside pages, charged until the last reference goes.
   template <typename T>
   Result<std::shared_ptr<T>> make_charged(Account* account, T&& made);
@@ -513,7 +531,7 @@ Result<kvm_seq_id> StoreImpl::fork_seq(Sequence* parent, uint64_t n_tokens) {
   cut_indexes(child.get(), n_tokens);
   Sequence* added = child.get();
   const kvm_seq_id id = add_seq(std::move(child));
-  run_policies(added, policies::Event::kForked);
+  note(added, policies::Event::kForked);
   return id;
 }
 
@@ -590,7 +608,7 @@ Status StoreImpl::commit_seq(Sequence* seq, uint64_t n_tokens) {
 void StoreImpl::advance_commit(Sequence* seq, uint64_t n_tokens) {
   if (n_tokens > seq->n_committed) {
     seq->n_committed = n_tokens;
-    run_policies(seq, policies::Event::kCommitted);
+    note(seq, policies::Event::kCommitted);
   }
 }
 
@@ -829,7 +847,7 @@ void StoreImpl::publish(Sequence* seq, uint32_t layer) {
     bytes_appended_ += n_tokens * slab_class.n_heads * slab_class.token_bytes();
   }
   n_tokens_appended_ += n_tokens;
-  run_policies(seq, policies::Event::kAppended);
+  note(seq, policies::Event::kAppended);
   if ((seq->flags & KVM_SEQ_MANUAL_COMMIT) == 0) {
     advance_commit(seq, shortest_layer(seq));
   }
@@ -879,6 +897,7 @@ void StoreImpl::collect_runs(const Sequence* seq, uint32_t layer, uint32_t class
   }
   const uint32_t list = seq->space().storage(layer).first_list + class_index;
   const Folded* folded = seq->folded.empty() ? nullptr : seq->folded[list].get();
+  folded = folded == nullptr || folded->n_tokens == 0 ? nullptr : folded;
   const Kept* kept = seq->kept.empty() ? nullptr : seq->kept[list].get();
   lists[class_index].for_each([&](const PageEntry& entry, bool) {
     if (folded != nullptr && entry.position() >= folded->end) {
@@ -1098,22 +1117,12 @@ void StoreImpl::cut_observed(Sequence* seq, uint64_t n_tokens) {
 
 // --- Policies -----------------------------------------------------------------------------------
 
-void StoreImpl::run_policies(Sequence* seq, policies::Event event) {
-  const std::vector<Governed>& governed = seq->record->governed;
-  for (size_t i = 0; i < governed.size(); ++i) {
-    if ((governed[i].policy->events() & policies::event_bit(event)) == 0 ||
-        (event == policies::Event::kCommitted && seq->n_committed < seq->next_commits[i])) {
-      continue;
-    }
-    run_policy(seq, i, event);
-  }
-}
-
 // The pages of a list as ranges of one encoding.
 std::vector<policies::StoredRange> stored_ranges(const PageList& list, const tiers::HostPool& pool,
-                                                 uint64_t* stored_bytes) {
+                                                 uint64_t* stored_bytes, uint64_t* n_pages) {
   std::vector<policies::StoredRange> ranges;
   list.for_each([&](const PageEntry& entry, bool) {
+    ++*n_pages;
     const tiers::SlabClass& slab_class = pool.slab_class(entry.page);
     *stored_bytes += slab_class.page_bytes();
     if (!ranges.empty() && ranges.back().positions.end == entry.position() &&
@@ -1151,56 +1160,147 @@ std::vector<policies::KeptToken> kept_tokens(const Sequence& seq, uint32_t list,
   return tokens;
 }
 
-void StoreImpl::run_policy(Sequence* seq, size_t index, policies::Event event) {
-  const Governed& governed = seq->record->governed[index];
-  const Space& space = seq->space();
-  policies::ActionList actions;
-  std::vector<std::vector<policies::KeptToken>> kept(governed.members.size());
-  int n_rounds = 0;
-  do {
-    std::vector<std::vector<policies::StoredRange>> stored(governed.members.size());
-    std::vector<policies::ListView> lists(governed.members.size());
-    for (size_t i = 0; i < lists.size(); ++i) {
-      const auto [layer, class_index] = governed.members[i];
-      const HeadClass& head_class = space.head_class(layer, class_index);
-      const PageList& list = std::as_const(*seq).layer_lists(layer)[class_index];
-      const ObservedView seen = observed(seq, layer);
-      policies::ListView& view = lists[i];
-      view.layer = layer;
-      view.class_index = class_index;
-      view.n_heads = head_class.slab_class.n_heads;
-      view.length = list.length();
-      stored[i] = stored_ranges(list, pool_, &view.stored_bytes);
-      view.stored = stored[i];
-      view.n_sinks = head_class.retention.n_sinks;
-      view.n_recent = head_class.retention.n_recent;
-      view.slack = head_class.retention.slack;
-      view.n_heavy = head_class.retention.n_heavy;
-      kept[i] = kept_tokens(*seq, space.layers[layer].first_list + class_index, &view);
-      view.kept = kept[i];
-      view.kv_heads = head_class.kv_heads;
-      view.n_kv_heads = space.layers[layer].n_kv_heads;
-      view.column_sums = seen.column_sums;
-      view.n_columns = seen.n_columns;
-      view.queries = seen.q;
-      view.n_query_rows = seen.n_rows;
-      view.query_position = seen.query_position;
+uint64_t StoreImpl::show_list(const Sequence& seq, uint32_t layer, uint32_t class_index,
+                              std::vector<policies::StoredRange>* stored,
+                              std::vector<policies::KeptToken>* kept,
+                              policies::ListView* view) const {
+  const Layer& own = seq.space().layers[layer];
+  const HeadClass& head_class = own.classes[class_index];
+  const PageList& list = seq.layer_lists(layer)[class_index];
+  const ObservedView seen = observed(&seq, layer);
+  uint64_t n_pages = 0;
+  view->layer = layer;
+  view->class_index = class_index;
+  view->n_heads = head_class.slab_class.n_heads;
+  view->length = list.length();
+  *stored = stored_ranges(list, pool_, &view->stored_bytes, &n_pages);
+  view->stored = *stored;
+  view->n_sinks = head_class.retention.n_sinks;
+  view->n_recent = head_class.retention.n_recent;
+  view->slack = head_class.retention.slack;
+  view->n_heavy = head_class.retention.n_heavy;
+  *kept = kept_tokens(seq, own.first_list + class_index, view);
+  view->kept = *kept;
+  view->kv_heads = head_class.kv_heads;
+  view->n_kv_heads = own.n_kv_heads;
+  view->column_sums = seen.column_sums;
+  view->n_columns = seen.n_columns;
+  view->queries = seen.q;
+  view->n_query_rows = seen.n_rows;
+  view->query_position = seen.query_position;
+  return n_pages + kept->size() / kPageTokens;
+}
+
+// Whether a policy is to be asked about an event.
+bool is_due(const Sequence& seq, size_t governed, uint32_t event) {
+  const policies::EventSet bit = 1u << event;
+  const bool waits = event == static_cast<uint32_t>(policies::Event::kCommitted) &&
+                     seq.n_committed < seq.next_commits[governed];
+  return (seq.due_events & seq.record->governed[governed].policy->events() & bit) != 0 && !waits;
+}
+
+bool StoreImpl::is_aging_due(const Sequence* seq) const {
+  for (size_t i = 0; i < seq->record->governed.size(); ++i) {
+    for (uint32_t event = 0; event < policies::kEvents; ++event) {
+      if (is_due(*seq, i, event)) {
+        return true;
+      }
     }
-    actions = {};
-    governed.policy->decide({.event = event, .n_committed = seq->n_committed, .lists = lists},
-                            &actions);
-    for (uint32_t i = 0; i < actions.n_actions; ++i) {
-      // What cannot be done (no room to demote, say) is left as it is: the policy sees that in the
-      // next view.
-      const policies::Action& action = actions.actions[i];
-      const Status status =
-          action.kind == policies::ActionKind::kKeep
-              ? keep(seq, action, std::span(actions.kept).subspan(action.first_kept, action.n_kept))
-              : apply(seq, action);
-      (void)status.is_ok();
+  }
+  return false;
+}
+
+std::unique_ptr<Aging> StoreImpl::plan_aging(Sequence* seq, AgingCursor* cursor) {
+  const std::vector<Governed>& all = seq->record->governed;
+  for (; cursor->event < policies::kEvents; *cursor = {.event = cursor->event + 1}) {
+    for (; cursor->governed < all.size();
+         *cursor = {.event = cursor->event, .governed = cursor->governed + 1}) {
+      if (!is_due(*seq, cursor->governed, cursor->event)) {
+        continue;
+      }
+      const Governed& governed = all[cursor->governed];
+      const auto n_members = static_cast<uint32_t>(governed.members.size());
+      if (cursor->member == n_members) {
+        seq->next_commits[cursor->governed] = cursor->next_commit;
+        continue;
+      }
+      auto aging = std::make_unique<Aging>(
+          seq, governed.policy, static_cast<policies::Event>(cursor->event), seq->n_committed);
+      std::vector<Aging::Group>& groups = aging->groups();
+      groups.reserve(std::min<size_t>(Aging::kMaxGroups, n_members - cursor->member));
+      uint64_t n_pages = 0;
+      for (uint32_t at = cursor->member;
+           at < n_members && groups.size() < Aging::kMaxGroups && n_pages < Aging::kSlicePages;) {
+        const uint32_t n = governed.policy->decides_by_list() ? 1 : n_members - at;
+        Aging::Group& group = groups.emplace_back();
+        group.first_member = at;
+        group.stored.resize(n);
+        group.kept.resize(n);
+        group.lists.resize(n);
+        for (uint32_t i = 0; i < n; ++i, ++at) {
+          n_pages += show_list(*seq, governed.members[at].layer, governed.members[at].class_index,
+                               &group.stored[i], &group.kept[i], &group.lists[i]);
+        }
+      }
+      aging->set_pages(n_pages);
+      return aging;
     }
-  } while (actions.more && ++n_rounds < kMaxPolicyRounds);
-  seq->next_commits[index] = actions.next_commit;
+  }
+  seq->due_events = 0;
+  return nullptr;
+}
+
+// What cannot be done (no room to demote, say) is left as it is: the policy sees that in the next
+// view.
+void StoreImpl::open_aging(Aging* aging) {
+  for (uint32_t g = 0; g < aging->n_groups(); ++g) {
+    Aging::Group& group = aging->groups()[g];
+    for (uint32_t i = 0; i < group.actions.n_actions && !group.is_cut; ++i) {
+      if (aging->bytes() >= Aging::kSliceBytes) {
+        group.is_cut = true;
+        break;
+      }
+      const policies::Action& action = group.actions.actions[i];
+      const Status status = open_action(
+          aging, action, std::span(group.actions.kept).subspan(action.first_kept, action.n_kept),
+          &group.is_cut);
+      group.is_cut = group.is_cut && status.is_ok();
+      group.actions.more = group.actions.more && status.is_ok();  // it would ask for the same
+    }
+  }
+}
+
+Status StoreImpl::open_action(Aging* aging, const policies::Action& action,
+                              std::span<const uint64_t> positions, bool* is_cut) {
+  if (action.kind != policies::ActionKind::kFold && action.kind != policies::ActionKind::kKeep) {
+    return apply(aging->seq(), action);
+  }
+  KVM_TRY(check_action(aging->seq(), action));
+  return action.kind == policies::ActionKind::kFold ? open_fold(aging, action, is_cut)
+                                                    : open_keep(aging, action, positions);
+}
+
+void StoreImpl::close_aging(Aging* aging, AgingCursor* cursor) {
+  for (Aging::Work& work : aging->works()) {
+    if (!work.has_failed && work.kept != nullptr) {
+      close_keep(aging->seq(), &work);
+    } else if (!work.has_failed) {
+      close_fold(aging->seq(), &work);
+    } else {
+      // Nothing would change by trying again at once.
+      aging->give_up(work);
+    }
+  }
+  for (const Aging::Group& group : aging->groups()) {
+    cursor->member = group.first_member;
+    const bool goes_on = group.actions.more && ++cursor->n_rounds < kMaxPolicyRounds;
+    if (group.is_cut || goes_on) {
+      return;
+    }
+    cursor->n_rounds = 0;
+    cursor->next_commit = std::min(cursor->next_commit, group.actions.next_commit);
+    cursor->member += static_cast<uint32_t>(group.lists.size());
+  }
 }
 
 Status StoreImpl::check_action(const Sequence* seq, const policies::Action& action) const {
@@ -1237,7 +1337,6 @@ Status StoreImpl::apply(Sequence* seq, const policies::Action& action) {
     case policies::ActionKind::kMove:
       return Status(KVM_ERR_UNSUPPORTED, "there is no tier but the host's to move pages to");
     case policies::ActionKind::kFold:
-      return fold(seq, action);
     case policies::ActionKind::kMerge:
     case policies::ActionKind::kKeep:
       break;
@@ -1276,22 +1375,39 @@ Result<Folded*> StoreImpl::own_folded(Sequence* seq, uint32_t list,
   return ref.get();
 }
 
-Status StoreImpl::fold(Sequence* seq, const policies::Action& action) {
-  const HeadClass& head_class = seq->space().head_class(action.layer, action.class_index);
-  if (head_class.retention.kind != KVM_RETAIN_SINKS_RECENT_FOLD) {
-    return Status(KVM_ERR_UNSUPPORTED, "head class " + text(action.class_index) + " of layer " +
-                                           text(action.layer) + " has no entry to fold into");
-  }
-  const uint64_t block_begin = action.range.begin / kPageTokens;
-  const uint64_t block_end = action.range.end / kPageTokens;
-  std::vector<KvRun> runs;
-  collect_between(seq, action.layer, action.class_index, block_begin, block_end, &runs);
-  const uint32_t list = seq->space().layers[action.layer].first_list + action.class_index;
-  KVM_TRY_ASSIGN(Folded * folded, own_folded(seq, list, head_class.slab_class));
-  fold_runs(runs, head_class.slab_class, folded);
-  n_pages_dropped_ += seq->lists[list].drop(static_cast<uint32_t>(block_begin),
-                                            static_cast<uint32_t>(block_end), bank(seq));
+Status StoreImpl::open_fold(Aging* aging, const policies::Action& action, bool* is_cut) {
+  Sequence* seq = aging->seq();
+  const Layer& layer = seq->space().layers[action.layer];
+  const HeadClass& head_class = layer.classes[action.class_index];
+  KVM_ASSERT(head_class.retention.kind == KVM_RETAIN_SINKS_RECENT_FOLD);
+  Aging::Work work;
+  work.action = action;
+  work.list = layer.first_list + action.class_index;
+  const uint64_t most = action.range.begin + Aging::kActionPages * kPageTokens;
+  *is_cut = action.range.end > most;
+  work.action.range.end = std::min(action.range.end, most);
+  collect_between(seq, action.layer, action.class_index, action.range.begin / kPageTokens,
+                  work.action.range.end / kPageTokens, &work.runs);
+  KVM_TRY(own_folded(seq, work.list, head_class.slab_class).status());
+  aging->add_fold(std::move(work), head_class.slab_class);
   return Status::ok();
+}
+
+void StoreImpl::close_fold(Sequence* seq, Aging::Work* work) {
+  for (size_t i = 1; i < work->sums.size(); ++i) {
+    add_rows(work->sums[i], &work->sums[0]);
+  }
+  if (!work->sums.empty()) {
+    fold(work->sums[0], seq->folded[work->list].get());
+  }
+  drop_pages(seq, *work);
+}
+
+void StoreImpl::drop_pages(Sequence* seq, const Aging::Work& work) {
+  const PositionRange range = work.action.range;
+  n_pages_dropped_ +=
+      seq->lists[work.list].drop(static_cast<uint32_t>(range.begin / kPageTokens),
+                                 static_cast<uint32_t>(range.end / kPageTokens), bank(seq));
 }
 
 // Cuts that would need a part of what was folded are refused before; who cuts before all of it has
@@ -1370,21 +1486,22 @@ void StoreImpl::add_masses(Sequence* seq, uint32_t layer, uint32_t class_index,
   add_sums(sums, position, kept, is_packed, masses);
 }
 
-Status StoreImpl::keep(Sequence* seq, const policies::Action& action,
-                       std::span<const uint64_t> positions) {
-  KVM_TRY(check_action(seq, action));
-  const HeadClass& head_class = seq->space().head_class(action.layer, action.class_index);
+Status StoreImpl::open_keep(Aging* aging, const policies::Action& action,
+                            std::span<const uint64_t> positions) {
+  Sequence* seq = aging->seq();
+  const Layer& layer = seq->space().layers[action.layer];
+  const HeadClass& head_class = layer.classes[action.class_index];
   KVM_ASSERT(head_class.retention.kind == KVM_RETAIN_HEAVY);
-  const uint64_t block_begin = action.range.begin / kPageTokens;
-  const uint64_t block_end = action.range.end / kPageTokens;
-  const uint32_t list = seq->space().layers[action.layer].first_list + action.class_index;
-  KVM_TRY_ASSIGN(Masses * masses, own_masses(seq, list, action.range.begin));
-  KVM_TRY_ASSIGN(Kept * kept, own_kept(seq, list, head_class));
+  Aging::Work work;
+  work.action = action;
+  work.list = layer.first_list + action.class_index;
+  KVM_TRY_ASSIGN(Masses * masses, own_masses(seq, work.list, action.range.begin));
+  const bool is_new = seq->kept.empty() || seq->kept[work.list].use_count() != 1;
+  KVM_TRY_ASSIGN(Kept * kept, own_kept(seq, work.list, head_class));
+  aging->add_bytes(is_new ? kept->size_bytes() : 0);
   KVM_ASSERT(kept->end() == action.range.begin && masses->begin == kept->end());
-  std::vector<KvRun> runs;
-  collect_between(seq, action.layer, action.class_index, block_begin, block_end, &runs);
-  // Masses first: they are in the order of the tokens that are there now.
-  std::vector<float> kept_masses;
+  collect_between(seq, action.layer, action.class_index, action.range.begin / kPageTokens,
+                  action.range.end / kPageTokens, &work.runs);
   size_t old = 0;
   for (const uint64_t position : positions) {
     while (old < kept->tokens().size() && kept->tokens()[old].position < position) {
@@ -1392,23 +1509,34 @@ Status StoreImpl::keep(Sequence* seq, const policies::Action& action,
     }
     const bool is_old = old < kept->tokens().size() && kept->tokens()[old].position == position;
     const uint64_t at = position - masses->begin;
-    kept_masses.push_back(is_old                       ? masses->kept[old]
-                          : at < masses->recent.size() ? masses->recent[at]
-                                                       : 0.0f);
+    work.kept_masses.push_back(is_old                       ? masses->kept[old]
+                               : at < masses->recent.size() ? masses->recent[at]
+                                                            : 0.0f);
   }
-  const uint64_t n_old = kept->tokens().size();
-  KVM_TRY(charge_observed(seq->account, (positions.size() - n_old) * sizeof(float)));
-  kept->choose(positions, runs, action.range.end);
-  masses->kept = std::move(kept_masses);
-  const uint64_t n_gone =
-      std::min<uint64_t>(masses->recent.size(), action.range.end - action.range.begin);
+  // Room for the masses now, since nothing may fail once rows have been copied.
+  const uint64_t n_before = masses->kept.size();
+  if (positions.size() > n_before) {
+    KVM_TRY(charge_observed(seq->account, (positions.size() - n_before) * sizeof(float)));
+    masses->kept.resize(positions.size());
+  }
+  work.kept = kept;
+  work.choice = kept->plan(positions);
+  aging->add_keep(std::move(work), head_class.slab_class);
+  return Status::ok();
+}
+
+void StoreImpl::close_keep(Sequence* seq, Aging::Work* work) {
+  Masses* masses = seq->masses[work->list].data.get();
+  const uint64_t end = work->action.range.end;
+  uncharge_observed(seq->account, (masses->kept.size() - work->kept_masses.size()) * sizeof(float));
+  masses->kept = std::move(work->kept_masses);
+  work->kept->choose(std::move(work->choice), end);
+  const uint64_t n_gone = std::min<uint64_t>(masses->recent.size(), end - masses->begin);
   masses->recent.erase(masses->recent.begin(),
                        masses->recent.begin() + static_cast<ptrdiff_t>(n_gone));
-  masses->begin = action.range.end;
+  masses->begin = end;
   uncharge_observed(seq->account, n_gone * sizeof(float));
-  n_pages_dropped_ += seq->lists[list].drop(static_cast<uint32_t>(block_begin),
-                                            static_cast<uint32_t>(block_end), bank(seq));
-  return Status::ok();
+  drop_pages(seq, *work);
 }
 
 // As cut_folded.

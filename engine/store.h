@@ -11,7 +11,8 @@
 //   ... tasks copy K and V rows to pieces[i].k / .v ...
 //   store.collect_runs(seq, layer, class_index, &runs);   // reserved tokens included
 //   ... tasks attend over the runs ...
-//   store.publish(seq, layer);         // lengths grow, the commit point moves, policies act
+//   store.publish(seq, layer);         // lengths grow, the commit point moves
+//   ... aging (below): policies act on what was committed ...
 //   (or store.rollback(seq, layer): as if never reserved)
 //
 // Threads: the driver thread calls everything. Tasks on other threads may read and write the bytes
@@ -34,6 +35,7 @@
 
 #include "base/kv_view.h"
 #include "base/status.h"
+#include "engine/aging.h"
 #include "engine/engine.h"
 #include "engine/index_build.h"
 #include "engine/space.h"
@@ -192,8 +194,7 @@ class Store {
   // The same checks of one item without reserving: INVALID and HOLE.
   virtual Status check_append(const AppendItem& item) const = 0;
   // Makes the reserved tokens part of the sequence. Unless the sequence commits by hand, the commit
-  // point moves to the shortest layer's length and policies act; pages may be freed, so runs
-  // collected before are invalid.
+  // point moves to the shortest layer's length. Runs collected before are invalid.
   virtual void publish(Sequence* seq, uint32_t layer) = 0;
   virtual void rollback(Sequence* seq, uint32_t layer) = 0;
 
@@ -234,10 +235,19 @@ class Store {
   // them; reserved tokens may be among them. Left undone where there is no memory for it.
   virtual void add_masses(Sequence* seq, uint32_t layer, uint32_t class_index,
                           std::span<const float> sums, uint64_t position, bool is_packed) = 0;
-  // Applies one action of a policy. All or nothing. kKeep comes from the store's policies only.
+  // Applies one action of a policy. All or nothing. kFold and kKeep come from aging only.
   // Fails: INVALID (list or range out of bounds, tokens that are not committed, drop of a part of a
   // page), UNSUPPORTED (an action without its tier or operator), QUOTA, NO_SPACE.
   virtual Status apply(Sequence* seq, const policies::Action& action) = 0;
+
+  // What policies want done since the commit point moved (engine/aging.h): whether there is
+  // anything, and the next slice of it, null at the end. *cursor is zeros for the first slice.
+  // Every slice must be opened and closed, or destroyed unopened, before anything else changes the
+  // sequence. O(pages of the slice).
+  virtual bool is_aging_due(const Sequence* seq) const = 0;
+  virtual std::unique_ptr<Aging> plan_aging(Sequence* seq, AgingCursor* cursor) = 0;
+  virtual void open_aging(Aging* aging) = 0;
+  virtual void close_aging(Aging* aging, AgingCursor* cursor) = 0;
 
   // --- Indexes (engine/index.h) -----------------------------------------------------------------
   // Whatever needs pages, quota or capacity here takes it from indexes before it fails: from those

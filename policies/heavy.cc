@@ -9,6 +9,10 @@
 namespace kvm::policies {
 namespace {
 
+// Tokens that one choice looks at, besides those kept before; more are chosen from in turn, which
+// comes to the same.
+constexpr uint64_t kMaxChosenFrom = 16 << 10;
+
 struct Candidate {
   uint64_t position = 0;
   double mass = 0;
@@ -18,6 +22,7 @@ class Heavy : public Policy {
  public:
   const char* name() const override { return "heavy"; }
   EventSet events() const override { return event_bit(Event::kCommitted); }
+  bool decides_by_list() const override { return true; }
 
   void decide(const View& view, ActionList* actions) const override {
     actions->next_commit = UINT64_MAX;
@@ -45,8 +50,14 @@ class Heavy : public Policy {
   static bool choose(const ListView& list, PositionRange aged, ActionList* actions) {
     std::vector<Candidate> candidates;
     for (const StoredRange& stored : list.stored) {
-      const PositionRange range = {std::max(aged.begin, stored.positions.begin),
-                                   std::min(aged.end, stored.positions.end)};
+      PositionRange range = {std::max(aged.begin, stored.positions.begin),
+                             std::min(aged.end, stored.positions.end)};
+      if (candidates.empty() && range.begin < range.end &&
+          aged.end - range.begin > kMaxChosenFrom) {
+        aged.end = range.begin + kMaxChosenFrom;
+        range.end = std::min(range.end, aged.end);
+        actions->more = true;
+      }
       for (uint64_t x = range.begin; x < range.end; ++x) {
         const bool is_known = x >= list.mass_begin && x - list.mass_begin < list.masses.size();
         const double own = is_known ? static_cast<double>(list.masses[x - list.mass_begin]) : 0.0;

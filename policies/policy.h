@@ -4,7 +4,7 @@
 //
 // docs/adr/0003-policy-seam.md shows how the published cache policies fit.
 //
-// Threads: the engine's driver thread.  Memory: views refer to memory of the caller, valid during
+// Threads: any, several at once.  Memory: views refer to memory of the caller, valid during
 // the call; actions are values.  Errors: none; an action that cannot be applied is skipped whole.
 #ifndef KVM_POLICIES_POLICY_H_
 #define KVM_POLICIES_POLICY_H_
@@ -25,6 +25,8 @@ enum class Event : uint8_t {
   kCommitted = 1,  // the commit point moved
   kForked = 2,     // the sequence is the child of a fork just made
 };
+
+inline constexpr uint32_t kEvents = 3;
 
 // Set of events: bits (1 << value).
 using EventSet = uint32_t;
@@ -76,7 +78,7 @@ struct ListView {
 };
 
 // The lists of one sequence that one policy governs: all of them at once, so that budgets may be
-// shared out among layers and layers may choose together.
+// shared out among layers and layers may choose together; or one, where it decides by list.
 struct View {
   Event event = Event::kCommitted;
   uint64_t n_committed = 0;  // tokens at and beyond it are out of reach
@@ -139,6 +141,9 @@ class Policy {
   virtual ~Policy() = default;
   virtual const char* name() const = 0;
   virtual EventSet events() const = 0;
+  // Whether what it decides about a list rests on that list alone: it is shown one at a time then,
+  // and asked about several at once.
+  virtual bool decides_by_list() const { return false; }
   // Fills an empty `actions`.
   virtual void decide(const View& view, ActionList* actions) const = 0;
 };

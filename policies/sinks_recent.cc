@@ -21,6 +21,7 @@ class SinksRecent : public Policy {
   SinksRecent(const char* name, ActionKind kind) : name_(name), kind_(kind) {}
   const char* name() const override { return name_; }
   EventSet events() const override { return event_bit(Event::kCommitted); }
+  bool decides_by_list() const override { return true; }
 
   void decide(const View& view, ActionList* actions) const override {
     actions->next_commit = UINT64_MAX;

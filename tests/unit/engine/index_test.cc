@@ -75,6 +75,7 @@ Status append_keys(Store& store, Sequence* seq, std::span<const uint64_t> tokens
   KVM_TRY(store.reserve_append({&item, 1}, &pieces));
   write_keys(pieces, tokens);
   store.publish(seq, 0);
+  settle(store, seq);
   return Status::ok();
 }
 

@@ -330,6 +330,9 @@ class Model {
         store_->publish(items[i].seq, items[i].layer);
       }
     }
+    for (const Planned& plan : planned) {
+      settle(*store_, seq(plan.id));
+    }
     if (undo) {
       EXPECT_EQ(accounts(), before);
     }
@@ -395,6 +398,7 @@ class Model {
     const uint64_t most = shortest(model);
     const uint64_t n = pick(3) == 0 ? KVM_POSITION_END : pick(most + 2);
     const Status status = store_->commit_seq(seq(id), n);
+    settle(*store_, seq(id));
     if (n != KVM_POSITION_END && n > most) {
       EXPECT_EQ(status.code(), KVM_ERR_INVALID);
     } else {

@@ -321,6 +321,7 @@ TEST_F(StoreTest, NothingUncommittedIsDropped) {
   ASSERT_TRUE(append_all(*store_, manual, numbered(0, 497)).is_ok());
   EXPECT_EQ(store_->commit_seq(manual, 501).code(), KVM_ERR_INVALID);
   ASSERT_TRUE(store_->commit_seq(manual, 300).is_ok());
+  settle(*store_, manual);
   EXPECT_EQ(store_->seq_info(manual).n_entries_dropped, 2u * 256);
   EXPECT_TRUE(store_->truncate_seq(manual, 300).is_ok());
   EXPECT_EQ(store_->n_committed(manual), 300u);
@@ -523,6 +524,7 @@ TEST(Store, ManySequences) {
         ASSERT_TRUE(store->reserve_append(items, &pieces).is_ok());
         store->publish(seq, 1);
         store->publish(seq, 0);
+        settle(*store, seq);
       }
     }
   }

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "codecs/convert.h"
+#include "engine/aging_work.h"
 #include "engine/store.h"
 
 namespace kvm::engine {
@@ -106,6 +107,21 @@ inline void write_rows(const std::vector<AppendPiece>& pieces, uint32_t item, ui
   }
 }
 
+// What a request ends with: policies act.
+inline void settle(Store& store, Sequence* seq) {
+  AgingWork aging;
+  ThreadWorkspace workspace;
+  JobPlan plan;
+  aging.add(store, seq);
+  AgingWork::Next next = AgingWork::Next::kMore;
+  while (next != AgingWork::Next::kDone) {
+    next = aging.next(store, 1, workspace, &plan);
+    for (uint32_t i = 0; next == AgingWork::Next::kTasks && i < plan.n_tasks; ++i) {
+      aging.run(i, workspace);
+    }
+  }
+}
+
 // Appends tokens to one layer: reserve, write, publish.
 inline Status append(Store& store, Sequence* seq, uint32_t layer,
                      std::span<const uint64_t> tokens) {
@@ -115,6 +131,7 @@ inline Status append(Store& store, Sequence* seq, uint32_t layer,
   KVM_TRY(store.reserve_append({&item, 1}, &pieces));
   write_rows(pieces, 0, layer, tokens);
   store.publish(seq, layer);
+  settle(store, seq);
   return Status::ok();
 }
 
@@ -124,6 +141,7 @@ inline Status append_unwritten(Store& store, Sequence* seq, uint32_t layer, uint
   const AppendItem item = {.seq = seq, .layer = layer, .n_tokens = n_tokens};
   KVM_TRY(store.reserve_append({&item, 1}, &pieces));
   store.publish(seq, layer);
+  settle(store, seq);
   return Status::ok();
 }
 

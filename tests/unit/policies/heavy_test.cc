@@ -6,7 +6,9 @@
 #include <algorithm>
 #include <cstdint>
 #include <random>
+#include <span>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 namespace kvm::policies {
@@ -92,6 +94,58 @@ TEST(Heavy, KeepsWhatTheRuleSays) {
     EXPECT_EQ(action.n_kept, expected.size());
     EXPECT_EQ(actions.kept, expected);
   }
+}
+
+// Of more tokens than one choice looks at, the same stay as if it had looked at all of them.
+TEST(Heavy, LongListsAreChosenFromInTurn) {
+  constexpr uint64_t kLength = 70'000;
+  constexpr size_t kHeavy = 500;
+  std::mt19937 random(9);
+  std::vector<float> masses(kLength);
+  std::vector<std::pair<float, uint64_t>> ranked;  // (-mass, position)
+  for (uint64_t x = 0; x < kLength; ++x) {
+    masses[x] = static_cast<float>(random() % 1000);
+    ranked.emplace_back(-masses[x], x);
+  }
+  const uint16_t kv_head = 0;
+  uint64_t begin = 0;
+  std::vector<uint64_t> positions;
+  uint32_t n_rounds = 0;
+  for (bool more = true; more && n_rounds < 100; ++n_rounds) {
+    std::vector<KeptToken> kept;
+    for (const uint64_t x : positions) {
+      kept.push_back({x, masses[x]});
+    }
+    const StoredRange stored = {.positions = {begin, kLength}};
+    ListView list;
+    list.length = kLength;
+    list.n_recent = 100;
+    list.n_heavy = kHeavy;
+    list.kept = kept;
+    list.mass_begin = begin;
+    list.masses = std::span<const float>(masses).subspan(begin);
+    list.n_kv_heads = 1;
+    list.kv_heads = {&kv_head, 1};
+    list.stored = {&stored, 1};
+    ActionList actions;
+    heavy().decide({.n_committed = kLength, .lists = {&list, 1}}, &actions);
+    ASSERT_EQ(actions.n_actions, 1u);
+    EXPECT_EQ(actions.actions[0].range.begin, begin);
+    EXPECT_LE(actions.actions[0].range.end - begin, 16384u);
+    begin = actions.actions[0].range.end;
+    positions = actions.kept;
+    more = actions.more;
+  }
+  EXPECT_EQ(n_rounds, 5u);
+  EXPECT_EQ(begin, (kLength - 100) / kPageTokens * kPageTokens);
+  ranked.resize(begin);
+  std::sort(ranked.begin(), ranked.end());
+  std::vector<uint64_t> expected;
+  for (size_t i = 0; i < kHeavy; ++i) {
+    expected.push_back(ranked[i].second);
+  }
+  std::sort(expected.begin(), expected.end());
+  EXPECT_EQ(positions, expected);
 }
 
 TEST(Heavy, MoreListsThanActionsAreAskedForAgain) {
