@@ -228,8 +228,7 @@ Plan make_plan(const Problem& problem, const KernelTable* table) {
   Carver carver(nullptr);
   carve_queries(problem, carver);
   plan.prepared_bytes = carver.used_bytes();
-  plan.scratch_bytes =
-      std::max(stream_scratch_bytes(problem), plan.blocked ? block_scratch_bytes(problem) : 0);
+  plan.scratch_bytes = plan.blocked ? block_scratch_bytes(problem) : stream_scratch_bytes(problem);
   if (plan.rows == 0 || problem.runs.empty()) {
     return plan;
   }
@@ -466,6 +465,24 @@ void merge_chunks(const Problem& problem, const Plan& plan, RowRange rows, void*
     }
   }
   write_result(problem, plan, rows, states);
+}
+
+void eval_column_sums(const Problem& problem, const Plan& plan, const void* prepared,
+                      uint64_t begin, uint64_t end, void* scratch) {
+  KVM_ASSERT(problem.column_sums != nullptr && problem.lse != nullptr);
+  KVM_ASSERT(begin % kPageTokens == 0 && end % kPageTokens == 0 && plan.gap_chunks == 0);
+  begin = std::max(begin, plan.first_chunk * plan.chunk_tokens);
+  end = std::min(end, (plan.first_chunk + plan.n_chunks) * plan.chunk_tokens);
+  if (begin >= end) {
+    return;
+  }
+  for (size_t i = first_run_after(problem.runs, begin);
+       i < problem.runs.size() && problem.runs[i].position < end; ++i) {
+    const KvRun& run = problem.runs[i];
+    std::fill_n(problem.column_sums + (run.position - problem.column_position), run.n_tokens, 0.0f);
+  }
+  const auto add = plan.blocked ? block_sums : stream_sums;
+  add(problem, plan, prepared, begin, end, scratch);
 }
 
 }  // namespace kvm::attention

@@ -8,7 +8,7 @@
 //   prepare_queries(problem, plan, prepared);                // once, before any chunk
 //   eval_chunks(problem, plan, prepared, rows, c, n, scratch, states + ...);   // any order
 //   merge_chunks(problem, plan, rows, states);               // after all chunks of those rows
-//   eval_column_sums(problem, plan, prepared, c, n, scratch);  // optional, after every merge
+//   eval_column_sums(problem, plan, prepared, p, q, scratch);  // optional, after every merge
 //
 // What is computed, per row (query token i, q head g) with t ranging over the visible tokens:
 //   dot    = q'(transform of t) . k_t  +  q . bias(transform of t)
@@ -116,8 +116,7 @@ struct Problem {
   // [n_query * group]: largest logit of the row, log weights included, sinks not; -inf if none.
   float* row_max = nullptr;
   // Sum over rows of the softmax weight of each token, at column_sums[position - column_position].
-  // Every present token of every evaluated chunk is written (0 where no row sees it); nothing else
-  // is. Written by eval_column_sums only.
+  // Written by eval_column_sums only.
   float* column_sums = nullptr;
   uint64_t column_position = 0;
 };
@@ -240,10 +239,14 @@ void write_result(const Problem& problem, const Plan& plan, RowRange rows, void*
 // All merges, and then the result.
 void merge_chunks(const Problem& problem, const Plan& plan, RowRange rows, void* states);
 
-// Second pass for statistics: fills column_sums for chunks [chunk, chunk + n).
-// REQUIRES: column_sums and lse set; merge_chunks has run for all rows.
+// Second pass for statistics: fills column_sums for the present tokens at positions [begin, end)
+// that lie in chunks of the plan (0 where no row sees them); writes nothing else. The bits do not
+// depend on how positions are cut. Takes about as long as eval_chunks does without the values: the
+// same products and exponentials, by the same kernels.
+// REQUIRES: column_sums and lse set; merge_chunks has run for all rows; begin and end are multiples
+// of kPageTokens.
 void eval_column_sums(const Problem& problem, const Plan& plan, const void* prepared,
-                      uint64_t chunk, uint32_t n, void* scratch);
+                      uint64_t begin, uint64_t end, void* scratch);
 
 }  // namespace kvm::attention
 

@@ -15,6 +15,8 @@ namespace {
 
 // Below this a task costs more to hand over than it gains.
 constexpr uint64_t kMinTaskCost = 256 << 10;
+// From here on attention mass is summed up by tasks of its own.
+constexpr uint64_t kMinSumsCost = 1 << 20;
 // Tasks per thread: a straggler costs at most one of them, but each begins with lines that nobody
 // has prefetched. 32 took 5 % longer on two threads.
 constexpr uint64_t kTasksPerThread = 16;
@@ -70,6 +72,7 @@ void AttendWork::clear() {
   empty(heads_);
   empty(units_);
   empty(tasks_);
+  empty(sum_tasks_);
   empty(prepare_);
   empty(indexes_);
   empty(sketches_);
@@ -486,9 +489,13 @@ uint32_t AttendWork::add_heads(uint32_t view_index, uint32_t first_head, uint64_
   }
   p.log_weight_head_stride = slab.has_log_weights ? kPageTokens : 0;
   p.fp32_weights = (request_->flags & KVM_STEP_F32_VALUES) != 0;
+  const uint64_t key_bytes = slab.token_bytes();
+  // Something for the rows themselves, so that many rows without keys count as well.
+  head.cost = exact_cost(view) + uint64_t{64} * view.n_rows * p.group;
   if (cls.retention.kind == KVM_RETAIN_HEAVY && view.n_runs != 0 && view.n_rows != 0) {
     static float unknown;  // plans depend on whether there are sums; where comes later
     head.wants_sums = true;
+    head.sums_later = head.cost >= kMinSumsCost;
     head.n_positions = p.runs.back().position + p.runs.back().n_tokens - p.runs[0].position;
     p.column_sums = &unknown;
     p.column_position = p.runs[0].position;
@@ -498,9 +505,6 @@ uint32_t AttendWork::add_heads(uint32_t view_index, uint32_t first_head, uint64_
   p.o_stride_head = t.o.stride_head;
   p.lse_stride_query = t.lse.stride_row;
   p.lse_stride_head = t.lse.stride_head;
-  const uint64_t key_bytes = slab.token_bytes();
-  // Something for the rows themselves, so that many rows without keys count as well.
-  head.cost = exact_cost(view) + uint64_t{64} * view.n_rows * p.group;
   const float* sinks = space_->layer_sink_logits(layer_index);
   const auto n_heads = static_cast<uint32_t>(cls.kv_heads.size());
   for (uint32_t h = first_head; h < n_heads; ++h) {
@@ -747,7 +751,7 @@ size_t AttendWork::lay_out(uint64_t task_cost) {
     for (uint32_t h = unit.head; first_of_head && h < unit.head + unit.n_heads; ++h) {
       Head& head = heads_[h];
       head.prepared_at = kNotShared;
-      if (!only_of_head || unit.n_pieces > 1) {
+      if (!only_of_head || unit.n_pieces > 1 || head.sums_later) {
         head.prepared_at = at;
         at += align_up(head.plan.prepared_bytes);
         prepare_.push_back(h);
@@ -1014,7 +1018,7 @@ bool AttendWork::merge_up(const Unit& unit, uint32_t chunk, std::byte* states) {
 
 void AttendWork::sum_columns(const Unit& unit, const std::byte* prepared, std::byte* scratch) {
   const Head& head = heads_[unit.head];
-  if (!head.wants_sums) {
+  if (!head.wants_sums || head.sums_later) {
     return;
   }
   // SYNC: releases the lse of these rows; whoever comes last acquires those of all others.
@@ -1023,9 +1027,53 @@ void AttendWork::sum_columns(const Unit& unit, const std::byte* prepared, std::b
   }
   std::fill_n(head.problem.column_sums, head.n_positions, 0.0f);
   if (head.plan.n_chunks != 0) {
-    attention::eval_column_sums(head.problem, head.plan, prepared, head.plan.first_chunk,
-                                head.plan.n_chunks, scratch);
+    attention::eval_column_sums(head.problem, head.plan, prepared, 0, sums_end(head), scratch);
   }
+}
+
+uint64_t AttendWork::sums_end(const Head& head) {
+  return round_up(head.problem.column_position + head.n_positions, kPageTokens);
+}
+
+uint32_t AttendWork::plan_sums() {
+  uint64_t cost = 0;
+  for (const Head& head : heads_) {
+    cost += head.sums_later ? head.cost : 0;
+  }
+  const uint64_t task_cost = std::max(kMinTaskCost, cost / (kTasksPerThread * n_threads_));
+  for (uint32_t i = 0; i < heads_.size(); ++i) {
+    if (!heads_[i].sums_later) {
+      continue;
+    }
+    const uint64_t begin = heads_[i].problem.column_position / kPageTokens;
+    const uint64_t n_blocks = sums_end(heads_[i]) / kPageTokens - begin;
+    const uint64_t n = std::clamp<uint64_t>(heads_[i].cost / task_cost, 1, n_blocks);
+    for (uint64_t piece = 0; piece < n; ++piece) {
+      sum_tasks_.push_back({.head = i,
+                            .begin = (begin + n_blocks * piece / n) * kPageTokens,
+                            .end = (begin + n_blocks * (piece + 1) / n) * kPageTokens});
+    }
+  }
+  return static_cast<uint32_t>(sum_tasks_.size());
+}
+
+bool AttendWork::sum(uint32_t task, ThreadWorkspace& workspace) const {
+  const SumTask& t = sum_tasks_[task];
+  const Head& head = heads_[t.head];
+  const attention::Problem& problem = head.problem;
+  const uint64_t first = std::max(t.begin, problem.column_position);
+  const uint64_t end = std::min(t.end, problem.column_position + head.n_positions);
+  std::fill_n(problem.column_sums + (first - problem.column_position), end - first, 0.0f);
+  if (head.plan.n_chunks == 0) {
+    return true;
+  }
+  std::byte* scratch = workspace.scratch.reserve(head.plan.scratch_bytes);
+  if (scratch == nullptr) {
+    return false;
+  }
+  attention::eval_column_sums(problem, head.plan, shared_ + head.prepared_at, t.begin, t.end,
+                              scratch);
+  return true;
 }
 
 void AttendWork::add_masses(Store& store, std::span<Sequence* const> seqs) const {

@@ -72,6 +72,10 @@ class AttendWork {
   // Both: false when the machine refused memory: results are missing.
   [[nodiscard]] bool prepare(uint32_t task, ThreadWorkspace& workspace);
   [[nodiscard]] bool evaluate(uint32_t task, ThreadWorkspace& workspace);
+  // The mass of tokens of heads that choose by it, where that is too much to do beside their
+  // results: tasks of their own, after the last task. Returns their number.
+  uint32_t plan_sums();
+  [[nodiscard]] bool sum(uint32_t task, ThreadWorkspace& workspace) const;
 
   uint64_t n_rows() const { return n_rows_; }
   // After the last task: what was done, as kvm_step_stats has it.
@@ -115,6 +119,7 @@ class AttendWork {
     // Where column sums are wanted: where they lie in shared_ (and row lse, where nobody else wants
     // them), of how many positions, units of rows, and in arrivals_ how many are done.
     bool wants_sums = false;
+    bool sums_later = false;  // by sum(), not by who evaluates the last unit
     size_t sums_at = 0;
     size_t lse_at = kNotShared;
     uint64_t n_positions = 0;
@@ -159,6 +164,13 @@ class AttendWork {
     bool is_approx = false;  // shard `first_chunk` of approx_[unit]
   };
 
+  // Positions of one head whose mass is summed up.
+  struct SumTask {
+    uint32_t head = 0;
+    uint64_t begin = 0;
+    uint64_t end = 0;
+  };
+
   Status add_item(const Store& store, uint32_t item, const Sequence* seq);
   Status add_views(const Store& store, const Sequence* seq, const View& whole);
   void add_index(const Store& store, const Sequence* seq, View* view);
@@ -197,6 +209,7 @@ class AttendWork {
   void point_to_sums();
   // After the results of a unit's rows: the sums, if it was the last unit.
   void sum_columns(const Unit& unit, const std::byte* prepared, std::byte* scratch);
+  static uint64_t sums_end(const Head& head);
   void clear_errors(const Unit& unit) const;
   bool evaluate_whole(const Unit& unit, ThreadWorkspace& workspace);
   bool evaluate_piece(const Task& task, ThreadWorkspace& workspace);
@@ -226,6 +239,7 @@ class AttendWork {
   std::vector<Head> heads_;
   std::vector<Unit> units_;
   std::vector<Task> tasks_;
+  std::vector<SumTask> sum_tasks_;
   std::vector<uint32_t> prepare_;  // heads whose queries are prepared in shared memory
   std::vector<IndexPart> indexes_;
   std::vector<attention::SketchedRun> sketches_;

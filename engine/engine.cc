@@ -213,6 +213,7 @@ class EngineImpl final : public Engine {
   Status begin_seq(Request* request, const SeqRequest& what);
   void run_here(Request* request, const JobPlan& plan);
   void retire(const FinishedJob& job);
+  bool plan_second(Request* request);
   // Ends a request that has succeeded: policies act on what it committed, and then it is finished.
   void find_aging_work(Request* request);
   void age(Request* request);
@@ -660,6 +661,10 @@ void EngineImpl::retire(const FinishedJob& job) {
   }
   Status status;
   if (std::holds_alternative<StepRequest>(request->what)) {
+    if (plan_second(request)) {
+      scheduler_.start(request, request->step.plan());
+      return;
+    }
     Auditor* auditor = request->is_orphan ? nullptr : &auditor_;
     status = request->step.end(*store_, auditor, &request->result);
   }
@@ -675,6 +680,15 @@ void EngineImpl::retire(const FinishedJob& job) {
   }
   find_aging_work(request);
   age(request);
+}
+
+bool EngineImpl::plan_second(Request* request) {
+  try {
+    return request->step.plan_second(options_.n_threads);
+  } catch (const std::bad_alloc&) {
+    request->step.fail();
+    return false;
+  }
 }
 
 void EngineImpl::find_aging_work(Request* request) {

@@ -29,6 +29,7 @@ Status Step::begin(Store& store, ClientId client, const StepRequest& request,
   n_prepared_ = 0;
   is_small_ = false;
   attends_ = request.attend;
+  is_second_ = false;
   out_of_memory_.store(false, std::memory_order_relaxed);
   for (const kvm_item& item : request.items) {
     KVM_TRY_ASSIGN(Sequence * seq, store.find_seq(client, item.seq));
@@ -93,8 +94,22 @@ void Step::make_plan(uint32_t n_threads, ThreadWorkspace& workspace) {
   plan_.n_wake = static_cast<uint32_t>(std::min<uint64_t>(n_threads - 1, cost / kCostPerWake));
 }
 
+bool Step::plan_second(uint32_t n_threads) {
+  if (!attends_ || is_second_ || out_of_memory_.load(std::memory_order_relaxed)) {
+    return false;
+  }
+  is_second_ = true;
+  const uint32_t n_tasks = attend_.plan_sums();
+  plan_ = {.n_tasks = n_tasks, .n_wake = std::min(n_threads, n_tasks) - (n_tasks != 0 ? 1 : 0)};
+  return n_tasks != 0;
+}
+
 void Step::run(uint32_t task, ThreadWorkspace& workspace) {
-  if (task < n_copies_) {
+  if (is_second_) {
+    if (!attend_.sum(task, workspace)) {
+      out_of_memory_.store(true, std::memory_order_relaxed);
+    }
+  } else if (task < n_copies_) {
     append_.copy(task);
   } else if (task < n_prepared_) {
     prepare(task - n_copies_, workspace);

@@ -47,7 +47,12 @@ class Step {
   // Of the items.
   const std::vector<Sequence*>& seqs() const { return seqs_; }
   void run(uint32_t task, ThreadWorkspace& workspace);
-  // After every task has ended. `auditor` may be null: nothing is audited.
+  // After every task has ended: a second job, where something is left that needs all results; else
+  // false. plan() and run() are of that one then.
+  bool plan_second(uint32_t n_threads);
+  // Makes end() fail: the machine refused memory.
+  void fail() { out_of_memory_.store(true, std::memory_order_relaxed); }
+  // After every task has ended, of both jobs. `auditor` may be null: nothing is audited.
   // Fails: NO_MEMORY (a task had none; nothing was appended).
   Status end(Store& store, Auditor* auditor, RequestResult* result);
   void abandon(Store& store);
@@ -67,6 +72,7 @@ class Step {
   uint32_t n_prepared_ = 0;  // tasks before this one and behind the copies prepare
   bool is_small_ = false;
   bool attends_ = false;
+  bool is_second_ = false;
   std::atomic<bool> out_of_memory_{false};
 };
 

@@ -65,6 +65,11 @@ inline F to_logit(F dot, float scale, float softcap) {
 // happens.
 inline F finite_reference(F m) { return vec::max(m, vec::set1(-2.0f * kHugeLogit)); }
 
+// e^(logit - reference), at most 1 whatever they are; 0 for a logit of -inf.
+inline F weight_of(F logit, F reference) {
+  return exp_nonpositive(vec::min(vec::sub(logit, reference), vec::zero()));
+}
+
 inline const float* query_f32(const QueryRows& q, uint32_t variant, uint32_t row) {
   return q.f32 + variant * q.variant_stride + static_cast<uint64_t>(row) * q.stride;
 }

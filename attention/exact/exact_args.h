@@ -64,7 +64,6 @@ struct StreamArgs {
   uint32_t dim_v;
   uint32_t acc_stride;  // floats per row of acc; a multiple of 32, >= dim_v
   uint32_t fp32_weights;
-  uint32_t query_first;  // the query token of row_masks[0]
   float scale;
   float softcap;
   uint8_t ahead[kAttempts];   // in quarters of a stretch, less than 4 * kReadAhead - 3
@@ -110,6 +109,9 @@ struct BlockArgs {
   float* acc;      // [row_count + kRowPad][acc_stride]
   float* m;        // [row_count + kRowPad]
   float* l;        // [row_count + kRowPad][16]
+  // Of block_sums alone, which needs neither values nor acc, m, l.
+  const float* references;  // [row_count + kRowPad]: as in stream_sums
+  float* sums;              // [64]: what is added to
 };
 
 struct ExactKernels {
@@ -124,14 +126,17 @@ struct ExactKernels {
                         const uint8_t* const* reading);
   // Writes the state: o [rows][dim_v], m [rows], l [rows].
   void (*stream_end)(const StreamArgs* args, float* o, float* m, float* l);
-  // Logits of one item for `count` rows from `first` on: out [count rounded up to kRowTile]
-  // [kItemTokens]; -inf where not visible. Reads the rows at item->k.
-  void (*logits)(const StreamArgs* args, const KvItem* item, uint32_t first, uint32_t count,
-                 float* out);
+  // Weights e^(logit - reference), at most 1, of the tokens of one item, added up over all rows:
+  // sums [kItemTokens]; 0 where not visible. Reads the rows at item->k. references [rows rounded up
+  // to kRowTile]: finite, and those beyond the last row so large that nothing comes of them.
+  void (*stream_sums)(const StreamArgs* args, const KvItem* item, const float* references,
+                      float* sums);
 
   void (*block_begin)(const BlockArgs* args);
   void (*block)(const BlockArgs* args);
   void (*block_end)(const BlockArgs* args, float* o, float* m, float* l);
+  // Likewise for the tokens of a block.
+  void (*block_sums)(const BlockArgs* args);
 };
 
 // One object per per-ISA file.

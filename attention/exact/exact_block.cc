@@ -38,6 +38,8 @@ struct Buffers {
   float* log_weight;
   float* k_scale;
   float* v_scale;
+  float* references;
+  float* sums;
 };
 
 void carve_block(const Problem& problem, Carver& carver, Buffers& b) {
@@ -52,6 +54,8 @@ void carve_block(const Problem& problem, Carver& carver, Buffers& b) {
   b.log_weight = carver.take<float>(kBlockTokens);
   b.k_scale = carver.take<float>(kBlockTokens);
   b.v_scale = carver.take<float>(kBlockTokens);
+  b.references = carver.take<float>(rows);
+  b.sums = carver.take<float>(kBlockTokens);
 }
 
 class Block {
@@ -80,8 +84,25 @@ class Block {
 
   void chunk(uint64_t index, const StateView& state) {
     kernels_->block_begin(&buffers_.args);
-    const uint64_t end = (index + 1) * chunk_tokens_;
-    size_t run = first_run_after(problem_.runs, index * chunk_tokens_);
+    walk(index * chunk_tokens_, (index + 1) * chunk_tokens_);
+    kernels_->block_end(&buffers_.args, state.o, state.m, state.l);
+  }
+
+  // Adds to the column sums of positions in [begin, end).
+  void sums(uint64_t begin, uint64_t end) {
+    BlockArgs& args = buffers_.args;
+    for (uint32_t i = 0; i < args.row_count + kRowPad; ++i) {
+      buffers_.references[i] =
+          i < args.row_count ? reference_of(problem_, args.row_first + i) : kNoReference;
+    }
+    args.references = buffers_.references;
+    args.sums = buffers_.sums;
+    walk(begin, end);
+  }
+
+ private:
+  void walk(uint64_t begin, uint64_t end) {
+    size_t run = first_run_after(problem_.runs, begin);
     while (run < problem_.runs.size() && problem_.runs[run].position < end) {
       const uint64_t base = problem_.runs[run].position / kPageTokens * kPageTokens;
       size_t last = run;
@@ -91,10 +112,8 @@ class Block {
       evaluate(base, problem_.runs.subspan(run, last - run));
       run = last;
     }
-    kernels_->block_end(&buffers_.args, state.o, state.m, state.l);
   }
 
- private:
   // Adds the tokens of `run` that are seen and of the kind; returns whether they have log weights.
   bool collect(const KvRun& run, uint64_t base, uint64_t seen) {
     BlockArgs& args = buffers_.args;
@@ -147,7 +166,16 @@ class Block {
     args.k_scale = kind.k == Arithmetic::kI8 ? buffers_.k_scale : nullptr;
     args.v_scale = kind.v == Arithmetic::kI8 ? buffers_.v_scale : nullptr;
     args.log_weight = weighted ? buffers_.log_weight : nullptr;
-    kernels_->block(&args);
+    if (args.sums == nullptr) {
+      kernels_->block(&args);
+      return;
+    }
+    std::fill_n(args.sums, kBlockTokens, 0.0f);
+    kernels_->block_sums(&args);
+    for (uint64_t bits = args.mask; bits != 0; bits &= bits - 1) {
+      const auto at = static_cast<uint32_t>(__builtin_ctzll(bits));
+      problem_.column_sums[base + at - problem_.column_position] += args.sums[at];
+    }
   }
 
   void evaluate(uint64_t base, KvRuns runs) {
@@ -201,6 +229,14 @@ void block_chunks(const Problem& problem, const Plan& plan, const void* prepared
       Block block(problem, plan, prepared, part, scratch);
       block.chunk(chunk + i, {all.o + size_t{first} * problem.dim_v, all.m + first, all.l + first});
     }
+  }
+}
+
+void block_sums(const Problem& problem, const Plan& plan, const void* prepared, uint64_t begin,
+                uint64_t end, void* scratch) {
+  for (uint32_t first = 0; first < plan.rows; first += kRowBlock) {
+    const RowRange part{first, std::min(kRowBlock, plan.rows - first)};
+    Block(problem, plan, prepared, part, scratch).sums(begin, end);
   }
 }
 

@@ -323,7 +323,7 @@ void fill_addend(const StreamArgs& args, const KvItem& item, uint32_t row, float
     if (item.row_masks != nullptr) {
       const uint32_t real = row + static_cast<uint32_t>(r);
       const uint32_t last = args.q.rows - 1;
-      mask &= item.row_masks[(real < last ? real : last) / args.q.group - args.query_first];
+      mask &= item.row_masks[(real < last ? real : last) / args.q.group];
     }
     for (int t = 0; t < static_cast<int>(kItemTokens); ++t) {
       const float weight = log_weight != nullptr ? log_weight[t] : 0.0f;
@@ -833,21 +833,29 @@ void stream_end(const StreamArgs* args, float* o, float* m, float* l) {
   }
 }
 
-void logits(const StreamArgs* args, const KvItem* item, uint32_t first, uint32_t count,
-            float* out) {
+void stream_sums(const StreamArgs* args, const KvItem* item, const float* references, float* sums) {
   using T = Tile<kRowTile>;
-  for (uint32_t row = 0; row < count; row += kRowTile) {
+  F total[T::kGroups];
+  for (int g = 0; g < T::kGroups; ++g)
+    total[g] = vec::zero();
+  for (uint32_t row = 0; row < args->q.rows; row += kRowTile) {
     F s[T::kGroups];
-    tile_logits<kRowTile, false>(*args, *item, first + row, &item->k, s);
-    float lanes[T::kLanes];
+    tile_logits<kRowTile, false>(*args, *item, row, &item->k, s);
+    float lanes[kW];
+    for (int i = 0; i < kW; ++i)
+      lanes[i] = references[row + static_cast<uint32_t>(i / T::kTokens)];
+    const F reference = vec::load(lanes);
     for (int g = 0; g < T::kGroups; ++g)
-      vec::store(lanes + g * kW, s[g]);
-    for (int r = 0; r < static_cast<int>(kRowTile); ++r) {
-      for (int t = 0; t < static_cast<int>(kItemTokens); ++t) {
-        out[(row + static_cast<uint32_t>(r)) * kItemTokens + static_cast<uint32_t>(t)] =
-            lanes[T::lane(r, t)];
-      }
-    }
+      total[g] = vec::add(total[g], weight_of(s[g], reference));
+  }
+  float lanes[T::kLanes];
+  for (int g = 0; g < T::kGroups; ++g)
+    vec::store(lanes + g * kW, total[g]);
+  for (int t = 0; t < static_cast<int>(kItemTokens); ++t) {
+    float sum = 0.0f;
+    for (int r = 0; r < static_cast<int>(kRowTile); ++r)
+      sum += lanes[T::lane(r, t)];
+    sums[t] = sum;
   }
 }
 
@@ -1122,10 +1130,8 @@ void block_addend(const BlockArgs& args, uint64_t mask, float* addend) {
   }
 }
 
-// Scores of one row (s, 64 floats) to weights: floats in place of s, or bf16 in `rounded` where
-// that is not null. `at` is the row's index in acc, m and l.
-inline void block_weights(const BlockArgs& args, uint32_t row, uint32_t at, uint64_t mask, float* s,
-                          uint16_t* rounded) {
+// Scores of one row (s, 64 floats) to logits.
+inline void block_logits(const BlockArgs& args, uint32_t row, uint64_t mask, const float* s, F* x) {
   constexpr int kVecs = kB / kW;
   const float bias =
       args.q.bias != nullptr
@@ -1133,8 +1139,6 @@ inline void block_weights(const BlockArgs& args, uint32_t row, uint32_t at, uint
           : 0.0f;
   // Rows that were packed as floats have their scales in them.
   const float* k_scale = args.bf16_qk != 0 ? args.k_scale : nullptr;
-  F x[kVecs];
-  F top = vec::set1(kNegInf);
 #pragma GCC unroll 16
   for (int i = 0; i < kVecs; ++i) {
     x[i] = vec::load(s + i * kW);
@@ -1150,6 +1154,16 @@ inline void block_weights(const BlockArgs& args, uint32_t row, uint32_t at, uint
     for (int i = 0; i < kVecs; ++i)
       x[i] = vec::add(x[i], vec::load(addend + i * kW));
   }
+}
+
+// Scores of one row (s, 64 floats) to weights: floats in place of s, or bf16 in `rounded` where
+// that is not null. `at` is the row's index in acc, m and l.
+inline void block_weights(const BlockArgs& args, uint32_t row, uint32_t at, uint64_t mask, float* s,
+                          uint16_t* rounded) {
+  constexpr int kVecs = kB / kW;
+  F x[kVecs];
+  block_logits(args, row, mask, s, x);
+  F top = vec::set1(kNegInf);
 #pragma GCC unroll 16
   for (int i = 0; i < kVecs; ++i)
     top = vec::max(top, x[i]);
@@ -1207,22 +1221,32 @@ void block_begin(const BlockArgs* args) {
     vec::store(args->l + i, vec::zero());
 }
 
-void block(const BlockArgs* args) {
+void pack_k(const BlockArgs& args) {
 #if defined(__AVX512BF16__)
-  const bool bf16_qk = args->bf16_qk != 0;
+  if (args.bf16_qk != 0)
+    return pack_k_bf16(args, static_cast<float*>(args.packed_k));
+#endif
+  pack_k_f32(args, static_cast<float*>(args.packed_k));
+}
+
+void block_scores(const BlockArgs& args, uint32_t row, float* s) {
+#if defined(__AVX512BF16__)
+  if (args.bf16_qk != 0)
+    return block_scores_bf16(args, row, s);
+#endif
+  block_scores_f32(args, row, s);
+}
+
+void block(const BlockArgs* args) {
+  pack_k(*args);
+#if defined(__AVX512BF16__)
   const bool bf16_pv = args->bf16_pv != 0;
-  if (bf16_qk) {
-    pack_k_bf16(*args, static_cast<float*>(args->packed_k));
-  } else {
-    pack_k_f32(*args, static_cast<float*>(args->packed_k));
-  }
   if (bf16_pv) {
     pack_v_bf16(*args, static_cast<uint16_t*>(args->packed_v));
   } else {
     pack_v_f32(*args, static_cast<float*>(args->packed_v));
   }
 #else
-  pack_k_f32(*args, static_cast<float*>(args->packed_k));
   pack_v_f32(*args, static_cast<float*>(args->packed_v));
 #endif
   for (uint32_t at = 0; at < args->row_count; at += kMr) {
@@ -1237,13 +1261,9 @@ void block(const BlockArgs* args) {
       continue;
     float s[kMr * kB];
     float* acc = args->acc + static_cast<size_t>(at) * args->acc_stride;
+    block_scores(*args, row, s);
 #if defined(__AVX512BF16__)
     uint16_t rounded[kMr * kB];
-    if (bf16_qk) {
-      block_scores_bf16(*args, row, s);
-    } else {
-      block_scores_f32(*args, row, s);
-    }
     for (int r = 0; r < kMr; ++r) {
       const uint32_t i = static_cast<uint32_t>(r);
       block_weights(*args, row + i, at + i, masks[r], s + r * kB,
@@ -1255,7 +1275,6 @@ void block(const BlockArgs* args) {
       block_values_f32(*args, s, acc);
     }
 #else
-    block_scores_f32(*args, row, s);
     for (int r = 0; r < kMr; ++r) {
       const uint32_t i = static_cast<uint32_t>(r);
       block_weights(*args, row + i, at + i, masks[r], s + r * kB, nullptr);
@@ -1278,8 +1297,41 @@ void block_end(const BlockArgs* args, float* o, float* m, float* l) {
   }
 }
 
-constexpr ExactKernels kKernels = {stream_begin, stream_keys, stream_values, stream_end,
-                                   logits,       block_begin, block,         block_end};
+void block_sums(const BlockArgs* args) {
+  constexpr int kVecs = kB / kW;
+  pack_k(*args);
+  F total[kVecs];
+  for (int i = 0; i < kVecs; ++i)
+    total[i] = vec::zero();
+  for (uint32_t at = 0; at < args->row_count; at += kMr) {
+    const uint32_t row = args->row_first + at;
+    uint64_t masks[kMr];
+    uint64_t any = 0;
+    for (int r = 0; r < kMr; ++r) {
+      masks[r] = block_row_mask(*args, row + static_cast<uint32_t>(r));
+      any |= masks[r];
+    }
+    if (any == 0)
+      continue;
+    float s[kMr * kB];
+    block_scores(*args, row, s);
+    for (int r = 0; r < kMr; ++r) {
+      const uint32_t i = static_cast<uint32_t>(r);
+      F x[kVecs];
+      block_logits(*args, row + i, masks[r], s + r * kB, x);
+      const F reference = vec::set1(args->references[at + i]);
+#pragma GCC unroll 16
+      for (int v = 0; v < kVecs; ++v)
+        total[v] = vec::add(total[v], weight_of(x[v], reference));
+    }
+  }
+  for (int i = 0; i < kVecs; ++i)
+    vec::store(args->sums + i * kW, vec::add(vec::load(args->sums + i * kW), total[i]));
+}
+
+constexpr ExactKernels kKernels = {stream_begin, stream_keys, stream_values,
+                                   stream_end,   stream_sums, block_begin,
+                                   block,        block_end,   block_sums};
 
 }  // namespace
 }  // namespace attention

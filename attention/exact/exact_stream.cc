@@ -5,7 +5,6 @@
 // Items are made one chunk ahead of their evaluation, so that prefetching crosses chunk borders.
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <cstring>
 
 #include "attention/exact/layout.h"
@@ -110,7 +109,7 @@ class Stream {
  public:
   Stream(const Problem& problem, const Plan& plan, const void* prepared, void* scratch);
 
-  void column_sums(uint64_t chunk, uint32_t n);
+  void column_sums(uint64_t begin, uint64_t end);
 
   static size_t scratch_bytes(const Problem& problem);
 
@@ -135,36 +134,25 @@ class Stream {
   uint32_t add_page(size_t run, uint16_t flags, KvItem* out) const;
   KvItem materialize(const KvItem& item) const;
   void stitch(KvItem& item) const;
-  void item_column_sums(const KvItem& item) const;
-  uint32_t query_count() const { return query_end_ - query_first_; }
   static int64_t offset(uint8_t dtype, int64_t n_elems) {
     return n_elems * static_cast<int64_t>(dtype_size_bytes(static_cast<Dtype>(dtype)));
   }
 
   const Problem& problem_;
   const ExactKernels* kernels_;
-  uint32_t chunk_tokens_;
-  uint32_t query_first_ = 0;
-  uint32_t query_end_;
   VisibleSet visible_;
   int64_t head_k_ = 0;  // elements from rows of items to rows of this head
   int64_t head_v_ = 0;
   StreamArgs args_{};
   Batch batches_[2]{};
   Stitch stitch_{};
-  float* logits_ = nullptr;
+  float* references_ = nullptr;  // of column sums
 };
 
-// Query tokens whose logits are computed at once for column sums.
-uint32_t logit_queries(const Problem& problem) {
-  return std::min(problem.n_query, kRowBlock / problem.group);
-}
-
 void carve_stream(const Problem& problem, Carver& carver, StreamArgs& args, Batch* batches,
-                  Stitch& stitch, float*& logits) {
+                  Stitch& stitch, float*& references) {
   const uint32_t rows = problem.n_query * problem.group;
-  // Only the streaming path accumulates here; column sums of the blocked path need items alone.
-  const uint32_t state_rows = rows < kBlockedRows ? (rows + kRowTile - 1) / kRowTile * kRowTile : 0;
+  const uint32_t state_rows = (rows + kRowTile - 1) / kRowTile * kRowTile;
   const uint32_t tiles = std::max(state_rows / kRowTile, 1u);
   args.acc_stride = (problem.dim_v + 31) / 32 * 32;
   args.acc = carver.take<float>(size_t{state_rows} * args.acc_stride);
@@ -181,11 +169,8 @@ void carve_stream(const Problem& problem, Carver& carver, StreamArgs& args, Batc
   stitch.log_weight = carver.take<float>(kItemTokens);
   stitch.k_scale = carver.take<uint16_t>(kItemTokens);
   stitch.v_scale = carver.take<uint16_t>(kItemTokens);
-  const uint32_t queries = state_rows != 0 ? problem.n_query : logit_queries(problem);
-  stitch.row_masks = carver.take<uint16_t>(queries);
-  const uint32_t logit_rows = logit_queries(problem) * problem.group + kRowTile;
-  logits = problem.column_sums != nullptr ? carver.take<float>(size_t{logit_rows} * kItemTokens)
-                                          : nullptr;
+  stitch.row_masks = carver.take<uint16_t>(problem.n_query);
+  references = carver.take<float>(state_rows);
 }
 
 // How far prefetching runs ahead, in bytes. Latency times bandwidth is about 4 KiB; as attempts get
@@ -209,11 +194,9 @@ void set_distances(const Problem& problem, StreamArgs& args) {
 Stream::Stream(const Problem& problem, const Plan& plan, const void* prepared, void* scratch)
     : problem_(problem),
       kernels_(plan.table->exact),
-      chunk_tokens_(plan.chunk_tokens),
-      query_end_(problem.n_query),
       visible_(problem.visible, problem.n_query, 0, problem.n_query) {
   Carver carver(scratch);
-  carve_stream(problem, carver, args_, batches_, stitch_, logits_);
+  carve_stream(problem, carver, args_, batches_, stitch_, references_);
   args_.q = query_rows(problem, prepared);
   args_.dim_k = problem.dim_k;
   args_.dim_v = problem.dim_v;
@@ -236,8 +219,8 @@ size_t Stream::scratch_bytes(const Problem& problem) {
   StreamArgs args;
   Batch batches[2];
   Stitch stitch;
-  float* logits;
-  carve_stream(problem, carver, args, batches, stitch, logits);
+  float* references;
+  carve_stream(problem, carver, args, batches, stitch, references);
   return carver.used_bytes();
 }
 
@@ -351,9 +334,8 @@ KvItem Stream::materialize(const KvItem& item) const {
   }
   if ((item.flags & kRowMasked) != 0) {
     const uint64_t base = item.position / kPageTokens * kPageTokens;
-    for (uint32_t i = query_first_; i < query_end_; ++i) {
-      stitch_.row_masks[i - query_first_] =
-          static_cast<uint16_t>(visible_.one(base, i) >> (item.position - base));
+    for (uint32_t i = 0; i < problem_.n_query; ++i) {
+      stitch_.row_masks[i] = static_cast<uint16_t>(visible_.one(base, i) >> (item.position - base));
     }
     ready.row_masks = stitch_.row_masks;
   }
@@ -405,45 +387,24 @@ void Stream::end(void* state) const {
   kernels_->stream_end(&args_, view.o, view.m, view.l);
 }
 
-// Adds the weights of the query tokens [query_first_, query_end_) for one item.
-void Stream::item_column_sums(const KvItem& item) const {
-  const KvItem ready = materialize(item);
-  const uint32_t row_first = query_first_ * problem_.group;
-  const uint32_t rows = query_count() * problem_.group;
-  StreamArgs args = args_;
-  args.query_first = query_first_;
-  kernels_->logits(&args, &ready, row_first, rows, logits_);
-  for (uint32_t bits = item.mask; bits != 0; bits &= bits - 1) {
-    const auto at = static_cast<uint32_t>(__builtin_ctz(bits));
-    float sum = 0.0f;
-    for (uint32_t r = 0; r < rows; ++r) {
-      const uint32_t query = query_first_ + r / problem_.group;
-      const uint32_t head = r % problem_.group;
-      const float lse =
-          problem_.lse[query * problem_.lse_stride_query + head * problem_.lse_stride_head];
-      const float logit = logits_[r * kItemTokens + at];
-      sum += logit == kEmptyLse ? 0.0f : std::exp(logit - lse);
-    }
-    problem_.column_sums[item.position + at - problem_.column_position] += sum;
+void Stream::column_sums(uint64_t begin, uint64_t end) {
+  const uint32_t rows = args_.q.rows;
+  for (uint32_t row = 0; row < round_up(rows, uint64_t{kRowTile}); ++row) {
+    references_[row] = reference_of(problem_, row);
   }
-}
-
-void Stream::column_sums(uint64_t chunk, uint32_t n) {
-  const uint64_t begin = chunk * chunk_tokens_;
-  const uint64_t end = (chunk + n) * chunk_tokens_;
-  for (size_t i = first_run_after(problem_.runs, begin);
-       i < problem_.runs.size() && problem_.runs[i].position < end; ++i) {
-    const KvRun& run = problem_.runs[i];
-    std::fill_n(problem_.column_sums + (run.position - problem_.column_position), run.n_tokens,
-                0.0f);
-  }
-  const uint32_t step = logit_queries(problem_);
-  for (uint64_t c = begin / kStreamChunkTokens; c < end / kStreamChunkTokens; ++c) {
+  for (uint64_t c = begin / kStreamChunkTokens; c * kStreamChunkTokens < end; ++c) {
     build(c, batches_[0]);
     for (uint32_t i = 0; i < batches_[0].n; ++i) {
-      for (query_first_ = 0; query_first_ < problem_.n_query; query_first_ += step) {
-        query_end_ = std::min(problem_.n_query, query_first_ + step);
-        item_column_sums(batches_[0].items[i]);
+      const KvItem& item = batches_[0].items[i];
+      if (item.position < begin || item.position >= end) {
+        continue;
+      }
+      const KvItem ready = materialize(item);
+      float sums[kItemTokens];
+      kernels_->stream_sums(&args_, &ready, references_, sums);
+      for (uint32_t bits = item.mask; bits != 0; bits &= bits - 1) {
+        const auto at = static_cast<uint32_t>(__builtin_ctz(bits));
+        problem_.column_sums[item.position + at - problem_.column_position] += sums[at];
       }
     }
   }
@@ -615,10 +576,9 @@ void stream_gang(std::span<const GangMember> members, const Plan& plan, uint64_t
   }
 }
 
-void eval_column_sums(const Problem& problem, const Plan& plan, const void* prepared,
-                      uint64_t chunk, uint32_t n, void* scratch) {
-  KVM_ASSERT(problem.column_sums != nullptr && problem.lse != nullptr);
-  Stream(problem, plan, prepared, scratch).column_sums(chunk, n);
+void stream_sums(const Problem& problem, const Plan& plan, const void* prepared, uint64_t begin,
+                 uint64_t end, void* scratch) {
+  Stream(problem, plan, prepared, scratch).column_sums(begin, end);
 }
 
 }  // namespace kvm::attention

@@ -64,7 +64,7 @@ struct StateView {
 };
 StateView state_view(const Problem& problem, uint32_t row_count, void* state);
 
-// Scratch of one eval call of each path. Column sums always take that of the streaming path.
+// Scratch of one eval call of each path, column sums included.
 size_t stream_scratch_bytes(const Problem& problem);
 size_t block_scratch_bytes(const Problem& problem);
 
@@ -75,6 +75,25 @@ void stream_gang(std::span<const GangMember> members, const Plan& plan, uint64_t
                  void* scratch);
 void block_chunks(const Problem& problem, const Plan& plan, const void* prepared, RowRange rows,
                   uint64_t chunk, uint32_t n, void* scratch, void* states);
+
+// Adds to the column sums of positions in [begin, end).
+void stream_sums(const Problem& problem, const Plan& plan, const void* prepared, uint64_t begin,
+                 uint64_t end, void* scratch);
+void block_sums(const Problem& problem, const Plan& plan, const void* prepared, uint64_t begin,
+                uint64_t end, void* scratch);
+
+// What the weights of a row are relative to, as stream_sums of the kernels takes it: its lse,
+// finite where the row sees nothing; and so large that nothing comes of it behind the last row.
+inline constexpr float kNoReference = 3e38f;
+inline float reference_of(const Problem& problem, uint32_t row) {
+  const uint32_t query = row / problem.group;
+  if (query >= problem.n_query) {
+    return kNoReference;
+  }
+  const float lse =
+      problem.lse[query * problem.lse_stride_query + row % problem.group * problem.lse_stride_head];
+  return lse >= -kNoReference ? lse : -kNoReference;
+}
 
 // Index of the first run that ends behind `position`.
 size_t first_run_after(KvRuns runs, uint64_t position);

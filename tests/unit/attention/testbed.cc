@@ -316,7 +316,17 @@ void Case::run(const KernelTable* table, int pieces, int row_pieces) {
     merge_chunks(p, plan, range, states.data());
   }
   if (plan.n_chunks > 0 && wants_column_sums) {
-    eval_column_sums(p, plan, prepared.data(), plan.first_chunk, plan.n_chunks, scratch.data());
+    // In as many stretches as chunks, in any order, and reaching beyond the plan's.
+    const uint64_t blocks =
+        (plan.first_chunk + plan.n_chunks) * plan.chunk_tokens / kPageTokens + 1;
+    std::vector<uint64_t> cuts = {0, blocks * kPageTokens};
+    for (int i = 1; i < pieces; ++i) {
+      cuts.push_back(random_() % (blocks + 1) * kPageTokens);
+    }
+    std::sort(cuts.begin(), cuts.end());
+    for (size_t i = cuts.size(); i-- > 1;) {
+      eval_column_sums(p, plan, prepared.data(), cuts[i - 1], cuts[i], scratch.data());
+    }
   }
   o.resize(size_t{rows} * p.dim_v);
   for (uint32_t row = 0; row < rows; ++row) {
