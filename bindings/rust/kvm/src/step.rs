@@ -30,6 +30,11 @@ fn monotonic_ns() -> u64 {
     now.seconds as u64 * 1_000_000_000 + now.nanoseconds as u64
 }
 
+/// Of a budget, where 0 says that there is none.
+fn time_budget(time: Option<Duration>) -> u64 {
+    time.map_or(0, |time| nanoseconds(time).max(1))
+}
+
 /// How good an approximation should be. Zeros: the defaults of the service.
 ///
 /// ```
@@ -90,6 +95,15 @@ pub enum Mode {
     },
     /// A sample that grows until its error bar is small enough, else all.
     Verified(Accuracy),
+    /// For each kv head whichever of the above the service expects to be best on this machine.
+    Auto {
+        /// How long the request may compute: aimed at, not kept, and `accuracy` has no meaning
+        /// then. `None`: the fastest of `Exact` and `Verified` that keeps `accuracy`. A time of 0
+        /// counts as a nanosecond.
+        time: Option<Duration>,
+        /// Without a time: as for `Verified`.
+        accuracy: Accuracy,
+    },
 }
 
 /// What an approximate mode chooses keys by.
@@ -488,6 +502,7 @@ impl<'b> Step<'b> {
             Mode::TopK { budget } => (sys::KVM_MODE_TOPK, budget, exact),
             Mode::Sampled { budget, accuracy } => (sys::KVM_MODE_SAMPLED, budget, accuracy),
             Mode::Verified(accuracy) => (sys::KVM_MODE_VERIFIED, 0, accuracy),
+            Mode::Auto { time, accuracy } => (sys::KVM_MODE_AUTO, time_budget(time), accuracy),
         };
         let proposal = match self.proposal {
             Proposal::Default => sys::KVM_PROPOSAL_DEFAULT,
@@ -558,7 +573,8 @@ pub struct StepStats {
     pub n_exact: u32,
 }
 
-/// The mode in which a request was answered: `Exact` also for an approximate request of which no
+/// The mode in which a request was answered; of [`Mode::Auto`] what most approximated rows got.
+/// `Exact` also for an approximate request of which no
 /// head was approximated.
 ///
 /// ```
@@ -759,5 +775,18 @@ impl<'b> Read<'b> {
             v: self.v.raw,
             ..self.raw
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_time_is_a_budget_and_no_time_is_none() {
+        assert_eq!(time_budget(None), 0);
+        assert_eq!(time_budget(Some(Duration::ZERO)), 1);
+        assert_eq!(time_budget(Some(Duration::from_micros(3))), 3000);
+        assert_eq!(time_budget(Some(Duration::MAX)), u64::MAX);
     }
 }

@@ -3,8 +3,13 @@
 
 mod common;
 
+use std::time::Duration;
+
 use common::*;
-use kvm::{Accuracy, Bf16, Codec, Dtype, Heads, Index, IndexKind, Item, LayerParams, Merge, Mode};
+use kvm::{
+    Accuracy, Bf16, Codec, Dtype, HeadProbe, Heads, Index, IndexKind, Item, LayerParams, Merge,
+    Mode,
+};
 use kvm::{ModeUsed, Observe, Policy, Proposal, QueueParams, Read, Source, Status, Step, F16};
 
 const CLOSE: f64 = 1e-5;
@@ -307,6 +312,21 @@ fn approximate_modes_read_less_and_say_how_good_they_are() {
             assert!(err[2 * head] <= stats.err_max, "{err:?}, {stats:?}");
         }
     }
+    // Whatever is fastest: on so short a context that may be exact.
+    for time in [None, Some(Duration::ZERO), Some(Duration::MAX)] {
+        let (stats, o, _) = ask(Mode::Auto { time, accuracy }).unwrap();
+        assert!(
+            matches!(
+                stats.mode,
+                ModeUsed::Exact | ModeUsed::Sampled | ModeUsed::Verified
+            ),
+            "{stats:?}"
+        );
+        if time == Some(Duration::MAX) {
+            assert_eq!(stats.mode, ModeUsed::Exact);
+            assert_eq!(o, exact);
+        }
+    }
     let without_budget = ask(Mode::TopK { budget: 0 }).unwrap_err();
     assert_eq!(without_budget.status(), Status::Invalid);
     let index_bytes = rig.sequence.info().unwrap().bytes_index;
@@ -374,4 +394,50 @@ fn failures_have_their_status_and_leave_outputs_alone() {
     let params = QueueParams::new().entries(100_000);
     let error = rig.client.create_queue(&params).unwrap_err();
     assert_eq!(error.status(), Status::Invalid);
+}
+
+// Head 0 gives its attention to earlier copies of its token, head 1 to what followed them.
+#[test]
+fn the_probe_finds_heads_that_look_back() {
+    const PERIOD: usize = 24;
+    const TOKENS: usize = 1 + 3 * PERIOD;
+    let words = numbers((PERIOD + 1) * 64, 130);
+    let word = |token: usize| {
+        let at = if token == 0 {
+            PERIOD
+        } else {
+            (token - 1) % PERIOD
+        };
+        &words[at * 64..(at + 1) * 64]
+    };
+    let (mut q, mut k) = (Vec::new(), Vec::new());
+    let noise = numbers(TOKENS * 64, 131);
+    for token in 0..TOKENS {
+        for head in 0..3 {
+            let own = &noise[token * 64..(token + 1) * 64];
+            let before = word(token.max(1) - 1);
+            let said = [word(token), before, own][head];
+            k.extend_from_slice(said);
+            let asked = if head == 2 { own } else { word(token) };
+            q.extend(asked.iter().map(|x| 4.0 * x));
+        }
+    }
+    let probe = HeadProbe::new(PERIOD as u32, 3, 3, 64).prefix(1);
+    let scores = probe.scores(&q, &k).unwrap();
+    assert_eq!(scores.len(), 3);
+    assert!(
+        scores[0].echo > 0.3 && scores[0].induction < 0.2,
+        "{scores:?}"
+    );
+    assert!(
+        scores[1].induction > 0.3 && scores[1].echo < 0.2,
+        "{scores:?}"
+    );
+    assert!(scores[2].induction < 0.2, "{scores:?}");
+    let few = probe.clone().rows(5).scale(0.125).scores(&q, &k).unwrap();
+    assert!(few[0].echo > 0.3, "{few:?}");
+    let short = probe.scores(&q[..64], &k).unwrap_err();
+    assert_eq!(short.status(), Status::Invalid);
+    let uneven = probe.kv_heads(2).scores(&q, &k).unwrap_err();
+    assert_eq!(uneven.status(), Status::Invalid);
 }
