@@ -1,17 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "base/cpu_features.h"
 #include "base/kernel_tables.h"
+#include "hash_index/sketch/frame_args.h"
 #include "hash_index/sketch/scan_args.h"
 #include "hash_index/sketch/scan_table.h"
 
 namespace kvm::hash_index {
 namespace {
 
-constexpr ScanTable kScalar{"scalar", &kScanScalar};
+constexpr ScanTable kScalar{"scalar", &kScanScalar, &kFrameScalar};
 #if defined(__x86_64__)
-constexpr ScanTable kAvx2{"avx2", &kScanAvx2};
-constexpr ScanTable kAvx512{"avx512", &kScanAvx512};
-constexpr ScanTable kAvx512Vbmi{"avx512vbmi", &kScanAvx512Vbmi};
+constexpr ScanTable kAvx2{"avx2", &kScanAvx2, &kFrameAvx2};
+constexpr ScanTable kAvx512{"avx512", &kScanAvx512, &kFrameAvx512};
+constexpr ScanTable kAvx512Vbmi{"avx512vbmi", &kScanAvx512Vbmi, &kFrameAvx512};
 #endif
 
 const KernelTables<ScanTable>& tables() {

@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "hash_index/sketch/frame_args.h"
+
 namespace kvm::hash_index {
 
 struct Eigen {
@@ -15,8 +17,9 @@ struct Eigen {
 
 // Of the symmetric matrix [n][n]; the lower triangle is read. Householder's reduction to a
 // tridiagonal matrix, then QL steps with implicit shifts (Golub and Van Loan, Matrix Computations,
-// 8.3). The largest component of each vector is positive. REQUIRES: finite elements.
-Eigen symmetric_eigen(const std::vector<double>& matrix, uint32_t n);
+// 8.3). The largest component of each vector is positive; the same bits for all kernels.
+// REQUIRES: finite elements; n <= kScanMaxDim.
+Eigen symmetric_eigen(const std::vector<double>& matrix, uint32_t n, const FrameKernels& kernels);
 
 }  // namespace kvm::hash_index
 

@@ -4,10 +4,13 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
+#include <iterator>
 #include <utility>
 
 #include "base/assert.h"
+#include "base/round.h"
 #include "hash_index/sketch/eigen.h"
+#include "hash_index/sketch/frame_args.h"
 #include "hash_index/sketch/random.h"
 #include "hash_index/sketch/rows.h"
 
@@ -15,7 +18,7 @@ namespace kvm::hash_index {
 namespace {
 
 constexpr size_t kMaxKeys = 2048;   // that a frame is made of
-constexpr size_t kMaxShares = 256;  // of these, to see whether a basis still suits
+constexpr size_t kMaxShares = 512;  // of these, for what a lead holds and how far it spreads
 constexpr double kShrink = 0.3;     // of C_q towards a multiple of the identity
 constexpr double kMinLeadShare = 0.6;
 constexpr double kMaxGrowth = 1.3;      // of the rest's share, before a basis is given up
@@ -26,72 +29,122 @@ constexpr double kMinRestShare = 1e-2;  // below it, growth of the rest does not
 
 using Matrix = std::vector<double>;  // [dim][dim]
 
-template <typename T>
-double square_of(const T* x, uint32_t n) {
+const FrameKernels& kernels_of(const ScanTable* table) {
+  return *(table != nullptr ? table : &active_scan_table())->frame;
+}
+
+double square_of(const double* x, uint32_t n) {
   double sum = 0;
   for (uint32_t i = 0; i < n; ++i) {
-    sum += double{x[i]} * double{x[i]};
+    sum += x[i] * x[i];
   }
   return sum;
 }
 
-// Keys [n][dim]: finite ones, without those so long that they alone would make the frame.
+uint32_t stride_of(uint32_t dim) {
+  return static_cast<uint32_t>(round_up(dim, uint32_t{kFrameAlign}));
+}
+
+// Rows [n][stride].
 struct Sample {
   uint32_t dim = 0;
+  uint32_t stride = 0;
   size_t n = 0;
-  std::vector<float> keys;
+  std::vector<float> rows;
 
-  const float* key(size_t i) const { return keys.data() + i * dim; }
+  float* row(size_t i) { return rows.data() + i * stride; }
+  const float* row(size_t i) const { return rows.data() + i * stride; }
+  FrameRows all() const { return {rows.data(), n, stride, dim}; }
+  // At most about `most` of them, spread evenly.
+  FrameRows spread(size_t most) const {
+    const size_t step = std::max<size_t>(div_up(n, most), 1);
+    return {rows.data(), div_up(n, step), stride * static_cast<uint32_t>(step), dim};
+  }
+  // Those that `keeps` says, in their order.
+  template <typename Keeps>
+  void filter(Keeps keeps) {
+    size_t kept = 0;
+    for (size_t i = 0; i < n; ++i) {
+      if (keeps(i)) {
+        std::copy_n(row(i), i == kept ? 0 : stride, row(kept));
+        ++kept;
+      }
+    }
+    n = kept;
+    rows.resize(n * stride);
+  }
 };
 
-Sample take_sample(const FrameInput& input) {
+// Rows lie far apart: they are asked for some time before they are read.
+void load_sample(const FrameInput& input, const FrameKernels& kernels, Sample* sample) {
+  constexpr size_t kAhead = 16;
+  constexpr size_t kLineBytes = 64;
+  struct Source {
+    const std::byte* row;
+    Dtype dtype;
+    float scale;
+  };
   size_t total = 0;
   for (const KvRun& run : input.runs) {
     total += run.n_tokens;
   }
-  const size_t stride = (total + kMaxKeys - 1) / kMaxKeys;
-  Sample sample{input.dim_k, 0, {}};
-  sample.keys.reserve((stride == 0 ? 0 : total / stride + 1) * input.dim_k);
-  std::vector<float> norms;
-  std::vector<float> row(input.dim_k);
-  size_t index = 0;
+  const size_t step = (total + kMaxKeys - 1) / kMaxKeys;
+  std::vector<Source> sources;
+  sources.reserve(kMaxKeys);
+  size_t next = 0;  // token of the run
   for (const KvRun& run : input.runs) {
-    for (uint32_t t = 0; t < run.n_tokens; ++t, ++index) {
-      if (index % stride != 0) {
-        continue;
-      }
-      load_key(run, input.head, t, input.dim_k, row.data());
-      const double square = square_of(row.data(), input.dim_k);
-      if (square < 1e30) {
-        norms.push_back(static_cast<float>(std::sqrt(square)));
-        sample.keys.insert(sample.keys.end(), row.begin(), row.end());
-      }
+    for (; next < run.n_tokens; next += step) {
+      const auto t = static_cast<uint32_t>(next);
+      sources.push_back({row_at(run.k, run.dtype_k, input.head, t, input.dim_k), run.dtype_k,
+                         scale_at(run.k_scale, input.head, t)});
     }
+    next -= run.n_tokens;
   }
-  std::vector<float> sorted = norms;
-  const size_t middle = sorted.size() / 2;
+  const auto ask = [&](size_t i) {
+    const Source& source = sources[i];
+    const size_t size = input.dim_k * dtype_size_bytes(source.dtype);
+    for (size_t at = 0; at < size; at += kLineBytes) {
+      __builtin_prefetch(source.row + at);
+    }
+  };
+  for (size_t i = 0; i < std::min(kAhead, sources.size()); ++i) {
+    ask(i);
+  }
+  sample->n = sources.size();
+  sample->rows.resize(sample->n * sample->stride);
+  for (size_t i = 0; i < sample->n; ++i) {
+    if (i + kAhead < sample->n) {
+      ask(i + kAhead);
+    }
+    kernels.load(sources[i].row, static_cast<uint32_t>(sources[i].dtype), sources[i].scale,
+                 input.dim_k, sample->stride, sample->row(i));
+  }
+}
+
+// Finite keys, without those so long that they alone would make the frame.
+Sample take_sample(const FrameInput& input, const FrameKernels& kernels) {
+  Sample sample{input.dim_k, stride_of(input.dim_k), 0, {}};
+  load_sample(input, kernels, &sample);
+  std::vector<double> squares(sample.n);
+  const FrameRows rows = sample.all();
+  kernels.squares(&rows, squares.data());
+  std::vector<double> sorted;
+  std::copy_if(squares.begin(), squares.end(), std::back_inserter(sorted),
+               [](double square) { return square < 1e30; });
+  double limit = 1e30;
   if (!sorted.empty()) {
-    std::nth_element(sorted.begin(), sorted.begin() + static_cast<std::ptrdiff_t>(middle),
-                     sorted.end());
+    const auto middle = sorted.begin() + static_cast<std::ptrdiff_t>(sorted.size() / 2);
+    std::nth_element(sorted.begin(), middle, sorted.end());
+    limit = *middle == 0 ? limit : std::min(limit, kOutlier * kOutlier * *middle);
   }
-  const double limit = sorted.empty() ? 0 : kOutlier * double{sorted[middle]};
-  for (size_t i = 0; i < norms.size(); ++i) {
-    if (limit == 0 || double{norms[i]} <= limit) {
-      std::copy_n(sample.key(i), input.dim_k, sample.keys.data() + sample.n * input.dim_k);
-      ++sample.n;
-    }
-  }
-  sample.keys.resize(sample.n * input.dim_k);
+  sample.filter([&](size_t i) { return squares[i] < 1e30 && squares[i] <= limit; });
   return sample;
 }
 
-std::vector<float> mean_of(const Sample& sample) {
-  std::vector<double> sum(sample.dim, 0.0);
-  for (size_t i = 0; i < sample.n; ++i) {
-    for (uint32_t j = 0; j < sample.dim; ++j) {
-      sum[j] += double{sample.key(i)[j]};
-    }
-  }
+std::vector<float> mean_of(const Sample& sample, const FrameKernels& kernels) {
+  std::vector<double> sum(sample.stride, 0.0);
+  const FrameRows rows = sample.all();
+  kernels.add_rows(&rows, sum.data());
   std::vector<float> mean(sample.dim, 0.0f);
   for (uint32_t j = 0; j < sample.dim && sample.n != 0; ++j) {
     const double value = sum[j] / static_cast<double>(sample.n);
@@ -100,65 +153,34 @@ std::vector<float> mean_of(const Sample& sample) {
   return mean;
 }
 
-void center(const std::vector<float>& mean, Sample* sample) {
-  for (size_t i = 0; i < sample->n; ++i) {
-    for (uint32_t j = 0; j < sample->dim; ++j) {
-      sample->keys[i * sample->dim + j] -= mean[j];
-    }
-  }
+void center(const std::vector<float>& mean, const FrameKernels& kernels, Sample* sample) {
+  std::vector<float> padded(sample->stride, 0.0f);
+  std::copy(mean.begin(), mean.end(), padded.begin());
+  kernels.subtract(padded.data(), sample->n, sample->stride, sample->rows.data());
 }
 
-// Mean of x x^T over n rows, at most about kMaxKeys of them. Sums of 64 rows in fp32, of those in
-// fp64.
-Matrix second_moments(const float* rows, size_t n, uint32_t dim) {
-  const size_t stride = (n + kMaxKeys - 1) / kMaxKeys;
+// Mean of x x^T.
+Matrix second_moments(const FrameRows& rows, const FrameKernels& kernels) {
+  const uint32_t dim = rows.dim;
   Matrix sum(size_t{dim} * dim, 0.0);
-  std::vector<float> part(size_t{dim} * dim, 0.0f);
-  size_t count = 0;
-  const auto fold = [&] {
-    for (size_t i = 0; i < sum.size(); ++i) {
-      sum[i] += double{part[i]};
-    }
-    std::fill(part.begin(), part.end(), 0.0f);
-  };
-  for (size_t row = 0; row < n; row += stride) {
-    const float* x = rows + row * dim;
-    for (uint32_t i = 0; i < dim; ++i) {
-      for (uint32_t j = 0; j <= i; ++j) {
-        part[size_t{i} * dim + j] += x[i] * x[j];
-      }
-    }
-    if (++count % 64 == 0) {
-      fold();
-    }
-  }
-  fold();
+  kernels.moments(&rows, sum.data());
   for (uint32_t i = 0; i < dim; ++i) {
     for (uint32_t j = 0; j <= i; ++j) {
-      const double value = count == 0 ? 0 : sum[size_t{i} * dim + j] / static_cast<double>(count);
+      const double value = rows.n == 0 ? 0 : sum[size_t{i} * dim + j] / static_cast<double>(rows.n);
       sum[size_t{i} * dim + j] = sum[size_t{j} * dim + i] = value;
     }
   }
   return sum;
 }
 
-Matrix multiply(const Matrix& a, const Matrix& b, uint32_t n) {
-  Matrix c(size_t{n} * n, 0.0);
-  for (uint32_t i = 0; i < n; ++i) {
-    double* row = c.data() + size_t{i} * n;
-    for (uint32_t k = 0; k < n; ++k) {
-      const double x = a[size_t{i} * n + k];
-      const double* other = b.data() + size_t{k} * n;
-      for (uint32_t j = 0; j < n; ++j) {
-        row[j] += x * other[j];
-      }
-    }
-  }
+Matrix multiply(const Matrix& a, const Matrix& b, uint32_t n, const FrameKernels& kernels) {
+  Matrix c(size_t{n} * n);
+  kernels.multiply(a.data(), b.data(), n, c.data());
   return c;
 }
 
 // Sum of values_i^power v_i v_i^T.
-Matrix power_of(const Eigen& eigen, uint32_t n, double power) {
+Matrix power_of(const Eigen& eigen, uint32_t n, double power, const FrameKernels& kernels) {
   Matrix scaled(eigen.vectors.size());
   for (uint32_t i = 0; i < n; ++i) {
     const double value = std::max(eigen.values[i], 1e-12 * eigen.values[0]);
@@ -167,7 +189,7 @@ Matrix power_of(const Eigen& eigen, uint32_t n, double power) {
       scaled[size_t{j} * n + i] = scale * eigen.vectors[size_t{i} * n + j];
     }
   }
-  return multiply(scaled, eigen.vectors, n);
+  return multiply(scaled, eigen.vectors, n, kernels);
 }
 
 void fill_signs(Basis* basis) {
@@ -202,8 +224,8 @@ double lead_share(const std::vector<double>& variances) {
 }
 
 // Principal axes. Returns the lead's share.
-double fit_axes(const Matrix& moments, Basis* basis) {
-  Eigen eigen = symmetric_eigen(moments, basis->dim_k);
+double fit_axes(const Matrix& moments, const FrameKernels& kernels, Basis* basis) {
+  Eigen eigen = symmetric_eigen(moments, basis->dim_k, kernels);
   for (double& value : eigen.values) {
     value = std::max(value, 0.0);
   }
@@ -213,7 +235,7 @@ double fit_axes(const Matrix& moments, Basis* basis) {
 }
 
 // The balanced basis, from C_k and C_q (not yet shrunk). Returns the lead's share.
-double fit_balanced(const Matrix& keys, Matrix queries, Basis* basis) {
+double fit_balanced(const Matrix& keys, Matrix queries, const FrameKernels& kernels, Basis* basis) {
   const uint32_t dim = basis->dim_k;
   double trace = 0;
   for (uint32_t i = 0; i < dim; ++i) {
@@ -225,11 +247,12 @@ double fit_balanced(const Matrix& keys, Matrix queries, Basis* basis) {
     }
     queries[size_t{i} * dim + i] += kShrink * trace / dim;
   }
-  const Eigen eigen_q = symmetric_eigen(queries, dim);
-  const Matrix root = power_of(eigen_q, dim, 0.5);
-  const Matrix inverse = power_of(eigen_q, dim, -0.5);
+  const Eigen eigen_q = symmetric_eigen(queries, dim, kernels);
+  const Matrix root = power_of(eigen_q, dim, 0.5, kernels);
+  const Matrix inverse = power_of(eigen_q, dim, -0.5, kernels);
   // C_q^(1/2) C_k C_q^(1/2) = U S^2 U^T.
-  const Eigen eigen = symmetric_eigen(multiply(multiply(root, keys, dim), root, dim), dim);
+  const Matrix half = multiply(root, keys, dim, kernels);
+  const Eigen eigen = symmetric_eigen(multiply(half, root, dim, kernels), dim, kernels);
   std::vector<double> s(dim);
   std::vector<double> variances(dim);
   double mean = 0;
@@ -238,8 +261,8 @@ double fit_balanced(const Matrix& keys, Matrix queries, Basis* basis) {
     s[i] = std::sqrt(variances[i]);
     mean += s[i] / dim;
   }
-  Matrix a = multiply(eigen.vectors, inverse, dim);  // rows: columns of A and B
-  Matrix b = multiply(eigen.vectors, root, dim);
+  Matrix a = multiply(eigen.vectors, inverse, dim, kernels);  // rows: columns of A and B
+  Matrix b = multiply(eigen.vectors, root, dim, kernels);
   for (uint32_t i = 0; i < dim; ++i) {
     // Directions in which these keys do not vary must not blow up in those that come later.
     s[i] = std::max(s[i], kMinMoment * mean);
@@ -269,72 +292,60 @@ double fit_balanced(const Matrix& keys, Matrix queries, Basis* basis) {
   return lead_share(variances);
 }
 
-// Moments of what was seen of the queries; empty where there is nothing to learn from them.
-Matrix query_moments(const FrameInput& input) {
+// Moments of what was seen of the queries, at most about kMaxKeys of them; empty where there is
+// nothing to learn from them.
+Matrix query_moments(const FrameInput& input, const FrameKernels& kernels) {
   const size_t n = input.queries.size() / input.dim_k;
-  std::vector<float> rows;
+  Sample sample{input.dim_k, stride_of(input.dim_k), n, {}};
+  sample.rows.resize(n * sample.stride);
   for (size_t i = 0; i < n; ++i) {
-    const float* q = input.queries.data() + i * input.dim_k;
-    const double square = square_of(q, input.dim_k);
-    if (square < 1e30 && square > 0) {
-      rows.insert(rows.end(), q, q + input.dim_k);
-    }
+    std::copy_n(input.queries.data() + i * input.dim_k, input.dim_k, sample.row(i));
   }
-  if (rows.empty()) {
-    return {};
-  }
-  return second_moments(rows.data(), rows.size() / input.dim_k, input.dim_k);
-}
-
-// Coordinates of a centred key in the lead.
-void lead_of(const Basis& basis, const float* x, double* lead) {
-  std::fill(lead, lead + kLeadDims, 0.0);
-  for (uint32_t k = 0; k < basis.dim_k; ++k) {
-    for (uint32_t j = 0; j < kLeadDims; ++j) {
-      lead[j] += double{x[k]} * double{basis.lead_key[size_t{k} * kLeadDims + j]};
-    }
-  }
+  std::vector<double> squares(n);
+  const FrameRows rows = sample.all();
+  kernels.squares(&rows, squares.data());
+  sample.filter([&](size_t i) { return squares[i] < 1e30 && squares[i] > 0; });
+  return sample.n == 0 ? Matrix() : second_moments(sample.spread(kMaxKeys), kernels);
 }
 
 // |rest|^2 / (|lead|^2 + |rest|^2), summed over keys: what the 1-bit code has to carry.
-double rest_share(const Basis& basis, const Sample& sample) {
-  const size_t stride = (sample.n + kMaxShares - 1) / kMaxShares;
+double rest_share(const Basis& basis, const Sample& sample, const FrameKernels& kernels) {
+  const FrameRows rows = sample.spread(kMaxShares);
+  std::vector<double> leads(rows.n * kLeadDims);
+  std::vector<double> squares(rows.n);
+  kernels.leads(&rows, basis.lead_key.data(), leads.data());
+  kernels.squares(&rows, squares.data());
+  Sample turned{basis.dim_pad, stride_of(basis.dim_pad), rows.n, {}};
+  if (!basis.key_matrix.empty()) {
+    turned.rows.resize(turned.n * turned.stride);
+    for (size_t i = 0; i < rows.n; ++i) {
+      kernels.turn(rows.data + i * rows.stride, basis.dim_k, basis.key_matrix.data() + kLeadDims,
+                   kLeadDims + basis.dim_pad, basis.dim_pad, turned.row(i));
+    }
+    const FrameRows rests = turned.all();
+    kernels.squares(&rests, squares.data());
+  }
   double lead_sum = 0;
   double rest_sum = 0;
-  std::vector<float> rest(basis.dim_pad);
-  for (size_t i = 0; i < sample.n; i += stride) {
-    const float* x = sample.key(i);
-    double lead[kLeadDims];
-    lead_of(basis, x, lead);
-    const double lead_square = square_of(lead, kLeadDims);
+  for (size_t i = 0; i < rows.n; ++i) {
+    const double lead_square = square_of(leads.data() + i * kLeadDims, kLeadDims);
     lead_sum += lead_square;
-    if (basis.key_matrix.empty()) {
-      rest_sum += std::max(0.0, square_of(x, basis.dim_k) - lead_square);
-      continue;
-    }
-    std::fill(rest.begin(), rest.end(), 0.0f);
-    for (uint32_t k = 0; k < basis.dim_k; ++k) {
-      const float* row = basis.key_matrix.data() + size_t{k} * (kLeadDims + basis.dim_pad);
-      for (uint32_t j = 0; j < basis.dim_pad; ++j) {
-        rest[j] += x[k] * row[kLeadDims + j];
-      }
-    }
-    rest_sum += square_of(rest.data(), basis.dim_pad);
+    rest_sum += basis.key_matrix.empty() ? std::max(0.0, squares[i] - lead_square) : squares[i];
   }
   return rest_sum > 0 ? rest_sum / (lead_sum + rest_sum) : 0;
 }
 
 bool still_suits(const Basis& basis, const FrameInput& input, const SketchKind* kind,
-                 const Sample& sample) {
+                 const Sample& sample, const FrameKernels& kernels) {
   if (basis.dim_k != input.dim_k || (kind != nullptr && *kind != basis.kind)) {
     return false;
   }
-  return basis.lead_key.empty() ||
-         rest_share(basis, sample) <= kMaxGrowth * std::max(basis.rest_share, kMinRestShare);
+  return basis.lead_key.empty() || rest_share(basis, sample, kernels) <=
+                                       kMaxGrowth * std::max(basis.rest_share, kMinRestShare);
 }
 
 std::shared_ptr<const Basis> make_basis(const FrameInput& input, const SketchKind* kind,
-                                        const Sample& sample) {
+                                        const Sample& sample, const FrameKernels& kernels) {
   auto basis = std::make_shared<Basis>();
   basis->dim_k = input.dim_k;
   basis->dim_pad = padded_dim(input.dim_k);
@@ -344,16 +355,16 @@ std::shared_ptr<const Basis> make_basis(const FrameInput& input, const SketchKin
     basis->kind = *kind;
     return basis;
   }
-  const Matrix keys = second_moments(sample.keys.data(), sample.n, sample.dim);
-  Matrix queries = query_moments(input);
+  const Matrix keys = second_moments(sample.all(), kernels);
+  Matrix queries = query_moments(input, kernels);
   // Where keys do not vary at all, there is nothing to balance.
   double trace = 0;
   for (uint32_t i = 0; i < input.dim_k; ++i) {
     trace += keys[size_t{i} * input.dim_k + i];
   }
   const double share = queries.empty() || !(trace > 0)
-                           ? fit_axes(keys, basis.get())
-                           : fit_balanced(keys, std::move(queries), basis.get());
+                           ? fit_axes(keys, kernels, basis.get())
+                           : fit_balanced(keys, std::move(queries), kernels, basis.get());
   if (kind == nullptr && share < kMinLeadShare) {
     basis->lead_key = basis->lead_query = {};
     basis->key_matrix = basis->query_matrix = {};
@@ -361,7 +372,7 @@ std::shared_ptr<const Basis> make_basis(const FrameInput& input, const SketchKin
     return basis;
   }
   basis->kind = SketchKind::kLead8Bits1;
-  basis->rest_share = rest_share(*basis, sample);
+  basis->rest_share = rest_share(*basis, sample, kernels);
   return basis;
 }
 
@@ -386,31 +397,32 @@ void rotate(const Basis& basis, float* x) {
   }
 }
 
-FramePtr make_frame(const FrameInput& input, const SketchKind* kind) {
+FramePtr make_frame(const FrameInput& input, const SketchKind* kind, const ScanTable* table) {
   KVM_ASSERT(input.dim_k >= 1 && input.dim_k <= kMaxSketchDim && input.dim_k % 8 == 0);
-  Sample sample = take_sample(input);
+  const FrameKernels& kernels = kernels_of(table);
+  Sample sample = take_sample(input, kernels);
   auto frame = std::make_shared<Frame>();
-  frame->center = mean_of(sample);
-  center(frame->center, &sample);
-  if (input.previous != nullptr && still_suits(*input.previous->basis, input, kind, sample)) {
+  frame->center = mean_of(sample, kernels);
+  center(frame->center, kernels, &sample);
+  if (input.previous != nullptr &&
+      still_suits(*input.previous->basis, input, kind, sample, kernels)) {
     frame->basis = input.previous->basis;
   } else {
-    frame->basis = make_basis(input, kind, sample);
+    frame->basis = make_basis(input, kind, sample, kernels);
   }
   if (frame->basis->lead_key.empty()) {
     return frame;
   }
+  const FrameRows rows = sample.spread(kMaxShares);
+  std::vector<double> leads(rows.n * kLeadDims);
+  kernels.leads(&rows, frame->basis->lead_key.data(), leads.data());
   std::array<double, kLeadDims> sum{};
   std::array<double, kLeadDims> square{};
-  for (size_t i = 0; i < sample.n; ++i) {
-    double lead[kLeadDims];
-    lead_of(*frame->basis, sample.key(i), lead);
-    for (uint32_t j = 0; j < kLeadDims; ++j) {
-      sum[j] += lead[j];
-      square[j] += lead[j] * lead[j];
-    }
+  for (size_t i = 0; i < leads.size(); ++i) {
+    sum[i % kLeadDims] += leads[i];
+    square[i % kLeadDims] += leads[i] * leads[i];
   }
-  const double n = static_cast<double>(std::max<size_t>(sample.n, 1));
+  const double n = static_cast<double>(std::max<size_t>(rows.n, 1));
   for (uint32_t j = 0; j < kLeadDims; ++j) {
     const double sd = std::sqrt(std::max(0.0, square[j] / n - sum[j] / n * (sum[j] / n)));
     const double step = std::max(kLeadRangeSd * sd, 1e-15) / 127;

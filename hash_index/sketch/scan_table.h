@@ -11,11 +11,13 @@
 
 namespace kvm::hash_index {
 
-struct ScanKernels;  // sketch/scan_args.h
+struct ScanKernels;   // sketch/scan_args.h
+struct FrameKernels;  // sketch/frame_args.h
 
 struct ScanTable {
   const char* name = nullptr;
   const ScanKernels* kernels = nullptr;
+  const FrameKernels* frame = nullptr;
 };
 
 // Tables that this machine can run, worst first; never empty, element 0 is "scalar". Constant for

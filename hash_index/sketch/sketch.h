@@ -67,8 +67,9 @@ struct FrameInput {
 };
 
 // `kind`, or with nullptr the one that suits the keys: kLead8Bits1 where the leading coordinates
-// hold at least 60 % of the logits' variance, else kBits2.
-FramePtr make_frame(const FrameInput& input, const SketchKind* kind);
+// hold at least 60 % of the logits' variance, else kBits2. The same bits for every table.
+FramePtr make_frame(const FrameInput& input, const SketchKind* kind,
+                    const ScanTable* table = nullptr);
 
 SketchKind frame_kind(const Frame& frame);
 size_t frame_bytes(const Frame& frame);  // of memory, shared parts included

@@ -133,7 +133,7 @@ TEST(Eigen, ReconstructsAndOrders) {
           matrix[i] += row[i / n] * row[i % n];
         }
       }
-      const Eigen eigen = symmetric_eigen(matrix, n);
+      const Eigen eigen = symmetric_eigen(matrix, n, *active_scan_table().frame);
       double worst = 0;
       for (uint32_t i = 0; i < n; ++i) {
         EXPECT_TRUE(i == 0 || eigen.values[i] <= eigen.values[i - 1]);
@@ -149,6 +149,11 @@ TEST(Eigen, ReconstructsAndOrders) {
         }
       }
       EXPECT_LT(worst, 1e-11 * (1 + std::abs(eigen.values[0]))) << n << " rank " << count;
+      for (const ScanTable* table : available_scan_tables()) {
+        const Eigen other = symmetric_eigen(matrix, n, *table->frame);
+        EXPECT_EQ(other.values, eigen.values) << table->name;
+        EXPECT_EQ(other.vectors, eigen.vectors) << table->name;
+      }
     }
   }
 }
@@ -643,6 +648,35 @@ TEST(Frames, KindFollowsTheSpectrum) {
   // still hold most of the logits' variance.
   Rows queries = normal_rows(&random, 400, 64, 1, 0.5);
   EXPECT_EQ(frame_kind(*flat.frame(nullptr, 1, floats(queries))), SketchKind::kLead8Bits1);
+}
+
+// An index holds the same whichever machine makes it, as far as frames go.
+TEST(Frames, AreTheSameForEveryTable) {
+  std::mt19937_64 random(24);
+  for (const Shape& shape : shapes()) {
+    SCOPED_TRACE(name_of(shape));
+    const Pages pages(normal_rows(&random, 256, shape.dim, 2, 0.9, 1), normal_rows(&random, 256, 8),
+                      shape.dtype, 2, 1);
+    const std::vector<float> seen = floats(normal_rows(&random, 90, shape.dim, 1, 0.95));
+    FrameInput input;
+    input.runs = pages.runs;
+    input.head = 1;
+    input.dim_k = shape.dim;
+    input.seed = 9;
+    input.queries = shape.balanced ? std::span<const float>(seen) : std::span<const float>();
+    const FramePtr wanted = make_frame(input, &shape.kind, find_scan_table("scalar"));
+    for (const ScanTable* table : available_scan_tables()) {
+      SCOPED_TRACE(table->name);
+      const FramePtr got = make_frame(input, &shape.kind, table);
+      EXPECT_EQ(got->center, wanted->center);
+      EXPECT_EQ(got->lead_step, wanted->lead_step);
+      EXPECT_EQ(got->basis->lead_key, wanted->basis->lead_key);
+      EXPECT_EQ(got->basis->lead_query, wanted->basis->lead_query);
+      EXPECT_EQ(got->basis->key_matrix, wanted->basis->key_matrix);
+      EXPECT_EQ(got->basis->query_matrix, wanted->basis->query_matrix);
+      EXPECT_EQ(got->basis->rest_share, wanted->basis->rest_share);
+    }
+  }
 }
 
 TEST(Frames, BasisIsKeptUntilTheKeysLeaveIt) {
