@@ -112,69 +112,95 @@ inline void multiply_all(const float* m, uint32_t n_out, uint32_t dim, const flo
 
 // x minus its part along the lead, whose coordinates are y[0 .. 8).
 inline void remove_lead(const EncodeArgs& args, Strip* s) {
-  for (uint32_t k = 0; k < args.dim_k; ++k) {
+  F y[kLeadDims][kPair];  // with the other sign
+#pragma GCC unroll 8
+  for (uint32_t j = 0; j < kLeadDims; ++j) {
+#pragma GCC unroll 2
     for (int p = 0; p < kPair; ++p) {
-      F x = vec::load(s->x[k] + p * vec::kWidth);
-      for (uint32_t j = 0; j < kLeadDims; ++j) {
-        const F a = vec::set1(-args.lead_query[k * kLeadDims + j]);
-        x = vec::fma(a, vec::load(s->y[j] + p * vec::kWidth), x);
-      }
-      vec::store(s->x[k] + p * vec::kWidth, x);
+      y[j][p] = float_of(bits_of(vec::load(s->y[j] + p * vec::kWidth)) ^ splat(0x80000000u));
     }
+  }
+  for (uint32_t k = 0; k < args.dim_k; ++k) {
+    F x0 = vec::load(s->x[k]);
+    F x1 = vec::load(s->x[k] + vec::kWidth);
+#pragma GCC unroll 8
+    for (uint32_t j = 0; j < kLeadDims; ++j) {
+      const F a = vec::set1(args.lead_query[k * kLeadDims + j]);
+      x0 = vec::fma(a, y[j][0], x0);
+      x1 = vec::fma(a, y[j][1], x1);
+    }
+    vec::store(s->x[k], x0);
+    vec::store(s->x[k] + vec::kWidth, x1);
   }
 }
 
-// Three rounds of signs and Hadamard, in place, two or three butterflies at each reading.
+// Three rounds of signs and Hadamard, in place, as many butterflies at each reading as registers
+// hold.
 inline void butterfly(F* a, F* b) {
   const F sum = vec::add(*a, *b);
   *b = vec::sub(*a, *b);
   *a = sum;
 }
 
-template <int kLog>
-inline void hadamard_pass(uint32_t dim, uint32_t half, const float* signs, float (*x)[kStrip]) {
+constexpr int kMostLog = vec::kWidth == 16 ? 4 : 3;
+
+// One vector of keys: coordinates half apart.
+template <int kLog, bool kSigns>
+inline void butterflies(uint32_t half, const float* signs, float* x) {
   constexpr uint32_t kCount = 1u << kLog;
-  for (uint32_t base = 0; base < dim; base += half * kCount) {
-    for (uint32_t j = base; j < base + half; ++j) {
-      for (int p = 0; p < kPair; ++p) {
-        F a[kCount];
-        for (uint32_t i = 0; i < kCount; ++i) {
-          a[i] = vec::load(x[j + i * half] + p * vec::kWidth);
-          if (signs != nullptr) {
-            a[i] = vec::mul(a[i], vec::set1(signs[j + i * half]));
-          }
-        }
-        for (uint32_t step = 1; step < kCount; step *= 2) {
-          for (uint32_t i = 0; i < kCount; ++i) {
-            if ((i & step) == 0) {
-              butterfly(a + i, a + i + step);
-            }
-          }
-        }
-        for (uint32_t i = 0; i < kCount; ++i) {
-          vec::store(x[j + i * half] + p * vec::kWidth, a[i]);
-        }
+  const size_t pitch = size_t{half} * kStrip;
+  F a[kCount];
+#pragma GCC unroll 16
+  for (uint32_t i = 0; i < kCount; ++i) {
+    a[i] = vec::load(x + i * pitch);
+    if (kSigns) {
+      a[i] = vec::mul(a[i], vec::set1(signs[i * half]));
+    }
+  }
+#pragma GCC unroll 4
+  for (uint32_t step = 1; step < kCount; step *= 2) {
+#pragma GCC unroll 16
+    for (uint32_t i = 0; i < kCount; ++i) {
+      if ((i & step) == 0) {
+        butterfly(a + i, a + i + step);
       }
+    }
+  }
+#pragma GCC unroll 16
+  for (uint32_t i = 0; i < kCount; ++i) {
+    vec::store(x + i * pitch, a[i]);
+  }
+}
+
+template <int kLog, bool kSigns>
+inline void hadamard_pass(uint32_t dim, uint32_t half, const float* signs, float (*x)[kStrip]) {
+  for (uint32_t base = 0; base < dim; base += half << kLog) {
+    for (uint32_t j = base; j < base + half; ++j) {
+#pragma GCC unroll 1
+      for (int p = 0; p < kPair; ++p) {
+        butterflies<kLog, kSigns>(half, signs + j, x[j] + p * vec::kWidth);
+      }
+    }
+  }
+}
+
+// The passes from `half` on; signs belong to the first.
+template <int kLog, bool kSigns>
+inline void hadamard_from(uint32_t dim, uint32_t half, const float* signs, float (*x)[kStrip]) {
+  if constexpr (kLog > 0) {
+    if ((dim / half) % (1u << kLog) != 0) {
+      return hadamard_from<kLog - 1, kSigns>(dim, half, signs, x);
+    }
+    hadamard_pass<kLog, kSigns>(dim, half, signs, x);
+    if ((half << kLog) < dim) {
+      hadamard_from<kMostLog, false>(dim, half << kLog, signs, x);
     }
   }
 }
 
 inline void rotate(uint32_t dim, const float* signs, float (*x)[kStrip]) {
   for (uint32_t turn = 0; turn < 3; ++turn, signs += dim) {
-    const float* first = signs;
-    for (uint32_t half = 1; half < dim; first = nullptr) {
-      const uint32_t left = dim / half;
-      if (left % 8 == 0) {
-        hadamard_pass<3>(dim, half, first, x);
-        half *= 8;
-      } else if (left == 4) {
-        hadamard_pass<2>(dim, half, first, x);
-        half *= 4;
-      } else {
-        hadamard_pass<1>(dim, half, first, x);
-        half *= 2;
-      }
-    }
+    hadamard_from<kMostLog, true>(dim, 1, signs, x);
   }
 }
 
@@ -193,21 +219,43 @@ struct Threshold {
   F next;
 };
 
+// Sums over coordinates run in chains, since an addition takes longer than a coordinate does.
+constexpr uint32_t kChains = 4;
+inline F sum_of(const F* chains) {
+  return vec::add(vec::add(chains[0], chains[1]), vec::add(chains[2], chains[3]));
+}
+
 template <int kTries>
 inline void try_thresholds(uint32_t dim, const float (*x)[kStrip], int p, F sum_abs, const F* at,
                            Threshold* best) {
+  F sums[kTries][kChains];
+  F counts[kTries][kChains];
+#pragma GCC unroll 4
+  for (int t = 0; t < kTries; ++t) {
+#pragma GCC unroll 4
+    for (uint32_t c = 0; c < kChains; ++c) {
+      sums[t][c] = counts[t][c] = vec::zero();
+    }
+  }
+  // Many thresholds are chains enough.
+  constexpr uint32_t kOwn = kTries < 4 ? kChains : 1;
+  const F one = vec::set1(1.0f);
+  for (uint32_t k = 0; k < dim; k += kOwn) {
+#pragma GCC unroll 4
+    for (uint32_t c = 0; c < kOwn; ++c) {
+      const F a = magnitude(vec::load(x[k + c] + p * vec::kWidth));
+#pragma GCC unroll 4
+      for (int t = 0; t < kTries; ++t) {
+        sums[t][c] = vec::add(sums[t][c], vec::keep_ge(a, at[t], a));
+        counts[t][c] = vec::add(counts[t][c], vec::keep_ge(a, at[t], one));
+      }
+    }
+  }
   F sum[kTries];
   F count[kTries];
   for (int t = 0; t < kTries; ++t) {
-    sum[t] = count[t] = vec::zero();
-  }
-  const F one = vec::set1(1.0f);
-  for (uint32_t k = 0; k < dim; ++k) {
-    const F a = magnitude(vec::load(x[k] + p * vec::kWidth));
-    for (int t = 0; t < kTries; ++t) {
-      sum[t] = vec::add(sum[t], vec::keep_ge(a, at[t], a));
-      count[t] = vec::add(count[t], vec::keep_ge(a, at[t], one));
-    }
+    sum[t] = sum_of(sums[t]);
+    count[t] = sum_of(counts[t]);
   }
   for (int t = 0; t < kTries; ++t) {
     const F dot = dot_of(sum_abs, sum[t]);
@@ -254,42 +302,62 @@ inline void or_into(uint8_t* row, Place place, U byte) {
   store_u(p, load_u(p) | (byte << static_cast<int>(place.shift)));
 }
 
-// Bits of kWidth keys from key on, and their factors. `rest` [dim_pad], rotated.
-inline void put_codes(const EncodeArgs& args, uint32_t key, const float (*rest)[kStrip], int p) {
-  const uint32_t dim = args.dim_pad;
-  F square = vec::zero();
-  F sum_abs = vec::zero();
-  for (uint32_t k = 0; k < dim; ++k) {
-    const F x = vec::load(rest[k] + p * vec::kWidth);
-    square = vec::fma(x, x, square);
-    sum_abs = vec::add(sum_abs, magnitude(x));
+// Sets plane 0 of kWidth keys; returns |x|^2 and the sum of the |x_k|.
+inline void put_signs(const EncodeArgs& args, Place place, const float (*rest)[kStrip], int p,
+                      F* square, F* sum_abs) {
+  F squares[kChains];
+  F sums[kChains];
+#pragma GCC unroll 4
+  for (uint32_t c = 0; c < kChains; ++c) {
+    squares[c] = sums[c] = vec::zero();
   }
-  const bool two = args.shape.planes == 2;
-  Threshold threshold{vec::zero(), vec::zero(), vec::mul(sum_abs, vec::set1(0.5f)), vec::zero()};
-  if (two) {
-    threshold = find_threshold(dim, rest, p, sum_abs);
-  }
-  const Place place = place_of(key);
   for (uint32_t row = 0; row < args.shape.code_rows; ++row) {
     U high = U{};
-    U low = U{};
+#pragma GCC unroll 8
     for (uint32_t bit = 8; bit-- > 0;) {
       const F x = vec::load(rest[row * 8 + bit] + p * vec::kWidth);
-      const U positive = ~bits_of(x) >> 31;
-      high = (high << 1) | positive;
-      if (two) {
-        const U large = bits_of(vec::keep_ge(magnitude(x), threshold.at, float_of(splat(1))));
-        low = (low << 1) | ((large ^ positive) ^ splat(1));
-      }
+      squares[bit % kChains] = vec::fma(x, x, squares[bit % kChains]);
+      sums[bit % kChains] = vec::add(sums[bit % kChains], magnitude(x));
+      high = (high << 1) | (~bits_of(x) >> 31);
     }
     or_into(args.block + row * kScanKeys, place, high);
-    if (two) {
-      or_into(args.block + (args.shape.code_rows + row) * kScanKeys, place, low);
+  }
+  *square = sum_of(squares);
+  *sum_abs = sum_of(sums);
+}
+
+// Sets plane 1.
+inline void put_magnitudes(const EncodeArgs& args, Place place, const float (*rest)[kStrip], int p,
+                           F threshold) {
+  uint8_t* plane = args.block + args.shape.code_rows * kScanKeys;
+  for (uint32_t row = 0; row < args.shape.code_rows; ++row) {
+    U low = U{};
+#pragma GCC unroll 8
+    for (uint32_t bit = 8; bit-- > 0;) {
+      const F x = vec::load(rest[row * 8 + bit] + p * vec::kWidth);
+      const U negative = bits_of(x) >> 31;
+      const U large = bits_of(vec::keep_ge(magnitude(x), threshold, float_of(splat(1))));
+      low = (low << 1) | (large ^ negative);
     }
+    or_into(plane + row * kScanKeys, place, low);
+  }
+}
+
+// Bits of kWidth keys from key on, and their factors. `rest` [dim_pad], rotated.
+inline void put_codes(const EncodeArgs& args, uint32_t key, const float (*rest)[kStrip], int p) {
+  const Place place = place_of(key);
+  F square;
+  F sum_abs;
+  put_signs(args, place, rest, p, &square, &sum_abs);
+  F of_code = vec::mul(sum_abs, vec::set1(0.5f));
+  if (args.shape.planes == 2) {
+    const Threshold threshold = find_threshold(args.dim_pad, rest, p, sum_abs);
+    put_magnitudes(args, place, rest, p, threshold.at);
+    of_code = threshold.dot;
   }
   // f = |x|^2 / <y, x>; 0 for the zero vector. Below 1e-30 keys count as zero: no denormals.
   const F tiny = vec::set1(1e-30f);
-  const F dot = vec::max(threshold.dot, tiny);
+  const F dot = vec::max(of_code, tiny);
   const F factor = vec::keep_ge(square, tiny, vec::div(square, dot));
   const U norm = to_bf16(vec::load(args.value_norms + key));
   store_u(args.block + args.shape.factor_offset + 4 * key, (to_bf16(factor) << 16) | norm);
@@ -356,12 +424,19 @@ void encode_kernel(const EncodeArgs* args) {
 }
 
 template <int kElem>
-inline void norms_of(const uint8_t* rows, uint32_t dim, float* out) {
+inline void norms_of(const uint8_t* rows, uint32_t dim, const uint8_t* next, size_t next_bytes,
+                     float* out) {
+  constexpr uint32_t kLine = 64;
   constexpr size_t kBytes = kElem == vec::kElemF32 ? 4 : 2;
   for (uint32_t first = 0; first < kScanKeys; first += vec::kWidth) {
     F sums[vec::kWidth];
     for (uint32_t i = 0; i < vec::kWidth; ++i) {
       const uint8_t* row = rows + static_cast<size_t>(first + i) * dim * kBytes;
+      const size_t end = next_bytes * (first + i + 1) / kScanKeys;
+      for (size_t line = next_bytes * (first + i) / kScanKeys / kLine * kLine; line < end;
+           line += kLine) {
+        vec::prefetch(next + line);
+      }
       sums[i] = vec::zero();
       uint32_t at = 0;
       for (; at + vec::kWidth <= dim; at += vec::kWidth) {
@@ -379,14 +454,15 @@ inline void norms_of(const uint8_t* rows, uint32_t dim, float* out) {
   }
 }
 
-void norms_kernel(const uint8_t* rows, uint32_t dtype, uint32_t dim, float* out) {
+void norms_kernel(const uint8_t* rows, uint32_t dtype, uint32_t dim, const uint8_t* next,
+                  size_t next_bytes, float* out) {
   switch (dtype) {
     case vec::kElemF32:
-      return norms_of<vec::kElemF32>(rows, dim, out);
+      return norms_of<vec::kElemF32>(rows, dim, next, next_bytes, out);
     case vec::kElemF16:
-      return norms_of<vec::kElemF16>(rows, dim, out);
+      return norms_of<vec::kElemF16>(rows, dim, next, next_bytes, out);
     default:
-      return norms_of<vec::kElemBf16>(rows, dim, out);
+      return norms_of<vec::kElemBf16>(rows, dim, next, next_bytes, out);
   }
 }
 

@@ -105,8 +105,9 @@ struct ScanKernels {
   // Returns 0 where capacity ran out.
   uint32_t (*draw)(DrawArgs* args, ScanSums* sums);
   void (*encode)(const EncodeArgs* args);
-  // Norms of 64 dense rows.
-  void (*norms)(const uint8_t* rows, uint32_t dtype, uint32_t dim, float* out);
+  // Norms of 64 dense rows. next: what is read after them, and asked for in between.
+  void (*norms)(const uint8_t* rows, uint32_t dtype, uint32_t dim, const uint8_t* next,
+                size_t next_bytes, float* out);
 };
 
 // One object per per-ISA file.

@@ -257,7 +257,10 @@ void encode_block(const Frame& frame, const KvRun& run, uint32_t head, uint32_t 
     return static_cast<uint32_t>(dtype == Dtype::kI8 ? Dtype::kF32 : dtype);
   };
   KVM_ASSERT(dim_v <= kMaxSketchDim);
-  kernels.norms(plane(run.v, run.dtype_v, run.v_scale, dim_v), read_as(run.dtype_v), dim_v, norms);
+  const std::byte* keys = row_at(run.k, run.dtype_k, head, 0, basis.dim_k);
+  kernels.norms(plane(run.v, run.dtype_v, run.v_scale, dim_v), read_as(run.dtype_v), dim_v,
+                reinterpret_cast<const uint8_t*>(keys),
+                size_t{kBlockKeys} * basis.dim_k * dtype_size_bytes(run.dtype_k), norms);
   raise_norms(norms);
   EncodeArgs args{};
   args.shape = block_shape(basis.kind, basis.dim_k);
