@@ -15,8 +15,8 @@ using hash_index::LshCandidate;
 struct HashedQueries {
   uint16_t* codes;    // [rows][L]
   float* dense;       // [rows][dim_k]
-  float* q;           // [padded rows + 1][stride]; row `rows` is the centre
-  float* norm;        // [rows]: |q|
+  float* center;      // [stride], zero beyond dim_k
+  float* inverse;     // [rows]: 1 / |q|; 0 where q is
   float* center_dot;  // [rows + 1]: q . centre, and |centre|^2
 };
 
@@ -31,8 +31,8 @@ HashedQueries carve_queries(const ApproxInput& input, Carver& carver) {
   HashedQueries h;
   h.codes = carver.take<uint16_t>(size_t{rows} * n_tables);
   h.dense = carver.take<float>(size_t{rows} * problem.dim_k);
-  h.q = carver.take<float>(size_t{padded_rows(rows + 1)} * q_stride(problem));
-  h.norm = carver.take<float>(rows);
+  h.center = carver.take<float>(q_stride(problem));
+  h.inverse = carver.take<float>(rows);
   h.center_dot = carver.take<float>(rows + 1);
   return h;
 }
@@ -76,45 +76,61 @@ class Factors {
     queries_ = carve_queries(*c.input, carver);
   }
 
+  // All rows at once: the kernel of the probabilities takes 64 cosines or a few in the same time.
   void fill(const GatherArgs& args, const GatherBatch& batch, const uint16_t* rows_of_key,
             float* out) const {
+    float inverse_norms[kGatherKeys];
+    fill_inverse_norms(args, batch, inverse_norms);
     GatherArgs dots = args;
-    dots.q = queries_.q;
-    dots.q_bf16 = nullptr;
     dots.bias = nullptr;
-    dots.q_stride = q_stride(c_.problem);
-    dots.rows = c_.rows + 1;
-    dots.rows_padded = padded_rows(c_.rows + 1);
     dots.scale = 1.0f;
     dots.softcap = 0.0f;
-    alignas(64) float products[(uint32_t{kMaxGatherRows} + uint32_t{kRowTile}) * kGatherKeys];
-    alignas(64) float squares[kGatherKeys];
+    alignas(64) float products[kMaxGatherRows * kGatherKeys];
     c_.table->sampled->logits(&dots, &batch, products);
-    c_.table->sampled->norms(batch.k, batch.dtype_k, c_.problem.dim_k, squares);
-    std::fill_n(out, size_t{padded_rows(c_.rows)} * kGatherKeys, 0.0f);
-    double norms[kGatherKeys];
-    for (uint32_t i = 0; i < batch.n; ++i) {
-      const double of_center = products[c_.rows * kGatherKeys + i];
-      const double k2 = static_cast<double>(squares[i]) * batch.k_scale[i] * batch.k_scale[i];
-      norms[i] = std::sqrt(std::max(k2 - 2 * of_center + queries_.center_dot[c_.rows], 0.0));
-    }
     for (uint32_t r = 0; r < c_.rows; ++r) {
-      float inverse[kGatherKeys];
-      for (uint32_t i = 0; i < batch.n; ++i) {
-        const double norm = queries_.norm[r] * norms[i];
-        const double product = products[r * kGatherKeys + i] - queries_.center_dot[r];
-        inverse[i] = norm > 0 ? static_cast<float>(product / norm) : 0.0f;
-      }
-      hash_index::inverse_inclusion(inverse, batch.n, c_.input->index.planes->params, inverse);
-      for (uint32_t i = 0; i < batch.n; ++i) {
-        if ((rows_of_key[i] >> r & 1) != 0) {
-          out[r * kGatherKeys + i] = inverse[i];
-        }
+      const float of_center = queries_.center_dot[r];
+      const float inverse = queries_.inverse[r];
+      float* cosines = products + r * kGatherKeys;
+      for (uint32_t i = 0; i < kGatherKeys; ++i) {
+        cosines[i] = (cosines[i] - of_center) * inverse * inverse_norms[i];
       }
     }
+    hash_index::inverse_inclusion(products, size_t{c_.rows} * kGatherKeys,
+                                  c_.input->index.planes->params, products);
+    uint16_t masks[kGatherKeys] = {};
+    std::copy_n(rows_of_key, batch.n, masks);
+    for (uint32_t r = 0; r < c_.rows; ++r) {
+      for (uint32_t i = 0; i < kGatherKeys; ++i) {
+        const auto met = static_cast<float>(masks[i] >> r & 1);
+        out[r * kGatherKeys + i] = met * products[r * kGatherKeys + i];
+      }
+    }
+    std::fill(out + c_.rows * kGatherKeys, out + padded_rows(c_.rows) * kGatherKeys, 0.0f);
   }
 
  private:
+  // 1 / |k - centre|, and 0 for a key at the centre, whose cosines are 0.
+  void fill_inverse_norms(const GatherArgs& args, const GatherBatch& batch, float* out) const {
+    GatherArgs center = args;
+    center.q = queries_.center;
+    center.q_bf16 = nullptr;
+    center.bias = nullptr;
+    center.q_stride = q_stride(c_.problem);
+    center.rows = center.rows_padded = 1;
+    center.scale = 1.0f;
+    center.softcap = 0.0f;
+    alignas(64) float of_center[kGatherKeys];
+    alignas(64) float squares[kGatherKeys];
+    c_.table->sampled->logits(&center, &batch, of_center);
+    c_.table->sampled->norms(batch.k, batch.dtype_k, c_.problem.dim_k, squares);
+    const float center_square = queries_.center_dot[c_.rows];
+    for (uint32_t i = 0; i < kGatherKeys; ++i) {
+      const float k2 = squares[i] * batch.k_scale[i] * batch.k_scale[i];
+      const float square = k2 - 2.0f * of_center[i] + center_square;
+      out[i] = square > 0.0f ? 1.0f / std::sqrt(square) : 0.0f;
+    }
+  }
+
   const Context& c_;
   HashedQueries queries_{};
 };
@@ -135,14 +151,14 @@ void prepare_hashed(const Context& c, const Use& use, void* out) {
   const float* center = c.input->index.hashes[use.index_run].center;
   dense_queries(c, use.variant, h.dense);
   hash_index::hash_queries(*c.input->index.planes, h.dense, c.rows, h.codes);
-  std::fill_n(h.q, size_t{padded_rows(c.rows + 1)} * stride, 0.0f);
   for (uint32_t r = 0; r < c.rows; ++r) {
     const float* q = h.dense + size_t{r} * dim;
-    std::copy_n(q, dim, h.q + size_t{r} * stride);
-    h.norm[r] = std::sqrt(dot(q, q, dim));
+    const float norm = std::sqrt(dot(q, q, dim));
+    h.inverse[r] = norm > 0.0f ? 1.0f / norm : 0.0f;
     h.center_dot[r] = dot(q, center, dim);
   }
-  std::copy_n(center, dim, h.q + size_t{c.rows} * stride);
+  std::fill_n(h.center, stride, 0.0f);
+  std::copy_n(center, dim, h.center);
   h.center_dot[c.rows] = dot(center, center, dim);
 }
 
