@@ -29,8 +29,10 @@ constexpr uint32_t kTablesPerTask = 16;
 constexpr uint32_t kSumKeys = 8192;
 // Blocks to wait for before memory that was refused is asked for again.
 constexpr uint64_t kRetryBlocks = kIndexPageBlocks;
-// In blocks to be coded: making a frame, and hashing a block's keys for kTablesPerTask tables.
-constexpr uint64_t kFrameCost = 1600;
+// In blocks to be coded: making a frame with a basis of its own, one that keeps that of the frame
+// before it, as most do, and hashing a block's keys for kTablesPerTask tables.
+constexpr uint64_t kBasisCost = 400;
+constexpr uint64_t kFrameCost = 50;
 constexpr uint64_t kHashCost = 1;
 
 // The kind of a configuration; null: as the keys suit.
@@ -174,7 +176,8 @@ void IndexBuild::plan_tables(const IndexRef& ref, Head* head) const {
 
 uint64_t IndexBuild::cost_of(const Head& head) const {
   if (head.config.kind != KVM_INDEX_LSH) {
-    return head.block_end - head.block_begin + (head.needs_frame ? kFrameCost : 0);
+    const uint64_t of_frame = head.previous == nullptr ? kBasisCost : kFrameCost;
+    return head.block_end - head.block_begin + (head.needs_frame ? of_frame : 0);
   }
   uint64_t n_keys = 0;
   for (const NewTables& tables : head.tables) {

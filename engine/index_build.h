@@ -10,9 +10,9 @@
 // LIMIT: of a sketched head a slice has the blocks up to the end of a frame's run (8,192 tokens),
 // and at most one frame; of a hashed one those up to the end of the longest run of tables (65,536).
 // A task is one frame, or a page of codes, or 8,192 keys of a sum, or 16 tables. On a core of
-// Zen 5, at 128 channels: 12 ms (27 where queries were observed), 0.3, 1 and 7 ms; at 256 channels:
-// 50 ms (117), 0.6, 2 and 18 ms. No task is longer, but the first sum of a space, which makes its
-// planes (4 to 21 ms more).
+// Zen 5, at 128 channels: 2 ms (6 to 9 where queries were observed; .3 and .6 where the frame keeps
+// the basis of the one before), 0.2, 1 and 7 ms; at 256 channels: 20 ms (50), 0.4, 2 and 18 ms. No
+// task is longer, but the first sum of a space, which makes its planes (4 to 21 ms more).
 //
 // Between plan and close the sequence is not changed by anything else, and its index stays.
 #ifndef KVM_ENGINE_INDEX_BUILD_H_
@@ -77,7 +77,7 @@ class IndexBuild {
              const IndexBank& bank);
   Sequence* seq() const { return seq_; }
   uint32_t layer() const { return layer_; }
-  // Of all tasks together, in the time that coding a block takes (some 8 us at 128 channels).
+  // Of all tasks together, in the time that coding a block takes (some 6 us at 128 channels).
   uint64_t cost() const { return cost_; }
 
   // Whether a reference lacks anything that it should have.

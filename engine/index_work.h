@@ -3,7 +3,7 @@
 //
 //   add(...) for each (sequence, layer); then, as long as next() has a job, run its tasks.
 //
-// LIMIT: a job has slices (engine/index_build.h) of kJobCost a thread and one head more, some 30 ms
+// LIMIT: a job has slices (engine/index_build.h) of kJobCost a thread and one head more, some 10 ms
 // at 128 channels; the next one lines up behind what others have started meanwhile. Each task is as
 // short as index_build.h says, and next() makes room for no more than a job's worth.
 //
@@ -25,7 +25,7 @@ namespace kvm::engine {
 
 class IndexWork {
  public:
-  static constexpr uint64_t kJobCost = 2048;  // of IndexBuild::cost(), for each thread
+  static constexpr uint64_t kJobCost = 1024;  // of IndexBuild::cost(), for each thread
 
   // Forgets everything; builds that are open are left as they are, unused.
   void clear();
