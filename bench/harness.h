@@ -101,6 +101,7 @@ int run_append(const Options& options);
 int run_fork(const Options& options);
 int run_ipc(const Options& options);
 int run_decode(const Options& options);
+int run_policies(const Options& options);
 // bench/approx
 int run_error(const Options& options);
 int run_coverage(const Options& options);
