@@ -56,7 +56,6 @@ static_assert(sizeof(ScanQuery) <= kLookupOffset, "the lookup tables begin behin
 // Sums over keys; sketch.h, DrawSums.
 struct ScanSums {
   double expected;
-  double mass[kScanRows];
   double open_mass[kScanRows];
   double spread[kScanRows];
 };

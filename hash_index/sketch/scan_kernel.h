@@ -24,33 +24,40 @@ namespace {
 
 constexpr int kVecs = kScanKeys / vec::kWidth;
 
+// Calls body(i, logits of vector i of the keys) for one row, whose sums over the code are given.
+template <typename Body>
+inline void for_logits(const ScanQuery& q, const uint8_t* block, uint32_t row, const uint32_t* sums,
+                       Body body) {
+  const auto* factors = reinterpret_cast<const uint32_t*>(block + q.shape.factor_offset);
+  const auto* lead = reinterpret_cast<const uint32_t*>(block + q.shape.lead_offset);
+  const F step = vec::set1(q.step[row]);
+  const F offset = vec::set1(q.offset[row]);
+  const F base = vec::set1(q.base[row]);
+  const F lead_step = vec::set1(q.lead_step[row]);
+  const U lead_bias = splat(static_cast<uint32_t>(q.lead_bias[row]));
+  const bool has_lead = q.shape.lead_offset != 0;
+#pragma GCC unroll 4
+  for (int i = 0; i < kVecs; ++i) {
+    const int key = i * vec::kWidth;
+    const F factor = float_of(load_u(factors + key) & splat(0xffff0000u));
+    F l = vec::fma(factor, vec::fma(to_float(load_u(sums + key)), step, offset), base);
+    if (has_lead) {
+      const U sum =
+          lead_sums(lead_bias, load_u(lead + key), load_u(lead + kScanKeys + key), q.lead[row]);
+      l = vec::fma(to_float(sum), lead_step, l);
+    }
+    body(i, l);
+  }
+}
+
 template <int kRows>
 inline void logits_of_tile(const ScanQuery& q, const uint8_t* block, uint32_t first, float* out) {
   alignas(64) uint32_t sums[kRows][kScanKeys];
   code_sums<kRows>(q, first, block, sums);
-  const auto* factors = reinterpret_cast<const uint32_t*>(block + q.shape.factor_offset);
-  const auto* lead = reinterpret_cast<const uint32_t*>(block + q.shape.lead_offset);
-  for (int i = 0; i < kVecs; ++i) {
-    const int key = i * vec::kWidth;
-    const F factor = float_of(load_u(factors + key) & splat(0xffff0000u));
-    F l[kRows];
-    for (uint32_t r = 0; r < kRows; ++r) {
-      const F sum = to_float(load_u(sums[r] + key));
-      const F t = vec::fma(sum, vec::set1(q.step[first + r]), vec::set1(q.offset[first + r]));
-      l[r] = vec::fma(factor, t, vec::set1(q.base[first + r]));
-    }
-    if (q.shape.lead_offset != 0) {
-      const U a = load_u(lead + key);
-      const U b = load_u(lead + kScanKeys + key);
-      for (uint32_t r = 0; r < kRows; ++r) {
-        const U bias = splat(static_cast<uint32_t>(q.lead_bias[first + r]));
-        const U sum = lead_sums(bias, a, b, q.lead[first + r]);
-        l[r] = vec::fma(to_float(sum), vec::set1(q.lead_step[first + r]), l[r]);
-      }
-    }
-    for (uint32_t r = 0; r < kRows; ++r) {
-      vec::store(out + (first + r) * kScanKeys + key, l[r]);
-    }
+  for (uint32_t r = 0; r < kRows; ++r) {
+    float* to = out + (first + r) * kScanKeys;
+    for_logits(q, block, first + r, sums[r],
+               [&](int i, F l) { vec::store(to + i * vec::kWidth, l); });
   }
 }
 
@@ -98,11 +105,11 @@ inline F random_of(uint32_t position, const uint32_t* keys) {
 }
 
 // What a scan adds up, in lanes, until it is flushed to doubles.
+template <int kRows>
 struct Lanes {
   F expected;
-  F mass[kScanRows];
-  F open_mass[kScanRows];
-  F spread[kScanRows];
+  F open_mass[kRows];
+  F spread[kRows];
 };
 
 inline double total(F a) {
@@ -115,21 +122,21 @@ inline double total(F a) {
   return sum;
 }
 
-inline void clear(Lanes* lanes, uint32_t n_rows) {
+template <int kRows>
+inline void clear(Lanes<kRows>* lanes) {
   lanes->expected = vec::zero();
-  for (uint32_t r = 0; r < n_rows; ++r) {
-    lanes->mass[r] = lanes->open_mass[r] = lanes->spread[r] = vec::zero();
+  for (int r = 0; r < kRows; ++r) {
+    lanes->open_mass[r] = lanes->spread[r] = vec::zero();
   }
 }
 
-inline void flush(Lanes* lanes, uint32_t n_rows, ScanSums* sums) {
-  sums->expected += total(lanes->expected);
+template <int kRows>
+inline void flush(const Lanes<kRows>& lanes, uint32_t n_rows, ScanSums* sums) {
+  sums->expected += total(lanes.expected);
   for (uint32_t r = 0; r < n_rows; ++r) {
-    sums->mass[r] += total(lanes->mass[r]);
-    sums->open_mass[r] += total(lanes->open_mass[r]);
-    sums->spread[r] += total(lanes->spread[r]);
+    sums->open_mass[r] += total(lanes.open_mass[r]);
+    sums->spread[r] += total(lanes.spread[r]);
   }
-  clear(lanes, n_rows);
 }
 
 // A block's scratch.
@@ -140,11 +147,103 @@ struct BlockSpace {
   alignas(64) float random[kScanKeys];
 };
 
-// Weights and sizes of a block, its sums; returns the mask of candidates.
-inline uint64_t weigh(const DrawArgs& args, const uint8_t* block, uint32_t position,
-                      BlockSpace* space, Lanes* lanes) {
-  const ScanQuery& q = *args.query;
+// e^(l + log c) from l and log2 c. Beyond 2^60 a key is drawn anyway; squares and sums of weights
+// stay finite.
+inline F weight_of(F l, F log2_c) {
+  F y = vec::fma(l, vec::set1(1.4426950408889634f), log2_c);
+  y = vec::min(y, vec::set1(60.0f));
+  if constexpr (!kAnyPower) {
+    y = vec::max(y, vec::set1(-126.0f));
+  }
+  return exp2_of(y);
+}
+
+// What the largest weight of each of some keys, `top`, says of them.
+struct Chances {
+  F open;         // 1 where p < 1, else 0
+  F odds;         // (1 - p) / p where open, else 0
+  uint64_t mask;  // of candidates
+};
+inline Chances chances_of(const DrawArgs& args, F top, U factors, uint32_t position, uint32_t key,
+                          BlockSpace* space, F* expected) {
   const F one = vec::set1(1.0f);
+  const F norm = float_of(factors << 16);
+  F size = vec::min(vec::mul(top, norm), vec::set1(0x1p100f));
+  size = vec::max(size, vec::set1(args.min_size));
+  const F p = vec::min(size, one);
+  *expected = vec::add(*expected, p);
+  Chances c;
+  c.open = vec::sub(one, vec::keep_ge(size, one, one));
+  c.odds = vec::mul(vec::sub(inverse_of(p), one), c.open);
+  const F random = random_of(position + key, args.hash_keys);
+  vec::store(space->size + key, size);
+  vec::store(space->random + key, random);
+  c.mask = static_cast<uint64_t>(mask_lt(random, vec::mul(size, vec::set1(args.reach)))) << key;
+  return c;
+}
+
+inline void add_weight(F w, const Chances& chances, F* open_mass, F* spread) {
+  *open_mass = vec::fma(w, chances.open, *open_mass);
+  *spread = vec::fma(vec::mul(w, w), chances.odds, *spread);
+}
+
+// Sizes of a block's keys from the largest weight of each, and what its weights add to the sums;
+// returns the mask of candidates.
+template <int kRows>
+inline uint64_t add_block(const DrawArgs& args, const uint8_t* block, uint32_t position,
+                          uint32_t n_rows, const F* top, BlockSpace* space, Lanes<kRows>* lanes) {
+  const auto* factors = reinterpret_cast<const uint32_t*>(block + args.query->shape.factor_offset);
+  Chances chances[kVecs];
+  uint64_t mask = 0;
+#pragma GCC unroll 4
+  for (int i = 0; i < kVecs; ++i) {
+    const uint32_t key = static_cast<uint32_t>(i) * vec::kWidth;
+    chances[i] =
+        chances_of(args, top[i], load_u(factors + key), position, key, space, &lanes->expected);
+    mask |= chances[i].mask;
+  }
+  for (uint32_t r = 0; r < n_rows; ++r) {
+    F open_mass = lanes->open_mass[r];
+    F spread = lanes->spread[r];
+#pragma GCC unroll 4
+    for (int i = 0; i < kVecs; ++i) {
+      add_weight(vec::load(space->weights[r] + i * vec::kWidth), chances[i], &open_mass, &spread);
+    }
+    lanes->open_mass[r] = open_mass;
+    lanes->spread[r] = spread;
+  }
+  return mask;
+}
+
+// Sizes of a block's keys and their sums; returns the mask of candidates. Rows of one tile.
+template <int kRows>
+inline uint64_t draw_block(const DrawArgs& args, const uint8_t* block, uint32_t position,
+                           BlockSpace* space, Lanes<kRows>* lanes) {
+  const ScanQuery& q = *args.query;
+  alignas(64) uint32_t sums[kRows][kScanKeys];
+  code_sums<kRows>(q, 0, block, sums);
+  F top[kVecs];
+  for (F& t : top) {
+    t = vec::zero();
+  }
+  for (uint32_t r = 0; r < kRows; ++r) {
+    const F log2_c = vec::set1(args.log2_c[r]);
+    for_logits(q, block, r, sums[r], [&](int i, F l) {
+      vec::store(space->logits[r] + i * vec::kWidth, l);
+      const F w = weight_of(l, log2_c);
+      vec::store(space->weights[r] + i * vec::kWidth, w);
+      top[i] = vec::max(top[i], w);
+    });
+  }
+  return add_block(args, block, position, kRows, top, space, lanes);
+}
+
+// The same for more rows than one tile has.
+template <>
+inline uint64_t draw_block<kScanRows>(const DrawArgs& args, const uint8_t* block, uint32_t position,
+                                      BlockSpace* space, Lanes<kScanRows>* lanes) {
+  const ScanQuery& q = *args.query;
+  logits_of(q, block, space->logits[0]);
   F top[kVecs];
   for (F& t : top) {
     t = vec::zero();
@@ -152,51 +251,12 @@ inline uint64_t weigh(const DrawArgs& args, const uint8_t* block, uint32_t posit
   for (uint32_t r = 0; r < q.n_rows; ++r) {
     const F log2_c = vec::set1(args.log2_c[r]);
     for (int i = 0; i < kVecs; ++i) {
-      const F l = vec::load(space->logits[r] + i * vec::kWidth);
-      F y = vec::fma(l, vec::set1(1.4426950408889634f), log2_c);
-      // Beyond that a key is drawn anyway; squares and sums of weights stay finite.
-      y = vec::min(y, vec::set1(60.0f));
-      if constexpr (!kAnyPower) {
-        y = vec::max(y, vec::set1(-126.0f));
-      }
-      const F w = exp2_of(y);
+      const F w = weight_of(vec::load(space->logits[r] + i * vec::kWidth), log2_c);
       vec::store(space->weights[r] + i * vec::kWidth, w);
       top[i] = vec::max(top[i], w);
     }
   }
-  uint64_t mask = 0;
-  F open[kVecs];  // 1 where p < 1, else 0
-  F odds[kVecs];  // (1 - p) / p
-  const auto* factors = reinterpret_cast<const uint32_t*>(block + q.shape.factor_offset);
-  for (int i = 0; i < kVecs; ++i) {
-    const uint32_t key = static_cast<uint32_t>(i) * vec::kWidth;
-    const F norm = float_of(load_u(factors + key) << 16);
-    F size = vec::min(vec::mul(top[i], norm), vec::set1(0x1p100f));
-    size = vec::max(size, vec::set1(args.min_size));
-    const F p = vec::min(size, one);
-    lanes->expected = vec::add(lanes->expected, p);
-    open[i] = vec::sub(one, vec::keep_ge(size, one, one));
-    odds[i] = vec::mul(vec::sub(inverse_of(p), one), open[i]);
-    const F random = random_of(position + key, args.hash_keys);
-    vec::store(space->size + key, size);
-    vec::store(space->random + key, random);
-    mask |= static_cast<uint64_t>(mask_lt(random, vec::mul(size, vec::set1(args.reach)))) << key;
-  }
-  for (uint32_t r = 0; r < q.n_rows; ++r) {
-    F mass = lanes->mass[r];
-    F open_mass = lanes->open_mass[r];
-    F spread = lanes->spread[r];
-    for (int i = 0; i < kVecs; ++i) {
-      const F w = vec::load(space->weights[r] + i * vec::kWidth);
-      mass = vec::add(mass, w);
-      open_mass = vec::fma(w, open[i], open_mass);
-      spread = vec::fma(vec::mul(w, w), odds[i], spread);
-    }
-    lanes->mass[r] = mass;
-    lanes->open_mass[r] = open_mass;
-    lanes->spread[r] = spread;
-  }
-  return mask;
+  return add_block(args, block, position, q.n_rows, top, space, lanes);
 }
 
 inline uint32_t append(DrawArgs* args, uint64_t position, uint64_t mask, const BlockSpace& space) {
@@ -221,14 +281,21 @@ void scan_logits_kernel(const ScanQuery* query, const uint8_t* block, float* out
   logits_of(*query, block, out);
 }
 
-uint32_t scan_draw_kernel(DrawArgs* args, ScanSums* sums) {
+template <int kRows>
+uint32_t draw_blocks(DrawArgs* args, ScanSums* sums) {
   const ScanQuery& q = *args->query;
   // Lanes are flushed before their fp32 sums lose digits or overflow: weights reach 2^60.
   constexpr uint32_t kFlushBlocks = 32;
   constexpr uint32_t kAhead = 4;  // blocks
-  BlockSpace space;
-  Lanes lanes;
-  clear(&lanes, q.n_rows);
+  // Candidates of a block are written while the next one is computed: how many there are is chance,
+  // and a branch on it must not wait for the end of a long chain. With two planes that chain is
+  // hidden by the next block's codes, and a second space costs more.
+  const uint32_t late = q.shape.planes == 1 ? 1 : 0;
+  BlockSpace spaces[2];
+  uint64_t last_mask = 0;
+  uint64_t last_position = 0;
+  Lanes<kRows> lanes;
+  clear(&lanes);
   uint32_t fits = 1;
   for (uint32_t b = 0; b < args->n_blocks; ++b) {
     const uint8_t* block = args->blocks + static_cast<size_t>(b) * q.shape.bytes;
@@ -241,18 +308,40 @@ uint32_t scan_draw_kernel(DrawArgs* args, ScanSums* sums) {
         vec::prefetch(ahead + 192);
       }
     }
-    logits_of(q, block, space.logits[0]);
     const uint64_t position = args->position + static_cast<uint64_t>(b) * kScanKeys;
-    const uint64_t mask = weigh(*args, block, static_cast<uint32_t>(position), &space, &lanes);
+    const uint64_t mask =
+        draw_block<kRows>(*args, block, static_cast<uint32_t>(position), &spaces[b & late], &lanes);
     if (fits != 0) {
-      fits = append(args, position, mask, space);
+      fits = late != 0 ? append(args, last_position, last_mask, spaces[~b & 1])
+                       : append(args, position, mask, spaces[0]);
     }
+    last_mask = mask;
+    last_position = position;
     if (b % kFlushBlocks == kFlushBlocks - 1) {
-      flush(&lanes, q.n_rows, sums);
+      flush(lanes, q.n_rows, sums);
+      clear(&lanes);
     }
   }
-  flush(&lanes, q.n_rows, sums);
+  flush(lanes, q.n_rows, sums);
+  if (fits != 0 && late != 0) {
+    fits = append(args, last_position, last_mask, spaces[~args->n_blocks & 1]);
+  }
   return fits;
+}
+
+uint32_t scan_draw_kernel(DrawArgs* args, ScanSums* sums) {
+  switch (args->query->n_rows) {
+    case 4:
+      return draw_blocks<4>(args, sums);
+    case 3:
+      return draw_blocks<3>(args, sums);
+    case 2:
+      return draw_blocks<2>(args, sums);
+    case 1:
+      return draw_blocks<1>(args, sums);
+    default:
+      return draw_blocks<kScanRows>(args, sums);
+  }
 }
 
 }  // namespace

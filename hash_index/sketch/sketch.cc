@@ -94,11 +94,16 @@ void rest_of(const Basis& basis, const float* q, const float* lead, float* rest)
       }
     }
   } else {
-    for (uint32_t k = 0; k < basis.dim_k; ++k) {
-      rest[k] = q[k];
-      for (uint32_t j = 0; j < kLeadDims && !basis.lead_key.empty(); ++j) {
-        rest[k] -= basis.lead_key[size_t{k} * kLeadDims + j] * lead[j];
+    std::copy_n(q, basis.dim_k, rest);
+    float of_lead[kLeadDims];
+    std::copy_n(lead, kLeadDims, of_lead);
+    const float* axis = basis.lead_key.empty() ? nullptr : basis.lead_key.data();
+    for (uint32_t k = 0; k < basis.dim_k && axis != nullptr; ++k, axis += kLeadDims) {
+      float sums[4];
+      for (uint32_t j = 0; j < 4; ++j) {
+        sums[j] = axis[j] * of_lead[j] + axis[4 + j] * of_lead[4 + j];
       }
+      rest[k] -= (sums[0] + sums[1]) + (sums[2] + sums[3]);
     }
   }
   rotate(basis, rest);
@@ -126,11 +131,14 @@ void turn(const Basis& basis, const float* q, uint32_t row, float scale, ScanQue
   if (out->usable[row] == 0) {
     return;
   }
-  for (uint32_t k = 0; k < basis.dim_k && !basis.lead_query.empty(); ++k) {
+  float turned[kLeadDims] = {};
+  const float* axis = basis.lead_query.empty() ? nullptr : basis.lead_query.data();
+  for (uint32_t k = 0; k < basis.dim_k && axis != nullptr; ++k, axis += kLeadDims) {
     for (uint32_t j = 0; j < kLeadDims; ++j) {
-      out->turned[row][j] += q[k] * basis.lead_query[size_t{k} * kLeadDims + j];
+      turned[j] += q[k] * axis[j];
     }
   }
+  std::copy_n(turned, kLeadDims, out->turned[row]);
 }
 
 // What depends on the frame and not on its basis alone.
@@ -190,7 +198,7 @@ void set_basis_part(const Basis& basis, const float* q, uint32_t row, float scal
     rest_of(basis, q, out->turned[row], rest);
     step = round_rest(rest, basis.dim_pad, out->chunk_rows * 8, rounded);
   }
-  double sum = 0;
+  int sum = 0;
   for (const int x : rounded) {
     sum += std::abs(x);
   }
@@ -365,7 +373,6 @@ bool scan_draw(std::span<const SketchSpan> spans, uint32_t n_rows, const DrawPar
   candidates->n = args.n;
   sums->expected += added.expected;
   for (uint32_t r = 0; r < n_rows; ++r) {
-    sums->mass[r] += added.mass[r];
     sums->open_mass[r] += added.open_mass[r];
     sums->spread[r] += added.spread[r];
   }

@@ -138,8 +138,7 @@ struct Candidates {
 struct DrawSums {
   double n_keys = 0;
   double expected = 0;              // sum p: rows that will be read
-  double mass[kMaxRows] = {};       // sum w, w = exp(logit + log_c)
-  double open_mass[kMaxRows] = {};  // the same over keys with p < 1
+  double open_mass[kMaxRows] = {};  // sum w over keys with p < 1, w = exp(logit + log_c)
   double spread[kMaxRows] = {};     // sum w^2 (1 - p) / p
 };
 

@@ -533,6 +533,7 @@ TEST(Draw, AgreesWithBruteForce) {
 
         std::vector<uint64_t> wanted;
         DrawSums sums;
+        double mass[kMaxRows] = {};
         size_t at = 0;
         for (size_t i = 0; i < scene.estimates.norms.size(); ++i) {
           std::vector<double> w(n_rows);
@@ -547,7 +548,7 @@ TEST(Draw, AgreesWithBruteForce) {
           sums.n_keys += 1;
           sums.expected += p;
           for (uint32_t r = 0; r < n_rows; ++r) {
-            sums.mass[r] += w[r];
+            mass[r] += w[r];
             sums.open_mass[r] += p < 1 ? w[r] : 0;
             sums.spread[r] += w[r] * w[r] * (1 - p) / p;
           }
@@ -573,8 +574,7 @@ TEST(Draw, AgreesWithBruteForce) {
         EXPECT_EQ(got.sums.n_keys, sums.n_keys);
         EXPECT_NEAR(got.sums.expected, sums.expected, 1e-4 * sums.expected);
         for (uint32_t r = 0; r < n_rows; ++r) {
-          EXPECT_NEAR(got.sums.mass[r], sums.mass[r], 1e-4 * sums.mass[r]);
-          EXPECT_NEAR(got.sums.open_mass[r], sums.open_mass[r], 1e-4 * sums.mass[r]);
+          EXPECT_NEAR(got.sums.open_mass[r], sums.open_mass[r], 1e-4 * mass[r]);
           EXPECT_NEAR(got.sums.spread[r], sums.spread[r], 1e-3 * sums.spread[r]);
         }
       }
@@ -627,7 +627,7 @@ TEST(Draw, ReportsThatCapacityRanOutAndKeepsTheSums) {
     const Drawn few = draw(scene.spans, 2, params, 100, table);
     EXPECT_FALSE(few.fits);
     EXPECT_EQ(few.position.size(), 100u);
-    EXPECT_EQ(few.sums.mass[1], all.sums.mass[1]);
+    EXPECT_EQ(few.sums.expected, all.sums.expected);
     params.log_c[0] = params.log_c[1] = -std::numeric_limits<float>::infinity();
     const Drawn none = draw(scene.spans, 2, params, 2048, table);
     EXPECT_TRUE(none.position.empty());
@@ -801,7 +801,8 @@ TEST(Exotic, NothingThatIsStoredOrAskedMakesNonsense) {
             const Drawn drawn =
                 draw({{frame.get(), query.get(), blocks.get(), 2, 0}}, 4, params, 128, table);
             EXPECT_TRUE(drawn.fits);
-            EXPECT_TRUE(std::isfinite(drawn.sums.expected) && std::isfinite(drawn.sums.mass[0]));
+            EXPECT_TRUE(std::isfinite(drawn.sums.expected) &&
+                        std::isfinite(drawn.sums.open_mass[0]));
           }
         }
       }
