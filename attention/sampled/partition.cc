@@ -74,12 +74,13 @@ class Walk {
   template <typename Body>
   void stretches(Body body) const {
     uint64_t from = low_;
+    size_t run = SIZE_MAX;  // first one that ends behind `from`; unknown
     for (size_t i = 0; i < n_index_runs(input_); ++i) {
       const IndexRange range = index_range(input_, i);
       from = std::max(from, block_above(range.begin));
       const uint64_t end = std::min(high_, block_below(range.end));
       if (from < end) {
-        index_run(static_cast<uint32_t>(i), from, end, body);
+        index_run(static_cast<uint32_t>(i), from, end, &run, body);
         from = end;
       }
     }
@@ -111,7 +112,7 @@ class Walk {
   }
 
   template <typename Body>
-  void index_run(uint32_t index, uint64_t begin, uint64_t end, Body& body) const {
+  void index_run(uint32_t index, uint64_t begin, uint64_t end, size_t* at, Body& body) const {
     const KvRuns runs = problem_.runs;
     Stretch stretch;
     const auto flush = [&] {
@@ -120,7 +121,13 @@ class Walk {
       }
       stretch.n_blocks = 0;
     };
-    size_t run = first_run_after(runs, begin);
+    // Most often an index run begins where the last one ended.
+    size_t run = *at;
+    const bool found = run < runs.size() && runs[run].position >= begin &&
+                       (run == 0 || runs[run - 1].position + runs[run - 1].n_tokens <= begin);
+    if (!found) {
+      run = first_run_after(runs, begin);
+    }
     while (run < runs.size()) {
       const uint64_t base = block_below(runs[run].position);
       if (base >= end) {
@@ -139,6 +146,7 @@ class Walk {
       stretch = {base, 1, index, variant};
     }
     flush();
+    *at = run;
   }
 
   const ApproxInput& input_;
