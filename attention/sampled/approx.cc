@@ -46,6 +46,13 @@ Method method_of(const ApproxParams& params) {
   return params.proposal == Proposal::kLsh ? Method::kHashed : Method::kSample;
 }
 
+// Thresholds of a sample, or bars of sketched scores.
+bool has_pilot(const ApproxParams& params) {
+  const Method method = method_of(params);
+  return method == Method::kSample ||
+         (method == Method::kSelect && params.proposal == Proposal::kSketch);
+}
+
 bool solved_exactly(const ApproxInput& input, const Plan& exact, const Counts& counts) {
   const ApproxParams& params = input.params;
   if (exact.rows == 0 || exact.rows > kMaxApproxRows || counts.n_keys == 0 ||
@@ -654,9 +661,9 @@ ApproxPlan plan_approx(const ApproxInput& input) {
   plan.scratch_bytes =
       std::max(finish.used_bytes(), round_up(exact_scratch_bytes(problem, exact), kBufferAlign) +
                                         round_up(sizes.scratch, kBufferAlign));
-  if (method_of(input.params) == Method::kSample) {
+  if (has_pilot(input.params)) {
     plan.scratch_bytes =
-        std::max(plan.scratch_bytes, pilot_scratch_bytes(problem, exact, counts.n_keys));
+        std::max(plan.scratch_bytes, pilot_scratch_bytes(input, exact, counts.n_keys));
   }
   plan.scratch_bytes += size_t{exact.rows} * problem.dim_k * sizeof(float) + kBufferAlign;
   plan.cost_bytes = cost_bytes(input, plan);
@@ -676,6 +683,8 @@ void prepare_approx(const ApproxInput& input, const ApproxPlan& plan, void* prep
   prepare_uses(c, static_cast<float*>(scratch));
   if (method_of(input.params) == Method::kSample) {
     find_thresholds(c, scratch);
+  } else if (has_pilot(input.params)) {
+    find_bars(c, scratch);
   }
 }
 
@@ -695,7 +704,7 @@ void eval_shard(const ApproxInput& input, const ApproxPlan& plan, const void* pr
   }
   switch (method_of(input.params)) {
     case Method::kSelect:
-      select_shard(c, id, scratch, select_state(c, state));
+      select_shard(c, id, has_pilot(input.params), scratch, select_state(c, state));
       break;
     case Method::kHashed:
       hash_shard(c, id, scratch, state);

@@ -8,6 +8,7 @@
 
 #include "attention/sampled/estimate.h"
 #include "attention/sampled/sample.h"
+#include "attention/sampled/select.h"
 #include "base/merge.h"
 
 namespace kvm::attention {
@@ -18,6 +19,8 @@ using hash_index::permanent_random;
 constexpr uint64_t kPilotSeed = 0x9d39247e33776d41;
 constexpr uint64_t kProbeSeed = 0x2af7398005aaa5c7;
 constexpr uint32_t kPilotShare = 16;
+// With a budget thresholds alone are asked for.
+constexpr uint32_t kBudgetPilotShare = 32;
 constexpr uint32_t kFewestBlocks = 32;
 constexpr uint32_t kMostBlocks = 512;
 // Keys of the pilot that are read for each row, and for all rows together.
@@ -34,14 +37,15 @@ constexpr uint64_t kProbeTail = 256;
 constexpr uint32_t kMostProbeRanges = 16;
 
 // Blocks of R for each one that the pilot looks at.
-uint64_t pilot_stride(uint64_t n_blocks) {
-  const uint64_t stride = std::clamp<uint64_t>(n_blocks / kFewestBlocks, 1, kPilotShare);
+uint64_t pilot_stride(const ApproxParams& params, uint64_t n_blocks) {
+  const uint64_t share = params.budget > 0 ? kBudgetPilotShare : kPilotShare;
+  const uint64_t stride = std::clamp<uint64_t>(n_blocks / kFewestBlocks, 1, share);
   return std::max(stride, (n_blocks + kMostBlocks - 1) / kMostBlocks);
 }
 
-uint64_t n_pilot_blocks(uint64_t n_keys) {
+uint64_t n_pilot_blocks(const ApproxParams& params, uint64_t n_keys) {
   const uint64_t n_blocks = n_keys / kPageTokens;
-  const uint64_t stride = pilot_stride(n_blocks);
+  const uint64_t stride = pilot_stride(params, n_blocks);
   return (n_blocks + stride - 1) / stride;
 }
 
@@ -75,10 +79,11 @@ struct Pilot {
   std::byte* exact_scratch;
 };
 
-Pilot carve_pilot(const Problem& problem, const Plan& exact, uint64_t n_keys, Carver& carver) {
+Pilot carve_pilot(const ApproxInput& input, const Plan& exact, uint64_t n_keys, Carver& carver) {
+  const Problem& problem = *input.problem;
   const uint32_t rows = problem.n_query * problem.group;
   Pilot p;
-  const uint64_t n_blocks = n_pilot_blocks(n_keys);
+  const uint64_t n_blocks = n_pilot_blocks(input.params, n_keys);
   p.n = n_blocks * kPageTokens;
   p.share = static_cast<double>(n_keys) / static_cast<double>(std::max<size_t>(p.n, 1));
   p.logits = carver.take<float>(rows * p.n);
@@ -106,7 +111,7 @@ Pilot carve_pilot(const Problem& problem, const Plan& exact, uint64_t n_keys, Ca
 // Finds the pilot's blocks.
 void choose_blocks(const Context& c, Pilot& p) {
   const uint64_t seed = c.params().seed ^ kPilotSeed;
-  const uint64_t stride = pilot_stride(c.plan->n_keys_indexed / kPageTokens);
+  const uint64_t stride = pilot_stride(c.params(), c.plan->n_keys_indexed / kPageTokens);
   const QueryRows q = query_rows(c.problem, c.prepared.exact);
   uint64_t at = 0;     // index of a stretch's first block among those of R
   uint64_t group = 0;  // how many of the pilot's blocks are found
@@ -529,15 +534,36 @@ double max_read_fraction(const ApproxParams& params, const Problem& problem) {
   return std::max(0.7 * (row - kScan) / (row + kAlone), 0.02);
 }
 
-size_t pilot_scratch_bytes(const Problem& problem, const Plan& exact, uint64_t n_keys) {
+size_t pilot_scratch_bytes(const ApproxInput& input, const Plan& exact, uint64_t n_keys) {
   Carver carver(nullptr);
-  carve_pilot(problem, exact, n_keys, carver);
+  carve_pilot(input, exact, n_keys, carver);
   return carver.used_bytes();
+}
+
+void find_bars(const Context& c, void* scratch) {
+  Carver carver(scratch);
+  Pilot p = carve_pilot(*c.input, c.exact, c.plan->n_keys_indexed, carver);
+  c.prepared.head->answer_exactly = 0;
+  const double wanted = keys_above_bars(c, p.share) / p.share;
+  const bool tells = wanted < static_cast<double>(p.n);
+  if (tells) {
+    look(c, p);
+  }
+  for (uint32_t r = 0; r < c.rows; ++r) {
+    float* logits = p.logits + r * p.n;
+    // NaN is never above anything, and kth_largest wants none.
+    for (size_t i = 0; tells && i < p.n; ++i) {
+      logits[i] = logits[i] == logits[i] ? logits[i] : -INFINITY;
+    }
+    c.prepared.head->log_c[r] =
+        tells ? kth_largest(logits, static_cast<uint32_t>(p.n), static_cast<uint32_t>(wanted) + 1)
+              : -INFINITY;
+  }
 }
 
 void find_thresholds(const Context& c, void* scratch) {
   Carver carver(scratch);
-  Pilot p = carve_pilot(c.problem, c.exact, c.plan->n_keys_indexed, carver);
+  Pilot p = carve_pilot(*c.input, c.exact, c.plan->n_keys_indexed, carver);
   look(c, p);
   c.prepared.head->answer_exactly = 0;
   if (c.params().budget > 0) {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // How many keys to draw: the thresholds c of a problem, from a look at a part of the index.
 //
-// The pilot is one block of every 16 of R (all of them where R is small), chosen at random within
-// its sixteen. With a budget of m keys for each row, c of a row solves
+// The pilot is one block of every 16 of R (with a budget of every 32; all where R is small), chosen
+// at random among those. With a budget of m keys for each row, c of a row solves
 //   sum min(1, c size_i) = m     over all keys, the pilot standing for them; size = e^s_hat |v|.
 // Without one, some 64 keys of the pilot are read for each row. They and the nearest of F estimate
 // o, D and the variance V of the whole sample for any c, and every row's c is taken such that its
@@ -16,10 +16,14 @@
 
 namespace kvm::attention {
 
-size_t pilot_scratch_bytes(const Problem& problem, const Plan& exact, uint64_t n_keys);
+size_t pilot_scratch_bytes(const ApproxInput& input, const Plan& exact, uint64_t n_keys);
 
 // Sets log_c and answer_exactly. REQUIRES: everything else of c.prepared is there.
 void find_thresholds(const Context& c, void* scratch);
+
+// TopK over sketches: sets log_c to logits that about keys_above_bars (select.h) keys of R exceed
+// in each row; minus infinity where the pilot cannot tell.
+void find_bars(const Context& c, void* scratch);
 
 // c with sum min(1, c sizes_i) = wanted. sizes [n], n a multiple of 16, aligned to 64 bytes;
 // REQUIRES: wanted > 0. Where fewer than `wanted` sizes are positive, a c that saturates them.

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <numeric>
 
 #include "attention/sampled/hashed.h"
@@ -65,7 +66,7 @@ SelectScratch carve_scratch(const ApproxInput& input, uint64_t n_keys, uint32_t 
   return s;
 }
 
-// Exact logits of keys in order: body(i, logits of key i with stride kGatherKeys between rows).
+// Exact logits of keys in order: body(i, n, logits of keys i to i + n: [row][kGatherKeys]).
 template <typename Body>
 void score_keys(const Context& c, const GatherList& list, Body body) {
   const GatherContext context = c.gathering();
@@ -75,9 +76,7 @@ void score_keys(const Context& c, const GatherList& list, Body body) {
   alignas(64) float logits[kMaxGatherRows * kGatherKeys];
   while (maker.next(&args, &batch)) {
     context.kernels->logits(&args, &batch, logits);
-    for (uint32_t i = 0; i < batch.n; ++i) {
-      body(maker.first() + i, logits + i);
-    }
+    body(maker.first(), batch.n, logits);
   }
 }
 
@@ -90,35 +89,6 @@ float from_ordered(uint32_t bits) {
   return std::bit_cast<float>(bits ^ (((bits >> 31) - 1) | 0x80000000u));
 }
 
-// The k-th largest of x [n], 1 <= k <= n, none of them NaN; what is in x is lost. Counts leading
-// bits and goes on with those of the same: no branch depends on a number.
-float kth_largest(float* x, uint32_t n, uint32_t k) {
-  constexpr int kBits[3] = {11, 11, 10};
-  int shift = 32;
-  uint32_t prefix = 0;
-  for (const int bits : kBits) {
-    shift -= bits;
-    const uint32_t mask = (1u << bits) - 1;
-    uint32_t count[1u << 11] = {};
-    for (uint32_t i = 0; i < n; ++i) {
-      ++count[ordered_bits(x[i]) >> shift & mask];
-    }
-    uint32_t digit = mask;
-    for (; count[digit] < k; --digit) {
-      k -= count[digit];
-    }
-    uint32_t left = 0;
-    for (uint32_t i = 0; i < n; ++i) {
-      const float y = x[i];
-      x[left] = y;
-      left += (ordered_bits(y) >> shift & mask) == digit ? 1 : 0;
-    }
-    n = left;
-    prefix = prefix << bits | digit;
-  }
-  return from_ordered(prefix);
-}
-
 class ShardLists {
  public:
   ShardLists(const Context& c, Scored* items, uint32_t keep, float* work) : c_(c) {
@@ -127,9 +97,10 @@ class ShardLists {
     }
   }
   TopList& operator[](uint32_t row) { return lists_[row]; }
-  void push_all(uint64_t position, const float* logits, uint32_t stride) {
+  // logits [rows][kGatherKeys]
+  void push_keys(const uint64_t* positions, uint32_t n, const float* logits) {
     for (uint32_t r = 0; r < c_.rows; ++r) {
-      lists_[r].push(logits[r * stride], position);
+      lists_[r].push(logits + size_t{r} * kGatherKeys, n, positions);
     }
   }
   // logits [rows][kPageTokens]
@@ -152,8 +123,8 @@ void select_exact(const Context& c, const Stretch& stretch, const SelectScratch&
               stretch.position + uint64_t{b} * kPageTokens);
     const GatherList list{
         .ids = {s.block_ids, kPageTokens}, .position = s.block_position, .keys_only = true};
-    score_keys(c, list, [&](size_t i, const float* logits) {
-      lists.push_all(s.block_position[i], logits, kGatherKeys);
+    score_keys(c, list, [&](size_t i, uint32_t n, const float* logits) {
+      lists.push_keys(s.block_position + i, n, logits);
     });
   }
 }
@@ -192,10 +163,13 @@ void select_hashed(const Context& c, const Use& use, const SelectScratch& s, Sha
     const uint32_t n = std::min(keys.n - from, kPageTokens);
     std::iota(ids, ids + n, from);
     const GatherList list{.ids = {ids, n}, .position = keys.position, .keys_only = true};
-    score_keys(c, list, [&](size_t i, const float* logits) {
-      for (uint32_t r = 0; r < c.rows; ++r) {
-        if ((keys.rows[from + i] >> r & 1) != 0) {
-          lists[r].push(logits[r * kGatherKeys], keys.position[from + i]);
+    score_keys(c, list, [&](size_t at, uint32_t n_scored, const float* logits) {
+      for (uint32_t i = 0; i < n_scored; ++i) {
+        const size_t key = from + at + i;
+        for (uint32_t r = 0; r < c.rows; ++r) {
+          if ((keys.rows[key] >> r & 1) != 0) {
+            lists[r].push(logits[r * kGatherKeys + i], keys.position[key]);
+          }
         }
       }
     });
@@ -247,15 +221,53 @@ void gather_masked(const Context& c, const GatherList& list, const uint16_t* row
 
 }  // namespace
 
+// Counts leading bits and goes on with those of the same: no branch depends on a number.
+float kth_largest(float* x, uint32_t n, uint32_t k) {
+  constexpr int kBits[3] = {11, 11, 10};
+  int shift = 32;
+  uint32_t prefix = 0;
+  for (const int bits : kBits) {
+    shift -= bits;
+    const uint32_t mask = (1u << bits) - 1;
+    uint32_t count[1u << 11] = {};
+    for (uint32_t i = 0; i < n; ++i) {
+      ++count[ordered_bits(x[i]) >> shift & mask];
+    }
+    uint32_t digit = mask;
+    for (; count[digit] < k; --digit) {
+      k -= count[digit];
+    }
+    uint32_t left = 0;
+    for (uint32_t i = 0; i < n; ++i) {
+      const float y = x[i];
+      x[left] = y;
+      left += (ordered_bits(y) >> shift & mask) == digit ? 1 : 0;
+    }
+    n = left;
+    prefix = prefix << bits | digit;
+  }
+  return from_ordered(prefix);
+}
+
+double keys_above_bars(const Context& c, double share) {
+  // Keys of a block are alike, so that counts vary more than those of independent ones would.
+  constexpr double kMore = 1.5;
+  constexpr double kDeviations = 4;
+  constexpr double kFew = 8;
+  const double in_pilot = keep_of(c.params(), c.plan->n_keys_indexed) / share;
+  return share * (kMore * in_pilot + kDeviations * std::sqrt(in_pilot) + kFew);
+}
+
 // Which keys are good enough is anyone's guess: all are written, and the next one overwrites those
 // that were not meant.
-void TopList::push(const float* scores, uint32_t stride, uint32_t n, uint64_t position) {
+template <typename Position>
+void TopList::add(const float* scores, uint32_t stride, uint32_t n, Position position_of) {
   Scored* const items = items_;
   uint32_t at = n_;
   float bar = bar_;
   for (uint32_t i = 0; i < n; ++i) {
     const float score = scores[size_t{i} * stride];
-    items[at] = {score, position + i};
+    items[at] = {score, position_of(i)};
     at += score > bar ? 1 : 0;
     if (at == 2 * keep_) {
       n_ = at;
@@ -265,6 +277,14 @@ void TopList::push(const float* scores, uint32_t stride, uint32_t n, uint64_t po
     }
   }
   n_ = at;
+}
+
+void TopList::push(const float* scores, uint32_t stride, uint32_t n, uint64_t position) {
+  add(scores, stride, n, [&](uint32_t i) { return position + i; });
+}
+
+void TopList::push(const float* scores, uint32_t n, const uint64_t* positions) {
+  add(scores, 1, n, [&](uint32_t i) { return positions[i]; });
 }
 
 // By the score of the last one that is kept, found in a copy, so that the order stays.
@@ -319,12 +339,16 @@ SelectState select_state(const Context& c, void* state) {
   return carve_state(*c.input, c.plan->n_keys_indexed, c.rows, carver);
 }
 
-void select_shard(const Context& c, uint64_t shard_id, void* scratch, const SelectState& state) {
+void select_shard(const Context& c, uint64_t shard_id, bool bars, void* scratch,
+                  const SelectState& state) {
   Carver carver(scratch);
   const SelectScratch s = carve_scratch(*c.input, c.plan->n_keys_indexed, c.rows, carver);
   const uint32_t keep = keep_in_shard(c.params(), c.plan->n_keys_indexed);
   *state.head = SelectHead{};
   ShardLists lists(c, state.items, keep, s.work);
+  for (uint32_t r = 0; bars && r < c.rows; ++r) {
+    lists[r].raise_bar(c.prepared.head->log_c[r]);
+  }
   if (c.params().proposal == Proposal::kLsh) {
     for (const Use& use : c.uses()) {
       if (c.stretches()[use.first_stretch].position / kShardTokens == shard_id) {
@@ -347,6 +371,23 @@ void select_shard(const Context& c, uint64_t shard_id, void* scratch, const Sele
   }
 }
 
+namespace {
+
+bool enough(const Context& c, std::byte* states, uint32_t keep) {
+  for (uint32_t r = 0; r < c.rows; ++r) {
+    uint64_t n = 0;
+    for (uint32_t shard = 0; shard < c.plan->n_shards; ++shard) {
+      n += select_state(c, states + shard * c.plan->state_bytes).head->n[r];
+    }
+    if (n < keep) {
+      return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace
+
 Selected gather_selected(const Context& c, void* scratch, std::byte* states,
                          const GatherSums& sums) {
   Carver carver(scratch);
@@ -355,6 +396,13 @@ Selected gather_selected(const Context& c, void* scratch, std::byte* states,
   const uint32_t keep_shard = keep_in_shard(c.params(), c.plan->n_keys_indexed);
   Selected result;
   uint32_t n[kMaxApproxRows];
+  if (c.params().proposal == Proposal::kSketch && !enough(c, states, keep)) {
+    const Shards shards(c.exact);
+    for (uint32_t i = 0; i < shards.count(); ++i) {
+      select_shard(c, shards.id(i), false, scratch,
+                   select_state(c, states + i * c.plan->state_bytes));
+    }
+  }
   ShardLists lists(c, s.items, keep, s.work);
   for (uint32_t shard = 0; shard < c.plan->n_shards; ++shard) {
     const SelectState state = select_state(c, states + shard * c.plan->state_bytes);
@@ -376,8 +424,8 @@ Selected gather_selected(const Context& c, void* scratch, std::byte* states,
     result.keys_read = n_keys;
     ShardLists best(c, s.items, budget, s.work);
     const GatherList list{.ids = {s.ids, n_keys}, .position = s.position, .keys_only = true};
-    score_keys(c, list, [&](size_t i, const float* logits) {
-      best.push_all(s.position[i], logits, kGatherKeys);
+    score_keys(c, list, [&](size_t i, uint32_t n_scored, const float* logits) {
+      best.push_keys(s.position + i, n_scored, logits);
     });
     for (uint32_t r = 0; r < c.rows; ++r) {
       n[r] = best[r].finish();

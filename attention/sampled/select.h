@@ -4,6 +4,7 @@
 #ifndef KVM_ATTENTION_SAMPLED_SELECT_H_
 #define KVM_ATTENTION_SAMPLED_SELECT_H_
 
+#include <algorithm>
 #include <limits>
 
 #include "attention/sampled/core.h"
@@ -24,18 +25,27 @@ class TopList {
   void push(float score, uint64_t position) { push(&score, 1, 1, position); }
   // scores[0], scores[stride], ... of n keys from `position` on. NaN never counts.
   void push(const float* scores, uint32_t stride, uint32_t n, uint64_t position);
+  // Of n keys at these positions.
+  void push(const float* scores, uint32_t n, const uint64_t* positions);
+  // Only scores above the bar count from now on.
+  void raise_bar(float bar) { bar_ = std::max(bar_, bar); }
   // The best ones in order of position; returns how many.
   uint32_t finish();
 
  private:
+  template <typename Position>
+  void add(const float* scores, uint32_t stride, uint32_t n, Position position_of);
   void shrink();
 
   Scored* items_ = nullptr;
   float* work_ = nullptr;
   uint32_t keep_ = 1;
   uint32_t n_ = 0;
-  float bar_ = -std::numeric_limits<float>::infinity();  // of the last one kept, once it is full
+  float bar_ = -std::numeric_limits<float>::infinity();  // what a score must exceed
 };
+
+// The k-th largest of x [n], 1 <= k <= n, none of them NaN; what is in x is lost.
+float kth_largest(float* x, uint32_t n, uint32_t k);
 
 // State of a shard.
 struct SelectHead {
@@ -54,9 +64,15 @@ size_t select_state_bytes(const ApproxInput& input, uint64_t n_keys, uint32_t ro
 size_t select_scratch_bytes(const ApproxInput& input, uint64_t n_keys, uint32_t rows);
 SelectState select_state(const Context& c, void* state);
 
-void select_shard(const Context& c, uint64_t shard_id, void* scratch, const SelectState& state);
+// How many keys of R a pilot's bars should let pass, of sketched scores: all that are kept, and
+// more, for the pilot sees one key in `share`.
+double keys_above_bars(const Context& c, double share);
 
-// Reads the best of all shards into `sums`.
+// bars: keep only what is above those of prepare (PreparedHead::log_c).
+void select_shard(const Context& c, uint64_t shard_id, bool bars, void* scratch,
+                  const SelectState& state);
+
+// Reads the best of all shards into `sums`. Where bars have left too few, shards are selected anew.
 struct Selected {
   uint64_t keys_read = 0;
   uint64_t index_bytes = 0;

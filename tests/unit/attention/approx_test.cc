@@ -819,6 +819,34 @@ TEST(TopK, BySketchFindsTheLargest) {
   EXPECT_EQ(head.o, o);
 }
 
+// Bars save work: with none, or with such that nothing passes, the answer has the same bits.
+TEST(TopK, BarsOfThePilotChangeNothing) {
+  Head head({.n_tokens = 20000, .group = 4, .sharpness = 3.0}, 19);
+  head.input.params.mode = ApproxMode::kTopK;
+  head.input.params.budget = 300;
+  head.build();
+  head.run();
+  const std::vector<float> o = head.o;
+  const Context c = make_context(head.input, head.plan, head.prepared->data());
+  for (uint32_t r = 0; r < head.rows(); ++r) {
+    EXPECT_TRUE(std::isfinite(c.prepared.head->log_c[r])) << r;
+  }
+  for (const float bar : {-INFINITY, 1e30f}) {
+    SCOPED_TRACE(bar);
+    std::fill_n(c.prepared.head->log_c, head.rows(), bar);
+    for (uint32_t s = 0; s < head.plan.n_shards; ++s) {
+      eval_shard(head.input, head.plan, head.prepared->data(), s, head.scratch->data(),
+                 head.states->data() + s * head.plan.state_bytes);
+    }
+    std::fill(head.o.begin(), head.o.end(), 0.0f);
+    ApproxReport report;
+    finish_approx(head.input, head.plan, head.prepared->data(), head.scratch->data(),
+                  head.states->data(), &report);
+    EXPECT_EQ(head.o, o);
+    EXPECT_EQ(report.keys_read, head.report.keys_read);
+  }
+}
+
 // --- Hash tables --------------------------------------------------------------------------------
 
 // Keys that share the codes of a row in two tables or more, by brute force over the lookups of a
