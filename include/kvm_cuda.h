@@ -1,0 +1,239 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * kvm_cuda.h - sequences in the memory of a GPU: stream-ordered calls for engines that run there.
+ *
+ * An extension of kvm.h, whose conventions hold here too (structures with struct_size, statuses,
+ * kvm_last_error). Only libkvm_embedded has these functions.
+ *
+ * kvm_cuda_open makes a kvm_client whose pages lie in a pool of device memory. Spaces and sequences
+ * are made, forked, truncated, listed and freed with the functions of kvm.h; appending and
+ * attending happen on the caller's stream, from device pointers:
+ *
+ *    kvm_cuda_open(&params, &client);                    once
+ *    kvm_space_register(client, &geometry, &space);
+ *    kvm_cuda_batch_create(client, &batch_params, &batch);
+ *    kvm_seq_create(client, space, NULL, &seq);
+ *    for each step:
+ *        kvm_cuda_update(batch, items, n_items, stream);           once for all layers
+ *        for each layer:                                           these may be a CUDA graph
+ *            kvm_cuda_append(batch, layer, &k, &v, stream);
+ *            kvm_cuda_attend(batch, &attend, stream);              o, lse in device memory
+ *
+ * What waits for what
+ *
+ *  - No call waits for the device, but where it says so. Results are there when the stream comes to
+ *    them. kvm_cuda_append and kvm_cuda_attend only launch kernels: they allocate nothing, and may
+ *    be captured in a CUDA graph.
+ *  - A client has ONE TIMELINE: its calls are enqueued on one stream, or on several that the caller
+ *    orders behind each other in the order of the calls (one that captures and one that launches
+ *    what was captured, say). Pages that one call gives back are written by what later ones
+ *    enqueue. Functions of kvm.h have no stream: they count as enqueued when they are called,
+ *    behind everything enqueued so far.
+ *  - Everything that the device has read or written by the time of kvm_client_close must have been
+ *    waited for by the caller (cudaStreamSynchronize); it waits for its own copies.
+ *
+ * What a captured graph may assume
+ *
+ *  - The kernels of a batch have a fixed number of blocks, and take everything that changes from
+ *    step to step (page tables, lengths, rows, the division of the work) out of the batch's own
+ *    device memory, which kvm_cuda_update overwrites in stream order. So: capture kvm_cuda_append
+ *    and kvm_cuda_attend of all layers once, then for each step kvm_cuda_update and a launch of the
+ *    graph, on streams that are ordered.
+ *  - Fixed by the capture: the batch, the layer, addresses and strides of k, v, q, o, lse and
+ *    log-weights, scale. Free: which sequences, how many up to max_items, how many tokens each
+ *    appends and queries, their rows up to those of the batch (max_append, max_query_rows): the
+ *    tensors of a captured call must have that many.
+ *  - Pages are reserved by kvm_cuda_update, so a launch never lacks memory.
+ *  - Launching a graph after something has happened to the batch's sequences (truncate, free,
+ *    spill, an update of another batch) without an update in between reads pages that are no longer
+ *    theirs. Calls of this header refuse to (INVALID); a graph cannot.
+ *
+ * What a device does not do (refused with UNSUPPORTED and a sentence, mostly when a space is
+ * registered): indexes and approximate modes, int8 and fp32 pages, K and V of different dims or
+ * dtypes, head dims other than 64, 128 and 256, logit_softcap, sink_logits, retentions FOLD and
+ * HEAVY, positions IN_CACHE, KVM_SEQ_MANUAL_COMMIT, trees and ranges; queues and arenas.
+ *
+ * Threads: functions that take a client may be called from any thread, those that take a batch from
+ * one at a time; the order of the timeline is the caller's business.
+ */
+#ifndef KVM_CUDA_H_
+#define KVM_CUDA_H_
+
+#include "kvm.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* A cudaStream_t or CUstream; NULL is the legacy default stream (which cannot be captured). */
+typedef void *kvm_cuda_stream;
+
+typedef struct kvm_cuda_params {
+  uint32_t struct_size;
+  uint32_t flags;      /* reserved, zero */
+  uint32_t device;     /* ordinal, as the CUDA runtime counts */
+  uint32_t reserved0;  /* zero */
+  uint64_t pool_bytes; /* hard cap of device memory for pages; 0: 80 % of what is free */
+  uint64_t host_bytes; /* page-locked host memory for spilled sequences, allocated now; 0: none */
+  uint64_t reserved[4];
+} kvm_cuda_params;
+
+/* Opens a client whose sequences lie in device memory. Release with kvm_client_close.
+ * Fails:   UNSUPPORTED (built without CUDA), DEVICE (no driver, no such device, the driver's
+ *          failure), NO_MEMORY (host_bytes), INVALID. Threads: any. */
+KVM_API kvm_status kvm_cuda_open(const kvm_cuda_params *params, kvm_client **out);
+
+/* ============================================================================================
+ * Batches: what a step is planned in
+ * ============================================================================================ */
+
+/* Room on the device for one step of up to max_items sequences of a space. */
+typedef struct kvm_cuda_batch kvm_cuda_batch;
+
+enum {
+  /* Results do not depend on what else is in the batch, nor on the GPU's size: work is divided by a
+   * sequence's own length alone. Costs a few percent. */
+  KVM_CUDA_REPRODUCIBLE = 1u << 0
+};
+
+typedef struct kvm_cuda_batch_params {
+  uint32_t struct_size;
+  uint32_t flags; /* KVM_CUDA_* */
+  kvm_space_id space;
+  uint32_t max_items;      /* 1 to 1024; required */
+  uint32_t max_append;     /* tokens (rows of k and v) of one update; 0: max_items */
+  uint32_t max_query;      /* query tokens of one item, 1 to 64; 0: 1 */
+  uint32_t max_query_rows; /* rows of q, o and lse; 0: max_items * max_query */
+  uint64_t max_tokens;     /* of the longest sequence; required; at most 2^31 - 1 */
+  /* Log-weights (kvm_cuda_attend_params.log_weights): that of item i, kv head h and position p is
+   * element i * stride_item + h * stride_head + p. Both 0: there are none. */
+  uint64_t log_weight_stride_item;
+  uint64_t log_weight_stride_head; /* below 2^32 */
+  uint64_t reserved[4];
+} kvm_cuda_batch_params;
+
+/* Makes a batch: page tables, the plan of a step and partial results, all in device memory of its
+ * own, beside pool_bytes. Release it before the client.
+ * Fails:   INVALID, NOT_FOUND, STALE, LOST (the space), UNSUPPORTED (more q heads times max_query
+ *          than a plan can hold), DEVICE (no memory there). Threads: any. */
+KVM_API kvm_status kvm_cuda_batch_create(kvm_client *client, const kvm_cuda_batch_params *params,
+                                         kvm_cuda_batch **out);
+
+/* Waits for the device, then releases the batch. NULL is accepted. */
+KVM_API void kvm_cuda_batch_destroy(kvm_cuda_batch *batch);
+
+/* One sequence's share of a step. A seq of 0 leaves the place empty, so that the others can keep
+ * theirs: a sequence that changes places has its page table written anew. 32 bytes. */
+typedef struct kvm_cuda_item {
+  kvm_seq_id seq;
+  uint32_t n_append;   /* tokens appended to every layer */
+  uint32_t append_row; /* first row in k and v */
+  uint32_t n_query;    /* query rows: the sequence's last n_query tokens after the append */
+  uint32_t query_row;  /* first row in q, o and lse */
+  uint64_t reserved;   /* zero */
+} kvm_cuda_item;
+
+/* Begins a step: reserves the pages of all tokens to be appended, in all layers, lengthens the
+ * sequences by them, and enqueues what brings the batch's device memory up to date (copies of pages
+ * that a fork shares and that are about to be written among it). Until the appends of all layers
+ * that store something have been enqueued too, the new tokens hold anything.
+ * All or nothing: after a failure every sequence is as before and the batch as after its last
+ * update; after DEVICE the batch must be updated again before it is used.
+ * Waits for the device only where the caller is four updates ahead of it, and where a page is to be
+ * taken from a slab of other dimensions.
+ * Fails:   INVALID (a number beyond the batch's, rows that overlap or leave the tensors, a sequence
+ *          twice, more query tokens than the sequence has), NO_SPACE (of the pool), LIMIT
+ *          (max_tokens), PARTIAL (a policy has dropped what a query row should see), BUSY (a
+ *          sequence is on the host: kvm_cuda_fetch), NOT_FOUND, STALE, LOST, DEVICE; UNSUPPORTED
+ *          while the stream is being captured. */
+KVM_API kvm_status kvm_cuda_update(kvm_cuda_batch *batch, const kvm_cuda_item *items,
+                                   uint32_t n_items, kvm_cuda_stream stream);
+
+/* Enqueues the append of one layer, as the last update said.
+ *   k, v   [row][n_kv_heads][dim], buffers of KVM_BUFFER_DEVICE, F32, F16 or BF16, both alike;
+ *          rounded to the stored dtype to nearest even. Addresses and strides (in bytes) are
+ *          multiples of 16.
+ * Fails:   INVALID (geometry, an ALIAS or ABSENT layer, a tensor that is too small, no update yet,
+ *          a sequence that has changed since), DEVICE. */
+KVM_API kvm_status kvm_cuda_append(kvm_cuda_batch *batch, uint32_t layer, const kvm_tensor *k,
+                                   const kvm_tensor *v, kvm_cuda_stream stream);
+
+typedef struct kvm_cuda_attend_params {
+  uint32_t struct_size;
+  uint32_t flags; /* reserved, zero */
+  uint32_t layer;
+  float scale;           /* 0: the space's softmax_scale; must be positive */
+  kvm_tensor q;          /* [row][n_q_heads][dim], DEVICE, the space's dtype */
+  kvm_tensor o;          /* likewise, F32, F16 or BF16 */
+  kvm_tensor lse;        /* [row][n_q_heads], F32, natural logarithm; NONE: not wanted */
+  kvm_buffer log_weights; /* DEVICE, F32, where the batch has strides for them; else NONE */
+  uint64_t reserved[4];
+} kvm_cuda_attend_params;
+
+/* Enqueues attention of the last update's query rows to one layer: causal, restricted to the
+ * layer's window and the heads' policies, each key's log-weight added to its logit. A row that sees
+ * no key has o = 0 and lse = -inf. Rows that no item names are not written.
+ * Fails: as kvm_cuda_append, and PARTIAL never: update said so. */
+KVM_API kvm_status kvm_cuda_attend(kvm_cuda_batch *batch, const kvm_cuda_attend_params *params,
+                                   kvm_cuda_stream stream);
+
+/* ============================================================================================
+ * Between device and host
+ * ============================================================================================ */
+
+/* Copies the pages of a sequence that no fork shares to page-locked host memory, on a copy engine,
+ * behind what is enqueued on `stream`, and gives them back to the pool; what is enqueued later does
+ * not wait for the copy unless it needs these pages. Pieces of 64 KiB or more, smaller pages being
+ * gathered on the device first. The sequence can then only be fetched, asked about and freed.
+ * Fails:   NO_SPACE (host_bytes), UNSUPPORTED (host_bytes is 0; the stream is being captured),
+ *          NOT_FOUND, STALE, LOST, DEVICE. A sequence that is on the host already: nothing happens.
+ * Threads: any. */
+KVM_API kvm_status kvm_cuda_spill(kvm_client *client, kvm_seq_id seq, kvm_cuda_stream stream);
+
+/* Brings a sequence back, likewise. The first update that has it in its batch makes its stream wait
+ * for the copy; fetch early, and the copy runs beside the steps of others.
+ * Fails:   NO_SPACE (of the pool; the sequence stays on the host), UNSUPPORTED (the stream is being
+ *          captured), NOT_FOUND, STALE, LOST, DEVICE. Threads: any. */
+KVM_API kvm_status kvm_cuda_fetch(kvm_client *client, kvm_seq_id seq, kvm_cuda_stream stream);
+
+/* ============================================================================================
+ * Statistics
+ * ============================================================================================ */
+
+typedef struct kvm_cuda_stats {
+  uint32_t struct_size;
+  uint32_t n_sms;
+  uint64_t pool_bytes;       /* the cap */
+  uint64_t pool_used_bytes;  /* mapped, for pages or kept for them */
+  uint64_t pool_page_bytes;  /* in pages in use */
+  uint64_t pool_peak_bytes;
+  uint64_t n_pages;
+  uint64_t n_pages_copied;   /* by copy-on-write */
+  uint64_t batch_bytes;      /* device memory of batches */
+  uint64_t host_bytes;       /* the cap */
+  uint64_t host_used_bytes;  /* in sequences that are spilled */
+  uint64_t n_spilled;        /* sequences on the host */
+  uint64_t spilled_bytes;    /* copied to the host so far */
+  uint64_t fetched_bytes;
+  uint64_t n_copies;         /* that these took */
+  uint64_t n_launches;
+  uint64_t reserved[4];
+} kvm_cuda_stats;
+
+/* Fails: UNSUPPORTED (not a client of kvm_cuda_open). Threads: any. */
+KVM_API kvm_status kvm_cuda_get_stats(kvm_client *client, kvm_cuda_stats *out);
+
+/* A packed tensor over `size` bytes of device memory at `data`. */
+static inline kvm_tensor kvm_device_tensor(const void *data, uint64_t size, uint32_t dtype) {
+  kvm_tensor tensor = {{KVM_BUFFER_DEVICE, 0, 0, 0}, 0, 0, 0, 0, 0};
+  tensor.buffer.where = (uint64_t)(uintptr_t)data;
+  tensor.buffer.size = size;
+  tensor.dtype = dtype;
+  return tensor;
+}
+
+#ifdef __cplusplus
+} /* extern "C" */
+#endif
+
+#endif /* KVM_CUDA_H_ */
