@@ -38,9 +38,13 @@ KVM_GPU Word4 load_converted(const void* tensor, Dtype dtype, int64_t element) {
 template <Element kElement>
 KVM_GPU void append_thread(const AppendParams& p) {
   const AppendToken token = p.tokens[block_id()];
+  if (token.table == kNoToken) {
+    return;
+  }
   const PageClass& of = p.pool.classes[token.page_class];
   const uint32_t row_chunks = p.dim / 8;
-  uint8_t* row = page_row(p.pool, of, token.entry, token.row, p.dim * 2);
+  const uint32_t entry = load_global<uint32_t>(p.page_table + token.table);
+  uint8_t* row = page_row(p.pool, of, entry, token.row, p.dim * 2);
   for (uint32_t i = thread_id(); i < of.n_heads * row_chunks; i += kAppendThreads) {
     const uint32_t head = i / row_chunks, chunk = i % row_chunks;
     const uint32_t kv_head = load_global<uint16_t>(p.pool.heads + of.heads_first + head);

@@ -147,7 +147,7 @@ KVM_GPU void WarpTask<Shape>::weigh(const DecodeParams& p, const Work& work, uin
   const uint32_t token = work.begin + tile * Shape::kTile + lane_id() % Shape::kTile;
   if (token < work.end) {
     const int64_t at = request.log_weights +
-                       static_cast<int64_t>(work.head) * request.log_weight_stride +
+                       static_cast<int64_t>(work.kv_head) * request.log_weight_stride +
                        list_token(request, token);
     next_weight = load_global<float>(p.log_weights + at) * kLog2E;
   }

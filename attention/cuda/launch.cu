@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include "attention/cuda/shapes.h"
+#include "attention/cuda/table_kernel.h"
 
 namespace kvm::attention::gpu {
 namespace {
@@ -26,6 +27,16 @@ template <Element kElement>
 __global__ void __launch_bounds__(kAppendThreads)
     append_kernel(const __grid_constant__ AppendParams params) {
   append_thread<kElement>(params);
+}
+
+__global__ void __launch_bounds__(kPatchThreads)
+    patch_kernel(const __grid_constant__ PatchParams params) {
+  patch_thread(params);
+}
+
+__global__ void __launch_bounds__(kMoveThreads)
+    move_kernel(const __grid_constant__ MoveParams params) {
+  move_thread(params);
 }
 
 }  // namespace
@@ -110,6 +121,23 @@ cudaError_t launch_append(Dtype dtype, const AppendParams& params, uint32_t n_to
   } else {
     return cudaErrorInvalidValue;
   }
+  return cudaGetLastError();
+}
+
+cudaError_t launch_patch(const PatchParams& params, cudaStream_t stream) {
+  if (params.n_patches == 0) {
+    return cudaSuccess;
+  }
+  const uint32_t blocks = (params.n_patches + kPatchThreads - 1) / kPatchThreads;
+  patch_kernel<<<blocks, kPatchThreads, 0, stream>>>(params);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_move(const MoveParams& params, cudaStream_t stream) {
+  if (params.n_pages == 0) {
+    return cudaSuccess;
+  }
+  move_kernel<<<params.n_pages * kMoveBlocks, kMoveThreads, 0, stream>>>(params);
   return cudaGetLastError();
 }
 

@@ -17,13 +17,6 @@
 
 namespace kvm::attention::gpu {
 
-// Which decode kernel: dtype of K, V and Q; channels; rows of a block (block_rows_for).
-struct DecodeKernel {
-  Dtype dtype = Dtype::kBf16;
-  uint32_t dim = 0;
-  uint32_t block_rows = 16;
-};
-
 // Prepares the kernels for the current device: they take more shared memory than the default.
 cudaError_t attend_init();
 
@@ -45,6 +38,8 @@ cudaError_t launch_merge(uint32_t dim, const MergeParams& params, uint32_t n_mer
 // dtype: of the pages.
 cudaError_t launch_append(Dtype dtype, const AppendParams& params, uint32_t n_tokens,
                           cudaStream_t stream);
+cudaError_t launch_patch(const PatchParams& params, cudaStream_t stream);
+cudaError_t launch_move(const MoveParams& params, cudaStream_t stream);
 
 }  // namespace kvm::attention::gpu
 

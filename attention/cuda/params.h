@@ -69,8 +69,8 @@ struct PagePool {
 // Query token j of n_query sees tokens [0, n_tokens - n_query + 1 + j): the new ones are the last.
 struct Request {
   uint64_t table = 0;              // index of the list's first entry in the page table
-  int64_t log_weights = -1;        // index of those of list token 0 of head 0; -1 = all zero
-  uint32_t log_weight_stride = 0;  // from head to head
+  int64_t log_weights = -1;        // index of those of list token 0, kv head 0; -1 = all zero
+  uint32_t log_weight_stride = 0;  // from kv head to kv head
   uint32_t first = 0;
   uint32_t n_first = 0;
   uint32_t second = 0;
@@ -142,16 +142,31 @@ struct MergeParams {
   uint32_t block_rows = 0;  // row stride of the partial states
 };
 
+// Which decode kernel: dtype of K, V and Q; channels; rows of a block (block_rows_for).
+struct DecodeKernel {
+  Dtype dtype = Dtype::kBf16;
+  uint32_t dim = 0;
+  uint32_t block_rows = 16;
+};
+
+// Rows of a block where the largest request has `rows`.
+constexpr uint32_t block_rows_for(uint32_t dim, uint32_t rows) {
+  return rows <= 16 || dim > 128 ? 16 : 32;
+}
+
 // One new token of one head class: its rows of all heads go to one row of one page.
 struct AppendToken {
-  uint32_t entry = 0;
+  uint32_t table = 0;   // index of the page's entry in the page table; kNoToken: no token
   uint32_t row = 0;     // within the page
   uint32_t source = 0;  // token of the tensors
   uint32_t page_class = 0;
 };
 
+inline constexpr uint32_t kNoToken = UINT32_MAX;
+
 struct AppendParams {
   PagePool pool;
+  const uint32_t* page_table = nullptr;
   // Element (token, kv head, channel) as in AttendTensors.
   const void* k = nullptr;
   const void* v = nullptr;
@@ -162,8 +177,33 @@ struct AppendParams {
   uint32_t dim = 0;                     // a multiple of 8
 };
 
+// A word of a page table that changes.
+struct Patch {
+  uint32_t index = 0;
+  uint32_t entry = 0;
+};
+
+struct PatchParams {
+  uint32_t* page_table = nullptr;
+  const Patch* patches = nullptr;  // no index twice
+  uint32_t n_patches = 0;
+};
+
+// LIMIT: pages that one launch moves.
+inline constexpr uint32_t kMaxMovedPages = 256;
+
+// Pages, and a buffer in which they lie one behind the other.
+struct MoveParams {
+  uint8_t* pages[kMaxMovedPages] = {};
+  uint8_t* packed = nullptr;
+  uint64_t page_bytes = 0;  // a multiple of 16
+  uint32_t n_pages = 0;
+  bool pack = false;  // from the pages to the buffer; else back
+};
+
 // Parameters travel in constant memory, 4 KiB on every architecture.
-static_assert(sizeof(DecodeParams) <= 4096 && sizeof(AppendParams) <= 4096);
+static_assert(sizeof(DecodeParams) <= 4096 && sizeof(AppendParams) <= 4096 &&
+              sizeof(MoveParams) <= 4096);
 
 }  // namespace kvm::attention::gpu
 

@@ -29,11 +29,6 @@ struct ShapeOf<kElement, 256, 1> {
   using Type = DecodeShape<kElement, 256, 16, 3, 2, 1>;
 };
 
-// Rows of a block where the largest request has `rows`.
-constexpr uint32_t block_rows_for(uint32_t dim, uint32_t rows) {
-  return rows <= 16 || dim > 128 ? 16 : 32;
-}
-
 template <Element kElement, class Visit>
 bool visit_dim(uint32_t dim, uint32_t block_rows, Visit visit) {
   switch (dim * 4 + block_rows / 16) {

@@ -102,8 +102,10 @@ bool verify_append(Dtype to) {
   for (uint32_t t = 0; t < kTokens; ++t) {
     tokens.push_back({t / kPageTokens, t % kPageTokens, t, 0});
   }
+  const std::vector<uint32_t> page_table = {0, 1, 2};
   Uploaded on;
   params.pool.heads = on.add(heads);
+  params.page_table = on.add(page_table);
   uint16_t* device_pages = on.add(pages);
   params.pool.segments[0] = reinterpret_cast<uint8_t*>(device_pages);
   params.k = params.v = on.add(source);

@@ -297,7 +297,7 @@ void Case::place(uint32_t sequence, uint32_t page_class, uint64_t* free_page) {
   if (spec_.weights != Weights::kNone) {
     request.log_weights = static_cast<int64_t>(log_weights.size());
     request.log_weight_stride = static_cast<uint32_t>(kept.size()) * page;
-    log_weights.resize(log_weights.size() + lies.n_heads * request.log_weight_stride,
+    log_weights.resize(log_weights.size() + n_kv_heads_ * request.log_weight_stride,
                        std::numeric_limits<float>::quiet_NaN());
   }
   for (uint32_t at = 0; at < kept.size(); ++at) {
@@ -320,8 +320,9 @@ void Case::place(uint32_t sequence, uint32_t page_class, uint64_t* free_page) {
           std::memcpy(k + lies.v_offset_bytes + i * 2, &bits_v, 2);
         }
         if (request.log_weights >= 0) {
-          log_weights[static_cast<size_t>(request.log_weights) + head * request.log_weight_stride +
-                      at * page + row] = weight_of(sequence, kv_head, position);
+          log_weights[static_cast<size_t>(request.log_weights) +
+                      kv_head * request.log_weight_stride + at * page + row] =
+              weight_of(sequence, kv_head, position);
         }
       }
     }

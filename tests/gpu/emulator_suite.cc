@@ -14,6 +14,7 @@
 
 #include "attention/cuda/emulator.h"
 #include "attention/cuda/shapes.h"
+#include "attention/cuda/table_kernel.h"
 #include "base/splitmix.h"
 #include "tests/gpu/cases.h"
 
@@ -30,6 +31,8 @@ class Suite {
   void decode_with(const CaseSpec& spec, const char* shape_name);
   void merge(uint32_t dim, uint32_t n_slots, uint32_t n_empty);
   void append(Dtype from, Dtype to, uint32_t page_tokens);
+  void patch(uint32_t n_patches);
+  void move(uint32_t n_pages, uint64_t page_bytes, bool pack);
 
   int finish() const {
     std::printf("%d configurations, %d wrong\n", n_run_, n_wrong_);
@@ -217,9 +220,17 @@ void Suite::append(Dtype from, Dtype to, uint32_t page_tokens) {
   for (uint32_t t = 0; t < kTokens; ++t) {
     for (uint32_t c = 0; c < 2; ++c) {
       const uint32_t page = t / page_tokens % (kPages / 2) * 2 + c;
-      tokens.push_back({7u << kEntrySlotBits | page, t % page_tokens, t, c});
+      tokens.push_back({page, t % page_tokens, t, c});
     }
   }
+  // Of a launch with room for more tokens.
+  tokens.insert(tokens.begin() + 3, {kNoToken, 0, 0, 0});
+  // Pages of the segment in another order than in the table.
+  std::vector<uint32_t> page_table(kPages);
+  for (uint32_t page = 0; page < kPages; ++page) {
+    page_table[page] = 7u << kEntrySlotBits | (page * 3 + 1) % kPages;
+  }
+  params.page_table = page_table.data();
   params.k = k.data();
   params.v = v.data();
   params.stride_token = kKvHeads * kDim;
@@ -231,6 +242,7 @@ void Suite::append(Dtype from, Dtype to, uint32_t page_tokens) {
       {k.data(), k.size()},
       {v.data(), v.size()},
       {pages.data(), pages.size()},
+      {reinterpret_cast<uint8_t*>(page_table.data()), page_table.size() * 4},
       {reinterpret_cast<uint8_t*>(heads.data()), heads.size() * 2}};
   launch("append", static_cast<uint32_t>(tokens.size()), kAppendThreads, 0, memory, [&] {
     to == Dtype::kBf16 ? append_thread<Element::kBf16>(params)
@@ -238,13 +250,16 @@ void Suite::append(Dtype from, Dtype to, uint32_t page_tokens) {
   });
   bool right = true;
   for (const AppendToken& token : tokens) {
+    if (token.table == kNoToken) {
+      continue;
+    }
     const PageClass& of = params.pool.classes[token.page_class];
     for (uint32_t n = 0; n < of.n_heads * kDim * 2; ++n) {
       const uint32_t head = n / 2 / kDim, i = n / 2 % kDim;
       const bool is_v = n % 2 != 0;
       uint16_t bits;
       std::memcpy(&bits,
-                  pages.data() + (token.entry & kEntrySlotMask) * of.page_bytes +
+                  pages.data() + (page_table[token.table] & kEntrySlotMask) * of.page_bytes +
                       (is_v ? of.v_offset_bytes : 0) + head * of.head_stride_bytes +
                       (token.row * kDim + i) * 2,
                   2);
@@ -254,6 +269,64 @@ void Suite::append(Dtype from, Dtype to, uint32_t page_tokens) {
   }
   conclude(std::string("append ") + dtype_name(from) + " to " + dtype_name(to) + " page" +
                std::to_string(page_tokens),
+           right, 0, 0);
+}
+
+// Every second entry of a table, in a shuffled order.
+void Suite::patch(uint32_t n_patches) {
+  std::vector<uint32_t> table(2 * n_patches, 7);
+  std::vector<Patch> patches;
+  for (uint32_t i = 0; i < n_patches; ++i) {
+    const uint32_t index = i * 37 % n_patches * 2;
+    patches.push_back({index, index + 1000});
+  }
+  const PatchParams params{table.data(), patches.data(), n_patches};
+  const std::vector<std::span<uint8_t>> memory = {
+      {reinterpret_cast<uint8_t*>(table.data()), table.size() * 4},
+      {reinterpret_cast<uint8_t*>(patches.data()), patches.size() * sizeof(Patch)}};
+  launch("patch", (n_patches + kPatchThreads - 1) / kPatchThreads, kPatchThreads, 0, memory,
+         [&] { patch_thread(params); });
+  bool right = true;
+  for (uint32_t i = 0; i < table.size(); ++i) {
+    right = right && table[i] == (i % 2 == 0 ? i + 1000 : 7);
+  }
+  conclude("patch " + std::to_string(n_patches), right, 0, 0);
+}
+
+// Pages in reverse order, with gaps between them, into a buffer, or back.
+void Suite::move(uint32_t n_pages, uint64_t page_bytes, bool pack) {
+  Bytes pool(2 * n_pages * page_bytes), buffer(n_pages * page_bytes);
+  for (size_t i = 0; i < pool.size(); ++i) {
+    pool.data()[i] = static_cast<uint8_t>(splitmix64(seed_ + i));
+  }
+  for (size_t i = 0; i < buffer.size(); ++i) {
+    buffer.data()[i] = static_cast<uint8_t>(splitmix64(~seed_ + i));
+  }
+  const std::vector<uint8_t> pool_before(pool.data(), pool.data() + pool.size());
+  MoveParams params;
+  params.packed = buffer.data();
+  params.page_bytes = page_bytes;
+  params.n_pages = n_pages;
+  params.pack = pack;
+  for (uint32_t i = 0; i < n_pages; ++i) {
+    params.pages[i] = pool.data() + 2 * (n_pages - 1 - i) * page_bytes;
+  }
+  const std::vector<std::span<uint8_t>> memory = {{pool.data(), pool.size()},
+                                                  {buffer.data(), buffer.size()}};
+  launch("move", n_pages * kMoveBlocks, kMoveThreads, 0, memory, [&] { move_thread(params); });
+  bool right = true;
+  for (size_t i = 0; i < pool.size(); ++i) {
+    const size_t page = i / page_bytes;
+    if (page % 2 != 0) {
+      right = right && pool.data()[i] == pool_before[i];
+      continue;
+    }
+    const size_t at = (n_pages - 1 - page / 2) * page_bytes + i % page_bytes;
+    right =
+        right && pool.data()[i] == buffer.data()[at] && (!pack || pool.data()[i] == pool_before[i]);
+  }
+  conclude(std::string(pack ? "pack " : "unpack ") + std::to_string(n_pages) + " pages of " +
+               std::to_string(page_bytes),
            right, 0, 0);
 }
 
@@ -277,6 +350,12 @@ int run(bool quiet, uint64_t seed) {
     for (const Dtype from : {Dtype::kF32, Dtype::kBf16, Dtype::kF16}) {
       suite.append(from, to, 16);
     }
+  }
+  suite.patch(1);
+  suite.patch(300);
+  for (const bool pack : {true, false}) {
+    suite.move(3, 16384, pack);
+    suite.move(5, 1040, pack);
   }
   return suite.finish();
 }

@@ -1,0 +1,299 @@
+// SPDX-License-Identifier: Apache-2.0
+// The driver seam over the CUDA runtime, which is linked statically and looks for libcuda when it
+// is first called; what it has no functions for is looked up in libcuda through it.
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <string>
+#include <utility>
+
+#include "attention/cuda/launch.h"
+#include "device/driver.h"
+
+namespace kvm::device {
+namespace {
+
+using namespace attention::gpu;  // NOLINT: parameters and launches of the kernels
+
+Status failure(const char* what, cudaError_t error) {
+  (void)cudaGetLastError();
+  const bool memory = error == cudaErrorMemoryAllocation;
+  return Status(memory ? KVM_ERR_NO_SPACE : KVM_ERR_DEVICE,
+                std::string(what) + ": " + cudaGetErrorString(error));
+}
+
+Status check(const char* what, cudaError_t error) {
+  return error == cudaSuccess ? Status::ok() : failure(what, error);
+}
+
+Status check(const char* what, CUresult result) {
+  if (result == CUDA_SUCCESS) {
+    return Status::ok();
+  }
+  return Status(result == CUDA_ERROR_OUT_OF_MEMORY ? KVM_ERR_NO_SPACE : KVM_ERR_DEVICE,
+                std::string(what) + ": driver error " + std::to_string(static_cast<int>(result)));
+}
+
+template <class Function>
+Status look_up(const char* name, Function* out) {
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult result{};
+  const cudaError_t error =
+      cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &result);
+  if (error != cudaSuccess || result != cudaDriverEntryPointSuccess) {
+    (void)cudaGetLastError();
+    return Status(KVM_ERR_DEVICE, std::string("the driver has no ") + name);
+  }
+  *out = reinterpret_cast<Function>(found);
+  return Status::ok();
+}
+
+// Makes a device current for the calls of a scope.
+class Current {
+ public:
+  explicit Current(int device) {
+    if (cudaGetDevice(&before_) == cudaSuccess && before_ != device) {
+      changed_ = cudaSetDevice(device) == cudaSuccess;
+    }
+  }
+  ~Current() {
+    if (changed_) {
+      (void)cudaSetDevice(before_);
+    }
+  }
+  Current(const Current&) = delete;
+  Current& operator=(const Current&) = delete;
+
+ private:
+  int before_ = 0;
+  bool changed_ = false;
+};
+
+cudaStream_t runtime(Stream stream) { return static_cast<cudaStream_t>(stream); }
+cudaEvent_t runtime_event(Event event) { return static_cast<cudaEvent_t>(event); }
+
+class CudaDriver final : public Driver {
+ public:
+  Status open(int device);
+  const DriverFacts& facts() const override { return facts_; }
+
+  Result<uint8_t*> reserve(uint64_t size_bytes) override {
+    const Current current(device_);
+    CUdeviceptr range{};
+    KVM_TRY(check("cuMemAddressReserve", reserve_(&range, size_bytes, 0, 0, 0)));
+    return reinterpret_cast<uint8_t*>(range);
+  }
+  void release(uint8_t* range, uint64_t size_bytes) override {
+    const Current current(device_);
+    (void)free_range_(reinterpret_cast<CUdeviceptr>(range), size_bytes);
+  }
+  Status map(uint8_t* at, uint64_t size_bytes) override;
+  void unmap(uint8_t* at, uint64_t size_bytes) override;
+
+  Result<uint8_t*> allocate(uint64_t size_bytes) override {
+    const Current current(device_);
+    void* memory = nullptr;
+    KVM_TRY(check("cudaMalloc", cudaMalloc(&memory, size_bytes)));
+    return static_cast<uint8_t*>(memory);
+  }
+  void free(uint8_t* memory) override {
+    const Current current(device_);
+    (void)cudaFree(memory);
+  }
+  Status register_host(void* memory, uint64_t size_bytes) override {
+    const Current current(device_);
+    const cudaError_t error = cudaHostRegister(memory, size_bytes, cudaHostRegisterPortable);
+    if (error == cudaErrorMemoryAllocation) {
+      (void)cudaGetLastError();
+      return Status(KVM_ERR_NO_MEMORY,
+                    "the driver cannot lock " + std::to_string(size_bytes) + " bytes of the host");
+    }
+    return check("cudaHostRegister", error);
+  }
+  void unregister_host(void* memory) override {
+    const Current current(device_);
+    (void)cudaHostUnregister(memory);
+  }
+
+  Result<Stream> create_stream() override {
+    const Current current(device_);
+    cudaStream_t stream = nullptr;
+    KVM_TRY(check("cudaStreamCreate", cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking)));
+    return static_cast<Stream>(stream);
+  }
+  void destroy_stream(Stream stream) override {
+    const Current current(device_);
+    (void)cudaStreamDestroy(runtime(stream));
+  }
+  Result<Event> create_event() override {
+    const Current current(device_);
+    cudaEvent_t event = nullptr;
+    KVM_TRY(check("cudaEventCreate", cudaEventCreateWithFlags(&event, cudaEventDisableTiming)));
+    return static_cast<Event>(event);
+  }
+  void destroy_event(Event event) override {
+    const Current current(device_);
+    (void)cudaEventDestroy(runtime_event(event));
+  }
+  Status record(Event event, Stream stream) override {
+    const Current current(device_);
+    return check("cudaEventRecord", cudaEventRecord(runtime_event(event), runtime(stream)));
+  }
+  Status wait(Stream stream, Event event) override {
+    const Current current(device_);
+    return check("cudaStreamWaitEvent",
+                 cudaStreamWaitEvent(runtime(stream), runtime_event(event), 0));
+  }
+  Result<bool> is_done(Event event) override {
+    const Current current(device_);
+    const cudaError_t error = cudaEventQuery(runtime_event(event));
+    if (error == cudaSuccess || error == cudaErrorNotReady) {
+      (void)cudaGetLastError();
+      return error == cudaSuccess;
+    }
+    return failure("cudaEventQuery", error);
+  }
+  Status synchronize(Event event) override {
+    const Current current(device_);
+    return check("cudaEventSynchronize", cudaEventSynchronize(runtime_event(event)));
+  }
+  Status synchronize_device() override {
+    const Current current(device_);
+    return check("cudaDeviceSynchronize", cudaDeviceSynchronize());
+  }
+  Result<bool> is_capturing(Stream stream) override {
+    const Current current(device_);
+    cudaStreamCaptureStatus status{};
+    const cudaError_t error = cudaStreamIsCapturing(runtime(stream), &status);
+    if (error == cudaErrorStreamCaptureImplicit) {
+      // The legacy stream, while another one is captured.
+      (void)cudaGetLastError();
+      return false;
+    }
+    KVM_TRY(check("cudaStreamIsCapturing", error));
+    return status != cudaStreamCaptureStatusNone;
+  }
+  Status copy(void* to, const void* from, uint64_t size_bytes, Stream stream) override {
+    const Current current(device_);
+    return check("cudaMemcpyAsync",
+                 cudaMemcpyAsync(to, from, size_bytes, cudaMemcpyDefault, runtime(stream)));
+  }
+
+  Result<uint32_t> decode_blocks(const DecodeKernel& kernel) override {
+    const Current current(device_);
+    Residency residency;
+    KVM_TRY(check("decode_residency", decode_residency(kernel, &residency)));
+    const int blocks = residency.blocks_per_sm > 0 ? residency.blocks_per_sm : 1;
+    return facts_.n_sms * static_cast<uint32_t>(blocks);
+  }
+  Status decode(const DecodeKernel& kernel, const DecodeParams& params, uint32_t n_blocks,
+                Stream stream) override {
+    const Current current(device_);
+    return check("decode kernel", launch_decode(kernel, params, n_blocks, runtime(stream)));
+  }
+  Status merge(uint32_t dim, const MergeParams& params, uint32_t n_merges, Stream stream) override {
+    const Current current(device_);
+    return check("merge kernel", launch_merge(dim, params, n_merges, runtime(stream)));
+  }
+  Status append(Dtype stored, const AppendParams& params, uint32_t n_tokens,
+                Stream stream) override {
+    const Current current(device_);
+    return check("append kernel", launch_append(stored, params, n_tokens, runtime(stream)));
+  }
+  Status patch(const PatchParams& params, Stream stream) override {
+    const Current current(device_);
+    return check("patch kernel", launch_patch(params, runtime(stream)));
+  }
+  Status move(const MoveParams& params, Stream stream) override {
+    const Current current(device_);
+    return check("move kernel", launch_move(params, runtime(stream)));
+  }
+
+ private:
+  int device_ = 0;
+  DriverFacts facts_;
+  decltype(&cuMemAddressReserve) reserve_ = nullptr;
+  decltype(&cuMemAddressFree) free_range_ = nullptr;
+  decltype(&cuMemCreate) create_ = nullptr;
+  decltype(&cuMemRelease) release_ = nullptr;
+  decltype(&cuMemMap) map_ = nullptr;
+  decltype(&cuMemUnmap) unmap_ = nullptr;
+  decltype(&cuMemSetAccess) set_access_ = nullptr;
+  decltype(&cuMemGetAllocationGranularity) granularity_ = nullptr;
+};
+
+CUmemAllocationProp properties_of(int device) {
+  CUmemAllocationProp properties{};
+  properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+  properties.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+  properties.location.id = device;
+  return properties;
+}
+
+Status CudaDriver::open(int device) {
+  int n_devices = 0;
+  KVM_TRY(check("no CUDA device", cudaGetDeviceCount(&n_devices)));
+  if (device >= n_devices) {
+    return Status(KVM_ERR_DEVICE, "device is " + std::to_string(device) + "; this machine has " +
+                                      std::to_string(n_devices));
+  }
+  device_ = device;
+  const Current current(device);
+  KVM_TRY(check("cudaFree", cudaFree(nullptr)));  // makes the context
+  cudaDeviceProp properties{};
+  KVM_TRY(check("cudaGetDeviceProperties", cudaGetDeviceProperties(&properties, device)));
+  facts_.name = properties.name;
+  facts_.n_sms = static_cast<uint32_t>(properties.multiProcessorCount);
+  size_t free_bytes = 0, all_bytes = 0;
+  KVM_TRY(check("cudaMemGetInfo", cudaMemGetInfo(&free_bytes, &all_bytes)));
+  facts_.free_bytes = free_bytes;
+  KVM_TRY(look_up("cuMemAddressReserve", &reserve_));
+  KVM_TRY(look_up("cuMemAddressFree", &free_range_));
+  KVM_TRY(look_up("cuMemCreate", &create_));
+  KVM_TRY(look_up("cuMemRelease", &release_));
+  KVM_TRY(look_up("cuMemMap", &map_));
+  KVM_TRY(look_up("cuMemUnmap", &unmap_));
+  KVM_TRY(look_up("cuMemSetAccess", &set_access_));
+  KVM_TRY(look_up("cuMemGetAllocationGranularity", &granularity_));
+  const CUmemAllocationProp pool = properties_of(device);
+  size_t granularity = 0;
+  KVM_TRY(check("cuMemGetAllocationGranularity",
+                granularity_(&granularity, &pool, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED)));
+  facts_.granularity_bytes = granularity;
+  return check("attend_init", attend_init());
+}
+
+Status CudaDriver::map(uint8_t* at, uint64_t size_bytes) {
+  const Current current(device_);
+  const CUmemAllocationProp properties = properties_of(device_);
+  CUmemGenericAllocationHandle handle{};
+  KVM_TRY(check("cuMemCreate", create_(&handle, size_bytes, &properties, 0)));
+  const auto address = reinterpret_cast<CUdeviceptr>(at);
+  const Status mapped = check("cuMemMap", map_(address, size_bytes, 0, handle, 0));
+  // The mapping keeps the memory.
+  (void)release_(handle);
+  KVM_TRY(mapped);
+  CUmemAccessDesc access{};
+  access.location = properties.location;
+  access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+  const Status opened = check("cuMemSetAccess", set_access_(address, size_bytes, &access, 1));
+  if (!opened.is_ok()) {
+    (void)unmap_(address, size_bytes);
+  }
+  return opened;
+}
+
+void CudaDriver::unmap(uint8_t* at, uint64_t size_bytes) {
+  const Current current(device_);
+  (void)unmap_(reinterpret_cast<CUdeviceptr>(at), size_bytes);
+}
+
+}  // namespace
+
+Result<std::unique_ptr<Driver>> open_driver(uint32_t ordinal) {
+  auto driver = std::make_unique<CudaDriver>();
+  KVM_TRY(driver->open(static_cast<int>(ordinal)));
+  return std::unique_ptr<Driver>(std::move(driver));
+}
+
+}  // namespace kvm::device

@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+// The operations of a GPU that this folder is written with: the seam between it and CUDA.
+//
+// Implemented by cuda_driver.cu where there is a CUDA toolkit, by no_cuda.cc where there is none
+// (it opens nothing), and for tests over plain memory (tests/gpu/fake_driver.h). All
+// implementations pass one suite, tests/gpu/driver_test.cc.
+//
+// Work that is enqueued on one stream happens in order, and at some time; nothing here waits for it
+// but synchronize and synchronize_device. Memory that enqueued work uses stays as it is until the
+// work has been done, memory of the host too; parameters of launches are copied.
+//
+// Fails, unless said otherwise: DEVICE, with what the driver says. After a kernel has faulted every
+// call may.
+// Threads: any; the order on a stream is that of the calls.
+#ifndef KVM_DEVICE_DRIVER_H_
+#define KVM_DEVICE_DRIVER_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "attention/cuda/params.h"
+#include "base/status.h"
+
+namespace kvm::device {
+
+using Stream = void*;  // cudaStream_t
+using Event = void*;
+
+struct DriverFacts {
+  std::string name;
+  uint64_t free_bytes = 0;         // of device memory, when it was opened
+  uint64_t granularity_bytes = 0;  // of map
+  uint32_t n_sms = 0;
+};
+
+class Driver {
+ public:
+  virtual ~Driver() = default;
+
+  virtual const DriverFacts& facts() const = 0;
+
+  // Addresses without memory. REQUIRES: size_bytes is a multiple of the granularity.
+  virtual Result<uint8_t*> reserve(uint64_t size_bytes) = 0;
+  // REQUIRES: as reserved, and nothing is mapped there.
+  virtual void release(uint8_t* range, uint64_t size_bytes) = 0;
+  // Puts memory of the device, contents undefined, behind a part of a reserved range.
+  // REQUIRES: both numbers are multiples of the granularity; nothing is mapped there.
+  // Fails: NO_SPACE (the device has none left), DEVICE.
+  virtual Status map(uint8_t* at, uint64_t size_bytes) = 0;
+  // REQUIRES: as mapped; no enqueued work uses it.
+  virtual void unmap(uint8_t* at, uint64_t size_bytes) = 0;
+
+  // Memory of the device, aligned to 256 bytes. Fails: NO_SPACE, DEVICE.
+  virtual Result<uint8_t*> allocate(uint64_t size_bytes) = 0;
+  // REQUIRES: no enqueued work uses it.
+  virtual void free(uint8_t* memory) = 0;
+
+  // Makes memory of this process readable and writable by copies. REQUIRES: aligned to 4096 bytes.
+  // Fails: NO_MEMORY, DEVICE.
+  virtual Status register_host(void* memory, uint64_t size_bytes) = 0;
+  virtual void unregister_host(void* memory) = 0;
+
+  virtual Result<Stream> create_stream() = 0;
+  virtual void destroy_stream(Stream stream) = 0;  // what is enqueued is still done
+  virtual Result<Event> create_event() = 0;
+  virtual void destroy_event(Event event) = 0;
+  // The event happens when everything enqueued on the stream so far has been done.
+  virtual Status record(Event event, Stream stream) = 0;
+  // What is enqueued on the stream from now on waits for the event as recorded last.
+  virtual Status wait(Stream stream, Event event) = 0;
+  // Whether the event, as recorded last, has happened. An event never recorded has.
+  virtual Result<bool> is_done(Event event) = 0;
+  virtual Status synchronize(Event event) = 0;
+  virtual Status synchronize_device() = 0;
+  virtual Result<bool> is_capturing(Stream stream) = 0;
+
+  // Between device memory and device memory or registered host memory.
+  virtual Status copy(void* to, const void* from, uint64_t size_bytes, Stream stream) = 0;
+
+  // Blocks of the kernel that run at once on the whole device, at least 1.
+  virtual Result<uint32_t> decode_blocks(const attention::gpu::DecodeKernel& kernel) = 0;
+  // n_blocks, n_merges, n_tokens: 0 is nothing. What the parameters point to is device memory.
+  virtual Status decode(const attention::gpu::DecodeKernel& kernel,
+                        const attention::gpu::DecodeParams& params, uint32_t n_blocks,
+                        Stream stream) = 0;
+  virtual Status merge(uint32_t dim, const attention::gpu::MergeParams& params, uint32_t n_merges,
+                       Stream stream) = 0;
+  virtual Status append(Dtype stored, const attention::gpu::AppendParams& params, uint32_t n_tokens,
+                        Stream stream) = 0;
+  virtual Status patch(const attention::gpu::PatchParams& params, Stream stream) = 0;
+  virtual Status move(const attention::gpu::MoveParams& params, Stream stream) = 0;
+};
+
+// The device with this ordinal. Defined by whichever implementation is linked.
+// Fails: UNSUPPORTED (built without CUDA), DEVICE (no driver, no such device).
+Result<std::unique_ptr<Driver>> open_driver(uint32_t ordinal);
+
+}  // namespace kvm::device
+
+#endif  // KVM_DEVICE_DRIVER_H_

@@ -1,0 +1,382 @@
+// SPDX-License-Identifier: Apache-2.0
+// What every implementation of device/driver.h has to do: run over the fake one, and over CUDA
+// where there is a GPU.
+#include "device/driver.h"
+
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <numbers>
+#include <string>
+#include <vector>
+
+#include "base/round.h"
+#include "tests/gpu/fake_driver.h"
+
+namespace kvm::device {
+namespace {
+
+using attention::gpu::AppendParams;
+using attention::gpu::AppendToken;
+using attention::gpu::AttendTensors;
+using attention::gpu::DecodeKernel;
+using attention::gpu::DecodeParams;
+using attention::gpu::kEntrySlotBits;
+using attention::gpu::make_divider;
+using attention::gpu::Merge;
+using attention::gpu::MergeParams;
+using attention::gpu::MoveParams;
+using attention::gpu::Patch;
+using attention::gpu::PatchParams;
+using attention::gpu::Work;
+
+struct Implementation {
+  const char* name;
+  std::function<std::unique_ptr<Driver>()> open;  // null: not on this machine
+};
+
+std::unique_ptr<Driver> fake(bool emulate, uint32_t eagerness) {
+  testing::FakeOptions options;
+  options.emulate = emulate;
+  options.eagerness = eagerness;
+  return std::make_unique<testing::FakeDriver>(options);
+}
+
+const Implementation kImplementations[] = {
+    {"fake_lazy", [] { return fake(true, 0); }},
+    {"fake_eager", [] { return fake(false, 1); }},
+    {"cuda",
+     [] {
+       auto opened = open_driver(0);
+       return opened.is_ok() ? std::move(opened).value() : nullptr;
+     }},
+};
+
+// Registered memory of the host.
+class HostBuffer {
+ public:
+  HostBuffer(Driver* driver, uint64_t size_bytes) : driver_(driver), size_(size_bytes) {
+    data_ = ::mmap(nullptr, size_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    EXPECT_NE(data_, MAP_FAILED);
+    EXPECT_TRUE(driver->register_host(data_, size_bytes).is_ok());
+  }
+  ~HostBuffer() {
+    driver_->unregister_host(data_);
+    ::munmap(data_, size_);
+  }
+  HostBuffer(const HostBuffer&) = delete;
+  HostBuffer& operator=(const HostBuffer&) = delete;
+  uint8_t* data() const { return static_cast<uint8_t*>(data_); }
+  template <class T>
+  T* as() const {
+    return static_cast<T*>(data_);
+  }
+
+ private:
+  Driver* driver_;
+  uint64_t size_;
+  void* data_;
+};
+
+class DriverTest : public ::testing::TestWithParam<Implementation> {
+ protected:
+  void SetUp() override {
+    driver_ = GetParam().open();
+    if (driver_ == nullptr) {
+      GTEST_SKIP() << "no such device here";
+    }
+    stream_ = take(driver_->create_stream());
+  }
+  void TearDown() override {
+    if (driver_ == nullptr) {
+      return;
+    }
+    driver_->destroy_stream(stream_);
+    if (auto* fake = dynamic_cast<testing::FakeDriver*>(driver_.get()); fake != nullptr) {
+      EXPECT_EQ(fake->complaints(), "");
+      EXPECT_EQ(fake->leftovers(), "");
+    }
+  }
+
+  template <class T>
+  static T take(Result<T> result) {
+    EXPECT_TRUE(result.is_ok()) << result.status().message();
+    return result.is_ok() ? std::move(result).value() : T{};
+  }
+  static void ok(const Status& status) { EXPECT_TRUE(status.is_ok()) << status.message(); }
+
+  std::unique_ptr<Driver> driver_;
+  Stream stream_ = nullptr;
+};
+
+TEST_P(DriverTest, MemoryIsMappedIntoReservedRanges) {
+  const uint64_t unit = driver_->facts().granularity_bytes;
+  ASSERT_GT(unit, 0u);
+  uint8_t* const range = take(driver_->reserve(4 * unit));
+  // In two parts that a copy goes across.
+  ok(driver_->map(range + unit, unit));
+  ok(driver_->map(range + 2 * unit, unit));
+  const HostBuffer host(driver_.get(), 8192);
+  std::memset(host.data(), 0x5a, 4096);
+  ok(driver_->copy(range + 2 * unit - 2048, host.data(), 4096, stream_));
+  ok(driver_->copy(host.data() + 4096, range + 2 * unit - 2048, 4096, stream_));
+  ok(driver_->synchronize_device());
+  EXPECT_EQ(std::memcmp(host.data(), host.data() + 4096, 4096), 0);
+  driver_->unmap(range + unit, unit);
+  driver_->unmap(range + 2 * unit, unit);
+  ok(driver_->map(range + unit, 2 * unit));
+  driver_->unmap(range + unit, 2 * unit);
+  driver_->release(range, 4 * unit);
+}
+
+TEST_P(DriverTest, StreamsKeepTheirOrderAndWaitForEvents) {
+  constexpr uint64_t kBytes = 4096;
+  uint8_t* const memory = take(driver_->allocate(2 * kBytes));
+  const HostBuffer host(driver_.get(), 4 * kBytes);
+  for (uint32_t i = 0; i < kBytes; ++i) {
+    host.data()[i] = static_cast<uint8_t>(i * 7);
+  }
+  const Stream other = take(driver_->create_stream());
+  const Event event = take(driver_->create_event());
+  EXPECT_TRUE(take(driver_->is_done(event)));
+  ok(driver_->copy(memory, host.data(), kBytes, stream_));
+  ok(driver_->copy(memory + kBytes, memory, kBytes, stream_));
+  ok(driver_->record(event, stream_));
+  ok(driver_->wait(other, event));
+  ok(driver_->copy(host.data() + kBytes, memory + kBytes, kBytes, other));
+  ok(driver_->record(event, other));
+  ok(driver_->synchronize(event));
+  EXPECT_TRUE(take(driver_->is_done(event)));
+  EXPECT_EQ(std::memcmp(host.data(), host.data() + kBytes, kBytes), 0);
+  driver_->destroy_event(event);
+  driver_->destroy_stream(other);
+  driver_->free(memory);
+}
+
+TEST_P(DriverTest, NobodyCapturesUnasked) { EXPECT_FALSE(take(driver_->is_capturing(stream_))); }
+
+TEST_P(DriverTest, PatchesAndMoves) {
+  constexpr uint32_t kWords = 1000, kPages = 3;
+  constexpr uint64_t kPageBytes = 16384;
+  uint8_t* const memory = take(driver_->allocate(2 * kPages * kPageBytes));
+  const HostBuffer host(driver_.get(), 4 * kPages * kPageBytes);
+  auto* const patches = host.as<Patch>();
+  for (uint32_t i = 0; i < kWords; ++i) {
+    patches[i] = {(i * 7) % kWords, i};
+  }
+  uint8_t* const on_device = memory + kPages * kPageBytes;
+  ok(driver_->copy(on_device, patches, kWords * sizeof(Patch), stream_));
+  PatchParams patch;
+  patch.page_table = reinterpret_cast<uint32_t*>(memory);
+  patch.patches = reinterpret_cast<Patch*>(on_device);
+  patch.n_patches = kWords;
+  ok(driver_->patch(patch, stream_));
+  ok(driver_->patch(PatchParams{}, stream_));
+  uint8_t* const read = host.data() + kPages * kPageBytes;
+  ok(driver_->copy(read, memory, kWords * 4, stream_));
+  ok(driver_->synchronize_device());
+  for (uint32_t i = 0; i < kWords; ++i) {
+    ASSERT_EQ(reinterpret_cast<uint32_t*>(read)[(i * 7) % kWords], i);
+  }
+  // Three pages in the order 2, 0, 1 into a buffer, and from it into the places 1, 2, 0.
+  for (uint64_t i = 0; i < kPages * kPageBytes; ++i) {
+    host.data()[i] = static_cast<uint8_t>(i / kPageBytes * 50 + i % 43);
+  }
+  ok(driver_->copy(memory, host.data(), kPages * kPageBytes, stream_));
+  MoveParams move;
+  move.packed = on_device;
+  move.page_bytes = kPageBytes;
+  move.n_pages = kPages;
+  for (uint32_t i = 0; i < kPages; ++i) {
+    move.pages[i] = memory + (i + 2) % kPages * kPageBytes;
+  }
+  move.pack = true;
+  ok(driver_->move(move, stream_));
+  for (uint32_t i = 0; i < kPages; ++i) {
+    move.pages[i] = memory + (i + 1) % kPages * kPageBytes;
+  }
+  move.pack = false;
+  ok(driver_->move(move, stream_));
+  ok(driver_->copy(read, memory, kPages * kPageBytes, stream_));
+  ok(driver_->synchronize_device());
+  for (uint32_t place = 0; place < kPages; ++place) {
+    // In place (i + 1) lies what was in place (i + 2).
+    EXPECT_EQ(std::memcmp(read + place * kPageBytes,
+                          host.data() + (place + 1) % kPages * kPageBytes, kPageBytes),
+              0)
+        << place;
+  }
+  driver_->free(memory);
+}
+
+// Two tokens, one kv head, a group of 2, in two pieces that are merged.
+TEST_P(DriverTest, AppendsAndAttends) {
+  constexpr uint32_t kDim = 64, kPageTokens = 64;
+  constexpr uint64_t kPlane = kPageTokens * kDim * 2;
+  const uint64_t unit = driver_->facts().granularity_bytes;
+  const uint64_t pool_bytes = round_up(4 * kPlane, unit);
+  uint8_t* const pool = take(driver_->reserve(pool_bytes));
+  ok(driver_->map(pool, pool_bytes));
+  uint8_t* const memory = take(driver_->allocate(65536));
+  const HostBuffer host(driver_.get(), 65536);
+
+  // Laid out alike on both sides.
+  struct Inputs {
+    float k[2][kDim], v[2][kDim];
+    uint16_t q[2][kDim];
+    AppendToken tokens[3];
+    uint32_t table[8];
+    Work work[2];
+    Merge merges[1];
+    alignas(16) float partial_o[2][16][kDim];
+    float partial_lse[2][16];
+    alignas(16) float o[2][kDim];
+    float lse[2];
+    uint16_t heads[8];
+  };
+  static_assert(sizeof(Inputs) <= 65536);
+  auto* const in = new (host.data()) Inputs();
+  auto* const on = reinterpret_cast<Inputs*>(memory);
+  for (uint32_t i = 0; i < kDim; ++i) {
+    in->k[0][i] = i == 0 ? 2.0f : 0.0f;
+    in->k[1][i] = i == 1 ? 1.0f : 0.0f;
+    in->v[0][i] = 1.0f;
+    in->v[1][i] = static_cast<float>(i % 4);
+    in->q[0][i] = f32_to_bf16(i < 2 ? 1.0f : 0.0f);
+    in->q[1][i] = f32_to_bf16(i == 1 ? 3.0f : 0.0f);
+  }
+  in->tokens[0] = {5, 7, 0, 0};
+  in->tokens[1] = {attention::gpu::kNoToken, 0, 0, 0};
+  in->tokens[2] = {5, 8, 1, 0};
+  in->table[5] = 1u << kEntrySlotBits | 1;
+  for (uint32_t i = 0; i < 2; ++i) {
+    Work& work = in->work[i];
+    work.request.table = 5;
+    work.request.first = 7;
+    work.request.n_first = work.request.n_tokens = 2;
+    work.begin = i;
+    work.end = i + 1;
+    work.slot = static_cast<int32_t>(i);
+  }
+  in->merges[0].n_slots = 2;
+  ok(driver_->copy(memory, in, sizeof(Inputs), stream_));
+
+  AppendParams append;
+  append.pool.segments[0] = append.pool.segments[1] = pool;
+  append.pool.page_tokens = make_divider(kPageTokens);
+  append.pool.heads = on->heads;
+  append.pool.classes[0] = {2 * kPlane, kPlane, kPlane, 0, 1, 0};
+  append.page_table = on->table;
+  append.k = on->k;
+  append.v = on->v;
+  append.stride_token = append.stride_head = kDim;
+  append.tokens = on->tokens;
+  append.dtype = Dtype::kF32;
+  append.dim = kDim;
+  ok(driver_->append(Dtype::kBf16, append, 3, stream_));
+
+  DecodeParams decode;
+  decode.pool = append.pool;
+  AttendTensors& tensors = decode.tensors;
+  tensors.q = on->q;
+  tensors.q_stride_token = tensors.o_stride_token = 2 * kDim;
+  tensors.q_stride_head = tensors.o_stride_head = kDim;
+  tensors.o = on->o;
+  tensors.lse = on->lse;
+  tensors.lse_stride_token = 2;
+  tensors.lse_stride_head = 1;
+  tensors.group = 2;
+  decode.page_table = on->table;
+  decode.work = on->work;
+  decode.partial_o = &on->partial_o[0][0][0];
+  decode.partial_lse = &on->partial_lse[0][0];
+  decode.scale_log2 = std::numbers::log2e_v<float>;
+  const DecodeKernel kernel{Dtype::kBf16, kDim, 16};
+  EXPECT_GE(take(driver_->decode_blocks(kernel)), 1u);
+  ok(driver_->decode(kernel, decode, 2, stream_));
+  MergeParams merge;
+  merge.tensors = tensors;
+  merge.merges = on->merges;
+  merge.partial_o = decode.partial_o;
+  merge.partial_lse = decode.partial_lse;
+  merge.rows = 2;
+  merge.block_rows = 16;
+  ok(driver_->merge(kDim, merge, 1, stream_));
+  ok(driver_->copy(in, memory, sizeof(Inputs), stream_));
+  ok(driver_->synchronize_device());
+  for (uint32_t row = 0; row < 2; ++row) {
+    const double a = std::exp(row == 0 ? 2.0 : 0.0), b = std::exp(row == 0 ? 1.0 : 3.0);
+    EXPECT_NEAR(in->lse[row], std::log(a + b), 1e-5);
+    for (uint32_t i = 0; i < kDim; ++i) {
+      EXPECT_NEAR(in->o[row][i], (a + b * (i % 4)) / (a + b), 2e-2) << row << " " << i;
+    }
+  }
+  driver_->unmap(pool, pool_bytes);
+  driver_->release(pool, pool_bytes);
+  driver_->free(memory);
+}
+
+INSTANTIATE_TEST_SUITE_P(All, DriverTest, ::testing::ValuesIn(kImplementations),
+                         [](const auto& param) { return param.param.name; });
+
+// --- The fake one alone: it has to notice --------------------------------------------------------
+
+TEST(FakeDriverTest, WorkHappensAsLateAsPossible) {
+  testing::FakeDriver driver;
+  uint8_t* const memory = driver.allocate(4096).value();
+  {
+    const HostBuffer host(&driver, 8192);
+    host.data()[0] = 1;
+    ASSERT_TRUE(driver.copy(memory, host.data(), 64, nullptr).is_ok());
+    host.data()[0] = 2;  // too early
+    ASSERT_TRUE(driver.copy(host.data() + 4096, memory, 64, nullptr).is_ok());
+    driver.settle();
+    EXPECT_EQ(host.data()[4096], 2);
+  }
+  driver.free(memory);
+  EXPECT_EQ(driver.complaints(), "");
+}
+
+TEST(FakeDriverTest, MemoryThatIsGoneIsNoticed) {
+  testing::FakeDriver driver;
+  uint8_t* const memory = driver.allocate(4096).value();
+  const HostBuffer host(&driver, 4096);
+  ASSERT_TRUE(driver.copy(memory, host.data(), 64, nullptr).is_ok());
+  driver.free(memory);
+  driver.settle();
+  EXPECT_NE(driver.complaints(), "");
+}
+
+TEST(FakeDriverTest, CallsFailWhenTold) {
+  testing::FakeDriver driver;
+  driver.fail(testing::Operation::kAllocate, 2);
+  uint8_t* const memory = driver.allocate(4096).value();
+  EXPECT_EQ(driver.allocate(4096).status().code(), KVM_ERR_NO_SPACE);
+  EXPECT_NE(driver.leftovers(), "");
+  driver.free(memory);
+  EXPECT_EQ(driver.leftovers(), "");
+}
+
+TEST(FakeDriverTest, GraphsAreKeptAndReplayed) {
+  testing::FakeDriver driver;
+  uint8_t* const memory = driver.allocate(4096).value();
+  const HostBuffer host(&driver, 4096);
+  driver.begin_capture(nullptr);
+  ASSERT_TRUE(driver.is_capturing(nullptr).value());
+  ASSERT_TRUE(driver.copy(memory, host.data(), 64, nullptr).is_ok());
+  const testing::FakeDriver::Graph graph = driver.end_capture(nullptr);
+  driver.settle();
+  EXPECT_EQ(driver.copied_bytes(), 0u);
+  driver.replay(graph, nullptr);
+  driver.replay(graph, nullptr);
+  driver.settle();
+  EXPECT_EQ(driver.copied_bytes(), 128u);
+  driver.free(memory);
+}
+
+}  // namespace
+}  // namespace kvm::device

@@ -1,0 +1,609 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tests/gpu/fake_driver.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <utility>
+
+#include "attention/cuda/emulator.h"
+#include "attention/cuda/shapes.h"
+#include "attention/cuda/table_kernel.h"
+#include "base/round.h"
+#include "base/splitmix.h"
+
+namespace kvm::device::testing {
+namespace {
+
+using namespace attention::gpu;  // NOLINT: parameters and kernels
+
+constexpr size_t kMaxComplaints = 2000;  // characters
+
+float stored_value(const uint8_t* at, Dtype dtype) {
+  uint16_t bits = 0;
+  std::memcpy(&bits, at, 2);
+  return dtype == Dtype::kBf16 ? bf16_to_f32(bits) : f16_to_f32(bits);
+}
+
+void store_element(const AttendTensors& tensors, int64_t element, double value) {
+  const auto narrow = static_cast<float>(value);
+  if (tensors.dtype_o == Dtype::kF32) {
+    static_cast<float*>(tensors.o)[element] = narrow;
+  } else {
+    static_cast<uint16_t*>(tensors.o)[element] =
+        tensors.dtype_o == Dtype::kBf16 ? f32_to_bf16(narrow) : f32_to_f16(narrow);
+  }
+}
+
+// Writes a result row, or does nothing with lse where it is not wanted.
+void store_row(const AttendTensors& tensors, RowPlace at, const std::vector<double>& o,
+               double lse) {
+  for (size_t i = 0; i < o.size(); ++i) {
+    store_element(tensors,
+                  at.token * tensors.o_stride_token + at.q_head * tensors.o_stride_head +
+                      static_cast<int64_t>(i),
+                  o[i]);
+  }
+  if (tensors.lse != nullptr) {
+    tensors.lse[at.token * tensors.lse_stride_token + at.q_head * tensors.lse_stride_head] =
+        static_cast<float>(lse);
+  }
+}
+
+bool covers(const std::map<uint8_t*, uint64_t>& ranges, const void* at, uint64_t size_bytes) {
+  const auto* begin = static_cast<const uint8_t*>(at);
+  const auto* const end = begin + size_bytes;
+  auto above = ranges.upper_bound(const_cast<uint8_t*>(begin));
+  if (above == ranges.begin()) {
+    return false;
+  }
+  // Neighbouring ranges may carry it together.
+  for (--above; above != ranges.end() && above->first <= begin; ++above) {
+    if (begin >= above->first + above->second) {
+      return false;
+    }
+    begin = above->first + above->second;
+    if (begin >= end) {
+      return true;
+    }
+  }
+  return false;
+}
+
+}  // namespace
+
+FakeDriver::FakeDriver(const FakeOptions& options) : options_(options), state_(options.seed) {
+  facts_.name = "memory of this process";
+  facts_.free_bytes = options.memory_bytes;
+  facts_.granularity_bytes = options.granularity_bytes;
+  facts_.n_sms = options.blocks;
+  queues_.emplace(nullptr, std::make_unique<Queue>());
+}
+
+FakeDriver::~FakeDriver() {
+  for (const auto& [range, size] : reserved_) {
+    ::munmap(range, size);
+  }
+  for (const auto& [range, size] : allocated_) {
+    ::munmap(range, size);
+  }
+}
+
+uint64_t FakeDriver::random() {
+  state_ += kSplitMixStep;
+  return splitmix64(state_);
+}
+
+void FakeDriver::complain(const std::string& what) {
+  if (complaints_.size() < kMaxComplaints) {
+    complaints_ += what + "\n";
+  }
+}
+
+std::string FakeDriver::leftovers() const {
+  std::string text;
+  const auto add = [&text](size_t n, const char* what) {
+    if (n != 0) {
+      text += std::to_string(n) + " " + what + ", ";
+    }
+  };
+  add(reserved_.size(), "reserved ranges");
+  add(mapped_bytes_, "mapped bytes");
+  add(allocated_.size(), "allocations");
+  add(registered_.size(), "registered ranges");
+  add(queues_.size() - 1, "streams");
+  add(events_.size(), "events");
+  return text;
+}
+
+Status FakeDriver::begin(Operation operation, const char* name) {
+  if (options_.eagerness != 0) {
+    while (random() % options_.eagerness == 0 && progress()) {
+    }
+  }
+  const auto index = static_cast<size_t>(operation);
+  if (++counts_[index] == fail_at_[index]) {
+    const bool memory = operation == Operation::kMap || operation == Operation::kAllocate;
+    return Status(memory ? KVM_ERR_NO_SPACE : KVM_ERR_DEVICE, std::string(name) + ": made to fail");
+  }
+  return Status::ok();
+}
+
+// --- Memory -------------------------------------------------------------------------------------
+
+Result<uint8_t*> FakeDriver::reserve(uint64_t size_bytes) {
+  KVM_TRY(begin(Operation::kReserve, "reserve"));
+  if (size_bytes == 0 || size_bytes % options_.granularity_bytes != 0) {
+    complain("reserve: " + std::to_string(size_bytes) + " bytes");
+  }
+  void* range =
+      ::mmap(nullptr, size_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (range == MAP_FAILED) {
+    return Status(KVM_ERR_DEVICE, "reserve: no addresses");
+  }
+  reserved_[static_cast<uint8_t*>(range)] = size_bytes;
+  return static_cast<uint8_t*>(range);
+}
+
+void FakeDriver::release(uint8_t* range, uint64_t size_bytes) {
+  const auto found = reserved_.find(range);
+  if (found == reserved_.end() || found->second != size_bytes) {
+    complain("release: not a reserved range");
+    return;
+  }
+  const auto live = live_.lower_bound(range);
+  if (live != live_.end() && live->first < range + size_bytes) {
+    complain("release: memory is mapped there");
+  }
+  ::munmap(range, size_bytes);
+  reserved_.erase(found);
+}
+
+Status FakeDriver::map(uint8_t* at, uint64_t size_bytes) {
+  KVM_TRY(begin(Operation::kMap, "map"));
+  if (mapped_bytes_ + size_bytes > options_.memory_bytes) {
+    return Status(KVM_ERR_NO_SPACE, "map: the device is full");
+  }
+  if (size_bytes % options_.granularity_bytes != 0 || !covers(reserved_, at, size_bytes) ||
+      is_device(at, 1)) {
+    complain("map: not a free part of a reserved range");
+    return Status(KVM_ERR_DEVICE, "map: misuse");
+  }
+  if (::mprotect(at, size_bytes, PROT_READ | PROT_WRITE) != 0) {
+    return Status(KVM_ERR_DEVICE, "map: mprotect");
+  }
+  std::memset(at, 0xff, size_bytes);  // NaNs
+  live_[at] = size_bytes;
+  mapped_bytes_ += size_bytes;
+  return Status::ok();
+}
+
+void FakeDriver::unmap(uint8_t* at, uint64_t size_bytes) {
+  const auto found = live_.find(at);
+  if (found == live_.end() || found->second != size_bytes || allocated_.contains(at)) {
+    complain("unmap: not what was mapped");
+    return;
+  }
+  ::mmap(at, size_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+  live_.erase(found);
+  mapped_bytes_ -= size_bytes;
+}
+
+Result<uint8_t*> FakeDriver::allocate(uint64_t size_bytes) {
+  KVM_TRY(begin(Operation::kAllocate, "allocate"));
+  void* memory =
+      ::mmap(nullptr, size_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) {
+    return Status(KVM_ERR_NO_SPACE, "allocate: no memory");
+  }
+  std::memset(memory, 0xff, size_bytes);
+  allocated_[static_cast<uint8_t*>(memory)] = size_bytes;
+  live_[static_cast<uint8_t*>(memory)] = size_bytes;
+  return static_cast<uint8_t*>(memory);
+}
+
+void FakeDriver::free(uint8_t* memory) {
+  const auto found = allocated_.find(memory);
+  if (found == allocated_.end()) {
+    complain("free: not allocated");
+    return;
+  }
+  ::munmap(memory, found->second);
+  live_.erase(memory);
+  allocated_.erase(found);
+}
+
+Status FakeDriver::register_host(void* memory, uint64_t size_bytes) {
+  KVM_TRY(begin(Operation::kRegister, "register"));
+  if (reinterpret_cast<uintptr_t>(memory) % 4096 != 0 || covers(registered_, memory, 1)) {
+    complain("register: misaligned, or registered already");
+  }
+  registered_[static_cast<uint8_t*>(memory)] = size_bytes;
+  return Status::ok();
+}
+
+void FakeDriver::unregister_host(void* memory) {
+  if (registered_.erase(static_cast<uint8_t*>(memory)) == 0) {
+    complain("unregister: not registered");
+  }
+}
+
+bool FakeDriver::is_device(const void* at, uint64_t size_bytes) const {
+  return covers(live_, at, size_bytes);
+}
+
+bool FakeDriver::is_host(const void* at, uint64_t size_bytes) const {
+  return covers(registered_, at, size_bytes);
+}
+
+// --- Streams ------------------------------------------------------------------------------------
+
+Result<Stream> FakeDriver::create_stream() {
+  KVM_TRY(begin(Operation::kStream, "create_stream"));
+  auto* const stream = reinterpret_cast<Stream>(uintptr_t{0x1000} + ++last_handle_);
+  queues_.emplace(stream, std::make_unique<Queue>());
+  return stream;
+}
+
+void FakeDriver::destroy_stream(Stream stream) {
+  while (!queue(stream).work.empty()) {
+    if (!progress()) {
+      complain("destroy_stream: its work waits for ever");
+      break;
+    }
+  }
+  if (stream == nullptr || queues_.erase(stream) == 0) {
+    complain("destroy_stream: no such stream");
+  }
+}
+
+Result<Event> FakeDriver::create_event() {
+  KVM_TRY(begin(Operation::kEvent, "create_event"));
+  auto* const event = reinterpret_cast<Event>(uintptr_t{0x1000} + ++last_handle_);
+  events_.emplace(event, std::make_shared<Marker>());
+  return event;
+}
+
+void FakeDriver::destroy_event(Event event) {
+  if (events_.erase(event) == 0) {
+    complain("destroy_event: no such event");
+  }
+}
+
+FakeDriver::Queue& FakeDriver::queue(Stream stream) {
+  const auto found = queues_.find(stream);
+  if (found == queues_.end()) {
+    complain("no such stream");
+    return *queues_[nullptr];
+  }
+  return *found->second;
+}
+
+void FakeDriver::enqueue(Stream stream, std::function<void()> run) {
+  Queue& to = queue(stream);
+  if (to.captured) {
+    to.graph.push_back(std::move(run));
+  } else {
+    to.work.push_back({std::move(run), nullptr, 0});
+  }
+}
+
+Status FakeDriver::record(Event event, Stream stream) {
+  KVM_TRY(begin(Operation::kRecord, "record"));
+  const auto found = events_.find(event);
+  if (found == events_.end() || queue(stream).captured) {
+    complain("record: no such event, or the stream is captured");
+    return Status(KVM_ERR_DEVICE, "record: misuse");
+  }
+  std::shared_ptr<Marker> marker = found->second;
+  const uint64_t number = ++marker->recorded;
+  enqueue(stream, [marker, number] { marker->happened = std::max(marker->happened, number); });
+  return Status::ok();
+}
+
+Status FakeDriver::wait(Stream stream, Event event) {
+  KVM_TRY(begin(Operation::kWait, "wait"));
+  const auto found = events_.find(event);
+  if (found == events_.end() || queue(stream).captured) {
+    complain("wait: no such event, or the stream is captured");
+    return Status(KVM_ERR_DEVICE, "wait: misuse");
+  }
+  queue(stream).work.push_back({[] {}, found->second, found->second->recorded});
+  return Status::ok();
+}
+
+bool FakeDriver::is_ready(const Queue& of) const {
+  return !of.work.empty() && (of.work.front().waits_for == nullptr ||
+                              of.work.front().waits_for->happened >= of.work.front().waits_until);
+}
+
+bool FakeDriver::progress() {
+  std::vector<Queue*> ready;
+  for (const auto& [stream, of] : queues_) {
+    if (is_ready(*of)) {
+      ready.push_back(of.get());
+    }
+  }
+  if (ready.empty()) {
+    return false;
+  }
+  Queue& chosen = *ready[random() % ready.size()];
+  const Work work = std::move(chosen.work.front());
+  chosen.work.pop_front();
+  work.run();
+  return true;
+}
+
+void FakeDriver::settle() {
+  while (progress()) {
+  }
+  for (const auto& [stream, of] : queues_) {
+    if (!of->work.empty()) {
+      complain("a stream waits for ever");
+      of->work.clear();
+    }
+  }
+}
+
+Result<bool> FakeDriver::is_done(Event event) {
+  KVM_TRY(begin(Operation::kQuery, "is_done"));
+  const auto found = events_.find(event);
+  if (found == events_.end()) {
+    complain("is_done: no such event");
+    return true;
+  }
+  return found->second->happened >= found->second->recorded;
+}
+
+Status FakeDriver::synchronize(Event event) {
+  KVM_TRY(begin(Operation::kSynchronize, "synchronize"));
+  const auto found = events_.find(event);
+  if (found == events_.end()) {
+    complain("synchronize: no such event");
+    return Status(KVM_ERR_DEVICE, "synchronize: misuse");
+  }
+  while (found->second->happened < found->second->recorded) {
+    if (!progress()) {
+      complain("synchronize: waits for ever");
+      return Status(KVM_ERR_DEVICE, "synchronize: waits for ever");
+    }
+  }
+  return Status::ok();
+}
+
+Status FakeDriver::synchronize_device() {
+  KVM_TRY(begin(Operation::kSynchronize, "synchronize_device"));
+  settle();
+  return Status::ok();
+}
+
+Result<bool> FakeDriver::is_capturing(Stream stream) { return queue(stream).captured; }
+
+void FakeDriver::begin_capture(Stream stream) { queue(stream).captured = true; }
+
+FakeDriver::Graph FakeDriver::end_capture(Stream stream) {
+  queue(stream).captured = false;
+  return std::exchange(queue(stream).graph, {});
+}
+
+void FakeDriver::replay(const Graph& graph, Stream stream) {
+  for (const std::function<void()>& node : graph) {
+    enqueue(stream, node);
+  }
+}
+
+// --- Copies and kernels -------------------------------------------------------------------------
+
+Status FakeDriver::copy(void* to, const void* from, uint64_t size_bytes, Stream stream) {
+  KVM_TRY(begin(Operation::kCopy, "copy"));
+  enqueue(stream, [this, to, from, size_bytes] {
+    const bool to_device = is_device(to, size_bytes), from_device = is_device(from, size_bytes);
+    if ((!to_device && !is_host(to, size_bytes)) || (!from_device && !is_host(from, size_bytes))) {
+      complain("copy: memory that is neither mapped nor registered");
+      return;
+    }
+    if (to_device != from_device) {
+      shortest_transfer_ = std::min(shortest_transfer_, size_bytes);
+    }
+    copied_bytes_ += size_bytes;
+    std::memmove(to, from, size_bytes);
+  });
+  return Status::ok();
+}
+
+void FakeDriver::run_kernel(const char* name, uint32_t blocks, uint32_t threads,
+                            uint32_t shared_bytes, const std::function<void()>& kernel) {
+  std::vector<emulator::Range> ranges;
+  for (const auto& [at, size] : live_) {
+    if (!ranges.empty() &&
+        static_cast<const uint8_t*>(ranges.back().data) + ranges.back().size_bytes == at) {
+      ranges.back().size_bytes += size;
+    } else {
+      ranges.push_back({at, size});
+    }
+  }
+  const emulator::Report report = emulator::run({blocks, threads, shared_bytes, ranges}, kernel);
+  if (report.n_faults != 0) {
+    complain(std::string(name) + ": " + std::to_string(report.n_faults) +
+             " faults, first: " + report.first_fault);
+  }
+}
+
+Result<uint32_t> FakeDriver::decode_blocks(const DecodeKernel& kernel) {
+  const bool known =
+      visit_shape(kernel.dtype, kernel.dim, kernel.block_rows, []<class Shape>(Shape) {});
+  return known ? Result<uint32_t>(options_.blocks)
+               : Result<uint32_t>(Status(KVM_ERR_DEVICE, "no such decode kernel"));
+}
+
+Status FakeDriver::decode(const DecodeKernel& kernel, const DecodeParams& params, uint32_t n_blocks,
+                          Stream stream) {
+  KVM_TRY(begin(Operation::kLaunch, "decode"));
+  enqueue(stream, [this, kernel, params, n_blocks] {
+    if (!options_.emulate) {
+      plain_decode(kernel, params, n_blocks);
+      return;
+    }
+    visit_shape(kernel.dtype, kernel.dim, kernel.block_rows, [&]<class Shape>(Shape) {
+      run_kernel("decode", n_blocks, Shape::kThreads, Shape::kSharedBytes,
+                 [&params] { decode_thread<Shape>(params); });
+    });
+  });
+  return Status::ok();
+}
+
+Status FakeDriver::merge(uint32_t dim, const MergeParams& params, uint32_t n_merges,
+                         Stream stream) {
+  KVM_TRY(begin(Operation::kLaunch, "merge"));
+  enqueue(stream, [this, dim, params, n_merges] {
+    if (!options_.emulate) {
+      plain_merge(dim, params, n_merges);
+      return;
+    }
+    run_kernel("merge", n_merges * params.rows, kMergeThreads, kMergeSharedBytes, [&params, dim] {
+      dim == 64    ? merge_thread<64>(params)
+      : dim == 128 ? merge_thread<128>(params)
+                   : merge_thread<256>(params);
+    });
+  });
+  return Status::ok();
+}
+
+Status FakeDriver::append(Dtype stored, const AppendParams& params, uint32_t n_tokens,
+                          Stream stream) {
+  KVM_TRY(begin(Operation::kLaunch, "append"));
+  enqueue(stream, [this, stored, params, n_tokens] {
+    run_kernel("append", n_tokens, kAppendThreads, 0, [&params, stored] {
+      stored == Dtype::kBf16 ? append_thread<Element::kBf16>(params)
+                             : append_thread<Element::kF16>(params);
+    });
+  });
+  return Status::ok();
+}
+
+Status FakeDriver::patch(const PatchParams& params, Stream stream) {
+  KVM_TRY(begin(Operation::kLaunch, "patch"));
+  enqueue(stream, [this, params] {
+    run_kernel("patch", static_cast<uint32_t>(div_up(params.n_patches, kPatchThreads)),
+               kPatchThreads, 0, [&params] { patch_thread(params); });
+  });
+  return Status::ok();
+}
+
+Status FakeDriver::move(const MoveParams& params, Stream stream) {
+  KVM_TRY(begin(Operation::kLaunch, "move"));
+  enqueue(stream, [this, params] {
+    run_kernel("move", params.n_pages * kMoveBlocks, kMoveThreads, 0,
+               [&params] { move_thread(params); });
+  });
+  return Status::ok();
+}
+
+// One piece of work of the decode kernel, row by row in fp64.
+void FakeDriver::plain_decode(const DecodeKernel& kernel, const DecodeParams& p,
+                              uint32_t n_blocks) {
+  const uint32_t row_bytes = kernel.dim * 2;
+  std::vector<double> weights, o(kernel.dim);
+  for (uint32_t block = 0; block < n_blocks; ++block) {
+    uint32_t piece = block;
+    do {
+      const attention::gpu::Work& work = p.work[piece];
+      const Request& request = work.request;
+      const PageClass& of = p.pool.classes[request.page_class];
+      const uint32_t n_rows = request.n_query * p.tensors.group;
+      for (uint32_t r = work.row_first; r < std::min(n_rows, work.row_first + kernel.block_rows);
+           ++r) {
+        const uint32_t visible = request.n_tokens - request.n_query + 1 + r / p.tensors.group;
+        const uint32_t end = std::min(work.end, visible);
+        const RowPlace at = row_place(request.q_token, work.kv_head, p.tensors.group, r);
+        const uint8_t* q =
+            static_cast<const uint8_t*>(p.tensors.q) +
+            (at.token * p.tensors.q_stride_token + at.q_head * p.tensors.q_stride_head) * 2;
+        std::fill(o.begin(), o.end(), 0.0);
+        double top = -INFINITY, sum = 0;
+        for (uint32_t token = work.begin; token < end; ++token) {
+          const uint32_t list = list_token(request, token);
+          const uint32_t page = divide(p.pool.page_tokens, list);
+          const uint32_t entry = p.page_table[request.table + page];
+          const uint8_t* k =
+              page_row(p.pool, of, entry, list - page * p.pool.page_tokens.divisor, row_bytes) +
+              uint64_t{work.head} * of.head_stride_bytes;
+          if (!is_device(k, row_bytes) || !is_device(k + of.v_offset_bytes, row_bytes)) {
+            complain("decode: a page that is not mapped");
+            return;
+          }
+          double logit = 0;
+          for (uint32_t i = 0; i < kernel.dim; ++i) {
+            logit += static_cast<double>(stored_value(q + i * 2, kernel.dtype)) *
+                     stored_value(k + i * 2, kernel.dtype);
+          }
+          logit *= static_cast<double>(p.scale_log2) / static_cast<double>(kLog2E);
+          if (request.log_weights >= 0) {
+            logit += p.log_weights[request.log_weights +
+                                   int64_t{work.kv_head} * request.log_weight_stride + list];
+          }
+          const double new_top = std::max(top, logit);
+          const double factor = top == -INFINITY ? 0 : std::exp(top - new_top);
+          const double weight = new_top == -INFINITY ? 0 : std::exp(logit - new_top);
+          sum = sum * factor + weight;
+          for (uint32_t i = 0; i < kernel.dim; ++i) {
+            o[i] =
+                o[i] * factor + weight * stored_value(k + of.v_offset_bytes + i * 2, kernel.dtype);
+          }
+          top = new_top;
+        }
+        for (double& channel : o) {
+          channel = sum > 0 ? channel / sum : 0;
+        }
+        const double lse = sum > 0 ? top + std::log(sum) : -INFINITY;
+        if (work.slot < 0) {
+          store_row(p.tensors, at, o, lse);
+        } else {
+          const uint64_t slot_row =
+              static_cast<uint64_t>(work.slot) * kernel.block_rows + (r - work.row_first);
+          std::copy(o.begin(), o.end(), p.partial_o + slot_row * kernel.dim);
+          p.partial_lse[slot_row] = static_cast<float>(lse);
+        }
+      }
+      piece = work.next;
+    } while (piece != 0);
+  }
+}
+
+void FakeDriver::plain_merge(uint32_t dim, const MergeParams& p, uint32_t n_merges) {
+  std::vector<double> o(dim);
+  for (uint32_t m = 0; m < n_merges; ++m) {
+    const Merge& merge = p.merges[m];
+    const uint32_t n_rows = merge.n_query * p.tensors.group;
+    for (uint32_t row = 0; row < p.rows && merge.row_first + row < n_rows && row < p.block_rows;
+         ++row) {
+      std::fill(o.begin(), o.end(), 0.0);
+      double top = -INFINITY, sum = 0;
+      for (uint32_t pass = 0; pass < 2; ++pass) {
+        for (uint32_t slot = 0; slot < merge.n_slots; ++slot) {
+          const uint64_t at = uint64_t{merge.slot_first + slot} * p.block_rows + row;
+          const double lse = p.partial_lse[at];
+          if (pass == 0) {
+            top = std::max(top, lse);
+          } else if (lse != -INFINITY) {
+            const double weight = std::exp(lse - top);
+            sum += weight;
+            for (uint32_t i = 0; i < dim; ++i) {
+              o[i] += weight * p.partial_o[at * dim + i];
+            }
+          }
+        }
+      }
+      for (double& channel : o) {
+        channel = sum > 0 ? channel / sum : 0;
+      }
+      store_row(p.tensors,
+                row_place(merge.q_token, merge.kv_head, p.tensors.group, merge.row_first + row), o,
+                sum > 0 ? top + std::log(sum) : -INFINITY);
+    }
+  }
+}
+
+}  // namespace kvm::device::testing
