@@ -3,7 +3,7 @@
 
 # From <libdir>/pkgconfig back to the prefix: the library directory may be lib or lib/<triplet>.
 file(RELATIVE_PATH KVM_PC_PREFIX "/${CMAKE_INSTALL_LIBDIR}/pkgconfig" "/")
-install(FILES include/kvm.h DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}")
+install(FILES include/kvm.h include/kvm_cuda.h DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}")
 
 set(KVM_INSTALLED_LIBRARIES)
 foreach(library kvm kvm_embedded)

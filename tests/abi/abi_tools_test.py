@@ -76,7 +76,7 @@ class CheckTest(unittest.TestCase):
         library = os.path.join(self.folder, "libkvm.so")
         subprocess.run([CC, "-shared", "-fPIC", source, "-o", library, f"-Wl,-soname,{soname}",
                         f"-Wl,--version-script={self.write('a.map', version_map)}"], check=True)
-        return self.quiet(symbols_test.main, library, header, "libkvm.so.0")
+        return self.quiet(symbols_test.main, library, "libkvm.so.0", header)
 
     def test_symbols(self):
         self.assertEqual(self.symbols(self.NAMES)[0], 0)

@@ -17,6 +17,8 @@ CASES = {
     "alone": '#include "kvm.h"\n',
     "twice": '#include "kvm.h"\n#include "kvm.h"\n',
     "before linux/kvm.h": '#include "kvm.h"\n#include <linux/kvm.h>\n',
+    "the GPU part": '#include "kvm_cuda.h"\n#include "kvm_cuda.h"\n',
+    "the GPU part after kvm.h": '#include "kvm.h"\n#include "kvm_cuda.h"\n',
     "after linux/kvm.h": '#include <linux/kvm.h>\n#include "kvm.h"\n',
 }
 

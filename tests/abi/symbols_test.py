@@ -1,5 +1,5 @@
-"""A shared library exports the functions that kvm.h marks KVM_API, under version KVM_0, and nothing
-else; its soname is the one promised. Usage: symbols_test.py LIBRARY HEADER SONAME"""
+"""A shared library exports the functions that its headers mark KVM_API, under version KVM_0, and
+nothing else; its soname is the one promised. Usage: symbols_test.py LIBRARY SONAME HEADER..."""
 
 import re
 import subprocess
@@ -8,9 +8,11 @@ import sys
 from abi_header import Header
 
 
-def main(library, header_path, soname):
-    with open(header_path, encoding="utf-8") as file:
-        declared = Header(file.read()).functions
+def main(library, soname, *header_paths):
+    declared = set()
+    for path in header_paths:
+        with open(path, encoding="utf-8") as file:
+            declared.update(Header(file.read()).functions)
     out = subprocess.run(["nm", "-D", "--defined-only", "--with-symbol-versions", library],
                          check=True, capture_output=True, text=True).stdout
     findings = []

@@ -80,9 +80,15 @@ FakeDriver::FakeDriver(const FakeOptions& options) : options_(options), state_(o
   facts_.granularity_bytes = options.granularity_bytes;
   facts_.n_sms = options.blocks;
   queues_.emplace(nullptr, std::make_unique<Queue>());
+  for (const auto& [operation, nth] : options.fail_first) {
+    fail(operation, nth);
+  }
 }
 
 FakeDriver::~FakeDriver() {
+  if (options_.at_end) {
+    options_.at_end(*this);
+  }
   for (const auto& [range, size] : reserved_) {
     ::munmap(range, size);
   }

@@ -20,20 +20,12 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "device/driver.h"
 
 namespace kvm::device::testing {
-
-struct FakeOptions {
-  uint64_t seed = 1;
-  uint64_t memory_bytes = uint64_t{1} << 30;
-  uint64_t granularity_bytes = uint64_t{64} << 10;
-  uint32_t blocks = 4;     // of a decode kernel, at once
-  uint32_t eagerness = 0;  // one of so many calls lets some work happen; 0: none does
-  bool emulate = true;
-};
 
 // What can be made to fail.
 enum class Operation : uint8_t {
@@ -50,6 +42,19 @@ enum class Operation : uint8_t {
   kLaunch,
   kQuery,
   kCount
+};
+
+class FakeDriver;
+
+struct FakeOptions {
+  uint64_t seed = 1;
+  uint64_t memory_bytes = uint64_t{1} << 30;
+  uint64_t granularity_bytes = uint64_t{64} << 10;
+  uint32_t blocks = 4;     // of a decode kernel, at once
+  uint32_t eagerness = 0;  // one of so many calls lets some work happen; 0: none does
+  bool emulate = true;
+  std::vector<std::pair<Operation, uint64_t>> fail_first;  // as by fail(), from the start
+  std::function<void(const FakeDriver&)> at_end;           // called by the destructor
 };
 
 class FakeDriver final : public Driver {

@@ -1,0 +1,242 @@
+// SPDX-License-Identifier: Apache-2.0
+// The C functions of kvm_cuda.h.
+#include <cmath>
+#include <iterator>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "client/checks.h"
+#include "client/embedded_device.h"
+#include "client/handles.h"
+#include "ipc/struct_size.h"
+#include "kvm_cuda.h"
+
+struct kvm_cuda_batch {
+  uint64_t token = 0;
+  std::shared_ptr<kvm::client::DeviceClient> client;
+  std::unique_ptr<kvm::device::Batch> batch;
+};
+
+namespace {
+
+using kvm::Dtype;
+using kvm::Result;
+using kvm::Status;
+using kvm::client::check_flags;
+using kvm::client::check_handle;
+using kvm::client::check_not_null;
+using kvm::client::check_reserved;
+using kvm::client::DeviceClient;
+using kvm::client::guarded;
+
+constexpr uint32_t kMaxBatchItems = 1024;
+constexpr uint32_t kMaxBatchQuery = 64;
+constexpr uint32_t kMaxBatchAppend = 1u << 20;
+
+Status invalid(const std::string& sentence) { return Status(KVM_ERR_INVALID, sentence); }
+
+Result<std::shared_ptr<DeviceClient>> device_client(const kvm_client* client) {
+  KVM_TRY(check_handle(client, "client"));
+  auto device = std::dynamic_pointer_cast<DeviceClient>(client->client);
+  if (device == nullptr) {
+    return Status(KVM_ERR_UNSUPPORTED, "the client was not opened by kvm_cuda_open");
+  }
+  return device;
+}
+
+Status check_range(const char* name, uint64_t value, uint64_t most) {
+  if (value == 0 || value > most) {
+    return invalid(std::string(name) + " is " + std::to_string(value) + "; allowed are 1 to " +
+                   std::to_string(most));
+  }
+  return Status::ok();
+}
+
+Status check_buffer(const char* name, const kvm_buffer& buffer, bool required) {
+  const bool none = buffer.kind == KVM_BUFFER_NONE && buffer.where == 0 && buffer.size == 0;
+  if (buffer.region != 0 || (buffer.kind != KVM_BUFFER_DEVICE && (required || !none)) ||
+      (buffer.kind == KVM_BUFFER_DEVICE && buffer.where == 0)) {
+    return invalid(std::string(name) + " is no device memory (its kind is " +
+                   std::to_string(buffer.kind) + ")");
+  }
+  return Status::ok();
+}
+
+// A tensor of the caller, as device/ takes it.
+Status read_tensor(const char* name, const kvm_tensor& from, bool required,
+                   kvm::device::DeviceTensor* to) {
+  KVM_TRY(check_buffer(name, from.buffer, required));
+  if (from.buffer.kind == KVM_BUFFER_NONE) {
+    return Status::ok();
+  }
+  if (!kvm::dtype_is_known(from.dtype) || from.reserved != 0 || from.stride_layer != 0) {
+    return invalid(std::string(name) + ": dtype is " + std::to_string(from.dtype) +
+                   ", stride_layer " + std::to_string(from.stride_layer) +
+                   "; allowed are F32 (1), F16 (2), BF16 (3), and 0");
+  }
+  to->data = reinterpret_cast<uint8_t*>(static_cast<uintptr_t>(from.buffer.where));
+  to->size_bytes = from.buffer.size;
+  to->dtype = static_cast<Dtype>(from.dtype);
+  to->stride_row = from.stride_row;
+  to->stride_head = from.stride_head;
+  return Status::ok();
+}
+
+Status read_batch(const kvm_cuda_batch_params& p, kvm::device::BatchOptions* to) {
+  KVM_TRY(check_flags(p.flags, KVM_CUDA_REPRODUCIBLE, "kvm_cuda_batch_params"));
+  KVM_TRY(check_reserved(p.reserved, std::size(p.reserved), "kvm_cuda_batch_params"));
+  to->max_items = p.max_items;
+  KVM_TRY(check_range("max_items", to->max_items, kMaxBatchItems));
+  to->max_append = p.max_append != 0 ? p.max_append : p.max_items;
+  KVM_TRY(check_range("max_append", to->max_append, kMaxBatchAppend));
+  to->max_query = p.max_query != 0 ? p.max_query : 1;
+  KVM_TRY(check_range("max_query", to->max_query, kMaxBatchQuery));
+  to->max_query_rows = p.max_query_rows != 0 ? p.max_query_rows : to->max_items * to->max_query;
+  KVM_TRY(check_range("max_query_rows", to->max_query_rows, kMaxBatchAppend));
+  to->max_tokens = p.max_tokens;
+  KVM_TRY(check_range("max_tokens", to->max_tokens, kvm::attention::gpu::kMaxListTokens - 1));
+  to->log_weight_stride_item = p.log_weight_stride_item;
+  to->log_weight_stride_head = p.log_weight_stride_head;
+  if (p.log_weight_stride_head >> 32 != 0 || p.log_weight_stride_item >> 40 != 0) {
+    return invalid("log_weight strides are " + std::to_string(p.log_weight_stride_item) + " and " +
+                   std::to_string(p.log_weight_stride_head) + "; they must be below 2^40 and 2^32");
+  }
+  to->reproducible = (p.flags & KVM_CUDA_REPRODUCIBLE) != 0;
+  return Status::ok();
+}
+
+}  // namespace
+
+extern "C" {
+
+kvm_status kvm_cuda_open(const kvm_cuda_params* params, kvm_client** out) {
+  return guarded([&]() -> Status {
+    KVM_TRY(check_not_null(out, "out"));
+    kvm_cuda_params p;
+    KVM_TRY(kvm::ipc::read_params(params, &p, "kvm_cuda_params"));
+    KVM_TRY(check_flags(p.flags | p.reserved0, 0, "kvm_cuda_params"));
+    KVM_TRY(check_reserved(p.reserved, std::size(p.reserved), "kvm_cuda_params"));
+    KVM_TRY_ASSIGN(auto client,
+                   kvm::client::open_device_client({p.device, p.pool_bytes, p.host_bytes}));
+    auto handle = std::make_unique<kvm_client>();
+    handle->token = kvm::client::process_token();
+    handle->client = std::move(client);
+    *out = handle.release();
+    return Status::ok();
+  });
+}
+
+kvm_status kvm_cuda_batch_create(kvm_client* client, const kvm_cuda_batch_params* params,
+                                 kvm_cuda_batch** out) {
+  return guarded([&]() -> Status {
+    KVM_TRY_ASSIGN(auto device, device_client(client));
+    KVM_TRY(check_not_null(params, "params"));
+    KVM_TRY(check_not_null(out, "out"));
+    kvm_cuda_batch_params p;
+    KVM_TRY(kvm::ipc::read_params(params, &p, "kvm_cuda_batch_params"));
+    kvm::device::BatchOptions options;
+    KVM_TRY(read_batch(p, &options));
+    auto batch = std::make_unique<kvm_cuda_batch>();
+    batch->token = kvm::client::process_token();
+    KVM_TRY_ASSIGN(batch->batch, device->create_batch(p.space, options));
+    batch->client = std::move(device);
+    *out = batch.release();
+    return Status::ok();
+  });
+}
+
+void kvm_cuda_batch_destroy(kvm_cuda_batch* batch) {
+  if (batch == nullptr) {
+    return;
+  }
+  guarded([&]() -> Status {
+    KVM_TRY(check_handle(batch, "batch"));
+    batch->client->destroy_batch(std::move(batch->batch));
+    delete batch;
+    return Status::ok();
+  });
+}
+
+kvm_status kvm_cuda_update(kvm_cuda_batch* batch, const kvm_cuda_item* items, uint32_t n_items,
+                           kvm_cuda_stream stream) {
+  return guarded([&]() -> Status {
+    KVM_TRY(check_handle(batch, "batch"));
+    if (n_items != 0) {
+      KVM_TRY(check_not_null(items, "items"));
+    }
+    for (uint32_t i = 0; i < n_items; ++i) {
+      if (items[i].reserved != 0) {
+        return invalid("items[" + std::to_string(i) + "]: reserved is not zero");
+      }
+    }
+    return batch->client->update(batch->batch.get(), items, n_items, stream);
+  });
+}
+
+kvm_status kvm_cuda_append(kvm_cuda_batch* batch, uint32_t layer, const kvm_tensor* k,
+                           const kvm_tensor* v, kvm_cuda_stream stream) {
+  return guarded([&]() -> Status {
+    KVM_TRY(check_handle(batch, "batch"));
+    KVM_TRY(check_not_null(k, "k"));
+    KVM_TRY(check_not_null(v, "v"));
+    kvm::device::DeviceTensor keys, values;
+    KVM_TRY(read_tensor("k", *k, true, &keys));
+    KVM_TRY(read_tensor("v", *v, true, &values));
+    return batch->client->with_batch(batch->batch.get(), [&](kvm::device::Batch& of) {
+      return of.append(layer, keys, values, stream);
+    });
+  });
+}
+
+kvm_status kvm_cuda_attend(kvm_cuda_batch* batch, const kvm_cuda_attend_params* params,
+                           kvm_cuda_stream stream) {
+  return guarded([&]() -> Status {
+    KVM_TRY(check_handle(batch, "batch"));
+    KVM_TRY(check_not_null(params, "params"));
+    kvm_cuda_attend_params p;
+    KVM_TRY(kvm::ipc::read_params(params, &p, "kvm_cuda_attend_params"));
+    KVM_TRY(check_flags(p.flags, 0, "kvm_cuda_attend_params"));
+    KVM_TRY(check_reserved(p.reserved, std::size(p.reserved), "kvm_cuda_attend_params"));
+    if (!std::isfinite(p.scale) || p.scale < 0) {
+      return invalid("scale is " + std::to_string(p.scale) + "; it must be positive, or 0");
+    }
+    kvm::device::AttendCall call;
+    call.layer = p.layer;
+    call.scale = p.scale;
+    KVM_TRY(read_tensor("q", p.q, true, &call.q));
+    KVM_TRY(read_tensor("o", p.o, true, &call.o));
+    KVM_TRY(read_tensor("lse", p.lse, false, &call.lse));
+    KVM_TRY(check_buffer("log_weights", p.log_weights, false));
+    call.log_weights.data = reinterpret_cast<uint8_t*>(static_cast<uintptr_t>(p.log_weights.where));
+    call.log_weights.size_bytes = p.log_weights.size;
+    return batch->client->with_batch(
+        batch->batch.get(), [&](kvm::device::Batch& of) { return of.attend(call, stream); });
+  });
+}
+
+kvm_status kvm_cuda_spill(kvm_client* client, kvm_seq_id seq, kvm_cuda_stream stream) {
+  return guarded([&]() -> Status {
+    KVM_TRY_ASSIGN(const auto device, device_client(client));
+    return device->spill(seq, stream);
+  });
+}
+
+kvm_status kvm_cuda_fetch(kvm_client* client, kvm_seq_id seq, kvm_cuda_stream stream) {
+  return guarded([&]() -> Status {
+    KVM_TRY_ASSIGN(const auto device, device_client(client));
+    return device->fetch(seq, stream);
+  });
+}
+
+kvm_status kvm_cuda_get_stats(kvm_client* client, kvm_cuda_stats* out) {
+  return guarded([&]() -> Status {
+    KVM_TRY_ASSIGN(const auto device, device_client(client));
+    KVM_TRY(kvm::ipc::check_output(out, "kvm_cuda_stats"));
+    KVM_TRY_ASSIGN(const kvm_cuda_stats stats, device->cuda_stats());
+    kvm::ipc::write_struct(out, out->struct_size, stats);
+    return Status::ok();
+  });
+}
+
+}  // extern "C"

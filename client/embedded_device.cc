@@ -1,0 +1,473 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "client/embedded_device.h"
+
+#include <string.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "base/clock.h"
+#include "base/splitmix.h"
+#include "base/stats_text.h"
+#include "client/limits.h"
+
+namespace kvm::client {
+
+namespace {
+
+constexpr uint32_t kMaxSpaces = 64;
+constexpr uint64_t kMaxSequences = 65536;
+constexpr uint32_t kEpochTags = (1u << 20) - 1;
+
+Status unsupported(const std::string& what) {
+  return Status(KVM_ERR_UNSUPPORTED, "in device memory: " + what);
+}
+
+Status closed_status() { return Status(KVM_ERR_DISCONNECTED, "the client was closed"); }
+
+const char* retention_name(uint32_t kind) {
+  return kind == KVM_RETAIN_SINKS_RECENT_FOLD ? "SINKS_RECENT_FOLD" : "HEAVY";
+}
+
+Status add_classes(const engine::Space& space, uint32_t layer, device::LayerLayout* to) {
+  for (const engine::HeadClass& from : space.layers[layer].classes) {
+    const engine::Retention& keeps = from.retention;
+    if (keeps.kind != KVM_RETAIN_FULL && keeps.kind != KVM_RETAIN_SINKS_RECENT) {
+      return unsupported(std::string("retention ") + retention_name(keeps.kind) +
+                         " is not there; FULL and SINKS_RECENT are");
+    }
+    if (keeps.positions != KVM_POSITIONS_ABSOLUTE) {
+      return unsupported("positions IN_CACHE are not there");
+    }
+    if (from.slab_class.dtype_k != space.dtype || from.slab_class.dtype_v != space.dtype) {
+      return unsupported(std::string("heads of layer ") + std::to_string(layer) +
+                         " are stored as " + dtype_name(from.slab_class.dtype_k) + " and " +
+                         dtype_name(from.slab_class.dtype_v) + " in a space of " +
+                         dtype_name(space.dtype) + "; all must be alike");
+    }
+    to->classes.push_back({from.kv_heads, keeps.n_sinks, keeps.n_recent, keeps.slack, 0});
+  }
+  return Status::ok();
+}
+
+}  // namespace
+
+Result<device::SpaceLayout> layout_of(const engine::Space& space) {
+  if (space.dtype != Dtype::kBf16 && space.dtype != Dtype::kF16) {
+    return unsupported(std::string("pages of ") + dtype_name(space.dtype) +
+                       " are not there; fp16 and bf16 are");
+  }
+  if (space.head_dim_k != space.head_dim_v ||
+      (space.head_dim_k != 64 && space.head_dim_k != 128 && space.head_dim_k != 256)) {
+    return unsupported("head_dim_k is " + std::to_string(space.head_dim_k) + " and head_dim_v " +
+                       std::to_string(space.head_dim_v) + "; both must be 64, 128 or 256");
+  }
+  if (space.logit_softcap != 0 || !space.sink_logits.empty()) {
+    return unsupported("logit_softcap and sink_logits are not there");
+  }
+  if (space.has_indexes) {
+    return unsupported("indexes are not there: attention is exact");
+  }
+  device::SpaceLayout layout;
+  layout.dtype = space.dtype;
+  layout.dim = space.head_dim_k;
+  layout.scale = space.softmax_scale;
+  for (uint32_t i = 0; i < space.n_layers; ++i) {
+    const engine::Layer& from = space.layers[i];
+    device::LayerLayout layer;
+    layer.has_keys = from.kind != KVM_LAYER_ABSENT;
+    layer.storage_layer = from.storage_layer;
+    layer.n_q_heads = from.n_q_heads;
+    layer.n_kv_heads = from.n_kv_heads;
+    layer.window = from.window;
+    if (from.kind == KVM_LAYER_OWN) {
+      KVM_TRY(add_classes(space, i, &layer));
+    }
+    if (layer.classes.size() > attention::gpu::kMaxClasses) {
+      return unsupported("layer " + std::to_string(i) + " has " +
+                         std::to_string(layer.classes.size()) + " head classes; at most " +
+                         std::to_string(attention::gpu::kMaxClasses));
+    }
+    layout.layers.push_back(std::move(layer));
+  }
+  return layout;
+}
+
+Result<std::shared_ptr<Client>> open_device_client(const DeviceOptions& options) {
+  KVM_TRY_ASSIGN(std::unique_ptr<device::Driver> driver, device::open_driver(options.ordinal));
+  const uint64_t start_ns = now_ns();
+  const auto tag = static_cast<uint32_t>(
+      splitmix64(start_ns ^ static_cast<uint64_t>(::getpid())) % kEpochTags + 1);
+  auto service = std::make_shared<DeviceService>(tag);
+  device::StoreOptions store;
+  store.pool_bytes =
+      options.pool_bytes != 0 ? options.pool_bytes : driver->facts().free_bytes / 5 * 4;
+  store.host_bytes = options.host_bytes;
+  KVM_TRY_ASSIGN(service->store, device::Store::open(std::move(driver), store));
+  return std::shared_ptr<Client>(std::make_shared<DeviceClient>(std::move(service), start_ns));
+}
+
+Status DeviceService::check_open() const { return is_closed ? closed_status() : Status::ok(); }
+
+void DeviceService::close() {
+  is_closed = true;
+  std::vector<uint64_t> ids;
+  seqs.for_each([&](uint64_t id, SeqRecord& record) {
+    store->clear(record.seq.get());
+    ids.push_back(id);
+  });
+  for (const uint64_t id : ids) {
+    seqs.erase(id);
+  }
+}
+
+DeviceClient::DeviceClient(std::shared_ptr<DeviceService> service, uint64_t start_ns)
+    : service_(std::move(service)), start_ns_(start_ns) {
+  fill_limits(&info_);
+  info_.features = KVM_FEATURE_EMBEDDED;
+  info_.epoch = start_ns;
+  info_.client_id = 1;
+  info_.server_pid = static_cast<uint32_t>(::getpid());
+  info_.max_queues = 0;
+  info_.max_arenas = 0;
+  info_.max_spaces = kMaxSpaces;
+  info_.max_sequences = kMaxSequences;
+  info_.host_capacity_bytes = service_->store->host().n_chunks() * device::kChunkBytes;
+  info_.quota_bytes = service_->store->pool().capacity_bytes();
+  ::strncpy(info_.isa, "cuda", sizeof(info_.isa) - 1);
+  ::strncpy(info_.server_version, kvm_version_string(), sizeof(info_.server_version) - 1);
+}
+
+DeviceClient::~DeviceClient() { close(); }
+
+void DeviceClient::close() {
+  const std::lock_guard lock(service_->mutex);
+  if (!service_->is_closed) {
+    service_->close();
+  }
+}
+
+bool DeviceClient::is_closed() const {
+  const std::lock_guard lock(service_->mutex);
+  return service_->is_closed;
+}
+
+Status DeviceClient::ping() {
+  const std::lock_guard lock(service_->mutex);
+  return service_->check_open();
+}
+
+Result<std::unique_ptr<Queue>> DeviceClient::create_queue(uint32_t, uint64_t) {
+  return unsupported("there are no queues; kvm_cuda.h enqueues steps on the caller's streams");
+}
+
+Result<ArenaMemory> DeviceClient::create_arena(uint64_t) {
+  return unsupported("there are no arenas; tensors of kvm_cuda.h are device memory");
+}
+
+// --- Spaces -------------------------------------------------------------------------------------
+
+Result<kvm_space_id> DeviceClient::register_space(const ipc::SpaceMessage& message) {
+  engine::SpaceSpec spec;
+  spec.name = message.name;
+  spec.params = message.params;
+  spec.rope_inv_freq = message.rope_inv_freq;
+  spec.sink_logits = message.sink_logits;
+  spec.layers = message.layers;
+  spec.policies = message.policies;
+  spec.codecs = message.codecs;
+  spec.indexes = message.indexes;
+  KVM_TRY_ASSIGN(std::shared_ptr<const engine::Space> space, engine::resolve_space(spec));
+  KVM_TRY_ASSIGN(device::SpaceLayout layout, layout_of(*space));
+  const std::lock_guard lock(service_->mutex);
+  KVM_TRY(service_->check_open());
+  kvm_space_id found = 0;
+  Status status;
+  service_->spaces.for_each([&](uint64_t id, const DeviceService::SpaceRecord& record) {
+    if (record.space->name == space->name) {
+      found = id;
+      status = engine::compare_spaces(*record.space, *space);
+    }
+  });
+  KVM_TRY(status);
+  if (found != 0) {
+    return found;
+  }
+  if (service_->spaces.size() == kMaxSpaces) {
+    return Status(KVM_ERR_LIMIT,
+                  "there are " + std::to_string(kMaxSpaces) + " spaces, the most that are allowed");
+  }
+  auto record = std::make_unique<DeviceService::SpaceRecord>();
+  KVM_TRY_ASSIGN(record->layout, service_->store->prepare(std::move(layout)));
+  record->space = std::move(space);
+  return service_->spaces.insert(std::move(record));
+}
+
+Result<kvm_space_id> DeviceClient::find_space(const std::string& name) {
+  const std::lock_guard lock(service_->mutex);
+  KVM_TRY(service_->check_open());
+  kvm_space_id found = 0;
+  service_->spaces.for_each([&](uint64_t id, const DeviceService::SpaceRecord& record) {
+    found = record.space->name == name ? id : found;
+  });
+  return found != 0 ? Result<kvm_space_id>(found)
+                    : Status(KVM_ERR_NOT_FOUND, "no space is called '" + name + "'");
+}
+
+kvm_space_info DeviceClient::describe(uint64_t id, const DeviceService::SpaceRecord& record) const {
+  const engine::Space& space = *record.space;
+  kvm_space_info info{};
+  info.struct_size = sizeof info;
+  info.n_layers = space.n_layers;
+  info.space = id;
+  ::memcpy(info.name, space.name.data(), space.name.size());  // shorter than info.name
+  std::copy(space.fingerprint.begin(), space.fingerprint.end(), info.fingerprint);
+  info.n_q_heads = space.n_q_heads;
+  info.n_kv_heads = space.n_kv_heads;
+  info.head_dim_k = space.head_dim_k;
+  info.head_dim_v = space.head_dim_v;
+  info.dtype = static_cast<uint32_t>(space.dtype);
+  info.n_head_classes = space.n_lists;
+  info.n_sequences = record.n_sequences;
+  info.bytes_per_token = space.bytes_per_token;
+  info.page_tokens = device::kTokensPerPage;
+  return info;
+}
+
+Result<kvm_space_info> DeviceClient::space_info(kvm_space_id space) {
+  const std::lock_guard lock(service_->mutex);
+  KVM_TRY(service_->check_open());
+  KVM_TRY_ASSIGN(const DeviceService::SpaceRecord* record, service_->spaces.find(space));
+  return describe(space, *record);
+}
+
+Result<std::vector<kvm_space_info>> DeviceClient::list_spaces() {
+  const std::lock_guard lock(service_->mutex);
+  KVM_TRY(service_->check_open());
+  std::vector<kvm_space_info> list;
+  service_->spaces.for_each([&](uint64_t id, const DeviceService::SpaceRecord& record) {
+    list.push_back(describe(id, record));
+  });
+  return list;
+}
+
+Status DeviceClient::drop_space(kvm_space_id space) {
+  const std::lock_guard lock(service_->mutex);
+  KVM_TRY(service_->check_open());
+  KVM_TRY_ASSIGN(const DeviceService::SpaceRecord* record, service_->spaces.find(space));
+  if (record->n_sequences != 0) {
+    return Status(KVM_ERR_BUSY,
+                  "the space has " + std::to_string(record->n_sequences) + " sequences");
+  }
+  service_->spaces.erase(space);
+  return Status::ok();
+}
+
+// --- Sequences ----------------------------------------------------------------------------------
+
+kvm_seq_id DeviceClient::add_seq(std::shared_ptr<device::Sequence> seq, kvm_space_id space) {
+  auto record = std::make_unique<DeviceService::SeqRecord>();
+  record->seq = std::move(seq);
+  record->space = space;
+  ++service_->spaces.find(space).value()->n_sequences;
+  return service_->seqs.insert(std::move(record));
+}
+
+Result<kvm_seq_id> DeviceClient::create_seq(const SeqCall& call) {
+  if ((call.flags & KVM_SEQ_MANUAL_COMMIT) != 0) {
+    return unsupported("KVM_SEQ_MANUAL_COMMIT is not there; slack of a policy leaves room");
+  }
+  KVM_TRY_ASSIGN(const DeviceService::SpaceRecord* space, service_->spaces.find(call.space));
+  return add_seq(service_->store->create(space->layout), call.space);
+}
+
+Result<kvm_seq_id> DeviceClient::seq(const SeqCall& call) {
+  const std::lock_guard lock(service_->mutex);
+  KVM_TRY(service_->check_open());
+  const bool makes = call.verb == SeqCallVerb::kCreate || call.verb == SeqCallVerb::kFork;
+  if (makes && service_->seqs.size() >= kMaxSequences) {
+    return Status(KVM_ERR_LIMIT, "there are " + std::to_string(kMaxSequences) +
+                                     " sequences, the most that are allowed");
+  }
+  if (call.verb == SeqCallVerb::kCreate) {
+    return create_seq(call);
+  }
+  KVM_TRY_ASSIGN(const DeviceService::SeqRecord* record, service_->seqs.find(call.seq));
+  device::Sequence* const seq = record->seq.get();
+  const uint64_t n_tokens = call.n_tokens == KVM_POSITION_END ? seq->n_tokens : call.n_tokens;
+  switch (call.verb) {
+    case SeqCallVerb::kFork: {
+      KVM_TRY_ASSIGN(std::shared_ptr<device::Sequence> child,
+                     service_->store->fork(*seq, n_tokens));
+      return add_seq(std::move(child), record->space);
+    }
+    case SeqCallVerb::kTruncate:
+      KVM_TRY(service_->store->truncate(seq, n_tokens));
+      return kvm_seq_id{0};
+    case SeqCallVerb::kCommit:
+      // Tokens are final when they are appended.
+      if (n_tokens > seq->n_tokens) {
+        return Status(KVM_ERR_INVALID, "n_tokens is " + std::to_string(n_tokens) +
+                                           "; the sequence has " + std::to_string(seq->n_tokens));
+      }
+      return kvm_seq_id{0};
+    case SeqCallVerb::kCreate:
+    case SeqCallVerb::kFree:
+      break;
+  }
+  service_->store->clear(seq);
+  --service_->spaces.find(record->space).value()->n_sequences;
+  service_->seqs.erase(call.seq);
+  return kvm_seq_id{0};
+}
+
+kvm_seq_info DeviceClient::describe(uint64_t id, const DeviceService::SeqRecord& record) const {
+  const device::Store::Usage usage = service_->store->usage(*record.seq);
+  kvm_seq_info info{};
+  info.struct_size = sizeof info;
+  info.seq = id;
+  info.space = record.space;
+  info.client_id = info_.client_id;
+  info.n_tokens_min = info.n_tokens_max = info.n_committed = record.seq->n_tokens;
+  info.n_pages = usage.n_pages;
+  info.bytes = usage.bytes;
+  info.bytes_shared = usage.bytes_shared;
+  info.n_entries_dropped = service_->store->n_dropped(*record.seq);
+  return info;
+}
+
+Result<kvm_seq_info> DeviceClient::seq_info(kvm_seq_id seq) {
+  const std::lock_guard lock(service_->mutex);
+  KVM_TRY(service_->check_open());
+  KVM_TRY_ASSIGN(const DeviceService::SeqRecord* record, service_->seqs.find(seq));
+  return describe(seq, *record);
+}
+
+Result<std::vector<kvm_seq_info>> DeviceClient::list_seqs(kvm_space_id space, uint32_t) {
+  const std::lock_guard lock(service_->mutex);
+  KVM_TRY(service_->check_open());
+  std::vector<kvm_seq_info> list;
+  service_->seqs.for_each([&](uint64_t id, const DeviceService::SeqRecord& record) {
+    if (space == 0 || record.space == space) {
+      list.push_back(describe(id, record));
+    }
+  });
+  return list;
+}
+
+// --- Statistics ---------------------------------------------------------------------------------
+
+Result<kvm_stats> DeviceClient::stats() {
+  KVM_TRY_ASSIGN(const kvm_cuda_stats device, cuda_stats());
+  const std::lock_guard lock(service_->mutex);
+  kvm_stats stats{};
+  stats.struct_size = sizeof stats;
+  stats.n_clients = 1;
+  stats.n_clients_total = 1;
+  stats.uptime_ns = now_ns() - start_ns_;
+  stats.n_spaces = service_->spaces.size();
+  stats.n_sequences = service_->seqs.size();
+  stats.n_pages = device.n_pages;
+  stats.n_pages_copied = device.n_pages_copied;
+  stats.host_capacity_bytes = device.host_bytes;
+  stats.host_used_bytes = device.host_used_bytes;
+  return stats;
+}
+
+Result<std::string> DeviceClient::stats_text() {
+  KVM_TRY_ASSIGN(const kvm_stats all, stats());
+  KVM_TRY_ASSIGN(const kvm_cuda_stats device, cuda_stats());
+  StatsText text;
+  write_stats(all, &text);
+  text.gauge("kvm_device_pool_bytes", "Cap of device memory for pages.", device.pool_bytes);
+  text.gauge("kvm_device_used_bytes", "Device memory mapped for pages.", device.pool_used_bytes);
+  text.gauge("kvm_device_page_bytes", "Device memory in pages in use.", device.pool_page_bytes);
+  text.gauge("kvm_device_batch_bytes", "Device memory of batches.", device.batch_bytes);
+  text.gauge("kvm_device_spilled_sequences", "Sequences on the host.", device.n_spilled);
+  text.counter("kvm_device_spilled_bytes_total", "Copied from the device to the host.",
+               device.spilled_bytes);
+  text.counter("kvm_device_fetched_bytes_total", "Copied from the host to the device.",
+               device.fetched_bytes);
+  text.counter("kvm_device_copies_total", "Copies that this took.", device.n_copies);
+  text.counter("kvm_device_launches_total", "Kernels launched or captured.", device.n_launches);
+  return text.take();
+}
+
+Result<kvm_cuda_stats> DeviceClient::cuda_stats() {
+  const std::lock_guard lock(service_->mutex);
+  KVM_TRY(service_->check_open());
+  device::Store& store = *service_->store;
+  const device::StoreCounters& counters = store.counters();
+  kvm_cuda_stats stats{};
+  stats.struct_size = sizeof stats;
+  stats.n_sms = store.driver().facts().n_sms;
+  stats.pool_bytes = store.pool().capacity_bytes();
+  stats.pool_used_bytes = store.pool().used_bytes();
+  stats.pool_page_bytes = store.pool().page_bytes_in_use();
+  stats.pool_peak_bytes = store.pool().peak_bytes();
+  stats.n_pages = store.pool().n_pages();
+  stats.n_pages_copied = counters.n_pages_copied;
+  stats.batch_bytes = service_->batch_bytes;
+  stats.host_bytes = store.host().n_chunks() * device::kChunkBytes;
+  stats.host_used_bytes = (store.host().n_chunks() - store.host().n_free()) * device::kChunkBytes;
+  stats.n_spilled = counters.n_spilled;
+  stats.spilled_bytes = counters.spilled_bytes;
+  stats.fetched_bytes = counters.fetched_bytes;
+  stats.n_copies = counters.n_copies;
+  stats.n_launches = service_->n_launches;
+  return stats;
+}
+
+// --- Steps --------------------------------------------------------------------------------------
+
+Result<std::unique_ptr<device::Batch>> DeviceClient::create_batch(
+    kvm_space_id space, const device::BatchOptions& options) {
+  const std::lock_guard lock(service_->mutex);
+  KVM_TRY(service_->check_open());
+  KVM_TRY_ASSIGN(const DeviceService::SpaceRecord* record, service_->spaces.find(space));
+  KVM_TRY_ASSIGN(std::unique_ptr<device::Batch> batch,
+                 device::Batch::create(service_->store.get(), record->layout, options));
+  service_->batch_bytes += batch->device_bytes();
+  return batch;
+}
+
+void DeviceClient::destroy_batch(std::unique_ptr<device::Batch> batch) {
+  const std::lock_guard lock(service_->mutex);
+  service_->batch_bytes -= batch->device_bytes();
+  batch.reset();
+}
+
+Status DeviceClient::update(device::Batch* batch, const kvm_cuda_item* items, uint32_t n_items,
+                            device::Stream stream) {
+  return with_batch(batch, [&](device::Batch& of) -> Status {
+    std::vector<device::BatchItem> resolved;
+    resolved.reserve(n_items);
+    for (uint32_t i = 0; i < n_items; ++i) {
+      const kvm_cuda_item& item = items[i];
+      device::BatchItem to{nullptr, item.n_append, item.append_row, item.n_query, item.query_row};
+      if (item.seq != 0) {
+        KVM_TRY_ASSIGN(const DeviceService::SeqRecord* record, service_->seqs.find(item.seq));
+        to.seq = record->seq;
+      }
+      resolved.push_back(std::move(to));
+    }
+    return of.update(resolved, stream);
+  });
+}
+
+Status DeviceClient::spill(kvm_seq_id seq, device::Stream stream) {
+  const std::lock_guard lock(service_->mutex);
+  KVM_TRY(service_->check_open());
+  KVM_TRY_ASSIGN(const DeviceService::SeqRecord* record, service_->seqs.find(seq));
+  return service_->store->spill(record->seq.get(), stream);
+}
+
+Status DeviceClient::fetch(kvm_seq_id seq, device::Stream stream) {
+  const std::lock_guard lock(service_->mutex);
+  KVM_TRY(service_->check_open());
+  KVM_TRY_ASSIGN(const DeviceService::SeqRecord* record, service_->seqs.find(seq));
+  return service_->store->fetch(record->seq.get(), stream);
+}
+
+}  // namespace kvm::client

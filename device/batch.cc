@@ -1,0 +1,651 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "device/batch.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstring>
+#include <numbers>
+#include <string>
+#include <utility>
+
+#include "base/assert.h"
+#include "base/round.h"
+
+namespace kvm::device {
+
+using attention::gpu::AppendParams;
+using attention::gpu::AppendToken;
+using attention::gpu::DecodeParams;
+using attention::gpu::DecodePlan;
+using attention::gpu::kMaxClasses;
+using attention::gpu::kMaxMergeSlots;
+using attention::gpu::Merge;
+using attention::gpu::MergeParams;
+using attention::gpu::PageClass;
+using attention::gpu::Patch;
+using attention::gpu::PatchParams;
+using attention::gpu::Request;
+using attention::gpu::Work;
+
+namespace {
+
+// Changes of the page table that go in one piece.
+constexpr uint32_t kPatchesAtOnce = 16384;
+constexpr uint64_t kAlign = 256;
+
+std::string number(uint64_t n) { return std::to_string(n); }
+Status invalid(std::string sentence) { return Status(KVM_ERR_INVALID, std::move(sentence)); }
+
+}  // namespace
+
+// --- Making one ---------------------------------------------------------------------------------
+
+Result<std::unique_ptr<Batch>> Batch::create(Store* store, std::shared_ptr<const SpaceLayout> space,
+                                             const BatchOptions& options) {
+  std::unique_ptr<Batch> batch(new Batch(store, std::move(space), options));
+  KVM_TRY(batch->init());
+  return batch;
+}
+
+Batch::Batch(Store* store, std::shared_ptr<const SpaceLayout> space, const BatchOptions& options)
+    : store_(store), space_(std::move(space)), options_(options), places_(options.max_items) {}
+
+Status Batch::init() {
+  max_pages_ = div_up(options_.max_tokens, kTokensPerPage);
+  uint32_t most_rows = 0;
+  for (const LayerLayout& layer : space_->layers) {
+    most_rows =
+        layer.has_keys ? std::max(most_rows, layer.group() * options_.max_query) : most_rows;
+  }
+  kernel_ = {space_->dtype, space_->dim, attention::gpu::block_rows_for(space_->dim, most_rows)};
+  KVM_TRY_ASSIGN(const uint32_t blocks, store_->driver().decode_blocks(kernel_));
+  blocks_ = std::min(blocks, kMaxMergeSlots);
+  KVM_TRY(make_kinds());
+  lay_out();
+  return allocate();
+}
+
+Batch::~Batch() {
+  (void)store_->driver().synchronize_device();
+  if (device_ != nullptr) {
+    store_->driver().free(device_);
+  }
+  if (host_ != nullptr) {
+    if (ring_[0].data != nullptr) {
+      store_->driver().unregister_host(host_);
+    }
+    ::munmap(host_, kRing * slot_bytes_);
+  }
+}
+
+bool Batch::per_row(const Kind& kind) const {
+  return options_.max_query > 1 &&
+         (kind.window != 0 || std::any_of(kind.classes.begin(), kind.classes.end(),
+                                          [](const ClassLayout& of) { return of.n_recent != 0; }));
+}
+
+Status Batch::make_kinds() {
+  kind_of_layer_.assign(space_->layers.size(), UINT32_MAX);
+  for (uint32_t index = 0; index < space_->layers.size(); ++index) {
+    const LayerLayout& layer = space_->layers[index];
+    if (!layer.has_keys) {
+      continue;
+    }
+    const std::vector<ClassLayout>& classes = space_->storage(index).classes;
+    const auto same = [&](const Kind& kind) {
+      return kind.classes == classes && kind.window == layer.window && kind.group == layer.group();
+    };
+    auto kind = std::find_if(kinds_.begin(), kinds_.end(), same);
+    if (kind == kinds_.end()) {
+      kinds_.push_back({classes, layer.window, layer.group()});
+      KVM_TRY(size_kind(&kinds_.back()));
+      kind = kinds_.end() - 1;
+    }
+    kind->stores = kind->stores || layer.storage_layer == index;
+    kind_of_layer_[index] = static_cast<uint32_t>(kind - kinds_.begin());
+  }
+  return Status::ok();
+}
+
+uint32_t Batch::max_merge_rows(const Kind& kind) const {
+  return std::min(kernel_.block_rows, options_.max_query * kind.group);
+}
+
+Status Batch::size_kind(Kind* kind) const {
+  if (kind->classes.size() > kMaxClasses) {
+    return Status(KVM_ERR_UNSUPPORTED, "a layer has " + number(kind->classes.size()) +
+                                           " head classes; a device takes " + number(kMaxClasses));
+  }
+  const uint64_t row_bytes = uint64_t{space_->dim} * 2;
+  const uint32_t plane = static_cast<uint32_t>(kTokensPerPage * row_bytes);
+  uint64_t n_items = 0;
+  for (const ClassLayout& of : kind->classes) {
+    const auto n_heads = static_cast<uint32_t>(of.kv_heads.size());
+    kind->page_classes.push_back({2 * uint64_t{n_heads} * plane, uint64_t{n_heads} * plane, plane,
+                                  static_cast<uint32_t>(kind->heads.size()), n_heads, 0});
+    kind->heads.insert(kind->heads.end(), of.kv_heads.begin(), of.kv_heads.end());
+    const bool rows_apart = per_row(*kind) && (kind->window != 0 || of.n_recent != 0);
+    const uint64_t rows = uint64_t{options_.max_query} * kind->group;
+    // An item may be taken row by row or, while it is short, as one.
+    const uint64_t blocks_of_rows = div_up(rows, kernel_.block_rows);
+    n_items +=
+        uint64_t{options_.max_items} * n_heads *
+        (rows_apart ? std::max<uint64_t>(options_.max_query, blocks_of_rows) : blocks_of_rows);
+  }
+  // Speed: every cut is the end of a block. Reproducible: items are cut by their length.
+  const uint64_t pieces =
+      options_.reproducible
+          ? n_items * std::min<uint64_t>(kMaxMergeSlots, div_up(options_.max_tokens, kFixedTokens))
+          : n_items + blocks_;
+  const uint64_t slots = options_.reproducible ? pieces : 2 * uint64_t{blocks_};
+  const uint64_t tokens = uint64_t{options_.max_append} * kind->classes.size();
+  const uint64_t table = kind->classes.size() * options_.max_items * max_pages_;
+  constexpr uint64_t kMost = uint64_t{1} << 26;
+  if (pieces + blocks_ > kMost || slots > kMost || tokens > kMost || table >= UINT32_MAX) {
+    return Status(KVM_ERR_UNSUPPORTED, "the batch has " + number(pieces) + " pieces of work, " +
+                                           number(tokens) + " rows to append and a page table of " +
+                                           number(table) + " entries a layer; allowed are " +
+                                           number(kMost) + " and " + number(UINT32_MAX));
+  }
+  kind->work_capacity = static_cast<uint32_t>(pieces + blocks_);
+  kind->merge_capacity =
+      static_cast<uint32_t>(options_.reproducible ? n_items : std::min<uint64_t>(n_items, blocks_));
+  kind->slot_capacity = static_cast<uint32_t>(slots);
+  kind->token_capacity = static_cast<uint32_t>(tokens);
+  kind->merge_rows = max_merge_rows(*kind);
+  return Status::ok();
+}
+
+void Batch::lay_out() {
+  uint64_t at = 0;
+  const auto take = [&at](uint64_t size_bytes) {
+    const uint64_t begin = at;
+    at = round_up(at + size_bytes, kAlign);
+    return begin;
+  };
+  for (Kind& kind : kinds_) {
+    kind.work_at = take(uint64_t{kind.work_capacity} * sizeof(Work));
+    kind.merges_at = take(uint64_t{kind.merge_capacity} * sizeof(Merge));
+    kind.tokens_at = take(uint64_t{kind.token_capacity} * sizeof(AppendToken));
+    kind.heads_at = take(kind.heads.size() * sizeof(uint16_t));
+  }
+  patches_at_ = take(uint64_t{kPatchesAtOnce} * sizeof(Patch));
+  slot_bytes_ = round_up(at, 4096);
+  uint64_t slots = 0;
+  for (const Kind& kind : kinds_) {
+    slots = std::max<uint64_t>(slots, kind.slot_capacity);
+  }
+  // Layers follow each other on the stream, so they share the room for partial states.
+  partial_o_at_ = take(slots * kernel_.block_rows * space_->dim * sizeof(float));
+  partial_lse_at_ = take(slots * kernel_.block_rows * sizeof(float));
+  table_at_ = take(space_->n_lists * uint64_t{options_.max_items} * max_pages_ * sizeof(uint32_t));
+  device_bytes_ = at;
+}
+
+Status Batch::allocate() {
+  Driver& driver = store_->driver();
+  KVM_TRY_ASSIGN(device_, driver.allocate(device_bytes_));
+  void* memory = ::mmap(nullptr, kRing * slot_bytes_, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) {
+    return Status(KVM_ERR_NO_MEMORY,
+                  number(kRing * slot_bytes_) + " bytes for a batch cannot be mapped");
+  }
+  host_ = static_cast<uint8_t*>(memory);
+  KVM_TRY(driver.register_host(host_, kRing * slot_bytes_));
+  for (uint32_t i = 0; i < kRing; ++i) {
+    ring_[i].data = host_ + i * slot_bytes_;
+    for (const Kind& kind : kinds_) {
+      std::memcpy(ring_[i].data + kind.heads_at, kind.heads.data(),
+                  kind.heads.size() * sizeof(uint16_t));
+    }
+  }
+  return Status::ok();
+}
+
+// --- A step -------------------------------------------------------------------------------------
+
+Status Batch::check_items(std::span<const BatchItem> items) const {
+  if (items.size() > options_.max_items) {
+    return invalid("n_items is " + number(items.size()) + "; the batch has room for " +
+                   number(options_.max_items));
+  }
+  std::vector<std::pair<uint32_t, uint32_t>> rows;
+  std::vector<const Sequence*> seqs;
+  uint64_t n_append = 0;
+  for (size_t i = 0; i < items.size(); ++i) {
+    const BatchItem& item = items[i];
+    const std::string where = "item " + number(i) + ": ";
+    if (item.seq == nullptr) {
+      if ((item.n_append | item.n_query) != 0) {
+        return invalid(where + "no sequence, but tokens to append or to query");
+      }
+      continue;
+    }
+    if (item.seq->space != space_) {
+      return invalid(where + "the sequence is of another space than the batch");
+    }
+    n_append += item.n_append;
+    if (n_append > options_.max_append ||
+        uint64_t{item.append_row} + item.n_append > options_.max_append) {
+      return invalid(where + "rows " + number(item.append_row) + " to " +
+                     number(uint64_t{item.append_row} + item.n_append) + " of k and v, " +
+                     number(n_append) + " so far; max_append is " + number(options_.max_append));
+    }
+    if (item.n_query > options_.max_query ||
+        uint64_t{item.query_row} + item.n_query > options_.max_query_rows) {
+      return invalid(where + "n_query is " + number(item.n_query) + " from row " +
+                     number(item.query_row) + " on; max_query is " + number(options_.max_query) +
+                     " and max_query_rows " + number(options_.max_query_rows));
+    }
+    if (item.seq->n_tokens + item.n_append > options_.max_tokens) {
+      return Status(KVM_ERR_LIMIT, where + "the sequence would have " +
+                                       number(item.seq->n_tokens + item.n_append) +
+                                       " tokens; max_tokens is " + number(options_.max_tokens));
+    }
+    seqs.push_back(item.seq.get());
+    if (item.n_query != 0) {
+      rows.emplace_back(item.query_row, item.query_row + item.n_query);
+    }
+  }
+  std::sort(seqs.begin(), seqs.end());
+  if (std::adjacent_find(seqs.begin(), seqs.end()) != seqs.end()) {
+    return invalid("a sequence is in two items");
+  }
+  std::sort(rows.begin(), rows.end());
+  for (size_t i = 1; i < rows.size(); ++i) {
+    if (rows[i].first < rows[i - 1].second) {
+      return invalid("query row " + number(rows[i].first) + " is in two items");
+    }
+  }
+  return Status::ok();
+}
+
+Status Batch::update(std::span<const BatchItem> items, Stream stream) {
+  KVM_TRY_ASSIGN(const bool captured, store_->driver().is_capturing(stream));
+  if (captured) {
+    return Status(KVM_ERR_UNSUPPORTED,
+                  "the stream is being captured; update before the graph is launched");
+  }
+  KVM_TRY(check_items(items));
+  std::vector<Store::Growth> growths;
+  std::vector<uint64_t> lengths_before;
+  for (const BatchItem& item : items) {
+    lengths_before.push_back(item.seq == nullptr ? 0 : item.seq->n_tokens);
+    if (item.seq != nullptr) {
+      growths.push_back({item.seq.get(), item.n_append, item.n_query});
+    }
+  }
+  KVM_TRY(store_->begin_growth(growths, stream));
+  current_ = false;
+  const Status enqueued = enqueue_update(items, lengths_before, stream);
+  if (!enqueued.is_ok()) {
+    // The ring and the pages are free again only when what was enqueued of it is done.
+    (void)store_->driver().synchronize_device();
+    store_->undo_growth();
+    // What the table holds now is anybody's guess.
+    std::fill(places_.begin(), places_.end(), Place{});
+    return enqueued;
+  }
+  store_->finish_growth();
+  append_rows_ = query_rows_ = 0;
+  for (size_t i = 0; i < places_.size(); ++i) {
+    const BatchItem item = i < items.size() ? items[i] : BatchItem{};
+    places_[i].seq = item.seq;
+    places_[i].version = item.seq == nullptr ? 0 : item.seq->version;
+    places_[i].n_blocks = item.seq == nullptr ? 0 : div_up(item.seq->n_tokens, kTokensPerPage);
+    append_rows_ = std::max(append_rows_, item.n_append == 0 ? 0 : item.append_row + item.n_append);
+    query_rows_ = std::max(query_rows_, item.n_query == 0 ? 0 : item.query_row + item.n_query);
+  }
+  current_ = true;
+  return Status::ok();
+}
+
+Result<Batch::Slot*> Batch::next_slot() {
+  Slot* const slot = &ring_[next_];
+  next_ = (next_ + 1) % kRing;
+  if (slot->event != nullptr) {
+    KVM_TRY(store_->driver().synchronize(slot->event.get()));
+  } else {
+    KVM_TRY_ASSIGN(slot->event, store_->new_event());
+  }
+  return slot;
+}
+
+Status Batch::send(const Slot& slot, uint64_t at, uint64_t size_bytes, Stream stream) {
+  return size_bytes == 0 ? Status::ok()
+                         : store_->driver().copy(device_ + at, slot.data + at, size_bytes, stream);
+}
+
+Status Batch::enqueue_update(std::span<const BatchItem> items,
+                             std::span<const uint64_t> lengths_before, Stream stream) {
+  KVM_TRY_ASSIGN(Slot* const slot, next_slot());
+  for (Kind& kind : kinds_) {
+    KVM_TRY(plan_kind(&kind, items, slot, stream));
+  }
+  KVM_TRY(patch_table(items, lengths_before, slot, stream));
+  return Status::ok();
+}
+
+// A request for each item and class, or for each row where a window or a policy moves with it.
+void Batch::list_requests(const Kind& kind, std::span<const BatchItem> items,
+                          std::vector<Request>* out) const {
+  for (uint32_t i = 0; i < items.size(); ++i) {
+    const BatchItem& item = items[i];
+    if (item.n_query == 0) {
+      continue;
+    }
+    const uint64_t n = item.seq->n_tokens;
+    for (uint32_t c = 0; c < kind.classes.size(); ++c) {
+      const ClassLayout& of = kind.classes[c];
+      Request request;
+      request.table = (uint64_t{c} * options_.max_items + i) * max_pages_;
+      request.page_class = c;
+      if (options_.log_weight_stride_item != 0 || options_.log_weight_stride_head != 0) {
+        request.log_weights = static_cast<int64_t>(i * options_.log_weight_stride_item);
+        request.log_weight_stride = static_cast<uint32_t>(options_.log_weight_stride_head);
+      }
+      const bool sees_all =
+          (kind.window == 0 || n <= kind.window) && (of.n_recent == 0 || n <= of.n_recent);
+      if (sees_all) {
+        request.n_first = request.n_tokens = static_cast<uint32_t>(n);
+        request.q_token = item.query_row;
+        request.n_query = item.n_query;
+        out->push_back(request);
+        continue;
+      }
+      for (uint32_t row = 0; row < item.n_query; ++row) {
+        const uint64_t end = n - item.n_query + row + 1;
+        const uint64_t low = kind.window != 0 && end > kind.window ? end - kind.window : 0;
+        const uint64_t sinks_end =
+            of.n_recent == 0 ? low : std::clamp<uint64_t>(of.n_sinks, low, end);
+        const uint64_t recent = of.n_recent != 0 && end > of.n_recent ? end - of.n_recent : 0;
+        const uint64_t second = std::max({low, recent, sinks_end});
+        request.first = static_cast<uint32_t>(low);
+        request.n_first = static_cast<uint32_t>(sinks_end - low);
+        request.second = static_cast<uint32_t>(second);
+        request.n_tokens = static_cast<uint32_t>(request.n_first + (end - second));
+        request.q_token = item.query_row + row;
+        request.n_query = 1;
+        out->push_back(request);
+      }
+    }
+  }
+}
+
+Status Batch::plan_kind(Kind* kind, std::span<const BatchItem> items, Slot* slot, Stream stream) {
+  std::vector<Request> requests;
+  list_requests(*kind, items, &requests);
+  attention::gpu::PlanOptions options;
+  options.blocks = blocks_;
+  options.block_rows = kernel_.block_rows;
+  options.group = kind->group;
+  options.fixed_tokens = options_.reproducible ? kFixedTokens : 0;
+  // A reproducible plan has as many blocks as it likes; the others are told how many.
+  const DecodePlan plan = plan_decode(requests, kind->page_classes, kind->heads, options);
+  if (plan.n_blocks > blocks_ || plan.work.size() + blocks_ - plan.n_blocks > kind->work_capacity ||
+      plan.merges.size() > kind->merge_capacity || plan.n_slots > kind->slot_capacity) {
+    return Status(KVM_ERR_INTERNAL, "a plan of " + number(plan.n_blocks) + " blocks, " +
+                                        number(plan.work.size()) + " pieces, " +
+                                        number(plan.merges.size()) + " merges and " +
+                                        number(plan.n_slots) + " partial states does not fit");
+  }
+  // First pieces of all blocks that a captured launch has, those without work with no query.
+  Work* const work = reinterpret_cast<Work*>(slot->data + kind->work_at);
+  const uint32_t shift = blocks_ - plan.n_blocks;
+  Work idle;
+  idle.request.n_query = 0;
+  std::fill(work, work + blocks_, idle);
+  for (uint32_t i = 0; i < plan.work.size(); ++i) {
+    Work& to = work[i < plan.n_blocks ? i : i + shift];
+    to = plan.work[i];
+    to.next += to.next != 0 ? shift : 0;
+  }
+  Merge* const merges = reinterpret_cast<Merge*>(slot->data + kind->merges_at);
+  Merge no_merge;
+  no_merge.n_query = 0;
+  std::copy(plan.merges.begin(), plan.merges.end(), merges);
+  std::fill(merges + plan.merges.size(), merges + kind->merge_capacity, no_merge);
+  auto* const tokens = reinterpret_cast<AppendToken*>(slot->data + kind->tokens_at);
+  uint32_t n_tokens = 0;
+  for (uint32_t i = 0; i < items.size(); ++i) {
+    for (uint32_t t = 0; t < items[i].n_append; ++t) {
+      const uint64_t position = items[i].seq->n_tokens - items[i].n_append + t;
+      for (uint32_t c = 0; c < kind->classes.size(); ++c) {
+        const uint64_t table = (uint64_t{c} * options_.max_items + i) * max_pages_;
+        tokens[n_tokens++] = {static_cast<uint32_t>(table + position / kTokensPerPage),
+                              static_cast<uint32_t>(position % kTokensPerPage),
+                              items[i].append_row + t, c};
+      }
+    }
+  }
+  std::fill(tokens + n_tokens, tokens + kind->token_capacity,
+            AppendToken{attention::gpu::kNoToken, 0, 0, 0});
+  kind->n_blocks = plan.n_blocks;
+  kind->n_merges = static_cast<uint32_t>(plan.merges.size());
+  kind->n_tokens = n_tokens;
+  KVM_TRY(send(*slot, kind->work_at, (plan.work.size() + shift) * sizeof(Work), stream));
+  KVM_TRY(send(*slot, kind->merges_at, kind->merge_capacity * sizeof(Merge), stream));
+  KVM_TRY(send(*slot, kind->tokens_at, kind->token_capacity * sizeof(AppendToken), stream));
+  return send(*slot, kind->heads_at, kind->heads.size() * sizeof(uint16_t), stream);
+}
+
+// Entries that differ from what the device's table has.
+Status Batch::patch_table(std::span<const BatchItem> items,
+                          std::span<const uint64_t> lengths_before, Slot* slot, Stream stream) {
+  Driver& driver = store_->driver();
+  uint32_t n_patches = 0;
+  const auto flush = [&]() -> Status {
+    PatchParams params;
+    params.page_table = reinterpret_cast<uint32_t*>(device_ + table_at_);
+    params.patches = reinterpret_cast<const Patch*>(device_ + patches_at_);
+    params.n_patches = n_patches;
+    if (n_patches != 0) {
+      KVM_TRY(send(*slot, patches_at_, n_patches * sizeof(Patch), stream));
+      KVM_TRY(driver.patch(params, stream));
+      ++n_launches_;
+    }
+    n_patches = 0;
+    return driver.record(slot->event.get(), stream);
+  };
+  for (uint32_t i = 0; i < items.size(); ++i) {
+    const Sequence* const seq = items[i].seq.get();
+    if (seq == nullptr) {
+      continue;
+    }
+    const Place& place = places_[i];
+    const bool known = place.seq.get() == seq && place.version == seq->version;
+    // The page that was the last before this update may have been copied.
+    const uint64_t begin = known ? std::min(place.n_blocks, lengths_before[i] / kTokensPerPage) : 0;
+    for (uint32_t list = 0; list < seq->lists.size(); ++list) {
+      const std::vector<tiers::PageRef>& pages = seq->lists[list].pages;
+      const uint64_t row = (uint64_t{list} * options_.max_items + i) * max_pages_;
+      for (uint64_t block = begin; block < pages.size(); ++block) {
+        if (pages[block] == tiers::kNoPage) {
+          continue;  // dropped: nothing refers to it
+        }
+        if (n_patches == kPatchesAtOnce) {
+          KVM_TRY(flush());
+          KVM_TRY_ASSIGN(slot, next_slot());
+        }
+        reinterpret_cast<Patch*>(slot->data + patches_at_)[n_patches++] = {
+            static_cast<uint32_t>(row + block), pages[block]};
+      }
+    }
+  }
+  return flush();
+}
+
+// --- Launches -----------------------------------------------------------------------------------
+
+Status Batch::check_current() const {
+  if (!current_) {
+    return invalid("the batch has had no update, or the last one failed");
+  }
+  for (size_t i = 0; i < places_.size(); ++i) {
+    if (places_[i].seq != nullptr && places_[i].seq->version != places_[i].version) {
+      return invalid("the sequence of item " + number(i) +
+                     " has changed since the batch's last update");
+    }
+  }
+  return Status::ok();
+}
+
+Status Batch::check_tensor(const char* name, const DeviceTensor& tensor, uint64_t n_rows,
+                           uint64_t n_heads, uint64_t dim, uint64_t alignment, uint64_t* stride_row,
+                           uint64_t* stride_head) const {
+  const uint64_t element = dtype_size_bytes(tensor.dtype);
+  *stride_head = tensor.stride_head != 0 ? tensor.stride_head : dim;
+  *stride_row = tensor.stride_row != 0 ? tensor.stride_row : n_heads * *stride_head;
+  constexpr uint64_t kMostStride = uint64_t{1} << 40;
+  if (*stride_head > kMostStride || *stride_row > kMostStride) {
+    return invalid(std::string(name) + ": strides of " + number(*stride_row) + " and " +
+                   number(*stride_head) + " elements");
+  }
+  if (reinterpret_cast<uintptr_t>(tensor.data) % alignment != 0 ||
+      *stride_row * element % alignment != 0 || *stride_head * element % alignment != 0) {
+    return invalid(std::string(name) + ": its address, and strides of " + number(*stride_row) +
+                   " and " + number(*stride_head) + " elements, must be multiples of " +
+                   number(alignment) + " bytes");
+  }
+  const uint64_t last =
+      n_rows == 0 ? 0 : (n_rows - 1) * *stride_row + (n_heads - 1) * *stride_head + dim;
+  if (last * element > tensor.size_bytes) {
+    return invalid(std::string(name) + ": " + number(n_rows) + " rows reach to byte " +
+                   number(last * element) + " of " + number(tensor.size_bytes));
+  }
+  return Status::ok();
+}
+
+attention::gpu::PagePool Batch::pool_of(const Kind& kind) const {
+  attention::gpu::PagePool pool;
+  for (uint32_t slab = 0; slab < store_->pool().n_slabs(); ++slab) {
+    pool.segments[slab] = store_->pool().base(slab);
+  }
+  std::copy(kind.page_classes.begin(), kind.page_classes.end(), pool.classes);
+  pool.heads = reinterpret_cast<const uint16_t*>(device_ + kind.heads_at);
+  pool.page_tokens = attention::gpu::make_divider(kTokensPerPage);
+  return pool;
+}
+
+const uint32_t* Batch::table_of(uint32_t layer) const {
+  return reinterpret_cast<const uint32_t*>(device_ + table_at_) +
+         space_->storage(layer).first_list * uint64_t{options_.max_items} * max_pages_;
+}
+
+Status Batch::append(uint32_t layer, const DeviceTensor& k, const DeviceTensor& v, Stream stream) {
+  if (layer >= space_->layers.size() || !space_->layers[layer].has_keys ||
+      space_->layers[layer].storage_layer != layer) {
+    return invalid("layer " + number(layer) + " stores no keys and values of its own");
+  }
+  KVM_TRY(check_current());
+  KVM_TRY_ASSIGN(const bool captured, store_->driver().is_capturing(stream));
+  const uint64_t n_rows = captured ? options_.max_append : append_rows_;
+  const uint64_t n_heads = space_->layers[layer].n_kv_heads;
+  uint64_t row = 0, head = 0, row_v = 0, head_v = 0;
+  KVM_TRY(check_tensor("k", k, n_rows, n_heads, space_->dim, 16, &row, &head));
+  KVM_TRY(check_tensor("v", v, n_rows, n_heads, space_->dim, 16, &row_v, &head_v));
+  if (k.dtype != v.dtype || row != row_v || head != head_v) {
+    return invalid("k and v have different dtypes or strides");
+  }
+  const Kind& kind = kinds_[kind_of_layer_[layer]];
+  AppendParams params;
+  params.pool = pool_of(kind);
+  params.page_table = table_of(layer);
+  params.k = k.data;
+  params.v = v.data;
+  params.stride_token = static_cast<int64_t>(row);
+  params.stride_head = static_cast<int64_t>(head);
+  params.tokens = reinterpret_cast<const AppendToken*>(device_ + kind.tokens_at);
+  params.dtype = k.dtype;
+  params.dim = space_->dim;
+  const uint32_t n_tokens = captured ? kind.token_capacity : kind.n_tokens;
+  if (n_tokens == 0) {
+    return Status::ok();
+  }
+  ++n_launches_;
+  return store_->driver().append(space_->dtype, params, n_tokens, stream);
+}
+
+Status Batch::attend(const AttendCall& call, Stream stream) {
+  if (call.layer >= space_->layers.size() || !space_->layers[call.layer].has_keys) {
+    return invalid("layer " + number(call.layer) + " does not exist or is ABSENT");
+  }
+  KVM_TRY(check_current());
+  KVM_TRY_ASSIGN(const bool captured, store_->driver().is_capturing(stream));
+  const LayerLayout& layer = space_->layers[call.layer];
+  const Kind& kind = kinds_[kind_of_layer_[call.layer]];
+  const uint64_t n_rows = captured ? options_.max_query_rows : query_rows_;
+  if (call.q.dtype != space_->dtype) {
+    return invalid(std::string("q is ") + dtype_name(call.q.dtype) + "; the space has " +
+                   dtype_name(space_->dtype));
+  }
+  uint64_t q_row = 0, q_head = 0, o_row = 0, o_head = 0, lse_row = 0, lse_head = 0;
+  KVM_TRY(check_tensor("q", call.q, n_rows, layer.n_q_heads, space_->dim, 16, &q_row, &q_head));
+  KVM_TRY(check_tensor("o", call.o, n_rows, layer.n_q_heads, space_->dim, 16, &o_row, &o_head));
+  if (call.lse.data != nullptr) {
+    if (call.lse.dtype != Dtype::kF32) {
+      return invalid("lse is not F32");
+    }
+    KVM_TRY(check_tensor("lse", call.lse, n_rows, layer.n_q_heads, 1, 4, &lse_row, &lse_head));
+  }
+  const bool weighted =
+      options_.log_weight_stride_item != 0 || options_.log_weight_stride_head != 0;
+  if (weighted != (call.log_weights.data != nullptr)) {
+    return invalid(weighted ? "the batch has strides of log_weights, but there are none"
+                            : "log_weights, but the batch has no strides for them");
+  }
+  if (weighted) {
+    const uint64_t last = (options_.max_items - 1) * options_.log_weight_stride_item +
+                          (layer.n_kv_heads - 1) * options_.log_weight_stride_head +
+                          options_.max_tokens;
+    if (last * sizeof(float) > call.log_weights.size_bytes ||
+        reinterpret_cast<uintptr_t>(call.log_weights.data) % sizeof(float) != 0) {
+      return invalid("log_weights has " + number(call.log_weights.size_bytes) +
+                     " bytes; the batch reaches to byte " + number(last * sizeof(float)));
+    }
+  }
+  DecodeParams params;
+  params.pool = pool_of(kind);
+  attention::gpu::AttendTensors& tensors = params.tensors;
+  tensors.q = call.q.data;
+  tensors.q_stride_token = static_cast<int64_t>(q_row);
+  tensors.q_stride_head = static_cast<int64_t>(q_head);
+  tensors.o = call.o.data;
+  tensors.o_stride_token = static_cast<int64_t>(o_row);
+  tensors.o_stride_head = static_cast<int64_t>(o_head);
+  tensors.lse = reinterpret_cast<float*>(call.lse.data);
+  tensors.lse_stride_token = static_cast<int64_t>(lse_row);
+  tensors.lse_stride_head = static_cast<int64_t>(lse_head);
+  tensors.dtype_o = call.o.dtype;
+  tensors.group = kind.group;
+  params.page_table = table_of(call.layer);
+  params.log_weights = reinterpret_cast<const float*>(call.log_weights.data);
+  params.work = reinterpret_cast<const Work*>(device_ + kind.work_at);
+  params.partial_o = reinterpret_cast<float*>(device_ + partial_o_at_);
+  params.partial_lse = reinterpret_cast<float*>(device_ + partial_lse_at_);
+  params.scale_log2 = (call.scale != 0 ? call.scale : space_->scale) * std::numbers::log2e_v<float>;
+  MergeParams merge;
+  merge.tensors = tensors;
+  merge.merges = reinterpret_cast<const Merge*>(device_ + kind.merges_at);
+  merge.partial_o = params.partial_o;
+  merge.partial_lse = params.partial_lse;
+  merge.rows = kind.merge_rows;
+  merge.block_rows = kernel_.block_rows;
+
+  Driver& driver = store_->driver();
+  const uint32_t n_blocks = captured ? blocks_ : kind.n_blocks;
+  const uint32_t n_merges = captured ? kind.merge_capacity : kind.n_merges;
+  if (n_blocks != 0) {
+    KVM_TRY(driver.decode(kernel_, params, n_blocks, stream));
+    ++n_launches_;
+  }
+  if (n_merges != 0) {
+    KVM_TRY(driver.merge(space_->dim, merge, n_merges, stream));
+    ++n_launches_;
+  }
+  return Status::ok();
+}
+
+}  // namespace kvm::device

@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: Apache-2.0
+// Batch: what one step of up to max_items sequences of a space needs on the device, in memory of
+// its own whose addresses never change: page tables, the plan, partial results. update brings it up
+// to date in stream order; append and attend are launches with fixed parameters, so that a graph
+// that holds them serves every later step.
+//
+// Device memory:  table [list][item][max_pages], and for each kind of layer: work, merges, tokens
+//                 to append, kv heads; partial states; patches of the table.
+// Host memory:    kRing page-locked copies of what an update writes, each with an event. Updates
+//                 wait for the oldest only when all are under way.
+//
+// A kind is what layers have in common that share a plan: which heads keep what, the window, the
+// group. Requests are per item where all its rows see the same but for causality, else per row.
+//
+// Threads: one at a time for the store and all its batches.
+#ifndef KVM_DEVICE_BATCH_H_
+#define KVM_DEVICE_BATCH_H_
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "attention/cuda/plan.h"
+#include "base/status.h"
+#include "device/store.h"
+
+namespace kvm::device {
+
+inline constexpr uint32_t kRing = 4;
+// Where results must not depend on the rest of the batch, items are cut every so many tokens.
+inline constexpr uint32_t kFixedTokens = 4096;
+
+struct BatchOptions {
+  uint32_t max_items = 1;
+  uint32_t max_append = 1;
+  uint32_t max_query = 1;
+  uint32_t max_query_rows = 1;
+  uint64_t max_tokens = 0;
+  uint64_t log_weight_stride_item = 0;  // both 0: none
+  uint64_t log_weight_stride_head = 0;
+  bool reproducible = false;
+};
+
+struct BatchItem {
+  std::shared_ptr<Sequence> seq;  // null: nothing in this place
+  uint32_t n_append = 0;
+  uint32_t append_row = 0;
+  uint32_t n_query = 0;
+  uint32_t query_row = 0;
+};
+
+// A tensor in device memory, its strides in elements.
+struct DeviceTensor {
+  uint8_t* data = nullptr;  // null: absent
+  uint64_t size_bytes = 0;
+  Dtype dtype = Dtype::kF32;
+  uint64_t stride_row = 0;  // 0: packed
+  uint64_t stride_head = 0;
+};
+
+struct AttendCall {
+  uint32_t layer = 0;
+  float scale = 0;  // 0: the space's
+  DeviceTensor q, o, lse;
+  DeviceTensor log_weights;
+};
+
+class Batch {
+ public:
+  // `store` must outlive the batch. Fails: INVALID, UNSUPPORTED, NO_SPACE, NO_MEMORY, DEVICE.
+  static Result<std::unique_ptr<Batch>> create(Store* store,
+                                               std::shared_ptr<const SpaceLayout> space,
+                                               const BatchOptions& options);
+  // Waits for the device.
+  ~Batch();
+  Batch(const Batch&) = delete;
+  Batch& operator=(const Batch&) = delete;
+
+  // As kvm_cuda_update, kvm_cuda_append, kvm_cuda_attend.
+  Status update(std::span<const BatchItem> items, Stream stream);
+  Status append(uint32_t layer, const DeviceTensor& k, const DeviceTensor& v, Stream stream);
+  Status attend(const AttendCall& call, Stream stream);
+
+  uint64_t device_bytes() const { return device_bytes_; }
+  uint64_t n_launches() const { return n_launches_; }
+
+ private:
+  struct Kind {
+    // What makes it one.
+    std::vector<ClassLayout> classes;
+    uint64_t window = 0;
+    uint32_t group = 1;
+
+    std::vector<attention::gpu::PageClass> page_classes;
+    std::vector<uint16_t> heads;
+    bool stores = false;  // some layer of it appends
+    uint32_t work_capacity = 0;
+    uint32_t merge_capacity = 0;
+    uint32_t slot_capacity = 0;
+    uint32_t token_capacity = 0;
+    uint32_t merge_rows = 0;
+    // Offsets in device memory; the first three in a ring slot as well.
+    uint64_t work_at = 0, merges_at = 0, tokens_at = 0, heads_at = 0;
+    // Of the last update.
+    uint32_t n_blocks = 0, n_merges = 0, n_tokens = 0;
+  };
+  // What the table says of an item.
+  struct Place {
+    std::shared_ptr<Sequence> seq;
+    uint64_t version = 0;
+    uint64_t n_blocks = 0;  // that the table has
+  };
+  struct Slot {
+    EventPtr event;  // null: never used
+    uint8_t* data = nullptr;
+  };
+  struct Upload;
+
+  Batch(Store* store, std::shared_ptr<const SpaceLayout> space, const BatchOptions& options);
+  Status init();
+  Status make_kinds();
+  Status size_kind(Kind* kind) const;
+  void lay_out();
+  Status allocate();
+  bool per_row(const Kind& kind) const;
+  uint32_t max_merge_rows(const Kind& kind) const;
+
+  Status check_items(std::span<const BatchItem> items) const;
+  Status check_current() const;
+  Status enqueue_update(std::span<const BatchItem> items, std::span<const uint64_t> lengths_before,
+                        Stream stream);
+  Status plan_kind(Kind* kind, std::span<const BatchItem> items, Slot* slot, Stream stream);
+  void list_requests(const Kind& kind, std::span<const BatchItem> items,
+                     std::vector<attention::gpu::Request>* out) const;
+  Status patch_table(std::span<const BatchItem> items, std::span<const uint64_t> lengths_before,
+                     Slot* slot, Stream stream);
+  Result<Slot*> next_slot();
+  Status send(const Slot& slot, uint64_t at, uint64_t size_bytes, Stream stream);
+  attention::gpu::PagePool pool_of(const Kind& kind) const;
+  Status check_tensor(const char* name, const DeviceTensor& tensor, uint64_t n_rows,
+                      uint64_t n_heads, uint64_t dim, uint64_t alignment, uint64_t* stride_row,
+                      uint64_t* stride_head) const;
+  const uint32_t* table_of(uint32_t layer) const;
+
+  Store* const store_;
+  const std::shared_ptr<const SpaceLayout> space_;
+  const BatchOptions options_;
+  uint64_t max_pages_ = 0;
+  uint32_t blocks_ = 0;  // of a decode launch, at most
+  attention::gpu::DecodeKernel kernel_;
+  std::vector<Kind> kinds_;
+  std::vector<uint32_t> kind_of_layer_;
+  uint64_t patches_at_ = 0, table_at_ = 0, partial_o_at_ = 0, partial_lse_at_ = 0;
+  uint64_t slot_bytes_ = 0;  // of a ring slot: what an update writes, patches last
+  uint64_t device_bytes_ = 0;
+  uint8_t* device_ = nullptr;
+  uint8_t* host_ = nullptr;  // the ring
+  Slot ring_[kRing];
+  uint32_t next_ = 0;
+
+  std::vector<Place> places_;
+  bool current_ = false;      // there has been an update, and the last one did not stop half-way
+  uint32_t append_rows_ = 0;  // of the last update: rows of tensors that it refers to
+  uint32_t query_rows_ = 0;
+  uint64_t n_launches_ = 0;
+};
+
+}  // namespace kvm::device
+
+#endif  // KVM_DEVICE_BATCH_H_

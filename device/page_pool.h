@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0
+// PagePool: pages in device memory, named as those of every tier are (tiers/slab_class.h).
+//
+// A slab is one range of addresses for pages of one class, reserved for good, so that its base may
+// be a constant of a captured graph; page slot i lies at base + i * page_bytes. Memory is mapped
+// into it by extents, each a multiple of the page and of the driver's granularity: no page
+// straddles two. An extent is charged against the capacity before it is mapped. Emptied ones stay,
+// until another slab has no other way to grow.
+//
+// Pages are reference counted; the lowest free slot goes first. A fresh page's content is
+// undefined. A page that is released may be handed out at once: whoever uses the pool sees to it
+// that what writes it is enqueued behind what reads it.
+//
+// Threads: one at a time.
+#ifndef KVM_DEVICE_PAGE_POOL_H_
+#define KVM_DEVICE_PAGE_POOL_H_
+
+#include <cstdint>
+#include <functional>
+#include <queue>
+#include <vector>
+
+#include "base/status.h"
+#include "device/driver.h"
+#include "tiers/slab_class.h"
+
+namespace kvm::device {
+
+// Extents are at least so long where they are at most a 64th of the capacity.
+inline constexpr uint64_t kExtentTarget = uint64_t{32} << 20;
+
+class PagePool {
+ public:
+  // `driver` must outlive the pool.
+  PagePool(Driver* driver, uint64_t capacity_bytes);
+  // REQUIRES: no enqueued work uses a page.
+  ~PagePool();
+  PagePool(const PagePool&) = delete;
+  PagePool& operator=(const PagePool&) = delete;
+
+  // The slab for pages of a class, made if there is none. Fails: LIMIT (kMaxSegments slabs),
+  // NO_SPACE (a single extent is more than the capacity), DEVICE.
+  Result<uint32_t> open_slab(const tiers::SlabClass& slab_class);
+  uint32_t n_slabs() const { return static_cast<uint32_t>(slabs_.size()); }
+  // REQUIRES here and below: the slab is open, the page is allocated.
+  uint8_t* base(uint32_t slab) const { return slabs_[slab].base; }
+  uint64_t slab_page_bytes(uint32_t slab) const { return slabs_[slab].page_bytes; }
+
+  // A page with one reference. May wait for the device, where an extent of another slab is taken.
+  // Fails: NO_SPACE, DEVICE.
+  Result<tiers::PageRef> allocate(uint32_t slab);
+  void add_ref(tiers::PageRef page) { ++refs(page); }
+  // Returns whether that was the last reference.
+  bool release(tiers::PageRef page);
+  uint32_t n_refs(tiers::PageRef page) const {
+    return slabs_[tiers::page_slab(page)].refs[tiers::page_slot(page)];
+  }
+  uint8_t* data(tiers::PageRef page) const {
+    const Slab& slab = slabs_[tiers::page_slab(page)];
+    return slab.base + tiers::page_slot(page) * slab.page_bytes;
+  }
+  uint64_t page_bytes(tiers::PageRef page) const {
+    return slabs_[tiers::page_slab(page)].page_bytes;
+  }
+
+  uint64_t capacity_bytes() const { return capacity_bytes_; }
+  uint64_t used_bytes() const { return used_bytes_; }  // mapped
+  uint64_t peak_bytes() const { return peak_bytes_; }
+  uint64_t page_bytes_in_use() const { return page_bytes_in_use_; }
+  uint64_t n_pages() const { return n_pages_; }
+
+  // Recounts and aborts where that disagrees with the running accounts.
+  void check_accounts() const;
+
+ private:
+  struct Extent {
+    bool mapped = false;
+    uint32_t n_used = 0;
+  };
+  struct Slab {
+    tiers::SlabClass slab_class;
+    uint64_t page_bytes = 0;
+    uint64_t extent_bytes = 0;
+    uint32_t extent_pages = 0;
+    uint8_t* base = nullptr;
+    std::vector<Extent> extents;  // all that the range has room for
+    std::vector<uint32_t> refs;   // [slot]
+    // Free slots of mapped extents.
+    std::priority_queue<uint32_t, std::vector<uint32_t>, std::greater<>> free;
+  };
+
+  uint32_t& refs(tiers::PageRef page) {
+    return slabs_[tiers::page_slab(page)].refs[tiers::page_slot(page)];
+  }
+  Status open_extent(Slab& slab);
+  // Unmaps empty extents of other slabs until size_bytes more fit. Fails: NO_SPACE, DEVICE.
+  Status make_room(const Slab& but, uint64_t size_bytes);
+  void close_extent(Slab& slab, uint32_t extent);
+
+  Driver* const driver_;
+  const uint64_t capacity_bytes_;
+  std::vector<Slab> slabs_;
+  uint64_t used_bytes_ = 0;
+  uint64_t peak_bytes_ = 0;
+  uint64_t page_bytes_in_use_ = 0;
+  uint64_t n_pages_ = 0;
+};
+
+}  // namespace kvm::device
+
+#endif  // KVM_DEVICE_PAGE_POOL_H_

@@ -1,0 +1,641 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "device/store.h"
+
+#include <algorithm>
+#include <unordered_map>
+#include <utility>
+
+#include "base/assert.h"
+#include "base/round.h"
+
+namespace kvm::device {
+
+using tiers::kNoPage;
+using tiers::PageRef;
+
+namespace {
+
+// Copies of at least so many bytes run at the speed of the link; smaller pages are gathered first.
+constexpr uint64_t kLongPiece = uint64_t{64} << 10;
+
+std::string number(uint64_t n) { return std::to_string(n); }
+
+uint64_t first_droppable(const ClassLayout& of) { return round_up(of.n_sinks, kTokensPerPage); }
+
+// The class that a list belongs to.
+const ClassLayout& class_of(const SpaceLayout& space, uint32_t list) {
+  for (const LayerLayout& layer : space.layers) {
+    if (!layer.classes.empty() && list >= layer.first_list &&
+        list < layer.first_list + layer.classes.size()) {
+      return layer.classes[list - layer.first_list];
+    }
+  }
+  KVM_ASSERT(false);
+  return space.layers[0].classes[0];
+}
+
+}  // namespace
+
+Result<std::unique_ptr<Store>> Store::open(std::unique_ptr<Driver> driver,
+                                           const StoreOptions& options) {
+  std::unique_ptr<Store> store(new Store(std::move(driver), options));
+  KVM_TRY(store->init(options));
+  return store;
+}
+
+Store::Store(std::unique_ptr<Driver> driver, const StoreOptions& options)
+    : driver_(std::move(driver)),
+      pool_(std::make_unique<PagePool>(driver_.get(), options.pool_bytes)) {}
+
+Status Store::init(const StoreOptions& options) {
+  KVM_TRY_ASSIGN(host_, HostChunks::create(driver_.get(), options.host_bytes));
+  if (host_->n_chunks() == 0) {
+    return Status::ok();
+  }
+  KVM_TRY_ASSIGN(to_host_, driver_->create_stream());
+  KVM_TRY_ASSIGN(to_device_, driver_->create_stream());
+  for (uint8_t*& bounce : bounce_) {
+    KVM_TRY_ASSIGN(bounce, driver_->allocate(kChunkBytes));
+  }
+  return Status::ok();
+}
+
+Store::~Store() {
+  // Where the device has faulted there is nothing left to wait for.
+  (void)driver_->synchronize_device();
+  page_fences_.clear();
+  chunk_fences_.clear();
+  pool_.reset();
+  host_.reset();
+  for (uint8_t* const bounce : bounce_) {
+    if (bounce != nullptr) {
+      driver_->free(bounce);
+    }
+  }
+  for (const Stream stream : {to_host_, to_device_}) {
+    if (stream != nullptr) {
+      driver_->destroy_stream(stream);
+    }
+  }
+  for (const Event event : free_events_) {
+    driver_->destroy_event(event);
+  }
+}
+
+Result<EventPtr> Store::new_event() {
+  Event event = nullptr;
+  if (free_events_.empty()) {
+    KVM_TRY_ASSIGN(event, driver_->create_event());
+  } else {
+    event = free_events_.back();
+    free_events_.pop_back();
+  }
+  return EventPtr(event, [this](Event unused) { free_events_.push_back(unused); });
+}
+
+Result<std::shared_ptr<const SpaceLayout>> Store::prepare(SpaceLayout layout) {
+  auto space = std::make_shared<SpaceLayout>(std::move(layout));
+  for (LayerLayout& layer : space->layers) {
+    layer.first_list = space->n_lists;
+    space->n_lists += static_cast<uint32_t>(layer.classes.size());
+    for (ClassLayout& of : layer.classes) {
+      tiers::SlabClass slab_class;
+      slab_class.dtype_k = slab_class.dtype_v = space->dtype;
+      slab_class.dim_k = slab_class.dim_v = static_cast<uint16_t>(space->dim);
+      slab_class.n_heads = static_cast<uint16_t>(of.kv_heads.size());
+      KVM_TRY_ASSIGN(of.slab, pool_->open_slab(slab_class));
+    }
+  }
+  return std::shared_ptr<const SpaceLayout>(std::move(space));
+}
+
+// --- Sequences ----------------------------------------------------------------------------------
+
+std::shared_ptr<Sequence> Store::create(std::shared_ptr<const SpaceLayout> space) {
+  auto seq = std::make_shared<Sequence>();
+  seq->lists.resize(space->n_lists);
+  for (uint32_t list = 0; list < space->n_lists; ++list) {
+    seq->lists[list].kept_from = first_droppable(class_of(*space, list));
+  }
+  seq->space = std::move(space);
+  return seq;
+}
+
+Status Store::check_visible(const Sequence& seq, uint64_t n_tokens) const {
+  for (uint32_t list = 0; list < seq.lists.size(); ++list) {
+    const ClassLayout& of = class_of(*seq.space, list);
+    const uint64_t kept_from = seq.lists[list].kept_from;
+    const uint64_t window_begin = n_tokens + 1 > of.n_recent ? n_tokens + 1 - of.n_recent : 0;
+    if (of.n_recent != 0 && kept_from > first_droppable(of) &&
+        std::max(window_begin, of.n_sinks) < kept_from) {
+      return Status(KVM_ERR_PARTIAL, "queries at " + number(n_tokens) + " would see tokens from " +
+                                         number(window_begin) + "; a policy has dropped those to " +
+                                         number(kept_from));
+    }
+  }
+  return Status::ok();
+}
+
+Result<std::shared_ptr<Sequence>> Store::fork(const Sequence& parent, uint64_t n_tokens) {
+  if (parent.on_host) {
+    return Status(KVM_ERR_BUSY, "the sequence is on the host: kvm_cuda_fetch it first");
+  }
+  if (n_tokens > parent.n_tokens) {
+    return Status(KVM_ERR_INVALID, "n_tokens is " + number(n_tokens) + "; the sequence has " +
+                                       number(parent.n_tokens));
+  }
+  if (n_tokens < parent.n_tokens) {
+    KVM_TRY(check_visible(parent, n_tokens));
+  }
+  auto child = std::make_shared<Sequence>(parent);
+  child->n_tokens = n_tokens;
+  child->version = 0;
+  for (PageList& list : child->lists) {
+    list.pages.resize(div_up(n_tokens, kTokensPerPage));
+    for (const PageRef page : list.pages) {
+      if (page != kNoPage) {
+        pool_->add_ref(page);
+      }
+    }
+  }
+  return child;
+}
+
+Status Store::truncate(Sequence* seq, uint64_t n_tokens) {
+  if (seq->on_host) {
+    return Status(KVM_ERR_BUSY, "the sequence is on the host: kvm_cuda_fetch it first");
+  }
+  if (n_tokens >= seq->n_tokens) {
+    return Status::ok();
+  }
+  KVM_TRY(check_visible(*seq, n_tokens));
+  const uint64_t n_pages = div_up(n_tokens, kTokensPerPage);
+  for (PageList& list : seq->lists) {
+    for (uint64_t block = n_pages; block < list.pages.size(); ++block) {
+      release(*seq, list.pages[block]);
+    }
+    list.pages.resize(n_pages);
+  }
+  seq->n_tokens = n_tokens;
+  ++seq->version;
+  return Status::ok();
+}
+
+void Store::clear(Sequence* seq) {
+  for (PageList& list : seq->lists) {
+    for (const PageRef page : list.pages) {
+      release(*seq, page);
+    }
+    list.pages.clear();
+  }
+  if (seq->on_host) {
+    give_back_chunks(seq, seq->left);
+  }
+  seq->n_tokens = 0;
+  ++seq->version;
+}
+
+void Store::release(const Sequence& seq, PageRef page) {
+  if (page == kNoPage) {
+    return;
+  }
+  if (seq.ready == nullptr || pool_->n_refs(page) > 1) {
+    pool_->release(page);
+    return;
+  }
+  if (page_fences_.empty() || page_fences_.back().event != seq.ready) {
+    page_fences_.push_back({seq.ready, {}, {}});
+  }
+  page_fences_.back().pages.push_back(page);
+}
+
+Store::Usage Store::usage(const Sequence& seq) const {
+  Usage usage;
+  for (const PageList& list : seq.lists) {
+    for (const PageRef page : list.pages) {
+      if (page != kNoPage) {
+        ++usage.n_pages;
+        usage.bytes += pool_->page_bytes(page);
+        usage.bytes_shared += pool_->n_refs(page) > 1 ? pool_->page_bytes(page) : 0;
+      }
+    }
+  }
+  for (const Sequence::HostPage& place : seq.host_pages) {
+    ++usage.n_pages;
+    usage.host_bytes += pool_->slab_page_bytes(place.slab);
+  }
+  usage.bytes += usage.host_bytes;
+  return usage;
+}
+
+uint64_t Store::n_dropped(const Sequence& seq) const {
+  uint64_t n = 0;
+  for (uint32_t list = 0; list < seq.lists.size(); ++list) {
+    n += seq.lists[list].kept_from - first_droppable(class_of(*seq.space, list));
+  }
+  return n;
+}
+
+// --- Growth -------------------------------------------------------------------------------------
+
+Status Store::check_growth(const Growth& growth) const {
+  const Sequence& seq = *growth.seq;
+  if (seq.on_host) {
+    return Status(KVM_ERR_BUSY, "a sequence of the batch is on the host: kvm_cuda_fetch it first");
+  }
+  const uint64_t n_after = seq.n_tokens + growth.n_append;
+  if (growth.n_query > n_after) {
+    return Status(KVM_ERR_INVALID, "n_query is " + number(growth.n_query) + "; the sequence has " +
+                                       number(n_after) + " tokens after the append");
+  }
+  // The first row sees most.
+  return growth.n_query == 0 ? Status::ok() : check_visible(seq, n_after - growth.n_query);
+}
+
+Status Store::begin_growth(std::span<const Growth> growths, Stream stream) {
+  KVM_ASSERT(grown_.empty() && changes_.empty());
+  for (const Growth& growth : growths) {
+    KVM_TRY(check_growth(growth));
+  }
+  collect_fences();
+  for (const Growth& growth : growths) {
+    Sequence* const seq = growth.seq;
+    if (seq->ready != nullptr) {
+      if (const Status waited = driver_->wait(stream, seq->ready.get()); !waited.is_ok()) {
+        undo_growth();
+        return waited;
+      }
+      seq->ready.reset();
+    }
+    grown_.push_back({growth, seq->n_tokens, seq->version});
+    if (const Status reserved = reserve_pages(growth, stream); !reserved.is_ok()) {
+      undo_growth();
+      return reserved;
+    }
+    seq->n_tokens += growth.n_append;
+  }
+  return Status::ok();
+}
+
+Status Store::reserve_pages(const Growth& growth, Stream stream) {
+  if (growth.n_append == 0) {
+    return Status::ok();
+  }
+  for (uint32_t list = 0; list < growth.seq->lists.size(); ++list) {
+    KVM_TRY(pages_of_list(growth, list, stream));
+  }
+  return Status::ok();
+}
+
+Status Store::pages_of_list(const Growth& growth, uint32_t list, Stream stream) {
+  Sequence* const seq = growth.seq;
+  const uint32_t slab = class_of(*seq->space, list).slab;
+  std::vector<PageRef>& pages = seq->lists[list].pages;
+  const uint64_t n = seq->n_tokens;
+  if (n % kTokensPerPage != 0 && pool_->n_refs(pages.back()) > 1) {
+    // A fork ends in the same page.
+    KVM_TRY_ASSIGN(const PageRef copy, allocate(slab, stream));
+    changes_.push_back(
+        {seq, list, static_cast<uint32_t>(pages.size() - 1), std::exchange(pages.back(), copy)});
+    // At once, so that the last of those who share it need not copy. Not the last reference.
+    pool_->release(changes_.back().before);
+    KVM_TRY(driver_->copy(pool_->data(copy), pool_->data(changes_.back().before),
+                          pool_->page_bytes(copy), stream));
+    ++counters_.n_pages_copied;
+  }
+  const uint64_t n_blocks = div_up(n + growth.n_append, kTokensPerPage);
+  while (pages.size() < n_blocks) {
+    KVM_TRY_ASSIGN(const PageRef page, allocate(slab, stream));
+    changes_.push_back({seq, list, static_cast<uint32_t>(pages.size()), kNoPage});
+    pages.push_back(page);
+  }
+  return Status::ok();
+}
+
+void Store::finish_growth() {
+  for (const Grown& grown : grown_) {
+    drop_unseen(grown.growth, grown.n_before);
+    ++grown.growth.seq->version;
+  }
+  changes_.clear();
+  grown_.clear();
+}
+
+void Store::undo_growth() {
+  for (auto change = changes_.rbegin(); change != changes_.rend(); ++change) {
+    std::vector<PageRef>& pages = change->seq->lists[change->list].pages;
+    pool_->release(pages[change->block]);
+    if (change->before != kNoPage) {
+      pages[change->block] = change->before;
+      pool_->add_ref(change->before);
+    } else {
+      pages.pop_back();
+    }
+  }
+  for (const Grown& grown : grown_) {
+    grown.growth.seq->n_tokens = grown.n_before;
+  }
+  changes_.clear();
+  grown_.clear();
+}
+
+// Pages that no later query sees go back. Those that were begun in this growth stay until the next:
+// the rows of its tokens are not enqueued yet.
+void Store::drop_unseen(const Growth& growth, uint64_t n_before) {
+  Sequence* const seq = growth.seq;
+  const uint64_t n = seq->n_tokens;
+  for (uint32_t list = 0; list < seq->lists.size(); ++list) {
+    const ClassLayout& of = class_of(*seq->space, list);
+    const uint64_t behind = std::max<uint64_t>({growth.n_query, of.slack + 1, 1});
+    const uint64_t first_query = n > behind ? n - behind : 0;
+    if (of.n_recent == 0 || first_query + 1 <= of.n_recent) {
+      continue;
+    }
+    const uint64_t end =
+        std::min((first_query + 1 - of.n_recent) / kTokensPerPage, n_before / kTokensPerPage);
+    PageList& lies = seq->lists[list];
+    for (uint64_t block = lies.kept_from / kTokensPerPage; block < end; ++block) {
+      release(*seq, std::exchange(lies.pages[block], kNoPage));
+    }
+    lies.kept_from = std::max(lies.kept_from, end * kTokensPerPage);
+  }
+}
+
+Result<PageRef> Store::allocate(uint32_t slab, Stream stream) {
+  Result<PageRef> page = pool_->allocate(slab);
+  while (!page.is_ok() && page.status().code() == KVM_ERR_NO_SPACE && !page_fences_.empty()) {
+    KVM_TRY(driver_->wait(stream, page_fences_.front().event.get()));
+    open_fence(page_fences_.front());
+    page_fences_.pop_front();
+    page = pool_->allocate(slab);
+  }
+  return page;
+}
+
+void Store::open_fence(const Fence& fence) {
+  for (const PageRef page : fence.pages) {
+    pool_->release(page);
+  }
+  for (const uint32_t chunk : fence.chunks) {
+    host_->give_back(chunk);
+  }
+}
+
+void Store::collect_fences() {
+  for (std::deque<Fence>* const fences : {&page_fences_, &chunk_fences_}) {
+    while (!fences->empty()) {
+      const Result<bool> done = driver_->is_done(fences->front().event.get());
+      if (!done.is_ok() || !done.value()) {
+        break;
+      }
+      open_fence(fences->front());
+      fences->pop_front();
+    }
+  }
+}
+
+// --- Between device and host --------------------------------------------------------------------
+
+Status Store::not_captured(Stream stream) {
+  if (host_->n_chunks() == 0) {
+    return Status(KVM_ERR_UNSUPPORTED, "the client was opened without host_bytes");
+  }
+  KVM_TRY_ASSIGN(const bool captured, driver_->is_capturing(stream));
+  return captured ? Status(KVM_ERR_UNSUPPORTED,
+                           "the stream is being captured; a graph cannot move sequences")
+                  : Status::ok();
+}
+
+Status Store::take_chunks(uint64_t n, std::vector<uint32_t>* out) {
+  while (host_->n_free() < n && !chunk_fences_.empty()) {
+    KVM_TRY(driver_->wait(to_host_, chunk_fences_.front().event.get()));
+    open_fence(chunk_fences_.front());
+    chunk_fences_.pop_front();
+  }
+  if (host_->n_free() < n) {
+    return Status(KVM_ERR_NO_SPACE, "the sequence takes " + number(n * kChunkBytes) +
+                                        " bytes of host memory; free are " +
+                                        number(host_->n_free() * kChunkBytes) + " of " +
+                                        number(host_->n_chunks() * kChunkBytes));
+  }
+  for (uint64_t i = 0; i < n; ++i) {
+    out->push_back(host_->take());
+  }
+  return Status::ok();
+}
+
+void Store::give_back_chunks(Sequence* seq, EventPtr event) {
+  if (!seq->chunks.empty()) {
+    chunk_fences_.push_back({std::move(event), {}, std::move(seq->chunks)});
+  }
+  seq->chunks.clear();
+  seq->host_pages.clear();
+  seq->left.reset();
+  seq->on_host = false;
+  --counters_.n_spilled;
+}
+
+Status Store::spill(Sequence* seq, Stream stream) {
+  KVM_TRY(not_captured(stream));
+  if (seq->on_host) {
+    return Status::ok();
+  }
+  collect_fences();
+  // Packed one behind the other; what forks share stays.
+  std::vector<Sequence::HostPage> places;
+  std::vector<PageRef> pages;
+  uint64_t n_chunks = 0, filled = kChunkBytes;
+  for (uint32_t list = 0; list < seq->lists.size(); ++list) {
+    const std::vector<PageRef>& of = seq->lists[list].pages;
+    for (uint32_t block = 0; block < of.size(); ++block) {
+      if (of[block] == kNoPage || pool_->n_refs(of[block]) > 1) {
+        continue;
+      }
+      const uint64_t size = pool_->page_bytes(of[block]);
+      if (filled + size > kChunkBytes) {
+        ++n_chunks;
+        filled = 0;
+      }
+      places.push_back({list, block, static_cast<uint32_t>(n_chunks - 1),
+                        static_cast<uint32_t>(filled), tiers::page_slab(of[block])});
+      pages.push_back(of[block]);
+      filled += size;
+    }
+  }
+  std::vector<uint32_t> chunks;
+  KVM_TRY(take_chunks(n_chunks, &chunks));
+  EventPtr done;
+  const Status moved = transfer(places, pages, chunks, true, stream, seq->ready, &done);
+  if (!moved.is_ok()) {
+    for (const uint32_t chunk : chunks) {
+      host_->give_back(chunk);
+    }
+    return moved;
+  }
+  for (const Sequence::HostPage& place : places) {
+    seq->lists[place.list].pages[place.block] = kNoPage;
+    counters_.spilled_bytes += pool_->slab_page_bytes(place.slab);
+  }
+  page_fences_.push_back({done, std::move(pages), {}});
+  seq->on_host = true;
+  seq->host_pages = std::move(places);
+  seq->chunks = std::move(chunks);
+  seq->left = std::move(done);
+  ++seq->version;
+  ++counters_.n_spilled;
+  return Status::ok();
+}
+
+Status Store::fetch(Sequence* seq, Stream stream) {
+  KVM_TRY(not_captured(stream));
+  if (!seq->on_host) {
+    return Status::ok();
+  }
+  collect_fences();
+  std::vector<PageRef> pages;
+  Status status;
+  for (const Sequence::HostPage& place : seq->host_pages) {
+    Result<PageRef> page = allocate(place.slab, stream);
+    if (!page.is_ok()) {
+      status = page.status();
+      break;
+    }
+    pages.push_back(page.value());
+  }
+  EventPtr done;
+  if (status.is_ok()) {
+    status = transfer(seq->host_pages, pages, seq->chunks, false, stream, seq->left, &done);
+  }
+  if (!status.is_ok()) {
+    for (const PageRef page : pages) {
+      pool_->release(page);
+    }
+    return status;
+  }
+  for (size_t i = 0; i < pages.size(); ++i) {
+    const Sequence::HostPage& place = seq->host_pages[i];
+    seq->lists[place.list].pages[place.block] = pages[i];
+    counters_.fetched_bytes += pool_->slab_page_bytes(place.slab);
+  }
+  give_back_chunks(seq, done);
+  // Pages that stayed, for forks share them, may still be on their way from an earlier fetch: that
+  // copy is on the same stream, before this one.
+  seq->ready = std::move(done);
+  ++seq->version;
+  return Status::ok();
+}
+
+Status Store::transfer(std::span<const Sequence::HostPage> places, std::span<const PageRef> pages,
+                       std::span<const uint32_t> chunks, bool to_host, Stream stream,
+                       const EventPtr& also, EventPtr* done) {
+  const Stream copies = to_host ? to_host_ : to_device_;
+  KVM_TRY_ASSIGN(const EventPtr before, new_event());
+  KVM_TRY_ASSIGN(*done, new_event());
+  const auto enqueue = [&]() -> Status {
+    KVM_TRY(driver_->record(before.get(), stream));
+    KVM_TRY(driver_->wait(copies, before.get()));
+    if (also != nullptr) {
+      KVM_TRY(driver_->wait(copies, also.get()));
+    }
+    // Runs of pages of one size that lie in one chunk.
+    for (size_t begin = 0; begin < places.size();) {
+      size_t end = begin + 1;
+      while (end < places.size() && places[end].chunk == places[begin].chunk &&
+             places[end].slab == places[begin].slab &&
+             end - begin < attention::gpu::kMaxMovedPages) {
+        ++end;
+      }
+      uint8_t* const packed = host_->data(chunks[places[begin].chunk]) + places[begin].offset;
+      KVM_TRY(copy_run(packed, pages.subspan(begin, end - begin), to_host));
+      begin = end;
+    }
+    return driver_->record(done->get(), copies);
+  };
+  const Status enqueued = enqueue();
+  if (!enqueued.is_ok()) {
+    // Part of the copies may be under way; pages and chunks are the caller's again.
+    (void)driver_->synchronize_device();
+  }
+  return enqueued;
+}
+
+Status Store::copy_run(uint8_t* packed, std::span<const PageRef> pages, bool to_host) {
+  const uint64_t size = pool_->page_bytes(pages[0]);
+  bool gather = false;
+  // Neighbours in one copy.
+  std::vector<size_t> begins;
+  for (size_t i = 0; i < pages.size(); ++i) {
+    if (i == 0 || pool_->data(pages[i]) != pool_->data(pages[i - 1]) + size) {
+      begins.push_back(i);
+    }
+  }
+  begins.push_back(pages.size());
+  for (size_t i = 0; i + 1 < begins.size(); ++i) {
+    gather = gather || (begins[i + 1] - begins[i]) * size < kLongPiece;
+  }
+  if (gather && begins.size() > 2) {
+    return gather_run(packed, pages, to_host);
+  }
+  for (size_t i = 0; i + 1 < begins.size(); ++i) {
+    KVM_TRY(copy(pool_->data(pages[begins[i]]), packed + begins[i] * size,
+                 (begins[i + 1] - begins[i]) * size, to_host));
+  }
+  return Status::ok();
+}
+
+Status Store::gather_run(uint8_t* packed, std::span<const PageRef> pages, bool to_host) {
+  attention::gpu::MoveParams move;
+  move.packed = bounce_[to_host ? 0 : 1];
+  move.page_bytes = pool_->page_bytes(pages[0]);
+  move.n_pages = static_cast<uint32_t>(pages.size());
+  move.pack = to_host;
+  for (size_t i = 0; i < pages.size(); ++i) {
+    move.pages[i] = pool_->data(pages[i]);
+  }
+  const uint64_t size = pages.size() * move.page_bytes;
+  if (to_host) {
+    KVM_TRY(driver_->move(move, to_host_));
+    return copy(move.packed, packed, size, true);
+  }
+  KVM_TRY(copy(move.packed, packed, size, false));
+  return driver_->move(move, to_device_);
+}
+
+Status Store::copy(uint8_t* on_device, uint8_t* on_host, uint64_t size_bytes, bool to_host) {
+  ++counters_.n_copies;
+  return to_host ? driver_->copy(on_host, on_device, size_bytes, to_host_)
+                 : driver_->copy(on_device, on_host, size_bytes, to_device_);
+}
+
+void Store::check_accounts(std::span<const Sequence* const> all) const {
+  KVM_ASSERT(grown_.empty() && changes_.empty());
+  pool_->check_accounts();
+  std::unordered_map<PageRef, uint32_t> n_refs;
+  uint64_t n_chunks = host_->n_free();
+  for (const Sequence* const seq : all) {
+    for (const PageList& list : seq->lists) {
+      KVM_ASSERT(list.pages.size() == div_up(seq->n_tokens, kTokensPerPage));
+      for (const PageRef page : list.pages) {
+        n_refs[page] += page == kNoPage ? 0 : 1;
+      }
+    }
+    n_chunks += seq->chunks.size();
+    KVM_ASSERT(seq->on_host || seq->host_pages.empty());
+  }
+  for (const std::deque<Fence>* const fences : {&page_fences_, &chunk_fences_}) {
+    for (const Fence& fence : *fences) {
+      for (const PageRef page : fence.pages) {
+        ++n_refs[page];
+      }
+      n_chunks += fence.chunks.size();
+    }
+  }
+  n_refs.erase(kNoPage);
+  KVM_ASSERT(n_refs.size() == pool_->n_pages());
+  for (const auto& [page, n] : n_refs) {
+    KVM_ASSERT(pool_->n_refs(page) == n);
+  }
+  KVM_ASSERT(n_chunks == host_->n_chunks());
+}
+
+}  // namespace kvm::device

@@ -1,0 +1,370 @@
+// SPDX-License-Identifier: Apache-2.0
+// Random operations on a client of kvm_cuda.h, over the fake driver, and on an engine for CPUs:
+// they have to give the same results. KVM_NIGHTLY=1 takes more of them.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#include "base/splitmix.h"
+#include "tests/gpu/device_rig.h"
+
+namespace kvm::device::testing {
+namespace {
+
+constexpr uint32_t kMaxItems = 4, kMaxQuery = 2, kSlack = 16, kLayers = 3;
+
+Geometry mixed_geometry() {
+  Geometry geometry;
+  geometry.n_layers = kLayers;
+  kvm_policy_params policy{};
+  policy.layer_begin = 1;
+  policy.n_layers = 1;
+  policy.kv_head_mask[0] = 1;
+  policy.retention = KVM_RETAIN_SINKS_RECENT;
+  policy.n_sinks = 3;
+  policy.n_recent = 64;
+  policy.slack = kSlack;
+  geometry.policies = {policy};
+  kvm_layer_params window{};
+  window.layer_begin = 2;
+  window.n_layers = 1;
+  window.window = 50;
+  geometry.layers = {window};
+  return geometry;
+}
+
+// The same model twice.
+class Twins {
+ public:
+  explicit Twins(uint64_t seed) : state_(seed), rig_(options(seed), mixed_geometry(), 3 << 20) {
+    kvm_embedded_params params{};
+    params.struct_size = sizeof params;
+    params.n_threads = 1;
+    params.host_capacity_bytes = 256 << 20;
+    EXPECT_EQ(kvm_open_embedded(&params, &host_), KVM_OK) << kvm_last_error();
+    const Geometry& geometry = rig_.geometry();
+    kvm_space_params space{};
+    space.struct_size = sizeof space;
+    space.name = "model";
+    space.n_layers = geometry.n_layers;
+    space.n_q_heads = geometry.n_q_heads;
+    space.n_kv_heads = geometry.n_kv_heads;
+    space.head_dim_k = geometry.dim;
+    space.dtype = geometry.dtype;
+    space.layers = geometry.layers.data();
+    space.n_layer_params = static_cast<uint32_t>(geometry.layers.size());
+    space.policies = geometry.policies.data();
+    space.n_policies = static_cast<uint32_t>(geometry.policies.size());
+    EXPECT_EQ(kvm_space_register(host_, &space, &host_space_), KVM_OK) << kvm_last_error();
+    EXPECT_EQ(kvm_queue_create(host_, nullptr, &queue_), KVM_OK) << kvm_last_error();
+    // Two batches, so that sequences change from one to the other.
+    for (kvm_cuda_batch*& batch : batches_) {
+      batch = rig_.batch(rig_.batch_params(kMaxItems, 200, kMaxQuery, 600));
+    }
+  }
+  ~Twins() {
+    kvm_queue_destroy(queue_);
+    kvm_client_close(host_);
+  }
+  Twins(const Twins&) = delete;
+  Twins& operator=(const Twins&) = delete;
+
+  void run(uint32_t n_operations) {
+    for (uint32_t i = 0; i < n_operations && !::testing::Test::HasFailure(); ++i) {
+      const uint64_t chance = below(100);
+      if (pairs_.size() < 3 || (chance < 6 && pairs_.size() < 8)) {
+        create();
+      } else if (chance < 14 && pairs_.size() < 8) {
+        fork();
+      } else if (chance < 20) {
+        truncate();
+      } else if (chance < 26) {
+        free_one();
+      } else if (chance < 36) {
+        move();
+      } else {
+        step();
+      }
+      if (chance % 8 == 0) {
+        settle();
+      }
+    }
+    settle();
+    while (!pairs_.empty() && !::testing::Test::HasFailure()) {
+      free_one();
+    }
+    kvm_cuda_stats stats{};
+    stats.struct_size = sizeof stats;
+    ASSERT_EQ(kvm_cuda_get_stats(rig_.client(), &stats), KVM_OK);
+    EXPECT_EQ(stats.n_spilled, 0u);
+    std::printf("%llu steps of which %llu found no room, %llu rows, %llu pages copied\n",
+                static_cast<unsigned long long>(n_steps_),
+                static_cast<unsigned long long>(n_refused_),
+                static_cast<unsigned long long>(n_rows_),
+                static_cast<unsigned long long>(stats.n_pages_copied));
+  }
+
+ private:
+  struct Pair {
+    kvm_seq_id device = 0;
+    kvm_seq_id host = 0;
+    uint64_t n_tokens = 0;
+    uint64_t key = 0;
+    bool spilled = false;
+  };
+  // A row that the device has not come to, and what it should be.
+  struct Expected {
+    const float* o;
+    const float* lse;
+    std::vector<float> host_o;
+    std::vector<float> host_lse;
+  };
+
+  static FakeOptions options(uint64_t seed) {
+    FakeOptions options;
+    options.seed = seed;
+    options.eagerness = static_cast<uint32_t>(seed % 3 * 4);
+    options.emulate = seed % 4 == 0;
+    return options;
+  }
+  uint64_t below(uint64_t n) {
+    state_ += kSplitMixStep;
+    return splitmix64(state_) % n;
+  }
+  Pair& any() { return pairs_[below(pairs_.size())]; }
+
+  void create() {
+    Pair pair;
+    pair.device = rig_.create();
+    ASSERT_EQ(kvm_seq_create(host_, host_space_, nullptr, &pair.host), KVM_OK);
+    pair.key = ++last_key_;
+    pairs_.push_back(pair);
+  }
+
+  void fork() {
+    const Pair parent = any();
+    Pair child = parent;
+    child.key = ++last_key_;
+    child.n_tokens -= below(std::min<uint64_t>(parent.n_tokens, kSlack / 2) + 1);
+    const kvm_status status =
+        kvm_seq_fork(rig_.client(), parent.device, child.n_tokens, &child.device);
+    if (parent.spilled) {
+      ASSERT_EQ(status, KVM_ERR_BUSY);
+      return;
+    }
+    if (status == KVM_ERR_PARTIAL) {
+      return;  // rolled back before
+    }
+    ASSERT_EQ(status, KVM_OK) << kvm_last_error();
+    ASSERT_EQ(kvm_seq_fork(host_, parent.host, child.n_tokens, &child.host), KVM_OK)
+        << kvm_last_error();
+    pairs_.push_back(child);
+  }
+
+  void truncate() {
+    Pair& pair = any();
+    const uint64_t n = pair.n_tokens - below(std::min<uint64_t>(pair.n_tokens, kSlack / 2) + 1);
+    const kvm_status status = kvm_seq_truncate(rig_.client(), pair.device, n);
+    if (pair.spilled || status == KVM_ERR_PARTIAL) {
+      ASSERT_EQ(status, pair.spilled ? KVM_ERR_BUSY : KVM_ERR_PARTIAL);
+      return;
+    }
+    ASSERT_EQ(status, KVM_OK) << kvm_last_error();
+    ASSERT_EQ(kvm_seq_truncate(host_, pair.host, n), KVM_OK) << kvm_last_error();
+    pair.n_tokens = n;
+  }
+
+  void free_one() {
+    const size_t i = below(pairs_.size());
+    ASSERT_EQ(kvm_seq_free(rig_.client(), pairs_[i].device), KVM_OK) << kvm_last_error();
+    ASSERT_EQ(kvm_seq_free(host_, pairs_[i].host), KVM_OK) << kvm_last_error();
+    pairs_.erase(pairs_.begin() + static_cast<std::ptrdiff_t>(i));
+  }
+
+  void move() {
+    Pair& pair = any();
+    if (!pair.spilled) {
+      ASSERT_EQ(kvm_cuda_spill(rig_.client(), pair.device, rig_.stream()), KVM_OK)
+          << kvm_last_error();
+      pair.spilled = true;
+      return;
+    }
+    const kvm_status status = kvm_cuda_fetch(rig_.client(), pair.device, rig_.stream());
+    if (status != KVM_ERR_NO_SPACE) {
+      ASSERT_EQ(status, KVM_OK) << kvm_last_error();
+      pair.spilled = false;
+    }
+  }
+
+  void step();
+  void host_step(Pair* pair, uint32_t n_append, uint32_t n_query, uint32_t layer,
+                 const std::vector<uint16_t>& q, uint32_t query_row, Expected* expected);
+  void settle();
+
+  uint64_t state_;
+  Rig rig_;
+  kvm_client* host_ = nullptr;
+  kvm_space_id host_space_ = 0;
+  kvm_queue* queue_ = nullptr;
+  kvm_cuda_batch* batches_[2] = {};
+  std::vector<Pair> pairs_;
+  std::vector<Expected> pending_;
+  uint64_t last_key_ = 0;
+  uint64_t n_steps_ = 0, n_refused_ = 0, n_rows_ = 0;
+};
+
+void Twins::step() {
+  kvm_cuda_batch* const batch = batches_[below(2)];
+  std::vector<kvm_cuda_item> items;
+  std::vector<Pair*> whose;
+  std::vector<Rig::Row> rows;
+  uint32_t query_row = 0;
+  for (Pair& pair : pairs_) {
+    if (items.size() == kMaxItems || pair.spilled || below(3) == 0) {
+      continue;
+    }
+    if (below(6) == 0 && items.size() + 1 < kMaxItems) {
+      items.push_back({});  // a place left empty
+      whose.push_back(nullptr);
+    }
+    kvm_cuda_item item{};
+    item.seq = pair.device;
+    item.n_append = static_cast<uint32_t>(below(4) == 0 ? below(50) : 1);
+    if (pair.n_tokens + item.n_append == 0 || pair.n_tokens + item.n_append > 600) {
+      item.n_append = pair.n_tokens == 0 ? 1 : 0;
+    }
+    item.append_row = static_cast<uint32_t>(rows.size());
+    item.n_query = static_cast<uint32_t>(
+        std::min<uint64_t>(below(kMaxQuery + 1), pair.n_tokens + item.n_append));
+    item.query_row = query_row;
+    query_row += item.n_query;
+    for (uint32_t t = 0; t < item.n_append; ++t) {
+      rows.push_back({pair.key, pair.n_tokens + t});
+    }
+    items.push_back(item);
+    whose.push_back(&pair);
+  }
+  ++n_steps_;
+  const kvm_status status =
+      kvm_cuda_update(batch, items.data(), static_cast<uint32_t>(items.size()), rig_.stream());
+  if (status == KVM_ERR_NO_SPACE || status == KVM_ERR_PARTIAL) {
+    ++n_refused_;  // nothing has changed
+    return;
+  }
+  ASSERT_EQ(status, KVM_OK) << kvm_last_error();
+  for (uint32_t layer = 0; layer < kLayers; ++layer) {
+    if (!rows.empty()) {
+      const kvm_tensor k = rig_.keys(rows, layer, false), v = rig_.keys(rows, layer, true);
+      ASSERT_EQ(kvm_cuda_append(batch, layer, &k, &v, rig_.stream()), KVM_OK) << kvm_last_error();
+    }
+    const std::vector<uint16_t> q = rig_.queries(n_steps_ * 8 + layer, std::max(query_row, 1u));
+    const Rig::Outputs out = rig_.outputs(std::max(query_row, 1u));
+    kvm_cuda_attend_params attend{};
+    attend.struct_size = sizeof attend;
+    attend.layer = layer;
+    attend.q = rig_.tensor(q, rig_.geometry().dtype);
+    attend.o = out.o_tensor;
+    attend.lse = out.lse_tensor;
+    ASSERT_EQ(kvm_cuda_attend(batch, &attend, rig_.stream()), KVM_OK) << kvm_last_error();
+    const uint64_t o_row = rig_.geometry().n_q_heads * rig_.geometry().dim;
+    for (size_t i = 0; i < items.size(); ++i) {
+      if (whose[i] != nullptr) {
+        Expected expected{out.o + items[i].query_row * o_row,
+                          out.lse + items[i].query_row * rig_.geometry().n_q_heads,
+                          {},
+                          {}};
+        host_step(whose[i], items[i].n_append, items[i].n_query, layer, q, items[i].query_row,
+                  &expected);
+        pending_.push_back(std::move(expected));
+      }
+    }
+  }
+  for (size_t i = 0; i < items.size(); ++i) {
+    if (whose[i] != nullptr) {
+      whose[i]->n_tokens += items[i].n_append;
+    }
+  }
+}
+
+void Twins::host_step(Pair* pair, uint32_t n_append, uint32_t n_query, uint32_t layer,
+                      const std::vector<uint16_t>& q, uint32_t query_row, Expected* expected) {
+  const Geometry& geometry = rig_.geometry();
+  std::vector<float> k, v;
+  for (uint32_t t = 0; t < n_append; ++t) {
+    for (uint32_t head = 0; head < geometry.n_kv_heads; ++head) {
+      for (uint32_t i = 0; i < geometry.dim; ++i) {
+        const uint64_t position = pair->n_tokens + t;
+        k.push_back(stored_number(pair->key, layer, head, position, i, false));
+        v.push_back(stored_number(pair->key, layer, head, position, i, true));
+      }
+    }
+  }
+  if (n_append == 0 && n_query == 0) {
+    return;
+  }
+  const uint64_t row = uint64_t{geometry.n_q_heads} * geometry.dim;
+  expected->host_o.resize(n_query * row);
+  expected->host_lse.resize(n_query * geometry.n_q_heads);
+  kvm_item item{};
+  item.seq = pair->host;
+  item.append_position = KVM_POSITION_END;
+  item.n_append = n_append;
+  item.n_query = n_query;
+  item.query_position = KVM_POSITION_END;
+  kvm_step_params params{};
+  params.struct_size = sizeof params;
+  params.space = host_space_;
+  params.layer_begin = layer;
+  params.n_items = 1;
+  params.items = &item;
+  params.k = kvm_host_tensor(k.data(), k.size() * 4, KVM_DTYPE_F32);
+  params.v = kvm_host_tensor(v.data(), v.size() * 4, KVM_DTYPE_F32);
+  params.q = kvm_host_tensor(q.data() + query_row * row, n_query * row * 2, geometry.dtype);
+  params.o = kvm_host_tensor(expected->host_o.data(), n_query * row * 4, KVM_DTYPE_F32);
+  params.lse =
+      kvm_host_tensor(expected->host_lse.data(), expected->host_lse.size() * 4, KVM_DTYPE_F32);
+  const kvm_status status = n_query == 0    ? kvm_append(queue_, &params)
+                            : n_append == 0 ? kvm_attend(queue_, &params, nullptr)
+                                            : kvm_step(queue_, &params, nullptr);
+  ASSERT_EQ(status, KVM_OK) << kvm_last_error();
+}
+
+void Twins::settle() {
+  rig_.driver().settle();
+  const uint32_t dim = rig_.geometry().dim;
+  for (const Expected& row : pending_) {
+    for (size_t h = 0; h < row.host_lse.size(); ++h) {
+      double wrong = 0, norm = 0;
+      for (uint32_t i = 0; i < dim; ++i) {
+        const double there = row.host_o[h * dim + i], here = row.o[h * dim + i];
+        wrong += (here - there) * (here - there);
+        norm += there * there;
+      }
+      ASSERT_TRUE(std::sqrt(wrong) <= 1e-2 * std::sqrt(norm)) << std::sqrt(wrong / norm);
+      ASSERT_NEAR(row.lse[h], row.host_lse[h], 2e-3);
+      ++n_rows_;
+    }
+  }
+  pending_.clear();
+  rig_.forget_memory();
+}
+
+TEST(DeviceModelTest, RandomOperationsGiveWhatTheEngineForCpusGives) {
+  const bool nightly = std::getenv("KVM_NIGHTLY") != nullptr;
+  for (uint64_t seed = 1; seed <= (nightly ? 60u : 4u); ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    Twins twins(seed);
+    // The emulator takes longer.
+    twins.run((nightly ? 600u : 120u) / (seed % 4 == 0 ? 6 : 1));
+    if (HasFailure()) {
+      return;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace kvm::device::testing

@@ -1,0 +1,263 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tests/gpu/device_rig.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <utility>
+
+#include "base/splitmix.h"
+
+namespace kvm::device {
+
+// The implementation of the seam that programs with this file have.
+Result<std::unique_ptr<Driver>> open_driver(uint32_t ordinal) {
+  if (ordinal != 0) {
+    return Status(KVM_ERR_DEVICE, "device is " + std::to_string(ordinal) + "; this machine has 1");
+  }
+  auto driver = std::make_unique<testing::FakeDriver>(testing::next_options);
+  testing::last_driver = driver.get();
+  return std::unique_ptr<Driver>(std::move(driver));
+}
+
+namespace testing {
+
+FakeOptions next_options;
+FakeDriver* last_driver = nullptr;
+
+namespace {
+
+float narrowed(float value, uint32_t dtype) {
+  return dtype == KVM_DTYPE_BF16 ? bf16_to_f32(f32_to_bf16(value)) : f16_to_f32(f32_to_f16(value));
+}
+
+float widened(uint16_t bits, uint32_t dtype) {
+  return dtype == KVM_DTYPE_BF16 ? bf16_to_f32(bits) : f16_to_f32(bits);
+}
+
+float number_of(uint64_t seed) {
+  // About Gaussian: the sum of four uniform numbers.
+  const uint64_t bits = splitmix64(seed);
+  const uint64_t sum =
+      (bits & 0xffff) + (bits >> 16 & 0xffff) + (bits >> 32 & 0xffff) + (bits >> 48);
+  return (static_cast<float>(sum) * 0x1p-16f - 2.0f) * 1.7f;
+}
+
+}  // namespace
+
+float stored_number(uint64_t key, uint32_t layer, uint32_t head, uint64_t position,
+                    uint32_t channel, bool is_v) {
+  return number_of((((key * 64 + layer) * 64 + head) * 4096 + position) * 512 + channel * 2 +
+                   (is_v ? 1 : 0));
+}
+
+Rig::Rig(const FakeOptions& options, const Geometry& geometry, uint64_t pool_bytes,
+         uint64_t host_bytes)
+    : geometry_(geometry) {
+  next_options = options;
+  next_options.at_end = [](const FakeDriver& driver) {
+    EXPECT_EQ(driver.complaints(), "");
+    EXPECT_EQ(driver.leftovers(), "");
+  };
+  kvm_cuda_params params{};
+  params.struct_size = sizeof params;
+  params.pool_bytes = pool_bytes;
+  params.host_bytes = host_bytes;
+  EXPECT_EQ(kvm_cuda_open(&params, &client_), KVM_OK) << kvm_last_error();
+  driver_ = last_driver;
+  stream_ = driver_->create_stream().value();
+  kvm_space_params space{};
+  space.struct_size = sizeof space;
+  space.name = "model";
+  space.n_layers = geometry.n_layers;
+  space.n_q_heads = geometry.n_q_heads;
+  space.n_kv_heads = geometry.n_kv_heads;
+  space.head_dim_k = geometry.dim;
+  space.dtype = geometry.dtype;
+  space.layers = geometry.layers.data();
+  space.n_layer_params = static_cast<uint32_t>(geometry.layers.size());
+  space.policies = geometry.policies.data();
+  space.n_policies = static_cast<uint32_t>(geometry.policies.size());
+  EXPECT_EQ(kvm_space_register(client_, &space, &space_), KVM_OK) << kvm_last_error();
+}
+
+Rig::~Rig() {
+  driver_->settle();
+  for (kvm_cuda_batch* const batch : batches_) {
+    kvm_cuda_batch_destroy(batch);
+  }
+  forget_memory();
+  driver_->destroy_stream(stream_);
+  kvm_client_close(client_);
+}
+
+void Rig::forget_memory() {
+  for (uint8_t* const memory : memory_) {
+    driver_->free(memory);
+  }
+  memory_.clear();
+}
+
+kvm_cuda_batch_params Rig::batch_params(uint32_t max_items, uint32_t max_append, uint32_t max_query,
+                                        uint64_t max_tokens) const {
+  kvm_cuda_batch_params params{};
+  params.struct_size = sizeof params;
+  params.space = space_;
+  params.max_items = max_items;
+  params.max_append = max_append;
+  params.max_query = max_query;
+  params.max_tokens = max_tokens;
+  return params;
+}
+
+kvm_cuda_batch* Rig::batch(const kvm_cuda_batch_params& params) {
+  kvm_cuda_batch* batch = nullptr;
+  EXPECT_EQ(kvm_cuda_batch_create(client_, &params, &batch), KVM_OK) << kvm_last_error();
+  if (batch != nullptr) {
+    batches_.push_back(batch);
+  }
+  return batch;
+}
+
+kvm_seq_id Rig::create() {
+  kvm_seq_id seq = 0;
+  EXPECT_EQ(kvm_seq_create(client_, space_, nullptr, &seq), KVM_OK) << kvm_last_error();
+  return seq;
+}
+
+uint8_t* Rig::allocate(uint64_t size_bytes) {
+  uint8_t* const memory = driver_->allocate(size_bytes).value();
+  memory_.push_back(memory);
+  return memory;
+}
+
+uint8_t* Rig::upload(const void* data, uint64_t size_bytes) {
+  uint8_t* const memory = allocate(size_bytes);
+  std::memcpy(memory, data, size_bytes);
+  return memory;
+}
+
+kvm_tensor Rig::keys(const std::vector<Row>& rows, uint32_t layer, bool is_v) {
+  std::vector<float> values;
+  values.reserve(rows.size() * geometry_.n_kv_heads * geometry_.dim);
+  for (const Row& row : rows) {
+    for (uint32_t head = 0; head < geometry_.n_kv_heads; ++head) {
+      for (uint32_t i = 0; i < geometry_.dim; ++i) {
+        values.push_back(stored_number(row.key, layer, head, row.position, i, is_v));
+      }
+    }
+  }
+  return tensor(values, KVM_DTYPE_F32);
+}
+
+std::vector<uint16_t> Rig::queries(uint64_t seed, uint32_t n_rows) const {
+  std::vector<uint16_t> q(size_t{n_rows} * geometry_.n_q_heads * geometry_.dim);
+  for (size_t i = 0; i < q.size(); ++i) {
+    const float value = number_of(splitmix64(seed) + i);
+    q[i] = geometry_.dtype == KVM_DTYPE_BF16 ? f32_to_bf16(value) : f32_to_f16(value);
+  }
+  return q;
+}
+
+Rig::Outputs Rig::outputs(uint32_t n_rows) {
+  Outputs out;
+  const uint64_t o_bytes = uint64_t{n_rows} * geometry_.n_q_heads * geometry_.dim * 4;
+  const uint64_t lse_bytes = uint64_t{n_rows} * geometry_.n_q_heads * 4;
+  out.o = reinterpret_cast<float*>(allocate(o_bytes));
+  out.lse = reinterpret_cast<float*>(allocate(lse_bytes));
+  out.o_tensor = kvm_device_tensor(out.o, o_bytes, KVM_DTYPE_F32);
+  out.lse_tensor = kvm_device_tensor(out.lse, lse_bytes, KVM_DTYPE_F32);
+  return out;
+}
+
+bool Rig::sees(uint32_t layer, uint32_t head, uint64_t query, uint64_t position) const {
+  uint64_t window = 0;
+  for (const kvm_layer_params& of : geometry_.layers) {
+    if (layer >= of.layer_begin && layer < of.layer_begin + of.n_layers) {
+      window = of.window;
+    }
+  }
+  const kvm_policy_params* policy = nullptr;
+  uint32_t stored_in = layer;
+  for (const kvm_layer_params& of : geometry_.layers) {
+    if (layer >= of.layer_begin && layer < of.layer_begin + of.n_layers &&
+        of.kind == KVM_LAYER_ALIAS) {
+      stored_in = of.target;
+    }
+  }
+  for (const kvm_policy_params& of : geometry_.policies) {
+    const uint32_t end = of.n_layers == 0 ? geometry_.n_layers : of.layer_begin + of.n_layers;
+    if (stored_in >= of.layer_begin && stored_in < end &&
+        (of.kv_head_mask[0] == 0 || (of.kv_head_mask[0] >> head & 1) != 0)) {
+      policy = &of;
+    }
+  }
+  if (position > query || (window != 0 && position + window <= query)) {
+    return false;
+  }
+  return policy == nullptr || policy->retention == KVM_RETAIN_FULL || position < policy->n_sinks ||
+         position + policy->n_recent > query;
+}
+
+void Rig::expect_row(const Outputs& got, uint32_t row, const std::vector<uint16_t>& q,
+                     uint32_t layer, const Shadow& shadow, uint64_t n_tokens,
+                     const std::string& where, const float* log_weights,
+                     uint64_t log_weight_stride) const {
+  const uint32_t group = geometry_.n_q_heads / geometry_.n_kv_heads, dim = geometry_.dim;
+  uint32_t stored_in = layer;
+  for (const kvm_layer_params& of : geometry_.layers) {
+    if (layer >= of.layer_begin && layer < of.layer_begin + of.n_layers &&
+        of.kind == KVM_LAYER_ALIAS) {
+      stored_in = of.target;
+    }
+  }
+  for (uint32_t h = 0; h < geometry_.n_q_heads; ++h) {
+    const uint32_t head = h / group;
+    const size_t at = (size_t{row} * geometry_.n_q_heads + h) * dim;
+    std::vector<double> logits, o(dim);
+    std::vector<uint64_t> positions;
+    double top = -std::numeric_limits<double>::infinity();
+    for (uint64_t p = 0; p < n_tokens; ++p) {
+      if (!sees(layer, head, n_tokens - 1, p)) {
+        continue;
+      }
+      double logit = 0;
+      for (uint32_t i = 0; i < dim; ++i) {
+        logit +=
+            static_cast<double>(widened(q[at + i], geometry_.dtype)) *
+            narrowed(stored_number(shadow.keys[p], stored_in, head, p, i, false), geometry_.dtype);
+      }
+      logit /= std::sqrt(static_cast<double>(dim));
+      logit += log_weights == nullptr ? 0 : log_weights[head * log_weight_stride + p];
+      logits.push_back(logit);
+      positions.push_back(p);
+      top = std::max(top, logit);
+    }
+    double sum = 0;
+    for (size_t n = 0; n < positions.size(); ++n) {
+      const double weight = std::exp(logits[n] - top);
+      sum += weight;
+      for (uint32_t i = 0; i < dim; ++i) {
+        o[i] += weight * narrowed(stored_number(shadow.keys[positions[n]], stored_in, head,
+                                                positions[n], i, true),
+                                  geometry_.dtype);
+      }
+    }
+    double wrong = 0, norm = 0;
+    for (uint32_t i = 0; i < dim; ++i) {
+      wrong += (got.o[at + i] - o[i] / sum) * (got.o[at + i] - o[i] / sum);
+      norm += o[i] / sum * (o[i] / sum);
+    }
+    // A NaN is wrong as well.
+    EXPECT_TRUE(std::sqrt(wrong) <= 6e-3 * std::sqrt(norm))
+        << where << ": o of row " << row << " head " << h << " is off by "
+        << std::sqrt(wrong / norm);
+    EXPECT_NEAR(got.lse[size_t{row} * geometry_.n_q_heads + h], top + std::log(sum), 1e-3)
+        << where << ": row " << row << " head " << h;
+  }
+}
+
+}  // namespace testing
+}  // namespace kvm::device

@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+// A client of kvm_cuda.h over the fake driver, tensors for it, and fp64 arithmetic to compare with.
+#ifndef KVM_TESTS_GPU_DEVICE_RIG_H_
+#define KVM_TESTS_GPU_DEVICE_RIG_H_
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kvm_cuda.h"
+#include "tests/gpu/fake_driver.h"
+
+namespace kvm::device::testing {
+
+// What the next kvm_cuda_open gets, and the driver that the last one got.
+extern FakeOptions next_options;
+extern FakeDriver* last_driver;
+
+// How keys and values of a test are made: any (sequence's key, layer, kv head, position, channel).
+// Forks have their own key from the position on at which they were cut.
+float stored_number(uint64_t key, uint32_t layer, uint32_t head, uint64_t position,
+                    uint32_t channel, bool is_v);
+
+struct Geometry {
+  uint32_t n_layers = 2;
+  uint32_t n_q_heads = 4;
+  uint32_t n_kv_heads = 2;
+  uint32_t dim = 64;
+  uint32_t dtype = KVM_DTYPE_BF16;
+  std::vector<kvm_layer_params> layers;
+  std::vector<kvm_policy_params> policies;
+};
+
+// Which tokens a sequence has: those of `key` up to `n_tokens`, where older parts may have other
+// keys.
+struct Shadow {
+  std::vector<uint64_t> keys;  // [position]
+};
+
+class Rig {
+ public:
+  Rig(const FakeOptions& options, const Geometry& geometry, uint64_t pool_bytes = 64 << 20,
+      uint64_t host_bytes = 16 << 20);
+  // Everything must have been given back, and nothing complained of.
+  ~Rig();
+  Rig(const Rig&) = delete;
+  Rig& operator=(const Rig&) = delete;
+
+  kvm_client* client() const { return client_; }
+  FakeDriver& driver() const { return *driver_; }
+  kvm_space_id space() const { return space_; }
+  const Geometry& geometry() const { return geometry_; }
+  Stream stream() const { return stream_; }
+
+  kvm_cuda_batch* batch(const kvm_cuda_batch_params& params);
+  kvm_cuda_batch_params batch_params(uint32_t max_items, uint32_t max_append, uint32_t max_query,
+                                     uint64_t max_tokens = 1024) const;
+  kvm_seq_id create();
+
+  // Device memory with these bytes, until the rig ends or forget_memory.
+  uint8_t* upload(const void* data, uint64_t size_bytes);
+  uint8_t* allocate(uint64_t size_bytes);
+  void forget_memory();
+  template <class T>
+  kvm_tensor tensor(const std::vector<T>& values, uint32_t dtype) {
+    const uint64_t size = values.size() * sizeof(T);
+    return kvm_device_tensor(upload(values.data(), size), size, dtype);
+  }
+
+  // K or V of rows, [row][kv head][dim] in fp32.
+  struct Row {
+    uint64_t key = 0;
+    uint64_t position = 0;
+  };
+  kvm_tensor keys(const std::vector<Row>& rows, uint32_t layer, bool is_v);
+  std::vector<uint16_t> queries(uint64_t seed, uint32_t n_rows) const;
+
+  // Results of one layer's attend, to be looked at when the device has come to them.
+  struct Outputs {
+    float* o = nullptr;
+    float* lse = nullptr;
+    kvm_tensor o_tensor{}, lse_tensor{};
+  };
+  Outputs outputs(uint32_t n_rows);
+
+  // Compares row `row` with fp64 arithmetic over the tokens that a query at the last of n_tokens
+  // sees of the shadow. log_weights: [kv head][stride], or null.
+  void expect_row(const Outputs& got, uint32_t row, const std::vector<uint16_t>& q, uint32_t layer,
+                  const Shadow& shadow, uint64_t n_tokens, const std::string& where,
+                  const float* log_weights = nullptr, uint64_t log_weight_stride = 0) const;
+
+ private:
+  bool sees(uint32_t layer, uint32_t head, uint64_t query, uint64_t position) const;
+
+  Geometry geometry_;
+  kvm_client* client_ = nullptr;
+  FakeDriver* driver_ = nullptr;
+  kvm_space_id space_ = 0;
+  Stream stream_ = nullptr;
+  std::vector<uint8_t*> memory_;
+  std::vector<kvm_cuda_batch*> batches_;
+};
+
+}  // namespace kvm::device::testing
+
+#endif  // KVM_TESTS_GPU_DEVICE_RIG_H_

@@ -1,0 +1,177 @@
+// SPDX-License-Identifier: Apache-2.0
+// The accounts of pages in device memory: recounted after every operation.
+#include "device/store.h"
+
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/splitmix.h"
+#include "tests/gpu/fake_driver.h"
+
+namespace kvm::device {
+namespace {
+
+using testing::FakeDriver;
+using testing::FakeOptions;
+
+tiers::SlabClass slab_of(uint16_t n_heads) {
+  tiers::SlabClass of;
+  of.dim_k = of.dim_v = 64;
+  of.n_heads = n_heads;
+  return of;
+}
+
+TEST(DevicePoolTest, PagesHaveTheAddressesOfTheirSlots) {
+  FakeDriver driver;
+  PagePool pool(&driver, 16 << 20);
+  // Three heads: 48 KiB, which does not divide the granularity of 64 KiB.
+  const uint32_t slab = pool.open_slab(slab_of(3)).value();
+  EXPECT_EQ(pool.open_slab(slab_of(3)).value(), slab);
+  const uint32_t other = pool.open_slab(slab_of(1)).value();
+  EXPECT_NE(slab, other);
+  EXPECT_EQ(pool.used_bytes(), 0u);
+  std::vector<tiers::PageRef> pages;
+  for (uint32_t i = 0; i < 20; ++i) {
+    pages.push_back(pool.allocate(slab).value());
+    EXPECT_EQ(pages.back(), tiers::make_page_ref(slab, i));
+    EXPECT_EQ(pool.data(pages.back()), pool.base(slab) + i * 49152);
+    pool.data(pages.back())[49151] = 1;  // it is there
+  }
+  EXPECT_EQ(pool.used_bytes() % (3 * 65536), 0u);
+  EXPECT_EQ(pool.page_bytes_in_use(), 20u * 49152);
+  pool.add_ref(pages[3]);
+  EXPECT_FALSE(pool.release(pages[3]));
+  EXPECT_TRUE(pool.release(pages[3]));
+  EXPECT_TRUE(pool.release(pages[1]));
+  EXPECT_EQ(pool.allocate(slab).value(), pages[1]);  // the lowest
+  pool.check_accounts();
+}
+
+TEST(DevicePoolTest, ExtentsGoToWhoNeedsThem) {
+  FakeDriver driver;
+  {
+    PagePool pool(&driver, 1 << 20);
+    const uint32_t a = pool.open_slab(slab_of(4)).value(), b = pool.open_slab(slab_of(8)).value();
+    std::vector<tiers::PageRef> pages;
+    for (Result<tiers::PageRef> page = pool.allocate(a); page.is_ok(); page = pool.allocate(a)) {
+      pages.push_back(page.value());
+    }
+    EXPECT_EQ(pages.size(), 16u);
+    EXPECT_EQ(pool.allocate(b).status().code(), KVM_ERR_NO_SPACE);
+    pool.release(pages[5]);
+    EXPECT_EQ(pool.allocate(b).status().code(), KVM_ERR_NO_SPACE);  // 128 KiB are needed
+    pool.release(pages[9]);
+    const uint64_t waits = driver.counts(testing::Operation::kSynchronize);
+    EXPECT_TRUE(pool.allocate(b).is_ok());
+    EXPECT_EQ(driver.counts(testing::Operation::kSynchronize), waits + 1);
+    EXPECT_EQ(pool.used_bytes(), uint64_t{1} << 20);
+    pool.check_accounts();
+  }
+  EXPECT_EQ(driver.leftovers(), "");
+  EXPECT_EQ(driver.complaints(), "");
+}
+
+TEST(DevicePoolTest, LimitsAreSaid) {
+  FakeDriver driver;
+  PagePool pool(&driver, 1 << 20);
+  EXPECT_EQ(pool.open_slab(slab_of(128)).status().code(), KVM_ERR_NO_SPACE);  // 2 MiB a page
+  driver.fail(testing::Operation::kMap, 1);
+  const uint32_t slab = pool.open_slab(slab_of(1)).value();
+  EXPECT_EQ(pool.allocate(slab).status().code(), KVM_ERR_NO_SPACE);
+  EXPECT_EQ(pool.used_bytes(), 0u);
+  EXPECT_TRUE(pool.allocate(slab).is_ok());
+  pool.check_accounts();
+}
+
+TEST(DeviceStoreTest, AccountsHoldAfterEveryOperation) {
+  for (uint64_t seed = 1; seed <= 6; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    FakeOptions options;
+    options.seed = seed;
+    options.eagerness = static_cast<uint32_t>(seed % 3 * 5);
+    options.at_end = [](const FakeDriver& driver) {
+      EXPECT_EQ(driver.complaints(), "");
+      EXPECT_EQ(driver.leftovers(), "");
+    };
+    auto owned = std::make_unique<FakeDriver>(options);
+    FakeDriver* const driver = owned.get();
+    auto store = Store::open(std::move(owned), {3 << 20, 6 << 20}).value();
+    SpaceLayout layout;
+    layout.dim = 64;
+    LayerLayout layer;
+    layer.n_q_heads = layer.n_kv_heads = 3;
+    layer.classes = {{{0, 2}, 0, 0, 0, 0}, {{1}, 4, 40, 8, 0}};
+    layout.layers = {layer, layer};
+    layout.layers[1].storage_layer = 1;
+    const auto space = store->prepare(layout).value();
+    EXPECT_EQ(space->n_lists, 4u);
+
+    std::vector<std::shared_ptr<Sequence>> seqs;
+    uint64_t state = seed;
+    const auto below = [&state](uint64_t n) {
+      state += kSplitMixStep;
+      return splitmix64(state) % n;
+    };
+    uint32_t n_failed = 0;
+    for (uint32_t i = 0; i < 600; ++i) {
+      // Something fails now and then.
+      if (below(20) == 0) {
+        driver->fail(static_cast<testing::Operation>(below(12)), 1 + below(3));
+      }
+      const uint64_t chance = below(100);
+      if (seqs.empty() || (chance < 10 && seqs.size() < 10)) {
+        seqs.push_back(store->create(space));
+      } else {
+        Sequence* const seq = seqs[below(seqs.size())].get();
+        Status status;
+        if (chance < 20 && seqs.size() < 10) {
+          auto child = store->fork(*seq, below(seq->n_tokens + 1));
+          status = child.status();
+          if (child.is_ok()) {
+            seqs.push_back(child.value());
+          }
+        } else if (chance < 30) {
+          status = store->truncate(seq, below(seq->n_tokens + 1));
+        } else if (chance < 36) {
+          store->clear(seq);
+          std::erase_if(seqs, [seq](const auto& of) { return of.get() == seq; });
+        } else if (chance < 46) {
+          status = store->spill(seq, nullptr);
+        } else if (chance < 60) {
+          status = store->fetch(seq, nullptr);
+        } else {
+          const uint64_t before = seq->n_tokens;
+          const Store::Growth growth{seq, static_cast<uint32_t>(below(90)), 0};
+          status = store->begin_growth({&growth, 1}, nullptr);
+          if (status.is_ok() && below(5) == 0) {
+            store->undo_growth();
+            EXPECT_EQ(seq->n_tokens, before);
+          } else if (status.is_ok()) {
+            store->finish_growth();
+            EXPECT_EQ(seq->n_tokens, before + growth.n_append);
+          } else {
+            EXPECT_EQ(seq->n_tokens, before);
+          }
+        }
+        n_failed += status.is_ok() ? 0 : 1;
+      }
+      std::vector<const Sequence*> all;
+      for (const auto& seq : seqs) {
+        all.push_back(seq.get());
+      }
+      store->check_accounts(all);
+    }
+    EXPECT_GT(n_failed, 5u);
+    for (const auto& seq : seqs) {
+      store->clear(seq.get());
+    }
+    store->check_accounts({});
+    seqs.clear();
+  }
+}
+
+}  // namespace
+}  // namespace kvm::device

@@ -1,0 +1,852 @@
+// SPDX-License-Identifier: Apache-2.0
+// kvm_cuda.h over a device of plain memory, against fp64 arithmetic.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "base/splitmix.h"
+#include "tests/gpu/device_rig.h"
+
+namespace kvm::device::testing {
+namespace {
+
+// A sequence of a test: what it holds, by its own account.
+struct Seq {
+  kvm_seq_id id = 0;
+  Shadow shadow;
+  uint64_t key = 0;  // of what it appends
+  uint64_t size() const { return shadow.keys.size(); }
+};
+
+struct Share {
+  Seq* seq = nullptr;
+  uint32_t n_append = 0;
+  uint32_t n_query = 0;
+};
+
+// One step of all layers, and what it should have given.
+class Step {
+ public:
+  Step(Rig* rig, kvm_cuda_batch* batch, std::vector<Share> shares, uint64_t seed)
+      : rig_(rig), batch_(batch), shares_(std::move(shares)), seed_(seed) {}
+
+  // Updates; the sequences are longer then, also in the test's account.
+  kvm_status update() {
+    uint32_t row = 0;
+    for (const Share& share : shares_) {
+      kvm_cuda_item item{};
+      item.seq = share.seq == nullptr ? 0 : share.seq->id;
+      item.n_append = share.n_append;
+      item.append_row = static_cast<uint32_t>(rows_.size());
+      item.n_query = share.n_query;
+      item.query_row = row;
+      items_.push_back(item);
+      row += share.n_query;
+      for (uint32_t t = 0; t < share.n_append; ++t) {
+        rows_.push_back({share.seq->key, share.seq->size() + t});
+      }
+    }
+    const kvm_status status = kvm_cuda_update(batch_, items_.data(),
+                                              static_cast<uint32_t>(items_.size()), rig_->stream());
+    if (status == KVM_OK) {
+      for (const Share& share : shares_) {
+        if (share.seq != nullptr) {
+          share.seq->shadow.keys.insert(share.seq->shadow.keys.end(), share.n_append,
+                                        share.seq->key);
+          after_.push_back(share.seq->shadow);
+        } else {
+          after_.push_back({});
+        }
+      }
+      n_rows_ = row;
+    }
+    return status;
+  }
+
+  bool stores(uint32_t layer) const {
+    for (const kvm_layer_params& of : rig_->geometry().layers) {
+      if (layer >= of.layer_begin && layer < of.layer_begin + of.n_layers) {
+        return of.kind == KVM_LAYER_OWN;
+      }
+    }
+    return true;
+  }
+
+  // May be called again after a failure: the same rows go to the same places.
+  kvm_status launch() {
+    q_.clear();
+    outputs_.clear();
+    for (uint32_t layer = 0; layer < rig_->geometry().n_layers; ++layer) {
+      if (!rows_.empty() && stores(layer)) {
+        const kvm_tensor k = rig_->keys(rows_, layer, false), v = rig_->keys(rows_, layer, true);
+        if (const kvm_status status = kvm_cuda_append(batch_, layer, &k, &v, rig_->stream());
+            status != KVM_OK) {
+          return status;
+        }
+      }
+      if (n_rows_ == 0) {
+        continue;
+      }
+      q_.push_back(rig_->queries(seed_ * 100 + layer, n_rows_));
+      outputs_.push_back(rig_->outputs(n_rows_));
+      kvm_cuda_attend_params attend{};
+      attend.struct_size = sizeof attend;
+      attend.layer = layer;
+      attend.q = rig_->tensor(q_.back(), rig_->geometry().dtype);
+      attend.o = outputs_.back().o_tensor;
+      attend.lse = outputs_.back().lse_tensor;
+      if (const kvm_status status = kvm_cuda_attend(batch_, &attend, rig_->stream());
+          status != KVM_OK) {
+        return status;
+      }
+    }
+    return KVM_OK;
+  }
+
+  void run() {
+    ASSERT_EQ(update(), KVM_OK) << kvm_last_error();
+    ASSERT_EQ(launch(), KVM_OK) << kvm_last_error();
+  }
+
+  // REQUIRES: the device has come to it.
+  void check(const std::string& where) const {
+    for (uint32_t layer = 0; layer < outputs_.size(); ++layer) {
+      uint32_t row = 0;
+      for (size_t i = 0; i < shares_.size(); ++i) {
+        for (uint32_t j = 0; j < shares_[i].n_query; ++j, ++row) {
+          rig_->expect_row(
+              outputs_[layer], row, q_[layer], layer, after_[i],
+              after_[i].keys.size() - shares_[i].n_query + j + 1,
+              where + " item " + std::to_string(i) + " layer " + std::to_string(layer));
+        }
+      }
+    }
+  }
+  const Rig::Outputs& outputs(uint32_t layer) const { return outputs_[layer]; }
+
+ private:
+  Rig* rig_;
+  kvm_cuda_batch* batch_;
+  std::vector<Share> shares_;
+  uint64_t seed_;
+  std::vector<kvm_cuda_item> items_;
+  std::vector<Rig::Row> rows_;
+  uint32_t n_rows_ = 0;
+  std::vector<Shadow> after_;
+  std::vector<std::vector<uint16_t>> q_;
+  std::vector<Rig::Outputs> outputs_;
+};
+
+Seq make(Rig* rig, uint64_t key) { return {rig->create(), {}, key}; }
+
+Seq fork_of(Rig* rig, const Seq& parent, uint64_t n_tokens, uint64_t key) {
+  Seq child;
+  child.key = key;
+  EXPECT_EQ(kvm_seq_fork(rig->client(), parent.id, n_tokens, &child.id), KVM_OK)
+      << kvm_last_error();
+  child.shadow = parent.shadow;
+  child.shadow.keys.resize(std::min<uint64_t>(n_tokens, parent.size()));
+  return child;
+}
+
+void truncate(Rig* rig, Seq* seq, uint64_t n_tokens) {
+  ASSERT_EQ(kvm_seq_truncate(rig->client(), seq->id, n_tokens), KVM_OK) << kvm_last_error();
+  seq->shadow.keys.resize(n_tokens);
+}
+
+kvm_cuda_stats stats_of(const Rig& rig) {
+  kvm_cuda_stats stats{};
+  stats.struct_size = sizeof stats;
+  EXPECT_EQ(kvm_cuda_get_stats(rig.client(), &stats), KVM_OK) << kvm_last_error();
+  return stats;
+}
+
+// Runs steps that nothing waits for, and looks at all of them at the end.
+void run_all(Rig* rig, std::vector<Step>* steps) {
+  for (Step& step : *steps) {
+    step.run();
+  }
+  rig->driver().settle();
+  for (size_t i = 0; i < steps->size(); ++i) {
+    (*steps)[i].check("step " + std::to_string(i));
+  }
+}
+
+// --- Steps --------------------------------------------------------------------------------------
+
+struct Shape {
+  const char* name;
+  uint32_t dtype, dim, n_q_heads, n_kv_heads, max_query;
+};
+
+class DeviceShapes : public ::testing::TestWithParam<Shape> {};
+
+TEST_P(DeviceShapes, PrefillsAndDecodes) {
+  const Shape& shape = GetParam();
+  Geometry geometry;
+  geometry.dtype = shape.dtype;
+  geometry.dim = shape.dim;
+  geometry.n_q_heads = shape.n_q_heads;
+  geometry.n_kv_heads = shape.n_kv_heads;
+  Rig rig({}, geometry);
+  kvm_cuda_batch* const batch = rig.batch(rig.batch_params(3, 256, shape.max_query));
+  Seq a = make(&rig, 1), b = make(&rig, 2);
+  // Lengths around the ends of pages; more steps than the ring has places.
+  std::vector<Step> steps;
+  steps.push_back({&rig, batch, {{&a, 150, 1}}, 1});
+  steps.push_back({&rig, batch, {{&a, 1, 1}, {&b, 63, shape.max_query}}, 2});
+  for (uint64_t i = 3; i < 9; ++i) {
+    steps.push_back({&rig, batch, {{&a, 1, 1}, {nullptr, 0, 0}, {&b, 1, shape.max_query}}, i});
+  }
+  run_all(&rig, &steps);
+  const kvm_cuda_stats stats = stats_of(rig);
+  EXPECT_EQ(stats.n_pages, 2u * (3 + 2));
+  kvm_seq_info info{};
+  info.struct_size = sizeof info;
+  ASSERT_EQ(kvm_seq_get_info(rig.client(), a.id, &info), KVM_OK);
+  EXPECT_EQ(info.n_tokens_min, a.size());
+  EXPECT_EQ(info.n_pages, 6u);
+}
+
+INSTANTIATE_TEST_SUITE_P(All, DeviceShapes,
+                         ::testing::Values(Shape{"bf16_d64", KVM_DTYPE_BF16, 64, 4, 2, 2},
+                                           Shape{"fp16_d128_group8", KVM_DTYPE_F16, 128, 8, 1, 4},
+                                           Shape{"bf16_d256", KVM_DTYPE_BF16, 256, 2, 2, 1}),
+                         [](const auto& param) { return param.param.name; });
+
+TEST(DeviceTest, HeadsKeepWhatTheirPoliciesSay) {
+  Geometry geometry;
+  geometry.n_layers = 4;
+  kvm_policy_params window{};
+  window.layer_begin = 0;
+  window.n_layers = 2;
+  window.kv_head_mask[0] = 2;  // head 1
+  window.retention = KVM_RETAIN_SINKS_RECENT;
+  window.n_sinks = 5;
+  window.n_recent = 70;
+  window.slack = 10;
+  geometry.policies = {window};
+  kvm_layer_params layers[2] = {};
+  layers[0].layer_begin = 1;
+  layers[0].n_layers = 1;
+  layers[0].window = 40;
+  layers[1].layer_begin = 3;
+  layers[1].n_layers = 1;
+  layers[1].kind = KVM_LAYER_ALIAS;
+  layers[1].target = 0;
+  geometry.layers = {layers[0], layers[1]};
+  FakeOptions options;
+  options.emulate = false;
+  Rig rig(options, geometry);
+  kvm_cuda_batch* const batch = rig.batch(rig.batch_params(2, 300, 3));
+  Seq a = make(&rig, 1), b = make(&rig, 2);
+  std::vector<Step> steps;
+  steps.push_back({&rig, batch, {{&a, 290, 3}, {&b, 4, 3}}, 1});
+  for (uint64_t i = 2; i < 60; ++i) {
+    const auto n = static_cast<uint32_t>(1 + i % 7);
+    steps.push_back({&rig, batch, {{&a, n, 1 + n % 3}, {&b, 2, 2}}, i});
+  }
+  run_all(&rig, &steps);
+  kvm_seq_info info{};
+  info.struct_size = sizeof info;
+  ASSERT_EQ(kvm_seq_get_info(rig.client(), a.id, &info), KVM_OK);
+  // Of head 1 in layers 0 and 1, at most (5 + 70 + 10) / 64 + 3 pages are there.
+  const uint64_t whole = (a.size() + 63) / 64;
+  EXPECT_LE(info.n_pages, 3 * whole + 2 * 4);
+  EXPECT_GT(info.n_entries_dropped, 0u);
+  // Rolling back within the slack goes, beyond it does not.
+  const uint64_t before = a.size();
+  truncate(&rig, &a, before - 10);
+  Step again(&rig, batch, {{&a, 3, 3}, {nullptr, 0, 0}}, 99);
+  again.run();
+  rig.driver().settle();
+  again.check("after truncate");
+  EXPECT_EQ(kvm_seq_truncate(rig.client(), a.id, 100), KVM_ERR_PARTIAL);
+  kvm_seq_id child = 0;
+  EXPECT_EQ(kvm_seq_fork(rig.client(), a.id, 100, &child), KVM_ERR_PARTIAL);
+}
+
+TEST(DeviceTest, LogWeightsAreAdded) {
+  Geometry geometry;
+  geometry.n_layers = 1;
+  Rig rig({}, geometry);
+  kvm_cuda_batch_params params = rig.batch_params(2, 100, 1, 128);
+  params.log_weight_stride_head = 128;
+  params.log_weight_stride_item = 2 * 128;
+  kvm_cuda_batch* const batch = rig.batch(params);
+  Seq a = make(&rig, 1);
+  kvm_cuda_item items[2] = {};
+  items[1].seq = a.id;
+  items[1].n_append = 90;
+  items[1].n_query = 1;
+  ASSERT_EQ(kvm_cuda_update(batch, items, 2, rig.stream()), KVM_OK) << kvm_last_error();
+  a.shadow.keys.assign(90, 1);
+  std::vector<Rig::Row> rows;
+  for (uint64_t p = 0; p < 90; ++p) {
+    rows.push_back({1, p});
+  }
+  const kvm_tensor k = rig.keys(rows, 0, false), v = rig.keys(rows, 0, true);
+  ASSERT_EQ(kvm_cuda_append(batch, 0, &k, &v, rig.stream()), KVM_OK) << kvm_last_error();
+  std::vector<float> weights(2 * 2 * 128);
+  for (size_t i = 0; i < weights.size(); ++i) {
+    weights[i] = static_cast<float>(splitmix64(i) % 1000) * 0.004f - 2.0f;
+  }
+  const std::vector<uint16_t> q = rig.queries(7, 1);
+  const Rig::Outputs out = rig.outputs(1);
+  kvm_cuda_attend_params attend{};
+  attend.struct_size = sizeof attend;
+  attend.q = rig.tensor(q, geometry.dtype);
+  attend.o = out.o_tensor;
+  attend.lse = out.lse_tensor;
+  EXPECT_EQ(kvm_cuda_attend(batch, &attend, rig.stream()), KVM_ERR_INVALID);
+  attend.log_weights = rig.tensor(weights, KVM_DTYPE_F32).buffer;
+  ASSERT_EQ(kvm_cuda_attend(batch, &attend, rig.stream()), KVM_OK) << kvm_last_error();
+  rig.driver().settle();
+  rig.expect_row(out, 0, q, 0, a.shadow, 90, "weighted", weights.data() + 2 * 128, 128);
+}
+
+// --- Forks, graphs, reproducibility -------------------------------------------------------------
+
+TEST(DeviceTest, ForksShareAndCopyOnWrite) {
+  FakeOptions options;
+  options.emulate = false;
+  Rig rig(options, {});
+  kvm_cuda_batch* const batch = rig.batch(rig.batch_params(3, 200, 1));
+  Seq a = make(&rig, 1);
+  std::vector<Step> steps;
+  steps.push_back({&rig, batch, {{&a, 100, 1}}, 1});
+  steps[0].run();
+  Seq b = fork_of(&rig, a, KVM_POSITION_END, 2);
+  Seq c = fork_of(&rig, a, 64, 3);
+  EXPECT_EQ(stats_of(rig).n_pages, 4u);
+  kvm_seq_info info{};
+  info.struct_size = sizeof info;
+  ASSERT_EQ(kvm_seq_get_info(rig.client(), b.id, &info), KVM_OK);
+  EXPECT_EQ(info.bytes_shared, info.bytes);
+  Step second(&rig, batch, {{&a, 1, 1}, {&b, 1, 1}, {&c, 30, 1}}, 2);
+  second.run();
+  // Of the page that a and b end in, whoever is first has a copy. c begins pages of its own.
+  EXPECT_EQ(stats_of(rig).n_pages_copied, 2u);
+  EXPECT_EQ(stats_of(rig).n_pages, 4u + 2 + 2);
+  Step third(&rig, batch, {{&b, 3, 1}, {&a, 2, 1}}, 3);
+  third.run();
+  rig.driver().settle();
+  steps[0].check("before");
+  second.check("after the fork");
+  third.check("later");
+  ASSERT_EQ(kvm_seq_free(rig.client(), a.id), KVM_OK);
+  truncate(&rig, &b, 70);
+  Step fourth(&rig, batch, {{&b, 1, 1}, {&c, 1, 1}}, 4);
+  fourth.run();
+  rig.driver().settle();
+  fourth.check("after free and truncate");
+  ASSERT_EQ(kvm_seq_free(rig.client(), b.id), KVM_OK);
+  ASSERT_EQ(kvm_seq_free(rig.client(), c.id), KVM_OK);
+  EXPECT_EQ(stats_of(rig).n_pages, 0u);
+}
+
+// One capture of all layers serves steps of other sequences, lengths and numbers of rows.
+TEST(DeviceTest, ACapturedGraphServesEveryStep) {
+  Geometry geometry;
+  Rig rig({}, geometry);
+  constexpr uint32_t kItems = 3, kRows = 6;
+  kvm_cuda_batch* const batch = rig.batch(rig.batch_params(kItems, kRows, 2));
+  Seq seqs[kItems] = {make(&rig, 1), make(&rig, 2), make(&rig, 3)};
+
+  const uint64_t row_bytes = geometry.n_kv_heads * geometry.dim * 4;
+  std::vector<uint8_t*> k, v, q;
+  std::vector<Rig::Outputs> out;
+  const uint64_t q_bytes = kRows * geometry.n_q_heads * geometry.dim * 2;
+  for (uint32_t layer = 0; layer < geometry.n_layers; ++layer) {
+    k.push_back(rig.allocate(kRows * row_bytes));
+    v.push_back(rig.allocate(kRows * row_bytes));
+    q.push_back(rig.allocate(q_bytes));
+    out.push_back(rig.outputs(kRows));
+  }
+  ASSERT_EQ(kvm_cuda_update(batch, nullptr, 0, rig.stream()), KVM_OK) << kvm_last_error();
+  rig.driver().begin_capture(rig.stream());
+  EXPECT_EQ(kvm_cuda_update(batch, nullptr, 0, rig.stream()), KVM_ERR_UNSUPPORTED);
+  EXPECT_EQ(kvm_cuda_spill(rig.client(), seqs[0].id, rig.stream()), KVM_ERR_UNSUPPORTED);
+  for (uint32_t layer = 0; layer < geometry.n_layers; ++layer) {
+    const kvm_tensor kt = kvm_device_tensor(k[layer], kRows * row_bytes, KVM_DTYPE_F32);
+    const kvm_tensor vt = kvm_device_tensor(v[layer], kRows * row_bytes, KVM_DTYPE_F32);
+    ASSERT_EQ(kvm_cuda_append(batch, layer, &kt, &vt, rig.stream()), KVM_OK) << kvm_last_error();
+    // A captured call has to have all rows of the batch.
+    const kvm_tensor small = kvm_device_tensor(k[layer], (kRows - 1) * row_bytes, KVM_DTYPE_F32);
+    EXPECT_EQ(kvm_cuda_append(batch, layer, &small, &vt, rig.stream()), KVM_ERR_INVALID);
+    kvm_cuda_attend_params attend{};
+    attend.struct_size = sizeof attend;
+    attend.layer = layer;
+    attend.q = kvm_device_tensor(q[layer], q_bytes, geometry.dtype);
+    attend.o = out[layer].o_tensor;
+    attend.lse = out[layer].lse_tensor;
+    ASSERT_EQ(kvm_cuda_attend(batch, &attend, rig.stream()), KVM_OK) << kvm_last_error();
+  }
+  const FakeDriver::Graph graph = rig.driver().end_capture(rig.stream());
+
+  for (uint64_t step = 1; step <= 70; ++step) {
+    std::vector<kvm_cuda_item> items;
+    std::vector<Rig::Row> rows;
+    for (uint32_t i = 0; i < kItems; ++i) {
+      kvm_cuda_item item{};
+      const uint64_t chance = splitmix64(step * 10 + i);
+      if (chance % 4 != 0 || seqs[i].size() == 0) {
+        item.seq = seqs[i].id;
+        item.n_append = 1 + static_cast<uint32_t>(chance >> 8) % 2;
+        item.append_row = static_cast<uint32_t>(rows.size());
+        item.n_query = static_cast<uint32_t>(chance >> 16) % (item.n_append + 1);
+        item.query_row = i * 2;
+        for (uint32_t t = 0; t < item.n_append; ++t) {
+          rows.push_back({seqs[i].key, seqs[i].size()});
+          seqs[i].shadow.keys.push_back(seqs[i].key);
+        }
+      }
+      items.push_back(item);
+    }
+    ASSERT_EQ(kvm_cuda_update(batch, items.data(), kItems, rig.stream()), KVM_OK)
+        << kvm_last_error();
+    std::vector<std::vector<uint16_t>> values;
+    for (uint32_t layer = 0; layer < geometry.n_layers; ++layer) {
+      values.push_back(rig.queries(step * 100 + layer, kRows));
+      std::memcpy(q[layer], values[layer].data(), q_bytes);
+      for (size_t r = 0; r < rows.size(); ++r) {
+        for (uint32_t n = 0; n < geometry.n_kv_heads * geometry.dim; ++n) {
+          const uint32_t head = n / geometry.dim, i = n % geometry.dim;
+          reinterpret_cast<float*>(k[layer] + r * row_bytes)[n] =
+              stored_number(rows[r].key, layer, head, rows[r].position, i, false);
+          reinterpret_cast<float*>(v[layer] + r * row_bytes)[n] =
+              stored_number(rows[r].key, layer, head, rows[r].position, i, true);
+        }
+      }
+    }
+    rig.driver().replay(graph, rig.stream());
+    rig.driver().settle();
+    for (uint32_t layer = 0; step % 6 == 0 && layer < geometry.n_layers; ++layer) {
+      for (uint32_t i = 0; i < kItems; ++i) {
+        for (uint32_t j = 0; j < items[i].n_query; ++j) {
+          rig.expect_row(out[layer], items[i].query_row + j, values[layer], layer, seqs[i].shadow,
+                         seqs[i].size() - items[i].n_query + j + 1,
+                         "replay " + std::to_string(step));
+        }
+      }
+    }
+  }
+}
+
+TEST(DeviceTest, ReproducibleBatchesGiveTheSameBits) {
+  FakeOptions options;
+  options.emulate = true;
+  Geometry geometry;
+  geometry.n_layers = 1;
+  geometry.n_q_heads = 2;
+  geometry.n_kv_heads = 1;
+  std::vector<float> results[2];
+  for (uint32_t n = 0; n < 2; ++n) {
+    options.blocks = n == 0 ? 2 : 7;
+    Rig rig(options, geometry);
+    kvm_cuda_batch_params params = rig.batch_params(3, 400, 1);
+    params.flags = KVM_CUDA_REPRODUCIBLE;
+    kvm_cuda_batch* const batch = rig.batch(params);
+    Seq a = make(&rig, 1), b = make(&rig, 2);
+    std::vector<Share> shares = {{&a, 300, 1}};
+    if (n == 1) {
+      shares.push_back({&b, 80, 1});
+    }
+    Step step(&rig, batch, shares, 5);
+    step.run();
+    rig.driver().settle();
+    step.check("reproducible");
+    results[n].assign(step.outputs(0).o, step.outputs(0).o + geometry.n_q_heads * geometry.dim);
+    results[n].insert(results[n].end(), step.outputs(0).lse,
+                      step.outputs(0).lse + geometry.n_q_heads);
+  }
+  // Of the first sequence's row: the second one's queries differ.
+  EXPECT_EQ(std::memcmp(results[0].data(), results[1].data(), results[0].size() * 4), 0);
+}
+
+// --- Between device and host --------------------------------------------------------------------
+
+TEST(DeviceTest, SpilledSequencesComeBack) {
+  for (const uint32_t n_kv_heads : {1u, 4u}) {  // pages of 16 KiB, gathered, and of 64 KiB
+    FakeOptions options;
+    options.emulate = false;
+    options.eagerness = n_kv_heads == 1 ? 0 : 3;
+    Geometry geometry;
+    geometry.n_kv_heads = n_kv_heads;
+    Rig rig(options, geometry);
+    kvm_cuda_batch* const batch = rig.batch(rig.batch_params(3, 600, 1));
+    Seq a = make(&rig, 1), b = make(&rig, 2);
+    // In turns, so that pages of one do not lie side by side.
+    std::vector<Step> steps;
+    for (uint64_t i = 0; i < 12; ++i) {
+      steps.push_back({&rig, batch, {{&a, 50, 1}, {&b, 40, 1}}, i + 1});
+    }
+    run_all(&rig, &steps);
+    const uint64_t n_pages = stats_of(rig).n_pages;
+    ASSERT_EQ(kvm_cuda_spill(rig.client(), a.id, rig.stream()), KVM_OK) << kvm_last_error();
+    ASSERT_EQ(kvm_cuda_spill(rig.client(), a.id, rig.stream()), KVM_OK) << kvm_last_error();
+    EXPECT_EQ(stats_of(rig).n_spilled, 1u);
+    kvm_cuda_item item{};
+    item.seq = a.id;
+    item.n_query = 1;
+    EXPECT_EQ(kvm_cuda_update(batch, &item, 1, rig.stream()), KVM_ERR_BUSY);
+    EXPECT_EQ(kvm_seq_truncate(rig.client(), a.id, 1), KVM_ERR_BUSY);
+    kvm_seq_id child = 0;
+    EXPECT_EQ(kvm_seq_fork(rig.client(), a.id, 1, &child), KVM_ERR_BUSY);
+    // Others go on meanwhile, in pages that were a's as soon as these are needed.
+    Seq c = make(&rig, 3);
+    Step meanwhile(&rig, batch, {{&b, 1, 1}, {&c, 500, 1}}, 50);
+    meanwhile.run();
+    ASSERT_EQ(kvm_cuda_fetch(rig.client(), a.id, rig.stream()), KVM_OK) << kvm_last_error();
+    ASSERT_EQ(kvm_cuda_fetch(rig.client(), a.id, rig.stream()), KVM_OK) << kvm_last_error();
+    Step after(&rig, batch, {{&a, 1, 1}, {&c, 1, 1}}, 51);
+    after.run();
+    rig.driver().settle();
+    meanwhile.check("meanwhile");
+    after.check("fetched");
+    const kvm_cuda_stats stats = stats_of(rig);
+    EXPECT_EQ(stats.spilled_bytes, stats.fetched_bytes);
+    EXPECT_EQ(stats.spilled_bytes, 2 * 10 * n_kv_heads * 64 * geometry.dim * 4);
+    EXPECT_GE(n_pages, 20u);
+    // 20 pages each way. Small ones in one piece; the table of a batch is smaller, and no matter.
+    EXPECT_LE(stats.n_copies, n_kv_heads == 1 ? 2u : 40u);
+    for (const kvm_seq_id id : {a.id, b.id, c.id}) {
+      ASSERT_EQ(kvm_seq_free(rig.client(), id), KVM_OK);
+    }
+  }
+}
+
+TEST(DeviceTest, WhatForksShareStaysOnTheDevice) {
+  FakeOptions options;
+  options.emulate = false;
+  Rig rig(options, {});
+  kvm_cuda_batch* const batch = rig.batch(rig.batch_params(2, 300, 1));
+  Seq a = make(&rig, 1);
+  Step first(&rig, batch, {{&a, 128, 1}}, 1);
+  first.run();
+  Seq b = fork_of(&rig, a, KVM_POSITION_END, 2);
+  Step second(&rig, batch, {{&a, 100, 1}, {&b, 70, 1}}, 2);
+  second.run();
+  ASSERT_EQ(kvm_cuda_spill(rig.client(), a.id, rig.stream()), KVM_OK) << kvm_last_error();
+  Step third(&rig, batch, {{&b, 1, 1}}, 3);
+  third.run();
+  // Freed while it is on its way; then the other one as well.
+  ASSERT_EQ(kvm_cuda_fetch(rig.client(), a.id, rig.stream()), KVM_OK) << kvm_last_error();
+  Seq c = fork_of(&rig, a, 200, 4);
+  ASSERT_EQ(kvm_seq_free(rig.client(), a.id), KVM_OK);
+  Seq d = make(&rig, 5);
+  Step fourth(&rig, batch, {{&c, 1, 1}, {&d, 120, 1}}, 4);
+  fourth.run();
+  rig.driver().settle();
+  first.check("first");
+  second.check("second");
+  third.check("third");
+  fourth.check("fourth");
+  ASSERT_EQ(kvm_cuda_spill(rig.client(), d.id, rig.stream()), KVM_OK) << kvm_last_error();
+  ASSERT_EQ(kvm_seq_free(rig.client(), d.id), KVM_OK);  // on the host
+}
+
+TEST(DeviceTest, FullPoolsRefuseAndChangeNothing) {
+  FakeOptions options;
+  options.emulate = false;
+  // Pages of 32 KiB, one for each 64 tokens of either layer: 16 in all.
+  Rig rig(options, {}, 16 * 32768, uint64_t{4} << 20);
+  kvm_cuda_batch* const batch = rig.batch(rig.batch_params(2, 700, 1));
+  Seq a = make(&rig, 1), b = make(&rig, 2);
+  Step first(&rig, batch, {{&a, 300, 1}}, 1);
+  first.run();
+  Step second(&rig, batch, {{&a, 30, 1}, {&b, 200, 1}}, 2);
+  EXPECT_EQ(second.update(), KVM_ERR_NO_SPACE);
+  EXPECT_EQ(stats_of(rig).n_pages, 10u);
+  kvm_seq_info info{};
+  info.struct_size = sizeof info;
+  ASSERT_EQ(kvm_seq_get_info(rig.client(), a.id, &info), KVM_OK);
+  EXPECT_EQ(info.n_tokens_max, 300u);
+  // With the first one out of the way the second one fits, and then the first one does not.
+  ASSERT_EQ(kvm_cuda_spill(rig.client(), a.id, rig.stream()), KVM_OK) << kvm_last_error();
+  Step third(&rig, batch, {{&b, 500, 1}}, 3);
+  third.run();
+  EXPECT_EQ(kvm_cuda_fetch(rig.client(), a.id, rig.stream()), KVM_ERR_NO_SPACE);
+  EXPECT_EQ(kvm_cuda_spill(rig.client(), b.id, rig.stream()), KVM_OK) << kvm_last_error();
+  ASSERT_EQ(kvm_cuda_fetch(rig.client(), a.id, rig.stream()), KVM_OK) << kvm_last_error();
+  Step fourth(&rig, batch, {{&a, 1, 1}}, 4);
+  fourth.run();
+  rig.driver().settle();
+  first.check("first");
+  third.check("third");
+  fourth.check("fourth");
+}
+
+// --- What is refused ----------------------------------------------------------------------------
+
+TEST(DeviceTest, SpacesThatADeviceCannotHoldAreRefused) {
+  Rig rig({}, {});
+  const auto refused = [&](const std::function<void(kvm_space_params*)>& change) {
+    kvm_space_params space{};
+    space.struct_size = sizeof space;
+    space.name = "other";
+    space.n_layers = 2;
+    space.n_q_heads = 4;
+    space.n_kv_heads = 2;
+    space.head_dim_k = 64;
+    change(&space);
+    kvm_space_id id = 0;
+    const kvm_status status = kvm_space_register(rig.client(), &space, &id);
+    EXPECT_NE(std::string(kvm_last_error()).find("device memory"), std::string::npos);
+    return status;
+  };
+  EXPECT_EQ(refused([](auto* s) { s->dtype = KVM_DTYPE_F32; }), KVM_ERR_UNSUPPORTED);
+  EXPECT_EQ(refused([](auto* s) { s->dtype = KVM_DTYPE_I8; }), KVM_ERR_UNSUPPORTED);
+  EXPECT_EQ(refused([](auto* s) { s->head_dim_k = 80; }), KVM_ERR_UNSUPPORTED);
+  EXPECT_EQ(refused([](auto* s) { s->head_dim_v = 128; }), KVM_ERR_UNSUPPORTED);
+  EXPECT_EQ(refused([](auto* s) { s->logit_softcap = 30; }), KVM_ERR_UNSUPPORTED);
+  const std::vector<float> sinks(8);
+  EXPECT_EQ(refused([&](auto* s) { s->sink_logits = sinks.data(); }), KVM_ERR_UNSUPPORTED);
+  kvm_index_params index{};
+  index.kind = KVM_INDEX_SKETCH;
+  EXPECT_EQ(refused([&](auto* s) { s->indexes = &index, s->n_indexes = 1; }), KVM_ERR_UNSUPPORTED);
+  kvm_policy_params policy{};
+  policy.retention = KVM_RETAIN_HEAVY;
+  policy.n_recent = 64;
+  policy.n_heavy = 64;
+  EXPECT_EQ(refused([&](auto* s) { s->policies = &policy, s->n_policies = 1; }),
+            KVM_ERR_UNSUPPORTED);
+  policy.retention = KVM_RETAIN_SINKS_RECENT_FOLD;
+  policy.n_heavy = 0;
+  EXPECT_EQ(refused([&](auto* s) { s->policies = &policy, s->n_policies = 1; }),
+            KVM_ERR_UNSUPPORTED);
+  kvm_codec_params codec{};
+  codec.dtype_k = KVM_DTYPE_I8;
+  EXPECT_EQ(refused([&](auto* s) { s->codecs = &codec, s->n_codecs = 1; }), KVM_ERR_UNSUPPORTED);
+
+  kvm_queue* queue = nullptr;
+  EXPECT_EQ(kvm_queue_create(rig.client(), nullptr, &queue), KVM_ERR_UNSUPPORTED);
+  kvm_arena* arena = nullptr;
+  EXPECT_EQ(kvm_arena_create(rig.client(), nullptr, &arena), KVM_ERR_UNSUPPORTED);
+  kvm_seq_params manual{};
+  manual.struct_size = sizeof manual;
+  manual.flags = KVM_SEQ_MANUAL_COMMIT;
+  kvm_seq_id seq = 0;
+  EXPECT_EQ(kvm_seq_create(rig.client(), rig.space(), &manual, &seq), KVM_ERR_UNSUPPORTED);
+  kvm_cuda_params params{};
+  params.struct_size = sizeof params;
+  params.device = 1;
+  kvm_client* other = nullptr;
+  EXPECT_EQ(kvm_cuda_open(&params, &other), KVM_ERR_DEVICE);
+  char text[4096];
+  size_t length = 0;
+  ASSERT_EQ(kvm_get_stats_text(rig.client(), text, sizeof text, &length), KVM_OK);
+  EXPECT_NE(std::string(text).find("kvm_device_pool_bytes"), std::string::npos);
+}
+
+TEST(DeviceTest, CallsSayWhatIsWrong) {
+  FakeOptions options;
+  options.emulate = false;
+  Rig rig(options, {});
+  kvm_cuda_batch_params params = rig.batch_params(2, 10, 2, 100);
+  kvm_cuda_batch* const batch = rig.batch(params);
+  Seq a = make(&rig, 1);
+  const auto update = [&](std::vector<kvm_cuda_item> items) {
+    return kvm_cuda_update(batch, items.data(), static_cast<uint32_t>(items.size()), rig.stream());
+  };
+  const std::vector<float> floats(10 * 2 * 64);
+  const kvm_tensor rows = rig.tensor(floats, KVM_DTYPE_F32);
+  EXPECT_EQ(kvm_cuda_append(batch, 0, &rows, &rows, rig.stream()), KVM_ERR_INVALID);  // no update
+  EXPECT_EQ(update({{a.id, 11, 0, 0, 0, 0}}), KVM_ERR_INVALID);
+  EXPECT_EQ(update({{a.id, 5, 6, 0, 0, 0}}), KVM_ERR_INVALID);
+  EXPECT_EQ(update({{a.id, 5, 0, 3, 0, 0}}), KVM_ERR_INVALID);
+  EXPECT_EQ(update({{a.id, 5, 0, 2, 3, 0}}), KVM_ERR_INVALID);
+  EXPECT_EQ(update({{a.id, 0, 0, 1, 0, 0}}), KVM_ERR_INVALID);  // it has no tokens
+  EXPECT_EQ(update({{a.id, 1, 0, 1, 0, 0}, {a.id, 1, 1, 1, 1, 0}}), KVM_ERR_INVALID);
+  EXPECT_EQ(update({{a.id, 1, 0, 1, 0, 1}}), KVM_ERR_INVALID);
+  EXPECT_EQ(update({{0, 1, 0, 0, 0, 0}}), KVM_ERR_INVALID);
+  EXPECT_EQ(update({{12345, 1, 0, 0, 0, 0}}), KVM_ERR_NOT_FOUND);
+  EXPECT_EQ(update({{}, {}, {}}), KVM_ERR_INVALID);
+  for (uint32_t i = 0; i < 9; ++i) {
+    ASSERT_EQ(update({{a.id, 10, 0, 1, 0, 0}}), KVM_OK) << kvm_last_error();
+  }
+  ASSERT_EQ(update({{a.id, 9, 0, 1, 0, 0}}), KVM_OK) << kvm_last_error();
+  EXPECT_EQ(update({{a.id, 2, 0, 1, 0, 0}}), KVM_ERR_LIMIT);
+
+  kvm_tensor bad = rows;
+  bad.buffer.size = 9 * 2 * 64 * 4 - 1;
+  EXPECT_EQ(kvm_cuda_append(batch, 0, &bad, &rows, rig.stream()), KVM_ERR_INVALID);
+  bad = rows;
+  bad.buffer.where += 4;
+  EXPECT_EQ(kvm_cuda_append(batch, 0, &bad, &rows, rig.stream()), KVM_ERR_INVALID);
+  bad = rows;
+  bad.buffer.kind = KVM_BUFFER_HOST;
+  EXPECT_EQ(kvm_cuda_append(batch, 0, &bad, &rows, rig.stream()), KVM_ERR_INVALID);
+  EXPECT_EQ(kvm_cuda_append(batch, 2, &rows, &rows, rig.stream()), KVM_ERR_INVALID);
+  EXPECT_EQ(kvm_cuda_append(batch, 1, &rows, &rows, rig.stream()), KVM_OK) << kvm_last_error();
+  // Something has happened to the sequence since.
+  ASSERT_EQ(kvm_seq_truncate(rig.client(), a.id, 98), KVM_OK);
+  EXPECT_EQ(kvm_cuda_append(batch, 0, &rows, &rows, rig.stream()), KVM_ERR_INVALID);
+
+  kvm_cuda_batch* other = nullptr;
+  params.max_items = 0;
+  EXPECT_EQ(kvm_cuda_batch_create(rig.client(), &params, &other), KVM_ERR_INVALID);
+  params.max_items = 1024;
+  params.max_tokens = 0x7fffffff;
+  EXPECT_EQ(kvm_cuda_batch_create(rig.client(), &params, &other), KVM_ERR_UNSUPPORTED);
+  kvm_client* host = nullptr;
+  kvm_embedded_params embedded{};
+  embedded.struct_size = sizeof embedded;
+  embedded.n_threads = 1;
+  embedded.host_capacity_bytes = 16 << 20;
+  ASSERT_EQ(kvm_open_embedded(&embedded, &host), KVM_OK) << kvm_last_error();
+  EXPECT_EQ(kvm_cuda_spill(host, a.id, rig.stream()), KVM_ERR_UNSUPPORTED);
+  kvm_client_close(host);
+}
+
+TEST(DeviceTest, BatchesOutliveTheirClient) {
+  next_options = {};
+  next_options.at_end = [](const FakeDriver& driver) { EXPECT_EQ(driver.leftovers(), ""); };
+  kvm_client* client = nullptr;
+  kvm_cuda_params params{};
+  params.struct_size = sizeof params;
+  params.pool_bytes = 16 << 20;
+  ASSERT_EQ(kvm_cuda_open(&params, &client), KVM_OK) << kvm_last_error();
+  kvm_space_params space{};
+  space.struct_size = sizeof space;
+  space.name = "model";
+  space.n_layers = 1;
+  space.n_q_heads = 2;
+  space.head_dim_k = 64;
+  kvm_cuda_batch_params batch_params{};
+  batch_params.struct_size = sizeof batch_params;
+  batch_params.max_items = 1;
+  batch_params.max_tokens = 64;
+  ASSERT_EQ(kvm_space_register(client, &space, &batch_params.space), KVM_OK) << kvm_last_error();
+  kvm_cuda_batch* batch = nullptr;
+  ASSERT_EQ(kvm_cuda_batch_create(client, &batch_params, &batch), KVM_OK) << kvm_last_error();
+  kvm_client_close(client);
+  EXPECT_EQ(kvm_cuda_update(batch, nullptr, 0, nullptr), KVM_ERR_DISCONNECTED);
+  kvm_cuda_batch_destroy(batch);
+}
+
+// --- Faults -------------------------------------------------------------------------------------
+
+// A life: what it does must either be right or fail with a status; whatever fails, everything else
+// goes on, and in the end nothing is left.
+void live(Rig* rig) {
+  kvm_cuda_batch_params params = rig->batch_params(2, 200, 1);
+  kvm_cuda_batch* batch = nullptr;
+  for (uint32_t tries = 0; batch == nullptr && tries < 3; ++tries) {
+    if (kvm_cuda_batch_create(rig->client(), &params, &batch) != KVM_OK) {
+      EXPECT_STRNE(kvm_last_error(), "");
+    }
+  }
+  ASSERT_NE(batch, nullptr);
+  Seq a = make(rig, 1), b;
+  std::vector<Step> done;
+  const auto step = [&](std::vector<Share> shares, uint64_t seed) {
+    for (uint32_t tries = 0; tries < 3; ++tries) {
+      Step one(rig, batch, shares, seed);
+      if (one.update() != KVM_OK) {
+        continue;  // as it was: try again
+      }
+      while (one.launch() != KVM_OK) {
+        ASSERT_LT(++tries, 4u);
+      }
+      done.push_back(one);
+      return;
+    }
+    FAIL() << "three times";
+  };
+  const auto insist = [&](const std::function<kvm_status()>& call) {
+    for (uint32_t tries = 0; tries < 3; ++tries) {
+      if (call() == KVM_OK) {
+        return;
+      }
+    }
+    FAIL() << "three times: " << kvm_last_error();
+  };
+  step({{&a, 100, 1}}, 1);
+  b = fork_of(rig, a, KVM_POSITION_END, 2);
+  step({{&a, 1, 1}, {&b, 90, 1}}, 2);
+  insist([&] { return kvm_cuda_spill(rig->client(), a.id, rig->stream()); });
+  step({{&b, 60, 1}}, 3);
+  insist([&] { return kvm_cuda_fetch(rig->client(), a.id, rig->stream()); });
+  step({{&b, 1, 1}, {&a, 40, 1}}, 4);
+  ASSERT_EQ(kvm_seq_free(rig->client(), a.id), KVM_OK);
+  step({{&b, 1, 1}}, 5);
+  rig->driver().settle();
+  for (size_t i = 0; i < done.size(); ++i) {
+    done[i].check("step " + std::to_string(i));
+  }
+  ASSERT_EQ(kvm_seq_free(rig->client(), b.id), KVM_OK);
+  kvm_cuda_batch_destroy(batch);
+  EXPECT_EQ(stats_of(*rig).n_spilled, 0u);
+}
+
+TEST(DeviceFaultTest, EveryFailureIsSurvived) {
+  // How often each operation is called in a life without faults.
+  std::vector<uint64_t> counts(static_cast<size_t>(Operation::kCount));
+  FakeOptions options;
+  options.emulate = false;
+  {
+    Rig rig(options, {});
+    const auto count = [&](size_t i) { return rig.driver().counts(static_cast<Operation>(i)); };
+    std::vector<uint64_t> before;
+    for (size_t i = 0; i < counts.size(); ++i) {
+      before.push_back(count(i));
+    }
+    live(&rig);
+    for (size_t i = 0; i < counts.size(); ++i) {
+      counts[i] = count(i) - before[i];
+    }
+  }
+  uint32_t n_lives = 0;
+  for (size_t i = 0; i < counts.size(); ++i) {
+    const auto operation = static_cast<Operation>(i);
+    if (operation == Operation::kAllocate) {
+      counts[i] = 1;  // the others are the test's own
+    }
+    // All of the rare ones, and some of the frequent ones.
+    const uint64_t stride = counts[i] / 8 + 1;
+    for (uint64_t nth = 1; nth <= counts[i]; nth += stride) {
+      SCOPED_TRACE("operation " + std::to_string(i) + " fails at call " + std::to_string(nth));
+      Rig rig(options, {});
+      rig.driver().fail(operation, nth);
+      live(&rig);
+      ++n_lives;
+    }
+  }
+  EXPECT_GT(n_lives, 30u);
+}
+
+TEST(DeviceFaultTest, OpeningFails) {
+  const Operation operations[] = {Operation::kRegister, Operation::kStream, Operation::kAllocate};
+  for (const Operation operation : operations) {
+    for (uint64_t nth = 1; nth <= 2; ++nth) {
+      next_options = {};
+      next_options.fail_first = {{operation, nth}};
+      next_options.at_end = [](const FakeDriver& driver) {
+        EXPECT_EQ(driver.leftovers(), "");
+        EXPECT_EQ(driver.complaints(), "");
+      };
+      kvm_cuda_params params{};
+      params.struct_size = sizeof params;
+      params.pool_bytes = 16 << 20;
+      params.host_bytes = 4 << 20;
+      kvm_client* client = nullptr;
+      const kvm_status status = kvm_cuda_open(&params, &client);
+      // The memory of 4 MiB is registered in one piece.
+      if (operation == Operation::kRegister && nth == 2) {
+        ASSERT_EQ(status, KVM_OK) << kvm_last_error();
+        kvm_client_close(client);
+      } else {
+        EXPECT_NE(status, KVM_OK);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace kvm::device::testing
