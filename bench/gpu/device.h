@@ -89,6 +89,7 @@ int run_bench(const Args& args);
 int run_sweep(const Args& args);
 int run_copies(const Args& args);
 int run_ipc(const Args& args);
+int run_engine(const Args& args);
 int run_child(const Args& args);
 int run_kernels(const Args& args);
 

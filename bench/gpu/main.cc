@@ -17,6 +17,8 @@ constexpr const char* kHelp = R"(kvm_gpu_check COMMAND [--quick] [--max-gib N]
   copies    between host and device, by size of the pieces (U5)
   ipc       two processes: time slices, memory by file descriptor, death of either side, registered
             memory, flags (U6 to U9)
+  engine    sequences in device memory: steps, forks, graphs, moves, against fp64 arithmetic; what
+            a decode step of 32 layers costs
   all       all of the above, in this order
   kernels   the compiled shapes and their shared memory; needs no device
 
@@ -36,7 +38,7 @@ int run(const kvm::bench::gpu::Args& args) {
   const std::string& c = args.command;
   const bool all = c == "all";
   if (!all && c != "caps" && c != "verify" && c != "bench" && c != "sweep" && c != "copies" &&
-      c != "ipc") {
+      c != "ipc" && c != "engine") {
     std::fputs(kHelp, stderr);
     return 2;
   }
@@ -61,6 +63,9 @@ int run(const kvm::bench::gpu::Args& args) {
   }
   if (all || c == "ipc") {
     status |= run_ipc(args);
+  }
+  if (all || c == "engine") {
+    status |= run_engine(args);
   }
   return status;
 }

@@ -19,7 +19,7 @@ if ((code == 77)); then
   exit 77
 fi
 ((code == 0)) || status=1
-for part in verify bench sweep copies ipc; do
+for part in verify engine bench sweep copies ipc; do
   timeout 300 "$check" "$part" "$@" >"$out/$part.jsonl" 2>"$out/$part.log" || status=1
   cat "$out/$part.log"
 done
@@ -43,7 +43,8 @@ if command -v compute-sanitizer >/dev/null; then
 else
   echo 'no compute-sanitizer here'
 fi
-cat "$out"/{caps,verify,bench,sweep,copies,ipc,sdpa,sanitizer}.jsonl >"$out/all.jsonl" 2>/dev/null
+cat "$out"/{caps,verify,engine,bench,sweep,copies,ipc,sdpa,sanitizer}.jsonl \
+  >"$out/all.jsonl" 2>/dev/null
 grep -c '"pass":true' "$out/all.jsonl" | sed 's/^/bars met: /'
 echo "bars missed: $(grep -c '"pass":false' "$out/all.jsonl")"
 grep '"pass":false' "$out/all.jsonl"

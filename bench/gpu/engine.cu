@@ -1,0 +1,388 @@
+// SPDX-License-Identifier: Apache-2.0
+// Sequences in device memory (device/) on a real device: whether steps, forks, graphs and moves
+// give what fp64 arithmetic gives, and what a decode step costs.
+#include <cuda_runtime.h>
+
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/splitmix.h"
+#include "bench/gpu/device.h"
+#include "device/batch.h"
+#include "device/driver.h"
+#include "device/store.h"
+
+namespace kvm::bench::gpu {
+namespace {
+
+using device::AttendCall;
+using device::Batch;
+using device::BatchItem;
+using device::BatchOptions;
+using device::DeviceTensor;
+using device::Sequence;
+using device::Store;
+
+double now_us() {
+  return std::chrono::duration<double, std::micro>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+// Ends the program, as check() does.
+void must(const Status& status, const char* what) {
+  if (!status.is_ok()) {
+    std::fprintf(stderr, "%s: %s\n", what, std::string(status.message()).c_str());
+    std::exit(2);
+  }
+}
+template <class T>
+T must(Result<T> result, const char* what) {
+  must(result.status(), what);
+  return std::move(result).value();
+}
+
+float number_of(uint64_t seed) {
+  return bf16_to_f32(f32_to_bf16(static_cast<float>(splitmix64(seed) >> 40) * 0x1p-23f - 1.0f));
+}
+
+// K or V of a test: a function of the sequence's key, the layer, the head, the position.
+uint64_t seed_of(uint64_t key, uint32_t layer, uint32_t head, uint64_t position, bool is_v) {
+  return ((((key * 8 + layer) * 8 + head) * 8192 + position) * 2 + (is_v ? 1 : 0)) * 256;
+}
+
+constexpr uint32_t kLayers = 2, kQHeads = 8, kKvHeads = 2, kDim = 128;
+
+struct Stored {
+  std::shared_ptr<Sequence> seq;
+  std::vector<uint64_t> keys;  // [position]
+};
+
+class Check {
+ public:
+  explicit Check(Store* store) : store_(store) {
+    device::SpaceLayout layout;
+    layout.dim = kDim;
+    layout.scale = 0.1f;
+    for (uint32_t i = 0; i < kLayers; ++i) {
+      device::LayerLayout layer;
+      layer.storage_layer = i;
+      layer.n_q_heads = kQHeads;
+      layer.n_kv_heads = kKvHeads;
+      layer.classes = {{{0}, 0, 0, 0, 0}, {{1}, 4, i == 0 ? 0u : 100u, 8, 0}};
+      layout.layers.push_back(layer);
+    }
+    space_ = must(store->prepare(layout), "prepare");
+    BatchOptions options;
+    options.max_items = 3;
+    options.max_append = 512;
+    options.max_query = 1;
+    options.max_query_rows = 3;
+    options.max_tokens = 4096;
+    batch_ = must(Batch::create(store, space_, options), "batch");
+    q_ = DeviceBuffer(3 * kQHeads * kDim * 2);
+    for (uint32_t layer = 0; layer < kLayers; ++layer) {
+      k_.emplace_back(512 * kKvHeads * kDim * 2);
+      v_.emplace_back(512 * kKvHeads * kDim * 2);
+      o_.emplace_back(3 * kQHeads * kDim * 4);
+      lse_.emplace_back(3 * kQHeads * 4);
+    }
+  }
+
+  Stored create() { return {store_->create(space_), {}}; }
+  Stored fork(const Stored& parent) {
+    return {must(store_->fork(*parent.seq, parent.keys.size()), "fork"), parent.keys};
+  }
+
+  // Appends n tokens of `key` to each sequence and compares a query row of each.
+  bool step(const std::string& name, std::vector<std::pair<Stored*, uint32_t>> shares, uint64_t key,
+            bool by_graph);
+
+ private:
+  void fill(const std::vector<std::pair<Stored*, uint32_t>>& shares, uint64_t key);
+  void launch() {
+    for (uint32_t layer = 0; layer < kLayers; ++layer) {
+      must(batch_->append(layer, tensor(k_[layer], Dtype::kBf16), tensor(v_[layer], Dtype::kBf16),
+                          stream_.get()),
+           "append");
+      AttendCall call;
+      call.layer = layer;
+      call.q = tensor(q_, Dtype::kBf16);
+      call.o = tensor(o_[layer], Dtype::kF32);
+      call.lse = tensor(lse_[layer], Dtype::kF32);
+      must(batch_->attend(call, stream_.get()), "attend");
+    }
+  }
+  static DeviceTensor tensor(const DeviceBuffer& of, Dtype dtype) {
+    return {of.data(), of.size(), dtype, 0, 0};
+  }
+  double error_of(const Stored& of, uint32_t layer, const float* o, const uint16_t* q) const;
+
+  Store* store_;
+  Stream stream_;
+  std::shared_ptr<const device::SpaceLayout> space_;
+  std::unique_ptr<Batch> batch_;
+  DeviceBuffer q_;
+  std::vector<DeviceBuffer> k_, v_, o_, lse_;
+  std::vector<uint16_t> queries_;
+  cudaGraphExec_t graph_ = nullptr;
+};
+
+void Check::fill(const std::vector<std::pair<Stored*, uint32_t>>& shares, uint64_t key) {
+  queries_.resize(3 * kQHeads * kDim);
+  for (size_t i = 0; i < queries_.size(); ++i) {
+    queries_[i] = f32_to_bf16(number_of(key * 7919 + i));
+  }
+  check(cudaMemcpy(q_.data(), queries_.data(), queries_.size() * 2, cudaMemcpyHostToDevice), "q");
+  for (uint32_t layer = 0; layer < kLayers; ++layer) {
+    for (const bool is_v : {false, true}) {
+      std::vector<uint16_t> rows;
+      for (const auto& [of, n] : shares) {
+        for (uint64_t p = of->keys.size() - n; p < of->keys.size(); ++p) {
+          for (uint32_t i = 0; i < kKvHeads * kDim; ++i) {
+            rows.push_back(
+                f32_to_bf16(number_of(seed_of(of->keys[p], layer, i / kDim, p, is_v) + i % kDim)));
+          }
+        }
+      }
+      check(cudaMemcpy((is_v ? v_ : k_)[layer].data(), rows.data(), rows.size() * 2,
+                       cudaMemcpyHostToDevice),
+            "rows");
+    }
+  }
+}
+
+// Largest relative error over the heads of one row.
+double Check::error_of(const Stored& of, uint32_t layer, const float* o, const uint16_t* q) const {
+  double worst = 0;
+  const uint64_t n = of.keys.size();
+  for (uint32_t h = 0; h < kQHeads; ++h) {
+    const uint32_t head = h / (kQHeads / kKvHeads);
+    std::vector<double> sum(kDim);
+    double total = 0;
+    for (uint64_t p = 0; p < n; ++p) {
+      if (layer == 1 && head == 1 && p >= 4 && p + 100 < n) {
+        continue;
+      }
+      double logit = 0;
+      for (uint32_t i = 0; i < kDim; ++i) {
+        logit += static_cast<double>(bf16_to_f32(q[h * kDim + i])) *
+                 number_of(seed_of(of.keys[p], layer, head, p, false) + i);
+      }
+      const double weight = std::exp(logit * 0.1f);
+      total += weight;
+      for (uint32_t i = 0; i < kDim; ++i) {
+        sum[i] += weight * number_of(seed_of(of.keys[p], layer, head, p, true) + i);
+      }
+    }
+    double wrong = 0, norm = 0;
+    for (uint32_t i = 0; i < kDim; ++i) {
+      const double expected = sum[i] / total;
+      wrong += (o[h * kDim + i] - expected) * (o[h * kDim + i] - expected);
+      norm += expected * expected;
+    }
+    const double error = std::sqrt(wrong / norm);
+    worst = error > worst || std::isnan(error) ? error : worst;
+  }
+  return worst;
+}
+
+bool Check::step(const std::string& name, std::vector<std::pair<Stored*, uint32_t>> shares,
+                 uint64_t key, bool by_graph) {
+  std::vector<BatchItem> items;
+  uint32_t row = 0, n_rows = 0;
+  for (const auto& [of, n] : shares) {
+    items.push_back({of->seq, n, n_rows, 1, row++});
+    n_rows += n;
+    of->keys.insert(of->keys.end(), n, key);
+  }
+  stream_.wait();
+  fill(shares, key);
+  must(batch_->update(items, stream_.get()), "update");
+  if (!by_graph) {
+    launch();
+  } else {
+    if (graph_ == nullptr) {
+      check(cudaStreamBeginCapture(stream_.get(), cudaStreamCaptureModeThreadLocal), "capture");
+      launch();
+      cudaGraph_t graph = nullptr;
+      check(cudaStreamEndCapture(stream_.get(), &graph), "capture");
+      check(cudaGraphInstantiate(&graph_, graph, 0), "cudaGraphInstantiate");
+      check(cudaGraphDestroy(graph), "cudaGraphDestroy");
+    }
+    check(cudaGraphLaunch(graph_, stream_.get()), "cudaGraphLaunch");
+  }
+  stream_.wait();
+  double worst = 0;
+  for (uint32_t layer = 0; layer < kLayers; ++layer) {
+    std::vector<float> o(shares.size() * kQHeads * kDim);
+    check(cudaMemcpy(o.data(), o_[layer].data(), o.size() * 4, cudaMemcpyDeviceToHost), "o");
+    for (size_t i = 0; i < shares.size(); ++i) {
+      const double error = error_of(*shares[i].first, layer, o.data() + i * kQHeads * kDim,
+                                    queries_.data() + i * kQHeads * kDim);
+      worst = error > worst || std::isnan(error) ? error : worst;
+    }
+  }
+  return print_bar({"engine o", name, "relative", worst, 0, 5e-3, false});
+}
+
+bool check_engine(Store* store) {
+  Check check(store);
+  Stored a = check.create(), b = check.create();
+  bool right = check.step("prefill", {{&a, 300}, {&b, 70}}, 1, false);
+  right = check.step("decode", {{&a, 1}, {&b, 1}}, 2, false) && right;
+  Stored c = check.fork(a);
+  right = check.step("fork", {{&a, 1}, {&c, 3}}, 3, false) && right;
+  for (uint64_t key = 4; key < 80; ++key) {
+    right =
+        check.step("graph " + std::to_string(key), {{&a, 1}, {&b, 2}, {&c, 1}}, key, true) && right;
+  }
+  const Stream side;
+  must(store->spill(b.seq.get(), side.get()), "spill");
+  right = check.step("one on the host", {{&a, 1}, {&c, 1}}, 90, false) && right;
+  must(store->fetch(b.seq.get(), side.get()), "fetch");
+  right = check.step("fetched", {{&a, 1}, {&b, 1}}, 91, true) && right;
+  for (const Stored* of : {&a, &b, &c}) {
+    store->clear(of->seq.get());
+  }
+  return right;
+}
+
+// 32 layers of 32 q heads, 8 kv heads, 128 channels, all sequences of one length.
+void time_steps(Store* store, uint32_t n_items, uint32_t n_tokens, const Args& args) {
+  constexpr uint32_t kAll = 32, kChunk = 512;
+  device::SpaceLayout layout;
+  layout.dim = kDim;
+  layout.scale = 0.088f;
+  for (uint32_t i = 0; i < kAll; ++i) {
+    device::LayerLayout layer;
+    layer.storage_layer = i;
+    layer.n_q_heads = 32;
+    layer.n_kv_heads = 8;
+    layer.classes = {{{0, 1, 2, 3, 4, 5, 6, 7}, 0, 0, 0, 0}};
+    layout.layers.push_back(layer);
+  }
+  const auto space = must(store->prepare(layout), "prepare");
+  BatchOptions options;
+  options.max_items = n_items;
+  options.max_append = std::max(n_items, kChunk);
+  options.max_query_rows = n_items;
+  options.max_tokens = n_tokens + 512;
+  auto batch = must(Batch::create(store, space, options), "batch");
+  const Stream stream;
+  const DeviceBuffer rows(uint64_t{options.max_append} * 8 * kDim * 2);
+  const DeviceBuffer q(uint64_t{n_items} * 32 * kDim * 2), o(uint64_t{n_items} * 32 * kDim * 2);
+  fill_random(rows.data(), rows.size(), stream.get());
+  fill_random(q.data(), q.size(), stream.get());
+  const DeviceTensor kv{rows.data(), rows.size(), Dtype::kBf16, 0, 0};
+  AttendCall call;
+  call.q = {q.data(), q.size(), Dtype::kBf16, 0, 0};
+  call.o = {o.data(), o.size(), Dtype::kBf16, 0, 0};
+  std::vector<BatchItem> items;
+  for (uint32_t i = 0; i < n_items; ++i) {
+    items.push_back({store->create(space), 0, 0, 0, 0});
+  }
+  for (BatchItem& item : items) {
+    for (uint32_t done = 0; done < n_tokens; done += kChunk) {
+      item.n_append = std::min(kChunk, n_tokens - done);
+      must(batch->update({&item, 1}, stream.get()), "prefill");
+      for (uint32_t layer = 0; layer < kAll; ++layer) {
+        must(batch->append(layer, kv, kv, stream.get()), "append");
+      }
+    }
+  }
+  stream.wait();
+  for (uint32_t i = 0; i < n_items; ++i) {
+    items[i].n_append = items[i].n_query = 1;
+    items[i].append_row = items[i].query_row = i;
+  }
+  const auto launch = [&] {
+    for (uint32_t layer = 0; layer < kAll; ++layer) {
+      must(batch->append(layer, kv, kv, stream.get()), "append");
+      call.layer = layer;
+      must(batch->attend(call, stream.get()), "attend");
+    }
+  };
+  cudaGraphExec_t graph = nullptr;
+  std::vector<double> updates, launches, steps, by_graph;
+  const uint32_t repeats = args.quick ? 20 : 60;
+  for (uint32_t i = 0; i < 2 * repeats; ++i) {
+    const double begin = now_us();
+    must(batch->update(items, stream.get()), "update");
+    const double updated = now_us();
+    if (i < repeats) {
+      launch();
+      launches.push_back((now_us() - updated) / (2 * kAll));
+    } else {
+      if (graph == nullptr) {
+        cudaGraph_t captured = nullptr;
+        check(cudaStreamBeginCapture(stream.get(), cudaStreamCaptureModeThreadLocal), "capture");
+        launch();
+        check(cudaStreamEndCapture(stream.get(), &captured), "capture");
+        check(cudaGraphInstantiate(&graph, captured, 0), "cudaGraphInstantiate");
+        check(cudaGraphDestroy(captured), "cudaGraphDestroy");
+      }
+      check(cudaGraphLaunch(graph, stream.get()), "cudaGraphLaunch");
+    }
+    stream.wait();
+    updates.push_back(updated - begin);
+    (i < repeats ? steps : by_graph).push_back((now_us() - begin) * 1e-3);
+  }
+  check(cudaGraphExecDestroy(graph), "cudaGraphExecDestroy");
+  const std::string name = std::to_string(n_items) + " x " + std::to_string(n_tokens) + " tokens";
+  print_figure("engine update", name, "us on the host", median(updates));
+  print_figure("engine launch", name, "us on the host a call", median(launches));
+  print_figure("engine step", name, "ms", median(steps));
+  print_figure("engine step in a graph", name, "ms", median(by_graph));
+
+  std::vector<double> out, in;
+  const device::StoreCounters before = store->counters();
+  for (uint32_t i = 0; i < 5; ++i) {
+    const double begin = now_us();
+    if (!store->spill(items[0].seq.get(), stream.get()).is_ok()) {
+      break;  // longer than host memory for it
+    }
+    must(store->driver().synchronize_device(), "spill");
+    const double spilled = now_us();
+    must(store->fetch(items[0].seq.get(), stream.get()), "fetch");
+    must(store->driver().synchronize_device(), "fetch");
+    out.push_back(spilled - begin);
+    in.push_back(now_us() - spilled);
+  }
+  if (!out.empty()) {
+    const double bytes =
+        static_cast<double>(store->counters().spilled_bytes - before.spilled_bytes) /
+        static_cast<double>(out.size());
+    print_figure("engine spill", name, "GB/s", bytes / median(out) * 1e-3);
+    print_figure("engine fetch", name, "GB/s", bytes / median(in) * 1e-3);
+  }
+  for (const BatchItem& item : items) {
+    store->clear(item.seq.get());
+  }
+}
+
+}  // namespace
+
+int run_engine(const Args& args) {
+  auto driver = must(device::open_driver(0), "open_driver");
+  device::StoreOptions options;
+  options.pool_bytes = std::min(driver->facts().free_bytes / 5 * 4, args.max_bytes);
+  options.host_bytes = uint64_t{args.quick ? 1u : 4u} << 30;
+  auto store = must(Store::open(std::move(driver), options), "store");
+  const bool right = check_engine(store.get());
+  if (!args.small) {
+    const std::pair<uint32_t, uint32_t> cases[] = {{1, 16384}, {16, 4096}, {64, 2048}};
+    for (const auto& [n_items, n_tokens] : cases) {
+      time_steps(store.get(), n_items, n_tokens, args);
+    }
+  }
+  print_fact("engine", "all", right ? "right" : "WRONG");
+  return right ? 0 : 1;
+}
+
+}  // namespace kvm::bench::gpu
