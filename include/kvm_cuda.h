@@ -114,8 +114,9 @@ typedef struct kvm_cuda_batch_params {
 
 /* Makes a batch: page tables, the plan of a step and partial results, all in device memory of its
  * own, beside pool_bytes. Release it before the client.
- * Fails:   INVALID, NOT_FOUND, STALE, LOST (the space), UNSUPPORTED (more q heads times max_query
- *          than a plan can hold), DEVICE (no memory there). Threads: any. */
+ * Fails:   INVALID, NOT_FOUND, STALE, LOST (the space), UNSUPPORTED (more pieces of work, rows or
+ *          page-table entries than a launch can have), NO_SPACE (on the device), NO_MEMORY, DEVICE.
+ * Threads: any. */
 KVM_API kvm_status kvm_cuda_batch_create(kvm_client *client, const kvm_cuda_batch_params *params,
                                          kvm_cuda_batch **out);
 
@@ -141,8 +142,8 @@ typedef struct kvm_cuda_item {
  * update; after DEVICE the batch must be updated again before it is used.
  * Waits for the device only where the caller is four updates ahead of it, and where a page is to be
  * taken from a slab of other dimensions.
- * Fails:   INVALID (a number beyond the batch's, rows that overlap or leave the tensors, a sequence
- *          twice, more query tokens than the sequence has), NO_SPACE (of the pool), LIMIT
+ * Fails:   INVALID (a number beyond the batch's, query rows that overlap, a sequence twice, more
+ *          query tokens than the sequence has), NO_SPACE (of the pool), LIMIT
  *          (max_tokens), PARTIAL (a policy has dropped what a query row should see), BUSY (a
  *          sequence is on the host: kvm_cuda_fetch), NOT_FOUND, STALE, LOST, DEVICE; UNSUPPORTED
  *          while the stream is being captured. */
