@@ -27,7 +27,8 @@ std::string default_socket_path();
 
 // A non-blocking listening socket of this type at `path` with permission bits `mode`. A socket file
 // that nobody listens on is replaced; a file of any other kind is left alone. Fails: INVALID (path
-// longer than 107 bytes), BUSY (somebody listens there), EXISTS (a file that is no socket), PERMISSION, IO.
+// longer than 107 bytes), BUSY (somebody listens there), EXISTS (a file that is no socket),
+// PERMISSION, IO.
 Result<Fd> listen_at(const std::string& path, mode_t mode, int type = SOCK_SEQPACKET);
 
 // The next connection of a listening socket, non-blocking; nothing when there is none.
