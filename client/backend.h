@@ -119,10 +119,21 @@ class Client : public std::enable_shared_from_this<Client> {
   virtual Result<kvm_stats> stats() = 0;
   virtual Result<std::string> stats_text() = 0;
 
+  // Part 11. Here: UNSUPPORTED, of engines that keep no quotas.
+  virtual Result<std::string> config_text() { return not_administered(); }
+  virtual Result<kvm_evict_result> evict(const kvm_evict_params&) { return not_administered(); }
+  virtual Result<std::vector<kvm_client_entry>> list_clients() { return not_administered(); }
+  virtual Result<std::vector<kvm_user_entry>> list_users() { return not_administered(); }
+  virtual Status set_quota(const kvm_quota_params&) { return not_administered(); }
+
   // Handles of queues and arenas that exist: reconnect needs zero.
   std::atomic<uint32_t> n_handles{0};
 
  private:
+  static Status not_administered() {
+    return Status(KVM_ERR_UNSUPPORTED, "this client's engine has no quotas and no configuration");
+  }
+
   ArenaDirectory arenas_;
 };
 

@@ -17,6 +17,7 @@
 #include "base/stats_text.h"
 #include "client/embedded_queue.h"
 #include "client/limits.h"
+#include "engine/quota_info.h"
 
 namespace kvm::client {
 
@@ -63,7 +64,10 @@ Result<std::shared_ptr<EmbeddedService>> EmbeddedService::open(
   auto service = std::make_shared<EmbeddedService>();
   KVM_TRY_ASSIGN(service->engine_, engine::Engine::open(options));
   engine::Engine& engine = *service->engine_;
-  service->client_ = engine.add_client({});
+  service->client_ = engine.add_client({.uid = static_cast<uint32_t>(::geteuid()),
+                                        .pid = static_cast<uint32_t>(::getpid()),
+                                        .name = "embedded",
+                                        .limits = {}});
   service->start_ns_ = now_ns();
   kvm_client_info& info = service->info_;
   fill_limits(&info);
@@ -286,6 +290,75 @@ Result<std::string> EmbeddedClient::stats_text() {
   write_stats(all, &text);
   write_audit(audit, &text);
   return text.take();
+}
+
+Result<std::string> EmbeddedClient::config_text() {
+  return Status(KVM_ERR_UNSUPPORTED,
+                "an engine in this process has no configuration: its options are those that "
+                "kvm_open_embedded was given");
+}
+
+Result<kvm_evict_result> EmbeddedClient::evict(const kvm_evict_params& params) {
+  if ((params.flags & KVM_EVICT_DISCONNECT) != 0) {
+    return Status(KVM_ERR_UNSUPPORTED,
+                  "an engine in this process has no connections; close its client");
+  }
+  std::vector<kvm_seq_info> seqs;
+  if (params.what == KVM_EVICT_SEQ) {
+    KVM_TRY_ASSIGN(const kvm_seq_info info, seq_info(params.id));
+    seqs.push_back(info);
+  } else if (params.what == KVM_EVICT_SPACE) {
+    KVM_TRY(space_info(params.id).status());
+    KVM_TRY_ASSIGN(seqs, list_seqs(params.id, 0));
+  } else if (params.id == info().client_id) {
+    KVM_TRY_ASSIGN(seqs, list_seqs(0, 0));
+  } else {
+    return Status(KVM_ERR_NOT_FOUND, "there is no client " + std::to_string(params.id));
+  }
+  return service_->with_engine(
+      [&](engine::Engine& engine, engine::ClientId) -> Result<kvm_evict_result> {
+        kvm_evict_result out{};
+        for (const kvm_seq_info& info : seqs) {
+          if (engine.evict(info.seq).is_ok()) {
+            ++out.n_sequences;
+            out.bytes += info.bytes;
+          }
+        }
+        return out;
+      });
+}
+
+Result<std::vector<kvm_client_entry>> EmbeddedClient::list_clients() {
+  return service_->with_engine(
+      [](engine::Engine& engine, engine::ClientId) -> Result<std::vector<kvm_client_entry>> {
+        std::vector<kvm_client_entry> out;
+        for (const engine::ClientUsage& usage : engine.quotas().clients()) {
+          out.push_back(engine::client_entry(usage));
+        }
+        return out;
+      });
+}
+
+Result<std::vector<kvm_user_entry>> EmbeddedClient::list_users() {
+  return service_->with_engine(
+      [](engine::Engine& engine, engine::ClientId) -> Result<std::vector<kvm_user_entry>> {
+        std::vector<kvm_user_entry> out;
+        for (const engine::TenantUsage& usage : engine.quotas().tenants()) {
+          out.push_back(engine::user_entry(usage));
+        }
+        return out;
+      });
+}
+
+Status EmbeddedClient::set_quota(const kvm_quota_params& params) {
+  KVM_TRY_ASSIGN(const engine::LimitChanges changes, engine::limit_changes(params));
+  return service_->with_engine([&](engine::Engine& engine, engine::ClientId) -> Status {
+    if (params.whose == KVM_QUOTA_CLIENT) {
+      return engine.quotas().set_client_limits(params.id, changes);
+    }
+    engine.quotas().set_tenant_limits(static_cast<uint32_t>(params.id), changes);
+    return Status::ok();
+  });
 }
 
 }  // namespace kvm::client

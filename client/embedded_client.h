@@ -99,6 +99,11 @@ class EmbeddedClient final : public Client {
   Result<std::vector<kvm_seq_info>> list_seqs(kvm_space_id space, uint32_t flags) override;
   Result<kvm_stats> stats() override;
   Result<std::string> stats_text() override;
+  Result<std::string> config_text() override;
+  Result<kvm_evict_result> evict(const kvm_evict_params& params) override;
+  Result<std::vector<kvm_client_entry>> list_clients() override;
+  Result<std::vector<kvm_user_entry>> list_users() override;
+  Status set_quota(const kvm_quota_params& params) override;
 
  private:
   std::shared_ptr<EmbeddedService> service_;

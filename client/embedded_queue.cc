@@ -6,7 +6,6 @@
 #include <limits>
 #include <utility>
 
-
 namespace kvm::client {
 
 namespace {

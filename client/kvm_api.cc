@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The C functions of kvm.h, parts 1 to 6 and 10: library, clients, arenas, spaces, sequences,
-// statistics. kvm_api_data.cc has queues and the data path.
+// statistics. kvm_api_data.cc has queues and the data path, kvm_api_admin.cc administration.
 #include <string.h>
 #include <unistd.h>
 
@@ -12,6 +12,7 @@
 #include "base/clock.h"
 #include "client/checks.h"
 #include "client/handles.h"
+#include "client/outputs.h"
 #include "client/status_name.h"
 #include "ipc/socket.h"
 #include "ipc/struct_size.h"
@@ -26,6 +27,8 @@ using kvm::client::check_handle;
 using kvm::client::check_not_null;
 using kvm::client::check_reserved;
 using kvm::client::guarded;
+using kvm::client::write_list;
+using kvm::client::write_text;
 
 constexpr uint64_t kDefaultTimeoutNs = 5'000'000'000;
 constexpr uint64_t kDefaultArenaBytes = 16ull << 20;
@@ -58,23 +61,6 @@ Status make_handle(kvm::Result<std::shared_ptr<kvm::client::Client>> opened, kvm
 }
 
 Status check_client(const kvm_client* client) { return check_handle(client, "client"); }
-
-// Fills an array whose stride the caller gives in out[0].struct_size.
-template <typename T>
-Status write_list(const std::vector<T>& list, T* out, size_t capacity, size_t* out_count,
-                  const char* name) {
-  if (capacity != 0) {
-    KVM_TRY(kvm::ipc::check_output(out, name));
-    const uint32_t stride = out->struct_size;
-    const size_t n = std::min(capacity, list.size());
-    auto* to = reinterpret_cast<uint8_t*>(out);
-    for (size_t i = 0; i < n; ++i, to += stride) {
-      kvm::ipc::write_struct(to, stride, list[i]);
-    }
-  }
-  *out_count = list.size();
-  return Status::ok();
-}
 
 kvm_status seq_call(kvm_client* client, const kvm::client::SeqCall& call, kvm_seq_id* out) {
   return guarded([&]() -> Status {
@@ -405,21 +391,8 @@ kvm_status kvm_get_stats(kvm_client* client, kvm_stats* out) {
 
 kvm_status kvm_get_stats_text(kvm_client* client, char* buffer, size_t capacity,
                               size_t* out_length) {
-  return guarded([&]() -> Status {
-    KVM_TRY(check_client(client));
-    KVM_TRY(check_not_null(out_length, "out_length"));
-    if (capacity != 0) {
-      KVM_TRY(check_not_null(buffer, "buffer"));
-    }
-    KVM_TRY_ASSIGN(const std::string text, client->client->stats_text());
-    if (capacity != 0) {
-      const size_t n = std::min(text.size(), capacity - 1);
-      ::memcpy(buffer, text.data(), n);
-      buffer[n] = '\0';
-    }
-    *out_length = text.size();
-    return Status::ok();
-  });
+  return write_text(client, buffer, capacity, out_length,
+                    [&] { return client->client->stats_text(); });
 }
 
 }  // extern "C"

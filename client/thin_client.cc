@@ -354,12 +354,14 @@ Result<kvm_stats> ThinClient::stats() {
       "kvm_stats");
 }
 
-Result<std::string> ThinClient::stats_text() {
+Result<std::string> ThinClient::call_for_text(
+    const std::function<std::span<const uint8_t>(ipc::ControlWriter*, uint64_t, uint64_t)>&
+        encode) {
   std::string text;
   for (;;) {
     KVM_TRY_ASSIGN(const Connection::Reply reply,
                    connection()->call([&](ipc::ControlWriter* writer, uint64_t id) {
-                     return writer->finish(id, wire::CreateStatsText(writer->fbb(), text.size()));
+                     return encode(writer, id, text.size());
                    }));
     const wire::Bytes* body = reply.root->body_as_Bytes();
     if (body == nullptr) {
@@ -373,6 +375,83 @@ Result<std::string> ThinClient::stats_text() {
       return text;
     }
   }
+}
+
+Result<std::string> ThinClient::stats_text() {
+  return call_for_text([](ipc::ControlWriter* writer, uint64_t id, uint64_t begin) {
+    return writer->finish(id, wire::CreateStatsText(writer->fbb(), begin));
+  });
+}
+
+// An older kvmd would take a message that it does not know for a breach of the protocol.
+Status ThinClient::need_minor(uint32_t minor, const char* function) const {
+  const kvm_client_info facts = info();
+  if (facts.protocol_minor >= minor) {
+    return Status::ok();
+  }
+  return Status(KVM_ERR_UNSUPPORTED,
+                std::string(function) + " needs a kvmd that speaks protocol 1." +
+                    std::to_string(minor) + "; this one (" + facts.server_version + ") speaks 1." +
+                    std::to_string(facts.protocol_minor));
+}
+
+Result<std::string> ThinClient::config_text() {
+  KVM_TRY(need_minor(1, "kvm_get_config_text"));
+  return call_for_text([](ipc::ControlWriter* writer, uint64_t id, uint64_t begin) {
+    return writer->finish(id, wire::CreateConfigText(writer->fbb(), begin));
+  });
+}
+
+Result<kvm_evict_result> ThinClient::evict(const kvm_evict_params& params) {
+  KVM_TRY(need_minor(1, "kvm_evict"));
+  kvm_evict_result out{};
+  uint64_t begin = 0;
+  for (;;) {
+    KVM_TRY_ASSIGN(const Connection::Reply reply,
+                   connection()->call([&](ipc::ControlWriter* writer, uint64_t id) {
+                     return writer->finish(id, wire::CreateEvict(writer->fbb(), params.what,
+                                                                 params.id, begin, params.flags));
+                   }));
+    const wire::Evicted* body = reply.root->body_as_Evicted();
+    // Ascending, or it might go on for ever.
+    if (body == nullptr || (body->next() != 0 && body->next() <= begin)) {
+      return unexpected_reply();
+    }
+    out.n_sequences += body->n_sequences();
+    out.bytes += body->bytes();
+    begin = body->next();
+    if (begin == 0) {
+      return out;
+    }
+  }
+}
+
+Result<std::vector<kvm_client_entry>> ThinClient::list_clients() {
+  KVM_TRY(need_minor(1, "kvm_client_list"));
+  return call_for_list<kvm_client_entry>(
+      [](ipc::ControlWriter* writer, uint64_t id, uint64_t begin) {
+        return writer->finish(id, wire::CreateClientList(writer->fbb(), begin));
+      },
+      [](const kvm_client_entry& entry) { return entry.client_id; }, "kvm_client_entry");
+}
+
+Result<std::vector<kvm_user_entry>> ThinClient::list_users() {
+  KVM_TRY(need_minor(1, "kvm_user_list"));
+  return call_for_list<kvm_user_entry>(
+      [](ipc::ControlWriter* writer, uint64_t id, uint64_t begin) {
+        return writer->finish(id, wire::CreateUserList(writer->fbb(), begin));
+      },
+      [](const kvm_user_entry& entry) { return uint64_t{entry.uid}; }, "kvm_user_entry");
+}
+
+Status ThinClient::set_quota(const kvm_quota_params& params) {
+  KVM_TRY(need_minor(1, "kvm_quota_set"));
+  auto reply = connection()->call([&](ipc::ControlWriter* writer, uint64_t id) {
+    const auto bytes = ipc::as_bytes(&params, 1);
+    const auto vector = writer->fbb().CreateVector(bytes.data(), bytes.size());
+    return writer->finish(id, wire::CreateQuotaSet(writer->fbb(), vector));
+  });
+  return reply.status();
 }
 
 }  // namespace kvm::client

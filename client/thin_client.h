@@ -38,6 +38,11 @@ class ThinClient final : public Client {
   Result<std::vector<kvm_seq_info>> list_seqs(kvm_space_id space, uint32_t flags) override;
   Result<kvm_stats> stats() override;
   Result<std::string> stats_text() override;
+  Result<std::string> config_text() override;
+  Result<kvm_evict_result> evict(const kvm_evict_params& params) override;
+  Result<std::vector<kvm_client_entry>> list_clients() override;
+  Result<std::vector<kvm_user_entry>> list_users() override;
+  Status set_quota(const kvm_quota_params& params) override;
 
  private:
   struct OwnArena {
@@ -53,6 +58,10 @@ class ThinClient final : public Client {
   Result<kvm_completion> await_own_answer(uint64_t number, std::string* sentence);
   void settle_late_answer(const kvm_completion& completion);
   Status tidy_own_queue();
+  Status need_minor(uint32_t minor, const char* function) const;
+  Result<std::string> call_for_text(
+      const std::function<std::span<const uint8_t>(ipc::ControlWriter*, uint64_t, uint64_t)>&
+          encode);
   Result<kvm_space_id> call_for_space_id(const Connection::Encode& encode);
   template <typename T>
   Result<T> call_for_struct(const Connection::Encode& encode, const char* name);

@@ -11,6 +11,8 @@
 #include <vector>
 
 #include "daemon/admin.h"
+#include "daemon/admin_messages.h"
+#include "daemon/reply.h"
 #include "daemon/requests.h"
 #include "daemon/stats_text.h"
 #include "ipc/control.h"
@@ -23,51 +25,6 @@ namespace {
 namespace wire = ipc::wire;
 
 constexpr uint64_t kOsPageBytes = 4096;
-// LIMIT: payload of a Bytes reply; the rest is fetched by further messages.
-constexpr uint64_t kMaxBytesReply = 64 * 1024;
-template <typename T>
-constexpr size_t kMaxListed = kMaxBytesReply / sizeof(T);
-
-void reply_error(Session* session, uint64_t id, const Status& status) {
-  ipc::ControlWriter writer;
-  session->send(writer.finish_error(id, status));
-}
-
-void reply_done(Session* session, uint64_t id) {
-  ipc::ControlWriter writer;
-  session->send(writer.finish(id, wire::CreateDone(writer.fbb())));
-}
-
-void reply_status_or_done(Session* session, uint64_t id, const Status& status) {
-  status.is_ok() ? reply_done(session, id) : reply_error(session, id, status);
-}
-
-void reply_bytes(Session* session, uint64_t id, std::span<const uint8_t> data, uint64_t total) {
-  ipc::ControlWriter writer;
-  const auto vector = writer.fbb().CreateVector(data.data(), data.size());
-  session->send(writer.finish(id, wire::CreateBytes(writer.fbb(), vector, total)));
-}
-
-// One structure of kvm.h, or the reason why there is none.
-template <typename T>
-void reply_struct(Session* session, uint64_t id, Result<T> result) {
-  if (!result.is_ok()) {
-    reply_error(session, id, result.status());
-    return;
-  }
-  result.value().struct_size = sizeof(T);
-  reply_bytes(session, id, ipc::as_bytes(&result.value(), 1), 1);
-}
-
-// A part of a list, or all of it.
-template <typename T>
-void reply_list(Session* session, uint64_t id, std::vector<T> part, bool has_more) {
-  for (T& item : part) {
-    item.struct_size = sizeof(T);
-  }
-  reply_bytes(session, id, ipc::as_bytes(part.data(), part.size()),
-              part.size() + (has_more ? 1 : 0));
-}
 
 // Printable ASCII only: the name goes to logs and terminals.
 std::string printable_name(const flatbuffers::String* text) {
@@ -379,10 +336,7 @@ void handle_stats_text(Session* session, uint64_t id, uint64_t begin) {
   if (begin == 0) {
     session->stats_text = stats_text(take_snapshot(*session->service()));
   }
-  const std::string& text = session->stats_text;
-  const uint64_t first = std::min<uint64_t>(begin, text.size());
-  const uint64_t n = std::min<uint64_t>(text.size() - first, kMaxBytesReply);
-  reply_bytes(session, id, ipc::as_bytes(text.data() + first, n), text.size());
+  reply_text(session, id, session->stats_text, begin);
 }
 
 std::string string_of(const flatbuffers::String* text) {
@@ -422,6 +376,12 @@ void handle_welcomed(Session* session, const wire::Message& message) {
       return reply_struct(session, id, Result<kvm_stats>(service_stats(*session->service())));
     case wire::Body::StatsText:
       return handle_stats_text(session, id, message.body_as_StatsText()->begin());
+    case wire::Body::ConfigText:
+    case wire::Body::Evict:
+    case wire::Body::ClientList:
+    case wire::Body::UserList:
+    case wire::Body::QuotaSet:
+      return handle_admin(session, message);
     default:
       session->doom_for_violation(fmt::format("a control message with body {} from a client",
                                               static_cast<uint32_t>(message.body_type())));

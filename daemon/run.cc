@@ -134,7 +134,8 @@ Status check_options(const Options& options) {
   return Status::ok();
 }
 
-int serve(const Options& options, const OpenEngine& open_engine) {
+int serve(const LoadedOptions& loaded, const OpenEngine& open_engine) {
+  const Options& options = loaded.options;
   set_up_logging(options.log_level);
   const ipc::Fd signals = block_signals();
   raise_open_file_limit();
@@ -146,7 +147,9 @@ int serve(const Options& options, const OpenEngine& open_engine) {
   if (const Status status = make_socket_folder(options.socket); !status.is_ok()) {
     return fail(kExitFailed, status);
   }
-  Server server(engine.value().get(), server_options(options, memory, signals.get()));
+  ServerOptions server_setup = server_options(options, memory, signals.get());
+  server_setup.config_text = options_json(loaded);
+  Server server(engine.value().get(), std::move(server_setup));
   if (const Status status = server.start(); !status.is_ok()) {
     return fail(kExitFailed, status);
   }
@@ -188,7 +191,7 @@ int run_kvmd(int argc, const char* const* argv, const OpenEngine& open_engine) {
                loaded.value().json ? options_json(loaded.value()) : print_options(loaded.value()));
     return 0;
   }
-  return serve(loaded.value().options, open_engine);
+  return serve(loaded.value(), open_engine);
 }
 
 }  // namespace kvm::daemon

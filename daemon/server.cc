@@ -66,6 +66,7 @@ Server::Server(engine::Engine* engine, ServerOptions options)
     : service_(std::make_unique<Service>()), options_(std::move(options)) {
   service_->engine = engine;
   service_->limits = options_.limits;
+  service_->config_text = options_.config_text;
   service_->epoch = random_epoch();
   service_->start_ns = now_ns();
   service_->uid = ::geteuid();

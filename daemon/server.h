@@ -43,6 +43,7 @@ struct ServerOptions {
   int signal_fd = -1;  // readable: shut down; -1: none
   bool offer_eventfd = true;
   std::function<void()> on_stopping;  // called when the shutdown begins
+  std::string config_text;            // what ConfigText answers
   ListenAddress metrics;
   mode_t metrics_mode = 0600;
   // on_watchdog is called from the dispatcher's turn at least so often; 0: never.

@@ -57,6 +57,7 @@ struct FinishedArena {
 struct Service {
   engine::Engine* engine = nullptr;
   Limits limits;
+  std::string config_text;  // for operators: options_json
   uint64_t epoch = 0;
   uint64_t start_ns = 0;
   uid_t uid = 0;

@@ -9,7 +9,7 @@
  *    2  connecting                       8  observe, read, merge
  *    3  what a client can learn          9  the asynchronous data path
  *    4  queues                          10  statistics
- *    5  arenas and buffers
+ *    5  arenas and buffers                 11  administration
  *    6  spaces and sequences
  *
  * What the service does. An engine appends the keys and values of its tokens and sends queries; it
@@ -1049,6 +1049,122 @@ KVM_API kvm_status kvm_get_stats(kvm_client *client, kvm_stats *out);
  * which may be capacity or more: then the text was cut. Fails: TIMEOUT. Threads: any. */
 KVM_API kvm_status kvm_get_stats_text(kvm_client *client, char *buffer, size_t capacity,
                                       size_t *out_length);
+
+/* ============================================================================================
+ * 11. Administration
+ *
+ * What an operator does with a running kvmd; kvmctl is made of it. For root and for the user that
+ * runs kvmd: others get PERMISSION. An engine in this process is administered by its own client. A
+ * kvmd that is older than one of these functions answers UNSUPPORTED, an engine in device memory as
+ * well.
+ * ============================================================================================ */
+
+/* The options with which kvmd runs, as JSON: an object with `version`, `file` (the path that was
+ * read, or null) and `options`, a list of objects with `name`, `value`, `default`, `origin`
+ * ("default", "file", "environment", "command line") and `place` (a file with its line, a variable,
+ * a flag, or null). Buffer and length as in kvm_get_stats_text.
+ * Fails: PERMISSION, TIMEOUT, UNSUPPORTED (also an engine in this process: its options are those of
+ * kvm_open_embedded). Threads: any. */
+KVM_API kvm_status kvm_get_config_text(kvm_client *client, char *buffer, size_t capacity,
+                                       size_t *out_length);
+
+enum {
+  KVM_EVICT_SEQ = 1,    /* the sequence `id` */
+  KVM_EVICT_CLIENT = 2, /* the sequences of the client `id` (kvm_client_entry.client_id) */
+  KVM_EVICT_SPACE = 3   /* the sequences in the space `id` */
+};
+
+enum {
+  KVM_EVICT_DISCONNECT = 1u << 0 /* with CLIENT: and close its connection, with all that it has */
+};
+
+typedef struct kvm_evict_params {
+  uint32_t struct_size;
+  uint32_t flags;     /* KVM_EVICT_DISCONNECT */
+  uint32_t what;      /* KVM_EVICT_SEQ, CLIENT or SPACE */
+  uint32_t reserved0; /* zero */
+  uint64_t id;
+  uint64_t reserved[4];
+} kvm_evict_params;
+
+typedef struct kvm_evict_result {
+  uint32_t struct_size;
+  uint32_t reserved0;
+  uint64_t n_sequences;
+  uint64_t bytes; /* that they held; what forks share comes back with the last of them */
+} kvm_evict_result;
+
+/* Frees sequences, whoever owns them, as if the owner had called kvm_seq_free: requests that run on
+ * them end first, later ones get STALE. Sequences that are made while this runs may stay. out may
+ * be NULL.
+ * Fails: NOT_FOUND (a sequence, a client, a space), STALE, LOST, PERMISSION, TIMEOUT, UNSUPPORTED
+ * (also DISCONNECT of an engine in this process); some may have been freed after TIMEOUT.
+ * Threads: any. */
+KVM_API kvm_status kvm_evict(kvm_client *client, const kvm_evict_params *params,
+                             kvm_evict_result *out);
+
+#define KVM_NO_LIMIT UINT64_MAX
+
+/* How much of each resource: in use, or the limit of that, KVM_NO_LIMIT where there is none. */
+typedef struct kvm_amounts {
+  uint64_t sequences;
+  uint64_t bytes; /* of keys, values and what is derived from them, each counted once, whole */
+  uint64_t arenas;
+  uint64_t arena_bytes;
+  uint64_t queues;
+  uint64_t requests; /* in flight */
+  uint64_t reserved[2];
+} kvm_amounts;
+
+/* A connected client. */
+typedef struct kvm_client_entry {
+  uint32_t struct_size;
+  uint32_t uid;
+  uint32_t pid;
+  uint32_t reserved0;
+  uint64_t client_id;
+  char name[64];      /* kvm_connect_params.client_name; printable ASCII */
+  kvm_amounts used;
+  kvm_amounts limits; /* its own; those of its user hold beside them */
+  uint64_t n_refused; /* requests and calls that a limit, its own or its user's, has refused */
+  uint64_t reserved[4];
+} kvm_client_entry;
+
+/* All clients of a user together. */
+typedef struct kvm_user_entry {
+  uint32_t struct_size;
+  uint32_t uid;
+  uint32_t n_clients; /* connected; 0: it has limits of its own and no client now */
+  uint32_t reserved0;
+  kvm_amounts used;
+  kvm_amounts limits;
+  uint64_t reserved[4];
+} kvm_user_entry;
+
+/* The clients of the service, and the users behind them; array and count as in kvm_space_list. In
+ * the order of their ids. An engine in this process has one of each.
+ * Fails: PERMISSION, TIMEOUT, UNSUPPORTED. Threads: any. */
+KVM_API kvm_status kvm_client_list(kvm_client *client, kvm_client_entry *out, size_t capacity,
+                                   size_t *out_count);
+KVM_API kvm_status kvm_user_list(kvm_client *client, kvm_user_entry *out, size_t capacity,
+                                 size_t *out_count);
+
+enum { KVM_QUOTA_CLIENT = 1, KVM_QUOTA_USER = 2 };
+
+typedef struct kvm_quota_params {
+  uint32_t struct_size;
+  uint32_t flags;     /* reserved, zero */
+  uint32_t whose;     /* KVM_QUOTA_CLIENT, KVM_QUOTA_USER */
+  uint32_t reserved0; /* zero */
+  uint64_t id;        /* client_id, or uid */
+  kvm_amounts limits; /* new ones; 0: as it is */
+  uint64_t reserved[4];
+} kvm_quota_params;
+
+/* Sets limits, until the client leaves or, of a user, the service ends. A limit below what is in
+ * use takes nothing away; nothing more is given until enough has come back.
+ * Fails: NOT_FOUND (no such client), PERMISSION, TIMEOUT, UNSUPPORTED. Threads: any. */
+KVM_API kvm_status kvm_quota_set(kvm_client *client, const kvm_quota_params *params);
 
 #ifdef __cplusplus
 } /* extern "C" */

@@ -26,7 +26,7 @@
 namespace kvm::ipc {
 
 inline constexpr uint32_t kProtocolMajor = 1;
-inline constexpr uint32_t kProtocolMinor = 0;
+inline constexpr uint32_t kProtocolMinor = 1;                   // 1: ConfigText to QuotaSet
 inline constexpr uint64_t kHelloMagic = 0x30304d564b4d564bull;  // "KVMKVM00"
 
 // LIMIT: each bounds memory or time that one client can claim.

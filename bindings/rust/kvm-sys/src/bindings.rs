@@ -85,10 +85,17 @@ pub const KVM_PROPOSAL_SKETCH: u32 = 1;
 pub const KVM_PROPOSAL_LSH: u32 = 2;
 pub const KVM_PROPOSAL_GRAPH: u32 = 3;
 pub const KVM_STEP_F32_VALUES: u32 = 1 << 0;
+pub const KVM_EVICT_SEQ: u32 = 1;
+pub const KVM_EVICT_CLIENT: u32 = 2;
+pub const KVM_EVICT_SPACE: u32 = 3;
+pub const KVM_EVICT_DISCONNECT: u32 = 1 << 0;
+pub const KVM_QUOTA_CLIENT: u32 = 1;
+pub const KVM_QUOTA_USER: u32 = 2;
 pub const KVM_VERSION_MAJOR: u32 = 0;
 pub const KVM_VERSION_MINOR: u32 = 1;
 pub const KVM_VERSION_PATCH: u32 = 0;
 pub const KVM_POSITION_END: u64 = u64::MAX;
+pub const KVM_NO_LIMIT: u64 = u64::MAX;
 
 #[repr(C)]
 #[derive(Debug)]
@@ -752,6 +759,135 @@ impl Default for kvm_stats {
     }
 }
 
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct kvm_evict_params {
+    pub struct_size: u32,
+    pub flags: u32,
+    pub what: u32,
+    pub reserved0: u32,
+    pub id: u64,
+    pub reserved: [u64; 4],
+}
+
+impl Default for kvm_evict_params {
+    /// Zeros, and `struct_size`.
+    fn default() -> Self {
+        // SAFETY: numbers and raw pointers; zero is a value of each.
+        let mut zeros: Self = unsafe { std::mem::zeroed() };
+        zeros.struct_size = std::mem::size_of::<Self>() as u32;
+        zeros
+    }
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct kvm_evict_result {
+    pub struct_size: u32,
+    pub reserved0: u32,
+    pub n_sequences: u64,
+    pub bytes: u64,
+}
+
+impl Default for kvm_evict_result {
+    /// Zeros, and `struct_size`.
+    fn default() -> Self {
+        // SAFETY: numbers and raw pointers; zero is a value of each.
+        let mut zeros: Self = unsafe { std::mem::zeroed() };
+        zeros.struct_size = std::mem::size_of::<Self>() as u32;
+        zeros
+    }
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct kvm_amounts {
+    pub sequences: u64,
+    pub bytes: u64,
+    pub arenas: u64,
+    pub arena_bytes: u64,
+    pub queues: u64,
+    pub requests: u64,
+    pub reserved: [u64; 2],
+}
+
+impl Default for kvm_amounts {
+    /// Zeros.
+    fn default() -> Self {
+        // SAFETY: numbers and raw pointers; zero is a value of each.
+        unsafe { std::mem::zeroed() }
+    }
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct kvm_client_entry {
+    pub struct_size: u32,
+    pub uid: u32,
+    pub pid: u32,
+    pub reserved0: u32,
+    pub client_id: u64,
+    pub name: [c_char; 64],
+    pub used: kvm_amounts,
+    pub limits: kvm_amounts,
+    pub n_refused: u64,
+    pub reserved: [u64; 4],
+}
+
+impl Default for kvm_client_entry {
+    /// Zeros, and `struct_size`.
+    fn default() -> Self {
+        // SAFETY: numbers and raw pointers; zero is a value of each.
+        let mut zeros: Self = unsafe { std::mem::zeroed() };
+        zeros.struct_size = std::mem::size_of::<Self>() as u32;
+        zeros
+    }
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct kvm_user_entry {
+    pub struct_size: u32,
+    pub uid: u32,
+    pub n_clients: u32,
+    pub reserved0: u32,
+    pub used: kvm_amounts,
+    pub limits: kvm_amounts,
+    pub reserved: [u64; 4],
+}
+
+impl Default for kvm_user_entry {
+    /// Zeros, and `struct_size`.
+    fn default() -> Self {
+        // SAFETY: numbers and raw pointers; zero is a value of each.
+        let mut zeros: Self = unsafe { std::mem::zeroed() };
+        zeros.struct_size = std::mem::size_of::<Self>() as u32;
+        zeros
+    }
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct kvm_quota_params {
+    pub struct_size: u32,
+    pub flags: u32,
+    pub whose: u32,
+    pub reserved0: u32,
+    pub id: u64,
+    pub limits: kvm_amounts,
+    pub reserved: [u64; 4],
+}
+
+impl Default for kvm_quota_params {
+    /// Zeros, and `struct_size`.
+    fn default() -> Self {
+        // SAFETY: numbers and raw pointers; zero is a value of each.
+        let mut zeros: Self = unsafe { std::mem::zeroed() };
+        zeros.struct_size = std::mem::size_of::<Self>() as u32;
+        zeros
+    }
+}
+
 extern "C" {
     pub fn kvm_version() -> u32;
     pub fn kvm_version_string() -> *const c_char;
@@ -912,4 +1048,28 @@ extern "C" {
         capacity: usize,
         out_length: *mut usize,
     ) -> kvm_status;
+    pub fn kvm_get_config_text(
+        client: *mut kvm_client,
+        buffer: *mut c_char,
+        capacity: usize,
+        out_length: *mut usize,
+    ) -> kvm_status;
+    pub fn kvm_evict(
+        client: *mut kvm_client,
+        params: *const kvm_evict_params,
+        out: *mut kvm_evict_result,
+    ) -> kvm_status;
+    pub fn kvm_client_list(
+        client: *mut kvm_client,
+        out: *mut kvm_client_entry,
+        capacity: usize,
+        out_count: *mut usize,
+    ) -> kvm_status;
+    pub fn kvm_user_list(
+        client: *mut kvm_client,
+        out: *mut kvm_user_entry,
+        capacity: usize,
+        out_count: *mut usize,
+    ) -> kvm_status;
+    pub fn kvm_quota_set(client: *mut kvm_client, params: *const kvm_quota_params) -> kvm_status;
 }

@@ -336,6 +336,59 @@ structures! {
         n_index_dropped,
         reserved,
     }
+    kvm_evict_params {
+        struct_size,
+        flags,
+        what,
+        reserved0,
+        id,
+        reserved,
+    }
+    kvm_evict_result {
+        struct_size,
+        reserved0,
+        n_sequences,
+        bytes,
+    }
+    kvm_amounts {
+        sequences,
+        bytes,
+        arenas,
+        arena_bytes,
+        queues,
+        requests,
+        reserved,
+    }
+    kvm_client_entry {
+        struct_size,
+        uid,
+        pid,
+        reserved0,
+        client_id,
+        name,
+        used,
+        limits,
+        n_refused,
+        reserved,
+    }
+    kvm_user_entry {
+        struct_size,
+        uid,
+        n_clients,
+        reserved0,
+        used,
+        limits,
+        reserved,
+    }
+    kvm_quota_params {
+        struct_size,
+        flags,
+        whose,
+        reserved0,
+        id,
+        limits,
+        reserved,
+    }
 }
 
 constants! {
@@ -417,8 +470,15 @@ constants! {
     KVM_PROPOSAL_LSH,
     KVM_PROPOSAL_GRAPH,
     KVM_STEP_F32_VALUES,
+    KVM_EVICT_SEQ,
+    KVM_EVICT_CLIENT,
+    KVM_EVICT_SPACE,
+    KVM_EVICT_DISCONNECT,
+    KVM_QUOTA_CLIENT,
+    KVM_QUOTA_USER,
     KVM_VERSION_MAJOR,
     KVM_VERSION_MINOR,
     KVM_VERSION_PATCH,
     KVM_POSITION_END,
+    KVM_NO_LIMIT,
 }
