@@ -1,5 +1,6 @@
 # What `cmake --install` puts into a prefix: the header, both libraries, pkg-config files and a
-# CMake package to find them, and the programs. The prefix can be moved afterwards.
+# CMake package to find them, the programs, and their manual pages and completions. The prefix can
+# be moved afterwards. cmake/kvm_package.cmake has what a Debian package has besides.
 
 # From <libdir>/pkgconfig back to the prefix: the library directory may be lib or lib/<triplet>.
 file(RELATIVE_PATH KVM_PC_PREFIX "/${CMAKE_INSTALL_LIBDIR}/pkgconfig" "/")
@@ -35,4 +36,15 @@ foreach(program kvmd kvmctl)
     install(TARGETS ${program} RUNTIME DESTINATION "${CMAKE_INSTALL_BINDIR}")
   endif()
 endforeach()
+if(TARGET kvmd AND TARGET kvmctl)
+  set(man "${CMAKE_INSTALL_MANDIR}")
+  install(FILES "${KVM_SHARE}/kvmd.8" DESTINATION "${man}/man8")
+  install(FILES "${KVM_SHARE}/kvmd.toml.5" DESTINATION "${man}/man5")
+  install(FILES "${KVM_SHARE}/kvmctl.1" DESTINATION "${man}/man1")
+  set(data "${CMAKE_INSTALL_DATADIR}")
+  install(FILES "${KVM_SHARE}/kvmctl.bash" DESTINATION "${data}/bash-completion/completions"
+          RENAME kvmctl)
+  install(FILES "${KVM_SHARE}/_kvmctl" DESTINATION "${data}/zsh/vendor-completions")
+  install(FILES "${KVM_SHARE}/kvmctl.fish" DESTINATION "${data}/fish/vendor_completions.d")
+endif()
 install(FILES LICENSE DESTINATION "${CMAKE_INSTALL_DOCDIR}")

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "base/assert.h"
 #include "tests/fuzz/targets.h"
-#include "tools/audit.h"
+#include "tools/kvmctl/audit.h"
 
 namespace kvm::testing {
 

@@ -2,16 +2,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """kvmctl against a live daemon: what it prints, its JSON, its exit statuses."""
 
+import json
 import os
 import signal
 import socket
+import subprocess
 import tempfile
 import threading
 import unittest
 
-from daemon_harness import Daemon, kvmctl, run_kvmd
+from daemon_harness import BIN, Daemon, kvmctl, run_kvmd
 
-COMMANDS = ("status", "ping", "doctor", "spaces", "seqs", "audit")
+COMMANDS = ("status", "ping", "doctor", "spaces", "seqs", "audit", "metrics", "config dump",
+            "clients", "quota get", "top --once -i 0.1",
+            "completion bash")
 
 
 class Kvmctl(unittest.TestCase):
@@ -29,7 +33,7 @@ class Kvmctl(unittest.TestCase):
 
     def test_every_command_prints_a_table(self):
         for command in COMMANDS:
-            result = self.daemon.kvmctl(command)
+            result = self.daemon.kvmctl(*command.split())
             self.assertEqual(result.returncode, 0, result.stderr)
             self.assertTrue(result.stdout.strip(), command)
             for line in result.stdout.splitlines():
@@ -77,15 +81,56 @@ class Kvmctl(unittest.TestCase):
             if finding["verdict"] != "good":
                 self.assertTrue(finding["consequence"], finding)
 
+    def test_every_command_has_json(self):
+        for command in COMMANDS:
+            if not command.startswith("completion"):
+                self.assertTrue(self.daemon.json(*command.split()) is not None, command)
+
+    def test_top(self):
+        self.daemon.json("ping", "-c", "3")
+        lines = self.daemon.kvmctl("--json", "top", "-i", "0.1", "-n", "3").stdout.splitlines()
+        looks = [json.loads(line) for line in lines]
+        self.assertEqual(len(looks), 3)
+        for look in looks:
+            self.assertEqual(look["sequences"], 3)
+            self.assertGreaterEqual(look["busy_share"], 0)
+            self.assertLessEqual(look["busy_share"], 1.05)
+        self.assertLess(looks[0]["uptime_seconds"], looks[2]["uptime_seconds"])
+
+    def test_clients_and_users(self):
+        clients = {c["name"]: c for c in self.daemon.json("clients")}
+        self.assertEqual(set(clients), {"daemon_holder", "kvmctl"})
+        holder = clients["daemon_holder"]
+        self.assertEqual(holder["pid"], self.holder.pid)
+        self.assertEqual(holder["uid"], os.getuid())
+        self.assertEqual(holder["used"]["sequences"], 3)
+        self.assertEqual(holder["used"]["bytes"],
+                         sum(s["bytes"] for s in self.daemon.json("seqs")))
+        quota = self.daemon.json("quota", "get")
+        (user,) = quota["users"]
+        self.assertEqual(user["uid"], os.getuid())
+        self.assertEqual(user["clients"], 2)
+        for name in ("sequences", "bytes"):
+            self.assertEqual(user["used"][name],
+                             sum(c["used"][name] for c in quota["clients"]), name)
+        only = self.daemon.json("quota", "get", "--client", str(holder["id"]))
+        self.assertEqual([c["id"] for c in only["clients"]], [holder["id"]])
+        self.assertEqual(only["users"], [])
+
+    def test_metrics(self):
+        self.assertIn("\nkvm_sequences 3\n", self.daemon.kvmctl("metrics").stdout)
+
     def test_wrong_usage_is_status_2(self):
-        for arguments in ([], ["frobnicate"], ["ping", "-c", "0"], ["status", "--jsn"]):
-            result = kvmctl(*arguments)
+        for arguments in ([], ["frobnicate"], ["ping", "-c", "0"], ["status", "--jsn"], ["evict"],
+                          ["evict", "--client", "1", "--space", "x"], ["config"],
+                          ["config", "check"], ["evict", "--seq", "xyz"], ["top", "-i", "0"]):
+            result = self.daemon.kvmctl(*arguments)
             self.assertEqual(result.returncode, 2, arguments)
             self.assertTrue(result.stderr)
             self.assertEqual(kvmctl("--help").returncode, 0)
 
     def test_no_daemon_is_status_3_and_says_what_to_do(self):
-        for command in ("status", "ping", "spaces", "seqs"):
+        for command in ("status", "ping", "spaces", "seqs", "top"):
             result = kvmctl("--socket", "/tmp/no/such.sock", command)
             self.assertEqual(result.returncode, 3)
             self.assertIn("/tmp/no/such.sock", result.stderr)
@@ -147,6 +192,185 @@ class Clients(unittest.TestCase):
             self.assertEqual(status["host_page_bytes"], 0)
             self.assertEqual(status["clients"], 1)
             self.assertEqual(daemon.end(), 0)
+
+
+class Config(unittest.TestCase):
+    def setUp(self):
+        self.folder = tempfile.TemporaryDirectory()
+        self.file = os.path.join(self.folder.name, "kvmd.toml")
+
+    def tearDown(self):
+        self.folder.cleanup()
+
+    def write(self, text):
+        with open(self.file, "w", encoding="utf-8") as file:
+            file.write(text)
+
+    def options(self, dump):
+        return {option["name"]: option for option in dump["options"]}
+
+    def test_dump_has_the_origin_of_each_value(self):
+        self.write('max_clients = 7\n[metrics]\nsocket_mode = "0600"\n')
+        with Daemon("--config", self.file, "--spin-max-us", "50",
+                    env={"KVM_THREADS": "2"}) as daemon:
+            dump = daemon.json("config", "dump")
+            self.assertEqual(dump["file"], self.file)
+            options = self.options(dump)
+            for name, value, origin, place in (
+                    ("max_clients", 7, "file", f"{self.file}:1"),
+                    ("metrics.socket_mode", "0600", "file", f"{self.file}:3"),
+                    ("threads", 2, "environment", "KVM_THREADS"),
+                    ("spin_max_us", 50, "command line", "--spin-max-us"),
+                    ("max_queues", 16, "default", None)):
+                self.assertEqual(options[name]["value"], value)
+                self.assertEqual(options[name]["origin"], origin)
+                self.assertEqual(options[name]["place"], place)
+            self.assertEqual(options["spin_max_us"]["default"], 200)
+            text = daemon.kvmctl("config", "dump").stdout
+            self.assertRegex(text, rf"max_clients = 7 +# file: {self.file}:1\n")
+            self.assertRegex(text, r"max_queues = 16 +# default\n")
+            # What is printed is a file that means the same.
+            self.write(text)
+            again = self.options(json.loads(kvmctl("--json", "config", "check", self.file).stdout))
+            self.assertEqual({n: o["value"] for n, o in again.items()},
+                             {n: o["value"] for n, o in options.items()})
+
+    def test_offline_dump_is_of_this_environment(self):
+        result = subprocess.run([f"{BIN}/kvmctl", "--json", "config", "dump", "--offline"],
+                                capture_output=True, text=True, check=True,
+                                env={**os.environ, "KVM_THREADS": "3"})
+        threads = self.options(json.loads(result.stdout))["threads"]
+        self.assertEqual((threads["value"], threads["origin"]), (3, "environment"))
+
+    def test_check(self):
+        self.write("threads = 2\n")
+        checked = json.loads(kvmctl("--json", "config", "check", self.file).stdout)
+        self.assertTrue(checked["valid"])
+        self.assertEqual([o["name"] for o in checked["options"]], ["threads"])
+        for text, sentence in (("threads = 2000\n", f"threads is '2000' in {self.file}:1"),
+                               ("a = 1\n\nthreds = 1\n", f"unknown option 'a' in {self.file}:1"),
+                               ("[metrics]\nlisten = 'all'\n", "must be off, unix:/PATH"),
+                               ("[metrics]\nlissen = 'off'\n", "did you mean 'metrics.listen'?"),
+                               ("cost_model = 'quick'\n", "cost_model has the part 'quick'"),
+                               ("host_capacity = '1GiB'\ndefault_quota = '2GiB'\n", "more than"),
+                               ("x = = 1\n", f"{self.file}:1 is not TOML")):
+            self.write(text)
+            result = kvmctl("config", "check", self.file)
+            self.assertEqual(result.returncode, 4, text)
+            self.assertIn(sentence, result.stderr)
+            checked = json.loads(kvmctl("--json", "config", "check", self.file).stdout)
+            self.assertFalse(checked["valid"])
+            self.assertIn(sentence, checked["error"])
+        self.assertEqual(kvmctl("config", "check", "/no/such.toml").returncode, 4)
+
+
+class Bench(unittest.TestCase):
+    def test_measures_checks_and_gives_back(self):
+        with Daemon() as daemon:
+            holder = daemon.hold()
+            bench = daemon.json("bench", "--tokens", "1536", "--seconds", "0.05")
+            self.assertTrue(bench["answer_is_right"])
+            self.assertEqual(bench["geometry"]["tokens"], 1536)
+            self.assertEqual(bench["append"]["count"], 3)
+            for part in ("ping", "append", "attend"):
+                self.assertLessEqual(bench[part]["p50_us"], bench[part]["p90_us"])
+                self.assertLessEqual(bench[part]["p90_us"], bench[part]["p99_us"])
+                self.assertLessEqual(bench[part]["p99_us"], bench[part]["max_us"])
+            self.assertGreater(bench["attend"]["bytes_per_second"], 0)
+            self.assertEqual([s["name"] for s in daemon.json("spaces")], ["holder"])
+            self.assertEqual(len(daemon.json("seqs")), 3, "everything is given back")
+            table = daemon.kvmctl("bench", "--tokens", "512", "--seconds", "0.01").stdout
+            self.assertIn("The answer is right.", table)
+            holder.stdin.close()
+            holder.wait()
+            holder.stdout.close()
+
+
+class Quota(unittest.TestCase):
+    def test_limits_hold_and_go(self):
+        with Daemon() as daemon:
+            me = str(os.getuid())
+            set_ = daemon.json("quota", "set", "--user", me, "--bytes", "64KiB", "--queues", "9")
+            (user,) = set_["users"]
+            self.assertEqual(user["limits"]["bytes"], 65536)
+            self.assertEqual(user["limits"]["queues"], 9)
+            self.assertIsNone(user["limits"]["sequences"])
+            result = daemon.kvmctl("bench", "--tokens", "512", "--seconds", "0.01")
+            self.assertEqual(result.returncode, 1)
+            self.assertIn("KVM_ERR_QUOTA", result.stderr)
+            daemon.json("quota", "set", "--user", me, "--bytes", "unlimited")
+            self.assertTrue(daemon.json("bench", "--tokens", "512", "--seconds", "0.01")
+                            ["answer_is_right"])
+            holder = daemon.hold()
+            client = str(next(c["id"] for c in daemon.json("clients")
+                              if c["name"] == "daemon_holder"))
+            shown = daemon.json("quota", "set", "--client", client, "--sequences", "3")
+            self.assertEqual(shown["clients"][0]["limits"]["sequences"], 3)
+            self.assertIn(f"sets limits of client {client}: sequences=3", daemon.log())
+            for arguments, status in ((["--client", "999999", "--sequences", "1"], 1),
+                                      (["--client", client], 2), (["--sequences", "1"], 2),
+                                      (["--client", client, "--sequences", "-1"], 2),
+                                      (["--client", client, "--sequences", "0"], 2),
+                                      (["--client", client, "--bytes", "much"], 2),
+                                      (["--user", "nobody-at-all", "--bytes", "1GiB"], 2)):
+                self.assertEqual(daemon.kvmctl("quota", "set", *arguments).returncode, status,
+                                 arguments)
+            self.assertEqual(
+                daemon.json("evict", "--client", client, "--disconnect")["sequences"], 3)
+            daemon.wait_until(lambda: len(daemon.json("clients")) == 1)
+            holder.stdin.close()
+            holder.wait()
+            holder.stdout.close()
+
+
+class Evict(unittest.TestCase):
+    def test_sequence_client_space(self):
+        with Daemon() as daemon:
+            holders = [daemon.hold(), daemon.hold()]
+            seqs = daemon.json("seqs")
+            self.assertEqual(len(seqs), 6)
+            first = seqs[0]
+            done = daemon.json("evict", "--seq", f"{first['id']:x}")
+            self.assertEqual(done["sequences"], 1)
+            self.assertEqual(done["bytes"], first["bytes"])
+            daemon.wait_until(lambda: len(daemon.json("seqs")) == 5)
+            # Gone is gone, and what never was is not found.
+            for seq in (f"{first['id']:x}", "1"):
+                result = daemon.kvmctl("evict", "--seq", seq)
+                self.assertEqual(result.returncode, 1)
+                self.assertRegex(result.stderr, "KVM_ERR_(STALE|NOT_FOUND|LOST)")
+            self.assertEqual(daemon.json("evict", "--client", str(first["client"]))["sequences"], 2)
+            daemon.wait_until(lambda: len(daemon.json("seqs")) == 3)
+            self.assertNotIn(first["client"], {s["client"] for s in daemon.json("seqs")})
+            self.assertEqual(daemon.json("evict", "--space", "holder")["sequences"], 3)
+            daemon.wait_until(lambda: daemon.json("status")["pages"] == 0)
+            self.assertEqual(daemon.kvmctl("evict", "--space", "nowhere").returncode, 1)
+            self.assertIn("evicts 1 sequences", daemon.log())
+            for holder in holders:
+                self.assertIsNone(holder.poll(), "its owner lives on")
+                holder.stdin.close()
+                holder.wait()
+                holder.stdout.close()
+
+    @unittest.skipUnless(os.geteuid() == 0, "needs a second user")
+    def test_other_users_are_refused_with_the_reason(self):
+        with Daemon("--socket-mode", "0666") as daemon:
+            os.chmod(daemon.folder, 0o755)
+            holder = daemon.hold()
+            for command in (["evict", "--space", "holder"], ["config", "dump"], ["seqs"],
+                            ["clients"], ["quota", "set", "--user", "0", "--queues", "1"]):
+                result = subprocess.run([f"{BIN}/kvmctl", "--socket", daemon.socket, *command],
+                                        capture_output=True, text=True, check=False, user=65534,
+                                        group=65534, extra_groups=[])
+                if "Permission denied" in result.stderr:
+                    self.skipTest("other users cannot run the programs of this build")
+                self.assertEqual(result.returncode, 1, result.stderr)
+                self.assertIn("KVM_ERR_PERMISSION", result.stderr)
+                self.assertIn("that is for root and user 0, which runs kvmd", result.stderr)
+            self.assertEqual(len(daemon.json("seqs")), 3)
+            holder.stdin.close()
+            holder.wait()
+            holder.stdout.close()
 
 
 # Rates with which samples pay from 6,000 tokens on.

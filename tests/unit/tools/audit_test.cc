@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What kvmctl audit makes of the metrics of audits, from the numbers that went into them.
-#include "tools/audit.h"
+#include "tools/kvmctl/audit.h"
 
 #include <gtest/gtest.h>
 

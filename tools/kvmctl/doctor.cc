@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "tools/doctor.h"
+#include "tools/kvmctl/doctor.h"
 
 #include <fmt/format.h>
 #include <sys/resource.h>
@@ -170,6 +170,57 @@ Finding memory(const kvm_client_info* info) {
   return out;
 }
 
+Finding swap() {
+  Finding out;
+  out.subject = "swap";
+  std::ifstream in("/proc/meminfo");
+  std::string key;
+  std::string unit;
+  uint64_t kib = 0;
+  uint64_t total_kib = 0;
+  while (in >> key >> kib >> unit) {
+    total_kib = key == "SwapTotal:" ? kib : total_kib;
+  }
+  out.found = total_kib == 0
+                  ? "none"
+                  : fmt::format("{:.1f} GiB", static_cast<double>(total_kib) / 1048576.0);
+  if (total_kib != 0) {
+    out.verdict = Verdict::kFallback;
+    out.consequence =
+        "keys and values that are swapped out come back a page fault at a time, a thousand times "
+        "slower. Set MemorySwapMax=0 in kvmd's unit, or swapoff";
+  }
+  return out;
+}
+
+Finding memory_cap() {
+  Finding out;
+  out.subject = "memory limit";
+  const std::string limit = read_text("/sys/fs/cgroup/memory.max");
+  out.found = limit.empty() || limit == "max" ? "none of a control group" : limit + " bytes";
+  return out;
+}
+
+Finding gpu(const kvm_client_info* info) {
+  Finding out;
+  out.subject = "GPU";
+  int count = 0;
+  std::error_code ignored;
+  for (const auto& entry :
+       std::filesystem::directory_iterator("/proc/driver/nvidia/gpus", ignored)) {
+    count += entry.is_directory(ignored) ? 1 : 0;
+  }
+  out.found = count == 0 ? "none with an NVIDIA driver" : fmt::format("{} of NVIDIA", count);
+  if (count != 0 && info != nullptr && (info->features & KVM_FEATURE_DEVICE) == 0) {
+    out.verdict = Verdict::kFallback;
+    out.consequence =
+        "this kvmd does not use it: attention runs at the speed of the machine's memory, and "
+        "DEVICE "
+        "buffers are refused with KVM_ERR_UNSUPPORTED";
+  }
+  return out;
+}
+
 Finding daemon(const kvm_client_info* info, const std::string& why_none) {
   Finding out;
   out.subject = "daemon";
@@ -199,15 +250,10 @@ const char* verdict_name(Verdict verdict) {
 }
 
 std::vector<Finding> examine(const kvm_client_info* info, const std::string& why_none) {
-  std::vector<Finding> out = {daemon(info, why_none),
-                              instruction_sets(info),
-                              huge_pages(),
-                              io_uring(),
-                              memory_lock(),
-                              open_files(),
-                              cores(info),
-                              numa(),
-                              memory(info)};
+  std::vector<Finding> out = {
+      daemon(info, why_none), instruction_sets(info), huge_pages(), io_uring(),
+      memory_lock(),          open_files(),           cores(info),  numa(),
+      memory(info),           memory_cap(),           swap(),       gpu(info)};
   if (info != nullptr && (info->features & KVM_FEATURE_EVENTFD) == 0) {
     out.push_back({"completion events", Verdict::kFallback, "not offered by this daemon",
                    "kvm_queue_fd returns -1: engines poll or wait instead of using epoll"});

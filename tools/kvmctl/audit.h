@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What kvmctl audit shows: the audits of approximate answers, out of the service's metrics.
-#ifndef KVM_TOOLS_AUDIT_H_
-#define KVM_TOOLS_AUDIT_H_
+#ifndef KVM_TOOLS_KVMCTL_AUDIT_H_
+#define KVM_TOOLS_KVMCTL_AUDIT_H_
 
 #include <cstdint>
 #include <optional>
@@ -46,4 +46,4 @@ std::optional<AuditSummary> summarize_audits(std::string_view text);
 
 }  // namespace kvm::tools
 
-#endif  // KVM_TOOLS_AUDIT_H_
+#endif  // KVM_TOOLS_KVMCTL_AUDIT_H_

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "tools/audit.h"
+#include "tools/kvmctl/audit.h"
 
 #include <fmt/format.h>
 

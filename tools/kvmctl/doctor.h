@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // What this machine offers to kvm, what kvmd falls back to where something is missing, and what the
 // fallback costs. Reads /proc, /sys and limits; changes nothing.
-#ifndef KVM_TOOLS_DOCTOR_H_
-#define KVM_TOOLS_DOCTOR_H_
+#ifndef KVM_TOOLS_KVMCTL_DOCTOR_H_
+#define KVM_TOOLS_KVMCTL_DOCTOR_H_
 
 #include <string>
 #include <vector>
@@ -29,4 +29,4 @@ const char* verdict_name(Verdict verdict);
 
 }  // namespace kvm::tools
 
-#endif  // KVM_TOOLS_DOCTOR_H_
+#endif  // KVM_TOOLS_KVMCTL_DOCTOR_H_

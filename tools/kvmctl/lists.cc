@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tools/kvmctl/cli.h"
+
+namespace kvm::tools {
+namespace {
+
+// Rows of `kvmctl seqs` without --all.
+constexpr size_t kSeqsShown = 40;
+
+const char* dtype_text(uint32_t dtype) {
+  switch (dtype) {
+    case KVM_DTYPE_F32:
+      return "fp32";
+    case KVM_DTYPE_F16:
+      return "fp16";
+    case KVM_DTYPE_BF16:
+      return "bf16";
+    default:
+      return "?";
+  }
+}
+
+int run_spaces(const Common& common) {
+  const Connection connection(common);
+  const auto spaces = list_all_spaces(connection.get());
+  if (common.json) {
+    Json out = Json::array();
+    for (const auto& space : spaces) {
+      out.push_back({{"id", space.space},
+                     {"name", space.name},
+                     {"layers", space.n_layers},
+                     {"q_heads", space.n_q_heads},
+                     {"kv_heads", space.n_kv_heads},
+                     {"head_dim_k", space.head_dim_k},
+                     {"head_dim_v", space.head_dim_v},
+                     {"dtype", dtype_text(space.dtype)},
+                     {"head_classes", space.n_head_classes},
+                     {"sequences", space.n_sequences},
+                     {"bytes_per_token", space.bytes_per_token}});
+    }
+    print_json(out);
+    return kExitOk;
+  }
+  std::vector<std::vector<std::string>> rows = {
+      {"NAME", "LAYERS", "HEADS", "DIM", "DTYPE", "CLASSES", "SEQUENCES", "A TOKEN"}};
+  for (const auto& space : spaces) {
+    rows.push_back({space.name, std::to_string(space.n_layers),
+                    fmt::format("{}/{}", space.n_q_heads, space.n_kv_heads),
+                    space.head_dim_k == space.head_dim_v
+                        ? std::to_string(space.head_dim_k)
+                        : fmt::format("{}/{}", space.head_dim_k, space.head_dim_v),
+                    dtype_text(space.dtype), std::to_string(space.n_head_classes),
+                    std::to_string(space.n_sequences), bytes_text(space.bytes_per_token)});
+  }
+  print_table(rows);
+  return kExitOk;
+}
+
+int run_seqs(const Common& common, bool all) {
+  const Connection connection(common);
+  auto seqs = list_all_seqs(connection.get());
+  if (common.json) {
+    Json out = Json::array();
+    for (const auto& seq : seqs) {
+      out.push_back({{"id", seq.seq},
+                     {"space", seq.space},
+                     {"client", seq.client_id},
+                     {"tokens_min", seq.n_tokens_min},
+                     {"tokens_max", seq.n_tokens_max},
+                     {"committed", seq.n_committed},
+                     {"pages", seq.n_pages},
+                     {"bytes", seq.bytes},
+                     {"bytes_shared", seq.bytes_shared},
+                     {"entries_dropped", seq.n_entries_dropped},
+                     {"bytes_observed", seq.bytes_observed},
+                     {"bytes_index", seq.bytes_index}});
+    }
+    print_json(out);
+    return kExitOk;
+  }
+  // For the eye: the largest first, and not more than a screen of them.
+  std::stable_sort(seqs.begin(), seqs.end(),
+                   [](const kvm_seq_info& a, const kvm_seq_info& b) { return a.bytes > b.bytes; });
+  const size_t n_shown = all ? seqs.size() : std::min<size_t>(seqs.size(), kSeqsShown);
+  std::vector<std::vector<std::string>> rows = {
+      {"SEQUENCE", "CLIENT", "TOKENS", "COMMITTED", "BYTES", "SHARED", "INDEX", "DROPPED"}};
+  for (size_t i = 0; i < n_shown; ++i) {
+    const kvm_seq_info& seq = seqs[i];
+    rows.push_back({fmt::format("{:x}", seq.seq), std::to_string(seq.client_id),
+                    seq.n_tokens_min == seq.n_tokens_max
+                        ? std::to_string(seq.n_tokens_max)
+                        : fmt::format("{}-{}", seq.n_tokens_min, seq.n_tokens_max),
+                    std::to_string(seq.n_committed), bytes_text(seq.bytes),
+                    bytes_text(seq.bytes_shared), bytes_text(seq.bytes_index),
+                    std::to_string(seq.n_entries_dropped)});
+  }
+  print_table(rows);
+  if (n_shown < seqs.size()) {
+    fmt::print("and {} smaller ones; --all shows them\n", seqs.size() - n_shown);
+  }
+  return kExitOk;
+}
+
+}  // namespace
+
+void add_list_commands(Cli* cli) {
+  cli->add("spaces", "the registered model geometries", run_spaces);
+  const auto all = std::make_shared<bool>(false);
+  cli->add("seqs", "the sequences of all clients, and the memory they hold",
+           [all](const Common& common) { return run_seqs(common, *all); })
+      ->add_flag("--all", *all, "every one, not the largest only; --json has them all");
+}
+
+}  // namespace kvm::tools

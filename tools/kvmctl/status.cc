@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tools/kvmctl/cli.h"
+
+namespace kvm::tools {
+namespace {
+
+int run_status(const Common& common) {
+  const Connection connection(common);
+  const kvm_client_info info = connection.info();
+  const kvm_stats stats = connection.stats();
+  const double uptime_s = static_cast<double>(stats.uptime_ns) * 1e-9;
+  if (common.json) {
+    print_json({{"version", info.server_version},
+                {"pid", info.server_pid},
+                {"epoch", info.epoch},
+                {"isa", info.isa},
+                {"threads", info.n_threads},
+                {"uptime_seconds", uptime_s},
+                {"clients", stats.n_clients},
+                {"spaces", stats.n_spaces},
+                {"sequences", stats.n_sequences},
+                {"pages", stats.n_pages},
+                {"host_used_bytes", stats.host_used_bytes},
+                {"host_page_bytes", stats.host_page_bytes},
+                {"host_peak_bytes", stats.host_peak_bytes},
+                {"host_capacity_bytes", stats.host_capacity_bytes},
+                {"requests", stats.n_requests},
+                {"requests_failed", stats.n_requests_failed},
+                {"tokens_appended", stats.n_tokens_appended},
+                {"rows_attended", stats.n_rows_attended},
+                {"keys_present", stats.keys_present},
+                {"keys_read", stats.keys_read},
+                {"bytes_read", stats.bytes_read},
+                {"bytes_appended", stats.bytes_appended},
+                {"pages_dropped", stats.n_pages_dropped},
+                {"pages_copied", stats.n_pages_copied},
+                {"index_bytes", stats.index_bytes},
+                {"index_blocks", stats.n_index_blocks},
+                {"index_blocks_refused", stats.n_index_refused},
+                {"index_blocks_dropped", stats.n_index_dropped},
+                {"clients_total", stats.n_clients_total},
+                {"protocol_errors", stats.n_protocol_errors},
+                {"busy_seconds", static_cast<double>(stats.busy_ns) * 1e-9}});
+    return kExitOk;
+  }
+  print_table(
+      {{"daemon", fmt::format("kvmd {}, process {}, up {:.0f} s", info.server_version,
+                              info.server_pid, uptime_s)},
+       {"compute", fmt::format("{} threads, {} kernels, busy {:.1f} s", info.n_threads, info.isa,
+                               static_cast<double>(stats.busy_ns) * 1e-9)},
+       {"clients", fmt::format("{} connected, {} since the start, {} protocol errors",
+                               stats.n_clients, stats.n_clients_total, stats.n_protocol_errors)},
+       {"sequences", fmt::format("{} in {} spaces", stats.n_sequences, stats.n_spaces)},
+       {"host memory",
+        fmt::format("{} of {} used, {} in pages, {} at most so far",
+                    bytes_text(stats.host_used_bytes), bytes_text(stats.host_capacity_bytes),
+                    bytes_text(stats.host_page_bytes), bytes_text(stats.host_peak_bytes))},
+       {"pages", fmt::format("{} in use, {} copied on write, {} dropped by policies", stats.n_pages,
+                             stats.n_pages_copied, stats.n_pages_dropped)},
+       {"indexes",
+        fmt::format("{}, {} blocks made, {} refused, {} dropped", bytes_text(stats.index_bytes),
+                    stats.n_index_blocks, stats.n_index_refused, stats.n_index_dropped)},
+       {"requests", fmt::format("{} done, {} failed", stats.n_requests, stats.n_requests_failed)},
+       {"appended", fmt::format("{} tokens x layers, {}", stats.n_tokens_appended,
+                                bytes_text(stats.bytes_appended))},
+       {"attended",
+        fmt::format("{} rows x layers, {} of {} keys, {}", stats.n_rows_attended, stats.keys_read,
+                    stats.keys_present, bytes_text(stats.bytes_read))}});
+  return kExitOk;
+}
+
+int run_ping(const Common& common, uint32_t count) {
+  const Connection connection(common);
+  std::vector<double> us;
+  for (uint32_t i = 0; i < count; ++i) {
+    uint64_t ns = 0;
+    check(kvm_client_ping(connection.get(), &ns), "ping");
+    us.push_back(static_cast<double>(ns) * 1e-3);
+    if (!common.json) {
+      fmt::print("answer {} in {:.1f} us\n", i + 1, us.back());
+    }
+  }
+  std::sort(us.begin(), us.end());
+  if (common.json) {
+    print_json({{"count", count},
+                {"min_us", us.front()},
+                {"median_us", us[us.size() / 2]},
+                {"max_us", us.back()}});
+  } else {
+    fmt::print("{} answers: at least {:.1f}, median {:.1f}, at most {:.1f} us\n", count, us.front(),
+               us[us.size() / 2], us.back());
+  }
+  return kExitOk;
+}
+
+int run_metrics(const Common& common) {
+  const Connection connection(common);
+  const std::string text = text_of(connection.get(), kvm_get_stats_text, "metrics");
+  if (common.json) {
+    print_json({{"content_type", "text/plain; version=0.0.4"}, {"text", text}});
+  } else {
+    fmt::print("{}", text);
+  }
+  return kExitOk;
+}
+
+}  // namespace
+
+void add_status_commands(Cli* cli) {
+  cli->add("status", "memory, sequences, requests and what was computed", run_status);
+  const auto count = std::make_shared<uint32_t>(5);
+  cli->add("ping", "round trips of a null request",
+           [count](const Common& common) { return run_ping(common, *count); })
+      ->add_option("-c,--count", *count, "how many")
+      ->type_name("N")
+      ->check(CLI::Range(1, 1000000))
+      ->capture_default_str();
+  cli->add("metrics", "all counters, as Prometheus' text", run_metrics);
+}
+
+}  // namespace kvm::tools
