@@ -747,8 +747,10 @@ enum {
  * n_sinks and the last n_recent tokens, of the last 64 to 127, and of what the index does not
  * cover; of the rest some keys. The rows of up to floor(16 / group) tokens of an item share them.
  *
- *   TOPK      For each row the `budget` keys with the largest estimated logits; it must not be 0.
- *             What is left out is missing: biased, and without an error bar (err is NaN).
+ *   TOPK      For each row the `budget` keys with the largest logits among those whose keys are
+ *             read: all (EXACT), the four times as many that the sketch ranks first, or those that
+ *             the tables propose (LSH). All of these count as read. budget must not be 0. What is
+ *             left out is missing: biased, and without an error bar (err is NaN).
  *   SAMPLED   About `budget` keys for each row (0: as many as should give eps), drawn with
  *             probabilities p that grow with the estimated weight, each counted 1 / p times. err
  *             is a bound that the error keeps with a probability of about 1 - delta. With LSH: the
@@ -796,8 +798,8 @@ typedef struct kvm_step_params {
   uint32_t proposal; /* KVM_PROPOSAL_* */
   float eps;         /* not TOPK: relative error of o aimed at, below 1; 0: 0.03 */
   float delta;       /* probability that the error exceeds err; 0: 0.01 */
-  uint64_t budget;   /* TOPK, SAMPLED: keys read per row and kv head beside those always read;
-                      * AUTO: nanoseconds, 0: as eps says */
+  uint64_t budget;   /* beside the keys always read, for each row and kv head: SAMPLED: keys read;
+                      * TOPK: keys that the answer is made of; AUTO: nanoseconds, 0: as eps says */
   uint64_t seed;     /* of sampling; any number */
   uint64_t deadline_ns; /* CLOCK_MONOTONIC; a request not begun by then fails; 0: none */
   uint64_t reserved[8];
