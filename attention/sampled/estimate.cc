@@ -13,7 +13,7 @@ struct KappaAt {
   double delta;
   double kappa;
 };
-constexpr std::array<KappaAt, 3> kKappas{{{0.1, 1.1}, {0.01, 1.25}, {0.003, 1.5}}};
+constexpr std::array<KappaAt, 3> kKappas{{{0.1, 1.1}, {0.01, 1.45}, {0.003, 1.65}}};
 
 double dot(std::span<const double> a, std::span<const double> b) {
   double sum = 0;

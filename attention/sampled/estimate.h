@@ -34,7 +34,7 @@ inline constexpr double kNoiseAllowance = 0.36;
 inline constexpr double kBarFloor = 2e-3;     // of |o|: arithmetic in bf16, not sampling
 inline constexpr double kLseBarFloor = 5e-4;  // likewise, absolute
 
-// Standard deviations that make the bar of o: 1.1 at delta 0.1, 1.25 at 0.01, 1.5 at 0.003, linear
+// Standard deviations that make the bar of o: 1.1 at delta 0.1, 1.45 at 0.01, 1.65 at 0.003, linear
 // in ln(delta) between and beyond, at least 1.1. Found by simulation; the error of o is a vector of
 // many channels, whose norm hardly exceeds its root mean square.
 double kappa_of(double delta);

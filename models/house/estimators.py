@@ -21,7 +21,7 @@ import numpy as np
 from sketches import permanent_random
 
 P_FLOOR = 2.0**-20      # strictly unbiased needs p > 0 for every key; random numbers have 24 bits
-KAPPA = 1.25            # how many standard deviations make the bar, for a risk of 0.01
+KAPPA = 1.45            # how many standard deviations make the bar, for a risk of 0.01
 GAUSSIAN = 2.575829     # the two-sided normal quantile of that risk
 NOISE_ALLOWANCE = 0.36  # variance of the sketch, nats^2, from which on kappa grows
 BAR_FLOOR = 2e-3        # relative; below it arithmetic in bf16 is the error, not sampling

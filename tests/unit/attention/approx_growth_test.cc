@@ -1,0 +1,172 @@
+// SPDX-License-Identifier: Apache-2.0
+// How samples grow.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <iterator>
+#include <random>
+#include <set>
+
+#include "attention/sampled/pilot.h"
+#include "tests/unit/attention/approx_reference.h"
+
+namespace kvm::attention {
+namespace {
+
+using testing::Buffer;
+using testing::Head;
+using testing::sample_of;
+
+std::set<uint64_t> positions_of(const SampleState& s) {
+  std::set<uint64_t> out;
+  for (uint32_t i = 0; i < s.candidates.n; ++i) {
+    if (s.candidates.random[i] < s.candidates.size[i]) {
+      out.insert(s.candidates.position[i]);
+    }
+  }
+  return out;
+}
+
+TEST(Verified, GrowingByRowIsAScanWithThatC) {
+  for (const KernelTable* table : available_tables()) {
+    SCOPED_TRACE(table->name);
+    Head head({.n_tokens = 6000}, 23);
+    head.input.table = table;
+    head.input.params.mode = ApproxMode::kVerified;
+    head.input.params.budget = 100;
+    head.input.params.eps = 10;  // the first bar meets it
+    head.build();
+    head.run();
+    const Context c = make_context(head.input, head.plan, head.prepared->data());
+    const SampleState grown = sample_of(head, 0);
+    const float reach = grown.head->reach;
+    const std::set<uint64_t> before = positions_of(grown);
+    const float first[4] = {0, std::log(1.7f), std::log(1.2f), 0};
+    const float second[4] = {std::log(1.5f), std::log(2.0f), 0, 0};
+    redraw_shard(c, first, head.scratch->data(), grown);
+    redraw_shard(c, second, head.scratch->data(), grown);
+    EXPECT_NEAR(grown.head->reach, reach / 3.4f, 1e-5f * reach);
+    const std::set<uint64_t> after = positions_of(grown);
+    EXPECT_TRUE(std::ranges::includes(after, before));
+    EXPECT_GT(after.size(), before.size());
+    // The same by another scan, in memory of its own.
+    Buffer memory(head.plan.state_bytes);
+    std::memcpy(memory.data(), head.states->data(), head.plan.state_bytes);
+    const SampleState scanned = sample_state(c, memory.data(), nullptr);
+    float log_c[4];
+    for (uint32_t r = 0; r < 4; ++r) {
+      log_c[r] = c.prepared.head->log_c[r] + first[r] + second[r];
+    }
+    *scanned.head = SampleHead{};
+    draw_shard(c, 0, log_c, grown.head->reach, head.scratch->data(), scanned);
+    SampleState fresh = scanned;
+    fresh.candidates.n = fresh.head->n_candidates;
+    // Sizes that have grown are 3e-4 off.
+    const std::set<uint64_t> want = positions_of(fresh);
+    std::vector<uint64_t> difference;
+    std::ranges::set_symmetric_difference(after, want, std::back_inserter(difference));
+    EXPECT_LE(difference.size(), 2u);
+    EXPECT_GE(fresh.head->n_closed + 1, grown.head->n_closed);
+    EXPECT_GT(fresh.head->n_closed, 10u);
+    EXPECT_EQ(fresh.head->sums.n_keys, grown.head->sums.n_keys);
+    for (uint32_t r = 0; r < head.rows(); ++r) {
+      EXPECT_NEAR(grown.head->log_c[r], log_c[r], 1e-5f);
+      EXPECT_NEAR(grown.head->sums.open_mass[r], fresh.head->sums.open_mass[r],
+                  0.02 * fresh.head->sums.open_mass[r]);
+    }
+    // A later growth finds its keys among the candidates of the first scan.
+    const std::set<uint64_t> found(grown.candidates.position,
+                                   grown.candidates.position + grown.candidates.n);
+    for (uint32_t i = 0; i < fresh.candidates.n; ++i) {
+      if (fresh.candidates.random[i] < 0.999f * grown.head->reach * fresh.candidates.size[i]) {
+        EXPECT_TRUE(found.contains(fresh.candidates.position[i]));
+      }
+    }
+  }
+}
+
+// Rows that need more get more, and those that do not are left alone.
+TEST(Verified, GrowthIsSolvedForEveryRow) {
+  std::mt19937_64 random(5);
+  std::uniform_real_distribution<double> uniform;
+  std::vector<float> size(2 * 400), excess(2 * 400);
+  KeyShares keys{.n = 390, .stride = 400, .rows = 2, .size = size.data(), .excess = excess.data()};
+  for (uint32_t i = 0; i < keys.n; ++i) {
+    // Every other key belongs to one row alone.
+    const uint32_t own = i % 2;
+    size[own * 400 + i] = static_cast<float>(0.02 + 0.2 * uniform(random));
+    size[(1 - own) * 400 + i] = 1e-4f;
+    excess[own * 400 + i] = size[own * 400 + i] * (own == 0 ? 1e-3f : 0.03f);
+  }
+  double growth[2];
+  solve_growth(keys, 1.0, growth);
+  EXPECT_EQ(growth[0], 1.0);
+  EXPECT_GT(growth[1], 2.0);
+  double squared = 0;
+  for (uint32_t i = 1; i < keys.n; i += 2) {
+    const double p = std::min(1.0, growth[1] * static_cast<double>(size[400 + i]));
+    squared += static_cast<double>(excess[400 + i]) * (1 - p) / p;
+  }
+  EXPECT_NEAR(squared, 1.0, 0.05);
+  solve_growth(keys, 1.0 / 16, growth);
+  EXPECT_LT(growth[0], 1.0);
+}
+
+TEST(Verified, MeetsEpsOrAnswersExactly) {
+  int grown = 0;
+  int exact = 0;
+  int sampled = 0;
+  for (uint64_t seed = 0; seed < 8; ++seed) {
+    Head head({.n_tokens = 12288, .sharpness = 1.0 + 0.25 * static_cast<double>(seed)}, seed);
+    head.build();
+    for (const float eps : {0.15f, 0.06f, 0.01f}) {
+      head.input.params.mode = ApproxMode::kVerified;
+      head.input.params.budget = seed % 2 == 0 ? 0 : 64;
+      head.input.params.eps = eps;
+      head.run();
+      grown += head.report.n_grown > 0 ? 1 : 0;
+      exact += head.report.n_exact > 0 ? 1 : 0;
+      sampled += head.report.n_exact > 0 ? 0 : 1;
+      const std::vector<float> o = head.o;
+      const std::vector<float> lse = head.lse;
+      for (uint32_t r = 0; r < head.rows(); ++r) {
+        EXPECT_LE(head.report.err_o[r], eps);
+        EXPECT_LT(head.error_o(r), 1.3 * static_cast<double>(eps) + 4e-3);
+      }
+      if (head.report.n_exact > 0) {
+        head.run_exact();
+        EXPECT_EQ(head.o, o);
+        EXPECT_EQ(head.lse, lse);
+      } else {
+        EXPECT_LT(head.report.keys_read, head.report.keys_present);
+      }
+    }
+  }
+  EXPECT_GT(grown, 2);
+  EXPECT_GT(exact, 2);
+  EXPECT_GT(sampled, 2);
+}
+
+TEST(Verified, ExactAnswersAreThoseOfExactOverSeveralShards) {
+  for (const float eps : {1e-6f, 0.02f}) {
+    for (const uint64_t budget : {0, 50}) {
+      Head head({.n_tokens = 67000, .group = 3, .dim_k = 16, .dim_v = 16, .sharpness = 0.3}, 2);
+      head.input.params.mode = ApproxMode::kVerified;
+      head.input.params.eps = eps;
+      head.input.params.budget = budget;
+      head.input.params.max_read_fraction = 1e-4f;
+      head.build();
+      head.run();
+      EXPECT_EQ(head.report.n_exact, 3u);
+      EXPECT_EQ(head.report.err_o[0], 0.0f);
+      const std::vector<float> o = head.o;
+      head.run_exact();
+      EXPECT_EQ(head.o, o);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace kvm::attention
