@@ -28,7 +28,7 @@ constexpr double kProbeKeys = 64;
 constexpr uint32_t kMostProbes = 2048;
 // A sample that may grow starts with this share of what the pilot says that it needs, for it shows
 // that better; and where the pilot says so many times what is worth it, it is exact at once.
-constexpr float kFirstShare = 0.4f;
+constexpr float kFirstShare = 0.6f;
 constexpr double kSurelyMore = 1.5;
 // Thresholds, and logits, beyond it have no place for fractions of a nat.
 constexpr float kMostLogC = 1e6f;
