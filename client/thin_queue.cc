@@ -10,6 +10,7 @@
 
 #include "base/clock.h"
 #include "base/spin.h"
+#include "ipc/shared_words.h"
 
 namespace kvm::client {
 
@@ -173,7 +174,7 @@ Status ThinQueue::stage_tensor(const Tensor& tensor, bool is_output, Slot* slot,
   }
   KVM_TRY_ASSIGN(const StagingPool::Piece memory, staging_.allocate(tensor.size_bytes));
   slot->pieces[slot->n_pieces++] = Piece{memory, is_output ? tensor.data : nullptr};
-  std::memcpy(memory.data, tensor.data, tensor.size_bytes);
+  ipc::copy_to_shared(memory.data, tensor.data, tensor.size_bytes);
   out->region = memory.region;
   out->offset = memory.offset;
   return Status::ok();
@@ -205,7 +206,7 @@ Status ThinQueue::push_block(uint32_t index, const Block& block) {
   entry.block_offset = block_offset(index);
   entry.block_length = sizeof(Block);
   uint8_t* to = arena_.mapping.data() + entry.block_offset;
-  std::memcpy(to, &block, sizeof(Block));
+  ipc::copy_to_shared(to, &block, sizeof(Block));
   slots_[index].block = to;
   return push(index, entry);
 }
@@ -246,14 +247,14 @@ Status ThinQueue::write_step_block(const StepCall& call, const ipc::StepBlock& h
     to = memory.data;
   }
   slots_[index].block = to;
-  std::memcpy(to, &head, sizeof(head));
+  ipc::copy_to_shared(to, &head, sizeof(head));
   to += sizeof(head);
-  std::memcpy(to, params.items, items_bytes);
+  ipc::copy_to_shared(to, params.items, items_bytes);
   if (ranges_bytes != 0) {
-    std::memcpy(to + items_bytes, params.ranges, ranges_bytes);
+    ipc::copy_to_shared(to + items_bytes, params.ranges, ranges_bytes);
   }
   if (tree_bytes != 0) {
-    std::memcpy(to + items_bytes + ranges_bytes, params.tree_mask, tree_bytes);
+    ipc::copy_to_shared(to + items_bytes + ranges_bytes, params.tree_mask, tree_bytes);
   }
   return Status::ok();
 }
@@ -386,7 +387,7 @@ Status ThinQueue::cancel(uint64_t user_data) {
     }
     ipc::CancelBlock block{};
     block.user_data = slot.serial << kSerialShift | index;
-    std::memcpy(arena_.mapping.data() + cancel_offset(index), &block, sizeof(block));
+    ipc::copy_to_shared(arena_.mapping.data() + cancel_offset(index), &block, sizeof(block));
     ipc::RequestEntry entry{};
     entry.opcode = static_cast<uint8_t>(Opcode::kCancel);
     entry.version = ipc::kBlockVersion;

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/kill_point.h"
 #include "daemon/admin.h"
 #include "daemon/admin_messages.h"
 #include "daemon/reply.h"
@@ -92,6 +93,7 @@ void refuse(Session* session, uint64_t id, const Status& status) {
 }
 
 void handle_hello(Session* session, uint64_t id, const wire::Hello& hello) {
+  KVM_KILL_POINT("daemon/hello_read");
   Service* service = session->service();
   if (hello.magic() != ipc::kHelloMagic) {
     const Status status(KVM_ERR_PROTOCOL,
@@ -139,6 +141,7 @@ void handle_hello(Session* session, uint64_t id, const wire::Hello& hello) {
   session->send(writer.finish(id, wire::CreateWelcome(writer.fbb(), ipc::kProtocolMajor,
                                                       ipc::kProtocolMinor, service->epoch, bytes)),
                 std::move(fds));
+  KVM_KILL_POINT("daemon/welcomed");
 }
 
 // --- Queues -------------------------------------------------------------------------------------
@@ -201,6 +204,7 @@ void handle_queue_create(Session* session, uint64_t id, const wire::QueueCreate&
   ++service->n_queues;
   session->account->charge(engine::Resource::kQueues, 1);
   ipc::ControlWriter writer;
+  KVM_KILL_POINT("daemon/queue_made");
   session->send(writer.finish(id, wire::CreateQueueCreated(writer.fbb(), queue_id, has_eventfd)),
                 std::move(fds));
 }
@@ -252,6 +256,7 @@ void handle_arena_create(Session* session, uint64_t id, const wire::ArenaCreate&
   session->account->charge(engine::Resource::kArenas, 1);
   session->account->charge(engine::Resource::kArenaBytes, size_bytes);
   service->arena_bytes += size_bytes;
+  KVM_KILL_POINT("daemon/arena_asked");
   service->allocator.post([service, session_id = session->id(), id, size_bytes] {
     FinishedArena arena{
         session_id, id, size_bytes,
@@ -300,7 +305,9 @@ void handle_space_register(Session* session, uint64_t id, const wire::SpaceRegis
                          .policies = std::move(space.policies),
                          .codecs = std::move(space.codecs),
                          .indexes = std::move(space.indexes)};
-  reply_space_id(session, id, session->service()->engine->register_space(spec));
+  Result<kvm_space_id> made = session->service()->engine->register_space(spec);
+  KVM_KILL_POINT("daemon/space_registered");
+  reply_space_id(session, id, std::move(made));
 }
 
 void handle_seq_list(Session* session, uint64_t id, const wire::SeqList& message) {
@@ -430,6 +437,7 @@ void finish_arena(Service* service, Session* session, FinishedArena arena) {
   std::vector<ipc::Fd> fds;
   fds.push_back(std::move(memory.fd));
   const uint32_t region = session->regions.add(std::move(memory.mapping));
+  KVM_KILL_POINT("daemon/arena_made");
   ipc::ControlWriter writer;
   session->send(writer.finish(arena.message_id,
                               wire::CreateArenaCreated(writer.fbb(), region, arena.size_bytes)),

@@ -112,6 +112,7 @@ struct LoadedOptions {
   std::vector<Setting> settings;  // one for each row of the table
   std::string config_path;        // empty: no file was read
   bool print_config = false;
+  bool list_kill_points = false;  // only where they are compiled in
   bool json = false;
   bool help = false;
   bool version = false;

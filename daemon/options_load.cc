@@ -269,6 +269,9 @@ Status parse_command_line(std::vector<std::string> arguments, CommandLine* line,
   }
   app.add_option("--config", line->config);
   app.add_flag("--print-config", loaded->print_config);
+#if defined(KVM_KILL_POINTS) && KVM_KILL_POINTS
+  app.add_flag("--list-kill-points", loaded->list_kill_points);
+#endif
   app.add_flag("--json", loaded->json);
   app.add_flag("--version", loaded->version);
   app.add_flag("-h,--help", loaded->help);

@@ -7,6 +7,8 @@
 #include <variant>
 #include <vector>
 
+#include "base/kill_point.h"
+
 namespace kvm::daemon {
 namespace {
 
@@ -127,6 +129,7 @@ void finish(InFlight* request, engine::RequestResult&& result) {
                                       .err_max = result.err_max,
                                       .n_exact = result.n_exact};
   queue->session()->service()->requests.add(request->verb, result);
+  KVM_KILL_POINT("daemon/request_finished");
   queue->complete(request, entry, result.seq, result.status.message());
   mark_dirty(queue);
 }

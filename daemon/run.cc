@@ -2,6 +2,7 @@
 #include "daemon/run.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <signal.h>
 #include <spdlog/spdlog.h>
 #include <sys/signalfd.h>
@@ -16,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/kill_point.h"
 #include "daemon/logging.h"
 #include "daemon/machine.h"
 #include "daemon/notify.h"
@@ -177,6 +179,10 @@ int run_kvmd(int argc, const char* const* argv, const OpenEngine& open_engine) {
   }
   if (loaded.value().help) {
     fmt::print("{}", help_text());
+    return 0;
+  }
+  if (loaded.value().list_kill_points) {
+    fmt::print("{}\n", fmt::join(kKillPoints, "\n"));
     return 0;
   }
   if (loaded.value().version) {

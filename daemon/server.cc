@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "base/clock.h"
+#include "base/kill_point.h"
 #include "base/spin.h"
 #include "daemon/control.h"
 #include "daemon/requests.h"
@@ -182,6 +183,7 @@ void Server::shut_down() {
   spdlog::info("shutting down: {} clients, {} requests in flight", sessions_.size(),
                service_->engine->n_in_flight());
   draining_ = true;
+  KVM_KILL_POINT("daemon/stopping");
   if (options_.on_stopping) {
     options_.on_stopping();
   }
@@ -265,6 +267,9 @@ bool Server::serve_queue(Session* session, ServedQueue* queue) {
     session->doom_for_violation(std::string(taken.status().message()));
     return true;
   }
+  if (taken.value() > 0) {
+    KVM_KILL_POINT("daemon/entries_taken");
+  }
   for (uint32_t i = 0; i < taken.value() && !session->is_doomed(); ++i) {
     ipc::Request request;
     const ipc::Reject reject = ipc::validate_request(entries[i], &session->regions, &request);
@@ -273,6 +278,7 @@ bool Server::serve_queue(Session* session, ServedQueue* queue) {
       session->doom_for_violation(ipc::reject_text(reject));
       break;
     }
+    KVM_KILL_POINT("daemon/request_validated");
     dispatch_request(session, queue, std::move(request));
   }
   return taken.value() > 0;
@@ -285,6 +291,7 @@ void Server::publish() {
   const uint64_t now = now_ns();
   for (ServedQueue* queue : service_->dirty) {
     queue->is_dirty = false;
+    KVM_KILL_POINT("daemon/completion_staged");
     queue->publish();
     queue->session()->note_answer(now);
     if (!queue->must_notify && queue->wants_eventfd()) {
@@ -292,6 +299,7 @@ void Server::publish() {
       ++n_unnotified_;
     }
   }
+  KVM_KILL_POINT("daemon/completion_published");
   service_->dirty.clear();
   notify_eventfds();
 }
@@ -383,6 +391,7 @@ void Server::bury_doomed() {
 }
 
 void Server::bury(std::unique_ptr<Session> session) {
+  KVM_KILL_POINT("daemon/session_doomed");
   spdlog::log(session->is_violator() ? spdlog::level::warn : spdlog::level::info,
               "client {} '{}' (process {}, user {}) closed: {}", session->id(), session->name,
               session->peer().pid, session->peer().uid, session->doom_reason());
@@ -425,6 +434,7 @@ void Server::let_go(uint64_t session_id) {
   }
   std::shared_ptr<Session> session(std::move(*at));
   leaving_.erase(at);
+  KVM_KILL_POINT("daemon/session_let_go");
   // Requests that were dropped still pin regions; the accounts of these belong to this thread.
   session->queues.clear();
   // The job holds the last reference, so the session ends, and its memory is unmapped, over there.
@@ -500,6 +510,7 @@ void Server::handle_listener() {
   auto session = std::make_unique<Session>(service_.get(), ++last_session_id_, std::move(*socket),
                                            peer.value());
   session->handshake_deadline_ns = now_ns() + kHandshakeTimeoutNs;
+  KVM_KILL_POINT("daemon/accepted");
   watch(service_->epoll, session->socket().get(), EPOLLIN | EPOLLRDHUP,
         event_token(EventKind::kSocket, session->id()));
   // Without a pidfd (old kernel, other process namespace) the socket alone tells of the end.
@@ -617,6 +628,7 @@ void Server::sleep() {
   const size_t n_flagged = flagged_.size();
   if (may_sleep && service_->dirty.empty()) {
     ++service_->n_sleeps;
+    KVM_KILL_POINT("daemon/sleeping");
     std::array<epoll_event, 64> events;
     const int n = ::epoll_wait(service_->epoll.get(), events.data(),
                                static_cast<int>(events.size()), sleep_timeout_ms());

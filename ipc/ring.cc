@@ -50,7 +50,7 @@ Result<uint32_t> RequestProducer::room() {
 }
 
 void RequestProducer::stage(const RequestEntry& entry) {
-  client_->entries[tail_ & kRequestMask] = entry;
+  copy_to_shared(&client_->entries[tail_ & kRequestMask], &entry, sizeof(entry));
   ++tail_;
 }
 

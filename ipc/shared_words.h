@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "base/kill_point.h"
 #include "ipc/wire.h"
 
 namespace kvm::ipc {
@@ -19,9 +20,11 @@ inline uint32_t load_seq_cst(const ControlWord& word) {
   return __atomic_load_n(&word.value, __ATOMIC_SEQ_CST);
 }
 inline void store_release(ControlWord* word, uint32_t value) {
+  KVM_SHARED_STORE();
   __atomic_store_n(&word->value, value, __ATOMIC_RELEASE);
 }
 inline void store_seq_cst(ControlWord* word, uint32_t value) {
+  KVM_SHARED_STORE();
   __atomic_store_n(&word->value, value, __ATOMIC_SEQ_CST);
 }
 
@@ -30,6 +33,12 @@ inline void store_seq_cst(ControlWord* word, uint32_t value) {
 inline void copy_once(void* to, const void* from, size_t size) {
   std::memcpy(to, from, size);
   asm volatile("" : : "r"(to) : "memory");
+}
+
+// Copies `size` bytes of ours to memory that the peer reads.
+inline void copy_to_shared(void* to, const void* from, size_t size) {
+  KVM_SHARED_STORE();
+  std::memcpy(to, from, size);
 }
 
 }  // namespace kvm::ipc

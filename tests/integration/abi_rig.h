@@ -12,6 +12,7 @@
 #include <memory>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "kvm.h"
@@ -33,6 +34,8 @@ class Daemon {
   pid_t pid() const { return pid_; }
   void start();      // waits until it listens
   void kill_hard();  // SIGKILL, and waits for its end
+  // The process becomes the caller's to wait for.
+  pid_t give_up_pid() { return std::exchange(pid_, -1); }
 
  private:
   std::string folder_;

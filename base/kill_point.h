@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+// Places at which a crash test ends the process, as a SIGKILL from outside would. Compiled in with
+// KVM_KILL_POINTS only (preset dev); otherwise nothing of this is in the code.
+//
+//   KVM_KILL_POINT("daemon/welcomed")   ends it where $KVM_KILL_POINT is this name; the list below
+//                                       has all names, and `kvmd --list-kill-points` prints them
+//   KVM_SHARED_STORE()                  before each store to memory shared with the daemon: ends it
+//                                       at the store whose number is $KVM_KILL_AT_STORE, from 1 on
+//
+// Threads: any.
+#ifndef KVM_BASE_KILL_POINT_H_
+#define KVM_BASE_KILL_POINT_H_
+
+#include <array>
+#include <string_view>
+
+namespace kvm {
+
+// In the order in which a client's life passes them.
+inline constexpr std::array<std::string_view, 16> kKillPoints = {
+    "daemon/accepted",           // a connection, of which nothing is known yet
+    "daemon/hello_read",         // before anything is made for the client
+    "daemon/welcomed",           // the client may know it already
+    "daemon/queue_made",         // before the reply
+    "daemon/arena_asked",        // before its memory is allocated
+    "daemon/arena_made",         // before the reply
+    "daemon/space_registered",   // before the reply
+    "daemon/entries_taken",      // out of the ring, and not looked at
+    "daemon/request_validated",  // before the engine has it
+    "daemon/request_finished",   // before its completion is written
+    "daemon/completion_staged",  // written, and not published
+    "daemon/completion_published",
+    "daemon/sleeping",        // with all flags raised
+    "daemon/session_doomed",  // before the engine hears that a client is gone
+    "daemon/session_let_go",  // before its memory goes to the reaper
+    "daemon/stopping",        // asked to end, with clients connected
+};
+
+constexpr bool is_kill_point(std::string_view name) {
+  for (const std::string_view point : kKillPoints) {
+    if (point == name) {
+      return true;
+    }
+  }
+  return false;
+}
+
+void reach_kill_point(std::string_view name);
+void count_shared_store();
+
+}  // namespace kvm
+
+#if defined(KVM_KILL_POINTS) && KVM_KILL_POINTS
+#define KVM_KILL_POINT(name)                                                   \
+  do {                                                                         \
+    static_assert(::kvm::is_kill_point(name), "name it in base/kill_point.h"); \
+    ::kvm::reach_kill_point(name);                                             \
+  } while (false)
+#define KVM_SHARED_STORE() ::kvm::count_shared_store()
+#else
+#define KVM_KILL_POINT(name) \
+  do {                       \
+  } while (false)
+#define KVM_SHARED_STORE() \
+  do {                     \
+  } while (false)
+#endif
+
+#endif  // KVM_BASE_KILL_POINT_H_
