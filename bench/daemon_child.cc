@@ -3,6 +3,7 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <signal.h>
 #include <spdlog/spdlog.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -124,6 +125,8 @@ DaemonChild::~DaemonChild() {
   std::error_code ignored;
   std::filesystem::remove_all(folder_, ignored);
 }
+
+void DaemonChild::kill() { ::kill(child_, SIGKILL); }
 
 void DaemonChild::run_ceiling(kvm_seq_id seq, uint32_t layer) {
   const Command command{seq, layer};

@@ -26,6 +26,8 @@ class DaemonChild {
   DaemonChild& operator=(const DaemonChild&) = delete;
 
   const std::string& socket_path() const { return socket_path_; }
+  // Ends it at once, whatever it does; nothing else may be asked of it then.
+  void kill();
   // Reads all K and V of a layer once with every read-only kernel, on as many threads as compute.
   void run_ceiling(kvm_seq_id seq, uint32_t layer);
   // Best kernel's median over all run_ceiling calls.

@@ -29,7 +29,7 @@ struct Options {
   uint64_t max_tokens = 98304;
   std::string peer;                // "torch"
   std::string dtype;               // of stored K and V; empty: all that a benchmark has
-  std::vector<std::string> modes;  // of decode and error; empty: exact alone, all
+  std::vector<std::string> modes;  // of decode, error, death; empty: exact alone, all, all
   std::vector<std::string> codes;  // of error; empty: all
   // Of the benches of approximate attention; empty or 0: what the bench takes by itself.
   std::vector<std::string> data;  // names of bench/approx/data.h, or .kvrec files
@@ -38,6 +38,7 @@ struct Options {
   uint32_t trials = 0;    // of coverage
   double budget = 0;      // of decode: share of the keys that sampled and topk read; 0: found
   uint32_t observed = 0;  // query sets that the index may see
+  uint32_t runs = 0;      // of death: kills; 0: what the bench takes by itself
   bool quick = false;     // small sizes: that it runs, and figures of no weight
 };
 
@@ -102,6 +103,8 @@ int run_fork(const Options& options);
 int run_ipc(const Options& options);
 int run_decode(const Options& options);
 int run_policies(const Options& options);
+int run_death(const Options& options);
+int run_fairness(const Options& options);
 // bench/approx
 int run_error(const Options& options);
 int run_coverage(const Options& options);

@@ -95,6 +95,14 @@ int main(int argc, char** argv) {
       ->add_option("--budget", options.budget,
                    "share of the keys that sampled and topk read (default: what gives 3 %)")
       ->check(CLI::Range(1e-5, 1.0));
+  CLI::App* death = add("death", "what a killed daemon or client costs the others", run_death);
+  death->add_option("--case", options.modes, "only these: daemon_killed, client_killed")
+      ->delimiter(',')
+      ->check(CLI::IsMember({"daemon_killed", "client_killed"}));
+  death->add_option("--runs", options.runs, "kills of each (default: 100)");
+  death->add_flag("--quick", options.quick, "three kills of each: a check that it runs");
+  add("fairness", "a light client alone and beside one that saturates", run_fairness)
+      ->add_flag("--quick", options.quick, "few calls: a check that it runs");
   add_approximate(add, &options);
   try {
     app.parse(argc, argv);

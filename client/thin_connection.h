@@ -48,7 +48,7 @@ class Connection {
   void close();
   // Whether close was called or the daemon's end was seen to be gone.
   bool is_down() const { return down_.load(std::memory_order_relaxed); }
-  // Looks at the socket; cheap enough for once per 100 ms, too slow for a spinning loop.
+  // Looks at the socket; cheap enough for once per 40 ms, too slow for a spinning loop.
   bool look_for_hangup();
   Status down_status() const;
 

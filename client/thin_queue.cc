@@ -19,8 +19,9 @@ namespace {
 using ipc::Opcode;
 
 // How long a wait sleeps or spins before it looks whether the daemon is still there: nobody wakes
-// a futex of a dead process.
-constexpr uint64_t kLivenessSliceNs = 100'000'000;
+// a futex of a dead process. The socket tells only after the system has taken the process's memory
+// apart, which takes a while where it held much, so there is not much to add to that.
+constexpr uint64_t kLivenessSliceNs = 40'000'000;
 constexpr uint32_t kLooksPerClock = 16;
 // A wait that is expected to end at some time may end earlier or later by this part of it ...
 constexpr uint64_t kWaitVariation = 32;

@@ -158,7 +158,9 @@ struct Dispatch {
       answer(room.code());
       return;
     }
-    InFlight* slot = queue->begin(request, private_bytes_of(message));
+    const uint64_t private_bytes = private_bytes_of(message);
+    session->copied_bytes += private_bytes;
+    InFlight* slot = queue->begin(request, private_bytes);
     slot->verb = verb_of(message);
     session->service()->engine->submit(
         session->client, engine::RequestTag{queue->id(), slot->user_data},

@@ -24,13 +24,18 @@
 namespace kvm::daemon {
 namespace {
 
+// Of one client in a turn: entries, taken in portions, and what is copied for them.
 constexpr uint32_t kEntriesPerTurn = 32;
+constexpr uint32_t kEntriesAtOnce = 8;
+constexpr uint64_t kPrivateBytesPerTurn = 256 << 10;
 constexpr uint32_t kMessagesPerEvent = 4;
 // Sockets are looked at this often while requests keep the dispatcher busy, and while it spins.
 constexpr uint64_t kBusyEventPeriodNs = 200'000;
 constexpr uint64_t kSpinEventPeriodNs = 50'000;
 // Spinning for less than this is not worth it: the client's own turnaround takes as long.
 constexpr uint64_t kMinSpinNs = 50'000;
+// One that always has requests tidies up so often.
+constexpr uint64_t kBusyHousekeepNs = 1'000'000;
 // A dispatcher that never sleeps tidies up when nothing has come for this long.
 constexpr uint64_t kMinHousekeepIdleNs = 1'000'000;
 // After an accept that failed, for want of descriptors as a rule.
@@ -142,6 +147,7 @@ Status Server::start_metrics() {
 void Server::run() {
   uint64_t last_active = now_ns();
   uint64_t last_events = 0;
+  uint64_t last_housekeep = last_active;
   Spin spin;
   while (!stop_requested_.load(std::memory_order_relaxed)) {
     const bool active = turn();
@@ -156,6 +162,10 @@ void Server::run() {
     }
     notify_eventfds();
     if (active) {
+      if (now - last_housekeep >= kBusyHousekeepNs) {
+        service_->engine->housekeep();
+        last_housekeep = now;
+      }
       continue;
     }
     const uint64_t idle_ns = now - last_active;
@@ -240,11 +250,7 @@ bool Server::serve_queues() {
   first_session_ = n == 0 ? 0 : (first_session_ + 1) % n;
   for (size_t i = 0; i < n; ++i) {
     Session* session = sessions_[(first_session_ + i) % n].get();
-    bool arrived = false;
-    for (const auto& queue : session->queues) {
-      arrived |= serve_queue(session, queue.get());
-    }
-    if (arrived) {
+    if (serve_session(session)) {
       session->note_arrival(now_ns());
       active = true;
     }
@@ -252,20 +258,43 @@ bool Server::serve_queues() {
   return active;
 }
 
-bool Server::serve_queue(Session* session, ServedQueue* queue) {
+// LIMIT: what others wait for one client: kEntriesPerTurn of all its queues, which take turns at
+// being the first.
+bool Server::serve_session(Session* session) {
+  uint32_t n_left = kEntriesPerTurn;
+  const uint64_t copied_before = session->copied_bytes;
+  const size_t n_queues = session->queues.size();
+  for (size_t i = 0; i < n_queues; ++i) {
+    ServedQueue* queue = session->queues[(session->next_queue + i) % n_queues].get();
+    uint32_t n_taken = 0;
+    do {
+      n_taken = serve_queue(session, queue, std::min(n_left, kEntriesAtOnce));
+      n_left -= n_taken;
+    } while (n_taken == kEntriesAtOnce && n_left != 0 &&
+             session->copied_bytes - copied_before < kPrivateBytesPerTurn);
+    if (n_left == 0 || session->copied_bytes - copied_before >= kPrivateBytesPerTurn) {
+      session->next_queue = (session->next_queue + i + 1) % n_queues;
+      break;
+    }
+  }
+  return n_left != kEntriesPerTurn;
+}
+
+// Returns how many entries were taken.
+uint32_t Server::serve_queue(Session* session, ServedQueue* queue, uint32_t n_max) {
   if (queue->closing || session->is_doomed()) {
-    return false;
+    return 0;
   }
   // LIMIT: what one client makes us hold in private memory; its next requests wait for those that
   // hold it, whatever queue they came from.
   if (session->private_bytes() > kMaxPrivateBytes) {
-    return false;
+    return 0;
   }
-  std::array<ipc::RequestEntry, kEntriesPerTurn> entries;
-  const Result<uint32_t> taken = queue->take(entries.data(), kEntriesPerTurn);
+  std::array<ipc::RequestEntry, kEntriesAtOnce> entries;
+  const Result<uint32_t> taken = queue->take(entries.data(), n_max);
   if (!taken.is_ok()) {
     session->doom_for_violation(std::string(taken.status().message()));
-    return true;
+    return 1;
   }
   if (taken.value() > 0) {
     KVM_KILL_POINT("daemon/entries_taken");
@@ -281,7 +310,7 @@ bool Server::serve_queue(Session* session, ServedQueue* queue) {
     KVM_KILL_POINT("daemon/request_validated");
     dispatch_request(session, queue, std::move(request));
   }
-  return taken.value() > 0;
+  return taken.value();
 }
 
 void Server::publish() {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The dispatcher of kvmd: one thread that serves all clients and drives the engine.
 //
-//   turn:   for each queue, take up to 32 requests, validate, hand to the engine
+//   turn:   for each client, take up to 32 requests, validate, hand to the engine
 //           let the engine do one task here, and retire what has finished
 //           publish completions
 //   idle:   spin for as long as the next request can be expected (at most spin_max), then sleep in
@@ -72,7 +72,8 @@ class Server {
  private:
   bool turn();
   bool serve_queues();
-  bool serve_queue(Session* session, ServedQueue* queue);
+  bool serve_session(Session* session);
+  uint32_t serve_queue(Session* session, ServedQueue* queue, uint32_t n_max);
   void publish();
   void finish_closing_queues();
   void finish_arenas();

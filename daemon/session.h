@@ -77,7 +77,9 @@ class Session {
   ipc::RegionTable regions;  // before queues: their requests pin regions
   std::vector<std::unique_ptr<ServedQueue>> queues;
   uint32_t last_queue_id = 0;
-  std::string stats_text;  // what StatsText pages through
+  size_t next_queue = 0;      // of `queues`, which is served first
+  uint64_t copied_bytes = 0;  // of parameter arrays, of all its requests
+  std::string stats_text;     // what StatsText pages through
 
  private:
   struct Unsent {

@@ -17,6 +17,8 @@ namespace {
 constexpr uint64_t kMinTaskCost = 256 << 10;
 // From here on attention mass is summed up by tasks of its own.
 constexpr uint64_t kMinSumsCost = 1 << 20;
+// Some 0.1 ms: other clients' tasks, and the dispatcher's next look at them, wait as long.
+constexpr uint64_t kMaxTaskCost = 2 << 20;
 // Tasks per thread: a straggler costs at most one of them, but each begins with lines that nobody
 // has prefetched. 32 took 5 % longer on two threads.
 constexpr uint64_t kTasksPerThread = 16;
@@ -164,7 +166,8 @@ Status AttendWork::plan_tasks() {
   for (ApproxHead& head : approx_) {
     head.input.problem = &head.problem;
   }
-  const uint64_t wanted_cost = std::max(kMinTaskCost, cost_ / (kTasksPerThread * n_threads_));
+  const uint64_t wanted_cost =
+      std::clamp(cost_ / (kTasksPerThread * n_threads_), kMinTaskCost, kMaxTaskCost);
   add_units(wanted_cost);
   const uint64_t task_cost = choose_task_cost(wanted_cost);
   const size_t shared_bytes = lay_out(task_cost);

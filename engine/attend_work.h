@@ -54,9 +54,9 @@ class AttendWork {
               const StepTensors& tensors, const Costs& costs, uint32_t n_threads);
 
   // LIMIT: a call of plan() or plan_more() looks at about kPlanPages pages, those of each head that
-  // is approximated counted: some 0.5 ms, and 0.7 ms more where one head has 4M tokens. The other
+  // is approximated counted: some 0.1 ms, and 0.7 ms more where one head has 4M tokens. The other
   // functions here are for what is planned to the end.
-  static constexpr uint64_t kPlanPages = 64 << 10;
+  static constexpr uint64_t kPlanPages = 16 << 10;
   bool is_planned() const { return is_planned_; }
   // REQUIRES: !is_planned(). Fails: as plan().
   Status plan_more(const Store& store);

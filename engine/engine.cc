@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <deque>
 #include <fstream>
 #include <new>
@@ -34,6 +35,28 @@ constexpr size_t kMaxIdleRequests = 16;
 constexpr uint32_t kMaxPollRounds = 16;
 // Emptied extents that the store may keep for the next append; given back under pressure.
 constexpr uint64_t kMaxCachedBytes = uint64_t{256} << 20;
+
+// A turn of a client that has requests to start, and what a request costs besides K and V, in
+// bytes. A client that is alone may run that many at once: others find room when they come.
+constexpr uint64_t kQuantum = uint64_t{16} << 20;
+constexpr uint64_t kRequestCost = uint64_t{16} << 10;
+constexpr uint32_t kMaxRunningAlone = Scheduler::kMaxJobs - Scheduler::kMaxJobs / 4;
+// So many query rows of an item share a pass over its keys, about.
+constexpr uint64_t kRowsPerRead = 16;
+// What the driver starts in a row before it looks elsewhere.
+constexpr uint64_t kMaxStartNs = 200'000;
+// Of a client that leaves, at a time: some 0.2 ms.
+constexpr uint64_t kFreePages = 4096;
+
+uint64_t token_bytes(const Space& space, uint32_t layer) {
+  uint64_t bytes = 0;
+  if (layer < space.n_layers && space.layers[layer].kind != KVM_LAYER_ABSENT) {
+    for (const HeadClass& head_class : space.storage(layer).classes) {
+      bytes += head_class.slab_class.page_bytes() / kPageTokens;
+    }
+  }
+  return bytes;
+}
 
 uint32_t count_cores() {
   cpu_set_t cores;
@@ -177,6 +200,11 @@ class EngineImpl final : public Engine {
  private:
   struct Client {
     uint32_t n_requests = 0;
+    uint32_t n_running = 0;  // of these, started and not finished
+    uint32_t lane = 0;
+    std::deque<Request*> ready;
+    uint64_t deficit = 0;      // what it may start before others have their turn
+    bool is_in_round = false;  // ready is not empty
     bool is_leaving = false;
     std::function<void()> on_gone;
   };
@@ -195,6 +223,20 @@ class EngineImpl final : public Engine {
   Status admit(Request* request, const SeqRequest& what, bool* is_null);
   Result<const Space*> touch(Request* request, kvm_seq_id seq);
 
+  // Starting: by deficit round robin over the clients, a turn being worth kQuantum of what their
+  // requests are estimated to read.
+  void push_ready(Request* request);
+  uint64_t estimate(const Request* request) const;
+  uint64_t estimate(const Request* request, const StepRequest& step) const;
+  // How many requests of a client may run at a time, so that there is room for the others'.
+  uint32_t max_running() const;
+  // The client whose turn it is, and who may start something; null: none may.
+  Client* next_starter();
+  bool may_start(const Client& client) const {
+    return client.n_running < max_running() && scheduler_.has_room();
+  }
+  bool can_start() const;
+  bool start_one();
   void start_ready();
   void start(Request* request);
   void find_index_work(Request* request);
@@ -204,6 +246,7 @@ class EngineImpl final : public Engine {
   bool run_index_work(Request* request);
   void start_work(Request* request);
   // What begin() gave: fails, goes on planning, or runs.
+  void start_job(Request* request, JobPlan plan);
   void launch(Request* request, Status status, const JobPlan& plan, bool is_small);
   // Plans some of a request that is not planned to the end, or goes on with the end of one that
   // has policies to hear; false when there is none.
@@ -217,10 +260,11 @@ class EngineImpl final : public Engine {
   // Ends a request that has succeeded: policies act on what it committed, and then it is finished.
   void find_aging_work(Request* request);
   void age(Request* request);
+  void abandon(Request* request);
   void finish(Request* request, Status status);
   uint32_t deliver();
   void drop_waiting(Request* request, Status status);
-  void bury_clients();
+  bool bury_some();
 
   EngineOptions options_;
   std::unique_ptr<Store> store_;
@@ -230,10 +274,13 @@ class EngineImpl final : public Engine {
   SequenceOrder order_;
   std::vector<std::unique_ptr<Request>> requests_;  // in flight
   std::vector<std::unique_ptr<Request>> idle_;
-  std::deque<Request*> ready_;
+  std::deque<Client*> round_;  // with requests that are ready, in the order of their turns
+  uint64_t start_ns_ = 0;      // spent on starting since the last poll()
+  uint64_t free_lanes_ = ~uint64_t{0};
   std::deque<Request*> planning_;  // begun, and not planned to the end; or ending
-  bool plans_next_ = false;
+  uint32_t next_work_ = 0;
   std::vector<Request*> done_;
+  std::vector<kvm_seq_id> gone_seqs_;
   std::vector<Request*> delivering_;
   std::vector<SequenceOrder::Ticket*> unblocked_;
   kvm_stats totals_{};  // the counters that the store does not keep
@@ -248,7 +295,12 @@ class EngineImpl final : public Engine {
 
 ClientId EngineImpl::add_client(const ClientSpec& spec) {
   const ClientId client = store_->add_client(spec);
-  clients_.emplace(client, Client{});
+  Client& added = clients_[client];
+  // Beyond so many clients some share the last lane.
+  added.lane = free_lanes_ == 0 ? Scheduler::kMaxLanes - 1
+                                : static_cast<uint32_t>(std::countr_zero(free_lanes_));
+  free_lanes_ &= ~(uint64_t{1} << added.lane);
+  scheduler_.set_yielding(clients_.size() > 1);
   return client;
 }
 
@@ -261,14 +313,22 @@ void EngineImpl::remove_client(ClientId client, std::function<void()> on_gone) {
   found->second.on_gone = std::move(on_gone);
   leaving_.push_back(client);
   auditor_.cancel(*store_, client);
+  std::vector<Request*> waiting;
   for (const auto& request : requests_) {
-    if (request->client != client) {
-      continue;
+    if (request->client == client) {
+      request->is_orphan = true;
+      request->is_abandoned.store(true, std::memory_order_relaxed);
+      if (request->state == RequestState::kWaiting || request->state == RequestState::kReady) {
+        waiting.push_back(request.get());
+      }
     }
-    request->is_orphan = true;
-    if (request->state == RequestState::kWaiting || request->state == RequestState::kReady) {
-      drop_waiting(request.get(), {KVM_ERR_CANCELLED, "the client is gone"});
-    }
+  }
+  found->second.ready.clear();
+  // The oldest first: leaving a line from its head takes no search.
+  std::sort(waiting.begin(), waiting.end(),
+            [](const Request* a, const Request* b) { return a->submitted_ns < b->submitted_ns; });
+  for (Request* request : waiting) {
+    finish(request, {KVM_ERR_CANCELLED, "the client is gone"});
   }
 }
 
@@ -279,25 +339,42 @@ Status EngineImpl::evict(kvm_seq_id seq) {
   return Status::ok();
 }
 
-// Clients that leave and have no request in flight any more, nor an audit.
-void EngineImpl::bury_clients() {
-  for (size_t i = 0; i < leaving_.size();) {
+// Frees some of what a client holds that leaves and has no request in flight any more, nor an
+// audit; in the end, the client. Returns whether there is more to do now.
+bool EngineImpl::bury_some() {
+  for (size_t i = 0; i < leaving_.size(); ++i) {
     const ClientId client = leaving_[i];
     if (clients_[client].n_requests != 0 || auditor_.holds(client)) {
-      ++i;
       continue;
     }
-    leaving_.erase(leaving_.begin() + static_cast<ptrdiff_t>(i));
-    for (kvm_seq_id seq : store_->client_seqs(client)) {
+    gone_seqs_.clear();
+    const bool has_more = store_->free_some(client, kFreePages, &gone_seqs_);
+    for (const kvm_seq_id seq : gone_seqs_) {
       order_.forget(seq);
     }
+    if (has_more) {
+      return true;
+    }
+    leaving_.erase(leaving_.begin() + static_cast<ptrdiff_t>(i));
     store_->remove_client(client);
-    const std::function<void()> on_gone = std::move(clients_[client].on_gone);
+    Client& gone = clients_.at(client);
+    const std::function<void()> on_gone = std::move(gone.on_gone);
+    const uint32_t lane = gone.lane;
+    if (gone.is_in_round) {
+      std::erase(round_, &gone);
+    }
     clients_.erase(client);
+    if (std::none_of(clients_.begin(), clients_.end(),
+                     [lane](const auto& other) { return other.second.lane == lane; })) {
+      free_lanes_ |= uint64_t{1} << lane;
+    }
+    scheduler_.set_yielding(clients_.size() > 1);
     if (on_gone) {
       on_gone();
     }
+    return true;
   }
+  return false;
 }
 
 // --- Submission ---------------------------------------------------------------------------------
@@ -314,6 +391,7 @@ Request* EngineImpl::take_request(ClientId client, RequestTag tag, DoneCallback&
   request->tag = tag;
   request->state = RequestState::kWaiting;
   request->is_orphan = false;
+  request->is_abandoned.store(false, std::memory_order_relaxed);
   request->submitted_ns = now_ns();
   request->on_done = std::move(on_done);
   request->result = RequestResult{};
@@ -376,8 +454,7 @@ void EngineImpl::submit_any(ClientId client, RequestTag tag, What&& what, DoneCa
   }
   order_.enter(&request->ticket, request->seqs);
   if (request->ticket.may_run()) {
-    request->state = RequestState::kReady;
-    ready_.push_back(request);
+    push_ready(request);
     start_ready();
   }
 }
@@ -443,16 +520,114 @@ Status EngineImpl::admit(Request* request, const SeqRequest& what, bool* is_null
 
 // --- Running ------------------------------------------------------------------------------------
 
+void EngineImpl::push_ready(Request* request) {
+  request->state = RequestState::kReady;
+  if (request->is_orphan) {
+    return;  // remove_client is about to drop it.
+  }
+  Client& client = clients_.at(request->client);
+  // Who is alone has every turn.
+  request->cost = clients_.size() == 1 ? 0 : kRequestCost + estimate(request);
+  client.ready.push_back(request);
+  if (!client.is_in_round) {
+    client.is_in_round = true;
+    client.deficit = 0;
+    round_.push_back(&client);
+  }
+}
+
+uint64_t EngineImpl::estimate(const Request* request) const {
+  if (const auto* step = std::get_if<StepRequest>(&request->what)) {
+    return estimate(request, *step);
+  }
+  if (const auto* read = std::get_if<ReadRequest>(&request->what)) {
+    const Result<Sequence*> seq = store_->find_seq(request->client, read->seq);
+    return seq.is_ok() ? read->n_tokens * token_bytes(store_->seq_space(seq.value()), read->layer)
+                       : 0;
+  }
+  return 0;
+}
+
+// As if every query row read what its sequence holds; lengths are those of now.
+uint64_t EngineImpl::estimate(const Request* request, const StepRequest& step) const {
+  uint64_t n_tokens = 0;
+  const Space* space = nullptr;
+  for (const kvm_item& item : step.items) {
+    const Result<Sequence*> seq = store_->find_seq(request->client, item.seq);
+    if (!seq.is_ok()) {
+      continue;
+    }
+    space = &store_->seq_space(seq.value());
+    n_tokens += step.append ? item.n_append : 0;
+    if (step.attend && item.n_query != 0) {
+      const uint64_t length = store_->length(seq.value(), step.layer_begin);
+      n_tokens += length * std::max<uint64_t>(1, item.n_query / kRowsPerRead);
+    }
+  }
+  return space == nullptr ? 0 : n_tokens * token_bytes(*space, step.layer_begin);
+}
+
+uint32_t EngineImpl::max_running() const {
+  const auto n = static_cast<uint32_t>(clients_.size());
+  return n <= 1 ? kMaxRunningAlone : std::max(1u, Scheduler::kMaxJobs / n);
+}
+
+EngineImpl::Client* EngineImpl::next_starter() {
+  for (size_t n_looked = 0; n_looked < round_.size();) {
+    Client* client = round_.front();
+    if (client->ready.empty()) {
+      client->is_in_round = false;
+      round_.pop_front();
+      continue;
+    }
+    if (may_start(*client)) {
+      if (round_.size() == 1 || client->deficit >= client->ready.front()->cost) {
+        return client;
+      }
+      client->deficit += kQuantum;
+      n_looked = 0;  // Its turn comes, after enough of them.
+    } else {
+      ++n_looked;
+    }
+    round_.pop_front();
+    round_.push_back(client);
+  }
+  return nullptr;
+}
+
+bool EngineImpl::can_start() const {
+  return std::any_of(round_.begin(), round_.end(), [this](const Client* client) {
+    return !client->ready.empty() && may_start(*client);
+  });
+}
+
+bool EngineImpl::start_one() {
+  Client* client = next_starter();
+  if (client == nullptr) {
+    return false;
+  }
+  Request* request = client->ready.front();
+  client->ready.pop_front();
+  client->deficit -= std::min(client->deficit, request->cost);
+  if (client->ready.empty()) {
+    client->is_in_round = false;
+    std::erase(round_, client);
+  }
+  const uint64_t begin_ns = now_ns();
+  start(request);
+  start_ns_ += now_ns() - begin_ns;
+  return true;
+}
+
+// LIMIT: the driver's time between two polls; work() goes on.
 void EngineImpl::start_ready() {
-  while (!ready_.empty() && scheduler_.has_room()) {
-    Request* request = ready_.front();
-    ready_.pop_front();
-    start(request);
+  while (start_ns_ < kMaxStartNs && start_one()) {
   }
 }
 
 void EngineImpl::start(Request* request) {
   request->state = RequestState::kRunning;
+  ++clients_.at(request->client).n_running;
   try {
     find_index_work(request);
   } catch (const std::bad_alloc&) {
@@ -507,13 +682,13 @@ void EngineImpl::find_index_work(Request* request, const SeqRequest& fork) {
 
 bool EngineImpl::run_index_work(Request* request) {
   const auto* step = std::get_if<StepRequest>(&request->what);
-  if (request->is_orphan || (step != nullptr && has_expired(*step))) {
+  if (step != nullptr && has_expired(*step)) {
     request->indexing.stop();
   }
   try {
     JobPlan plan;
     if (request->indexing.next(*store_, options_.n_threads, &plan)) {
-      scheduler_.start(request, plan);
+      start_job(request, plan);
       return true;
     }
   } catch (const std::bad_alloc&) {
@@ -547,8 +722,13 @@ void EngineImpl::launch(Request* request, Status status, const JobPlan& plan, bo
   } else if (plan.n_tasks == 0 || is_small) {
     run_here(request, plan);
   } else {
-    scheduler_.start(request, plan);
+    start_job(request, plan);
   }
+}
+
+void EngineImpl::start_job(Request* request, JobPlan plan) {
+  plan.lane = clients_.at(request->client).lane;
+  scheduler_.start(request, plan);
 }
 
 bool EngineImpl::plan_some() {
@@ -559,6 +739,11 @@ bool EngineImpl::plan_some() {
   planning_.pop_front();
   if (!request->aging.is_empty()) {
     age(request);
+    return true;
+  }
+  if (request->is_orphan) {
+    request->step.abandon(*store_);
+    finish(request, {KVM_ERR_CANCELLED, "the client is gone"});
     return true;
   }
   Status status;
@@ -572,13 +757,13 @@ bool EngineImpl::plan_some() {
   return true;
 }
 
-// Planning is for the driver alone: in turn with tasks, so that neither waits for all of the other.
+// Starting, planning and burying are for the driver alone: in turn with tasks, so that none waits
+// for all of the others.
 bool EngineImpl::work() {
-  plans_next_ = !plans_next_;
-  if (plans_next_ && plan_some()) {
-    return true;
-  }
-  return scheduler_.run_one() || plan_some();
+  next_work_ = (next_work_ + 1) % 4;
+  const bool has_done = (next_work_ == 1 && plan_some()) || (next_work_ == 2 && start_one()) ||
+                        (next_work_ == 3 && bury_some());
+  return has_done || scheduler_.run_one() || plan_some() || start_one() || bury_some();
 }
 
 Status EngineImpl::begin(Request* request, JobPlan* plan, bool* is_small) {
@@ -643,12 +828,17 @@ void EngineImpl::run_here(Request* request, const JobPlan& plan) {
   }
   job.end_ns = now_ns();
   scheduler_.add_busy_ns(job.end_ns - job.begin_ns);
+  scheduler_.charge(clients_.at(request->client).lane, plan.cost);
   retire(job);
 }
 
 void EngineImpl::retire(const FinishedJob& job) {
   auto* request = static_cast<Request*>(job.set);
   request->result.compute_ns += job.end_ns - job.begin_ns;
+  if (request->is_orphan && !request->aging.is_running()) {
+    abandon(request);
+    return;
+  }
   if (request->indexing.is_running()) {
     if (!run_index_work(request)) {
       start_work(request);
@@ -662,11 +852,10 @@ void EngineImpl::retire(const FinishedJob& job) {
   Status status;
   if (std::holds_alternative<StepRequest>(request->what)) {
     if (plan_second(request)) {
-      scheduler_.start(request, request->step.plan());
+      start_job(request, request->step.plan());
       return;
     }
-    Auditor* auditor = request->is_orphan ? nullptr : &auditor_;
-    status = request->step.end(*store_, auditor, &request->result);
+    status = request->step.end(*store_, &auditor_, &request->result);
   }
   if (status.is_ok() && request->result.mode != 0) {
     totals_.n_rows_attended += request->step.n_rows();
@@ -715,7 +904,7 @@ void EngineImpl::age(Request* request) {
     JobPlan plan;
     switch (request->aging.next(*store_, options_.n_threads, workspaces_[0], &plan)) {
       case AgingWork::Next::kTasks:
-        scheduler_.start(request, plan);
+        start_job(request, plan);
         return;
       case AgingWork::Next::kMore:
         planning_.push_back(request);
@@ -729,7 +918,18 @@ void EngineImpl::age(Request* request) {
   finish(request, Status::ok());
 }
 
+// Of a client that is gone, after its last task: leaves nothing behind.
+void EngineImpl::abandon(Request* request) {
+  if (request->indexing.is_running()) {
+    request->indexing.abandon(*store_);
+  } else if (std::holds_alternative<StepRequest>(request->what)) {
+    request->step.abandon(*store_);
+  }
+  finish(request, {KVM_ERR_CANCELLED, "the client is gone"});
+}
+
 void EngineImpl::finish(Request* request, Status status) {
+  clients_.at(request->client).n_running -= request->state == RequestState::kRunning ? 1 : 0;
   ++totals_.n_requests;
   totals_.n_requests_failed += status.is_ok() ? 0 : 1;
   if (!status.is_ok()) {
@@ -741,9 +941,7 @@ void EngineImpl::finish(Request* request, Status status) {
   unblocked_.clear();
   order_.leave(&request->ticket, &unblocked_);
   for (SequenceOrder::Ticket* ticket : unblocked_) {
-    auto* next = static_cast<Request*>(ticket->owner);
-    next->state = RequestState::kReady;
-    ready_.push_back(next);
+    push_ready(static_cast<Request*>(ticket->owner));
   }
   const auto* what = std::get_if<SeqRequest>(&request->what);
   if (what != nullptr && what->verb == SeqVerb::kFree && request->result.status.is_ok()) {
@@ -754,6 +952,7 @@ void EngineImpl::finish(Request* request, Status status) {
 
 uint32_t EngineImpl::poll() {
   uint32_t n_retired = 0;
+  start_ns_ = 0;
   auditor_.collect(*store_);
   for (uint32_t round = 0; round < kMaxPollRounds; ++round) {
     FinishedJob job;
@@ -766,7 +965,7 @@ uint32_t EngineImpl::poll() {
     }
     n_retired += deliver();
   }
-  bury_clients();
+  bury_some();
   return n_retired;
 }
 
@@ -803,7 +1002,7 @@ bool EngineImpl::cancel(ClientId client, RequestTag tag) {
 
 void EngineImpl::drop_waiting(Request* request, Status status) {
   if (request->state == RequestState::kReady) {
-    ready_.erase(std::find(ready_.begin(), ready_.end(), request));
+    std::erase(clients_.at(request->client).ready, request);
   }
   finish(request, std::move(status));
 }
@@ -812,8 +1011,8 @@ void EngineImpl::wait(uint64_t timeout_ns) {
   const uint64_t begin_ns = now_ns();
   uint64_t waited_ns = 0;
   do {
-    if (!done_.empty() || scheduler_.has_finished() ||
-        (!(ready_.empty() && planning_.empty()) && scheduler_.has_room())) {
+    if (!done_.empty() || scheduler_.has_finished() || can_start() ||
+        (!planning_.empty() && scheduler_.has_room())) {
       return;
     }
     scheduler_.help_or_sleep(timeout_ns - waited_ns);

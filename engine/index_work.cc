@@ -6,6 +6,12 @@
 #include <utility>
 
 namespace kvm::engine {
+namespace {
+
+// A unit of IndexBuild::cost() takes some 15 us, in which as many bytes of K and V are read.
+constexpr uint64_t kBytesPerCost = uint64_t{128} << 10;
+
+}  // namespace
 
 void IndexWork::clear() {
   targets_.clear();
@@ -78,6 +84,15 @@ void IndexWork::open_builds(Store& store) {
   }
 }
 
+void IndexWork::abandon(Store& store) {
+  if (stage_ == Stage::kCodes) {
+    for (const auto& build : builds_) {
+      store.close_index(build.get());
+    }
+  }
+  clear();
+}
+
 bool IndexWork::next(Store& store, uint32_t n_threads, JobPlan* plan) {
   for (;;) {
     tasks_.clear();
@@ -101,7 +116,11 @@ bool IndexWork::next(Store& store, uint32_t n_threads, JobPlan* plan) {
     }
     if (!tasks_.empty()) {
       const auto n_tasks = static_cast<uint32_t>(tasks_.size());
-      *plan = {.n_tasks = n_tasks, .n_wake = std::min(n_threads - 1, n_tasks - 1)};
+      uint64_t cost = 0;
+      for (const auto& build : builds_) {
+        cost += build->cost() * kBytesPerCost;
+      }
+      *plan = {.n_tasks = n_tasks, .n_wake = std::min(n_threads - 1, n_tasks - 1), .cost = cost};
       return true;
     }
   }

@@ -31,6 +31,9 @@ class IndexWork {
   void clear();
   // Plans no more slices: next() ends with the one that is being made.
   void stop() { targets_.clear(); }
+  // Ends at once, without what tasks would have made that did not run. REQUIRES: is_running(), no
+  // task will run any more.
+  void abandon(Store& store);
   // See Store::plan_index. Layers are OWN, so that no index is named twice.
   void add(Sequence* seq, uint32_t layer, uint64_t n_append);
   // The next job, after all tasks of the last have ended; false when everything is indexed.

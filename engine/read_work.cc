@@ -85,7 +85,8 @@ Status ReadWork::begin(const Store& store, const Sequence* seq, const ReadReques
   }
   plan_ = {.n_first = 0,
            .n_tasks = static_cast<uint32_t>(task_ends_.size()),
-           .n_wake = static_cast<uint32_t>(std::min<uint64_t>(n_threads - 1, bytes >> 19))};
+           .n_wake = static_cast<uint32_t>(std::min<uint64_t>(n_threads - 1, bytes >> 19)),
+           .cost = bytes};
   is_small_ = bytes < kTaskBytes;
   return Status::ok();
 }

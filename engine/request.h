@@ -3,6 +3,7 @@
 #ifndef KVM_ENGINE_REQUEST_H_
 #define KVM_ENGINE_REQUEST_H_
 
+#include <atomic>
 #include <cstdint>
 #include <variant>
 #include <vector>
@@ -30,6 +31,10 @@ struct Request final : TaskSet {
   explicit Request(std::vector<ThreadWorkspace>* workspaces) : thread_workspaces(workspaces) {}
 
   void run(uint32_t task, uint32_t thread) override {
+    // Slices of policies are short, and are never left half done.
+    if (is_abandoned.load(std::memory_order_relaxed) && !aging.is_running()) {
+      return;
+    }
     if (indexing.is_running()) {
       indexing.run(task, (*thread_workspaces)[thread]);
     } else if (aging.is_running()) {
@@ -46,7 +51,10 @@ struct Request final : TaskSet {
   RequestTag tag;
   RequestState state = RequestState::kWaiting;
   bool is_orphan = false;  // its client is gone: no callback
-  uint32_t index = 0;      // in the engine's list of requests
+  // The same for tasks, which then do nothing: nobody sees what they would have written.
+  std::atomic<bool> is_abandoned{false};
+  uint64_t cost = 0;   // estimate, in bytes of K and V that are read or written
+  uint32_t index = 0;  // in the engine's list of requests
   uint64_t submitted_ns = 0;
   DoneCallback on_done;
   RequestResult result;

@@ -71,7 +71,7 @@ Scheduler::~Scheduler() {
 
 void Scheduler::start(TaskSet* set, const JobPlan& plan) {
   KVM_ASSERT(has_room() && plan.n_tasks >= 1 && plan.n_first <= plan.n_tasks &&
-             plan.n_middle <= plan.n_tasks);
+             plan.n_middle <= plan.n_tasks && plan.lane < kMaxLanes);
   // Slots are used in a circle, so that the order from the oldest on is nearly that of age.
   const uint64_t turned = std::rotr(free_slots_, static_cast<int>(next_slot_));
   const auto index = (next_slot_ + static_cast<uint32_t>(std::countr_zero(turned))) % kMaxJobs;
@@ -86,6 +86,8 @@ void Scheduler::start(TaskSet* set, const JobPlan& plan) {
   Slot& slot = slots_[index];
   slot.set = set;
   slot.plan = plan;
+  slot.lane.store(plan.lane, std::memory_order_relaxed);
+  enter_lane(plan.lane);
   slot.n_done.store(0, std::memory_order_relaxed);
   const uint64_t generation = generation_of(slot.cursor.load(std::memory_order_relaxed)) + 1;
   slot.limit.store(pack(generation, stage_end(plan, 0)), std::memory_order_relaxed);
@@ -116,32 +118,112 @@ void Scheduler::announce_tasks(uint32_t n_wake) {
   driver_.notify_one();
 }
 
+// What the lanes with jobs have been served, each at least so much.
+uint64_t Scheduler::least_served() const {
+  uint64_t least = UINT64_MAX;
+  for (const Lane& lane : lanes_) {
+    if (lane.n_jobs != 0) {
+      least = std::min(least, lane.served.load(std::memory_order_relaxed));
+    }
+  }
+  return least;
+}
+
+void Scheduler::enter_lane(uint32_t index) {
+  Lane& lane = lanes_[index];
+  if (lane.n_jobs == 0) {
+    virtual_time_ = n_busy_lanes_ == 0 ? virtual_time_ : std::max(virtual_time_, least_served());
+    // Nobody else changes what a lane without jobs was served.
+    const uint64_t floor = virtual_time_ - std::min(virtual_time_, kLaneCredit);
+    lane.served.store(std::max(lane.served.load(std::memory_order_relaxed), floor),
+                      std::memory_order_relaxed);
+    ++n_busy_lanes_;
+    is_shared_.store(n_busy_lanes_ > 1, std::memory_order_relaxed);
+  }
+  ++lane.n_jobs;
+}
+
+void Scheduler::leave_lane(uint32_t index) {
+  if (lanes_[index].n_jobs == 1) {
+    virtual_time_ = std::max(virtual_time_, least_served());
+    --n_busy_lanes_;
+    is_shared_.store(n_busy_lanes_ > 1, std::memory_order_relaxed);
+  }
+  --lanes_[index].n_jobs;
+}
+
+void Scheduler::charge(uint32_t lane, uint64_t cost) {
+  lanes_[lane].served.fetch_add(cost, std::memory_order_relaxed);
+}
+
+bool Scheduler::has_ready_task(const Slot& slot) const {
+  const uint64_t cursor = slot.cursor.load(std::memory_order_relaxed);
+  const uint64_t limit = slot.limit.load(std::memory_order_relaxed);
+  return generation_of(cursor) == generation_of(limit) && task_of(cursor) < task_of(limit);
+}
+
+// Of the jobs with a ready task, the oldest of the lane that was served least.
+bool Scheduler::take_fair_task(uint32_t* slot, uint32_t* task) {
+  const uint32_t oldest = oldest_.load(std::memory_order_relaxed);
+  for (;;) {
+    uint64_t left = std::rotr(active_.load(std::memory_order_relaxed), static_cast<int>(oldest));
+    uint32_t best = kMaxJobs;
+    uint64_t least = UINT64_MAX;
+    for (; left != 0; left &= left - 1) {
+      const auto index = (oldest + static_cast<uint32_t>(std::countr_zero(left))) % kMaxJobs;
+      const uint32_t lane = slots_[index].lane.load(std::memory_order_relaxed);
+      const uint64_t served = lanes_[lane].served.load(std::memory_order_relaxed);
+      if (served < least && has_ready_task(slots_[index])) {
+        least = served;
+        best = index;
+      }
+    }
+    if (best == kMaxJobs) {
+      return false;
+    }
+    if (take_task_of(best, task)) {
+      *slot = best;
+      return true;
+    }
+  }
+}
+
 bool Scheduler::take_task(uint32_t* slot, uint32_t* task) {
+  if (is_shared_.load(std::memory_order_relaxed)) {
+    return take_fair_task(slot, task);
+  }
   const uint32_t oldest = oldest_.load(std::memory_order_relaxed);
   uint64_t left = std::rotr(active_.load(std::memory_order_relaxed), static_cast<int>(oldest));
   for (; left != 0; left &= left - 1) {
     const auto index = (oldest + static_cast<uint32_t>(std::countr_zero(left))) % kMaxJobs;
-    Slot& s = slots_[index];
-    // SYNC: pairs with the release in start(): a cursor of this generation brings its limit along.
-    uint64_t cursor = s.cursor.load(std::memory_order_acquire);
-    for (;;) {
-      // SYNC: pairs with the release in run_task(): where a next stage is open, everything that the
-      // stages before wrote is visible.
-      const uint64_t limit = s.limit.load(std::memory_order_acquire);
-      if (generation_of(cursor) != generation_of(limit) || task_of(cursor) >= task_of(limit)) {
-        break;
-      }
-      // SYNC: acquires the job's description from start(), which later takers read through the
-      // release sequence of read-modify-writes.
-      if (s.cursor.compare_exchange_weak(cursor, cursor + 1, std::memory_order_acq_rel,
-                                         std::memory_order_acquire)) {
-        *slot = index;
-        *task = task_of(cursor);
-        return true;
-      }
+    if (take_task_of(index, task)) {
+      *slot = index;
+      return true;
     }
   }
   return false;
+}
+
+bool Scheduler::take_task_of(uint32_t index, uint32_t* task) {
+  Slot& s = slots_[index];
+  // SYNC: pairs with the release in start(): a cursor of this generation brings its limit along.
+  uint64_t cursor = s.cursor.load(std::memory_order_acquire);
+  for (;;) {
+    // SYNC: pairs with the release in run_task(): where a next stage is open, everything that the
+    // stages before wrote is visible.
+    const uint64_t limit = s.limit.load(std::memory_order_acquire);
+    if (generation_of(cursor) != generation_of(limit) || task_of(cursor) >= task_of(limit)) {
+      return false;
+    }
+    // SYNC: acquires the job's description from start(), which later takers read through the
+    // release sequence of read-modify-writes.
+    if (s.cursor.compare_exchange_weak(cursor, cursor + 1, std::memory_order_acq_rel,
+                                       std::memory_order_acquire)) {
+      *task = task_of(cursor);
+      charge(s.plan.lane, s.plan.cost / s.plan.n_tasks);
+      return true;
+    }
+  }
 }
 
 bool Scheduler::run_one(uint32_t thread) {
@@ -178,9 +260,19 @@ void Scheduler::run_task(uint32_t index, uint32_t task, uint32_t thread) {
     slot.limit.store(pack(generation, stage_end(plan, n_done)), std::memory_order_release);
     announce_tasks(plan.n_wake);
   } else {
+    yield_in_time(thread, end_ns - begin_ns);
     return;
   }
   wake_driver(thread);
+  yield_in_time(thread, end_ns - begin_ns);
+}
+
+void Scheduler::yield_in_time(uint32_t thread, uint64_t ran_ns) {
+  threads_[thread].ran_ns += ran_ns;
+  if (threads_[thread].ran_ns >= kYieldNs && yields_.load(std::memory_order_relaxed)) {
+    threads_[thread].ran_ns = 0;
+    std::this_thread::yield();
+  }
 }
 
 void Scheduler::set_wake(std::function<void()> wake) {
@@ -222,6 +314,7 @@ bool Scheduler::take_finished(FinishedJob* job) {
   active_.fetch_and(~bit, std::memory_order_relaxed);
   free_slots_ |= bit;
   --n_active_;
+  leave_lane(slot.plan.lane);
   if (n_active_ != 0 && index == oldest_.load(std::memory_order_relaxed)) {
     const uint64_t turned = std::rotr(~free_slots_, static_cast<int>(index));
     oldest_.store((index + static_cast<uint32_t>(std::countr_zero(turned))) % kMaxJobs,

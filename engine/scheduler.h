@@ -6,6 +6,16 @@
 // job that has one ready, so that all threads stay busy to the end of a job and a straggler costs
 // one task.
 //
+// Jobs belong to lanes, one for each client. Where several lanes have jobs, a thread takes the next
+// task from the lane that has been served least, by the cost of the tasks taken. A lane that comes
+// back counts as served nearly as much as the others: what it did not use is gone, but for
+// kLaneCredit.
+//
+// Where there are several clients, a thread that has run tasks for kYieldNs lets others of the
+// machine have its core: whoever was just answered, or just asked, would else wait for the end of
+// its slice, some milliseconds. A yield costs a part of the core's share where something else always
+// wants it, so a client that is alone is spared it.
+//
 // Idle workers spin for a while and then sleep; a job says how many sleepers are worth waking.
 //
 // Threads: the driver thread calls everything. TaskSet::run is called on any thread.
@@ -39,6 +49,8 @@ struct JobPlan {
   uint32_t n_tasks = 0;   // of all stages; at least 1
   uint32_t n_wake = 0;    // sleeping workers worth waking
   uint32_t n_middle = 0;  // beyond n_first: tasks [n_first, n_middle) are a stage of their own
+  uint64_t cost = 0;      // of all tasks, in bytes of K and V that take as long to read
+  uint32_t lane = 0;      // below Scheduler::kMaxLanes
 };
 
 struct FinishedJob {
@@ -50,6 +62,9 @@ struct FinishedJob {
 class Scheduler {
  public:
   static constexpr uint32_t kMaxJobs = 64;
+  static constexpr uint32_t kMaxLanes = 64;
+  static constexpr uint64_t kYieldNs = 200'000;
+  static constexpr uint64_t kLaneCredit = uint64_t{16} << 20;
 
   // Starts n_threads - 1 workers. REQUIRES: n_threads >= 1.
   Scheduler(uint32_t n_threads, uint64_t spin_ns, bool pin_threads);
@@ -64,6 +79,10 @@ class Scheduler {
   // `set` stays alive until take_finished has returned it.
   // REQUIRES: has_room(), 1 <= plan.n_tasks, plan.n_first and plan.n_middle <= plan.n_tasks.
   void start(TaskSet* set, const JobPlan& plan);
+  // Whether threads yield their cores now and then.
+  void set_yielding(bool yields) { yields_.store(yields, std::memory_order_relaxed); }
+  // Counts work of a lane that the driver did outside jobs.
+  void charge(uint32_t lane, uint64_t cost);
   // Runs one ready task on the calling (driver) thread; false when there is none.
   bool run_one() { return run_one(0); }
   // A job all of whose tasks have ended; false when there is none.
@@ -92,20 +111,34 @@ class Scheduler {
     // Written by the driver while the slot is free, constant until its last task has ended.
     TaskSet* set = nullptr;
     JobPlan plan;
-    uint64_t begin_ns = 0;  // by the thread that takes task 0
-    uint64_t end_ns = 0;    // by the thread that ends the last task
+    std::atomic<uint32_t> lane{0};  // plan.lane, for those who do not know whether it still holds
+    uint64_t begin_ns = 0;          // by the thread that takes task 0
+    uint64_t end_ns = 0;            // by the thread that ends the last task
   };
   struct alignas(64) ThreadState {
     std::atomic<uint64_t> busy_ns{0};
+    uint64_t ran_ns = 0;  // since it has last yielded; its own
     std::thread thread;
+  };
+
+  struct alignas(64) Lane {
+    std::atomic<uint64_t> served{0};  // cost of tasks taken
+    uint32_t n_jobs = 0;              // driver only
   };
 
   bool run_one(uint32_t thread);
   bool take_task(uint32_t* slot, uint32_t* task);
+  bool take_task_of(uint32_t index, uint32_t* task);
+  bool take_fair_task(uint32_t* slot, uint32_t* task);
+  bool has_ready_task(const Slot& slot) const;
+  uint64_t least_served() const;
+  void enter_lane(uint32_t lane);
+  void leave_lane(uint32_t lane);
   void run_task(uint32_t slot, uint32_t task, uint32_t thread);
   void announce_tasks(uint32_t n_wake);
   void announce_finished(uint32_t slot);
   void wake_driver(uint32_t thread);
+  void yield_in_time(uint32_t thread, uint64_t ran_ns);
   void add_busy(uint32_t thread, uint64_t ns);
   void work(uint32_t thread);
   bool spin(uint32_t seen_epoch, uint64_t spin_ns, bool is_driver) const;
@@ -118,6 +151,12 @@ class Scheduler {
   uint64_t free_slots_ = ~uint64_t{0};
   uint32_t n_active_ = 0;
   uint32_t next_slot_ = 0;
+  uint32_t n_busy_lanes_ = 0;
+  uint64_t virtual_time_ = 0;  // never back: what a lane counts as served that comes back
+  std::array<Lane, kMaxLanes> lanes_;
+  // Whether more than one lane has jobs.
+  std::atomic<bool> is_shared_{false};
+  std::atomic<bool> yields_{false};
   // Bit per slot with a job.
   alignas(64) std::atomic<uint64_t> active_{0};
   std::atomic<uint32_t> oldest_{0};  // slot where the search for tasks begins

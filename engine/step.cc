@@ -91,6 +91,7 @@ void Step::make_plan(uint32_t n_threads, ThreadWorkspace& workspace) {
   plan_.n_first = attend_.has_approx() ? n_copies_ : n_prepared_;
   plan_.n_middle = n_prepared_;
   plan_.n_tasks = n_prepared_ + attend_.n_tasks();
+  plan_.cost = cost;
   plan_.n_wake = static_cast<uint32_t>(std::min<uint64_t>(n_threads - 1, cost / kCostPerWake));
 }
 

@@ -34,16 +34,20 @@ namespace {
 // is time.
 constexpr uint64_t kTrimAfterFree = 64;
 constexpr uint64_t kTrimInPassing = 2;
-constexpr uint64_t kTrimHousekeeping = 64;
+constexpr uint64_t kTrimHousekeeping = 16;
 // Likewise bytes of hash tables (some 0.1 ms a MiB).
 constexpr uint64_t kUnmapInPassing = uint64_t{256} << 10;
 constexpr uint64_t kUnmapAtOnce = uint64_t{8} << 20;
+constexpr uint64_t kUnmapHousekeeping = uint64_t{2} << 20;
 // Before an allocation fails.
 constexpr uint64_t kUnmapForRoom = uint64_t{32} << 20;
 
 // LIMIT: page references counted for one part of a list of sequences, but for its first sequence:
 // the driver does nothing else meanwhile.
 constexpr uint64_t kMaxListedPages = 65536;
+
+// What freeing a sequence costs besides its pages, in pages.
+constexpr uint64_t kPagesPerSequence = 16;
 
 // A policy that keeps asking for more is cut off here, until the next event.
 constexpr int kMaxPolicyRounds = 1024;
@@ -54,6 +58,7 @@ struct Account {
   ClientId client = 0;
   QuotaAccount* quota = nullptr;
   IndexUses indexes;
+  kvm_seq_id next_freed = 0;  // where free_some goes on
 };
 
 // The lists of a space that one policy decides about.
@@ -142,6 +147,7 @@ class StoreImpl final : public Store, private PageRelief {
   ClientId add_client(const ClientSpec& spec) override;
   void remove_client(ClientId client) override;
   uint64_t client_bytes(ClientId client) const override;
+  bool free_some(ClientId client, uint64_t max_pages, std::vector<kvm_seq_id>* gone) override;
   QuotaBook& quotas() override { return quotas_; }
   // Spaces.
   Result<kvm_space_id> register_space(const SpaceSpec& spec) override;
@@ -233,6 +239,7 @@ class StoreImpl final : public Store, private PageRelief {
   void drop_from_index(Sequence* seq, const policies::Action& action);
   static std::unique_ptr<Sequence> make_seq(Account* account, SpaceRecord* record, uint32_t flags);
   kvm_seq_id add_seq(std::unique_ptr<Sequence> seq);
+  void remove_seq(Sequence* seq);
   Status check_layer(const Sequence* seq, uint32_t layer) const;
   Status check_quota(std::span<const AppendItem> items);
   Status reserve_item(const AppendItem& item);
@@ -314,6 +321,41 @@ void StoreImpl::remove_client(ClientId client) {
     quotas_.close(client);
     accounts_.erase(it);
   }
+}
+
+bool StoreImpl::free_some(ClientId client, uint64_t max_pages, std::vector<kvm_seq_id>* gone) {
+  const auto it = accounts_.find(client);
+  if (it == accounts_.end()) {
+    return false;
+  }
+  Account& account = *it->second;
+  uint64_t n_seen = 0;
+  while (account.quota->used(Resource::kSequences) != 0) {
+    Sequence* seq = nullptr;
+    sequences_.walk_from(account.next_freed, [&](uint64_t id, Sequence& at) {
+      account.next_freed = id;
+      seq = at.account == &account ? &at : nullptr;
+      return seq == nullptr && ++n_seen < max_pages;
+    });
+    if (seq == nullptr) {
+      return true;
+    }
+    for (PageList& list : seq->lists) {
+      const uint64_t n_pages = div_up(list.reserved_length(), kPageTokens);
+      if (n_pages != 0 && n_seen >= max_pages) {
+        return true;
+      }
+      n_seen += n_pages;
+      list.clear(bank(seq));
+    }
+    gone->push_back(seq->id);
+    n_seen += kPagesPerSequence;
+    remove_seq(seq);
+    if (n_seen >= max_pages) {
+      return true;
+    }
+  }
+  return false;
 }
 
 uint64_t StoreImpl::client_bytes(ClientId client) const {
@@ -613,6 +655,11 @@ void StoreImpl::advance_commit(Sequence* seq, uint64_t n_tokens) {
 }
 
 void StoreImpl::free_seq(Sequence* seq) {
+  remove_seq(seq);
+  trim_after_free();
+}
+
+void StoreImpl::remove_seq(Sequence* seq) {
   for (PageList& list : seq->lists) {
     list.clear(bank(seq));
   }
@@ -624,7 +671,6 @@ void StoreImpl::free_seq(Sequence* seq) {
   seq->account->quota->give_back(Resource::kSequences, 1);
   --seq->record->n_sequences;
   sequences_.erase(seq->id);
-  trim_after_free();
 }
 
 uint64_t StoreImpl::length(const Sequence* seq, uint32_t layer) const {
@@ -1736,7 +1782,7 @@ void StoreImpl::collect_index(const Sequence* seq, uint32_t layer, uint32_t kv_h
 // --- Memory and statistics ----------------------------------------------------------------------
 
 bool StoreImpl::housekeep() {
-  yard_.unmap_some(kUnmapAtOnce);
+  yard_.unmap_some(kUnmapHousekeeping);
   return pool_.trim(kTrimHousekeeping) || yard_.size_bytes() != 0;
 }
 

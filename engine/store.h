@@ -129,6 +129,9 @@ class Store {
   // them allocated it (sequences of different clients never share pages); its observations and
   // indexes count once as well. 0 for an unknown client.
   virtual uint64_t client_bytes(ClientId client) const = 0;
+  // Frees sequences of a client that is about to be removed, one list after the other, about
+  // max_pages pages of them; appends the ids of those that are gone. False: none are left.
+  virtual bool free_some(ClientId client, uint64_t max_pages, std::vector<kvm_seq_id>* gone) = 0;
   virtual QuotaBook& quotas() = 0;
 
   // --- Spaces -----------------------------------------------------------------------------------

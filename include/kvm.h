@@ -114,8 +114,8 @@ enum {
   /* Resources. */
   KVM_ERR_NO_MEMORY = -10, /* the machine refused memory */
   KVM_ERR_NO_SPACE = -11,  /* the service's capacity for this tier is used up */
-  KVM_ERR_QUOTA = -12,     /* this client's share is used up */
-  KVM_ERR_LIMIT = -13,     /* a fixed limit (kvm_client_info) is reached */
+  KVM_ERR_QUOTA = -12,     /* this client's share is used up, or that of its user's clients */
+  KVM_ERR_LIMIT = -13,     /* a fixed limit is reached */
   /* Storage. */
   KVM_ERR_IO = -20,
   KVM_ERR_CORRUPT = -21, /* a checksum did not match */
@@ -281,8 +281,8 @@ typedef struct kvm_queue_params {
   uint64_t reserved[4];
 } kvm_queue_params;
 
-/* Makes a queue. Fails: LIMIT (max_queues; arenas, of which each queue has one), QUOTA (of arenas),
- * NO_MEMORY, TIMEOUT, INVALID (n_entries). Threads: any. */
+/* Makes a queue. Fails: QUOTA (max_queues; arenas, of which each queue has one; embedded it is
+ * LIMIT), NO_MEMORY, TIMEOUT, INVALID (n_entries). Threads: any. */
 KVM_API kvm_status kvm_queue_create(kvm_client *client, const kvm_queue_params *params,
                                     kvm_queue **out);
 
@@ -326,7 +326,8 @@ typedef struct kvm_arena_params {
 } kvm_arena_params;
 
 /* Makes an arena. Its memory is allocated at once (0.7 s a GiB), so make it early.
- * Fails:   LIMIT (max_arenas, max_arena_bytes), QUOTA, NO_MEMORY, TIMEOUT. Threads: any. */
+ * Fails:   LIMIT (max_arena_bytes; embedded, max_arenas), QUOTA (max_arenas, and of bytes),
+ *          NO_MEMORY, TIMEOUT. Threads: any. */
 KVM_API kvm_status kvm_arena_create(kvm_client *client, const kvm_arena_params *params,
                                     kvm_arena **out);
 
@@ -605,8 +606,8 @@ enum {
   KVM_SEQ_MANUAL_COMMIT = 1u << 0 /* final by kvm_seq_commit only; default: on append */
 };
 
-/* Makes an empty sequence. Fails: NOT_FOUND, STALE, LOST (the space), LIMIT (max_sequences),
- * TIMEOUT. Threads: any. */
+/* Makes an empty sequence. Fails: NOT_FOUND, STALE, LOST (the space), QUOTA (max_sequences),
+ * LIMIT (of all clients), TIMEOUT. Threads: any. */
 KVM_API kvm_status kvm_seq_create(kvm_client *client, kvm_space_id space,
                                   const kvm_seq_params *params, kvm_seq_id *out);
 
@@ -616,7 +617,7 @@ KVM_API kvm_status kvm_seq_create(kvm_client *client, kvm_space_id space,
  * of the parent is brought up to date first, so that both have it.
  * Fails:   INVALID (n_tokens is longer than the longest layer), PARTIAL (a policy of the parent has
  *          dropped tokens that queries at n_tokens would see), NOT_FOUND, STALE, LOST, PERMISSION
- *          (a sequence of another client), LIMIT, TIMEOUT.
+ *          (a sequence of another client), QUOTA, LIMIT (as kvm_seq_create), TIMEOUT.
  * Threads: any. */
 KVM_API kvm_status kvm_seq_fork(kvm_client *client, kvm_seq_id parent, uint64_t n_tokens,
                                 kvm_seq_id *out);

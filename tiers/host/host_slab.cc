@@ -63,8 +63,9 @@ Result<std::unique_ptr<HostSlab>> HostSlab::create(const SlabClass& slab_class,
                                                    uint64_t max_extents) {
   KVM_ASSERT(slab_class.page_bytes() > 0 && slab_class.page_bytes() <= kExtentBytes);
   std::unique_ptr<HostSlab> slab(new HostSlab(slab_class, max_extents));
-  // One extent more, to begin at a multiple of its size.
-  const uint64_t size_bytes = (slab->max_extents_ + 1) * kExtentBytes;
+  // One extent more, to begin at a multiple of its size, and one on each side that stays without
+  // access: no page has another mapping for a neighbour. Addresses are all that costs.
+  const uint64_t size_bytes = (slab->max_extents_ + 3) * kExtentBytes;
   void* mapping =
       mmap(nullptr, size_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (mapping == MAP_FAILED) {
@@ -74,7 +75,7 @@ Result<std::unique_ptr<HostSlab>> HostSlab::create(const SlabClass& slab_class,
   slab->mapping_ = static_cast<std::byte*>(mapping);
   slab->mapping_bytes_ = size_bytes;
   const uintptr_t address = reinterpret_cast<uintptr_t>(mapping);
-  slab->base_ = slab->mapping_ + (-address & (kExtentBytes - 1));
+  slab->base_ = slab->mapping_ + (-address & (kExtentBytes - 1)) + kExtentBytes;
   // A refusal (a kernel without transparent huge pages) costs speed only. Said once for the whole
   // range, so that the mapping does not split when parts of it become accessible.
   (void)madvise(mapping, size_bytes, MADV_HUGEPAGE);

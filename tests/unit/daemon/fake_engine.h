@@ -4,6 +4,7 @@
 //
 //   a step       writes 1.0f to the start of o, if there is one
 //   a read       never finishes: it stays in flight until it is cancelled or its client goes
+//   an observe   takes kObserveNs
 //   a sequence   gets a number; free and the others succeed when it is the client's
 #ifndef KVM_TESTS_UNIT_DAEMON_FAKE_ENGINE_H_
 #define KVM_TESTS_UNIT_DAEMON_FAKE_ENGINE_H_
@@ -16,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/clock.h"
 #include "engine/engine.h"
 
 namespace kvm::testing {
@@ -25,6 +27,8 @@ class FakeEngine final : public engine::Engine {
   using ClientId = engine::ClientId;
   using RequestTag = engine::RequestTag;
   using DoneCallback = engine::DoneCallback;
+
+  static constexpr uint64_t kObserveNs = 30'000'000;
 
   explicit FakeEngine(const engine::EngineOptions& options)
       : options_(options), quotas_(options.tenant_limits) {}
@@ -94,7 +98,8 @@ class FakeEngine final : public engine::Engine {
   }
   void submit(ClientId client, RequestTag tag, engine::ObserveRequest&&,
               DoneCallback on_done) override {
-    push(client, tag, std::move(on_done), {}, true);
+    push(client, tag, std::move(on_done), {}, false);
+    pending_.back().ready_ns = now_ns() + kObserveNs;
   }
   void submit(ClientId client, RequestTag tag, engine::SeqRequest&& request,
               DoneCallback on_done) override {
@@ -128,7 +133,7 @@ class FakeEngine final : public engine::Engine {
     }
     uint32_t n = 0;
     for (size_t i = 0; i < pending_.size();) {
-      if (!pending_[i].ready) {
+      if (!pending_[i].ready && now_ns() < pending_[i].ready_ns) {
         ++i;
         continue;
       }
@@ -190,11 +195,16 @@ class FakeEngine final : public engine::Engine {
     DoneCallback on_done;
     engine::RequestResult result;
     bool ready = false;
+    uint64_t ready_ns = UINT64_MAX;
   };
 
   void push(ClientId client, RequestTag tag, DoneCallback on_done, engine::RequestResult result,
             bool ready) {
-    pending_.push_back({client, tag, std::move(on_done), std::move(result), ready});
+    pending_.push_back({.client = client,
+                        .tag = tag,
+                        .on_done = std::move(on_done),
+                        .result = std::move(result),
+                        .ready = ready});
   }
 
   engine::EngineOptions options_;

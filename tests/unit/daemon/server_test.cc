@@ -498,6 +498,31 @@ TEST(Server, StopRemovesTheSocketAndClosesClients) {
   EXPECT_TRUE(client.is_closed_by_daemon());
 }
 
+// What is in flight when the daemon is told to stop is finished and answered; then everybody is
+// disconnected.
+TEST(Server, StopLetsRequestsInFlightFinish) {
+  const auto server = run_server();
+  RawClient client = connected(*server);
+  RawClient idle = connected(*server);
+  auto queue = client.create_queue().value();
+  auto arena = client.create_arena(8192).value();
+  ipc::ObserveBlock observe{};
+  observe.seq = 1;
+  observe.n_rows = 1;
+  observe.q = {arena.region, KVM_DTYPE_F32, 2048, 64, 0, 0, 0};
+  ipc::RequestEntry entry = write_block(ipc::Opcode::kObserve, arena, observe);
+  entry.user_data = 11;
+  client.submit(&queue, entry);
+  ASSERT_TRUE(client.nop(&queue).is_ok()) << "so the request before it was taken";
+  stop(server.get());
+  const auto done = client.wait(&queue);
+  ASSERT_TRUE(done.is_ok()) << done.status().message();
+  EXPECT_EQ(done.value().user_data, 11u);
+  EXPECT_EQ(done.value().status, KVM_OK);
+  EXPECT_TRUE(client.is_closed_by_daemon());
+  EXPECT_TRUE(idle.is_closed_by_daemon());
+}
+
 TEST(Server, StatsTextHasEverySeriesFromTheStart) {
   const auto server = run_server();
   RawClient client = connected(*server);

@@ -6,6 +6,7 @@
 #include <malloc.h>
 #include <sys/mman.h>
 
+#include <functional>
 #include <numeric>
 #include <string>
 #include <vector>
@@ -319,6 +320,58 @@ TEST(Engine, DeadlinesAreForTheStart) {
   late.deadline_ns = UINT64_MAX;
   EXPECT_TRUE(rig.run(late).status.is_ok());
   EXPECT_EQ(rig.length(seq), 1u);
+}
+
+// Whoever asks for much does not keep others from having theirs.
+TEST(Engine, ALightClientDoesNotWaitForAllOfAHeavyOne) {
+  for (const uint32_t n_threads : {1u, 3u}) {
+    Small rig(n_threads);
+    const ClientId heavy = rig.engine->add_client({});
+    const ClientId light = rig.engine->add_client({});
+    rig.client = heavy;
+    std::vector<kvm_seq_id> large;
+    for (int i = 0; i < 60; ++i) {
+      large.push_back(rig.create(rig.id));
+      ASSERT_TRUE(rig.run(rig.append(large.back(), 6000, 1)).status.is_ok());
+    }
+    rig.client = light;
+    const kvm_seq_id small = rig.create(rig.id);
+    ASSERT_TRUE(rig.run(rig.append(small, 100, 1)).status.is_ok());
+
+    uint32_t n_heavy = 0;
+    uint32_t n_heavy_before = 0;
+    uint32_t n_light = 0;
+    const auto submit = [&](ClientId client, kvm_seq_id seq, uint32_t rows, uint64_t number,
+                            DoneCallback on_done) {
+      rig.client = client;
+      rig.engine->submit(client, {1, number}, rig.attend(seq, rows).first, std::move(on_done));
+    };
+    for (uint64_t i = 0; i < 60; ++i) {
+      submit(heavy, large[i], 8, i, [&](RequestResult&& result) {
+        EXPECT_TRUE(result.status.is_ok()) << result.status.message();
+        ++n_heavy;
+      });
+    }
+    // One after the other, as a client does that waits for each.
+    std::function<void(RequestResult &&)> next = [&](RequestResult&& result) {
+      EXPECT_TRUE(result.status.is_ok()) << result.status.message();
+      if (++n_light < 5) {
+        submit(light, small, 1, n_light, next);
+      } else {
+        n_heavy_before = n_heavy;
+      }
+    };
+    submit(light, small, 1, 0, next);
+    bool done = false;
+    for (int i = 0; i < 1'000'000 && !done; ++i) {
+      if (rig.engine->poll() == 0 && !rig.engine->work()) {
+        rig.engine->wait(1'000'000);
+      }
+      done = n_heavy == 60 && n_light == 5;
+    }
+    ASSERT_TRUE(done) << n_heavy << " and " << n_light;
+    EXPECT_LT(n_heavy_before, 30u) << "before the five of the light one were done";
+  }
 }
 
 TEST(Engine, AClientLeavesWithRequestsInFlight) {

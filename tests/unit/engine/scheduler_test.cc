@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <random>
@@ -87,13 +88,15 @@ TEST(Scheduler, OneThreadRunsTasksInOrder) {
   EXPECT_FALSE(scheduler.take_finished(&job));
 }
 
+// Which job each task was of, in the order of running.
+struct Log final : TaskSet {
+  explicit Log(std::vector<int>* to, int which) : to_(to), which_(which) {}
+  void run(uint32_t, uint32_t) override { to_->push_back(which_); }
+  std::vector<int>* to_;
+  int which_;
+};
+
 TEST(Scheduler, OldestJobFirst) {
-  struct Log final : TaskSet {
-    explicit Log(std::vector<int>* to, int which) : to_(to), which_(which) {}
-    void run(uint32_t, uint32_t) override { to_->push_back(which_); }
-    std::vector<int>* to_;
-    int which_;
-  };
   std::vector<int> seen;
   Scheduler scheduler(1, 0, false);
   Log a(&seen, 0);
@@ -103,6 +106,68 @@ TEST(Scheduler, OldestJobFirst) {
   while (scheduler.run_one()) {
   }
   EXPECT_EQ(seen, (std::vector<int>{0, 0, 1, 1}));
+  wait_for(scheduler, 2);
+}
+
+// A lane that comes while another one is busy is served at once, and then as much as the other.
+TEST(Scheduler, LanesShareByCost) {
+  constexpr uint64_t kMiB = 1 << 20;
+  constexpr uint32_t kCredit = Scheduler::kLaneCredit / kMiB;
+  std::vector<int> seen;
+  Scheduler scheduler(1, 0, false);
+  Log heavy(&seen, 0);
+  Log light(&seen, 1);
+  Log lighter(&seen, 2);
+  // Tasks of 2 MiB against tasks of 1 MiB.
+  scheduler.start(&heavy, {.n_tasks = 1000, .cost = 2000 * kMiB, .lane = 5});
+  for (int i = 0; i < 100; ++i) {
+    scheduler.run_one();
+  }
+  seen.clear();
+  scheduler.start(&light, {.n_tasks = 200, .cost = 200 * kMiB, .lane = 7});
+  for (uint32_t i = 0; i < kCredit; ++i) {
+    scheduler.run_one();
+  }
+  EXPECT_EQ(std::count(seen.begin(), seen.end(), 1), kCredit) << "what it may catch up with";
+  seen.clear();
+  for (int i = 0; i < 90; ++i) {
+    scheduler.run_one();
+  }
+  EXPECT_NEAR(static_cast<double>(std::count(seen.begin(), seen.end(), 1)), 60, 1);
+  // A third one is not served more for having been away for longer, nor is the first one punished
+  // for what it had while it was alone.
+  scheduler.start(&lighter, {.n_tasks = 200, .cost = 200 * kMiB, .lane = 0});
+  seen.clear();
+  for (uint32_t i = 0; i < kCredit + 5 * 10; ++i) {
+    scheduler.run_one();
+  }
+  EXPECT_NEAR(static_cast<double>(std::count(seen.begin(), seen.end(), 2)), kCredit + 20, 1);
+  EXPECT_NEAR(static_cast<double>(std::count(seen.begin(), seen.end(), 0)), 10, 1);
+  while (scheduler.run_one()) {
+  }
+  wait_for(scheduler, 3);
+}
+
+// A lane that had everything while nobody else wanted it owes nobody anything later.
+TEST(Scheduler, ALaneThatWasAloneIsNotStarved) {
+  std::vector<int> seen;
+  Scheduler scheduler(1, 0, false);
+  Log first(&seen, 0);
+  Log again(&seen, 0);
+  Log other(&seen, 1);
+  scheduler.start(&first, {.n_tasks = 100, .cost = uint64_t{100} << 30, .lane = 1});
+  while (scheduler.run_one()) {
+  }
+  wait_for(scheduler, 1);
+  seen.clear();
+  scheduler.start(&other, {.n_tasks = 100, .cost = uint64_t{100} << 20, .lane = 2});
+  scheduler.start(&again, {.n_tasks = 100, .cost = uint64_t{100} << 20, .lane = 1});
+  for (int i = 0; i < 60; ++i) {
+    scheduler.run_one();
+  }
+  EXPECT_GE(std::count(seen.begin(), seen.end(), 0), 20);
+  while (scheduler.run_one()) {
+  }
   wait_for(scheduler, 2);
 }
 
@@ -118,7 +183,11 @@ TEST(Scheduler, EveryTaskRunsOnceAndStagesKeepApart) {
         const bool one_stage = random() % 3 == 0;
         const uint32_t n_first = one_stage ? 0 : static_cast<uint32_t>(random() % (n_tasks + 1));
         jobs.push_back(std::make_unique<Recorder>(n_first, n_tasks, n_threads));
-        scheduler.start(jobs.back().get(), {n_first, n_tasks, static_cast<uint32_t>(random() % 4)});
+        scheduler.start(jobs.back().get(), {.n_first = n_first,
+                                            .n_tasks = n_tasks,
+                                            .n_wake = static_cast<uint32_t>(random() % 4),
+                                            .cost = random() % (uint64_t{64} << 20),
+                                            .lane = static_cast<uint32_t>(random() % 3)});
         ++n_open;
         if (!scheduler.has_room() || random() % 4 == 0) {
           wait_for(scheduler, n_open);

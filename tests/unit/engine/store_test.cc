@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <random>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -451,6 +452,39 @@ TEST_F(StoreTest, ObservationsAreKeptChargedForkedAndCut) {
   store_->free_seq(child);
   EXPECT_EQ(stats_of(*store_).observed_bytes, 0u);
   EXPECT_EQ(store_->client_bytes(client_), 0u);
+}
+
+// What a client leaves behind goes in portions, and all of it.
+TEST_F(StoreTest, SequencesOfAClientGoBitByBit) {
+  const kvm_space_id space = store_->register_space(make_spec("m", 3, 1)).value();
+  const ClientId leaving = store_->add_client({});
+  std::set<kvm_seq_id> seqs;
+  for (int i = 0; i < 40; ++i) {
+    Sequence* own = create(space);  // of another client, in between
+    ASSERT_TRUE(append(*store_, own, 0, numbered(0, 5)).is_ok());
+    const kvm_seq_id id = store_->create_seq(leaving, space, 0).value();
+    seqs.insert(id);
+    for (uint32_t layer = 0; layer < 3; ++layer) {
+      Sequence* seq = store_->find_seq(leaving, id).value();
+      ASSERT_TRUE(append(*store_, seq, layer, numbered(0, 10 * kPageTokens)).is_ok());
+    }
+  }
+  std::vector<kvm_seq_id> gone;
+  uint32_t n_portions = 0;
+  uint64_t n_pages = stats_of(*store_).n_pages;
+  while (store_->free_some(leaving, 64, &gone)) {
+    const uint64_t n_left = stats_of(*store_).n_pages;
+    EXPECT_LE(n_pages - n_left, 64u + 10u) << "one list beyond the portion at most";
+    n_pages = n_left;
+    store_->check_accounts();
+    ASSERT_LT(++n_portions, 1000u);
+  }
+  EXPECT_GT(n_portions, 10u);
+  EXPECT_EQ(std::set<kvm_seq_id>(gone.begin(), gone.end()), seqs);
+  EXPECT_EQ(gone.size(), seqs.size());
+  EXPECT_EQ(store_->client_bytes(leaving), 0u);
+  EXPECT_EQ(stats_of(*store_).n_pages, 40u);
+  store_->remove_client(leaving);
 }
 
 TEST_F(StoreTest, ObservationsMeetTheQuota) {

@@ -148,7 +148,8 @@ impl Sequence {
     }
 
     /// A sequence that shares the first `n_tokens`, copy-on-write. Fails with `Invalid` (longer
-    /// than the longest layer), `Partial`, `Limit`, `Stale`, `Lost` or `Timeout`.
+    /// than the longest layer), `Partial`, `Quota`, `Limit`, `Stale`, `Lost` or
+    /// `Timeout`.
     pub fn fork(&self, n_tokens: u64) -> Result<Sequence> {
         let mut id = 0;
         // SAFETY: a live client and an output.

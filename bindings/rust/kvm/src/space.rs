@@ -685,7 +685,8 @@ impl Space {
         Ok(SpaceInfo::from_raw(&raw))
     }
 
-    /// Makes an empty sequence. Fails with `Stale`, `Lost`, `Limit` or `Timeout`.
+    /// Makes an empty sequence. Fails with `Stale`, `Lost`, `Quota`, `Limit` or
+    /// `Timeout`.
     pub fn create_sequence(&self) -> Result<Sequence> {
         self.create_sequence_with(&SequenceParams::new())
     }
