@@ -13,8 +13,8 @@
 //
 // Where there are several clients, a thread that has run tasks for kYieldNs lets others of the
 // machine have its core: whoever was just answered, or just asked, would else wait for the end of
-// its slice, some milliseconds. A yield costs a part of the core's share where something else always
-// wants it, so a client that is alone is spared it.
+// its slice, some milliseconds. A yield costs a part of the core's share where something else
+// always wants it, so a client that is alone is spared it.
 //
 // Idle workers spin for a while and then sleep; a job says how many sleepers are worth waking.
 //
