@@ -25,7 +25,7 @@ EngineIndex::EngineIndex(const DataSet& data, uint32_t kind, uint32_t threads) :
   options.host_capacity_bytes =
       n_heads * data.n_tokens * (head.row_bytes() + kIndexBytes) + kSlackBytes;
   engine_ = require(engine::Engine::open(options), "engine");
-  client_ = engine_->add_client(0, 0);
+  client_ = engine_->add_client({});
   engine::SpaceSpec spec;
   spec.name = "index";
   spec.params.struct_size = sizeof(kvm_space_params);
