@@ -1,8 +1,6 @@
 # What the programs write about themselves while building: manual pages, completions and the default
-# configuration, in <build>/share. They cannot differ from what the programs do.
+# configuration, in KVM_SHARE. They cannot differ from what the programs do.
 
-set(KVM_SHARE "${PROJECT_BINARY_DIR}/share")
-file(MAKE_DIRECTORY "${KVM_SHARE}")
 set(KVM_PAGES)
 
 # kvm_page(FILE PROGRAM ARGUMENT...): FILE is what PROGRAM prints.

@@ -543,7 +543,7 @@ TEST(Hostile, ClientHarmsNobodyButItself) {
     EXPECT_GE(counts.rejects(spoiler.reason), kEnough) << ipc::reject_name(spoiler.reason);
   }
   for (const kvm_status status :
-       {KVM_ERR_INVALID, KVM_ERR_NOT_FOUND, KVM_ERR_STALE, KVM_ERR_PERMISSION, KVM_ERR_LIMIT,
+       {KVM_ERR_INVALID, KVM_ERR_NOT_FOUND, KVM_ERR_STALE, KVM_ERR_PERMISSION, KVM_ERR_QUOTA,
         KVM_ERR_HOLE, KVM_ERR_UNSUPPORTED, KVM_ERR_DEADLINE, KVM_OK}) {
     EXPECT_GE(offender.n_of(status), kEnough) << kvm_status_name(status);
   }

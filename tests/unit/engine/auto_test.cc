@@ -147,7 +147,7 @@ TEST(Auto, ShortContextsAreExact) {
 
 TEST(Auto, LongContextsAreSampledAndKeepTheError) {
   World world(kModel, KVM_INDEX_SKETCH, Second::kConcentrated, 12000);
-  for (const float eps : {0.05f, 0.15f}) {
+  for (const float eps : {0.07f, 0.15f}) {
     for (uint64_t seed = 0; seed < 5; ++seed) {
       const World::Got got = world.attend(eps, 0, seed);
       EXPECT_EQ(got.result.mode, uint32_t{KVM_MODE_VERIFIED});
