@@ -155,8 +155,8 @@ void BatchMaker::pad() {
 
 // Puts the row behind the others and asks for it; false where it is of another kind. All rows of a
 // batch are asked for together: each one lies in two pages of memory of its own, and looking those
-// up takes longer than the core can run ahead, so it is done for many at once. That is most of what
-// a row costs; where a kernel asks for the other lines itself, the first one of each is enough.
+// up takes longer than the core can run ahead, so it is done for many at once. All lines of a row are
+// asked for: with the first alone, rows of bf16 took a tenth longer and of int8 two thirds.
 bool BatchMaker::find(uint64_t position) {
   if (position >= source_.end) {
     const Source before = source_;
@@ -169,12 +169,11 @@ bool BatchMaker::find(uint64_t position) {
   const uint64_t token = position - source_.begin;
   k_[n_] = source_.k + token * source_.k_bytes;
   v_[n_] = source_.v + token * source_.v_bytes;
-  const uint32_t most = list_.keys_only ? UINT32_MAX : kLineBytes;
-  for (uint32_t at = 0; at < std::min(source_.k_bytes, most); at += kLineBytes) {
+  for (uint32_t at = 0; at < source_.k_bytes; at += kLineBytes) {
     __builtin_prefetch(k_[n_] + at);
   }
-  if (!list_.keys_only) {
-    __builtin_prefetch(v_[n_]);
+  for (uint32_t at = 0; at < source_.v_bytes && !list_.keys_only; at += kLineBytes) {
+    __builtin_prefetch(v_[n_] + at);
   }
   if (source_.k_scale != nullptr) {
     k_scale_[n_] = bf16_to_f32(source_.k_scale[token]);
