@@ -155,8 +155,8 @@ void BatchMaker::pad() {
 
 // Puts the row behind the others and asks for it; false where it is of another kind. All rows of a
 // batch are asked for together: each one lies in two pages of memory of its own, and looking those
-// up takes longer than the core can run ahead, so it is done for many at once. All lines of a row are
-// asked for: with the first alone, rows of bf16 took a tenth longer and of int8 two thirds.
+// up takes longer than the core can run ahead, so it is done for many at once. All lines of a row
+// are asked for: with the first alone, rows of bf16 took a tenth longer and of int8 two thirds.
 bool BatchMaker::find(uint64_t position) {
   if (position >= source_.end) {
     const Source before = source_;
