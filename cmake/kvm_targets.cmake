@@ -49,22 +49,24 @@ target_compile_options(
     "$<$<COMPILE_LANG_AND_ID:CXX,GNU>:-Wsuggest-override>")
 
 # The precompiled standard headers exist once for libraries and programs and once for tests (with
-# GoogleTest). They hold nothing of ours, so no edit of ours rebuilds them.
+# GoogleTest). They hold nothing of ours, so no edit of ours rebuilds them; and no path of this
+# checkout, so that ccache serves another checkout what it compiled for this one.
 function(kvm_add_pch_target name)
   file(WRITE "${PROJECT_BINARY_DIR}/generated/${name}.cc" "// Carries precompiled headers.\n")
   add_library(${name} OBJECT "${PROJECT_BINARY_DIR}/generated/${name}.cc")
   # The warnings too: some change which macros are predefined, and those must agree.
   target_link_libraries(${name} PRIVATE kvm_flags kvm_warnings ${ARGN})
+  target_include_directories(${name} PRIVATE "${PROJECT_SOURCE_DIR}")
 endfunction()
 
 if(KVM_PCH)
   kvm_add_pch_target(kvm_pch)
   target_precompile_headers(
-    kvm_pch PRIVATE "$<$<COMPILE_LANGUAGE:CXX>:${PROJECT_SOURCE_DIR}/cmake/pch.h>")
+    kvm_pch PRIVATE "$<$<COMPILE_LANGUAGE:CXX>:<cmake/pch.h$<ANGLE-R>>")
   if(KVM_TESTS)
     kvm_add_pch_target(kvm_test_pch GTest::gtest)
     target_precompile_headers(
-      kvm_test_pch PRIVATE "$<$<COMPILE_LANGUAGE:CXX>:${PROJECT_SOURCE_DIR}/cmake/test_pch.h>")
+      kvm_test_pch PRIVATE "$<$<COMPILE_LANGUAGE:CXX>:<cmake/test_pch.h$<ANGLE-R>>")
   endif()
 endif()
 
