@@ -28,7 +28,8 @@
 #include "engine/refusal.h"
 #include "ipc/doorbell.h"
 #include "ipc/shared_words.h"
-#include "ipc/space_message.h"
+#include "tests/hostile/another_user.h"
+#include "tests/hostile/messages.h"
 #include "tests/hostile/requests.h"
 #include "tests/hostile/victim.h"
 #include "tests/unit/daemon/raw_client.h"
@@ -59,41 +60,6 @@ std::unique_ptr<engine::Engine> open_engine() {
 }
 
 // --- The spaces of the test ----------------------------------------------------------------------
-
-kvm_space_params params_of(uint32_t n_layers) {
-  kvm_space_params params{};
-  params.struct_size = sizeof(params);
-  params.n_layers = n_layers;
-  params.n_q_heads = kHeads;
-  params.n_kv_heads = kKvHeads;
-  params.head_dim_k = kDim;
-  return params;
-}
-
-ipc::SpaceMessage space_message(uint32_t space) {
-  ipc::SpaceMessage message;
-  if (space == kPlain) {
-    message.name = "plain";
-    message.params = params_of(2);
-  } else if (space == kIndexed) {
-    message.name = "indexed";
-    message.params = params_of(1);
-    message.indexes.push_back({.kind = KVM_INDEX_SKETCH, .n_recent = 16, .min_tokens = 256});
-  } else {
-    message.name = "layered";
-    message.params = params_of(5);
-    message.layers.push_back(
-        {.layer_begin = 1, .n_layers = 1, .kind = KVM_LAYER_ALIAS, .target = 0});
-    message.layers.push_back({.layer_begin = 2, .n_layers = 1, .kind = KVM_LAYER_ABSENT});
-    message.layers.push_back({.layer_begin = 4, .n_layers = 1, .n_kv_heads = 2 * kKvHeads});
-    message.policies.push_back(
-        {.retention = KVM_RETAIN_SINKS_RECENT, .n_sinks = 2, .n_recent = 32});
-  }
-  message.params.n_layer_params = static_cast<uint32_t>(message.layers.size());
-  message.params.n_policies = static_cast<uint32_t>(message.policies.size());
-  message.params.n_indexes = static_cast<uint32_t>(message.indexes.size());
-  return message;
-}
 
 // With a sequence in each, whose ids the offender will try.
 SpaceIds register_spaces(RawClient* client, std::vector<kvm_seq_id>* seqs) {
@@ -205,18 +171,30 @@ void flip_until(const std::atomic<bool>* stop, Target* target, uint64_t seed,
 
 // --- The offender --------------------------------------------------------------------------------
 
+// As another user than the daemon's, where the test may.
+void connect_as_another(const std::string& path, std::optional<RawClient>* client) {
+  std::optional<AnotherUser> another;
+  if (AnotherUser::is_possible()) {
+    another.emplace();
+  }
+  client->emplace(path);
+}
+
 // One connection after the other: each ends with a breach of the protocol.
 class Offender {
  public:
-  Offender(std::string path, uint64_t seed, const SpaceIds& spaces, std::vector<kvm_seq_id> others,
-           Target* target)
-      : path_(std::move(path)), maker_(seed, spaces, std::move(others)), target_(target) {}
+  Offender(std::string path, uint64_t seed, const SpaceIds& spaces, Prey prey, Target* target)
+      : path_(std::move(path)),
+        maker_(seed, spaces, prey.seqs),
+        prey_(std::move(prey)),
+        target_(target) {}
   ~Offender() { end_session(); }
 
   // A session that, unless a flipped byte ends it before, ends with what `last` says.
   void run_session(const Spoiler<Reject>& last, uint32_t n_requests);
   uint64_t n_sessions() const { return n_sessions_; }
   uint64_t n_timeouts() const { return n_timeouts_; }
+  uint64_t n_admin() const { return n_admin_; }
   const std::map<int32_t, uint64_t>& statuses() const { return statuses_; }
   uint64_t n_of(kvm_status status) const {
     const auto found = statuses_.find(status);
@@ -235,6 +213,7 @@ class Offender {
 
   std::string path_;
   RequestMaker maker_;
+  Prey prey_;
   Target* target_;
   std::optional<RawClient> client_;
   RawQueue queue_;
@@ -245,13 +224,14 @@ class Offender {
   std::array<uint32_t, ipc::kRequestEntries> created_in_{};  // by slot: the space of a kCreate
   uint64_t n_sessions_ = 0;
   uint64_t n_timeouts_ = 0;
+  uint64_t n_admin_ = 0;
   size_t next_refusal_ = 0;
   std::map<int32_t, uint64_t> statuses_;
 };
 
 bool Offender::begin_session() {
   ++n_sessions_;
-  client_.emplace(path_);
+  connect_as_another(path_, &client_);
   if (!client_->hello().is_ok()) {
     return false;
   }
@@ -280,44 +260,21 @@ void Offender::end_session() {
   client_.reset();
 }
 
-// A control message of no good intent; its reply is not waited for.
+// Control messages of no good intent; their replies are not waited for. Those of an administrator
+// come from whom they are refused to.
 void Offender::send_control() {
-  ipc::ControlWriter writer;
-  auto& fbb = writer.fbb();
-  const uint64_t value = maker_.boundary();
-  std::span<const uint8_t> bytes;
-  switch (maker_.below(8)) {
-    case 0:
-      bytes = writer.finish(1, wire::CreateSpaceDrop(fbb, maker_.spaces()[maker_.below(kSpaces)]));
-      break;
-    case 1:
-      bytes = writer.finish(1, wire::CreateSeqInfo(fbb, value));
-      break;
-    case 2:
-      bytes = writer.finish(1, wire::CreateStatsText(fbb, value));
-      break;
-    case 3:
-      bytes = writer.finish(1, wire::CreateArenaCreate(fbb, value));
-      break;
-    case 4:
-      bytes = writer.finish(1, wire::CreateQueueCreate(fbb, static_cast<uint32_t>(value)));
-      break;
-    case 5:
-      bytes = writer.finish(1, wire::CreateSeqList(fbb, value, maker_.one_in(2), value));
-      break;
-    default: {
-      ipc::SpaceMessage message = space_message(static_cast<uint32_t>(maker_.below(kSpaces)));
-      uint8_t* field = reinterpret_cast<uint8_t*>(&message.params) + 4 * maker_.below(40);
-      std::memcpy(field, &value, 4);
-      message.name = "hostile" + std::to_string(maker_.below(4));
-      bytes = writer.finish(1, ipc::encode_space(&writer, message));
+  for (uint64_t n = 1 + maker_.below(3); n != 0; --n) {
+    ipc::ControlWriter writer;
+    const bool is_admin = AnotherUser::is_possible() && maker_.one_in(2);
+    const std::span<const uint8_t> bytes =
+        is_admin ? admin_message(&maker_, prey_, &writer, 1) : any_message(&maker_, &writer, 1);
+    n_admin_ += is_admin ? 1 : 0;
+    std::vector<uint8_t> copy(bytes.begin(), bytes.end());
+    if (maker_.one_in(8)) {
+      copy[maker_.below(copy.size())] ^= static_cast<uint8_t>(1u << maker_.below(8));
     }
+    (void)client_->send(copy);
   }
-  std::vector<uint8_t> copy(bytes.begin(), bytes.end());
-  if (maker_.one_in(8)) {
-    copy[maker_.below(copy.size())] ^= static_cast<uint8_t>(1u << maker_.below(8));
-  }
-  (void)client_->send(copy);
 }
 
 void Offender::publish() {
@@ -452,6 +409,79 @@ void Offender::run_session(const Spoiler<Reject>& last, uint32_t n_requests) {
   end_session();
 }
 
+// --- What administrators may do ------------------------------------------------------------------
+
+template <typename Entry>
+std::vector<Entry> entries_of(RawClient* administrator, const RawClient::Encode& encode) {
+  const Result<std::vector<uint8_t>> bytes = administrator->get_bytes(encode);
+  EXPECT_TRUE(bytes.is_ok()) << bytes.status().message();
+  std::vector<Entry> entries(bytes.value().size() / sizeof(Entry));
+  std::memcpy(entries.data(), bytes.value().data(), entries.size() * sizeof(Entry));
+  return entries;
+}
+
+std::vector<kvm_client_entry> clients_of(RawClient* administrator) {
+  return entries_of<kvm_client_entry>(administrator, [](ipc::ControlWriter* writer, uint64_t id) {
+    return writer->finish(id, wire::CreateClientList(writer->fbb(), 0));
+  });
+}
+
+// The sequences and all clients of now.
+Prey prey_of(RawClient* administrator, const std::vector<kvm_seq_id>& seqs) {
+  Prey prey{.seqs = seqs, .clients = {}};
+  for (const kvm_client_entry& client : clients_of(administrator)) {
+    prey.clients.push_back(client.client_id);
+  }
+  return prey;
+}
+
+// The sequences live, and nobody's limits have become those of admin_message().
+void expect_unharmed(RawClient* administrator, const std::vector<kvm_seq_id>& seqs) {
+  for (const kvm_seq_id seq : seqs) {
+    const auto info =
+        entries_of<kvm_seq_info>(administrator, [seq](ipc::ControlWriter* writer, uint64_t id) {
+          return writer->finish(id, wire::CreateSeqInfo(writer->fbb(), seq));
+        });
+    EXPECT_EQ(info.size(), 1u);
+  }
+  for (const kvm_client_entry& client : clients_of(administrator)) {
+    EXPECT_GT(client.limits.bytes, 4096u) << client.name;
+    EXPECT_GT(client.limits.sequences, 1u) << client.name;
+  }
+  const auto users =
+      entries_of<kvm_user_entry>(administrator, [](ipc::ControlWriter* writer, uint64_t id) {
+        return writer->finish(id, wire::CreateUserList(writer->fbb(), 0));
+      });
+  for (const kvm_user_entry& user : users) {
+    EXPECT_EQ(user.limits.bytes, KVM_NO_LIMIT) << user.uid;
+  }
+}
+
+TEST(Hostile, WhatIsForAdministratorsIsRefusedToOthers) {
+  if (!AnotherUser::is_possible()) {
+    GTEST_SKIP() << "needs root, to connect as somebody else";
+  }
+  spdlog::set_level(spdlog::level::off);
+  const auto server = run_server({}, open_engine());
+  const std::string path = socket_path_of(*server);
+  AnotherUser::admit_to(path);
+  RawClient monitor(path);
+  ASSERT_TRUE(monitor.hello().is_ok());
+  std::vector<kvm_seq_id> seqs;
+  RequestMaker maker(1, register_spaces(&monitor, &seqs), {});
+  const Prey prey = prey_of(&monitor, seqs);
+  std::optional<RawClient> other;
+  connect_as_another(path, &other);
+  ASSERT_TRUE(other->hello().is_ok());
+  for (uint32_t i = 0; i < 5000; ++i) {
+    const Result<RawReply> reply = other->call([&](ipc::ControlWriter* writer, uint64_t id) {
+      return admin_message(&maker, prey, writer, id);
+    });
+    ASSERT_EQ(reply.status().code(), KVM_ERR_PERMISSION) << reply.status().message();
+  }
+  expect_unharmed(&monitor, seqs);
+}
+
 // --- The tests -----------------------------------------------------------------------------------
 
 // The reason of which the daemon has seen the fewest.
@@ -489,6 +519,11 @@ TEST(Hostile, ClientHarmsNobodyButItself) {
   overrides.max_arenas = 8;
   const auto server = run_server(overrides, open_engine());
   const std::string path = socket_path_of(*server);
+  if (AnotherUser::is_possible()) {
+    AnotherUser::admit_to(path);
+  } else {
+    std::printf("not root: no messages of administrators, to whom the offender belongs\n");
+  }
   RawClient monitor(path);
   ASSERT_TRUE(monitor.hello().is_ok());
   std::vector<kvm_seq_id> others;
@@ -515,7 +550,7 @@ TEST(Hostile, ClientHarmsNobodyButItself) {
       ::usleep(20'000);
     }
   });
-  Offender offender(path, seed, spaces, others, &target);
+  Offender offender(path, seed, spaces, prey_of(&monitor, others), &target);
   const auto& all = reject_spoilers();
   for (uint64_t n = 0;; ++n) {
     if (n % 64 != 0) {
@@ -558,6 +593,8 @@ TEST(Hostile, ClientHarmsNobodyButItself) {
   }
   EXPECT_EQ(after.n_sequences, before.n_sequences);
   EXPECT_EQ(after.n_clients, before.n_clients);
+  expect_unharmed(&monitor, others);
+  EXPECT_EQ(offender.n_admin() >= kEnough, AnotherUser::is_possible()) << offender.n_admin();
   std::printf("%llu requests in %llu sessions, %llu bytes flipped, %llu lives of the victim\n",
               static_cast<unsigned long long>(counts.requests()),
               static_cast<unsigned long long>(offender.n_sessions()),
