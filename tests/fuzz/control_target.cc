@@ -27,6 +27,14 @@ class Surroundings {
     service_.limits.max_arena_bytes = 1 << 20;
     service_.limits.arena_quota_bytes = 1 << 20;
     service_.limits.arena_capacity_bytes = 1 << 20;
+    service_.config_text = R"({"version":1,"file":null,"options":[]})";
+    service_.close_client = [this](engine::ClientId client, const std::string& reason) {
+      const bool is_it = session_ != nullptr && session_->client == client;
+      if (is_it) {
+        session_->doom(reason);
+      }
+      return is_it;
+    };
   }
 
   // Runs the messages through a connection of their own. Greeted: one that has said Hello.
@@ -37,6 +45,7 @@ class Surroundings {
     const ipc::Fd peer(sockets[1]);
     auto session = std::make_unique<daemon::Session>(&service_, ++last_id_, ipc::Fd(sockets[0]),
                                                      ipc::PeerCredentials{});
+    session_ = session.get();
     if (greeted) {
       static const Bytes kHello = hello_seeds().front().second;
       daemon::handle_message(session.get(), kHello);
@@ -51,6 +60,7 @@ class Surroundings {
         KVM_ASSERT(ipc::read_message(reply->bytes).is_ok());
       }
     }
+    session_ = nullptr;
     end(std::move(session));
   }
 
@@ -94,6 +104,7 @@ class Surroundings {
 
   FakeEngine engine_;
   daemon::Service service_;
+  daemon::Session* session_ = nullptr;
   uint64_t last_id_ = 0;
 };
 

@@ -42,6 +42,29 @@ ipc::SpaceMessage space() {
   return message;
 }
 
+// What an administrator changes; client 1 is the one that sends it.
+Bytes changes() {
+  using Writer = ipc::ControlWriter;
+  Bytes out;
+  for (const uint32_t whose : {KVM_QUOTA_CLIENT + 0, KVM_QUOTA_USER + 0}) {
+    kvm_quota_params quota{};
+    quota.struct_size = sizeof(quota);
+    quota.whose = whose;
+    quota.id = whose == KVM_QUOTA_CLIENT ? 1 : 0;
+    quota.limits.bytes = 1 << 20;
+    quota.limits.requests = KVM_NO_LIMIT;
+    add_message(&out, [&quota](Writer* w) {
+      const auto bytes = w->fbb().CreateVector(ipc::as_bytes(&quota, 1).data(), sizeof(quota));
+      return wire::CreateQuotaSet(w->fbb(), bytes);
+    });
+  }
+  for (const uint32_t what : {KVM_EVICT_SEQ + 0, KVM_EVICT_SPACE + 0, KVM_EVICT_CLIENT + 0}) {
+    const uint32_t flags = what == KVM_EVICT_CLIENT ? uint32_t{KVM_EVICT_DISCONNECT} : 0;
+    add_message(&out, [=](Writer* w) { return wire::CreateEvict(w->fbb(), what, 1, 0, flags); });
+  }
+  return out;
+}
+
 ipc::RequestEntry entry(ipc::Opcode opcode, uint32_t block_length) {
   ipc::RequestEntry entry{};
   entry.opcode = static_cast<uint8_t>(opcode);
@@ -163,7 +186,15 @@ Seeds control_seeds() {
   add_message(&facts, [](Writer* w) { return wire::CreateSeqList(w->fbb(), 0, 1, 0); });
   add_message(&facts, [](Writer* w) { return wire::CreateStats(w->fbb()); });
   add_message(&facts, [](Writer* w) { return wire::CreateStatsText(w->fbb(), 10); });
-  return {{"memory", memory}, {"spaces", spaces}, {"facts", facts}};
+  Bytes lists;
+  add_message(&lists, [](Writer* w) { return wire::CreateClientList(w->fbb(), 0); });
+  add_message(&lists, [](Writer* w) { return wire::CreateUserList(w->fbb(), 0); });
+  add_message(&lists, [](Writer* w) { return wire::CreateConfigText(w->fbb(), 0); });
+  return {{"memory", memory},
+          {"spaces", spaces},
+          {"facts", facts},
+          {"lists", lists},
+          {"changes", changes()}};
 }
 
 Seeds request_seeds() {
