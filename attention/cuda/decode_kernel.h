@@ -7,7 +7,7 @@
 // shared memory that no other warp touches: until the end of a piece there is no block barrier.
 // Per tile:
 //   S = Q K^T       mma m16n8k16, the rows of the group packed in M; fp32 sums
-//   s = S * scale_log2 + log weight * log2(e), -inf for tokens that a row does not see
+//   s = S * scale_log2, maybe soft-capped, + log weight * log2(e); -inf for tokens not seen
 //   m' = max(m, s); p = 2^(s - m'); l = l 2^(m - m') + sum p; o = o 2^(m - m') + round(p) V
 // p is rounded to the element type for the product with V, not for l. At the end the warps' states
 // merge in a fixed order.
@@ -61,10 +61,9 @@ struct WarpTask {
   // Fragments of mma.m16n8k16; rows lane / 4 and lane / 4 + 8 of each tile of rows.
   uint32_t q[Shape::kRowTiles][kQuerySteps][4];
   float o[Shape::kRowTiles][kOutTiles][4];
-  float m[Shape::kRowTiles][2];         // in units of log 2
-  float l[Shape::kRowTiles][2];         // of the columns of this thread
-  uint32_t limit[Shape::kRowTiles][2];  // tokens that the row sees
-  uint32_t limit_least;                 // of all rows: tiles below need no mask
+  float m[Shape::kRowTiles][2];  // in units of log 2
+  float l[Shape::kRowTiles][2];  // of the columns of this thread
+  uint32_t limit_least;          // tokens that all rows see: tiles below need no mask
 
   SharedAddress stages;
   uint64_t next_row = 0;     // address of this lane's token of the tile to be copied next; 0 = none
@@ -74,8 +73,10 @@ struct WarpTask {
   KVM_GPU void resolve(const DecodeParams& p, const PageClass& of, const Work& work, uint32_t tile);
   KVM_GPU void weigh(const DecodeParams& p, const Work& work, uint32_t tile);
   KVM_GPU void copy_tile(const PageClass& of, uint32_t stage, const void* anywhere);
-  KVM_GPU void evaluate_tile(const DecodeParams& p, uint32_t stage, uint32_t token_first,
-                             bool weighted);
+  KVM_GPU void evaluate_tile(const DecodeParams& p, uint32_t piece, uint32_t stage,
+                             uint32_t token_first, bool weighted);
+  KVM_GPU void hide_unseen(const DecodeParams& p, const Work& work, uint32_t token_first,
+                           float (&s)[Shape::kRowTiles][Shape::kTile / 8][4]);
   KVM_GPU void scores(SharedAddress keys, float (&s)[Shape::kRowTiles][Shape::kTile / 8][4]);
   KVM_GPU void soften(uint32_t row_tile, float (&s)[Shape::kTile / 8][4]);
   KVM_GPU void add_values(SharedAddress values,
@@ -109,8 +110,6 @@ KVM_GPU void WarpTask<Shape>::load_queries(const DecodeParams& p, const Work& wo
         q[t][k][half] = valid ? load_global<uint32_t>(from + k * 16) : 0;
         q[t][k][half + 2] = valid ? load_global<uint32_t>(from + k * 16 + 8) : 0;
       }
-      const uint32_t visible = n_before + row / p.tensors.group;
-      limit[t][half] = valid && visible < work.end ? visible : work.end;
       m[t][half] = minus_infinity();
       l[t][half] = 0.0f;
     }
@@ -119,7 +118,8 @@ KVM_GPU void WarpTask<Shape>::load_queries(const DecodeParams& p, const Work& wo
       o[t][n][0] = o[t][n][1] = o[t][n][2] = o[t][n][3] = 0.0f;
     }
   }
-  limit_least = n_before < work.end ? n_before : work.end;
+  limit_least = n_before < request.tree_first ? n_before : request.tree_first;
+  limit_least = limit_least < work.end ? limit_least : work.end;
   next_weight = 0.0f;
 }
 
@@ -264,14 +264,58 @@ KVM_GPU void WarpTask<Shape>::add_values(SharedAddress values,
   }
 }
 
+// A logit in units of log 2, soft-capped. Its error is a few ulp of the cap.
+KVM_GPU float soft_cap(const DecodeParams& p, float score) {
+  const float decay = exp2_fast(-fabsf(score * p.softcap_rate));
+  const float size = p.softcap_log2 * (1.0f - decay) * reciprocal_fast(1.0f + decay);
+  return score < 0.0f ? -size : size;
+}
+
+// Sets the scores of tokens that a row does not see to -inf. Only tiles at the end of a piece come
+// here, so the request is read again: registers are what the loop over tiles is short of.
+template <class Shape>
+KVM_GPU void WarpTask<Shape>::hide_unseen(const DecodeParams& p, const Work& work,
+                                          uint32_t token_first,
+                                          float (&s)[Shape::kRowTiles][Shape::kTile / 8][4]) {
+  const Request& request = work.request;
+  const bool tree = request.tree_first != kNoTree;
+  const uint32_t n_before = request.n_tokens - request.n_query + 1;
+#pragma unroll
+  for (uint32_t t = 0; t < Shape::kRowTiles; ++t) {
+#pragma unroll
+    for (uint32_t half = 0; half < 2; ++half) {
+      const uint32_t row = work.row_first + t * 16 + half * 8 + lane_id() / 4;
+      const uint32_t query = row / p.tensors.group;
+      const uint64_t seen = tree && query < request.n_query
+                                ? load_global<uint64_t>(p.tree_mask + request.q_token + query)
+                                : 0;
+      const uint32_t limit = tree || n_before + query > work.end ? work.end : n_before + query;
+#pragma unroll
+      for (uint32_t n = 0; n < Shape::kTile / 8; ++n) {
+#pragma unroll
+        for (uint32_t i = 0; i < 2; ++i) {
+          const uint32_t token = token_first + n * 8 + lane_id() % 4 * 2 + i;
+          bool sees = token < limit;
+          if (tree && token >= request.tree_first) {
+            sees = sees && (seen >> (list_token(request, token) - request.tree_list) % 64 & 1) != 0;
+          }
+          if (!sees) {
+            s[t][n][2 * half + i] = minus_infinity();
+          }
+        }
+      }
+    }
+  }
+}
+
 // Folds the tile in `stage`, whose first token is `token_first`, into the state.
 template <class Shape>
-KVM_GPU void WarpTask<Shape>::evaluate_tile(const DecodeParams& p, uint32_t stage,
+KVM_GPU void WarpTask<Shape>::evaluate_tile(const DecodeParams& p, uint32_t piece, uint32_t stage,
                                             uint32_t token_first, bool weighted) {
   const SharedAddress keys = stages + stage * Shape::kStageBytes;
   float s[Shape::kRowTiles][Shape::kTile / 8][4] = {};
   scores(keys, s);
-  const bool masked = token_first + Shape::kTile > limit_least;
+  const bool capped = p.softcap_log2 != 0.0f;
 #pragma unroll
   for (uint32_t n = 0; n < Shape::kTile / 8; ++n) {
 #pragma unroll
@@ -283,13 +327,13 @@ KVM_GPU void WarpTask<Shape>::evaluate_tile(const DecodeParams& p, uint32_t stag
 #pragma unroll
         for (uint32_t half = 0; half < 2; ++half) {
           float& score = s[t][n][2 * half + i];
-          score = score * p.scale_log2 + weight;
-          if (masked && token_first + column >= limit[t][half]) {
-            score = minus_infinity();
-          }
+          score = (capped ? soft_cap(p, score) : score * p.scale_log2) + weight;
         }
       }
     }
+  }
+  if (token_first + Shape::kTile > limit_least) {
+    hide_unseen(p, p.work[piece], token_first, s);
   }
 #pragma unroll
   for (uint32_t t = 0; t < Shape::kRowTiles; ++t) {
@@ -372,7 +416,7 @@ KVM_GPU void evaluate_piece(const DecodeParams& p, uint32_t piece) {
     copy_async_commit();
     ahead += Shape::kWarps;
     task.resolve(p, of, work, ahead);
-    task.evaluate_tile(p, stage, work.begin + tile * Shape::kTile, weighted);
+    task.evaluate_tile(p, piece, stage, work.begin + tile * Shape::kTile, weighted);
     if (weighted) {
       task.weigh(p, work, tile + Shape::kWarps);
     }

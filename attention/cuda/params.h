@@ -14,6 +14,8 @@
 
 #include <stdint.h>
 
+#include <numbers>
+
 #include "base/dtype.h"
 
 namespace kvm::attention::gpu {
@@ -63,10 +65,15 @@ struct PagePool {
   Divider page_tokens;
 };
 
+inline constexpr uint32_t kNoTree = UINT32_MAX;
+
 // The tokens of a request are a first run of list tokens and a second one (sinks and window; or one
 // run). Token i of the request, i < n_tokens, is list token
 //   i < n_first ? first + i : second + (i - n_first).
 // Query token j of n_query sees tokens [0, n_tokens - n_query + 1 + j): the new ones are the last.
+//
+// With a tree it sees the tokens before tree_first, and behind them those that its word of
+// DecodeParams::tree_mask has a bit for: bit b is list token tree_list + b, b < 64.
 struct Request {
   uint64_t table = 0;              // index of the list's first entry in the page table
   int64_t log_weights = -1;        // index of those of list token 0, kv head 0; -1 = all zero
@@ -78,6 +85,8 @@ struct Request {
   uint32_t q_token = 0;  // of query token 0, in the query and output tensors
   uint32_t n_query = 1;
   uint32_t page_class = 0;
+  uint32_t tree_first = kNoTree;
+  uint32_t tree_list = 0;
 };
 
 // A stretch of tokens of (request, head) against a block of rows. Row r of a request is query token
@@ -126,12 +135,24 @@ struct DecodeParams {
   AttendTensors tensors;
   const uint32_t* page_table = nullptr;
   const float* log_weights = nullptr;
-  const Work* work = nullptr;  // block b begins with piece b
+  const uint64_t* tree_mask = nullptr;  // [token of the query tensor]; of requests with a tree
+  const Work* work = nullptr;           // block b begins with piece b
   // Partial states: o [slot][rows of a block][dim], normalised, and lse [slot][rows of a block].
   float* partial_o = nullptr;
   float* partial_lse = nullptr;
   float scale_log2 = 1.0f;  // softmax scale times log2(e)
+  // Soft cap c of logits, c * tanh(logit / c): c times log2(e), 0 for none; and 2 / c times
+  // scale_log2.
+  float softcap_log2 = 0.0f;
+  float softcap_rate = 0.0f;
 };
+
+// REQUIRES: softcap is 0 or positive.
+inline void set_scale(DecodeParams* params, float scale, float softcap) {
+  params->scale_log2 = scale * std::numbers::log2e_v<float>;
+  params->softcap_log2 = softcap * std::numbers::log2e_v<float>;
+  params->softcap_rate = softcap == 0.0f ? 0.0f : 2.0f * params->scale_log2 / softcap;
+}
 
 struct MergeParams {
   AttendTensors tensors;

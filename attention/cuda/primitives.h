@@ -20,6 +20,7 @@
 //   mma_16x8x16<Element>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
 //   pack<Element>(float low, float high)         to two elements, nearest even
 //   exp2_fast, log2_fast                         2 ulp; exp2_fast(-inf) = 0, log2_fast(0) = -inf
+//   reciprocal_fast                              1 ulp
 //   store_shared, load_shared                    float, Float2, Float4
 //   load_global<T>, store_global<T>              T of 1 to 16 bytes, aligned
 #ifndef KVM_ATTENTION_CUDA_PRIMITIVES_H_

@@ -66,6 +66,7 @@ KVM_GPU uint32_t pack(float low, float high) {
 
 KVM_GPU float exp2_fast(float x) { return std::exp2(x); }
 KVM_GPU float log2_fast(float x) { return std::log2(x); }
+KVM_GPU float reciprocal_fast(float x) { return 1.0f / x; }
 
 template <class T>
 KVM_GPU void store_shared(SharedAddress at, T value) {

@@ -104,6 +104,11 @@ KVM_GPU float log2_fast(float x) {
   asm("lg2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
   return y;
 }
+KVM_GPU float reciprocal_fast(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
+  return y;
+}
 
 template <class T>
 KVM_GPU void store_shared(SharedAddress at, T value) {

@@ -46,7 +46,7 @@ float widen(uint16_t bits, Dtype dtype) {
 
 float softmax_scale(const CaseSpec& spec) { return 1.0f / std::sqrt(static_cast<float>(spec.dim)); }
 
-enum Stream : uint64_t { kKeys = 1, kValues, kQueries, kLogWeights, kPages, kHeads };
+enum Stream : uint64_t { kKeys = 1, kValues, kQueries, kLogWeights, kPages, kTree };
 
 template <class T>
 void append_range(std::vector<std::span<uint8_t>>* to, std::vector<T>& of) {
@@ -170,6 +170,74 @@ std::vector<CaseSpec> all_cases() {
   // Several blocks of rows: 16 x 8 = 128 rows.
   add({.name = "128 rows", .dim = 64, .group = 16, .n_query = 8, .lengths = {100}, .blocks = 2});
   add({.name = "rows past a block", .group = 5, .n_query = 7, .lengths = {150}, .blocks = 2});
+  // Trees: every shape, with lengths that put the tree across tiles, pages and pieces; a sequence
+  // that is all tree; the widest one.
+  for (const Dtype dtype : {Dtype::kBf16, Dtype::kF16}) {
+    for (const uint32_t dim : {64u, 128u, 256u}) {
+      add({.name = "tree",
+           .dtype = dtype,
+           .dim = dim,
+           .group = 4,
+           .n_query = 4,
+           .lengths = {200, 35, 4},
+           .blocks = 2,
+           .tree = true});
+      add({.name = "tree, 32 rows",
+           .dtype = dtype,
+           .dim = dim,
+           .group = 2,
+           .n_query = 16,
+           .page_tokens = 16,
+           .lengths = {140, 16},
+           .blocks = 3,
+           .tree = true});
+    }
+  }
+  add({.name = "tree of 64", .dim = 64, .group = 1, .n_query = 64, .lengths = {150}, .tree = true});
+  add({.name = "tree, fixed pieces",
+       .group = 3,
+       .n_query = 40,
+       .lengths = {300, 70},
+       .blocks = 3,
+       .fixed_tokens = 64,
+       .tree = true});
+  add({.name = "tree, classes and weights",
+       .dim = 64,
+       .group = 2,
+       .n_query = 10,
+       .page_tokens = 16,
+       .classes = {{.n_heads = 1}, {.n_heads = 2, .sinks = 7, .window = 45}},
+       .lengths = {130, 12},
+       .blocks = 3,
+       .weights = Weights::kSome,
+       .tree = true});
+  // Soft caps: every shape; logits far beyond the cap, and far below.
+  for (const Dtype dtype : {Dtype::kBf16, Dtype::kF16}) {
+    for (const uint32_t dim : {64u, 128u, 256u}) {
+      for (const uint32_t group : {4u, 8u}) {
+        add({.name = "capped",
+             .dtype = dtype,
+             .dim = dim,
+             .group = group,
+             .n_query = 3,
+             .lengths = {170},
+             .softcap = 2.0f,
+             .q_size = 4.0f});
+      }
+    }
+  }
+  add({.name = "capped hard", .lengths = {90, 0}, .softcap = 1e-3f, .q_size = 10.0f});
+  add({.name = "capped high", .lengths = {90}, .softcap = 50.0f, .q_size = 20.0f});
+  add({.name = "capped, tree, weights",
+       .dim = 64,
+       .group = 2,
+       .n_query = 8,
+       .lengths = {100},
+       .blocks = 2,
+       .weights = Weights::kHidden,
+       .tree = true,
+       .softcap = 3.0f,
+       .q_size = 6.0f});
   return cases;
 }
 
@@ -237,12 +305,27 @@ Case::Case(const CaseSpec& spec, uint64_t seed) : spec_(spec), seed_(seed) {
       }
     }
   }
+  if (spec_.tree) {
+    const uint64_t every = spec_.n_query == 64 ? ~uint64_t{0} : (uint64_t{1} << spec_.n_query) - 1;
+    for (uint32_t token = 0; token < n_tokens_q_; ++token) {
+      // The first row sees none of the tree, itself neither.
+      tree_mask.push_back(token % spec_.n_query == 0 ? 0 : mix(seed_, kTree, token) & every);
+    }
+  }
   o = Bytes(n_tokens_q_ * q_heads * stride * dtype_size_bytes(spec_.dtype_o));
   lse.resize(n_tokens_q_ * q_heads);
 }
 
 bool Case::keeps(const ClassSpec& of, uint32_t length, uint32_t position) const {
   return of.window == 0 || position < of.sinks || position + of.window >= length;
+}
+
+// The last n_query tokens of a sequence are those of the queries.
+bool Case::sees(uint32_t query_token, uint32_t length, uint32_t position) const {
+  const uint32_t row = query_token % spec_.n_query;
+  const uint32_t first = length - std::min(length, spec_.n_query);
+  return position < first || (spec_.tree ? (tree_mask[query_token] >> (position - first) & 1) != 0
+                                         : position - first <= row);
 }
 
 uint16_t Case::stored(uint32_t sequence, uint32_t kv_head, uint32_t position, uint32_t channel,
@@ -293,6 +376,10 @@ void Case::place(uint32_t sequence, uint32_t page_class, uint64_t* free_page) {
     request.n_first = of.sinks;
     request.n_tokens = of.sinks + of.window;
     request.second = window_first - (window_page - sink_pages) * page;
+  }
+  if (spec_.tree) {
+    request.tree_first = request.n_tokens - spec_.n_query;
+    request.tree_list = (all ? 0 : request.second - request.n_first) + request.tree_first;
   }
   if (spec_.weights != Weights::kNone) {
     request.log_weights = static_cast<int64_t>(log_weights.size());
@@ -378,10 +465,11 @@ DecodeParams Case::decode_params(const DecodePlan& plan) {
   params.tensors = tensors();
   params.page_table = page_table.data();
   params.log_weights = log_weights.data();
+  params.tree_mask = tree_mask.data();
   params.work = plan.work.data();
   params.partial_o = partial_o.data();
   params.partial_lse = partial_lse.data();
-  params.scale_log2 = softmax_scale(spec_) * 1.4426950408889634f;
+  set_scale(&params, softmax_scale(spec_), spec_.softcap);
   return params;
 }
 
@@ -406,6 +494,7 @@ std::vector<std::span<uint8_t>> Case::memory() {
   append_range(&all, page_table);
   append_range(&all, heads);
   append_range(&all, log_weights);
+  append_range(&all, tree_mask);
   append_range(&all, lse);
   append_range(&all, partial_o);
   append_range(&all, partial_lse);
@@ -444,19 +533,19 @@ void Case::reference() {
         const uint32_t q_head = kv_head * spec_.group + row % spec_.group;
         const auto* query = reinterpret_cast<const uint16_t*>(q.data()) +
                             (size_t{token} * q_heads + q_head) * stride;
-        // The last n_query tokens of the sequence are those of the queries.
-        const uint32_t visible = length - std::min(length, spec_.n_query - 1 - row / spec_.group);
-        std::vector<double> logit(visible, -std::numeric_limits<double>::infinity());
+        std::vector<double> logit(length, -std::numeric_limits<double>::infinity());
         double top = -std::numeric_limits<double>::infinity();
-        for (uint32_t t = 0; t < visible; ++t) {
-          if (!keeps(of, length, t)) {
+        for (uint32_t t = 0; t < length; ++t) {
+          if (!keeps(of, length, t) || !sees(token, length, t)) {
             continue;
           }
           double dot = 0;
           for (uint32_t i = 0; i < spec_.dim; ++i) {
             dot += k[t * spec_.dim + i] * widen(query[i], spec_.dtype);
           }
-          logit[t] = dot * softmax_scale(spec_) + weight_of(sequence, kv_head, t);
+          dot *= softmax_scale(spec_);
+          logit[t] = (spec_.softcap == 0 ? dot : spec_.softcap * std::tanh(dot / spec_.softcap)) +
+                     weight_of(sequence, kv_head, t);
           top = std::max(top, logit[t]);
         }
         if (std::isinf(top)) {
@@ -464,7 +553,7 @@ void Case::reference() {
         }
         double sum = 0;
         double* out = &ref_o_[(size_t{token} * q_heads + q_head) * spec_.dim];
-        for (uint32_t t = 0; t < visible; ++t) {
+        for (uint32_t t = 0; t < length; ++t) {
           const double weight = std::exp(logit[t] - top);
           sum += weight;
           for (uint32_t i = 0; i < spec_.dim; ++i) {

@@ -39,7 +39,9 @@ struct CaseSpec {
   uint32_t fixed_tokens = 0;
   uint32_t least_tokens = 64;
   Weights weights = Weights::kNone;
-  float q_size = 1.0f;  // standard deviation of queries
+  bool tree = false;     // the query tokens see each other as a random mask says, not in order
+  float softcap = 0.0f;  // of logits
+  float q_size = 1.0f;   // standard deviation of queries
   bool reads_lse = true;
 
   // Of the shipped kernel for it.
@@ -101,6 +103,7 @@ class Case {
   std::vector<PageClass> classes;
   std::vector<Request> requests;
   std::vector<float> log_weights;
+  std::vector<uint64_t> tree_mask;  // [query token], where spec().tree
   Bytes q, o;
   std::vector<float> lse, partial_o, partial_lse;
 
@@ -111,6 +114,7 @@ class Case {
                   bool is_v) const;
   float weight_of(uint32_t sequence, uint32_t kv_head, uint32_t position) const;
   bool keeps(const ClassSpec& of, uint32_t length, uint32_t position) const;
+  bool sees(uint32_t query_token, uint32_t length, uint32_t position) const;
   void reference();
   AttendTensors tensors();
   PagePool pool();
