@@ -165,11 +165,6 @@ kvm_status kvm_cuda_update(kvm_cuda_batch* batch, const kvm_cuda_item* items, ui
     if (n_items != 0) {
       KVM_TRY(check_not_null(items, "items"));
     }
-    for (uint32_t i = 0; i < n_items; ++i) {
-      if (items[i].reserved != 0) {
-        return invalid("items[" + std::to_string(i) + "]: reserved is not zero");
-      }
-    }
     return batch->client->update(batch->batch.get(), items, n_items, stream);
   });
 }

@@ -63,8 +63,8 @@ Result<device::SpaceLayout> layout_of(const engine::Space& space) {
     return unsupported("head_dim_k is " + std::to_string(space.head_dim_k) + " and head_dim_v " +
                        std::to_string(space.head_dim_v) + "; both must be 64, 128 or 256");
   }
-  if (space.logit_softcap != 0 || !space.sink_logits.empty()) {
-    return unsupported("logit_softcap and sink_logits are not there");
+  if (!space.sink_logits.empty()) {
+    return unsupported("sink_logits are not there");
   }
   if (space.has_indexes) {
     return unsupported("indexes are not there: attention is exact");
@@ -73,6 +73,7 @@ Result<device::SpaceLayout> layout_of(const engine::Space& space) {
   layout.dtype = space.dtype;
   layout.dim = space.head_dim_k;
   layout.scale = space.softmax_scale;
+  layout.softcap = space.logit_softcap;
   for (uint32_t i = 0; i < space.n_layers; ++i) {
     const engine::Layer& from = space.layers[i];
     device::LayerLayout layer;
@@ -445,7 +446,11 @@ Status DeviceClient::update(device::Batch* batch, const kvm_cuda_item* items, ui
     resolved.reserve(n_items);
     for (uint32_t i = 0; i < n_items; ++i) {
       const kvm_cuda_item& item = items[i];
-      device::BatchItem to{nullptr, item.n_append, item.append_row, item.n_query, item.query_row};
+      device::BatchItem to{nullptr,      item.n_append,  item.append_row,
+                           item.n_query, item.query_row, {}};
+      if (item.tree_mask != nullptr) {
+        to.tree = {item.tree_mask, item.n_query};
+      }
       if (item.seq != 0) {
         KVM_TRY_ASSIGN(const DeviceService::SeqRecord* record, service_->seqs.find(item.seq));
         to.seq = record->seq;

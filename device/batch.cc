@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <numbers>
 #include <string>
 #include <utility>
 
@@ -170,6 +169,7 @@ void Batch::lay_out() {
     kind.tokens_at = take(uint64_t{kind.token_capacity} * sizeof(AppendToken));
     kind.heads_at = take(kind.heads.size() * sizeof(uint16_t));
   }
+  tree_at_ = take(uint64_t{options_.max_query_rows} * sizeof(uint64_t));
   patches_at_ = take(uint64_t{kPatchesAtOnce} * sizeof(Patch));
   slot_bytes_ = round_up(at, 4096);
   uint64_t slots = 0;
@@ -238,6 +238,13 @@ Status Batch::check_items(std::span<const BatchItem> items) const {
       return invalid(where + "n_query is " + number(item.n_query) + " from row " +
                      number(item.query_row) + " on; max_query is " + number(options_.max_query) +
                      " and max_query_rows " + number(options_.max_query_rows));
+    }
+    for (size_t row = 0; row < item.tree.size(); ++row) {
+      if (item.n_query < 64 && item.tree[row] >> item.n_query != 0) {
+        return invalid(where + "word " + number(row) + " of tree_mask is " +
+                       number(item.tree[row]) + "; with " + number(item.n_query) +
+                       " query rows it must be below 2^" + number(item.n_query));
+      }
     }
     if (item.seq->n_tokens + item.n_append > options_.max_tokens) {
       return Status(KVM_ERR_LIMIT, where + "the sequence would have " +
@@ -324,6 +331,7 @@ Status Batch::enqueue_update(std::span<const BatchItem> items,
   for (Kind& kind : kinds_) {
     KVM_TRY(plan_kind(&kind, items, slot, stream));
   }
+  KVM_TRY(send_trees(items, slot, stream));
   KVM_TRY(patch_table(items, lengths_before, slot, stream));
   return Status::ok();
 }
@@ -337,6 +345,7 @@ void Batch::list_requests(const Kind& kind, std::span<const BatchItem> items,
       continue;
     }
     const uint64_t n = item.seq->n_tokens;
+    const uint64_t tree_begin = n - item.n_query;
     for (uint32_t c = 0; c < kind.classes.size(); ++c) {
       const ClassLayout& of = kind.classes[c];
       Request request;
@@ -352,15 +361,23 @@ void Batch::list_requests(const Kind& kind, std::span<const BatchItem> items,
         request.n_first = request.n_tokens = static_cast<uint32_t>(n);
         request.q_token = item.query_row;
         request.n_query = item.n_query;
+        if (!item.tree.empty()) {
+          request.tree_first = request.tree_list = static_cast<uint32_t>(tree_begin);
+        }
         out->push_back(request);
         continue;
       }
       for (uint32_t row = 0; row < item.n_query; ++row) {
-        const uint64_t end = n - item.n_query + row + 1;
-        const uint64_t low = kind.window != 0 && end > kind.window ? end - kind.window : 0;
+        // Window and policy go by the row's own position, also in a tree, where it may see tokens
+        // of later rows.
+        const uint64_t n_before = tree_begin + row + 1;
+        const uint64_t end = item.tree.empty() ? n_before : n;
+        const uint64_t low =
+            kind.window != 0 && n_before > kind.window ? n_before - kind.window : 0;
         const uint64_t sinks_end =
             of.n_recent == 0 ? low : std::clamp<uint64_t>(of.n_sinks, low, end);
-        const uint64_t recent = of.n_recent != 0 && end > of.n_recent ? end - of.n_recent : 0;
+        const uint64_t recent =
+            of.n_recent != 0 && n_before > of.n_recent ? n_before - of.n_recent : 0;
         const uint64_t second = std::max({low, recent, sinks_end});
         request.first = static_cast<uint32_t>(low);
         request.n_first = static_cast<uint32_t>(sinks_end - low);
@@ -368,6 +385,11 @@ void Batch::list_requests(const Kind& kind, std::span<const BatchItem> items,
         request.n_tokens = static_cast<uint32_t>(request.n_first + (end - second));
         request.q_token = item.query_row + row;
         request.n_query = 1;
+        if (!item.tree.empty()) {
+          request.tree_list = static_cast<uint32_t>(tree_begin);
+          request.tree_first = static_cast<uint32_t>(std::clamp(tree_begin, low, sinks_end) - low +
+                                                     std::clamp(tree_begin, second, end) - second);
+        }
         out->push_back(request);
       }
     }
@@ -429,6 +451,16 @@ Status Batch::plan_kind(Kind* kind, std::span<const BatchItem> items, Slot* slot
   KVM_TRY(send(*slot, kind->merges_at, kind->merge_capacity * sizeof(Merge), stream));
   KVM_TRY(send(*slot, kind->tokens_at, kind->token_capacity * sizeof(AppendToken), stream));
   return send(*slot, kind->heads_at, kind->heads.size() * sizeof(uint16_t), stream);
+}
+
+Status Batch::send_trees(std::span<const BatchItem> items, Slot* slot, Stream stream) {
+  auto* const words = reinterpret_cast<uint64_t*>(slot->data + tree_at_);
+  uint64_t n_words = 0;
+  for (const BatchItem& item : items) {
+    std::copy(item.tree.begin(), item.tree.end(), words + item.query_row);
+    n_words = std::max(n_words, item.tree.empty() ? 0 : item.query_row + item.tree.size());
+  }
+  return send(*slot, tree_at_, n_words * sizeof(uint64_t), stream);
 }
 
 // Entries that differ from what the device's table has.
@@ -625,7 +657,8 @@ Status Batch::attend(const AttendCall& call, Stream stream) {
   params.work = reinterpret_cast<const Work*>(device_ + kind.work_at);
   params.partial_o = reinterpret_cast<float*>(device_ + partial_o_at_);
   params.partial_lse = reinterpret_cast<float*>(device_ + partial_lse_at_);
-  params.scale_log2 = (call.scale != 0 ? call.scale : space_->scale) * std::numbers::log2e_v<float>;
+  params.tree_mask = reinterpret_cast<const uint64_t*>(device_ + tree_at_);
+  attention::gpu::set_scale(&params, call.scale != 0 ? call.scale : space_->scale, space_->softcap);
   MergeParams merge;
   merge.tensors = tensors;
   merge.merges = reinterpret_cast<const Merge*>(device_ + kind.merges_at);

@@ -5,7 +5,8 @@
 // that holds them serves every later step.
 //
 // Device memory:  table [list][item][max_pages], and for each kind of layer: work, merges, tokens
-//                 to append, kv heads; partial states; patches of the table.
+//                 to append, kv heads; tree masks [query row]; partial states; patches of the
+//                 table.
 // Host memory:    kRing page-locked copies of what an update writes, each with an event. Updates
 //                 wait for the oldest only when all are under way.
 //
@@ -48,6 +49,9 @@ struct BatchItem {
   uint32_t append_row = 0;
   uint32_t n_query = 0;
   uint32_t query_row = 0;
+  // [n_query] bit i of word j: query row j sees the token of row i. Empty: rows see those up to
+  // their own. Read by update.
+  std::span<const uint64_t> tree;
 };
 
 // A tensor in device memory, its strides in elements.
@@ -133,6 +137,7 @@ class Batch {
   Status plan_kind(Kind* kind, std::span<const BatchItem> items, Slot* slot, Stream stream);
   void list_requests(const Kind& kind, std::span<const BatchItem> items,
                      std::vector<attention::gpu::Request>* out) const;
+  Status send_trees(std::span<const BatchItem> items, Slot* slot, Stream stream);
   Status patch_table(std::span<const BatchItem> items, std::span<const uint64_t> lengths_before,
                      Slot* slot, Stream stream);
   Result<Slot*> next_slot();
@@ -151,7 +156,7 @@ class Batch {
   attention::gpu::DecodeKernel kernel_;
   std::vector<Kind> kinds_;
   std::vector<uint32_t> kind_of_layer_;
-  uint64_t patches_at_ = 0, table_at_ = 0, partial_o_at_ = 0, partial_lse_at_ = 0;
+  uint64_t tree_at_ = 0, patches_at_ = 0, table_at_ = 0, partial_o_at_ = 0, partial_lse_at_ = 0;
   uint64_t slot_bytes_ = 0;  // of a ring slot: what an update writes, patches last
   uint64_t device_bytes_ = 0;
   uint8_t* device_ = nullptr;

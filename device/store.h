@@ -55,6 +55,7 @@ struct SpaceLayout {
   Dtype dtype = Dtype::kBf16;  // kBf16, kF16
   uint32_t dim = 0;            // 64, 128, 256
   float scale = 1.0f;
+  float softcap = 0.0f;  // of logits; 0: none
   std::vector<LayerLayout> layers;
   uint32_t n_lists = 0;  // classes of all layers that store keys; filled in by Store::prepare
 

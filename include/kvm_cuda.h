@@ -41,8 +41,8 @@
  *    graph, on streams that are ordered.
  *  - Fixed by the capture: the batch, the layer, addresses and strides of k, v, q, o, lse and
  *    log-weights, scale. Free: which sequences, how many up to max_items, how many tokens each
- *    appends and queries, their rows up to those of the batch (max_append, max_query_rows): the
- *    tensors of a captured call must have that many.
+ *    appends and queries, trees, their rows up to those of the batch (max_append, max_query_rows):
+ *    the tensors of a captured call must have that many.
  *  - Pages are reserved by kvm_cuda_update, so a launch never lacks memory.
  *  - Launching a graph after something has happened to the batch's sequences (truncate, free,
  *    spill, an update of another batch) without an update in between reads pages that are no longer
@@ -50,8 +50,8 @@
  *
  * What a device does not do (refused with UNSUPPORTED and a sentence, mostly when a space is
  * registered): indexes and approximate modes, int8 and fp32 pages, K and V of different dims or
- * dtypes, head dims other than 64, 128 and 256, logit_softcap, sink_logits, retentions FOLD and
- * HEAVY, positions IN_CACHE, KVM_SEQ_MANUAL_COMMIT, trees and ranges; queues and arenas.
+ * dtypes, head dims other than 64, 128 and 256, sink_logits, retentions FOLD and HEAVY, positions
+ * IN_CACHE, KVM_SEQ_MANUAL_COMMIT, ranges; queues and arenas.
  *
  * Threads: functions that take a client may be called from any thread, those that take a batch from
  * one at a time; the order of the timeline is the caller's business.
@@ -131,7 +131,11 @@ typedef struct kvm_cuda_item {
   uint32_t append_row; /* first row in k and v */
   uint32_t n_query;    /* query rows: the sequence's last n_query tokens after the append */
   uint32_t query_row;  /* first row in q, o and lse */
-  uint64_t reserved;   /* zero */
+  /* NULL: a query row sees the tokens up to its own. Else [n_query] words in host memory, read by
+   * the call, as kvm_step_params.tree_mask has them: bit i of word j, row j sees the token of row i
+   * (what comes before the n_query tokens is seen by all). A row's window and policy go by its
+   * position, not by its depth in the tree. */
+  const uint64_t *tree_mask;
 } kvm_cuda_item;
 
 /* Begins a step: reserves the pages of all tokens to be appended, in all layers, lengthens the
@@ -143,10 +147,10 @@ typedef struct kvm_cuda_item {
  * Waits for the device only where the caller is four updates ahead of it, and where a page is to be
  * taken from a slab of other dimensions.
  * Fails:   INVALID (a number beyond the batch's, query rows that overlap, a sequence twice, more
- *          query tokens than the sequence has), NO_SPACE (of the pool), LIMIT
- *          (max_tokens), PARTIAL (a policy has dropped what a query row should see), BUSY (a
- *          sequence is on the host: kvm_cuda_fetch), NOT_FOUND, STALE, LOST, DEVICE; UNSUPPORTED
- *          while the stream is being captured. */
+ *          query tokens than the sequence has, bits of a tree beyond n_query), NO_SPACE (of the
+ *          pool), LIMIT (max_tokens), PARTIAL (a policy has dropped what a query row should see),
+ *          BUSY (a sequence is on the host: kvm_cuda_fetch), NOT_FOUND, STALE, LOST, DEVICE;
+ *          UNSUPPORTED while the stream is being captured. */
 KVM_API kvm_status kvm_cuda_update(kvm_cuda_batch *batch, const kvm_cuda_item *items,
                                    uint32_t n_items, kvm_cuda_stream stream);
 
@@ -171,8 +175,9 @@ typedef struct kvm_cuda_attend_params {
   uint64_t reserved[4];
 } kvm_cuda_attend_params;
 
-/* Enqueues attention of the last update's query rows to one layer: causal, restricted to the
- * layer's window and the heads' policies, each key's log-weight added to its logit. A row that sees
+/* Enqueues attention of the last update's query rows to one layer: causal or as the trees say,
+ * restricted to the layer's window and the heads' policies; logits capped as the space says, then
+ * each key's log-weight added. A row that sees
  * no key has o = 0 and lse = -inf. Rows that no item names are not written.
  * Fails: as kvm_cuda_append, and PARTIAL never: update said so. */
 KVM_API kvm_status kvm_cuda_attend(kvm_cuda_batch *batch, const kvm_cuda_attend_params *params,

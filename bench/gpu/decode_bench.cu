@@ -105,13 +105,25 @@ class Bench {
   }
 
   void rows() {
-    for (const uint32_t n_query : {1u, 4u, 8u}) {
-      WorkloadSpec spec;
-      spec.lengths.assign(4, 32768);
-      spec.group = 4;
-      spec.n_query = n_query;
-      decode(spec);
-    }
+    WorkloadSpec spec;
+    spec.lengths.assign(4, 32768);
+    spec.group = 4;
+    const double one = decode(spec);
+    const auto against_one = [&] {
+      const double us = decode(spec);
+      print_bar(
+          {"32 rows against one token", spec.name(), "ratio of times", us / one, 1, 1.10, false});
+    };
+    spec.n_query = 4;
+    decode(spec);
+    spec.n_query = 8;
+    against_one();
+    spec.tree = true;
+    against_one();
+    spec.tree = false;
+    spec.n_query = 1;
+    spec.softcap = 30.0f;
+    decode(spec);
   }
 
   // What is there without keys: one tile, and the merge of what a split leaves (U2).

@@ -41,7 +41,8 @@ std::string WorkloadSpec::name() const {
   return std::string(dtype_name(dtype)) + " d" + std::to_string(dim) + " g" +
          std::to_string(group) + " kv" + std::to_string(q_heads / group) + " n" +
          std::to_string(lengths[0]) + (same ? "" : "+") + " b" + std::to_string(lengths.size()) +
-         (n_query == 1 ? "" : " nq" + std::to_string(n_query)) +
+         (n_query == 1 ? "" : " nq" + std::to_string(n_query)) + (tree ? " tree" : "") +
+         (softcap == 0 ? "" : " capped") +
          (ordered ? " contiguous" : " page" + std::to_string(page_tokens));
 }
 
@@ -64,6 +65,9 @@ Workload::Workload(const WorkloadSpec& spec, const DeviceBuffer& memory) : spec_
     request.n_first = request.n_tokens = spec.lengths[i];
     request.q_token = i * spec.n_query;
     request.n_query = spec.n_query;
+    if (spec.tree) {
+      request.tree_first = request.tree_list = spec.lengths[i] - spec.n_query;
+    }
     requests_.push_back(request);
     n_pages += div_up(spec.lengths[i], spec.page_tokens);
   }
@@ -76,6 +80,16 @@ Workload::Workload(const WorkloadSpec& spec, const DeviceBuffer& memory) : spec_
   page_table_ = upload(std::span<const uint32_t>(table));
   device_heads_ = upload(std::span<const uint16_t>(heads_));
 
+  if (spec.tree) {
+    // Rows of two branches, in turns: a row sees its own branch up to itself.
+    std::vector<uint64_t> words;
+    for (uint32_t i = 0; i < spec.lengths.size() * spec.n_query; ++i) {
+      const uint32_t row = i % spec.n_query;
+      words.push_back((row % 2 == 0 ? 0x5555555555555555u : 0xaaaaaaaaaaaaaaaau) &
+                      ((uint64_t{2} << row) - 1));
+    }
+    tree_mask_ = upload(std::span<const uint64_t>(words));
+  }
   const uint64_t rows = spec.lengths.size() * spec.n_query * spec.q_heads;
   q_ = DeviceBuffer(rows * spec.dim * 2);
   o_ = DeviceBuffer(rows * spec.dim * 2);
@@ -105,7 +119,9 @@ Workload::Workload(const WorkloadSpec& spec, const DeviceBuffer& memory) : spec_
     params.tensors.dtype_o = spec.dtype;
     params.tensors.group = spec.group;
     params.page_table = reinterpret_cast<const uint32_t*>(page_table_.data());
-    params.scale_log2 = 1.4426950f / std::sqrt(static_cast<float>(spec.dim));
+    params.tree_mask = reinterpret_cast<const uint64_t*>(tree_mask_.data());
+    attention::gpu::set_scale(&params, 1.0f / std::sqrt(static_cast<float>(spec.dim)),
+                              spec.softcap);
     decode_.push_back(params);
   }
   plan(resident_blocks());

@@ -20,6 +20,8 @@ struct WorkloadSpec {
   uint32_t dim = 128;
   Dtype dtype = Dtype::kBf16;
   uint32_t n_query = 1;
+  bool tree = false;  // of the query tokens, two branches; else one after the other
+  float softcap = 0.0f;
   uint32_t page_tokens = 64;
   bool ordered = false;  // pages lie in the order of the tokens; else at random
 
@@ -56,7 +58,7 @@ class Workload {
   std::vector<attention::gpu::Request> requests_;
   std::vector<attention::gpu::PageClass> classes_;
   std::vector<uint16_t> heads_;
-  DeviceBuffer device_heads_, page_table_, q_, o_, lse_;
+  DeviceBuffer device_heads_, page_table_, tree_mask_, q_, o_, lse_;
   DeviceBuffer work_, merges_, partial_o_, partial_lse_;
   std::vector<attention::gpu::DecodeParams> decode_;  // per layer
   attention::gpu::MergeParams merge_;

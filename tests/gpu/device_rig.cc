@@ -76,6 +76,7 @@ Rig::Rig(const FakeOptions& options, const Geometry& geometry, uint64_t pool_byt
   space.n_kv_heads = geometry.n_kv_heads;
   space.head_dim_k = geometry.dim;
   space.dtype = geometry.dtype;
+  space.logit_softcap = geometry.softcap;
   space.layers = geometry.layers.data();
   space.n_layer_params = static_cast<uint32_t>(geometry.layers.size());
   space.policies = geometry.policies.data();
@@ -172,7 +173,7 @@ Rig::Outputs Rig::outputs(uint32_t n_rows) {
   return out;
 }
 
-bool Rig::sees(uint32_t layer, uint32_t head, uint64_t query, uint64_t position) const {
+bool Rig::sees(uint32_t layer, uint32_t head, const Query& query, uint64_t position) const {
   uint64_t window = 0;
   for (const kvm_layer_params& of : geometry_.layers) {
     if (layer >= of.layer_begin && layer < of.layer_begin + of.n_layers) {
@@ -194,15 +195,18 @@ bool Rig::sees(uint32_t layer, uint32_t head, uint64_t query, uint64_t position)
       policy = &of;
     }
   }
-  if (position > query || (window != 0 && position + window <= query)) {
+  const bool hidden = query.tree ? position >= query.tree_begin &&
+                                       (query.tree_word >> (position - query.tree_begin) & 1) == 0
+                                 : position > query.position;
+  if (hidden || (window != 0 && position + window <= query.position)) {
     return false;
   }
   return policy == nullptr || policy->retention == KVM_RETAIN_FULL || position < policy->n_sinks ||
-         position + policy->n_recent > query;
+         position + policy->n_recent > query.position;
 }
 
 void Rig::expect_row(const Outputs& got, uint32_t row, const std::vector<uint16_t>& q,
-                     uint32_t layer, const Shadow& shadow, uint64_t n_tokens,
+                     uint32_t layer, const Shadow& shadow, const Query& query,
                      const std::string& where, const float* log_weights,
                      uint64_t log_weight_stride) const {
   const uint32_t group = geometry_.n_q_heads / geometry_.n_kv_heads, dim = geometry_.dim;
@@ -219,8 +223,8 @@ void Rig::expect_row(const Outputs& got, uint32_t row, const std::vector<uint16_
     std::vector<double> logits, o(dim);
     std::vector<uint64_t> positions;
     double top = -std::numeric_limits<double>::infinity();
-    for (uint64_t p = 0; p < n_tokens; ++p) {
-      if (!sees(layer, head, n_tokens - 1, p)) {
+    for (uint64_t p = 0; p < shadow.keys.size(); ++p) {
+      if (!sees(layer, head, query, p)) {
         continue;
       }
       double logit = 0;
@@ -230,6 +234,9 @@ void Rig::expect_row(const Outputs& got, uint32_t row, const std::vector<uint16_
             narrowed(stored_number(shadow.keys[p], stored_in, head, p, i, false), geometry_.dtype);
       }
       logit /= std::sqrt(static_cast<double>(dim));
+      if (geometry_.softcap != 0) {
+        logit = geometry_.softcap * std::tanh(logit / geometry_.softcap);
+      }
       logit += log_weights == nullptr ? 0 : log_weights[head * log_weight_stride + p];
       logits.push_back(logit);
       positions.push_back(p);
@@ -247,15 +254,18 @@ void Rig::expect_row(const Outputs& got, uint32_t row, const std::vector<uint16_
     }
     double wrong = 0, norm = 0;
     for (uint32_t i = 0; i < dim; ++i) {
-      wrong += (got.o[at + i] - o[i] / sum) * (got.o[at + i] - o[i] / sum);
-      norm += o[i] / sum * (o[i] / sum);
+      const double expected = sum > 0 ? o[i] / sum : 0;
+      wrong += (got.o[at + i] - expected) * (got.o[at + i] - expected);
+      norm += expected * expected;
     }
     // A NaN is wrong as well.
     EXPECT_TRUE(std::sqrt(wrong) <= 6e-3 * std::sqrt(norm))
         << where << ": o of row " << row << " head " << h << " is off by "
         << std::sqrt(wrong / norm);
-    EXPECT_NEAR(got.lse[size_t{row} * geometry_.n_q_heads + h], top + std::log(sum), 1e-3)
-        << where << ": row " << row << " head " << h;
+    const double lse = got.lse[size_t{row} * geometry_.n_q_heads + h];
+    EXPECT_TRUE(sum > 0 ? std::fabs(lse - (top + std::log(sum))) <= 1e-3 : lse == top)
+        << where << ": lse of row " << row << " head " << h << " is " << lse << ", not "
+        << top + std::log(sum);
   }
 }
 

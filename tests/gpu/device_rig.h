@@ -29,6 +29,7 @@ struct Geometry {
   uint32_t n_kv_heads = 2;
   uint32_t dim = 64;
   uint32_t dtype = KVM_DTYPE_BF16;
+  float softcap = 0;
   std::vector<kvm_layer_params> layers;
   std::vector<kvm_policy_params> policies;
 };
@@ -85,14 +86,21 @@ class Rig {
   };
   Outputs outputs(uint32_t n_rows);
 
-  // Compares row `row` with fp64 arithmetic over the tokens that a query at the last of n_tokens
-  // sees of the shadow. log_weights: [kv head][stride], or null.
+  // A query row: where it is, and which tokens from tree_begin on it sees if it is of a tree.
+  struct Query {
+    uint64_t position = 0;
+    bool tree = false;
+    uint64_t tree_begin = 0;
+    uint64_t tree_word = 0;
+  };
+  // Compares row `row` with fp64 arithmetic over the tokens that the query sees of the shadow.
+  // log_weights: [kv head][stride], or null.
   void expect_row(const Outputs& got, uint32_t row, const std::vector<uint16_t>& q, uint32_t layer,
-                  const Shadow& shadow, uint64_t n_tokens, const std::string& where,
+                  const Shadow& shadow, const Query& query, const std::string& where,
                   const float* log_weights = nullptr, uint64_t log_weight_stride = 0) const;
 
  private:
-  bool sees(uint32_t layer, uint32_t head, uint64_t query, uint64_t position) const;
+  bool sees(uint32_t layer, uint32_t head, const Query& query, uint64_t position) const;
 
   Geometry geometry_;
   kvm_client* client_ = nullptr;

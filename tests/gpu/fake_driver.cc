@@ -521,7 +521,9 @@ void FakeDriver::plain_decode(const DecodeKernel& kernel, const DecodeParams& p,
       const uint32_t n_rows = request.n_query * p.tensors.group;
       for (uint32_t r = work.row_first; r < std::min(n_rows, work.row_first + kernel.block_rows);
            ++r) {
-        const uint32_t visible = request.n_tokens - request.n_query + 1 + r / p.tensors.group;
+        const bool tree = request.tree_first != attention::gpu::kNoTree;
+        const uint32_t visible =
+            tree ? request.n_tokens : request.n_tokens - request.n_query + 1 + r / p.tensors.group;
         const uint32_t end = std::min(work.end, visible);
         const RowPlace at = row_place(request.q_token, work.kv_head, p.tensors.group, r);
         const uint8_t* q =
@@ -531,6 +533,10 @@ void FakeDriver::plain_decode(const DecodeKernel& kernel, const DecodeParams& p,
         double top = -INFINITY, sum = 0;
         for (uint32_t token = work.begin; token < end; ++token) {
           const uint32_t list = list_token(request, token);
+          if (tree && token >= request.tree_first &&
+              (p.tree_mask[at.token] >> (list - request.tree_list) & 1) == 0) {
+            continue;
+          }
           const uint32_t page = divide(p.pool.page_tokens, list);
           const uint32_t entry = p.page_table[request.table + page];
           const uint8_t* k =
@@ -546,6 +552,10 @@ void FakeDriver::plain_decode(const DecodeKernel& kernel, const DecodeParams& p,
                      stored_value(k + i * 2, kernel.dtype);
           }
           logit *= static_cast<double>(p.scale_log2) / static_cast<double>(kLog2E);
+          if (p.softcap_log2 != 0) {
+            const double cap = static_cast<double>(p.softcap_log2) / static_cast<double>(kLog2E);
+            logit = cap * std::tanh(logit / cap);
+          }
           if (request.log_weights >= 0) {
             logit += p.log_weights[request.log_weights +
                                    int64_t{work.kv_head} * request.log_weight_stride + list];
