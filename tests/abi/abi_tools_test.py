@@ -102,7 +102,7 @@ class CheckTest(unittest.TestCase):
 
         record = self.write("record.txt", "")
         header("int", 1)
-        check = [layout_test.main, CC, self.folder, record]
+        check = [layout_test.main, CC, os.path.join(self.folder, "kvm.h"), record]
         self.assertEqual(self.quiet(*check)[0], 1)
         self.assertEqual(self.quiet(*check, "--update")[0], 0)
         self.assertEqual(self.quiet(*check)[0], 0)

@@ -1,7 +1,8 @@
-"""The sizes and offsets of every structure of kvm.h and the value of every constant are those
-recorded in kvm_layout.txt: a change of the ABI is seen, and is made on purpose.
+"""The sizes and offsets of every structure of a header and the value of every constant are those
+recorded for it (kvm_layout.txt, kvm_cuda_layout.txt): a change of the ABI is seen, and is made on
+purpose.
 
-Usage: layout_test.py CC INCLUDE_DIR RECORD [--update]"""
+Usage: layout_test.py CC HEADER RECORD [--update]"""
 
 import difflib
 import os
@@ -12,9 +13,11 @@ import tempfile
 from abi_header import Header
 
 
-def dump(cc, include, header):
+def dump(cc, path, header):
     """The layout as text, by a C program that the compiler itself answers."""
-    lines = ["#include <stddef.h>", "#include <stdio.h>", '#include "kvm.h"', "int main(void) {"]
+    include, name = os.path.split(os.path.abspath(path))
+    lines = ["#include <stddef.h>", "#include <stdio.h>", f'#include "{name}"',
+             "int main(void) {"]
     for name, fields in header.structs:
         lines.append(f'  printf("{name} %zu\\n", sizeof({name}));')
         for field in fields:
@@ -31,21 +34,21 @@ def dump(cc, include, header):
         return subprocess.run([program], check=True, capture_output=True, text=True).stdout
 
 
-def main(cc, include, record, update=""):
-    with open(os.path.join(include, "kvm.h"), encoding="utf-8") as file:
+def main(cc, path, record, update=""):
+    with open(path, encoding="utf-8") as file:
         header = Header(file.read())
-    if len(header.structs) < 10 or len(header.constants) < 10:
-        print("kvm.h was not understood: too few structures or constants found")
+    if not header.structs or not header.constants:
+        print(f"{path} was not understood: no structures or no constants found")
         return 1
     now = ("# Structures: size, then offset and size of each field. Constants: value.\n"
            "# After an intended change: tests/abi/layout_test.py with --update (docs/testing.md).\n"
-           + dump(cc, include, header))
+           + dump(cc, path, header))
     if update:
         with open(record, "w", encoding="utf-8") as file:
             file.write(now)
     with open(record, encoding="utf-8") as file:
         recorded = file.read()
-    diff = list(difflib.unified_diff(recorded.splitlines(), now.splitlines(), "recorded", "kvm.h",
+    diff = list(difflib.unified_diff(recorded.splitlines(), now.splitlines(), "recorded", path,
                                      lineterm=""))
     print("\n".join(diff) if diff else f"{len(header.structs)} structures, "
           f"{len(header.constants)} constants as recorded")
