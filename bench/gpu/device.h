@@ -88,6 +88,7 @@ int run_verify(const Args& args);
 int run_bench(const Args& args);
 int run_sweep(const Args& args);
 int run_copies(const Args& args);
+int run_gather(const Args& args);
 int run_ipc(const Args& args);
 int run_engine(const Args& args);
 int run_child(const Args& args);

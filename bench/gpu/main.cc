@@ -15,8 +15,9 @@ constexpr const char* kHelp = R"(kvm_gpu_check COMMAND [--quick] [--max-gib N]
   bench     decode attention against its bars (U3)
   sweep     other tiles, stages and residencies of the decode kernel (U4)
   copies    between host and device, by size of the pieces (U5)
-  ipc       two processes: time slices, memory by file descriptor, death of either side, registered
-            memory, flags (U6 to U9)
+  gather    rows of host memory read by a kernel, by row size and blocks (U5)
+  ipc       two processes: time slices, memory by file descriptor and by handle, death of either
+            side, registered memory, flags (U6 to U9)
   engine    sequences in device memory: steps, forks, graphs, moves, against fp64 arithmetic; what
             a decode step of 32 layers costs
   all       all of the above, in this order
@@ -38,7 +39,7 @@ int run(const kvm::bench::gpu::Args& args) {
   const std::string& c = args.command;
   const bool all = c == "all";
   if (!all && c != "caps" && c != "verify" && c != "bench" && c != "sweep" && c != "copies" &&
-      c != "ipc" && c != "engine") {
+      c != "gather" && c != "ipc" && c != "engine") {
     std::fputs(kHelp, stderr);
     return 2;
   }
@@ -60,6 +61,9 @@ int run(const kvm::bench::gpu::Args& args) {
   }
   if (all || c == "copies") {
     status |= run_copies(args);
+  }
+  if (all || c == "gather") {
+    status |= run_gather(args);
   }
   if (all || c == "ipc") {
     status |= run_ipc(args);

@@ -52,6 +52,10 @@ bool ok(CUresult result, const char* what) {
   return result == CUDA_SUCCESS;
 }
 
+bool all_pattern(const std::vector<uint8_t>& bytes) {
+  return std::all_of(bytes.begin(), bytes.end(), [](uint8_t byte) { return byte == kPattern; });
+}
+
 // Device memory with an address range of its own, shareable by file descriptor.
 class Segment {
  public:
@@ -101,7 +105,7 @@ class Segment {
     check(cudaMemcpy(host.data(), reinterpret_cast<void*>(address_), kSegmentBytes,
                      cudaMemcpyDeviceToHost),
           "cudaMemcpy");
-    return std::all_of(host.begin(), host.end(), [](uint8_t byte) { return byte == kPattern; });
+    return all_pattern(host);
   }
 
  private:
@@ -190,6 +194,118 @@ int create_role(const Link& link) {
   if (segment.good()) {
     segment.fill();
     link.send(0, segment.export_fd());
+  }
+  (void)link.receive();
+  return 0;
+}
+
+// Memory by the runtime's handle of 64 bytes, which goes to the other process in a memfd.
+int send_handle(const Link& link, const void* memory) {
+  cudaIpcMemHandle_t handle{};
+  if (cudaIpcGetMemHandle(&handle, const_cast<void*>(memory)) != cudaSuccess) {
+    (void)cudaGetLastError();
+    return -1;
+  }
+  const int fd = ::memfd_create("kvm_gpu_check", 0);
+  const bool sent =
+      fd >= 0 && ::pwrite(fd, &handle, sizeof handle, 0) == static_cast<ssize_t>(sizeof handle) &&
+      link.send(0, fd);
+  ::close(fd);
+  return sent ? 0 : -1;
+}
+
+// U7: the same by cudaIpc, the way where descriptors are refused.
+void legacy_handles() {
+  // Two neighbours: a handle of the second opens whatever allocation they lie in.
+  const DeviceBuffer neighbour(64 << 10), small(64 << 10), mine(kSegmentBytes);
+  check(cudaMemset(mine.data(), kPattern, mine.size()), "cudaMemset");
+  check(cudaMemset(small.data(), kPattern, small.size()), "cudaMemset");
+  check(cudaDeviceSynchronize(), "cudaMemset");
+  {
+    Child importer("opener");
+    const bool sent = send_handle(importer.link(), mine.data()) == 0;
+    const auto seconds = sent ? importer.link().receive() : std::nullopt;
+    print_outcome("U7", "cudaIpc: another process opens 64 MiB and reads what was written",
+                  seconds && seconds->value > 0);
+    if (seconds) {
+      print_figure("U7", "cudaIpc: open 64 MiB", "us", seconds->value * 1e6);
+      importer.kill_now();
+      std::vector<uint8_t> host(mine.size());
+      check(cudaMemcpy(host.data(), mine.data(), mine.size(), cudaMemcpyDeviceToHost),
+            "cudaMemcpy");
+      print_outcome("U7", "cudaIpc: importer killed: the owner's memory", all_pattern(host));
+    }
+  }
+  {
+    Child importer("opener");
+    const bool sent = send_handle(importer.link(), small.data()) == 0;
+    const auto seconds = sent ? importer.link().receive() : std::nullopt;
+    const auto exposed = seconds ? importer.link().receive() : std::nullopt;
+    if (exposed) {
+      print_figure("U7", "cudaIpc: what a handle of 64 KiB lets the other process reach", "KiB",
+                   exposed->value / 1024);
+    }
+  }
+  // The documentation does not say what is left when the owner dies. A third process looks, for a
+  // fault would be the end of it.
+  Child owner("owner"), importer("opener");
+  const auto made = owner.link().receive();
+  const bool sent = made && made->fd >= 0 && importer.link().send(0, made->fd);
+  const auto opened = sent ? importer.link().receive() : std::nullopt;
+  const auto exposed = opened ? importer.link().receive() : std::nullopt;
+  owner.kill_now();
+  const bool asked = exposed && importer.link().send(0);
+  const auto left = asked ? importer.link().receive() : std::nullopt;
+  print_outcome("U7", "cudaIpc: owner killed: memory that was opened before",
+                left && left->value > 0);
+  if (made && made->fd >= 0) {
+    ::close(made->fd);
+  }
+}
+
+// Seconds of opening, negative where it or the contents are not right; how many bytes can be
+// reached; and, when asked again, whether the contents are still there.
+int open_role(const Link& link) {
+  check(cudaFree(nullptr), "context");
+  const auto message = link.receive();
+  cudaIpcMemHandle_t handle{};
+  if (!message || message->fd < 0 ||
+      ::pread(message->fd, &handle, sizeof handle, 0) != static_cast<ssize_t>(sizeof handle)) {
+    return 2;
+  }
+  void* memory = nullptr;
+  const double begin = seconds_now();
+  const cudaError_t opened = cudaIpcOpenMemHandle(&memory, handle, cudaIpcMemLazyEnablePeerAccess);
+  const double seconds = seconds_now() - begin;
+  if (opened != cudaSuccess) {
+    std::fprintf(stderr, "cudaIpcOpenMemHandle: %s\n", cudaGetErrorString(opened));
+    link.send(-1);
+    return 2;
+  }
+  CUdeviceptr base{};
+  size_t reachable = 0;
+  ok(KVM_DRIVER(cuMemGetAddressRange)(&base, &reachable, reinterpret_cast<CUdeviceptr>(memory)),
+     "cuMemGetAddressRange");
+  const auto holds = [&] {
+    std::vector<uint8_t> host(std::min<size_t>(64 << 10, reachable));
+    check(cudaMemcpy(host.data(), memory, host.size(), cudaMemcpyDeviceToHost), "cudaMemcpy");
+    return all_pattern(host);
+  };
+  link.send(holds() ? seconds : -1);
+  link.send(static_cast<double>(reachable));
+  if (link.receive()) {
+    link.send(holds() ? 1 : -1);
+  }
+  (void)link.receive();  // until it is killed
+  return 0;
+}
+
+int own_role(const Link& link) {
+  const DeviceBuffer memory(kSegmentBytes);
+  check(cudaMemset(memory.data(), kPattern, memory.size()), "cudaMemset");
+  check(cudaDeviceSynchronize(), "cudaMemset");
+  if (send_handle(link, memory.data()) != 0) {
+    return 2;
   }
   (void)link.receive();
   return 0;
@@ -407,6 +523,7 @@ int run_ipc(const Args& args) {
   (void)args;
   time_slices();
   shared_segments();
+  legacy_handles();
   registered_memory();
   flags();
   return 0;
@@ -424,6 +541,8 @@ int run_child(const Args& args) {
   return args.role == "engine"      ? engine_role(link)
          : args.role == "importer"  ? import_role(link)
          : args.role == "creator"   ? create_role(link)
+         : args.role == "opener"    ? open_role(link)
+         : args.role == "owner"     ? own_role(link)
          : args.role == "registrar" ? register_role(link)
                                     : 2;
 }

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Takes all figures on the machine at hand: run.sh [OUTPUT_FOLDER] [--quick]. About eight minutes.
+# Takes all figures on the machine at hand: run.sh [OUTPUT_FOLDER] [--quick]. About nine minutes.
 # Writes caps.jsonl, verify.jsonl and so on, and all.jsonl with everything. Goes on when a part
 # fails, and without the tools that are not there. Exit status: 77 without a GPU, 1 where a bar was
 # missed or something failed.
@@ -19,7 +19,7 @@ if ((code == 77)); then
   exit 77
 fi
 ((code == 0)) || status=1
-for part in verify engine bench sweep copies ipc; do
+for part in verify engine bench sweep copies gather ipc; do
   timeout 300 "$check" "$part" "$@" >"$out/$part.jsonl" 2>"$out/$part.log" || status=1
   cat "$out/$part.log"
 done
@@ -43,7 +43,7 @@ if command -v compute-sanitizer >/dev/null; then
 else
   echo 'no compute-sanitizer here'
 fi
-cat "$out"/{caps,verify,engine,bench,sweep,copies,ipc,sdpa,sanitizer}.jsonl \
+cat "$out"/{caps,verify,engine,bench,sweep,copies,gather,ipc,sdpa,sanitizer}.jsonl \
   >"$out/all.jsonl" 2>/dev/null
 grep -c '"pass":true' "$out/all.jsonl" | sed 's/^/bars met: /'
 echo "bars missed: $(grep -c '"pass":false' "$out/all.jsonl")"

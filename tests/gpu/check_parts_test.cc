@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The lines that kvm_gpu_check prints, its options, and its link to a second process.
+// What of kvm_gpu_check runs without a device: the lines that it prints, its options, its link to a
+// second process, and the kernel that gathers rows, in the emulator.
 #include "bench/gpu/child.h"
 
 #include <gtest/gtest.h>
@@ -7,8 +8,12 @@
 #include <unistd.h>
 
 #include <array>
+#include <cstring>
+#include <vector>
 
+#include "attention/cuda/emulator.h"
 #include "bench/gpu/args.h"
+#include "bench/gpu/gather_kernel.h"
 
 namespace kvm::bench::gpu {
 namespace {
@@ -72,6 +77,43 @@ TEST(Link, NumbersAndFileDescriptors) {
   EXPECT_FALSE(here.receive().has_value());  // the other side has gone
   ::close(pipe_ends[0]);
   ::close(pipe_ends[1]);
+}
+
+// Every row of the list, however it falls on blocks, and nothing behind the last.
+TEST(Gather, RowsOfTheList) {
+  for (const uint32_t row_bytes : {16u, 256u, 1040u}) {
+    for (const uint32_t n_blocks : {1u, 3u}) {
+      constexpr uint32_t kTableRows = 97, kRows = 501;
+      std::vector<uint32_t> table(kTableRows * row_bytes / 4), rows(kRows);
+      std::vector<uint32_t> out((kRows + 1) * row_bytes / 4, UINT32_MAX);
+      for (uint32_t i = 0; i < table.size(); ++i) {
+        table[i] = i;
+      }
+      for (uint32_t i = 0; i < kRows; ++i) {
+        rows[i] = i * 41 % kTableRows;
+      }
+      const GatherParams params{reinterpret_cast<const uint8_t*>(table.data()),
+                                rows.data(),
+                                reinterpret_cast<uint8_t*>(out.data()),
+                                kRows,
+                                row_bytes,
+                                n_blocks};
+      namespace emulator = attention::gpu::emulator;
+      const std::vector<emulator::Range> memory = {
+          {reinterpret_cast<uint8_t*>(table.data()), table.size() * 4},
+          {reinterpret_cast<uint8_t*>(rows.data()), rows.size() * 4},
+          {reinterpret_cast<uint8_t*>(out.data()), out.size() * 4}};
+      const emulator::Report report =
+          emulator::run({n_blocks, kGatherThreads, 0, memory}, [&] { gather_thread(params); });
+      EXPECT_EQ(report.n_faults, 0u) << report.first_fault;
+      const uint32_t words = row_bytes / 4;
+      for (uint32_t i = 0; i < out.size(); ++i) {
+        const uint32_t row = i / words;
+        ASSERT_EQ(out[i], row < kRows ? rows[row] * words + i % words : UINT32_MAX)
+            << row_bytes << " bytes a row, " << n_blocks << " blocks, word " << i;
+      }
+    }
+  }
 }
 
 }  // namespace
