@@ -381,7 +381,6 @@ void Sampler::total(uint32_t row, RowWork* work) const {
   if (t.top == -INFINITY) {
     t.top = 0;
   }
-  t.control = c_.problem.softcap == 0.0f;  // the sketch knows nothing of soft caps
   const double of_fixed = std::exp(static_cast<double>(fixed.m[row]) - t.top);
   t.fixed = of_fixed * static_cast<double>(fixed.l[row]) + std::exp(sink - t.top);
   for (uint32_t d = 0; d < dim; ++d) {
@@ -612,6 +611,7 @@ void make_uses(const Context& c) {
 
 // dense [rows][dim_k]: for what it takes.
 void prepare_uses(const Context& c, float* dense) {
+  const QueryRows q = query_rows(c.problem, c.prepared.exact);
   hash_index::SketchSpan last;
   uint16_t variant = 0;
   for (const Use& use : c.uses()) {
@@ -624,8 +624,12 @@ void prepare_uses(const Context& c, float* dense) {
         dense_queries(c, use.variant, dense);
       }
       const hash_index::Frame& frame = *c.input->index.sketches[use.index_run].frame;
-      hash_index::prepare_scan(frame, dense, c.rows, c.problem.scale, out,
-                               same_queries ? &last : nullptr);
+      const hash_index::ScanRows rows{.q = dense,
+                                      .n = c.rows,
+                                      .scale = c.problem.scale,
+                                      .bias = bias_of(q, use.variant),
+                                      .softcap = c.problem.softcap};
+      hash_index::prepare_scan(frame, rows, out, same_queries ? &last : nullptr);
       last.frame = &frame;
       last.query = out;
       variant = use.variant;

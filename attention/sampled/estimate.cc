@@ -88,20 +88,16 @@ RowEstimate estimate_row(const RowTotals& t, const Kappas& kappas, std::span<dou
     return e;
   }
   const double a = t.open / std::max(t.hat, 1e-300);
-  const double predicted = t.control ? a : 0.0;
-  if (t.control) {
-    const double controlled = e.mass + a * (t.open_mass - t.hat);
-    if (std::isfinite(controlled) && controlled > 0) {
-      e.lse_mass = controlled;
-    }
+  const double controlled = e.mass + a * (t.open_mass - t.hat);
+  if (std::isfinite(controlled) && controlled > 0) {
+    e.lse_mass = controlled;
   }
   const double mean = t.residual / t.open;
   const double variance = std::max(t.residual2 / t.open - mean * mean, 0.0);
   e.noise = root(variance);
   const double v2 = t.chance_norm2 - 2 * dot(o, t.chance_v) + o2 * t.chance;
   e.sigma_o = root(v2) / e.mass;
-  const double lse2 =
-      t.chance - 2 * predicted * t.chance_hat + predicted * predicted * t.chance_hat2;
+  const double lse2 = t.chance - 2 * a * t.chance_hat + a * a * t.chance_hat2;
   e.sigma_lse = root(lse2) / e.lse_mass;
   const double sample = t.closed + t.open;
   const double r2 = t.norm2 / sample - 2 * dot(o, t.n_sample) / sample + o2;

@@ -63,7 +63,6 @@ struct RowTotals {
   double open_mass = 0;              // sum h over all open keys
   double spread = 0;                 // sum h^2 (1 - p)/p over all keys
   bool any_open = false;             // whether anything was left to chance
-  bool control = true;               // use the scalar control
   std::span<const double> n_fixed;   // [dim_v]: N_F
   std::span<const double> n_sample;  // sum_S (w/p) v
   std::span<const double> chance_v;  // sum w^2 (1 - p)/p^2 v

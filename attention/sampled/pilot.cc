@@ -49,23 +49,18 @@ uint64_t n_pilot_blocks(const ApproxParams& params, uint64_t n_keys) {
   return (n_blocks + stride - 1) / stride;
 }
 
-struct PilotBlock {
-  hash_index::SketchSpan span;
-  const float* bias = nullptr;  // bias_of
-};
-
 struct Pilot {
-  float top[kMaxApproxRows];     // largest logit of a row in the pilot
-  float factor[kMaxApproxRows];  // c e^top
-  size_t n;                      // keys
-  double share;                  // keys of R for each key of the pilot
-  float* logits;                 // [rows][n]
-  float* sizes;                  // [rows][n], each row relative to its largest logit
-  float* largest_size;           // [n]: over rows, c applied
-  float* norms;                  // [n]
-  PilotBlock* blocks;            // [blocks]
-  uint64_t* positions;           // [blocks]
-  float* block_logits;           // [rows][64]
+  float top[kMaxApproxRows];       // largest logit of a row in the pilot
+  float factor[kMaxApproxRows];    // c e^top
+  size_t n;                        // keys
+  double share;                    // keys of R for each key of the pilot
+  float* logits;                   // [rows][n]
+  float* sizes;                    // [rows][n], each row relative to its largest logit
+  float* largest_size;             // [n]: over rows, c applied
+  float* norms;                    // [n]
+  hash_index::SketchSpan* blocks;  // [blocks]: of one block each
+  uint64_t* positions;             // [blocks]
+  float* block_logits;             // [rows][64]
   // The probe.
   uint64_t* probe_position;  // [kMostProbes]
   uint32_t* probe_ids;
@@ -90,7 +85,7 @@ Pilot carve_pilot(const ApproxInput& input, const Plan& exact, uint64_t n_keys, 
   p.sizes = carver.take<float>(rows * p.n);
   p.largest_size = carver.take<float>(p.n);
   p.norms = carver.take<float>(p.n);
-  p.blocks = carver.take<PilotBlock>(n_blocks);
+  p.blocks = carver.take<hash_index::SketchSpan>(n_blocks);
   p.positions = carver.take<uint64_t>(n_blocks);
   p.block_logits = carver.take<float>(size_t{rows} * kPageTokens);
   p.probe_position = carver.take<uint64_t>(kMostProbes);
@@ -112,7 +107,6 @@ Pilot carve_pilot(const ApproxInput& input, const Plan& exact, uint64_t n_keys, 
 void choose_blocks(const Context& c, Pilot& p) {
   const uint64_t seed = c.params().seed ^ kPilotSeed;
   const uint64_t stride = pilot_stride(c.params(), c.plan->n_keys_indexed / kPageTokens);
-  const QueryRows q = query_rows(c.problem, c.prepared.exact);
   uint64_t at = 0;     // index of a stretch's first block among those of R
   uint64_t group = 0;  // how many of the pilot's blocks are found
   uint64_t next = 0;   // index of the one that is looked for
@@ -129,7 +123,7 @@ void choose_blocks(const Context& c, Pilot& p) {
       Stretch block = stretch;
       block.position += (next - at) * kPageTokens;
       block.n_blocks = 1;
-      p.blocks[group] = {span_of(c, use, block), bias_of(q, use.variant)};
+      p.blocks[group] = span_of(c, use, block);
       p.positions[group] = block.position;
     }
     at += stretch.n_blocks;
@@ -143,7 +137,7 @@ void look(const Context& c, Pilot& p) {
   choose_blocks(c, p);
   const size_t n_blocks = p.n / kPageTokens;
   const auto ask = [&](size_t i) {
-    const hash_index::SketchSpan& span = p.blocks[std::min(i, n_blocks - 1)].span;
+    const hash_index::SketchSpan& span = p.blocks[std::min(i, n_blocks - 1)];
     const size_t bytes =
         hash_index::block_bytes(hash_index::frame_kind(*span.frame), c.problem.dim_k);
     for (size_t at = 0; at < bytes; at += 64) {
@@ -155,15 +149,11 @@ void look(const Context& c, Pilot& p) {
   }
   for (size_t i = 0; i < n_blocks; ++i) {
     ask(i + kAhead);
-    const PilotBlock& block = p.blocks[i];
     const size_t to = i * kPageTokens;
-    hash_index::scan_logits(block.span, c.rows, 0, p.block_logits, p.norms + to);
+    hash_index::scan_logits(p.blocks[i], c.rows, 0, p.block_logits, p.norms + to);
     for (uint32_t r = 0; r < c.rows; ++r) {
-      float* logits = p.logits + r * p.n + to;
-      std::memcpy(logits, p.block_logits + r * kPageTokens, kPageTokens * sizeof(float));
-      for (uint32_t k = 0; block.bias != nullptr && k < kPageTokens; ++k) {
-        logits[k] += block.bias[r] * c.problem.scale;
-      }
+      std::memcpy(p.logits + r * p.n + to, p.block_logits + r * kPageTokens,
+                  kPageTokens * sizeof(float));
     }
   }
 }

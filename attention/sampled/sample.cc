@@ -61,17 +61,8 @@ SampleState carve_state(const ApproxInput& input, uint64_t n_keys, uint32_t rows
   return s;
 }
 
-void add_bias(const Context& c, const float* bias, uint32_t first, const Candidates& list) {
-  for (uint32_t i = first; i < list.n; ++i) {
-    for (uint32_t r = 0; r < c.rows; ++r) {
-      list.logits[size_t{i} * c.rows + r] += bias[r] * c.problem.scale;
-    }
-  }
-}
-
 // One attempt. False where the candidates do not fit.
 bool scan(const Context& c, uint64_t begin, uint64_t end, Candidates* list, SampleHead* head) {
-  const QueryRows q = query_rows(c.problem, c.prepared.exact);
   bool fits = true;
   for_stretches_in(c, begin, end, [&](const Use& use, const Stretch& stretch) {
     if (!fits) {
@@ -81,18 +72,11 @@ bool scan(const Context& c, uint64_t begin, uint64_t end, Candidates* list, Samp
     hash_index::DrawParams draw;
     draw.seed = c.params().seed;
     draw.reach = head->reach;
-    const float* bias = bias_of(q, use.variant);
-    for (uint32_t r = 0; r < c.rows; ++r) {
-      draw.log_c[r] = head->log_c[r] + (bias == nullptr ? 0.0f : bias[r] * c.problem.scale);
-    }
-    const uint32_t first = list->n;
+    std::copy_n(head->log_c, c.rows, draw.log_c);
     fits = hash_index::scan_draw({&span, 1}, c.rows, draw, list, &head->sums);
     head->index_bytes +=
         stretch.n_blocks *
         hash_index::block_bytes(hash_index::frame_kind(*span.frame), c.problem.dim_k);
-    if (fits && bias != nullptr) {
-      add_bias(c, bias, first, *list);
-    }
   });
   return fits;
 }

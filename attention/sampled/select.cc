@@ -137,16 +137,9 @@ void select_sketched(const Context& c, const Use& use, const Stretch& stretch,
                                     .blocks = run.blocks,
                                     .n_blocks = run.n_blocks,
                                     .position = run.position};
-  const QueryRows q = query_rows(c.problem, c.prepared.exact);
-  const float* bias = bias_of(q, use.variant);
   const auto offset = static_cast<uint32_t>((stretch.position - run.position) / kPageTokens);
   for (uint32_t b = 0; b < stretch.n_blocks; ++b) {
     hash_index::scan_logits(span, c.rows, offset + b, s.block_logits, s.block_norms);
-    for (uint32_t r = 0; bias != nullptr && r < c.rows; ++r) {
-      for (uint32_t i = 0; i < kPageTokens; ++i) {
-        s.block_logits[r * kPageTokens + i] += bias[r] * c.problem.scale;
-      }
-    }
     lists.push_block(stretch.position + uint64_t{b} * kPageTokens, s.block_logits);
   }
   head->index_bytes += stretch.n_blocks *

@@ -109,7 +109,8 @@ class ScanRun {
     for (size_t i = 0; i < size_t{head.group} * head.dim; ++i) {
       q[i] = head.to_float(head.q_rows(set)[i]);
     }
-    hash_index::prepare_scan(*frames_[h], q, head.group, head.scale, buffers->query.data());
+    hash_index::prepare_scan(*frames_[h], {.q = q, .n = head.group, .scale = head.scale},
+                             buffers->query.data());
     const hash_index::SketchSpan span{frames_[h].get(), buffers->query.data(), block(h, 0),
                                       static_cast<uint32_t>(n_blocks_), 0};
     hash_index::DrawSums sums;

@@ -30,7 +30,8 @@ struct BlockShape {
 
 // Queries, prepared. Sums over a code come in integers: with q_j the rounded query, S = sum of q_j
 // over the set bits (two planes: 2 S_high + S_low), shifted to be never negative. Then
-//   logit = factor * (S * step + offset) + (lead codes . lead + lead_bias) * lead_step + base.
+//   x = factor * (S * step + offset) + (lead codes . lead + lead_bias) * lead_step + base,
+//   logit = x, or where there is a cap: cap tanh(x / cap) = cap - 2 cap / (1 + 2^(x cap_power)).
 // Lookup tables follow: for each tile of kScanTile rows and each group of code bits the tables of
 // the tile's rows, one after the other. A group is a nibble, low before high, of a code row
 // (16 bytes), or six bits (64 bytes): of code rows 3 t, 3 t + 1, 3 t + 2 the six low bits of each,
@@ -41,6 +42,8 @@ struct ScanQuery {
   uint32_t six_bits;    // which kind of groups
   uint32_t n_groups;    // of one plane
   uint32_t chunk_rows;  // code rows whose sum fits 8 bits; a multiple of 3
+  float cap;            // 0: none
+  float cap_power;      // 2 log2(e) / cap
   float step[kScanRows];
   float offset[kScanRows];
   float base[kScanRows];

@@ -24,6 +24,27 @@ namespace {
 
 constexpr int kVecs = kScanKeys / vec::kWidth;
 
+// 2^x within 4e-6, x finite, and at least -126 unless kAnyPower: 2^n times a polynomial that is
+// minimax on [-.5, .5].
+inline F exp2_of(F x) {
+  const F n = vec::round_nearest(x);
+  const F f = vec::sub(x, n);
+  F p = vec::set1(0.009570102207362652f);
+  p = vec::fma(p, f, vec::set1(0.05591785907745361f));
+  p = vec::fma(p, f, vec::set1(0.240247443318367f));
+  p = vec::fma(p, f, vec::set1(0.6931217908859253f));
+  p = vec::fma(p, f, vec::set1(0.9999992847442627f));
+  return vec::scale_pow2(p, n);
+}
+
+// Exponents beyond which the cap is reached and 2^x is a number yet.
+inline F capped(F x, const ScanQuery& q) {
+  F power = vec::mul(x, vec::set1(q.cap_power));
+  power = vec::max(vec::min(power, vec::set1(60.0f)), vec::set1(-60.0f));
+  const F share = inverse_of(vec::add(exp2_of(power), vec::set1(1.0f)));
+  return vec::fma(share, vec::set1(-2.0f * q.cap), vec::set1(q.cap));
+}
+
 // Calls body(i, logits of vector i of the keys) for one row, whose sums over the code are given.
 template <typename Body>
 inline void for_logits(const ScanQuery& q, const uint8_t* block, uint32_t row, const uint32_t* sums,
@@ -36,6 +57,7 @@ inline void for_logits(const ScanQuery& q, const uint8_t* block, uint32_t row, c
   const F lead_step = vec::set1(q.lead_step[row]);
   const U lead_bias = splat(static_cast<uint32_t>(q.lead_bias[row]));
   const bool has_lead = q.shape.lead_offset != 0;
+  const bool has_cap = q.cap != 0.0f;
 #pragma GCC unroll 4
   for (int i = 0; i < kVecs; ++i) {
     const int key = i * vec::kWidth;
@@ -45,6 +67,9 @@ inline void for_logits(const ScanQuery& q, const uint8_t* block, uint32_t row, c
       const U sum =
           lead_sums(lead_bias, load_u(lead + key), load_u(lead + kScanKeys + key), q.lead[row]);
       l = vec::fma(to_float(sum), lead_step, l);
+    }
+    if (has_cap) {
+      l = capped(l, q);
     }
     body(i, l);
   }
@@ -76,19 +101,6 @@ inline void logits_of(const ScanQuery& q, const uint8_t* block, float* out) {
     default:
       return;
   }
-}
-
-// 2^x within 4e-6, x finite, and at least -126 unless kAnyPower: 2^n times a polynomial that is
-// minimax on [-.5, .5].
-inline F exp2_of(F x) {
-  const F n = vec::round_nearest(x);
-  const F f = vec::sub(x, n);
-  F p = vec::set1(0.009570102207362652f);
-  p = vec::fma(p, f, vec::set1(0.05591785907745361f));
-  p = vec::fma(p, f, vec::set1(0.240247443318367f));
-  p = vec::fma(p, f, vec::set1(0.6931217908859253f));
-  p = vec::fma(p, f, vec::set1(0.9999992847442627f));
-  return vec::scale_pow2(p, n);
 }
 
 // random.h, permanent_random.

@@ -5,6 +5,7 @@
 #include <array>
 #include <cmath>
 #include <cstring>
+#include <numbers>
 
 #include "base/assert.h"
 #include "base/round.h"
@@ -21,6 +22,7 @@ namespace {
 // Longer queries than that count as zero: products with keys (1e15 at most) stay finite.
 constexpr double kMaxQuery = 1e15;
 constexpr float kMaxLog2C = 1e30f;
+constexpr float kMaxBase = 1e30f;
 constexpr double kLeastOfTypical = 0.25;
 
 const ScanKernels& kernels_of(const ScanTable* table) {
@@ -142,11 +144,13 @@ void turn(const Basis& basis, const float* q, uint32_t row, float scale, ScanQue
 }
 
 // What depends on the frame and not on its basis alone.
-void set_frame_part(const Frame& frame, const float* q, uint32_t row, float scale, ScanQuery* out) {
+void set_frame_part(const Frame& frame, const float* q, uint32_t row, float scale, float bias,
+                    ScanQuery* out) {
   if (out->usable[row] == 0) {
     return;
   }
-  out->base[row] = scale * product_of(q, frame.center.data(), frame.basis->dim_k);
+  const float base = scale * (product_of(q, frame.center.data(), frame.basis->dim_k) + bias);
+  out->base[row] = std::abs(base) <= kMaxBase ? base : std::copysign(kMaxBase, base);
   out->lead_step[row] = 0;
   out->lead_bias[row] = 0;
   out->lead[row][0] = out->lead[row][1] = 0;
@@ -294,8 +298,9 @@ size_t scan_query_bytes(const Frame& frame, uint32_t n_rows, const ScanTable* ta
   return kLookupOffset + round_up(size_t{n_rows} * groups * group_bytes(six), 64);
 }
 
-void prepare_scan(const Frame& frame, const float* q, uint32_t n_rows, float scale, void* out,
-                  const SketchSpan* like, const ScanTable* table) {
+void prepare_scan(const Frame& frame, const ScanRows& rows, void* out, const SketchSpan* like,
+                  const ScanTable* table) {
+  const uint32_t n_rows = rows.n;
   KVM_ASSERT(n_rows >= 1 && n_rows <= kMaxRows);
   const Basis& basis = *frame.basis;
   auto* query = static_cast<ScanQuery*>(out);
@@ -309,13 +314,17 @@ void prepare_scan(const Frame& frame, const float* q, uint32_t n_rows, float sca
     query->six_bits = kernels_of(table).six_bits;
     query->n_groups = groups_of(query->six_bits != 0, query->shape.code_rows);
     query->chunk_rows = query->shape.planes == 2 ? 3 : 6;
+    query->cap = rows.softcap;
+    query->cap_power =
+        rows.softcap == 0 ? 0.0f : 2.0f * std::numbers::log2e_v<float> / rows.softcap;
   }
   for (uint32_t row = 0; row < n_rows; ++row) {
-    const float* q_row = q + size_t{row} * basis.dim_k;
+    const float* q_row = rows.q + size_t{row} * basis.dim_k;
     if (!same_basis) {
-      set_basis_part(basis, q_row, row, scale, query);
+      set_basis_part(basis, q_row, row, rows.scale, query);
     }
-    set_frame_part(frame, q_row, row, scale, query);
+    const float bias = rows.bias == nullptr ? 0.0f : rows.bias[row];
+    set_frame_part(frame, q_row, row, rows.scale, bias, query);
   }
 }
 

@@ -92,14 +92,23 @@ struct SketchSpan {
   uint64_t position = 0;  // of the first key, a multiple of 64
 };
 
-// The queries of a scan, turned into the frame and quantised for its kernels: within 0.3 % of the
-// code's own noise, in variance at most 1 %. Bytes at dim 128 and 4 rows: 6,272.
+// The queries of a scan, and what logits are made of their products with keys:
+//   x = scale * (q.k + bias)        logit = x, or softcap * tanh(x / softcap)
+struct ScanRows {
+  const float* q = nullptr;  // [n][dim_k]
+  uint32_t n = 0;
+  float scale = 1.0f;
+  const float* bias = nullptr;  // [n]; null: none
+  float softcap = 0.0f;         // 0: none, else 1e-6 or more; kept within 5e-6 of itself
+};
+// Turned into the frame and quantised for its kernels: within 0.3 % of the code's own noise, in
+// variance at most 1 %. Bytes at dim 128 and 4 rows: 6,272.
 size_t scan_query_bytes(const Frame& frame, uint32_t n_rows, const ScanTable* table = nullptr);
-// q [n_rows][dim_k]; logits are scale * q.k. `out`: scan_query_bytes, aligned to 64. Rows that are
-// not finite or longer than 1e15 count as zero.
-// `like` (may be null): a frame and what was prepared for it of the same q, scale and table. Where
-// the frames share their basis (FrameInput::previous) little is left to do; same bits.
-void prepare_scan(const Frame& frame, const float* q, uint32_t n_rows, float scale, void* out,
+// `out`: scan_query_bytes, aligned to 64. Rows that are not finite or longer than 1e15 have logits
+// of 0.
+// `like` (may be null): a frame and what was prepared for it of the same rows and table. Where the
+// frames share their basis (FrameInput::previous) little is left to do; same bits.
+void prepare_scan(const Frame& frame, const ScanRows& rows, void* out,
                   const SketchSpan* like = nullptr, const ScanTable* table = nullptr);
 
 // Estimated logits of one block for all rows, and |v| as stored: logits [n_rows][64], value_norms

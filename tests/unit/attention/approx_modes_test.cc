@@ -117,6 +117,7 @@ TEST(Sampled, KnowsWhatIsVisible) {
     Head h = head();
     h.problem.softcap = 8.0f;
     expect_close(h, "soft cap");
+    expect_reference(h, 5e-3);
   }
   {
     Head h = head();
@@ -127,6 +128,28 @@ TEST(Sampled, KnowsWhatIsVisible) {
     std::fill_n(h.transform.begin() + 1000, 1500, uint16_t{1});
     expect_close(h, "transforms");
     expect_reference(h, 5e-3);
+  }
+}
+
+// A cap that bends most logits: a proposal by logits without it would take the bend for noise of
+// the sketch, and end up exact.
+TEST(Sampled, ProposesByLogitsWithTheirSoftCap) {
+  for (const ApproxMode mode : {ApproxMode::kSampled, ApproxMode::kVerified}) {
+    Head head({.n_tokens = 30000, .dim_v = 16, .sharpness = 5.0}, 42);
+    head.problem.softcap = 3.0f;
+    head.input.params.mode = mode;
+    head.input.params.budget = 0;
+    head.input.params.eps = 0.1f;
+    head.build();
+    head.run();
+    ASSERT_FALSE(head.plan.exact);
+    EXPECT_EQ(head.report.n_exact, 0u);
+    EXPECT_LT(head.report.keys_read, head.plan.n_keys_present / 8);
+    for (uint32_t r = 0; r < head.rows(); ++r) {
+      EXPECT_LT(head.report.noise[r], 0.6f) << r;
+      EXPECT_LT(head.error_o(r), 1.5 * static_cast<double>(head.report.err_o[r])) << r;
+      EXPECT_LT(head.error_lse(r), 1.5 * static_cast<double>(head.report.err_lse[r])) << r;
+    }
   }
 }
 

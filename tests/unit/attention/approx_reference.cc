@@ -20,7 +20,6 @@ SampleState sample_of(const Head& head, uint32_t shard) {
 
 std::map<uint64_t, std::vector<double>> scan_all(const Head& head) {
   const Context c = make_context(head.input, head.plan, head.prepared->data());
-  const QueryRows q = query_rows(c.problem, c.prepared.exact);
   std::map<uint64_t, std::vector<double>> keys;
   for_stretches_in(c, 0, UINT64_MAX, [&](const Use& use, const Stretch& stretch) {
     const SketchedRun& run = head.sketches[stretch.index_run];
@@ -37,9 +36,7 @@ std::map<uint64_t, std::vector<double>> scan_all(const Head& head) {
       for (uint32_t i = 0; i < 64; ++i) {
         std::vector<double>& key = keys[t + i];
         for (uint32_t r = 0; r < c.rows; ++r) {
-          const float* bias = bias_of(q, use.variant);
-          key.push_back(static_cast<double>(logits[r * 64 + i]) +
-                        (bias == nullptr ? 0.0 : static_cast<double>(bias[r] * c.problem.scale)));
+          key.push_back(static_cast<double>(logits[r * 64 + i]));
         }
         key.push_back(static_cast<double>(norms[i]));
       }

@@ -41,10 +41,10 @@ struct Estimates {
 };
 
 Estimates estimate(const Frame& frame, const std::byte* blocks, uint32_t n_blocks,
-                   const std::vector<float>& q, uint32_t n_rows, float scale,
-                   const ScanTable* table) {
+                   const ScanRows& rows, const ScanTable* table) {
+  const uint32_t n_rows = rows.n;
   Aligned query = aligned_bytes(scan_query_bytes(frame, n_rows, table));
-  prepare_scan(frame, q.data(), n_rows, scale, query.get(), nullptr, table);
+  prepare_scan(frame, rows, query.get(), nullptr, table);
   const SketchSpan span{&frame, query.get(), blocks, n_blocks, 0};
   Estimates out;
   out.logits.resize(n_rows);
@@ -59,6 +59,12 @@ Estimates estimate(const Frame& frame, const std::byte* blocks, uint32_t n_block
     }
   }
   return out;
+}
+
+Estimates estimate(const Frame& frame, const std::byte* blocks, uint32_t n_blocks,
+                   const std::vector<float>& q, uint32_t n_rows, float scale,
+                   const ScanTable* table) {
+  return estimate(frame, blocks, n_blocks, {.q = q.data(), .n = n_rows, .scale = scale}, table);
 }
 
 TEST(Random, KnownValues) {
@@ -443,6 +449,58 @@ TEST(Tables, EstimateTheSameFromTheSameBlocks) {
   }
 }
 
+// Of what the estimates are without them, in double precision; caps from one that hardly bends to
+// one that leaves signs.
+TEST(Estimates, HaveTheirBiasAndThenTheirCap) {
+  constexpr uint32_t kRows = 5;
+  constexpr float kBias[kRows] = {-30, -2, 0, 7, 40};
+  std::mt19937_64 random(12);
+  const Pages pages(normal_rows(&random, 64, 64, 1, 0.99, 0.5), normal_rows(&random, 64, 8),
+                    Dtype::kF32);
+  const std::vector<float> q = floats(normal_rows(&random, kRows, 64));
+  for (const SketchKind kind : kKinds) {
+    const FramePtr frame = pages.frame(&kind, 3);
+    const Aligned blocks = pages.encode(*frame, nullptr);
+    for (const ScanTable* table : available_scan_tables()) {
+      ScanRows rows{.q = q.data(), .n = kRows, .scale = 0.5f};
+      const Estimates bare = estimate(*frame, blocks.get(), 1, rows, table);
+      rows.bias = kBias;
+      for (const float cap : {0.0f, 1e4f, 50.0f, 3.0f, 1e-3f}) {
+        rows.softcap = cap;
+        const Estimates got = estimate(*frame, blocks.get(), 1, rows, table);
+        for (uint32_t r = 0; r < kRows; ++r) {
+          for (size_t i = 0; i < 64; ++i) {
+            const double x = double{bare.logits[r][i]} + 0.5 * double{kBias[r]};
+            const double wanted = cap == 0 ? x : double{cap} * std::tanh(x / double{cap});
+            ASSERT_NEAR(got.logits[r][i], wanted, 2e-5 + 5e-6 * double{cap})
+                << table->name << " cap " << cap;
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(Estimates, ABiasThatIsNoNumberLeavesThemFinite) {
+  std::mt19937_64 random(13);
+  const Pages pages(normal_rows(&random, 64, 64), normal_rows(&random, 64, 8), Dtype::kF32);
+  const std::vector<float> q = floats(normal_rows(&random, 4, 64));
+  constexpr float kInf = std::numeric_limits<float>::infinity();
+  const float bias[4] = {kInf, -kInf, std::nanf(""), 3e38f};
+  const FramePtr frame = pages.frame(nullptr, 3);
+  const Aligned blocks = pages.encode(*frame, nullptr);
+  for (const ScanTable* table : available_scan_tables()) {
+    for (const float cap : {0.0f, 20.0f}) {
+      const ScanRows rows{.q = q.data(), .n = 4, .scale = 2.0f, .bias = bias, .softcap = cap};
+      for (const std::vector<float>& row : estimate(*frame, blocks.get(), 1, rows, table).logits) {
+        for (const float logit : row) {
+          ASSERT_TRUE(std::isfinite(logit)) << table->name << " cap " << cap;
+        }
+      }
+    }
+  }
+}
+
 // --- Drawing ------------------------------------------------------------------------------------
 
 struct Drawn {
@@ -489,8 +547,11 @@ struct Scene {
     std::mt19937_64 random(rows * 1000 + dim);
     const std::vector<float> q = floats(normal_rows(&random, rows, dim));
     const float scale = 2.0f / std::sqrt(static_cast<float>(dim));
+    // With a cap where rows are odd.
+    const ScanRows asked{
+        .q = q.data(), .n = rows, .scale = scale, .softcap = rows % 2 == 1 ? 4.0f : 0.0f};
     query = aligned_bytes(scan_query_bytes(*frame, rows, table));
-    prepare_scan(*frame, q.data(), rows, scale, query.get(), nullptr, table);
+    prepare_scan(*frame, asked, query.get(), nullptr, table);
     // Two spans with a gap between: the second begins 640 positions later than it could.
     const auto n_blocks = static_cast<uint32_t>(n_keys / 64);
     const size_t bytes = block_bytes(kind, dim);
@@ -498,7 +559,7 @@ struct Scene {
     spans = {{frame.get(), query.get(), blocks.get(), cut, position},
              {frame.get(), query.get(), blocks.get() + cut * bytes, n_blocks - cut,
               position + 64 * cut + 640}};
-    estimates = estimate(*frame, blocks.get(), n_blocks, q, rows, scale, table);
+    estimates = estimate(*frame, blocks.get(), n_blocks, asked, table);
   }
 
   static Pages make_pages(uint32_t dim, size_t n_keys, uint64_t position) {
@@ -706,13 +767,13 @@ TEST(Frames, BasisIsKeptUntilTheKeysLeaveIt) {
     const Aligned a = aligned_bytes(bytes);
     const Aligned b = aligned_bytes(bytes);
     const Aligned c = aligned_bytes(bytes);
-    prepare_scan(*frame, floats(queries).data(), 4, 0.5f, a.get());
-    prepare_scan(*kept, floats(queries).data(), 4, 0.5f, b.get());
+    prepare_scan(*frame, {.q = floats(queries).data(), .n = 4, .scale = 0.5f}, a.get());
+    prepare_scan(*kept, {.q = floats(queries).data(), .n = 4, .scale = 0.5f}, b.get());
     const SketchSpan like{frame.get(), a.get(), nullptr, 0, 0};
-    prepare_scan(*kept, floats(queries).data(), 4, 0.5f, c.get(), &like);
+    prepare_scan(*kept, {.q = floats(queries).data(), .n = 4, .scale = 0.5f}, c.get(), &like);
     EXPECT_EQ(std::memcmp(b.get(), c.get(), bytes), 0);
-    prepare_scan(*fresh, floats(queries).data(), 4, 0.5f, b.get());
-    prepare_scan(*fresh, floats(queries).data(), 4, 0.5f, c.get(), &like);
+    prepare_scan(*fresh, {.q = floats(queries).data(), .n = 4, .scale = 0.5f}, b.get());
+    prepare_scan(*fresh, {.q = floats(queries).data(), .n = 4, .scale = 0.5f}, c.get(), &like);
     EXPECT_EQ(std::memcmp(b.get(), c.get(), bytes), 0);
   }
 }
@@ -794,7 +855,8 @@ TEST(Exotic, NothingThatIsStoredOrAskedMakesNonsense) {
               EXPECT_NEAR(got.logits[0][5], 0.1 * dot(pages.keys[5], queries[0]), 1e-4);
             }
             const Aligned query = aligned_bytes(scan_query_bytes(*frame, 4, table));
-            prepare_scan(*frame, floats(queries).data(), 4, 0.1f, query.get(), nullptr, table);
+            prepare_scan(*frame, {.q = floats(queries).data(), .n = 4, .scale = 0.1f}, query.get(),
+                         nullptr, table);
             DrawParams params;
             params.log_c[0] = 1e30f;
             params.log_c[1] = std::nanf("");
