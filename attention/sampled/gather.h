@@ -85,8 +85,10 @@ class BatchMaker {
   const GatherList& list_;
   const uint8_t* k_[kRoom];
   const uint8_t* v_[kRoom];
-  float k_scale_[kRoom];
-  float v_scale_[kRoom];
+  const uint16_t* k_scale_[kRoom];  // where rows have scales
+  const uint16_t* v_scale_[kRoom];
+  alignas(64) float k_scales_[kGatherKeys];  // of the batch that was given out
+  alignas(64) float v_scales_[kGatherKeys];
   Source source_;      // of the row resolved last
   uint32_t n_ = 0;     // rows that are there, all of one kind
   uint32_t at_ = 0;    // first one that was not given out

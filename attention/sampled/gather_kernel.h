@@ -66,6 +66,15 @@ inline void ask(const uint8_t* const* rows, int key, uint32_t offset) {
     ask_line<kBatches>(rows, key, offset);
 }
 
+// The same for the 32 channels from c on.
+template <uint32_t kBatches, int kElem>
+inline void ask_pairs(const uint8_t* const* rows, int key, uint32_t c) {
+  if constexpr (32 * elem_bytes(kElem) == kLine)
+    ask_line<kBatches>(rows, key, c * elem_bytes(kElem));
+  else
+    ask<kBatches>(rows, key, c * elem_bytes(kElem));
+}
+
 // Calls body<kRows, kFirst>(row) for each tile of rows.
 template <typename Body>
 inline void for_tiles(uint32_t rows_padded, Body body) {
@@ -114,7 +123,8 @@ void scores_f32(const GatherArgs& args, const GatherBatch& batch, uint32_t row, 
 }
 
 #if defined(__AVX512BF16__)
-template <int kRows, bool kFirst>
+// Of rows of bf16 or int8, which are bf16 without rounding.
+template <int kRows, int kElem, bool kFirst>
 void scores_bf16(const GatherArgs& args, const GatherBatch& batch, uint32_t row, float* out) {
   using T = KeyTile<kRows>;
   const uint16_t* q = args.q_bf16 + static_cast<size_t>(row) * args.q_stride;
@@ -128,9 +138,9 @@ void scores_bf16(const GatherArgs& args, const GatherBatch& batch, uint32_t row,
 #pragma GCC unroll 16
       for (int t = 0; t < T::kTokens; ++t) {
         const int key = g * T::kTokens + t;
-        const vec::B x = vec::load_pairs(reinterpret_cast<const uint16_t*>(batch.k[key]) + c);
+        const vec::B x = vec::load_as_pairs<kElem>(batch.k[key], c);
         if (kFirst)
-          ask_line<1>(batch.k, key, c * 2);
+          ask_pairs<1, kElem>(batch.k, key, c);
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) {
           F& a = acc[r * T::kTokens + t];
@@ -140,8 +150,8 @@ void scores_bf16(const GatherArgs& args, const GatherBatch& batch, uint32_t row,
     }
     if (whole < args.dim_k) {
       for (int t = 0; t < T::kTokens; ++t) {
-        const auto* k = reinterpret_cast<const uint16_t*>(batch.k[g * T::kTokens + t]);
-        const vec::B x = vec::load_pairs_n(k + whole, args.dim_k - whole);
+        const uint8_t* k = batch.k[g * T::kTokens + t];
+        const vec::B x = vec::load_as_pairs_n<kElem>(k, whole, args.dim_k - whole);
         for (int r = 0; r < kRows; ++r) {
           F& a = acc[r * T::kTokens + t];
           a = vec::dot(a, x, vec::load_pairs(q + static_cast<size_t>(r) * args.q_stride + whole));
@@ -186,8 +196,11 @@ void tile_logits(const GatherArgs& args, const GatherBatch& batch, uint32_t row,
   float dots[kRows * kKeys];
   bool done = false;
 #if defined(__AVX512BF16__)
-  if (batch.dtype_k == vec::kElemBf16 && args.q_bf16 != nullptr) {
-    scores_bf16<kRows, kFirst>(args, batch, row, dots);
+  if (args.q_bf16 != nullptr && batch.dtype_k == vec::kElemBf16) {
+    scores_bf16<kRows, vec::kElemBf16, kFirst>(args, batch, row, dots);
+    done = true;
+  } else if (args.q_bf16 != nullptr && batch.dtype_k == vec::kElemI8) {
+    scores_bf16<kRows, vec::kElemI8, kFirst>(args, batch, row, dots);
     done = true;
   }
 #endif
@@ -221,13 +234,14 @@ void norms_of(const uint8_t* const* rows, uint32_t dim, float* out) {
     for (int i = 0; i < kW; ++i)
       acc[i] = vec::zero();
 #if defined(__AVX512BF16__)
-    if constexpr (kElem == vec::kElemBf16) {
+    if constexpr (kElem == vec::kElemBf16 || kElem == vec::kElemI8) {
       for (uint32_t d = 0; d < dim; d += 32) {
 #pragma GCC unroll 16
         for (int i = 0; i < kW; ++i) {
-          const auto* row = reinterpret_cast<const uint16_t*>(rows[part * kW + i]) + d;
-          const vec::B x = d + 32 <= dim ? vec::load_pairs(row) : vec::load_pairs_n(row, dim - d);
-          ask_line<1>(rows, part * kW + i, d * 2);
+          const uint8_t* row = rows[part * kW + i];
+          const vec::B x = d + 32 <= dim ? vec::load_as_pairs<kElem>(row, d)
+                                         : vec::load_as_pairs_n<kElem>(row, d, dim - d);
+          ask_pairs<1, kElem>(rows, part * kW + i, d);
           acc[i] = vec::dot(acc[i], x, x);
         }
       }
@@ -256,31 +270,46 @@ void norms(const uint8_t* const* rows, uint32_t dtype, uint32_t dim, float* out)
 // Vectors of sums that one batch adds to: kVecOpen and kVecSquare, or kVecClosed alone.
 constexpr int kMostSums = 2;
 
+// How values meet their coefficients: in fp32; in bf16, pairs of keys at a time; and in bf16 with
+// scales in the coefficients.
+enum class Meeting { kFp32, kBf16, kScaledBf16 };
+
 // Coefficients of the values of a batch, by vector of sums: [kMostSums][rows_padded][16].
 struct Coefs {
   float at[kMostSums][kMaxGatherRows * kKeys];
 #if defined(__AVX512BF16__)
-  uint16_t bf16[kMostSums][kMaxGatherRows * kKeys];  // instead, where is_bf16
+  uint16_t bf16[kMostSums][kMaxGatherRows * kKeys];  // instead, but for kFp32
 #endif
 };
 
-// Whether values meet weights as bf16.
-inline bool is_bf16(const GatherArgs& args, const GatherBatch& batch) {
+inline Meeting meeting_of(const GatherArgs& args, const GatherBatch& batch) {
 #if defined(__AVX512BF16__)
-  return batch.dtype_v == vec::kElemBf16 && args.fp32_weights == 0;
+  if (args.fp32_weights == 0 && batch.dtype_v == vec::kElemBf16)
+    return Meeting::kBf16;
+  if (args.fp32_weights == 0 && batch.dtype_v == vec::kElemI8)
+    return Meeting::kScaledBf16;
 #else
   (void)args;
   (void)batch;
-  return false;
 #endif
+  return Meeting::kFp32;
 }
 
-// Stores coefficients of a vector of keys; returns them as values will meet them, scales apart.
-template <bool kBf16>
+// Stores coefficients of a vector of keys; returns them as values will meet them, scales apart. A
+// product with a scale that is next to nothing says nothing of what it was made of.
+template <Meeting kMeeting>
 inline F put_coef(Coefs& coefs, int which, uint32_t at, F x, F v_scale) {
 #if defined(__AVX512BF16__)
-  if constexpr (kBf16)
+  if constexpr (kMeeting == Meeting::kBf16)
     return vec::store_rounded(coefs.bf16[which] + at, x);
+  if constexpr (kMeeting == Meeting::kScaledBf16) {
+    const F tiny = vec::set1(1e-30f);
+    const F rounded = vec::store_rounded(coefs.bf16[which] + at, vec::mul(x, v_scale));
+    const F one = vec::set1(1.0f);
+    const F unscaled = vec::div(rounded, vec::max(v_scale, tiny));
+    const F told = vec::keep_ge(rounded, tiny, one);
+    return vec::fma(told, vec::sub(unscaled, x), x);
+  }
 #endif
   vec::store(coefs.at[which] + at, vec::mul(x, v_scale));
   return x;
@@ -341,7 +370,7 @@ inline F counted(const GatherBatch& batch, const float* logits, const float* fac
   return vec::add(vec::load(logits + part * kW), vec::mul(drop, vec::set1(4.0f)));
 }
 
-template <bool kBf16>
+template <Meeting kMeeting>
 void weigh_closed(const GatherArgs& args, const GatherBatch& batch, const GatherSums& sums,
                   uint32_t row, const float* logits, const float* squares, Coefs& coefs) {
   const float* factor = batch.kind == kGatherWeighted ? batch.per_row + row * kKeys : nullptr;
@@ -355,14 +384,14 @@ void weigh_closed(const GatherArgs& args, const GatherBatch& batch, const Gather
     F w = exp_nonpositive(vec::sub(s[j], reference));
     if (factor != nullptr)
       w = vec::mul(w, vec::load(factor + at));
-    w = put_coef<kBf16>(coefs, 0, row * kKeys + static_cast<uint32_t>(at), w,
-                        vec::load(batch.v_scale + at));
+    w = put_coef<kMeeting>(coefs, 0, row * kKeys + static_cast<uint32_t>(at), w,
+                           vec::load(batch.v_scale + at));
     add_to(sum + kSumClosed * kKeys + at, w);
     add_to(sum + kSumClosedNorm * kKeys + at, vec::mul(w, vec::load(squares + at)));
   }
 }
 
-template <bool kBf16>
+template <Meeting kMeeting>
 void weigh_open(const GatherArgs& args, const GatherBatch& batch, const GatherSums& sums,
                 uint32_t row, const float* logits, const float* squares, Coefs& coefs) {
   F s[kParts];
@@ -387,7 +416,7 @@ void weigh_open(const GatherArgs& args, const GatherBatch& batch, const GatherSu
     const F wp = vec::mul(w, inverse);
     const F hp = vec::mul(h, inverse);
     const F e = vec::max(vec::min(vec::sub(s[j], hat), most), vec::sub(vec::zero(), most));
-    const F rounded_wp = put_coef<kBf16>(coefs, 0, to, wp, v_scale);
+    const F rounded_wp = put_coef<kMeeting>(coefs, 0, to, wp, v_scale);
     const F residual = vec::mul(rounded_wp, e);
     add(kSumOpen, rounded_wp);
     add(kSumOpenNorm, vec::mul(rounded_wp, v2));
@@ -395,7 +424,7 @@ void weigh_open(const GatherArgs& args, const GatherBatch& batch, const GatherSu
     add(kSumResidual, residual);
     add(kSumResidual2, vec::mul(residual, e));
     const F odds = vec::sub(inverse, one);
-    const F square = put_coef<kBf16>(coefs, 1, to, vec::mul(vec::mul(odds, wp), w), v_scale);
+    const F square = put_coef<kMeeting>(coefs, 1, to, vec::mul(vec::mul(odds, wp), w), v_scale);
     const F odds_h = vec::mul(odds, h);
     add(kSumSquare, square);
     add(kSumSquareNorm, vec::mul(square, v2));
@@ -404,21 +433,21 @@ void weigh_open(const GatherArgs& args, const GatherBatch& batch, const GatherSu
   }
 }
 
-template <bool kBf16>
+template <Meeting kMeeting>
 void weigh(const GatherArgs& args, const GatherBatch& batch, const GatherSums& sums,
            const float* logits, const float* squares, Coefs& coefs) {
   for (uint32_t row = 0; row < args.rows; ++row) {
     const float* of_row = logits + row * kKeys;
     if (batch.kind != kGatherOpen)
-      weigh_closed<kBf16>(args, batch, sums, row, of_row, squares, coefs);
+      weigh_closed<kMeeting>(args, batch, sums, row, of_row, squares, coefs);
     else
-      weigh_open<kBf16>(args, batch, sums, row, of_row, squares, coefs);
+      weigh_open<kMeeting>(args, batch, sums, row, of_row, squares, coefs);
   }
   for (uint32_t row = args.rows; row < args.rows_padded; ++row) {
     for (int which = 0; which < kMostSums; ++which) {
       for (int j = 0; j < kParts; ++j) {
         const uint32_t at = row * kKeys + static_cast<uint32_t>(j * kW);
-        put_coef<kBf16>(coefs, which, at, vec::zero(), vec::zero());
+        put_coef<kMeeting>(coefs, which, at, vec::zero(), vec::zero());
       }
     }
   }
@@ -488,8 +517,8 @@ inline void value_slice(const GatherArgs& args, const GatherBatch& batch, const 
 }
 
 #if defined(__AVX512BF16__)
-// The same for 32 channels of bf16, two keys at a time. kPart: the last of them.
-template <int kSums, int kRows, bool kFirst, bool kPart>
+// The same for 32 channels of bf16 or int8, two keys at a time. kPart: the last of them.
+template <int kSums, int kRows, bool kFirst, int kElem, bool kPart>
 inline void value_slice_bf16(const GatherArgs& args, const GatherBatch& batch,
                              const GatherSums& sums, uint32_t row, uint32_t first, uint32_t d,
                              const Coefs& coefs) {
@@ -501,8 +530,8 @@ inline void value_slice_bf16(const GatherArgs& args, const GatherBatch& batch,
            d;
   };
   const auto load = [&](int t) {
-    const auto* v = reinterpret_cast<const uint16_t*>(batch.v[t]) + d;
-    return kPart ? vec::load_pairs_n(v, args.dim_v - d) : vec::load_pairs(v);
+    return kPart ? vec::load_as_pairs_n<kElem>(batch.v[t], d, args.dim_v - d)
+                 : vec::load_as_pairs<kElem>(batch.v[t], d);
   };
   F a[kSums][kRows][2];
 #pragma GCC unroll 2
@@ -528,14 +557,14 @@ inline void value_slice_bf16(const GatherArgs& args, const GatherBatch& batch,
         a[j][r][0] = vec::dot(a[j][r][0], w, lo);
         a[j][r][1] = vec::dot(a[j][r][1], w, hi);
         if (kFirst && j == 0 && r < 2) {
-          ask_line<1>(batch.v, t + r, d * 2);
-          ask_line<2>(batch.k, t + r, d * 2);
+          ask_pairs<1, kElem>(batch.v, t + r, d);
+          ask_pairs<2, kElem>(batch.k, t + r, d);
         }
       }
     }
     if (kFirst && kRows == 1) {
-      ask_line<1>(batch.v, t + 1, d * 2);
-      ask_line<2>(batch.k, t + 1, d * 2);
+      ask_pairs<1, kElem>(batch.v, t + 1, d);
+      ask_pairs<2, kElem>(batch.k, t + 1, d);
     }
   }
 #pragma GCC unroll 2
@@ -548,14 +577,14 @@ inline void value_slice_bf16(const GatherArgs& args, const GatherBatch& batch,
   }
 }
 
-template <int kSums, int kRows, bool kFirst>
+template <int kSums, int kRows, bool kFirst, int kElem>
 void add_values_bf16(const GatherArgs& args, const GatherBatch& batch, const GatherSums& sums,
                      uint32_t row, uint32_t first, const Coefs& coefs) {
   uint32_t d = 0;
   for (; d + 32 <= args.dim_v; d += 32)
-    value_slice_bf16<kSums, kRows, kFirst, false>(args, batch, sums, row, first, d, coefs);
+    value_slice_bf16<kSums, kRows, kFirst, kElem, false>(args, batch, sums, row, first, d, coefs);
   if (d < args.dim_v)
-    value_slice_bf16<kSums, kRows, kFirst, true>(args, batch, sums, row, first, d, coefs);
+    value_slice_bf16<kSums, kRows, kFirst, kElem, true>(args, batch, sums, row, first, d, coefs);
 }
 #endif
 
@@ -575,9 +604,12 @@ template <int kSums>
 void values(const GatherArgs& args, const GatherBatch& batch, const GatherSums& sums,
             uint32_t first, const Coefs& coefs) {
 #if defined(__AVX512BF16__)
-  if (is_bf16(args, batch)) {
+  if (meeting_of(args, batch) != Meeting::kFp32) {
     for_tiles(args.rows_padded, [&]<int kRows, bool kFirst>(uint32_t row) {
-      add_values_bf16<kSums, kRows, kFirst>(args, batch, sums, row, first, coefs);
+      if (batch.dtype_v == vec::kElemI8)
+        add_values_bf16<kSums, kRows, kFirst, vec::kElemI8>(args, batch, sums, row, first, coefs);
+      else
+        add_values_bf16<kSums, kRows, kFirst, vec::kElemBf16>(args, batch, sums, row, first, coefs);
     });
     return;
   }
@@ -599,10 +631,17 @@ void gather(const GatherArgs* args, const GatherBatch* batch, const GatherSums* 
     const F scale = vec::load(batch->v_scale + j * kW);
     vec::store(squares + j * kW, vec::mul(vec::load(squares + j * kW), vec::mul(scale, scale)));
   }
-  if (is_bf16(*args, *batch))
-    weigh<true>(*args, *batch, *sums, logits, squares, coefs);
-  else
-    weigh<false>(*args, *batch, *sums, logits, squares, coefs);
+  switch (meeting_of(*args, *batch)) {
+    case Meeting::kFp32:
+      weigh<Meeting::kFp32>(*args, *batch, *sums, logits, squares, coefs);
+      break;
+    case Meeting::kBf16:
+      weigh<Meeting::kBf16>(*args, *batch, *sums, logits, squares, coefs);
+      break;
+    case Meeting::kScaledBf16:
+      weigh<Meeting::kScaledBf16>(*args, *batch, *sums, logits, squares, coefs);
+      break;
+  }
   if (batch->kind != kGatherOpen)
     values<1>(*args, *batch, *sums, kVecClosed, coefs);
   else

@@ -30,7 +30,7 @@ struct GatherArgs {
   float scale;
   float softcap;
   // 0: where the table has a bf16 dot product, weights are rounded to bf16 before they meet values
-  // of bf16, and so are those in the sums that go with the values (Problem::fp32_weights).
+  // of bf16 or int8, and so are those in the sums that go with the values (Problem::fp32_weights).
   uint32_t fp32_weights = 0;
 };
 
