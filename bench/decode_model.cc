@@ -35,7 +35,7 @@ DataSet make_layer(const std::string& name, uint32_t number, uint64_t n_tokens, 
   const HeadData& head = data.heads[0];
   if (data.heads.size() != DecodeModel::kKvHeads || head.dim != DecodeModel::kDim ||
       head.group != DecodeModel::kQHeads / DecodeModel::kKvHeads || data.n_tokens != n_tokens ||
-      head.n_sets() != DecodeModel::kSets || head.dtype != Dtype::kBf16) {
+      head.n_sets() != DecodeModel::kSets || head.dtype != Dtype::kBf16 || head.softcap != 0) {
     require(Status(KVM_ERR_UNSUPPORTED, "data '" + name + "' is not of this model's geometry"),
             "decode");
   }

@@ -20,6 +20,7 @@ attention::Problem make_problem(const HeadData& head, uint32_t set, float* o, fl
   p.group = head.group;
   p.dim_k = p.dim_v = head.dim;
   p.scale = head.scale;
+  p.softcap = head.softcap;
   p.visible.query_position = head.q_position[set];
   p.runs = head.kernel_runs;
   p.head = head.head;
@@ -115,8 +116,8 @@ void DataSet::use_own_rows() {
 
 const std::vector<std::string>& data_names() {
   static const std::vector<std::string> names = {"model",     "flat",     "isotropic", "outliers",
-                                                 "voutliers", "latesink", "even",      "drift",
-                                                 "real",      "diffuse",  "gauss"};
+                                                 "voutliers", "latesink", "even",      "softcap",
+                                                 "drift",     "real",     "diffuse",   "gauss"};
   return names;
 }
 
@@ -154,7 +155,13 @@ Result<DataSet> make_data(const DataSpec& spec, uint32_t threads) {
   options.outlier_channels = name == "outliers";
   options.value_outliers = name == "voutliers";
   options.late_sink = name == "latesink";
-  return make_model_data(spec, options, threads);
+  DataSet data = make_model_data(spec, options, threads);
+  if (name == "softcap") {
+    for (HeadData& head : data.heads) {
+      head.softcap = 10;
+    }
+  }
+  return data;
 }
 
 }  // namespace kvm::bench

@@ -12,6 +12,7 @@
 //   voutliers  model, and one value in a thousand 30 times as large
 //   latesink   model, and one late key that holds 1 to 99 % of the mass, by head
 //   even       model with logits of sd 0.2: attention is nearly uniform
+//   softcap    model with a soft cap of 10 nats on its logits
 //   drift      model, with mean and axes of keys and queries moving over the last 32,768 tokens
 //   real       clusters of keys that come in short segments, queries that look at four of them
 //   diffuse    the same with flatter queries
@@ -43,6 +44,7 @@ struct HeadData {
   uint32_t dim = 0;    // of keys and values
   uint32_t group = 0;
   float scale = 0;
+  float softcap = 0;  // 0: none
   Dtype dtype = Dtype::kBf16;
   std::vector<uint16_t> q;           // [n_sets][group][dim]
   std::vector<uint64_t> q_position;  // [n_sets]; a query sees the tokens up to here, this included

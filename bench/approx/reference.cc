@@ -44,8 +44,9 @@ Logits compute_logits(const HeadData& head, uint32_t set) {
   for (uint64_t t = 0; t < out.n; ++t) {
     widen(head, head.k_row(t), k.data());
     for (uint32_t g = 0; g < head.group; ++g) {
-      out.values[g * out.n + t] =
-          head.scale * dot(q.data() + size_t{g} * head.dim, k.data(), head.dim);
+      const double logit = head.scale * dot(q.data() + size_t{g} * head.dim, k.data(), head.dim);
+      const auto cap = static_cast<double>(head.softcap);
+      out.values[g * out.n + t] = cap == 0 ? logit : cap * std::tanh(logit / cap);
     }
   }
   return out;

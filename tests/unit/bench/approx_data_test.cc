@@ -190,6 +190,12 @@ TEST(Data, VariantsAreWhatTheyAreCalled) {
   const Logits logits = compute_logits(even.heads[0], 0);
   EXPECT_NEAR(moments(logits.of(0), 4, 1984).second, 0.2, 0.02);
 
+  const Logits capped = compute_logits(make("softcap", 2048, 1).heads[0], 0);
+  const Logits bare = compute_logits(make("model", 2048, 1).heads[0], 0);
+  for (size_t i = 0; i < capped.values.size(); ++i) {
+    ASSERT_NEAR(capped.values[i], 10 * std::tanh(bare.values[i] / 10), 1e-9);
+  }
+
   const DataSet late = make("latesink", 4096, 5);
   const Logits late_logits = compute_logits(late.heads[4], 0);
   const uint64_t at = 4096 / 4 * 3 + 5;
