@@ -19,32 +19,36 @@ __global__ void __launch_bounds__(kGatherThreads)
 }
 
 // Rows go through shared memory by the bulk copy engine of an SM: one thread starts them all, and
-// no register waits for them. A row is in the ring from its load to the end of its store.
-constexpr uint32_t kRingRows = 32;
-constexpr uint32_t kMaxRowBytes = 4096;
-constexpr uint32_t kRingBytes = kRingRows * kMaxRowBytes + kRingRows * 8;
+// no register waits for them. A row is in the ring from its load to the end of its store. The ring
+// fits into the shared memory of sm_120.
+constexpr uint32_t kRingBytes = 64 << 10;
+constexpr uint32_t kLeastRowBytes = 256;
+constexpr uint32_t kBulkSharedBytes = kRingBytes + kRingBytes / kLeastRowBytes * 8;
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+constexpr uint32_t kStores = 8;  // that may still read their slots
+
 struct BulkRing {
   uint32_t data, barriers;  // addresses in the shared window
+  uint32_t row_bytes, n_slots;
 
-  __device__ uint32_t slot(uint32_t i) const { return data + i % kRingRows * kMaxRowBytes; }
-  __device__ uint32_t barrier(uint32_t i) const { return barriers + i % kRingRows * 8; }
+  __device__ uint32_t slot(uint32_t i) const { return data + i % n_slots * row_bytes; }
+  __device__ uint32_t barrier(uint32_t i) const { return barriers + i % n_slots * 8; }
   __device__ void start() const {
-    for (uint32_t i = 0; i < kRingRows; ++i) {
+    for (uint32_t i = 0; i < n_slots; ++i) {
       asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\n" ::"r"(barrier(i)) : "memory");
     }
     asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
   }
-  __device__ void load(uint32_t i, const uint8_t* from, uint32_t bytes) const {
+  __device__ void load(uint32_t i, const uint8_t* from) const {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier(i)),
-                 "r"(bytes)
+                 "r"(row_bytes)
                  : "memory");
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
         "[%3];\n" ::"r"(slot(i)),
-        "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(barrier(i))
+        "l"(__cvta_generic_to_global(from)), "r"(row_bytes), "r"(barrier(i))
         : "memory");
   }
   // A barrier's phases alternate with the rounds of the ring.
@@ -56,16 +60,18 @@ struct BulkRing {
           "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
           "selp.u32 %0, 1, 0, p;\n}\n"
           : "=r"(done)
-          : "r"(barrier(i)), "r"(i / kRingRows % 2)
+          : "r"(barrier(i)), "r"(i / n_slots % 2)
           : "memory");
     }
   }
-  __device__ void store(uint32_t i, uint8_t* to, uint32_t bytes) const {
+  // Returns when all but the newest kStores stores have read their slots.
+  __device__ void store(uint32_t i, uint8_t* to) const {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n" ::"l"(
                      __cvta_generic_to_global(to)),
-                 "r"(slot(i)), "r"(bytes)
+                 "r"(slot(i)), "r"(row_bytes)
                  : "memory");
     asm volatile("cp.async.bulk.commit_group;\n" ::: "memory");
+    asm volatile("cp.async.bulk.wait_group.read %0;\n" ::"n"(kStores) : "memory");
   }
 };
 #endif
@@ -77,45 +83,35 @@ __global__ void __launch_bounds__(32) bulk_gather_kernel(const __grid_constant__
     return;
   }
   const auto data = static_cast<uint32_t>(__cvta_generic_to_shared(ring_memory));
-  const BulkRing ring{data, data + kRingRows * kMaxRowBytes};
-  // Row i of this block is row block + i * blocks of the list. Lanes fetch 32 places of the table
-  // at a time, two rounds ahead; the first lane does the rest.
+  const BulkRing ring{data, data + kRingBytes, p.row_bytes, kRingBytes / p.row_bytes};
   const uint32_t lane = threadIdx.x;
-  const uint32_t n = (p.n_rows - blockIdx.x + p.n_blocks - 1) / p.n_blocks;
-  const auto listed = [&](uint32_t i) { return uint64_t{blockIdx.x} + uint64_t{i} * p.n_blocks; };
-  const auto place = [&](uint32_t i) { return i < n ? p.rows[listed(i)] : 0; };
-  const auto load = [&](uint32_t i, uint32_t at) {
-    ring.load(i, p.table + uint64_t{at} * p.row_bytes, p.row_bytes);
-  };
-  uint32_t now = place(lane), next = place(32 + lane);
   if (lane == 0) {
     ring.start();
   }
-  for (uint32_t i = 0; i < n && i < kRingRows; ++i) {
-    const uint32_t at = __shfl_sync(~0u, now, i);
-    if (lane == 0) {
-      load(i, at);
+  // Row i of this block is row block + i * blocks of the list. Lanes fetch 32 places of the table
+  // at a time, two rounds ahead; the first lane does the rest.
+  const uint32_t n = (p.n_rows - blockIdx.x + p.n_blocks - 1) / p.n_blocks;
+  const auto listed = [&](uint32_t i) { return uint64_t{blockIdx.x} + uint64_t{i} * p.n_blocks; };
+  const auto place = [&](uint32_t i) { return i < n ? p.rows[listed(i)] : 0; };
+  uint32_t now = 0, next = place(lane), after = place(32 + lane);
+  // Loads run so far ahead of stores that the row whose slot is taken was stored kStores ago.
+  const uint32_t ahead = ring.n_slots - kStores;
+  for (uint32_t i = 0; i < n + ahead; ++i) {
+    if (i % 32 == 0) {
+      now = next;
+      next = after;
+      after = place(i + 64 + lane);
     }
-  }
-  constexpr uint32_t kStores = 8;  // that may still read their slots
-  static_assert(kRingRows == 32 && kStores < 32);
-  for (uint32_t first = 0; first < n; first += 32) {
-    const uint32_t after = place(first + 64 + lane);
-    for (uint32_t k = 0; k < 32 && first + k < n; ++k) {
-      const uint32_t i = first + k, ahead = k + kRingRows - kStores;
-      const uint32_t at = __shfl_sync(~0u, ahead < 32 ? now : next, ahead % 32);
-      if (lane == 0) {
-        ring.wait(i);
-        ring.store(i, p.out + listed(i) * p.row_bytes, p.row_bytes);
-        asm volatile("cp.async.bulk.wait_group.read %0;\n" ::"n"(kStores) : "memory");
-        // The store of row i - kStores has read its slot; the first rows of all are there already.
-        if (i >= kStores && first + ahead < n) {
-          load(first + ahead, at);
-        }
+    const uint32_t at = __shfl_sync(~0u, now, i % 32);
+    if (lane == 0) {
+      if (i >= ahead) {
+        ring.wait(i - ahead);
+        ring.store(i - ahead, p.out + listed(i - ahead) * p.row_bytes);
+      }
+      if (i < n) {
+        ring.load(i, p.table + uint64_t{at} * p.row_bytes);
       }
     }
-    now = next;
-    next = after;
   }
   asm volatile("cp.async.bulk.wait_group 0;\n" ::: "memory");
 #else
@@ -125,7 +121,7 @@ __global__ void __launch_bounds__(32) bulk_gather_kernel(const __grid_constant__
 
 void launch_gather(bool bulk, const GatherParams& params, cudaStream_t stream) {
   if (bulk) {
-    bulk_gather_kernel<<<params.n_blocks, 32, kRingBytes, stream>>>(params);
+    bulk_gather_kernel<<<params.n_blocks, 32, kBulkSharedBytes, stream>>>(params);
   } else {
     load_gather_kernel<<<params.n_blocks, kGatherThreads, 0, stream>>>(params);
   }
@@ -203,14 +199,14 @@ double link_gbs(const HostTable& table, const DeviceBuffer& device, const Args& 
 int run_gather(const Args& args) {
   check(attention::gpu::attend_init(), "attend_init");
   check(cudaFuncSetAttribute(bulk_gather_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             kRingBytes),
+                             kBulkSharedBytes),
         "cudaFuncSetAttribute");
   const size_t total = args.quick ? 16 << 20 : 64 << 20;
   const HostTable table(args.quick ? size_t{256} << 20 : size_t{1} << 30);
   const bool has_bulk = device_facts().major >= 9;
   const int missed = bars_missed();
   double ceiling = 0;
-  for (const uint32_t row_bytes : {256u, 512u, 1024u, 4096u}) {
+  for (const uint32_t row_bytes : {kLeastRowBytes, 512u, 1024u, 4096u}) {
     Gather gather(table, total, row_bytes);
     if (ceiling == 0) {
       ceiling = link_gbs(table, gather.out, args);
