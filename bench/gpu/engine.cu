@@ -57,6 +57,7 @@ uint64_t seed_of(uint64_t key, uint32_t layer, uint32_t head, uint64_t position,
 }
 
 constexpr uint32_t kLayers = 2, kQHeads = 8, kKvHeads = 2, kDim = 128;
+constexpr uint32_t kMaxItems = 3, kMaxQuery = 4, kMaxRows = kMaxItems * kMaxQuery;
 
 struct Stored {
   std::shared_ptr<Sequence> seq;
@@ -79,18 +80,18 @@ class Check {
     }
     space_ = must(store->prepare(layout), "prepare");
     BatchOptions options;
-    options.max_items = 3;
+    options.max_items = kMaxItems;
     options.max_append = 512;
-    options.max_query = 1;
-    options.max_query_rows = 3;
+    options.max_query = kMaxQuery;
+    options.max_query_rows = kMaxRows;
     options.max_tokens = 4096;
     batch_ = must(Batch::create(store, space_, options), "batch");
-    q_ = DeviceBuffer(3 * kQHeads * kDim * 2);
+    q_ = DeviceBuffer(kMaxRows * kQHeads * kDim * 2);
     for (uint32_t layer = 0; layer < kLayers; ++layer) {
       k_.emplace_back(512 * kKvHeads * kDim * 2);
       v_.emplace_back(512 * kKvHeads * kDim * 2);
-      o_.emplace_back(3 * kQHeads * kDim * 4);
-      lse_.emplace_back(3 * kQHeads * 4);
+      o_.emplace_back(kMaxRows * kQHeads * kDim * 4);
+      lse_.emplace_back(kMaxRows * kQHeads * 4);
     }
   }
 
@@ -99,9 +100,10 @@ class Check {
     return {must(store_->fork(*parent.seq, parent.keys.size()), "fork"), parent.keys};
   }
 
-  // Appends n tokens of `key` to each sequence and compares a query row of each.
+  // Appends n tokens of `key` to each sequence and compares a query row of each, or the rows of a
+  // tree.
   bool step(const std::string& name, std::vector<std::pair<Stored*, uint32_t>> shares, uint64_t key,
-            bool by_graph);
+            bool by_graph, const std::vector<uint64_t>& tree = {});
 
  private:
   void fill(const std::vector<std::pair<Stored*, uint32_t>>& shares, uint64_t key);
@@ -121,7 +123,8 @@ class Check {
   static DeviceTensor tensor(const DeviceBuffer& of, Dtype dtype) {
     return {of.data(), of.size(), dtype, 0, 0};
   }
-  double error_of(const Stored& of, uint32_t layer, const float* o, const uint16_t* q) const;
+  double error_of(const Stored& of, const std::vector<uint64_t>& tree, uint32_t row, uint32_t layer,
+                  const float* o, const uint16_t* q) const;
 
   Store* store_;
   Stream stream_;
@@ -134,7 +137,7 @@ class Check {
 };
 
 void Check::fill(const std::vector<std::pair<Stored*, uint32_t>>& shares, uint64_t key) {
-  queries_.resize(3 * kQHeads * kDim);
+  queries_.resize(kMaxRows * kQHeads * kDim);
   for (size_t i = 0; i < queries_.size(); ++i) {
     queries_[i] = f32_to_bf16(number_of(key * 7919 + i));
   }
@@ -157,16 +160,19 @@ void Check::fill(const std::vector<std::pair<Stored*, uint32_t>>& shares, uint64
   }
 }
 
-// Largest relative error over the heads of one row.
-double Check::error_of(const Stored& of, uint32_t layer, const float* o, const uint16_t* q) const {
+// Largest relative error over the heads of one row: the last one, or row `row` of a tree.
+double Check::error_of(const Stored& of, const std::vector<uint64_t>& tree, uint32_t row,
+                       uint32_t layer, const float* o, const uint16_t* q) const {
   double worst = 0;
   const uint64_t n = of.keys.size();
+  const uint64_t first = n - std::max<uint64_t>(tree.size(), 1);
   for (uint32_t h = 0; h < kQHeads; ++h) {
     const uint32_t head = h / (kQHeads / kKvHeads);
     std::vector<double> sum(kDim);
     double total = 0;
     for (uint64_t p = 0; p < n; ++p) {
-      if (layer == 1 && head == 1 && p >= 4 && p + 100 < n) {
+      const bool dropped = layer == 1 && head == 1 && p >= 4 && p + 100 <= first + row;
+      if (dropped || (!tree.empty() && p >= first && (tree[row] >> (p - first) & 1) == 0)) {
         continue;
       }
       double logit = 0;
@@ -193,11 +199,13 @@ double Check::error_of(const Stored& of, uint32_t layer, const float* o, const u
 }
 
 bool Check::step(const std::string& name, std::vector<std::pair<Stored*, uint32_t>> shares,
-                 uint64_t key, bool by_graph) {
+                 uint64_t key, bool by_graph, const std::vector<uint64_t>& tree) {
   std::vector<BatchItem> items;
-  uint32_t row = 0, n_rows = 0;
+  const auto n_query = static_cast<uint32_t>(std::max<size_t>(tree.size(), 1));
+  uint32_t n_rows = 0;
   for (const auto& [of, n] : shares) {
-    items.push_back({of->seq, n, n_rows, 1, row++});
+    const auto query_row = static_cast<uint32_t>(items.size()) * n_query;
+    items.push_back({of->seq, n, n_rows, n_query, query_row, tree});
     n_rows += n;
     of->keys.insert(of->keys.end(), n, key);
   }
@@ -220,11 +228,12 @@ bool Check::step(const std::string& name, std::vector<std::pair<Stored*, uint32_
   stream_.wait();
   double worst = 0;
   for (uint32_t layer = 0; layer < kLayers; ++layer) {
-    std::vector<float> o(shares.size() * kQHeads * kDim);
+    std::vector<float> o(shares.size() * n_query * kQHeads * kDim);
     check(cudaMemcpy(o.data(), o_[layer].data(), o.size() * 4, cudaMemcpyDeviceToHost), "o");
-    for (size_t i = 0; i < shares.size(); ++i) {
-      const double error = error_of(*shares[i].first, layer, o.data() + i * kQHeads * kDim,
-                                    queries_.data() + i * kQHeads * kDim);
+    for (uint32_t i = 0; i < shares.size() * n_query; ++i) {
+      const double error =
+          error_of(*shares[i / n_query].first, tree, i % n_query, layer,
+                   o.data() + i * kQHeads * kDim, queries_.data() + i * kQHeads * kDim);
       worst = error > worst || std::isnan(error) ? error : worst;
     }
   }
@@ -242,6 +251,10 @@ bool check_engine(Store* store) {
     right =
         check.step("graph " + std::to_string(key), {{&a, 1}, {&b, 2}, {&c, 1}}, key, true) && right;
   }
+  // Two branches behind one root, and a row that sees none of them.
+  const std::vector<uint64_t> tree = {1, 3, 5, 0};
+  right = check.step("tree", {{&a, 4}, {&b, 5}}, 85, false, tree) && right;
+  right = check.step("tree by graph", {{&a, 1}, {&b, 4}, {&c, 4}}, 86, true, tree) && right;
   const Stream side;
   must(store->spill(b.seq.get(), side.get()), "spill");
   right = check.step("one on the host", {{&a, 1}, {&c, 1}}, 90, false) && right;

@@ -560,11 +560,11 @@ TEST(DeviceTest, ReproducibleBatchesGiveTheSameBits) {
   for (uint32_t n = 0; n < 2; ++n) {
     options.blocks = n == 0 ? 2 : 7;
     Rig rig(options, geometry);
-    kvm_cuda_batch_params params = rig.batch_params(3, 400, 1);
+    kvm_cuda_batch_params params = rig.batch_params(3, 400, 4);
     params.flags = KVM_CUDA_REPRODUCIBLE;
     kvm_cuda_batch* const batch = rig.batch(params);
     Seq a = make(&rig, 1), b = make(&rig, 2);
-    std::vector<Share> shares = {{&a, 300, 1}};
+    std::vector<Share> shares = {{&a, 300, 4, random_tree(4, 1)}};
     if (n == 1) {
       shares.push_back({&b, 80, 1});
     }
@@ -572,11 +572,11 @@ TEST(DeviceTest, ReproducibleBatchesGiveTheSameBits) {
     step.run();
     rig.driver().settle();
     step.check("reproducible");
-    results[n].assign(step.outputs(0).o, step.outputs(0).o + geometry.n_q_heads * geometry.dim);
-    results[n].insert(results[n].end(), step.outputs(0).lse,
-                      step.outputs(0).lse + geometry.n_q_heads);
+    const uint32_t n_rows = 4 * geometry.n_q_heads;
+    results[n].assign(step.outputs(0).o, step.outputs(0).o + n_rows * geometry.dim);
+    results[n].insert(results[n].end(), step.outputs(0).lse, step.outputs(0).lse + n_rows);
   }
-  // Of the first sequence's row: the second one's queries differ.
+  // Of the first sequence's rows: the second one's queries differ.
   EXPECT_EQ(std::memcmp(results[0].data(), results[1].data(), results[0].size() * 4), 0);
 }
 
