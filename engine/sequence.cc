@@ -1,0 +1,163 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/sequence.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "policies/heavy.h"
+#include "policies/sinks_recent.h"
+
+namespace kvm::engine {
+namespace {
+
+const policies::Policy& policy_of(const Retention& retention) {
+  switch (retention.kind) {
+    case KVM_RETAIN_SINKS_RECENT:
+      return policies::sinks_recent();
+    case KVM_RETAIN_SINKS_RECENT_FOLD:
+      return policies::sinks_recent_fold();
+    case KVM_RETAIN_HEAVY:
+      return policies::heavy();
+    default:
+      return policies::full();
+  }
+}
+
+// Whether tokens that queries at `first_query` and later would see, out of those below `end`, have
+// been dropped from a list.
+bool misses_visible(const Space& space, uint32_t layer, uint32_t class_index, const PageList& list,
+                    uint64_t first_query, uint64_t end) {
+  const Retention& retention = space.head_class(layer, class_index).retention;
+  HeadVisibility seen = space.visibility(layer, class_index, first_query);
+  if (retention.is_per_head()) {
+    seen = {.window = retention.n_recent, .n_sinks = retention.n_sinks};
+  }
+  uint64_t recent =
+      seen.window == 0 || first_query < seen.window ? 0 : first_query - seen.window + 1;
+  if (retention.is_per_head() && recent >= end && end > 0) {
+    recent = end - 1;  // where that one is gone, what was left of it would be seen as well
+  }
+  return !list.covers(std::min(recent, end), end) ||
+         !list.covers(std::min(seen.first_sink, end), std::min(seen.n_sinks, end));
+}
+
+}  // namespace
+
+void advance_commit(Sequence* seq, uint64_t n_tokens) {
+  if (n_tokens > seq->n_committed) {
+    seq->n_committed = n_tokens;
+    note(seq, policies::Event::kCommitted);
+  }
+}
+
+std::vector<Governed> find_governed(const Space& space) {
+  std::vector<Governed> governed;
+  for (uint32_t layer = 0; layer < space.n_layers; ++layer) {
+    const std::vector<HeadClass>& classes = space.layers[layer].classes;
+    for (uint32_t i = 0; i < classes.size(); ++i) {
+      const policies::Policy* policy = &policy_of(classes[i].retention);
+      if (policy->events() == 0) {
+        continue;
+      }
+      auto it = std::find_if(governed.begin(), governed.end(),
+                             [policy](const Governed& g) { return g.policy == policy; });
+      if (it == governed.end()) {
+        it = governed.insert(it, {.policy = policy, .members = {}});
+      }
+      it->members.push_back({layer, i});
+    }
+  }
+  return governed;
+}
+
+uint64_t shortest_layer(const Sequence* seq) {
+  uint64_t shortest = UINT64_MAX;
+  for (const PageList& list : seq->lists) {
+    shortest = std::min(shortest, list.length());
+  }
+  return shortest;
+}
+
+uint64_t longest_layer(const Sequence* seq) {
+  uint64_t longest = 0;
+  for (const PageList& list : seq->lists) {
+    longest = std::max(longest, list.length());
+  }
+  return longest;
+}
+
+uint64_t layer_length(const Sequence* seq, uint32_t layer) {
+  const std::span<const PageList> lists =
+      seq->layer_lists(seq->space().layers[layer].storage_layer);
+  return lists.empty() ? 0 : lists[0].length();
+}
+
+Status check_layer(const Sequence* seq, uint32_t layer) {
+  const Space& space = seq->space();
+  if (layer >= space.n_layers) {
+    return Status(KVM_ERR_INVALID,
+                  fmt::format("layer {} is beyond the space's {} layers", layer, space.n_layers));
+  }
+  if (space.layers[layer].kind == KVM_LAYER_ABSENT) {
+    return Status(KVM_ERR_INVALID, fmt::format("layer {} is absent and stores nothing", layer));
+  }
+  return Status::ok();
+}
+
+Status check_visible(const Sequence* seq, uint32_t layer, uint64_t first_query_position) {
+  KVM_TRY(check_layer(seq, layer));
+  const std::span<const PageList> lists =
+      seq->layer_lists(seq->space().layers[layer].storage_layer);
+  for (uint32_t i = 0; i < lists.size(); ++i) {
+    if (misses_visible(seq->space(), layer, i, lists[i], first_query_position, lists[i].length())) {
+      return Status(
+          KVM_ERR_PARTIAL,
+          fmt::format("a query at position {} of layer {} sees tokens that kv head {} has dropped",
+                      first_query_position, layer, seq->space().head_class(layer, i).kv_heads[0]));
+    }
+  }
+  return Status::ok();
+}
+
+Status check_read(const Sequence* seq, uint32_t layer, uint64_t position, uint64_t n_tokens) {
+  KVM_TRY(check_layer(seq, layer));
+  const std::span<const PageList> lists =
+      seq->layer_lists(seq->space().layers[layer].storage_layer);
+  const uint64_t present = lists[0].length();
+  if (position > present || n_tokens > present - position) {
+    return Status(KVM_ERR_INVALID,
+                  fmt::format("{} tokens from position {} are beyond the {} of layer {}", n_tokens,
+                              position, present, layer));
+  }
+  for (uint32_t i = 0; i < lists.size(); ++i) {
+    if (!lists[i].covers(position, position + n_tokens)) {
+      return Status(KVM_ERR_PARTIAL,
+                    fmt::format("kv head {} of layer {} has dropped tokens of [{}, {})",
+                                seq->space().head_class(layer, i).kv_heads[0], layer, position,
+                                position + n_tokens));
+    }
+  }
+  return Status::ok();
+}
+
+Status check_cut(const Sequence* seq, uint64_t n_tokens) {
+  const Space& space = seq->space();
+  for (uint32_t layer = 0; layer < space.n_layers; ++layer) {
+    if (space.layers[layer].kind == KVM_LAYER_ABSENT) {
+      continue;
+    }
+    const std::span<const PageList> lists = seq->layer_lists(space.layers[layer].storage_layer);
+    for (uint32_t i = 0; i < lists.size(); ++i) {
+      if (n_tokens < lists[i].length() &&
+          misses_visible(space, layer, i, lists[i], n_tokens, n_tokens)) {
+        return Status(KVM_ERR_PARTIAL, fmt::format("sequence {} cannot be cut at {}: layer {} has "
+                                                   "dropped tokens that queries there would see",
+                                                   seq->id, n_tokens, layer));
+      }
+    }
+  }
+  return Status::ok();
+}
+
+}  // namespace kvm::engine

@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/stored_runs.h"
+
+#include <span>
+#include <utility>
+
+#include "base/assert.h"
+
+namespace kvm::engine {
+
+using tiers::PageRef;
+
+namespace {
+
+KvRun run_of(const tiers::HostPool& pool, const PageEntry& entry) {
+  const tiers::SlabClass& slab_class = pool.slab_class(entry.page);
+  const std::byte* data = pool.data(entry.page);
+  KvRun run;
+  run.k = data + entry.first * slab_class.k_row_bytes();
+  run.v = data + slab_class.v_offset() + entry.first * slab_class.v_row_bytes();
+  if (slab_class.has_log_weights) {
+    run.log_weight =
+        reinterpret_cast<const float*>(data + slab_class.log_weight_offset()) + entry.first;
+  }
+  run.position = entry.position();
+  run.n_tokens = entry.count;
+  run.transform = entry.transform;
+  run.dtype_k = slab_class.dtype_k;
+  run.dtype_v = slab_class.dtype_v;
+  run.k_scale = slab_class.k_scales(data, entry.first);
+  run.v_scale = slab_class.v_scales(data, entry.first);
+  return run;
+}
+
+}  // namespace
+
+void collect_runs(const Ledger& ledger, const Sequence* seq, uint32_t layer, uint32_t class_index,
+                  std::vector<KvRun>* runs, bool is_packed) {
+  const std::span<const PageList> lists =
+      seq->layer_lists(seq->space().layers[layer].storage_layer);
+  if (lists.empty()) {
+    return;
+  }
+  const uint32_t list = seq->space().storage(layer).first_list + class_index;
+  const Folded* folded = seq->folded.empty() ? nullptr : seq->folded[list].get();
+  folded = folded == nullptr || folded->n_tokens == 0 ? nullptr : folded;
+  const Kept* kept = seq->kept.empty() ? nullptr : seq->kept[list].get();
+  lists[class_index].for_each([&](const PageEntry& entry, bool) {
+    if (folded != nullptr && entry.position() >= folded->end) {
+      runs->push_back(folded->run());
+      folded = nullptr;
+    }
+    if (kept != nullptr && entry.position() >= kept->end()) {
+      kept->collect(is_packed, runs);
+      kept = nullptr;
+    }
+    runs->push_back(run_of(ledger.pool(), entry));
+  });
+  if (kept != nullptr) {
+    kept->collect(is_packed, runs);
+  }
+  if (folded != nullptr) {
+    runs->push_back(folded->run());
+  }
+}
+
+void collect_between(const Ledger& ledger, const Sequence* seq, uint32_t layer,
+                     uint32_t class_index, uint64_t block_begin, uint64_t block_end,
+                     std::vector<KvRun>* runs) {
+  seq->layer_lists(layer)[class_index].for_each_between(
+      block_begin, block_end,
+      [&](const PageEntry& entry) { runs->push_back(run_of(ledger.pool(), entry)); });
+}
+
+void pin_pages(Ledger* ledger, const Sequence* seq, uint32_t layer, uint32_t class_index,
+               PagePins* pins) {
+  pins->client = seq->account->client;
+  const std::span<const PageList> lists =
+      seq->layer_lists(seq->space().layers[layer].storage_layer);
+  if (lists.empty()) {
+    return;
+  }
+  std::vector<PageRef> pages;
+  lists[class_index].for_each([&](const PageEntry& entry, bool) {
+    if (entry.count == kPageTokens) {
+      pages.push_back(entry.page);
+    }
+  });
+  // Nothing throws from here on.
+  for (const PageRef page : pages) {
+    ledger->pool().add_ref(page);
+  }
+  pins->pages = std::move(pages);
+}
+
+void unpin_pages(Ledger* ledger, PagePins* pins) {
+  if (pins->pages.empty()) {
+    return;
+  }
+  Account* account = ledger->find(pins->client);
+  for (const PageRef page : pins->pages) {
+    ledger->release(account, page);
+  }
+  pins->pages.clear();
+  ledger->trim_after_free();
+}
+
+}  // namespace kvm::engine
