@@ -9,6 +9,9 @@
 //            or a stretch of the chunks of one large unit, whose states lie in shared memory and
 //            are merged up the tree by whoever completes a node
 //
+// The class is written in three files: attend_problems.cc finds what to attend to, attend_cut.cc
+// cuts it into tasks, attend_work.cc carries the tasks out and reports.
+//
 // The bits of the results do not depend on the cut: attention/attention.h fixes them by chunk.
 //
 // In an approximate mode a problem whose head has an index is one of attention/sampled/approx.h:
@@ -80,8 +83,8 @@ class AttendWork {
   uint64_t n_rows() const { return n_rows_; }
   // After the last task: what was done, as kvm_step_stats has it.
   void report(RequestResult* result) const;
-  // After the last task, before the sequences change: hands over which answers are due.
-  // The same: hands over the attention mass of tokens of heads that choose by it.
+  // After the last task, before the sequences change: hands over the attention mass of tokens of
+  // heads that choose by it, and the answers that are due to be audited.
   void add_masses(Store& store, std::span<Sequence* const> seqs) const;
   void offer_audits(Store& store, std::span<Sequence* const> seqs, Auditor* auditor) const;
 
