@@ -63,21 +63,28 @@ SampleState carve_state(const ApproxInput& input, uint64_t n_keys, uint32_t rows
 
 // One attempt. False where the candidates do not fit.
 bool scan(const Context& c, uint64_t begin, uint64_t end, Candidates* list, SampleHead* head) {
+  hash_index::DrawParams draw;
+  draw.seed = c.params().seed;
+  draw.reach = head->reach;
+  std::copy_n(head->log_c, c.rows, draw.log_c);
   bool fits = true;
-  for_stretches_in(c, begin, end, [&](const Use& use, const Stretch& stretch) {
-    if (!fits) {
+  // One behind, so that each span is scanned knowing what is read after it.
+  hash_index::SketchSpan last;
+  const auto scan_last = [&](const std::byte* next_blocks) {
+    if (!fits || last.n_blocks == 0) {
       return;
     }
+    draw.next_blocks = next_blocks;
+    fits = hash_index::scan_draw({&last, 1}, c.rows, draw, list, &head->sums);
+    head->index_bytes += last.n_blocks * hash_index::block_bytes(
+                                             hash_index::frame_kind(*last.frame), c.problem.dim_k);
+  };
+  for_stretches_in(c, begin, end, [&](const Use& use, const Stretch& stretch) {
     const hash_index::SketchSpan span = span_of(c, use, stretch);
-    hash_index::DrawParams draw;
-    draw.seed = c.params().seed;
-    draw.reach = head->reach;
-    std::copy_n(head->log_c, c.rows, draw.log_c);
-    fits = hash_index::scan_draw({&span, 1}, c.rows, draw, list, &head->sums);
-    head->index_bytes +=
-        stretch.n_blocks *
-        hash_index::block_bytes(hash_index::frame_kind(*span.frame), c.problem.dim_k);
+    scan_last(span.blocks);
+    last = span;
   });
+  scan_last(nullptr);
   return fits;
 }
 

@@ -68,6 +68,7 @@ struct DrawArgs {
   const ScanQuery* query;
   const uint8_t* blocks;
   uint32_t n_blocks;
+  const uint8_t* next;  // blocks that are read after these; null: none. Asked for, not read.
   uint32_t hash_keys[2];
   uint64_t position;
   float log2_c[kScanRows];

@@ -227,10 +227,47 @@ inline uint64_t add_block(const DrawArgs& args, const uint8_t* block, uint32_t p
   return mask;
 }
 
+// Asks for blocks that will be scanned, some lines at a time between the instructions of the
+// present one: a core whose queues are full drops what it is asked for in a burst, without a sign.
+// So each line is also asked for more than once on its way. docs/kernels.md has the figures.
+class Ahead {
+ public:
+  // step() is called n_steps times for each block.
+  Ahead(const DrawArgs& args, uint32_t n_steps)
+      : args_(args), n_lines_((args.query->shape.bytes / 64 + n_steps - 1) / n_steps) {}
+
+  void turn(uint32_t block) {
+    const size_t bytes = args_.query->shape.bytes;
+    at_ = 0;
+    for (uint32_t i = 0; i < kAttempts; ++i) {
+      const uint32_t at = block + kDistance[i];
+      later_[i] = at < args_.n_blocks     ? args_.blocks + at * bytes
+                  : args_.next != nullptr ? args_.next + (at - args_.n_blocks) * bytes
+                                          : args_.blocks + block * bytes;
+    }
+  }
+  void step() {
+    for (uint32_t line = 0; line < n_lines_ && at_ < args_.query->shape.bytes; ++line, at_ += 64) {
+#pragma GCC unroll 4
+      for (uint32_t i = 0; i < kAttempts; ++i) {
+        vec::prefetch(later_[i] + at_);
+      }
+    }
+  }
+
+ private:
+  static constexpr uint32_t kAttempts = 2;
+  static constexpr uint32_t kDistance[kAttempts] = {4, 7};  // blocks
+  const DrawArgs& args_;
+  uint32_t n_lines_;  // of a step
+  uint32_t at_ = 0;
+  const uint8_t* later_[kAttempts];
+};
+
 // Sizes of a block's keys and their sums; returns the mask of candidates. Rows of one tile.
 template <int kRows>
 inline uint64_t draw_block(const DrawArgs& args, const uint8_t* block, uint32_t position,
-                           BlockSpace* space, Lanes<kRows>* lanes) {
+                           Ahead* ahead, BlockSpace* space, Lanes<kRows>* lanes) {
   const ScanQuery& q = *args.query;
   alignas(64) uint32_t sums[kRows][kScanKeys];
   code_sums<kRows>(q, 0, block, sums);
@@ -245,6 +282,7 @@ inline uint64_t draw_block(const DrawArgs& args, const uint8_t* block, uint32_t 
       const F w = weight_of(l, log2_c);
       vec::store(space->weights[r] + i * vec::kWidth, w);
       top[i] = vec::max(top[i], w);
+      ahead->step();
     });
   }
   return add_block(args, block, position, kRows, top, space, lanes);
@@ -253,7 +291,7 @@ inline uint64_t draw_block(const DrawArgs& args, const uint8_t* block, uint32_t 
 // The same for more rows than one tile has.
 template <>
 inline uint64_t draw_block<kScanRows>(const DrawArgs& args, const uint8_t* block, uint32_t position,
-                                      BlockSpace* space, Lanes<kScanRows>* lanes) {
+                                      Ahead* ahead, BlockSpace* space, Lanes<kScanRows>* lanes) {
   const ScanQuery& q = *args.query;
   logits_of(q, block, space->logits[0]);
   F top[kVecs];
@@ -266,6 +304,7 @@ inline uint64_t draw_block<kScanRows>(const DrawArgs& args, const uint8_t* block
       const F w = weight_of(vec::load(space->logits[r] + i * vec::kWidth), log2_c);
       vec::store(space->weights[r] + i * vec::kWidth, w);
       top[i] = vec::max(top[i], w);
+      ahead->step();
     }
   }
   return add_block(args, block, position, q.n_rows, top, space, lanes);
@@ -298,7 +337,6 @@ uint32_t draw_blocks(DrawArgs* args, ScanSums* sums) {
   const ScanQuery& q = *args->query;
   // Lanes are flushed before their fp32 sums lose digits or overflow: weights reach 2^60.
   constexpr uint32_t kFlushBlocks = 32;
-  constexpr uint32_t kAhead = 4;  // blocks
   // Candidates of a block are written while the next one is computed: how many there are is chance,
   // and a branch on it must not wait for the end of a long chain. With two planes that chain is
   // hidden by the next block's codes, and a second space costs more.
@@ -309,20 +347,13 @@ uint32_t draw_blocks(DrawArgs* args, ScanSums* sums) {
   Lanes<kRows> lanes;
   clear(&lanes);
   uint32_t fits = 1;
+  Ahead ahead(*args, q.n_rows * kVecs);
   for (uint32_t b = 0; b < args->n_blocks; ++b) {
     const uint8_t* block = args->blocks + static_cast<size_t>(b) * q.shape.bytes;
-    if (b + kAhead < args->n_blocks) {
-      const uint8_t* ahead = block + kAhead * q.shape.bytes;
-      for (const uint8_t* end = ahead + q.shape.bytes; ahead < end; ahead += 256) {
-        vec::prefetch(ahead);
-        vec::prefetch(ahead + 64);
-        vec::prefetch(ahead + 128);
-        vec::prefetch(ahead + 192);
-      }
-    }
+    ahead.turn(b);
     const uint64_t position = args->position + static_cast<uint64_t>(b) * kScanKeys;
-    const uint64_t mask =
-        draw_block<kRows>(*args, block, static_cast<uint32_t>(position), &spaces[b & late], &lanes);
+    const uint64_t mask = draw_block<kRows>(*args, block, static_cast<uint32_t>(position), &ahead,
+                                            &spaces[b & late], &lanes);
     if (fits != 0) {
       fits = late != 0 ? append(args, last_position, last_mask, spaces[~b & 1])
                        : append(args, position, mask, spaces[0]);

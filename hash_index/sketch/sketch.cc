@@ -361,7 +361,10 @@ bool scan_draw(std::span<const SketchSpan> spans, uint32_t n_rows, const DrawPar
   args.capacity = candidates->capacity;
   args.n = candidates->n;
   bool fits = true;
-  for (const SketchSpan& span : spans) {
+  for (size_t i = 0; i < spans.size(); ++i) {
+    const SketchSpan& span = spans[i];
+    const std::byte* next = i + 1 < spans.size() ? spans[i + 1].blocks : params.next_blocks;
+    args.next = reinterpret_cast<const uint8_t*>(next);
     args.query = static_cast<const ScanQuery*>(span.query);
     KVM_ASSERT(args.query->n_rows == n_rows && span.position % kBlockKeys == 0);
     args.blocks = reinterpret_cast<const uint8_t*>(span.blocks);

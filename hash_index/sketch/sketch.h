@@ -127,6 +127,9 @@ struct DrawParams {
   // Candidates are the keys with u < reach * size: enough to grow all c by that factor later
   // without another scan. >= 1.
   float reach = 1.0f;
+  // Blocks that will be scanned after these spans, in the same layout: they are asked for, not
+  // read. Null: none.
+  const std::byte* next_blocks = nullptr;
 };
 inline constexpr float kMinSize = 0x1p-20f;  // random numbers come in steps of 2^-24
 
