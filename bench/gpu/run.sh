@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Takes all figures on the machine at hand: run.sh [OUTPUT_FOLDER] [--quick]. About nine minutes.
-# Writes caps.jsonl, verify.jsonl and so on, and all.jsonl with everything. Goes on when a part
+# Takes all figures on the machine at hand: run.sh [OUTPUT_FOLDER] [--quick]. Nine minutes by
+# estimate. Writes caps.jsonl, verify.jsonl and so on, and all.jsonl with everything. Goes on when a part
 # fails, and without the tools that are not there. Exit status: 77 without a GPU, 1 where a bar was
 # missed or something failed.
 set -uo pipefail
