@@ -22,28 +22,25 @@ class Wake {
 
   // To be called after what the dispatcher is to see has been published.
   void wake() {
-    // SYNC: full fence here and in prepare_sleep: either the dispatcher's second look sees what was
-    // published before this call, or this load sees that it sleeps.
-    std::atomic_thread_fence(std::memory_order_seq_cst);
-    if (sleeping_.load(std::memory_order_relaxed)) {
+    // SYNC: read-modify-writes of one word here and by the dispatcher, so one comes first: either
+    // this one sees that it sleeps, or its second look sees what was published before this call.
+    if (sleeping_.fetch_add(0, std::memory_order_acq_rel) != 0) {
       const uint64_t one = 1;
       [[maybe_unused]] const ssize_t n = ::write(fd_.get(), &one, sizeof(one));
     }
   }
   // Announces sleep. The dispatcher must look at everything once more before it blocks.
-  void prepare_sleep() {
-    sleeping_.store(true, std::memory_order_relaxed);
-    std::atomic_thread_fence(std::memory_order_seq_cst);
-  }
+  // SYNC: here and in finish_sleep: acquires what was published before the calls of wake() so far.
+  void prepare_sleep() { sleeping_.exchange(1, std::memory_order_acq_rel); }
   void finish_sleep() {
-    sleeping_.store(false, std::memory_order_relaxed);
+    sleeping_.exchange(0, std::memory_order_acq_rel);
     uint64_t count = 0;
     [[maybe_unused]] const ssize_t n = ::read(fd_.get(), &count, sizeof(count));
   }
 
  private:
   ipc::Fd fd_;
-  std::atomic<bool> sleeping_{false};
+  std::atomic<uint32_t> sleeping_{0};
 };
 
 }  // namespace kvm::daemon
