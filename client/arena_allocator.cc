@@ -2,74 +2,85 @@
 #include "client/arena_allocator.h"
 
 #include <algorithm>
-#include <boost/interprocess/indexes/iset_index.hpp>
-#include <boost/interprocess/managed_external_buffer.hpp>
-#include <boost/interprocess/mem_algo/rbtree_best_fit.hpp>
-#include <boost/interprocess/sync/mutex_family.hpp>
-#include <mutex>
-#include <new>
-#include <unordered_set>
+#include <iterator>
+
+#include "base/round.h"
 
 namespace kvm::client {
 
 namespace {
 
-namespace bip = boost::interprocess;
-
-using Manager =
-    bip::basic_managed_external_buffer<char, bip::rbtree_best_fit<bip::null_mutex_family>,
-                                       bip::iset_index>;
-
 constexpr uint64_t kMinAlign = 64;
 
 }  // namespace
 
-struct ArenaAllocator::State {
-  State(void* memory, uint64_t size_bytes)
-      : base(static_cast<char*>(memory)),
-        size(size_bytes),
-        manager(bip::create_only, memory, size_bytes) {}
+ArenaAllocator::ArenaAllocator(uint64_t size_bytes) : size_bytes_(size_bytes) {
+  add_room(0, size_bytes_ / kMinAlign * kMinAlign);
+}
 
-  char* base;
-  uint64_t size;
-  mutable std::mutex mutex;
-  Manager manager;
-  // What is out: a double free or a foreign offset must not corrupt the lists.
-  std::unordered_set<uint64_t> offsets;
-};
+void ArenaAllocator::add_room(uint64_t offset, uint64_t size_bytes) {
+  if (size_bytes != 0) {
+    by_offset_.emplace(offset, size_bytes);
+    by_size_.emplace(size_bytes, offset);
+  }
+}
 
-ArenaAllocator::ArenaAllocator(void* base, uint64_t size_bytes)
-    : state_(std::make_unique<State>(base, size_bytes)) {}
-
-ArenaAllocator::~ArenaAllocator() = default;
+void ArenaAllocator::remove_room(uint64_t offset, uint64_t size_bytes) {
+  by_offset_.erase(offset);
+  by_size_.erase({size_bytes, offset});
+}
 
 uint64_t ArenaAllocator::allocate(uint64_t size_bytes, uint64_t alignment) {
-  State& state = *state_;
-  if (size_bytes == 0 || size_bytes > state.size) {
+  if (size_bytes == 0 || size_bytes > size_bytes_) {
     return kNone;
   }
-  const std::lock_guard lock(state.mutex);
-  void* piece =
-      state.manager.allocate_aligned(size_bytes, std::max(alignment, kMinAlign), std::nothrow);
-  if (piece == nullptr) {
-    return kNone;
+  const uint64_t size = round_up(size_bytes, kMinAlign);
+  alignment = std::max(alignment, kMinAlign);
+  const std::lock_guard lock(mutex_);
+  // Whatever is larger by the alignment fits, so this looks at few.
+  for (auto it = by_size_.lower_bound({size, 0}); it != by_size_.end(); ++it) {
+    const auto [room, begin] = *it;
+    const uint64_t offset = round_up(begin, alignment);
+    if (offset - begin > room - size) {
+      continue;
+    }
+    pieces_.emplace(offset, size);
+    remove_room(begin, room);
+    add_room(begin, offset - begin);
+    add_room(offset + size, begin + room - offset - size);
+    return offset;
   }
-  const auto offset = static_cast<uint64_t>(static_cast<char*>(piece) - state.base);
-  state.offsets.insert(offset);
-  return offset;
+  return kNone;
 }
 
 void ArenaAllocator::free(uint64_t offset) {
-  State& state = *state_;
-  const std::lock_guard lock(state.mutex);
-  if (state.offsets.erase(offset) != 0) {
-    state.manager.deallocate(state.base + offset);
+  const std::lock_guard lock(mutex_);
+  const auto piece = pieces_.find(offset);
+  if (piece == pieces_.end()) {
+    return;
   }
+  uint64_t begin = offset;
+  uint64_t end = offset + piece->second;
+  pieces_.erase(piece);
+  const auto after = by_offset_.find(end);
+  if (after != by_offset_.end()) {
+    end += after->second;
+    remove_room(after->first, after->second);
+  }
+  const auto next = by_offset_.lower_bound(begin);
+  if (next != by_offset_.begin()) {
+    const auto before = std::prev(next);
+    if (before->first + before->second == begin) {
+      begin = before->first;
+      remove_room(before->first, before->second);
+    }
+  }
+  add_room(begin, end - begin);
 }
 
 bool ArenaAllocator::is_empty() const {
-  const std::lock_guard lock(state_->mutex);
-  return state_->offsets.empty();
+  const std::lock_guard lock(mutex_);
+  return pieces_.empty();
 }
 
 }  // namespace kvm::client

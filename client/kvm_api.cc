@@ -197,8 +197,7 @@ kvm_status kvm_arena_create(kvm_client* client, const kvm_arena_params* params, 
     arena->token = kvm::client::process_token();
     arena->client = client->client;
     KVM_TRY_ASSIGN(arena->memory, client->client->create_arena(size));
-    arena->allocator =
-        std::make_unique<kvm::client::ArenaAllocator>(arena->memory.data, arena->memory.size_bytes);
+    arena->allocator = std::make_unique<kvm::client::ArenaAllocator>(arena->memory.size_bytes);
     client->client->arenas().add(arena->memory.region, arena->memory.data,
                                  arena->memory.size_bytes);
     ++client->client->n_handles;

@@ -44,7 +44,7 @@ Result<StagingPool::Piece> StagingPool::allocate_in(Arena* arena, uint64_t size_
 }
 
 Status StagingPool::grow(uint64_t size_bytes) {
-  if (size_bytes > ipc::kMaxArenaBytes - ArenaAllocator::kOverheadBytes) {
+  if (size_bytes > ipc::kMaxArenaBytes) {
     return Status(KVM_ERR_LIMIT, "a HOST buffer of " + std::to_string(size_bytes) +
                                      " bytes does not fit into a staging arena of at most " +
                                      std::to_string(ipc::kMaxArenaBytes));
@@ -56,14 +56,12 @@ Status StagingPool::grow(uint64_t size_bytes) {
                   "the staging arenas are full of requests in flight: take "
                   "completions first");
   }
-  const uint64_t wanted =
-      std::max({kFirstBytes, last * 2, size_bytes + ArenaAllocator::kOverheadBytes});
+  const uint64_t wanted = std::max({kFirstBytes, last * 2, size_bytes});
   KVM_TRY_ASSIGN(SharedArena memory,
                  connection_->create_arena(std::min(wanted, ipc::kMaxArenaBytes)));
   auto arena = std::make_unique<Arena>();
   arena->memory = std::move(memory);
-  arena->allocator = std::make_unique<ArenaAllocator>(arena->memory.mapping.data(),
-                                                      arena->memory.mapping.size_bytes());
+  arena->allocator = std::make_unique<ArenaAllocator>(arena->memory.mapping.size_bytes());
   arenas_.push_back(std::move(arena));
   return Status::ok();
 }

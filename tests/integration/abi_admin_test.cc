@@ -176,6 +176,66 @@ TEST_F(AbiAdmin, WhatCannotBeIsRefusedWithTheReason) {
   EXPECT_EQ(kvm_quota_set(client_, nullptr), KVM_ERR_INVALID);
 }
 
+// The daemon clears the arenas of a client that it closes; who gives pieces of them back, or has
+// requests staged there, finds no more than that it is disconnected.
+TEST_F(AbiAdmin, WhoIsDisconnectedGivesItsBuffersBack) {
+  if (is_embedded()) {
+    return;
+  }
+  kvm_client* evicted = connect_to_daemon(*daemon_, "evicted");
+  ASSERT_NE(evicted, nullptr);
+  const Geometry geometry;
+  const kvm_space_id space = register_space(evicted, "evicted", geometry);
+  kvm_seq_id seq = 0;
+  ASSERT_EQ(kvm_seq_create(evicted, space, nullptr, &seq), KVM_OK);
+  kvm_queue* queue = nullptr;
+  kvm_arena* arena = nullptr;
+  ASSERT_EQ(kvm_queue_create(evicted, nullptr, &queue), KVM_OK);
+  ASSERT_EQ(kvm_arena_create(evicted, nullptr, &arena), KVM_OK);
+  std::array<kvm_buffer, 8> buffers{};
+  for (kvm_buffer& buffer : buffers) {
+    ASSERT_EQ(kvm_arena_alloc(arena, 10'000, 0, &buffer), KVM_OK);
+  }
+  auto* last = static_cast<volatile char*>(kvm_arena_data(arena, buffers.back()));
+  last[9'999] = 1;
+  const std::vector<float> rows(size_t{geometry.n_kv_heads} * geometry.dim, 1.0f);
+  kvm_item item{};
+  item.seq = seq;
+  item.append_position = KVM_POSITION_END;
+  item.n_append = 1;
+  kvm_step_params step{};
+  step.struct_size = sizeof(step);
+  step.space = space;
+  step.n_items = 1;
+  step.items = &item;
+  step.k = step.v = tensor_of(rows);
+  ASSERT_EQ(kvm_append_async(queue, &step, 1), KVM_OK) << kvm_last_error();
+  kvm_client_info info{};
+  info.struct_size = sizeof(info);
+  ASSERT_EQ(kvm_client_get_info(evicted, &info), KVM_OK);
+
+  kvm_evict_params params{};
+  params.struct_size = sizeof(params);
+  params.what = KVM_EVICT_CLIENT;
+  params.id = info.client_id;
+  params.flags = KVM_EVICT_DISCONNECT;
+  ASSERT_EQ(kvm_evict(client_, &params, nullptr), KVM_OK) << kvm_last_error();
+  for (int i = 0; i < 20'000 && last[9'999] != 0; ++i) {
+    ::usleep(1000);
+  }
+  EXPECT_EQ(last[9'999], 0) << "the daemon has not taken the memory back";
+  kvm_completion done{};
+  (void)kvm_submit(queue);
+  ASSERT_EQ(kvm_wait(queue, &done, 1, 1, UINT64_MAX), 1);
+  EXPECT_EQ(done.status, KVM_ERR_DISCONNECTED);
+  for (const kvm_buffer& buffer : buffers) {
+    kvm_arena_free(arena, buffer);
+  }
+  kvm_queue_destroy(queue);
+  kvm_arena_destroy(arena);
+  kvm_client_close(evicted);
+}
+
 TEST_F(AbiAdmin, ConfigurationIsTheDaemons) {
   size_t length = 0;
   const kvm_status status = kvm_get_config_text(client_, nullptr, 0, &length);
