@@ -51,6 +51,8 @@ class Connection {
   // Looks at the socket; cheap enough for once per 40 ms, too slow for a spinning loop.
   bool look_for_hangup();
   Status down_status() const;
+  // For others to watch; it hangs up when the connection is down.
+  int socket_fd() const { return socket_.get(); }
 
   const kvm_client_info& info() const { return info_; }
   // Wakes the daemon.

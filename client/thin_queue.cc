@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "client/thin_queue.h"
 
+#include <sys/epoll.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -34,6 +35,19 @@ static_assert(ipc::kMaxOutstanding <= kCancelBit);
 
 constexpr uint64_t round_up(uint64_t value, uint64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
+}
+
+// Readable when the eventfd is, or when the peer of the socket is gone; closed where the system has
+// no more descriptors.
+ipc::Fd watch(int eventfd, int socket) {
+  ipc::Fd both(::epoll_create1(EPOLL_CLOEXEC));
+  epoll_event on_eventfd{.events = EPOLLIN, .data = {}};
+  epoll_event on_socket{.events = EPOLLRDHUP, .data = {}};
+  if (both.is_open() && (::epoll_ctl(both.get(), EPOLL_CTL_ADD, eventfd, &on_eventfd) != 0 ||
+                         ::epoll_ctl(both.get(), EPOLL_CTL_ADD, socket, &on_socket) != 0)) {
+    both.reset();
+  }
+  return both;
 }
 
 }  // namespace
@@ -467,14 +481,21 @@ Status ThinQueue::finish(const ipc::CompletionEntry& entry, kvm_completion* out,
       *sentence = "the sequence was lost with the connection that made it";
     }
   } else {
+    bool has_result = slot.opcode == Opcode::kSeq;
+    last_seq_ = has_result ? result->seq : last_seq_;
     for (uint32_t i = 0; i < slot.n_pieces; ++i) {
       const Piece& piece = slot.pieces[i];
       if (piece.host != nullptr) {
         std::memcpy(piece.host, piece.memory.data, piece.memory.size_bytes);
+        has_result = true;
       }
     }
-    if (slot.opcode == Opcode::kSeq) {
-      last_seq_ = result->seq;
+    // A daemon that closes a client hangs up, and then clears its arenas: while it has not hung up,
+    // what was copied is what it wrote.
+    if (has_result && connection_->look_for_hangup()) {
+      const Status status = connection_->down_status();
+      out->status = status.code();
+      *sentence = status.message();
     }
   }
   release_pieces(&slot);
@@ -608,6 +629,10 @@ Result<TakenCompletions> ThinQueue::take(kvm_completion* out, uint32_t n_max, ui
       continue;
     }
     taken.n += drained.value();
+    if (taken.n == 0 && !waits && is_cut_off() && n_submitted_ != 0) {
+      fail_outstanding(connection_->down_status());
+      continue;
+    }
     const bool enough = taken.n >= std::min(n_min, n_max) || n_submitted_ + n_ready() == 0;
     if (enough || !waits) {
       break;
@@ -630,6 +655,19 @@ Result<TakenCompletions> ThinQueue::take(kvm_completion* out, uint32_t n_max, ui
   return taken;
 }
 
+// Who polls without waiting learns of the daemon's end here. An event loop calls when its
+// descriptor says that there is something; others may call all the time.
+bool ThinQueue::is_cut_off() {
+  if (!eventfd_used_ && !connection_->is_down()) {
+    const uint64_t now = now_ns();
+    if (now < next_look_ns_) {
+      return false;
+    }
+    next_look_ns_ = now + kLivenessSliceNs;
+  }
+  return connection_->look_for_hangup();
+}
+
 // Before the ring is looked at, so that what arrives later makes it readable again.
 void ThinQueue::reset_eventfd() const {
   if (eventfd_used_) {
@@ -643,14 +681,22 @@ void ThinQueue::raise_eventfd() const {
   [[maybe_unused]] const ssize_t n = ::write(memory_.eventfd.get(), &one, sizeof(one));
 }
 
+// The daemon writes the eventfd when there are completions, and cannot when it is gone: the socket
+// tells of that.
 int ThinQueue::fd() {
-  if (memory_.eventfd.is_open() && !eventfd_used_) {
+  if (!memory_.eventfd.is_open()) {
+    return -1;
+  }
+  if (!watched_.is_open()) {
+    watched_ = watch(memory_.eventfd.get(), connection_->socket_fd());
+  }
+  if (watched_.is_open() && !eventfd_used_) {
     eventfd_used_ = true;
     if (completions_.request_eventfd() || n_ready() > 0) {
       raise_eventfd();
     }
   }
-  return memory_.eventfd.get();
+  return watched_.get();
 }
 
 }  // namespace kvm::client

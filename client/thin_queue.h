@@ -110,6 +110,7 @@ class ThinQueue final : public Queue {
   Status drain_to_ready();
   bool spin_until(uint64_t end_ns) const;
   void await_completion(uint64_t deadline_ns);
+  bool is_cut_off();
   bool names_lost_seq(const Slot& slot) const;
   void fail_outstanding(const Status& status);
   void finish_submitted();
@@ -123,7 +124,8 @@ class ThinQueue final : public Queue {
   LostSeqs lost_;
   uint32_t n_entries_;
   uint64_t spin_ns_;
-  uint64_t wait_ns_[2] = {};  // how long the last waits took
+  uint64_t wait_ns_[2] = {};   // how long the last waits took
+  uint64_t next_look_ns_ = 0;  // at the connection, of who only polls
   ipc::RequestProducer requests_;
   ipc::CompletionConsumer completions_;
   StagingPool staging_;
@@ -136,6 +138,7 @@ class ThinQueue final : public Queue {
   uint64_t last_serial_ = 0;
   bool is_broken_ = false;  // the rings cannot be trusted and are read no more
   bool eventfd_used_ = false;
+  ipc::Fd watched_;  // the eventfd and the socket, for event loops
   kvm_seq_id last_seq_ = 0;
 };
 

@@ -291,9 +291,9 @@ KVM_API kvm_status kvm_queue_create(kvm_client *client, const kvm_queue_params *
  * closed then, so that nothing it does later counts. NULL is accepted. Threads: the owner. */
 KVM_API void kvm_queue_destroy(kvm_queue *queue);
 
-/* A descriptor that polls readable when completions are there, for event loops; or -1 when the
- * service does not offer it (KVM_FEATURE_EVENTFD). Owned by the queue: do not close or read it;
- * kvm_poll resets it. Threads: the owner. */
+/* A descriptor that polls readable when completions are there, or the daemon is gone, for event
+ * loops; or -1 when the service does not offer it (KVM_FEATURE_EVENTFD). Owned by the queue: do not
+ * close or read it; kvm_poll resets it. Threads: the owner. */
 KVM_API int kvm_queue_fd(kvm_queue *queue);
 
 /* ============================================================================================
@@ -315,7 +315,8 @@ typedef struct kvm_buffer {
   uint64_t size;   /* bytes */
 } kvm_buffer;
 
-/* Memory shared with the service, for q, k, v and outputs without copies. */
+/* Memory shared with the service, for q, k, v and outputs without copies. When the service closes
+ * the connection (kvm_evict), it clears what is in there, at once. */
 typedef struct kvm_arena kvm_arena;
 
 typedef struct kvm_arena_params {

@@ -112,6 +112,38 @@ TEST(Daemon, KilledClientLeavesNothing) {
   ::close(ready[1]);
 }
 
+// Of an event loop, which waits for its descriptor and then takes what is there, and of a client
+// that looks again and again.
+TEST(Daemon, KilledDaemonIsNoticedByWhoPolls) {
+  for (const bool has_loop : {true, false}) {
+    class Daemon daemon;
+    kvm_client* client = connect_to_daemon(daemon, "poller");
+    kvm_queue* queue = nullptr;
+    ASSERT_EQ(kvm_queue_create(client, nullptr, &queue), KVM_OK) << kvm_last_error();
+    const int fd = has_loop ? kvm_queue_fd(queue) : -1;
+    ::kill(daemon.pid(), SIGSTOP);
+    ASSERT_EQ(kvm_nop_async(queue, 1), KVM_OK);
+    ASSERT_EQ(kvm_submit(queue), KVM_OK);
+    kvm_completion completion{};
+    EXPECT_EQ(kvm_poll(queue, &completion, 1), 0);
+    daemon.kill_hard();
+    pollfd readable{fd, POLLIN, 0};
+    if (fd >= 0) {
+      EXPECT_EQ(::poll(&readable, 1, 20'000), 1) << "an event loop sleeps on";
+    }
+    int32_t n = 0;
+    for (int i = 0; i < 20'000 && n == 0; ++i) {
+      n = kvm_poll(queue, &completion, 1);
+      ::usleep(fd >= 0 ? 0 : 1000);
+    }
+    EXPECT_EQ(n, 1);
+    EXPECT_EQ(completion.status, KVM_ERR_DISCONNECTED);
+    EXPECT_EQ(kvm_poll(queue, &completion, 1), KVM_ERR_DISCONNECTED);
+    kvm_queue_destroy(queue);
+    kvm_client_close(client);
+  }
+}
+
 // The daemon is stopped, so that the client certainly waits, and then killed.
 TEST(Daemon, KilledDaemonReleasesAWaitingClient) {
   class Daemon daemon;
