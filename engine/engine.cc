@@ -202,7 +202,7 @@ class EngineImpl final : public Engine {
     uint32_t n_requests = 0;
     uint32_t n_running = 0;  // of these, started and not finished
     uint32_t lane = 0;
-    std::deque<Request*> ready;
+    ReadyList ready;
     uint64_t deficit = 0;      // what it may start before others have their turn
     bool is_in_round = false;  // ready is not empty
     bool is_leaving = false;
@@ -272,6 +272,7 @@ class EngineImpl final : public Engine {
   std::unordered_map<ClientId, Client> clients_;
   std::vector<ClientId> leaving_;
   SequenceOrder order_;
+  RequestNames names_;
   std::vector<std::unique_ptr<Request>> requests_;  // in flight
   std::vector<std::unique_ptr<Request>> idle_;
   std::deque<Client*> round_;  // with requests that are ready, in the order of their turns
@@ -324,9 +325,6 @@ void EngineImpl::remove_client(ClientId client, std::function<void()> on_gone) {
     }
   }
   found->second.ready.clear();
-  // The oldest first: leaving a line from its head takes no search.
-  std::sort(waiting.begin(), waiting.end(),
-            [](const Request* a, const Request* b) { return a->submitted_ns < b->submitted_ns; });
   for (Request* request : waiting) {
     finish(request, {KVM_ERR_CANCELLED, "the client is gone"});
   }
@@ -397,10 +395,12 @@ Request* EngineImpl::take_request(ClientId client, RequestTag tag, DoneCallback&
   request->result = RequestResult{};
   request->seqs.clear();
   request->ticket.owner = request;
+  names_.enter(request);
   return request;
 }
 
 void EngineImpl::give_back(Request* request) {
+  RequestNames::leave(request);
   const auto client = clients_.find(request->client);
   if (client != clients_.end()) {
     --client->second.n_requests;
@@ -528,7 +528,7 @@ void EngineImpl::push_ready(Request* request) {
   Client& client = clients_.at(request->client);
   // Who is alone has every turn.
   request->cost = clients_.size() == 1 ? 0 : kRequestCost + estimate(request);
-  client.ready.push_back(request);
+  client.ready.push_back(*request);
   if (!client.is_in_round) {
     client.is_in_round = true;
     client.deficit = 0;
@@ -581,7 +581,7 @@ EngineImpl::Client* EngineImpl::next_starter() {
       continue;
     }
     if (may_start(*client)) {
-      if (round_.size() == 1 || client->deficit >= client->ready.front()->cost) {
+      if (round_.size() == 1 || client->deficit >= client->ready.front().cost) {
         return client;
       }
       client->deficit += kQuantum;
@@ -606,7 +606,7 @@ bool EngineImpl::start_one() {
   if (client == nullptr) {
     return false;
   }
-  Request* request = client->ready.front();
+  Request* request = &client->ready.front();
   client->ready.pop_front();
   client->deficit -= std::min(client->deficit, request->cost);
   if (client->ready.empty()) {
@@ -987,22 +987,18 @@ uint32_t EngineImpl::deliver() {
 
 bool EngineImpl::cancel(ClientId client, RequestTag tag) {
   bool is_known = false;
-  for (const auto& request : requests_) {
-    if (request->client != client || request->tag.queue != tag.queue ||
-        request->tag.number != tag.number) {
-      continue;
-    }
+  names_.for_each(client, tag, [&](Request* request) {
     is_known = true;
     if (request->state == RequestState::kWaiting || request->state == RequestState::kReady) {
-      drop_waiting(request.get(), {KVM_ERR_CANCELLED, "cancelled before it began"});
+      drop_waiting(request, {KVM_ERR_CANCELLED, "cancelled before it began"});
     }
-  }
+  });
   return is_known;
 }
 
 void EngineImpl::drop_waiting(Request* request, Status status) {
-  if (request->state == RequestState::kReady) {
-    std::erase(clients_.at(request->client).ready, request);
+  if (request->ReadyHook::is_linked()) {
+    request->ReadyHook::unlink();
   }
   finish(request, std::move(status));
 }

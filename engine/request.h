@@ -3,11 +3,17 @@
 #ifndef KVM_ENGINE_REQUEST_H_
 #define KVM_ENGINE_REQUEST_H_
 
+#include <array>
 #include <atomic>
+#include <boost/intrusive/list.hpp>
+#include <boost/intrusive/unordered_set.hpp>
+#include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <variant>
 #include <vector>
 
+#include "base/splitmix.h"
 #include "engine/aging_work.h"
 #include "engine/engine.h"
 #include "engine/index_work.h"
@@ -26,8 +32,17 @@ enum class RequestState : uint8_t {
   kDone,  // the callback is due
 };
 
+// What lists and finds requests without allocating: links within them, which undo themselves.
+struct ByReadiness;
+struct ByName;
+using ReadyHook =
+    boost::intrusive::list_base_hook<boost::intrusive::tag<ByReadiness>,
+                                     boost::intrusive::link_mode<boost::intrusive::auto_unlink>>;
+using NameHook = boost::intrusive::unordered_set_base_hook<
+    boost::intrusive::tag<ByName>, boost::intrusive::link_mode<boost::intrusive::auto_unlink>>;
+
 // Reused from request to request: its buffers keep their size.
-struct Request final : TaskSet {
+struct Request final : TaskSet, ReadyHook, NameHook {
   explicit Request(std::vector<ThreadWorkspace>* workspaces) : thread_workspaces(workspaces) {}
 
   void run(uint32_t task, uint32_t thread) override {
@@ -66,6 +81,53 @@ struct Request final : TaskSet {
   Step step;
   ReadWork read;
   AgingWork aging;  // what it ends with
+};
+
+// The requests of a client that may start, in order. Any leaves it by ReadyHook::unlink().
+using ReadyList = boost::intrusive::list<Request, boost::intrusive::base_hook<ReadyHook>,
+                                         boost::intrusive::constant_time_size<false>>;
+
+// Requests by client and tag, of which several may have the same. LIMIT: buckets for as many
+// requests as some clients have in flight; beyond, a search takes longer, as it does for a client
+// that chooses numbers which meet in a bucket.
+class RequestNames {
+ public:
+  void enter(Request* request) { table_.insert(*request); }
+  static void leave(Request* request) { request->NameHook::unlink(); }
+  // Calls f(Request*) for each of that name; f may not let any leave.
+  template <typename F>
+  void for_each(ClientId client, RequestTag tag, F f) {
+    const auto [begin, end] = table_.equal_range(Name{client, tag});
+    for (auto it = begin; it != end; ++it) {
+      f(&*it);
+    }
+  }
+
+ private:
+  struct Name {
+    ClientId client;
+    RequestTag tag;
+    bool operator==(const Name& other) const {
+      return client == other.client && tag.queue == other.tag.queue &&
+             tag.number == other.tag.number;
+    }
+  };
+  struct NameOf {
+    using type = Name;
+    Name operator()(const Request& request) const { return {request.client, request.tag}; }
+  };
+  struct Hash {
+    size_t operator()(const Name& name) const {
+      return splitmix64(splitmix64(splitmix64(name.client) + name.tag.queue) + name.tag.number);
+    }
+  };
+  using Table = boost::intrusive::unordered_multiset<
+      Request, boost::intrusive::base_hook<NameHook>, boost::intrusive::key_of_value<NameOf>,
+      boost::intrusive::hash<Hash>, boost::intrusive::equal<std::equal_to<Name>>,
+      boost::intrusive::power_2_buckets<true>, boost::intrusive::constant_time_size<false>>;
+
+  std::array<Table::bucket_type, 4096> buckets_;
+  Table table_{Table::bucket_traits(buckets_.data(), buckets_.size())};
 };
 
 }  // namespace kvm::engine

@@ -9,7 +9,7 @@ void SequenceOrder::enter(Ticket* ticket, std::span<const kvm_seq_id> seqs) {
   KVM_ASSERT(ticket->places_.empty());
   ticket->n_ahead_ = 0;
   for (kvm_seq_id seq : seqs) {
-    ticket->places_.push_back({seq, ticket, nullptr});
+    ticket->places_.push_back({.seq = seq, .ticket = ticket});
   }
   for (Ticket::Place& place : ticket->places_) {
     Line& line = lines_[place.seq];
@@ -17,6 +17,7 @@ void SequenceOrder::enter(Ticket* ticket, std::span<const kvm_seq_id> seqs) {
       line.first = &place;
     } else {
       line.last->next = &place;
+      place.before = line.last;
       ++ticket->n_ahead_;
     }
     line.last = &place;
@@ -28,17 +29,14 @@ void SequenceOrder::leave(Ticket* ticket, std::vector<Ticket*>* ready) {
     const auto found = lines_.find(place.seq);
     Line& line = found->second;
     if (line.first != &place) {
-      Ticket::Place* before = line.first;
-      while (before->next != &place) {
-        before = before->next;
-      }
-      before->next = place.next;
-      if (line.last == &place) {
-        line.last = before;
-      }
+      place.before->next = place.next;
+      (place.next == nullptr ? line.last : place.next->before) = place.before;
       continue;
     }
     line.first = place.next;
+    if (line.first != nullptr) {
+      line.first->before = nullptr;
+    }
     if (line.first == nullptr) {
       line.last = nullptr;
       if (line.is_gone) {

@@ -29,6 +29,7 @@ class SequenceOrder {
     struct Place {
       kvm_seq_id seq = 0;
       Ticket* ticket = nullptr;
+      Place* before = nullptr;
       Place* next = nullptr;
     };
     std::vector<Place> places_;
