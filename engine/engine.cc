@@ -17,6 +17,7 @@
 #include <utility>
 
 #include "attention/kernel_table.h"
+#include "base/assert.h"
 #include "base/clock.h"
 #include "engine/audit.h"
 #include "engine/cost_model.h"
@@ -45,7 +46,7 @@ constexpr uint32_t kMaxRunningAlone = Scheduler::kMaxJobs - Scheduler::kMaxJobs 
 constexpr uint64_t kRowsPerRead = 16;
 // What the driver starts in a row before it looks elsewhere.
 constexpr uint64_t kMaxStartNs = 200'000;
-// Of a client that leaves, at a time: some 0.2 ms.
+// Of a sequence that is freed, or of a client that leaves, at a time: some 0.2 ms.
 constexpr uint64_t kFreePages = 4096;
 
 uint64_t token_bytes(const Space& space, uint32_t layer) {
@@ -254,6 +255,8 @@ class EngineImpl final : public Engine {
   // *plan: tasks that remain. Fails: nothing has changed.
   Status begin(Request* request, JobPlan* plan, bool* is_small);
   Status begin_seq(Request* request, const SeqRequest& what);
+  // The next part of a sequence that is too large to be freed at once.
+  void free_more(Request* request);
   void run_here(Request* request, const JobPlan& plan);
   void retire(const FinishedJob& job);
   bool plan_second(Request* request);
@@ -278,7 +281,7 @@ class EngineImpl final : public Engine {
   std::deque<Client*> round_;  // with requests that are ready, in the order of their turns
   uint64_t start_ns_ = 0;      // spent on starting since the last poll()
   uint64_t free_lanes_ = ~uint64_t{0};
-  std::deque<Request*> planning_;  // begun, and not planned to the end; or ending
+  std::deque<Request*> planning_;  // begun, and not planned, or freed, to the end; or ending
   uint32_t next_work_ = 0;
   std::vector<Request*> done_;
   std::vector<kvm_seq_id> gone_seqs_;
@@ -389,6 +392,7 @@ Request* EngineImpl::take_request(ClientId client, RequestTag tag, DoneCallback&
   request->tag = tag;
   request->state = RequestState::kWaiting;
   request->is_orphan = false;
+  request->is_freeing = false;
   request->is_abandoned.store(false, std::memory_order_relaxed);
   request->submitted_ns = now_ns();
   request->on_done = std::move(on_done);
@@ -717,7 +721,8 @@ void EngineImpl::start_work(Request* request) {
 void EngineImpl::launch(Request* request, Status status, const JobPlan& plan, bool is_small) {
   if (!status.is_ok()) {
     finish(request, std::move(status));
-  } else if (std::holds_alternative<StepRequest>(request->what) && request->step.is_planning()) {
+  } else if (request->is_freeing ||
+             (std::holds_alternative<StepRequest>(request->what) && request->step.is_planning())) {
     planning_.push_back(request);
   } else if (plan.n_tasks == 0 || is_small) {
     run_here(request, plan);
@@ -739,6 +744,10 @@ bool EngineImpl::plan_some() {
   planning_.pop_front();
   if (!request->aging.is_empty()) {
     age(request);
+    return true;
+  }
+  if (request->is_freeing) {
+    free_more(request);
     return true;
   }
   if (request->is_orphan) {
@@ -813,8 +822,20 @@ Status EngineImpl::begin_seq(Request* request, const SeqRequest& what) {
     case SeqVerb::kCommit:
       return store_->commit_seq(seq, what.n_tokens);
     default:
-      store_->free_seq(seq);
+      request->is_freeing = !store_->free_part(seq, kFreePages);
       return Status::ok();
+  }
+}
+
+void EngineImpl::free_more(Request* request) {
+  const Result<Sequence*> seq =
+      store_->find_seq(request->client, std::get<SeqRequest>(request->what).seq);
+  KVM_ASSERT(seq.is_ok());
+  request->is_freeing = !store_->free_part(seq.value(), kFreePages);
+  if (request->is_freeing) {
+    planning_.push_back(request);
+  } else {
+    finish(request, Status::ok());
   }
 }
 

@@ -204,6 +204,39 @@ void PageList::clear(PageBank bank) {
   dropped_end_ = 0;
 }
 
+uint64_t PageList::give_up(uint64_t n_pages, PageBank bank) {
+  rollback(bank);
+  if (root_ == nullptr || root_->n_refs > 1) {
+    clear(bank);
+    return 1;
+  }
+  uint64_t n_given = 0;
+  uint64_t n_stored = length_ - n_dropped_;
+  if (tail_.page != kNoPage) {
+    n_stored -= tail_.count;
+    bank.release(tail_.page);
+    tail_ = {};
+    ++n_given;
+  }
+  std::vector<Segment*>& segments = root_->segments;
+  for (; !segments.empty() && n_given < n_pages; segments.pop_back()) {
+    Segment* segment = segments.back();
+    for (const PageEntry& entry : segment->entries) {
+      n_stored -= entry.count;
+    }
+    n_given += segment->n_refs > 1 ? 1 : segment->entries.size();
+    release_segment(segment, bank);
+  }
+  if (segments.empty()) {
+    clear(bank);
+    return n_given;
+  }
+  length_ = segments.back()->entries.back().end();
+  n_dropped_ = length_ - n_stored;
+  dropped_end_ = std::min(dropped_end_, length_);
+  return n_given;
+}
+
 bool PageList::tail_needs_page(const SlabClass& slab_class, const HostPool& pool) const {
   if (tail_fill() == 0) {
     return false;

@@ -125,6 +125,9 @@ class PageList {
   void truncate(uint64_t n_tokens, PageBank bank);
   // Gives everything up, reservations too.
   void clear(PageBank bank);
+  // Likewise, but stops after n_pages or somewhat more and is then the list of the tokens before.
+  // Returns how many went, where a segment or a root that forks share counts as one.
+  uint64_t give_up(uint64_t n_pages, PageBank bank);
 
   // --- Appending --------------------------------------------------------------------------------
 

@@ -160,4 +160,34 @@ Status check_cut(const Sequence* seq, uint64_t n_tokens) {
   return Status::ok();
 }
 
+// What goes with its tokens goes first, so that at any time what is left fits together.
+bool give_up_some(Ledger* ledger, Sequence* seq, uint64_t max_pages, uint64_t* n_given) {
+  seq->n_committed = 0;
+  for (IndexRef& ref : seq->indexes) {
+    if (ref.data == nullptr) {
+      continue;
+    }
+    if (*n_given >= max_pages) {
+      return false;
+    }
+    for (const HeadIndex& head : ref.data->heads) {
+      *n_given += head.pages.size();
+    }
+    ref = {};
+  }
+  seq->observed.clear();
+  seq->folded.clear();
+  seq->kept.clear();
+  seq->masses.clear();
+  for (PageList& list : seq->lists) {
+    while (list.reserved_length() != 0) {
+      if (*n_given >= max_pages) {
+        return false;
+      }
+      *n_given += list.give_up(max_pages - *n_given, ledger->bank(seq->account));
+    }
+  }
+  return true;
+}
+
 }  // namespace kvm::engine

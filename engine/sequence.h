@@ -88,6 +88,10 @@ inline void note(Sequence* seq, policies::Event event) {
 // Moves the commit point, forwards only.
 void advance_commit(Sequence* seq, uint64_t n_tokens);
 
+// Gives up pages of a sequence that is freed until *n_given, which counts them, has reached
+// max_pages. True when it holds nothing any more; until then it is one that is shorter than it was.
+bool give_up_some(Ledger* ledger, Sequence* seq, uint64_t max_pages, uint64_t* n_given);
+
 // One Governed per policy object that has anything to decide.
 std::vector<Governed> find_governed(const Space& space);
 

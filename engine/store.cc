@@ -71,6 +71,7 @@ class StoreImpl final : public Store {
   Status truncate_seq(Sequence* seq, uint64_t n_tokens) override;
   Status commit_seq(Sequence* seq, uint64_t n_tokens) override;
   void free_seq(Sequence* seq) override;
+  bool free_part(Sequence* seq, uint64_t max_pages) override;
   kvm_seq_id seq_id(const Sequence* seq) const override { return seq->id; }
   kvm_space_id seq_space_id(const Sequence* seq) const override { return seq->record->id; }
   const Space& seq_space(const Sequence* seq) const override { return seq->space(); }
@@ -198,13 +199,8 @@ bool StoreImpl::free_some(ClientId client, uint64_t max_pages, std::vector<kvm_s
     if (seq == nullptr) {
       return true;
     }
-    for (PageList& list : seq->lists) {
-      const uint64_t n_pages = div_up(list.reserved_length(), kPageTokens);
-      if (n_pages != 0 && n_seen >= max_pages) {
-        return true;
-      }
-      n_seen += n_pages;
-      list.clear(ledger_.bank(account));
+    if (!give_up_some(&ledger_, seq, max_pages, &n_seen)) {
+      return true;
     }
     gone->push_back(seq->id);
     n_seen += kPagesPerSequence;
@@ -421,6 +417,16 @@ Status StoreImpl::commit_seq(Sequence* seq, uint64_t n_tokens) {
 void StoreImpl::free_seq(Sequence* seq) {
   remove_seq(seq);
   ledger_.trim_after_free();
+}
+
+bool StoreImpl::free_part(Sequence* seq, uint64_t max_pages) {
+  uint64_t n_given = 0;
+  const bool is_empty = give_up_some(&ledger_, seq, max_pages, &n_given);
+  if (is_empty) {
+    remove_seq(seq);
+  }
+  ledger_.trim_after_free();
+  return is_empty;
 }
 
 void StoreImpl::remove_seq(Sequence* seq) {

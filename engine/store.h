@@ -129,8 +129,8 @@ class Store {
   // them allocated it (sequences of different clients never share pages); its observations and
   // indexes count once as well. 0 for an unknown client.
   virtual uint64_t client_bytes(ClientId client) const = 0;
-  // Frees sequences of a client that is about to be removed, one list after the other, about
-  // max_pages pages of them; appends the ids of those that are gone. False: none are left.
+  // Frees sequences of a client that is about to be removed, about max_pages pages of them; appends
+  // the ids of those that are gone. False: none are left.
   virtual bool free_some(ClientId client, uint64_t max_pages, std::vector<kvm_seq_id>* gone) = 0;
   virtual QuotaBook& quotas() = 0;
 
@@ -165,6 +165,9 @@ class Store {
   virtual Status commit_seq(Sequence* seq, uint64_t n_tokens) = 0;    // INVALID
   // The pointer and the id are dead afterwards.
   virtual void free_seq(Sequence* seq) = 0;
+  // The same in parts of about max_pages pages, for a sequence may have millions: true when it is
+  // gone. Nothing else may be done with one that was begun but to look at it.
+  virtual bool free_part(Sequence* seq, uint64_t max_pages) = 0;
 
   virtual kvm_seq_id seq_id(const Sequence* seq) const = 0;
   virtual kvm_space_id seq_space_id(const Sequence* seq) const = 0;

@@ -410,6 +410,63 @@ TEST(Engine, AClientLeavesWithRequestsInFlight) {
   }
 }
 
+// One head of 8 channels: a page takes 2 KiB, so a sequence may have many.
+struct Giant : Rig {
+  Giant() : Rig(1), space_id(space(make_spec("giant", 1, 1, 1, 8))), seq(create(space_id)) {
+    Buffer rows(Dtype::kF32, 1, 1 << 18, 1, 8);
+    for (int i = 0; i < 3; ++i) {
+      StepRequest step;
+      step.append = true;
+      step.space = space_id;
+      step.items = {append_item(seq, 1 << 18)};
+      step.k = step.v = rows.view();
+      EXPECT_TRUE(run(step).status.is_ok());
+    }
+  }
+  kvm_space_id space_id;
+  kvm_seq_id seq;
+};
+
+// Its pages go in parts, between which others have their turns.
+TEST(Engine, AGiantThatIsFreedHoldsNobodyUp) {
+  Giant rig;
+  const uint64_t n_pages = rig.engine->stats().n_pages;
+  const kvm_seq_id small = rig.create(rig.space_id);
+  const kvm_seq_id child = rig.verb(SeqVerb::kFork, rig.seq, 1 << 19).seq;
+  Log log;
+  const auto free_later = [&](kvm_seq_id seq, const char* name) {
+    rig.engine->submit(rig.client, {1, 1}, SeqRequest{.verb = SeqVerb::kFree, .seq = seq},
+                       log.entry(name));
+  };
+  free_later(child, "child");
+  free_later(rig.seq, "giant");
+  free_later(rig.seq, "again");
+  free_later(small, "small");
+  rig.engine->poll();
+  EXPECT_EQ(log.names, (std::vector<std::string>{"child", "small"}));
+  EXPECT_LT(rig.engine->stats().n_pages, n_pages);
+  EXPECT_GT(rig.engine->stats().n_pages, n_pages / 3);
+  EXPECT_LT(rig.length(rig.seq), uint64_t{3} << 18);
+  log.drive(*rig.engine, 4);
+  EXPECT_EQ(log.names[2], "giant");
+  EXPECT_TRUE(log.results[2].status.is_ok());
+  EXPECT_EQ(log.results[3].status.code(), KVM_ERR_STALE);
+  EXPECT_EQ(rig.engine->stats().n_pages, 0u);
+  EXPECT_EQ(rig.engine->stats().n_sequences, 0u);
+}
+
+TEST(Engine, AClientLeavesWhileItsGiantIsFreed) {
+  Giant rig;
+  rig.engine->submit(rig.client, {1, 1}, SeqRequest{.verb = SeqVerb::kFree, .seq = rig.seq},
+                     [](RequestResult&&) { ADD_FAILURE() << "a client that is gone is told"; });
+  EXPECT_GT(rig.engine->stats().n_pages, 0u);
+  bool gone = false;
+  rig.engine->remove_client(rig.client, [&] { gone = true; });
+  rig.drive(gone);
+  EXPECT_EQ(rig.engine->stats().n_pages, 0u);
+  EXPECT_EQ(rig.engine->n_in_flight(), 0u);
+}
+
 TEST(Engine, CallbacksMaySubmitAgain) {
   Small rig(2);
   const kvm_seq_id seq = rig.create(rig.id);

@@ -169,5 +169,46 @@ TEST_F(PageListTest, DropTakesWholeSegmentsAndParts) {
   EXPECT_EQ(bytes(), 0u);
 }
 
+// In parts, from the end: what remains after each is a list like another, and a fork keeps its own.
+TEST_F(PageListTest, GivesItselfUpInParts) {
+  PageList list;
+  append(&list, 500 * kPageTokens);
+  PageList child;
+  child.share(list, 200 * kPageTokens, bank());
+  append(&list, 100 * kPageTokens + 7);
+  list.drop(300, 450, bank());
+  const std::vector<PageEntry> kept = entries(child);
+  uint64_t n_given = 0;
+  uint32_t n_parts = 0;
+  for (; list.length() != 0; ++n_parts) {
+    const std::vector<PageEntry> before = entries(list);
+    const uint64_t n = list.give_up(50, bank());
+    n_given += n;
+    const std::vector<PageEntry> after = entries(list);
+    EXPECT_LT(n, 50 + kSegmentEntries);
+    ASSERT_LE(after.size() + n, before.size());
+    uint64_t n_stored = 0;
+    for (size_t i = 0; i < after.size(); ++i) {
+      EXPECT_EQ(after[i].page, before[i].page);
+      n_stored += after[i].count;
+    }
+    EXPECT_EQ(list.length() - list.n_dropped(), n_stored);
+    EXPECT_EQ(list.length(), after.empty() ? 0 : after.back().end());
+  }
+  EXPECT_EQ(n_given, 600u + 1 - 150 - (kSegmentEntries - 1)) << "the first segment is shared";
+  EXPECT_GE(n_parts, 3u);
+  EXPECT_EQ(pool_.n_pages(), 200u);
+  EXPECT_EQ(entries(child).size(), kept.size());
+  // One that others share goes at once.
+  PageList other;
+  other.share(child, child.length(), bank());
+  ASSERT_TRUE(other.reserve(9, kSmall, bank()).is_ok());
+  EXPECT_EQ(other.give_up(50, bank()), 1u);
+  EXPECT_EQ(other.length(), 0u);
+  EXPECT_EQ(pool_.n_pages(), 200u);
+  child.clear(bank());
+  EXPECT_EQ(bytes(), 0u);
+}
+
 }  // namespace
 }  // namespace kvm::engine
