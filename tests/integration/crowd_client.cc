@@ -178,11 +178,11 @@ void CrowdClient::close(bool client_first) {
   }
 }
 
-// After DISCONNECTED: the same client again, or another.
+// After DISCONNECTED: the same client again, or another. A client that lives keeps its sequences.
 void CrowdClient::reopen() {
   is_lost_ = false;
   count(Deed::kDisconnected);
-  if (one_in(2)) {
+  if (one_in(2) || kvm_client_ping(client_, nullptr) != KVM_ERR_DISCONNECTED) {
     close(false);
   } else {
     kvm_queue_destroy(async_);
@@ -579,7 +579,10 @@ void CrowdClient::look_at_foreign() {
 
 // Of its own, from registration to drop.
 void CrowdClient::use_space() {
-  const kvm_space_id space = register_one(client_, name_, pick(0, kCrowdSpaces - 1));
+  // Of each kind another: a client that was thrown out here has left its space behind.
+  const uint32_t kind = pick(0, kCrowdSpaces - 1);
+  const std::string name = name_ + "-" + std::to_string(kind);
+  const kvm_space_id space = register_one(client_, name, kind);
   if (space == 0) {
     is_lost_ = true;
     return;
@@ -591,7 +594,7 @@ void CrowdClient::use_space() {
   size_t n = 0;
   kvm_space_id found = 0;
   if (succeeded(kvm_space_get_info(client_, space, &info), Deed::kSpaces, 0) &&
-      succeeded(kvm_space_find(client_, name_.c_str(), &found), Deed::kSpaces, 0) &&
+      succeeded(kvm_space_find(client_, name.c_str(), &found), Deed::kSpaces, 0) &&
       succeeded(kvm_space_list(client_, infos.data(), infos.size(), &n), Deed::kSpaces, 0) &&
       succeeded(kvm_space_drop(client_, space), Deed::kSpaces, 0) && found != space) {
     fail("a space is found by its name, and is another");

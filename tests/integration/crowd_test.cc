@@ -42,7 +42,7 @@ std::unique_ptr<engine::Engine> open_engine() {
   options.default_quota_bytes = 6ull << 20;
   options.worker_spin_ns = 20'000;
   options.audit_every = 8;
-  options.max_spaces = 32;
+  options.max_spaces = 4 + 4 * kClients;
   return engine::Engine::open(options).value();
 }
 
