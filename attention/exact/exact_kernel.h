@@ -42,7 +42,8 @@ constexpr size_t elem_bytes(int elem) {
 
 // Walks through a stretch of 16 rows, and through those that will be read later.
 //
-// Every line is prefetched kAttempts times on its way, into the first level. A core that reads
+// Every line is prefetched kAttempts times on its way, into the first level, and before that once
+// into the second, where args.far_ahead is further than the others. A core that reads
 // faster than memory delivers has its prefetches dropped without a sign when its queues are full,
 // and each line lost costs the whole latency later; what one attempt loses, the next one brings.
 // The attempts for a line stand between the instructions that use another: these files are compiled
@@ -62,11 +63,9 @@ class Reader {
     if (!kFirst || at_ < end_)
       return;
 #pragma GCC unroll 4
-    for (uint32_t i = 0; i < kAttempts; ++i) {
-      const uint32_t quarter = n_quarters_ + args_.ahead[i];
-      later_[i] =
-          reinterpret_cast<uintptr_t>(reading_[quarter / 4]) + quarter % 4 * quarter_bytes_ - end_;
-    }
+    for (uint32_t i = 0; i < kAttempts; ++i)
+      later_[i] = after(args_.ahead[i]);
+    far_ = after(args_.far_ahead);
     ++n_quarters_;
     end_ += quarter_bytes_;
   }
@@ -79,17 +78,25 @@ class Reader {
 #pragma GCC unroll 4
       for (uint32_t i = 0; i < kAttempts; ++i)
         vec::prefetch(reinterpret_cast<const void*>(later_[i] + at_));
+      vec::prefetch_l2(reinterpret_cast<const void*>(far_ + at_));
     }
     at_ += kBytes;
   }
 
  private:
+  // Where the quarter lies that is `ahead` of the present one, less what has been read.
+  uintptr_t after(uint32_t ahead) const {
+    const uint32_t quarter = n_quarters_ + ahead;
+    return reinterpret_cast<uintptr_t>(reading_[quarter / 4]) + quarter % 4 * quarter_bytes_ - end_;
+  }
+
   const StreamArgs& args_;
   const uint8_t* const* reading_;
   uintptr_t quarter_bytes_;
   uintptr_t later_[kAttempts];  // integers: the rows may be none
-  uintptr_t at_ = 0;            // bytes read
-  uintptr_t end_ = 0;           // of the quarters in later_
+  uintptr_t far_ = 0;
+  uintptr_t at_ = 0;   // bytes read
+  uintptr_t end_ = 0;  // of the quarters in later_
   uint32_t n_quarters_ = 0;
 };
 

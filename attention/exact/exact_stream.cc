@@ -3,6 +3,8 @@
 // and feeds them to the kernel, in long stretches where rows can be read in place.
 //
 // Items are made one chunk ahead of their evaluation, so that prefetching crosses chunk borders.
+#include <unistd.h>
+
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -173,10 +175,26 @@ void carve_stream(const Problem& problem, Carver& carver, StreamArgs& args, Batc
   references = carver.take<float>(state_rows);
 }
 
-// How far prefetching runs ahead, in bytes. Latency times bandwidth is about 4 KiB; as attempts get
-// lost, the first comes early. They enter pages of 4 KiB at different times: the processor's own
-// prefetchers start anew there. All of it stays in a first level of 48 KiB.
-constexpr size_t kAheadBytes[kAttempts] = {9 << 10, 14 << 10, 19 << 10, 25 << 10};
+// How far prefetching runs ahead, in bytes.
+struct Distances {
+  size_t first_level[kAttempts];
+  size_t second_level;
+};
+// Latency times bandwidth is about 4 KiB; as attempts get lost, the first comes early. They enter
+// pages of 4 KiB at different times: the processor's own prefetchers start anew there. All of it
+// stays in a first level of 48 KiB; the second is asked for nothing more.
+constexpr Distances kLargeFirstLevel = {{9 << 10, 14 << 10, 19 << 10, 25 << 10}, 9 << 10};
+constexpr size_t kLargeFirstLevelBytes = 48 << 10;
+// In a smaller one it does not stay: the second level takes what is far.
+constexpr Distances kSmallFirstLevel = {{3 << 10, 3 << 10, 3 << 10, 3 << 10}, 24 << 10};
+
+const Distances& distances() {
+  static const Distances& chosen =
+      ::sysconf(_SC_LEVEL1_DCACHE_SIZE) >= static_cast<long>(kLargeFirstLevelBytes)
+          ? kLargeFirstLevel
+          : kSmallFirstLevel;
+  return chosen;
+}
 
 void set_distances(const Problem& problem, StreamArgs& args) {
   if (problem.runs.empty()) {
@@ -186,9 +204,12 @@ void set_distances(const Problem& problem, StreamArgs& args) {
   const size_t quarter = kItemTokens / 4 *
                          std::max(problem.dim_k * dtype_size_bytes(run.dtype_k),
                                   problem.dim_v * dtype_size_bytes(run.dtype_v));
-  std::transform(kAheadBytes, kAheadBytes + kAttempts, args.ahead, [quarter](size_t bytes) {
+  const auto quarters = [quarter](size_t bytes) {
     return static_cast<uint8_t>(std::clamp<size_t>(bytes / quarter, 1, 4 * kReadAhead - 4));
-  });
+  };
+  const Distances& of = distances();
+  std::transform(of.first_level, of.first_level + kAttempts, args.ahead, quarters);
+  args.far_ahead = quarters(of.second_level);
 }
 
 Stream::Stream(const Problem& problem, const Plan& plan, const void* prepared, void* scratch)

@@ -184,6 +184,7 @@ inline F group_sum(F a) {
   return a;
 }
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+inline void prefetch_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
 #if defined(__AVX512BF16__)
 typedef __m512bh B;

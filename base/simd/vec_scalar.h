@@ -16,6 +16,7 @@
 //   transpose(a)                kWidth vectors of kWidth lanes, in place
 //   group_max<n>, group_sum<n>  over aligned groups of n lanes, the result in every lane
 //   prefetch(p)                 one cache line, into the first level
+//   prefetch_l2(p)              the same, into the second
 #ifndef KVM_BASE_SIMD_VEC_SCALAR_H_
 #define KVM_BASE_SIMD_VEC_SCALAR_H_
 
@@ -148,6 +149,7 @@ inline F group_sum(F a) {
   }
 }
 inline void prefetch(const void* p) { __builtin_prefetch(p); }
+inline void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 }  // namespace vec
 }  // namespace
