@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "base/cpu_features.h"
 
+#include <unistd.h>
+
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
@@ -59,6 +61,11 @@ CpuFeatures detect() { return {}; }
 const CpuFeatures& cpu_features() {
   static const CpuFeatures features = detect();
   return features;
+}
+
+bool has_large_first_level() {
+  static const bool is_large = ::sysconf(_SC_LEVEL1_DCACHE_SIZE) >= long{48} << 10;
+  return is_large;
 }
 
 }  // namespace kvm

@@ -3,8 +3,6 @@
 // and feeds them to the kernel, in long stretches where rows can be read in place.
 //
 // Items are made one chunk ahead of their evaluation, so that prefetching crosses chunk borders.
-#include <unistd.h>
-
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -12,6 +10,7 @@
 #include "attention/exact/layout.h"
 #include "attention/exact/visibility.h"
 #include "base/assert.h"
+#include "base/cpu_features.h"
 #include "base/merge.h"
 
 namespace kvm::attention {
@@ -184,17 +183,8 @@ struct Distances {
 // pages of 4 KiB at different times: the processor's own prefetchers start anew there. All of it
 // stays in a first level of 48 KiB; the second is asked for nothing more.
 constexpr Distances kLargeFirstLevel = {{9 << 10, 14 << 10, 19 << 10, 25 << 10}, 9 << 10};
-constexpr size_t kLargeFirstLevelBytes = 48 << 10;
 // In a smaller one it does not stay: the second level takes what is far.
 constexpr Distances kSmallFirstLevel = {{3 << 10, 3 << 10, 3 << 10, 3 << 10}, 24 << 10};
-
-const Distances& distances() {
-  static const Distances& chosen =
-      ::sysconf(_SC_LEVEL1_DCACHE_SIZE) >= static_cast<long>(kLargeFirstLevelBytes)
-          ? kLargeFirstLevel
-          : kSmallFirstLevel;
-  return chosen;
-}
 
 void set_distances(const Problem& problem, StreamArgs& args) {
   if (problem.runs.empty()) {
@@ -207,7 +197,7 @@ void set_distances(const Problem& problem, StreamArgs& args) {
   const auto quarters = [quarter](size_t bytes) {
     return static_cast<uint8_t>(std::clamp<size_t>(bytes / quarter, 1, 4 * kReadAhead - 4));
   };
-  const Distances& of = distances();
+  const Distances& of = has_large_first_level() ? kLargeFirstLevel : kSmallFirstLevel;
   std::transform(of.first_level, of.first_level + kAttempts, args.ahead, quarters);
   args.far_ahead = quarters(of.second_level);
 }

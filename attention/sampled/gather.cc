@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "base/assert.h"
+#include "base/cpu_features.h"
 #include "base/merge.h"
 
 namespace kvm::attention {
@@ -29,6 +30,17 @@ const float* load_scales(const uint16_t* const* at, float* scales) {
     scales[i] = bf16_to_f32(*at[i]);
   }
   return scales;
+}
+
+// Two batches ahead, rows are asked for into the first level where that is large, else into the
+// second: the kernel asks again when they are near. docs/kernels.md has the figures.
+void ask_for(const uint8_t* row, uint32_t bytes, bool is_large) {
+  for (uint32_t at = 0; at < bytes && is_large; at += kLineBytes) {
+    __builtin_prefetch(row + at);
+  }
+  for (uint32_t at = 0; at < bytes && !is_large; at += kLineBytes) {
+    __builtin_prefetch(row + at, 0, 2);
+  }
 }
 
 void fill_columns(const GatherContext& context, const GatherList& list, size_t first,
@@ -180,12 +192,8 @@ bool BatchMaker::find(uint64_t position) {
   const uint64_t token = position - source_.begin;
   k_[n_] = source_.k + token * source_.k_bytes;
   v_[n_] = source_.v + token * source_.v_bytes;
-  for (uint32_t at = 0; at < source_.k_bytes; at += kLineBytes) {
-    __builtin_prefetch(k_[n_] + at);
-  }
-  for (uint32_t at = 0; at < source_.v_bytes && !list_.keys_only; at += kLineBytes) {
-    __builtin_prefetch(v_[n_] + at);
-  }
+  ask_for(k_[n_], source_.k_bytes, is_large_);
+  ask_for(v_[n_], list_.keys_only ? 0 : source_.v_bytes, is_large_);
   k_scale_[n_] = v_scale_[n_] = nullptr;
   if (source_.k_scale != nullptr) {
     k_scale_[n_] = source_.k_scale + token;

@@ -8,6 +8,7 @@
 
 #include "attention/exact/layout.h"
 #include "attention/sampled/sampled_args.h"
+#include "base/cpu_features.h"
 
 namespace kvm::attention {
 
@@ -89,6 +90,7 @@ class BatchMaker {
   const uint16_t* v_scale_[kRoom];
   alignas(64) float k_scales_[kGatherKeys];  // of the batch that was given out
   alignas(64) float v_scales_[kGatherKeys];
+  const bool is_large_ = has_large_first_level();
   Source source_;      // of the row resolved last
   uint32_t n_ = 0;     // rows that are there, all of one kind
   uint32_t at_ = 0;    // first one that was not given out

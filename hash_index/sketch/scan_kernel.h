@@ -229,7 +229,8 @@ inline uint64_t add_block(const DrawArgs& args, const uint8_t* block, uint32_t p
 
 // Asks for blocks that will be scanned, some lines at a time between the instructions of the
 // present one: a core whose queues are full drops what it is asked for in a burst, without a sign.
-// So each line is also asked for more than once on its way. docs/kernels.md has the figures.
+// So each line is also asked for twice: early into the second level, and later into the first.
+// docs/kernels.md has the figures.
 class Ahead {
  public:
   // step() is called n_steps times for each block.
@@ -237,31 +238,35 @@ class Ahead {
       : args_(args), n_lines_((args.query->shape.bytes / 64 + n_steps - 1) / n_steps) {}
 
   void turn(uint32_t block) {
-    const size_t bytes = args_.query->shape.bytes;
+    near_ = after(block, kNearBlocks);
+    far_ = after(block, kFarBlocks);
     at_ = 0;
-    for (uint32_t i = 0; i < kAttempts; ++i) {
-      const uint32_t at = block + kDistance[i];
-      later_[i] = at < args_.n_blocks     ? args_.blocks + at * bytes
-                  : args_.next != nullptr ? args_.next + (at - args_.n_blocks) * bytes
-                                          : args_.blocks + block * bytes;
-    }
   }
   void step() {
     for (uint32_t line = 0; line < n_lines_ && at_ < args_.query->shape.bytes; ++line, at_ += 64) {
-#pragma GCC unroll 4
-      for (uint32_t i = 0; i < kAttempts; ++i) {
-        vec::prefetch(later_[i] + at_);
-      }
+      vec::prefetch(near_ + at_);
+      vec::prefetch_l2(far_ + at_);
     }
   }
 
  private:
-  static constexpr uint32_t kAttempts = 2;
-  static constexpr uint32_t kDistance[kAttempts] = {4, 7};  // blocks
+  static constexpr uint32_t kNearBlocks = 4;
+  static constexpr uint32_t kFarBlocks = 12;
+
+  const uint8_t* after(uint32_t block, uint32_t ahead) const {
+    const size_t bytes = args_.query->shape.bytes;
+    const uint32_t at = block + ahead;
+    if (at < args_.n_blocks)
+      return args_.blocks + at * bytes;
+    return args_.next != nullptr ? args_.next + (at - args_.n_blocks) * bytes
+                                 : args_.blocks + block * bytes;
+  }
+
   const DrawArgs& args_;
   uint32_t n_lines_;  // of a step
   uint32_t at_ = 0;
-  const uint8_t* later_[kAttempts];
+  const uint8_t* near_ = nullptr;
+  const uint8_t* far_ = nullptr;
 };
 
 // Sizes of a block's keys and their sums; returns the mask of candidates. Rows of one tile.
