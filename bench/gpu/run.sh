@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Takes all figures on the machine at hand: run.sh [OUTPUT_FOLDER] [--quick]. Nine minutes by
-# estimate. Writes caps.jsonl, verify.jsonl and so on, and all.jsonl with everything. Goes on when a part
-# fails, and without the tools that are not there. Exit status: 77 without a GPU, 1 where a bar was
-# missed or something failed.
+# estimate. Writes caps.jsonl, verify.jsonl and so on, and all.jsonl with everything. Goes on when a
+# part fails, and without the tools that are not there. Exit status: 77 without a GPU, 1 where a bar
+# was missed or something failed.
 set -uo pipefail
 
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
