@@ -4,12 +4,15 @@
 // A Status is a code of the public ABI (kvm.h) and, when it is an error, a sentence that names the
 // offending value and what is allowed. OK carries no sentence and costs one compare.
 //
-// Threads: values, no shared state.  Memory: an error owns one heap string; OK owns nothing.
+// Threads: values, no shared state.  Memory: an error owns one heap string; OK owns nothing. Where
+// there is none to be had an error loses its sentence, never its code: making and copying a Status
+// does not throw.
 #ifndef KVM_BASE_STATUS_H_
 #define KVM_BASE_STATUS_H_
 
 #include <cstdint>
 #include <memory>
+#include <new>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -25,20 +28,34 @@ class [[nodiscard]] Status {
   Status() = default;
   // `detail`: which of its author's listed reasons this is (engine::Refusal, say); 0: of no list.
   // REQUIRES: code != KVM_OK.
-  Status(kvm_status code, std::string message, uint32_t detail = 0)
-      : code_(code), detail_(detail), message_(std::make_unique<std::string>(std::move(message))) {
+  Status(kvm_status code, std::string message, uint32_t detail = 0) noexcept
+      : code_(code), detail_(detail) {
     KVM_ASSERT(code != KVM_OK);
+    keep(std::move(message));
   }
-  Status(const Status& other) { *this = other; }
+  Status(const Status& other) noexcept { *this = other; }
   Status(Status&&) noexcept = default;
-  Status& operator=(const Status& other) {
+  Status& operator=(const Status& other) noexcept {
     code_ = other.code_;
     detail_ = other.detail_;
-    message_ = other.message_ ? std::make_unique<std::string>(*other.message_) : nullptr;
+    fixed_ = other.fixed_;
+    message_.reset();
+    if (other.message_ != nullptr) {
+      keep(*other.message_);
+    }
     return *this;
   }
   Status& operator=(Status&&) noexcept = default;
 
+  // An error whose sentence lives for ever: it allocates nothing, for those who have no memory.
+  // REQUIRES: code != KVM_OK.
+  static Status fixed(kvm_status code, const char* sentence) noexcept {
+    KVM_ASSERT(code != KVM_OK);
+    Status status;
+    status.code_ = code;
+    status.fixed_ = sentence;
+    return status;
+  }
   static Status ok() { return {}; }
 
   bool is_ok() const { return code_ == KVM_OK; }
@@ -46,12 +63,23 @@ class [[nodiscard]] Status {
   uint32_t detail() const { return detail_; }
   // The sentence, without the name of the code. Empty when OK.
   std::string_view message() const {
-    return message_ ? std::string_view(*message_) : std::string_view();
+    return message_ ? std::string_view(*message_) : std::string_view(fixed_);
   }
 
  private:
+  // Either form of a sentence.
+  template <typename String>
+  void keep(String&& message) noexcept {
+    try {
+      message_ = std::make_unique<std::string>(std::forward<String>(message));
+    } catch (const std::bad_alloc&) {
+      fixed_ = "(there is no memory for the sentence)";
+    }
+  }
+
   kvm_status code_ = KVM_OK;
   uint32_t detail_ = 0;
+  const char* fixed_ = "";
   std::unique_ptr<std::string> message_;
 };
 
