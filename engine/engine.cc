@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <array>
 #include <bit>
-#include <deque>
 #include <fstream>
 #include <new>
 #include <optional>
@@ -19,6 +18,7 @@
 #include "attention/kernel_table.h"
 #include "base/assert.h"
 #include "base/clock.h"
+#include "base/undo.h"
 #include "engine/audit.h"
 #include "engine/cost_model.h"
 #include "engine/request.h"
@@ -93,9 +93,11 @@ uint64_t free_memory_bytes() {
   return most > used ? std::min(available, most - used) : available;
 }
 
-bool has_expired(const StepRequest& request) {
-  return request.deadline_ns != 0 && now_ns() >= request.deadline_ns;
+Status no_memory() {
+  return Status::fixed(KVM_ERR_NO_MEMORY, "the machine refused memory for a request");
 }
+
+Status client_is_gone() { return Status::fixed(KVM_ERR_CANCELLED, "the client is gone"); }
 
 // Whether an item of a step is right about what its sequence holds; memory apart.
 bool may_succeed(const Store& store, Sequence* seq, const StepRequest& step, const kvm_item& item) {
@@ -129,7 +131,12 @@ class EngineImpl final : public Engine {
         workspaces_(options.n_threads),
         costs_(cost_model, options.n_threads),
         auditor_(options.audit_every),
-        scheduler_(options.n_threads, options.worker_spin_ns, options.pin_threads) {}
+        scheduler_(options.n_threads, options.worker_spin_ns) {
+    idle_.reserve(kMaxIdleRequests);
+    gone_seqs_.reserve(kFreePages);  // a sequence counts as a page at least
+  }
+  // Fails: as Scheduler::start_workers.
+  Status start_workers() { return scheduler_.start_workers(options_.pin_threads); }
 
   ClientId add_client(const ClientSpec& spec) override;
   void remove_client(ClientId client, std::function<void()> on_gone) override;
@@ -203,17 +210,22 @@ class EngineImpl final : public Engine {
     uint32_t n_requests = 0;
     uint32_t n_running = 0;  // of these, started and not finished
     uint32_t lane = 0;
-    ReadyList ready;
+    RequestLine ready;
     uint64_t deficit = 0;      // what it may start before others have their turn
     bool is_in_round = false;  // ready is not empty
     bool is_leaving = false;
     std::function<void()> on_gone;
   };
 
-  Request* take_request(ClientId client, RequestTag tag, DoneCallback&& on_done);
+  // A request in flight. Throws std::bad_alloc: nothing has changed. On its way to its end a
+  // request needs no memory but what its work says it does: the lists that it passes have room.
+  Request* take_request(ClientId client, RequestTag tag);
   void give_back(Request* request);
   template <typename What>
   void submit_any(ClientId client, RequestTag tag, What&& what, DoneCallback&& on_done);
+
+  // Of a request that ends where it is submitted.
+  void answer_at_once(Status status, uint64_t begin_ns, const DoneCallback& on_done);
 
   // Validation at submission: what the request says by itself, and that its sequences exist.
   // *is_null: there is nothing to do.
@@ -233,6 +245,9 @@ class EngineImpl final : public Engine {
   uint32_t max_running() const;
   // The client whose turn it is, and who may start something; null: none may.
   Client* next_starter();
+  bool has_expired(const StepRequest& request) const {
+    return request.deadline_ns != 0 && options_.clock->now_ns() >= request.deadline_ns;
+  }
   bool may_start(const Client& client) const {
     return client.n_running < max_running() && scheduler_.has_room();
   }
@@ -278,14 +293,14 @@ class EngineImpl final : public Engine {
   RequestNames names_;
   std::vector<std::unique_ptr<Request>> requests_;  // in flight
   std::vector<std::unique_ptr<Request>> idle_;
-  std::deque<Client*> round_;  // with requests that are ready, in the order of their turns
-  uint64_t start_ns_ = 0;      // spent on starting since the last poll()
+  std::vector<Client*> round_;  // with requests that are ready, in the order of their turns
+  uint64_t start_ns_ = 0;       // spent on starting since the last poll()
   uint64_t free_lanes_ = ~uint64_t{0};
-  std::deque<Request*> planning_;  // begun, and not planned, or freed, to the end; or ending
+  RequestLine planning_;  // begun, and not planned, or freed, to the end; or ending
   uint32_t next_work_ = 0;
-  std::vector<Request*> done_;
-  std::vector<kvm_seq_id> gone_seqs_;
-  std::vector<Request*> delivering_;
+  RequestLine done_;
+  std::vector<kvm_seq_id> gone_seqs_;  // by bury_some
+  std::vector<Request*> dropped_;      // by remove_client
   std::vector<SequenceOrder::Ticket*> unblocked_;
   kvm_stats totals_{};  // the counters that the store does not keep
   std::array<uint64_t, kRefusals> refusals_{};
@@ -298,8 +313,13 @@ class EngineImpl final : public Engine {
 // --- Clients ------------------------------------------------------------------------------------
 
 ClientId EngineImpl::add_client(const ClientSpec& spec) {
+  // Who leaves, or has requests, finds room in these lists.
+  leaving_.reserve(clients_.size() + 1);
+  round_.reserve(clients_.size() + 1);
   const ClientId client = store_->add_client(spec);
+  Undo removing([&] { store_->remove_client(client); });
   Client& added = clients_[client];
+  removing.dismiss();
   // Beyond so many clients some share the last lane.
   added.lane = free_lanes_ == 0 ? Scheduler::kMaxLanes - 1
                                 : static_cast<uint32_t>(std::countr_zero(free_lanes_));
@@ -317,19 +337,19 @@ void EngineImpl::remove_client(ClientId client, std::function<void()> on_gone) {
   found->second.on_gone = std::move(on_gone);
   leaving_.push_back(client);
   auditor_.cancel(*store_, client);
-  std::vector<Request*> waiting;
+  dropped_.clear();
   for (const auto& request : requests_) {
     if (request->client == client) {
       request->is_orphan = true;
       request->is_abandoned.store(true, std::memory_order_relaxed);
       if (request->state == RequestState::kWaiting || request->state == RequestState::kReady) {
-        waiting.push_back(request.get());
+        dropped_.push_back(request.get());
       }
     }
   }
   found->second.ready.clear();
-  for (Request* request : waiting) {
-    finish(request, {KVM_ERR_CANCELLED, "the client is gone"});
+  for (Request* request : dropped_) {
+    finish(request, client_is_gone());
   }
 }
 
@@ -380,10 +400,13 @@ bool EngineImpl::bury_some() {
 
 // --- Submission ---------------------------------------------------------------------------------
 
-Request* EngineImpl::take_request(ClientId client, RequestTag tag, DoneCallback&& on_done) {
+Request* EngineImpl::take_request(ClientId client, RequestTag tag) {
   if (idle_.empty()) {
     idle_.push_back(std::make_unique<Request>(&workspaces_));
   }
+  requests_.reserve(requests_.size() + 1 > requests_.capacity() ? 2 * requests_.size() + 1 : 0);
+  dropped_.reserve(requests_.capacity());
+  unblocked_.reserve(requests_.capacity());
   requests_.push_back(std::move(idle_.back()));
   idle_.pop_back();
   Request* request = requests_.back().get();
@@ -395,7 +418,6 @@ Request* EngineImpl::take_request(ClientId client, RequestTag tag, DoneCallback&
   request->is_freeing = false;
   request->is_abandoned.store(false, std::memory_order_relaxed);
   request->submitted_ns = now_ns();
-  request->on_done = std::move(on_done);
   request->result = RequestResult{};
   request->seqs.clear();
   request->ticket.owner = request;
@@ -425,42 +447,50 @@ void EngineImpl::give_back(Request* request) {
 
 template <typename What>
 void EngineImpl::submit_any(ClientId client, RequestTag tag, What&& what, DoneCallback&& on_done) {
-  Request* request = take_request(client, tag, std::move(on_done));
-  request->what = std::move(what);
+  const uint64_t begin_ns = now_ns();
   const auto found = clients_.find(client);
-  if (found != clients_.end()) {
-    ++found->second.n_requests;
-  }
+  Request* request = nullptr;
   bool is_null = false;
   Status status;
-  if (found == clients_.end() || found->second.is_leaving) {
-    status = {KVM_ERR_PERMISSION, fmt::format("client {} is unknown", client)};
-  } else {
-    try {
+  try {
+    if (found == clients_.end() || found->second.is_leaving) {
+      status = {KVM_ERR_PERMISSION, fmt::format("client {} is unknown", client)};
+    } else {
+      request = take_request(client, tag);
+      ++found->second.n_requests;
+      request->what = std::move(what);
       status = admit(request, &is_null);
-    } catch (const std::bad_alloc&) {
-      status = {KVM_ERR_NO_MEMORY, "the machine refused memory for a request"};
     }
+    if (status.is_ok() && !is_null) {
+      order_.enter(&request->ticket, request->seqs);
+    }
+  } catch (const std::bad_alloc&) {
+    status = no_memory();
   }
   if (!status.is_ok() || is_null) {
-    ++totals_.n_requests;
-    totals_.n_requests_failed += status.is_ok() ? 0 : 1;
-    if (const uint32_t refusal = status.detail(); refusal != 0 && refusal < kRefusals) {
-      ++refusals_[refusal];
+    if (request != nullptr) {
+      give_back(request);
     }
-    RequestResult result;
-    result.status = std::move(status);
-    result.service_ns = now_ns() - request->submitted_ns;
-    const DoneCallback callback = std::move(request->on_done);
-    give_back(request);
-    callback(std::move(result));
+    answer_at_once(std::move(status), begin_ns, on_done);
     return;
   }
-  order_.enter(&request->ticket, request->seqs);
+  request->on_done = std::move(on_done);
   if (request->ticket.may_run()) {
     push_ready(request);
     start_ready();
   }
+}
+
+void EngineImpl::answer_at_once(Status status, uint64_t begin_ns, const DoneCallback& on_done) {
+  ++totals_.n_requests;
+  totals_.n_requests_failed += status.is_ok() ? 0 : 1;
+  if (const uint32_t refusal = status.detail(); refusal != 0 && refusal < kRefusals) {
+    ++refusals_[refusal];
+  }
+  RequestResult result;
+  result.status = std::move(status);
+  result.service_ns = now_ns() - begin_ns;
+  on_done(std::move(result));
 }
 
 Result<const Space*> EngineImpl::touch(Request* request, kvm_seq_id id) {
@@ -581,7 +611,7 @@ EngineImpl::Client* EngineImpl::next_starter() {
     Client* client = round_.front();
     if (client->ready.empty()) {
       client->is_in_round = false;
-      round_.pop_front();
+      round_.erase(round_.begin());
       continue;
     }
     if (may_start(*client)) {
@@ -593,8 +623,7 @@ EngineImpl::Client* EngineImpl::next_starter() {
     } else {
       ++n_looked;
     }
-    round_.pop_front();
-    round_.push_back(client);
+    std::rotate(round_.begin(), round_.begin() + 1, round_.end());
   }
   return nullptr;
 }
@@ -713,7 +742,7 @@ void EngineImpl::start_work(Request* request) {
     }
   } catch (const std::bad_alloc&) {
     request->step.abandon(*store_);
-    status = {KVM_ERR_NO_MEMORY, "the machine refused memory for a request"};
+    status = no_memory();
   }
   launch(request, std::move(status), plan, is_small);
 }
@@ -723,7 +752,7 @@ void EngineImpl::launch(Request* request, Status status, const JobPlan& plan, bo
     finish(request, std::move(status));
   } else if (request->is_freeing ||
              (std::holds_alternative<StepRequest>(request->what) && request->step.is_planning())) {
-    planning_.push_back(request);
+    planning_.push_back(*request);
   } else if (plan.n_tasks == 0 || is_small) {
     run_here(request, plan);
   } else {
@@ -740,7 +769,7 @@ bool EngineImpl::plan_some() {
   if (planning_.empty() || !scheduler_.has_room()) {
     return false;
   }
-  Request* request = planning_.front();
+  Request* request = &planning_.front();
   planning_.pop_front();
   if (!request->aging.is_empty()) {
     age(request);
@@ -752,7 +781,7 @@ bool EngineImpl::plan_some() {
   }
   if (request->is_orphan) {
     request->step.abandon(*store_);
-    finish(request, {KVM_ERR_CANCELLED, "the client is gone"});
+    finish(request, client_is_gone());
     return true;
   }
   Status status;
@@ -760,7 +789,7 @@ bool EngineImpl::plan_some() {
     status = request->step.plan_more(*store_, options_.n_threads, workspaces_[0]);
   } catch (const std::bad_alloc&) {
     request->step.abandon(*store_);
-    status = {KVM_ERR_NO_MEMORY, "the machine refused memory for a request"};
+    status = no_memory();
   }
   launch(request, std::move(status), request->step.plan(), request->step.is_small());
   return true;
@@ -833,7 +862,7 @@ void EngineImpl::free_more(Request* request) {
   KVM_ASSERT(seq.is_ok());
   request->is_freeing = !store_->free_part(seq.value(), kFreePages);
   if (request->is_freeing) {
-    planning_.push_back(request);
+    planning_.push_back(*request);
   } else {
     finish(request, Status::ok());
   }
@@ -888,7 +917,11 @@ void EngineImpl::retire(const FinishedJob& job) {
     finish(request, std::move(status));
     return;
   }
-  find_aging_work(request);
+  try {
+    find_aging_work(request);
+  } catch (const std::bad_alloc&) {
+    request->aging.clear();
+  }
   age(request);
 }
 
@@ -928,7 +961,7 @@ void EngineImpl::age(Request* request) {
         start_job(request, plan);
         return;
       case AgingWork::Next::kMore:
-        planning_.push_back(request);
+        planning_.push_back(*request);
         return;
       case AgingWork::Next::kDone:
         break;
@@ -946,7 +979,7 @@ void EngineImpl::abandon(Request* request) {
   } else if (std::holds_alternative<StepRequest>(request->what)) {
     request->step.abandon(*store_);
   }
-  finish(request, {KVM_ERR_CANCELLED, "the client is gone"});
+  finish(request, client_is_gone());
 }
 
 void EngineImpl::finish(Request* request, Status status) {
@@ -968,7 +1001,7 @@ void EngineImpl::finish(Request* request, Status status) {
   if (what != nullptr && what->verb == SeqVerb::kFree && request->result.status.is_ok()) {
     order_.forget(what->seq);
   }
-  done_.push_back(request);
+  done_.push_back(*request);
 }
 
 uint32_t EngineImpl::poll() {
@@ -990,9 +1023,13 @@ uint32_t EngineImpl::poll() {
   return n_retired;
 }
 
+// Callbacks may submit requests that are done at once: those are of the next round.
 uint32_t EngineImpl::deliver() {
-  std::swap(done_, delivering_);
-  for (Request* request : delivering_) {
+  RequestLine delivering = std::exchange(done_, {});
+  uint32_t n = 0;
+  for (; !delivering.empty(); ++n) {
+    Request* request = &delivering.front();
+    delivering.pop_front();
     RequestResult result = std::move(request->result);
     const DoneCallback callback = std::move(request->on_done);
     const bool is_orphan = request->is_orphan;
@@ -1001,8 +1038,6 @@ uint32_t EngineImpl::deliver() {
       callback(std::move(result));
     }
   }
-  const auto n = static_cast<uint32_t>(delivering_.size());
-  delivering_.clear();
   return n;
 }
 
@@ -1011,15 +1046,15 @@ bool EngineImpl::cancel(ClientId client, RequestTag tag) {
   names_.for_each(client, tag, [&](Request* request) {
     is_known = true;
     if (request->state == RequestState::kWaiting || request->state == RequestState::kReady) {
-      drop_waiting(request, {KVM_ERR_CANCELLED, "cancelled before it began"});
+      drop_waiting(request, Status::fixed(KVM_ERR_CANCELLED, "cancelled before it began"));
     }
   });
   return is_known;
 }
 
 void EngineImpl::drop_waiting(Request* request, Status status) {
-  if (request->ReadyHook::is_linked()) {
-    request->ReadyHook::unlink();
+  if (request->LineHook::is_linked()) {
+    request->LineHook::unlink();
   }
   finish(request, std::move(status));
 }
@@ -1121,8 +1156,9 @@ Result<std::unique_ptr<Engine>> Engine::open(const EngineOptions& given) {
   if (options.default_quota_bytes == 0) {
     options.default_quota_bytes = options.host_capacity_bytes;
   }
-  return std::unique_ptr<Engine>(
-      std::make_unique<EngineImpl>(options, std::move(store), cost_model));
+  auto engine = std::make_unique<EngineImpl>(options, std::move(store), cost_model);
+  KVM_TRY(engine->start_workers());
+  return std::unique_ptr<Engine>(std::move(engine));
 }
 
 }  // namespace kvm::engine

@@ -27,6 +27,7 @@
 #include <vector>
 
 #include "base/audit_stats.h"
+#include "base/clock.h"
 #include "base/status.h"
 #include "engine/quota.h"
 #include "kvm.h"
@@ -40,10 +41,11 @@ struct EngineOptions {
   uint64_t max_sequences_per_client = 65536;
   TenantLimits tenant_limits;
   uint32_t max_spaces = 64;
-  bool pin_threads = false;          // bind worker i to core i
-  uint64_t worker_spin_ns = 200000;  // how long an idle worker spins before it sleeps
-  uint64_t audit_every = 0;          // one of so many approximate answers is audited; 0: none
-  std::string cost_model;            // of KVM_MODE_AUTO, as engine/cost_model.h reads it
+  bool pin_threads = false;             // bind worker i to core i
+  const Clock* clock = system_clock();  // of deadlines of requests; outlives the engine
+  uint64_t worker_spin_ns = 200000;     // how long an idle worker spins before it sleeps
+  uint64_t audit_every = 0;             // one of so many approximate answers is audited; 0: none
+  std::string cost_model;               // of KVM_MODE_AUTO, as engine/cost_model.h reads it
 };
 
 // A tensor of kvm.h with its address resolved. `data` points to size_bytes bytes that stay mapped

@@ -20,6 +20,7 @@
 
 #include "base/assert.h"
 #include "base/status.h"
+#include "base/undo.h"
 
 namespace kvm::engine {
 
@@ -39,12 +40,16 @@ class IdTable {
   bool full() const { return free_.empty() && places_.size() > kIdMaxIndex; }
   uint64_t size() const { return n_objects_; }
 
-  // REQUIRES: !full().
-  uint64_t insert(std::unique_ptr<T> object) {
+  // REQUIRES: !full(). Throws std::bad_alloc: nothing has changed, and `object` is the caller's.
+  uint64_t insert(std::unique_ptr<T>&& object) {
     KVM_ASSERT(!full());
     if (free_.empty()) {
-      free_.push_back(static_cast<uint32_t>(places_.size()));
       places_.emplace_back();
+      Undo dropping([this] { places_.pop_back(); });
+      // For all places: erasing needs no memory.
+      free_.reserve(places_.capacity());
+      dropping.dismiss();
+      free_.push_back(static_cast<uint32_t>(places_.size() - 1));
     }
     const uint32_t index = free_.back();
     free_.pop_back();

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "base/assert.h"
+#include "base/undo.h"
 #include "engine/store.h"
 
 namespace kvm::engine {
@@ -37,7 +38,11 @@ Account* Ledger::open(const ClientSpec& spec, const Amounts& limits) {
   auto account = std::make_unique<Account>();
   account->client = next_client_++;
   account->quota = quotas_.open(account->client, spec, limits);
-  return (accounts_[account->client] = std::move(account)).get();
+  Undo closing([&, client = account->client] { quotas_.close(client); });
+  Account* opened = account.get();
+  accounts_.emplace(opened->client, std::move(account));
+  closing.dismiss();
+  return opened;
 }
 
 void Ledger::close(Account* account) {

@@ -3,9 +3,12 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
+#include <new>
 #include <utility>
 
 #include "base/assert.h"
+#include "base/undo.h"
 #include "codecs/convert.h"
 
 namespace kvm::engine {
@@ -29,6 +32,7 @@ void PageList::swap(PageList& other) noexcept {
   std::swap(n_reserved_, other.n_reserved_);
   std::swap(pending_tail_, other.pending_tail_);
   std::swap(pending_, other.pending_);
+  std::swap(spare_, other.spare_);
 }
 
 void PageList::release_segment(Segment* segment, PageBank bank) {
@@ -45,13 +49,13 @@ Root* PageList::own_root() {
   if (root_ == nullptr) {
     root_ = new Root;
   } else if (root_->n_refs > 1) {
-    Root* copy = new Root;
+    auto copy = std::make_unique<Root>();
     copy->segments = root_->segments;
     for (Segment* segment : copy->segments) {
       ++segment->n_refs;
     }
     --root_->n_refs;
-    root_ = copy;
+    root_ = copy.release();
   }
   return root_;
 }
@@ -59,21 +63,59 @@ Root* PageList::own_root() {
 Segment* PageList::own_segment(size_t index, PageBank bank) {
   Segment*& place = own_root()->segments[index];
   if (place->n_refs > 1) {
-    Segment* copy = new Segment;
+    auto copy = std::make_unique<Segment>();
     copy->entries = place->entries;
     for (const PageEntry& entry : copy->entries) {
       bank.add_ref(entry.page);
     }
     --place->n_refs;
-    place = copy;
+    place = copy.release();
   }
   return place;
+}
+
+namespace {
+
+// At least twice what there was, up to a whole segment.
+void reserve_in(Segment* segment, uint64_t n_entries) {
+  if (n_entries > segment->entries.capacity()) {
+    segment->entries.reserve(
+        std::min(kSegmentEntries, std::max(n_entries, 2 * segment->entries.capacity())));
+  }
+}
+
+}  // namespace
+
+void PageList::reserve_entries(uint64_t n, PageBank bank) {
+  if (n == 0) {
+    return;
+  }
+  std::vector<Segment*>& segments = own_root()->segments;
+  if (!segments.empty() && segments.back()->entries.size() < kSegmentEntries) {
+    Segment* last = own_segment(segments.size() - 1, bank);
+    const uint64_t n_here = std::min<uint64_t>(n, kSegmentEntries - last->entries.size());
+    reserve_in(last, last->entries.size() + n_here);
+    n -= n_here;
+  }
+  for (; n != 0; n -= std::min<uint64_t>(n, kSegmentEntries)) {
+    spare_.push_back(std::make_unique<Segment>());
+    reserve_in(spare_.back().get(), std::min<uint64_t>(n, kSegmentEntries));
+  }
+  const size_t n_segments = segments.size() + spare_.size();
+  if (n_segments > segments.capacity()) {
+    segments.reserve(std::max(n_segments, 2 * segments.capacity()));
+  }
 }
 
 void PageList::push_entry(const PageEntry& entry, PageBank bank) {
   Root* root = own_root();
   if (root->segments.empty() || root->segments.back()->entries.size() == kSegmentEntries) {
-    root->segments.push_back(new Segment);
+    if (spare_.empty()) {
+      // Only where a policy has dropped the segment that had room for what was reserved.
+      spare_.push_back(std::make_unique<Segment>());
+    }
+    root->segments.push_back(spare_.back().release());
+    spare_.pop_back();
   }
   own_segment(root->segments.size() - 1, bank)->entries.push_back(entry);
 }
@@ -109,6 +151,20 @@ PageEntry PageList::find_entry(uint32_t block) const {
   }
   const auto it = find_in(root_->segments[index]->entries, block);
   return it->block == block ? *it : PageEntry{};
+}
+
+void PageList::prepare_truncate(uint64_t n_tokens, PageBank bank) {
+  if (n_tokens == length_) {
+    return;
+  }
+  const uint32_t block = static_cast<uint32_t>(n_tokens / kPageTokens);
+  const size_t index = find_segment(block);
+  if (root_ != nullptr && index < root_->segments.size()) {
+    own_root();
+    if (root_->segments[index]->entries.front().block < block) {
+      own_segment(index, bank);
+    }
+  }
 }
 
 void PageList::cut_root(uint32_t block, PageBank bank) {
@@ -159,7 +215,9 @@ void PageList::share(const PageList& parent, uint64_t n_tokens, PageBank bank) {
   length_ = parent.length_;
   n_dropped_ = parent.n_dropped_;
   dropped_end_ = parent.dropped_end_;
+  Undo clearing([&] { clear(bank); });
   truncate(n_tokens, bank);
+  clearing.dismiss();
 }
 
 void PageList::truncate(uint64_t n_tokens, PageBank bank) {
@@ -169,6 +227,7 @@ void PageList::truncate(uint64_t n_tokens, PageBank bank) {
   }
   const uint32_t block = static_cast<uint32_t>(n_tokens / kPageTokens);
   const uint32_t fill = static_cast<uint32_t>(n_tokens % kPageTokens);
+  prepare_truncate(n_tokens, bank);
   PageEntry tail = fill > 0 ? find_entry(block) : PageEntry{};
   if (tail.page != kNoPage && tail.first < fill) {
     tail.count = static_cast<uint16_t>(fill - tail.first);
@@ -256,17 +315,24 @@ Status PageList::reserve(uint64_t n_tokens, const SlabClass& slab_class, PageBan
   KVM_ASSERT(n_reserved_ == 0 && n_tokens > 0 && n_tokens <= kMaxTokens - length_);
   const bool replace_tail = tail_needs_page(slab_class, bank.pool());
   const uint64_t n_pages = pages_to_reserve(n_tokens, slab_class, bank.pool());
-  for (uint64_t i = 0; i < n_pages; ++i) {
-    Result<PageRef> page = bank.allocate(slab_class);
-    if (!page.is_ok()) {
-      rollback(bank);
-      return page.status();
+  try {
+    pending_.reserve(n_pages);
+    reserve_entries((length_ + n_tokens) / kPageTokens - length_ / kPageTokens, bank);
+    for (uint64_t i = 0; i < n_pages; ++i) {
+      Result<PageRef> page = bank.allocate(slab_class);
+      if (!page.is_ok()) {
+        rollback(bank);
+        return page.status();
+      }
+      if (i == 0 && replace_tail) {
+        pending_tail_ = page.value();
+      } else {
+        pending_.push_back(page.value());
+      }
     }
-    if (i == 0 && replace_tail) {
-      pending_tail_ = page.value();
-    } else {
-      pending_.push_back(page.value());
-    }
+  } catch (const std::bad_alloc&) {
+    rollback(bank);
+    return Status::fixed(KVM_ERR_NO_MEMORY, "the machine refused memory for a list of pages");
   }
   n_reserved_ = n_tokens;
   return Status::ok();
@@ -343,6 +409,7 @@ void PageList::publish(PageBank bank) {
   n_reserved_ = 0;
   pending_tail_ = kNoPage;
   pending_.clear();
+  spare_.clear();
 }
 
 void PageList::rollback(PageBank bank) {
@@ -354,6 +421,7 @@ void PageList::rollback(PageBank bank) {
     bank.release(page);
   }
   pending_.clear();
+  spare_.clear();
   n_reserved_ = 0;
 }
 
@@ -365,26 +433,28 @@ uint64_t PageList::drop(uint32_t block_begin, uint32_t block_end, PageBank bank)
     const std::vector<PageEntry>& entries = root_->segments[index]->entries;
     const size_t begin = static_cast<size_t>(find_in(entries, block_begin) - entries.begin());
     const size_t end = static_cast<size_t>(find_in(entries, block_end) - entries.begin());
-    for (size_t i = begin; i < end; ++i) {
-      n_dropped_ += entries[i].count;
-      dropped_end_ = std::max(dropped_end_, entries[i].end());
-    }
-    n_pages += end - begin;
-    if (end - begin == entries.size()) {
-      Root* root = own_root();
-      release_segment(root->segments[index], bank);
-      root->segments.erase(root->segments.begin() + static_cast<ptrdiff_t>(index));
+    if (begin == end) {
+      ++index;
       continue;
     }
-    if (begin < end) {
-      Segment* segment = own_segment(index, bank);
-      const auto first = segment->entries.begin() + static_cast<ptrdiff_t>(begin);
-      const auto last = segment->entries.begin() + static_cast<ptrdiff_t>(end);
-      for (auto it = first; it != last; ++it) {
-        bank.release(it->page);
-      }
-      segment->entries.erase(first, last);
+    const bool is_whole = end - begin == entries.size();
+    Segment* segment = is_whole ? own_root()->segments[index] : own_segment(index, bank);
+    const auto first = segment->entries.begin() + static_cast<ptrdiff_t>(begin);
+    const auto last = segment->entries.begin() + static_cast<ptrdiff_t>(end);
+    for (auto it = first; it != last; ++it) {
+      n_dropped_ += it->count;
+      dropped_end_ = std::max(dropped_end_, it->end());
     }
+    n_pages += end - begin;
+    if (is_whole) {
+      release_segment(segment, bank);
+      root_->segments.erase(root_->segments.begin() + static_cast<ptrdiff_t>(index));
+      continue;
+    }
+    for (auto it = first; it != last; ++it) {
+      bank.release(it->page);
+    }
+    segment->entries.erase(first, last);
     ++index;
   }
   return n_pages;

@@ -19,6 +19,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -119,8 +120,11 @@ class PageList {
   // --- Sharing. REQUIRES here and below: nothing reserved, unless said otherwise. ---------------
 
   // Makes this empty list the first n_tokens <= parent.length() of `parent`. O(1) for all of it,
-  // else O(segments + kSegmentEntries).
+  // else O(segments + kSegmentEntries). This and truncate throw
+  // std::bad_alloc: nothing has changed.
   void share(const PageList& parent, uint64_t n_tokens, PageBank bank);
+  // Takes what memory truncate(n_tokens) needs, which then throws nothing.
+  void prepare_truncate(uint64_t n_tokens, PageBank bank);
   // Keeps the first n_tokens <= length().
   void truncate(uint64_t n_tokens, PageBank bank);
   // Gives everything up, reservations too.
@@ -136,6 +140,7 @@ class PageList {
                             const tiers::HostPool& pool) const;
   // Takes pages for n_tokens >= 1 more. A tail page that is shared, or of another slab class, will
   // be replaced by a copy: copy_tail fills it. Fails: NO_SPACE, NO_MEMORY; nothing has changed.
+  // ENSURES: publishing it needs no memory.
   Status reserve(uint64_t n_tokens, const tiers::SlabClass& slab_class, PageBank bank);
   // Copies the tail's tokens into the reserved copy of the tail page, if there is one. Returns
   // whether there was.
@@ -144,15 +149,18 @@ class PageList {
   // from it on. REQUIRES: length() <= position < reserved_length().
   PageEntry reserved_piece(uint64_t position) const;
   void publish(PageBank bank);
+  // Books that were copied for publishing, because forks share them, stay copies.
   void rollback(PageBank bank);
 
   // --- What policies do. Tokens may be reserved: publishing one layer of a sequence moves the
   // commit point while others are still to be published. ------------------------------------------
 
   // Drops the tokens of the full pages with blocks in [begin, end). Returns the number of pages.
+  // Throws std::bad_alloc: some are dropped, and the others are as they were.
   uint64_t drop(uint32_t block_begin, uint32_t block_end, PageBank bank);
   // Puts `page` (a reference is taken over) in the place of the full page of `block`, whose
-  // reference is released. REQUIRES: the block is stored, in a segment.
+  // reference is released. REQUIRES: the block is stored, in a segment. Throws std::bad_alloc:
+  // nothing has changed, and `page` is still the caller's.
   void replace(uint32_t block, tiers::PageRef page, PageBank bank);
 
   // --- Reading (also while tokens are reserved) -------------------------------------------------
@@ -221,6 +229,8 @@ class PageList {
   // The root, or the segment at `index` of it, for changing: unshared first.
   Root* own_root();
   Segment* own_segment(size_t index, PageBank bank);
+  // Makes room for n more entries of push_entry, which then throws nothing.
+  void reserve_entries(uint64_t n, PageBank bank);
   void push_entry(const PageEntry& entry, PageBank bank);
   // Removes everything from `block` on from the root.
   void cut_root(uint32_t block, PageBank bank);
@@ -239,6 +249,7 @@ class PageList {
   uint64_t n_reserved_ = 0;
   tiers::PageRef pending_tail_ = tiers::kNoPage;  // replaces the tail's page at publish
   std::vector<tiers::PageRef> pending_;
+  std::vector<std::unique_ptr<Segment>> spare_;  // for what is reserved
 };
 
 // Copies rows [first, first + count) of every head from one page to another, converting where the

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/assert.h"
+#include "base/undo.h"
 
 namespace kvm::engine {
 namespace {
@@ -122,18 +123,26 @@ Amounts QuotaBook::limits_of_tenant(uint32_t uid) const {
 }
 
 QuotaAccount* QuotaBook::open(ClientId client, const ClientSpec& spec, const Amounts& limits) {
-  std::unique_ptr<Tenant>& tenant = tenants_[spec.uid];
-  if (tenant == nullptr) {
-    tenant = std::make_unique<Tenant>(
+  auto found = tenants_.find(spec.uid);
+  if (found == tenants_.end()) {
+    auto tenant = std::make_unique<Tenant>(
         QuotaAccount(fmt::format("user {}", spec.uid), limits_of_tenant(spec.uid), nullptr));
+    found = tenants_.emplace(spec.uid, std::move(tenant)).first;
   }
+  Tenant* tenant = found->second.get();
+  Undo forgetting([&] {
+    if (tenant->n_clients == 0) {
+      tenants_.erase(found);
+    }
+  });
   Amounts own = limits;
   apply(spec.limits, &own);
   auto opened =
       std::make_unique<Client>(Client{spec, QuotaAccount("this client", own, &tenant->account)});
   QuotaAccount* account = &opened->account;
-  clients_[client] = std::move(opened);
+  clients_.emplace(client, std::move(opened));
   ++tenant->n_clients;
+  forgetting.dismiss();
   return account;
 }
 

@@ -33,16 +33,16 @@ enum class RequestState : uint8_t {
 };
 
 // What lists and finds requests without allocating: links within them, which undo themselves.
-struct ByReadiness;
+struct ByLine;
 struct ByName;
-using ReadyHook =
-    boost::intrusive::list_base_hook<boost::intrusive::tag<ByReadiness>,
+using LineHook =
+    boost::intrusive::list_base_hook<boost::intrusive::tag<ByLine>,
                                      boost::intrusive::link_mode<boost::intrusive::auto_unlink>>;
 using NameHook = boost::intrusive::unordered_set_base_hook<
     boost::intrusive::tag<ByName>, boost::intrusive::link_mode<boost::intrusive::auto_unlink>>;
 
 // Reused from request to request: its buffers keep their size.
-struct Request final : TaskSet, ReadyHook, NameHook {
+struct Request final : TaskSet, LineHook, NameHook {
   explicit Request(std::vector<ThreadWorkspace>* workspaces) : thread_workspaces(workspaces) {}
 
   void run(uint32_t task, uint32_t thread) override {
@@ -84,9 +84,9 @@ struct Request final : TaskSet, ReadyHook, NameHook {
   AgingWork aging;  // what it ends with
 };
 
-// The requests of a client that may start, in order. Any leaves it by ReadyHook::unlink().
-using ReadyList = boost::intrusive::list<Request, boost::intrusive::base_hook<ReadyHook>,
-                                         boost::intrusive::constant_time_size<false>>;
+// Requests in order, of which each stands in one line at most. Any leaves it by LineHook::unlink().
+using RequestLine = boost::intrusive::list<Request, boost::intrusive::base_hook<LineHook>,
+                                           boost::intrusive::constant_time_size<false>>;
 
 // Requests by client and tag, of which several may have the same. LIMIT: buckets for as many
 // requests as some clients have in flight; beyond, a search takes longer, as it does for a client

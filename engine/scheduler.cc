@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "engine/scheduler.h"
 
+#include <fmt/format.h>
 #include <pthread.h>
 #include <sched.h>
 
 #include <algorithm>
 #include <bit>
 #include <chrono>
+#include <system_error>
 
 #include "base/assert.h"
 #include "base/clock.h"
@@ -48,15 +50,24 @@ void pin_to_core(std::thread& thread, uint32_t core) {
 
 }  // namespace
 
-Scheduler::Scheduler(uint32_t n_threads, uint64_t spin_ns, bool pin_threads)
+Scheduler::Scheduler(uint32_t n_threads, uint64_t spin_ns)
     : n_threads_(n_threads), spin_ns_(spin_ns), threads_(n_threads) {
   KVM_ASSERT(n_threads >= 1);
-  for (uint32_t i = 1; i < n_threads; ++i) {
-    threads_[i].thread = std::thread([this, i] { work(i); });
+}
+
+Status Scheduler::start_workers(bool pin_threads) {
+  for (uint32_t i = 1; i < n_threads_; ++i) {
+    try {
+      threads_[i].thread = std::thread([this, i] { work(i); });
+    } catch (const std::system_error& error) {
+      return {KVM_ERR_LIMIT, fmt::format("the system refuses compute thread {} of {}: {}", i + 1,
+                                         n_threads_, error.what())};
+    }
     if (pin_threads) {
       pin_to_core(threads_[i].thread, i);
     }
   }
+  return Status::ok();
 }
 
 Scheduler::~Scheduler() {

@@ -33,6 +33,8 @@
 #include <thread>
 #include <vector>
 
+#include "base/status.h"
+
 namespace kvm::engine {
 
 // The work of a job.
@@ -66,12 +68,16 @@ class Scheduler {
   static constexpr uint64_t kYieldNs = 200'000;
   static constexpr uint64_t kLaneCredit = uint64_t{16} << 20;
 
-  // Starts n_threads - 1 workers. REQUIRES: n_threads >= 1.
-  Scheduler(uint32_t n_threads, uint64_t spin_ns, bool pin_threads);
+  // REQUIRES: n_threads >= 1.
+  Scheduler(uint32_t n_threads, uint64_t spin_ns);
   // Ends the workers after the tasks that they are running; the others never run.
   ~Scheduler();
   Scheduler(const Scheduler&) = delete;
   Scheduler& operator=(const Scheduler&) = delete;
+
+  // Starts n_threads - 1 workers; without them the driver runs everything. Fails: LIMIT (the system
+  // refuses a thread); the scheduler is good for nothing then but its destruction.
+  Status start_workers(bool pin_threads);
 
   uint32_t n_threads() const { return n_threads_; }
   bool has_room() const { return n_active_ < kMaxJobs; }

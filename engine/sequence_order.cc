@@ -8,7 +8,12 @@ namespace kvm::engine {
 void SequenceOrder::enter(Ticket* ticket, std::span<const kvm_seq_id> seqs) {
   KVM_ASSERT(ticket->places_.empty());
   ticket->n_ahead_ = 0;
-  for (kvm_seq_id seq : seqs) {
+  // What may fail comes first: an empty line that nobody joins is no harm.
+  ticket->places_.reserve(seqs.size());
+  for (const kvm_seq_id seq : seqs) {
+    lines_[seq];
+  }
+  for (const kvm_seq_id seq : seqs) {
     ticket->places_.push_back({.seq = seq, .ticket = ticket});
   }
   for (Ticket::Place& place : ticket->places_) {

@@ -36,9 +36,11 @@ class SequenceOrder {
     uint32_t n_ahead_ = 0;  // lines in which it is not the first
   };
 
-  // Joins the line of every sequence, each named once. `ticket` is in no line.
+  // Joins the line of every sequence, each named once. `ticket` is in no line. Throws
+  // std::bad_alloc: it has joined none.
   void enter(Ticket* ticket, std::span<const kvm_seq_id> seqs);
   // Leaves every line, from wherever it stands. Appends to *ready the tickets that may run now.
+  // Allocates nothing where *ready has room for all tickets.
   void leave(Ticket* ticket, std::vector<Ticket*>* ready);
   // Drops the line of a sequence that is gone, as soon as nobody stands in it.
   void forget(kvm_seq_id seq);

@@ -10,6 +10,7 @@
 
 #include "base/assert.h"
 #include "base/round.h"
+#include "base/undo.h"
 #include "engine/aging_plan.h"
 #include "engine/id_table.h"
 #include "engine/ledger.h"
@@ -155,7 +156,8 @@ class StoreImpl final : public Store {
  private:
   Status check_limits(Account* account, std::string_view what) const;
   static std::unique_ptr<Sequence> make_seq(Account* account, SpaceRecord* record, uint32_t flags);
-  kvm_seq_id add_seq(std::unique_ptr<Sequence> seq);
+  // Throws std::bad_alloc: nothing has changed, and `seq` is the caller's.
+  kvm_seq_id add_seq(std::unique_ptr<Sequence>&& seq);
   void remove_seq(Sequence* seq);
 
   const StoreOptions options_;
@@ -326,11 +328,11 @@ std::unique_ptr<Sequence> StoreImpl::make_seq(Account* account, SpaceRecord* rec
   return seq;
 }
 
-kvm_seq_id StoreImpl::add_seq(std::unique_ptr<Sequence> seq) {
+kvm_seq_id StoreImpl::add_seq(std::unique_ptr<Sequence>&& seq) {
   Sequence* added = seq.get();
+  added->id = sequences_.insert(std::move(seq));
   added->account->quota->charge(Resource::kSequences, 1);
   ++added->record->n_sequences;
-  added->id = sequences_.insert(std::move(seq));
   return added->id;
 }
 
@@ -359,6 +361,11 @@ Status StoreImpl::check_fork(const Sequence* parent, uint64_t n_tokens) const {
 Result<kvm_seq_id> StoreImpl::fork_seq(Sequence* parent, uint64_t n_tokens) {
   KVM_TRY(check_fork(parent, n_tokens));
   std::unique_ptr<Sequence> child = make_seq(parent->account, parent->record, parent->flags);
+  Undo clearing([&] {
+    for (PageList& list : child->lists) {
+      list.clear(ledger_.bank(parent->account));
+    }
+  });
   for (size_t i = 0; i < parent->lists.size(); ++i) {
     const PageList& list = parent->lists[i];
     child->lists[i].share(list, std::min(n_tokens, list.length()), ledger_.bank(parent->account));
@@ -377,6 +384,7 @@ Result<kvm_seq_id> StoreImpl::fork_seq(Sequence* parent, uint64_t n_tokens) {
   cut_indexes(&ledger_, child.get(), n_tokens);
   Sequence* added = child.get();
   const kvm_seq_id id = add_seq(std::move(child));
+  clearing.dismiss();
   note(added, policies::Event::kForked);
   return id;
 }
@@ -386,6 +394,9 @@ Status StoreImpl::truncate_seq(Sequence* seq, uint64_t n_tokens) {
     return Status::ok();  // observed queries may lie further on, and stay
   }
   KVM_TRY(check_cut(seq, n_tokens));
+  for (PageList& list : seq->lists) {
+    list.prepare_truncate(std::min(n_tokens, list.length()), ledger_.bank(seq->account));
+  }
   for (PageList& list : seq->lists) {
     list.truncate(std::min(n_tokens, list.length()), ledger_.bank(seq->account));
   }

@@ -13,8 +13,10 @@ constexpr uint32_t kMaxTables = 16;
 
 }  // namespace
 
-std::span<const uint8_t> ControlWriter::finish_error(uint64_t id, const Status& status) {
-  return finish_with(id, status.code(), status.message(), wire::Body::NONE, {});
+std::span<const uint8_t> ControlWriter::finish_error(uint64_t id, const Status& status,
+                                                     size_t max_sentence) {
+  return finish_with(id, status.code(), status.message().substr(0, max_sentence), wire::Body::NONE,
+                     {});
 }
 
 std::span<const uint8_t> ControlWriter::finish_with(uint64_t id, kvm_status status,

@@ -29,14 +29,18 @@ class ControlWriter {
   ControlWriter() : fbb_(1024) {}
 
   flatbuffers::FlatBufferBuilder& fbb() { return fbb_; }
+  // Ready for the next message, in the memory of the last one.
+  void reset() { fbb_.Clear(); }
 
   // The message with this body. Valid as long as the writer; call one finish function once.
   template <typename Table>
   std::span<const uint8_t> finish(uint64_t id, flatbuffers::Offset<Table> body) {
     return finish_with(id, KVM_OK, {}, wire::BodyTraits<Table>::enum_value, body.Union());
   }
-  // A reply without a body: the request failed. REQUIRES: !status.is_ok().
-  std::span<const uint8_t> finish_error(uint64_t id, const Status& status);
+  // A reply without a body: the request failed. The sentence is cut to max_sentence bytes.
+  // REQUIRES: !status.is_ok().
+  std::span<const uint8_t> finish_error(uint64_t id, const Status& status,
+                                        size_t max_sentence = SIZE_MAX);
 
  private:
   std::span<const uint8_t> finish_with(uint64_t id, kvm_status status, std::string_view sentence,

@@ -30,11 +30,12 @@ void RegionPins::release() {
   n_ = 0;
 }
 
-uint32_t RegionTable::add(Mapping mapping) {
+uint32_t RegionTable::add(Mapping&& mapping) {
+  regions_.emplace_back();
   total_bytes_ += mapping.size_bytes();
   ++n_regions_;
-  ++last_id_;
-  regions_.push_back(Region{last_id_, 0, false, std::move(mapping)});
+  regions_.back().id = ++last_id_;
+  regions_.back().mapping = std::move(mapping);
   return last_id_;
 }
 

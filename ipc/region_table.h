@@ -57,8 +57,9 @@ class RegionTable {
   RegionTable(const RegionTable&) = delete;
   RegionTable& operator=(const RegionTable&) = delete;
 
-  // Returns the region's id: never 0, never used before in this table.
-  uint32_t add(Mapping mapping);
+  // Returns the region's id: never 0, never used before in this table. Throws std::bad_alloc:
+  // nothing has changed, and the mapping is still the caller's.
+  uint32_t add(Mapping&& mapping);
   // Returns whether there was such a region. Its id is unknown from here on.
   bool remove(uint32_t id);
   uint32_t n_regions() const { return n_regions_; }

@@ -24,8 +24,8 @@ Status no_space(const MemoryBudget& budget) {
 
 }  // namespace
 
-HostPool::HostPool(MemoryBudget* budget, uint64_t cached_bytes)
-    : budget_(budget), max_cached_(cached_bytes / kExtentBytes) {}
+HostPool::HostPool(MemoryBudget* budget, uint64_t cached_bytes, PageMemory* memory)
+    : budget_(budget), max_cached_(cached_bytes / kExtentBytes), memory_(memory) {}
 
 HostPool::~HostPool() { budget_->uncharge(extent_bytes()); }
 
@@ -99,7 +99,7 @@ Result<uint32_t> HostPool::make_slab(const SlabClass& slab_class) {
   }
   const uint64_t max_extents =
       extents_for(std::min(budget_->capacity_bytes(), kMaxReservationBytes));
-  KVM_TRY_ASSIGN(slabs_[index], HostSlab::create(slab_class, max_extents));
+  KVM_TRY_ASSIGN(slabs_[index], HostSlab::create(slab_class, max_extents, memory_));
   n_slabs_ = std::max(n_slabs_, index + 1);
   return index;
 }

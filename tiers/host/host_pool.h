@@ -25,15 +25,16 @@
 #include "base/status.h"
 #include "tiers/budget.h"
 #include "tiers/host/host_slab.h"
+#include "tiers/host/page_memory.h"
 #include "tiers/slab_class.h"
 
 namespace kvm::tiers {
 
 class HostPool {
  public:
-  // `budget` must outlive the pool; others may charge it too. cached_bytes: how much memory of
-  // emptied extents trim leaves.
-  HostPool(MemoryBudget* budget, uint64_t cached_bytes);
+  // `budget` and `memory` must outlive the pool; others may charge the budget too. cached_bytes:
+  // how much memory of emptied extents trim leaves.
+  HostPool(MemoryBudget* budget, uint64_t cached_bytes, PageMemory* memory = system_page_memory());
   // Pages still referenced are gone with the pool.
   ~HostPool();
   HostPool(const HostPool&) = delete;
@@ -41,6 +42,7 @@ class HostPool {
 
   // A page with one reference.
   // Fails: NO_SPACE (the budget, or the number of slabs), NO_MEMORY (the operating system refused).
+  // Throws std::bad_alloc. Nothing has changed then.
   Result<PageRef> allocate(const SlabClass& slab_class);
   void add_ref(PageRef page);
   // Returns whether that was the last reference; the page is free then.
@@ -81,6 +83,7 @@ class HostPool {
 
   MemoryBudget* const budget_;
   const uint64_t max_cached_;
+  PageMemory* const memory_;
   std::array<std::unique_ptr<HostSlab>, kMaxSlabs> slabs_;
   uint32_t n_slabs_ = 0;  // slots of slabs_ ever used are below this
   uint64_t n_pages_ = 0;

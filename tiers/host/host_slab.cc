@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tiers/host/host_slab.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <bit>
 #include <cerrno>
 #include <cstring>
+#include <new>
 #include <string>
 
 #if defined(__SANITIZE_ADDRESS__)
@@ -36,56 +35,41 @@ void unpoison([[maybe_unused]] std::byte* data, [[maybe_unused]] uint64_t size_b
 #endif
 }
 
-#if !defined(MADV_DONTNEED_LOCKED)
-constexpr int MADV_DONTNEED_LOCKED = 24;  // Linux 5.18
-#endif
-
-// Gives memory of a private anonymous mapping back. Only where something has locked it (an embedded
-// engine's process may call mlockall) does the first try fail.
-bool discard(std::byte* data, uint64_t size_bytes) {
-  return madvise(data, size_bytes, MADV_DONTNEED) == 0 ||
-         madvise(data, size_bytes, MADV_DONTNEED_LOCKED) == 0;
-}
-
 std::string os_error() { return std::string(std::strerror(errno)); }
 
 }  // namespace
 
-HostSlab::HostSlab(const SlabClass& slab_class, uint64_t max_extents)
+HostSlab::HostSlab(const SlabClass& slab_class, uint64_t max_extents, PageMemory* memory)
     : slab_class_(slab_class),
       page_bytes_(slab_class.page_bytes()),
       pages_per_extent_(static_cast<uint32_t>(kExtentBytes / page_bytes_)),
       slot_shift_(static_cast<uint32_t>(std::bit_width(pages_per_extent_ - 1))),
       slot_mask_((1u << slot_shift_) - 1),
-      max_extents_(std::min<uint64_t>(max_extents, (1u << kSlotBits) >> slot_shift_)) {}
+      max_extents_(std::min<uint64_t>(max_extents, (1u << kSlotBits) >> slot_shift_)),
+      memory_(memory) {}
 
 Result<std::unique_ptr<HostSlab>> HostSlab::create(const SlabClass& slab_class,
-                                                   uint64_t max_extents) {
+                                                   uint64_t max_extents, PageMemory* memory) {
   KVM_ASSERT(slab_class.page_bytes() > 0 && slab_class.page_bytes() <= kExtentBytes);
-  std::unique_ptr<HostSlab> slab(new HostSlab(slab_class, max_extents));
+  std::unique_ptr<HostSlab> slab(new HostSlab(slab_class, max_extents, memory));
   // One extent more, to begin at a multiple of its size, and one on each side that stays without
   // access: no page has another mapping for a neighbour. Addresses are all that costs.
   const uint64_t size_bytes = (slab->max_extents_ + 3) * kExtentBytes;
-  void* mapping =
-      mmap(nullptr, size_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (mapping == MAP_FAILED) {
+  slab->mapping_ = memory->reserve(size_bytes);
+  if (slab->mapping_ == nullptr) {
     return Status(KVM_ERR_NO_MEMORY, "reserving " + std::to_string(size_bytes) +
                                          " bytes of address space: " + os_error());
   }
-  slab->mapping_ = static_cast<std::byte*>(mapping);
   slab->mapping_bytes_ = size_bytes;
-  const uintptr_t address = reinterpret_cast<uintptr_t>(mapping);
+  const uintptr_t address = reinterpret_cast<uintptr_t>(slab->mapping_);
   slab->base_ = slab->mapping_ + (-address & (kExtentBytes - 1)) + kExtentBytes;
-  // A refusal (a kernel without transparent huge pages) costs speed only. Said once for the whole
-  // range, so that the mapping does not split when parts of it become accessible.
-  (void)madvise(mapping, size_bytes, MADV_HUGEPAGE);
   return slab;
 }
 
 HostSlab::~HostSlab() {
   if (mapping_ != nullptr) {
     unpoison(base_, extents_.size() * kExtentBytes);
-    munmap(mapping_, mapping_bytes_);
+    memory_->release(mapping_, mapping_bytes_);
   }
 }
 
@@ -102,6 +86,19 @@ void HostSlab::list_remove(std::vector<uint32_t>* list, uint32_t extent) {
   list->pop_back();
 }
 
+void HostSlab::reserve_books(size_t n_extents) {
+  if (n_extents <= extents_.capacity()) {
+    return;
+  }
+  const size_t n = 2 * n_extents;
+  refs_.reserve(n << slot_shift_);
+  next_free_.reserve(n << slot_shift_);
+  partial_.reserve(n);
+  cached_.reserve(n);
+  absent_.reserve(n);
+  extents_.reserve(n);  // last: it stands for the others
+}
+
 Status HostSlab::add_extent() {
   KVM_ASSERT(has_absent_extent());
   uint32_t extent = static_cast<uint32_t>(extents_.size());
@@ -109,8 +106,13 @@ Status HostSlab::add_extent() {
     extent = absent_.back();
     absent_.pop_back();
   } else {
+    try {
+      reserve_books(extents_.size() + 1);
+    } catch (const std::bad_alloc&) {
+      return Status::fixed(KVM_ERR_NO_MEMORY, "the machine refused memory for the books of pages");
+    }
     // Accessible from here on, even while absent: one mapping that only ever grows.
-    if (mprotect(extent_data(extent), kExtentBytes, PROT_READ | PROT_WRITE) != 0) {
+    if (!memory_->open(extent_data(extent), kExtentBytes)) {
       return Status(KVM_ERR_NO_MEMORY, "making an extent accessible: " + os_error());
     }
     extents_.emplace_back();
@@ -135,7 +137,7 @@ void HostSlab::remove_extent() {
   list_remove(&cached_, extent);
   extents_[extent].state = Extent::kAbsent;
   absent_.push_back(extent);
-  KVM_ASSERT(discard(extent_data(extent), kExtentBytes));
+  memory_->discard(extent_data(extent), kExtentBytes);
 }
 
 uint32_t HostSlab::take() {

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "base/status.h"
+#include "tiers/host/page_memory.h"
 #include "tiers/slab_class.h"
 
 namespace kvm::tiers {
@@ -19,9 +20,9 @@ namespace kvm::tiers {
 class HostSlab {
  public:
   // Reserves address space for max_extents extents, fewer where the slot number could not name
-  // them. Fails: NO_MEMORY.
-  static Result<std::unique_ptr<HostSlab>> create(const SlabClass& slab_class,
-                                                  uint64_t max_extents);
+  // them. `memory` must outlive the slab. Fails: NO_MEMORY.
+  static Result<std::unique_ptr<HostSlab>> create(const SlabClass& slab_class, uint64_t max_extents,
+                                                  PageMemory* memory);
   ~HostSlab();
   HostSlab(const HostSlab&) = delete;
   HostSlab& operator=(const HostSlab&) = delete;
@@ -40,7 +41,8 @@ class HostSlab {
   uint64_t n_open() const { return n_open_; }
 
   // Turns an absent extent into a cached one.
-  // REQUIRES: has_absent_extent(). Fails: NO_MEMORY, and the extent stays absent.
+  // REQUIRES: has_absent_extent(). Fails: NO_MEMORY, and the extent stays absent. Whatever pages
+  // and extents do later needs no memory for the books.
   Status add_extent();
   // Turns a cached extent into an absent one. REQUIRES: n_cached() > 0.
   void remove_extent();
@@ -65,7 +67,9 @@ class HostSlab {
   };
   static constexpr uint16_t kNoSlot = 0xffff;
 
-  HostSlab(const SlabClass& slab_class, uint64_t max_extents);
+  HostSlab(const SlabClass& slab_class, uint64_t max_extents, PageMemory* memory);
+  // Room in the books for n_extents.
+  void reserve_books(size_t n_extents);
   void list_add(std::vector<uint32_t>* list, uint32_t extent);
   void list_remove(std::vector<uint32_t>* list, uint32_t extent);
   std::byte* extent_data(uint32_t extent) const { return base_ + uint64_t{extent} * kExtentBytes; }
@@ -76,6 +80,7 @@ class HostSlab {
   const uint32_t slot_shift_;
   const uint32_t slot_mask_;
   const uint64_t max_extents_;
+  PageMemory* const memory_;
   std::byte* mapping_ = nullptr;  // as mapped
   uint64_t mapping_bytes_ = 0;
   std::byte* base_ = nullptr;  // first multiple of kExtentBytes inside

@@ -73,7 +73,7 @@ TEST(Scheduler, OneThreadRunsTasksInOrder) {
     }
     std::vector<uint32_t> seen;
   } order;
-  Scheduler scheduler(1, 0, false);
+  Scheduler scheduler(1, 0);
   EXPECT_FALSE(scheduler.run_one());
   scheduler.start(&order, {.n_first = 2, .n_tasks = 5, .n_wake = 4});
   FinishedJob job;
@@ -98,7 +98,7 @@ struct Log final : TaskSet {
 
 TEST(Scheduler, OldestJobFirst) {
   std::vector<int> seen;
-  Scheduler scheduler(1, 0, false);
+  Scheduler scheduler(1, 0);
   Log a(&seen, 0);
   Log b(&seen, 1);
   scheduler.start(&a, {.n_first = 0, .n_tasks = 2, .n_wake = 0});
@@ -114,7 +114,7 @@ TEST(Scheduler, LanesShareByCost) {
   constexpr uint64_t kMiB = 1 << 20;
   constexpr uint32_t kCredit = Scheduler::kLaneCredit / kMiB;
   std::vector<int> seen;
-  Scheduler scheduler(1, 0, false);
+  Scheduler scheduler(1, 0);
   Log heavy(&seen, 0);
   Log light(&seen, 1);
   Log lighter(&seen, 2);
@@ -151,7 +151,7 @@ TEST(Scheduler, LanesShareByCost) {
 // A lane that had everything while nobody else wanted it owes nobody anything later.
 TEST(Scheduler, ALaneThatWasAloneIsNotStarved) {
   std::vector<int> seen;
-  Scheduler scheduler(1, 0, false);
+  Scheduler scheduler(1, 0);
   Log first(&seen, 0);
   Log again(&seen, 0);
   Log other(&seen, 1);
@@ -174,7 +174,8 @@ TEST(Scheduler, ALaneThatWasAloneIsNotStarved) {
 TEST(Scheduler, EveryTaskRunsOnceAndStagesKeepApart) {
   for (const uint32_t n_threads : {1u, 2u, 4u}) {
     for (const uint64_t spin_ns : {0u, 100'000u}) {
-      Scheduler scheduler(n_threads, spin_ns, false);
+      Scheduler scheduler(n_threads, spin_ns);
+      ASSERT_TRUE(scheduler.start_workers(false).is_ok());
       std::mt19937 random(n_threads);
       std::vector<std::unique_ptr<Recorder>> jobs;
       uint32_t n_open = 0;
@@ -203,7 +204,8 @@ TEST(Scheduler, EveryTaskRunsOnceAndStagesKeepApart) {
 }
 
 TEST(Scheduler, SlotsAreReusedUnderLoad) {
-  Scheduler scheduler(3, 1000, false);
+  Scheduler scheduler(3, 1000);
+  ASSERT_TRUE(scheduler.start_workers(false).is_ok());
   std::vector<std::unique_ptr<Recorder>> jobs;
   FinishedJob done;
   uint32_t n_done = 0;
@@ -226,7 +228,8 @@ TEST(Scheduler, SlotsAreReusedUnderLoad) {
 }
 
 TEST(Scheduler, WorkersAloneFinishAndCallWake) {
-  Scheduler scheduler(2, 0, false);
+  Scheduler scheduler(2, 0);
+  ASSERT_TRUE(scheduler.start_workers(false).is_ok());
   std::atomic<int> n_wakes = 0;
   scheduler.set_wake([&] { ++n_wakes; });
   Recorder job(1, 2, 2);
@@ -243,7 +246,8 @@ TEST(Scheduler, WorkersAloneFinishAndCallWake) {
 }
 
 TEST(Scheduler, IdleDriverReturnsAfterTheTimeout) {
-  Scheduler scheduler(2, 1000, false);
+  Scheduler scheduler(2, 1000);
+  ASSERT_TRUE(scheduler.start_workers(false).is_ok());
   scheduler.help_or_sleep(0);
   scheduler.help_or_sleep(2'000'000);
   EXPECT_FALSE(scheduler.has_finished());
@@ -253,7 +257,8 @@ TEST(Scheduler, EndsWithTasksLeft) {
   struct Nothing final : TaskSet {
     void run(uint32_t, uint32_t) override {}
   } nothing;
-  Scheduler scheduler(2, 0, false);
+  Scheduler scheduler(2, 0);
+  ASSERT_TRUE(scheduler.start_workers(false).is_ok());
   scheduler.start(&nothing, {.n_first = 1, .n_tasks = 1000, .n_wake = 0});
 }
 
