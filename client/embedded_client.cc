@@ -121,7 +121,7 @@ bool EmbeddedService::is_down() const {
 }
 
 Status EmbeddedService::down_status() {
-  return Status(KVM_ERR_DISCONNECTED, "the client was closed");
+  return Status::fixed(KVM_ERR_DISCONNECTED, "the client was closed");
 }
 
 Status EmbeddedService::add_queue() {
@@ -242,7 +242,7 @@ Result<kvm_seq_id> EmbeddedClient::seq(const SeqCall& call) {
       return EmbeddedService::down_status();
     }
   }
-  KVM_TRY(outcome->status);
+  KVM_TRY(std::move(outcome->status));
   return outcome->seq;
 }
 

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "client/embedded_queue.h"
-#include "base/clock.h"
 
 #include <algorithm>
 #include <limits>
+#include <new>
 #include <utility>
+
+#include "base/clock.h"
 
 namespace kvm::client {
 
@@ -28,16 +30,10 @@ EmbeddedQueue::EmbeddedQueue(std::shared_ptr<EmbeddedService> service, uint32_t 
 
 EmbeddedQueue::~EmbeddedQueue() {
   staged_.clear();
-  std::vector<uint64_t> numbers;
-  {
-    const std::lock_guard lock(done_->mutex);
-    for (const auto& [number, user_data] : done_->in_flight) {
-      numbers.push_back(number);
-    }
-  }
   (void)service_->with_engine([&](engine::Engine& engine, engine::ClientId client) {
-    for (const uint64_t number : numbers) {
-      engine.cancel(client, {id_, number});
+    // Callbacks come from the engine, which is locked: nothing changes meanwhile.
+    for (const Entry& entry : done_->in_flight) {
+      engine.cancel(client, {id_, entry.number});
     }
     return Status::ok();
   });
@@ -65,7 +61,9 @@ Status EmbeddedQueue::stage(Request request, uint64_t user_data) {
   if (service_->is_down()) {
     return EmbeddedService::down_status();
   }
-  staged_.push_back({user_data, std::move(request)});
+  Entry& entry = staged_.emplace_back();
+  entry.completion.user_data = user_data;
+  entry.request = std::move(request);
   return Status::ok();
 }
 
@@ -128,10 +126,13 @@ Status EmbeddedQueue::stage_seq(const SeqCall& call, uint64_t user_data) {
   return stage(seq_request(call), user_data);
 }
 
-void EmbeddedQueue::finish(Done* done, uint64_t number, const engine::RequestResult& result) {
-  Answer answer{};
-  kvm_completion& completion = answer.completion;
-  completion.status = result.status.code();
+void EmbeddedQueue::answer(Entry* entry, Status status) {
+  entry->completion.status = status.code();
+  entry->status = std::move(status);
+}
+
+void EmbeddedQueue::finish(Done* done, Entries::iterator entry, engine::RequestResult&& result) {
+  kvm_completion& completion = entry->completion;
   completion.mode = result.mode;
   completion.keys_present = result.keys_present;
   completion.keys_read = result.keys_read;
@@ -140,47 +141,55 @@ void EmbeddedQueue::finish(Done* done, uint64_t number, const engine::RequestRes
   completion.compute_ns = result.compute_ns;
   completion.err_max = result.err_max;
   completion.n_exact = result.n_exact;
-  answer.sentence = result.status.message();
+  answer(&*entry, std::move(result.status));
   const std::lock_guard lock(done->mutex);
-  const auto it = done->in_flight.find(number);
-  if (it == done->in_flight.end()) {
-    return;
-  }
-  completion.user_data = it->second;
-  done->in_flight.erase(it);
-  done->answers.push_back(std::move(answer));
+  done->answers.splice(done->answers.end(), done->in_flight, entry);
 }
 
-void EmbeddedQueue::submit_one(engine::Engine& engine, engine::ClientId client, Staged staged) {
-  const uint64_t number = service_->next_number();
-  {
-    const std::lock_guard lock(done_->mutex);
-    done_->in_flight.emplace(number, staged.user_data);
-  }
-  auto on_done = [done = done_, number](engine::RequestResult&& result) {
-    finish(done.get(), number, result);
+void EmbeddedQueue::hand_over(engine::Engine& engine, engine::ClientId client,
+                              Entries::iterator entry) {
+  // After the engine's end no callback comes any more, so the entry is there for the one that does.
+  auto on_done = [done = done_, entry](engine::RequestResult&& result) {
+    finish(done.get(), entry, std::move(result));
   };
-  const engine::RequestTag tag{id_, number};
-  if (std::holds_alternative<Nop>(staged.request)) {
+  const engine::RequestTag tag{id_, entry->number};
+  Request request = std::move(entry->request);
+  if (std::holds_alternative<Nop>(request)) {
     on_done(engine::RequestResult{});
-  } else if (auto* step = std::get_if<engine::StepRequest>(&staged.request)) {
+  } else if (auto* step = std::get_if<engine::StepRequest>(&request)) {
     engine.submit(client, tag, std::move(*step), std::move(on_done));
-  } else if (auto* read = std::get_if<engine::ReadRequest>(&staged.request)) {
+  } else if (auto* read = std::get_if<engine::ReadRequest>(&request)) {
     engine.submit(client, tag, std::move(*read), std::move(on_done));
-  } else if (auto* observe = std::get_if<engine::ObserveRequest>(&staged.request)) {
+  } else if (auto* observe = std::get_if<engine::ObserveRequest>(&request)) {
     engine.submit(client, tag, std::move(*observe), std::move(on_done));
   } else {
-    engine.submit(client, tag, std::get<engine::SeqRequest>(std::move(staged.request)),
+    engine.submit(client, tag, std::get<engine::SeqRequest>(std::move(request)),
                   std::move(on_done));
+  }
+}
+
+void EmbeddedQueue::submit_one(engine::Engine& engine, engine::ClientId client) {
+  const auto entry = staged_.begin();
+  entry->number = service_->next_number();
+  {
+    const std::lock_guard lock(done_->mutex);
+    done_->in_flight.splice(done_->in_flight.end(), staged_, entry);
+  }
+  try {
+    hand_over(engine, client, entry);
+  } catch (const std::bad_alloc&) {
+    // For the callback: the engine does not have it.
+    engine::RequestResult result;
+    result.status = Status::fixed(KVM_ERR_NO_MEMORY, "the process is out of memory");
+    finish(done_.get(), entry, std::move(result));
   }
 }
 
 Status EmbeddedQueue::submit() {
   Status status = service_->with_engine([this](engine::Engine& engine, engine::ClientId client) {
-    for (Staged& staged : staged_) {
-      submit_one(engine, client, std::move(staged));
+    while (!staged_.empty()) {
+      submit_one(engine, client);
     }
-    staged_.clear();
     return Status::ok();
   });
   if (!status.is_ok()) {
@@ -192,32 +201,23 @@ Status EmbeddedQueue::submit() {
 // After the engine's end nothing is answered any more.
 void EmbeddedQueue::fail_outstanding() {
   const std::lock_guard lock(done_->mutex);
-  const auto fail = [this](uint64_t user_data) {
-    Answer answer{};
-    answer.completion.user_data = user_data;
-    answer.completion.status = KVM_ERR_DISCONNECTED;
-    answer.completion.err_max = std::numeric_limits<float>::quiet_NaN();
-    answer.sentence = EmbeddedService::down_status().message();
-    done_->answers.push_back(std::move(answer));
-  };
-  for (const Staged& staged : staged_) {
-    fail(staged.user_data);
+  done_->in_flight.splice(done_->in_flight.end(), staged_);
+  for (Entry& entry : done_->in_flight) {
+    entry.completion.err_max = std::numeric_limits<float>::quiet_NaN();
+    answer(&entry, EmbeddedService::down_status());
   }
-  for (const auto& [number, user_data] : done_->in_flight) {
-    fail(user_data);
-  }
-  staged_.clear();
-  done_->in_flight.clear();
+  done_->answers.splice(done_->answers.end(), done_->in_flight);
 }
 
 uint32_t EmbeddedQueue::take_answers(kvm_completion* out, uint32_t n_max, std::string* sentence) {
   const std::lock_guard lock(done_->mutex);
   uint32_t n = 0;
   for (; n < n_max && !done_->answers.empty(); ++n) {
-    out[n] = done_->answers.front().completion;
-    if (out[n].status != KVM_OK) {
-      *sentence = std::move(done_->answers.front().sentence);
+    const Entry& entry = done_->answers.front();
+    if (!entry.status.is_ok()) {
+      *sentence = entry.status.message();
     }
+    out[n] = entry.completion;
     done_->answers.pop_front();
   }
   return n;
@@ -254,39 +254,35 @@ Result<TakenCompletions> EmbeddedQueue::take(kvm_completion* out, uint32_t n_max
 }
 
 Status EmbeddedQueue::cancel(uint64_t user_data) {
+  const auto is_meant = [user_data](const Entry& entry) {
+    return entry.completion.user_data == user_data;
+  };
   bool found = false;
-  std::vector<uint64_t> numbers;
-  {
-    const std::lock_guard lock(done_->mutex);
-    for (const auto& [number, data] : done_->in_flight) {
-      if (data == user_data) {
-        numbers.push_back(number);
-      }
-    }
-    // What was not submitted has certainly not started.
-    std::erase_if(staged_, [&](const Staged& staged) {
-      if (staged.user_data != user_data) {
-        return false;
-      }
+  // What was not submitted has certainly not started.
+  for (auto entry = staged_.begin(); entry != staged_.end();) {
+    const auto at = entry++;
+    if (is_meant(*at)) {
       found = true;
-      Answer answer{};
-      answer.completion.user_data = user_data;
-      answer.completion.status = KVM_ERR_CANCELLED;
-      answer.sentence = "the request was cancelled before it was submitted";
-      done_->answers.push_back(std::move(answer));
-      return true;
-    });
+      answer(&*at,
+             Status::fixed(KVM_ERR_CANCELLED, "the request was cancelled before it was submitted"));
+      const std::lock_guard lock(done_->mutex);
+      done_->answers.splice(done_->answers.end(), staged_, at);
+    }
   }
-  if (numbers.empty() && !found) {
-    return Status(KVM_ERR_NOT_FOUND, "no request with user_data " + std::to_string(user_data) +
-                                         " is outstanding on this queue");
-  }
-  return service_->with_engine([&](engine::Engine& engine, engine::ClientId client) {
-    for (const uint64_t number : numbers) {
-      engine.cancel(client, {id_, number});
+  const Status status = service_->with_engine([&](engine::Engine& engine, engine::ClientId client) {
+    for (const Entry& entry : done_->in_flight) {
+      if (is_meant(entry)) {
+        found = true;
+        engine.cancel(client, {id_, entry.number});
+      }
     }
     return Status::ok();
   });
+  if (!found) {
+    return Status(KVM_ERR_NOT_FOUND, "no request with user_data " + std::to_string(user_data) +
+                                         " is outstanding on this queue");
+  }
+  return status;
 }
 
 }  // namespace kvm::client

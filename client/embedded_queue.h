@@ -8,13 +8,11 @@
 #define KVM_CLIENT_EMBEDDED_QUEUE_H_
 
 #include <atomic>
-#include <deque>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <string>
-#include <unordered_map>
 #include <variant>
-#include <vector>
 
 #include "client/backend.h"
 #include "client/embedded_client.h"
@@ -45,35 +43,38 @@ class EmbeddedQueue final : public Queue {
   using Request = std::variant<Nop, engine::StepRequest, engine::ReadRequest,
                                engine::ObserveRequest, engine::SeqRequest>;
 
-  struct Staged {
-    uint64_t user_data;
+  // A request from stage to take. It moves from list to list with its place, so that nothing but
+  // staging it needs memory.
+  struct Entry {
+    uint64_t number = 0;  // the engine's tag, once submitted
     Request request;
+    kvm_completion completion{};
+    Status status;
   };
-
-  struct Answer {
-    kvm_completion completion;
-    std::string sentence;
-  };
+  using Entries = std::list<Entry>;
 
   // What callbacks write to. Outlives the queue if it must.
   struct Done {
     std::mutex mutex;
-    std::deque<Answer> answers;
-    std::unordered_map<uint64_t, uint64_t> in_flight;  // number of a request to its user_data
+    Entries in_flight;
+    Entries answers;
   };
 
   Status stage(Request request, uint64_t user_data);
-  void submit_one(engine::Engine& engine, engine::ClientId client, Staged staged);
+  // The first of staged_.
+  void submit_one(engine::Engine& engine, engine::ClientId client);
+  void hand_over(engine::Engine& engine, engine::ClientId client, Entries::iterator entry);
   uint32_t take_answers(kvm_completion* out, uint32_t n_max, std::string* sentence);
   void fail_outstanding();
   uint32_t n_in_flight() const;
 
-  static void finish(Done* done, uint64_t number, const engine::RequestResult& result);
+  static void finish(Done* done, Entries::iterator entry, engine::RequestResult&& result);
+  static void answer(Entry* entry, Status status);
 
   std::shared_ptr<EmbeddedService> service_;
   uint32_t n_entries_;
   uint64_t id_;
-  std::vector<Staged> staged_;
+  Entries staged_;
   std::shared_ptr<Done> done_;
 };
 

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "base/clock.h"
+#include "base/undo.h"
 #include "client/checks.h"
 #include "client/handles.h"
 #include "client/outputs.h"
@@ -197,9 +198,11 @@ kvm_status kvm_arena_create(kvm_client* client, const kvm_arena_params* params, 
     arena->token = kvm::client::process_token();
     arena->client = client->client;
     KVM_TRY_ASSIGN(arena->memory, client->client->create_arena(size));
+    kvm::Undo destroying([&] { client->client->destroy_arena(arena->memory); });
     arena->allocator = std::make_unique<kvm::client::ArenaAllocator>(arena->memory.size_bytes);
     client->client->arenas().add(arena->memory.region, arena->memory.data,
                                  arena->memory.size_bytes);
+    destroying.dismiss();
     ++client->client->n_handles;
     *out = arena.release();
     return Status::ok();

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/clock.h"
+#include "base/undo.h"
 #include "ipc/struct_size.h"
 #include "ipc/wire.h"
 
@@ -115,28 +116,40 @@ Status ThinClient::call_own_queue(const SeqCall* call, kvm_seq_id* made) {
   KVM_TRY_ASSIGN(ThinQueue * queue, own_queue());
   KVM_TRY(tidy_own_queue());
   const uint64_t number = ++last_own_number_;
-  KVM_TRY(call == nullptr ? queue->stage_nop(number) : queue->stage_seq(*call, number));
-  KVM_TRY(queue->submit());
   const bool makes =
       call != nullptr && (call->verb == SeqCallVerb::kCreate || call->verb == SeqCallVerb::kFork);
-  std::string sentence;
-  const Result<kvm_completion> completion = await_own_answer(number, &sentence);
-  if (!completion.is_ok()) {
-    if (makes) {
-      late_makers_.insert(number);
-    }
-    return completion.status();
+  std::unordered_set<kvm_seq_id>::node_type place;
+  if (makes) {
+    place = prepare_to_make(number);
   }
-  if (completion.value().status != KVM_OK) {
-    return Status(completion.value().status, sentence);
+  KVM_TRY(call == nullptr ? queue->stage_nop(number) : queue->stage_seq(*call, number));
+  KVM_TRY(queue->submit());
+  std::string sentence;
+  KVM_TRY_ASSIGN(const kvm_completion completion, await_own_answer(number, &sentence));
+  if (makes) {
+    late_makers_.erase(number);
+  }
+  if (completion.status != KVM_OK) {
+    return Status(completion.status, std::move(sentence));
   }
   if (makes) {
     *made = queue->last_seq();
-    seqs_.insert(*made);
+    place.value() = *made;
+    seqs_.insert(std::move(place));
   } else if (call != nullptr && call->verb == SeqCallVerb::kFree) {
     seqs_.erase(call->seq);
   }
   return Status::ok();
+}
+
+// Whatever fails from here on, the sequence that it may still make is not lost; and where nothing
+// fails, noting it needs no memory. Returns its place in seqs_.
+std::unordered_set<kvm_seq_id>::node_type ThinClient::prepare_to_make(uint64_t number) {
+  std::unordered_set<kvm_seq_id> place{0};
+  seqs_.reserve(seqs_.size() + 1);
+  unwanted_seqs_.reserve(unwanted_seqs_.size() + late_makers_.size() + 1);
+  late_makers_.insert(number);
+  return place.extract(0);
 }
 
 Result<kvm_completion> ThinClient::await_own_answer(uint64_t number, std::string* sentence) {
@@ -209,8 +222,10 @@ Result<ArenaMemory> ThinClient::create_arena(uint64_t size_bytes) {
   const std::shared_ptr<Connection> current = connection();
   KVM_TRY_ASSIGN(SharedArena memory, current->create_arena(size_bytes));
   const ArenaMemory arena{memory.region, memory.mapping.data(), memory.mapping.size_bytes()};
+  Undo destroying([&] { current->destroy_arena(arena.region); });
   const std::lock_guard lock(arenas_mutex_);
   own_arenas_.emplace(arena.data, OwnArena{current, std::move(memory)});
+  destroying.dismiss();
   return arena;
 }
 

@@ -56,6 +56,7 @@ class ThinClient final : public Client {
   Result<ThinQueue*> own_queue();
   Status call_own_queue(const SeqCall* call, kvm_seq_id* made);
   Result<kvm_completion> await_own_answer(uint64_t number, std::string* sentence);
+  std::unordered_set<kvm_seq_id>::node_type prepare_to_make(uint64_t number);
   void settle_late_answer(const kvm_completion& completion);
   Status tidy_own_queue();
   Status need_minor(uint32_t minor, const char* function) const;
@@ -78,7 +79,7 @@ class ThinClient final : public Client {
   std::mutex own_queue_mutex_;  // guards the members below, and the queue's use
   std::unique_ptr<ThinQueue> own_queue_;
   uint64_t last_own_number_ = 0;
-  std::unordered_set<uint64_t> late_makers_;  // timed-out calls that would make a sequence
+  std::unordered_set<uint64_t> late_makers_;  // calls that may make a sequence, unanswered
   std::vector<kvm_seq_id> unwanted_seqs_;     // that such calls have made: to be freed
   std::unordered_set<kvm_seq_id> seqs_;       // of this connection
   LostSeqs lost_;                             // of former ones

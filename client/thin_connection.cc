@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "client/thin_connection.h"
 
-#include <sys/socket.h>
-
 #include <algorithm>
+#include <new>
 #include <string>
 #include <utility>
 
@@ -28,6 +27,13 @@ void note_failure(const Status& status, const char* what) {
   }
 }
 
+void note_no_memory() {
+  log_message(
+      KVM_LOG_WARNING,
+      "there was no memory to destroy a queue or an arena: kvmd has it until the end of the "
+      "connection");
+}
+
 Status unexpected_reply(const char* to) {
   return Status(KVM_ERR_PROTOCOL,
                 std::string("the daemon's reply to ") + to + " is not what the protocol says");
@@ -36,8 +42,17 @@ Status unexpected_reply(const char* to) {
 }  // namespace
 
 Result<std::shared_ptr<Connection>> Connection::open(const ConnectOptions& options) {
+  KVM_TRY_ASSIGN(ipc::Fd socket, ipc::connect_to(options.socket_path, options.timeout_ns));
+  return open_over(std::make_unique<ipc::SocketChannel>(std::move(socket)), system_clock(),
+                   options);
+}
+
+Result<std::shared_ptr<Connection>> Connection::open_over(
+    std::unique_ptr<ipc::ControlChannel> channel, const Clock* clock,
+    const ConnectOptions& options) {
   std::shared_ptr<Connection> connection(new Connection());
-  KVM_TRY_ASSIGN(connection->socket_, ipc::connect_to(options.socket_path, options.timeout_ns));
+  connection->channel_ = std::move(channel);
+  connection->clock_ = clock;
   connection->timeout_ns_ = options.timeout_ns;
   KVM_TRY(connection->shake_hands(options));
   return connection;
@@ -71,12 +86,11 @@ Status Connection::shake_hands(const ConnectOptions& options) {
 
 void Connection::close() {
   down_.store(true, std::memory_order_relaxed);
-  // Not closed: other threads may be looking at the descriptor.
-  ::shutdown(socket_.get(), SHUT_RDWR);
+  channel_->shut_down();
 }
 
 bool Connection::look_for_hangup() {
-  if (!is_down() && ipc::is_hung_up(socket_)) {
+  if (!is_down() && channel_->is_hung_up()) {
     down_.store(true, std::memory_order_relaxed);
     log_message(KVM_LOG_ERROR, "connection to kvmd lost");
   }
@@ -84,7 +98,8 @@ bool Connection::look_for_hangup() {
 }
 
 Status Connection::down_status() const {
-  return Status(KVM_ERR_DISCONNECTED, "the connection to kvmd is closed; see kvm_client_reconnect");
+  return Status::fixed(KVM_ERR_DISCONNECTED,
+                       "the connection to kvmd is closed; see kvm_client_reconnect");
 }
 
 Status Connection::timeout_status() const {
@@ -117,9 +132,13 @@ Result<Connection::Reply> Connection::call(const Encode& encode) {
                                      std::to_string(bytes.size()) + " bytes; at most " +
                                      std::to_string(ipc::kMaxControlBytes));
   }
-  const uint64_t deadline_ns = add_saturating(now_ns(), timeout_ns_);
+  const uint64_t deadline_ns = add_saturating(clock_->now_ns(), timeout_ns_);
+  // Whoever asks can hear the answer: want of memory comes before anything has happened.
+  Reply reply;
+  ipc::make_room(&reply.message);
   KVM_TRY(send(bytes, deadline_ns));
-  return receive_reply(id, deadline_ns);
+  KVM_TRY(receive_reply(id, deadline_ns, &reply));
+  return reply;
 }
 
 bool Connection::is_answering() {
@@ -129,57 +148,66 @@ bool Connection::is_answering() {
       .is_ok();
 }
 
+uint64_t Connection::time_until(uint64_t deadline_ns) const {
+  const uint64_t now = clock_->now_ns();
+  return deadline_ns == UINT64_MAX ? UINT64_MAX : deadline_ns - std::min(deadline_ns, now);
+}
+
 Status Connection::send(std::span<const uint8_t> bytes, uint64_t deadline_ns) {
   for (;;) {
-    Status status = ipc::send_message(socket_, bytes, {});
+    Status status = channel_->send(bytes, {});
     if (status.code() != KVM_ERR_AGAIN) {
       return fail(std::move(status));
     }
     // Full of messages that the daemon has not read.
-    if (!ipc::wait_writable(socket_, time_left(deadline_ns)).is_ok()) {
+    if (!channel_->wait_writable(time_until(deadline_ns)).is_ok()) {
       return timeout_status();
     }
   }
 }
 
-Result<Connection::Reply> Connection::receive_reply(uint64_t id, uint64_t deadline_ns) {
+Status Connection::receive_reply(uint64_t id, uint64_t deadline_ns, Reply* reply) {
   for (;;) {
-    auto received = ipc::receive_message(socket_, ipc::kMaxFdsPerMessage);
+    const Result<bool> received = channel_->receive(ipc::kMaxFdsPerMessage, &reply->message);
     if (!received.is_ok()) {
       return fail(received.status());
     }
-    if (!received.value().has_value()) {
-      const uint64_t left = time_left(deadline_ns);
-      if (left == 0 || !ipc::wait_readable(socket_, left).is_ok()) {
+    if (!received.value()) {
+      const uint64_t left = time_until(deadline_ns);
+      if (left == 0 || !channel_->wait_readable(left).is_ok()) {
         return timeout_status();
       }
       continue;
     }
-    Reply reply{std::move(*received.value()), nullptr};
-    auto root = ipc::read_message(reply.message.bytes);
+    const auto root = ipc::read_message(reply->message.bytes);
     if (!root.is_ok()) {
       return fail(root.status());
     }
-    reply.root = root.value();
-    if (reply.root->id() != id) {
-      give_back(*reply.root);
+    reply->root = root.value();
+    if (reply->root->id() != id) {
+      give_back(*reply->root);
+      ipc::make_room(&reply->message);
       continue;
     }
-    KVM_TRY(ipc::reply_status(*reply.root));
-    return reply;
+    if (reply->message.lost_fds) {
+      give_back(*reply->root);
+      return Status(KVM_ERR_LIMIT, "this process has no file descriptors left for what kvmd sends");
+    }
+    return ipc::reply_status(*reply->root);
   }
 }
 
-// Nobody waits for this reply any more. What it made would count against the client until its end.
-void Connection::give_back(const wire::Message& late_reply) {
+// Nobody waits for this reply, or can use it. What it made would count against the client until its
+// end. REQUIRES: mutex_ is held.
+void Connection::give_back(const wire::Message& reply) {
   ipc::ControlWriter writer;
   const uint64_t id = ++last_id_;
-  if (const auto* arena = late_reply.body_as_ArenaCreated(); arena != nullptr) {
-    (void)ipc::send_message(
-        socket_, writer.finish(id, wire::CreateArenaDestroy(writer.fbb(), arena->region())), {});
-  } else if (const auto* queue = late_reply.body_as_QueueCreated(); queue != nullptr) {
-    (void)ipc::send_message(
-        socket_, writer.finish(id, wire::CreateQueueDestroy(writer.fbb(), queue->queue())), {});
+  if (const auto* arena = reply.body_as_ArenaCreated(); arena != nullptr) {
+    (void)channel_->send(writer.finish(id, wire::CreateArenaDestroy(writer.fbb(), arena->region())),
+                         {});
+  } else if (const auto* queue = reply.body_as_QueueCreated(); queue != nullptr) {
+    (void)channel_->send(writer.finish(id, wire::CreateQueueDestroy(writer.fbb(), queue->queue())),
+                         {});
   }
 }
 
@@ -195,16 +223,22 @@ Result<SharedArena> Connection::create_arena(uint64_t size_bytes) {
   auto mapping =
       ipc::map_shared_memory(reply.message.fds[0], created->size(), ipc::PeerAccess::kReadWrite);
   if (!mapping.is_ok()) {
+    const std::lock_guard lock(mutex_);
+    give_back(*reply.root);
     return fail(mapping.status());
   }
   return SharedArena{created->region(), std::move(mapping).value()};
 }
 
-void Connection::destroy_arena(uint32_t region) {
-  note_failure(call([region](ipc::ControlWriter* writer, uint64_t id) {
-                 return writer->finish(id, wire::CreateArenaDestroy(writer->fbb(), region));
-               }).status(),
-               "an arena");
+void Connection::destroy_arena(uint32_t region) noexcept {
+  try {
+    note_failure(call([region](ipc::ControlWriter* writer, uint64_t id) {
+                   return writer->finish(id, wire::CreateArenaDestroy(writer->fbb(), region));
+                 }).status(),
+                 "an arena");
+  } catch (const std::bad_alloc&) {
+    note_no_memory();
+  }
 }
 
 Result<QueueMemory> Connection::create_queue(uint32_t n_entries) {
@@ -223,6 +257,8 @@ Result<QueueMemory> Connection::create_queue(uint32_t n_entries) {
   auto daemon_region =
       ipc::map_shared_memory(fds[1], sizeof(ipc::DaemonRegion), ipc::PeerAccess::kReadOnly);
   if (!client_region.is_ok() || !daemon_region.is_ok()) {
+    const std::lock_guard lock(mutex_);
+    give_back(*reply.root);
     return fail(client_region.is_ok() ? daemon_region.status() : client_region.status());
   }
   memory.client_region = std::move(client_region).value();
@@ -233,11 +269,15 @@ Result<QueueMemory> Connection::create_queue(uint32_t n_entries) {
   return memory;
 }
 
-void Connection::destroy_queue(uint32_t queue) {
-  note_failure(call([queue](ipc::ControlWriter* writer, uint64_t id) {
-                 return writer->finish(id, wire::CreateQueueDestroy(writer->fbb(), queue));
-               }).status(),
-               "a queue");
+void Connection::destroy_queue(uint32_t queue) noexcept {
+  try {
+    note_failure(call([queue](ipc::ControlWriter* writer, uint64_t id) {
+                   return writer->finish(id, wire::CreateQueueDestroy(writer->fbb(), queue));
+                 }).status(),
+                 "a queue");
+  } catch (const std::bad_alloc&) {
+    note_no_memory();
+  }
 }
 
 }  // namespace kvm::client

@@ -16,12 +16,13 @@
 #include <string>
 #include <vector>
 
+#include "base/clock.h"
 #include "base/status.h"
 #include "client/backend.h"
 #include "ipc/control.h"
+#include "ipc/control_channel.h"
 #include "ipc/fd.h"
 #include "ipc/memory.h"
-#include "ipc/socket.h"
 
 namespace kvm::client {
 
@@ -43,6 +44,10 @@ class Connection {
  public:
   // Connects and exchanges Hello and Welcome. Fails: as kvm_connect.
   static Result<std::shared_ptr<Connection>> open(const ConnectOptions& options);
+  // The same over a channel that is there, with time as `clock` has it.
+  static Result<std::shared_ptr<Connection>> open_over(std::unique_ptr<ipc::ControlChannel> channel,
+                                                       const Clock* clock,
+                                                       const ConnectOptions& options);
 
   // Shuts the socket down: the daemon frees what belongs to the connection.
   void close();
@@ -52,7 +57,7 @@ class Connection {
   bool look_for_hangup();
   Status down_status() const;
   // For others to watch; it hangs up when the connection is down.
-  int socket_fd() const { return socket_.get(); }
+  int socket_fd() const { return channel_->fd(); }
 
   const kvm_client_info& info() const { return info_; }
   // Wakes the daemon.
@@ -76,19 +81,22 @@ class Connection {
   bool is_answering();
 
   Result<SharedArena> create_arena(uint64_t size_bytes);
-  void destroy_arena(uint32_t region);
+  // Destroying does what it can: the daemon has the rest until the end of the connection.
+  void destroy_arena(uint32_t region) noexcept;
   Result<QueueMemory> create_queue(uint32_t n_entries);
-  void destroy_queue(uint32_t queue);
+  void destroy_queue(uint32_t queue) noexcept;
 
  private:
   Connection() = default;
   Status shake_hands(const ConnectOptions& options);
+  uint64_t time_until(uint64_t deadline_ns) const;
   Status send(std::span<const uint8_t> bytes, uint64_t deadline_ns);
-  Result<Reply> receive_reply(uint64_t id, uint64_t deadline_ns);
-  void give_back(const ipc::wire::Message& late_reply);
+  Status receive_reply(uint64_t id, uint64_t deadline_ns, Reply* reply);
+  void give_back(const ipc::wire::Message& reply);
   Status fail(Status status);
 
-  ipc::Fd socket_;
+  std::unique_ptr<ipc::ControlChannel> channel_;
+  const Clock* clock_ = nullptr;
   ipc::Fd doorbell_;
   kvm_client_info info_{};
   uint64_t timeout_ns_ = 0;

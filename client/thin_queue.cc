@@ -7,10 +7,14 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <new>
+#include <string>
+#include <string_view>
 #include <utility>
 
 #include "base/clock.h"
 #include "base/spin.h"
+#include "base/undo.h"
 #include "ipc/shared_words.h"
 
 namespace kvm::client {
@@ -32,6 +36,15 @@ constexpr uint64_t kWakeNs = 60'000;
 constexpr uint64_t kCancelBit = 1u << 8;
 constexpr uint32_t kSerialShift = 9;
 static_assert(ipc::kMaxOutstanding <= kCancelBit);
+
+// A sentence is worth no failure of its own.
+void say(std::string_view text, std::string* sentence) {
+  try {
+    sentence->assign(text);
+  } catch (const std::bad_alloc&) {
+    sentence->clear();
+  }
+}
 
 constexpr uint64_t round_up(uint64_t value, uint64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
@@ -61,14 +74,14 @@ Result<std::unique_ptr<ThinQueue>> ThinQueue::create(std::shared_ptr<Connection>
                                                      LostSeqs lost, uint32_t n_entries,
                                                      uint64_t spin_ns) {
   KVM_TRY_ASSIGN(QueueMemory memory, connection->create_queue(n_entries));
-  auto arena = connection->create_arena(n_entries * kSlotBytes);
-  if (!arena.is_ok()) {
-    connection->destroy_queue(memory.queue);
-    return arena.status();
-  }
-  return std::unique_ptr<ThinQueue>(new ThinQueue(std::move(connection), std::move(memory),
-                                                  std::move(arena).value(), std::move(lost),
-                                                  n_entries, spin_ns));
+  Undo destroying_queue([&, id = memory.queue] { connection->destroy_queue(id); });
+  KVM_TRY_ASSIGN(SharedArena arena, connection->create_arena(n_entries * kSlotBytes));
+  Undo destroying_arena([&, region = arena.region] { connection->destroy_arena(region); });
+  std::unique_ptr<ThinQueue> queue(new ThinQueue(connection, std::move(memory), std::move(arena),
+                                                 std::move(lost), n_entries, spin_ns));
+  destroying_queue.dismiss();
+  destroying_arena.dismiss();
+  return queue;
 }
 
 ThinQueue::ThinQueue(std::shared_ptr<Connection> connection, QueueMemory memory, SharedArena arena,
@@ -88,6 +101,7 @@ ThinQueue::ThinQueue(std::shared_ptr<Connection> connection, QueueMemory memory,
   // So that nothing fails between an entry in the ring and the note that it is there.
   staged_.reserve(n_entries);
   free_slots_.reserve(n_entries);
+  ready_.reserve(n_entries);
   // Low slots are used first: their blocks are the ones in cache.
   for (uint32_t i = n_entries; i > 0; --i) {
     free_slots_.push_back(i - 1);
@@ -105,12 +119,17 @@ ThinQueue::~ThinQueue() {
     }
   }
   staged_.clear();
-  for (Slot& slot : slots_) {
-    if (slot.state == SlotState::kSubmitted) {
-      (void)cancel(slot.user_data);
+  try {
+    for (Slot& slot : slots_) {
+      if (slot.state == SlotState::kSubmitted) {
+        (void)cancel(slot.user_data);
+      }
     }
+    finish_submitted();
+  } catch (const std::bad_alloc&) {
+    // They cannot be waited for, and must not be written to any more.
+    connection_->close();
   }
-  finish_submitted();
   connection_->destroy_queue(memory_.queue);
   connection_->destroy_arena(arena_.region);
 }
@@ -226,9 +245,27 @@ Status ThinQueue::push_block(uint32_t index, const Block& block) {
   return push(index, entry);
 }
 
+// A request that could not be staged leaves no trace.
+template <typename Fill>
+Status ThinQueue::stage(Opcode opcode, uint64_t user_data, Fill&& fill) {
+  KVM_TRY_ASSIGN(const uint32_t index, claim_slot(opcode, user_data));
+  Slot& slot = slots_[index];
+  Status status;
+  try {
+    status = fill(index, &slot);
+  } catch (const std::bad_alloc&) {
+    status = Status::fixed(KVM_ERR_NO_MEMORY, "the process is out of memory");
+  }
+  if (!status.is_ok()) [[unlikely]] {
+    release_pieces(&slot);
+    free_slot(&slot);
+  }
+  return status;
+}
+
 Status ThinQueue::stage_nop(uint64_t user_data) {
-  KVM_TRY_ASSIGN(const uint32_t index, claim_slot(Opcode::kNop, user_data));
-  return keep_or_free(&slots_[index], push(index, ipc::RequestEntry{}));
+  return stage(Opcode::kNop, user_data,
+               [&](uint32_t index, Slot*) { return push(index, ipc::RequestEntry{}); });
 }
 
 Status ThinQueue::stage_step_tensors(const StepCall& call, Slot* slot, ipc::StepBlock* block) {
@@ -275,7 +312,6 @@ Status ThinQueue::write_step_block(const StepCall& call, const ipc::StepBlock& h
 }
 
 Status ThinQueue::stage_step(const StepCall& call, uint64_t user_data) {
-  KVM_TRY_ASSIGN(const uint32_t index, claim_slot(Opcode::kStep, user_data));
   const kvm_step_params& params = *call.params;
   ipc::StepBlock head{};
   head.verbs = (call.append ? ipc::kStepAppend : 0) | (call.attend ? ipc::kStepAttend : 0);
@@ -294,39 +330,28 @@ Status ThinQueue::stage_step(const StepCall& call, uint64_t user_data) {
   head.budget = params.budget;
   head.seed = params.seed;
   head.deadline_ns = params.deadline_ns;
-  Slot& slot = slots_[index];
-  ipc::RequestEntry entry{};
-  Status status = stage_step_tensors(call, &slot, &head);
-  if (status.is_ok()) {
-    status = write_step_block(call, head, index, &entry);
-  }
-  if (status.is_ok()) {
-    status = push(index, entry);
-  }
-  return keep_or_free(&slot, std::move(status));
+  return stage(Opcode::kStep, user_data, [&](uint32_t index, Slot* slot) -> Status {
+    ipc::RequestEntry entry{};
+    KVM_TRY(stage_step_tensors(call, slot, &head));
+    KVM_TRY(write_step_block(call, head, index, &entry));
+    return push(index, entry);
+  });
 }
 
 Status ThinQueue::stage_read(const ReadCall& call, uint64_t user_data) {
-  KVM_TRY_ASSIGN(const uint32_t index, claim_slot(Opcode::kRead, user_data));
-  Slot& slot = slots_[index];
   ipc::ReadBlock block{};
   block.seq = call.params->seq;
   block.layer = call.params->layer;
   block.position = call.params->position;
   block.n_tokens = call.params->n_tokens;
-  Status status = stage_tensor(call.k, true, &slot, &block.k);
-  if (status.is_ok()) {
-    status = stage_tensor(call.v, true, &slot, &block.v);
-  }
-  if (status.is_ok()) {
-    status = push_block(index, block);
-  }
-  return keep_or_free(&slot, std::move(status));
+  return stage(Opcode::kRead, user_data, [&](uint32_t index, Slot* slot) -> Status {
+    KVM_TRY(stage_tensor(call.k, true, slot, &block.k));
+    KVM_TRY(stage_tensor(call.v, true, slot, &block.v));
+    return push_block(index, block);
+  });
 }
 
 Status ThinQueue::stage_observe(const ObserveCall& call, uint64_t user_data) {
-  KVM_TRY_ASSIGN(const uint32_t index, claim_slot(Opcode::kObserve, user_data));
-  Slot& slot = slots_[index];
   const kvm_observe_params& params = *call.params;
   ipc::ObserveBlock block{};
   block.seq = params.seq;
@@ -335,34 +360,22 @@ Status ThinQueue::stage_observe(const ObserveCall& call, uint64_t user_data) {
   block.query_position = params.query_position;
   block.column_begin = params.column_begin;
   block.n_columns = params.n_columns;
-  Status status = stage_tensor(call.q, false, &slot, &block.q);
-  if (status.is_ok()) {
-    status = stage_tensor(call.column_sums, false, &slot, &block.column_sums);
-  }
-  if (status.is_ok()) {
-    status = push_block(index, block);
-  }
-  return keep_or_free(&slot, std::move(status));
+  return stage(Opcode::kObserve, user_data, [&](uint32_t index, Slot* slot) -> Status {
+    KVM_TRY(stage_tensor(call.q, false, slot, &block.q));
+    KVM_TRY(stage_tensor(call.column_sums, false, slot, &block.column_sums));
+    return push_block(index, block);
+  });
 }
 
 Status ThinQueue::stage_seq(const SeqCall& call, uint64_t user_data) {
-  KVM_TRY_ASSIGN(const uint32_t index, claim_slot(Opcode::kSeq, user_data));
   ipc::SeqBlock block{};
   block.verb = static_cast<uint32_t>(call.verb);
   block.flags = call.flags;
   block.space = call.space;
   block.seq = call.seq;
   block.n_tokens = call.n_tokens;
-  return keep_or_free(&slots_[index], push_block(index, block));
-}
-
-// A request that could not be staged leaves no trace.
-Status ThinQueue::keep_or_free(Slot* slot, Status status) {
-  if (!status.is_ok()) [[unlikely]] {
-    release_pieces(slot);
-    free_slot(slot);
-  }
-  return status;
+  return stage(Opcode::kSeq, user_data,
+               [&](uint32_t index, Slot*) { return push_block(index, block); });
 }
 
 Status ThinQueue::submit() {
@@ -473,12 +486,12 @@ Status ThinQueue::finish(const ipc::CompletionEntry& entry, kvm_completion* out,
       arena_.mapping.data() + result_offset(static_cast<uint32_t>(index)));
   if (entry.status != KVM_OK) {
     if (slot.opcode != Opcode::kNop) {
-      sentence->assign(result->message, ::strnlen(result->message, sizeof(result->message)));
+      say({result->message, ::strnlen(result->message, sizeof(result->message))}, sentence);
     }
     const bool unknown = entry.status == KVM_ERR_STALE || entry.status == KVM_ERR_NOT_FOUND;
     if (unknown && names_lost_seq(slot)) {
       out->status = KVM_ERR_LOST;
-      *sentence = "the sequence was lost with the connection that made it";
+      say("the sequence was lost with the connection that made it", sentence);
     }
   } else {
     bool has_result = slot.opcode == Opcode::kSeq;
@@ -495,7 +508,7 @@ Status ThinQueue::finish(const ipc::CompletionEntry& entry, kvm_completion* out,
     if (has_result && connection_->look_for_hangup()) {
       const Status status = connection_->down_status();
       out->status = status.code();
-      *sentence = status.message();
+      say(status.message(), sentence);
     }
   }
   release_pieces(&slot);
@@ -538,14 +551,14 @@ Status ThinQueue::drain_to_ready() {
 }
 
 uint32_t ThinQueue::take_ready(kvm_completion* out, uint32_t n_max, std::string* sentence) {
-  uint32_t n = 0;
-  for (; n < n_max && !ready_.empty(); ++n) {
-    out[n] = ready_.front().completion;
-    if (out[n].status != KVM_OK) {
-      *sentence = std::move(ready_.front().sentence);
+  const auto n = static_cast<uint32_t>(std::min<size_t>(n_max, ready_.size()));
+  for (uint32_t i = 0; i < n; ++i) {
+    out[i] = ready_[i].completion;
+    if (out[i].status != KVM_OK) {
+      *sentence = std::move(ready_[i].sentence);
     }
-    ready_.pop_front();
   }
+  ready_.erase(ready_.begin(), ready_.begin() + n);
   return n;
 }
 
@@ -556,11 +569,11 @@ void ThinQueue::fail_outstanding(const Status& status) {
   }
   for (Slot& slot : slots_) {
     if (slot.state == SlotState::kStaged || slot.state == SlotState::kSubmitted) {
-      kvm_completion completion{};
-      completion.user_data = slot.user_data;
-      completion.status = status.code();
-      completion.err_max = std::numeric_limits<float>::quiet_NaN();
-      ready_.push_back({completion, std::string(status.message())});
+      Ready& failed = ready_.emplace_back();
+      failed.completion.user_data = slot.user_data;
+      failed.completion.status = status.code();
+      failed.completion.err_max = std::numeric_limits<float>::quiet_NaN();
+      say(status.message(), &failed.sentence);
     }
     if (slot.state != SlotState::kFree) {
       release_pieces(&slot);

@@ -15,7 +15,6 @@
 
 #include <array>
 #include <cstdint>
-#include <deque>
 #include <memory>
 #include <string>
 #include <unordered_set>
@@ -94,7 +93,9 @@ class ThinQueue final : public Queue {
 
   Result<uint32_t> claim_slot(ipc::Opcode opcode, uint64_t user_data);
   void free_slot(Slot* slot);
-  Status keep_or_free(Slot* slot, Status status);
+  // Claims a slot and has fill(index, slot) write the request and push it: a Status.
+  template <typename Fill>
+  Status stage(ipc::Opcode opcode, uint64_t user_data, Fill&& fill);
   void release_pieces(Slot* slot);
   Status stage_tensor(const Tensor& tensor, bool is_output, Slot* slot, ipc::TensorRef* out);
   Status stage_step_tensors(const StepCall& call, Slot* slot, ipc::StepBlock* block);
@@ -132,7 +133,7 @@ class ThinQueue final : public Queue {
 
   std::vector<Slot> slots_;
   std::vector<uint32_t> free_slots_;
-  std::deque<Ready> ready_;
+  std::vector<Ready> ready_;      // has room for all
   std::vector<uint32_t> staged_;  // slots in the ring that submit() has not published yet
   uint32_t n_submitted_ = 0;
   uint64_t last_serial_ = 0;

@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include "base/undo.h"
 #include "ipc/wire.h"
 
 namespace kvm::client {
@@ -57,11 +58,12 @@ Status StagingPool::grow(uint64_t size_bytes) {
                   "completions first");
   }
   const uint64_t wanted = std::max({kFirstBytes, last * 2, size_bytes});
-  KVM_TRY_ASSIGN(SharedArena memory,
-                 connection_->create_arena(std::min(wanted, ipc::kMaxArenaBytes)));
   auto arena = std::make_unique<Arena>();
-  arena->memory = std::move(memory);
+  arenas_.reserve(arenas_.size() + 1);
+  KVM_TRY_ASSIGN(arena->memory, connection_->create_arena(std::min(wanted, ipc::kMaxArenaBytes)));
+  Undo destroying([&] { connection_->destroy_arena(arena->memory.region); });
   arena->allocator = std::make_unique<ArenaAllocator>(arena->memory.mapping.size_bytes());
+  destroying.dismiss();
   arenas_.push_back(std::move(arena));
   return Status::ok();
 }

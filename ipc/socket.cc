@@ -130,8 +130,8 @@ Status connect_error(const std::string& path) {
 }
 
 // Takes every descriptor out of the control data, so that none leaks whatever happens next.
-std::vector<Fd> take_fds(msghdr* message) {
-  std::vector<Fd> fds;
+// REQUIRES: *fds has room for what fits into the control data.
+void take_fds(msghdr* message, std::vector<Fd>* fds) {
   for (cmsghdr* header = CMSG_FIRSTHDR(message); header != nullptr;
        header = CMSG_NXTHDR(message, header)) {
     if (header->cmsg_level != SOL_SOCKET || header->cmsg_type != SCM_RIGHTS) {
@@ -141,10 +141,9 @@ std::vector<Fd> take_fds(msghdr* message) {
     for (size_t i = 0; i < n; ++i) {
       int fd = -1;
       std::memcpy(&fd, CMSG_DATA(header) + i * sizeof(int), sizeof(int));
-      fds.emplace_back(fd);
+      fds->emplace_back(fd);
     }
   }
-  return fds;
 }
 
 }  // namespace
@@ -291,10 +290,23 @@ Status send_message(const Fd& socket, std::span<const uint8_t> bytes, std::span<
   }
 }
 
-Result<std::optional<ReceivedMessage>> receive_message(const Fd& socket, uint32_t max_fds) {
+void make_room(ReceivedMessage* message) {
   // One byte more than allowed, so that a longer message is recognised; the kernel drops the rest.
+  message->bytes.resize(kMaxControlBytes + 1);
+  message->fds.clear();
+  message->fds.reserve(kMaxFdsPerMessage);
+}
+
+Result<std::optional<ReceivedMessage>> receive_message(const Fd& socket, uint32_t max_fds) {
   ReceivedMessage received;
-  received.bytes.resize(kMaxControlBytes + 1);
+  // Before the message is taken: where there is no memory, it stays in the socket.
+  make_room(&received);
+  KVM_TRY_ASSIGN(const bool is_there, receive_into(socket, max_fds, &received));
+  return is_there ? std::optional<ReceivedMessage>(std::move(received)) : std::nullopt;
+}
+
+Result<bool> receive_into(const Fd& socket, uint32_t max_fds, ReceivedMessage* into) {
+  ReceivedMessage& received = *into;
   // Room for more descriptors than allowed: those beyond the room would be dropped (MSG_CTRUNC).
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int) * kMaxFdsPerMessage)];
   iovec part{received.bytes.data(), received.bytes.size()};
@@ -309,24 +321,27 @@ Result<std::optional<ReceivedMessage>> receive_message(const Fd& socket, uint32_
   } while (n < 0 && errno == EINTR);
   if (n < 0) {
     if (errno == EAGAIN) {
-      return std::optional<ReceivedMessage>();
+      return false;
     }
     return system_error(code_of_errno(), "recvmsg");
   }
-  received.fds = take_fds(&message);
+  take_fds(&message, &received.fds);
   if (n == 0) {
     // A SEQPACKET peer can send an empty packet, which looks the same; both end the connection.
     return Status(KVM_ERR_DISCONNECTED, "the other side closed the connection");
   }
-  if ((message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) != 0 ||
-      static_cast<size_t>(n) > kMaxControlBytes || received.fds.size() > max_fds) {
+  // Fewer came than there was room for: the process has none left for the others.
+  received.lost_fds = (message.msg_flags & MSG_CTRUNC) != 0 && received.fds.size() < max_fds;
+  const bool is_cut = (message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) != 0;
+  if ((is_cut && !received.lost_fds) || static_cast<size_t>(n) > kMaxControlBytes ||
+      received.fds.size() > max_fds) {
     return Status(KVM_ERR_PROTOCOL,
                   "a control message of " + std::to_string(n) + " bytes or more with " +
                       std::to_string(received.fds.size()) + " descriptors or more; allowed are " +
                       std::to_string(kMaxControlBytes) + " and " + std::to_string(max_fds));
   }
   received.bytes.resize(static_cast<size_t>(n));
-  return std::optional<ReceivedMessage>(std::move(received));
+  return true;
 }
 
 Status wait_readable(const Fd& socket, uint64_t timeout_ns) {

@@ -56,6 +56,7 @@ Result<Fd> peer_pidfd(const Fd& socket, const PeerCredentials& credentials);
 struct ReceivedMessage {
   std::vector<uint8_t> bytes;
   std::vector<Fd> fds;
+  bool lost_fds = false;  // this process had no descriptors left for some that came
 };
 
 // One message, whole or not at all, without blocking. `fds` are passed along.
@@ -63,10 +64,17 @@ struct ReceivedMessage {
 // than kMaxControlBytes, too many descriptors).
 Status send_message(const Fd& socket, std::span<const uint8_t> bytes, std::span<const int> fds);
 
+// Gives `message` the memory that a message may need. Throws std::bad_alloc.
+void make_room(ReceivedMessage* message);
+
 // The next message; nothing when there is none yet. With a blocking socket, call wait_readable
 // first. `max_fds` is 0 where the protocol passes none: any are closed and PROTOCOL is returned.
-// Fails: DISCONNECTED (the peer closed), PROTOCOL (too long, too many descriptors, empty).
+// Fails: DISCONNECTED (the peer closed), PROTOCOL (too long, too many descriptors, empty). Throws
+// std::bad_alloc: the message is still there.
 Result<std::optional<ReceivedMessage>> receive_message(const Fd& socket, uint32_t max_fds);
+// The same into memory that is there: whether there was one. REQUIRES: make_room(into), since the
+// last message came into it.
+Result<bool> receive_into(const Fd& socket, uint32_t max_fds, ReceivedMessage* into);
 
 // Waits until a message can be received, or sent, or the peer is gone. Fails: TIMEOUT.
 Status wait_readable(const Fd& socket, uint64_t timeout_ns);
