@@ -1,14 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "daemon/background.h"
 
+#include <fmt/format.h>
 #include <pthread.h>
 
+#include <system_error>
 #include <utility>
 
 namespace kvm::daemon {
 
-BackgroundThread::BackgroundThread(const char* name) : thread_([this] { run(); }) {
-  ::pthread_setname_np(thread_.native_handle(), name);
+Status BackgroundThread::start() {
+  try {
+    thread_ = std::thread([this] { run(); });
+  } catch (const std::system_error& error) {
+    return Status(KVM_ERR_LIMIT,
+                  fmt::format("the system refuses the thread {}: {}", name_, error.what()));
+  }
+  ::pthread_setname_np(thread_.native_handle(), name_);
+  return Status::ok();
 }
 
 BackgroundThread::~BackgroundThread() {
@@ -17,10 +26,12 @@ BackgroundThread::~BackgroundThread() {
     stopping_ = true;
   }
   changed_.notify_one();
-  thread_.join();
+  if (thread_.joinable()) {
+    thread_.join();
+  }
 }
 
-void BackgroundThread::post(std::function<void()> job) {
+void BackgroundThread::post(std::function<void()>&& job) {
   {
     const std::lock_guard lock(mutex_);
     jobs_.push_back(std::move(job));

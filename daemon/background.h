@@ -10,20 +10,26 @@
 #include <mutex>
 #include <thread>
 
+#include "base/status.h"
+
 namespace kvm::daemon {
 
 // Jobs run one after the other, in order. Destruction runs what is left, then ends the thread.
 // Threads: any.
 class BackgroundThread {
  public:
-  explicit BackgroundThread(const char* name);
+  explicit BackgroundThread(const char* name) : name_(name) {}
   ~BackgroundThread();
 
-  void post(std::function<void()> job);
+  // Begins to run jobs. Fails: LIMIT (the system refuses a thread).
+  Status start();
+  // A job throws nothing. Throws std::bad_alloc: the job is still the caller's.
+  void post(std::function<void()>&& job);
 
  private:
   void run();
 
+  const char* name_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<std::function<void()>> jobs_;

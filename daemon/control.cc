@@ -6,6 +6,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
+#include <new>
 #include <string>
 #include <utility>
 #include <vector>
@@ -26,6 +28,10 @@ namespace {
 namespace wire = ipc::wire;
 
 constexpr uint64_t kOsPageBytes = 4096;
+
+Status no_memory() {
+  return Status::fixed(KVM_ERR_NO_MEMORY, "the machine refused memory to kvmd");
+}
 
 // Printable ASCII only: the name goes to logs and terminals.
 std::string printable_name(const flatbuffers::String* text) {
@@ -89,7 +95,7 @@ kvm_client_info info_for(const Session& session) {
 // A refusal before the welcome: said, then closed.
 void refuse(Session* session, uint64_t id, const Status& status) {
   reply_error(session, id, status);
-  session->doom(std::string(status.message()));
+  session->doom(status.message());
 }
 
 void handle_hello(Session* session, uint64_t id, const wire::Hello& hello) {
@@ -100,7 +106,7 @@ void handle_hello(Session* session, uint64_t id, const wire::Hello& hello) {
                         fmt::format("Hello.magic is {:#x}; a client of kvmd sends {:#x}",
                                     hello.magic(), ipc::kHelloMagic));
     reply_error(session, id, status);
-    session->doom_for_violation(std::string(status.message()));
+    session->doom_for_violation(status.message());
     return;
   }
   if (hello.protocol_major_min() > ipc::kProtocolMajor ||
@@ -126,6 +132,8 @@ void handle_hello(Session* session, uint64_t id, const wire::Hello& hello) {
     refuse(session, id, Status(KVM_ERR_LIMIT, "kvmd has no file descriptors left"));
     return;
   }
+  std::vector<ipc::Fd> fds;
+  fds.push_back(std::move(copy));
   session->doorbell = std::move(doorbell).value();
   session->name = printable_name(hello.client_name());
   session->client = service->engine->add_client(spec_of(*session));
@@ -134,10 +142,8 @@ void handle_hello(Session* session, uint64_t id, const wire::Hello& hello) {
   ++service->n_clients;
   ++service->n_clients_total;
   const kvm_client_info info = info_for(*session);
-  ipc::ControlWriter writer;
+  ipc::ControlWriter& writer = short_writer(session);
   const auto bytes = writer.fbb().CreateVector(ipc::as_bytes(&info, 1).data(), sizeof(info));
-  std::vector<ipc::Fd> fds;
-  fds.push_back(std::move(copy));
   session->send(writer.finish(id, wire::CreateWelcome(writer.fbb(), ipc::kProtocolMajor,
                                                       ipc::kProtocolMinor, service->epoch, bytes)),
                 std::move(fds));
@@ -191,8 +197,12 @@ void handle_queue_create(Session* session, uint64_t id, const wire::QueueCreate&
     return;
   }
   QueueMemory& memory = made.value();
+  // What needs memory comes before anything is changed.
+  session->queues.reserve(session->queues.size() + 1);
+  service->dirty.reserve(service->n_queues + 1);
   const uint32_t queue_id = ++session->last_queue_id;
   std::vector<ipc::Fd> fds;
+  fds.reserve(ipc::kMaxFdsPerMessage);
   fds.push_back(std::move(memory.client.fd));
   fds.push_back(std::move(memory.daemon.fd));
   if (has_eventfd) {
@@ -203,7 +213,7 @@ void handle_queue_create(Session* session, uint64_t id, const wire::QueueCreate&
                                     std::move(memory.daemon.mapping), std::move(memory.eventfd)));
   ++service->n_queues;
   session->account->charge(engine::Resource::kQueues, 1);
-  ipc::ControlWriter writer;
+  ipc::ControlWriter& writer = short_writer(session);
   KVM_KILL_POINT("daemon/queue_made");
   session->send(writer.finish(id, wire::CreateQueueCreated(writer.fbb(), queue_id, has_eventfd)),
                 std::move(fds));
@@ -243,6 +253,24 @@ Status check_arena(Session* session, uint64_t size_bytes) {
   return Status::ok();
 }
 
+// On the allocator's thread: makes the one arena of the list, or notes why not.
+void make_arena(Service* service, FinishedArenas* asked) {
+  FinishedArena& arena = asked->front();
+  try {
+    arena.memory =
+        ipc::create_shared_memory("kvm-arena", arena.size_bytes, ipc::PeerAccess::kReadWrite);
+  } catch (const std::bad_alloc&) {
+    arena.memory = no_memory();
+  }
+  {
+    const std::lock_guard lock(service->finished_mutex);
+    service->finished.splice(service->finished.end(), *asked);
+    // SYNC: release: the dispatcher that sees it takes the lock.
+    service->has_finished.store(true, std::memory_order_release);
+  }
+  service->wake.wake();
+}
+
 void handle_arena_create(Session* session, uint64_t id, const wire::ArenaCreate& message) {
   Service* service = session->service();
   // A size near 2^64 must not wrap to a small one.
@@ -253,22 +281,18 @@ void handle_arena_create(Session* session, uint64_t id, const wire::ArenaCreate&
     reply_error(session, id, status);
     return;
   }
+  KVM_KILL_POINT("daemon/arena_asked");
+  auto arena = std::make_shared<FinishedArenas>();
+  arena->push_back({session->id(), id, size_bytes, no_memory()});
+  // Before it is asked for: it may be there, and given up, before this thread comes to charge it.
   session->account->charge(engine::Resource::kArenas, 1);
   session->account->charge(engine::Resource::kArenaBytes, size_bytes);
   service->arena_bytes += size_bytes;
-  KVM_KILL_POINT("daemon/arena_asked");
-  service->allocator.post([service, session_id = session->id(), id, size_bytes] {
-    FinishedArena arena{
-        session_id, id, size_bytes,
-        ipc::create_shared_memory("kvm-arena", size_bytes, ipc::PeerAccess::kReadWrite)};
-    {
-      const std::lock_guard lock(service->finished_mutex);
-      service->finished.push_back(std::move(arena));
-      // SYNC: release: the dispatcher that sees it takes the lock.
-      service->has_finished.store(true, std::memory_order_release);
-    }
-    service->wake.wake();
-  });
+  try {
+    service->allocator.post([service, arena] { make_arena(service, arena.get()); });
+  } catch (const std::bad_alloc&) {
+    finish_arena(service, session, std::move(arena->front()));
+  }
 }
 
 void handle_arena_destroy(Session* session, uint64_t id, const wire::ArenaDestroy& message) {
@@ -286,7 +310,7 @@ void reply_space_id(Session* session, uint64_t id, const Result<kvm_space_id>& s
     reply_error(session, id, space.status());
     return;
   }
-  ipc::ControlWriter writer;
+  ipc::ControlWriter& writer = short_writer(session);
   session->send(writer.finish(id, wire::CreateSpaceId(writer.fbb(), space.value())));
 }
 
@@ -400,7 +424,7 @@ void handle_welcomed(Session* session, const wire::Message& message) {
 void handle_message(Session* session, std::span<const uint8_t> bytes) {
   const Result<const wire::Message*> message = ipc::read_message(bytes);
   if (!message.is_ok()) {
-    session->doom_for_violation(std::string(message.status().message()));
+    session->doom_for_violation(message.status().message());
     return;
   }
   const wire::Hello* hello = message.value()->body_as_Hello();
@@ -412,33 +436,55 @@ void handle_message(Session* session, std::span<const uint8_t> bytes) {
   try {
     hello != nullptr ? handle_hello(session, message.value()->id(), *hello)
                      : handle_welcomed(session, *message.value());
+  } catch (const std::bad_alloc&) {
+    // Nothing of it has happened: who changes anything needs no memory after that.
+    reply_error(session, message.value()->id(), no_memory());
   } catch (const std::exception& error) {
-    session->doom(fmt::format("a control message could not be answered: {}", error.what()));
+    session->doom(error.what());
   }
 }
 
+namespace {
+
+// An arena that its client does not get.
+void give_up_arena(Service* service, Session* session, FinishedArena* arena) {
+  if (session != nullptr) {
+    session->give_back(engine::Resource::kArenas, 1);
+    session->give_back(engine::Resource::kArenaBytes, arena->size_bytes);
+  }
+  if (arena->memory.is_ok()) {
+    discard_on_reaper(service, std::move(arena->memory.value().mapping));
+  } else {
+    service->arena_bytes -= arena->size_bytes;
+  }
+}
+
+}  // namespace
+
 void finish_arena(Service* service, Session* session, FinishedArena arena) {
-  if (!arena.memory.is_ok() || session == nullptr || session->is_doomed()) {
-    if (session != nullptr) {
-      session->give_back(engine::Resource::kArenas, 1);
-      session->give_back(engine::Resource::kArenaBytes, arena.size_bytes);
-    }
-    if (!arena.memory.is_ok()) {
-      service->arena_bytes -= arena.size_bytes;
-      if (session != nullptr) {
-        reply_error(session, arena.message_id, arena.memory.status());
-      }
-      return;
-    }
-    discard_on_reaper(service, std::move(arena.memory.value().mapping));
+  if (session == nullptr || session->is_doomed()) {
+    give_up_arena(service, session, &arena);
+    return;
+  }
+  if (!arena.memory.is_ok()) {
+    reply_error(session, arena.message_id, arena.memory.status());
+    give_up_arena(service, session, &arena);
     return;
   }
   ipc::SharedMemory& memory = arena.memory.value();
   std::vector<ipc::Fd> fds;
+  uint32_t region = 0;
+  try {
+    fds.reserve(1);
+    region = session->regions.add(std::move(memory.mapping));
+  } catch (const std::bad_alloc&) {
+    reply_error(session, arena.message_id, no_memory());
+    give_up_arena(service, session, &arena);
+    return;
+  }
   fds.push_back(std::move(memory.fd));
-  const uint32_t region = session->regions.add(std::move(memory.mapping));
   KVM_KILL_POINT("daemon/arena_made");
-  ipc::ControlWriter writer;
+  ipc::ControlWriter& writer = short_writer(session);
   session->send(writer.finish(arena.message_id,
                               wire::CreateArenaCreated(writer.fbb(), region, arena.size_bytes)),
                 std::move(fds));

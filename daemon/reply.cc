@@ -7,13 +7,30 @@ namespace kvm::daemon {
 
 namespace wire = ipc::wire;
 
+namespace {
+
+// LIMIT: of a sentence, so that a reply fits into what the writer has.
+constexpr size_t kMaxSentence = 512;
+
+}  // namespace
+
+void warm_up(ipc::ControlWriter* writer) {
+  const std::string longest(kMaxSentence, ' ');
+  writer->finish_error(0, Status(KVM_ERR_NO_MEMORY, longest));
+}
+
+ipc::ControlWriter& short_writer(Session* session) {
+  ipc::ControlWriter& writer = session->service()->reply_writer;
+  writer.reset();
+  return writer;
+}
+
 void reply_error(Session* session, uint64_t id, const Status& status) {
-  ipc::ControlWriter writer;
-  session->send(writer.finish_error(id, status));
+  session->send(short_writer(session).finish_error(id, status, kMaxSentence));
 }
 
 void reply_done(Session* session, uint64_t id) {
-  ipc::ControlWriter writer;
+  ipc::ControlWriter& writer = short_writer(session);
   session->send(writer.finish(id, wire::CreateDone(writer.fbb())));
 }
 

@@ -22,6 +22,12 @@ inline constexpr uint64_t kMaxBytesReply = 64 * 1024;
 template <typename T>
 inline constexpr size_t kMaxListed = kMaxBytesReply / sizeof(T);
 
+// Gives the writer of short replies its memory. Throws std::bad_alloc.
+void warm_up(ipc::ControlWriter* writer);
+// The writer of the service, for a reply of a few numbers: it allocates nothing.
+ipc::ControlWriter& short_writer(Session* session);
+
+// Allocate nothing, but where the client does not read its replies.
 void reply_error(Session* session, uint64_t id, const Status& status);
 void reply_done(Session* session, uint64_t id);
 void reply_status_or_done(Session* session, uint64_t id, const Status& status);

@@ -3,6 +3,7 @@
 
 #include <fmt/format.h>
 
+#include <new>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -168,14 +169,7 @@ struct Dispatch {
         [slot](engine::RequestResult&& result) { finish(slot, std::move(result)); });
   }
 
-  void answer(kvm_status status) const {
-    Service* service = session->service();
-    ++service->n_immediate;
-    service->n_immediate_failed += status == KVM_OK ? 0 : 1;
-    service->requests.add(RequestVerb::kNull, {});
-    queue->complete_now({.user_data = request->user_data, .status = status});
-    mark_dirty(queue);
-  }
+  void answer(kvm_status status) const { answer_request(queue, request->user_data, status); }
 };
 
 }  // namespace
@@ -184,16 +178,37 @@ void dispatch_request(Session* session, ServedQueue* queue, ipc::Request&& reque
   // One client's request must not take the others down with it, whatever a library throws.
   try {
     std::visit(Dispatch{session, queue, &request}, request.message);
+  } catch (const std::bad_alloc&) {
+    // Before the engine had it, which answers for itself.
+    answer_no_memory(queue, request);
   } catch (const std::exception& error) {
-    session->doom(fmt::format("a request could not be handed on: {}", error.what()));
+    session->doom(error.what());
   }
+}
+
+void answer_request(ServedQueue* queue, uint64_t user_data, kvm_status status) {
+  Service* service = queue->session()->service();
+  ++service->n_immediate;
+  service->n_immediate_failed += status == KVM_OK ? 0 : 1;
+  service->requests.add(RequestVerb::kNull, {});
+  queue->complete_now({.user_data = user_data, .status = status});
+  mark_dirty(queue);
+}
+
+void answer_no_memory(ServedQueue* queue, const ipc::Request& request) {
+  ipc::write_result(request.result, 0, "the machine refused memory to kvmd");
+  answer_request(queue, request.user_data, KVM_ERR_NO_MEMORY);
 }
 
 void cancel_all(Session* session, ServedQueue* queue) {
   // Cancelling completes requests, which changes what is in flight: collect first.
   std::vector<uint64_t> numbers;
-  queue->for_each_in_flight(
-      [&numbers](const InFlight& request) { numbers.push_back(request.user_data); });
+  try {
+    queue->for_each_in_flight(
+        [&numbers](const InFlight& request) { numbers.push_back(request.user_data); });
+  } catch (const std::bad_alloc&) {
+    // Those that are missing run to their end.
+  }
   for (const uint64_t number : numbers) {
     session->service()->engine->cancel(session->client, {queue->id(), number});
   }

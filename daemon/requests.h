@@ -15,6 +15,11 @@ namespace kvm::daemon {
 // Threads: the dispatcher.
 void dispatch_request(Session* session, ServedQueue* queue, ipc::Request&& request);
 
+// Answers an entry that the engine does not get to see.
+void answer_request(ServedQueue* queue, uint64_t user_data, kvm_status status);
+// Likewise, of one that was not read or not handed on to the end for want of memory.
+void answer_no_memory(ServedQueue* queue, const ipc::Request& request);
+
 // Asks the engine not to start what the queue has in flight.
 void cancel_all(Session* session, ServedQueue* queue);
 

@@ -12,6 +12,7 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <new>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -197,7 +198,11 @@ int run_kvmd(int argc, const char* const* argv, const OpenEngine& open_engine) {
                loaded.value().json ? options_json(loaded.value()) : print_options(loaded.value()));
     return 0;
   }
-  return serve(loaded.value(), open_engine);
+  try {
+    return serve(loaded.value(), open_engine);
+  } catch (const std::bad_alloc&) {
+    return fail(kExitFailed, Status::fixed(KVM_ERR_NO_MEMORY, "there is no memory to begin with"));
+  }
 }
 
 }  // namespace kvm::daemon

@@ -7,6 +7,11 @@
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <new>
 #include <optional>
 #include <random>
 #include <string>
@@ -16,6 +21,7 @@
 #include "base/kill_point.h"
 #include "base/spin.h"
 #include "daemon/control.h"
+#include "daemon/reply.h"
 #include "daemon/requests.h"
 #include "daemon/stats_text.h"
 #include "ipc/socket.h"
@@ -40,6 +46,8 @@ constexpr uint64_t kBusyHousekeepNs = 1'000'000;
 constexpr uint64_t kMinHousekeepIdleNs = 1'000'000;
 // After an accept that failed, for want of descriptors as a rule.
 constexpr uint64_t kListenerPauseNs = 100'000'000;
+// Tries to receive one message, for which there may be no memory.
+constexpr uint32_t kMaxReceives = 8;
 // Connections beyond max_clients that may be told so.
 constexpr size_t kMaxUnwelcomed = 16;
 
@@ -52,11 +60,15 @@ uint64_t random_epoch() {
   return epoch;
 }
 
-void watch(const ipc::Fd& epoll, int fd, uint32_t events, uint64_t token) {
+// Fails: LIMIT (of what a user may watch, or of kernel memory).
+Status watch(const ipc::Fd& epoll, int fd, uint32_t events, uint64_t token) {
   epoll_event event{};
   event.events = events;
   event.data.u64 = token;
-  ::epoll_ctl(epoll.get(), EPOLL_CTL_ADD, fd, &event);
+  if (::epoll_ctl(epoll.get(), EPOLL_CTL_ADD, fd, &event) != 0) {
+    return Status(KVM_ERR_LIMIT, std::string("epoll_ctl: ") + std::strerror(errno));
+  }
+  return Status::ok();
 }
 
 void watch_again(const ipc::Fd& epoll, const ipc::Fd& fd, uint32_t events, uint64_t token) {
@@ -80,6 +92,7 @@ Server::Server(engine::Engine* engine, ServerOptions options)
     return close_client(client, reason);
   };
   engine->set_wake([service = service_.get()] { service->wake.wake(); });
+  options_.clock->set_wake([service = service_.get()] { service->wake.wake(); });
 }
 
 Server::~Server() {
@@ -95,32 +108,39 @@ Server::~Server() {
     }
   }
   service_->engine->set_wake({});
+  options_.clock->set_wake({});
   remove_socket();
   service_->snapshots.stop();
 }
 
 Status Server::start() {
   service_->epoll = ipc::Fd(::epoll_create1(EPOLL_CLOEXEC));
-  if (!service_->epoll.is_open()) {
-    return Status(KVM_ERR_LIMIT, "epoll_create1: no file descriptors left");
+  if (!service_->epoll.is_open() || service_->wake.fd() < 0) {
+    return Status(KVM_ERR_LIMIT, "kvmd has no file descriptors left to begin with");
   }
+  warm_up(&service_->reply_writer);
+  KVM_TRY(service_->reaper.start());
+  KVM_TRY(service_->allocator.start());
   KVM_TRY_ASSIGN(listener_, ipc::listen_at(options_.socket_path, options_.socket_mode));
   struct stat facts {};
   if (::stat(options_.socket_path.c_str(), &facts) == 0) {
     socket_inode_ = facts.st_ino;
   }
   const uint64_t none = 0;
-  watch(service_->epoll, listener_.get(), EPOLLIN, event_token(EventKind::kListener, none));
-  watch(service_->epoll, service_->wake.fd(), EPOLLIN, event_token(EventKind::kWake, none));
+  KVM_TRY(
+      watch(service_->epoll, listener_.get(), EPOLLIN, event_token(EventKind::kListener, none)));
+  KVM_TRY(
+      watch(service_->epoll, service_->wake.fd(), EPOLLIN, event_token(EventKind::kWake, none)));
   if (options_.signal_fd >= 0) {
-    watch(service_->epoll, options_.signal_fd, EPOLLIN, event_token(EventKind::kSignal, none));
+    KVM_TRY(
+        watch(service_->epoll, options_.signal_fd, EPOLLIN, event_token(EventKind::kSignal, none)));
   }
   if (options_.offer_eventfd) {
     Result<std::unique_ptr<UringNotifier>> notifier = UringNotifier::open();
     if (notifier.is_ok()) {
       service_->notifier = std::move(notifier).value();
-      watch(service_->epoll, service_->notifier->fd(), EPOLLIN,
-            event_token(EventKind::kNotifier, none));
+      KVM_TRY(watch(service_->epoll, service_->notifier->fd(), EPOLLIN,
+                    event_token(EventKind::kNotifier, none)));
     } else {
       spdlog::warn("completion eventfds are not offered ({}); clients that want them will poll",
                    notifier.status().message());
@@ -199,8 +219,9 @@ void Server::shut_down() {
   }
   listener_.reset();
   remove_socket();
-  const uint64_t deadline = now_ns() + options_.shutdown_timeout_ns;
-  while (service_->engine->n_in_flight() > 0 && now_ns() < deadline) {
+  const Clock& clock = *options_.clock;
+  const uint64_t deadline = add_saturating(clock.now_ns(), options_.shutdown_timeout_ns);
+  while (service_->engine->n_in_flight() > 0 && clock.now_ns() < deadline) {
     if (!turn()) {
       service_->engine->wait(1'000'000);
     }
@@ -238,10 +259,18 @@ bool Server::turn() {
   finish_arenas();
   finish_closing_queues();
   bury_doomed();
-  if (service_->snapshots.is_wanted()) {
-    service_->snapshots.publish(take_snapshot(*service_));
-  }
+  publish_snapshot();
   return active;
+}
+
+void Server::publish_snapshot() {
+  try {
+    if (service_->snapshots.is_wanted()) {
+      service_->snapshots.publish(take_snapshot(*service_));
+    }
+  } catch (const std::bad_alloc&) {
+    // Still wanted: the next turn tries again, until who asked has no patience left.
+  }
 }
 
 bool Server::serve_queues() {
@@ -293,7 +322,7 @@ uint32_t Server::serve_queue(Session* session, ServedQueue* queue, uint32_t n_ma
   std::array<ipc::RequestEntry, kEntriesAtOnce> entries;
   const Result<uint32_t> taken = queue->take(entries.data(), n_max);
   if (!taken.is_ok()) {
-    session->doom_for_violation(std::string(taken.status().message()));
+    session->doom_for_violation(taken.status().message());
     return 1;
   }
   if (taken.value() > 0) {
@@ -301,7 +330,13 @@ uint32_t Server::serve_queue(Session* session, ServedQueue* queue, uint32_t n_ma
   }
   for (uint32_t i = 0; i < taken.value() && !session->is_doomed(); ++i) {
     ipc::Request request;
-    const ipc::Reject reject = ipc::validate_request(entries[i], &session->regions, &request);
+    ipc::Reject reject = ipc::Reject::kNone;
+    try {
+      reject = ipc::validate_request(entries[i], &session->regions, &request);
+    } catch (const std::bad_alloc&) {
+      answer_no_memory(queue, request);
+      continue;
+    }
     if (reject != ipc::Reject::kNone) {
       ++service_->n_rejects[static_cast<size_t>(reject)];
       session->doom_for_violation(ipc::reject_text(reject));
@@ -387,7 +422,7 @@ void Server::finish_arenas() {
   if (!service_->has_finished.load(std::memory_order_acquire)) {
     return;
   }
-  std::vector<FinishedArena> finished;
+  FinishedArenas finished;
   {
     const std::lock_guard lock(service_->finished_mutex);
     finished.swap(service_->finished);
@@ -407,14 +442,13 @@ void Server::bury_doomed() {
     return;
   }
   publish();
-  std::vector<std::unique_ptr<Session>> doomed;
-  for (auto& session : sessions_) {
-    if (session->is_doomed()) {
-      doomed.push_back(std::move(session));
+  for (size_t i = 0; i < sessions_.size();) {
+    if (!sessions_[i]->is_doomed()) {
+      ++i;
+      continue;
     }
-  }
-  std::erase(sessions_, nullptr);
-  for (auto& session : doomed) {
+    std::unique_ptr<Session> session = std::move(sessions_[i]);
+    sessions_.erase(sessions_.begin() + static_cast<ptrdiff_t>(i));
     bury(std::move(session));
   }
 }
@@ -461,20 +495,30 @@ void Server::let_go(uint64_t session_id) {
   if (at == leaving_.end()) {
     return;
   }
-  std::shared_ptr<Session> session(std::move(*at));
+  std::unique_ptr<Session> session = std::move(*at);
   leaving_.erase(at);
   KVM_KILL_POINT("daemon/session_let_go");
   // Requests that were dropped still pin regions; the accounts of these belong to this thread.
   session->queues.clear();
-  // The job holds the last reference, so the session ends, and its memory is unmapped, over there.
   // When the daemon ends, results that clients were just told of stay readable for them.
-  service_->reaper.post([service = service_.get(), held = std::move(session), keep = draining_] {
-    const uint64_t size_bytes = held->regions.total_bytes();
+  const auto discard = [service = service_.get(), keep = draining_](Session* gone) {
+    const uint64_t size_bytes = gone->regions.total_bytes();
     if (!keep) {
-      held->regions.discard_contents();
+      gone->regions.discard_contents();
     }
     service->arena_bytes -= size_bytes;
-  });
+  };
+  std::function<void()> job;
+  try {
+    auto held = std::make_shared<std::unique_ptr<Session>>();
+    job = [discard, held] { discard(held->get()); };
+    // The job has the session, which ends, and whose memory is unmapped, over there.
+    *held = std::move(session);
+    held.reset();
+    service_->reaper.post(std::move(job));
+  } catch (const std::bad_alloc&) {
+    job ? job() : discard(session.get());  // here, and slower
+  }
 }
 
 // --- Events -------------------------------------------------------------------------------------
@@ -486,11 +530,20 @@ void Server::handle_events(int timeout_ms) {
   for (int i = 0; i < n; ++i) {
     handle_event(events[static_cast<size_t>(i)]);
   }
-  run_timers(now_ns());
+  run_timers();
   bury_doomed();
 }
 
+// Who connects, or writes, while there is no memory waits or goes; the others are served.
 void Server::handle_event(const epoll_event& event) {
+  try {
+    dispatch_event(event);
+  } catch (const std::bad_alloc&) {
+    // A message that could not be received is tried again, a connection in hand is closed.
+  }
+}
+
+void Server::dispatch_event(const epoll_event& event) {
   const auto kind = static_cast<EventKind>(event.data.u64 >> 56);
   switch (kind) {
     case EventKind::kListener:
@@ -525,10 +578,13 @@ void Server::handle_listener() {
     spdlog::error("accept: {}; tried again in {} ms", accepted.status().message(),
                   kListenerPauseNs / 1'000'000);
     watch_again(service_->epoll, listener_, 0, event_token(EventKind::kListener, 0));
-    listener_resume_ns_ = now_ns() + kListenerPauseNs;
+    listener_resume_ns_ = options_.clock->now_ns() + kListenerPauseNs;
     return;
   }
   std::optional<ipc::Fd>& socket = accepted.value();
+  // Places for it, all the way.
+  sessions_.reserve(sessions_.size() + 1);
+  leaving_.reserve(sessions_.size() + leaving_.size() + 1);
   if (!socket || sessions_.size() >= service_->limits.max_clients + kMaxUnwelcomed) {
     return;
   }
@@ -538,15 +594,20 @@ void Server::handle_listener() {
   }
   auto session = std::make_unique<Session>(service_.get(), ++last_session_id_, std::move(*socket),
                                            peer.value());
-  session->handshake_deadline_ns = now_ns() + kHandshakeTimeoutNs;
+  session->handshake_deadline_ns = options_.clock->now_ns() + kHandshakeTimeoutNs;
   KVM_KILL_POINT("daemon/accepted");
-  watch(service_->epoll, session->socket().get(), EPOLLIN | EPOLLRDHUP,
-        event_token(EventKind::kSocket, session->id()));
+  // One that could not be heard is closed.
+  const Status watched = watch(service_->epoll, session->socket().get(), EPOLLIN | EPOLLRDHUP,
+                               event_token(EventKind::kSocket, session->id()));
+  if (!watched.is_ok()) {
+    spdlog::error("a connection is closed: {}", watched.message());
+    return;
+  }
   // Without a pidfd (old kernel, other process namespace) the socket alone tells of the end.
   if (Result<ipc::Fd> pidfd = ipc::peer_pidfd(session->socket(), peer.value()); pidfd.is_ok()) {
     session->pidfd = std::move(pidfd).value();
-    watch(service_->epoll, session->pidfd.get(), EPOLLIN,
-          event_token(EventKind::kProcess, session->id()));
+    (void)watch(service_->epoll, session->pidfd.get(), EPOLLIN,
+                event_token(EventKind::kProcess, session->id()));
   }
   sessions_.push_back(std::move(session));
 }
@@ -557,12 +618,18 @@ void Server::handle_socket(Session* session, uint32_t events) {
   }
   // What was sent before a hang-up is still answered, into the void; the loop then sees the end.
   for (uint32_t i = 0; i < kMessagesPerEvent && !session->is_doomed(); ++i) {
+    // Until it comes to its end: a message that found no memory is still in the socket.
+    if (++session->n_receives_begun > kMaxReceives) {
+      session->doom("there is no memory for its messages");
+      return;
+    }
     const Result<std::optional<ipc::ReceivedMessage>> received =
         ipc::receive_message(session->socket(), 0);
+    session->n_receives_begun = 0;
     if (!received.is_ok()) {
-      const std::string reason(received.status().message());
-      received.status().code() == KVM_ERR_PROTOCOL ? session->doom_for_violation(reason)
-                                                   : session->doom(reason);
+      const Status status = received.status();
+      status.code() == KVM_ERR_PROTOCOL ? session->doom_for_violation(status.message())
+                                        : session->doom(status.message());
       return;
     }
     if (!received.value().has_value()) {
@@ -580,7 +647,8 @@ void Server::handle_socket(Session* session, uint32_t events) {
   }
 }
 
-void Server::run_timers(uint64_t now) {
+void Server::run_timers() {
+  const uint64_t now = options_.clock->now_ns();
   if (now >= next_watchdog_ns_) {
     next_watchdog_ns_ = now + options_.watchdog_period_ns;
     options_.on_watchdog();
@@ -623,6 +691,11 @@ uint64_t Server::spin_window_ns() const {
 bool Server::prepare_sleep() {
   service_->wake.prepare_sleep();
   flagged_.clear();
+  try {
+    flagged_.reserve(service_->n_queues);
+  } catch (const std::bad_alloc&) {
+    return false;
+  }
   for (const auto& session : sessions_) {
     if (session->private_bytes() > kMaxPrivateBytes) {
       continue;  // Nothing more is taken from it before a request of its own finishes.
@@ -666,7 +739,7 @@ void Server::sleep() {
     for (int i = 0; i < n; ++i) {
       handle_event(events[static_cast<size_t>(i)]);
     }
-    run_timers(now_ns());
+    run_timers();
     bury_doomed();
     return;
   }
@@ -680,11 +753,12 @@ int Server::sleep_timeout_ms() const {
       deadline = std::min(deadline, session->handshake_deadline_ns);
     }
   }
-  if (deadline == UINT64_MAX) {
+  const uint64_t patience_ns = options_.clock->patience_ns(deadline);
+  constexpr uint64_t kMostMs = 1'000'000'000;
+  if (patience_ns == UINT64_MAX) {
     return -1;
   }
-  const uint64_t now = now_ns();
-  return deadline <= now ? 0 : static_cast<int>((deadline - now) / 1'000'000 + 1);
+  return patience_ns == 0 ? 0 : static_cast<int>(std::min(patience_ns / 1'000'000 + 1, kMostMs));
 }
 
 }  // namespace kvm::daemon

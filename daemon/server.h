@@ -24,6 +24,7 @@
 #include <string>
 #include <vector>
 
+#include "base/clock.h"
 #include "base/status.h"
 #include "daemon/listen_address.h"
 #include "daemon/metrics_server.h"
@@ -49,6 +50,8 @@ struct ServerOptions {
   // on_watchdog is called from the dispatcher's turn at least so often; 0: never.
   uint64_t watchdog_period_ns = 0;
   std::function<void()> on_watchdog;
+  // Of the watchdog, handshakes, pauses and the shutdown. Outlives the server.
+  Clock* clock = system_clock();
 };
 
 class Server {
@@ -71,6 +74,7 @@ class Server {
 
  private:
   bool turn();
+  void publish_snapshot();
   bool serve_queues();
   bool serve_session(Session* session);
   uint32_t serve_queue(Session* session, ServedQueue* queue, uint32_t n_max);
@@ -87,9 +91,10 @@ class Server {
 
   void handle_events(int timeout_ms);
   void handle_event(const epoll_event& event);
+  void dispatch_event(const epoll_event& event);
   void handle_listener();
   void handle_socket(Session* session, uint32_t events);
-  void run_timers(uint64_t now);
+  void run_timers();
   Session* find_session(uint64_t id);
 
   uint64_t spin_window_ns() const;

@@ -11,6 +11,7 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -24,6 +25,7 @@
 #include "daemon/uring_notifier.h"
 #include "daemon/wake.h"
 #include "engine/engine.h"
+#include "ipc/control.h"
 #include "ipc/fd.h"
 #include "ipc/memory.h"
 #include "ipc/validate.h"
@@ -53,6 +55,8 @@ struct FinishedArena {
   uint64_t size_bytes = 0;
   Result<ipc::SharedMemory> memory;
 };
+// In a list, so that one that was asked for has its place before there is an arena to lose.
+using FinishedArenas = std::list<FinishedArena>;
 
 struct Service {
   engine::Engine* engine = nullptr;
@@ -84,12 +88,15 @@ struct Service {
   RequestStats requests;
   Snapshots snapshots{[this] { wake.wake(); }};
 
-  // Queues with completions to publish.
+  // Queues with completions to publish. Has room for all queues.
   std::vector<ServedQueue*> dirty;
+
+  // For short replies, which it has memory for: who has none is told so. daemon/reply.h uses it.
+  ipc::ControlWriter reply_writer;
 
   // SYNC: guarded by finished_mutex; has_finished is a hint that saves the lock.
   std::mutex finished_mutex;
-  std::vector<FinishedArena> finished;
+  FinishedArenas finished;
   std::atomic<bool> has_finished{false};
 
   // Last, so that their threads end before anything that they use goes.

@@ -5,17 +5,34 @@
 
 #include <algorithm>
 #include <array>
+#include <functional>
+#include <memory>
+#include <new>
 #include <utility>
 
 namespace kvm::daemon {
 
-// A mapping travels in a std::function, which wants copies.
+namespace {
+
+void discard(Service* service, ipc::Mapping* mapping) {
+  const uint64_t size_bytes = mapping->size_bytes();
+  mapping->discard_contents();
+  service->arena_bytes -= size_bytes;
+}
+
+}  // namespace
+
 void discard_on_reaper(Service* service, ipc::Mapping mapping) {
-  service->reaper.post([service, held = std::make_shared<ipc::Mapping>(std::move(mapping))] {
-    const uint64_t size_bytes = held->size_bytes();
-    held->discard_contents();
-    service->arena_bytes -= size_bytes;
-  });
+  std::function<void()> job;
+  try {
+    // A mapping travels in a std::function, which wants copies.
+    auto held = std::make_shared<ipc::Mapping>();
+    job = [service, held] { discard(service, held.get()); };
+    *held = std::move(mapping);
+    service->reaper.post(std::move(job));
+  } catch (const std::bad_alloc&) {
+    job ? job() : discard(service, &mapping);  // here, and slower
+  }
 }
 
 Session::Session(Service* service, uint64_t id, ipc::Fd socket, ipc::PeerCredentials peer)
@@ -39,7 +56,7 @@ void Session::send(std::span<const uint8_t> bytes, std::vector<ipc::Fd> fds) {
       return;
     }
     if (status.code() != KVM_ERR_AGAIN) {
-      doom(std::string(status.message()));
+      doom(status.message());
       return;
     }
     watch_socket(true);
@@ -48,7 +65,11 @@ void Session::send(std::span<const uint8_t> bytes, std::vector<ipc::Fd> fds) {
     doom("it does not read its replies");
     return;
   }
-  unsent_.push_back(Unsent{{bytes.begin(), bytes.end()}, std::move(fds)});
+  try {
+    unsent_.push_back(Unsent{{bytes.begin(), bytes.end()}, std::move(fds)});
+  } catch (const std::bad_alloc&) {
+    doom("there is no memory for a reply that it does not read");
+  }
 }
 
 void Session::flush() {
@@ -58,7 +79,7 @@ void Session::flush() {
       return;
     }
     if (!status.is_ok()) {
-      doom(std::string(status.message()));
+      doom(status.message());
       return;
     }
     unsent_.pop_front();
@@ -82,18 +103,20 @@ void Session::watch_socket(bool writable) {
   ::epoll_ctl(service_->epoll.get(), EPOLL_CTL_MOD, socket_.get(), &event);
 }
 
-void Session::doom(std::string reason) {
-  if (!doomed_) {
-    doomed_ = true;
-    doom_reason_ = std::move(reason);
+void Session::doom(std::string_view reason) {
+  if (doomed_) {
+    return;
   }
+  doomed_ = true;
+  const size_t n = std::min(reason.size(), doom_reason_.size() - 1);
+  std::copy_n(reason.begin(), n, doom_reason_.begin());
 }
 
-void Session::doom_for_violation(std::string reason) {
+void Session::doom_for_violation(std::string_view reason) {
   if (!doomed_) {
     violator_ = true;
     ++service_->n_protocol_errors;
-    doom(std::move(reason));
+    doom(reason);
   }
 }
 

@@ -9,11 +9,13 @@
 #ifndef KVM_DAEMON_SESSION_H_
 #define KVM_DAEMON_SESSION_H_
 
+#include <array>
 #include <cstdint>
 #include <deque>
 #include <memory>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "daemon/served_queue.h"
@@ -39,18 +41,20 @@ class Session {
   const ipc::Fd& socket() const { return socket_; }
   const ipc::PeerCredentials& peer() const { return peer_; }
 
-  // Sends a reply, now or when the client reads again. `fds` are taken over.
+  // Sends a reply, now or when the client reads again; dooms the session where neither can be done.
+  // `fds` are taken over.
   void send(std::span<const uint8_t> bytes, std::vector<ipc::Fd> fds = {});
   // Sends what waits. Call it when the socket becomes writable.
   void flush();
   bool has_unsent() const { return !unsent_.empty(); }
 
-  // Marks the session to be closed at the end of the turn. The first reason counts.
-  void doom(std::string reason);
+  // Marks the session to be closed at the end of the turn. The first reason counts, as far as
+  // there is room for it: want of memory may be one.
+  void doom(std::string_view reason);
   // The same, for a breach of the protocol: counted.
-  void doom_for_violation(std::string reason);
+  void doom_for_violation(std::string_view reason);
   bool is_doomed() const { return doomed_; }
-  const std::string& doom_reason() const { return doom_reason_; }
+  const char* doom_reason() const { return doom_reason_.data(); }
   bool is_violator() const { return violator_; }
 
   // Closes what tells the client that it is gone. Memory stays until destruction.
@@ -77,9 +81,10 @@ class Session {
   ipc::RegionTable regions;  // before queues: their requests pin regions
   std::vector<std::unique_ptr<ServedQueue>> queues;
   uint32_t last_queue_id = 0;
-  size_t next_queue = 0;      // of `queues`, which is served first
-  uint64_t copied_bytes = 0;  // of parameter arrays, of all its requests
-  std::string stats_text;     // what StatsText pages through
+  size_t next_queue = 0;          // of `queues`, which is served first
+  uint64_t copied_bytes = 0;      // of parameter arrays, of all its requests
+  std::string stats_text;         // what StatsText pages through
+  uint32_t n_receives_begun = 0;  // of its socket, since one has come to its end
 
  private:
   struct Unsent {
@@ -97,7 +102,7 @@ class Session {
   std::deque<Unsent> unsent_;
   bool doomed_ = false;
   bool violator_ = false;
-  std::string doom_reason_;
+  std::array<char, 256> doom_reason_{};
   uint64_t gap_ns_ = 0;  // 0: not known yet
   uint64_t last_answer_ns_ = 0;
 };
