@@ -7,6 +7,7 @@
 
 #include "base/assert.h"
 #include "daemon/control.h"
+#include "daemon/reply.h"
 #include "daemon/service.h"
 #include "daemon/session.h"
 #include "ipc/control.h"
@@ -27,6 +28,8 @@ class Surroundings {
     service_.limits.max_arena_bytes = 1 << 20;
     service_.limits.arena_quota_bytes = 1 << 20;
     service_.limits.arena_capacity_bytes = 1 << 20;
+    daemon::warm_up(&service_.reply_writer);
+    KVM_ASSERT(service_.reaper.start().is_ok() && service_.allocator.start().is_ok());
     service_.config_text = R"({"version":1,"file":null,"options":[]})";
     service_.close_client = [this](engine::ClientId client, const std::string& reason) {
       const bool is_it = session_ != nullptr && session_->client == client;
@@ -85,7 +88,7 @@ class Surroundings {
     std::promise<void> allocated;
     service_.allocator.post([&allocated] { allocated.set_value(); });
     allocated.get_future().wait();
-    std::vector<daemon::FinishedArena> finished;
+    daemon::FinishedArenas finished;
     {
       const std::lock_guard lock(service_.finished_mutex);
       finished.swap(service_.finished);
