@@ -9,12 +9,11 @@
 #ifndef KVM_CLIENT_ARENA_ALLOCATOR_H_
 #define KVM_CLIENT_ARENA_ALLOCATOR_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <map>
-#include <memory_resource>
 #include <mutex>
 #include <set>
-#include <unordered_map>
 #include <utility>
 
 namespace kvm::client {
@@ -26,26 +25,35 @@ class ArenaAllocator {
   ArenaAllocator& operator=(const ArenaAllocator&) = delete;
 
   // Offset of size_bytes bytes at a multiple of `alignment` (a power of two) and of 64, or kNone.
-  // May fail with std::bad_alloc, like free(); a piece may then be lost until the end.
+  // Throws std::bad_alloc: nothing has changed.
   static constexpr uint64_t kNone = UINT64_MAX;
   uint64_t allocate(uint64_t size_bytes, uint64_t alignment);
   // Gives a piece back; an offset that allocate did not return (or that was freed) is ignored.
-  void free(uint64_t offset);
+  void free(uint64_t offset) noexcept;
   bool is_empty() const;
 
  private:
-  void add_room(uint64_t offset, uint64_t size_bytes);
-  void remove_room(uint64_t offset, uint64_t size_bytes);
+  using Rooms = std::set<std::pair<uint64_t, uint64_t>>;  // size, offset
+  struct Span {
+    uint64_t size = 0;
+    // A piece's: what lists it once it is room, so that freeing needs no memory.
+    Rooms::node_type out;
+  };
+  using Spans = std::map<uint64_t, Span>;  // by offset
+
+  Spans::iterator add_span(uint64_t offset, uint64_t size_bytes);
+  void take(Spans::iterator span);
+  void set_size(Spans::iterator room, uint64_t size_bytes);
+  void merge(Spans::iterator room, Spans::iterator next);
 
   const uint64_t size_bytes_;
   mutable std::mutex mutex_;
   // Guarded by mutex_, as all below.
-  std::pmr::unsynchronized_pool_resource memory_;
-  // INVARIANT: rooms of both are the same (but for one that memory was refused for), none is empty
-  // and no two touch; with the pieces that are out they make up the arena.
-  std::pmr::map<uint64_t, uint64_t> by_offset_{&memory_};
-  std::pmr::set<std::pair<uint64_t, uint64_t>> by_size_{&memory_};  // size, offset
-  std::pmr::unordered_map<uint64_t, uint64_t> pieces_{&memory_};    // offset, size
+  // INVARIANT: the spans make up the arena; each is a piece that is out, or room, which rooms_
+  // lists. No two rooms touch.
+  Spans spans_;
+  Rooms rooms_;
+  size_t n_out_ = 0;
 };
 
 }  // namespace kvm::client
