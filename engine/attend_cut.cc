@@ -226,8 +226,10 @@ void AttendWork::add_tasks(uint64_t task_cost) {
     }
   }
   if (arrivals_size_ < n_arrivals) {
-    arrivals_size_ = n_arrivals + n_arrivals / 4;
-    arrivals_ = std::make_unique<std::atomic<uint32_t>[]>(arrivals_size_);
+    // The size last: there may be no memory.
+    const size_t size = n_arrivals + n_arrivals / 4;
+    arrivals_ = std::make_unique<std::atomic<uint32_t>[]>(size);
+    arrivals_size_ = size;
   }
   for (size_t i = 0; i < n_arrivals; ++i) {
     arrivals_[i].store(0, std::memory_order_relaxed);
