@@ -238,8 +238,8 @@ class IndexPin {
   IndexPin() = default;
   explicit IndexPin(LayerIndex* index) : index_(index) {
     if (index_ != nullptr) {
+      index_->bank.uses().touch(index_);  // may find no memory
       ++index_->n_pins;
-      index_->bank.uses().touch(index_);
     }
   }
   IndexPin(IndexPin&& other) noexcept : index_(std::exchange(other.index_, nullptr)) {}
