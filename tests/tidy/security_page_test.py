@@ -6,7 +6,7 @@ import pathlib
 import re
 import sys
 
-RULES = 13
+RULES = 14
 TEST = re.compile(r"^TEST(?:_F|_P)?\((\w+),\s*(\w+)\)", re.MULTILINE)
 
 
