@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <array>
 
+#include "tests/common/items.h"
+
 namespace kvm::testing {
 namespace {
 
@@ -26,16 +28,6 @@ kvm_space_params space_params() {
   params.n_q_heads = kHeads;
   params.head_dim_k = kDim;
   return params;
-}
-
-kvm_item item_of(kvm_seq_id seq, uint32_t n_append, uint32_t n_query) {
-  kvm_item item{};
-  item.seq = seq;
-  item.append_position = KVM_POSITION_END;
-  item.n_append = n_append;
-  item.n_query = n_query;
-  item.query_position = KVM_POSITION_END;
-  return item;
 }
 
 struct Tensors {

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "base/splitmix.h"
+#include "tests/common/items.h"
 
 namespace kvm::testing {
 namespace {
@@ -41,16 +42,6 @@ const Data& data() {
 
 kvm_tensor tensor(const float* values, size_t n) {
   return kvm_host_tensor(values, n * sizeof(float), KVM_DTYPE_F32);
-}
-
-kvm_item item_of(kvm_seq_id seq, uint32_t n_append, uint32_t n_query) {
-  kvm_item item{};
-  item.seq = seq;
-  item.append_position = KVM_POSITION_END;
-  item.n_append = n_append;
-  item.n_query = n_query;
-  item.query_position = KVM_POSITION_END;
-  return item;
 }
 
 kvm_step_params step_of(kvm_space_id space, const kvm_item* item) {

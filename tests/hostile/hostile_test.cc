@@ -28,6 +28,7 @@
 #include "engine/refusal.h"
 #include "ipc/doorbell.h"
 #include "ipc/shared_words.h"
+#include "tests/common/environment.h"
 #include "tests/hostile/another_user.h"
 #include "tests/hostile/messages.h"
 #include "tests/hostile/requests.h"
@@ -42,11 +43,6 @@ using engine::Refusal;
 using ipc::Reject;
 
 constexpr uint64_t kEnough = 100;  // times that each reason must be reached
-
-uint64_t number_from_environment(const char* name, uint64_t fallback) {
-  const char* text = std::getenv(name);
-  return text == nullptr ? fallback : std::strtoull(text, nullptr, 10);
-}
 
 std::unique_ptr<engine::Engine> open_engine() {
   engine::EngineOptions options;

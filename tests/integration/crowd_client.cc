@@ -8,6 +8,8 @@
 #include <cstring>
 #include <iterator>
 
+#include "tests/common/items.h"
+
 namespace kvm::testing {
 namespace {
 
@@ -81,16 +83,6 @@ float key_of(float token, uint32_t channel) {
   return static_cast<float>(number % 64) / 32 - 1;
 }
 
-kvm_item item_of(kvm_seq_id seq, uint32_t n_append, uint32_t n_query) {
-  kvm_item item{};
-  item.seq = seq;
-  item.append_position = KVM_POSITION_END;
-  item.query_position = KVM_POSITION_END;
-  item.n_append = n_append;
-  item.n_query = n_query;
-  return item;
-}
-
 Deed deed_of_mode(uint32_t mode) {
   constexpr Deed kDeeds[] = {Deed::kExact,   Deed::kExact,    Deed::kTopK,
                              Deed::kSampled, Deed::kVerified, Deed::kAuto};
@@ -161,17 +153,21 @@ void CrowdClient::open() {
   is_lost_ |= std::find(spaces_.begin(), spaces_.end(), 0) != spaces_.end();
 }
 
-void CrowdClient::close(bool client_first) {
-  if (client_first) {
-    kvm_client_close(client_);
-    client_ = nullptr;
-  }
+void CrowdClient::drop_connection() {
   kvm_queue_destroy(async_);
   kvm_queue_destroy(queue_);
   kvm_arena_destroy(arena_);
   async_ = queue_ = nullptr;
   arena_ = nullptr;
   seqs_.clear();
+}
+
+void CrowdClient::close(bool client_first) {
+  if (client_first) {
+    kvm_client_close(client_);
+    client_ = nullptr;
+  }
+  drop_connection();
   if (!client_first) {
     kvm_client_close(client_);
     client_ = nullptr;
@@ -185,12 +181,7 @@ void CrowdClient::reopen() {
   if (one_in(2) || kvm_client_ping(client_, nullptr) != KVM_ERR_DISCONNECTED) {
     close(false);
   } else {
-    kvm_queue_destroy(async_);
-    kvm_queue_destroy(queue_);
-    kvm_arena_destroy(arena_);
-    async_ = queue_ = nullptr;
-    arena_ = nullptr;
-    seqs_.clear();
+    drop_connection();
     if (kvm_client_reconnect(client_) != KVM_OK) {
       return fail("kvm_client_reconnect");
     }

@@ -101,6 +101,8 @@ class CrowdClient {
   };
 
   void open();
+  // Queues, arena and what is known of sequences; the client stays.
+  void drop_connection();
   void close(bool client_first);
   void reopen();
   void make_blocks();

@@ -19,6 +19,7 @@
 
 #include "base/clock.h"
 #include "engine/engine.h"
+#include "tests/common/environment.h"
 #include "tests/integration/crowd_client.h"
 #include "tests/unit/daemon/raw_client.h"
 
@@ -29,11 +30,6 @@ constexpr uint32_t kClients = 8;
 constexpr uint64_t kNsPerSecond = 1'000'000'000;
 // Within which every deed must have been done, however slow the machine and the sanitizer.
 constexpr uint64_t kPatienceSeconds = 200;
-
-uint64_t number_from_environment(const char* name, uint64_t fallback) {
-  const char* text = std::getenv(name);
-  return text == nullptr ? fallback : std::strtoull(text, nullptr, 10);
-}
 
 std::unique_ptr<engine::Engine> open_engine() {
   engine::EngineOptions options;
