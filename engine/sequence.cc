@@ -88,8 +88,7 @@ uint64_t longest_layer(const Sequence* seq) {
 }
 
 uint64_t layer_length(const Sequence* seq, uint32_t layer) {
-  const std::span<const PageList> lists =
-      seq->layer_lists(seq->space().layers[layer].storage_layer);
+  const std::span<const PageList> lists = seq->stored_lists(layer);
   return lists.empty() ? 0 : lists[0].length();
 }
 
@@ -107,8 +106,7 @@ Status check_layer(const Sequence* seq, uint32_t layer) {
 
 Status check_visible(const Sequence* seq, uint32_t layer, uint64_t first_query_position) {
   KVM_TRY(check_layer(seq, layer));
-  const std::span<const PageList> lists =
-      seq->layer_lists(seq->space().layers[layer].storage_layer);
+  const std::span<const PageList> lists = seq->stored_lists(layer);
   for (uint32_t i = 0; i < lists.size(); ++i) {
     if (misses_visible(seq->space(), layer, i, lists[i], first_query_position, lists[i].length())) {
       return Status(
@@ -122,8 +120,7 @@ Status check_visible(const Sequence* seq, uint32_t layer, uint64_t first_query_p
 
 Status check_read(const Sequence* seq, uint32_t layer, uint64_t position, uint64_t n_tokens) {
   KVM_TRY(check_layer(seq, layer));
-  const std::span<const PageList> lists =
-      seq->layer_lists(seq->space().layers[layer].storage_layer);
+  const std::span<const PageList> lists = seq->stored_lists(layer);
   const uint64_t present = lists[0].length();
   if (position > present || n_tokens > present - position) {
     return Status(KVM_ERR_INVALID,
@@ -147,7 +144,7 @@ Status check_cut(const Sequence* seq, uint64_t n_tokens) {
     if (space.layers[layer].kind == KVM_LAYER_ABSENT) {
       continue;
     }
-    const std::span<const PageList> lists = seq->layer_lists(space.layers[layer].storage_layer);
+    const std::span<const PageList> lists = seq->stored_lists(layer);
     for (uint32_t i = 0; i < lists.size(); ++i) {
       if (n_tokens < lists[i].length() &&
           misses_visible(space, layer, i, lists[i], n_tokens, n_tokens)) {

@@ -80,6 +80,10 @@ struct Sequence {
     const Layer& own = space().layers[layer];
     return {lists.data() + own.first_list, own.classes.size()};
   }
+  // The lists that hold the tokens of a layer: those of its storage layer, none where it is ABSENT.
+  std::span<const PageList> stored_lists(uint32_t layer) const {
+    return layer_lists(space().layers[layer].storage_layer);
+  }
 };
 
 inline void note(Sequence* seq, policies::Event event) {

@@ -455,8 +455,7 @@ void StoreImpl::remove_seq(Sequence* seq) {
 }
 
 uint64_t StoreImpl::reserved_length(const Sequence* seq, uint32_t layer) const {
-  const std::span<const PageList> lists =
-      seq->layer_lists(seq->space().layers[layer].storage_layer);
+  const std::span<const PageList> lists = seq->stored_lists(layer);
   return lists.empty() ? 0 : lists[0].reserved_length();
 }
 

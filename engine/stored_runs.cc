@@ -36,8 +36,7 @@ KvRun run_of(const tiers::HostPool& pool, const PageEntry& entry) {
 
 void collect_runs(const Ledger& ledger, const Sequence* seq, uint32_t layer, uint32_t class_index,
                   std::vector<KvRun>* runs, bool is_packed) {
-  const std::span<const PageList> lists =
-      seq->layer_lists(seq->space().layers[layer].storage_layer);
+  const std::span<const PageList> lists = seq->stored_lists(layer);
   if (lists.empty()) {
     return;
   }
@@ -75,8 +74,7 @@ void collect_between(const Ledger& ledger, const Sequence* seq, uint32_t layer,
 void pin_pages(Ledger* ledger, const Sequence* seq, uint32_t layer, uint32_t class_index,
                PagePins* pins) {
   pins->client = seq->account->client;
-  const std::span<const PageList> lists =
-      seq->layer_lists(seq->space().layers[layer].storage_layer);
+  const std::span<const PageList> lists = seq->stored_lists(layer);
   if (lists.empty()) {
     return;
   }
