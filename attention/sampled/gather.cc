@@ -35,11 +35,12 @@ const float* load_scales(const uint16_t* const* at, float* scales) {
 // Two batches ahead, rows are asked for into the first level where that is large, else into the
 // second: the kernel asks again when they are near. docs/kernels.md has the figures.
 void ask_for(const uint8_t* row, uint32_t bytes, bool is_large) {
-  for (uint32_t at = 0; at < bytes && is_large; at += kLineBytes) {
-    __builtin_prefetch(row + at);
-  }
-  for (uint32_t at = 0; at < bytes && !is_large; at += kLineBytes) {
-    __builtin_prefetch(row + at, 0, 2);
+  for (uint32_t at = 0; at < bytes; at += kLineBytes) {
+    if (is_large) {
+      __builtin_prefetch(row + at);
+    } else {
+      __builtin_prefetch(row + at, 0, 2);
+    }
   }
 }
 
