@@ -23,6 +23,10 @@ double dot(std::span<const double> a, std::span<const double> b) {
   return sum;
 }
 
+// How much more mass than was read the sketch is believed to see: e^20, where what it says of a
+// single key is cut off as well (gather_kernel.h).
+constexpr double kMostControl = 4.85e8;
+
 double root(double x) { return std::sqrt(std::max(x, 0.0)); }
 
 // What came of sums that overflowed is no small number.
@@ -89,7 +93,8 @@ RowEstimate estimate_row(const RowTotals& t, const Kappas& kappas, std::span<dou
   }
   const double a = t.open / std::max(t.hat, 1e-300);
   const double controlled = e.mass + a * (t.open_mass - t.hat);
-  if (std::isfinite(controlled) && controlled > 0) {
+  const bool is_believed = controlled <= kMostControl * e.mass;  // neither infinite nor no number
+  if (is_believed && controlled > 0) {
     e.lse_mass = controlled;
   }
   const double mean = t.residual / t.open;
@@ -110,6 +115,10 @@ RowEstimate estimate_row(const RowTotals& t, const Kappas& kappas, std::span<dou
   e.bar = std::max(e.bar, kappas.o * growth * std::max(known(e.sigma_o), known(model)));
   e.bar_lse =
       std::max(e.bar_lse, kappas.lse * growth * std::max(known(e.sigma_lse), known(model_lse)));
+  if (!is_believed) {
+    // Sketch and sample have nothing to do with each other, and neither says how far off it is.
+    e.bar = e.bar_lse = INFINITY;
+  }
   return e;
 }
 

@@ -7,7 +7,8 @@
 //   D  = D_F + sum_S w/p             N = N_F + sum_S (w/p) v             o = N / D
 //   a  = sum_S w/p / sum_S h/p       over open keys: the calibration of the sketch
 //   lse = ln(D + a (sum h - sum_S h/p))  over open keys: the scalar control of the denominator,
-//                                    for the scan knows h of every key
+//                                    for the scan knows h of every key; ln D, and infinite bars,
+//                                    where that is more than e^20 D
 //   sigma_o^2   = sum_S (1 - p)/p^2 w^2 |v - o|^2 / D^2        Poisson sampling, linearised ratio
 //   sigma_lse^2 = sum_S (1 - p)/p^2 (w - a h)^2 / D^2
 //   noise^2     = variance of e over open keys of S, each counted w/p

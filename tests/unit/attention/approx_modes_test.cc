@@ -437,6 +437,15 @@ TEST(Odd, BarsOfSumsThatAreNoNumbers) {
                    .n_sample = vector,
                    .chance_v = vector};
   EXPECT_TRUE(std::isfinite(estimate_row(totals, kappas, o).bar));
+  // A sketch that is above all that was read by more than a float can hold.
+  for (const double mass : {1e60, 1e10, double{INFINITY}, double{NAN}}) {
+    totals.open_mass = mass;
+    const RowEstimate e = estimate_row(totals, kappas, o);
+    EXPECT_EQ(e.lse_mass, e.mass) << mass;
+    EXPECT_EQ(e.bar, INFINITY) << mass;
+    EXPECT_EQ(e.bar_lse, INFINITY) << mass;
+  }
+  totals.open_mass = 1;
   totals.spread = NAN;
   EXPECT_EQ(estimate_row(totals, kappas, o).bar, INFINITY);
   EXPECT_EQ(estimate_row(totals, kappas, o).bar_lse, INFINITY);
