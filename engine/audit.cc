@@ -381,7 +381,10 @@ bool Auditor::compute(Slot* slot) {
     }
     // o of nothing but zeros: an error at all is a whole one.
     job.true_error[r] = norm > 0 ? std::sqrt(difference / norm) : (difference > 0 ? kMostError : 0);
-    job.true_error[r] = std::isnan(difference) ? std::nan("") : job.true_error[r];
+    if (std::isnan(difference)) {
+      // Where the true answer is a number, one that is none is as wrong as any.
+      job.true_error[r] = std::isfinite(norm) ? kMostError : std::nan("");
+    }
   }
   return true;
 }

@@ -279,6 +279,28 @@ TEST(Audit, WrongEstimatesShow) {
   EXPECT_NEAR(mode.allowed_over, 0.5, 1e-6);
 }
 
+TEST(Audit, AnAnswerThatIsNoNumberIsWrong) {
+  // The second time the true answer is none either, and says nothing.
+  for (const bool is_known : {true, false}) {
+    Handmade made(1);
+    made.o[0] = NAN;
+    if (!is_known) {
+      made.v[0] = NAN;
+    }
+    made.report.err_o[0] = made.report.err_o[1] = 0.5f;
+    Auditor auditor(1);
+    ASSERT_TRUE(auditor.is_due());
+    made.offer(&auditor);
+    while (n_answers(auditor.stats()) == 0) {
+      std::this_thread::yield();
+      auditor.collect(*made.store);
+    }
+    const AuditedMode& mode = auditor.stats().modes[static_cast<size_t>(AuditedAs::kVerified)];
+    EXPECT_EQ(mode.n_over, is_known ? 2u : 0u);
+    EXPECT_NEAR(mode.true_error.sum, is_known ? 11.0 : 0.0, 1e-5);
+  }
+}
+
 TEST(Audit, AFullQueueSkipsAndGivesUp) {
   // A quarter of a million keys: each takes long enough for what follows.
   Handmade made(4096);
