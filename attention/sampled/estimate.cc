@@ -23,6 +23,7 @@ double dot(std::span<const double> a, std::span<const double> b) {
   return sum;
 }
 
+constexpr double kMostOwn = 0.99;  // of D, that a key's share is believed to be
 // How much more mass than was read the sketch is believed to see: e^20, where what it says of a
 // single key is cut off as well (gather_kernel.h).
 constexpr double kMostControl = 4.85e8;
@@ -101,13 +102,16 @@ RowEstimate estimate_row(const RowTotals& t, const Kappas& kappas, std::span<dou
   const double variance = std::max(t.residual2 / t.open - mean * mean, 0.0);
   e.noise = root(variance);
   const double v2 = t.chance_norm2 - 2 * dot(o, t.chance_v) + o2 * t.chance;
-  e.sigma_o = root(v2) / e.mass;
+  // Of a key's own share of D: o has moved towards its value by that much.
+  const double own = std::min(t.chance / std::max(t.open * e.mass, 1e-300), kMostOwn);
+  const double alone = 1.0 / (1.0 - own);
+  e.sigma_o = alone * root(v2) / e.mass;
   const double lse2 = t.chance - 2 * a * t.chance_hat + a * a * t.chance_hat2;
   e.sigma_lse = root(lse2) / e.lse_mass;
   const double sample = t.closed + t.open;
   const double r2 = t.norm2 / sample - 2 * dot(o, t.n_sample) / sample + o2;
   const double noisy = std::exp(std::min(variance, 50.0));
-  const double model = a * root(noisy * t.spread * r2) / e.mass;
+  const double model = alone * a * root(noisy * t.spread * r2) / e.mass;
   const double model_lse = a * root((noisy - 1) * t.spread) / e.lse_mass;
   e.draws = std::min(t.n_open, t.open * t.open / std::max(t.chance, 1e-300));
   const double growth = few_draws(e.draws, kappas.gaussian) *

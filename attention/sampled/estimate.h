@@ -9,10 +9,14 @@
 //   lse = ln(D + a (sum h - sum_S h/p))  over open keys: the scalar control of the denominator,
 //                                    for the scan knows h of every key; ln D, and infinite bars,
 //                                    where that is more than e^20 D
-//   sigma_o^2   = sum_S (1 - p)/p^2 w^2 |v - o|^2 / D^2        Poisson sampling, linearised ratio
+//   sigma_o^2   = sum_S (1 - p)/p^2 w^2 |v - o|^2 / D^2 / (1 - own)^2
+//                                    Poisson sampling, linearised ratio
+//   own = sum_S (1 - p)/p^2 w^2 / (D sum_S w/p) over open keys, at most 0.99: a drawn key's mean
+//         share of D, by which o has moved towards its value
 //   sigma_lse^2 = sum_S (1 - p)/p^2 (w - a h)^2 / D^2
 //   noise^2     = variance of e over open keys of S, each counted w/p
-//   model_o^2   = a^2 e^(noise^2) sum h^2 (1 - p)/p R^2 / D^2,  R^2 = mean of |v - o|^2 over S
+//   model_o^2   = a^2 e^(noise^2) sum h^2 (1 - p)/p R^2 / D^2 / (1 - own)^2,  R^2 = mean of
+//             |v - o|^2 over S
 //   draws = (sum_S w/p)^2 / sum_S (1 - p)/p^2 w^2 over open keys, at most their number: how many
 //           equal ones say as much
 //   bar = max(kappa max(sigma_o, model_o), 2e-3 |o|),

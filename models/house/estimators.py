@@ -25,6 +25,7 @@ KAPPA = 1.45            # how many standard deviations make the bar, for a risk 
 GAUSSIAN = 2.575829     # the two-sided normal quantile of that risk
 NOISE_ALLOWANCE = 0.36  # variance of the sketch, nats^2, from which on kappa grows
 BAR_FLOOR = 2e-3        # relative; below it arithmetic in bf16 is the error, not sampling
+MOST_OWN = 0.99         # of D, that a key's share is believed to be
 
 
 @dataclasses.dataclass
@@ -325,7 +326,8 @@ def sampled_head(problem, head, scores, p, drawn, control, blocks):
     sigma_lse = np.sqrt(chance @ (w - predicted)**2) / d_lse
     noise = sample_noise(w, p_drawn, logits[ids] - scores[ids], open_drawn)
     bar = error_bar(sigma_o, noise, calibration, w_hat_all, p, w / p_drawn, v, o, d_hat,
-                    effective_draws((w / p_drawn)[open_drawn], p_drawn[open_drawn]))
+                    effective_draws((w / p_drawn)[open_drawn], p_drawn[open_drawn]),
+                    own_share((w / p_drawn)[open_drawn], p_drawn[open_drawn], d_hat))
     return o, top + np.log(d_lse), sigma_o, sigma_lse, bar, noise
 
 
@@ -343,6 +345,11 @@ def effective_draws(weights, p):
     return min(weights.sum()**2 / max((1.0 - p) @ weights**2, 1e-300), len(weights))
 
 
+def own_share(weights, p, d_hat):
+    """A drawn key's own share of D, the mean over keys, each counted w/p: at most MOST_OWN."""
+    return min((1.0 - p) @ weights**2 / max(weights.sum() * d_hat, 1e-300), MOST_OWN)
+
+
 def few_draws(draws):
     """By how much the bar of so few draws is wider: Student's quantile over the normal one.
 
@@ -354,14 +361,15 @@ def few_draws(draws):
     return max(t / GAUSSIAN, 1.0)
 
 
-def error_bar(sigma_o, noise, calibration, w_hat_all, p, weights, v, o, d_hat, draws):
+def error_bar(sigma_o, noise, calibration, w_hat_all, p, weights, v, o, d_hat, draws, own=0.0):
     """kappa times the larger of the plug-in sigma and one from a model of the sketch's noise.
 
     A key that the sketch puts far too low shows in the plug-in variance only when it is drawn. With
     ln(w / (a w_hat)) normal of variance `noise`^2 and mean -noise^2/2, E w^2 = a^2 w_hat^2
     e^(noise^2), so V = a^2 e^(noise^2) sum w_hat^2 (1-p)/p R^2 / D^2, R^2 the mean of |v - o|^2;
     and kappa grows with the noise beyond NOISE_ALLOWANCE. Both were found by simulation. It grows
-    too where few draws (`draws`, effective_draws of the open keys) say what the variance is.
+    too where few draws (`draws`, effective_draws of the open keys) say what the variance is. Both
+    sigmas see |v - o| too short by the share `own` (own_share) by which o follows v.
     """
     if not (p < 1.0).any():
         return BAR_FLOOR * np.linalg.norm(o)
@@ -369,4 +377,4 @@ def error_bar(sigma_o, noise, calibration, w_hat_all, p, weights, v, o, d_hat, d
     r_square = weights @ ((v - o)**2).sum(axis=1) / max(weights.sum(), 1e-300)
     model = calibration * np.sqrt(np.exp(noise**2) * spread * r_square) / d_hat
     kappa = KAPPA * few_draws(draws) * max(1.0, np.exp((noise**2 - NOISE_ALLOWANCE) / 2))
-    return max(kappa * max(sigma_o, model), BAR_FLOOR * np.linalg.norm(o))
+    return max(kappa * max(sigma_o, model) / (1.0 - own), BAR_FLOOR * np.linalg.norm(o))

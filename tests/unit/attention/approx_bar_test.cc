@@ -43,6 +43,21 @@ TEST(Sampled, TheBarCoversTheError) {
   EXPECT_LT(ratio / trials, 0.95);
 }
 
+// Of few keys one may be most of the answer, and o all but its value.
+TEST(Sampled, TheBarOfASingleKeyIsNotSmall) {
+  int misses = 0;
+  for (uint64_t seed = 0; seed < 100; ++seed) {
+    Head head({.n_tokens = 4096, .group = 1, .dim_v = 64, .sharpness = 0.3}, seed + 700);
+    head.input.params.budget = 1;
+    head.input.params.n_recent = 1;
+    head.build();
+    head.run();
+    const auto bar = static_cast<double>(head.report.err_o[0]);
+    misses += head.error_o(0) > 2 * bar ? 1 : 0;
+  }
+  EXPECT_LE(misses, 2);
+}
+
 TEST(Sampled, KappaFollowsDelta) {
   EXPECT_DOUBLE_EQ(kappa_of(0.5), 1.1);
   EXPECT_NEAR(kappa_of(0.1), 1.1, 1e-12);

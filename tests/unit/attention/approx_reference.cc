@@ -150,7 +150,8 @@ Want reference_of(const Head& head, uint32_t row) {
     tail -= 2e-3 * norm * std::pow(1 + (t + 5e-4) * (t + 5e-4) / n, -(n + 1) / 2);
   }
   const double kappa = 1.45 * t / 2.575829 * std::max(1.0, std::exp((v - 0.36) / 2));
-  want.bar = std::max(kappa * std::max(want.sigma_o, model), 2e-3 * std::sqrt(o2));
+  const double alone = 1 / (1 - std::min(square / (open * d_hat), 0.99));
+  want.bar = std::max(kappa * alone * std::max(want.sigma_o, model), 2e-3 * std::sqrt(o2));
   return want;
 }
 
