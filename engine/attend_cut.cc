@@ -13,8 +13,10 @@ namespace {
 
 // Below this a task costs more to hand over than it gains.
 constexpr uint64_t kMinTaskCost = 256 << 10;
-// Some 0.1 ms: other clients' tasks, and the dispatcher's next look at them, wait as long.
+// Some 0.1 ms, and a quarter of that where there are other clients: their tasks, and the
+// dispatcher's next look at what they ask, wait as long.
 constexpr uint64_t kMaxTaskCost = 2 << 20;
+constexpr uint64_t kMaxSharedTaskCost = 512 << 10;
 // Tasks per thread: a straggler costs at most one of them, but each begins with lines that nobody
 // has prefetched. 32 took 5 % longer on two threads.
 constexpr uint64_t kTasksPerThread = 16;
@@ -41,7 +43,7 @@ size_t AttendWork::approx_bytes() const {
   return approx_.size() * sizeof(ApproxHead) + indexes_.size() * sizeof(IndexPart) +
          sketches_.size() * sizeof(attention::SketchedRun) +
          hashes_.size() * sizeof(attention::HashedRun) +
-         std::min<uint64_t>(n_threads_, n_shards_) * scratch_bytes_;
+         std::min<uint64_t>(crew_.n_threads, n_shards_) * scratch_bytes_;
 }
 
 Status AttendWork::check_size(size_t size_bytes) const {
@@ -58,8 +60,8 @@ Status AttendWork::plan_tasks() {
   for (ApproxHead& head : approx_) {
     head.input.problem = &head.problem;
   }
-  const uint64_t wanted_cost =
-      std::clamp(cost_ / (kTasksPerThread * n_threads_), kMinTaskCost, kMaxTaskCost);
+  const uint64_t wanted_cost = std::clamp(cost_ / (kTasksPerThread * crew_.n_threads), kMinTaskCost,
+                                          crew_.is_shared ? kMaxSharedTaskCost : kMaxTaskCost);
   add_units(wanted_cost);
   const uint64_t task_cost = choose_task_cost(wanted_cost);
   const size_t shared_bytes = lay_out(task_cost);
@@ -272,7 +274,7 @@ uint32_t AttendWork::plan_sums() {
   for (const Head& head : heads_) {
     cost += head.sums_later ? head.cost : 0;
   }
-  const uint64_t task_cost = std::max(kMinTaskCost, cost / (kTasksPerThread * n_threads_));
+  const uint64_t task_cost = std::max(kMinTaskCost, cost / (kTasksPerThread * crew_.n_threads));
   for (uint32_t i = 0; i < heads_.size(); ++i) {
     if (!heads_[i].sums_later) {
       continue;

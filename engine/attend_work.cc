@@ -54,12 +54,12 @@ void AttendWork::clear() {
 
 Status AttendWork::plan(const Store& store, const StepRequest& request,
                         std::span<Sequence* const> seqs, const StepTensors& tensors,
-                        const Costs& costs, uint32_t n_threads) {
+                        const Costs& costs, const TaskCrew& crew) {
   request_ = &request;
   tensors_ = &tensors;
   costs_ = &costs;
   seqs_ = seqs;
-  n_threads_ = n_threads;
+  crew_ = crew;
   return plan_more(store);
 }
 

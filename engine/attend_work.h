@@ -42,6 +42,13 @@ namespace kvm::engine {
 
 // Threads: prepare() and evaluate() on any thread, each task once and every prepare() before the
 // first evaluate(); the rest on the driver. Where has_approx(), prepare() reads stored tokens.
+// Who runs a request's tasks.
+struct TaskCrew {
+  uint32_t n_threads = 1;
+  // Whether other clients may ask meanwhile: tasks are shorter then.
+  bool is_shared = false;
+};
+
 class AttendWork {
  public:
   // Forgets the last request.
@@ -54,7 +61,7 @@ class AttendWork {
   // problems at once), NO_MEMORY.
   // `costs` is asked with KVM_MODE_AUTO only.
   Status plan(const Store& store, const StepRequest& request, std::span<Sequence* const> seqs,
-              const StepTensors& tensors, const Costs& costs, uint32_t n_threads);
+              const StepTensors& tensors, const Costs& costs, const TaskCrew& crew);
 
   // LIMIT: a call of plan() or plan_more() looks at about kPlanPages pages, those of each head that
   // is approximated counted: some 0.1 ms, and 0.7 ms more where one head has 4M tokens. The other
@@ -222,7 +229,7 @@ class AttendWork {
   const StepRequest* request_ = nullptr;
   std::span<Sequence* const> seqs_;
   const StepTensors* tensors_ = nullptr;
-  uint32_t n_threads_ = 1;
+  TaskCrew crew_;
   // How far the planning is.
   uint32_t next_item_ = 0;
   uint32_t next_view_ = 0;

@@ -811,8 +811,9 @@ Status EngineImpl::begin(Request* request, JobPlan* plan, bool* is_small) {
                                             "began",
                                             step->deadline_ns)};
     }
+    const TaskCrew crew{.n_threads = options_.n_threads, .is_shared = clients_.size() > 1};
     KVM_TRY(request->step.begin(*store_, request->client, *step,
-                                std::get<StepTensors>(request->tensors), costs_, options_.n_threads,
+                                std::get<StepTensors>(request->tensors), costs_, crew,
                                 workspaces_[0]));
     *plan = request->step.plan();
     *is_small = request->step.is_small();

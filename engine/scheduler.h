@@ -65,7 +65,7 @@ class Scheduler {
  public:
   static constexpr uint32_t kMaxJobs = 64;
   static constexpr uint32_t kMaxLanes = 64;
-  static constexpr uint64_t kYieldNs = 200'000;
+  static constexpr uint64_t kYieldNs = 20'000;
   static constexpr uint64_t kLaneCredit = uint64_t{16} << 20;
 
   // REQUIRES: n_threads >= 1.

@@ -19,7 +19,7 @@ constexpr uint64_t kCostPerWake = 512 << 10;
 }  // namespace
 
 Status Step::begin(Store& store, ClientId client, const StepRequest& request,
-                   const StepTensors& tensors, const Costs& costs, uint32_t n_threads,
+                   const StepTensors& tensors, const Costs& costs, const TaskCrew& crew,
                    ThreadWorkspace& workspace) {
   append_.clear();
   attend_.clear();
@@ -45,14 +45,14 @@ Status Step::begin(Store& store, ClientId client, const StepRequest& request,
         pins_.push_back(store.pin_index(seqs_[i], request.layer_begin));
       }
     }
-    Status status = attend_.plan(store, request, seqs_, tensors, costs, n_threads);
+    Status status = attend_.plan(store, request, seqs_, tensors, costs, crew);
     if (!status.is_ok()) {
       abandon(store);
       return status;
     }
   }
   if (!is_planning()) {
-    make_plan(n_threads, workspace);
+    make_plan(crew.n_threads, workspace);
   }
   return Status::ok();
 }

@@ -33,7 +33,7 @@ class Step {
   // `workspace` is that of the driver; `costs` are asked with KVM_MODE_AUTO.
   // Fails: as kvm_step; nothing has changed then. The sequences were found by `client`.
   Status begin(Store& store, ClientId client, const StepRequest& request,
-               const StepTensors& tensors, const Costs& costs, uint32_t n_threads,
+               const StepTensors& tensors, const Costs& costs, const TaskCrew& crew,
                ThreadWorkspace& workspace);
   // begin() has not planned everything: plan_more() does, some of it with each call, before
   // anything else. It fails as begin() does.

@@ -492,8 +492,9 @@ TEST(Step, TheSameBitsForAnyThreadsAndAnyCuts) {
 }
 
 // The outputs of some requests to a space with random features, whose tokens were appended in
-// pieces that `cut_seed` chooses.
-std::vector<std::byte> run_random_space(uint64_t seed, uint64_t cut_seed, uint32_t n_threads) {
+// pieces that `cut_seed` chooses. With other clients, tasks are shorter.
+std::vector<std::byte> run_random_space(uint64_t seed, uint64_t cut_seed, uint32_t n_threads,
+                                        bool has_company = false) {
   std::mt19937_64 random(seed);
   const auto pick = [&random](uint32_t low, uint32_t high) {
     return std::uniform_int_distribution<uint32_t>(low, high)(random);
@@ -523,6 +524,9 @@ std::vector<std::byte> run_random_space(uint64_t seed, uint64_t cut_seed, uint32
     spec.sink_logits.assign(n_heads * group, 0.5f);
   }
   Rig rig(n_threads);
+  if (has_company) {
+    (void)rig.engine->add_client({});
+  }
   const kvm_space_id space = rig.space(spec);
   const kvm_seq_id seq = rig.create(space, KVM_SEQ_MANUAL_COMMIT);
   const uint32_t n_tokens = kSlow ? pick(1000, 2500) : pick(1000, 12000);
@@ -573,6 +577,7 @@ TEST(Step, RandomSpacesGiveTheSameBitsOnAnyThreads) {
     const std::vector<std::byte> expected = run_random_space(seed, 1, 1);
     EXPECT_TRUE(run_random_space(seed, 2, 2) == expected);
     EXPECT_TRUE(run_random_space(seed, 3, 4) == expected);
+    EXPECT_TRUE(run_random_space(seed, 3, 4, true) == expected);
   }
 }
 
