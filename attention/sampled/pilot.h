@@ -6,7 +6,7 @@
 //   sum min(1, c size_i) = m     over all keys, the pilot standing for them; size = e^s_hat |v|.
 // Without one, some 64 keys of the pilot are read for each row. They and the nearest of F estimate
 // o, D and the variance V of the whole sample for any c, and every row's c is taken such that its
-// bar is eps; a sample that may grow begins smaller. Where so many keys would have to be read that
+// bar is eps; a sample that may grow begins larger. Where so many keys would have to be read that
 // exact is cheaper, or where thresholds are beyond what fp32 resolves, the problem is marked to be
 // answered exactly.
 #ifndef KVM_ATTENTION_SAMPLED_PILOT_H_

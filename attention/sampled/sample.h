@@ -13,7 +13,7 @@
 namespace kvm::attention {
 
 // How far a sample that may grow is scanned for at once, and in another scan.
-inline constexpr float kReach = 4.0f;
+inline constexpr float kReach = 2.0f;
 inline constexpr float kReachAgain = 1.5f;
 
 struct SampleHead {
