@@ -120,7 +120,7 @@ Status check_mode(const StepRequest& request) {
   }
   if (request.mode == KVM_MODE_TOPK && request.budget == 0) {
     return refuse(Refusal::kTopkBudget,
-                  "budget is 0 with mode TOPK; it must say how many keys to read");
+                  "budget is 0 with mode TOPK; it must say of how many keys an answer is made");
   }
   if (request.mode == KVM_MODE_VERIFIED && request.budget != 0) {
     return refuse(Refusal::kVerifiedBudget,

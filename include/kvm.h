@@ -132,7 +132,8 @@ enum {
   /* Execution. */
   KVM_ERR_CANCELLED = -50,
   KVM_ERR_DEADLINE = -51, /* the deadline passed before the request started */
-  KVM_ERR_ACCURACY = -52, /* eps needs more than the budget; the best estimate is in place */
+  KVM_ERR_ACCURACY = -52, /* eps needs more than the budget; the best estimate is in place. No
+                           * mode answers it yet */
   KVM_ERR_INTERNAL = -99  /* a defect in kvm; please report the sentence */
 };
 
@@ -747,26 +748,29 @@ enum {
  *
  * Approximate modes read, for each kv head with an index (kvm_index_params), all of the first
  * n_sinks and the last n_recent tokens, of the last 64 to 127, and of what the index does not
- * cover; of the rest some keys. The rows of up to floor(16 / group) tokens of an item share them.
+ * cover; of the rest some keys. The rows of up to floor(16 / group) tokens of an item share them
+ * (group: the q heads of a kv head): each row's budget adds to what is read for all of them.
  *
  *   TOPK      For each row the `budget` keys with the largest logits among those whose keys are
- *             read: all (EXACT), the four times as many that the sketch ranks first, or those that
- *             the tables propose (LSH). All of these count as read. budget must not be 0. What is
- *             left out is missing: biased, and without an error bar (err is NaN).
+ *             read: the four times as many that the sketch ranks first (SKETCH), or those that the
+ *             tables propose (LSH). All of these count as read. budget must not be 0. What is left
+ *             out is missing: biased, and without an error bar (err is NaN).
  *   SAMPLED   About `budget` keys for each row (0: as many as should give eps), drawn with
  *             probabilities p that grow with the estimated weight, each counted 1 / p times. err
- *             is a bound that the error keeps with a probability of about 1 - delta. With LSH: the
- *             keys that meet the query in two tables (MagicPIG), whatever budget and eps; no bar.
+ *             is the error bar: the error exceeds it with a probability of about delta. With LSH:
+ *             the keys that meet the query in two tables (MagicPIG), whatever budget and eps; no
+ *             bar.
  *   VERIFIED  SAMPLED, and more keys until the bar is at most eps; rows that would need too many
  *             are answered exactly. The error of o is at most eps with probability 1 - delta.
  *             Not with LSH, which has no bar; budget must be 0.
  *   AUTO      For each kv head what the service expects to be best on this machine, from what it
  *             has measured (or was told: kvmd's cost_model). budget 0: the fastest of EXACT and
  *             VERIFIED that keeps eps and delta; heads that would need too many keys (flat ones,
- *             short contexts) are exact. Else budget is a time in nanoseconds, for all that the
- *             request computes: EXACT where that fits, else as many keys as fit, at least 16 a row:
- *             SAMPLED, or TOPK with LSH; eps has no meaning. The time is aimed at, not kept. mode
- *             of the result is what most approximated rows got, EXACT if there are none.
+ *             short contexts) are exact. Else budget is a time in nanoseconds for the request, all
+ *             threads at work on it (compute_ns): EXACT where that fits, else as many keys as fit,
+ *             at least 16 a row: SAMPLED, or TOPK with LSH; eps has no meaning. The time is aimed
+ *             at, not kept. mode of the result is what most approximated rows got, EXACT if there
+ *             are none.
  *
  * The same seed draws the same random numbers for the same positions at every step. Results depend
  * on the stored tokens, on what was observed (kvm_observe), on the request and on the kind of

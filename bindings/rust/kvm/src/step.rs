@@ -83,23 +83,24 @@ pub enum Mode {
     Exact,
     /// Those with the largest estimated logits. Biased, without an error bar.
     TopK {
-        /// Keys read per row and kv head beside those always read; not 0.
+        /// Keys of which the answer is made, per row and kv head beside those always read; not
+        /// 0. To rank them more are read: four times as many with sketches.
         budget: u64,
     },
     /// A random sample, weighted so that nothing is missing on average.
     Sampled {
         /// Keys per row and kv head; 0: as many as should give `accuracy`.
         budget: u64,
-        /// Aimed at.
+        /// `delta` of the bar; with a budget of 0 also what is aimed at.
         accuracy: Accuracy,
     },
     /// A sample that grows until its error bar is small enough, else all.
     Verified(Accuracy),
     /// For each kv head whichever of the above the service expects to be best on this machine.
     Auto {
-        /// How long the request may compute: aimed at, not kept, and `accuracy` has no meaning
-        /// then. `None`: the fastest of `Exact` and `Verified` that keeps `accuracy`. A time of 0
-        /// counts as a nanosecond.
+        /// How long the request may compute, all threads at work: aimed at, not kept, and
+        /// `accuracy` has no meaning then. `None`: the fastest of `Exact` and `Verified` that keeps
+        /// `accuracy`. A time of 0 counts as a nanosecond.
         time: Option<Duration>,
         /// Without a time: as for `Verified`.
         accuracy: Accuracy,
@@ -414,7 +415,8 @@ impl<'b> Step<'b> {
         self
     }
 
-    /// Receives error bars.
+    /// Receives error bars, `f32`: `[row][q head][2]`, the estimated relative error of o and the
+    /// absolute one of lse. NaN: there is no estimate; 0 for exact answers.
     #[must_use]
     pub fn err(mut self, err: impl Into<Sink<'b>>) -> Self {
         self.err = err.into();
@@ -574,8 +576,7 @@ pub struct StepStats {
 }
 
 /// The mode in which a request was answered; of [`Mode::Auto`] what most approximated rows got.
-/// `Exact` also for an approximate request of which no
-/// head was approximated.
+/// `Exact` also for an approximate request of which no head was approximated.
 ///
 /// ```
 /// # use kvm::*;
