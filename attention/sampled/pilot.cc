@@ -26,9 +26,9 @@ constexpr uint32_t kMostBlocks = 512;
 // Keys of the pilot that are read for each row, and for all rows together.
 constexpr double kProbeKeys = 64;
 constexpr uint32_t kMostProbes = 2048;
-// A sample that may grow starts with this share of what the pilot says that it needs: to grow it has
-// to be read again as a whole, which costs more than the keys that it could have done without. Where
-// the pilot says so many times what is worth it, it is exact at once.
+// A sample that may grow starts with this share of what the pilot says that it needs: to grow it
+// has to be read again as a whole, which costs more than the keys that it could have done without.
+// Where the pilot says so many times what is worth it, it is exact at once.
 constexpr float kFirstShare = 1.2f;
 constexpr double kSurelyMore = 1.5;
 // Thresholds, and logits, beyond it have no place for fractions of a nat.
