@@ -107,6 +107,11 @@ double fixed_ns(const CostModel& model, const ProblemCost& problem) {
   return share * exact_ns(model, problem);
 }
 
+// Of hash tables: the share of the keys that they are expected to propose for all rows together.
+double candidate_share(const ProblemCost& problem) {
+  return std::min(kCandidates * problem.rows, kMostCandidates);
+}
+
 // Rows beside those always read that fit into a time.
 double rows_within(const CostModel& model, const ProblemCost& problem, double time_ns) {
   const double each = gather_ns(model, problem) * (problem.is_hashed ? 0.5 : 1.0);
@@ -156,8 +161,8 @@ double approx_ns(const CostModel& model, const ProblemCost& problem, double n_ro
   const double always = model.start + fixed_ns(model, problem);
   const double gather = gather_ns(model, problem);
   if (problem.is_hashed) {
-    const double candidates = std::min(kCandidates * problem.rows, kMostCandidates);
-    const double each = kLookupBytes * stream_rate(model, problem) + candidates * gather / 2;
+    const double candidates = candidate_share(problem) * gather / 2;
+    const double each = kLookupBytes * stream_rate(model, problem) + candidates;
     return always + n * each + n_rows * gather / 2;
   }
   const double work = std::max(1.0, problem.rows / kRows) * problem.dim / kDims;
@@ -193,7 +198,9 @@ AutoChoice choose_for_time(const CostModel& model, const ProblemCost& problem, d
   if (approx_ns(model, problem, budget * rows) >= exact) {
     return choice;
   }
-  choice.mode = problem.is_hashed ? AutoMode::kTopK : AutoMode::kSampled;
+  const bool has_all =
+      budget * rows >= candidate_share(problem) * static_cast<double>(problem.n_indexed);
+  choice.mode = problem.is_hashed && !has_all ? AutoMode::kTopK : AutoMode::kSampled;
   choice.budget = static_cast<uint64_t>(std::min(budget, static_cast<double>(problem.n_indexed)));
   return choice;
 }

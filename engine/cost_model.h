@@ -74,8 +74,9 @@ AutoChoice choose_for_error(const CostModel& model, const ProblemCost& problem);
 
 // A time is given, of one thread: the least error within it. Exact where it fits, or where nothing
 // is faster; else as many keys as fit, kLeastBudget a row at least: sampled over sketches. Over
-// hash tables TopK, for their own estimator is off by more for what it reads
-// (docs/approximate_attention.md).
+// hash tables sampled (MagicPIG, whatever the budget) where all that they propose fits, for it is
+// nearer than TopK of the same keys (docs/approximate_attention.md); else TopK, which reads the
+// values of some.
 inline constexpr uint64_t kLeastBudget = 16;
 AutoChoice choose_for_time(const CostModel& model, const ProblemCost& problem, double time_ns);
 

@@ -768,9 +768,9 @@ enum {
  *             VERIFIED that keeps eps and delta; heads that would need too many keys (flat ones,
  *             short contexts) are exact. Else budget is a time in nanoseconds for the request, all
  *             threads at work on it (compute_ns): EXACT where that fits, else as many keys as fit,
- *             at least 16 a row: SAMPLED, or TOPK with LSH; eps has no meaning. The time is aimed
- *             at, not kept. mode of the result is what most approximated rows got, EXACT if there
- *             are none.
+ *             at least 16 a row: SAMPLED; with LSH too if all that the tables propose fits, else
+ *             TOPK. eps has no meaning then. The time is aimed at, not kept. mode of the result is
+ *             what most approximated rows got, EXACT if there are none.
  *
  * The same seed draws the same random numbers for the same positions at every step. Results depend
  * on the stored tokens, on what was observed (kvm_observe), on the request and on the kind of

@@ -233,15 +233,21 @@ TEST(Auto, ATimeTakesTheBestErrorWithinIt) {
   EXPECT_LT(got.result.keys_read, kKvHeads * (kGroup * 3 * kLeastBudget + 200));
 }
 
-TEST(Auto, HashTablesGiveTopKForATimeAndExactForAnError) {
+TEST(Auto, HashTablesGiveWhatFitsForATimeAndExactForAnError) {
   World world(kModel, KVM_INDEX_LSH, Second::kConcentrated, 12000);
   World::Got got = world.attend(0.1f);
   EXPECT_EQ(got.result.mode, uint32_t{KVM_MODE_EXACT});
   EXPECT_EQ(got.result.n_exact, kQHeads);
-  got = world.attend(0, static_cast<uint64_t>(0.8 * kKvHeads * 12000 * kExactNs / 2));
+  const double exact_ns = kKvHeads * 12000 * kExactNs / 2;
+  const World::Got all = world.attend(0, static_cast<uint64_t>(0.8 * exact_ns));
+  EXPECT_EQ(all.result.mode, uint32_t{KVM_MODE_SAMPLED});
+  EXPECT_TRUE(std::isnan(all.result.err_max));
+  EXPECT_LT(all.result.keys_read, all.result.keys_present);
+  // The largest of the same keys.
+  got = world.attend(0, static_cast<uint64_t>(0.25 * exact_ns));
   EXPECT_EQ(got.result.mode, uint32_t{KVM_MODE_TOPK});
   EXPECT_TRUE(std::isnan(got.result.err_max));
-  EXPECT_LT(got.result.keys_read, got.result.keys_present);
+  EXPECT_EQ(got.result.keys_read, all.result.keys_read);
 }
 
 TEST(Auto, SameBitsWhateverTheThreads) {

@@ -110,9 +110,14 @@ TEST(CostModel, ATimeTakesTheMostKeysThatFit) {
   CostModel slow = kModel;
   slow.start = 1e6;
   EXPECT_EQ(choose_for_time(slow, problem_of(50000), 10).mode, AutoMode::kExact);
+  // Hash tables: all candidates, weighed, where there is time for them; else the largest of them.
   ProblemCost hashed = problem;
   hashed.is_hashed = true;
-  EXPECT_EQ(choose_for_time(kModel, hashed, exact / 2).mode, AutoMode::kTopK);
+  EXPECT_EQ(choose_for_time(kModel, hashed, exact).mode, AutoMode::kExact);
+  EXPECT_EQ(choose_for_time(kModel, hashed, exact / 2).mode, AutoMode::kSampled);
+  const AutoChoice few = choose_for_time(kModel, hashed, exact / 4);
+  EXPECT_EQ(few.mode, AutoMode::kTopK);
+  EXPECT_GT(few.budget, kLeastBudget);
 }
 
 // Whatever the rates: within the time, or the least that there is; and never slower than exact.
