@@ -553,7 +553,9 @@ void IndexBuild::encode(uint32_t index) {
       const uint64_t at = run->position / kPageTokens - piece.block_begin;
       hash_index::encode_block(*piece.frame, *run, head.page_head, space_->head_dim_v,
                                piece.codes + at * size);
-      piece.encoded |= uint32_t{1} << at;
+      if (hash_index::is_within_range(*piece.frame, piece.codes + at * size)) {
+        piece.encoded |= uint32_t{1} << at;
+      }
     }
   }
 }

@@ -46,7 +46,8 @@ class IndexBuild {
     uint64_t block_end = 0;
     const hash_index::Frame* frame = nullptr;
     std::byte* codes = nullptr;  // of block_begin
-    uint32_t encoded = 0;        // bit b: block_begin + b was there and is encoded
+    // Bit b: block_begin + b was there and is encoded; not one whose keys its frame cannot code.
+    uint32_t encoded = 0;
   };
   // Some tables of a hash run.
   struct TablePiece {

@@ -21,8 +21,9 @@ constexpr size_t kMaxKeys = 2048;   // that a frame is made of
 constexpr size_t kMaxShares = 512;  // of these, for what a lead holds and how far it spreads
 constexpr double kShrink = 0.3;     // of C_q towards a multiple of the identity
 constexpr double kMinLeadShare = 0.6;
-constexpr double kMaxGrowth = 1.3;      // of the rest's share, before a basis is given up
-constexpr double kLeadRangeSd = 16;     // wide: a late sink lies many standard deviations out
+constexpr double kMaxGrowth = 1.3;   // of the rest's share, before a basis is given up
+constexpr double kLeadRangeSd = 16;  // wide: a late sink lies many standard deviations out
+constexpr double kCenterRounding = 1.0 / 256;
 constexpr double kOutlier = 32;         // medians of the norm
 constexpr double kMinMoment = 1e-2;     // of a balanced coordinate, in means of all
 constexpr double kMinRestShare = 1e-2;  // below it, growth of the rest does not matter
@@ -433,9 +434,19 @@ FramePtr make_frame(const FrameInput& input, const SketchKind* kind, const ScanT
     square[i % kLeadDims] += leads[i] * leads[i];
   }
   const double n = static_cast<double>(std::max<size_t>(rows.n, 1));
+  double center_square = 0;
+  for (const float x : frame->center) {
+    center_square += double{x} * double{x};
+  }
   for (uint32_t j = 0; j < kLeadDims; ++j) {
     const double sd = std::sqrt(std::max(0.0, square[j] / n - sum[j] / n * (sum[j] / n)));
-    const double step = std::max(kLeadRangeSd * sd, 1e-15) / 127;
+    double axis_square = 0;
+    for (size_t i = j; i < frame->basis->lead_key.size(); i += kLeadDims) {
+      axis_square += double{frame->basis->lead_key[i]} * double{frame->basis->lead_key[i]};
+    }
+    // By less the rounding of the centre moves all keys: that is not to be out of range.
+    const double least = kCenterRounding * std::sqrt(center_square * axis_square);
+    const double step = std::max({kLeadRangeSd * sd, least, 1e-15}) / 127;
     frame->lead_step[j] = static_cast<float>(step);
     frame->lead_inverse[j] = static_cast<float>(1 / step);
   }

@@ -292,6 +292,21 @@ void encode_block(const Frame& frame, const KvRun& run, uint32_t head, uint32_t 
   kernels.encode(&args);
 }
 
+bool is_within_range(const Frame& frame, const void* block) {
+  constexpr uint8_t kLeast = 128 - 127;
+  constexpr uint8_t kMost = 128 + 127;
+  const BlockShape shape = block_shape(frame.basis->kind, frame.basis->dim_k);
+  if (shape.lead_offset == 0) {
+    return true;
+  }
+  const auto* codes = static_cast<const uint8_t*>(block) + shape.lead_offset;
+  uint8_t at_end = 0;
+  for (uint32_t i = 0; i < kLeadDims * kBlockKeys; ++i) {
+    at_end |= static_cast<uint8_t>(codes[i] <= kLeast) | static_cast<uint8_t>(codes[i] == kMost);
+  }
+  return at_end == 0;
+}
+
 size_t scan_query_bytes(const Frame& frame, uint32_t n_rows, const ScanTable* table) {
   const bool six = kernels_of(table).six_bits != 0;
   const uint32_t groups = groups_of(six, frame.basis->dim_pad / 8);

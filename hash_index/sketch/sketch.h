@@ -83,6 +83,11 @@ size_t max_frame_bytes(const SketchKind* kind, uint32_t dim_k, bool has_queries)
 void encode_block(const Frame& frame, const KvRun& run, uint32_t head, uint32_t dim_v, void* block,
                   const ScanTable* table = nullptr);
 
+// Whether all leading coordinates of a block's keys lie within their range. One that does not is
+// cut off, so that its logits are always too small, and no random number makes up for it: such a
+// block is better read than estimated.
+bool is_within_range(const Frame& frame, const void* block);
+
 // Consecutive blocks, coded with one frame, and the queries prepared for it.
 struct SketchSpan {
   const Frame* frame = nullptr;

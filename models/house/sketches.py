@@ -193,7 +193,9 @@ def build(kind, keys, values, queries=None, seed=1):
     else:
         basis = balanced_basis(centred, np.asarray(queries, dtype=np.float64))
     turned = centred @ basis[1]
-    scale = np.maximum(LEAD_RANGE_SD * turned[:, :lead].std(axis=0), 1e-20) / 127
+    # The rounding of the centre moves all keys by less than `least`.
+    least = np.linalg.norm(center) * np.linalg.norm(basis[1][:, :lead], axis=0) / 256
+    scale = np.maximum(LEAD_RANGE_SD * turned[:, :lead].std(axis=0), np.maximum(least, 1e-20)) / 127
     stored = np.clip(np.rint(turned[:, :lead] / scale), -127, 127).astype(np.int8)
     rest = turned.copy()
     rest[:, :lead] = 0.0

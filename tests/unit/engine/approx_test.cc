@@ -82,6 +82,10 @@ struct World : Rig {
     Buffer q(Dtype::kF32, 1, n_query, kQHeads, kDim);
     std::mt19937_64 random(n_query);
     fill(&q, 1, n_query, kQHeads, random, 1.5f);
+    return attend_with(&q, asked, n_query, of);
+  }
+  Got attend_with(Buffer* query, const Asked& asked, uint32_t n_query = 1, kvm_seq_id of = 0) {
+    Buffer& q = *query;
     Got got;
     got.o = Buffer(Dtype::kF32, 1, n_query, kQHeads, kDim);
     got.lse = Buffer(Dtype::kF32, 1, n_query, kQHeads, 1);
@@ -159,6 +163,36 @@ TEST(Approx, SampledKeepsItsBar) {
     EXPECT_EQ(got.result.err_max, worst);
   }
   EXPECT_LE(n_missed, n_trials / 5) << "of " << n_trials;
+}
+
+// A key that lies further out than leading coordinates reach would be put far too low each time.
+TEST(Approx, KeysBeyondTheRangeOfTheirCodesAreReadExactly) {
+  Tokens tokens(kTokens);
+  for (uint32_t h = 0; h < kKvHeads; ++h) {
+    for (uint32_t t = 0; t < kTokens; ++t) {
+      for (uint32_t i = 8; i < kDim; ++i) {
+        tokens.k.set(0, t, h, i, 0.1f * tokens.k.get(0, t, h, i));
+      }
+    }
+    tokens.k.set(0, 5000, h, 0, 100.0f);
+  }
+  World world(KVM_INDEX_SKETCH_8I8);
+  fill_world(&world, &tokens);
+  Buffer q(Dtype::kF32, 1, 1, kQHeads, kDim);
+  for (uint32_t head = 0; head < kQHeads; ++head) {
+    for (uint32_t i = 0; i < kDim; ++i) {
+      q.set(0, 0, head, i, i == 0 ? 1.0f : 0.01f);
+    }
+  }
+  const Got exact = world.attend_with(&q, {});
+  for (uint64_t seed = 0; seed < 20; ++seed) {
+    const Got got = world.attend_with(&q, {.mode = KVM_MODE_SAMPLED, .budget = 8, .seed = seed});
+    ASSERT_EQ(got.result.mode, uint32_t{KVM_MODE_SAMPLED});
+    EXPECT_LT(got.result.keys_read, got.result.keys_present / 4);
+    for (uint32_t head = 0; head < kQHeads; ++head) {
+      EXPECT_LT(relative_error(got, exact, 0, head), 0.1) << seed;
+    }
+  }
 }
 
 TEST(Approx, VerifiedMeetsEpsOrIsExact) {
