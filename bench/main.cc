@@ -67,7 +67,8 @@ int main(int argc, char** argv) {
       ->capture_default_str();
   app.add_option("--memory", options.memory_bytes, "bytes that KV may take (default: 70 % of free)")
       ->transform(CLI::AsSizeValue(false));
-  app.add_option("--max-tokens", options.max_tokens, "leave out longer contexts")
+  app.add_option("--max-tokens", options.max_tokens,
+                 "leave out longer contexts (where a bench has no --tokens)")
       ->capture_default_str();
 
   int (*bench)(const Options&) = nullptr;

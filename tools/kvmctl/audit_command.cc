@@ -77,8 +77,9 @@ int run_audit(const Common& common) {
     return kExitOk;
   }
   fmt::print(
-      "One of {} approximate answers is computed again. Skipped: {} that found the queue "
-      "full, {} that made way, {} with log weights.\n",
+      "OVER is the share of rows whose true error exceeded the estimated one; it should be at most "
+      "ALLOWED.\nOne of {} approximate answers is computed again. Skipped: {} that found the queue "
+      "full, {} that made way to a request or whose client left, {} with log weights.\n",
       summary->every, summary->n_busy, summary->n_given_up, summary->n_unfit);
   return kExitOk;
 }
