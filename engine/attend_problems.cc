@@ -9,6 +9,7 @@
 #include <iterator>
 #include <span>
 
+#include "base/assert.h"
 #include "base/round.h"
 
 namespace kvm::engine {
@@ -499,6 +500,24 @@ uint32_t AttendWork::auto_mode() const {
 
 // --- Approximate problems -----------------------------------------------------------------------
 
+// The plan of a head is as a rule that of the one before: planning looks at all pages.
+attention::ApproxPlan AttendWork::plan_like_last(const ApproxHead& head) const {
+  if (!approx_.empty() && approx_.back().view == head.view) {
+    attention::ApproxInput last = approx_.back().input;
+    last.problem = &approx_.back().problem;
+    if (attention::same_plan(head.input, last)) {
+      const attention::ApproxPlan& plan = approx_.back().plan;
+      KVM_CHECK_INVARIANT([&] {
+        attention::ApproxPlan own = attention::plan_approx(head.input);
+        own.cost_bytes = plan.cost_bytes;  // of tables, more
+        return own == plan;
+      }());
+      return plan;
+    }
+  }
+  return attention::plan_approx(head.input);
+}
+
 // Whether the problem is one to approximate.
 bool AttendWork::add_approx(const Head& head, uint32_t kv_head, const IndexPart& part) {
   if (part.n_sketches + part.n_hashes == 0) {
@@ -533,7 +552,7 @@ bool AttendWork::add_approx(const Head& head, uint32_t kv_head, const IndexPart&
   params.seed = mix_seed(request_->seed, layer, kv_head);
   params.n_sinks = config.n_sinks;
   params.n_recent = config.n_recent;
-  approx.plan = attention::plan_approx(input);
+  approx.plan = plan_like_last(approx);
   if (approx.plan.exact) {
     return false;
   }

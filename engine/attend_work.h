@@ -198,6 +198,7 @@ class AttendWork {
   // Those of a view from first_head on; returns where n_left came to an end.
   uint32_t add_heads(uint32_t view, uint32_t first_head, uint64_t* n_left);
   bool add_approx(const Head& head, uint32_t kv_head, const IndexPart& part);
+  attention::ApproxPlan plan_like_last(const ApproxHead& head) const;
   uint64_t exact_cost(const View& view) const;
   bool has_index(const View& view, uint32_t head) const;
   ProblemCost problem_cost(const View& view, const IndexPart& part) const;

@@ -674,6 +674,12 @@ ApproxPlan plan_approx(const ApproxInput& input) {
   return plan;
 }
 
+bool same_plan(const ApproxInput& a, const ApproxInput& b) {
+  ApproxParams params = b.params;
+  params.seed = a.params.seed;
+  return a.params == params && a.table == b.table && same_index_runs(a, b);
+}
+
 void prepare_approx(const ApproxInput& input, const ApproxPlan& plan, void* prepared,
                     void* scratch) {
   KVM_ASSERT(!plan.exact);

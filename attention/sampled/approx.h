@@ -94,6 +94,8 @@ struct ApproxParams {
   // Where eps decides: beyond this share of the keys exact is taken. 0: by what rows cost to
   // gather and to stream (sampled/pilot.h).
   float max_read_fraction = 0;
+
+  bool operator==(const ApproxParams&) const = default;
 };
 
 // What was done, for all rows together unless said otherwise.
@@ -133,9 +135,15 @@ struct ApproxPlan {
   size_t scratch_bytes = 0;  // of any one call below
   size_t state_bytes = 0;    // of one shard
   uint64_t cost_bytes = 0;   // what schedulers weigh: bytes of K, V and index that will be read
+
+  bool operator==(const ApproxPlan&) const = default;
 };
 
 ApproxPlan plan_approx(const ApproxInput& input);
+// Whether the plan of `a` is that of `b`, too, whose problem differs in its queries, its outputs and
+// its head alone: parameters but for the seed, and the index as it is cut into runs and frames, are
+// the same. Costs little where planning walks through all pages.
+bool same_plan(const ApproxInput& a, const ApproxInput& b);
 
 // REQUIRES here and below: !plan.exact; buffers aligned to kBufferAlign. None of them allocates.
 void prepare_approx(const ApproxInput& input, const ApproxPlan& plan, void* prepared,

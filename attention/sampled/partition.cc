@@ -192,6 +192,27 @@ bool same_use(const ApproxInput& input, const Stretch& a, const Stretch& b) {
                                         sketches[a.index_run].frame == sketches[b.index_run].frame);
 }
 
+bool same_index_runs(const ApproxInput& a, const ApproxInput& b) {
+  const size_t n = n_index_runs(a);
+  if (a.params.proposal != b.params.proposal || n_index_runs(b) != n) {
+    return false;
+  }
+  Stretch before;
+  Stretch here;
+  for (size_t i = 0; i < n; ++i) {
+    const IndexRange of_a = index_range(a, i);
+    const IndexRange of_b = index_range(b, i);
+    here.index_run = static_cast<uint32_t>(i);
+    if (of_a.begin != of_b.begin || of_a.end != of_b.end ||
+        use_query_bytes(a, here) != use_query_bytes(b, here) ||
+        (i > 0 && same_use(a, here, before) != same_use(b, here, before))) {
+      return false;
+    }
+    before = here;
+  }
+  return true;
+}
+
 size_t use_query_bytes(const ApproxInput& input, const Stretch& stretch) {
   const uint32_t rows = input.problem->n_query * input.problem->group;
   size_t bytes = 0;

@@ -25,6 +25,9 @@ struct Stretch {
 
 // Whether the index is asked about both with the same queries: several runs may share a frame.
 bool same_use(const ApproxInput& input, const Stretch& a, const Stretch& b);
+// Whether the problems, where they see the same keys, have stretches and uses at the same places,
+// and the uses take as much memory.
+bool same_index_runs(const ApproxInput& a, const ApproxInput& b);
 
 struct Counts {
   uint32_t n_stretches = 0;

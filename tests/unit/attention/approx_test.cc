@@ -171,6 +171,56 @@ TEST(Sampled, ManyShardsAreOneSampleAndAnyOrderGivesTheSameBits) {
   }
 }
 
+// Two heads of a layer, cut alike or not.
+TEST(Plan, IsSharedByHeadsThatAreCutAlike) {
+  Head first({.n_tokens = 4096, .dim_k = 128}, 3);
+  Head second({.n_tokens = 4096, .dim_k = 128}, 4);
+  first.build();
+  second.build();
+  first.input.params.budget = second.input.params.budget = 100;
+  first.input.params.seed = 1;
+  second.input.params.seed = 2;
+  EXPECT_TRUE(same_plan(first.input, second.input));
+  EXPECT_TRUE(plan_approx(first.input) == plan_approx(second.input));
+
+  const auto differs = [&](const char* what) {
+    EXPECT_FALSE(same_plan(first.input, second.input)) << what;
+    EXPECT_FALSE(same_plan(second.input, first.input)) << what;
+    EXPECT_FALSE(plan_approx(first.input) == plan_approx(second.input)) << what;
+  };
+  second.input.params.n_recent += 64;
+  differs("recent tokens");
+  second.input.params.n_recent = first.input.params.n_recent;
+  second.input.params.budget = 200;
+  differs("budget");
+  second.input.params.budget = 100;
+
+  std::vector<SketchedRun> runs(second.input.index.sketches.begin(),
+                                second.input.index.sketches.end());
+  second.input.index.sketches = runs;
+  EXPECT_TRUE(same_plan(first.input, second.input));
+  runs.back().n_blocks -= 8;
+  differs("a shorter run");
+  runs.back().position += 8 * kPageTokens;
+  differs("a run that begins later");
+  runs.back().position -= 8 * kPageTokens;
+  runs.back().n_blocks += 8;
+
+  // The same blocks in two runs of one frame are one use; of two frames, two.
+  const SketchedRun whole = runs.back();
+  runs.back().n_blocks = 8;
+  runs.push_back(whole);
+  runs.back().position += 8 * kPageTokens;
+  runs.back().n_blocks -= 8;
+  second.input.index.sketches = runs;
+  EXPECT_FALSE(same_plan(first.input, second.input));
+  std::vector<SketchedRun> others = runs;
+  first.input.index.sketches = others;
+  EXPECT_TRUE(same_plan(first.input, second.input));
+  others.back().frame = first.sketches.back().frame;
+  differs("frames");
+}
+
 TEST(Sampled, ASampleOfEverythingIsExact) {
   Head head({.n_tokens = 2048}, 9);
   head.build();
