@@ -231,7 +231,12 @@ Result<TakenCompletions> EmbeddedQueue::take(kvm_completion* out, uint32_t n_max
   for (;;) {
     taken.n += take_answers(out + taken.n, n_max - taken.n, &taken.sentence);
     const bool enough = taken.n >= std::min(n_min, n_max) && (driven || taken.n > 0);
-    if (enough || n_in_flight() == 0) {
+    if (enough) {
+      break;
+    }
+    if (n_in_flight() == 0) {
+      // What another thread's drive has answered since the answers were taken.
+      taken.n += take_answers(out + taken.n, n_max - taken.n, &taken.sentence);
       break;
     }
     uint64_t left = n_min == 0 ? 0 : timeout_ns;

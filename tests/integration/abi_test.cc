@@ -940,6 +940,34 @@ TEST_F(Abi, ChildOfAForkIsRecognised) {
   EXPECT_EQ(kvm_client_ping(client_, nullptr), KVM_OK) << kvm_last_error();
 }
 
+// Embedded, whoever waits works for all: the answer may come by another thread at any moment.
+TEST_F(Abi, AnswersThatOtherThreadsBringAreTaken) {
+  std::vector<std::thread> threads;
+  for (uint32_t t = 0; t < 4; ++t) {
+    threads.emplace_back([this] {
+      kvm_queue* queue = nullptr;
+      ASSERT_EQ(kvm_queue_create(client_, nullptr, &queue), KVM_OK) << kvm_last_error();
+      kvm_seq_id seq = 0;
+      ASSERT_EQ(kvm_seq_create(client_, space_, nullptr, &seq), KVM_OK) << kvm_last_error();
+      const std::vector<float> q(q_floats(1), 1.0f);
+      std::vector<float> o(q_floats(1));
+      kvm_item item{};
+      item.seq = seq;
+      item.n_query = 1;
+      kvm_step_params params = step_params(&item, 1, 1);
+      params.q = tensor_of(q);
+      params.o = tensor_of(o);
+      for (int round = 0; round < 20000; ++round) {
+        ASSERT_EQ(kvm_attend(queue, &params, nullptr), KVM_OK) << round << kvm_last_error();
+      }
+      kvm_queue_destroy(queue);
+    });
+  }
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+}
+
 TEST_F(Abi, ThreadsWithQueuesOfTheirOwn) {
   std::vector<std::thread> threads;
   for (uint32_t t = 0; t < 4; ++t) {
