@@ -267,7 +267,7 @@ void scores_i16(const StreamArgs& args, const KvItem& item, uint32_t row,
 
 // Sixteen scales of an item as floats.
 inline void load_scales(const StreamArgs& args, const uint16_t* scales, float* out) {
-  for (int i = 0; i < static_cast<int>(kItemTokens); i += kW)
+  for (uint32_t i = 0; i < kItemTokens; i += kW)
     vec::store(out + i, vec::load_as<vec::kElemBf16>(scales + args.scale_offset, i));
 }
 

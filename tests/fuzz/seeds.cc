@@ -46,7 +46,7 @@ ipc::SpaceMessage space() {
 Bytes changes() {
   using Writer = ipc::ControlWriter;
   Bytes out;
-  for (const uint32_t whose : {KVM_QUOTA_CLIENT + 0, KVM_QUOTA_USER + 0}) {
+  for (const auto whose : {uint32_t{KVM_QUOTA_CLIENT}, uint32_t{KVM_QUOTA_USER}}) {
     kvm_quota_params quota{};
     quota.struct_size = sizeof(quota);
     quota.whose = whose;
@@ -58,7 +58,8 @@ Bytes changes() {
       return wire::CreateQuotaSet(w->fbb(), bytes);
     });
   }
-  for (const uint32_t what : {KVM_EVICT_SEQ + 0, KVM_EVICT_SPACE + 0, KVM_EVICT_CLIENT + 0}) {
+  for (const auto what :
+       {uint32_t{KVM_EVICT_SEQ}, uint32_t{KVM_EVICT_SPACE}, uint32_t{KVM_EVICT_CLIENT}}) {
     const uint32_t flags = what == KVM_EVICT_CLIENT ? uint32_t{KVM_EVICT_DISCONNECT} : 0;
     add_message(&out, [=](Writer* w) { return wire::CreateEvict(w->fbb(), what, 1, 0, flags); });
   }
