@@ -4,6 +4,7 @@
 
 #include <future>
 #include <memory>
+#include <optional>
 
 #include "base/assert.h"
 #include "daemon/control.h"
@@ -22,8 +23,7 @@ namespace {
 // What a dispatcher has around a session, without a dispatcher.
 class Surroundings {
  public:
-  Surroundings() : engine_(options()) {
-    service_.engine = &engine_;
+  Surroundings() {
     service_.epoll = ipc::Fd(::epoll_create1(EPOLL_CLOEXEC));
     service_.limits.max_arena_bytes = 1 << 20;
     service_.limits.arena_quota_bytes = 1 << 20;
@@ -40,8 +40,11 @@ class Surroundings {
     };
   }
 
-  // Runs the messages through a connection of their own. Greeted: one that has said Hello.
+  // Runs the messages through a connection of their own. Greeted: one that has said Hello. Its engine
+  // knows nothing of earlier inputs: a limit that one of them sets would refuse all that follow.
   void run(const std::vector<Bytes>& messages, bool greeted) {
+    engine_.emplace(options());
+    service_.engine = &*engine_;
     int sockets[2];
     KVM_ASSERT(::socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, sockets) ==
                0);
@@ -58,7 +61,11 @@ class Surroundings {
       if (session->is_doomed()) {
         break;
       }
+      const uint64_t n_arenas = n_arenas_of(*session);
       daemon::handle_message(session.get(), message);
+      if (n_arenas_of(*session) > n_arenas) {
+        finish_arenas(session.get());
+      }
       while (auto reply = take_reply(peer)) {
         KVM_ASSERT(ipc::read_message(reply->bytes).is_ok());
       }
@@ -80,32 +87,46 @@ class Surroundings {
     return reply.is_ok() ? std::move(reply).value() : std::nullopt;
   }
 
-  // As the dispatcher does it.
-  void end(std::unique_ptr<daemon::Session> session) {
-    service_.n_queues -= session->queues.size();
-    service_.n_clients -= session->welcomed ? 1 : 0;
-    // Allocations are made in order: when this job runs, all are finished.
-    std::promise<void> allocated;
-    service_.allocator.post([&allocated] { allocated.set_value(); });
-    allocated.get_future().wait();
+  static uint64_t n_arenas_of(const daemon::Session& session) {
+    return session.account == nullptr ? 0 : session.account->used(engine::Resource::kArenas);
+  }
+
+  // Jobs are done in order: when this one runs, all before it are finished.
+  static void wait_for(daemon::BackgroundThread* thread) {
+    std::promise<void> done;
+    thread->post([&done] { done.set_value(); });
+    done.get_future().wait();
+  }
+
+  void finish_arenas(daemon::Session* session) {
+    wait_for(&service_.allocator);
     daemon::FinishedArenas finished;
     {
       const std::lock_guard lock(service_.finished_mutex);
       finished.swap(service_.finished);
     }
     for (daemon::FinishedArena& arena : finished) {
-      daemon::finish_arena(&service_, session.get(), std::move(arena));
+      daemon::finish_arena(&service_, session, std::move(arena));
     }
+  }
+
+  // As the dispatcher does it.
+  void end(std::unique_ptr<daemon::Session> session) {
+    service_.n_queues -= session->queues.size();
+    service_.n_clients -= session->welcomed ? 1 : 0;
     session->hang_up();
     session->account = nullptr;
-    engine_.remove_client(session->client, [] {});
-    engine_.poll();
+    engine_->remove_client(session->client, [] {});
+    engine_->poll();
     session->queues.clear();
     service_.arena_bytes -= session->regions.total_bytes();
     service_.dirty.clear();
+    session.reset();
+    wait_for(&service_.reaper);
+    KVM_ASSERT(service_.arena_bytes == 0 && service_.n_clients == 0 && service_.n_queues == 0);
   }
 
-  FakeEngine engine_;
+  std::optional<FakeEngine> engine_;
   daemon::Service service_;
   daemon::Session* session_ = nullptr;
   uint64_t last_id_ = 0;
