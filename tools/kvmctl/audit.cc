@@ -55,9 +55,12 @@ std::vector<Bucket> read_buckets(const Series& series, const std::string& labels
   std::map<double, double> sorted;
   for (auto it = series.lower_bound(prefix); it != series.end() && it->first.starts_with(prefix);
        ++it) {
-    const std::string bound = it->first.substr(prefix.size());
-    sorted[bound.starts_with('+') ? std::numeric_limits<double>::infinity()
-                                  : std::strtod(bound.c_str(), nullptr)] = it->second;
+    const std::string text = it->first.substr(prefix.size());
+    const double bound = text.starts_with('+') ? std::numeric_limits<double>::infinity()
+                                               : std::strtod(text.c_str(), nullptr);
+    if (!std::isnan(bound)) {  // which has no place in an order
+      sorted[bound] = it->second;
+    }
   }
   std::vector<Bucket> buckets;
   for (const auto& [bound, below] : sorted) {

@@ -90,5 +90,21 @@ TEST(AuditSummary, ErrorsBeyondTheLastBoundAreAtLeastThat) {
   EXPECT_NEAR(mode.true_error.mean, 0.500045, 1e-9);
 }
 
+// The text may come from anybody's service.
+TEST(AuditSummary, ABoundThatIsNoNumberCountsForNothing) {
+  AuditStats stats;
+  for (int i = 0; i < 100; ++i) {
+    stats.modes[0].true_error.add(i < 90 ? 0.00005 : 0.5);
+  }
+  StatsText text;
+  write_audit(stats, &text);
+  const std::string lines = text.take();
+  const double p95 = summarize_audits(lines)->modes[0].true_error.p95;
+  EXPECT_GT(p95, 0.1);
+  const auto bent = summarize_audits(
+      lines + "kvm_audit_error_bucket{mode=\"topk\",kind=\"true\",le=\"nan\"} 100\n");
+  EXPECT_EQ(bent->modes[0].true_error.p95, p95);
+}
+
 }  // namespace
 }  // namespace kvm::tools
