@@ -40,14 +40,21 @@ std::string wrap(const std::string& text, size_t indent) {
 
 // A value as TOML writes it: numbers and switches bare, the rest quoted.
 std::string toml_value(const OptionRow& row, const std::string& text) {
-  if (std::holds_alternative<IntegerField>(row.field) && text != "unlimited") {
-    return text;
+  // TOML has no zeros in front, and 63 bits.
+  if (const std::optional<uint64_t> number = parse_integer(text);
+      number && *number <= INT64_MAX && std::holds_alternative<IntegerField>(row.field)) {
+    return std::to_string(*number);
   }
   if (std::holds_alternative<BoolField>(row.field)) {
     return parse_bool(text).value_or(false) ? "true" : "false";
   }
   std::string quoted = "\"";
   for (const char c : text) {
+    const auto byte = static_cast<unsigned char>(c);
+    if (byte < 0x20 || byte == 0x7f) {
+      quoted += fmt::format("\\u{:04x}", byte);
+      continue;
+    }
     if (c == '"' || c == '\\') {
       quoted += '\\';
     }

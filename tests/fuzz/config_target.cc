@@ -17,6 +17,18 @@ Result<daemon::LoadedOptions> load(std::string_view text) {
                               [](const std::string&) { return std::nullopt; }, {});
 }
 
+// 024 and 24, yes and true.
+bool mean_the_same(const daemon::OptionRow& row, const std::string& a, const std::string& b) {
+  if (std::holds_alternative<daemon::IntegerField>(row.field)) {
+    return a == b || (daemon::parse_integer(a).has_value() &&
+                      daemon::parse_integer(a) == daemon::parse_integer(b));
+  }
+  if (std::holds_alternative<daemon::BoolField>(row.field)) {
+    return daemon::parse_bool(a) == daemon::parse_bool(b);
+  }
+  return a == b;
+}
+
 }  // namespace
 
 // What is accepted and printed is accepted again, and means the same.
@@ -30,7 +42,8 @@ void run_config(std::span<const uint8_t> input) {
   const Result<daemon::LoadedOptions> second = load(daemon::print_options(first.value()));
   KVM_ASSERT(second.is_ok());
   for (size_t i = 0; i < first.value().settings.size(); ++i) {
-    KVM_ASSERT(first.value().settings[i].text == second.value().settings[i].text);
+    KVM_ASSERT(mean_the_same(daemon::option_rows()[i], first.value().settings[i].text,
+                             second.value().settings[i].text));
   }
 }
 

@@ -99,6 +99,21 @@ TEST_F(OptionsTest, PrintedOptionsAreAFileWithTheSameMeaning) {
   EXPECT_EQ(second.value().options.spin_max_us, kUnlimited);
 }
 
+// Texts that TOML does not take as they stand.
+TEST_F(OptionsTest, PrintedTextsAreToml) {
+  const std::string socket = "/tmp/a \"b\" \\c\n\t\x7f\u00e4";
+  environment_["KVM_SPIN_MAX_US"] = "0024";
+  environment_["KVM_SOCKET"] = socket;
+  const auto first = load();
+  ASSERT_TRUE(first.is_ok()) << first.status().message();
+  environment_.clear();
+  write_file(print_options(first.value()));
+  const auto second = load();
+  ASSERT_TRUE(second.is_ok()) << second.status().message() << print_options(first.value());
+  EXPECT_EQ(second.value().options.spin_max_us, 24u);
+  EXPECT_EQ(second.value().options.socket, socket);
+}
+
 TEST_F(OptionsTest, UnknownKeyNamesTheNearest) {
   write_file("socket = '/tmp/x'\nspin_max = 3\n");
   const std::string message = message_of();
