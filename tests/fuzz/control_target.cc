@@ -40,8 +40,8 @@ class Surroundings {
     };
   }
 
-  // Runs the messages through a connection of their own. Greeted: one that has said Hello. Its engine
-  // knows nothing of earlier inputs: a limit that one of them sets would refuse all that follow.
+  // Runs the messages through a connection of their own. Greeted: one that has said Hello. Its
+  // engine knows nothing of earlier inputs: a limit that one of them sets would refuse all later.
   void run(const std::vector<Bytes>& messages, bool greeted) {
     engine_.emplace(options());
     service_.engine = &*engine_;
