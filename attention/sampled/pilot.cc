@@ -31,8 +31,8 @@ constexpr uint32_t kMostProbes = 2048;
 // Where the pilot says so many times what is worth it, it is exact at once.
 constexpr float kFirstShare = 1.2f;
 constexpr double kSurelyMore = 1.5;
-// Root mean square of what the sketch's logits are off, in nats: beyond it the answer is exact. Weights
-// are off by a factor of fifty there.
+// Root mean square of what the sketch's logits are off, in nats: beyond it the answer is exact.
+// Weights are off by a factor of fifty there.
 constexpr double kMostError = 4;
 // Thresholds, and logits, beyond it have no place for fractions of a nat.
 constexpr float kMostLogC = 1e6f;
@@ -345,9 +345,9 @@ void scale_shares(const Context& c, Pilot& p, uint32_t r, const RowProbe& probe,
   }
 }
 
-// Whether the sketch says anything of the row. Where it is off by several nats as a rule, the heaviest
-// key is hardly ever among those that it puts first, and of those one then seems to have all of the
-// mass, which leaves weighted moments, and bars, of nothing.
+// Whether the sketch says anything of the row. Where it is off by several nats as a rule, the
+// heaviest key is hardly ever among those that it puts first, and of those one then seems to have
+// all of the mass, which leaves weighted moments, and bars, of nothing.
 bool is_told(const RowMoments& m, uint32_t n) {
   return m.error2 <= kMostError * kMostError * n;  // NaN is not
 }
