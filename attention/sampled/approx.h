@@ -141,8 +141,8 @@ struct ApproxPlan {
 
 ApproxPlan plan_approx(const ApproxInput& input);
 // Whether the plan of `a` is that of `b`, too, whose problem differs in its queries, its outputs
-// and its head alone: parameters but for the seed, and the index as it is cut into runs and frames, are
-// the same. Costs little where planning walks through all pages.
+// and its head alone: parameters but for the seed, and the index as it is cut into runs and frames,
+// are the same. Costs little where planning walks through all pages.
 bool same_plan(const ApproxInput& a, const ApproxInput& b);
 
 // REQUIRES here and below: !plan.exact; buffers aligned to kBufferAlign. None of them allocates.
