@@ -10,6 +10,7 @@
 #include "bench/approx/baselines.h"
 #include "bench/approx/index.h"
 #include "bench/approx/parallel.h"
+#include "bench/approx/refined.h"
 #include "bench/approx/settings.h"
 #include "bench/approx/tally.h"
 #include "bench/harness.h"
@@ -68,6 +69,7 @@ class ErrorRun {
       }
       measure_hashes();
       measure_int8();
+      measure_refined();
     }
     for (const Method& method : order_) {
       add_row(report, method);
@@ -191,6 +193,100 @@ class ErrorRun {
       const std::vector<HeadIndex> indexes = indexes_of(tables);
       measure_mode({"magicpig", code}, ApproxMode::kSampled, Proposal::kLsh, indexes);
       measure_mode({"topk", code}, ApproxMode::kTopK, Proposal::kLsh, indexes);
+    }
+  }
+
+  // Additions that the product does not have (refined.h). Only where a mode asks for them by name,
+  // for they take as long as all the rest.
+  void measure_refined() {
+    const std::vector<std::string> modes = {"sampled_fp64", "refined_fp64", "means_fp64"};
+    if (std::none_of(modes.begin(), modes.end(), [&](const std::string& mode) {
+          return !options_.modes.empty() && is_asked(options_.modes, mode);
+        })) {
+      return;
+    }
+    const size_t n_heads = case_.data.heads.size();
+    std::vector<std::unique_ptr<BlockMeans>> means(n_heads);
+    parallel_for(threads_, n_heads,
+                 [&](size_t h) { means[h] = std::make_unique<BlockMeans>(case_.data.heads[h]); });
+    for (const SketchChoice& choice : sketch_choices()) {
+      if (!choice.kind) {
+        continue;
+      }
+      const auto sketches = build_sketches(case_.data, {choice.kind, options_.observed}, threads_);
+      const bool coarsest = *choice.kind == hash_index::SketchKind::kBits1;
+      for (const uint32_t bits :
+           coarsest ? std::vector<uint32_t>{2, 4} : std::vector<uint32_t>{4}) {
+        measure_refinement(choice.name, bits, sketches);
+      }
+      const auto proposed = propose_all([&](uint32_t h, uint32_t set) {
+        return propose(case_.data.heads[h], set, case_.logits[h][set], *sketches[h], nullptr);
+      });
+      measure_draws("sampled_fp64", choice.name,
+                    [&](uint32_t h, uint32_t set, uint64_t count, uint64_t draw) {
+                      return sample(case_.data.heads[h], case_.logits[h][set], proposed[h][set],
+                                    count, draw);
+                    });
+      measure_draws("means_fp64", choice.name,
+                    [&](uint32_t h, uint32_t set, uint64_t count, uint64_t draw) {
+                      return sample_with_means(case_.data.heads[h], case_.logits[h][set],
+                                               proposed[h][set], *means[h], count, draw);
+                    });
+      if (coarsest && is_asked(options_.modes, "sampled_fp64")) {
+        const auto ideal = propose_all([&](uint32_t h, uint32_t set) {
+          return propose_ideally(case_.data.heads[h], set, case_.logits[h][set], *sketches[h]);
+        });
+        measure_draws(
+            "sampled_fp64", "oracle", [&](uint32_t h, uint32_t set, uint64_t count, uint64_t draw) {
+              return sample(case_.data.heads[h], case_.logits[h][set], ideal[h][set], count, draw);
+            });
+      }
+    }
+  }
+
+  void measure_refinement(const std::string& coarse, uint32_t bits,
+                          const std::vector<std::unique_ptr<Sketches>>& sketches) {
+    if (!is_asked(options_.modes, "refined_fp64")) {
+      return;
+    }
+    std::vector<std::unique_ptr<FineCodes>> codes(sketches.size());
+    parallel_for(threads_, codes.size(), [&](size_t h) {
+      codes[h] = std::make_unique<FineCodes>(case_.data.heads[h], *sketches[h], bits);
+    });
+    const auto proposed = propose_all([&](uint32_t h, uint32_t set) {
+      return propose(case_.data.heads[h], set, case_.logits[h][set], *sketches[h], codes[h].get());
+    });
+    for (const uint32_t reach : {2u, 4u, 8u}) {
+      measure_draws("refined_fp64", fmt::format("{}>{}b x{}", coarse, bits, reach),
+                    [&](uint32_t h, uint32_t set, uint64_t count, uint64_t draw) {
+                      return sample_refined(case_.data.heads[h], case_.logits[h][set],
+                                            proposed[h][set], count, reach, draw);
+                    });
+    }
+  }
+
+  using Propose = std::function<Proposed(uint32_t head, uint32_t set)>;
+  std::vector<std::vector<Proposed>> propose_all(const Propose& one) const {
+    const uint32_t n_sets = case_.data.heads[0].n_sets();
+    std::vector<std::vector<Proposed>> out(case_.data.heads.size(), std::vector<Proposed>(n_sets));
+    parallel_for(threads_, out.size() * n_sets, [&](size_t i) {
+      out[i / n_sets][i % n_sets] =
+          one(static_cast<uint32_t>(i / n_sets), static_cast<uint32_t>(i % n_sets));
+    });
+    return out;
+  }
+
+  // Two draws of each query set, the same for all that are compared.
+  using DrawOne =
+      std::function<Estimate(uint32_t head, uint32_t set, uint64_t count, uint64_t seed)>;
+  void measure_draws(const std::string& mode, const std::string& code, const DrawOne& draw) {
+    for (const double budget : budgets_) {
+      const Method method{mode, code, budget};
+      measure(method, [&](uint32_t h, uint32_t set, Tally* tally) {
+        for (uint64_t i = 0; i < 2; ++i) {
+          tally->add(case_, h, set, draw(h, set, rows(method, h, set), 2 * seed(h, set) + i));
+        }
+      });
     }
   }
 
