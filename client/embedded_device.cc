@@ -69,6 +69,10 @@ Result<device::SpaceLayout> layout_of(const engine::Space& space) {
   if (space.has_indexes) {
     return unsupported("indexes are not there: attention is exact");
   }
+  if (space.default_choice.mode != KVM_MODE_EXACT) {
+    return unsupported("default_mode is " + std::to_string(space.default_choice.mode) +
+                       "; attention is exact");
+  }
   device::SpaceLayout layout;
   layout.dtype = space.dtype;
   layout.dim = space.head_dim_k;
@@ -233,6 +237,7 @@ kvm_space_info DeviceClient::describe(uint64_t id, const DeviceService::SpaceRec
   info.n_sequences = record.n_sequences;
   info.bytes_per_token = space.bytes_per_token;
   info.page_tokens = device::kTokensPerPage;
+  info.default_mode = space.default_choice.mode;  // EXACT, without numbers
   return info;
 }
 

@@ -230,7 +230,7 @@ class EngineImpl final : public Engine {
   // Validation at submission: what the request says by itself, and that its sequences exist.
   // *is_null: there is nothing to do.
   Status admit(Request* request, bool* is_null);
-  Status admit(Request* request, const StepRequest& what, bool* is_null);
+  Status admit(Request* request, StepRequest& what, bool* is_null);
   Status admit(Request* request, const ReadRequest& what, bool* is_null);
   Status admit(Request* request, const ObserveRequest& what, bool* is_null);
   Status admit(Request* request, const SeqRequest& what, bool* is_null);
@@ -500,11 +500,12 @@ Result<const Space*> EngineImpl::touch(Request* request, kvm_seq_id id) {
 }
 
 Status EngineImpl::admit(Request* request, bool* is_null) {
-  return std::visit([&](const auto& what) { return admit(request, what, is_null); }, request->what);
+  return std::visit([&](auto& what) { return admit(request, what, is_null); }, request->what);
 }
 
-Status EngineImpl::admit(Request* request, const StepRequest& what, bool* is_null) {
+Status EngineImpl::admit(Request* request, StepRequest& what, bool* is_null) {
   KVM_TRY_ASSIGN(const Space* space, store_->space(what.space));
+  KVM_TRY(take_defaults(*space, &what));
   StepTensors tensors;
   KVM_TRY_ASSIGN(tensors, check_step(what, *space));
   for (size_t i = 0; i < what.items.size(); ++i) {

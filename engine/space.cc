@@ -8,6 +8,9 @@
 #include <string_view>
 #include <utility>
 
+#include "attention/sampled/approx.h"
+#include "engine/validate.h"
+
 namespace kvm::engine {
 namespace {
 
@@ -170,6 +173,29 @@ Status resolve_scalars(const SpaceSpec& spec, Space* space) {
   space->logit_softcap = params.logit_softcap;
   space->shard_index = params.shard_index;
   space->n_shards = n_shards;
+  return Status::ok();
+}
+
+Status resolve_default_choice(const SpaceSpec& spec, Space* space) {
+  const kvm_space_params& params = spec.params;
+  ModeChoice choice = {params.default_mode, params.default_proposal, params.default_eps,
+                       params.default_delta, params.default_budget};
+  KVM_TRY(check_choice(choice, "default_"));
+  if (choice.mode <= KVM_MODE_EXACT) {
+    choice.mode = KVM_MODE_EXACT;
+    if (choice != ModeChoice{}) {
+      return invalid("default_mode is " + text(params.default_mode) +
+                     " (EXACT) with default_proposal " + text(choice.proposal) + ", default_eps " +
+                     text(choice.eps) + ", default_delta " + text(choice.delta) +
+                     " and default_budget " + text(choice.budget) +
+                     "; these must be 0 without an approximate mode");
+    }
+    return Status::ok();
+  }
+  const attention::ApproxParams defaults;
+  choice.eps = choice.eps == 0 ? defaults.eps : choice.eps;
+  choice.delta = choice.delta == 0 ? defaults.delta : choice.delta;
+  space->default_choice = choice;
   return Status::ok();
 }
 
@@ -714,6 +740,7 @@ Result<std::shared_ptr<const Space>> resolve_space(const SpaceSpec& spec) {
   KVM_TRY(check_list_size("n_codecs", spec.codecs.size()));
   KVM_TRY(check_list_size("n_indexes", spec.indexes.size()));
   KVM_TRY(resolve_scalars(spec, space.get()));
+  KVM_TRY(resolve_default_choice(spec, space.get()));
   KVM_TRY(resolve_rope(spec, space.get()));
   KVM_TRY(resolve_layer_map(spec, space.get()));
   KVM_TRY(resolve_sink_logits(spec, space.get()));
@@ -759,6 +786,13 @@ Status compare_spaces(const Space& registered, const Space& offered) {
   }
   KVM_TRY(compare("shard_index", uint64_t{a.shard_index}, uint64_t{b.shard_index}));
   KVM_TRY(compare("n_shards", uint64_t{a.n_shards}, uint64_t{b.n_shards}));
+  const ModeChoice& x = a.default_choice;
+  const ModeChoice& y = b.default_choice;
+  KVM_TRY(compare("default_mode", uint64_t{x.mode}, uint64_t{y.mode}));
+  KVM_TRY(compare("default_proposal", uint64_t{x.proposal}, uint64_t{y.proposal}));
+  KVM_TRY(compare("default_eps", x.eps, y.eps));
+  KVM_TRY(compare("default_delta", x.delta, y.delta));
+  KVM_TRY(compare("default_budget", x.budget, y.budget));
   KVM_TRY(compare("lsh_bits", uint64_t{a.lsh.n_bits}, uint64_t{b.lsh.n_bits}));
   KVM_TRY(compare("lsh_tables", uint64_t{a.lsh.n_tables}, uint64_t{b.lsh.n_tables}));
   for (uint32_t i = 0; i < a.n_layers; ++i) {

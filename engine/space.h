@@ -52,6 +52,18 @@ struct IndexConfig {
   bool operator==(const IndexConfig&) const = default;
 };
 
+// What a request says, or a space for those that do not: which keys are read, and how good the
+// answer shall be. Field meanings are those of kvm_step_params.
+struct ModeChoice {
+  uint32_t mode = KVM_MODE_EXACT;
+  uint32_t proposal = KVM_PROPOSAL_DEFAULT;
+  float eps = 0;
+  float delta = 0;
+  uint64_t budget = 0;
+
+  bool operator==(const ModeChoice&) const = default;
+};
+
 // How a head keeps its tokens. kFull has zeros in all numbers.
 struct Retention {
   uint32_t kind = KVM_RETAIN_FULL;
@@ -163,6 +175,8 @@ struct Space {
   std::vector<float> sink_logits;
   uint32_t shard_index = 0;
   uint32_t n_shards = 1;
+  // Of requests with KVM_MODE_DEFAULT. EXACT with zeros, or valid with eps and delta filled in.
+  ModeChoice default_choice;
   std::vector<Layer> layers;
   hash_index::LshParams lsh;  // of all LSH indexes
   bool has_hashes = false;    // there are some
@@ -196,7 +210,7 @@ struct Space {
 
 // Validates a specification and resolves it.
 // Fails: INVALID (the sentence names the field, its value and what is allowed), UNSUPPORTED
-// (KVM_LAYER_PAIR).
+// (KVM_LAYER_PAIR, a default proposal GRAPH).
 Result<std::shared_ptr<const Space>> resolve_space(const SpaceSpec& spec);
 
 // OK when both describe the same geometry and identity; else EXISTS with a sentence that names the

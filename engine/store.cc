@@ -273,6 +273,11 @@ kvm_space_info info_of(const SpaceRecord& record) {
   info.n_sequences = record.n_sequences;
   info.bytes_per_token = space.bytes_per_token;
   info.page_tokens = kPageTokens;
+  info.default_mode = space.default_choice.mode;
+  info.default_proposal = space.default_choice.proposal;
+  info.default_eps = space.default_choice.eps;
+  info.default_delta = space.default_choice.delta;
+  info.default_budget = space.default_choice.budget;
   return info;
 }
 

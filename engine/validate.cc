@@ -108,29 +108,37 @@ Status check_append_layers(const StepRequest& request, const Space& space) {
   return Status::ok();
 }
 
+ModeChoice choice_of(const StepRequest& request) {
+  return {request.mode, request.proposal, request.eps, request.delta, request.budget};
+}
+
 // What the numbers of an approximate mode mean together. EXACT ignores them.
-Status check_mode(const StepRequest& request) {
-  if (request.mode <= KVM_MODE_EXACT) {
+Status check_together(const ModeChoice& choice, const char* prefix) {
+  if (choice.mode <= KVM_MODE_EXACT) {
     return Status::ok();
   }
-  if (request.proposal == KVM_PROPOSAL_GRAPH) {
-    return {KVM_ERR_UNSUPPORTED,
-            "proposal GRAPH is not offered by this service; SKETCH and LSH are",
-            static_cast<uint32_t>(Refusal::kGraph)};
+  if (choice.proposal == KVM_PROPOSAL_GRAPH) {
+    return {
+        KVM_ERR_UNSUPPORTED,
+        fmt::format("{}proposal GRAPH is not offered by this service; SKETCH and LSH are", prefix),
+        static_cast<uint32_t>(Refusal::kGraph)};
   }
-  if (request.mode == KVM_MODE_TOPK && request.budget == 0) {
-    return refuse(Refusal::kTopkBudget,
-                  "budget is 0 with mode TOPK; it must say of how many keys an answer is made");
+  if (choice.mode == KVM_MODE_TOPK && choice.budget == 0) {
+    return refuse(
+        Refusal::kTopkBudget,
+        "{0}budget is 0 with {0}mode TOPK; it must say of how many keys an answer is made", prefix);
   }
-  if (request.mode == KVM_MODE_VERIFIED && request.budget != 0) {
-    return refuse(Refusal::kVerifiedBudget,
-                  "budget is {} with mode VERIFIED, which reads what eps needs; it must be 0",
-                  request.budget);
+  if (choice.mode == KVM_MODE_VERIFIED && choice.budget != 0) {
+    return refuse(
+        Refusal::kVerifiedBudget,
+        "{0}budget is {1} with {0}mode VERIFIED, which reads what eps needs; it must be 0", prefix,
+        choice.budget);
   }
-  if (request.mode == KVM_MODE_VERIFIED && request.proposal == KVM_PROPOSAL_LSH) {
+  if (choice.mode == KVM_MODE_VERIFIED && choice.proposal == KVM_PROPOSAL_LSH) {
     return refuse(Refusal::kVerifiedLsh,
-                  "proposal is LSH with mode VERIFIED; it gives no error bar to verify: SKETCH "
-                  "does");
+                  "{0}proposal is LSH with {0}mode VERIFIED; it gives no error bar to verify: "
+                  "SKETCH does",
+                  prefix);
   }
   return Status::ok();
 }
@@ -140,27 +148,11 @@ Status check_numbers(const StepRequest& request) {
     return refuse(Refusal::kStepFlags, "flags are {:#x}; only {:#x} is known", request.flags,
                   uint32_t{KVM_STEP_F32_VALUES});
   }
-  if (request.mode > KVM_MODE_AUTO) {
-    return refuse(Refusal::kMode, "mode is {}; the largest known is {}", request.mode,
-                  uint32_t{KVM_MODE_AUTO});
-  }
-  if (request.proposal > KVM_PROPOSAL_GRAPH) {
-    return refuse(Refusal::kProposal, "proposal is {}; the largest known is {}", request.proposal,
-                  uint32_t{KVM_PROPOSAL_GRAPH});
-  }
   if (!std::isfinite(request.scale) || request.scale < 0) {
     return refuse(Refusal::kScale, "scale is {}; it must be positive, or 0 for the space's",
                   request.scale);
   }
-  if (!std::isfinite(request.eps) || request.eps < 0 || request.eps >= 1) {
-    return refuse(Refusal::kEps, "eps is {}; it must lie in (0, 1), or be 0 for the default",
-                  request.eps);
-  }
-  if (!std::isfinite(request.delta) || request.delta < 0 || request.delta >= 1) {
-    return refuse(Refusal::kDelta, "delta is {}; it must lie in (0, 1), or be 0 for the default",
-                  request.delta);
-  }
-  return check_mode(request);
+  return check_choice(choice_of(request));
 }
 
 Status check_ranges(const StepRequest& request, const kvm_item& item, size_t index) {
@@ -433,6 +425,53 @@ Status check_apart(const Tensor& out, const char* out_name, const Tensor& other,
     }
   }
   return refuse(Refusal::kTensorOverlap, "{} and {} overlap in memory", out_name, other_name);
+}
+
+Status check_choice(const ModeChoice& choice, const char* prefix) {
+  if (choice.mode > KVM_MODE_AUTO) {
+    return refuse(Refusal::kMode, "{}mode is {}; the largest known is {}", prefix, choice.mode,
+                  uint32_t{KVM_MODE_AUTO});
+  }
+  if (choice.proposal > KVM_PROPOSAL_GRAPH) {
+    return refuse(Refusal::kProposal, "{}proposal is {}; the largest known is {}", prefix,
+                  choice.proposal, uint32_t{KVM_PROPOSAL_GRAPH});
+  }
+  if (!std::isfinite(choice.eps) || choice.eps < 0 || choice.eps >= 1) {
+    return refuse(Refusal::kEps, "{}eps is {}; it must lie in (0, 1), or be 0 for the default",
+                  prefix, choice.eps);
+  }
+  if (!std::isfinite(choice.delta) || choice.delta < 0 || choice.delta >= 1) {
+    return refuse(Refusal::kDelta, "{}delta is {}; it must lie in (0, 1), or be 0 for the default",
+                  prefix, choice.delta);
+  }
+  return check_together(choice, prefix);
+}
+
+Status take_defaults(const Space& space, StepRequest* request) {
+  const ModeChoice& from = space.default_choice;
+  if (!request->attend || request->mode != KVM_MODE_DEFAULT || from.mode == KVM_MODE_EXACT) {
+    return Status::ok();
+  }
+  request->mode = from.mode;
+  if (request->proposal == KVM_PROPOSAL_DEFAULT) {
+    request->proposal = from.proposal;
+  }
+  // A budget would take the place of the request's own eps, except in TOPK, which knows no eps.
+  if (request->budget == 0 && (request->eps == 0 || from.mode == KVM_MODE_TOPK)) {
+    request->budget = from.budget;
+  }
+  if (request->eps == 0) {
+    request->eps = from.eps;
+  }
+  if (request->delta == 0) {
+    request->delta = from.delta;
+  }
+  const Status status = check_choice(choice_of(*request));
+  return status.is_ok() ? Status::ok()
+                        : Status(status.code(),
+                                 fmt::format("{}; the mode is the default of space '{}'",
+                                             status.message(), space.name),
+                                 status.detail());
 }
 
 Result<StepTensors> check_step(const StepRequest& request, const Space& space) {

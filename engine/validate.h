@@ -68,6 +68,13 @@ struct StepTensors {
   Tensor k, v, q, o, lse, err;
 };
 
+// Checks a mode and its numbers, by themselves and together. prefix: of the fields in the sentence.
+Status check_choice(const ModeChoice& choice, const char* prefix = "");
+
+// Fills in what a request that attends with KVM_MODE_DEFAULT takes from its space: afterwards it
+// names a mode. Fails: INVALID, UNSUPPORTED (it said numbers itself that contradict that mode).
+Status take_defaults(const Space& space, StepRequest* request);
+
 // Checks a step request against its space, except for the state of the sequences.
 Result<StepTensors> check_step(const StepRequest& request, const Space& space);
 

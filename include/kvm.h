@@ -543,13 +543,20 @@ typedef struct kvm_space_params {
   uint32_t n_codecs;
   uint32_t n_indexes;
   const kvm_index_params *indexes; /* [n_indexes]; copied */
-  uint64_t reserved[7];
+  /* What requests take that say KVM_MODE_DEFAULT: see kvm_step_params, whose rules for these
+   * numbers hold here too. */
+  uint32_t default_mode;     /* KVM_MODE_*; 0: EXACT, with which the next four must be 0 */
+  uint32_t default_proposal; /* KVM_PROPOSAL_* */
+  float default_eps;
+  float default_delta;
+  uint64_t default_budget;
+  uint64_t reserved[4];
 } kvm_space_params;
 
 /* Registers a space, or finds the one that has this name when every parameter agrees.
  * Fails:   EXISTS (the name has other parameters; the sentence names the first that differs),
- *          INVALID, UNSUPPORTED (KVM_LAYER_PAIR), LIMIT (max_spaces; parameters of more than about
- *          128,000 bytes with all arrays, to a daemon), TIMEOUT.
+ *          INVALID, UNSUPPORTED (KVM_LAYER_PAIR, proposal GRAPH), LIMIT (max_spaces; parameters of
+ *          more than about 128,000 bytes with all arrays, to a daemon), TIMEOUT.
  * Threads: any. */
 KVM_API kvm_status kvm_space_register(kvm_client *client, const kvm_space_params *params,
                                       kvm_space_id *out);
@@ -572,7 +579,12 @@ typedef struct kvm_space_info {
   uint64_t n_sequences;     /* of all clients */
   uint64_t bytes_per_token; /* over all layers, were every token kept */
   uint64_t page_tokens;
-  uint64_t reserved[4];
+  uint32_t default_mode; /* as registered, defaults filled in; with EXACT the next four are 0 */
+  uint32_t default_proposal;
+  float default_eps;
+  float default_delta;
+  uint64_t default_budget;
+  uint64_t reserved[1];
 } kvm_space_info;
 
 /* Fails: NOT_FOUND, STALE, LOST, TIMEOUT. Threads: any. */
@@ -704,7 +716,7 @@ typedef struct kvm_item {
 } kvm_item;
 
 enum {
-  KVM_MODE_DEFAULT = 0,  /* EXACT */
+  KVM_MODE_DEFAULT = 0,  /* the space's default_mode: EXACT where it names none */
   KVM_MODE_EXACT = 1,    /* every visible key is read */
   KVM_MODE_TOPK = 2,     /* those with the largest logits */
   KVM_MODE_SAMPLED = 3,  /* a random sample, weighted so that nothing is missing on average */
@@ -771,6 +783,11 @@ enum {
  *             at least 16 a row: SAMPLED; with LSH too if all that the tables propose fits, else
  *             TOPK. eps has no meaning then. The time is aimed at, not kept. mode of the result is
  *             what most approximated rows got, EXACT if there are none.
+ *
+ * With KVM_MODE_DEFAULT a request takes the default_mode of its space, and the space's proposal,
+ * eps, delta and budget where its own are 0; but not the space's budget beside an eps of its own,
+ * which would then mean nothing (SAMPLED, AUTO). It is checked and answered as if it had said all
+ * that. A request that names a mode takes nothing from the space.
  *
  * The same seed draws the same random numbers for the same positions at every step. Results depend
  * on the stored tokens, on what was observed (kvm_observe), on the request and on the kind of

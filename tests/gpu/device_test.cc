@@ -720,6 +720,7 @@ TEST(DeviceTest, SpacesThatADeviceCannotHoldAreRefused) {
   kvm_index_params index{};
   index.kind = KVM_INDEX_SKETCH;
   EXPECT_EQ(refused([&](auto* s) { s->indexes = &index, s->n_indexes = 1; }), KVM_ERR_UNSUPPORTED);
+  EXPECT_EQ(refused([](auto* s) { s->default_mode = KVM_MODE_SAMPLED; }), KVM_ERR_UNSUPPORTED);
   kvm_policy_params policy{};
   policy.retention = KVM_RETAIN_HEAVY;
   policy.n_recent = 64;

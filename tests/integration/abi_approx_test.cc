@@ -313,6 +313,112 @@ TEST_F(AbiApprox, BadNumbersHaveTheirSentence) {
   }
 }
 
+TEST_F(AbiApprox, ASpaceSaysForCallsThatDoNot) {
+  space_params_.name = "defaults";
+  space_params_.default_mode = KVM_MODE_SAMPLED;
+  space_params_.default_proposal = KVM_PROPOSAL_SKETCH;
+  space_params_.default_delta = 0.1f;
+  space_params_.default_budget = 500;
+  ASSERT_EQ(kvm_space_register(client_, &space_params_, &space_), KVM_OK) << kvm_last_error();
+  kvm_space_info info{};
+  info.struct_size = sizeof(info);
+  ASSERT_EQ(kvm_space_get_info(client_, space_, &info), KVM_OK) << kvm_last_error();
+  EXPECT_EQ(info.default_mode, uint32_t{KVM_MODE_SAMPLED});
+  EXPECT_EQ(info.default_proposal, uint32_t{KVM_PROPOSAL_SKETCH});
+  EXPECT_EQ(info.default_eps, 0.03f);
+  EXPECT_EQ(info.default_delta, 0.1f);
+  EXPECT_EQ(info.default_budget, 500u);
+  ASSERT_EQ(kvm_seq_create(client_, space_, nullptr, &seq_), KVM_OK) << kvm_last_error();
+  append();
+
+  const auto answer = [this](auto choose) {
+    Answer got;
+    EXPECT_EQ(attend(&got, choose), KVM_OK) << kvm_last_error();
+    return got;
+  };
+  const auto expect_same = [](const Answer& got, const Answer& named) {
+    EXPECT_EQ(got.stats.mode, named.stats.mode);
+    EXPECT_EQ(got.stats.keys_read, named.stats.keys_read);
+    EXPECT_EQ(got.o, named.o);
+    EXPECT_EQ(got.lse, named.lse);
+    EXPECT_EQ(got.err, named.err);
+  };
+  const auto named = [](float eps, uint64_t budget) {
+    return [eps, budget](kvm_step_params* p) {
+      p->mode = KVM_MODE_SAMPLED;
+      p->proposal = KVM_PROPOSAL_SKETCH;
+      p->eps = eps;
+      p->delta = 0.1f;
+      p->budget = budget;
+      p->seed = 4;
+    };
+  };
+  const Answer sampled = answer([](kvm_step_params* p) { p->seed = 4; });
+  EXPECT_EQ(sampled.stats.mode, uint32_t{KVM_MODE_SAMPLED});
+  EXPECT_GT(sampled.stats.err_max, 0.0f);
+  expect_same(sampled, answer(named(0, 500)));
+  // Own numbers; an own eps is not for the space's budget to overrule.
+  expect_same(answer([](kvm_step_params* p) {
+                p->budget = 100;
+                p->seed = 4;
+              }),
+              answer(named(0, 100)));
+  expect_same(answer([](kvm_step_params* p) {
+                p->eps = 0.2f;
+                p->seed = 4;
+              }),
+              answer(named(0.2f, 0)));
+  const Answer exact = answer([](kvm_step_params* p) { p->mode = KVM_MODE_EXACT; });
+  EXPECT_EQ(exact.stats.mode, uint32_t{KVM_MODE_EXACT});
+  EXPECT_EQ(exact.stats.keys_read, exact.stats.keys_present);
+  EXPECT_EQ(exact.stats.n_exact, 0u);
+}
+
+TEST_F(AbiApprox, BadDefaultsHaveTheirSentence) {
+  const auto expect = [](kvm_status got, kvm_status status, const char* sentence) {
+    EXPECT_EQ(got, status) << sentence;
+    EXPECT_NE(std::string(kvm_last_error()).find(sentence), std::string::npos) << kvm_last_error();
+  };
+  const auto registered = [this] {
+    kvm_space_id id = 0;
+    return kvm_space_register(client_, &space_params_, &id);
+  };
+  space_params_.default_mode = KVM_MODE_VERIFIED;
+  expect(registered(), KVM_ERR_EXISTS, "default_mode is 1 there and 4 here");
+  space_params_.name = "defaults";
+  space_params_.default_budget = 9;
+  expect(registered(), KVM_ERR_INVALID, "default_budget is 9 with default_mode VERIFIED");
+  space_params_.default_mode = KVM_MODE_DEFAULT;
+  expect(registered(), KVM_ERR_INVALID, "and default_budget 9; these must be 0");
+  space_params_.default_budget = 0;
+  space_params_.default_mode = 6;
+  expect(registered(), KVM_ERR_INVALID, "default_mode is 6");
+  space_params_.default_mode = KVM_MODE_SAMPLED;
+  space_params_.default_eps = INFINITY;
+  expect(registered(), KVM_ERR_INVALID, "default_eps is inf");
+  space_params_.default_eps = 0;
+  space_params_.default_proposal = KVM_PROPOSAL_GRAPH;
+  expect(registered(), KVM_ERR_UNSUPPORTED, "default_proposal GRAPH");
+
+  // Without an index: exact, as where the call names the mode.
+  space_params_.default_proposal = KVM_PROPOSAL_DEFAULT;
+  space_params_.default_mode = KVM_MODE_VERIFIED;
+  space_params_.n_indexes = 0;
+  ASSERT_EQ(kvm_space_register(client_, &space_params_, &space_), KVM_OK) << kvm_last_error();
+  ASSERT_EQ(kvm_seq_create(client_, space_, nullptr, &seq_), KVM_OK) << kvm_last_error();
+  append();
+  Answer answer;
+  ASSERT_EQ(attend(&answer, [](auto*) {}), KVM_OK) << kvm_last_error();
+  EXPECT_EQ(answer.stats.mode, uint32_t{KVM_MODE_EXACT});
+  EXPECT_EQ(answer.stats.n_exact, kQHeads);
+  // A call's own numbers meet the space's mode.
+  expect(attend(&answer, [](kvm_step_params* p) { p->budget = 9; }), KVM_ERR_INVALID,
+         "budget is 9 with mode VERIFIED");
+  EXPECT_NE(std::string(kvm_last_error()).find("the default of space 'defaults'"),
+            std::string::npos)
+      << kvm_last_error();
+}
+
 TEST_F(AbiApprox, IndexParametersAreOfTheSpace) {
   kvm_space_id same = 0;
   EXPECT_EQ(kvm_space_register(client_, &space_params_, &same), KVM_OK) << kvm_last_error();

@@ -65,8 +65,9 @@ struct Got {
 };
 
 struct World : Rig {
-  explicit World(uint32_t kind, uint32_t n_threads = 1)
-      : Rig(n_threads), id(space(indexed_spec(kind))), seq(create(id)) {}
+  explicit World(uint32_t kind, uint32_t n_threads = 1) : World(indexed_spec(kind), n_threads) {}
+  explicit World(const SpaceSpec& spec, uint32_t n_threads = 1)
+      : Rig(n_threads), id(space(spec)), seq(create(id)) {}
 
   void append(Tokens* tokens, uint32_t first, uint32_t n) {
     StepRequest step;
@@ -263,6 +264,71 @@ TEST(Approx, WithoutAnIndexItIsExactAndSaysSo) {
   EXPECT_EQ(got.result.err_max, 0.0f);
   EXPECT_TRUE(same_bits(got, exact));
   EXPECT_EQ(world.engine->stats().index_bytes, 0u);
+}
+
+SpaceSpec defaulted_spec(uint32_t kind, const Asked& defaults) {
+  SpaceSpec spec = indexed_spec(kind);
+  spec.params.default_mode = defaults.mode;
+  spec.params.default_proposal = defaults.proposal;
+  spec.params.default_eps = defaults.eps;
+  spec.params.default_delta = defaults.delta;
+  spec.params.default_budget = defaults.budget;
+  return spec;
+}
+
+void expect_same(const Got& got, const Got& expected) {
+  EXPECT_TRUE(same_bits(got, expected));
+  EXPECT_EQ(got.result.mode, expected.result.mode);
+  EXPECT_EQ(got.result.n_exact, expected.result.n_exact);
+  EXPECT_EQ(got.result.keys_read, expected.result.keys_read);
+}
+
+TEST(Approx, ASpaceSaysForRequestsThatDoNot) {
+  Tokens tokens(kTokens);
+  struct Case {
+    uint32_t kind;
+    Asked defaults;
+  };
+  for (const Case& one :
+       {Case{KVM_INDEX_SKETCH, {.mode = KVM_MODE_SAMPLED, .delta = 0.1f, .budget = 300}},
+        Case{KVM_INDEX_SKETCH, {.mode = KVM_MODE_SAMPLED, .eps = 0.2f}},
+        Case{KVM_INDEX_SKETCH, {.mode = KVM_MODE_VERIFIED, .eps = 0.1f, .delta = 0.1f}},
+        Case{KVM_INDEX_SKETCH, {.mode = KVM_MODE_TOPK, .budget = 300}},
+        Case{KVM_INDEX_LSH, {.mode = KVM_MODE_SAMPLED}},
+        Case{KVM_INDEX_LSH, {.mode = KVM_MODE_SAMPLED, .proposal = KVM_PROPOSAL_SKETCH}},
+        Case{KVM_INDEX_NONE, {.mode = KVM_MODE_SAMPLED, .budget = 300}}}) {
+    SCOPED_TRACE("mode " + std::to_string(one.defaults.mode) + " index " +
+                 std::to_string(one.kind));
+    World plain(one.kind);
+    fill_world(&plain, &tokens);
+    World world(defaulted_spec(one.kind, one.defaults));
+    fill_world(&world, &tokens);
+    Asked named = one.defaults;
+    named.seed = 5;
+    const Got expected = plain.attend(named);
+    expect_same(world.attend({.mode = KVM_MODE_DEFAULT, .seed = 5}), expected);
+    // Whoever names a mode takes nothing.
+    expect_same(world.attend(named), expected);
+    expect_same(world.attend({.mode = KVM_MODE_EXACT}), plain.attend({.mode = KVM_MODE_DEFAULT}));
+  }
+}
+
+TEST(Approx, NumbersOfARequestGoBeforeThoseOfItsSpace) {
+  Tokens tokens(kTokens);
+  World world(
+      defaulted_spec(KVM_INDEX_SKETCH, {.mode = KVM_MODE_SAMPLED, .delta = 0.1f, .budget = 300}));
+  fill_world(&world, &tokens);
+  expect_same(world.attend({.mode = KVM_MODE_DEFAULT, .budget = 600}),
+              world.attend({.mode = KVM_MODE_SAMPLED, .delta = 0.1f, .budget = 600}));
+  expect_same(world.attend({.mode = KVM_MODE_DEFAULT, .delta = 0.01f}),
+              world.attend({.mode = KVM_MODE_SAMPLED, .delta = 0.01f, .budget = 300}));
+  // As many keys as should give this eps, not the space's budget.
+  const Got by_error = world.attend({.mode = KVM_MODE_DEFAULT, .eps = 0.3f});
+  expect_same(by_error, world.attend({.mode = KVM_MODE_SAMPLED, .eps = 0.3f, .delta = 0.1f}));
+  EXPECT_FALSE(same_bits(by_error, world.attend({.mode = KVM_MODE_DEFAULT})));
+  // No index of hash tables.
+  expect_same(world.attend({.mode = KVM_MODE_DEFAULT, .proposal = KVM_PROPOSAL_LSH}),
+              world.attend({.mode = KVM_MODE_SAMPLED, .proposal = KVM_PROPOSAL_LSH}));
 }
 
 TEST(Approx, SameBitsWhateverTheThreadsAndTheCuts) {

@@ -33,7 +33,7 @@ const std::vector<BadSpec>& bad_specs() {
       {"name has 64", [](SpaceSpec* s) { s->name = std::string(64, 'a'); }},
       {"byte 32 at 1", [](SpaceSpec* s) { s->name = "a b"; }},
       {"flags is 4", [](SpaceSpec* s) { s->params.flags = 4; }},
-      {"reserved[6] is 9", [](SpaceSpec* s) { s->params.reserved[6] = 9; }},
+      {"reserved[3] is 9", [](SpaceSpec* s) { s->params.reserved[3] = 9; }},
       {"n_layers is 0", [](SpaceSpec* s) { s->params.n_layers = 0; }},
       {"n_layers is 513; it must be 1 to 512", [](SpaceSpec* s) { s->params.n_layers = 513; }},
       {"n_q_heads is 0", [](SpaceSpec* s) { s->params.n_q_heads = 0; }},
@@ -53,6 +53,45 @@ const std::vector<BadSpec>& bad_specs() {
       {"logit_softcap is 0.00", [](SpaceSpec* s) { s->params.logit_softcap = 1e-39f; }},
       {"logit_softcap is 1000000", [](SpaceSpec* s) { s->params.logit_softcap = 1e6f; }},
       {"shard_index is 2", [](SpaceSpec* s) { s->params.shard_index = s->params.n_shards = 2; }},
+      {"default_mode is 6; the largest known is 5",
+       [](SpaceSpec* s) { s->params.default_mode = 6; }},
+      {"default_proposal is 4", [](SpaceSpec* s) { s->params.default_proposal = 4; }},
+      {"default_proposal GRAPH",
+       [](SpaceSpec* s) {
+         s->params.default_mode = KVM_MODE_SAMPLED;
+         s->params.default_proposal = KVM_PROPOSAL_GRAPH;
+       },
+       KVM_ERR_UNSUPPORTED},
+      {"default_eps is 1",
+       [](SpaceSpec* s) {
+         s->params.default_mode = KVM_MODE_VERIFIED;
+         s->params.default_eps = 1;
+       }},
+      {"default_delta is nan",
+       [](SpaceSpec* s) {
+         s->params.default_mode = KVM_MODE_VERIFIED;
+         s->params.default_delta = std::nanf("");
+       }},
+      {"default_budget is 0 with default_mode TOPK",
+       [](SpaceSpec* s) { s->params.default_mode = KVM_MODE_TOPK; }},
+      {"default_budget is 7 with default_mode VERIFIED",
+       [](SpaceSpec* s) {
+         s->params.default_mode = KVM_MODE_VERIFIED;
+         s->params.default_budget = 7;
+       }},
+      {"default_proposal is LSH with default_mode VERIFIED",
+       [](SpaceSpec* s) {
+         s->params.default_mode = KVM_MODE_VERIFIED;
+         s->params.default_proposal = KVM_PROPOSAL_LSH;
+       }},
+      {"default_mode is 0 (EXACT) with default_proposal 0, default_eps 0.25",
+       [](SpaceSpec* s) { s->params.default_eps = 0.25f; }},
+      {"default_mode is 1 (EXACT) with default_proposal 0, default_eps 0.000000, default_delta "
+       "0.000000 and default_budget 9",
+       [](SpaceSpec* s) {
+         s->params.default_mode = KVM_MODE_EXACT;
+         s->params.default_budget = 9;
+       }},
       {"rope_layout is 3", [](SpaceSpec* s) { s->params.rope_layout = 3; }},
       {"n_rope_pairs is 5", [](SpaceSpec* s) { s->rope_inv_freq.assign(5, 1); }},
       {"rope_layout is 0 with n_rope_pairs 2", [](SpaceSpec* s) { s->rope_inv_freq.assign(2, 1); }},
@@ -167,6 +206,11 @@ TEST(Space, DefaultsAreFilledIn) {
   EXPECT_EQ(space->layers[1].group(), 4u);
   EXPECT_EQ(space->layers[1].first_list, 1u);
   EXPECT_EQ(space->layers[0].classes[0].kv_heads.size(), 8u);
+  EXPECT_EQ(space->default_choice, ModeChoice{});
+  SpaceSpec approximate = make_spec("m", 1, 1);
+  approximate.params.default_mode = KVM_MODE_VERIFIED;
+  const ModeChoice filled = {.mode = KVM_MODE_VERIFIED, .eps = 0.03f, .delta = 0.01f};
+  EXPECT_EQ(resolve_space(approximate).value()->default_choice, filled);
 }
 
 TEST(Space, HeadsGroupByRetentionAndCodec) {
@@ -222,6 +266,7 @@ TEST(Space, EqualSpacesAgreeAndOthersNameTheDifference) {
     spec.policies = {sinks_recent(1, 0b1, 4, 16)};
     spec.params.rope_layout = KVM_ROPE_HALF;
     spec.rope_inv_freq = {1, 0.5f};
+    spec.params.default_mode = KVM_MODE_SAMPLED;
     return spec;
   }();
   const auto registered = resolve_space(base).value();
@@ -231,6 +276,8 @@ TEST(Space, EqualSpacesAgreeAndOthersNameTheDifference) {
   same.params.dtype = KVM_DTYPE_BF16;
   same.params.softmax_scale = 1.0f / std::sqrt(8.0f);
   same.layers = {{.n_layers = 3}};
+  same.params.default_eps = 0.03f;
+  same.params.default_delta = 0.01f;
   same.codecs = {codec(2, 0b11, KVM_DTYPE_BF16, 0)};
   EXPECT_TRUE(compare_spaces(*registered, *resolve_space(same).value()).is_ok());
 
@@ -245,6 +292,14 @@ TEST(Space, EqualSpacesAgreeAndOthersNameTheDifference) {
       {"rope_inv_freq", [](SpaceSpec* s) { s->rope_inv_freq[1] = 0.25f; }},
       {"sink_logits", [](SpaceSpec* s) { s->sink_logits.assign(12, 0); }},
       {"n_shards", [](SpaceSpec* s) { s->params.n_shards = 2; }},
+      {"default_mode is 3 there and 4 here",
+       [](SpaceSpec* s) { s->params.default_mode = KVM_MODE_VERIFIED; }},
+      {"default_proposal is 0 there and 1 here",
+       [](SpaceSpec* s) { s->params.default_proposal = KVM_PROPOSAL_SKETCH; }},
+      {"default_eps", [](SpaceSpec* s) { s->params.default_eps = 0.1f; }},
+      {"default_delta", [](SpaceSpec* s) { s->params.default_delta = 0.1f; }},
+      {"default_budget is 0 there and 64 here",
+       [](SpaceSpec* s) { s->params.default_budget = 64; }},
       {"layers[2].window is 0 there and 9 here",
        [](SpaceSpec* s) { s->layers = {{.layer_begin = 2, .n_layers = 1, .window = 9}}; }},
       {"layers[2].kind",

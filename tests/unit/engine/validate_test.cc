@@ -91,6 +91,99 @@ TEST(Validate, AcceptsAGoodStepAndFillsStrides) {
   EXPECT_EQ(tensors.value().o.at(0, 1, 2) - tensors.value().o.at(0, 0, 0), (32 + 16) * 4);
 }
 
+// A request's own numbers, the space's, and what holds then.
+struct Defaulted {
+  ModeChoice space;
+  ModeChoice own;
+  ModeChoice holds;
+};
+
+ModeChoice choice_of(const StepRequest& step) {
+  return {step.mode, step.proposal, step.eps, step.delta, step.budget};
+}
+
+void ask(const ModeChoice& choice, StepRequest* step) {
+  step->mode = choice.mode;
+  step->proposal = choice.proposal;
+  step->eps = choice.eps;
+  step->delta = choice.delta;
+  step->budget = choice.budget;
+}
+
+TEST(Validate, ARequestThatNamesNoModeTakesTheSpaces) {
+  constexpr uint32_t kDefault = KVM_MODE_DEFAULT;
+  constexpr uint32_t kSketch = KVM_PROPOSAL_SKETCH;
+  const ModeChoice sampled = {KVM_MODE_SAMPLED, kSketch, 0.1f, 0.2f, 300};
+  const ModeChoice top = {KVM_MODE_TOPK, kSketch, 0.1f, 0.2f, 300};
+  const ModeChoice timed = {KVM_MODE_AUTO, 0, 0.1f, 0.2f, 5000};
+  const ModeChoice verified = {KVM_MODE_VERIFIED, 0, 0.1f, 0.2f, 0};
+  const Defaulted cases[] = {
+      {sampled, {kDefault}, sampled},
+      {verified, {kDefault}, verified},
+      // Own numbers hold, one by one.
+      {sampled,
+       {kDefault, KVM_PROPOSAL_LSH},
+       {KVM_MODE_SAMPLED, KVM_PROPOSAL_LSH, 0.1f, 0.2f, 300}},
+      {sampled, {kDefault, 0, 0, 0.5f}, {KVM_MODE_SAMPLED, kSketch, 0.1f, 0.5f, 300}},
+      {sampled, {kDefault, 0, 0, 0, 64}, {KVM_MODE_SAMPLED, kSketch, 0.1f, 0.2f, 64}},
+      {verified, {kDefault, 0, 0.5f}, {KVM_MODE_VERIFIED, 0, 0.5f, 0.2f, 0}},
+      // An eps would mean nothing beside the space's budget.
+      {sampled, {kDefault, 0, 0.5f}, {KVM_MODE_SAMPLED, kSketch, 0.5f, 0.2f, 0}},
+      {timed, {kDefault, 0, 0.5f}, {KVM_MODE_AUTO, 0, 0.5f, 0.2f, 0}},
+      {sampled, {kDefault, 0, 0.5f, 0, 64}, {KVM_MODE_SAMPLED, kSketch, 0.5f, 0.2f, 64}},
+      // TOPK has none, and wants its budget.
+      {top, {kDefault, 0, 0.5f}, {KVM_MODE_TOPK, kSketch, 0.5f, 0.2f, 300}},
+      // Who names a mode takes nothing.
+      {sampled, {KVM_MODE_EXACT}, {KVM_MODE_EXACT}},
+      {sampled, {KVM_MODE_SAMPLED}, {KVM_MODE_SAMPLED}},
+      {verified, {KVM_MODE_AUTO, 0, 0, 0, 9}, {KVM_MODE_AUTO, 0, 0, 0, 9}},
+      // A space that names none.
+      {{}, {kDefault, 0, 0.5f, 0, 9}, {kDefault, 0, 0.5f, 0, 9}},
+  };
+  Space space;
+  for (const Defaulted& one : cases) {
+    StepRequest step;
+    step.attend = true;
+    ask(one.own, &step);
+    space.default_choice = one.space;
+    const Status status = take_defaults(space, &step);
+    EXPECT_TRUE(status.is_ok()) << status.message();
+    EXPECT_EQ(choice_of(step), one.holds) << &one - cases;
+  }
+  // An append reads no keys.
+  StepRequest append;
+  append.append = true;
+  append.budget = 9;
+  space.default_choice = verified;
+  EXPECT_TRUE(take_defaults(space, &append).is_ok());
+  EXPECT_EQ(append.mode, kDefault);
+}
+
+TEST(Validate, OwnNumbersMustSuitTheModeOfTheSpace) {
+  Space space;
+  space.name = "v";
+  space.default_choice = {.mode = KVM_MODE_VERIFIED, .eps = 0.1f, .delta = 0.1f};
+  const Bad cases[] = {
+      {"budget is 7 with mode VERIFIED", [](StepRequest& s) { s.budget = 7; }},
+      {"proposal is LSH with mode VERIFIED", [](StepRequest& s) { s.proposal = KVM_PROPOSAL_LSH; }},
+      {"proposal GRAPH", [](StepRequest& s) { s.proposal = KVM_PROPOSAL_GRAPH; },
+       KVM_ERR_UNSUPPORTED},
+      {"eps is 1", [](StepRequest& s) { s.eps = 1; }},
+      {"delta is nan", [](StepRequest& s) { s.delta = NAN; }},
+  };
+  for (const Bad& bad : cases) {
+    StepRequest step;
+    step.attend = true;
+    bad.spoil(step);
+    const Status status = take_defaults(space, &step);
+    EXPECT_EQ(status.code(), bad.code) << bad.word;
+    EXPECT_NE(status.message().find(bad.word), std::string::npos) << status.message();
+    EXPECT_NE(status.message().find("the mode is the default of space 'v'"), std::string::npos)
+        << status.message();
+    EXPECT_NE(status.detail(), 0u);
+  }
+}
+
 TEST(Validate, EveryBadNumberHasItsSentence) {
   const auto space = make_space();
   const Bad cases[] = {

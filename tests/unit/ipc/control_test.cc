@@ -129,6 +129,11 @@ TEST(SpaceMessage, RoundTrip) {
   const kvm_index_params indexes[] = {{.kind = KVM_INDEX_SKETCH, .min_tokens = 512, .seed = 9}};
   params.indexes = indexes;
   params.n_indexes = 1;
+  params.default_mode = KVM_MODE_SAMPLED;
+  params.default_proposal = KVM_PROPOSAL_SKETCH;
+  params.default_eps = 0.25f;
+  params.default_delta = 0.5f;
+  params.default_budget = 77;
   auto space = copy_space(params);
   ASSERT_TRUE(space.is_ok());
   ControlWriter writer;
@@ -147,6 +152,11 @@ TEST(SpaceMessage, RoundTrip) {
   EXPECT_EQ(decoded.value().params.indexes, nullptr);
   ASSERT_EQ(decoded.value().indexes.size(), 1u);
   EXPECT_EQ(decoded.value().indexes[0].min_tokens, 512u);
+  EXPECT_EQ(decoded.value().params.default_mode, uint32_t{KVM_MODE_SAMPLED});
+  EXPECT_EQ(decoded.value().params.default_proposal, uint32_t{KVM_PROPOSAL_SKETCH});
+  EXPECT_EQ(decoded.value().params.default_eps, 0.25f);
+  EXPECT_EQ(decoded.value().params.default_delta, 0.5f);
+  EXPECT_EQ(decoded.value().params.default_budget, 77u);
 }
 
 TEST(SpaceMessage, CountsAreChecked) {

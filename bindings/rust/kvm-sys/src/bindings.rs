@@ -388,7 +388,12 @@ pub struct kvm_space_params {
     pub n_codecs: u32,
     pub n_indexes: u32,
     pub indexes: *const kvm_index_params,
-    pub reserved: [u64; 7],
+    pub default_mode: u32,
+    pub default_proposal: u32,
+    pub default_eps: f32,
+    pub default_delta: f32,
+    pub default_budget: u64,
+    pub reserved: [u64; 4],
 }
 
 impl Default for kvm_space_params {
@@ -418,7 +423,12 @@ pub struct kvm_space_info {
     pub n_sequences: u64,
     pub bytes_per_token: u64,
     pub page_tokens: u64,
-    pub reserved: [u64; 4],
+    pub default_mode: u32,
+    pub default_proposal: u32,
+    pub default_eps: f32,
+    pub default_delta: f32,
+    pub default_budget: u64,
+    pub reserved: [u64; 1],
 }
 
 impl Default for kvm_space_info {

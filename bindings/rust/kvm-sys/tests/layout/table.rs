@@ -139,6 +139,11 @@ structures! {
         n_codecs,
         n_indexes,
         indexes,
+        default_mode,
+        default_proposal,
+        default_eps,
+        default_delta,
+        default_budget,
         reserved,
     }
     kvm_space_info {
@@ -156,6 +161,11 @@ structures! {
         n_sequences,
         bytes_per_token,
         page_tokens,
+        default_mode,
+        default_proposal,
+        default_eps,
+        default_delta,
+        default_budget,
         reserved,
     }
     kvm_seq_params {
