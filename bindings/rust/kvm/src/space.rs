@@ -10,6 +10,7 @@ use kvm_sys as sys;
 use crate::client::{c_string, Client, Connection};
 use crate::error::{check, text_of, Error, Result, Status};
 use crate::sequence::{Sequence, SequenceParams};
+use crate::step::{Accuracy, Mode, Proposal};
 use crate::tensor::Dtype;
 
 /// The number of a space. Never used again.
@@ -564,6 +565,36 @@ impl SpaceParams {
         self
     }
 
+    /// How steps are answered that name no mode. A step that names one takes nothing from here.
+    ///
+    /// ```
+    /// use kvm::{Accuracy, Heads, Index, IndexKind, Mode, SpaceParams};
+    /// # let client = kvm::Client::open_embedded(&kvm::EmbeddedParams::new().threads(1))?;
+    /// let params = SpaceParams::new("my-model", 32, 32, 128)
+    ///     .index(Index::new(Heads::all(), IndexKind::Sketch))
+    ///     .default_mode(Mode::Verified(Accuracy { eps: 0.05, delta: 0.1 }));
+    /// let info = client.register_space(&params)?.info()?;
+    /// let said = Mode::Verified(Accuracy { eps: 0.05, delta: 0.1 });
+    /// assert_eq!(info.default_mode, Some(said));
+    /// # Ok::<(), kvm::Error>(())
+    /// ```
+    #[must_use]
+    pub fn default_mode(mut self, mode: Mode) -> Self {
+        let (mode, budget, accuracy) = mode.to_raw();
+        self.raw.default_mode = mode;
+        self.raw.default_budget = budget;
+        self.raw.default_eps = accuracy.eps;
+        self.raw.default_delta = accuracy.delta;
+        self
+    }
+
+    /// What an approximate default mode chooses keys by.
+    #[must_use]
+    pub fn default_proposal(mut self, proposal: Proposal) -> Self {
+        self.raw.default_proposal = proposal.code();
+        self
+    }
+
     /// What C cannot see: the lengths of arrays that it takes from other fields, and ranges that
     /// would mean "all" to it.
     fn check(&self) -> Result<()> {
@@ -711,7 +742,7 @@ impl fmt::Debug for Space {
 }
 
 /// What is known of a space. See [`Space::info`].
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct SpaceInfo {
     /// Which it is.
@@ -740,6 +771,11 @@ pub struct SpaceInfo {
     pub bytes_per_token: u64,
     /// Tokens of a page.
     pub page_tokens: u64,
+    /// How steps that name no mode are answered, with the service's own numbers where the space
+    /// names none; `None`: in a mode that this crate does not know.
+    pub default_mode: Option<Mode>,
+    /// What that mode chooses keys by; `None`: something that this crate does not know.
+    pub default_proposal: Option<Proposal>,
 }
 
 impl SpaceInfo {
@@ -758,6 +794,15 @@ impl SpaceInfo {
             n_sequences: raw.n_sequences,
             bytes_per_token: raw.bytes_per_token,
             page_tokens: raw.page_tokens,
+            default_mode: Mode::from_raw(
+                raw.default_mode,
+                raw.default_budget,
+                Accuracy {
+                    eps: raw.default_eps,
+                    delta: raw.default_delta,
+                },
+            ),
+            default_proposal: Proposal::from_code(raw.default_proposal),
         }
     }
 }

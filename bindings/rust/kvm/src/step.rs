@@ -105,6 +105,46 @@ pub enum Mode {
         /// Without a time: as for `Verified`.
         accuracy: Accuracy,
     },
+    /// What the space was registered with ([`SpaceParams::default_mode`](crate::SpaceParams)),
+    /// `Exact` where it names nothing. Numbers that are not 0 go before the space's. This, with
+    /// zeros, is what a [`Step`] begins with.
+    OfSpace {
+        /// As the space's mode has it: keys, or of `Auto` nanoseconds. 0: the space's, but none
+        /// beside an `eps` that it would take the place of.
+        budget: u64,
+        /// Zeros: the space's.
+        accuracy: Accuracy,
+    },
+}
+
+impl Mode {
+    /// Mode, budget and accuracy as `kvm.h` has them.
+    pub(crate) fn to_raw(self) -> (u32, u64, Accuracy) {
+        let exact = Accuracy::default();
+        match self {
+            Mode::Exact => (sys::KVM_MODE_EXACT, 0, exact),
+            Mode::TopK { budget } => (sys::KVM_MODE_TOPK, budget, exact),
+            Mode::Sampled { budget, accuracy } => (sys::KVM_MODE_SAMPLED, budget, accuracy),
+            Mode::Verified(accuracy) => (sys::KVM_MODE_VERIFIED, 0, accuracy),
+            Mode::Auto { time, accuracy } => (sys::KVM_MODE_AUTO, time_budget(time), accuracy),
+            Mode::OfSpace { budget, accuracy } => (sys::KVM_MODE_DEFAULT, budget, accuracy),
+        }
+    }
+
+    /// Of a space. A service that does not know defaults of spaces says 0: there all are exact.
+    pub(crate) fn from_raw(mode: u32, budget: u64, accuracy: Accuracy) -> Option<Self> {
+        match mode {
+            sys::KVM_MODE_DEFAULT | sys::KVM_MODE_EXACT => Some(Mode::Exact),
+            sys::KVM_MODE_TOPK => Some(Mode::TopK { budget }),
+            sys::KVM_MODE_SAMPLED => Some(Mode::Sampled { budget, accuracy }),
+            sys::KVM_MODE_VERIFIED => Some(Mode::Verified(accuracy)),
+            sys::KVM_MODE_AUTO => Some(Mode::Auto {
+                time: (budget != 0).then(|| Duration::from_nanos(budget)),
+                accuracy,
+            }),
+            _ => None,
+        }
+    }
 }
 
 /// What an approximate mode chooses keys by.
@@ -125,6 +165,25 @@ pub enum Proposal {
     Sketch,
     /// Hash tables.
     Lsh,
+}
+
+impl Proposal {
+    pub(crate) fn code(self) -> u32 {
+        match self {
+            Proposal::Default => sys::KVM_PROPOSAL_DEFAULT,
+            Proposal::Sketch => sys::KVM_PROPOSAL_SKETCH,
+            Proposal::Lsh => sys::KVM_PROPOSAL_LSH,
+        }
+    }
+
+    pub(crate) fn from_code(code: u32) -> Option<Self> {
+        match code {
+            sys::KVM_PROPOSAL_DEFAULT => Some(Proposal::Default),
+            sys::KVM_PROPOSAL_SKETCH => Some(Proposal::Sketch),
+            sys::KVM_PROPOSAL_LSH => Some(Proposal::Lsh),
+            _ => None,
+        }
+    }
 }
 
 /// One sequence's share of a request: how many tokens it gets, and how many query rows it has.
@@ -328,7 +387,10 @@ impl<'b> Step<'b> {
             ranges: Vec::new(),
             tree: Vec::new(),
             is_broken: None,
-            mode: Mode::Exact,
+            mode: Mode::OfSpace {
+                budget: 0,
+                accuracy: Accuracy::default(),
+            },
             proposal: Proposal::Default,
             scale: 0.0,
             seed: 0,
@@ -423,7 +485,7 @@ impl<'b> Step<'b> {
         self
     }
 
-    /// Which keys are read.
+    /// Which keys are read. Without this: as the space says.
     #[must_use]
     pub fn mode(mut self, mode: Mode) -> Self {
         self.mode = mode;
@@ -498,19 +560,7 @@ impl<'b> Step<'b> {
         if let Some(reason) = self.is_broken {
             return Err(Error::new(Status::Invalid, reason));
         }
-        let exact = Accuracy::default();
-        let (mode, budget, accuracy) = match self.mode {
-            Mode::Exact => (sys::KVM_MODE_EXACT, 0, exact),
-            Mode::TopK { budget } => (sys::KVM_MODE_TOPK, budget, exact),
-            Mode::Sampled { budget, accuracy } => (sys::KVM_MODE_SAMPLED, budget, accuracy),
-            Mode::Verified(accuracy) => (sys::KVM_MODE_VERIFIED, 0, accuracy),
-            Mode::Auto { time, accuracy } => (sys::KVM_MODE_AUTO, time_budget(time), accuracy),
-        };
-        let proposal = match self.proposal {
-            Proposal::Default => sys::KVM_PROPOSAL_DEFAULT,
-            Proposal::Sketch => sys::KVM_PROPOSAL_SKETCH,
-            Proposal::Lsh => sys::KVM_PROPOSAL_LSH,
-        };
+        let (mode, budget, accuracy) = self.mode.to_raw();
         let count = |len: usize| {
             u32::try_from(len).map_err(|_| Error::new(Status::Invalid, "2^32 items or more"))
         };
@@ -533,7 +583,7 @@ impl<'b> Step<'b> {
             lse: self.lse.raw,
             err: self.err.raw,
             scale: self.scale,
-            proposal,
+            proposal: self.proposal.code(),
             eps: accuracy.eps,
             delta: accuracy.delta,
             budget,
@@ -782,6 +832,33 @@ impl<'b> Read<'b> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn modes_come_back_as_they_went() {
+        let accuracy = Accuracy {
+            eps: 0.1,
+            delta: 0.2,
+        };
+        let time = Some(Duration::from_micros(7));
+        for mode in [
+            Mode::Exact,
+            Mode::TopK { budget: 3 },
+            Mode::Sampled {
+                budget: 3,
+                accuracy,
+            },
+            Mode::Verified(accuracy),
+            Mode::Auto { time, accuracy },
+        ] {
+            let (code, budget, accuracy) = mode.to_raw();
+            assert_eq!(Mode::from_raw(code, budget, accuracy), Some(mode));
+        }
+        assert_eq!(Mode::from_raw(6, 0, accuracy), None);
+        for proposal in [Proposal::Default, Proposal::Sketch, Proposal::Lsh] {
+            assert_eq!(Proposal::from_code(proposal.code()), Some(proposal));
+        }
+        assert_eq!(Proposal::from_code(3), None);
+    }
 
     #[test]
     fn a_time_is_a_budget_and_no_time_is_none() {

@@ -334,6 +334,50 @@ fn approximate_modes_read_less_and_say_how_good_they_are() {
 }
 
 #[test]
+fn a_space_says_the_mode_of_steps_that_do_not() {
+    let index = Index::new(Heads::all(), IndexKind::Sketch).min_tokens(256);
+    let sampled = |budget, eps| Mode::Sampled {
+        budget,
+        accuracy: Accuracy { eps, delta: 0.1 },
+    };
+    let params = geometry().index(index).default_mode(sampled(64, 0.0));
+    let mut rig = Rig::with(params.default_proposal(Proposal::Sketch), 2048);
+    let info = rig.space.info().unwrap();
+    assert_eq!(info.default_mode, Some(sampled(64, 0.03)));
+    assert_eq!(info.default_proposal, Some(Proposal::Sketch));
+    let q = queries(1, 130);
+    let mut ask = |mode: Option<Mode>| {
+        let (mut o, mut err) = (vec![0.0f32; Q_HEADS * DIM], vec![0.0f32; Q_HEADS * 2]);
+        let step = Step::new(&rig.space, 0).item(Item::new(&rig.sequence).query(1));
+        let step = mode.into_iter().fold(step, Step::mode);
+        let stats = rig.queue.attend(step.q(&q).o(&mut o).err(&mut err));
+        stats.map(|stats| (stats.mode, stats.keys_read, o, err))
+    };
+    let got = ask(None).unwrap();
+    assert_eq!(got.0, ModeUsed::Sampled);
+    assert_eq!(got, ask(Some(sampled(64, 0.0))).unwrap());
+    assert_eq!(ask(Some(Mode::Exact)).unwrap().0, ModeUsed::Exact);
+    let own = |budget, eps| {
+        let accuracy = Accuracy { eps, delta: 0.0 };
+        Some(Mode::OfSpace { budget, accuracy })
+    };
+    assert_eq!(
+        ask(own(256, 0.0)).unwrap(),
+        ask(Some(sampled(256, 0.0))).unwrap()
+    );
+    assert_eq!(
+        ask(own(0, 0.3)).unwrap(),
+        ask(Some(sampled(0, 0.3))).unwrap()
+    );
+    assert_eq!(ask(own(0, 1.5)).unwrap_err().status(), Status::Invalid);
+
+    let wrong = geometry().default_mode(Mode::TopK { budget: 0 });
+    let error = open().register_space(&wrong).unwrap_err();
+    assert_eq!(error.status(), Status::Invalid);
+    assert!(error.message().contains("default_budget is 0"), "{error}");
+}
+
+#[test]
 fn what_a_prefill_saw_is_kept_and_checked() {
     let mut rig = Rig::new(5);
     let (q, sums) = (queries(2, 110), numbers(5 * KV_HEADS, 111));
