@@ -62,6 +62,7 @@ class Kvmctl(unittest.TestCase):
         self.assertEqual(space["layers"], 2)
         self.assertEqual(space["sequences"], 3)
         self.assertEqual(space["bytes_per_token"], 2 * 2 * 64 * 2 * 2)
+        self.assertEqual(space["default_mode"], "exact")
 
     def test_seqs(self):
         sequences = self.daemon.json("seqs")

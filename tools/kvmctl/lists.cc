@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <memory>
 #include <string>
 #include <vector>
@@ -27,6 +28,51 @@ const char* dtype_text(uint32_t dtype) {
   }
 }
 
+const char* mode_text(uint32_t mode) {
+  switch (mode) {
+    case KVM_MODE_TOPK:
+      return "topk";
+    case KVM_MODE_SAMPLED:
+      return "sampled";
+    case KVM_MODE_VERIFIED:
+      return "verified";
+    case KVM_MODE_AUTO:
+      return "auto";
+    default:
+      return "exact";  // 0 of a kvmd that knows no defaults of a space
+  }
+}
+
+const char* proposal_text(uint32_t proposal) {
+  switch (proposal) {
+    case KVM_PROPOSAL_SKETCH:
+      return "sketch";
+    case KVM_PROPOSAL_LSH:
+      return "lsh";
+    default:
+      return "default";
+  }
+}
+
+// 0.05 as it was said, not the double nearest to the float.
+double short_number(float value) { return std::strtod(fmt::format("{}", value).c_str(), nullptr); }
+
+// How requests that name no mode are answered, with the numbers that count.
+std::string default_text(const kvm_space_info& space) {
+  std::string text = mode_text(space.default_mode);
+  if (space.default_mode == KVM_MODE_AUTO && space.default_budget != 0) {
+    text += fmt::format(" {} us", space.default_budget / 1000);
+  } else if (space.default_budget != 0) {
+    text += fmt::format(" {}", space.default_budget);
+  } else if (space.default_mode > KVM_MODE_EXACT) {
+    text += fmt::format(" eps {:g}", space.default_eps);
+  }
+  if (space.default_proposal != KVM_PROPOSAL_DEFAULT) {
+    text += fmt::format(" {}", proposal_text(space.default_proposal));
+  }
+  return text;
+}
+
 int run_spaces(const Common& common) {
   const Connection connection(common);
   const auto spaces = list_all_spaces(connection.get());
@@ -43,13 +89,18 @@ int run_spaces(const Common& common) {
                      {"dtype", dtype_text(space.dtype)},
                      {"head_classes", space.n_head_classes},
                      {"sequences", space.n_sequences},
-                     {"bytes_per_token", space.bytes_per_token}});
+                     {"bytes_per_token", space.bytes_per_token},
+                     {"default_mode", mode_text(space.default_mode)},
+                     {"default_proposal", proposal_text(space.default_proposal)},
+                     {"default_eps", short_number(space.default_eps)},
+                     {"default_delta", short_number(space.default_delta)},
+                     {"default_budget", space.default_budget}});
     }
     print_json(out);
     return kExitOk;
   }
   std::vector<std::vector<std::string>> rows = {
-      {"NAME", "LAYERS", "HEADS", "DIM", "DTYPE", "CLASSES", "SEQUENCES", "A TOKEN"}};
+      {"NAME", "LAYERS", "HEADS", "DIM", "DTYPE", "CLASSES", "SEQUENCES", "A TOKEN", "MODE"}};
   for (const auto& space : spaces) {
     rows.push_back({space.name, std::to_string(space.n_layers),
                     fmt::format("{}/{}", space.n_q_heads, space.n_kv_heads),
@@ -57,7 +108,8 @@ int run_spaces(const Common& common) {
                         ? std::to_string(space.head_dim_k)
                         : fmt::format("{}/{}", space.head_dim_k, space.head_dim_v),
                     dtype_text(space.dtype), std::to_string(space.n_head_classes),
-                    std::to_string(space.n_sequences), bytes_text(space.bytes_per_token)});
+                    std::to_string(space.n_sequences), bytes_text(space.bytes_per_token),
+                    default_text(space)});
   }
   print_table(rows);
   return kExitOk;
