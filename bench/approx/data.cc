@@ -115,9 +115,9 @@ void DataSet::use_own_rows() {
 }
 
 const std::vector<std::string>& data_names() {
-  static const std::vector<std::string> names = {"model",     "flat",     "isotropic", "outliers",
-                                                 "voutliers", "latesink", "even",      "softcap",
-                                                 "drift",     "real",     "diffuse",   "gauss"};
+  static const std::vector<std::string> names = {
+      "model",   "flat",  "isotropic", "outliers", "voutliers", "latesink", "even",
+      "softcap", "drift", "turn",      "real",     "diffuse",   "gauss"};
   return names;
 }
 
@@ -151,6 +151,8 @@ Result<DataSet> make_data(const DataSpec& spec, uint32_t threads) {
     options.sigma = 0.2;
   } else if (name == "drift") {
     options.drift_tokens = std::min(32768u, spec.tokens / 2);
+  } else if (name == "turn") {
+    options.turn_at = spec.tokens / 2;
   }
   options.outlier_channels = name == "outliers";
   options.value_outliers = name == "voutliers";

@@ -14,6 +14,8 @@
 //   even       model with logits of sd 0.2: attention is nearly uniform
 //   softcap    model with a soft cap of 10 nats on its logits
 //   drift      model, with mean and axes of keys and queries moving over the last 32,768 tokens
+//   turn       model, whose spectra change at half its length: queries of even heads then ask for
+//              what keys vary least in; odd heads were flat, and draw together
 //   real       clusters of keys that come in short segments, queries that look at four of them
 //   diffuse    the same with flatter queries
 //   gauss      independent normals: nothing to find
@@ -131,6 +133,7 @@ struct ModelOptions {
   bool value_outliers = false;
   bool late_sink = false;
   uint32_t drift_tokens = 0;  // at the end
+  uint32_t turn_at = 0;       // 0: never
 };
 
 // What make_data is put together from.

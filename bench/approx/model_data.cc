@@ -101,7 +101,7 @@ class HeadMaker {
     place_special();
     make_tokens();
     clouds_.push_back(make_cloud(false));
-    if (options.drift_tokens != 0) {
+    if (options.drift_tokens != 0 || options.turn_at != 0) {
       clouds_.push_back(make_cloud(true));
     }
     make_values_tables();
@@ -155,6 +155,9 @@ class HeadMaker {
 
   // 0 before the drift, 1 at its end.
   float drift(uint64_t token) const {
+    if (options_.turn_at != 0) {
+      return token < options_.turn_at ? 0.0f : 1.0f;
+    }
     const uint64_t begin = spec_.tokens - options_.drift_tokens;
     return token < begin ? 0.0f
                          : static_cast<float>(token - begin) /
@@ -202,7 +205,13 @@ class HeadMaker {
     cloud.topics = table(kTopics, 0.42 * (1 - kNoiseShare));
     cloud.key_sd = spectrum(options_.key_power);
     cloud.query_sd = spectrum(options_.query_power);
-    if (moved) {
+    if (options_.turn_at != 0) {
+      // Of keys and queries, by [turns sharp][moved].
+      constexpr double kPowers[2][2][2] = {{{1.15, 0.7}, {1.15, -1.0}}, {{1.0, 0.5}, {1.6, 0.9}}};
+      const auto& powers = kPowers[number_ % 2][moved ? 1 : 0];
+      cloud.key_sd = spectrum(powers[0]);
+      cloud.query_sd = spectrum(powers[1]);
+    } else if (moved) {
       // The same spectra, held by other axes.
       std::rotate(cloud.key_sd.begin(), cloud.key_sd.begin() + dim_ / 3, cloud.key_sd.end() - 2);
       std::rotate(cloud.query_sd.begin(), cloud.query_sd.begin() + dim_ / 3,

@@ -27,6 +27,7 @@ constexpr double kCenterRounding = 1.0 / 256;
 constexpr double kOutlier = 32;         // medians of the norm
 constexpr double kMinMoment = 1e-2;     // of a balanced coordinate, in means of all
 constexpr double kMinRestShare = 1e-2;  // below it, growth of the rest does not matter
+constexpr double kMinCloser = 1.2;      // of the axes, before a lead is looked for again
 
 using Matrix = std::vector<double>;  // [dim][dim]
 
@@ -336,13 +337,39 @@ double rest_share(const Basis& basis, const Sample& sample, const FrameKernels& 
   return rest_sum > 0 ? rest_sum / (lead_sum + rest_sum) : 0;
 }
 
+// |C| / tr C of the keys' moments.
+double closeness_of(const Sample& sample, const FrameKernels& kernels) {
+  const Matrix moments = second_moments(sample.spread(kMaxShares), kernels);
+  double trace = 0;
+  double square = 0;
+  for (size_t i = 0; i < moments.size(); ++i) {
+    square += moments[i] * moments[i];
+    trace += i % (sample.dim + 1) == 0 ? moments[i] : 0;
+  }
+  return trace > 0 ? std::sqrt(square) / trace : 0;
+}
+
 bool still_suits(const Basis& basis, const FrameInput& input, const SketchKind* kind,
                  const Sample& sample, const FrameKernels& kernels) {
   if (basis.dim_k != input.dim_k || (kind != nullptr && *kind != basis.kind)) {
     return false;
   }
-  return basis.lead_key.empty() || rest_share(basis, sample, kernels) <=
-                                       kMaxGrowth * std::max(basis.rest_share, kMinRestShare);
+  if (!basis.lead_key.empty()) {
+    return rest_share(basis, sample, kernels) <=
+           kMaxGrowth * std::max(basis.rest_share, kMinRestShare);
+  }
+  return kind != nullptr || ((basis.has_queries || input.queries.empty()) &&
+                             closeness_of(sample, kernels) <= kMinCloser * basis.closeness);
+}
+
+// No lead, unless a later run of keys calls for one.
+void leave_lead(const FrameInput& input, const Sample& sample, const FrameKernels& kernels,
+                Basis* basis) {
+  basis->lead_key = basis->lead_query = {};
+  basis->key_matrix = basis->query_matrix = {};
+  basis->kind = SketchKind::kBits2;
+  basis->closeness = closeness_of(sample, kernels);
+  basis->has_queries = !input.queries.empty();
 }
 
 std::shared_ptr<const Basis> make_basis(const FrameInput& input, const SketchKind* kind,
@@ -367,9 +394,7 @@ std::shared_ptr<const Basis> make_basis(const FrameInput& input, const SketchKin
                            ? fit_axes(keys, kernels, basis.get())
                            : fit_balanced(keys, std::move(queries), kernels, basis.get());
   if (kind == nullptr && share < kMinLeadShare) {
-    basis->lead_key = basis->lead_query = {};
-    basis->key_matrix = basis->query_matrix = {};
-    basis->kind = SketchKind::kBits2;
+    leave_lead(input, sample, kernels, basis.get());
     return basis;
   }
   basis->kind = SketchKind::kLead8Bits1;

@@ -43,6 +43,10 @@ struct Basis {
   std::vector<float> query_matrix;
   // |rest|^2 / (|lead|^2 + |rest|^2) over the keys from which the basis was made.
   double rest_share = 1;
+  // Of a basis without a lead, where one would have been taken: how close together the keys' axes
+  // are (1 / sqrt(dim): all alike; 1: one alone), and whether queries had been seen.
+  double closeness = 0;
+  bool has_queries = false;
 };
 
 struct Frame {

@@ -62,7 +62,8 @@ struct FrameInput {
   std::span<const float> queries;  // [n][dim_k]
   uint64_t seed = 0;               // of the rotation
   // The basis of this frame is kept, with a new centre, unless the keys have left it (the rest's
-  // share of the variance has grown by 30 %). May be null.
+  // share of the variance has grown by 30 %) or, where no lead was found, may have one now (their
+  // axes have drawn together by 20 %, or queries are seen for the first time). May be null.
   const Frame* previous = nullptr;
 };
 

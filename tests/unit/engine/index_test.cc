@@ -39,6 +39,10 @@ SpaceSpec indexed_spec(uint32_t n_layers = 1) {
   return spec;
 }
 
+// Tokens from here on have keys whose channels are alike, but for those from kDrawnTogether on.
+constexpr uint64_t kAlike = uint64_t{1} << 40;
+constexpr uint64_t kDrawnTogether = uint64_t{1} << 41;
+
 float key_element(uint64_t token, uint32_t head, uint32_t i) {
   const uint64_t bits = mix_seed(token, head, i);
   // Nearly normal, of unequal variances.
@@ -46,7 +50,8 @@ float key_element(uint64_t token, uint32_t head, uint32_t i) {
                                        (bits >> 32 & 0xffff) + (bits >> 48)) /
                         65536.0f -
                     2.0f;
-  return sum * (1.0f + 8.0f / static_cast<float>(1 + i)) + static_cast<float>(head);
+  const bool alike = token >= kAlike && token < kDrawnTogether;
+  return sum * (alike ? 3.0f : 1.0f + 8.0f / static_cast<float>(1 + i)) + static_cast<float>(head);
 }
 
 void write_keys(const std::vector<AppendPiece>& pieces, std::span<const uint64_t> tokens) {
@@ -309,6 +314,45 @@ TEST(Index, SecondFrameFromTheFirstRunWhateverTheCuts) {
   EXPECT_EQ(content_of(*rig.store, once, 0).blocks.size(), (8192u + 500 - 64) / 64);
   EXPECT_TRUE(content_of(*rig.store, once, 0) == content_of(*rig.store, often, 0));
   EXPECT_TRUE(content_of(*rig.store, once, 1) == content_of(*rig.store, often, 1));
+  rig.store->check_accounts();
+}
+
+// --- Kinds chosen again -------------------------------------------------------------------------
+
+constexpr uint64_t kRun = 8192;
+constexpr auto kLead = hash_index::SketchKind::kLead8Bits1;
+constexpr auto kTwoBits = hash_index::SketchKind::kBits2;
+using Kinds = std::vector<hash_index::SketchKind>;
+
+// Of head 0, by run.
+Kinds kinds_of(const Store& store, const Sequence* seq) {
+  std::vector<attention::SketchedRun> sketches;
+  std::vector<attention::HashedRun> hashes;
+  store.collect_index(seq, 0, 0, store.length(seq, 0), &sketches, &hashes);
+  std::map<uint64_t, hash_index::SketchKind> kinds;
+  for (const attention::SketchedRun& run : sketches) {
+    kinds[run.position / kRun] = hash_index::frame_kind(*run.frame);
+  }
+  Kinds found;
+  for (const auto& [run, kind] : kinds) {
+    found.push_back(kind);
+  }
+  return found;
+}
+
+void grow(Rig* rig, Sequence* seq, uint64_t first_token, uint64_t n) {
+  ASSERT_TRUE(append_keys(*rig->store, seq, numbered(first_token, n)).is_ok());
+  build_index(*rig->store, seq);
+}
+
+TEST(Index, KeysThatTurnFlatOrSharpChangeTheKindOfTheNextRun) {
+  Rig rig;
+  Sequence* seq = rig.create();
+  grow(&rig, seq, kAlike, 2 * kRun);
+  grow(&rig, seq, kDrawnTogether, kRun);
+  grow(&rig, seq, 2 * kAlike - kRun, kRun);  // the last of those that are alike
+  grow(&rig, seq, kAlike + 5 * kRun, 500);
+  EXPECT_EQ(kinds_of(*rig.store, seq), (Kinds{kTwoBits, kTwoBits, kTwoBits, kLead, kTwoBits}));
   rig.store->check_accounts();
 }
 
