@@ -230,15 +230,21 @@ Result<SharedArena> Connection::create_arena(uint64_t size_bytes) {
   return SharedArena{created->region(), std::move(mapping).value()};
 }
 
-void Connection::destroy_arena(uint32_t region) noexcept {
+template <typename Write>
+void Connection::destroy(const Write& write, const char* what) noexcept {
   try {
-    note_failure(call([region](ipc::ControlWriter* writer, uint64_t id) {
-                   return writer->finish(id, wire::CreateArenaDestroy(writer->fbb(), region));
-                 }).status(),
-                 "an arena");
+    note_failure(call(write).status(), what);
   } catch (const std::bad_alloc&) {
     note_no_memory();
   }
+}
+
+void Connection::destroy_arena(uint32_t region) noexcept {
+  destroy(
+      [region](ipc::ControlWriter* writer, uint64_t id) {
+        return writer->finish(id, wire::CreateArenaDestroy(writer->fbb(), region));
+      },
+      "an arena");
 }
 
 Result<QueueMemory> Connection::create_queue(uint32_t n_entries) {
@@ -270,14 +276,11 @@ Result<QueueMemory> Connection::create_queue(uint32_t n_entries) {
 }
 
 void Connection::destroy_queue(uint32_t queue) noexcept {
-  try {
-    note_failure(call([queue](ipc::ControlWriter* writer, uint64_t id) {
-                   return writer->finish(id, wire::CreateQueueDestroy(writer->fbb(), queue));
-                 }).status(),
-                 "a queue");
-  } catch (const std::bad_alloc&) {
-    note_no_memory();
-  }
+  destroy(
+      [queue](ipc::ControlWriter* writer, uint64_t id) {
+        return writer->finish(id, wire::CreateQueueDestroy(writer->fbb(), queue));
+      },
+      "a queue");
 }
 
 }  // namespace kvm::client

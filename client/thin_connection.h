@@ -94,6 +94,9 @@ class Connection {
   Status receive_reply(uint64_t id, uint64_t deadline_ns, Reply* reply);
   void give_back(const ipc::wire::Message& reply);
   Status fail(Status status);
+  // Sends what `write`, an Encode, makes; `what`: of which thing the failure is noted.
+  template <typename Write>
+  void destroy(const Write& write, const char* what) noexcept;
 
   std::unique_ptr<ipc::ControlChannel> channel_;
   const Clock* clock_ = nullptr;
