@@ -40,8 +40,6 @@
 
 namespace kvm::engine {
 
-// Threads: prepare() and evaluate() on any thread, each task once and every prepare() before the
-// first evaluate(); the rest on the driver. Where has_approx(), prepare() reads stored tokens.
 // Who runs a request's tasks.
 struct TaskCrew {
   uint32_t n_threads = 1;
@@ -49,6 +47,8 @@ struct TaskCrew {
   bool is_shared = false;
 };
 
+// Threads: prepare() and evaluate() on any thread, each task once and every prepare() before the
+// first evaluate(); the rest on the driver. Where has_approx(), prepare() reads stored tokens.
 class AttendWork {
  public:
   // Forgets the last request.

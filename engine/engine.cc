@@ -248,6 +248,8 @@ class EngineImpl final : public Engine {
   bool has_expired(const StepRequest& request) const {
     return request.deadline_ns != 0 && options_.clock->now_ns() >= request.deadline_ns;
   }
+  // Whether a client may have others beside it, whom its tasks must not keep waiting.
+  bool is_shared() const { return clients_.size() > 1; }
   bool may_start(const Client& client) const {
     return client.n_running < max_running() && scheduler_.has_room();
   }
@@ -324,7 +326,7 @@ ClientId EngineImpl::add_client(const ClientSpec& spec) {
   added.lane = free_lanes_ == 0 ? Scheduler::kMaxLanes - 1
                                 : static_cast<uint32_t>(std::countr_zero(free_lanes_));
   free_lanes_ &= ~(uint64_t{1} << added.lane);
-  scheduler_.set_yielding(clients_.size() > 1);
+  scheduler_.set_yielding(is_shared());
   return client;
 }
 
@@ -389,7 +391,7 @@ bool EngineImpl::bury_some() {
                      [lane](const auto& other) { return other.second.lane == lane; })) {
       free_lanes_ |= uint64_t{1} << lane;
     }
-    scheduler_.set_yielding(clients_.size() > 1);
+    scheduler_.set_yielding(is_shared());
     if (on_gone) {
       on_gone();
     }
@@ -812,7 +814,7 @@ Status EngineImpl::begin(Request* request, JobPlan* plan, bool* is_small) {
                                             "began",
                                             step->deadline_ns)};
     }
-    const TaskCrew crew{.n_threads = options_.n_threads, .is_shared = clients_.size() > 1};
+    const TaskCrew crew{.n_threads = options_.n_threads, .is_shared = is_shared()};
     KVM_TRY(request->step.begin(*store_, request->client, *step,
                                 std::get<StepTensors>(request->tensors), costs_, crew,
                                 workspaces_[0]));
