@@ -18,6 +18,7 @@
 #include "base/dtype.h"
 #include "codecs/int8.h"
 #include "engine/engine.h"
+#include "tests/common/items.h"
 
 namespace kvm::engine::testing {
 
@@ -151,21 +152,14 @@ inline kvm_index_params make_index(uint32_t kind = KVM_INDEX_SKETCH) {
 }
 
 inline kvm_item append_item(kvm_seq_id seq, uint32_t n, uint32_t row = 0) {
-  kvm_item item{};
-  item.seq = seq;
-  item.append_position = KVM_POSITION_END;
-  item.n_append = n;
+  kvm_item item = kvm::testing::item_of(seq, n, 0);
   item.append_row = row;
-  item.query_position = KVM_POSITION_END;
   return item;
 }
 
 inline kvm_item query_item(kvm_seq_id seq, uint32_t n, uint32_t row = 0,
                            uint64_t position = KVM_POSITION_END) {
-  kvm_item item{};
-  item.seq = seq;
-  item.append_position = KVM_POSITION_END;
-  item.n_query = n;
+  kvm_item item = kvm::testing::item_of(seq, 0, n);
   item.query_row = row;
   item.query_position = position;
   return item;
