@@ -1,13 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ipc/ring.h"
 
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <climits>
 #include <string>
 
 #include "ipc/shared_words.h"
@@ -26,10 +20,6 @@ Status bad_index(const char* name, uint32_t peer, uint32_t own, uint32_t entries
   return Status(KVM_ERR_PROTOCOL, std::string(name) + " is " + std::to_string(peer) +
                                       " while the other index is " + std::to_string(own) +
                                       "; they may differ by 0 to " + std::to_string(entries));
-}
-
-long futex(const uint32_t* word, int operation, uint32_t value, const timespec* timeout) {
-  return ::syscall(SYS_futex, word, operation, value, timeout, nullptr, 0);
 }
 
 }  // namespace
@@ -114,7 +104,7 @@ Result<uint32_t> CompletionProducer::room() const {
 }
 
 void CompletionProducer::stage(const CompletionEntry& entry) {
-  daemon_->entries[tail_ & kCompletionMask] = entry;
+  copy_to_shared(&daemon_->entries[tail_ & kCompletionMask], &entry, sizeof(entry));
   ++tail_;
 }
 
@@ -127,7 +117,7 @@ bool CompletionProducer::publish() {
   // visible to the client. Sequentially consistent because of the load below: see "Waking".
   store_seq_cst(&daemon_->cq_tail, tail_);
   if (load_seq_cst(client_->cq_waiting) != 0) {
-    futex(&daemon_->cq_tail.value, FUTEX_WAKE, INT_MAX, nullptr);
+    wake_waiters(daemon_->cq_tail);
   }
   return true;
 }
@@ -160,14 +150,10 @@ bool CompletionConsumer::is_ready() const { return load_acquire(daemon_->cq_tail
 
 void CompletionConsumer::sleep(uint64_t timeout_ns) {
   // SYNC: sequentially consistent store and load: see "Waking" in the header. The futex compares
-  // cq_tail with head_ again inside the kernel. The futex is shared, not private: the waker is
-  // another process.
+  // cq_tail with head_ again inside the kernel.
   store_seq_cst(&client_->cq_waiting, 1);
   if (load_seq_cst(daemon_->cq_tail) == head_) {
-    timespec timeout{};
-    timeout.tv_sec = static_cast<time_t>(timeout_ns / 1000000000u);
-    timeout.tv_nsec = static_cast<long>(timeout_ns % 1000000000u);
-    futex(&daemon_->cq_tail.value, FUTEX_WAIT, head_, &timeout);
+    wait_while_equal(daemon_->cq_tail, head_, timeout_ns);
   }
   store_release(&client_->cq_waiting, 0);
 }

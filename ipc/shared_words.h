@@ -1,8 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// Access to memory that another process can write at any time.
+// Access to memory that another process can write at any time, and sleeping on it. A seam: the
+// rings touch what they share through these functions only, and tests/sim/simulated_words puts
+// others in their place.
 #ifndef KVM_IPC_SHARED_WORDS_H_
 #define KVM_IPC_SHARED_WORDS_H_
 
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <climits>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -39,6 +47,19 @@ inline void copy_once(void* to, const void* from, size_t size) {
 inline void copy_to_shared(void* to, const void* from, size_t size) {
   KVM_SHARED_STORE();
   std::memcpy(to, from, size);
+}
+
+// Sleeps while the word is `value`, at most timeout_ns, or until a signal. The kernel compares. The
+// futex is shared, not private: the waker is another process.
+inline void wait_while_equal(const ControlWord& word, uint32_t value, uint64_t timeout_ns) {
+  timespec timeout{};
+  timeout.tv_sec = static_cast<time_t>(timeout_ns / 1000000000u);
+  timeout.tv_nsec = static_cast<long>(timeout_ns % 1000000000u);
+  ::syscall(SYS_futex, &word.value, FUTEX_WAIT, value, &timeout, nullptr, 0);
+}
+// Ends all sleeps on the word.
+inline void wake_waiters(const ControlWord& word) {
+  ::syscall(SYS_futex, &word.value, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
 }  // namespace kvm::ipc

@@ -1,0 +1,460 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tests/sim/interleaving.h"
+
+#include <ucontext.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <utility>
+#include <vector>
+
+#include "base/assert.h"
+
+#if defined(__SANITIZE_ADDRESS__)
+#define KVM_ASAN_FIBERS 1
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define KVM_ASAN_FIBERS 1
+#endif
+#endif
+#ifdef KVM_ASAN_FIBERS
+#include <sanitizer/asan_interface.h>
+#include <sanitizer/common_interface_defs.h>
+#endif
+
+namespace kvm::sim {
+
+namespace {
+
+constexpr size_t kStackBytes = size_t{256} << 10;
+constexpr size_t kMaxStoreBytes = 64;
+constexpr uint32_t kSides = 2;
+constexpr uint32_t kNobody = kSides;  // the caller of explore()
+
+struct Held {
+  std::byte* to = nullptr;
+  size_t size = 0;
+  std::array<std::byte, kMaxStoreBytes> bytes{};
+};
+
+enum class Waiting : uint8_t { kNo, kForWake, kForRing, kForStore, kEnded };
+
+struct Context {
+  ucontext_t registers{};
+  void* fake_stack = nullptr;
+  const void* stack_bottom = nullptr;
+  size_t stack_size = 0;
+};
+
+struct Side {
+  std::unique_ptr<std::byte[]> stack = std::make_unique<std::byte[]>(kStackBytes);
+  Context context;
+  std::deque<Held> held;
+  Waiting waiting = Waiting::kNo;
+  const void* waits_on = nullptr;
+  uint64_t n_landed_seen = 0;
+};
+
+struct Access {
+  uint32_t side;
+  const char* what;
+  const void* where;
+  uint64_t value;
+};
+
+// One of the things that may happen next.
+struct Choice {
+  uint32_t runs = 0;      // the side whose turn it is
+  uint32_t lands_of = 0;  // whose oldest stores reach the memory before
+  uint32_t n_land = 0;    // so many of them
+  bool preempts = false;
+};
+
+// Unwinds a side whose schedule has failed.
+struct Abandoned {};
+
+class Explorer {
+ public:
+  Explorer(const std::function<std::unique_ptr<Program>()>& make, const Limits& limits)
+      : make_(make), limits_(limits) {}
+
+  Outcome run();
+
+  uint32_t load(const uint32_t* word);
+  void store(void* to, const void* from, size_t size, Order order);
+  void read(void* to, const void* from, size_t size);
+  void wait_while_equal(const uint32_t* word, uint32_t value);
+  void wake_waiters(const uint32_t* word);
+  void relax();
+  void ring(bool* has_rung);
+  void wait_ring(bool* has_rung);
+  [[noreturn]] void fail(const std::string& why);
+  void run_side();
+  // While a program is made, nobody's turn has come yet.
+  bool is_running() const { return running_ != kNobody; }
+
+ private:
+  struct Decision {
+    uint32_t chosen;
+    uint32_t n_choices;
+  };
+
+  Side& me() { return sides_[running_]; }
+  bool can_run(uint32_t side) const { return sides_[side].waiting == Waiting::kNo; }
+  void note(const char* what, const void* where, uint64_t value);
+  // The moment before an access: whoever's turn it is goes on.
+  void decide();
+  void list_choices();
+  void land(uint32_t side, size_t n);
+  void drain() { land(running_, me().held.size()); }
+  void pause(Waiting waiting, const void* on);
+  void wake(Waiting waiting, const void* on);
+  void switch_to(uint32_t to);
+  Context& context_of(uint32_t side) { return side == kNobody ? home_ : sides_[side].context; }
+  void run_schedule();
+  bool next_schedule();
+
+  const std::function<std::unique_ptr<Program>()>& make_;
+  const Limits limits_;
+  std::unique_ptr<Program> program_;
+  std::array<Side, kSides> sides_;
+  Context home_;
+  uint32_t running_ = kNobody;
+  uint64_t n_landed_ = 0;
+  uint32_t n_preemptions_ = 0;
+  std::vector<Decision> decisions_;
+  size_t n_decided_ = 0;
+  std::vector<Choice> choices_;
+  std::vector<Access> accesses_;
+  std::string failure_;
+};
+
+Explorer* g_explorer = nullptr;
+
+void enter_side() { g_explorer->run_side(); }
+
+void Explorer::switch_to(uint32_t to) {
+  Context& from_context = context_of(running_);
+  Context& to_context = context_of(to);
+  running_ = to;
+#ifdef KVM_ASAN_FIBERS
+  __sanitizer_start_switch_fiber(&from_context.fake_stack, to_context.stack_bottom,
+                                 to_context.stack_size);
+#endif
+  KVM_ASSERT(::swapcontext(&from_context.registers, &to_context.registers) == 0);
+#ifdef KVM_ASAN_FIBERS
+  __sanitizer_finish_switch_fiber(from_context.fake_stack, nullptr, nullptr);
+#endif
+}
+
+void Explorer::run_side() {
+#ifdef KVM_ASAN_FIBERS
+  // Only the first time is where we came from news: the stack of the caller of explore().
+  const void* bottom = nullptr;
+  size_t size = 0;
+  __sanitizer_finish_switch_fiber(nullptr, &bottom, &size);
+  if (home_.stack_bottom == nullptr) {
+    home_.stack_bottom = bottom;
+    home_.stack_size = size;
+  }
+#endif
+  try {
+    if (failure_.empty()) {
+      program_->run(running_);
+      note("ends", nullptr, 0);
+      me().waiting = Waiting::kEnded;
+      decide();
+    }
+  } catch (const Abandoned&) {
+    me().waiting = Waiting::kEnded;
+  }
+  switch_to(kNobody);
+  std::abort();  // nobody comes back to a side that has ended
+}
+
+void Explorer::note(const char* what, const void* where, uint64_t value) {
+  accesses_.push_back({running_, what, where, value});
+  if (accesses_.size() > limits_.n_steps) {
+    fail("goes on for ever");
+  }
+}
+
+void Explorer::land(uint32_t side, size_t n) {
+  std::deque<Held>& held = sides_[side].held;
+  for (; n > 0; --n) {
+    std::memcpy(held.front().to, held.front().bytes.data(), held.front().size);
+    held.pop_front();
+    ++n_landed_;
+  }
+  for (Side& other : sides_) {
+    if (other.waiting == Waiting::kForStore && other.n_landed_seen < n_landed_) {
+      other.waiting = Waiting::kNo;
+    }
+  }
+}
+
+// The first choice is to go on. What the running side holds back matters to the other alone, so it
+// lands where that gets its turn; what the other holds back may land at any step.
+void Explorer::list_choices() {
+  choices_.clear();
+  const bool goes_on = can_run(running_);
+  const uint32_t other = 1 - running_;
+  if (goes_on) {
+    choices_.push_back({.runs = running_, .lands_of = other, .n_land = 0});
+    if (!sides_[other].held.empty()) {
+      choices_.push_back({.runs = running_, .lands_of = other, .n_land = 1});
+    }
+  }
+  if (can_run(other) && (!goes_on || n_preemptions_ < limits_.n_preemptions)) {
+    for (uint32_t n = 0; n <= me().held.size(); ++n) {
+      choices_.push_back({.runs = other, .lands_of = running_, .n_land = n, .preempts = goes_on});
+    }
+  }
+  if (!choices_.empty()) {
+    return;
+  }
+  // Nobody can go on unless what is held back lands.
+  for (uint32_t side = 0; side < kSides; ++side) {
+    if (!sides_[side].held.empty()) {
+      choices_.push_back({.runs = kNobody, .lands_of = side, .n_land = 1});
+    }
+  }
+}
+
+void Explorer::decide() {
+  for (;;) {
+    list_choices();
+    if (choices_.empty()) {
+      const bool has_ended =
+          sides_[0].waiting == Waiting::kEnded && sides_[1].waiting == Waiting::kEnded;
+      if (!has_ended) {
+        fail("nobody can go on");
+      }
+      switch_to(kNobody);
+    }
+    if (n_decided_ == decisions_.size()) {
+      decisions_.push_back({0, static_cast<uint32_t>(choices_.size())});
+    }
+    const Decision& decision = decisions_[n_decided_++];
+    KVM_ASSERT(decision.n_choices == choices_.size());
+    const Choice choice = choices_[decision.chosen];
+    n_preemptions_ += choice.preempts ? 1 : 0;
+    land(choice.lands_of, choice.n_land);
+    if (choice.runs == running_) {
+      return;
+    }
+    if (choice.runs != kNobody) {
+      switch_to(choice.runs);
+      if (!failure_.empty()) {
+        throw Abandoned();
+      }
+      return;
+    }
+  }
+}
+
+void Explorer::pause(Waiting waiting, const void* on) {
+  me().waiting = waiting;
+  me().waits_on = on;
+  decide();
+}
+
+void Explorer::wake(Waiting waiting, const void* on) {
+  for (Side& side : sides_) {
+    if (side.waiting == waiting && side.waits_on == on) {
+      side.waiting = Waiting::kNo;
+    }
+  }
+}
+
+uint32_t Explorer::load(const uint32_t* word) {
+  decide();
+  uint32_t value = *word;
+  for (const Held& held : me().held) {
+    if (held.to == reinterpret_cast<const std::byte*>(word)) {
+      std::memcpy(&value, held.bytes.data(), sizeof(value));
+    }
+  }
+  note("loads", word, value);
+  return value;
+}
+
+void Explorer::store(void* to, const void* from, size_t size, Order order) {
+  KVM_ASSERT(size <= kMaxStoreBytes);
+  decide();
+  Held& held = me().held.emplace_back();
+  held.to = static_cast<std::byte*>(to);
+  held.size = size;
+  std::memcpy(held.bytes.data(), from, size);
+  uint64_t value = 0;
+  std::memcpy(&value, from, size < sizeof(value) ? size : sizeof(value));
+  note(order == Order::kSeqCst ? "stores, in full order," : "stores", to, value);
+  if (order == Order::kSeqCst && !limits_.weakens_stores) {
+    drain();
+  }
+}
+
+void Explorer::read(void* to, const void* from, size_t size) {
+  decide();
+  std::memcpy(to, from, size);
+  note("copies", from, size);
+}
+
+void Explorer::wait_while_equal(const uint32_t* word, uint32_t value) {
+  decide();
+  drain();
+  note(*word == value ? "sleeps on" : "does not sleep on", word, value);
+  if (*word == value) {
+    pause(Waiting::kForWake, word);
+  }
+}
+
+void Explorer::wake_waiters(const uint32_t* word) {
+  decide();
+  drain();
+  note("wakes", word, 0);
+  wake(Waiting::kForWake, word);
+}
+
+void Explorer::relax() {
+  note("spins", nullptr, 0);
+  me().n_landed_seen = n_landed_;
+  pause(Waiting::kForStore, nullptr);
+}
+
+void Explorer::ring(bool* has_rung) {
+  decide();
+  drain();
+  note("rings", has_rung, 0);
+  *has_rung = true;
+  wake(Waiting::kForRing, has_rung);
+}
+
+void Explorer::wait_ring(bool* has_rung) {
+  decide();
+  drain();
+  note("waits for", has_rung, *has_rung ? 1 : 0);
+  if (!*has_rung) {
+    pause(Waiting::kForRing, has_rung);
+  }
+  *has_rung = false;
+}
+
+void Explorer::fail(const std::string& why) {
+  failure_ = why + "\n";
+  for (const Access& access : accesses_) {
+    failure_ += "  side " + std::to_string(access.side) + " " + access.what + " " +
+                std::to_string(reinterpret_cast<uintptr_t>(access.where) & 0xffff) + ": " +
+                std::to_string(access.value) + "\n";
+  }
+  throw Abandoned();
+}
+
+void Explorer::run_schedule() {
+  program_ = make_();
+  n_landed_ = 0;
+  n_preemptions_ = 0;
+  n_decided_ = 0;
+  accesses_.clear();
+  for (Side& side : sides_) {
+    side.held.clear();
+    side.waiting = Waiting::kNo;
+#ifdef KVM_ASAN_FIBERS
+    // Nobody has unwound what ran there before.
+    __asan_unpoison_memory_region(side.stack.get(), kStackBytes);
+#endif
+    side.context.fake_stack = nullptr;
+    side.context.stack_bottom = side.stack.get();
+    side.context.stack_size = kStackBytes;
+    KVM_ASSERT(::getcontext(&side.context.registers) == 0);
+    side.context.registers.uc_stack.ss_sp = side.stack.get();
+    side.context.registers.uc_stack.ss_size = kStackBytes;
+    side.context.registers.uc_link = nullptr;
+    ::makecontext(&side.context.registers, enter_side, 0);
+  }
+  switch_to(0);
+  if (failure_.empty()) {
+    failure_ = program_->judge();
+    return;
+  }
+  for (uint32_t side = 0; side < kSides; ++side) {
+    if (sides_[side].waiting != Waiting::kEnded) {
+      switch_to(side);
+    }
+  }
+}
+
+// The last decision that has a choice left takes the next one.
+bool Explorer::next_schedule() {
+  while (!decisions_.empty()) {
+    Decision& last = decisions_.back();
+    if (++last.chosen < last.n_choices) {
+      return true;
+    }
+    decisions_.pop_back();
+  }
+  return false;
+}
+
+Outcome Explorer::run() {
+  Outcome outcome;
+  g_explorer = this;
+  do {
+    run_schedule();
+    ++outcome.n_schedules;
+    if (!failure_.empty()) {
+      outcome.failure = "schedule " + std::to_string(outcome.n_schedules) + ": " + failure_;
+      break;
+    }
+    outcome.is_complete = !next_schedule();
+  } while (!outcome.is_complete && outcome.n_schedules < limits_.n_schedules);
+  g_explorer = nullptr;
+  return outcome;
+}
+
+bool is_exploring() { return g_explorer != nullptr && g_explorer->is_running(); }
+
+}  // namespace
+
+Outcome explore(const std::function<std::unique_ptr<Program>()>& make, const Limits& limits) {
+  return Explorer(make, limits).run();
+}
+
+uint32_t load(const uint32_t* word) { return is_exploring() ? g_explorer->load(word) : *word; }
+
+void store(void* to, const void* from, size_t size, Order order) {
+  if (is_exploring()) {
+    g_explorer->store(to, from, size, order);
+  } else {
+    std::memcpy(to, from, size);
+  }
+}
+
+void read(void* to, const void* from, size_t size) {
+  if (is_exploring()) {
+    g_explorer->read(to, from, size);
+  } else {
+    std::memcpy(to, from, size);
+  }
+}
+
+void wait_while_equal(const uint32_t* word, uint32_t value) {
+  KVM_ASSERT(is_exploring());
+  g_explorer->wait_while_equal(word, value);
+}
+
+void wake_waiters(const uint32_t* word) {
+  if (is_exploring()) {
+    g_explorer->wake_waiters(word);
+  }
+}
+
+void relax() { g_explorer->relax(); }
+
+void fail(const std::string& why) { g_explorer->fail(why); }
+
+void Doorbell::ring() { g_explorer->ring(&has_rung_); }
+void Doorbell::wait() { g_explorer->wait_ring(&has_rung_); }
+
+}  // namespace kvm::sim
