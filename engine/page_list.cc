@@ -269,6 +269,27 @@ uint64_t PageList::give_up(uint64_t n_pages, PageBank bank) {
     clear(bank);
     return 1;
   }
+  const uint64_t n_given = pop_segments(0, n_pages, bank);
+  if (root_->segments.empty()) {
+    clear(bank);
+  }
+  return n_given;
+}
+
+uint64_t PageList::shorten(uint64_t n_tokens, uint64_t n_pages, PageBank bank) {
+  KVM_ASSERT(n_reserved_ == 0);
+  if (root_ == nullptr || n_tokens >= length_) {
+    return 0;
+  }
+  const size_t n_keep = find_segment(static_cast<uint32_t>(n_tokens / kPageTokens)) + 1;
+  if (n_keep >= root_->segments.size()) {
+    return 0;
+  }
+  KVM_ASSERT(root_->n_refs == 1);
+  return pop_segments(n_keep, n_pages, bank);
+}
+
+uint64_t PageList::pop_segments(size_t n_keep, uint64_t n_pages, PageBank bank) {
   uint64_t n_given = 0;
   uint64_t n_stored = length_ - n_dropped_;
   if (tail_.page != kNoPage) {
@@ -278,7 +299,7 @@ uint64_t PageList::give_up(uint64_t n_pages, PageBank bank) {
     ++n_given;
   }
   std::vector<Segment*>& segments = root_->segments;
-  for (; !segments.empty() && n_given < n_pages; segments.pop_back()) {
+  for (; segments.size() > n_keep && n_given < n_pages; segments.pop_back()) {
     Segment* segment = segments.back();
     for (const PageEntry& entry : segment->entries) {
       n_stored -= entry.count;
@@ -286,11 +307,7 @@ uint64_t PageList::give_up(uint64_t n_pages, PageBank bank) {
     n_given += segment->n_refs > 1 ? 1 : segment->entries.size();
     release_segment(segment, bank);
   }
-  if (segments.empty()) {
-    clear(bank);
-    return n_given;
-  }
-  length_ = segments.back()->entries.back().end();
+  length_ = segments.empty() ? 0 : segments.back()->entries.back().end();
   n_dropped_ = length_ - n_stored;
   dropped_end_ = std::min(dropped_end_, length_);
   return n_given;

@@ -127,6 +127,11 @@ class PageList {
   void prepare_truncate(uint64_t n_tokens, PageBank bank);
   // Keeps the first n_tokens <= length().
   void truncate(uint64_t n_tokens, PageBank bank);
+  // Gives up whole segments of tokens beyond n_tokens from the end on, until n_pages or somewhat
+  // more went, and is then the list of the tokens before; a segment's worth of them at least stays
+  // for truncate(n_tokens). REQUIRES: prepare_truncate(n_tokens). Returns how many went, where a
+  // segment that forks share counts as one: 0 when truncate is next.
+  uint64_t shorten(uint64_t n_tokens, uint64_t n_pages, PageBank bank);
   // Gives everything up, reservations too.
   void clear(PageBank bank);
   // Likewise, but stops after n_pages or somewhat more and is then the list of the tokens before.
@@ -239,6 +244,9 @@ class PageList {
   // The stored entry of a block, from the segments or the tail; page == kNoPage: dropped.
   PageEntry find_entry(uint32_t block) const;
   uint64_t count_stored() const;
+  // Releases segments from the end on until n_keep are left or n_pages went, the tail before them.
+  // REQUIRES: the root is this list's own. The length is that of what is left.
+  uint64_t pop_segments(size_t n_keep, uint64_t n_pages, PageBank bank);
   static void release_segment(Segment* segment, PageBank bank);
 
   Root* root_ = nullptr;

@@ -65,8 +65,8 @@ struct Request final : TaskSet, LineHook, NameHook {
   ClientId client = 0;
   RequestTag tag;
   RequestState state = RequestState::kWaiting;
-  bool is_orphan = false;   // its client is gone: no callback
-  bool is_freeing = false;  // has begun to free its sequence, which goes in parts
+  bool is_orphan = false;    // its client is gone: no callback
+  bool is_in_parts = false;  // has begun to free or to cut its sequence, and is not done
   // The same for tasks, which then do nothing: nobody sees what they would have written.
   std::atomic<bool> is_abandoned{false};
   uint64_t cost = 0;   // estimate, in bytes of K and V that are read or written

@@ -70,6 +70,7 @@ class StoreImpl final : public Store {
   Result<kvm_seq_id> fork_seq(Sequence* parent, uint64_t n_tokens) override;
   Status check_fork(const Sequence* parent, uint64_t n_tokens) const override;
   Status truncate_seq(Sequence* seq, uint64_t n_tokens) override;
+  Result<bool> truncate_part(Sequence* seq, uint64_t n_tokens, uint64_t max_pages) override;
   Status commit_seq(Sequence* seq, uint64_t n_tokens) override;
   void free_seq(Sequence* seq) override;
   bool free_part(Sequence* seq, uint64_t max_pages) override;
@@ -395,16 +396,19 @@ Result<kvm_seq_id> StoreImpl::fork_seq(Sequence* parent, uint64_t n_tokens) {
 }
 
 Status StoreImpl::truncate_seq(Sequence* seq, uint64_t n_tokens) {
+  return truncate_part(seq, n_tokens, UINT64_MAX).status();
+}
+
+Result<bool> StoreImpl::truncate_part(Sequence* seq, uint64_t n_tokens, uint64_t max_pages) {
   if (n_tokens >= longest_layer(seq)) {
-    return Status::ok();  // observed queries may lie further on, and stay
+    return true;  // observed queries may lie further on, and stay
   }
   KVM_TRY(check_cut(seq, n_tokens));
+  const PageBank bank = ledger_.bank(seq->account);
   for (PageList& list : seq->lists) {
-    list.prepare_truncate(std::min(n_tokens, list.length()), ledger_.bank(seq->account));
+    list.prepare_truncate(std::min(n_tokens, list.length()), bank);
   }
-  for (PageList& list : seq->lists) {
-    list.truncate(std::min(n_tokens, list.length()), ledger_.bank(seq->account));
-  }
+  // What goes with its tokens goes first, so that at any time what is left fits together.
   if (n_tokens < seq->n_committed) {
     seq->n_committed = n_tokens;
     std::fill(seq->next_commits.begin(), seq->next_commits.end(), 0);
@@ -413,8 +417,21 @@ Status StoreImpl::truncate_seq(Sequence* seq, uint64_t n_tokens) {
   cut_folded(seq, n_tokens);
   cut_kept(seq, n_tokens);
   cut_indexes(&ledger_, seq, n_tokens);
+  uint64_t n_given = 0;
+  for (PageList& list : seq->lists) {
+    if (n_given >= max_pages) {
+      break;
+    }
+    n_given += list.shorten(n_tokens, max_pages - n_given, bank);
+  }
+  const bool is_last = n_given < max_pages;
+  if (is_last) {
+    for (PageList& list : seq->lists) {
+      list.truncate(std::min(n_tokens, list.length()), bank);
+    }
+  }
   ledger_.trim_after_free();
-  return Status::ok();
+  return is_last;
 }
 
 Status StoreImpl::commit_seq(Sequence* seq, uint64_t n_tokens) {

@@ -162,7 +162,11 @@ class Store {
   // The same checks without forking.
   virtual Status check_fork(const Sequence* parent, uint64_t n_tokens) const = 0;
   virtual Status truncate_seq(Sequence* seq, uint64_t n_tokens) = 0;  // PARTIAL
-  virtual Status commit_seq(Sequence* seq, uint64_t n_tokens) = 0;    // INVALID
+  // The same in parts of about max_pages pages, for there may be millions: true when it is done.
+  // Until then the sequence ends somewhere between: call again with the same n_tokens, which cannot
+  // fail then, before anything else is done with it.
+  virtual Result<bool> truncate_part(Sequence* seq, uint64_t n_tokens, uint64_t max_pages) = 0;
+  virtual Status commit_seq(Sequence* seq, uint64_t n_tokens) = 0;  // INVALID
   // The pointer and the id are dead afterwards.
   virtual void free_seq(Sequence* seq) = 0;
   // The same in parts of about max_pages pages, for a sequence may have millions: true when it is

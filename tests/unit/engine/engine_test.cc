@@ -467,6 +467,43 @@ TEST(Engine, AClientLeavesWhileItsGiantIsFreed) {
   EXPECT_EQ(rig.engine->n_in_flight(), 0u);
 }
 
+TEST(Engine, AGiantThatIsCutHoldsNobodyUp) {
+  Giant rig;
+  const uint64_t n_pages = rig.engine->stats().n_pages;
+  const kvm_seq_id small = rig.create(rig.space_id);
+  Log log;
+  const auto later = [&](SeqVerb verb, kvm_seq_id seq, uint64_t n_tokens, const char* name) {
+    rig.engine->submit(rig.client, {1, 1},
+                       SeqRequest{.verb = verb, .seq = seq, .n_tokens = n_tokens}, log.entry(name));
+  };
+  later(SeqVerb::kTruncate, rig.seq, 1000, "cut");
+  later(SeqVerb::kFork, rig.seq, 1001, "fork beyond the cut");
+  later(SeqVerb::kFree, small, 0, "small");
+  rig.engine->poll();
+  EXPECT_EQ(log.names, (std::vector<std::string>{"small"}));
+  EXPECT_LT(rig.engine->stats().n_pages, n_pages);
+  EXPECT_GT(rig.engine->stats().n_pages, n_pages / 3);
+  log.drive(*rig.engine, 3);
+  EXPECT_EQ(log.names[1], "cut");
+  EXPECT_TRUE(log.results[1].status.is_ok());
+  EXPECT_EQ(log.results[2].status.code(), KVM_ERR_INVALID) << "it sees the sequence as it was cut";
+  EXPECT_EQ(rig.length(rig.seq), 1000u);
+  EXPECT_EQ(rig.engine->stats().n_pages, 1000 / kPageTokens + 1);
+}
+
+TEST(Engine, AClientLeavesWhileItsGiantIsCut) {
+  Giant rig;
+  rig.engine->submit(rig.client, {1, 1},
+                     SeqRequest{.verb = SeqVerb::kTruncate, .seq = rig.seq, .n_tokens = 1},
+                     [](RequestResult&&) { ADD_FAILURE() << "a client that is gone is told"; });
+  EXPECT_GT(rig.engine->stats().n_pages, 0u);
+  bool gone = false;
+  rig.engine->remove_client(rig.client, [&] { gone = true; });
+  rig.drive(gone);
+  EXPECT_EQ(rig.engine->stats().n_pages, 0u);
+  EXPECT_EQ(rig.engine->n_in_flight(), 0u);
+}
+
 TEST(Engine, CallbacksMaySubmitAgain) {
   Small rig(2);
   const kvm_seq_id seq = rig.create(rig.id);

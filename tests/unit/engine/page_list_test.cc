@@ -220,5 +220,50 @@ TEST_F(PageListTest, GivesItselfUpInParts) {
   EXPECT_EQ(bytes(), 0u);
 }
 
+// Cut in parts, a list ends as one that is cut at once, and what is left in between is a list too.
+TEST_F(PageListTest, IsCutInParts) {
+  for (const uint64_t n : {uint64_t{0}, 10 * kPageTokens + 9, 250 * kPageTokens, 700 * kPageTokens,
+                           800 * kPageTokens + 7, 800 * kPageTokens + 8}) {
+    PageList list;
+    append(&list, 500 * kPageTokens);
+    PageList parent;
+    parent.share(list, list.length(), bank());
+    append(&list, 300 * kPageTokens + 8);
+    list.drop(300, 450, bank());
+    PageList expected;
+    expected.share(list, n, bank());
+    const uint64_t n_parent = entries(parent).size();
+    list.prepare_truncate(n, bank());
+    uint32_t n_parts = 0;
+    while (list.shorten(n, 50, bank()) != 0) {
+      ++n_parts;
+      const std::vector<PageEntry> left = entries(list);
+      ASSERT_EQ(list.length(), left.back().end());
+      ASSERT_GT(list.length(), n);
+      uint64_t n_stored = 0;
+      for (const PageEntry& entry : left) {
+        n_stored += entry.count;
+      }
+      ASSERT_EQ(list.length() - list.n_dropped(), n_stored);
+    }
+    list.truncate(n, bank());
+    EXPECT_EQ(list.length(), n);
+    EXPECT_EQ(list.n_dropped(), expected.n_dropped()) << n;
+    const std::vector<PageEntry> left = entries(list);
+    const std::vector<PageEntry> wanted = entries(expected);
+    ASSERT_EQ(left.size(), wanted.size()) << n;
+    for (size_t i = 0; i < left.size(); ++i) {
+      EXPECT_EQ(left[i].page, wanted[i].page);
+      EXPECT_EQ(left[i].count, wanted[i].count);
+    }
+    EXPECT_EQ(entries(parent).size(), n_parent);
+    EXPECT_EQ(n_parts > 2, n < 300 * kPageTokens) << n << ": " << n_parts;
+    for (PageList* one : {&list, &parent, &expected}) {
+      one->clear(bank());
+    }
+    EXPECT_EQ(bytes(), 0u);
+  }
+}
+
 }  // namespace
 }  // namespace kvm::engine
