@@ -7,8 +7,8 @@
 #include <memory>
 #include <vector>
 
-#include "attention/cuda/fiber.h"
 #include "base/assert.h"
+#include "base/fiber.h"
 
 namespace kvm::attention::gpu::emulator {
 namespace {

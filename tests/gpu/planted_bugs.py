@@ -114,7 +114,7 @@ BUGS = [
 
 # What the suite consists of; each file is compiled again only where a mistake is in its reach.
 SUITE = "tests/gpu/emulator_suite.cc"
-OTHERS = [CUDA + "emulator.cc", CUDA + "fiber.cc", PLAN, "tests/gpu/cases.cc", "base/assert.cc"]
+OTHERS = [CUDA + "emulator.cc", "base/fiber.cc", PLAN, "tests/gpu/cases.cc", "base/assert.cc"]
 TIMEOUT_S = 120
 
 

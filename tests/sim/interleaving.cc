@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tests/sim/interleaving.h"
 
-#include <ucontext.h>
-
 #include <cstdlib>
 #include <cstring>
 #include <deque>
@@ -10,24 +8,12 @@
 #include <vector>
 
 #include "base/assert.h"
-
-#if defined(__SANITIZE_ADDRESS__)
-#define KVM_ASAN_FIBERS 1
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer)
-#define KVM_ASAN_FIBERS 1
-#endif
-#endif
-#ifdef KVM_ASAN_FIBERS
-#include <sanitizer/asan_interface.h>
-#include <sanitizer/common_interface_defs.h>
-#endif
+#include "base/fiber.h"
 
 namespace kvm::sim {
 
 namespace {
 
-constexpr size_t kStackBytes = size_t{256} << 10;
 constexpr size_t kMaxStoreBytes = 64;
 constexpr uint32_t kSides = 2;
 constexpr uint32_t kNobody = kSides;  // the caller of explore()
@@ -40,16 +26,8 @@ struct Held {
 
 enum class Waiting : uint8_t { kNo, kForWake, kForRing, kForStore, kEnded };
 
-struct Context {
-  ucontext_t registers{};
-  void* fake_stack = nullptr;
-  const void* stack_bottom = nullptr;
-  size_t stack_size = 0;
-};
-
 struct Side {
-  std::unique_ptr<std::byte[]> stack = std::make_unique<std::byte[]>(kStackBytes);
-  Context context;
+  Fiber fiber;
   std::deque<Held> held;
   Waiting waiting = Waiting::kNo;
   const void* waits_on = nullptr;
@@ -111,7 +89,7 @@ class Explorer {
   void pause(Waiting waiting, const void* on);
   void wake(Waiting waiting, const void* on);
   void switch_to(uint32_t to);
-  Context& context_of(uint32_t side) { return side == kNobody ? home_ : sides_[side].context; }
+  Fiber& fiber_of(uint32_t side) { return side == kNobody ? home_ : sides_[side].fiber; }
   void run_schedule();
   bool next_schedule();
 
@@ -119,7 +97,7 @@ class Explorer {
   const Limits limits_;
   std::unique_ptr<Program> program_;
   std::array<Side, kSides> sides_;
-  Context home_;
+  Fiber home_;
   uint32_t running_ = kNobody;
   uint64_t n_landed_ = 0;
   uint32_t n_preemptions_ = 0;
@@ -135,30 +113,13 @@ Explorer* g_explorer = nullptr;
 void enter_side() { g_explorer->run_side(); }
 
 void Explorer::switch_to(uint32_t to) {
-  Context& from_context = context_of(running_);
-  Context& to_context = context_of(to);
+  Fiber& from = fiber_of(running_);
   running_ = to;
-#ifdef KVM_ASAN_FIBERS
-  __sanitizer_start_switch_fiber(&from_context.fake_stack, to_context.stack_bottom,
-                                 to_context.stack_size);
-#endif
-  KVM_ASSERT(::swapcontext(&from_context.registers, &to_context.registers) == 0);
-#ifdef KVM_ASAN_FIBERS
-  __sanitizer_finish_switch_fiber(from_context.fake_stack, nullptr, nullptr);
-#endif
+  from.switch_to(&fiber_of(to));
 }
 
 void Explorer::run_side() {
-#ifdef KVM_ASAN_FIBERS
-  // Only the first time is where we came from news: the stack of the caller of explore().
-  const void* bottom = nullptr;
-  size_t size = 0;
-  __sanitizer_finish_switch_fiber(nullptr, &bottom, &size);
-  if (home_.stack_bottom == nullptr) {
-    home_.stack_bottom = bottom;
-    home_.stack_size = size;
-  }
-#endif
+  me().fiber.arrive();
   try {
     if (failure_.empty()) {
       program_->run(running_);
@@ -169,8 +130,9 @@ void Explorer::run_side() {
   } catch (const Abandoned&) {
     me().waiting = Waiting::kEnded;
   }
-  switch_to(kNobody);
-  std::abort();  // nobody comes back to a side that has ended
+  const uint32_t side = running_;
+  running_ = kNobody;
+  sides_[side].fiber.finish_to(&home_);
 }
 
 void Explorer::note(const char* what, const void* where, uint64_t value) {
@@ -360,18 +322,7 @@ void Explorer::run_schedule() {
   for (Side& side : sides_) {
     side.held.clear();
     side.waiting = Waiting::kNo;
-#ifdef KVM_ASAN_FIBERS
-    // Nobody has unwound what ran there before.
-    __asan_unpoison_memory_region(side.stack.get(), kStackBytes);
-#endif
-    side.context.fake_stack = nullptr;
-    side.context.stack_bottom = side.stack.get();
-    side.context.stack_size = kStackBytes;
-    KVM_ASSERT(::getcontext(&side.context.registers) == 0);
-    side.context.registers.uc_stack.ss_sp = side.stack.get();
-    side.context.registers.uc_stack.ss_size = kStackBytes;
-    side.context.registers.uc_link = nullptr;
-    ::makecontext(&side.context.registers, enter_side, 0);
+    side.fiber.reset(enter_side);
   }
   switch_to(0);
   if (failure_.empty()) {

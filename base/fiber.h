@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Coroutines with stacks of their own, for the emulator: x86-64, one operating-system thread.
-#ifndef KVM_ATTENTION_CUDA_FIBER_H_
-#define KVM_ATTENTION_CUDA_FIBER_H_
+// Coroutines with stacks of their own, for what runs many threads in a chosen order: the emulator
+// of GPU kernels, and tests. x86-64, one operating-system thread.
+#ifndef KVM_BASE_FIBER_H_
+#define KVM_BASE_FIBER_H_
 
 #include <cstddef>
 #include <memory>
 
-namespace kvm::attention::gpu::emulator {
+namespace kvm {
 
 // A stack and where it stands. Fibers switch to each other; none returns from its entry.
 class Fiber {
@@ -39,6 +40,6 @@ class Fiber {
   size_t size_bytes_ = 0;
 };
 
-}  // namespace kvm::attention::gpu::emulator
+}  // namespace kvm
 
-#endif  // KVM_ATTENTION_CUDA_FIBER_H_
+#endif  // KVM_BASE_FIBER_H_

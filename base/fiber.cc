@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "attention/cuda/fiber.h"
+#include "base/fiber.h"
 
 #include <sys/mman.h>
 
@@ -47,7 +47,7 @@ kvm_fiber_switch:
 )");
 extern "C" void kvm_fiber_switch(void** save, void* load);
 
-namespace kvm::attention::gpu::emulator {
+namespace kvm {
 
 namespace {
 // Who was left, for arrive() to learn the bounds of its stack.
@@ -109,4 +109,4 @@ void Fiber::arrive() {
 #endif
 }
 
-}  // namespace kvm::attention::gpu::emulator
+}  // namespace kvm
