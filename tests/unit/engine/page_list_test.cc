@@ -222,8 +222,9 @@ TEST_F(PageListTest, GivesItselfUpInParts) {
 
 // Cut in parts, a list ends as one that is cut at once, and what is left in between is a list too.
 TEST_F(PageListTest, IsCutInParts) {
-  for (const uint64_t n : {uint64_t{0}, 10 * kPageTokens + 9, 250 * kPageTokens, 700 * kPageTokens,
-                           800 * kPageTokens + 7, 800 * kPageTokens + 8}) {
+  constexpr uint64_t kPage = kPageTokens;
+  for (const uint64_t n :
+       {uint64_t{0}, 10 * kPage + 9, 250 * kPage, 700 * kPage, 800 * kPage + 7, 800 * kPage + 8}) {
     PageList list;
     append(&list, 500 * kPageTokens);
     PageList parent;
