@@ -381,7 +381,7 @@ class Model {
     const uint64_t n = pick(3) == 0 ? pick(most + 3) : most - std::min<uint64_t>(most, pick(80));
     const Accounts before = accounts();
     // At once, or in parts, in which no failure may come up later.
-    const uint64_t max_pages = pick(2) == 0 ? UINT64_MAX : 1 + pick(8);
+    const uint64_t max_pages = n % 2 == 0 ? UINT64_MAX : 1 + n % 8;
     Result<bool> part = store_->truncate_part(seq(id), n, max_pages);
     const Status status = part.status();
     while (part.is_ok() && !part.value()) {
