@@ -89,7 +89,7 @@ uint64_t resident_bytes(const Options& options) {
 
 void add_daemon_killed(const Options& options, uint32_t runs, Report* report) {
   const uint64_t resident = resident_bytes(options);
-  const uint32_t threads = options.threads != 0 ? options.threads : core_count();
+  const uint32_t threads = thread_count(options);
   std::vector<double> times;
   uint64_t leaked = 0;
   uint64_t random = 0x9e3779b97f4a7c15;
@@ -264,7 +264,7 @@ void kill_one(const DaemonChild& daemon, const WallClient& observer, Victim* vic
 }
 
 void add_client_killed(const Options& options, uint32_t runs, Report* report) {
-  const uint32_t threads = options.threads != 0 ? options.threads : core_count();
+  const uint32_t threads = thread_count(options);
   DaemonChild daemon(threads, 2ull << 30);
   WallClient observer(daemon.socket_path(), 0);
   Victim victim(daemon.socket_path());

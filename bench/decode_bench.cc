@@ -44,7 +44,7 @@ class DecodeRun {
   DecodeRun(const Options& options, uint64_t tokens, Report* report)
       : options_(options),
         report_(report),
-        threads_(options.threads != 0 ? options.threads : core_count()),
+        threads_(thread_count(options)),
         tokens_(tokens),
         data_(options.data.empty() ? "model" : options.data[0]),
         daemon_(threads_, tokens * bytes_per_token(options) + kSlackBytes),

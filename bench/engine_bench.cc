@@ -330,15 +330,14 @@ void run_exact_case(const ExactCase& c, const Options& options, Report& report) 
                 {"fraction", gbps / ceiling_gbps}});
     return;
   }
-  std::vector<std::pair<std::string, nlohmann::json>> fields = {
-      {"shape", shape},
-      {"tokens", c.tokens},
-      {"threads", c.threads},
-      {"isa", judged.rig.engine().isa()},
-      {"ms", ms},
-      {"gbps", gbps},
-      {"ceiling_gbps", ceiling_gbps},
-      {"fraction", gbps / ceiling_gbps}};
+  std::vector<std::pair<std::string, nlohmann::json>> fields = {{"shape", shape},
+                                                                {"tokens", c.tokens},
+                                                                {"threads", c.threads},
+                                                                {"isa", judged.rig.engine().isa()},
+                                                                {"ms", ms},
+                                                                {"gbps", gbps},
+                                                                {"ceiling_gbps", ceiling_gbps},
+                                                                {"fraction", gbps / ceiling_gbps}};
   if (bf16) {
     fields.emplace_back("speedup_bf16", median(bf16_seconds) * 1e3 / ms);
   }
@@ -349,7 +348,7 @@ void run_exact_case(const ExactCase& c, const Options& options, Report& report) 
 
 int run_exact(const Options& options) {
   Report report(options.peer.empty() ? "exact" : "exact_vs", options);
-  const uint32_t all = options.threads != 0 ? options.threads : core_count();
+  const uint32_t all = thread_count(options);
   const Shape gqa;
   const Shape mha{8, 8, 128};
   const Shape int8{.dtype = Dtype::kI8};
@@ -381,7 +380,7 @@ int run_exact(const Options& options) {
 
 int run_prefill(const Options& options) {
   Report report("prefill", options);
-  const uint32_t threads = options.threads != 0 ? options.threads : core_count();
+  const uint32_t threads = thread_count(options);
   const Shape shape;
   constexpr uint64_t kTokens = 32768;
   Rig rig(shape, 1, threads, kTokens * shape.token_bytes() + (256ull << 20));
@@ -421,7 +420,7 @@ int run_prefill(const Options& options) {
 
 int run_append(const Options& options) {
   Report report("append", options);
-  const uint32_t threads = options.threads != 0 ? options.threads : core_count();
+  const uint32_t threads = thread_count(options);
   const Shape shape;
   constexpr uint32_t kTokens = 32768;  // far more than the caches hold
   const uint64_t plane_bytes = uint64_t{kTokens} * shape.n_kv_heads * shape.head_dim * 2;

@@ -65,7 +65,7 @@ int run_fairness(const Options& options) {
   Report report("fairness", options);
   const uint32_t rounds = options.quick ? 1 : 4;
   const uint32_t calls = options.quick ? 50 : 400;
-  DaemonChild daemon(options.threads != 0 ? options.threads : core_count(), 2ull << 30);
+  DaemonChild daemon(thread_count(options), 2ull << 30);
   WallClient client(daemon.socket_path(), 50'000);
   const kvm_seq_id long_seq = client.add_sequence(8192);
   const kvm_seq_id seq = client.add_sequence(2048);

@@ -2,15 +2,15 @@
 #include "bench/harness.h"
 
 #include <fmt/format.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <fstream>
 #include <map>
+
+#include "base/machine.h"
 
 namespace kvm::bench {
 
@@ -89,26 +89,12 @@ int Report::finish() {
   return failed_ ? 1 : 0;
 }
 
-uint64_t free_memory_bytes() {
-  std::ifstream in("/proc/meminfo");
-  std::string key;
-  uint64_t kib = 0;
-  std::string unit;
-  while (in >> key >> kib >> unit) {
-    if (key == "MemAvailable:") {
-      return kib * 1024;
-    }
-  }
-  return 0;
-}
-
 uint64_t memory_budget_bytes(const Options& options) {
-  return options.memory_bytes != 0 ? options.memory_bytes : free_memory_bytes() / 10 * 7;
+  return options.memory_bytes != 0 ? options.memory_bytes : machine_memory().free_bytes / 10 * 7;
 }
 
-uint32_t core_count() {
-  const long n = sysconf(_SC_NPROCESSORS_ONLN);
-  return n > 0 ? static_cast<uint32_t>(n) : 1;
+uint32_t thread_count(const Options& options) {
+  return options.threads != 0 ? options.threads : usable_cores();
 }
 
 void require(const Status& status, const char* what) {

@@ -63,10 +63,10 @@ class Report {
   bool failed_ = false;
 };
 
-// MemAvailable of the machine, in bytes.
-uint64_t free_memory_bytes();
+// The memory that a bench may use: what was asked for, or most of what the machine has free.
 uint64_t memory_budget_bytes(const Options& options);
-uint32_t core_count();
+// Likewise of threads: one for each core.
+uint32_t thread_count(const Options& options);
 
 // Ends the program with the sentence of an error.
 void require(const Status& status, const char* what);

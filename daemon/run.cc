@@ -19,8 +19,8 @@
 #include <vector>
 
 #include "base/kill_point.h"
+#include "base/machine.h"
 #include "daemon/logging.h"
-#include "daemon/machine.h"
 #include "daemon/notify.h"
 #include "daemon/options.h"
 #include "daemon/server.h"

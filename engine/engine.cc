@@ -2,22 +2,20 @@
 #include "engine/engine.h"
 
 #include <fmt/format.h>
-#include <sched.h>
 
 #include <algorithm>
 #include <array>
 #include <bit>
-#include <fstream>
 #include <new>
 #include <optional>
 #include <span>
-#include <thread>
 #include <unordered_map>
 #include <utility>
 
 #include "attention/kernel_table.h"
 #include "base/assert.h"
 #include "base/clock.h"
+#include "base/machine.h"
 #include "base/undo.h"
 #include "engine/audit.h"
 #include "engine/cost_model.h"
@@ -25,6 +23,7 @@
 #include "engine/scheduler.h"
 #include "engine/sequence_order.h"
 #include "engine/store.h"
+#include "engine/turns.h"
 #include "engine/validate.h"
 
 namespace kvm::engine {
@@ -34,12 +33,13 @@ namespace {
 constexpr size_t kMaxIdleRequests = 16;
 // Rounds of callbacks in one poll(): callbacks may submit requests that finish at once.
 constexpr uint32_t kMaxPollRounds = 16;
+// What counts as free where the system does not say.
+constexpr uint64_t kUnknownMemory = uint64_t{1} << 30;
 // Emptied extents that the store may keep for the next append; given back under pressure.
 constexpr uint64_t kMaxCachedBytes = uint64_t{256} << 20;
 
-// A turn of a client that has requests to start, and what a request costs besides K and V, in
-// bytes. A client that is alone may run that many at once: others find room when they come.
-constexpr uint64_t kQuantum = uint64_t{16} << 20;
+// What a request costs besides K and V, in bytes. A client that is alone may run that many at once:
+// others find room when they come.
 constexpr uint64_t kRequestCost = uint64_t{16} << 10;
 constexpr uint32_t kMaxRunningAlone = Scheduler::kMaxJobs - Scheduler::kMaxJobs / 4;
 // So many query rows of an item share a pass over its keys, about.
@@ -57,40 +57,6 @@ uint64_t token_bytes(const Space& space, uint32_t layer) {
     }
   }
   return bytes;
-}
-
-uint32_t count_cores() {
-  cpu_set_t cores;
-  CPU_ZERO(&cores);
-  if (sched_getaffinity(0, sizeof(cores), &cores) == 0) {
-    return static_cast<uint32_t>(std::max(1, CPU_COUNT(&cores)));
-  }
-  return std::max(1u, std::thread::hardware_concurrency());
-}
-
-// 0 where the system does not say.
-uint64_t read_number(const char* path) {
-  std::ifstream file(path);
-  uint64_t number = 0;
-  return file >> number ? number : 0;
-}
-
-// Memory that may be taken without swapping: of the machine, or of the control group if that allows
-// less.
-uint64_t free_memory_bytes() {
-  uint64_t available = uint64_t{1} << 30;
-  std::ifstream meminfo("/proc/meminfo");
-  for (std::string word; meminfo >> word;) {
-    if (word == "MemAvailable:") {
-      uint64_t kilobytes = 0;
-      meminfo >> kilobytes;
-      available = kilobytes << 10;
-      break;
-    }
-  }
-  const uint64_t most = read_number("/sys/fs/cgroup/memory.max");
-  const uint64_t used = read_number("/sys/fs/cgroup/memory.current");
-  return most > used ? std::min(available, most - used) : available;
 }
 
 Status no_memory() {
@@ -208,11 +174,8 @@ class EngineImpl final : public Engine {
  private:
   struct Client {
     uint32_t n_requests = 0;
-    uint32_t n_running = 0;  // of these, started and not finished
     uint32_t lane = 0;
-    RequestLine ready;
-    uint64_t deficit = 0;      // what it may start before others have their turn
-    bool is_in_round = false;  // ready is not empty
+    Turns::Queue queue;  // of requests that are ready
     bool is_leaving = false;
     std::function<void()> on_gone;
   };
@@ -236,22 +199,20 @@ class EngineImpl final : public Engine {
   Status admit(Request* request, const SeqRequest& what, bool* is_null);
   Result<const Space*> touch(Request* request, kvm_seq_id seq);
 
-  // Starting: by deficit round robin over the clients, a turn being worth kQuantum of what their
-  // requests are estimated to read.
+  // Starting: in turns, by what requests are estimated to read.
   void push_ready(Request* request);
   uint64_t estimate(const Request* request) const;
   uint64_t estimate(const Request* request, const StepRequest& step) const;
   // How many requests of a client may run at a time, so that there is room for the others'.
   uint32_t max_running() const;
-  // The client whose turn it is, and who may start something; null: none may.
-  Client* next_starter();
   bool has_expired(const StepRequest& request) const {
     return request.deadline_ns != 0 && options_.clock->now_ns() >= request.deadline_ns;
   }
   // Whether a client may have others beside it, whom its tasks must not keep waiting.
   bool is_shared() const { return clients_.size() > 1; }
-  bool may_start(const Client& client) const {
-    return client.n_running < max_running() && scheduler_.has_room();
+  // Whether one more of a client's requests may start now.
+  bool may_start(const Turns::Queue& queue) const {
+    return queue.n_running < max_running() && scheduler_.has_room();
   }
   bool can_start() const;
   bool start_one();
@@ -296,8 +257,8 @@ class EngineImpl final : public Engine {
   RequestNames names_;
   std::vector<std::unique_ptr<Request>> requests_;  // in flight
   std::vector<std::unique_ptr<Request>> idle_;
-  std::vector<Client*> round_;  // with requests that are ready, in the order of their turns
-  uint64_t start_ns_ = 0;       // spent on starting since the last poll()
+  Turns turns_;
+  uint64_t start_ns_ = 0;  // spent on starting since the last poll()
   uint64_t free_lanes_ = ~uint64_t{0};
   RequestLine planning_;  // begun, and not planned, or freed, to the end; or ending
   uint32_t next_work_ = 0;
@@ -318,7 +279,7 @@ class EngineImpl final : public Engine {
 ClientId EngineImpl::add_client(const ClientSpec& spec) {
   // Who leaves, or has requests, finds room in these lists.
   leaving_.reserve(clients_.size() + 1);
-  round_.reserve(clients_.size() + 1);
+  turns_.reserve(clients_.size() + 1);
   const ClientId client = store_->add_client(spec);
   Undo removing([&] { store_->remove_client(client); });
   Client& added = clients_[client];
@@ -350,7 +311,7 @@ void EngineImpl::remove_client(ClientId client, std::function<void()> on_gone) {
       }
     }
   }
-  found->second.ready.clear();
+  turns_.clear(&found->second.queue);
   for (Request* request : dropped_) {
     finish(request, client_is_gone());
   }
@@ -384,9 +345,6 @@ bool EngineImpl::bury_some() {
     Client& gone = clients_.at(client);
     const std::function<void()> on_gone = std::move(gone.on_gone);
     const uint32_t lane = gone.lane;
-    if (gone.is_in_round) {
-      std::erase(round_, &gone);
-    }
     clients_.erase(client);
     if (std::none_of(clients_.begin(), clients_.end(),
                      [lane](const auto& other) { return other.second.lane == lane; })) {
@@ -566,12 +524,7 @@ void EngineImpl::push_ready(Request* request) {
   Client& client = clients_.at(request->client);
   // Who is alone has every turn.
   request->cost = clients_.size() == 1 ? 0 : kRequestCost + estimate(request);
-  client.ready.push_back(*request);
-  if (!client.is_in_round) {
-    client.is_in_round = true;
-    client.deficit = 0;
-    round_.push_back(&client);
-  }
+  turns_.push(&client.queue, request);
 }
 
 uint64_t EngineImpl::estimate(const Request* request) const {
@@ -610,45 +563,14 @@ uint32_t EngineImpl::max_running() const {
   return n <= 1 ? kMaxRunningAlone : std::max(1u, Scheduler::kMaxJobs / n);
 }
 
-EngineImpl::Client* EngineImpl::next_starter() {
-  for (size_t n_looked = 0; n_looked < round_.size();) {
-    Client* client = round_.front();
-    if (client->ready.empty()) {
-      client->is_in_round = false;
-      round_.erase(round_.begin());
-      continue;
-    }
-    if (may_start(*client)) {
-      if (round_.size() == 1 || client->deficit >= client->ready.front().cost) {
-        return client;
-      }
-      client->deficit += kQuantum;
-      n_looked = 0;  // Its turn comes, after enough of them.
-    } else {
-      ++n_looked;
-    }
-    std::rotate(round_.begin(), round_.begin() + 1, round_.end());
-  }
-  return nullptr;
-}
-
 bool EngineImpl::can_start() const {
-  return std::any_of(round_.begin(), round_.end(), [this](const Client* client) {
-    return !client->ready.empty() && may_start(*client);
-  });
+  return turns_.any([this](const Turns::Queue& queue) { return may_start(queue); });
 }
 
 bool EngineImpl::start_one() {
-  Client* client = next_starter();
-  if (client == nullptr) {
+  Request* request = turns_.take([this](const Turns::Queue& queue) { return may_start(queue); });
+  if (request == nullptr) {
     return false;
-  }
-  Request* request = &client->ready.front();
-  client->ready.pop_front();
-  client->deficit -= std::min(client->deficit, request->cost);
-  if (client->ready.empty()) {
-    client->is_in_round = false;
-    std::erase(round_, client);
   }
   const uint64_t begin_ns = now_ns();
   start(request);
@@ -664,7 +586,7 @@ void EngineImpl::start_ready() {
 
 void EngineImpl::start(Request* request) {
   request->state = RequestState::kRunning;
-  ++clients_.at(request->client).n_running;
+  ++clients_.at(request->client).queue.n_running;
   try {
     find_index_work(request);
   } catch (const std::bad_alloc&) {
@@ -998,7 +920,7 @@ void EngineImpl::abandon(Request* request) {
 }
 
 void EngineImpl::finish(Request* request, Status status) {
-  clients_.at(request->client).n_running -= request->state == RequestState::kRunning ? 1 : 0;
+  clients_.at(request->client).queue.n_running -= request->state == RequestState::kRunning ? 1 : 0;
   ++totals_.n_requests;
   totals_.n_requests_failed += status.is_ok() ? 0 : 1;
   if (!status.is_ok()) {
@@ -1154,10 +1076,11 @@ Result<std::unique_ptr<Engine>> Engine::open(const EngineOptions& given) {
                                                options.n_threads, kMaxThreads));
   }
   if (options.n_threads == 0) {
-    options.n_threads = std::min(kMaxThreads, count_cores());
+    options.n_threads = std::min(kMaxThreads, usable_cores());
   }
   if (options.host_capacity_bytes == 0) {
-    options.host_capacity_bytes = free_memory_bytes() / 5 * 3;
+    const uint64_t free_bytes = machine_memory().free_bytes;
+    options.host_capacity_bytes = (free_bytes != 0 ? free_bytes : kUnknownMemory) / 5 * 3;
   }
   KVM_TRY_ASSIGN(const std::optional<CostModel> cost_model, parse_cost_model(options.cost_model));
   StoreOptions store_options;

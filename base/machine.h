@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the machine, or the container we run in, has.
-#ifndef KVM_DAEMON_MACHINE_H_
-#define KVM_DAEMON_MACHINE_H_
+// What the machine, or the container we run in, has for us.
+//
+// Threads: any.
+#ifndef KVM_BASE_MACHINE_H_
+#define KVM_BASE_MACHINE_H_
 
 #include <cstdint>
 
-namespace kvm::daemon {
+namespace kvm {
 
 struct MachineMemory {
   uint64_t total_bytes = 0;
@@ -13,12 +15,15 @@ struct MachineMemory {
 };
 
 // From /proc/meminfo, and the limits of the control group where they are lower. Zeros when /proc
-// cannot be read. Threads: any.
+// cannot be read.
 MachineMemory machine_memory();
+
+// Cores that this process may run on; at least 1.
+uint32_t usable_cores();
 
 // Raises the soft limit of open files to the hard one.
 void raise_open_file_limit();
 
-}  // namespace kvm::daemon
+}  // namespace kvm
 
-#endif  // KVM_DAEMON_MACHINE_H_
+#endif  // KVM_BASE_MACHINE_H_

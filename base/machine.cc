@@ -1,25 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "daemon/machine.h"
+#include "base/machine.h"
 
+#include <sched.h>
 #include <sys/resource.h>
 
 #include <algorithm>
 #include <fstream>
 #include <optional>
 #include <string>
+#include <thread>
 
-#include "daemon/values.h"
-
-namespace kvm::daemon {
+namespace kvm {
 namespace {
 
+// Nothing where no number stands there: "max" says that there is no limit.
 std::optional<uint64_t> read_number(const char* path) {
   std::ifstream file(path);
-  std::string text;
-  if (!(file >> text)) {
-    return std::nullopt;
-  }
-  return parse_integer(text);  // "max" is not a number: no limit
+  uint64_t number = 0;
+  return file >> number ? std::optional(number) : std::nullopt;
 }
 
 }  // namespace
@@ -46,6 +44,15 @@ MachineMemory machine_memory() {
   return memory;
 }
 
+uint32_t usable_cores() {
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  if (::sched_getaffinity(0, sizeof(cores), &cores) == 0) {
+    return static_cast<uint32_t>(std::max(1, CPU_COUNT(&cores)));
+  }
+  return std::max(1u, std::thread::hardware_concurrency());
+}
+
 void raise_open_file_limit() {
   rlimit limit{};
   if (::getrlimit(RLIMIT_NOFILE, &limit) == 0 && limit.rlim_cur < limit.rlim_max) {
@@ -54,4 +61,4 @@ void raise_open_file_limit() {
   }
 }
 
-}  // namespace kvm::daemon
+}  // namespace kvm
