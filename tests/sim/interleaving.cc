@@ -157,21 +157,25 @@ void Explorer::land(uint32_t side, size_t n) {
 }
 
 // The first choice is to go on. What the running side holds back matters to the other alone, so it
-// lands where that gets its turn; what the other holds back may land at any step.
+// lands where that gets its turn; what the other holds back may land at any step, and not one by
+// one. Who spins gets a turn with something that lands.
 void Explorer::list_choices() {
   choices_.clear();
   const bool goes_on = can_run(running_);
   const uint32_t other = 1 - running_;
-  if (goes_on) {
-    choices_.push_back({.runs = running_, .lands_of = other, .n_land = 0});
-    if (!sides_[other].held.empty()) {
-      choices_.push_back({.runs = running_, .lands_of = other, .n_land = 1});
+  const auto add = [&](uint32_t side, uint32_t lands_of, bool preempts) {
+    const uint32_t n_least = can_run(side) ? 0 : 1;
+    const auto n_held = static_cast<uint32_t>(sides_[lands_of].held.size());
+    for (uint32_t n = n_least; n <= n_held; ++n) {
+      choices_.push_back({.runs = side, .lands_of = lands_of, .n_land = n, .preempts = preempts});
     }
+  };
+  if (goes_on || sides_[running_].waiting == Waiting::kForStore) {
+    add(running_, other, false);
   }
-  if (can_run(other) && (!goes_on || n_preemptions_ < limits_.n_preemptions)) {
-    for (uint32_t n = 0; n <= me().held.size(); ++n) {
-      choices_.push_back({.runs = other, .lands_of = running_, .n_land = n, .preempts = goes_on});
-    }
+  if ((can_run(other) || sides_[other].waiting == Waiting::kForStore) &&
+      (!goes_on || n_preemptions_ < limits_.n_preemptions)) {
+    add(other, running_, goes_on);
   }
   if (!choices_.empty()) {
     return;
