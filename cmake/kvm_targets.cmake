@@ -210,6 +210,13 @@ function(kvm_add_test name)
     endif()
   endforeach()
   kvm_register_test(${name} COMMAND ${name} ${arg_ARGS} ${options})
+  # For the preset of that name, which runs no others.
+  if("tsan" IN_LIST arg_LABELS)
+    if(NOT TARGET tsan_tests)
+      add_custom_target(tsan_tests)
+    endif()
+    add_dependencies(tsan_tests ${name})
+  endif()
 endfunction()
 
 # kvm_add_fuzzer(NAME FILE... [LIBS ...] [SEEDS folder])
