@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "base/status.h"
+#include "base/undo.h"
 #include "engine/index.h"
 #include "engine/page_list.h"
 #include "engine/quota.h"
@@ -72,11 +73,16 @@ class Ledger final : private PageRelief {
   // Fails: QUOTA, NO_SPACE; nothing is charged then.
   Status charge(Account* account, uint64_t size_bytes);
   void uncharge(Account* account, uint64_t size_bytes);
-  // Charged until the last reference goes, with what size_bytes() says then.
+  // Charged until the last reference goes, with what size_bytes() says then. Throws std::bad_alloc:
+  // nothing is charged.
   template <typename T>
   Result<std::shared_ptr<T>> make_charged(Account* account, T&& made) {
-    KVM_TRY(charge(account, made.size_bytes()));
-    return std::shared_ptr<T>(new T(std::move(made)), [this, account](T* gone) {
+    const uint64_t made_bytes = made.size_bytes();
+    KVM_TRY(charge(account, made_bytes));
+    Undo uncharging([&] { uncharge(account, made_bytes); });
+    T* charged = new T(std::move(made));
+    uncharging.dismiss();  // what follows is for the deleter, even where it throws
+    return std::shared_ptr<T>(charged, [this, account](T* gone) {
       uncharge(account, gone->size_bytes());
       delete gone;
     });

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <utility>
 
+#include "base/undo.h"
 #include "engine/observed.h"
 
 namespace kvm::engine {
@@ -46,8 +47,11 @@ Status observe_queries(Ledger* ledger, Sequence* seq, const ObserveInput& input)
     const uint64_t before = ref.data->size_bytes();
     const uint64_t after =
         observed_bytes_after(ref.data.get(), input, row_floats, layer.n_kv_heads);
-    KVM_TRY(ledger->charge(seq->account, after > before ? after - before : 0));
+    const uint64_t more = after > before ? after - before : 0;
+    KVM_TRY(ledger->charge(seq->account, more));
+    Undo uncharging([&] { ledger->uncharge(seq->account, more); });
     add_observation(ref.data.get(), input, row_floats, layer.n_kv_heads);
+    uncharging.dismiss();
     ledger->uncharge(seq->account, before > after ? before - after : 0);
     return Status::ok();
   }
@@ -57,9 +61,11 @@ Status observe_queries(Ledger* ledger, Sequence* seq, const ObserveInput& input)
     own = *ref.data;
     truncate_observation(&own, ref.limit, row_floats, layer.n_kv_heads);
   }
-  KVM_TRY(ledger->charge(seq->account,
-                         observed_bytes_after(&own, input, row_floats, layer.n_kv_heads)));
+  const uint64_t own_bytes = observed_bytes_after(&own, input, row_floats, layer.n_kv_heads);
+  KVM_TRY(ledger->charge(seq->account, own_bytes));
+  Undo uncharging([&] { ledger->uncharge(seq->account, own_bytes); });
   add_observation(&own, input, row_floats, layer.n_kv_heads);
+  uncharging.dismiss();
   *added = std::move(own);
   ref = {.data = std::move(added)};
   return Status::ok();

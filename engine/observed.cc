@@ -44,6 +44,8 @@ uint64_t observed_bytes_after(const Observed* present, const ObserveInput& input
 void add_observation(Observed* present, const ObserveInput& input, uint32_t row_floats,
                      uint32_t n_kv_heads) {
   const RowPlan rows = plan_rows(present, input);
+  const uint64_t n_sums = n_columns_after(present, input, n_kv_heads) * n_kv_heads;
+  present->column_sums.reserve(n_sums);  // no more than was charged
   if (rows.n_new > 0) {
     const uint64_t n_forgotten = present->n_rows - rows.n_old;
     std::vector<float> queries;
@@ -57,8 +59,6 @@ void add_observation(Observed* present, const ObserveInput& input, uint32_t row_
     present->query_position = input.query_position + n_skipped - rows.n_old;
     present->n_rows = rows.n_old + rows.n_new;
   }
-  const uint64_t n_sums = n_columns_after(present, input, n_kv_heads) * n_kv_heads;
-  present->column_sums.reserve(n_sums);  // no more than was charged
   present->column_sums.resize(n_sums);
   for (uint64_t i = 0; i < input.n_columns * n_kv_heads; ++i) {
     present->column_sums[input.column_begin * n_kv_heads + i] += input.column_sums[i];

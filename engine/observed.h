@@ -26,6 +26,7 @@ uint64_t observed_bytes_after(const Observed* present, const ObserveInput& input
 
 // Appends rows (those that do not follow replace what is there; the newest kMaxObservedRows stay)
 // and adds column sums. row_floats: floats of a query row, n_q_heads * head_dim_k.
+// Throws std::bad_alloc: nothing has changed.
 void add_observation(Observed* present, const ObserveInput& input, uint32_t row_floats,
                      uint32_t n_kv_heads);
 

@@ -442,7 +442,23 @@ void PageList::rollback(PageBank bank) {
   n_reserved_ = 0;
 }
 
+void PageList::prepare_drop(uint32_t block_begin, uint32_t block_end, PageBank bank) {
+  for (size_t index = find_segment(block_begin);
+       root_ != nullptr && index < root_->segments.size() &&
+       root_->segments[index]->entries.front().block < block_end;
+       ++index) {
+    const std::vector<PageEntry>& entries = root_->segments[index]->entries;
+    const auto n_dropped = find_in(entries, block_end) - find_in(entries, block_begin);
+    if (n_dropped == static_cast<ptrdiff_t>(entries.size())) {
+      own_root();
+    } else if (n_dropped != 0) {
+      own_segment(index, bank);
+    }
+  }
+}
+
 uint64_t PageList::drop(uint32_t block_begin, uint32_t block_end, PageBank bank) {
+  prepare_drop(block_begin, block_end, bank);
   uint64_t n_pages = 0;
   size_t index = find_segment(block_begin);
   while (root_ != nullptr && index < root_->segments.size() &&

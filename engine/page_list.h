@@ -160,8 +160,10 @@ class PageList {
   // --- What policies do. Tokens may be reserved: publishing one layer of a sequence moves the
   // commit point while others are still to be published. ------------------------------------------
 
+  // Takes what memory drop needs, which then throws nothing.
+  void prepare_drop(uint32_t block_begin, uint32_t block_end, PageBank bank);
   // Drops the tokens of the full pages with blocks in [begin, end). Returns the number of pages.
-  // Throws std::bad_alloc: some are dropped, and the others are as they were.
+  // Throws std::bad_alloc: nothing has changed.
   uint64_t drop(uint32_t block_begin, uint32_t block_end, PageBank bank);
   // Puts `page` (a reference is taken over) in the place of the full page of `block`, whose
   // reference is released. REQUIRES: the block is stored, in a segment. Throws std::bad_alloc:

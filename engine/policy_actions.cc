@@ -10,6 +10,7 @@
 
 #include "base/assert.h"
 #include "base/round.h"
+#include "base/undo.h"
 #include "engine/folded.h"
 #include "engine/kept.h"
 #include "engine/sequence_index.h"
@@ -77,6 +78,14 @@ Status demote(Ledger* ledger, Sequence* seq, const policies::Action& action) {
     list.replace(old_pages[i].block, new_pages[i], ledger->bank(seq->account));
   }
   return Status::ok();
+}
+
+// What drop_pages needs, while nothing of the work has happened.
+void prepare_drop_pages(Ledger* ledger, Sequence* seq, const Aging::Work& work) {
+  const PositionRange range = work.action.range;
+  seq->lists[work.list].prepare_drop(static_cast<uint32_t>(range.begin / kPageTokens),
+                                     static_cast<uint32_t>(range.end / kPageTokens),
+                                     ledger->bank(seq->account));
 }
 
 void drop_pages(Ledger* ledger, Sequence* seq, const Aging::Work& work) {
@@ -149,6 +158,19 @@ Result<Masses*> own_masses(Ledger* ledger, Sequence* seq, uint32_t list, uint64_
   return ref.data.get();
 }
 
+// To n, with zeros; no change where there are as many.
+Status grow_charged(Ledger* ledger, const Sequence* seq, uint64_t n, std::vector<float>* values) {
+  if (n <= values->size()) {
+    return Status::ok();
+  }
+  const uint64_t more_bytes = (n - values->size()) * sizeof(float);
+  KVM_TRY(ledger->charge(seq->account, more_bytes));
+  Undo uncharging([&] { ledger->uncharge(seq->account, more_bytes); });
+  values->resize(n);
+  uncharging.dismiss();
+  return Status::ok();
+}
+
 Status open_fold(Ledger* ledger, Aging* aging, const policies::Action& action, bool* is_cut) {
   Sequence* seq = aging->seq();
   const Layer& layer = seq->space().layers[action.layer];
@@ -162,6 +184,7 @@ Status open_fold(Ledger* ledger, Aging* aging, const policies::Action& action, b
   work.action.range.end = std::min(action.range.end, most);
   collect_between(*ledger, seq, action.layer, action.class_index, action.range.begin / kPageTokens,
                   work.action.range.end / kPageTokens, &work.runs);
+  prepare_drop_pages(ledger, seq, work);
   KVM_TRY(own_folded(ledger, seq, work.list, head_class.slab_class).status());
   aging->add_fold(std::move(work), head_class.slab_class);
   return Status::ok();
@@ -183,6 +206,7 @@ Status open_keep(Ledger* ledger, Aging* aging, const policies::Action& action,
   KVM_ASSERT(kept->end() == action.range.begin && masses->begin == kept->end());
   collect_between(*ledger, seq, action.layer, action.class_index, action.range.begin / kPageTokens,
                   action.range.end / kPageTokens, &work.runs);
+  prepare_drop_pages(ledger, seq, work);
   size_t old = 0;
   for (const uint64_t position : positions) {
     while (old < kept->tokens().size() && kept->tokens()[old].position < position) {
@@ -195,11 +219,7 @@ Status open_keep(Ledger* ledger, Aging* aging, const policies::Action& action,
                                                             : 0.0f);
   }
   // Room for the masses now, since nothing may fail once rows have been copied.
-  const uint64_t n_before = masses->kept.size();
-  if (positions.size() > n_before) {
-    KVM_TRY(ledger->charge(seq->account, (positions.size() - n_before) * sizeof(float)));
-    masses->kept.resize(positions.size());
-  }
+  KVM_TRY(grow_charged(ledger, seq, positions.size(), &masses->kept));
   work.kept = kept;
   work.choice = kept->plan(positions);
   aging->add_keep(std::move(work), head_class.slab_class);
@@ -215,9 +235,11 @@ Status apply_action(Ledger* ledger, Sequence* seq, const policies::Action& actio
   const uint32_t block_end = static_cast<uint32_t>(action.range.end / kPageTokens);
   switch (action.kind) {
     case policies::ActionKind::kDrop:
+      // What may throw comes first: an index says nothing of pages that are not there.
+      list.prepare_drop(block_begin, block_end, ledger->bank(seq->account));
+      drop_from_index(ledger, seq, action);
       ledger->counts().n_pages_dropped +=
           list.drop(block_begin, block_end, ledger->bank(seq->account));
-      drop_from_index(ledger, seq, action);
       return Status::ok();
     case policies::ActionKind::kDemote:
       return demote(ledger, seq, action);
@@ -279,13 +301,8 @@ void add_list_masses(Ledger* ledger, Sequence* seq, uint32_t layer, uint32_t cla
   }
   Masses* masses = owned.value();
   const uint64_t end = position + sums.size();
-  const uint64_t n_wanted = end > begin ? end - begin : 0;
-  const uint64_t n_before = masses->recent.size();
-  if (n_wanted > n_before) {
-    if (!ledger->charge(seq->account, (n_wanted - n_before) * sizeof(float)).is_ok()) {
-      return;
-    }
-    masses->recent.resize(n_wanted);
+  if (!grow_charged(ledger, seq, end > begin ? end - begin : 0, &masses->recent).is_ok()) {
+    return;
   }
   add_sums(sums, position, kept, is_packed, masses);
 }

@@ -18,12 +18,17 @@ constexpr uint32_t kPrompt = 400;
 constexpr uint32_t kIndexedFrom = 256;
 constexpr uint32_t kRows = kPrompt + 8;
 constexpr size_t kArenaBytes = 256 << 10;
+// Of the space with policies: one kv head of each kind of retention.
+constexpr uint32_t kHeads = 3;
+constexpr uint32_t kAged = 900;
+constexpr uint32_t kAgedMore = 200;
 
 // Made once, outside of every life: [kRows][kDim] of one kv head, and queries [kQHeads][kDim].
 struct Data {
   std::vector<float> k = floats(kRows * kDim, 1);
   std::vector<float> v = floats(kRows * kDim, 2);
   std::vector<float> q = floats(kQHeads * kDim, 3);
+  std::vector<float> aged = floats(kAged * kHeads * kDim, 4);  // K, V, queries and column sums
 
   static std::vector<float> floats(size_t n, uint64_t seed) {
     std::vector<float> out(n);
@@ -67,6 +72,37 @@ kvm_status register_space(kvm_client* client, kvm_space_id* out) {
   params.n_kv_heads = 1;
   params.head_dim_k = kDim;
   params.dtype = KVM_DTYPE_F32;  // what is read back is what was appended
+  params.indexes = &index;
+  params.n_indexes = 1;
+  return kvm_space_register(client, &params, out);
+}
+
+kvm_status register_aged_space(kvm_client* client, kvm_space_id* out) {
+  kvm_policy_params policies[kHeads]{};
+  for (uint32_t head = 0; head < kHeads; ++head) {
+    policies[head].kv_head_mask[0] = 1u << head;
+    policies[head].n_sinks = 4;
+    policies[head].n_recent = 64;
+  }
+  policies[0].retention = KVM_RETAIN_SINKS_RECENT;
+  policies[0].n_recent = 300;
+  policies[1].retention = KVM_RETAIN_SINKS_RECENT_FOLD;
+  policies[2].retention = KVM_RETAIN_HEAVY;
+  policies[2].n_heavy = 40;
+  kvm_index_params index{};
+  index.kv_head_mask[0] = 1;
+  index.kind = KVM_INDEX_SKETCH;
+  index.min_tokens = kIndexedFrom;
+  kvm_space_params params{};
+  params.struct_size = sizeof(params);
+  params.name = "faults-aged";
+  params.n_layers = 1;
+  params.n_q_heads = kHeads;
+  params.n_kv_heads = kHeads;
+  params.head_dim_k = kDim;
+  params.dtype = KVM_DTYPE_F32;
+  params.policies = policies;
+  params.n_policies = kHeads;
   params.indexes = &index;
   params.n_indexes = 1;
   return kvm_space_register(client, &params, out);
@@ -117,7 +153,9 @@ void Life::live() {
   kvm_client_close(client_);
 }
 
-bool Life::use() { return make_objects() && work_with_sequences() && look(); }
+bool Life::use() {
+  return make_objects() && work_with_sequences() && work_with_policies() && look();
+}
 
 bool Life::make_objects() {
   kvm_arena_params params{};
@@ -169,6 +207,14 @@ bool Life::attend(kvm_seq_id seq, uint32_t mode, uint64_t budget, bool appends) 
   return done;
 }
 
+bool Life::fork(kvm_seq_id seq, kvm_seq_id* child) {
+  return call("kvm_seq_fork", [&] { return kvm_seq_fork(client_, seq, KVM_POSITION_END, child); });
+}
+
+bool Life::free(kvm_seq_id seq) {
+  return call("kvm_seq_free", [&] { return kvm_seq_free(client_, seq); });
+}
+
 bool Life::read(kvm_seq_id seq) {
   constexpr uint32_t kRead = 70;
   std::vector<float> k(kRead * kDim);
@@ -191,13 +237,90 @@ bool Life::read(kvm_seq_id seq) {
 
 bool Life::work_with_sequences() {
   return append(seq_, 0, kPrompt) && attend(seq_, KVM_MODE_EXACT, 0, false) &&
-         attend(seq_, KVM_MODE_SAMPLED, 32, false) &&
-         call("kvm_seq_fork",
-              [&] { return kvm_seq_fork(client_, seq_, KVM_POSITION_END, &child_); }) &&
+         attend(seq_, KVM_MODE_SAMPLED, 32, false) && fork(seq_, &child_) &&
          append(child_, kPrompt, 3) && attend(child_, KVM_MODE_TOPK, 24, true) &&
          attend(seq_, KVM_MODE_EXACT, 0, true) &&
          call("kvm_seq_truncate", [&] { return kvm_seq_truncate(client_, child_, 350); }) &&
          attend(child_, KVM_MODE_EXACT, 0, false) && read(seq_);
+}
+
+bool Life::append_aged(kvm_seq_id seq, uint32_t n_tokens) {
+  return call("kvm_append", [&] {
+    const kvm_item item = item_of(seq, n_tokens, 0);
+    kvm_step_params step = step_of(aged_space_, &item);
+    step.k = tensor(data().aged.data(), n_tokens * kHeads * kDim);
+    step.v = step.k;
+    return kvm_append(queue_, &step);
+  });
+}
+
+// What policies see and leave is not what it was once they were refused something.
+bool Life::attend_aged(kvm_seq_id seq) {
+  std::vector<float> o(kHeads * kDim);
+  const bool done = call("kvm_attend", [&] {
+    const kvm_item item = item_of(seq, 0, 1);
+    kvm_step_params step = step_of(aged_space_, &item);
+    step.q = tensor(data().aged.data(), kHeads * kDim);
+    step.o = tensor(o.data(), o.size());
+    return kvm_attend(queue_, &step, nullptr);
+  });
+  if (done && !std::all_of(o.begin(), o.end(), [](float x) { return std::abs(x) <= 1; })) {
+    complain("an answer is not a mean of values");
+  }
+  return done;
+}
+
+bool Life::observe_aged(kvm_seq_id seq, uint64_t n_columns) {
+  return call("kvm_observe", [&] {
+    kvm_observe_params params{};
+    params.struct_size = sizeof(params);
+    params.seq = seq;
+    params.n_rows = 2;
+    params.query_position = kAged;
+    params.n_columns = n_columns;
+    params.q = tensor(data().aged.data(), params.n_rows * kHeads * kDim);
+    params.column_sums = tensor(data().aged.data(), n_columns * kHeads);
+    return kvm_observe(queue_, &params);
+  });
+}
+
+// Each policy acts, on pages and books of its own and on those that a fork shares.
+bool Life::work_with_policies() {
+  return call("kvm_space_register", [&] { return register_aged_space(client_, &aged_space_); }) &&
+         age_as_it_grows() && age_by_commits() &&
+         call("kvm_space_drop", [&] { return kvm_space_drop(client_, aged_space_); });
+}
+
+bool Life::age_as_it_grows() {
+  kvm_seq_id seq = 0;
+  kvm_seq_id child = 0;
+  return call("kvm_seq_create",
+              [&] { return kvm_seq_create(client_, aged_space_, nullptr, &seq); }) &&
+         append_aged(seq, kAgedMore) && attend_aged(seq) && observe_aged(seq, 50) &&
+         observe_aged(seq, 100) && append_aged(seq, kAged) && attend_aged(seq) &&
+         fork(seq, &child) && observe_aged(child, 120) && attend_aged(child) &&
+         append_aged(child, kAgedMore) && attend_aged(child) && append_aged(seq, kAgedMore) &&
+         attend_aged(seq) &&
+         call("kvm_seq_truncate", [&] { return kvm_seq_truncate(client_, child, 40); }) &&
+         append_aged(child, kAgedMore) && attend_aged(child) && free(seq) && free(child);
+}
+
+bool Life::age_by_commits() {
+  kvm_seq_id seq = 0;
+  kvm_seq_id child = 0;
+  const auto commit = [&](kvm_seq_id of, uint64_t n_tokens) {
+    return call("kvm_seq_commit", [&] { return kvm_seq_commit(client_, of, n_tokens); });
+  };
+  return call("kvm_seq_create",
+              [&] {
+                kvm_seq_params params{};
+                params.struct_size = sizeof(params);
+                params.flags = KVM_SEQ_MANUAL_COMMIT;
+                return kvm_seq_create(client_, aged_space_, &params, &seq);
+              }) &&
+         append_aged(seq, kAged) && attend_aged(seq) && fork(seq, &child) && commit(child, 500) &&
+         attend_aged(child) && commit(seq, 600) && attend_aged(seq) && commit(child, kAged) &&
+         attend_aged(child) && commit(seq, kAged) && attend_aged(seq) && free(seq) && free(child);
 }
 
 bool Life::look() {
@@ -215,8 +338,7 @@ bool Life::look() {
 }
 
 bool Life::give_back() {
-  if (!call("kvm_seq_free", [&] { return kvm_seq_free(client_, seq_); }) ||
-      !call("kvm_seq_free", [&] { return kvm_seq_free(client_, child_); }) ||
+  if (!free(seq_) || !free(child_) ||
       !call("kvm_space_drop", [&] { return kvm_space_drop(client_, space_); })) {
     return false;
   }
@@ -225,9 +347,10 @@ bool Life::give_back() {
   if (!call("kvm_get_stats", [&] { return kvm_get_stats(client_, &stats); })) {
     return false;
   }
-  if (stats.n_sequences != 0 || stats.host_page_bytes != 0) {
-    complain(std::to_string(stats.n_sequences) + " sequences and " +
-             std::to_string(stats.host_page_bytes) + " bytes of pages are left");
+  if (stats.n_sequences != 0 || stats.host_page_bytes != 0 || stats.observed_bytes != 0) {
+    complain(std::to_string(stats.n_sequences) + " sequences, " +
+             std::to_string(stats.host_page_bytes) + " bytes of pages and " +
+             std::to_string(stats.observed_bytes) + " bytes of observations are left");
   }
   return true;
 }

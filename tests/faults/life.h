@@ -52,6 +52,14 @@ class Life {
   bool append(kvm_seq_id seq, uint32_t first_row, uint32_t n_tokens);
   bool attend(kvm_seq_id seq, uint32_t mode, uint64_t budget, bool appends);
   bool read(kvm_seq_id seq);
+  bool fork(kvm_seq_id seq, kvm_seq_id* child);
+  bool free(kvm_seq_id seq);
+  bool work_with_policies();
+  bool age_as_it_grows();
+  bool age_by_commits();
+  bool append_aged(kvm_seq_id seq, uint32_t n_tokens);
+  bool attend_aged(kvm_seq_id seq);
+  bool observe_aged(kvm_seq_id seq, uint64_t n_columns);
   void complain(const std::string& what) { outcome_.complain(what.c_str()); }
 
   Open open_;
@@ -60,6 +68,7 @@ class Life {
   kvm_queue* queue_ = nullptr;
   kvm_arena* arena_ = nullptr;
   kvm_space_id space_ = 0;
+  kvm_space_id aged_space_ = 0;
   kvm_seq_id seq_ = 0;
   kvm_seq_id child_ = 0;
   Outcome outcome_;
