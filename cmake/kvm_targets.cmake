@@ -178,6 +178,10 @@ function(kvm_register_test name)
   if(NOT arg_TIMEOUT)
     set(arg_TIMEOUT 120)
   endif()
+  if(KVM_SANITIZE MATCHES "thread")
+    # Five to ten times as slow, and their threads run in earnest.
+    math(EXPR arg_TIMEOUT "${arg_TIMEOUT} * 5")
+  endif()
   file(MAKE_DIRECTORY "${PROJECT_BINARY_DIR}/tests")
   add_test(NAME ${name} COMMAND ${arg_COMMAND} WORKING_DIRECTORY "${PROJECT_BINARY_DIR}/tests"
            COMMAND_EXPAND_LISTS)
