@@ -71,7 +71,7 @@ void collect_head_index(const Ledger& ledger, const Sequence* seq, uint32_t laye
   collect_hashes(ref, kv_head, config, n_blocks, hashes);
 }
 
-void cut_indexes(Ledger* ledger, Sequence* seq, uint64_t n_tokens) {
+void cut_indexes(Sequence* seq, uint64_t n_tokens) {
   for (uint32_t layer = 0; layer < seq->indexes.size(); ++layer) {
     IndexRef& ref = seq->indexes[layer];
     if (ref.data == nullptr) {
@@ -79,7 +79,8 @@ void cut_indexes(Ledger* ledger, Sequence* seq, uint64_t n_tokens) {
     }
     ref.limit = std::min(ref.limit, indexable_blocks(std::min(n_tokens, layer_length(seq, layer))));
     if (ref.data.use_count() == 1) {
-      own_index(&ref, seq->space().layers[layer].indexes, ledger->index_bank(seq->account));
+      ref.data->cut(ref.limit, seq->space().layers[layer].indexes);
+      ref.limit = UINT64_MAX;
     }
   }
 }

@@ -24,8 +24,8 @@ IndexPin pin_layer_index(const Sequence* seq, uint32_t layer);
 void collect_head_index(const Ledger& ledger, const Sequence* seq, uint32_t layer, uint32_t kv_head,
                         uint64_t length, std::vector<attention::SketchedRun>* sketches,
                         std::vector<attention::HashedRun>* hashes);
-// What the index of the first n_tokens covers stays.
-void cut_indexes(Ledger* ledger, Sequence* seq, uint64_t n_tokens);
+// What the index of the first n_tokens covers stays. Throws nothing; it is no use of the index.
+void cut_indexes(Sequence* seq, uint64_t n_tokens);
 // Forgets the pages that a policy dropped.
 void drop_from_index(Ledger* ledger, Sequence* seq, const policies::Action& action);
 

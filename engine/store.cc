@@ -387,7 +387,7 @@ Result<kvm_seq_id> StoreImpl::fork_seq(Sequence* parent, uint64_t n_tokens) {
   child->masses = parent->masses;
   cut_kept(child.get(), n_tokens);
   child->indexes = parent->indexes;
-  cut_indexes(&ledger_, child.get(), n_tokens);
+  cut_indexes(child.get(), n_tokens);
   Sequence* added = child.get();
   const kvm_seq_id id = add_seq(std::move(child));
   clearing.dismiss();
@@ -416,7 +416,7 @@ Result<bool> StoreImpl::truncate_part(Sequence* seq, uint64_t n_tokens, uint64_t
   cut_observed(&ledger_, seq, n_tokens);
   cut_folded(seq, n_tokens);
   cut_kept(seq, n_tokens);
-  cut_indexes(&ledger_, seq, n_tokens);
+  cut_indexes(seq, n_tokens);
   uint64_t n_given = 0;
   for (PageList& list : seq->lists) {
     if (n_given >= max_pages) {
