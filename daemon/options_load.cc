@@ -197,7 +197,8 @@ Status load_table(const toml::table& table, const std::string& prefix, const std
 Status load_file(const std::string& path, LoadedOptions* loaded) {
   std::ifstream file(path);
   std::stringstream text;
-  if (!file || !(text << file.rdbuf())) {
+  // Nothing to read is no failure: so a file is told that there are no options.
+  if (!file || (file.peek(), file.bad()) || (!file.eof() && !(text << file.rdbuf()))) {
     return Status(KVM_ERR_IO, fmt::format("cannot read the configuration file '{}': {}", path,
                                           ::strerror(errno)));
   }
