@@ -116,6 +116,14 @@ int fail(int exit_status, const Status& status) {
   return exit_status;
 }
 
+int answer(const std::string& text) {
+  if (std::fwrite(text.data(), 1, text.size(), stdout) != text.size() || std::fflush(stdout) != 0) {
+    return fail(kExitFailed, Status(KVM_ERR_IO, fmt::format("the answer cannot be written: {}",
+                                                            std::strerror(errno))));
+  }
+  return 0;
+}
+
 // What a table row cannot say about its value alone.
 Status check_options(const Options& options) {
   KVM_TRY(engine::parse_cost_model(options.cost_model).status());
@@ -179,24 +187,21 @@ int run_kvmd(int argc, const char* const* argv, const OpenEngine& open_engine) {
     return fail(kExitUsage, loaded.status());
   }
   if (loaded.value().help) {
-    fmt::print("{}", help_text());
-    return 0;
+    return answer(help_text());
   }
   if (loaded.value().list_kill_points) {
-    fmt::print("{}\n", fmt::join(kKillPoints, "\n"));
-    return 0;
+    return answer(fmt::format("{}\n", fmt::join(kKillPoints, "\n")));
   }
   if (loaded.value().version) {
-    fmt::print("kvmd {}.{}.{}\n", KVM_VERSION_MAJOR, KVM_VERSION_MINOR, KVM_VERSION_PATCH);
-    return 0;
+    return answer(
+        fmt::format("kvmd {}.{}.{}\n", KVM_VERSION_MAJOR, KVM_VERSION_MINOR, KVM_VERSION_PATCH));
   }
   if (const Status status = check_options(loaded.value().options); !status.is_ok()) {
     return fail(kExitUsage, status);
   }
   if (loaded.value().print_config) {
-    fmt::print("{}",
-               loaded.value().json ? options_json(loaded.value()) : print_options(loaded.value()));
-    return 0;
+    return answer(loaded.value().json ? options_json(loaded.value())
+                                      : print_options(loaded.value()));
   }
   try {
     return serve(loaded.value(), open_engine);

@@ -57,8 +57,8 @@ class Daemon:
         self.process.send_signal(number)
         return self.process.wait(timeout=20)
 
-    def kvmctl(self, *arguments):
-        return kvmctl("--socket", self.socket, *arguments)
+    def kvmctl(self, *arguments, stdout=subprocess.PIPE):
+        return kvmctl("--socket", self.socket, *arguments, stdout=stdout)
 
     def json(self, *arguments):
         result = self.kvmctl("--json", *arguments)
@@ -83,12 +83,12 @@ class Daemon:
         return process, said
 
 
-def kvmctl(*arguments):
-    return subprocess.run([f"{BIN}/kvmctl", *arguments], capture_output=True, text=True,
-                          check=False, timeout=60)
+def kvmctl(*arguments, stdout=subprocess.PIPE):
+    return subprocess.run([f"{BIN}/kvmctl", *arguments], stdout=stdout, stderr=subprocess.PIPE,
+                          text=True, check=False, timeout=60)
 
 
-def run_kvmd(*arguments, env=None):
+def run_kvmd(*arguments, env=None, stdout=subprocess.PIPE):
     """A kvmd that is expected to end by itself."""
-    return subprocess.run([f"{BIN}/kvmd", *arguments], capture_output=True, text=True, check=False,
-                          timeout=20, env={**os.environ, **(env or {})})
+    return subprocess.run([f"{BIN}/kvmd", *arguments], stdout=stdout, stderr=subprocess.PIPE,
+                          text=True, check=False, timeout=20, env={**os.environ, **(env or {})})

@@ -124,11 +124,28 @@ class Kvmctl(unittest.TestCase):
     def test_wrong_usage_is_status_2(self):
         for arguments in ([], ["frobnicate"], ["ping", "-c", "0"], ["status", "--jsn"], ["evict"],
                           ["evict", "--client", "1", "--space", "x"], ["config"],
-                          ["config", "check"], ["evict", "--seq", "xyz"], ["top", "-i", "0"]):
+                          ["config", "check"], ["evict", "--seq", "xyz"], ["evict", "--seq", ""],
+                          ["quota", "get", "--user", ""], ["top", "-i", "0"]):
             result = self.daemon.kvmctl(*arguments)
             self.assertEqual(result.returncode, 2, arguments)
             self.assertTrue(result.stderr)
             self.assertEqual(kvmctl("--help").returncode, 0)
+
+    def test_an_answer_that_cannot_be_written_is_status_1(self):
+        for command in COMMANDS + ("--json seqs", "config dump --offline"):
+            with open("/dev/full", "w", encoding="utf-8") as full:
+                result = self.daemon.kvmctl(*command.split(), stdout=full)
+            self.assertEqual(result.returncode, 1, command)
+            self.assertIn("cannot be written: No space left", result.stderr, command)
+        with open("/dev/full", "w", encoding="utf-8") as full:
+            for option in ("--help", "--version", "--print-config"):
+                result = run_kvmd(option, stdout=full)
+                self.assertEqual(result.returncode, 1, option)
+                self.assertIn("No space left", result.stderr, option)
+
+    def test_wrong_usage_is_told_without_a_daemon(self):
+        for arguments in (["evict", "--seq", "xyz"], ["quota", "get", "--user", "no such user"]):
+            self.assertEqual(kvmctl("--socket", "/tmp/no/such.sock", *arguments).returncode, 2)
 
     def test_no_daemon_is_status_3_and_says_what_to_do(self):
         for command in ("status", "ping", "spaces", "seqs", "top"):
@@ -247,6 +264,13 @@ class Config(unittest.TestCase):
         self.write("threads = 2\n")
         checked = json.loads(kvmctl("--json", "config", "check", self.file).stdout)
         self.assertTrue(checked["valid"])
+        for nothing in (self.file + ".empty", "/dev/null"):
+            with open(nothing, "w", encoding="utf-8"):
+                pass
+            checked_nothing = kvmctl("config", "check", nothing)
+            self.assertEqual(checked_nothing.returncode, 0, checked_nothing.stderr)
+            self.assertIn("sets 0 options", checked_nothing.stdout)
+        self.assertEqual(kvmctl("config", "check", os.path.dirname(self.file)).returncode, 4)
         self.assertEqual([o["name"] for o in checked["options"]], ["threads"])
         for text, sentence in (("threads = 2000\n", f"threads is '2000' in {self.file}:1"),
                                ("a = 1\n\nthreds = 1\n", f"unknown option 'a' in {self.file}:1"),

@@ -4,9 +4,15 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <iterator>
+#include <system_error>
 #include <utility>
+
+#include "tools/kvmctl/answer.h"
 
 namespace kvm::tools {
 namespace {
@@ -58,8 +64,8 @@ Cli::Cli()
            "kvmctl") {
   app_.failure_message(usage_error);
   app_.footer(
-      "Exit status: 0 done, 1 the service answered with an error, 2 wrong usage,\n"
-      "3 no daemon could be reached, 4 what was checked is wrong.\n"
+      "Exit status: 0 done, 1 the service answered with an error, or its answer could not be\n"
+      "written, 2 wrong usage, 3 no daemon could be reached, 4 what was checked is wrong.\n"
       "`kvmctl COMMAND --help` has a command's options.");
   app_.set_version_flag("--version", kvm_version_string(), "print the version and exit");
   app_.require_subcommand(1);
@@ -90,7 +96,19 @@ int Cli::run(int argc, char** argv) {
   } catch (const CLI::ParseError& error) {
     return app_.exit(error) == 0 ? kExitOk : kExitUsage;
   }
-  return command_(common_);
+  try {
+    const int status = command_(common_);
+    flush_answer();
+    return status;
+  } catch (const std::system_error& error) {  // of fmt, which wrote
+    fail(fmt::format("the answer cannot be written: {}", error.code().message()), kExitService);
+  }
+}
+
+void flush_answer() {
+  if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) {
+    fail(fmt::format("the answer cannot be written: {}", std::strerror(errno)), kExitService);
+  }
 }
 
 void add_commands(Cli* cli) {

@@ -13,7 +13,7 @@ namespace kvm::tools {
 namespace {
 
 struct EvictOptions {
-  std::string seq;
+  std::optional<std::string> seq;
   std::optional<uint64_t> client;
   std::string space;
   bool disconnect = false;
@@ -36,12 +36,13 @@ int run_evict(const Common& common, const EvictOptions& options) {
   if (options.disconnect && !options.client) {
     fail("--disconnect goes with --client", kExitUsage);
   }
-  const Connection connection(common);
   kvm_evict_params params{};
   params.struct_size = sizeof(params);
-  if (!options.seq.empty()) {
+  const uint64_t seq = options.seq ? parse_seq(*options.seq) : 0;
+  const Connection connection(common);
+  if (options.seq) {
     params.what = KVM_EVICT_SEQ;
-    params.id = parse_seq(options.seq);
+    params.id = seq;
   } else if (options.client) {
     params.what = KVM_EVICT_CLIENT;
     params.id = *options.client;

@@ -104,7 +104,7 @@ int run_clients(const Common& common) {
 // Whose: one of the two, as it was written; neither is all.
 struct Whose {
   std::optional<uint64_t> client;
-  std::string user;
+  std::optional<std::string> user;
 };
 
 uint32_t parse_user(const std::string& text) {
@@ -131,6 +131,7 @@ void add_whose(CLI::App* command, const std::shared_ptr<Whose>& whose, bool requ
 }
 
 int run_quota_get(const Common& common, const Whose& whose) {
+  const uint32_t uid = whose.user ? parse_user(*whose.user) : 0;
   const Connection connection(common);
   std::vector<kvm_client_entry> clients = list_all_clients(connection.get());
   auto users = list_all<kvm_user_entry>(
@@ -144,8 +145,7 @@ int run_quota_get(const Common& common, const Whose& whose) {
     if (clients.empty()) {
       fail(fmt::format("there is no client {} (KVM_ERR_NOT_FOUND)", *whose.client), kExitService);
     }
-  } else if (!whose.user.empty()) {
-    const uint32_t uid = parse_user(whose.user);
+  } else if (whose.user) {
     clients.clear();
     std::erase_if(users, [&](const kvm_user_entry& entry) { return entry.uid != uid; });
   }
@@ -200,7 +200,7 @@ int run_quota_set(const Common& common, const Whose& whose, const LimitTexts& te
   kvm_quota_params params{};
   params.struct_size = sizeof(params);
   params.whose = whose.client ? KVM_QUOTA_CLIENT : KVM_QUOTA_USER;
-  params.id = whose.client ? *whose.client : parse_user(whose.user);
+  params.id = whose.client ? *whose.client : parse_user(*whose.user);
   bool any = false;
   for (size_t i = 0; i < kFields.size(); ++i) {
     if (!texts[i].empty()) {

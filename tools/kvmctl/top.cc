@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "tools/kvmctl/answer.h"
 #include "tools/kvmctl/cli.h"
 
 namespace kvm::tools {
@@ -136,7 +137,7 @@ int run_top(const Common& common, const TopOptions& options) {
       fmt::print("{}{}{}{}", live ? kClearScreen : "", !live && i > 0 ? "\n" : "",
                  rates_text(info, now, rates), clients_text(connection.get()));
     }
-    std::fflush(stdout);
+    flush_answer();
   }
   return kExitOk;
 }
