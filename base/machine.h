@@ -6,6 +6,7 @@
 #define KVM_BASE_MACHINE_H_
 
 #include <cstdint>
+#include <string>
 
 namespace kvm {
 
@@ -14,9 +15,11 @@ struct MachineMemory {
   uint64_t free_bytes = 0;  // that can be used without swapping
 };
 
-// From /proc/meminfo, and the limits of the control group where they are lower. Zeros when /proc
-// cannot be read.
-MachineMemory machine_memory();
+// From /proc/meminfo, and where they are lower, from the limits of this process's control group and
+// of all groups above it that can be seen (versions 2 and 1): a container's is at the root of what
+// it sees, a systemd unit's is not. Page cache that a group can drop counts as free. Zeros when
+// /proc cannot be read. `root` stands before all paths, for tests.
+MachineMemory machine_memory(const std::string& root = {});
 
 // Cores that this process may run on; at least 1.
 uint32_t usable_cores();
