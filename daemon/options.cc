@@ -66,7 +66,7 @@ const std::vector<OptionRow>& option_rows() {
        TextField{&O::socket, {}, "a path of at most 107 bytes", is_socket_path},
        "Path of the socket that clients connect to, at most 107 bytes. The default is "
        "$XDG_RUNTIME_DIR/kvm/kvmd.sock, or /run/kvm/kvmd.sock where that variable is not set; "
-       "clients look in the same places."},
+       "clients look in the first, and where nothing is there in the second."},
       {"socket_mode", "0660", OctalField{&O::socket_mode, 0777},
        "Permission bits of the socket: who may connect."},
       {"host_capacity", "60%",

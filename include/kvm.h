@@ -170,8 +170,8 @@ typedef struct kvm_client kvm_client;
 typedef struct kvm_connect_params {
   uint32_t struct_size;
   uint32_t flags; /* reserved, zero */
-  /* Path of the daemon's socket. NULL: $KVM_SOCKET, else $XDG_RUNTIME_DIR/kvm/kvmd.sock,
-   * else /run/kvm/kvmd.sock. At most 107 bytes. */
+  /* Path of the daemon's socket. NULL: $KVM_SOCKET, else $XDG_RUNTIME_DIR/kvm/kvmd.sock if it
+   * exists, else /run/kvm/kvmd.sock. At most 107 bytes. */
   const char *socket_path;
   /* What the daemon's log calls this client; at most 63 bytes. NULL: the process's name. */
   const char *client_name;

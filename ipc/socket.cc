@@ -158,6 +158,13 @@ std::string default_socket_path() {
   return "/run/kvm/kvmd.sock";
 }
 
+std::string find_socket_path(const std::string& system_path) {
+  const char* named = std::getenv("KVM_SOCKET");
+  const std::string path = default_socket_path();
+  const bool is_own = (named != nullptr && *named != '\0') || ::access(path.c_str(), F_OK) == 0;
+  return is_own || ::access(system_path.c_str(), F_OK) != 0 ? path : system_path;
+}
+
 Result<Fd> listen_at(const std::string& path, mode_t mode, int type) {
   KVM_TRY_ASSIGN(const sockaddr_un address, address_of(path));
   {

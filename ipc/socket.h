@@ -25,6 +25,11 @@ namespace kvm::ipc {
 // else /run/kvm/kvmd.sock.
 std::string default_socket_path();
 
+// Where a client looks when nothing else is said: the same, but for the system's kvmd (at
+// `system_path`) where $KVM_SOCKET is not set and the user has none in $XDG_RUNTIME_DIR: every
+// login session has that variable.
+std::string find_socket_path(const std::string& system_path = "/run/kvm/kvmd.sock");
+
 // A non-blocking listening socket of this type at `path` with permission bits `mode`. A socket file
 // that nobody listens on is replaced; a file of any other kind is left alone. Fails: INVALID (path
 // longer than 107 bytes), BUSY (somebody listens there), EXISTS (a file that is no socket),

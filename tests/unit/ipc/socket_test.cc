@@ -10,6 +10,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -230,6 +231,31 @@ TEST_F(Listening, PathsAreChecked) {
   EXPECT_EQ(connect_to(folder_ + "/nobody", kTimeoutNs).status().code(), KVM_ERR_DISCONNECTED);
   EXPECT_EQ(connect_to(std::string(108, 'x'), kTimeoutNs).status().code(), KVM_ERR_INVALID);
   EXPECT_EQ(listen_at(folder_ + "/missing/socket", 0600).status().code(), KVM_ERR_IO);
+}
+
+// Login sessions have XDG_RUNTIME_DIR; the system's kvmd must be found from them as well.
+TEST(Socket, ClientsFindTheSystemsDaemon) {
+  char folder[] = "socket-test-XXXXXX";
+  ASSERT_NE(::mkdtemp(folder), nullptr);
+  const std::string own = std::string(folder) + "/kvm/kvmd.sock";
+  const std::string system = std::string(folder) + "/system.sock";
+  const char* named = std::getenv("KVM_SOCKET");
+  const std::string named_before = named != nullptr ? named : "";
+  ::unsetenv("KVM_SOCKET");
+  ::setenv("XDG_RUNTIME_DIR", folder, 1);
+  EXPECT_EQ(default_socket_path(), own);
+  EXPECT_EQ(find_socket_path(system), own) << "neither is there: the message names the first";
+  std::ofstream(system).put('x');
+  EXPECT_EQ(find_socket_path(system), system);
+  EXPECT_EQ(default_socket_path(), own) << "kvmd listens where it did";
+  std::filesystem::create_directory(std::string(folder) + "/kvm");
+  std::ofstream(own).put('x');
+  EXPECT_EQ(find_socket_path(system), own);
+  ::setenv("KVM_SOCKET", "/nowhere", 1);
+  EXPECT_EQ(find_socket_path(system), "/nowhere");
+  ::unsetenv("XDG_RUNTIME_DIR");
+  ::setenv("KVM_SOCKET", named_before.c_str(), 1);
+  std::filesystem::remove_all(folder);
 }
 
 }  // namespace
