@@ -123,6 +123,31 @@ std::vector<std::string> names_of(std::string (*name_of)(const OptionRow&)) {
   return names;
 }
 
+std::string key_of(const std::string& name) { return name.substr(name.rfind('.') + 1); }
+
+// What an unknown key of the file may have meant. It may be right and stand in the wrong section:
+// what is added at the end of a file belongs to the last one.
+std::string file_hint(const std::string& name) {
+  const auto names = names_of([](const OptionRow& row) { return row.name; });
+  const auto keys = names_of([](const OptionRow& row) { return key_of(row.name); });
+  auto key = std::find(keys.begin(), keys.end(), key_of(name));
+  std::string meant = hint(name, names);
+  if (key == keys.end() && !meant.empty()) {
+    return meant;
+  }
+  if (key == keys.end()) {
+    key = std::find(keys.begin(), keys.end(), nearest_name(key_of(name), keys));
+  }
+  if (key == keys.end()) {
+    return {};
+  }
+  const std::string& whole = names[static_cast<size_t>(key - keys.begin())];
+  return whole == *key
+             ? fmt::format("; did you mean '{}', which stands above the first section?", whole)
+             : fmt::format("; did you mean '{}' below [{}]?", *key,
+                           whole.substr(0, whole.size() - key->size() - 1));
+}
+
 // The value of a key as text; nothing for tables, arrays and dates.
 std::optional<std::string> text_of(const toml::node& node) {
   if (const auto* text = node.as_string()) {
@@ -177,10 +202,8 @@ Status load_table(const toml::table& table, const std::string& prefix, const std
         fmt::format("{}:{}", path, static_cast<uint32_t>(node.source().begin.line));
     const std::optional<size_t> index = find_row(name);
     if (!index) {
-      return Status(
-          KVM_ERR_INVALID,
-          fmt::format("unknown option '{}' in {}{}", name, place,
-                      hint(name, names_of([](const OptionRow& row) { return row.name; }))));
+      return Status(KVM_ERR_INVALID,
+                    fmt::format("unknown option '{}' in {}{}", name, place, file_hint(name)));
     }
     const bool is_tenants = std::holds_alternative<TenantsField>(option_rows()[*index].field);
     std::optional<std::string> text =
@@ -207,9 +230,12 @@ Status load_file(const std::string& path, LoadedOptions* loaded) {
   try {
     return load_table(toml::parse(text.str(), path), "", path, loaded);
   } catch (const toml::parse_error& error) {
-    return Status(KVM_ERR_INVALID, fmt::format("{}:{} is not TOML: {}", path,
-                                               static_cast<uint32_t>(error.source().begin.line),
-                                               error.description()));
+    // socket_mode = 0660, as one would write it elsewhere.
+    const bool is_octal = error.description().find("leading zeroes") != std::string_view::npos;
+    return Status(KVM_ERR_INVALID,
+                  fmt::format("{}:{} is not TOML: {}{}", path,
+                              static_cast<uint32_t>(error.source().begin.line), error.description(),
+                              is_octal ? "; write it in quotes" : ""));
   }
 }
 

@@ -122,6 +122,25 @@ TEST_F(OptionsTest, UnknownKeyNamesTheNearest) {
   EXPECT_NE(message.find("did you mean 'spin_max_us'?"), std::string::npos) << message;
 }
 
+TEST_F(OptionsTest, KeyInTheWrongSectionIsToldWhereItBelongs) {
+  for (const char* key : {"threads", "threds"}) {
+    write_file(std::string("[metrics]\n") + key + " = 2\n");
+    EXPECT_NE(message_of().find("did you mean 'threads', which stands above the first section?"),
+              std::string::npos)
+        << message_of();
+  }
+  write_file("listen = '127.0.0.1:9464'\n");
+  EXPECT_NE(message_of().find("did you mean 'listen' below [metrics]?"), std::string::npos)
+      << message_of();
+  write_file("[metrics]\nunheard_of = 2\n");
+  EXPECT_EQ(message_of().find("did you mean"), std::string::npos) << message_of();
+}
+
+TEST_F(OptionsTest, OctalNumberWithoutQuotesIsToldSo) {
+  write_file("socket_mode = 0660\n");
+  EXPECT_NE(message_of().find("; write it in quotes"), std::string::npos) << message_of();
+}
+
 TEST_F(OptionsTest, UnknownFlagNamesTheNearest) {
   EXPECT_NE(message_of({"--soket", "/tmp/x"}).find("did you mean '--socket'?"), std::string::npos)
       << message_of({"--soket", "/tmp/x"});
