@@ -4,6 +4,7 @@
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -81,6 +82,17 @@ class Kvmctl(unittest.TestCase):
         for finding in findings.values():
             if finding["verdict"] != "good":
                 self.assertTrue(finding["consequence"], finding)
+
+    def test_doctor_looks_at_the_limits_of_kvmd(self):
+        pid = self.daemon.process.pid
+        before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        try:
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (4000, before[1]))
+            findings = {finding["subject"]: finding for finding in self.daemon.json("doctor")}
+            self.assertEqual(findings["open files limit"]["found"], "4000 (of kvmd)")
+            self.assertEqual(findings["open files limit"]["verdict"], "fallback")
+        finally:
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
 
     def test_every_command_has_json(self):
         for command in COMMANDS:

@@ -21,10 +21,13 @@ namespace {
 std::string advice(kvm_status status) {
   switch (status) {
     case KVM_ERR_DISCONNECTED:
-      return "\nStart a daemon with `kvmd`, or name the socket of a running one with --socket or "
-             "KVM_SOCKET.";
+      return "\nStart a daemon with `kvmd` (the packaged service with `systemctl start kvmd`), or "
+             "name the socket\nof a running one with --socket or KVM_SOCKET.";
     case KVM_ERR_PERMISSION:
-      return "\nRun kvmctl as the user that runs kvmd, or let more users in with kvmd's "
+      return "\nRun kvmctl as root, as the user that runs kvmd, or as a member of the socket's "
+             "group "
+             "(of the packaged\nservice: `usermod -aG kvmd USER`); or let more users in with "
+             "kvmd's "
              "socket_mode.";
     case KVM_ERR_VERSION:
       return fmt::format(
@@ -72,7 +75,7 @@ Cli::Cli()
   app_.fallthrough();
   app_.add_option("--socket", common_.socket,
                   "path of the daemon's socket (default: KVM_SOCKET, else\n"
-                  "$XDG_RUNTIME_DIR/kvm/kvmd.sock, else /run/kvm/kvmd.sock)")
+                  "$XDG_RUNTIME_DIR/kvm/kvmd.sock if it exists, else /run/kvm/kvmd.sock)")
       ->type_name("PATH");
   app_.add_flag("--json", common_.json, "print JSON instead of a table");
 }

@@ -2,14 +2,15 @@
 #include "tools/kvmctl/doctor.h"
 
 #include <fmt/format.h>
-#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <optional>
 #include <sstream>
 
 namespace kvm::tools {
@@ -92,23 +93,51 @@ Finding io_uring() {
   return out;
 }
 
-Finding memory_lock() {
+// Whose limits are looked at: kvmd's, or where it cannot be seen (other process numbers,
+// in a container) those of this process.
+struct Process {
+  std::string folder = "/proc/self";
+  const char* whose = " (of kvmctl; kvmd is not seen from here)";
+};
+
+Process process_of(const kvm_client_info* info) {
+  Process out;
+  if (info != nullptr) {
+    const std::string folder = fmt::format("/proc/{}", info->server_pid);
+    if (read_text(folder + "/comm") == "kvmd") {
+      out = {folder, " (of kvmd)"};
+    }
+  }
+  return out;
+}
+
+// The soft limit in the line of /proc/PID/limits that begins with `name`; nothing: unlimited.
+std::optional<uint64_t> soft_limit(const Process& process, const std::string& name) {
+  std::ifstream in(process.folder + "/limits");
+  for (std::string line; std::getline(in, line);) {
+    if (line.starts_with(name)) {
+      std::istringstream rest(line.substr(name.size()));
+      uint64_t limit = 0;
+      return rest >> limit ? std::optional(limit) : std::nullopt;
+    }
+  }
+  return std::nullopt;
+}
+
+Finding memory_lock(const Process& process) {
   Finding out;
   out.subject = "locked memory limit";
-  rlimit limit{};
-  getrlimit(RLIMIT_MEMLOCK, &limit);
-  out.found =
-      limit.rlim_cur == RLIM_INFINITY ? "unlimited" : fmt::format("{} KiB", limit.rlim_cur / 1024);
+  const std::optional<uint64_t> limit = soft_limit(process, "Max locked memory");
+  out.found = (limit ? fmt::format("{} KiB", *limit / 1024) : "unlimited") + process.whose;
   return out;  // nothing locks memory on the CPU tier
 }
 
-Finding open_files() {
+Finding open_files(const Process& process) {
   Finding out;
   out.subject = "open files limit";
-  rlimit limit{};
-  getrlimit(RLIMIT_NOFILE, &limit);
-  out.found = std::to_string(limit.rlim_cur);
-  if (limit.rlim_cur < 4096) {
+  const std::optional<uint64_t> limit = soft_limit(process, "Max open files");
+  out.found = (limit ? std::to_string(*limit) : "unlimited") + process.whose;
+  if (limit && *limit < 4096) {
     out.verdict = Verdict::kFallback;
     out.consequence =
         "each client needs 3 descriptors, 3 per queue and 1 per arena; 64 busy clients need more. "
@@ -193,11 +222,41 @@ Finding swap() {
   return out;
 }
 
-Finding memory_cap() {
+// The lowest limit of the process's control group and of all above it, or no number.
+uint64_t group_limit(const Process& process) {
+  uint64_t lowest = UINT64_MAX;
+  std::ifstream groups(process.folder + "/cgroup");
+  for (std::string line; std::getline(groups, line);) {
+    if (!line.starts_with("0::/")) {
+      continue;
+    }
+    std::string path = line.substr(3);
+    for (size_t end = path.size(); end != std::string::npos; end = path.rfind('/')) {
+      path.resize(end);
+      for (const char* name : {"/memory.max", "/memory.high"}) {
+        std::ifstream in("/sys/fs/cgroup" + path + name);
+        uint64_t limit = 0;
+        lowest = in >> limit ? std::min(lowest, limit) : lowest;
+      }
+    }
+  }
+  return lowest;
+}
+
+Finding memory_cap(const Process& process, const kvm_client_info* info) {
   Finding out;
   out.subject = "memory limit";
-  const std::string limit = read_text("/sys/fs/cgroup/memory.max");
-  out.found = limit.empty() || limit == "max" ? "none of a control group" : limit + " bytes";
+  const uint64_t limit = group_limit(process);
+  out.found = (limit == UINT64_MAX ? "none of a control group"
+                                   : fmt::format("{:.1f} GiB of a control group",
+                                                 static_cast<double>(limit) / 1073741824.0)) +
+              process.whose;
+  if (info != nullptr && info->host_capacity_bytes > limit) {
+    out.verdict = Verdict::kProblem;
+    out.consequence =
+        "keys and values may take more: the kernel would kill kvmd. Lower its "
+        "`host_capacity`, or raise MemoryMax=";
+  }
   return out;
 }
 
@@ -250,10 +309,11 @@ const char* verdict_name(Verdict verdict) {
 }
 
 std::vector<Finding> examine(const kvm_client_info* info, const std::string& why_none) {
+  const Process process = process_of(info);
   std::vector<Finding> out = {
-      daemon(info, why_none), instruction_sets(info), huge_pages(), io_uring(),
-      memory_lock(),          open_files(),           cores(info),  numa(),
-      memory(info),           memory_cap(),           swap(),       gpu(info)};
+      daemon(info, why_none), instruction_sets(info),    huge_pages(), io_uring(),
+      memory_lock(process),   open_files(process),       cores(info),  numa(),
+      memory(info),           memory_cap(process, info), swap(),       gpu(info)};
   if (info != nullptr && (info->features & KVM_FEATURE_EVENTFD) == 0) {
     out.push_back({"completion events", Verdict::kFallback, "not offered by this daemon",
                    "kvm_queue_fd returns -1: engines poll or wait instead of using epoll"});

@@ -20,9 +20,8 @@ struct Finding {
   std::string consequence;  // empty when good
 };
 
-// `info` is null when no daemon answers, and `why_none` the reason. The findings about the machine
-// hold for this process's limits; the daemon's own may differ where it runs under another user or
-// unit.
+// `info` is null when no daemon answers, and `why_none` the reason. Limits are those of kvmd where
+// /proc shows it, and else of this process; the finding says which.
 std::vector<Finding> examine(const kvm_client_info* info, const std::string& why_none);
 
 const char* verdict_name(Verdict verdict);
