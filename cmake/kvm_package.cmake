@@ -15,17 +15,21 @@ foreach(rule "kvmd.service;lib/systemd/system;kvmd.service"
           COMPONENT system EXCLUDE_FROM_ALL)
 endforeach()
 install(FILES "${KVM_SHARE}/kvmd.toml" DESTINATION /etc/kvm COMPONENT system EXCLUDE_FROM_ALL)
+# What an operator reads besides the manual pages.
+foreach(page operations configuration security)
+  install(FILES "${PROJECT_SOURCE_DIR}/docs/${page}.md" DESTINATION share/doc/kvm
+          COMPONENT system EXCLUDE_FROM_ALL)
+endforeach()
 
 set(CPACK_GENERATOR DEB)
 set(CPACK_PACKAGE_NAME kvm)
 set(CPACK_PACKAGE_VERSION "${PROJECT_VERSION}")
 set(CPACK_PACKAGE_CONTACT "the kvm developers <kvm@localhost>")
 set(CPACK_PACKAGE_DESCRIPTION_SUMMARY "KV-cache service for LLM inference engines")
-set(CPACK_PACKAGE_DESCRIPTION
-    "A daemon keeps the keys and values of long contexts and computes attention next to them.\n"
-    "The package has the daemon kvmd with its systemd unit, the tool kvmctl, the client libraries\n"
+string(JOIN "\n" CPACK_PACKAGE_DESCRIPTION
+    "A daemon keeps the keys and values of long contexts and computes attention next to them."
+    "The package has the daemon kvmd with its systemd unit, the tool kvmctl, the client libraries"
     "libkvm and libkvm_embedded, and the header kvm.h with pkg-config and CMake files.")
-string(REPLACE ";" " " CPACK_PACKAGE_DESCRIPTION "${CPACK_PACKAGE_DESCRIPTION}")
 set(CPACK_PACKAGING_INSTALL_PREFIX /usr)
 set(CPACK_STRIP_FILES ON)
 # One package of both components.

@@ -3,7 +3,6 @@
 """The Debian package: made of the programs that are built, looked into, installed into a folder,
 removed and purged. Arguments: cpack, the build folder."""
 
-import glob
 import os
 import re
 import shutil
@@ -11,6 +10,8 @@ import subprocess
 import sys
 import tempfile
 import unittest
+
+from deb import make_deb
 
 CPACK, BUILD = sys.argv[-2:]
 del sys.argv[-2:]
@@ -21,7 +22,8 @@ FILES = (
     "/usr/lib/sysusers.d/kvmd.conf", "/usr/share/man/man8/kvmd.8", "/usr/share/man/man1/kvmctl.1",
     "/usr/share/man/man5/kvmd.toml.5", "/usr/share/bash-completion/completions/kvmctl",
     "/usr/share/zsh/vendor-completions/_kvmctl",
-    "/usr/share/fish/vendor_completions.d/kvmctl.fish", "/usr/share/doc/kvm/LICENSE")
+    "/usr/share/fish/vendor_completions.d/kvmctl.fish", "/usr/share/doc/kvm/LICENSE",
+    "/usr/share/doc/kvm/operations.md")
 # systemd-analyze's scale is 0 (safe) to 10; 2.0 is its "OK" at the very best.
 MAX_EXPOSURE = 2.0
 
@@ -37,11 +39,7 @@ class Package(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
         cls.folder = tempfile.mkdtemp(prefix="kvm-package-")
-        # Packing what is built, fast: no second build, light compression.
-        run(CPACK, "-G", "DEB", "-B", cls.folder, "-D", "CPACK_DEBIAN_COMPRESSION_TYPE=gzip",
-            "-D", f"CPACK_OUTPUT_FILE_PREFIX={cls.folder}", cwd=BUILD,
-            env={**os.environ, "GZIP": "-1"})
-        (cls.deb,) = glob.glob(f"{cls.folder}/*.deb")
+        cls.deb = make_deb(CPACK, BUILD, cls.folder)
         cls.root = os.path.join(cls.folder, "root")
         os.makedirs(f"{cls.root}/var/lib/dpkg/updates")
         os.makedirs(f"{cls.root}/var/lib/dpkg/info")
@@ -80,6 +78,7 @@ class Package(unittest.TestCase):
         self.assertRegex(info, r"Depends: .*libc6")
         self.assertRegex(info, r"Depends: .*systemd")
         self.assertIn("conffiles", info)
+        self.assertRegex(info, r"\n Description: .*\n  A daemon .*\n  The package ")
 
     def test_2_install_use_remove_purge(self):
         self.dpkg("--install", self.deb)
