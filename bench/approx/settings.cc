@@ -38,8 +38,6 @@ double size_per_token(const DataSet& data, const std::vector<std::unique_ptr<Ind
 
 }  // namespace
 
-uint32_t thread_count(const Options& options) { return thread_count(options); }
-
 std::vector<std::string> chosen_data(const Options& options, std::vector<std::string> defaults) {
   if (!options.data.empty()) {
     return options.data;

@@ -16,7 +16,6 @@
 
 namespace kvm::bench {
 
-uint32_t thread_count(const Options& options);
 
 // --data, or what the bench takes by itself.
 std::vector<std::string> chosen_data(const Options& options, std::vector<std::string> defaults);
