@@ -16,7 +16,6 @@
 
 namespace kvm::bench {
 
-
 // --data, or what the bench takes by itself.
 std::vector<std::string> chosen_data(const Options& options, std::vector<std::string> defaults);
 // --tokens; else 8,192 for --quick; else the defaults, without those whose data would not fit the
