@@ -113,8 +113,7 @@ kvm_status kvm_connect(const kvm_connect_params* params, kvm_client** out) {
     KVM_TRY(check_flags(p.flags, 0, "kvm_connect_params"));
     KVM_TRY(check_reserved(p.reserved, std::size(p.reserved), "kvm_connect_params"));
     kvm::client::ConnectOptions options;
-    options.socket_path =
-        p.socket_path != nullptr ? p.socket_path : kvm::ipc::find_socket_path();
+    options.socket_path = p.socket_path != nullptr ? p.socket_path : kvm::ipc::find_socket_path();
     options.client_name = p.client_name != nullptr ? p.client_name : process_name();
     if (options.client_name.size() > kMaxClientName) {
       return invalid("client_name has " + std::to_string(options.client_name.size()) +
