@@ -33,7 +33,8 @@ KVM_GPU float reduce_block(float value, SharedAddress scratch) {
     value = kMax ? fmaxf(value, other) : value + other;
   }
   if (lane_id() == 0) {
-    store_shared(scratch + warp_id() * 4, value);
+    // Not warp_id(): that is a shuffle, and the other lanes do not come here.
+    store_shared(scratch + thread_id() / 32 * 4, value);
   }
   sync_block();
   float all = load_shared<float>(scratch);
