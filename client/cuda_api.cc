@@ -165,6 +165,10 @@ kvm_status kvm_cuda_update(kvm_cuda_batch* batch, const kvm_cuda_item* items, ui
     if (n_items != 0) {
       KVM_TRY(check_not_null(items, "items"));
     }
+    if (n_items > kMaxBatchItems) {  // before anything is read of them
+      return invalid("n_items is " + std::to_string(n_items) + "; no batch has more than " +
+                     std::to_string(kMaxBatchItems));
+    }
     return batch->client->update(batch->batch.get(), items, n_items, stream);
   });
 }

@@ -60,6 +60,13 @@ Status Batch::init() {
   kernel_ = {space_->dtype, space_->dim, attention::gpu::block_rows_for(space_->dim, most_rows)};
   KVM_TRY_ASSIGN(const uint32_t blocks, store_->driver().decode_blocks(kernel_));
   blocks_ = std::min(blocks, kMaxMergeSlots);
+  // Changes of the table name its entries by 32 bits.
+  const uint64_t table = uint64_t{space_->n_lists} * options_.max_items * max_pages_;
+  if (table > UINT32_MAX) {
+    return Status(KVM_ERR_UNSUPPORTED, "the batch's page table has " + number(table) +
+                                           " entries, of all layers; allowed are " +
+                                           number(UINT32_MAX));
+  }
   KVM_TRY(make_kinds());
   lay_out();
   return allocate();
@@ -139,13 +146,11 @@ Status Batch::size_kind(Kind* kind) const {
           : n_items + blocks_;
   const uint64_t slots = options_.reproducible ? pieces : 2 * uint64_t{blocks_};
   const uint64_t tokens = uint64_t{options_.max_append} * kind->classes.size();
-  const uint64_t table = kind->classes.size() * options_.max_items * max_pages_;
   constexpr uint64_t kMost = uint64_t{1} << 26;
-  if (pieces + blocks_ > kMost || slots > kMost || tokens > kMost || table >= UINT32_MAX) {
-    return Status(KVM_ERR_UNSUPPORTED, "the batch has " + number(pieces) + " pieces of work, " +
-                                           number(tokens) + " rows to append and a page table of " +
-                                           number(table) + " entries a layer; allowed are " +
-                                           number(kMost) + " and " + number(UINT32_MAX));
+  if (pieces + blocks_ > kMost || slots > kMost || tokens > kMost) {
+    return Status(KVM_ERR_UNSUPPORTED, "the batch has " + number(pieces) + " pieces of work and " +
+                                           number(tokens) +
+                                           " rows to append a layer; allowed are " + number(kMost));
   }
   kind->work_capacity = static_cast<uint32_t>(pieces + blocks_);
   kind->merge_capacity =

@@ -662,6 +662,29 @@ TEST(DeviceTest, WhatForksShareStaysOnTheDevice) {
   ASSERT_EQ(kvm_seq_free(rig.client(), d.id), KVM_OK);  // on the host
 }
 
+TEST(DeviceTest, PagesOfManyHeadsAreSpilled) {
+  FakeOptions options;
+  options.emulate = false;
+  Geometry geometry;
+  geometry.n_layers = 1;
+  geometry.dim = 256;
+  // 64 KiB a head: more than a chunk, were they not two classes.
+  geometry.n_q_heads = geometry.n_kv_heads = 40;
+  Rig rig(options, geometry, 64 << 20, 10 << 20);
+  kvm_cuda_batch* const batch = rig.batch(rig.batch_params(1, 130, 1));
+  Seq a = make(&rig, 1);
+  Step first(&rig, batch, {{&a, 130, 1}}, 1);
+  first.run();
+  ASSERT_EQ(kvm_cuda_spill(rig.client(), a.id, rig.stream()), KVM_OK) << kvm_last_error();
+  EXPECT_EQ(stats_of(rig).host_used_bytes, uint64_t{10} << 20);
+  ASSERT_EQ(kvm_cuda_fetch(rig.client(), a.id, rig.stream()), KVM_OK) << kvm_last_error();
+  Step second(&rig, batch, {{&a, 1, 1}}, 2);
+  second.run();
+  rig.driver().settle();
+  first.check("first");
+  second.check("second");
+}
+
 TEST(DeviceTest, FullPoolsRefuseAndChangeNothing) {
   FakeOptions options;
   options.emulate = false;
@@ -777,6 +800,8 @@ TEST(DeviceTest, CallsSayWhatIsWrong) {
   EXPECT_EQ(update({{0, 1, 0, 0, 0, 0}}), KVM_ERR_INVALID);
   EXPECT_EQ(update({{12345, 1, 0, 0, 0, 0}}), KVM_ERR_NOT_FOUND);
   EXPECT_EQ(update({{}, {}, {}}), KVM_ERR_INVALID);
+  const kvm_cuda_item none{};
+  EXPECT_EQ(kvm_cuda_update(batch, &none, UINT32_MAX, rig.stream()), KVM_ERR_INVALID);
   for (uint32_t i = 0; i < 9; ++i) {
     ASSERT_EQ(update({{a.id, 10, 0, 1, 0, 0}}), KVM_OK) << kvm_last_error();
   }
@@ -804,6 +829,11 @@ TEST(DeviceTest, CallsSayWhatIsWrong) {
   params.max_items = 1024;
   params.max_tokens = 0x7fffffff;
   EXPECT_EQ(kvm_cuda_batch_create(rig.client(), &params, &other), KVM_ERR_UNSUPPORTED);
+  // Any layer's part of the page table is small enough, that of both has 2^32 entries.
+  params.max_tokens = uint64_t{1} << 27;
+  EXPECT_EQ(kvm_cuda_batch_create(rig.client(), &params, &other), KVM_ERR_UNSUPPORTED);
+  params.max_tokens = uint64_t{1} << 26;
+  EXPECT_EQ(kvm_cuda_batch_create(rig.client(), &params, &other), KVM_ERR_NO_SPACE);
   kvm_client* host = nullptr;
   kvm_embedded_params embedded{};
   embedded.struct_size = sizeof embedded;

@@ -199,6 +199,9 @@ void FakeDriver::unmap(uint8_t* at, uint64_t size_bytes) {
 
 Result<uint8_t*> FakeDriver::allocate(uint64_t size_bytes) {
   KVM_TRY(begin(Operation::kAllocate, "allocate"));
+  if (size_bytes > options_.memory_bytes) {
+    return Status(KVM_ERR_NO_SPACE, "allocate: the device has less");
+  }
   void* memory =
       ::mmap(nullptr, size_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) {
