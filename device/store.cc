@@ -121,10 +121,13 @@ std::shared_ptr<Sequence> Store::create(std::shared_ptr<const SpaceLayout> space
   return seq;
 }
 
-Status Store::check_visible(const Sequence& seq, uint64_t n_tokens) const {
+Status Store::check_visible(const Sequence& seq, uint64_t n_tokens, uint64_t n_left) const {
   for (uint32_t list = 0; list < seq.lists.size(); ++list) {
     const ClassLayout& of = class_of(*seq.space, list);
     const uint64_t kept_from = seq.lists[list].kept_from;
+    if (n_left <= first_droppable(of)) {
+      continue;  // of these none is dropped
+    }
     const uint64_t window_begin = n_tokens + 1 > of.n_recent ? n_tokens + 1 - of.n_recent : 0;
     if (of.n_recent != 0 && kept_from > first_droppable(of) &&
         std::max(window_begin, of.n_sinks) < kept_from) {
@@ -145,7 +148,7 @@ Result<std::shared_ptr<Sequence>> Store::fork(const Sequence& parent, uint64_t n
                                        number(parent.n_tokens));
   }
   if (n_tokens < parent.n_tokens) {
-    KVM_TRY(check_visible(parent, n_tokens));
+    KVM_TRY(check_visible(parent, n_tokens, n_tokens));
   }
   auto child = std::make_shared<Sequence>(parent);
   child->n_tokens = n_tokens;
@@ -158,6 +161,7 @@ Result<std::shared_ptr<Sequence>> Store::fork(const Sequence& parent, uint64_t n
       }
     }
   }
+  forget_dropped(child.get());
   return child;
 }
 
@@ -168,7 +172,7 @@ Status Store::truncate(Sequence* seq, uint64_t n_tokens) {
   if (n_tokens >= seq->n_tokens) {
     return Status::ok();
   }
-  KVM_TRY(check_visible(*seq, n_tokens));
+  KVM_TRY(check_visible(*seq, n_tokens, n_tokens));
   const uint64_t n_pages = div_up(n_tokens, kTokensPerPage);
   for (PageList& list : seq->lists) {
     for (uint64_t block = n_pages; block < list.pages.size(); ++block) {
@@ -177,8 +181,19 @@ Status Store::truncate(Sequence* seq, uint64_t n_tokens) {
     list.pages.resize(n_pages);
   }
   seq->n_tokens = n_tokens;
+  forget_dropped(seq);
   ++seq->version;
   return Status::ok();
+}
+
+// What was dropped lay behind the end: the tokens that come there are others.
+void Store::forget_dropped(Sequence* seq) const {
+  for (uint32_t list = 0; list < seq->lists.size(); ++list) {
+    const uint64_t first = first_droppable(class_of(*seq->space, list));
+    if (seq->n_tokens <= first) {
+      seq->lists[list].kept_from = first;
+    }
+  }
 }
 
 void Store::clear(Sequence* seq) {
@@ -249,7 +264,7 @@ Status Store::check_growth(const Growth& growth) const {
                                        number(n_after) + " tokens after the append");
   }
   // The first row sees most.
-  return growth.n_query == 0 ? Status::ok() : check_visible(seq, n_after - growth.n_query);
+  return growth.n_query == 0 ? Status::ok() : check_visible(seq, n_after - growth.n_query, n_after);
 }
 
 Status Store::begin_growth(std::span<const Growth> growths, Stream stream) {

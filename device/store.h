@@ -193,7 +193,9 @@ class Store {
   void release(const Sequence& seq, tiers::PageRef page);
   void give_back_chunks(Sequence* seq, EventPtr event);
   void drop_unseen(const Growth& growth, uint64_t n_before);
-  Status check_visible(const Sequence& seq, uint64_t n_tokens) const;
+  // Whether queries at n_tokens and later see only what is there of the first n_left tokens.
+  Status check_visible(const Sequence& seq, uint64_t n_tokens, uint64_t n_left) const;
+  void forget_dropped(Sequence* seq) const;
   Status not_captured(Stream stream);
   // Enqueues the copies between pages and the places in chunks that belong to them, behind
   // `stream` and behind `also`; *done happens after them.

@@ -186,11 +186,17 @@ class Twins {
     pairs_.push_back(pair);
   }
 
+  // Mostly within the slack, so that a policy allows it.
+  uint64_t cut_of(const Pair& pair) {
+    const uint64_t most = below(4) == 0 ? pair.n_tokens : kSlack / 2;
+    return below(std::min<uint64_t>(pair.n_tokens, most) + 1);
+  }
+
   void fork() {
     const Pair parent = any();
     Pair child = parent;
     child.key = ++last_key_;
-    child.n_tokens -= below(std::min<uint64_t>(parent.n_tokens, kSlack / 2) + 1);
+    child.n_tokens -= cut_of(parent);
     child.pages.resize((child.n_tokens + kPageTokens - 1) / kPageTokens);
     const kvm_status status =
         kvm_seq_fork(rig_.client(), parent.device, child.n_tokens, &child.device);
@@ -199,6 +205,8 @@ class Twins {
       return;
     }
     if (status == KVM_ERR_PARTIAL) {
+      ASSERT_EQ(kvm_seq_fork(host_, parent.host, child.n_tokens, &child.host), KVM_ERR_PARTIAL)
+          << parent.n_tokens << " " << child.n_tokens;
       return;  // rolled back before
     }
     ASSERT_EQ(status, KVM_OK) << kvm_last_error();
@@ -209,10 +217,14 @@ class Twins {
 
   void truncate() {
     Pair& pair = any();
-    const uint64_t n = pair.n_tokens - below(std::min<uint64_t>(pair.n_tokens, kSlack / 2) + 1);
+    const uint64_t n = pair.n_tokens - cut_of(pair);
     const kvm_status status = kvm_seq_truncate(rig_.client(), pair.device, n);
     if (pair.spilled || status == KVM_ERR_PARTIAL) {
       ASSERT_EQ(status, pair.spilled ? KVM_ERR_BUSY : KVM_ERR_PARTIAL);
+      if (!pair.spilled) {
+        ASSERT_EQ(kvm_seq_truncate(host_, pair.host, n), KVM_ERR_PARTIAL)
+            << pair.n_tokens << " " << n;
+      }
       return;
     }
     ASSERT_EQ(status, KVM_OK) << kvm_last_error();
@@ -518,7 +530,7 @@ void Twins::settle() {
         norm += there * there;
       }
       ASSERT_TRUE(std::sqrt(wrong) <= 1e-2 * std::sqrt(norm)) << std::sqrt(wrong / norm);
-      ASSERT_TRUE(row.lse[h] == row.host_lse[h] || std::fabs(row.lse[h] - row.host_lse[h]) <= 2e-3)
+      ASSERT_TRUE(row.lse[h] == row.host_lse[h] || std::fabs(row.lse[h] - row.host_lse[h]) <= 4e-3)
           << row.lse[h] << " and " << row.host_lse[h];
       ++n_rows_;
     }

@@ -165,6 +165,9 @@ TEST(DeviceStoreTest, AccountsHoldAfterEveryOperation) {
       store->check_accounts(all);
     }
     EXPECT_GT(n_failed, 5u);
+    for (uint32_t i = 0; i < 12; ++i) {
+      driver->fail(static_cast<testing::Operation>(i), 0);  // the end waits for the device
+    }
     for (const auto& seq : seqs) {
       store->clear(seq.get());
     }
