@@ -30,6 +30,7 @@ float load_element(const void* p, Dtype dtype, uint64_t i) {
     case Dtype::kBf16:
       return bf16_to_f32(static_cast<const uint16_t*>(p)[i]);
     case Dtype::kI8:  // of stored rows only
+    case Dtype::kF8:
       break;
   }
   return 0.0f;
@@ -87,6 +88,7 @@ void store_element(void* p, Dtype dtype, uint64_t i, float value) {
       static_cast<uint16_t*>(p)[i] = f32_to_bf16(value);
       break;
     case Dtype::kI8:
+    case Dtype::kF8:
       break;
   }
 }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Element types of tensors and of stored K and V, with their conversions.
 //
-// fp16 and bf16 conversions round to nearest even; NaN stays NaN. int8 rows are stored with a scale
-// each: codecs/int8.h.
+// fp16 and bf16 conversions round to nearest even; NaN stays NaN. int8 and fp8 rows are stored with
+// a scale each: codecs/int8.h, codecs/float8.h.
 #ifndef KVM_BASE_DTYPE_H_
 #define KVM_BASE_DTYPE_H_
 
@@ -18,7 +18,8 @@ enum class Dtype : uint8_t {
   kF32 = KVM_DTYPE_F32,
   kF16 = KVM_DTYPE_F16,
   kBf16 = KVM_DTYPE_BF16,
-  kI8 = KVM_DTYPE_I8,  // of stored rows only
+  kI8 = KVM_DTYPE_I8,      // of stored rows only
+  kF8 = KVM_DTYPE_F8E4M3,  // likewise
 };
 
 // Whether tensors may have it.
@@ -31,13 +32,17 @@ constexpr bool dtype_is_stored(uint32_t value) {
   return dtype_is_known(value) || value == KVM_DTYPE_I8;
 }
 
-// Of one element; the scale of an int8 row is not part of it.
+// Whether each row has a scale, without which its elements mean nothing: they are bytes, and the
+// scale is a bf16.
+constexpr bool dtype_is_scaled(Dtype dtype) { return dtype == Dtype::kI8 || dtype == Dtype::kF8; }
+
+// Of one element; the scale of a row is not part of it.
 constexpr uint32_t dtype_size_bytes(Dtype dtype) {
-  return dtype == Dtype::kF32 ? 4 : dtype == Dtype::kI8 ? 1 : 2;
+  return dtype == Dtype::kF32 ? 4 : dtype_is_scaled(dtype) ? 1 : 2;
 }
 
 // Of the scale that a row has.
-constexpr uint32_t dtype_scale_bytes(Dtype dtype) { return dtype == Dtype::kI8 ? 2 : 0; }
+constexpr uint32_t dtype_scale_bytes(Dtype dtype) { return dtype_is_scaled(dtype) ? 2 : 0; }
 
 constexpr const char* dtype_name(Dtype dtype) {
   switch (dtype) {
@@ -49,6 +54,8 @@ constexpr const char* dtype_name(Dtype dtype) {
       return "bf16";
     case Dtype::kI8:
       return "int8";
+    case Dtype::kF8:
+      return "fp8";
   }
   return "unknown";
 }
@@ -100,6 +107,14 @@ constexpr uint16_t f32_to_f16(float value) {
   const uint32_t rebased = magnitude - 0x38000000u;
   const uint32_t rounded = rebased + 0xfffu + ((rebased >> 13) & 1u);
   return static_cast<uint16_t>(sign | (rounded >> 13));
+}
+
+// The value of an e4m3 code (codecs/float8.h). 0x7f and 0xff, which are not stored, give 480.
+constexpr float e4m3_to_f32(uint8_t code) {
+  // An exponent of 4 bits in the place of 8: 2^120 makes up for the bias, and exactly so for
+  // subnormal codes, too.
+  const float magnitude = std::bit_cast<float>((code & 0x7fu) << 20) * 0x1p120f;
+  return (code & 0x80u) != 0 ? -magnitude : magnitude;
 }
 
 }  // namespace kvm

@@ -4,8 +4,8 @@
 // A page holds kPageTokens tokens of the kv heads of one head class: a K plane
 // [kv head][kPageTokens][dim_k], then a V plane [kv head][kPageTokens][dim_v], rows dense. So the
 // rows of one head inside a page are one contiguous K stretch and one contiguous V stretch, and
-// those of the next head lie kPageTokens rows further in the same plane. The scales of int8 rows
-// have planes of their own, [kv head][kPageTokens]. Pages lie anywhere.
+// those of the next head lie kPageTokens rows further in the same plane. The scales of int8
+// and fp8 rows have planes of their own, [kv head][kPageTokens]. Pages lie anywhere.
 //
 // Plain data that only refers to memory; the caller keeps every pointed-to byte alive and
 // unchanged while a kernel works on it.
@@ -28,7 +28,7 @@ inline constexpr uint32_t kPageTokens = 64;
 // crosses a multiple of kPageTokens in POSITION. Where rows and positions of a page are out of
 // step (a fork or a truncate inside a page, entries dropped), the owner cuts the run in two there.
 // Nothing is required of the row at which a run starts within its page, nor of the order in which
-// pages lie. Rows are aligned to 16 bytes, those of int8 to 8.
+// pages lie. Rows are aligned to 16 bytes, those of int8 and fp8 to 8.
 struct KvRun {
   const void* k = nullptr;  // row of the first token, of head 0 of the page
   const void* v = nullptr;
@@ -40,8 +40,8 @@ struct KvRun {
   uint16_t transform = 0;  // index into Problem::transforms
   Dtype dtype_k = Dtype::kBf16;
   Dtype dtype_v = Dtype::kBf16;
-  // Scales (bf16, as bits) of int8 rows: of the first token, of head 0 of the page; those of the
-  // next head lie kPageTokens further. Null where K, or V, is not int8.
+  // Scales (bf16, as bits) of int8 and fp8 rows: of the first token, of head 0 of the page; those
+  // of the next head lie kPageTokens further. Null where K, or V, has none.
   const uint16_t* k_scale = nullptr;
   const uint16_t* v_scale = nullptr;
 };

@@ -8,6 +8,7 @@
 #include "base/assert.h"
 #include "base/cpu_features.h"
 #include "base/kv_view.h"
+#include "codecs/float8.h"
 #include "codecs/int8.h"
 #if defined(__x86_64__)
 #include <emmintrin.h>
@@ -97,21 +98,23 @@ void copy_scales(const SourceRows& source, const TargetRows& target, uint64_t n_
   }
 }
 
-// REQUIRES: one dtype is kI8 and the other is not.
-void convert_i8_rows(const SourceRows& source, const TargetRows& target, uint64_t n_rows,
-                     uint32_t n_heads, uint32_t n) {
-  KVM_ASSERT(n <= kMaxI8Row);
-  std::array<float, kMaxI8Row> block;
+// REQUIRES: the dtypes differ, and at least one is scaled.
+void convert_scaled_rows(const SourceRows& source, const TargetRows& target, uint64_t n_rows,
+                         uint32_t n_heads, uint32_t n) {
+  KVM_ASSERT(n <= kMaxScaledRow);
+  std::array<float, kMaxScaledRow> block;
   for (uint64_t row = 0; row < n_rows; ++row) {
     for (uint32_t head = 0; head < n_heads; ++head) {
       const char* in = source_row(source, row, head);
       char* out = target_row(target, row, head);
-      if (target.dtype == Dtype::kI8) {
-        convert(in, source.dtype, block.data(), Dtype::kF32, n);
-        scale_of(target, row, head) = encode_i8(block.data(), n, reinterpret_cast<int8_t*>(out));
+      if (dtype_is_scaled(source.dtype)) {
+        decode_row(in, source.dtype, scale_of(source, row, head), n, block.data());
       } else {
-        decode_i8(reinterpret_cast<const int8_t*>(in), scale_of(source, row, head), n,
-                  block.data());
+        convert(in, source.dtype, block.data(), Dtype::kF32, n);
+      }
+      if (dtype_is_scaled(target.dtype)) {
+        scale_of(target, row, head) = encode_row(block.data(), n, target.dtype, out);
+      } else {
         convert(block.data(), Dtype::kF32, out, target.dtype, n);
       }
     }
@@ -173,11 +176,12 @@ void convert(const void* src, Dtype src_dtype, void* dst, Dtype dst_dtype, uint6
 
 void convert_rows(const SourceRows& source, const TargetRows& target, uint64_t n_rows,
                   uint32_t n_heads, uint32_t row_elements) {
-  if ((source.dtype == Dtype::kI8) != (target.dtype == Dtype::kI8)) {
-    convert_i8_rows(source, target, n_rows, n_heads, row_elements);
+  const bool any_scaled = dtype_is_scaled(source.dtype) || dtype_is_scaled(target.dtype);
+  if (any_scaled && source.dtype != target.dtype) {
+    convert_scaled_rows(source, target, n_rows, n_heads, row_elements);
     return;
   }
-  if (source.dtype == Dtype::kI8) {
+  if (any_scaled) {
     copy_scales(source, target, n_rows, n_heads);
   }
 #if defined(__x86_64__)
@@ -193,6 +197,21 @@ void convert_rows(const SourceRows& source, const TargetRows& target, uint64_t n
       convert(source_row(source, row, head), source.dtype, target_row(target, row, head),
               target.dtype, row_elements);
     }
+  }
+}
+
+uint16_t encode_row(const float* src, uint32_t n, Dtype dtype, void* dst) {
+  KVM_ASSERT(dtype_is_scaled(dtype));
+  return dtype == Dtype::kI8 ? encode_i8(src, n, static_cast<int8_t*>(dst))
+                             : encode_f8(src, n, static_cast<uint8_t*>(dst));
+}
+
+void decode_row(const void* src, Dtype dtype, uint16_t scale, uint32_t n, float* dst) {
+  KVM_ASSERT(dtype_is_scaled(dtype));
+  if (dtype == Dtype::kI8) {
+    decode_i8(static_cast<const int8_t*>(src), scale, n, dst);
+  } else {
+    decode_f8(static_cast<const uint8_t*>(src), scale, n, dst);
   }
 }
 

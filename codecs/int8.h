@@ -4,11 +4,11 @@
 //   scale  the bf16 nearest to max |x| / 127, at least 2^-126; 0 where all q_i are
 //   q_i    x_i / scale, rounded to nearest even
 //
-// Why bf16: it has the range of fp32, and with its 8 significant bits q_i * scale is exact in fp32.
-// So |x - q scale| <= scale / 2 (and 2^-14 of that for the division) holds for what is read back,
-// and reading a row and encoding it again gives the same bytes. A scale rounded by half an ulp
-// moves the largest channel to 126.51 ... 127.49 steps, hence never beyond 127: rounding the scale
-// costs nothing but bits that are not there.
+// The scale is a bf16 (row_scale.h says why), and q_i * scale is exact in fp32. So
+// |x - q scale| <= scale / 2 (and 2^-14 of that for the division) holds for what is read back, and
+// reading a row and encoding it again gives the same bytes. A scale rounded by half an ulp moves
+// the largest channel to 126.51 ... 127.49 steps, hence never beyond 127: rounding the scale costs
+// nothing but bits that are not there.
 //
 // A row with an element that is not finite has scale NaN and all q_i 0: it reads as NaN in every
 // channel. -0 becomes 0.
@@ -19,12 +19,7 @@
 
 #include <cstdint>
 
-#include "base/dtype.h"
-
 namespace kvm::codecs {
-
-// LIMIT: elements of a row that is encoded from or decoded to a dtype other than fp32.
-inline constexpr uint32_t kMaxI8Row = 256;
 
 // Encodes a row of n elements; returns the scale as bits. dst must not overlap src.
 uint16_t encode_i8(const float* src, uint32_t n, int8_t* dst);

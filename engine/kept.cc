@@ -17,8 +17,8 @@ Kept::Kept(const tiers::SlabClass& slab_class, uint64_t begin, uint32_t capacity
   tokens_.reserve(capacity);
   k_.resize(capacity * slab_class.k_row_bytes());
   v_.resize(capacity * slab_class.v_row_bytes());
-  k_scales_.resize(slab_class.dtype_k == Dtype::kI8 ? capacity : 0);
-  v_scales_.resize(slab_class.dtype_v == Dtype::kI8 ? capacity : 0);
+  k_scales_.resize(dtype_is_scaled(slab_class.dtype_k) ? capacity : 0);
+  v_scales_.resize(dtype_is_scaled(slab_class.dtype_v) ? capacity : 0);
 }
 
 uint64_t Kept::size_bytes() const {

@@ -62,7 +62,7 @@ class Kept {
   // [capacity] rows; the tokens have slots 0 to tokens_.size() - 1, in no order.
   std::vector<std::byte> k_;
   std::vector<std::byte> v_;
-  std::vector<uint16_t> k_scales_;  // of int8 rows
+  std::vector<uint16_t> k_scales_;  // of int8 and fp8 rows
   std::vector<uint16_t> v_scales_;
 };
 

@@ -71,7 +71,7 @@ struct AppendItem {
 // The row of token t (0 <= t < n_tokens) and head h of the class starts at
 //   k + h * cls->slab_class.k_head_bytes() + t * cls->slab_class.k_row_bytes()
 // and likewise v. K and V of kv head cls->kv_heads[h] belong there, as slab_class.dtype_k, dtype_v;
-// the scale of an int8 row at k_scale[h * kPageTokens + t], and likewise v_scale.
+// the scale of an int8 or fp8 row at k_scale[h * kPageTokens + t], and likewise v_scale.
 struct AppendPiece {
   uint32_t item = 0;         // index into the items given to reserve_append
   uint32_t class_index = 0;  // within the layer
@@ -79,7 +79,7 @@ struct AppendPiece {
   uint32_t n_tokens = 0;     // 1 to kPageTokens
   std::byte* k = nullptr;
   std::byte* v = nullptr;
-  uint16_t* k_scale = nullptr;  // null where dtype_k is not int8; likewise v_scale
+  uint16_t* k_scale = nullptr;  // null where dtype_k has none; likewise v_scale
   uint16_t* v_scale = nullptr;
   const HeadClass* cls = nullptr;
 };

@@ -6,8 +6,8 @@
 //   offset 0                  K plane [n_heads][kPageTokens][dim_k] of dtype_k
 //   v_offset()                V plane [n_heads][kPageTokens][dim_v] of dtype_v
 //   log_weight_offset()       log-weights [n_heads][kPageTokens] fp32, where the class has them
-//   k_scale_offset()          scales [n_heads][kPageTokens] bf16, where dtype_k is int8
-//   v_scale_offset()          likewise, where dtype_v is int8
+//   k_scale_offset()          scales [n_heads][kPageTokens] bf16, where dtype_k is int8 or fp8
+//   v_scale_offset()          likewise, where dtype_v is
 //
 // Every plane is a multiple of 64 bytes long, so planes and rows need no padding.
 // docs/adr/0001-storage-layout.md has the reasons. Pages of an index hold codes instead; how is the
@@ -84,7 +84,7 @@ struct SlabClass {
     return uint64_t{n_heads} * kPageTokens * dtype_scale_bytes(dtype);
   }
   static const uint16_t* scales(Dtype dtype, const std::byte* plane, uint32_t slot) {
-    return dtype == Dtype::kI8 ? reinterpret_cast<const uint16_t*>(plane) + slot : nullptr;
+    return dtype_is_scaled(dtype) ? reinterpret_cast<const uint16_t*>(plane) + slot : nullptr;
   }
 };
 

@@ -11,7 +11,7 @@
 
 namespace kvm::hash_index {
 
-// n elements from `row` on, which is aligned to its elements; `scale`: of an int8 row.
+// n elements from `row` on, which is aligned to its elements; `scale`: of an int8 or fp8 row.
 inline void load_row(const void* row, Dtype dtype, float scale, uint32_t n, float* out) {
   switch (dtype) {
     case Dtype::kF32:
@@ -20,6 +20,11 @@ inline void load_row(const void* row, Dtype dtype, float scale, uint32_t n, floa
     case Dtype::kI8:
       for (uint32_t i = 0; i < n; ++i) {
         out[i] = scale * static_cast<float>(static_cast<const int8_t*>(row)[i]);
+      }
+      break;
+    case Dtype::kF8:
+      for (uint32_t i = 0; i < n; ++i) {
+        out[i] = scale * e4m3_to_f32(static_cast<const uint8_t*>(row)[i]);
       }
       break;
     case Dtype::kF16:

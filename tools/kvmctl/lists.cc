@@ -23,6 +23,10 @@ const char* dtype_text(uint32_t dtype) {
       return "fp16";
     case KVM_DTYPE_BF16:
       return "bf16";
+    case KVM_DTYPE_I8:
+      return "int8";
+    case KVM_DTYPE_F8E4M3:
+      return "fp8";
     default:
       return "?";
   }

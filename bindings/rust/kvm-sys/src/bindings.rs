@@ -50,6 +50,7 @@ pub const KVM_DTYPE_F32: u32 = 1;
 pub const KVM_DTYPE_F16: u32 = 2;
 pub const KVM_DTYPE_BF16: u32 = 3;
 pub const KVM_DTYPE_I8: u32 = 4;
+pub const KVM_DTYPE_F8E4M3: u32 = 5;
 pub const KVM_ROPE_NONE: u32 = 0;
 pub const KVM_ROPE_HALF: u32 = 1;
 pub const KVM_ROPE_INTERLEAVED: u32 = 2;

@@ -24,6 +24,8 @@ pub enum Dtype {
     Bf16,
     /// Of stored K and V only: 8 bits, with a scale for each row.
     I8,
+    /// Of stored K and V only: e4m3, 8 bits of floating point, with a scale for each row.
+    F8E4M3,
 }
 
 impl Dtype {
@@ -33,6 +35,7 @@ impl Dtype {
             Dtype::F16 => sys::KVM_DTYPE_F16,
             Dtype::Bf16 => sys::KVM_DTYPE_BF16,
             Dtype::I8 => sys::KVM_DTYPE_I8,
+            Dtype::F8E4M3 => sys::KVM_DTYPE_F8E4M3,
         }
     }
 
@@ -42,6 +45,7 @@ impl Dtype {
             sys::KVM_DTYPE_F16 => Some(Dtype::F16),
             sys::KVM_DTYPE_BF16 => Some(Dtype::Bf16),
             sys::KVM_DTYPE_I8 => Some(Dtype::I8),
+            sys::KVM_DTYPE_F8E4M3 => Some(Dtype::F8E4M3),
             _ => None,
         }
     }
