@@ -20,8 +20,13 @@ bool have_device() {
   int count = 0;
   const cudaError_t error = cudaGetDeviceCount(&count);
   if (error != cudaSuccess || count == 0) {
-    std::fprintf(stderr, "no CUDA device: %s\n",
-                 error == cudaSuccess ? "none is there" : cudaGetErrorString(error));
+    // The driver has to be of the runtime's major version at least: the first thing to look at.
+    int driver = 0, runtime = 0;
+    (void)cudaDriverGetVersion(&driver);
+    (void)cudaRuntimeGetVersion(&runtime);
+    std::fprintf(stderr, "no CUDA device: %s (CUDA of the driver %d, of this program %d)\n",
+                 error == cudaSuccess ? "none is there" : cudaGetErrorString(error), driver,
+                 runtime);
     return false;
   }
   return true;

@@ -33,11 +33,14 @@ class DeviceBuffer {
   size_t size_ = 0;
 };
 
+// What is in it is there for every stream: a copy from memory that is not page-locked may return
+// before its last bytes have arrived, and only the default stream waits for them.
 template <class T>
 DeviceBuffer upload(std::span<const T> values) {
   DeviceBuffer buffer(values.size_bytes());
   check(cudaMemcpy(buffer.data(), values.data(), values.size_bytes(), cudaMemcpyHostToDevice),
         "cudaMemcpy to the device");
+  check(cudaStreamSynchronize(nullptr), "cudaMemcpy to the device");
   return buffer;
 }
 

@@ -158,6 +158,7 @@ void Check::fill(const std::vector<std::pair<Stored*, uint32_t>>& shares, uint64
             "rows");
     }
   }
+  check(cudaStreamSynchronize(nullptr), "rows");  // as upload() does
 }
 
 // Largest relative error over the heads of one row: the last one, or row `row` of a tree.

@@ -1,51 +1,72 @@
 #!/usr/bin/env bash
-# Takes all figures on the machine at hand: run.sh [OUTPUT_FOLDER] [--quick]. Nine minutes by
-# estimate. Writes caps.jsonl, verify.jsonl and so on, and all.jsonl with everything. Goes on when a
-# part fails, and without the tools that are not there. Exit status: 77 without a GPU, 1 where a bar
-# was missed or something failed.
+# Takes all figures on the machine at hand: run.sh [OUTPUT_FOLDER] [OPTION...]. Options are those of
+# kvm_gpu_check (--quick, --max-gib N). Six minutes by estimate, and never more than KVM_SECONDS
+# (570): what would take longer is cut off, and what comes then is left out.
+#
+# Writes caps.jsonl, verify.jsonl and so on, and every line into all.jsonl as it comes: a run that
+# is broken off leaves what it had. Goes on when a part fails, and without the tools that are not
+# there. Exit status: 77 without a GPU, 1 where a bar was missed or something failed.
 set -uo pipefail
+SECONDS=0
 
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
-out="${1:-gpu_results}"
-shift || true
+out=gpu_results
+if (($# > 0)) && [[ "$1" != -* ]]; then
+  out="$1"
+  shift
+fi
 check="$here/kvm_gpu_check"
-mkdir -p "$out"
+budget="${KVM_SECONDS:-570}"
 status=0
+mkdir -p "$out" && : >"$out/all.jsonl" || exit 1
 
-"$check" caps "$@" >"$out/caps.jsonl" 2>"$out/caps.log"
+# take FILE NAME SECONDS COMMAND...: its lines go to NAME.jsonl and to FILE as well, the others to
+# NAME.log. It has so many seconds, or what is left; 124 where that was too little.
+take() {
+  local also="$1" name="$2" most="$3" left=$((budget - SECONDS)) code
+  shift 3
+  most=$((most < left ? most : left))
+  if ((most < 2)); then
+    echo "$name: left out, for $budget seconds are over" | tee "$out/$name.log"
+    return 124
+  fi
+  timeout -k 5 "$most" "$@" 2>"$out/$name.log" | tee "$out/$name.jsonl" >>"$also"
+  code=${PIPESTATUS[0]}
+  ((code != 124 && code != 137)) || echo "$name: cut off after $most seconds" >>"$out/$name.log"
+  cat "$out/$name.log"
+  echo "$name: status $code, $SECONDS seconds in all"
+  return "$code"
+}
+
+take "$out/all.jsonl" caps 60 "$check" caps "$@"
 code=$?
-if ((code == 77)); then
-  cat "$out/caps.log"
-  exit 77
-fi
+((code != 77)) || exit 77
 ((code == 0)) || status=1
-for part in verify engine bench sweep copies gather ipc; do
-  timeout 300 "$check" "$part" "$@" >"$out/$part.jsonl" 2>"$out/$part.log" || status=1
-  cat "$out/$part.log"
+for part in verify:120 engine:150 bench:200 gather:90 copies:90 ipc:120 sweep:90; do
+  take "$out/all.jsonl" "${part%:*}" "${part#*:}" "$check" "${part%:*}" "$@" || status=1
 done
-if python3 -c 'import torch' 2>/dev/null; then
-  timeout 240 python3 "$here/sdpa_peer.py" "$out/bench.jsonl" \
-    >"$out/sdpa.jsonl" 2>"$out/sdpa.log" || status=1
-else
-  echo 'no torch here: not compared with scaled_dot_product_attention'
-fi
 if command -v compute-sanitizer >/dev/null; then
+  # By how much they are likely to find.
   for tool in memcheck racecheck synccheck initcheck; do
-    timeout 200 compute-sanitizer --tool "$tool" --error-exitcode 9 "$check" verify --small \
-      >"$out/sanitizer-$tool.log" 2>&1
+    take /dev/null "sanitizer-$tool" 120 compute-sanitizer --tool "$tool" --error-exitcode 9 \
+      "$check" verify --small
     code=$?
     pass=true
     ((code == 0)) || pass=false status=1
     printf '{"bar":"compute-sanitizer","case":"%s","unit":"exit status","measured":%d,' \
-      "$tool" "$code" >>"$out/sanitizer.jsonl"
-    printf '"ceiling":null,"limit":0,"pass":%s}\n' "$pass" >>"$out/sanitizer.jsonl"
+      "$tool" "$code" >>"$out/all.jsonl"
+    printf '"ceiling":null,"limit":0,"pass":%s}\n' "$pass" >>"$out/all.jsonl"
   done
 else
   echo 'no compute-sanitizer here'
 fi
-cat "$out"/{caps,verify,engine,bench,sweep,copies,gather,ipc,sdpa,sanitizer}.jsonl \
-  >"$out/all.jsonl" 2>/dev/null
-grep -c '"pass":true' "$out/all.jsonl" | sed 's/^/bars met: /'
-echo "bars missed: $(grep -c '"pass":false' "$out/all.jsonl")"
-grep '"pass":false' "$out/all.jsonl"
+if ((budget - SECONDS > 60)) &&
+  timeout 60 python3 -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
+  take "$out/all.jsonl" sdpa 240 python3 "$here/sdpa_peer.py" "$out/bench.jsonl" || status=1
+else
+  echo 'no time, or no torch with CUDA: not compared with scaled_dot_product_attention'
+fi
+echo "bars met: $(grep -c '"pass": *true' "$out/all.jsonl")"
+echo "bars missed: $(grep -c '"pass": *false' "$out/all.jsonl")"
+grep '"pass": *false' "$out/all.jsonl"
 exit "$status"

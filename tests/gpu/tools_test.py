@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """The scripts of this folder find what they look for. Python standard library only."""
 
+import json
 import os
 import subprocess
 import sys
@@ -87,6 +88,62 @@ class Bundle(unittest.TestCase):
             result = subprocess.run(["/usr/bin/bash", os.path.join(copy, "b.sh")],
                                     env={"PATH": empty}, capture_output=True, text=True)
             self.assertEqual(result.returncode, 77, result.stdout + result.stderr)
+
+
+# Instead of kvm_gpu_check: a line of JSON each, one part that hangs, one that fails.
+PROGRAM = """#!/bin/bash
+[[ ! -e "$0.nogpu" ]] || exit 77
+echo "{\\"bar\\":\\"$1\\",\\"case\\":\\"$*\\",\\"pass\\":true}"
+echo "log of $1" >&2
+[[ "$1" != copies ]] || sleep 60
+[[ "$1" != bench ]] || exit 2
+"""
+
+
+class Run(unittest.TestCase):
+    def setUp(self):
+        self.folder = tempfile.TemporaryDirectory()
+        self.addCleanup(self.folder.cleanup)
+        self.path = lambda *names: os.path.join(self.folder.name, *names)
+        with open(os.path.join(bundle_test.ROOT, "bench", "gpu", "run.sh"),
+                  encoding="utf-8") as file:
+            script = file.read()
+        for name, text in (("run.sh", script), ("kvm_gpu_check", PROGRAM),
+                           ("python3", "#!/bin/bash\nexit 1\n")):
+            with open(self.path(name), "w", encoding="utf-8") as file:
+                file.write(text)
+            os.chmod(self.path(name), 0o755)
+
+    def run_all(self, *arguments, seconds="6"):
+        environment = dict(os.environ, KVM_SECONDS=seconds,
+                           PATH=self.folder.name + ":/usr/bin:/bin")
+        return subprocess.run([self.path("run.sh"), *arguments], env=environment,
+                              cwd=self.folder.name, capture_output=True, text=True)
+
+    def parts(self, folder):
+        with open(self.path(folder, "all.jsonl"), encoding="utf-8") as file:
+            return [json.loads(line) for line in file]
+
+    def test_options_need_no_folder(self):
+        result = self.run_all("--quick")
+        self.assertEqual(result.returncode, 1, result.stdout + result.stderr)
+        lines = self.parts("gpu_results")
+        self.assertEqual(lines[0]["case"], "caps --quick")
+
+    def test_a_part_that_hangs_or_fails_costs_the_others_nothing_but_time(self):
+        result = self.run_all("out", seconds="4")
+        self.assertEqual(result.returncode, 1)
+        names = [line["bar"] for line in self.parts("out")]
+        self.assertEqual(names, ["caps", "verify", "engine", "bench", "gather", "copies"])
+        self.assertIn("copies: cut off", result.stdout)
+        self.assertIn("ipc: left out", result.stdout)
+        self.assertIn("bench: status 2", result.stdout)
+        self.assertIn("bars met: 6", result.stdout)
+
+    def test_without_a_gpu(self):
+        with open(self.path("kvm_gpu_check.nogpu"), "w", encoding="utf-8"):
+            pass
+        self.assertEqual(self.run_all("out").returncode, 77)
 
 
 if __name__ == "__main__":
