@@ -198,6 +198,7 @@ Status Batch::allocate() {
                   number(kRing * slot_bytes_) + " bytes for a batch cannot be mapped");
   }
   host_ = static_cast<uint8_t*>(memory);
+  (void)::madvise(memory, kRing * slot_bytes_, MADV_DONTFORK);  // as HostChunks does
   KVM_TRY(driver.register_host(host_, kRing * slot_bytes_));
   for (uint32_t i = 0; i < kRing; ++i) {
     ring_[i].data = host_ + i * slot_bytes_;

@@ -69,6 +69,32 @@ class Current {
   bool changed_ = false;
 };
 
+// For calls that CUDA takes for unsafe while anybody in the process captures a stream: memory,
+// queries. They are none of what is captured, and must not end it.
+class Uncaptured : public Current {
+ public:
+  explicit Uncaptured(int device)
+      : Current(device), changed_(cudaThreadExchangeStreamCaptureMode(&mode_) == cudaSuccess) {}
+  ~Uncaptured() {
+    if (changed_) {
+      (void)cudaThreadExchangeStreamCaptureMode(&mode_);
+    }
+  }
+  Uncaptured(const Uncaptured&) = delete;
+  Uncaptured& operator=(const Uncaptured&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;  // before changed_; then the old one
+  const bool changed_;
+};
+
+// For launches, which say what is wrong by the thread's last error: what somebody before them has
+// left there is not theirs.
+class Launching : public Current {
+ public:
+  explicit Launching(int device) : Current(device) { (void)cudaGetLastError(); }
+};
+
 cudaStream_t runtime(Stream stream) { return static_cast<cudaStream_t>(stream); }
 cudaEvent_t runtime_event(Event event) { return static_cast<cudaEvent_t>(event); }
 
@@ -78,30 +104,30 @@ class CudaDriver final : public Driver {
   const DriverFacts& facts() const override { return facts_; }
 
   Result<uint8_t*> reserve(uint64_t size_bytes) override {
-    const Current current(device_);
+    const Uncaptured current(device_);
     CUdeviceptr range{};
     KVM_TRY(check("cuMemAddressReserve", reserve_(&range, size_bytes, 0, 0, 0)));
     return reinterpret_cast<uint8_t*>(range);
   }
   void release(uint8_t* range, uint64_t size_bytes) override {
-    const Current current(device_);
+    const Uncaptured current(device_);
     (void)free_range_(reinterpret_cast<CUdeviceptr>(range), size_bytes);
   }
   Status map(uint8_t* at, uint64_t size_bytes) override;
   void unmap(uint8_t* at, uint64_t size_bytes) override;
 
   Result<uint8_t*> allocate(uint64_t size_bytes) override {
-    const Current current(device_);
+    const Uncaptured current(device_);
     void* memory = nullptr;
     KVM_TRY(check("cudaMalloc", cudaMalloc(&memory, size_bytes)));
     return static_cast<uint8_t*>(memory);
   }
   void free(uint8_t* memory) override {
-    const Current current(device_);
+    const Uncaptured current(device_);
     (void)cudaFree(memory);
   }
   Status register_host(void* memory, uint64_t size_bytes) override {
-    const Current current(device_);
+    const Uncaptured current(device_);
     const cudaError_t error = cudaHostRegister(memory, size_bytes, cudaHostRegisterPortable);
     if (error == cudaErrorMemoryAllocation) {
       (void)cudaGetLastError();
@@ -111,28 +137,28 @@ class CudaDriver final : public Driver {
     return check("cudaHostRegister", error);
   }
   void unregister_host(void* memory) override {
-    const Current current(device_);
+    const Uncaptured current(device_);
     (void)cudaHostUnregister(memory);
   }
 
   Result<Stream> create_stream() override {
-    const Current current(device_);
+    const Uncaptured current(device_);
     cudaStream_t stream = nullptr;
     KVM_TRY(check("cudaStreamCreate", cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking)));
     return static_cast<Stream>(stream);
   }
   void destroy_stream(Stream stream) override {
-    const Current current(device_);
+    const Uncaptured current(device_);
     (void)cudaStreamDestroy(runtime(stream));
   }
   Result<Event> create_event() override {
-    const Current current(device_);
+    const Uncaptured current(device_);
     cudaEvent_t event = nullptr;
     KVM_TRY(check("cudaEventCreate", cudaEventCreateWithFlags(&event, cudaEventDisableTiming)));
     return static_cast<Event>(event);
   }
   void destroy_event(Event event) override {
-    const Current current(device_);
+    const Uncaptured current(device_);
     (void)cudaEventDestroy(runtime_event(event));
   }
   Status record(Event event, Stream stream) override {
@@ -145,7 +171,7 @@ class CudaDriver final : public Driver {
                  cudaStreamWaitEvent(runtime(stream), runtime_event(event), 0));
   }
   Result<bool> is_done(Event event) override {
-    const Current current(device_);
+    const Uncaptured current(device_);
     const cudaError_t error = cudaEventQuery(runtime_event(event));
     if (error == cudaSuccess || error == cudaErrorNotReady) {
       (void)cudaGetLastError();
@@ -154,11 +180,11 @@ class CudaDriver final : public Driver {
     return failure("cudaEventQuery", error);
   }
   Status synchronize(Event event) override {
-    const Current current(device_);
+    const Uncaptured current(device_);
     return check("cudaEventSynchronize", cudaEventSynchronize(runtime_event(event)));
   }
   Status synchronize_device() override {
-    const Current current(device_);
+    const Uncaptured current(device_);
     return check("cudaDeviceSynchronize", cudaDeviceSynchronize());
   }
   Result<bool> is_capturing(Stream stream) override {
@@ -180,7 +206,7 @@ class CudaDriver final : public Driver {
   }
 
   Result<uint32_t> decode_blocks(const DecodeKernel& kernel) override {
-    const Current current(device_);
+    const Uncaptured current(device_);
     Residency residency;
     KVM_TRY(check("decode_residency", decode_residency(kernel, &residency)));
     const int blocks = residency.blocks_per_sm > 0 ? residency.blocks_per_sm : 1;
@@ -188,24 +214,24 @@ class CudaDriver final : public Driver {
   }
   Status decode(const DecodeKernel& kernel, const DecodeParams& params, uint32_t n_blocks,
                 Stream stream) override {
-    const Current current(device_);
+    const Launching current(device_);
     return check("decode kernel", launch_decode(kernel, params, n_blocks, runtime(stream)));
   }
   Status merge(uint32_t dim, const MergeParams& params, uint32_t n_merges, Stream stream) override {
-    const Current current(device_);
+    const Launching current(device_);
     return check("merge kernel", launch_merge(dim, params, n_merges, runtime(stream)));
   }
   Status append(Dtype stored, const AppendParams& params, uint32_t n_tokens,
                 Stream stream) override {
-    const Current current(device_);
+    const Launching current(device_);
     return check("append kernel", launch_append(stored, params, n_tokens, runtime(stream)));
   }
   Status patch(const PatchParams& params, Stream stream) override {
-    const Current current(device_);
+    const Launching current(device_);
     return check("patch kernel", launch_patch(params, runtime(stream)));
   }
   Status move(const MoveParams& params, Stream stream) override {
-    const Current current(device_);
+    const Launching current(device_);
     return check("move kernel", launch_move(params, runtime(stream)));
   }
 
@@ -238,7 +264,7 @@ Status CudaDriver::open(int device) {
                                       std::to_string(n_devices));
   }
   device_ = device;
-  const Current current(device);
+  const Uncaptured current(device);
   KVM_TRY(check("cudaFree", cudaFree(nullptr)));  // makes the context
   cudaDeviceProp properties{};
   KVM_TRY(check("cudaGetDeviceProperties", cudaGetDeviceProperties(&properties, device)));
@@ -264,7 +290,7 @@ Status CudaDriver::open(int device) {
 }
 
 Status CudaDriver::map(uint8_t* at, uint64_t size_bytes) {
-  const Current current(device_);
+  const Uncaptured current(device_);
   const CUmemAllocationProp properties = properties_of(device_);
   CUmemGenericAllocationHandle handle{};
   KVM_TRY(check("cuMemCreate", create_(&handle, size_bytes, &properties, 0)));
@@ -284,7 +310,7 @@ Status CudaDriver::map(uint8_t* at, uint64_t size_bytes) {
 }
 
 void CudaDriver::unmap(uint8_t* at, uint64_t size_bytes) {
-  const Current current(device_);
+  const Uncaptured current(device_);
   (void)unmap_(reinterpret_cast<CUdeviceptr>(at), size_bytes);
 }
 

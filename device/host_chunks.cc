@@ -31,6 +31,8 @@ Result<std::unique_ptr<HostChunks>> HostChunks::create(Driver* driver, uint64_t 
                   std::to_string(all) + " bytes for spilled sequences cannot be mapped");
   }
   chunks->memory_ = static_cast<uint8_t*>(memory);
+  // A fork would copy locked pages there and then, and its child cannot use the device anyway.
+  (void)::madvise(memory, all, MADV_DONTFORK);
   // Fewer, larger pages are locked faster; without them it works as well.
   (void)::madvise(memory, all, MADV_HUGEPAGE);
   while (chunks->registered_bytes_ < all) {

@@ -3,7 +3,11 @@
 #include "device/store.h"
 
 #include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
+#include <cerrno>
 #include <memory>
 #include <string>
 #include <vector>
@@ -84,6 +88,20 @@ TEST(DevicePoolTest, LimitsAreSaid) {
   EXPECT_EQ(pool.used_bytes(), 0u);
   EXPECT_TRUE(pool.allocate(slab).is_ok());
   pool.check_accounts();
+}
+
+// Locked pages would be copied by the fork itself.
+TEST(DeviceStoreTest, ForksOfTheProcessDoNotGetTheHostsChunks) {
+  FakeDriver driver;
+  const auto chunks = HostChunks::create(&driver, 2 * kChunkBytes).value();
+  uint8_t* const first = chunks->data(0);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::_exit(::msync(first, kChunkBytes, MS_ASYNC) != 0 && errno == ENOMEM ? 0 : 1);
+  }
+  int status = 0;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
 }
 
 TEST(DeviceStoreTest, AccountsHoldAfterEveryOperation) {
