@@ -60,8 +60,8 @@ if command -v compute-sanitizer >/dev/null; then
 else
   echo 'no compute-sanitizer here'
 fi
-if ((budget - SECONDS > 60)) &&
-  timeout 60 python3 -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
+has_torch='import sys, torch; sys.exit(not torch.cuda.is_available())'
+if ((budget - SECONDS > 60)) && timeout 60 python3 -c "$has_torch" 2>/dev/null; then
   take "$out/all.jsonl" sdpa 240 python3 "$here/sdpa_peer.py" "$out/bench.jsonl" || status=1
 else
   echo 'no time, or no torch with CUDA: not compared with scaled_dot_product_attention'
