@@ -341,6 +341,32 @@ TEST(FakeDriverTest, WorkHappensAsLateAsPossible) {
   EXPECT_EQ(driver.complaints(), "");
 }
 
+TEST(FakeDriverTest, WaitsAreForTheRecordBeforeThem) {
+  for (uint64_t seed = 0; seed < 20; ++seed) {
+    testing::FakeOptions options;
+    options.seed = seed;
+    testing::FakeDriver driver(options);
+    uint8_t* const memory = driver.allocate(4096).value();
+    const Stream first = driver.create_stream().value(), second = driver.create_stream().value();
+    const Event event = driver.create_event().value();
+    {
+      const HostBuffer host(&driver, 4096);
+      host.data()[0] = 1;
+      host.data()[1] = 2;
+      ASSERT_TRUE(driver.copy(memory, host.data(), 1, first).is_ok());
+      ASSERT_TRUE(driver.record(event, first).is_ok());
+      ASSERT_TRUE(driver.wait(second, event).is_ok());
+      ASSERT_TRUE(driver.copy(memory, host.data() + 1, 1, second).is_ok());
+      // Somebody else's from here on, and done at once.
+      ASSERT_TRUE(driver.record(event, nullptr).is_ok());
+      driver.settle();
+      EXPECT_EQ(memory[0], 2) << seed;
+    }
+    driver.free(memory);
+    EXPECT_EQ(driver.complaints(), "");
+  }
+}
+
 TEST(FakeDriverTest, MemoryThatIsGoneIsNoticed) {
   testing::FakeDriver driver;
   uint8_t* const memory = driver.allocate(4096).value();

@@ -295,7 +295,7 @@ void FakeDriver::enqueue(Stream stream, std::function<void()> run) {
   if (to.captured) {
     to.graph.push_back(std::move(run));
   } else {
-    to.work.push_back({std::move(run), nullptr, 0});
+    to.work.push_back({std::move(run), nullptr});
   }
 }
 
@@ -306,9 +306,10 @@ Status FakeDriver::record(Event event, Stream stream) {
     complain("record: no such event, or the stream is captured");
     return Status(KVM_ERR_DEVICE, "record: misuse");
   }
-  std::shared_ptr<Marker> marker = found->second;
-  const uint64_t number = ++marker->recorded;
-  enqueue(stream, [marker, number] { marker->happened = std::max(marker->happened, number); });
+  // Whoever waits for an earlier record goes on doing so.
+  auto marker = std::make_shared<Marker>(Marker{false});
+  found->second = marker;
+  enqueue(stream, [marker] { marker->happened = true; });
   return Status::ok();
 }
 
@@ -319,13 +320,13 @@ Status FakeDriver::wait(Stream stream, Event event) {
     complain("wait: no such event, or the stream is captured");
     return Status(KVM_ERR_DEVICE, "wait: misuse");
   }
-  queue(stream).work.push_back({[] {}, found->second, found->second->recorded});
+  queue(stream).work.push_back({[] {}, found->second});
   return Status::ok();
 }
 
 bool FakeDriver::is_ready(const Queue& of) const {
-  return !of.work.empty() && (of.work.front().waits_for == nullptr ||
-                              of.work.front().waits_for->happened >= of.work.front().waits_until);
+  return !of.work.empty() &&
+         (of.work.front().waits_for == nullptr || of.work.front().waits_for->happened);
 }
 
 bool FakeDriver::progress() {
@@ -363,7 +364,7 @@ Result<bool> FakeDriver::is_done(Event event) {
     complain("is_done: no such event");
     return true;
   }
-  return found->second->happened >= found->second->recorded;
+  return found->second->happened;
 }
 
 Status FakeDriver::synchronize(Event event) {
@@ -373,7 +374,7 @@ Status FakeDriver::synchronize(Event event) {
     complain("synchronize: no such event");
     return Status(KVM_ERR_DEVICE, "synchronize: misuse");
   }
-  while (found->second->happened < found->second->recorded) {
+  while (!found->second->happened) {
     if (!progress()) {
       complain("synchronize: waits for ever");
       return Status(KVM_ERR_DEVICE, "synchronize: waits for ever");

@@ -118,14 +118,12 @@ class FakeDriver final : public Driver {
   Status move(const attention::gpu::MoveParams& params, Stream stream) override;
 
  private:
-  struct Marker {  // an event
-    uint64_t recorded = 0;
-    uint64_t happened = 0;
+  struct Marker {  // an event, as recorded once
+    bool happened = true;
   };
   struct Work {
     std::function<void()> run;
     std::shared_ptr<Marker> waits_for;
-    uint64_t waits_until = 0;
   };
   struct Queue {
     std::deque<Work> work;
