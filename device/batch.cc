@@ -292,15 +292,17 @@ Status Batch::update(std::span<const BatchItem> items, Stream stream) {
   }
   KVM_TRY(store_->begin_growth(growths, stream));
   current_ = false;
-  const Status enqueued = enqueue_update(items, lengths_before, stream);
-  if (!enqueued.is_ok()) {
-    // The ring and the pages are free again only when what was enqueued of it is done.
-    (void)store_->driver().synchronize_device();
-    store_->undo_growth();
-    // What the table holds now is anybody's guess.
-    std::fill(places_.begin(), places_.end(), Place{});
-    return enqueued;
-  }
+  // Also where there is no memory for what the plan is made in.
+  struct Undo {
+    Batch* batch;
+    ~Undo() {
+      if (batch != nullptr) {
+        batch->undo_update();
+      }
+    }
+  } undo{this};
+  KVM_TRY(enqueue_update(items, lengths_before, stream));
+  undo.batch = nullptr;
   store_->finish_growth();
   append_rows_ = query_rows_ = 0;
   for (size_t i = 0; i < places_.size(); ++i) {
@@ -313,6 +315,14 @@ Status Batch::update(std::span<const BatchItem> items, Stream stream) {
   }
   current_ = true;
   return Status::ok();
+}
+
+void Batch::undo_update() {
+  // The ring and the pages are free again only when what was enqueued of it is done.
+  (void)store_->driver().synchronize_device();
+  store_->undo_growth();
+  // What the table holds now is anybody's guess.
+  std::fill(places_.begin(), places_.end(), Place{});
 }
 
 Result<Batch::Slot*> Batch::next_slot() {

@@ -132,6 +132,7 @@ class Batch {
 
   Status check_items(std::span<const BatchItem> items) const;
   Status check_current() const;
+  void undo_update();
   Status enqueue_update(std::span<const BatchItem> items, std::span<const uint64_t> lengths_before,
                         Stream stream);
   Status plan_kind(Kind* kind, std::span<const BatchItem> items, Slot* slot, Stream stream);

@@ -98,12 +98,12 @@ Status PagePool::open_extent(Slab& slab) {
   }
   KVM_TRY(make_room(slab, slab.extent_bytes));
   const auto index = static_cast<uint32_t>(absent - slab.extents.begin());
+  const uint32_t begin = index * slab.extent_pages;
+  slab.refs.resize(std::max<size_t>(slab.refs.size(), begin + slab.extent_pages));
   KVM_TRY(driver_->map(slab.base + index * slab.extent_bytes, slab.extent_bytes));
   absent->mapped = true;
   used_bytes_ += slab.extent_bytes;
   peak_bytes_ = std::max(peak_bytes_, used_bytes_);
-  const uint32_t begin = index * slab.extent_pages;
-  slab.refs.resize(std::max<size_t>(slab.refs.size(), begin + slab.extent_pages));
   for (uint32_t i = 0; i < slab.extent_pages; ++i) {
     slab.free.push(begin + i);
   }

@@ -85,7 +85,9 @@ Store::~Store() {
 Result<EventPtr> Store::new_event() {
   Event event = nullptr;
   if (free_events_.empty()) {
+    free_events_.reserve(n_events_ + 1);  // so that giving them back asks for no memory
     KVM_TRY_ASSIGN(event, driver_->create_event());
+    ++n_events_;
   } else {
     event = free_events_.back();
     free_events_.pop_back();
@@ -273,22 +275,26 @@ Status Store::begin_growth(std::span<const Growth> growths, Stream stream) {
     KVM_TRY(check_growth(growth));
   }
   collect_fences();
+  // Also where there is no memory for the lists.
+  struct Undo {
+    Store* store;
+    ~Undo() {
+      if (store != nullptr) {
+        store->undo_growth();
+      }
+    }
+  } undo{this};
   for (const Growth& growth : growths) {
     Sequence* const seq = growth.seq;
     if (seq->ready != nullptr) {
-      if (const Status waited = driver_->wait(stream, seq->ready.get()); !waited.is_ok()) {
-        undo_growth();
-        return waited;
-      }
+      KVM_TRY(driver_->wait(stream, seq->ready.get()));
       seq->ready.reset();
     }
     grown_.push_back({growth, seq->n_tokens, seq->version});
-    if (const Status reserved = reserve_pages(growth, stream); !reserved.is_ok()) {
-      undo_growth();
-      return reserved;
-    }
+    KVM_TRY(reserve_pages(growth, stream));
     seq->n_tokens += growth.n_append;
   }
+  undo.store = nullptr;
   return Status::ok();
 }
 
@@ -307,6 +313,12 @@ Status Store::pages_of_list(const Growth& growth, uint32_t list, Stream stream) 
   const uint32_t slab = class_of(*seq->space, list).slab;
   std::vector<PageRef>& pages = seq->lists[list].pages;
   const uint64_t n = seq->n_tokens;
+  const uint64_t n_blocks = div_up(n + growth.n_append, kTokensPerPage);
+  // Memory for the lists first: a page that is in none of them would be lost.
+  pages.reserve(n_blocks > pages.capacity() ? std::max(n_blocks, 2 * pages.capacity()) : 0);
+  const uint64_t n_changes = changes_.size() + n_blocks - pages.size() + 1;
+  changes_.reserve(n_changes > changes_.capacity() ? std::max(n_changes, 2 * changes_.capacity())
+                                                   : 0);
   if (n % kTokensPerPage != 0 && pool_->n_refs(pages.back()) > 1) {
     // A fork ends in the same page.
     KVM_TRY_ASSIGN(const PageRef copy, allocate(slab, stream));
@@ -318,7 +330,6 @@ Status Store::pages_of_list(const Growth& growth, uint32_t list, Stream stream) 
                           pool_->page_bytes(copy), stream));
     ++counters_.n_pages_copied;
   }
-  const uint64_t n_blocks = div_up(n + growth.n_append, kTokensPerPage);
   while (pages.size() < n_blocks) {
     KVM_TRY_ASSIGN(const PageRef page, allocate(slab, stream));
     changes_.push_back({seq, list, static_cast<uint32_t>(pages.size()), kNoPage});

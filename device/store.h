@@ -209,6 +209,7 @@ class Store {
 
   std::unique_ptr<Driver> driver_;
   std::vector<Event> free_events_;
+  size_t n_events_ = 0;  // that there are
   std::unique_ptr<PagePool> pool_;
   std::unique_ptr<HostChunks> host_;
   Stream to_host_ = nullptr;

@@ -145,7 +145,9 @@ typedef struct kvm_cuda_item {
  * All or nothing: after a failure every sequence is as before and the batch as after its last
  * update; after DEVICE the batch must be updated again before it is used.
  * Waits for the device only where the caller is four updates ahead of it, and where a page is to be
- * taken from a slab of other dimensions.
+ * taken from a slab of other dimensions. One that changes more than 16384 entries of the page table
+ * (there is one for 64 tokens of a layer's head class; a sequence that is new to its place has them
+ * all written) counts as several.
  * Fails:   INVALID (a number beyond the batch's, query rows that overlap, a sequence twice, more
  *          query tokens than the sequence has, bits of a tree beyond n_query), NO_SPACE (of the
  *          pool), LIMIT (max_tokens), PARTIAL (a policy has dropped what a query row should see),

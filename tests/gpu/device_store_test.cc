@@ -8,12 +8,34 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstdlib>
 #include <memory>
+#include <new>
 #include <string>
 #include <vector>
 
 #include "base/splitmix.h"
+#include "device/batch.h"
 #include "tests/gpu/fake_driver.h"
+
+namespace {
+
+// Which allocation from now on fails; 0: none.
+uint64_t g_fail_new = 0;
+
+}  // namespace
+
+void* operator new(size_t size) {
+  if (g_fail_new != 0 && --g_fail_new == 0) {
+    throw std::bad_alloc();
+  }
+  if (void* const memory = std::malloc(size); memory != nullptr) {
+    return memory;
+  }
+  throw std::bad_alloc();
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, size_t) noexcept { std::free(memory); }
 
 namespace kvm::device {
 namespace {
@@ -102,6 +124,51 @@ TEST(DeviceStoreTest, ForksOfTheProcessDoNotGetTheHostsChunks) {
   int status = 0;
   ASSERT_EQ(::waitpid(child, &status, 0), child);
   EXPECT_EQ(status, 0);
+}
+
+TEST(DeviceStoreTest, UpdatesWithoutMemoryOfTheHostChangeNothing) {
+  FakeOptions options;
+  options.emulate = false;
+  auto owned = std::make_unique<FakeDriver>(options);
+  FakeDriver* const driver = owned.get();
+  auto store = Store::open(std::move(owned), {8 << 20, 0}).value();
+  SpaceLayout layout;
+  layout.dim = 64;
+  LayerLayout layer;
+  layer.n_q_heads = layer.n_kv_heads = 2;
+  layer.classes = {{{0, 1}, 0, 0, 0, 0}};
+  layout.layers = {layer};
+  const auto space = store->prepare(layout).value();
+  BatchOptions batch_options;
+  batch_options.max_items = 2;
+  batch_options.max_append = 400;
+  batch_options.max_query_rows = 2;
+  batch_options.max_tokens = 4096;
+  auto batch = Batch::create(store.get(), space, batch_options).value();
+  auto parent = store->create(space);
+  const std::vector<BatchItem> first = {{parent, 100, 0, 1, 0, {}}};
+  ASSERT_TRUE(batch->update(first, nullptr).is_ok());
+  auto child = store->fork(*parent, 100).value();
+  const std::vector<BatchItem> both = {{parent, 200, 0, 1, 0, {}}, {child, 200, 200, 1, 1, {}}};
+  bool done = false;
+  uint64_t n_failed = 0;
+  for (; !done; ++n_failed) {
+    g_fail_new = n_failed + 1;
+    try {
+      done = batch->update(both, nullptr).is_ok();
+    } catch (const std::bad_alloc&) {
+    }
+    g_fail_new = 0;
+    ASSERT_EQ(parent->n_tokens, done ? 300u : 100u);
+    store->check_accounts(std::vector<const Sequence*>{parent.get(), child.get()});
+  }
+  EXPECT_GT(n_failed, 20u);
+  driver->settle();
+  batch.reset();
+  for (const auto& seq : {parent, child}) {
+    store->clear(seq.get());
+  }
+  store->check_accounts({});
 }
 
 TEST(DeviceStoreTest, AccountsHoldAfterEveryOperation) {
