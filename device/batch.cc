@@ -57,7 +57,8 @@ Status Batch::init() {
     most_rows =
         layer.has_keys ? std::max(most_rows, layer.group() * options_.max_query) : most_rows;
   }
-  kernel_ = {space_->dtype, space_->dim, attention::gpu::block_rows_for(space_->dim, most_rows)};
+  kernel_ = {space_->dtype, space_->dim,
+             attention::gpu::block_rows_for(space_->dtype, space_->dim, most_rows)};
   KVM_TRY_ASSIGN(const uint32_t blocks, store_->driver().decode_blocks(kernel_));
   blocks_ = std::min(blocks, kMaxMergeSlots);
   // Changes of the table name its entries by 32 bits.
@@ -123,13 +124,20 @@ Status Batch::size_kind(Kind* kind) const {
     return Status(KVM_ERR_UNSUPPORTED, "a layer has " + number(kind->classes.size()) +
                                            " head classes; a device takes " + number(kMaxClasses));
   }
-  const uint64_t row_bytes = uint64_t{space_->dim} * 2;
-  const uint32_t plane = static_cast<uint32_t>(kTokensPerPage * row_bytes);
   uint64_t n_items = 0;
   for (const ClassLayout& of : kind->classes) {
     const auto n_heads = static_cast<uint32_t>(of.kv_heads.size());
-    kind->page_classes.push_back({2 * uint64_t{n_heads} * plane, uint64_t{n_heads} * plane, plane,
-                                  static_cast<uint32_t>(kind->heads.size()), n_heads, 0});
+    const tiers::SlabClass lies = space_->slab_class(of);
+    PageClass page_class;
+    page_class.page_bytes = lies.page_bytes();
+    page_class.v_offset_bytes = lies.v_offset();
+    page_class.head_stride_bytes = static_cast<uint32_t>(lies.k_head_bytes());
+    page_class.heads_first = static_cast<uint32_t>(kind->heads.size());
+    page_class.n_heads = n_heads;
+    page_class.scales_offset_bytes = static_cast<uint32_t>(lies.k_scale_offset());
+    page_class.v_scales_offset_bytes =
+        static_cast<uint32_t>(lies.v_scale_offset() - lies.k_scale_offset());
+    kind->page_classes.push_back(page_class);
     kind->heads.insert(kind->heads.end(), of.kv_heads.begin(), of.kv_heads.end());
     const bool rows_apart = per_row(*kind) && (kind->window != 0 || of.n_recent != 0);
     const uint64_t rows = uint64_t{options_.max_query} * kind->group;
@@ -625,7 +633,12 @@ Status Batch::attend(const AttendCall& call, Stream stream) {
   const LayerLayout& layer = space_->layers[call.layer];
   const Kind& kind = kinds_[kind_of_layer_[call.layer]];
   const uint64_t n_rows = captured ? options_.max_query_rows : query_rows_;
-  if (call.q.dtype != space_->dtype) {
+  if (dtype_is_scaled(space_->dtype)) {
+    if (call.q.dtype != Dtype::kF16 && call.q.dtype != Dtype::kBf16) {
+      return invalid(std::string("q is ") + dtype_name(call.q.dtype) + "; for pages of " +
+                     dtype_name(space_->dtype) + " it must be fp16 or bf16");
+    }
+  } else if (call.q.dtype != space_->dtype) {
     return invalid(std::string("q is ") + dtype_name(call.q.dtype) + "; the space has " +
                    dtype_name(space_->dtype));
   }
@@ -666,6 +679,7 @@ Status Batch::attend(const AttendCall& call, Stream stream) {
   tensors.lse = reinterpret_cast<float*>(call.lse.data);
   tensors.lse_stride_token = static_cast<int64_t>(lse_row);
   tensors.lse_stride_head = static_cast<int64_t>(lse_head);
+  tensors.dtype_q = call.q.dtype;
   tensors.dtype_o = call.o.dtype;
   tensors.group = kind.group;
   params.page_table = table_of(call.layer);

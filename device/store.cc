@@ -36,6 +36,14 @@ const ClassLayout& class_of(const SpaceLayout& space, uint32_t list) {
 
 }  // namespace
 
+tiers::SlabClass SpaceLayout::slab_class(const ClassLayout& of) const {
+  tiers::SlabClass slab_class;
+  slab_class.dtype_k = slab_class.dtype_v = dtype;
+  slab_class.dim_k = slab_class.dim_v = static_cast<uint16_t>(dim);
+  slab_class.n_heads = static_cast<uint16_t>(of.kv_heads.size());
+  return slab_class;
+}
+
 Result<std::unique_ptr<Store>> Store::open(std::unique_ptr<Driver> driver,
                                            const StoreOptions& options) {
   std::unique_ptr<Store> store(new Store(std::move(driver), options));
@@ -101,11 +109,7 @@ Result<std::shared_ptr<const SpaceLayout>> Store::prepare(SpaceLayout layout) {
     layer.first_list = space->n_lists;
     space->n_lists += static_cast<uint32_t>(layer.classes.size());
     for (ClassLayout& of : layer.classes) {
-      tiers::SlabClass slab_class;
-      slab_class.dtype_k = slab_class.dtype_v = space->dtype;
-      slab_class.dim_k = slab_class.dim_v = static_cast<uint16_t>(space->dim);
-      slab_class.n_heads = static_cast<uint16_t>(of.kv_heads.size());
-      KVM_TRY_ASSIGN(of.slab, pool_->open_slab(slab_class));
+      KVM_TRY_ASSIGN(of.slab, pool_->open_slab(space->slab_class(of)));
     }
   }
   return std::shared_ptr<const SpaceLayout>(std::move(space));

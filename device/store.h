@@ -52,7 +52,7 @@ struct LayerLayout {
 };
 
 struct SpaceLayout {
-  Dtype dtype = Dtype::kBf16;  // kBf16, kF16
+  Dtype dtype = Dtype::kBf16;  // of K and V: kBf16, kF16, kI8, kF8
   uint32_t dim = 0;            // 64, 128, 256
   float scale = 1.0f;
   float softcap = 0.0f;  // of logits; 0: none
@@ -60,6 +60,8 @@ struct SpaceLayout {
   uint32_t n_lists = 0;  // classes of all layers that store keys; filled in by Store::prepare
 
   const LayerLayout& storage(uint32_t layer) const { return layers[layers[layer].storage_layer]; }
+  // How pages of a class lie.
+  tiers::SlabClass slab_class(const ClassLayout& of) const;
 };
 
 // An event of the driver that is used again when nobody holds it.

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Copies rows of new tokens from the caller's tensors into pages, converting them: nearest even,
-// too large becomes infinite, as codecs/convert.h does. One block of kAppendThreads per token and
-// head class; the pages must be nobody else's to read yet.
+// Copies rows of new tokens from the caller's tensors into pages, converting them, to the bytes
+// that a CPU would write: as codecs/convert.h says of 16-bit rows (nearest even, too large becomes
+// infinite), and codecs/int8.h and codecs/float8.h of rows of bytes. One block of kAppendThreads
+// per token and head class; the pages must be nobody else's to read yet.
 #ifndef KVM_ATTENTION_CUDA_APPEND_KERNEL_H_
 #define KVM_ATTENTION_CUDA_APPEND_KERNEL_H_
 
@@ -13,28 +14,85 @@ namespace kvm::attention::gpu {
 
 inline constexpr uint32_t kAppendThreads = 128;
 
-// 8 elements of a tensor from `element` on, as elements of the pages.
-template <Element kElement>
-KVM_GPU Word4 load_converted(const void* tensor, Dtype dtype, int64_t element) {
-  const bool same = dtype == (kElement == Element::kBf16 ? Dtype::kBf16 : Dtype::kF16);
-  if (dtype != Dtype::kF32) {
-    const Word4 raw = load_global<Word4>(static_cast<const uint16_t*>(tensor) + element);
-    if (same) {
-      return raw;
-    }
-    constexpr Element kOther = kElement == Element::kBf16 ? Element::kF16 : Element::kBf16;
-    return {pack<kElement>(unpack<kOther>(raw.x, 0), unpack<kOther>(raw.x, 1)),
-            pack<kElement>(unpack<kOther>(raw.y, 0), unpack<kOther>(raw.y, 1)),
-            pack<kElement>(unpack<kOther>(raw.z, 0), unpack<kOther>(raw.z, 1)),
-            pack<kElement>(unpack<kOther>(raw.w, 0), unpack<kOther>(raw.w, 1))};
+// 8 elements of a tensor from `element` on.
+KVM_GPU void load_floats(const void* tensor, Dtype dtype, int64_t element, float (&to)[8]) {
+  if (dtype == Dtype::kF32) {
+    const float* from = static_cast<const float*>(tensor) + element;
+    const Float4 low = load_global<Float4>(from), high = load_global<Float4>(from + 4);
+    to[0] = low.x, to[1] = low.y, to[2] = low.z, to[3] = low.w;
+    to[4] = high.x, to[5] = high.y, to[6] = high.z, to[7] = high.w;
+    return;
   }
-  const float* from = static_cast<const float*>(tensor) + element;
-  const Float4 low = load_global<Float4>(from), high = load_global<Float4>(from + 4);
-  return {pack<kElement>(low.x, low.y), pack<kElement>(low.z, low.w),
-          pack<kElement>(high.x, high.y), pack<kElement>(high.z, high.w)};
+  const Word4 raw = load_global<Word4>(static_cast<const uint16_t*>(tensor) + element);
+  const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+  for (uint32_t i = 0; i < 8; ++i) {
+    to[i] = dtype == Dtype::kBf16 ? unpack<Element::kBf16>(words[i / 2], i % 2)
+                                  : unpack<Element::kF16>(words[i / 2], i % 2);
+  }
 }
 
-// What one thread of one block does.
+// The same as elements of pages of 16 bits.
+template <Element kElement>
+KVM_GPU Word4 load_converted(const void* tensor, Dtype dtype, int64_t element) {
+  if (dtype == (kElement == Element::kBf16 ? Dtype::kBf16 : Dtype::kF16)) {
+    return load_global<Word4>(static_cast<const uint16_t*>(tensor) + element);
+  }
+  float x[8];
+  load_floats(tensor, dtype, element, x);
+  return {pack<kElement>(x[0], x[1]), pack<kElement>(x[2], x[3]), pack<kElement>(x[4], x[5]),
+          pack<kElement>(x[6], x[7])};
+}
+
+// The e4m3 nearest to x, even where two are. REQUIRES: |x| < 464.
+KVM_GPU uint32_t narrow_f8(float x) {
+  const uint32_t bits = bits_from_float(x), size = bits & 0x7fffffffu;
+  uint32_t code;
+  if (size < 0x3c800000u) {
+    // Below 2^-6 steps are 2^-9, which is what a float of 2^14 has.
+    code = bits_from_float(float_from_bits(size) + 16384.0f) - 0x46800000u;
+  } else {
+    code = ((size + 0x7ffffu + (size >> 20 & 1)) >> 20) - ((127 - 7) << 3);
+  }
+  return code == 0 ? 0 : code | (bits >> 31) << 7;
+}
+
+// Encodes the 8 elements that this thread has of a row which `kLanes` lanes share; the row's scale
+// in bf16 goes to all of them. REQUIRES: all lanes of the warp call it.
+template <Element kElement>
+KVM_GPU Word2 encode_row(const float (&x)[8], uint32_t lanes, uint32_t* scale_bits) {
+  uint32_t top = 0;
+#pragma unroll
+  for (uint32_t i = 0; i < 8; ++i) {
+    const uint32_t size = bits_from_float(x[i]) & 0x7fffffffu;
+    top = size > top ? size : top;
+  }
+  for (uint32_t mask = 1; mask < lanes; mask *= 2) {
+    const uint32_t other = shuffle(top, lane_id() ^ mask);
+    top = other > top ? other : top;
+  }
+  constexpr bool kIsI8 = kElement == Element::kI8;
+  constexpr uint32_t kRoundsToZero = kIsI8 ? 0x00400000u : 0x00002000u;  // 2^-127, 2^-136
+  constexpr uint32_t kInfinity = 0x7f800000u;
+  if (top <= kRoundsToZero || top >= kInfinity) {
+    *scale_bits = top <= kRoundsToZero ? 0 : 0x7fc0u;
+    return {0, 0};
+  }
+  const float wanted = rounded_quotient(float_from_bits(top), kIsI8 ? 127.0f : 448.0f);
+  *scale_bits = pack<Element::kBf16>(fmaxf(wanted, 0x1p-126f), 0.0f);
+  const float scale = float_from_bits(*scale_bits << 16), inverse = rounded_quotient(1.0f, scale);
+  uint32_t words[2] = {0, 0};
+#pragma unroll
+  for (uint32_t i = 0; i < 8; ++i) {
+    const uint32_t byte =
+        kIsI8 ? static_cast<uint32_t>(round_to_int(rounded_product(x[i], inverse))) & 0xffu
+              : narrow_f8(rounded_quotient(x[i], scale));
+    words[i / 4] |= byte << (i % 4 * 8);
+  }
+  return {words[0], words[1]};
+}
+
+// What one thread of one block does. REQUIRES: for rows of bytes, dim of 64, 128 or 256.
 template <Element kElement>
 KVM_GPU void append_thread(const AppendParams& p) {
   const AppendToken token = p.tokens[block_id()];
@@ -42,16 +100,43 @@ KVM_GPU void append_thread(const AppendParams& p) {
     return;
   }
   const PageClass& of = p.pool.classes[token.page_class];
-  const uint32_t row_chunks = p.dim / 8;
+  const uint32_t row_chunks = p.dim / 8, chunks = of.n_heads * row_chunks;
   const uint32_t entry = load_global<uint32_t>(p.page_table + token.table);
-  uint8_t* row = page_row(p.pool, of, entry, token.row, p.dim * 2);
-  for (uint32_t i = thread_id(); i < of.n_heads * row_chunks; i += kAppendThreads) {
+  // Rows of bytes are shared among the lanes of a warp, which have to stay together.
+  const uint32_t end = kIsScaled<kElement> ? (chunks + 31) / 32 * 32 : chunks;
+  for (uint32_t i = thread_id(); i < end; i += kAppendThreads) {
+    const bool valid = i < chunks;
     const uint32_t head = i / row_chunks, chunk = i % row_chunks;
-    const uint32_t kv_head = load_global<uint16_t>(p.pool.heads + of.heads_first + head);
+    const uint32_t kv_head =
+        valid ? load_global<uint16_t>(p.pool.heads + of.heads_first + head) : 0;
     const int64_t element = token.source * p.stride_token + kv_head * p.stride_head + chunk * 8;
-    uint8_t* to = row + static_cast<uint64_t>(head) * of.head_stride_bytes + chunk * 16;
-    store_global(to, load_converted<kElement>(p.k, p.dtype, element));
-    store_global(to + of.v_offset_bytes, load_converted<kElement>(p.v, p.dtype, element));
+    if constexpr (kIsScaled<kElement>) {
+      uint8_t* page = page_row(p.pool, of, entry, 0, 0);
+      uint8_t* to =
+          page + token.row * p.dim + static_cast<uint64_t>(head) * of.head_stride_bytes + chunk * 8;
+      uint8_t* scale_to =
+          page + of.scales_offset_bytes + (head * p.pool.page_tokens.divisor + token.row) * 2;
+#pragma unroll
+      for (uint32_t plane = 0; plane < 2; ++plane) {
+        float x[8] = {};
+        if (valid) {
+          load_floats(plane == 0 ? p.k : p.v, p.dtype, element, x);
+        }
+        uint32_t scale;
+        const Word2 bytes = encode_row<kElement>(x, row_chunks, &scale);
+        if (valid) {
+          store_global(to + plane * of.v_offset_bytes, bytes);
+          if (chunk == 0) {
+            store_global(scale_to + plane * of.v_scales_offset_bytes, static_cast<uint16_t>(scale));
+          }
+        }
+      }
+    } else {
+      uint8_t* to = page_row(p.pool, of, entry, token.row, p.dim * 2) +
+                    static_cast<uint64_t>(head) * of.head_stride_bytes + chunk * 16;
+      store_global(to, load_converted<kElement>(p.k, p.dtype, element));
+      store_global(to + of.v_offset_bytes, load_converted<kElement>(p.v, p.dtype, element));
+    }
   }
 }
 

@@ -12,10 +12,16 @@
 // p is rounded to the element type for the product with V, not for l. At the end the warps' states
 // merge in a fixed order.
 //
+// Rows of bytes (codecs/int8.h, float8.h) become fp16 on their way to the products, which is exact;
+// scores are multiplied by the scales of their keys. Scales of values have any size and fp16 has
+// not, so they count in the maximum, and the largest weight is 1 whatever they are:
+//   m' = max(m, s + log2 scale); p as above; o = o 2^(m - m') + round(p scale) V
+// Beyond 2^+-kMostLogScale they count as that there, for then l would leave what fp32 has.
+//
 // Shared memory, per warp: kStages stages of [K tile][V tile], a tile being [token][dim] with the
 // 16-byte chunk c of row r at chunk c xor (r % 8), so that neither the copies into it nor
-// load_matrix have bank conflicts. At the end of a piece the same bytes hold the warp's state:
-// o [row][dim + 4], m [row], l [row] in fp32.
+// load_matrix have bank conflicts (rows of 64 bytes lie two in a line: c xor (r / 2 % 4)). At the
+// end of a piece the same bytes hold the warp's state: o [row][dim + 4], m [row], l [row] in fp32.
 #ifndef KVM_ATTENTION_CUDA_DECODE_KERNEL_H_
 #define KVM_ATTENTION_CUDA_DECODE_KERNEL_H_
 
@@ -38,7 +44,10 @@ struct DecodeShape {
 
   static constexpr uint32_t kThreads = 32 * kWarps;
   static constexpr uint32_t kRows = 16 * kRowTiles;
-  static constexpr uint32_t kRowBytes = kDim * 2;
+  static constexpr bool kScaled = kIsScaled<kElement>;  // rows of bytes
+  // What the matrix unit gets: bytes of either kind are exact in fp16.
+  static constexpr Element kOperand = kScaled ? Element::kF16 : kElement;
+  static constexpr uint32_t kRowBytes = kDim * (kScaled ? 1 : 2);
   static constexpr uint32_t kRowChunks = kRowBytes / 16;
   static constexpr uint32_t kPlaneBytes = kTile * kRowBytes;
   static constexpr uint32_t kStageBytes = 2 * kPlaneBytes;
@@ -52,6 +61,42 @@ struct DecodeShape {
   static_assert(kStateBytes <= kWarpBytes);
 };
 
+inline constexpr float kMostLogScale = 100.0f;
+
+// The scales of the values of a thread's columns of a tile.
+template <uint32_t kTile, bool kScaled>
+struct ValueScales {
+  KVM_GPU void load(uint32_t) {}
+  KVM_GPU float raise(float score, uint32_t, uint32_t) const { return score; }
+  KVM_GPU float apply(float weight, uint32_t, uint32_t) const { return weight; }
+};
+
+template <uint32_t kTile>
+struct ValueScales<kTile, true> {
+  float scale[kTile / 8][2];
+  float log[kTile / 8][2];
+
+  // scales: of this lane's token, as WarpTask::scales has them.
+  KVM_GPU void load(uint32_t scales) {
+    const float own = float_from_bits(scales & 0xffff0000u);
+    // A NaN becomes the least.
+    const float own_log = fminf(fmaxf(log2_fast(own), -kMostLogScale), kMostLogScale);
+#pragma unroll
+    for (uint32_t n = 0; n < kTile / 8; ++n) {
+#pragma unroll
+      for (uint32_t i = 0; i < 2; ++i) {
+        scale[n][i] = shuffle(own, n * 8 + lane_id() % 4 * 2 + i);
+        log[n][i] = shuffle(own_log, n * 8 + lane_id() % 4 * 2 + i);
+      }
+    }
+  }
+  KVM_GPU float raise(float score, uint32_t n, uint32_t i) const { return score + log[n][i]; }
+  // The scale of a value that is not seen may be a NaN.
+  KVM_GPU float apply(float weight, uint32_t n, uint32_t i) const {
+    return weight == 0.0f ? 0.0f : weight * scale[n][i];
+  }
+};
+
 // The part of a piece that one warp evaluates: its queries, its state, its stages.
 template <class Shape>
 struct WarpTask {
@@ -63,21 +108,29 @@ struct WarpTask {
   float o[Shape::kRowTiles][kOutTiles][4];
   float m[Shape::kRowTiles][2];  // in units of log 2
   float l[Shape::kRowTiles][2];  // of the columns of this thread
-  uint32_t limit_least;          // tokens that all rows see: tiles below need no mask
+  // Of rows of bytes. Queries are divided by powers of two, for bf16 has more of them than fp16.
+  float q_scale[Shape::kRowTiles][2];
+  uint32_t scales[Shape::kStages] = {};  // of this lane's token of the next tiles: V's above K's
+  uint32_t next_scales = 0;              // from next_row to the scale of its K, wrapping around
+  uint32_t limit_least;                  // tokens that all rows see: tiles below need no mask
 
   SharedAddress stages;
   uint64_t next_row = 0;     // address of this lane's token of the tile to be copied next; 0 = none
   float next_weight = 0.0f;  // log weight, times log2(e), of its token of the next tile
 
   KVM_GPU void load_queries(const DecodeParams& p, const Work& work);
+  KVM_GPU void load_row_of_queries(const uint16_t* from, bool valid, uint32_t row_tile,
+                                   uint32_t half, Dtype dtype);
   KVM_GPU void resolve(const DecodeParams& p, const PageClass& of, const Work& work, uint32_t tile);
   KVM_GPU void weigh(const DecodeParams& p, const Work& work, uint32_t tile);
-  KVM_GPU void copy_tile(const PageClass& of, uint32_t stage, const void* anywhere);
+  // The tile is the `ahead`-th behind the one that is evaluated next.
+  KVM_GPU void copy_tile(const PageClass& of, uint32_t stage, uint32_t ahead, const void* anywhere);
   KVM_GPU void evaluate_tile(const DecodeParams& p, uint32_t piece, uint32_t stage,
                              uint32_t token_first, bool weighted);
   KVM_GPU void hide_unseen(const DecodeParams& p, const Work& work, uint32_t token_first,
                            float (&s)[Shape::kRowTiles][Shape::kTile / 8][4]);
   KVM_GPU void scores(SharedAddress keys, float (&s)[Shape::kRowTiles][Shape::kTile / 8][4]);
+  KVM_GPU void scale_scores(float (&s)[Shape::kRowTiles][Shape::kTile / 8][4]);
   KVM_GPU void soften(uint32_t row_tile, float (&s)[Shape::kTile / 8][4]);
   KVM_GPU void add_values(SharedAddress values,
                           const float (&s)[Shape::kRowTiles][Shape::kTile / 8][4]);
@@ -87,7 +140,58 @@ struct WarpTask {
 // Byte offset of chunk `chunk` of row `row` of a tile.
 template <class Shape>
 KVM_GPU uint32_t tile_offset(uint32_t row, uint32_t chunk) {
-  return row * Shape::kRowBytes + ((chunk ^ (row % 8)) * 16);
+  if constexpr (Shape::kRowChunks >= 8) {
+    return row * Shape::kRowBytes + ((chunk ^ (row % 8)) * 16);
+  } else {
+    return row * Shape::kRowBytes + ((chunk ^ (row / 2 % 4)) * 16);
+  }
+}
+
+// A row of queries for keys of bytes, of which load_matrix gives each lane four channels of a step:
+// they are channels 2 q, 2 q + 1, 2 q + 8 and 2 q + 9 of the product, so those of queries are
+// dealt alike. Divided so that the largest of the row is about 2^8.
+template <class Shape>
+KVM_GPU void WarpTask<Shape>::load_row_of_queries(const uint16_t* from, bool valid,
+                                                  uint32_t row_tile, uint32_t half, Dtype dtype) {
+  uint32_t top = 0;
+#pragma unroll
+  for (uint32_t k = 0; k < kQuerySteps; ++k) {
+    const Word2 four = valid ? load_global<Word2>(from + k * 16) : Word2{0, 0};
+    q[row_tile][k][half] = four.x;
+    q[row_tile][k][half + 2] = four.y;
+  }
+  const bool is_bf16 = dtype == Dtype::kBf16;
+  const auto number = [is_bf16](uint32_t packed, uint32_t i) {
+    return is_bf16 ? unpack<Element::kBf16>(packed, i) : unpack<Element::kF16>(packed, i);
+  };
+#pragma unroll
+  for (uint32_t k = 0; k < kQuerySteps; ++k) {
+#pragma unroll
+    for (uint32_t i = 0; i < 4; ++i) {
+      const uint32_t size =
+          bits_from_float(number(q[row_tile][k][half + i / 2 * 2], i % 2)) & 0x7fffffffu;
+      top = size > top ? size : top;
+    }
+  }
+#pragma unroll
+  for (uint32_t mask = 1; mask <= 2; mask *= 2) {
+    const uint32_t other = bits_from_float(shuffle_xor(float_from_bits(top), mask));
+    top = other > top ? other : top;
+  }
+  // 2^e by its bits, e + 127 << 23. Within what fp32 has, both of 2^(8 - e) and 2^(e - 8).
+  constexpr uint32_t kLeast = 9, kMost = 254;
+  const uint32_t exponent = top >> 23;
+  const uint32_t e = exponent < kLeast ? kLeast : exponent > kMost ? kMost : exponent;
+  q_scale[row_tile][half] = float_from_bits((e - 8) << 23);
+  const float down = float_from_bits((127 + 8 + 127 - e) << 23);
+#pragma unroll
+  for (uint32_t k = 0; k < kQuerySteps; ++k) {
+#pragma unroll
+    for (uint32_t i = 0; i < 4; i += 2) {
+      uint32_t& two = q[row_tile][k][half + i];
+      two = pack<Element::kF16>(number(two, 0) * down, number(two, 1) * down);
+    }
+  }
 }
 
 template <class Shape>
@@ -104,11 +208,16 @@ KVM_GPU void WarpTask<Shape>::load_queries(const DecodeParams& p, const Work& wo
       const RowPlace at = row_place(request.q_token, work.kv_head, p.tensors.group, row);
       const uint16_t* from = static_cast<const uint16_t*>(p.tensors.q) +
                              at.token * p.tensors.q_stride_token +
-                             at.q_head * p.tensors.q_stride_head + lane_id() % 4 * 2;
+                             at.q_head * p.tensors.q_stride_head;
+      if constexpr (Shape::kScaled) {
+        load_row_of_queries(from + lane_id() % 4 * 4, valid, t, half, p.tensors.dtype_q);
+      } else {
+        from += lane_id() % 4 * 2;
 #pragma unroll
-      for (uint32_t k = 0; k < kQuerySteps; ++k) {
-        q[t][k][half] = valid ? load_global<uint32_t>(from + k * 16) : 0;
-        q[t][k][half + 2] = valid ? load_global<uint32_t>(from + k * 16 + 8) : 0;
+        for (uint32_t k = 0; k < kQuerySteps; ++k) {
+          q[t][k][half] = valid ? load_global<uint32_t>(from + k * 16) : 0;
+          q[t][k][half + 2] = valid ? load_global<uint32_t>(from + k * 16 + 8) : 0;
+        }
       }
       m[t][half] = minus_infinity();
       l[t][half] = 0.0f;
@@ -137,6 +246,10 @@ KVM_GPU void WarpTask<Shape>::resolve(const DecodeParams& p, const PageClass& of
     const uint32_t entry = load_global<uint32_t>(p.page_table + request.table + page);
     next_row = reinterpret_cast<uint64_t>(page_row(p.pool, of, entry, row, Shape::kRowBytes) +
                                           static_cast<uint64_t>(work.head) * of.head_stride_bytes);
+    if constexpr (Shape::kScaled) {
+      next_scales = of.scales_offset_bytes + (work.head * p.pool.page_tokens.divisor + row) * 2 -
+                    row * Shape::kRowBytes - work.head * of.head_stride_bytes;
+    }
   }
 }
 
@@ -156,7 +269,19 @@ KVM_GPU void WarpTask<Shape>::weigh(const DecodeParams& p, const Work& work, uin
 // Begins copying the resolved tile. Tokens that the piece does not have become zero rows: a row of
 // V that is multiplied by a weight of 0 must not hold a NaN.
 template <class Shape>
-KVM_GPU void WarpTask<Shape>::copy_tile(const PageClass& of, uint32_t stage, const void* anywhere) {
+KVM_GPU void WarpTask<Shape>::copy_tile(const PageClass& of, uint32_t stage, uint32_t ahead,
+                                        const void* anywhere) {
+  if constexpr (Shape::kScaled) {
+    uint32_t loaded = 0;
+    if (next_row != 0) {
+      const auto* k_scale =
+          reinterpret_cast<const uint8_t*>(next_row) + static_cast<int32_t>(next_scales);
+      loaded = load_global<uint16_t>(k_scale) |
+               static_cast<uint32_t>(load_global<uint16_t>(k_scale + of.v_scales_offset_bytes))
+                   << 16;
+    }
+    scales[ahead] = loaded;
+  }
   const SharedAddress to = stages + stage * Shape::kStageBytes;
   constexpr uint32_t kSteps = Shape::kTile * Shape::kRowChunks / 32;
 #pragma unroll
@@ -180,16 +305,48 @@ KVM_GPU void WarpTask<Shape>::scores(SharedAddress keys,
                                      float (&s)[Shape::kRowTiles][Shape::kTile / 8][4]) {
   const uint32_t row = lane_id() / 16 * 8 + lane_id() % 8;
   const uint32_t half = lane_id() / 8 % 2;
+  // Two chunks of 16 bytes of each key: a step of 16 channels or, of bytes, two.
 #pragma unroll
-  for (uint32_t k = 0; k < kQuerySteps; ++k) {
+  for (uint32_t k = 0; k < Shape::kRowChunks / 2; ++k) {
 #pragma unroll
     for (uint32_t n = 0; n < Shape::kTile / 16; ++n) {
       uint32_t b[4];
       load_matrix_x4(b, keys + tile_offset<Shape>(n * 16 + row, k * 2 + half));
+      if constexpr (Shape::kScaled) {
+#pragma unroll
+        for (uint32_t i = 0; i < 4; ++i) {
+          uint32_t wide[2];
+          widen<Shape::kElement>(b[i], wide);
+#pragma unroll
+          for (uint32_t t = 0; t < Shape::kRowTiles; ++t) {
+            mma_16x8x16<Shape::kOperand>(s[t][2 * n + i / 2], q[t][2 * k + i % 2], wide[0],
+                                         wide[1]);
+          }
+        }
+      } else {
+#pragma unroll
+        for (uint32_t t = 0; t < Shape::kRowTiles; ++t) {
+          mma_16x8x16<Shape::kOperand>(s[t][2 * n], q[t][k], b[0], b[1]);
+          mma_16x8x16<Shape::kOperand>(s[t][2 * n + 1], q[t][k], b[2], b[3]);
+        }
+      }
+    }
+  }
+}
+
+// Scores of keys of bytes: times the scales of the keys and of the queries.
+template <class Shape>
+KVM_GPU void WarpTask<Shape>::scale_scores(float (&s)[Shape::kRowTiles][Shape::kTile / 8][4]) {
+#pragma unroll
+  for (uint32_t n = 0; n < Shape::kTile / 8; ++n) {
+#pragma unroll
+    for (uint32_t i = 0; i < 2; ++i) {
+      const float k_scale =
+          shuffle(float_from_bits(scales[0] << 16), n * 8 + lane_id() % 4 * 2 + i);
 #pragma unroll
       for (uint32_t t = 0; t < Shape::kRowTiles; ++t) {
-        mma_16x8x16<Shape::kElement>(s[t][2 * n], q[t][k], b[0], b[1]);
-        mma_16x8x16<Shape::kElement>(s[t][2 * n + 1], q[t][k], b[2], b[3]);
+        s[t][n][i] *= k_scale * q_scale[t][0];
+        s[t][n][2 + i] *= k_scale * q_scale[t][1];
       }
     }
   }
@@ -200,12 +357,17 @@ template <class Shape>
 KVM_GPU void WarpTask<Shape>::soften(uint32_t row_tile, float (&s)[Shape::kTile / 8][4]) {
   float factor[2];
   bool grew = false;
+  ValueScales<Shape::kTile, Shape::kScaled> of_columns;
+  of_columns.load(scales[0]);
 #pragma unroll
   for (uint32_t half = 0; half < 2; ++half) {
     float top = m[row_tile][half];
 #pragma unroll
     for (uint32_t n = 0; n < Shape::kTile / 8; ++n) {
-      top = fmaxf(top, fmaxf(s[n][2 * half], s[n][2 * half + 1]));
+#pragma unroll
+      for (uint32_t i = 0; i < 2; ++i) {
+        top = fmaxf(top, of_columns.raise(s[n][2 * half + i], n, i));
+      }
     }
     top = fmaxf(top, shuffle_xor(top, 1));
     top = fmaxf(top, shuffle_xor(top, 2));
@@ -216,9 +378,13 @@ KVM_GPU void WarpTask<Shape>::soften(uint32_t row_tile, float (&s)[Shape::kTile 
     float sum = 0.0f;
 #pragma unroll
     for (uint32_t n = 0; n < Shape::kTile / 8; ++n) {
-      s[n][2 * half] = exp2_fast(s[n][2 * half] - base);
-      s[n][2 * half + 1] = exp2_fast(s[n][2 * half + 1] - base);
-      sum += s[n][2 * half] + s[n][2 * half + 1];
+#pragma unroll
+      for (uint32_t i = 0; i < 2; ++i) {
+        float& weight = s[n][2 * half + i];
+        weight = exp2_fast(weight - base);
+        sum += weight;
+        weight = of_columns.apply(weight, n, i);
+      }
     }
     l[row_tile][half] = l[row_tile][half] * factor[half] + sum;
     m[row_tile][half] = top;
@@ -246,19 +412,36 @@ KVM_GPU void WarpTask<Shape>::add_values(SharedAddress values,
     uint32_t a[Shape::kRowTiles][4];
 #pragma unroll
     for (uint32_t t = 0; t < Shape::kRowTiles; ++t) {
-      a[t][0] = pack<Shape::kElement>(s[t][2 * k][0], s[t][2 * k][1]);
-      a[t][1] = pack<Shape::kElement>(s[t][2 * k][2], s[t][2 * k][3]);
-      a[t][2] = pack<Shape::kElement>(s[t][2 * k + 1][0], s[t][2 * k + 1][1]);
-      a[t][3] = pack<Shape::kElement>(s[t][2 * k + 1][2], s[t][2 * k + 1][3]);
+      a[t][0] = pack<Shape::kOperand>(s[t][2 * k][0], s[t][2 * k][1]);
+      a[t][1] = pack<Shape::kOperand>(s[t][2 * k][2], s[t][2 * k][3]);
+      a[t][2] = pack<Shape::kOperand>(s[t][2 * k + 1][0], s[t][2 * k + 1][1]);
+      a[t][3] = pack<Shape::kOperand>(s[t][2 * k + 1][2], s[t][2 * k + 1][3]);
     }
 #pragma unroll
-    for (uint32_t n = 0; n < kOutTiles / 2; ++n) {
+    for (uint32_t n = 0; n < Shape::kRowChunks / 2; ++n) {
       uint32_t b[4];
       load_matrix_x4_transposed(b, values + tile_offset<Shape>(k * 16 + row, n * 2 + half));
+      if constexpr (Shape::kScaled) {
+        // Pairs of bytes were transposed: the even channels of a chunk make one tile of results,
+        // the odd ones the next.
 #pragma unroll
-      for (uint32_t t = 0; t < Shape::kRowTiles; ++t) {
-        mma_16x8x16<Shape::kElement>(o[t][2 * n], a[t], b[0], b[1]);
-        mma_16x8x16<Shape::kElement>(o[t][2 * n + 1], a[t], b[2], b[3]);
+        for (uint32_t i = 0; i < 4; ++i) {
+          const uint32_t low = b[i / 2 * 2], high = b[i / 2 * 2 + 1];
+          uint32_t wide[2];
+          widen<Shape::kElement>(
+              i % 2 == 0 ? permute_bytes<0x6420>(low, high) : permute_bytes<0x7531>(low, high),
+              wide);
+#pragma unroll
+          for (uint32_t t = 0; t < Shape::kRowTiles; ++t) {
+            mma_16x8x16<Shape::kOperand>(o[t][4 * n + i], a[t], wide[0], wide[1]);
+          }
+        }
+      } else {
+#pragma unroll
+        for (uint32_t t = 0; t < Shape::kRowTiles; ++t) {
+          mma_16x8x16<Shape::kOperand>(o[t][2 * n], a[t], b[0], b[1]);
+          mma_16x8x16<Shape::kOperand>(o[t][2 * n + 1], a[t], b[2], b[3]);
+        }
       }
     }
   }
@@ -315,6 +498,9 @@ KVM_GPU void WarpTask<Shape>::evaluate_tile(const DecodeParams& p, uint32_t piec
   const SharedAddress keys = stages + stage * Shape::kStageBytes;
   float s[Shape::kRowTiles][Shape::kTile / 8][4] = {};
   scores(keys, s);
+  if constexpr (Shape::kScaled) {
+    scale_scores(s);
+  }
   const bool capped = p.softcap_log2 != 0.0f;
 #pragma unroll
   for (uint32_t n = 0; n < Shape::kTile / 8; ++n) {
@@ -360,11 +546,22 @@ KVM_GPU void WarpTask<Shape>::store_state(uint32_t n_rows) {
           store_shared(m_at + row * 4, m[t][half]);
           store_shared(l_at + row * 4, sum);
         }
+        const SharedAddress to = stages + row * Shape::kStateStride * 4;
+        if constexpr (Shape::kScaled) {
 #pragma unroll
-        for (uint32_t n = 0; n < kOutTiles; ++n) {
-          const uint32_t column = n * 8 + lane_id() % 4 * 2;
-          store_shared(stages + (row * Shape::kStateStride + column) * 4,
-                       Float2{o[t][n][2 * half], o[t][n][2 * half + 1]});
+          for (uint32_t n = 0; n < kOutTiles; n += 2) {
+            const float(&even)[4] = o[t][n];
+            const float(&odd)[4] = o[t][n + 1];
+            store_shared(
+                to + (n * 8 + lane_id() % 4 * 4) * 4,
+                Float4{even[2 * half], odd[2 * half], even[2 * half + 1], odd[2 * half + 1]});
+          }
+        } else {
+#pragma unroll
+          for (uint32_t n = 0; n < kOutTiles; ++n) {
+            store_shared(to + (n * 8 + lane_id() % 4 * 2) * 4,
+                         Float2{o[t][n][2 * half], o[t][n][2 * half + 1]});
+          }
         }
       }
     }
@@ -393,7 +590,7 @@ KVM_GPU void evaluate_piece(const DecodeParams& p, uint32_t piece) {
   for (uint32_t stage = 0; stage + 1 < Shape::kStages; ++stage) {
     if (ahead < n_tiles) {
       task.resolve(p, of, work, ahead);
-      task.copy_tile(of, stage, p.pool.segments[0]);
+      task.copy_tile(of, stage, stage, p.pool.segments[0]);
     }
     copy_async_commit();
     ahead += Shape::kWarps;
@@ -411,7 +608,8 @@ KVM_GPU void evaluate_piece(const DecodeParams& p, uint32_t piece) {
     sync_warp();
     // The stage of the tile before: every lane has read it, for all have come past the barrier.
     if (ahead < n_tiles) {
-      task.copy_tile(of, stage == 0 ? Shape::kStages - 1 : stage - 1, p.pool.segments[0]);
+      task.copy_tile(of, stage == 0 ? Shape::kStages - 1 : stage - 1, Shape::kStages - 1,
+                     p.pool.segments[0]);
     }
     copy_async_commit();
     ahead += Shape::kWarps;
@@ -419,6 +617,12 @@ KVM_GPU void evaluate_piece(const DecodeParams& p, uint32_t piece) {
     task.evaluate_tile(p, piece, stage, work.begin + tile * Shape::kTile, weighted);
     if (weighted) {
       task.weigh(p, work, tile + Shape::kWarps);
+    }
+    if constexpr (Shape::kScaled) {
+#pragma unroll
+      for (uint32_t i = 0; i + 1 < Shape::kStages; ++i) {
+        task.scales[i] = task.scales[i + 1];
+      }
     }
     stage = stage + 1 == Shape::kStages ? 0 : stage + 1;
   }

@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kMoveThreads)
 
 cudaError_t attend_init() {
   cudaError_t error = cudaSuccess;
-  for (const Dtype dtype : {Dtype::kBf16, Dtype::kF16}) {
+  for (const Dtype dtype : {Dtype::kBf16, Dtype::kF16, Dtype::kI8, Dtype::kF8}) {
     for (const uint32_t dim : {64u, 128u, 256u}) {
       for (const uint32_t rows : {16u, 32u}) {
         visit_shape(dtype, dim, rows, [&]<class Shape>(Shape) {
@@ -114,14 +114,10 @@ cudaError_t launch_append(Dtype dtype, const AppendParams& params, uint32_t n_to
   if (n_tokens == 0) {
     return cudaSuccess;
   }
-  if (dtype == Dtype::kBf16) {
-    append_kernel<Element::kBf16><<<n_tokens, kAppendThreads, 0, stream>>>(params);
-  } else if (dtype == Dtype::kF16) {
-    append_kernel<Element::kF16><<<n_tokens, kAppendThreads, 0, stream>>>(params);
-  } else {
-    return cudaErrorInvalidValue;
-  }
-  return cudaGetLastError();
+  const bool known = visit_element(dtype, [&]<class Tag>(Tag) {
+    append_kernel<Tag::kElement><<<n_tokens, kAppendThreads, 0, stream>>>(params);
+  });
+  return known ? cudaGetLastError() : cudaErrorInvalidValue;
 }
 
 cudaError_t launch_patch(const PatchParams& params, cudaStream_t stream) {

@@ -2,9 +2,10 @@
 // What the host hands to the GPU kernels: plain data, the same for nvcc and for the emulator.
 //
 // Keys and values lie in pages as docs/storage.md describes them: a K plane
-// [head of the class][page token][dim], then a V plane of the same shape. A page is named by an
-// entry of 32 bits, segment << 22 | slot: segments are what one process has mapped of the device
-// pool, so entries mean the same to every process and addresses need not.
+// [head of the class][page token][dim], then a V plane of the same shape; where rows are bytes,
+// then planes of scales in bf16, [head][page token], of K and of V. A page is named by an entry of
+// 32 bits, segment << 22 | slot: segments are what one process has mapped of the device pool, so
+// entries mean the same to every process and addresses need not.
 //
 // A request attends, with the heads of one class, to tokens of one page list. Heads of a layer that
 // keep different tokens are different requests with the same queries, in one launch: a head that
@@ -54,6 +55,8 @@ struct PageClass {
   uint32_t head_stride_bytes = 0;  // from head to head inside a plane
   uint32_t heads_first = 0;        // into PagePool::heads
   uint32_t n_heads = 0;
+  uint32_t scales_offset_bytes = 0;    // of rows of bytes: from a page to the scales of K
+  uint32_t v_scales_offset_bytes = 0;  // from the scale of a row of K to that of V
   uint32_t reserved = 0;
 };
 
@@ -117,7 +120,7 @@ struct Merge {
 // Queries and results: element (token, q head, channel) at token * stride_token + head *
 // stride_head + channel, in elements. LSE likewise, without channels; natural logarithm.
 struct AttendTensors {
-  const void* q = nullptr;  // dtype of the keys
+  const void* q = nullptr;
   int64_t q_stride_token = 0;
   int64_t q_stride_head = 0;
   void* o = nullptr;
@@ -126,8 +129,9 @@ struct AttendTensors {
   float* lse = nullptr;  // or null
   int64_t lse_stride_token = 0;
   int64_t lse_stride_head = 0;
-  Dtype dtype_o = Dtype::kF32;  // kF32, kF16, kBf16
-  uint32_t group = 1;           // q heads per kv head, 1 to 16
+  Dtype dtype_q = Dtype::kBf16;  // that of the keys; where these are bytes, kF16 or kBf16
+  Dtype dtype_o = Dtype::kF32;   // kF32, kF16, kBf16
+  uint32_t group = 1;            // q heads per kv head, 1 to 16
 };
 
 struct DecodeParams {
@@ -163,16 +167,17 @@ struct MergeParams {
   uint32_t block_rows = 0;  // row stride of the partial states
 };
 
-// Which decode kernel: dtype of K, V and Q; channels; rows of a block (block_rows_for).
+// Which decode kernel: dtype of K and V; channels; rows of a block (block_rows_for).
 struct DecodeKernel {
   Dtype dtype = Dtype::kBf16;
   uint32_t dim = 0;
   uint32_t block_rows = 16;
 };
 
-// Rows of a block where the largest request has `rows`.
-constexpr uint32_t block_rows_for(uint32_t dim, uint32_t rows) {
-  return rows <= 16 || dim > 128 ? 16 : 32;
+// Rows of a block where the largest request has `rows`: 32 where there is such a shape (shapes.h).
+constexpr uint32_t block_rows_for(Dtype dtype, uint32_t dim, uint32_t rows) {
+  const uint32_t most_dim = dtype_size_bytes(dtype) == 1 ? 64 : 128;
+  return rows <= 16 || dim > most_dim ? 16 : 32;
 }
 
 // One new token of one head class: its rows of all heads go to one row of one page.

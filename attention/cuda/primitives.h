@@ -5,7 +5,8 @@
 //
 // What both provide, in namespace kvm::attention::gpu:
 //
-//   thread_id(), lane_id(), warp_id(), block_id()
+//   thread_id(), lane_id(), block_id()
+//   warp_id()                                    whole warps, converged: it is a shuffle
 //   sync_warp(), sync_block()
 //     SYNC: shared memory written before by any thread of the warp (the block) is visible after.
 //     Nothing else orders shared memory: not a shuffle, not a matrix instruction.
@@ -18,7 +19,13 @@
 //   load_matrix_x4(uint32_t (&)[4], SharedAddress), load_matrix_x4_transposed
 //     Four 8 x 8 matrices of 16-bit elements; lane l has the address of row l % 8 of matrix l / 8.
 //   mma_16x8x16<Element>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
-//   pack<Element>(float low, float high)         to two elements, nearest even
+//   pack<Element>(float low, float high)         to two elements, nearest even; kBf16 and kF16
+//   widen<Element>(uint32_t bytes, uint32_t (&to)[2])
+//     Four elements of kI8 or kF8 to fp16, exactly: the low two and the high two.
+//   permute_bytes<selector>(uint32_t low, uint32_t high)
+//     Byte i of the result is byte (selector >> 4 * i) % 8 of the eight.
+//   round_to_int(float)                          nearest even
+//   rounded_product, rounded_quotient            of floats, nearest even, whatever follows
 //   exp2_fast, log2_fast                         2 ulp; exp2_fast(-inf) = 0, log2_fast(0) = -inf
 //   reciprocal_fast                              1 ulp
 //   store_shared, load_shared                    float, Float2, Float4
@@ -30,7 +37,11 @@
 
 namespace kvm::attention::gpu {
 
-enum class Element : uint32_t { kBf16, kF16 };
+// Of rows in pages. Rows of bytes have a scale each (docs/storage.md).
+enum class Element : uint32_t { kBf16, kF16, kI8, kF8 };
+
+template <Element kElement>
+inline constexpr bool kIsScaled = kElement == Element::kI8 || kElement == Element::kF8;
 
 // Bytes from the start of the block's dynamic shared memory.
 using SharedAddress = uint32_t;
@@ -63,9 +74,10 @@ namespace kvm::attention::gpu {
 
 KVM_GPU float minus_infinity() { return -__builtin_huge_valf(); }
 
-// The float that the given half of two packed elements stands for.
+// The float that the given half of two packed elements stands for. kBf16 and kF16.
 template <Element kElement>
 KVM_GPU float unpack(uint32_t packed, uint32_t half) {
+  static_assert(!kIsScaled<kElement>);
   const uint32_t bits = half == 0 ? packed & 0xffffu : packed >> 16;
   if constexpr (kElement == Element::kBf16) {
     return float_from_bits(bits << 16);

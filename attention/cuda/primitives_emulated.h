@@ -18,7 +18,10 @@ namespace kvm::attention::gpu {
 
 KVM_GPU uint32_t thread_id() { return emulator::current_thread(); }
 KVM_GPU uint32_t lane_id() { return emulator::current_thread() % 32; }
-KVM_GPU uint32_t warp_id() { return emulator::current_thread() / 32; }
+// A shuffle, as on a GPU: whole warps ask for it.
+KVM_GPU uint32_t warp_id() {
+  return static_cast<uint32_t>(emulator::shuffle(emulator::current_thread() / 32, 0));
+}
 KVM_GPU uint32_t block_id() { return emulator::current_block(); }
 
 KVM_GPU void sync_warp() { emulator::sync_warp(); }
@@ -50,7 +53,45 @@ KVM_GPU void load_matrix_x4_transposed(uint32_t (&to)[4], SharedAddress from) {
   emulator::load_matrix_x4(to, from, true);
 }
 
+template <uint32_t kSelector>
+KVM_GPU uint32_t permute_bytes(uint32_t low, uint32_t high) {
+  const uint64_t all = uint64_t{high} << 32 | low;
+  uint32_t to = 0;
+  for (uint32_t i = 0; i < 4; ++i) {
+    to |= static_cast<uint32_t>(all >> ((kSelector >> (4 * i) & 7) * 8) & 0xff) << (8 * i);
+  }
+  return to;
+}
+
+// Of e4m3, by the definition of the format.
+KVM_GPU float float_from_f8(uint32_t bits) {
+  const int exponent = static_cast<int>(bits >> 3 & 15), mantissa = static_cast<int>(bits & 7);
+  if (exponent == 15 && mantissa == 7) {
+    return std::nanf("");
+  }
+  const float size = exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -9)
+                                   : std::ldexp(static_cast<float>(8 + mantissa), exponent - 10);
+  return (bits & 0x80) != 0 ? -size : size;
+}
+
+template <Element kElement>
+KVM_GPU void widen(uint32_t bytes, uint32_t (&to)[2]) {
+  static_assert(kIsScaled<kElement>);
+  for (uint32_t i = 0; i < 4; ++i) {
+    const uint32_t byte = bytes >> (8 * i) & 0xff;
+    const uint32_t half =
+        f32_to_f16(kElement == Element::kI8 ? static_cast<float>(static_cast<int8_t>(byte))
+                                            : float_from_f8(byte));
+    to[i / 2] = i % 2 == 0 ? half : to[i / 2] | half << 16;
+  }
+}
+
+KVM_GPU int32_t round_to_int(float x) { return static_cast<int32_t>(std::nearbyint(x)); }
+KVM_GPU float rounded_product(float a, float b) { return a * b; }
+KVM_GPU float rounded_quotient(float a, float b) { return a / b; }
+
 KVM_GPU float float_from_bits(uint32_t bits) { return std::bit_cast<float>(bits); }
+KVM_GPU uint32_t bits_from_float(float x) { return std::bit_cast<uint32_t>(x); }
 KVM_GPU float float_from_f16(uint32_t bits) { return f16_to_f32(static_cast<uint16_t>(bits)); }
 
 template <Element kElement>
@@ -60,6 +101,7 @@ KVM_GPU void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uin
 
 template <Element kElement>
 KVM_GPU uint32_t pack(float low, float high) {
+  static_assert(!kIsScaled<kElement>);
   const auto convert = kElement == Element::kBf16 ? &f32_to_bf16 : &f32_to_f16;
   return static_cast<uint32_t>(convert(low)) | static_cast<uint32_t>(convert(high)) << 16;
 }

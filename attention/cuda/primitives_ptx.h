@@ -78,6 +78,7 @@ KVM_GPU void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uin
 
 template <Element kElement>
 KVM_GPU uint32_t pack(float low, float high) {
+  static_assert(!kIsScaled<kElement>);
   uint32_t packed;
   if constexpr (kElement == Element::kBf16) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(packed) : "f"(high), "f"(low));
@@ -87,7 +88,46 @@ KVM_GPU uint32_t pack(float low, float high) {
   return packed;
 }
 
+template <uint32_t kSelector>
+KVM_GPU uint32_t permute_bytes(uint32_t low, uint32_t high) {
+  return __byte_perm(low, high, kSelector);
+}
+
+template <Element kElement>
+KVM_GPU void widen(uint32_t bytes, uint32_t (&to)[2]) {
+  static_assert(kIsScaled<kElement>);
+  if constexpr (kElement == Element::kI8) {
+    // With a byte x + 128 in its low bits, the fp16 of bits 0x6400 is 1024 + x + 128.
+    const uint32_t biased = bytes ^ 0x80808080u;
+    constexpr uint32_t kThousand = 0x64646464u, kBias = 0x64806480u;
+    asm("sub.f16x2 %0, %1, %2;\n"
+        : "=r"(to[0])
+        : "r"(permute_bytes<0x4140>(biased, kThousand)), "r"(kBias));
+    asm("sub.f16x2 %0, %1, %2;\n"
+        : "=r"(to[1])
+        : "r"(permute_bytes<0x4342>(biased, kThousand)), "r"(kBias));
+  } else {
+#if __CUDA_ARCH__ >= 890
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;\n" : "=r"(to[0]) : "h"(static_cast<uint16_t>(bytes)));
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;\n" : "=r"(to[1]) : "h"(static_cast<uint16_t>(bytes >> 16)));
+#else
+    // Exponent and mantissa moved to where fp16 has them; its exponents count from 8 less.
+    const uint32_t halves[2] = {permute_bytes<0x1404>(bytes, 0), permute_bytes<0x3424>(bytes, 0)};
+#pragma unroll
+    for (uint32_t i = 0; i < 2; ++i) {
+      const uint32_t placed = (halves[i] & 0x80008000u) | (halves[i] & 0x7f007f00u) >> 1;
+      asm("mul.f16x2 %0, %1, %2;\n" : "=r"(to[i]) : "r"(placed), "r"(0x5c005c00u));
+    }
+#endif
+  }
+}
+
+KVM_GPU int32_t round_to_int(float x) { return __float2int_rn(x); }
+KVM_GPU float rounded_product(float a, float b) { return __fmul_rn(a, b); }
+KVM_GPU float rounded_quotient(float a, float b) { return __fdiv_rn(a, b); }
+
 KVM_GPU float float_from_bits(uint32_t bits) { return __uint_as_float(bits); }
+KVM_GPU uint32_t bits_from_float(float x) { return __float_as_uint(x); }
 KVM_GPU float float_from_f16(uint32_t bits) {
   float value;
   asm("cvt.f32.f16 %0, %1;\n" : "=f"(value) : "h"(static_cast<uint16_t>(bits)));

@@ -12,21 +12,34 @@
 
 namespace kvm::attention::gpu {
 
-template <Element kElement, uint32_t kDim, uint32_t kRowTiles>
+template <Element kElement, uint32_t kDim, uint32_t kRowTiles, bool kScaled = kIsScaled<kElement>>
 struct ShapeOf;
 template <Element kElement, uint32_t kRowTiles>
-struct ShapeOf<kElement, 64, kRowTiles> {
+struct ShapeOf<kElement, 64, kRowTiles, false> {
   using Type = DecodeShape<kElement, 64, 32, 3, 4, kRowTiles>;
 };
 template <Element kElement, uint32_t kRowTiles>
-struct ShapeOf<kElement, 128, kRowTiles> {
+struct ShapeOf<kElement, 128, kRowTiles, false> {
   using Type = DecodeShape<kElement, 128, 16, 3, 4, kRowTiles>;
 };
 // 32 rows of 256 channels have no room in the registers: two blocks of rows, the second of which
 // finds K and V in the cache.
 template <Element kElement>
-struct ShapeOf<kElement, 256, 1> {
+struct ShapeOf<kElement, 256, 1, false> {
   using Type = DecodeShape<kElement, 256, 16, 3, 2, 1>;
+};
+// Rows of bytes. Their scales take registers too: no 32 rows of 128 channels.
+template <Element kElement, uint32_t kRowTiles>
+struct ShapeOf<kElement, 64, kRowTiles, true> {
+  using Type = DecodeShape<kElement, 64, 32, 6, 4, kRowTiles>;
+};
+template <Element kElement>
+struct ShapeOf<kElement, 128, 1, true> {
+  using Type = DecodeShape<kElement, 128, 32, 3, 4, 1>;
+};
+template <Element kElement>
+struct ShapeOf<kElement, 256, 1, true> {
+  using Type = DecodeShape<kElement, 256, 16, 3, 4, 1>;
 };
 
 template <Element kElement, class Visit>
@@ -42,8 +55,12 @@ bool visit_dim(uint32_t dim, uint32_t block_rows, Visit visit) {
       visit(typename ShapeOf<kElement, 128, 1>::Type{});
       return true;
     case 128 * 4 + 2:
-      visit(typename ShapeOf<kElement, 128, 2>::Type{});
-      return true;
+      if constexpr (kIsScaled<kElement>) {
+        return false;
+      } else {
+        visit(typename ShapeOf<kElement, 128, 2>::Type{});
+        return true;
+      }
     case 256 * 4 + 1:
       visit(typename ShapeOf<kElement, 256, 1>::Type{});
       return true;
@@ -52,17 +69,40 @@ bool visit_dim(uint32_t dim, uint32_t block_rows, Visit visit) {
   }
 }
 
-// Calls visit(Shape{}) with the shape for elements of `dtype`; false where there is none.
+template <Element kElementValue>
+struct ElementTag {
+  static constexpr Element kElement = kElementValue;
+};
+
+// Calls visit(ElementTag{}) for pages of `dtype`; false where there are none.
 template <class Visit>
-bool visit_shape(Dtype dtype, uint32_t dim, uint32_t block_rows, Visit visit) {
+bool visit_element(Dtype dtype, Visit visit) {
   switch (dtype) {
     case Dtype::kBf16:
-      return visit_dim<Element::kBf16>(dim, block_rows, visit);
+      visit(ElementTag<Element::kBf16>{});
+      return true;
     case Dtype::kF16:
-      return visit_dim<Element::kF16>(dim, block_rows, visit);
-    default:
+      visit(ElementTag<Element::kF16>{});
+      return true;
+    case Dtype::kI8:
+      visit(ElementTag<Element::kI8>{});
+      return true;
+    case Dtype::kF8:
+      visit(ElementTag<Element::kF8>{});
+      return true;
+    case Dtype::kF32:
       return false;
   }
+  return false;
+}
+
+// Calls visit(Shape{}) with the shape for pages of `dtype`; false where there is none.
+template <class Visit>
+bool visit_shape(Dtype dtype, uint32_t dim, uint32_t block_rows, Visit visit) {
+  bool known = false;
+  visit_element(dtype,
+                [&]<class Tag>(Tag) { known = visit_dim<Tag::kElement>(dim, block_rows, visit); });
+  return known;
 }
 
 }  // namespace kvm::attention::gpu

@@ -78,7 +78,7 @@ void print_floors(const Args& args) {
 int run_kernels(const Args& args) {
   (void)args;
   using attention::gpu::DecodeKernel;
-  for (const Dtype dtype : {Dtype::kBf16, Dtype::kF16}) {
+  for (const Dtype dtype : {Dtype::kBf16, Dtype::kF16, Dtype::kI8, Dtype::kF8}) {
     for (const uint32_t dim : {64u, 128u, 256u}) {
       for (const uint32_t rows : {16u, 32u}) {
         attention::gpu::Residency shape;

@@ -101,7 +101,7 @@ Effort effort_for(double us, const Args& args) {
 
 namespace {
 
-__global__ void fill_kernel(uint32_t* data, size_t words) {
+__global__ void fill_kernel(uint32_t* data, size_t words, uint32_t mask) {
   const size_t stride = size_t{gridDim.x} * blockDim.x;
   for (size_t i = size_t{blockIdx.x} * blockDim.x + threadIdx.x; i < words; i += stride) {
     uint64_t x = i * 0x9e3779b97f4a7c15ull;
@@ -111,7 +111,7 @@ __global__ void fill_kernel(uint32_t* data, size_t words) {
     const uint32_t low = 0x3e80u + static_cast<uint32_t>(x & 0xffu);
     const uint32_t high = 0x3e80u + static_cast<uint32_t>((x >> 8) & 0xffu);
     const uint32_t signs = static_cast<uint32_t>(x >> 32) & 0x80008000u;
-    data[i] = (low | high << 16) | signs;
+    data[i] = ((low | high << 16) | signs) & mask;
   }
 }
 
@@ -140,7 +140,12 @@ __global__ void read_kernel(const uint4* data, size_t vectors, uint32_t* out) {
 }  // namespace
 
 void fill_random(void* data, size_t size_bytes, cudaStream_t stream) {
-  fill_kernel<<<2048, 256, 0, stream>>>(static_cast<uint32_t*>(data), size_bytes / 4);
+  fill_kernel<<<2048, 256, 0, stream>>>(static_cast<uint32_t*>(data), size_bytes / 4, ~0u);
+  check(cudaGetLastError(), "fill");
+}
+
+void fill_random_bytes(void* data, size_t size_bytes, cudaStream_t stream) {
+  fill_kernel<<<2048, 256, 0, stream>>>(static_cast<uint32_t*>(data), size_bytes / 4, 0x7fbf7fbfu);
   check(cudaGetLastError(), "fill");
 }
 

@@ -71,6 +71,9 @@ Effort effort_for(double us, const Args& args);
 
 // bf16 values in [-1, 1), a function of their place: random data, for zeros are faster.
 void fill_random(void* data, size_t size_bytes, cudaStream_t stream);
+// For pages of rows of bytes: every byte is a number in int8 and in e4m3, and every pair of them a
+// positive one in bf16, so that planes of scales need no care.
+void fill_random_bytes(void* data, size_t size_bytes, cudaStream_t stream);
 
 // GB/s of reading `size_bytes` at `data` by the best of some plain kernels: the ceiling for
 // whatever reads that much in one launch. `data` has `span_bytes`, over which calls move along so

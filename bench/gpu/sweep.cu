@@ -59,6 +59,8 @@ void measure(Workload* workload, const WorkloadSpec& spec, const Args& args) {
 
 template <uint32_t kDim, uint32_t kTile, uint32_t kStages, uint32_t kWarps>
 using Bf16Shape = DecodeShape<Element::kBf16, kDim, kTile, kStages, kWarps, 1>;
+template <uint32_t kTile, uint32_t kStages, uint32_t kWarps>
+using F8Shape = DecodeShape<Element::kF8, 128, kTile, kStages, kWarps, 1>;
 
 }  // namespace
 
@@ -81,6 +83,18 @@ int run_sweep(const Args& args) {
     measure<Bf16Shape<128, 16, 3, 8>>(&workload, spec, args);
     measure<Bf16Shape<128, 32, 2, 4>>(&workload, spec, args);
     measure<Bf16Shape<128, 32, 3, 4>>(&workload, spec, args);
+  }
+  fill_random_bytes(memory.data(), memory.size(), nullptr);
+  for (const uint32_t n : {32768u, 262144u}) {
+    WorkloadSpec spec;
+    spec.lengths = {n};
+    spec.dtype = Dtype::kF8;
+    Workload workload(spec, memory);
+    measure<F8Shape<16, 4, 4>>(&workload, spec, args);
+    measure<F8Shape<16, 6, 4>>(&workload, spec, args);
+    measure<F8Shape<32, 2, 4>>(&workload, spec, args);
+    measure<F8Shape<32, 3, 4>>(&workload, spec, args);
+    measure<F8Shape<32, 3, 8>>(&workload, spec, args);
   }
   return 0;
 }

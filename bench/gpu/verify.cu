@@ -12,11 +12,12 @@ namespace kvm::bench::gpu {
 namespace {
 
 using attention::gpu::AppendParams;
-using attention::gpu::AppendToken;
 using attention::gpu::DecodeKernel;
 using attention::gpu::DecodeParams;
 using attention::gpu::DecodePlan;
 using attention::gpu::MergeParams;
+using attention::gpu::testing::AppendCase;
+using attention::gpu::testing::AppendSpec;
 using attention::gpu::testing::Case;
 using attention::gpu::testing::CaseSpec;
 
@@ -84,53 +85,22 @@ bool verify_case(const CaseSpec& spec, uint64_t seed) {
   return errors.ok();
 }
 
-// Appends fp32 rows and compares bits with the conversions of the host.
-bool verify_append(Dtype to) {
-  constexpr uint32_t kTokens = 40, kHeads = 2, kDim = 128, kPageTokens = 16;
-  std::vector<float> source(kTokens * kHeads * kDim);
-  for (size_t i = 0; i < source.size(); ++i) {
-    source[i] = static_cast<float>(static_cast<int>(i * 2654435761u >> 8) % 100003) * 1e-3f;
-  }
-  const std::vector<uint16_t> heads = {1, 0};
-  AppendParams params;
-  auto& of = params.pool.classes[0];
-  of.n_heads = kHeads;
-  of.head_stride_bytes = kPageTokens * kDim * 2;
-  of.v_offset_bytes = kHeads * of.head_stride_bytes;
-  of.page_bytes = 2 * of.v_offset_bytes;
-  std::vector<uint16_t> pages(3 * of.page_bytes / 2, 0xffff);
-  std::vector<AppendToken> tokens;
-  for (uint32_t t = 0; t < kTokens; ++t) {
-    tokens.push_back({t / kPageTokens, t % kPageTokens, t, 0});
-  }
-  const std::vector<uint32_t> page_table = {0, 1, 2};
+bool verify_append(const AppendSpec& spec, uint64_t seed) {
+  AppendCase one(spec, seed);
+  AppendParams params = one.params();
   Uploaded on;
-  params.pool.heads = on.add(heads);
-  params.page_table = on.add(page_table);
-  uint16_t* device_pages = on.add(pages);
-  params.pool.segments[0] = reinterpret_cast<uint8_t*>(device_pages);
-  params.k = params.v = on.add(source);
-  params.stride_token = kHeads * kDim;
-  params.stride_head = kDim;
-  params.tokens = on.add(tokens);
-  params.dtype = Dtype::kF32;
-  params.dim = kDim;
-  check(launch_append(to, params, kTokens, nullptr), "append kernel");
+  uint8_t* const pages = on.add(one.pages.data(), one.pages.size());
+  params.pool.segments[attention::gpu::testing::kAppendSegment] = pages;
+  params.pool.heads = on.add(one.heads);
+  params.page_table = on.add(one.page_table);
+  params.k = on.add(one.k.data(), one.k.size());
+  params.v = on.add(one.v.data(), one.v.size());
+  params.tokens = on.add(one.tokens);
+  check(launch_append(spec.to, params, static_cast<uint32_t>(one.tokens.size()), nullptr),
+        "append kernel");
   check(cudaDeviceSynchronize(), "append kernel");
-  download(pages.data(), device_pages, pages.size());
-  uint64_t wrong = 0;
-  for (uint32_t t = 0; t < kTokens; ++t) {
-    for (uint32_t i = 0; i < 2 * kHeads * kDim; ++i) {  // K, then V
-      const uint32_t head = i / kDim % kHeads;
-      const float value = source[(t * kHeads + heads[head]) * kDim + i % kDim];
-      const size_t at = (t / kPageTokens) * of.page_bytes / 2 +
-                        (i / kDim / kHeads) * of.v_offset_bytes / 2 +
-                        head * of.head_stride_bytes / 2 + (t % kPageTokens) * kDim + i % kDim;
-      wrong += pages[at] != (to == Dtype::kBf16 ? f32_to_bf16(value) : f32_to_f16(value));
-    }
-  }
-  return print_bar(
-      {"verify append", dtype_name(to), "wrong elements", static_cast<double>(wrong), 0, 0, false});
+  download(one.pages.data(), pages, one.pages.size());
+  return print_bar({"verify append", one.name(), "wrong", one.right() ? 0.0 : 1.0, 0, 0, false});
 }
 
 }  // namespace
@@ -143,9 +113,10 @@ int run_verify(const Args& args) {
     for (const CaseSpec& spec : attention::gpu::testing::all_cases()) {
       right = verify_case(spec, seed) && right;
     }
+    for (const AppendSpec& spec : attention::gpu::testing::all_appends()) {
+      right = verify_append(spec, seed) && right;
+    }
   }
-  right = verify_append(Dtype::kBf16) && right;
-  right = verify_append(Dtype::kF16) && right;
   print_fact("verify", "all", right ? "right" : "WRONG");
   return right ? 0 : 1;
 }

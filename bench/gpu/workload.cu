@@ -32,7 +32,8 @@ uint64_t WorkloadSpec::kv_bytes() const {
   for (const uint32_t length : lengths) {
     tokens += length;
   }
-  return tokens * (q_heads / group) * dim * 2 * 2;
+  return tokens * (q_heads / group) * 2 *
+         (dim * dtype_size_bytes(dtype) + dtype_scale_bytes(dtype));
 }
 
 std::string WorkloadSpec::name() const {
@@ -50,9 +51,11 @@ Workload::Workload(const WorkloadSpec& spec, const DeviceBuffer& memory) : spec_
   const uint32_t n_heads = spec.q_heads / spec.group;
   PageClass of;
   of.n_heads = n_heads;
-  of.head_stride_bytes = spec.page_tokens * spec.dim * 2;
+  of.head_stride_bytes = spec.page_tokens * spec.dim * dtype_size_bytes(spec.dtype);
   of.v_offset_bytes = uint64_t{n_heads} * of.head_stride_bytes;
-  of.page_bytes = 2 * of.v_offset_bytes;
+  of.scales_offset_bytes = static_cast<uint32_t>(2 * of.v_offset_bytes);
+  of.v_scales_offset_bytes = n_heads * spec.page_tokens * dtype_scale_bytes(spec.dtype);
+  of.page_bytes = round_up(2 * (of.v_offset_bytes + of.v_scales_offset_bytes), 16);
   classes_ = {of};
   heads_.resize(n_heads);
   std::iota(heads_.begin(), heads_.end(), uint16_t{0});
@@ -116,7 +119,8 @@ Workload::Workload(const WorkloadSpec& spec, const DeviceBuffer& memory) : spec_
     params.tensors.lse = reinterpret_cast<float*>(lse_.data());
     params.tensors.lse_stride_token = spec.q_heads;
     params.tensors.lse_stride_head = 1;
-    params.tensors.dtype_o = spec.dtype;
+    const bool scaled = dtype_is_scaled(spec.dtype);
+    params.tensors.dtype_q = params.tensors.dtype_o = scaled ? Dtype::kBf16 : spec.dtype;
     params.tensors.group = spec.group;
     params.page_table = reinterpret_cast<const uint32_t*>(page_table_.data());
     params.tree_mask = reinterpret_cast<const uint64_t*>(tree_mask_.data());
@@ -128,8 +132,8 @@ Workload::Workload(const WorkloadSpec& spec, const DeviceBuffer& memory) : spec_
 }
 
 DecodeKernel Workload::kernel() const {
-  const uint32_t rows = spec_.n_query * spec_.group;
-  return {spec_.dtype, spec_.dim, rows <= 16 || spec_.dim > 128 ? 16u : 32u};
+  return {spec_.dtype, spec_.dim,
+          attention::gpu::block_rows_for(spec_.dtype, spec_.dim, spec_.n_query * spec_.group)};
 }
 
 uint32_t Workload::resident_blocks() const {

@@ -22,7 +22,7 @@ USED = re.compile(r"Used (\d+) registers(?:.*?(\d+) bytes smem)?")
 DECODE = re.compile(r"decode_kernel\S*ElementE(\d)ELj(\d+)ELj(\d+)ELj(\d+)ELj(\d+)ELj(\d+)E")
 MERGE = re.compile(r"merge_kernelILj(\d+)E")
 APPEND = re.compile(r"append_kernelIL\S*ElementE(\d)E")
-ELEMENT = {"0": "bf16", "1": "fp16"}
+ELEMENT = {"0": "bf16", "1": "fp16", "2": "int8", "3": "fp8"}
 
 
 def kernel_name(symbol):

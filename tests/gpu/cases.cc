@@ -10,6 +10,8 @@
 #include "base/assert.h"
 #include "base/round.h"
 #include "base/splitmix.h"
+#include "codecs/float8.h"
+#include "codecs/int8.h"
 
 namespace kvm::attention::gpu::testing {
 namespace {
@@ -44,9 +46,33 @@ float widen(uint16_t bits, Dtype dtype) {
   return dtype == Dtype::kBf16 ? bf16_to_f32(bits) : f16_to_f32(bits);
 }
 
+// The nearest e4m3, and the number that one stands for, as its definition says.
+uint16_t to_e4m3(float value) {
+  const int exponent = std::max(value == 0 ? -6 : std::ilogb(value), -6);
+  const double steps =
+      std::nearbyint(std::ldexp(std::fabs(static_cast<double>(value)), 3 - exponent));
+  const int code = static_cast<int>(steps) + (exponent + 6) * 8;
+  return static_cast<uint16_t>(std::min(code, 0x7e) | (value < 0 ? 0x80 : 0));
+}
+double from_e4m3(uint16_t code) {
+  const int exponent = code >> 3 & 15, mantissa = code & 7;
+  const double size =
+      exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, exponent - 10);
+  return (code & 0x80) != 0 ? -size : size;
+}
+
 float softmax_scale(const CaseSpec& spec) { return 1.0f / std::sqrt(static_cast<float>(spec.dim)); }
 
-enum Stream : uint64_t { kKeys = 1, kValues, kQueries, kLogWeights, kPages, kTree };
+enum Stream : uint64_t {
+  kKeys = 1,
+  kValues,
+  kQueries,
+  kLogWeights,
+  kPages,
+  kTree,
+  kScales,
+  kAppends
+};
 
 template <class T>
 void append_range(std::vector<std::span<uint8_t>>* to, std::vector<T>& of) {
@@ -238,13 +264,82 @@ std::vector<CaseSpec> all_cases() {
        .tree = true,
        .softcap = 3.0f,
        .q_size = 6.0f});
+  // Rows of bytes: every shape, with lengths, splits, several queries, trees and caps; scales of
+  // keys and queries that fp16 does not have; values of very different sizes.
+  for (const Dtype dtype : {Dtype::kI8, Dtype::kF8}) {
+    const Dtype dtype_q = dtype == Dtype::kI8 ? Dtype::kBf16 : Dtype::kF16;
+    for (const uint32_t dim : {64u, 128u, 256u}) {
+      add({.dtype = dtype,
+           .dim = dim,
+           .group = 4,
+           .classes = {{.n_heads = 2}},
+           .lengths = {1, 16, 17, 63, 64, 65}});
+      add({.name = "split",
+           .dtype = dtype,
+           .dtype_q = dtype_q,
+           .dim = dim,
+           .group = 8,
+           .page_tokens = 16,
+           .lengths = {1900},
+           .blocks = 3});
+      add({.name = "32 rows",
+           .dtype = dtype,
+           .dtype_q = dtype_q,
+           .dtype_o = Dtype::kBf16,
+           .dim = dim,
+           .group = 8,
+           .n_query = 4,
+           .page_tokens = 24,
+           .lengths = {530, 41},
+           .blocks = 2});
+      add({.name = "uneven",
+           .dtype = dtype,
+           .dim = dim,
+           .group = 3,
+           .lengths = {700, 30},
+           .blocks = 2,
+           .q_size = 3.0f,
+           .uneven = true});
+      add({.name = "tree",
+           .dtype = dtype,
+           .dtype_q = dtype_q,
+           .dim = dim,
+           .group = 4,
+           .n_query = 7,
+           .lengths = {200, 35, 7},
+           .blocks = 2,
+           .tree = true});
+    }
+    add({.name = "large queries",
+         .dtype = dtype,
+         .lengths = {300},
+         .q_size = 1e30f,
+         .k_size = 1e-30f});
+    add({.name = "small queries",
+         .dtype = dtype,
+         .dim = 64,
+         .lengths = {300},
+         .q_size = 1e-25f,
+         .k_size = 1e25f});
+    add({.name = "classes, weights, capped",
+         .dtype = dtype,
+         .group = 2,
+         .page_tokens = 1,
+         .classes = {{.n_heads = 1}, {.n_heads = 2, .sinks = 4, .window = 100}},
+         .lengths = {300, 90, 0},
+         .blocks = 3,
+         .weights = Weights::kHidden,
+         .softcap = 3.0f,
+         .q_size = 4.0f});
+    add({.name = "peaked", .dtype = dtype, .lengths = {900}, .blocks = 2, .q_size = 10.0f});
+  }
   return cases;
 }
 
-uint32_t CaseSpec::block_rows() const { return n_query * group <= 16 || dim > 128 ? 16 : 32; }
+uint32_t CaseSpec::block_rows() const { return block_rows_for(dtype, dim, n_query * group); }
 
 Case::Case(const CaseSpec& spec, uint64_t seed) : spec_(spec), seed_(seed) {
-  const uint64_t plane_row = spec_.dim * 2;
+  const uint64_t plane_row = spec_.dim * dtype_size_bytes(spec_.dtype);
   // kv heads of the layer are dealt to the classes in an order that is not theirs.
   for (const ClassSpec& of : spec_.classes) {
     n_kv_heads_ += of.n_heads;
@@ -259,6 +354,11 @@ Case::Case(const CaseSpec& spec, uint64_t seed) : spec_(spec), seed_(seed) {
     lies.head_stride_bytes = static_cast<uint32_t>(spec_.page_tokens * plane_row);
     lies.v_offset_bytes = uint64_t{of.n_heads} * lies.head_stride_bytes;
     lies.page_bytes = 2 * lies.v_offset_bytes;
+    if (dtype_is_scaled(spec_.dtype)) {
+      lies.scales_offset_bytes = static_cast<uint32_t>(lies.page_bytes);
+      lies.v_scales_offset_bytes = of.n_heads * spec_.page_tokens * 2;
+      lies.page_bytes += round_up(2 * lies.v_scales_offset_bytes, 16);
+    }
     lies.heads_first = heads_first;
     lies.n_heads = of.n_heads;
     heads_first += of.n_heads;
@@ -301,7 +401,8 @@ Case::Case(const CaseSpec& spec, uint64_t seed) : spec_(spec), seed_(seed) {
     for (uint32_t head = 0; head < q_heads; ++head) {
       auto* row = reinterpret_cast<uint16_t*>(q.data()) + (token * q_heads + head) * stride;
       for (uint32_t i = 0; i < spec_.dim; ++i) {
-        row[i] = narrow(spec_.q_size * gaussian(mix(seed_, kQueries, token, head, i)), spec_.dtype);
+        row[i] = narrow(spec_.q_size * gaussian(mix(seed_, kQueries, token, head, i)),
+                        spec_.query_dtype());
       }
     }
   }
@@ -333,7 +434,41 @@ uint16_t Case::stored(uint32_t sequence, uint32_t kv_head, uint32_t position, ui
   const uint64_t bits =
       mix(seed_, is_v ? kValues : kKeys, sequence * 64 + kv_head, position, channel);
   // Values have a mean, so that results do not cancel to nothing over many tokens.
-  return narrow(gaussian(bits) + (is_v ? 0.5f : 0.0f), spec_.dtype);
+  const float number = gaussian(bits) + (is_v ? 0.5f : 0.0f);
+  if (!dtype_is_scaled(spec_.dtype)) {
+    return narrow(number, spec_.dtype);
+  }
+  if (scale_of(sequence, kv_head, position, is_v) == 0) {
+    return 0;
+  }
+  // The largest magnitude is near the largest code.
+  return spec_.dtype == Dtype::kI8
+             ? static_cast<uint16_t>(static_cast<int>(std::nearbyint(number * 31.0f)) & 0xff)
+             : to_e4m3(number * 110.0f);
+}
+
+uint16_t Case::scale_of(uint32_t sequence, uint32_t kv_head, uint32_t position, bool is_v) const {
+  const uint64_t bits = mix(seed_, kScales, sequence * 64 + kv_head, position, is_v ? 1 : 0);
+  const float size = spec_.dtype == Dtype::kI8 ? 1.0f / 31.0f : 1.0f / 110.0f;
+  const float factor = 0.5f + static_cast<float>(bits & 0xffff) / 65536.0f;
+  if (!is_v) {
+    return f32_to_bf16(spec_.k_size * size * factor);
+  }
+  if (!spec_.uneven) {
+    return f32_to_bf16(size * factor);
+  }
+  const auto exponent = static_cast<int>(bits >> 16 & 63);
+  return exponent < 4 ? 0 : f32_to_bf16(std::ldexp(size * factor, exponent - 34));
+}
+
+double Case::value(uint32_t sequence, uint32_t kv_head, uint32_t position, uint32_t channel,
+                   bool is_v) const {
+  const uint16_t bits = stored(sequence, kv_head, position, channel, is_v);
+  if (!dtype_is_scaled(spec_.dtype)) {
+    return widen(bits, spec_.dtype);
+  }
+  return (spec_.dtype == Dtype::kI8 ? static_cast<int8_t>(bits) : from_e4m3(bits)) *
+         bf16_to_f32(scale_of(sequence, kv_head, position, is_v));
 }
 
 float Case::weight_of(uint32_t sequence, uint32_t kv_head, uint32_t position) const {
@@ -399,12 +534,18 @@ void Case::place(uint32_t sequence, uint32_t page_class, uint64_t* free_page) {
       }
       for (uint32_t head = 0; head < lies.n_heads; ++head) {
         const uint32_t kv_head = heads[lies.heads_first + head];
-        uint8_t* k = base + head * lies.head_stride_bytes + row * spec_.dim * 2;
-        for (uint32_t i = 0; i < spec_.dim; ++i) {
-          const uint16_t bits_k = stored(sequence, kv_head, position, i, false);
-          const uint16_t bits_v = stored(sequence, kv_head, position, i, true);
-          std::memcpy(k + i * 2, &bits_k, 2);
-          std::memcpy(k + lies.v_offset_bytes + i * 2, &bits_v, 2);
+        const uint32_t size = dtype_size_bytes(spec_.dtype);
+        uint8_t* k = base + head * lies.head_stride_bytes + row * spec_.dim * size;
+        uint8_t* scale = base + lies.scales_offset_bytes + (head * page + row) * 2;
+        for (const bool is_v : {false, true}) {
+          for (uint32_t i = 0; i < spec_.dim; ++i) {
+            const uint16_t bits = stored(sequence, kv_head, position, i, is_v);
+            std::memcpy(k + (is_v ? lies.v_offset_bytes : 0) + i * size, &bits, size);
+          }
+          if (dtype_is_scaled(spec_.dtype)) {
+            const uint16_t bits = scale_of(sequence, kv_head, position, is_v);
+            std::memcpy(scale + (is_v ? lies.v_scales_offset_bytes : 0), &bits, 2);
+          }
         }
         if (request.log_weights >= 0) {
           log_weights[static_cast<size_t>(request.log_weights) +
@@ -452,6 +593,7 @@ AttendTensors Case::tensors() {
   tensors.lse = spec_.reads_lse ? lse.data() : nullptr;
   tensors.lse_stride_token = q_heads;
   tensors.lse_stride_head = 1;
+  tensors.dtype_q = spec_.query_dtype();
   tensors.dtype_o = spec_.dtype_o;
   tensors.group = spec_.group;
   return tensors;
@@ -524,8 +666,8 @@ void Case::reference() {
       std::vector<double> k(size_t{length} * spec_.dim), v(k.size());
       for (uint32_t t = 0; t < length; ++t) {
         for (uint32_t i = 0; i < spec_.dim; ++i) {
-          k[t * spec_.dim + i] = widen(stored(sequence, kv_head, t, i, false), spec_.dtype);
-          v[t * spec_.dim + i] = widen(stored(sequence, kv_head, t, i, true), spec_.dtype);
+          k[t * spec_.dim + i] = value(sequence, kv_head, t, i, false);
+          v[t * spec_.dim + i] = value(sequence, kv_head, t, i, true);
         }
       }
       for (uint32_t row = 0; row < spec_.n_query * spec_.group; ++row) {
@@ -541,7 +683,7 @@ void Case::reference() {
           }
           double dot = 0;
           for (uint32_t i = 0; i < spec_.dim; ++i) {
-            dot += k[t * spec_.dim + i] * widen(query[i], spec_.dtype);
+            dot += k[t * spec_.dim + i] * widen(query[i], spec_.query_dtype());
           }
           dot *= softmax_scale(spec_);
           logit[t] = (spec_.softcap == 0 ? dot : spec_.softcap * std::tanh(dot / spec_.softcap)) +
@@ -611,6 +753,194 @@ Case::Errors Case::errors() {
     errors.lse = std::max(errors.lse, std::isnan(off) ? kWrong : off);
   }
   return errors;
+}
+
+// --- Appends ------------------------------------------------------------------------------------
+
+namespace {
+
+constexpr uint32_t kAppendTokens = 11, kAppendHeads = 3, kAppendPages = 8;
+
+// A row of pages as the CPU's codecs make it, and the bits of its scale.
+struct StoredRow {
+  std::vector<uint8_t> bytes;
+  uint16_t scale = 0;
+};
+StoredRow stored_row(const std::vector<float>& row, Dtype to) {
+  const auto n = static_cast<uint32_t>(row.size());
+  StoredRow stored{std::vector<uint8_t>(row.size() * dtype_size_bytes(to)), 0};
+  if (to == Dtype::kI8) {
+    stored.scale = codecs::encode_i8(row.data(), n, reinterpret_cast<int8_t*>(stored.bytes.data()));
+  } else if (to == Dtype::kF8) {
+    stored.scale = codecs::encode_f8(row.data(), n, stored.bytes.data());
+  } else {
+    for (uint32_t i = 0; i < n; ++i) {
+      const uint16_t bits = narrow(row[i], to);
+      std::memcpy(stored.bytes.data() + i * 2, &bits, 2);
+    }
+  }
+  return stored;
+}
+
+float append_number(uint32_t kind, uint32_t channel, uint64_t bits) {
+  const float x = static_cast<float>(bits >> 40) * 0x1p-24f - 0.5f;
+  switch (kind) {
+    case 2:
+      return x * 0x1p-119f;
+    case 3:
+      return x * 0x1p-126f;
+    case 4:
+      return x * 0x1p-134f;
+    case 5:
+      return x * 3e38f;
+    case 6:
+      return 0.0f * x;
+    case 7:
+      return channel == 11 ? std::numeric_limits<float>::quiet_NaN() : x;
+    case 8:
+      return channel == 12 ? -std::numeric_limits<float>::infinity() : x;
+    default:
+      return x * (channel == 5 ? 1e6f : 3.0f);
+  }
+}
+
+}  // namespace
+
+std::vector<AppendSpec> all_appends() {
+  std::vector<AppendSpec> specs;
+  for (const Dtype to : {Dtype::kBf16, Dtype::kF16, Dtype::kI8, Dtype::kF8}) {
+    for (const Dtype from : {Dtype::kF32, Dtype::kBf16, Dtype::kF16}) {
+      specs.push_back({from, to, 64, 16});
+    }
+  }
+  for (const Dtype to : {Dtype::kI8, Dtype::kF8}) {
+    specs.push_back({Dtype::kF32, to, 128, 3});
+    specs.push_back({Dtype::kBf16, to, 256, 64});
+  }
+  return specs;
+}
+
+AppendCase::AppendCase(const AppendSpec& spec, uint64_t seed) : spec_(spec) {
+  make_rows(seed);
+  // Two classes: heads 2 and 0, and head 1.
+  heads = {2, 0, 1};
+  const uint32_t row_bytes = spec_.dim * dtype_size_bytes(spec_.to);
+  pages = Bytes(size_t{kAppendPages} * 2 * spec_.page_tokens * 2 * (row_bytes + 16));
+  for (uint32_t c = 0; c < 2; ++c) {
+    PageClass& of = classes_[c];
+    of.n_heads = c == 0 ? 2 : 1;
+    of.heads_first = c == 0 ? 0 : 2;
+    of.head_stride_bytes = spec_.page_tokens * row_bytes;
+    of.v_offset_bytes = uint64_t{of.n_heads} * of.head_stride_bytes;
+    of.scales_offset_bytes = static_cast<uint32_t>(2 * of.v_offset_bytes);
+    of.v_scales_offset_bytes = of.n_heads * spec_.page_tokens * 2;
+    of.page_bytes = pages.size() / kAppendPages;
+  }
+  for (uint32_t t = 0; t < kAppendTokens; ++t) {
+    for (uint32_t c = 0; c < 2; ++c) {
+      tokens.push_back({t / spec_.page_tokens * 2 + c, t % spec_.page_tokens, t, c});
+    }
+  }
+  // Of a launch with room for more tokens.
+  tokens.insert(tokens.begin() + 3, {kNoToken, 0, 0, 0});
+  // Pages of the segment in another order than in the table.
+  for (uint32_t page = 0; page < kAppendPages; ++page) {
+    page_table.push_back(kAppendSegment << kEntrySlotBits | (page * 3 + 1) % kAppendPages);
+  }
+  expected_.assign(pages.data(), pages.data() + pages.size());
+  for (const AppendToken& token : tokens) {
+    expect_token(token);
+  }
+}
+
+void AppendCase::make_rows(uint64_t seed) {
+  const uint32_t size = dtype_size_bytes(spec_.from);
+  for (const bool is_v : {false, true}) {
+    tensor(is_v) = Bytes(size_t{kAppendTokens} * kAppendHeads * spec_.dim * size);
+    for (uint32_t n = 0; n < kAppendTokens * kAppendHeads; ++n) {
+      std::vector<float>& row = rows_[is_v].emplace_back(spec_.dim);
+      for (uint32_t i = 0; i < spec_.dim; ++i) {
+        const float x = append_number((n + is_v) % 9, i, mix(seed, kAppends, n, i, is_v));
+        uint8_t* const at = tensor(is_v).data() + (size_t{n} * spec_.dim + i) * size;
+        if (spec_.from == Dtype::kF32) {
+          std::memcpy(at, &x, 4);
+          row[i] = x;
+        } else {
+          const uint16_t bits = narrow(x, spec_.from);
+          std::memcpy(at, &bits, 2);
+          row[i] = widen(bits, spec_.from);
+        }
+      }
+    }
+  }
+}
+
+void AppendCase::expect_token(const AppendToken& token) {
+  if (token.table == kNoToken) {
+    return;
+  }
+  const PageClass& of = classes_[token.page_class];
+  const uint32_t row_bytes = spec_.dim * dtype_size_bytes(spec_.to);
+  uint8_t* const page =
+      expected_.data() + (page_table[token.table] & kEntrySlotMask) * of.page_bytes;
+  for (uint32_t n = 0; n < of.n_heads * 2; ++n) {
+    const uint32_t head = n / 2, is_v = n % 2;
+    const uint32_t kv_head = heads[of.heads_first + head];
+    const StoredRow row = stored_row(rows_[is_v][token.source * kAppendHeads + kv_head], spec_.to);
+    std::memcpy(
+        page + is_v * of.v_offset_bytes + head * of.head_stride_bytes + token.row * row_bytes,
+        row.bytes.data(), row_bytes);
+    if (dtype_is_scaled(spec_.to)) {
+      std::memcpy(page + of.scales_offset_bytes + is_v * of.v_scales_offset_bytes +
+                      (head * spec_.page_tokens + token.row) * 2,
+                  &row.scale, 2);
+    }
+  }
+}
+
+std::string AppendCase::name() const {
+  return std::string("append ") + dtype_name(spec_.from) + " to " + dtype_name(spec_.to) + " d" +
+         std::to_string(spec_.dim) + " page" + std::to_string(spec_.page_tokens);
+}
+
+AppendParams AppendCase::params() const {
+  AppendParams params;
+  params.pool.segments[kAppendSegment] = pages.data();
+  std::copy(std::begin(classes_), std::end(classes_), params.pool.classes);
+  params.pool.heads = heads.data();
+  params.pool.page_tokens = make_divider(spec_.page_tokens);
+  params.page_table = page_table.data();
+  params.k = k.data();
+  params.v = v.data();
+  params.stride_token = kAppendHeads * spec_.dim;
+  params.stride_head = spec_.dim;
+  params.tokens = tokens.data();
+  params.dtype = spec_.from;
+  params.dim = spec_.dim;
+  return params;
+}
+
+std::vector<std::span<uint8_t>> AppendCase::memory() {
+  std::vector<std::span<uint8_t>> all = {
+      {k.data(), k.size()}, {v.data(), v.size()}, {pages.data(), pages.size()}};
+  append_range(&all, heads);
+  append_range(&all, page_table);
+  return all;
+}
+
+bool AppendCase::right() const {
+  const auto is_nan = [this](uint16_t bits) {
+    return (bits & 0x7fff) > (spec_.to == Dtype::kF16 ? 0x7c00 : 0x7f80);
+  };
+  bool right = true;
+  for (size_t at = 0; at < expected_.size(); at += 2) {
+    uint16_t got, want;
+    std::memcpy(&got, pages.data() + at, 2);
+    std::memcpy(&want, expected_.data() + at, 2);
+    // The payload of a NaN may be any.
+    right = right && (got == want || (!dtype_is_scaled(spec_.to) && is_nan(got) && is_nan(want)));
+  }
+  return right;
 }
 
 }  // namespace kvm::attention::gpu::testing

@@ -27,7 +27,8 @@ enum class Weights { kNone, kSome, kHidden };  // log weights: none, random, ran
 
 struct CaseSpec {
   std::string name;
-  Dtype dtype = Dtype::kBf16;
+  Dtype dtype = Dtype::kBf16;    // of pages
+  Dtype dtype_q = Dtype::kBf16;  // of queries where pages are of bytes; else theirs
   Dtype dtype_o = Dtype::kF32;
   uint32_t dim = 128;
   uint32_t group = 4;
@@ -42,10 +43,13 @@ struct CaseSpec {
   bool tree = false;     // the query tokens see each other as a random mask says, not in order
   float softcap = 0.0f;  // of logits
   float q_size = 1.0f;   // standard deviation of queries
+  float k_size = 1.0f;   // and of keys, about; where pages are of bytes
+  bool uneven = false;   // values of very different sizes, some of them 0; likewise
   bool reads_lse = true;
 
   // Of the shipped kernel for it.
   uint32_t block_rows() const;
+  Dtype query_dtype() const { return dtype_is_scaled(dtype) ? dtype_q : dtype; }
 };
 
 // At least 40 configurations.
@@ -110,8 +114,12 @@ class Case {
  private:
   struct Sequence;
   void place(uint32_t sequence, uint32_t page_class, uint64_t* free_page);
+  // Bits of an element, of its row's scale (bf16), and what they stand for.
   uint16_t stored(uint32_t sequence, uint32_t kv_head, uint32_t position, uint32_t channel,
                   bool is_v) const;
+  uint16_t scale_of(uint32_t sequence, uint32_t kv_head, uint32_t position, bool is_v) const;
+  double value(uint32_t sequence, uint32_t kv_head, uint32_t position, uint32_t channel,
+               bool is_v) const;
   float weight_of(uint32_t sequence, uint32_t kv_head, uint32_t position) const;
   bool keeps(const ClassSpec& of, uint32_t length, uint32_t position) const;
   bool sees(uint32_t query_token, uint32_t length, uint32_t position) const;
@@ -126,6 +134,48 @@ class Case {
   std::vector<uint32_t> page_order_;
   std::vector<double> ref_o_, ref_lse_;
 };
+
+struct AppendSpec {
+  Dtype from = Dtype::kF32;
+  Dtype to = Dtype::kBf16;
+  uint32_t dim = 64;
+  uint32_t page_tokens = 16;
+};
+
+std::vector<AppendSpec> all_appends();
+
+// New tokens of two head classes, and the pages that they should make: to the bit what codecs/ make
+// of the same rows. These are of all kinds: with outliers, next to nothing, huge, zero, with an
+// element that is not a number.
+class AppendCase {
+ public:
+  AppendCase(const AppendSpec& spec, uint64_t seed);
+
+  std::string name() const;
+  // With host addresses, as Case::decode_params.
+  AppendParams params() const;
+  std::vector<std::span<uint8_t>> memory();
+  // Whether all pages are as they should be, with what nobody appended to as it was.
+  bool right() const;
+
+  Bytes k, v, pages;
+  std::vector<uint16_t> heads;
+  std::vector<uint32_t> page_table;
+  std::vector<AppendToken> tokens;
+
+ private:
+  Bytes& tensor(bool is_v) { return is_v ? v : k; }
+  void make_rows(uint64_t seed);
+  void expect_token(const AppendToken& token);
+
+  AppendSpec spec_;
+  PageClass classes_[2];
+  std::vector<std::vector<float>> rows_[2];  // [of V][token * kv heads + kv head], as in the tensor
+  std::vector<uint8_t> expected_;
+};
+
+// The segment that the pages of an AppendCase are.
+inline constexpr uint32_t kAppendSegment = 7;
 
 }  // namespace kvm::attention::gpu::testing
 

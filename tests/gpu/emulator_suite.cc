@@ -30,7 +30,7 @@ class Suite {
   template <class Shape>
   void decode_with(const CaseSpec& spec, const char* shape_name);
   void merge(uint32_t dim, uint32_t n_slots, uint32_t n_empty);
-  void append(Dtype from, Dtype to, uint32_t page_tokens);
+  void append(const AppendSpec& spec);
   void patch(uint32_t n_patches);
   void move(uint32_t n_pages, uint64_t page_bytes, bool pack);
 
@@ -176,100 +176,14 @@ void Suite::merge(uint32_t dim, uint32_t n_slots, uint32_t n_empty) {
            right, worst, worst_lse);
 }
 
-// Appends rows of a tensor into pages and compares bits with the conversions of base/dtype.h.
-void Suite::append(Dtype from, Dtype to, uint32_t page_tokens) {
-  constexpr uint32_t kTokens = 11, kKvHeads = 3, kDim = 64, kPages = 4;
-  const auto value = [this](uint32_t token, uint32_t head, uint32_t i, bool is_v) {
-    const uint64_t bits = splitmix64(seed_ + ((token * 8 + head) * 512 + i) * 2 + is_v);
-    return (static_cast<float>(bits >> 40) * 0x1p-24f - 0.5f) * (i == 5 ? 1e6f : 3.0f);
-  };
-  const uint32_t size = dtype_size_bytes(from);
-  Bytes k(kTokens * kKvHeads * kDim * size), v(k.size());
-  const auto narrow = [](float x, Dtype dtype) {
-    return dtype == Dtype::kBf16 ? f32_to_bf16(x) : f32_to_f16(x);
-  };
-  const auto source = [&](uint32_t token, uint32_t head, uint32_t i, bool is_v) {
-    const float x = value(token, head, i, is_v);
-    return from == Dtype::kF32    ? x
-           : from == Dtype::kBf16 ? bf16_to_f32(f32_to_bf16(x))
-                                  : f16_to_f32(f32_to_f16(x));
-  };
-  for (uint32_t n = 0; n < kTokens * kKvHeads * kDim; ++n) {
-    for (const bool is_v : {false, true}) {
-      const float x = value(n / kDim / kKvHeads, n / kDim % kKvHeads, n % kDim, is_v);
-      uint8_t* at = (is_v ? v : k).data() + size_t{n} * size;
-      const uint16_t bits = from == Dtype::kF32 ? uint16_t{0} : narrow(x, from);
-      from == Dtype::kF32 ? std::memcpy(at, &x, 4) : std::memcpy(at, &bits, 2);
-    }
-  }
-  // Two classes: heads 2 and 0, and head 1.
-  std::vector<uint16_t> heads = {2, 0, 1};
-  AppendParams params;
-  params.pool.heads = heads.data();
-  Bytes pages(size_t{kPages} * 2 * page_tokens * kDim * 2 * 2);
-  params.pool.segments[7] = pages.data();
-  for (uint32_t c = 0; c < 2; ++c) {
-    PageClass& of = params.pool.classes[c];
-    of.n_heads = c == 0 ? 2 : 1;
-    of.heads_first = c == 0 ? 0 : 2;
-    of.head_stride_bytes = page_tokens * kDim * 2;
-    of.v_offset_bytes = uint64_t{of.n_heads} * of.head_stride_bytes;
-    of.page_bytes = pages.size() / kPages;
-  }
-  std::vector<AppendToken> tokens;
-  for (uint32_t t = 0; t < kTokens; ++t) {
-    for (uint32_t c = 0; c < 2; ++c) {
-      const uint32_t page = t / page_tokens % (kPages / 2) * 2 + c;
-      tokens.push_back({page, t % page_tokens, t, c});
-    }
-  }
-  // Of a launch with room for more tokens.
-  tokens.insert(tokens.begin() + 3, {kNoToken, 0, 0, 0});
-  // Pages of the segment in another order than in the table.
-  std::vector<uint32_t> page_table(kPages);
-  for (uint32_t page = 0; page < kPages; ++page) {
-    page_table[page] = 7u << kEntrySlotBits | (page * 3 + 1) % kPages;
-  }
-  params.page_table = page_table.data();
-  params.k = k.data();
-  params.v = v.data();
-  params.stride_token = kKvHeads * kDim;
-  params.stride_head = kDim;
-  params.tokens = tokens.data();
-  params.dtype = from;
-  params.dim = kDim;
-  const std::vector<std::span<uint8_t>> memory = {
-      {k.data(), k.size()},
-      {v.data(), v.size()},
-      {pages.data(), pages.size()},
-      {reinterpret_cast<uint8_t*>(page_table.data()), page_table.size() * 4},
-      {reinterpret_cast<uint8_t*>(heads.data()), heads.size() * 2}};
-  launch("append", static_cast<uint32_t>(tokens.size()), kAppendThreads, 0, memory, [&] {
-    to == Dtype::kBf16 ? append_thread<Element::kBf16>(params)
-                       : append_thread<Element::kF16>(params);
+// Appends rows of a tensor into pages.
+void Suite::append(const AppendSpec& spec) {
+  AppendCase one(spec, seed_);
+  const AppendParams params = one.params();
+  launch("append", static_cast<uint32_t>(one.tokens.size()), kAppendThreads, 0, one.memory(), [&] {
+    visit_element(spec.to, [&]<class Tag>(Tag) { append_thread<Tag::kElement>(params); });
   });
-  bool right = true;
-  for (const AppendToken& token : tokens) {
-    if (token.table == kNoToken) {
-      continue;
-    }
-    const PageClass& of = params.pool.classes[token.page_class];
-    for (uint32_t n = 0; n < of.n_heads * kDim * 2; ++n) {
-      const uint32_t head = n / 2 / kDim, i = n / 2 % kDim;
-      const bool is_v = n % 2 != 0;
-      uint16_t bits;
-      std::memcpy(&bits,
-                  pages.data() + (page_table[token.table] & kEntrySlotMask) * of.page_bytes +
-                      (is_v ? of.v_offset_bytes : 0) + head * of.head_stride_bytes +
-                      (token.row * kDim + i) * 2,
-                  2);
-      right =
-          right && bits == narrow(source(token.source, heads[of.heads_first + head], i, is_v), to);
-    }
-  }
-  conclude(std::string("append ") + dtype_name(from) + " to " + dtype_name(to) + " page" +
-               std::to_string(page_tokens),
-           right, 0, 0);
+  conclude(one.name(), one.right(), 0, 0);
 }
 
 // Every second entry of a table, in a shuffled order.
@@ -346,10 +260,8 @@ int run(bool quiet, uint64_t seed) {
     suite.merge(dim, kMaxMergeSlots, 100);
     suite.merge(dim, 4, 4);
   }
-  for (const Dtype to : {Dtype::kBf16, Dtype::kF16}) {
-    for (const Dtype from : {Dtype::kF32, Dtype::kBf16, Dtype::kF16}) {
-      suite.append(from, to, 16);
-    }
+  for (const AppendSpec& spec : all_appends()) {
+    suite.append(spec);
   }
   suite.patch(1);
   suite.patch(300);

@@ -21,10 +21,18 @@ using namespace attention::gpu;  // NOLINT: parameters and kernels
 
 constexpr size_t kMaxComplaints = 2000;  // characters
 
-float stored_value(const uint8_t* at, Dtype dtype) {
+// Channel i of a row; `scale`: its scale's bits where it is one of bytes.
+double stored_value(const uint8_t* row, uint32_t i, Dtype dtype, const uint8_t* scale) {
   uint16_t bits = 0;
-  std::memcpy(&bits, at, 2);
-  return dtype == Dtype::kBf16 ? bf16_to_f32(bits) : f16_to_f32(bits);
+  std::memcpy(&bits, dtype_is_scaled(dtype) ? scale : row + 2 * i, 2);
+  switch (dtype) {
+    case Dtype::kI8:
+      return static_cast<double>(static_cast<int8_t>(row[i])) * bf16_to_f32(bits);
+    case Dtype::kF8:
+      return static_cast<double>(e4m3_to_f32(row[i])) * bf16_to_f32(bits);
+    default:
+      return dtype == Dtype::kBf16 ? bf16_to_f32(bits) : f16_to_f32(bits);
+  }
 }
 
 void store_element(const AttendTensors& tensors, int64_t element, double value) {
@@ -486,8 +494,7 @@ Status FakeDriver::append(Dtype stored, const AppendParams& params, uint32_t n_t
   KVM_TRY(begin(Operation::kLaunch, "append"));
   enqueue(stream, [this, stored, params, n_tokens] {
     run_kernel("append", n_tokens, kAppendThreads, 0, [&params, stored] {
-      stored == Dtype::kBf16 ? append_thread<Element::kBf16>(params)
-                             : append_thread<Element::kF16>(params);
+      visit_element(stored, [&params]<class Tag>(Tag) { append_thread<Tag::kElement>(params); });
     });
   });
   return Status::ok();
@@ -514,7 +521,7 @@ Status FakeDriver::move(const MoveParams& params, Stream stream) {
 // One piece of work of the decode kernel, row by row in fp64.
 void FakeDriver::plain_decode(const DecodeKernel& kernel, const DecodeParams& p,
                               uint32_t n_blocks) {
-  const uint32_t row_bytes = kernel.dim * 2;
+  const uint32_t row_bytes = kernel.dim * dtype_size_bytes(kernel.dtype);
   std::vector<double> weights, o(kernel.dim);
   for (uint32_t block = 0; block < n_blocks; ++block) {
     uint32_t piece = block;
@@ -543,17 +550,19 @@ void FakeDriver::plain_decode(const DecodeKernel& kernel, const DecodeParams& p,
           }
           const uint32_t page = divide(p.pool.page_tokens, list);
           const uint32_t entry = p.page_table[request.table + page];
-          const uint8_t* k =
-              page_row(p.pool, of, entry, list - page * p.pool.page_tokens.divisor, row_bytes) +
-              uint64_t{work.head} * of.head_stride_bytes;
+          const uint32_t in_page = list - page * p.pool.page_tokens.divisor;
+          const uint8_t* k = page_row(p.pool, of, entry, in_page, row_bytes) +
+                             uint64_t{work.head} * of.head_stride_bytes;
+          const uint8_t* k_scale = page_row(p.pool, of, entry, 0, 0) + of.scales_offset_bytes +
+                                   (work.head * p.pool.page_tokens.divisor + in_page) * 2;
           if (!is_device(k, row_bytes) || !is_device(k + of.v_offset_bytes, row_bytes)) {
             complain("decode: a page that is not mapped");
             return;
           }
           double logit = 0;
           for (uint32_t i = 0; i < kernel.dim; ++i) {
-            logit += static_cast<double>(stored_value(q + i * 2, kernel.dtype)) *
-                     stored_value(k + i * 2, kernel.dtype);
+            logit += stored_value(q, i, p.tensors.dtype_q, nullptr) *
+                     stored_value(k, i, kernel.dtype, k_scale);
           }
           logit *= static_cast<double>(p.scale_log2) / static_cast<double>(kLog2E);
           if (p.softcap_log2 != 0) {
@@ -569,8 +578,8 @@ void FakeDriver::plain_decode(const DecodeKernel& kernel, const DecodeParams& p,
           const double weight = new_top == -INFINITY ? 0 : std::exp(logit - new_top);
           sum = sum * factor + weight;
           for (uint32_t i = 0; i < kernel.dim; ++i) {
-            o[i] =
-                o[i] * factor + weight * stored_value(k + of.v_offset_bytes + i * 2, kernel.dtype);
+            o[i] = o[i] * factor + weight * stored_value(k + of.v_offset_bytes, i, kernel.dtype,
+                                                         k_scale + of.v_scales_offset_bytes);
           }
           top = new_top;
         }

@@ -31,7 +31,7 @@ BUGS = [
     ("wait count", DECODE,
      "    copy_async_commit();\n    ahead += Shape::kWarps;\n    task.resolve",
      "    ahead += Shape::kWarps;\n    task.resolve"),
-    ("stages", DECODE, "stage == 0 ? Shape::kStages - 1 : stage - 1, p.pool", "stage, p.pool"),
+    ("stages", DECODE, "stage == 0 ? Shape::kStages - 1 : stage - 1, Shape", "stage, Shape"),
     ("swizzle", DECODE, "(chunk ^ (row % 8)) * 16", "chunk * 16"),
     ("swizzle", DECODE, "keys + tile_offset<Shape>(n * 16 + row, k * 2 + half)",
      "keys + tile_offset<Shape>(n * 16 + row, k * 2 + (half ^ 1))"),
@@ -85,13 +85,13 @@ BUGS = [
     ("rescale", DECODE, "    top = fmaxf(top, shuffle_xor(top, 2));\n", ""),
     ("rescale", DECODE, "const float base = top == minus_infinity() ? 0.0f : top;\n    factor",
      "const float base = top;\n    factor"),
-    ("byte order", DECODE, "a[t][1] = pack<Shape::kElement>(s[t][2 * k][2], s[t][2 * k][3]);",
-     "a[t][1] = pack<Shape::kElement>(s[t][2 * k][3], s[t][2 * k][2]);"),
+    ("byte order", DECODE, "a[t][1] = pack<Shape::kOperand>(s[t][2 * k][2], s[t][2 * k][3]);",
+     "a[t][1] = pack<Shape::kOperand>(s[t][2 * k][3], s[t][2 * k][2]);"),
     ("byte order", PAGES, "pack<Element::kF16>(value.x, value.y)",
      "pack<Element::kF16>(value.y, value.x)"),
-    ("byte order", APPEND, "pack<kElement>(low.z, low.w)", "pack<kElement>(low.w, low.z)"),
-    ("byte order", DECODE, "mma_16x8x16<Shape::kElement>(s[t][2 * n + 1], q[t][k], b[2], b[3]);",
-     "mma_16x8x16<Shape::kElement>(s[t][2 * n + 1], q[t][k], b[3], b[2]);"),
+    ("byte order", APPEND, "pack<kElement>(x[2], x[3])", "pack<kElement>(x[3], x[2])"),
+    ("byte order", DECODE, "mma_16x8x16<Shape::kOperand>(s[t][2 * n + 1], q[t][k], b[2], b[3]);",
+     "mma_16x8x16<Shape::kOperand>(s[t][2 * n + 1], q[t][k], b[3], b[2]);"),
     ("page lookup", PAGES, "request.second + (token - request.n_first)",
      "request.second + (token - request.n_first) + 1"),
     ("page lookup", PAGES, "pool.segments[entry >> kEntrySlotBits]",
@@ -109,12 +109,37 @@ BUGS = [
     ("merge weights", MERGE, "top + log2_fast(total) * kLn2", "top + log2_fast(total)"),
     ("merge weights", MERGE, "slot = thread_id() / kColumns; slot < merge.n_slots",
      "slot = thread_id() / kColumns; slot + 1 < merge.n_slots"),
+    # Rows of bytes.
+    ("swizzle", DECODE, "(chunk ^ (row / 2 % 4)) * 16", "(chunk ^ (row % 4)) * 16"),
+    ("byte order", DECODE, "permute_bytes<0x7531>(low, high)", "permute_bytes<0x5713>(low, high)"),
+    ("byte order", DECODE, "permute_bytes<0x6420>", "permute_bytes<0x3210>"),
+    ("byte order", DECODE, "q[t][2 * k + i % 2], wide[0]", "q[t][2 * k + i / 2], wide[0]"),
+    ("byte order", DECODE, "q[row_tile][k][half + 2] = four.y;",
+     "q[row_tile][k][half + 2] = four.x;"),
+    ("byte order", APPEND, "words[i / 4] |= byte << (i % 4 * 8);",
+     "words[i / 4] |= byte << (24 - i % 4 * 8);"),
+    ("byte order", DECODE, "Float4{even[2 * half], odd[2 * half], even[2 * half + 1]",
+     "Float4{even[2 * half], even[2 * half + 1], odd[2 * half]"),
+    ("scales", DECODE, "s[t][n][2 + i] *= k_scale * q_scale[t][1];",
+     "s[t][n][2 + i] *= k_scale * q_scale[t][0];"),
+    ("scales", DECODE, "shuffle(float_from_bits(scales[0] << 16), n * 8",
+     "shuffle(float_from_bits(scales[1] << 16), n * 8"),
+    ("scales", DECODE, "task.scales[i] = task.scales[i + 1];", "task.scales[i] = task.scales[i];"),
+    ("scales", DECODE, "return score + log[n][i];", "return score;"),
+    ("scales", DECODE, "weight == 0.0f ? 0.0f : weight * scale[n][i]", "weight * scale[n][0]"),
+    ("scales", DECODE, "(work.head * p.pool.page_tokens.divisor + row) * 2",
+     "(work.kv_head * p.pool.page_tokens.divisor + row) * 2"),
+    ("scales", APPEND, "for (uint32_t mask = 1; mask < lanes; mask *= 2) {",
+     "for (uint32_t mask = 1; mask < 8; mask *= 2) {"),
+    ("scales", APPEND, "top <= kRoundsToZero || top >= kInfinity", "top <= kRoundsToZero"),
+    ("rounding", APPEND, "(size >> 20 & 1)) >> 20)", "1) >> 20)"),
     ("plan", PLAN, "begin += take;", "begin += take + (begin == 0 ? kCutTokens : 0);"),
 ]
 
 # What the suite consists of; each file is compiled again only where a mistake is in its reach.
 SUITE = "tests/gpu/emulator_suite.cc"
-OTHERS = [CUDA + "emulator.cc", "base/fiber.cc", PLAN, "tests/gpu/cases.cc", "base/assert.cc"]
+OTHERS = [CUDA + "emulator.cc", "base/fiber.cc", PLAN, "tests/gpu/cases.cc", "base/assert.cc",
+          "codecs/float8.cc", "codecs/int8.cc"]
 TIMEOUT_S = 120
 
 
