@@ -48,33 +48,62 @@ Status look_up(const char* name, Function* out) {
   return Status::ok();
 }
 
-// Makes a device current for the calls of a scope.
-class Current {
- public:
-  explicit Current(int device) {
-    if (cudaGetDevice(&before_) == cudaSuccess && before_ != device) {
-      changed_ = cudaSetDevice(device) == cudaSuccess;
+// A device's primary context, which the runtime uses too, and how to make it current.
+struct Context {
+  CUdevice device = 0;
+  CUcontext context = nullptr;
+  decltype(&cuDevicePrimaryCtxRelease) release = nullptr;
+  decltype(&cuCtxPushCurrent) push = nullptr;
+  decltype(&cuCtxPopCurrent) pop = nullptr;
+
+  Status open(int ordinal);
+  Context() = default;
+  ~Context() {
+    if (context != nullptr) {
+      (void)release(device);
     }
   }
+  Context(const Context&) = delete;
+  Context& operator=(const Context&) = delete;
+};
+
+Status Context::open(int ordinal) {
+  decltype(&cuDeviceGet) get = nullptr;
+  decltype(&cuDevicePrimaryCtxRetain) retain = nullptr;
+  KVM_TRY(look_up("cuDeviceGet", &get));
+  KVM_TRY(look_up("cuDevicePrimaryCtxRetain", &retain));
+  KVM_TRY(look_up("cuDevicePrimaryCtxRelease", &release));
+  KVM_TRY(look_up("cuCtxPushCurrent", &push));
+  KVM_TRY(look_up("cuCtxPopCurrent", &pop));
+  KVM_TRY(check("cuDeviceGet", get(&device, ordinal)));
+  return check("cuDevicePrimaryCtxRetain", retain(&context, device));
+}
+
+// Makes a device current for the calls of a scope. Not by cudaSetDevice: to go back by it would
+// make a context on device 0 for threads that have chosen none.
+class Current {
+ public:
+  explicit Current(const Context& context)
+      : pop_(context.push(context.context) == CUDA_SUCCESS ? context.pop : nullptr) {}
   ~Current() {
-    if (changed_) {
-      (void)cudaSetDevice(before_);
+    if (pop_ != nullptr) {
+      CUcontext popped = nullptr;
+      (void)pop_(&popped);
     }
   }
   Current(const Current&) = delete;
   Current& operator=(const Current&) = delete;
 
  private:
-  int before_ = 0;
-  bool changed_ = false;
+  const decltype(&cuCtxPopCurrent) pop_;
 };
 
 // For calls that CUDA takes for unsafe while anybody in the process captures a stream: memory,
 // queries. They are none of what is captured, and must not end it.
 class Uncaptured : public Current {
  public:
-  explicit Uncaptured(int device)
-      : Current(device), changed_(cudaThreadExchangeStreamCaptureMode(&mode_) == cudaSuccess) {}
+  explicit Uncaptured(const Context& context)
+      : Current(context), changed_(cudaThreadExchangeStreamCaptureMode(&mode_) == cudaSuccess) {}
   ~Uncaptured() {
     if (changed_) {
       (void)cudaThreadExchangeStreamCaptureMode(&mode_);
@@ -92,7 +121,7 @@ class Uncaptured : public Current {
 // left there is not theirs.
 class Launching : public Current {
  public:
-  explicit Launching(int device) : Current(device) { (void)cudaGetLastError(); }
+  explicit Launching(const Context& context) : Current(context) { (void)cudaGetLastError(); }
 };
 
 cudaStream_t runtime(Stream stream) { return static_cast<cudaStream_t>(stream); }
@@ -104,30 +133,30 @@ class CudaDriver final : public Driver {
   const DriverFacts& facts() const override { return facts_; }
 
   Result<uint8_t*> reserve(uint64_t size_bytes) override {
-    const Uncaptured current(device_);
+    const Uncaptured current(context_);
     CUdeviceptr range{};
     KVM_TRY(check("cuMemAddressReserve", reserve_(&range, size_bytes, 0, 0, 0)));
     return reinterpret_cast<uint8_t*>(range);
   }
   void release(uint8_t* range, uint64_t size_bytes) override {
-    const Uncaptured current(device_);
+    const Uncaptured current(context_);
     (void)free_range_(reinterpret_cast<CUdeviceptr>(range), size_bytes);
   }
   Status map(uint8_t* at, uint64_t size_bytes) override;
   void unmap(uint8_t* at, uint64_t size_bytes) override;
 
   Result<uint8_t*> allocate(uint64_t size_bytes) override {
-    const Uncaptured current(device_);
+    const Uncaptured current(context_);
     void* memory = nullptr;
     KVM_TRY(check("cudaMalloc", cudaMalloc(&memory, size_bytes)));
     return static_cast<uint8_t*>(memory);
   }
   void free(uint8_t* memory) override {
-    const Uncaptured current(device_);
+    const Uncaptured current(context_);
     (void)cudaFree(memory);
   }
   Status register_host(void* memory, uint64_t size_bytes) override {
-    const Uncaptured current(device_);
+    const Uncaptured current(context_);
     const cudaError_t error = cudaHostRegister(memory, size_bytes, cudaHostRegisterPortable);
     if (error == cudaErrorMemoryAllocation) {
       (void)cudaGetLastError();
@@ -137,41 +166,41 @@ class CudaDriver final : public Driver {
     return check("cudaHostRegister", error);
   }
   void unregister_host(void* memory) override {
-    const Uncaptured current(device_);
+    const Uncaptured current(context_);
     (void)cudaHostUnregister(memory);
   }
 
   Result<Stream> create_stream() override {
-    const Uncaptured current(device_);
+    const Uncaptured current(context_);
     cudaStream_t stream = nullptr;
     KVM_TRY(check("cudaStreamCreate", cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking)));
     return static_cast<Stream>(stream);
   }
   void destroy_stream(Stream stream) override {
-    const Uncaptured current(device_);
+    const Uncaptured current(context_);
     (void)cudaStreamDestroy(runtime(stream));
   }
   Result<Event> create_event() override {
-    const Uncaptured current(device_);
+    const Uncaptured current(context_);
     cudaEvent_t event = nullptr;
     KVM_TRY(check("cudaEventCreate", cudaEventCreateWithFlags(&event, cudaEventDisableTiming)));
     return static_cast<Event>(event);
   }
   void destroy_event(Event event) override {
-    const Uncaptured current(device_);
+    const Uncaptured current(context_);
     (void)cudaEventDestroy(runtime_event(event));
   }
   Status record(Event event, Stream stream) override {
-    const Current current(device_);
+    const Current current(context_);
     return check("cudaEventRecord", cudaEventRecord(runtime_event(event), runtime(stream)));
   }
   Status wait(Stream stream, Event event) override {
-    const Current current(device_);
+    const Current current(context_);
     return check("cudaStreamWaitEvent",
                  cudaStreamWaitEvent(runtime(stream), runtime_event(event), 0));
   }
   Result<bool> is_done(Event event) override {
-    const Uncaptured current(device_);
+    const Uncaptured current(context_);
     const cudaError_t error = cudaEventQuery(runtime_event(event));
     if (error == cudaSuccess || error == cudaErrorNotReady) {
       (void)cudaGetLastError();
@@ -180,15 +209,15 @@ class CudaDriver final : public Driver {
     return failure("cudaEventQuery", error);
   }
   Status synchronize(Event event) override {
-    const Uncaptured current(device_);
+    const Uncaptured current(context_);
     return check("cudaEventSynchronize", cudaEventSynchronize(runtime_event(event)));
   }
   Status synchronize_device() override {
-    const Uncaptured current(device_);
+    const Uncaptured current(context_);
     return check("cudaDeviceSynchronize", cudaDeviceSynchronize());
   }
   Result<bool> is_capturing(Stream stream) override {
-    const Current current(device_);
+    const Current current(context_);
     cudaStreamCaptureStatus status{};
     const cudaError_t error = cudaStreamIsCapturing(runtime(stream), &status);
     if (error == cudaErrorStreamCaptureImplicit) {
@@ -200,13 +229,13 @@ class CudaDriver final : public Driver {
     return status != cudaStreamCaptureStatusNone;
   }
   Status copy(void* to, const void* from, uint64_t size_bytes, Stream stream) override {
-    const Current current(device_);
+    const Current current(context_);
     return check("cudaMemcpyAsync",
                  cudaMemcpyAsync(to, from, size_bytes, cudaMemcpyDefault, runtime(stream)));
   }
 
   Result<uint32_t> decode_blocks(const DecodeKernel& kernel) override {
-    const Uncaptured current(device_);
+    const Uncaptured current(context_);
     Residency residency;
     KVM_TRY(check("decode_residency", decode_residency(kernel, &residency)));
     const int blocks = residency.blocks_per_sm > 0 ? residency.blocks_per_sm : 1;
@@ -214,29 +243,30 @@ class CudaDriver final : public Driver {
   }
   Status decode(const DecodeKernel& kernel, const DecodeParams& params, uint32_t n_blocks,
                 Stream stream) override {
-    const Launching current(device_);
+    const Launching current(context_);
     return check("decode kernel", launch_decode(kernel, params, n_blocks, runtime(stream)));
   }
   Status merge(uint32_t dim, const MergeParams& params, uint32_t n_merges, Stream stream) override {
-    const Launching current(device_);
+    const Launching current(context_);
     return check("merge kernel", launch_merge(dim, params, n_merges, runtime(stream)));
   }
   Status append(Dtype stored, const AppendParams& params, uint32_t n_tokens,
                 Stream stream) override {
-    const Launching current(device_);
+    const Launching current(context_);
     return check("append kernel", launch_append(stored, params, n_tokens, runtime(stream)));
   }
   Status patch(const PatchParams& params, Stream stream) override {
-    const Launching current(device_);
+    const Launching current(context_);
     return check("patch kernel", launch_patch(params, runtime(stream)));
   }
   Status move(const MoveParams& params, Stream stream) override {
-    const Launching current(device_);
+    const Launching current(context_);
     return check("move kernel", launch_move(params, runtime(stream)));
   }
 
  private:
   int device_ = 0;
+  Context context_;
   DriverFacts facts_;
   decltype(&cuMemAddressReserve) reserve_ = nullptr;
   decltype(&cuMemAddressFree) free_range_ = nullptr;
@@ -264,8 +294,9 @@ Status CudaDriver::open(int device) {
                                       std::to_string(n_devices));
   }
   device_ = device;
-  const Uncaptured current(device);
-  KVM_TRY(check("cudaFree", cudaFree(nullptr)));  // makes the context
+  KVM_TRY(context_.open(device));
+  const Uncaptured current(context_);
+  KVM_TRY(check("cudaFree", cudaFree(nullptr)));  // makes the runtime take the context
   cudaDeviceProp properties{};
   KVM_TRY(check("cudaGetDeviceProperties", cudaGetDeviceProperties(&properties, device)));
   facts_.name = properties.name;
@@ -290,7 +321,7 @@ Status CudaDriver::open(int device) {
 }
 
 Status CudaDriver::map(uint8_t* at, uint64_t size_bytes) {
-  const Uncaptured current(device_);
+  const Uncaptured current(context_);
   const CUmemAllocationProp properties = properties_of(device_);
   CUmemGenericAllocationHandle handle{};
   KVM_TRY(check("cuMemCreate", create_(&handle, size_bytes, &properties, 0)));
@@ -310,7 +341,7 @@ Status CudaDriver::map(uint8_t* at, uint64_t size_bytes) {
 }
 
 void CudaDriver::unmap(uint8_t* at, uint64_t size_bytes) {
-  const Uncaptured current(device_);
+  const Uncaptured current(context_);
   (void)unmap_(reinterpret_cast<CUdeviceptr>(at), size_bytes);
 }
 
