@@ -41,20 +41,46 @@ __global__ void __launch_bounds__(kMoveThreads)
 
 }  // namespace
 
+namespace {
+
+// Loads a kernel, which otherwise happens at its first launch, where nobody should wait.
+template <class Kernel>
+cudaError_t load(Kernel kernel) {
+  cudaFuncAttributes attributes{};
+  return cudaFuncGetAttributes(&attributes, kernel);
+}
+
+template <class Kernel>
+cudaError_t load(Kernel kernel, uint32_t shared_bytes) {
+  const cudaError_t error = cudaFuncSetAttribute(
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
+  // For as many blocks on an SM as fit.
+  return error != cudaSuccess
+             ? error
+             : cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                    cudaSharedmemCarveoutMaxShared);
+}
+
+}  // namespace
+
 cudaError_t attend_init() {
   cudaError_t error = cudaSuccess;
+  const auto note = [&error](cudaError_t result) { error = error == cudaSuccess ? result : error; };
   for (const Dtype dtype : {Dtype::kBf16, Dtype::kF16, Dtype::kI8, Dtype::kF8}) {
     for (const uint32_t dim : {64u, 128u, 256u}) {
       for (const uint32_t rows : {16u, 32u}) {
         visit_shape(dtype, dim, rows, [&]<class Shape>(Shape) {
-          const cudaError_t result = cudaFuncSetAttribute(
-              decode_kernel<Shape>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-              static_cast<int>(Shape::kSharedBytes));
-          error = error == cudaSuccess ? result : error;
+          note(load(decode_kernel<Shape>, Shape::kSharedBytes));
         });
       }
     }
+    visit_element(dtype, [&]<class Tag>(Tag) { note(load(append_kernel<Tag::kElement>)); });
   }
+  note(load(merge_kernel<64>));
+  note(load(merge_kernel<128>));
+  note(load(merge_kernel<256>));
+  note(load(patch_kernel));
+  note(load(move_kernel));
   return error;
 }
 
