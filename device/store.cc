@@ -2,6 +2,7 @@
 #include "device/store.h"
 
 #include <algorithm>
+#include <new>
 #include <unordered_map>
 #include <utility>
 
@@ -224,10 +225,17 @@ void Store::release(const Sequence& seq, PageRef page) {
     pool_->release(page);
     return;
   }
-  if (page_fences_.empty() || page_fences_.back().event != seq.ready) {
-    page_fences_.push_back({seq.ready, {}, {}});
+  try {
+    if (page_fences_.empty() || page_fences_.back().event != seq.ready) {
+      page_fences_.push_back({seq.ready, {}, {}});
+    }
+    page_fences_.back().pages.push_back(page);
+  } catch (const std::bad_alloc&) {
+    // Waiting needs no memory. Where the device has faulted the page is lost with it.
+    if (driver_->synchronize(seq.ready.get()).is_ok()) {
+      pool_->release(page);
+    }
   }
-  page_fences_.back().pages.push_back(page);
 }
 
 Store::Usage Store::usage(const Sequence& seq) const {
