@@ -99,8 +99,8 @@ struct Problem {
   // identity. At most kMaxTransforms.
   std::span<const QueryTransform> transforms;
 
-  // true: weights meet values in fp32 everywhere. false: where V is bf16, of samples also int8,
-  // and the table dots bf16, weights are rounded to bf16 first (exact.h gives the error bound).
+  // true: weights meet values in fp32 everywhere. false: where V is bf16 or fp8, of samples also
+  // int8, and the table dots bf16, weights are rounded to bf16 first (exact.h: the error bound).
   bool fp32_weights = false;
 
   // Outputs: element (i, g) at o + (i * o_stride_query + g * o_stride_head) elements.

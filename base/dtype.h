@@ -29,7 +29,7 @@ constexpr bool dtype_is_known(uint32_t value) {
 
 // Whether K and V may be stored so.
 constexpr bool dtype_is_stored(uint32_t value) {
-  return dtype_is_known(value) || value == KVM_DTYPE_I8;
+  return dtype_is_known(value) || value == KVM_DTYPE_I8 || value == KVM_DTYPE_F8E4M3;
 }
 
 // Whether each row has a scale, without which its elements mean nothing: they are bytes, and the

@@ -27,8 +27,9 @@ struct Shape {
   Dtype dtype = Dtype::kBf16;  // of stored K and V
 
   std::string name() const {
+    const std::string suffix = dtype == Dtype::kBf16 ? "" : std::string("_") + dtype_name(dtype);
     return fmt::format("{}{}_{}_d{}{}", n_q_heads == n_kv_heads ? "mha" : "gqa", n_q_heads,
-                       n_kv_heads, head_dim, dtype == Dtype::kI8 ? "_int8" : "");
+                       n_kv_heads, head_dim, suffix);
   }
   uint64_t token_bytes() const {
     const uint64_t row_bytes =
@@ -279,11 +280,18 @@ struct ExactRig {
 
 void run_exact_case(const ExactCase& c, const Options& options, Report& report) {
   ExactRig judged(c, c.shape);
-  std::unique_ptr<ExactRig> bf16;  // what int8 is compared with
-  if (c.shape.dtype == Dtype::kI8) {
-    Shape shape = c.shape;
-    shape.dtype = Dtype::kBf16;
-    bf16 = std::make_unique<ExactRig>(c, shape);
+  struct Rival {  // what int8 and fp8 are compared with
+    Dtype dtype;
+    std::unique_ptr<ExactRig> rig;
+    std::vector<double> seconds;
+  };
+  std::vector<Rival> rivals;
+  for (const Dtype dtype : {Dtype::kBf16, Dtype::kI8}) {
+    if (dtype_is_scaled(c.shape.dtype) && dtype < c.shape.dtype) {
+      Shape shape = c.shape;
+      shape.dtype = dtype;
+      rivals.push_back({dtype, std::make_unique<ExactRig>(c, shape), {}});
+    }
   }
   Memory q(uint64_t{c.n_seqs} * c.shape.n_q_heads * c.shape.head_dim * 2);
   Memory o(uint64_t{c.n_seqs} * c.shape.n_q_heads * c.shape.head_dim * 4);
@@ -298,13 +306,16 @@ void run_exact_case(const ExactCase& c, const Options& options, Report& report) 
   }
   std::vector<double> seconds;
   std::vector<double> torch_seconds;
-  std::vector<double> bf16_seconds;
   for (uint32_t i = 0; i < options.repeats + 1; ++i) {
     const double took = judged.step_seconds(q, o, lse);
-    const double took_bf16 = bf16 ? bf16->step_seconds(q, o, lse) : 0;
     if (i > 0) {  // the first round warms up
       seconds.push_back(took);
-      bf16_seconds.push_back(took_bf16);
+    }
+    for (Rival& rival : rivals) {
+      const double rival_took = rival.rig->step_seconds(q, o, lse);
+      if (i > 0) {
+        rival.seconds.push_back(rival_took);
+      }
     }
     ceiling.run_once();
     if (torch) {
@@ -338,8 +349,9 @@ void run_exact_case(const ExactCase& c, const Options& options, Report& report) 
                                                                 {"gbps", gbps},
                                                                 {"ceiling_gbps", ceiling_gbps},
                                                                 {"fraction", gbps / ceiling_gbps}};
-  if (bf16) {
-    fields.emplace_back("speedup_bf16", median(bf16_seconds) * 1e3 / ms);
+  for (const Rival& rival : rivals) {
+    fields.emplace_back(std::string("speedup_") + dtype_name(rival.dtype),
+                        median(rival.seconds) * 1e3 / ms);
   }
   report.add(fields);
 }
@@ -352,11 +364,13 @@ int run_exact(const Options& options) {
   const Shape gqa;
   const Shape mha{8, 8, 128};
   const Shape int8{.dtype = Dtype::kI8};
+  const Shape fp8{.dtype = Dtype::kF8};
   std::vector<ExactCase> cases;
   for (uint32_t threads : {1u, all}) {
     if (options.peer.empty()) {
       for (uint64_t tokens : {8192ull, 65536ull, 98304ull}) {
         cases.push_back({int8, 1, tokens, threads});
+        cases.push_back({fp8, 1, tokens, threads});
       }
     }
     for (uint64_t tokens : {8192ull, 65536ull, 98304ull}) {

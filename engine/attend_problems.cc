@@ -441,7 +441,7 @@ ProblemCost AttendWork::problem_cost(const View& view, const IndexPart& part) co
   cost.rows = view.n_rows * space_->layers[layer].group();
   cost.dim = space_->head_dim_k + space_->head_dim_v;
   cost.row_bytes = slab.token_bytes();
-  cost.is_int8 = slab.dtype_k == Dtype::kI8 && slab.dtype_v == Dtype::kI8;
+  cost.is_scaled = dtype_is_scaled(slab.dtype_k) && dtype_is_scaled(slab.dtype_v);
   cost.is_hashed = part.n_hashes != 0;
   cost.n_present = view.n_cost_keys;
   for (size_t i = 0; i < part.n_sketches; ++i) {

@@ -93,7 +93,7 @@ bool apply_part(std::string_view part, CostModel* model, uint32_t* seen) {
 }
 
 double stream_rate(const CostModel& model, const ProblemCost& problem) {  // ns a byte
-  return problem.is_int8 ? model.exact_int8 / kInt8Bytes : model.exact_bf16 / kBf16Bytes;
+  return problem.is_scaled ? model.exact_int8 / kInt8Bytes : model.exact_bf16 / kBf16Bytes;
 }
 
 double gather_ns(const CostModel& model, const ProblemCost& problem) {

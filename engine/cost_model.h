@@ -47,7 +47,7 @@ struct ProblemCost {
   uint32_t rows = 0;         // query tokens times group
   uint32_t dim = 0;          // channels of K and V together
   uint64_t row_bytes = 0;    // K and V of one token
-  bool is_int8 = false;      // K and V both
+  bool is_scaled = false;    // K and V both int8 or fp8: read at the rate of int8
   bool is_hashed = false;    // the index are hash tables; else sketches
   uint64_t n_present = 0;    // keys that are visible
   uint64_t n_indexed = 0;    // of them, that need not be read

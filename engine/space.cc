@@ -49,8 +49,8 @@ Status check_head_dim(const char* field, uint32_t value) {
 Status check_dtype(const std::string& field, uint32_t value) {
   if (!dtype_is_stored(value)) {
     return invalid(field + " is " + text(value) +
-                   "; it must be KVM_DTYPE_F32 (1), KVM_DTYPE_F16 (2), KVM_DTYPE_BF16 (3) or "
-                   "KVM_DTYPE_I8 (4)");
+                   "; it must be KVM_DTYPE_F32 (1), KVM_DTYPE_F16 (2), KVM_DTYPE_BF16 (3), "
+                   "KVM_DTYPE_I8 (4) or KVM_DTYPE_F8E4M3 (5)");
   }
   return Status::ok();
 }

@@ -483,7 +483,7 @@ typedef struct kvm_codec_params {
   uint32_t layer_begin;
   uint32_t n_layers;        /* 0: to the last layer */
   uint64_t kv_head_mask[2]; /* as above */
-  uint32_t dtype_k;         /* KVM_DTYPE_*, I8 too; 0: the space's */
+  uint32_t dtype_k;         /* KVM_DTYPE_*, I8 and F8E4M3 too; 0: the space's */
   uint32_t dtype_v;
   uint64_t reserved[2];
 } kvm_codec_params;
@@ -532,7 +532,7 @@ typedef struct kvm_space_params {
   uint32_t n_kv_heads;     /* 1 to 128; divides n_q_heads into groups of 1 to 16; 0: n_q_heads */
   uint32_t head_dim_k;     /* multiple of 8, 8 to 256; required */
   uint32_t head_dim_v;     /* likewise; 0: head_dim_k */
-  uint32_t dtype;          /* of stored K and V, KVM_DTYPE_*, I8 too; 0: BF16 */
+  uint32_t dtype;          /* of stored K and V, KVM_DTYPE_*, I8 and F8E4M3 too; 0: BF16 */
   float softmax_scale;     /* multiplies q.k; 0: 1 / sqrt(head_dim_k); must be positive */
   float logit_softcap;     /* logit = cap * tanh(logit / cap); 0.001 to 10000; 0: none */
   uint32_t rope_layout;    /* KVM_ROPE_*. Keys are appended already rotated; the service uses this

@@ -35,6 +35,10 @@
 //   V in words weight times scale of V is rounded to 15 bits under the largest of the item: each by
 //              at most 2^-15 of that largest. The denominator sums the weights unrounded. Sums of
 //              an item are exact.
+//   fp8        against what the stored rows decode to. Codes are exact in fp32 and bf16 (and read
+//              as 2^-8 of their values, which scales make up for): K has the error of bf16. Weight
+//              times scale of V is rounded to bf16 where weights are, each by at most 2^-9 of
+//              itself; the denominator sums the weights unrounded.
 #ifndef KVM_ATTENTION_EXACT_EXACT_H_
 #define KVM_ATTENTION_EXACT_EXACT_H_
 

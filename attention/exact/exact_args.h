@@ -27,7 +27,7 @@ struct KvItem {
   const uint8_t* k;         // of the first of the heads that share the item
   const uint8_t* v;         // likewise
   const float* log_weight;  // likewise; [16], or null
-  const uint16_t* k_scale;  // likewise; bf16 [16] where K is int8, else null
+  const uint16_t* k_scale;  // likewise; bf16 [16] where K is int8 or fp8, else null
   const uint16_t* v_scale;
   const uint16_t* row_masks;  // visible tokens per query token, or null: `mask` for all rows
   uint16_t mask;              // tokens that count; rows of the others hold finite values
@@ -94,9 +94,10 @@ struct BlockArgs {
   uint8_t dtype_k[kBlockTokens];
   uint8_t dtype_v[kBlockTokens];
   uint32_t variant;
-  uint32_t bf16_qk;  // use the bf16 dot product; K rows are bf16 or int8, q is exact in bf16
+  uint32_t bf16_qk;  // use the bf16 dot product; K rows are no wider, q is exact in bf16
   uint32_t bf16_pv;  // likewise for weights and V
-  // Per token, or null: no row present is int8; all of them are where it is not.
+  // Per token, times elem_unit, or null: no row present is int8 or fp8; all of them are where it is
+  // not.
   const float* k_scale;
   const float* v_scale;
   uint64_t mask;              // tokens that count

@@ -10,12 +10,12 @@
 namespace kvm::attention {
 namespace {
 
-enum class Arithmetic : uint8_t { kF32, kBf16, kI8 };
+enum class Arithmetic : uint8_t { kF32, kBf16, kScaled };
 
 Arithmetic arithmetic_of(Dtype dtype) {
-  return dtype == Dtype::kBf16 ? Arithmetic::kBf16
-         : dtype == Dtype::kI8 ? Arithmetic::kI8
-                               : Arithmetic::kF32;
+  return dtype == Dtype::kBf16    ? Arithmetic::kBf16
+         : dtype_is_scaled(dtype) ? Arithmetic::kScaled
+                                  : Arithmetic::kF32;
 }
 
 // What decides how a block is computed, besides its rows. A block whose tokens differ in it is
@@ -133,10 +133,10 @@ class Block {
         buffers_.log_weight[at] = weights[i];
       }
       if (const uint16_t* scale = k_scale(problem_, run, i)) {
-        buffers_.k_scale[at] = bf16_to_f32(*scale);
+        buffers_.k_scale[at] = row_factor(run.dtype_k, *scale);
       }
       if (const uint16_t* scale = v_scale(problem_, run, i)) {
-        buffers_.v_scale[at] = bf16_to_f32(*scale);
+        buffers_.v_scale[at] = row_factor(run.dtype_v, *scale);
       }
     }
     return weighted;
@@ -163,8 +163,8 @@ class Block {
     args.bf16_qk =
         bf16_dot_ && kind.k != Arithmetic::kF32 && args.q.bf16_exact[kind.variant] != 0 ? 1 : 0;
     args.bf16_pv = bf16_dot_ && kind.v != Arithmetic::kF32 && !problem_.fp32_weights ? 1 : 0;
-    args.k_scale = kind.k == Arithmetic::kI8 ? buffers_.k_scale : nullptr;
-    args.v_scale = kind.v == Arithmetic::kI8 ? buffers_.v_scale : nullptr;
+    args.k_scale = kind.k == Arithmetic::kScaled ? buffers_.k_scale : nullptr;
+    args.v_scale = kind.v == Arithmetic::kScaled ? buffers_.v_scale : nullptr;
     args.log_weight = weighted ? buffers_.log_weight : nullptr;
     if (args.sums == nullptr) {
       kernels_->block(&args);

@@ -36,10 +36,6 @@ struct Tile {
   }
 };
 
-constexpr size_t elem_bytes(int elem) {
-  return elem == vec::kElemF32 ? 4 : elem == vec::kElemI8 ? 1 : 2;
-}
-
 // Walks through a stretch of 16 rows, and through those that will be read later.
 //
 // Every line is prefetched kAttempts times on its way, into the first level, and before that once
@@ -104,7 +100,7 @@ template <int kRows, bool kFirst, int kElem>
 void scores_f32(const StreamArgs& args, const KvItem& item, uint32_t row,
                 const uint8_t* const* reading, F* out) {
   using T = Tile<kRows>;
-  constexpr size_t kElemBytes = elem_bytes(kElem);
+  constexpr size_t kElemBytes = vec::elem_bytes(kElem);
   const float* q = query_f32(args.q, item.variant, row);
   const size_t q_stride = args.q.stride;
   const size_t row_bytes = args.dim_k * kElemBytes;
@@ -208,89 +204,157 @@ void scores_bf16(const StreamArgs& args, const KvItem& item, uint32_t row,
 }
 #endif
 
+// Rows of bytes meet queries and weights of 16 bits: int8 as words, whose sums are exact, and fp8
+// as bf16.
+template <int kElem>
+struct ByteRows;
+
 #if defined(__AVX512VNNI__)
+template <>
+struct ByteRows<vec::kElemI8> {
+  typedef vec::I Sum;
+  static Sum zero() { return vec::zero_i(); }
+  static vec::I operand(const uint16_t* p) {
+    return vec::load_words(reinterpret_cast<const int16_t*>(p));
+  }
+  static vec::I pair(const uint16_t* p) {
+    return vec::set1_words(reinterpret_cast<const int16_t*>(p));
+  }
+  static vec::I load(const uint8_t* p) { return vec::load_i8_words(p); }
+  static vec::I load_n(const uint8_t* p, unsigned n) { return vec::load_i8_words_n(p, n); }
+  static void load_pairs(const uint8_t* x, const uint8_t* y, unsigned n, vec::I* lo, vec::I* hi) {
+    vec::load_byte_pairs(x, y, n, lo, hi);
+  }
+  static Sum dot(Sum c, vec::I a, vec::I b) { return vec::dot_words(c, a, b); }
+  static F reduce(const Sum* a) { return vec::to_floats(vec::reduce_i(a)); }
+  static F to_floats(Sum a) { return vec::to_floats(a); }
+};
+
 inline const int16_t* query_i16(const QueryRows& q, uint32_t variant, uint32_t row) {
   return q.i16 + variant * q.variant_stride + static_cast<uint64_t>(row) * q.stride;
 }
 inline const float* query_i16_step(const QueryRows& q, uint32_t variant, uint32_t row) {
   return q.i16_step + static_cast<uint64_t>(variant) * q.variant_rows + row;
 }
+#endif
 
-// Rows of int8 against queries of 16 bits: sums are exact. kDim as above.
-template <int kRows, bool kFirst, int kDim>
-void scores_i16(const StreamArgs& args, const KvItem& item, uint32_t row,
-                const uint8_t* const* reading, F* out) {
+#if defined(__AVX512BF16__)
+template <>
+struct ByteRows<vec::kElemF8> {
+  typedef F Sum;
+  static Sum zero() { return vec::zero(); }
+  static vec::B operand(const uint16_t* p) { return vec::load_pairs(p); }
+  static vec::B pair(const uint16_t* p) { return vec::set1_pair(p); }
+  static vec::B load(const uint8_t* p) { return vec::load_as_pairs<vec::kElemF8>(p, 0); }
+  static vec::B load_n(const uint8_t* p, unsigned n) {
+    return vec::f8_to_pairs(vec::load_i8_words_n(p, n));
+  }
+  static void load_pairs(const uint8_t* x, const uint8_t* y, unsigned n, vec::B* lo, vec::B* hi) {
+    vec::I a, b;
+    vec::load_byte_pairs(x, y, n, &a, &b);
+    *lo = vec::f8_to_pairs(a);
+    *hi = vec::f8_to_pairs(b);
+  }
+  static Sum dot(Sum c, vec::B a, vec::B b) { return vec::dot(c, a, b); }
+  static F reduce(const Sum* a) { return vec::reduce(a); }
+  static F to_floats(Sum a) { return a; }
+};
+
+// q: of the first row of the tile. kDim as above.
+template <int kRows, bool kFirst, int kDim, int kElem>
+void scores_bytes(const StreamArgs& args, const uint16_t* q, const uint8_t* const* reading,
+                  F* out) {
   using T = Tile<kRows>;
+  using Rows = ByteRows<kElem>;
   const uint32_t dim = kDim != 0 ? static_cast<uint32_t>(kDim) : args.dim_k;
-  const int16_t* q = query_i16(args.q, item.variant, row);
   const size_t q_stride = args.q.stride;
   Reader<kFirst> reader(args, reading, dim);
   const uint8_t* k = reader.rows();
   for (int g = 0; g < T::kGroups; ++g) {
-    vec::I acc[kW];
+    typename Rows::Sum acc[kW];
 #pragma GCC unroll 16
     for (int i = 0; i < kW; ++i)
-      acc[i] = vec::zero_i();
+      acc[i] = Rows::zero();
 #pragma GCC unroll 4
     for (int first = 0; first < T::kTokens; first += 4, k += 4 * static_cast<size_t>(dim)) {
       reader.turn();
 #pragma GCC unroll 4
       for (uint32_t c = 0; c < dim; c += 32) {
-        vec::I y[kRows];
+        decltype(Rows::operand(q)) y[kRows];
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r)
-          y[r] = vec::load_words(q + static_cast<size_t>(r) * q_stride + c);
+          y[r] = Rows::operand(q + static_cast<size_t>(r) * q_stride + c);
 #pragma GCC unroll 4
         for (int t = 0; t < 4; ++t) {
           const uint8_t* p = k + static_cast<size_t>(t) * dim + c;
-          const vec::I x =
-              kDim != 0 || c + 32 <= dim ? vec::load_i8_words(p) : vec::load_i8_words_n(p, dim - c);
+          const auto x = kDim != 0 || c + 32 <= dim ? Rows::load(p) : Rows::load_n(p, dim - c);
           // Two vectors to a line; the parts of rows at the end are not worth asking for.
           if (t % 2 == 0 && (kDim != 0 || c + 32 <= dim))
             reader.template step<64>();
 #pragma GCC unroll 4
           for (int r = 0; r < kRows; ++r) {
-            vec::I& a = acc[r * T::kTokens + first + t];
-            a = vec::dot_words(a, x, y[r]);
+            typename Rows::Sum& a = acc[r * T::kTokens + first + t];
+            a = Rows::dot(a, x, y[r]);
           }
         }
       }
     }
-    out[g] = vec::to_floats(vec::reduce_i(acc));
+    out[g] = Rows::reduce(acc);
   }
-  const F step = vec::spread<T::kTokens>(query_i16_step(args.q, item.variant, row));
-#pragma GCC unroll 16
-  for (int g = 0; g < T::kGroups; ++g)
-    out[g] = vec::mul(out[g], step);
-}
-#endif
-
-// Sixteen scales of an item as floats.
-inline void load_scales(const StreamArgs& args, const uint16_t* scales, float* out) {
-  for (uint32_t i = 0; i < kItemTokens; i += kW)
-    vec::store(out + i, vec::load_as<vec::kElemBf16>(scales + args.scale_offset, i));
 }
 
-// Dot products with int8 rows of K: times the scales of the tokens.
-template <int kRows, bool kFirst>
-[[gnu::noinline]] void scores_i8(const StreamArgs& args, const KvItem& item, uint32_t row,
-                                 const uint8_t* const* reading, F* out) {
-  using T = Tile<kRows>;
-#if defined(__AVX512VNNI__)
-  if (args.q.i16_near[item.variant] == 0) {
-    scores_f32<kRows, kFirst, vec::kElemI8>(args, item, row, reading, out);
-  } else if (args.dim_k == 128) {
-    scores_i16<kRows, kFirst, 128>(args, item, row, reading, out);
+template <int kRows, bool kFirst, int kElem>
+inline void scores_bytes_of_dim(const StreamArgs& args, const uint16_t* q,
+                                const uint8_t* const* reading, F* out) {
+  if (args.dim_k == 128) {
+    scores_bytes<kRows, kFirst, 128, kElem>(args, q, reading, out);
   } else if (args.dim_k == 64) {
-    scores_i16<kRows, kFirst, 64>(args, item, row, reading, out);
+    scores_bytes<kRows, kFirst, 64, kElem>(args, q, reading, out);
   } else {
-    scores_i16<kRows, kFirst, 0>(args, item, row, reading, out);
+    scores_bytes<kRows, kFirst, 0, kElem>(args, q, reading, out);
   }
-#else
-  scores_f32<kRows, kFirst, vec::kElemI8>(args, item, row, reading, out);
+}
 #endif
+
+// Sixteen scales of an item as floats: what its rows, of the dtype, are multiplied by.
+inline void load_scales(const StreamArgs& args, const uint16_t* scales, int dtype, float* out) {
+  const F unit = vec::set1(vec::elem_unit(dtype));
+  for (uint32_t i = 0; i < kItemTokens; i += kW)
+    vec::store(out + i,
+               vec::mul(vec::load_as<vec::kElemBf16>(scales + args.scale_offset, i), unit));
+}
+
+// Dot products with rows of K, int8 or fp8, without their scales.
+template <int kRows, bool kFirst, int kElem>
+inline void unscaled_scores(const StreamArgs& args, const KvItem& item, uint32_t row,
+                            const uint8_t* const* reading, F* out) {
+#if defined(__AVX512BF16__)
+  if constexpr (kElem == vec::kElemI8) {
+    if (args.q.i16_near[item.variant] != 0) {
+      const auto* q = reinterpret_cast<const uint16_t*>(query_i16(args.q, item.variant, row));
+      scores_bytes_of_dim<kRows, kFirst, kElem>(args, q, reading, out);
+      const F step = vec::spread<Tile<kRows>::kTokens>(query_i16_step(args.q, item.variant, row));
+#pragma GCC unroll 16
+      for (int g = 0; g < Tile<kRows>::kGroups; ++g)
+        out[g] = vec::mul(out[g], step);
+      return;
+    }
+  } else if (args.q.bf16_exact[item.variant] != 0) {
+    const uint16_t* q = query_bf16(args.q, item.variant, row);
+    return scores_bytes_of_dim<kRows, kFirst, kElem>(args, q, reading, out);
+  }
+#endif
+  scores_f32<kRows, kFirst, kElem>(args, item, row, reading, out);
+}
+
+// The same, times the scales of the tokens.
+template <int kRows, bool kFirst, int kElem>
+[[gnu::noinline]] void scaled_scores(const StreamArgs& args, const KvItem& item, uint32_t row,
+                                     const uint8_t* const* reading, F* out) {
+  using T = Tile<kRows>;
+  unscaled_scores<kRows, kFirst, kElem>(args, item, row, reading, out);
   float scales[kItemTokens];
-  load_scales(args, item.k_scale, scales);
+  load_scales(args, item.k_scale, kElem, scales);
   for (int g = 0; g < T::kGroups; ++g)
     out[g] = vec::mul(out[g], vec::load_repeated<T::kTokens>(scales + g * T::kTokens));
 }
@@ -309,7 +373,9 @@ void scores(const StreamArgs& args, const KvItem& item, uint32_t row, const uint
 #endif
   switch (item.dtype_k) {
     case vec::kElemI8:
-      return scores_i8<kRows, kFirst>(args, item, row, reading, out);
+      return scaled_scores<kRows, kFirst, vec::kElemI8>(args, item, row, reading, out);
+    case vec::kElemF8:
+      return scaled_scores<kRows, kFirst, vec::kElemF8>(args, item, row, reading, out);
     case vec::kElemF32:
       return scores_f32<kRows, kFirst, vec::kElemF32>(args, item, row, reading, out);
     case vec::kElemF16:
@@ -367,8 +433,10 @@ inline void tile_logits(const StreamArgs& args, const KvItem& item, uint32_t row
 
 // --- Streaming path: softmax --------------------------------------------------------------------
 
+// Whether weights meet V's rows of bf16 or fp8 as bf16.
 inline bool item_uses_bf16_pv(const StreamArgs& args, const KvItem& item) {
-  return vec::kHasBf16Dot && item.dtype_v == vec::kElemBf16 && args.fp32_weights == 0;
+  return vec::kHasBf16Dot && (item.dtype_v == vec::kElemBf16 || item.dtype_v == vec::kElemF8) &&
+         args.fp32_weights == 0;
 }
 
 // Whether weights meet V's int8 rows as integers of 16 bits.
@@ -398,15 +466,16 @@ inline float* weights_of(const StreamArgs& args, uint32_t at) {
 inline float* steps_of(float* weights) { return weights + kRowTile * kItemTokens / 2; }
 inline const float* steps_of(const float* weights) { return weights + kRowTile * kItemTokens / 2; }
 
-// Weights of a tile relative to `reference`, for int8 rows of V: stored times the scales of those,
-// as floats, or as words and a step for each row (steps_of). The denominator sums the weights
-// themselves: returns l with them. Stands apart so that other dtypes do not share its registers.
+// Weights of a tile relative to `reference`, for int8 and fp8 rows of V: stored times the scales of
+// those, as floats or bf16, or as words and a step for each row (steps_of). The denominator sums
+// the weights themselves: returns l with them. Stands apart so that other dtypes do not share its
+// registers.
 template <int kRows>
 [[gnu::noinline]] F scaled_weights(const StreamArgs& args, const KvItem& item, F reference, F* p,
                                    F l, float* weights) {
   using T = Tile<kRows>;
   float scales[kItemTokens];
-  load_scales(args, item.v_scale, scales);
+  load_scales(args, item.v_scale, item.dtype_v, scales);
 #pragma GCC unroll 16
   for (int g = 0; g < T::kGroups; ++g) {
     p[g] = exp_nonpositive(vec::sub(p[g], reference));
@@ -428,6 +497,14 @@ template <int kRows>
 #pragma GCC unroll 16
     for (int g = 0; g < T::kGroups; ++g)
       vec::store_words(reinterpret_cast<int16_t*>(weights) + g * kW, vec::mul(w[g], inverse));
+    return l;
+  }
+#endif
+#if defined(__AVX512BF16__)
+  if (item_uses_bf16_pv(args, item)) {
+#pragma GCC unroll 16
+    for (int g = 0; g < T::kGroups; ++g)
+      vec::store_rounded(reinterpret_cast<uint16_t*>(weights) + g * kW, w[g]);
     return l;
   }
 #endif
@@ -497,7 +574,7 @@ template <int kRows, bool kFirst, int kElem, int kVecs, bool kPart>
 inline void values_f32_slice(const StreamArgs& args, uint32_t row, const float* weights, uint32_t d,
                              Reader<kFirst>& reader) {
   using T = Tile<kRows>;
-  constexpr size_t kElemBytes = elem_bytes(kElem);
+  constexpr size_t kElemBytes = vec::elem_bytes(kElem);
   float* acc = args.acc + row * static_cast<size_t>(args.acc_stride) + d;
   const size_t row_bytes = args.dim_v * kElemBytes;
   F a[kRows][kVecs];
@@ -540,7 +617,7 @@ template <int kRows, bool kFirst, int kElem>
 void values_f32(const StreamArgs& args, uint32_t row, const float* weights,
                 const uint8_t* const* reading) {
   constexpr uint32_t kSlice = 2 * kW;
-  Reader<kFirst> reader(args, reading, args.dim_v * elem_bytes(kElem));
+  Reader<kFirst> reader(args, reading, args.dim_v * vec::elem_bytes(kElem));
   uint32_t d = 0;
   for (; d + kSlice <= args.dim_v; d += kSlice) {
     values_f32_slice<kRows, kFirst, kElem, 2, false>(args, row, weights, d, reader);
@@ -631,53 +708,55 @@ void values_bf16(const StreamArgs& args, uint32_t row, const float* buffer,
 }
 #endif
 
-#if defined(__AVX512VNNI__)
-// kVecs times 32 channels of int8 rows from channel d on, token pair by token pair. Sums of an item
-// are exact.
-template <int kRows, bool kFirst, int kDim, int kVecs, bool kPart>
-inline void values_i16_slice(const StreamArgs& args, uint32_t row, const float* buffer, uint32_t d,
-                             Reader<kFirst>& reader) {
+#if defined(__AVX512BF16__)
+// kVecs times 32 channels of rows of bytes from channel d on, token pair by token pair. Of int8,
+// sums of an item are exact.
+template <int kRows, bool kFirst, int kDim, int kElem, int kVecs, bool kPart>
+inline void values_bytes_slice(const StreamArgs& args, uint32_t row, const float* buffer,
+                               uint32_t d, Reader<kFirst>& reader) {
   using T = Tile<kRows>;
+  using Rows = ByteRows<kElem>;
   const size_t dim = kDim != 0 ? static_cast<size_t>(kDim) : args.dim_v;
-  const int16_t* weights = reinterpret_cast<const int16_t*>(buffer);
-  vec::I sum[kRows][2 * kVecs];
+  const uint16_t* weights = reinterpret_cast<const uint16_t*>(buffer);
+  typename Rows::Sum sum[kRows][2 * kVecs];
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8
     for (int i = 0; i < 2 * kVecs; ++i)
-      sum[r][i] = vec::zero_i();
+      sum[r][i] = Rows::zero();
   }
   const uint8_t* v = reader.rows() + d;
 #pragma GCC unroll 8
   for (int t = 0; t < static_cast<int>(kItemTokens); t += 2, v += 2 * dim) {
     if (t % 4 == 0)
       reader.turn();
-    vec::I w[kRows];
+    decltype(Rows::pair(weights)) w[kRows];
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r)
-      w[r] = vec::set1_words(weights + T::lane(r, t));
+      w[r] = Rows::pair(weights + T::lane(r, t));
 #pragma GCC unroll 4
     for (int i = 0; i < kVecs; ++i) {
       const uint32_t n = kPart ? static_cast<uint32_t>(dim) - d : 32;
-      vec::I lo, hi;
-      vec::load_i8_word_pairs(v + i * 32, v + dim + i * 32, n, &lo, &hi);
+      decltype(Rows::pair(weights)) lo, hi;
+      Rows::load_pairs(v + i * 32, v + dim + i * 32, n, &lo, &hi);
       if (!kPart)
         reader.template step<64>();  // two vectors of half a line
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) {
-        sum[r][2 * i] = vec::dot_words(sum[r][2 * i], lo, w[r]);
-        sum[r][2 * i + 1] = vec::dot_words(sum[r][2 * i + 1], hi, w[r]);
+        sum[r][2 * i] = Rows::dot(sum[r][2 * i], lo, w[r]);
+        sum[r][2 * i + 1] = Rows::dot(sum[r][2 * i + 1], hi, w[r]);
       }
     }
   }
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r) {
-    const F step = vec::set1(steps_of(buffer)[r * T::kTokens]);
+    const F step = vec::set1(kElem == vec::kElemI8 ? steps_of(buffer)[r * T::kTokens] : 1.0f);
     float* acc = args.acc + (row + static_cast<uint32_t>(r)) * static_cast<size_t>(args.acc_stride);
 #pragma GCC unroll 4
     for (int i = 0; i < kVecs; ++i) {
       F lo, hi;
-      vec::word_pair_sums(sum[r][2 * i], sum[r][2 * i + 1], &lo, &hi);
+      vec::split_pair_sums(Rows::to_floats(sum[r][2 * i]), Rows::to_floats(sum[r][2 * i + 1]), &lo,
+                           &hi);
       float* at = acc + d + i * 32;
       vec::store(at, vec::fma(lo, step, vec::load(at)));
       vec::store(at + kW, vec::fma(hi, step, vec::load(at + kW)));
@@ -685,25 +764,35 @@ inline void values_i16_slice(const StreamArgs& args, uint32_t row, const float* 
   }
 }
 
-template <int kRows, bool kFirst, int kDim>
-void values_i16(const StreamArgs& args, uint32_t row, const float* weights,
-                const uint8_t* const* reading) {
+template <int kRows, bool kFirst, int kDim, int kElem>
+void values_bytes(const StreamArgs& args, uint32_t row, const float* weights,
+                  const uint8_t* const* reading) {
   Reader<kFirst> reader(args, reading, args.dim_v);
   const uint32_t dim = kDim != 0 ? static_cast<uint32_t>(kDim) : args.dim_v;
   uint32_t d = 0;
   if constexpr (kRows == 1) {
     for (; d + 128 <= dim; d += 128) {
-      values_i16_slice<kRows, kFirst, kDim, 4, false>(args, row, weights, d, reader);
+      values_bytes_slice<kRows, kFirst, kDim, kElem, 4, false>(args, row, weights, d, reader);
     }
   }
   for (; d + 64 <= dim; d += 64) {
-    values_i16_slice<kRows, kFirst, kDim, 2, false>(args, row, weights, d, reader);
+    values_bytes_slice<kRows, kFirst, kDim, kElem, 2, false>(args, row, weights, d, reader);
   }
   if (kDim != 0)
     return;
   for (; d < dim; d += 32) {
-    values_i16_slice<kRows, kFirst, kDim, 1, true>(args, row, weights, d, reader);
+    values_bytes_slice<kRows, kFirst, kDim, kElem, 1, true>(args, row, weights, d, reader);
   }
+}
+
+template <int kRows, bool kFirst, int kElem>
+inline void values_bytes_of_dim(const StreamArgs& args, uint32_t row, const float* weights,
+                                const uint8_t* const* reading) {
+  if (args.dim_v == 128)
+    return values_bytes<kRows, kFirst, 128, kElem>(args, row, weights, reading);
+  if (args.dim_v == 64)
+    return values_bytes<kRows, kFirst, 64, kElem>(args, row, weights, reading);
+  return values_bytes<kRows, kFirst, 0, kElem>(args, row, weights, reading);
 }
 #endif
 
@@ -712,25 +801,22 @@ void tile_values(const StreamArgs& args, const KvItem& item, uint32_t row, const
                  const uint8_t* const* reading) {
 #if defined(__AVX512BF16__)
   if (item_uses_bf16_pv(args, item)) {
+    if (item.dtype_v == vec::kElemF8)
+      return values_bytes_of_dim<kRows, kFirst, vec::kElemF8>(args, row, weights, reading);
     if (args.dim_v == 128)
       return values_bf16<kRows, kFirst, 128>(args, row, weights, reading);
     if (args.dim_v == 64)
       return values_bf16<kRows, kFirst, 64>(args, row, weights, reading);
     return values_bf16<kRows, kFirst, 0>(args, row, weights, reading);
   }
-#endif
-#if defined(__AVX512VNNI__)
-  if (item_uses_i16_pv(args, item)) {
-    if (args.dim_v == 128)
-      return values_i16<kRows, kFirst, 128>(args, row, weights, reading);
-    if (args.dim_v == 64)
-      return values_i16<kRows, kFirst, 64>(args, row, weights, reading);
-    return values_i16<kRows, kFirst, 0>(args, row, weights, reading);
-  }
+  if (item_uses_i16_pv(args, item))
+    return values_bytes_of_dim<kRows, kFirst, vec::kElemI8>(args, row, weights, reading);
 #endif
   switch (item.dtype_v) {
     case vec::kElemI8:
       return values_f32<kRows, kFirst, vec::kElemI8>(args, row, weights, reading);
+    case vec::kElemF8:
+      return values_f32<kRows, kFirst, vec::kElemF8>(args, row, weights, reading);
     case vec::kElemF32:
       return values_f32<kRows, kFirst, vec::kElemF32>(args, row, weights, reading);
     case vec::kElemF16:
@@ -888,6 +974,9 @@ inline F load_channels(const uint8_t* row, uint8_t dtype, uint32_t d, uint32_t d
     case vec::kElemI8:
       return whole ? vec::load_as<vec::kElemI8>(row, d)
                    : vec::load_as_n<vec::kElemI8>(row, d, left);
+    case vec::kElemF8:
+      return whole ? vec::load_as<vec::kElemF8>(row, d)
+                   : vec::load_as_n<vec::kElemF8>(row, d, left);
     default:
       return whole ? vec::load_as<vec::kElemBf16>(row, d)
                    : vec::load_as_n<vec::kElemBf16>(row, d, left);
@@ -1006,20 +1095,27 @@ void block_values_f32(const BlockArgs& args, const float* weights, float* acc) {
 }
 
 #if defined(__AVX512BF16__)
-// 32 channels from channel d on of one row of bf16 or int8; zero beyond `dim` and where the row is
-// absent.
-inline vec::B load_channel_pairs(const uint8_t* row, bool is_i8, uint32_t d, uint32_t dim) {
-  if (row == nullptr)
-    return vec::no_pairs();
-  const uint32_t left = dim - d;
-  if (is_i8)
-    return left >= 32 ? vec::load_as_pairs<vec::kElemI8>(row, d)
-                      : vec::load_as_pairs_n<vec::kElemI8>(row, d, left);
-  return left >= 32 ? vec::load_as_pairs<vec::kElemBf16>(row, d)
-                    : vec::load_as_pairs_n<vec::kElemBf16>(row, d, left);
+template <int kElem>
+inline vec::B load_pairs_to(const uint8_t* row, uint32_t d, uint32_t left) {
+  return left >= 32 ? vec::load_as_pairs<kElem>(row, d) : vec::load_as_pairs_n<kElem>(row, d, left);
 }
 
-// K of the block as [channel pair][token], each entry two bf16; int8 without its scale.
+// 32 channels from channel d on of one row of bf16, int8 or fp8; zero beyond `dim` and where the
+// row is absent.
+inline vec::B load_channel_pairs(const uint8_t* row, uint8_t dtype, uint32_t d, uint32_t dim) {
+  if (row == nullptr)
+    return vec::no_pairs();
+  switch (dtype) {
+    case vec::kElemI8:
+      return load_pairs_to<vec::kElemI8>(row, d, dim - d);
+    case vec::kElemF8:
+      return load_pairs_to<vec::kElemF8>(row, d, dim - d);
+    default:
+      return load_pairs_to<vec::kElemBf16>(row, d, dim - d);
+  }
+}
+
+// K of the block as [channel pair][token], each entry two bf16; int8 and fp8 without scales.
 void pack_k_bf16(const BlockArgs& args, float* out) {
   const uint32_t pairs = args.dim_k / 2;
   for (uint32_t t = 0; t < kBlockTokens; t += 16) {
@@ -1028,7 +1124,7 @@ void pack_k_bf16(const BlockArgs& args, float* out) {
       const uint32_t n = pairs - d < 16 ? pairs - d : 16;
       for (uint32_t i = 0; i < 16; ++i) {
         x[i] = vec::as_floats(
-            load_channel_pairs(args.k[t + i], args.k_scale != nullptr, 2 * d, args.dim_k));
+            load_channel_pairs(args.k[t + i], args.dtype_k[t + i], 2 * d, args.dim_k));
       }
       vec::transpose(x);
       for (uint32_t i = 0; i < n; ++i)
@@ -1037,14 +1133,13 @@ void pack_k_bf16(const BlockArgs& args, float* out) {
   }
 }
 
-// V of the block as [token pair][channel], each entry two bf16; int8 without its scale.
+// V of the block as [token pair][channel], each entry two bf16; int8 and fp8 without scales.
 void pack_v_bf16(const BlockArgs& args, uint16_t* out) {
   for (uint32_t t = 0; t < kBlockTokens; t += 2) {
     uint16_t* to = out + static_cast<size_t>(t) * args.acc_stride;
-    const bool is_i8 = args.v_scale != nullptr;
     for (uint32_t d = 0; d < args.acc_stride; d += 32) {
-      const vec::B x = load_channel_pairs(args.v[t], is_i8, d, args.dim_v);
-      const vec::B y = load_channel_pairs(args.v[t + 1], is_i8, d, args.dim_v);
+      const vec::B x = load_channel_pairs(args.v[t], args.dtype_v[t], d, args.dim_v);
+      const vec::B y = load_channel_pairs(args.v[t + 1], args.dtype_v[t + 1], d, args.dim_v);
       vec::store_pairs(to + 2 * d, vec::interleave_lo(x, y));
       vec::store_pairs(to + 2 * d + 32, vec::interleave_hi(x, y));
     }

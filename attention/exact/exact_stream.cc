@@ -18,7 +18,8 @@ namespace {
 
 // Kernels include no header of ours, so the wrappers repeat these values (vec_*.h, enum Elem).
 static_assert(static_cast<int>(Dtype::kF32) == 1 && static_cast<int>(Dtype::kF16) == 2 &&
-              static_cast<int>(Dtype::kBf16) == 3 && static_cast<int>(Dtype::kI8) == 4);
+              static_cast<int>(Dtype::kBf16) == 3 && static_cast<int>(Dtype::kI8) == 4 &&
+              static_cast<int>(Dtype::kF8) == 5);
 
 static_assert(kGroupItems * kItemTokens == kPageTokens);
 

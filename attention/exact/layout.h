@@ -10,6 +10,7 @@
 #include "attention/attention.h"
 #include "attention/exact/exact_args.h"
 #include "base/round.h"
+#include "base/simd/elem.h"
 
 namespace kvm::attention {
 
@@ -101,12 +102,16 @@ size_t first_run_after(KvRuns runs, uint64_t position);
 // Row `token` of a run's K or V, for the problem's head.
 const uint8_t* k_row(const Problem& problem, const KvRun& run, uint64_t token);
 const uint8_t* v_row(const Problem& problem, const KvRun& run, uint64_t token);
-// Its scale, where it is int8; else null.
+// Its scale, where it is int8 or fp8; else null.
 inline const uint16_t* k_scale(const Problem& problem, const KvRun& run, uint64_t token) {
   return run.k_scale == nullptr ? nullptr : run.k_scale + problem.head * kPageTokens + token;
 }
 inline const uint16_t* v_scale(const Problem& problem, const KvRun& run, uint64_t token) {
   return run.v_scale == nullptr ? nullptr : run.v_scale + problem.head * kPageTokens + token;
+}
+// What a row of the dtype, as kernels load it, is multiplied by.
+inline float row_factor(Dtype dtype, uint16_t scale) {
+  return bf16_to_f32(scale) * vec::elem_unit(static_cast<int>(dtype));
 }
 inline const float* log_weight_at(const Problem& problem, const KvRun& run, uint64_t token) {
   return run.log_weight == nullptr

@@ -21,15 +21,15 @@ constexpr uint32_t kLineBytes = 64;
 // The scales of rows that have none.
 alignas(64) constexpr float kOnes[kGatherKeys] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
 
-// The scales of a batch; where its rows have none, `at` holds null pointers.
-const float* load_scales(const uint16_t* const* at, float* scales) {
+// What the rows of a batch are multiplied by; where they have no scales, `at` holds null pointers.
+const float* load_factors(const uint16_t* const* at, uint8_t dtype, float* factors) {
   if (at[0] == nullptr) {
     return kOnes;
   }
   for (uint32_t i = 0; i < kGatherKeys; ++i) {
-    scales[i] = bf16_to_f32(*at[i]);
+    factors[i] = row_factor(static_cast<Dtype>(dtype), *at[i]);
   }
-  return scales;
+  return factors;
 }
 
 // Two batches ahead, rows are asked for into the first level where that is large, else into the
@@ -237,8 +237,8 @@ bool BatchMaker::next(GatherArgs* args, GatherBatch* batch) {
   const uint32_t n = std::min<uint32_t>(n_ - at_, kGatherKeys);
   batch->k = k_ + at_;
   batch->v = v_ + at_;
-  batch->k_scale = load_scales(k_scale_ + at_, k_scales_);
-  batch->v_scale = load_scales(v_scale_ + at_, v_scales_);
+  batch->k_scale = load_factors(k_scale_ + at_, source_.dtype_k, k_scales_);
+  batch->v_scale = load_factors(v_scale_ + at_, source_.dtype_v, v_scales_);
   batch->n = n;
   batch->dtype_k = source_.dtype_k;
   batch->dtype_v = source_.dtype_v;

@@ -29,10 +29,6 @@ constexpr uint32_t kLine = 64;
 constexpr float kMaxExcess = 20.0f;
 constexpr float kMaxResidual = 100.0f;
 
-constexpr uint32_t elem_bytes(int elem) {
-  return elem == vec::kElemF32 ? 4 : elem == vec::kElemI8 ? 1 : 2;
-}
-
 // Calls body with the element type as a constant.
 template <typename Body>
 inline void with_elem(uint32_t dtype, Body body) {
@@ -43,6 +39,8 @@ inline void with_elem(uint32_t dtype, Body body) {
       return body.template operator()<vec::kElemF16>();
     case vec::kElemI8:
       return body.template operator()<vec::kElemI8>();
+    case vec::kElemF8:
+      return body.template operator()<vec::kElemF8>();
     default:
       return body.template operator()<vec::kElemBf16>();
   }
@@ -69,10 +67,10 @@ inline void ask(const uint8_t* const* rows, int key, uint32_t offset) {
 // The same for the 32 channels from c on.
 template <uint32_t kBatches, int kElem>
 inline void ask_pairs(const uint8_t* const* rows, int key, uint32_t c) {
-  if constexpr (32 * elem_bytes(kElem) == kLine)
-    ask_line<kBatches>(rows, key, c * elem_bytes(kElem));
+  if constexpr (32 * vec::elem_bytes(kElem) == kLine)
+    ask_line<kBatches>(rows, key, c * vec::elem_bytes(kElem));
   else
-    ask<kBatches>(rows, key, c * elem_bytes(kElem));
+    ask<kBatches>(rows, key, c * vec::elem_bytes(kElem));
 }
 
 // Calls body<kRows, kFirst>(row) for each tile of rows.
@@ -110,7 +108,7 @@ void scores_f32(const GatherArgs& args, const GatherBatch& batch, uint32_t row, 
         const int key = g * T::kTokens + t;
         const F x = load_row<kElem>(batch.k[key], c, args.dim_k);
         if (kFirst)
-          ask<1>(batch.k, key, c * elem_bytes(kElem));
+          ask<1>(batch.k, key, c * vec::elem_bytes(kElem));
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) {
           F& a = acc[r * T::kTokens + t];
@@ -123,7 +121,7 @@ void scores_f32(const GatherArgs& args, const GatherBatch& batch, uint32_t row, 
 }
 
 #if defined(__AVX512BF16__)
-// Of rows of bf16 or int8, which are bf16 without rounding.
+// Of rows of bf16, int8 or fp8, which are bf16 without rounding.
 template <int kRows, int kElem, bool kFirst>
 void scores_bf16(const GatherArgs& args, const GatherBatch& batch, uint32_t row, float* out) {
   using T = KeyTile<kRows>;
@@ -202,6 +200,9 @@ void tile_logits(const GatherArgs& args, const GatherBatch& batch, uint32_t row,
   } else if (args.q_bf16 != nullptr && batch.dtype_k == vec::kElemI8) {
     scores_bf16<kRows, vec::kElemI8, kFirst>(args, batch, row, dots);
     done = true;
+  } else if (args.q_bf16 != nullptr && batch.dtype_k == vec::kElemF8) {
+    scores_bf16<kRows, vec::kElemF8, kFirst>(args, batch, row, dots);
+    done = true;
   }
 #endif
   if (!done) {
@@ -234,7 +235,7 @@ void norms_of(const uint8_t* const* rows, uint32_t dim, float* out) {
     for (int i = 0; i < kW; ++i)
       acc[i] = vec::zero();
 #if defined(__AVX512BF16__)
-    if constexpr (kElem == vec::kElemBf16 || kElem == vec::kElemI8) {
+    if constexpr (kElem != vec::kElemF32 && kElem != vec::kElemF16) {
       for (uint32_t d = 0; d < dim; d += 32) {
 #pragma GCC unroll 16
         for (int i = 0; i < kW; ++i) {
@@ -253,7 +254,7 @@ void norms_of(const uint8_t* const* rows, uint32_t dim, float* out) {
 #pragma GCC unroll 16
       for (int i = 0; i < kW; ++i) {
         const F x = load_row<kElem>(rows[part * kW + i], d, dim);
-        ask<1>(rows, part * kW + i, d * elem_bytes(kElem));
+        ask<1>(rows, part * kW + i, d * vec::elem_bytes(kElem));
         acc[i] = vec::fma(x, x, acc[i]);
       }
     }
@@ -286,7 +287,7 @@ inline Meeting meeting_of(const GatherArgs& args, const GatherBatch& batch) {
 #if defined(__AVX512BF16__)
   if (args.fp32_weights == 0 && batch.dtype_v == vec::kElemBf16)
     return Meeting::kBf16;
-  if (args.fp32_weights == 0 && batch.dtype_v == vec::kElemI8)
+  if (args.fp32_weights == 0 && (batch.dtype_v == vec::kElemI8 || batch.dtype_v == vec::kElemF8))
     return Meeting::kScaledBf16;
 #else
   (void)args;
@@ -489,8 +490,8 @@ inline void value_slice(const GatherArgs& args, const GatherBatch& batch, const 
         x[i] = vec::load_as<kElem>(batch.v[t], c);
       }
       if (kFirst) {
-        ask<1>(batch.v, t, c * elem_bytes(kElem));
-        ask<2>(batch.k, t, c * elem_bytes(kElem));
+        ask<1>(batch.v, t, c * vec::elem_bytes(kElem));
+        ask<2>(batch.k, t, c * vec::elem_bytes(kElem));
       }
     }
 #pragma GCC unroll 2
@@ -517,7 +518,7 @@ inline void value_slice(const GatherArgs& args, const GatherBatch& batch, const 
 }
 
 #if defined(__AVX512BF16__)
-// The same for 32 channels of bf16 or int8, two keys at a time. kPart: the last of them.
+// The same for 32 channels of bf16, int8 or fp8, two keys at a time. kPart: the last of them.
 template <int kSums, int kRows, bool kFirst, int kElem, bool kPart>
 inline void value_slice_bf16(const GatherArgs& args, const GatherBatch& batch,
                              const GatherSums& sums, uint32_t row, uint32_t first, uint32_t d,
@@ -608,6 +609,8 @@ void values(const GatherArgs& args, const GatherBatch& batch, const GatherSums& 
     for_tiles(args.rows_padded, [&]<int kRows, bool kFirst>(uint32_t row) {
       if (batch.dtype_v == vec::kElemI8)
         add_values_bf16<kSums, kRows, kFirst, vec::kElemI8>(args, batch, sums, row, first, coefs);
+      else if (batch.dtype_v == vec::kElemF8)
+        add_values_bf16<kSums, kRows, kFirst, vec::kElemF8>(args, batch, sums, row, first, coefs);
       else
         add_values_bf16<kSums, kRows, kFirst, vec::kElemBf16>(args, batch, sums, row, first, coefs);
     });

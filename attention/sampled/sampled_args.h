@@ -30,7 +30,8 @@ struct GatherArgs {
   float scale;
   float softcap;
   // 0: where the table has a bf16 dot product, weights are rounded to bf16 before they meet values
-  // of bf16 or int8, and so are those in the sums that go with the values (Problem::fp32_weights).
+  // of bf16, int8 or fp8, and so are those in the sums that go with the values
+  // (Problem::fp32_weights).
   uint32_t fp32_weights = 0;
 };
 
@@ -40,7 +41,7 @@ struct GatherBatch {
   // prefetched.
   const uint8_t* const* k;
   const uint8_t* const* v;
-  const float* k_scale;  // [kGatherKeys]: 1, but for int8 rows
+  const float* k_scale;  // [kGatherKeys]: 1, but for int8 and fp8 rows; times elem_unit
   const float* v_scale;
   float p[kGatherKeys];  // inclusion probability before growth, below 1; kGatherOpen only
   // [rows_padded][16]. kGatherOpen: the sketch's logits. kGatherWeighted: factors of the weights,

@@ -7,6 +7,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "base/simd/elem.h"
+
 namespace kvm {
 namespace {
 namespace vec {
@@ -18,8 +20,6 @@ constexpr int kTileRows = 3;
 constexpr int kTileVecs = 4;
 constexpr bool kHasBf16Dot = false;
 constexpr bool kHasWordDot = false;
-
-enum Elem { kElemF32 = 1, kElemF16 = 2, kElemBf16 = 3, kElemI8 = 4 };  // values of Dtype
 
 inline F set1(float x) { return _mm256_set1_ps(x); }
 inline F zero() { return _mm256_setzero_ps(); }
@@ -51,6 +51,12 @@ inline F scale_pow2(F a, F n) {
   return _mm256_mul_ps(a, _mm256_castsi256_ps(bits));
 }
 
+// Eight e4m3 codes as fp16, 2^-8 of their values: the exponent keeps its place, subnormals too.
+inline __m128i f8_to_halves(__m128i codes) {
+  const __m128i words = _mm_slli_epi16(_mm_cvtepi8_epi16(codes), 7);
+  return _mm_and_si128(words, _mm_set1_epi16((int16_t)0xbfff));
+}
+
 template <int kElem>
 inline F load_as(const void* p, unsigned i) {
   if constexpr (kElem == kElemF32) {
@@ -59,6 +65,10 @@ inline F load_as(const void* p, unsigned i) {
     const __m128i e =
         _mm_loadl_epi64(reinterpret_cast<const __m128i*>(static_cast<const int8_t*>(p) + i));
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(e));
+  } else if constexpr (kElem == kElemF8) {
+    const __m128i e =
+        _mm_loadl_epi64(reinterpret_cast<const __m128i*>(static_cast<const uint8_t*>(p) + i));
+    return _mm256_cvtph_ps(f8_to_halves(e));
   } else {
     const __m128i e =
         _mm_loadu_si128(reinterpret_cast<const __m128i*>(static_cast<const uint16_t*>(p) + i));

@@ -4,7 +4,7 @@
 //
 // The bf16 part, all in natural element order:
 //   load_pairs(p)              32 bf16 elements
-//   load_as_pairs<kElem>(p, i) 32 elements from element i of a row of bf16 or int8
+//   load_as_pairs<kElem>(p, i) 32 elements from element i of a row of bf16, int8 or fp8
 //   load_as_pairs_n<kElem>(p, i, n)  the first n of them, as load_pairs_n
 //   load_pairs_n(p, n)         the first n of them, n a multiple of 8 below 32; the rest is 0
 //   interleave_lo/hi(a, b)     a0 b0 a1 b1 ... of elements 0 to 15 / 16 to 31
@@ -14,8 +14,8 @@
 // The part for int8 rows, where the file is compiled for AVX512_VNNI; I is 16 integers of 32 bits
 // or 32 of 16 (words):
 //   load_i8_words(p), _n       32 int8 as words; the first n of them, n a multiple of 8
-//   load_i8_word_pairs(x, y, n, lo, hi)   words x_i y_i side by side, for n <= 32 channels in an
-//                              order that word_pair_sums undoes
+//   load_byte_pairs(x, y, n, lo, hi)   words x_i y_i side by side, for n <= 32 channels in an
+//                              order that split_pair_sums undoes
 //   set1_words(p)              the two words at p, 16 times
 //   dot_words(c, a, b)         lane i = c_i + a_2i * b_2i + a_2i+1 * b_2i+1
 //   word_step(top, inverse)    for weights up to `top` (bits of floats): the power of two that is 1
@@ -27,6 +27,8 @@
 #include <immintrin.h>
 #include <stddef.h>
 #include <stdint.h>
+
+#include "base/simd/elem.h"
 
 namespace kvm {
 namespace {
@@ -47,8 +49,6 @@ constexpr bool kHasWordDot = true;
 #else
 constexpr bool kHasWordDot = false;
 #endif
-
-enum Elem { kElemF32 = 1, kElemF16 = 2, kElemBf16 = 3, kElemI8 = 4 };  // values of Dtype
 
 inline F set1(float x) { return _mm512_set1_ps(x); }
 inline F zero() { return _mm512_setzero_ps(); }
@@ -76,6 +76,12 @@ inline F round_nearest(F a) {
 }
 inline F scale_pow2(F a, F n) { return _mm512_scalef_ps(a, n); }
 
+// Sixteen e4m3 codes as fp16, 2^-8 of their values: the exponent keeps its place, subnormals too.
+inline __m256i f8_to_halves(__m128i codes) {
+  const __m256i words = _mm256_slli_epi16(_mm256_cvtepi8_epi16(codes), 7);
+  return _mm256_and_si256(words, _mm256_set1_epi16((int16_t)0xbfff));
+}
+
 template <int kElem>
 inline F load_as(const void* p, unsigned i) {
   if constexpr (kElem == kElemF32) {
@@ -84,6 +90,10 @@ inline F load_as(const void* p, unsigned i) {
     const __m128i e =
         _mm_loadu_si128(reinterpret_cast<const __m128i*>(static_cast<const int8_t*>(p) + i));
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(e));
+  } else if constexpr (kElem == kElemF8) {
+    const __m128i e =
+        _mm_loadu_si128(reinterpret_cast<const __m128i*>(static_cast<const uint8_t*>(p) + i));
+    return _mm512_cvtph_ps(f8_to_halves(e));
   } else {
     const __m256i e =
         _mm256_loadu_si256(reinterpret_cast<const __m256i*>(static_cast<const uint16_t*>(p) + i));
@@ -103,6 +113,10 @@ inline F load_as_n(const void* p, unsigned i, unsigned) {
     const __m128i e =
         _mm_loadl_epi64(reinterpret_cast<const __m128i*>(static_cast<const int8_t*>(p) + i));
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(e));
+  } else if constexpr (kElem == kElemF8) {
+    const __m128i e =
+        _mm_loadl_epi64(reinterpret_cast<const __m128i*>(static_cast<const uint8_t*>(p) + i));
+    return _mm512_cvtph_ps(f8_to_halves(e));
   } else {
     const __m256i e = _mm256_zextsi128_si256(
         _mm_loadu_si128(reinterpret_cast<const __m128i*>(static_cast<const uint16_t*>(p) + i)));
@@ -193,10 +207,27 @@ inline B load_pairs(const uint16_t* p) { return (B)_mm512_loadu_si512(p); }
 inline B load_pairs_n(const uint16_t* p, unsigned n) {
   return (B)_mm512_maskz_loadu_epi16((__mmask32)((1u << n) - 1), p);
 }
+// 32 e4m3 codes, sign-extended to words, as bf16, 2^-8 of their values. Subnormal codes are normal
+// numbers of bf16, and the dot product would take what is not for 0: they are looked up, by m.
+inline B f8_to_pairs(__m512i x) {
+  const __m512i subnormals = _mm512_castsi128_si512(
+      _mm_set_epi16(0x3860, 0x3840, 0x3820, 0x3800, 0x37c0, 0x3780, 0x3700, 0));
+  // (x << 4 & 0x07f0) | 112 << 7
+  __m512i magnitude = _mm512_ternarylogic_epi32(_mm512_slli_epi16(x, 4), _mm512_set1_epi16(0x07f0),
+                                                _mm512_set1_epi16(0x3800), 0xea);
+  magnitude = _mm512_mask_permutexvar_epi16(
+      magnitude, _mm512_testn_epi16_mask(x, _mm512_set1_epi16(0x78)), x, subnormals);
+  // The sign of x, the rest of magnitude.
+  return (B)_mm512_ternarylogic_epi32(x, magnitude, _mm512_set1_epi16((int16_t)0x8000), 0xe4);
+}
 template <int kElem>
 inline B load_as_pairs(const void* p, size_t i) {
   if constexpr (kElem == kElemBf16) {
     return load_pairs(static_cast<const uint16_t*>(p) + i);
+  } else if constexpr (kElem == kElemF8) {
+    const uint8_t* e = static_cast<const uint8_t*>(p) + i;
+    return f8_to_pairs(
+        _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(e))));
   } else {
     const int8_t* e = static_cast<const int8_t*>(p) + i;
     return _mm512_cvtne2ps_pbh(load_as<kElemI8>(e, 16), load_as<kElemI8>(e, 0));
@@ -206,6 +237,9 @@ template <int kElem>
 inline B load_as_pairs_n(const void* p, size_t i, unsigned n) {
   if constexpr (kElem == kElemBf16) {
     return load_pairs_n(static_cast<const uint16_t*>(p) + i, n);
+  } else if constexpr (kElem == kElemF8) {
+    return f8_to_pairs(_mm512_cvtepi8_epi16(
+        _mm256_maskz_loadu_epi8((__mmask32)((1u << n) - 1), static_cast<const uint8_t*>(p) + i)));
   } else {
     const __m256i e =
         _mm256_maskz_loadu_epi8((__mmask32)((1u << n) - 1), static_cast<const int8_t*>(p) + i);
@@ -272,7 +306,7 @@ inline __mmask32 first_bytes(unsigned n) {
 inline I load_i8_words_n(const void* p, unsigned n) {
   return _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(first_bytes(n), p));
 }
-inline void load_i8_word_pairs(const uint8_t* x, const uint8_t* y, unsigned n, I* lo, I* hi) {
+inline void load_byte_pairs(const uint8_t* x, const uint8_t* y, unsigned n, I* lo, I* hi) {
   __m256i a, b;
   if (n == 32) {
     a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
@@ -285,9 +319,9 @@ inline void load_i8_word_pairs(const uint8_t* x, const uint8_t* y, unsigned n, I
   *hi = _mm512_cvtepi8_epi16(_mm256_unpackhi_epi8(a, b));
 }
 // Channels 0-7 and 16-23 are in lo, the others in hi.
-inline void word_pair_sums(I lo, I hi, F* first, F* second) {
-  *first = to_floats(_mm512_shuffle_i64x2(lo, hi, 0x44));
-  *second = to_floats(_mm512_shuffle_i64x2(lo, hi, 0xEE));
+inline void split_pair_sums(F lo, F hi, F* first, F* second) {
+  *first = _mm512_shuffle_f32x4(lo, hi, 0x44);
+  *second = _mm512_shuffle_f32x4(lo, hi, 0xEE);
 }
 inline I set1_words(const int16_t* p) {
   int32_t pair;

@@ -5,7 +5,8 @@
 // same names, with the same meaning, stand in vec_avx2.h and vec_avx512.h. Everything has internal
 // linkage: a kernel file includes exactly one wrapper and is compiled with that wrapper's flags.
 //
-//   load_as<kElem>(p, i)        kWidth elements from element i of the row p, as floats
+//   load_as<kElem>(p, i)        kWidth elements from element i of the row p, as floats; of int8 and
+//                               fp8 rows without their scale, in units of elem_unit(kElem)
 //   load_as_n<kElem>(p, i, n)   the first n of them, n a multiple of 8 below kWidth; the rest is 0
 //   load_repeated<n>(p)         n floats, kWidth / n times; n = kWidth or kWidth / 4
 //   fma(a, b, c)                a * b + c, fused where the hardware fuses
@@ -23,6 +24,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "base/simd/elem.h"
+
 namespace kvm {
 namespace {
 namespace vec {
@@ -35,8 +38,6 @@ constexpr int kTileRows = 3;  // register tile of the blocked product: rows by v
 constexpr int kTileVecs = 2;
 constexpr bool kHasBf16Dot = false;
 constexpr bool kHasWordDot = false;
-
-enum Elem { kElemF32 = 1, kElemF16 = 2, kElemBf16 = 3, kElemI8 = 4 };  // values of Dtype
 
 inline F set1(float x) { return F{x, x, x, x}; }
 inline F zero() { return set1(0.0f); }
@@ -89,6 +90,12 @@ inline float half_to_float(uint16_t h) {
   return sign != 0 ? -magnitude : magnitude;
 }
 
+// 2^-8 of the value of an e4m3 code. The multiplication moves the exponent, as above.
+inline float f8_to_float(uint8_t code) {
+  const float magnitude = from_bits((uint32_t)(code & 0x7fu) << 20) * 0x1p112f;
+  return (code & 0x80u) != 0 ? -magnitude : magnitude;
+}
+
 template <int kElem>
 inline F load_as(const void* p, unsigned i) {
   if constexpr (kElem == kElemF32) {
@@ -96,6 +103,9 @@ inline F load_as(const void* p, unsigned i) {
   } else if constexpr (kElem == kElemI8) {
     const int8_t* e = static_cast<const int8_t*>(p) + i;
     return F{(float)e[0], (float)e[1], (float)e[2], (float)e[3]};
+  } else if constexpr (kElem == kElemF8) {
+    const uint8_t* e = static_cast<const uint8_t*>(p) + i;
+    return F{f8_to_float(e[0]), f8_to_float(e[1]), f8_to_float(e[2]), f8_to_float(e[3])};
   } else {
     uint16_t e[4];
     __builtin_memcpy(e, static_cast<const uint16_t*>(p) + i, sizeof e);

@@ -22,7 +22,7 @@ enum : uint32_t {
 // Rows of one head at consecutive addresses, into columns [first, first + n) of `packed`.
 struct PackArgs {
   const uint8_t* rows;
-  const uint16_t* scales;  // bf16 [n], of int8 rows; null for the other types
+  const uint16_t* scales;  // bf16 [n], of int8 and fp8 rows; null for the other types
   const float* center;     // [dim], or null: zero
   // [dim / 4][kPackKeys][4] bytes, aligned to 64: round(127 x / max |x|) + kWeightOffset.
   uint8_t* packed;

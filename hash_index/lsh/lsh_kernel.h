@@ -30,6 +30,7 @@ enum : uint32_t {
   kDtypeF16 = 2,
   kDtypeBf16 = 3,
   kDtypeI8 = 4,
+  kDtypeF8 = 5,
 };
 
 inline uint32_t to_bits(float x) {
@@ -71,6 +72,15 @@ inline void load_row(const PackArgs& a, const uint8_t* row, uint32_t key, float*
       }
       break;
     }
+    case kDtypeF8: {
+      // e4m3 with its exponent in the place of fp32's, and 2^120 for the difference of the biases.
+      const float scale = to_float((uint32_t)a.scales[key] << 16);
+      for (uint32_t d = 0; d < a.dim; ++d) {
+        const uint32_t bits = (uint32_t)(row[d] & 0x80u) << 24 | (uint32_t)(row[d] & 0x7fu) << 20;
+        x[d] = to_float(bits) * 0x1p120f * scale;
+      }
+      break;
+    }
     default: {
       const uint16_t* e = reinterpret_cast<const uint16_t*>(row);
       for (uint32_t d = 0; d < a.dim; ++d) {
@@ -99,7 +109,9 @@ inline float scale_of(const float* x, uint32_t dim) {
 
 void pack(const PackArgs* args) {
   const PackArgs& a = *args;
-  const size_t row_bytes = (size_t)a.dim * (a.dtype == kDtypeF32 ? 4 : a.dtype == kDtypeI8 ? 1 : 2);
+  const size_t row_bytes = (size_t)a.dim * (a.dtype == kDtypeF32                         ? 4
+                                            : a.dtype == kDtypeI8 || a.dtype == kDtypeF8 ? 1
+                                                                                         : 2);
   float x[kMaxLshDim + 16];
   alignas(64) uint8_t bytes[kMaxLshDim];
   for (uint32_t key = 0; key < a.n; ++key) {

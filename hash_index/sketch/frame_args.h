@@ -26,7 +26,7 @@ struct FrameRows {
 };
 
 struct FrameKernels {
-  // A stored row of dim elements as floats, zero up to the stride; scale: of an int8 row.
+  // A stored row of dim elements as floats, zero up to the stride; scale: of an int8 or fp8 row.
   void (*load)(const void* row, uint32_t dtype, float scale, uint32_t dim, uint32_t stride,
                float* out);
   // out[i] = |row i|^2.

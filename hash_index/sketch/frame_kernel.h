@@ -77,7 +77,13 @@ void load(const void* row, uint32_t dtype, float scale, uint32_t dim, uint32_t s
       load_elements<vec::kElemF16>(row, dim, out);
       break;
     case vec::kElemI8:
-      load_elements<vec::kElemI8>(row, dim, out);
+    case vec::kElemF8:
+      if (dtype == vec::kElemF8) {
+        load_elements<vec::kElemF8>(row, dim, out);
+        scale *= vec::elem_unit(vec::kElemF8);
+      } else {
+        load_elements<vec::kElemI8>(row, dim, out);
+      }
       for (uint32_t d = 0; d < dim; ++d) {
         out[d] *= scale;
       }

@@ -87,7 +87,7 @@ struct DrawArgs {
 struct EncodeArgs {
   BlockShape shape;
   const uint8_t* k;
-  uint32_t dtype_k;  // Dtype; not int8
+  uint32_t dtype_k;  // Dtype; neither int8 nor fp8
   uint32_t dim_k;
   uint32_t dim_pad;           // power of two
   uint32_t lead;              // 0 or kLeadDims

@@ -253,10 +253,10 @@ void encode_block(const Frame& frame, const KvRun& run, uint32_t head, uint32_t 
   const Basis& basis = *frame.basis;
   alignas(64) float norms[kBlockKeys];
   alignas(64) float rows[kBlockKeys * kMaxSketchDim];  // where K or V have to be decoded
-  // The kernels read floats; of int8 rows with their scales they get those.
+  // The kernels read floats; of int8 and fp8 rows with their scales they get those.
   const auto plane = [&](const void* data, Dtype dtype, const uint16_t* scales, uint32_t dim) {
     const std::byte* at = row_at(data, dtype, head, 0, dim);
-    if (dtype == Dtype::kI8) {
+    if (dtype_is_scaled(dtype)) {
       for (uint32_t t = 0; t < kBlockKeys; ++t) {
         load_row(at + size_t{t} * dim, dtype, scale_at(scales, head, t), dim,
                  rows + size_t{t} * dim);
@@ -266,7 +266,7 @@ void encode_block(const Frame& frame, const KvRun& run, uint32_t head, uint32_t 
     return reinterpret_cast<const uint8_t*>(at);
   };
   const auto read_as = [](Dtype dtype) {
-    return static_cast<uint32_t>(dtype == Dtype::kI8 ? Dtype::kF32 : dtype);
+    return static_cast<uint32_t>(dtype_is_scaled(dtype) ? Dtype::kF32 : dtype);
   };
   KVM_ASSERT(dim_v <= kMaxSketchDim);
   const std::byte* keys = row_at(run.k, run.dtype_k, head, 0, basis.dim_k);

@@ -7,16 +7,16 @@
 #include <numeric>
 
 #include "attention/exact/visibility.h"
-#include "codecs/int8.h"
+#include "codecs/convert.h"
 
 namespace kvm::attention::testing {
 namespace {
 
 constexpr double kInf = std::numeric_limits<double>::infinity();
 
-// Rows of int8 are rounded as a whole, where they are stored.
+// Rows with scales are rounded as a whole, where they are stored.
 float rounded(Dtype dtype, float x) {
-  if (dtype == Dtype::kI8) {
+  if (dtype_is_scaled(dtype)) {
     return x;
   }
   uint32_t bits = 0;
@@ -24,14 +24,15 @@ float rounded(Dtype dtype, float x) {
   return get(&bits, dtype, 0);
 }
 
-// Stores n rows as int8, and leaves in `rows` what they say then. Returns their scales.
-std::vector<uint16_t> store_int8(std::vector<std::vector<float>>* rows, std::byte* out) {
+// Stores n rows with scales, and leaves in `rows` what they say then. Returns their scales.
+std::vector<uint16_t> store_scaled(std::vector<std::vector<float>>* rows, Dtype dtype,
+                                   std::byte* out) {
   std::vector<uint16_t> scales;
   for (std::vector<float>& row : *rows) {
     const auto n = static_cast<uint32_t>(row.size());
-    auto* codes = reinterpret_cast<int8_t*>(out) + scales.size() * n;
-    scales.push_back(codecs::encode_i8(row.data(), n, codes));
-    codecs::decode_i8(codes, scales.back(), n, row.data());
+    std::byte* codes = out + scales.size() * n;
+    scales.push_back(codecs::encode_row(row.data(), n, dtype, codes));
+    codecs::decode_row(codes, dtype, scales.back(), n, row.data());
   }
   return scales;
 }
@@ -80,12 +81,12 @@ void Head::build() {
   v_rows_ = std::make_unique<Buffer>(n_pages * kPageTokens * s.dim_v * 4);
   const size_t k_bytes = size_t{s.dim_k} * dtype_size_bytes(s.dtype);
   const size_t v_bytes = size_t{s.dim_v} * dtype_size_bytes(s.dtype);
-  const bool is_int8 = s.dtype == Dtype::kI8;
-  if (is_int8) {
-    k_scale_ = store_int8(&k, k_rows_->data());
-    v_scale_ = store_int8(&v, v_rows_->data());
+  const bool is_scaled = dtype_is_scaled(s.dtype);
+  if (is_scaled) {
+    k_scale_ = store_scaled(&k, s.dtype, k_rows_->data());
+    v_scale_ = store_scaled(&v, s.dtype, v_rows_->data());
   }
-  for (uint64_t t = 0; t < s.n_tokens && !is_int8; ++t) {
+  for (uint64_t t = 0; t < s.n_tokens && !is_scaled; ++t) {
     for (uint32_t d = 0; d < s.dim_k; ++d) {
       put(k_rows_->data(), s.dtype, t * s.dim_k + d, k[t][d]);
     }
@@ -101,8 +102,8 @@ void Head::build() {
     run.n_tokens = static_cast<uint16_t>(n);
     run.dtype_k = s.dtype;
     run.dtype_v = s.dtype;
-    run.k_scale = is_int8 ? k_scale_.data() + position : nullptr;
-    run.v_scale = is_int8 ? v_scale_.data() + position : nullptr;
+    run.k_scale = is_scaled ? k_scale_.data() + position : nullptr;
+    run.v_scale = is_scaled ? v_scale_.data() + position : nullptr;
     return run;
   };
   // For the index, whole pages whatever is dropped later; for the problem, cut where tokens differ.

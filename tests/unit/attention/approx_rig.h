@@ -33,7 +33,7 @@ class Head {
  public:
   Head(const HeadShape& shape, uint64_t seed);
 
-  // Stores k and v in pages, and codes them; of int8 rows k and v become what is stored.
+  // Stores k and v in pages, and codes them; of int8 and fp8 rows k and v become what is stored.
   void build();
 
   HeadShape shape;
@@ -71,7 +71,7 @@ class Head {
   std::vector<uint8_t> seen_by(uint32_t row) const;
 
   std::vector<uint16_t> q_stored_;
-  std::vector<uint16_t> k_scale_, v_scale_;  // of int8 rows
+  std::vector<uint16_t> k_scale_, v_scale_;  // of int8 and fp8 rows
   std::unique_ptr<Buffer> k_rows_, v_rows_, blocks_, tables_;
   std::vector<KvRun> runs_;
   hash_index::FramePtr frame_;

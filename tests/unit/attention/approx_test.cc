@@ -21,7 +21,7 @@ using testing::scan_all;
 
 TEST(Sampled, AgreesWithTheReference) {
   for (const KernelTable* table : available_tables()) {
-    for (const Dtype dtype : {Dtype::kBf16, Dtype::kF32, Dtype::kF16, Dtype::kI8}) {
+    for (const Dtype dtype : {Dtype::kBf16, Dtype::kF32, Dtype::kF16, Dtype::kI8, Dtype::kF8}) {
       for (const uint32_t group : {1u, 3u, 4u, 8u}) {
         SCOPED_TRACE(std::string(table->name) + " " + dtype_name(dtype) + " " +
                      std::to_string(group));
@@ -46,22 +46,24 @@ TEST(Sampled, AgreesWithTheReference) {
 
 // Scales and weights meet values as one bf16 number, and D holds what N holds: also of keys without
 // a value, whose scale is 0, and of values so small that the product is lost.
-TEST(Sampled, Int8ValuesMeetWeightsThatHoldTheirScales) {
+TEST(Sampled, ScaledValuesMeetWeightsThatHoldTheirScales) {
   for (const KernelTable* table : available_tables()) {
-    SCOPED_TRACE(table->name);
-    Head head({.n_tokens = 2500, .dtype = Dtype::kI8}, 12);
-    for (uint64_t t = 100; t < 2400; t += 3) {
-      std::fill(head.v[t].begin(), head.v[t].end(), 0.0f);
+    for (const Dtype dtype : {Dtype::kI8, Dtype::kF8}) {
+      SCOPED_TRACE(std::string(table->name) + " " + dtype_name(dtype));
+      Head head({.n_tokens = 2500, .dtype = dtype}, 12);
+      for (uint64_t t = 100; t < 2400; t += 3) {
+        std::fill(head.v[t].begin(), head.v[t].end(), 0.0f);
+      }
+      for (uint64_t t = 101; t < 2400; t += 30) {
+        std::fill(head.v[t].begin(), head.v[t].end(), 1e-35f);
+      }
+      head.input.table = table;
+      head.input.params.budget = 300;
+      head.build();
+      head.run();
+      ASSERT_FALSE(head.plan.exact);
+      expect_reference(head, 2e-3);
     }
-    for (uint64_t t = 101; t < 2400; t += 30) {
-      std::fill(head.v[t].begin(), head.v[t].end(), 1e-35f);
-    }
-    head.input.table = table;
-    head.input.params.budget = 300;
-    head.build();
-    head.run();
-    ASSERT_FALSE(head.plan.exact);
-    expect_reference(head, 2e-3);
   }
 }
 

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include <cmath>
+#include <iterator>
 #include <limits>
 #include <string>
 
@@ -14,7 +15,7 @@ namespace kvm::attention::testing {
 namespace {
 
 constexpr Dtype kDtypes[] = {Dtype::kF32, Dtype::kF16, Dtype::kBf16};
-constexpr Dtype kStoredDtypes[] = {Dtype::kF32, Dtype::kF16, Dtype::kBf16, Dtype::kI8};
+constexpr Dtype kStoredDtypes[] = {Dtype::kF32, Dtype::kF16, Dtype::kBf16, Dtype::kI8, Dtype::kF8};
 
 void check(Case& c, const std::string& what) {
   c.run_reference();
@@ -163,9 +164,9 @@ TEST(Exact, HugeLogitsStayFinite) {
   }
 }
 
-// What storing costs: for Gaussian data 0.67 % from K and as much from V, 0.94 % together. The
-// error of a few rows scatters by a fifteenth of it, hence many.
-TEST(Exact, ErrorOfInt8RowsOfGaussianData) {
+// What storing costs: for Gaussian data and int8 0.67 % from K and as much from V, 0.94 % together;
+// for fp8 four times that. The error of a few rows scatters by a fifteenth of it, hence many.
+void check_error_of_gaussian_data(Dtype dtype, double least, double most) {
   for (uint32_t n_query : {1u, 2u}) {  // either path
     std::vector<double> off(available_tables().size());
     double size = 0;
@@ -176,7 +177,7 @@ TEST(Exact, ErrorOfInt8RowsOfGaussianData) {
       whole.store(0);
       whole.run_reference();
       Case stored(shape, seed);  // the same rows
-      set_kinds(stored, Dtype::kI8, Dtype::kI8);
+      set_kinds(stored, dtype, dtype);
       stored.store(0);
       for (const double x : whole.ref_o)
         size += x * x;
@@ -188,17 +189,26 @@ TEST(Exact, ErrorOfInt8RowsOfGaussianData) {
     }
     for (size_t t = 0; t < off.size(); ++t) {
       const double error = std::sqrt(off[t] / size);
-      EXPECT_GT(error, 0.003) << available_tables()[t]->name;
-      EXPECT_LT(error, 0.0099) << available_tables()[t]->name;
+      EXPECT_GT(error, least) << available_tables()[t]->name;
+      EXPECT_LT(error, most) << available_tables()[t]->name;
     }
   }
 }
 
-// An int8 row that was not finite has scale NaN, and who sees it is told so.
+TEST(Exact, ErrorOfInt8RowsOfGaussianData) {
+  check_error_of_gaussian_data(Dtype::kI8, 0.003, 0.0099);
+}
+
+TEST(Exact, ErrorOfFp8RowsOfGaussianData) {
+  check_error_of_gaussian_data(Dtype::kF8, 0.012, 0.0396);
+}
+
+// An int8 or fp8 row that was not finite has scale NaN, and who sees it is told so.
 TEST(Exact, ValuesWithScaleNaNShow) {
-  for (uint32_t n_query : {1u, 12u}) {
-    Case c(Shape{.n_query = n_query, .n_tokens = 200}, 4);
-    set_kinds(c, Dtype::kI8, Dtype::kI8);
+  for (const uint32_t i : {0u, 1u, 2u, 3u}) {  // either path, either dtype
+    Case c(Shape{.n_query = i % 2 == 0 ? 1u : 12u, .n_tokens = 200}, 4);
+    const Dtype dtype = i < 2 ? Dtype::kI8 : Dtype::kF8;
+    set_kinds(c, dtype, dtype);
     for (int cuts : {0, 50}) {
       c.store(cuts);
       const KvRun& run = c.problem().runs.front();  // every row sees its first token
@@ -278,14 +288,16 @@ std::unique_ptr<Case> random_case(uint64_t seed) {
                      pick(2) == 0 ? RotationLayout::kInterleaved : RotationLayout::kHalfSplit,
                      pick(2) == 0, pick(2) == 0);
   }
-  TokenKind kind{kStoredDtypes[pick(4)], kStoredDtypes[pick(4)], 0};
+  TokenKind kind{kStoredDtypes[pick(std::size(kStoredDtypes))],
+                 kStoredDtypes[pick(std::size(kStoredDtypes))], 0};
   const uint32_t change = pick(3) == 0 ? 1 + pick(60) : 0;
   const uint32_t gaps = pick(4) == 0 ? 2 + pick(100) : 0;
   const bool weights = pick(3) == 0;
   std::normal_distribution<float> normal;
   for (uint64_t t = 0; t < s.n_tokens; ++t) {
     if (t == 0 || (change != 0 && pick(change) == 0)) {
-      kind = {kStoredDtypes[pick(4)], kStoredDtypes[pick(4)],
+      kind = {kStoredDtypes[pick(std::size(kStoredDtypes))],
+              kStoredDtypes[pick(std::size(kStoredDtypes))],
               static_cast<uint16_t>(n_transforms != 0 ? pick(n_transforms) : 0)};
     }
     c->kinds[t] = kind;

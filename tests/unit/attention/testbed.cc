@@ -6,7 +6,7 @@
 #include <limits>
 
 #include "attention/exact/exact.h"
-#include "codecs/int8.h"
+#include "codecs/convert.h"
 
 namespace kvm::attention::testing {
 namespace {
@@ -30,10 +30,10 @@ std::vector<float> random_row(Dtype dtype, uint32_t dim, std::mt19937_64& random
   for (float& x : row) {
     x = normal(random);
   }
-  if (dtype == Dtype::kI8) {
-    std::vector<int8_t> stored(dim);
-    const uint16_t scale = codecs::encode_i8(row.data(), dim, stored.data());
-    codecs::decode_i8(stored.data(), scale, dim, row.data());
+  if (dtype_is_scaled(dtype)) {
+    std::vector<uint8_t> stored(dim);
+    const uint16_t scale = codecs::encode_row(row.data(), dim, dtype, stored.data());
+    codecs::decode_row(stored.data(), dtype, scale, dim, row.data());
     return row;
   }
   for (float& x : row) {
@@ -46,8 +46,8 @@ std::vector<float> random_row(Dtype dtype, uint32_t dim, std::mt19937_64& random
 void put_row(std::byte* plane, uint16_t* scales, Dtype dtype, uint64_t at,
              const std::vector<float>& row) {
   const auto dim = static_cast<uint32_t>(row.size());
-  if (dtype == Dtype::kI8) {
-    scales[at] = codecs::encode_i8(row.data(), dim, reinterpret_cast<int8_t*>(plane) + at * dim);
+  if (dtype_is_scaled(dtype)) {
+    scales[at] = codecs::encode_row(row.data(), dim, dtype, plane + at * dim);
     return;
   }
   for (uint32_t d = 0; d < dim; ++d) {
@@ -197,8 +197,8 @@ void Case::cut_runs(int extra_cuts) {
       run.log_weight = reinterpret_cast<const float*>(pages_w_[page]->data()) + slot;
     }
     const uint16_t* scales = reinterpret_cast<const uint16_t*>(pages_s_[page]->data()) + slot;
-    run.k_scale = kind.dtype_k == Dtype::kI8 ? scales : nullptr;
-    run.v_scale = kind.dtype_v == Dtype::kI8 ? scales + plane : nullptr;
+    run.k_scale = dtype_is_scaled(kind.dtype_k) ? scales : nullptr;
+    run.v_scale = dtype_is_scaled(kind.dtype_v) ? scales + plane : nullptr;
     runs_.push_back(run);
   }
   problem_.runs = runs_;
@@ -218,8 +218,8 @@ void Case::store(int extra_cuts) {
     }
     std::shuffle(pages.begin(), pages.end(), random_);
   };
-  allocate(pages_k_, plane * s.dim_k * 20);
-  allocate(pages_v_, plane * s.dim_v * 20);
+  allocate(pages_k_, plane * s.dim_k * 24);
+  allocate(pages_v_, plane * s.dim_v * 24);
   allocate(pages_s_, plane * 4);
   allocate(pages_w_, plane * 4);
   if (tokens_.empty()) {
@@ -490,7 +490,8 @@ double words_error(const Case& c, const KernelTable& table) {
 double error_bound(const Case& c, const KernelTable& table) {
   const bool blocked = c.plan.blocked;  // there, bf16 weights meet int8 rows as well
   const bool any_bf16 = std::any_of(c.kinds.begin(), c.kinds.end(), [&](const TokenKind& k) {
-    return k.dtype_v == Dtype::kBf16 || (blocked && k.dtype_v == Dtype::kI8);
+    return k.dtype_v == Dtype::kBf16 || k.dtype_v == Dtype::kF8 ||
+           (blocked && k.dtype_v == Dtype::kI8);
   });
   double bound = kErrorFp32;
   if (table.has_bf16_dot && any_bf16 && !c.problem().fp32_weights) {

@@ -138,7 +138,7 @@ struct World : Rig {
 };
 
 TEST(Audit, TrueErrorsAreThoseOfTheOracle) {
-  for (const Dtype dtype : {Dtype::kBf16, Dtype::kI8}) {
+  for (const Dtype dtype : {Dtype::kBf16, Dtype::kI8, Dtype::kF8}) {
     World world(1, dtype);
     ASSERT_TRUE(world.append(world.seq, kTokens, 7).is_ok());
     double error = 0;

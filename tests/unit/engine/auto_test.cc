@@ -35,7 +35,7 @@ struct World : Rig {
     spec.indexes = {make_index(index)};
     id = space(spec);
     seq = create(id);
-    append(second, dtype == KVM_DTYPE_I8 ? Dtype::kI8 : Dtype::kBf16);
+    append(second, static_cast<Dtype>(dtype));
   }
   static EngineOptions options_of(const std::string& rates, uint32_t n_threads) {
     EngineOptions options = make_options(n_threads);
@@ -183,18 +183,21 @@ TEST(Auto, AnErrorThatOnlyExactKeepsIsExact) {
   EXPECT_EQ(got.result.err_max, 0.0f);
 }
 
-// The same tokens, taken for sampled or exact by what int8 rows cost to read in order.
-TEST(Auto, CheapInt8RowsAreReadExactly) {
-  World slow("exact_bf16=13.5,exact_int8=12,scan=1.5,gather=20,start=5000", KVM_INDEX_SKETCH,
-             Second::kConcentrated, 12000, 1, KVM_DTYPE_I8);
-  World::Got got = slow.attend(0.1f);
-  EXPECT_EQ(got.result.mode, uint32_t{KVM_MODE_VERIFIED});
-  World fast("exact_bf16=13.5,exact_int8=2,scan=1.5,gather=20,start=5000", KVM_INDEX_SKETCH,
-             Second::kConcentrated, 12000, 1, KVM_DTYPE_I8);
-  got = fast.attend(0.1f);
-  EXPECT_EQ(got.result.mode, uint32_t{KVM_MODE_EXACT});
-  for (uint32_t h = 0; h < kQHeads; ++h) {
-    EXPECT_LE(fast.error(got, h), 1e-4);
+// The same tokens, taken for sampled or exact by what int8 rows cost to read in order; fp8 rows are
+// taken to cost the same.
+TEST(Auto, CheapScaledRowsAreReadExactly) {
+  for (const uint32_t dtype : {KVM_DTYPE_I8, KVM_DTYPE_F8E4M3}) {
+    World slow("exact_bf16=13.5,exact_int8=12,scan=1.5,gather=20,start=5000", KVM_INDEX_SKETCH,
+               Second::kConcentrated, 12000, 1, dtype);
+    World::Got got = slow.attend(0.1f);
+    EXPECT_EQ(got.result.mode, uint32_t{KVM_MODE_VERIFIED});
+    World fast("exact_bf16=13.5,exact_int8=2,scan=1.5,gather=20,start=5000", KVM_INDEX_SKETCH,
+               Second::kConcentrated, 12000, 1, dtype);
+    got = fast.attend(0.1f);
+    EXPECT_EQ(got.result.mode, uint32_t{KVM_MODE_EXACT});
+    for (uint32_t h = 0; h < kQHeads; ++h) {
+      EXPECT_LE(fast.error(got, h), 1e-4);
+    }
   }
 }
 

@@ -553,12 +553,15 @@ TEST(Engine, EndsWithRequestsInFlight) {
   rig.engine.reset();
 }
 
-// Forks share int8 rows with their scales, copies of a tail page take both along, and reads from
-// inside a page find the scales of their rows.
-TEST(Engine, Int8RowsAreReadBackAfterForkTruncateAndAppend) {
+// Forks share int8 and fp8 rows with their scales, copies of a tail page take both along, and reads
+// from inside a page find the scales of their rows.
+void check_scaled_rows_after_fork_truncate_and_append(Dtype dtype_k, Dtype dtype_v) {
   Rig rig(2);
-  SpaceSpec spec = make_spec("int8", 1, kHeads, kHeads, kDim, kDim);
-  spec.params.dtype = KVM_DTYPE_I8;
+  SpaceSpec spec = make_spec("scaled", 1, kHeads, kHeads, kDim, kDim);
+  spec.codecs = {{.n_layers = 1,
+                  .kv_head_mask = {(uint64_t{1} << kHeads) - 1, 0},
+                  .dtype_k = static_cast<uint32_t>(dtype_k),
+                  .dtype_v = static_cast<uint32_t>(dtype_v)}};
   const kvm_space_id space = rig.space(spec);
   constexpr uint32_t kTokens = 300;
   std::mt19937_64 random(6);
@@ -591,8 +594,8 @@ TEST(Engine, Int8RowsAreReadBackAfterForkTruncateAndAppend) {
       for (uint64_t t = 0; t < n; ++t) {
         for (uint32_t h = 0; h < kHeads; ++h) {
           const uint32_t row = rows[begin + t];
-          ASSERT_EQ(out_k.get_row(0, t, h), round_row(Dtype::kI8, k.get_row(0, row, h)));
-          ASSERT_EQ(out_v.get_row(0, t, h), round_row(Dtype::kI8, v.get_row(0, row, h)));
+          ASSERT_EQ(out_k.get_row(0, t, h), round_row(dtype_k, k.get_row(0, row, h)));
+          ASSERT_EQ(out_v.get_row(0, t, h), round_row(dtype_v, v.get_row(0, row, h)));
         }
       }
     }
@@ -618,6 +621,13 @@ TEST(Engine, Int8RowsAreReadBackAfterForkTruncateAndAppend) {
   child_rows.insert(child_rows.end(), {0, 1, 2});
   expect(seq, rows);
   expect(child, child_rows);
+}
+
+TEST(Engine, ScaledRowsAreReadBackAfterForkTruncateAndAppend) {
+  check_scaled_rows_after_fork_truncate_and_append(Dtype::kI8, Dtype::kI8);
+  check_scaled_rows_after_fork_truncate_and_append(Dtype::kF8, Dtype::kF8);
+  check_scaled_rows_after_fork_truncate_and_append(Dtype::kBf16, Dtype::kF8);
+  check_scaled_rows_after_fork_truncate_and_append(Dtype::kF8, Dtype::kI8);
 }
 
 TEST(Engine, ReadGivesBackWhatWasAppended) {

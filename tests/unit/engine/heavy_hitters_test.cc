@@ -244,7 +244,8 @@ TEST(HeavyHitters, NeedleWithPastMassSurvives) {
 
 // Memory beside pages is charged and given back; every encoding is kept as it is.
 TEST(HeavyHitters, AccountsHold) {
-  for (const uint32_t dtype : {KVM_DTYPE_F32, KVM_DTYPE_F16, KVM_DTYPE_BF16, KVM_DTYPE_I8}) {
+  for (const uint32_t dtype :
+       {KVM_DTYPE_F32, KVM_DTYPE_F16, KVM_DTYPE_BF16, KVM_DTYPE_I8, KVM_DTYPE_F8E4M3}) {
     auto store = Store::open({.host_capacity_bytes = 64 << 20}).value();
     SpaceSpec spec = engine::make_spec("heavy", 2, 3);
     spec.params.dtype = dtype;

@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "base/dtype.h"
-#include "codecs/int8.h"
+#include "codecs/convert.h"
 #include "engine/engine.h"
 #include "tests/common/items.h"
 
@@ -35,11 +35,11 @@ inline float round_to(Dtype dtype, float value) {
 
 // A row as it is stored.
 inline std::vector<float> round_row(Dtype dtype, std::vector<float> row) {
-  if (dtype == Dtype::kI8) {
+  if (dtype_is_scaled(dtype)) {
     const auto n = static_cast<uint32_t>(row.size());
-    std::vector<int8_t> stored(n);
-    const uint16_t scale = codecs::encode_i8(row.data(), n, stored.data());
-    codecs::decode_i8(stored.data(), scale, n, row.data());
+    std::vector<uint8_t> stored(n);
+    const uint16_t scale = codecs::encode_row(row.data(), n, dtype, stored.data());
+    codecs::decode_row(stored.data(), dtype, scale, n, row.data());
     return row;
   }
   for (float& x : row) {

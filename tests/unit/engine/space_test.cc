@@ -45,7 +45,7 @@ const std::vector<BadSpec>& bad_specs() {
       {"head_dim_k is 12", [](SpaceSpec* s) { s->params.head_dim_k = 12; }},
       {"head_dim_k is 264", [](SpaceSpec* s) { s->params.head_dim_k = 264; }},
       {"head_dim_v is 4", [](SpaceSpec* s) { s->params.head_dim_v = 4; }},
-      {"dtype is 5", [](SpaceSpec* s) { s->params.dtype = 5; }},
+      {"dtype is 6", [](SpaceSpec* s) { s->params.dtype = 6; }},
       {"softmax_scale", [](SpaceSpec* s) { s->params.softmax_scale = std::nanf(""); }},
       {"softmax_scale is -1", [](SpaceSpec* s) { s->params.softmax_scale = -1; }},
       {"logit_softcap is inf", [](SpaceSpec* s) { s->params.logit_softcap = INFINITY; }},

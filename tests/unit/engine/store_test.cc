@@ -29,11 +29,12 @@ class StoreTest : public testing::Test {
   Sequence* fork(Sequence* parent, uint64_t n_tokens = KVM_POSITION_END) {
     return store_->find_seq(client_, store_->fork_seq(parent, n_tokens).value()).value();
   }
-  void expect_all(const Sequence* seq, std::span<const uint64_t> tokens) {
+  void expect_all(const Sequence* seq, std::span<const uint64_t> tokens, bool fp8 = false) {
     const Space& space = store_->seq_space(seq);
     for (uint32_t layer = 0; layer < space.n_layers; ++layer) {
       for (uint32_t head = 0; head < space.layers[layer].n_kv_heads; ++head) {
-        expect_content(*store_, seq, layer, layer, head, tokens, [](uint64_t) { return true; });
+        expect_content(
+            *store_, seq, layer, layer, head, tokens, [](uint64_t) { return true; }, fp8);
       }
     }
   }
@@ -250,7 +251,7 @@ TEST_F(StoreTest, OneSequenceWithFourCodecs) {
   ASSERT_TRUE(store_
                   ->apply(seq, {.kind = policies::ActionKind::kDemote,
                                 .range = {2 * kPageTokens, 3 * kPageTokens},
-                                .dtype_k = Dtype::kF32,
+                                .dtype_k = Dtype::kF8,
                                 .dtype_v = Dtype::kI8})
                   .is_ok());
   std::vector<KvRun> runs;
@@ -260,10 +261,12 @@ TEST_F(StoreTest, OneSequenceWithFourCodecs) {
   EXPECT_EQ(runs[1].dtype_k, Dtype::kF16);
   EXPECT_EQ(runs[1].dtype_v, Dtype::kF32);
   EXPECT_EQ(runs[2].dtype_v, Dtype::kI8);
-  EXPECT_EQ(runs[2].k_scale, nullptr);
+  EXPECT_EQ(runs[2].dtype_k, Dtype::kF8);
+  EXPECT_NE(runs[2].k_scale, nullptr);
+  EXPECT_EQ(runs[1].k_scale, nullptr);
   EXPECT_NE(runs[2].v_scale, nullptr);
   EXPECT_EQ(runs[3].dtype_k, Dtype::kF32);
-  expect_all(seq, tokens);
+  expect_all(seq, tokens, true);
   // The fork has the old pages, so nothing is saved yet; then it goes.
   expect_all(child, tokens);
   runs.clear();

@@ -74,7 +74,7 @@ class KeyStore {
       run.position = at;
       run.n_tokens = static_cast<uint16_t>(n);
       run.dtype_k = dtype;
-      run.k_scale = dtype == Dtype::kI8 ? scales_.data() : nullptr;
+      run.k_scale = dtype_is_scaled(dtype) ? scales_.data() : nullptr;
       runs_.push_back(run);
       at += n;
     }
@@ -100,11 +100,21 @@ class KeyStore {
   }
 
  private:
+  // Of a value that is a code's, or of the largest.
+  static std::byte f8_code(float x) {
+    uint8_t code = 0;
+    while (code < 0x7e && e4m3_to_f32(code) < std::abs(x)) {
+      ++code;
+    }
+    return static_cast<std::byte>(x < 0 ? code | 0x80 : code);
+  }
   static void put(std::byte* page, size_t element, Dtype dtype, float x) {
     if (dtype == Dtype::kF32) {
       std::memcpy(page + element * 4, &x, 4);
     } else if (dtype == Dtype::kI8) {
       page[element] = static_cast<std::byte>(static_cast<int>(x / kInt8Scale));
+    } else if (dtype == Dtype::kF8) {
+      page[element] = f8_code(x / kInt8Scale);
     } else {
       const uint16_t bits = dtype == Dtype::kF16 ? f32_to_f16(x) : f32_to_bf16(x);
       std::memcpy(page + element * 2, &bits, 2);
@@ -386,11 +396,12 @@ TEST(Tables, AreTheKeysInTheOrderOfTheirCodes) {
   Rng rng(3);
   const uint32_t dim = 16;
   for (const uint32_t n : {0u, 1u, 63u, 64u, 65u, 200u}) {
-    for (const Dtype dtype : {Dtype::kF32, Dtype::kBf16, Dtype::kF16, Dtype::kI8}) {
+    for (const Dtype dtype : {Dtype::kF32, Dtype::kBf16, Dtype::kF16, Dtype::kI8, Dtype::kF8}) {
       const PlanesPtr planes = make_planes({5, 7, n}, dim);
       std::vector<float> keys = normal(&rng, size_t{n} * dim);
       for (float& x : keys) {
-        x = kInt8Scale * std::round(x / kInt8Scale);  // exact in every dtype
+        x = kInt8Scale * std::round(x / kInt8Scale);  // exact in every dtype, fp8 with 16 at most
+        x = std::clamp(x, -16 * kInt8Scale, 16 * kInt8Scale);
       }
       const std::vector<float> center = normal(&rng, dim);
       const KeyStore store(keys, dim, dtype, 123, 17);  // uneven runs, none aligned

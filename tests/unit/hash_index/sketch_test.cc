@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <iterator>
 #include <random>
 #include <string>
 #include <vector>
@@ -244,13 +245,13 @@ struct Shape {
 
 std::vector<Shape> shapes() {
   std::vector<Shape> all;
-  const Dtype dtypes[] = {Dtype::kF32, Dtype::kF16, Dtype::kBf16, Dtype::kI8};
+  const Dtype dtypes[] = {Dtype::kF32, Dtype::kF16, Dtype::kBf16, Dtype::kI8, Dtype::kF8};
   size_t n = 0;
   for (const uint32_t dim : {8u, 16u, 40u, 64u, 80u, 96u, 112u, 128u, 256u}) {
     for (const SketchKind kind : kKinds) {
       for (const bool balanced : {false, true}) {
         if (!balanced || kind == SketchKind::kLead8Bits1) {
-          all.push_back({dim, kind, balanced, dtypes[n++ % 4]});
+          all.push_back({dim, kind, balanced, dtypes[n++ % std::size(dtypes)]});
         }
       }
     }

@@ -58,6 +58,17 @@ struct Pages {
     return double{dtype == Dtype::kF16 ? f16_to_f32(bits) : bf16_to_f32(bits)};
   }
 
+  // The largest code that is not beyond x, or the least.
+  static double put_f8(std::byte* at, double x) {
+    uint8_t code = 0;
+    while (code < 0x7e && double{e4m3_to_f32(static_cast<uint8_t>(code + 1))} <= std::abs(x)) {
+      ++code;
+    }
+    const auto stored = static_cast<uint8_t>(x < 0 ? code | 0x80 : code);
+    std::memcpy(at, &stored, 1);
+    return double{e4m3_to_f32(stored)};
+  }
+
   static void put_rows(Rows* rows, uint32_t heads, uint32_t head, Dtype dtype,
                        std::vector<std::byte>* bytes, std::vector<uint16_t>* scales) {
     const size_t dim = rows->front().size();
@@ -68,7 +79,7 @@ struct Pages {
     for (size_t i = 0; i < rows->size(); ++i) {
       const size_t row = (i / kBlockKeys * heads + head) * kBlockKeys + i % kBlockKeys;
       double scale = 1;
-      if (dtype == Dtype::kI8) {
+      if (dtype_is_scaled(dtype)) {
         for (const double x : (*rows)[i]) {
           scale = std::max(scale, std::abs(x) / 100);
         }
@@ -82,6 +93,8 @@ struct Pages {
           const auto code = static_cast<int8_t>(std::lrint(x / scale));
           std::memcpy(at, &code, 1);
           x = code * scale;
+        } else if (dtype == Dtype::kF8) {
+          x = put_f8(at, x / scale) * scale;
         } else {
           x = put(at, dtype, x);
         }
@@ -110,7 +123,7 @@ struct Pages {
       run.position = first + page * kBlockKeys;
       run.n_tokens = kBlockKeys;
       run.dtype_k = run.dtype_v = dtype;
-      if (dtype == Dtype::kI8) {
+      if (dtype_is_scaled(dtype)) {
         run.k_scale = k_scale.data() + row;
         run.v_scale = v_scale.data() + row;
       }
