@@ -54,9 +54,9 @@ Status add_classes(const engine::Space& space, uint32_t layer, device::LayerLayo
 }  // namespace
 
 Result<device::SpaceLayout> layout_of(const engine::Space& space) {
-  if (space.dtype != Dtype::kBf16 && space.dtype != Dtype::kF16) {
+  if (space.dtype == Dtype::kF32) {
     return unsupported(std::string("pages of ") + dtype_name(space.dtype) +
-                       " are not there; fp16 and bf16 are");
+                       " are not there; fp16, bf16, int8 and fp8 are");
   }
   if (space.head_dim_k != space.head_dim_v ||
       (space.head_dim_k != 64 && space.head_dim_k != 128 && space.head_dim_k != 256)) {

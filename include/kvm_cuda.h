@@ -49,9 +49,9 @@
  *    theirs. Calls of this header refuse to (INVALID); a graph cannot.
  *
  * What a device does not do (refused with UNSUPPORTED and a sentence, mostly when a space is
- * registered): indexes and approximate modes, int8 and fp32 pages, K and V of different dims or
- * dtypes, head dims other than 64, 128 and 256, sink_logits, retentions FOLD and HEAVY, positions
- * IN_CACHE, KVM_SEQ_MANUAL_COMMIT, ranges; queues and arenas.
+ * registered): indexes and approximate modes, fp32 pages, K and V of different dims or dtypes, head
+ * dims other than 64, 128 and 256, sink_logits, retentions FOLD and HEAVY, positions IN_CACHE,
+ * KVM_SEQ_MANUAL_COMMIT, ranges; queues and arenas.
  *
  * Threads: functions that take a client may be called from any thread, those that take a batch from
  * one at a time; the order of the timeline is the caller's business.
@@ -158,7 +158,8 @@ KVM_API kvm_status kvm_cuda_update(kvm_cuda_batch *batch, const kvm_cuda_item *i
 
 /* Enqueues the append of one layer, as the last update said.
  *   k, v   [row][n_kv_heads][dim], buffers of KVM_BUFFER_DEVICE, F32, F16 or BF16, both alike;
- *          rounded to the stored dtype to nearest even. Addresses and strides (in bytes) are
+ *          rounded to the stored dtype to nearest even; I8 and F8E4M3 rows get their scales here,
+ *          and are the bytes that a CPU would store. Addresses and strides (in bytes) are
  *          multiples of 16.
  * Fails:   INVALID (geometry, an ALIAS or ABSENT layer, a tensor that is too small, no update yet,
  *          a sequence that has changed since), DEVICE. */
@@ -170,7 +171,8 @@ typedef struct kvm_cuda_attend_params {
   uint32_t flags; /* reserved, zero */
   uint32_t layer;
   float scale;           /* 0: the space's softmax_scale; must be positive */
-  kvm_tensor q;          /* [row][n_q_heads][dim], DEVICE, the space's dtype */
+  kvm_tensor q;          /* [row][n_q_heads][dim], DEVICE, the space's dtype; where that is I8 or
+                          * F8E4M3, F16 or BF16 */
   kvm_tensor o;          /* likewise, F32, F16 or BF16 */
   kvm_tensor lse;        /* [row][n_q_heads], F32, natural logarithm; NONE: not wanted */
   kvm_buffer log_weights; /* DEVICE, F32, where the batch has strides for them; else NONE */

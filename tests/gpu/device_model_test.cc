@@ -446,7 +446,7 @@ void Twins::step() {
     kvm_cuda_attend_params attend{};
     attend.struct_size = sizeof attend;
     attend.layer = layer;
-    attend.q = rig_.tensor(q, rig_.geometry().dtype);
+    attend.q = rig_.tensor(q, rig_.geometry().query_dtype());
     attend.o = out.o_tensor;
     attend.lse = out.lse_tensor;
     ASSERT_EQ(kvm_cuda_attend(batch, &attend, rig_.stream()), KVM_OK) << kvm_last_error();
@@ -508,7 +508,8 @@ void Twins::host_step(Pair* pair, const kvm_cuda_item& of, uint32_t layer,
   }
   params.k = kvm_host_tensor(k.data(), k.size() * 4, KVM_DTYPE_F32);
   params.v = kvm_host_tensor(v.data(), v.size() * 4, KVM_DTYPE_F32);
-  params.q = kvm_host_tensor(q.data() + of.query_row * row, n_query * row * 2, geometry.dtype);
+  params.q =
+      kvm_host_tensor(q.data() + of.query_row * row, n_query * row * 2, geometry.query_dtype());
   params.o = kvm_host_tensor(expected->host_o.data(), n_query * row * 4, KVM_DTYPE_F32);
   params.lse =
       kvm_host_tensor(expected->host_lse.data(), expected->host_lse.size() * 4, KVM_DTYPE_F32);
@@ -543,7 +544,10 @@ TEST(DeviceModelTest, RandomOperationsGiveWhatTheEngineForCpusGives) {
   const bool nightly = std::getenv("KVM_NIGHTLY") != nullptr;
   for (uint64_t seed = 1; seed <= (nightly ? 60u : 4u); ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
-    Twins twins(seed, {});
+    constexpr uint32_t kDtypes[] = {KVM_DTYPE_F16, KVM_DTYPE_I8, KVM_DTYPE_BF16, KVM_DTYPE_F8E4M3};
+    World world;
+    world.geometry.dtype = kDtypes[(seed + seed / 4) % 4];
+    Twins twins(seed, world);
     // The emulator takes longer.
     twins.run((nightly ? 600u : 120u) / (seed % 4 == 0 ? 6 : 1));
     if (HasFailure()) {

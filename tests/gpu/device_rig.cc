@@ -9,6 +9,8 @@
 #include <utility>
 
 #include "base/splitmix.h"
+#include "codecs/float8.h"
+#include "codecs/int8.h"
 
 namespace kvm::device {
 
@@ -157,7 +159,7 @@ std::vector<uint16_t> Rig::queries(uint64_t seed, uint32_t n_rows) const {
   std::vector<uint16_t> q(size_t{n_rows} * geometry_.n_q_heads * geometry_.dim);
   for (size_t i = 0; i < q.size(); ++i) {
     const float value = number_of(splitmix64(seed) + i);
-    q[i] = geometry_.dtype == KVM_DTYPE_BF16 ? f32_to_bf16(value) : f32_to_f16(value);
+    q[i] = geometry_.query_dtype() == KVM_DTYPE_BF16 ? f32_to_bf16(value) : f32_to_f16(value);
   }
   return q;
 }
@@ -205,6 +207,29 @@ bool Rig::sees(uint32_t layer, uint32_t head, const Query& query, uint64_t posit
          position + policy->n_recent > query.position;
 }
 
+// What a row reads as once it is in pages.
+std::vector<float> Rig::stored_row(uint64_t key, uint32_t layer, uint32_t head, uint64_t position,
+                                   bool is_v) const {
+  std::vector<float> row(geometry_.dim);
+  for (uint32_t i = 0; i < geometry_.dim; ++i) {
+    row[i] = stored_number(key, layer, head, position, i, is_v);
+  }
+  if (geometry_.dtype == KVM_DTYPE_I8) {
+    std::vector<int8_t> bytes(row.size());
+    const uint16_t scale = codecs::encode_i8(row.data(), geometry_.dim, bytes.data());
+    codecs::decode_i8(bytes.data(), scale, geometry_.dim, row.data());
+  } else if (geometry_.dtype == KVM_DTYPE_F8E4M3) {
+    std::vector<uint8_t> bytes(row.size());
+    const uint16_t scale = codecs::encode_f8(row.data(), geometry_.dim, bytes.data());
+    codecs::decode_f8(bytes.data(), scale, geometry_.dim, row.data());
+  } else {
+    for (float& x : row) {
+      x = narrowed(x, geometry_.dtype);
+    }
+  }
+  return row;
+}
+
 void Rig::expect_row(const Outputs& got, uint32_t row, const std::vector<uint16_t>& q,
                      uint32_t layer, const Shadow& shadow, const Query& query,
                      const std::string& where, const float* log_weights,
@@ -228,10 +253,9 @@ void Rig::expect_row(const Outputs& got, uint32_t row, const std::vector<uint16_
         continue;
       }
       double logit = 0;
+      const std::vector<float> k = stored_row(shadow.keys[p], stored_in, head, p, false);
       for (uint32_t i = 0; i < dim; ++i) {
-        logit +=
-            static_cast<double>(widened(q[at + i], geometry_.dtype)) *
-            narrowed(stored_number(shadow.keys[p], stored_in, head, p, i, false), geometry_.dtype);
+        logit += static_cast<double>(widened(q[at + i], geometry_.query_dtype())) * k[i];
       }
       logit /= std::sqrt(static_cast<double>(dim));
       if (geometry_.softcap != 0) {
@@ -246,10 +270,10 @@ void Rig::expect_row(const Outputs& got, uint32_t row, const std::vector<uint16_
     for (size_t n = 0; n < positions.size(); ++n) {
       const double weight = std::exp(logits[n] - top);
       sum += weight;
+      const std::vector<float> v =
+          stored_row(shadow.keys[positions[n]], stored_in, head, positions[n], true);
       for (uint32_t i = 0; i < dim; ++i) {
-        o[i] += weight * narrowed(stored_number(shadow.keys[positions[n]], stored_in, head,
-                                                positions[n], i, true),
-                                  geometry_.dtype);
+        o[i] += weight * v[i];
       }
     }
     double wrong = 0, norm = 0;

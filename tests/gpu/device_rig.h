@@ -29,6 +29,10 @@ struct Geometry {
   uint32_t n_kv_heads = 2;
   uint32_t dim = 64;
   uint32_t dtype = KVM_DTYPE_BF16;
+  // Of queries: where rows are bytes another one.
+  uint32_t query_dtype() const {
+    return dtype == KVM_DTYPE_I8 || dtype == KVM_DTYPE_F8E4M3 ? uint32_t{KVM_DTYPE_BF16} : dtype;
+  }
   float softcap = 0;
   std::vector<kvm_layer_params> layers;
   std::vector<kvm_policy_params> policies;
@@ -101,6 +105,8 @@ class Rig {
 
  private:
   bool sees(uint32_t layer, uint32_t head, const Query& query, uint64_t position) const;
+  std::vector<float> stored_row(uint64_t key, uint32_t layer, uint32_t head, uint64_t position,
+                                bool is_v) const;
 
   Geometry geometry_;
   kvm_client* client_ = nullptr;

@@ -114,7 +114,7 @@ class Step {
       kvm_cuda_attend_params attend{};
       attend.struct_size = sizeof attend;
       attend.layer = layer;
-      attend.q = rig_->tensor(q_.back(), rig_->geometry().dtype);
+      attend.q = rig_->tensor(q_.back(), rig_->geometry().query_dtype());
       attend.o = outputs_.back().o_tensor;
       attend.lse = outputs_.back().lse_tensor;
       if (const kvm_status status = kvm_cuda_attend(batch_, &attend, rig_->stream());
@@ -233,7 +233,10 @@ TEST_P(DeviceShapes, PrefillsAndDecodes) {
 INSTANTIATE_TEST_SUITE_P(All, DeviceShapes,
                          ::testing::Values(Shape{"bf16_d64", KVM_DTYPE_BF16, 64, 4, 2, 2},
                                            Shape{"fp16_d128_group8", KVM_DTYPE_F16, 128, 8, 1, 4},
-                                           Shape{"bf16_d256", KVM_DTYPE_BF16, 256, 2, 2, 1}),
+                                           Shape{"bf16_d256", KVM_DTYPE_BF16, 256, 2, 2, 1},
+                                           Shape{"int8_d64", KVM_DTYPE_I8, 64, 4, 2, 8},
+                                           Shape{"fp8_d128_group8", KVM_DTYPE_F8E4M3, 128, 8, 1, 4},
+                                           Shape{"int8_d256", KVM_DTYPE_I8, 256, 2, 2, 1}),
                          [](const auto& param) { return param.param.name; });
 
 // Layer 0 and 1 have a head with sinks and a window, 1 a window of its own, 3 reads the keys of 0.
@@ -406,7 +409,7 @@ TEST(DeviceTest, LogWeightsAreAdded) {
   const Rig::Outputs out = rig.outputs(1);
   kvm_cuda_attend_params attend{};
   attend.struct_size = sizeof attend;
-  attend.q = rig.tensor(q, geometry.dtype);
+  attend.q = rig.tensor(q, geometry.query_dtype());
   attend.o = out.o_tensor;
   attend.lse = out.lse_tensor;
   EXPECT_EQ(kvm_cuda_attend(batch, &attend, rig.stream()), KVM_ERR_INVALID);
@@ -488,7 +491,7 @@ TEST(DeviceTest, ACapturedGraphServesEveryStep) {
     kvm_cuda_attend_params attend{};
     attend.struct_size = sizeof attend;
     attend.layer = layer;
-    attend.q = kvm_device_tensor(q[layer], q_bytes, geometry.dtype);
+    attend.q = kvm_device_tensor(q[layer], q_bytes, geometry.query_dtype());
     attend.o = out[layer].o_tensor;
     attend.lse = out[layer].lse_tensor;
     ASSERT_EQ(kvm_cuda_attend(batch, &attend, rig.stream()), KVM_OK) << kvm_last_error();
@@ -735,7 +738,6 @@ TEST(DeviceTest, SpacesThatADeviceCannotHoldAreRefused) {
     return status;
   };
   EXPECT_EQ(refused([](auto* s) { s->dtype = KVM_DTYPE_F32; }), KVM_ERR_UNSUPPORTED);
-  EXPECT_EQ(refused([](auto* s) { s->dtype = KVM_DTYPE_I8; }), KVM_ERR_UNSUPPORTED);
   EXPECT_EQ(refused([](auto* s) { s->head_dim_k = 80; }), KVM_ERR_UNSUPPORTED);
   EXPECT_EQ(refused([](auto* s) { s->head_dim_v = 128; }), KVM_ERR_UNSUPPORTED);
   const std::vector<float> sinks(8);
