@@ -287,7 +287,11 @@ CUmemAllocationProp properties_of(int device) {
 }
 
 Status CudaDriver::open(int device) {
-  int n_devices = 0;
+  // Where there is no driver, the runtime says that it is too old.
+  int version = 0, n_devices = 0;
+  if (cudaDriverGetVersion(&version) == cudaSuccess && version == 0) {
+    return Status(KVM_ERR_DEVICE, "no CUDA device: no NVIDIA driver (libcuda.so.1) was found");
+  }
   KVM_TRY(check("no CUDA device", cudaGetDeviceCount(&n_devices)));
   if (device >= n_devices) {
     return Status(KVM_ERR_DEVICE, "device is " + std::to_string(device) + "; this machine has " +

@@ -43,12 +43,16 @@ void print(const std::string& line) {
 
 bool parse_args(int argc, char** argv, Args* out) {
   if (argc < 2) {
+    std::fputs("no command\n", stderr);
     return false;
   }
   out->command = argv[1];
+  out->help = out->command == "--help" || out->command == "-h" || out->command == "help";
   for (int i = 2; i < argc; ++i) {
     const std::string_view argument = argv[i];
-    if (argument == "--quick") {
+    if (argument == "--help" || argument == "-h") {
+      out->help = true;
+    } else if (argument == "--quick") {
       out->quick = true;
     } else if (argument == "--small") {
       out->small = true;

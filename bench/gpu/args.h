@@ -17,11 +17,12 @@ struct Args {
   uint64_t max_bytes = 60ull << 30;  // of device memory that a measurement may take
   bool quick = false;                // fewer cases, fewer repeats
   bool small = false;                // verify: as little as sanitizers can bear
+  bool help = false;                 // asked for, in place of a command or behind one
   std::string role;                  // of a child process
   std::vector<std::string> rest;
 };
 
-// Nothing where an option is unknown; says so on stderr.
+// False where there is no command or an option is unknown; says which on stderr.
 bool parse_args(int argc, char** argv, Args* out);
 
 // One line on stdout: a bar that is met or not.

@@ -24,6 +24,10 @@ bool have_device() {
     int driver = 0, runtime = 0;
     (void)cudaDriverGetVersion(&driver);
     (void)cudaRuntimeGetVersion(&runtime);
+    if (driver == 0) {
+      std::fputs("no CUDA device: no NVIDIA driver (libcuda.so.1) was found\n", stderr);
+      return false;
+    }
     std::fprintf(stderr, "no CUDA device: %s (CUDA of the driver %d, of this program %d)\n",
                  error == cudaSuccess ? "none is there" : cudaGetErrorString(error), driver,
                  runtime);

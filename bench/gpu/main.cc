@@ -24,8 +24,10 @@ constexpr const char* kHelp = R"(kvm_gpu_check COMMAND [--quick] [--max-gib N]
   kernels   the compiled shapes and their shared memory; needs no device
 
 Writes a line of JSON per figure: {"bar", "case", "unit", "measured", "ceiling", "limit", "pass"}
-for what has a bar, {"probe", "case", "unit", "measured"} for the rest. Exit status: 0; 1 when a bar
-is missed or a result is wrong; 2 on a CUDA error; 77 without a device.
+for what has a bar, {"probe", "case", "unit", "measured"} for the rest; U1 to U9 above are names of
+probes. --quick takes fewer cases and repeats, --max-gib the device memory that may be used (60).
+Exit status: 0; 1 when a bar is missed or a result is wrong; 2 on a CUDA error or wrong usage; 77
+without a device.
 )";
 
 int run(const kvm::bench::gpu::Args& args) {
@@ -40,7 +42,8 @@ int run(const kvm::bench::gpu::Args& args) {
   const bool all = c == "all";
   if (!all && c != "caps" && c != "verify" && c != "bench" && c != "sweep" && c != "copies" &&
       c != "gather" && c != "ipc" && c != "engine") {
-    std::fputs(kHelp, stderr);
+    std::fprintf(stderr, "kvm_gpu_check: no command is called '%s'; --help lists them\n",
+                 c.c_str());
     return 2;
   }
   if (!have_device()) {
@@ -79,8 +82,12 @@ int run(const kvm::bench::gpu::Args& args) {
 int main(int argc, char** argv) {
   kvm::bench::gpu::Args args;
   if (!kvm::bench::gpu::parse_args(argc, argv, &args)) {
-    std::fputs(kHelp, stderr);
+    std::fputs("kvm_gpu_check --help has the commands and options\n", stderr);
     return 2;
+  }
+  if (args.help) {
+    std::fputs(kHelp, stdout);
+    return 0;
   }
   return run(args);
 }

@@ -1,20 +1,37 @@
 #!/usr/bin/env bash
-# Takes all figures on the machine at hand: run.sh [OUTPUT_FOLDER] [OPTION...]. Options are those of
-# kvm_gpu_check (--quick, --max-gib N). Six minutes by estimate, and never more than KVM_SECONDS
-# (570): what would take longer is cut off, and what comes then is left out.
+# Takes all figures on the machine at hand: run.sh [OUTPUT_FOLDER] [--quick] [--max-gib N]. The
+# folder is gpu_results if none is named, options are those of kvm_gpu_check. Six minutes by
+# estimate, and never more than KVM_SECONDS (570): what would take longer is cut off, and what comes
+# then is left out.
 #
 # Writes caps.jsonl, verify.jsonl and so on, and every line into all.jsonl as it comes: a run that
 # is broken off leaves what it had. Goes on when a part fails, and without the tools that are not
-# there. Exit status: 77 without a GPU, 1 where a bar was missed or something failed.
+# there. Exit status: 77 without a GPU, 1 where a bar was missed or something failed, 2 for wrong
+# usage.
 set -uo pipefail
 SECONDS=0
 
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+usage() { sed -n '2,/^set /{/^#/s/^# \?//p}' "${BASH_SOURCE[0]}"; }
+for argument in "$@"; do
+  if [[ "$argument" == --help || "$argument" == -h ]]; then
+    usage
+    exit 0
+  fi
+done
 out=gpu_results
 if (($# > 0)) && [[ "$1" != -* ]]; then
   out="$1"
   shift
 fi
+for ((i = 1; i <= $#; i++)); do
+  [[ "${!i}" != --quick ]] || continue
+  [[ "${!i}" == --max-gib && i -lt $# ]] || {
+    echo "run.sh: unknown option ${!i}; --help lists them" >&2
+    exit 2
+  }
+  i=$((i + 1))
+done
 check="$here/kvm_gpu_check"
 budget="${KVM_SECONDS:-570}"
 status=0
@@ -40,7 +57,10 @@ take() {
 
 take "$out/all.jsonl" caps 60 "$check" caps "$@"
 code=$?
-((code != 77)) || exit 77
+if ((code == 77)); then
+  echo 'no GPU that CUDA can use on this machine: nothing was measured, exit status 77'
+  exit 77
+fi
 ((code == 0)) || status=1
 for part in verify:120 engine:150 bench:200 gather:90 copies:90 ipc:120 sweep:90; do
   take "$out/all.jsonl" "${part%:*}" "${part#*:}" "$check" "${part%:*}" "$@" || status=1

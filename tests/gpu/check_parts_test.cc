@@ -31,6 +31,14 @@ TEST(Args, Options) {
   words[2] = "--quick";
   words[4] = "none";
   EXPECT_FALSE(parse_args(6, const_cast<char**>(words.data()), &args));
+  EXPECT_FALSE(args.help);
+  words[2] = "--help";
+  EXPECT_TRUE(parse_args(3, const_cast<char**>(words.data()), &args));
+  EXPECT_TRUE(args.help);
+  words[1] = "-h";
+  Args alone;
+  EXPECT_TRUE(parse_args(2, const_cast<char**>(words.data()), &alone));
+  EXPECT_TRUE(alone.help);
   EXPECT_FALSE(parse_args(1, const_cast<char**>(words.data()), &args));
 }
 

@@ -143,7 +143,19 @@ class Run(unittest.TestCase):
     def test_without_a_gpu(self):
         with open(self.path("kvm_gpu_check.nogpu"), "w", encoding="utf-8"):
             pass
-        self.assertEqual(self.run_all("out").returncode, 77)
+        result = self.run_all("out")
+        self.assertEqual(result.returncode, 77)
+        self.assertIn("nothing was measured", result.stdout.splitlines()[-1])
+
+    def test_help_and_wrong_usage_measure_nothing(self):
+        for arguments, status in ((["--help"], 0), (["out", "-h"], 0), (["--fast"], 2),
+                                  (["out", "more"], 2), (["--max-gib"], 2)):
+            result = self.run_all(*arguments)
+            self.assertEqual(result.returncode, status, arguments)
+            self.assertNotIn("caps: status", result.stdout)
+            self.assertFalse(os.path.exists(self.path("gpu_results")))
+            self.assertFalse(os.path.exists(self.path("out")))
+        self.assertEqual(self.run_all("out", "--max-gib", "8", "--quick").returncode, 1)
 
 
 if __name__ == "__main__":
