@@ -3,8 +3,9 @@
 //
 //   gpu_emulator_suite [--quiet] [--seed N]
 //
-// Prints a line per configuration; exits 1 if one of them is wrong. Without GoogleTest, for
-// planted_bugs.py compiles it many times over.
+// Prints a line per configuration and the largest errors; exits 1 if one of them is wrong. Without
+// GoogleTest, for planted_bugs.py compiles it many times over.
+#include <algorithm>
 #include <charconv>
 #include <cmath>
 #include <cstdio>
@@ -35,6 +36,9 @@ class Suite {
   void move(uint32_t n_pages, uint64_t page_bytes, bool pack);
 
   int finish() const {
+    std::printf(
+        "largest error of o where something is rounded to bf16 %.1e, elsewhere %.1e, of lse %.1e\n",
+        worst_o_bf16_, worst_o_, worst_lse_);
     std::printf("%d configurations, %d wrong\n", n_run_, n_wrong_);
     return n_wrong_ == 0 && n_run_ > 0 ? 0 : 1;
   }
@@ -48,6 +52,7 @@ class Suite {
   bool quiet_;
   int n_run_ = 0;
   int n_wrong_ = 0;
+  double worst_o_bf16_ = 0, worst_o_ = 0, worst_lse_ = 0;
   std::string faults_;  // of the current configuration
 };
 
@@ -106,6 +111,10 @@ void Suite::decode_with(const CaseSpec& spec, const char* shape_name) {
     });
   }
   const Case::Errors errors = one.errors();
+  const bool bf16 = spec.dtype == Dtype::kBf16 || spec.dtype_o == Dtype::kBf16;
+  double* const worst = bf16 ? &worst_o_bf16_ : &worst_o_;
+  *worst = std::max(*worst, errors.o);
+  worst_lse_ = std::max(worst_lse_, errors.lse);
   conclude(spec.name + shape_name, errors.ok(), errors.o, errors.lse);
 }
 
@@ -276,14 +285,20 @@ int run(bool quiet, uint64_t seed) {
 }  // namespace kvm::attention::gpu::testing
 
 int main(int argc, char** argv) {
+  constexpr const char* kUsage = "usage: gpu_emulator_suite [--quiet] [--seed N]\n";
   bool quiet = false;
   uint64_t seed = 1;
   for (int i = 1; i < argc; ++i) {
     const std::string_view argument = argv[i];
-    quiet = quiet || argument == "--quiet";
-    if (argument == "--seed" && i + 1 < argc) {
+    if (argument == "--quiet") {
+      quiet = true;
+    } else if (argument == "--seed" && i + 1 < argc) {
       const std::string_view number = argv[++i];
       std::from_chars(number.data(), number.data() + number.size(), seed);
+    } else {
+      const bool help = argument == "--help" || argument == "-h";
+      std::fputs(kUsage, help ? stdout : stderr);
+      return help ? 0 : 2;
     }
   }
   std::printf("seed %llu\n", static_cast<unsigned long long>(seed));
