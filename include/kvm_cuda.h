@@ -42,7 +42,8 @@
  *  - Fixed by the capture: the batch, the layer, addresses and strides of k, v, q, o, lse and
  *    log-weights, scale. Free: which sequences, how many up to max_items, how many tokens each
  *    appends and queries, trees, their rows up to those of the batch (max_append, max_query_rows):
- *    the tensors of a captured call must have that many.
+ *    the tensors of a captured call must have that many. A batch is captured after its first
+ *    update, for which one without items will do.
  *  - Pages are reserved by kvm_cuda_update, so a launch never lacks memory.
  *  - Launching a graph after something has happened to the batch's sequences (truncate, free,
  *    spill, an update of another batch) without an update in between reads pages that are no longer
@@ -51,7 +52,15 @@
  * What a device does not do (refused with UNSUPPORTED and a sentence, mostly when a space is
  * registered): indexes and approximate modes, fp32 pages, K and V of different dims or dtypes, head
  * dims other than 64, 128 and 256, sink_logits, retentions FOLD and HEAVY, positions IN_CACHE,
- * KVM_SEQ_MANUAL_COMMIT, ranges; queues and arenas.
+ * KVM_SEQ_MANUAL_COMMIT, ranges; queues and arenas, and what needs a queue: reading K and V back,
+ * observations.
+ *
+ * What is otherwise than kvm.h says
+ *
+ *  - A prompt may be appended in one update, but one queries at most 64 tokens of a sequence: an
+ *    engine computes a prompt's attention itself, or in chunks of 64.
+ *  - kvm_seq_fork takes longer for longer sequences: 4 bytes and a count on the host for each page
+ *    of 64 tokens, in each head class of each layer. It takes no memory of the device.
  *
  * Threads: functions that take a client may be called from any thread, those that take a batch from
  * one at a time; the order of the timeline is the caller's business.
@@ -78,7 +87,10 @@ typedef struct kvm_cuda_params {
   uint64_t reserved[4];
 } kvm_cuda_params;
 
-/* Opens a client whose sequences lie in device memory. Release with kvm_client_close.
+/* Opens a client whose sequences lie in the memory of one device, of compute capability 8.0 or
+ * newer; another device has a client of its own. It uses the device's primary context, as the CUDA
+ * runtime does; which device is current for the caller does not matter, and stays as it is.
+ * Release with kvm_client_close.
  * Fails:   UNSUPPORTED (built without CUDA), DEVICE (no driver, no such device, the driver's
  *          failure), NO_MEMORY (host_bytes), INVALID. Threads: any. */
 KVM_API kvm_status kvm_cuda_open(const kvm_cuda_params *params, kvm_client **out);
@@ -101,7 +113,7 @@ typedef struct kvm_cuda_batch_params {
   uint32_t flags; /* KVM_CUDA_* */
   kvm_space_id space;
   uint32_t max_items;      /* 1 to 1024; required */
-  uint32_t max_append;     /* tokens (rows of k and v) of one update; 0: max_items */
+  uint32_t max_append;     /* tokens (rows of k and v) of one update, to 2^20; 0: max_items */
   uint32_t max_query;      /* query tokens of one item, 1 to 64; 0: 1 */
   uint32_t max_query_rows; /* rows of q, o and lse; 0: max_items * max_query */
   uint64_t max_tokens;     /* of the longest sequence; required; at most 2^31 - 1 */
@@ -113,7 +125,9 @@ typedef struct kvm_cuda_batch_params {
 } kvm_cuda_batch_params;
 
 /* Makes a batch: page tables, the plan of a step and partial results, all in device memory of its
- * own, beside pool_bytes. Release it before the client.
+ * own, beside pool_bytes. Page tables are most of it: max_items * max_tokens / 16 bytes for each
+ * head class of each layer (256 MiB for 32 layers of one class, 1024 items and 131072 tokens).
+ * Release it before the client.
  * Fails:   INVALID, NOT_FOUND, STALE, LOST (the space), UNSUPPORTED (more pieces of work, rows or
  *          page-table entries than a launch can have), NO_SPACE (on the device), NO_MEMORY, DEVICE.
  * Threads: any. */
@@ -127,14 +141,16 @@ KVM_API void kvm_cuda_batch_destroy(kvm_cuda_batch *batch);
  * theirs: a sequence that changes places has its page table written anew. 32 bytes. */
 typedef struct kvm_cuda_item {
   kvm_seq_id seq;
-  uint32_t n_append;   /* tokens appended to every layer */
+  uint32_t n_append;   /* tokens appended to every layer; 0: none */
   uint32_t append_row; /* first row in k and v */
-  uint32_t n_query;    /* query rows: the sequence's last n_query tokens after the append */
+  uint32_t n_query;    /* query rows: the sequence's last tokens after the append; 0: none */
   uint32_t query_row;  /* first row in q, o and lse */
   /* NULL: a query row sees the tokens up to its own. Else [n_query] words in host memory, read by
    * the call, as kvm_step_params.tree_mask has them: bit i of word j, row j sees the token of row i
    * (what comes before the n_query tokens is seen by all). A row's window and policy go by its
-   * position, not by its depth in the tree. */
+   * position, not by its depth in the tree. kvm_seq_truncate takes back from the end only: where
+   * what was accepted is not the tree's first rows, truncate to before the tree and append the rows
+   * of the accepted path again, gathered in front of those of the next update. */
   const uint64_t *tree_mask;
 } kvm_cuda_item;
 
@@ -159,8 +175,8 @@ KVM_API kvm_status kvm_cuda_update(kvm_cuda_batch *batch, const kvm_cuda_item *i
 /* Enqueues the append of one layer, as the last update said.
  *   k, v   [row][n_kv_heads][dim], buffers of KVM_BUFFER_DEVICE, F32, F16 or BF16, both alike;
  *          rounded to the stored dtype to nearest even; I8 and F8E4M3 rows get their scales here,
- *          and are the bytes that a CPU would store. Addresses and strides (in bytes) are
- *          multiples of 16.
+ *          and are the bytes that a CPU would store. Strides count elements, as in kvm.h, and are
+ *          the same for k and v; they and the addresses are multiples of 16 bytes.
  * Fails:   INVALID (geometry, an ALIAS or ABSENT layer, a tensor that is too small, no update yet,
  *          a sequence that has changed since), DEVICE. */
 KVM_API kvm_status kvm_cuda_append(kvm_cuda_batch *batch, uint32_t layer, const kvm_tensor *k,
@@ -172,7 +188,7 @@ typedef struct kvm_cuda_attend_params {
   uint32_t layer;
   float scale;           /* 0: the space's softmax_scale; must be positive */
   kvm_tensor q;          /* [row][n_q_heads][dim], DEVICE, the space's dtype; where that is I8 or
-                          * F8E4M3, F16 or BF16 */
+                          * F8E4M3, F16 or BF16. Of q and o, addresses and strides as of k */
   kvm_tensor o;          /* likewise, F32, F16 or BF16 */
   kvm_tensor lse;        /* [row][n_q_heads], F32, natural logarithm; NONE: not wanted */
   kvm_buffer log_weights; /* DEVICE, F32, where the batch has strides for them; else NONE */
@@ -194,7 +210,8 @@ KVM_API kvm_status kvm_cuda_attend(kvm_cuda_batch *batch, const kvm_cuda_attend_
 /* Copies the pages of a sequence that no fork shares to page-locked host memory, on a copy engine,
  * behind what is enqueued on `stream`, and gives them back to the pool; what is enqueued later does
  * not wait for the copy unless it needs these pages. Pieces of 64 KiB or more, smaller pages being
- * gathered on the device first. The sequence can then only be fetched, asked about and freed.
+ * gathered on the device first. The sequence can then only be fetched, asked about and freed; what
+ * else is tried answers BUSY.
  * Fails:   NO_SPACE (host_bytes), UNSUPPORTED (host_bytes is 0; the stream is being captured),
  *          NOT_FOUND, STALE, LOST, DEVICE. A sequence that is on the host already: nothing happens.
  * Threads: any. */
