@@ -29,12 +29,13 @@ class StoreTest : public testing::Test {
   Sequence* fork(Sequence* parent, uint64_t n_tokens = KVM_POSITION_END) {
     return store_->find_seq(client_, store_->fork_seq(parent, n_tokens).value()).value();
   }
-  void expect_all(const Sequence* seq, std::span<const uint64_t> tokens, bool fp8 = false) {
+  template <typename Recoded = NotRecoded>
+  void expect_all(const Sequence* seq, std::span<const uint64_t> tokens, Recoded recoded = {}) {
     const Space& space = store_->seq_space(seq);
     for (uint32_t layer = 0; layer < space.n_layers; ++layer) {
       for (uint32_t head = 0; head < space.layers[layer].n_kv_heads; ++head) {
         expect_content(
-            *store_, seq, layer, layer, head, tokens, [](uint64_t) { return true; }, fp8);
+            *store_, seq, layer, layer, head, tokens, [](uint64_t) { return true; }, recoded);
       }
     }
   }
@@ -266,7 +267,10 @@ TEST_F(StoreTest, OneSequenceWithFourCodecs) {
   EXPECT_EQ(runs[1].k_scale, nullptr);
   EXPECT_NE(runs[2].v_scale, nullptr);
   EXPECT_EQ(runs[3].dtype_k, Dtype::kF32);
-  expect_all(seq, tokens, true);
+  expect_all(seq, tokens, [](uint64_t position, uint32_t plane) {
+    const bool third = position / kPageTokens == 2;
+    return third ? std::vector<Dtype>{plane == 0 ? Dtype::kF8 : Dtype::kI8} : std::vector<Dtype>{};
+  });
   // The fork has the old pages, so nothing is saved yet; then it goes.
   expect_all(child, tokens);
   runs.clear();

@@ -6,7 +6,7 @@
 
 #include <gtest/gtest.h>
 
-#include <cmath>
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -166,14 +166,31 @@ inline Status append_all(Store& store, Sequence* seq, std::span<const uint64_t> 
   return Status::ok();
 }
 
+// What becomes of a row that is stored as each of `dtypes` in turn.
+inline void store_as(std::span<const Dtype> dtypes, uint32_t dim, float* row) {
+  if (std::find(dtypes.begin(), dtypes.end(), Dtype::kF8) == dtypes.end()) {
+    return;  // row_element
+  }
+  for (const Dtype dtype : dtypes) {
+    uint32_t stored[256];
+    uint16_t scale = 0;
+    uint16_t* const scales = dtype_is_scaled(dtype) ? &scale : nullptr;
+    codecs::convert_rows({row, Dtype::kF32}, {stored, dtype, 0, 0, nullptr, scales}, 1, 1, dim);
+    codecs::convert_rows({stored, dtype, 0, 0, nullptr, scales}, {row, Dtype::kF32}, 1, 1, dim);
+  }
+}
+
+struct NotRecoded {
+  std::vector<Dtype> operator()(uint64_t, uint32_t) const { return {}; }
+};
+
 // Checks that a head of a layer stores exactly the tokens for which `stored(position)` holds, out
-// of `tokens` (by position), and that their rows are right. `writer`: the layer that wrote them.
-// fp8: rows may have been stored so before, some of them time and again with int8 in between, which
-// leaves enough of them to tell tokens apart.
-template <typename Stored>
+// of `tokens` (by position), and that their rows are right, to the bit. `writer`: the layer that
+// wrote them; `recoded(position, plane)`: the dtypes they were brought to since, in turn.
+template <typename Stored, typename Recoded = NotRecoded>
 void expect_content(const Store& store, const Sequence* seq, uint32_t layer, uint32_t writer,
                     uint32_t kv_head, std::span<const uint64_t> tokens, Stored stored,
-                    bool fp8 = false) {
+                    Recoded recoded = {}) {
   const Space& space = store.seq_space(seq);
   const HeadPlace place = space.place(layer, kv_head);
   const tiers::SlabClass& slab_class = space.head_class(layer, place.class_index).slab_class;
@@ -188,6 +205,7 @@ void expect_content(const Store& store, const Sequence* seq, uint32_t layer, uin
     }
   };
   std::vector<float> row(256);
+  std::vector<float> expected(256);
   for (const KvRun& run : runs) {
     ASSERT_GE(run.position, position);
     ASSERT_GE(run.n_tokens, 1);
@@ -208,13 +226,15 @@ void expect_content(const Store& store, const Sequence* seq, uint32_t layer, uin
         codecs::convert_rows({base + at * row_bytes, dtype, 0, 0, nullptr,
                               scales == nullptr ? nullptr : scales + at},
                              {row.data(), Dtype::kF32}, 1, 1, dim);
-        // The first eight elements tell tokens apart, the last says that the row is whole.
-        for (uint32_t i = 0; i < dim; i = i == 7 && dim > 8 ? dim - 1 : i + 1) {
-          const float expected = row_element(tokens[position], writer, kv_head, plane, i);
-          if (std::abs(row[i] - expected) > (fp8 ? 2.0f + expected / 8 : 0.0f)) {
-            FAIL() << "layer " << layer << " head " << kv_head << " position " << position
-                   << " has another token's row";
-          }
+        for (uint32_t i = 0; i < dim; ++i) {
+          expected[i] = row_element(tokens[position], writer, kv_head, plane, i);
+        }
+        std::vector<Dtype> dtypes = recoded(position, plane);
+        dtypes.insert(dtypes.begin(), plane == 0 ? slab_class.dtype_k : slab_class.dtype_v);
+        store_as(dtypes, dim, expected.data());
+        if (!std::equal(expected.begin(), expected.begin() + dim, row.begin())) {
+          FAIL() << "layer " << layer << " head " << kv_head << " position " << position
+                 << " has another row";
         }
       }
     }
