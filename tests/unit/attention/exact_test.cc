@@ -224,6 +224,73 @@ TEST(Exact, ValuesWithScaleNaNShow) {
   }
 }
 
+// Largest over rows of |o - ref|, without channel 0, over the size of what was added there.
+double error_beside_outliers(const Case& c) {
+  const uint32_t dim = c.shape().dim_v;
+  double worst = 0;
+  for (size_t row = 0; row < c.ref_o.size() / dim; ++row) {
+    double off = 0, size = 0;
+    for (size_t i = row * dim + 1; i < (row + 1) * dim; ++i) {
+      off += std::pow(static_cast<double>(c.o[i]) - c.ref_o[i], 2);
+      size += c.ref_abs[i] * c.ref_abs[i];
+    }
+    const double error = std::sqrt(off / size);
+    worst = std::isnan(error) ? std::numeric_limits<double>::infinity() : std::max(worst, error);
+  }
+  return worst;
+}
+
+// Codes of 2^-9 to 7 * 2^-9 are numbers as others are, in every instruction that meets them.
+TEST(Exact, SubnormalCodesBesideOutliers) {
+  for (const uint32_t dim : {8u, 24u, 64u, 72u, 128u, 200u, 248u}) {
+    for (const uint32_t i : {0u, 1u, 2u, 3u}) {  // either path, queries that are bf16 or not
+      Case c(Shape{.n_query = i % 2 == 0 ? 1u : 12u,
+                   .dim_k = dim,
+                   .dim_v = dim,
+                   .n_tokens = 150,
+                   .dtype_q = i < 2 ? Dtype::kBf16 : Dtype::kF32,
+                   .outliers = true},
+             i);
+      set_kinds(c, Dtype::kF8, Dtype::kF8);
+      c.store(1);
+      check(c, "outliers, dim " + std::to_string(dim));
+      for (const KernelTable* table : available_tables()) {
+        c.run(table, 3, 2);
+        EXPECT_LE(error_beside_outliers(c), error_bound(c, *table)) << table->name << ", " << dim;
+      }
+    }
+  }
+}
+
+TEST(Exact, RowsOfAllSizes) {
+  for (const Dtype k : kStoredDtypes) {
+    for (const Dtype v : {Dtype::kF32, Dtype::kBf16, Dtype::kI8, Dtype::kF8}) {
+      for (const uint32_t i : {0u, 1u, 2u, 3u, 4u, 5u}) {  // all groups of a few queries, or more
+        const bool many = i % 2 == 1;
+        Case c(Shape{.n_query = many ? 9u : 1u,
+                     .group = 1 + i * 3,
+                     .dim_k = 72,
+                     .dim_v = 40,
+                     .n_tokens = 300,
+                     .dtype_q = i < 3 ? Dtype::kBf16 : Dtype::kF32,
+                     .uneven = true},
+               i);
+        set_kinds(c, k, v);
+        if (i % 3 == 1) {
+          c.use_sinks();
+          c.problem().softcap = 2.0f;
+        }
+        c.store(2);
+        check(c, std::string("uneven ") + dtype_name(k) + " " + dtype_name(v) + " group " +
+                     std::to_string(c.shape().group));
+        if (HasFailure()) {
+          return;
+        }
+      }
+    }
+  }
+}
+
 TEST(Exact, LargeLogits) {
   for (uint32_t n_query : {1u, 12u}) {
     Case c(Shape{.n_query = n_query, .n_tokens = 500, .q_size = 30.0f}, 3);

@@ -23,12 +23,29 @@ float round_to(Dtype dtype, float value) {
   return get(&bits, dtype, 0);
 }
 
+// Of what Shape::uneven says.
+void make_uneven(std::vector<float>* row, bool is_v, std::mt19937_64& random) {
+  constexpr float kSizes[] = {1.0f, 0.0f, 0x1p-125f, 1e-30f, 1e-3f, 1e4f, 1e30f};
+  const float size = kSizes[random() % (is_v ? 7 : 5)];
+  const bool flat = random() % 3 == 0;
+  for (float& x : *row) {
+    x = size * (flat ? std::copysign(1.0f, x) : x);
+  }
+}
+
 // A random row as it is stored.
-std::vector<float> random_row(Dtype dtype, uint32_t dim, std::mt19937_64& random) {
+std::vector<float> random_row(const Shape& shape, bool is_v, Dtype dtype, std::mt19937_64& random) {
+  const uint32_t dim = is_v ? shape.dim_v : shape.dim_k;
   std::normal_distribution<float> normal;
   std::vector<float> row(dim);
   for (float& x : row) {
     x = normal(random);
+  }
+  if (shape.outliers) {
+    row[0] = std::copysign(1e5f, row[0]);
+  }
+  if (shape.uneven) {
+    make_uneven(&row, is_v, random);
   }
   if (dtype_is_scaled(dtype)) {
     std::vector<uint8_t> stored(dim);
@@ -79,6 +96,9 @@ Case::Case(const Shape& shape, uint64_t seed) : shape_(shape), random_(seed) {
   q_.resize(size_t{rows} * shape.dim_k);
   for (float& x : q_) {
     x = round_to(shape.dtype_q, normal(random_) * shape.q_size);
+  }
+  for (uint32_t row = 0; shape.outliers && row < rows; ++row) {
+    q_[size_t{row} * shape.dim_k] = 0.0f;
   }
   Problem& p = problem_;
   p.dtype_q = shape.dtype_q;
@@ -224,8 +244,8 @@ void Case::store(int extra_cuts) {
   allocate(pages_w_, plane * 4);
   if (tokens_.empty()) {
     for (uint64_t t = 0; t < s.n_tokens; ++t) {
-      std::vector<float> k = random_row(kinds[t].dtype_k, s.dim_k, random_);
-      tokens_.push_back({std::move(k), random_row(kinds[t].dtype_v, s.dim_v, random_)});
+      std::vector<float> k = random_row(s, false, kinds[t].dtype_k, random_);
+      tokens_.push_back({std::move(k), random_row(s, true, kinds[t].dtype_v, random_)});
     }
   }
   for (uint64_t t = 0; t < s.n_tokens; ++t) {

@@ -48,6 +48,12 @@ struct Shape {
   Dtype dtype_q = Dtype::kBf16;
   Dtype dtype_o = Dtype::kF32;
   float q_size = 1.0f;  // standard deviation of queries; keys and values have 1
+  // Channel 0 of keys and values is so large beside the others that those have subnormal codes
+  // where they are fp8, and that of queries is 0.
+  bool outliers = false;
+  // Rows of V of very different sizes, those of K 1 or less; each may be next to nothing, or 0, or
+  // have one size in all channels.
+  bool uneven = false;
 };
 
 // Owns everything a Problem refers to. Pages have a random order in memory; tokens carry their
