@@ -16,7 +16,8 @@
 // scores are multiplied by the scales of their keys. Scales of values have any size and fp16 has
 // not, so they count in the maximum, and the largest weight is 1 whatever they are:
 //   m' = max(m, s + log2 scale); p as above; o = o 2^(m - m') + round(p scale) V
-// Beyond 2^+-kMostLogScale they count as that there, for then l would leave what fp32 has.
+// Beyond 2^+-kMostLogScale they count as that there, for then l would leave what fp32 has. Factors
+// 2^(m - m') may leave it before: Decay.
 //
 // Shared memory, per warp: kStages stages of [K tile][V tile], a tile being [token][dim] with the
 // 16-byte chunk c of row r at chunk c xor (r % 8), so that neither the copies into it nor
@@ -62,6 +63,23 @@ struct DecodeShape {
 };
 
 inline constexpr float kMostLogScale = 100.0f;
+
+// 2^x for a state whose maximum grows by -x. Scales of values may make it grow by more than the 126
+// that floats have, but sums of weights, which do not have those scales in them, still count then:
+// they are multiplied by the root twice.
+template <bool kScaled>
+struct Decay {
+  float whole, root;
+  KVM_GPU explicit Decay(float x) {
+    if constexpr (kScaled) {
+      root = exp2_fast(x * 0.5f);
+      whole = root * root;
+    } else {
+      whole = exp2_fast(x);
+    }
+  }
+  KVM_GPU float of_sum(float sum) const { return kScaled ? sum * root * root : sum * whole; }
+};
 
 // The scales of the values of a thread's columns of a tile.
 template <uint32_t kTile, bool kScaled>
@@ -373,7 +391,8 @@ KVM_GPU void WarpTask<Shape>::soften(uint32_t row_tile, float (&s)[Shape::kTile 
     top = fmaxf(top, shuffle_xor(top, 2));
     // A row that has seen nothing yet: -inf - -inf would be NaN.
     const float base = top == minus_infinity() ? 0.0f : top;
-    factor[half] = exp2_fast(m[row_tile][half] - base);
+    const Decay<Shape::kScaled> decay(m[row_tile][half] - base);
+    factor[half] = decay.whole;
     grew = grew || top > m[row_tile][half];
     float sum = 0.0f;
 #pragma unroll
@@ -386,7 +405,7 @@ KVM_GPU void WarpTask<Shape>::soften(uint32_t row_tile, float (&s)[Shape::kTile 
         weight = of_columns.apply(weight, n, i);
       }
     }
-    l[row_tile][half] = l[row_tile][half] * factor[half] + sum;
+    l[row_tile][half] = decay.of_sum(l[row_tile][half]) + sum;
     m[row_tile][half] = top;
   }
   // Most tiles move no maximum; then all factors are 1.
@@ -651,17 +670,19 @@ KVM_GPU void finish_piece(const DecodeParams& p, const Work& work) {
 #pragma unroll
     for (uint32_t warp = 0; warp < Shape::kWarps; ++warp) {
       const SharedAddress state = warp * Shape::kWarpBytes;
-      const float factor = exp2_fast(load_shared<float>(state + m_at) - base);
+      const Decay<Shape::kScaled> decay(load_shared<float>(state + m_at) - base);
+      const float factor = decay.whole;
       const Float4 part = load_shared<Float4>(state + (row * Shape::kStateStride + channel) * 4);
-      sum += factor * load_shared<float>(state + l_at);
+      sum += decay.of_sum(load_shared<float>(state + l_at));
       o.x += factor * part.x;
       o.y += factor * part.y;
       o.z += factor * part.z;
       o.w += factor * part.w;
     }
-    const float inverse = sum > 0.0f ? 1.0f / sum : 0.0f;
+    // A sum that is not a number says that the row saw one.
+    const float inverse = sum != 0.0f ? 1.0f / sum : 0.0f;
     o = {o.x * inverse, o.y * inverse, o.z * inverse, o.w * inverse};
-    const float lse = sum > 0.0f ? (top + log2_fast(sum)) * kLn2 : minus_infinity();
+    const float lse = sum != 0.0f ? (top + log2_fast(sum)) * kLn2 : minus_infinity();
     if (work.slot < 0) {
       const RowPlace at =
           row_place(work.request.q_token, work.kv_head, p.tensors.group, work.row_first + row);

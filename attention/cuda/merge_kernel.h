@@ -103,13 +103,14 @@ KVM_GPU void merge_thread(const MergeParams& p) {
       const Float4 part = load_shared<Float4>(kMergeSums + (group * kColumns + thread_id()) * 16);
       sum = {sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w};
     }
-    const float inverse = total > 0.0f ? 1.0f / total : 0.0f;
+    // A total that is not a number says that the row saw one.
+    const float inverse = total != 0.0f ? 1.0f / total : 0.0f;
     const RowPlace at =
         row_place(merge.q_token, merge.kv_head, p.tensors.group, merge.row_first + row);
     store_result(p.tensors, at, channel,
                  {sum.x * inverse, sum.y * inverse, sum.z * inverse, sum.w * inverse});
     if (thread_id() == 0) {
-      store_lse(p.tensors, at, total > 0.0f ? top + log2_fast(total) * kLn2 : minus_infinity());
+      store_lse(p.tensors, at, total != 0.0f ? top + log2_fast(total) * kLn2 : minus_infinity());
     }
   }
 }

@@ -331,6 +331,39 @@ std::vector<CaseSpec> all_cases() {
          .weights = Weights::kHidden,
          .softcap = 3.0f,
          .q_size = 4.0f});
+    for (const int far : {60, 100}) {
+      add({.name = "values of 2^+-" + std::to_string(far),
+           .dtype = dtype,
+           .group = 3,
+           .lengths = {700, 64, 65},
+           .blocks = 2,
+           .far = far});
+    }
+    add({.name = "not numbers",
+         .dtype = dtype,
+         .group = 2,
+         .n_query = 8,
+         .page_tokens = 1000,
+         .classes = {{.n_heads = 2}, {.n_heads = 1, .sinks = 4, .window = 30}},
+         .lengths = {152, 53, 103, 49},
+         .blocks = 3,
+         .not_numbers = true});
+    add({.name = "not numbers, tree, capped",
+         .dtype = dtype,
+         .dim = 64,
+         .group = 2,
+         .n_query = 16,
+         .lengths = {110, 60, 205},
+         .blocks = 2,
+         .tree = true,
+         .softcap = 3.0f,
+         .not_numbers = true});
+    add({.name = "64 queries", .dtype = dtype, .group = 1, .n_query = 64, .lengths = {150, 64}});
+    add({.name = "nothing seen",
+         .dtype = dtype,
+         .classes = {{.n_heads = 2}, {.n_heads = 1, .sinks = 4, .window = 100}},
+         .lengths = {1, 2, 3, 0},
+         .weights = Weights::kHidden});
     add({.name = "peaked", .dtype = dtype, .lengths = {900}, .blocks = 2, .q_size = 10.0f});
   }
   return cases;
@@ -438,8 +471,9 @@ uint16_t Case::stored(uint32_t sequence, uint32_t kv_head, uint32_t position, ui
   if (!dtype_is_scaled(spec_.dtype)) {
     return narrow(number, spec_.dtype);
   }
-  if (scale_of(sequence, kv_head, position, is_v) == 0) {
-    return 0;
+  const uint16_t scale = scale_of(sequence, kv_head, position, is_v);
+  if (scale == 0 || std::isnan(bf16_to_f32(scale))) {
+    return 0;  // as encoders have it
   }
   // The largest magnitude is near the largest code.
   return spec_.dtype == Dtype::kI8
@@ -451,11 +485,14 @@ uint16_t Case::scale_of(uint32_t sequence, uint32_t kv_head, uint32_t position, 
   const uint64_t bits = mix(seed_, kScales, sequence * 64 + kv_head, position, is_v ? 1 : 0);
   const float size = spec_.dtype == Dtype::kI8 ? 1.0f / 31.0f : 1.0f / 110.0f;
   const float factor = 0.5f + static_cast<float>(bits & 0xffff) / 65536.0f;
+  if (spec_.not_numbers && position % 50 == 49 && is_v == (position % 100 == 99)) {
+    return f32_to_bf16(std::numeric_limits<float>::quiet_NaN());
+  }
   if (!is_v) {
     return f32_to_bf16(spec_.k_size * size * factor);
   }
   if (!spec_.uneven) {
-    return f32_to_bf16(size * factor);
+    return f32_to_bf16(std::ldexp(size * factor, position / 64 % 2 == 0 ? -spec_.far : spec_.far));
   }
   const auto exponent = static_cast<int>(bits >> 16 & 63);
   return exponent < 4 ? 0 : f32_to_bf16(std::ldexp(size * factor, exponent - 34));
@@ -677,6 +714,7 @@ void Case::reference() {
                             (size_t{token} * q_heads + q_head) * stride;
         std::vector<double> logit(length, -std::numeric_limits<double>::infinity());
         double top = -std::numeric_limits<double>::infinity();
+        bool broken = false;
         for (uint32_t t = 0; t < length; ++t) {
           if (!keeps(of, length, t) || !sees(token, length, t)) {
             continue;
@@ -689,14 +727,18 @@ void Case::reference() {
           logit[t] = (spec_.softcap == 0 ? dot : spec_.softcap * std::tanh(dot / spec_.softcap)) +
                      weight_of(sequence, kv_head, t);
           top = std::max(top, logit[t]);
+          broken = broken || std::isnan(logit[t]);
         }
-        if (std::isinf(top)) {
+        if (std::isinf(top) && !broken) {
           continue;  // sees nothing: o = 0, lse = -inf
         }
         double sum = 0;
         double* out = &ref_o_[(size_t{token} * q_heads + q_head) * spec_.dim];
         for (uint32_t t = 0; t < length; ++t) {
           const double weight = std::exp(logit[t] - top);
+          if (weight == 0) {
+            continue;
+          }
           sum += weight;
           for (uint32_t i = 0; i < spec_.dim; ++i) {
             out[i] += weight * v[t * spec_.dim + i];
@@ -727,6 +769,7 @@ Case::Errors Case::errors() {
   const uint32_t size = dtype_size_bytes(spec_.dtype_o);
   for (size_t row = 0; row < ref_lse_.size(); ++row) {
     double wrong = 0, right = 0;
+    const bool broken = std::isnan(ref_o_[row * spec_.dim]);
     for (uint32_t i = 0; i < stride; ++i) {
       const uint8_t* at = o.data() + (row * stride + i) * size;
       uint32_t bits = 0;
@@ -739,6 +782,10 @@ Case::Errors Case::errors() {
                                ? std::bit_cast<float>(bits)
                                : widen(static_cast<uint16_t>(bits), spec_.dtype_o);
       const double expected = ref_o_[row * spec_.dim + i];
+      if (broken) {
+        wrong = std::isnan(value) && bits != (size == 2 ? kNan16 : UINT32_MAX) ? wrong : kWrong;
+        continue;
+      }
       wrong += (value - expected) * (value - expected);
       right += expected * expected;
     }
@@ -748,8 +795,9 @@ Case::Errors Case::errors() {
       continue;
     }
     const double at = lse[row], expected = ref_lse_[row];
-    const double off =
-        std::isinf(expected) ? (at == expected ? 0 : kWrong) : std::fabs(at - expected);
+    const double off = std::isinf(expected)   ? (at == expected ? 0 : kWrong)
+                       : std::isnan(expected) ? (std::isnan(at) ? 0 : kWrong)
+                                              : std::fabs(at - expected);
     errors.lse = std::max(errors.lse, std::isnan(off) ? kWrong : off);
   }
   return errors;

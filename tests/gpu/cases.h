@@ -45,6 +45,9 @@ struct CaseSpec {
   float q_size = 1.0f;   // standard deviation of queries
   float k_size = 1.0f;   // and of keys, about; where pages are of bytes
   bool uneven = false;   // values of very different sizes, some of them 0; likewise
+  // Values of 2^far and 2^-far times the size, 64 tokens of these and 64 of those; likewise.
+  int far = 0;
+  bool not_numbers = false;  // every 50th token has a K or a V that is not a number; likewise
   bool reads_lse = true;
 
   // Of the shipped kernel for it.
@@ -98,7 +101,8 @@ class Case {
     double bound_lse = 0;
   };
   // Compares results with the reference, which is computed at the first call. A NaN or a value
-  // that nothing wrote is an error of infinity; so is one written where none belongs.
+  // that nothing wrote is an error of infinity; so is one written where none belongs. Rows that see
+  // what is not a number have to show it.
   Errors errors();
 
   std::vector<Bytes> segments;
