@@ -13,7 +13,7 @@ endif()
 if(NOT KVM_CUDA STREQUAL "OFF" AND NOT KVM_SANITIZE)
   # Without this CMake picks the oldest architecture that nvcc knows.
   if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
-    set(CMAKE_CUDA_ARCHITECTURES "80-real;90-real;90-virtual")
+    set(CMAKE_CUDA_ARCHITECTURES "80-real;90a-real;120-real;90-virtual")
   endif()
   include(CheckLanguage)
   check_language(CUDA)
