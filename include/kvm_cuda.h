@@ -114,8 +114,8 @@ typedef struct kvm_cuda_batch_params {
   kvm_space_id space;
   uint32_t max_items;      /* 1 to 1024; required */
   uint32_t max_append;     /* tokens (rows of k and v) of one update, to 2^20; 0: max_items */
-  uint32_t max_query;      /* query tokens of one item, 1 to 64; 0: 1. It decides which kernel all steps
-                            * of the batch use: decode with a batch of its own, of 1 */
+  uint32_t max_query;      /* query tokens of one item, 1 to 64; 0: 1. It decides which kernel all
+                            * steps of the batch use: decode with a batch of its own, of 1 */
   uint32_t max_query_rows; /* rows of q, o and lse; 0: max_items * max_query */
   uint64_t max_tokens;     /* of the longest sequence; required; at most 2^31 - 1 */
   /* Log-weights (kvm_cuda_attend_params.log_weights): that of item i, kv head h and position p is
