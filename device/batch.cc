@@ -10,6 +10,7 @@
 
 #include "base/assert.h"
 #include "base/round.h"
+#include "base/undo.h"
 
 namespace kvm::device {
 
@@ -301,16 +302,9 @@ Status Batch::update(std::span<const BatchItem> items, Stream stream) {
   KVM_TRY(store_->begin_growth(growths, stream));
   current_ = false;
   // Also where there is no memory for what the plan is made in.
-  struct Undo {
-    Batch* batch;
-    ~Undo() {
-      if (batch != nullptr) {
-        batch->undo_update();
-      }
-    }
-  } undo{this};
+  Undo undoing([this] { undo_update(); });
   KVM_TRY(enqueue_update(items, lengths_before, stream));
-  undo.batch = nullptr;
+  undoing.dismiss();
   store_->finish_growth();
   append_rows_ = query_rows_ = 0;
   for (size_t i = 0; i < places_.size(); ++i) {

@@ -7,7 +7,9 @@
 #include <utility>
 
 #include "base/assert.h"
+#include "base/reserve.h"
 #include "base/round.h"
+#include "base/undo.h"
 
 namespace kvm::device {
 
@@ -288,14 +290,7 @@ Status Store::begin_growth(std::span<const Growth> growths, Stream stream) {
   }
   collect_fences();
   // Also where there is no memory for the lists.
-  struct Undo {
-    Store* store;
-    ~Undo() {
-      if (store != nullptr) {
-        store->undo_growth();
-      }
-    }
-  } undo{this};
+  Undo undoing([this] { undo_growth(); });
   for (const Growth& growth : growths) {
     Sequence* const seq = growth.seq;
     if (seq->ready != nullptr) {
@@ -306,7 +301,7 @@ Status Store::begin_growth(std::span<const Growth> growths, Stream stream) {
     KVM_TRY(reserve_pages(growth, stream));
     seq->n_tokens += growth.n_append;
   }
-  undo.store = nullptr;
+  undoing.dismiss();
   return Status::ok();
 }
 
@@ -327,10 +322,8 @@ Status Store::pages_of_list(const Growth& growth, uint32_t list, Stream stream) 
   const uint64_t n = seq->n_tokens;
   const uint64_t n_blocks = div_up(n + growth.n_append, kTokensPerPage);
   // Memory for the lists first: a page that is in none of them would be lost.
-  pages.reserve(n_blocks > pages.capacity() ? std::max(n_blocks, 2 * pages.capacity()) : 0);
-  const uint64_t n_changes = changes_.size() + n_blocks - pages.size() + 1;
-  changes_.reserve(n_changes > changes_.capacity() ? std::max(n_changes, 2 * changes_.capacity())
-                                                   : 0);
+  reserve_growing(pages, n_blocks);
+  reserve_growing(changes_, changes_.size() + n_blocks - pages.size() + 1);
   if (n % kTokensPerPage != 0 && pool_->n_refs(pages.back()) > 1) {
     // A fork ends in the same page.
     KVM_TRY_ASSIGN(const PageRef copy, allocate(slab, stream));

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "base/assert.h"
+#include "base/reserve.h"
 #include "base/undo.h"
 #include "codecs/convert.h"
 
@@ -101,10 +102,7 @@ void PageList::reserve_entries(uint64_t n, PageBank bank) {
     spare_.push_back(std::make_unique<Segment>());
     reserve_in(spare_.back().get(), std::min<uint64_t>(n, kSegmentEntries));
   }
-  const size_t n_segments = segments.size() + spare_.size();
-  if (n_segments > segments.capacity()) {
-    segments.reserve(std::max(n_segments, 2 * segments.capacity()));
-  }
+  reserve_growing(segments, segments.size() + spare_.size());
 }
 
 void PageList::push_entry(const PageEntry& entry, PageBank bank) {
