@@ -13,6 +13,7 @@
 
 #include "base/dtype.h"
 #include "codecs/int8.h"
+#include "tests/unit/codecs/encoded_row.h"
 
 namespace kvm::codecs {
 namespace {
@@ -56,27 +57,10 @@ double nearest_bf16(double x) {
   return std::nearbyint(x / ulp) * ulp;
 }
 
-struct Encoded {
-  std::vector<uint8_t> codes;
-  uint16_t scale = 0;
+using Encoded = EncodedRow<uint8_t>;
 
-  bool operator==(const Encoded&) const = default;
-};
-
-Encoded encode(const std::vector<float>& row) {
-  Encoded out;
-  out.codes.assign(row.size() + 1, uint8_t{99});
-  out.scale = encode_f8(row.data(), static_cast<uint32_t>(row.size()), out.codes.data());
-  EXPECT_EQ(out.codes.back(), 99) << "written beyond the row";
-  out.codes.pop_back();
-  return out;
-}
-
-std::vector<float> decode(const Encoded& row) {
-  std::vector<float> out(row.codes.size());
-  decode_f8(row.codes.data(), row.scale, static_cast<uint32_t>(out.size()), out.data());
-  return out;
-}
+Encoded encode(const std::vector<float>& row) { return encode_as<uint8_t>(row, Dtype::kF8); }
+std::vector<float> decode(const Encoded& row) { return decode_as(row, Dtype::kF8); }
 
 // What float8.h promises of a row of finite numbers.
 void check_row(const std::vector<float>& row) {
@@ -94,7 +78,7 @@ void check_row(const std::vector<float>& row) {
   }
   const std::vector<float> back = decode(encoded);
   for (size_t i = 0; i < row.size(); ++i) {
-    const uint8_t code = encoded.codes[i];
+    const uint8_t code = encoded.q[i];
     const auto x = static_cast<double>(row[i]);
     if (encoded.scale == 0) {
       ASSERT_EQ(code, 0);
@@ -118,8 +102,8 @@ void check_row(const std::vector<float>& row) {
 uint8_t code_of(float x) {
   const Encoded row = encode({448.0f, x});
   EXPECT_EQ(bf16_to_f32(row.scale), 1.0f);
-  EXPECT_EQ(row.codes[0], 0x7e);
-  return row.codes[1];
+  EXPECT_EQ(row.q[0], 0x7e);
+  return row.q[1];
 }
 
 TEST(Float8, EveryCodeIsItsValue) {
@@ -189,8 +173,8 @@ TEST(Float8, LargestChannelIs448) {
     const uint32_t significand = i < 1u << 16 ? i << 7 : static_cast<uint32_t>(random()) >> 9;
     const float top = std::bit_cast<float>(0x3f800000u | significand);
     const Encoded row = encode({top, -top, 0.25f});
-    ASSERT_EQ(row.codes[0], 0x7e) << top;
-    ASSERT_EQ(row.codes[1], 0xfe) << top;
+    ASSERT_EQ(row.q[0], 0x7e) << top;
+    ASSERT_EQ(row.q[1], 0xfe) << top;
   }
 }
 
@@ -237,7 +221,7 @@ TEST(Float8, RowsThatAreNotFiniteReadAsNaN) {
       std::vector<float> values(8, 1.0f);
       values[at] = bad;
       const Encoded row = encode(values);
-      EXPECT_EQ(row.codes, std::vector<uint8_t>(8, 0));
+      EXPECT_EQ(row.q, std::vector<uint8_t>(8, 0));
       for (const float x : decode(row)) {
         EXPECT_TRUE(std::isnan(x));
       }

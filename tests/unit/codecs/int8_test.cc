@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/dtype.h"
+#include "tests/unit/codecs/encoded_row.h"
 
 namespace kvm::codecs {
 namespace {
@@ -19,27 +20,10 @@ namespace {
 constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr double kSmallestScale = 0x1p-126;
 
-struct Encoded {
-  std::vector<int8_t> q;
-  uint16_t scale = 0;
+using Encoded = EncodedRow<int8_t>;
 
-  bool operator==(const Encoded&) const = default;
-};
-
-Encoded encode(const std::vector<float>& row) {
-  Encoded out;
-  out.q.assign(row.size() + 1, int8_t{99});
-  out.scale = encode_i8(row.data(), static_cast<uint32_t>(row.size()), out.q.data());
-  EXPECT_EQ(out.q.back(), 99) << "written beyond the row";
-  out.q.pop_back();
-  return out;
-}
-
-std::vector<float> decode(const Encoded& row) {
-  std::vector<float> out(row.q.size());
-  decode_i8(row.q.data(), row.scale, static_cast<uint32_t>(out.size()), out.data());
-  return out;
-}
+Encoded encode(const std::vector<float>& row) { return encode_as<int8_t>(row, Dtype::kI8); }
+std::vector<float> decode(const Encoded& row) { return decode_as(row, Dtype::kI8); }
 
 // What int8.h promises of a row of finite numbers, in double precision.
 void check_row(const std::vector<float>& row) {

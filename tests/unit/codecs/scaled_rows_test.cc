@@ -11,6 +11,7 @@
 
 #include "base/kv_view.h"
 #include "codecs/convert.h"
+#include "tests/unit/codecs/encoded_row.h"
 
 namespace kvm::codecs {
 namespace {
@@ -19,22 +20,7 @@ constexpr std::array kTensorDtypes = {Dtype::kF32, Dtype::kF16, Dtype::kBf16};
 
 constexpr std::array kScaledDtypes = {Dtype::kI8, Dtype::kF8};
 
-struct Encoded {
-  std::vector<uint8_t> q;
-  uint16_t scale = 0;
-};
-
-Encoded encode(const std::vector<float>& row, Dtype dtype) {
-  Encoded out{.q = std::vector<uint8_t>(row.size())};
-  out.scale = encode_row(row.data(), static_cast<uint32_t>(row.size()), dtype, out.q.data());
-  return out;
-}
-
-std::vector<float> decode(const Encoded& row, Dtype dtype) {
-  std::vector<float> out(row.q.size());
-  decode_row(row.q.data(), dtype, row.scale, static_cast<uint32_t>(out.size()), out.data());
-  return out;
-}
+using Encoded = EncodedRow<uint8_t>;
 
 // A page's plane of scaled rows.
 struct Plane {
@@ -92,13 +78,14 @@ void check_tensors_in_and_out(Dtype stored_dtype) {
             continue;
           }
           const uint64_t from = (uint64_t{slot - kSlot} * kHeads + heads[h]) * n;
-          const Encoded want = encode({rounded.begin() + static_cast<ptrdiff_t>(from),
-                                       rounded.begin() + static_cast<ptrdiff_t>(from + n)},
-                                      stored_dtype);
+          const Encoded want =
+              encode_as<uint8_t>({rounded.begin() + static_cast<ptrdiff_t>(from),
+                                  rounded.begin() + static_cast<ptrdiff_t>(from + n)},
+                                 stored_dtype);
           ASSERT_EQ(plane.scales[at], want.scale);
           ASSERT_EQ(std::vector<uint8_t>(stored, stored + n), want.q);
           std::vector<char> decoded(row_bytes);
-          convert(decode(want, stored_dtype).data(), Dtype::kF32, decoded.data(), dtype, n);
+          convert(decode_as(want, stored_dtype).data(), Dtype::kF32, decoded.data(), dtype, n);
           ASSERT_EQ(std::memcmp(back.data() + 1 + from * dtype_size_bytes(dtype), decoded.data(),
                                 row_bytes),
                     0);
@@ -135,7 +122,7 @@ TEST(ScaledRows, FromOneScaledDtypeToTheOther) {
       const auto begin = static_cast<ptrdiff_t>(at * kDim);
       const Encoded stored{{from.q.begin() + begin, from.q.begin() + begin + kDim},
                            from.scales[at]};
-      const Encoded want = encode(decode(stored, first), second);
+      const Encoded want = encode_as<uint8_t>(decode_as(stored, first), second);
       ASSERT_EQ(to.scales[at], want.scale);
       ASSERT_TRUE(std::equal(want.q.begin(), want.q.end(), to.q.begin() + begin));
     }
