@@ -265,7 +265,6 @@ class CudaDriver final : public Driver {
   }
 
  private:
-  int device_ = 0;
   Context context_;
   DriverFacts facts_;
   decltype(&cuMemAddressReserve) reserve_ = nullptr;
@@ -297,7 +296,6 @@ Status CudaDriver::open(int device) {
     return Status(KVM_ERR_DEVICE, "device is " + std::to_string(device) + "; this machine has " +
                                       std::to_string(n_devices));
   }
-  device_ = device;
   KVM_TRY(context_.open(device));
   const Uncaptured current(context_);
   KVM_TRY(check("cudaFree", cudaFree(nullptr)));  // makes the runtime take the context
@@ -326,7 +324,7 @@ Status CudaDriver::open(int device) {
 
 Status CudaDriver::map(uint8_t* at, uint64_t size_bytes) {
   const Uncaptured current(context_);
-  const CUmemAllocationProp properties = properties_of(device_);
+  const CUmemAllocationProp properties = properties_of(context_.device);
   CUmemGenericAllocationHandle handle{};
   KVM_TRY(check("cuMemCreate", create_(&handle, size_bytes, &properties, 0)));
   const auto address = reinterpret_cast<CUdeviceptr>(at);

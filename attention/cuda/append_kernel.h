@@ -57,7 +57,7 @@ KVM_GPU uint32_t narrow_f8(float x) {
   return code == 0 ? 0 : code | (bits >> 31) << 7;
 }
 
-// Encodes the 8 elements that this thread has of a row which `kLanes` lanes share; the row's scale
+// Encodes the 8 elements that this thread has of a row which `lanes` lanes share; the row's scale
 // in bf16 goes to all of them. REQUIRES: all lanes of the warp call it.
 template <Element kElement>
 KVM_GPU Word2 encode_row(const float (&x)[8], uint32_t lanes, uint32_t* scale_bits) {

@@ -9,8 +9,7 @@
 #include <utility>
 
 #include "base/splitmix.h"
-#include "codecs/float8.h"
-#include "codecs/int8.h"
+#include "codecs/convert.h"
 
 namespace kvm::device {
 
@@ -214,14 +213,10 @@ std::vector<float> Rig::stored_row(uint64_t key, uint32_t layer, uint32_t head, 
   for (uint32_t i = 0; i < geometry_.dim; ++i) {
     row[i] = stored_number(key, layer, head, position, i, is_v);
   }
-  if (geometry_.dtype == KVM_DTYPE_I8) {
-    std::vector<int8_t> bytes(row.size());
-    const uint16_t scale = codecs::encode_i8(row.data(), geometry_.dim, bytes.data());
-    codecs::decode_i8(bytes.data(), scale, geometry_.dim, row.data());
-  } else if (geometry_.dtype == KVM_DTYPE_F8E4M3) {
+  if (const auto dtype = static_cast<Dtype>(geometry_.dtype); dtype_is_scaled(dtype)) {
     std::vector<uint8_t> bytes(row.size());
-    const uint16_t scale = codecs::encode_f8(row.data(), geometry_.dim, bytes.data());
-    codecs::decode_f8(bytes.data(), scale, geometry_.dim, row.data());
+    const uint16_t scale = codecs::encode_row(row.data(), geometry_.dim, dtype, bytes.data());
+    codecs::decode_row(bytes.data(), dtype, scale, geometry_.dim, row.data());
   } else {
     for (float& x : row) {
       x = narrowed(x, geometry_.dtype);

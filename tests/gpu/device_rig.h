@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "base/dtype.h"
 #include "kvm_cuda.h"
 #include "tests/gpu/fake_driver.h"
 
@@ -31,7 +32,7 @@ struct Geometry {
   uint32_t dtype = KVM_DTYPE_BF16;
   // Of queries: where rows are bytes another one.
   uint32_t query_dtype() const {
-    return dtype == KVM_DTYPE_I8 || dtype == KVM_DTYPE_F8E4M3 ? uint32_t{KVM_DTYPE_BF16} : dtype;
+    return dtype_is_scaled(static_cast<Dtype>(dtype)) ? uint32_t{KVM_DTYPE_BF16} : dtype;
   }
   float softcap = 0;
   std::vector<kvm_layer_params> layers;
