@@ -44,6 +44,11 @@ void Report::add(std::vector<std::pair<std::string, nlohmann::json>> fields) {
 
 void Report::note(const std::string& text) { notes_.push_back(text); }
 
+void Report::fail(const std::string& text) {
+  notes_.push_back("FAILED: " + text);
+  failed_ = true;
+}
+
 int Report::finish() {
   if (rows_.empty()) {
     note("nothing was measured: --max-tokens or --memory leaves out every case");

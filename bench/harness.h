@@ -34,12 +34,14 @@ struct Options {
   // Of the benches of approximate attention; empty or 0: what the bench takes by itself.
   std::vector<std::string> data;  // names of bench/approx/data.h, or .kvrec files
   std::vector<uint32_t> tokens;
-  uint32_t heads = 0;     // kv heads, independent of each other
-  uint32_t trials = 0;    // of coverage
-  double budget = 0;      // of decode: share of the keys that sampled and topk read; 0: found
-  uint32_t observed = 0;  // query sets that the index may see
-  uint32_t runs = 0;      // of death: kills; 0: what the bench takes by itself
-  bool quick = false;     // small sizes: that it runs, and figures of no weight
+  uint32_t heads = 0;      // kv heads, independent of each other
+  uint32_t dim = 0;        // of coverage: of generated keys and values
+  uint32_t seeds = 0;      // of coverage, for each request
+  uint64_t data_seed = 1;  // of coverage: of what is generated
+  double budget = 0;       // of decode: share of the keys that sampled and topk read; 0: found
+  uint32_t observed = 0;   // query sets that the index may see
+  uint32_t runs = 0;       // of death: kills; 0: what the bench takes by itself
+  bool quick = false;      // small sizes: that it runs, and figures of no weight
 };
 
 // Rows of one benchmark: printed as an aligned table when it is done, written as JSON lines.
@@ -49,6 +51,8 @@ class Report {
   // Fields in the order of printing. A "fraction" above kMaxFraction marks the run as failed.
   void add(std::vector<std::pair<std::string, nlohmann::json>> fields);
   void note(const std::string& text);
+  // A note that makes the run fail.
+  void fail(const std::string& text);
   // Columns that are written as JSON alone.
   void hide(std::vector<std::string> columns) { hidden_ = std::move(columns); }
   // Prints the table and appends the JSON lines. Returns the process's exit status.

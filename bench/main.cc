@@ -41,7 +41,9 @@ void add_approximate(const Add& add, kvm::bench::Options* options) {
         "model, real, diffuse, gauss, others of bench/approx/data.h, FILE.kvrec, FOLDER");
     bench->add_option("--tokens", options->tokens, "lengths (default: what the bench quotes)");
     bench->add_option("--heads", options->heads, "independent kv heads behind an error");
-    bench->add_option("--trials", options->trials, "of coverage, for each accuracy");
+    bench->add_option("--seeds", options->seeds, "of coverage, for each request (200)");
+    bench->add_option("--dim", options->dim, "of coverage: of generated heads, a power of two");
+    bench->add_option("--data-seed", options->data_seed, "of coverage: other generated heads");
     bench->add_option("--observed", options->observed, "query sets that the index may see");
     bench->add_flag("--quick", options->quick, "small sizes: a check that it runs");
   }

@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "attention/sampled/core.h"
+#include "attention/sampled/directions.h"
 #include "attention/sampled/hashed.h"
 #include "attention/sampled/pilot.h"
 #include "attention/sampled/sample.h"
@@ -158,6 +159,7 @@ struct FinishScratch {
   std::byte* other;   // another
   std::byte* stack;   // of StateStack over shards
   std::byte* sums;
+  std::byte* directions;
   float* plan_size;    // [rows][kPlanKeys]
   float* plan_excess;  // [rows][kPlanKeys]
   float* plan_weight;  // [kPlanKeys]
@@ -177,6 +179,7 @@ FinishScratch carve_finish(const ApproxInput& input, const Plan& exact, uint64_t
   s.other = carver.take<std::byte>(stride);
   s.stack = carver.take<std::byte>((depth + 1) * stride);
   s.sums = carver.take<std::byte>(gather_sums_bytes(problem));
+  s.directions = carver.take<std::byte>(Directions::scratch_bytes(problem));
   s.plan_size = carver.take<float>(size_t{kPlanKeys} * exact.rows);
   s.plan_excess = carver.take<float>(size_t{kPlanKeys} * exact.rows);
   s.plan_weight = carver.take<float>(kPlanKeys);
@@ -282,7 +285,7 @@ struct RowWork {
 class Sampler {
  public:
   Sampler(const Context& c, const FinishScratch& s, std::byte* states)
-      : c_(c), s_(s), states_(states), kappas_(static_cast<double>(c.params().delta)) {
+      : c_(c), s_(s), states_(states), kappa_(static_cast<double>(c.params().delta)) {
     std::copy_n(c.prepared.head->log_c, c.rows, log_c_);
   }
 
@@ -307,7 +310,7 @@ class Sampler {
   const Context& c_;
   const FinishScratch& s_;
   std::byte* states_;
-  Kappas kappas_;
+  Kappa kappa_;
   float log_c_[kMaxApproxRows];
   // Of the last estimate.
   double over_eps_[kMaxApproxRows] = {};  // bar / (eps |o|)
@@ -415,18 +418,23 @@ void Sampler::write_row(uint32_t row, const RowWork& work, const RowEstimate& e)
 double Sampler::estimate(ApproxReport* report) {
   double worst = 0;
   sigma_ = 0;
+  Directions directions(c_, s_.directions);
+  for (uint32_t i = 0; i < c_.plan->n_shards; ++i) {
+    directions.add(shard(i).told, c_.plan->n_shards);
+  }
+  directions.read();
   for (uint32_t r = 0; r < c_.rows; ++r) {
     RowWork work;
     total(r, &work);
-    const RowEstimate e = estimate_row(work.totals, kappas_, {work.o, c_.problem.dim_v});
-    const double relative =
-        e.norm_o > 0 ? e.bar / e.norm_o : (e.bar > 0 || work.totals.any_open ? INFINITY : 0.0);
-    worst = std::max(worst, std::isnan(relative) ? INFINITY : relative);
+    const std::span<double> o(work.o, c_.problem.dim_v);
+    const RowEstimate e = estimate_row(work.totals, o);
+    const double relative = e.relative_bar(kappa_, directions.shape(r, o));
+    worst = std::max(worst, relative);
     over_eps_[r] = relative / static_cast<double>(c_.params().eps);
     draws_[r] = e.draws;
-    sigma_ = std::max(sigma_, e.norm_o > 0 ? e.sigma_o / e.norm_o : 0.0);
+    sigma_ = std::max(sigma_, e.norm_o > 0 ? e.plug_in / e.norm_o : 0.0);
     report->err_o[r] = static_cast<float>(relative);
-    report->err_lse[r] = static_cast<float>(e.bar_lse);
+    report->err_lse[r] = static_cast<float>(e.bar_lse(kappa_));
     report->noise[r] = static_cast<float>(e.noise);
     write_row(r, work, e);
   }
@@ -628,7 +636,8 @@ void prepare_uses(const Context& c, float* dense) {
                                       .n = c.rows,
                                       .scale = c.problem.scale,
                                       .bias = bias_of(q, use.variant),
-                                      .softcap = c.problem.softcap};
+                                      .softcap = c.problem.softcap,
+                                      .careful = method_of(c.params()) == Method::kSample};
       hash_index::prepare_scan(frame, rows, out, same_queries ? &last : nullptr);
       last.frame = &frame;
       last.query = out;

@@ -22,7 +22,8 @@
 //     D_hat = D_F + sum_S w_i / p_i     N_hat = N_F + sum_S (w_i / p_i) v_i      o = N_hat / D_hat
 //
 // The bar is kappa times the larger of the plug-in sigma and one from the sketch's measured noise;
-// kappa grows with that noise and where few keys were drawn; never below 2e-3 |o|.
+// kappa follows from how many directions the error has, and grows with that noise and where few keys
+// were drawn; never below 2e-3 |o|.
 // docs/approximate_attention.md explains it; models/house/estimators.py is the reference and names
 // the sources.
 //
@@ -82,8 +83,7 @@ struct ApproxParams {
   Proposal proposal = Proposal::kSketch;
   float eps = 0.03f;  // relative error of o, > 0; Verified, and Sampled without a budget
   // Probability, for each row over seeds, that the error exceeds the reported bar; of Verified as
-  // well, where the bar has met eps after growth. Found by simulation (kvm-bench coverage), not
-  // proved: eps is kept everywhere; the bar but for one recording, where 12 % exceed that of 0.1.
+  // well, where the bar has met eps after growth. Measured (kvm-bench coverage), not proved.
   float delta = 0.01f;
   // Keys of R for each row of the problem; Verified starts with it. 0: from eps; TopK: exact, or
   // with hash tables all candidates.

@@ -2,18 +2,11 @@
 #include "attention/sampled/estimate.h"
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <numbers>
 
 namespace kvm::attention {
 namespace {
-
-struct KappaAt {
-  double delta;
-  double kappa;
-};
-constexpr std::array<KappaAt, 3> kKappas{{{0.1, 1.1}, {0.01, 1.45}, {0.003, 1.65}}};
 
 double dot(std::span<const double> a, std::span<const double> b) {
   double sum = 0;
@@ -23,6 +16,10 @@ double dot(std::span<const double> a, std::span<const double> b) {
   return sum;
 }
 
+constexpr double kFewestDraws = 5;
+// What Wilson and Hilferty's root falls short of at one direction.
+constexpr double kCarefully = 0.025;
+constexpr double kLseCare = 1.1;
 constexpr double kMostOwn = 0.99;  // of D, that a key's share is believed to be
 // How much more mass than was read the sketch is believed to see: e^20, where what it says of a
 // single key is cut off as well (gather_kernel.h).
@@ -35,38 +32,82 @@ double known(double x) { return std::isnan(x) ? INFINITY : x; }
 
 }  // namespace
 
-double kappa_of(double delta) {
-  const double x = std::log(std::clamp(delta, 1e-9, 1.0));
-  size_t i = 0;
-  while (i + 2 < kKappas.size() && delta < kKappas[i + 1].delta) {
-    ++i;
-  }
-  const double from = std::log(kKappas[i].delta);
-  const double to = std::log(kKappas[i + 1].delta);
-  const double share = (x - from) / (to - from);
-  const double kappa = kKappas[i].kappa + share * (kKappas[i + 1].kappa - kKappas[i].kappa);
-  return std::max(kappa, kKappas[0].kappa);
-}
-
-double gaussian_of(double delta) {
-  // P(|z| > x) = erfc(x / sqrt 2) falls with x: bisection.
-  const double tail = std::clamp(delta, 1e-9, 0.99);
+Kappa::Kappa(double delta) {
+  // P(z > x) = erfc(x / sqrt 2) / 2 falls with x: bisection.
+  const double tail = 2 * std::clamp(delta, 1e-9, 0.4);
   double low = 0;
   double high = 8;
   for (int i = 0; i < 40; ++i) {
     const double middle = (low + high) / 2;
     (std::erfc(middle / std::numbers::sqrt2) > tail ? low : high) = middle;
   }
-  return high;
+  z_ = high;
+  log_delta_ = std::log(std::clamp(delta, 1e-9, 1.0));
 }
 
-double few_draws(double draws, double z) {
-  const double n = std::max(2.0, draws - 1.0);  // in this order: no number counts as few
-  const double g = (n - 1.5) / ((n - 1.0) * (n - 1.0));
-  return std::max(std::sqrt(n * std::expm1(z * z * g)) / z, 1.0);
+double Kappa::chi_square(double n) const {
+  // The cube root of a chi-square over its n degrees is normal with mean 1 - 2/(9n) and variance
+  // 2/(9n).
+  const double root = 1 - 2 / (9 * n) + z_ * std::sqrt(2 / (9 * n));
+  return root * root * root;
 }
 
-RowEstimate estimate_row(const RowTotals& t, const Kappas& kappas, std::span<double> o) {
+double Kappa::fisher(double n, double m) const {
+  // Of two such roots: (mean_m x - mean_n)^2 = z^2 (var_m x^2 + var_n), x the cube root.
+  const double mean_n = 1 - 2 / (9 * n);
+  const double mean_m = 1 - 2 / (9 * m);
+  const double square = mean_m * mean_m - z_ * z_ * 2 / (9 * m);
+  if (square <= 0) {
+    return INFINITY;
+  }
+  const double rest = mean_n * mean_n - z_ * z_ * 2 / (9 * n);
+  const double both = mean_n * mean_m;
+  const double x = (both + std::sqrt(std::max(both * both - square * rest, 0.0))) / square;
+  return x * x * x;
+}
+
+double Kappa::operator()(const ErrorShape& shape, double draws) const {
+  const double m = std::max(kFewestDraws, std::min(draws, shape.terms)) - 1;
+  const double n = 1 / shape.squares;
+  const double skew = std::max(1.0, shape.squares / (shape.largest * shape.largest));
+  const double known_variance = 1 + std::sqrt(shape.squares * skew) * (chi_square(skew) - 1);
+  return std::sqrt((1 + kCarefully / skew) * known_variance * fisher(n, m) / chi_square(n));
+}
+
+double Kappa::unseen_share(double draws) const {
+  return -std::expm1(log_delta_ / std::max(1.0, draws));
+}
+
+double RowEstimate::growth() const {
+  const double variance = std::min(noise * noise, 50.0);
+  return std::max(1.0, std::exp((variance - kNoiseAllowance) / 2));
+}
+
+double RowEstimate::bar(const Kappa& kappa, ErrorShape shape) const {
+  shape.largest = std::max(shape.largest, least_largest);
+  shape.squares = std::max(shape.squares, shape.largest * shape.largest);
+  return std::max(
+      {least_bar, known(unseen * kappa.unseen_share(draws)),
+       known(kappa(shape, draws) * growth() * sigma_o * std::sqrt(1 + shape.heaviest))});
+}
+
+double RowEstimate::relative_bar(const Kappa& kappa, const ErrorShape& shape) const {
+  const double absolute = bar(kappa, shape);
+  if (absolute == 0) {
+    return any_open ? INFINITY : 0;
+  }
+  // Rounding has no direction.
+  const double shorter = absolute > least_bar ? root(shape.along_o) * absolute : 0;
+  const double length = norm_o - shorter;
+  return length > 0 ? known(absolute / length) : INFINITY;
+}
+
+double RowEstimate::bar_lse(const Kappa& kappa) const {
+  return std::max(least_bar_lse,
+                  known(kLseCare * kappa(ErrorShape{}, draws) * growth() * sigma_lse));
+}
+
+RowEstimate estimate_row(const RowTotals& t, std::span<double> o) {
   RowEstimate e;
   e.mass = t.fixed + t.closed + t.open;
   for (size_t d = 0; d < o.size(); ++d) {
@@ -74,9 +115,10 @@ RowEstimate estimate_row(const RowTotals& t, const Kappas& kappas, std::span<dou
   }
   const double o2 = dot(o, o);
   e.norm_o = root(o2);
+  e.any_open = t.any_open;
   e.lse_mass = e.mass;
-  e.bar = kBarFloor * e.norm_o;
-  e.bar_lse = kLseBarFloor;
+  e.least_bar = kBarFloor * e.norm_o;
+  e.least_bar_lse = kLseBarFloor;
   if (!t.any_open) {
     return e;
   }
@@ -87,9 +129,9 @@ RowEstimate estimate_row(const RowTotals& t, const Kappas& kappas, std::span<dou
     const double share = known(e.mass > 0 ? t.open_mass / e.mass : 1.0);
     const double length = t.closed > 0 ? root(t.norm2 / t.closed) : INFINITY;
     if (share > kBarFloor / 2) {
-      e.bar = std::max(e.bar, known(share * (e.norm_o + length)));
+      e.least_bar = std::max(e.least_bar, known(share * (e.norm_o + length)));
     }
-    e.bar_lse = std::max(e.bar_lse, share);
+    e.least_bar_lse = std::max(e.least_bar_lse, share);
     return e;
   }
   const double a = t.open / std::max(t.hat, 1e-300);
@@ -105,23 +147,27 @@ RowEstimate estimate_row(const RowTotals& t, const Kappas& kappas, std::span<dou
   // Of a key's own share of D: o has moved towards its value by that much.
   const double own = std::min(t.chance / std::max(t.open * e.mass, 1e-300), kMostOwn);
   const double alone = 1.0 / (1.0 - own);
-  e.sigma_o = alone * root(v2) / e.mass;
+  e.plug_in = alone * root(v2) / e.mass;
   const double lse2 = t.chance - 2 * a * t.chance_hat + a * a * t.chance_hat2;
-  e.sigma_lse = root(lse2) / e.lse_mass;
   const double sample = t.closed + t.open;
   const double r2 = t.norm2 / sample - 2 * dot(o, t.n_sample) / sample + o2;
   const double noisy = std::exp(std::min(variance, 50.0));
   const double model = alone * a * root(noisy * t.spread * r2) / e.mass;
   const double model_lse = a * root((noisy - 1) * t.spread) / e.lse_mass;
+  e.sigma_o = std::max(known(e.plug_in), known(model));
+  e.sigma_lse = std::max(known(root(lse2) / e.lse_mass), known(model_lse));
   e.draws = std::min(t.n_open, t.open * t.open / std::max(t.chance, 1e-300));
-  const double growth = few_draws(e.draws, kappas.gaussian) *
-                        std::max(1.0, std::exp((std::min(variance, 50.0) - kNoiseAllowance) / 2));
-  e.bar = std::max(e.bar, kappas.o * growth * std::max(known(e.sigma_o), known(model)));
-  e.bar_lse =
-      std::max(e.bar_lse, kappas.lse * growth * std::max(known(e.sigma_lse), known(model_lse)));
+  e.unseen = 2 * t.open / e.mass * (e.norm_o + root(t.norm2 / sample));
+  // S along the mean of its terms, chance |mean - o|^2, is no more than lambda_max.
+  double along = 0;
+  for (size_t d = 0; d < o.size(); ++d) {
+    const double away = t.chance_v[d] - t.chance * o[d];
+    along += away * away;
+  }
+  e.least_largest = std::min(1.0, along / std::max(v2 * t.chance, 1e-300));
   if (!is_believed) {
     // Sketch and sample have nothing to do with each other, and neither says how far off it is.
-    e.bar = e.bar_lse = INFINITY;
+    e.least_bar = e.least_bar_lse = INFINITY;
   }
   return e;
 }

@@ -19,15 +19,18 @@
 //             |v - o|^2 over S
 //   draws = (sum_S w/p)^2 / sum_S (1 - p)/p^2 w^2 over open keys, at most their number: how many
 //           equal ones say as much
-//   bar = max(kappa max(sigma_o, model_o), 2e-3 |o|),
-//   kappa = kappa(delta) few(draws) max(1, e^((noise^2 - 0.36)/2))
-// few = t / z: the two-sided quantile of Student's t with draws - 1 degrees of freedom over the
-// Gaussian one. A variance of a few draws is itself uncertain (Satterthwaite 1946 gives a sum of n
-// like squares n degrees of freedom). The bar of lse has a Gaussian quantile in place of
-// kappa(delta), and model_lse^2 = a^2 (e^(noise^2) - 1) sum h^2 (1 - p)/p / D^2.
+//   bar = max(kappa max(sigma_o, model_o), unseen, 2e-3 |o|),
+//   kappa = kappa(delta; shape, draws) max(1, e^((noise^2 - 0.36)/2)): class Kappa
+//   unseen = (1 - delta^(1/draws)) (sum_S w/p) / D 2 (|o| + R_v), R_v^2 = mean of |v|^2 over S: what
+//            keys whose values are unlike all that was drawn may move o by. Of a share of the mass
+//            nothing is drawn with a chance of (1 - share)^draws; 2, for a key with a small value is
+//            drawn up to four times as seldom
+// The error of lse is one number, so its bar is that of one direction, a tenth larger, and
+// model_lse^2 = a^2 (e^(noise^2) - 1) sum h^2 (1 - p)/p / D^2.
 #ifndef KVM_ATTENTION_SAMPLED_ESTIMATE_H_
 #define KVM_ATTENTION_SAMPLED_ESTIMATE_H_
 
+#include <cmath>
 #include <cstdint>
 #include <span>
 
@@ -39,16 +42,43 @@ inline constexpr double kNoiseAllowance = 0.36;
 inline constexpr double kBarFloor = 2e-3;     // of |o|: arithmetic in bf16, not sampling
 inline constexpr double kLseBarFloor = 5e-4;  // likewise, absolute
 
-// Standard deviations that make the bar of o: 1.1 at delta 0.1, 1.45 at 0.01, 1.65 at 0.003, linear
-// in ln(delta) between and beyond, at least 1.1. Found by simulation; the error of o is a vector of
-// many channels, whose norm hardly exceeds its root mean square.
-double kappa_of(double delta);
-// The two-sided Gaussian quantile of delta.
-double gaussian_of(double delta);
-// By how much a bar of so many draws is wider than one of very many; z = gaussian_of(delta).
-// Gaver and Kafadar's approximation of t (1984), within 3 % from four draws on; fewer than three
-// count as three.
-double few_draws(double draws, double z);
+// What the covariance S of an error says of its length; eigenvalues relative to their sum, tr S.
+// By default an error of one direction.
+struct ErrorShape {
+  double largest = 1;       // eigenvalue
+  double squares = 1;       // their sum: tr S^2 / (tr S)^2
+  double along_o = 1;       // share of tr S along o
+  double heaviest = 0;      // largest share of tr S that one term has
+  double terms = INFINITY;  // how many equal terms would tell tr S as well: at most the draws
+};
+
+// How many standard deviations make a bar that is exceeded with a chance of delta.
+//
+// |error|^2 / tr S is a sum of chi-squares of one degree, weighted with the eigenvalues: mean 1,
+// variance 2 squares. Its quantile is that of the chi-square with the same mean, variance and
+// skewness (Hall 1983, Buckley and Eagleson 1988); the sum of the cubes of the eigenvalues, which
+// the skewness needs, is put at largest * squares: no smaller than it is, and right both where all
+// are equal and where one stands out. tr S is itself estimated, by few draws badly: it is a chi-square of draws
+// degrees of freedom over their number (Satterthwaite 1946), so that the quantile grows as Fisher's does beside
+// the chi-square's. Quantiles by Wilson and Hilferty's cube root (1931).
+class Kappa {
+ public:
+  explicit Kappa(double delta);
+  // draws: fewer than five, and what is no number, count as five.
+  double operator()(const ErrorShape& shape, double draws) const;
+
+  // Quantile of Fisher's distribution that is exceeded with a chance of delta: from 2.5 % below it
+  // (one degree) to a few per cent above. Infinite where m says nothing at so small a delta.
+  double fisher(double n, double m) const;
+  // Of the chi-square over its n degrees.
+  double chi_square(double n) const;
+  // The share of which nothing is found among so many draws with a chance of delta.
+  double unseen_share(double draws) const;
+
+ private:
+  double z_;  // the Gaussian quantile
+  double log_delta_;
+};
 
 // Of one row, relative to e^top. Sums with a chance are over open keys of S with (1 - p)/p^2.
 struct RowTotals {
@@ -74,28 +104,37 @@ struct RowTotals {
 };
 
 struct RowEstimate {
-  double mass = 0;      // D, relative to e^top
-  double lse_mass = 0;  // e^(lse - top)
-  double norm_o = 0;    // |o|
+  double mass = 0;        // D, relative to e^top
+  double lse_mass = 0;    // e^(lse - top)
+  double norm_o = 0;      // |o|
+  bool any_open = false;  // RowTotals::any_open
+  // Larger of plug-in and model, but for `plug_in`, which is of o.
   double sigma_o = 0;
   double sigma_lse = 0;
+  double plug_in = 0;
   double noise = 0;
   double draws = 0;
-  double bar = 0;      // absolute, of o
-  double bar_lse = 0;  // absolute
-};
+  // What the mean of the terms of S says: the largest eigenvalue is no smaller, relative to tr S.
+  double least_largest = 0;
+  // Bars are no smaller, absolute. Infinite where sketch and sample have nothing to do with each
+  // other.
+  double least_bar = 0;
+  double least_bar_lse = 0;
+  double unseen = 0;  // what a share of all open mass may move o by
 
-// Of a delta, for all rows.
-struct Kappas {
-  explicit Kappas(double delta)
-      : o(kappa_of(delta)), gaussian(gaussian_of(delta)), lse(1.1 * gaussian) {}
-  double o;
-  double gaussian;
-  double lse;
+  // Absolute, of o. shape: of directions.h.
+  double bar(const Kappa& kappa, ErrorShape shape) const;
+  // The same over |o|. The true o may be shorter than the estimate, by the part of the error that
+  // lies along it. Infinite where that may be all of it; 0 where nothing was left to chance.
+  double relative_bar(const Kappa& kappa, const ErrorShape& shape) const;
+  double bar_lse(const Kappa& kappa) const;
+
+ private:
+  double growth() const;  // with the noise
 };
 
 // o [dim_v].
-RowEstimate estimate_row(const RowTotals& totals, const Kappas& kappas, std::span<double> o);
+RowEstimate estimate_row(const RowTotals& totals, std::span<double> o);
 
 }  // namespace kvm::attention
 

@@ -651,6 +651,60 @@ void gather(const GatherArgs* args, const GatherBatch* batch, const GatherSums* 
     values<2>(*args, *batch, *sums, kVecOpen, coefs);
 }
 
+// --- Directions ---------------------------------------------------------------------------------
+
+template <int kElem>
+void widen_of(const uint8_t* const* rows, const float* scale, uint32_t dim, uint32_t n,
+              uint32_t stride, float* out) {
+  for (uint32_t i = 0; i < n; ++i) {
+    const F factor = vec::set1(scale[i]);
+    float* to = out + static_cast<size_t>(i) * stride;
+    for (uint32_t d = 0; d < stride; d += kW)
+      vec::store(to + d,
+                 d < dim ? vec::mul(load_row<kElem>(rows[i], d, dim), factor) : vec::zero());
+  }
+}
+
+void widen(const uint8_t* const* rows, const float* scale, uint32_t dtype, uint32_t dim, uint32_t n,
+           uint32_t stride, float* out) {
+  with_elem(dtype, [&]<int kElem>() { widen_of<kElem>(rows, scale, dim, n, stride, out); });
+}
+
+// Tiles of four vectors by as many as fill a register with sums; those below the diagonal are copied.
+void products(const float* x, uint32_t n, uint32_t stride, uint32_t out_stride, float* out) {
+  using T = KeyTile<4>;
+  constexpr uint32_t kTokens = T::kTokens;
+  for (uint32_t i = 0; i < n; i += 4) {
+    for (uint32_t j = i / kTokens * kTokens; j < n; j += kTokens) {
+      F acc[kW];
+#pragma GCC unroll 16
+      for (int a = 0; a < kW; ++a)
+        acc[a] = vec::zero();
+      for (uint32_t d = 0; d < stride; d += kW) {
+        F left[4];
+#pragma GCC unroll 4
+        for (uint32_t r = 0; r < 4; ++r)
+          left[r] = vec::load(x + static_cast<size_t>(i + r) * stride + d);
+#pragma GCC unroll 4
+        for (uint32_t t = 0; t < kTokens; ++t) {
+          const F right = vec::load(x + static_cast<size_t>(j + t) * stride + d);
+#pragma GCC unroll 4
+          for (uint32_t r = 0; r < 4; ++r)
+            acc[r * kTokens + t] = vec::fma(left[r], right, acc[r * kTokens + t]);
+        }
+      }
+      float sums[kW];
+      vec::store(sums, vec::reduce(acc));
+      for (uint32_t r = 0; r < 4; ++r) {
+        for (uint32_t t = 0; t < kTokens; ++t) {
+          out[static_cast<size_t>(i + r) * out_stride + j + t] = sums[r * kTokens + t];
+          out[static_cast<size_t>(j + t) * out_stride + i + r] = sums[r * kTokens + t];
+        }
+      }
+    }
+  }
+}
+
 // --- Thresholds ---------------------------------------------------------------------------------
 
 float largest(const float* x, size_t n) {
@@ -716,6 +770,8 @@ void saturation(const float* x, float limit, size_t n, uint64_t* count, double* 
 constexpr SampledKernels kKernels{.gather = gather,
                                   .logits = all_logits,
                                   .norms = norms,
+                                  .widen = widen,
+                                  .products = products,
                                   .largest = largest,
                                   .sizes = sizes,
                                   .raise = raise,

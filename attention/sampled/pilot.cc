@@ -31,9 +31,13 @@ constexpr uint32_t kMostProbes = 2048;
 // Where the pilot says so many times what is worth it, it is exact at once.
 constexpr float kFirstShare = 1.2f;
 constexpr double kSurelyMore = 1.5;
-// Root mean square of what the sketch's logits are off, in nats: beyond it the answer is exact.
+// Standard deviation of what the sketch's logits are off, in nats: beyond it the answer is exact.
 // Weights are off by a factor of fifty there.
 constexpr double kMostError = 4;
+// What a sample is planned for: ordinary values, and draws enough. Where the error has fewer
+// directions the sample grows.
+constexpr ErrorShape kPlanned{.largest = 0.15, .squares = 0.05};
+constexpr double kPlanDraws = 200;
 // Thresholds, and logits, beyond it have no place for fractions of a nat.
 constexpr float kMostLogC = 1e6f;
 // How far the probe looks into F.
@@ -297,7 +301,8 @@ struct RowMoments {
   double all = 0;     // sum of w times what a key stands for
   double square = 0;  // of the squares of that
   double chance = 0;  // variance of |D (o - its estimate)|^2
-  double error2 = 0;  // sum of (s - s_hat)^2, every key the same
+  double error = 0;   // sum of s - s_hat, every key the same
+  double error2 = 0;  // and of its square
 };
 
 void add_key(const Context& c, Pilot& p, uint32_t r, size_t id, const RowProbe& probe, double s,
@@ -305,6 +310,7 @@ void add_key(const Context& c, Pilot& p, uint32_t r, size_t id, const RowProbe& 
   const auto factor = static_cast<double>(p.probe_factor[id * c.rows + r]);
   const double w = std::exp(s - probe.top);
   const double e = s - static_cast<double>(p.logits[size_t{r} * p.n + p.probe_at[id]]);
+  m->error += e;
   m->error2 += e * e;
   if (p.probe_chance[id] < 1.0f) {
     m->mass += factor * w;
@@ -326,7 +332,7 @@ void scale_shares(const Context& c, Pilot& p, uint32_t r, const RowProbe& probe,
   const double mass = std::max(m.mass, 1e-300);
   const double mean = m.residual / mass;
   const double variance = std::clamp(m.residual2 / mass - mean * mean, 0.0, 50.0);
-  const double kappa = kappa_of(static_cast<double>(params.delta)) *
+  const double kappa = Kappa(static_cast<double>(params.delta))(kPlanned, kPlanDraws) *
                        std::max(1.0, std::exp((variance - kNoiseAllowance) / 2));
   // Where the sample does not grow, what a few keys say of V is not mended later: V and one
   // standard deviation of that.
@@ -349,7 +355,8 @@ void scale_shares(const Context& c, Pilot& p, uint32_t r, const RowProbe& probe,
 // heaviest key is hardly ever among those that it puts first, and of those one then seems to have
 // all of the mass, which leaves weighted moments, and bars, of nothing.
 bool is_told(const RowMoments& m, uint32_t n) {
-  return m.error2 <= kMostError * kMostError * n;  // NaN is not
+  const double mean = n > 0 ? m.error / n : 0.0;
+  return m.error2 - mean * m.error <= kMostError * kMostError * n;  // NaN is not
 }
 
 // Fills the shares of the keys that were drawn. False where the sketch says nothing of some row.

@@ -55,6 +55,8 @@ SampleState carve_state(const ApproxInput& input, uint64_t n_keys, uint32_t rows
   if (sums != nullptr) {
     s.sums = gather_sums_view(*input.problem, sums);
   }
+  s.told.position = carver.take<uint64_t>(kMostTold);
+  s.told.p = carver.take<float>(kMostTold);
   if (may_grow(input.params)) {
     s.candidates = carve_candidates(candidate_capacity(input, n_keys, rows), rows, carver);
   }
@@ -145,6 +147,23 @@ void grow_sizes(const float* log_growth, uint32_t rows, const Candidates& list, 
 
 }  // namespace
 
+namespace {
+
+// Keeps the places of every so many-th open key.
+void tell(const Candidates& list, std::span<const uint32_t> open, const SampleState& state) {
+  const auto n = static_cast<uint32_t>(open.size());
+  const uint32_t step = (n + kMostTold - 1) / kMostTold;
+  uint32_t n_told = 0;
+  for (uint32_t i = 0; i < n; i += step) {
+    state.told.position[n_told] = list.position[open[i]];
+    state.told.p[n_told++] = list.size[open[i]];
+  }
+  state.head->n_told = n_told;
+  state.head->told_weight = static_cast<float>(step);
+}
+
+}  // namespace
+
 bool may_grow(const ApproxParams& params) { return params.mode == ApproxMode::kVerified; }
 
 uint32_t candidate_capacity(const ApproxInput& input, uint64_t n_keys, uint32_t rows) {
@@ -176,6 +195,8 @@ size_t sample_scratch_bytes(const ApproxInput& input, uint64_t n_keys, uint32_t 
 SampleState sample_state(const Context& c, void* state, void* scratch) {
   Carver carver(state);
   SampleState s = carve_state(*c.input, c.plan->n_keys_indexed, c.rows, carver);
+  s.told.n = s.head->n_told;
+  s.told.weight = s.head->told_weight;
   if (may_grow(c.params())) {
     s.candidates.n = s.head->n_candidates;
   } else if (scratch != nullptr) {
@@ -243,6 +264,7 @@ void gather_drawn(const Context& c, const SampleState& state, void* scratch) {
   const GatherContext context = c.gathering();
   gather(context, list_of(list, kGatherClosed, {s.closed, n_closed}), state.sums);
   gather(context, list_of(list, kGatherOpen, {s.open, n_open}), state.sums);
+  tell(list, {s.open, n_open}, state);
   state.head->n_open = n_open;
   state.head->n_closed = n_closed;
 }

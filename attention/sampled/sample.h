@@ -8,6 +8,7 @@
 #define KVM_ATTENTION_SAMPLED_SAMPLE_H_
 
 #include "attention/sampled/core.h"
+#include "attention/sampled/directions.h"
 #include "attention/sampled/estimate.h"
 
 namespace kvm::attention {
@@ -25,6 +26,8 @@ struct SampleHead {
   bool redrawn = false;
   float log_c[kMaxApproxRows] = {};  // that this shard drew with
   uint64_t index_bytes = 0;          // of all scans
+  uint32_t n_told = 0;  // open keys whose places are kept, and how many each stands for
+  float told_weight = 0;
 };
 
 // State of a shard.
@@ -32,6 +35,7 @@ struct SampleState {
   std::byte* exact;  // of its part of F, or of all its tokens where the answer is exact
   SampleHead* head;
   GatherSums sums;
+  ToldKeys told;
   hash_index::Candidates candidates;  // in scratch where the sample does not grow
 };
 

@@ -100,6 +100,13 @@ struct SampledKernels {
   // Sum of squares of the first dim elements of each of the 16 rows, scales not applied.
   void (*norms)(const uint8_t* const* rows, uint32_t dtype, uint32_t dim, float* out);
 
+  // The first n of 16 rows as floats, scaled: out [n][stride], zero beyond dim.
+  void (*widen)(const uint8_t* const* rows, const float* scale, uint32_t dtype, uint32_t dim,
+                uint32_t n, uint32_t stride, float* out);
+  // Products of all pairs of n vectors: out [n][out_stride]. x [n][stride], n a multiple of 16 and
+  // stride of 32.
+  void (*products)(const float* x, uint32_t n, uint32_t stride, uint32_t out_stride, float* out);
+
   // The threshold of a row over n keys; n is a multiple of 16, arrays are aligned to 64 bytes.
   float (*largest)(const float* x, size_t n);
   // out = e^min(x - top, 80) norm

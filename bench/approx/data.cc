@@ -116,9 +116,19 @@ void DataSet::use_own_rows() {
 
 const std::vector<std::string>& data_names() {
   static const std::vector<std::string> names = {
-      "model",   "flat",  "isotropic", "outliers", "voutliers", "latesink", "even",
-      "softcap", "drift", "turn",      "real",     "diffuse",   "gauss"};
+      "model",   "flat",   "isotropic", "outliers", "voutliers", "latesink", "even",
+      "softcap", "drift",  "turn",      "real",     "diffuse",   "gauss",    "needle",
+      "line",    "cancel", "equalkeys", "longkeys", "heavytail", "zeros",    "minority"};
   return names;
+}
+
+const std::vector<std::string>& fragile_names() {
+  static const std::vector<std::string> names(data_names().end() - 8, data_names().end());
+  return names;
+}
+
+bool is_fragile(const std::string& name) {
+  return std::find(fragile_names().begin(), fragile_names().end(), name) != fragile_names().end();
 }
 
 Result<DataSet> make_data(const DataSpec& spec, uint32_t threads) {
@@ -140,6 +150,9 @@ Result<DataSet> make_data(const DataSpec& spec, uint32_t threads) {
   }
   if (name == "gauss") {
     return make_gauss_data(spec, threads);
+  }
+  if (is_fragile(name)) {
+    return make_fragile_data(spec, threads);
   }
   ModelOptions options;
   if (name == "flat") {

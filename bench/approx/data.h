@@ -19,6 +19,15 @@
 //   real       clusters of keys that come in short segments, queries that look at four of them
 //   diffuse    the same with flatter queries
 //   gauss      independent normals: nothing to find
+//   needle     one key with 30 to 70 % of the mass, by head, in a flat context of like values
+//   line       values on a line
+//   cancel     values that nearly cancel: a small one, plus or minus a large one
+//   equalkeys  the same with keys that are all equal
+//   longkeys   independent normals, and 20 of 8,192 keys 3 to 10 times as long
+//   heavytail  weights with the tail of a Pareto distribution of index 1.5
+//   zeros      two thirds of the keys zero, and a fifth of values that are alike
+//   minority   values that are alike, but for 2 to 6 %, by head, which are the opposite
+// The last eight are `fragile`: groups of two, made to have wrong error bars.
 //
 // Threads: immutable once made; any number of readers.
 #ifndef KVM_BENCH_APPROX_DATA_H_
@@ -115,6 +124,8 @@ class DataSet {
 
 // The names that make_data knows, files apart.
 const std::vector<std::string>& data_names();
+const std::vector<std::string>& fragile_names();
+bool is_fragile(const std::string& name);
 // Whether a name is a file or a folder; how many heads it has. Errors: as make_data.
 bool is_recorded(const std::string& name);
 Result<uint32_t> count_recorded_heads(const std::string& name);
@@ -139,6 +150,7 @@ struct ModelOptions {
 // What make_data is put together from.
 DataSet make_model_data(const DataSpec& spec, const ModelOptions& options, uint32_t threads);
 DataSet make_cluster_data(const DataSpec& spec, double sharpness, uint32_t threads);
+DataSet make_fragile_data(const DataSpec& spec, uint32_t threads);
 DataSet make_gauss_data(const DataSpec& spec, uint32_t threads);
 Result<DataSet> read_recorded_data(const DataSpec& spec);
 

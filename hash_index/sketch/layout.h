@@ -11,7 +11,7 @@
 //   lead     [2][64]              of 32 bits: the codes of four leading coordinates, first one
 //                                 lowest, plus 128; kLead8Bits1 only
 //   factors  [64]                 of 32 bits: f as bf16 in the upper half, |v| as bf16 in the
-//                                 lower, raised to a quarter of the block's typical one (sketch.h)
+//                                 lower, raised to half of the block's typical one (sketch.h)
 //
 // The permutation of keys within a code row makes widening free: where a kernel adds bytes up in
 // words and then splits the words, each 16 keys come out in order.

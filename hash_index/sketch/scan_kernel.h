@@ -53,6 +53,7 @@ inline void for_logits(const ScanQuery& q, const uint8_t* block, uint32_t row, c
   const auto* lead = reinterpret_cast<const uint32_t*>(block + q.shape.lead_offset);
   const F step = vec::set1(q.step[row]);
   const F offset = vec::set1(q.offset[row]);
+  const F spread = vec::set1(q.spread[row]);
   const F base = vec::set1(q.base[row]);
   const F lead_step = vec::set1(q.lead_step[row]);
   const U lead_bias = splat(static_cast<uint32_t>(q.lead_bias[row]));
@@ -62,7 +63,8 @@ inline void for_logits(const ScanQuery& q, const uint8_t* block, uint32_t row, c
   for (int i = 0; i < kVecs; ++i) {
     const int key = i * vec::kWidth;
     const F factor = float_of(load_u(factors + key) & splat(0xffff0000u));
-    F l = vec::fma(factor, vec::fma(to_float(load_u(sums + key)), step, offset), base);
+    const F of_code = vec::fma(to_float(load_u(sums + key)), step, offset);
+    F l = vec::fma(factor, vec::fma(factor, spread, of_code), base);
     if (has_lead) {
       const U sum =
           lead_sums(lead_bias, load_u(lead + key), load_u(lead + kScanKeys + key), q.lead[row]);

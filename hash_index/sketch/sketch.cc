@@ -23,7 +23,7 @@ namespace {
 constexpr double kMaxQuery = 1e15;
 constexpr float kMaxLog2C = 1e30f;
 constexpr float kMaxBase = 1e30f;
-constexpr double kLeastOfTypical = 0.25;
+constexpr double kLeastOfTypical = 0.5f;
 
 const ScanKernels& kernels_of(const ScanTable* table) {
   return *(table != nullptr ? *table : active_scan_table()).kernels;
@@ -193,7 +193,14 @@ double round_rest(const float* rest, uint32_t dim_pad, uint32_t chunk, int* roun
   return inverse == 0 ? 0 : step;
 }
 
-void set_basis_part(const Basis& basis, const float* q, uint32_t row, float scale, ScanQuery* out) {
+// Variance of <x, q'> as the code tells it, over f^2 |q'|^2: the error f y - x has the square length
+// f^2 |y|^2 (1 - cos^2), cos between x and its codeword, and lies in any direction. Means of Gaussian
+// coordinates; cos^2 is 2 / pi with one bit.
+constexpr double kSpread1 = 0.363;
+constexpr double kSpread2 = 0.105;
+
+void set_basis_part(const Basis& basis, const float* q, uint32_t row, float scale, bool careful,
+                    ScanQuery* out) {
   alignas(64) float rest[kMaxSketchDim];
   int rounded[kMaxSketchDim] = {};
   double step = 0;
@@ -202,6 +209,13 @@ void set_basis_part(const Basis& basis, const float* q, uint32_t row, float scal
     rest_of(basis, q, out->turned[row], rest);
     step = round_rest(rest, basis.dim_pad, out->chunk_rows * 8, rounded);
   }
+  double rest2 = 0;
+  for (uint32_t j = 0; careful && out->usable[row] != 0 && j < basis.dim_pad; ++j) {
+    rest2 += double{rest[j]} * double{rest[j]};
+  }
+  const double variance = (out->shape.planes == 2 ? kSpread2 : kSpread1) * rest2;
+  out->spread[row] =
+      static_cast<float>(std::min(0.5 * variance * double{scale} * double{scale}, 1e30));
   int sum = 0;
   for (const int x : rounded) {
     sum += std::abs(x);
@@ -336,7 +350,7 @@ void prepare_scan(const Frame& frame, const ScanRows& rows, void* out, const Ske
   for (uint32_t row = 0; row < n_rows; ++row) {
     const float* q_row = rows.q + size_t{row} * basis.dim_k;
     if (!same_basis) {
-      set_basis_part(basis, q_row, row, rows.scale, query);
+      set_basis_part(basis, q_row, row, rows.scale, rows.careful, query);
     }
     const float bias = rows.bias == nullptr ? 0.0f : rows.bias[row];
     set_frame_part(frame, q_row, row, rows.scale, bias, query);

@@ -11,7 +11,7 @@
 // Its first `lead` coordinates are kept as int8; the rest x is rotated at random and coded with 1
 // or 2 bits for each coordinate after RaBitQ (Gao and Long, arXiv 2405.12497; several bits:
 // 2409.09913): codeword y, factor f = |x|^2 / <y, x>, and <x, q'> is estimated by f <y, q'>. f and
-// |v| are stored as bf16, |v| as at least a quarter of what is typical of the block: (mean of the
+// |v| are stored as bf16, |v| as at least half of what is typical of the block: (mean of the
 // roots of |v|)^2. The basis is a matter of variance only: whatever it is, estimates are
 // unbiased over the rotation. models/house/sketches.py is the reference.
 //
@@ -106,6 +106,11 @@ struct ScanRows {
   float scale = 1.0f;
   const float* bias = nullptr;  // [n]; null: none
   float softcap = 0.0f;         // 0: none, else 1e-6 or more; kept within 5e-6 of itself
+  // Whether a logit has its own variance added: what a code does not know of a key goes with the
+  // length that it codes, and the best chance of being drawn goes with the root of the expected
+  // square of the weight, e^(logit + variance). So a key that is much longer than its neighbours is
+  // read rather than guessed. Logits are no estimates then.
+  bool careful = false;
 };
 // Turned into the frame and quantised for its kernels: within 0.3 % of the code's own noise, in
 // variance at most 1 %. Bytes at dim 128 and 4 rows: 6,272.

@@ -21,10 +21,12 @@ import numpy as np
 from sketches import permanent_random
 
 P_FLOOR = 2.0**-20      # strictly unbiased needs p > 0 for every key; random numbers have 24 bits
-KAPPA = 1.45            # how many standard deviations make the bar, for a risk of 0.01
-GAUSSIAN = 2.575829     # the two-sided normal quantile of that risk
+KAPPA = 1.45            # standard deviations of a bar that knows nothing else, for RISK
+RISK = 0.01
+NORMAL = 2.326348       # the one-sided normal quantile of that risk
 NOISE_ALLOWANCE = 0.36  # variance of the sketch, nats^2, from which on kappa grows
 BAR_FLOOR = 2e-3        # relative; below it arithmetic in bf16 is the error, not sampling
+MOST_TOLD = 96          # terms that tell the shape of an error
 MOST_OWN = 0.99         # of D, that a key's share is believed to be
 
 
@@ -279,8 +281,11 @@ def draw(problem, scores, p, seed, control="none", blocks=None):
     return collect(parts, drawn.sum(axis=1), drawn.any(axis=0).sum())
 
 
-def sampled_head(problem, head, scores, p, drawn, control, blocks):
-    """(o, lse, sigma_o, sigma_lse, bar, noise) of one head. p, drawn [|R|]; scores [N]."""
+def sampled_head(problem, head, scores, p, drawn, control, blocks, told=None):
+    """(o, lse, sigma_o, sigma_lse, bar, noise) of one head. p, drawn [|R|]; scores [N].
+
+    told: the drawn ids that tell the error's shape; None: every so many-th.
+    """
     rest, fixed = problem.rest, np.flatnonzero(problem.in_exact)
     logits, values = problem.logits[head], problem.v
     ids, p_drawn = rest[drawn], p[drawn]
@@ -325,8 +330,19 @@ def sampled_head(problem, head, scores, p, drawn, control, blocks):
     sigma_o = np.sqrt(chance @ (residual**2).sum(axis=1)) / d_hat
     sigma_lse = np.sqrt(chance @ (w - predicted)**2) / d_lse
     noise = sample_noise(w, p_drawn, logits[ids] - scores[ids], open_drawn)
+    terms = (np.sqrt(chance)[:, None] * residual)[open_drawn]
+    at = slice(None, None, -(-len(terms) // MOST_TOLD) or 1)
+    if told is not None:
+        at = np.isin(ids[open_drawn], told)
+    shape = error_shape(terms[at], o, len(terms) / max(len(terms[at]), 1))
+    # No smaller than what the mean of all terms says.
+    c = (chance * w**2)[open_drawn]
+    mean = c @ (v - o)[open_drawn]
+    shape.largest = max(shape.largest, mean @ mean / max(c.sum() * (terms**2).sum(), 1e-300))
+    shape.squares = max(shape.squares, shape.largest**2)
     bar = error_bar(sigma_o, noise, calibration, w_hat_all, p, w / p_drawn, v, o, d_hat,
-                    effective_draws((w / p_drawn)[open_drawn], p_drawn[open_drawn]),
+                    effective_draws((w / p_drawn)[open_drawn], p_drawn[open_drawn]), shape,
+                    (w / p_drawn)[open_drawn].sum() / d_hat,
                     own_share((w / p_drawn)[open_drawn], p_drawn[open_drawn], d_hat))
     return o, top + np.log(d_lse), sigma_o, sigma_lse, bar, noise
 
@@ -350,31 +366,97 @@ def own_share(weights, p, d_hat):
     return min((1.0 - p) @ weights**2 / max(weights.sum() * d_hat, 1e-300), MOST_OWN)
 
 
-def few_draws(draws):
-    """By how much the bar of so few draws is wider: Student's quantile over the normal one.
+@dataclasses.dataclass
+class ErrorShape:
+    """What the covariance S of an error says of its length; eigenvalues relative to tr S."""
+    largest: float = 1.0    # eigenvalue
+    squares: float = 1.0    # their sum: tr S^2 / (tr S)^2
+    along_o: float = 1.0    # share of tr S along o
+    heaviest: float = 0.0   # largest share of tr S that one term has
+    terms: float = np.inf   # how many equal terms would tell tr S as well
 
-    A variance estimated from n like squares has n degrees of freedom (Satterthwaite 1946). The
-    quantile is Gaver and Kafadar's approximation (1984), within 3 % from four draws on.
+
+def error_shape(told, o, step=1.0):
+    """Shape of S = sum t t^T, from some of its terms, told [n, d_v], of each `step` one.
+
+    The squares of single terms are taken out of tr S^2 and of the largest eigenvalue: terms are
+    independent, and pairs alone have the expectation of the true S.
     """
-    n = max(draws - 1.0, 2.0)
-    t = np.sqrt(n * np.expm1(GAUSSIAN**2 * (n - 1.5) / (n - 1.0)**2))
-    return max(t / GAUSSIAN, 1.0)
+    lengths = (told**2).sum(axis=1)
+    trace = lengths.sum()
+    if not trace > 0:
+        return ErrorShape()
+    products = told @ told.T / trace
+    single = (lengths**2).sum() / trace**2
+    along = ((told @ o)**2).sum() / (trace * (o @ o))
+    shape = ErrorShape(along_o=min(along, 1.0), heaviest=lengths.max() / (trace * step),
+                       terms=step / single)
+    if single < 1:
+        pairs = ((products**2).sum() - single) / (1 - single)
+        shape.squares = max(min(pairs, 1.0), 0.5 * single)
+        u = np.zeros(len(told))
+        u[lengths.argmax()] = 1.0
+        for _ in range(3):
+            u = products @ u
+            grown = np.linalg.norm(u)
+            u = u / grown
+        shape.largest = np.clip((grown - u**2 @ np.diag(products)) / (1 - single),
+                                shape.squares, 1.0)
+    return shape
 
 
-def error_bar(sigma_o, noise, calibration, w_hat_all, p, weights, v, o, d_hat, draws, own=0.0):
+def chi_square(n):
+    """Quantile of the chi-square over its n degrees, at the risk of NORMAL: Wilson and Hilferty."""
+    return (1 - 2 / (9 * n) + NORMAL * np.sqrt(2 / (9 * n)))**3
+
+
+def fisher(n, m):
+    """The same of Fisher's distribution: cube roots of two chi-squares."""
+    mean_n, mean_m = 1 - 2 / (9 * n), 1 - 2 / (9 * m)
+    square = mean_m**2 - NORMAL**2 * 2 / (9 * m)
+    rest = mean_n**2 - NORMAL**2 * 2 / (9 * n)
+    both = mean_n * mean_m
+    return ((both + np.sqrt(max(both**2 - square * rest, 0.0))) / square)**3 if square > 0 else np.inf
+
+
+def kappa_of(shape, draws):
+    """How many standard deviations make a bar for the risk of NORMAL.
+
+    A sum of chi-squares weighted with the eigenvalues, by the chi-square of its mean, variance and
+    skewness (Hall 1983; Buckley and Eagleson 1988), the sum of cubes put at largest * squares; and
+    wider as Fisher's quantile is beside the chi-square's where few draws tell the variance.
+    """
+    m = max(5.0, min(draws, shape.terms)) - 1
+    skew = max(1.0, shape.squares / shape.largest**2)
+    known = 1 + np.sqrt(shape.squares * skew) * (chi_square(skew) - 1)
+    n = 1 / shape.squares
+    return np.sqrt((1 + 0.025 / skew) * known * fisher(n, m) / chi_square(n))
+
+
+def error_bar(sigma_o, noise, calibration, w_hat_all, p, weights, v, o, d_hat, draws, shape,
+              open_share, own=0.0):
     """kappa times the larger of the plug-in sigma and one from a model of the sketch's noise.
 
     A key that the sketch puts far too low shows in the plug-in variance only when it is drawn. With
     ln(w / (a w_hat)) normal of variance `noise`^2 and mean -noise^2/2, E w^2 = a^2 w_hat^2
     e^(noise^2), so V = a^2 e^(noise^2) sum w_hat^2 (1-p)/p R^2 / D^2, R^2 the mean of |v - o|^2;
-    and kappa grows with the noise beyond NOISE_ALLOWANCE. Both were found by simulation. It grows
-    too where few draws (`draws`, effective_draws of the open keys) say what the variance is. Both
-    sigmas see |v - o| too short by the share `own` (own_share) by which o follows v.
+    and kappa grows with the noise beyond NOISE_ALLOWANCE. kappa follows from the error's shape and
+    from how many draws (`draws`, effective_draws of the open keys) tell the variance, one more of
+    the heaviest term included. Both sigmas see |v - o| too short by the share `own` (own_share) by
+    which o follows v. Values unlike all that was drawn may hide behind a share of the mass that is
+    missed with the risk. The true o may be shorter than the estimate by what of the error lies
+    along it, so the bar is that of the error over the shorter o, times |o|.
     """
+    norm = np.linalg.norm(o)
+    least = BAR_FLOOR * norm
     if not (p < 1.0).any():
-        return BAR_FLOOR * np.linalg.norm(o)
+        return least
     spread = w_hat_all**2 @ ((1.0 - p) / p)
     r_square = weights @ ((v - o)**2).sum(axis=1) / max(weights.sum(), 1e-300)
     model = calibration * np.sqrt(np.exp(noise**2) * spread * r_square) / d_hat
-    kappa = KAPPA * few_draws(draws) * max(1.0, np.exp((noise**2 - NOISE_ALLOWANCE) / 2))
-    return max(kappa * max(sigma_o, model) / (1.0 - own), BAR_FLOOR * np.linalg.norm(o))
+    growth = max(1.0, np.exp((noise**2 - NOISE_ALLOWANCE) / 2)) * np.sqrt(1 + shape.heaviest)
+    length = np.sqrt(weights @ (v**2).sum(axis=1) / max(weights.sum(), 1e-300))
+    unseen = -np.expm1(np.log(RISK) / max(1.0, draws)) * 2 * open_share * (norm + length)
+    bar = max(kappa_of(shape, draws) * growth * max(sigma_o, model) / (1.0 - own), unseen, least)
+    shorter = np.sqrt(shape.along_o) * bar if bar > least else 0.0
+    return bar * norm / (norm - shorter) if shorter < norm else np.inf

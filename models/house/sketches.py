@@ -25,7 +25,7 @@ MIX_ADD, MIX_SEED = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD1342543DE82EF95)
 LEAD_RANGE_SD = 16.0   # wide: a late sink lies many standard deviations out
 SHRINK = 0.3           # how far C_q is pulled to the identity in the balanced basis
 BLOCK_KEYS = 64
-LEAST_OF_TYPICAL = 0.25   # of the block's typical |v|, that a key counts at least
+LEAST_OF_TYPICAL = 0.5   # of the block's typical |v|, that a key counts at least
 KINDS = {"1b": (0, 1), "8i8+1b": (8, 1), "2b": (0, 2)}   # (coordinates in int8, bits of the rest)
 
 
@@ -166,7 +166,7 @@ class Sketch:
 
 
 def raise_norms(norms):
-    """|v| [N], at least a quarter of what is typical of the block: (mean of the roots)^2.
+    """|v| [N], at least half of what is typical of the block: (mean of the roots)^2.
 
     A key's part in the variance of o goes with |v - o|: with v = 0 it still belongs to the
     denominator. The mean of roots is hardly moved by one huge value.

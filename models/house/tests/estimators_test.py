@@ -167,8 +167,8 @@ class ExactTest(unittest.TestCase):
         norms[128:] = 0.0      # nothing to compare with
         norms[100] = 1e6
         raised = sketches.raise_norms(norms)
-        self.assertAlmostEqual(raised[3], 0.25 * (63 / 64)**2)
-        self.assertAlmostEqual(raised[70], 0.25 * (1062 / 64)**2)
+        self.assertAlmostEqual(raised[3], 0.5 * (63 / 64)**2)
+        self.assertAlmostEqual(raised[70], 0.5 * (1062 / 64)**2)
         self.assertEqual(raised[100], 1e6)
         self.assertTrue(np.all(raised[128:] == 0))
         problem = make_problem()
@@ -290,13 +290,34 @@ class HorvitzThompsonTest(unittest.TestCase):
         self.assertGreaterEqual(np.mean(told), np.mean(plain))
 
     def test_bars_of_few_draws_are_wider(self):
-        for draws, t in ((6, 4.032), (11, 3.169), (21, 2.845), (101, 2.626)):
-            self.assertAlmostEqual(estimators.few_draws(draws), t / 2.5758, delta=0.01)
-        self.assertAlmostEqual(estimators.few_draws(1e7), 1.0, delta=1e-4)
-        self.assertEqual(estimators.few_draws(0.0), estimators.few_draws(3.0))
+        # Student's t and the chi-square's root, from tables; the quantile is careful at one degree.
+        one = estimators.ErrorShape()
+        for draws, t in ((21, 2.845), (101, 2.626), (1e7, 2.576)):
+            self.assertAlmostEqual(estimators.kappa_of(one, draws) / t, 1.0, delta=0.02)
+        self.assertEqual(estimators.kappa_of(one, 0.0), estimators.kappa_of(one, 5.0))
+        forty = estimators.ErrorShape(largest=1 / 40, squares=1 / 40)
+        self.assertAlmostEqual(estimators.kappa_of(forty, 1e7), 1.262, delta=0.005)
         self.assertAlmostEqual(estimators.effective_draws(np.full(7, 0.3), np.full(7, 0.9)), 7.0)
         uneven = estimators.effective_draws(np.array([1.0, 1e-3, 1e-3]), np.full(3, 1e-3))
         self.assertLess(uneven, 1.01)
+
+    def test_the_shape_of_an_error(self):
+        rng = np.random.default_rng(3)
+        o = np.eye(D)[0]
+        line = estimators.error_shape(rng.standard_normal((90, 1)) * o, o)
+        for share in (line.largest, line.squares, line.along_o):
+            self.assertAlmostEqual(share, 1.0, delta=1e-9)
+        ball = estimators.error_shape(rng.standard_normal((96, D)), o)
+        self.assertAlmostEqual(ball.squares * D, 1.0, delta=0.3)
+        self.assertLess(ball.largest, 0.15)
+        self.assertAlmostEqual(ball.along_o * D, 1.0, delta=0.5)
+        # Quantiles of sums of chi-squares by simulation, one eigenvalue apart from the others.
+        for first in (0.1, 0.3, 0.6, 0.9):
+            values = np.append(first, np.full(30, (1 - first) / 30))
+            shape = estimators.ErrorShape(first, (values**2).sum())
+            lengths = np.sqrt(rng.chisquare(1, (200000, 31)) @ values)
+            self.assertAlmostEqual(estimators.kappa_of(shape, 1e9) / np.quantile(lengths, 0.99),
+                                   1.02, delta=0.04)
 
     def test_same_seed_same_bits(self):
         problem = make_problem()

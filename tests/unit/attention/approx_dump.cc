@@ -78,10 +78,12 @@ nlohmann::json describe(const Head& head) {
   add_scanned(head, c, &out);
   std::vector<uint64_t> drawn;
   std::vector<float> drawn_random;
+  std::vector<uint64_t> told;
   for (uint32_t shard = 0; shard < head.plan.n_shards; ++shard) {
     SampleState s =
         sample_state(c, head.states->data() + shard * head.plan.state_bytes, head.scratch->data());
     const auto* log_c = s.head->log_c;
+    told.insert(told.end(), s.told.position, s.told.position + s.told.n);
     out["log_c"] = std::vector<float>(log_c, log_c + head.rows());
     for (uint32_t i = 0; i < s.head->n_candidates; ++i) {
       if (s.candidates.random[i] < s.candidates.size[i]) {
@@ -91,6 +93,7 @@ nlohmann::json describe(const Head& head) {
     }
   }
   out["drawn"] = drawn;
+  out["told"] = told;
   out["random"] = drawn_random;
   const auto rows = [&](const float* x) { return std::vector<float>(x, x + head.rows()); };
   out["o"] = head.o;

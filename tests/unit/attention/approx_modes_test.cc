@@ -423,7 +423,7 @@ TEST(Odd, HugeEqualLogitsComeToAnEnd) {
 TEST(Odd, BarsOfSumsThatAreNoNumbers) {
   const std::vector<double> vector(4, 1.0);
   std::vector<double> o(4);
-  const Kappas kappas(0.01);
+  const Kappa kappa(0.01);
   RowTotals totals{.closed = 1,
                    .open = 1,
                    .norm2 = 2,
@@ -436,31 +436,31 @@ TEST(Odd, BarsOfSumsThatAreNoNumbers) {
                    .n_fixed = vector,
                    .n_sample = vector,
                    .chance_v = vector};
-  EXPECT_TRUE(std::isfinite(estimate_row(totals, kappas, o).bar));
+  EXPECT_TRUE(std::isfinite(estimate_row(totals, o).bar(kappa, {})));
   // A sketch that is above all that was read by more than a float can hold.
   for (const double mass : {1e60, 1e10, double{INFINITY}, double{NAN}}) {
     totals.open_mass = mass;
-    const RowEstimate e = estimate_row(totals, kappas, o);
+    const RowEstimate e = estimate_row(totals, o);
     EXPECT_EQ(e.lse_mass, e.mass) << mass;
-    EXPECT_EQ(e.bar, INFINITY) << mass;
-    EXPECT_EQ(e.bar_lse, INFINITY) << mass;
+    EXPECT_EQ(e.bar(kappa, {}), INFINITY) << mass;
+    EXPECT_EQ(e.bar_lse(kappa), INFINITY) << mass;
   }
   totals.open_mass = 1;
   totals.spread = NAN;
-  EXPECT_EQ(estimate_row(totals, kappas, o).bar, INFINITY);
-  EXPECT_EQ(estimate_row(totals, kappas, o).bar_lse, INFINITY);
+  EXPECT_EQ(estimate_row(totals, o).bar(kappa, {}), INFINITY);
+  EXPECT_EQ(estimate_row(totals, o).bar_lse(kappa), INFINITY);
   totals.spread = 1;
   totals.chance_norm2 = NAN;
-  EXPECT_EQ(estimate_row(totals, kappas, o).bar, INFINITY);
+  EXPECT_EQ(estimate_row(totals, o).bar(kappa, {}), INFINITY);
   totals.open = 0;  // nothing drawn of what was left to chance
   totals.open_mass = NAN;
-  EXPECT_EQ(estimate_row(totals, kappas, o).bar, INFINITY);
+  EXPECT_EQ(estimate_row(totals, o).bar(kappa, {}), INFINITY);
   // Values far longer than o: what is missing moves it by their length.
   totals.open_mass = 0.1;
   totals.norm2 = 1e4;
-  EXPECT_GT(estimate_row(totals, kappas, o).bar, 8);
+  EXPECT_GT(estimate_row(totals, o).bar(kappa, {}), 8);
   totals.closed = 0;
-  EXPECT_EQ(estimate_row(totals, kappas, o).bar, INFINITY);
+  EXPECT_EQ(estimate_row(totals, o).bar(kappa, {}), INFINITY);
 }
 
 TEST(Odd, EqualKeysZeroKeysAndALateSink) {

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include "base/merge.h"
 
@@ -45,11 +46,106 @@ std::map<uint64_t, std::vector<double>> scan_all(const Head& head) {
   return keys;
 }
 
-Want reference_of(const Head& head, uint32_t row) {
-  struct Key {
-    double s, s_hat, p;
-    uint64_t t;
+namespace {
+
+struct Key {
+  double s, s_hat, p;
+  uint64_t t;
+};
+
+// error_shape of models/house/estimators.py, over the keys that the shards tell of.
+ErrorShape shape_of(const Head& head, const std::vector<Key>& drawn, const std::vector<double>& o,
+                    double top) {
+  std::map<uint64_t, Key> by_position;
+  for (const Key& key : drawn) {
+    by_position[key.t] = key;
+  }
+  std::vector<std::vector<double>> terms;
+  std::vector<double> weights;
+  for (uint32_t shard = 0; shard < head.plan.n_shards; ++shard) {
+    const ToldKeys told = sample_of(head, shard).told;
+    const uint32_t most = std::max(kMostTold / head.plan.n_shards, 1u);
+    const uint32_t step = (told.n + most - 1) / most;
+    for (uint32_t i = 0; i < told.n; i += step) {
+      const Key& key = by_position.at(told.position[i]);
+      weights.push_back(static_cast<double>(told.weight) * step);
+      const double c = std::exp(key.s - top) * std::sqrt((1 - key.p) * weights.back()) / key.p;
+      terms.emplace_back();
+      for (size_t d = 0; d < o.size(); ++d) {
+        terms.back().push_back(c * (static_cast<double>(head.v[key.t][d]) - o[d]));
+      }
+    }
+  }
+  const auto product = [](const std::vector<double>& a, const std::vector<double>& b) {
+    return std::inner_product(a.begin(), a.end(), b.begin(), 0.0);
   };
+  const size_t n = terms.size();
+  double trace = 0, single = 0, pairs = 0, along = 0, count = 0;
+  size_t start = 0;
+  for (size_t i = 0; i < n; ++i) {
+    const double own = product(terms[i], terms[i]);
+    trace += own;
+    single += own * own;
+    along += std::pow(product(terms[i], o), 2);
+    count += weights[i];
+    start = own > product(terms[start], terms[start]) ? i : start;
+    for (size_t j = 0; j < n; ++j) {
+      pairs += i != j ? std::pow(product(terms[i], terms[j]), 2) : 0;
+    }
+  }
+  ErrorShape shape;
+  if (!(trace > 0)) {
+    return shape;
+  }
+  single /= trace * trace;
+  shape.along_o = along / (trace * product(o, o));
+  shape.heaviest = product(terms[start], terms[start]) / (trace * weights[start]);
+  shape.terms = count / static_cast<double>(n) / single;
+  shape.squares = std::max(std::min(pairs / (trace * trace) / (1 - single), 1.0), single / 2);
+  // Three rounds of power iteration over the terms.
+  std::vector<double> u(n);
+  u[start] = 1;
+  double grown = 0;
+  for (int round = 0; round < 3; ++round) {
+    std::vector<double> sum(o.size());
+    for (size_t i = 0; i < n; ++i) {
+      for (size_t d = 0; d < o.size(); ++d) {
+        sum[d] += u[i] * terms[i][d] / trace;
+      }
+    }
+    for (size_t i = 0; i < n; ++i) {
+      u[i] = product(terms[i], sum);
+    }
+    grown = std::sqrt(product(u, u));
+    for (double& x : u) {
+      x /= grown;
+    }
+  }
+  double own = 0;
+  for (size_t i = 0; i < n; ++i) {
+    own += u[i] * u[i] * product(terms[i], terms[i]) / trace;
+  }
+  shape.largest = std::clamp((grown - own) / (1 - single), shape.squares, 1.0);
+  // No smaller than what the mean of the terms of all drawn keys says.
+  std::vector<double> mean(o.size());
+  double all = 0, spread = 0;
+  for (const Key& key : drawn) {
+    const double c = std::exp(2 * (key.s - top)) * (1 - key.p) / (key.p * key.p);
+    all += c;
+    for (size_t d = 0; d < o.size(); ++d) {
+      const double away = static_cast<double>(head.v[key.t][d]) - o[d];
+      mean[d] += c * away;
+      spread += c * away * away;
+    }
+  }
+  shape.largest = std::max(shape.largest, product(mean, mean) / (all * spread));
+  shape.squares = std::max(shape.squares, shape.largest * shape.largest);
+  return shape;
+}
+
+}  // namespace
+
+Want reference_of(const Head& head, uint32_t row) {
   const auto scanned = scan_all(head);
   const SampleState sample = sample_of(head, 0);
   std::vector<Key> drawn;
@@ -141,17 +237,24 @@ Want reference_of(const Head& head, uint32_t row) {
   want.sigma_lse = std::sqrt(v_lse) / d_lse;
   const double v = want.noise * want.noise;
   const double model = a * std::sqrt(std::exp(v) * spread * r2) / d_hat;
-  // Student's t by its density: its two-sided quantile of 0.01.
-  const double n = std::max(std::min(open * open / square, n_open) - 1, 2.0);
-  double t = 0;
-  double tail = 1;
-  const double norm = std::exp(std::lgamma((n + 1) / 2) - std::lgamma(n / 2)) / std::sqrt(n * M_PI);
-  for (; tail > 0.01; t += 1e-3) {
-    tail -= 2e-3 * norm * std::pow(1 + (t + 5e-4) * (t + 5e-4) / n, -(n + 1) / 2);
-  }
-  const double kappa = 1.45 * t / 2.575829 * std::max(1.0, std::exp((v - 0.36) / 2));
+  const ErrorShape shape = shape_of(head, drawn, want.o, top);
+  const double draws = std::min(open * open / square, n_open);
   const double alone = 1 / (1 - std::min(square / (open * d_hat), 0.99));
-  want.bar = std::max(kappa * alone * std::max(want.sigma_o, model), 2e-3 * std::sqrt(o2));
+  const double growth = std::max(1.0, std::exp((v - 0.36) / 2)) * std::sqrt(1 + shape.heaviest);
+  const Kappa kappa(static_cast<double>(head.input.params.delta));
+  double v2 = 0;
+  for (const Key& key : drawn) {
+    for (const float x : head.v[key.t]) {
+      v2 += std::exp(key.s - top) / key.p / mass * static_cast<double>(x) * static_cast<double>(x);
+    }
+  }
+  const double share = 1 - std::pow(static_cast<double>(head.input.params.delta), 1 / draws);
+  const double unseen = 2 * share * open / d_hat * (std::sqrt(o2) + std::sqrt(v2));
+  const double least = 2e-3 * std::sqrt(o2);
+  const double bar = std::max(
+      {kappa(shape, draws) * growth * alone * std::max(want.sigma_o, model), unseen, least});
+  const double shorter = bar > least ? std::sqrt(shape.along_o) * bar : 0;
+  want.bar = bar / (std::sqrt(o2) - shorter);
   return want;
 }
 
@@ -168,8 +271,7 @@ void expect_reference(const Head& head, double tolerance) {
     }
     EXPECT_LT(std::sqrt(difference / size), tolerance);
     EXPECT_NEAR(static_cast<double>(head.lse[r]), want.lse, tolerance);
-    EXPECT_NEAR(static_cast<double>(head.report.err_o[r]), want.bar / std::sqrt(size),
-                2e-2 * want.bar / std::sqrt(size));
+    EXPECT_NEAR(static_cast<double>(head.report.err_o[r]), want.bar, 2e-2 * want.bar);
     EXPECT_NEAR(static_cast<double>(head.report.noise[r]), want.noise, 1e-3 + 1e-2 * want.noise);
   }
 }

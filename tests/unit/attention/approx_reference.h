@@ -25,7 +25,7 @@ struct Want {
   double sigma_o = 0;
   double sigma_lse = 0;
   double noise = 0;
-  double bar = 0;
+  double bar = 0;  // relative
 };
 
 // sampled_head and error_bar of models/house/estimators.py, with the candidates of the last run.

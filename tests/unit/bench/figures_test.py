@@ -15,7 +15,7 @@ BENCH = pathlib.Path(os.environ["KVM_BIN_DIR"]) / "kvm-bench"
 ERROR = {"bench", "data", "mode", "code", "rows", "tokens", "keys_read_fraction", "bytes_fraction",
          "rel_error_mean", "rel_error_p95", "rel_error_p99", "lse_error"}
 COVERAGE = {"bench", "data", "tokens", "eps", "delta", "trials", "heads", "miss_rate",
-            "fallback_rate", "keys_read_fraction"}
+            "bar_miss_rate", "worst_row", "rows_failed", "fallback_rate", "keys_read_fraction"}
 TIMED = {"bench", "data", "tokens", "threads", "mode", "speedup", "rel_error_mean",
          "index_bytes_per_token"}
 DECODE = {"bench", "mode", "tokens", "ms_per_token", "gbps", "ipc_overhead_fraction", "bytes_read",
@@ -62,13 +62,15 @@ class FiguresTest(unittest.TestCase):
 
     def test_coverage(self):
         lines = self.run_bench("coverage", "--quick", "--data", "model", "--tokens", "4096",
-                               "--heads", "3", "--trials", "40")
+                               "--heads", "3", "--seeds", "4")
         self.check(lines, "coverage", COVERAGE)
-        self.assertEqual([(line["eps"], line["delta"]) for line in lines],
-                         [(0.05, 0.1), (0.05, 0.01)])
+        self.assertEqual([(line["mode"], line["eps"], line["budget"], line["delta"])
+                          for line in lines],
+                         [("verified", 0.05, 0, 0.1), ("sampled", 0, 200, 0.1),
+                          ("verified", 0.05, 0, 0.01), ("sampled", 0, 200, 0.01)])
         for line in lines:
             self.assertEqual(line["heads"], 3)
-            self.assertGreaterEqual(line["trials"], 40)
+            self.assertEqual(line["trials"], 3 * 4 * 4 * 4)  # heads, sets, rows, seeds
 
     def test_sampled(self):
         lines = self.run_bench("sampled", "--quick", "--data", "model", "--tokens", "1024")

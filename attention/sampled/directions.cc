@@ -1,0 +1,196 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "attention/sampled/directions.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "base/assert.h"
+
+namespace kvm::attention {
+namespace {
+
+// Rounds of the power iteration. From the term that is largest, three find the largest eigenvalue
+// within a few per cent where it stands out, which is where it matters.
+constexpr int kRounds = 3;
+static_assert(kMostTold % kGatherKeys == 0);
+
+struct Room {
+  uint64_t* position;
+  float* p;
+  float* weight;
+  float* logits;
+  float* values;
+  float* products;
+  float* terms;
+};
+
+Room carve_room(const Problem& problem, Carver& carver) {
+  const uint32_t rows = padded_rows(problem.n_query * problem.group);
+  Room room;
+  room.position = carver.take<uint64_t>(kMostTold);
+  room.p = carver.take<float>(kMostTold);
+  room.weight = carver.take<float>(kMostTold);
+  room.logits = carver.take<float>(size_t{rows} * kMostTold);
+  room.values = carver.take<float>(size_t{kMostTold} * acc_stride(problem));
+  room.products = carver.take<float>(size_t{kMostTold} * kMostTold);
+  room.terms = carver.take<float>(size_t{kMostTold} * kMostTold);
+  return room;
+}
+
+}  // namespace
+
+size_t Directions::scratch_bytes(const Problem& problem) {
+  Carver carver(nullptr);
+  carve_room(problem, carver);
+  return carver.used_bytes();
+}
+
+Directions::Directions(const Context& c, void* scratch) : c_(c), stride_(acc_stride(c.problem)) {
+  Carver carver(scratch);
+  const Room room = carve_room(c.problem, carver);
+  position_ = room.position;
+  p_ = room.p;
+  weight_ = room.weight;
+  logits_ = room.logits;
+  values_ = room.values;
+  products_ = room.products;
+  terms_ = room.terms;
+}
+
+void Directions::add(const ToldKeys& keys, uint32_t n_shards) {
+  const uint32_t most = std::max(kMostTold / std::max(n_shards, 1u), 1u);
+  const uint32_t step = (keys.n + most - 1) / most;
+  for (uint32_t i = 0; i < keys.n && n_ < kMostTold; i += step) {
+    position_[n_] = keys.position[i];
+    p_[n_] = keys.p[i];
+    weight_[n_++] = keys.weight * static_cast<float>(step);
+  }
+}
+
+void Directions::read() {
+  const GatherContext context = c_.gathering();
+  uint32_t ids[kMostTold];
+  for (uint32_t i = 0; i < n_; ++i) {
+    ids[i] = i;
+  }
+  const GatherList list{.ids = {ids, n_}, .position = position_};
+  BatchMaker maker(context, list);
+  GatherArgs args;
+  GatherBatch batch;
+  alignas(64) float logits[kMaxGatherRows * kGatherKeys];
+  while (maker.next(&args, &batch)) {
+    const size_t first = maker.first();
+    context.kernels->logits(&args, &batch, logits);
+    context.kernels->widen(batch.v, batch.v_scale, batch.dtype_v, args.dim_v, batch.n, stride_,
+                           values_ + first * stride_);
+    for (uint32_t i = 0; i < batch.n; ++i) {
+      for (uint32_t r = 0; r < c_.rows; ++r) {
+        logits_[size_t{r} * kMostTold + first + i] = logits[r * kGatherKeys + i];
+      }
+    }
+  }
+  const uint32_t padded = (n_ + kGatherKeys - 1) / kGatherKeys * kGatherKeys;
+  std::memset(values_ + size_t{n_} * stride_, 0, size_t{padded - n_} * stride_ * sizeof(float));
+  context.kernels->products(values_, padded, stride_, kMostTold, products_);
+}
+
+ErrorShape Directions::shape(uint32_t row, std::span<const double> o) {
+  ErrorShape shape;
+  if (n_ == 0) {
+    return shape;
+  }
+  const float* logits = logits_ + size_t{row} * kMostTold;
+  const float top = *std::max_element(logits, logits + n_);
+  double o2 = 0;
+  for (const double x : o) {
+    o2 += x * x;
+  }
+  // |v_i - o|^2 c_i, and what makes the terms sum to 1.
+  double along_o[kMostTold];
+  double c[kMostTold];
+  double trace = 0;
+  double squares = 0;
+  double drawn = 0;
+  double along = 0;
+  uint32_t start = 0;
+  double most = 0;
+  for (uint32_t i = 0; i < n_; ++i) {
+    const float* v = values_ + size_t{i} * stride_;
+    double product = 0;
+    for (size_t d = 0; d < o.size(); ++d) {
+      product += static_cast<double>(v[d]) * o[d];
+    }
+    along_o[i] = product - o2 / 2;
+    const auto w = static_cast<double>(std::exp(logits[i] - top));
+    const auto p = static_cast<double>(p_[i]);
+    c[i] = w * w * (1 - p) / (p * p) * static_cast<double>(weight_[i]);
+    const auto v2 = static_cast<double>(products_[size_t{i} * kMostTold + i]);
+    const double term = c[i] * std::max(v2 - 2 * along_o[i], 0.0);
+    trace += term;
+    // (v - o).o, squared
+    const double part = product - o2;
+    along += c[i] * part * part;
+    squares += term * term;
+    drawn += static_cast<double>(weight_[i]);
+    if (term > most) {
+      most = term;
+      start = i;
+    }
+  }
+  if (!(trace > 0) || !std::isfinite(trace)) {
+    return shape;
+  }
+  shape.along_o = o2 > 0 ? std::clamp(along / (o2 * trace), 0.0, 1.0) : 1;
+  shape.heaviest = most / (trace * static_cast<double>(weight_[start]));
+  shape.terms = trace * trace / squares * drawn / n_;
+  double pairs = 0;
+  for (uint32_t i = 0; i < n_; ++i) {
+    float* to = terms_ + size_t{i} * kMostTold;
+    const double of_i = std::sqrt(c[i] / trace);
+    for (uint32_t j = 0; j < n_; ++j) {
+      const double product =
+          static_cast<double>(products_[size_t{i} * kMostTold + j]) - along_o[i] - along_o[j];
+      const double x = of_i * std::sqrt(c[j] / trace) * product;
+      to[j] = static_cast<float>(x);
+      pairs += j != i ? x * x : 0;
+    }
+  }
+  // Terms are independent: those of pairs alone have the expectation of the true (tr S)^2 and
+  // tr S^2, where the squares of single terms would add what one draws by chance.
+  const double distinct = 1 - squares / (trace * trace);
+  shape.squares = distinct > 0 ? std::min(pairs / distinct, 1.0) : 1;
+  shape.squares = std::max(shape.squares, 0.5 * squares / (trace * trace));
+  float u[kMostTold] = {};
+  float next[kMostTold];
+  u[start] = 1;
+  double grown = 1;
+  for (int round = 0; round < kRounds; ++round) {
+    double length = 0;
+    for (uint32_t i = 0; i < n_; ++i) {
+      float sum = 0;
+      for (uint32_t j = 0; j < n_; ++j) {
+        sum += terms_[size_t{i} * kMostTold + j] * u[j];
+      }
+      next[i] = sum;
+      length += static_cast<double>(sum) * static_cast<double>(sum);
+    }
+    grown = std::sqrt(length);
+    for (uint32_t i = 0; i < n_; ++i) {
+      u[i] = static_cast<float>(static_cast<double>(next[i]) / std::max(grown, 1e-30));
+    }
+  }
+  // Likewise: what single terms have of it is taken out.
+  double single = 0;
+  for (uint32_t i = 0; i < n_; ++i) {
+    const auto share = static_cast<double>(u[i]);
+    single += share * share * static_cast<double>(terms_[size_t{i} * kMostTold + i]);
+  }
+  shape.largest = distinct > 0 ? std::clamp((grown - single) / distinct, shape.squares, 1.0) : 1;
+  if (!(shape.largest <= 1) || !(shape.squares <= 1)) {
+    return ErrorShape{.along_o = shape.along_o, .heaviest = shape.heaviest, .terms = shape.terms};
+  }
+  return shape;
+}
+
+}  // namespace kvm::attention

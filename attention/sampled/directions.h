@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+// The shape of an answer's error: how many directions it has, from some of the keys that were drawn.
+//
+// The error of o is a sum of independent terms, one for each open key; its covariance is estimated
+// by S = sum_S c_i (v_i - o)(v_i - o)^T, c = w^2 (1 - p)/p^2. An error of many directions has a
+// length that hardly varies; one of a single direction varies as a Gaussian number does, and a bar
+// has to be half as wide again. The length's quantiles follow from tr S^2 and the largest eigenvalue
+// (estimate.h). S has dim_v^2 numbers and is never made: both are those of the matrix of the
+// products of the terms, sqrt(c_i c_j) (v_i - o).(v_j - o), and the products v_i.v_j are the same for
+// all rows of a group.
+//
+// A shard keeps every n-th of the open keys that it has drawn (told keys); their rows are read
+// once more when the answer is finished.
+#ifndef KVM_ATTENTION_SAMPLED_DIRECTIONS_H_
+#define KVM_ATTENTION_SAMPLED_DIRECTIONS_H_
+
+#include <span>
+
+#include "attention/sampled/core.h"
+#include "attention/sampled/estimate.h"
+
+namespace kvm::attention {
+
+// LIMIT: told keys of a shard, and of all shards together. Reading them and their products takes
+// some 10 us a head, however many tokens it has.
+inline constexpr uint32_t kMostTold = 96;
+
+struct ToldKeys {
+  uint64_t* position = nullptr;  // [kMostTold], ascending
+  float* p = nullptr;            // [kMostTold], below 1
+  uint32_t n = 0;
+  float weight = 0;  // drawn keys for each of them
+};
+
+class Directions {
+ public:
+  static size_t scratch_bytes(const Problem& problem);
+  // scratch: scratch_bytes, aligned to kBufferAlign.
+  Directions(const Context& c, void* scratch);
+
+  // Takes the keys of a shard; shards in the order of positions. Of more than kMostTold keys in
+  // `n_shards` shards every so many-th is taken.
+  void add(const ToldKeys& keys, uint32_t n_shards);
+  // Reads what was added: logits and values.
+  void read();
+  // Of a row; one direction where nothing tells. o [dim_v].
+  ErrorShape shape(uint32_t row, std::span<const double> o);
+
+ private:
+  const Context& c_;
+  uint32_t n_ = 0;
+  uint32_t stride_;  // floats of a value
+  uint64_t* position_;
+  float* p_;
+  float* weight_;
+  float* logits_;    // [rows][kMostTold]
+  float* values_;    // [kMostTold][stride_]
+  float* products_;  // [kMostTold][kMostTold]: v_i.v_j
+  float* terms_;     // likewise, of one row
+};
+
+}  // namespace kvm::attention
+
+#endif  // KVM_ATTENTION_SAMPLED_DIRECTIONS_H_
