@@ -44,11 +44,10 @@
 
 #include "attention/kernel_table.h"
 #include "base/kv_view.h"
+#include "base/limits.h"
 
 namespace kvm::attention {
 
-inline constexpr uint32_t kMaxGroup = 16;
-inline constexpr uint32_t kMaxHeadDim = 256;
 inline constexpr uint32_t kMaxTransforms = 256;
 // Alignment of scratch, states and prepared queries.
 inline constexpr size_t kBufferAlign = 64;

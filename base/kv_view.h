@@ -17,10 +17,9 @@
 #include <span>
 
 #include "base/dtype.h"
+#include "base/limits.h"
 
 namespace kvm {
-
-inline constexpr uint32_t kPageTokens = 64;
 
 // Tokens at consecutive positions, stored in consecutive rows of one page.
 //

@@ -70,6 +70,8 @@ class Queue {
   virtual Status stage_observe(const ObserveCall& call, uint64_t user_data) = 0;
   virtual Status stage_seq(const SeqCall& call, uint64_t user_data) = 0;
   virtual Status submit() = 0;
+  // DISCONNECTED once the client is closed or the daemon gone, requests outstanding or not.
+  virtual Status check_open() = 0;
 
   // Requests staged or submitted whose completion has not been taken.
   virtual uint32_t n_outstanding() const = 0;

@@ -5,13 +5,11 @@
 #include <iterator>
 #include <string>
 
-#include "ipc/wire.h"
+#include "base/limits.h"
 
 namespace kvm::client {
 
 namespace {
-
-constexpr uint32_t kItemFlags = KVM_ITEM_NOT_CAUSAL | KVM_ITEM_TREE | KVM_ITEM_EXCLUDE_RANGES;
 
 Status invalid(const std::string& sentence) { return Status(KVM_ERR_INVALID, sentence); }
 
@@ -51,9 +49,9 @@ Status check_item(const kvm_step_params& params, uint32_t index, bool attend_onl
   if (item.reserved != 0) {
     return invalid(name + ".reserved must be zero");
   }
-  if (item.n_query > ipc::kMaxQueryRows) {
+  if (item.n_query > kMaxQueryRows) {
     return invalid(name + ".n_query is " + std::to_string(item.n_query) + "; at most " +
-                   std::to_string(ipc::kMaxQueryRows));
+                   std::to_string(kMaxQueryRows));
   }
   if (attend_only && item.n_append != 0) {
     return invalid(name + ".n_append is " + std::to_string(item.n_append) +
@@ -65,10 +63,11 @@ Status check_item(const kvm_step_params& params, uint32_t index, bool attend_onl
                    std::to_string(params.n_ranges));
   }
   if ((item.flags & KVM_ITEM_TREE) != 0 &&
-      (item.n_query > 64 || !within(item.tree_begin, item.n_query, params.n_tree_words))) {
+      (item.n_query > kMaxTreeRows ||
+       !within(item.tree_begin, item.n_query, params.n_tree_words))) {
     return invalid(name + " has a tree mask of " + std::to_string(item.n_query) +
-                   " rows from word " + std::to_string(item.tree_begin) +
-                   "; allowed are 64 rows within the request's " +
+                   " rows from word " + std::to_string(item.tree_begin) + "; allowed are " +
+                   std::to_string(kMaxTreeRows) + " rows within the request's " +
                    std::to_string(params.n_tree_words) + " words");
   }
   return Status::ok();
@@ -77,7 +76,7 @@ Status check_item(const kvm_step_params& params, uint32_t index, bool attend_onl
 // The same checks without a name to build: the sentence is made for the first bad item only.
 bool item_is_plain(const kvm_item& item) {
   return (item.flags & ~uint32_t{KVM_ITEM_NOT_CAUSAL}) == 0 && item.reserved == 0 &&
-         item.n_query <= ipc::kMaxQueryRows && item.n_ranges == 0 && item.range_begin == 0;
+         item.n_query <= kMaxQueryRows && item.n_ranges == 0 && item.range_begin == 0;
 }
 
 Status check_items(const kvm_step_params& params, bool attend_only) {
@@ -111,11 +110,11 @@ Status check_flags(uint32_t flags, uint32_t known, const char* structure) {
 
 Status check_step(const kvm_step_params& params, bool append, bool attend,
                   const ArenaDirectory& arenas, StepCall* call) {
-  KVM_TRY(check_flags(params.flags, KVM_STEP_F32_VALUES, "kvm_step_params"));
+  KVM_TRY(check_flags(params.flags, kStepFlags, "kvm_step_params"));
   KVM_TRY(check_reserved(params.reserved, std::size(params.reserved), "kvm_step_params"));
-  KVM_TRY(check_count(params.n_items, 1, ipc::kMaxItems, "n_items"));
-  KVM_TRY(check_count(params.n_ranges, 0, ipc::kMaxRanges, "n_ranges"));
-  KVM_TRY(check_count(params.n_tree_words, 0, ipc::kMaxTreeWords, "n_tree_words"));
+  KVM_TRY(check_count(params.n_items, 1, kMaxItems, "n_items"));
+  KVM_TRY(check_count(params.n_ranges, 0, kMaxRanges, "n_ranges"));
+  KVM_TRY(check_count(params.n_tree_words, 0, kMaxTreeWords, "n_tree_words"));
   KVM_TRY(check_array(params.items, params.n_items, "items"));
   KVM_TRY(check_array(params.ranges, params.n_ranges, "ranges"));
   KVM_TRY(check_array(params.tree_mask, params.n_tree_words, "tree_mask"));

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "base/clock.h"
+#include "base/limits.h"
 #include "base/splitmix.h"
 #include "base/stats_text.h"
 #include "client/limits.h"
@@ -236,7 +237,7 @@ kvm_space_info DeviceClient::describe(uint64_t id, const DeviceService::SpaceRec
   info.n_head_classes = space.n_lists;
   info.n_sequences = record.n_sequences;
   info.bytes_per_token = space.bytes_per_token;
-  info.page_tokens = device::kTokensPerPage;
+  info.page_tokens = kPageTokens;
   info.default_mode = space.default_choice.mode;  // EXACT, without numbers
   return info;
 }

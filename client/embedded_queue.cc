@@ -54,12 +54,10 @@ uint32_t EmbeddedQueue::n_outstanding() const {
 }
 
 Status EmbeddedQueue::stage(Request request, uint64_t user_data) {
+  KVM_TRY(check_open());
   if (const uint32_t n = n_outstanding(); n >= n_entries_) {
     return Status(KVM_ERR_AGAIN, "the queue holds " + std::to_string(n) + " requests of at most " +
                                      std::to_string(n_entries_) + ": take completions first");
-  }
-  if (service_->is_down()) {
-    return EmbeddedService::down_status();
   }
   Entry& entry = staged_.emplace_back();
   entry.completion.user_data = user_data;
@@ -198,6 +196,10 @@ Status EmbeddedQueue::submit() {
   return status;
 }
 
+Status EmbeddedQueue::check_open() {
+  return service_->is_down() ? EmbeddedService::down_status() : Status::ok();
+}
+
 // After the engine's end nothing is answered any more.
 void EmbeddedQueue::fail_outstanding() {
   const std::lock_guard lock(done_->mutex);
@@ -284,6 +286,7 @@ Status EmbeddedQueue::cancel(uint64_t user_data) {
     return Status::ok();
   });
   if (!found) {
+    KVM_TRY(status);
     return Status(KVM_ERR_NOT_FOUND, "no request with user_data " + std::to_string(user_data) +
                                          " is outstanding on this queue");
   }

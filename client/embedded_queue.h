@@ -32,6 +32,7 @@ class EmbeddedQueue final : public Queue {
   Status stage_observe(const ObserveCall& call, uint64_t user_data) override;
   Status stage_seq(const SeqCall& call, uint64_t user_data) override;
   Status submit() override;
+  Status check_open() override;
   uint32_t n_outstanding() const override;
   Result<TakenCompletions> take(kvm_completion* out, uint32_t n_max, uint32_t n_min,
                                 uint64_t timeout_ns) override;

@@ -8,14 +8,12 @@
 #include <vector>
 
 #include "base/dtype.h"
+#include "base/limits.h"
 #include "client/checks.h"
 
 namespace kvm::client {
 namespace {
 
-constexpr uint32_t kMaxHeads = 1024;
-constexpr uint32_t kMaxGroup = 16;
-constexpr uint32_t kMaxDim = 256;
 constexpr uint32_t kDefaultRows = 256;
 
 // A checked HOST tensor [token][head][dim].
@@ -57,15 +55,15 @@ Status check_params(const kvm_probe_params& p, uint32_t n_kv_heads) {
                    std::to_string(p.n_prefix) + ", and two or more times period, " +
                    std::to_string(p.period));
   }
-  if (p.n_q_heads == 0 || p.n_q_heads > kMaxHeads || p.n_q_heads % n_kv_heads != 0 ||
+  if (p.n_q_heads == 0 || p.n_q_heads > kMaxQHeads || p.n_q_heads % n_kv_heads != 0 ||
       p.n_q_heads / n_kv_heads > kMaxGroup) {
     return invalid("n_q_heads is " + std::to_string(p.n_q_heads) + " with n_kv_heads " +
                    std::to_string(n_kv_heads) + "; there must be 1 to " +
-                   std::to_string(kMaxHeads) + ", in groups of 1 to " + std::to_string(kMaxGroup));
+                   std::to_string(kMaxQHeads) + ", in groups of 1 to " + std::to_string(kMaxGroup));
   }
-  if (p.head_dim == 0 || p.head_dim > kMaxDim) {
+  if (p.head_dim == 0 || p.head_dim > kMaxHeadDim) {
     return invalid("head_dim is " + std::to_string(p.head_dim) + "; it must be 1 to " +
-                   std::to_string(kMaxDim));
+                   std::to_string(kMaxHeadDim));
   }
   if (!std::isfinite(p.scale) || p.scale < 0) {
     return invalid("scale is " + std::to_string(p.scale) +

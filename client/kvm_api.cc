@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "base/clock.h"
+#include "base/limits.h"
 #include "base/undo.h"
 #include "client/checks.h"
 #include "client/handles.h"
@@ -34,8 +35,6 @@ using kvm::client::write_text;
 constexpr uint64_t kDefaultTimeoutNs = 5'000'000'000;
 constexpr uint64_t kDefaultArenaBytes = 16ull << 20;
 constexpr uint64_t kOsPageBytes = 4096;
-constexpr size_t kMaxClientName = 63;
-constexpr size_t kMaxSpaceName = 63;
 
 Status invalid(const std::string& sentence) { return Status(KVM_ERR_INVALID, sentence); }
 
@@ -115,9 +114,9 @@ kvm_status kvm_connect(const kvm_connect_params* params, kvm_client** out) {
     kvm::client::ConnectOptions options;
     options.socket_path = p.socket_path != nullptr ? p.socket_path : kvm::ipc::find_socket_path();
     options.client_name = p.client_name != nullptr ? p.client_name : process_name();
-    if (options.client_name.size() > kMaxClientName) {
+    if (options.client_name.size() > kvm::kMaxNameBytes) {
       return invalid("client_name has " + std::to_string(options.client_name.size()) +
-                     " bytes; at most " + std::to_string(kMaxClientName));
+                     " bytes; at most " + std::to_string(kvm::kMaxNameBytes));
     }
     options.timeout_ns = p.timeout_ns != 0 ? p.timeout_ns : kDefaultTimeoutNs;
     return make_handle(kvm::client::connect_client(options), out);
@@ -287,9 +286,10 @@ kvm_status kvm_space_find(kvm_client* client, const char* name, kvm_space_id* ou
     KVM_TRY(check_client(client));
     KVM_TRY(check_not_null(name, "name"));
     KVM_TRY(check_not_null(out, "out"));
-    const size_t length = ::strnlen(name, kMaxSpaceName + 1);
-    if (length > kMaxSpaceName) {
-      return Status(KVM_ERR_NOT_FOUND, "no space has a name longer than 63 bytes");
+    const size_t length = ::strnlen(name, kvm::kMaxNameBytes + 1);
+    if (length > kvm::kMaxNameBytes) {
+      return Status(KVM_ERR_NOT_FOUND, "no space has a name longer than " +
+                                           std::to_string(kvm::kMaxNameBytes) + " bytes");
     }
     KVM_TRY_ASSIGN(*out, client->client->find_space(std::string(name, length)));
     return Status::ok();
@@ -330,7 +330,7 @@ kvm_status kvm_seq_create(kvm_client* client, kvm_space_id space, const kvm_seq_
     KVM_TRY(check_not_null(out, "out"));
     kvm_seq_params p;
     KVM_TRY(kvm::ipc::read_params(params, &p, "kvm_seq_params"));
-    KVM_TRY(check_flags(p.flags, KVM_SEQ_MANUAL_COMMIT, "kvm_seq_params"));
+    KVM_TRY(check_flags(p.flags, kvm::kSeqFlags, "kvm_seq_params"));
     KVM_TRY(check_reserved(p.reserved, std::size(p.reserved), "kvm_seq_params"));
     call = {kvm::client::SeqCallVerb::kCreate, p.flags, space, 0, p.reserve};
     return Status::ok();

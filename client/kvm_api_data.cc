@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include "base/limits.h"
 #include "client/checks.h"
 #include "client/handles.h"
 #include "client/head_probe.h"
@@ -77,6 +78,7 @@ kvm_status stage_seq(kvm_queue* queue, kvm::client::SeqCallVerb verb, kvm_seq_id
 // REQUIRES: check_queue.
 Status check_idle(const kvm_queue* queue) {
   if (const uint32_t n = queue->queue->n_outstanding(); n != 0) [[unlikely]] {
+    KVM_TRY(queue->queue->check_open());
     return Status(KVM_ERR_BUSY, std::to_string(n) +
                                     " asynchronous requests are outstanding on "
                                     "this queue: take their completions first");
@@ -171,12 +173,11 @@ kvm_status kvm_queue_create(kvm_client* client, const kvm_queue_params* params, 
     KVM_TRY(kvm::ipc::read_params(params, &p, "kvm_queue_params"));
     KVM_TRY(check_flags(p.flags | p.reserved0, 0, "kvm_queue_params"));
     KVM_TRY(check_reserved(p.reserved, std::size(p.reserved), "kvm_queue_params"));
-    if (p.n_entries > kvm::ipc::kMaxOutstanding) {
+    if (p.n_entries > kvm::kMaxOutstanding) {
       return Status(KVM_ERR_INVALID, "n_entries is " + std::to_string(p.n_entries) + "; at most " +
-                                         std::to_string(kvm::ipc::kMaxOutstanding));
+                                         std::to_string(kvm::kMaxOutstanding));
     }
-    const uint32_t n_entries =
-        p.n_entries == 0 ? kvm::ipc::kMaxOutstanding : std::bit_ceil(p.n_entries);
+    const uint32_t n_entries = p.n_entries == 0 ? kvm::kMaxOutstanding : std::bit_ceil(p.n_entries);
     auto queue = std::make_unique<kvm_queue>();
     queue->token = kvm::client::process_token();
     queue->client = client->client;

@@ -10,14 +10,13 @@
 #include <vector>
 
 #include "base/dtype.h"
+#include "base/limits.h"
 #include "base/merge.h"
 #include "client/checks.h"
 
 namespace kvm::client {
 
 namespace {
-
-constexpr uint32_t kMaxStates = 64;
 
 // A checked HOST tensor [rows][heads][dim].
 struct Rows {
@@ -164,9 +163,9 @@ void merge_one(const Merge& merge, uint64_t row, uint64_t head, uint32_t dim,
 Status merge_states(const kvm_merge_params& params) {
   KVM_TRY(check_flags(params.flags, 0, "kvm_merge_params"));
   KVM_TRY(check_reserved(params.reserved, std::size(params.reserved), "kvm_merge_params"));
-  if (params.n_states < 1 || params.n_states > kMaxStates) {
+  if (params.n_states < 1 || params.n_states > kMaxMergedStates) {
     return Status(KVM_ERR_INVALID, "n_states is " + std::to_string(params.n_states) +
-                                       "; allowed are 1 to " + std::to_string(kMaxStates));
+                                       "; allowed are 1 to " + std::to_string(kMaxMergedStates));
   }
   if (params.n_rows == 0 || params.n_heads == 0 || params.dim == 0 || params.o == nullptr ||
       params.lse == nullptr) {

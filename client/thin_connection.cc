@@ -119,7 +119,7 @@ Status Connection::fail(Status status) {
   return status;
 }
 
-Result<Connection::Reply> Connection::call(const Encode& encode) {
+Result<Connection::Reply> Connection::call(const Encode& encode, uint64_t within_ns) {
   const std::lock_guard lock(mutex_);
   if (is_down()) {
     return down_status();
@@ -132,7 +132,7 @@ Result<Connection::Reply> Connection::call(const Encode& encode) {
                                      std::to_string(bytes.size()) + " bytes; at most " +
                                      std::to_string(ipc::kMaxControlBytes));
   }
-  const uint64_t deadline_ns = add_saturating(clock_->now_ns(), timeout_ns_);
+  const uint64_t deadline_ns = add_saturating(clock_->now_ns(), within_ns);
   // Whoever asks can hear the answer: want of memory comes before anything has happened.
   Reply reply;
   ipc::make_room(&reply.message);
@@ -141,11 +141,11 @@ Result<Connection::Reply> Connection::call(const Encode& encode) {
   return reply;
 }
 
-bool Connection::is_answering() {
-  return call([](ipc::ControlWriter* writer, uint64_t id) {
-           return writer->finish(id, wire::CreateStats(writer->fbb()));
-         })
-      .is_ok();
+bool Connection::is_answering(uint64_t within_ns) {
+  const auto ask = [](ipc::ControlWriter* writer, uint64_t id) {
+    return writer->finish(id, wire::CreateStats(writer->fbb()));
+  };
+  return call(ask, within_ns).is_ok();
 }
 
 uint64_t Connection::time_until(uint64_t deadline_ns) const {
@@ -231,20 +231,20 @@ Result<SharedArena> Connection::create_arena(uint64_t size_bytes) {
 }
 
 template <typename Write>
-void Connection::destroy(const Write& write, const char* what) noexcept {
+void Connection::destroy(const Write& write, const char* what, uint64_t within_ns) noexcept {
   try {
-    note_failure(call(write).status(), what);
+    note_failure(call(write, within_ns).status(), what);
   } catch (const std::bad_alloc&) {
     note_no_memory();
   }
 }
 
-void Connection::destroy_arena(uint32_t region) noexcept {
+void Connection::destroy_arena(uint32_t region, uint64_t within_ns) noexcept {
   destroy(
       [region](ipc::ControlWriter* writer, uint64_t id) {
         return writer->finish(id, wire::CreateArenaDestroy(writer->fbb(), region));
       },
-      "an arena");
+      "an arena", within_ns);
 }
 
 Result<QueueMemory> Connection::create_queue(uint32_t n_entries) {
@@ -275,12 +275,12 @@ Result<QueueMemory> Connection::create_queue(uint32_t n_entries) {
   return memory;
 }
 
-void Connection::destroy_queue(uint32_t queue) noexcept {
+void Connection::destroy_queue(uint32_t queue, uint64_t within_ns) noexcept {
   destroy(
       [queue](ipc::ControlWriter* writer, uint64_t id) {
         return writer->finish(id, wire::CreateQueueDestroy(writer->fbb(), queue));
       },
-      "a queue");
+      "a queue", within_ns);
 }
 
 }  // namespace kvm::client

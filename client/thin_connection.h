@@ -72,19 +72,25 @@ class Connection {
   // Fails: what the reply says, DISCONNECTED, PROTOCOL, TIMEOUT (the daemon did not take or did not
   // answer the request in time; it may still take effect, but for queues and arenas, which are
   // given back when the late reply comes; the connection stays).
-  Result<Reply> call(const Encode& encode);
+  Result<Reply> call(const Encode& encode) { return call(encode, timeout_ns_); }
+  // The same with another time in place of timeout_ns(); 0: the request is sent, and its answer is
+  // taken if it is there.
+  Result<Reply> call(const Encode& encode, uint64_t within_ns);
 
   // How long a call may take once its turn has come.
   uint64_t timeout_ns() const { return timeout_ns_; }
   Status timeout_status() const;
-  // Whether the daemon answers anything at all within the timeout: not when stopped or gone.
-  bool is_answering();
+  // Whether the daemon answers anything at all within the time: not when stopped or gone.
+  bool is_answering(uint64_t within_ns);
 
   Result<SharedArena> create_arena(uint64_t size_bytes);
-  // Destroying does what it can: the daemon has the rest until the end of the connection.
-  void destroy_arena(uint32_t region) noexcept;
+  // Destroying does what it can: the daemon has the rest until the end of the connection. A request
+  // that was sent takes effect even if nobody waits for its answer.
+  void destroy_arena(uint32_t region) noexcept { destroy_arena(region, timeout_ns_); }
+  void destroy_arena(uint32_t region, uint64_t within_ns) noexcept;
   Result<QueueMemory> create_queue(uint32_t n_entries);
-  void destroy_queue(uint32_t queue) noexcept;
+  void destroy_queue(uint32_t queue) noexcept { destroy_queue(queue, timeout_ns_); }
+  void destroy_queue(uint32_t queue, uint64_t within_ns) noexcept;
 
  private:
   Connection() = default;
@@ -96,7 +102,7 @@ class Connection {
   Status fail(Status status);
   // Sends what `write`, an Encode, makes; `what`: of which thing the failure is noted.
   template <typename Write>
-  void destroy(const Write& write, const char* what) noexcept;
+  void destroy(const Write& write, const char* what, uint64_t within_ns) noexcept;
 
   std::unique_ptr<ipc::ControlChannel> channel_;
   const Clock* clock_ = nullptr;

@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "base/clock.h"
+#include "base/limits.h"
 #include "base/spin.h"
 #include "base/undo.h"
 #include "ipc/shared_words.h"
@@ -28,6 +29,9 @@ using ipc::Opcode;
 // apart, which takes a while where it held much, so there is not much to add to that.
 constexpr uint64_t kLivenessSliceNs = 40'000'000;
 constexpr uint32_t kLooksPerClock = 16;
+// A queue that is destroyed asks after so long whether the daemon, which has not answered its
+// requests, answers anything.
+constexpr uint64_t kProbeNs = 100'000'000;
 // A wait that is expected to end at some time may end earlier or later by this part of it ...
 constexpr uint64_t kWaitVariation = 32;
 // ... and who sleeps until then wakes up so much later.
@@ -35,7 +39,7 @@ constexpr uint64_t kWakeNs = 60'000;
 
 constexpr uint64_t kCancelBit = 1u << 8;
 constexpr uint32_t kSerialShift = 9;
-static_assert(ipc::kMaxOutstanding <= kCancelBit);
+static_assert(kMaxOutstanding <= kCancelBit);
 
 // A sentence is worth no failure of its own.
 void say(std::string_view text, std::string* sentence) {
@@ -130,19 +134,26 @@ ThinQueue::~ThinQueue() {
     // They cannot be waited for, and must not be written to any more.
     connection_->close();
   }
-  connection_->destroy_queue(memory_.queue);
-  connection_->destroy_arena(arena_.region);
+  // All of these together have the time of one call.
+  const uint64_t deadline_ns = add_saturating(now_ns(), connection_->timeout_ns());
+  staging_.close(deadline_ns);
+  connection_->destroy_queue(memory_.queue, time_left(deadline_ns));
+  connection_->destroy_arena(arena_.region, time_left(deadline_ns));
 }
 
-// Waits for requests as long as they take, but not for a daemon that answers nothing at all.
+// Waits for requests as long as they take, but not for a daemon that answers nothing at all for the
+// time of one call.
 void ThinQueue::finish_submitted() {
   kvm_completion completion;
+  uint64_t deadline_ns = add_saturating(now_ns(), connection_->timeout_ns());
   while (n_submitted_ + n_ready() > 0) {
-    const auto taken = take(&completion, 1, 1, connection_->timeout_ns());
+    const auto taken = take(&completion, 1, 1, std::min(kProbeNs, time_left(deadline_ns)));
     if (!taken.is_ok()) {
       return;
     }
-    if (taken.value().n == 0 && !connection_->is_answering()) {
+    if (taken.value().n != 0 || connection_->is_answering(time_left(deadline_ns))) {
+      deadline_ns = add_saturating(now_ns(), connection_->timeout_ns());
+    } else {
       // The caller may use its buffers again when this returns. Should the daemon wake, it must not
       // begin what it has not begun, and nobody may take what it then writes for a result.
       connection_->close();
@@ -429,10 +440,15 @@ Status ThinQueue::cancel(uint64_t user_data) {
     slot.cancel_pending = true;
   }
   if (!found) {
+    KVM_TRY(check_open());
     return Status(KVM_ERR_NOT_FOUND, "no request with user_data " + std::to_string(user_data) +
                                          " is outstanding on this queue");
   }
   return submit();
+}
+
+Status ThinQueue::check_open() {
+  return connection_->look_for_hangup() ? connection_->down_status() : Status::ok();
 }
 
 bool ThinQueue::names_lost_seq(const Slot& slot) const {

@@ -32,7 +32,7 @@ using LostSeqs = std::shared_ptr<const std::unordered_set<kvm_seq_id>>;
 
 class ThinQueue final : public Queue {
  public:
-  // n_entries: a power of two, 1 to ipc::kMaxOutstanding. Fails: as kvm_queue_create.
+  // n_entries: a power of two, 1 to kMaxOutstanding. Fails: as kvm_queue_create.
   static Result<std::unique_ptr<ThinQueue>> create(std::shared_ptr<Connection> connection,
                                                    LostSeqs lost, uint32_t n_entries,
                                                    uint64_t spin_ns);
@@ -44,6 +44,7 @@ class ThinQueue final : public Queue {
   Status stage_observe(const ObserveCall& call, uint64_t user_data) override;
   Status stage_seq(const SeqCall& call, uint64_t user_data) override;
   Status submit() override;
+  Status check_open() override;
   uint32_t n_outstanding() const override {
     return static_cast<uint32_t>(staged_.size()) + n_submitted_ + n_ready();
   }

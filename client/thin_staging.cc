@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include "base/clock.h"
 #include "base/undo.h"
 #include "ipc/wire.h"
 
@@ -17,10 +18,13 @@ constexpr uint64_t kAlign = 64;
 
 }  // namespace
 
-StagingPool::~StagingPool() {
+StagingPool::~StagingPool() { close(add_saturating(now_ns(), connection_->timeout_ns())); }
+
+void StagingPool::close(uint64_t deadline_ns) noexcept {
   for (const auto& arena : arenas_) {
-    connection_->destroy_arena(arena->memory.region);
+    connection_->destroy_arena(arena->memory.region, time_left(deadline_ns));
   }
+  arenas_.clear();
 }
 
 Result<StagingPool::Piece> StagingPool::allocate(uint64_t size_bytes) {

@@ -12,11 +12,12 @@
 #include <cstdint>
 
 #include "base/dtype.h"
+#include "base/limits.h"
 
 namespace kvm::codecs {
 
 // LIMIT: elements of a row that is converted from or to a scaled dtype: it passes through fp32.
-inline constexpr uint32_t kMaxScaledRow = 256;
+inline constexpr uint32_t kMaxScaledRow = kMaxHeadDim;
 
 // Converts n elements. src and dst may be misaligned and must not overlap.
 // REQUIRES: neither dtype is scaled: those elements mean nothing without their row.

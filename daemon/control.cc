@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "base/kill_point.h"
+#include "base/limits.h"
 #include "daemon/admin.h"
 #include "daemon/admin_messages.h"
 #include "daemon/reply.h"
@@ -35,7 +36,6 @@ Status no_memory() {
 
 // Printable ASCII only: the name goes to logs and terminals.
 std::string printable_name(const flatbuffers::String* text) {
-  constexpr size_t kMaxNameBytes = 63;
   std::string name = text == nullptr ? std::string() : text->str().substr(0, kMaxNameBytes);
   for (char& c : name) {
     c = c >= ' ' && c <= '~' ? c : '?';
@@ -76,9 +76,9 @@ kvm_client_info info_for(const Session& session) {
   info.n_threads = service.engine->n_threads();
   info.max_queues = own_limit(session, engine::Resource::kQueues, service.limits.max_queues);
   info.max_arenas = own_limit(session, engine::Resource::kArenas, service.limits.max_arenas);
-  info.max_outstanding = ipc::kMaxOutstanding;
-  info.max_items = ipc::kMaxItems;
-  info.max_query_rows = ipc::kMaxQueryRows;
+  info.max_outstanding = kMaxOutstanding;
+  info.max_items = kMaxItems;
+  info.max_query_rows = kMaxQueryRows;
   info.max_spaces = options.max_spaces;
   info.max_arena_bytes = service.limits.max_arena_bytes;
   info.max_sequences = session.account->limit(engine::Resource::kSequences);
@@ -179,10 +179,10 @@ Result<QueueMemory> make_queue_memory(bool has_eventfd) {
 
 void handle_queue_create(Session* session, uint64_t id, const wire::QueueCreate& message) {
   Service* service = session->service();
-  if (message.n_entries() > ipc::kMaxOutstanding) {
+  if (message.n_entries() > kMaxOutstanding) {
     reply_error(session, id,
                 Status(KVM_ERR_INVALID, fmt::format("n_entries is {}; at most {}",
-                                                    message.n_entries(), ipc::kMaxOutstanding)));
+                                                    message.n_entries(), kMaxOutstanding)));
     return;
   }
   if (const Status room = session->account->check(engine::Resource::kQueues, 1, "a new queue");

@@ -10,13 +10,13 @@
 #include <optional>
 #include <string_view>
 
+#include "base/limits.h"
 #include "daemon/values.h"
 #include "ipc/socket.h"
 
 namespace kvm::daemon {
 namespace {
 
-constexpr size_t kMaxSocketPathBytes = 107;
 constexpr int kBacklog = 16;
 
 std::optional<uint16_t> parse_port(std::string_view text) {

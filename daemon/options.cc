@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdlib>
 
+#include "base/limits.h"
 #include "daemon/listen_address.h"
 #include "ipc/socket.h"
 #include "ipc/wire.h"
@@ -15,7 +16,6 @@ namespace {
 
 constexpr uint64_t kMinCapacityBytes = 16ull << 20;
 constexpr uint64_t kMaxSizeBytes = 1ull << 60;
-constexpr size_t kMaxSocketPathBytes = 107;
 
 std::string upper_case(std::string text) {
   for (char& c : text) {
@@ -105,7 +105,7 @@ const std::vector<OptionRow>& option_rows() {
       {"max_sequences", "65536", IntegerField{&O::max_sequences, 1, 1u << 24},
        "Sequences of one client."},
       {"max_requests", "unlimited",
-       IntegerField{&O::max_requests, 1, ipc::kMaxQueuesPerClient * ipc::kMaxOutstanding, true},
+       IntegerField{&O::max_requests, 1, ipc::kMaxQueuesPerClient * kMaxOutstanding, true},
        "Requests of one client in flight, over all its queues. More are answered with "
        "KVM_ERR_QUOTA."},
       {"tenants", "none", TenantsField{&O::tenants},

@@ -52,7 +52,7 @@ Batch::Batch(Store* store, std::shared_ptr<const SpaceLayout> space, const Batch
     : store_(store), space_(std::move(space)), options_(options), places_(options.max_items) {}
 
 Status Batch::init() {
-  max_pages_ = div_up(options_.max_tokens, kTokensPerPage);
+  max_pages_ = div_up(options_.max_tokens, kPageTokens);
   uint32_t most_rows = 0;
   for (const LayerLayout& layer : space_->layers) {
     most_rows =
@@ -311,7 +311,7 @@ Status Batch::update(std::span<const BatchItem> items, Stream stream) {
     const BatchItem item = i < items.size() ? items[i] : BatchItem{};
     places_[i].seq = item.seq;
     places_[i].version = item.seq == nullptr ? 0 : item.seq->version;
-    places_[i].n_blocks = item.seq == nullptr ? 0 : div_up(item.seq->n_tokens, kTokensPerPage);
+    places_[i].n_blocks = item.seq == nullptr ? 0 : div_up(item.seq->n_tokens, kPageTokens);
     append_rows_ = std::max(append_rows_, item.n_append == 0 ? 0 : item.append_row + item.n_append);
     query_rows_ = std::max(query_rows_, item.n_query == 0 ? 0 : item.query_row + item.n_query);
   }
@@ -454,8 +454,8 @@ Status Batch::plan_kind(Kind* kind, std::span<const BatchItem> items, Slot* slot
       const uint64_t position = items[i].seq->n_tokens - items[i].n_append + t;
       for (uint32_t c = 0; c < kind->classes.size(); ++c) {
         const uint64_t table = (uint64_t{c} * options_.max_items + i) * max_pages_;
-        tokens[n_tokens++] = {static_cast<uint32_t>(table + position / kTokensPerPage),
-                              static_cast<uint32_t>(position % kTokensPerPage),
+        tokens[n_tokens++] = {static_cast<uint32_t>(table + position / kPageTokens),
+                              static_cast<uint32_t>(position % kPageTokens),
                               items[i].append_row + t, c};
       }
     }
@@ -507,7 +507,7 @@ Status Batch::patch_table(std::span<const BatchItem> items,
     const Place& place = places_[i];
     const bool known = place.seq.get() == seq && place.version == seq->version;
     // The page that was the last before this update may have been copied.
-    const uint64_t begin = known ? std::min(place.n_blocks, lengths_before[i] / kTokensPerPage) : 0;
+    const uint64_t begin = known ? std::min(place.n_blocks, lengths_before[i] / kPageTokens) : 0;
     for (uint32_t list = 0; list < seq->lists.size(); ++list) {
       const std::vector<tiers::PageRef>& pages = seq->lists[list].pages;
       const uint64_t row = (uint64_t{list} * options_.max_items + i) * max_pages_;
@@ -575,7 +575,7 @@ attention::gpu::PagePool Batch::pool_of(const Kind& kind) const {
   }
   std::copy(kind.page_classes.begin(), kind.page_classes.end(), pool.classes);
   pool.heads = reinterpret_cast<const uint16_t*>(device_ + kind.heads_at);
-  pool.page_tokens = attention::gpu::make_divider(kTokensPerPage);
+  pool.page_tokens = attention::gpu::make_divider(kPageTokens);
   return pool;
 }
 

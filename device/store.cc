@@ -23,7 +23,7 @@ constexpr uint64_t kLongPiece = uint64_t{64} << 10;
 
 std::string number(uint64_t n) { return std::to_string(n); }
 
-uint64_t first_droppable(const ClassLayout& of) { return round_up(of.n_sinks, kTokensPerPage); }
+uint64_t first_droppable(const ClassLayout& of) { return round_up(of.n_sinks, kPageTokens); }
 
 // The class that a list belongs to.
 const ClassLayout& class_of(const SpaceLayout& space, uint32_t list) {
@@ -163,7 +163,7 @@ Result<std::shared_ptr<Sequence>> Store::fork(const Sequence& parent, uint64_t n
   child->n_tokens = n_tokens;
   child->version = 0;
   for (PageList& list : child->lists) {
-    list.pages.resize(div_up(n_tokens, kTokensPerPage));
+    list.pages.resize(div_up(n_tokens, kPageTokens));
     for (const PageRef page : list.pages) {
       if (page != kNoPage) {
         pool_->add_ref(page);
@@ -182,7 +182,7 @@ Status Store::truncate(Sequence* seq, uint64_t n_tokens) {
     return Status::ok();
   }
   KVM_TRY(check_visible(*seq, n_tokens, n_tokens));
-  const uint64_t n_pages = div_up(n_tokens, kTokensPerPage);
+  const uint64_t n_pages = div_up(n_tokens, kPageTokens);
   for (PageList& list : seq->lists) {
     for (uint64_t block = n_pages; block < list.pages.size(); ++block) {
       release(*seq, list.pages[block]);
@@ -320,11 +320,11 @@ Status Store::pages_of_list(const Growth& growth, uint32_t list, Stream stream) 
   const uint32_t slab = class_of(*seq->space, list).slab;
   std::vector<PageRef>& pages = seq->lists[list].pages;
   const uint64_t n = seq->n_tokens;
-  const uint64_t n_blocks = div_up(n + growth.n_append, kTokensPerPage);
+  const uint64_t n_blocks = div_up(n + growth.n_append, kPageTokens);
   // Memory for the lists first: a page that is in none of them would be lost.
   reserve_growing(pages, n_blocks);
   reserve_growing(changes_, changes_.size() + n_blocks - pages.size() + 1);
-  if (n % kTokensPerPage != 0 && pool_->n_refs(pages.back()) > 1) {
+  if (n % kPageTokens != 0 && pool_->n_refs(pages.back()) > 1) {
     // A fork ends in the same page.
     KVM_TRY_ASSIGN(const PageRef copy, allocate(slab, stream));
     changes_.push_back(
@@ -383,12 +383,12 @@ void Store::drop_unseen(const Growth& growth, uint64_t n_before) {
       continue;
     }
     const uint64_t end =
-        std::min((first_query + 1 - of.n_recent) / kTokensPerPage, n_before / kTokensPerPage);
+        std::min((first_query + 1 - of.n_recent) / kPageTokens, n_before / kPageTokens);
     PageList& lies = seq->lists[list];
-    for (uint64_t block = lies.kept_from / kTokensPerPage; block < end; ++block) {
+    for (uint64_t block = lies.kept_from / kPageTokens; block < end; ++block) {
       release(*seq, std::exchange(lies.pages[block], kNoPage));
     }
-    lies.kept_from = std::max(lies.kept_from, end * kTokensPerPage);
+    lies.kept_from = std::max(lies.kept_from, end * kPageTokens);
   }
 }
 
@@ -645,7 +645,7 @@ void Store::check_accounts(std::span<const Sequence* const> all) const {
   uint64_t n_chunks = host_->n_free();
   for (const Sequence* const seq : all) {
     for (const PageList& list : seq->lists) {
-      KVM_ASSERT(list.pages.size() == div_up(seq->n_tokens, kTokensPerPage));
+      KVM_ASSERT(list.pages.size() == div_up(seq->n_tokens, kPageTokens));
       for (const PageRef page : list.pages) {
         n_refs[page] += page == kNoPage ? 0 : 1;
       }

@@ -18,6 +18,7 @@
 #include <string>
 #include <vector>
 
+#include "base/limits.h"
 #include "base/status.h"
 #include "device/driver.h"
 #include "device/host_chunks.h"
@@ -25,8 +26,6 @@
 #include "tiers/slab_class.h"
 
 namespace kvm::device {
-
-inline constexpr uint32_t kTokensPerPage = 64;
 
 // Heads of a layer that keep the same tokens: sinks and a window, or all (n_recent = 0).
 struct ClassLayout {

@@ -764,7 +764,7 @@ Status EngineImpl::begin(Request* request, JobPlan* plan, bool* is_small) {
 Status EngineImpl::begin_seq(Request* request, const SeqRequest& what) {
   if (what.verb == SeqVerb::kCreate) {
     KVM_TRY_ASSIGN(request->result.seq,
-                   store_->create_seq(request->client, what.space, what.flags));
+                   store_->create_seq(request->client, what.space, what.flags, what.n_tokens));
     return Status::ok();
   }
   KVM_TRY_ASSIGN(Sequence * seq, store_->find_seq(request->client, what.seq));

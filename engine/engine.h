@@ -118,7 +118,8 @@ struct SeqRequest {
   SeqVerb verb = SeqVerb::kCreate;
   kvm_space_id space = 0;  // kCreate
   kvm_seq_id seq = 0;      // the others
-  uint64_t n_tokens = 0;   // kFork, kTruncate, kCommit; KVM_POSITION_END as in kvm.h
+  // kCreate: tokens to expect, kvm_seq_params.reserve. kFork, kTruncate, kCommit: as in kvm.h.
+  uint64_t n_tokens = 0;
   uint32_t flags = 0;      // kCreate: KVM_SEQ_*
 };
 

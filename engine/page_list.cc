@@ -9,6 +9,7 @@
 
 #include "base/assert.h"
 #include "base/reserve.h"
+#include "base/round.h"
 #include "base/undo.h"
 #include "codecs/convert.h"
 
@@ -59,6 +60,13 @@ Root* PageList::own_root() {
     root_ = copy.release();
   }
   return root_;
+}
+
+void PageList::expect(uint64_t n_tokens) {
+  constexpr uint64_t kSegmentTokens = kSegmentEntries * kPageTokens;
+  if (n_tokens != 0) {
+    own_root()->segments.reserve(div_up(std::min(n_tokens, kMaxExpectedTokens), kSegmentTokens));
+  }
 }
 
 Segment* PageList::own_segment(size_t index, PageBank bank) {

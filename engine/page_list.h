@@ -24,15 +24,13 @@
 #include <vector>
 
 #include "base/kv_view.h"
+#include "base/limits.h"
 #include "base/status.h"
 #include "engine/quota.h"
 #include "tiers/host/host_pool.h"
 #include "tiers/slab_class.h"
 
 namespace kvm::engine {
-
-// LIMIT: positions below this.
-inline constexpr uint64_t kMaxTokens = uint64_t{1} << 38;
 
 // Who has memory that can be done without.
 class PageRelief {
@@ -89,6 +87,8 @@ struct PageEntry {
 static_assert(sizeof(PageEntry) == 16);
 
 inline constexpr size_t kSegmentEntries = 128;
+// LIMIT: tokens that tables are made for before they are appended: 1 KiB, which nobody pays for.
+inline constexpr uint64_t kMaxExpectedTokens = 1 << 20;
 
 struct Segment {
   uint32_t n_refs = 1;
@@ -140,6 +140,13 @@ class PageList {
 
   // --- Appending --------------------------------------------------------------------------------
 
+  // Makes room in the list's own tables for so many tokens, or kMaxExpectedTokens. Throws
+  // std::bad_alloc: nothing has changed.
+  void expect(uint64_t n_tokens);
+  // Tokens that the tables have room for.
+  uint64_t room() const {
+    return root_ == nullptr ? 0 : root_->segments.capacity() * kSegmentEntries * kPageTokens;
+  }
   // Pages that reserve(n_tokens) would allocate.
   uint64_t pages_to_reserve(uint64_t n_tokens, const tiers::SlabClass& slab_class,
                             const tiers::HostPool& pool) const;

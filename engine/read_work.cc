@@ -60,7 +60,7 @@ Status ReadWork::begin(const Store& store, const Sequence* seq, const ReadReques
   for (uint32_t c = 0; c < space.storage(request.layer).classes.size(); ++c) {
     const HeadClass& cls = space.head_class(request.layer, c);
     runs_.clear();
-    store.collect_runs(seq, request.layer, c, &runs_);
+    store.collect_runs(seq, request.layer, c, &runs_, false);
     for (KvRun run : runs_) {
       const uint64_t begin = std::max(run.position, request.position);
       const uint64_t run_end = std::min(run.position + run.n_tokens, end);

@@ -62,6 +62,7 @@ enum class Refusal : uint8_t {
   kQueryPosition,
   kSeqVerb,
   kSeqFlags,
+  kSeqReserve,
   kCount,  // not a reason
 };
 
@@ -117,7 +118,9 @@ inline constexpr std::array<const char*, kRefusals> kRefusalNames = {
     "query_position",
     "seq_verb",
     "seq_flags",
+    "seq_reserve",
 };
+static_assert(kRefusalNames.back() != nullptr, "a refusal has no label");
 
 }  // namespace kvm::engine
 

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "base/round.h"
 #include "policies/heavy.h"
 #include "policies/sinks_recent.h"
 
@@ -40,6 +41,28 @@ bool misses_visible(const Space& space, uint32_t layer, uint32_t class_index, co
   }
   return !list.covers(std::min(recent, end), end) ||
          !list.covers(std::min(seen.first_sink, end), std::min(seen.n_sinks, end));
+}
+
+// Whether a list has every token of [begin, end), in its pages or among those that it chose to keep
+// of pages that it gave up: these lie behind the sinks' pages and before Kept::end().
+bool holds(const Sequence* seq, uint32_t layer, uint32_t class_index, uint64_t begin,
+           uint64_t end) {
+  const PageList& list = seq->stored_lists(layer)[class_index];
+  const uint32_t index = seq->space().storage(layer).first_list + class_index;
+  const Kept* kept = seq->kept.empty() ? nullptr : seq->kept[index].get();
+  if (kept == nullptr || list.covers(begin, end)) {
+    return list.covers(begin, end);
+  }
+  const Retention& retention = seq->space().head_class(layer, class_index).retention;
+  const uint64_t given_up = round_up(retention.n_sinks, kPageTokens);
+  const uint64_t low = std::clamp(given_up, begin, end);
+  const uint64_t high = std::clamp(kept->end(), low, end);
+  const auto is_before = [](const Kept::Token& token, uint64_t at) { return token.position < at; };
+  const auto tokens = kept->tokens();
+  const auto first = std::lower_bound(tokens.begin(), tokens.end(), low, is_before);
+  const auto last = std::lower_bound(first, tokens.end(), high, is_before);
+  return static_cast<uint64_t>(last - first) == high - low && list.covers(begin, low) &&
+         list.covers(high, end);
 }
 
 }  // namespace
@@ -128,7 +151,7 @@ Status check_read(const Sequence* seq, uint32_t layer, uint64_t position, uint64
                               position, present, layer));
   }
   for (uint32_t i = 0; i < lists.size(); ++i) {
-    if (!lists[i].covers(position, position + n_tokens)) {
+    if (!holds(seq, layer, i, position, position + n_tokens)) {
       return Status(KVM_ERR_PARTIAL,
                     fmt::format("kv head {} of layer {} has dropped tokens of [{}, {})",
                                 seq->space().head_class(layer, i).kv_heads[0], layer, position,

@@ -38,10 +38,10 @@ Status check_range(const char* field, uint64_t value, uint64_t low, uint64_t hig
 }
 
 Status check_head_dim(const char* field, uint32_t value) {
-  if (value < kMinHeadDim || value > kMaxSpaceHeadDim || value % 8 != 0) {
+  if (value < kMinHeadDim || value > kMaxHeadDim || value % 8 != 0) {
     return invalid(std::string(field) + " is " + text(value) +
                    "; it must be a multiple of 8 from " + text(kMinHeadDim) + " to " +
-                   text(kMaxSpaceHeadDim));
+                   text(kMaxHeadDim));
   }
   return Status::ok();
 }
@@ -80,10 +80,10 @@ Status check_name(const std::string& name) {
 }
 
 Status check_heads(const std::string& where, uint32_t n_q_heads, uint32_t n_kv_heads) {
-  if (n_q_heads % n_kv_heads != 0 || n_q_heads / n_kv_heads > kMaxGroupSize) {
+  if (n_q_heads % n_kv_heads != 0 || n_q_heads / n_kv_heads > kMaxGroup) {
     return invalid(where + "n_q_heads is " + text(n_q_heads) + " with n_kv_heads " +
                    text(n_kv_heads) + "; n_kv_heads must divide it into groups of 1 to " +
-                   text(kMaxGroupSize));
+                   text(kMaxGroup));
   }
   return Status::ok();
 }
@@ -454,8 +454,8 @@ Status check_index(const std::string& where, const kvm_index_params& params) {
   if (params.kind == KVM_INDEX_LSH) {
     const uint32_t bits = params.lsh_bits == 0 ? 10 : params.lsh_bits;
     const uint32_t tables = params.lsh_tables == 0 ? 150 : params.lsh_tables;
-    KVM_TRY(check_range((where + ".lsh_bits").c_str(), bits, 1, hash_index::kMaxLshBits));
-    KVM_TRY(check_range((where + ".lsh_tables").c_str(), tables, 2, hash_index::kMaxLshTables));
+    KVM_TRY(check_range((where + ".lsh_bits").c_str(), bits, 1, kMaxLshBits));
+    KVM_TRY(check_range((where + ".lsh_tables").c_str(), tables, kMinLshTables, kMaxLshTables));
     KVM_TRY(check_range((where + ".lsh_bits * lsh_tables").c_str(), uint64_t{bits} * tables, 2,
                         kMaxHashBits));
   } else if (params.lsh_bits != 0 || params.lsh_tables != 0) {

@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "base/limits.h"
 #include "base/status.h"
 #include "engine/engine.h"
 #include "hash_index/lsh/lsh.h"
@@ -21,25 +22,6 @@
 #include "tiers/slab_class.h"
 
 namespace kvm::engine {
-
-inline constexpr uint32_t kMaxLayers = 512;
-inline constexpr uint32_t kMaxQHeads = 1024;
-inline constexpr uint32_t kMaxKvHeads = 128;
-inline constexpr uint32_t kMaxGroupSize = 16;
-inline constexpr uint32_t kMinHeadDim = 8;
-inline constexpr uint32_t kMaxSpaceHeadDim = 256;
-inline constexpr uint32_t kMaxOverrides = 1024;
-// A capped logit has an absolute error of some 2e-7 of the cap (attention/exact/exact.h): beyond
-// these, results would be noise.
-inline constexpr float kMinSoftcap = 1e-3f;
-inline constexpr float kMaxSoftcap = 1e4f;
-
-inline constexpr uint32_t kMaxAlwaysRead = 65536;  // n_sinks and n_recent of an index
-inline constexpr uint32_t kMinIndexTokens = 256;
-inline constexpr uint32_t kMaxIndexTokens = 8192;
-inline constexpr uint32_t kMaxHashBits = 4096;  // of a key: bits of all tables
-
-inline constexpr uint64_t kMaxHeavy = 65536;  // n_heavy of a policy
 
 // What is kept beside the keys of a head for approximate modes. All zero but `kind` with NONE.
 struct IndexConfig {

@@ -66,7 +66,8 @@ class StoreImpl final : public Store {
   // Sequences.
   Result<Sequence*> find_seq(ClientId client, kvm_seq_id id) override;
   Result<ClientId> seq_client(kvm_seq_id id) const override;
-  Result<kvm_seq_id> create_seq(ClientId client, kvm_space_id space, uint32_t flags) override;
+  Result<kvm_seq_id> create_seq(ClientId client, kvm_space_id space, uint32_t flags,
+                                uint64_t n_expected) override;
   Result<kvm_seq_id> fork_seq(Sequence* parent, uint64_t n_tokens) override;
   Status check_fork(const Sequence* parent, uint64_t n_tokens) const override;
   Status truncate_seq(Sequence* seq, uint64_t n_tokens) override;
@@ -334,6 +335,13 @@ std::unique_ptr<Sequence> StoreImpl::make_seq(Account* account, SpaceRecord* rec
   return seq;
 }
 
+// Of a sequence that comes to nothing.
+void clear_lists(Ledger* ledger, Sequence* seq) {
+  for (PageList& list : seq->lists) {
+    list.clear(ledger->bank(seq->account));
+  }
+}
+
 kvm_seq_id StoreImpl::add_seq(std::unique_ptr<Sequence>&& seq) {
   Sequence* added = seq.get();
   added->id = sequences_.insert(std::move(seq));
@@ -342,16 +350,24 @@ kvm_seq_id StoreImpl::add_seq(std::unique_ptr<Sequence>&& seq) {
   return added->id;
 }
 
-Result<kvm_seq_id> StoreImpl::create_seq(ClientId client, kvm_space_id space, uint32_t flags) {
+Result<kvm_seq_id> StoreImpl::create_seq(ClientId client, kvm_space_id space, uint32_t flags,
+                                         uint64_t n_expected) {
   Account* account = ledger_.find(client);
   KVM_ASSERT(account != nullptr);
   KVM_TRY_ASSIGN(SpaceRecord * record, spaces_.find(space));
-  if ((flags & ~uint32_t{KVM_SEQ_MANUAL_COMMIT}) != 0) {
+  if ((flags & ~kSeqFlags) != 0) {
     return Status(KVM_ERR_INVALID,
                   fmt::format("flags is {}; only KVM_SEQ_MANUAL_COMMIT (1) is defined", flags));
   }
   KVM_TRY(check_limits(account, "a new sequence"));
-  return add_seq(make_seq(account, record, flags));
+  std::unique_ptr<Sequence> seq = make_seq(account, record, flags);
+  Undo clearing([&] { clear_lists(&ledger_, seq.get()); });
+  for (PageList& list : seq->lists) {
+    list.expect(n_expected);
+  }
+  const kvm_seq_id id = add_seq(std::move(seq));
+  clearing.dismiss();
+  return id;
 }
 
 Status StoreImpl::check_fork(const Sequence* parent, uint64_t n_tokens) const {
@@ -367,11 +383,7 @@ Status StoreImpl::check_fork(const Sequence* parent, uint64_t n_tokens) const {
 Result<kvm_seq_id> StoreImpl::fork_seq(Sequence* parent, uint64_t n_tokens) {
   KVM_TRY(check_fork(parent, n_tokens));
   std::unique_ptr<Sequence> child = make_seq(parent->account, parent->record, parent->flags);
-  Undo clearing([&] {
-    for (PageList& list : child->lists) {
-      list.clear(ledger_.bank(parent->account));
-    }
-  });
+  Undo clearing([&] { clear_lists(&ledger_, child.get()); });
   for (size_t i = 0; i < parent->lists.size(); ++i) {
     const PageList& list = parent->lists[i];
     child->lists[i].share(list, std::min(n_tokens, list.length()), ledger_.bank(parent->account));

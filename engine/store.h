@@ -34,6 +34,7 @@
 #include <vector>
 
 #include "base/kv_view.h"
+#include "base/limits.h"
 #include "base/status.h"
 #include "engine/aging.h"
 #include "engine/engine.h"
@@ -95,8 +96,6 @@ struct ObserveInput {
   const float* column_sums = nullptr;  // [n_columns][n_kv_heads of the layer]
 };
 
-inline constexpr uint32_t kMaxObservedRows = 256;
-
 // What is kept of it, for one (sequence, layer).
 struct ObservedView {
   uint64_t query_position = 0;  // of the first kept row; rows are consecutive
@@ -153,9 +152,11 @@ class Store {
   virtual Result<Sequence*> find_seq(ClientId client, kvm_seq_id id) = 0;
   // Whose a sequence is.
   virtual Result<ClientId> seq_client(kvm_seq_id id) const = 0;
-  // flags: KVM_SEQ_*. Fails: as space(), INVALID (flags), QUOTA (sequences).
+  // flags: KVM_SEQ_*. n_expected: tokens that the tables of the sequence have room for from the
+  // beginning on (PageList::expect). Fails: as space(), INVALID (flags), QUOTA (sequences).
   // REQUIRES: the client exists.
-  virtual Result<kvm_seq_id> create_seq(ClientId client, kvm_space_id space, uint32_t flags) = 0;
+  virtual Result<kvm_seq_id> create_seq(ClientId client, kvm_space_id space, uint32_t flags,
+                                        uint64_t n_expected = 0) = 0;
   // As kvm_seq_fork; the child belongs to the parent's client. O(lists of the space) for the whole
   // length, plus O(segments) for a part. Fails: INVALID, PARTIAL, QUOTA.
   virtual Result<kvm_seq_id> fork_seq(Sequence* parent, uint64_t n_tokens) = 0;
@@ -229,7 +230,7 @@ class Store {
   virtual Status check_visible(const Sequence* seq, uint32_t layer,
                                uint64_t first_query_position) const = 0;
   // For kvm_read: INVALID (layer, or range beyond the published length), PARTIAL (a head has
-  // dropped one of the tokens [position, position + n_tokens)).
+  // dropped one of the tokens [position, position + n_tokens), and not kept it otherwise).
   virtual Status check_read(const Sequence* seq, uint32_t layer, uint64_t position,
                             uint64_t n_tokens) const = 0;
 

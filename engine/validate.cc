@@ -144,9 +144,9 @@ Status check_together(const ModeChoice& choice, const char* prefix) {
 }
 
 Status check_numbers(const StepRequest& request) {
-  if ((request.flags & ~uint32_t{KVM_STEP_F32_VALUES}) != 0) {
+  if ((request.flags & ~kStepFlags) != 0) {
     return refuse(Refusal::kStepFlags, "flags are {:#x}; only {:#x} is known", request.flags,
-                  uint32_t{KVM_STEP_F32_VALUES});
+                  kStepFlags);
   }
   if (!std::isfinite(request.scale) || request.scale < 0) {
     return refuse(Refusal::kScale, "scale is {}; it must be positive, or 0 for the space's",
@@ -191,7 +191,8 @@ Status check_tree(const StepRequest& request, const kvm_item& item, size_t index
     return refuse(Refusal::kTreeWords, "item {} has tree words {} to {}; the request has {}", index,
                   item.tree_begin, end - 1, request.tree_mask.size());
   }
-  const uint64_t allowed = item.n_query == 64 ? ~uint64_t{0} : (uint64_t{1} << item.n_query) - 1;
+  const uint64_t allowed =
+      item.n_query == kMaxTreeRows ? ~uint64_t{0} : (uint64_t{1} << item.n_query) - 1;
   for (uint32_t row = 0; row < item.n_query; ++row) {
     const uint64_t word = request.tree_mask[item.tree_begin + row];
     if ((word & ~allowed) != 0) {
@@ -204,23 +205,22 @@ Status check_tree(const StepRequest& request, const kvm_item& item, size_t index
 }
 
 bool position_is_possible(uint64_t position, uint64_t n) {
-  return position <= kMaxPosition && n <= kMaxPosition - position;
+  return position <= kMaxTokens && n <= kMaxTokens - position;
 }
 
 Status check_item_position(uint64_t position, uint64_t n, const char* what, size_t index) {
   if (position != KVM_POSITION_END && !position_is_possible(position, n)) {
     return refuse(Refusal::kItemPosition, "{} of item {} is {}; positions end at {}", what, index,
-                  position, kMaxPosition);
+                  position, kMaxTokens);
   }
   return Status::ok();
 }
 
 Status check_item(const StepRequest& request, size_t index) {
-  constexpr uint32_t kKnown = KVM_ITEM_NOT_CAUSAL | KVM_ITEM_TREE | KVM_ITEM_EXCLUDE_RANGES;
   const kvm_item& item = request.items[index];
-  if ((item.flags & ~kKnown) != 0) {
+  if ((item.flags & ~kItemFlags) != 0) {
     return refuse(Refusal::kItemFlags, "flags of item {} are {:#x}; only {:#x} are known", index,
-                  item.flags, kKnown);
+                  item.flags, kItemFlags);
   }
   if (item.reserved != 0) {
     return refuse(Refusal::kItemReserved, "reserved of item {} is {}; it must be 0", index,
@@ -509,9 +509,9 @@ Result<ReadTensors> check_read(const ReadRequest& request, const Space& space) {
   KVM_TRY(check_layer(request.layer, space));
   const uint64_t n_heads = space.layers[request.layer].n_kv_heads;
   ReadTensors t;
-  if (request.n_tokens > kMaxPosition) {
+  if (request.n_tokens > kMaxTokens) {
     return refuse(Refusal::kReadTokens, "n_tokens is {}; at most {} are allowed", request.n_tokens,
-                  kMaxPosition);
+                  kMaxTokens);
   }
   if (request.n_tokens != 0) {
     KVM_TRY_ASSIGN(
@@ -528,11 +528,11 @@ Result<ObserveTensors> check_observe(const ObserveRequest& request, const Space&
   const Layer& layer = space.layers[request.layer];
   if (!position_is_possible(request.column_begin, request.n_columns)) {
     return refuse(Refusal::kColumns, "columns {} to {} + {} do not exist; positions end at {}",
-                  request.column_begin, request.column_begin, request.n_columns, kMaxPosition);
+                  request.column_begin, request.column_begin, request.n_columns, kMaxTokens);
   }
   if (!position_is_possible(request.query_position, request.n_rows)) {
     return refuse(Refusal::kQueryPosition, "query_position is {}; positions end at {}",
-                  request.query_position, kMaxPosition);
+                  request.query_position, kMaxTokens);
   }
   ObserveTensors t;
   if (request.n_rows != 0) {
@@ -551,9 +551,13 @@ Status check_seq_request(const SeqRequest& request) {
   if (request.verb > SeqVerb::kFree) {
     return refuse(Refusal::kSeqVerb, "verb {} is unknown", static_cast<uint32_t>(request.verb));
   }
-  if (request.verb == SeqVerb::kCreate && (request.flags & ~uint32_t{KVM_SEQ_MANUAL_COMMIT}) != 0) {
+  if (request.verb == SeqVerb::kCreate && (request.flags & ~kSeqFlags) != 0) {
     return refuse(Refusal::kSeqFlags, "flags are {:#x}; only {:#x} is known", request.flags,
-                  uint32_t{KVM_SEQ_MANUAL_COMMIT});
+                  kSeqFlags);
+  }
+  if (request.verb == SeqVerb::kCreate && request.n_tokens > kMaxTokens) {
+    return refuse(Refusal::kSeqReserve, "reserve is {}; at most {} tokens fit into a sequence",
+                  request.n_tokens, kMaxTokens);
   }
   return Status::ok();
 }

@@ -12,18 +12,13 @@
 #include <cstdint>
 
 #include "base/dtype.h"
+#include "base/limits.h"
 #include "base/status.h"
 #include "engine/engine.h"
 #include "engine/refusal.h"
 #include "engine/space.h"
 
 namespace kvm::engine {
-
-inline constexpr uint32_t kMaxItems = 4096;       // of one request
-inline constexpr uint32_t kMaxQueryRows = 65536;  // of one item
-inline constexpr uint32_t kMaxRanges = 65536;     // of one request, and of its items together
-inline constexpr uint32_t kMaxTreeRows = 64;      // of one item
-inline constexpr uint64_t kMaxPosition = uint64_t{1} << 48;
 
 // What a tensor has to hold: elements [layer][row][head][dim] for all indices below these.
 struct TensorShape {

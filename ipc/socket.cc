@@ -30,13 +30,15 @@ Status system_error(kvm_status code, const std::string& what) {
   return Status(code, what + ": " + ::strerror(errno));
 }
 
+static_assert(sizeof(sockaddr_un::sun_path) == kMaxSocketPathBytes + 1);
+
 Result<sockaddr_un> address_of(const std::string& path) {
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
-  if (path.empty() || path.size() >= sizeof(address.sun_path)) {
+  if (path.empty() || path.size() > kMaxSocketPathBytes) {
     return Status(KVM_ERR_INVALID, "socket path '" + path + "' has " + std::to_string(path.size()) +
                                        " bytes; allowed are 1 to " +
-                                       std::to_string(sizeof(address.sun_path) - 1));
+                                       std::to_string(kMaxSocketPathBytes));
   }
   std::memcpy(address.sun_path, path.data(), path.size());
   return address;

@@ -5,14 +5,12 @@
 #include <string>
 #include <utility>
 
+#include "base/limits.h"
 #include "ipc/struct_size.h"
 
 namespace kvm::ipc {
 
 namespace {
-
-// LIMIT: one byte more than a valid name, so that the engine sees that it is too long.
-constexpr size_t kMaxNameBytes = 64;
 
 Status check_count(uint64_t count, uint64_t limit, const char* name) {
   if (count > limit) {
@@ -25,13 +23,13 @@ Status check_count(uint64_t count, uint64_t limit, const char* name) {
 
 // The counts bound every allocation and every product below.
 Status check_counts(const kvm_space_params& params) {
-  KVM_TRY(check_count(params.n_layers, kMaxSpaceLayers, "n_layers"));
-  KVM_TRY(check_count(params.n_q_heads, kMaxSpaceQHeads, "n_q_heads"));
+  KVM_TRY(check_count(params.n_layers, kMaxLayers, "n_layers"));
+  KVM_TRY(check_count(params.n_q_heads, kMaxQHeads, "n_q_heads"));
   KVM_TRY(check_count(params.n_rope_pairs, kMaxRopePairs, "n_rope_pairs"));
-  KVM_TRY(check_count(params.n_layer_params, kMaxSpaceListEntries, "n_layer_params"));
-  KVM_TRY(check_count(params.n_policies, kMaxSpaceListEntries, "n_policies"));
-  KVM_TRY(check_count(params.n_codecs, kMaxSpaceListEntries, "n_codecs"));
-  return check_count(params.n_indexes, kMaxSpaceListEntries, "n_indexes");
+  KVM_TRY(check_count(params.n_layer_params, kMaxOverrides, "n_layer_params"));
+  KVM_TRY(check_count(params.n_policies, kMaxOverrides, "n_policies"));
+  KVM_TRY(check_count(params.n_codecs, kMaxOverrides, "n_codecs"));
+  return check_count(params.n_indexes, kMaxOverrides, "n_indexes");
 }
 
 template <typename T>
@@ -75,7 +73,8 @@ Result<SpaceMessage> copy_space(const kvm_space_params& params) {
     return Status(KVM_ERR_INVALID, "kvm_space_params.name is NULL");
   }
   SpaceMessage space;
-  space.name.assign(params.name, ::strnlen(params.name, kMaxNameBytes));
+  // One byte more than a valid name has, so that the engine sees that it is too long.
+  space.name.assign(params.name, ::strnlen(params.name, kMaxNameBytes + 1));
   space.params = params;
   clear_pointers(&space.params);
   KVM_TRY(
@@ -121,13 +120,13 @@ Result<SpaceMessage> decode_space(const wire::SpaceRegister& message) {
   space.rope_inv_freq = floats_of(message.rope_inv_freq());
   space.sink_logits = floats_of(message.sink_logits());
   KVM_TRY_ASSIGN(space.layers,
-                 structs_of<kvm_layer_params>(message.layers(), kMaxSpaceListEntries, "layers"));
-  KVM_TRY_ASSIGN(space.policies, structs_of<kvm_policy_params>(message.policies(),
-                                                               kMaxSpaceListEntries, "policies"));
+                 structs_of<kvm_layer_params>(message.layers(), kMaxOverrides, "layers"));
+  KVM_TRY_ASSIGN(space.policies,
+                 structs_of<kvm_policy_params>(message.policies(), kMaxOverrides, "policies"));
   KVM_TRY_ASSIGN(space.codecs,
-                 structs_of<kvm_codec_params>(message.codecs(), kMaxSpaceListEntries, "codecs"));
+                 structs_of<kvm_codec_params>(message.codecs(), kMaxOverrides, "codecs"));
   KVM_TRY_ASSIGN(space.indexes,
-                 structs_of<kvm_index_params>(message.indexes(), kMaxSpaceListEntries, "indexes"));
+                 structs_of<kvm_index_params>(message.indexes(), kMaxOverrides, "indexes"));
   const kvm_space_params& params = space.params;
   KVM_TRY(check_equal(space.rope_inv_freq.size(), params.n_rope_pairs, "rope_inv_freq"));
   if (!space.sink_logits.empty()) {

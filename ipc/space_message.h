@@ -13,12 +13,6 @@
 
 namespace kvm::ipc {
 
-// LIMIT: entries of each list of kvm_space_params.
-inline constexpr uint32_t kMaxSpaceListEntries = 1024;
-inline constexpr uint32_t kMaxSpaceLayers = 512;
-inline constexpr uint32_t kMaxSpaceQHeads = 1024;
-inline constexpr uint32_t kMaxRopePairs = 128;
-
 struct SpaceMessage {
   std::string name;
   kvm_space_params params{};  // the pointers are null; the counts match the vectors

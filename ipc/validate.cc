@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/dtype.h"
+#include "base/limits.h"
 #include "ipc/shared_words.h"
 
 namespace kvm::ipc {
@@ -69,15 +70,14 @@ bool overlap(const TensorSpan& a, const TensorSpan& b) {
 Reject check_items(const StepMessage& step) {
   const uint64_t n_ranges = step.ranges.size();
   const uint64_t n_words = step.tree_mask.size();
-  constexpr uint32_t kItemFlags = KVM_ITEM_NOT_CAUSAL | KVM_ITEM_TREE | KVM_ITEM_EXCLUDE_RANGES;
   for (const kvm_item& item : step.items) {
     KVM_CHECK_OR_REJECT((item.flags & ~kItemFlags) == 0, kItemFlags);
     KVM_CHECK_OR_REJECT(item.reserved == 0, kItemReserved);
     KVM_CHECK_OR_REJECT(item.n_query <= kMaxQueryRows, kItemRows);
     KVM_CHECK_OR_REJECT(fits(item.range_begin, item.n_ranges, n_ranges), kItemRanges);
     if ((item.flags & KVM_ITEM_TREE) != 0) {
-      KVM_CHECK_OR_REJECT(item.n_query <= 64 && fits(item.tree_begin, item.n_query, n_words),
-                          kItemTree);
+      KVM_CHECK_OR_REJECT(
+          item.n_query <= kMaxTreeRows && fits(item.tree_begin, item.n_query, n_words), kItemTree);
     }
   }
   return Reject::kNone;
@@ -133,7 +133,7 @@ Reject parse_step(const uint8_t* block, uint32_t length, RegionTable* regions, R
   StepBlock head;
   copy_once(&head, block, sizeof(head));
   KVM_CHECK_OR_REJECT(head.verbs != 0 && (head.verbs & ~(kStepAppend | kStepAttend)) == 0, kVerbs);
-  KVM_CHECK_OR_REJECT((head.flags & ~uint32_t{KVM_STEP_F32_VALUES}) == 0, kBlockFlags);
+  KVM_CHECK_OR_REJECT((head.flags & ~kStepFlags) == 0, kBlockFlags);
   KVM_CHECK_OR_REJECT(all_zero(head.reserved), kBlockReserved);
   KVM_CHECK_OR_REJECT(head.mode <= KVM_MODE_AUTO, kMode);
   KVM_CHECK_OR_REJECT(head.proposal <= KVM_PROPOSAL_GRAPH, kProposal);
@@ -205,7 +205,7 @@ Reject parse_seq(const uint8_t* block, uint32_t length, Request* out) {
                           head.verb <= static_cast<uint32_t>(SeqVerbWire::kFree),
                       kSeqVerb);
   const bool creates = head.verb == static_cast<uint32_t>(SeqVerbWire::kCreate);
-  const uint32_t known_flags = creates ? uint32_t{KVM_SEQ_MANUAL_COMMIT} : 0;
+  const uint32_t known_flags = creates ? kSeqFlags : 0;
   KVM_CHECK_OR_REJECT((head.flags & ~known_flags) == 0, kBlockFlags);
   out->message = SeqMessage{static_cast<SeqVerbWire>(head.verb), head.flags, head.space, head.seq,
                             head.n_tokens};

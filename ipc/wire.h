@@ -21,6 +21,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "base/limits.h"
 #include "kvm.h"
 
 namespace kvm::ipc {
@@ -40,15 +41,12 @@ constexpr uint32_t admitted_arenas(uint32_t max_arenas, uint32_t max_queues) {
   return max_arenas + 4 * admitted_queues(max_queues);
 }
 inline constexpr uint64_t kMaxArenaBytes = 4ull << 30;
-inline constexpr uint32_t kRequestEntries = 256;     // slots of the request ring
-inline constexpr uint32_t kCompletionEntries = 512;  // >= kMaxOutstanding: one always has room
-inline constexpr uint32_t kMaxOutstanding = 256;     // of the application, per queue
-inline constexpr uint32_t kBlockAlign = 64;          // of parameter and result blocks
+inline constexpr uint32_t kRequestEntries = 256;  // slots of the request ring
+inline constexpr uint32_t kCompletionEntries = 512;
+static_assert(kMaxOutstanding <= kRequestEntries && kMaxOutstanding <= kCompletionEntries,
+              "a ring always has room for what may be outstanding");
+inline constexpr uint32_t kBlockAlign = 64;  // of parameter and result blocks
 inline constexpr uint8_t kBlockVersion = 1;
-inline constexpr uint32_t kMaxItems = 4096;
-inline constexpr uint32_t kMaxQueryRows = 65536;  // of one item
-inline constexpr uint32_t kMaxRanges = 16384;
-inline constexpr uint32_t kMaxTreeWords = 65536;
 inline constexpr uint32_t kMaxControlBytes = 128 * 1024;
 inline constexpr uint32_t kMaxFdsPerMessage = 4;
 
@@ -177,7 +175,7 @@ struct SeqBlock {  // WIRE.
   uint32_t flags;  // kCreate: KVM_SEQ_*
   uint64_t space;  // kCreate
   uint64_t seq;    // the others
-  uint64_t n_tokens;
+  uint64_t n_tokens;  // kCreate: kvm_seq_params.reserve
   uint64_t reserved[4];  // zero
 };
 static_assert(sizeof(SeqBlock) == 64);

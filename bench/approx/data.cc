@@ -140,7 +140,7 @@ Result<DataSet> make_data(const DataSpec& spec, uint32_t threads) {
     return Status(KVM_ERR_INVALID,
                   "there is no data '" + name + "', and it is no .kvrec file or folder");
   }
-  if (spec.dim < 8 || spec.dim > attention::kMaxHeadDim || (spec.dim & (spec.dim - 1)) != 0 ||
+  if (spec.dim < 8 || spec.dim > kMaxHeadDim || (spec.dim & (spec.dim - 1)) != 0 ||
       spec.tokens < kMinTokens || spec.heads == 0 || spec.sets == 0) {
     return Status(KVM_ERR_INVALID, "data '" + name + "' needs a dim that is a power of two, " +
                                        std::to_string(kMinTokens) + " tokens, heads and sets");

@@ -13,8 +13,7 @@ Case make_case(const DataSpec& spec, uint32_t threads, bool keep_logits) {
   Case out;
   out.data = require(make_data(spec, threads), "data");
   const HeadData& first = out.data.heads[0];
-  if (first.dim % 8 != 0 || first.dim > attention::kMaxHeadDim ||
-      first.group > attention::kMaxGroup) {
+  if (first.dim % 8 != 0 || first.dim > kMaxHeadDim || first.group > kMaxGroup) {
     require(Status(KVM_ERR_UNSUPPORTED,
                    "more than 16 q heads for a kv head, or a head dim that is "
                    "no multiple of 8 up to 256"),

@@ -28,13 +28,11 @@
 #include <memory>
 
 #include "base/kv_view.h"
+#include "base/limits.h"
 
 namespace kvm::hash_index {
 
 inline constexpr uint32_t kMaxRunKeys = 65536;
-inline constexpr uint32_t kMaxLshBits = 15;
-inline constexpr uint32_t kMinLshTables = 2;
-inline constexpr uint32_t kMaxLshTables = 512;
 inline constexpr uint32_t kMaxLshRows = 16;  // queries that are looked up at once
 
 struct LshParams {

@@ -29,13 +29,14 @@
 #include <span>
 
 #include "base/kv_view.h"
+#include "base/limits.h"
 #include "hash_index/sketch/scan_table.h"
 
 namespace kvm::hash_index {
 
 inline constexpr uint32_t kBlockKeys = 64;
 inline constexpr uint32_t kMaxRows = 16;  // queries that are scanned for at once
-inline constexpr uint32_t kMaxSketchDim = 256;
+inline constexpr uint32_t kMaxSketchDim = kMaxHeadDim;
 static_assert(kBlockKeys == kPageTokens);
 
 // Bytes of a key at dim 128 / 64.

@@ -41,7 +41,7 @@ void run_request(std::span<const uint8_t> input) {
     KVM_ASSERT(t.data == nullptr || is_inside(t.data, t.size_bytes));
   };
   if (const auto* step = std::get_if<ipc::StepMessage>(&request.message)) {
-    KVM_ASSERT(!step->items.empty() && step->items.size() <= ipc::kMaxItems);
+    KVM_ASSERT(!step->items.empty() && step->items.size() <= kMaxItems);
     for (const auto* t : {&step->k, &step->v, &step->q, &step->o, &step->lse, &step->err}) {
       check(*t);
     }

@@ -101,8 +101,13 @@ TEST(HostileEmbedded, EngineRefusesTheRest) {
         client, {},
         engine::SeqRequest{.verb = engine::SeqVerb::kCreate, .space = space, .flags = 1u << 9},
         count);
+    engine->submit(client, {},
+                   engine::SeqRequest{.verb = engine::SeqVerb::kCreate,
+                                      .space = space,
+                                      .n_tokens = kMaxTokens + 1},
+                   count);
   }
-  reached.insert({Refusal::kSeqVerb, Refusal::kSeqFlags});
+  reached.insert({Refusal::kSeqVerb, Refusal::kSeqFlags, Refusal::kSeqReserve});
   EXPECT_EQ(n_answers, kEnough * reached.size());
   const std::span<const uint64_t> refusals = engine->refusals();
   for (const Refusal refusal : reached) {

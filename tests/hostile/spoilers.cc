@@ -50,11 +50,11 @@ Spoiler<Refusal> sealed_step(Refusal refusal, uint32_t verbs, std::function<void
 Draft with_shared_ranges(RequestMaker* maker, uint32_t slot) {
   Draft draft = maker->step(slot, kStepAttend, kPlain, 5);
   draft.tree.clear();
-  draft.ranges.assign(ipc::kMaxRanges, kvm_range{});
+  draft.ranges.assign(kMaxRanges, kvm_range{});
   for (kvm_item& item : draft.items) {
     item.flags = 0;
     item.range_begin = 0;
-    item.n_ranges = ipc::kMaxRanges;
+    item.n_ranges = kMaxRanges;
   }
   draft.entry.block_offset = kLargeBlockAt;
   draft.seal();

@@ -195,11 +195,11 @@ TEST(Daemon, KilledDaemonReleasesAWaitingClient) {
   kvm_client_close(client);
 }
 
-kvm_client* connect_impatiently(const class Daemon& daemon) {
+kvm_client* connect_impatiently(const class Daemon& daemon, uint64_t timeout_ns = 200'000'000) {
   kvm_connect_params params{};
   params.struct_size = sizeof(params);
   params.socket_path = daemon.socket_path().c_str();
-  params.timeout_ns = 200'000'000;
+  params.timeout_ns = timeout_ns;
   kvm_client_close(connect_to_daemon(daemon, "waits until it is there"));
   kvm_client* client = nullptr;
   EXPECT_EQ(kvm_connect(&params, &client), KVM_OK) << kvm_last_error();
@@ -305,6 +305,81 @@ TEST(Daemon, ManyCallsOnAStoppedDaemon) {
   EXPECT_EQ(found, space);
   kvm_client_close(client);
   kvm_client_close(first);
+}
+
+// However much there is to give back, a stopped daemon is waited for once.
+TEST(Daemon, DestroyingAQueueOfAStoppedDaemonTakesOneTimeout) {
+  constexpr double kTimeoutMs = 1000;
+  const class Daemon daemon;
+  kvm_client* client = connect_impatiently(daemon, 1'000'000'000);
+  const Geometry geometry;
+  const kvm_space_id space = register_space(client, "stopped", geometry);
+  const kvm_seq_id seq = make_seq(client, space);
+  const uint64_t bytes_before = arena_bytes_of(client);
+  // An idle queue, and one with a request in flight; both have arenas that copy HOST buffers.
+  for (const bool is_idle : {true, false}) {
+    kvm_queue* queue = nullptr;
+    ASSERT_EQ(kvm_queue_create(client, nullptr, &queue), KVM_OK) << kvm_last_error();
+    const std::vector<float> rows(size_t{geometry.n_kv_heads} * geometry.dim, 1.0f);
+    kvm_item item{};
+    item.seq = seq;
+    item.append_position = KVM_POSITION_END;
+    item.n_append = 1;
+    kvm_step_params params{};
+    params.struct_size = sizeof(params);
+    params.space = space;
+    params.n_items = 1;
+    params.items = &item;
+    params.k = tensor_of(rows);
+    params.v = tensor_of(rows);
+    ASSERT_EQ(kvm_append(queue, &params), KVM_OK) << kvm_last_error();
+    ::kill(daemon.pid(), SIGSTOP);
+    if (!is_idle) {
+      ASSERT_EQ(kvm_append_async(queue, &params, 1), KVM_OK) << kvm_last_error();
+      ASSERT_EQ(kvm_submit(queue), KVM_OK);
+    }
+    const Clock::time_point start = Clock::now();
+    kvm_queue_destroy(queue);
+    const double took_ms = ms_since(start);
+    EXPECT_GE(took_ms, 0.9 * kTimeoutMs);
+    EXPECT_LE(took_ms, 1.7 * kTimeoutMs);
+    ::kill(daemon.pid(), SIGCONT);
+    if (is_idle) {
+      // The connection stays; what was to be destroyed goes when the daemon wakes.
+      for (int i = 0; i < 500 && kvm_client_ping(client, nullptr) != KVM_OK; ++i) {
+      }
+      // The queue of pings has come.
+      const uint64_t most = bytes_before + (1 << 18);
+      for (int i = 0; i < 500 && arena_bytes_of(client) > most; ++i) {
+        ::usleep(10'000);
+      }
+      EXPECT_LE(arena_bytes_of(client), most);
+    } else {
+      EXPECT_EQ(kvm_client_ping(client, nullptr), KVM_ERR_DISCONNECTED);
+    }
+  }
+  kvm_client_close(client);
+}
+
+// A daemon that has died, which nobody has noticed yet.
+TEST(Daemon, CallsOnADeadDaemonAreDisconnectedWhateverIsOutstanding) {
+  class Daemon daemon;
+  kvm_client* client = connect_to_daemon(daemon, "outstanding");
+  kvm_queue* queue = nullptr;
+  ASSERT_EQ(kvm_queue_create(client, nullptr, &queue), KVM_OK) << kvm_last_error();
+  ASSERT_EQ(kvm_nop_async(queue, 1), KVM_OK);
+  daemon.kill_hard();
+  kvm_observe_params observe{};
+  observe.struct_size = sizeof(observe);
+  EXPECT_EQ(kvm_observe(queue, &observe), KVM_ERR_DISCONNECTED) << kvm_last_error();
+  EXPECT_EQ(kvm_cancel(queue, 9), KVM_ERR_DISCONNECTED) << kvm_last_error();
+  kvm_completion completion{};
+  EXPECT_EQ(kvm_submit(queue), KVM_ERR_DISCONNECTED);
+  EXPECT_EQ(kvm_wait(queue, &completion, 1, 1, UINT64_MAX), 1);
+  EXPECT_EQ(completion.status, KVM_ERR_DISCONNECTED);
+  EXPECT_EQ(kvm_cancel(queue, 1), KVM_ERR_DISCONNECTED) << kvm_last_error();
+  kvm_queue_destroy(queue);
+  kvm_client_close(client);
 }
 
 TEST(Daemon, QueuesOfAStoppedDaemonCanBeDestroyed) {

@@ -940,6 +940,223 @@ TEST_F(Abi, HandlesMayBeDestroyedAfterTheirClient) {
   kvm_arena_destroy(arena);
 }
 
+// An engine that has the newest tokens itself asks for the others at the true position of its
+// queries, which lies beyond what is stored, and merges.
+TEST_F(Abi, QueriesBeyondTheLengthSeeWhatIsStored) {
+  constexpr uint32_t kStored = 100;
+  constexpr uint32_t kOwn = 40;
+  constexpr uint32_t kRows = 3;
+  const kvm_seq_id seq = make_seq();
+  NaiveLayer whole(geometry_);
+  append(seq, 0, kStored, &whole);
+  NaiveLayer own(geometry_);
+  const auto own_k = random_floats(&random_, kv_floats(kOwn));
+  const auto own_v = random_floats(&random_, kv_floats(kOwn));
+  own.append(own_k, own_v);
+  whole.append(own_k, own_v);
+  const auto q = random_floats(&random_, q_floats(kRows));
+  std::vector<float> o[2] = {std::vector<float>(q_floats(kRows)), std::vector<float>()};
+  std::vector<float> lse[2] = {std::vector<float>(size_t{kRows} * geometry_.n_q_heads), {}};
+  kvm_item item = query_item(seq, kRows);
+  item.query_position = kStored + kOwn - kRows;
+  kvm_step_params params = step_params(&item, 1, 0);
+  params.q = tensor_of(q);
+  params.o = tensor_of(o[0]);
+  params.lse = tensor_of(lse[0]);
+  kvm_step_stats stats{};
+  stats.struct_size = sizeof(stats);
+  ASSERT_EQ(kvm_attend(queue_, &params, &stats), KVM_OK) << kvm_last_error();
+  EXPECT_EQ(stats.keys_present, uint64_t{kStored} * geometry_.n_kv_heads);
+  for (uint32_t row = 0; row < kRows; ++row) {
+    std::vector<double> row_o;
+    std::vector<double> row_lse;
+    own.attend(
+        &q[q_floats(row)], [&](uint64_t t) { return t <= kOwn - kRows + row; }, &row_o, &row_lse);
+    o[1].insert(o[1].end(), row_o.begin(), row_o.end());
+    lse[1].insert(lse[1].end(), row_lse.begin(), row_lse.end());
+  }
+  const kvm_tensor states_o[] = {tensor_of(o[0]), tensor_of(o[1])};
+  const kvm_tensor states_lse[] = {tensor_of(lse[0]), tensor_of(lse[1])};
+  kvm_merge_params merge{};
+  merge.struct_size = sizeof(merge);
+  merge.n_states = 2;
+  merge.n_rows = kRows;
+  merge.n_heads = geometry_.n_q_heads;
+  merge.dim = geometry_.dim;
+  merge.o = states_o;
+  merge.lse = states_lse;
+  merge.out_o = states_o[0];
+  merge.out_lse = states_lse[0];
+  ASSERT_EQ(kvm_merge(&merge), KVM_OK) << kvm_last_error();
+  compare(whole, q, kRows, kStored + kOwn - kRows, o[0], lse[0], kF32);
+
+  // Where positions end is the end of that.
+  item.query_position = (uint64_t{1} << 38) - kRows;
+  EXPECT_EQ(kvm_attend(queue_, &params, nullptr), KVM_OK) << kvm_last_error();
+  item.query_position += 1;
+  EXPECT_EQ(kvm_attend(queue_, &params, nullptr), KVM_ERR_INVALID);
+  EXPECT_NE(std::strstr(kvm_last_error(), "query_position of item 0 is 274877906942"), nullptr)
+      << kvm_last_error();
+}
+
+// A window counts from the row's own position, whatever is stored.
+TEST_F(Abi, WindowsOfQueriesBeyondTheLength) {
+  constexpr uint32_t kWindow = 50;
+  kvm_layer_params layer{};
+  layer.n_layers = 1;
+  layer.window = kWindow;
+  kvm_space_params geometry{};
+  geometry.struct_size = sizeof(geometry);
+  geometry.name = "windows";
+  geometry.n_layers = 1;
+  geometry.n_q_heads = geometry_.n_q_heads;
+  geometry.n_kv_heads = geometry_.n_kv_heads;
+  geometry.head_dim_k = geometry_.dim;
+  geometry.dtype = geometry_.dtype;
+  geometry.layers = &layer;
+  geometry.n_layer_params = 1;
+  ASSERT_EQ(kvm_space_register(client_, &geometry, &space_), KVM_OK) << kvm_last_error();
+  const kvm_seq_id seq = make_seq();
+  NaiveLayer naive(geometry_);
+  append(seq, 0, 100, &naive);
+  const auto q = random_floats(&random_, q_floats(1));
+  std::vector<float> o(q_floats(1));
+  std::vector<float> lse(geometry_.n_q_heads);
+  for (const uint64_t position : {100u, 130u, 148u, 149u, 1000u}) {
+    kvm_item item = query_item(seq, 1);
+    item.query_position = position;
+    kvm_step_params params = step_params(&item, 1, 0);
+    params.q = tensor_of(q);
+    params.o = tensor_of(o);
+    params.lse = tensor_of(lse);
+    ASSERT_EQ(kvm_attend(queue_, &params, nullptr), KVM_OK) << kvm_last_error();
+    if (position >= 149) {
+      EXPECT_EQ(o, std::vector<float>(q_floats(1), 0.0f));
+      EXPECT_EQ(lse, std::vector<float>(geometry_.n_q_heads, -INFINITY));
+      continue;
+    }
+    std::vector<double> expected_o;
+    std::vector<double> expected_lse;
+    naive.attend(
+        q.data(), [&](uint64_t t) { return t > position - kWindow; }, &expected_o, &expected_lse);
+    EXPECT_LE(difference(o.data(), expected_o), kF32) << position;
+    EXPECT_LE(difference(lse.data(), expected_lse), kF32) << position;
+  }
+}
+
+TEST_F(Abi, AsManyRangesAsPromised) {
+  constexpr uint32_t kMost = 65536;
+  const kvm_seq_id seq = make_seq();
+  NaiveLayer naive(geometry_);
+  append(seq, 0, 300, &naive);
+  // Every second position, most of them beyond what is stored.
+  std::vector<kvm_range> ranges;
+  for (uint64_t i = 0; i <= kMost; ++i) {
+    ranges.push_back({2 * i, 2 * i + 1});
+  }
+  const auto q = random_floats(&random_, q_floats(2));
+  std::vector<float> o(q_floats(2));
+  kvm_item items[2] = {query_item(seq, 1), query_item(seq, 1)};
+  items[1].query_row = 1;
+  items[0].n_ranges = kMost;
+  kvm_step_params params = step_params(items, 1, 0);
+  params.ranges = ranges.data();
+  params.n_ranges = kMost;
+  params.q = tensor_of(q);
+  params.o = tensor_of(o);
+  ASSERT_EQ(kvm_attend(queue_, &params, nullptr), KVM_OK) << kvm_last_error();
+  std::vector<double> expected_o;
+  std::vector<double> expected_lse;
+  naive.attend(
+      q.data(), [](uint64_t t) { return t % 2 == 0; }, &expected_o, &expected_lse);
+  EXPECT_LE(difference(o.data(), expected_o), kF32);
+  params.n_ranges = kMost + 1;
+  EXPECT_EQ(kvm_attend(queue_, &params, nullptr), KVM_ERR_INVALID);
+  EXPECT_NE(std::strstr(kvm_last_error(), "65536"), nullptr) << kvm_last_error();
+  // Items that share them have them together.
+  params.n_ranges = kMost;
+  params.n_items = 2;
+  items[1].n_ranges = 1;
+  EXPECT_EQ(kvm_attend(queue_, &params, nullptr), KVM_ERR_INVALID);
+  EXPECT_NE(std::strstr(kvm_last_error(), "65537"), nullptr) << kvm_last_error();
+}
+
+TEST_F(Abi, ReserveArrivesAndIsAHint) {
+  kvm_seq_params params{};
+  params.struct_size = sizeof(params);
+  params.reserve = uint64_t{1} << 38;
+  kvm_seq_id seq = 0;
+  ASSERT_EQ(kvm_seq_create(client_, space_, &params, &seq), KVM_OK) << kvm_last_error();
+  EXPECT_EQ(info_of(seq).bytes, 0u);
+  NaiveLayer naive(geometry_);
+  append(seq, 0, 100, &naive);
+  check_attend(seq, 0, 2, naive);
+  params.reserve = 50;
+  ASSERT_EQ(kvm_seq_create(client_, space_, &params, &seq), KVM_OK) << kvm_last_error();
+  NaiveLayer longer(geometry_);
+  append(seq, 0, 100, &longer);
+  check_attend(seq, 0, 2, longer);
+  params.reserve = (uint64_t{1} << 38) + 1;
+  kvm_seq_id untouched = 7;
+  EXPECT_EQ(kvm_seq_create(client_, space_, &params, &untouched), KVM_ERR_INVALID);
+  EXPECT_NE(std::strstr(kvm_last_error(), "reserve is 274877906945"), nullptr) << kvm_last_error();
+  EXPECT_EQ(untouched, 7u);
+}
+
+// What is outstanding does not hide that the service is gone.
+TEST_F(Abi, CallsAfterCloseAreDisconnectedWhateverIsOutstanding) {
+  const kvm_seq_id seq = make_seq();
+  NaiveLayer naive(geometry_);
+  append(seq, 0, 10, &naive);
+  const auto k = random_floats(&random_, kv_floats(1));
+  const auto q = random_floats(&random_, q_floats(1));
+  std::vector<float> o(q_floats(1));
+  std::vector<float> rows(kv_floats(1));
+  ASSERT_EQ(kvm_nop_async(queue_, 1), KVM_OK);
+  ASSERT_EQ(kvm_submit(queue_), KVM_OK);
+  ASSERT_EQ(kvm_nop_async(queue_, 2), KVM_OK) << "staged only";
+  kvm_client_close(client_);
+  client_ = nullptr;
+
+  kvm_item item = append_item(seq, 1);
+  kvm_step_params step = step_params(&item, 1, 0);
+  step.k = tensor_of(k);
+  step.v = tensor_of(k);
+  step.q = tensor_of(q);
+  step.o = tensor_of(o);
+  kvm_read_params read{};
+  read.struct_size = sizeof(read);
+  read.seq = seq;
+  read.n_tokens = 1;
+  read.k = tensor_of(rows);
+  kvm_observe_params observe{};
+  observe.struct_size = sizeof(observe);
+  observe.seq = seq;
+  const auto all_calls = [&](const char* when) {
+    EXPECT_EQ(kvm_append(queue_, &step), KVM_ERR_DISCONNECTED) << when << kvm_last_error();
+    EXPECT_EQ(kvm_step(queue_, &step, nullptr), KVM_ERR_DISCONNECTED) << when << kvm_last_error();
+    EXPECT_EQ(kvm_read(queue_, &read), KVM_ERR_DISCONNECTED) << when << kvm_last_error();
+    EXPECT_EQ(kvm_observe(queue_, &observe), KVM_ERR_DISCONNECTED) << when << kvm_last_error();
+    EXPECT_EQ(kvm_append_async(queue_, &step, 3), KVM_ERR_DISCONNECTED) << when;
+    EXPECT_EQ(kvm_nop_async(queue_, 4), KVM_ERR_DISCONNECTED) << when;
+    EXPECT_EQ(kvm_submit(queue_), KVM_ERR_DISCONNECTED) << when;
+    EXPECT_EQ(kvm_cancel(queue_, 1), KVM_ERR_DISCONNECTED) << when << kvm_last_error();
+    EXPECT_EQ(kvm_cancel(queue_, 99), KVM_ERR_DISCONNECTED) << when << kvm_last_error();
+  };
+  all_calls("outstanding: ");
+  kvm_completion completions[4];
+  std::set<uint64_t> answered;
+  int32_t n = 0;
+  while ((n = kvm_wait(queue_, completions, 4, 1, UINT64_MAX)) > 0) {
+    for (int32_t i = 0; i < n; ++i) {
+      EXPECT_TRUE(answered.insert(completions[i].user_data).second);
+    }
+  }
+  EXPECT_EQ(n, KVM_ERR_DISCONNECTED);
+  EXPECT_EQ(answered, (std::set<uint64_t>{1, 2}));
+  all_calls("taken: ");
+}
+
 TEST_F(Abi, ChildOfAForkIsRecognised) {
   const pid_t child = ::fork();
   if (child == 0) {

@@ -85,7 +85,7 @@ TEST(Server, WelcomeSaysWhatHolds) {
   const kvm_client_info& info = client.info();
   EXPECT_EQ(info.struct_size, sizeof(info));
   EXPECT_EQ(info.max_queues, 4u);
-  EXPECT_EQ(info.max_outstanding, ipc::kMaxOutstanding);
+  EXPECT_EQ(info.max_outstanding, kMaxOutstanding);
   EXPECT_EQ(info.server_pid, static_cast<uint32_t>(::getpid()));
   EXPECT_STREQ(info.isa, "scalar");
   EXPECT_NE(info.epoch, 0u);

@@ -146,6 +146,19 @@ class PolicyRig {
     EXPECT_TRUE(result.status.is_ok()) << result.status.message();
     return result;
   }
+  // K and V of tokens [position, position + n), in read_k and read_v.
+  Status read(kvm_seq_id from, uint64_t position, uint64_t n) {
+    const uint32_t n_kv = spec_.params.n_kv_heads;
+    read_k = Buffer(Dtype::kF32, 1, n, n_kv, spec_.params.head_dim_k);
+    read_v = Buffer(Dtype::kF32, 1, n, n_kv, spec_.params.head_dim_k);
+    ReadRequest request;
+    request.seq = from;
+    request.position = position;
+    request.n_tokens = n;
+    request.k = read_k.view();
+    request.v = read_v.view();
+    return rig.run(std::move(request)).status;
+  }
   // Of the last step: the largest difference of row `row` and q head `head` to what is expected.
   double error(uint32_t row, uint32_t head, const Answer& expected) const {
     double worst = wants_lse ? std::fabs(double{lse_.get(0, row, head, 0)} - expected.lse) : 0.0;
@@ -173,6 +186,8 @@ class PolicyRig {
   std::vector<uint64_t> tree_mask;
   std::vector<kvm_range> ranges;  // of the item
   bool wants_lse = true;
+  Buffer read_k;
+  Buffer read_v;
 
  private:
   static void put(Buffer* buffer, uint32_t row, uint32_t head, const Row& values) {

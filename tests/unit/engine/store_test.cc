@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "engine/id_table.h"
+#include "engine/sequence.h"
 #include "tests/unit/engine/store_testbed.h"
 
 namespace kvm::engine {
@@ -43,6 +44,43 @@ class StoreTest : public testing::Test {
   std::unique_ptr<Store> store_ = open_store(256 * kMiB);
   ClientId client_ = 0;
 };
+
+// --- Creation -----------------------------------------------------------------------------------
+
+TEST_F(StoreTest, TablesHaveRoomForWhatIsExpected) {
+  SpaceSpec spec = make_spec("m", 2, 3);
+  spec.policies = {{.kv_head_mask = {1, 0},
+                    .retention = KVM_RETAIN_SINKS_RECENT,
+                    .n_sinks = 4,
+                    .n_recent = 64}};
+  const kvm_space_id space = store_->register_space(spec).value();
+  const auto create_for = [&](uint64_t n_expected) {
+    return store_->find_seq(client_, store_->create_seq(client_, space, 0, n_expected).value())
+        .value();
+  };
+  for (const PageList& list : create_for(0)->lists) {
+    EXPECT_EQ(list.room(), 0u);
+  }
+  Sequence* large = create_for(100'000);
+  ASSERT_EQ(large->lists.size(), 4u);
+  for (const PageList& list : large->lists) {
+    EXPECT_GE(list.room(), 100'000u);
+    EXPECT_LT(list.room(), 120'000u);
+  }
+  for (const PageList& list : create_for(kMaxTokens)->lists) {
+    EXPECT_EQ(list.room(), kMaxExpectedTokens);
+  }
+  EXPECT_EQ(store_->client_bytes(client_), 0u);
+  // What was expected says nothing about what comes.
+  const std::vector<uint64_t> tokens = numbered(0, 300);
+  ASSERT_TRUE(append_all(*store_, large, tokens).is_ok());
+  store_->check_accounts();
+  Sequence* child = fork(large);
+  store_->free_seq(large);
+  expect_content(
+      *store_, child, 1, 1, 1, tokens, [](uint64_t) { return true; }, NotRecoded{});
+  store_->free_seq(child);
+}
 
 // --- Ids ----------------------------------------------------------------------------------------
 
