@@ -5,8 +5,8 @@
 //   q_i    x_i / scale, rounded to nearest even
 //
 // The scale is a bf16 (row_scale.h says why), and q_i * scale is exact in fp32. So
-// |x - q scale| <= scale / 2 (and 2^-14 of that for the division) holds for what is read back, and
-// reading a row and encoding it again gives the same bytes. A scale rounded by half an ulp moves
+// |x - q scale| <= scale / 2 holds for what is read back, and reading a row and encoding it again
+// gives the same bytes. A scale rounded by half an ulp moves
 // the largest channel to 126.51 ... 127.49 steps, hence never beyond 127: rounding the scale costs
 // nothing but bits that are not there.
 //

@@ -80,13 +80,13 @@ KVM_GPU Word2 encode_row(const float (&x)[8], uint32_t lanes, uint32_t* scale_bi
   }
   const float wanted = rounded_quotient(float_from_bits(top), kIsI8 ? 127.0f : 448.0f);
   *scale_bits = pack<Element::kBf16>(fmaxf(wanted, 0x1p-126f), 0.0f);
-  const float scale = float_from_bits(*scale_bits << 16), inverse = rounded_quotient(1.0f, scale);
+  const float scale = float_from_bits(*scale_bits << 16);
   uint32_t words[2] = {0, 0};
 #pragma unroll
   for (uint32_t i = 0; i < 8; ++i) {
+    const float steps = rounded_quotient(x[i], scale);
     const uint32_t byte =
-        kIsI8 ? static_cast<uint32_t>(round_to_int(rounded_product(x[i], inverse))) & 0xffu
-              : narrow_f8(rounded_quotient(x[i], scale));
+        kIsI8 ? static_cast<uint32_t>(round_to_int(steps)) & 0xffu : narrow_f8(steps);
     words[i / 4] |= byte << (i % 4 * 8);
   }
   return {words[0], words[1]};

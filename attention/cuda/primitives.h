@@ -25,7 +25,7 @@
 //   permute_bytes<selector>(uint32_t low, uint32_t high)
 //     Byte i of the result is byte (selector >> 4 * i) % 8 of the eight.
 //   round_to_int(float)                          nearest even
-//   rounded_product, rounded_quotient            of floats, nearest even, whatever follows
+//   rounded_quotient                             of floats, nearest even, whatever follows
 //   exp2_fast, log2_fast                         2 ulp; exp2_fast(-inf) = 0, log2_fast(0) = -inf
 //   reciprocal_fast                              1 ulp
 //   store_shared, load_shared                    float, Float2, Float4

@@ -81,7 +81,6 @@ KVM_GPU void widen(uint32_t bytes, uint32_t (&to)[2]) {
 }
 
 KVM_GPU int32_t round_to_int(float x) { return static_cast<int32_t>(std::nearbyint(x)); }
-KVM_GPU float rounded_product(float a, float b) { return a * b; }
 KVM_GPU float rounded_quotient(float a, float b) { return a / b; }
 
 KVM_GPU float float_from_bits(uint32_t bits) { return std::bit_cast<float>(bits); }

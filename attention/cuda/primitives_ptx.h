@@ -123,7 +123,6 @@ KVM_GPU void widen(uint32_t bytes, uint32_t (&to)[2]) {
 }
 
 KVM_GPU int32_t round_to_int(float x) { return __float2int_rn(x); }
-KVM_GPU float rounded_product(float a, float b) { return __fmul_rn(a, b); }
 KVM_GPU float rounded_quotient(float a, float b) { return __fdiv_rn(a, b); }
 
 KVM_GPU float float_from_bits(uint32_t bits) { return __uint_as_float(bits); }

@@ -135,8 +135,7 @@ BUGS = [
      "for (uint32_t mask = 1; mask < 8; mask *= 2) {"),
     ("scales", APPEND, "top <= kRoundsToZero || top >= kInfinity", "top <= kRoundsToZero"),
     ("rounding", APPEND, "(size >> 20 & 1)) >> 20)", "1) >> 20)"),
-    ("rounding", APPEND, "round_to_int(rounded_product(x[i], inverse))",
-     "static_cast<int>(rounded_product(x[i], inverse))"),
+    ("rounding", APPEND, "round_to_int(steps)", "static_cast<int>(steps)"),
     ("plan", PLAN, "begin += take;", "begin += take + (begin == 0 ? kCutTokens : 0);"),
 ]
 

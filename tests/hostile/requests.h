@@ -10,6 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include "base/limits.h"
+#include "base/round.h"
 #include "engine/refusal.h"
 #include "ipc/validate.h"
 #include "ipc/wire.h"
@@ -24,7 +26,9 @@ inline constexpr uint64_t kTensorsAt = kResultsAt + ipc::kRequestEntries * sizeo
 inline constexpr uint64_t kArenaBytes = 512 << 10;
 // Of a larger arena: room for a block with as many ranges as the wire allows.
 inline constexpr uint64_t kLargeBlockAt = kArenaBytes;
-inline constexpr uint64_t kLargeArenaBytes = kArenaBytes + (512 << 10);
+inline constexpr uint64_t kLargeBlockBytes =
+    sizeof(ipc::StepBlock) + 8 * sizeof(kvm_item) + kMaxRanges * sizeof(kvm_range);
+inline constexpr uint64_t kLargeArenaBytes = kArenaBytes + round_up(kLargeBlockBytes, 4096);
 
 // The spaces of the test.
 enum : uint32_t {

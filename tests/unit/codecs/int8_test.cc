@@ -46,7 +46,7 @@ void check_row(const std::vector<float>& row) {
     ASSERT_EQ(static_cast<double>(back[i]), encoded.q[i] * scale) << "not exact";
     ASSERT_NE(encoded.q[i], -128);
     ASSERT_LE(std::abs(static_cast<double>(back[i]) - static_cast<double>(row[i])),
-              std::max(scale, kSmallestScale) * (0.5 + 0x1p-14))
+              std::max(scale, kSmallestScale) * 0.5)
         << row[i] << " of " << top;
   }
   ASSERT_EQ(encode(back), encoded) << "read and stored again";
@@ -86,6 +86,36 @@ TEST(Int8, TiesGoToEven) {
   const Encoded row = encode({127.0f, 0.5f, 1.5f, 2.5f, -0.5f, -1.5f, -126.5f, 125.5f});
   EXPECT_EQ(bf16_to_f32(row.scale), 1.0f);
   EXPECT_EQ(row.q, (std::vector<int8_t>{127, 0, 2, 2, 0, -2, -126, 126}));
+}
+
+// Every significand that a scale may have, every tie, and the floats beside it.
+TEST(Int8, TiesOfEveryScaleGoToEven) {
+  for (uint32_t significand = 0x80; significand < 0x100; ++significand) {
+    for (const int exponent : {-30, 0, 17}) {
+      const float scale = std::ldexp(static_cast<float>(significand), exponent - 7);
+      std::vector<float> row = {127 * scale};
+      std::vector<int8_t> expected = {127};
+      for (int step = -127; step < 127; ++step) {
+        const float tie = (static_cast<float>(step) + 0.5f) * scale;
+        row.insert(row.end(), {tie, std::nextafter(tie, -kInf), std::nextafter(tie, kInf)});
+        const int even = step % 2 == 0 ? step : step + 1;
+        for (const int q : {even, step, step + 1}) {
+          expected.push_back(static_cast<int8_t>(q));
+        }
+      }
+      ASSERT_EQ(bf16_to_f32(encode({row[0]}).scale), scale);
+      for (size_t begin = 1; begin < row.size(); begin += 255) {
+        const size_t end = std::min(row.size(), begin + 255);
+        std::vector<float> part = {row[0]};
+        part.insert(part.end(), row.begin() + static_cast<ptrdiff_t>(begin),
+                    row.begin() + static_cast<ptrdiff_t>(end));
+        std::vector<int8_t> wanted = {127};
+        wanted.insert(wanted.end(), expected.begin() + static_cast<ptrdiff_t>(begin),
+                      expected.begin() + static_cast<ptrdiff_t>(end));
+        ASSERT_EQ(encode(part).q, wanted) << scale << " from " << begin;
+      }
+    }
+  }
 }
 
 TEST(Int8, Extremes) {
