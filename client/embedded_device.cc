@@ -285,6 +285,10 @@ Result<kvm_seq_id> DeviceClient::create_seq(const SeqCall& call) {
   if ((call.flags & KVM_SEQ_MANUAL_COMMIT) != 0) {
     return unsupported("KVM_SEQ_MANUAL_COMMIT is not there; slack of a policy leaves room");
   }
+  if (call.n_tokens > kMaxTokens) {
+    return Status(KVM_ERR_INVALID, "reserve is " + std::to_string(call.n_tokens) + "; at most " +
+                                       std::to_string(kMaxTokens) + " tokens fit into a sequence");
+  }
   KVM_TRY_ASSIGN(const DeviceService::SpaceRecord* space, service_->spaces.find(call.space));
   return add_seq(service_->store->create(space->layout), call.space);
 }

@@ -120,7 +120,7 @@ struct SeqRequest {
   kvm_seq_id seq = 0;      // the others
   // kCreate: tokens to expect, kvm_seq_params.reserve. kFork, kTruncate, kCommit: as in kvm.h.
   uint64_t n_tokens = 0;
-  uint32_t flags = 0;      // kCreate: KVM_SEQ_*
+  uint32_t flags = 0;  // kCreate: KVM_SEQ_*
 };
 
 struct RequestResult {

@@ -68,7 +68,8 @@
  *    to one thread at a time. A kvm_arena may be used from any thread. The thin library starts no
  *    threads and installs no signal handlers; the embedded one starts the workers that
  *    kvm_embedded_params asks for. Callbacks run on the calling thread.
- *  - Positions count tokens from 0. A token's position is where it was appended; it never changes.
+ *  - Positions count tokens from 0 and lie below 2^38. A token's position is where it was appended;
+ *    it never changes.
  *  - Floating-point parameters must be finite unless stated.
  *  - Shapes are written [outer][inner]; strides are in ELEMENTS.
  */
@@ -288,8 +289,10 @@ KVM_API kvm_status kvm_queue_create(kvm_client *client, const kvm_queue_params *
                                     kvm_queue **out);
 
 /* Cancels what is outstanding, waits for what is running, and releases the queue. A daemon that
- * does not even answer a control call within the timeout is not waited for: the connection is
- * closed then, so that nothing it does later counts. NULL is accepted. Threads: the owner. */
+ * answers nothing at all, no control call either, is waited for during one timeout
+ * (kvm_connect_params.timeout_ns). If requests were in flight then, the connection is closed, so
+ * that nothing the daemon does later counts; else it stays, and the daemon gives the queue back when
+ * it goes on. NULL is accepted. Threads: the owner. */
 KVM_API void kvm_queue_destroy(kvm_queue *queue);
 
 /* A descriptor that polls readable when completions are there, or the daemon is gone, for event
@@ -622,7 +625,10 @@ typedef uint64_t kvm_seq_id;
 typedef struct kvm_seq_params {
   uint32_t struct_size;
   uint32_t flags;   /* KVM_SEQ_* */
-  uint64_t reserve; /* tokens to expect: a hint, 0: unknown */
+  /* Tokens to expect, at most 2^38; 0: unknown. The sequence's tables are made for so many, or for
+   * the first 2^20 of them, and need not grow until then. No memory for keys and values is set
+   * aside, and neither more nor fewer tokens are refused for it. */
+  uint64_t reserve;
   uint64_t reserved[4];
 } kvm_seq_params;
 
@@ -630,8 +636,8 @@ enum {
   KVM_SEQ_MANUAL_COMMIT = 1u << 0 /* final by kvm_seq_commit only; default: on append */
 };
 
-/* Makes an empty sequence. Fails: NOT_FOUND, STALE, LOST (the space), QUOTA (max_sequences),
- * LIMIT (of all clients), TIMEOUT. Threads: any. */
+/* Makes an empty sequence. Fails: INVALID (reserve), NOT_FOUND, STALE, LOST (the space), QUOTA
+ * (max_sequences), LIMIT (of all clients), TIMEOUT. Threads: any. */
 KVM_API kvm_status kvm_seq_create(kvm_client *client, kvm_space_id space,
                                   const kvm_seq_params *params, kvm_seq_id *out);
 
@@ -708,7 +714,13 @@ enum {
   KVM_ITEM_EXCLUDE_RANGES = 1u << 2 /* ranges are left out; default: only they are seen */
 };
 
-/* One sequence's share of a request. 64 bytes, no defaults: every field is meant as it stands. */
+/* One sequence's share of a request. 64 bytes, no defaults: every field is meant as it stands.
+ *
+ * Query rows may lie beyond the layer's length, for an engine that has the newest tokens itself: it
+ * attends to them on its own (the chunk of a prefill, say) and merges the two states (kvm_merge). The
+ * rows see what is stored as if the tokens in between were there too: windows, policies and
+ * IN_CACHE count from the rows' own positions, so that a row far beyond may see nothing, or sinks
+ * alone. keys_present counts what is stored. TREE bits of tokens that are not stored show nothing. */
 typedef struct kvm_item {
   kvm_seq_id seq;
   uint64_t append_position; /* must equal the layer's length (KVM_POSITION_END: whatever it is) */
@@ -717,7 +729,9 @@ typedef struct kvm_item {
   uint32_t n_query;         /* query rows; 0: none */
   uint32_t query_row;       /* first row in q, o, lse, err */
   uint64_t query_position;  /* of the first query row, the others follow; KVM_POSITION_END: the
-                             * rows are the layer's last n_query tokens after the append */
+                             * rows are the layer's last n_query tokens after the append. Rows are
+                             * not checked against the length (see above): pass END where they are
+                             * the last tokens */
   uint32_t range_begin;     /* first of its ranges in kvm_step_params.ranges: sorted, disjoint */
   uint32_t n_ranges;        /* 0: no restriction; at most 65536 over all items */
   uint32_t tree_begin;      /* TREE: first of its n_query words in kvm_step_params.tree_mask */
@@ -743,8 +757,8 @@ enum {
 };
 
 enum {
-  /* Weights times values in fp32 instead of bf16 products: slower, and the error of o falls from
-   * about 4e-4 to fp32 rounding. */
+  /* Weights times values in fp32 instead of products of bf16, or of words over I8: slower, and
+   * with the errors of that line under "Rounding". */
   KVM_STEP_F32_VALUES = 1u << 0
 };
 
@@ -760,6 +774,22 @@ enum {
  *   err    [row][n_q_heads][2]                         F32; NONE: not wanted. Estimated relative L2
  *                                                      error of o and absolute error of lse; NaN:
  *                                                      no estimate; 0 for EXACT (rounding only)
+ *
+ * Rounding of exact answers, against exact arithmetic over the rows as they are stored (K and V that
+ * were appended in another dtype have been rounded before). The error of o is an L2 norm over
+ * channels; A is that of the means of the values' magnitudes, and about |o| unless values cancel, as
+ * noise does. The error of lse is absolute, for logits up to about 50.
+ *
+ *                                                      o / A        o / |o|, noise   lse
+ *   stored as F32, F16                                 up to 2e-5   2e-5             2e-5
+ *   BF16                                               up to 2e-3   3e-3             3e-3
+ *   F8E4M3                                             up to 2e-3   3e-3             2e-5
+ *   I8                                                 up to 2e-3   3e-3             1e-3
+ *   BF16, F8E4M3 with KVM_STEP_F32_VALUES              up to 2e-5   2e-5             2e-5
+ *   I8 with KVM_STEP_F32_VALUES                        up to 3e-4   3e-4             1e-3
+ *
+ * Where thousands of keys share the mass, o / A is a tenth of that and less. o in BF16 or F16 is
+ * rounded once more.
  *
  * q head h reads kv head h / (n_q_heads / n_kv_heads). The logit of a key is
  * cap(scale * q.k) + its log-weight, restricted to what the layer's window, the head's policy, the
@@ -813,14 +843,14 @@ typedef struct kvm_step_params {
   kvm_space_id space;
   uint32_t layer_begin;
   uint32_t n_layers; /* 0: 1. More than one with kvm_append only */
-  uint32_t n_items;  /* at least 1 */
+  uint32_t n_items;  /* 1 to 4096 */
   uint32_t n_ranges;
   const kvm_item *items;     /* [n_items]; a sequence may occur once with n_append > 0 */
-  const kvm_range *ranges;   /* [n_ranges] */
+  const kvm_range *ranges;   /* [n_ranges], at most 65536 */
   const uint64_t *tree_mask; /* [n_tree_words] bit i of row j's word: row j sees the token of row
                               * i. An item with TREE has at most 64 rows */
-  uint32_t n_tree_words;
-  uint32_t mode; /* KVM_MODE_* */
+  uint32_t n_tree_words; /* at most 65536 */
+  uint32_t mode;         /* KVM_MODE_* */
   kvm_tensor k;
   kvm_tensor v;
   kvm_tensor q;
@@ -857,7 +887,8 @@ typedef struct kvm_step_stats {
  * Fails:   HOLE (a position is not the layer's length), QUOTA, NO_SPACE, NO_MEMORY, INVALID
  *          (geometry, strides, sizes, an ALIAS or ABSENT layer, a sequence twice), NOT_FOUND,
  *          STALE, LOST, PERMISSION (a sequence of another client), DEADLINE; and, as every call on
- *          a queue that waits, BUSY (asynchronous requests are outstanding), UNSUPPORTED (DEVICE
+ *          a queue that waits, BUSY (asynchronous requests are outstanding; DISCONNECTED comes
+ *          first where the client is closed or the daemon gone), UNSUPPORTED (DEVICE
  *          buffers), and with HOST buffers, which are copied through an arena of the library, LIMIT
  *          (larger than an arena can be) and the failures of kvm_arena_create.
  * Threads: the queue's owner. */
@@ -924,8 +955,10 @@ typedef struct kvm_read_params {
 } kvm_read_params;
 
 /* Copies stored K and V of tokens [position, position + n_tokens) out, converted to the tensors'
- * dtypes. Fails: INVALID (beyond the layer's length), PARTIAL (a head has dropped one of them),
- * NOT_FOUND, STALE, LOST, PERMISSION; and as kvm_append, BUSY and what follows it.
+ * dtypes. Tokens that a head has chosen to keep (HEAVY) are there; those that it has dropped or
+ * folded are not. Fails: INVALID (beyond the layer's length), PARTIAL (some head of the layer does
+ * not have one of them), NOT_FOUND, STALE, LOST, PERMISSION; and as kvm_append, BUSY and what
+ * follows it.
  * Threads: the queue's owner. */
 KVM_API kvm_status kvm_read(kvm_queue *queue, const kvm_read_params *params);
 
@@ -1036,7 +1069,7 @@ KVM_API int32_t kvm_wait(kvm_queue *queue, kvm_completion *out, uint32_t n_max, 
 
 /* Asks that outstanding requests with this user_data not be started. Those that have begun run to
  * their end; either way each completes exactly once (with CANCELLED or its own result).
- * Fails: NOT_FOUND (none outstanding), AGAIN (the daemon has taken no requests yet, so that some
+ * Fails: NOT_FOUND (none outstanding; DISCONNECTED comes first, as above), AGAIN (the daemon has taken no requests yet, so that some
  * could not be cancelled: try again). */
 KVM_API kvm_status kvm_cancel(kvm_queue *queue, uint64_t user_data);
 

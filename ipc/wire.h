@@ -170,12 +170,12 @@ enum class SeqVerbWire : uint32_t {
   kFree = 5,
 };
 
-struct SeqBlock {  // WIRE.
-  uint32_t verb;   // SeqVerbWire
-  uint32_t flags;  // kCreate: KVM_SEQ_*
-  uint64_t space;  // kCreate
-  uint64_t seq;    // the others
-  uint64_t n_tokens;  // kCreate: kvm_seq_params.reserve
+struct SeqBlock {        // WIRE.
+  uint32_t verb;         // SeqVerbWire
+  uint32_t flags;        // kCreate: KVM_SEQ_*
+  uint64_t space;        // kCreate
+  uint64_t seq;          // the others
+  uint64_t n_tokens;     // kCreate: kvm_seq_params.reserve
   uint64_t reserved[4];  // zero
 };
 static_assert(sizeof(SeqBlock) == 64);

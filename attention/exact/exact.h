@@ -25,7 +25,7 @@
 //              fp32; denormal inputs and results count as 0
 //   weights    rounded to bf16: each by at most 2^-9 of itself. The denominator sums the rounded
 //              weights, so o is an exact mean under weights off by 2^-9: |d o| <= 2^-8 A_r.
-//              Rounding errors are independent: 2e-4 to 4e-4 is what is seen over many tokens.
+//              Rounding errors are independent: kvm.h has what is seen, at "Rounding".
 //              lse inherits at most 2^-9.
 //   int8       against what the stored rows decode to. Rows meet queries and weights in fp32, with
 //              these two exceptions in tables with a dot product of words:

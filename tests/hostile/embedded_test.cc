@@ -101,11 +101,11 @@ TEST(HostileEmbedded, EngineRefusesTheRest) {
         client, {},
         engine::SeqRequest{.verb = engine::SeqVerb::kCreate, .space = space, .flags = 1u << 9},
         count);
-    engine->submit(client, {},
-                   engine::SeqRequest{.verb = engine::SeqVerb::kCreate,
-                                      .space = space,
-                                      .n_tokens = kMaxTokens + 1},
-                   count);
+    engine->submit(
+        client, {},
+        engine::SeqRequest{
+            .verb = engine::SeqVerb::kCreate, .space = space, .n_tokens = kMaxTokens + 1},
+        count);
   }
   reached.insert({Refusal::kSeqVerb, Refusal::kSeqFlags, Refusal::kSeqReserve});
   EXPECT_EQ(n_answers, kEnough * reached.size());

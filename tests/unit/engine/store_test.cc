@@ -49,10 +49,8 @@ class StoreTest : public testing::Test {
 
 TEST_F(StoreTest, TablesHaveRoomForWhatIsExpected) {
   SpaceSpec spec = make_spec("m", 2, 3);
-  spec.policies = {{.kv_head_mask = {1, 0},
-                    .retention = KVM_RETAIN_SINKS_RECENT,
-                    .n_sinks = 4,
-                    .n_recent = 64}};
+  spec.policies = {
+      {.kv_head_mask = {1, 0}, .retention = KVM_RETAIN_SINKS_RECENT, .n_sinks = 4, .n_recent = 64}};
   const kvm_space_id space = store_->register_space(spec).value();
   const auto create_for = [&](uint64_t n_expected) {
     return store_->find_seq(client_, store_->create_seq(client_, space, 0, n_expected).value())
