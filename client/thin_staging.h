@@ -35,8 +35,8 @@ class StagingPool {
   // be), and as kvm_arena_create.
   Result<Piece> allocate(uint64_t size_bytes);
   void free(const Piece& piece);
-  // Gives all arenas back, whose pieces nobody uses any more, and waits for that until deadline_ns at
-  // most.
+  // Gives all arenas back, whose pieces nobody uses any more, and waits for that until deadline_ns
+  // at most.
   void close(uint64_t deadline_ns) noexcept;
 
  private:

@@ -291,8 +291,8 @@ KVM_API kvm_status kvm_queue_create(kvm_client *client, const kvm_queue_params *
 /* Cancels what is outstanding, waits for what is running, and releases the queue. A daemon that
  * answers nothing at all, no control call either, is waited for during one timeout
  * (kvm_connect_params.timeout_ns). If requests were in flight then, the connection is closed, so
- * that nothing the daemon does later counts; else it stays, and the daemon gives the queue back when
- * it goes on. NULL is accepted. Threads: the owner. */
+ * that nothing the daemon does later counts; else it stays, and the daemon gives the queue back
+ * when it goes on. NULL is accepted. Threads: the owner. */
 KVM_API void kvm_queue_destroy(kvm_queue *queue);
 
 /* A descriptor that polls readable when completions are there, or the daemon is gone, for event
@@ -716,11 +716,12 @@ enum {
 
 /* One sequence's share of a request. 64 bytes, no defaults: every field is meant as it stands.
  *
- * Query rows may lie beyond the layer's length, for an engine that has the newest tokens itself: it
- * attends to them on its own (the chunk of a prefill, say) and merges the two states (kvm_merge). The
- * rows see what is stored as if the tokens in between were there too: windows, policies and
- * IN_CACHE count from the rows' own positions, so that a row far beyond may see nothing, or sinks
- * alone. keys_present counts what is stored. TREE bits of tokens that are not stored show nothing. */
+ * Query rows may lie beyond the layer's length, for an engine that has the newest tokens itself:
+ * it attends to them on its own (the chunk of a prefill, say) and merges the two states
+ * (kvm_merge). The rows see what is stored as if the tokens in between were there too: windows,
+ * policies and IN_CACHE count from the rows' own positions, so that a row far beyond may see
+ * nothing, or sinks alone. keys_present counts what is stored. TREE bits of tokens that are not
+ * stored show nothing. */
 typedef struct kvm_item {
   kvm_seq_id seq;
   uint64_t append_position; /* must equal the layer's length (KVM_POSITION_END: whatever it is) */
@@ -775,10 +776,10 @@ enum {
  *                                                      error of o and absolute error of lse; NaN:
  *                                                      no estimate; 0 for EXACT (rounding only)
  *
- * Rounding of exact answers, against exact arithmetic over the rows as they are stored (K and V that
- * were appended in another dtype have been rounded before). The error of o is an L2 norm over
- * channels; A is that of the means of the values' magnitudes, and about |o| unless values cancel, as
- * noise does. The error of lse is absolute, for logits up to about 50.
+ * Rounding of exact answers, against exact arithmetic over the rows as they are stored (K and V
+ * that were appended in another dtype have been rounded before). The error of o is an L2 norm over
+ * channels; A is that of the means of the values' magnitudes, and about |o| unless values cancel,
+ * as noise does. The error of lse is absolute, for logits up to about 50.
  *
  *                                                      o / A        o / |o|, noise   lse
  *   stored as F32, F16                                 up to 2e-5   2e-5             2e-5
@@ -1069,8 +1070,9 @@ KVM_API int32_t kvm_wait(kvm_queue *queue, kvm_completion *out, uint32_t n_max, 
 
 /* Asks that outstanding requests with this user_data not be started. Those that have begun run to
  * their end; either way each completes exactly once (with CANCELLED or its own result).
- * Fails: NOT_FOUND (none outstanding; DISCONNECTED comes first, as above), AGAIN (the daemon has taken no requests yet, so that some
- * could not be cancelled: try again). */
+ * Fails: NOT_FOUND (none outstanding; but DISCONNECTED where the client is closed or the daemon
+ * gone), AGAIN (the daemon has taken no requests yet, so that some could not be cancelled: try
+ * again). */
 KVM_API kvm_status kvm_cancel(kvm_queue *queue, uint64_t user_data);
 
 /* ============================================================================================

@@ -54,7 +54,8 @@ impl SequenceParams {
         SequenceParams::default()
     }
 
-    /// Tokens to expect: a hint.
+    /// Tokens to expect, at most 2^38: a hint, for which the sequence's tables are made. It sets no
+    /// memory for keys and values aside.
     #[must_use]
     pub fn reserve(mut self, n_tokens: u64) -> Self {
         self.reserve = n_tokens;
