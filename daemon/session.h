@@ -46,7 +46,6 @@ class Session {
   void send(std::span<const uint8_t> bytes, std::vector<ipc::Fd> fds = {});
   // Sends what waits. Call it when the socket becomes writable.
   void flush();
-  bool has_unsent() const { return !unsent_.empty(); }
 
   // Marks the session to be closed at the end of the turn. The first reason counts, as far as
   // there is room for it: want of memory may be one.

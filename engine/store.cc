@@ -75,8 +75,6 @@ class StoreImpl final : public Store {
   Status commit_seq(Sequence* seq, uint64_t n_tokens) override;
   void free_seq(Sequence* seq) override;
   bool free_part(Sequence* seq, uint64_t max_pages) override;
-  kvm_seq_id seq_id(const Sequence* seq) const override { return seq->id; }
-  kvm_space_id seq_space_id(const Sequence* seq) const override { return seq->record->id; }
   const Space& seq_space(const Sequence* seq) const override { return seq->space(); }
   uint64_t length(const Sequence* seq, uint32_t layer) const override {
     return layer_length(seq, layer);

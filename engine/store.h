@@ -174,8 +174,6 @@ class Store {
   // gone. Nothing else may be done with one that was begun but to look at it.
   virtual bool free_part(Sequence* seq, uint64_t max_pages) = 0;
 
-  virtual kvm_seq_id seq_id(const Sequence* seq) const = 0;
-  virtual kvm_space_id seq_space_id(const Sequence* seq) const = 0;
   virtual const Space& seq_space(const Sequence* seq) const = 0;
   // Published tokens of a layer (of its storage layer, if ALIAS; 0 if ABSENT).
   virtual uint64_t length(const Sequence* seq, uint32_t layer) const = 0;

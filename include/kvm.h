@@ -214,9 +214,9 @@ KVM_API kvm_status kvm_open_embedded(const kvm_embedded_params *params, kvm_clie
 KVM_API kvm_status kvm_client_reconnect(kvm_client *client);
 
 /* Closes a client and frees its sequences. Queues and arenas that still exist become unusable
- * (their calls return DISCONNECTED; what is in the arenas is undefined) and must still be
- * destroyed, in any order, which suits languages that finalise in arbitrary order. NULL is
- * accepted.
+ * (their calls return DISCONNECTED, kvm_poll and kvm_wait once they have given what was
+ * outstanding; what is in the arenas is undefined) and must still be destroyed, in any order, which
+ * suits languages that finalise in arbitrary order. NULL is accepted.
  * Threads: no other call on this client may be running. */
 KVM_API void kvm_client_close(kvm_client *client);
 
@@ -782,11 +782,11 @@ enum {
  * as noise does. The error of lse is absolute, for logits up to about 50.
  *
  *                                                      o / A        o / |o|, noise   lse
- *   stored as F32, F16                                 up to 2e-5   2e-5             2e-5
+ *   stored as F32, F16                                 up to 2e-5   5e-6             2e-5
  *   BF16                                               up to 2e-3   3e-3             3e-3
  *   F8E4M3                                             up to 2e-3   3e-3             2e-5
  *   I8                                                 up to 2e-3   3e-3             1e-3
- *   BF16, F8E4M3 with KVM_STEP_F32_VALUES              up to 2e-5   2e-5             2e-5
+ *   BF16, F8E4M3 with KVM_STEP_F32_VALUES              up to 2e-5   5e-6             2e-5
  *   I8 with KVM_STEP_F32_VALUES                        up to 3e-4   3e-4             1e-3
  *
  * Where thousands of keys share the mass, o / A is a tenth of that and less. o in BF16 or F16 is

@@ -27,7 +27,6 @@ class Mapping {
 
   uint8_t* data() const { return static_cast<uint8_t*>(data_); }
   uint64_t size_bytes() const { return size_bytes_; }
-  bool is_mapped() const { return data_ != nullptr; }
 
   // Gives the memory of a kReadWrite region back to the system although others may still map it:
   // they read zeros from here on, and what they write is memory of their own. Unmapping alone would

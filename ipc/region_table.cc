@@ -33,7 +33,6 @@ void RegionPins::release() {
 uint32_t RegionTable::add(Mapping&& mapping) {
   regions_.emplace_back();
   total_bytes_ += mapping.size_bytes();
-  ++n_regions_;
   regions_.back().id = ++last_id_;
   regions_.back().mapping = std::move(mapping);
   return last_id_;
@@ -44,7 +43,6 @@ bool RegionTable::remove(uint32_t id) {
   if (region == nullptr || region->removed) {
     return false;
   }
-  --n_regions_;
   region->removed = true;
   if (region->n_pins == 0) {
     erase(region);

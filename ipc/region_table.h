@@ -62,7 +62,6 @@ class RegionTable {
   uint32_t add(Mapping&& mapping);
   // Returns whether there was such a region. Its id is unknown from here on.
   bool remove(uint32_t id);
-  uint32_t n_regions() const { return n_regions_; }
   uint64_t total_bytes() const { return total_bytes_; }  // of regions still mapped
 
   // Gives the memory of every region back. REQUIRES: nothing is pinned.
@@ -88,7 +87,6 @@ class RegionTable {
   std::function<void(Mapping)> discard_;
   std::vector<Region> regions_;  // few: searched in order
   uint32_t last_id_ = 0;
-  uint32_t n_regions_ = 0;
   uint64_t total_bytes_ = 0;
 };
 

@@ -50,11 +50,6 @@ inline float scale_at(const uint16_t* scales, uint32_t head, uint32_t token) {
   return scales == nullptr ? 1.0f : bf16_to_f32(scales[size_t{head} * kPageTokens + token]);
 }
 
-inline void load_key(const KvRun& run, uint32_t head, uint32_t token, uint32_t dim, float* out) {
-  load_row(row_at(run.k, run.dtype_k, head, token, dim), run.dtype_k,
-           scale_at(run.k_scale, head, token), dim, out);
-}
-
 }  // namespace kvm::hash_index
 
 #endif  // KVM_HASH_INDEX_SKETCH_ROWS_H_
