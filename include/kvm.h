@@ -39,6 +39,29 @@
  *            .k = kvm_host_tensor(k, k_bytes, KVM_DTYPE_BF16),   ... v, q, o, lse alike ...};
  *        kvm_step(queue, &step, NULL);
  *
+ * Before your engine runs, ten things that are easily missed
+ *
+ *    1  RoPE is yours: append K rotated and send q rotated, normed and so on. The service stores
+ *       and multiplies what it gets; rope_layout serves KVM_POSITIONS_IN_CACHE alone.
+ *    2  dtype 0 of a space stores K and V as BF16, whatever dtype the tensors of requests have;
+ *       name KVM_DTYPE_F32 to keep fp32.
+ *    3  Logits are q.k / sqrt(head_dim_k) unless softmax_scale of the space, or scale of the
+ *       request, is set. The service multiplies, before the soft-cap: do not scale q as well.
+ *    4  q head h reads kv head h / group, group = n_q_heads / n_kv_heads, 1 to 16: the q heads of a
+ *       kv head lie side by side. Rows are [head][dim]; other strides are said in the tensor.
+ *    5  Each layer is appended to and has a length of its own. append_position is that length: pass
+ *       the number you believe, and a step that is off by one fails with HOLE, not with bad text.
+ *    6  A query row at position p sees the tokens at positions up to p, its own included: append it
+ *       in the same kvm_step, or before. KVM_POSITION_END: the layer's last n_query tokens.
+ *    7  A queue belongs to one thread at a time: make one for each thread that waits. To overlap
+ *       requests, put many sequences into one, or several *_async requests into a queue.
+ *    8  Buffers are yours, and must not be touched between *_async and its completion. Those of an
+ *       arena go without a copy; HOST ones are copied by the thin library.
+ *    9  Check every status, of completions too. kvm_last_error() has the sentence until the next
+ *       call of kvm on this thread. An append that fails has appended nothing, to no item.
+ *   10  Beams are kvm_seq_fork, rejected drafts kvm_seq_truncate, finished texts kvm_seq_free. Take
+ *       the completions of a sequence's requests first: between queues, order begins there.
+ *
  * Conventions that hold everywhere
  *
  *  - A parameter structure starts with struct_size, which the caller sets to sizeof. Fields are
