@@ -9,23 +9,11 @@
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
-#include <map>
 
 #include "base/machine.h"
+#include "bench/table.h"
 
 namespace kvm::bench {
-
-namespace {
-
-std::string cell(const nlohmann::ordered_json& value) {
-  if (value.is_number_float()) {
-    const double number = value.get<double>();
-    return std::fabs(number) >= 100 ? fmt::format("{:.1f}", number) : fmt::format("{:.3f}", number);
-  }
-  return value.is_string() ? value.get<std::string>() : value.dump();
-}
-
-}  // namespace
 
 void Report::add(std::vector<std::pair<std::string, nlohmann::json>> fields) {
   nlohmann::ordered_json row;
@@ -36,7 +24,7 @@ void Report::add(std::vector<std::pair<std::string, nlohmann::json>> fields) {
   if (row.contains("fraction") && row["fraction"].get<double>() > kMaxFraction) {
     failed_ = true;
     note(fmt::format("fraction {} is above {}: its ceiling was not one, run again",
-                     cell(row["fraction"]), kMaxFraction));
+                     table_cell(row["fraction"]), kMaxFraction));
   }
   fmt::print(stderr, ".");
   rows_.push_back(std::move(row));
@@ -54,31 +42,7 @@ int Report::finish() {
     note("nothing was measured: --max-tokens or --memory leaves out every case");
     failed_ = true;
   }
-  std::vector<std::string> columns;
-  std::map<std::string, size_t> width;
-  for (const auto& row : rows_) {
-    for (const auto& [name, value] : row.items()) {
-      if (std::find(hidden_.begin(), hidden_.end(), name) != hidden_.end()) {
-        continue;
-      }
-      if (name != "bench" && !width.contains(name)) {
-        columns.push_back(name);
-        width[name] = name.size();
-      }
-      width[name] = std::max(width[name], cell(value).size());
-    }
-  }
-  fmt::print("\n{}\n", bench_);
-  for (const auto& column : columns) {
-    fmt::print("  {:>{}}", column, width[column]);
-  }
-  fmt::print("\n");
-  for (const auto& row : rows_) {
-    for (const auto& column : columns) {
-      fmt::print("  {:>{}}", row.contains(column) ? cell(row[column]) : "", width[column]);
-    }
-    fmt::print("\n");
-  }
+  fmt::print("\n{}\n{}", bench_, table_text(rows_, hidden_));
   for (const auto& text : notes_) {
     fmt::print("  {}\n", text);
   }
