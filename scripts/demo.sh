@@ -46,8 +46,8 @@ status=0
 "$bin/kvm-bench" decode --mode exact,sampled --repeats 7 --json "$out/decode.jsonl" "$@" ||
   status=$?
 
-printf '\n3. What an error costs: six heads over 65,536 tokens, every mode against the bytes that\n'
-printf '   it reads.\n\n'
+printf '\n3. What an error costs: six heads over 65,536 tokens, every mode against the bytes\n'
+printf '   that it reads, and rivals in grey.\n\n'
 "$bin/kvm-bench" error --data model --tokens 65536 --heads 6 --json "$out/error.jsonl" \
   --mode exact,oracle_topk,uniform_residual,page_bounds,topk,sampled,verified,magicpig \
   --code none,oracle,minmax16,auto,K10L150 >"$out/error.txt"

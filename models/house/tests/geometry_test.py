@@ -179,6 +179,28 @@ class PlotTest(unittest.TestCase):
             with self.assertRaises(ValueError):
                 svg.line_plot(path, "t", "x", "y", [("none", [])])
 
+    def test_labels_stand_where_lines_end_and_apart(self):
+        self.assertEqual(svg.spread([50, 10, 51], 17, 0, 100), [50, 10, 67])
+        self.assertEqual(svg.spread([99, 98, 97], 17, 0, 100), [100, 83, 66])
+        markers = ("circle", "square", "diamond", "triangle", "down", "left", "hexagon",
+                   "cross", "plus")
+        drawn = {svg.marker(svg.Style(marker=name), 0, 0) for name in markers}
+        self.assertEqual(len(drawn), len(markers))
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "a.svg")
+            svg.labelled_plot(path, "a < b", ["c"], "x", "y",
+                              [("one", svg.Style(), [(1, 1), (10, 5), (100, 9)]),
+                               ("none", svg.Style(), [(0, 1)])])
+            root = xml.etree.ElementTree.parse(path).getroot()
+            spots = [(float(c.get("cx")), float(c.get("cy"))) for c in root.iter()
+                     if c.tag.endswith("circle")]
+            self.assertEqual(len(spots), 4, "three points and the label")
+            label, last = spots[0], spots[3]
+            self.assertEqual(label[1], last[1])
+            self.assertAlmostEqual(spots[2][0], (spots[1][0] + spots[3][0]) / 2, delta=0.1)
+            with self.assertRaises(ValueError):
+                svg.labelled_plot(path, "t", [], "x", "y", [("none", svg.Style(), [])])
+
 
 if __name__ == "__main__":
     unittest.main()
