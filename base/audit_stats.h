@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What audits of approximate answers have found, and its series for monitoring (base/stats_text.h).
+// The findings of audits of approximate answers, and their series for monitoring
+// (base/stats_text.h).
 // docs/operations.md lists the series.
 //
 // Threads: values.

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Times in nanoseconds of CLOCK_MONOTONIC. UINT64_MAX: never.
 //
-// now_ns() is for measuring. Who acts when a time has come (a deadline, a period, a pause) goes by
-// a Clock, so that tests can move it by hand (tests/sim/simulated_clock.h).
+// now_ns() is for measuring. Code that acts when a time has come (a deadline, a period, a pause)
+// goes by a Clock, so that tests can move it by hand (tests/sim/simulated_clock.h).
 #ifndef KVM_BASE_CLOCK_H_
 #define KVM_BASE_CLOCK_H_
 

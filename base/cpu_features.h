@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the processor AND the operating system offer. Detected once.
+// The features that the processor AND the operating system offer. Detected once.
 #ifndef KVM_BASE_CPU_FEATURES_H_
 #define KVM_BASE_CPU_FEATURES_H_
 
@@ -23,8 +23,8 @@ struct CpuFeatures {
 // Constant for the life of the process; all false on machines other than x86-64.
 const CpuFeatures& cpu_features();
 
-// Whether a core's first-level data cache has 48 KiB or more: enough for what readers of long rows
-// ask for 25 KiB ahead. False where the system does not say. Constant likewise.
+// Says whether a core's first-level data cache has 48 KiB or more: enough for what readers of long
+// rows ask for 25 KiB ahead. False where the system does not say. Constant likewise.
 bool has_large_first_level();
 
 }  // namespace kvm

@@ -22,26 +22,26 @@ enum class Dtype : uint8_t {
   kF8 = KVM_DTYPE_F8E4M3,  // likewise
 };
 
-// Whether tensors may have it.
+// Says whether tensors may have this dtype.
 constexpr bool dtype_is_known(uint32_t value) {
   return value == KVM_DTYPE_F32 || value == KVM_DTYPE_F16 || value == KVM_DTYPE_BF16;
 }
 
-// Whether K and V may be stored so.
+// Says whether K and V may be stored in this dtype.
 constexpr bool dtype_is_stored(uint32_t value) {
   return dtype_is_known(value) || value == KVM_DTYPE_I8 || value == KVM_DTYPE_F8E4M3;
 }
 
-// Whether each row has a scale, without which its elements mean nothing: they are bytes, and the
-// scale is a bf16.
+// Says whether each row has a scale, without which its elements mean nothing: they are bytes, and
+// the scale is a bf16.
 constexpr bool dtype_is_scaled(Dtype dtype) { return dtype == Dtype::kI8 || dtype == Dtype::kF8; }
 
-// Of one element; the scale of a row is not part of it.
+// The size of one element; the scale of a row is not part of it.
 constexpr uint32_t dtype_size_bytes(Dtype dtype) {
   return dtype == Dtype::kF32 ? 4 : dtype_is_scaled(dtype) ? 1 : 2;
 }
 
-// Of the scale that a row has.
+// The size of the scale that a row has.
 constexpr uint32_t dtype_scale_bytes(Dtype dtype) { return dtype_is_scaled(dtype) ? 2 : 0; }
 
 constexpr const char* dtype_name(Dtype dtype) {

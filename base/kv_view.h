@@ -59,7 +59,7 @@ enum class RotationLayout : uint8_t {
   kHalfSplit = 1,    // pair i is channels (i, i + n_pairs)
 };
 
-// What to do to a query before it meets the stored keys of a segment, so that
+// A transform that is applied to a query before it meets the stored keys of a segment, so that
 //   q . k_true  =  q' . k_stored  +  q . bias      with      q' = channel_scale o (R q).
 // R turns each pair (x, y) into (x cos - y sin, x sin + y cos); channels beyond 2 * n_pairs pass
 // unchanged. Every part is optional: null pointers, n_pairs = 0.

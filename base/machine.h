@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the machine, or the container we run in, has for us.
+// The cores and the memory that the machine, or the container we run in, has for us.
 //
 // Threads: any.
 #ifndef KVM_BASE_MACHINE_H_

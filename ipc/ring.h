@@ -88,7 +88,7 @@ class CompletionProducer {
   // Makes the staged entries visible, and wakes the client if it sleeps on the ring. Never blocks.
   // Returns whether anything was published.
   bool publish();
-  // Whether the client wants its completion eventfd written after a publish that published.
+  // Says whether the client wants its completion eventfd written after a publish that published.
   bool wants_eventfd() const;
 
  private:
@@ -106,7 +106,7 @@ class CompletionConsumer {
 
   // Copies up to n_max entries to out, in order, and gives their slots back. Returns how many.
   Result<uint32_t> take(CompletionEntry* out, uint32_t n_max);
-  // Whether take() would find an entry (or an error). The cheapest look, for spinning.
+  // Says whether take() would find an entry (or an error). The cheapest look, for spinning.
   bool is_ready() const;
   // Sleeps until is_ready(), at most timeout_ns, or until a signal. Spurious returns are allowed.
   void sleep(uint64_t timeout_ns);

@@ -85,7 +85,7 @@ Result<bool> receive_into(const Fd& socket, uint32_t max_fds, ReceivedMessage* i
 Status wait_readable(const Fd& socket, uint64_t timeout_ns);
 Status wait_writable(const Fd& socket, uint64_t timeout_ns);
 
-// Whether the peer has closed its end or died. Never blocks, consumes nothing.
+// Says whether the peer has closed its end or died. Never blocks, consumes nothing.
 bool is_hung_up(const Fd& socket);
 
 }  // namespace kvm::ipc

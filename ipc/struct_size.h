@@ -56,7 +56,7 @@ Status read_params(const T* params, T* out, const char* name) {
   return read_struct(params, params->struct_size, out, name);
 }
 
-// Whether an output structure of a caller has a plausible size.
+// Checks that an output structure of a caller has a plausible size.
 template <typename T>
 Status check_output(const T* out, const char* name) {
   if (out == nullptr) {

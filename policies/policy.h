@@ -52,7 +52,7 @@ struct ListView {
   uint32_t class_index = 0;
   uint32_t n_heads = 0;
   uint64_t length = 0;  // tokens appended, dropped ones included
-  // What is stored, in position order; the gaps have been dropped.
+  // The stored ranges, in position order; the gaps have been dropped.
   std::span<const StoredRange> stored;
   uint64_t stored_bytes = 0;
   // Budgets of the configuration; meaning by policy.
@@ -141,8 +141,8 @@ class Policy {
   virtual ~Policy() = default;
   virtual const char* name() const = 0;
   virtual EventSet events() const = 0;
-  // Whether what it decides about a list rests on that list alone: it is shown one at a time then,
-  // and asked about several at once.
+  // Says whether its decision about a list rests on that list alone: it is shown one at a time
+  // then, and asked about several at once.
   virtual bool decides_by_list() const { return false; }
   // Fills an empty `actions`.
   virtual void decide(const View& view, ActionList* actions) const = 0;

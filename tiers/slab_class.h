@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a page looks like, and how one is named.
+// The layout of a page, and its name.
 //
 // A page holds kPageTokens tokens of the kv heads of one head class:
 //
@@ -26,7 +26,7 @@ namespace kvm::tiers {
 // The unit that is charged, given back, moved between tiers and written to a disk.
 inline constexpr uint64_t kExtentBytes = uint64_t{2} << 20;
 
-// What all pages of a slab have in common.
+// The properties that all pages of a slab have in common.
 //
 // INVARIANT (validated by engine/space.cc): dims are multiples of 8 from 8 to 256 and n_heads is 1
 // to 128, or index_bytes is a multiple of 64 and all else is zero; page_bytes() <= kExtentBytes.
@@ -59,7 +59,7 @@ struct SlabClass {
     return index_bytes != 0 ? index_bytes : v_scale_offset() + scale_plane_bytes(dtype_v);
   }
 
-  // What one token of one head takes, scales included and log-weights not.
+  // The size of one token of one head, scales included and log-weights not.
   uint64_t token_bytes() const {
     return k_row_bytes() + v_row_bytes() + dtype_scale_bytes(dtype_k) + dtype_scale_bytes(dtype_v);
   }

@@ -16,9 +16,9 @@ constexpr uint32_t elem_bytes(int elem) {
   return elem == kElemF32 ? 4 : elem == kElemI8 || elem == kElemF8 ? 1 : 2;
 }
 
-// What 1 of a loaded element stands for. e4m3 codes are loaded as numbers of 5 bits of exponent, or
-// 8, with the bias of fp16: exactly, and 2^-8 of their values. Scales make up for that: whoever
-// multiplies rows by them multiplies these by the unit first, which is exact, too.
+// The value that 1 of a loaded element stands for. e4m3 codes are loaded as numbers of 5 bits of
+// exponent, or 8, with the bias of fp16: exactly, and 2^-8 of their values. Scales make up for
+// that: code that multiplies rows by them multiplies these by the unit first, which is exact, too.
 constexpr float elem_unit(int elem) { return elem == kElemF8 ? 256.0f : 1.0f; }
 
 }  // namespace vec

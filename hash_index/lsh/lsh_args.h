@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What build and lookup hand to the per-ISA kernels. Plain data: kernel files include nothing else
-// of ours.
+// The arguments of the per-ISA kernels, from build and lookup. Plain data: kernel files include
+// nothing else of ours.
 //
 // All of it is integer arithmetic, or fp32 arithmetic in one fixed order without fused operations,
 // so every table gives the same bits.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the LSH files share: the planes, the layout of a table run, the choice of kernels.
+// Shared by the LSH files: the planes, the layout of a table run, the choice of kernels.
 #ifndef KVM_HASH_INDEX_LSH_PLANES_H_
 #define KVM_HASH_INDEX_LSH_PLANES_H_
 

@@ -15,9 +15,10 @@ struct Eigen {
   std::vector<double> vectors;  // [n][n]: row i is the unit vector of value i
 };
 
-// Of the symmetric matrix [n][n]; the lower triangle is read. Householder's reduction to a
-// tridiagonal matrix, then QL steps with implicit shifts (Golub and Van Loan, Matrix Computations,
-// 8.3). The largest component of each vector is positive; the same bits for all kernels.
+// Eigenvalues and eigenvectors of the symmetric matrix [n][n], whose lower triangle is read, by
+// Householder's reduction to a tridiagonal matrix, then QL steps with implicit shifts (Golub and
+// Van Loan, Matrix Computations, 8.3). The largest component of each vector is positive; the same bits
+// for all kernels.
 // REQUIRES: finite elements; n <= kScanMaxDim.
 Eigen symmetric_eigen(const std::vector<double>& matrix, uint32_t n, const FrameKernels& kernels);
 

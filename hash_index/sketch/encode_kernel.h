@@ -100,7 +100,7 @@ inline void multiply(const float* m, uint32_t stride, uint32_t dim, const float 
   }
 }
 
-// What a register file holds: 16 sums beside the operands, or 8.
+// A register file holds 16 sums beside the operands, or 8.
 constexpr int kOutTile = vec::kWidth == 16 ? 8 : 4;
 
 inline void multiply_all(const float* m, uint32_t n_out, uint32_t dim, const float (*x)[kStrip],

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What keys are coded with: a basis, which frames share as long as it suits, and a frame's own
-// centre and scales.
+// Keys are coded with a frame: a basis, which frames share as long as it suits, and a centre and
+// scales of its own.
 //
 // A key minus the centre, x, has the leading coordinates L_k^T x (L_k: lead_key, [dim_k][8]); the
 // rest goes through one of two maps, then three rounds of random signs and Hadamard:
@@ -43,7 +43,7 @@ struct Basis {
   std::vector<float> query_matrix;
   // |rest|^2 / (|lead|^2 + |rest|^2) over the keys from which the basis was made.
   double rest_share = 1;
-  // Of a basis without a lead, where one would have been taken: how close together the keys' axes
+  // For a basis without a lead, where one would have been taken: how close together the keys' axes
   // are (1 / sqrt(dim): all alike; 1: one alone), and whether queries had been seen.
   double closeness = 0;
   bool has_queries = false;

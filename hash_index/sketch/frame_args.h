@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What frame.cc and eigen.cc hand to the per-ISA kernels, beside scan_args.h: plain data, kernel
-// files include nothing else of ours. Channels are a multiple of 8, at most kScanMaxDim.
+// The arguments of the per-ISA kernels of frame.cc and eigen.cc, beside scan_args.h: plain data,
+// kernel files include nothing else of ours. Channels are a multiple of 8, at most kScanMaxDim.
 //
 // Every element is summed up in one fixed order without fused operations, so every table gives the
 // same bits. Rows of floats lie `stride` floats apart, a multiple of kFrameAlign; up to the next

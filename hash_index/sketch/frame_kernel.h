@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What making a frame computes, written once over a vector wrapper (base/simd/vec_*.h), which is
-// included before, and over plain loops that the compiler turns into vectors.
+// The arithmetic of making a frame, written once over a vector wrapper (base/simd/vec_*.h), which
+// is included before, and over plain loops that the compiler turns into vectors.
 //
 // Compiled with -ffp-contract=off: a fused product would round otherwise than on other machines.
 #ifndef KVM_HASH_INDEX_SKETCH_FRAME_KERNEL_H_

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the tables for AVX-512 share beside lanes.h, which is included before.
+// Shared by the tables for AVX-512, beside lanes.h, which is included before.
 #ifndef KVM_HASH_INDEX_SKETCH_LANES_AVX512_H_
 #define KVM_HASH_INDEX_SKETCH_LANES_AVX512_H_
 

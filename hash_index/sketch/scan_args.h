@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What sketch.cc hands to the per-ISA kernels. Plain data: kernel files include nothing else of
-// ours. hash_index/sketch/layout.h says how blocks are laid out.
+// The arguments of the per-ISA kernels, from sketch.cc. Plain data: kernel files include nothing
+// else of ours. hash_index/sketch/layout.h says how blocks are laid out.
 #ifndef KVM_HASH_INDEX_SKETCH_SCAN_ARGS_H_
 #define KVM_HASH_INDEX_SKETCH_SCAN_ARGS_H_
 
@@ -19,7 +19,7 @@ enum : uint32_t {
   kLookupOffset = 1152,  // from a ScanQuery to its lookup tables; a multiple of 64
 };
 
-// Of a block; bytes from its start.
+// The shape of a block, in bytes from its start.
 struct BlockShape {
   uint32_t code_rows;    // rows of 64 bytes in a plane of the code: padded dim / 8
   uint32_t planes;       // 1, 2
@@ -51,7 +51,7 @@ struct ScanQuery {
   float lead_step[kScanRows];
   int32_t lead_bias[kScanRows];
   uint32_t lead[kScanRows][2];  // int8, four of them in a word
-  // Of the basis, for sketch.cc: leading coordinates of the queries, and which count at all.
+  // From the basis, for sketch.cc: leading coordinates of the queries, and which count at all.
   float turned[kScanRows][kLeadDims];
   uint8_t usable[kScanRows];
 };

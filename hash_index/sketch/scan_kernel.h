@@ -118,7 +118,7 @@ inline F random_of(uint32_t position, const uint32_t* keys) {
   return vec::mul(to_float(x >> 8), vec::set1(0x1p-24f));
 }
 
-// What a scan adds up, in lanes, until it is flushed to doubles.
+// The sums of a scan, in lanes, until they are flushed to doubles.
 template <int kRows>
 struct Lanes {
   F expected;
@@ -172,7 +172,7 @@ inline F weight_of(F l, F log2_c) {
   return exp2_of(y);
 }
 
-// What the largest weight of each of some keys, `top`, says of them.
+// The chances of some keys, from the largest weight of each, `top`.
 struct Chances {
   F open;         // 1 where p < 1, else 0
   F odds;         // (1 - p) / p where open, else 0

@@ -52,9 +52,9 @@ size_t block_bytes(SketchKind kind, uint32_t dim_k);
 struct Frame;  // sketch/frame.h
 using FramePtr = std::shared_ptr<const Frame>;
 
-// What a frame is made from. Keys: of `head` of the runs, at least 64; of many, some 2,048 that are
-// spread evenly are used.
-// Queries: what was seen of them, 0 or more; their second moments are shrunk by 30 % towards a
+// A frame is made from this. Keys: those of `head` of the runs, at least 64; where there are many,
+// some 2,048 that are spread evenly are used.
+// Queries: those that were seen, 0 or more; their second moments are shrunk by 30 % towards a
 // multiple of the identity.
 struct FrameInput {
   KvRuns runs;
@@ -85,8 +85,8 @@ size_t max_frame_bytes(const SketchKind* kind, uint32_t dim_k, bool has_queries)
 void encode_block(const Frame& frame, const KvRun& run, uint32_t head, uint32_t dim_v, void* block,
                   const ScanTable* table = nullptr);
 
-// Whether all leading coordinates of a block's keys lie within their range. One that does not is
-// cut off, so that its logits are always too small, and no random number makes up for it: such a
+// Says whether all leading coordinates of a block's keys lie within their range. One that does not
+// is cut off, so that its logits are always too small, and no random number makes up for it: such a
 // block is better read than estimated.
 bool is_within_range(const Frame& frame, const void* block);
 
