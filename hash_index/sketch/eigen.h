@@ -17,8 +17,8 @@ struct Eigen {
 
 // Eigenvalues and eigenvectors of the symmetric matrix [n][n], whose lower triangle is read, by
 // Householder's reduction to a tridiagonal matrix, then QL steps with implicit shifts (Golub and
-// Van Loan, Matrix Computations, 8.3). The largest component of each vector is positive; the same bits
-// for all kernels.
+// Van Loan, Matrix Computations, 8.3). The largest component of each vector is positive; the same
+// bits for all kernels.
 // REQUIRES: finite elements; n <= kScanMaxDim.
 Eigen symmetric_eigen(const std::vector<double>& matrix, uint32_t n, const FrameKernels& kernels);
 
