@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cstdio>
+#include <string>
 
 #include "attention/exact/exact_args.h"
 #include "attention/kernel_table.h"
 #include "attention/sampled/sampled_args.h"
 #include "base/cpu_features.h"
 #include "base/kernel_tables.h"
+#include "base/status.h"
 
 namespace kvm::attention {
 namespace {
@@ -39,6 +41,19 @@ const KernelTable* choose() {
 }
 
 }  // namespace
+
+Status check_forced_isa() {
+  const char* forced = forced_isa();
+  if (forced == nullptr || tables().find(forced) != nullptr) {
+    return Status::ok();
+  }
+  std::string names;
+  for (const KernelTable* table : tables().available()) {
+    names += (names.empty() ? "" : ", ") + std::string(table->name);
+  }
+  return Status(KVM_ERR_INVALID,
+                "KVM_FORCE_ISA is '" + std::string(forced) + "'; this machine can run " + names);
+}
 
 std::span<const KernelTable* const> available_tables() { return tables().available(); }
 

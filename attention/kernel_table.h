@@ -9,6 +9,8 @@
 
 #include <span>
 
+#include "base/status.h"
+
 namespace kvm::attention {
 
 struct ExactKernels;    // attention/exact/exact_args.h
@@ -28,6 +30,9 @@ std::span<const KernelTable* const> available_tables();
 // The table with this name, or null where it is unknown or cannot run here.
 const KernelTable* find_table(const char* name);
 
+// Fails: INVALID where KVM_FORCE_ISA names a table that this machine cannot run, or none; the
+// sentence has those that can. An engine asks before it computes.
+Status check_forced_isa();
 // The best available table, or the one named by the environment variable KVM_FORCE_ISA. Read once,
 // at the first call; a name that cannot run here is ignored with one line on stderr.
 const KernelTable& active_table();

@@ -2,6 +2,7 @@
 #include "base/machine.h"
 
 #include <sched.h>
+#include <sys/prctl.h>
 #include <sys/resource.h>
 
 #include <algorithm>
@@ -105,6 +106,21 @@ MachineMemory machine_memory(const std::string& root) {
     }
   }
   return memory;
+}
+
+std::string huge_page_setting(const std::string& root) {
+  if (::prctl(PR_GET_THP_DISABLE, 0, 0, 0, 0) > 0) {
+    return "disabled";
+  }
+  std::ifstream file(root + "/sys/kernel/mm/transparent_hugepage/enabled");
+  std::string line;
+  std::getline(file, line);
+  for (const char* setting : {"always", "madvise", "never"}) {
+    if (line.find(std::string("[") + setting + "]") != std::string::npos) {
+      return setting;
+    }
+  }
+  return "absent";
 }
 
 uint32_t usable_cores() {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "client/embedded_client.h"
 
+#include <fmt/format.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -313,7 +314,7 @@ Result<kvm_evict_result> EmbeddedClient::evict(const kvm_evict_params& params) {
   } else if (params.id == info().client_id) {
     KVM_TRY_ASSIGN(seqs, list_seqs(0, 0));
   } else {
-    return Status(KVM_ERR_NOT_FOUND, "there is no client " + std::to_string(params.id));
+    return Status(KVM_ERR_NOT_FOUND, fmt::format("there is no client {:#x}", params.id));
   }
   return service_->with_engine(
       [&](engine::Engine& engine, engine::ClientId) -> Result<kvm_evict_result> {

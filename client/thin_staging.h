@@ -40,7 +40,7 @@ class StagingPool {
   void close(uint64_t deadline_ns) noexcept;
 
  private:
-  // LIMIT: ipc::admitted_arenas counts on it.
+  // LIMIT: ipc::own_arenas counts on it.
   static constexpr size_t kMaxArenas = 3;
 
   struct Arena {

@@ -30,7 +30,7 @@ Status evict_sequence(Service* service, kvm_seq_id seq) { return service->engine
 Status evict_client(Service* service, engine::ClientId client) {
   return service->close_client(client, "closed by an operator")
              ? Status::ok()
-             : Status(KVM_ERR_NOT_FOUND, fmt::format("there is no client {}", client));
+             : Status(KVM_ERR_NOT_FOUND, fmt::format("there is no client {:#x}", client));
 }
 
 }  // namespace kvm::daemon

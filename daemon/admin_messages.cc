@@ -24,14 +24,14 @@ constexpr size_t kMaxEvicted = 256;
 
 // Who does what, for the log: what an operator changes, others may wonder about.
 void log_action(const Session& session, std::string_view action) {
-  spdlog::info("client {} '{}' (process {}, user {}) {}", session.id(), session.name,
+  spdlog::info("client {:#x} '{}' (process {}, user {}) {}", session.client, session.name,
                session.peer().pid, session.peer().uid, action);
 }
 
 Status check_client(Service* service, engine::ClientId client) {
   return service->engine->quotas().find(client) != nullptr
              ? Status::ok()
-             : Status(KVM_ERR_NOT_FOUND, fmt::format("there is no client {}", client));
+             : Status(KVM_ERR_NOT_FOUND, fmt::format("there is no client {:#x}", client));
 }
 
 // --- Evict --------------------------------------------------------------------------------------
@@ -99,6 +99,7 @@ Result<Evicted> evict(Session* session, const wire::Evict& message) {
   out.next = page.has_more ? page.infos.back().seq + 1 : 0;
   if (out.next == 0 && message.flags() == KVM_EVICT_DISCONNECT) {
     KVM_TRY(evict_client(service, message.id()));
+    log_action(*session, fmt::format("closes client {:#x}", message.id()));
   }
   return out;
 }
@@ -110,8 +111,9 @@ void handle_evict(Session* session, uint64_t id, const wire::Evict& message) {
     return;
   }
   if (evicted.value().n_sequences > 0) {
-    log_action(*session, fmt::format("evicts {} sequences with {} bytes",
-                                     evicted.value().n_sequences, evicted.value().bytes));
+    log_action(*session,
+               fmt::format("evicts {} sequence{} with {} bytes", evicted.value().n_sequences,
+                           evicted.value().n_sequences == 1 ? "" : "s", evicted.value().bytes));
   }
   ipc::ControlWriter writer;
   session->send(
@@ -161,8 +163,9 @@ Status set_quota(Session* session, const wire::QuotaSet& message) {
       text += fmt::format(" {}={}", engine::resource_name(resource), *changes[resource]);
     }
   }
-  log_action(*session, fmt::format("sets limits of {} {}:{}", of_client ? "client" : "user",
-                                   all[0].id, text));
+  const std::string whose =
+      of_client ? fmt::format("client {:#x}", all[0].id) : fmt::format("user {}", all[0].id);
+  log_action(*session, fmt::format("sets limits of {}:{}", whose, text));
   return Status::ok();
 }
 

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/counted.h"
 #include "base/kill_point.h"
 #include "base/limits.h"
 #include "daemon/admin.h"
@@ -54,9 +55,12 @@ engine::ClientSpec spec_of(const Session& session) {
   engine::ClientSpec spec{.uid = static_cast<uint32_t>(session.peer().uid),
                           .pid = static_cast<uint32_t>(session.peer().pid),
                           .name = session.name,
-                          .limits = {}};
-  spec.limits[Resource::kQueues] = ipc::admitted_queues(limits.max_queues);
-  spec.limits[Resource::kArenas] = ipc::admitted_arenas(limits.max_arenas, limits.max_queues);
+                          .limits = {},
+                          .beside = {}};
+  spec.limits[Resource::kQueues] = limits.max_queues;
+  spec.limits[Resource::kArenas] = limits.max_arenas;
+  spec.beside[Resource::kQueues] = ipc::own_queues();
+  spec.beside[Resource::kArenas] = ipc::own_arenas(limits.max_queues);
   spec.limits[Resource::kArenaBytes] = limits.arena_quota_bytes;
   spec.limits[Resource::kRequests] = limits.max_requests;
   return spec;
@@ -120,8 +124,9 @@ void handle_hello(Session* session, uint64_t id, const wire::Hello& hello) {
   }
   if (service->n_clients >= service->limits.max_clients) {
     refuse(session, id,
-           Status(KVM_ERR_LIMIT, fmt::format("{} clients are connected; max_clients is {}",
-                                             service->n_clients, service->limits.max_clients)));
+           Status(KVM_ERR_LIMIT,
+                  fmt::format("{} connected; max_clients is {}",
+                              counted(service->n_clients, "client"), service->limits.max_clients)));
     return;
   }
   Result<ipc::Fd> doorbell = ipc::make_doorbell();
@@ -315,6 +320,7 @@ void reply_space_id(Session* session, uint64_t id, const Result<kvm_space_id>& s
 }
 
 void handle_space_register(Session* session, uint64_t id, const wire::SpaceRegister& message) {
+  session->note_engine();
   Result<ipc::SpaceMessage> decoded = ipc::decode_space(message);
   if (!decoded.is_ok()) {
     reply_error(session, id, decoded.status());

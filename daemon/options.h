@@ -107,6 +107,24 @@ struct Setting {
   std::string place;  // "/etc/kvm/kvmd.toml:3", "KVM_THREADS", "--threads"; empty for a default
 };
 
+// What is wrong with options, as one sentence each.
+class Problems {
+ public:
+  void add(const Status& status);
+  bool none() const { return n_ == 0; }
+  // OK, or INVALID with a sentence a line: the first kMaxShown, and how many more there are.
+  // One alone keeps its own code.
+  Status status() const;
+
+ private:
+  // LIMIT: a screen.
+  static constexpr size_t kMaxShown = 20;
+
+  size_t n_ = 0;
+  kvm_status code_ = KVM_OK;  // of the first
+  std::string sentences_;
+};
+
 struct LoadedOptions {
   Options options;
   std::vector<Setting> settings;  // one for each row of the table
@@ -122,12 +140,17 @@ struct LoadedOptions {
 using Environment = std::function<std::optional<std::string>(const std::string& name)>;
 std::optional<std::string> environment_of_process(const std::string& name);
 
+// What rows cannot say about their values alone. Options that are wrong have their defaults.
+using OptionsCheck = std::function<void(const Options& options, Problems* problems)>;
+
 // Reads all three sources. `names` are the names of the variables that exist, for catching those
 // that are nearly one of ours. Fails: INVALID (unknown option or key, with the nearest known name;
-// a value out of range), IO (a file that was asked for cannot be read).
+// a value out of range; all that is wrong is said at once), IO (a file that was asked for cannot
+// be read). LIMIT: files of 1 MiB; neither folders nor devices, but for /dev/null.
 Result<LoadedOptions> load_options(const std::vector<std::string>& arguments,
                                    const Environment& environment,
-                                   const std::vector<std::string>& environment_names);
+                                   const std::vector<std::string>& environment_names,
+                                   const OptionsCheck& check = {});
 
 // The rest is in options_text.cc.
 

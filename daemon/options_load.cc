@@ -3,13 +3,14 @@
 #include <errno.h>
 #include <fmt/format.h>
 #include <string.h>
+#include <sys/stat.h>
+#include <sys/sysmacros.h>
 #include <unistd.h>
 
 #include <toml++/toml.h>
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <fstream>
-#include <sstream>
 #include <utility>
 
 #include "daemon/options.h"
@@ -89,7 +90,7 @@ struct Assign {
   }
 };
 
-Status apply(size_t index, Setting setting, LoadedOptions* loaded) {
+Status apply_one(size_t index, Setting setting, LoadedOptions* loaded) {
   const OptionRow& row = option_rows()[index];
   if (!std::visit(Assign{&loaded->options, setting.text}, row.field)) {
     return Status(KVM_ERR_INVALID, fmt::format("{} is '{}'{}{}; it must be {}", row.name,
@@ -98,6 +99,10 @@ Status apply(size_t index, Setting setting, LoadedOptions* loaded) {
   }
   loaded->settings[index] = std::move(setting);
   return Status::ok();
+}
+
+void apply(size_t index, Setting setting, LoadedOptions* loaded, Problems* problems) {
+  problems->add(apply_one(index, std::move(setting), loaded));
 }
 
 std::optional<size_t> find_row(std::string_view name) {
@@ -189,65 +194,105 @@ std::optional<std::string> tenants_text(const toml::table& tenants) {
 }
 
 // `prefix` is "" or the section with its dot.
-Status load_table(const toml::table& table, const std::string& prefix, const std::string& path,
-                  LoadedOptions* loaded) {
+void load_table(const toml::table& table, const std::string& prefix, const std::string& path,
+                LoadedOptions* loaded, Problems* problems) {
   for (const auto& [key, node] : table) {
     const std::string name = prefix + std::string(key.str());
     if (const toml::table* section = node.as_table();
         section != nullptr && is_section(name + ".")) {
-      KVM_TRY(load_table(*section, name + ".", path, loaded));
+      load_table(*section, name + ".", path, loaded, problems);
       continue;
     }
     const std::string place =
         fmt::format("{}:{}", path, static_cast<uint32_t>(node.source().begin.line));
     const std::optional<size_t> index = find_row(name);
     if (!index) {
-      return Status(KVM_ERR_INVALID,
-                    fmt::format("unknown option '{}' in {}{}", name, place, file_hint(name)));
+      problems->add(Status(KVM_ERR_INVALID, fmt::format("unknown option '{}' in {}{}", name, place,
+                                                        file_hint(name))));
+      continue;
     }
     const bool is_tenants = std::holds_alternative<TenantsField>(option_rows()[*index].field);
     std::optional<std::string> text =
         is_tenants && node.is_table() ? tenants_text(*node.as_table()) : text_of(node);
     if (!text) {
-      return Status(KVM_ERR_INVALID, fmt::format("{} in {} must be {}", name, place,
-                                                 allowed_text(option_rows()[*index])));
+      problems->add(Status(KVM_ERR_INVALID, fmt::format("{} in {} must be {}", name, place,
+                                                        allowed_text(option_rows()[*index]))));
+      continue;
     }
-    KVM_TRY(apply(*index, Setting{std::move(*text), Origin::kFile, place}, loaded));
+    apply(*index, Setting{std::move(*text), Origin::kFile, place}, loaded, problems);
   }
-  return Status::ok();
 }
 
-Status load_file(const std::string& path, LoadedOptions* loaded) {
-  std::ifstream file(path);
-  std::stringstream text;
-  // Nothing to read is no failure: so a file is told that there are no options.
-  if (!file || (file.peek(), file.bad()) || (!file.eof() && !(text << file.rdbuf()))) {
-    return Status(KVM_ERR_IO, fmt::format("cannot read the configuration file '{}': {}", path,
-                                          ::strerror(errno)));
+Status cannot_read(const std::string& path, std::string_view why) {
+  return Status(KVM_ERR_IO, fmt::format("cannot read the configuration file '{}': {}", path, why));
+}
+
+// LIMIT: a file with every option and its help has 10 KiB.
+constexpr size_t kMaxFileBytes = 1 << 20;
+
+// Regular files, pipes (of a shell's <(...)) and /dev/null, which sets nothing. Another device may
+// have no end, or do something when it is read.
+bool may_be_read(const struct stat& facts) {
+  const bool is_null = S_ISCHR(facts.st_mode) && facts.st_rdev == ::makedev(1, 3);
+  return S_ISREG(facts.st_mode) || S_ISFIFO(facts.st_mode) || is_null;
+}
+
+Result<std::string> read_config(const std::string& path) {
+  struct stat facts {};
+  if (::stat(path.c_str(), &facts) != 0) {
+    return cannot_read(path, ::strerror(errno));
+  }
+  if (!may_be_read(facts)) {
+    return cannot_read(path, S_ISDIR(facts.st_mode)
+                                 ? "it is a folder; it must be a file"
+                                 : "it is a device or a socket; it must be a file");
+  }
+  std::ifstream file(path, std::ios::binary);
+  if (!file) {
+    return cannot_read(path, ::strerror(errno));
+  }
+  std::string text(kMaxFileBytes + 1, '\0');
+  file.read(text.data(), static_cast<std::streamsize>(text.size()));
+  if (file.bad()) {
+    return cannot_read(path, ::strerror(errno));
+  }
+  text.resize(static_cast<size_t>(file.gcount()));
+  if (text.size() > kMaxFileBytes) {
+    return cannot_read(path, fmt::format("it is larger than {}, which no configuration is",
+                                         format_bytes(kMaxFileBytes)));
+  }
+  return text;
+}
+
+void load_file(const std::string& path, LoadedOptions* loaded, Problems* problems) {
+  const Result<std::string> text = read_config(path);
+  if (!text.is_ok()) {
+    problems->add(text.status());
+    return;
   }
   loaded->config_path = path;
   // toml++ as packaged reports errors by exceptions; they end here.
   try {
-    return load_table(toml::parse(text.str(), path), "", path, loaded);
+    load_table(toml::parse(text.value(), path), "", path, loaded, problems);
   } catch (const toml::parse_error& error) {
     // socket_mode = 0660, as one would write it elsewhere.
     const bool is_octal = error.description().find("leading zeroes") != std::string_view::npos;
-    return Status(KVM_ERR_INVALID,
-                  fmt::format("{}:{} is not TOML: {}{}", path,
-                              static_cast<uint32_t>(error.source().begin.line), error.description(),
-                              is_octal ? "; write it in quotes" : ""));
+    problems->add(Status(KVM_ERR_INVALID,
+                         fmt::format("{}:{} is not TOML: {}{}", path,
+                                     static_cast<uint32_t>(error.source().begin.line),
+                                     error.description(), is_octal ? "; write it in quotes" : "")));
   }
 }
 
-Status load_environment(const Environment& environment, const std::vector<std::string>& names,
-                        LoadedOptions* loaded) {
+void load_environment(const Environment& environment, const std::vector<std::string>& names,
+                      LoadedOptions* loaded, Problems* problems) {
   std::vector<std::string> known = names_of(environment_name);
   known.push_back(kConfigVariable);
   for (size_t i = 0; i < option_rows().size(); ++i) {
     const std::string name = known[i];
     // An empty variable counts as unset, as it does for clients.
     if (const std::optional<std::string> value = environment(name); value && !value->empty()) {
-      KVM_TRY(apply(i, Setting{*value, Origin::kEnvironment, name}, loaded));
+      apply(i, Setting{*value, Origin::kEnvironment, name}, loaded, problems);
     }
   }
   // Clients, tests and build scripts have KVM_ variables of their own, so only a near miss is one.
@@ -255,15 +300,16 @@ Status load_environment(const Environment& environment, const std::vector<std::s
     if (!name.starts_with("KVM_") || std::find(known.begin(), known.end(), name) != known.end()) {
       continue;
     }
-    for (const std::string& candidate : known) {
-      if (edit_distance(name, candidate) <= 2) {
-        return Status(KVM_ERR_INVALID,
-                      fmt::format("unknown variable '{}' in the environment; did you mean '{}'?",
-                                  name, candidate));
-      }
+    const auto meant = std::find_if(known.begin(), known.end(), [&](const std::string& candidate) {
+      return edit_distance(name, candidate) <= 2;
+    });
+    if (meant != known.end()) {
+      problems->add(
+          Status(KVM_ERR_INVALID,
+                 fmt::format("unknown variable '{}' in the environment; did you mean '{}'?", name,
+                             *meant)));
     }
   }
-  return Status::ok();
 }
 
 struct CommandLine {
@@ -314,30 +360,57 @@ Status parse_command_line(std::vector<std::string> arguments, CommandLine* line,
 
 }  // namespace
 
+void Problems::add(const Status& status) {
+  if (status.is_ok()) {
+    return;
+  }
+  ++n_;
+  if (n_ == 1) {
+    code_ = status.code();
+  }
+  if (n_ <= kMaxShown) {
+    sentences_ += (n_ == 1 ? "" : "\n") + std::string(status.message());
+  }
+}
+
+Status Problems::status() const {
+  if (n_ == 0) {
+    return Status::ok();
+  }
+  const std::string more = n_ > kMaxShown ? fmt::format("\nand {} more", n_ - kMaxShown) : "";
+  return Status(n_ == 1 ? code_ : KVM_ERR_INVALID, sentences_ + more);
+}
+
 Result<LoadedOptions> load_options(const std::vector<std::string>& arguments,
                                    const Environment& environment,
-                                   const std::vector<std::string>& environment_names) {
+                                   const std::vector<std::string>& environment_names,
+                                   const OptionsCheck& check) {
   LoadedOptions loaded;
   loaded.settings.resize(option_rows().size());
   CommandLine line;
   KVM_TRY(parse_command_line(arguments, &line, &loaded));
+  Problems problems;
   for (size_t i = 0; i < option_rows().size(); ++i) {
-    KVM_TRY(apply(i, Setting{option_rows()[i].default_text, Origin::kDefault, {}}, &loaded));
+    apply(i, Setting{option_rows()[i].default_text, Origin::kDefault, {}}, &loaded, &problems);
   }
   std::optional<std::string> config = line.config ? line.config : environment(kConfigVariable);
   if (!config && ::access(kDefaultConfigPath, F_OK) == 0) {
     config = kDefaultConfigPath;
   }
   if (config) {
-    KVM_TRY(load_file(*config, &loaded));
+    load_file(*config, &loaded, &problems);
   }
-  KVM_TRY(load_environment(environment, environment_names, &loaded));
+  load_environment(environment, environment_names, &loaded, &problems);
   for (size_t i = 0; i < option_rows().size(); ++i) {
     if (line.values[i]) {
       const std::string flag = flag_name(option_rows()[i]);
-      KVM_TRY(apply(i, Setting{*line.values[i], Origin::kFlag, flag}, &loaded));
+      apply(i, Setting{*line.values[i], Origin::kFlag, flag}, &loaded, &problems);
     }
   }
+  if (check) {
+    check(loaded.options, &problems);
+  }
+  KVM_TRY(problems.status());
   return loaded;
 }
 

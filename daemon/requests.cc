@@ -159,6 +159,7 @@ struct Dispatch {
       answer(room.code());
       return;
     }
+    session->note_engine();
     const uint64_t private_bytes = private_bytes_of(message);
     session->copied_bytes += private_bytes;
     InFlight* slot = queue->begin(request, private_bytes);

@@ -9,6 +9,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
@@ -18,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/counted.h"
 #include "base/kill_point.h"
 #include "base/machine.h"
 #include "daemon/logging.h"
@@ -112,7 +114,13 @@ Status make_socket_folder(const std::string& socket_path) {
 }
 
 int fail(int exit_status, const Status& status) {
-  fmt::print(stderr, "kvmd: {}\n", status.message());
+  // A line for each thing that is wrong.
+  std::string_view rest = status.message();
+  do {
+    const size_t end = std::min(rest.find('\n'), rest.size());
+    fmt::print(stderr, "kvmd: {}\n", rest.substr(0, end));
+    rest.remove_prefix(std::min(end + 1, rest.size()));
+  } while (!rest.empty());
   return exit_status;
 }
 
@@ -124,25 +132,22 @@ int answer(const std::string& text) {
   return 0;
 }
 
-// What a table row cannot say about its value alone.
-Status check_options(const Options& options) {
-  KVM_TRY(engine::parse_cost_model(options.cost_model).status());
-  const auto check_part = [](const char* name, const Size& part, const char* of,
-                             const Size& whole) {
-    return !part.is_share && !whole.is_share && part.bytes > whole.bytes
-               ? Status(KVM_ERR_INVALID,
-                        fmt::format("{} is {}, more than {}, which is {}", name,
-                                    format_bytes(part.bytes), of, format_bytes(whole.bytes)))
-               : Status::ok();
+void check_options(const Options& options, Problems* problems) {
+  problems->add(engine::parse_cost_model(options.cost_model).status());
+  const auto check_part = [problems](const char* name, const Size& part, const char* of,
+                                     const Size& whole) {
+    if (!part.is_share && !whole.is_share && part.bytes > whole.bytes) {
+      problems->add(Status(KVM_ERR_INVALID,
+                           fmt::format("{} is {}, more than {}, which is {}", name,
+                                       format_bytes(part.bytes), of, format_bytes(whole.bytes))));
+    }
   };
-  KVM_TRY(
-      check_part("default_quota", options.default_quota, "host_capacity", options.host_capacity));
-  KVM_TRY(check_part("arena_quota", options.arena_quota, "arena_capacity", options.arena_capacity));
+  check_part("default_quota", options.default_quota, "host_capacity", options.host_capacity);
+  check_part("arena_quota", options.arena_quota, "arena_capacity", options.arena_capacity);
   if (options.metrics_listen == "unix:" + options.socket) {
-    return Status(KVM_ERR_INVALID,
-                  fmt::format("metrics.listen and socket are both '{}'", options.socket));
+    problems->add(Status(KVM_ERR_INVALID,
+                         fmt::format("metrics.listen and socket are both '{}'", options.socket)));
   }
-  return Status::ok();
 }
 
 int serve(const LoadedOptions& loaded, const OpenEngine& open_engine) {
@@ -153,7 +158,9 @@ int serve(const LoadedOptions& loaded, const OpenEngine& open_engine) {
   const MachineMemory memory = machine_memory();
   Result<std::unique_ptr<engine::Engine>> engine = open_engine(engine_options(options, memory));
   if (!engine.is_ok()) {
-    return fail(kExitFailed, engine.status());
+    // A wrong value stays wrong: the service manager need not try again.
+    const bool is_usage = engine.status().code() == KVM_ERR_INVALID;
+    return fail(is_usage ? kExitUsage : kExitFailed, engine.status());
   }
   if (const Status status = make_socket_folder(options.socket); !status.is_ok()) {
     return fail(kExitFailed, status);
@@ -165,9 +172,9 @@ int serve(const LoadedOptions& loaded, const OpenEngine& open_engine) {
     return fail(kExitFailed, status);
   }
   const engine::EngineOptions& effective = engine.value()->options();
-  spdlog::info("listening at {}; {} threads, {} kernels, {} for keys and values, {} for arenas",
-               options.socket, engine.value()->n_threads(), engine.value()->isa(),
-               format_bytes(effective.host_capacity_bytes),
+  spdlog::info("listening at {}; {}, {} kernels, {} for keys and values, {} for arenas",
+               options.socket, counted(engine.value()->n_threads(), "thread"),
+               engine.value()->isa(), format_bytes(effective.host_capacity_bytes),
                format_bytes(server.service().limits.arena_capacity_bytes));
   if (options.metrics_listen != "off") {
     spdlog::info("metrics at {}", options.metrics_listen);
@@ -182,7 +189,7 @@ int serve(const LoadedOptions& loaded, const OpenEngine& open_engine) {
 int run_kvmd(int argc, const char* const* argv, const OpenEngine& open_engine) {
   const std::vector<std::string> arguments(argv + (argc > 0 ? 1 : 0), argv + argc);
   const Result<LoadedOptions> loaded =
-      load_options(arguments, environment_of_process, environment_names());
+      load_options(arguments, environment_of_process, environment_names(), check_options);
   if (!loaded.is_ok()) {
     return fail(kExitUsage, loaded.status());
   }
@@ -195,9 +202,6 @@ int run_kvmd(int argc, const char* const* argv, const OpenEngine& open_engine) {
   if (loaded.value().version) {
     return answer(
         fmt::format("kvmd {}.{}.{}\n", KVM_VERSION_MAJOR, KVM_VERSION_MINOR, KVM_VERSION_PATCH));
-  }
-  if (const Status status = check_options(loaded.value().options); !status.is_ok()) {
-    return fail(kExitUsage, status);
   }
   if (loaded.value().print_config) {
     return answer(loaded.value().json ? options_json(loaded.value())

@@ -210,7 +210,7 @@ void Server::request_stop() {
 }
 
 void Server::shut_down() {
-  spdlog::info("shutting down: {} clients, {} requests in flight", sessions_.size(),
+  spdlog::info("shutting down: clients: {}, requests in flight: {}", sessions_.size(),
                service_->engine->n_in_flight());
   draining_ = true;
   KVM_KILL_POINT("daemon/stopping");
@@ -227,7 +227,7 @@ void Server::shut_down() {
     }
   }
   if (const uint32_t n = service_->engine->n_in_flight(); n > 0) {
-    spdlog::warn("{} requests are given up: shutdown_timeout_ms has passed", n);
+    spdlog::warn("requests given up: {}; shutdown_timeout_ms has passed", n);
   }
   for (auto& session : sessions_) {
     session->doom("shutdown");
@@ -455,8 +455,11 @@ void Server::bury_doomed() {
 
 void Server::bury(std::unique_ptr<Session> session) {
   KVM_KILL_POINT("daemon/session_doomed");
-  spdlog::log(session->is_violator() ? spdlog::level::warn : spdlog::level::info,
-              "client {} '{}' (process {}, user {}) closed: {}", session->id(), session->name,
+  const bool is_visitor = session->welcomed && !session->is_engine();
+  spdlog::log(session->is_violator() ? spdlog::level::warn
+              : is_visitor           ? spdlog::level::debug
+                                     : spdlog::level::info,
+              "client {:#x} '{}' (process {}, user {}) closed: {}", session->client, session->name,
               session->peer().pid, session->peer().uid, session->doom_reason());
   for (const auto& queue : session->queues) {
     if (queue->notification_under_way) {
@@ -638,8 +641,8 @@ void Server::handle_socket(Session* session, uint32_t events) {
     const bool was_welcomed = session->welcomed;
     handle_message(session, received.value()->bytes);
     if (session->welcomed && !was_welcomed) {
-      spdlog::info("client {} '{}' (process {}, user {}) connected", session->id(), session->name,
-                   session->peer().pid, session->peer().uid);
+      spdlog::debug("client {:#x} '{}' (process {}, user {}) connected", session->client,
+                    session->name, session->peer().pid, session->peer().uid);
     }
   }
   if ((events & (EPOLLHUP | EPOLLERR)) != 0) {

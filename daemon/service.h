@@ -37,7 +37,7 @@ class ServedQueue;
 
 // Of each client, but max_clients and arena_capacity_bytes; engine/quota.h counts. max_queues and
 // max_arenas are what applications may have; what libkvm makes for itself is admitted beside it
-// (ipc::admitted_queues, ipc::admitted_arenas).
+// (ipc::own_queues, ipc::own_arenas).
 struct Limits {
   uint32_t max_clients = ipc::kMaxClients;
   uint32_t max_queues = ipc::kMaxQueuesPerClient;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "daemon/session.h"
 
+#include <spdlog/spdlog.h>
 #include <sys/epoll.h>
 
 #include <algorithm>
@@ -117,6 +118,14 @@ void Session::doom_for_violation(std::string_view reason) {
     violator_ = true;
     ++service_->n_protocol_errors;
     doom(reason);
+  }
+}
+
+void Session::note_engine() {
+  if (!is_engine_) {
+    is_engine_ = true;
+    spdlog::info("client {:#x} '{}' (process {}, user {}) works with sequences", client, name,
+                 peer_.pid, peer_.uid);
   }
 }
 

@@ -56,6 +56,11 @@ class Session {
   const char* doom_reason() const { return doom_reason_.data(); }
   bool is_violator() const { return violator_; }
 
+  // It registers a space or makes a request: more than to look and to administer. Its coming and
+  // going is worth a line of the log then.
+  void note_engine();
+  bool is_engine() const { return is_engine_; }
+
   // Closes what tells the client that it is gone. Memory stays until destruction.
   void hang_up();
 
@@ -100,6 +105,7 @@ class Session {
   ipc::PeerCredentials peer_;
   std::deque<Unsent> unsent_;
   bool doomed_ = false;
+  bool is_engine_ = false;
   bool violator_ = false;
   std::array<char, 256> doom_reason_{};
   uint64_t gap_ns_ = 0;  // 0: not known yet

@@ -10,6 +10,7 @@
 #include <string>
 
 #include "base/clock.h"
+#include "base/machine.h"
 #include "base/stats_text.h"
 #include "engine/refusal.h"
 #include "ipc/validate.h"
@@ -74,6 +75,8 @@ std::string stats_text(const StatsSnapshot& snapshot) {
   const std::string build = fmt::format("{{version=\"{}.{}.{}\",isa=\"{}\"}}", KVM_VERSION_MAJOR,
                                         KVM_VERSION_MINOR, KVM_VERSION_PATCH, snapshot.isa);
   out.gauge("kvm_build_info", "Always 1; its labels tell what runs.", 1, build.c_str());
+  out.gauge("kvm_huge_pages_info", "Always 1; its label tells whether kvmd gets huge pages.", 1,
+            fmt::format("{{setting=\"{}\"}}", huge_page_setting()).c_str());
   out.gauge("kvm_threads", "Threads that compute.", snapshot.n_threads);
   write_stats(snapshot.stats, &out);
   write_requests(snapshot.requests, &out);

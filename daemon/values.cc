@@ -9,29 +9,9 @@
 #include <cmath>
 #include <utility>
 
+#include "base/size_text.h"
+
 namespace kvm::daemon {
-namespace {
-
-constexpr double kMaxBytes = 9.2e18;  // below 2^63
-
-struct Unit {
-  std::string_view name;
-  double bytes;
-};
-
-constexpr std::array<Unit, 10> kUnits = {{{"", 1},
-                                          {"B", 1},
-                                          {"KiB", 1024.0},
-                                          {"MiB", 1048576.0},
-                                          {"GiB", 1073741824.0},
-                                          {"TiB", 1099511627776.0},
-                                          {"kB", 1e3},
-                                          {"MB", 1e6},
-                                          {"GB", 1e9},
-                                          {"TB", 1e12}}};
-
-}  // namespace
-
 uint64_t Size::resolve(uint64_t whole_bytes) const {
   if (!is_share) {
     return bytes;
@@ -70,28 +50,21 @@ std::optional<uint32_t> parse_octal(std::string_view text) {
 }
 
 std::optional<Size> parse_size(std::string_view text) {
-  double number = 0;
+  if (!text.ends_with('%')) {
+    const Result<uint64_t> bytes = parse_bytes(text);
+    return bytes.is_ok() ? std::optional<Size>(Size{.bytes = bytes.value()}) : std::nullopt;
+  }
+  text.remove_suffix(1);
+  if (text.ends_with(' ')) {
+    text.remove_suffix(1);
+  }
+  double percent = 0;
   const char* end = text.data() + text.size();
-  const auto [stop, error] = std::from_chars(text.data(), end, number, std::chars_format::fixed);
-  if (error != std::errc() || !std::isfinite(number) || number < 0 || std::signbit(number)) {
-    return std::nullopt;
-  }
-  std::string_view unit(stop, static_cast<size_t>(end - stop));
-  if (!unit.empty() && unit.front() == ' ') {
-    unit.remove_prefix(1);
-  }
-  if (unit == "%") {
-    if (number > 100) {
-      return std::nullopt;
-    }
-    return Size{.is_share = true, .percent = number};
-  }
-  for (const Unit& known : kUnits) {
-    if (unit == known.name && number * known.bytes < kMaxBytes) {
-      return Size{.bytes = static_cast<uint64_t>(number * known.bytes)};
-    }
-  }
-  return std::nullopt;
+  const auto [stop, error] = std::from_chars(text.data(), end, percent, std::chars_format::fixed);
+  const bool is_share = error == std::errc() && stop == end && percent >= 0 && percent <= 100;
+  return is_share && !std::signbit(percent)
+             ? std::optional<Size>(Size{.is_share = true, .percent = percent})
+             : std::nullopt;
 }
 
 std::string format_bytes(uint64_t bytes) {

@@ -29,8 +29,7 @@ std::optional<uint64_t> parse_integer(std::string_view text);
 std::optional<bool> parse_bool(std::string_view text);
 // "0660": octal digits.
 std::optional<uint32_t> parse_octal(std::string_view text);
-// "200GiB", "1.5TiB", "64MB", "4096" (bytes), "60%". Units: B, KiB to TiB (1024), kB to TB (1000).
-// LIMIT: below 2^63 bytes, and 0 to 100 %.
+// What parse_bytes (base/size_text.h) takes, or a share: "60%". LIMIT: 0 to 100 %.
 std::optional<Size> parse_size(std::string_view text);
 
 // "12.5 GiB": three digits at most, binary units. For people, not for parsing.

@@ -10,6 +10,7 @@
 #include <span>
 
 #include "base/assert.h"
+#include "base/counted.h"
 #include "base/round.h"
 
 namespace kvm::engine {
@@ -76,8 +77,8 @@ Status AttendWork::add_item(const Store& store, uint32_t index, const Sequence* 
     const uint64_t length = store.reserved_length(seq, layer);
     if (length < item.n_query) {
       return {KVM_ERR_INVALID,
-              fmt::format("item {} asks for the last {} tokens; layer {} of its sequence has {}",
-                          index, item.n_query, layer, length)};
+              fmt::format("item {} asks for the last {}; layer {} of its sequence has {}", index,
+                          counted(item.n_query, "token"), layer, length)};
     }
     view.position = length - item.n_query;
   }

@@ -415,10 +415,11 @@ void EngineImpl::submit_any(ClientId client, RequestTag tag, What&& what, DoneCa
   Status status;
   try {
     if (found == clients_.end() || found->second.is_leaving) {
-      status = {KVM_ERR_PERMISSION, fmt::format("client {} is unknown", client)};
+      status = {KVM_ERR_PERMISSION, fmt::format("client {:#x} is unknown", client)};
     } else {
       request = take_request(client, tag);
       ++found->second.n_requests;
+      quotas().find(client)->note_request();
       request->what = std::move(what);
       status = admit(request, &is_null);
     }
@@ -1070,6 +1071,7 @@ kvm_stats EngineImpl::stats() const {
 
 Result<std::unique_ptr<Engine>> Engine::open(const EngineOptions& given) {
   constexpr uint32_t kMaxThreads = 1024;
+  KVM_TRY(attention::check_forced_isa());
   EngineOptions options = given;
   if (options.n_threads > kMaxThreads) {
     return Status(KVM_ERR_INVALID, fmt::format("n_threads is {}; at most {} are allowed",

@@ -69,8 +69,12 @@ uint64_t QuotaAccount::limit(Resource resource) const {
   return tenant_ == nullptr ? own : std::min(own, tenant_->limits_[resource]);
 }
 
+uint64_t QuotaAccount::admitted(Resource resource) const {
+  return limits_[resource] + std::min(beside_[resource], kNoLimit - limits_[resource]);
+}
+
 uint64_t QuotaAccount::own_room(Resource resource) const {
-  return limits_[resource] - std::min(limits_[resource], used_[resource]);
+  return admitted(resource) - std::min(admitted(resource), used_[resource]);
 }
 
 uint64_t QuotaAccount::room(Resource resource) const {
@@ -79,7 +83,7 @@ uint64_t QuotaAccount::room(Resource resource) const {
 }
 
 bool QuotaAccount::has_room(Resource resource, uint64_t n) const {
-  return used_[resource] <= limits_[resource] && n <= limits_[resource] - used_[resource];
+  return used_[resource] <= admitted(resource) && n <= own_room(resource);
 }
 
 Status QuotaAccount::check(Resource resource, uint64_t n, std::string_view what) {
@@ -90,7 +94,7 @@ Status QuotaAccount::check(Resource resource, uint64_t n, std::string_view what)
   ++n_refused_;
   return Status(KVM_ERR_QUOTA, fmt::format("{}: {} holds {} of {} {}, and {} more {} not fit", what,
                                            short_of->owner_, short_of->used_[resource],
-                                           short_of->limits_[resource], text_of(resource).unit, n,
+                                           short_of->admitted(resource), text_of(resource).unit, n,
                                            n == 1 ? "does" : "do"));
 }
 
@@ -137,8 +141,8 @@ QuotaAccount* QuotaBook::open(ClientId client, const ClientSpec& spec, const Amo
   });
   Amounts own = limits;
   apply(spec.limits, &own);
-  auto opened =
-      std::make_unique<Client>(Client{spec, QuotaAccount("this client", own, &tenant->account)});
+  auto opened = std::make_unique<Client>(
+      Client{spec, QuotaAccount("this client", own, &tenant->account, spec.beside)});
   QuotaAccount* account = &opened->account;
   clients_.emplace(client, std::move(opened));
   ++tenant->n_clients;
@@ -177,7 +181,8 @@ std::vector<ClientUsage> QuotaBook::clients() const {
                    .name = client->spec.name,
                    .used = client->account.used(),
                    .limits = client->account.limits(),
-                   .n_refused = client->account.n_refused()});
+                   .n_refused = client->account.n_refused(),
+                   .n_requests = client->account.n_requests()});
   }
   return all;
 }
@@ -204,7 +209,7 @@ std::vector<TenantUsage> QuotaBook::tenants() const {
 Status QuotaBook::set_client_limits(ClientId client, const LimitChanges& changes) {
   QuotaAccount* account = find(client);
   if (account == nullptr) {
-    return Status(KVM_ERR_NOT_FOUND, fmt::format("there is no client {}", client));
+    return Status(KVM_ERR_NOT_FOUND, fmt::format("there is no client {:#x}", client));
   }
   account->set_limits(changes);
   return Status::ok();

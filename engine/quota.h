@@ -72,6 +72,7 @@ struct ClientSpec {
   uint32_t pid = 0;
   std::string name;
   LimitChanges limits;  // where its limits differ from those of other clients
+  Amounts beside{};     // what its library makes for itself: admitted beside the limits
 };
 
 // Snapshots for tools and metrics.
@@ -82,7 +83,8 @@ struct ClientUsage {
   std::string name;
   Amounts used;
   Amounts limits;
-  uint64_t n_refused = 0;  // requests and messages, for its own limits or its tenant's
+  uint64_t n_refused = 0;   // requests and messages, for its own limits or its tenant's
+  uint64_t n_requests = 0;  // that the engine has been given
 };
 struct TenantUsage {
   uint32_t uid = 0;
@@ -94,9 +96,10 @@ struct TenantUsage {
 // What a client, or a tenant, holds.
 class QuotaAccount {
  public:
-  // owner: for sentences. tenant: null for an account of a tenant.
-  QuotaAccount(std::string owner, const Amounts& limits, QuotaAccount* tenant)
-      : owner_(std::move(owner)), limits_(limits), tenant_(tenant) {}
+  // owner: for sentences. tenant: null for an account of a tenant. beside: as ClientSpec has it.
+  QuotaAccount(std::string owner, const Amounts& limits, QuotaAccount* tenant,
+               const Amounts& beside = {})
+      : owner_(std::move(owner)), limits_(limits), beside_(beside), tenant_(tenant) {}
 
   uint64_t used(Resource resource) const { return used_[resource]; }
   const Amounts& used() const { return used_; }
@@ -119,15 +122,21 @@ class QuotaAccount {
   QuotaAccount* tenant() const { return tenant_; }
   void set_limits(const LimitChanges& changes);
   uint64_t n_refused() const { return n_refused_; }
+  void note_request() { ++n_requests_; }
+  uint64_t n_requests() const { return n_requests_; }
 
  private:
+  // What may be held, with what is admitted beside the limit.
+  uint64_t admitted(Resource resource) const;
   bool has_room(Resource resource, uint64_t n) const;
 
   std::string owner_;
   Amounts used_;
   Amounts limits_;
+  Amounts beside_;
   QuotaAccount* tenant_;
   uint64_t n_refused_ = 0;
+  uint64_t n_requests_ = 0;
 };
 
 // All accounts.

@@ -39,6 +39,7 @@ kvm_client_entry client_entry(const ClientUsage& usage) {
   out.used = amounts(usage.used);
   out.limits = amounts(usage.limits);
   out.n_refused = usage.n_refused;
+  out.n_requests = usage.n_requests;
   return out;
 }
 

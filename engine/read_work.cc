@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "base/counted.h"
 #include "codecs/convert.h"
 
 namespace kvm::engine {
@@ -126,9 +127,9 @@ Status observe(Store& store, Sequence* seq, const ObserveRequest& request,
   const uint64_t length = store.length(seq, request.layer);
   // The store checks this as well; here it bounds what is converted.
   if (request.n_columns != 0 && request.column_begin + request.n_columns > length) {
-    return {KVM_ERR_INVALID,
-            fmt::format("columns end at {}; layer {} has {} tokens",
-                        request.column_begin + request.n_columns, request.layer, length)};
+    return {KVM_ERR_INVALID, fmt::format("columns end at {}; layer {} has {}",
+                                         request.column_begin + request.n_columns, request.layer,
+                                         counted(length, "token"))};
   }
   // Older rows would be dropped at once.
   const uint32_t n_rows = std::min(request.n_rows, kMaxObservedRows);

@@ -6,6 +6,8 @@
 #include <unordered_map>
 #include <utility>
 
+#include "base/counted.h"
+
 namespace kvm::engine {
 namespace {
 
@@ -43,7 +45,7 @@ void rollback_lists(Ledger* ledger, Sequence* seq, uint32_t layer) {
 Status reserve_item(Ledger* ledger, const AppendItem& item) {
   const std::span<PageList> lists = item.seq->layer_lists(item.layer);
   if (lists[0].reserved_length() != lists[0].length()) {
-    return Status(KVM_ERR_INVALID, fmt::format("sequence {} is appended to twice in layer {}",
+    return Status(KVM_ERR_INVALID, fmt::format("sequence {:#x} is appended to twice in layer {}",
                                                item.seq->id, item.layer));
   }
   for (uint32_t i = 0; i < lists.size(); ++i) {
@@ -70,8 +72,8 @@ Status check_append(const AppendItem& item) {
   const uint64_t present = layer_length(item.seq, item.layer);
   if (item.position != KVM_POSITION_END && item.position != present) {
     return Status(KVM_ERR_HOLE,
-                  fmt::format("append_position is {}; layer {} of sequence {} has {} tokens",
-                              item.position, item.layer, item.seq->id, present));
+                  fmt::format("append_position is {}; layer {} of sequence {:#x} has {}",
+                              item.position, item.layer, item.seq->id, counted(present, "token")));
   }
   if (item.n_tokens == 0 || item.n_tokens > kMaxTokens - present) {
     return Status(KVM_ERR_INVALID, fmt::format("n_append is {}; it must be 1 to {}", item.n_tokens,

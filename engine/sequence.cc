@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "base/counted.h"
 #include "base/round.h"
 #include "policies/heavy.h"
 #include "policies/sinks_recent.h"
@@ -147,8 +148,8 @@ Status check_read(const Sequence* seq, uint32_t layer, uint64_t position, uint64
   const uint64_t present = lists[0].length();
   if (position > present || n_tokens > present - position) {
     return Status(KVM_ERR_INVALID,
-                  fmt::format("{} tokens from position {} are beyond the {} of layer {}", n_tokens,
-                              position, present, layer));
+                  fmt::format("{} from position {} on: layer {} has {}", counted(n_tokens, "token"),
+                              position, layer, counted(present, "token")));
   }
   for (uint32_t i = 0; i < lists.size(); ++i) {
     if (!holds(seq, layer, i, position, position + n_tokens)) {
@@ -171,9 +172,10 @@ Status check_cut(const Sequence* seq, uint64_t n_tokens) {
     for (uint32_t i = 0; i < lists.size(); ++i) {
       if (n_tokens < lists[i].length() &&
           misses_visible(space, layer, i, lists[i], n_tokens, n_tokens)) {
-        return Status(KVM_ERR_PARTIAL, fmt::format("sequence {} cannot be cut at {}: layer {} has "
-                                                   "dropped tokens that queries there would see",
-                                                   seq->id, n_tokens, layer));
+        return Status(KVM_ERR_PARTIAL,
+                      fmt::format("sequence {:#x} cannot be cut at {}: layer {} has "
+                                  "dropped tokens that queries there would see",
+                                  seq->id, n_tokens, layer));
       }
     }
   }

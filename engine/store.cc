@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/assert.h"
+#include "base/counted.h"
 #include "base/round.h"
 #include "base/undo.h"
 #include "engine/aging_plan.h"
@@ -295,8 +296,8 @@ std::vector<kvm_space_info> StoreImpl::list_spaces() const {
 Status StoreImpl::drop_space(kvm_space_id id) {
   KVM_TRY_ASSIGN(const SpaceRecord* record, spaces_.find(id));
   if (record->n_sequences > 0) {
-    return Status(KVM_ERR_BUSY, fmt::format("space \"{}\" has {} sequences", record->space->name,
-                                            record->n_sequences));
+    return Status(KVM_ERR_BUSY, fmt::format("space \"{}\" has {}", record->space->name,
+                                            counted(record->n_sequences, "sequence")));
   }
   spaces_.erase(id);
   return Status::ok();
@@ -307,7 +308,7 @@ Status StoreImpl::drop_space(kvm_space_id id) {
 Result<Sequence*> StoreImpl::find_seq(ClientId client, kvm_seq_id id) {
   KVM_TRY_ASSIGN(Sequence * seq, sequences_.find(id));
   if (seq->account->client != client) {
-    return Status(KVM_ERR_PERMISSION, fmt::format("sequence {} belongs to another client", id));
+    return Status(KVM_ERR_PERMISSION, fmt::format("sequence {:#x} belongs to another client", id));
   }
   return seq;
 }
@@ -371,8 +372,8 @@ Result<kvm_seq_id> StoreImpl::create_seq(ClientId client, kvm_space_id space, ui
 Status StoreImpl::check_fork(const Sequence* parent, uint64_t n_tokens) const {
   const uint64_t longest = longest_layer(parent);
   if (n_tokens != KVM_POSITION_END && n_tokens > longest) {
-    return Status(KVM_ERR_INVALID, fmt::format("n_tokens is {}; the longest layer has {} tokens",
-                                               n_tokens, longest));
+    return Status(KVM_ERR_INVALID, fmt::format("n_tokens is {}; the longest layer has {}", n_tokens,
+                                               counted(longest, "token")));
   }
   KVM_TRY(check_cut(parent, n_tokens));
   return check_limits(parent->account, "a fork");
@@ -450,8 +451,8 @@ Status StoreImpl::commit_seq(Sequence* seq, uint64_t n_tokens) {
     n_tokens = shortest;
   }
   if (n_tokens > shortest) {
-    return Status(KVM_ERR_INVALID, fmt::format("n_tokens is {}; the shortest layer has {} tokens",
-                                               n_tokens, shortest));
+    return Status(KVM_ERR_INVALID, fmt::format("n_tokens is {}; the shortest layer has {}",
+                                               n_tokens, counted(shortest, "token")));
   }
   advance_commit(seq, n_tokens);
   return Status::ok();

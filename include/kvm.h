@@ -224,7 +224,8 @@ typedef struct kvm_embedded_params {
 /* Opens an engine inside this process: the same functions and results, no daemon. HOST buffers are
  * used in place. Only libkvm_embedded has it; the thin libkvm answers UNSUPPORTED.
  * KVM_AUDIT_EVERY and KVM_COST_MODEL of the environment mean what they mean to kvmd, but without
- * the first nothing is audited.
+ * the first nothing is audited. KVM_FORCE_ISA names kernels, as kvm_client_info.isa has them; those
+ * that this machine cannot run are INVALID.
  * Fails:   INVALID, NO_MEMORY, UNSUPPORTED. Threads: any. */
 KVM_API kvm_status kvm_open_embedded(const kvm_embedded_params *params, kvm_client **out);
 
@@ -1217,10 +1218,13 @@ typedef struct kvm_client_entry {
   uint32_t reserved0;
   uint64_t client_id;
   char name[64];      /* kvm_connect_params.client_name; printable ASCII */
+  /* With what its library makes for itself (a queue, and up to four arenas for each queue), which
+   * is admitted beside the limits. */
   kvm_amounts used;
   kvm_amounts limits; /* its own; those of its user hold beside them */
   uint64_t n_refused; /* requests and calls that a limit, its own or its user's, has refused */
-  uint64_t reserved[4];
+  uint64_t n_requests; /* that it has made so far, but null ones; 0 of an older kvmd */
+  uint64_t reserved[3];
 } kvm_client_entry;
 
 /* All clients of a user together. */

@@ -34,12 +34,10 @@ inline constexpr uint64_t kHelloMagic = 0x30304d564b4d564bull;  // "KVMKVM00"
 inline constexpr uint32_t kMaxClients = 64;
 inline constexpr uint32_t kMaxQueuesPerClient = 16;  // of the application, as kvm_client_info says
 inline constexpr uint32_t kMaxArenasPerClient = 64;
-// The daemon admits a few more than the limits of the application: libkvm makes one queue of its
-// own, and for each queue an arena of blocks and up to three staging arenas.
-constexpr uint32_t admitted_queues(uint32_t max_queues) { return max_queues + 1; }
-constexpr uint32_t admitted_arenas(uint32_t max_arenas, uint32_t max_queues) {
-  return max_arenas + 4 * admitted_queues(max_queues);
-}
+// What the daemon admits beside limits of the application: libkvm makes one queue of its own, and
+// for each queue an arena of blocks and up to three staging arenas.
+constexpr uint32_t own_queues() { return 1; }
+constexpr uint32_t own_arenas(uint32_t max_queues) { return 4 * (max_queues + own_queues()); }
 inline constexpr uint64_t kMaxArenaBytes = 4ull << 30;
 inline constexpr uint32_t kRequestEntries = 256;  // slots of the request ring
 inline constexpr uint32_t kCompletionEntries = 512;

@@ -84,6 +84,7 @@ TEST_F(AbiAdmin, ListsSayWhoHoldsWhat) {
   EXPECT_EQ(entry.used.sequences, 2u);
   EXPECT_GT(entry.used.bytes, 0u);
   EXPECT_EQ(entry.n_refused, 0u);
+  EXPECT_EQ(entry.n_requests, 4u) << "two sequences made, two appends";
 
   kvm_user_entry user{};
   user.struct_size = sizeof(user);

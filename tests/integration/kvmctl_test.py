@@ -2,13 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """kvmctl against a live daemon: what it prints, its JSON, its exit statuses."""
 
+import contextlib
+import ctypes
+import fcntl
 import json
 import os
+import pty
 import resource
 import signal
 import socket
+import struct
 import subprocess
 import tempfile
+import termios
 import threading
 import unittest
 
@@ -68,7 +74,11 @@ class Kvmctl(unittest.TestCase):
     def test_seqs(self):
         sequences = self.daemon.json("seqs")
         self.assertEqual(len(sequences), 3)
+        table = self.daemon.kvmctl("seqs").stdout
         for sequence in sequences:
+            for name in ("id", "client", "space"):
+                self.assertRegex(sequence[name], r"\A0x[0-9a-f]+\Z")
+            self.assertIn(f"{sequence['id']}  {sequence['client']} ", table)
             self.assertEqual(sequence["tokens_min"], 100)
             self.assertEqual(sequence["tokens_max"], 100)
             self.assertGreater(sequence["bytes"], 0)
@@ -82,6 +92,24 @@ class Kvmctl(unittest.TestCase):
         for finding in findings.values():
             if finding["verdict"] != "good":
                 self.assertTrue(finding["consequence"], finding)
+
+    def test_doctor_tells_whether_kvmd_itself_gets_huge_pages(self):
+        libc = ctypes.CDLL(None, use_errno=True)
+        set_thp_disable = 41
+        self.assertEqual(libc.prctl(set_thp_disable, 1, 0, 0, 0), 0)  # kvmd inherits it
+        try:
+            daemon = Daemon().__enter__()
+        finally:
+            libc.prctl(set_thp_disable, 0, 0, 0, 0)
+        try:
+            findings = {finding["subject"]: finding for finding in daemon.json("doctor")}
+            huge_pages = findings["transparent huge pages"]
+            self.assertEqual(huge_pages["found"], "disabled (for kvmd)")
+            self.assertEqual(huge_pages["verdict"], "fallback")
+            self.assertIn('kvm_huge_pages_info{setting="disabled"} 1\n',
+                          daemon.kvmctl("metrics").stdout)
+        finally:
+            daemon.__exit__()
 
     def test_doctor_looks_at_the_limits_of_kvmd(self):
         pid = self.daemon.process.pid
@@ -126,9 +154,82 @@ class Kvmctl(unittest.TestCase):
         for name in ("sequences", "bytes"):
             self.assertEqual(user["used"][name],
                              sum(c["used"][name] for c in quota["clients"]), name)
-        only = self.daemon.json("quota", "get", "--client", str(holder["id"]))
-        self.assertEqual([c["id"] for c in only["clients"]], [holder["id"]])
-        self.assertEqual(only["users"], [])
+        for written in (holder["id"], str(int(holder["id"], 16))):
+            only = self.daemon.json("quota", "get", "--client", written)
+            self.assertEqual([c["id"] for c in only["clients"]], [holder["id"]])
+            self.assertEqual(only["users"], [])
+
+    def test_limits_of_clients_are_those_of_the_configuration(self):
+        options = {o["name"]: o["value"] for o in self.daemon.json("config", "dump")["options"]}
+        for client in self.daemon.json("clients"):
+            self.assertEqual(client["limits"]["queues"], options["max_queues"])
+            self.assertEqual(client["limits"]["arenas"], options["max_arenas"])
+
+    def test_kvmctl_leaves_no_lines_in_the_log(self):
+        before = self.daemon.log()
+        self.daemon.json("status")
+        self.daemon.json("seqs")
+        self.assertEqual(self.daemon.log(), before)
+        self.assertRegex(before, r"client 0x[0-9a-f]+ 'daemon_holder' .* works with sequences")
+
+    def test_top_refuses_times_with_a_sentence(self):
+        for text in ("nan", "inf", "-1", "0", "1e9"):
+            result = self.daemon.kvmctl("top", "--once", f"--interval={text}")
+            self.assertEqual(result.returncode, 2, text)
+            self.assertIn(f"'{text}' is no time; allowed are 0.05 to 3600 seconds", result.stderr)
+
+    def test_top_has_rates_of_clients_and_durations(self):
+        look = json.loads(self.daemon.kvmctl("--json", "top", "--once", "-i", "0.1").stdout)
+        self.assertEqual({c["name"] for c in look["by_client"]}, {"daemon_holder", "kvmctl"})
+        for client in look["by_client"]:
+            self.assertGreaterEqual(client["requests_per_second"], 0)
+        # What a bench asks meanwhile is seen, as a rate of its own and in the durations.
+        with subprocess.Popen([f"{BIN}/kvmctl", "--socket", self.daemon.socket, "bench",
+                               "--tokens", "512", "--seconds", "3"],
+                              stdout=subprocess.DEVNULL) as bench:
+            busy = []
+            while bench.poll() is None and not busy:
+                look = json.loads(self.daemon.kvmctl("--json", "top", "--once", "-i",
+                                                     "0.2").stdout)
+                busy = [c for c in look["by_client"] if c["requests_per_second"] > 0]
+            self.assertEqual([c["name"] for c in busy], ["kvmctl"])
+            self.assertGreater(look["request_p50_seconds"], 0)
+            self.assertLessEqual(look["request_p50_seconds"], look["request_p99_seconds"])
+            bench.wait()
+
+    def test_top_fits_the_terminal(self):
+        for columns in (40, 60, 80, 120):
+            lines = self.on_terminal(columns, "top", "-n", "1", "-i", "0.05").splitlines()
+            lines = [line.replace("\x1b[H\x1b[J", "") for line in lines]
+            self.assertLessEqual(max(len(line) for line in lines), columns, lines)
+            text = "\n".join(lines)
+            for word in ("p99", "CLIENT", "REQUESTS", "daemon_holder"):
+                self.assertIn(word, text)
+            self.assertEqual("ARENA MEMORY" in text, columns == 120, text)
+
+    def on_terminal(self, columns, *arguments):
+        """What kvmctl writes to a terminal so wide."""
+        leader, follower = pty.openpty()
+        try:
+            fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+            process = self.daemon.kvmctl(*arguments, stdout=follower)
+            self.assertEqual(process.returncode, 0, process.stderr)
+            os.set_blocking(leader, False)
+            text = b""
+            with contextlib.suppress(BlockingIOError):  # a part for each line; then no more
+                while True:
+                    text += os.read(leader, 65536)
+            return text.decode()
+        finally:
+            os.close(follower)
+            os.close(leader)
+
+    def test_one_is_no_plural(self):
+        with Daemon("--threads", "1") as daemon:
+            status = daemon.kvmctl("status").stdout
+            self.assertIn("1 thread,", status)
+            self.assertIn("1 thread,", daemon.log())
+            self.assertNotRegex(self.daemon.kvmctl("status").stdout, r"\b1 \w+s\b")
 
     def test_metrics(self):
         self.assertIn("\nkvm_sequences 3\n", self.daemon.kvmctl("metrics").stdout)
@@ -137,7 +238,10 @@ class Kvmctl(unittest.TestCase):
         for arguments in ([], ["frobnicate"], ["ping", "-c", "0"], ["status", "--jsn"], ["evict"],
                           ["evict", "--client", "1", "--space", "x"], ["config"],
                           ["config", "check"], ["evict", "--seq", "xyz"], ["evict", "--seq", ""],
-                          ["quota", "get", "--user", ""], ["top", "-i", "0"]):
+                          ["quota", "get", "--user", ""], ["top", "-i", "0"],
+                          ["top", "-i", "nan"], ["top", "-i", "inf"], ["top", "-i", "-1"],
+                          ["bench", "--seconds", "nan"], ["evict", "--seq", "1f"],
+                          ["evict", "--client", "abc"]):
             result = self.daemon.kvmctl(*arguments)
             self.assertEqual(result.returncode, 2, arguments)
             self.assertTrue(result.stderr)
@@ -300,6 +404,42 @@ class Config(unittest.TestCase):
             self.assertIn(sentence, checked["error"])
         self.assertEqual(kvmctl("config", "check", "/no/such.toml").returncode, 4)
 
+    def test_check_names_everything_that_is_wrong(self):
+        self.write("threads = 2000\nthreds = 1\nmax_arena = '9EiB'\ncost_model = 'quick'\n"
+                   "log_level = 3\nhost_capacity = '1GiB'\ndefault_quota = '2GiB'\n")
+        checked = json.loads(kvmctl("--json", "config", "check", self.file).stdout)
+        self.assertEqual(len(checked["errors"]), 6, checked)
+        for sentence in (f"threads is '2000' in {self.file}:1; it must be a whole number from 0",
+                         f"unknown option 'threds' in {self.file}:2; did you mean 'threads'?",
+                         f"max_arena is '9EiB' in {self.file}:3; it must be a size such as",
+                         "cost_model has the part 'quick'",
+                         f"log_level is '3' in {self.file}:5; it must be one of error, warning",
+                         "default_quota is 2 GiB, more than host_capacity, which is 1 GiB"):
+            self.assertTrue(any(error.startswith(sentence) for error in checked["errors"]),
+                            (sentence, checked["errors"]))
+        self.assertEqual(kvmctl("config", "check", self.file).stderr.count("kvmctl: "), 6)
+        self.write("".join(f"nonsense_{i} = 1\n" for i in range(100)))
+        errors = json.loads(kvmctl("--json", "config", "check", self.file).stdout)["errors"]
+        self.assertEqual((len(errors), errors[-1]), (21, "and 80 more"))
+
+    def test_check_reads_only_files_and_not_without_end(self):
+        for path, sentence in (("/dev/zero", "it must be a file"),
+                               (self.folder.name, "it is a folder")):
+            result = kvmctl("config", "check", path)
+            self.assertEqual(result.returncode, 4)
+            self.assertIn(f"'{path}': ", result.stderr)
+            self.assertIn(sentence, result.stderr)
+        self.write("# " + "x" * (1 << 20))
+        self.assertIn("larger than 1 MiB", kvmctl("config", "check", self.file).stderr)
+        read, write = os.pipe()
+        os.write(write, b"threads = 2000\n")
+        os.close(write)
+        checked = subprocess.run([f"{BIN}/kvmctl", "config", "check", f"/dev/fd/{read}"],
+                                 pass_fds=[read], capture_output=True, text=True, check=False)
+        os.close(read)
+        self.assertEqual(checked.returncode, 4)
+        self.assertIn("threads is '2000'", checked.stderr)
+
 
 class Bench(unittest.TestCase):
     def test_measures_checks_and_gives_back(self):
@@ -338,6 +478,17 @@ class Quota(unittest.TestCase):
             daemon.json("quota", "set", "--user", me, "--bytes", "unlimited")
             self.assertTrue(daemon.json("bench", "--tokens", "512", "--seconds", "0.01")
                             ["answer_is_right"])
+            for size, bytes_ in (("1.5GiB", 3 << 29), ("0.5 MiB", 1 << 19), ("1EiB", 1 << 60)):
+                (user,) = daemon.json("quota", "set", "--user", me, "--bytes", size)["users"]
+                self.assertEqual(user["limits"]["bytes"], bytes_)
+            for size, sentence in (("1e9", "'1e9' is no size"), ("nan", "is no size"),
+                                   ("0", "above 0"), ("60%", "is no size"),
+                                   ("99999999TiB", "below 8EiB"), ("8EiB", "below 8EiB")):
+                result = daemon.kvmctl("quota", "set", "--user", me, "--bytes", size)
+                self.assertEqual(result.returncode, 2, result.stderr)
+                self.assertIn(f"the limit of bytes is '{size}'", result.stderr)
+                self.assertIn(sentence, result.stderr)
+            daemon.json("quota", "set", "--user", me, "--bytes", "unlimited")
             holder = daemon.hold()
             client = str(next(c["id"] for c in daemon.json("clients")
                               if c["name"] == "daemon_holder"))
@@ -360,6 +511,17 @@ class Quota(unittest.TestCase):
             holder.stdout.close()
 
 
+class Isa(unittest.TestCase):
+    def test_a_table_that_is_not_there_is_refused(self):
+        with tempfile.TemporaryDirectory() as folder:
+            result = run_kvmd("--socket", f"{folder}/kvmd.sock", "--host-capacity", "64MiB",
+                              env={"KVM_FORCE_ISA": "bogus"})
+        self.assertEqual(result.returncode, 2)
+        self.assertIn("KVM_FORCE_ISA is 'bogus'; this machine can run scalar", result.stderr)
+        with Daemon(env={"KVM_FORCE_ISA": "scalar"}) as daemon:
+            self.assertEqual(daemon.json("status")["isa"], "scalar")
+
+
 class Evict(unittest.TestCase):
     def test_sequence_client_space(self):
         with Daemon() as daemon:
@@ -367,22 +529,22 @@ class Evict(unittest.TestCase):
             seqs = daemon.json("seqs")
             self.assertEqual(len(seqs), 6)
             first = seqs[0]
-            done = daemon.json("evict", "--seq", f"{first['id']:x}")
+            done = daemon.json("evict", "--seq", first["id"])
             self.assertEqual(done["sequences"], 1)
             self.assertEqual(done["bytes"], first["bytes"])
             daemon.wait_until(lambda: len(daemon.json("seqs")) == 5)
             # Gone is gone, and what never was is not found.
-            for seq in (f"{first['id']:x}", "1"):
+            for seq in (first["id"], str(int(first["id"], 16)), "1"):
                 result = daemon.kvmctl("evict", "--seq", seq)
                 self.assertEqual(result.returncode, 1)
                 self.assertRegex(result.stderr, "KVM_ERR_(STALE|NOT_FOUND|LOST)")
-            self.assertEqual(daemon.json("evict", "--client", str(first["client"]))["sequences"], 2)
+            self.assertEqual(daemon.json("evict", "--client", first["client"])["sequences"], 2)
             daemon.wait_until(lambda: len(daemon.json("seqs")) == 3)
             self.assertNotIn(first["client"], {s["client"] for s in daemon.json("seqs")})
             self.assertEqual(daemon.json("evict", "--space", "holder")["sequences"], 3)
             daemon.wait_until(lambda: daemon.json("status")["pages"] == 0)
             self.assertEqual(daemon.kvmctl("evict", "--space", "nowhere").returncode, 1)
-            self.assertIn("evicts 1 sequences", daemon.log())
+            self.assertIn("evicts 1 sequence with", daemon.log())
             for holder in holders:
                 self.assertIsNone(holder.poll(), "its owner lives on")
                 holder.stdin.close()

@@ -29,7 +29,7 @@ INCLUDE_RULES = {
     "daemon": {"kvm.h", "base", "ipc", "engine"},
     "client": {"kvm.h", "base", "ipc"},
     "client embedded": {"kvm.h", "base", "engine", "device"},
-    "tools": {"kvm.h"},
+    "tools": {"kvm.h", "base"},
     "bindings": {"kvm.h"},
     "examples": {"kvm.h"},
     "cmake": set(),

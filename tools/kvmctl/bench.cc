@@ -337,7 +337,7 @@ void add_bench_command(Cli* cli) {
       ->capture_default_str();
   bench->add_option("--seconds", options->seconds, "for ping and for attend")
       ->type_name("SECONDS")
-      ->check(CLI::Range(0.01, 600.0))
+      ->check(seconds_between(0.01, 600))
       ->capture_default_str();
 }
 

@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "tools/kvmctl/answer.h"
+#include "tools/kvmctl/values.h"
 
 namespace kvm::tools {
 namespace {
@@ -132,12 +133,28 @@ void fail(const std::string& sentence, Exit exit) {
   std::exit(exit);
 }
 
+uint64_t id_of(const char* option, const std::string& text) {
+  const Result<uint64_t> id = parse_id(text);
+  if (!id.is_ok()) {
+    fail(fmt::format("{}: {}", option, id.status().message()), kExitUsage);
+  }
+  return id.value();
+}
+
 void check(kvm_status status, const char* what) {
   if (status != KVM_OK) {
     fail(fmt::format("{}: {} ({})", what, kvm_last_error(), kvm_status_name(status)),
          status == KVM_ERR_DISCONNECTED || status == KVM_ERR_TIMEOUT ? kExitConnection
                                                                      : kExitService);
   }
+}
+
+CLI::Validator seconds_between(double min, double max) {
+  return CLI::Validator(
+      [min, max](std::string& text) {
+        return std::string(parse_seconds(text, min, max).status().message());
+      },
+      "");
 }
 
 kvm_status connect(const Common& common, kvm_client** out) {

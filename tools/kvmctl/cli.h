@@ -71,8 +71,13 @@ std::string completion_script(const CLI::App& app, const std::string& shell);
 std::string commands_roff(const CLI::App& app);
 
 [[noreturn]] void fail(const std::string& sentence, Exit exit);
+// The id that an option has, or the end of the program with a sentence.
+uint64_t id_of(const char* option, const std::string& text);
 // Ends the program with a sentence unless the status is KVM_OK. `what` was asked for.
 void check(kvm_status status, const char* what);
+
+// Times of an option. CLI::Range lets NaN pass.
+CLI::Validator seconds_between(double min, double max);
 
 kvm_status connect(const Common& common, kvm_client** out);
 
@@ -115,6 +120,8 @@ std::vector<kvm_seq_info> list_all_seqs(kvm_client* client);
 std::vector<kvm_space_info> list_all_spaces(kvm_client* client);
 std::vector<kvm_client_entry> list_all_clients(kvm_client* client);
 
+// Of a number; the number where it has none.
+std::string user_name(uint32_t uid);
 // A table of clients with its head, who holds most first.
 std::vector<std::vector<std::string>> client_rows(std::vector<kvm_client_entry> clients);
 

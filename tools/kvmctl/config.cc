@@ -8,6 +8,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <memory>
@@ -15,6 +16,7 @@
 #include <string_view>
 #include <vector>
 
+#include "base/counted.h"
 #include "tools/kvmctl/cli.h"
 
 namespace kvm::tools {
@@ -83,14 +85,18 @@ Outcome run_kvmd(std::vector<std::string> arguments, bool with_environment) {
   return {WIFEXITED(status) ? WEXITSTATUS(status) : -1, take_text(out), take_text(err)};
 }
 
-// kvmd's sentence without its name.
-std::string sentence_of(std::string text) {
-  const std::string_view name = "kvmd: ";
-  if (text.starts_with(name)) {
-    text.erase(0, name.size());
+// kvmd's sentences, a line each, without its name.
+std::vector<std::string> sentences_of(std::string_view text) {
+  std::vector<std::string> sentences;
+  while (!text.empty()) {
+    const size_t end = std::min(text.find('\n'), text.size());
+    std::string_view line = text.substr(0, end);
+    const std::string_view name = "kvmd: ";
+    line.remove_prefix(line.starts_with(name) ? name.size() : 0);
+    sentences.emplace_back(line);
+    text.remove_prefix(std::min(end + 1, text.size()));
   }
-  text.erase(text.find_last_not_of('\n') + 1);
-  return text;
+  return sentences;
 }
 
 Json parse_config(const std::string& text) {
@@ -117,7 +123,7 @@ int run_dump(const Common& common, bool offline) {
   if (offline) {
     const Outcome outcome = run_kvmd({"--print-config", "--json"}, true);
     if (outcome.exit_status != 0) {
-      fail(sentence_of(outcome.err), kExitCheck);
+      fail(fmt::format("{}", fmt::join(sentences_of(outcome.err), "\nkvmctl: ")), kExitCheck);
     }
     config = parse_config(outcome.out);
   } else {
@@ -150,19 +156,20 @@ int run_check(const Common& common, const std::string& file) {
       }
     }
   }
-  const std::string error = is_right ? "" : sentence_of(outcome.err);
+  const std::vector<std::string> errors =
+      is_right ? std::vector<std::string>() : sentences_of(outcome.err);
   if (common.json) {
     print_json({{"file", file},
                 {"valid", is_right},
-                {"error", is_right ? Json() : Json(error)},
+                {"error", is_right ? Json() : Json(fmt::format("{}", fmt::join(errors, "\n")))},
+                {"errors", errors},
                 {"options", options}});
     return is_right ? kExitOk : kExitCheck;
   }
   if (!is_right) {
-    fail(error, kExitCheck);
+    fail(fmt::format("{}", fmt::join(errors, "\nkvmctl: ")), kExitCheck);
   }
-  fmt::print("{} is right and sets {} option{}.\n", file, options.size(),
-             options.size() == 1 ? "" : "s");
+  fmt::print("{} is right and sets {}.\n", file, counted(options.size(), "option"));
   print_options(options);
   return kExitOk;
 }

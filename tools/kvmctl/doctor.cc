@@ -13,6 +13,8 @@
 #include <optional>
 #include <sstream>
 
+#include "base/machine.h"
+
 namespace kvm::tools {
 
 namespace {
@@ -28,13 +30,12 @@ std::string read_text(const std::string& path) {
   return out;
 }
 
-// The word in brackets of a /sys choice such as "always [madvise] never".
-std::string chosen(const std::string& text) {
-  const size_t begin = text.find('[');
-  const size_t end = text.find(']');
-  return begin == std::string::npos || end == std::string::npos
-             ? text
-             : text.substr(begin + 1, end - begin - 1);
+// What kvmd says of itself, "" where it does not: none runs, or one that is older.
+std::string reported_huge_pages(const std::string& metrics) {
+  const std::string name = "\nkvm_huge_pages_info{setting=\"";
+  const size_t at = metrics.find(name);
+  const size_t begin = at + name.size();
+  return at == std::string::npos ? "" : metrics.substr(begin, metrics.find('"', begin) - begin);
 }
 
 Finding instruction_sets(const kvm_client_info* info) {
@@ -62,16 +63,20 @@ Finding instruction_sets(const kvm_client_info* info) {
   return out;
 }
 
-Finding huge_pages() {
+Finding huge_pages(const std::string& metrics) {
   Finding out;
   out.subject = "transparent huge pages";
-  const std::string choice = chosen(read_text("/sys/kernel/mm/transparent_hugepage/enabled"));
-  out.found = choice.empty() ? "not in this kernel" : choice;
-  if (choice != "always" && choice != "madvise") {
+  const std::string reported = reported_huge_pages(metrics);
+  const std::string setting = reported.empty() ? huge_page_setting() : reported;
+  out.found = (setting == "absent" ? "not in this kernel" : setting) +
+              (reported.empty() ? " (for kvmctl; no kvmd tells)" : " (for kvmd)");
+  if (setting != "always" && setting != "madvise") {
     out.verdict = Verdict::kFallback;
     out.consequence =
-        "4-KiB pages: reads lose to address translation, first touches are several times slower. "
-        "Set /sys/kernel/mm/transparent_hugepage/enabled to madvise";
+        "4-KiB pages: reads lose to address translation, first touches are several times slower. ";
+    out.consequence += setting == "disabled"
+                           ? "The process that started kvmd has disabled them (PR_SET_THP_DISABLE)"
+                           : "Set /sys/kernel/mm/transparent_hugepage/enabled to madvise";
   }
   return out;
 }
@@ -308,12 +313,21 @@ const char* verdict_name(Verdict verdict) {
   return "problem";
 }
 
-std::vector<Finding> examine(const kvm_client_info* info, const std::string& why_none) {
+std::vector<Finding> examine(const DaemonFacts& facts) {
+  const kvm_client_info* info = facts.info;
   const Process process = process_of(info);
-  std::vector<Finding> out = {
-      daemon(info, why_none), instruction_sets(info),    huge_pages(), io_uring(),
-      memory_lock(process),   open_files(process),       cores(info),  numa(),
-      memory(info),           memory_cap(process, info), swap(),       gpu(info)};
+  std::vector<Finding> out = {daemon(info, facts.why_none),
+                              instruction_sets(info),
+                              huge_pages(facts.metrics),
+                              io_uring(),
+                              memory_lock(process),
+                              open_files(process),
+                              cores(info),
+                              numa(),
+                              memory(info),
+                              memory_cap(process, info),
+                              swap(),
+                              gpu(info)};
   if (info != nullptr && (info->features & KVM_FEATURE_EVENTFD) == 0) {
     out.push_back({"completion events", Verdict::kFallback, "not offered by this daemon",
                    "kvm_queue_fd returns -1: engines poll or wait instead of using epoll"});

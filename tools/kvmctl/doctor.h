@@ -20,9 +20,15 @@ struct Finding {
   std::string consequence;  // empty when good
 };
 
-// `info` is null when no daemon answers, and `why_none` the reason. Limits are those of kvmd where
-// /proc shows it, and else of this process; the finding says which.
-std::vector<Finding> examine(const kvm_client_info* info, const std::string& why_none);
+// What is known of the daemon.
+struct DaemonFacts {
+  const kvm_client_info* info = nullptr;  // null: no daemon answers
+  std::string why_none;                   // with null: the reason
+  std::string metrics;                    // as kvm_get_stats_text gives them; "" where it does not
+};
+
+// Limits are those of kvmd where /proc shows it, and else of this process; the finding says which.
+std::vector<Finding> examine(const DaemonFacts& facts);
 
 const char* verdict_name(Verdict verdict);
 

@@ -17,10 +17,14 @@ int run_doctor(const Common& common) {
   info.struct_size = sizeof(info);
   kvm_client* client = nullptr;
   const kvm_status status = connect(common, &client);
-  const std::string why = status == KVM_OK ? "" : kvm_last_error();
-  const bool has_daemon = status == KVM_OK && kvm_client_get_info(client, &info) == KVM_OK;
+  DaemonFacts facts;
+  facts.why_none = status == KVM_OK ? "" : kvm_last_error();
+  if (status == KVM_OK && kvm_client_get_info(client, &info) == KVM_OK) {
+    facts.info = &info;
+    facts.metrics = text_of(client, kvm_get_stats_text, "metrics");
+  }
   kvm_client_close(client);
-  const std::vector<Finding> findings = examine(has_daemon ? &info : nullptr, why);
+  const std::vector<Finding> findings = examine(facts);
   if (common.json) {
     Json out = Json::array();
     for (const Finding& finding : findings) {

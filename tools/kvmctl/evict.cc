@@ -2,11 +2,11 @@
 // kvmctl evict: frees sequences, whoever owns them.
 #include <fmt/format.h>
 
-#include <charconv>
 #include <memory>
 #include <optional>
 #include <string>
 
+#include "base/counted.h"
 #include "tools/kvmctl/cli.h"
 
 namespace kvm::tools {
@@ -14,23 +14,10 @@ namespace {
 
 struct EvictOptions {
   std::optional<std::string> seq;
-  std::optional<uint64_t> client;
+  std::optional<std::string> client;
   std::string space;
   bool disconnect = false;
 };
-
-// As `kvmctl seqs` prints it.
-uint64_t parse_seq(const std::string& text) {
-  uint64_t value = 0;
-  const char* end = text.data() + text.size();
-  const auto [stop, error] = std::from_chars(text.data(), end, value, 16);
-  if (error != std::errc() || stop != end) {
-    fail(fmt::format("--seq is '{}'; it must be a hexadecimal number, as kvmctl seqs prints it",
-                     text),
-         kExitUsage);
-  }
-  return value;
-}
 
 int run_evict(const Common& common, const EvictOptions& options) {
   if (options.disconnect && !options.client) {
@@ -38,14 +25,15 @@ int run_evict(const Common& common, const EvictOptions& options) {
   }
   kvm_evict_params params{};
   params.struct_size = sizeof(params);
-  const uint64_t seq = options.seq ? parse_seq(*options.seq) : 0;
+  const uint64_t seq = options.seq ? id_of("--seq", *options.seq) : 0;
+  const uint64_t client = options.client ? id_of("--client", *options.client) : 0;
   const Connection connection(common);
   if (options.seq) {
     params.what = KVM_EVICT_SEQ;
     params.id = seq;
   } else if (options.client) {
     params.what = KVM_EVICT_CLIENT;
-    params.id = *options.client;
+    params.id = client;
     params.flags = options.disconnect ? KVM_EVICT_DISCONNECT : 0;
   } else {
     params.what = KVM_EVICT_SPACE;
@@ -59,8 +47,7 @@ int run_evict(const Common& common, const EvictOptions& options) {
   if (common.json) {
     print_json({{"sequences", result.n_sequences}, {"bytes", result.bytes}});
   } else {
-    fmt::print("{} sequence{} with {}\n", result.n_sequences, result.n_sequences == 1 ? "" : "s",
-               bytes_text(result.bytes));
+    fmt::print("{} with {}\n", counted(result.n_sequences, "sequence"), bytes_text(result.bytes));
   }
   return kExitOk;
 }
@@ -73,9 +60,12 @@ void add_evict_command(Cli* cli) {
       cli->add("evict", "free sequences, whoever owns them; who uses one later is told it is stale",
                [options](const Common& common) { return run_evict(common, *options); });
   CLI::Option_group* what = evict->add_option_group("what");
-  what->add_option("--seq", options->seq, "this sequence, as kvmctl seqs prints it")
+  what->add_option("--seq", options->seq,
+                   "this sequence, as kvmctl seqs prints it: 0x1f, or decimal")
       ->type_name("ID");
-  what->add_option("--client", options->client, "all sequences of this client")->type_name("ID");
+  what->add_option("--client", options->client,
+                   "all sequences of this client, as kvmctl clients prints it")
+      ->type_name("ID");
   what->add_option("--space", options->space, "all sequences in this space")->type_name("NAME");
   what->require_option(1);
   evict->add_flag("--disconnect", options->disconnect,

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "tools/kvmctl/cli.h"
+#include "tools/kvmctl/values.h"
 
 namespace kvm::tools {
 namespace {
@@ -83,7 +84,7 @@ int run_spaces(const Common& common) {
   if (common.json) {
     Json out = Json::array();
     for (const auto& space : spaces) {
-      out.push_back({{"id", space.space},
+      out.push_back({{"id", id_text(space.space)},
                      {"name", space.name},
                      {"layers", space.n_layers},
                      {"q_heads", space.n_q_heads},
@@ -125,9 +126,9 @@ int run_seqs(const Common& common, bool all) {
   if (common.json) {
     Json out = Json::array();
     for (const auto& seq : seqs) {
-      out.push_back({{"id", seq.seq},
-                     {"space", seq.space},
-                     {"client", seq.client_id},
+      out.push_back({{"id", id_text(seq.seq)},
+                     {"space", id_text(seq.space)},
+                     {"client", id_text(seq.client_id)},
                      {"tokens_min", seq.n_tokens_min},
                      {"tokens_max", seq.n_tokens_max},
                      {"committed", seq.n_committed},
@@ -149,7 +150,7 @@ int run_seqs(const Common& common, bool all) {
       {"SEQUENCE", "CLIENT", "TOKENS", "COMMITTED", "BYTES", "SHARED", "INDEX", "DROPPED"}};
   for (size_t i = 0; i < n_shown; ++i) {
     const kvm_seq_info& seq = seqs[i];
-    rows.push_back({fmt::format("{:x}", seq.seq), std::to_string(seq.client_id),
+    rows.push_back({id_text(seq.seq), id_text(seq.client_id),
                     seq.n_tokens_min == seq.n_tokens_max
                         ? std::to_string(seq.n_tokens_max)
                         : fmt::format("{}-{}", seq.n_tokens_min, seq.n_tokens_max),
@@ -159,7 +160,7 @@ int run_seqs(const Common& common, bool all) {
   }
   print_table(rows);
   if (n_shown < seqs.size()) {
-    fmt::print("and {} smaller ones; --all shows them\n", seqs.size() - n_shown);
+    fmt::print("and {} smaller; --all shows them\n", seqs.size() - n_shown);
   }
   return kExitOk;
 }

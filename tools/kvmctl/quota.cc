@@ -9,10 +9,13 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
+#include "base/size_text.h"
 #include "tools/kvmctl/cli.h"
+#include "tools/kvmctl/values.h"
 
 namespace kvm::tools {
 namespace {
@@ -29,11 +32,6 @@ constexpr std::array<Field, 6> kFields = {{{"sequences", &kvm_amounts::sequences
                                            {"queues", &kvm_amounts::queues, false},
                                            {"requests", &kvm_amounts::requests, false}}};
 
-std::string user_name(uint32_t uid) {
-  const passwd* entry = ::getpwuid(uid);
-  return entry == nullptr ? std::to_string(uid) : entry->pw_name;
-}
-
 Json amounts_json(const kvm_amounts& amounts) {
   Json out;
   for (const Field& field : kFields) {
@@ -44,13 +42,14 @@ Json amounts_json(const kvm_amounts& amounts) {
 }
 
 Json client_json(const kvm_client_entry& client) {
-  return {{"id", client.client_id},
+  return {{"id", id_text(client.client_id)},
           {"name", client.name},
           {"pid", client.pid},
           {"uid", client.uid},
           {"used", amounts_json(client.used)},
           {"limits", amounts_json(client.limits)},
-          {"refused", client.n_refused}};
+          {"refused", client.n_refused},
+          {"requests", client.n_requests}};
 }
 
 Json user_json(const kvm_user_entry& user) {
@@ -103,7 +102,7 @@ int run_clients(const Common& common) {
 
 // Whose: one of the two, as it was written; neither is all.
 struct Whose {
-  std::optional<uint64_t> client;
+  std::optional<std::string> client;
   std::optional<std::string> user;
 };
 
@@ -123,7 +122,9 @@ uint32_t parse_user(const std::string& text) {
 
 void add_whose(CLI::App* command, const std::shared_ptr<Whose>& whose, bool required) {
   CLI::Option_group* group = command->add_option_group("whose");
-  group->add_option("--client", whose->client, "of this client, as kvmctl clients has it")
+  group
+      ->add_option("--client", whose->client,
+                   "of this client, as kvmctl clients prints it: 0x1f, or decimal")
       ->type_name("ID");
   group->add_option("--user", whose->user, "of all clients of this user, a name or a number")
       ->type_name("USER");
@@ -132,6 +133,7 @@ void add_whose(CLI::App* command, const std::shared_ptr<Whose>& whose, bool requ
 
 int run_quota_get(const Common& common, const Whose& whose) {
   const uint32_t uid = whose.user ? parse_user(*whose.user) : 0;
+  const uint64_t id = whose.client ? id_of("--client", *whose.client) : 0;
   const Connection connection(common);
   std::vector<kvm_client_entry> clients = list_all_clients(connection.get());
   auto users = list_all<kvm_user_entry>(
@@ -141,9 +143,9 @@ int run_quota_get(const Common& common, const Whose& whose) {
       "users");
   if (whose.client) {
     users.clear();
-    std::erase_if(clients, [&](const auto& entry) { return entry.client_id != *whose.client; });
+    std::erase_if(clients, [&](const auto& entry) { return entry.client_id != id; });
     if (clients.empty()) {
-      fail(fmt::format("there is no client {} (KVM_ERR_NOT_FOUND)", *whose.client), kExitService);
+      fail(fmt::format("there is no client {} (KVM_ERR_NOT_FOUND)", id_text(id)), kExitService);
     }
   } else if (whose.user) {
     clients.clear();
@@ -166,7 +168,7 @@ int run_quota_get(const Common& common, const Whose& whose) {
     add_amounts(user.used, user.limits, &rows.back());
   }
   for (const kvm_client_entry& client : clients) {
-    rows.push_back({fmt::format("client {}", client.client_id)});
+    rows.push_back({fmt::format("client {}", id_text(client.client_id))});
     add_amounts(client.used, client.limits, &rows.back());
   }
   print_table(rows);
@@ -175,23 +177,30 @@ int run_quota_get(const Common& common, const Whose& whose) {
 
 using LimitTexts = std::array<std::string, kFields.size()>;
 
-uint64_t parse_limit(const Field& field, std::string text) {
+[[noreturn]] void refuse_limit(const Field& field, const std::string& text, std::string_view why) {
+  fail(fmt::format("the limit of {} is '{}'{}; allowed are {} above 0, or unlimited", field.name,
+                   text, why, field.is_bytes ? "sizes such as 20GiB" : "whole numbers"),
+       kExitUsage);
+}
+
+uint64_t parse_limit(const Field& field, const std::string& text) {
   if (text == "unlimited") {
     return KVM_NO_LIMIT;
   }
-  // kB is 1000 bytes and KiB 1024, as in kvmd's configuration.
-  const std::string given = text;
   uint64_t value = 0;
-  bool is_good = !text.empty() && text[0] >= '0' && text[0] <= '9';
-  if (is_good && field.is_bytes) {
-    is_good = CLI::AsSizeValue(true)(text).empty();
+  if (field.is_bytes) {
+    const Result<uint64_t> bytes = parse_bytes(text);
+    if (!bytes.is_ok()) {
+      refuse_limit(field, text, fmt::format(" ({})", bytes.status().message()));
+    }
+    value = bytes.value();
+  } else {
+    const char* end = text.data() + text.size();
+    const auto [stop, error] = std::from_chars(text.data(), end, value);
+    value = error == std::errc() && stop == end && value != KVM_NO_LIMIT ? value : 0;
   }
-  const char* end = text.data() + text.size();
-  const auto [stop, error] = std::from_chars(text.data(), end, value);
-  if (!is_good || error != std::errc() || stop != end || value == 0 || value == KVM_NO_LIMIT) {
-    fail(fmt::format("'{}' is no limit of {}; allowed are {} above 0, or unlimited", given,
-                     field.name, field.is_bytes ? "sizes such as 20GiB" : "whole numbers"),
-         kExitUsage);
+  if (value == 0) {
+    refuse_limit(field, text, "");
   }
   return value;
 }
@@ -200,7 +209,7 @@ int run_quota_set(const Common& common, const Whose& whose, const LimitTexts& te
   kvm_quota_params params{};
   params.struct_size = sizeof(params);
   params.whose = whose.client ? KVM_QUOTA_CLIENT : KVM_QUOTA_USER;
-  params.id = whose.client ? *whose.client : parse_user(*whose.user);
+  params.id = whose.client ? id_of("--client", *whose.client) : parse_user(*whose.user);
   bool any = false;
   for (size_t i = 0; i < kFields.size(); ++i) {
     if (!texts[i].empty()) {
@@ -241,6 +250,11 @@ void add_quota_commands(Cli* cli) {
 
 }  // namespace
 
+std::string user_name(uint32_t uid) {
+  const passwd* entry = ::getpwuid(uid);
+  return entry == nullptr ? std::to_string(uid) : entry->pw_name;
+}
+
 std::vector<kvm_client_entry> list_all_clients(kvm_client* client) {
   return list_all<kvm_client_entry>(
       [client](kvm_client_entry* out, size_t capacity, size_t* count) {
@@ -256,7 +270,7 @@ std::vector<std::vector<std::string>> client_rows(std::vector<kvm_client_entry> 
   head.push_back("REFUSED");
   std::vector<std::vector<std::string>> rows = {head};
   for (const kvm_client_entry& client : clients) {
-    rows.push_back({std::to_string(client.client_id), client.name, std::to_string(client.pid),
+    rows.push_back({id_text(client.client_id), client.name, std::to_string(client.pid),
                     user_name(client.uid)});
     add_amounts(client.used, client.limits, &rows.back());
     rows.back().push_back(std::to_string(client.n_refused));

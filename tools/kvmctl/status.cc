@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "base/counted.h"
 #include "tools/kvmctl/cli.h"
 
 namespace kvm::tools {
@@ -53,26 +54,27 @@ int run_status(const Common& common) {
   print_table(
       {{"daemon", fmt::format("kvmd {}, process {}, up {:.0f} s", info.server_version,
                               info.server_pid, uptime_s)},
-       {"compute", fmt::format("{} threads, {} kernels, busy {:.1f} s", info.n_threads, info.isa,
-                               static_cast<double>(stats.busy_ns) * 1e-9)},
-       {"clients", fmt::format("{} connected, {} since the start, {} protocol errors",
-                               stats.n_clients, stats.n_clients_total, stats.n_protocol_errors)},
-       {"sequences", fmt::format("{} in {} spaces", stats.n_sequences, stats.n_spaces)},
+       {"compute", fmt::format("{}, {} kernels, busy {:.1f} s", counted(info.n_threads, "thread"),
+                               info.isa, static_cast<double>(stats.busy_ns) * 1e-9)},
+       {"clients",
+        fmt::format("{} connected, {} since the start, {}", stats.n_clients, stats.n_clients_total,
+                    counted(stats.n_protocol_errors, "protocol error"))},
+       {"sequences", fmt::format("{} in {}", stats.n_sequences, counted(stats.n_spaces, "space"))},
        {"host memory",
         fmt::format("{} of {} used, {} in pages, {} at most so far",
                     bytes_text(stats.host_used_bytes), bytes_text(stats.host_capacity_bytes),
                     bytes_text(stats.host_page_bytes), bytes_text(stats.host_peak_bytes))},
        {"pages", fmt::format("{} in use, {} copied on write, {} dropped by policies", stats.n_pages,
                              stats.n_pages_copied, stats.n_pages_dropped)},
-       {"indexes",
-        fmt::format("{}, {} blocks made, {} refused, {} dropped", bytes_text(stats.index_bytes),
-                    stats.n_index_blocks, stats.n_index_refused, stats.n_index_dropped)},
+       {"indexes", fmt::format("{}, {} made, {} refused, {} dropped", bytes_text(stats.index_bytes),
+                               counted(stats.n_index_blocks, "block"), stats.n_index_refused,
+                               stats.n_index_dropped)},
        {"requests", fmt::format("{} done, {} failed", stats.n_requests, stats.n_requests_failed)},
-       {"appended", fmt::format("{} tokens x layers, {}", stats.n_tokens_appended,
+       {"appended", fmt::format("{} x layers, {}", counted(stats.n_tokens_appended, "token"),
                                 bytes_text(stats.bytes_appended))},
-       {"attended",
-        fmt::format("{} rows x layers, {} of {} keys, {}", stats.n_rows_attended, stats.keys_read,
-                    stats.keys_present, bytes_text(stats.bytes_read))}});
+       {"attended", fmt::format("{} x layers, {} of {}, {}", counted(stats.n_rows_attended, "row"),
+                                stats.keys_read, counted(stats.keys_present, "key"),
+                                bytes_text(stats.bytes_read))}});
   return kExitOk;
 }
 
@@ -94,8 +96,8 @@ int run_ping(const Common& common, uint32_t count) {
                 {"median_us", us[us.size() / 2]},
                 {"max_us", us.back()}});
   } else {
-    fmt::print("{} answers: at least {:.1f}, median {:.1f}, at most {:.1f} us\n", count, us.front(),
-               us[us.size() / 2], us.back());
+    fmt::print("{}: at least {:.1f}, median {:.1f}, at most {:.1f} us\n", counted(count, "answer"),
+               us.front(), us[us.size() / 2], us.back());
   }
   return kExitOk;
 }

@@ -31,5 +31,24 @@ TEST(Dispatch, ForcedTableIsActive) {
   EXPECT_STREQ(active_table().name, wanted->name);
 }
 
+TEST(Dispatch, AForcedTableThatIsNotThereIsNamedWithThoseThatAre) {
+  const char* forced = std::getenv("KVM_FORCE_ISA");
+  const std::string before = forced == nullptr ? "" : forced;
+  ::setenv("KVM_FORCE_ISA", "sse9", 1);
+  const Status status = check_forced_isa();
+  EXPECT_EQ(status.code(), KVM_ERR_INVALID);
+  std::string names = "scalar";
+  for (const KernelTable* table : available_tables().subspan(1)) {
+    names += std::string(", ") + table->name;
+  }
+  EXPECT_EQ(status.message(), "KVM_FORCE_ISA is 'sse9'; this machine can run " + names);
+  for (const KernelTable* table : available_tables()) {
+    ::setenv("KVM_FORCE_ISA", table->name, 1);
+    EXPECT_TRUE(check_forced_isa().is_ok()) << table->name;
+  }
+  ::setenv("KVM_FORCE_ISA", before.c_str(), 1);
+  EXPECT_TRUE(before.empty() ? check_forced_isa().is_ok() : true) << "empty is unset";
+}
+
 }  // namespace
 }  // namespace kvm::attention

@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 #include <stdlib.h>
+#include <sys/prctl.h>
 
 #include <filesystem>
 #include <fstream>
@@ -108,6 +109,23 @@ TEST_F(MachineTest, OddLinesOfGroups) {
   write("/proc/self/cgroup", "\n:\n0:\n0::\n0::x\n0::/../..\n4:memory\n0::/a\n");
   write("/sys/fs/cgroup/memory.max", 8 * kGiB);
   expect(8 * kGiB, 8 * kGiB);
+}
+
+TEST_F(MachineTest, HugePagesAsTheSystemIsSet) {
+  const std::string file = "/sys/kernel/mm/transparent_hugepage/enabled";
+  EXPECT_EQ(huge_page_setting(root_), "absent");
+  write(file, "always [madvise] never\n");
+  EXPECT_EQ(huge_page_setting(root_), "madvise");
+  write(file, "always madvise [never]\n");
+  EXPECT_EQ(huge_page_setting(root_), "never");
+}
+
+TEST_F(MachineTest, HugePagesOfThisProcessMayBeDisabled) {
+  write("/sys/kernel/mm/transparent_hugepage/enabled", "[always] madvise never\n");
+  ASSERT_EQ(::prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0), 0);
+  EXPECT_EQ(huge_page_setting(root_), "disabled");
+  ASSERT_EQ(::prctl(PR_SET_THP_DISABLE, 0, 0, 0, 0), 0);
+  EXPECT_EQ(huge_page_setting(root_), "always");
 }
 
 }  // namespace

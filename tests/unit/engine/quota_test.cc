@@ -51,6 +51,25 @@ TEST(Quota, ARefusalNamesWhatIsHeldAndWhatIsAllowed) {
   EXPECT_EQ(account->check(Resource::kBytes, UINT64_MAX, "it").code(), KVM_ERR_QUOTA);
 }
 
+TEST(Quota, WhatALibraryMakesForItselfIsBesideTheLimit) {
+  QuotaBook book(TenantLimits{});
+  ClientSpec spec = of_user(7);
+  spec.beside[Resource::kQueues] = 1;
+  spec.beside[Resource::kBytes] = 1;
+  QuotaAccount* account = book.open(1, spec, limited(Resource::kQueues, 16));
+  EXPECT_EQ(book.clients().at(0).limits[Resource::kQueues], 16u);
+  EXPECT_EQ(account->room(Resource::kQueues), 17u);
+  EXPECT_EQ(account->room(Resource::kBytes), kNoLimit) << "no sum wraps";
+  account->charge(Resource::kQueues, 17);
+  EXPECT_EQ(account->check(Resource::kQueues, 1, "a new queue").message(),
+            "a new queue: this client holds 17 of 17 queues, and 1 more does not fit");
+  LimitChanges changes;
+  changes[Resource::kQueues] = 20;
+  account->set_limits(changes);
+  EXPECT_EQ(account->limit(Resource::kQueues), 20u);
+  EXPECT_EQ(account->room(Resource::kQueues), 4u);
+}
+
 TEST(Quota, ClientsOfAUserShareItsLimit) {
   TenantLimits tenants;
   tenants.each[Resource::kSequences] = 10;

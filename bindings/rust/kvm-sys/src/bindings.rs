@@ -842,7 +842,8 @@ pub struct kvm_client_entry {
     pub used: kvm_amounts,
     pub limits: kvm_amounts,
     pub n_refused: u64,
-    pub reserved: [u64; 4],
+    pub n_requests: u64,
+    pub reserved: [u64; 3],
 }
 
 impl Default for kvm_client_entry {

@@ -379,6 +379,7 @@ structures! {
         used,
         limits,
         n_refused,
+        n_requests,
         reserved,
     }
     kvm_user_entry {
