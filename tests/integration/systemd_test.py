@@ -14,7 +14,7 @@ import tempfile
 import time
 import unittest
 
-from deb import make_deb
+from deb import PACKAGES, make_debs
 
 CPACK, BUILD = sys.argv[-2:]
 del sys.argv[-2:]
@@ -128,7 +128,7 @@ class Service(unittest.TestCase):
                 sys.stdout.flush()
                 cls.machine.end()
                 os._exit(77)
-            cls.deb = make_deb(CPACK, BUILD, cls.machine.folder)
+            cls.debs = make_debs(CPACK, BUILD, cls.machine.folder)
         except BaseException:
             cls.machine.end()
             raise
@@ -174,8 +174,8 @@ class Service(unittest.TestCase):
 
     def test_1_install_and_start(self):
         machine = self.machine
-        machine.run("dpkg", "--purge", "kvm")  # of the system below, if it is there
-        machine.run("dpkg", "--install", "--force-depends", self.deb)
+        machine.run("dpkg", "--purge", *PACKAGES)  # of the system below, if it is there
+        machine.run("dpkg", "--install", "--force-depends", *self.debs)
         self.assertEqual(machine.show("ActiveState"), "inactive", "installing starts nothing")
         self.assertEqual(machine.show("UnitFileState"), "disabled")
         machine.run("mkdir", "-p", "/etc/systemd/system/kvmd.service.d")
@@ -276,13 +276,13 @@ class Service(unittest.TestCase):
         machine = self.machine
         pid = machine.show("MainPID")
         self.assertNotEqual(pid, "0")
-        machine.run("dpkg", "--install", "--force-depends", self.deb)
+        machine.run("dpkg", "--install", "--force-depends", *self.debs)
         self.assertNotEqual(machine.show("MainPID"), pid, "an upgrade starts it anew")
         self.assertEqual(machine.show("ActiveState"), "active")
         machine.run("dpkg", "--remove", "kvm")
         self.assertEqual(machine.show("ActiveState"), "inactive")
         self.assertEqual(machine.run("systemctl", "is-enabled", "kvmd", check=False).returncode, 1)
-        machine.run("dpkg", "--purge", "kvm")
+        machine.run("dpkg", "--purge", *PACKAGES)
         self.assertNotEqual(machine.run("test", "-e", "/etc/kvm", check=False).returncode, 0)
 
 
