@@ -601,16 +601,22 @@ void ThinQueue::fail_outstanding(const Status& status) {
   n_submitted_ = 0;
 }
 
-bool ThinQueue::spin_until(uint64_t end_ns) const {
-  Spin spin;
+// Whether there is something. False, before the end: others want the core.
+bool ThinQueue::spin_until(uint64_t end_ns) {
+  const bool is_patient = spin_ns_ != UINT64_MAX;
+  SharedSpin spin(&share_);
   do {
     for (uint32_t i = 0; i < kLooksPerClock; ++i) {
       if (completions_.is_ready()) {
+        spin.finish();
         return true;
       }
-      spin.relax();
+      if (!spin.relax() && is_patient) {
+        return false;
+      }
     }
   } while (now_ns() < end_ns);
+  spin.finish();
   return false;
 }
 

@@ -20,6 +20,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "base/spin.h"
 #include "client/backend.h"
 #include "client/thin_connection.h"
 #include "client/thin_staging.h"
@@ -110,7 +111,7 @@ class ThinQueue final : public Queue {
   Status finish(const ipc::CompletionEntry& entry, kvm_completion* out, std::string* sentence,
                 bool* is_cancel);
   Status drain_to_ready();
-  bool spin_until(uint64_t end_ns) const;
+  bool spin_until(uint64_t end_ns);
   void await_completion(uint64_t deadline_ns);
   bool is_cut_off();
   bool names_lost_seq(const Slot& slot) const;
@@ -127,6 +128,7 @@ class ThinQueue final : public Queue {
   uint32_t n_entries_;
   uint64_t spin_ns_;
   uint64_t wait_ns_[2] = {};   // how long the last waits took
+  CoreShare share_;            // of who waits
   uint64_t next_look_ns_ = 0;  // at the connection, of who only polls
   ipc::RequestProducer requests_;
   ipc::CompletionConsumer completions_;

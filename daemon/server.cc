@@ -44,6 +44,8 @@ constexpr uint64_t kMinSpinNs = 50'000;
 constexpr uint64_t kBusyHousekeepNs = 1'000'000;
 // A dispatcher that never sleeps tidies up when nothing has come for this long.
 constexpr uint64_t kMinHousekeepIdleNs = 1'000'000;
+// One that sleeps where it would spin, as others want its core, tidies up after so long.
+constexpr uint64_t kCutSpinSleepNs = 1'000'000;
 // After an accept that failed, for want of descriptors as a rule.
 constexpr uint64_t kListenerPauseNs = 100'000'000;
 // Tries to receive one message, for which there may be no memory.
@@ -168,13 +170,16 @@ void Server::run() {
   uint64_t last_active = now_ns();
   uint64_t last_events = 0;
   uint64_t last_housekeep = last_active;
-  Spin spin;
+  SharedSpin spin(&share_);
+  bool may_spin = true;  // nobody else wants the core
   while (!stop_requested_.load(std::memory_order_relaxed)) {
     const bool active = turn();
     const uint64_t now = now_ns();
     if (active) {
       last_active = now;
-      spin = Spin();
+      spin.finish();
+      spin = SharedSpin(&share_);
+      may_spin = true;
     }
     if (now - last_events >= (active ? kBusyEventPeriodNs : kSpinEventPeriodNs)) {
       handle_events(0);
@@ -190,15 +195,17 @@ void Server::run() {
     }
     const uint64_t idle_ns = now - last_active;
     const bool never_sleep = options_.spin_max_ns == UINT64_MAX;
-    if (idle_ns < (never_sleep ? kMinHousekeepIdleNs : spin_window_ns())) {
-      spin.relax();
+    if (idle_ns < (never_sleep ? kMinHousekeepIdleNs : spin_window_ns()) &&
+        (may_spin || never_sleep)) {
+      may_spin = spin.relax();
       continue;
     }
     // Not sooner: it may take a millisecond, and the next request would have to wait for it.
-    if (service_->engine->housekeep() || never_sleep) {
+    const bool is_idle = idle_ns >= spin_window_ns();
+    if ((is_idle && service_->engine->housekeep()) || never_sleep) {
       continue;
     }
-    sleep();
+    sleep(is_idle ? UINT64_MAX : kCutSpinSleepNs);
     last_events = now_ns();
   }
   shut_down();
@@ -728,7 +735,7 @@ void Server::finish_sleep(size_t n_flagged) {
   service_->wake.finish_sleep();
 }
 
-void Server::sleep() {
+void Server::sleep(uint64_t most_ns) {
   const bool may_sleep = prepare_sleep();
   const size_t n_flagged = flagged_.size();
   if (may_sleep && service_->dirty.empty()) {
@@ -736,7 +743,7 @@ void Server::sleep() {
     KVM_KILL_POINT("daemon/sleeping");
     std::array<epoll_event, 64> events;
     const int n = ::epoll_wait(service_->epoll.get(), events.data(),
-                               static_cast<int>(events.size()), sleep_timeout_ms());
+                               static_cast<int>(events.size()), sleep_timeout_ms(most_ns));
     // Flags first: events may destroy queues.
     finish_sleep(n_flagged);
     for (int i = 0; i < n; ++i) {
@@ -749,14 +756,14 @@ void Server::sleep() {
   finish_sleep(n_flagged);
 }
 
-int Server::sleep_timeout_ms() const {
+int Server::sleep_timeout_ms(uint64_t most_ns) const {
   uint64_t deadline = std::min(listener_resume_ns_, next_watchdog_ns_);
   for (const auto& session : sessions_) {
     if (!session->welcomed) {
       deadline = std::min(deadline, session->handshake_deadline_ns);
     }
   }
-  const uint64_t patience_ns = options_.clock->patience_ns(deadline);
+  const uint64_t patience_ns = std::min(options_.clock->patience_ns(deadline), most_ns);
   constexpr uint64_t kMostMs = 1'000'000'000;
   if (patience_ns == UINT64_MAX) {
     return -1;

@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "base/spin.h"
 #include "base/status.h"
 #include "daemon/listen_address.h"
 #include "daemon/metrics_server.h"
@@ -100,8 +101,8 @@ class Server {
   uint64_t spin_window_ns() const;
   bool prepare_sleep();
   void finish_sleep(size_t n_flagged);
-  void sleep();
-  int sleep_timeout_ms() const;
+  void sleep(uint64_t most_ns);
+  int sleep_timeout_ms(uint64_t most_ns) const;
   void notify_eventfds();
   void reap_notifications();
 
@@ -119,6 +120,7 @@ class Server {
   uint64_t listener_resume_ns_ = UINT64_MAX;  // when connections are accepted again
   uint64_t next_watchdog_ns_ = UINT64_MAX;
   bool draining_ = false;
+  CoreShare share_;                         // of run()
   std::unique_ptr<MetricsServer> metrics_;  // its thread asks service_ for snapshots
 };
 

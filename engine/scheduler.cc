@@ -12,7 +12,6 @@
 
 #include "base/assert.h"
 #include "base/clock.h"
-#include "base/spin.h"
 
 namespace kvm::engine {
 namespace {
@@ -67,6 +66,15 @@ Status Scheduler::start_workers(bool pin_threads) {
       pin_to_core(threads_[i].thread, i);
     }
   }
+  if (!pin_threads) {
+    std::vector<pthread_t> handles;
+    for (uint32_t i = 1; i < n_threads_; ++i) {
+      handles.push_back(threads_[i].thread.native_handle());
+    }
+    placement_.start(handles);
+    // SYNC: workers that read it see placement_'s table of them.
+    places_.store(true, std::memory_order_release);
+  }
   return Status::ok();
 }
 
@@ -91,6 +99,9 @@ void Scheduler::start(TaskSet* set, const JobPlan& plan) {
     oldest_.store(index, std::memory_order_relaxed);
   }
   ++n_active_;
+  if (plan.n_wake != 0) {
+    placement_.clear_own_core();
+  }
   const uint64_t bit = uint64_t{1} << index;
   free_slots_ &= ~bit;
 
@@ -337,17 +348,19 @@ bool Scheduler::take_finished(FinishedJob* job) {
 void Scheduler::help_or_sleep(uint64_t timeout_ns) {
   // SYNC: as in work().
   const uint32_t epoch = epoch_.load(std::memory_order_seq_cst);
-  if (has_finished() || run_one(0) || spin(epoch, std::min(spin_ns_, timeout_ns), true)) {
+  const uint64_t begin_ns = now_ns();
+  if (has_finished() || run_one(0) || spin(epoch, std::min(spin_ns_, timeout_ns), 0)) {
     return;
   }
-  if (timeout_ns <= spin_ns_) {
+  const uint64_t spun_ns = now_ns() - begin_ns;
+  if (timeout_ns <= spun_ns) {
     return;
   }
   std::unique_lock lock(mutex_);
   // SYNC: see announce_tasks() and announce_finished().
   driver_sleeps_.store(true, std::memory_order_seq_cst);
   // Long timeouts are cut: callers loop, and deadlines far away overflow the clock's type.
-  const uint64_t cut_ns = std::min<uint64_t>(timeout_ns - spin_ns_, 1'000'000'000u);
+  const uint64_t cut_ns = std::min<uint64_t>(timeout_ns - spun_ns, 1'000'000'000u);
   driver_.wait_for(lock, std::chrono::nanoseconds(cut_ns), [this, epoch] {
     return finished_.load(std::memory_order_seq_cst) != 0 ||
            epoch_.load(std::memory_order_seq_cst) != epoch;
@@ -380,25 +393,33 @@ void Scheduler::work(uint32_t thread) {
     if (run_one(thread)) {
       continue;
     }
-    if (!spin(epoch, spin_ns_, false)) {
+    // SYNC: pairs with start_workers().
+    if (places_.load(std::memory_order_acquire)) {
+      placement_.note_core(thread);
+    }
+    if (!spin(epoch, spin_ns_, thread)) {
       sleep(epoch);
     }
   }
 }
 
-// Whether tasks became ready or, for the driver, a job has finished.
-bool Scheduler::spin(uint32_t seen_epoch, uint64_t spin_ns, bool is_driver) const {
+// Whether tasks became ready or, for the driver (thread 0), a job has finished.
+bool Scheduler::spin(uint32_t seen_epoch, uint64_t spin_ns, uint32_t thread) {
   constexpr uint32_t kLooksPerClock = 16;
   const uint64_t begin_ns = now_ns();
-  Spin spin;
+  SharedSpin spin(&threads_[thread].share);
   do {
     for (uint32_t i = 0; i < kLooksPerClock; ++i) {
-      if (epoch_.load(std::memory_order_relaxed) != seen_epoch || (is_driver && has_finished())) {
+      if (epoch_.load(std::memory_order_relaxed) != seen_epoch || (thread == 0 && has_finished())) {
+        spin.finish();
         return true;
       }
-      spin.relax();
+      if (!spin.relax()) {
+        return false;
+      }
     }
   } while (now_ns() - begin_ns < spin_ns);
+  spin.finish();
   return false;
 }
 

@@ -16,7 +16,9 @@
 // its slice, some milliseconds. A yield costs a part of the core's share where something else
 // always wants it, so a client that is alone is spared it.
 //
-// Idle workers spin for a while and then sleep; a job says how many sleepers are worth waking.
+// Idle workers spin for a while and then sleep; a job says how many sleepers are worth waking. One
+// whose core others want sleeps at once (base/spin.h). Before a job is announced, workers are kept
+// off the driver's core (engine/placement.h).
 //
 // Threads: the driver thread calls everything. TaskSet::run is called on any thread.
 // Memory:  fixed: kMaxJobs slots.
@@ -33,7 +35,9 @@
 #include <thread>
 #include <vector>
 
+#include "base/spin.h"
 #include "base/status.h"
+#include "engine/placement.h"
 
 namespace kvm::engine {
 
@@ -124,6 +128,7 @@ class Scheduler {
   struct alignas(64) ThreadState {
     std::atomic<uint64_t> busy_ns{0};
     uint64_t ran_ns = 0;  // since it has last yielded; its own
+    CoreShare share;      // its own
     std::thread thread;
   };
 
@@ -147,7 +152,7 @@ class Scheduler {
   void yield_in_time(uint32_t thread, uint64_t ran_ns);
   void add_busy(uint32_t thread, uint64_t ns);
   void work(uint32_t thread);
-  bool spin(uint32_t seen_epoch, uint64_t spin_ns, bool is_driver) const;
+  bool spin(uint32_t seen_epoch, uint64_t spin_ns, uint32_t thread);
   void sleep(uint32_t seen_epoch);
 
   const uint32_t n_threads_;
@@ -179,6 +184,8 @@ class Scheduler {
   std::condition_variable workers_;
   std::condition_variable driver_;
   std::vector<ThreadState> threads_;
+  Placement placement_;
+  std::atomic<bool> places_{false};  // placement_ knows the workers
 };
 
 }  // namespace kvm::engine
