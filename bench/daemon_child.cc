@@ -67,14 +67,16 @@ void serve_ceilings(engine::Engine& engine, uint32_t n_threads, int from_parent,
 }
 
 [[noreturn]] void child_main(const std::string& socket, uint32_t n_threads, uint64_t capacity_bytes,
-                             int from_parent, int to_parent) {
+                             const DaemonSpin& spin, int from_parent, int to_parent) {
   spdlog::set_level(spdlog::level::warn);  // the report owns the terminal
   engine::EngineOptions engine_options;
   engine_options.n_threads = n_threads;
   engine_options.host_capacity_bytes = capacity_bytes;
+  engine_options.worker_spin_ns = spin.worker_ns;
   const auto engine = require(engine::Engine::open(engine_options), "engine");
   daemon::ServerOptions server_options;
   server_options.socket_path = socket;
+  server_options.spin_max_ns = spin.dispatcher_ns;
   daemon::Server server(engine.get(), server_options);
   require(server.start(), "server");
   const char ready = 1;
@@ -92,7 +94,7 @@ void serve_ceilings(engine::Engine& engine, uint32_t n_threads, int from_parent,
 
 }  // namespace
 
-DaemonChild::DaemonChild(uint32_t n_threads, uint64_t capacity_bytes)
+DaemonChild::DaemonChild(uint32_t n_threads, uint64_t capacity_bytes, const DaemonSpin& spin)
     : bytes_per_s_(read_kernels().size()) {
   char name[] = "/tmp/kvm-bench-XXXXXX";
   int down[2];
@@ -106,7 +108,7 @@ DaemonChild::DaemonChild(uint32_t n_threads, uint64_t capacity_bytes)
   if (child_ == 0) {
     close(down[1]);
     close(up[0]);
-    child_main(socket_path_, n_threads, capacity_bytes, down[0], up[1]);
+    child_main(socket_path_, n_threads, capacity_bytes, spin, down[0], up[1]);
   }
   close(down[0]);
   close(up[1]);

@@ -16,10 +16,16 @@
 
 namespace kvm::bench {
 
+// How long threads of the daemon spin; kvmd's defaults.
+struct DaemonSpin {
+  uint64_t dispatcher_ns = 200'000;
+  uint64_t worker_ns = 200'000;
+};
+
 class DaemonChild {
  public:
   // Returns when the socket answers.
-  DaemonChild(uint32_t n_threads, uint64_t capacity_bytes);
+  DaemonChild(uint32_t n_threads, uint64_t capacity_bytes, const DaemonSpin& spin = {});
   // Ends the child and removes its folder.
   ~DaemonChild();
   DaemonChild(const DaemonChild&) = delete;

@@ -109,6 +109,7 @@ int run_decode(const Options& options);
 int run_policies(const Options& options);
 int run_death(const Options& options);
 int run_fairness(const Options& options);
+int run_short(const Options& options);
 // bench/approx
 int run_error(const Options& options);
 int run_coverage(const Options& options);

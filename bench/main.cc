@@ -106,6 +106,13 @@ int main(int argc, char** argv) {
   death->add_flag("--quick", options.quick, "three kills of each: a check that it runs");
   add("fairness", "a light client alone and beside one that saturates", run_fairness)
       ->add_flag("--quick", options.quick, "few calls: a check that it runs");
+  CLI::App* brief =
+      add("short", "steps below a millisecond: after pauses, beside a busy engine", run_short);
+  brief->add_option("--tokens", options.tokens, "lengths (default: 4096 8192 16384)");
+  brief->add_option("--beside", options.modes, "only these: none, engine")
+      ->delimiter(',')
+      ->check(CLI::IsMember({"none", "engine"}));
+  brief->add_flag("--quick", options.quick, "few calls: a check that it runs");
   add_approximate(add, &options);
   try {
     app.parse(argc, argv);
