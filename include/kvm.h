@@ -302,7 +302,8 @@ typedef struct kvm_queue_params {
   uint32_t n_entries; /* requests in flight; 0: 256; rounded up to a power of two, at most 256 */
   uint32_t reserved0; /* zero */
   /* How long a wait spins before it sleeps; 0: 50 us; UINT64_MAX: for ever. Where the last waits
-   * took longer, a wait sleeps first, until shortly before it should be over, and spins then. */
+   * took longer, a wait sleeps first, until shortly before it should be over, and spins then. But
+   * for UINT64_MAX, a wait that finds others wanting its core sleeps at once. */
   uint64_t spin_ns;
   uint64_t reserved[4];
 } kvm_queue_params;
