@@ -29,7 +29,7 @@ void confine(pthread_t thread, const std::vector<size_t>& cores) {
   ASSERT_EQ(pthread_setaffinity_np(thread, sizeof(set), &set), 0);
 }
 
-// A thread that waits for the end of the test, after which the test's own may run on any core again.
+// A thread that waits for the end of the test; the test's own gets all its cores back then.
 class PlacementTest : public testing::Test {
  protected:
   PlacementTest()
