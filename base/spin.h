@@ -71,7 +71,10 @@ class CoreShare {
 // One wait by a thread with a CoreShare: keeps the two in step.
 class SharedSpin {
  public:
-  explicit SharedSpin(CoreShare* share) : share_(share) {}
+  // So many late yields are no reason to block: where the threads that are waited for may be what
+  // had the core.
+  explicit SharedSpin(CoreShare* share, uint32_t n_forgiven = 0)
+      : share_(share), n_forgiven_(n_forgiven) {}
   // Between two looks. False: to be waited for by blocking from now on.
   bool relax() {
     if (spin_.is_brief()) {
@@ -85,6 +88,10 @@ class SharedSpin {
       }
     }
     if (!spin_.relax()) {
+      if (n_forgiven_ > 0) {
+        --n_forgiven_;
+        return true;
+      }
       is_late_ = true;
       share_->note_late(now_ns());
     }
@@ -100,6 +107,7 @@ class SharedSpin {
  private:
   CoreShare* share_;
   Spin spin_;
+  uint32_t n_forgiven_;
   bool is_asked_ = false;
   bool is_late_ = false;
 };

@@ -604,7 +604,8 @@ void ThinQueue::fail_outstanding(const Status& status) {
 // Whether there is something. False, before the end: others want the core.
 bool ThinQueue::spin_until(uint64_t end_ns) {
   const bool is_patient = spin_ns_ != UINT64_MAX;
-  SharedSpin spin(&share_);
+  // On a machine with few cores one of kvmd's threads may have had this one, for the answer.
+  SharedSpin spin(&share_, 1);
   do {
     for (uint32_t i = 0; i < kLooksPerClock; ++i) {
       if (completions_.is_ready()) {
