@@ -55,13 +55,13 @@ double fraction_of(std::string_view digits) {
 
 Status no_size(std::string_view text) {
   return Status(KVM_ERR_INVALID,
-                "'" + std::string(text) +
+                std::string("'").append(text) +
                     "' is no size; allowed is a number such as 20 or 1.5 with a unit: B, KiB, MiB, "
                     "GiB, TiB, PiB, EiB, kB, MB, GB, TB, PB, EB, or none for bytes");
 }
 
 Status too_large(std::string_view text) {
-  return Status(KVM_ERR_INVALID, "'" + std::string(text) +
+  return Status(KVM_ERR_INVALID, std::string("'").append(text) +
                                      "' is too large for a size; allowed are sizes below 8EiB");
 }
 
