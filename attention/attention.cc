@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 
 #include "attention/exact/layout.h"
 #include "attention/exact/visibility.h"
@@ -93,12 +94,15 @@ void store_element(void* p, Dtype dtype, uint64_t i, float value) {
   }
 }
 
-// o, lse and row_max of one row from its whole state.
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
+// o, lse and row_max of one row from its whole state: NaN where that or the query is.
 void write_row(const Problem& p, uint32_t row, const float* o, float m, float l) {
   const uint32_t query = row / p.group;
   const uint32_t head = row % p.group;
+  const bool is_number = !std::isnan(l) && query_is_finite(p, row);
   if (p.row_max != nullptr) {
-    p.row_max[row] = m;
+    p.row_max[row] = is_number ? m : kNan;
   }
   float factor = 1.0f;
   if (p.sink_logits != nullptr) {
@@ -109,7 +113,11 @@ void write_row(const Problem& p, uint32_t row, const float* o, float m, float l)
     l = w.a * l + w.b;
     m = w.m;
   }
-  factor = l > 0.0f ? factor / l : 0.0f;
+  if (!is_number) {
+    l = factor = kNan;
+  } else {
+    factor = l > 0.0f ? factor / l : 0.0f;
+  }
   const uint64_t at = query * p.o_stride_query + head * p.o_stride_head;
   for (uint32_t d = 0; d < p.dim_v; ++d) {
     store_element(p.o, p.dtype_o, at + d, o[d] * factor);
@@ -342,6 +350,9 @@ void prepare_queries(const Problem& problem, const Plan& plan, void* prepared) {
       const size_t at = size_t{variant} * q.variant_rows + row;
       const uint64_t from = row / problem.group * problem.q_stride_query +
                             row % problem.group * problem.q_stride_head;
+      if (!query_is_finite(problem, row)) {
+        continue;  // zeros, which spoil nothing; write_row knows
+      }
       prepare_row(problem, t, exact, row / problem.group, from, q.f32 + at * q.stride,
                   q.bf16 + at * q.stride, q.bias != nullptr ? q.bias + at : nullptr);
       near = near && round_row(q.f32 + at * q.stride, problem.dim_k, q.i16 + at * q.stride,
@@ -456,6 +467,12 @@ void write_result(const Problem& problem, const Plan& plan, RowRange rows, void*
     const StateView whole = state_view(problem, rows.count, states);
     write_row(problem, rows.first + r, whole.o + size_t{r} * problem.dim_v, whole.m[r], whole.l[r]);
   }
+}
+
+bool answer_is_finite(const Problem& problem, uint32_t row) {
+  const uint64_t at =
+      row / problem.group * problem.o_stride_query + row % problem.group * problem.o_stride_head;
+  return !std::isnan(load_element(problem.o, problem.dtype_o, at));
 }
 
 void merge_chunks(const Problem& problem, const Plan& plan, RowRange rows, void* states) {

@@ -27,9 +27,13 @@
 // Errors: none at run time. Callers validate what comes from clients; violated REQUIRES are
 // programmer errors. Finite inputs never give NaN: a dot product that overflows counts as a very
 // large finite logit. LIMIT: |v| <= 2^115; a larger value may give an infinite o.
-// LIMIT: a NaN or infinity stored at a token that only some rows of a problem see, or that a tree
-// or a log weight of -inf hides, may reach the other rows. Tokens that causality, window and ranges
-// hide from every row are never used.
+//
+// Numbers that are not finite. A row whose query has a NaN or an infinity, or that sees a key with
+// one, is NaN in all of o, lse and row_max; one that sees a value with one is NaN in all of o. (A
+// log weight of -inf hides none.) Such a row spoils no other: those have the bits that they have
+// without it. Kernels clamp logits and only
+// note that a number of a chunk was not finite; the chunk is then evaluated again for one query
+// token after the other, which takes as many times as long.
 // LIMIT: finite log weights lie in [-1e37, 1e37].
 //
 // Threads: all functions are pure in their arguments and may run concurrently on disjoint outputs.
@@ -234,6 +238,10 @@ void merge_states(const Problem& problem, RowRange rows, const MergeTree::Merge&
 
 // Writes o, lse and row_max of `rows` after the last merge.
 void write_result(const Problem& problem, const Plan& plan, RowRange rows, void* states);
+
+// Whether the answer written for a row is a number: where a query or a token was not finite, every
+// element of o is NaN.
+bool answer_is_finite(const Problem& problem, uint32_t row);
 
 // All merges, and then the result.
 void merge_chunks(const Problem& problem, const Plan& plan, RowRange rows, void* states);

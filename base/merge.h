@@ -57,8 +57,8 @@ inline void merge_row(float* o_a, float* m_a, float* l_a, const float* o_b, floa
   *m_a = w.m;
 }
 
-// lse of a state; -inf for the empty one.
-inline float state_lse(float m, float l) { return l > 0.0f ? m + std::log(l) : kEmptyLse; }
+// lse of a state; -inf for the empty one, NaN where l is.
+inline float state_lse(float m, float l) { return l <= 0.0f ? kEmptyLse : m + std::log(l); }
 
 }  // namespace kvm
 

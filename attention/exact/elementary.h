@@ -5,6 +5,7 @@
 #ifndef KVM_ATTENTION_EXACT_ELEMENTARY_H_
 #define KVM_ATTENTION_EXACT_ELEMENTARY_H_
 
+#include <stddef.h>
 #include <stdint.h>
 
 #include "attention/exact/exact_args.h"
@@ -59,6 +60,28 @@ inline F to_logit(F dot, float scale, float softcap) {
   // The constant stands where NaN is replaced: an overflow of both signs counts as huge.
   x = vec::max(vec::min(x, vec::set1(kHugeLogit)), vec::set1(-kHugeLogit));
   return softcap == 0.0f ? x : soft_cap(x, softcap);
+}
+
+// Whether numbers were finite: `bad` stays 0 in every lane as long as every x was, and is NaN in the
+// lane of one that was not. Logits are clamped, so that differences never are NaN; this says that
+// one may stand for a key that is not finite. One multiplication and addition for each vector.
+inline F note_bad(F bad, F x) { return vec::fma(x, vec::zero(), bad); }
+inline F note_bad_row(F bad, const float* x, size_t n) {
+  for (size_t i = 0; i < n; i += kW)
+    bad = note_bad(bad, vec::load(x + i));
+  return bad;
+}
+inline void clear_bad(float* bad) {
+  for (int i = 0; i < 16; i += kW)
+    vec::store(bad + i, vec::zero());
+}
+inline bool is_bad(F bad) {
+  float lanes[kW];
+  vec::store(lanes, bad);
+  bool any = false;
+  for (int i = 0; i < kW; ++i)
+    any = any || !(lanes[i] == 0.0f);
+  return any;
 }
 
 // The reference for exponents: a row that has seen nothing yet uses 0, so that -inf - (-inf) never

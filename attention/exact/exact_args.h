@@ -74,6 +74,7 @@ struct StreamArgs {
   float* acc;  // [rows rounded up to kRowTile][acc_stride]
   float* m;    // [tiles][16]
   float* l;    // [tiles][16]
+  float* bad;  // [16]: not 0 in all lanes once a dot product of a row was not finite
   // What stream_keys leaves to stream_values.
   float* weights;   // [kGroupItems][tiles][kRowTile * kItemTokens]
   float* factors;   // [kGroupItems][tiles][16]: rescales acc before the values of an item
@@ -111,6 +112,7 @@ struct BlockArgs {
   float* acc;      // [row_count + kRowPad][acc_stride]
   float* m;        // [row_count + kRowPad]
   float* l;        // [row_count + kRowPad][16]
+  float* bad;      // [16]: as above
   // Of block_sums alone, which needs neither values nor acc, m, l.
   const float* references;  // [row_count + kRowPad]: as in stream_sums
   float* sums;              // [64]: what is added to
@@ -126,8 +128,9 @@ struct ExactKernels {
                       const uint8_t* const* reading);
   void (*stream_values)(const StreamArgs* args, const KvItem* items, uint32_t n,
                         const uint8_t* const* reading);
-  // Writes the state: o [rows][dim_v], m [rows], l [rows].
-  void (*stream_end)(const StreamArgs* args, float* o, float* m, float* l);
+  // Writes the state: o [rows][dim_v], m [rows], l [rows]. Returns whether a dot product or an
+  // element of o was not finite, of any row: the state may then be spoiled.
+  bool (*stream_end)(const StreamArgs* args, float* o, float* m, float* l);
   // Weights e^(logit - reference), at most 1, of the tokens of one item, added up over all rows:
   // sums [kItemTokens]; 0 where not visible. Reads the rows at item->k. references [rows rounded up
   // to kRowTile]: finite, and those beyond the last row so large that nothing comes of them.
@@ -136,7 +139,7 @@ struct ExactKernels {
 
   void (*block_begin)(const BlockArgs* args);
   void (*block)(const BlockArgs* args);
-  void (*block_end)(const BlockArgs* args, float* o, float* m, float* l);
+  bool (*block_end)(const BlockArgs* args, float* o, float* m, float* l);
   // Likewise for the tokens of a block.
   void (*block_sums)(const BlockArgs* args);
 };

@@ -50,6 +50,7 @@ void carve_block(const Problem& problem, Carver& carver, Buffers& b) {
   b.args.acc = carver.take<float>(size_t{rows} * b.args.acc_stride);
   b.args.m = carver.take<float>(rows);
   b.args.l = carver.take<float>(size_t{rows} * 16);
+  b.args.bad = carver.take<float>(16);
   b.row_masks = carver.take<uint64_t>(rows);
   b.log_weight = carver.take<float>(kBlockTokens);
   b.k_scale = carver.take<float>(kBlockTokens);
@@ -82,10 +83,11 @@ class Block {
     args.row_count = rows.count;
   }
 
-  void chunk(uint64_t index, const StateView& state) {
+  // Returns whether a number was not finite: the state may be spoiled.
+  bool chunk(uint64_t index, const StateView& state) {
     kernels_->block_begin(&buffers_.args);
     walk(index * chunk_tokens_, (index + 1) * chunk_tokens_);
-    kernels_->block_end(&buffers_.args, state.o, state.m, state.l);
+    return kernels_->block_end(&buffers_.args, state.o, state.m, state.l);
   }
 
   // Adds to the column sums of positions in [begin, end).
@@ -179,12 +181,14 @@ class Block {
   }
 
   void evaluate(uint64_t base, KvRuns runs) {
-    const uint64_t seen = visible_.any(base);
+    const bool alone = query_end_ - query_first_ == 1;
+    const uint64_t seen =
+        alone ? visible_.any(base) & visible_.one(base, query_first_) : visible_.any(base);
     if (seen == 0) {
       return;
     }
     buffers_.args.row_masks = nullptr;
-    if (!visible_.uniform(base)) {
+    if (!alone && !visible_.uniform(base)) {
       for (uint32_t i = query_first_; i < query_end_; ++i) {
         buffers_.row_masks[i - query_first_] = visible_.one(base, i);
       }
@@ -209,6 +213,25 @@ class Block {
   Buffers buffers_{};
 };
 
+// Evaluates a chunk again, query token by query token, without what that token does not see: a
+// weight of 0 does not make a NaN harmless.
+void repair(const Problem& problem, const Plan& plan, const void* prepared, RowRange rows,
+            uint64_t chunk, void* scratch, const StateView& state) {
+  const uint64_t begin = chunk * plan.chunk_tokens;
+  for (uint32_t row = rows.first; row < rows.first + rows.count;) {
+    const uint32_t query = row / problem.group;
+    const RowRange part{row, std::min((query + 1) * problem.group, rows.first + rows.count) - row};
+    const uint32_t at = row - rows.first;
+    row += part.count;
+    Block(problem, plan, prepared, part, scratch)
+        .chunk(chunk, {state.o + size_t{at} * problem.dim_v, state.m + at, state.l + at});
+    const NotFinite seen = not_finite_seen(problem, query, begin, begin + plan.chunk_tokens);
+    for (uint32_t i = 0; i < part.count; ++i) {
+      spoil_state(problem, state, at + i, seen);
+    }
+  }
+}
+
 }  // namespace
 
 size_t block_scratch_bytes(const Problem& problem) {
@@ -226,8 +249,12 @@ void block_chunks(const Problem& problem, const Plan& plan, const void* prepared
         state_view(problem, rows.count, static_cast<std::byte*>(states) + i * stride);
     for (uint32_t first = 0; first < rows.count; first += kRowBlock) {
       const RowRange part{rows.first + first, std::min(kRowBlock, rows.count - first)};
+      const StateView of_part{all.o + size_t{first} * problem.dim_v, all.m + first,
+                              all.l + first};
       Block block(problem, plan, prepared, part, scratch);
-      block.chunk(chunk + i, {all.o + size_t{first} * problem.dim_v, all.m + first, all.l + first});
+      if (block.chunk(chunk + i, of_part)) {
+        repair(problem, plan, prepared, part, chunk + i, scratch, of_part);
+      }
     }
   }
 }

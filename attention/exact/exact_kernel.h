@@ -405,12 +405,15 @@ void fill_addend(const StreamArgs& args, const KvItem& item, uint32_t row, float
   }
 }
 
-// The logits of one tile: out[kGroups].
+// The logits of one tile: out[kGroups]. bad: see note_bad.
 template <int kRows, bool kFirst>
 inline void tile_logits(const StreamArgs& args, const KvItem& item, uint32_t row,
-                        const uint8_t* const* reading, F* out) {
+                        const uint8_t* const* reading, F* out, F* bad) {
   using T = Tile<kRows>;
   scores<kRows, kFirst>(args, item, row, reading, out);
+#pragma GCC unroll 16
+  for (int g = 0; g < T::kGroups; ++g)
+    *bad = note_bad(*bad, out[g]);
   if (args.q.bias != nullptr) {
     const float* bias = args.q.bias + static_cast<uint64_t>(item.variant) * args.q.variant_rows;
     float lanes[kW];
@@ -838,6 +841,7 @@ void stream_begin(const StreamArgs* args) {
     vec::store(args->m + i, vec::set1(kNegInf));
     vec::store(args->l + i, vec::zero());
   }
+  clear_bad(args->bad);
 }
 
 template <int kRows>
@@ -847,15 +851,18 @@ void keys_of_tiles(const StreamArgs& args, const KvItem* items, uint32_t n,
   // Logits of all items come first: each softmax is one long chain, and those of several items
   // overlap where nothing large stands between them.
   F s[kGroupItems * (kRows == 1 ? 1 : kMaxStreamRows / kRowTile)][Tile<kRows>::kGroups];
+  F bad = vec::load(args.bad);
   for (uint32_t i = 0; i < n; ++i) {
     for (uint32_t tile = 0; tile < tiles; ++tile) {
+      F* out = s[i * tiles + tile];
       if (tile == 0) {
-        tile_logits<kRows, true>(args, items[i], 0, reading + i, s[i * tiles]);
+        tile_logits<kRows, true>(args, items[i], 0, reading + i, out, &bad);
       } else {
-        tile_logits<kRows, false>(args, items[i], tile * kRows, reading + i, s[i * tiles + tile]);
+        tile_logits<kRows, false>(args, items[i], tile * kRows, reading + i, out, &bad);
       }
     }
   }
+  vec::store(args.bad, bad);
   for (uint32_t i = 0; i < n; ++i) {
     for (uint32_t tile = 0; tile < tiles; ++tile) {
       const uint32_t at = i * tiles + tile;
@@ -902,10 +909,12 @@ void stream_values(const StreamArgs* args, const KvItem* items, uint32_t n,
 }
 
 template <int kRows>
-void stream_end_tiles(const StreamArgs& args, float* o, float* m, float* l) {
+bool stream_end_tiles(const StreamArgs& args, float* o, float* m, float* l) {
+  F bad = vec::load(args.bad);
   for (uint32_t row = 0; row < args.q.rows; ++row) {
     const float* acc = args.acc + row * static_cast<size_t>(args.acc_stride);
     float* out = o + static_cast<size_t>(row) * args.dim_v;
+    bad = note_bad_row(bad, acc, args.acc_stride);
     // Adding +0 turns -0 into +0; see exact.h.
     for (uint32_t d = 0; d < args.dim_v; ++d)
       out[d] = acc[d] + 0.0f;
@@ -916,14 +925,12 @@ void stream_end_tiles(const StreamArgs& args, float* o, float* m, float* l) {
     l[row] = lanes[lane];
     m[row] = args.m[tile * 16 + lane];
   }
+  return is_bad(bad);
 }
 
-void stream_end(const StreamArgs* args, float* o, float* m, float* l) {
-  if (args->q.rows == 1) {
-    stream_end_tiles<1>(*args, o, m, l);
-  } else {
-    stream_end_tiles<kRowTile>(*args, o, m, l);
-  }
+bool stream_end(const StreamArgs* args, float* o, float* m, float* l) {
+  return args->q.rows == 1 ? stream_end_tiles<1>(*args, o, m, l)
+                           : stream_end_tiles<kRowTile>(*args, o, m, l);
 }
 
 void stream_sums(const StreamArgs* args, const KvItem* item, const float* references, float* sums) {
@@ -931,9 +938,10 @@ void stream_sums(const StreamArgs* args, const KvItem* item, const float* refere
   F total[T::kGroups];
   for (int g = 0; g < T::kGroups; ++g)
     total[g] = vec::zero();
+  F bad = vec::zero();  // is known from the first pass
   for (uint32_t row = 0; row < args->q.rows; row += kRowTile) {
     F s[T::kGroups];
-    tile_logits<kRowTile, false>(*args, *item, row, &item->k, s);
+    tile_logits<kRowTile, false>(*args, *item, row, &item->k, s, &bad);
     float lanes[kW];
     for (int i = 0; i < kW; ++i)
       lanes[i] = references[row + static_cast<uint32_t>(i / T::kTokens)];
@@ -1232,8 +1240,9 @@ void block_addend(const BlockArgs& args, uint64_t mask, float* addend) {
   }
 }
 
-// Scores of one row (s, 64 floats) to logits.
-inline void block_logits(const BlockArgs& args, uint32_t row, uint64_t mask, const float* s, F* x) {
+// Scores of one row (s, 64 floats) to logits. bad: see note_bad.
+inline void block_logits(const BlockArgs& args, uint32_t row, uint64_t mask, const float* s, F* x,
+                         F* bad) {
   constexpr int kVecs = kB / kW;
   const float bias =
       args.q.bias != nullptr
@@ -1246,6 +1255,7 @@ inline void block_logits(const BlockArgs& args, uint32_t row, uint64_t mask, con
     x[i] = vec::load(s + i * kW);
     if (k_scale != nullptr)
       x[i] = vec::mul(x[i], vec::load(k_scale + i * kW));
+    *bad = note_bad(*bad, x[i]);
     if (args.q.bias != nullptr)
       x[i] = vec::add(x[i], vec::set1(bias));
     x[i] = to_logit(x[i], args.scale, args.softcap);
@@ -1261,10 +1271,10 @@ inline void block_logits(const BlockArgs& args, uint32_t row, uint64_t mask, con
 // Scores of one row (s, 64 floats) to weights: floats in place of s, or bf16 in `rounded` where
 // that is not null. `at` is the row's index in acc, m and l.
 inline void block_weights(const BlockArgs& args, uint32_t row, uint32_t at, uint64_t mask, float* s,
-                          uint16_t* rounded) {
+                          uint16_t* rounded, F* bad) {
   constexpr int kVecs = kB / kW;
   F x[kVecs];
-  block_logits(args, row, mask, s, x);
+  block_logits(args, row, mask, s, x, bad);
   F top = vec::set1(kNegInf);
 #pragma GCC unroll 16
   for (int i = 0; i < kVecs; ++i)
@@ -1321,6 +1331,7 @@ void block_begin(const BlockArgs* args) {
     args->m[i] = kNegInf;
   for (size_t i = 0; i < rows * 16; i += kW)
     vec::store(args->l + i, vec::zero());
+  clear_bad(args->bad);
 }
 
 void pack_k(const BlockArgs& args) {
@@ -1351,6 +1362,7 @@ void block(const BlockArgs* args) {
 #else
   pack_v_f32(*args, static_cast<float*>(args->packed_v));
 #endif
+  F bad = vec::load(args->bad);
   for (uint32_t at = 0; at < args->row_count; at += kMr) {
     const uint32_t row = args->row_first + at;
     uint64_t masks[kMr];
@@ -1369,7 +1381,7 @@ void block(const BlockArgs* args) {
     for (int r = 0; r < kMr; ++r) {
       const uint32_t i = static_cast<uint32_t>(r);
       block_weights(*args, row + i, at + i, masks[r], s + r * kB,
-                    bf16_pv ? rounded + r * kB : nullptr);
+                    bf16_pv ? rounded + r * kB : nullptr, &bad);
     }
     if (bf16_pv) {
       block_values_bf16(*args, rounded, acc);
@@ -1379,17 +1391,20 @@ void block(const BlockArgs* args) {
 #else
     for (int r = 0; r < kMr; ++r) {
       const uint32_t i = static_cast<uint32_t>(r);
-      block_weights(*args, row + i, at + i, masks[r], s + r * kB, nullptr);
+      block_weights(*args, row + i, at + i, masks[r], s + r * kB, nullptr, &bad);
     }
     block_values_f32(*args, s, acc);
 #endif
   }
+  vec::store(args->bad, bad);
 }
 
-void block_end(const BlockArgs* args, float* o, float* m, float* l) {
+bool block_end(const BlockArgs* args, float* o, float* m, float* l) {
+  F bad = vec::load(args->bad);
   for (uint32_t row = 0; row < args->row_count; ++row) {
     const float* acc = args->acc + static_cast<size_t>(row) * args->acc_stride;
     float* out = o + static_cast<size_t>(row) * args->dim_v;
+    bad = note_bad_row(bad, acc, args->acc_stride);
     for (uint32_t d = 0; d < args->dim_v; ++d)
       out[d] = acc[d] + 0.0f;
     float lanes[kW];
@@ -1397,6 +1412,7 @@ void block_end(const BlockArgs* args, float* o, float* m, float* l) {
     l[row] = lanes[0];
     m[row] = args->m[row];
   }
+  return is_bad(bad);
 }
 
 void block_sums(const BlockArgs* args) {
@@ -1405,6 +1421,7 @@ void block_sums(const BlockArgs* args) {
   F total[kVecs];
   for (int i = 0; i < kVecs; ++i)
     total[i] = vec::zero();
+  F bad = vec::zero();  // is known from the first pass
   for (uint32_t at = 0; at < args->row_count; at += kMr) {
     const uint32_t row = args->row_first + at;
     uint64_t masks[kMr];
@@ -1420,7 +1437,7 @@ void block_sums(const BlockArgs* args) {
     for (int r = 0; r < kMr; ++r) {
       const uint32_t i = static_cast<uint32_t>(r);
       F x[kVecs];
-      block_logits(*args, row + i, masks[r], s + r * kB, x);
+      block_logits(*args, row + i, masks[r], s + r * kB, x, &bad);
       const F reference = vec::set1(args->references[at + i]);
 #pragma GCC unroll 16
       for (int v = 0; v < kVecs; ++v)

@@ -5,6 +5,7 @@
 // Items are made one chunk ahead of their evaluation, so that prefetching crosses chunk borders.
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstring>
 
 #include "attention/exact/layout.h"
@@ -126,13 +127,24 @@ class Stream {
   // Asks for the scales of an item's page ahead of their use: they lie apart from the rows.
   void prefetch_scales(const KvItem& item) const;
   void begin() const { kernels_->stream_begin(&args_); }
+  // From here on, all rows see what the query token does.
+  void show_only(uint32_t query) { only_query_ = query; }
+  std::byte* spare() const { return spare_; }  // memory of a state
   // Fold n items of one page into the state: their keys, and then their values. `reading` as the
   // kernels take it.
   void fold_keys(const KvItem* items, uint32_t n, const uint8_t* const* reading) const;
   void fold_values(const KvItem* items, uint32_t n, const uint8_t* const* reading) const;
-  void end(void* state) const;
+  // Returns whether a number was not finite: the state may be spoiled.
+  bool end(void* state) const;
 
  private:
+  // The positions of the block at base that the rows see, and whether all see the same.
+  uint64_t seen(uint64_t base) const {
+    return only_query_ < 0 ? visible_.any(base)
+                           : visible_.any(base) & visible_.one(base, only_query());
+  }
+  bool is_uniform(uint64_t base) const { return only_query_ >= 0 || visible_.uniform(base); }
+  uint32_t only_query() const { return static_cast<uint32_t>(only_query_); }
   uint32_t add_page(size_t run, uint16_t flags, KvItem* out) const;
   KvItem materialize(const KvItem& item) const;
   void stitch(KvItem& item) const;
@@ -143,16 +155,18 @@ class Stream {
   const Problem& problem_;
   const ExactKernels* kernels_;
   VisibleSet visible_;
+  int64_t only_query_ = -1;  // see show_only
   int64_t head_k_ = 0;  // elements from rows of items to rows of this head
   int64_t head_v_ = 0;
   StreamArgs args_{};
   Batch batches_[2]{};
   Stitch stitch_{};
   float* references_ = nullptr;  // of column sums
+  std::byte* spare_ = nullptr;   // a state
 };
 
 void carve_stream(const Problem& problem, Carver& carver, StreamArgs& args, Batch* batches,
-                  Stitch& stitch, float*& references) {
+                  Stitch& stitch, float*& references, std::byte*& spare) {
   const uint32_t rows = problem.n_query * problem.group;
   const uint32_t state_rows = (rows + kRowTile - 1) / kRowTile * kRowTile;
   const uint32_t tiles = std::max(state_rows / kRowTile, 1u);
@@ -160,6 +174,7 @@ void carve_stream(const Problem& problem, Carver& carver, StreamArgs& args, Batc
   args.acc = carver.take<float>(size_t{state_rows} * args.acc_stride);
   args.m = carver.take<float>(tiles * 16);
   args.l = carver.take<float>(tiles * 16);
+  args.bad = carver.take<float>(16);
   args.weights = carver.take<float>(size_t{kGroupItems} * tiles * kRowTile * kItemTokens);
   args.factors = carver.take<float>(size_t{kGroupItems} * tiles * 16);
   args.grown = carver.take<uint32_t>(size_t{kGroupItems} * tiles);
@@ -173,6 +188,7 @@ void carve_stream(const Problem& problem, Carver& carver, StreamArgs& args, Batc
   stitch.v_scale = carver.take<uint16_t>(kItemTokens);
   stitch.row_masks = carver.take<uint16_t>(problem.n_query);
   references = carver.take<float>(state_rows);
+  spare = carver.take<std::byte>(state_bytes(problem, rows));
 }
 
 // How far prefetching runs ahead, in bytes.
@@ -208,7 +224,7 @@ Stream::Stream(const Problem& problem, const Plan& plan, const void* prepared, v
       kernels_(plan.table->exact),
       visible_(problem.visible, problem.n_query, 0, problem.n_query) {
   Carver carver(scratch);
-  carve_stream(problem, carver, args_, batches_, stitch_, references_);
+  carve_stream(problem, carver, args_, batches_, stitch_, references_, spare_);
   args_.q = query_rows(problem, prepared);
   args_.dim_k = problem.dim_k;
   args_.dim_v = problem.dim_v;
@@ -232,7 +248,8 @@ size_t Stream::scratch_bytes(const Problem& problem) {
   Batch batches[2];
   Stitch stitch;
   float* references;
-  carve_stream(problem, carver, args, batches, stitch, references);
+  std::byte* spare;
+  carve_stream(problem, carver, args, batches, stitch, references, spare);
   return carver.used_bytes();
 }
 
@@ -266,8 +283,8 @@ void Stream::build(uint64_t chunk, Batch& batch) const {
   uint32_t n = 0;
   while (run < problem_.runs.size() && problem_.runs[run].position < end) {
     const uint64_t base = problem_.runs[run].position / kPageTokens * kPageTokens;
-    const uint64_t visible = visible_.any(base);
-    const uint16_t flags = visible_.uniform(base) ? 0 : kRowMasked;
+    const uint64_t visible = seen(base);
+    const uint16_t flags = is_uniform(base) ? 0 : kRowMasked;
     if (visible == ~uint64_t{0} && problem_.runs[run].n_tokens == kPageTokens) {
       n += add_page(run, flags, batch.items + n);
       ++run;
@@ -394,9 +411,9 @@ void Stream::prefetch_scales(const KvItem& item) const {
   }
 }
 
-void Stream::end(void* state) const {
+bool Stream::end(void* state) const {
   const StateView view = state_view(problem_, args_.q.rows, state);
-  kernels_->stream_end(&args_, view.o, view.m, view.l);
+  return kernels_->stream_end(&args_, view.o, view.m, view.l);
 }
 
 void Stream::column_sums(uint64_t begin, uint64_t end) {
@@ -549,6 +566,55 @@ void fold_chunk(Streams& streams, uint32_t i) {
   }
 }
 
+void* state_of(const GangMember& member, const Plan& plan, uint32_t i) {
+  return static_cast<std::byte*>(member.states) + i * state_bytes(*member.problem, plan.rows);
+}
+
+// States to be repaired when all chunks have been evaluated: until then scratch is in use.
+void mark(const Problem& problem, const Plan& plan, void* state) {
+  spoil_state(problem, state_view(problem, plan.rows, state), 0, {.key = true});
+}
+bool is_marked(const Problem& problem, const Plan& plan, void* state) {
+  return std::isnan(state_view(problem, plan.rows, state).l[0]);
+}
+
+// Evaluates one chunk of its own head again.
+void fold_again(Streams& one, uint64_t chunk) {
+  Stream& stream = one[0];
+  stream.build(chunk, stream.batch(0));
+  stream.batch(1).n = 0;
+  stream.begin();
+  fold_chunk(one, 0);
+}
+
+// Evaluates a chunk again, query token by query token, without what that token does not see: a
+// weight of 0 does not make a NaN harmless. Rows that see none have the bits that they would have
+// without it: a token that is not seen changes none.
+void repair(const GangMember& member, const Plan& plan, uint64_t chunk, void* scratch,
+            void* state) {
+  const Problem& problem = *member.problem;
+  const StateView to = state_view(problem, plan.rows, state);
+  const uint64_t begin = chunk * kStreamChunkTokens;
+  Streams one;
+  one.add(problem, plan, member.prepared, scratch);
+  Stream& stream = one[0];
+  for (uint32_t query = 0; query < problem.n_query; ++query) {
+    const uint32_t first = query * problem.group;
+    stream.show_only(query);
+    fold_again(one, chunk);
+    stream.end(stream.spare());
+    const StateView from = state_view(problem, plan.rows, stream.spare());
+    std::copy_n(from.o + size_t{first} * problem.dim_v, size_t{problem.group} * problem.dim_v,
+                to.o + size_t{first} * problem.dim_v);
+    std::copy_n(from.m + first, problem.group, to.m + first);
+    std::copy_n(from.l + first, problem.group, to.l + first);
+    const NotFinite seen = not_finite_seen(problem, query, begin, begin + kStreamChunkTokens);
+    for (uint32_t row = first; row < first + problem.group; ++row) {
+      spoil_state(problem, to, row, seen);
+    }
+  }
+}
+
 }  // namespace
 
 size_t stream_scratch_bytes(const Problem& problem) { return Stream::scratch_bytes(problem); }
@@ -571,6 +637,7 @@ void stream_gang(std::span<const GangMember> members, const Plan& plan, uint64_t
     stream.share_items(first);
   }
   first.build(chunk, first.batch(0));
+  bool any_marked = false;
   for (uint32_t i = 0; i < n; ++i) {
     Batch& next = first.batch(i + 1);
     next.n = 0;
@@ -582,8 +649,21 @@ void stream_gang(std::span<const GangMember> members, const Plan& plan, uint64_t
     }
     fold_chunk(streams, i);
     for (size_t m = 0; m < members.size(); ++m) {
-      const size_t stride = state_bytes(*members[m].problem, plan.rows);
-      streams[m].end(static_cast<std::byte*>(members[m].states) + i * stride);
+      void* state = state_of(members[m], plan, i);
+      if (streams[m].end(state)) {
+        mark(*members[m].problem, plan, state);
+        any_marked = true;
+      }
+    }
+  }
+  if (!any_marked) {
+    return;
+  }
+  for (const GangMember& member : members) {
+    for (uint32_t i = 0; i < n; ++i) {
+      if (is_marked(*member.problem, plan, state_of(member, plan, i))) {
+        repair(member, plan, chunk + i, scratch, state_of(member, plan, i));
+      }
     }
   }
 }

@@ -3,6 +3,8 @@
 #ifndef KVM_ATTENTION_EXACT_LAYOUT_H_
 #define KVM_ATTENTION_EXACT_LAYOUT_H_
 
+#include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -93,8 +95,28 @@ inline float reference_of(const Problem& problem, uint32_t row) {
   }
   const float lse =
       problem.lse[query * problem.lse_stride_query + row % problem.group * problem.lse_stride_head];
-  return lse >= -kNoReference ? lse : -kNoReference;
+  if (std::isnan(lse)) {
+    return kNoReference;
+  }
+  return std::max(lse, -kNoReference);
 }
+
+// Rows that are not finite (attention.h). The kernels tell that a chunk may hold one; whose rows it
+// spoils is then found out here, query token by query token.
+//
+// Of f32, f16 and bf16; codes of the other dtypes always are.
+bool elements_are_finite(const void* elements, Dtype dtype, uint32_t n);
+// Whether the query of the row is, as it was given.
+bool query_is_finite(const Problem& problem, uint32_t row);
+// Whether a key, or a value, that query token `query` sees at positions [begin, end) has an element
+// that is no finite number.
+struct NotFinite {
+  bool key = false;
+  bool value = false;
+};
+NotFinite not_finite_seen(const Problem& problem, uint32_t query, uint64_t begin, uint64_t end);
+// Makes o of the row NaN, after a key l as well; merges keep that.
+void spoil_state(const Problem& problem, const StateView& state, uint32_t row, NotFinite what);
 
 // Index of the first run that ends behind `position`.
 size_t first_run_after(KvRuns runs, uint64_t position);

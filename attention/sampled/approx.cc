@@ -186,6 +186,17 @@ FinishScratch carve_finish(const ApproxInput& input, const Plan& exact, uint64_t
   return s;
 }
 
+// Whether the exact part holds a row that is NaN, in o or in all.
+bool exact_part_is_finite(const Context& c, const FinishScratch& s) {
+  const StateView state = state_view(c.problem, c.rows, s.state);
+  for (uint32_t r = 0; r < c.rows; ++r) {
+    if (std::isnan(state.l[r]) || std::isnan(state.o[size_t{r} * c.problem.dim_v])) {
+      return false;
+    }
+  }
+  return true;
+}
+
 // The exact parts of all shards in one: a shard's state begins with its own.
 void merge_exact(const Context& c, std::byte* states, const FinishScratch& s) {
   const Shards shards(c.exact);
@@ -218,16 +229,20 @@ void report_exact(const Context& c, ApproxReport* report) {
 
 // --- TopK and hash tables -----------------------------------------------------------------------
 
-void finish_selected(const Context& c, const FinishScratch& s, std::byte* states,
+bool finish_selected(const Context& c, const FinishScratch& s, std::byte* states,
                      ApproxReport* report) {
   const GatherSums sums = gather_sums_view(c.problem, s.sums);
   clear_sums(c.problem, sums);
   const Selected selected = gather_selected(c, s.method, states, sums);
+  if (!sums_are_finite(c.problem, sums)) {
+    return false;
+  }
   sums_to_state(c, sums, s.other);
   merge_into(c, s.state, s.other);
   report->keys_read = keys_fixed(c) + selected.keys_read;
   report->bytes_read = report->keys_read * row_bytes(c.problem) + selected.index_bytes;
   write_state(c, s.state);
+  return true;
 }
 
 // The runs of tables that begin in the shard.
@@ -247,12 +262,15 @@ void hash_shard(const Context& c, uint64_t id, void* scratch, void* state) {
   }
 }
 
-void finish_hashed(const Context& c, const FinishScratch& s, std::byte* states,
+bool finish_hashed(const Context& c, const FinishScratch& s, std::byte* states,
                    ApproxReport* report) {
   report->keys_read = keys_fixed(c);
   for (uint32_t i = 0; i < c.plan->n_shards; ++i) {
     Carver carver(states + i * c.plan->state_bytes);
     const HashedState state = carve_hashed(c.problem, c.rows, carver);
+    if (!sums_are_finite(c.problem, state.sums)) {
+      return false;
+    }
     sums_to_state(c, state.sums, s.other);
     merge_into(c, s.state, s.other);
     report->keys_read += state.head->keys_read;
@@ -260,6 +278,7 @@ void finish_hashed(const Context& c, const FinishScratch& s, std::byte* states,
   }
   report->bytes_read += report->keys_read * row_bytes(c.problem);
   write_state(c, s.state);
+  return true;
 }
 
 // --- Sampled and Verified -----------------------------------------------------------------------
@@ -302,6 +321,7 @@ class Sampler {
   void write_row(uint32_t row, const RowWork& work, const RowEstimate& estimate) const;
   void count_reads(ApproxReport* report) const;
   bool all_closed() const;
+  bool is_finite() const;
   uint32_t add_shares(const SampleState& state, uint64_t stride, uint64_t* skip, KeyShares* keys,
                       double* variance) const;
   double plan_growth(double* growth) const;
@@ -325,6 +345,16 @@ bool Sampler::all_closed() const {
     n_open += head.sums.n_keys - static_cast<double>(head.n_closed);
   }
   return n_open <= 0;
+}
+
+// Of what was drawn.
+bool Sampler::is_finite() const {
+  for (uint32_t i = 0; i < c_.plan->n_shards; ++i) {
+    if (!sums_are_finite(c_.problem, shard(i).sums)) {
+      return false;
+    }
+  }
+  return true;
 }
 
 void Sampler::add_shard(const SampleState& state, uint32_t row, RowWork* work) const {
@@ -564,7 +594,7 @@ bool Sampler::solve(ApproxReport* report) {
       max_read_fraction(c_.params(), c_.problem) * static_cast<double>(c_.plan->n_keys_present);
   for (uint32_t stage = 0;; ++stage) {
     count_reads(report);
-    if (all_closed()) {
+    if (all_closed() || !is_finite()) {
       return false;
     }
     const double worst = estimate(report);
@@ -738,6 +768,38 @@ void eval_shard(const ApproxInput& input, const ApproxPlan& plan, const void* pr
   }
 }
 
+namespace {
+
+// Returns false where the problem has to be answered exactly.
+bool finish_approximately(const Context& c, const FinishScratch& s, std::byte* shards,
+                          ApproxReport* report) {
+  switch (method_of(c.params())) {
+    case Method::kSelect:
+      return finish_selected(c, s, shards, report);
+    case Method::kHashed:
+      return finish_hashed(c, s, shards, report);
+    case Method::kSample:
+      break;
+  }
+  if (!Sampler(c, s, shards).solve(report)) {
+    return false;
+  }
+  write_state(c, s.other);
+  return true;
+}
+
+// Nothing is known of the error of a row that is no number.
+void report_not_finite(const Context& c, ApproxReport* report) {
+  for (uint32_t row = 0; row < c.rows; ++row) {
+    if (!answer_is_finite(c.problem, row)) {
+      report->err_o[row] = report->err_lse[row] = report->noise[row] =
+          std::numeric_limits<float>::quiet_NaN();
+    }
+  }
+}
+
+}  // namespace
+
 void finish_approx(const ApproxInput& input, const ApproxPlan& plan, const void* prepared,
                    void* scratch, void* states, ApproxReport* report) {
   KVM_ASSERT(!plan.exact);
@@ -750,25 +812,20 @@ void finish_approx(const ApproxInput& input, const ApproxPlan& plan, const void*
   if (c.prepared.head->answer_exactly != 0) {
     report_exact(c, report);
     write_state(c, s.state);
+    report_not_finite(c, report);
     return;
   }
-  switch (method_of(input.params)) {
-    case Method::kSelect:
-      finish_selected(c, s, shards, report);
+  // Where a number that was read is not finite, exact evaluation finds out whose rows it spoils.
+  if (exact_part_is_finite(c, s)) {
+    if (finish_approximately(c, s, shards, report)) {
+      report_not_finite(c, report);
       return;
-    case Method::kHashed:
-      finish_hashed(c, s, shards, report);
-      return;
-    case Method::kSample:
-      break;
-  }
-  if (Sampler(c, s, shards).solve(report)) {
-    write_state(c, s.other);
-    return;
+    }
   }
   eval_exact(c.problem, c.exact, c.prepared.exact, 0, UINT64_MAX, s.exact, s.state);
   report_exact(c, report);
   write_state(c, s.state);
+  report_not_finite(c, report);
 }
 
 }  // namespace kvm::attention

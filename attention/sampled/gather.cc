@@ -118,6 +118,20 @@ GatherSums gather_sums_view(const Problem& problem, void* memory) {
   return carve_sums(problem, carver);
 }
 
+bool sums_are_finite(const Problem& problem, const GatherSums& sums) {
+  const uint32_t rows = problem.n_query * problem.group;
+  float bad = 0.0f;
+  for (uint32_t row = 0; row < rows; ++row) {
+    for (const GatherSum which : {kSumClosed, kSumClosedNorm, kSumOpen, kSumOpenNorm}) {
+      const float* at = sums.sums + (size_t{row} * kGatherSums + which) * kGatherKeys;
+      for (uint32_t i = 0; i < kGatherKeys; ++i) {
+        bad += at[i] * 0.0f;
+      }
+    }
+  }
+  return bad == 0.0f;
+}
+
 void clear_sums(const Problem& problem, const GatherSums& sums) {
   std::memset(sums.m, 0, gather_sums_bytes(problem));
   std::fill_n(sums.m, padded_rows(problem.n_query * problem.group), kEmptyLse);

@@ -188,9 +188,11 @@ inline void rows_of_dots(const float* dots, float* out) {
   }
 }
 
-// Logits of kRows rows: out [kRows][16].
+// Logits of kRows rows: out [kRows][16]. bad [kRows][16], or null: 0, but NaN in a lane of a product
+// that is not finite.
 template <int kRows, bool kFirst>
-void tile_logits(const GatherArgs& args, const GatherBatch& batch, uint32_t row, float* out) {
+void tile_logits(const GatherArgs& args, const GatherBatch& batch, uint32_t row, float* out,
+                 float* bad) {
   float dots[kRows * kKeys];
   bool done = false;
 #if defined(__AVX512BF16__)
@@ -216,15 +218,22 @@ void tile_logits(const GatherArgs& args, const GatherBatch& batch, uint32_t row,
         vec::set1(args.bias != nullptr ? args.bias[row + static_cast<uint32_t>(r)] : 0.0f);
     for (int j = 0; j < kParts; ++j) {
       const F scaled = vec::mul(vec::load(to + j * kW), vec::load(batch.k_scale + j * kW));
+      if (bad != nullptr)
+        vec::store(bad + r * kKeys + j * kW, note_bad(vec::zero(), scaled));
       vec::store(to + j * kW, to_logit(vec::add(scaled, bias), args.scale, args.softcap));
     }
   }
 }
 
-void all_logits(const GatherArgs* args, const GatherBatch* batch, float* out) {
-  for_tiles(args->rows_padded, [&]<int kRows, bool kFirst>(uint32_t row) {
-    tile_logits<kRows, kFirst>(*args, *batch, row, out + row * kKeys);
+void logits_and_bad(const GatherArgs& args, const GatherBatch& batch, float* out, float* bad) {
+  for_tiles(args.rows_padded, [&]<int kRows, bool kFirst>(uint32_t row) {
+    tile_logits<kRows, kFirst>(args, batch, row, out + row * kKeys,
+                               bad == nullptr ? nullptr : bad + row * kKeys);
   });
+}
+
+void all_logits(const GatherArgs* args, const GatherBatch* batch, float* out) {
+  logits_and_bad(*args, *batch, out, nullptr);
 }
 
 template <int kElem>
@@ -626,13 +635,20 @@ void values(const GatherArgs& args, const GatherBatch& batch, const GatherSums& 
 
 void gather(const GatherArgs* args, const GatherBatch* batch, const GatherSums* sums) {
   float logits[kMaxGatherRows * kKeys];
+  float bad[kMaxGatherRows * kKeys];
   float squares[kKeys];
   Coefs coefs;
-  all_logits(args, batch, logits);
+  logits_and_bad(*args, *batch, logits, bad);
   norms(batch->v, batch->dtype_v, args->dim_v, squares);
   for (int j = 0; j < kParts; ++j) {
     const F scale = vec::load(batch->v_scale + j * kW);
     vec::store(squares + j * kW, vec::mul(vec::load(squares + j * kW), vec::mul(scale, scale)));
+  }
+  // Logits are clamped: the sum shows that one stands for what is no finite number.
+  for (uint32_t row = 0; row < args->rows; ++row) {
+    float* sum = sums->sums + (static_cast<size_t>(row) * kGatherSums + kSumClosedNorm) * kKeys;
+    for (int j = 0; j < kParts; ++j)
+      add_to(sum + j * kW, vec::load(bad + row * kKeys + static_cast<uint32_t>(j * kW)));
   }
   switch (meeting_of(*args, *batch)) {
     case Meeting::kFp32:

@@ -140,6 +140,14 @@ void select_sketched(const Context& c, const Use& use, const Stretch& stretch,
   const auto offset = static_cast<uint32_t>((stretch.position - run.position) / kPageTokens);
   for (uint32_t b = 0; b < stretch.n_blocks; ++b) {
     hash_index::scan_logits(span, c.rows, offset + b, s.block_logits, s.block_norms);
+    // What has a key or a value that is not finite is coded as huge: it is read.
+    if (c.table->sampled->largest(s.block_norms, kPageTokens) >= hash_index::kHugeNorm) {
+      for (uint32_t i = 0; i < kPageTokens; ++i) {
+        for (uint32_t r = 0; r < c.rows && s.block_norms[i] >= hash_index::kHugeNorm; ++r) {
+          s.block_logits[size_t{r} * kPageTokens + i] = 1e38f;
+        }
+      }
+    }
     lists.push_block(stretch.position + uint64_t{b} * kPageTokens, s.block_logits);
   }
   head->index_bytes += stretch.n_blocks *

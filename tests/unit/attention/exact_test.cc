@@ -148,7 +148,7 @@ TEST(Exact, LongContext) {
 TEST(Exact, HugeLogitsStayFinite) {
   for (uint32_t n_query : {1u, 12u}) {
     for (Dtype k : kStoredDtypes) {
-      Case c(Shape{.n_query = n_query, .n_tokens = 200, .dtype_q = Dtype::kF32, .q_size = 1e38f},
+      Case c(Shape{.n_query = n_query, .n_tokens = 200, .dtype_q = Dtype::kF32, .q_size = 4e37f},
              3);
       set_kinds(c, k, Dtype::kF32);
       c.problem().scale = 1.0f;
@@ -405,6 +405,122 @@ TEST(Exact, RandomProblems) {
     check(*c, "random");
     if (HasFailure())
       return;
+  }
+}
+
+// Bits of the outputs of one row.
+std::vector<uint32_t> row_bits(const Case& c, uint32_t row) {
+  const uint32_t dim = c.problem().dim_v;
+  std::vector<float> all(c.o.begin() + row * dim, c.o.begin() + (row + 1) * dim);
+  all.push_back(c.lse[row]);
+  all.push_back(c.row_max[row]);
+  std::vector<uint32_t> bits(all.size());
+  std::memcpy(bits.data(), all.data(), all.size() * sizeof(float));
+  return bits;
+}
+
+// Writes a number that is not finite into the token's row of K or V, or its scale; returns false
+// where the token has none that counts.
+bool spoil(Case& c, uint64_t token, bool key, uint32_t channel, float value) {
+  const Problem& p = c.problem();
+  for (const KvRun& run : p.runs) {
+    const uint64_t at = c.shape().first_position + token - run.position;
+    if (at >= run.n_tokens) {
+      continue;
+    }
+    if (run.log_weight != nullptr &&
+        std::isinf(run.log_weight[p.head * p.log_weight_head_stride + at])) {
+      return false;
+    }
+    const uint64_t row = uint64_t{p.head} * kPageTokens + at;
+    const uint16_t* scales = key ? run.k_scale : run.v_scale;
+    if (scales != nullptr) {
+      const_cast<uint16_t*>(scales)[row] = 0x7fc0;
+    } else {
+      const uint32_t dim = key ? p.dim_k : p.dim_v;
+      put(const_cast<void*>(key ? run.k : run.v), key ? run.dtype_k : run.dtype_v,
+          row * dim + channel % dim, value);
+    }
+    return true;
+  }
+  return false;
+}
+
+void expect_spoiled(const Case& c, uint32_t row, bool lse_too) {
+  for (uint32_t d = 0; d < c.problem().dim_v; ++d) {
+    ASSERT_TRUE(std::isnan(c.o[row * c.problem().dim_v + d])) << "row " << row;
+  }
+  ASSERT_EQ(std::isnan(c.lse[row]), lse_too) << "row " << row;
+}
+
+constexpr float kNotFinite[] = {std::numeric_limits<float>::quiet_NaN(),
+                                std::numeric_limits<float>::infinity(),
+                                -std::numeric_limits<float>::infinity()};
+
+// Who sees a key or a value that is not finite is told so; no other row changes a bit.
+TEST(Exact, NotFiniteTokensSpoilWhoSeesThem) {
+  uint32_t n_spoiled = 0;
+  uint32_t n_kept = 0;
+  for (uint64_t seed = 2000; seed < 2120; ++seed) {
+    for (const bool key : {true, false}) {
+      SCOPED_TRACE("seed " + std::to_string(seed) + (key ? ", K" : ", V"));
+      for (const KernelTable* table : available_tables()) {
+        auto c = random_case(seed);
+        if (c->problem().runs.empty()) {
+          continue;
+        }
+        c->run(table, 2, 2);
+        std::vector<std::vector<uint32_t>> before;
+        for (uint32_t row = 0; row < c->lse.size(); ++row) {
+          before.push_back(row_bits(*c, row));
+        }
+        const uint64_t token = c->random()() % c->shape().n_tokens;
+        const auto channel = static_cast<uint32_t>(c->random()() % kMaxHeadDim);
+        if (!spoil(*c, token, key, channel, kNotFinite[seed % 3])) {
+          continue;
+        }
+        c->run(table, 1, 3);
+        for (uint32_t row = 0; row < c->lse.size(); ++row) {
+          if (c->sees(row / c->problem().group, c->shape().first_position + token)) {
+            ++n_spoiled;
+            expect_spoiled(*c, row, key);
+          } else {
+            ++n_kept;
+            ASSERT_EQ(row_bits(*c, row), before[row]) << table->name << ", row " << row;
+          }
+          if (HasFatalFailure()) {
+            FAIL() << table->name;
+          }
+        }
+      }
+    }
+  }
+  EXPECT_GT(n_spoiled, 1000u);
+  EXPECT_GT(n_kept, 1000u);
+}
+
+TEST(Exact, NotFiniteQueriesSpoilTheirRow) {
+  for (uint64_t seed = 2200; seed < 2260; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    for (const KernelTable* table : available_tables()) {
+      auto c = random_case(seed);
+      const auto rows = static_cast<uint32_t>(c->queries().size() / c->problem().dim_k);
+      c->run(table);
+      std::vector<std::vector<uint32_t>> before;
+      for (uint32_t row = 0; row < rows; ++row) {
+        before.push_back(row_bits(*c, row));
+      }
+      const uint64_t at = c->random()() % c->queries().size();
+      c->queries()[at] = kNotFinite[seed % 3];
+      c->run(table);
+      for (uint32_t row = 0; row < rows; ++row) {
+        if (row == at / c->problem().dim_k) {
+          expect_spoiled(*c, row, true);
+        } else {
+          ASSERT_EQ(row_bits(*c, row), before[row]) << table->name << ", row " << row;
+        }
+      }
+    }
   }
 }
 

@@ -99,11 +99,14 @@ class Case {
   double error_o() const;
   double error_lse() const;
 
+  bool sees(uint32_t query, uint64_t position) const;
+  // [rows][dim_k]; what is changed counts from the next run on.
+  std::vector<float>& queries() { return q_; }
+
  private:
   struct Token {
     std::vector<float> k, v;
   };
-  bool sees(uint32_t query, uint64_t position) const;
   double logit(uint32_t row, uint64_t token) const;
   std::vector<double> transformed(uint32_t row, uint32_t transform, double* bias) const;
   void cut_runs(int extra_cuts);
