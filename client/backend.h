@@ -54,6 +54,7 @@ struct SeqCall {
 // Completions with the sentence of the last failed one among them.
 struct TakenCompletions {
   uint32_t n = 0;
+  uint64_t n_not_finite = 0;  // of the last one taken: a completion has no room for it
   std::string sentence;
 };
 

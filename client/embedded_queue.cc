@@ -139,6 +139,7 @@ void EmbeddedQueue::finish(Done* done, Entries::iterator entry, engine::RequestR
   completion.compute_ns = result.compute_ns;
   completion.err_max = result.err_max;
   completion.n_exact = result.n_exact;
+  entry->n_not_finite = result.n_not_finite;
   answer(&*entry, std::move(result.status));
   const std::lock_guard lock(done->mutex);
   done->answers.splice(done->answers.end(), done->in_flight, entry);
@@ -211,14 +212,16 @@ void EmbeddedQueue::fail_outstanding() {
   done_->answers.splice(done_->answers.end(), done_->in_flight);
 }
 
-uint32_t EmbeddedQueue::take_answers(kvm_completion* out, uint32_t n_max, std::string* sentence) {
+uint32_t EmbeddedQueue::take_answers(kvm_completion* out, uint32_t n_max,
+                                     TakenCompletions* taken) {
   const std::lock_guard lock(done_->mutex);
   uint32_t n = 0;
   for (; n < n_max && !done_->answers.empty(); ++n) {
     const Entry& entry = done_->answers.front();
     if (!entry.status.is_ok()) {
-      *sentence = entry.status.message();
+      taken->sentence = entry.status.message();
     }
+    taken->n_not_finite = entry.n_not_finite;
     out[n] = entry.completion;
     done_->answers.pop_front();
   }
@@ -231,14 +234,14 @@ Result<TakenCompletions> EmbeddedQueue::take(kvm_completion* out, uint32_t n_max
   const uint64_t start = timeout_ns == UINT64_MAX || n_min == 0 ? 0 : now_ns();
   bool driven = false;
   for (;;) {
-    taken.n += take_answers(out + taken.n, n_max - taken.n, &taken.sentence);
+    taken.n += take_answers(out + taken.n, n_max - taken.n, &taken);
     const bool enough = taken.n >= std::min(n_min, n_max) && (driven || taken.n > 0);
     if (enough) {
       break;
     }
     if (n_in_flight() == 0) {
       // What another thread's drive has answered since the answers were taken.
-      taken.n += take_answers(out + taken.n, n_max - taken.n, &taken.sentence);
+      taken.n += take_answers(out + taken.n, n_max - taken.n, &taken);
       break;
     }
     uint64_t left = n_min == 0 ? 0 : timeout_ns;

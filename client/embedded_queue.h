@@ -51,6 +51,7 @@ class EmbeddedQueue final : public Queue {
     Request request;
     kvm_completion completion{};
     Status status;
+    uint64_t n_not_finite = 0;
   };
   using Entries = std::list<Entry>;
 
@@ -65,7 +66,7 @@ class EmbeddedQueue final : public Queue {
   // The first of staged_.
   void submit_one(engine::Engine& engine, engine::ClientId client);
   void hand_over(engine::Engine& engine, engine::ClientId client, Entries::iterator entry);
-  uint32_t take_answers(kvm_completion* out, uint32_t n_max, std::string* sentence);
+  uint32_t take_answers(kvm_completion* out, uint32_t n_max, TakenCompletions* taken);
   void fail_outstanding();
   uint32_t n_in_flight() const;
 

@@ -87,7 +87,7 @@ Status check_idle(const kvm_queue* queue) {
 }
 
 // Submits the one staged request, and waits for it.
-Status run(kvm_queue* queue, kvm_completion* completion) {
+Status run(kvm_queue* queue, kvm_completion* completion, uint64_t* n_not_finite = nullptr) {
   // A failed submit completes the request with its status: take gives it.
   (void)queue->queue->submit();
   KVM_TRY_ASSIGN(const kvm::client::TakenCompletions taken,
@@ -95,13 +95,16 @@ Status run(kvm_queue* queue, kvm_completion* completion) {
   if (taken.n != 1) {
     return Status(KVM_ERR_INTERNAL, "a request was not answered");
   }
+  if (n_not_finite != nullptr) {
+    *n_not_finite = taken.n_not_finite;
+  }
   if (completion->status != KVM_OK) [[unlikely]] {
     return Status(completion->status, taken.sentence);
   }
   return Status::ok();
 }
 
-void write_stats(const kvm_completion& completion, kvm_step_stats* out) {
+void write_stats(const kvm_completion& completion, uint64_t n_not_finite, kvm_step_stats* out) {
   kvm_step_stats stats{};
   stats.mode = completion.mode;
   stats.keys_present = completion.keys_present;
@@ -111,6 +114,7 @@ void write_stats(const kvm_completion& completion, kvm_step_stats* out) {
   stats.compute_ns = completion.compute_ns;
   stats.err_max = completion.err_max;
   stats.n_exact = completion.n_exact;
+  stats.n_not_finite = n_not_finite;
   kvm::ipc::write_struct(out, out->struct_size, stats);
 }
 
@@ -124,11 +128,12 @@ kvm_status step_and_wait(kvm_queue* queue, const kvm_step_params* params, uint32
     }
     KVM_TRY(stage_step(queue, params, verbs, 0));
     kvm_completion completion;
-    Status status = run(queue, &completion);
+    uint64_t n_not_finite = 0;
+    Status status = run(queue, &completion, &n_not_finite);
     // ACCURACY comes with the best estimate in place, and with what it cost.
     const bool answered = status.is_ok() || status.code() == KVM_ERR_ACCURACY;
     if (stats != nullptr && answered) {
-      write_stats(completion, stats);
+      write_stats(completion, n_not_finite, stats);
     }
     return status;
   });

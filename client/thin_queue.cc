@@ -512,6 +512,7 @@ Status ThinQueue::finish(const ipc::CompletionEntry& entry, kvm_completion* out,
   } else {
     bool has_result = slot.opcode == Opcode::kSeq;
     last_seq_ = has_result ? result->seq : last_seq_;
+    n_not_finite_ = counts_not_finite() && slot.opcode == Opcode::kStep ? result->n_not_finite : 0;
     for (uint32_t i = 0; i < slot.n_pieces; ++i) {
       const Piece& piece = slot.pieces[i];
       if (piece.host != nullptr) {
@@ -688,6 +689,7 @@ Result<TakenCompletions> ThinQueue::take(kvm_completion* out, uint32_t n_max, ui
   if (taken.n == 0 && n_outstanding() == 0 && connection_->is_down()) {
     return connection_->down_status();
   }
+  taken.n_not_finite = n_not_finite_;
   return taken;
 }
 

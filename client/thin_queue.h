@@ -88,6 +88,8 @@ class ThinQueue final : public Queue {
   ThinQueue(std::shared_ptr<Connection> connection, QueueMemory memory, SharedArena arena,
             LostSeqs lost, uint32_t n_entries, uint64_t spin_ns);
 
+  // Older daemons leave it as it was.
+  bool counts_not_finite() const { return connection_->info().protocol_minor >= 2; }
   uint32_t n_ready() const { return static_cast<uint32_t>(ready_.size()); }
   uint64_t block_offset(uint32_t slot) const;
   uint64_t cancel_offset(uint32_t slot) const;
@@ -144,6 +146,7 @@ class ThinQueue final : public Queue {
   bool eventfd_used_ = false;
   ipc::Fd watched_;  // the eventfd and the socket, for event loops
   kvm_seq_id last_seq_ = 0;
+  uint64_t n_not_finite_ = 0;  // of the last request answered
 };
 
 }  // namespace kvm::client

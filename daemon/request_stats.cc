@@ -57,6 +57,7 @@ void RequestStats::add(RequestVerb verb, const engine::RequestResult& result) {
     ++modes[mode].n_requests;
     modes[mode].keys_present += result.keys_present;
     modes[mode].keys_read += result.keys_read;
+    n_not_finite += result.n_not_finite;
   }
 }
 
@@ -71,6 +72,9 @@ void write_requests(const RequestStats& stats, StatsText* out) {
               &AttendModeStats::keys_present, out);
   write_modes("kvm_attend_keys_read_total", "Of these, keys that were read.", stats,
               &AttendModeStats::keys_read, out);
+  out->counter("kvm_attend_not_finite_rows_total",
+               "Rows of q heads answered NaN: a query, key or value was not finite.",
+               stats.n_not_finite);
 }
 
 }  // namespace kvm::daemon

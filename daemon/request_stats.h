@@ -47,6 +47,7 @@ struct AttendModeStats {
 struct RequestStats {
   std::array<DurationHistogram, kRequestVerbNames.size()> durations{};
   std::array<AttendModeStats, kAttendModeNames.size()> modes{};
+  uint64_t n_not_finite = 0;  // (row, q head) that were answered NaN
 
   void add(RequestVerb verb, const engine::RequestResult& result);
 };

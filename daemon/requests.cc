@@ -131,7 +131,7 @@ void finish(InFlight* request, engine::RequestResult&& result) {
                                       .n_exact = result.n_exact};
   queue->session()->service()->requests.add(request->verb, result);
   KVM_KILL_POINT("daemon/request_finished");
-  queue->complete(request, entry, result.seq, result.status.message());
+  queue->complete(request, entry, result.seq, result.status.message(), result.n_not_finite);
   mark_dirty(queue);
 }
 

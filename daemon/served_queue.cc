@@ -69,9 +69,9 @@ InFlight* ServedQueue::begin(ipc::Request* request, uint64_t private_bytes) {
 }
 
 void ServedQueue::complete(InFlight* request, const ipc::CompletionEntry& entry, uint64_t seq,
-                           std::string_view sentence) {
+                           std::string_view sentence, uint64_t n_not_finite) {
   KVM_ASSERT(request->in_use);
-  ipc::write_result(request->result, seq, sentence);
+  ipc::write_result(request->result, seq, sentence, n_not_finite);
   request->pins.release();
   request->in_use = false;
   --n_in_flight_;

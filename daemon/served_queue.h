@@ -54,7 +54,7 @@ class ServedQueue {
   InFlight* begin(ipc::Request* request, uint64_t private_bytes);
   // Answers a request of begin() and releases it.
   void complete(InFlight* request, const ipc::CompletionEntry& entry, uint64_t seq,
-                std::string_view sentence);
+                std::string_view sentence, uint64_t n_not_finite);
   // Answers a request that was never begun. entry.user_data is the client's.
   void complete_now(const ipc::CompletionEntry& entry);
   // Makes completions visible and wakes the client. Returns whether there were any.

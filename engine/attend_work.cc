@@ -2,7 +2,9 @@
 #include "engine/attend_work.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
+#include <limits>
 #include <new>
 
 #include "base/round.h"
@@ -43,7 +45,7 @@ void AttendWork::clear() {
   shared_memory_.shrink(kKeepBytes);
   shared_ = nullptr;
   cost_ = prepare_bytes_ = n_keys_ = n_rows_ = 0;
-  n_exact_keys_ = n_exact_bytes_ = n_exact_rows_ = 0;
+  n_exact_keys_ = n_exact_bytes_ = n_exact_rows_ = n_not_finite_ = 0;
   n_extra_views_ = 0;
   time_share_ = 0;
   next_item_ = next_view_ = next_head_ = 0;
@@ -160,6 +162,9 @@ bool AttendWork::evaluate_whole(const Unit& unit, ThreadWorkspace& workspace) {
     attention::merge_chunks(member.problem, member.plan, unit.rows, states + h * bytes);
   }
   clear_errors(unit);
+  for (uint32_t h = 0; h < unit.n_heads; ++h) {
+    count_not_finite(heads_[unit.head + h].problem, unit.rows);
+  }
   sum_columns(unit, prepared[0], scratch);
   return true;
 }
@@ -200,10 +205,22 @@ bool AttendWork::evaluate_shard(const Task& task, ThreadWorkspace& workspace) {
       head.plan.n_shards) {
     attention::finish_approx(head.input, head.plan, prepared, scratch, states, &head.report);
     write_errors(head);
+    count_not_finite(head.problem, {0, head.plan.rows});
   }
   // A large budget takes scratch that grows with it, and no request pays for what stays.
   workspace.scratch.shrink(kKeepBytes);
   return true;
+}
+
+void AttendWork::count_not_finite(const attention::Problem& problem, attention::RowRange rows) {
+  uint64_t n = 0;
+  for (uint32_t i = 0; i < rows.count; ++i) {
+    n += attention::answer_is_finite(problem, rows.first + i) ? 0 : 1;
+  }
+  if (n != 0) [[unlikely]] {
+    // SYNC: none; whoever reads the sum has waited for the tasks.
+    std::atomic_ref<uint64_t>(n_not_finite_).fetch_add(n, std::memory_order_relaxed);
+  }
 }
 
 void AttendWork::write_errors(const ApproxHead& head) const {
@@ -237,6 +254,9 @@ bool AttendWork::merge_up(const Unit& unit, uint32_t chunk, std::byte* states) {
     attention::write_result(head.problem, head.plan, unit.rows, states + h * bytes);
   }
   clear_errors(unit);
+  for (uint32_t h = 0; h < unit.n_heads; ++h) {
+    count_not_finite(heads_[unit.head + h].problem, unit.rows);
+  }
   return true;
 }
 
@@ -334,11 +354,15 @@ void AttendWork::report(RequestResult* result) const {
       result->err_max = is_worse && !std::isnan(result->err_max) ? error : result->err_max;
     }
   }
+  result->n_not_finite = n_not_finite_;
+  if (n_not_finite_ != 0) {
+    result->err_max = std::numeric_limits<float>::quiet_NaN();
+  }
   // Several problems of an item read some keys twice.
   result->keys_read = std::min(result->keys_read, n_keys_);
 }
 
-// Exact answers have none.
+// Exact answers have none, unless they are no numbers.
 void AttendWork::clear_errors(const Unit& unit) const {
   const Tensor& err = tensors_->err;
   for (uint32_t h = 0; err.is_present() && h < unit.n_heads; ++h) {
@@ -348,8 +372,8 @@ void AttendWork::clear_errors(const Unit& unit) const {
     for (uint32_t row = unit.rows.first; row < end; ++row) {
       auto* to = reinterpret_cast<float*>(
           err.at(0, uint64_t{head.row} + row / group, uint64_t{head.q_head} + row % group));
-      to[0] = 0.0f;
-      to[1] = 0.0f;
+      const bool is_finite = attention::answer_is_finite(head.problem, row);
+      to[0] = to[1] = is_finite ? 0.0f : std::numeric_limits<float>::quiet_NaN();
     }
   }
 }

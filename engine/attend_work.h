@@ -226,6 +226,7 @@ class AttendWork {
   bool evaluate_piece(const Task& task, ThreadWorkspace& workspace);
   bool evaluate_shard(const Task& task, ThreadWorkspace& workspace);
   void write_errors(const ApproxHead& head) const;
+  void count_not_finite(const attention::Problem& problem, attention::RowRange rows);
 
   const StepRequest* request_ = nullptr;
   std::span<Sequence* const> seqs_;
@@ -274,6 +275,7 @@ class AttendWork {
   uint64_t n_exact_keys_ = 0;  // of them, of heads that are solved exactly
   uint64_t n_exact_bytes_ = 0;
   uint64_t n_exact_rows_ = 0;  // (row, q head)
+  uint64_t n_not_finite_ = 0;  // likewise, answered NaN; tasks add to it through atomic_ref
   uint64_t n_rows_ = 0;
   // AUTO with a time: what part of the time that it takes exactly each problem with an index gets.
   double time_share_ = 0;

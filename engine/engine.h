@@ -128,6 +128,7 @@ struct RequestResult {
   kvm_seq_id seq = 0;  // kCreate, kFork
   uint32_t mode = 0;
   uint32_t n_exact = 0;
+  uint64_t n_not_finite = 0;
   float err_max = 0;
   uint64_t keys_present = 0;
   uint64_t keys_read = 0;

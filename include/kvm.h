@@ -824,6 +824,15 @@ enum {
  * depend on the batch around it (in approximate modes on the other rows of its item that share its
  * sample).
  *
+ * Numbers that are not finite (NaN, infinities) are stored and computed with, and show: a row whose
+ * query has one, or that sees a key with one, has o = NaN in every channel and lse = NaN; a row that
+ * sees a value with one has o = NaN in every channel, and the lse of its keys. (A row of K or V that
+ * is stored as I8 or F8 reads as NaN in all channels.) err of such rows is NaN in every mode, the
+ * request is OK, and n_not_finite counts them. They change no other row. An approximate mode that
+ * reads such a key or value answers the rows that share its sample exactly; an index of the kind
+ * SKETCH has them always read, LSH may leave them out, and what is left out does not show. Finite
+ * numbers never give NaN: dot products that overflow count as +-1e38.
+ *
  * Approximate modes read, for each kv head with an index (kvm_index_params), all of the first
  * n_sinks and the last n_recent tokens, of the last 64 to 127, and of what the index does not
  * cover; of the rest some keys. The rows of up to floor(16 / group) tokens of an item share them
@@ -905,7 +914,9 @@ typedef struct kvm_step_stats {
   uint64_t compute_ns;   /* from the start of the first task to the end of the last merge */
   float err_max;         /* over rows and heads: see err; NaN: one of them has none */
   uint32_t n_exact;      /* of an approximate mode: (row, q head) that were answered exactly */
-  uint64_t reserved[2];
+  uint64_t n_not_finite; /* (row, q head) answered NaN: see kvm_step_params. 0 from a kvmd of
+                          * protocol 1.1 */
+  uint64_t reserved;
 } kvm_step_stats;
 
 /* Appends, and waits.
@@ -1077,7 +1088,8 @@ typedef struct kvm_completion {
   uint64_t bytes_read;
   uint64_t service_ns;
   uint64_t compute_ns;
-  float err_max;
+  float err_max; /* also NaN where n_not_finite of kvm_step_stats, for which there is no room, is not
+                  * 0 */
   uint32_t n_exact;
 } kvm_completion;
 

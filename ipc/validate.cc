@@ -317,12 +317,14 @@ const char* reject_name(Reject reject) {
   return index < kRejects ? kNames[index] : "unknown";
 }
 
-void write_result(ResultBlock* result, uint64_t seq, std::string_view sentence) {
+void write_result(ResultBlock* result, uint64_t seq, std::string_view sentence,
+                  uint64_t n_not_finite) {
   if (result == nullptr) {
     return;
   }
   const size_t n = std::min(sentence.size(), sizeof(result->message) - 1);
   result->seq = seq;
+  result->n_not_finite = n_not_finite;
   sentence.copy(result->message, n);
   result->message[n] = '\0';
 }

@@ -145,7 +145,8 @@ Reject validate_request(const RequestEntry& entry, RegionTable* regions, Request
 
 // Fills a result block (nullptr: nothing to do) as wire.h says; call it before the completion is
 // published. `sentence` is cut to fit.
-void write_result(ResultBlock* result, uint64_t seq, std::string_view sentence);
+void write_result(ResultBlock* result, uint64_t seq, std::string_view sentence,
+                  uint64_t n_not_finite = 0);
 
 }  // namespace kvm::ipc
 

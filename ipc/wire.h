@@ -27,7 +27,7 @@
 namespace kvm::ipc {
 
 inline constexpr uint32_t kProtocolMajor = 1;
-inline constexpr uint32_t kProtocolMinor = 1;                   // 1: ConfigText to QuotaSet
+inline constexpr uint32_t kProtocolMinor = 2;  // 1: ConfigText to QuotaSet; 2: n_not_finite
 inline constexpr uint64_t kHelloMagic = 0x30304d564b4d564bull;  // "KVMKVM00"
 
 // LIMIT: each bounds memory or time that one client can claim.
@@ -185,13 +185,14 @@ struct CancelBlock {
 };
 static_assert(sizeof(CancelBlock) == 64);
 
-// WIRE. Written by the daemon before the completion is published, if the status is an error (then
-// `message` is its sentence, cut to fit, NUL-terminated) or the request is a kSeq (then `seq` is
-// set, and `message` is empty on success); untouched otherwise. kNop has none: its regions, offsets
+// WIRE. Written by the daemon before the completion is published: `message` is the sentence of an
+// error, cut to fit, NUL-terminated, and empty on success. Before minor version 2 it was untouched
+// by requests other than kSeq that succeeded, and n_not_finite was reserved. kNop has none: its regions, offsets
 // and length are zero.
 struct ResultBlock {
   uint64_t seq;  // kSeq: create, fork
-  uint64_t reserved[3];
+  uint64_t n_not_finite;  // kStep: as in kvm_step_stats
+  uint64_t reserved[2];
   char message[224];
 };
 static_assert(sizeof(ResultBlock) == 256);

@@ -42,7 +42,11 @@ inline void load_columns(const uint8_t* rows, uint32_t dim, uint32_t at, F* out)
   vec::transpose(out);
 }
 
-// Centred keys into s->x. What is no finite number becomes a key at the centre.
+// The length of a value that is not finite, as root_of makes it.
+constexpr float kHugeValue = 1e18f;
+
+// Centred keys into s->x. What is no finite number becomes a key at the centre whose value is huge:
+// such a key must be read, not overlooked.
 template <int kElem>
 inline void load_strip(const EncodeArgs& args, uint32_t first, Strip* s) {
   constexpr size_t kBytes = kElem == vec::kElemF32 ? 4 : 2;
@@ -71,6 +75,11 @@ inline void load_strip(const EncodeArgs& args, uint32_t first, Strip* s) {
           if ((fits >> i & 1) == 0) {
             s->x[k][p * vec::kWidth + i] = 0.0f;
           }
+        }
+      }
+      for (int i = 0; i < vec::kWidth; ++i) {
+        if ((fits >> i & 1) == 0) {
+          args.value_norms[first + static_cast<uint32_t>(p * vec::kWidth + i)] = kHugeValue;
         }
       }
     }
@@ -449,7 +458,7 @@ inline void norms_of(const uint8_t* rows, uint32_t dim, const uint8_t* next, siz
       }
     }
     // Values that are not finite count as huge: such a key must be read, not overlooked.
-    const F squares = vec::min(vec::reduce(sums), vec::set1(1e36f));
+    const F squares = vec::min(vec::reduce(sums), vec::set1(kHugeValue * kHugeValue));
     vec::store(out + first, root_of(squares));
   }
 }

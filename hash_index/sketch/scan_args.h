@@ -98,7 +98,7 @@ struct EncodeArgs {
   const float* lead_query;    // [dim_k][kLeadDims]
   const float* matrix;        // [dim_k][kLeadDims + dim_pad], or null
   const float* lead_inverse;  // [kLeadDims]: 1 / step
-  const float* value_norms;   // [64]
+  float* value_norms;         // [64]; those of keys that are not finite are made huge
   uint8_t* block;
 };
 

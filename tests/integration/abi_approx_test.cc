@@ -42,10 +42,16 @@ class AbiApprox : public ServiceTest {
   }
 
   void append() {
-    const auto k = random_floats(&random_, size_t{kTokens} * kKvHeads * kDim);
+    auto k = random_floats(&random_, size_t{kTokens} * kKvHeads * kDim);
     auto v = random_floats(&random_, size_t{kTokens} * kKvHeads * kDim);
     for (float& value : v) {
       value += 0.5f;
+    }
+    const size_t at = size_t{1234} * kKvHeads * kDim + 17;  // of kv head 0
+    if (spoil_ == Spoil::kKey) {
+      k[at] = NAN;
+    } else if (spoil_ == Spoil::kValue) {
+      v[at] = INFINITY;
     }
     kvm_item item{};
     item.seq = seq_;
@@ -103,6 +109,7 @@ class AbiApprox : public ServiceTest {
   kvm_space_id space_ = 0;
   kvm_seq_id seq_ = 0;
   std::vector<float> q_;
+  enum class Spoil { kNothing, kKey, kValue } spoil_ = Spoil::kNothing;
 };
 
 TEST_F(AbiApprox, ModesAnswerAndSayWhatTheyDid) {
@@ -155,6 +162,75 @@ TEST_F(AbiApprox, ModesAnswerAndSayWhatTheyDid) {
   EXPECT_TRUE(std::isnan(top.stats.err_max));
   EXPECT_TRUE(std::isnan(top.err[0]));
   EXPECT_LT(top.lse[0], exact.lse[0]);
+}
+
+// One token whose key, or value, is not finite, in the middle of what the index covers: whose kv head
+// it is answers NaN in every mode, and says so; the other answers as ever.
+TEST_F(AbiApprox, NotFiniteTokensAreSeenInEveryMode) {
+  Answer before;
+  ASSERT_EQ(attend(&before, [](auto*) {}), KVM_OK) << kvm_last_error();
+  EXPECT_EQ(before.stats.n_not_finite, 0u);
+  for (const bool key : {true, false}) {
+    ASSERT_EQ(kvm_seq_free(client_, seq_), KVM_OK);
+    ASSERT_EQ(kvm_seq_create(client_, space_, nullptr, &seq_), KVM_OK) << kvm_last_error();
+    random_.seed(3);
+    (void)random_floats(&random_, size_t{kQHeads} * kDim);
+    spoil_ = key ? Spoil::kKey : Spoil::kValue;
+    append();
+    for (const uint32_t mode : {KVM_MODE_EXACT, KVM_MODE_TOPK, KVM_MODE_SAMPLED, KVM_MODE_VERIFIED,
+                                KVM_MODE_AUTO}) {
+      SCOPED_TRACE(std::to_string(mode) + (key ? ", K" : ", V"));
+      Answer answer;
+      ASSERT_EQ(attend(&answer,
+                       [mode](kvm_step_params* p) {
+                         p->mode = mode;
+                         const bool counts = mode == KVM_MODE_TOPK || mode == KVM_MODE_SAMPLED;
+                         p->budget = counts ? 300 : 0;
+                       }),
+                KVM_OK)
+          << kvm_last_error();
+      EXPECT_EQ(answer.stats.n_not_finite, 2u);
+      EXPECT_TRUE(std::isnan(answer.stats.err_max));
+      for (uint32_t head = 0; head < kQHeads; ++head) {
+        const bool is_spoiled = head < 2;  // those of kv head 0
+        EXPECT_EQ(std::isnan(answer.lse[head]), is_spoiled && key) << head;
+        EXPECT_EQ(std::isnan(answer.err[size_t{head} * 2]),
+                  is_spoiled || mode == KVM_MODE_TOPK)
+            << head;
+        for (uint32_t d = 0; d < kDim; ++d) {
+          ASSERT_EQ(std::isnan(answer.o[size_t{head} * kDim + d]), is_spoiled) << head;
+        }
+      }
+      if (mode == KVM_MODE_EXACT) {
+        EXPECT_TRUE(std::equal(before.o.begin() + 2 * kDim, before.o.end(),
+                               answer.o.begin() + 2 * kDim));
+      }
+    }
+  }
+}
+
+// A query that is not finite spoils its row, whatever the mode.
+TEST_F(AbiApprox, NotFiniteQueriesAreSeenInEveryMode) {
+  for (const float bad : {NAN, INFINITY, -INFINITY}) {
+    q_[3] = bad;
+    for (const uint32_t mode : {KVM_MODE_EXACT, KVM_MODE_TOPK, KVM_MODE_SAMPLED, KVM_MODE_VERIFIED,
+                                KVM_MODE_AUTO}) {
+      SCOPED_TRACE(mode);
+      Answer answer;
+      ASSERT_EQ(attend(&answer,
+                       [mode](kvm_step_params* p) {
+                         p->mode = mode;
+                         p->budget = mode == KVM_MODE_TOPK || mode == KVM_MODE_SAMPLED ? 300 : 0;
+                       }),
+                KVM_OK)
+          << kvm_last_error();
+      EXPECT_EQ(answer.stats.n_not_finite, 1u);
+      EXPECT_TRUE(std::isnan(answer.stats.err_max));
+      EXPECT_TRUE(std::isnan(answer.lse[0]) && std::isnan(answer.err[0]));
+      EXPECT_TRUE(std::isnan(answer.o[0]) && std::isnan(answer.o[kDim - 1]));
+      EXPECT_FALSE(std::isnan(answer.lse[1]) || std::isnan(answer.o[kDim]));
+    }
+  }
 }
 
 TEST_F(AbiApprox, AutoKeepsAnErrorOrATime) {

@@ -585,7 +585,8 @@ pub struct kvm_step_stats {
     pub compute_ns: u64,
     pub err_max: f32,
     pub n_exact: u32,
-    pub reserved: [u64; 2],
+    pub n_not_finite: u64,
+    pub reserved: u64,
 }
 
 impl Default for kvm_step_stats {

@@ -623,6 +623,10 @@ pub struct StepStats {
     pub err_max: f32,
     /// Of an approximate mode: (row, q head) that were answered exactly.
     pub n_exact: u32,
+    /// (row, q head) that were answered NaN: their query, or a key or a value that they see, is not
+    /// finite. `None` from an asynchronous request, whose completion has no room for it: `err_max` is
+    /// NaN there where it is not 0.
+    pub n_not_finite: Option<u64>,
 }
 
 /// The mode in which a request was answered; of [`Mode::Auto`] what most approximated rows got.
@@ -672,6 +676,7 @@ impl StepStats {
             compute_time: Duration::from_nanos(raw.compute_ns),
             err_max: raw.err_max,
             n_exact: raw.n_exact,
+            n_not_finite: Some(raw.n_not_finite),
         }
     }
 
@@ -685,6 +690,7 @@ impl StepStats {
             compute_time: Duration::from_nanos(raw.compute_ns),
             err_max: raw.err_max,
             n_exact: raw.n_exact,
+            n_not_finite: None,
         }
     }
 }

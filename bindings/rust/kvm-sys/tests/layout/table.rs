@@ -248,6 +248,7 @@ structures! {
         compute_ns,
         err_max,
         n_exact,
+        n_not_finite,
         reserved,
     }
     kvm_observe_params {
