@@ -23,6 +23,7 @@
 // ENSURES: for one kernel table the bits of o, lse and the side outputs depend on the problem
 // alone: not on threads, on the cut into eval_chunks calls, on how tokens are cut into runs, nor on
 // addresses. In the blocked path (Plan::blocked) a row's bits do not even depend on the other rows.
+// docs/kernels.md says how they depend on the number of rows.
 //
 // Errors: none at run time. Callers validate what comes from clients; violated REQUIRES are
 // programmer errors. Finite inputs never give NaN: a dot product that overflows counts as a very

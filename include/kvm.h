@@ -820,9 +820,14 @@ enum {
  * q head h reads kv head h / (n_q_heads / n_kv_heads). The logit of a key is
  * cap(scale * q.k) + its log-weight, restricted to what the layer's window, the head's policy, the
  * causal rule, the ranges and the tree mask leave visible. A row that sees no key has o = 0 and
- * lse = -inf (with a sink logit: lse is that logit). Rows are independent: a row's result does not
- * depend on the batch around it (in approximate modes on the other rows of its item that share its
- * sample).
+ * lse = -inf (with a sink logit: lse is that logit). A row's bits do not depend on other items, nor
+ * on what the other rows of its item hold (I8 rows: but for queries with outliers of some hundred
+ * times beside it). They do depend on how many rows an item has for a kv head (query tokens times
+ * q heads): items of one row, of 2 to 23 and of 24 or more add up in different orders, and round
+ * weights differently; results differ by what is rounded (4e-4 of o, I8 1e-3). In approximate modes
+ * rows depend on the other rows of their item that share their sample, and items are evaluated
+ * floor(16 / group) tokens at a time: what is answered exactly there has the bits of EXACT for an
+ * item of as many rows.
  *
  * Numbers that are not finite (NaN, infinities) are stored and computed with, and show: a row whose
  * query has one, or that sees a key with one, has o = NaN in every channel and lse = NaN; a row that
