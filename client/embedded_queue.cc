@@ -212,8 +212,7 @@ void EmbeddedQueue::fail_outstanding() {
   done_->answers.splice(done_->answers.end(), done_->in_flight);
 }
 
-uint32_t EmbeddedQueue::take_answers(kvm_completion* out, uint32_t n_max,
-                                     TakenCompletions* taken) {
+uint32_t EmbeddedQueue::take_answers(kvm_completion* out, uint32_t n_max, TakenCompletions* taken) {
   const std::lock_guard lock(done_->mutex);
   uint32_t n = 0;
   for (; n < n_max && !done_->answers.empty(); ++n) {

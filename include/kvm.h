@@ -835,7 +835,8 @@ enum {
  * is stored as I8 or F8 reads as NaN in all channels.) err of such rows is NaN in every mode, the
  * request is OK, and n_not_finite counts them. They change no other row. An approximate mode that
  * reads such a key or value answers the rows that share its sample exactly; an index of the kind
- * SKETCH has them always read, LSH may leave them out, and what is left out does not show. Finite
+ * SKETCH has them always read (TOPK: such keys, and the values of the keys that it answers with),
+ * LSH may leave them out, and what is left out does not show. Finite
  * numbers never give NaN: dot products that overflow count as +-1e38.
  *
  * Approximate modes read, for each kv head with an index (kvm_index_params), all of the first

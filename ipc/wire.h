@@ -190,7 +190,7 @@ static_assert(sizeof(CancelBlock) == 64);
 // by requests other than kSeq that succeeded, and n_not_finite was reserved. kNop has none: its regions, offsets
 // and length are zero.
 struct ResultBlock {
-  uint64_t seq;  // kSeq: create, fork
+  uint64_t seq;           // kSeq: create, fork
   uint64_t n_not_finite;  // kStep: as in kvm_step_stats
   uint64_t reserved[2];
   char message[224];

@@ -249,8 +249,7 @@ void block_chunks(const Problem& problem, const Plan& plan, const void* prepared
         state_view(problem, rows.count, static_cast<std::byte*>(states) + i * stride);
     for (uint32_t first = 0; first < rows.count; first += kRowBlock) {
       const RowRange part{rows.first + first, std::min(kRowBlock, rows.count - first)};
-      const StateView of_part{all.o + size_t{first} * problem.dim_v, all.m + first,
-                              all.l + first};
+      const StateView of_part{all.o + size_t{first} * problem.dim_v, all.m + first, all.l + first};
       Block block(problem, plan, prepared, part, scratch);
       if (block.chunk(chunk + i, of_part)) {
         repair(problem, plan, prepared, part, chunk + i, scratch, of_part);

@@ -156,7 +156,7 @@ class Stream {
   const ExactKernels* kernels_;
   VisibleSet visible_;
   int64_t only_query_ = -1;  // see show_only
-  int64_t head_k_ = 0;  // elements from rows of items to rows of this head
+  int64_t head_k_ = 0;       // elements from rows of items to rows of this head
   int64_t head_v_ = 0;
   StreamArgs args_{};
   Batch batches_[2]{};

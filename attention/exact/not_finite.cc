@@ -38,8 +38,8 @@ bool elements_are_finite(const void* elements, Dtype dtype, uint32_t n) {
 }
 
 bool query_is_finite(const Problem& problem, uint32_t row) {
-  const uint64_t from = row / problem.group * problem.q_stride_query +
-                        row % problem.group * problem.q_stride_head;
+  const uint64_t from =
+      row / problem.group * problem.q_stride_query + row % problem.group * problem.q_stride_head;
   const auto* q = static_cast<const std::byte*>(problem.q);
   return elements_are_finite(q + from * dtype_size_bytes(problem.dtype_q), problem.dtype_q,
                              problem.dim_k);
