@@ -830,13 +830,13 @@ enum {
  * item of as many rows.
  *
  * Numbers that are not finite (NaN, infinities) are stored and computed with, and show: a row whose
- * query has one, or that sees a key with one, has o = NaN in every channel and lse = NaN; a row that
- * sees a value with one has o = NaN in every channel, and the lse of its keys. (A row of K or V that
- * is stored as I8 or F8 reads as NaN in all channels.) err of such rows is NaN in every mode, the
- * request is OK, and n_not_finite counts them. They change no other row. An approximate mode that
- * reads such a key or value answers the rows that share its sample exactly; an index of the kind
- * SKETCH has them always read (TOPK: such keys, and the values of the keys that it answers with),
- * LSH may leave them out, and what is left out does not show. Finite
+ * query has one, or that sees a key with one, has o = NaN in every channel and lse = NaN; a row
+ * that sees a value with one has o = NaN in every channel, and the lse of its keys. (A row of K or
+ * V that is stored as I8 or F8 reads as NaN in all channels.) err of such rows is NaN in every
+ * mode, the request is OK, and n_not_finite counts them. They change no other row. An approximate
+ * mode that reads such a key or value answers the rows that share its sample exactly; an index of
+ * the kind SKETCH has them always read (TOPK: such keys, and the values of the keys that it answers
+ * with), LSH may leave them out, and what is left out does not show. Finite
  * numbers never give NaN: dot products that overflow count as +-1e38.
  *
  * Approximate modes read, for each kv head with an index (kvm_index_params), all of the first
@@ -1094,8 +1094,7 @@ typedef struct kvm_completion {
   uint64_t bytes_read;
   uint64_t service_ns;
   uint64_t compute_ns;
-  float err_max; /* also NaN where n_not_finite of kvm_step_stats, for which there is no room, is not
-                  * 0 */
+  float err_max; /* also NaN where rows were not finite; n_not_finite has no room here */
   uint32_t n_exact;
 } kvm_completion;
 

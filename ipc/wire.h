@@ -187,8 +187,8 @@ static_assert(sizeof(CancelBlock) == 64);
 
 // WIRE. Written by the daemon before the completion is published: `message` is the sentence of an
 // error, cut to fit, NUL-terminated, and empty on success. Before minor version 2 it was untouched
-// by requests other than kSeq that succeeded, and n_not_finite was reserved. kNop has none: its regions, offsets
-// and length are zero.
+// by requests other than kSeq that succeeded, and n_not_finite was reserved. kNop has none: its
+// regions, offsets and length are zero.
 struct ResultBlock {
   uint64_t seq;           // kSeq: create, fork
   uint64_t n_not_finite;  // kStep: as in kvm_step_stats

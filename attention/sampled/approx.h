@@ -22,8 +22,8 @@
 //     D_hat = D_F + sum_S w_i / p_i     N_hat = N_F + sum_S (w_i / p_i) v_i      o = N_hat / D_hat
 //
 // The bar is kappa times the larger of the plug-in sigma and one from the sketch's measured noise;
-// kappa follows from how many directions the error has, and grows with that noise and where few keys
-// were drawn; never below 2e-3 |o|.
+// kappa follows from how many directions the error has, and grows with that noise and where few
+// keys were drawn; never below 2e-3 |o|.
 // docs/approximate_attention.md explains it; models/house/estimators.py is the reference and names
 // the sources.
 //

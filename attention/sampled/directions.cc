@@ -5,7 +5,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "base/assert.h"
+#include "base/round.h"
 
 namespace kvm::attention {
 namespace {
@@ -90,7 +90,7 @@ void Directions::read() {
       }
     }
   }
-  const uint32_t padded = (n_ + kGatherKeys - 1) / kGatherKeys * kGatherKeys;
+  const auto padded = static_cast<uint32_t>(round_up(n_, kGatherKeys));
   std::memset(values_ + size_t{n_} * stride_, 0, size_t{padded - n_} * stride_ * sizeof(float));
   context.kernels->products(values_, padded, stride_, kMostTold, products_);
 }
@@ -102,35 +102,34 @@ ErrorShape Directions::shape(uint32_t row, std::span<const double> o) {
   }
   const float* logits = logits_ + size_t{row} * kMostTold;
   const float top = *std::max_element(logits, logits + n_);
+  alignas(64) float center[kMaxHeadDim + 32] = {};
   double o2 = 0;
-  for (const double x : o) {
-    o2 += x * x;
+  for (size_t d = 0; d < o.size(); ++d) {
+    center[d] = static_cast<float>(o[d]);
+    o2 += o[d] * o[d];
   }
-  // |v_i - o|^2 c_i, and what makes the terms sum to 1.
-  double along_o[kMostTold];
+  // along: v.o - |o|^2 / 2, so that (v_i - o).(v_j - o) = v_i.v_j - along_i - along_j.
+  alignas(64) float along[kMostTold] = {};
+  alignas(64) float root[kMostTold] = {};
   double c[kMostTold];
+  const SampledKernels& kernels = *c_.table->sampled;
+  kernels.dots(values_, n_, stride_, center, along);
   double trace = 0;
   double squares = 0;
   double drawn = 0;
-  double along = 0;
+  double along_o = 0;
   uint32_t start = 0;
   double most = 0;
   for (uint32_t i = 0; i < n_; ++i) {
-    const float* v = values_ + size_t{i} * stride_;
-    double product = 0;
-    for (size_t d = 0; d < o.size(); ++d) {
-      product += static_cast<double>(v[d]) * o[d];
-    }
-    along_o[i] = product - o2 / 2;
+    const auto product = static_cast<double>(along[i]);
+    along[i] = static_cast<float>(product - o2 / 2);
     const auto w = static_cast<double>(std::exp(logits[i] - top));
     const auto p = static_cast<double>(p_[i]);
     c[i] = w * w * (1 - p) / (p * p) * static_cast<double>(weight_[i]);
     const auto v2 = static_cast<double>(products_[size_t{i} * kMostTold + i]);
-    const double term = c[i] * std::max(v2 - 2 * along_o[i], 0.0);
+    const double term = c[i] * std::max(v2 - 2 * product + o2, 0.0);
     trace += term;
-    // (v - o).o, squared
-    const double part = product - o2;
-    along += c[i] * part * part;
+    along_o += c[i] * (product - o2) * (product - o2);
     squares += term * term;
     drawn += static_cast<double>(weight_[i]);
     if (term > most) {
@@ -138,46 +137,38 @@ ErrorShape Directions::shape(uint32_t row, std::span<const double> o) {
       start = i;
     }
   }
-  if (!(trace > 0) || !std::isfinite(trace)) {
+  if (!(trace > 0) || !std::isfinite(trace) || !std::isfinite(squares)) {
     return shape;
   }
-  shape.along_o = o2 > 0 ? std::clamp(along / (o2 * trace), 0.0, 1.0) : 1;
+  shape.along_o = o2 > 0 ? std::clamp(along_o / (o2 * trace), 0.0, 1.0) : 1;
   shape.heaviest = most / (trace * static_cast<double>(weight_[start]));
   shape.terms = trace * trace / squares * drawn / n_;
-  double pairs = 0;
   for (uint32_t i = 0; i < n_; ++i) {
-    float* to = terms_ + size_t{i} * kMostTold;
-    const double of_i = std::sqrt(c[i] / trace);
-    for (uint32_t j = 0; j < n_; ++j) {
-      const double product =
-          static_cast<double>(products_[size_t{i} * kMostTold + j]) - along_o[i] - along_o[j];
-      const double x = of_i * std::sqrt(c[j] / trace) * product;
-      to[j] = static_cast<float>(x);
-      pairs += j != i ? x * x : 0;
-    }
+    root[i] = static_cast<float>(std::sqrt(c[i] / trace));
   }
+  const auto padded = static_cast<uint32_t>(round_up(n_, kGatherKeys));
+  const auto all =
+      static_cast<double>(kernels.terms(products_, along, root, padded, kMostTold, terms_));
   // Terms are independent: those of pairs alone have the expectation of the true (tr S)^2 and
   // tr S^2, where the squares of single terms would add what one draws by chance.
-  const double distinct = 1 - squares / (trace * trace);
+  const double single_squares = squares / (trace * trace);
+  const double distinct = 1 - single_squares;
+  const double pairs = std::max(all - single_squares, 0.0);
   shape.squares = distinct > 0 ? std::min(pairs / distinct, 1.0) : 1;
-  shape.squares = std::max(shape.squares, 0.5 * squares / (trace * trace));
-  float u[kMostTold] = {};
-  float next[kMostTold];
+  shape.squares = std::max(shape.squares, 0.5 * single_squares);
+  alignas(64) float u[kMostTold] = {};
+  alignas(64) float room[kMostTold];
   u[start] = 1;
   double grown = 1;
   for (int round = 0; round < kRounds; ++round) {
+    kernels.turn(terms_, padded, kMostTold, u, room);
     double length = 0;
     for (uint32_t i = 0; i < n_; ++i) {
-      float sum = 0;
-      for (uint32_t j = 0; j < n_; ++j) {
-        sum += terms_[size_t{i} * kMostTold + j] * u[j];
-      }
-      next[i] = sum;
-      length += static_cast<double>(sum) * static_cast<double>(sum);
+      length += static_cast<double>(u[i]) * static_cast<double>(u[i]);
     }
     grown = std::sqrt(length);
     for (uint32_t i = 0; i < n_; ++i) {
-      u[i] = static_cast<float>(static_cast<double>(next[i]) / std::max(grown, 1e-30));
+      u[i] = static_cast<float>(static_cast<double>(u[i]) / std::max(grown, 1e-30));
     }
   }
   // Likewise: what single terms have of it is taken out.

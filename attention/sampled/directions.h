@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// The shape of an answer's error: how many directions it has, from some of the keys that were drawn.
+// The shape of an answer's error: how many directions it has, from some of the keys that were
+// drawn.
 //
 // The error of o is a sum of independent terms, one for each open key; its covariance is estimated
 // by S = sum_S c_i (v_i - o)(v_i - o)^T, c = w^2 (1 - p)/p^2. An error of many directions has a
 // length that hardly varies; one of a single direction varies as a Gaussian number does, and a bar
-// has to be half as wide again. The length's quantiles follow from tr S^2 and the largest eigenvalue
-// (estimate.h). S has dim_v^2 numbers and is never made: both are those of the matrix of the
-// products of the terms, sqrt(c_i c_j) (v_i - o).(v_j - o), and the products v_i.v_j are the same for
-// all rows of a group.
+// has to be half as wide again. The length's quantiles follow from tr S^2 and the largest
+// eigenvalue (estimate.h). S has dim_v^2 numbers and is never made: both are those of the matrix of
+// the products of the terms, sqrt(c_i c_j) (v_i - o).(v_j - o), and the products v_i.v_j are the
+// same for all rows of a group.
 //
 // A shard keeps every n-th of the open keys that it has drawn (told keys); their rows are read
 // once more when the answer is finished.

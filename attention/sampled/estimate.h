@@ -21,10 +21,10 @@
 //           equal ones say as much
 //   bar = max(kappa max(sigma_o, model_o), unseen, 2e-3 |o|),
 //   kappa = kappa(delta; shape, draws) max(1, e^((noise^2 - 0.36)/2)): class Kappa
-//   unseen = (1 - delta^(1/draws)) (sum_S w/p) / D 2 (|o| + R_v), R_v^2 = mean of |v|^2 over S: what
-//            keys whose values are unlike all that was drawn may move o by. Of a share of the mass
-//            nothing is drawn with a chance of (1 - share)^draws; 2, for a key with a small value is
-//            drawn up to four times as seldom
+//   unseen = (1 - delta^(1/draws)) (sum_S w/p) / D 2 (|o| + R_v), R_v^2 = mean of |v|^2 over S:
+//            what keys whose values are unlike all that was drawn may move o by. Of a share of the
+//            mass nothing is drawn with a chance of (1 - share)^draws; 2, for a key with a small
+//            value is drawn up to twice as seldom
 // The error of lse is one number, so its bar is that of one direction, a tenth larger, and
 // model_lse^2 = a^2 (e^(noise^2) - 1) sum h^2 (1 - p)/p / D^2.
 #ifndef KVM_ATTENTION_SAMPLED_ESTIMATE_H_
@@ -58,9 +58,10 @@ struct ErrorShape {
 // variance 2 squares. Its quantile is that of the chi-square with the same mean, variance and
 // skewness (Hall 1983, Buckley and Eagleson 1988); the sum of the cubes of the eigenvalues, which
 // the skewness needs, is put at largest * squares: no smaller than it is, and right both where all
-// are equal and where one stands out. tr S is itself estimated, by few draws badly: it is a chi-square of draws
-// degrees of freedom over their number (Satterthwaite 1946), so that the quantile grows as Fisher's does beside
-// the chi-square's. Quantiles by Wilson and Hilferty's cube root (1931).
+// are equal and where one stands out. tr S is itself estimated, by few draws badly: it is a
+// chi-square of draws degrees of freedom over their number (Satterthwaite 1946), so that the
+// quantile grows as Fisher's does beside the chi-square's. Quantiles by Wilson and Hilferty's cube
+// root (1931).
 class Kappa {
  public:
   explicit Kappa(double delta);

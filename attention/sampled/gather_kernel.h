@@ -188,8 +188,8 @@ inline void rows_of_dots(const float* dots, float* out) {
   }
 }
 
-// Logits of kRows rows: out [kRows][16]. bad [kRows][16], or null: 0, but NaN in a lane of a product
-// that is not finite.
+// Logits of kRows rows: out [kRows][16]. bad [kRows][16], or null: 0, but NaN in a lane of a
+// product that is not finite.
 template <int kRows, bool kFirst>
 void tile_logits(const GatherArgs& args, const GatherBatch& batch, uint32_t row, float* out,
                  float* bad) {
@@ -686,7 +686,8 @@ void widen(const uint8_t* const* rows, const float* scale, uint32_t dtype, uint3
   with_elem(dtype, [&]<int kElem>() { widen_of<kElem>(rows, scale, dim, n, stride, out); });
 }
 
-// Tiles of four vectors by as many as fill a register with sums; those below the diagonal are copied.
+// Tiles of four vectors by as many as fill a register with sums; those below the diagonal are
+// copied.
 void products(const float* x, uint32_t n, uint32_t stride, uint32_t out_stride, float* out) {
   using T = KeyTile<4>;
   constexpr uint32_t kTokens = T::kTokens;
@@ -719,6 +720,56 @@ void products(const float* x, uint32_t n, uint32_t stride, uint32_t out_stride, 
       }
     }
   }
+}
+
+inline float sum_of(F x) {
+  float lanes[kW];
+  vec::store(lanes, x);
+  float sum = 0;
+  for (int i = 0; i < kW; ++i)
+    sum += lanes[i];
+  return sum;
+}
+
+void dots(const float* x, uint32_t n, uint32_t stride, const float* y, float* out) {
+  for (uint32_t i = 0; i < n; ++i) {
+    F sum[2] = {vec::zero(), vec::zero()};
+    const float* row = x + static_cast<size_t>(i) * stride;
+    for (uint32_t d = 0; d < stride; d += 2 * kW) {  // stride is a multiple of 32
+      sum[0] = vec::fma(vec::load(row + d), vec::load(y + d), sum[0]);
+      sum[1] = vec::fma(vec::load(row + d + kW), vec::load(y + d + kW), sum[1]);
+    }
+    out[i] = sum_of(vec::add(sum[0], sum[1]));
+  }
+}
+
+float terms(const float* products, const float* along, const float* root, uint32_t n,
+            uint32_t stride, float* out) {
+  F squares = vec::zero();
+  for (uint32_t i = 0; i < n; ++i) {
+    const F own_root = vec::set1(root[i]);
+    const F own_along = vec::set1(along[i]);
+    const size_t at = static_cast<size_t>(i) * stride;
+    for (uint32_t j = 0; j < n; j += kW) {
+      const F product =
+          vec::sub(vec::sub(vec::load(products + at + j), own_along), vec::load(along + j));
+      const F x = vec::mul(vec::mul(own_root, vec::load(root + j)), product);
+      vec::store(out + at + j, x);
+      squares = vec::fma(x, x, squares);
+    }
+  }
+  return sum_of(squares);
+}
+
+void turn(const float* terms, uint32_t n, uint32_t stride, float* u, float* room) {
+  for (uint32_t j = 0; j < n; j += kW) {
+    F sum = vec::zero();
+    for (uint32_t i = 0; i < n; ++i)
+      sum = vec::fma(vec::set1(u[i]), vec::load(terms + static_cast<size_t>(i) * stride + j), sum);
+    vec::store(room + j, sum);
+  }
+  for (uint32_t j = 0; j < n; j += kW)
+    vec::store(u + j, vec::load(room + j));
 }
 
 // --- Thresholds ---------------------------------------------------------------------------------
@@ -788,6 +839,9 @@ constexpr SampledKernels kKernels{.gather = gather,
                                   .norms = norms,
                                   .widen = widen,
                                   .products = products,
+                                  .dots = dots,
+                                  .terms = terms,
+                                  .turn = turn,
                                   .largest = largest,
                                   .sizes = sizes,
                                   .raise = raise,

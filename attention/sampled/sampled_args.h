@@ -106,6 +106,14 @@ struct SampledKernels {
   // Products of all pairs of n vectors: out [n][out_stride]. x [n][stride], n a multiple of 16 and
   // stride of 32.
   void (*products)(const float* x, uint32_t n, uint32_t stride, uint32_t out_stride, float* out);
+  // Products of each of n vectors with y [stride].
+  void (*dots)(const float* x, uint32_t n, uint32_t stride, const float* y, float* out);
+  // terms[i][j] = root[i] root[j] (products[i][j] - along[i] - along[j]); returns the sum of their
+  // squares. n and stride are multiples of 16; matrices are [n][stride].
+  float (*terms)(const float* products, const float* along, const float* root, uint32_t n,
+                 uint32_t stride, float* terms);
+  // u = terms u for a symmetric matrix; u and room [n].
+  void (*turn)(const float* terms, uint32_t n, uint32_t stride, float* u, float* room);
 
   // The threshold of a row over n keys; n is a multiple of 16, arrays are aligned to 64 bytes.
   float (*largest)(const float* x, size_t n);

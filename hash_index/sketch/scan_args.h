@@ -30,7 +30,8 @@ struct BlockShape {
 
 // Queries, prepared. Sums over a code come in integers: with q_j the rounded query, S = sum of q_j
 // over the set bits (two planes: 2 S_high + S_low), shifted to be never negative. Then
-//   x = factor * (factor * spread + S * step + offset) + (lead codes . lead + lead_bias) * lead_step + base,
+//   x = factor * (factor * spread + S * step + offset) + (lead codes . lead + lead_bias) *
+//   lead_step + base,
 //   logit = x, or where there is a cap: cap tanh(x / cap) = cap - 2 cap / (1 + 2^(x cap_power)).
 // Lookup tables follow: for each tile of kScanTile rows and each group of code bits the tables of
 // the tile's rows, one after the other. A group is a nibble, low before high, of a code row

@@ -193,9 +193,9 @@ double round_rest(const float* rest, uint32_t dim_pad, uint32_t chunk, int* roun
   return inverse == 0 ? 0 : step;
 }
 
-// Variance of <x, q'> as the code tells it, over f^2 |q'|^2: the error f y - x has the square length
-// f^2 |y|^2 (1 - cos^2), cos between x and its codeword, and lies in any direction. Means of Gaussian
-// coordinates; cos^2 is 2 / pi with one bit.
+// Variance of <x, q'> as the code tells it, over f^2 |q'|^2: the error f y - x has the square
+// length f^2 |y|^2 (1 - cos^2), cos between x and its codeword, and lies in any direction. Means of
+// Gaussian coordinates; cos^2 is 2 / pi with one bit.
 constexpr double kSpread1 = 0.363;
 constexpr double kSpread2 = 0.105;
 

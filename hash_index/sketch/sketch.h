@@ -78,13 +78,14 @@ size_t frame_bytes(const Frame& frame);  // of memory, shared parts included
 // No frame of make_frame takes more. kind: as there.
 size_t max_frame_bytes(const SketchKind* kind, uint32_t dim_k, bool has_queries);
 
-// Of |v| in a block from here on: the key or the value is not finite, or as long. Both must be read.
+// Of |v| in a block from here on: the key or the value is not finite, or as long. Both must be
+// read.
 inline constexpr float kHugeNorm = 9e17f;
 
 // Codes the 64 keys of `run` (n_tokens == 64, position a multiple of 64), of `head`, into `block`
 // (block_bytes, aligned to 64). Keys that are not finite, and zero vectors, get codes that are
-// legal; what is estimated for them is arbitrary but finite, and where K or V is not, or |k| is above
-// 1e15, |v| counts as huge. REQUIRES: dim_v a multiple of 8, at
+// legal; what is estimated for them is arbitrary but finite, and where K or V is not, or |k| is
+// above 1e15, |v| counts as huge. REQUIRES: dim_v a multiple of 8, at
 // most kMaxSketchDim. Uses 130 KB of stack.
 void encode_block(const Frame& frame, const KvRun& run, uint32_t head, uint32_t dim_v, void* block,
                   const ScanTable* table = nullptr);

@@ -416,7 +416,9 @@ def fisher(n, m):
     square = mean_m**2 - NORMAL**2 * 2 / (9 * m)
     rest = mean_n**2 - NORMAL**2 * 2 / (9 * n)
     both = mean_n * mean_m
-    return ((both + np.sqrt(max(both**2 - square * rest, 0.0))) / square)**3 if square > 0 else np.inf
+    if square <= 0:
+        return np.inf
+    return ((both + np.sqrt(max(both**2 - square * rest, 0.0))) / square)**3
 
 
 def kappa_of(shape, draws):

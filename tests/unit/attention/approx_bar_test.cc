@@ -77,8 +77,8 @@ TEST(Kappa, QuantilesAreThoseOfFisherAndChiSquare) {
   }
 }
 
-// One eigenvalue and `rest` equal ones: the share of simulated errors beyond kappa is delta or less,
-// and not much less.
+// One eigenvalue and `rest` equal ones: the share of simulated errors beyond kappa is delta or
+// less, and not much less.
 TEST(Kappa, ErrorsOfAnyShapeExceedItWithAChanceOfDelta) {
   std::mt19937_64 random(4);
   std::normal_distribution<double> normal;
@@ -175,8 +175,8 @@ TEST(Sampled, BarsHoldWhereTheErrorHasOneDirection) {
   }
 }
 
-// Keys that are much longer than the others have logits that their codes say little of. One request,
-// many seeds: what the codes happen to say of it is the same for all.
+// Keys that are much longer than the others have logits that their codes say little of. One
+// request, many seeds: what the codes happen to say of it is the same for all.
 TEST(Sampled, LongKeysAreReadNotGuessed) {
   for (uint64_t seed = 0; seed < 4; ++seed) {
     Head head({.n_tokens = 8192, .group = 1, .dim_v = 32, .sharpness = 0.5}, 40 + seed);

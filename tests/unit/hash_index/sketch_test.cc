@@ -362,7 +362,7 @@ TEST(Encode, SmallValuesCountAsHalfOfTheBlocksTypicalOne) {
       for (size_t i = 0; i < 192; ++i) {
         EXPECT_NEAR(double{got.norms[i]}, wanted[i], 0.004 * wanted[i]) << i;
       }
-      EXPECT_NEAR(got.norms[17], 0.5 * std::sqrt(24.0) * std::pow(61 / 64.0, 2), 0.1);
+      EXPECT_NEAR(got.norms[17], 0.5 * std::sqrt(24.0) * std::pow(61 / 64.0, 2), 0.2);
       EXPECT_EQ(got.norms[130], 0);  // nothing to compare with
     }
   }

@@ -624,8 +624,8 @@ pub struct StepStats {
     /// Of an approximate mode: (row, q head) that were answered exactly.
     pub n_exact: u32,
     /// (row, q head) that were answered NaN: their query, or a key or a value that they see, is not
-    /// finite. `None` from an asynchronous request, whose completion has no room for it: `err_max` is
-    /// NaN there where it is not 0.
+    /// finite. `None` from an asynchronous request, whose completion has no room for it: `err_max`
+    /// is NaN there where it is not 0.
     pub n_not_finite: Option<u64>,
 }
 
