@@ -23,7 +23,7 @@
 namespace kvm::attention {
 
 // LIMIT: told keys of a shard, and of all shards together. Reading them and their products takes
-// some 10 us a head, however many tokens it has.
+// some 25 us a head, however many tokens it has.
 inline constexpr uint32_t kMostTold = 96;
 
 struct ToldKeys {
