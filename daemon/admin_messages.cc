@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/counted.h"
 #include "daemon/admin.h"
 #include "daemon/reply.h"
 #include "engine/quota_info.h"
@@ -111,9 +112,9 @@ void handle_evict(Session* session, uint64_t id, const wire::Evict& message) {
     return;
   }
   if (evicted.value().n_sequences > 0) {
-    log_action(*session,
-               fmt::format("evicts {} sequence{} with {} bytes", evicted.value().n_sequences,
-                           evicted.value().n_sequences == 1 ? "" : "s", evicted.value().bytes));
+    log_action(*session, fmt::format("evicts {} with {} bytes",
+                                     counted(evicted.value().n_sequences, "sequence"),
+                                     evicted.value().bytes));
   }
   ipc::ControlWriter writer;
   session->send(

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "kvm.h"
+#include "tests/common/items.h"
 #include "tests/integration/abi_rig.h"
 
 namespace kvm::testing {
@@ -124,16 +125,6 @@ class AbiModels : public ServiceTest {
   std::mt19937 random_{17};
 };
 
-kvm_item end_item(kvm_seq_id seq, uint32_t n_append, uint32_t n_query) {
-  kvm_item item{};
-  item.seq = seq;
-  item.append_position = KVM_POSITION_END;
-  item.n_append = n_append;
-  item.n_query = n_query;
-  item.query_position = KVM_POSITION_END;
-  return item;
-}
-
 // Attention of one row of one q head, in double precision. bias: of the key at a position, added to
 // the logit. k and v: [n][n_kv_heads][dim], beginning at the kv head.
 struct Oracle {
@@ -216,7 +207,7 @@ TEST_F(AbiModels, ThoseThatFitAnswerRight) {
     }
     for (const uint32_t layer : probed) {
       SCOPED_TRACE(layer);
-      step(space, layer, end_item(seq, n, 1), k, v, q, &o, &lse);
+      step(space, layer, item_of(seq, n, 1), k, v, q, &o, &lse);
       for (uint32_t head = 0; head < model.n_q_heads; head += 3) {
         const uint32_t kv = head / (model.n_q_heads / model.n_kv_heads);
         Oracle oracle{.n_tokens = n,
@@ -287,8 +278,8 @@ TEST_F(AbiModels, LayersThatShareOrStoreNothing) {
   const auto q = random_floats(&random_, size_t{8} * 256);
   std::vector<float> own(q.size()), alias(q.size()), lse(8);
   for (const uint32_t stored : {18u, 19u}) {
-    step(space, stored, end_item(seq, 600, 1), k, v, q, &own, &lse);
-    step(space, stored + 5, end_item(seq, 0, 1), {}, {}, q, &alias, &lse);
+    step(space, stored, item_of(seq, 600, 1), k, v, q, &own, &lse);
+    step(space, stored + 5, item_of(seq, 0, 1), {}, {}, q, &alias, &lse);
     EXPECT_EQ(own, alias) << stored;
   }
   kvm_seq_info info{};
@@ -315,8 +306,8 @@ TEST_F(AbiModels, LayersThatShareOrStoreNothing) {
   const auto frames_v = random_floats(&random_, frames_k.size());
   const auto rows = random_floats(&random_, size_t{3} * 20 * 64);
   std::vector<float> o(rows.size()), row_lse(3 * 20);
-  step(cross, 31, end_item(encoded, 1500, 0), frames_k, frames_v, {}, nullptr, nullptr);
-  kvm_item item = end_item(encoded, 0, 3);
+  step(cross, 31, item_of(encoded, 1500, 0), frames_k, frames_v, {}, nullptr, nullptr);
+  kvm_item item = item_of(encoded, 0, 3);
   item.flags = KVM_ITEM_NOT_CAUSAL;
   step(cross, 31, item, {}, {}, rows, &o, &row_lse);
   const Oracle oracle{.n_tokens = 1500, .n_kv_heads = 20, .dim_k = 64, .dim_v = 64, .scale = 0.125};
@@ -351,12 +342,12 @@ TEST_F(AbiModels, MoreQueryHeadsThanAGroupHas) {
   q.resize(size_t{kParts} * kGroup * kDim);  // the last heads are padding
   std::vector<float> o, lse;
   const uint32_t first = 7 * kParts;  // of the model's layer 7
-  step(space, first, end_item(seq, kTokens, 0), k, v, {}, nullptr, nullptr);
+  step(space, first, item_of(seq, kTokens, 0), k, v, {}, nullptr, nullptr);
   for (uint32_t part = 0; part < kParts; ++part) {
     const std::vector<float> share(q.begin() + part * kGroup * kDim,
                                    q.begin() + (part + 1) * kGroup * kDim);
     std::vector<float> part_o(share.size()), part_lse(kGroup);
-    step(space, first + part, end_item(seq, 0, 1), {}, {}, share, &part_o, &part_lse);
+    step(space, first + part, item_of(seq, 0, 1), {}, {}, share, &part_o, &part_lse);
     o.insert(o.end(), part_o.begin(), part_o.end());
     lse.insert(lse.end(), part_lse.begin(), part_lse.end());
   }
@@ -413,7 +404,7 @@ TEST_F(AbiModels, LinearBiasInExtraChannels) {
       row[kDim + 3] = -slope * static_cast<float>(kLast % 256);
     }
     std::vector<float> o(size_t{kHeads} * kDim), lse(kHeads);
-    step(space, 3, end_item(seq, kTokens, 1), k, v, q, &o, &lse);
+    step(space, 3, item_of(seq, kTokens, 1), k, v, q, &o, &lse);
     for (uint32_t head = 0; head < kHeads; ++head) {
       Oracle oracle{
           .n_tokens = kTokens, .n_kv_heads = kHeads, .dim_k = kWide, .dim_v = kDim, .scale = 1};
@@ -441,7 +432,7 @@ TEST_F(AbiModels, BiasByDistanceFromRangesAndMerge) {
   const auto v = random_floats(&random_, k.size());
   auto q = random_floats(&random_, size_t{kHeads} * kDim);
   std::transform(q.begin(), q.end(), q.begin(), [](float x) { return x / 8; });
-  step(space, 5, end_item(seq, kTokens, 0), k, v, {}, nullptr, nullptr);
+  step(space, 5, item_of(seq, kTokens, 0), k, v, {}, nullptr, nullptr);
   // Positions at which a bucket begins.
   const std::vector<uint64_t> edges = {0, 200, 250, 280, 290, 296, 298, 299, kTokens};
   const size_t n_buckets = edges.size() - 1;
@@ -451,7 +442,7 @@ TEST_F(AbiModels, BiasByDistanceFromRangesAndMerge) {
   for (size_t b = 0; b < n_buckets; ++b) {
     o[b].resize(q.size());
     lse[b].resize(kHeads);
-    kvm_item item = end_item(seq, 0, 1);
+    kvm_item item = item_of(seq, 0, 1);
     item.n_ranges = 1;
     step(space, 5, item, {}, {}, q, &o[b], &lse[b], {{edges[b], edges[b + 1]}});
     for (uint32_t head = 0; head < kHeads; ++head) {
