@@ -40,6 +40,23 @@ class Abi : public ServiceTest {
     return seq;
   }
 
+  // Merges two states of n_rows rows into the first.
+  void merge_two(uint32_t n_rows, std::vector<float>* o, std::vector<float>* lse) const {
+    const kvm_tensor states_o[] = {tensor_of(o[0]), tensor_of(o[1])};
+    const kvm_tensor states_lse[] = {tensor_of(lse[0]), tensor_of(lse[1])};
+    kvm_merge_params merge{};
+    merge.struct_size = sizeof(merge);
+    merge.n_states = 2;
+    merge.n_rows = n_rows;
+    merge.n_heads = geometry_.n_q_heads;
+    merge.dim = geometry_.dim;
+    merge.o = states_o;
+    merge.lse = states_lse;
+    merge.out_o = states_o[0];
+    merge.out_lse = states_lse[0];
+    ASSERT_EQ(kvm_merge(&merge), KVM_OK) << kvm_last_error();
+  }
+
   size_t kv_floats(uint64_t n) const { return n * geometry_.n_kv_heads * geometry_.dim; }
   size_t q_floats(uint64_t n) const { return n * geometry_.n_q_heads * geometry_.dim; }
 
@@ -596,19 +613,7 @@ TEST_F(Abi, RangesAndMerge) {
     EXPECT_LE(difference(o[side].data(), expected_o), kF32);
     EXPECT_LE(difference(lse[side].data(), expected_lse), kF32);
   }
-  const kvm_tensor states_o[] = {tensor_of(o[0]), tensor_of(o[1])};
-  const kvm_tensor states_lse[] = {tensor_of(lse[0]), tensor_of(lse[1])};
-  kvm_merge_params merge{};
-  merge.struct_size = sizeof(merge);
-  merge.n_states = 2;
-  merge.n_rows = 1;
-  merge.n_heads = geometry_.n_q_heads;
-  merge.dim = geometry_.dim;
-  merge.o = states_o;
-  merge.lse = states_lse;
-  merge.out_o = states_o[0];
-  merge.out_lse = states_lse[0];
-  ASSERT_EQ(kvm_merge(&merge), KVM_OK) << kvm_last_error();
+  ASSERT_NO_FATAL_FAILURE(merge_two(1, o, lse));
   compare(naive, q, 1, 179, o[0], lse[0], kF32);
 }
 
@@ -975,19 +980,7 @@ TEST_F(Abi, QueriesBeyondTheLengthSeeWhatIsStored) {
     o[1].insert(o[1].end(), row_o.begin(), row_o.end());
     lse[1].insert(lse[1].end(), row_lse.begin(), row_lse.end());
   }
-  const kvm_tensor states_o[] = {tensor_of(o[0]), tensor_of(o[1])};
-  const kvm_tensor states_lse[] = {tensor_of(lse[0]), tensor_of(lse[1])};
-  kvm_merge_params merge{};
-  merge.struct_size = sizeof(merge);
-  merge.n_states = 2;
-  merge.n_rows = kRows;
-  merge.n_heads = geometry_.n_q_heads;
-  merge.dim = geometry_.dim;
-  merge.o = states_o;
-  merge.lse = states_lse;
-  merge.out_o = states_o[0];
-  merge.out_lse = states_lse[0];
-  ASSERT_EQ(kvm_merge(&merge), KVM_OK) << kvm_last_error();
+  ASSERT_NO_FATAL_FAILURE(merge_two(kRows, o, lse));
   compare(whole, q, kRows, kStored + kOwn - kRows, o[0], lse[0], kF32);
 
   // Where positions end is the end of that.
