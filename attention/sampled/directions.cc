@@ -15,17 +15,9 @@ namespace {
 constexpr int kRounds = 3;
 static_assert(kMostTold % kGatherKeys == 0);
 
-struct Room {
-  uint64_t* position;
-  float* p;
-  float* weight;
-  float* logits;
-  float* values;
-  float* products;
-  float* terms;
-};
+}  // namespace
 
-Room carve_room(const Problem& problem, Carver& carver) {
+Directions::Room Directions::carve_room(const Problem& problem, Carver& carver) {
   const uint32_t rows = padded_rows(problem.n_query * problem.group);
   Room room;
   room.position = carver.take<uint64_t>(kMostTold);
@@ -38,8 +30,6 @@ Room carve_room(const Problem& problem, Carver& carver) {
   return room;
 }
 
-}  // namespace
-
 size_t Directions::scratch_bytes(const Problem& problem) {
   Carver carver(nullptr);
   carve_room(problem, carver);
@@ -48,23 +38,16 @@ size_t Directions::scratch_bytes(const Problem& problem) {
 
 Directions::Directions(const Context& c, void* scratch) : c_(c), stride_(acc_stride(c.problem)) {
   Carver carver(scratch);
-  const Room room = carve_room(c.problem, carver);
-  position_ = room.position;
-  p_ = room.p;
-  weight_ = room.weight;
-  logits_ = room.logits;
-  values_ = room.values;
-  products_ = room.products;
-  terms_ = room.terms;
+  room_ = carve_room(c.problem, carver);
 }
 
 void Directions::add(const ToldKeys& keys, uint32_t n_shards) {
   const uint32_t most = std::max(kMostTold / std::max(n_shards, 1u), 1u);
   const uint32_t step = (keys.n + most - 1) / most;
   for (uint32_t i = 0; i < keys.n && n_ < kMostTold; i += step) {
-    position_[n_] = keys.position[i];
-    p_[n_] = keys.p[i];
-    weight_[n_++] = keys.weight * static_cast<float>(step);
+    room_.position[n_] = keys.position[i];
+    room_.p[n_] = keys.p[i];
+    room_.weight[n_++] = keys.weight * static_cast<float>(step);
   }
 }
 
@@ -74,7 +57,7 @@ void Directions::read() {
   for (uint32_t i = 0; i < n_; ++i) {
     ids[i] = i;
   }
-  const GatherList list{.ids = {ids, n_}, .position = position_};
+  const GatherList list{.ids = {ids, n_}, .position = room_.position};
   BatchMaker maker(context, list);
   GatherArgs args;
   GatherBatch batch;
@@ -83,16 +66,17 @@ void Directions::read() {
     const size_t first = maker.first();
     context.kernels->logits(&args, &batch, logits);
     context.kernels->widen(batch.v, batch.v_scale, batch.dtype_v, args.dim_v, batch.n, stride_,
-                           values_ + first * stride_);
+                           room_.values + first * stride_);
     for (uint32_t i = 0; i < batch.n; ++i) {
       for (uint32_t r = 0; r < c_.rows; ++r) {
-        logits_[size_t{r} * kMostTold + first + i] = logits[r * kGatherKeys + i];
+        room_.logits[size_t{r} * kMostTold + first + i] = logits[r * kGatherKeys + i];
       }
     }
   }
   const auto padded = static_cast<uint32_t>(round_up(n_, kGatherKeys));
-  std::memset(values_ + size_t{n_} * stride_, 0, size_t{padded - n_} * stride_ * sizeof(float));
-  context.kernels->products(values_, padded, stride_, kMostTold, products_);
+  std::memset(room_.values + size_t{n_} * stride_, 0,
+              size_t{padded - n_} * stride_ * sizeof(float));
+  context.kernels->products(room_.values, padded, stride_, kMostTold, room_.products);
 }
 
 ErrorShape Directions::shape(uint32_t row, std::span<const double> o) {
@@ -100,7 +84,7 @@ ErrorShape Directions::shape(uint32_t row, std::span<const double> o) {
   if (n_ == 0) {
     return shape;
   }
-  const float* logits = logits_ + size_t{row} * kMostTold;
+  const float* logits = room_.logits + size_t{row} * kMostTold;
   const float top = *std::max_element(logits, logits + n_);
   alignas(64) float center[kMaxHeadDim + 32] = {};
   double o2 = 0;
@@ -113,7 +97,7 @@ ErrorShape Directions::shape(uint32_t row, std::span<const double> o) {
   alignas(64) float root[kMostTold] = {};
   double c[kMostTold];
   const SampledKernels& kernels = *c_.table->sampled;
-  kernels.dots(values_, n_, stride_, center, along);
+  kernels.dots(room_.values, n_, stride_, center, along);
   double trace = 0;
   double squares = 0;
   double drawn = 0;
@@ -124,14 +108,14 @@ ErrorShape Directions::shape(uint32_t row, std::span<const double> o) {
     const auto product = static_cast<double>(along[i]);
     along[i] = static_cast<float>(product - o2 / 2);
     const auto w = static_cast<double>(std::exp(logits[i] - top));
-    const auto p = static_cast<double>(p_[i]);
-    c[i] = w * w * (1 - p) / (p * p) * static_cast<double>(weight_[i]);
-    const auto v2 = static_cast<double>(products_[size_t{i} * kMostTold + i]);
+    const auto p = static_cast<double>(room_.p[i]);
+    c[i] = w * w * (1 - p) / (p * p) * static_cast<double>(room_.weight[i]);
+    const auto v2 = static_cast<double>(room_.products[size_t{i} * kMostTold + i]);
     const double term = c[i] * std::max(v2 - 2 * product + o2, 0.0);
     trace += term;
     along_o += c[i] * (product - o2) * (product - o2);
     squares += term * term;
-    drawn += static_cast<double>(weight_[i]);
+    drawn += static_cast<double>(room_.weight[i]);
     if (term > most) {
       most = term;
       start = i;
@@ -141,14 +125,14 @@ ErrorShape Directions::shape(uint32_t row, std::span<const double> o) {
     return shape;
   }
   shape.along_o = o2 > 0 ? std::clamp(along_o / (o2 * trace), 0.0, 1.0) : 1;
-  shape.heaviest = most / (trace * static_cast<double>(weight_[start]));
+  shape.heaviest = most / (trace * static_cast<double>(room_.weight[start]));
   shape.terms = trace * trace / squares * drawn / n_;
   for (uint32_t i = 0; i < n_; ++i) {
     root[i] = static_cast<float>(std::sqrt(c[i] / trace));
   }
   const auto padded = static_cast<uint32_t>(round_up(n_, kGatherKeys));
-  const auto all =
-      static_cast<double>(kernels.terms(products_, along, root, padded, kMostTold, terms_));
+  const auto all = static_cast<double>(
+      kernels.terms(room_.products, along, root, padded, kMostTold, room_.terms));
   // Terms are independent: those of pairs alone have the expectation of the true (tr S)^2 and
   // tr S^2, where the squares of single terms would add what one draws by chance.
   const double single_squares = squares / (trace * trace);
@@ -161,7 +145,7 @@ ErrorShape Directions::shape(uint32_t row, std::span<const double> o) {
   u[start] = 1;
   double grown = 1;
   for (int round = 0; round < kRounds; ++round) {
-    kernels.turn(terms_, padded, kMostTold, u, room);
+    kernels.turn(room_.terms, padded, kMostTold, u, room);
     double length = 0;
     for (uint32_t i = 0; i < n_; ++i) {
       length += static_cast<double>(u[i]) * static_cast<double>(u[i]);
@@ -175,7 +159,7 @@ ErrorShape Directions::shape(uint32_t row, std::span<const double> o) {
   double single = 0;
   for (uint32_t i = 0; i < n_; ++i) {
     const auto share = static_cast<double>(u[i]);
-    single += share * share * static_cast<double>(terms_[size_t{i} * kMostTold + i]);
+    single += share * share * static_cast<double>(room_.terms[size_t{i} * kMostTold + i]);
   }
   shape.largest = distinct > 0 ? std::clamp((grown - single) / distinct, shape.squares, 1.0) : 1;
   if (!(shape.largest <= 1) || !(shape.squares <= 1)) {

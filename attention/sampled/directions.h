@@ -48,16 +48,22 @@ class Directions {
   ErrorShape shape(uint32_t row, std::span<const double> o);
 
  private:
+  // Memory in scratch.
+  struct Room {
+    uint64_t* position;  // [kMostTold], and likewise
+    float* p;
+    float* weight;
+    float* logits;    // [rows][kMostTold]
+    float* values;    // [kMostTold][stride_]
+    float* products;  // [kMostTold][kMostTold]: v_i.v_j
+    float* terms;     // likewise, of one row
+  };
+  static Room carve_room(const Problem& problem, Carver& carver);
+
   const Context& c_;
   uint32_t n_ = 0;
   uint32_t stride_;  // floats of a value
-  uint64_t* position_;
-  float* p_;
-  float* weight_;
-  float* logits_;    // [rows][kMostTold]
-  float* values_;    // [kMostTold][stride_]
-  float* products_;  // [kMostTold][kMostTold]: v_i.v_j
-  float* terms_;     // likewise, of one row
+  Room room_;
 };
 
 }  // namespace kvm::attention
