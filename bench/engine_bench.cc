@@ -56,7 +56,7 @@ class Memory {
     return static_cast<T*>(data_);
   }
   uint64_t size_bytes() const { return size_bytes_; }
-  engine::TensorView tensor(uint32_t dtype) const { return {data_, size_bytes_, dtype, 0, 0, 0}; }
+  TensorView tensor(uint32_t dtype) const { return {data_, size_bytes_, dtype, 0, 0, 0}; }
 
  private:
   void* data_;
@@ -73,7 +73,7 @@ class Rig {
     options.host_capacity_bytes = capacity_bytes;
     engine_ = require(engine::Engine::open(options), "engine");
     client_ = engine_->add_client({});
-    engine::SpaceSpec spec;
+    SpaceSpec spec;
     spec.name = "bench";
     spec.params.struct_size = sizeof(kvm_space_params);
     spec.params.n_layers = n_layers;
@@ -87,21 +87,21 @@ class Rig {
   engine::Engine& engine() { return *engine_; }
 
   kvm_seq_id create() {
-    engine::SeqRequest request;
-    request.verb = engine::SeqVerb::kCreate;
+    SeqRequest request;
+    request.verb = SeqVerb::kCreate;
     request.space = space_;
     return seq_verb(std::move(request));
   }
 
-  kvm_seq_id seq_verb(engine::SeqRequest&& request) {
-    engine::RequestResult result = run(*engine_, client_, std::move(request));
+  kvm_seq_id seq_verb(SeqRequest&& request) {
+    kvm::RequestResult result = run(*engine_, client_, std::move(request));
     require(result.status, "sequence");
     return result.seq;
   }
 
   void free(kvm_seq_id seq) {
-    engine::SeqRequest request;
-    request.verb = engine::SeqVerb::kFree;
+    SeqRequest request;
+    request.verb = SeqVerb::kFree;
     request.seq = seq;
     seq_verb(std::move(request));
   }
@@ -109,7 +109,7 @@ class Rig {
   // Rows 0 .. n_tokens - 1 of k and v, for every layer in [layer, layer + n_layers).
   void append(kvm_seq_id seq, uint32_t layer, uint32_t n_layers, uint32_t n_tokens, const Memory& k,
               const Memory& v) {
-    engine::StepRequest step;
+    StepRequest step;
     step.append = true;
     step.space = space_;
     step.layer_begin = layer;
@@ -137,9 +137,9 @@ class Rig {
   }
 
   // The last n_query tokens of each sequence attend to layer 0.
-  engine::StepRequest attend(const std::vector<kvm_seq_id>& seqs, uint32_t n_query, const Memory& q,
-                             const Memory& o, const Memory& lse) const {
-    engine::StepRequest step;
+  StepRequest attend(const std::vector<kvm_seq_id>& seqs, uint32_t n_query, const Memory& q,
+                     const Memory& o, const Memory& lse) const {
+    StepRequest step;
     step.attend = true;
     step.space = space_;
     for (uint32_t i = 0; i < seqs.size(); ++i) {
@@ -156,8 +156,8 @@ class Rig {
     return step;
   }
 
-  engine::RequestResult run_step(engine::StepRequest step) {
-    engine::RequestResult result = run(*engine_, client_, std::move(step));
+  kvm::RequestResult run_step(StepRequest step) {
+    kvm::RequestResult result = run(*engine_, client_, std::move(step));
     require(result.status, "attend");
     return result;
   }
@@ -508,8 +508,8 @@ int run_fork(const Options& options) {
     std::vector<double> part;
     for (int i = 0; i < 101; ++i) {
       for (bool whole_fork : {true, false}) {
-        engine::SeqRequest request;
-        request.verb = engine::SeqVerb::kFork;
+        SeqRequest request;
+        request.verb = SeqVerb::kFork;
         request.seq = seq;
         request.n_tokens = whole_fork ? KVM_POSITION_END : target - 100;
         const double begin = now_s();

@@ -82,10 +82,10 @@ T require(Result<T> result, const char* what) {
 
 // Runs one request on an engine to its end; the calling thread helps.
 template <typename Request>
-engine::RequestResult run(engine::Engine& engine, engine::ClientId client, Request&& request) {
-  engine::RequestResult out;
+kvm::RequestResult run(engine::Engine& engine, engine::ClientId client, Request&& request) {
+  kvm::RequestResult out;
   bool done = false;
-  engine.submit(client, {}, std::forward<Request>(request), [&](engine::RequestResult&& result) {
+  engine.submit(client, {}, std::forward<Request>(request), [&](kvm::RequestResult&& result) {
     out = std::move(result);
     done = true;
   });

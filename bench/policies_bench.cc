@@ -64,7 +64,7 @@ struct Rows {
     }
   }
   template <typename T>
-  static engine::TensorView view(std::vector<T>& data, uint32_t dtype) {
+  static TensorView view(std::vector<T>& data, uint32_t dtype) {
     return {data.data(), data.size() * sizeof(T), dtype, 0, 0, 0};
   }
 
@@ -87,7 +87,7 @@ class Rig {
   engine::ClientId client() const { return client_; }
 
   kvm_space_id space(const Setting& setting, uint32_t n_layers) {
-    engine::SpaceSpec spec;
+    SpaceSpec spec;
     spec.name = fmt::format("{}.{}.{}", setting.name, n_layers, ++n_spaces_);
     spec.params.struct_size = sizeof(kvm_space_params);
     spec.params.n_layers = n_layers;
@@ -110,25 +110,24 @@ class Rig {
     return require(engine_->register_space(spec), "space");
   }
   kvm_seq_id create(kvm_space_id space, uint32_t flags = 0, engine::ClientId client = 0) {
-    engine::SeqRequest request;
+    SeqRequest request;
     request.space = space;
     request.flags = flags;
-    engine::RequestResult result =
-        run(*engine_, client == 0 ? client_ : client, std::move(request));
+    kvm::RequestResult result = run(*engine_, client == 0 ? client_ : client, std::move(request));
     require(result.status, "sequence");
     return result.seq;
   }
-  void verb(engine::SeqVerb which, kvm_seq_id seq) {
-    engine::SeqRequest request;
+  void verb(SeqVerb which, kvm_seq_id seq) {
+    SeqRequest request;
     request.verb = which;
     request.seq = seq;
     request.n_tokens = KVM_POSITION_END;
     require(run(*engine_, client_, std::move(request)).status, "sequence");
   }
   // Appends n_append tokens and attends with the last n_query.
-  static engine::StepRequest step(kvm_space_id space, kvm_seq_id seq, uint32_t layer,
-                                  uint32_t n_append, uint32_t n_query, Rows& rows) {
-    engine::StepRequest request;
+  static StepRequest step(kvm_space_id space, kvm_seq_id seq, uint32_t layer, uint32_t n_append,
+                          uint32_t n_query, Rows& rows) {
+    StepRequest request;
     request.space = space;
     request.layer_begin = layer;
     request.append = n_append != 0;
@@ -151,11 +150,11 @@ class Rig {
     return request;
   }
   // Seconds that it took. Between tasks the driver looks for what has ended, as the daemon's does.
-  double timed(engine::StepRequest&& request, engine::ClientId client = 0) {
+  double timed(StepRequest&& request, engine::ClientId client = 0) {
     const double begin = now_s();
     double end = 0;
     engine_->submit(client == 0 ? client_ : client, {}, std::move(request),
-                    [&end](engine::RequestResult&& result) {
+                    [&end](kvm::RequestResult&& result) {
                       require(result.status, "step");
                       end = now_s();
                     });
@@ -186,7 +185,7 @@ void add_lengths(const Options& options, uint64_t n_tokens, Report* report) {
     std::vector<double> seconds;
     for (int i = 0; i < 2; ++i) {
       if (i != 0) {
-        rig.verb(engine::SeqVerb::kFree, seqs.back());
+        rig.verb(SeqVerb::kFree, seqs.back());
         seqs.pop_back();
       }
       seqs.push_back(rig.create(spaces.back()));
@@ -249,13 +248,13 @@ void add_commits(const Options& options, Report* report) {
     const std::vector<double> alone =
         small_requests(&rig, other, space, small, rows, [&left] { return --left < 0; });
     bool is_committed = false;
-    engine::SeqRequest commit;
-    commit.verb = engine::SeqVerb::kCommit;
+    SeqRequest commit;
+    commit.verb = SeqVerb::kCommit;
     commit.seq = seq;
     commit.n_tokens = KVM_POSITION_END;
     const double begin = now_s();
     double end = begin;
-    rig.engine().submit(rig.client(), {}, std::move(commit), [&](engine::RequestResult&& result) {
+    rig.engine().submit(rig.client(), {}, std::move(commit), [&](kvm::RequestResult&& result) {
       require(result.status, "commit");
       end = now_s();
       is_committed = true;
@@ -278,7 +277,7 @@ void add_commits(const Options& options, Report* report) {
                  {"small_max_us", percentile(beside, 1.0) * 1e6},
                  {"alone_p99_us", percentile(alone, 0.99) * 1e6},
                  {"alone_max_us", percentile(alone, 1.0) * 1e6}});
-    rig.verb(engine::SeqVerb::kFree, seq);
+    rig.verb(SeqVerb::kFree, seq);
   }
 }
 
@@ -314,7 +313,7 @@ void add_masses(const Options& options, Report* report) {
                  {"summed_ms", median(seconds[1]) * 1e3},
                  {"mass_ratio", median(seconds[1]) / median(seconds[0])}});
     for (const kvm_seq_id seq : seqs) {
-      rig.verb(engine::SeqVerb::kFree, seq);
+      rig.verb(SeqVerb::kFree, seq);
     }
   }
 }

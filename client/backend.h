@@ -16,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "base/request.h"
 #include "base/status.h"
 #include "client/tensors.h"
 #include "ipc/space_message.h"
@@ -41,16 +42,6 @@ struct ObserveCall {
   Tensor q, column_sums;
 };
 
-enum class SeqCallVerb : uint8_t { kCreate = 1, kFork, kTruncate, kCommit, kFree };
-
-struct SeqCall {
-  SeqCallVerb verb = SeqCallVerb::kCreate;
-  uint32_t flags = 0;
-  kvm_space_id space = 0;
-  kvm_seq_id seq = 0;
-  uint64_t n_tokens = 0;
-};
-
 // Completions with the sentence of the last failed one among them.
 struct TakenCompletions {
   uint32_t n = 0;
@@ -69,7 +60,7 @@ class Queue {
   virtual Status stage_step(const StepCall& call, uint64_t user_data) = 0;
   virtual Status stage_read(const ReadCall& call, uint64_t user_data) = 0;
   virtual Status stage_observe(const ObserveCall& call, uint64_t user_data) = 0;
-  virtual Status stage_seq(const SeqCall& call, uint64_t user_data) = 0;
+  virtual Status stage_seq(const SeqRequest& call, uint64_t user_data) = 0;
   virtual Status submit() = 0;
   // DISCONNECTED once the client is closed or the daemon gone, requests outstanding or not.
   virtual Status check_open() = 0;
@@ -108,14 +99,14 @@ class Client : public std::enable_shared_from_this<Client> {
   virtual void destroy_arena(const ArenaMemory& arena) = 0;
   ArenaDirectory& arenas() { return arenas_; }
 
-  virtual Result<kvm_space_id> register_space(const ipc::SpaceMessage& space) = 0;
+  virtual Result<kvm_space_id> register_space(const SpaceSpec& space) = 0;
   virtual Result<kvm_space_id> find_space(const std::string& name) = 0;
   virtual Result<kvm_space_info> space_info(kvm_space_id space) = 0;
   virtual Result<std::vector<kvm_space_info>> list_spaces() = 0;
   virtual Status drop_space(kvm_space_id space) = 0;
 
   // Performs the call; the value is the new sequence of kCreate and kFork.
-  virtual Result<kvm_seq_id> seq(const SeqCall& call) = 0;
+  virtual Result<kvm_seq_id> seq(const SeqRequest& call) = 0;
   virtual Result<kvm_seq_info> seq_info(kvm_seq_id seq) = 0;
   virtual Result<std::vector<kvm_seq_info>> list_seqs(kvm_space_id space, uint32_t flags) = 0;
 

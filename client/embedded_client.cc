@@ -18,7 +18,7 @@
 #include "base/stats_text.h"
 #include "client/embedded_queue.h"
 #include "client/limits.h"
-#include "engine/quota_info.h"
+#include "engine/store/quota_info.h"
 
 namespace kvm::client {
 
@@ -137,19 +137,6 @@ Status EmbeddedService::add_queue() {
   return Status::ok();
 }
 
-engine::SeqRequest seq_request(const SeqCall& call) {
-  engine::SeqRequest request;
-  request.verb = static_cast<engine::SeqVerb>(static_cast<uint8_t>(call.verb) -
-                                              static_cast<uint8_t>(SeqCallVerb::kCreate));
-  request.space = call.space;
-  request.seq = call.seq;
-  request.n_tokens = call.n_tokens;
-  request.flags = call.flags;
-  return request;
-}
-static_assert(static_cast<int>(engine::SeqVerb::kFree) ==
-              static_cast<int>(SeqCallVerb::kFree) - static_cast<int>(SeqCallVerb::kCreate));
-
 Status EmbeddedClient::ping() {
   return service_->with_engine([](engine::Engine&, engine::ClientId) { return Status::ok(); });
 }
@@ -184,18 +171,9 @@ void EmbeddedClient::destroy_arena(const ArenaMemory& arena) {
   --n_arenas_;
 }
 
-Result<kvm_space_id> EmbeddedClient::register_space(const ipc::SpaceMessage& space) {
-  engine::SpaceSpec spec;
-  spec.name = space.name;
-  spec.params = space.params;
-  spec.rope_inv_freq = space.rope_inv_freq;
-  spec.sink_logits = space.sink_logits;
-  spec.layers = space.layers;
-  spec.policies = space.policies;
-  spec.codecs = space.codecs;
-  spec.indexes = space.indexes;
+Result<kvm_space_id> EmbeddedClient::register_space(const SpaceSpec& space) {
   return service_->with_engine(
-      [&](engine::Engine& engine, engine::ClientId) { return engine.register_space(spec); });
+      [&](engine::Engine& engine, engine::ClientId) { return engine.register_space(space); });
 }
 
 Result<kvm_space_id> EmbeddedClient::find_space(const std::string& name) {
@@ -220,7 +198,7 @@ Status EmbeddedClient::drop_space(kvm_space_id space) {
       [&](engine::Engine& engine, engine::ClientId) { return engine.drop_space(space); });
 }
 
-Result<kvm_seq_id> EmbeddedClient::seq(const SeqCall& call) {
+Result<kvm_seq_id> EmbeddedClient::seq(const SeqRequest& call) {
   // Shared with the callback, which a close of the client may drop.
   struct Outcome {
     std::atomic<bool> done{false};
@@ -229,8 +207,8 @@ Result<kvm_seq_id> EmbeddedClient::seq(const SeqCall& call) {
   };
   auto outcome = std::make_shared<Outcome>();
   KVM_TRY(service_->with_engine([&](engine::Engine& engine, engine::ClientId client) {
-    engine.submit(client, engine::RequestTag{0, service_->next_number()}, seq_request(call),
-                  [outcome](engine::RequestResult&& result) {
+    engine.submit(client, engine::RequestTag{0, service_->next_number()}, SeqRequest(call),
+                  [outcome](RequestResult&& result) {
                     outcome->status = std::move(result.status);
                     outcome->seq = result.seq;
                     outcome->done.store(true, std::memory_order_release);

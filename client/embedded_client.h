@@ -89,12 +89,12 @@ class EmbeddedClient final : public Client {
   Result<std::unique_ptr<Queue>> create_queue(uint32_t n_entries, uint64_t spin_ns) override;
   Result<ArenaMemory> create_arena(uint64_t size_bytes) override;
   void destroy_arena(const ArenaMemory& arena) override;
-  Result<kvm_space_id> register_space(const ipc::SpaceMessage& space) override;
+  Result<kvm_space_id> register_space(const SpaceSpec& space) override;
   Result<kvm_space_id> find_space(const std::string& name) override;
   Result<kvm_space_info> space_info(kvm_space_id space) override;
   Result<std::vector<kvm_space_info>> list_spaces() override;
   Status drop_space(kvm_space_id space) override;
-  Result<kvm_seq_id> seq(const SeqCall& call) override;
+  Result<kvm_seq_id> seq(const SeqRequest& call) override;
   Result<kvm_seq_info> seq_info(kvm_seq_id seq) override;
   Result<std::vector<kvm_seq_info>> list_seqs(kvm_space_id space, uint32_t flags) override;
   Result<kvm_stats> stats() override;
@@ -110,9 +110,6 @@ class EmbeddedClient final : public Client {
   std::atomic<uint32_t> n_arenas_{0};
   std::atomic<uint32_t> last_region_{0};
 };
-
-// The engine's form of a call on a sequence.
-engine::SeqRequest seq_request(const SeqCall& call);
 
 }  // namespace kvm::client
 

@@ -174,16 +174,7 @@ Result<ArenaMemory> DeviceClient::create_arena(uint64_t) {
 
 // --- Spaces -------------------------------------------------------------------------------------
 
-Result<kvm_space_id> DeviceClient::register_space(const ipc::SpaceMessage& message) {
-  engine::SpaceSpec spec;
-  spec.name = message.name;
-  spec.params = message.params;
-  spec.rope_inv_freq = message.rope_inv_freq;
-  spec.sink_logits = message.sink_logits;
-  spec.layers = message.layers;
-  spec.policies = message.policies;
-  spec.codecs = message.codecs;
-  spec.indexes = message.indexes;
+Result<kvm_space_id> DeviceClient::register_space(const SpaceSpec& spec) {
   KVM_TRY_ASSIGN(std::shared_ptr<const engine::Space> space, engine::resolve_space(spec));
   KVM_TRY_ASSIGN(device::SpaceLayout layout, layout_of(*space));
   const std::lock_guard lock(service_->mutex);
@@ -281,7 +272,7 @@ kvm_seq_id DeviceClient::add_seq(std::shared_ptr<device::Sequence> seq, kvm_spac
   return service_->seqs.insert(std::move(record));
 }
 
-Result<kvm_seq_id> DeviceClient::create_seq(const SeqCall& call) {
+Result<kvm_seq_id> DeviceClient::create_seq(const SeqRequest& call) {
   if ((call.flags & KVM_SEQ_MANUAL_COMMIT) != 0) {
     return unsupported("KVM_SEQ_MANUAL_COMMIT is not there; slack of a policy leaves room");
   }
@@ -293,38 +284,38 @@ Result<kvm_seq_id> DeviceClient::create_seq(const SeqCall& call) {
   return add_seq(service_->store->create(space->layout), call.space);
 }
 
-Result<kvm_seq_id> DeviceClient::seq(const SeqCall& call) {
+Result<kvm_seq_id> DeviceClient::seq(const SeqRequest& call) {
   const std::lock_guard lock(service_->mutex);
   KVM_TRY(service_->check_open());
-  const bool makes = call.verb == SeqCallVerb::kCreate || call.verb == SeqCallVerb::kFork;
+  const bool makes = call.verb == SeqVerb::kCreate || call.verb == SeqVerb::kFork;
   if (makes && service_->seqs.size() >= kMaxSequences) {
     return Status(KVM_ERR_LIMIT, "there are " + std::to_string(kMaxSequences) +
                                      " sequences, the most that are allowed");
   }
-  if (call.verb == SeqCallVerb::kCreate) {
+  if (call.verb == SeqVerb::kCreate) {
     return create_seq(call);
   }
   KVM_TRY_ASSIGN(const DeviceService::SeqRecord* record, service_->seqs.find(call.seq));
   device::Sequence* const seq = record->seq.get();
   const uint64_t n_tokens = call.n_tokens == KVM_POSITION_END ? seq->n_tokens : call.n_tokens;
   switch (call.verb) {
-    case SeqCallVerb::kFork: {
+    case SeqVerb::kFork: {
       KVM_TRY_ASSIGN(std::shared_ptr<device::Sequence> child,
                      service_->store->fork(*seq, n_tokens));
       return add_seq(std::move(child), record->space);
     }
-    case SeqCallVerb::kTruncate:
+    case SeqVerb::kTruncate:
       KVM_TRY(service_->store->truncate(seq, n_tokens));
       return kvm_seq_id{0};
-    case SeqCallVerb::kCommit:
+    case SeqVerb::kCommit:
       // Tokens are final when they are appended.
       if (n_tokens > seq->n_tokens) {
         return Status(KVM_ERR_INVALID, "n_tokens is " + std::to_string(n_tokens) +
                                            "; the sequence has " + std::to_string(seq->n_tokens));
       }
       return kvm_seq_id{0};
-    case SeqCallVerb::kCreate:
-    case SeqCallVerb::kFree:
+    case SeqVerb::kCreate:
+    case SeqVerb::kFree:
       break;
   }
   service_->store->clear(seq);

@@ -16,8 +16,8 @@
 #include "client/backend.h"
 #include "device/batch.h"
 #include "device/store.h"
-#include "engine/id_table.h"
-#include "engine/space.h"
+#include "engine/space/space.h"
+#include "engine/store/id_table.h"
 #include "kvm_cuda.h"
 
 namespace kvm::client {
@@ -65,12 +65,12 @@ class DeviceClient final : public Client {
   Result<std::unique_ptr<Queue>> create_queue(uint32_t n_entries, uint64_t spin_ns) override;
   Result<ArenaMemory> create_arena(uint64_t size_bytes) override;
   void destroy_arena(const ArenaMemory&) override {}
-  Result<kvm_space_id> register_space(const ipc::SpaceMessage& space) override;
+  Result<kvm_space_id> register_space(const SpaceSpec& space) override;
   Result<kvm_space_id> find_space(const std::string& name) override;
   Result<kvm_space_info> space_info(kvm_space_id space) override;
   Result<std::vector<kvm_space_info>> list_spaces() override;
   Status drop_space(kvm_space_id space) override;
-  Result<kvm_seq_id> seq(const SeqCall& call) override;
+  Result<kvm_seq_id> seq(const SeqRequest& call) override;
   Result<kvm_seq_info> seq_info(kvm_seq_id seq) override;
   Result<std::vector<kvm_seq_info>> list_seqs(kvm_space_id space, uint32_t flags) override;
   Result<kvm_stats> stats() override;
@@ -101,7 +101,7 @@ class DeviceClient final : public Client {
   kvm_seq_info describe(uint64_t id, const DeviceService::SeqRecord& record) const;
   kvm_space_info describe(uint64_t id, const DeviceService::SpaceRecord& record) const;
   kvm_seq_id add_seq(std::shared_ptr<device::Sequence> seq, kvm_space_id space);
-  Result<kvm_seq_id> create_seq(const SeqCall& call);
+  Result<kvm_seq_id> create_seq(const SeqRequest& call);
 
   std::shared_ptr<DeviceService> service_;
   const uint64_t start_ns_;

@@ -12,7 +12,7 @@ namespace kvm::client {
 
 namespace {
 
-engine::TensorView view_of(const Tensor& tensor) {
+TensorView view_of(const Tensor& tensor) {
   return {tensor.data,         tensor.size_bytes, tensor.dtype,
           tensor.stride_layer, tensor.stride_row, tensor.stride_head};
 }
@@ -69,7 +69,7 @@ Status EmbeddedQueue::stage_nop(uint64_t user_data) { return stage(Nop{}, user_d
 
 Status EmbeddedQueue::stage_step(const StepCall& call, uint64_t user_data) {
   const kvm_step_params& params = *call.params;
-  engine::StepRequest request;
+  StepRequest request;
   request.append = call.append;
   request.attend = call.attend;
   request.flags = params.flags;
@@ -97,7 +97,7 @@ Status EmbeddedQueue::stage_step(const StepCall& call, uint64_t user_data) {
 }
 
 Status EmbeddedQueue::stage_read(const ReadCall& call, uint64_t user_data) {
-  engine::ReadRequest request;
+  ReadRequest request;
   request.seq = call.params->seq;
   request.layer = call.params->layer;
   request.position = call.params->position;
@@ -108,7 +108,7 @@ Status EmbeddedQueue::stage_read(const ReadCall& call, uint64_t user_data) {
 }
 
 Status EmbeddedQueue::stage_observe(const ObserveCall& call, uint64_t user_data) {
-  engine::ObserveRequest request;
+  ObserveRequest request;
   request.seq = call.params->seq;
   request.layer = call.params->layer;
   request.n_rows = call.params->n_rows;
@@ -120,8 +120,8 @@ Status EmbeddedQueue::stage_observe(const ObserveCall& call, uint64_t user_data)
   return stage(std::move(request), user_data);
 }
 
-Status EmbeddedQueue::stage_seq(const SeqCall& call, uint64_t user_data) {
-  return stage(seq_request(call), user_data);
+Status EmbeddedQueue::stage_seq(const SeqRequest& call, uint64_t user_data) {
+  return stage(call, user_data);
 }
 
 void EmbeddedQueue::answer(Entry* entry, Status status) {
@@ -129,7 +129,7 @@ void EmbeddedQueue::answer(Entry* entry, Status status) {
   entry->status = std::move(status);
 }
 
-void EmbeddedQueue::finish(Done* done, Entries::iterator entry, engine::RequestResult&& result) {
+void EmbeddedQueue::finish(Done* done, Entries::iterator entry, RequestResult&& result) {
   kvm_completion& completion = entry->completion;
   completion.mode = result.mode;
   completion.keys_present = result.keys_present;
@@ -148,22 +148,21 @@ void EmbeddedQueue::finish(Done* done, Entries::iterator entry, engine::RequestR
 void EmbeddedQueue::hand_over(engine::Engine& engine, engine::ClientId client,
                               Entries::iterator entry) {
   // After the engine's end no callback comes any more, so the entry is there for the one that does.
-  auto on_done = [done = done_, entry](engine::RequestResult&& result) {
+  auto on_done = [done = done_, entry](RequestResult&& result) {
     finish(done.get(), entry, std::move(result));
   };
   const engine::RequestTag tag{id_, entry->number};
   Request request = std::move(entry->request);
   if (std::holds_alternative<Nop>(request)) {
-    on_done(engine::RequestResult{});
-  } else if (auto* step = std::get_if<engine::StepRequest>(&request)) {
+    on_done(RequestResult{});
+  } else if (auto* step = std::get_if<StepRequest>(&request)) {
     engine.submit(client, tag, std::move(*step), std::move(on_done));
-  } else if (auto* read = std::get_if<engine::ReadRequest>(&request)) {
+  } else if (auto* read = std::get_if<ReadRequest>(&request)) {
     engine.submit(client, tag, std::move(*read), std::move(on_done));
-  } else if (auto* observe = std::get_if<engine::ObserveRequest>(&request)) {
+  } else if (auto* observe = std::get_if<ObserveRequest>(&request)) {
     engine.submit(client, tag, std::move(*observe), std::move(on_done));
   } else {
-    engine.submit(client, tag, std::get<engine::SeqRequest>(std::move(request)),
-                  std::move(on_done));
+    engine.submit(client, tag, std::get<SeqRequest>(std::move(request)), std::move(on_done));
   }
 }
 
@@ -178,7 +177,7 @@ void EmbeddedQueue::submit_one(engine::Engine& engine, engine::ClientId client) 
     hand_over(engine, client, entry);
   } catch (const std::bad_alloc&) {
     // For the callback: the engine does not have it.
-    engine::RequestResult result;
+    RequestResult result;
     result.status = Status::fixed(KVM_ERR_NO_MEMORY, "the process is out of memory");
     finish(done_.get(), entry, std::move(result));
   }

@@ -30,7 +30,7 @@ class EmbeddedQueue final : public Queue {
   Status stage_step(const StepCall& call, uint64_t user_data) override;
   Status stage_read(const ReadCall& call, uint64_t user_data) override;
   Status stage_observe(const ObserveCall& call, uint64_t user_data) override;
-  Status stage_seq(const SeqCall& call, uint64_t user_data) override;
+  Status stage_seq(const SeqRequest& call, uint64_t user_data) override;
   Status submit() override;
   Status check_open() override;
   uint32_t n_outstanding() const override;
@@ -41,8 +41,7 @@ class EmbeddedQueue final : public Queue {
 
  private:
   struct Nop {};
-  using Request = std::variant<Nop, engine::StepRequest, engine::ReadRequest,
-                               engine::ObserveRequest, engine::SeqRequest>;
+  using Request = std::variant<Nop, StepRequest, ReadRequest, ObserveRequest, SeqRequest>;
 
   // A request from stage to take. It moves from list to list with its place, so that nothing but
   // staging it needs memory.
@@ -70,7 +69,7 @@ class EmbeddedQueue final : public Queue {
   void fail_outstanding();
   uint32_t n_in_flight() const;
 
-  static void finish(Done* done, Entries::iterator entry, engine::RequestResult&& result);
+  static void finish(Done* done, Entries::iterator entry, RequestResult&& result);
   static void answer(Entry* entry, Status status);
 
   std::shared_ptr<EmbeddedService> service_;

@@ -62,7 +62,7 @@ Status make_handle(kvm::Result<std::shared_ptr<kvm::client::Client>> opened, kvm
 
 Status check_client(const kvm_client* client) { return check_handle(client, "client"); }
 
-kvm_status seq_call(kvm_client* client, const kvm::client::SeqCall& call, kvm_seq_id* out) {
+kvm_status seq_call(kvm_client* client, const kvm::SeqRequest& call, kvm_seq_id* out) {
   return guarded([&]() -> Status {
     KVM_TRY(check_client(client));
     KVM_TRY_ASSIGN(const kvm_seq_id made, client->client->seq(call));
@@ -275,7 +275,7 @@ kvm_status kvm_space_register(kvm_client* client, const kvm_space_params* params
     KVM_TRY(check_not_null(out, "out"));
     kvm_space_params p;
     KVM_TRY(kvm::ipc::read_params(params, &p, "kvm_space_params"));
-    KVM_TRY_ASSIGN(const kvm::ipc::SpaceMessage space, kvm::ipc::copy_space(p));
+    KVM_TRY_ASSIGN(const kvm::SpaceSpec space, kvm::ipc::copy_space(p));
     KVM_TRY_ASSIGN(*out, client->client->register_space(space));
     return Status::ok();
   });
@@ -325,14 +325,14 @@ kvm_status kvm_space_drop(kvm_client* client, kvm_space_id space) {
 
 kvm_status kvm_seq_create(kvm_client* client, kvm_space_id space, const kvm_seq_params* params,
                           kvm_seq_id* out) {
-  kvm::client::SeqCall call;
+  kvm::SeqRequest call;
   const kvm_status status = guarded([&]() -> Status {
     KVM_TRY(check_not_null(out, "out"));
     kvm_seq_params p;
     KVM_TRY(kvm::ipc::read_params(params, &p, "kvm_seq_params"));
     KVM_TRY(check_flags(p.flags, kvm::kSeqFlags, "kvm_seq_params"));
     KVM_TRY(check_reserved(p.reserved, std::size(p.reserved), "kvm_seq_params"));
-    call = {kvm::client::SeqCallVerb::kCreate, p.flags, space, 0, p.reserve};
+    call = {kvm::SeqVerb::kCreate, p.flags, space, 0, p.reserve};
     return Status::ok();
   });
   return status != KVM_OK ? status : seq_call(client, call, out);
@@ -340,21 +340,20 @@ kvm_status kvm_seq_create(kvm_client* client, kvm_space_id space, const kvm_seq_
 
 kvm_status kvm_seq_fork(kvm_client* client, kvm_seq_id parent, uint64_t n_tokens, kvm_seq_id* out) {
   const kvm_status status = guarded([&] { return check_not_null(out, "out"); });
-  return status != KVM_OK
-             ? status
-             : seq_call(client, {kvm::client::SeqCallVerb::kFork, 0, 0, parent, n_tokens}, out);
+  return status != KVM_OK ? status
+                          : seq_call(client, {kvm::SeqVerb::kFork, 0, 0, parent, n_tokens}, out);
 }
 
 kvm_status kvm_seq_truncate(kvm_client* client, kvm_seq_id seq, uint64_t n_tokens) {
-  return seq_call(client, {kvm::client::SeqCallVerb::kTruncate, 0, 0, seq, n_tokens}, nullptr);
+  return seq_call(client, {kvm::SeqVerb::kTruncate, 0, 0, seq, n_tokens}, nullptr);
 }
 
 kvm_status kvm_seq_commit(kvm_client* client, kvm_seq_id seq, uint64_t n_tokens) {
-  return seq_call(client, {kvm::client::SeqCallVerb::kCommit, 0, 0, seq, n_tokens}, nullptr);
+  return seq_call(client, {kvm::SeqVerb::kCommit, 0, 0, seq, n_tokens}, nullptr);
 }
 
 kvm_status kvm_seq_free(kvm_client* client, kvm_seq_id seq) {
-  return seq_call(client, {kvm::client::SeqCallVerb::kFree, 0, 0, seq, 0}, nullptr);
+  return seq_call(client, {kvm::SeqVerb::kFree, 0, 0, seq, 0}, nullptr);
 }
 
 kvm_status kvm_seq_get_info(kvm_client* client, kvm_seq_id seq, kvm_seq_info* out) {

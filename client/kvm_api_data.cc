@@ -67,8 +67,8 @@ Status stage_observe(kvm_queue* queue, const kvm_observe_params* params, uint64_
   return queue->queue->stage_observe(call, user_data);
 }
 
-kvm_status stage_seq(kvm_queue* queue, kvm::client::SeqCallVerb verb, kvm_seq_id seq,
-                     uint64_t n_tokens, uint64_t user_data) {
+kvm_status stage_seq(kvm_queue* queue, kvm::SeqVerb verb, kvm_seq_id seq, uint64_t n_tokens,
+                     uint64_t user_data) {
   return guarded([&]() -> Status {
     KVM_TRY(check_queue(queue));
     return queue->queue->stage_seq({verb, 0, 0, seq, n_tokens}, user_data);
@@ -291,12 +291,12 @@ kvm_status kvm_read_async(kvm_queue* queue, const kvm_read_params* params, uint6
 
 kvm_status kvm_seq_truncate_async(kvm_queue* queue, kvm_seq_id seq, uint64_t n_tokens,
                                   uint64_t user_data) {
-  return stage_seq(queue, kvm::client::SeqCallVerb::kTruncate, seq, n_tokens, user_data);
+  return stage_seq(queue, kvm::SeqVerb::kTruncate, seq, n_tokens, user_data);
 }
 
 kvm_status kvm_seq_commit_async(kvm_queue* queue, kvm_seq_id seq, uint64_t n_tokens,
                                 uint64_t user_data) {
-  return stage_seq(queue, kvm::client::SeqCallVerb::kCommit, seq, n_tokens, user_data);
+  return stage_seq(queue, kvm::SeqVerb::kCommit, seq, n_tokens, user_data);
 }
 
 kvm_status kvm_nop_async(kvm_queue* queue, uint64_t user_data) {

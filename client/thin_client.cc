@@ -111,13 +111,13 @@ Result<ThinQueue*> ThinClient::own_queue() {
 }
 
 // Without a call: a null request.
-Status ThinClient::call_own_queue(const SeqCall* call, kvm_seq_id* made) {
+Status ThinClient::call_own_queue(const SeqRequest* call, kvm_seq_id* made) {
   const std::lock_guard lock(own_queue_mutex_);
   KVM_TRY_ASSIGN(ThinQueue * queue, own_queue());
   KVM_TRY(tidy_own_queue());
   const uint64_t number = ++last_own_number_;
   const bool makes =
-      call != nullptr && (call->verb == SeqCallVerb::kCreate || call->verb == SeqCallVerb::kFork);
+      call != nullptr && (call->verb == SeqVerb::kCreate || call->verb == SeqVerb::kFork);
   std::unordered_set<kvm_seq_id>::node_type place;
   if (makes) {
     place = prepare_to_make(number);
@@ -136,7 +136,7 @@ Status ThinClient::call_own_queue(const SeqCall* call, kvm_seq_id* made) {
     *made = queue->last_seq();
     place.value() = *made;
     seqs_.insert(std::move(place));
-  } else if (call != nullptr && call->verb == SeqCallVerb::kFree) {
+  } else if (call != nullptr && call->verb == SeqVerb::kFree) {
     seqs_.erase(call->seq);
   }
   return Status::ok();
@@ -190,8 +190,8 @@ Status ThinClient::tidy_own_queue() {
   }
   // A slot stays free, so that no answer is taken out of the ring but here.
   while (!unwanted_seqs_.empty() && own_queue_->n_outstanding() + 2 < kOwnQueueEntries) {
-    SeqCall call;
-    call.verb = SeqCallVerb::kFree;
+    SeqRequest call;
+    call.verb = SeqVerb::kFree;
     call.seq = unwanted_seqs_.back();
     KVM_TRY(own_queue_->stage_seq(call, ++last_own_number_));
     KVM_TRY(own_queue_->submit());
@@ -252,7 +252,7 @@ Result<kvm_space_id> ThinClient::call_for_space_id(const Connection::Encode& enc
   return kvm_space_id{body->space()};
 }
 
-Result<kvm_space_id> ThinClient::register_space(const ipc::SpaceMessage& space) {
+Result<kvm_space_id> ThinClient::register_space(const SpaceSpec& space) {
   return call_for_space_id([&](ipc::ControlWriter* writer, uint64_t id) {
     return writer->finish(id, ipc::encode_space(writer, space));
   });
@@ -333,7 +333,7 @@ Result<std::vector<kvm_space_info>> ThinClient::list_spaces() {
       [](const kvm_space_info& info) { return uint64_t{info.space}; }, "kvm_space_info");
 }
 
-Result<kvm_seq_id> ThinClient::seq(const SeqCall& call) {
+Result<kvm_seq_id> ThinClient::seq(const SeqRequest& call) {
   kvm_seq_id made = 0;
   KVM_TRY(call_own_queue(&call, &made));
   return made;

@@ -28,12 +28,12 @@ class ThinClient final : public Client {
   Result<std::unique_ptr<Queue>> create_queue(uint32_t n_entries, uint64_t spin_ns) override;
   Result<ArenaMemory> create_arena(uint64_t size_bytes) override;
   void destroy_arena(const ArenaMemory& arena) override;
-  Result<kvm_space_id> register_space(const ipc::SpaceMessage& space) override;
+  Result<kvm_space_id> register_space(const SpaceSpec& space) override;
   Result<kvm_space_id> find_space(const std::string& name) override;
   Result<kvm_space_info> space_info(kvm_space_id space) override;
   Result<std::vector<kvm_space_info>> list_spaces() override;
   Status drop_space(kvm_space_id space) override;
-  Result<kvm_seq_id> seq(const SeqCall& call) override;
+  Result<kvm_seq_id> seq(const SeqRequest& call) override;
   Result<kvm_seq_info> seq_info(kvm_seq_id seq) override;
   Result<std::vector<kvm_seq_info>> list_seqs(kvm_space_id space, uint32_t flags) override;
   Result<kvm_stats> stats() override;
@@ -54,7 +54,7 @@ class ThinClient final : public Client {
 
   std::shared_ptr<Connection> connection() const;
   Result<ThinQueue*> own_queue();
-  Status call_own_queue(const SeqCall* call, kvm_seq_id* made);
+  Status call_own_queue(const SeqRequest* call, kvm_seq_id* made);
   Result<kvm_completion> await_own_answer(uint64_t number, std::string* sentence);
   std::unordered_set<kvm_seq_id>::node_type prepare_to_make(uint64_t number);
   void settle_late_answer(const kvm_completion& completion);

@@ -378,7 +378,7 @@ Status ThinQueue::stage_observe(const ObserveCall& call, uint64_t user_data) {
   });
 }
 
-Status ThinQueue::stage_seq(const SeqCall& call, uint64_t user_data) {
+Status ThinQueue::stage_seq(const SeqRequest& call, uint64_t user_data) {
   ipc::SeqBlock block{};
   block.verb = static_cast<uint32_t>(call.verb);
   block.flags = call.flags;

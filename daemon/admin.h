@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // What operators may do: root, and the user that runs kvmd.
 //
-// Usage and limits of all clients and users are service.engine->quotas() (engine/quota.h), whose
-// snapshots need no permission here.
+// Usage and limits of all clients and users are service.engine->quotas() (engine/store/quota.h),
+// whose snapshots need no permission here.
 //
 // Threads: the dispatcher.
 #ifndef KVM_DAEMON_ADMIN_H_

@@ -13,7 +13,7 @@
 #include "base/counted.h"
 #include "daemon/admin.h"
 #include "daemon/reply.h"
-#include "engine/quota_info.h"
+#include "engine/store/quota_info.h"
 
 namespace kvm::daemon {
 namespace {

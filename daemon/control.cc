@@ -321,21 +321,12 @@ void reply_space_id(Session* session, uint64_t id, const Result<kvm_space_id>& s
 
 void handle_space_register(Session* session, uint64_t id, const wire::SpaceRegister& message) {
   session->note_engine();
-  Result<ipc::SpaceMessage> decoded = ipc::decode_space(message);
-  if (!decoded.is_ok()) {
-    reply_error(session, id, decoded.status());
+  const Result<SpaceSpec> space = ipc::decode_space(message);
+  if (!space.is_ok()) {
+    reply_error(session, id, space.status());
     return;
   }
-  ipc::SpaceMessage& space = decoded.value();
-  engine::SpaceSpec spec{.name = std::move(space.name),
-                         .params = space.params,
-                         .rope_inv_freq = std::move(space.rope_inv_freq),
-                         .sink_logits = std::move(space.sink_logits),
-                         .layers = std::move(space.layers),
-                         .policies = std::move(space.policies),
-                         .codecs = std::move(space.codecs),
-                         .indexes = std::move(space.indexes)};
-  Result<kvm_space_id> made = session->service()->engine->register_space(spec);
+  Result<kvm_space_id> made = session->service()->engine->register_space(space.value());
   KVM_KILL_POINT("daemon/space_registered");
   reply_space_id(session, id, std::move(made));
 }

@@ -49,7 +49,7 @@ void DurationHistogram::add(uint64_t ns) {
   sum_ns += ns;
 }
 
-void RequestStats::add(RequestVerb verb, const engine::RequestResult& result) {
+void RequestStats::add(RequestVerb verb, const RequestResult& result) {
   durations[static_cast<size_t>(verb)].add(result.service_ns);
   const bool attends = verb == RequestVerb::kAttend || verb == RequestVerb::kStep;
   const size_t mode = result.mode - KVM_MODE_EXACT;

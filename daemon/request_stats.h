@@ -49,7 +49,7 @@ struct RequestStats {
   std::array<AttendModeStats, kAttendModeNames.size()> modes{};
   uint64_t n_not_finite = 0;  // (row, q head) that were answered NaN
 
-  void add(RequestVerb verb, const engine::RequestResult& result);
+  void add(RequestVerb verb, const RequestResult& result);
 };
 
 void write_requests(const RequestStats& stats, StatsText* out);

@@ -13,86 +13,7 @@
 namespace kvm::daemon {
 namespace {
 
-engine::TensorView view_of(const ipc::TensorSpan& span) {
-  return {.data = span.data,
-          .size_bytes = span.size_bytes,
-          .dtype = span.dtype,
-          .stride_layer = span.stride_layer,
-          .stride_row = span.stride_row,
-          .stride_head = span.stride_head};
-}
-
-engine::StepRequest engine_request(ipc::StepMessage&& step) {
-  return {.append = step.append,
-          .attend = step.attend,
-          .flags = step.flags,
-          .space = step.space,
-          .layer_begin = step.layer_begin,
-          .n_layers = step.n_layers,
-          .items = std::move(step.items),
-          .ranges = std::move(step.ranges),
-          .tree_mask = std::move(step.tree_mask),
-          .mode = step.mode,
-          .proposal = step.proposal,
-          .scale = step.scale,
-          .eps = step.eps,
-          .delta = step.delta,
-          .budget = step.budget,
-          .seed = step.seed,
-          .deadline_ns = step.deadline_ns,
-          .k = view_of(step.k),
-          .v = view_of(step.v),
-          .q = view_of(step.q),
-          .o = view_of(step.o),
-          .lse = view_of(step.lse),
-          .err = view_of(step.err)};
-}
-
-engine::ReadRequest engine_request(ipc::ReadMessage&& read) {
-  return {.seq = read.seq,
-          .layer = read.layer,
-          .position = read.position,
-          .n_tokens = read.n_tokens,
-          .k = view_of(read.k),
-          .v = view_of(read.v)};
-}
-
-engine::ObserveRequest engine_request(ipc::ObserveMessage&& observe) {
-  return {.seq = observe.seq,
-          .layer = observe.layer,
-          .n_rows = observe.n_rows,
-          .query_position = observe.query_position,
-          .column_begin = observe.column_begin,
-          .n_columns = observe.n_columns,
-          .q = view_of(observe.q),
-          .column_sums = view_of(observe.column_sums)};
-}
-
-engine::SeqVerb engine_verb(ipc::SeqVerbWire verb) {
-  switch (verb) {
-    case ipc::SeqVerbWire::kCreate:
-      return engine::SeqVerb::kCreate;
-    case ipc::SeqVerbWire::kFork:
-      return engine::SeqVerb::kFork;
-    case ipc::SeqVerbWire::kTruncate:
-      return engine::SeqVerb::kTruncate;
-    case ipc::SeqVerbWire::kCommit:
-      return engine::SeqVerb::kCommit;
-    case ipc::SeqVerbWire::kFree:
-      break;
-  }
-  return engine::SeqVerb::kFree;
-}
-
-engine::SeqRequest engine_request(ipc::SeqMessage&& seq) {
-  return {.verb = engine_verb(seq.verb),
-          .space = seq.space,
-          .seq = seq.seq,
-          .n_tokens = seq.n_tokens,
-          .flags = seq.flags};
-}
-
-uint64_t private_bytes_of(const ipc::StepMessage& step) {
+uint64_t private_bytes_of(const StepRequest& step) {
   return step.items.size() * sizeof(kvm_item) + step.ranges.size() * sizeof(kvm_range) +
          step.tree_mask.size() * sizeof(uint64_t);
 }
@@ -101,14 +22,14 @@ uint64_t private_bytes_of(const Message&) {
   return 0;
 }
 
-RequestVerb verb_of(const ipc::StepMessage& step) {
+RequestVerb verb_of(const StepRequest& step) {
   return !step.attend  ? RequestVerb::kAppend
          : step.append ? RequestVerb::kStep
                        : RequestVerb::kAttend;
 }
-RequestVerb verb_of(const ipc::ReadMessage&) { return RequestVerb::kRead; }
-RequestVerb verb_of(const ipc::ObserveMessage&) { return RequestVerb::kObserve; }
-RequestVerb verb_of(const ipc::SeqMessage&) { return RequestVerb::kSequence; }
+RequestVerb verb_of(const ReadRequest&) { return RequestVerb::kRead; }
+RequestVerb verb_of(const ObserveRequest&) { return RequestVerb::kObserve; }
+RequestVerb verb_of(const SeqRequest&) { return RequestVerb::kSequence; }
 
 void mark_dirty(ServedQueue* queue) {
   if (!queue->is_dirty) {
@@ -117,7 +38,7 @@ void mark_dirty(ServedQueue* queue) {
   }
 }
 
-void finish(InFlight* request, engine::RequestResult&& result) {
+void finish(InFlight* request, RequestResult&& result) {
   ServedQueue* queue = request->queue;
   const ipc::CompletionEntry entry = {.user_data = request->user_data,
                                       .status = result.status.code(),
@@ -165,9 +86,8 @@ struct Dispatch {
     InFlight* slot = queue->begin(request, private_bytes);
     slot->verb = verb_of(message);
     session->service()->engine->submit(
-        session->client, engine::RequestTag{queue->id(), slot->user_data},
-        engine_request(std::move(message)),
-        [slot](engine::RequestResult&& result) { finish(slot, std::move(result)); });
+        session->client, engine::RequestTag{queue->id(), slot->user_data}, std::move(message),
+        [slot](RequestResult&& result) { finish(slot, std::move(result)); });
   }
 
   void answer(kvm_status status) const { answer_request(queue, request->user_data, status); }

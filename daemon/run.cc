@@ -26,7 +26,7 @@
 #include "daemon/notify.h"
 #include "daemon/options.h"
 #include "daemon/server.h"
-#include "engine/cost_model.h"
+#include "engine/attend/cost_model.h"
 
 namespace kvm::daemon {
 namespace {

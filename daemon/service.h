@@ -35,8 +35,8 @@ namespace kvm::daemon {
 
 class ServedQueue;
 
-// Of each client, but max_clients and arena_capacity_bytes; engine/quota.h counts. max_queues and
-// max_arenas are what applications may have; what libkvm makes for itself is admitted beside it
+// Of each client, but max_clients and arena_capacity_bytes; engine/store/quota.h counts. max_queues
+// and max_arenas are what applications may have; what libkvm makes for itself is admitted beside it
 // (ipc::own_queues, ipc::own_arenas).
 struct Limits {
   uint32_t max_clients = ipc::kMaxClients;

@@ -12,7 +12,7 @@
 #include "base/clock.h"
 #include "base/machine.h"
 #include "base/stats_text.h"
-#include "engine/refusal.h"
+#include "engine/space/refusal.h"
 #include "ipc/validate.h"
 
 namespace kvm::daemon {

@@ -6,7 +6,8 @@
 //           bytes = "50%"                       bytes = "20GiB"
 //           sequences = 1000                    requests = "unlimited"
 //
-// Names are those of engine/quota.h; a user's own limits replace those of `default` one by one.
+// Names are those of engine/store/quota.h; a user's own limits replace those of `default` one by
+// one.
 //
 // Threads: pure functions.
 #ifndef KVM_DAEMON_TENANTS_H_
@@ -19,7 +20,7 @@
 #include <string_view>
 
 #include "daemon/values.h"
-#include "engine/quota.h"
+#include "engine/store/quota.h"
 
 namespace kvm::daemon {
 

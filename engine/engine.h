@@ -2,6 +2,16 @@
 // Engine: everything the service does, behind one class that knows no sockets. The daemon drives it
 // from its dispatcher thread; the embedded client drives it under a mutex.
 //
+// The rooms of engine/; each includes only those before it:
+//
+//   tasks/      who computes: jobs, worker threads, cores, scratch memory
+//   space/      what a model looks like, and what a request may say to it: pure functions
+//   store/      sequences, their pages, what a head keeps besides, indexes; who pays for what
+//   index/      makes the indexes of a sequence and hands them to attention
+//   retention/  carries out what policies decide about committed tokens
+//   attend/     plans attention over stored runs, runs it, audits it, knows what it costs
+//   run/        a request from its submission to its callback; EngineImpl
+//
 // Data flow of a request:
 //
 //   submit() --> [waiting: a sequence is busy with an earlier request]
@@ -28,8 +38,10 @@
 
 #include "base/audit_stats.h"
 #include "base/clock.h"
+#include "base/request.h"
 #include "base/status.h"
-#include "engine/quota.h"
+#include "engine/store/quota.h"
+#include "engine/store/seq_page.h"
 #include "kvm.h"
 
 namespace kvm::engine {
@@ -45,96 +57,7 @@ struct EngineOptions {
   const Clock* clock = system_clock();  // of deadlines of requests; outlives the engine
   uint64_t worker_spin_ns = 200000;     // how long an idle worker spins before it sleeps
   uint64_t audit_every = 0;             // one of so many approximate answers is audited; 0: none
-  std::string cost_model;               // of KVM_MODE_AUTO, as engine/cost_model.h reads it
-};
-
-// A tensor of kvm.h with its address resolved. `data` points to size_bytes bytes that stay mapped
-// until the request is done; their content may change at any time (a client may write there), so
-// nothing is ever derived from it. data == nullptr: the tensor is absent (KVM_BUFFER_NONE).
-struct TensorView {
-  void* data = nullptr;
-  uint64_t size_bytes = 0;
-  uint32_t dtype = 0;
-  uint64_t stride_layer = 0;  // elements; 0: packed
-  uint64_t stride_row = 0;
-  uint64_t stride_head = 0;
-};
-
-// kvm_space_params with everything it points to copied.
-struct SpaceSpec {
-  std::string name;
-  kvm_space_params params{};  // the pointers inside are null: the vectors below replace them
-  std::vector<float> rope_inv_freq;
-  std::vector<float> sink_logits;  // empty or [n_layers][n_q_heads]
-  std::vector<kvm_layer_params> layers;
-  std::vector<kvm_policy_params> policies;
-  std::vector<kvm_codec_params> codecs;
-  std::vector<kvm_index_params> indexes;
-};
-
-// What kvm_append, kvm_attend and kvm_step ask for. Field meanings are those of kvm_step_params.
-struct StepRequest {
-  bool append = false;
-  bool attend = false;
-  uint32_t flags = 0;
-  kvm_space_id space = 0;
-  uint32_t layer_begin = 0;
-  uint32_t n_layers = 1;
-  std::vector<kvm_item> items;
-  std::vector<kvm_range> ranges;
-  std::vector<uint64_t> tree_mask;
-  uint32_t mode = KVM_MODE_DEFAULT;
-  uint32_t proposal = KVM_PROPOSAL_DEFAULT;
-  float scale = 0;
-  float eps = 0;
-  float delta = 0;
-  uint64_t budget = 0;
-  uint64_t seed = 0;
-  uint64_t deadline_ns = 0;
-  TensorView k, v, q, o, lse, err;
-};
-
-struct ReadRequest {
-  kvm_seq_id seq = 0;
-  uint32_t layer = 0;
-  uint64_t position = 0;
-  uint64_t n_tokens = 0;
-  TensorView k, v;
-};
-
-struct ObserveRequest {
-  kvm_seq_id seq = 0;
-  uint32_t layer = 0;
-  uint32_t n_rows = 0;
-  uint64_t query_position = 0;
-  uint64_t column_begin = 0;
-  uint64_t n_columns = 0;
-  TensorView q, column_sums;
-};
-
-enum class SeqVerb : uint8_t { kCreate, kFork, kTruncate, kCommit, kFree };
-
-struct SeqRequest {
-  SeqVerb verb = SeqVerb::kCreate;
-  kvm_space_id space = 0;  // kCreate
-  kvm_seq_id seq = 0;      // the others
-  // kCreate: tokens to expect, kvm_seq_params.reserve. kFork, kTruncate, kCommit: as in kvm.h.
-  uint64_t n_tokens = 0;
-  uint32_t flags = 0;  // kCreate: KVM_SEQ_*
-};
-
-struct RequestResult {
-  Status status;
-  kvm_seq_id seq = 0;  // kCreate, kFork
-  uint32_t mode = 0;
-  uint32_t n_exact = 0;
-  uint64_t n_not_finite = 0;
-  float err_max = 0;
-  uint64_t keys_present = 0;
-  uint64_t keys_read = 0;
-  uint64_t bytes_read = 0;
-  uint64_t service_ns = 0;
-  uint64_t compute_ns = 0;
+  std::string cost_model;               // of KVM_MODE_AUTO, as engine/attend/cost_model.h reads it
 };
 
 using DoneCallback = std::function<void(RequestResult&&)>;
@@ -149,12 +72,6 @@ struct RequestTag {
 struct MemoryPiece {
   const void* data = nullptr;
   uint64_t size_bytes = 0;
-};
-
-// A part of a list of sequences.
-struct SeqPage {
-  std::vector<kvm_seq_info> infos;  // in the order of their ids
-  bool has_more = false;            // the list goes on behind the last of them
 };
 
 class Engine {
@@ -233,7 +150,7 @@ class Engine {
   // Fills what the engine knows: struct_size, n_clients, n_clients_total and n_protocol_errors
   // stay 0.
   virtual kvm_stats stats() const = 0;
-  // How often a request was refused for each reason of engine/validate.h; by Refusal.
+  // How often a request was refused for each reason of engine/space/validate.h; by Refusal.
   virtual std::span<const uint64_t> refusals() const { return {}; }
   // Of the audits that have ended.
   virtual AuditStats audit_stats() { return {}; }

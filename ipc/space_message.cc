@@ -67,12 +67,12 @@ std::vector<float> floats_of(const flatbuffers::Vector<float>* field) {
 
 }  // namespace
 
-Result<SpaceMessage> copy_space(const kvm_space_params& params) {
+Result<SpaceSpec> copy_space(const kvm_space_params& params) {
   KVM_TRY(check_counts(params));
   if (params.name == nullptr) {
     return Status(KVM_ERR_INVALID, "kvm_space_params.name is NULL");
   }
-  SpaceMessage space;
+  SpaceSpec space;
   // One byte more than a valid name has, so that the engine sees that it is too long.
   space.name.assign(params.name, ::strnlen(params.name, kMaxNameBytes + 1));
   space.params = params;
@@ -90,7 +90,7 @@ Result<SpaceMessage> copy_space(const kvm_space_params& params) {
 }
 
 flatbuffers::Offset<wire::SpaceRegister> encode_space(ControlWriter* writer,
-                                                      const SpaceMessage& space) {
+                                                      const SpaceSpec& space) {
   flatbuffers::FlatBufferBuilder& fbb = writer->fbb();
   const auto bytes = [&fbb](std::span<const uint8_t> data) {
     return fbb.CreateVector(data.data(), data.size());
@@ -107,11 +107,11 @@ flatbuffers::Offset<wire::SpaceRegister> encode_space(ControlWriter* writer,
                                    indexes);
 }
 
-Result<SpaceMessage> decode_space(const wire::SpaceRegister& message) {
+Result<SpaceSpec> decode_space(const wire::SpaceRegister& message) {
   if (message.params() == nullptr || message.name() == nullptr) {
     return Status(KVM_ERR_INVALID, "a space without parameters or name");
   }
-  SpaceMessage space;
+  SpaceSpec space;
   KVM_TRY(read_struct(message.params()->data(), message.params()->size(), &space.params,
                       "kvm_space_params"));
   clear_pointers(&space.params);

@@ -42,7 +42,7 @@ bool all_zero(const uint64_t (&words)[N]) {
 enum class Element : uint8_t { kAny, kF32 };
 
 Reject resolve_tensor(const TensorRef& ref, Element element, RegionTable* regions, RegionPins* pins,
-                      TensorSpan* out) {
+                      TensorView* out) {
   if (ref.region == 0) {
     const bool empty = ref.dtype == 0 && ref.offset == 0 && ref.size_bytes == 0 &&
                        ref.stride_layer == 0 && ref.stride_row == 0 && ref.stride_head == 0;
@@ -57,17 +57,19 @@ Reject resolve_tensor(const TensorRef& ref, Element element, RegionTable* region
   KVM_CHECK_OR_REJECT(ref.offset % element_bytes == 0, kTensorAlign);
   KVM_CHECK_OR_REJECT(ref.size_bytes != 0 && fits(ref.offset, ref.size_bytes, region.size_bytes),
                       kTensorBounds);
-  *out = TensorSpan{region.data + ref.offset, ref.size_bytes, ref.dtype,
+  *out = TensorView{region.data + ref.offset, ref.size_bytes, ref.dtype,
                     ref.stride_layer,         ref.stride_row, ref.stride_head};
   return Reject::kNone;
 }
 
-bool overlap(const TensorSpan& a, const TensorSpan& b) {
-  return a.data != nullptr && b.data != nullptr && a.data < b.data + b.size_bytes &&
-         b.data < a.data + a.size_bytes;
+bool overlap(const TensorView& a, const TensorView& b) {
+  const auto* a_data = static_cast<const uint8_t*>(a.data);
+  const auto* b_data = static_cast<const uint8_t*>(b.data);
+  return a_data != nullptr && b_data != nullptr && a_data < b_data + b.size_bytes &&
+         b_data < a_data + a.size_bytes;
 }
 
-Reject check_items(const StepMessage& step) {
+Reject check_items(const StepRequest& step) {
   const uint64_t n_ranges = step.ranges.size();
   const uint64_t n_words = step.tree_mask.size();
   for (const kvm_item& item : step.items) {
@@ -85,7 +87,7 @@ Reject check_items(const StepMessage& step) {
 
 // Copies the arrays behind a StepBlock. `block` is client memory; the counts come from our copy.
 Reject copy_arrays(const StepBlock& head, const uint8_t* block, uint32_t length,
-                   StepMessage* step) {
+                   StepRequest* step) {
   KVM_CHECK_OR_REJECT(head.n_items >= 1 && head.n_items <= kMaxItems, kItemCount);
   KVM_CHECK_OR_REJECT(head.n_ranges <= kMaxRanges, kRangeCount);
   KVM_CHECK_OR_REJECT(head.n_tree_words <= kMaxTreeWords, kTreeCount);
@@ -110,15 +112,15 @@ Reject copy_arrays(const StepBlock& head, const uint8_t* block, uint32_t length,
 }
 
 Reject resolve_step_tensors(const StepBlock& head, RegionTable* regions, RegionPins* pins,
-                            StepMessage* step) {
+                            StepRequest* step) {
   KVM_TRY_REJECT(resolve_tensor(head.k, Element::kAny, regions, pins, &step->k));
   KVM_TRY_REJECT(resolve_tensor(head.v, Element::kAny, regions, pins, &step->v));
   KVM_TRY_REJECT(resolve_tensor(head.q, Element::kAny, regions, pins, &step->q));
   KVM_TRY_REJECT(resolve_tensor(head.o, Element::kAny, regions, pins, &step->o));
   KVM_TRY_REJECT(resolve_tensor(head.lse, Element::kF32, regions, pins, &step->lse));
   KVM_TRY_REJECT(resolve_tensor(head.err, Element::kF32, regions, pins, &step->err));
-  const TensorSpan* inputs[] = {&step->k, &step->v, &step->q};
-  const TensorSpan* outputs[] = {&step->o, &step->lse, &step->err};
+  const TensorView* inputs[] = {&step->k, &step->v, &step->q};
+  const TensorView* outputs[] = {&step->o, &step->lse, &step->err};
   for (size_t i = 0; i < 3; ++i) {
     for (size_t j = 0; j < 3; ++j) {
       KVM_CHECK_OR_REJECT(!overlap(*outputs[i], *inputs[j]), kTensorOverlap);
@@ -140,7 +142,7 @@ Reject parse_step(const uint8_t* block, uint32_t length, RegionTable* regions, R
   KVM_CHECK_OR_REJECT(
       std::isfinite(head.scale) && std::isfinite(head.eps) && std::isfinite(head.delta),
       kNotFinite);
-  StepMessage& step = out->message.emplace<StepMessage>();
+  StepRequest& step = out->message.emplace<StepRequest>();
   step.append = (head.verbs & kStepAppend) != 0;
   step.attend = (head.verbs & kStepAttend) != 0;
   step.flags = head.flags;
@@ -173,7 +175,7 @@ Reject parse_read(const uint8_t* block, uint32_t length, RegionTable* regions, R
   ReadBlock head;
   KVM_TRY_REJECT(copy_block(block, length, &head));
   KVM_CHECK_OR_REJECT(head.flags == 0, kBlockFlags);
-  ReadMessage& read = out->message.emplace<ReadMessage>();
+  ReadRequest& read = out->message.emplace<ReadRequest>();
   read.seq = head.seq;
   read.layer = head.layer;
   read.position = head.position;
@@ -187,7 +189,7 @@ Reject parse_read(const uint8_t* block, uint32_t length, RegionTable* regions, R
 Reject parse_observe(const uint8_t* block, uint32_t length, RegionTable* regions, Request* out) {
   ObserveBlock head;
   KVM_TRY_REJECT(copy_block(block, length, &head));
-  ObserveMessage& observe = out->message.emplace<ObserveMessage>();
+  ObserveRequest& observe = out->message.emplace<ObserveRequest>();
   observe.seq = head.seq;
   observe.layer = head.layer;
   observe.n_rows = head.n_rows;
@@ -201,14 +203,17 @@ Reject parse_observe(const uint8_t* block, uint32_t length, RegionTable* regions
 Reject parse_seq(const uint8_t* block, uint32_t length, Request* out) {
   SeqBlock head;
   KVM_TRY_REJECT(copy_block(block, length, &head));
-  KVM_CHECK_OR_REJECT(head.verb >= static_cast<uint32_t>(SeqVerbWire::kCreate) &&
-                          head.verb <= static_cast<uint32_t>(SeqVerbWire::kFree),
+  KVM_CHECK_OR_REJECT(head.verb >= static_cast<uint32_t>(SeqVerb::kCreate) &&
+                          head.verb <= static_cast<uint32_t>(SeqVerb::kFree),
                       kSeqVerb);
-  const bool creates = head.verb == static_cast<uint32_t>(SeqVerbWire::kCreate);
+  const bool creates = head.verb == static_cast<uint32_t>(SeqVerb::kCreate);
   const uint32_t known_flags = creates ? kSeqFlags : 0;
   KVM_CHECK_OR_REJECT((head.flags & ~known_flags) == 0, kBlockFlags);
-  out->message = SeqMessage{static_cast<SeqVerbWire>(head.verb), head.flags, head.space, head.seq,
-                            head.n_tokens};
+  out->message = SeqRequest{.verb = static_cast<SeqVerb>(head.verb),
+                            .flags = head.flags,
+                            .space = head.space,
+                            .seq = head.seq,
+                            .n_tokens = head.n_tokens};
   return Reject::kNone;
 }
 

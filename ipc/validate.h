@@ -18,6 +18,7 @@
 #include <variant>
 #include <vector>
 
+#include "base/request.h"
 #include "ipc/region_table.h"
 #include "ipc/wire.h"
 #include "kvm.h"
@@ -66,65 +67,8 @@ inline constexpr size_t kRejects = static_cast<size_t>(Reject::kCount);
 const char* reject_text(Reject reject);
 const char* reject_name(Reject reject);
 
-// A tensor in client memory. data == nullptr: absent.
-struct TensorSpan {
-  uint8_t* data = nullptr;
-  uint64_t size_bytes = 0;
-  uint32_t dtype = 0;
-  uint64_t stride_layer = 0;
-  uint64_t stride_row = 0;
-  uint64_t stride_head = 0;
-};
-
-// Fields as in wire.h.
+// A request that only shows that the ring works.
 struct NopMessage {};
-
-struct StepMessage {
-  bool append = false;
-  bool attend = false;
-  uint32_t flags = 0;
-  uint64_t space = 0;
-  uint32_t layer_begin = 0;
-  uint32_t n_layers = 0;
-  std::vector<kvm_item> items;
-  std::vector<kvm_range> ranges;
-  std::vector<uint64_t> tree_mask;
-  uint32_t mode = 0;
-  uint32_t proposal = 0;
-  float scale = 0;
-  float eps = 0;
-  float delta = 0;
-  uint64_t budget = 0;
-  uint64_t seed = 0;
-  uint64_t deadline_ns = 0;
-  TensorSpan k, v, q, o, lse, err;
-};
-
-struct ReadMessage {
-  uint64_t seq = 0;
-  uint32_t layer = 0;
-  uint64_t position = 0;
-  uint64_t n_tokens = 0;
-  TensorSpan k, v;
-};
-
-struct ObserveMessage {
-  uint64_t seq = 0;
-  uint32_t layer = 0;
-  uint32_t n_rows = 0;
-  uint64_t query_position = 0;
-  uint64_t column_begin = 0;
-  uint64_t n_columns = 0;
-  TensorSpan q, column_sums;
-};
-
-struct SeqMessage {
-  SeqVerbWire verb = SeqVerbWire::kCreate;
-  uint32_t flags = 0;
-  uint64_t space = 0;
-  uint64_t seq = 0;
-  uint64_t n_tokens = 0;
-};
 
 struct CancelMessage {
   uint64_t user_data = 0;
@@ -132,7 +76,7 @@ struct CancelMessage {
 
 struct Request {
   uint64_t user_data = 0;
-  std::variant<NopMessage, StepMessage, ReadMessage, ObserveMessage, SeqMessage, CancelMessage>
+  std::variant<NopMessage, StepRequest, ReadRequest, ObserveRequest, SeqRequest, CancelMessage>
       message;
   // Where the result goes; nullptr for a nop. Written with write_result only.
   ResultBlock* result = nullptr;

@@ -160,16 +160,8 @@ struct ObserveBlock {  // WIRE.
 };
 static_assert(sizeof(ObserveBlock) == 160);
 
-enum class SeqVerbWire : uint32_t {
-  kCreate = 1,
-  kFork = 2,
-  kTruncate = 3,
-  kCommit = 4,
-  kFree = 5,
-};
-
 struct SeqBlock {        // WIRE.
-  uint32_t verb;         // SeqVerbWire
+  uint32_t verb;         // SeqVerb (base/request.h)
   uint32_t flags;        // kCreate: KVM_SEQ_*
   uint64_t space;        // kCreate
   uint64_t seq;          // the others

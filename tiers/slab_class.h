@@ -28,8 +28,9 @@ inline constexpr uint64_t kExtentBytes = uint64_t{2} << 20;
 
 // The properties that all pages of a slab have in common.
 //
-// INVARIANT (validated by engine/space.cc): dims are multiples of 8 from 8 to 256 and n_heads is 1
-// to 128, or index_bytes is a multiple of 64 and all else is zero; page_bytes() <= kExtentBytes.
+// INVARIANT (validated by engine/space/space.cc): dims are multiples of 8 from 8 to 256 and n_heads
+// is 1 to 128, or index_bytes is a multiple of 64 and all else is zero; page_bytes() <=
+// kExtentBytes.
 struct SlabClass {
   Dtype dtype_k = Dtype::kBf16;
   Dtype dtype_v = Dtype::kBf16;

@@ -11,7 +11,7 @@ constexpr uint64_t kAppendTokens = 4096;
 constexpr uint64_t kSlackBytes = uint64_t{64} << 20;
 constexpr uint64_t kIndexBytes = 48;  // of a key, at most
 
-engine::TensorView tensor(std::vector<uint16_t>* values, Dtype dtype) {
+TensorView tensor(std::vector<uint16_t>* values, Dtype dtype) {
   return {values->data(), values->size() * sizeof(uint16_t), static_cast<uint32_t>(dtype), 0, 0, 0};
 }
 
@@ -26,7 +26,7 @@ EngineIndex::EngineIndex(const DataSet& data, uint32_t kind, uint32_t threads) :
       n_heads * data.n_tokens * (head.row_bytes() + kIndexBytes) + kSlackBytes;
   engine_ = require(engine::Engine::open(options), "engine");
   client_ = engine_->add_client({});
-  engine::SpaceSpec spec;
+  SpaceSpec spec;
   spec.name = "index";
   spec.params.struct_size = sizeof(kvm_space_params);
   spec.params.n_layers = 1;
@@ -51,8 +51,8 @@ double EngineIndex::n_keys() const {
   return static_cast<double>(data_.n_tokens) * static_cast<double>(data_.heads.size());
 }
 
-kvm_seq_id EngineIndex::seq_verb(engine::SeqRequest&& request) {
-  engine::RequestResult result = run(*engine_, client_, std::move(request));
+kvm_seq_id EngineIndex::seq_verb(SeqRequest&& request) {
+  kvm::RequestResult result = run(*engine_, client_, std::move(request));
   require(result.status, "sequence");
   return result.seq;
 }
@@ -69,7 +69,7 @@ void EngineIndex::append(kvm_seq_id seq) {
         std::memcpy(v_.data() + at, data_.heads[h].v_row(begin + i), size_t{dim} * 2);
       }
     }
-    engine::StepRequest step;
+    StepRequest step;
     step.append = true;
     step.space = space_;
     kvm_item item{};
@@ -84,7 +84,7 @@ void EngineIndex::append(kvm_seq_id seq) {
 }
 
 double EngineIndex::attend_seconds(kvm_seq_id seq) {
-  engine::StepRequest step;
+  StepRequest step;
   step.attend = true;
   step.space = space_;
   kvm_item item{};
@@ -102,16 +102,16 @@ double EngineIndex::attend_seconds(kvm_seq_id seq) {
 }
 
 double EngineIndex::build_seconds() {
-  engine::SeqRequest create;
-  create.verb = engine::SeqVerb::kCreate;
+  SeqRequest create;
+  create.verb = SeqVerb::kCreate;
   create.space = space_;
   const kvm_seq_id seq = seq_verb(std::move(create));
   append(seq);
   const double first = attend_seconds(seq);
   const double again = attend_seconds(seq);
   bytes_per_key_ = static_cast<double>(engine_->stats().index_bytes) / n_keys();
-  engine::SeqRequest free;
-  free.verb = engine::SeqVerb::kFree;
+  SeqRequest free;
+  free.verb = SeqVerb::kFree;
   free.seq = seq;
   seq_verb(std::move(free));
   return first - again;

@@ -26,7 +26,7 @@ class EngineIndex {
  private:
   void append(kvm_seq_id seq);
   double attend_seconds(kvm_seq_id seq);
-  kvm_seq_id seq_verb(engine::SeqRequest&& request);
+  kvm_seq_id seq_verb(SeqRequest&& request);
 
   const DataSet& data_;
   std::unique_ptr<engine::Engine> engine_;

@@ -24,7 +24,7 @@ class Bench {
     options.host_capacity_bytes = 64ull << 20;
     engine_ = engine::Engine::open(options).value();
     client_ = engine_->add_client({});
-    engine::SpaceSpec spec;
+    SpaceSpec spec;
     spec.name = "fuzzed";
     spec.params.struct_size = sizeof(spec.params);
     spec.params.n_layers = kLayers;
@@ -43,10 +43,10 @@ class Bench {
   void begin() {
     for (kvm_seq_id& seq : seqs_) {
       if (seq != 0) {
-        submit(engine::SeqRequest{.verb = engine::SeqVerb::kFree, .seq = seq});
+        submit(SeqRequest{.verb = SeqVerb::kFree, .seq = seq});
       }
-      seq = submit(engine::SeqRequest{.verb = engine::SeqVerb::kCreate, .space = space_}).seq;
-      engine::StepRequest append;
+      seq = submit(SeqRequest{.verb = SeqVerb::kCreate, .space = space_}).seq;
+      StepRequest append;
       append.append = true;
       append.space = space_;
       append.n_layers = 1;
@@ -54,12 +54,12 @@ class Bench {
           {.seq = seq, .append_position = KVM_POSITION_END, .n_append = kTokens});
       give_tensors(&append);
       for (append.layer_begin = 0; append.layer_begin < kLayers; ++append.layer_begin) {
-        KVM_ASSERT(submit(engine::StepRequest(append)).status.is_ok());
+        KVM_ASSERT(submit(StepRequest(append)).status.is_ok());
       }
     }
   }
 
-  void give_tensors(engine::StepRequest* step) {
+  void give_tensors(StepRequest* step) {
     step->k = view(&k_, kQHeads * kFuzzDim * kLayers);
     step->v = view(&v_, kQHeads * kFuzzDim * kLayers);
     step->q = view(&q_, kQHeads * kFuzzDim);
@@ -69,10 +69,10 @@ class Bench {
   }
 
   template <typename Request>
-  engine::RequestResult submit(Request&& request) {
-    std::optional<engine::RequestResult> got;
+  kvm::RequestResult submit(Request&& request) {
+    std::optional<kvm::RequestResult> got;
     engine_->submit(client_, {}, std::forward<Request>(request),
-                    [&got](engine::RequestResult&& result) { got = std::move(result); });
+                    [&got](kvm::RequestResult&& result) { got = std::move(result); });
     while (!got.has_value()) {
       engine_->work();
       engine_->poll();
@@ -82,7 +82,7 @@ class Bench {
   }
 
  private:
-  static engine::TensorView view(std::vector<float>* floats, size_t row) {
+  static TensorView view(std::vector<float>* floats, size_t row) {
     floats->resize(kRows * row, 0.5f);
     return {.data = floats->data(),
             .size_bytes = floats->size() * sizeof(float),
@@ -102,7 +102,7 @@ void run_items(std::span<const uint8_t> input) {
   static Bench* const kBench = new Bench;
   InputReader reader(input);
   const auto head = reader.take<ItemsHead>();
-  engine::StepRequest step;
+  StepRequest step;
   step.append = (head.verbs & 1) != 0;
   step.attend = (head.verbs & 2) != 0;
   step.flags = head.flags;
@@ -123,7 +123,7 @@ void run_items(std::span<const uint8_t> input) {
     item.seq = item.seq < 2 ? kBench->seq(item.seq) : item.seq;
   }
   kBench->give_tensors(&step);
-  const engine::RequestResult result = kBench->submit(std::move(step));
+  const kvm::RequestResult result = kBench->submit(std::move(step));
   KVM_ASSERT(result.status.is_ok() || !result.status.message().empty());
 }
 

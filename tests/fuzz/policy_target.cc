@@ -2,7 +2,7 @@
 #include <algorithm>
 
 #include "base/assert.h"
-#include "engine/space.h"
+#include "engine/space/space.h"
 #include "ipc/control.h"
 #include "ipc/space_message.h"
 #include "tests/fuzz/targets.h"
@@ -12,9 +12,9 @@ namespace {
 
 constexpr size_t kMost = 64;  // of each array; the limits themselves have unit tests
 
-ipc::SpaceMessage message_of(std::span<const uint8_t> input) {
+SpaceSpec message_of(std::span<const uint8_t> input) {
   InputReader reader(input);
-  ipc::SpaceMessage message;
+  SpaceSpec message;
   message.name = "fuzzed";
   message.params = reader.take<kvm_space_params>();
   kvm_space_params& params = message.params;
@@ -64,24 +64,24 @@ void check_space(const engine::Space& space) {
 }  // namespace
 
 void run_policy(std::span<const uint8_t> input) {
-  const ipc::SpaceMessage message = message_of(input);
+  const SpaceSpec message = message_of(input);
   ipc::ControlWriter writer;
   const auto bytes = writer.finish(1, ipc::encode_space(&writer, message));
   const Result<const ipc::wire::Message*> read = ipc::read_message(bytes);
   KVM_ASSERT(read.is_ok());
-  Result<ipc::SpaceMessage> decoded = ipc::decode_space(*read.value()->body_as_SpaceRegister());
+  Result<SpaceSpec> decoded = ipc::decode_space(*read.value()->body_as_SpaceRegister());
   if (!decoded.is_ok()) {
     return;
   }
-  ipc::SpaceMessage& space = decoded.value();
-  const engine::SpaceSpec spec{.name = std::move(space.name),
-                               .params = space.params,
-                               .rope_inv_freq = std::move(space.rope_inv_freq),
-                               .sink_logits = std::move(space.sink_logits),
-                               .layers = std::move(space.layers),
-                               .policies = std::move(space.policies),
-                               .codecs = std::move(space.codecs),
-                               .indexes = std::move(space.indexes)};
+  SpaceSpec& space = decoded.value();
+  const SpaceSpec spec{.name = std::move(space.name),
+                       .params = space.params,
+                       .rope_inv_freq = std::move(space.rope_inv_freq),
+                       .sink_logits = std::move(space.sink_logits),
+                       .layers = std::move(space.layers),
+                       .policies = std::move(space.policies),
+                       .codecs = std::move(space.codecs),
+                       .indexes = std::move(space.indexes)};
   const auto resolved = engine::resolve_space(spec);
   if (resolved.is_ok()) {
     check_space(*resolved.value());

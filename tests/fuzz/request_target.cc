@@ -37,10 +37,10 @@ void run_request(std::span<const uint8_t> input) {
   }
   KVM_ASSERT(request.result == nullptr || is_inside(request.result, sizeof(ipc::ResultBlock)));
   ipc::write_result(request.result, 1, "a sentence");
-  const auto check = [&](const ipc::TensorSpan& t) {
+  const auto check = [&](const TensorView& t) {
     KVM_ASSERT(t.data == nullptr || is_inside(t.data, t.size_bytes));
   };
-  if (const auto* step = std::get_if<ipc::StepMessage>(&request.message)) {
+  if (const auto* step = std::get_if<StepRequest>(&request.message)) {
     KVM_ASSERT(!step->items.empty() && step->items.size() <= kMaxItems);
     for (const auto* t : {&step->k, &step->v, &step->q, &step->o, &step->lse, &step->err}) {
       check(*t);
@@ -48,10 +48,10 @@ void run_request(std::span<const uint8_t> input) {
     for (const kvm_item& item : step->items) {
       KVM_ASSERT(uint64_t{item.range_begin} + item.n_ranges <= step->ranges.size());
     }
-  } else if (const auto* read = std::get_if<ipc::ReadMessage>(&request.message)) {
+  } else if (const auto* read = std::get_if<ReadRequest>(&request.message)) {
     check(read->k);
     check(read->v);
-  } else if (const auto* observe = std::get_if<ipc::ObserveMessage>(&request.message)) {
+  } else if (const auto* observe = std::get_if<ObserveRequest>(&request.message)) {
     check(observe->q);
     check(observe->column_sums);
   }

@@ -31,8 +31,8 @@ void add_message(Bytes* out, Encode encode) {
   out->insert(out->end(), bytes.begin(), bytes.end());
 }
 
-ipc::SpaceMessage space() {
-  ipc::SpaceMessage message;
+SpaceSpec space() {
+  SpaceSpec message;
   message.name = "fuzzed";
   message.params.struct_size = sizeof(message.params);
   message.params.n_layers = 4;
@@ -137,7 +137,7 @@ Bytes items(ItemsHead head, const std::vector<kvm_item>& items,
 }
 
 // The arrays of a space in the order of targets.h.
-Bytes policy(ipc::SpaceMessage message) {
+Bytes policy(SpaceSpec message) {
   message.params.n_layer_params = static_cast<uint32_t>(message.layers.size());
   message.params.n_policies = static_cast<uint32_t>(message.policies.size());
   message.params.n_codecs = static_cast<uint32_t>(message.codecs.size());
@@ -288,14 +288,14 @@ Seeds stats_text_seeds() {
 }
 
 Seeds policy_seeds() {
-  ipc::SpaceMessage streaming = space();
+  SpaceSpec streaming = space();
   streaming.params.rope_layout = KVM_ROPE_HALF;
   streaming.rope_inv_freq.assign(32, 0.1f);
   streaming.policies.push_back({.retention = KVM_RETAIN_SINKS_RECENT,
                                 .positions = KVM_POSITIONS_IN_CACHE,
                                 .n_sinks = 4,
                                 .n_recent = 100});
-  ipc::SpaceMessage mixed = space();
+  SpaceSpec mixed = space();
   mixed.policies.push_back({.layer_begin = 1,
                             .n_layers = 2,
                             .kv_head_mask = {1, 0},
@@ -310,7 +310,7 @@ Seeds policy_seeds() {
                             .n_recent = 1000});
   mixed.layers.push_back({.layer_begin = 2, .n_layers = 1, .kind = KVM_LAYER_ALIAS, .target = 0});
   mixed.codecs.push_back({.layer_begin = 3, .dtype_k = KVM_DTYPE_I8, .dtype_v = KVM_DTYPE_F8E4M3});
-  ipc::SpaceMessage indexed = space();
+  SpaceSpec indexed = space();
   indexed.indexes.push_back({.kind = KVM_INDEX_SKETCH, .min_tokens = 512});
   indexed.indexes.push_back(
       {.layer_begin = 2, .kind = KVM_INDEX_LSH, .lsh_bits = 8, .lsh_tables = 20});

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What an engine in the client's own process refuses by itself, where the daemon has closed the
-// client before: the rest of engine/refusal.h.
+// client before: the rest of engine/space/refusal.h.
 #include <gtest/gtest.h>
 
 #include <array>
@@ -16,8 +16,8 @@
 namespace kvm::testing {
 namespace {
 
+using StepRequest;
 using engine::Refusal;
-using engine::StepRequest;
 
 constexpr uint64_t kEnough = 100;
 
@@ -58,7 +58,7 @@ TEST(HostileEmbedded, EngineRefusesTheRest) {
   options.host_capacity_bytes = 64ull << 20;
   const std::unique_ptr<engine::Engine> engine = engine::Engine::open(options).value();
   const engine::ClientId client = engine->add_client({});
-  engine::SpaceSpec spec;
+  SpaceSpec spec;
   spec.name = "hostile";
   spec.params.struct_size = sizeof(spec.params);
   spec.params.n_layers = 1;
@@ -67,11 +67,10 @@ TEST(HostileEmbedded, EngineRefusesTheRest) {
   const kvm_space_id space = engine->register_space(spec).value();
   std::array<float, 6 * 16> floats{};
   const auto view = [&floats](size_t i) {
-    return engine::TensorView{
-        .data = floats.data() + 16 * i, .size_bytes = 64, .dtype = KVM_DTYPE_F32};
+    return TensorView{.data = floats.data() + 16 * i, .size_bytes = 64, .dtype = KVM_DTYPE_F32};
   };
   uint64_t n_answers = 0;
-  const auto count = [&n_answers](engine::RequestResult&& result) {
+  const auto count = [&n_answers](kvm::RequestResult&& result) {
     ++n_answers;
     EXPECT_EQ(result.status.code(), KVM_ERR_INVALID) << result.status.message();
   };
@@ -96,16 +95,12 @@ TEST(HostileEmbedded, EngineRefusesTheRest) {
       engine->submit(client, {}, std::move(step), count);
       reached.insert(refusal);
     }
-    engine->submit(client, {}, engine::SeqRequest{.verb = static_cast<engine::SeqVerb>(9)}, count);
-    engine->submit(
-        client, {},
-        engine::SeqRequest{.verb = engine::SeqVerb::kCreate, .space = space, .flags = 1u << 9},
-        count);
-    engine->submit(
-        client, {},
-        engine::SeqRequest{
-            .verb = engine::SeqVerb::kCreate, .space = space, .n_tokens = kMaxTokens + 1},
-        count);
+    engine->submit(client, {}, SeqRequest{.verb = static_cast<SeqVerb>(9)}, count);
+    engine->submit(client, {},
+                   SeqRequest{.verb = SeqVerb::kCreate, .space = space, .flags = 1u << 9}, count);
+    engine->submit(client, {},
+                   SeqRequest{.verb = SeqVerb::kCreate, .space = space, .n_tokens = kMaxTokens + 1},
+                   count);
   }
   reached.insert({Refusal::kSeqVerb, Refusal::kSeqFlags, Refusal::kSeqReserve});
   EXPECT_EQ(n_answers, kEnough * reached.size());

@@ -25,7 +25,7 @@
 #include "base/clock.h"
 #include "base/splitmix.h"
 #include "engine/engine.h"
-#include "engine/refusal.h"
+#include "engine/space/refusal.h"
 #include "ipc/doorbell.h"
 #include "ipc/shared_words.h"
 #include "tests/common/environment.h"
@@ -72,7 +72,7 @@ SpaceIds register_spaces(RawClient* client, std::vector<kvm_seq_id>* seqs) {
     EXPECT_TRUE(queue.is_ok() && arena.is_ok());
     RequestMaker maker(1, ids, {});
     maker.begin_session(arena.value().region);
-    const Draft draft = maker.seq(0, ipc::SeqVerbWire::kCreate, space);
+    const Draft draft = maker.seq(0, SeqVerb::kCreate, space);
     draft.write(arena.value().memory.data(), kSlotBytes);
     client->submit(&queue.value(), draft.entry);
     EXPECT_EQ(client->wait(&queue.value()).value().status, KVM_OK);
@@ -342,7 +342,7 @@ bool Offender::push(const std::function<Draft(uint32_t slot)>& make) {
     }
   }
   created_in_[slot] = draft.entry.opcode == static_cast<uint8_t>(ipc::Opcode::kSeq) &&
-                              draft.seq.verb == static_cast<uint32_t>(ipc::SeqVerbWire::kCreate)
+                              draft.seq.verb == static_cast<uint32_t>(SeqVerb::kCreate)
                           ? maker_.index_of(draft.seq.space)
                           : kSpaces;
   queue_.client()->entries[slot] = draft.entry;
@@ -377,7 +377,7 @@ Draft Offender::next(uint32_t slot) {
 void Offender::run_session(const Spoiler<Reject>& last, uint32_t n_requests) {
   bool alive = begin_session();
   for (uint32_t space = 0; alive && space < kSpaces; ++space) {
-    alive = push([&](uint32_t slot) { return maker_.seq(slot, ipc::SeqVerbWire::kCreate, space); });
+    alive = push([&](uint32_t slot) { return maker_.seq(slot, SeqVerb::kCreate, space); });
   }
   publish();
   if (alive && maker_.one_in(4)) {

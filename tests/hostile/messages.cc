@@ -51,8 +51,8 @@ std::span<const uint8_t> quota_message(RequestMaker* maker, const Prey& prey,
 
 }  // namespace
 
-ipc::SpaceMessage space_message(uint32_t space) {
-  ipc::SpaceMessage message;
+SpaceSpec space_message(uint32_t space) {
+  SpaceSpec message;
   if (space == kPlain) {
     message.name = "plain";
     message.params = params_of(2);
@@ -93,7 +93,7 @@ std::span<const uint8_t> any_message(RequestMaker* maker, ipc::ControlWriter* wr
     case 5:
       return writer->finish(id, wire::CreateSeqList(fbb, value, maker->one_in(2), value));
     default: {
-      ipc::SpaceMessage message = space_message(static_cast<uint32_t>(maker->below(kSpaces)));
+      SpaceSpec message = space_message(static_cast<uint32_t>(maker->below(kSpaces)));
       uint8_t* field = reinterpret_cast<uint8_t*>(&message.params) + 4 * maker->below(40);
       std::memcpy(field, &value, 4);
       message.name = "hostile" + std::to_string(maker->below(4));

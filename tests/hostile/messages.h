@@ -14,7 +14,7 @@
 namespace kvm::testing {
 
 // How kPlain, kIndexed and kLayered are registered.
-ipc::SpaceMessage space_message(uint32_t space);
+SpaceSpec space_message(uint32_t space);
 
 // What others have.
 struct Prey {

@@ -201,10 +201,10 @@ Draft RequestMaker::step(uint32_t slot, uint32_t verbs, uint32_t space, uint32_t
   return draft;
 }
 
-Draft RequestMaker::seq(uint32_t slot, ipc::SeqVerbWire verb, uint32_t space) {
+Draft RequestMaker::seq(uint32_t slot, SeqVerb verb, uint32_t space) {
   Draft draft = blank(slot, Opcode::kSeq);
   draft.seq.verb = static_cast<uint32_t>(verb);
-  if (verb == ipc::SeqVerbWire::kCreate) {
+  if (verb == SeqVerb::kCreate) {
     draft.seq.space = spaces_[space];
     draft.seq.flags = one_in(4) ? uint32_t{KVM_SEQ_MANUAL_COMMIT} : 0;
   } else {
@@ -250,10 +250,10 @@ Draft RequestMaker::any(uint32_t slot) {
     return draft;
   }
   if (kind < 41) {
-    return seq(slot, ipc::SeqVerbWire::kCreate, space);
+    return seq(slot, SeqVerb::kCreate, space);
   }
   if (kind < 60) {
-    return seq(slot, static_cast<ipc::SeqVerbWire>(2 + below(4)), space);
+    return seq(slot, static_cast<SeqVerb>(2 + below(4)), space);
   }
   if (kind < 65) {
     return read(slot, space);

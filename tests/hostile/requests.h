@@ -12,7 +12,7 @@
 
 #include "base/limits.h"
 #include "base/round.h"
-#include "engine/refusal.h"
+#include "engine/space/refusal.h"
 #include "ipc/validate.h"
 #include "ipc/wire.h"
 #include "kvm.h"
@@ -78,7 +78,7 @@ class RequestMaker {
   // A request that can succeed, at the given slot.
   Draft any(uint32_t slot);
   Draft step(uint32_t slot, uint32_t verbs, uint32_t space, uint32_t n_items = 1);
-  Draft seq(uint32_t slot, ipc::SeqVerbWire verb, uint32_t space);
+  Draft seq(uint32_t slot, SeqVerb verb, uint32_t space);
   Draft read(uint32_t slot, uint32_t space);
   Draft observe(uint32_t slot, uint32_t space);
 
@@ -114,7 +114,7 @@ struct Spoiler {
 };
 // One for each reason of ipc/validate.h.
 const std::vector<Spoiler<ipc::Reject>>& reject_spoilers();
-// One for each reason of engine/refusal.h that a client of the daemon can live to hear.
+// One for each reason of engine/space/refusal.h that a client of the daemon can live to hear.
 const std::vector<Spoiler<engine::Refusal>>& refusal_spoilers();
 
 }  // namespace kvm::testing

@@ -8,11 +8,11 @@
 namespace kvm::testing {
 namespace {
 
+using SeqVerb;
 using engine::Refusal;
 using ipc::kStepAppend;
 using ipc::kStepAttend;
 using ipc::Reject;
-using ipc::SeqVerbWire;
 
 constexpr uint32_t kBoth = kStepAppend | kStepAttend;
 
@@ -114,7 +114,7 @@ const std::vector<Spoiler<Reject>>& reject_spoilers() {
       step_with(Reject::kTensorOverlap, kBoth, [](Draft* d) { d->step.o = d->step.q; }),
       {Reject::kSeqVerb,
        [](RequestMaker* maker, uint32_t slot) {
-         return maker->seq(slot, static_cast<SeqVerbWire>(6), kPlain);
+         return maker->seq(slot, static_cast<SeqVerb>(6), kPlain);
        }},
   };
   return kAll;

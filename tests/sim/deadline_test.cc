@@ -12,8 +12,8 @@
 namespace kvm::testing {
 namespace {
 
+using StepRequest;
 using engine::Engine;
-using engine::StepRequest;
 
 constexpr uint32_t kHeads = 1;
 constexpr uint32_t kDim = 8;
@@ -30,9 +30,8 @@ class Deadlines : public ::testing::Test {
     space_ =
         engine_->register_space(engine::testing::make_spec("deadlines", 1, kHeads, kHeads, kDim))
             .value();
-    engine_->submit(client_, {0, 1},
-                    engine::SeqRequest{.verb = engine::SeqVerb::kCreate, .space = space_},
-                    [this](engine::RequestResult&& result) { seq_ = result.seq; });
+    engine_->submit(client_, {0, 1}, SeqRequest{.verb = SeqVerb::kCreate, .space = space_},
+                    [this](kvm::RequestResult&& result) { seq_ = result.seq; });
     drive();
   }
   void drive() {
@@ -54,7 +53,7 @@ class Deadlines : public ::testing::Test {
     step.k = step.v = row_.view();
     step.deadline_ns = deadline_ns;
     engine_->submit(client_, {0, 2}, std::move(step),
-                    [out](engine::RequestResult&& result) { *out = result.status.code(); });
+                    [out](kvm::RequestResult&& result) { *out = result.status.code(); });
   }
 
   SimulatedClock clock_;

@@ -34,6 +34,9 @@ INCLUDE_RULES = {
     "examples": {"kvm.h"},
     "cmake": set(),
 }
+# The rooms of engine/, in order: the files of each may include its own and those before it, and
+# only the last one's include engine/engine.h, whose own includes are values.
+ENGINE_ROOMS = ["tasks", "space", "store", "index", "retention", "attend", "run"]
 FREE_FOLDERS = {"tests", "bench"}  # They may include everything; nothing includes them.
 PUBLIC_HEADERS = {"kvm.h", "kvm_cuda.h"}
 SOURCE_FOLDERS = set(INCLUDE_RULES) - {"client embedded", "cmake", "examples", "bindings"}
@@ -209,6 +212,27 @@ class Tidy:
         elif target != folder and target not in allowed and name not in allowed:
             self.report(path, number, "include", f'"{name}": {row} may include only '
                         f"{', '.join(sorted(allowed | {folder}))}")
+
+        elif folder == "engine" and target == "engine":
+            self.check_room(path, number, name)
+
+    def check_room(self, path, number, name):
+        def room_of(file):
+            parts = file.split("/")
+            return parts[1] if len(parts) == 3 else None
+        room, included = room_of(path), room_of(name)
+        if room is None:
+            return
+        if room not in ENGINE_ROOMS or (included is not None and included not in ENGINE_ROOMS):
+            unknown = room if room not in ENGINE_ROOMS else included
+            self.report(path, number, "room", f"engine/{unknown}/ is no room of ENGINE_ROOMS in "
+                        "tests/tidy/tidy.py")
+        elif included is None and room != ENGINE_ROOMS[-1]:
+            self.report(path, number, "room", f'"{name}": only engine/{ENGINE_ROOMS[-1]} knows the '
+                        "facade; types that others need belong into base/ or a room")
+        elif included is not None and ENGINE_ROOMS.index(included) > ENGINE_ROOMS.index(room):
+            self.report(path, number, "room", f'"{name}": engine/{room} may include only '
+                        f"{', '.join(ENGINE_ROOMS[:ENGINE_ROOMS.index(room) + 1])}")
 
     def check_banned(self, path, text):
         folder = path.split("/", 1)[0]

@@ -57,6 +57,21 @@ class TidyTest(unittest.TestCase):
             with self.subTest(path=path, name=name):
                 self.assert_rule(self.code(path, f'#include "{name}"\n'), "include", name)
 
+    def test_rooms_of_the_engine(self):
+        cases = [("engine/store/a.cc", "engine/index/b.h"), ("engine/index/a.cc", "engine/run/b.h"),
+                 ("engine/attend/a.cc", "engine/engine.h"), ("engine/cellar/a.cc", "engine/b.h"),
+                 ("engine/run/a.cc", "engine/cellar/b.h")]
+        for path, name in cases:
+            with self.subTest(path=path, name=name):
+                self.assert_rule(self.code(path, f'#include "{name}"\n'), "room", "engine/")
+        for path, name in [("engine/index/a.cc", "engine/store/b.h"),
+                           ("engine/store/a.cc", "engine/store/b.h"),
+                           ("engine/run/a.cc", "engine/engine.h"),
+                           ("engine/engine.h", "engine/store/b.h")]:
+            with self.subTest(path=path, name=name):
+                text = "#include \"" + name + "\"\n"
+                self.assertNotIn("room", " ".join(self.code(path, text)))
+
     def test_allowed_includes(self):
         cases = [("engine/a.cc", "attention/attention.h"), ("attention/a.cc", "hash_index/lsh.h"),
                  ("client/thin.cc", "ipc/wire.h"), ("client/embedded.cc", "engine/engine.h"),

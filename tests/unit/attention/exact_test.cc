@@ -306,7 +306,7 @@ TEST(Exact, LargeLogits) {
   }
 }
 
-// Every cap that a space may have (engine/space.h), on logits of all sizes around it.
+// Every cap that a space may have (engine/space/space.h), on logits of all sizes around it.
 TEST(Exact, SoftCapsOfAnySize) {
   for (const float cap : {1e-3f, 0.1f, 5.0f, 50.0f, 1e3f, 1e4f}) {
     for (uint32_t n_query : {1u, 12u}) {

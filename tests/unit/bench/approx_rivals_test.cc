@@ -13,8 +13,8 @@
 #include "bench/approx/refined.h"
 #include "bench/approx/settings.h"
 #include "bench/approx/tally.h"
-#include "engine/index.h"
-#include "engine/space.h"
+#include "engine/space/space.h"
+#include "engine/store/layer_index.h"
 
 namespace kvm::bench {
 namespace {
@@ -294,7 +294,7 @@ TEST(Refined, CodesAreAsGoodAsTheirBits) {
 
 // What is measured is what a space has that asks for a sketch and says nothing more.
 TEST(Indexes, BeginAsTheEnginesDo) {
-  engine::SpaceSpec spec;
+  SpaceSpec spec;
   spec.name = "defaults";
   spec.params.struct_size = sizeof(spec.params);
   spec.params.n_layers = spec.params.n_q_heads = 1;

@@ -52,7 +52,7 @@ class FakeEngine final : public engine::Engine {
     gone_.push_back(std::move(on_gone));
   }
 
-  Result<kvm_space_id> register_space(const engine::SpaceSpec& spec) override {
+  Result<kvm_space_id> register_space(const SpaceSpec& spec) override {
     if (spec.params.n_layers == 0) {
       return Status(KVM_ERR_INVALID, "n_layers is 0; it must be 1 to 512");
     }
@@ -85,31 +85,29 @@ class FakeEngine final : public engine::Engine {
   }
   Status drop_space(kvm_space_id space) override { return space_info(space).status(); }
 
-  void submit(ClientId client, RequestTag tag, engine::StepRequest&& request,
+  void submit(ClientId client, RequestTag tag, StepRequest&& request,
               DoneCallback on_done) override {
     if (request.o.data != nullptr && request.o.size_bytes >= sizeof(float)) {
       *static_cast<float*>(request.o.data) = 1.0f;
     }
     push(client, tag, std::move(on_done), {}, true);
   }
-  void submit(ClientId client, RequestTag tag, engine::ReadRequest&&,
-              DoneCallback on_done) override {
+  void submit(ClientId client, RequestTag tag, ReadRequest&&, DoneCallback on_done) override {
     push(client, tag, std::move(on_done), {}, false);
   }
-  void submit(ClientId client, RequestTag tag, engine::ObserveRequest&&,
-              DoneCallback on_done) override {
+  void submit(ClientId client, RequestTag tag, ObserveRequest&&, DoneCallback on_done) override {
     push(client, tag, std::move(on_done), {}, false);
     pending_.back().ready_ns = now_ns() + kObserveNs;
   }
-  void submit(ClientId client, RequestTag tag, engine::SeqRequest&& request,
+  void submit(ClientId client, RequestTag tag, SeqRequest&& request,
               DoneCallback on_done) override {
-    engine::RequestResult result;
-    if (request.verb == engine::SeqVerb::kCreate || request.verb == engine::SeqVerb::kFork) {
+    kvm::RequestResult result;
+    if (request.verb == SeqVerb::kCreate || request.verb == SeqVerb::kFork) {
       result.seq = ++last_seq_;
       sequences_[last_seq_] = client;
     } else if (!sequences_.contains(request.seq)) {
       result.status = Status(KVM_ERR_NOT_FOUND, "there is no such sequence");
-    } else if (request.verb == engine::SeqVerb::kFree) {
+    } else if (request.verb == SeqVerb::kFree) {
       sequences_.erase(request.seq);
     }
     push(client, tag, std::move(on_done), std::move(result), true);
@@ -193,12 +191,12 @@ class FakeEngine final : public engine::Engine {
     ClientId client = 0;
     RequestTag tag;
     DoneCallback on_done;
-    engine::RequestResult result;
+    kvm::RequestResult result;
     bool ready = false;
     uint64_t ready_ns = UINT64_MAX;
   };
 
-  void push(ClientId client, RequestTag tag, DoneCallback on_done, engine::RequestResult result,
+  void push(ClientId client, RequestTag tag, DoneCallback on_done, kvm::RequestResult result,
             bool ready) {
     pending_.push_back({.client = client,
                         .tag = tag,

@@ -13,7 +13,7 @@
 
 #include "base/status.h"
 #include "engine/engine.h"
-#include "engine/quota.h"
+#include "engine/store/quota.h"
 #include "ipc/control.h"
 #include "ipc/memory.h"
 #include "ipc/ring.h"

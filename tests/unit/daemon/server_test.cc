@@ -121,14 +121,14 @@ TEST(Server, SequencesAndSentences) {
   const auto* result = reinterpret_cast<const ipc::ResultBlock*>(arena.memory.data() + 4096);
 
   ipc::SeqBlock block{};
-  block.verb = static_cast<uint32_t>(ipc::SeqVerbWire::kCreate);
+  block.verb = static_cast<uint32_t>(SeqVerb::kCreate);
   block.space = 1;
   client.submit(&queue, write_block(ipc::Opcode::kSeq, arena, block));
   ASSERT_EQ(client.wait(&queue).value().status, KVM_OK);
   EXPECT_NE(result->seq, 0u);
   EXPECT_STREQ(result->message, "");
 
-  block.verb = static_cast<uint32_t>(ipc::SeqVerbWire::kFree);
+  block.verb = static_cast<uint32_t>(SeqVerb::kFree);
   block.space = 0;
   block.seq = 12345;
   client.submit(&queue, write_block(ipc::Opcode::kSeq, arena, block));
@@ -337,10 +337,10 @@ TEST(Server, ListsComeInPartsThatFitTogether) {
   auto queue = client.create_queue().value();
   auto arena = client.create_arena(8192).value();
   const auto* result = reinterpret_cast<const ipc::ResultBlock*>(arena.memory.data() + 4096);
-  const auto run = [&](ipc::SeqVerbWire verb, kvm_seq_id seq) {
+  const auto run = [&](SeqVerb verb, kvm_seq_id seq) {
     ipc::SeqBlock block{};
     block.verb = static_cast<uint32_t>(verb);
-    block.space = verb == ipc::SeqVerbWire::kCreate ? 1 : 0;
+    block.space = verb == SeqVerb::kCreate ? 1 : 0;
     block.seq = seq;
     client.submit(&queue, write_block(ipc::Opcode::kSeq, arena, block));
     EXPECT_EQ(client.wait(&queue).value().status, KVM_OK);
@@ -348,7 +348,7 @@ TEST(Server, ListsComeInPartsThatFitTogether) {
   };
   std::vector<kvm_seq_id> seqs;
   for (int i = 0; i < 1500; ++i) {  // more than fit two replies
-    seqs.push_back(run(ipc::SeqVerbWire::kCreate, 0));
+    seqs.push_back(run(SeqVerb::kCreate, 0));
   }
   std::multiset<kvm_seq_id> seen;
   uint64_t n_parts = 0;
@@ -371,8 +371,8 @@ TEST(Server, ListsComeInPartsThatFitTogether) {
     }
     // The first ones, which were seen, go, and others come.
     for (size_t i = 0; i < 10; ++i) {
-      (void)run(ipc::SeqVerbWire::kFree, seqs[n_parts * 10 + i]);
-      (void)run(ipc::SeqVerbWire::kCreate, 0);
+      (void)run(SeqVerb::kFree, seqs[n_parts * 10 + i]);
+      (void)run(SeqVerb::kCreate, 0);
     }
   }
   EXPECT_GT(n_parts, 2u);

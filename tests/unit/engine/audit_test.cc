@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Audits: the true errors that they find are those of attention in double precision, whatever
 // happens to the sequence meanwhile, and nobody waits for them.
-#include "engine/audit.h"
+#include "engine/attend/audit.h"
 
 #include <gtest/gtest.h>
 

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "engine/cost_model.h"
+#include "engine/attend/cost_model.h"
 #include "tests/unit/engine/rig.h"
 
 namespace kvm::engine::testing {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What AUTO chooses by written-down rates, their text form, and that rates can be measured.
-#include "engine/cost_model.h"
+#include "engine/attend/cost_model.h"
 
 #include <gtest/gtest.h>
 
@@ -9,7 +9,7 @@
 #include <random>
 #include <string>
 
-#include "engine/calibration.h"
+#include "engine/attend/calibration.h"
 
 namespace kvm::engine {
 namespace {

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/round.h"
+#include "engine/retention/policy_actions.h"
 #include "tests/unit/engine/policy_testbed.h"
 #include "tests/unit/engine/store_testbed.h"
 
@@ -309,7 +310,7 @@ TEST(HeavyHitters, AccountsHold) {
           loved.insert(at + 60 + i);
         }
       }
-      store->add_masses(seq, 1, 2, sums, at + 60, true);
+      add_list_masses(&store->memory(), seq, 1, 2, sums, at + 60, true);
       store->check_accounts();
     }
     const uint64_t end = (1000 - 50) / kPageTokens * kPageTokens;
@@ -336,7 +337,7 @@ TEST(HeavyHitters, AccountsHold) {
     Sequence* cut = store->find_seq(client, store->fork_seq(seq, 30).value()).value();
     store->check_accounts();
     ASSERT_TRUE(append_all(*store, child, tokens).is_ok());
-    store->add_masses(child, 1, 2, std::vector<float>(10, 1.0f), 1200, true);
+    add_list_masses(&store->memory(), child, 1, 2, std::vector<float>(10, 1.0f), 1200, true);
     store->check_accounts();
     content(seq);
     store->free_seq(seq);

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The storage of indexes: whatever happens to a sequence, what its index holds is what one built
 // from scratch would hold, byte for byte; forks share it, and every byte is charged and given back.
-#include "engine/index.h"
+#include "engine/index/sequence_index.h"
+#include "engine/store/layer_index.h"
 
 #include <gtest/gtest.h>
 
@@ -13,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "engine/index_work.h"
+#include "engine/index/index_work.h"
 #include "tests/unit/engine/store_testbed.h"
 
 namespace kvm::engine {
@@ -108,7 +109,7 @@ struct Content {
 Content content_of(const Store& store, const Sequence* seq, uint32_t head) {
   std::vector<attention::SketchedRun> sketches;
   std::vector<attention::HashedRun> hashes;
-  store.collect_index(seq, 0, head, store.length(seq, 0), &sketches, &hashes);
+  collect_head_index(store.memory(), seq, 0, head, store.length(seq, 0), &sketches, &hashes);
   Content content;
   for (const attention::SketchedRun& run : sketches) {
     const size_t size = hash_index::block_bytes(hash_index::frame_kind(*run.frame), kDim);
@@ -328,7 +329,7 @@ using Kinds = std::vector<hash_index::SketchKind>;
 Kinds kinds_of(const Store& store, const Sequence* seq) {
   std::vector<attention::SketchedRun> sketches;
   std::vector<attention::HashedRun> hashes;
-  store.collect_index(seq, 0, 0, store.length(seq, 0), &sketches, &hashes);
+  collect_head_index(store.memory(), seq, 0, 0, store.length(seq, 0), &sketches, &hashes);
   std::map<uint64_t, hash_index::SketchKind> kinds;
   for (const attention::SketchedRun& run : sketches) {
     kinds[run.position / kRun] = hash_index::frame_kind(*run.frame);
@@ -587,8 +588,8 @@ TEST(Index, TheLongestUnusedGoesFirstAndAPinnedOneStays) {
   Three free(0);
   Three rig(free.store->client_bytes(free.client) + 8192);
   EXPECT_EQ(stats_of(*rig.store).n_index_refused, 0u);
-  IndexPin pinned = rig.store->pin_index(rig.seqs[1], 0);
-  { const IndexPin used = rig.store->pin_index(rig.seqs[0], 0); }
+  IndexPin pinned = pin_layer_index(rig.seqs[1], 0);
+  { const IndexPin used = pin_layer_index(rig.seqs[0], 0); }
   // In the order of use: 2, 1, 0.
   EXPECT_TRUE(rig.press().is_ok());
   EXPECT_FALSE(has_index(*rig.store, rig.seqs[2]));
@@ -621,7 +622,7 @@ TEST(Index, ASharedOneMakesWayForAllThatHaveIt) {
   EXPECT_FALSE(has_index(*rig.store, child));
   rig.store->check_accounts();
   // Who looks for it, and more pressure, do not bring it back before there is room.
-  { const IndexPin looked = rig.store->pin_index(parent, 0); }
+  { const IndexPin looked = pin_layer_index(parent, 0); }
   EXPECT_FALSE(append_unwritten(*rig.store, other, 0, 6400).is_ok());
   const uint64_t n_made = stats_of(*rig.store).n_index_blocks;
   build_index(*rig.store, parent);
@@ -665,7 +666,7 @@ TEST(Index, WorkComesInBoundedJobs) {
   for (uint32_t layer = 0; layer < kLayers; ++layer) {
     std::vector<attention::SketchedRun> sketches;
     std::vector<attention::HashedRun> hashes;
-    rig.store->collect_index(seq, layer, 0, 20000, &sketches, &hashes);
+    collect_head_index(rig.store->memory(), seq, layer, 0, 20000, &sketches, &hashes);
     uint64_t n_blocks = 0;
     for (const attention::SketchedRun& run : sketches) {
       n_blocks += run.n_blocks;
@@ -707,7 +708,8 @@ TEST(Index, FramesAreChargedWhileTheyAreMade) {
   ASSERT_TRUE(append_keys(*rig.store, seq, numbered(0, 4000)).is_ok());
   const uint64_t before = rig.store->client_bytes(rig.client);
   {
-    const std::unique_ptr<IndexBuild> build = rig.store->plan_index(seq, 0, 0, 1 << 20);
+    const std::unique_ptr<IndexBuild> build =
+        plan_index_build(&rig.store->memory(), seq, 0, 0, 1 << 20);
     ASSERT_NE(build, nullptr);
     EXPECT_GT(rig.store->client_bytes(rig.client), before + sizeof(hash_index::FramePtr));
   }
@@ -718,10 +720,10 @@ TEST(Index, FramesAreChargedWhileTheyAreMade) {
 
 // --- Tables -------------------------------------------------------------------------------------
 
-TEST(TableYard, UnmapsBitByBit) {
+TEST(TableReclaimer, UnmapsBitByBit) {
   tiers::MemoryBudget budget(64 * kMiB);
-  TableYard yard(&budget);
-  EXPECT_FALSE(yard.unmap_some(kMiB));
+  TableReclaimer reclaimer(&budget);
+  EXPECT_FALSE(reclaimer.unmap_some(kMiB));
   const uint64_t size = table_map_bytes(5 * kMiB + 1);
   EXPECT_EQ(size % 4096, 0u);
   for (int i = 0; i < 2; ++i) {
@@ -729,13 +731,13 @@ TEST(TableYard, UnmapsBitByBit) {
     std::byte* data = map_tables(size);
     ASSERT_NE(data, nullptr);
     std::memset(data, 1, size);
-    yard.bury(data, size);
+    reclaimer.reclaim(data, size);
   }
   EXPECT_EQ(budget.used_bytes(), 2 * size);
   int n_calls = 0;
-  while (yard.unmap_some(kMiB)) {
+  while (reclaimer.unmap_some(kMiB)) {
     ++n_calls;
-    EXPECT_EQ(budget.used_bytes(), yard.size_bytes());
+    EXPECT_EQ(budget.used_bytes(), reclaimer.size_bytes());
   }
   EXPECT_EQ(n_calls, 11);  // 10 MiB and two OS pages
   EXPECT_EQ(budget.used_bytes(), 0u);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Indexes in the whole engine: who waits for them, and who gives way.
-#include "engine/index_work.h"
+#include "engine/index/index_work.h"
 
 #include <gtest/gtest.h>
 

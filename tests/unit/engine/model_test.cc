@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/retention/policy_actions.h"
 #include "tests/unit/engine/store_testbed.h"
 
 namespace kvm::engine {
@@ -469,7 +470,7 @@ class Model {
                                      .range = {begin * kPageTokens, end * kPageTokens},
                                      .dtype_k = static_cast<Dtype>(1 + pick(5)),
                                      .dtype_v = static_cast<Dtype>(1 + pick(5))};
-    const Status status = store_->apply(seq(id), action);
+    const Status status = apply_action(&store_->memory(), seq(id), action);
     if (status.is_ok()) {
       recode(&model.lists[layer][action.class_index], action.range.begin, action.range.end,
              {action.dtype_k, action.dtype_v});

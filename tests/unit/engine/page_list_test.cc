@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "engine/page_list.h"
+#include "engine/store/page_list.h"
 
 #include <gtest/gtest.h>
 

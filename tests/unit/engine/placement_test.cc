@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "engine/placement.h"
+#include "engine/tasks/placement.h"
 
 #include <gtest/gtest.h>
 
@@ -8,7 +8,7 @@
 #include <thread>
 #include <vector>
 
-#include "engine/scheduler.h"
+#include "engine/tasks/scheduler.h"
 
 namespace kvm::engine {
 namespace {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Accounts of clients and tenants: exact sums, limits before charges, changes at run time.
-#include "engine/quota.h"
+#include "engine/store/quota.h"
 
 #include <gtest/gtest.h>
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "engine/scheduler.h"
+#include "engine/tasks/scheduler.h"
 
 #include <gtest/gtest.h>
 

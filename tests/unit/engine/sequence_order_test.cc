@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "engine/sequence_order.h"
+#include "engine/run/sequence_order.h"
 
 #include <gtest/gtest.h>
 

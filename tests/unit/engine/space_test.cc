@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "engine/space.h"
+#include "engine/space/space.h"
 
 #include <gtest/gtest.h>
 

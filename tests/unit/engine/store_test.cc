@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the store answers, case by case; model_test.cc has the random operations.
-#include "engine/store.h"
+#include "engine/store/store.h"
+#include "engine/retention/policy_actions.h"
 
 #include <gtest/gtest.h>
 
@@ -12,8 +13,8 @@
 #include <string>
 #include <vector>
 
-#include "engine/id_table.h"
-#include "engine/sequence.h"
+#include "engine/store/id_table.h"
+#include "engine/store/sequence.h"
 #include "tests/unit/engine/store_testbed.h"
 
 namespace kvm::engine {
@@ -273,23 +274,23 @@ TEST_F(StoreTest, OneSequenceWithFourCodecs) {
   ASSERT_TRUE(append(*store_, seq, 0, tokens).is_ok());
   Sequence* child = fork(seq);
   const uint64_t bytes_before = store_->client_bytes(client_);
-  ASSERT_TRUE(store_
-                  ->apply(seq, {.kind = policies::ActionKind::kDemote,
-                                .range = {0, kPageTokens},
-                                .dtype_k = Dtype::kBf16,
-                                .dtype_v = Dtype::kBf16})
+  ASSERT_TRUE(apply_action(&store_->memory(), seq,
+                           {.kind = policies::ActionKind::kDemote,
+                            .range = {0, kPageTokens},
+                            .dtype_k = Dtype::kBf16,
+                            .dtype_v = Dtype::kBf16})
                   .is_ok());
-  ASSERT_TRUE(store_
-                  ->apply(seq, {.kind = policies::ActionKind::kDemote,
-                                .range = {kPageTokens, 2 * kPageTokens},
-                                .dtype_k = Dtype::kF16,
-                                .dtype_v = Dtype::kF32})
+  ASSERT_TRUE(apply_action(&store_->memory(), seq,
+                           {.kind = policies::ActionKind::kDemote,
+                            .range = {kPageTokens, 2 * kPageTokens},
+                            .dtype_k = Dtype::kF16,
+                            .dtype_v = Dtype::kF32})
                   .is_ok());
-  ASSERT_TRUE(store_
-                  ->apply(seq, {.kind = policies::ActionKind::kDemote,
-                                .range = {2 * kPageTokens, 3 * kPageTokens},
-                                .dtype_k = Dtype::kF8,
-                                .dtype_v = Dtype::kI8})
+  ASSERT_TRUE(apply_action(&store_->memory(), seq,
+                           {.kind = policies::ActionKind::kDemote,
+                            .range = {2 * kPageTokens, 3 * kPageTokens},
+                            .dtype_k = Dtype::kF8,
+                            .dtype_v = Dtype::kI8})
                   .is_ok());
   std::vector<KvRun> runs;
   store_->collect_runs(seq, 0, 0, &runs);
@@ -385,7 +386,9 @@ TEST_F(StoreTest, ActionsAreChecked) {
   ASSERT_TRUE(append_all(*store_, seq, numbered(0, 200)).is_ok());
   using policies::Action;
   using policies::ActionKind;
-  const auto code = [&](const Action& action) { return store_->apply(seq, action).code(); };
+  const auto code = [&](const Action& action) {
+    return apply_action(&store_->memory(), seq, action).code();
+  };
   EXPECT_EQ(code({.layer = 2, .range = {0, 64}}), KVM_ERR_INVALID);
   EXPECT_EQ(code({.class_index = 1, .range = {0, 64}}), KVM_ERR_INVALID);
   EXPECT_EQ(code({.range = {0, 63}}), KVM_ERR_INVALID);

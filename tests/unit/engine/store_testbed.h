@@ -15,8 +15,8 @@
 #include <vector>
 
 #include "codecs/convert.h"
-#include "engine/aging_work.h"
-#include "engine/store.h"
+#include "engine/retention/retention_work.h"
+#include "engine/store/store.h"
 
 namespace kvm::engine {
 
@@ -110,15 +110,15 @@ inline void write_rows(const std::vector<AppendPiece>& pieces, uint32_t item, ui
 
 // What a request ends with: policies act.
 inline void settle(Store& store, Sequence* seq) {
-  AgingWork aging;
+  RetentionWork slice;
   ThreadWorkspace workspace;
   JobPlan plan;
-  aging.add(store, seq);
-  AgingWork::Next next = AgingWork::Next::kMore;
-  while (next != AgingWork::Next::kDone) {
-    next = aging.next(store, 1, workspace, &plan);
-    for (uint32_t i = 0; next == AgingWork::Next::kTasks && i < plan.n_tasks; ++i) {
-      aging.run(i, workspace);
+  slice.add(store, seq);
+  RetentionWork::Next next = RetentionWork::Next::kMore;
+  while (next != RetentionWork::Next::kDone) {
+    next = slice.next(store, 1, workspace, &plan);
+    for (uint32_t i = 0; next == RetentionWork::Next::kTasks && i < plan.n_tasks; ++i) {
+      slice.run(i, workspace);
     }
   }
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Every bad input has its own status and a sentence that names it.
-#include "engine/validate.h"
+#include "engine/space/validate.h"
 
 #include <gtest/gtest.h>
 

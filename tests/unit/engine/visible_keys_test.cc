@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "engine/visible_keys.h"
+#include "engine/attend/visible_keys.h"
 
 #include <gtest/gtest.h>
 

@@ -116,7 +116,7 @@ kvm_space_params space_params() {
   return params;
 }
 
-TEST(SpaceMessage, RoundTrip) {
+TEST(SpaceSpec, RoundTrip) {
   const float rope[] = {1, 0.5f};
   const float sinks[] = {1, 2, 3, 4, 5, 6, 7, 8};
   const kvm_layer_params layers[] = {{.layer_begin = 1, .n_layers = 1, .window = 7}};
@@ -159,16 +159,16 @@ TEST(SpaceMessage, RoundTrip) {
   EXPECT_EQ(decoded.value().params.default_budget, 77u);
 }
 
-TEST(SpaceMessage, CountsAreChecked) {
+TEST(SpaceSpec, CountsAreChecked) {
   kvm_space_params params = space_params();
   params.n_layer_params = 1;
   EXPECT_EQ(copy_space(params).status().code(), KVM_ERR_INVALID);
   params.n_layer_params = 1u << 30;
   EXPECT_EQ(copy_space(params).status().code(), KVM_ERR_INVALID);
   // Counts that contradict the arrays on the wire.
-  SpaceMessage space = copy_space(space_params()).value();
+  SpaceSpec space = copy_space(space_params()).value();
   space.params.n_codecs = 3;
-  const auto decoded_status = [](const SpaceMessage& sent) {
+  const auto decoded_status = [](const SpaceSpec& sent) {
     ControlWriter writer;
     const auto bytes = writer.finish(1, encode_space(&writer, sent));
     const auto* body = read_message(bytes).value()->body_as_SpaceRegister();

@@ -109,7 +109,7 @@ TEST_F(Validate, GoodStep) {
   ASSERT_EQ(validate_request(entry_, &regions_, &request), Reject::kNone);
   EXPECT_EQ(request.user_data, 99u);
   EXPECT_EQ(reinterpret_cast<uint8_t*>(request.result), arena_ + kResult);
-  const auto& step = std::get<StepMessage>(request.message);
+  const auto& step = std::get<StepRequest>(request.message);
   EXPECT_TRUE(step.append && step.attend);
   ASSERT_EQ(step.items.size(), 2u);
   EXPECT_EQ(step.items[0].seq, 5u);
@@ -127,7 +127,7 @@ TEST_F(Validate, RemovedRegionStaysMappedUntilTheRequestIsDone) {
     ASSERT_EQ(validate_request(entry_, &regions_, &request), Reject::kNone);
     ASSERT_TRUE(regions_.remove(region_));
     EXPECT_EQ(regions_.total_bytes(), kArenaBytes);
-    std::get<StepMessage>(request.message).o.data[0] = 1;
+    std::get<StepRequest>(request.message).o.data[0] = 1;
     EXPECT_EQ(run(), Reject::kUnknownRegion) << "a new request cannot use it";
   }
   EXPECT_EQ(regions_.total_bytes(), 0u);
@@ -205,7 +205,7 @@ TEST_F(Validate, OtherOpcodes) {
   seq.verb = 9;
   write_block(Opcode::kSeq, seq);
   EXPECT_EQ(run(), Reject::kSeqVerb);
-  seq.verb = static_cast<uint32_t>(SeqVerbWire::kFree);
+  seq.verb = static_cast<uint32_t>(SeqVerb::kFree);
   write_block(Opcode::kSeq, seq);
   EXPECT_EQ(run(), Reject::kNone);
   seq.flags = KVM_SEQ_MANUAL_COMMIT;
@@ -228,7 +228,7 @@ TEST_F(Validate, RandomDamage) {
   const unsigned seed = std::random_device{}();
   SCOPED_TRACE("seed " + std::to_string(seed));
   std::mt19937_64 random(seed);
-  const auto inside = [&](const TensorSpan& t) {
+  const auto inside = [&](const TensorView& t) {
     return t.data == nullptr || (t.data >= arena_ && t.size_bytes <= kArenaBytes &&
                                  t.data + t.size_bytes <= arena_ + kArenaBytes);
   };
@@ -253,8 +253,8 @@ TEST_F(Validate, RandomDamage) {
     if (request.result != nullptr) {
       ASSERT_LE(reinterpret_cast<uint8_t*>(request.result + 1), arena_ + kArenaBytes);
     }
-    if (const auto* step = std::get_if<StepMessage>(&request.message)) {
-      for (const TensorSpan* t : {&step->k, &step->v, &step->q, &step->o, &step->lse, &step->err}) {
+    if (const auto* step = std::get_if<StepRequest>(&request.message)) {
+      for (const TensorView* t : {&step->k, &step->v, &step->q, &step->o, &step->lse, &step->err}) {
         ASSERT_TRUE(inside(*t));
       }
       ASSERT_LE(step->items.size(), kMaxItems);

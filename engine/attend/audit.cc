@@ -1,0 +1,392 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/attend/audit.h"
+
+#include <pthread.h>
+#include <sched.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <new>
+#include <system_error>
+#include <utility>
+
+#include "base/dtype.h"
+#include "base/round.h"
+#include "base/splitmix.h"
+
+namespace kvm::engine {
+namespace {
+
+using attention::Problem;
+
+// Looked at whether to stop after so many chunks.
+constexpr uint32_t kChunksPerCheck = 4;
+constexpr size_t kRowAlign = 16;
+constexpr size_t kKeepBytes = 8 << 20;
+// A relative error counts as at most this: the sums stay numbers.
+constexpr double kMostError = 10;
+
+float element(const void* data, Dtype dtype, size_t index) {
+  switch (dtype) {
+    case Dtype::kF32: {
+      float value = 0;
+      std::memcpy(&value, static_cast<const std::byte*>(data) + index * sizeof(value),
+                  sizeof(value));
+      return value;
+    }
+    case Dtype::kF16:
+      return f16_to_f32(static_cast<const uint16_t*>(data)[index]);
+    default:
+      return bf16_to_f32(static_cast<const uint16_t*>(data)[index]);
+  }
+}
+
+// One plane of a partial page: the rows of one head, with room for a whole page's.
+const void* copy_plane(const void* from, uint64_t row_bytes, uint32_t n_rows, std::byte** to) {
+  std::byte* const begin = *to;
+  std::memcpy(begin, from, n_rows * row_bytes);
+  *to += round_up(kPageTokens * row_bytes, kRowAlign);
+  return begin;
+}
+
+uint64_t k_row_bytes(const Problem& p, const KvRun& run) {
+  return uint64_t{p.dim_k} * dtype_size_bytes(run.dtype_k);
+}
+uint64_t v_row_bytes(const Problem& p, const KvRun& run) {
+  return uint64_t{p.dim_v} * dtype_size_bytes(run.dtype_v);
+}
+
+}  // namespace
+
+// --- A job --------------------------------------------------------------------------------------
+
+bool AuditJob::take(const Problem& from, const attention::ApproxReport& report) {
+  const auto has_weights = [](const KvRun& run) { return run.log_weight != nullptr; };
+  if (std::any_of(from.runs.begin(), from.runs.end(), has_weights)) {
+    return false;
+  }
+  is_done = false;
+  problem = from;
+  rows = from.n_query * from.group;
+  const uint64_t q_row = from.dim_k * dtype_size_bytes(from.dtype_q);
+  q.resize(rows * q_row);
+  answer.resize(size_t{rows} * from.dim_v);
+  for (uint32_t r = 0; r < rows; ++r) {
+    const uint64_t i = r / from.group;
+    const uint64_t g = r % from.group;
+    const uint64_t at = i * from.q_stride_query + g * from.q_stride_head;
+    std::memcpy(q.data() + r * q_row,
+                static_cast<const std::byte*>(from.q) + at * dtype_size_bytes(from.dtype_q), q_row);
+    for (uint32_t d = 0; d < from.dim_v; ++d) {
+      answer[size_t{r} * from.dim_v + d] =
+          element(from.o, from.dtype_o, i * from.o_stride_query + g * from.o_stride_head + d);
+    }
+  }
+  problem.q = q.data();
+  problem.q_stride_query = uint64_t{from.group} * from.dim_k;
+  problem.q_stride_head = from.dim_k;
+  estimated.assign(report.err_o, report.err_o + rows);
+  sink_logits.clear();
+  if (from.sink_logits != nullptr) {
+    sink_logits.assign(from.sink_logits, from.sink_logits + from.group);
+    problem.sink_logits = sink_logits.data();
+  }
+  const attention::Visibility& seen = from.visible;
+  if (seen.tree != nullptr) {
+    tree.assign(seen.tree, seen.tree + size_t{from.n_query} * seen.tree_stride_words);
+    problem.visible.tree = tree.data();
+  }
+  include.assign(seen.include.begin(), seen.include.end());
+  exclude.assign(seen.exclude.begin(), seen.exclude.end());
+  problem.visible.include = include;
+  problem.visible.exclude = exclude;
+  take_runs(from);
+  // What the answer may not have had: weights in fp32.
+  problem.fp32_weights = true;
+  problem.lse = nullptr;
+  problem.row_max = nullptr;
+  problem.column_sums = nullptr;
+  return true;
+}
+
+// Runs that begin at the problem's head; those of pages that are not full lie in `tail`.
+void AuditJob::take_runs(const Problem& from) {
+  size_t tail_bytes = 0;
+  for (const KvRun& run : from.runs) {
+    if (run.n_tokens < kPageTokens) {
+      tail_bytes += round_up(kPageTokens * k_row_bytes(from, run), kRowAlign) +
+                    round_up(kPageTokens * v_row_bytes(from, run), kRowAlign) +
+                    2 * kPageTokens * sizeof(uint16_t);
+    }
+  }
+  tail.resize(tail_bytes);
+  runs.assign(from.runs.begin(), from.runs.end());
+  std::byte* to = tail.data();
+  const uint64_t first_row = uint64_t{from.head} * kPageTokens;
+  for (KvRun& run : runs) {
+    const uint64_t k_bytes = k_row_bytes(from, run);
+    const uint64_t v_bytes = v_row_bytes(from, run);
+    run.k = static_cast<const std::byte*>(run.k) + first_row * k_bytes;
+    run.v = static_cast<const std::byte*>(run.v) + first_row * v_bytes;
+    run.k_scale = run.k_scale == nullptr ? nullptr : run.k_scale + first_row;
+    run.v_scale = run.v_scale == nullptr ? nullptr : run.v_scale + first_row;
+    if (run.n_tokens == kPageTokens) {
+      continue;
+    }
+    run.k = copy_plane(run.k, k_bytes, run.n_tokens, &to);
+    run.v = copy_plane(run.v, v_bytes, run.n_tokens, &to);
+    for (const uint16_t** scale : {&run.k_scale, &run.v_scale}) {
+      if (*scale != nullptr) {
+        *scale =
+            static_cast<const uint16_t*>(copy_plane(*scale, sizeof(uint16_t), run.n_tokens, &to));
+      }
+    }
+  }
+  problem.runs = runs;
+  problem.head = 0;
+}
+
+// --- The driver's side --------------------------------------------------------------------------
+
+Auditor::Auditor(uint64_t every) : every_(every) { stats_.every = every; }
+
+Auditor::~Auditor() {
+  for (Slot& slot : slots_) {
+    slot.is_cancelled.store(true, std::memory_order_relaxed);
+  }
+  // SYNC: release: the thread that sees the epoch sees this.
+  stop_.store(true, std::memory_order_relaxed);
+  epoch_.fetch_add(1, std::memory_order_release);
+  epoch_.notify_one();
+  if (thread_.joinable()) {
+    thread_.join();
+  }
+}
+
+bool Auditor::is_due() {
+  if (every_ == 0) {
+    return false;
+  }
+  // Not each every-th: that would always be the same layer and head of a model.
+  return splitmix64(++n_answers_ * kSplitMixStep) <= UINT64_MAX / every_;
+}
+
+AuditJob* Auditor::next_job() {
+  filling_ = nullptr;
+  for (Slot& slot : slots_) {
+    if (slot.state.load(std::memory_order_relaxed) == kFree) {
+      filling_ = &slot;
+    }
+  }
+  if (filling_ != nullptr && !thread_.joinable()) {
+    try {
+      thread_ = std::thread([this] { work(); });
+    } catch (const std::system_error&) {
+      filling_ = nullptr;
+    }
+  }
+  if (filling_ == nullptr) {
+    ++stats_.n_busy;
+    return nullptr;
+  }
+  return &filling_->job;
+}
+
+void Auditor::offer() {
+  Slot* slot = std::exchange(filling_, nullptr);
+  slot->is_cancelled.store(false, std::memory_order_relaxed);
+  slot->number.store(++n_offers_, std::memory_order_relaxed);
+  slot->state.store(kReady, std::memory_order_release);
+  epoch_.fetch_add(1, std::memory_order_release);
+  epoch_.notify_one();
+}
+
+void Auditor::collect(Store& store) {
+  if (n_done_.load(std::memory_order_relaxed) == 0) {
+    return;
+  }
+  for (Slot& slot : slots_) {
+    if (slot.state.load(std::memory_order_acquire) == kDone) {
+      n_done_.fetch_sub(1, std::memory_order_relaxed);
+      finish(store, &slot);
+    }
+  }
+}
+
+void Auditor::finish(Store& store, Slot* slot) {
+  store.unpin_pages(&slot->job.pins);
+  if (slot->job.is_done) {
+    count(slot->job);
+  } else {
+    ++stats_.n_given_up;
+  }
+  slot->state.store(kFree, std::memory_order_relaxed);
+}
+
+void Auditor::count(const AuditJob& job) {
+  AuditedMode& mode = stats_.modes[static_cast<size_t>(job.mode)];
+  ++mode.n_answers;
+  for (uint32_t r = 0; r < job.rows; ++r) {
+    const double error = job.true_error[r];
+    const double bar = double{job.estimated[r]};
+    if (std::isnan(error)) {
+      continue;  // stored keys or values are no numbers
+    }
+    mode.true_error.add(std::min(error, kMostError));
+    if (!std::isnan(bar)) {
+      ++mode.n_barred;
+      mode.n_over += error > bar ? 1 : 0;
+      mode.allowed_over += double{job.delta};
+      mode.estimated_error.add(std::min(bar, kMostError));
+    }
+  }
+}
+
+bool Auditor::cancel_ready(Store& store, Slot* slot) {
+  uint32_t expected = kReady;
+  if (!slot->state.compare_exchange_strong(expected, kFree, std::memory_order_acquire)) {
+    return false;
+  }
+  finish(store, slot);
+  return true;
+}
+
+void Auditor::cancel(Store& store, ClientId client) {
+  for (Slot& slot : slots_) {
+    if (slot.state.load(std::memory_order_relaxed) != kFree && slot.job.pins.client == client &&
+        !cancel_ready(store, &slot)) {
+      slot.is_cancelled.store(true, std::memory_order_relaxed);
+    }
+  }
+}
+
+bool Auditor::holds(ClientId client) const {
+  return std::any_of(slots_.begin(), slots_.end(), [client](const Slot& slot) {
+    return slot.state.load(std::memory_order_relaxed) != kFree && slot.job.pins.client == client;
+  });
+}
+
+bool Auditor::give_up(Store& store) {
+  bool any = false;
+  for (Slot& slot : slots_) {
+    if (slot.state.load(std::memory_order_relaxed) == kFree) {
+      continue;
+    }
+    any = true;
+    if (!cancel_ready(store, &slot)) {
+      slot.is_cancelled.store(true, std::memory_order_relaxed);
+      slot.state.wait(kRunning, std::memory_order_acquire);
+      n_done_.fetch_sub(1, std::memory_order_relaxed);
+      finish(store, &slot);
+    }
+  }
+  return any;
+}
+
+void Auditor::set_wake(std::function<void()> wake) {
+  const std::lock_guard lock(wake_mutex_);
+  wake_ = std::move(wake);
+}
+
+// --- The thread ---------------------------------------------------------------------------------
+
+void Auditor::work() {
+  ::pthread_setname_np(::pthread_self(), "kvm-audit");
+  const sched_param parameter{};
+  ::pthread_setschedparam(::pthread_self(), SCHED_IDLE, &parameter);
+  for (;;) {
+    const uint32_t epoch = epoch_.load(std::memory_order_acquire);
+    if (stop_.load(std::memory_order_relaxed)) {
+      return;
+    }
+    Slot* slot = take_oldest();
+    if (slot == nullptr) {
+      epoch_.wait(epoch, std::memory_order_acquire);
+      continue;
+    }
+    try {
+      slot->job.is_done = compute(slot);
+    } catch (const std::bad_alloc&) {
+      slot->job.is_done = false;
+    }
+    n_done_.fetch_add(1, std::memory_order_relaxed);
+    slot->state.store(kDone, std::memory_order_release);
+    slot->state.notify_one();
+    const std::lock_guard lock(wake_mutex_);
+    if (wake_) {
+      wake_();
+    }
+  }
+}
+
+Auditor::Slot* Auditor::take_oldest() {
+  for (;;) {
+    Slot* oldest = nullptr;
+    uint64_t least = UINT64_MAX;
+    for (Slot& slot : slots_) {
+      const uint64_t number = slot.number.load(std::memory_order_relaxed);
+      if (slot.state.load(std::memory_order_relaxed) == kReady && number < least) {
+        oldest = &slot;
+        least = number;
+      }
+    }
+    uint32_t expected = kReady;
+    // It may have been cancelled meanwhile: then another look.
+    if (oldest == nullptr ||
+        oldest->state.compare_exchange_strong(expected, kRunning, std::memory_order_acquire)) {
+      return oldest;
+    }
+  }
+}
+
+bool Auditor::compute(Slot* slot) {
+  AuditJob& job = slot->job;
+  Problem problem = job.problem;
+  std::vector<float> exact(size_t{job.rows} * problem.dim_v);
+  problem.o = exact.data();
+  problem.dtype_o = Dtype::kF32;
+  problem.o_stride_query = uint64_t{problem.group} * problem.dim_v;
+  problem.o_stride_head = problem.dim_v;
+  const attention::Plan plan = attention::make_plan(problem);
+  const size_t state_bytes = attention::state_bytes(problem, job.rows);
+  std::byte* prepared = prepared_.reserve(plan.prepared_bytes);
+  std::byte* scratch = scratch_.reserve(plan.scratch_bytes);
+  std::byte* states = states_.reserve(plan.n_chunks * state_bytes);
+  if (prepared == nullptr || scratch == nullptr || states == nullptr) {
+    return false;
+  }
+  const attention::RowRange rows = {0, job.rows};
+  attention::prepare_queries(problem, plan, prepared);
+  for (uint32_t c = 0; c < plan.n_chunks; c += kChunksPerCheck) {
+    if (slot->is_cancelled.load(std::memory_order_relaxed)) {
+      return false;
+    }
+    attention::eval_chunks(problem, plan, prepared, rows, plan.first_chunk + c,
+                           std::min(kChunksPerCheck, plan.n_chunks - c), scratch,
+                           states + c * state_bytes);
+  }
+  attention::merge_chunks(problem, plan, rows, states);
+  states_.shrink(kKeepBytes);
+  scratch_.shrink(kKeepBytes);
+  job.true_error.resize(job.rows);
+  for (uint32_t r = 0; r < job.rows; ++r) {
+    double difference = 0;
+    double norm = 0;
+    for (size_t i = size_t{r} * problem.dim_v; i < size_t{r + 1} * problem.dim_v; ++i) {
+      const double away = double{job.answer[i]} - double{exact[i]};
+      difference += away * away;
+      norm += double{exact[i]} * double{exact[i]};
+    }
+    // o of nothing but zeros: an error at all is a whole one.
+    job.true_error[r] = norm > 0 ? std::sqrt(difference / norm) : (difference > 0 ? kMostError : 0);
+    if (std::isnan(difference)) {
+      // Where the true answer is a number, one that is none is as wrong as any.
+      job.true_error[r] = std::isfinite(norm) ? kMostError : std::nan("");
+    }
+  }
+  return true;
+}
+
+}  // namespace kvm::engine

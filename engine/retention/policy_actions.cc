@@ -1,0 +1,314 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/retention/policy_actions.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "base/assert.h"
+#include "base/round.h"
+#include "base/undo.h"
+#include "engine/index/sequence_index.h"
+#include "engine/store/kept_tokens.h"
+#include "engine/store/mean_entry.h"
+#include "engine/store/stored_runs.h"
+
+namespace kvm::engine {
+
+using tiers::PageRef;
+
+namespace {
+
+Status check_action(const Sequence* seq, const policies::Action& action) {
+  const Space& space = seq->space();
+  if (action.layer >= space.n_layers ||
+      action.class_index >= space.layers[action.layer].classes.size()) {
+    return Status(KVM_ERR_INVALID, fmt::format("there is no head class {} of layer {}",
+                                               action.class_index, action.layer));
+  }
+  const PositionRange range = action.range;
+  if (range.begin > range.end || range.end > seq->n_committed) {
+    return Status(KVM_ERR_INVALID, fmt::format("an action on [{}, {}); the commit point is {}",
+                                               range.begin, range.end, seq->n_committed));
+  }
+  if (range.begin % kPageTokens != 0 || range.end % kPageTokens != 0) {
+    return Status(KVM_ERR_INVALID,
+                  fmt::format("an action on [{}, {}); it must be whole pages of {}", range.begin,
+                              range.end, kPageTokens));
+  }
+  return Status::ok();
+}
+
+Status demote(StoreMemory* memory, Sequence* seq, const policies::Action& action) {
+  PageList& list = seq->layer_lists(action.layer)[action.class_index];
+  tiers::SlabClass target = seq->space().head_class(action.layer, action.class_index).slab_class;
+  target.dtype_k = action.dtype_k;
+  target.dtype_v = action.dtype_v;
+  if (target.page_bytes() > tiers::kExtentBytes) {
+    return Status(KVM_ERR_INVALID, fmt::format("a page would have {} bytes; it must fit {}",
+                                               target.page_bytes(), tiers::kExtentBytes));
+  }
+  std::vector<PageEntry> old_pages;
+  list.for_each([&](const PageEntry& entry, bool) {
+    if (entry.position() >= action.range.begin && entry.end() <= action.range.end &&
+        memory->pool().slab_class(entry.page) != target) {
+      old_pages.push_back(entry);
+    }
+  });
+  const uint64_t need = old_pages.size() * target.page_bytes();
+  Account* account = seq->account;
+  KVM_TRY(memory->make_quota_room(account, need, "re-encoding, for a moment"));
+  std::vector<PageRef> new_pages;
+  for (size_t i = 0; i < old_pages.size(); ++i) {
+    Result<PageRef> page = memory->bank(seq->account).allocate(target);
+    if (!page.is_ok()) {
+      for (const PageRef unused : new_pages) {
+        memory->bank(seq->account).release(unused);
+      }
+      return page.status();
+    }
+    new_pages.push_back(page.value());
+  }
+  for (size_t i = 0; i < old_pages.size(); ++i) {
+    copy_page_rows(memory->pool(), old_pages[i].page, new_pages[i], old_pages[i].first,
+                   old_pages[i].count);
+    list.replace(old_pages[i].block, new_pages[i], memory->bank(seq->account));
+  }
+  return Status::ok();
+}
+
+// What drop_pages needs, while nothing of the work has happened.
+void prepare_drop_pages(StoreMemory* memory, Sequence* seq, const RetentionSlice::Work& work) {
+  const PositionRange range = work.action.range;
+  seq->lists[work.list].prepare_drop(static_cast<uint32_t>(range.begin / kPageTokens),
+                                     static_cast<uint32_t>(range.end / kPageTokens),
+                                     memory->bank(seq->account));
+}
+
+void drop_pages(StoreMemory* memory, Sequence* seq, const RetentionSlice::Work& work) {
+  const PositionRange range = work.action.range;
+  memory->counts().n_pages_dropped += seq->lists[work.list].drop(
+      static_cast<uint32_t>(range.begin / kPageTokens),
+      static_cast<uint32_t>(range.end / kPageTokens), memory->bank(seq->account));
+}
+
+// For changing; a new one where there is none, a copy where it is shared.
+Result<MeanEntry*> own_mean_entry(StoreMemory* memory, Sequence* seq, uint32_t list,
+                                  const tiers::SlabClass& slab_class) {
+  if (seq->mean_entries.empty()) {
+    seq->mean_entries.resize(seq->space().n_lists);
+  }
+  std::shared_ptr<MeanEntry>& ref = seq->mean_entries[list];
+  if (ref.use_count() == 1) {
+    return ref.get();
+  }
+  MeanEntry own;
+  if (ref != nullptr) {
+    own = *ref;
+  } else {
+    own.k.resize(slab_class.dim_k);
+    own.v.resize(slab_class.dim_v);
+  }
+  KVM_TRY_ASSIGN(ref, memory->make_charged(seq->account, std::move(own)));
+  return ref.get();
+}
+
+// Where the pages begin that a class gives up.
+uint64_t first_given_up(const HeadClass& head_class) {
+  return round_up(head_class.retention.n_sinks, kPageTokens);
+}
+
+// As own_mean_entry.
+Result<KeptTokens*> own_kept_tokens(StoreMemory* memory, Sequence* seq, uint32_t list,
+                                    const HeadClass& head_class) {
+  if (seq->kept.empty()) {
+    seq->kept.resize(seq->space().n_lists);
+  }
+  std::shared_ptr<KeptTokens>& ref = seq->kept[list];
+  if (ref.use_count() != 1) {
+    KeptTokens own = ref != nullptr
+                         ? *ref
+                         : KeptTokens(head_class.slab_class, first_given_up(head_class),
+                                      static_cast<uint32_t>(head_class.retention.n_heavy));
+    KVM_TRY_ASSIGN(ref, memory->make_charged(seq->account, std::move(own)));
+  }
+  return ref.get();
+}
+
+// The same; `begin`: of a new one.
+Result<Masses*> own_masses(StoreMemory* memory, Sequence* seq, uint32_t list, uint64_t begin) {
+  if (seq->masses.empty()) {
+    seq->masses.resize(seq->space().n_lists);
+  }
+  MassesRef& ref = seq->masses[list];
+  if (ref.data.use_count() != 1 || ref.limit != UINT64_MAX) {
+    const KeptTokens* kept = seq->kept.empty() ? nullptr : seq->kept[list].get();
+    Masses own;
+    own.begin = begin;
+    if (ref.data != nullptr) {
+      own = *ref.data;
+      const uint64_t n_held = ref.limit <= own.begin ? 0 : ref.limit - own.begin;
+      own.recent.resize(std::min<uint64_t>(own.recent.size(), n_held));
+    }
+    own.kept.resize(kept == nullptr ? 0 : kept->tokens().size());
+    KVM_TRY_ASSIGN(ref.data, memory->make_charged(seq->account, std::move(own)));
+    ref.limit = UINT64_MAX;
+  }
+  return ref.data.get();
+}
+
+// To n, with zeros; no change where there are as many.
+Status grow_charged(StoreMemory* memory, const Sequence* seq, uint64_t n,
+                    std::vector<float>* values) {
+  if (n <= values->size()) {
+    return Status::ok();
+  }
+  const uint64_t more_bytes = (n - values->size()) * sizeof(float);
+  KVM_TRY(memory->charge(seq->account, more_bytes));
+  Undo uncharging([&] { memory->uncharge(seq->account, more_bytes); });
+  values->resize(n);
+  uncharging.dismiss();
+  return Status::ok();
+}
+
+Status open_fold(StoreMemory* memory, RetentionSlice* slice, const policies::Action& action,
+                 bool* is_cut) {
+  Sequence* seq = slice->seq();
+  const Layer& layer = seq->space().layers[action.layer];
+  const HeadClass& head_class = layer.classes[action.class_index];
+  KVM_ASSERT(head_class.retention.kind == KVM_RETAIN_SINKS_RECENT_FOLD);
+  RetentionSlice::Work work;
+  work.action = action;
+  work.list = layer.first_list + action.class_index;
+  const uint64_t most = action.range.begin + RetentionSlice::kActionPages * kPageTokens;
+  *is_cut = action.range.end > most;
+  work.action.range.end = std::min(action.range.end, most);
+  collect_between(*memory, seq, action.layer, action.class_index, action.range.begin / kPageTokens,
+                  work.action.range.end / kPageTokens, &work.runs);
+  prepare_drop_pages(memory, seq, work);
+  KVM_TRY(own_mean_entry(memory, seq, work.list, head_class.slab_class).status());
+  slice->add_fold(std::move(work), head_class.slab_class);
+  return Status::ok();
+}
+
+Status open_keep(StoreMemory* memory, RetentionSlice* slice, const policies::Action& action,
+                 std::span<const uint64_t> positions) {
+  Sequence* seq = slice->seq();
+  const Layer& layer = seq->space().layers[action.layer];
+  const HeadClass& head_class = layer.classes[action.class_index];
+  KVM_ASSERT(head_class.retention.kind == KVM_RETAIN_HEAVY);
+  RetentionSlice::Work work;
+  work.action = action;
+  work.list = layer.first_list + action.class_index;
+  KVM_TRY_ASSIGN(Masses * masses, own_masses(memory, seq, work.list, action.range.begin));
+  const bool is_new = seq->kept.empty() || seq->kept[work.list].use_count() != 1;
+  KVM_TRY_ASSIGN(KeptTokens * kept, own_kept_tokens(memory, seq, work.list, head_class));
+  slice->add_bytes(is_new ? kept->size_bytes() : 0);
+  KVM_ASSERT(kept->end() == action.range.begin && masses->begin == kept->end());
+  collect_between(*memory, seq, action.layer, action.class_index, action.range.begin / kPageTokens,
+                  action.range.end / kPageTokens, &work.runs);
+  prepare_drop_pages(memory, seq, work);
+  size_t old = 0;
+  for (const uint64_t position : positions) {
+    while (old < kept->tokens().size() && kept->tokens()[old].position < position) {
+      ++old;
+    }
+    const bool is_old = old < kept->tokens().size() && kept->tokens()[old].position == position;
+    const uint64_t at = position - masses->begin;
+    work.kept_masses.push_back(is_old                       ? masses->kept[old]
+                               : at < masses->recent.size() ? masses->recent[at]
+                                                            : 0.0f);
+  }
+  // Room for the masses now, since nothing may fail once rows have been copied.
+  KVM_TRY(grow_charged(memory, seq, positions.size(), &masses->kept));
+  work.kept = kept;
+  work.choice = kept->plan(positions);
+  slice->add_keep(std::move(work), head_class.slab_class);
+  return Status::ok();
+}
+
+}  // namespace
+
+Status apply_action(StoreMemory* memory, Sequence* seq, const policies::Action& action) {
+  KVM_TRY(check_action(seq, action));
+  PageList& list = seq->layer_lists(action.layer)[action.class_index];
+  const uint32_t block_begin = static_cast<uint32_t>(action.range.begin / kPageTokens);
+  const uint32_t block_end = static_cast<uint32_t>(action.range.end / kPageTokens);
+  switch (action.kind) {
+    case policies::ActionKind::kDrop:
+      // What may throw comes first: an index says nothing of pages that are not there.
+      list.prepare_drop(block_begin, block_end, memory->bank(seq->account));
+      drop_from_index(memory, seq, action);
+      memory->counts().n_pages_dropped +=
+          list.drop(block_begin, block_end, memory->bank(seq->account));
+      return Status::ok();
+    case policies::ActionKind::kDemote:
+      return demote(memory, seq, action);
+    case policies::ActionKind::kMove:
+      return Status(KVM_ERR_UNSUPPORTED, "there is no tier but the host's to move pages to");
+    case policies::ActionKind::kFold:
+    case policies::ActionKind::kMerge:
+    case policies::ActionKind::kKeep:
+      break;
+  }
+  return Status(KVM_ERR_UNSUPPORTED, fmt::format("action {} has no operator in this service",
+                                                 static_cast<uint64_t>(action.kind)));
+}
+
+Status open_action(StoreMemory* memory, RetentionSlice* slice, const policies::Action& action,
+                   std::span<const uint64_t> positions, bool* is_cut) {
+  if (action.kind != policies::ActionKind::kFold && action.kind != policies::ActionKind::kKeep) {
+    return apply_action(memory, slice->seq(), action);
+  }
+  KVM_TRY(check_action(slice->seq(), action));
+  return action.kind == policies::ActionKind::kFold ? open_fold(memory, slice, action, is_cut)
+                                                    : open_keep(memory, slice, action, positions);
+}
+
+void close_fold(StoreMemory* memory, Sequence* seq, RetentionSlice::Work* work) {
+  for (size_t i = 1; i < work->sums.size(); ++i) {
+    add_rows(work->sums[i], &work->sums[0]);
+  }
+  if (!work->sums.empty()) {
+    fold(work->sums[0], seq->mean_entries[work->list].get());
+  }
+  drop_pages(memory, seq, *work);
+}
+
+void close_keep(StoreMemory* memory, Sequence* seq, RetentionSlice::Work* work) {
+  Masses* masses = seq->masses[work->list].data.get();
+  const uint64_t end = work->action.range.end;
+  memory->uncharge(seq->account, (masses->kept.size() - work->kept_masses.size()) * sizeof(float));
+  masses->kept = std::move(work->kept_masses);
+  work->kept->choose(std::move(work->choice), end);
+  const uint64_t n_gone = std::min<uint64_t>(masses->recent.size(), end - masses->begin);
+  masses->recent.erase(masses->recent.begin(),
+                       masses->recent.begin() + static_cast<ptrdiff_t>(n_gone));
+  masses->begin = end;
+  memory->uncharge(seq->account, n_gone * sizeof(float));
+  drop_pages(memory, seq, *work);
+}
+
+void add_list_masses(StoreMemory* memory, Sequence* seq, uint32_t layer, uint32_t class_index,
+                     std::span<const float> sums, uint64_t position, bool is_packed) {
+  const Layer& own_layer = seq->space().storage(layer);
+  const HeadClass& head_class = own_layer.classes[class_index];
+  const uint32_t list = own_layer.first_list + class_index;
+  const KeptTokens* kept = seq->kept.empty() ? nullptr : seq->kept[list].get();
+  const uint64_t begin = kept == nullptr ? first_given_up(head_class) : kept->end();
+  const Result<Masses*> owned = own_masses(memory, seq, list, begin);
+  if (!owned.is_ok()) {
+    return;
+  }
+  Masses* masses = owned.value();
+  const uint64_t end = position + sums.size();
+  if (!grow_charged(memory, seq, end > begin ? end - begin : 0, &masses->recent).is_ok()) {
+    return;
+  }
+  add_sums(sums, position, kept, is_packed, masses);
+}
+
+}  // namespace kvm::engine

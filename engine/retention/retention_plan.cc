@@ -1,0 +1,201 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/retention/retention_plan.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "engine/retention/policy_actions.h"
+#include "engine/store/observations.h"
+#include "policies/policy.h"
+#include "tiers/host/host_pool.h"
+
+namespace kvm::engine {
+namespace {
+
+// A policy that keeps asking for more is cut off here, until the next event.
+constexpr int kMaxPolicyRounds = 1024;
+
+// The pages of a list as ranges of one encoding.
+std::vector<policies::StoredRange> stored_ranges(const PageList& list, const tiers::HostPool& pool,
+                                                 uint64_t* stored_bytes, uint64_t* n_pages) {
+  std::vector<policies::StoredRange> ranges;
+  list.for_each([&](const PageEntry& entry, bool) {
+    ++*n_pages;
+    const tiers::SlabClass& slab_class = pool.slab_class(entry.page);
+    *stored_bytes += slab_class.page_bytes();
+    if (!ranges.empty() && ranges.back().positions.end == entry.position() &&
+        ranges.back().dtype_k == slab_class.dtype_k &&
+        ranges.back().dtype_v == slab_class.dtype_v) {
+      ranges.back().positions.end = entry.end();
+      return;
+    }
+    ranges.push_back({.positions = {entry.position(), entry.end()},
+                      .dtype_k = slab_class.dtype_k,
+                      .dtype_v = slab_class.dtype_v,
+                      .tier = static_cast<uint8_t>(tiers::Tier::kHost)});
+  });
+  return ranges;
+}
+
+// What a list that chooses tokens has kept; their masses and those of stored ones go to the view.
+std::vector<policies::KeptToken> kept_tokens(const Sequence& seq, uint32_t list,
+                                             policies::ListView* view) {
+  const KeptTokens* kept = seq.kept.empty() ? nullptr : seq.kept[list].get();
+  std::vector<policies::KeptToken> tokens(kept == nullptr ? 0 : kept->tokens().size());
+  for (size_t i = 0; i < tokens.size(); ++i) {
+    tokens[i].position = kept->tokens()[i].position;
+  }
+  if (seq.masses.empty() || seq.masses[list].data == nullptr) {
+    return tokens;
+  }
+  const MassesRef& ref = seq.masses[list];
+  for (size_t i = 0; i < tokens.size(); ++i) {
+    tokens[i].mass = ref.data->kept[i];
+  }
+  const uint64_t n_held = ref.limit <= ref.data->begin ? 0 : ref.limit - ref.data->begin;
+  view->mass_begin = ref.data->begin;
+  view->masses = {ref.data->recent.data(), std::min<uint64_t>(ref.data->recent.size(), n_held)};
+  return tokens;
+}
+
+// Returns how many pages the list has, those that its kept tokens would take included.
+uint64_t show_list(const StoreMemory& memory, const Sequence& seq, uint32_t layer,
+                   uint32_t class_index, std::vector<policies::StoredRange>* stored,
+                   std::vector<policies::KeptToken>* kept, policies::ListView* view) {
+  const Layer& own = seq.space().layers[layer];
+  const HeadClass& head_class = own.classes[class_index];
+  const PageList& list = seq.layer_lists(layer)[class_index];
+  const ObservedView seen = observed_view(&seq, layer);
+  uint64_t n_pages = 0;
+  view->layer = layer;
+  view->class_index = class_index;
+  view->n_heads = head_class.slab_class.n_heads;
+  view->length = list.length();
+  *stored = stored_ranges(list, memory.pool(), &view->stored_bytes, &n_pages);
+  view->stored = *stored;
+  view->n_sinks = head_class.retention.n_sinks;
+  view->n_recent = head_class.retention.n_recent;
+  view->slack = head_class.retention.slack;
+  view->n_heavy = head_class.retention.n_heavy;
+  *kept = kept_tokens(seq, own.first_list + class_index, view);
+  view->kept = *kept;
+  view->kv_heads = head_class.kv_heads;
+  view->n_kv_heads = own.n_kv_heads;
+  view->column_sums = seen.column_sums;
+  view->n_columns = seen.n_columns;
+  view->queries = seen.q;
+  view->n_query_rows = seen.n_rows;
+  view->query_position = seen.query_position;
+  return n_pages + kept->size() / kPageTokens;
+}
+
+// Whether a policy is to be asked about an event.
+bool is_due(const Sequence& seq, size_t governed, uint32_t event) {
+  const policies::EventSet bit = 1u << event;
+  const bool waits = event == static_cast<uint32_t>(policies::Event::kCommitted) &&
+                     seq.n_committed < seq.next_commits[governed];
+  return (seq.due_events & seq.record->governed[governed].policy->events() & bit) != 0 && !waits;
+}
+
+}  // namespace
+
+bool is_retention_due(const Sequence* seq) {
+  for (size_t i = 0; i < seq->record->governed.size(); ++i) {
+    for (uint32_t event = 0; event < policies::kEvents; ++event) {
+      if (is_due(*seq, i, event)) {
+        return true;
+      }
+    }
+  }
+  return false;
+}
+
+std::unique_ptr<RetentionSlice> plan_retention(const StoreMemory& memory, Sequence* seq,
+                                               RetentionCursor* cursor) {
+  const std::vector<Governed>& all = seq->record->governed;
+  for (; cursor->event < policies::kEvents; *cursor = {.event = cursor->event + 1}) {
+    for (; cursor->governed < all.size();
+         *cursor = {.event = cursor->event, .governed = cursor->governed + 1}) {
+      if (!is_due(*seq, cursor->governed, cursor->event)) {
+        continue;
+      }
+      const Governed& governed = all[cursor->governed];
+      const auto n_members = static_cast<uint32_t>(governed.members.size());
+      if (cursor->member == n_members) {
+        seq->next_commits[cursor->governed] = cursor->next_commit;
+        continue;
+      }
+      auto slice = std::make_unique<RetentionSlice>(
+          seq, governed.policy, static_cast<policies::Event>(cursor->event), seq->n_committed);
+      std::vector<RetentionSlice::Group>& groups = slice->groups();
+      groups.reserve(std::min<size_t>(RetentionSlice::kMaxGroups, n_members - cursor->member));
+      uint64_t n_pages = 0;
+      for (uint32_t at = cursor->member; at < n_members &&
+                                         groups.size() < RetentionSlice::kMaxGroups &&
+                                         n_pages < RetentionSlice::kSlicePages;) {
+        const uint32_t n = governed.policy->decides_by_list() ? 1 : n_members - at;
+        RetentionSlice::Group& group = groups.emplace_back();
+        group.first_member = at;
+        group.stored.resize(n);
+        group.kept.resize(n);
+        group.lists.resize(n);
+        for (uint32_t i = 0; i < n; ++i, ++at) {
+          n_pages +=
+              show_list(memory, *seq, governed.members[at].layer, governed.members[at].class_index,
+                        &group.stored[i], &group.kept[i], &group.lists[i]);
+        }
+      }
+      slice->set_pages(n_pages);
+      return slice;
+    }
+  }
+  seq->due_events = 0;
+  return nullptr;
+}
+
+// What cannot be done (no room to demote, say) is left as it is: the policy sees that in the next
+// view.
+void open_retention(StoreMemory* memory, RetentionSlice* slice) {
+  for (uint32_t g = 0; g < slice->n_groups(); ++g) {
+    RetentionSlice::Group& group = slice->groups()[g];
+    for (uint32_t i = 0; i < group.actions.n_actions && !group.is_cut; ++i) {
+      if (slice->bytes() >= RetentionSlice::kSliceBytes) {
+        group.is_cut = true;
+        break;
+      }
+      const policies::Action& action = group.actions.actions[i];
+      const Status status = open_action(
+          memory, slice, action,
+          std::span(group.actions.kept).subspan(action.first_kept, action.n_kept), &group.is_cut);
+      group.is_cut = group.is_cut && status.is_ok();
+      group.actions.more = group.actions.more && status.is_ok();  // it would ask for the same
+    }
+  }
+}
+
+void close_retention(StoreMemory* memory, RetentionSlice* slice, RetentionCursor* cursor) {
+  for (RetentionSlice::Work& work : slice->works()) {
+    if (!work.has_failed && work.kept != nullptr) {
+      close_keep(memory, slice->seq(), &work);
+    } else if (!work.has_failed) {
+      close_fold(memory, slice->seq(), &work);
+    } else {
+      // Nothing would change by trying again at once.
+      slice->give_up(work);
+    }
+  }
+  for (const RetentionSlice::Group& group : slice->groups()) {
+    cursor->member = group.first_member;
+    const bool goes_on = group.actions.more && ++cursor->n_rounds < kMaxPolicyRounds;
+    if (group.is_cut || goes_on) {
+      return;
+    }
+    cursor->n_rounds = 0;
+    cursor->next_commit = std::min(cursor->next_commit, group.actions.next_commit);
+    cursor->member += static_cast<uint32_t>(group.lists.size());
+  }
+}
+
+}  // namespace kvm::engine

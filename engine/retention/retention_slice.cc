@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/retention/retention_slice.h"
+
+#include <algorithm>
+#include <new>
+#include <utility>
+
+namespace kvm::engine {
+namespace {
+
+// Pages of a piece that adds rows up, by their numbers: sums do not depend on how runs are cut.
+constexpr uint64_t kPiecePages = 8;
+// Tokens of a piece that copies rows.
+constexpr uint32_t kPieceCopies = 512;
+// What a policy looks at for each token that it may choose.
+constexpr uint64_t kCandidateBytes = 64;
+
+}  // namespace
+
+uint64_t RetentionSlice::decide_bytes() const {
+  uint64_t n = 0;
+  for (const Group& group : groups_) {
+    for (const policies::ListView& list : group.lists) {
+      n += list.kept.size() + list.masses.size();
+    }
+  }
+  return n * kCandidateBytes;
+}
+
+void RetentionSlice::decide(uint32_t index) {
+  Group& group = groups_[index];
+  try {
+    policy_->decide({.event = event_, .n_committed = n_committed_, .lists = group.lists},
+                    &group.actions);
+    group.is_decided = true;
+  } catch (const std::bad_alloc&) {
+    group.actions.n_actions = 0;
+  }
+}
+
+void RetentionSlice::add_fold(Work&& work, const tiers::SlabClass& slab_class) {
+  const auto index = static_cast<uint32_t>(works_.size());
+  const auto n_runs = static_cast<uint32_t>(work.runs.size());
+  const auto piece_of = [&](uint32_t run) {
+    return work.runs[run].position / (kPiecePages * kPageTokens);
+  };
+  for (uint32_t begin = 0; begin < n_runs;) {
+    uint32_t end = begin;
+    for (; end < n_runs && piece_of(end) == piece_of(begin); ++end) {
+      bytes_ += work.runs[end].n_tokens * slab_class.token_bytes();
+    }
+    pieces_.push_back({.work = index,
+                       .begin = begin,
+                       .end = end,
+                       .sums = static_cast<uint32_t>(work.sums.size())});
+    work.sums.emplace_back(slab_class);
+    begin = end;
+  }
+  works_.push_back(std::move(work));
+  classes_.push_back(slab_class);
+  failed_.resize(pieces_.size());
+}
+
+void RetentionSlice::add_keep(Work&& work, const tiers::SlabClass& slab_class) {
+  const auto index = static_cast<uint32_t>(works_.size());
+  const auto n = static_cast<uint32_t>(work.choice.copies.size());
+  for (uint32_t begin = 0; begin < n; begin += kPieceCopies) {
+    pieces_.push_back({.work = index, .begin = begin, .end = std::min(n, begin + kPieceCopies)});
+  }
+  bytes_ += n * slab_class.token_bytes();
+  works_.push_back(std::move(work));
+  classes_.push_back(slab_class);
+  failed_.resize(pieces_.size());
+}
+
+void RetentionSlice::run(uint32_t index, ThreadWorkspace& workspace) {
+  const Piece& piece = pieces_[index];
+  Work& work = works_[piece.work];
+  if (work.kept != nullptr) {
+    work.kept->copy(std::span(work.choice.copies).subspan(piece.begin, piece.end - piece.begin),
+                    work.runs);
+    return;
+  }
+  const KvRuns runs = KvRuns(work.runs).subspan(piece.begin, piece.end - piece.begin);
+  failed_[index] =
+      sum_rows(runs, classes_[piece.work], &workspace.scratch, &work.sums[piece.sums]) ? 0 : 1;
+}
+
+std::vector<RetentionSlice::Work>& RetentionSlice::works() {
+  for (size_t i = 0; i < pieces_.size(); ++i) {
+    works_[pieces_[i].work].has_failed |= failed_[i] != 0;
+  }
+  return works_;
+}
+
+void RetentionSlice::give_up(const Work& work) {
+  for (Group& group : groups_) {
+    for (const policies::ListView& list : group.lists) {
+      if (list.layer == work.action.layer && list.class_index == work.action.class_index) {
+        group.is_cut = false;
+        group.actions.more = false;
+        group.actions.next_commit = 0;
+      }
+    }
+  }
+}
+
+}  // namespace kvm::engine

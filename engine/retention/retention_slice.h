@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: Apache-2.0
+// RetentionSlice: what policies do with the tokens of one sequence once its commit point has moved,
+// a slice at a time. What queries see of a sequence changes here, and nowhere else but by its own
+// requests.
+//
+//   plan_retention()    driver   shows lists to their policies (a view each)
+//   decide(group)       tasks    the policies choose
+//   open_retention()    driver   gives pages up; cuts actions that read rows into pieces
+//   run(piece)          tasks    adds rows up, or copies rows that stay
+//   close_retention()   driver   puts the sums and rows in the place of their pages
+//
+// LIMIT: a slice looks at kSlicePages pages and one list, and reads kSliceBytes and one action's
+// share of kActionPages pages. Where it ends depends on the lists alone, so what comes of it does
+// not depend on threads.
+//
+// Threads: decide() and run() on any thread, each index once, all of a stage before the driver goes
+// on; the rest on the driver. Between plan and close nothing else changes the sequence. Tasks read
+// pages and masses, and write sums of their own and rows of KeptTokens that nobody reads meanwhile;
+// what the driver may look at in the meantime (lengths, bytes, tokens kept) changes on the driver
+// only.
+// Errors: what the machine refuses memory for is left as it is; the policy sees that in the next
+// view.
+#ifndef KVM_ENGINE_RETENTION_RETENTION_SLICE_H_
+#define KVM_ENGINE_RETENTION_RETENTION_SLICE_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "engine/store/kept_tokens.h"
+#include "engine/store/mean_entry.h"
+#include "engine/tasks/workspace.h"
+#include "policies/policy.h"
+
+namespace kvm::engine {
+
+struct Sequence;
+
+// How far the retention of a sequence is. Begins with zeros.
+struct RetentionCursor {
+  uint32_t event = 0;  // value of policies::Event
+  size_t governed = 0;
+  uint32_t member = 0;
+  uint32_t n_rounds = 0;              // in which a policy asked for more
+  uint64_t next_commit = UINT64_MAX;  // of the lists before `member`
+};
+
+class RetentionSlice {
+ public:
+  // Half a millisecond of two threads: whose request is a job of its own waits for as much.
+  static constexpr uint64_t kSlicePages = 2 << 10;
+  static constexpr uint64_t kSliceBytes = 8 << 20;
+  static constexpr uint64_t kActionPages = 256;
+  static constexpr size_t kMaxGroups = 64;
+
+  // The lists that one decision is about.
+  struct Group {
+    uint32_t first_member = 0;
+    std::vector<std::vector<policies::StoredRange>> stored;
+    std::vector<std::vector<policies::KeptToken>> kept;
+    std::vector<policies::ListView> lists;
+    policies::ActionList actions;
+    bool is_decided = false;
+    bool is_cut = false;  // not all actions have been taken up
+  };
+  // An action that reads rows.
+  struct Work {
+    policies::Action action;  // its part that is carried out now
+    uint32_t list = 0;        // of the sequence
+    std::vector<KvRun> runs;
+    bool has_failed = false;  // one of its pieces
+    // kFold: sums of pieces, in position order.
+    std::vector<RowSums> sums;
+    // kKeep.
+    KeptTokens* kept = nullptr;
+    KeptTokens::Choice choice;
+    std::vector<float> kept_masses;
+  };
+  // Of a kFold: runs and one of its sums; of a kKeep: copies.
+  struct Piece {
+    uint32_t work = 0;
+    uint32_t begin = 0;
+    uint32_t end = 0;
+    uint32_t sums = 0;
+  };
+
+  RetentionSlice(Sequence* seq, const policies::Policy* policy, policies::Event event,
+                 uint64_t n_committed)
+      : seq_(seq), policy_(policy), event_(event), n_committed_(n_committed) {}
+
+  Sequence* seq() const { return seq_; }
+  std::vector<Group>& groups() { return groups_; }
+  uint32_t n_groups() const { return static_cast<uint32_t>(groups_.size()); }
+  // Bytes that deciding looks at, about; and that pieces read.
+  uint64_t decide_bytes() const;
+  uint64_t bytes() const { return bytes_; }
+  // Counts what the driver copied on the way, forks' rows for instance.
+  void add_bytes(uint64_t n) { bytes_ += n; }
+  void decide(uint32_t group);
+
+  // Cuts an action into pieces. fold: of its runs; keep: of its copies.
+  void add_fold(Work&& work, const tiers::SlabClass& slab_class);
+  void add_keep(Work&& work, const tiers::SlabClass& slab_class);
+  uint32_t n_pieces() const { return static_cast<uint32_t>(pieces_.size()); }
+  void run(uint32_t piece, ThreadWorkspace& workspace);
+  // With has_failed set, after the last piece.
+  std::vector<Work>& works();
+  // Leaves the lists of a work that failed to the next commit.
+  void give_up(const Work& work);
+  // How many pages its lists have.
+  uint64_t n_pages() const { return n_pages_; }
+  void set_pages(uint64_t n_pages) { n_pages_ = n_pages; }
+
+ private:
+  Sequence* seq_;
+  const policies::Policy* policy_;
+  policies::Event event_;
+  uint64_t n_committed_;
+  std::vector<Group> groups_;
+  std::vector<Work> works_;
+  std::vector<tiers::SlabClass> classes_;  // of works_
+  std::vector<Piece> pieces_;
+  std::vector<uint8_t> failed_;  // pieces
+  uint64_t n_pages_ = 0;
+  uint64_t bytes_ = 0;
+};
+
+}  // namespace kvm::engine
+
+#endif  // KVM_ENGINE_RETENTION_RETENTION_SLICE_H_

@@ -1,0 +1,1133 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/engine.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <new>
+#include <optional>
+#include <span>
+#include <unordered_map>
+#include <utility>
+
+#include "attention/kernel_table.h"
+#include "base/assert.h"
+#include "base/clock.h"
+#include "base/machine.h"
+#include "base/undo.h"
+#include "engine/attend/audit.h"
+#include "engine/attend/cost_model.h"
+#include "engine/run/fair_queue.h"
+#include "engine/run/request.h"
+#include "engine/run/sequence_order.h"
+#include "engine/space/refusal.h"
+#include "engine/space/validate.h"
+#include "engine/store/store.h"
+#include "engine/tasks/scheduler.h"
+
+namespace kvm::engine {
+namespace {
+
+// Requests kept for reuse, with their buffers.
+constexpr size_t kMaxIdleRequests = 16;
+// Rounds of callbacks in one poll(): callbacks may submit requests that finish at once.
+constexpr uint32_t kMaxPollRounds = 16;
+// What counts as free where the system does not say.
+constexpr uint64_t kUnknownMemory = uint64_t{1} << 30;
+// Emptied extents that the store may keep for the next append; given back under pressure.
+constexpr uint64_t kMaxCachedBytes = uint64_t{256} << 20;
+
+// What a request costs besides K and V, in bytes. A client that is alone may run that many at once:
+// others find room when they come.
+constexpr uint64_t kRequestCost = uint64_t{16} << 10;
+constexpr uint32_t kMaxRunningAlone = Scheduler::kMaxJobs - Scheduler::kMaxJobs / 4;
+// So many query rows of an item share a pass over its keys, about.
+constexpr uint64_t kRowsPerRead = 16;
+// What the driver starts in a row before it looks elsewhere.
+constexpr uint64_t kMaxStartNs = 200'000;
+// Of a sequence that is freed or cut, or of a client that leaves, at a time: some 0.2 ms.
+constexpr uint64_t kFreePages = 4096;
+
+uint64_t token_bytes(const Space& space, uint32_t layer) {
+  uint64_t bytes = 0;
+  if (layer < space.n_layers && space.layers[layer].kind != KVM_LAYER_ABSENT) {
+    for (const HeadClass& head_class : space.storage(layer).classes) {
+      bytes += head_class.slab_class.page_bytes() / kPageTokens;
+    }
+  }
+  return bytes;
+}
+
+Status no_memory() {
+  return Status::fixed(KVM_ERR_NO_MEMORY, "the machine refused memory for a request");
+}
+
+Status client_is_gone() { return Status::fixed(KVM_ERR_CANCELLED, "the client is gone"); }
+
+// Whether an item of a step is right about what its sequence holds; memory apart.
+bool may_succeed(const Store& store, Sequence* seq, const StepRequest& step, const kvm_item& item) {
+  const uint64_t n_append = step.append ? item.n_append : 0;
+  const AppendItem appended = {.seq = seq,
+                               .layer = step.layer_begin,
+                               .position = item.append_position,
+                               .n_tokens = item.n_append};
+  if (n_append != 0 && !store.check_append(appended).is_ok()) {
+    return false;
+  }
+  if (item.n_query == 0) {
+    return true;
+  }
+  const uint64_t length = store.length(seq, step.layer_begin) + n_append;
+  const bool is_last = item.query_position == KVM_POSITION_END;
+  return (!is_last || length >= item.n_query) &&
+         store
+             .check_visible(seq, step.layer_begin,
+                            is_last ? length - item.n_query : item.query_position)
+             .is_ok();
+}
+
+class EngineImpl final : public Engine {
+ public:
+  EngineImpl(const EngineOptions& options, std::unique_ptr<Store> store,
+             std::optional<CostModel> cost_model)
+      : options_(options),
+        store_(std::move(store)),
+        begin_ns_(now_ns()),
+        workspaces_(options.n_threads),
+        costs_(cost_model, options.n_threads),
+        auditor_(options.audit_every),
+        scheduler_(options.n_threads, options.worker_spin_ns) {
+    idle_.reserve(kMaxIdleRequests);
+    gone_seqs_.reserve(kFreePages);  // a sequence counts as a page at least
+  }
+  // Fails: as Scheduler::start_workers.
+  Status start_workers() { return scheduler_.start_workers(options_.pin_threads); }
+
+  ClientId add_client(const ClientSpec& spec) override;
+  void remove_client(ClientId client, std::function<void()> on_gone) override;
+  QuotaBook& quotas() override { return store_->quotas(); }
+  Status evict(kvm_seq_id seq) override;
+
+  Result<kvm_space_id> register_space(const SpaceSpec& spec) override {
+    // AUTO has a choice where there are indexes.
+    if (!spec.indexes.empty()) {
+      costs_.prepare();
+    }
+    return store_->register_space(spec);
+  }
+  Result<kvm_space_id> find_space(const std::string& name) override {
+    return store_->find_space(name);
+  }
+  Result<kvm_space_info> space_info(kvm_space_id space) override {
+    return store_->space_info(space);
+  }
+  std::vector<kvm_space_info> list_spaces() override { return store_->list_spaces(); }
+  Status drop_space(kvm_space_id space) override { return store_->drop_space(space); }
+
+  void submit(ClientId client, RequestTag tag, StepRequest&& request,
+              DoneCallback on_done) override {
+    submit_any(client, tag, std::move(request), std::move(on_done));
+  }
+  void submit(ClientId client, RequestTag tag, ReadRequest&& request,
+              DoneCallback on_done) override {
+    submit_any(client, tag, std::move(request), std::move(on_done));
+  }
+  void submit(ClientId client, RequestTag tag, ObserveRequest&& request,
+              DoneCallback on_done) override {
+    submit_any(client, tag, std::move(request), std::move(on_done));
+  }
+  void submit(ClientId client, RequestTag tag, SeqRequest&& request,
+              DoneCallback on_done) override {
+    submit_any(client, tag, std::move(request), std::move(on_done));
+  }
+  bool cancel(ClientId client, RequestTag tag) override;
+
+  bool work() override;
+  uint32_t poll() override;
+  bool housekeep() override { return store_->housekeep(); }
+  uint32_t n_in_flight() const override { return static_cast<uint32_t>(requests_.size()); }
+  void set_wake(std::function<void()> wake) override {
+    auditor_.set_wake(wake);
+    scheduler_.set_wake(std::move(wake));
+  }
+  void wait(uint64_t timeout_ns) override;
+
+  Result<kvm_seq_info> seq_info(ClientId client, kvm_seq_id seq) override;
+  SeqPage list_seqs(ClientId client, kvm_space_id space, bool all_clients, kvm_seq_id begin,
+                    size_t n_max) override {
+    return store_->list_seqs(client, space, all_clients, begin, n_max);
+  }
+  Result<std::vector<MemoryPiece>> layer_memory(kvm_seq_id seq, uint32_t layer) override;
+
+  kvm_stats stats() const override;
+  std::span<const uint64_t> refusals() const override { return refusals_; }
+  AuditStats audit_stats() override {
+    auditor_.collect(*store_);
+    return auditor_.stats();
+  }
+  std::string cost_model() const override { return costs_.text(); }
+  const char* isa() const override { return attention::active_table().name; }
+  uint32_t n_threads() const override { return options_.n_threads; }
+  const EngineOptions& options() const override { return options_; }
+
+ private:
+  struct Client {
+    uint32_t n_requests = 0;
+    uint32_t lane = 0;
+    FairQueue::Flow queue;  // of requests that are ready
+    bool is_leaving = false;
+    std::function<void()> on_gone;
+  };
+
+  // A request in flight. Throws std::bad_alloc: nothing has changed. On its way to its end a
+  // request needs no memory but what its work says it does: the lists that it passes have room.
+  Request* take_request(ClientId client, RequestTag tag);
+  void give_back(Request* request);
+  template <typename What>
+  void submit_any(ClientId client, RequestTag tag, What&& what, DoneCallback&& on_done);
+
+  // Of a request that ends where it is submitted.
+  void answer_at_once(Status status, uint64_t begin_ns, const DoneCallback& on_done);
+
+  // Validation at submission: what the request says by itself, and that its sequences exist.
+  // *is_null: there is nothing to do.
+  Status admit(Request* request, bool* is_null);
+  Status admit(Request* request, StepRequest& what, bool* is_null);
+  Status admit(Request* request, const ReadRequest& what, bool* is_null);
+  Status admit(Request* request, const ObserveRequest& what, bool* is_null);
+  Status admit(Request* request, const SeqRequest& what, bool* is_null);
+  Result<const Space*> touch(Request* request, kvm_seq_id seq);
+
+  // Starting: in turns, by what requests are estimated to read.
+  void push_ready(Request* request);
+  uint64_t estimate(const Request* request) const;
+  uint64_t estimate(const Request* request, const StepRequest& step) const;
+  // How many requests of a client may run at a time, so that there is room for the others'.
+  uint32_t max_running() const;
+  bool has_expired(const StepRequest& request) const {
+    return request.deadline_ns != 0 && options_.clock->now_ns() >= request.deadline_ns;
+  }
+  // Whether a client may have others beside it, whom its tasks must not keep waiting.
+  bool is_shared() const { return clients_.size() > 1; }
+  // Whether one more of a client's requests may start now.
+  bool may_start(const FairQueue::Flow& queue) const {
+    return queue.n_running < max_running() && scheduler_.has_room();
+  }
+  bool can_start() const;
+  bool start_one();
+  void start_ready();
+  void start(Request* request);
+  void find_index_work(Request* request);
+  void find_index_work(Request* request, const StepRequest& step);
+  void find_index_work(Request* request, const SeqRequest& fork);
+  // Starts a job of the request's index work, if there is one left.
+  bool run_index_work(Request* request);
+  void start_work(Request* request);
+  // What begin() gave: fails, goes on planning, or runs.
+  void start_job(Request* request, JobPlan plan);
+  void launch(Request* request, Status status, const JobPlan& plan, bool is_small);
+  // Does the next bit of a request that has some left for the driver itself; false: there is none.
+  bool go_on_with_one();
+  void plan_more(Request* request);
+  // *plan: tasks that remain. Fails: nothing has changed.
+  Status begin(Request* request, JobPlan* plan, bool* is_small);
+  Status begin_seq(Request* request, const SeqRequest& what);
+  // A part, and the next ones, of a sequence that is too large to be freed or cut at once.
+  Result<bool> run_part(Sequence* seq, const SeqRequest& what);
+  void run_next_part(Request* request);
+  void run_here(Request* request, const JobPlan& plan);
+  void retire(const FinishedJob& job);
+  void retire_computed(Request* request);
+  bool plan_second(Request* request);
+  // Ends a request that has succeeded: policies act on what it committed, and then it is finished.
+  void find_retention_work(Request* request);
+  void run_retention(Request* request);
+  void abandon(Request* request);
+  void finish(Request* request, Status status);
+  uint32_t deliver();
+  void drop_waiting(Request* request, Status status);
+  bool reclaim_some();
+
+  EngineOptions options_;
+  std::unique_ptr<Store> store_;
+  uint64_t begin_ns_;
+  std::unordered_map<ClientId, Client> clients_;
+  std::vector<ClientId> leaving_;
+  SequenceOrder order_;
+  RequestNames names_;
+  std::vector<std::unique_ptr<Request>> requests_;  // in flight
+  std::vector<std::unique_ptr<Request>> idle_;
+  FairQueue fair_queue_;
+  uint64_t start_ns_ = 0;  // spent on starting since the last poll()
+  uint64_t free_lanes_ = ~uint64_t{0};
+  RequestLine unfinished_;  // begun, and not planned, or freed, to the end; or ending
+  uint32_t next_work_ = 0;
+  RequestLine done_;
+  std::vector<kvm_seq_id> gone_seqs_;  // by reclaim_some
+  std::vector<Request*> dropped_;      // by remove_client
+  std::vector<SequenceOrder::Ticket*> unblocked_;
+  kvm_stats totals_{};  // the counters that the store does not keep
+  std::array<uint64_t, kRefusals> refusals_{};
+  std::vector<ThreadWorkspace> workspaces_;
+  Costs costs_;
+  Auditor auditor_;
+  Scheduler scheduler_;  // last: its workers end before anything they use
+};
+
+// --- Clients ------------------------------------------------------------------------------------
+
+ClientId EngineImpl::add_client(const ClientSpec& spec) {
+  // Who leaves, or has requests, finds room in these lists.
+  leaving_.reserve(clients_.size() + 1);
+  fair_queue_.reserve(clients_.size() + 1);
+  const ClientId client = store_->add_client(spec);
+  Undo removing([&] { store_->remove_client(client); });
+  Client& added = clients_[client];
+  removing.dismiss();
+  // Beyond so many clients some share the last lane.
+  added.lane = free_lanes_ == 0 ? Scheduler::kMaxLanes - 1
+                                : static_cast<uint32_t>(std::countr_zero(free_lanes_));
+  free_lanes_ &= ~(uint64_t{1} << added.lane);
+  scheduler_.set_yielding(is_shared());
+  return client;
+}
+
+void EngineImpl::remove_client(ClientId client, std::function<void()> on_gone) {
+  const auto found = clients_.find(client);
+  if (found == clients_.end() || found->second.is_leaving) {
+    return;
+  }
+  found->second.is_leaving = true;
+  found->second.on_gone = std::move(on_gone);
+  leaving_.push_back(client);
+  auditor_.cancel(*store_, client);
+  dropped_.clear();
+  for (const auto& request : requests_) {
+    if (request->client == client) {
+      request->is_orphan = true;
+      request->is_abandoned.store(true, std::memory_order_relaxed);
+      if (request->is_pending()) {
+        dropped_.push_back(request.get());
+      }
+    }
+  }
+  fair_queue_.clear(&found->second.queue);
+  for (Request* request : dropped_) {
+    finish(request, client_is_gone());
+  }
+}
+
+Status EngineImpl::evict(kvm_seq_id seq) {
+  KVM_TRY_ASSIGN(const ClientId owner, store_->seq_client(seq));
+  submit(owner, RequestTag{}, SeqRequest{.verb = SeqVerb::kFree, .seq = seq},
+         [](RequestResult&&) {});
+  return Status::ok();
+}
+
+// Frees some of what a client holds that leaves and has no request in flight any more, nor an
+// audit; in the end, the client. Returns whether there is more to do now.
+bool EngineImpl::reclaim_some() {
+  for (size_t i = 0; i < leaving_.size(); ++i) {
+    const ClientId client = leaving_[i];
+    if (clients_[client].n_requests != 0 || auditor_.holds(client)) {
+      continue;
+    }
+    gone_seqs_.clear();
+    const bool has_more = store_->free_some(client, kFreePages, &gone_seqs_);
+    for (const kvm_seq_id seq : gone_seqs_) {
+      order_.forget(seq);
+    }
+    if (has_more) {
+      return true;
+    }
+    leaving_.erase(leaving_.begin() + static_cast<ptrdiff_t>(i));
+    store_->remove_client(client);
+    Client& gone = clients_.at(client);
+    const std::function<void()> on_gone = std::move(gone.on_gone);
+    const uint32_t lane = gone.lane;
+    clients_.erase(client);
+    if (std::none_of(clients_.begin(), clients_.end(),
+                     [lane](const auto& other) { return other.second.lane == lane; })) {
+      free_lanes_ |= uint64_t{1} << lane;
+    }
+    scheduler_.set_yielding(is_shared());
+    if (on_gone) {
+      on_gone();
+    }
+    return true;
+  }
+  return false;
+}
+
+// --- Submission ---------------------------------------------------------------------------------
+
+Request* EngineImpl::take_request(ClientId client, RequestTag tag) {
+  if (idle_.empty()) {
+    idle_.push_back(std::make_unique<Request>(&workspaces_));
+  }
+  requests_.reserve(requests_.size() + 1 > requests_.capacity() ? 2 * requests_.size() + 1 : 0);
+  dropped_.reserve(requests_.capacity());
+  unblocked_.reserve(requests_.capacity());
+  requests_.push_back(std::move(idle_.back()));
+  idle_.pop_back();
+  Request* request = requests_.back().get();
+  request->index = static_cast<uint32_t>(requests_.size() - 1);
+  request->client = client;
+  request->tag = tag;
+  request->phase = Phase::kWaiting;
+  request->is_orphan = false;
+  request->is_abandoned.store(false, std::memory_order_relaxed);
+  request->submitted_ns = now_ns();
+  request->result = RequestResult{};
+  request->seqs.clear();
+  request->ticket.owner = request;
+  names_.enter(request);
+  return request;
+}
+
+void EngineImpl::give_back(Request* request) {
+  RequestNames::leave(request);
+  const auto client = clients_.find(request->client);
+  if (client != clients_.end()) {
+    --client->second.n_requests;
+  }
+  const uint32_t index = request->index;
+  std::unique_ptr<Request> owned = std::move(requests_[index]);
+  if (index + 1 != requests_.size()) {
+    requests_[index] = std::move(requests_.back());
+    requests_[index]->index = index;
+  }
+  requests_.pop_back();
+  owned->on_done = nullptr;
+  owned->step.rest();
+  if (idle_.size() < kMaxIdleRequests) {
+    idle_.push_back(std::move(owned));
+  }
+}
+
+template <typename What>
+void EngineImpl::submit_any(ClientId client, RequestTag tag, What&& what, DoneCallback&& on_done) {
+  const uint64_t begin_ns = now_ns();
+  const auto found = clients_.find(client);
+  Request* request = nullptr;
+  bool is_null = false;
+  Status status;
+  try {
+    if (found == clients_.end() || found->second.is_leaving) {
+      status = {KVM_ERR_PERMISSION, fmt::format("client {:#x} is unknown", client)};
+    } else {
+      request = take_request(client, tag);
+      ++found->second.n_requests;
+      quotas().find(client)->note_request();
+      request->what = std::move(what);
+      status = admit(request, &is_null);
+    }
+    if (status.is_ok() && !is_null) {
+      order_.enter(&request->ticket, request->seqs);
+    }
+  } catch (const std::bad_alloc&) {
+    status = no_memory();
+  }
+  if (!status.is_ok() || is_null) {
+    if (request != nullptr) {
+      give_back(request);
+    }
+    answer_at_once(std::move(status), begin_ns, on_done);
+    return;
+  }
+  request->on_done = std::move(on_done);
+  if (request->ticket.may_run()) {
+    push_ready(request);
+    start_ready();
+  }
+}
+
+void EngineImpl::answer_at_once(Status status, uint64_t begin_ns, const DoneCallback& on_done) {
+  ++totals_.n_requests;
+  totals_.n_requests_failed += status.is_ok() ? 0 : 1;
+  if (const uint32_t refusal = status.detail(); refusal != 0 && refusal < kRefusals) {
+    ++refusals_[refusal];
+  }
+  RequestResult result;
+  result.status = std::move(status);
+  result.service_ns = now_ns() - begin_ns;
+  on_done(std::move(result));
+}
+
+Result<const Space*> EngineImpl::touch(Request* request, kvm_seq_id id) {
+  KVM_TRY_ASSIGN(Sequence * seq, store_->find_seq(request->client, id));
+  request->seqs.push_back(id);
+  return &store_->seq_space(seq);
+}
+
+Status EngineImpl::admit(Request* request, bool* is_null) {
+  return std::visit([&](auto& what) { return admit(request, what, is_null); }, request->what);
+}
+
+Status EngineImpl::admit(Request* request, StepRequest& what, bool* is_null) {
+  KVM_TRY_ASSIGN(const Space* space, store_->space(what.space));
+  KVM_TRY(take_defaults(*space, &what));
+  StepTensors tensors;
+  KVM_TRY_ASSIGN(tensors, check_step(what, *space));
+  for (size_t i = 0; i < what.items.size(); ++i) {
+    KVM_TRY_ASSIGN(const Space* own, touch(request, what.items[i].seq));
+    if (own != space) {
+      return {KVM_ERR_INVALID,
+              fmt::format("sequence {:#x} of item {} is of space '{}', not of '{}'",
+                          what.items[i].seq, i, own->name, space->name)};
+    }
+  }
+  std::vector<kvm_seq_id>& seqs = request->seqs;
+  if (seqs.size() > 1) {
+    std::sort(seqs.begin(), seqs.end());
+    seqs.erase(std::unique(seqs.begin(), seqs.end()), seqs.end());
+  }
+  *is_null = !tensors.k.is_present() && !tensors.q.is_present();
+  request->tensors = tensors;
+  return Status::ok();
+}
+
+Status EngineImpl::admit(Request* request, const ReadRequest& what, bool* is_null) {
+  KVM_TRY_ASSIGN(const Space* space, touch(request, what.seq));
+  ReadTensors tensors;
+  KVM_TRY_ASSIGN(tensors, check_read(what, *space));
+  request->tensors = tensors;
+  *is_null = false;
+  return Status::ok();
+}
+
+Status EngineImpl::admit(Request* request, const ObserveRequest& what, bool* is_null) {
+  KVM_TRY_ASSIGN(const Space* space, touch(request, what.seq));
+  ObserveTensors tensors;
+  KVM_TRY_ASSIGN(tensors, check_observe(what, *space));
+  request->tensors = tensors;
+  *is_null = what.n_rows == 0 && what.n_columns == 0;
+  return Status::ok();
+}
+
+Status EngineImpl::admit(Request* request, const SeqRequest& what, bool* is_null) {
+  KVM_TRY(check_seq_request(what));
+  *is_null = false;
+  if (what.verb == SeqVerb::kCreate) {
+    return store_->space(what.space).status();
+  }
+  return touch(request, what.seq).status();
+}
+
+// --- Running ------------------------------------------------------------------------------------
+
+void EngineImpl::push_ready(Request* request) {
+  request->enter(Phase::kReady);
+  if (request->is_orphan) {
+    return;  // remove_client is about to drop it.
+  }
+  Client& client = clients_.at(request->client);
+  // Who is alone has every turn.
+  request->cost = clients_.size() == 1 ? 0 : kRequestCost + estimate(request);
+  fair_queue_.push(&client.queue, request);
+}
+
+uint64_t EngineImpl::estimate(const Request* request) const {
+  if (const auto* step = std::get_if<StepRequest>(&request->what)) {
+    return estimate(request, *step);
+  }
+  if (const auto* read = std::get_if<ReadRequest>(&request->what)) {
+    const Result<Sequence*> seq = store_->find_seq(request->client, read->seq);
+    return seq.is_ok() ? read->n_tokens * token_bytes(store_->seq_space(seq.value()), read->layer)
+                       : 0;
+  }
+  return 0;
+}
+
+// As if every query row read what its sequence holds; lengths are those of now.
+uint64_t EngineImpl::estimate(const Request* request, const StepRequest& step) const {
+  uint64_t n_tokens = 0;
+  const Space* space = nullptr;
+  for (const kvm_item& item : step.items) {
+    const Result<Sequence*> seq = store_->find_seq(request->client, item.seq);
+    if (!seq.is_ok()) {
+      continue;
+    }
+    space = &store_->seq_space(seq.value());
+    n_tokens += step.append ? item.n_append : 0;
+    if (step.attend && item.n_query != 0) {
+      const uint64_t length = store_->length(seq.value(), step.layer_begin);
+      n_tokens += length * std::max<uint64_t>(1, item.n_query / kRowsPerRead);
+    }
+  }
+  return space == nullptr ? 0 : n_tokens * token_bytes(*space, step.layer_begin);
+}
+
+uint32_t EngineImpl::max_running() const {
+  const auto n = static_cast<uint32_t>(clients_.size());
+  return n <= 1 ? kMaxRunningAlone : std::max(1u, Scheduler::kMaxJobs / n);
+}
+
+bool EngineImpl::can_start() const {
+  return fair_queue_.any([this](const FairQueue::Flow& queue) { return may_start(queue); });
+}
+
+bool EngineImpl::start_one() {
+  Request* request =
+      fair_queue_.take([this](const FairQueue::Flow& queue) { return may_start(queue); });
+  if (request == nullptr) {
+    return false;
+  }
+  const uint64_t begin_ns = now_ns();
+  start(request);
+  start_ns_ += now_ns() - begin_ns;
+  return true;
+}
+
+// LIMIT: the driver's time between two polls; work() goes on.
+void EngineImpl::start_ready() {
+  while (start_ns_ < kMaxStartNs && start_one()) {
+  }
+}
+
+void EngineImpl::start(Request* request) {
+  request->enter(Phase::kIndexing);
+  ++clients_.at(request->client).queue.n_running;
+  try {
+    find_index_work(request);
+  } catch (const std::bad_alloc&) {
+    request->indexing.clear();
+  }
+  if (!run_index_work(request)) {
+    start_work(request);
+  }
+}
+
+// Approximate attends want the index of what they attend to; a fork that of everything, so that
+// parent and child do not each make one. What will fail gets none.
+void EngineImpl::find_index_work(Request* request) {
+  request->indexing.clear();
+  if (const auto* step = std::get_if<StepRequest>(&request->what)) {
+    if (step->attend && step->mode > KVM_MODE_EXACT && !has_expired(*step)) {
+      find_index_work(request, *step);
+    }
+  } else if (const auto* what = std::get_if<SeqRequest>(&request->what);
+             what != nullptr && what->verb == SeqVerb::kFork) {
+    find_index_work(request, *what);
+  }
+}
+
+void EngineImpl::find_index_work(Request* request, const StepRequest& step) {
+  for (const kvm_item& item : step.items) {
+    const Result<Sequence*> seq = store_->find_seq(request->client, item.seq);
+    if (!seq.is_ok() || !may_succeed(*store_, seq.value(), step, item)) {
+      request->indexing.clear();
+      return;
+    }
+    const Space& space = store_->seq_space(seq.value());
+    if (item.n_query != 0 && space.has_indexes) {
+      request->indexing.add(seq.value(), space.layers[step.layer_begin].storage_layer,
+                            step.append ? item.n_append : 0);
+    }
+  }
+}
+
+void EngineImpl::find_index_work(Request* request, const SeqRequest& fork) {
+  const Result<Sequence*> seq = store_->find_seq(request->client, fork.seq);
+  if (!seq.is_ok() || !store_->check_fork(seq.value(), fork.n_tokens).is_ok()) {
+    return;
+  }
+  const Space& space = store_->seq_space(seq.value());
+  for (uint32_t layer = 0; space.has_indexes && layer < space.n_layers; ++layer) {
+    if (space.layers[layer].kind == KVM_LAYER_OWN) {
+      request->indexing.add(seq.value(), layer, 0);
+    }
+  }
+}
+
+bool EngineImpl::run_index_work(Request* request) {
+  const auto* step = std::get_if<StepRequest>(&request->what);
+  if (step != nullptr && has_expired(*step)) {
+    request->indexing.stop();
+  }
+  try {
+    JobPlan plan;
+    if (request->indexing.next(*store_, options_.n_threads, &plan)) {
+      start_job(request, plan);
+      return true;
+    }
+  } catch (const std::bad_alloc&) {
+    request->indexing.clear();  // the request reads exactly what is not indexed
+  }
+  return false;
+}
+
+void EngineImpl::start_work(Request* request) {
+  JobPlan plan;
+  bool is_small = false;
+  Status status;
+  try {
+    status = begin(request, &plan, &is_small);
+    const bool is_full = status.code() == KVM_ERR_QUOTA || status.code() == KVM_ERR_NO_SPACE;
+    if (is_full && auditor_.give_up(*store_)) {
+      status = begin(request, &plan, &is_small);
+    }
+  } catch (const std::bad_alloc&) {
+    request->step.abandon(*store_);
+    status = no_memory();
+  }
+  launch(request, std::move(status), plan, is_small);
+}
+
+void EngineImpl::launch(Request* request, Status status, const JobPlan& plan, bool is_small) {
+  if (!status.is_ok()) {
+    finish(request, std::move(status));
+    return;
+  }
+  const bool is_planning =
+      std::holds_alternative<StepRequest>(request->what) && request->step.is_planning();
+  if (is_planning && request->phase != Phase::kPlanning) {
+    request->enter(Phase::kPlanning);
+  }
+  if (is_planning || request->phase == Phase::kInParts) {
+    unfinished_.push_back(*request);
+    return;
+  }
+  request->enter(Phase::kComputing);
+  if (plan.n_tasks == 0 || is_small) {
+    run_here(request, plan);
+  } else {
+    start_job(request, plan);
+  }
+}
+
+void EngineImpl::start_job(Request* request, JobPlan plan) {
+  plan.lane = clients_.at(request->client).lane;
+  scheduler_.start(request, plan);
+}
+
+bool EngineImpl::go_on_with_one() {
+  if (unfinished_.empty() || !scheduler_.has_room()) {
+    return false;
+  }
+  Request* request = &unfinished_.front();
+  unfinished_.pop_front();
+  switch (request->phase) {
+    case Phase::kPlanning:
+      plan_more(request);
+      break;
+    case Phase::kInParts:
+      run_next_part(request);
+      break;
+    case Phase::kRetaining:
+      run_retention(request);
+      break;
+    default:
+      KVM_ASSERT(!"a request of this phase has nothing left for the driver");
+  }
+  return true;
+}
+
+void EngineImpl::plan_more(Request* request) {
+  if (request->is_orphan) {
+    abandon(request);
+    return;
+  }
+  Status status;
+  try {
+    status = request->step.plan_more(*store_, options_.n_threads, workspaces_[0]);
+  } catch (const std::bad_alloc&) {
+    request->step.abandon(*store_);
+    status = no_memory();
+  }
+  launch(request, std::move(status), request->step.plan(), request->step.is_small());
+}
+
+// Starting, planning and reclaiming are for the driver alone: in turn with tasks, so that none
+// waits for all of the others.
+bool EngineImpl::work() {
+  next_work_ = (next_work_ + 1) % 4;
+  const bool has_done = (next_work_ == 1 && go_on_with_one()) || (next_work_ == 2 && start_one()) ||
+                        (next_work_ == 3 && reclaim_some());
+  return has_done || scheduler_.run_one() || go_on_with_one() || start_one() || reclaim_some();
+}
+
+Status EngineImpl::begin(Request* request, JobPlan* plan, bool* is_small) {
+  if (const auto* step = std::get_if<StepRequest>(&request->what)) {
+    if (has_expired(*step)) {
+      return {KVM_ERR_DEADLINE, fmt::format("the deadline, {} ns, has passed before the request "
+                                            "began",
+                                            step->deadline_ns)};
+    }
+    const TaskCrew crew{.n_threads = options_.n_threads, .is_shared = is_shared()};
+    KVM_TRY(request->step.begin(*store_, request->client, *step,
+                                std::get<StepTensors>(request->tensors), costs_, crew,
+                                workspaces_[0]));
+    *plan = request->step.plan();
+    *is_small = request->step.is_small();
+    return Status::ok();
+  }
+  if (const auto* seq = std::get_if<SeqRequest>(&request->what)) {
+    return begin_seq(request, *seq);
+  }
+  if (const auto* read = std::get_if<ReadRequest>(&request->what)) {
+    KVM_TRY_ASSIGN(Sequence * seq, store_->find_seq(request->client, read->seq));
+    KVM_TRY(request->read.begin(*store_, seq, *read, std::get<ReadTensors>(request->tensors),
+                                options_.n_threads));
+    *plan = request->read.plan();
+    *is_small = request->read.is_small();
+    return Status::ok();
+  }
+  const auto& what = std::get<ObserveRequest>(request->what);
+  KVM_TRY_ASSIGN(Sequence * seq, store_->find_seq(request->client, what.seq));
+  return observe(*store_, seq, what, std::get<ObserveTensors>(request->tensors));
+}
+
+Status EngineImpl::begin_seq(Request* request, const SeqRequest& what) {
+  if (what.verb == SeqVerb::kCreate) {
+    KVM_TRY_ASSIGN(request->result.seq,
+                   store_->create_seq(request->client, what.space, what.flags, what.n_tokens));
+    return Status::ok();
+  }
+  KVM_TRY_ASSIGN(Sequence * seq, store_->find_seq(request->client, what.seq));
+  switch (what.verb) {
+    case SeqVerb::kFork: {
+      KVM_TRY_ASSIGN(request->result.seq, store_->fork_seq(seq, what.n_tokens));
+      return Status::ok();
+    }
+    case SeqVerb::kCommit:
+      return store_->commit_seq(seq, what.n_tokens);
+    default: {
+      KVM_TRY_ASSIGN(const bool is_done, run_part(seq, what));
+      if (!is_done) {
+        request->enter(Phase::kInParts);
+      }
+      return Status::ok();
+    }
+  }
+}
+
+// Does a part of what gives back pages, of which there may be millions. Returns whether it was the
+// last.
+Result<bool> EngineImpl::run_part(Sequence* seq, const SeqRequest& what) {
+  return what.verb == SeqVerb::kTruncate ? store_->truncate_part(seq, what.n_tokens, kFreePages)
+                                         : Result<bool>(store_->free_part(seq, kFreePages));
+}
+
+void EngineImpl::run_next_part(Request* request) {
+  const auto& what = std::get<SeqRequest>(request->what);
+  const Result<Sequence*> seq = store_->find_seq(request->client, what.seq);
+  KVM_ASSERT(seq.is_ok());
+  const Result<bool> is_done = run_part(seq.value(), what);
+  KVM_ASSERT(is_done.is_ok());
+  if (is_done.value()) {
+    finish(request, Status::ok());
+  } else {
+    unfinished_.push_back(*request);
+  }
+}
+
+// Runs all tasks of a small request on the driver: tasks in order keep the stages apart.
+void EngineImpl::run_here(Request* request, const JobPlan& plan) {
+  FinishedJob job;
+  job.set = request;
+  job.begin_ns = now_ns();
+  for (uint32_t task = 0; task < plan.n_tasks; ++task) {
+    request->run(task, 0);
+  }
+  job.end_ns = now_ns();
+  scheduler_.add_busy_ns(job.end_ns - job.begin_ns);
+  scheduler_.charge(clients_.at(request->client).lane, plan.cost);
+  retire(job);
+}
+
+void EngineImpl::retire(const FinishedJob& job) {
+  auto* request = static_cast<Request*>(job.set);
+  request->result.compute_ns += job.end_ns - job.begin_ns;
+  switch (request->phase) {
+    case Phase::kIndexing:
+      if (request->is_orphan) {
+        abandon(request);
+      } else if (!run_index_work(request)) {
+        start_work(request);
+      }
+      break;
+    case Phase::kComputing:
+      if (request->is_orphan) {
+        abandon(request);
+      } else {
+        retire_computed(request);
+      }
+      break;
+    case Phase::kRetaining:
+      run_retention(request);
+      break;
+    default:
+      KVM_ASSERT(!"a request of this phase has no job");
+  }
+}
+
+void EngineImpl::retire_computed(Request* request) {
+  Status status;
+  if (std::holds_alternative<StepRequest>(request->what)) {
+    if (plan_second(request)) {
+      start_job(request, request->step.plan());
+      return;
+    }
+    status = request->step.end(*store_, &auditor_, &request->result);
+  }
+  if (!status.is_ok()) {
+    finish(request, std::move(status));
+    return;
+  }
+  if (request->result.mode != 0) {
+    totals_.n_rows_attended += request->step.n_rows();
+    totals_.keys_present += request->result.keys_present;
+    totals_.keys_read += request->result.keys_read;
+    totals_.bytes_read += request->result.bytes_read;
+  }
+  request->enter(Phase::kRetaining);
+  try {
+    find_retention_work(request);
+  } catch (const std::bad_alloc&) {
+    request->retention.clear();
+  }
+  run_retention(request);
+}
+
+bool EngineImpl::plan_second(Request* request) {
+  try {
+    return request->step.plan_second(options_.n_threads);
+  } catch (const std::bad_alloc&) {
+    request->step.fail();
+    return false;
+  }
+}
+
+void EngineImpl::find_retention_work(Request* request) {
+  if (const auto* step = std::get_if<StepRequest>(&request->what)) {
+    for (size_t i = 0; step->append && i < step->items.size(); ++i) {
+      request->retention.add(request->step.seqs()[i]);
+    }
+  } else if (const auto* what = std::get_if<SeqRequest>(&request->what);
+             what != nullptr && (what->verb == SeqVerb::kCommit || what->verb == SeqVerb::kFork)) {
+    const kvm_seq_id changed = what->verb == SeqVerb::kFork ? request->result.seq : what->seq;
+    const Result<Sequence*> seq = store_->find_seq(request->client, changed);
+    if (seq.is_ok()) {
+      request->retention.add(seq.value());
+    }
+  }
+}
+
+// Its sequences stay busy until it is finished, so who comes behind it sees what policies left.
+void EngineImpl::run_retention(Request* request) {
+  if (request->is_orphan) {
+    request->retention.stop();
+  }
+  try {
+    JobPlan plan;
+    switch (request->retention.next(*store_, options_.n_threads, workspaces_[0], &plan)) {
+      case RetentionWork::Next::kTasks:
+        start_job(request, plan);
+        return;
+      case RetentionWork::Next::kMore:
+        unfinished_.push_back(*request);
+        return;
+      case RetentionWork::Next::kDone:
+        break;
+    }
+  } catch (const std::bad_alloc&) {
+    request->retention.clear();
+  }
+  finish(request, Status::ok());
+}
+
+// Of a client that is gone, after its last task: leaves nothing behind.
+void EngineImpl::abandon(Request* request) {
+  if (request->phase == Phase::kIndexing) {
+    request->indexing.abandon(*store_);
+  } else if (std::holds_alternative<StepRequest>(request->what)) {
+    request->step.abandon(*store_);
+  }
+  finish(request, client_is_gone());
+}
+
+void EngineImpl::finish(Request* request, Status status) {
+  clients_.at(request->client).queue.n_running -= request->is_started() ? 1 : 0;
+  ++totals_.n_requests;
+  totals_.n_requests_failed += status.is_ok() ? 0 : 1;
+  if (!status.is_ok()) {
+    request->result = RequestResult{};
+  }
+  request->result.status = std::move(status);
+  request->result.service_ns = now_ns() - request->submitted_ns;
+  request->enter(Phase::kDone);
+  unblocked_.clear();
+  order_.leave(&request->ticket, &unblocked_);
+  for (SequenceOrder::Ticket* ticket : unblocked_) {
+    push_ready(static_cast<Request*>(ticket->owner));
+  }
+  const auto* what = std::get_if<SeqRequest>(&request->what);
+  if (what != nullptr && what->verb == SeqVerb::kFree && request->result.status.is_ok()) {
+    order_.forget(what->seq);
+  }
+  done_.push_back(*request);
+}
+
+uint32_t EngineImpl::poll() {
+  uint32_t n_retired = 0;
+  start_ns_ = 0;
+  auditor_.collect(*store_);
+  for (uint32_t round = 0; round < kMaxPollRounds; ++round) {
+    FinishedJob job;
+    while (scheduler_.take_finished(&job)) {
+      retire(job);
+    }
+    start_ready();
+    if (done_.empty()) {
+      break;
+    }
+    n_retired += deliver();
+  }
+  reclaim_some();
+  return n_retired;
+}
+
+// Callbacks may submit requests that are done at once: those are of the next round.
+uint32_t EngineImpl::deliver() {
+  RequestLine delivering = std::exchange(done_, {});
+  uint32_t n = 0;
+  for (; !delivering.empty(); ++n) {
+    Request* request = &delivering.front();
+    delivering.pop_front();
+    RequestResult result = std::move(request->result);
+    const DoneCallback callback = std::move(request->on_done);
+    const bool is_orphan = request->is_orphan;
+    give_back(request);
+    if (!is_orphan && callback) {
+      callback(std::move(result));
+    }
+  }
+  return n;
+}
+
+bool EngineImpl::cancel(ClientId client, RequestTag tag) {
+  bool is_known = false;
+  names_.for_each(client, tag, [&](Request* request) {
+    is_known = true;
+    if (request->is_pending()) {
+      drop_waiting(request, Status::fixed(KVM_ERR_CANCELLED, "cancelled before it began"));
+    }
+  });
+  return is_known;
+}
+
+void EngineImpl::drop_waiting(Request* request, Status status) {
+  if (request->LineHook::is_linked()) {
+    request->LineHook::unlink();
+  }
+  finish(request, std::move(status));
+}
+
+void EngineImpl::wait(uint64_t timeout_ns) {
+  const uint64_t begin_ns = now_ns();
+  uint64_t waited_ns = 0;
+  do {
+    if (!done_.empty() || scheduler_.has_finished() || can_start() ||
+        (!unfinished_.empty() && scheduler_.has_room())) {
+      return;
+    }
+    scheduler_.help_or_sleep(timeout_ns - waited_ns);
+    waited_ns = now_ns() - begin_ns;
+  } while (waited_ns < timeout_ns);
+}
+
+// --- Looking ------------------------------------------------------------------------------------
+
+Result<kvm_seq_info> EngineImpl::seq_info(ClientId client, kvm_seq_id id) {
+  KVM_TRY_ASSIGN(Sequence * seq, store_->find_seq(client, id));
+  return store_->seq_info(seq);
+}
+
+Result<std::vector<MemoryPiece>> EngineImpl::layer_memory(kvm_seq_id id, uint32_t layer) {
+  ClientId owner = 0;
+  for (const kvm_seq_info& info : store_->list_seqs(0, 0, true, id, 1).infos) {
+    owner = info.seq == id ? info.client_id : owner;
+  }
+  KVM_TRY_ASSIGN(Sequence * seq, store_->find_seq(owner, id));
+  const Space& space = store_->seq_space(seq);
+  if (layer >= space.n_layers || space.layers[layer].kind == KVM_LAYER_ABSENT) {
+    return Status(KVM_ERR_INVALID, fmt::format("layer {} stores nothing", layer));
+  }
+  std::vector<MemoryPiece> pieces;
+  std::vector<KvRun> runs;
+  for (uint32_t c = 0; c < space.storage(layer).classes.size(); ++c) {
+    tiers::SlabClass slab = space.head_class(layer, c).slab_class;
+    runs.clear();
+    store_->collect_runs(seq, layer, c, &runs);
+    for (const KvRun& run : runs) {
+      slab.dtype_k = run.dtype_k;  // demoted pages have other dtypes than their class
+      slab.dtype_v = run.dtype_v;
+      // The heads of a full page follow each other; those of a part of one do not.
+      const uint32_t n_parts = run.n_tokens == kPageTokens ? 1 : slab.n_heads;
+      const uint64_t rows = uint64_t{run.n_tokens} * (slab.n_heads / n_parts);
+      for (uint32_t i = 0; i < n_parts; ++i) {
+        pieces.push_back({static_cast<const std::byte*>(run.k) + i * slab.k_head_bytes(),
+                          rows * slab.k_row_bytes()});
+      }
+      for (uint32_t i = 0; i < n_parts; ++i) {
+        pieces.push_back({static_cast<const std::byte*>(run.v) + i * slab.v_head_bytes(),
+                          rows * slab.v_row_bytes()});
+      }
+      for (const uint16_t* scales : {run.k_scale, run.v_scale}) {
+        for (uint32_t i = 0; scales != nullptr && i < n_parts; ++i) {
+          pieces.push_back({reinterpret_cast<const std::byte*>(scales + i * kPageTokens),
+                            rows * sizeof(uint16_t)});
+        }
+      }
+    }
+  }
+  return pieces;
+}
+
+kvm_stats EngineImpl::stats() const {
+  kvm_stats stats = totals_;
+  store_->add_stats(&stats);
+  stats.host_capacity_bytes = options_.host_capacity_bytes;
+  stats.uptime_ns = now_ns() - begin_ns_;
+  stats.busy_ns = scheduler_.busy_ns();
+  return stats;
+}
+
+}  // namespace
+
+Result<std::unique_ptr<Engine>> Engine::open(const EngineOptions& given) {
+  constexpr uint32_t kMaxThreads = 1024;
+  KVM_TRY(attention::check_forced_isa());
+  EngineOptions options = given;
+  if (options.n_threads > kMaxThreads) {
+    return Status(KVM_ERR_INVALID, fmt::format("n_threads is {}; at most {} are allowed",
+                                               options.n_threads, kMaxThreads));
+  }
+  if (options.n_threads == 0) {
+    options.n_threads = std::min(kMaxThreads, usable_cores());
+  }
+  if (options.host_capacity_bytes == 0) {
+    const uint64_t free_bytes = machine_memory().free_bytes;
+    options.host_capacity_bytes = (free_bytes != 0 ? free_bytes : kUnknownMemory) / 5 * 3;
+  }
+  KVM_TRY_ASSIGN(const std::optional<CostModel> cost_model, parse_cost_model(options.cost_model));
+  StoreOptions store_options;
+  store_options.host_capacity_bytes = options.host_capacity_bytes;
+  store_options.default_quota_bytes = options.default_quota_bytes;
+  store_options.max_sequences_per_client = options.max_sequences_per_client;
+  store_options.tenant_limits = options.tenant_limits;
+  store_options.max_spaces = options.max_spaces;
+  store_options.cached_bytes = std::min(options.host_capacity_bytes / 2, kMaxCachedBytes);
+  KVM_TRY_ASSIGN(std::unique_ptr<Store> store, Store::open(store_options));
+  if (options.default_quota_bytes == 0) {
+    options.default_quota_bytes = options.host_capacity_bytes;
+  }
+  auto engine = std::make_unique<EngineImpl>(options, std::move(store), cost_model);
+  KVM_TRY(engine->start_workers());
+  return std::unique_ptr<Engine>(std::move(engine));
+}
+
+}  // namespace kvm::engine

@@ -1,0 +1,152 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/run/read_work.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "base/counted.h"
+#include "codecs/convert.h"
+
+namespace kvm::engine {
+namespace {
+
+constexpr uint64_t kTaskBytes = 256 << 10;
+
+// How the pages of a run are laid out: a demoted one has other dtypes than its head class.
+tiers::SlabClass page_class(const HeadClass& cls, const KvRun& run) {
+  tiers::SlabClass slab = cls.slab_class;
+  slab.dtype_k = run.dtype_k;
+  slab.dtype_v = run.dtype_v;
+  return slab;
+}
+
+// The part of a run from its n-th token on.
+void skip_tokens(KvRun& run, const tiers::SlabClass& slab, uint64_t n) {
+  run.k = static_cast<const std::byte*>(run.k) + n * slab.k_row_bytes();
+  run.v = static_cast<const std::byte*>(run.v) + n * slab.v_row_bytes();
+  run.k_scale = run.k_scale == nullptr ? nullptr : run.k_scale + n;
+  run.v_scale = run.v_scale == nullptr ? nullptr : run.v_scale + n;
+  run.position += n;
+  run.n_tokens = static_cast<uint16_t>(run.n_tokens - n);
+}
+
+// Rows of heads to packed fp32.
+std::vector<float> to_f32(const Tensor& tensor, uint64_t first_row, uint64_t n_rows,
+                          uint32_t n_heads, uint32_t dim) {
+  std::vector<float> out(n_rows * n_heads * dim);
+  if (n_rows != 0) {
+    const uint64_t head_bytes = sizeof(float) * dim;
+    codecs::convert_rows({tensor.at(0, first_row, 0), tensor.dtype, tensor.row_stride_bytes(),
+                          tensor.head_stride_bytes(), nullptr},
+                         {out.data(), Dtype::kF32, head_bytes * n_heads, head_bytes, nullptr},
+                         n_rows, n_heads, dim);
+  }
+  return out;
+}
+
+}  // namespace
+
+Status ReadWork::begin(const Store& store, const Sequence* seq, const ReadRequest& request,
+                       const ReadTensors& tensors, uint32_t n_threads) {
+  runs_.clear();
+  pieces_.clear();
+  task_ends_.clear();
+  tensors_ = &tensors;
+  KVM_TRY(store.check_read(seq, request.layer, request.position, request.n_tokens));
+  const Space& space = store.seq_space(seq);
+  const uint64_t end = request.position + request.n_tokens;
+  uint64_t bytes = 0;
+  uint64_t task_bytes = 0;
+  for (uint32_t c = 0; c < space.storage(request.layer).classes.size(); ++c) {
+    const HeadClass& cls = space.head_class(request.layer, c);
+    runs_.clear();
+    store.collect_runs(seq, request.layer, c, &runs_, false);
+    for (KvRun run : runs_) {
+      const uint64_t begin = std::max(run.position, request.position);
+      const uint64_t run_end = std::min(run.position + run.n_tokens, end);
+      if (begin >= run_end) {
+        continue;
+      }
+      const tiers::SlabClass slab = page_class(cls, run);
+      skip_tokens(run, slab, begin - run.position);
+      run.n_tokens = static_cast<uint16_t>(run_end - begin);
+      pieces_.push_back({run, begin - request.position, &cls});
+      task_bytes += run.n_tokens * slab.n_heads * slab.token_bytes();
+      if (task_bytes >= kTaskBytes) {
+        task_ends_.push_back(static_cast<uint32_t>(pieces_.size()));
+        bytes += task_bytes;
+        task_bytes = 0;
+      }
+    }
+  }
+  if (task_bytes != 0) {
+    task_ends_.push_back(static_cast<uint32_t>(pieces_.size()));
+    bytes += task_bytes;
+  }
+  plan_ = {.n_first = 0,
+           .n_tasks = static_cast<uint32_t>(task_ends_.size()),
+           .n_wake = static_cast<uint32_t>(std::min<uint64_t>(n_threads - 1, bytes >> 19)),
+           .cost = bytes};
+  is_small_ = bytes < kTaskBytes;
+  return Status::ok();
+}
+
+void ReadWork::run(uint32_t task) const {
+  const uint32_t begin = task == 0 ? 0 : task_ends_[task - 1];
+  for (uint32_t i = begin; i < task_ends_[task]; ++i) {
+    copy_piece(pieces_[i]);
+  }
+}
+
+void ReadWork::copy_piece(const Piece& piece) const {
+  const KvRun& run = piece.run;
+  const tiers::SlabClass slab = page_class(*piece.cls, run);
+  const std::vector<uint16_t>& kv_heads = piece.cls->kv_heads;
+  const auto n_heads = static_cast<uint32_t>(kv_heads.size());
+  const auto target = [&](const Tensor& tensor) {
+    return codecs::TargetRows{tensor.at(0, piece.row, 0), tensor.dtype, tensor.row_stride_bytes(),
+                              tensor.head_stride_bytes(), kv_heads.data()};
+  };
+  if (tensors_->k.is_present()) {
+    codecs::convert_rows(
+        {run.k, run.dtype_k, slab.k_row_bytes(), slab.k_head_bytes(), nullptr, run.k_scale},
+        target(tensors_->k), run.n_tokens, n_heads, slab.dim_k);
+  }
+  if (tensors_->v.is_present()) {
+    codecs::convert_rows(
+        {run.v, run.dtype_v, slab.v_row_bytes(), slab.v_head_bytes(), nullptr, run.v_scale},
+        target(tensors_->v), run.n_tokens, n_heads, slab.dim_v);
+  }
+}
+
+Status observe(Store& store, Sequence* seq, const ObserveRequest& request,
+               const ObserveTensors& tensors) {
+  const Space& space = store.seq_space(seq);
+  const Layer& layer = space.layers[request.layer];
+  const uint64_t length = store.length(seq, request.layer);
+  // The store checks this as well; here it bounds what is converted.
+  if (request.n_columns != 0 && request.column_begin + request.n_columns > length) {
+    return {KVM_ERR_INVALID, fmt::format("columns end at {}; layer {} has {}",
+                                         request.column_begin + request.n_columns, request.layer,
+                                         counted(length, "token"))};
+  }
+  // Older rows would be dropped at once.
+  const uint32_t n_rows = std::min(request.n_rows, kMaxObservedRows);
+  const uint32_t skipped = request.n_rows - n_rows;
+  const std::vector<float> q =
+      to_f32(tensors.q, skipped, n_rows, layer.n_q_heads, space.head_dim_k);
+  const std::vector<float> sums =
+      to_f32(tensors.column_sums, 0, request.n_columns, layer.n_kv_heads, 1);
+  ObserveInput input;
+  input.layer = request.layer;
+  input.query_position = request.query_position + skipped;
+  input.n_rows = n_rows;
+  input.q = q.empty() ? nullptr : q.data();
+  input.column_begin = request.column_begin;
+  input.n_columns = request.n_columns;
+  input.column_sums = sums.empty() ? nullptr : sums.data();
+  return store.observe(seq, input);
+}
+
+}  // namespace kvm::engine

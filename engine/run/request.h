@@ -1,0 +1,188 @@
+// SPDX-License-Identifier: Apache-2.0
+// A request in flight. Internal to the engine.
+#ifndef KVM_ENGINE_RUN_REQUEST_H_
+#define KVM_ENGINE_RUN_REQUEST_H_
+
+#include <array>
+#include <atomic>
+#include <boost/intrusive/list.hpp>
+#include <boost/intrusive/unordered_set.hpp>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <variant>
+#include <vector>
+
+#include "base/assert.h"
+#include "base/splitmix.h"
+#include "engine/engine.h"
+#include "engine/index/index_work.h"
+#include "engine/retention/retention_work.h"
+#include "engine/run/read_work.h"
+#include "engine/run/sequence_order.h"
+#include "engine/run/step.h"
+#include "engine/space/validate.h"
+#include "engine/tasks/scheduler.h"
+
+namespace kvm::engine {
+
+// Where a request is in its life. Only the driver changes it, and never while tasks of the request
+// run, which it tells what to do.
+//
+//   kWaiting -> kReady -> kIndexing -> [kPlanning] -> kComputing -> kRetaining -> kDone
+//                                   -> kInParts -> kDone
+//
+// Any phase may end in kDone: the request fails, is cancelled, or its client leaves.
+enum class Phase : uint8_t {
+  kWaiting,    // behind an earlier request of one of its sequences
+  kReady,      // may start as soon as the scheduler has room
+  kIndexing,   // started: what it wants of indexes is made first
+  kPlanning,   // a step that has begun and is not planned to its end
+  kInParts,    // frees or cuts a sequence, some pages at a time
+  kComputing,  // its own tasks
+  kRetaining,  // policies act on what it committed
+  kDone,       // the callback is due
+};
+
+// Whether `next` may follow `phase`.
+constexpr bool may_follow(Phase phase, Phase next) {
+  switch (phase) {
+    case Phase::kWaiting:
+      return next == Phase::kReady || next == Phase::kDone;
+    case Phase::kReady:
+      return next == Phase::kIndexing || next == Phase::kDone;
+    case Phase::kIndexing:
+      return next == Phase::kPlanning || next == Phase::kInParts || next == Phase::kComputing ||
+             next == Phase::kDone;
+    case Phase::kPlanning:
+      return next == Phase::kComputing || next == Phase::kDone;
+    case Phase::kComputing:
+      return next == Phase::kRetaining || next == Phase::kDone;
+    case Phase::kInParts:
+    case Phase::kRetaining:
+      return next == Phase::kDone;
+    case Phase::kDone:
+      break;
+  }
+  return false;
+}
+
+// What lists and finds requests without allocating: links within them, which undo themselves.
+struct ByLine;
+struct ByName;
+using LineHook =
+    boost::intrusive::list_base_hook<boost::intrusive::tag<ByLine>,
+                                     boost::intrusive::link_mode<boost::intrusive::auto_unlink>>;
+using NameHook = boost::intrusive::unordered_set_base_hook<
+    boost::intrusive::tag<ByName>, boost::intrusive::link_mode<boost::intrusive::auto_unlink>>;
+
+// Reused from request to request: its buffers keep their size.
+struct Request final : TaskSet, LineHook, NameHook {
+  explicit Request(std::vector<ThreadWorkspace>* workspaces) : thread_workspaces(workspaces) {}
+
+  void run(uint32_t task, uint32_t thread) override {
+    // Slices of policies are short, and are never left half done.
+    if (is_abandoned.load(std::memory_order_relaxed) && phase != Phase::kRetaining) {
+      return;
+    }
+    ThreadWorkspace& workspace = (*thread_workspaces)[thread];
+    switch (phase) {
+      case Phase::kIndexing:
+        indexing.run(task, workspace);
+        return;
+      case Phase::kComputing:
+        if (std::holds_alternative<StepRequest>(what)) {
+          step.run(task, workspace);
+        } else {
+          read.run(task);
+        }
+        return;
+      case Phase::kRetaining:
+        retention.run(task, workspace);
+        return;
+      default:
+        KVM_ASSERT(!"a request of this phase has no tasks");
+    }
+  }
+
+  void enter(Phase next) {
+    KVM_ASSERT(may_follow(phase, next));
+    phase = next;
+  }
+  // Not yet started: it may be dropped as if it had never been.
+  bool is_pending() const { return phase == Phase::kWaiting || phase == Phase::kReady; }
+  // Started and not finished: it counts as running.
+  bool is_started() const { return !is_pending() && phase != Phase::kDone; }
+
+  std::vector<ThreadWorkspace>* thread_workspaces;
+  ClientId client = 0;
+  RequestTag tag;
+  Phase phase = Phase::kWaiting;
+  bool is_orphan = false;  // its client is gone: no callback
+  // The same for tasks, which then do nothing: nobody sees what they would have written.
+  std::atomic<bool> is_abandoned{false};
+  uint64_t cost = 0;   // estimate, in bytes of K and V that are read or written
+  uint32_t index = 0;  // in the engine's list of requests
+  uint64_t submitted_ns = 0;
+  DoneCallback on_done;
+  RequestResult result;
+  std::variant<StepRequest, ReadRequest, ObserveRequest, SeqRequest> what;
+  std::variant<StepTensors, ReadTensors, ObserveTensors> tensors;
+  std::vector<kvm_seq_id> seqs;  // that it touches, each once
+  SequenceOrder::Ticket ticket;
+  IndexWork indexing;  // what has to be done before it begins
+  Step step;
+  ReadWork read;
+  RetentionWork retention;  // what it ends with
+};
+
+// Requests in order, of which each stands in one line at most. Any leaves it by LineHook::unlink().
+using RequestLine = boost::intrusive::list<Request, boost::intrusive::base_hook<LineHook>,
+                                           boost::intrusive::constant_time_size<false>>;
+
+// Requests by client and tag, of which several may have the same. LIMIT: buckets for as many
+// requests as some clients have in flight; beyond, a search takes longer, as it does for a client
+// that chooses numbers which meet in a bucket.
+class RequestNames {
+ public:
+  void enter(Request* request) { table_.insert(*request); }
+  static void leave(Request* request) { request->NameHook::unlink(); }
+  // Calls f(Request*) for each of that name; f may not let any leave.
+  template <typename F>
+  void for_each(ClientId client, RequestTag tag, F f) {
+    const auto [begin, end] = table_.equal_range(Name{client, tag});
+    for (auto it = begin; it != end; ++it) {
+      f(&*it);
+    }
+  }
+
+ private:
+  struct Name {
+    ClientId client;
+    RequestTag tag;
+    bool operator==(const Name& other) const {
+      return client == other.client && tag.queue == other.tag.queue &&
+             tag.number == other.tag.number;
+    }
+  };
+  struct NameOf {
+    using type = Name;
+    Name operator()(const Request& request) const { return {request.client, request.tag}; }
+  };
+  struct Hash {
+    size_t operator()(const Name& name) const {
+      return splitmix64(splitmix64(splitmix64(name.client) + name.tag.queue) + name.tag.number);
+    }
+  };
+  using Table = boost::intrusive::unordered_multiset<
+      Request, boost::intrusive::base_hook<NameHook>, boost::intrusive::key_of_value<NameOf>,
+      boost::intrusive::hash<Hash>, boost::intrusive::equal<std::equal_to<Name>>,
+      boost::intrusive::power_2_buckets<true>, boost::intrusive::constant_time_size<false>>;
+
+  std::array<Table::bucket_type, 4096> buckets_;
+  Table table_{Table::bucket_traits(buckets_.data(), buckets_.size())};
+};
+
+}  // namespace kvm::engine
+
+#endif  // KVM_ENGINE_RUN_REQUEST_H_

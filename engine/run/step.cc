@@ -1,0 +1,161 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/run/step.h"
+
+#include <algorithm>
+#include <new>
+
+namespace kvm::engine {
+namespace {
+
+// Work below this, in bytes read, is done at once by the driver.
+constexpr uint64_t kSmallCost = 256 << 10;
+// Appends below this are copied at once by the driver: a decode step of a few sequences.
+constexpr uint64_t kSmallAppendBytes = 64 << 10;
+constexpr uint64_t kSmallPrepareBytes = 128 << 10;
+constexpr uint64_t kCopyTaskBytes = 256 << 10;
+// A sleeping worker takes some 50 us to come: time in which the others read this much.
+constexpr uint64_t kCostPerWake = 512 << 10;
+
+}  // namespace
+
+Status Step::begin(Store& store, ClientId client, const StepRequest& request,
+                   const StepTensors& tensors, const Costs& costs, const TaskCrew& crew,
+                   ThreadWorkspace& workspace) {
+  append_.clear();
+  attend_.clear();
+  seqs_.clear();
+  pins_.clear();
+  plan_ = {};
+  n_copies_ = 0;
+  n_prepared_ = 0;
+  is_small_ = false;
+  attends_ = request.attend;
+  is_second_ = false;
+  out_of_memory_.store(false, std::memory_order_relaxed);
+  for (const kvm_item& item : request.items) {
+    KVM_TRY_ASSIGN(Sequence * seq, store.find_seq(client, item.seq));
+    seqs_.push_back(seq);
+  }
+  if (request.append) {
+    KVM_TRY(append_.reserve(store, request, seqs_, tensors));
+  }
+  if (request.attend) {
+    for (size_t i = 0; i < seqs_.size() && request.mode > KVM_MODE_EXACT; ++i) {
+      if (request.items[i].n_query != 0) {
+        pins_.push_back(pin_layer_index(seqs_[i], request.layer_begin));
+      }
+    }
+    Status status = attend_.plan(store, request, seqs_, tensors, costs, crew);
+    if (!status.is_ok()) {
+      abandon(store);
+      return status;
+    }
+  }
+  if (!is_planning()) {
+    make_plan(crew.n_threads, workspace);
+  }
+  return Status::ok();
+}
+
+Status Step::plan_more(Store& store, uint32_t n_threads, ThreadWorkspace& workspace) {
+  Status status = attend_.plan_more(store);
+  if (!status.is_ok()) {
+    abandon(store);
+  } else if (!is_planning()) {
+    make_plan(n_threads, workspace);
+  }
+  return status;
+}
+
+void Step::make_plan(uint32_t n_threads, ThreadWorkspace& workspace) {
+  const uint64_t cost = append_.n_bytes() + attend_.prepare_bytes() + attend_.cost();
+  is_small_ = cost < kSmallCost;
+  const bool copy_now = append_.n_bytes() < kSmallAppendBytes;
+  const bool prepare_now =
+      attend_.prepare_bytes() < kSmallPrepareBytes && (copy_now || !attend_.has_approx());
+  append_.cut(copy_now ? UINT64_MAX : kCopyTaskBytes);
+  if (copy_now) {
+    for (uint32_t i = 0; i < append_.n_tasks(); ++i) {
+      append_.copy(i);
+    }
+  } else {
+    n_copies_ = append_.n_tasks();
+  }
+  n_prepared_ = n_copies_;
+  if (prepare_now) {
+    for (uint32_t i = 0; i < attend_.n_prepare_tasks(); ++i) {
+      prepare(i, workspace);
+    }
+  } else {
+    n_prepared_ += attend_.n_prepare_tasks();
+  }
+  plan_.n_first = attend_.has_approx() ? n_copies_ : n_prepared_;
+  plan_.n_middle = n_prepared_;
+  plan_.n_tasks = n_prepared_ + attend_.n_tasks();
+  plan_.cost = cost;
+  plan_.n_wake = static_cast<uint32_t>(std::min<uint64_t>(n_threads - 1, cost / kCostPerWake));
+}
+
+bool Step::plan_second(uint32_t n_threads) {
+  if (!attends_ || is_second_ || out_of_memory_.load(std::memory_order_relaxed)) {
+    return false;
+  }
+  is_second_ = true;
+  const uint32_t n_tasks = attend_.plan_sums();
+  plan_ = {.n_tasks = n_tasks, .n_wake = std::min(n_threads, n_tasks) - (n_tasks != 0 ? 1 : 0)};
+  return n_tasks != 0;
+}
+
+void Step::run(uint32_t task, ThreadWorkspace& workspace) {
+  if (is_second_) {
+    if (!attend_.sum(task, workspace)) {
+      out_of_memory_.store(true, std::memory_order_relaxed);
+    }
+  } else if (task < n_copies_) {
+    append_.copy(task);
+  } else if (task < n_prepared_) {
+    prepare(task - n_copies_, workspace);
+  } else if (out_of_memory_.load(std::memory_order_relaxed)) {
+    // What a task of an earlier stage should have prepared may be missing.
+  } else if (!attend_.evaluate(task - n_prepared_, workspace)) {
+    // The end of the job orders this before end().
+    out_of_memory_.store(true, std::memory_order_relaxed);
+  }
+}
+
+void Step::prepare(uint32_t task, ThreadWorkspace& workspace) {
+  if (!attend_.prepare(task, workspace)) {
+    out_of_memory_.store(true, std::memory_order_relaxed);
+  }
+}
+
+Status Step::end(Store& store, Auditor* auditor, RequestResult* result) {
+  const bool failed = out_of_memory_.load(std::memory_order_relaxed);
+  pins_.clear();
+  // Before the appended tokens are published: policies may then give pages back.
+  if (attends_ && !failed && auditor != nullptr) {
+    attend_.offer_audits(store, seqs_, auditor);
+  }
+  if (attends_ && !failed) {
+    try {
+      attend_.add_masses(store, seqs_);
+    } catch (const std::bad_alloc&) {
+      // The answer is right; what policies go by misses some of it.
+    }
+  }
+  append_.close(store, !failed);
+  if (failed) {
+    return Status::fixed(KVM_ERR_NO_MEMORY, "the machine refused memory for intermediate results");
+  }
+  if (attends_) {
+    attend_.report(result);
+  }
+  return Status::ok();
+}
+
+void Step::abandon(Store& store) {
+  pins_.clear();
+  append_.close(store, false);
+}
+
+}  // namespace kvm::engine

@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0
+// One append, attend or step request from its start to its end.
+//
+//   begin()    checks it against the state of its sequences, reserves pages, cuts it into tasks
+//   run()      copies K and V into pages and prepares queries, then attends. What is attended
+//              includes what is appended: approximate problems, which look at tokens when they are
+//              prepared, are so in a stage between.
+//   end()      publishes the appended tokens; or abandon(), which leaves nothing of them
+//
+// Threads: run() on any thread, each task once; the rest on the driver.
+// Memory:  keeps its buffers for the next request, up to a size once it rests.
+#ifndef KVM_ENGINE_RUN_STEP_H_
+#define KVM_ENGINE_RUN_STEP_H_
+
+#include <atomic>
+#include <cstdint>
+#include <vector>
+
+#include "base/status.h"
+#include "engine/attend/attend_work.h"
+#include "engine/engine.h"
+#include "engine/run/append_work.h"
+#include "engine/space/validate.h"
+#include "engine/store/store.h"
+#include "engine/tasks/scheduler.h"
+#include "engine/tasks/workspace.h"
+
+namespace kvm::engine {
+
+class Step {
+ public:
+  // `request` and `tensors` stay alive and unchanged until end() or abandon().
+  // `workspace` is that of the driver; `costs` are asked with KVM_MODE_AUTO.
+  // Fails: as kvm_step; nothing has changed then. The sequences were found by `client`.
+  Status begin(Store& store, ClientId client, const StepRequest& request,
+               const StepTensors& tensors, const Costs& costs, const TaskCrew& crew,
+               ThreadWorkspace& workspace);
+  // begin() has not planned everything: plan_more() does, some of it with each call, before
+  // anything else. It fails as begin() does.
+  bool is_planning() const { return attends_ && !attend_.is_planned(); }
+  Status plan_more(Store& store, uint32_t n_threads, ThreadWorkspace& workspace);
+  // n_tasks may be 0: begin() has done everything.
+  const JobPlan& plan() const { return plan_; }
+  // True when handing tasks to other threads would take longer than running them.
+  bool is_small() const { return is_small_; }
+  uint64_t n_rows() const { return attend_.n_rows(); }
+  // Of the items.
+  const std::vector<Sequence*>& seqs() const { return seqs_; }
+  void run(uint32_t task, ThreadWorkspace& workspace);
+  // After every task has ended: a second job, where something is left that needs all results; else
+  // false. plan() and run() are of that one then.
+  bool plan_second(uint32_t n_threads);
+  // Makes end() fail: the machine refused memory.
+  void fail() { out_of_memory_.store(true, std::memory_order_relaxed); }
+  // After every task has ended, of both jobs. `auditor` may be null: nothing is audited.
+  // Fails: NO_MEMORY (a task had none; nothing was appended).
+  Status end(Store& store, Auditor* auditor, RequestResult* result);
+  void abandon(Store& store);
+  // Gives memory beyond what is worth keeping back. Nothing may be running.
+  void rest() { attend_.clear(); }
+
+ private:
+  void make_plan(uint32_t n_threads, ThreadWorkspace& workspace);
+  void prepare(uint32_t task, ThreadWorkspace& workspace);
+
+  AppendWork append_;
+  AttendWork attend_;
+  std::vector<Sequence*> seqs_;
+  std::vector<IndexPin> pins_;  // of what attend_ reads
+  JobPlan plan_;
+  uint32_t n_copies_ = 0;    // tasks that copy
+  uint32_t n_prepared_ = 0;  // tasks before this one and behind the copies prepare
+  bool is_small_ = false;
+  bool attends_ = false;
+  bool is_second_ = false;
+  std::atomic<bool> out_of_memory_{false};
+};
+
+}  // namespace kvm::engine
+
+#endif  // KVM_ENGINE_RUN_STEP_H_

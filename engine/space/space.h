@@ -1,0 +1,193 @@
+// SPDX-License-Identifier: Apache-2.0
+// Space: the geometry and identity of one model's KV, validated, with every default filled in and
+// every override resolved to the layer and head that it concerns.
+//
+// Immutable after resolve_space; shared by the sequences of the space.
+#ifndef KVM_ENGINE_SPACE_SPACE_H_
+#define KVM_ENGINE_SPACE_SPACE_H_
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "base/limits.h"
+#include "base/request.h"
+#include "base/status.h"
+#include "engine/space/mode_choice.h"
+#include "hash_index/lsh/lsh.h"
+#include "kvm.h"
+#include "tiers/slab_class.h"
+
+namespace kvm::engine {
+
+// What is kept beside the keys of a head for approximate modes. All zero but `kind` with NONE.
+struct IndexConfig {
+  uint32_t kind = KVM_INDEX_NONE;
+  uint32_t n_sinks = 0;
+  uint32_t n_recent = 0;
+  uint32_t min_tokens = 0;
+  uint64_t seed = 0;
+
+  bool operator==(const IndexConfig&) const = default;
+};
+
+// How a head keeps its tokens. kFull has zeros in all numbers.
+struct Retention {
+  uint32_t kind = KVM_RETAIN_FULL;
+  uint64_t n_sinks = 0;
+  uint64_t n_recent = 0;
+  uint64_t slack = 0;
+  uint64_t n_heavy = 0;
+  uint32_t positions = KVM_POSITIONS_ABSOLUTE;
+
+  bool operator==(const Retention&) const = default;
+
+  // Queries see whatever is stored, be it more than sinks and window.
+  bool shows_all() const { return kind != KVM_RETAIN_SINKS_RECENT; }
+  // What is given up differs from head to head, or leaves something behind in each.
+  bool is_per_head() const {
+    return kind == KVM_RETAIN_SINKS_RECENT_FOLD || kind == KVM_RETAIN_HEAVY;
+  }
+  // IN_CACHE: by how many positions a query at p is nearer to the sinks than it was appended.
+  uint64_t shift(uint64_t query_position) const {
+    const uint64_t seen = n_sinks + n_recent;
+    return positions == KVM_POSITIONS_IN_CACHE && query_position >= seen ? query_position + 1 - seen
+                                                                         : 0;
+  }
+};
+
+// The kv heads of one layer that share pages: same retention, same codec, and few enough that a
+// page fits an extent (heads that agree in everything may still be split into several classes).
+struct HeadClass {
+  std::vector<uint16_t> kv_heads;  // ascending; head i of a page is kv head kv_heads[i]
+  Retention retention;
+  tiers::SlabClass slab_class;
+};
+
+// Planes, made when somebody first wants them: up to a million deviates are no work for the thread
+// that registers a space.
+class LazyPlanes {
+ public:
+  // Threads: any; whoever comes while they are made waits for them. Fails with bad_alloc; then the
+  // next call tries again. REQUIRES: the same arguments each time.
+  const hash_index::Planes& make(const hash_index::LshParams& params, uint32_t dim_k) const {
+    std::call_once(once_, [&] {
+      planes_ = hash_index::make_planes(params, dim_k);
+      // SYNC: the planes become visible to those who get them.
+      made_.store(planes_.get(), std::memory_order_release);
+    });
+    return *planes_;
+  }
+  // Null as long as nobody has made them.
+  const hash_index::Planes* get() const {
+    // SYNC: pairs with the release in make().
+    return made_.load(std::memory_order_acquire);
+  }
+
+ private:
+  mutable std::once_flag once_;
+  mutable hash_index::PlanesPtr planes_;
+  mutable std::atomic<const hash_index::Planes*> made_{nullptr};
+};
+
+// Where the rows of a kv head lie.
+struct HeadPlace {
+  uint16_t class_index = 0;  // in Layer::classes of the storage layer
+  uint16_t head = 0;         // within the pages of that class
+};
+
+struct Layer {
+  uint32_t kind = KVM_LAYER_OWN;
+  uint32_t storage_layer = 0;  // itself; ALIAS: the target. ABSENT: itself, and nothing is there
+  uint32_t n_q_heads = 0;
+  uint32_t n_kv_heads = 0;
+  uint64_t window = 0;  // query at p sees keys at positions > p - window; 0: all
+  // OWN layers only; an ALIAS layer's are those of its storage layer (Space::storage).
+  std::vector<HeadClass> classes;
+  std::vector<HeadPlace> heads;      // [n_kv_heads]
+  uint32_t first_list = 0;           // list of class c in a sequence: first_list + c
+  std::vector<IndexConfig> indexes;  // [n_kv_heads], or empty: no head has one
+
+  uint32_t group() const { return n_q_heads / n_kv_heads; }
+};
+
+// What the queries of one head see because of the layer's window and the head's retention, before
+// causality, ranges and trees: a query at position p sees position x when
+//   x > p - window  (window 0: always)   or   first_sink <= x < n_sinks.
+// Fits attention::Visibility {window, sinks = n_sinks} with the range [0, first_sink) excluded
+// where it is not empty.
+struct HeadVisibility {
+  uint64_t window = 0;
+  uint64_t n_sinks = 0;
+  uint64_t first_sink = 0;
+  // The same answer holds for queries at [the one asked for, end). Only a layer whose window is
+  // longer than the n_recent of a head with sinks ever has an end below UINT64_MAX.
+  uint64_t end = UINT64_MAX;
+};
+
+struct Space {
+  std::string name;
+  std::array<uint8_t, 32> fingerprint{};
+  uint32_t n_layers = 0;
+  uint32_t n_q_heads = 0;  // of layers without an override
+  uint32_t n_kv_heads = 0;
+  uint32_t head_dim_k = 0;
+  uint32_t head_dim_v = 0;
+  Dtype dtype = Dtype::kBf16;  // of heads without an override
+  float softmax_scale = 0;
+  float logit_softcap = 0;  // 0: none
+  uint32_t rope_layout = KVM_ROPE_NONE;
+  std::vector<float> rope_inv_freq;
+  // Empty, or per layer: layer l's q head h at sink_logits[l * n_q_heads + h].
+  std::vector<float> sink_logits;
+  uint32_t shard_index = 0;
+  uint32_t n_shards = 1;
+  // Of requests with KVM_MODE_DEFAULT. EXACT with zeros, or valid with eps and delta filled in.
+  ModeChoice default_choice;
+  std::vector<Layer> layers;
+  hash_index::LshParams lsh;  // of all LSH indexes
+  bool has_hashes = false;    // there are some
+  LazyPlanes planes;          // theirs
+
+  uint32_t n_own_layers = 0;
+  uint32_t n_lists = 0;  // head classes over all OWN layers
+  uint64_t bytes_per_token = 0;
+  bool has_indexes = false;  // of some layer
+
+  // REQUIRES here and below: layer < n_layers.
+  // The layer whose classes, lengths and pages `layer` reads.
+  const Layer& storage(uint32_t layer) const { return layers[layers[layer].storage_layer]; }
+  const HeadClass& head_class(uint32_t layer, uint32_t class_index) const {
+    return storage(layer).classes[class_index];
+  }
+  // Where kv head `head` of `layer` (OWN or ALIAS) is stored.
+  HeadPlace place(uint32_t layer, uint32_t head) const { return storage(layer).heads[head]; }
+  // What is kept beside its keys.
+  IndexConfig index(uint32_t layer, uint32_t head) const {
+    const std::vector<IndexConfig>& indexes = storage(layer).indexes;
+    return indexes.empty() ? IndexConfig{} : indexes[head];
+  }
+  // Sink logits of a layer's q heads, [n_q_heads of the layer]; null where there are none.
+  const float* layer_sink_logits(uint32_t layer) const {
+    return sink_logits.empty() ? nullptr : sink_logits.data() + uint64_t{layer} * n_q_heads;
+  }
+  // What queries of the heads of a class see, from query_position on.
+  HeadVisibility visibility(uint32_t layer, uint32_t class_index, uint64_t query_position) const;
+};
+
+// Validates a specification and resolves it.
+// Fails: INVALID (the sentence names the field, its value and what is allowed), UNSUPPORTED
+// (KVM_LAYER_PAIR, a default proposal GRAPH).
+Result<std::shared_ptr<const Space>> resolve_space(const SpaceSpec& spec);
+
+// OK when both describe the same geometry and identity; else EXISTS with a sentence that names the
+// first difference. Compared after resolution: a default and the same value written out agree.
+Status compare_spaces(const Space& registered, const Space& offered);
+
+}  // namespace kvm::engine
+
+#endif  // KVM_ENGINE_SPACE_SPACE_H_

@@ -1,0 +1,147 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/store/kept_tokens.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "base/assert.h"
+#include "base/round.h"
+#include "codecs/convert.h"
+
+namespace kvm::engine {
+
+KeptTokens::KeptTokens(const tiers::SlabClass& slab_class, uint64_t begin, uint32_t capacity)
+    : slab_class_(slab_class), end_(begin), capacity_(capacity) {
+  KVM_ASSERT(slab_class.n_heads == 1);
+  tokens_.reserve(capacity);
+  k_.resize(capacity * slab_class.k_row_bytes());
+  v_.resize(capacity * slab_class.v_row_bytes());
+  k_scales_.resize(dtype_is_scaled(slab_class.dtype_k) ? capacity : 0);
+  v_scales_.resize(dtype_is_scaled(slab_class.dtype_v) ? capacity : 0);
+}
+
+uint64_t KeptTokens::size_bytes() const {
+  return capacity_ * sizeof(Token) + k_.size() + v_.size() +
+         (k_scales_.size() + v_scales_.size()) * sizeof(uint16_t);
+}
+
+KvRun KeptTokens::run(uint32_t slot, uint64_t position, uint32_t n_tokens) const {
+  KvRun run;
+  run.k = k_.data() + slot * slab_class_.k_row_bytes();
+  run.v = v_.data() + slot * slab_class_.v_row_bytes();
+  run.position = position;
+  run.n_tokens = static_cast<uint16_t>(n_tokens);
+  run.dtype_k = slab_class_.dtype_k;
+  run.dtype_v = slab_class_.dtype_v;
+  run.k_scale = k_scales_.empty() ? nullptr : k_scales_.data() + slot;
+  run.v_scale = v_scales_.empty() ? nullptr : v_scales_.data() + slot;
+  return run;
+}
+
+KeptTokens::Choice KeptTokens::plan(std::span<const uint64_t> positions) const {
+  KVM_ASSERT(positions.size() <= capacity_ && positions.size() >= tokens_.size());
+  Choice choice;
+  choice.tokens.reserve(capacity_);
+  std::vector<uint32_t> free_slots;
+  auto old = tokens_.begin();
+  for (const uint64_t position : positions) {
+    for (; old != tokens_.end() && old->position < position; ++old) {
+      free_slots.push_back(old->slot);
+    }
+    const bool is_old = old != tokens_.end() && old->position == position;
+    choice.tokens.push_back({position, is_old ? old->slot : UINT32_MAX});
+    old += is_old ? 1 : 0;
+  }
+  for (; old != tokens_.end(); ++old) {
+    free_slots.push_back(old->slot);
+  }
+  auto next_slot = static_cast<uint32_t>(tokens_.size());
+  for (Token& token : choice.tokens) {
+    if (token.slot != UINT32_MAX) {
+      continue;
+    }
+    if (free_slots.empty()) {
+      token.slot = next_slot++;
+    } else {
+      token.slot = free_slots.back();
+      free_slots.pop_back();
+    }
+    choice.copies.push_back(token);
+  }
+  return choice;
+}
+
+void KeptTokens::copy(std::span<const Token> copies, KvRuns from) {
+  auto source = from.begin();
+  for (const Token& token : copies) {
+    while (source != from.end() && source->position + source->n_tokens <= token.position) {
+      ++source;
+    }
+    KVM_ASSERT(source != from.end() && source->position <= token.position);
+    const uint64_t at = token.position - source->position;
+    const auto copy_row = [&](const void* rows, Dtype dtype, const uint16_t* scales, uint32_t dim,
+                              Dtype own, std::vector<std::byte>* to,
+                              std::vector<uint16_t>* to_scales) {
+      const uint64_t source_bytes = dim * dtype_size_bytes(dtype);
+      const uint64_t own_bytes = dim * dtype_size_bytes(own);
+      codecs::convert_rows({static_cast<const std::byte*>(rows) + at * source_bytes, dtype,
+                            source_bytes, 0, nullptr, scales == nullptr ? nullptr : scales + at},
+                           {to->data() + token.slot * own_bytes, own, own_bytes, 0, nullptr,
+                            to_scales->empty() ? nullptr : to_scales->data() + token.slot},
+                           1, 1, dim);
+    };
+    copy_row(source->k, source->dtype_k, source->k_scale, slab_class_.dim_k, slab_class_.dtype_k,
+             &k_, &k_scales_);
+    copy_row(source->v, source->dtype_v, source->v_scale, slab_class_.dim_v, slab_class_.dtype_v,
+             &v_, &v_scales_);
+  }
+}
+
+void KeptTokens::choose(Choice&& choice, uint64_t new_end) {
+  tokens_ = std::move(choice.tokens);
+  end_ = new_end;
+}
+
+uint64_t KeptTokens::collected_position(const Token& token, bool is_packed) const {
+  return is_packed ? end_ - round_up(tokens_.size(), kPageTokens) + token.slot : token.position;
+}
+
+void KeptTokens::collect(bool is_packed, std::vector<KvRun>* runs) const {
+  if (!is_packed) {
+    for (const Token& token : tokens_) {
+      runs->push_back(run(token.slot, token.position, 1));
+    }
+    return;
+  }
+  const auto n = static_cast<uint32_t>(tokens_.size());
+  const uint64_t first = end_ - round_up(tokens_.size(), kPageTokens);
+  for (uint32_t slot = 0; slot < n; slot += kPageTokens) {
+    runs->push_back(run(slot, first + slot, std::min(n - slot, kPageTokens)));
+  }
+}
+
+void add_sums(std::span<const float> sums, uint64_t position, const KeptTokens* kept,
+              bool is_packed, Masses* masses) {
+  const auto add = [&](uint64_t at, float* mass) {
+    if (at >= position && at - position < sums.size()) {
+      const float sum = sums[at - position];
+      *mass += std::isfinite(sum) && sum > 0 ? sum : 0.0f;
+    }
+  };
+  for (size_t i = 0; kept != nullptr && i < kept->tokens().size(); ++i) {
+    add(kept->collected_position(kept->tokens()[i], is_packed), &masses->kept[i]);
+  }
+  // Neighbours, as far as both reach.
+  const uint64_t first = std::max(position, masses->begin);
+  const uint64_t end = std::min(position + sums.size(), masses->begin + masses->recent.size());
+  if (first < end) {
+    const float* __restrict from = sums.data() + (first - position);
+    float* __restrict to = masses->recent.data() + (first - masses->begin);
+    for (uint64_t i = 0; i < end - first; ++i) {
+      to[i] += from[i] > 0 && from[i] <= std::numeric_limits<float>::max() ? from[i] : 0.0f;
+    }
+  }
+}
+
+}  // namespace kvm::engine

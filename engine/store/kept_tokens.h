@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+// KeptTokens: the tokens that a head chose to keep of pages that it has given up, and the attention
+// mass that it chooses by.
+//
+// Both are shared by forks: rows until one of them chooses anew, masses until one of them attends.
+#ifndef KVM_ENGINE_STORE_KEPT_TOKENS_H_
+#define KVM_ENGINE_STORE_KEPT_TOKENS_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "base/kv_view.h"
+#include "tiers/slab_class.h"
+
+namespace kvm::engine {
+
+// Rows of one head, in the encoding of its class.
+class KeptTokens {
+ public:
+  struct Token {
+    uint64_t position = 0;
+    uint32_t slot = 0;
+  };
+
+  KeptTokens(const tiers::SlabClass& slab_class, uint64_t begin, uint32_t capacity);
+
+  // The pages before this, from those behind the sinks' on, have been given up.
+  uint64_t end() const { return end_; }
+  std::span<const Token> tokens() const { return tokens_; }  // in position order
+  uint64_t size_bytes() const;
+
+  // Tokens that come, and where the rows of those go that are not here yet.
+  struct Choice {
+    std::vector<Token> tokens;
+    std::vector<Token> copies;  // in position order
+  };
+
+  // Of pages [end(), new_end) and of the present tokens those at `positions` stay:
+  //   choice = plan(positions);  copy(...) until all of choice.copies are;  choose(choice, new_end)
+  // REQUIRES: positions are in order, at most capacity and not fewer than there are now.
+  Choice plan(std::span<const uint64_t> positions) const;
+  // Copies rows of tokens in `from` to their slots; who stands there now loses them.
+  // Threads: any, each copy once. tokens() and end() do not change.
+  void copy(std::span<const Token> copies, KvRuns from);
+  void choose(Choice&& choice, uint64_t new_end);
+
+  // Appends the tokens as runs. is_packed: at positions that are not theirs, but consecutive up to
+  // end(), so that they are few runs; no visible rule but causality can tell.
+  void collect(bool is_packed, std::vector<KvRun>* runs) const;
+  // Where collect() says that a token lies.
+  uint64_t collected_position(const Token& token, bool is_packed) const;
+
+ private:
+  KvRun run(uint32_t slot, uint64_t position, uint32_t n_tokens) const;
+
+  tiers::SlabClass slab_class_;
+  uint64_t end_;
+  uint32_t capacity_;
+  std::vector<Token> tokens_;
+  // [capacity] rows; the tokens have slots 0 to tokens_.size() - 1, in no order.
+  std::vector<std::byte> k_;
+  std::vector<std::byte> v_;
+  std::vector<uint16_t> k_scales_;  // of int8 and fp8 rows
+  std::vector<uint16_t> v_scales_;
+};
+
+// Sums of softmax weights, over queries and the q heads of the group.
+struct Masses {
+  uint64_t begin = 0;         // position of the first of `recent`
+  std::vector<float> kept;    // of KeptTokens::tokens()
+  std::vector<float> recent;  // of the tokens from `begin` on
+
+  uint64_t size_bytes() const { return (kept.size() + recent.size()) * sizeof(float); }
+};
+
+// Adds column sums of positions from `position` on, as collect() counts them. kept may be null.
+// What is not finite, or negative, counts as 0. REQUIRES: masses->kept fits `kept`, and
+// masses->recent reaches to the last of the sums.
+void add_sums(std::span<const float> sums, uint64_t position, const KeptTokens* kept,
+              bool is_packed, Masses* masses);
+
+}  // namespace kvm::engine
+
+#endif  // KVM_ENGINE_STORE_KEPT_TOKENS_H_

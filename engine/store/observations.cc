@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/store/observations.h"
+#include "engine/store/store.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "base/undo.h"
+#include "engine/store/observed.h"
+
+namespace kvm::engine {
+namespace {
+
+bool all_finite(const float* values, uint64_t n) {
+  return std::all_of(values, values + n, [](float value) { return std::isfinite(value); });
+}
+
+}  // namespace
+
+Status Store::observe(Sequence* seq, const ObserveInput& input) {
+  KVM_TRY(check_layer(seq, input.layer));
+  const Layer& layer = seq->space().layers[input.layer];
+  const uint32_t row_floats = layer.n_q_heads * seq->space().head_dim_k;
+  const uint64_t present_tokens = layer_length(seq, input.layer);
+  if (input.n_columns > present_tokens || input.column_begin > present_tokens - input.n_columns) {
+    return Status(
+        KVM_ERR_INVALID,
+        fmt::format("{} column sums from position {} are beyond the {} tokens of layer {}",
+                    input.n_columns, input.column_begin, present_tokens, input.layer));
+  }
+  if (input.query_position > kMaxTokens) {
+    return Status(KVM_ERR_INVALID, fmt::format("query_position is {}; it must be at most {}",
+                                               input.query_position, kMaxTokens));
+  }
+  if (!all_finite(input.q, uint64_t{input.n_rows} * row_floats) ||
+      !all_finite(input.column_sums, input.n_columns * layer.n_kv_heads)) {
+    return Status(KVM_ERR_INVALID, "a query or a column sum is not finite");
+  }
+  if (seq->observed.empty()) {
+    seq->observed.resize(seq->space().n_layers);
+  }
+  ObservedRef& ref = seq->observed[input.layer];
+  if (ref.data != nullptr && ref.data.use_count() == 1 && ref.limit == UINT64_MAX) {
+    // In place. It may shrink, when rows are replaced by fewer.
+    const uint64_t before = ref.data->size_bytes();
+    const uint64_t after =
+        observed_bytes_after(ref.data.get(), input, row_floats, layer.n_kv_heads);
+    const uint64_t more = after > before ? after - before : 0;
+    KVM_TRY(memory_.charge(seq->account, more));
+    Undo uncharging([&] { memory_.uncharge(seq->account, more); });
+    add_observation(ref.data.get(), input, row_floats, layer.n_kv_heads);
+    uncharging.dismiss();
+    memory_.uncharge(seq->account, before > after ? before - after : 0);
+    return Status::ok();
+  }
+  KVM_TRY_ASSIGN(std::shared_ptr<Observed> added, memory_.make_charged(seq->account, Observed()));
+  Observed own;
+  if (ref.data != nullptr) {
+    own = *ref.data;
+    truncate_observation(&own, ref.limit, row_floats, layer.n_kv_heads);
+  }
+  const uint64_t own_bytes = observed_bytes_after(&own, input, row_floats, layer.n_kv_heads);
+  KVM_TRY(memory_.charge(seq->account, own_bytes));
+  Undo uncharging([&] { memory_.uncharge(seq->account, own_bytes); });
+  add_observation(&own, input, row_floats, layer.n_kv_heads);
+  uncharging.dismiss();
+  *added = std::move(own);
+  ref = {.data = std::move(added)};
+  return Status::ok();
+}
+
+ObservedView observed_view(const Sequence* seq, uint32_t layer) {
+  ObservedView view;
+  if (seq->observed.empty() || seq->observed[layer].data == nullptr) {
+    return view;
+  }
+  const ObservedRef& ref = seq->observed[layer];
+  const uint64_t n_columns = ref.data->column_sums.size() / seq->space().layers[layer].n_kv_heads;
+  view.query_position = ref.data->query_position;
+  view.n_rows = ref.limit <= ref.data->query_position
+                    ? 0
+                    : static_cast<uint32_t>(std::min<uint64_t>(
+                          ref.data->n_rows, ref.limit - ref.data->query_position));
+  view.q = view.n_rows > 0 ? ref.data->queries.data() : nullptr;
+  view.n_columns = std::min(n_columns, ref.limit);
+  view.column_sums = view.n_columns > 0 ? ref.data->column_sums.data() : nullptr;
+  return view;
+}
+
+void cut_observed(StoreMemory* memory, Sequence* seq, uint64_t n_tokens) {
+  for (uint32_t i = 0; i < seq->observed.size(); ++i) {
+    ObservedRef& ref = seq->observed[i];
+    if (ref.data == nullptr) {
+      continue;
+    }
+    ref.limit = std::min(ref.limit, n_tokens);
+    if (ref.data.use_count() == 1) {
+      const Layer& layer = seq->space().layers[i];
+      const uint64_t before = ref.data->size_bytes();
+      truncate_observation(ref.data.get(), ref.limit, layer.n_q_heads * seq->space().head_dim_k,
+                           layer.n_kv_heads);
+      memory->uncharge(seq->account, before - ref.data->size_bytes());
+      ref.limit = UINT64_MAX;
+    }
+  }
+}
+
+}  // namespace kvm::engine

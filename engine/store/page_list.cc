@@ -1,0 +1,559 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/store/page_list.h"
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <utility>
+
+#include "base/assert.h"
+#include "base/reserve.h"
+#include "base/round.h"
+#include "base/undo.h"
+#include "codecs/convert.h"
+
+namespace kvm::engine {
+
+using tiers::HostPool;
+using tiers::kNoPage;
+using tiers::PageRef;
+using tiers::SlabClass;
+
+PageList::~PageList() {
+  KVM_ASSERT(root_ == nullptr && tail_.page == kNoPage && pending_tail_ == kNoPage &&
+             pending_.empty());
+}
+
+void PageList::swap(PageList& other) noexcept {
+  std::swap(root_, other.root_);
+  std::swap(tail_, other.tail_);
+  std::swap(length_, other.length_);
+  std::swap(n_dropped_, other.n_dropped_);
+  std::swap(dropped_end_, other.dropped_end_);
+  std::swap(n_reserved_, other.n_reserved_);
+  std::swap(pending_tail_, other.pending_tail_);
+  std::swap(pending_, other.pending_);
+  std::swap(spare_, other.spare_);
+}
+
+void PageList::release_segment(Segment* segment, PageBank bank) {
+  if (--segment->n_refs > 0) {
+    return;
+  }
+  for (const PageEntry& entry : segment->entries) {
+    bank.release(entry.page);
+  }
+  delete segment;
+}
+
+Root* PageList::own_root() {
+  if (root_ == nullptr) {
+    root_ = new Root;
+  } else if (root_->n_refs > 1) {
+    auto copy = std::make_unique<Root>();
+    copy->segments = root_->segments;
+    for (Segment* segment : copy->segments) {
+      ++segment->n_refs;
+    }
+    --root_->n_refs;
+    root_ = copy.release();
+  }
+  return root_;
+}
+
+void PageList::expect(uint64_t n_tokens) {
+  constexpr uint64_t kSegmentTokens = kSegmentEntries * kPageTokens;
+  if (n_tokens != 0) {
+    own_root()->segments.reserve(div_up(std::min(n_tokens, kMaxExpectedTokens), kSegmentTokens));
+  }
+}
+
+Segment* PageList::own_segment(size_t index, PageBank bank) {
+  Segment*& place = own_root()->segments[index];
+  if (place->n_refs > 1) {
+    auto copy = std::make_unique<Segment>();
+    copy->entries = place->entries;
+    for (const PageEntry& entry : copy->entries) {
+      bank.add_ref(entry.page);
+    }
+    --place->n_refs;
+    place = copy.release();
+  }
+  return place;
+}
+
+namespace {
+
+// At least twice what there was, up to a whole segment.
+void reserve_in(Segment* segment, uint64_t n_entries) {
+  if (n_entries > segment->entries.capacity()) {
+    segment->entries.reserve(
+        std::min(kSegmentEntries, std::max(n_entries, 2 * segment->entries.capacity())));
+  }
+}
+
+}  // namespace
+
+void PageList::reserve_entries(uint64_t n, PageBank bank) {
+  if (n == 0) {
+    return;
+  }
+  std::vector<Segment*>& segments = own_root()->segments;
+  if (!segments.empty() && segments.back()->entries.size() < kSegmentEntries) {
+    Segment* last = own_segment(segments.size() - 1, bank);
+    const uint64_t n_here = std::min<uint64_t>(n, kSegmentEntries - last->entries.size());
+    reserve_in(last, last->entries.size() + n_here);
+    n -= n_here;
+  }
+  for (; n != 0; n -= std::min<uint64_t>(n, kSegmentEntries)) {
+    spare_.push_back(std::make_unique<Segment>());
+    reserve_in(spare_.back().get(), std::min<uint64_t>(n, kSegmentEntries));
+  }
+  reserve_growing(segments, segments.size() + spare_.size());
+}
+
+void PageList::push_entry(const PageEntry& entry, PageBank bank) {
+  Root* root = own_root();
+  if (root->segments.empty() || root->segments.back()->entries.size() == kSegmentEntries) {
+    if (spare_.empty()) {
+      // Only where a policy has dropped the segment that had room for what was reserved.
+      spare_.push_back(std::make_unique<Segment>());
+    }
+    root->segments.push_back(spare_.back().release());
+    spare_.pop_back();
+  }
+  own_segment(root->segments.size() - 1, bank)->entries.push_back(entry);
+}
+
+size_t PageList::find_segment(uint32_t block) const {
+  if (root_ == nullptr) {
+    return 0;
+  }
+  const auto it = std::partition_point(
+      root_->segments.begin(), root_->segments.end(),
+      [block](const Segment* segment) { return segment->entries.back().block < block; });
+  return static_cast<size_t>(it - root_->segments.begin());
+}
+
+namespace {
+
+// First entry with a block at or beyond `block`.
+template <typename Entries>
+auto find_in(Entries& entries, uint32_t block) {
+  return std::partition_point(entries.begin(), entries.end(),
+                              [block](const PageEntry& entry) { return entry.block < block; });
+}
+
+}  // namespace
+
+PageEntry PageList::find_entry(uint32_t block) const {
+  if (tail_.page != kNoPage && tail_.block == block) {
+    return tail_;
+  }
+  const size_t index = find_segment(block);
+  if (root_ == nullptr || index == root_->segments.size()) {
+    return {};
+  }
+  const auto it = find_in(root_->segments[index]->entries, block);
+  return it->block == block ? *it : PageEntry{};
+}
+
+void PageList::prepare_truncate(uint64_t n_tokens, PageBank bank) {
+  if (n_tokens == length_) {
+    return;
+  }
+  const uint32_t block = static_cast<uint32_t>(n_tokens / kPageTokens);
+  const size_t index = find_segment(block);
+  if (root_ != nullptr && index < root_->segments.size()) {
+    own_root();
+    if (root_->segments[index]->entries.front().block < block) {
+      own_segment(index, bank);
+    }
+  }
+}
+
+void PageList::cut_root(uint32_t block, PageBank bank) {
+  const size_t index = find_segment(block);
+  if (root_ == nullptr || index == root_->segments.size()) {
+    return;
+  }
+  Root* root = own_root();
+  size_t keep = index;
+  if (root->segments[index]->entries.front().block < block) {
+    Segment* segment = own_segment(index, bank);
+    const auto cut = find_in(segment->entries, block);
+    for (auto it = cut; it != segment->entries.end(); ++it) {
+      bank.release(it->page);
+    }
+    segment->entries.erase(cut, segment->entries.end());
+    ++keep;
+  }
+  for (size_t i = keep; i < root->segments.size(); ++i) {
+    release_segment(root->segments[i], bank);
+  }
+  root->segments.resize(keep);
+}
+
+uint64_t PageList::count_stored() const {
+  uint64_t n_stored = tail_.count;
+  if (root_ != nullptr) {
+    for (const Segment* segment : root_->segments) {
+      for (const PageEntry& entry : segment->entries) {
+        n_stored += entry.count;
+      }
+    }
+  }
+  return n_stored;
+}
+
+void PageList::share(const PageList& parent, uint64_t n_tokens, PageBank bank) {
+  KVM_ASSERT(root_ == nullptr && length_ == 0 && n_tokens <= parent.length_);
+  KVM_ASSERT(parent.n_reserved_ == 0);
+  if (parent.root_ != nullptr) {
+    root_ = parent.root_;
+    ++root_->n_refs;
+  }
+  tail_ = parent.tail_;
+  if (tail_.page != kNoPage) {
+    bank.add_ref(tail_.page);
+  }
+  length_ = parent.length_;
+  n_dropped_ = parent.n_dropped_;
+  dropped_end_ = parent.dropped_end_;
+  Undo clearing([&] { clear(bank); });
+  truncate(n_tokens, bank);
+  clearing.dismiss();
+}
+
+void PageList::truncate(uint64_t n_tokens, PageBank bank) {
+  KVM_ASSERT(n_reserved_ == 0 && n_tokens <= length_);
+  if (n_tokens == length_) {
+    return;
+  }
+  const uint32_t block = static_cast<uint32_t>(n_tokens / kPageTokens);
+  const uint32_t fill = static_cast<uint32_t>(n_tokens % kPageTokens);
+  prepare_truncate(n_tokens, bank);
+  PageEntry tail = fill > 0 ? find_entry(block) : PageEntry{};
+  if (tail.page != kNoPage && tail.first < fill) {
+    tail.count = static_cast<uint16_t>(fill - tail.first);
+    bank.add_ref(tail.page);
+  } else {
+    tail = {};
+  }
+  if (tail_.page != kNoPage) {
+    bank.release(tail_.page);
+  }
+  tail_ = tail;
+  cut_root(block, bank);
+  length_ = n_tokens;
+  dropped_end_ = std::min(dropped_end_, n_tokens);
+  n_dropped_ = n_dropped_ == 0 ? 0 : length_ - count_stored();
+}
+
+void PageList::clear(PageBank bank) {
+  rollback(bank);
+  if (root_ != nullptr && --root_->n_refs == 0) {
+    for (Segment* segment : root_->segments) {
+      release_segment(segment, bank);
+    }
+    delete root_;
+  }
+  root_ = nullptr;
+  if (tail_.page != kNoPage) {
+    bank.release(tail_.page);
+  }
+  tail_ = {};
+  length_ = 0;
+  n_dropped_ = 0;
+  dropped_end_ = 0;
+}
+
+uint64_t PageList::give_up(uint64_t n_pages, PageBank bank) {
+  rollback(bank);
+  if (root_ == nullptr || root_->n_refs > 1) {
+    clear(bank);
+    return 1;
+  }
+  const uint64_t n_given = pop_segments(0, n_pages, bank);
+  if (root_->segments.empty()) {
+    clear(bank);
+  }
+  return n_given;
+}
+
+uint64_t PageList::shorten(uint64_t n_tokens, uint64_t n_pages, PageBank bank) {
+  KVM_ASSERT(n_reserved_ == 0);
+  if (root_ == nullptr || n_tokens >= length_) {
+    return 0;
+  }
+  const size_t n_keep = find_segment(static_cast<uint32_t>(n_tokens / kPageTokens)) + 1;
+  if (n_keep >= root_->segments.size()) {
+    return 0;
+  }
+  KVM_ASSERT(root_->n_refs == 1);
+  return pop_segments(n_keep, n_pages, bank);
+}
+
+uint64_t PageList::pop_segments(size_t n_keep, uint64_t n_pages, PageBank bank) {
+  uint64_t n_given = 0;
+  uint64_t n_stored = length_ - n_dropped_;
+  if (tail_.page != kNoPage) {
+    n_stored -= tail_.count;
+    bank.release(tail_.page);
+    tail_ = {};
+    ++n_given;
+  }
+  std::vector<Segment*>& segments = root_->segments;
+  for (; segments.size() > n_keep && n_given < n_pages; segments.pop_back()) {
+    Segment* segment = segments.back();
+    for (const PageEntry& entry : segment->entries) {
+      n_stored -= entry.count;
+    }
+    n_given += segment->n_refs > 1 ? 1 : segment->entries.size();
+    release_segment(segment, bank);
+  }
+  length_ = segments.empty() ? 0 : segments.back()->entries.back().end();
+  n_dropped_ = length_ - n_stored;
+  dropped_end_ = std::min(dropped_end_, length_);
+  return n_given;
+}
+
+bool PageList::tail_needs_page(const SlabClass& slab_class, const HostPool& pool) const {
+  if (tail_fill() == 0) {
+    return false;
+  }
+  return tail_.page == kNoPage || pool.n_refs(tail_.page) > 1 ||
+         pool.slab_class(tail_.page) != slab_class;
+}
+
+uint64_t PageList::pages_to_reserve(uint64_t n_tokens, const SlabClass& slab_class,
+                                    const HostPool& pool) const {
+  const uint64_t room = tail_fill() == 0 ? 0 : kPageTokens - tail_fill();
+  const uint64_t n_beyond = n_tokens > room ? n_tokens - room : 0;
+  return (n_beyond + kPageTokens - 1) / kPageTokens + (tail_needs_page(slab_class, pool) ? 1 : 0);
+}
+
+Status PageList::reserve(uint64_t n_tokens, const SlabClass& slab_class, PageBank bank) {
+  KVM_ASSERT(n_reserved_ == 0 && n_tokens > 0 && n_tokens <= kMaxTokens - length_);
+  const bool replace_tail = tail_needs_page(slab_class, bank.pool());
+  const uint64_t n_pages = pages_to_reserve(n_tokens, slab_class, bank.pool());
+  try {
+    pending_.reserve(n_pages);
+    reserve_entries((length_ + n_tokens) / kPageTokens - length_ / kPageTokens, bank);
+    for (uint64_t i = 0; i < n_pages; ++i) {
+      Result<PageRef> page = bank.allocate(slab_class);
+      if (!page.is_ok()) {
+        rollback(bank);
+        return page.status();
+      }
+      if (i == 0 && replace_tail) {
+        pending_tail_ = page.value();
+      } else {
+        pending_.push_back(page.value());
+      }
+    }
+  } catch (const std::bad_alloc&) {
+    rollback(bank);
+    return Status::fixed(KVM_ERR_NO_MEMORY, "the machine refused memory for a list of pages");
+  }
+  n_reserved_ = n_tokens;
+  return Status::ok();
+}
+
+bool PageList::copy_tail(const HostPool& pool) const {
+  if (pending_tail_ == kNoPage || tail_.page == kNoPage) {
+    return false;
+  }
+  copy_page_rows(pool, tail_.page, pending_tail_, tail_.first, tail_.count);
+  return true;
+}
+
+uint64_t PageList::reserved_in_tail() const {
+  return tail_fill() == 0 ? 0 : std::min<uint64_t>(n_reserved_, kPageTokens - tail_fill());
+}
+
+PageEntry PageList::extended_tail() const {
+  PageEntry tail = tail_;
+  if (pending_tail_ != kNoPage) {
+    tail.page = pending_tail_;
+    if (tail_.page == kNoPage) {
+      tail.block = static_cast<uint32_t>(length_ / kPageTokens);
+      tail.first = static_cast<uint16_t>(tail_fill());
+    }
+  }
+  tail.count = static_cast<uint16_t>(tail.count + reserved_in_tail());
+  return tail;
+}
+
+PageEntry PageList::pending_entry(size_t index) const {
+  const uint64_t first_block = (length_ + kPageTokens - 1) / kPageTokens;
+  const uint64_t n_before = reserved_in_tail() + index * kPageTokens;
+  PageEntry entry;
+  entry.page = pending_[index];
+  entry.block = static_cast<uint32_t>(first_block + index);
+  entry.count = static_cast<uint16_t>(std::min<uint64_t>(kPageTokens, n_reserved_ - n_before));
+  return entry;
+}
+
+PageEntry PageList::reserved_piece(uint64_t position) const {
+  KVM_ASSERT(position >= length_ && position < reserved_length());
+  const uint64_t first_block = (length_ + kPageTokens - 1) / kPageTokens;
+  const uint64_t block = position / kPageTokens;
+  PageEntry entry = block < first_block ? extended_tail()
+                                        : pending_entry(static_cast<size_t>(block - first_block));
+  const uint16_t slot = static_cast<uint16_t>(position % kPageTokens);
+  entry.count = static_cast<uint16_t>(entry.first + entry.count - slot);
+  entry.first = slot;
+  return entry;
+}
+
+void PageList::publish(PageBank bank) {
+  const PageEntry tail = extended_tail();
+  if (pending_tail_ != kNoPage && tail_.page != kNoPage) {
+    bank.release(tail_.page);
+  }
+  tail_ = {};
+  // At most one page is not full, and it is the last.
+  const auto place = [&](const PageEntry& entry) {
+    if (entry.first + entry.count == static_cast<int>(kPageTokens)) {
+      push_entry(entry, bank);
+    } else {
+      tail_ = entry;
+    }
+  };
+  if (tail.page != kNoPage) {
+    place(tail);
+  }
+  for (size_t i = 0; i < pending_.size(); ++i) {
+    place(pending_entry(i));
+  }
+  length_ += n_reserved_;
+  n_reserved_ = 0;
+  pending_tail_ = kNoPage;
+  pending_.clear();
+  spare_.clear();
+}
+
+void PageList::rollback(PageBank bank) {
+  if (pending_tail_ != kNoPage) {
+    bank.release(pending_tail_);
+    pending_tail_ = kNoPage;
+  }
+  for (const PageRef page : pending_) {
+    bank.release(page);
+  }
+  pending_.clear();
+  spare_.clear();
+  n_reserved_ = 0;
+}
+
+void PageList::prepare_drop(uint32_t block_begin, uint32_t block_end, PageBank bank) {
+  for (size_t index = find_segment(block_begin);
+       root_ != nullptr && index < root_->segments.size() &&
+       root_->segments[index]->entries.front().block < block_end;
+       ++index) {
+    const std::vector<PageEntry>& entries = root_->segments[index]->entries;
+    const auto n_dropped = find_in(entries, block_end) - find_in(entries, block_begin);
+    if (n_dropped == static_cast<ptrdiff_t>(entries.size())) {
+      own_root();
+    } else if (n_dropped != 0) {
+      own_segment(index, bank);
+    }
+  }
+}
+
+uint64_t PageList::drop(uint32_t block_begin, uint32_t block_end, PageBank bank) {
+  prepare_drop(block_begin, block_end, bank);
+  uint64_t n_pages = 0;
+  size_t index = find_segment(block_begin);
+  while (root_ != nullptr && index < root_->segments.size() &&
+         root_->segments[index]->entries.front().block < block_end) {
+    const std::vector<PageEntry>& entries = root_->segments[index]->entries;
+    const size_t begin = static_cast<size_t>(find_in(entries, block_begin) - entries.begin());
+    const size_t end = static_cast<size_t>(find_in(entries, block_end) - entries.begin());
+    if (begin == end) {
+      ++index;
+      continue;
+    }
+    const bool is_whole = end - begin == entries.size();
+    Segment* segment = is_whole ? own_root()->segments[index] : own_segment(index, bank);
+    const auto first = segment->entries.begin() + static_cast<ptrdiff_t>(begin);
+    const auto last = segment->entries.begin() + static_cast<ptrdiff_t>(end);
+    for (auto it = first; it != last; ++it) {
+      n_dropped_ += it->count;
+      dropped_end_ = std::max(dropped_end_, it->end());
+    }
+    n_pages += end - begin;
+    if (is_whole) {
+      release_segment(segment, bank);
+      root_->segments.erase(root_->segments.begin() + static_cast<ptrdiff_t>(index));
+      continue;
+    }
+    for (auto it = first; it != last; ++it) {
+      bank.release(it->page);
+    }
+    segment->entries.erase(first, last);
+    ++index;
+  }
+  return n_pages;
+}
+
+void PageList::replace(uint32_t block, PageRef page, PageBank bank) {
+  Segment* segment = own_segment(find_segment(block), bank);
+  const auto it = find_in(segment->entries, block);
+  KVM_ASSERT(it != segment->entries.end() && it->block == block);
+  bank.release(it->page);
+  it->page = page;
+}
+
+bool PageList::covers(uint64_t begin, uint64_t end) const {
+  KVM_ASSERT(end <= length_);
+  if (begin >= end || n_dropped_ == 0 || begin >= dropped_end_) {
+    return true;
+  }
+  uint64_t next = begin;
+  const auto advance = [&](const PageEntry& entry) {
+    if (entry.position() <= next && next < entry.end()) {
+      next = entry.end();
+    }
+  };
+  for (size_t i = find_segment(static_cast<uint32_t>(begin / kPageTokens));
+       root_ != nullptr && i < root_->segments.size() && next < end; ++i) {
+    const std::vector<PageEntry>& entries = root_->segments[i]->entries;
+    for (auto it = find_in(entries, static_cast<uint32_t>(next / kPageTokens));
+         it != entries.end() && next < end && it->position() <= next; ++it) {
+      advance(*it);
+    }
+  }
+  advance(tail_);
+  return next >= end;
+}
+
+void copy_page_rows(const HostPool& pool, PageRef from, PageRef to, uint32_t first,
+                    uint32_t count) {
+  const SlabClass& a = pool.slab_class(from);
+  const SlabClass& b = pool.slab_class(to);
+  KVM_ASSERT(a.dim_k == b.dim_k && a.dim_v == b.dim_v && a.n_heads == b.n_heads);
+  const std::byte* source = pool.data(from);
+  std::byte* target = pool.data(to);
+  codecs::convert_rows({source + first * a.k_row_bytes(), a.dtype_k, a.k_row_bytes(),
+                        a.k_head_bytes(), nullptr, a.k_scales(source, first)},
+                       {target + first * b.k_row_bytes(), b.dtype_k, b.k_row_bytes(),
+                        b.k_head_bytes(), nullptr, b.k_scales(target, first)},
+                       count, a.n_heads, a.dim_k);
+  codecs::convert_rows({source + a.v_offset() + first * a.v_row_bytes(), a.dtype_v, a.v_row_bytes(),
+                        a.v_head_bytes(), nullptr, a.v_scales(source, first)},
+                       {target + b.v_offset() + first * b.v_row_bytes(), b.dtype_v, b.v_row_bytes(),
+                        b.v_head_bytes(), nullptr, b.v_scales(target, first)},
+                       count, a.n_heads, a.dim_v);
+  if (a.has_log_weights && b.has_log_weights) {
+    for (uint32_t head = 0; head < a.n_heads; ++head) {
+      const uint64_t offset = (uint64_t{head} * kPageTokens + first) * sizeof(float);
+      std::memcpy(target + b.log_weight_offset() + offset, source + a.log_weight_offset() + offset,
+                  count * sizeof(float));
+    }
+  }
+}
+
+}  // namespace kvm::engine

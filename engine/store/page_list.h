@@ -1,0 +1,279 @@
+// SPDX-License-Identifier: Apache-2.0
+// PageList: the pages of one (sequence, layer, head class), shared copy-on-write with forks.
+//
+//   PageList --> Root (refcounted) --> Segment (refcounted, up to 128 entries) --> pages
+//       \--> tail: the last page while it is not full, referred to by the list itself
+//       \--> pending: pages reserved for tokens that are not published yet
+//
+// A fork of the whole length copies the list: one reference more on the root, one more on the tail
+// page. Whoever then changes a shared root, segment or page copies that one first. A segment owns
+// one reference on each of its pages, a list one on its tail page and on each pending page.
+//
+// The token at position p lies in slot p % kPageTokens of its page. Positions without a page have
+// been dropped.
+//
+// Threads: the driver thread.  Memory: 16 bytes a page on the heap; pages belong to the bank.
+#ifndef KVM_ENGINE_STORE_PAGE_LIST_H_
+#define KVM_ENGINE_STORE_PAGE_LIST_H_
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "base/kv_view.h"
+#include "base/limits.h"
+#include "base/status.h"
+#include "engine/store/quota.h"
+#include "tiers/host/host_pool.h"
+#include "tiers/slab_class.h"
+
+namespace kvm::engine {
+
+// Who has memory that can be done without.
+class PageRelief {
+ public:
+  // Gives some back; false: there is none.
+  virtual bool relieve() = 0;
+
+ protected:
+  ~PageRelief() = default;
+};
+
+// Where pages come from and go back to, and who pays: bytes of a page are added to the account when
+// it is allocated and taken off when its last reference goes. relief (may be null) is asked before
+// NO_SPACE is the answer.
+class PageBank {
+ public:
+  PageBank(tiers::HostPool* pool, QuotaAccount* account, PageRelief* relief = nullptr)
+      : pool_(pool), account_(account), relief_(relief) {}
+
+  Result<tiers::PageRef> allocate(const tiers::SlabClass& slab_class) {
+    Result<tiers::PageRef> page = pool_->allocate(slab_class);
+    while (!page.is_ok() && page.status().code() == KVM_ERR_NO_SPACE && relief_ != nullptr &&
+           relief_->relieve()) {
+      page = pool_->allocate(slab_class);
+    }
+    account_->charge(Resource::kBytes, page.is_ok() ? slab_class.page_bytes() : 0);
+    return page;
+  }
+  void add_ref(tiers::PageRef page) { pool_->add_ref(page); }
+  void release(tiers::PageRef page) {
+    const uint64_t page_bytes = pool_->page_bytes(page);
+    account_->give_back(Resource::kBytes, pool_->release(page) ? page_bytes : 0);
+  }
+  const tiers::HostPool& pool() const { return *pool_; }
+
+ private:
+  tiers::HostPool* pool_;
+  QuotaAccount* account_;
+  PageRelief* relief_;
+};
+
+// One page of a list: 16 bytes.
+struct PageEntry {
+  tiers::PageRef page = tiers::kNoPage;
+  uint32_t block = 0;      // slot s holds the token at position block * kPageTokens + s
+  uint16_t first = 0;      // first slot that holds a token
+  uint16_t count = 0;      // slots that do; 0 with kNoPage only
+  uint16_t transform = 0;  // KvRun::transform of its tokens; 0: none
+  uint16_t flags = 0;      // zero: none are defined
+
+  uint64_t position() const { return uint64_t{block} * kPageTokens + first; }
+  uint64_t end() const { return position() + count; }
+};
+static_assert(sizeof(PageEntry) == 16);
+
+inline constexpr size_t kSegmentEntries = 128;
+// LIMIT: tokens that tables are made for before they are appended: 1 KiB, which nobody pays for.
+inline constexpr uint64_t kMaxExpectedTokens = 1 << 20;
+
+struct Segment {
+  uint32_t n_refs = 1;
+  std::vector<PageEntry> entries;  // 1 to kSegmentEntries, blocks strictly increasing
+};
+
+struct Root {
+  uint32_t n_refs = 1;
+  std::vector<Segment*> segments;  // in position order; one reference on each
+};
+
+class PageList {
+ public:
+  PageList() = default;
+  PageList(PageList&& other) noexcept { swap(other); }
+  PageList& operator=(PageList&& other) noexcept {
+    swap(other);
+    return *this;
+  }
+  PageList(const PageList&) = delete;
+  PageList& operator=(const PageList&) = delete;
+  // REQUIRES: cleared.
+  ~PageList();
+
+  uint64_t length() const { return length_; }  // published tokens, dropped ones included
+  uint64_t reserved_length() const { return length_ + n_reserved_; }
+  uint64_t n_dropped() const { return n_dropped_; }
+
+  // --- Sharing. REQUIRES here and below: nothing reserved, unless said otherwise. ---------------
+
+  // Makes this empty list the first n_tokens <= parent.length() of `parent`. O(1) for all of it,
+  // else O(segments + kSegmentEntries). This and truncate throw
+  // std::bad_alloc: nothing has changed.
+  void share(const PageList& parent, uint64_t n_tokens, PageBank bank);
+  // Takes what memory truncate(n_tokens) needs, which then throws nothing.
+  void prepare_truncate(uint64_t n_tokens, PageBank bank);
+  // Keeps the first n_tokens <= length().
+  void truncate(uint64_t n_tokens, PageBank bank);
+  // Gives up whole segments of tokens beyond n_tokens from the end on, until n_pages or somewhat
+  // more went, and is then the list of the tokens before; a segment's worth of them at least stays
+  // for truncate(n_tokens). REQUIRES: prepare_truncate(n_tokens). Returns how many went, where a
+  // segment that forks share counts as one: 0 when truncate is next.
+  uint64_t shorten(uint64_t n_tokens, uint64_t n_pages, PageBank bank);
+  // Gives everything up, reservations too.
+  void clear(PageBank bank);
+  // Likewise, but stops after n_pages or somewhat more and is then the list of the tokens before.
+  // Returns how many went, where a segment or a root that forks share counts as one.
+  uint64_t give_up(uint64_t n_pages, PageBank bank);
+
+  // --- Appending --------------------------------------------------------------------------------
+
+  // Makes room in the list's own tables for so many tokens, or kMaxExpectedTokens. Throws
+  // std::bad_alloc: nothing has changed.
+  void expect(uint64_t n_tokens);
+  // Tokens that the tables have room for.
+  uint64_t room() const {
+    return root_ == nullptr ? 0 : root_->segments.capacity() * kSegmentEntries * kPageTokens;
+  }
+  // Pages that reserve(n_tokens) would allocate.
+  uint64_t pages_to_reserve(uint64_t n_tokens, const tiers::SlabClass& slab_class,
+                            const tiers::HostPool& pool) const;
+  // Takes pages for n_tokens >= 1 more. A tail page that is shared, or of another slab class, will
+  // be replaced by a copy: copy_tail fills it. Fails: NO_SPACE, NO_MEMORY; nothing has changed.
+  // ENSURES: publishing it needs no memory.
+  Status reserve(uint64_t n_tokens, const tiers::SlabClass& slab_class, PageBank bank);
+  // Copies the tail's tokens into the reserved copy of the tail page, if there is one. Returns
+  // whether there was.
+  bool copy_tail(const tiers::HostPool& pool) const;
+  // The page that the reserved token at `position` goes to, and the reserved tokens that go there
+  // from it on. REQUIRES: length() <= position < reserved_length().
+  PageEntry reserved_piece(uint64_t position) const;
+  void publish(PageBank bank);
+  // Books that were copied for publishing, because forks share them, stay copies.
+  void rollback(PageBank bank);
+
+  // --- What policies do. Tokens may be reserved: publishing one layer of a sequence moves the
+  // commit point while others are still to be published. ------------------------------------------
+
+  // Takes what memory drop needs, which then throws nothing.
+  void prepare_drop(uint32_t block_begin, uint32_t block_end, PageBank bank);
+  // Drops the tokens of the full pages with blocks in [begin, end). Returns the number of pages.
+  // Throws std::bad_alloc: nothing has changed.
+  uint64_t drop(uint32_t block_begin, uint32_t block_end, PageBank bank);
+  // Puts `page` (a reference is taken over) in the place of the full page of `block`, whose
+  // reference is released. REQUIRES: the block is stored, in a segment. Throws std::bad_alloc:
+  // nothing has changed, and `page` is still the caller's.
+  void replace(uint32_t block, tiers::PageRef page, PageBank bank);
+
+  // --- Reading (also while tokens are reserved) -------------------------------------------------
+
+  // Whether every token of [begin, end) is stored. REQUIRES: end <= length().
+  bool covers(uint64_t begin, uint64_t end) const;
+  // Calls visit(entry, shared) for every page in position order, the reserved ones last, where
+  // shared says that another list refers to the page through a shared root or segment (the page's
+  // own count tells the rest).
+  template <typename Visitor>
+  void for_each(Visitor visit) const {
+    if (root_ != nullptr) {
+      for (const Segment* segment : root_->segments) {
+        const bool shared = root_->n_refs > 1 || segment->n_refs > 1;
+        for (const PageEntry& entry : segment->entries) {
+          visit(entry, shared);
+        }
+      }
+    }
+    const PageEntry tail = extended_tail();
+    if (tail.page != tiers::kNoPage) {
+      visit(tail, false);
+    }
+    for (size_t i = 0; i < pending_.size(); ++i) {
+      visit(pending_entry(i), false);
+    }
+  }
+
+  // The same for pages with blocks in [begin, end). O(segments before + pages in between).
+  template <typename Visitor>
+  void for_each_between(uint64_t begin, uint64_t end, Visitor visit) const {
+    const auto visit_one = [&](const PageEntry& entry) {
+      if (entry.page != tiers::kNoPage && entry.block >= begin && entry.block < end) {
+        visit(entry);
+      }
+    };
+    const size_t n_segments = root_ == nullptr ? 0 : root_->segments.size();
+    for (size_t i = find_segment(static_cast<uint32_t>(begin)); i < n_segments; ++i) {
+      const std::vector<PageEntry>& entries = root_->segments[i]->entries;
+      if (entries.front().block >= end) {
+        break;
+      }
+      std::for_each(entries.begin(), entries.end(), visit_one);
+    }
+    visit_one(extended_tail());
+    for (size_t i = 0; i < pending_.size(); ++i) {
+      visit_one(pending_entry(i));
+    }
+  }
+
+  // For accounts in tests: the parts, as they are.
+  const Root* root() const { return root_; }
+  const PageEntry& tail() const { return tail_; }
+  tiers::PageRef pending_tail() const { return pending_tail_; }
+  const std::vector<tiers::PageRef>& pending() const { return pending_; }
+
+ private:
+  void swap(PageList& other) noexcept;
+  uint32_t tail_fill() const { return static_cast<uint32_t>(length_ % kPageTokens); }
+  // Reserved tokens that go into the page that length_ lies in (0 where it begins a new page).
+  uint64_t reserved_in_tail() const;
+  // The tail as it is once the reservation is published: with the copy's page and its tokens.
+  PageEntry extended_tail() const;
+  PageEntry pending_entry(size_t index) const;
+  bool tail_needs_page(const tiers::SlabClass& slab_class, const tiers::HostPool& pool) const;
+  // The root, or the segment at `index` of it, for changing: unshared first.
+  Root* own_root();
+  Segment* own_segment(size_t index, PageBank bank);
+  // Makes room for n more entries of push_entry, which then throws nothing.
+  void reserve_entries(uint64_t n, PageBank bank);
+  void push_entry(const PageEntry& entry, PageBank bank);
+  // Removes everything from `block` on from the root.
+  void cut_root(uint32_t block, PageBank bank);
+  // Index of the first segment that ends at or beyond `block`; the number of segments if none does.
+  size_t find_segment(uint32_t block) const;
+  // The stored entry of a block, from the segments or the tail; page == kNoPage: dropped.
+  PageEntry find_entry(uint32_t block) const;
+  uint64_t count_stored() const;
+  // Releases segments from the end on until n_keep are left or n_pages went, the tail before them.
+  // REQUIRES: the root is this list's own. The length is that of what is left.
+  uint64_t pop_segments(size_t n_keep, uint64_t n_pages, PageBank bank);
+  static void release_segment(Segment* segment, PageBank bank);
+
+  Root* root_ = nullptr;
+  PageEntry tail_;
+  uint64_t length_ = 0;
+  uint64_t n_dropped_ = 0;
+  uint64_t dropped_end_ = 0;  // every position from here on is stored
+  uint64_t n_reserved_ = 0;
+  tiers::PageRef pending_tail_ = tiers::kNoPage;  // replaces the tail's page at publish
+  std::vector<tiers::PageRef> pending_;
+  std::vector<std::unique_ptr<Segment>> spare_;  // for what is reserved
+};
+
+// Copies rows [first, first + count) of every head from one page to another, converting where the
+// slab classes differ. REQUIRES: both have the same heads and dims.
+void copy_page_rows(const tiers::HostPool& pool, tiers::PageRef from, tiers::PageRef to,
+                    uint32_t first, uint32_t count);
+
+}  // namespace kvm::engine
+
+#endif  // KVM_ENGINE_STORE_PAGE_LIST_H_

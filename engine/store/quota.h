@@ -1,0 +1,183 @@
+// SPDX-License-Identifier: Apache-2.0
+// Quotas: how much of each resource a client, and all clients of a user (its tenant), may hold.
+//
+//   QuotaBook -- one --> tenant (uid) -- one --> client (connection)
+//
+// An account of a client is charged together with that of its tenant, so the sum of the clients is
+// the tenant's use, exactly, at all times. Whoever is about to take something checks first; what is
+// refused has changed nothing. A limit may be set below what is held: nothing is taken away, and
+// nothing more is given until enough has come back.
+//
+// Threads: one, the driver's.
+#ifndef KVM_ENGINE_STORE_QUOTA_H_
+#define KVM_ENGINE_STORE_QUOTA_H_
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/status.h"
+
+namespace kvm::engine {
+
+using ClientId = uint64_t;
+
+enum class Resource : uint8_t {
+  kSequences,
+  kBytes,       // of KV pages, observations and indexes, each counted once, whole
+  kArenas,      // that are mapped or being made
+  kArenaBytes,  // of these
+  kQueues,
+  kRequests,  // taken from a queue and not answered yet
+};
+inline constexpr std::array kResources = {Resource::kSequences, Resource::kBytes,
+                                          Resource::kArenas,    Resource::kArenaBytes,
+                                          Resource::kQueues,    Resource::kRequests};
+// As in configuration files and tools: "sequences", "bytes", "arenas", "arena_bytes", "queues",
+// "requests".
+const char* resource_name(Resource resource);
+std::optional<Resource> parse_resource(std::string_view name);
+
+template <typename T>
+class PerResource {
+ public:
+  T& operator[](Resource resource) { return values_[static_cast<size_t>(resource)]; }
+  const T& operator[](Resource resource) const { return values_[static_cast<size_t>(resource)]; }
+  bool operator==(const PerResource&) const = default;
+
+ private:
+  std::array<T, kResources.size()> values_{};
+};
+using Amounts = PerResource<uint64_t>;
+
+inline constexpr uint64_t kNoLimit = UINT64_MAX;
+Amounts no_limits();
+// What is set replaces a limit, the rest stays.
+using LimitChanges = PerResource<std::optional<uint64_t>>;
+
+struct TenantLimits {
+  Amounts each = no_limits();            // of every user
+  std::map<uint32_t, LimitChanges> own;  // by uid: where a user's differ
+};
+
+// Who a client is.
+struct ClientSpec {
+  uint32_t uid = 0;
+  uint32_t pid = 0;
+  std::string name;
+  LimitChanges limits;  // where its limits differ from those of other clients
+  Amounts beside{};     // what its library makes for itself: admitted beside the limits
+};
+
+// Snapshots for tools and metrics.
+struct ClientUsage {
+  ClientId client = 0;
+  uint32_t uid = 0;
+  uint32_t pid = 0;
+  std::string name;
+  Amounts used;
+  Amounts limits;
+  uint64_t n_refused = 0;   // requests and messages, for its own limits or its tenant's
+  uint64_t n_requests = 0;  // that the engine has been given
+};
+struct TenantUsage {
+  uint32_t uid = 0;
+  uint32_t n_clients = 0;
+  Amounts used;
+  Amounts limits;
+};
+
+// What a client, or a tenant, holds.
+class QuotaAccount {
+ public:
+  // owner: for sentences. tenant: null for an account of a tenant. beside: as ClientSpec has it.
+  QuotaAccount(std::string owner, const Amounts& limits, QuotaAccount* tenant,
+               const Amounts& beside = {})
+      : owner_(std::move(owner)), limits_(limits), beside_(beside), tenant_(tenant) {}
+
+  uint64_t used(Resource resource) const { return used_[resource]; }
+  const Amounts& used() const { return used_; }
+  const Amounts& limits() const { return limits_; }
+  // The smaller of its own limit and its tenant's.
+  uint64_t limit(Resource resource) const;
+  // What could be charged now without passing its own.
+  uint64_t own_room(Resource resource) const;
+  // The same without passing either.
+  uint64_t room(Resource resource) const;
+
+  // `what` is about to take n: "the append". Fails: QUOTA, naming the numbers and whose they are;
+  // counted.
+  Status check(Resource resource, uint64_t n, std::string_view what);
+  // REQUIRES: room(resource) >= n.
+  void charge(Resource resource, uint64_t n);
+  // REQUIRES: used(resource) >= n.
+  void give_back(Resource resource, uint64_t n);
+
+  QuotaAccount* tenant() const { return tenant_; }
+  void set_limits(const LimitChanges& changes);
+  uint64_t n_refused() const { return n_refused_; }
+  void note_request() { ++n_requests_; }
+  uint64_t n_requests() const { return n_requests_; }
+
+ private:
+  // What may be held, with what is admitted beside the limit.
+  uint64_t admitted(Resource resource) const;
+  bool has_room(Resource resource, uint64_t n) const;
+
+  std::string owner_;
+  Amounts used_;
+  Amounts limits_;
+  Amounts beside_;
+  QuotaAccount* tenant_;
+  uint64_t n_refused_ = 0;
+  uint64_t n_requests_ = 0;
+};
+
+// All accounts.
+class QuotaBook {
+ public:
+  explicit QuotaBook(TenantLimits tenant_limits) : tenant_limits_(std::move(tenant_limits)) {}
+
+  // limits: of a client whose spec changes none. The account stays where it is until it is closed.
+  QuotaAccount* open(ClientId client, const ClientSpec& spec, const Amounts& limits);
+  // Whatever the client still holds is the tenant's no more.
+  void close(ClientId client);
+  // Null: there is no such client.
+  QuotaAccount* find(ClientId client);
+
+  // In the order of ids and of uids; tenants with clients, or with limits of their own.
+  std::vector<ClientUsage> clients() const;
+  std::vector<TenantUsage> tenants() const;
+
+  // Fails: NOT_FOUND.
+  Status set_client_limits(ClientId client, const LimitChanges& changes);
+  // Of clients that are connected and of those to come.
+  void set_tenant_limits(uint32_t uid, const LimitChanges& changes);
+
+ private:
+  struct Tenant {
+    explicit Tenant(QuotaAccount&& own) : account(std::move(own)) {}
+    QuotaAccount account;
+    uint32_t n_clients = 0;
+  };
+  struct Client {
+    ClientSpec spec;
+    QuotaAccount account;
+  };
+
+  Amounts limits_of_tenant(uint32_t uid) const;
+
+  TenantLimits tenant_limits_;
+  std::map<uint32_t, std::unique_ptr<Tenant>> tenants_;  // with clients
+  std::map<ClientId, std::unique_ptr<Client>> clients_;
+};
+
+}  // namespace kvm::engine
+
+#endif  // KVM_ENGINE_STORE_QUOTA_H_

@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0
+// Sequence and SpaceRecord: what a store keeps of each, for the files behind engine/store/store.h.
+//
+// Threads: the driver thread.
+#ifndef KVM_ENGINE_STORE_SEQUENCE_H_
+#define KVM_ENGINE_STORE_SEQUENCE_H_
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "base/status.h"
+#include "engine/space/space.h"
+#include "engine/store/kept_tokens.h"
+#include "engine/store/layer_index.h"
+#include "engine/store/mean_entry.h"
+#include "engine/store/observed.h"
+#include "engine/store/page_list.h"
+#include "engine/store/store_memory.h"
+#include "kvm.h"
+#include "policies/policy.h"
+
+namespace kvm::engine {
+
+// The lists of a space that one policy decides about.
+struct Governed {
+  const policies::Policy* policy = nullptr;
+  struct Member {
+    uint32_t layer;
+    uint32_t class_index;
+  };
+  std::vector<Member> members;
+};
+
+struct SpaceRecord {
+  kvm_space_id id = 0;
+  std::shared_ptr<const Space> space;
+  std::vector<Governed> governed;
+  uint64_t n_sequences = 0;
+};
+
+// Observations of one layer, perhaps shared, of which positions below `limit` hold.
+struct ObservedRef {
+  std::shared_ptr<Observed> data;
+  uint64_t limit = UINT64_MAX;
+};
+
+// Likewise masses of one list.
+struct MassesRef {
+  std::shared_ptr<Masses> data;
+  uint64_t limit = UINT64_MAX;
+};
+
+struct Sequence {
+  kvm_seq_id id = 0;
+  Account* account = nullptr;
+  SpaceRecord* record = nullptr;
+  uint32_t flags = 0;
+  uint64_t n_committed = 0;
+  std::vector<PageList> lists;  // [Space::n_lists]
+  // Per Governed of the space: the commit point at which the policy wants to be asked again.
+  std::vector<uint64_t> next_commits;
+  policies::EventSet due_events = 0;  // that policies have not been asked about
+  std::vector<ObservedRef> observed;  // empty, or [n_layers]
+  std::vector<IndexRef> indexes;      // [n_layers], or empty: the space has none
+  // [Space::n_lists], or empty: nothing has been folded.
+  std::vector<std::shared_ptr<MeanEntry>> mean_entries;
+  // Likewise of lists that choose tokens.
+  std::vector<std::shared_ptr<KeptTokens>> kept;
+  std::vector<MassesRef> masses;
+
+  const Space& space() const { return *record->space; }
+  // The lists of an OWN layer.
+  std::span<PageList> layer_lists(uint32_t layer) {
+    const Layer& own = space().layers[layer];
+    return {lists.data() + own.first_list, own.classes.size()};
+  }
+  std::span<const PageList> layer_lists(uint32_t layer) const {
+    const Layer& own = space().layers[layer];
+    return {lists.data() + own.first_list, own.classes.size()};
+  }
+  // The lists that hold the tokens of a layer: those of its storage layer, none where it is ABSENT.
+  std::span<const PageList> stored_lists(uint32_t layer) const {
+    return layer_lists(space().layers[layer].storage_layer);
+  }
+};
+
+inline void note(Sequence* seq, policies::Event event) {
+  seq->due_events |= policies::event_bit(event);
+}
+// Moves the commit point, forwards only.
+void advance_commit(Sequence* seq, uint64_t n_tokens);
+
+// Gives up pages of a sequence that is freed until *n_given, which counts them, has reached
+// max_pages. True when it holds nothing any more; until then it is one that is shorter than it was.
+bool give_up_some(StoreMemory* memory, Sequence* seq, uint64_t max_pages, uint64_t* n_given);
+
+// One Governed per policy object that has anything to decide.
+std::vector<Governed> find_governed(const Space& space);
+
+uint64_t shortest_layer(const Sequence* seq);
+uint64_t longest_layer(const Sequence* seq);
+// As Store::length.
+uint64_t layer_length(const Sequence* seq, uint32_t layer);
+
+// INVALID: beyond the space, or ABSENT.
+Status check_layer(const Sequence* seq, uint32_t layer);
+
+// Forget what was folded and kept of tokens from n_tokens on. Cuts that would need a part of it are
+// refused before (check_cut); who cuts before all of it has nothing of it left.
+void cut_mean_entries(Sequence* seq, uint64_t n_tokens);
+void cut_kept_tokens(Sequence* seq, uint64_t n_tokens);
+// What the index of the first n_tokens covers stays. Throws nothing; it is no use of the index.
+void cut_indexes(Sequence* seq, uint64_t n_tokens);
+// Keeps the index of a layer from making way. REQUIRES: the pin is gone before anything changes the
+// sequence.
+IndexPin pin_layer_index(const Sequence* seq, uint32_t layer);
+
+}  // namespace kvm::engine
+
+#endif  // KVM_ENGINE_STORE_SEQUENCE_H_

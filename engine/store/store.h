@@ -1,0 +1,216 @@
+// SPDX-License-Identifier: Apache-2.0
+// Store: spaces, sequences and their page lists; who owns which page, and what it costs whom.
+//
+// The metadata half of the engine: it validates ids, lengths and quotas, allocates pages, shares
+// them copy-on-write, applies what policies decide, and hands out views. It never waits, runs no
+// task and knows nothing of requests.
+//
+// A request that appends and attends, for each (sequence, layer):
+//
+//   KVM_TRY(store.reserve_append(items, &pieces));   // pages are there, lengths as before
+//   ... tasks copy K and V rows to pieces[i].k / .v ...
+//   store.collect_runs(seq, layer, class_index, &runs);   // reserved tokens included
+//   ... tasks attend over the runs ...
+//   store.publish(seq, layer);         // lengths grow, the commit point moves
+//   ... retention (below): policies act on what was committed ...
+//   (or store.rollback(seq, layer): as if never reserved)
+//
+// Threads: the driver thread calls everything. Tasks on other threads may read and write the bytes
+// that pieces and runs point to, as long as no function that changes that sequence is called; calls
+// that change OTHER sequences are fine, forks of it included: the store never writes a byte that a
+// published or reserved token of another sequence occupies, and frees a page only when no sequence
+// refers to it.
+// Memory: KV pages, observations and indexes are bounded by StoreOptions::host_capacity_bytes; page
+// lists cost 16 bytes a page on the heap and are not counted.
+// Fails: a call that fails has changed nothing, except that indexes may have made way.
+#ifndef KVM_ENGINE_STORE_STORE_H_
+#define KVM_ENGINE_STORE_STORE_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "base/kv_view.h"
+#include "base/request.h"
+#include "base/status.h"
+#include "engine/space/space.h"
+#include "engine/store/id_table.h"
+#include "engine/store/observations.h"
+#include "engine/store/seq_page.h"
+#include "engine/store/sequence.h"
+#include "engine/store/store_check.h"
+#include "engine/store/store_memory.h"
+#include "engine/store/store_types.h"
+#include "kvm.h"
+
+namespace kvm::engine {
+
+class Store final {
+ public:
+  // REQUIRES: options.host_capacity_bytes > 0.
+  static Result<std::unique_ptr<Store>> open(const StoreOptions& options);
+  ~Store();
+  Store(const Store&) = delete;
+  Store& operator=(const Store&) = delete;
+
+  // --- Clients ----------------------------------------------------------------------------------
+
+  // Ids start at 1 and are never reused.
+  ClientId add_client(const ClientSpec& spec);
+  // Frees the client's sequences and forgets it. No reservation of them may be open: roll back
+  // first. An unknown client is ignored.
+  void remove_client(ClientId client);
+  // Bytes charged to a client: each page that its sequences hold counts once, whole, whoever of
+  // them allocated it (sequences of different clients never share pages); its observations and
+  // indexes count once as well. 0 for an unknown client.
+  uint64_t client_bytes(ClientId client) const;
+  // Frees sequences of a client that is about to be removed, about max_pages pages of them; appends
+  // the ids of those that are gone. False: none are left.
+  bool free_some(ClientId client, uint64_t max_pages, std::vector<kvm_seq_id>* gone);
+  QuotaBook& quotas() { return memory_.quotas(); }
+
+  // --- Spaces -----------------------------------------------------------------------------------
+
+  // As kvm_space_register. Fails: INVALID, UNSUPPORTED, EXISTS, LIMIT.
+  Result<kvm_space_id> register_space(const SpaceSpec& spec);
+  Result<kvm_space_id> find_space(std::string_view name) const;  // NOT_FOUND
+  // Fails here and below: NOT_FOUND, STALE, LOST (an id of another start of the service).
+  Result<const Space*> space(kvm_space_id id) const;
+  Result<kvm_space_info> space_info(kvm_space_id id) const;
+  std::vector<kvm_space_info> list_spaces() const;
+  Status drop_space(kvm_space_id id);  // and BUSY
+
+  // --- Sequences --------------------------------------------------------------------------------
+  // No function here that changes a sequence may be called while a reservation of it is open,
+  // except those of the next section.
+
+  // Fails: NOT_FOUND, STALE, LOST, PERMISSION (of another client).
+  Result<Sequence*> find_seq(ClientId client, kvm_seq_id id);
+  // Whose a sequence is.
+  Result<ClientId> seq_client(kvm_seq_id id) const;
+  // flags: KVM_SEQ_*. n_expected: tokens that the tables of the sequence have room for from the
+  // beginning on (PageList::expect). Fails: as space(), INVALID (flags), QUOTA (sequences).
+  // REQUIRES: the client exists.
+  Result<kvm_seq_id> create_seq(ClientId client, kvm_space_id space, uint32_t flags,
+                                uint64_t n_expected = 0);
+  // As kvm_seq_fork; the child belongs to the parent's client. O(lists of the space) for the whole
+  // length, plus O(segments) for a part. Fails: INVALID, PARTIAL, QUOTA.
+  Result<kvm_seq_id> fork_seq(Sequence* parent, uint64_t n_tokens);
+  // The same checks without forking.
+  Status check_fork(const Sequence* parent, uint64_t n_tokens) const;
+  Status truncate_seq(Sequence* seq, uint64_t n_tokens);  // PARTIAL
+  // The same in parts of about max_pages pages, for there may be millions: true when it is done.
+  // Until then the sequence ends somewhere between: call again with the same n_tokens, which cannot
+  // fail then, before anything else is done with it.
+  Result<bool> truncate_part(Sequence* seq, uint64_t n_tokens, uint64_t max_pages);
+  Status commit_seq(Sequence* seq, uint64_t n_tokens);  // INVALID
+  // The pointer and the id are dead afterwards.
+  void free_seq(Sequence* seq);
+  // The same in parts of about max_pages pages, for a sequence may have millions: true when it is
+  // gone. Nothing else may be done with one that was begun but to look at it.
+  bool free_part(Sequence* seq, uint64_t max_pages);
+
+  const Space& seq_space(const Sequence* seq) const { return seq->space(); }
+  // Published tokens of a layer (of its storage layer, if ALIAS; 0 if ABSENT).
+  uint64_t length(const Sequence* seq, uint32_t layer) const { return layer_length(seq, layer); }
+  // The same with an open reservation counted in.
+  uint64_t reserved_length(const Sequence* seq, uint32_t layer) const;
+  uint64_t n_committed(const Sequence* seq) const { return seq->n_committed; }
+
+  // Immediate; struct_size is set. O(pages referenced).
+  kvm_seq_info seq_info(const Sequence* seq) const;
+  // As Engine::list_seqs.
+  SeqPage list_seqs(ClientId client, kvm_space_id space, bool all_clients, kvm_seq_id begin,
+                    size_t n_max) const;
+
+  // --- Appending --------------------------------------------------------------------------------
+
+  // Makes room for the tokens of all items, or of none, and appends to *pieces where each of them
+  // goes (ordered by item, class, token). Pages that the tail of a list shares with another
+  // sequence are copied here (their valid tokens only). Every reservation must be closed by publish
+  // or rollback, per (sequence, layer), in any order.
+  // REQUIRES: no (sequence, storage layer) occurs twice or has an open reservation.
+  // Fails: INVALID (layer beyond the space, ALIAS, ABSENT, n_tokens = 0, position overflow),
+  //        HOLE (position is not the layer's length), QUOTA, NO_SPACE, NO_MEMORY.
+  Status reserve_append(std::span<const AppendItem> items, std::vector<AppendPiece>* pieces);
+  // The same checks of one item without reserving: INVALID and HOLE.
+  Status check_append(const AppendItem& item) const;
+  // Makes the reserved tokens part of the sequence. Unless the sequence commits by hand, the commit
+  // point moves to the shortest layer's length. Runs collected before are invalid.
+  void publish(Sequence* seq, uint32_t layer);
+  void rollback(Sequence* seq, uint32_t layer);
+
+  // --- Reading ----------------------------------------------------------------------------------
+
+  // Appends to *runs the stored tokens of a head class in position order, reserved ones included:
+  // one run per page; dropped tokens are gaps. Every run points to head 0 of its page: the rows of
+  // another head of the class lie HeadPlace::head * kPageTokens rows further (attention::Problem
+  // takes that number as `head`). layer: OWN or ALIAS; class_index: of the storage layer.
+  // Nothing for an ABSENT layer. Valid until the next call that changes this sequence.
+  // Tokens that a head chose to keep have consecutive positions where is_packed
+  // (engine/store/kept_tokens.h).
+  void collect_runs(const Sequence* seq, uint32_t layer, uint32_t class_index,
+                    std::vector<KvRun>* runs, bool is_packed = true) const;
+  // Pins the pages of those runs that have kPageTokens tokens, so that the runs stay valid. Pages
+  // that nobody else has any more are given back, and taken off the account, by unpin_pages.
+  // The client of the sequence must not be removed before.
+  void pin_pages(const Sequence* seq, uint32_t layer, uint32_t class_index, PagePins* pins);
+  void unpin_pages(PagePins* pins);
+  // PARTIAL when a query at first_query_position or later, of any head of the layer, would see a
+  // token that was dropped. Fails also: INVALID (layer beyond the space, or ABSENT).
+  Status check_visible(const Sequence* seq, uint32_t layer, uint64_t first_query_position) const;
+  // For kvm_read: INVALID (layer, or range beyond the published length), PARTIAL (a head has
+  // dropped one of the tokens [position, position + n_tokens), and not kept it otherwise).
+  Status check_read(const Sequence* seq, uint32_t layer, uint64_t position,
+                    uint64_t n_tokens) const;
+
+  // --- Observations -----------------------------------------------------------------------------
+
+  // Keeps the newest kMaxObservedRows rows and adds column sums up. Rows that do not follow the
+  // kept ones directly replace them. Fails: INVALID (layer not OWN or ALIAS, columns beyond the
+  // layer's length, a number that is not finite), QUOTA, NO_SPACE.
+  Status observe(Sequence* seq, const ObserveInput& input);
+  ObservedView observed(const Sequence* seq, uint32_t layer) const {
+    return observed_view(seq, layer);
+  }
+
+  // --- Memory and statistics --------------------------------------------------------------------
+
+  // Gives a bounded amount of emptied memory beyond cached_bytes, and of hash tables that are not
+  // needed any more, back to the operating system (at most about a millisecond's worth). Returns
+  // whether more remains: a driver without other work calls it until it does not. Other functions
+  // give back a little as they go.
+  bool housekeep() { return memory_.housekeep(); }
+  // Fills n_spaces, n_sequences, n_pages, host_*, observed_bytes, n_tokens_appended,
+  // bytes_appended, n_pages_dropped, n_pages_copied, index_bytes, n_index_*; leaves the rest.
+  void add_stats(kvm_stats* stats) const;
+  // Recounts every reference, page and byte from the lists and aborts on the first that disagrees
+  // with the running accounts. O(everything): for tests. REQUIRES: nothing is pinned.
+  void check_accounts() const { check_store(memory_, sequences_); }
+
+  // Pages, quotas and counts, for index/ and retention/, which build on them.
+  StoreMemory& memory() { return memory_; }
+  const StoreMemory& memory() const { return memory_; }
+
+ private:
+  Store(const StoreOptions& options, uint32_t epoch_tag);
+
+  // PARTIAL where queries at n_tokens and later would miss tokens below n_tokens.
+  static Status check_cut(const Sequence* seq, uint64_t n_tokens);
+  Status check_limits(Account* account, std::string_view what) const;
+  // Throws std::bad_alloc: nothing has changed, and `seq` is the caller's.
+  kvm_seq_id add_seq(std::unique_ptr<Sequence>&& seq);
+  void remove_seq(Sequence* seq);
+
+  const StoreOptions options_;
+  StoreMemory memory_;
+  IdTable<SpaceRecord> spaces_;
+  IdTable<Sequence> sequences_;
+};
+
+}  // namespace kvm::engine
+
+#endif  // KVM_ENGINE_STORE_STORE_H_

@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/store/store.h"
+
+#include <fmt/format.h>
+
+#include <unordered_map>
+#include <utility>
+
+#include "base/counted.h"
+
+namespace kvm::engine {
+namespace {
+
+// The quotas of all clients concerned hold what all items together need.
+Status check_quota(StoreMemory* memory, std::span<const AppendItem> items) {
+  std::unordered_map<Account*, uint64_t> needs;
+  for (const AppendItem& item : items) {
+    const std::span<const PageList> lists = std::as_const(*item.seq).layer_lists(item.layer);
+    for (uint32_t i = 0; i < lists.size(); ++i) {
+      const tiers::SlabClass& slab_class = item.seq->space().head_class(item.layer, i).slab_class;
+      needs[item.seq->account] +=
+          lists[i].pages_to_reserve(item.n_tokens, slab_class, memory->pool()) *
+          slab_class.page_bytes();
+    }
+  }
+  std::unordered_map<QuotaAccount*, uint64_t> tenant_needs;
+  for (const auto& [account, need] : needs) {
+    if (need > 0) {
+      KVM_TRY(memory->make_quota_room(account, need, "the append"));
+      tenant_needs[account->quota->tenant()] += need;
+    }
+  }
+  for (const auto& [tenant, need] : tenant_needs) {
+    KVM_TRY(tenant->check(Resource::kBytes, need, "the append"));
+  }
+  return Status::ok();
+}
+
+void rollback_lists(StoreMemory* memory, Sequence* seq, uint32_t layer) {
+  for (PageList& list : seq->layer_lists(layer)) {
+    list.rollback(memory->bank(seq->account));
+  }
+}
+
+Status reserve_item(StoreMemory* memory, const AppendItem& item) {
+  const std::span<PageList> lists = item.seq->layer_lists(item.layer);
+  if (lists[0].reserved_length() != lists[0].length()) {
+    return Status(KVM_ERR_INVALID, fmt::format("sequence {:#x} is appended to twice in layer {}",
+                                               item.seq->id, item.layer));
+  }
+  for (uint32_t i = 0; i < lists.size(); ++i) {
+    const Status status =
+        lists[i].reserve(item.n_tokens, item.seq->space().head_class(item.layer, i).slab_class,
+                         memory->bank(item.seq->account));
+    if (!status.is_ok()) {
+      rollback_lists(memory, item.seq, item.layer);
+      return status;
+    }
+  }
+  return Status::ok();
+}
+
+}  // namespace
+
+Status Store::check_append(const AppendItem& item) const {
+  KVM_TRY(check_layer(item.seq, item.layer));
+  if (item.seq->space().layers[item.layer].kind == KVM_LAYER_ALIAS) {
+    return Status(KVM_ERR_INVALID,
+                  fmt::format("layer {} is an alias of layer {}; append there", item.layer,
+                              item.seq->space().layers[item.layer].storage_layer));
+  }
+  const uint64_t present = layer_length(item.seq, item.layer);
+  if (item.position != KVM_POSITION_END && item.position != present) {
+    return Status(KVM_ERR_HOLE,
+                  fmt::format("append_position is {}; layer {} of sequence {:#x} has {}",
+                              item.position, item.layer, item.seq->id, counted(present, "token")));
+  }
+  if (item.n_tokens == 0 || item.n_tokens > kMaxTokens - present) {
+    return Status(KVM_ERR_INVALID, fmt::format("n_append is {}; it must be 1 to {}", item.n_tokens,
+                                               kMaxTokens - present));
+  }
+  return Status::ok();
+}
+
+Status Store::reserve_append(std::span<const AppendItem> items, std::vector<AppendPiece>* pieces) {
+  for (const AppendItem& item : items) {
+    KVM_TRY(check_append(item));
+  }
+  KVM_TRY(check_quota(&memory_, items));
+  for (size_t i = 0; i < items.size(); ++i) {
+    const Status status = reserve_item(&memory_, items[i]);
+    if (!status.is_ok()) {
+      for (size_t j = 0; j < i; ++j) {
+        rollback_lists(&memory_, items[j].seq, items[j].layer);
+      }
+      memory_.trim_after_free();
+      return status;
+    }
+  }
+  for (uint32_t i = 0; i < items.size(); ++i) {
+    const std::span<const PageList> lists =
+        std::as_const(*items[i].seq).layer_lists(items[i].layer);
+    for (uint32_t c = 0; c < lists.size(); ++c) {
+      memory_.counts().n_pages_copied += lists[c].copy_tail(memory_.pool()) ? 1 : 0;
+      const HeadClass& head_class = items[i].seq->space().head_class(items[i].layer, c);
+      const tiers::SlabClass& slab_class = head_class.slab_class;
+      const uint64_t begin = lists[c].length();
+      for (uint64_t p = begin; p < lists[c].reserved_length();) {
+        const PageEntry entry = lists[c].reserved_piece(p);
+        std::byte* data = memory_.pool().data(entry.page);
+        pieces->push_back(
+            {.item = i,
+             .class_index = c,
+             .token = static_cast<uint32_t>(p - begin),
+             .n_tokens = entry.count,
+             .k = data + entry.first * slab_class.k_row_bytes(),
+             .v = data + slab_class.v_offset() + entry.first * slab_class.v_row_bytes(),
+             .k_scale = slab_class.k_scales(data, entry.first),
+             .v_scale = slab_class.v_scales(data, entry.first),
+             .cls = &head_class});
+        p += entry.count;
+      }
+    }
+  }
+  return Status::ok();
+}
+
+void Store::publish(Sequence* seq, uint32_t layer) {
+  const std::span<PageList> lists = seq->layer_lists(layer);
+  const uint64_t n_tokens = lists[0].reserved_length() - lists[0].length();
+  for (uint32_t i = 0; i < lists.size(); ++i) {
+    const tiers::SlabClass& slab_class = seq->space().head_class(layer, i).slab_class;
+    lists[i].publish(memory_.bank(seq->account));
+    memory_.counts().bytes_appended += n_tokens * slab_class.n_heads * slab_class.token_bytes();
+  }
+  memory_.counts().n_tokens_appended += n_tokens;
+  note(seq, policies::Event::kAppended);
+  if ((seq->flags & KVM_SEQ_MANUAL_COMMIT) == 0) {
+    advance_commit(seq, shortest_layer(seq));
+  }
+  memory_.trim_in_passing();
+}
+
+void Store::rollback(Sequence* seq, uint32_t layer) {
+  rollback_lists(&memory_, seq, layer);
+  memory_.trim_after_free();
+}
+
+}  // namespace kvm::engine

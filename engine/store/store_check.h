@@ -1,0 +1,17 @@
+// SPDX-License-Identifier: Apache-2.0
+// The running accounts of a store against a recount of everything, for tests.
+#ifndef KVM_ENGINE_STORE_STORE_CHECK_H_
+#define KVM_ENGINE_STORE_STORE_CHECK_H_
+
+#include "engine/store/id_table.h"
+#include "engine/store/sequence.h"
+#include "engine/store/store_memory.h"
+
+namespace kvm::engine {
+
+// As Store::check_accounts.
+void check_store(const StoreMemory& memory, const IdTable<Sequence>& sequences);
+
+}  // namespace kvm::engine
+
+#endif  // KVM_ENGINE_STORE_STORE_CHECK_H_

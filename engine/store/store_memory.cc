@@ -1,0 +1,168 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/store/store_memory.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "base/assert.h"
+#include "base/undo.h"
+#include "engine/store/store_types.h"
+
+namespace kvm::engine {
+namespace {
+
+// Extents given back per call (about 10 us each): after a sequence went, in passing, and when there
+// is time.
+constexpr uint64_t kTrimAfterFree = 64;
+constexpr uint64_t kTrimInPassing = 2;
+constexpr uint64_t kTrimHousekeeping = 16;
+// Likewise bytes of hash tables (some 0.1 ms a MiB).
+constexpr uint64_t kUnmapInPassing = uint64_t{256} << 10;
+constexpr uint64_t kUnmapAtOnce = uint64_t{8} << 20;
+constexpr uint64_t kUnmapHousekeeping = uint64_t{2} << 20;
+// Before an allocation fails.
+constexpr uint64_t kUnmapForRoom = uint64_t{32} << 20;
+
+}  // namespace
+
+StoreMemory::StoreMemory(const StoreOptions& options)
+    : budget_(options.host_capacity_bytes),
+      pool_(&budget_, std::min(options.cached_bytes, options.host_capacity_bytes / 8)),
+      reclaimer_(&budget_),
+      quotas_(options.tenant_limits) {}
+
+// --- Accounts -----------------------------------------------------------------------------------
+
+Account* StoreMemory::open(const ClientSpec& spec, const Amounts& limits) {
+  auto account = std::make_unique<Account>();
+  account->client = next_client_++;
+  account->quota = quotas_.open(account->client, spec, limits);
+  Undo closing([&, client = account->client] { quotas_.close(client); });
+  Account* opened = account.get();
+  accounts_.emplace(opened->client, std::move(account));
+  closing.dismiss();
+  return opened;
+}
+
+void StoreMemory::close(Account* account) {
+  const Amounts& used = account->quota->used();
+  KVM_ASSERT(used[Resource::kBytes] == 0 && used[Resource::kSequences] == 0);
+  const ClientId client = account->client;
+  quotas_.close(client);
+  accounts_.erase(client);
+}
+
+Account* StoreMemory::find(ClientId client) const {
+  const auto it = accounts_.find(client);
+  return it == accounts_.end() ? nullptr : it->second.get();
+}
+
+void StoreMemory::release(Account* account, tiers::PageRef page) { bank(account).release(page); }
+
+Status StoreMemory::make_quota_room(Account* account, uint64_t need, std::string_view what) {
+  QuotaAccount* quota = account->quota;
+  if (quota->room(Resource::kBytes) >= need) {
+    return Status::ok();
+  }
+  // Nothing makes way where it would not fit without a single index either.
+  const QuotaAccount* tenant = quota->tenant();
+  uint64_t tenant_index_bytes = 0;
+  for (const auto& [client, other] : accounts_) {
+    tenant_index_bytes += other->quota->tenant() == tenant ? other->indexes.bytes : 0;
+  }
+  const auto could_fit = [need](const QuotaAccount& of, uint64_t index_bytes) {
+    const uint64_t limit = of.limits()[Resource::kBytes];
+    return need <= limit && of.used(Resource::kBytes) - index_bytes <= limit - need;
+  };
+  if (could_fit(*quota, account->indexes.bytes) && could_fit(*tenant, tenant_index_bytes)) {
+    while (quota->own_room(Resource::kBytes) < need && account->indexes.drop_oldest()) {
+    }
+    while (quota->room(Resource::kBytes) < need) {
+      Account* oldest = oldest_index(tenant);
+      if (oldest == nullptr || !oldest->indexes.drop_oldest()) {
+        break;
+      }
+    }
+  }
+  return quota->check(Resource::kBytes, need, what);
+}
+
+Status StoreMemory::charge(Account* account, uint64_t size_bytes) {
+  KVM_TRY(make_quota_room(account, size_bytes, "the observation"));
+  bool is_charged = pool_.make_room(size_bytes) && budget_.charge(size_bytes);
+  while (!is_charged && relieve()) {
+    is_charged = pool_.make_room(size_bytes) && budget_.charge(size_bytes);
+  }
+  if (!is_charged) {
+    return Status(KVM_ERR_NO_SPACE,
+                  fmt::format("the observation needs {} bytes; {} of {} are in use", size_bytes,
+                              budget_.used_bytes(), budget_.capacity_bytes()));
+  }
+  account->quota->charge(Resource::kBytes, size_bytes);
+  charged_bytes_ += size_bytes;
+  return Status::ok();
+}
+
+void StoreMemory::uncharge(Account* account, uint64_t size_bytes) {
+  account->quota->give_back(Resource::kBytes, size_bytes);
+  charged_bytes_ -= size_bytes;
+  budget_.uncharge(size_bytes);
+}
+
+// --- Making room --------------------------------------------------------------------------------
+
+bool StoreMemory::relieve() {
+  if (reclaimer_.unmap_some(kUnmapForRoom)) {
+    return true;
+  }
+  Account* oldest = oldest_index(nullptr);
+  return oldest != nullptr && oldest->indexes.drop_oldest();
+}
+
+Account* StoreMemory::oldest_index(const QuotaAccount* tenant) {
+  Account* oldest = nullptr;
+  uint64_t oldest_use = UINT64_MAX;
+  for (const auto& [client, account] : accounts_) {
+    const uint64_t use = account->indexes.oldest_use();
+    if (use < oldest_use && (tenant == nullptr || account->quota->tenant() == tenant)) {
+      oldest_use = use;
+      oldest = account.get();
+    }
+  }
+  return oldest;
+}
+
+void StoreMemory::trim_in_passing() {
+  pool_.trim(kTrimInPassing);
+  reclaimer_.unmap_some(kUnmapInPassing);
+}
+
+void StoreMemory::trim_after_free() {
+  pool_.trim(kTrimAfterFree);
+  reclaimer_.unmap_some(kUnmapAtOnce);
+}
+
+bool StoreMemory::housekeep() {
+  reclaimer_.unmap_some(kUnmapHousekeeping);
+  return pool_.trim(kTrimHousekeeping) || reclaimer_.size_bytes() != 0;
+}
+
+void StoreMemory::add_stats(kvm_stats* stats) const {
+  stats->n_pages = pool_.n_pages() - index_totals_.n_pages;
+  stats->host_used_bytes = pool_.extent_bytes();
+  stats->host_capacity_bytes = budget_.capacity_bytes();
+  stats->host_peak_bytes = pool_.peak_extent_bytes();
+  stats->host_page_bytes = pool_.page_bytes_in_use();
+  stats->observed_bytes = charged_bytes_;
+  stats->index_bytes = index_totals_.bytes();
+  stats->n_index_blocks = index_totals_.n_blocks;
+  stats->n_index_refused = index_totals_.n_refused;
+  stats->n_index_dropped = index_totals_.n_dropped;
+  stats->n_tokens_appended = counts_.n_tokens_appended;
+  stats->bytes_appended = counts_.bytes_appended;
+  stats->n_pages_dropped = counts_.n_pages_dropped;
+  stats->n_pages_copied = counts_.n_pages_copied;
+}
+
+}  // namespace kvm::engine

@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "engine/store/store.h"
+#include "engine/store/stored_runs.h"
+
+namespace kvm::engine {
+
+using tiers::PageRef;
+
+namespace {
+
+KvRun run_of(const tiers::HostPool& pool, const PageEntry& entry) {
+  const tiers::SlabClass& slab_class = pool.slab_class(entry.page);
+  const std::byte* data = pool.data(entry.page);
+  KvRun run;
+  run.k = data + entry.first * slab_class.k_row_bytes();
+  run.v = data + slab_class.v_offset() + entry.first * slab_class.v_row_bytes();
+  if (slab_class.has_log_weights) {
+    run.log_weight =
+        reinterpret_cast<const float*>(data + slab_class.log_weight_offset()) + entry.first;
+  }
+  run.position = entry.position();
+  run.n_tokens = entry.count;
+  run.transform = entry.transform;
+  run.dtype_k = slab_class.dtype_k;
+  run.dtype_v = slab_class.dtype_v;
+  run.k_scale = slab_class.k_scales(data, entry.first);
+  run.v_scale = slab_class.v_scales(data, entry.first);
+  return run;
+}
+
+}  // namespace
+
+void Store::collect_runs(const Sequence* seq, uint32_t layer, uint32_t class_index,
+                         std::vector<KvRun>* runs, bool is_packed) const {
+  const std::span<const PageList> lists = seq->stored_lists(layer);
+  if (lists.empty()) {
+    return;
+  }
+  const uint32_t list = seq->space().storage(layer).first_list + class_index;
+  const MeanEntry* mean = seq->mean_entries.empty() ? nullptr : seq->mean_entries[list].get();
+  mean = mean == nullptr || mean->n_tokens == 0 ? nullptr : mean;
+  const KeptTokens* kept = seq->kept.empty() ? nullptr : seq->kept[list].get();
+  lists[class_index].for_each([&](const PageEntry& entry, bool) {
+    if (mean != nullptr && entry.position() >= mean->end) {
+      runs->push_back(mean->run());
+      mean = nullptr;
+    }
+    if (kept != nullptr && entry.position() >= kept->end()) {
+      kept->collect(is_packed, runs);
+      kept = nullptr;
+    }
+    runs->push_back(run_of(memory_.pool(), entry));
+  });
+  if (kept != nullptr) {
+    kept->collect(is_packed, runs);
+  }
+  if (mean != nullptr) {
+    runs->push_back(mean->run());
+  }
+}
+
+void collect_between(const StoreMemory& memory, const Sequence* seq, uint32_t layer,
+                     uint32_t class_index, uint64_t block_begin, uint64_t block_end,
+                     std::vector<KvRun>* runs) {
+  seq->layer_lists(layer)[class_index].for_each_between(
+      block_begin, block_end,
+      [&](const PageEntry& entry) { runs->push_back(run_of(memory.pool(), entry)); });
+}
+
+void Store::pin_pages(const Sequence* seq, uint32_t layer, uint32_t class_index, PagePins* pins) {
+  pins->client = seq->account->client;
+  const std::span<const PageList> lists = seq->stored_lists(layer);
+  if (lists.empty()) {
+    return;
+  }
+  std::vector<PageRef> pages;
+  lists[class_index].for_each([&](const PageEntry& entry, bool) {
+    if (entry.count == kPageTokens) {
+      pages.push_back(entry.page);
+    }
+  });
+  // Nothing throws from here on.
+  for (const PageRef page : pages) {
+    memory_.pool().add_ref(page);
+  }
+  pins->pages = std::move(pages);
+}
+
+void Store::unpin_pages(PagePins* pins) {
+  if (pins->pages.empty()) {
+    return;
+  }
+  Account* account = memory_.find(pins->client);
+  for (const PageRef page : pins->pages) {
+    memory_.release(account, page);
+  }
+  pins->pages.clear();
+  memory_.trim_after_free();
+}
+
+}  // namespace kvm::engine

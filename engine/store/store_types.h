@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+// What callers hand to a Store and get from it (engine/store/store.h).
+#ifndef KVM_ENGINE_STORE_STORE_TYPES_H_
+#define KVM_ENGINE_STORE_STORE_TYPES_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "base/kv_view.h"
+#include "engine/space/space.h"
+#include "engine/store/quota.h"
+#include "kvm.h"
+#include "tiers/host/host_pool.h"
+
+namespace kvm::engine {
+
+struct Sequence;  // engine/store/sequence.h
+
+struct StoreOptions {
+  uint64_t host_capacity_bytes = 0;  // hard cap of extents, observations, indexes; required
+  uint64_t default_quota_bytes = 0;  // per client; 0: the capacity
+  uint64_t max_sequences_per_client = 65536;
+  TenantLimits tenant_limits;
+  uint32_t max_spaces = 64;
+  // Emptied extents that stay mapped and charged, so that the next append into the same slab class
+  // need not fault memory in again; at most an eighth of the capacity. They are given back before
+  // any allocation would fail.
+  uint64_t cached_bytes = uint64_t{64} << 20;
+};
+
+// Tokens to make room for: n_tokens >= 1 at the end of one layer of one sequence.
+struct AppendItem {
+  Sequence* seq = nullptr;
+  uint32_t layer = 0;
+  uint64_t position = KVM_POSITION_END;  // must equal the layer's length, or KVM_POSITION_END
+  uint32_t n_tokens = 0;
+};
+
+// Where some tokens of an item go, for the heads of one class: consecutive rows of one page.
+// The row of token t (0 <= t < n_tokens) and head h of the class starts at
+//   k + h * cls->slab_class.k_head_bytes() + t * cls->slab_class.k_row_bytes()
+// and likewise v. K and V of kv head cls->kv_heads[h] belong there, as slab_class.dtype_k, dtype_v;
+// the scale of an int8 or fp8 row at k_scale[h * kPageTokens + t], and likewise v_scale.
+struct AppendPiece {
+  uint32_t item = 0;         // index into the items given to reserve_append
+  uint32_t class_index = 0;  // within the layer
+  uint32_t token = 0;        // first token, counted from the item's first
+  uint32_t n_tokens = 0;     // 1 to kPageTokens
+  std::byte* k = nullptr;
+  std::byte* v = nullptr;
+  uint16_t* k_scale = nullptr;  // null where dtype_k has none; likewise v_scale
+  uint16_t* v_scale = nullptr;
+  const HeadClass* cls = nullptr;
+};
+
+// kvm_observe's data, already in this process and in fp32.
+struct ObserveInput {
+  uint32_t layer = 0;
+  uint64_t query_position = 0;  // of the first row; the others follow
+  uint32_t n_rows = 0;
+  const float* q = nullptr;  // [n_rows][n_q_heads of the layer][head_dim_k]
+  uint64_t column_begin = 0;
+  uint64_t n_columns = 0;
+  const float* column_sums = nullptr;  // [n_columns][n_kv_heads of the layer]
+};
+
+// What is kept of it, for one (sequence, layer).
+struct ObservedView {
+  uint64_t query_position = 0;  // of the first kept row; rows are consecutive
+  uint32_t n_rows = 0;
+  const float* q = nullptr;            // [n_rows][n_q_heads][head_dim_k], oldest first
+  uint64_t n_columns = 0;              // positions 0 .. n_columns
+  const float* column_sums = nullptr;  // [n_columns][n_kv_heads]
+};
+
+// Full pages of one head class that stay as they are though their sequence may change or go.
+struct PagePins {
+  ClientId client = 0;  // whose account they stay on
+  std::vector<tiers::PageRef> pages;
+};
+
+}  // namespace kvm::engine
+
+#endif  // KVM_ENGINE_STORE_STORE_TYPES_H_

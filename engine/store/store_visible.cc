@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0
+// Whether a sequence still has the tokens that a query, a read or a cut would need.
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "base/counted.h"
+#include "base/round.h"
+#include "engine/store/store.h"
+
+namespace kvm::engine {
+namespace {
+
+// Whether tokens that queries at `first_query` and later would see, out of those below `end`, have
+// been dropped from a list.
+bool misses_visible(const Space& space, uint32_t layer, uint32_t class_index, const PageList& list,
+                    uint64_t first_query, uint64_t end) {
+  const Retention& retention = space.head_class(layer, class_index).retention;
+  HeadVisibility seen = space.visibility(layer, class_index, first_query);
+  if (retention.is_per_head()) {
+    seen = {.window = retention.n_recent, .n_sinks = retention.n_sinks};
+  }
+  uint64_t recent =
+      seen.window == 0 || first_query < seen.window ? 0 : first_query - seen.window + 1;
+  if (retention.is_per_head() && recent >= end && end > 0) {
+    recent = end - 1;  // where that one is gone, what was left of it would be seen as well
+  }
+  return !list.covers(std::min(recent, end), end) ||
+         !list.covers(std::min(seen.first_sink, end), std::min(seen.n_sinks, end));
+}
+
+// Whether a list has every token of [begin, end), in its pages or among those that it chose to keep
+// of pages that it gave up: these lie behind the sinks' pages and before KeptTokens::end().
+bool holds(const Sequence* seq, uint32_t layer, uint32_t class_index, uint64_t begin,
+           uint64_t end) {
+  const PageList& list = seq->stored_lists(layer)[class_index];
+  const uint32_t index = seq->space().storage(layer).first_list + class_index;
+  const KeptTokens* kept = seq->kept.empty() ? nullptr : seq->kept[index].get();
+  if (kept == nullptr || list.covers(begin, end)) {
+    return list.covers(begin, end);
+  }
+  const Retention& retention = seq->space().head_class(layer, class_index).retention;
+  const uint64_t given_up = round_up(retention.n_sinks, kPageTokens);
+  const uint64_t low = std::clamp(given_up, begin, end);
+  const uint64_t high = std::clamp(kept->end(), low, end);
+  const auto is_before = [](const KeptTokens::Token& token, uint64_t at) {
+    return token.position < at;
+  };
+  const auto tokens = kept->tokens();
+  const auto first = std::lower_bound(tokens.begin(), tokens.end(), low, is_before);
+  const auto last = std::lower_bound(first, tokens.end(), high, is_before);
+  return static_cast<uint64_t>(last - first) == high - low && list.covers(begin, low) &&
+         list.covers(high, end);
+}
+
+}  // namespace
+
+Status Store::check_visible(const Sequence* seq, uint32_t layer,
+                            uint64_t first_query_position) const {
+  KVM_TRY(check_layer(seq, layer));
+  const std::span<const PageList> lists = seq->stored_lists(layer);
+  for (uint32_t i = 0; i < lists.size(); ++i) {
+    if (misses_visible(seq->space(), layer, i, lists[i], first_query_position, lists[i].length())) {
+      return Status(
+          KVM_ERR_PARTIAL,
+          fmt::format("a query at position {} of layer {} sees tokens that kv head {} has dropped",
+                      first_query_position, layer, seq->space().head_class(layer, i).kv_heads[0]));
+    }
+  }
+  return Status::ok();
+}
+
+Status Store::check_read(const Sequence* seq, uint32_t layer, uint64_t position,
+                         uint64_t n_tokens) const {
+  KVM_TRY(check_layer(seq, layer));
+  const std::span<const PageList> lists = seq->stored_lists(layer);
+  const uint64_t present = lists[0].length();
+  if (position > present || n_tokens > present - position) {
+    return Status(KVM_ERR_INVALID,
+                  fmt::format("{} from position {} on: layer {} has {}", counted(n_tokens, "token"),
+                              position, layer, counted(present, "token")));
+  }
+  for (uint32_t i = 0; i < lists.size(); ++i) {
+    if (!holds(seq, layer, i, position, position + n_tokens)) {
+      return Status(KVM_ERR_PARTIAL,
+                    fmt::format("kv head {} of layer {} has dropped tokens of [{}, {})",
+                                seq->space().head_class(layer, i).kv_heads[0], layer, position,
+                                position + n_tokens));
+    }
+  }
+  return Status::ok();
+}
+
+Status Store::check_cut(const Sequence* seq, uint64_t n_tokens) {
+  const Space& space = seq->space();
+  for (uint32_t layer = 0; layer < space.n_layers; ++layer) {
+    if (space.layers[layer].kind == KVM_LAYER_ABSENT) {
+      continue;
+    }
+    const std::span<const PageList> lists = seq->stored_lists(layer);
+    for (uint32_t i = 0; i < lists.size(); ++i) {
+      if (n_tokens < lists[i].length() &&
+          misses_visible(space, layer, i, lists[i], n_tokens, n_tokens)) {
+        return Status(KVM_ERR_PARTIAL,
+                      fmt::format("sequence {:#x} cannot be cut at {}: layer {} has "
+                                  "dropped tokens that queries there would see",
+                                  seq->id, n_tokens, layer));
+      }
+    }
+  }
+  return Status::ok();
+}
+
+}  // namespace kvm::engine
