@@ -4,7 +4,7 @@
 // The system likes to wake a thread on the core of the one that wakes it. Two threads that spin and
 // yield then hand that core back and forth, and none of them looks idle enough to be moved: when
 // tasks come, the driver computes and the worker waits for the end of its slice, so that two
-// threads take as long as one, for hundreds of steps (docs/performance.md has the figures).
+// threads take as long as one, for hundreds of steps (docs/same_cores.md has the figures).
 //
 // So before tasks are announced, workers on the driver's core are forbidden it, which moves them.
 // One core is forbidden at most, and only to as many workers as there are other cores; what else
