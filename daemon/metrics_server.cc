@@ -167,8 +167,6 @@ class MicrohttpdServer final : public MetricsServer {
 
 }  // namespace
 
-bool MetricsServer::is_available() { return true; }
-
 Result<std::unique_ptr<MetricsServer>> MetricsServer::start(const ListenAddress& address,
                                                             mode_t mode, MakeText make_text) {
   KVM_TRY_ASSIGN(ipc::Fd listener, listen_for_streams(address, mode));

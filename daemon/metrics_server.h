@@ -34,11 +34,8 @@ class MetricsServer {
   // of the server, may wait for a second.
   using MakeText = std::function<std::optional<std::string>()>;
 
-  // Whether this build can serve metrics: it needs libmicrohttpd.
-  static bool is_available();
-
   // Listens and starts the thread. REQUIRES: address.kind is not kOff.
-  // Fails: as listen_for_streams; UNSUPPORTED (!is_available()), INTERNAL.
+  // Fails: as listen_for_streams; UNSUPPORTED (a build without libmicrohttpd), INTERNAL.
   static Result<std::unique_ptr<MetricsServer>> start(const ListenAddress& address, mode_t mode,
                                                       MakeText make_text);
   // Closes all connections, ends the thread, removes the socket's file.

@@ -3,8 +3,6 @@
 
 namespace kvm::daemon {
 
-bool MetricsServer::is_available() { return false; }
-
 Result<std::unique_ptr<MetricsServer>> MetricsServer::start(const ListenAddress&, mode_t,
                                                             MakeText) {
   return Status(KVM_ERR_UNSUPPORTED,

@@ -119,7 +119,6 @@ class Batch {
     EventPtr event;  // null: never used
     uint8_t* data = nullptr;
   };
-  struct Upload;
 
   Batch(Store* store, std::shared_ptr<const SpaceLayout> space, const BatchOptions& options);
   Status init();

@@ -248,20 +248,6 @@ inline B load_as_pairs_n(const void* p, size_t i, unsigned n) {
     return _mm512_cvtne2ps_pbh(high, low);
   }
 }
-// Eight elements, four times.
-inline B broadcast_quad(const uint16_t* p) {
-  return (B)_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-}
-// Eight elements from each of four rows.
-inline B gather_quads(const uint16_t* p, size_t stride) {
-  const auto row = [p, stride](size_t r) {
-    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + r * stride));
-  };
-  __m512i x = _mm512_castsi128_si512(row(0));
-  x = _mm512_inserti32x4(x, row(1), 1);
-  x = _mm512_inserti32x4(x, row(2), 2);
-  return (B)_mm512_inserti32x4(x, row(3), 3);
-}
 inline B no_pairs() { return (B)_mm512_setzero_si512(); }
 inline void store_pairs(uint16_t* p, B a) { _mm512_storeu_si512(p, (__m512i)a); }
 inline F as_floats(B a) { return (F)a; }

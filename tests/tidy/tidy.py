@@ -6,6 +6,7 @@ Usage: tidy.py [ROOT]. Looks at the files that git knows or would add; without g
 tree except build/. Python standard library only.
 """
 
+import collections
 import os
 import re
 import subprocess
@@ -73,6 +74,15 @@ MACHINE_PATH = re.compile(r"(?<![\w.$}~-])/(?:work|root|home/\w+|Users/\w+)/\w")
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
 ATOMIC_NAME = re.compile(r"\bstd::atomic(?:_ref)?(?:<[^;{}()]*>|_\w+)\s*[&*]?\s*(\w+)")
 
+IDENTIFIER = re.compile(r"\b[A-Za-z_]\w*\b")
+# A function where it is declared or defined: a type at the begin of a line, then its name. A name
+# with a scope is a definition where the line is not indented, else a call.
+NO_TYPE = r"(?!(?:return|else|case|new|delete|throw|goto|using|typedef|co_\w+)\b)"
+FUNCTION = re.compile(rf"^[ ]*(?=\w|\[\[){NO_TYPE}[\w:<>,*&\[\] ]+[ *&]([a-z]\w*)\("
+                      rf"|^(?=\w){NO_TYPE}[\w:<>,*&\[\] ]+[ *&][\w:<>]+::([a-z]\w*)\(", re.M)
+CONSTANT = re.compile(r"\bconstexpr\s[\w:<>,*& ]+ (k[A-Z]\w*)\s*[={\[]")
+STRUCTURE = re.compile(r"^[ ]*(?:class|struct|union) (?:alignas\(\w+\) )?([A-Z]\w*)", re.M)
+
 
 def strip_code(text):
     """The text with comments and the insides of literals blanked; lines stay where they are."""
@@ -110,6 +120,7 @@ class Tidy:
         self.findings = []
         self.files = list_files(root)
         self.texts = {}
+        self.codes = {}  # of C and C++, without comments and literals
         for path in self.files:
             with open(os.path.join(root, path), "rb") as file:
                 data = file.read(MAX_FILE_BYTES)
@@ -126,6 +137,7 @@ class Tidy:
             if path.endswith(COLUMN_SUFFIXES) or os.path.basename(path) in COLUMN_NAMES:
                 self.check_lines(path, text)
             if path.endswith(CODE_SUFFIXES):
+                self.codes[path] = strip_code(text)
                 self.check_licence(path, text)
                 self.check_includes(path, text)
                 self.check_banned(path, text)
@@ -133,6 +145,7 @@ class Tidy:
                 self.check_guard(path, text)
             if path.endswith(BUILD_SUFFIXES):
                 self.check_listed(path)
+        self.check_dead()
         return self.findings
 
     def check_sizes(self):
@@ -236,7 +249,7 @@ class Tidy:
 
     def check_banned(self, path, text):
         folder = path.split("/", 1)[0]
-        code = strip_code(text)
+        code = self.codes[path]
         atomics = set(ATOMIC_NAME.findall(code)) if folder in CROSS_PROCESS else set()
         for number, line in enumerate(code.split("\n"), 1):
             if line.lstrip().startswith("#"):
@@ -264,6 +277,27 @@ class Tidy:
                 break
             folder = os.path.dirname(folder)
         self.report(path, 0, "unlisted", "no CMakeLists.txt above it lists this file")
+
+    def check_dead(self):
+        """Finds what a header of the product declares and no code names. A function counts as named
+        where its name stands more often than functions of that name are declared and defined; by
+        tests and benches, too. Names that two things share hide each other: some are not found."""
+        named = collections.Counter()
+        declared = collections.Counter()
+        for path, code in self.codes.items():
+            named.update(IDENTIFIER.findall(code))
+            declared.update("".join(names) for names in FUNCTION.findall(code))
+        for path, code in self.codes.items():
+            if path.split("/", 1)[0] not in SOURCE_FOLDERS or not path.endswith((".h", ".cuh")):
+                continue
+            for pattern, what in ((FUNCTION, "function"), (CONSTANT, "constant"),
+                                  (STRUCTURE, "type")):
+                for match in pattern.finditer(code):
+                    name = match.group(match.lastindex)
+                    if named[name] == (declared[name] if what == "function" else 1):
+                        line = code.count("\n", 0, match.start(match.lastindex)) + 1
+                        self.report(path, line, "dead", f"the {what} '{name}' is declared here and "
+                                    "named nowhere; delete it")
 
 
 def main(arguments):

@@ -2,6 +2,7 @@
 a tree that is clean gives nothing."""
 
 import os
+import re
 import subprocess
 import tempfile
 import unittest
@@ -137,6 +138,20 @@ class TidyTest(unittest.TestCase):
             with self.subTest(body=body):
                 self.assertEqual(self.code("ipc/a.cc", body + "\n"), [])
 
+    def test_contributing_has_the_include_rules(self):
+        page = os.path.join(os.path.dirname(os.path.abspath(__file__)), "../../CONTRIBUTING.md")
+        with open(page, encoding="utf-8") as file:
+            text = file.read()
+        rules = {}
+        table = text[text.index("| folder | may include"):].split("\n\n")[0].split("\n")[2:]
+        for row in table:
+            folders, allowed = (re.findall(r"`([^`]+)`", cell) for cell in row.split("|")[1:3])
+            rules.update({folder: set(allowed) for folder in folders})
+        for folder in tidy.FREE_FOLDERS:
+            self.assertEqual(rules.pop(folder), set())
+        rules["client embedded"] = rules.pop("client/embedded*")
+        self.assertEqual(rules, tidy.INCLUDE_RULES)
+
     def test_unlisted_source(self):
         files = {"base/a.cc": HEAD, "base/CMakeLists.txt": "kvm_add_library(kvm_base ba.cc)\n"}
         self.assert_rule(self.findings(files), "unlisted")
@@ -144,6 +159,31 @@ class TidyTest(unittest.TestCase):
         self.assert_rule(self.findings(files), "unlisted")
         files["CMakeLists.txt"] = "add_library(x base/a.cc)\n"
         self.assertEqual(self.findings(files), [])
+
+    def dead(self, declared, source="", more=None):
+        return [finding for finding in self.findings({
+            "base/a.h": header("base/a.h", declared), "base/a.cc": HEAD + source,
+            "base/CMakeLists.txt": "kvm_add_library(kvm_base a.cc b.cc)\n", **(more or {})})]
+
+    def test_dead_declarations(self):
+        cases = [("int f(int x);", ""), ("int f(int x);", "int f(int x) { return x; }\n"),
+                 ("int f(int x);", "// f(1)\nconst char* s = \"f(1)\";\n"),
+                 ("struct A {\n  static bool f();\n};", "bool A::f() { return A(); }\n"),
+                 ("[[nodiscard]] inline std::span<int> f() { return {}; }", ""),
+                 ("inline constexpr int kOne = 1;", ""), ("class B;", ""), ("struct C {};", "")]
+        for declared, source in cases:
+            with self.subTest(declared=declared, source=source):
+                self.assert_rule(self.dead(declared, source), "dead", "'")
+
+    def test_declarations_that_are_used(self):
+        self.assertEqual(self.dead("int f(int x);", "int g() { return f(1); }\n"), [])
+        self.assertEqual(self.dead("int f(int x);", "int g(bool b) {\n  return b\n    ? 1\n"
+                                   "    : f(2);\n}\n"), [])
+        self.assertEqual(self.dead("void f();", "void g() {\n  kvm::f();\n}\n"), [])
+        self.assertEqual(self.dead("#define F(x) f(x)\nint f(int x);"), [])
+        self.assertEqual(self.dead("constexpr int kOne = 1;\nint x[kOne];"), [])
+        test = {"tests/b.cc": HEAD + "int x = f(1);\n", "tests/CMakeLists.txt": "x(y b.cc)\n"}
+        self.assertEqual(self.dead("int f(int x);", more=test), [])
 
     def test_marker_words_and_machine_paths(self):
         self.assert_rule(self.findings({"docs/a.md": f"{MARKER}: x\n"}), "marker", MARKER)
