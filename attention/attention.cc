@@ -302,8 +302,8 @@ void prepare_row(const Problem& problem, const QueryTransform& t, bool exact, ui
   }
 }
 
-// What rounding a query row to words may change, relative to its length. bf16 queries keep every
-// bit of channels down to 1/128 of the largest.
+// The most that rounding a query row to words may change, relative to its length. bf16 queries keep
+// every bit of channels down to 1/128 of the largest.
 constexpr float kI16QueryError = 0x1p-14f;
 
 // A row as integers of 16 bits times *step, a power of two; whether that is near enough. A row that

@@ -10,7 +10,7 @@
 //   merge_chunks(problem, plan, rows, states);               // after all chunks of those rows
 //   eval_column_sums(problem, plan, prepared, p, q, scratch);  // optional, after every merge
 //
-// What is computed, per row (query token i, q head g) with t ranging over the visible tokens:
+// Computes, per row (query token i, q head g) with t ranging over the visible tokens:
 //   dot    = q'(transform of t) . k_t  +  q . bias(transform of t)
 //   logit  = dot * scale                     or  softcap * tanh(dot * scale / softcap)
 //   logit += log_weight_t
@@ -57,8 +57,8 @@ inline constexpr uint32_t kMaxTransforms = 256;
 // Alignment of scratch, states and prepared queries.
 inline constexpr size_t kBufferAlign = 64;
 
-// Which tokens a query token sees. A token at position x is visible to query token i, which sits
-// at p = query_position + i, when all of these hold:
+// A Visibility says which tokens a query token sees. A token at position x is visible to query
+// token i, which sits at p = query_position + i, when all of these hold:
 //   - tree == null and causal:    x <= p
 //   - tree != null:               x < query_position, or x = query_position + j with bit j of row i
 //   - window != 0:                x > p - window, or x < sinks
@@ -240,8 +240,8 @@ void merge_states(const Problem& problem, RowRange rows, const MergeTree::Merge&
 // Writes o, lse and row_max of `rows` after the last merge.
 void write_result(const Problem& problem, const Plan& plan, RowRange rows, void* states);
 
-// Whether the answer written for a row is a number: where a query or a token was not finite, every
-// element of o is NaN.
+// Says whether the answer written for a row is a number: where a query or a token was not finite,
+// every element of o is NaN.
 bool answer_is_finite(const Problem& problem, uint32_t row);
 
 // All merges, and then the result.

@@ -36,7 +36,7 @@ Status check_finite(float value, const char* name) {
   return Status::ok();
 }
 
-// Whether [begin, begin + n) lies within `size` entries.
+// Says whether [begin, begin + n) lies within `size` entries.
 bool within(uint64_t begin, uint64_t n, uint64_t size) { return n <= size && begin <= size - n; }
 
 Status check_item(const kvm_step_params& params, uint32_t index, bool attend_only) {

@@ -238,7 +238,7 @@ Result<TakenCompletions> EmbeddedQueue::take(kvm_completion* out, uint32_t n_max
       break;
     }
     if (n_in_flight() == 0) {
-      // What another thread's drive has answered since the answers were taken.
+      // Another thread's drive may have answered some since the answers were taken.
       taken.n += take_answers(out + taken.n, n_max - taken.n, &taken);
       break;
     }
@@ -266,7 +266,7 @@ Status EmbeddedQueue::cancel(uint64_t user_data) {
     return entry.completion.user_data == user_data;
   };
   bool found = false;
-  // What was not submitted has certainly not started.
+  // Requests that were not submitted have certainly not started.
   for (auto entry = staged_.begin(); entry != staged_.end();) {
     const auto at = entry++;
     if (is_meant(*at)) {

@@ -54,7 +54,7 @@ class EmbeddedQueue final : public Queue {
   };
   using Entries = std::list<Entry>;
 
-  // What callbacks write to. Outlives the queue if it must.
+  // Callbacks write to a Done, which outlives the queue if it must.
   struct Done {
     std::mutex mutex;
     Entries in_flight;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the opaque handles of kvm.h are, and the boundary that every C function is wrapped in.
+// The opaque handles of kvm.h, and the boundary that every C function is wrapped in.
 #ifndef KVM_CLIENT_HANDLES_H_
 #define KVM_CLIENT_HANDLES_H_
 
@@ -57,7 +57,7 @@ kvm_status guarded(Body&& body) noexcept {
   }
 }
 
-// Whether the handle is there and belongs to this process. Fails: INVALID, FORKED.
+// Checks that the handle is there and belongs to this process. Fails: INVALID, FORKED.
 template <typename Handle>
 Status check_handle(const Handle* handle, const char* name) {
   if (handle == nullptr) [[unlikely]] {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What kvm_last_error returns, and the library's log.
+// The sentence that kvm_last_error returns, and the library's log.
 #ifndef KVM_CLIENT_LAST_ERROR_H_
 #define KVM_CLIENT_LAST_ERROR_H_
 

@@ -41,7 +41,7 @@ Result<std::vector<T>> unpack(const wire::Bytes& bytes, const char* name) {
   }
   for (size_t at = 0; at < size; at += stride) {
     T value;
-    // What a newer daemon says beyond this library's structure is left out.
+    // Fields of a newer daemon beyond this library's structure are left out.
     KVM_TRY(ipc::read_struct(data->data() + at, std::min<size_t>(stride, sizeof(T)), &value, name));
     out.push_back(value);
   }

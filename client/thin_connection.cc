@@ -76,7 +76,7 @@ Status Connection::shake_hands(const ConnectOptions& options) {
                        "the daemon speaks protocol " + std::to_string(welcome->protocol_major()) +
                            ", this library " + std::to_string(ipc::kProtocolMajor)));
   }
-  // What a newer daemon says beyond this library's structure is left out.
+  // Fields of a newer daemon beyond this library's structure are left out.
   KVM_TRY(ipc::read_struct(welcome->info()->data(),
                            std::min<uint64_t>(welcome->info()->size(), sizeof(info_)), &info_,
                            "kvm_client_info"));

@@ -32,7 +32,7 @@ struct SharedArena {
   ipc::Mapping mapping;
 };
 
-// What a queue needs of its rings.
+// A QueueMemory is what a queue needs of its rings.
 struct QueueMemory {
   uint32_t queue = 0;
   ipc::Mapping client_region;  // of ipc::ClientRegion
@@ -51,7 +51,7 @@ class Connection {
 
   // Shuts the socket down: the daemon frees what belongs to the connection.
   void close();
-  // Whether close was called or the daemon's end was seen to be gone.
+  // Says whether close was called or the daemon's end was seen to be gone.
   bool is_down() const { return down_.load(std::memory_order_relaxed); }
   // Looks at the socket; cheap enough for once per 40 ms, too slow for a spinning loop.
   bool look_for_hangup();
@@ -80,7 +80,7 @@ class Connection {
   // How long a call may take once its turn has come.
   uint64_t timeout_ns() const { return timeout_ns_; }
   Status timeout_status() const;
-  // Whether the daemon answers anything at all within the time: not when stopped or gone.
+  // Says whether the daemon answers anything at all within the time: not when stopped or gone.
   bool is_answering(uint64_t within_ns);
 
   Result<SharedArena> create_arena(uint64_t size_bytes);

@@ -602,7 +602,7 @@ void ThinQueue::fail_outstanding(const Status& status) {
   n_submitted_ = 0;
 }
 
-// Whether there is something. False, before the end: others want the core.
+// Says whether there is something. False, before the end: others want the core.
 bool ThinQueue::spin_until(uint64_t end_ns) {
   const bool is_patient = spin_ns_ != UINT64_MAX;
   // On a machine with few cores one of kvmd's threads may have had this one, for the answer.
@@ -693,7 +693,7 @@ Result<TakenCompletions> ThinQueue::take(kvm_completion* out, uint32_t n_max, ui
   return taken;
 }
 
-// Who polls without waiting learns of the daemon's end here. An event loop calls when its
+// A caller that polls without waiting learns of the daemon's end here. An event loop calls when its
 // descriptor says that there is something; others may call all the time.
 bool ThinQueue::is_cut_off() {
   if (!eventfd_used_ && !connection_->is_down()) {

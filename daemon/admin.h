@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What operators may do: root, and the user that runs kvmd.
+// Verbs that only operators may use: root, and the user that runs kvmd.
 //
 // Usage and limits of all clients and users are service.engine->quotas() (engine/store/quota.h),
 // whose snapshots need no permission here.

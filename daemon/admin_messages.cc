@@ -23,7 +23,7 @@ namespace wire = ipc::wire;
 // LIMIT: sequences that are freed for one message: a few hundred microseconds of the dispatcher.
 constexpr size_t kMaxEvicted = 256;
 
-// Who does what, for the log: what an operator changes, others may wonder about.
+// Logs who does what: others may wonder about what an operator changes.
 void log_action(const Session& session, std::string_view action) {
   spdlog::info("client {:#x} '{}' (process {}, user {}) {}", session.client, session.name,
                session.peer().pid, session.peer().uid, action);

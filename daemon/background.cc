@@ -50,7 +50,7 @@ void BackgroundThread::run() {
     jobs_.pop_front();
     lock.unlock();
     job();
-    job = nullptr;  // What it owns goes here, not under the lock.
+    job = nullptr;  // The job frees what it owns here, not under the lock.
     lock.lock();
   }
 }

@@ -44,7 +44,7 @@ std::string printable_name(const flatbuffers::String* text) {
   return name.empty() ? "unnamed" : name;
 }
 
-// What an application may have at most, where its account may allow less.
+// Returns what an application may have at most, where its account may allow less.
 uint32_t own_limit(const Session& session, engine::Resource resource, uint32_t limit) {
   return static_cast<uint32_t>(std::min<uint64_t>(session.account->limit(resource), limit));
 }
@@ -202,7 +202,7 @@ void handle_queue_create(Session* session, uint64_t id, const wire::QueueCreate&
     return;
   }
   QueueMemory& memory = made.value();
-  // What needs memory comes before anything is changed.
+  // Everything that needs memory comes before anything is changed.
   session->queues.reserve(session->queues.size() + 1);
   service->dirty.reserve(service->n_queues + 1);
   const uint32_t queue_id = ++session->last_queue_id;

@@ -24,7 +24,7 @@ std::string upper_case(std::string text) {
   return text;
 }
 
-// What a text must be beyond not being empty.
+// These check what a text must be beyond not being empty.
 bool is_socket_path(const std::string& text) { return text.size() <= kMaxSocketPathBytes; }
 bool is_metrics_address(const std::string& text) { return parse_listen_address(text).is_ok(); }
 

@@ -100,14 +100,14 @@ std::string flag_name(const OptionRow& row);
 // "a whole number from 0 to 64", for messages and help.
 std::string allowed_text(const OptionRow& row);
 
-// What an option is set to, and by whom.
+// A Setting is what an option is set to, and by whom.
 struct Setting {
   std::string text;
   Origin origin = Origin::kDefault;
   std::string place;  // "/etc/kvm/kvmd.toml:3", "KVM_THREADS", "--threads"; empty for a default
 };
 
-// What is wrong with options, as one sentence each.
+// Problems collects what is wrong with options, one sentence each.
 class Problems {
  public:
   void add(const Status& status);
@@ -140,7 +140,8 @@ struct LoadedOptions {
 using Environment = std::function<std::optional<std::string>(const std::string& name)>;
 std::optional<std::string> environment_of_process(const std::string& name);
 
-// What rows cannot say about their values alone. Options that are wrong have their defaults.
+// An OptionsCheck finds what rows cannot say about their values alone. Options that are wrong have
+// their defaults.
 using OptionsCheck = std::function<void(const Options& options, Problems* problems)>;
 
 // Reads all three sources. `names` are the names of the variables that exist, for catching those

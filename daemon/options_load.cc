@@ -130,8 +130,8 @@ std::vector<std::string> names_of(std::string (*name_of)(const OptionRow&)) {
 
 std::string key_of(const std::string& name) { return name.substr(name.rfind('.') + 1); }
 
-// What an unknown key of the file may have meant. It may be right and stand in the wrong section:
-// what is added at the end of a file belongs to the last one.
+// Suggests what an unknown key of the file may have meant. It may be right and stand in the wrong
+// section: what is added at the end of a file belongs to the last one.
 std::string file_hint(const std::string& name) {
   const auto names = names_of([](const OptionRow& row) { return row.name; });
   const auto keys = names_of([](const OptionRow& row) { return key_of(row.name); });

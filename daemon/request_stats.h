@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the daemon counts of the requests that it has answered: by verb how many and how long, by
+// The daemon counts the requests that it has answered: by verb how many and how long, by
 // mode of attention how many keys. docs/operations.md lists the series.
 //
 // Threads: values.

@@ -56,7 +56,7 @@ void finish(InFlight* request, RequestResult&& result) {
   mark_dirty(queue);
 }
 
-// What to do with each kind of message.
+// A Dispatch does what each kind of message asks for.
 struct Dispatch {
   Session* session;
   ServedQueue* queue;

@@ -78,7 +78,7 @@ class ServedQueue {
   bool prepare_sleep();
   void finish_sleep() { requests_.finish_sleep(); }
 
-  // Whether the client has asked for its eventfd to be written.
+  // Says whether the client has asked for its eventfd to be written.
   bool wants_eventfd() const { return eventfd_.is_open() && completions_.wants_eventfd(); }
   int eventfd() const { return eventfd_.get(); }
   bool must_notify = false;             // completions were published since the last write

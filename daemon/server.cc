@@ -30,7 +30,7 @@
 namespace kvm::daemon {
 namespace {
 
-// Of one client in a turn: entries, taken in portions, and what is copied for them.
+// A client gets so much in a turn: entries, taken in portions, and bytes copied for them.
 constexpr uint32_t kEntriesPerTurn = 32;
 constexpr uint32_t kEntriesAtOnce = 8;
 constexpr uint64_t kPrivateBytesPerTurn = 256 << 10;
@@ -544,7 +544,7 @@ void Server::handle_events(int timeout_ms) {
   bury_doomed();
 }
 
-// Who connects, or writes, while there is no memory waits or goes; the others are served.
+// A client that connects, or writes, while there is no memory waits or goes; the others are served.
 void Server::handle_event(const epoll_event& event) {
   try {
     dispatch_event(event);
@@ -584,7 +584,7 @@ void Server::dispatch_event(const epoll_event& event) {
 void Server::handle_listener() {
   Result<std::optional<ipc::Fd>> accepted = ipc::accept_from(listener_);
   if (!accepted.is_ok()) {
-    // Who waits would make the listener readable at once, again and again.
+    // A client that waits would make the listener readable at once, again and again.
     spdlog::error("accept: {}; tried again in {} ms", accepted.status().message(),
                   kListenerPauseNs / 1'000'000);
     watch_again(service_->epoll, listener_, 0, event_token(EventKind::kListener, 0));
@@ -626,7 +626,8 @@ void Server::handle_socket(Session* session, uint32_t events) {
   if ((events & EPOLLOUT) != 0) {
     session->flush();
   }
-  // What was sent before a hang-up is still answered, into the void; the loop then sees the end.
+  // Messages that were sent before a hang-up are still answered, into the void; the loop then sees
+  // the end.
   for (uint32_t i = 0; i < kMessagesPerEvent && !session->is_doomed(); ++i) {
     // Until it comes to its end: a message that found no memory is still in the socket.
     if (++session->n_receives_begun > kMaxReceives) {

@@ -51,7 +51,7 @@ struct ServerOptions {
   // on_watchdog is called from the dispatcher's turn at least so often; 0: never.
   uint64_t watchdog_period_ns = 0;
   std::function<void()> on_watchdog;
-  // Of the watchdog, handshakes, pauses and the shutdown. Outlives the server.
+  // The watchdog, handshakes, pauses and the shutdown go by it. Outlives the server.
   Clock* clock = system_clock();
 };
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the parts of the dispatcher share: the engine, the limits, counters, and helper threads.
+// State that the parts of the dispatcher share: the engine, the limits, counters, and helper
+// threads.
 //
 // Threads: the dispatcher, except where said.
 #ifndef KVM_DAEMON_SERVICE_H_
@@ -35,9 +36,9 @@ namespace kvm::daemon {
 
 class ServedQueue;
 
-// Of each client, but max_clients and arena_capacity_bytes; engine/store/quota.h counts. max_queues
-// and max_arenas are what applications may have; what libkvm makes for itself is admitted beside it
-// (ipc::own_queues, ipc::own_arenas).
+// Limits hold for each client, but for max_clients and arena_capacity_bytes; engine/store/quota.h counts.
+// max_queues and max_arenas are what applications may have; what libkvm makes for itself is
+// admitted beside it (ipc::own_queues, ipc::own_arenas).
 struct Limits {
   uint32_t max_clients = ipc::kMaxClients;
   uint32_t max_queues = ipc::kMaxQueuesPerClient;

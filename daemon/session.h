@@ -77,7 +77,7 @@ class Session {
   bool welcomed = false;
   uint64_t handshake_deadline_ns = 0;
   engine::ClientId client = 0;  // once welcomed
-  // Of `client`; null before, and once the engine has been told that it is gone.
+  // The account of `client`; null before, and once the engine has been told that it is gone.
   engine::QuotaAccount* account = nullptr;
   std::string name;
   ipc::Fd pidfd;
@@ -115,7 +115,7 @@ class Session {
 // Gives the memory of an arena back on the reaper's thread; then it is not counted any more.
 void discard_on_reaper(Service* service, ipc::Mapping mapping);
 
-// What comes back from epoll: a kind and a session's id.
+// epoll gives back a kind of event and a session's id.
 enum class EventKind : uint8_t {
   kListener,
   kSignal,

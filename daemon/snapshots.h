@@ -31,7 +31,7 @@ class Snapshots {
   // From now on get() answers at once that there is none. Threads: any.
   void stop();
 
-  // Whether somebody waits for publish(). Threads: the dispatcher, both.
+  // Says whether somebody waits for publish(). Threads: the dispatcher, both.
   bool is_wanted() const { return wanted_.load(std::memory_order_relaxed); }
   void publish(StatsSnapshot snapshot);
 

@@ -24,8 +24,8 @@
 
 namespace kvm::daemon {
 
-// What an amount is set to: unset, kNoLimit as bytes, or a Size (of things that are counted, the
-// number as bytes).
+// TenantSizes are what amounts are set to: unset, kNoLimit as bytes, or a Size (of things that are
+// counted, the number as bytes).
 using TenantSizes = engine::PerResource<std::optional<Size>>;
 
 struct TenantOptions {

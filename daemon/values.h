@@ -29,7 +29,7 @@ std::optional<uint64_t> parse_integer(std::string_view text);
 std::optional<bool> parse_bool(std::string_view text);
 // "0660": octal digits.
 std::optional<uint32_t> parse_octal(std::string_view text);
-// What parse_bytes (base/size_text.h) takes, or a share: "60%". LIMIT: 0 to 100 %.
+// Parses what parse_bytes (base/size_text.h) takes, or a share: "60%". LIMIT: 0 to 100 %.
 std::optional<Size> parse_size(std::string_view text);
 
 // "12.5 GiB": three digits at most, binary units. For people, not for parsing.

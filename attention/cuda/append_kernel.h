@@ -92,7 +92,7 @@ KVM_GPU Word2 encode_row(const float (&x)[8], uint32_t lanes, uint32_t* scale_bi
   return {words[0], words[1]};
 }
 
-// What one thread of one block does. REQUIRES: for rows of bytes, dim of 64, 128 or 256.
+// Does the work of one thread of one block. REQUIRES: for rows of bytes, dim of 64, 128 or 256.
 template <Element kElement>
 KVM_GPU void append_thread(const AppendParams& p) {
   const AppendToken token = p.tokens[block_id()];

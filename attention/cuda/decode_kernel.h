@@ -46,7 +46,7 @@ struct DecodeShape {
   static constexpr uint32_t kThreads = 32 * kWarps;
   static constexpr uint32_t kRows = 16 * kRowTiles;
   static constexpr bool kScaled = kIsScaled<kElement>;  // rows of bytes
-  // What the matrix unit gets: bytes of either kind are exact in fp16.
+  // The matrix unit gets these: bytes of either kind are exact in fp16.
   static constexpr Element kOperand = kScaled ? Element::kF16 : kElement;
   static constexpr uint32_t kRowBytes = kDim * (kScaled ? 1 : 2);
   static constexpr uint32_t kRowChunks = kRowBytes / 16;
@@ -126,7 +126,8 @@ struct WarpTask {
   float o[Shape::kRowTiles][kOutTiles][4];
   float m[Shape::kRowTiles][2];  // in units of log 2
   float l[Shape::kRowTiles][2];  // of the columns of this thread
-  // Of rows of bytes. Queries are divided by powers of two, for bf16 has more of them than fp16.
+  // Used with rows of bytes. Queries are divided by powers of two, for bf16 has more of them than
+  // fp16.
   float q_scale[Shape::kRowTiles][2];
   uint32_t scales[Shape::kStages] = {};  // of this lane's token of the next tiles: V's above K's
   uint32_t next_scales = 0;              // from next_row to the scale of its K, wrapping around
@@ -700,7 +701,7 @@ KVM_GPU void finish_piece(const DecodeParams& p, const Work& work) {
   }
 }
 
-// What one thread of one block does.
+// Does the work of one thread of one block.
 template <class Shape>
 KVM_GPU void decode_thread(const DecodeParams& p) {
   uint32_t piece = block_id();

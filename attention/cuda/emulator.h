@@ -67,7 +67,7 @@ void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1
                  float (*widen)(uint16_t));
 void store_shared(uint32_t at, const void* value, uint32_t size_bytes);
 void load_shared(uint32_t at, void* value, uint32_t size_bytes);
-// Whether global memory may be touched there; reports a fault if not.
+// Says whether global memory may be touched there; reports a fault if not.
 bool may_touch(const void* at, uint32_t size_bytes);
 
 }  // namespace kvm::attention::gpu::emulator

@@ -46,7 +46,7 @@ KVM_GPU float reduce_block(float value, SharedAddress scratch) {
   return all;
 }
 
-// What one thread of the block does.
+// Does the work of one thread of the block.
 template <uint32_t kDim>
 KVM_GPU void merge_thread(const MergeParams& p) {
   constexpr uint32_t kColumns = kDim / 4;

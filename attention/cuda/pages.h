@@ -18,7 +18,7 @@ KVM_GPU uint32_t list_token(const Request& request, uint32_t token) {
                                  : request.second + (token - request.n_first);
 }
 
-// Of the row of K of head 0 in row `row` of a page.
+// Returns the address of the row of K of head 0 in row `row` of a page.
 KVM_GPU uint8_t* page_row(const PagePool& pool, const PageClass& of, uint32_t entry, uint32_t row,
                           uint32_t row_bytes) {
   return pool.segments[entry >> kEntrySlotBits] + (entry & kEntrySlotMask) * of.page_bytes +

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the host hands to the GPU kernels: plain data, the same for nvcc and for the emulator.
+// Parameters that the host hands to the GPU kernels: plain data, the same for nvcc and for the
+// emulator.
 //
 // Keys and values lie in pages as docs/storage.md describes them: a K plane
 // [head of the class][page token][dim], then a V plane of the same shape; where rows are bytes,
@@ -167,7 +168,7 @@ struct MergeParams {
   uint32_t block_rows = 0;  // row stride of the partial states
 };
 
-// Which decode kernel: dtype of K and V; channels; rows of a block (block_rows_for).
+// A DecodeKernel names one kernel: dtype of K and V; channels; rows of a block (block_rows_for).
 struct DecodeKernel {
   Dtype dtype = Dtype::kBf16;
   uint32_t dim = 0;

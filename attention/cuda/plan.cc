@@ -9,7 +9,7 @@
 namespace kvm::attention::gpu {
 namespace {
 
-// What is cut: one request's tokens for one head and one block of rows.
+// An Item is cut into pieces: one request's tokens for one head and one block of rows.
 struct Item {
   Work whole;
   uint32_t rows;
@@ -81,7 +81,7 @@ class Filler {
     }
     return static_cast<uint32_t>(std::min<uint64_t>(piece, kMaxListTokens));
   }
-  // What fits, unless so little would be left that it is not worth a piece.
+  // Returns as much as fits, unless so little would be left that it is not worth a piece.
   uint32_t piece_for_room(uint32_t left) const {
     const int64_t room = std::max<int64_t>(room_ - options_.overhead_tokens, options_.least_tokens);
     if (room >= left) {

@@ -24,7 +24,7 @@ struct PlanOptions {
   uint32_t blocks = 1;       // that run at once: SMs times blocks per SM; at most kMaxMergeSlots
   uint32_t block_rows = 16;  // of the decode kernel's shape
   uint32_t group = 1;
-  // What beginning and ending a piece costs, in tokens.
+  // A piece costs this much to begin and to end, in tokens.
   uint32_t overhead_tokens = 128;
   // No piece is shorter, unless its item is. A multiple of kCutTokens.
   uint32_t least_tokens = 256;

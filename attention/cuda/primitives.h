@@ -37,7 +37,7 @@
 
 namespace kvm::attention::gpu {
 
-// Of rows in pages. Rows of bytes have a scale each (docs/storage.md).
+// An Element is what rows in pages are made of. Rows of bytes have a scale each (docs/storage.md).
 enum class Element : uint32_t { kBf16, kF16, kI8, kF8 };
 
 template <Element kElement>

@@ -30,7 +30,7 @@ KVM_GPU unsigned char* shared_bytes() {
   extern __shared__ __align__(128) unsigned char kvm_shared_memory[];
   return kvm_shared_memory;
 }
-// What PTX calls an address in the shared window.
+// Converts to what PTX calls an address in the shared window.
 KVM_GPU uint32_t shared_window(SharedAddress at) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared_bytes())) + at;
 }

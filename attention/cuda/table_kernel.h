@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What keeps page tables and pages in order: single entries that change, and pages gathered into a
-// buffer, or spread from it, for the sake of copies that are long enough.
+// Kernels that keep page tables and pages in order: single entries that change, and pages gathered
+// into a buffer, or spread from it, for the sake of copies that are long enough.
 #ifndef KVM_ATTENTION_CUDA_TABLE_KERNEL_H_
 #define KVM_ATTENTION_CUDA_TABLE_KERNEL_H_
 
@@ -14,7 +14,7 @@ inline constexpr uint32_t kMoveThreads = 256;
 // Blocks that share a page.
 inline constexpr uint32_t kMoveBlocks = 4;
 
-// What one thread does: one patch. Blocks: n_patches / kPatchThreads, rounded up.
+// Does the work of one thread: one patch. Blocks: n_patches / kPatchThreads, rounded up.
 KVM_GPU void patch_thread(const PatchParams& p) {
   const uint32_t i = block_id() * kPatchThreads + thread_id();
   if (i < p.n_patches) {
@@ -23,7 +23,7 @@ KVM_GPU void patch_thread(const PatchParams& p) {
   }
 }
 
-// What one thread of one of n_pages * kMoveBlocks blocks does.
+// Does the work of one thread of one of n_pages * kMoveBlocks blocks.
 KVM_GPU void move_thread(const MoveParams& p) {
   const uint32_t page = block_id() / kMoveBlocks;
   uint8_t* const in_pool = p.pages[page];

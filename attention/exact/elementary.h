@@ -62,8 +62,8 @@ inline F to_logit(F dot, float scale, float softcap) {
   return softcap == 0.0f ? x : soft_cap(x, softcap);
 }
 
-// Whether numbers were finite: `bad` stays 0 in every lane as long as every x was, and is NaN in
-// the lane of one that was not. Logits are clamped, so that differences never are NaN; this says
+// Notes whether numbers were finite: `bad` stays 0 in every lane as long as every x was, and is NaN
+// in the lane of one that was not. Logits are clamped, so that differences never are NaN; this says
 // that one may stand for a key that is not finite. One multiplication and addition for each vector.
 inline F note_bad(F bad, F x) { return vec::fma(x, vec::zero(), bad); }
 inline F note_bad_row(F bad, const float* x, size_t n) {

@@ -48,7 +48,7 @@ namespace kvm::attention {
 // logits; each applicable term is added. Tests hold every table to them.
 inline constexpr double kErrorFp32 = 1e-5;
 inline constexpr double kErrorBf16Weights = 0x1p-8;
-// Of logits, too, where |q| |k| scale is up to 16.
+// Holds for logits, too, where |q| |k| scale is up to 16.
 inline constexpr double kErrorI8Words = 0x1p-11;
 inline constexpr double kErrorBf16Output = 0x1p-8;
 inline constexpr double kErrorF16Output = 0x1p-11;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the driver (exact.cc) hands to the per-ISA kernels. Plain data: kernel files include nothing
-// else of ours.
+// Arguments that the driver (exact.cc) hands to the per-ISA kernels. Plain data: kernel files
+// include nothing else of ours.
 #ifndef KVM_ATTENTION_EXACT_EXACT_ARGS_H_
 #define KVM_ATTENTION_EXACT_EXACT_ARGS_H_
 
@@ -75,7 +75,7 @@ struct StreamArgs {
   float* m;    // [tiles][16]
   float* l;    // [tiles][16]
   float* bad;  // [16]: not 0 in all lanes once a dot product of a row was not finite
-  // What stream_keys leaves to stream_values.
+  // stream_keys leaves these to stream_values.
   float* weights;   // [kGroupItems][tiles][kRowTile * kItemTokens]
   float* factors;   // [kGroupItems][tiles][16]: rescales acc before the values of an item
   uint32_t* grown;  // [kGroupItems][tiles]: whether it has to be
@@ -113,7 +113,7 @@ struct BlockArgs {
   float* m;        // [row_count + kRowPad]
   float* l;        // [row_count + kRowPad][16]
   float* bad;      // [16]: as above
-  // Of block_sums alone, which needs neither values nor acc, m, l.
+  // Used by block_sums alone, which needs neither values nor acc, m, l.
   const float* references;  // [row_count + kRowPad]: as in stream_sums
   float* sums;              // [64]: what is added to
 };

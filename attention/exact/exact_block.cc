@@ -18,7 +18,7 @@ Arithmetic arithmetic_of(Dtype dtype) {
                                   : Arithmetic::kF32;
 }
 
-// What decides how a block is computed, besides its rows. A block whose tokens differ in it is
+// A Kind decides, besides its rows, how a block is computed. A block whose tokens differ in it is
 // computed once per kind, the other tokens masked out.
 struct Kind {
   uint16_t variant;

@@ -436,13 +436,13 @@ inline void tile_logits(const StreamArgs& args, const KvItem& item, uint32_t row
 
 // --- Streaming path: softmax --------------------------------------------------------------------
 
-// Whether weights meet V's rows of bf16 or fp8 as bf16.
+// Says whether weights meet V's rows of bf16 or fp8 as bf16.
 inline bool item_uses_bf16_pv(const StreamArgs& args, const KvItem& item) {
   return vec::kHasBf16Dot && (item.dtype_v == vec::kElemBf16 || item.dtype_v == vec::kElemF8) &&
          args.fp32_weights == 0;
 }
 
-// Whether weights meet V's int8 rows as integers of 16 bits.
+// Says whether weights meet V's int8 rows as integers of 16 bits.
 inline bool item_uses_i16_pv(const StreamArgs& args, const KvItem& item) {
   return vec::kHasWordDot && item.dtype_v == vec::kElemI8 && args.fp32_weights == 0;
 }

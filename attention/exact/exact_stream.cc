@@ -514,7 +514,8 @@ class Reading {
   size_t n_wanted_ = 0;
 };
 
-// What a gang reads from the given page of chunk i on: all of it, and kReadAhead stretches more.
+// Lists what a gang reads from the given page of chunk i on: all of it, and kReadAhead stretches
+// more.
 void read_from(Streams& streams, uint32_t i, PageItems page, Reading& reading) {
   Stream& first = streams[0];
   reading.start(streams.size() * 2 * (page.end - page.at) + kReadAhead);

@@ -85,8 +85,9 @@ void stream_sums(const Problem& problem, const Plan& plan, const void* prepared,
 void block_sums(const Problem& problem, const Plan& plan, const void* prepared, uint64_t begin,
                 uint64_t end, void* scratch);
 
-// What the weights of a row are relative to, as stream_sums of the kernels takes it: its lse,
-// finite where the row sees nothing; and so large that nothing comes of it behind the last row.
+// Returns what the weights of a row are relative to, as stream_sums of the kernels takes it: its
+// lse, finite where the row sees nothing; and so large that nothing comes of it behind the last
+// row.
 inline constexpr float kNoReference = 3e38f;
 inline float reference_of(const Problem& problem, uint32_t row) {
   const uint32_t query = row / problem.group;
@@ -104,12 +105,12 @@ inline float reference_of(const Problem& problem, uint32_t row) {
 // Rows that are not finite (attention.h). The kernels tell that a chunk may hold one; whose rows it
 // spoils is then found out here, query token by query token.
 //
-// Of f32, f16 and bf16; codes of the other dtypes always are.
+// The dtype is f32, f16 or bf16; codes of the others are always finite.
 bool elements_are_finite(const void* elements, Dtype dtype, uint32_t n);
-// Whether the query of the row is, as it was given.
+// Says whether the query of the row is finite, as it was given.
 bool query_is_finite(const Problem& problem, uint32_t row);
-// Whether a key, or a value, that query token `query` sees at positions [begin, end) has an element
-// that is no finite number.
+// Says whether a key, or a value, that query token `query` sees at positions [begin, end) has an
+// element that is no finite number.
 struct NotFinite {
   bool key = false;
   bool value = false;
@@ -131,7 +132,7 @@ inline const uint16_t* k_scale(const Problem& problem, const KvRun& run, uint64_
 inline const uint16_t* v_scale(const Problem& problem, const KvRun& run, uint64_t token) {
   return run.v_scale == nullptr ? nullptr : run.v_scale + problem.head * kPageTokens + token;
 }
-// What a row of the dtype, as kernels load it, is multiplied by.
+// Returns the factor by which a row of the dtype, as kernels load it, is multiplied.
 inline float row_factor(Dtype dtype, uint16_t scale) {
   return bf16_to_f32(scale) * vec::elem_unit(static_cast<int>(dtype));
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which tokens of a block of 64 aligned positions are visible, as bit masks: bit i is position
+// Bit masks of the tokens of a block of 64 aligned positions that are visible: bit i is position
 // base + i. The rule is at attention.h, struct Visibility.
 #ifndef KVM_ATTENTION_EXACT_VISIBILITY_H_
 #define KVM_ATTENTION_EXACT_VISIBILITY_H_

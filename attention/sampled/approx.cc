@@ -21,11 +21,11 @@ namespace {
 
 // Below this many keys of R a sample that has to find its own size costs more than exact.
 constexpr uint64_t kFewestKeys = 2048;
-// Of the plug-in sigma over |o|: beyond it, what is taken for o is noise itself.
+// Bounds the plug-in sigma over |o|: beyond it, what is taken for o is noise itself.
 constexpr double kHopelessSigma = 0.5;
 constexpr uint32_t kMostGrowths = 8;
-// Of a row's variance in a round. More is asked for by a few keys that the sketch puts too low, and
-// these are closed, and out of the variance, when they have grown so much.
+// A row's variance shrinks by so much in a round. More is asked for by a few keys that the sketch
+// puts too low, and these are closed, and out of the variance, when they have grown so much.
 constexpr double kLeastGrowth = 1.02;
 constexpr double kMostGrowth = 16.0;
 // Variances of a larger sample are aimed so far below that of eps, and so many of their own
@@ -34,7 +34,7 @@ constexpr double kAimBelow = 0.03;
 constexpr double kAimDeviations = 2.0;
 // Candidates that growth is planned by.
 constexpr uint32_t kPlanKeys = 512;
-// Of c e^s_hat: its square is a float.
+// Bounds ln(c e^s_hat): its square is a float.
 constexpr float kMostLogSize = 40.0f;
 
 enum class Method : uint8_t { kSample, kHashed, kSelect };
@@ -186,7 +186,7 @@ FinishScratch carve_finish(const ApproxInput& input, const Plan& exact, uint64_t
   return s;
 }
 
-// Whether the exact part holds a row that is NaN, in o or in all.
+// Says whether the exact part holds a row that is NaN, in o or in all.
 bool exact_part_is_finite(const Context& c, const FinishScratch& s) {
   const StateView state = state_view(c.problem, c.rows, s.state);
   for (uint32_t r = 0; r < c.rows; ++r) {
@@ -332,7 +332,7 @@ class Sampler {
   std::byte* states_;
   Kappa kappa_;
   float log_c_[kMaxApproxRows];
-  // Of the last estimate.
+  // From the last estimate:
   double over_eps_[kMaxApproxRows] = {};  // bar / (eps |o|)
   double draws_[kMaxApproxRows] = {};
   double sigma_ = 0;  // largest plug-in sigma over |o|
@@ -347,7 +347,7 @@ bool Sampler::all_closed() const {
   return n_open <= 0;
 }
 
-// Of what was drawn.
+// Looks at what was drawn.
 bool Sampler::is_finite() const {
   for (uint32_t i = 0; i < c_.plan->n_shards; ++i) {
     if (!sums_are_finite(c_.problem, shard(i).sums)) {
@@ -614,7 +614,7 @@ bool Sampler::solve(ApproxReport* report) {
 
 namespace {
 
-// What schedulers weigh: a row gathered counts twice.
+// Returns what schedulers weigh: a row gathered counts twice.
 uint64_t cost_bytes(const ApproxInput& input, const ApproxPlan& plan) {
   const uint64_t row = row_bytes(*input.problem);
   const ApproxParams& params = input.params;

@@ -98,7 +98,7 @@ struct ApproxParams {
   bool operator==(const ApproxParams&) const = default;
 };
 
-// What was done, for all rows together unless said otherwise.
+// An ApproxReport says what was done, for all rows together unless said otherwise.
 struct ApproxReport {
   uint64_t keys_present = 0;
   uint64_t keys_read = 0;   // F included, unique over rows
@@ -140,9 +140,9 @@ struct ApproxPlan {
 };
 
 ApproxPlan plan_approx(const ApproxInput& input);
-// Whether the plan of `a` is that of `b`, too, whose problem differs in its queries, its outputs
-// and its head alone: parameters but for the seed, and the index as it is cut into runs and frames,
-// are the same. Costs little where planning walks through all pages.
+// Says whether the plan of `a` is that of `b`, too, whose problem differs in its queries, its
+// outputs and its head alone: parameters but for the seed, and the index as it is cut into runs and
+// frames, are the same. Costs little where planning walks through all pages.
 bool same_plan(const ApproxInput& a, const ApproxInput& b);
 
 // REQUIRES here and below: !plan.exact; buffers aligned to kBufferAlign. None of them allocates.

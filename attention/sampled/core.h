@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the parts of approximate attention share: the prepared state of a problem, its shards, and
-// the layout of a shard's state. Internal to attention/sampled/.
+// State that the parts of approximate attention share: the prepared state of a problem, its shards,
+// and the layout of a shard's state. Internal to attention/sampled/.
 #ifndef KVM_ATTENTION_SAMPLED_CORE_H_
 #define KVM_ATTENTION_SAMPLED_CORE_H_
 

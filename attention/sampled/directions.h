@@ -39,12 +39,12 @@ class Directions {
   // scratch: scratch_bytes, aligned to kBufferAlign.
   Directions(const Context& c, void* scratch);
 
-  // Takes the keys of a shard; shards in the order of positions. Of more than kMostTold keys in
-  // `n_shards` shards every so many-th is taken.
+  // Takes the keys of a shard; shards in the order of positions. Where there are more than
+  // kMostTold keys in `n_shards` shards, every so many-th is taken.
   void add(const ToldKeys& keys, uint32_t n_shards);
   // Reads what was added: logits and values.
   void read();
-  // Of a row; one direction where nothing tells. o [dim_v].
+  // Returns the shape of the error of a row; one direction where nothing tells. o [dim_v].
   ErrorShape shape(uint32_t row, std::span<const double> o);
 
  private:

@@ -17,7 +17,7 @@ double dot(std::span<const double> a, std::span<const double> b) {
 }
 
 constexpr double kFewestDraws = 5;
-// What Wilson and Hilferty's root falls short of at one direction.
+// Wilson and Hilferty's root falls short by this much at one direction.
 constexpr double kCarefully = 0.025;
 constexpr double kLseCare = 1.1;
 constexpr double kMostOwn = 0.99;  // of D, that a key's share is believed to be
@@ -27,7 +27,7 @@ constexpr double kMostControl = 4.85e8;
 
 double root(double x) { return std::sqrt(std::max(x, 0.0)); }
 
-// What came of sums that overflowed is no small number.
+// Sums that overflowed count as infinite, not as small.
 double known(double x) { return std::isnan(x) ? INFINITY : x; }
 
 }  // namespace
@@ -53,7 +53,8 @@ double Kappa::chi_square(double n) const {
 }
 
 double Kappa::fisher(double n, double m) const {
-  // Of two such roots: (mean_m x - mean_n)^2 = z^2 (var_m x^2 + var_n), x the cube root.
+  // Solves for the ratio of two such roots: (mean_m x - mean_n)^2 = z^2 (var_m x^2 + var_n), x the
+  // cube root.
   const double mean_n = 1 - 2 / (9 * n);
   const double mean_m = 1 - 2 / (9 * m);
   const double square = mean_m * mean_m - z_ * z_ * 2 / (9 * m);
@@ -124,8 +125,8 @@ RowEstimate estimate_row(const RowTotals& t, std::span<double> o) {
   }
   if (t.open <= 0) {
     // Nothing of what was left to chance was drawn: no sigma can be had from the sample. What the
-    // sketch says of it may be missing, and moves o by its share of |v - o|. Of how long its values
-    // are, the closed keys give an idea; without them only what is below the floor is known.
+    // sketch says of it may be missing, and moves o by its share of |v - o|. How long its
+    // values are, the closed keys tell roughly; without them only what is below the floor is known.
     const double share = known(e.mass > 0 ? t.open_mass / e.mass : 1.0);
     const double length = t.closed > 0 ? root(t.norm2 / t.closed) : INFINITY;
     if (share > kBarFloor / 2) {
@@ -144,7 +145,7 @@ RowEstimate estimate_row(const RowTotals& t, std::span<double> o) {
   const double variance = std::max(t.residual2 / t.open - mean * mean, 0.0);
   e.noise = root(variance);
   const double v2 = t.chance_norm2 - 2 * dot(o, t.chance_v) + o2 * t.chance;
-  // Of a key's own share of D: o has moved towards its value by that much.
+  // Corrects for a key's own share of D: o has moved towards its value by that much.
   const double own = std::min(t.chance / std::max(t.open * e.mass, 1e-300), kMostOwn);
   const double alone = 1.0 / (1.0 - own);
   e.plug_in = alone * root(v2) / e.mass;

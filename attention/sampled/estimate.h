@@ -42,8 +42,8 @@ inline constexpr double kNoiseAllowance = 0.36;
 inline constexpr double kBarFloor = 2e-3;     // of |o|: arithmetic in bf16, not sampling
 inline constexpr double kLseBarFloor = 5e-4;  // likewise, absolute
 
-// What the covariance S of an error says of its length; eigenvalues relative to their sum, tr S.
-// By default an error of one direction.
+// An ErrorShape says how the length of an error varies, by its covariance S; eigenvalues are
+// relative to their sum, tr S. The default is an error of one direction.
 struct ErrorShape {
   double largest = 1;       // eigenvalue
   double squares = 1;       // their sum: tr S^2 / (tr S)^2
@@ -71,7 +71,7 @@ class Kappa {
   // Quantile of Fisher's distribution that is exceeded with a chance of delta: from 2.5 % below it
   // (one degree) to a few per cent above. Infinite where m says nothing at so small a delta.
   double fisher(double n, double m) const;
-  // Of the chi-square over its n degrees.
+  // Returns the root of the quantile of the chi-square over its n degrees.
   double chi_square(double n) const;
   // The share of which nothing is found among so many draws with a chance of delta.
   double unseen_share(double draws) const;
@@ -81,7 +81,8 @@ class Kappa {
   double log_delta_;
 };
 
-// Of one row, relative to e^top. Sums with a chance are over open keys of S with (1 - p)/p^2.
+// RowTotals are sums of one row, relative to e^top. Sums with a chance are over open keys of S with
+// (1 - p)/p^2.
 struct RowTotals {
   double top = 0;
   double fixed = 0;                  // D_F, a sink's logit included
@@ -115,7 +116,7 @@ struct RowEstimate {
   double plug_in = 0;
   double noise = 0;
   double draws = 0;
-  // What the mean of the terms of S says: the largest eigenvalue is no smaller, relative to tr S.
+  // The mean of the terms of S says: the largest eigenvalue is no smaller, relative to tr S.
   double least_largest = 0;
   // Bars are no smaller, absolute. Infinite where sketch and sample have nothing to do with each
   // other.

@@ -13,7 +13,7 @@ namespace {
 
 static_assert(kRowTile == 4, "padded_rows and the kernel's tiles");
 
-// What the sketch says of lanes without a key: e^ of it is 0.
+// The logit of lanes without a key: e^ of it is 0.
 constexpr float kNothing = -1e30f;
 
 constexpr uint32_t kLineBytes = 64;
@@ -21,7 +21,8 @@ constexpr uint32_t kLineBytes = 64;
 // The scales of rows that have none.
 alignas(64) constexpr float kOnes[kGatherKeys] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
 
-// What the rows of a batch are multiplied by; where they have no scales, `at` holds null pointers.
+// Loads what the rows of a batch are multiplied by; where they have no scales, `at` holds null
+// pointers.
 const float* load_factors(const uint16_t* const* at, uint8_t dtype, float* factors) {
   if (at[0] == nullptr) {
     return kOnes;

@@ -26,8 +26,8 @@ uint32_t padded_rows(uint32_t rows);
 // Sums of one problem, empty. bytes: gather_sums_bytes.
 size_t gather_sums_bytes(const Problem& problem);
 GatherSums gather_sums_view(const Problem& problem, void* memory);
-// Whether every key that was added, and its value, had finite numbers only, as far as sums tell:
-// products or squares that overflow count as not finite.
+// Says whether every key that was added, and its value, had finite numbers only, as far as sums
+// tell: products or squares that overflow count as not finite.
 bool sums_are_finite(const Problem& problem, const GatherSums& sums);
 void clear_sums(const Problem& problem, const GatherSums& sums);
 uint32_t acc_stride(const Problem& problem);

@@ -121,7 +121,7 @@ void scores_f32(const GatherArgs& args, const GatherBatch& batch, uint32_t row, 
 }
 
 #if defined(__AVX512BF16__)
-// Of rows of bf16, int8 or fp8, which are bf16 without rounding.
+// Computes scores of rows of bf16, int8 or fp8, which are bf16 without rounding.
 template <int kRows, int kElem, bool kFirst>
 void scores_bf16(const GatherArgs& args, const GatherBatch& batch, uint32_t row, float* out) {
   using T = KeyTile<kRows>;
@@ -161,7 +161,7 @@ void scores_bf16(const GatherArgs& args, const GatherBatch& batch, uint32_t row,
 }
 #endif
 
-// What the tiles of keys have left, [group][row][token], as [row][16].
+// Puts what the tiles of keys have left, [group][row][token], as [row][16].
 template <int kRows>
 inline void rows_of_dots(const float* dots, float* out) {
   using T = KeyTile<kRows>;

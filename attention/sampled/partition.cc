@@ -51,7 +51,7 @@ IndexRange index_range(const ApproxInput& input, size_t i) {
   return {};
 }
 
-// What of the positions may belong to R.
+// A Walk finds the positions that may belong to R.
 class Walk {
  public:
   explicit Walk(const ApproxInput& input)
@@ -87,8 +87,8 @@ class Walk {
   }
 
  private:
-  // Whether the block's tokens are all stored and plain; `run` is the first that ends behind base,
-  // and becomes the first that ends behind the block.
+  // Says whether the block's tokens are all stored and plain; `run` is the first that ends behind
+  // base, and becomes the first that ends behind the block.
   bool whole(uint64_t base, size_t* run, uint16_t* variant) const {
     const KvRun& first = problem_.runs[*run];
     *variant = first.transform;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which tokens of a problem are approximated: R, in whole blocks of 64; all other visible tokens
-// are F. A block belongs to R where an index covers it, every row sees all of it, all of it is
-// stored with one query transform and without log weights, and it lies behind the sinks and before
-// the recent tokens that params keep exact.
+// The partition says which tokens of a problem are approximated: R, in whole blocks of 64; all
+// other visible tokens are F. A block belongs to R where an index covers it, every row sees all of
+// it, all of it is stored with one query transform and without log weights, and it lies behind the
+// sinks and before the recent tokens that params keep exact.
 #ifndef KVM_ATTENTION_SAMPLED_PARTITION_H_
 #define KVM_ATTENTION_SAMPLED_PARTITION_H_
 
@@ -23,10 +23,10 @@ struct Stretch {
   uint64_t end() const { return position + uint64_t{n_blocks} * kPageTokens; }
 };
 
-// Whether the index is asked about both with the same queries: several runs may share a frame.
+// Says whether the index is asked about both with the same queries: several runs may share a frame.
 bool same_use(const ApproxInput& input, const Stretch& a, const Stretch& b);
-// Whether the problems, where they see the same keys, have stretches and uses at the same places,
-// and the uses take as much memory.
+// Says whether the problems, where they see the same keys, have stretches and uses at the same
+// places, and the uses take as much memory.
 bool same_index_runs(const ApproxInput& a, const ApproxInput& b);
 
 struct Counts {

@@ -34,7 +34,7 @@ constexpr double kSurelyMore = 1.5;
 // Standard deviation of what the sketch's logits are off, in nats: beyond it the answer is exact.
 // Weights are off by a factor of fifty there.
 constexpr double kMostError = 4;
-// What a sample is planned for: ordinary values, and draws enough. Where the error has fewer
+// A sample is planned for this: ordinary values, and draws enough. Where the error has fewer
 // directions the sample grows.
 constexpr ErrorShape kPlanned{.largest = 0.15, .squares = 0.05};
 constexpr double kPlanDraws = 200;
@@ -293,7 +293,7 @@ void estimate_probe(const Context& c, Pilot& p, RowProbe* probes) {
   }
 }
 
-// What the keys that were read say of a row.
+// RowMoments are what the keys that were read say of a row.
 struct RowMoments {
   double mass = 0;      // sum of w times what a key stands for, over keys with p < 1
   double residual = 0;  // the same of w (s - s_hat)
@@ -351,7 +351,7 @@ void scale_shares(const Context& c, Pilot& p, uint32_t r, const RowProbe& probe,
   }
 }
 
-// Whether the sketch says anything of the row. Where it is off by several nats as a rule, the
+// Says whether the sketch tells anything of the row. Where it is off by several nats as a rule, the
 // heaviest key is hardly ever among those that it puts first, and of those one then seems to have
 // all of the mass, which leaves weighted moments, and bars, of nothing.
 bool is_told(const RowMoments& m, uint32_t n) {
@@ -494,7 +494,7 @@ void solve_growth(const KeyShares& keys, double least, double* growth) {
     squared_bars(keys, growth, ratio);
     const double worst = *std::max_element(ratio, ratio + keys.rows);
     if (step == kSteps) {
-      // What the small steps have not come to, all rows do together.
+      // All rows together do what the small steps have not come to.
       for (uint32_t r = 0; r < keys.rows; ++r) {
         growth[r] = std::min(growth[r] * std::clamp(worst, 1.0, 64.0), 1e9);
       }

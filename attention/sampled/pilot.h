@@ -29,7 +29,7 @@ void find_bars(const Context& c, void* scratch);
 // REQUIRES: wanted > 0. Where fewer than `wanted` sizes are positive, a c that saturates them.
 float threshold(const SampledKernels& kernels, const float* sizes, size_t n, double wanted);
 
-// What some keys, which stand for all, have to do with the bars. The columns of row r begin at
+// KeyShares are what some keys, which stand for all, add to the bars. The columns of row r begin at
 // r * stride.
 struct KeyShares {
   uint32_t n = 0;

@@ -252,7 +252,7 @@ void gather_drawn(const Context& c, const SampleState& state, void* scratch) {
   const Candidates& list = state.candidates;
   uint32_t n_open = 0;
   uint32_t n_closed = 0;
-  // Which list a key goes to is a matter of chance: no branches on it.
+  // Chance decides which list a key goes to: no branches on it.
   for (uint32_t i = 0; i < list.n; ++i) {
     const bool closed = list.size[i] >= 1.0f;
     const bool drawn = list.random[i] < list.size[i];

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the drivers of approximate attention hand to the per-ISA kernels. Plain data: kernel files
-// include nothing else of ours.
+// Arguments that the drivers of approximate attention hand to the per-ISA kernels. Plain data:
+// kernel files include nothing else of ours.
 #ifndef KVM_ATTENTION_SAMPLED_SAMPLED_ARGS_H_
 #define KVM_ATTENTION_SAMPLED_SAMPLED_ARGS_H_
 

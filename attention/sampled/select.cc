@@ -19,7 +19,7 @@ uint32_t budget_of(const ApproxParams& params, uint64_t n_keys) {
       std::clamp<uint64_t>(params.budget, 1, std::max<uint64_t>(n_keys, 1)));
 }
 
-// Of all shards together.
+// Returns how many keys all shards together keep.
 uint32_t keep_of(const ApproxParams& params, uint64_t n_keys) {
   const uint64_t times = params.proposal == Proposal::kSketch ? kRerank : 1;
   return static_cast<uint32_t>(std::min(n_keys, budget_of(params, n_keys) * times));
@@ -34,14 +34,14 @@ SelectState carve_state(const ApproxInput& input, uint64_t n_keys, uint32_t rows
 }
 
 struct SelectScratch {
-  // Of eval_shard.
+  // Used by eval_shard.
   float* block_logits;  // [rows][64]
   float* block_norms;
   std::byte* hashed;
   uint64_t* block_position;
   uint32_t* block_ids;
   float* work;  // [2 * keep]
-  // Of finish.
+  // Used by finish.
   Scored* items;       // [rows][2 * keep]
   uint64_t* position;  // [rows * keep]
   uint16_t* rows;
@@ -140,7 +140,7 @@ void select_sketched(const Context& c, const Use& use, const Stretch& stretch,
   const auto offset = static_cast<uint32_t>((stretch.position - run.position) / kPageTokens);
   for (uint32_t b = 0; b < stretch.n_blocks; ++b) {
     hash_index::scan_logits(span, c.rows, offset + b, s.block_logits, s.block_norms);
-    // What has a key or a value that is not finite is coded as huge: it is read.
+    // A token whose key or value is not finite is coded as huge: it is read.
     if (c.table->sampled->largest(s.block_norms, kPageTokens) >= hash_index::kHugeNorm) {
       for (uint32_t i = 0; i < kPageTokens; ++i) {
         for (uint32_t r = 0; r < c.rows && s.block_norms[i] >= hash_index::kHugeNorm; ++r) {
@@ -259,7 +259,7 @@ double keys_above_bars(const Context& c, double share) {
   return share * (kMore * in_pilot + kDeviations * std::sqrt(in_pilot) + kFew);
 }
 
-// Which keys are good enough is anyone's guess: all are written, and the next one overwrites those
+// No branch guesses which keys are good enough: all are written, and the next one overwrites those
 // that were not meant.
 template <typename Position>
 void TopList::add(const float* scores, uint32_t stride, uint32_t n, Position position_of) {

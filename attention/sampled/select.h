@@ -25,7 +25,7 @@ class TopList {
   void push(float score, uint64_t position) { push(&score, 1, 1, position); }
   // scores[0], scores[stride], ... of n keys from `position` on. NaN never counts.
   void push(const float* scores, uint32_t stride, uint32_t n, uint64_t position);
-  // Of n keys at these positions.
+  // Pushes n keys at these positions.
   void push(const float* scores, uint32_t n, const uint64_t* positions);
   // Only scores above the bar count from now on.
   void raise_bar(float bar) { bar_ = std::max(bar_, bar); }

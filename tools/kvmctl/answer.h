@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a command has printed, on its way out.
+// An Answer is what a command has printed, on its way out.
 #ifndef KVM_TOOLS_KVMCTL_ANSWER_H_
 #define KVM_TOOLS_KVMCTL_ANSWER_H_
 

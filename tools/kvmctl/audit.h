@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What kvmctl audit shows: the audits of approximate answers, out of the service's metrics.
+// kvmctl audit shows the audits of approximate answers, out of the service's metrics.
 #ifndef KVM_TOOLS_KVMCTL_AUDIT_H_
 #define KVM_TOOLS_KVMCTL_AUDIT_H_
 
@@ -11,8 +11,8 @@
 
 namespace kvm::tools {
 
-// Of relative errors of o. Quantiles are of buckets a factor of 1.4 to 2 wide, between whose bounds
-// they are interpolated.
+// An ErrorSummary is of relative errors of o. Quantiles are of buckets a factor of 1.4 to 2 wide,
+// between whose bounds they are interpolated.
 struct ErrorSummary {
   uint64_t n_rows = 0;
   double mean = 0;

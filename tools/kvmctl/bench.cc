@@ -157,7 +157,7 @@ class Rig {
     return stats;
   }
 
-  // Whether the last answer is right: over n equal chunks o is that of one, and lse ln n more.
+  // Checks that the last answer is right: over n equal chunks o is that of one, and lse ln n more.
   bool is_right() const {
     const auto* o = static_cast<const float*>(data(o_));
     const auto* lse = static_cast<const float*>(data(lse_));

@@ -18,7 +18,8 @@
 namespace kvm::tools {
 namespace {
 
-// What to try next, for somebody who has not used kvm before; "" where the sentence says it all.
+// Says what to try next, for somebody who has not used kvm before; "" where the sentence says it
+// all.
 std::string advice(kvm_status status) {
   switch (status) {
     case KVM_ERR_DISCONNECTED:

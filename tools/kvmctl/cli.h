@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the commands of kvmctl share: the command line under construction, the connection, exit
-// statuses, tables and JSON.
+// Parts that the commands of kvmctl share: the command line under construction, the connection,
+// exit statuses, tables and JSON.
 #ifndef KVM_TOOLS_KVMCTL_CLI_H_
 #define KVM_TOOLS_KVMCTL_CLI_H_
 
@@ -120,7 +120,7 @@ std::vector<kvm_seq_info> list_all_seqs(kvm_client* client);
 std::vector<kvm_space_info> list_all_spaces(kvm_client* client);
 std::vector<kvm_client_entry> list_all_clients(kvm_client* client);
 
-// Of a number; the number where it has none.
+// Returns the name of a number; the number where it has none.
 std::string user_name(uint32_t uid);
 // A table of clients with its head, who holds most first.
 std::vector<std::vector<std::string>> client_rows(std::vector<kvm_client_entry> clients);

@@ -21,7 +21,7 @@ struct Word {
   bool takes_value = false;
 };
 
-// What may follow on the command line behind the commands of `path` (" config check", "").
+// Lists what may follow on the command line behind the commands of `path` (" config check", "").
 struct Place {
   std::string path;
   std::vector<Word> words;

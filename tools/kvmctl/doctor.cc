@@ -30,7 +30,7 @@ std::string read_text(const std::string& path) {
   return out;
 }
 
-// What kvmd says of itself, "" where it does not: none runs, or one that is older.
+// Returns what kvmd says of itself, "" where it does not: none runs, or one that is older.
 std::string reported_huge_pages(const std::string& metrics) {
   const std::string name = "\nkvm_huge_pages_info{setting=\"";
   const size_t at = metrics.find(name);
@@ -98,8 +98,8 @@ Finding io_uring() {
   return out;
 }
 
-// Whose limits are looked at: kvmd's, or where it cannot be seen (other process numbers,
-// in a container) those of this process.
+// The process whose limits are looked at: kvmd's, or where it cannot be seen (other process
+// numbers, in a container) those of this process.
 struct Process {
   std::string folder = "/proc/self";
   const char* whose = " (of kvmctl; kvmd is not seen from here)";

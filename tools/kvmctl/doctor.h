@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What this machine offers to kvm, what kvmd falls back to where something is missing, and what the
-// fallback costs. Reads /proc, /sys and limits; changes nothing.
+// kvmctl doctor says what this machine offers to kvm, what kvmd falls back to where something is
+// missing, and what the fallback costs. Reads /proc, /sys and limits; changes nothing.
 #ifndef KVM_TOOLS_KVMCTL_DOCTOR_H_
 #define KVM_TOOLS_KVMCTL_DOCTOR_H_
 
@@ -20,7 +20,7 @@ struct Finding {
   std::string consequence;  // empty when good
 };
 
-// What is known of the daemon.
+// DaemonFacts are what is known of the daemon.
 struct DaemonFacts {
   const kvm_client_info* info = nullptr;  // null: no daemon answers
   std::string why_none;                   // with null: the reason

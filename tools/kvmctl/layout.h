@@ -14,7 +14,8 @@ namespace kvm::tools {
 
 inline constexpr size_t kWide = SIZE_MAX;
 
-// Of the terminal at the standard output; kWide where that is none. One that does not know: 80.
+// Returns the width of the terminal at the standard output: kWide where that is none, 80 where it
+// does not know.
 size_t terminal_columns();
 
 struct Column {

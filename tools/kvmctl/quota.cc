@@ -100,7 +100,7 @@ int run_clients(const Common& common) {
 
 // --- quota --------------------------------------------------------------------------------------
 
-// Whose: one of the two, as it was written; neither is all.
+// A Whose names a client or a user, as it was written; neither means all.
 struct Whose {
   std::optional<std::string> client;
   std::optional<std::string> user;

@@ -36,7 +36,7 @@ double quantile(const std::vector<Bucket>& buckets, double share);
 
 // Durations of all requests but null ones, by kvm_request_duration_seconds.
 std::vector<Bucket> read_durations(std::string_view text);
-// What has been added between two looks at the same histogram.
+// Returns what has been added between two looks at the same histogram.
 std::vector<Bucket> added_between(const std::vector<Bucket>& before,
                                   const std::vector<Bucket>& after);
 

@@ -30,7 +30,7 @@ struct TopOptions {
   uint32_t count = 0;  // 0: until it is stopped
 };
 
-// What happened between two looks, a second.
+// Rates are what happened between two looks, for each second.
 struct Rates {
   double requests = 0;
   double failed = 0;
@@ -135,7 +135,7 @@ std::string rates_text(const kvm_client_info& info, const kvm_stats& stats, cons
       width);
 }
 
-// What is looked at.
+// A Look is all that top reads at once.
 struct Look {
   kvm_stats stats{};
   std::vector<Bucket> durations;
@@ -160,7 +160,8 @@ struct ClientRate {
   double requests = 0;  // a second
 };
 
-// Who asks most first, then who holds most. Of one that is new all requests are of this interval.
+// Lists clients: those that ask most first, then those that hold most. All requests of a new one
+// are of this interval.
 std::vector<ClientRate> client_rates(const Look& before, const Look& now) {
   const double seconds = static_cast<double>(now.stats.uptime_ns - before.stats.uptime_ns) * 1e-9;
   std::vector<ClientRate> rates;
