@@ -63,7 +63,7 @@ class DecodeRun {
     return std::any_of(options.modes.begin(), options.modes.end(),
                        [](const std::string& mode) { return mode != "exact"; });
   }
-  // Of the daemon: pages, and indexes where there are some.
+  // Memory of the daemon: pages, and indexes where there are some.
   static uint64_t bytes_per_token(const Options& options) {
     constexpr uint64_t kPages = DecodeModel::kTokenBytes * DecodeModel::kLayers;
     constexpr uint64_t kIndexes = uint64_t{40} * DecodeModel::kKvHeads * DecodeModel::kLayers;

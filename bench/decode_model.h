@@ -31,7 +31,7 @@ struct StepMode {
   float delta = 0;
 };
 
-// What the steps of one token, a layer each, did together.
+// Totals of what the steps of one token, a layer each, did together.
 struct TokenStats {
   double seconds = 0;  // that the client waited
   double compute_s = 0;

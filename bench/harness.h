@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every benchmark of kvm-bench shares: options, medians, the table and the JSON lines.
+// Every benchmark of kvm-bench shares this: options, medians, the table and the JSON lines.
 //
 // A benchmark measures the limit and the thing it judges in the same run, interleaved, and reports
 // the ratio of medians. A ratio above kMaxFraction means that the ceiling was none: the run fails.
@@ -31,7 +31,7 @@ struct Options {
   std::string dtype;               // of stored K and V; empty: all that a benchmark has
   std::vector<std::string> modes;  // of decode, error, death; empty: exact alone, all, all
   std::vector<std::string> codes;  // of error; empty: all
-  // Of the benches of approximate attention; empty or 0: what the bench takes by itself.
+  // For the benches of approximate attention; empty or 0: what the bench takes by itself.
   std::vector<std::string> data;  // names of bench/approx/data.h, or .kvrec files
   std::vector<uint32_t> tokens;
   uint32_t heads = 0;      // kv heads, independent of each other

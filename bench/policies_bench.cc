@@ -281,8 +281,8 @@ void add_commits(const Options& options, Report* report) {
   }
 }
 
-// What attention mass costs: rows of a prompt over heads that keep all of it, and over heads that
-// do so too but sum up.
+// Measures what attention mass costs: rows of a prompt over heads that keep all of it, and over
+// heads that do so too but sum up.
 void add_masses(const Options& options, Report* report) {
   constexpr uint32_t kTokens = 8192;
   Rig rig(options, uint64_t{2} << 30);

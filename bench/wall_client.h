@@ -41,7 +41,7 @@ class WallClient {
   // Beside its own: an arena that is only held.
   void add_arena(uint64_t size_bytes);
   kvm_stats stats() const;
-  // Of a series without labels in the metrics' text.
+  // Returns the value of a series without labels in the metrics' text.
   uint64_t metric(const std::string& name) const;
 
  private:

@@ -197,8 +197,8 @@ Status Connection::receive_reply(uint64_t id, uint64_t deadline_ns, Reply* reply
   }
 }
 
-// Nobody waits for this reply, or can use it. What it made would count against the client until its
-// end. REQUIRES: mutex_ is held.
+// Nobody waits for this reply, or can use it. An object that it made would count against the
+// client until its end. REQUIRES: mutex_ is held.
 void Connection::give_back(const wire::Message& reply) {
   ipc::ControlWriter writer;
   const uint64_t id = ++last_id_;

@@ -84,7 +84,7 @@ char* target_row(const TargetRows& rows, uint64_t row, uint32_t head) {
          place * rows.head_stride_bytes;
 }
 
-// Of SourceRows or TargetRows.
+// Returns the scale of a row of SourceRows or TargetRows.
 template <typename Rows>
 auto& scale_of(const Rows& rows, uint64_t row, uint32_t head) {
   const uint32_t place = rows.heads != nullptr ? rows.heads[head] : head;

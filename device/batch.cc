@@ -323,7 +323,7 @@ void Batch::undo_update() {
   // The ring and the pages are free again only when what was enqueued of it is done.
   (void)store_->driver().synchronize_device();
   store_->undo_growth();
-  // What the table holds now is anybody's guess.
+  // The table may hold anything now.
   std::fill(places_.begin(), places_.end(), Place{});
 }
 

@@ -91,7 +91,7 @@ class Batch {
 
  private:
   struct Kind {
-    // What makes it one.
+    // Steps of one kind agree in these.
     std::vector<ClassLayout> classes;
     uint64_t window = 0;
     uint32_t group = 1;
@@ -106,10 +106,10 @@ class Batch {
     uint32_t merge_rows = 0;
     // Offsets in device memory; the first three in a ring slot as well.
     uint64_t work_at = 0, merges_at = 0, tokens_at = 0, heads_at = 0;
-    // Of the last update.
+    // Counts of the last update.
     uint32_t n_blocks = 0, n_merges = 0, n_tokens = 0;
   };
-  // What the table says of an item.
+  // A Place is what the table says of an item.
   struct Place {
     std::shared_ptr<Sequence> seq;
     uint64_t version = 0;

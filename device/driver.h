@@ -67,9 +67,9 @@ class Driver {
   virtual void destroy_event(Event event) = 0;
   // The event happens when everything enqueued on the stream so far has been done.
   virtual Status record(Event event, Stream stream) = 0;
-  // What is enqueued on the stream from now on waits for the event as recorded last.
+  // Makes all that is enqueued on the stream from now on wait for the event as recorded last.
   virtual Status wait(Stream stream, Event event) = 0;
-  // Whether the event, as recorded last, has happened. An event never recorded has.
+  // Says whether the event, as recorded last, has happened. An event never recorded has.
   virtual Result<bool> is_done(Event event) = 0;
   virtual Status synchronize(Event event) = 0;
   virtual Status synchronize_device() = 0;

@@ -121,7 +121,7 @@ Status PagePool::make_room(const Slab& but, uint64_t size_bytes) {
         continue;
       }
       if (!waited) {
-        // What was enqueued while its pages were in use may still read them.
+        // Work that was enqueued while its pages were in use may still read them.
         KVM_TRY(driver_->synchronize_device());
         waited = true;
       }

@@ -195,7 +195,7 @@ Status Store::truncate(Sequence* seq, uint64_t n_tokens) {
   return Status::ok();
 }
 
-// What was dropped lay behind the end: the tokens that come there are others.
+// The dropped tokens lay behind the end: those that come there are others.
 void Store::forget_dropped(Sequence* seq) const {
   for (uint32_t list = 0; list < seq->lists.size(); ++list) {
     const uint64_t first = first_droppable(class_of(*seq->space, list));

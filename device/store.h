@@ -129,7 +129,7 @@ class Store {
   Status spill(Sequence* seq, Stream stream);
   Status fetch(Sequence* seq, Stream stream);
 
-  // What a step does to one sequence.
+  // A Growth is what a step does to one sequence.
   struct Growth {
     Sequence* seq = nullptr;
     uint32_t n_append = 0;
@@ -172,7 +172,7 @@ class Store {
     std::vector<tiers::PageRef> pages;
     std::vector<uint32_t> chunks;
   };
-  // What begin_growth has changed.
+  // A Change is one of those that begin_growth has made.
   struct Change {
     Sequence* seq = nullptr;
     uint32_t list = 0;
@@ -194,7 +194,7 @@ class Store {
   void release(const Sequence& seq, tiers::PageRef page);
   void give_back_chunks(Sequence* seq, EventPtr event);
   void drop_unseen(const Growth& growth, uint64_t n_before);
-  // Whether queries at n_tokens and later see only what is there of the first n_left tokens.
+  // Checks that queries at n_tokens and later see only what is there of the first n_left tokens.
   Status check_visible(const Sequence& seq, uint64_t n_tokens, uint64_t n_left) const;
   void forget_dropped(Sequence* seq) const;
   Status not_captured(Stream stream);

@@ -197,7 +197,8 @@ typedef struct kvm_connect_params {
   /* Path of the daemon's socket. NULL: $KVM_SOCKET, else $XDG_RUNTIME_DIR/kvm/kvmd.sock if it
    * exists, else /run/kvm/kvmd.sock. At most 107 bytes. */
   const char *socket_path;
-  /* What the daemon's log calls this client; at most 63 bytes. NULL: the process's name. */
+  /* The name by which the daemon's log calls this client; at most 63 bytes. NULL: the process's
+   * name. */
   const char *client_name;
   uint64_t timeout_ns; /* for the handshake and for each control call; 0: 5 s */
   uint64_t reserved[4];
@@ -382,14 +383,14 @@ enum {
   KVM_DTYPE_F32 = 1,
   KVM_DTYPE_F16 = 2,
   KVM_DTYPE_BF16 = 3,
-  /* Of stored K and V only; tensors of requests have one of the others. Each row (one token of one
+  /* For stored K and V only; tensors of requests have one of the others. Each row (one token of one
    * head) has a scale, the bf16 nearest to its largest magnitude / 127, and its channels are
    * rounded to the nearest multiple of that (ties to even), from -127 to 127 times; scales below
    * 2^-126 count as that. A row with a channel that is not finite reads as NaN in all. Rows take a
    * byte a channel and two bytes, about half of what BF16 takes, and attention over them has an
    * error of 0.3 to 1 %. */
   KVM_DTYPE_I8 = 4,
-  /* Of stored K and V only, as I8. Each row has a scale, the bf16 nearest to its largest magnitude
+  /* For stored K and V only, as I8. Each row has a scale, the bf16 nearest to its largest magnitude
    * / 448, and its channels divided by that are rounded to the nearest e4m3 number (the 8-bit
    * floating point format of the Open Compute Project with 4 bits of exponent and 3 of mantissa:
    * from 2^-9 to 448; ties to even). Scales below 2^-126, and rows that are not finite, as with I8;
@@ -479,11 +480,11 @@ enum {
   KVM_RETAIN_HEAVY = 3
 };
 
-/* What a query's position means to the keys of a head. IN_CACHE (StreamingLLM): the n_sinks first
- * tokens and the n_recent last ones count as neighbours, whatever was between them. With
+/* Says what a query's position means to the keys of a head. IN_CACHE (StreamingLLM): the n_sinks
+ * first tokens and the n_recent last ones count as neighbours, whatever was between them. With
  * d = max(0, p - n_recent + 1 - n_sinks), a query at p meets the keys of sinks as if it were at
  * p - d; the service rotates it by -d for them. Rows of a TREE item all have the d of the first.
- * Wants SINKS_RECENT and a rope_layout whose frequencies do not change with the length, and no
+ * It wants SINKS_RECENT and a rope_layout whose frequencies do not change with the length, and no
  * window in the layers that read the head, which has no index. */
 enum {
   KVM_POSITIONS_ABSOLUTE = 0, /* as appended */
@@ -516,13 +517,13 @@ typedef struct kvm_codec_params {
   uint64_t reserved[2];
 } kvm_codec_params;
 
-/* What is kept beside the keys of some kv heads so that approximate modes (section 7) need not read
- * them all. Derived from the keys, a few bytes of each; counted in the quota like pages. Built when
- * the first such request, or a fork, finds it missing; it grows from there on. It never makes
- * anything fail: where an append or kvm_observe would find no quota or memory, indexes make way,
- * those that were used longest ago first (but not under a running attend), and their keys are read
- * exactly until there is room again. A head of which queries see fewer than min_tokens tokens, by
- * its policy or the windows of its layers, has none. */
+/* An index is kept beside the keys of some kv heads so that approximate modes (section 7) need not
+ * read them all. It is derived from the keys, a few bytes of each, and counted in the quota like
+ * pages. It is built when the first such request, or a fork, finds it missing; it grows from there
+ * on. It never makes anything fail: where an append or kvm_observe would find no quota or memory,
+ * indexes make way, those that were used longest ago first (but not under a running attend), and
+ * their keys are read exactly until there is room again. A head of which queries see fewer than
+ * min_tokens tokens, by its policy or the windows of its layers, has none. */
 enum {
   KVM_INDEX_NONE = 0,
   KVM_INDEX_SKETCH = 1,      /* one of the next three, whichever suits the keys */
@@ -581,7 +582,7 @@ typedef struct kvm_space_params {
   uint32_t n_codecs;
   uint32_t n_indexes;
   const kvm_index_params *indexes; /* [n_indexes]; copied */
-  /* What requests take that say KVM_MODE_DEFAULT: see kvm_step_params, whose rules for these
+  /* Requests that say KVM_MODE_DEFAULT take these: see kvm_step_params, whose rules for these
    * numbers hold here too. */
   uint32_t default_mode;     /* KVM_MODE_*; 0: EXACT, with which the next four must be 0 */
   uint32_t default_proposal; /* KVM_PROPOSAL_* */
@@ -774,7 +775,7 @@ enum {
   KVM_MODE_AUTO = 5      /* whichever of these suits an error, or a time */
 };
 
-/* What an approximate mode chooses keys by. */
+/* A proposal is what an approximate mode chooses keys by. */
 enum {
   KVM_PROPOSAL_DEFAULT = 0, /* what the head's index is */
   KVM_PROPOSAL_SKETCH = 1,
@@ -909,7 +910,7 @@ typedef struct kvm_step_params {
   uint64_t reserved[8];
 } kvm_step_params;
 
-/* What a request did. */
+/* Counts of what a request did. */
 typedef struct kvm_step_stats {
   uint32_t struct_size;
   uint32_t mode;         /* that was used: KVM_MODE_*, not AUTO */
@@ -1024,13 +1025,13 @@ typedef struct kvm_merge_params {
  * states alone give o = 0, lse = -inf. Fails: INVALID. Threads: any. */
 KVM_API kvm_status kvm_merge(const kvm_merge_params *params);
 
-/* Which heads of a layer look back: what a model does with a prompt that repeats itself. The
- * prompt is n_prefix tokens (BOS, say), and then the same `period` random tokens several times. A
- * row's ECHO score is the attention that it gives to earlier copies of its own token, its INDUCTION
- * score that to the tokens behind these; a kv head's are the means over rows from the second copy
- * on, of the q head of its group that has most. RazorAttention keeps the heads of all layers with
- * the top 14 % of induction scores and the top 1 % of echo scores, and folds in the others, with
- * 2500 tokens 4 times. Pure computation in the caller's memory, one thread. */
+/* Finds the heads of a layer that look back, by a prompt that repeats itself. The prompt is
+ * n_prefix tokens (BOS, say), and then the same `period` random tokens several times. A row's ECHO
+ * score is the attention that it gives to earlier copies of its own token, its INDUCTION score that
+ * to the tokens behind these; a kv head's are the means over rows from the second copy on, of the q
+ * head of its group that has most. RazorAttention keeps the heads of all layers with the top 14 %
+ * of induction scores and the top 1 % of echo scores, and folds in the others, with 2500 tokens 4
+ * times. Pure computation in the caller's memory, one thread. */
 typedef struct kvm_probe_params {
   uint32_t struct_size;
   uint32_t flags;      /* reserved, zero */
@@ -1165,7 +1166,7 @@ KVM_API kvm_status kvm_get_stats_text(kvm_client *client, char *buffer, size_t c
 /* ============================================================================================
  * 11. Administration
  *
- * What an operator does with a running kvmd; kvmctl is made of it. For root and for the user that
+ * An operator handles a running kvmd by these; kvmctl is made of them. For root and the user that
  * runs kvmd: others get PERMISSION. An engine in this process is administered by its own client. A
  * kvmd that is older than one of these functions answers UNSUPPORTED, an engine in device memory as
  * well.

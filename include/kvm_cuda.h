@@ -189,7 +189,7 @@ typedef struct kvm_cuda_attend_params {
   uint32_t layer;
   float scale;           /* 0: the space's softmax_scale; must be positive */
   kvm_tensor q;          /* [row][n_q_heads][dim], DEVICE, the space's dtype; where that is I8 or
-                          * F8E4M3, F16 or BF16. Of q and o, addresses and strides as of k */
+                          * F8E4M3, F16 or BF16. Addresses and strides of q and o: as of k */
   kvm_tensor o;          /* likewise, F32, F16 or BF16 */
   kvm_tensor lse;        /* [row][n_q_heads], F32, natural logarithm; NONE: not wanted */
   kvm_buffer log_weights; /* DEVICE, F32, where the batch has strides for them; else NONE */

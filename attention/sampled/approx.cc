@@ -24,8 +24,9 @@ constexpr uint64_t kFewestKeys = 2048;
 // Bounds the plug-in sigma over |o|: beyond it, what is taken for o is noise itself.
 constexpr double kHopelessSigma = 0.5;
 constexpr uint32_t kMostGrowths = 8;
-// A row's variance shrinks by so much in a round. More is asked for by a few keys that the sketch
-// puts too low, and these are closed, and out of the variance, when they have grown so much.
+// A round lets a row's variance fall by a factor between these. More is asked for by a few keys
+// that the sketch puts too low, and these are closed, and out of the variance, when they have grown
+// so much.
 constexpr double kLeastGrowth = 1.02;
 constexpr double kMostGrowth = 16.0;
 // Variances of a larger sample are aimed so far below that of eps, and so many of their own

@@ -71,7 +71,7 @@ class Kappa {
   // Quantile of Fisher's distribution that is exceeded with a chance of delta: from 2.5 % below it
   // (one degree) to a few per cent above. Infinite where m says nothing at so small a delta.
   double fisher(double n, double m) const;
-  // Returns the root of the quantile of the chi-square over its n degrees.
+  // Returns the quantile of the chi-square over its n degrees.
   double chi_square(double n) const;
   // The share of which nothing is found among so many draws with a chance of delta.
   double unseen_share(double draws) const;

@@ -84,8 +84,9 @@ attention::Problem make_problem(const HeadData& head, uint32_t set, float* o, fl
 inline constexpr uint32_t kMinTokens = 256;
 
 struct DataSpec {
-  // Of the list above, or the path of a .kvrec file, or of a folder of such: the heads of the files
-  // are numbered through in the order of their names, and a data set has those of one file.
+  // A name of the list above, or the path of a .kvrec file, or of a folder of such: the heads of
+  // the files are numbered through in the order of their names, and a data set has those of one
+  // file.
   std::string name = "model";
   uint32_t tokens = 0;      // at least kMinTokens; of a file: at most so many; 0: all
   uint32_t heads = 8;       // kv heads; of a file: at most so many groups
@@ -126,7 +127,7 @@ class DataSet {
 const std::vector<std::string>& data_names();
 const std::vector<std::string>& fragile_names();
 bool is_fragile(const std::string& name);
-// Whether a name is a file or a folder; how many heads it has. Errors: as make_data.
+// Says whether a name is a file or a folder, and how many heads it has. Errors: as make_data.
 bool is_recorded(const std::string& name);
 Result<uint32_t> count_recorded_heads(const std::string& name);
 
@@ -147,7 +148,7 @@ struct ModelOptions {
   uint32_t turn_at = 0;       // 0: never
 };
 
-// What make_data is put together from.
+// make_data is put together from these.
 DataSet make_model_data(const DataSpec& spec, const ModelOptions& options, uint32_t threads);
 DataSet make_cluster_data(const DataSpec& spec, double sharpness, uint32_t threads);
 DataSet make_fragile_data(const DataSpec& spec, uint32_t threads);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What an index costs where the engine makes it: a space of one layer with the heads of a data set,
-// whose sequence is appended whole and then attended to for the first time.
+// Measures what an index costs where the engine makes it: a space of one layer with the heads of a
+// data set, whose sequence is appended whole and then attended to for the first time.
 #ifndef KVM_BENCH_APPROX_ENGINE_INDEX_H_
 #define KVM_BENCH_APPROX_ENGINE_INDEX_H_
 

@@ -79,7 +79,7 @@ class ErrorRun {
  private:
   using Solve = std::function<void(uint32_t head, uint32_t set, Tally* tally)>;
 
-  // Whether --mode or --code leaves a name in.
+  // Says whether --mode or --code leaves a name in.
   static bool is_asked(const std::vector<std::string>& names, const std::string& name) {
     return names.empty() || std::find(names.begin(), names.end(), name) != names.end();
   }

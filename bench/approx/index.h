@@ -87,7 +87,7 @@ class LshTables {
   uint64_t size_bytes_ = 0;
 };
 
-// What approx.h takes, with either part null.
+// Returns the index as approx.h takes it, with either part null.
 attention::HeadIndex make_index(const Sketches* sketches, const LshTables* tables);
 
 }  // namespace kvm::bench

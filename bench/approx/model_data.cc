@@ -206,7 +206,7 @@ class HeadMaker {
     cloud.key_sd = spectrum(options_.key_power);
     cloud.query_sd = spectrum(options_.query_power);
     if (options_.turn_at != 0) {
-      // Of keys and queries, by [turns sharp][moved].
+      // The powers of keys and queries, by [turns sharp][moved].
       constexpr double kPowers[2][2][2] = {{{1.15, 0.7}, {1.15, -1.0}}, {{1.0, 0.5}, {1.6, 0.9}}};
       const auto& powers = kPowers[number_ % 2][moved ? 1 : 0];
       cloud.key_sd = spectrum(powers[0]);
@@ -272,7 +272,7 @@ class HeadMaker {
     }
   }
 
-  // What the special axis adds to every query's logit of the token.
+  // Returns what the special axis adds to every query's logit of the token.
   double nats(uint64_t token) const {
     double sum = token + kRecent >= spec_.tokens ? kRecentNats : 0.0;
     for (const auto& [at, height] : needles_) {

@@ -67,7 +67,7 @@ class ApproxPass {
   const float* o(uint32_t head) const { return heads_[head]->o.data(); }
   const float* lse(uint32_t head) const { return heads_[head]->lse.data(); }
   const attention::ApproxReport& report(uint32_t head) const { return heads_[head]->report; }
-  // Of all runs so far.
+  // Returns the times of all runs so far.
   PassTimes times() const;
 
  private:

@@ -20,7 +20,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "models" / "house"))
 import svg  # noqa: E402
 
-# What tells two lines of one bench apart.
+# These fields tell two lines of one bench apart.
 SETTINGS = ("bench", "data", "tokens", "threads", "mode", "code", "rows", "budget", "eps")
 TIMED = ("sampled", "magicpig")
 GREY = "#8a8a8a"

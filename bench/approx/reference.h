@@ -23,7 +23,7 @@ struct Logits {
 };
 Logits compute_logits(const HeadData& head, uint32_t set);
 
-// What attention returns: o [group][dim], lse [group].
+// A state, as attention returns it: o [group][dim], lse [group].
 struct Answer {
   std::vector<double> o;
   std::vector<double> lse;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What two additions to the sampled mode would gain if their kernels cost nothing: a finer code for
-// the candidates of the scan, and block means of V. Weights and values are exact and in fp64; the
-// first code is the product's, with its kernels.
+// Measures what two additions to the sampled mode would gain if their kernels cost nothing: a finer
+// code for the candidates of the scan, and block means of V. Weights and values are exact and in
+// fp64; the first code is the product's, with its kernels.
 //
 //   sampled   D = D_F + sum_S w/p, N = N_F + sum_S (w/p) v, o = N / D, p = min(1, c h |v|), the
 //             largest over the q heads of the group: docs/approximate_attention.md
@@ -70,7 +70,7 @@ class BlockMeans {
   std::vector<float> means_;  // [block][dim]
 };
 
-// What is known of R before a row is read. R: the product's, whole blocks.
+// The facts of R that are known before a row is read. R: the product's, whole blocks.
 struct Proposed {
   std::vector<uint64_t> tokens;  // of R, ascending
   std::vector<uint64_t> fixed;   // F

@@ -15,7 +15,7 @@ using hash_index::SketchKind;
 
 constexpr uint32_t kHeads = 8;
 
-// What one thread scans with.
+// One thread scans with a ScanBuffers.
 struct ScanBuffers {
   ScanBuffers(uint32_t capacity, uint32_t rows, size_t query_bytes)
       : position(capacity),
@@ -163,7 +163,7 @@ void measure_sketches(const Options& options, const Case& c, uint32_t threads, R
     for (uint32_t r = 0; r < kBuilds; ++r) {
       build.push_back(in_engine.build_seconds());
     }
-    // Of one core: all of them are busy all the time.
+    // The time of one core: all of them are busy all the time.
     const double ns = 1e9 * threads / run.n_keys();
     report->add(
         {{"data", c.data.name},

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the benches of approximate attention have in common: which data at which length, which
+// The benches of approximate attention have this in common: which data at which length, which
 // indexes, and the solver of each thread.
 #ifndef KVM_BENCH_APPROX_SETTINGS_H_
 #define KVM_BENCH_APPROX_SETTINGS_H_
@@ -19,7 +19,7 @@ namespace kvm::bench {
 // --data, or what the bench takes by itself.
 std::vector<std::string> chosen_data(const Options& options, std::vector<std::string> defaults);
 // --tokens; else 8,192 for --quick; else the defaults, without those whose data would not fit the
-// memory budget with room for one batch of heads. Of a recorded file: 0, all that it has.
+// memory budget with room for one batch of heads. For a recorded file: 0, all that it has.
 std::vector<uint32_t> chosen_tokens(const Options& options, const std::string& data,
                                     std::vector<uint32_t> defaults);
 // The length at which the data is quoted.
@@ -49,7 +49,7 @@ std::vector<attention::HeadIndex> indexes_of(const std::vector<std::unique_ptr<L
 double bytes_per_token(const DataSet& data, const std::vector<std::unique_ptr<Sketches>>& s);
 double bytes_per_token(const DataSet& data, const std::vector<std::unique_ptr<LshTables>>& t);
 
-// Of the calling thread, kept from call to call.
+// Returns the solver of the calling thread, which is kept from call to call.
 Solver& thread_solver();
 
 }  // namespace kvm::bench

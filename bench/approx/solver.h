@@ -29,7 +29,7 @@ class GrowingBuffer {
   size_t size_ = 0;
 };
 
-// What a query set gets.
+// A Solved is what a query set gets.
 struct Solved {
   std::vector<float> o;    // [group][dim]
   std::vector<float> lse;  // [group]

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the sub-commands of kvm_gpu_check share: options, lines of JSON, statistics.
+// The sub-commands of kvm_gpu_check share this: options, lines of JSON, statistics.
 #ifndef KVM_BENCH_GPU_ARGS_H_
 #define KVM_BENCH_GPU_ARGS_H_
 

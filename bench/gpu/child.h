@@ -25,7 +25,7 @@ class Link {
   bool send(double value, int fd = -1) const;
   // Nothing when the other side has gone, or says nothing for two minutes.
   std::optional<Message> receive() const;
-  // Whether a message is there.
+  // Says whether a message is there.
   bool ready() const;
 
  private:

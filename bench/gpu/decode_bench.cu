@@ -161,7 +161,8 @@ class Bench {
     }
   }
 
-  // What is there without keys: one tile, and the merge of what a split leaves (U2).
+  // Takes the time of what is there without keys: one tile, and the merge of what a split leaves
+  // (U2).
   void floors() {
     WorkloadSpec spec;
     spec.lengths = {16};

@@ -16,7 +16,7 @@ namespace kvm::bench::gpu {
 
 void check(cudaError_t error, const char* what);
 
-// Whether there is a device. Otherwise says why on stderr.
+// Says whether there is a device; where there is none, why, on stderr.
 bool have_device();
 
 class DeviceBuffer {

@@ -11,7 +11,7 @@
 namespace kvm::bench::gpu {
 
 inline constexpr uint32_t kGatherThreads = 1024;
-// Of 16 bytes, for each thread.
+// Loads of 16 bytes, for each thread.
 inline constexpr uint32_t kGatherLoads = 8;
 
 struct GatherParams {
@@ -23,7 +23,7 @@ struct GatherParams {
   uint32_t n_blocks = 0;   // of the launch
 };
 
-// What one thread of one block does. Neighbours in a block read neighbouring 16 bytes.
+// Does the work of one thread of one block. Neighbours in a block read neighbouring 16 bytes.
 KVM_GPU void gather_thread(const GatherParams& p) {
   using attention::gpu::Word4;
   const uint32_t row_words = p.row_bytes / 16;

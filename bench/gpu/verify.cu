@@ -21,7 +21,7 @@ using attention::gpu::testing::AppendSpec;
 using attention::gpu::testing::Case;
 using attention::gpu::testing::CaseSpec;
 
-// What a case points to, on the device.
+// An Uploaded holds on the device what a case points to.
 struct Uploaded {
   std::vector<DeviceBuffer> buffers;
 

@@ -36,7 +36,7 @@ struct RecordedArray {
   void read_row(uint64_t row, float* out) const;
 };
 
-// What belongs to one kv head.
+// A RecordedGroup is what belongs to one kv head.
 struct RecordedGroup {
   uint32_t layer = 0;
   uint32_t kv_head = 0;

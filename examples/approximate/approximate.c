@@ -19,7 +19,7 @@ enum { kTokens = 32768, kChunk = 4096 };
 
 typedef uint16_t bf16;
 
-/* What an engine asks for. */
+/* An engine asks for this. */
 typedef struct request {
   const char* name;
   uint32_t layer;
@@ -72,8 +72,8 @@ static double from_bf16(bf16 x) {
   return single;
 }
 
-/* What a model would compute. As there, a few directions carry most of what queries and keys have
- * in common, and values have a part that all share: in noise there is nothing to find. */
+/* Stands for what a model would compute. As there, a few directions carry most of what queries and
+ * keys have in common, and values have a part that all share: in noise there is nothing to find. */
 static void make_data(void) {
   uint64_t state = 1;
   double spread[kDim];
@@ -237,7 +237,7 @@ static int report(const request* r, const answer* a, double expected[kQHeads][kD
          mode_name(a->stats.mode), 100 * mean, 100 * worst, bar, beyond,
          100.0 * (double)a->stats.keys_read / (double)a->stats.keys_present,
          (double)a->stats.bytes_read / 1e6, (double)a->stats.compute_ns / 1e3);
-  /* What is promised for certain: a verified answer reports at most eps. */
+  /* This is promised for certain: a verified answer reports at most eps. */
   const int kept = a->stats.mode != KVM_MODE_VERIFIED || a->stats.err_max <= r->eps;
   return kept && worst <= r->most_error;
 }

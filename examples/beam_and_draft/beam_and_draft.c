@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-/* What an engine does beside plain decoding: requests of two batches overlapped on one queue, a
- * beam search whose beams fork, and speculative decoding whose rejected tokens are rolled back. The
- * model is a toy, a transformer of random weights, but its text depends on every answer of the
+/* Shows what an engine does beside plain decoding: requests of two batches overlapped on one queue,
+ * a beam search whose beams fork, and speculative decoding whose rejected tokens are rolled back.
+ * The model is a toy, a transformer of random weights, but its text depends on every answer of the
  * service. Each answer is compared with attention in double precision over the program's own K and
  * V. README.md, beside this file, walks through it.
  *
@@ -382,7 +382,7 @@ static void print_text(const char* what, const sequence* seq) {
   printf("\"");
 }
 
-/* What the beams hold, and what they would if each were a copy. */
+/* Prints what the beams hold, and what they would if each were a copy. */
 static void report_beams(sequence* const beams[kBeams]) {
   double bytes = 0, shared = 0;
   for (int i = 0; i < kBeams; ++i) {

@@ -68,7 +68,7 @@ static kvm_space_id register_space(kvm_client* client, uint32_t dtype) {
   return space;
 }
 
-/* What one layer's kernels read and write on the GPU; an engine has its own such buffers. */
+/* Memory that one layer's kernels read and write on the GPU; an engine has its own such buffers. */
 typedef struct Layer {
   void *k, *v, *q, *o, *lse;
 } Layer;

@@ -21,7 +21,7 @@ typedef struct kvm_attention {
   kvm_tensor o;
 } kvm_attention;
 
-/* Whether the call succeeded; if not, error[ST_ERROR_BYTES] says which and why. */
+/* Says whether the call succeeded; if not, error[ST_ERROR_BYTES] says which and why. */
 static bool succeeded(kvm_status status, const char* call, char* error) {
   if (status == KVM_OK) {
     return true;

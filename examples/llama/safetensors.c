@@ -145,7 +145,7 @@ static int64_t element_bytes(const char* dtype) {
   return strcmp(dtype, "F32") == 0 || strcmp(dtype, "I32") == 0 ? 4 : 0;
 }
 
-/* Whether the tensor's bytes [begin, end) lie in `room` and are what its shape needs. */
+/* Checks that the tensor's bytes [begin, end) lie in `room` and are what its shape needs. */
 static bool fits(const st_tensor* tensor, const int64_t offsets[2], int64_t room) {
   int64_t size = element_bytes(tensor->dtype);
   for (int dim = 0; dim < tensor->n_dims; ++dim) {

@@ -79,7 +79,8 @@ int main(int argc, char** argv) {
   kvm_seq_id seq = 0;
   require(kvm_seq_create(client, space, NULL, &seq), "sequence");
 
-  /* What a model would compute: here, random numbers. Kept to check the last layer's answer. */
+  /* These stand for what a model would compute: random numbers. Kept to check the last layer's
+   * answer. */
   static float k[kTokens][kKvHeads][kDim];
   static float v[kTokens][kKvHeads][kDim];
   float q[kQHeads][kDim];

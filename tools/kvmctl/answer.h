@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// An Answer is what a command has printed, on its way out.
+// The answer of a command is what it has printed; it is sent on its way here.
 #ifndef KVM_TOOLS_KVMCTL_ANSWER_H_
 #define KVM_TOOLS_KVMCTL_ANSWER_H_
 

@@ -15,7 +15,7 @@ const KV_HEADS: usize = 2;
 const DIM: usize = 16;
 const TOKENS: usize = 8;
 
-/// What a model would compute: here, random numbers in [-1, 1).
+/// Stands for what a model would compute: here, random numbers in [-1, 1).
 fn fill(out: &mut [f32], state: &mut u32) {
     for x in out {
         *state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
@@ -62,7 +62,7 @@ fn decode(embedded: bool) -> kvm::Result<f64> {
     let mut q = arena.alloc::<f32>(Q_HEADS * DIM)?;
     let mut o = arena.alloc::<f32>(Q_HEADS * DIM)?;
     let mut lse = arena.alloc::<f32>(Q_HEADS)?;
-    let (mut keys, mut values) = (Vec::new(), Vec::new()); // Of the last layer, for the check.
+    let (mut keys, mut values) = (Vec::new(), Vec::new()); // The last layer's, for the check.
     let mut state = 1;
     for _token in 0..TOKENS {
         for layer in 0..LAYERS {

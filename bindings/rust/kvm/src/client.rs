@@ -57,7 +57,7 @@ impl ConnectParams {
         self
     }
 
-    /// What the daemon's log calls this client; at most 63 bytes.
+    /// The name that the daemon's log calls this client; at most 63 bytes.
     #[must_use]
     pub fn client_name(mut self, name: impl Into<String>) -> Self {
         self.client_name = Some(name.into());
@@ -72,7 +72,7 @@ impl ConnectParams {
     }
 }
 
-/// What the engine in this process may use. Everything has a default.
+/// Limits of what the engine in this process may use. Everything has a default.
 ///
 /// ```
 /// let params = kvm::EmbeddedParams::new().threads(1).host_capacity_bytes(64 << 20);
@@ -526,7 +526,7 @@ counters! {
     n_clients_total,
     /// Connections closed for breaking the protocol.
     n_protocol_errors,
-    /// Of all compute threads together.
+    /// The time that all compute threads together were busy.
     busy_ns,
     /// Blocks of 64 keys of a kv head that were indexed.
     n_index_blocks,

@@ -137,7 +137,7 @@ pub struct Error {
     message: String,
 }
 
-/// What fallible functions of this crate return.
+/// The result that fallible functions of this crate return.
 ///
 /// ```
 /// fn ask() -> kvm::Result<String> {

@@ -33,7 +33,8 @@ pub struct Merge<'b> {
 }
 
 impl<'b> Merge<'b> {
-    /// Of states of this shape: o is `[n_rows][n_heads][dim]`, lse `[n_rows][n_heads]`.
+    /// Makes a merge of states of this shape: o is `[n_rows][n_heads][dim]`, lse
+    /// `[n_rows][n_heads]`.
     #[must_use]
     pub fn new(n_rows: u32, n_heads: u32, dim: u32) -> Self {
         Merge {

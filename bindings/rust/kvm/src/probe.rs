@@ -4,7 +4,7 @@ use kvm_sys as sys;
 use crate::error::{check, Error, Result, Status};
 use crate::tensor::Source;
 
-/// Which heads of a layer look back: what a model does with a prompt that repeats itself.
+/// A probe finds the heads of a layer that look back, by a prompt that repeats itself.
 ///
 /// The prompt is a prefix (the token that begins every prompt, say), and then the same `period`
 /// random tokens several times. [`HeadProbe::scores`] says, for each kv head, how much attention it
@@ -53,8 +53,8 @@ pub struct HeadScores {
 }
 
 impl HeadProbe {
-    /// Of a prompt of `n_copies` times the same `period` tokens, both at least 2, and a layer of
-    /// `n_heads` query and kv heads of `head_dim` channels.
+    /// Makes a probe for a prompt of `n_copies` times the same `period` tokens, both at least 2,
+    /// and a layer of `n_heads` query and kv heads of `head_dim` channels.
     #[must_use]
     pub fn new(period: u32, n_copies: u32, n_heads: u32, head_dim: u32) -> Self {
         HeadProbe {
@@ -90,7 +90,7 @@ impl HeadProbe {
         self
     }
 
-    /// Of logits. Default: 1 / sqrt(head_dim).
+    /// Sets the scale of logits. Default: 1 / sqrt(head_dim).
     #[must_use]
     pub fn scale(mut self, scale: f32) -> Self {
         self.scale = scale;

@@ -13,7 +13,7 @@ use crate::queue::Queue;
 use crate::sequence::SequenceId;
 use crate::step::{Read, Step, StepStats};
 
-/// What a [`Scope`] starts, and a [`Completion`] gives back with all that it borrowed.
+/// A request that a [`Scope`] starts, and a [`Completion`] gives back with all that it borrowed.
 ///
 /// ```
 /// # use kvm::*;
@@ -70,9 +70,9 @@ pub struct Ticket(u64);
 /// ```
 #[derive(Debug)]
 pub struct Completion<'b> {
-    /// Which it was.
+    /// The request that has ended.
     pub ticket: Ticket,
-    /// What it did, or why it failed.
+    /// Counts what it did, or says why it failed.
     pub result: Result<StepStats>,
     /// The request itself, with its tensors.
     pub request: Request<'b>,
@@ -145,7 +145,7 @@ type Started<'b> = std::result::Result<Ticket, Refused<'b>>;
 /// ```
 pub struct Scope<'s, 'env> {
     queue: &'s mut Queue,
-    /// What the service may be working on, by ticket.
+    /// The requests that the service may be working on, by ticket.
     in_flight: HashMap<u64, Request<'env>>,
     /// Completions taken while waiting for another.
     done: VecDeque<Completion<'env>>,

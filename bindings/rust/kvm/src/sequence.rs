@@ -48,7 +48,8 @@ pub struct SequenceParams {
 }
 
 impl SequenceParams {
-    /// Of unknown length, tokens final as soon as they are appended.
+    /// Makes the parameters of a sequence of unknown length, tokens final as soon as they are
+    /// appended.
     #[must_use]
     pub fn new() -> Self {
         SequenceParams::default()
@@ -234,11 +235,11 @@ impl fmt::Debug for Sequence {
     }
 }
 
-/// What is known of a sequence. See [`Sequence::info`].
+/// Facts that are known of a sequence. See [`Sequence::info`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SequenceInfo {
-    /// Which it is.
+    /// The sequence itself.
     pub sequence: SequenceId,
     /// The space it belongs to.
     pub space: SpaceId,
@@ -246,9 +247,9 @@ pub struct SequenceInfo {
     pub client_id: u64,
     /// Tokens become final by commit only.
     pub is_manual_commit: bool,
-    /// Of the shortest layer that stores anything.
+    /// The length of the shortest layer that stores anything.
     pub n_tokens_min: u64,
-    /// Of the longest layer.
+    /// The length of the longest layer.
     pub n_tokens_max: u64,
     /// Tokens that are final.
     pub n_committed: u64,
@@ -256,7 +257,7 @@ pub struct SequenceInfo {
     pub n_pages: u64,
     /// Bytes of these pages, shared ones included.
     pub bytes: u64,
-    /// Of them, also held by other sequences.
+    /// The part of them that other sequences hold as well.
     pub bytes_shared: u64,
     /// (layer, head class, token) dropped by policies.
     pub n_entries_dropped: u64,

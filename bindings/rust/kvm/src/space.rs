@@ -64,7 +64,7 @@ pub enum LayerKind {
     Absent,
 }
 
-/// Overrides for a range of layers. Of several for one layer the last wins.
+/// Overrides for a range of layers. Where several name a layer, the last wins.
 ///
 /// ```
 /// use kvm::{LayerParams, SpaceParams};
@@ -121,7 +121,7 @@ impl LayerParams {
     }
 }
 
-/// Which kv heads of which layers an entry of a space is about.
+/// The kv heads and layers that an entry of a space is about.
 ///
 /// ```
 /// use kvm::Heads;
@@ -403,7 +403,7 @@ impl Index {
         self
     }
 
-    /// Of rotations and hash planes.
+    /// Sets the seed of rotations and hash planes.
     #[must_use]
     pub fn seed(mut self, seed: u64) -> Self {
         self.raw.seed = seed;
@@ -522,7 +522,7 @@ impl SpaceParams {
         self
     }
 
-    /// Of whatever must agree between users (weights, ...).
+    /// Sets a hash of whatever must agree between users (weights, ...).
     #[must_use]
     pub fn fingerprint(mut self, fingerprint: [u8; 32]) -> Self {
         self.raw.fingerprint = fingerprint;
@@ -741,15 +741,15 @@ impl fmt::Debug for Space {
     }
 }
 
-/// What is known of a space. See [`Space::info`].
+/// Facts that are known of a space. See [`Space::info`].
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct SpaceInfo {
-    /// Which it is.
+    /// The space itself.
     pub space: SpaceId,
     /// Its name.
     pub name: String,
-    /// Of whatever must agree between users.
+    /// A hash of whatever must agree between users.
     pub fingerprint: [u8; 32],
     /// Layers.
     pub n_layers: u32,
@@ -765,7 +765,7 @@ pub struct SpaceInfo {
     pub dtype: Option<Dtype>,
     /// Over all layers.
     pub n_head_classes: u32,
-    /// Of all clients.
+    /// Sequences of all clients.
     pub n_sequences: u64,
     /// Over all layers, were every token kept.
     pub bytes_per_token: u64,

@@ -30,7 +30,7 @@ fn monotonic_ns() -> u64 {
     now.seconds as u64 * 1_000_000_000 + now.nanoseconds as u64
 }
 
-/// Of a budget, where 0 says that there is none.
+/// Converts a budget, where 0 says that there is none.
 fn time_budget(time: Option<Duration>) -> u64 {
     time.map_or(0, |time| nanoseconds(time).max(1))
 }
@@ -50,7 +50,7 @@ pub struct Accuracy {
     pub delta: f32,
 }
 
-/// Which keys are read.
+/// A mode says which keys are read.
 ///
 /// ```
 /// # use kvm::*;
@@ -131,7 +131,8 @@ impl Mode {
         }
     }
 
-    /// Of a space. A service that does not know defaults of spaces says 0: there all are exact.
+    /// Converts the mode of a space. A service that does not know defaults of spaces says 0: there
+    /// all are exact.
     pub(crate) fn from_raw(mode: u32, budget: u64, accuracy: Accuracy) -> Option<Self> {
         match mode {
             sys::KVM_MODE_DEFAULT | sys::KVM_MODE_EXACT => Some(Mode::Exact),
@@ -485,21 +486,22 @@ impl<'b> Step<'b> {
         self
     }
 
-    /// Which keys are read. Without this: as the space says.
+    /// Sets which keys are read. Without this: as the space says.
     #[must_use]
     pub fn mode(mut self, mode: Mode) -> Self {
         self.mode = mode;
         self
     }
 
-    /// What an approximate mode chooses them by.
+    /// Sets what an approximate mode chooses them by.
     #[must_use]
     pub fn proposal(mut self, proposal: Proposal) -> Self {
         self.proposal = proposal;
         self
     }
 
-    /// Of sampling: the same seed draws the same numbers for the same positions at every step.
+    /// Sets the seed of sampling: the same seed draws the same numbers for the same positions at
+    /// every step.
     #[must_use]
     pub fn seed(mut self, seed: u64) -> Self {
         self.seed = seed;
@@ -594,7 +596,7 @@ impl<'b> Step<'b> {
     }
 }
 
-/// What a request did.
+/// Counts of what a request did.
 ///
 /// ```
 /// # use kvm::*;
@@ -611,7 +613,7 @@ pub struct StepStats {
     pub mode: ModeUsed,
     /// (item, kv head, key) visible to some row of the item.
     pub keys_present: u64,
-    /// Of them, K or V was read; unique over the heads of a group.
+    /// The part of them whose K or V was read; unique over the heads of a group.
     pub keys_read: u64,
     /// Bytes of K and V, index included.
     pub bytes_read: u64,
@@ -621,7 +623,7 @@ pub struct StepStats {
     pub compute_time: Duration,
     /// The largest error bar over rows and heads; NaN: one of them has none.
     pub err_max: f32,
-    /// Of an approximate mode: (row, q head) that were answered exactly.
+    /// With an approximate mode: (row, q head) that were answered exactly.
     pub n_exact: u32,
     /// (row, q head) that were answered NaN: their query, or a key or a value that they see, is not
     /// finite. `None` from an asynchronous request, whose completion has no room for it: `err_max`
@@ -695,8 +697,9 @@ impl StepStats {
     }
 }
 
-/// What an engine saw in a prefill that it computed itself, so that indexes and policies know what
-/// later queries will look like: queries, column sums of the attention mass, or both.
+/// An observation is what an engine saw in a prefill that it computed itself, so that indexes and
+/// policies know what later queries will look like: queries, column sums of the attention mass, or
+/// both.
 ///
 /// ```
 /// # use kvm::*;

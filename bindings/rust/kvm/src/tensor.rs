@@ -22,9 +22,9 @@ pub enum Dtype {
     F16,
     /// The upper half of an F32.
     Bf16,
-    /// Of stored K and V only: 8 bits, with a scale for each row.
+    /// For stored K and V only: 8 bits, with a scale for each row.
     I8,
-    /// Of stored K and V only: e4m3, 8 bits of floating point, with a scale for each row.
+    /// For stored K and V only: e4m3, 8 bits of floating point, with a scale for each row.
     F8E4M3,
 }
 
@@ -104,7 +104,7 @@ mod sealed {
     impl Sealed for super::Bf16 {}
 }
 
-/// What tensors of requests are made of: `f32`, [`F16`] and [`Bf16`].
+/// Tensors of requests are made of these: `f32`, [`F16`] and [`Bf16`].
 ///
 /// ```
 /// fn bytes_of<T: kvm::Element>(tensor: &[T]) -> usize {
@@ -328,7 +328,7 @@ mod tests {
 
     #[test]
     fn bf16_rounds_to_nearest_even() {
-        // Of an f32 between two bf16 the nearest, by search among the neighbours in f64.
+        // Finds the nearest of two bf16 around an f32, by search among the neighbours in f64.
         let mut state = 1u32;
         for _ in 0..10_000 {
             state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);

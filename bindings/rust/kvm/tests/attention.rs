@@ -183,7 +183,7 @@ fn arena_buffers_are_read_and_written_in_place() {
     assert_eq!(arena.alloc::<f32>(0).unwrap_err().status(), Status::Invalid);
     let huge = arena.alloc::<f32>(usize::MAX).unwrap_err();
     assert_eq!(huge.status(), Status::NoSpace);
-    // What a buffer needs outlives the handles it was made with.
+    // The memory that a buffer needs outlives the handles it was made with.
     let buffer = arena.alloc::<f32>(16).unwrap();
     drop((arena, rig));
     assert_eq!(buffer.len(), 16);

@@ -82,7 +82,7 @@ fn spaces_are_found_described_and_removed() {
     );
 }
 
-/// What C would read beyond, or take for "all".
+/// Numbers that C would read beyond, or take for "all".
 #[test]
 fn a_space_with_wrong_arrays_or_empty_ranges_is_refused_here() {
     let client = open();
