@@ -192,7 +192,7 @@ size_t state_bytes(const Problem& problem, uint32_t row_count) {
 
 namespace {
 
-// Chunks by absolute index.
+// A ChunkRange holds chunks by their absolute index.
 struct ChunkRange {
   uint64_t begin = 0;
   uint64_t end = 0;

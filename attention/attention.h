@@ -125,13 +125,13 @@ struct Problem {
   uint64_t column_position = 0;
 };
 
-// A stretch of rows of a problem.
+// A RowRange is a stretch of rows of a problem.
 struct RowRange {
   uint32_t first = 0;
   uint32_t count = 0;
 };
 
-// How a problem is cut. Derived from the problem alone.
+// A Plan says how a problem is cut. Derived from the problem alone.
 struct Plan {
   const KernelTable* table = nullptr;
   uint32_t rows = 0;  // n_query * group
@@ -158,7 +158,7 @@ struct Plan {
   uint64_t absolute(uint64_t chunk) const { return chunk < gap_at ? chunk : chunk + gap_chunks; }
 };
 
-// An estimate for schedulers; exact for dense causal problems.
+// A ChunkCost is an estimate for schedulers; exact for dense causal problems.
 struct ChunkCost {
   uint64_t bytes = 0;  // of K and V that will be read
   uint64_t flops = 0;  // of multiply-adds, two each, over all rows
@@ -186,7 +186,8 @@ void prepare_queries(const Problem& problem, const Plan& plan, void* prepared);
 void eval_chunks(const Problem& problem, const Plan& plan, const void* prepared, RowRange rows,
                  uint64_t chunk, uint32_t n, void* scratch, void* states);
 
-// One problem of a gang, with what eval_chunks takes for it.
+// A gang is up to kMaxGang heads of the same pages that are evaluated together. A GangMember is one
+// of its problems, with what eval_chunks takes for it.
 struct GangMember {
   const Problem* problem = nullptr;
   const void* prepared = nullptr;
@@ -204,9 +205,10 @@ inline constexpr uint32_t kMaxGang = 8;
 void eval_chunks(std::span<const GangMember> members, const Plan& plan, uint64_t chunk, uint32_t n,
                  void* scratch);
 
-// The binary tree over absolute chunk indices in which states of chunks are merged. It depends on
-// the plan alone, and so do the bits of the result, whoever merges what and when. States are
-// numbered from the plan's first chunk; that of a node is the one of its first chunk.
+// The MergeTree is the binary tree over absolute chunk indices in which states of chunks are
+// merged. It depends on the plan alone, and so do the bits of the result, whoever merges what and
+// when. States are numbered from the plan's first chunk; that of a node is the one of its first
+// chunk.
 class MergeTree {
  public:
   struct Node {

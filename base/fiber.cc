@@ -50,7 +50,7 @@ extern "C" void kvm_fiber_switch(void** save, void* load);
 namespace kvm {
 
 namespace {
-// Who was left, for arrive() to learn the bounds of its stack.
+// The fiber that was left, for arrive() to learn the bounds of its stack.
 thread_local Fiber* left_fiber = nullptr;
 }  // namespace
 
@@ -73,7 +73,7 @@ void Fiber::reset(void (*entry)()) {
   // A fiber that was given up in the middle left its frames poisoned.
   __asan_unpoison_memory_region(stack_, kStackBytes);
 #endif
-  // What kvm_fiber_switch pops: six registers, then the address to go on at. There the stack must
+  // kvm_fiber_switch pops this: six registers, then the address to go on at. There the stack must
   // look as it does behind a call: 8 below a multiple of 16.
   auto* top = reinterpret_cast<uint64_t*>(stack_ + kStackBytes);
   uint64_t* at = top - 10;

@@ -21,9 +21,9 @@ struct MachineMemory {
 // /proc cannot be read. `root` stands before all paths, for tests.
 MachineMemory machine_memory(const std::string& root = {});
 
-// Whether the kernel gives this process transparent huge pages where it asks for them: "always",
-// "madvise" or "never" as the system is set, "disabled" for this process alone (prctl), "absent"
-// from this kernel. `root` as above.
+// Says whether the kernel gives this process transparent huge pages where it asks for them:
+// "always", "madvise" or "never" as the system is set, "disabled" for this process alone (prctl),
+// "absent" from this kernel. `root` as above.
 std::string huge_page_setting(const std::string& root = {});
 
 // Cores that this process may run on; at least 1.

@@ -36,7 +36,7 @@ class Spin {
     ::sched_yield();
     return now_ns() - begin_ns < kLateNs;
   }
-  // Whether the core has not been offered yet.
+  // True as long as the core has not been offered yet.
   bool is_brief() const { return n_ < kPauses; }
 
  private:
@@ -47,13 +47,13 @@ class Spin {
   uint32_t n_ = 0;
 };
 
-// What one thread has found out about the core that it spins on. Threads: that one.
+// One thread keeps here what it has found out about the core that it spins on. Threads: that one.
 class CoreShare {
  public:
   static constexpr uint64_t kFirstPauseNs = 5'000'000;
   static constexpr uint64_t kMostPauseNs = 1'280'000'000;
 
-  // Whether waits should block after a few microseconds.
+  // Says whether waits should block after a few microseconds.
   bool is_contended(uint64_t now_ns) const { return now_ns < until_ns_; }
   // A yield took long.
   void note_late(uint64_t now_ns) {

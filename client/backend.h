@@ -24,7 +24,7 @@
 
 namespace kvm::client {
 
-// A step with its tensors resolved. Those that the verbs do not use are absent.
+// A StepCall is a step with its tensors resolved. Those that the verbs do not use are absent.
 struct StepCall {
   bool append = false;
   bool attend = false;

@@ -21,7 +21,8 @@
 
 namespace kvm::client {
 
-// First come, first served between two: who holds `mutex_` and comes back queues behind `next_`.
+// A FairMutex serves two in the order in which they came: who holds `mutex_` and comes back queues
+// behind `next_`.
 class FairMutex {
  public:
   void lock() {
@@ -35,7 +36,8 @@ class FairMutex {
   std::mutex mutex_;
 };
 
-// The engine and who uses it. Held by the client and its queues, so that they may go in any order.
+// An EmbeddedService is the engine and those who use it. Held by the client and its queues, so that
+// they may go in any order.
 class EmbeddedService {
  public:
   static Result<std::shared_ptr<EmbeddedService>> open(const engine::EngineOptions& options);

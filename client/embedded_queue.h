@@ -43,8 +43,8 @@ class EmbeddedQueue final : public Queue {
   struct Nop {};
   using Request = std::variant<Nop, StepRequest, ReadRequest, ObserveRequest, SeqRequest>;
 
-  // A request from stage to take. It moves from list to list with its place, so that nothing but
-  // staging it needs memory.
+  // An Entry is a request from stage to take. It moves from list to list with its place, so that
+  // nothing but staging it needs memory.
   struct Entry {
     uint64_t number = 0;  // the engine's tag, once submitted
     Request request;

@@ -13,7 +13,7 @@
 
 namespace kvm::client {
 
-// A checked tensor. data == nullptr: absent.
+// A Tensor has been checked. data == nullptr: absent.
 struct Tensor {
   uint8_t* data = nullptr;
   uint64_t size_bytes = 0;
@@ -35,7 +35,7 @@ struct TensorSlot {
   Tensor* to;
 };
 
-// The arenas of a client. Threads: any.
+// An ArenaDirectory knows the arenas of a client. Threads: any.
 class ArenaDirectory {
  public:
   void add(uint32_t region, void* data, uint64_t size_bytes);

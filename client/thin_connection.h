@@ -26,7 +26,7 @@
 
 namespace kvm::client {
 
-// An arena as the daemon made it.
+// A SharedArena is an arena as the daemon made it.
 struct SharedArena {
   uint32_t region = 0;
   ipc::Mapping mapping;

@@ -60,7 +60,8 @@ class ThinQueue final : public Queue {
  private:
   static constexpr uint32_t kMaxPieces = 7;  // six tensors and a large block
 
-  // Memory of a request outside its slot. `host` receives the bytes on success; may be null.
+  // A Piece is memory of a request outside its slot. `host` receives the bytes on success; may be
+  // null.
   struct Piece {
     StagingPool::Piece memory;
     uint8_t* host = nullptr;
@@ -79,7 +80,7 @@ class ThinQueue final : public Queue {
     std::array<Piece, kMaxPieces> pieces;
   };
 
-  // A completion that has left the ring but was not taken yet.
+  // A Ready is a completion that has left the ring but was not taken yet.
   struct Ready {
     kvm_completion completion;
     std::string sentence;

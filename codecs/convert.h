@@ -23,7 +23,7 @@ inline constexpr uint32_t kMaxScaledRow = kMaxHeadDim;
 // REQUIRES: neither dtype is scaled: those elements mean nothing without their row.
 void convert(const void* src, Dtype src_dtype, void* dst, Dtype dst_dtype, uint64_t n);
 
-// Rows of some heads in memory: the row of token t and head h starts at
+// SourceRows are rows of some heads in memory: the row of token t and head h starts at
 //   data + t * row_stride_bytes + (heads ? heads[h] : h) * head_stride_bytes
 // and where dtype is scaled its scale is scales[t + (heads ? heads[h] : h) * kPageTokens].
 struct SourceRows {

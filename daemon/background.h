@@ -14,8 +14,8 @@
 
 namespace kvm::daemon {
 
-// Jobs run one after the other, in order. Destruction runs what is left, then ends the thread.
-// Threads: any.
+// A BackgroundThread runs jobs one after the other, in order. Destruction runs what is left, then
+// ends the thread. Threads: any.
 class BackgroundThread {
  public:
   explicit BackgroundThread(const char* name) : name_(name) {}

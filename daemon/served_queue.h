@@ -26,7 +26,7 @@ namespace kvm::daemon {
 class Session;
 class ServedQueue;
 
-// A request that the engine has. Its address stays the same until it is released.
+// An InFlight is a request that the engine has. Its address stays the same until it is released.
 struct InFlight {
   ServedQueue* queue = nullptr;
   uint64_t user_data = 0;

@@ -49,7 +49,7 @@ struct Limits {
   uint64_t arena_capacity_bytes = ipc::kMaxArenaBytes;  // of all clients
 };
 
-// An arena whose memory another thread has allocated.
+// A FinishedArena is an arena whose memory another thread has allocated.
 struct FinishedArena {
   uint64_t session = 0;
   uint64_t message_id = 0;

@@ -15,7 +15,7 @@
 
 namespace kvm::daemon {
 
-// Everything that the text says, at one moment.
+// A StatsSnapshot is everything that the text of the statistics says, at one moment.
 struct StatsSnapshot {
   kvm_stats stats{};
   AuditStats audit;

@@ -13,7 +13,7 @@
 
 namespace kvm::daemon {
 
-// An amount of memory: bytes, or a share of something that is known only on the machine.
+// A Size is an amount of memory: bytes, or a share of something that is known only on the machine.
 struct Size {
   bool is_share = false;
   double percent = 0;  // with is_share

@@ -54,7 +54,7 @@ struct BatchItem {
   std::span<const uint64_t> tree;
 };
 
-// A tensor in device memory, its strides in elements.
+// A DeviceTensor lies in device memory; its strides are in elements.
 struct DeviceTensor {
   uint8_t* data = nullptr;  // null: absent
   uint64_t size_bytes = 0;

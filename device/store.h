@@ -27,7 +27,8 @@
 
 namespace kvm::device {
 
-// Heads of a layer that keep the same tokens: sinks and a window, or all (n_recent = 0).
+// A ClassLayout is of heads of a layer that keep the same tokens: sinks and a window, or all
+// (n_recent = 0).
 struct ClassLayout {
   std::vector<uint16_t> kv_heads;  // ascending
   uint64_t n_sinks = 0;
@@ -66,7 +67,7 @@ struct SpaceLayout {
 // An event of the driver that is used again when nobody holds it.
 using EventPtr = std::shared_ptr<void>;
 
-// The pages of one layer and head class.
+// A PageList holds the pages of one layer and head class.
 struct PageList {
   std::vector<tiers::PageRef> pages;  // [block of 64 positions]; kNoPage: dropped, or on the host
   uint64_t kept_from = 0;             // positions from the sinks' pages up to here are dropped
@@ -143,7 +144,8 @@ class Store {
   void finish_growth();
   void undo_growth();
 
-  // Bytes of pages that the sequence refers to, and of those of them that others hold too.
+  // Usage is the bytes of pages that the sequence refers to, and of those of them that others hold
+  // too.
   struct Usage {
     uint64_t n_pages = 0;
     uint64_t bytes = 0;
@@ -166,7 +168,7 @@ class Store {
   void check_accounts(std::span<const Sequence* const> all) const;
 
  private:
-  // Pages or chunks that a copy of ours still uses.
+  // A Fence is for pages or chunks that a copy of ours still uses.
   struct Fence {
     EventPtr event;
     std::vector<tiers::PageRef> pages;

@@ -96,7 +96,7 @@ Result<uint32_t> CompletionProducer::room() const {
   // consistent (the same instruction) for a daemon that is about to sleep: see "Waking".
   const uint32_t head = load_seq_cst(client_->cq_head);
   const uint32_t used = tail_ - head;
-  // What is staged cannot have been taken.
+  // An entry that is staged cannot have been taken.
   if (used > kCompletionEntries || used < n_staged()) {
     return bad_index("cq_head", head, tail_, kCompletionEntries);
   }

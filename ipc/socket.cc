@@ -111,7 +111,7 @@ bool is_socket(const std::string& path) {
   return ::lstat(path.c_str(), &facts) == 0 && S_ISSOCK(facts.st_mode);
 }
 
-// What a user can do about a failed connect.
+// Says what a user can do about a failed connect.
 Status connect_error(const std::string& path) {
   const int error = errno;
   const std::string at = "'" + path + "'";

@@ -34,7 +34,7 @@ inline constexpr uint64_t kHelloMagic = 0x30304d564b4d564bull;  // "KVMKVM00"
 inline constexpr uint32_t kMaxClients = 64;
 inline constexpr uint32_t kMaxQueuesPerClient = 16;  // of the application, as kvm_client_info says
 inline constexpr uint32_t kMaxArenasPerClient = 64;
-// What the daemon admits beside limits of the application: libkvm makes one queue of its own, and
+// The daemon admits these beside limits of the application: libkvm makes one queue of its own, and
 // for each queue an arena of blocks and up to three staging arenas.
 constexpr uint32_t own_queues() { return 1; }
 constexpr uint32_t own_arenas(uint32_t max_queues) { return 4 * (max_queues + own_queues()); }

@@ -16,8 +16,8 @@ namespace {
 constexpr uint32_t kLanes = 32;
 constexpr uint32_t kMaxThreads = 1024;
 
-// The last accesses to one 32-bit word of shared memory. Times count barriers: of the block, and
-// of a warp (which the block's advance too).
+// A Word keeps the last accesses to one 32-bit word of shared memory. Times count barriers: of the
+// block, and of a warp (which the block's advance too).
 struct Word {
   static constexpr int32_t kNobody = -1;
   static constexpr int32_t kSeveral = -2;  // threads of one warp
@@ -48,7 +48,7 @@ struct Thread {
   bool can_run() const { return !done && (waits_for == nullptr || *waits_for != wait_value); }
 };
 
-// A rendezvous: everybody leaves something, the last one acts for all.
+// A Meeting is a rendezvous: everybody leaves something, the last one acts for all.
 struct Meeting {
   const char* operation = nullptr;
   uint32_t arrived = 0;

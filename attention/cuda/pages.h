@@ -25,7 +25,7 @@ KVM_GPU uint8_t* page_row(const PagePool& pool, const PageClass& of, uint32_t en
          static_cast<uint64_t>(row) * row_bytes;
 }
 
-// Where row `row` of a request lies in the query and output tensors.
+// A RowPlace says where row `row` of a request lies in the query and output tensors.
 struct RowPlace {
   int64_t token;
   int64_t q_head;

@@ -31,8 +31,8 @@ inline constexpr uint32_t kMaxListTokens = 1u << 31;
 // LIMIT: partial states that one merge takes.
 inline constexpr uint32_t kMaxMergeSlots = 1024;
 
-// n / divisor for n < 2^31, without a division: Granlund and Montgomery, "Division by invariant
-// integers using multiplication", 1994.
+// A Divider computes n / divisor for n < 2^31, without a division: Granlund and Montgomery,
+// "Division by invariant integers using multiplication", 1994.
 struct Divider {
   uint32_t multiplier = 1u << 31;
   uint32_t shift = 31;
@@ -49,7 +49,7 @@ constexpr Divider make_divider(uint32_t divisor) {
   return {static_cast<uint32_t>((numerator + divisor - 1) / divisor), 31 + bits, divisor};
 }
 
-// How pages of one head class lie.
+// A PageClass says how pages of one head class lie.
 struct PageClass {
   uint64_t page_bytes = 0;
   uint64_t v_offset_bytes = 0;     // from a row of K to the same row of V
@@ -61,7 +61,7 @@ struct PageClass {
   uint32_t reserved = 0;
 };
 
-// Where pages are. Everything that kernels of one launch have in common.
+// A PagePool says where pages are. Everything that kernels of one launch have in common.
 struct PagePool {
   uint8_t* segments[kMaxSegments] = {};
   PageClass classes[kMaxClasses] = {};
@@ -93,8 +93,8 @@ struct Request {
   uint32_t tree_list = 0;
 };
 
-// A stretch of tokens of (request, head) against a block of rows. Row r of a request is query token
-// r / group and the r % group-th of the q heads that share the kv head.
+// A Work is a stretch of tokens of (request, head) against a block of rows. Row r of a request is
+// query token r / group and the r % group-th of the q heads that share the kv head.
 //
 // It has the request with it: a block that begins finds what it needs in one read, not in a chain.
 struct Work {
@@ -181,7 +181,8 @@ constexpr uint32_t block_rows_for(Dtype dtype, uint32_t dim, uint32_t rows) {
   return rows <= 16 || dim > most_dim ? 16 : 32;
 }
 
-// One new token of one head class: its rows of all heads go to one row of one page.
+// An AppendToken is one new token of one head class: its rows of all heads go to one row of one
+// page.
 struct AppendToken {
   uint32_t table = 0;   // index of the page's entry in the page table; kNoToken: no token
   uint32_t row = 0;     // within the page
@@ -204,7 +205,7 @@ struct AppendParams {
   uint32_t dim = 0;                     // a multiple of 8
 };
 
-// A word of a page table that changes.
+// A Patch is a word of a page table that changes.
 struct Patch {
   uint32_t index = 0;
   uint32_t entry = 0;

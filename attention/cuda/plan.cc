@@ -39,7 +39,7 @@ std::vector<Item> list_items(std::span<const Request> requests, std::span<const 
   return items;
 }
 
-// Fills blocks one after the other, each up to `load` tokens.
+// A Filler fills blocks one after the other, each up to `load` tokens.
 class Filler {
  public:
   Filler(uint64_t load, const PlanOptions& options)

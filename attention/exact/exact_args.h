@@ -22,7 +22,7 @@ enum : uint32_t {
   kDimPad = 32,         // query channels are padded with zeros to a multiple of this
 };
 
-// Up to 16 tokens of consecutive, aligned positions whose rows are contiguous.
+// A KvItem is up to 16 tokens of consecutive, aligned positions whose rows are contiguous.
 struct KvItem {
   const uint8_t* k;         // of the first of the heads that share the item
   const uint8_t* v;         // likewise
@@ -81,7 +81,7 @@ struct StreamArgs {
   uint32_t* grown;  // [kGroupItems][tiles]: whether it has to be
 };
 
-// One block of 64 tokens against a range of rows: the blocked path.
+// BlockArgs describe one block of 64 tokens against a range of rows: the blocked path.
 struct BlockArgs {
   QueryRows q;
   uint32_t dim_k;

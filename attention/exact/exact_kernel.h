@@ -712,8 +712,8 @@ void values_bf16(const StreamArgs& args, uint32_t row, const float* buffer,
 #endif
 
 #if defined(__AVX512BF16__)
-// kVecs times 32 channels of rows of bytes from channel d on, token pair by token pair. Of int8,
-// sums of an item are exact.
+// kVecs times 32 channels of rows of bytes from channel d on, token pair by token pair. Sums of
+// an item of int8 are exact.
 template <int kRows, bool kFirst, int kDim, int kElem, int kVecs, bool kPart>
 inline void values_bytes_slice(const StreamArgs& args, uint32_t row, const float* buffer,
                                uint32_t d, Reader<kFirst>& reader) {

@@ -38,7 +38,7 @@ struct Batch {
   uint32_t n;
 };
 
-// Rows and masks of one item that cannot be read in place.
+// A Stitch holds rows and masks of one item that cannot be read in place.
 struct Stitch {
   uint8_t* k;
   uint8_t* v;
@@ -107,7 +107,7 @@ uint32_t add_items(const Problem& problem, size_t run, uint64_t position, uint32
   return n;
 }
 
-// One head. Several that read the same pages work with the items of the first.
+// A Stream reads one head. Several that read the same pages work with the items of the first.
 class Stream {
  public:
   Stream(const Problem& problem, const Plan& plan, const void* prepared, void* scratch);
@@ -191,7 +191,7 @@ void carve_stream(const Problem& problem, Carver& carver, StreamArgs& args, Batc
   spare = carver.take<std::byte>(state_bytes(problem, rows));
 }
 
-// How far prefetching runs ahead, in bytes.
+// Distances say how far prefetching runs ahead, in bytes.
 struct Distances {
   size_t first_level[kAttempts];
   size_t second_level;
@@ -480,8 +480,8 @@ PageItems next_page(const Batch& batch, uint32_t at) {
   return {at, end};
 }
 
-// The stretches of 16 rows in the order in which a gang reads them: page by page, keys of all heads
-// and then values of all heads, which is the order of their addresses.
+// A Reading lists the stretches of 16 rows in the order in which a gang reads them: page by page,
+// keys of all heads and then values of all heads, which is the order of their addresses.
 class Reading {
  public:
   void start(size_t n_wanted) {

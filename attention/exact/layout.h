@@ -109,8 +109,8 @@ inline float reference_of(const Problem& problem, uint32_t row) {
 bool elements_are_finite(const void* elements, Dtype dtype, uint32_t n);
 // Says whether the query of the row is finite, as it was given.
 bool query_is_finite(const Problem& problem, uint32_t row);
-// Says whether a key, or a value, that query token `query` sees at positions [begin, end) has an
-// element that is no finite number.
+// A NotFinite says whether a key, or a value, that query token `query` sees at positions [begin,
+// end) has an element that is no finite number.
 struct NotFinite {
   bool key = false;
   bool value = false;

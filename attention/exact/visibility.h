@@ -10,7 +10,8 @@
 
 namespace kvm::attention {
 
-// The view of query tokens [first, first + count) of a problem. REQUIRES: count >= 1.
+// A VisibleSet is the view of query tokens [first, first + count) of a problem. REQUIRES: count >=
+// 1.
 class VisibleSet {
  public:
   VisibleSet(const Visibility& visible, uint32_t n_query, uint32_t first, uint32_t count);

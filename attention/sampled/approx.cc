@@ -74,7 +74,7 @@ bool solved_exactly(const ApproxInput& input, const Plan& exact, const Counts& c
   return true;
 }
 
-// State of a shard of hashed keys.
+// A HashedHead begins the state of a shard of hashed keys.
 struct HashedHead {
   uint64_t keys_read = 0;
   uint64_t ids_read = 0;
@@ -293,7 +293,7 @@ double lanes(const GatherSums& sums, uint32_t row, uint32_t which) {
   return sum;
 }
 
-// The totals of one row, with memory for their vectors.
+// A RowWork holds the totals of one row, with memory for their vectors.
 struct RowWork {
   RowTotals totals;
   double n_fixed[kMaxHeadDim];

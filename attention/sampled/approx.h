@@ -52,9 +52,9 @@ namespace kvm::attention {
 
 inline constexpr uint32_t kMaxApproxRows = hash_index::kMaxRows;
 
-// Blocks of the index of one kv head, ascending and disjoint in position. Blocks whose tokens are
-// not all visible to every row, or not all stored in the problem's runs, are left out by
-// plan_approx, not by the caller.
+// A SketchedRun is blocks of the index of one kv head, ascending and disjoint in position. Blocks
+// whose tokens are not all visible to every row, or not all stored in the problem's runs, are left
+// out by plan_approx, not by the caller.
 struct SketchedRun {
   uint64_t position = 0;  // multiple of 64
   uint32_t n_blocks = 0;
@@ -82,11 +82,12 @@ struct ApproxParams {
   ApproxMode mode = ApproxMode::kSampled;
   Proposal proposal = Proposal::kSketch;
   float eps = 0.03f;  // relative error of o, > 0; Verified, and Sampled without a budget
-  // Probability, for each row over seeds, that the error exceeds the reported bar; of Verified as
-  // well, where the bar has met eps after growth. Measured (kvm-bench coverage), not proved.
+  // The accepted probability, for each row over seeds, that the error exceeds the reported bar. It
+  // holds for Verified, too, whose bar may have met eps after growth only. Measured (kvm-bench
+  // coverage), not proved.
   float delta = 0.01f;
-  // Keys of R for each row of the problem; Verified starts with it. 0: from eps; TopK: exact, or
-  // with hash tables all candidates.
+  // How many keys of R to take for each row of the problem; Verified starts with so many. 0: as
+  // many as eps asks for; TopK answers exactly then, or with hash tables takes all candidates.
   uint64_t budget = 0;
   uint64_t seed = 0;  // already mixed with layer and head
   uint64_t n_sinks = 4;
@@ -111,7 +112,8 @@ struct ApproxReport {
   float noise[kMaxApproxRows] = {};  // sd of the sketch's logits over the sample, nats; NaN: none
 };
 
-// A problem with what is approximated of it. All four are alive and unchanged from plan to finish.
+// An ApproxInput is a problem with what is approximated of it. All four are alive and unchanged
+// from plan to finish.
 struct ApproxInput {
   const Problem* problem = nullptr;
   HeadIndex index;
@@ -119,7 +121,7 @@ struct ApproxInput {
   const KernelTable* table = nullptr;  // null: active_table()
 };
 
-// How it is cut. Derived from the input alone.
+// An ApproxPlan says how the problem is cut. Derived from the input alone.
 struct ApproxPlan {
   // Nothing of R would be skipped (no index, few keys, more than kMaxApproxRows rows, or a budget
   // that covers all): the caller solves the problem exactly (make_plan), and the other numbers are

@@ -18,7 +18,7 @@ namespace kvm::attention {
 inline constexpr uint64_t kShardTokens = 32768;
 static_assert(kShardTokens % kStreamChunkTokens == 0);
 
-// Stretches that the index is asked about with the same queries.
+// A Use is stretches that the index is asked about with the same queries.
 struct Use {
   uint32_t index_run = 0;  // of the first; hash tables: of all
   uint16_t variant = 0;
@@ -42,7 +42,7 @@ struct Prepared {
   std::byte* queries;    // of the uses
 };
 
-// A problem on its way.
+// A Context is an approximate problem while it is computed: its input, its plan, its memory.
 struct Context {
   const ApproxInput* input;
   const ApproxPlan* plan;
@@ -62,7 +62,7 @@ struct Context {
 Context make_context(const ApproxInput& input, const ApproxPlan& plan, const void* prepared);
 size_t prepared_bytes(const ApproxInput& input, const Plan& exact, const Counts& counts);
 
-// The stretches that hold a chunk which some row may see.
+// Shards are the stretches that hold a chunk which some row may see.
 class Shards {
  public:
   explicit Shards(const Plan& exact);

@@ -22,8 +22,8 @@
 //   bar = max(kappa max(sigma_o, model_o), unseen, 2e-3 |o|),
 //   kappa = kappa(delta; shape, draws) max(1, e^((noise^2 - 0.36)/2)): class Kappa
 //   unseen = (1 - delta^(1/draws)) (sum_S w/p) / D 2 (|o| + R_v), R_v^2 = mean of |v|^2 over S:
-//            what keys whose values are unlike all that was drawn may move o by. Of a share of the
-//            mass nothing is drawn with a chance of (1 - share)^draws; 2, for a key with a small
+// how far keys may move o whose values are unlike all that was drawn. A share of the mass
+//            is not drawn at all with a chance of (1 - share)^draws; 2, for a key with a small
 //            value is drawn up to twice as seldom
 // The error of lse is one number, so its bar is that of one direction, a tenth larger, and
 // model_lse^2 = a^2 (e^(noise^2) - 1) sum h^2 (1 - p)/p / D^2.
@@ -52,7 +52,7 @@ struct ErrorShape {
   double terms = INFINITY;  // how many equal terms would tell tr S as well: at most the draws
 };
 
-// How many standard deviations make a bar that is exceeded with a chance of delta.
+// Kappa says how many standard deviations make a bar that is exceeded with a chance of delta.
 //
 // |error|^2 / tr S is a sum of chi-squares of one degree, weighted with the eigenvalues: mean 1,
 // variance 2 squares. Its quantile is that of the chi-square with the same mean, variance and

@@ -32,7 +32,7 @@ bool sums_are_finite(const Problem& problem, const GatherSums& sums);
 void clear_sums(const Problem& problem, const GatherSums& sums);
 uint32_t acc_stride(const Problem& problem);
 
-// Keys by id, that is by place in the columns.
+// A GatherList holds keys by id, that is by place in the columns.
 struct GatherList {
   GatherKind kind = kGatherClosed;
   std::span<const uint32_t> ids;       // positions ascend; each is stored
@@ -47,8 +47,8 @@ void gather(const GatherContext& context, const GatherList& list, const GatherSu
 // [padded rows][16], of n keys.
 void fill_row_masks(uint32_t rows, const uint16_t* masks, uint32_t n, float* per_row);
 
-// Walks over the same batches without summing: body(batch, first) with ids[first, first + batch.n).
-// Used where logits alone are wanted.
+// A BatchMaker walks over the same batches without summing: body(batch, first) with ids[first,
+// first + batch.n). Used where logits alone are wanted.
 class BatchMaker {
  public:
   BatchMaker(const GatherContext& context, const GatherList& list)

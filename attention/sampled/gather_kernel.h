@@ -284,7 +284,8 @@ constexpr int kMostSums = 2;
 // scales in the coefficients.
 enum class Meeting { kFp32, kBf16, kScaledBf16 };
 
-// Coefficients of the values of a batch, by vector of sums: [kMostSums][rows_padded][16].
+// Coefs are the coefficients of the values of a batch, by vector of sums:
+// [kMostSums][rows_padded][16].
 struct Coefs {
   float at[kMostSums][kMaxGatherRows * kKeys];
 #if defined(__AVX512BF16__)

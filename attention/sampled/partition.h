@@ -13,7 +13,8 @@
 
 namespace kvm::attention {
 
-// Consecutive blocks of R that one run of the index covers and one transform applies to.
+// A Stretch is consecutive blocks of R that one run of the index covers and one transform applies
+// to.
 struct Stretch {
   uint64_t position = 0;
   uint32_t n_blocks = 0;

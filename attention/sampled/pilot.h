@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// How many keys to draw: the thresholds c of a problem, from a look at a part of the index.
+// The pilot decides how many keys to draw: it finds the thresholds c of a problem by a look at a
+// part of the index. Words: R are the keys that may be approximated, F those that are always read
+// (partition.h); o, D and V are the answer, its denominator and its variance (estimate.h).
 //
 // The pilot is one block of every 16 of R (with a budget of every 32; all where R is small), chosen
 // at random among those. With a budget of m keys for each row, c of a row solves

@@ -35,7 +35,7 @@ struct GatherArgs {
   uint32_t fp32_weights = 0;
 };
 
-// Up to 16 keys at any addresses.
+// A GatherBatch is up to 16 keys at any addresses.
 struct GatherBatch {
   // [(1 + kGatherAhead) * kGatherKeys]: rows, and then those of the next batches, which are only
   // prefetched.
@@ -84,7 +84,7 @@ enum GatherVector : uint32_t {
   kGatherVectors
 };
 
-// All relative to m, which grows.
+// GatherSums are relative to m, which grows.
 struct GatherSums {
   float* m;     // [rows_padded]; -inf where nothing was added
   float* sums;  // [rows_padded][kGatherSums][16]

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // TopK: the keys of R with the largest scores, row by row. A shard keeps its best ones; the best of
-// those are read in the end. Of equal scores the lower position wins.
+// those are read in the end. Where scores are equal the lower position wins.
 #ifndef KVM_ATTENTION_SAMPLED_SELECT_H_
 #define KVM_ATTENTION_SAMPLED_SELECT_H_
 
@@ -16,8 +16,8 @@ struct Scored {
   uint64_t position = 0;
 };
 
-// The `keep` best of what is pushed in order of position. REQUIRES: room for 2 * keep items, and
-// for as many floats of work.
+// A TopList holds the `keep` best of what is pushed in order of position. REQUIRES: room for 2 *
+// keep items, and for as many floats of work.
 class TopList {
  public:
   TopList() = default;

@@ -33,7 +33,7 @@ class DeviceBuffer {
   size_t size_ = 0;
 };
 
-// What is in it is there for every stream: a copy from memory that is not page-locked may return
+// Its contents are there for every stream: a copy from memory that is not page-locked may return
 // before its last bytes have arrived, and only the default stream waits for them.
 template <class T>
 DeviceBuffer upload(std::span<const T> values) {

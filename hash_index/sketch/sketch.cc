@@ -36,7 +36,7 @@ uint32_t groups_of(bool six_bits, uint32_t code_rows) {
   return six_bits ? code_rows / 3 * 4 + (rest == 0 ? 0 : rest + 1) : code_rows * 2;
 }
 
-// Which coordinate each bit of a group stands for; -1: none.
+// The coordinate that each bit of a group stands for; -1: none.
 std::array<int, 6> group_coordinates(bool six_bits, uint32_t code_rows, uint32_t group) {
   std::array<int, 6> bits;
   bits.fill(-1);
@@ -143,7 +143,7 @@ void turn(const Basis& basis, const float* q, uint32_t row, float scale, ScanQue
   std::copy_n(turned, kLeadDims, out->turned[row]);
 }
 
-// What depends on the frame and not on its basis alone.
+// Prepares what depends on the frame and not on its basis alone.
 void set_frame_part(const Frame& frame, const float* q, uint32_t row, float scale, float bias,
                     ScanQuery* out) {
   if (out->usable[row] == 0) {

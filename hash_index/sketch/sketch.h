@@ -78,8 +78,8 @@ size_t frame_bytes(const Frame& frame);  // of memory, shared parts included
 // No frame of make_frame takes more. kind: as there.
 size_t max_frame_bytes(const SketchKind* kind, uint32_t dim_k, bool has_queries);
 
-// Of |v| in a block from here on: the key or the value is not finite, or as long. Both must be
-// read.
+// |v| of a key in a block is as large as this where the key or the value is not finite, or as long.
+// Both must be read.
 inline constexpr float kHugeNorm = 9e17f;
 
 // Codes the 64 keys of `run` (n_tokens == 64, position a multiple of 64), of `head`, into `block`
@@ -112,7 +112,7 @@ struct ScanRows {
   float scale = 1.0f;
   const float* bias = nullptr;  // [n]; null: none
   float softcap = 0.0f;         // 0: none, else 1e-6 or more; kept within 5e-6 of itself
-  // Whether a logit has its own variance added: what a code does not know of a key goes with the
+  // True where a logit has its own variance added: what a code does not know of a key goes with the
   // length that it codes, and the best chance of being drawn goes with the root of the expected
   // square of the weight, e^(logit + variance). So a key that is much longer than its neighbours is
   // read rather than guessed. Logits are no estimates then.

@@ -88,7 +88,7 @@ float from_bf16(uint16_t value) {
   return out;
 }
 
-// A client's side of the bench: a space, a sequence, a queue and tensors. Gives all back.
+// A Rig is a client's side of the bench: a space, a sequence, a queue and tensors. Gives all back.
 class Rig {
  public:
   Rig(kvm_client* client, uint32_t tokens) : client_(client) {

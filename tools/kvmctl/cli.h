@@ -81,7 +81,7 @@ CLI::Validator seconds_between(double min, double max);
 
 kvm_status connect(const Common& common, kvm_client** out);
 
-// A connection, or the end of the program with a sentence.
+// A Connection connects, or ends the program with a sentence.
 class Connection {
  public:
   explicit Connection(const Common& common);

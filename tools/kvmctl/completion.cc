@@ -21,7 +21,8 @@ struct Word {
   bool takes_value = false;
 };
 
-// Lists what may follow on the command line behind the commands of `path` (" config check", "").
+// A Place is what may follow on the command line behind the commands of `path` (" config check",
+// "").
 struct Place {
   std::string path;
   std::vector<Word> words;

@@ -17,7 +17,7 @@ namespace kvm::tools {
 // Name with labels -> value, as the lines stand.
 using Series = std::map<std::string, double, std::less<>>;
 
-// A bucket of a histogram.
+// A Bucket is one of a histogram.
 struct Bucket {
   double bound = 0;
   double below = 0;  // how many are up to it

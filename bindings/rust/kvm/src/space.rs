@@ -44,7 +44,7 @@ pub enum Rope {
     Interleaved,
 }
 
-/// What a layer stores.
+/// A `LayerKind` says what a layer stores.
 ///
 /// ```
 /// use kvm::{LayerKind, LayerParams};
@@ -92,7 +92,7 @@ impl LayerParams {
         }
     }
 
-    /// What they store.
+    /// Sets what they store.
     #[must_use]
     pub fn kind(mut self, kind: LayerKind) -> Self {
         let (kind, target) = match kind {
@@ -311,7 +311,7 @@ impl Codec {
     }
 }
 
-/// What an index keeps of each key.
+/// The kind of an index says what it keeps of each key.
 ///
 /// ```
 /// use kvm::{Heads, Index, IndexKind, SpaceParams};
@@ -588,15 +588,15 @@ impl SpaceParams {
         self
     }
 
-    /// What an approximate default mode chooses keys by.
+    /// Sets what an approximate default mode chooses keys by.
     #[must_use]
     pub fn default_proposal(mut self, proposal: Proposal) -> Self {
         self.raw.default_proposal = proposal.code();
         self
     }
 
-    /// What C cannot see: the lengths of arrays that it takes from other fields, and ranges that
-    /// would mean "all" to it.
+    /// Checks what C cannot see: the lengths of arrays that it takes from other fields, and ranges
+    /// that would mean "all" to it.
     fn check(&self) -> Result<()> {
         if let Some(logits) = &self.sink_logits {
             let needed = u64::from(self.raw.n_layers) * u64::from(self.raw.n_q_heads);
@@ -774,7 +774,8 @@ pub struct SpaceInfo {
     /// How steps that name no mode are answered, with the service's own numbers where the space
     /// names none; `None`: in a mode that this crate does not know.
     pub default_mode: Option<Mode>,
-    /// What that mode chooses keys by; `None`: something that this crate does not know.
+    /// The proposal by which that mode chooses keys; `None`: something that this crate does not
+    /// know.
     pub default_proposal: Option<Proposal>,
 }
 

@@ -148,7 +148,7 @@ impl Mode {
     }
 }
 
-/// What an approximate mode chooses keys by.
+/// A proposal is what an approximate mode chooses keys by.
 ///
 /// ```
 /// # use kvm::*;
@@ -159,7 +159,7 @@ impl Mode {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Proposal {
-    /// What the head's index is.
+    /// The kind of the head's index decides.
     #[default]
     Default,
     /// Sketches.

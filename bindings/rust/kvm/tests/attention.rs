@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What comes back from requests that wait, against attention computed here.
+//! Compares what comes back from requests that wait with attention computed here.
 
 mod common;
 

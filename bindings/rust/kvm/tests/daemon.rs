@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What only a daemon can do: be absent, belong to several clients, and die. Ignored unless asked
-//! for (--include-ignored): $KVM_SOCKET names a daemon, and $KVM_BIN_DIR/kvmd is the program that
-//! a test starts which kills it.
+//! Tests what only a daemon can do: be absent, belong to several clients, and die. Ignored unless
+//! asked for (--include-ignored): $KVM_SOCKET names a daemon, and $KVM_BIN_DIR/kvmd is the program
+//! that a test starts which kills it.
 
 mod common;
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What the tests share. They run over the daemon at $KVM_SOCKET when that is set, else over an
+//! The tests share this. They run over the daemon at $KVM_SOCKET when that is set, else over an
 //! engine in this process (feature `embedded`). Expected numbers come from attention in f64, here.
 #![allow(dead_code)] // Each test uses a part.
 
