@@ -78,8 +78,8 @@ size_t frame_bytes(const Frame& frame);  // of memory, shared parts included
 // No frame of make_frame takes more. kind: as there.
 size_t max_frame_bytes(const SketchKind* kind, uint32_t dim_k, bool has_queries);
 
-// |v| of a key in a block is as large as this where the key or the value is not finite, or as long.
-// Both must be read.
+// A block says a |v| of this or more for a key that must be read: it or its value is not finite, or
+// that long.
 inline constexpr float kHugeNorm = 9e17f;
 
 // Codes the 64 keys of `run` (n_tokens == 64, position a multiple of 64), of `head`, into `block`
