@@ -1244,6 +1244,10 @@ typedef struct kvm_client_entry {
   uint64_t n_refused; /* requests and calls that a limit, its own or its user's, has refused */
   uint64_t n_requests; /* that it has made so far, but null ones; 0 of an older kvmd */
   uint64_t reserved[3];
+  /* Of these requests those that are done, by the time from acceptance to completion: [i] took less
+   * than 2^i microseconds and no less than the one before, [23] took 2^22 (4 s) or more. The
+   * difference of two lists tells of the time between them. 0 of an older kvmd. */
+  uint64_t n_by_duration[24];
 } kvm_client_entry;
 
 /* All clients of a user together. */

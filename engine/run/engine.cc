@@ -189,7 +189,9 @@ class EngineImpl final : public Engine {
   void submit_any(ClientId client, RequestTag tag, What&& what, DoneCallback&& on_done);
 
   // Of a request that ends where it is submitted.
-  void answer_at_once(Status status, uint64_t begin_ns, const DoneCallback& on_done);
+  void answer_at_once(ClientId client, Status status, uint64_t begin_ns,
+                      const DoneCallback& on_done);
+  void note_duration(ClientId client, uint64_t ns);
 
   // Validation at submission: what the request says by itself, and that its sequences exist.
   // *is_null: there is nothing to do.
@@ -434,7 +436,7 @@ void EngineImpl::submit_any(ClientId client, RequestTag tag, What&& what, DoneCa
     if (request != nullptr) {
       give_back(request);
     }
-    answer_at_once(std::move(status), begin_ns, on_done);
+    answer_at_once(client, std::move(status), begin_ns, on_done);
     return;
   }
   request->on_done = std::move(on_done);
@@ -444,7 +446,8 @@ void EngineImpl::submit_any(ClientId client, RequestTag tag, What&& what, DoneCa
   }
 }
 
-void EngineImpl::answer_at_once(Status status, uint64_t begin_ns, const DoneCallback& on_done) {
+void EngineImpl::answer_at_once(ClientId client, Status status, uint64_t begin_ns,
+                                const DoneCallback& on_done) {
   ++totals_.n_requests;
   totals_.n_requests_failed += status.is_ok() ? 0 : 1;
   if (const uint32_t refusal = status.detail(); refusal != 0 && refusal < kRefusals) {
@@ -453,7 +456,14 @@ void EngineImpl::answer_at_once(Status status, uint64_t begin_ns, const DoneCall
   RequestResult result;
   result.status = std::move(status);
   result.service_ns = now_ns() - begin_ns;
+  note_duration(client, result.service_ns);
   on_done(std::move(result));
+}
+
+void EngineImpl::note_duration(ClientId client, uint64_t ns) {
+  if (QuotaAccount* account = quotas().find(client); account != nullptr) {
+    account->note_duration(ns);
+  }
 }
 
 Result<const Space*> EngineImpl::touch(Request* request, kvm_seq_id id) {
@@ -958,6 +968,7 @@ void EngineImpl::finish(Request* request, Status status) {
   }
   request->result.status = std::move(status);
   request->result.service_ns = now_ns() - request->submitted_ns;
+  note_duration(request->client, request->result.service_ns);
   request->enter(Phase::kDone);
   unblocked_.clear();
   order_.leave(&request->ticket, &unblocked_);

@@ -182,7 +182,8 @@ std::vector<ClientUsage> QuotaBook::clients() const {
                    .used = client->account.used(),
                    .limits = client->account.limits(),
                    .n_refused = client->account.n_refused(),
-                   .n_requests = client->account.n_requests()});
+                   .n_requests = client->account.n_requests(),
+                   .durations = client->account.durations()});
   }
   return all;
 }

@@ -22,6 +22,7 @@
 #include <string_view>
 #include <vector>
 
+#include "base/durations.h"
 #include "base/status.h"
 
 namespace kvm::engine {
@@ -83,8 +84,9 @@ struct ClientUsage {
   std::string name;
   Amounts used;
   Amounts limits;
-  uint64_t n_refused = 0;   // requests and messages, for its own limits or its tenant's
-  uint64_t n_requests = 0;  // that the engine has been given
+  uint64_t n_refused = 0;      // requests and messages, for its own limits or its tenant's
+  uint64_t n_requests = 0;     // that the engine has been given
+  DurationCounts durations{};  // of those that it has answered
 };
 struct TenantUsage {
   uint32_t uid = 0;
@@ -124,6 +126,8 @@ class QuotaAccount {
   uint64_t n_refused() const { return n_refused_; }
   void note_request() { ++n_requests_; }
   uint64_t n_requests() const { return n_requests_; }
+  void note_duration(uint64_t ns) { ++durations_[duration_bucket(ns)]; }
+  const DurationCounts& durations() const { return durations_; }
 
  private:
   // What may be held, with what is admitted beside the limit.
@@ -137,6 +141,7 @@ class QuotaAccount {
   QuotaAccount* tenant_;
   uint64_t n_refused_ = 0;
   uint64_t n_requests_ = 0;
+  DurationCounts durations_{};
 };
 
 // All accounts.

@@ -40,6 +40,7 @@ kvm_client_entry client_entry(const ClientUsage& usage) {
   out.limits = amounts(usage.limits);
   out.n_refused = usage.n_refused;
   out.n_requests = usage.n_requests;
+  std::copy(usage.durations.begin(), usage.durations.end(), out.n_by_duration);
   return out;
 }
 

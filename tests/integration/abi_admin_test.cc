@@ -5,6 +5,8 @@
 
 #include <array>
 #include <cstdint>
+#include <iterator>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -85,6 +87,16 @@ TEST_F(AbiAdmin, ListsSayWhoHoldsWhat) {
   EXPECT_GT(entry.used.bytes, 0u);
   EXPECT_EQ(entry.n_refused, 0u);
   EXPECT_EQ(entry.n_requests, 4u) << "two sequences made, two appends";
+  EXPECT_EQ(
+      std::accumulate(std::begin(entry.n_by_duration), std::end(entry.n_by_duration), uint64_t{0}),
+      4u)
+      << "each of them once";
+  EXPECT_EQ(append(999, kTokens), KVM_ERR_NOT_FOUND) << "a sequence that there is not";
+  const kvm_client_entry later = own_entry();
+  EXPECT_EQ(
+      std::accumulate(std::begin(later.n_by_duration), std::end(later.n_by_duration), uint64_t{0}),
+      5u)
+      << "what is refused has taken a time, too";
 
   kvm_user_entry user{};
   user.struct_size = sizeof(user);

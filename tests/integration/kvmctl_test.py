@@ -147,6 +147,10 @@ class Kvmctl(unittest.TestCase):
         self.assertEqual(holder["used"]["sequences"], 3)
         self.assertEqual(holder["used"]["bytes"],
                          sum(s["bytes"] for s in self.daemon.json("seqs")))
+        # Since it connected: it has made sequences and appended to them.
+        self.assertGreater(holder["requests"], 0)
+        self.assertGreater(holder["request_p50_seconds"], 0)
+        self.assertLessEqual(holder["request_p50_seconds"], holder["request_p99_seconds"])
         quota = self.daemon.json("quota", "get")
         (user,) = quota["users"]
         self.assertEqual(user["uid"], os.getuid())
@@ -193,6 +197,10 @@ class Kvmctl(unittest.TestCase):
                                                      "0.2").stdout)
                 busy = [c for c in look["by_client"] if c["requests_per_second"] > 0]
             self.assertEqual([c["name"] for c in busy], ["kvmctl"])
+            self.assertGreater(busy[0]["request_p50_seconds"], 0)
+            self.assertLessEqual(busy[0]["request_p50_seconds"], busy[0]["request_p99_seconds"])
+            (idle,) = [c for c in look["by_client"] if c["name"] == "daemon_holder"]
+            self.assertEqual(idle["request_p99_seconds"], 0, "it asks for nothing meanwhile")
             self.assertGreater(look["request_p50_seconds"], 0)
             self.assertLessEqual(look["request_p50_seconds"], look["request_p99_seconds"])
             bench.wait()
@@ -205,6 +213,9 @@ class Kvmctl(unittest.TestCase):
             text = "\n".join(lines)
             for word in ("p99", "CLIENT", "REQUESTS", "daemon_holder"):
                 self.assertIn(word, text)
+            # Of each client, the latter first where there is little room.
+            self.assertIn("P99", text)
+            self.assertEqual("P50" in text, columns >= 60, text)
             self.assertEqual("ARENA MEMORY" in text, columns == 120, text)
 
     def on_terminal(self, columns, *arguments):

@@ -15,6 +15,7 @@
 
 #include "base/size_text.h"
 #include "tools/kvmctl/cli.h"
+#include "tools/kvmctl/series.h"
 #include "tools/kvmctl/values.h"
 
 namespace kvm::tools {
@@ -42,6 +43,7 @@ Json amounts_json(const kvm_amounts& amounts) {
 }
 
 Json client_json(const kvm_client_entry& client) {
+  const std::vector<Bucket> durations = client_durations(client);
   return {{"id", id_text(client.client_id)},
           {"name", client.name},
           {"pid", client.pid},
@@ -49,7 +51,9 @@ Json client_json(const kvm_client_entry& client) {
           {"used", amounts_json(client.used)},
           {"limits", amounts_json(client.limits)},
           {"refused", client.n_refused},
-          {"requests", client.n_requests}};
+          {"requests", client.n_requests},
+          {"request_p50_seconds", quantile(durations, 0.5)},
+          {"request_p99_seconds", quantile(durations, 0.99)}};
 }
 
 Json user_json(const kvm_user_entry& user) {

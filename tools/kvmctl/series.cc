@@ -7,6 +7,8 @@
 #include <cstdlib>
 #include <limits>
 
+#include "base/durations.h"
+
 namespace kvm::tools {
 
 Series read_series(std::string_view text, std::string_view prefix) {
@@ -75,6 +77,19 @@ std::vector<Bucket> read_durations(std::string_view text) {
     }
   }
   return sum;
+}
+
+std::vector<Bucket> client_durations(const kvm_client_entry& client) {
+  std::vector<Bucket> buckets;
+  double below = 0;
+  for (size_t i = 0; i < kDurationBuckets; ++i) {
+    below += static_cast<double>(client.n_by_duration[i]);
+    const bool is_last = i + 1 == kDurationBuckets;
+    buckets.push_back({is_last ? std::numeric_limits<double>::infinity()
+                               : static_cast<double>(duration_bound_ns(i)) * 1e-9,
+                       below});
+  }
+  return buckets;
 }
 
 std::vector<Bucket> added_between(const std::vector<Bucket>& before,

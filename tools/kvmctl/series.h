@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reads Prometheus' text, as kvm_get_stats_text gives it. Any text may come: what is no line of a
-// series is skipped.
+// Histograms of the service: out of Prometheus' text, as kvm_get_stats_text gives it, and of the
+// list of clients. Any text may come: what is no line of a series is skipped.
 //
 // Threads: pure functions.
 #ifndef KVM_TOOLS_KVMCTL_SERIES_H_
@@ -11,6 +11,8 @@
 #include <string>
 #include <string_view>
 #include <vector>
+
+#include "kvm.h"
 
 namespace kvm::tools {
 
@@ -36,6 +38,8 @@ double quantile(const std::vector<Bucket>& buckets, double share);
 
 // Durations of all requests but null ones, by kvm_request_duration_seconds.
 std::vector<Bucket> read_durations(std::string_view text);
+// Returns durations of a client's requests, by kvm_client_entry.n_by_duration.
+std::vector<Bucket> client_durations(const kvm_client_entry& client);
 // Returns what has been added between two looks at the same histogram.
 std::vector<Bucket> added_between(const std::vector<Bucket>& before,
                                   const std::vector<Bucket>& after);

@@ -158,6 +158,8 @@ Look look_at(const Connection& connection) {
 struct ClientRate {
   kvm_client_entry client{};
   double requests = 0;  // a second
+  double p50_s = 0;     // of the interval's, as in Rates
+  double p99_s = 0;
 };
 
 // Lists clients: those that ask most first, then those that hold most. All requests of a new one
@@ -169,8 +171,15 @@ std::vector<ClientRate> client_rates(const Look& before, const Look& now) {
     const auto old = std::find_if(
         before.clients.begin(), before.clients.end(),
         [&](const kvm_client_entry& entry) { return entry.client_id == client.client_id; });
-    const uint64_t n = client.n_requests - (old == before.clients.end() ? 0 : old->n_requests);
-    rates.push_back({client, seconds > 0 ? static_cast<double>(n) / seconds : 0});
+    const kvm_client_entry nothing{};
+    const kvm_client_entry& from = old == before.clients.end() ? nothing : *old;
+    const uint64_t n = client.n_requests - from.n_requests;
+    const std::vector<Bucket> durations =
+        added_between(client_durations(from), client_durations(client));
+    rates.push_back({.client = client,
+                     .requests = seconds > 0 ? static_cast<double>(n) / seconds : 0,
+                     .p50_s = quantile(durations, 0.5),
+                     .p99_s = quantile(durations, 0.99)});
   }
   std::stable_sort(rates.begin(), rates.end(), [](const ClientRate& a, const ClientRate& b) {
     return std::pair(a.requests, a.client.used.bytes) > std::pair(b.requests, b.client.used.bytes);
@@ -188,14 +197,17 @@ std::string clients_text(const std::vector<ClientRate>& rates, size_t width) {
     const kvm_client_entry& client = rates[i].client;
     rows.push_back({id_text(client.client_id), client.name,
                     fmt::format("{}/s", count_text(rates[i].requests)),
+                    duration_text(rates[i].p50_s), duration_text(rates[i].p99_s),
                     std::to_string(client.used.requests), bytes_text(client.used.bytes),
                     std::to_string(client.used.sequences), std::to_string(client.n_refused),
                     std::to_string(client.pid), user_name(client.uid),
                     bytes_text(client.used.arena_bytes), std::to_string(client.used.queues)});
   }
-  return "\n" + fitted_table({{"CLIENT", 10},
-                              {"NAME", 8},
-                              {"REQUESTS", 9},
+  return "\n" + fitted_table({{"CLIENT", 12},
+                              {"NAME", 10},
+                              {"REQUESTS", 11},
+                              {"P50", 8},
+                              {"P99", 9},
                               {"IN FLIGHT", 3},
                               {"BYTES", 7},
                               {"SEQUENCES", 6},
@@ -214,6 +226,8 @@ Json top_json(const Look& look, const Rates& rates, const std::vector<ClientRate
     out["by_client"].push_back({{"id", id_text(rate.client.client_id)},
                                 {"name", rate.client.name},
                                 {"requests_per_second", rate.requests},
+                                {"request_p50_seconds", rate.p50_s},
+                                {"request_p99_seconds", rate.p99_s},
                                 {"bytes", rate.client.used.bytes}});
   }
   return out;

@@ -845,6 +845,7 @@ pub struct kvm_client_entry {
     pub n_refused: u64,
     pub n_requests: u64,
     pub reserved: [u64; 3],
+    pub n_by_duration: [u64; 24],
 }
 
 impl Default for kvm_client_entry {

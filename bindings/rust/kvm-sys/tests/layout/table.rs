@@ -382,6 +382,7 @@ structures! {
         n_refused,
         n_requests,
         reserved,
+        n_by_duration,
     }
     kvm_user_entry {
         struct_size,
