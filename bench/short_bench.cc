@@ -2,8 +2,12 @@
 // short: steps that take less than a millisecond, where waking threads counts: alone after pauses,
 // and beside an engine that keeps every core busy between its steps.
 //
+// Each for a daemon and for an engine in the process of its caller.
+//
 // Alone: steps on all threads and on one are measured in turn, and the read-only kernels beside
-// them on the same pages. What reading gains by more threads is what a step can gain.
+// them, on the daemon's pages. What reading gains by more threads is what a step can gain. A row
+// says by how much each part of the slowest tenth of the steps exceeds the usual, and which share
+// of the machine's time its host gave to others: slow steps may be the machine's.
 //
 // Beside: the client is an engine like those built on OpenMP. A token is a row of layers; a layer
 // is some parallel regions on one thread per core, whose threads spin at the barrier (as libgomp's
@@ -20,10 +24,8 @@
 #include <vector>
 
 #include "base/machine.h"
-#include "bench/daemon_child.h"
 #include "bench/harness.h"
-#include "bench/wall_client.h"
-#include "kvm.h"
+#include "bench/short_service.h"
 
 namespace kvm::bench {
 
@@ -35,86 +37,98 @@ constexpr double kMaxOverIdeal = 1.2;
 constexpr double kMaxP90 = 1.3;
 constexpr double kMinKept = 0.7;
 
-uint64_t pool_bytes(uint64_t tokens) { return tokens * WallClient::kTokenBytes + (256ull << 20); }
+constexpr Where kWheres[] = {Where::kDaemon, Where::kEmbedded};
 
-// A daemon and a client with one sequence.
-struct Service {
-  Service(uint32_t threads, uint32_t tokens, const DaemonSpin& spin, uint64_t client_spin_ns)
-      : daemon(threads, pool_bytes(tokens), spin),
-        client(daemon.socket_path(), client_spin_ns),
-        seq(client.add_sequence(tokens)) {}
-
-  double step_seconds() {
-    const double begin = now_s();
-    require_ok(client.attend(seq), "attend");
-    return now_s() - begin;
-  }
-
-  DaemonChild daemon;
-  WallClient client;
-  kvm_seq_id seq;
-};
-
-void measure(Service* service, uint32_t gap_us, uint32_t calls, std::vector<double>* seconds) {
+void measure(ShortService* service, uint32_t gap_us, uint32_t calls, std::vector<StepTime>* steps) {
   for (uint32_t i = 0; i < calls + calls / 10; ++i) {
     if (gap_us != 0) {
       usleep(gap_us);
     }
-    const double took = service->step_seconds();
+    const StepTime step = service->step();
     if (i >= calls / 10) {
-      seconds->push_back(took);
+      steps->push_back(step);
     }
   }
 }
 
 std::string verdict(bool passes) { return passes ? "pass" : "FAIL"; }
 
+struct AloneRow {
+  Where where;
+  uint32_t gap_us;
+  std::vector<StepTime> wide, narrow;
+  StealMeter steal;
+};
+
+void add_alone(const AloneRow& row, uint32_t tokens, uint32_t threads, double reads_speedup,
+               Report* report) {
+  const double p50 = median(totals(row.wide));
+  const double p90 = percentile(totals(row.wide), 0.9);
+  const double one_thread = median(totals(row.narrow));
+  const double ideal = one_thread / reads_speedup;
+  const StepTime excess = excess_of_slow(row.wide);
+  report->add({{"where", where_name(row.where)},
+               {"tokens", tokens},
+               {"gap_us", row.gap_us},
+               {"beside", "none"},
+               {"threads", threads},
+               {"p50_ms", p50 * 1e3},
+               {"p90_ms", p90 * 1e3},
+               {"one_thread_ms", one_thread * 1e3},
+               {"reads_speedup", reads_speedup},
+               {"over_ideal", p50 / ideal},
+               {"p90_ratio", p90 / p50},
+               {"steal_share", row.steal.share()},
+               {"slow_outside_ms", excess.outside * 1e3},
+               {"slow_waiting_ms", excess.waiting * 1e3},
+               {"slow_computing_ms", excess.computing * 1e3}});
+  report->note(fmt::format(
+      "{}, {:5} tokens, gap {:4} us: p50 is {:.2f} of one thread's / reads_speedup (<= {}): {}; "
+      "p90 is {:.2f} of p50 (<= {}): {}",
+      where_name(row.where), tokens, row.gap_us, p50 / ideal, kMaxOverIdeal,
+      verdict(p50 <= kMaxOverIdeal * ideal), p90 / p50, kMaxP90, verdict(p90 <= kMaxP90 * p50)));
+  report->note(fmt::format(
+      "    the slowest tenth, beyond the usual: {:.3f} ms outside, {:.3f} waiting, {:.3f} "
+      "computing; {:.1f} % of the machine's time stolen; reads_speedup {:.2f}",
+      excess.outside * 1e3, excess.waiting * 1e3, excess.computing * 1e3, row.steal.share() * 100,
+      reads_speedup));
+}
+
 void run_alone(uint32_t tokens, const Options& options, Report* report) {
   const uint32_t threads = thread_count(options);
   const uint32_t rounds = options.quick ? 1 : options.repeats;
   const uint32_t calls = options.quick ? 20 : 100;
-  Service wide(threads, tokens, {}, 0);
-  Service narrow(1, tokens, {}, 0);
-  struct Row {
-    uint32_t gap_us;
-    std::vector<double> wide_s, narrow_s;
-  };
-  std::vector<Row> rows;
-  for (const uint32_t gap_us : kGapsUs) {
-    rows.push_back({gap_us, {}, {}});
+  // Daemons first: what this process holds by then, their processes hold as well.
+  std::vector<std::unique_ptr<ShortService>> wide, narrow;
+  for (const Where where : kWheres) {
+    wide.push_back(std::make_unique<ShortService>(where, threads, tokens, DaemonSpin{}, 0));
+    narrow.push_back(std::make_unique<ShortService>(where, 1, tokens, DaemonSpin{}, 0));
+  }
+  std::vector<AloneRow> rows;
+  for (const Where where : kWheres) {
+    for (const uint32_t gap_us : kGapsUs) {
+      rows.push_back({where, gap_us, {}, {}, {}});
+    }
   }
   for (uint32_t round = 0; round < rounds; ++round) {
-    for (Row& row : rows) {
-      measure(&wide, row.gap_us, calls, &row.wide_s);
-      measure(&narrow, row.gap_us, calls, &row.narrow_s);
+    for (AloneRow& row : rows) {
+      const auto at = static_cast<size_t>(row.where);
+      row.steal.begin();
+      measure(wide[at].get(), row.gap_us, calls, &row.wide);
+      row.steal.end();
+      measure(narrow[at].get(), row.gap_us, calls, &row.narrow);
     }
     for (uint32_t i = 0; i < 3; ++i) {
-      wide.daemon.run_ceiling(wide.seq, 0);
-      narrow.daemon.run_ceiling(narrow.seq, 0);
+      wide[0]->run_ceiling();
+      narrow[0]->run_ceiling();
     }
   }
-  const double reads_speedup =
-      wide.daemon.ceiling_bytes_per_s() / narrow.daemon.ceiling_bytes_per_s();
-  for (const Row& row : rows) {
-    const double p50 = median(row.wide_s);
-    const double p90 = percentile(row.wide_s, 0.9);
-    const double ideal = median(row.narrow_s) / reads_speedup;
-    report->add({{"tokens", tokens},
-                 {"gap_us", row.gap_us},
-                 {"beside", "none"},
-                 {"threads", threads},
-                 {"p50_ms", p50 * 1e3},
-                 {"p90_ms", p90 * 1e3},
-                 {"one_thread_ms", median(row.narrow_s) * 1e3},
-                 {"reads_speedup", reads_speedup},
-                 {"over_ideal", p50 / ideal},
-                 {"p90_ratio", p90 / p50}});
-    report->note(fmt::format(
-        "{:5} tokens, gap {:4} us: p50 is {:.2f} of one thread's / reads_speedup (<= {}): {}; "
-        "p90 is {:.2f} of p50 (<= {}): {}",
-        tokens, row.gap_us, p50 / ideal, kMaxOverIdeal, verdict(p50 <= kMaxOverIdeal * ideal),
-        p90 / p50, kMaxP90, verdict(p90 <= kMaxP90 * p50)));
+  const double reads_speedup = wide[0]->ceiling_bytes_per_s() / narrow[0]->ceiling_bytes_per_s();
+  for (const AloneRow& row : rows) {
+    add_alone(row, tokens, threads, reads_speedup, report);
   }
+  // Later children hold the pipes of earlier ones, which end when these are closed.
+  narrow[0].reset();
 }
 
 // --- Beside an engine ---------------------------------------------------------------------------
@@ -209,7 +223,7 @@ class BusyEngine {
 
   // Returns the token's seconds; the steps' are added to `steps_s`. Without a service: the engine
   // alone.
-  double token(Service* service, uint32_t gap_us, std::vector<double>* steps_s) {
+  double token(ShortService* service, uint32_t gap_us, std::vector<double>* steps_s) {
     const double begin = now_s();
     for (uint32_t layer = 0; layer < kLayers; ++layer) {
       for (uint32_t region = 0; region < kRegions; ++region) {
@@ -219,7 +233,7 @@ class BusyEngine {
         usleep(gap_us);
       }
       if (service != nullptr) {
-        steps_s->push_back(service->step_seconds());
+        steps_s->push_back(service->step().total());
       }
     }
     return now_s() - begin;
@@ -231,85 +245,104 @@ class BusyEngine {
 };
 
 struct Setting {
+  Where where;
   std::string name;
   uint64_t client_ns;  // as kvm_queue_params takes it
   DaemonSpin daemon;
 };
 
-// The first is the default.
+// The defaults, and what a daemon can be set to: how long kvm spins in the engine's own process
+// cannot be set.
 std::vector<Setting> settings() {
-  return {{"default", 0, {}},
-          {"no_spin", 1, {0, 0}},
-          {"client_50", 0, {0, 0}},
-          {"dispatcher_200", 1, {200'000, 0}},
-          {"workers_200", 1, {0, 200'000}},
-          {"all_2000", 2'000'000, {2'000'000, 2'000'000}}};
+  return {{Where::kDaemon, "default", 0, {}},
+          {Where::kDaemon, "no_spin", 1, {0, 0}},
+          {Where::kDaemon, "client_50", 0, {0, 0}},
+          {Where::kDaemon, "dispatcher_200", 1, {200'000, 0}},
+          {Where::kDaemon, "workers_200", 1, {0, 200'000}},
+          {Where::kDaemon, "all_2000", 2'000'000, {2'000'000, 2'000'000}},
+          {Where::kEmbedded, "default", 0, {}}};
 }
 
-void run_beside(uint32_t tokens, const Options& options, Report* report) {
-  const uint32_t threads = thread_count(options);
+struct BesideRun {
+  Setting setting;
+  std::unique_ptr<ShortService> service, narrow;  // narrow: of defaults
+  std::vector<double> token_s, step_s, narrow_s;
+  StealMeter steal;
+};
+
+std::vector<BesideRun> beside_runs(uint32_t tokens, uint32_t threads) {
+  std::vector<BesideRun> runs;
+  for (const Setting& setting : settings()) {
+    BesideRun run{setting, {}, {}, {}, {}, {}, {}};
+    run.service = std::make_unique<ShortService>(setting.where, threads, tokens, setting.daemon,
+                                                 setting.client_ns);
+    if (setting.name == "default") {
+      run.narrow = std::make_unique<ShortService>(setting.where, 1, tokens, setting.daemon, 0);
+    }
+    runs.push_back(std::move(run));
+  }
+  return runs;
+}
+
+void measure_beside(std::vector<BesideRun>* runs, uint32_t gap_us, const Options& options,
+                    std::vector<double>* alone_s) {
   const uint32_t rounds = options.quick ? 1 : options.repeats;
   const uint32_t n_tokens = options.quick ? 2 : 6;
-  const std::vector<Setting> all = settings();
-  struct Run {
-    std::unique_ptr<Service> service;
-    std::vector<double> token_s, step_s;
-  };
-  for (const uint32_t gap_us : kGapsUs) {
-    std::vector<Run> runs;
-    for (const Setting& setting : all) {
-      runs.push_back(
-          {std::make_unique<Service>(threads, tokens, setting.daemon, setting.client_ns), {}, {}});
-    }
-    std::vector<double> alone_s;
-    std::vector<double> ignored;
-    std::vector<double> narrow_s;
-    {
-      Service narrow(1, tokens, {}, 0);
-      BusyEngine engine(usable_cores());
-      for (uint32_t round = 0; round < rounds; ++round) {
-        alone_s.push_back(engine.token(nullptr, gap_us, nullptr));
-        for (Run& run : runs) {
-          engine.token(run.service.get(), gap_us, &ignored);
-          for (uint32_t i = 0; i < n_tokens; ++i) {
-            run.token_s.push_back(engine.token(run.service.get(), gap_us, &run.step_s));
-          }
-        }
-        for (uint32_t i = 0; i < n_tokens; ++i) {
-          engine.token(&narrow, gap_us, &narrow_s);
-        }
+  std::vector<double> ignored;
+  BusyEngine engine(usable_cores());
+  for (uint32_t round = 0; round < rounds; ++round) {
+    alone_s->push_back(engine.token(nullptr, gap_us, nullptr));
+    for (BesideRun& run : *runs) {
+      engine.token(run.service.get(), gap_us, &ignored);
+      run.steal.begin();
+      for (uint32_t i = 0; i < n_tokens; ++i) {
+        run.token_s.push_back(engine.token(run.service.get(), gap_us, &run.step_s));
+      }
+      run.steal.end();
+      for (uint32_t i = 0; i < n_tokens && run.narrow != nullptr; ++i) {
+        engine.token(run.narrow.get(), gap_us, &run.narrow_s);
       }
     }
-    size_t best = 0;
-    for (size_t i = 1; i < runs.size(); ++i) {
-      best = median(runs[i].token_s) < median(runs[best].token_s) ? i : best;
+  }
+}
+
+void run_beside(uint32_t tokens, uint32_t gap_us, const Options& options, Report* report) {
+  const uint32_t threads = thread_count(options);
+  std::vector<BesideRun> runs = beside_runs(tokens, threads);
+  std::vector<double> alone_s;
+  measure_beside(&runs, gap_us, options, &alone_s);
+  const BesideRun& best = *std::min_element(
+      runs.begin(), runs.end(),
+      [](const BesideRun& a, const BesideRun& b) { return median(a.token_s) < median(b.token_s); });
+  std::vector<double> narrow_s;
+  for (const BesideRun& run : runs) {
+    const double kept = median(best.token_s) / median(run.token_s);
+    narrow_s = run.narrow == nullptr ? narrow_s : run.narrow_s;
+    report->add({{"where", where_name(run.setting.where)},
+                 {"tokens", tokens},
+                 {"gap_us", gap_us},
+                 {"beside", "engine"},
+                 {"threads", threads},
+                 {"p50_ms", median(run.step_s) * 1e3},
+                 {"p90_ms", percentile(run.step_s, 0.9) * 1e3},
+                 {"one_thread_ms", median(narrow_s) * 1e3},
+                 {"steal_share", run.steal.share()},
+                 {"setting", run.setting.name},
+                 {"tokens_per_s", 1 / median(run.token_s)},
+                 {"alone_per_s", 1 / median(alone_s)},
+                 {"of_best", kept}});
+    if (run.setting.name == "default") {
+      report->note(fmt::format(
+          "{}, {:5} tokens, gap {:4} us, beside an engine: {:.1f} tokens/s by default, {:.2f} of "
+          "the best ({} {}; >= {}): {}",
+          where_name(run.setting.where), tokens, gap_us, 1 / median(run.token_s), kept,
+          where_name(best.setting.where), best.setting.name, kMinKept, verdict(kept >= kMinKept)));
     }
-    for (size_t i = 0; i < runs.size(); ++i) {
-      const Run& run = runs[i];
-      const double kept = median(runs[best].token_s) / median(run.token_s);
-      report->add({{"tokens", tokens},
-                   {"gap_us", gap_us},
-                   {"beside", "engine"},
-                   {"threads", threads},
-                   {"p50_ms", median(run.step_s) * 1e3},
-                   {"p90_ms", percentile(run.step_s, 0.9) * 1e3},
-                   {"one_thread_ms", median(narrow_s) * 1e3},
-                   {"setting", all[i].name},
-                   {"tokens_per_s", 1 / median(run.token_s)},
-                   {"alone_per_s", 1 / median(alone_s)},
-                   {"of_best", kept}});
-      if (i == 0) {
-        report->note(fmt::format(
-            "{:5} tokens, gap {:4} us, beside an engine: {:.1f} tokens/s by default, {:.2f} of the "
-            "best ({}; >= {}): {}",
-            tokens, gap_us, 1 / median(run.token_s), kept, all[best].name, kMinKept,
-            verdict(kept >= kMinKept)));
-      }
-    }
-    // Children hold the pipes of those that were forked before them: the last ends first.
-    while (!runs.empty()) {
-      runs.pop_back();
-    }
+  }
+  // Children hold the pipes of those that were forked before them: the last ends first.
+  while (!runs.empty()) {
+    runs.back().narrow.reset();
+    runs.pop_back();
   }
 }
 
@@ -317,6 +350,8 @@ void run_beside(uint32_t tokens, const Options& options, Report* report) {
 
 int run_short(const Options& options) {
   Report report("short", options);
+  report.hide(
+      {"threads", "reads_speedup", "slow_outside_ms", "slow_waiting_ms", "slow_computing_ms"});
   std::vector<uint32_t> lengths(std::begin(kTokens), std::end(kTokens));
   if (!options.tokens.empty()) {
     lengths = options.tokens;
@@ -331,8 +366,10 @@ int run_short(const Options& options) {
     }
   }
   for (const uint32_t tokens : lengths) {
-    if (wants("engine")) {
-      run_beside(tokens, options, &report);
+    for (const uint32_t gap_us : kGapsUs) {
+      if (wants("engine")) {
+        run_beside(tokens, gap_us, options, &report);
+      }
     }
   }
   report.note(

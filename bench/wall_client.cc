@@ -17,7 +17,10 @@
 namespace kvm::bench {
 
 WallClient::WallClient(const std::string& socket, uint64_t spin_ns)
-    : client_(connect(socket)), queue_(make_queue(client_, spin_ns)) {
+    : WallClient(connect(socket), spin_ns) {}
+
+WallClient::WallClient(kvm_client* client, uint64_t spin_ns)
+    : client_(client), queue_(make_queue(client_, spin_ns)) {
   constexpr uint64_t kBlockBytes = kBlock * kTokenBytes / 2;
   kvm_arena_params params{};
   params.struct_size = sizeof(params);
@@ -77,14 +80,14 @@ kvm_step_params WallClient::attend_params(kvm_item* item) {
   return params;
 }
 
-kvm_status WallClient::attend(kvm_seq_id seq) {
+kvm_status WallClient::attend(kvm_seq_id seq, kvm_step_stats* stats) {
   kvm_item item{};
   item.seq = seq;
   item.append_position = KVM_POSITION_END;
   item.n_query = 1;
   item.query_position = KVM_POSITION_END;
   const kvm_step_params params = attend_params(&item);
-  return kvm_attend(queue_, &params, nullptr);
+  return kvm_attend(queue_, &params, stats);
 }
 
 void WallClient::attend_later(kvm_seq_id seq, uint64_t number) {

@@ -26,6 +26,8 @@ class WallClient {
 
   // spin_ns: of its queue.
   WallClient(const std::string& socket, uint64_t spin_ns);
+  // Takes the client over.
+  WallClient(kvm_client* client, uint64_t spin_ns);
   ~WallClient();
   WallClient(const WallClient&) = delete;
   WallClient& operator=(const WallClient&) = delete;
@@ -35,7 +37,7 @@ class WallClient {
   // A sequence with n_tokens tokens.
   kvm_seq_id add_sequence(uint64_t n_tokens);
   // One query token against all that a sequence holds. The status of the call.
-  kvm_status attend(kvm_seq_id seq);
+  kvm_status attend(kvm_seq_id seq, kvm_step_stats* stats = nullptr);
   // Likewise, without waiting. All share one output.
   void attend_later(kvm_seq_id seq, uint64_t number);
   // Beside its own: an arena that is only held.
