@@ -142,12 +142,18 @@ void DaemonChild::run_ceiling(kvm_seq_id seq, uint32_t layer) {
   }
 }
 
-double DaemonChild::ceiling_bytes_per_s() const {
-  double best = 0;
-  for (const auto& kernel : bytes_per_s_) {
-    best = std::max(best, median(kernel));
-  }
-  return best;
+const std::vector<double>& DaemonChild::best_kernel() const {
+  return *std::max_element(bytes_per_s_.begin(), bytes_per_s_.end(),
+                           [](const std::vector<double>& a, const std::vector<double>& b) {
+                             return median(a) < median(b);
+                           });
+}
+
+double DaemonChild::ceiling_bytes_per_s() const { return median(best_kernel()); }
+
+double DaemonChild::ceiling_p90_ratio() const {
+  const std::vector<double>& rates = best_kernel();
+  return median(rates) / percentile(rates, 0.1);
 }
 
 uint64_t DaemonChild::rss_bytes() const {

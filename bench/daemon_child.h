@@ -38,9 +38,13 @@ class DaemonChild {
   void run_ceiling(kvm_seq_id seq, uint32_t layer);
   // Best kernel's median over all run_ceiling calls.
   double ceiling_bytes_per_s() const;
+  // p90 of its times over their p50.
+  double ceiling_p90_ratio() const;
   uint64_t rss_bytes() const;
 
  private:
+  const std::vector<double>& best_kernel() const;
+
   std::string folder_;
   std::string socket_path_;
   pid_t child_ = -1;

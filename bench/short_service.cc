@@ -65,6 +65,7 @@ ShortService::ShortService(Where where, uint32_t threads, uint32_t tokens, const
     client_ = std::make_unique<WallClient>(open_embedded(threads, tokens), spin_ns);
   }
   seq_ = client_->add_sequence(tokens);
+  busy_ns_ = client_->stats().busy_ns;
 }
 
 ShortService::~ShortService() {
@@ -80,7 +81,13 @@ StepTime ShortService::step() {
   const double took = now_s() - begin;
   const double service = std::min(took, static_cast<double>(stats.service_ns) * 1e-9);
   const double compute = std::min(service, static_cast<double>(stats.compute_ns) * 1e-9);
-  return {.outside = took - service, .waiting = service - compute, .computing = compute};
+  StepTime step{.outside = took - service, .waiting = service - compute, .computing = compute};
+  if (daemon_ == nullptr && compute > 0) {
+    const uint64_t busy_ns = client_->stats().busy_ns;
+    step.threads = static_cast<double>(busy_ns - busy_ns_) * 1e-9 / compute;
+    busy_ns_ = busy_ns;
+  }
+  return step;
 }
 
 void StealMeter::begin() {
@@ -105,7 +112,8 @@ StepTime excess_of_slow(const std::vector<StepTime>& steps) {
   };
   return {.outside = excess(&StepTime::outside),
           .waiting = excess(&StepTime::waiting),
-          .computing = excess(&StepTime::computing)};
+          .computing = excess(&StepTime::computing),
+          .threads = median_of(slow, &StepTime::threads)};
 }
 
 std::vector<double> totals(const std::vector<StepTime>& steps) {

@@ -24,6 +24,8 @@ struct StepTime {
   double outside = 0;    // on the way to the service and back: transport, being woken
   double waiting = 0;    // in the service, before its first task and after its last
   double computing = 0;  // from the first task's start to the last one's end
+  // Beside the sum, and embedded only: threads at work while it computed, as a mean.
+  double threads = 0;
 };
 
 class ShortService {
@@ -36,12 +38,13 @@ class ShortService {
   StepTime step();
   // REQUIRES: kDaemon.
   void run_ceiling() { daemon_->run_ceiling(seq_, 0); }
-  double ceiling_bytes_per_s() const { return daemon_->ceiling_bytes_per_s(); }
+  const DaemonChild& daemon() const { return *daemon_; }
 
  private:
   std::unique_ptr<DaemonChild> daemon_;
   std::unique_ptr<WallClient> client_;
   kvm_seq_id seq_ = 0;
+  uint64_t busy_ns_ = 0;  // of its threads so far
 };
 
 // The share of processor time that the host kept from this machine, over what lies between
@@ -60,7 +63,7 @@ class StealMeter {
 };
 
 // By how much each part of the slowest tenth of the steps exceeds that of all, as medians: where
-// slow steps spend what makes them slow.
+// slow steps spend what makes them slow. `threads` is the slow steps' own.
 StepTime excess_of_slow(const std::vector<StepTime>& steps);
 // Of all steps: what they took as a whole.
 std::vector<double> totals(const std::vector<StepTime>& steps);

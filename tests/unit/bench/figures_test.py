@@ -22,7 +22,13 @@ DECODE = {"bench", "mode", "tokens", "ms_per_token", "gbps", "ipc_overhead_fract
           "rss_bytes", "rel_error_mean", "keys_read_fraction"}
 DECODE_EXACT = DECODE | {"ceiling_gbps", "fraction"}
 DECODE_APPROXIMATE = DECODE | {"speedup", "index_bytes_per_token"}
-SHARES = ("keys_read_fraction", "miss_rate", "fallback_rate", "ipc_overhead_fraction")
+SHORT = {"bench", "where", "tokens", "gap_us", "beside", "p50_ms", "p90_ms", "one_thread_ms",
+         "steal_share"}
+SHORT_ALONE = SHORT | {"reads_speedup", "reads_p90_ratio", "slow_threads",
+                       "slow_outside_ms", "slow_waiting_ms", "slow_computing_ms"}
+SHORT_BESIDE = SHORT | {"setting", "tokens_per_s", "alone_per_s", "of_best"}
+SHARES = ("keys_read_fraction", "miss_rate", "fallback_rate", "ipc_overhead_fraction",
+          "steal_share")
 
 
 class FiguresTest(unittest.TestCase):
@@ -94,6 +100,20 @@ class FiguresTest(unittest.TestCase):
         self.assertLess(lines[1]["keys_read_fraction"], 1)
         self.assertGreater(lines[1]["rel_error_mean"], 1e-3)
         self.assertLess(lines[1]["rel_error_mean"], 0.2)
+
+    def test_short(self):
+        lines = self.run_bench("short", "--quick", "--tokens", "256")
+        alone = [line for line in lines if line["beside"] == "none"]
+        beside = [line for line in lines if line["beside"] == "engine"]
+        self.check(alone, "short", SHORT_ALONE)
+        self.check(beside, "short", SHORT_BESIDE)
+        self.assertEqual({(line["where"], line["gap_us"]) for line in alone},
+                         {(where, gap) for where in ("daemon", "embedded")
+                          for gap in (0, 300, 2000)})
+        self.assertEqual({line["where"] for line in beside if line["setting"] == "default"},
+                         {"daemon", "embedded"})
+        for line in beside:
+            self.assertLessEqual(line["of_best"], 1)
 
 
 if __name__ == "__main__":
