@@ -36,8 +36,8 @@ namespace kvm::daemon {
 
 class ServedQueue;
 
-// Limits hold for each client, but for max_clients and arena_capacity_bytes; engine/store/quota.h counts.
-// max_queues and max_arenas are what applications may have; what libkvm makes for itself is
+// Limits hold for each client, but for max_clients and arena_capacity_bytes; engine/store/quota.h
+// counts. max_queues and max_arenas are what applications may have; what libkvm makes for itself is
 // admitted beside it (ipc::own_queues, ipc::own_arenas).
 struct Limits {
   uint32_t max_clients = ipc::kMaxClients;
