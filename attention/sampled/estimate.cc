@@ -24,6 +24,9 @@ constexpr double kMostOwn = 0.99;  // of D, that a key's share is believed to be
 // How much more mass than was read the sketch is believed to see: e^20, where what it says of a
 // single key is cut off as well (gather_kernel.h).
 constexpr double kMostControl = 4.85e8;
+// Sums of squares are floats, whose smallest have lost digits: values this short, squared, are not
+// believed to have the length that sums tell.
+constexpr double kLeastSquare = 1e-30;
 
 double root(double x) { return std::sqrt(std::max(x, 0.0)); }
 
@@ -123,6 +126,10 @@ RowEstimate estimate_row(const RowTotals& t, std::span<double> o) {
   if (!t.any_open) {
     return e;
   }
+  const double sample = t.closed + t.open;
+  if (sample > 0 && t.norm2 / sample + o2 < kLeastSquare) {
+    e.least_bar = INFINITY;
+  }
   if (t.open <= 0) {
     // Nothing of what was left to chance was drawn: no sigma can be had from the sample. What the
     // sketch says of it may be missing, and moves o by its share of |v - o|. How long its
@@ -150,7 +157,6 @@ RowEstimate estimate_row(const RowTotals& t, std::span<double> o) {
   const double alone = 1.0 / (1.0 - own);
   e.plug_in = alone * root(v2) / e.mass;
   const double lse2 = t.chance - 2 * a * t.chance_hat + a * a * t.chance_hat2;
-  const double sample = t.closed + t.open;
   const double r2 = t.norm2 / sample - 2 * dot(o, t.n_sample) / sample + o2;
   const double noisy = std::exp(std::min(variance, 50.0));
   const double model = alone * a * root(noisy * t.spread * r2) / e.mass;

@@ -119,7 +119,7 @@ struct RowEstimate {
   // The mean of the terms of S says: the largest eigenvalue is no smaller, relative to tr S.
   double least_largest = 0;
   // Bars are no smaller, absolute. Infinite where sketch and sample have nothing to do with each
-  // other.
+  // other; that of o also where values are too short for their squares to be told.
   double least_bar = 0;
   double least_bar_lse = 0;
   double unseen = 0;  // what a share of all open mass may move o by

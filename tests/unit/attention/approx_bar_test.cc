@@ -45,6 +45,31 @@ TEST(Sampled, TheBarCoversTheError) {
   EXPECT_LT(ratio / trials, 0.95);
 }
 
+// A bar is relative: values in other units have the same. Where squares of values are too small for
+// a float, nothing is known, which is no small bar.
+TEST(Sampled, TheBarDoesNotDependOnTheUnitOfValues) {
+  for (const Dtype dtype : {Dtype::kF32, Dtype::kBf16}) {
+    float bars[4] = {};
+    for (const float unit : {1.0f, 0x1p-40f, 0x1p-64f, 0x1p-70f, 0x1p-90f}) {
+      Head head({.n_tokens = 4096, .dim_v = 64, .dtype = dtype}, 12);
+      for (std::vector<float>& row : head.v) {
+        std::ranges::transform(row, row.begin(), [unit](float x) { return x * unit; });
+      }
+      head.input.params.budget = 150;
+      head.build();
+      head.run();
+      for (uint32_t r = 0; r < head.rows(); ++r) {
+        const float bar = head.report.err_o[r];
+        bars[r] = unit == 1.0f ? bar : bars[r];
+        EXPECT_GE(bar, 0.9f * bars[r]) << unit << " row " << r;
+        if (unit >= 0x1p-40f) {
+          EXPECT_NEAR(bar / bars[r], 1, 1e-3) << unit << " row " << r;
+        }
+      }
+    }
+  }
+}
+
 // Of few keys one may be most of the answer, and o all but its value.
 TEST(Sampled, TheBarOfASingleKeyIsNotSmall) {
   int misses = 0;
