@@ -500,6 +500,8 @@ Status ThinQueue::finish(const ipc::CompletionEntry& entry, kvm_completion* out,
   out->user_data = slot.user_data;
   const auto* result = reinterpret_cast<const ipc::ResultBlock*>(
       arena_.mapping.data() + result_offset(static_cast<uint32_t>(index)));
+  // Also of a step that fails: ACCURACY comes with an answer.
+  n_not_finite_ = counts_not_finite() && slot.opcode == Opcode::kStep ? result->n_not_finite : 0;
   if (entry.status != KVM_OK) {
     if (slot.opcode != Opcode::kNop) {
       say({result->message, ::strnlen(result->message, sizeof(result->message))}, sentence);
@@ -512,7 +514,6 @@ Status ThinQueue::finish(const ipc::CompletionEntry& entry, kvm_completion* out,
   } else {
     bool has_result = slot.opcode == Opcode::kSeq;
     last_seq_ = has_result ? result->seq : last_seq_;
-    n_not_finite_ = counts_not_finite() && slot.opcode == Opcode::kStep ? result->n_not_finite : 0;
     for (uint32_t i = 0; i < slot.n_pieces; ++i) {
       const Piece& piece = slot.pieces[i];
       if (piece.host != nullptr) {

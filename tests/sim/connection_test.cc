@@ -11,7 +11,10 @@
 #include <vector>
 
 #include "client/thin_connection.h"
+#include "client/thin_queue.h"
 #include "ipc/control.h"
+#include "ipc/ring.h"
+#include "ipc/validate.h"
 #include "ipc/wire.h"
 #include "tests/sim/simulated_channel.h"
 
@@ -41,25 +44,46 @@ class Script {
     const wire::Message* message = ipc::read_message(received.bytes).value();
     return Asked{message->id(), message->body_type()};
   }
-  void welcome(uint64_t id) {
+  void welcome(uint64_t id, uint32_t minor = ipc::kProtocolMinor) {
     kvm_client_info info{};
     info.struct_size = sizeof(info);
+    info.protocol_minor = minor;
     ipc::ControlWriter writer;
     const auto bytes = writer.fbb().CreateVector(ipc::as_bytes(&info, 1).data(), sizeof(info));
     const ipc::Fd doorbell(::eventfd(0, EFD_CLOEXEC));
-    send(writer.finish(id, wire::CreateWelcome(writer.fbb(), ipc::kProtocolMajor,
-                                               ipc::kProtocolMinor, 1, bytes)),
+    send(writer.finish(id, wire::CreateWelcome(writer.fbb(), ipc::kProtocolMajor, minor, 1, bytes)),
          doorbell.get());
   }
   void done(uint64_t id) {
     ipc::ControlWriter writer;
     send(writer.finish(id, wire::CreateDone(writer.fbb())), -1);
   }
-  void arena(uint64_t id, uint32_t region) {
-    const auto memory = ipc::create_shared_memory("sim-arena", 4096, ipc::PeerAccess::kReadWrite);
+  // Returns the daemon's view of it.
+  ipc::Mapping arena(uint64_t id, uint32_t region, uint64_t size_bytes = 4096) {
+    auto memory =
+        ipc::create_shared_memory("sim-arena", size_bytes, ipc::PeerAccess::kReadWrite).value();
     ipc::ControlWriter writer;
-    send(writer.finish(id, wire::CreateArenaCreated(writer.fbb(), region, 4096)),
-         memory.value().fd.get());
+    send(writer.finish(id, wire::CreateArenaCreated(writer.fbb(), region, size_bytes)),
+         memory.fd.get());
+    return std::move(memory.mapping);
+  }
+  struct QueueMemory {
+    ipc::Mapping client;
+    ipc::Mapping daemon;
+  };
+  QueueMemory queue(uint64_t id) {
+    auto client = ipc::create_shared_memory("sim-queue-client", sizeof(ipc::ClientRegion),
+                                            ipc::PeerAccess::kReadWrite)
+                      .value();
+    auto daemon = ipc::create_shared_memory("sim-queue-daemon", sizeof(ipc::DaemonRegion),
+                                            ipc::PeerAccess::kReadOnly)
+                      .value();
+    const int fds[] = {client.fd.get(), daemon.fd.get()};
+    ipc::ControlWriter writer;
+    EXPECT_TRUE(
+        channel_->send(writer.finish(id, wire::CreateQueueCreated(writer.fbb(), 1, false)), fds)
+            .is_ok());
+    return {std::move(client.mapping), std::move(daemon.mapping)};
   }
   void end() { channel_->shut_down(); }
 
@@ -87,8 +111,8 @@ class SimulatedConnection : public ::testing::Test {
     options.timeout_ns = kTimeoutNs;
     return client::Connection::open_over(std::move(first_), &clock_, options);
   }
-  std::shared_ptr<client::Connection> welcomed() {
-    play([this] { script_->welcome(script_->next()->id); });
+  std::shared_ptr<client::Connection> welcomed(uint32_t minor = ipc::kProtocolMinor) {
+    play([this, minor] { script_->welcome(script_->next()->id, minor); });
     auto connection = open();
     EXPECT_TRUE(connection.is_ok()) << connection.status().message();
     play([] {});
@@ -173,6 +197,58 @@ TEST_F(SimulatedConnection, ADaemonThatReadsNothing) {
   const uint64_t begin = clock_.now_ns();
   EXPECT_EQ(drop_space(connection.get()).code(), KVM_ERR_TIMEOUT);
   EXPECT_EQ(clock_.now_ns() - begin, kTimeoutNs);
+}
+
+// A daemon of minor version 1 leaves the field of n_not_finite as it was; one of version 2 fills it,
+// also beside an error that comes with an answer.
+TEST_F(SimulatedConnection, RowsThatAreNotFiniteAreCountedByDaemonsOfMinorVersion2) {
+  for (const uint32_t minor : {1u, 2u}) {
+    SetUp();
+    const auto connection = welcomed(minor);
+    Script::QueueMemory rings;
+    ipc::Mapping arena;
+    play([&] {
+      const auto asked = script_->next();
+      if (asked->body == wire::Body::QueueCreate) {
+        rings = script_->queue(asked->id);
+      } else if (asked->body == wire::Body::ArenaCreate) {
+        arena = script_->arena(asked->id, 7, 1 << 16);
+      } else {
+        script_->done(asked->id);
+      }
+    });
+    auto queue = client::ThinQueue::create(connection, nullptr, 1, 0);
+    ASSERT_TRUE(queue.is_ok()) << queue.status().message();
+    const auto* of_client = reinterpret_cast<const ipc::ClientRegion*>(rings.client.data());
+    auto* of_daemon = reinterpret_cast<ipc::DaemonRegion*>(rings.daemon.data());
+    ipc::RequestConsumer requests(of_client, of_daemon);
+    ipc::CompletionProducer completions(of_client, of_daemon);
+    kvm_item item{};
+    kvm_step_params params{};
+    params.n_items = 1;
+    params.items = &item;
+    client::StepCall call;
+    call.attend = true;
+    call.params = &params;
+    uint64_t n = 3;
+    for (const kvm_status status : {KVM_OK, KVM_ERR_ACCURACY}) {
+      ASSERT_TRUE(queue.value()->stage_step(call, 5).is_ok());
+      ASSERT_TRUE(queue.value()->submit().is_ok());
+      ipc::RequestEntry entry;
+      ASSERT_EQ(requests.take(&entry, 1).value(), 1u);
+      ipc::write_result(reinterpret_cast<ipc::ResultBlock*>(arena.data() + entry.result_offset), 0,
+                        "", n);
+      ASSERT_EQ(completions.room().value(), ipc::kCompletionEntries);
+      completions.stage({.user_data = entry.user_data, .status = status});
+      completions.publish();
+      kvm_completion completion{};
+      const auto taken = queue.value()->take(&completion, 1, 1, UINT64_MAX);
+      ASSERT_TRUE(taken.is_ok() && taken.value().n == 1);
+      EXPECT_EQ(completion.status, status);
+      EXPECT_EQ(taken.value().n_not_finite, minor == 1 ? 0 : n) << minor << " " << status;
+      ++n;
+    }
+  }
 }
 
 }  // namespace
