@@ -199,7 +199,7 @@ TEST_F(SimulatedConnection, ADaemonThatReadsNothing) {
   EXPECT_EQ(clock_.now_ns() - begin, kTimeoutNs);
 }
 
-// A daemon of minor version 1 leaves the field of n_not_finite as it was; one of version 2 fills it,
+// A daemon of minor version 1 leaves the field of n_not_finite alone; one of version 2 fills it,
 // also beside an error that comes with an answer.
 TEST_F(SimulatedConnection, RowsThatAreNotFiniteAreCountedByDaemonsOfMinorVersion2) {
   for (const uint32_t minor : {1u, 2u}) {
