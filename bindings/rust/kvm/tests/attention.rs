@@ -42,6 +42,25 @@ fn a_decode_step_appends_and_attends() {
 }
 
 #[test]
+fn rows_that_are_not_finite_are_counted() {
+    let mut rig = Rig::new(8);
+    let mut q = queries(1, 10);
+    q[DIM] = f32::NAN; // of q head 1
+    for n in [1, 0] {
+        let (mut o, mut lse) = ([0.0f32; Q_HEADS * DIM], [0.0f32; Q_HEADS]);
+        let step = Step::new(&rig.space, 0)
+            .item(Item::new(&rig.sequence).query(1))
+            .q(&q)
+            .o(&mut o)
+            .lse(&mut lse);
+        let stats = rig.queue.attend(step).unwrap();
+        assert_eq!(stats.n_not_finite, Some(n));
+        assert_eq!(lse.iter().filter(|x| x.is_nan()).count() as u64, n);
+        q[DIM] = 1.0;
+    }
+}
+
+#[test]
 fn rows_of_a_prefill_are_causal_unless_asked_otherwise() {
     let mut rig = Rig::new(6);
     let q = queries(3, 20);
