@@ -236,6 +236,17 @@ TEST_F(AbiApprox, NotFiniteQueriesAreSeenInEveryMode) {
       EXPECT_FALSE(std::isnan(answer.lse[1]) || std::isnan(answer.o[kDim]));
     }
   }
+  // kvmd adds them up: three numbers, five modes, one row each.
+  std::string text(1 << 20, '\0');
+  size_t length = 0;
+  ASSERT_EQ(kvm_get_stats_text(client_, text.data(), text.size(), &length), KVM_OK);
+  text.resize(length);
+  const std::string series = "\nkvm_attend_not_finite_rows_total ";
+  if (const size_t at = text.find(series); at != std::string::npos) {
+    EXPECT_EQ(std::stoul(text.substr(at + series.size())), 15u);
+  } else {
+    EXPECT_TRUE(is_embedded()) << text;
+  }
 }
 
 TEST_F(AbiApprox, AutoKeepsAnErrorOrATime) {
