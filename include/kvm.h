@@ -652,7 +652,8 @@ typedef struct kvm_seq_params {
   uint32_t struct_size;
   uint32_t flags;   /* KVM_SEQ_* */
   /* Tokens to expect, at most 2^38; 0: unknown. The sequence's tables are made for so many, or for
-   * the first 2^20 of them, and need not grow until then. No memory for keys and values is set
+   * the first 2^20 of them (2^26 over all (layer, head class) together, where there are more than
+   * 64), and need not grow until then. No memory for keys and values is set
    * aside, and neither more nor fewer tokens are refused for it. */
   uint64_t reserve;
   uint64_t reserved[4];

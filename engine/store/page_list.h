@@ -89,6 +89,8 @@ static_assert(sizeof(PageEntry) == 16);
 inline constexpr size_t kSegmentEntries = 128;
 // LIMIT: tokens that tables are made for before they are appended: 1 KiB, which nobody pays for.
 inline constexpr uint64_t kMaxExpectedTokens = 1 << 20;
+// LIMIT: the same over all lists of a sequence: 64 KiB.
+inline constexpr uint64_t kMaxExpectedOfLists = 64 * kMaxExpectedTokens;
 
 struct Segment {
   uint32_t n_refs = 1;

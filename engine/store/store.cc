@@ -244,8 +244,10 @@ Result<kvm_seq_id> Store::create_seq(ClientId client, kvm_space_id space, uint32
   KVM_TRY(check_limits(account, "a new sequence"));
   std::unique_ptr<Sequence> seq = make_seq(account, record, flags);
   Undo clearing([&] { clear_lists(&memory_, seq.get()); });
+  const uint64_t n_of_list =
+      std::min(n_expected, kMaxExpectedOfLists / std::max<size_t>(1, seq->lists.size()));
   for (PageList& list : seq->lists) {
-    list.expect(n_expected);
+    list.expect(n_of_list);
   }
   const kvm_seq_id id = add_seq(std::move(seq));
   clearing.dismiss();

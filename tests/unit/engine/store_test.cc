@@ -70,6 +70,17 @@ TEST_F(StoreTest, TablesHaveRoomForWhatIsExpected) {
     EXPECT_EQ(list.room(), kMaxExpectedTokens);
   }
   EXPECT_EQ(store_->client_bytes(client_), 0u);
+  // Nobody pays for these tables, so those of a sequence of many lists together have a limit, too.
+  const kvm_space_id wide = store_->register_space(make_spec("wide", 512, 1)).value();
+  Sequence* many =
+      store_->find_seq(client_, store_->create_seq(client_, wide, 0, kMaxTokens).value()).value();
+  ASSERT_EQ(many->lists.size(), 512u);
+  uint64_t n_expected = 0;
+  for (const PageList& list : many->lists) {
+    n_expected += list.room();
+  }
+  EXPECT_GE(n_expected, kMaxExpectedOfLists / 2);
+  EXPECT_LE(n_expected, kMaxExpectedOfLists);
   // What was expected says nothing about what comes.
   const std::vector<uint64_t> tokens = numbered(0, 300);
   ASSERT_TRUE(append_all(*store_, large, tokens).is_ok());
