@@ -82,9 +82,8 @@ double Kappa::unseen_share(double draws) const {
   return -std::expm1(log_delta_ / std::max(1.0, draws));
 }
 
-double RowEstimate::growth() const {
-  const double variance = std::min(noise * noise, 50.0);
-  return std::max(1.0, std::exp((variance - kNoiseAllowance) / 2));
+double noise_growth(double variance) {
+  return std::max(1.0, std::exp(std::min(variance, 50.0) - kNoiseAllowance));
 }
 
 double RowEstimate::bar(const Kappa& kappa, ErrorShape shape) const {
@@ -92,7 +91,7 @@ double RowEstimate::bar(const Kappa& kappa, ErrorShape shape) const {
   shape.squares = std::max(shape.squares, shape.largest * shape.largest);
   return std::max(
       {least_bar, known(unseen * kappa.unseen_share(draws)),
-       known(kappa(shape, draws) * growth() * sigma_o * std::sqrt(1 + shape.heaviest))});
+       known(kappa(shape, draws) * noise_growth(noise * noise) * sigma_o * std::sqrt(1 + shape.heaviest))});
 }
 
 double RowEstimate::relative_bar(const Kappa& kappa, const ErrorShape& shape) const {
@@ -108,7 +107,7 @@ double RowEstimate::relative_bar(const Kappa& kappa, const ErrorShape& shape) co
 
 double RowEstimate::bar_lse(const Kappa& kappa) const {
   return std::max(least_bar_lse,
-                  known(kLseCare * kappa(ErrorShape{}, draws) * growth() * sigma_lse));
+                  known(kLseCare * kappa(ErrorShape{}, draws) * noise_growth(noise * noise) * sigma_lse));
 }
 
 RowEstimate estimate_row(const RowTotals& t, std::span<double> o) {

@@ -333,7 +333,7 @@ void scale_shares(const Context& c, Pilot& p, uint32_t r, const RowProbe& probe,
   const double mean = m.residual / mass;
   const double variance = std::clamp(m.residual2 / mass - mean * mean, 0.0, 50.0);
   const double kappa = Kappa(static_cast<double>(params.delta))(kPlanned, kPlanDraws) *
-                       std::max(1.0, std::exp((variance - kNoiseAllowance) / 2));
+                       noise_growth(variance);
   // Where the sample does not grow, what a few keys say of V is not mended later: V and one
   // standard deviation of that.
   const double draws = m.all * m.all / std::max(m.square, 1e-300);

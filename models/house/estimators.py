@@ -24,7 +24,7 @@ P_FLOOR = 2.0**-20      # strictly unbiased needs p > 0 for every key; random nu
 KAPPA = 1.45            # standard deviations of a bar that knows nothing else, for RISK
 RISK = 0.01
 NORMAL = 2.326348       # the one-sided normal quantile of that risk
-NOISE_ALLOWANCE = 0.36  # variance of the sketch, nats^2, from which on kappa grows
+NOISE_ALLOWANCE = 0.81  # variance of the sketch, nats^2, from which on kappa grows
 BAR_FLOOR = 2e-3        # relative; below it arithmetic in bf16 is the error, not sampling
 MOST_TOLD = 96          # terms that tell the shape of an error
 MOST_OWN = 0.99         # of D, that a key's share is believed to be
@@ -456,7 +456,7 @@ def error_bar(sigma_o, noise, calibration, w_hat_all, p, weights, v, o, d_hat, d
     spread = w_hat_all**2 @ ((1.0 - p) / p)
     r_square = weights @ ((v - o)**2).sum(axis=1) / max(weights.sum(), 1e-300)
     model = calibration * np.sqrt(np.exp(noise**2) * spread * r_square) / d_hat
-    growth = max(1.0, np.exp((noise**2 - NOISE_ALLOWANCE) / 2)) * np.sqrt(1 + shape.heaviest)
+    growth = max(1.0, np.exp(noise**2 - NOISE_ALLOWANCE)) * np.sqrt(1 + shape.heaviest)
     length = np.sqrt(weights @ (v**2).sum(axis=1) / max(weights.sum(), 1e-300))
     unseen = -np.expm1(np.log(RISK) / max(1.0, draws)) * 2 * open_share * (norm + length)
     bar = max(kappa_of(shape, draws) * growth * max(sigma_o, model) / (1.0 - own), unseen, least)
