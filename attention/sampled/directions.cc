@@ -157,11 +157,15 @@ ErrorShape Directions::shape(uint32_t row, std::span<const double> o) {
   }
   // Likewise: what single terms have of it is taken out.
   double single = 0;
+  double cubes = 0;
   for (uint32_t i = 0; i < n_; ++i) {
     const auto share = static_cast<double>(u[i]);
+    cubes += share * share * share;
     single += share * share * static_cast<double>(room_.terms[size_t{i} * kMostTold + i]);
   }
   shape.largest = distinct > 0 ? std::clamp((grown - single) / distinct, shape.squares, 1.0) : 1;
+  // A term along the first eigenvector is u times the root of the eigenvalue.
+  shape.skewness2 = std::pow(shape.largest, 3) * cubes * cubes * n_ / drawn;
   if (!(shape.largest <= 1) || !(shape.squares <= 1)) {
     return ErrorShape{.along_o = shape.along_o, .heaviest = shape.heaviest, .terms = shape.terms};
   }

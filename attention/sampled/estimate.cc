@@ -75,7 +75,9 @@ double Kappa::operator()(const ErrorShape& shape, double draws) const {
   const double n = 1 / shape.squares;
   const double skew = std::max(1.0, shape.squares / (shape.largest * shape.largest));
   const double known_variance = 1 + std::sqrt(shape.squares * skew) * (chi_square(skew) - 1);
-  return std::sqrt((1 + kCarefully / skew) * known_variance * fisher(n, m) / chi_square(n));
+  const double x2 = chi_square(1);
+  const double skewed = 1 + shape.skewness2 * (x2 * x2 + 2 * x2 - 3) / 18;
+  return skewed * std::sqrt((1 + kCarefully / skew) * known_variance * fisher(n, m) / chi_square(n));
 }
 
 double Kappa::unseen_share(double draws) const {

@@ -374,6 +374,7 @@ class ErrorShape:
     along_o: float = 1.0    # share of tr S along o
     heaviest: float = 0.0   # largest share of tr S that one term has
     terms: float = np.inf   # how many equal terms would tell tr S as well
+    skewness2: float = 0.0  # squared skewness along the first eigenvector, relative to tr S
 
 
 def error_shape(told, o, step=1.0):
@@ -402,6 +403,7 @@ def error_shape(told, o, step=1.0):
             u = u / grown
         shape.largest = np.clip((grown - u**2 @ np.diag(products)) / (1 - single),
                                 shape.squares, 1.0)
+        shape.skewness2 = shape.largest**3 * (u**3).sum()**2 / step
     return shape
 
 
@@ -426,13 +428,17 @@ def kappa_of(shape, draws):
 
     A sum of chi-squares weighted with the eigenvalues, by the chi-square of its mean, variance and
     skewness (Hall 1983; Buckley and Eagleson 1988), the sum of cubes put at largest * squares; and
-    wider as Fisher's quantile is beside the chi-square's where few draws tell the variance.
+    wider as Fisher's quantile is beside the chi-square's where few draws tell the variance, and
+    where the error is skewed, for then the variance comes out small when the error is large (Hall
+    1992).
     """
     m = max(5.0, min(draws, shape.terms)) - 1
     skew = max(1.0, shape.squares / shape.largest**2)
     known = 1 + np.sqrt(shape.squares * skew) * (chi_square(skew) - 1)
     n = 1 / shape.squares
-    return np.sqrt((1 + 0.025 / skew) * known * fisher(n, m) / chi_square(n))
+    x2 = chi_square(1)
+    skewed = 1 + shape.skewness2 * (x2**2 + 2 * x2 - 3) / 18
+    return skewed * np.sqrt((1 + 0.025 / skew) * known * fisher(n, m) / chi_square(n))
 
 
 def error_bar(sigma_o, noise, calibration, w_hat_all, p, weights, v, o, d_hat, draws, shape,

@@ -122,10 +122,13 @@ ErrorShape shape_of(const Head& head, const std::vector<Key>& drawn, const std::
     }
   }
   double own = 0;
+  double cubes = 0;
   for (size_t i = 0; i < n; ++i) {
+    cubes += u[i] * u[i] * u[i];
     own += u[i] * u[i] * product(terms[i], terms[i]) / trace;
   }
   shape.largest = std::clamp((grown - own) / (1 - single), shape.squares, 1.0);
+  shape.skewness2 = std::pow(shape.largest, 3) * cubes * cubes * static_cast<double>(n) / count;
   // No smaller than what the mean of the terms of all drawn keys says.
   std::vector<double> mean(o.size());
   double all = 0, spread = 0;
