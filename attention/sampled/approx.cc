@@ -68,6 +68,7 @@ bool solved_exactly(const ApproxInput& input, const Plan& exact, const Counts& c
       return params.mode == ApproxMode::kVerified;  // there is no bar to verify
     case Method::kSample:
       return params.proposal != Proposal::kSketch ||
+             (params.budget == 0 && !is_worth_a_pilot(params, *input.problem, counts.n_present)) ||
              (counts.n_keys < kFewestKeys &&
               (params.budget == 0 || params.mode == ApproxMode::kVerified));
   }
@@ -592,7 +593,8 @@ bool Sampler::solve(ApproxReport* report) {
   const bool verified = c_.params().mode == ApproxMode::kVerified;
   const auto eps = static_cast<double>(c_.params().eps);
   const double most =
-      max_read_fraction(c_.params(), c_.problem) * static_cast<double>(c_.plan->n_keys_present);
+      max_read_fraction(c_.params(), c_.problem, c_.plan->n_keys_present) *
+      static_cast<double>(c_.plan->n_keys_present);
   for (uint32_t stage = 0;; ++stage) {
     count_reads(report);
     if (all_closed() || !is_finite()) {
@@ -625,9 +627,7 @@ uint64_t cost_bytes(const ApproxInput& input, const ApproxPlan& plan) {
   }
   uint64_t drawn = params.budget * plan.rows;
   if (params.budget == 0) {
-    // About a thousand keys of each row at 3 %, by the square of eps.
-    const double ratio = 0.03 / std::max(static_cast<double>(params.eps), 1e-3);
-    drawn = static_cast<uint64_t>(1000.0 * ratio * ratio) * plan.rows;
+    drawn = usual_keys(params, plan.rows);
   }
   drawn = std::min(drawn, plan.n_keys_indexed);
   const uint64_t index = params.proposal == Proposal::kSketch ? 36 : 0;

@@ -93,7 +93,8 @@ struct ApproxParams {
   uint64_t n_sinks = 4;
   uint64_t n_recent = 64;
   // Where eps decides: beyond this share of the keys exact is taken. 0: by what rows cost to
-  // gather and to stream (sampled/pilot.h).
+  // gather and to stream, and at once where a sample of usual size would not pay
+  // (sampled/pilot.h).
   float max_read_fraction = 0;
 
   bool operator==(const ApproxParams&) const = default;

@@ -3,8 +3,8 @@
 // part of the index. Words: R are the keys that may be approximated, F those that are always read
 // (partition.h); o, D and V are the answer, its denominator and its variance (estimate.h).
 //
-// The pilot is one block of every 16 of R (with a budget of every 32; all where R is small), chosen
-// at random among those. With a budget of m keys for each row, c of a row solves
+// The pilot is one block of every 16 of R (of every 8 where the sample may grow, of every 32 with a
+// budget; all where R is small), chosen at random among those. With a budget of m keys for each row, c of a row solves
 //   sum min(1, c size_i) = m     over all keys, the pilot standing for them; size = e^s_hat |v|.
 // Without one, some 64 keys of the pilot are read for each row. They and the nearest of F estimate
 // o, D and the variance V of the whole sample for any c, and every row's c is taken such that its
@@ -44,11 +44,19 @@ struct KeyShares {
 // faster, and a row gains from what is drawn for others.
 void solve_growth(const KeyShares& keys, double least, double* growth);
 
-// Verified, and Sampled without a budget: the share of the keys beyond which exact is cheaper.
-// Reading n keys in order takes n t, t the time of a row; scanning, scan n; a row gathered,
-// t + 14 ns, for it comes alone. So sampling u n rows pays up to u = (t - scan) / (t + 14 ns), of
-// which seven tenths are taken: the sample may have to grow again.
-double max_read_fraction(const ApproxParams& params, const Problem& problem);
+// Verified, and Sampled without a budget: the share of n keys beyond which exact is cheaper.
+// Reading them in order takes n t, t the time of a row; a sample a fixed time for its pilot and its
+// end, scan n, and t + 14 ns for a row gathered, for it comes alone. So sampling u n rows pays up to
+// u = (t - scan - fixed / n) / (t + 14 ns), of which seven tenths are taken: the sample may have to
+// grow again.
+double max_read_fraction(const ApproxParams& params, const Problem& problem, uint64_t n_keys);
+
+// Of the same modes: about how many keys a sample of `rows` reads that has an error of eps.
+uint64_t usual_keys(const ApproxParams& params, uint64_t rows);
+
+// Of the same modes: whether to ask the pilot at all. Where what is usually read at eps, or a fifth
+// of the keys, is more than what pays, finding out costs more than it saves.
+bool is_worth_a_pilot(const ApproxParams& params, const Problem& problem, uint64_t n_keys);
 
 }  // namespace kvm::attention
 

@@ -170,7 +170,7 @@ uint32_t candidate_capacity(const ApproxInput& input, uint64_t n_keys, uint32_t 
   const ApproxParams& params = input.params;
   const uint64_t most = std::min(n_keys, kShardTokens);
   // More than what is worth sampling is never drawn, shards that hold more than others apart.
-  auto wanted = static_cast<uint64_t>(1.25 * max_read_fraction(params, *input.problem) *
+  auto wanted = static_cast<uint64_t>(1.25 * max_read_fraction(params, *input.problem, n_keys) *
                                       static_cast<double>(kShardTokens)) +
                 1024;
   if (params.budget > 0 && !may_grow(params)) {

@@ -374,6 +374,23 @@ TEST(Odd, FewTokensAreAnsweredExactly) {
   }
 }
 
+// A pilot alone takes as long as all of so few keys; a budget says that it shall be.
+TEST(Odd, ShortContextsAreExactWithoutAPilot) {
+  const auto is_exact = [](uint64_t n_tokens, float eps, uint64_t budget) {
+    Head head({.n_tokens = n_tokens, .group = 1, .dim_k = 32, .dim_v = 8, .dtype = Dtype::kF32}, 5);
+    head.build();
+    head.input.params.mode = budget > 0 ? ApproxMode::kSampled : ApproxMode::kVerified;
+    head.input.params.budget = budget;
+    head.input.params.eps = eps;
+    head.input.params.max_read_fraction = 0;
+    return plan_approx(head.input).exact;
+  };
+  EXPECT_TRUE(is_exact(8192, 0.1f, 0));
+  EXPECT_FALSE(is_exact(8192, 0.1f, 100));
+  EXPECT_FALSE(is_exact(60000, 0.1f, 0));
+  EXPECT_TRUE(is_exact(60000, 0.01f, 0));
+}
+
 TEST(Odd, OneKeyWithAllTheMass) {
   Head head({.n_tokens = 8192}, 51);
   for (uint32_t d = 0; d < head.shape.dim_k; ++d) {
