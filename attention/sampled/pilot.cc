@@ -546,16 +546,24 @@ float threshold(const SampledKernels& kernels, const float* sizes, size_t n, dou
   return static_cast<float>(std::clamp(c, 1e-30, 1e30));
 }
 
-double max_read_fraction(const ApproxParams& params, const Problem& problem, uint64_t n_keys) {
-  if (params.max_read_fraction > 0) {
-    return static_cast<double>(params.max_read_fraction);
-  }
+namespace {
+
+// Of n_keys: what may be read for the time of an exact answer, or less than nothing.
+double paying_fraction(const Problem& problem, uint64_t n_keys) {
   const double row = static_cast<double>(row_bytes(problem)) * (13.5 / 512);  // ns
   constexpr double kScan = 1.5;
   constexpr double kAlone = 14;
   constexpr double kFixed = 90'000;  // a pilot 60, plan, end and shape of the error 30 us
   const double fixed = kFixed / static_cast<double>(std::max<uint64_t>(n_keys, 1));
-  return std::max(0.7 * (row - kScan - fixed) / (row + kAlone), 0.02);
+  return 0.7 * (row - kScan - fixed) / (row + kAlone);
+}
+
+}  // namespace
+
+double max_read_fraction(const ApproxParams& params, const Problem& problem, uint64_t n_keys) {
+  constexpr double kLeast = 0.02;
+  return params.max_read_fraction > 0 ? static_cast<double>(params.max_read_fraction)
+                                      : std::max(paying_fraction(problem, n_keys), kLeast);
 }
 
 uint64_t usual_keys(const ApproxParams& params, uint64_t rows) {
@@ -573,7 +581,7 @@ bool is_worth_a_pilot(const ApproxParams& params, const Problem& problem, uint64
   const uint64_t rows = uint64_t{problem.n_query} * problem.group;
   const double usual = std::min(static_cast<double>(usual_keys(params, rows)), kMostUsual * n);
   const double least = kProbeKeys * static_cast<double>(rows);
-  return std::max(usual, least) <= max_read_fraction(params, problem, n_keys) * n;
+  return std::max(usual, least) <= paying_fraction(problem, n_keys) * n;
 }
 
 size_t pilot_scratch_bytes(const ApproxInput& input, const Plan& exact, uint64_t n_keys) {
