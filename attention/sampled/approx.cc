@@ -592,9 +592,8 @@ void Sampler::count_reads(ApproxReport* report) const {
 bool Sampler::solve(ApproxReport* report) {
   const bool verified = c_.params().mode == ApproxMode::kVerified;
   const auto eps = static_cast<double>(c_.params().eps);
-  const double most =
-      max_read_fraction(c_.params(), c_.problem, c_.plan->n_keys_present) *
-      static_cast<double>(c_.plan->n_keys_present);
+  const double most = max_read_fraction(c_.params(), c_.problem, c_.plan->n_keys_present) *
+                      static_cast<double>(c_.plan->n_keys_present);
   for (uint32_t stage = 0;; ++stage) {
     count_reads(report);
     if (all_closed() || !is_finite()) {

@@ -77,7 +77,8 @@ double Kappa::operator()(const ErrorShape& shape, double draws) const {
   const double known_variance = 1 + std::sqrt(shape.squares * skew) * (chi_square(skew) - 1);
   const double x2 = chi_square(1);
   const double skewed = 1 + shape.skewness2 * (x2 * x2 + 2 * x2 - 3) / 18;
-  return skewed * std::sqrt((1 + kCarefully / skew) * known_variance * fisher(n, m) / chi_square(n));
+  return skewed *
+         std::sqrt((1 + kCarefully / skew) * known_variance * fisher(n, m) / chi_square(n));
 }
 
 double Kappa::unseen_share(double draws) const {
@@ -91,9 +92,9 @@ double noise_growth(double variance) {
 double RowEstimate::bar(const Kappa& kappa, ErrorShape shape) const {
   shape.largest = std::max(shape.largest, least_largest);
   shape.squares = std::max(shape.squares, shape.largest * shape.largest);
-  return std::max(
-      {least_bar, known(unseen * kappa.unseen_share(draws)),
-       known(kappa(shape, draws) * noise_growth(noise * noise) * sigma_o * std::sqrt(1 + shape.heaviest))});
+  return std::max({least_bar, known(unseen * kappa.unseen_share(draws)),
+                   known(kappa(shape, draws) * noise_growth(noise * noise) * sigma_o *
+                         std::sqrt(1 + shape.heaviest))});
 }
 
 double RowEstimate::relative_bar(const Kappa& kappa, const ErrorShape& shape) const {
@@ -108,8 +109,8 @@ double RowEstimate::relative_bar(const Kappa& kappa, const ErrorShape& shape) co
 }
 
 double RowEstimate::bar_lse(const Kappa& kappa) const {
-  return std::max(least_bar_lse,
-                  known(kLseCare * kappa(ErrorShape{}, draws) * noise_growth(noise * noise) * sigma_lse));
+  return std::max(least_bar_lse, known(kLseCare * kappa(ErrorShape{}, draws) *
+                                       noise_growth(noise * noise) * sigma_lse));
 }
 
 RowEstimate estimate_row(const RowTotals& t, std::span<double> o) {

@@ -4,7 +4,8 @@
 // (partition.h); o, D and V are the answer, its denominator and its variance (estimate.h).
 //
 // The pilot is one block of every 16 of R (of every 8 where the sample may grow, of every 32 with a
-// budget; all where R is small), chosen at random among those. With a budget of m keys for each row, c of a row solves
+// budget; all where R is small), chosen at random among those. With a budget of m keys for each row,
+// c of a row solves
 //   sum min(1, c size_i) = m     over all keys, the pilot standing for them; size = e^s_hat |v|.
 // Without one, some 64 keys of the pilot are read for each row. They and the nearest of F estimate
 // o, D and the variance V of the whole sample for any c, and every row's c is taken such that its
@@ -46,9 +47,9 @@ void solve_growth(const KeyShares& keys, double least, double* growth);
 
 // Verified, and Sampled without a budget: the share of n keys beyond which exact is cheaper.
 // Reading them in order takes n t, t the time of a row; a sample a fixed time for its pilot and its
-// end, scan n, and t + 14 ns for a row gathered, for it comes alone. So sampling u n rows pays up to
-// u = (t - scan - fixed / n) / (t + 14 ns), of which seven tenths are taken: the sample may have to
-// grow again.
+// end, scan n, and t + 14 ns for a row gathered, for it comes alone. So sampling u n rows pays up
+// to u = (t - scan - fixed / n) / (t + 14 ns), of which seven tenths are taken: the sample may have
+// to grow again.
 double max_read_fraction(const ApproxParams& params, const Problem& problem, uint64_t n_keys);
 
 // Of the same modes: about how many keys a sample of `rows` reads that has an error of eps.

@@ -141,8 +141,7 @@ void Head::build() {
   problem.transforms = transforms;
   if (input.params.max_read_fraction == 0 && !runs_.empty()) {
     // As of a long context: so few keys are not worth a sample.
-    input.params.max_read_fraction =
-        static_cast<float>(max_read_fraction({}, problem, UINT64_MAX));
+    input.params.max_read_fraction = static_cast<float>(max_read_fraction({}, problem, UINT64_MAX));
   }
 
   const auto n_blocks = static_cast<uint32_t>(s.n_tokens / kPageTokens);
