@@ -75,6 +75,7 @@ void check_problem(const Problem& p) {
   KVM_ASSERT(p.dim_k >= 8 && p.dim_k <= kMaxHeadDim && p.dim_k % 8 == 0);
   KVM_ASSERT(p.dim_v >= 8 && p.dim_v <= kMaxHeadDim && p.dim_v % 8 == 0);
   KVM_ASSERT(p.transforms.size() <= kMaxTransforms);
+  KVM_ASSERT(p.item_rows == 0 || p.item_rows >= uint64_t{p.n_query} * p.group);
 }
 
 void store_element(void* p, Dtype dtype, uint64_t i, float value) {
@@ -232,7 +233,7 @@ Plan make_plan(const Problem& problem, const KernelTable* table) {
   Plan plan;
   plan.table = table != nullptr ? table : &active_table();
   plan.rows = problem.n_query * problem.group;
-  plan.blocked = plan.rows >= kBlockedRows;
+  plan.blocked = std::max(plan.rows, problem.item_rows) >= kBlockedRows;
   plan.rows_divisible = plan.blocked;
   plan.chunk_tokens = plan.blocked ? kBlockedChunkTokens : kStreamChunkTokens;
   Carver carver(nullptr);

@@ -107,6 +107,11 @@ struct Problem {
   // int8, and the table dots bf16, weights are rounded to bf16 first (exact.h: the error bound).
   bool fp32_weights = false;
 
+  // Rows of the request item that this problem is a part of, where the item is solved in several
+  // problems; at least n_query * group. 0: the problem is the whole item. The path goes by it, so
+  // that a row has the bits that it has where the item is one problem.
+  uint32_t item_rows = 0;
+
   // Outputs: element (i, g) at o + (i * o_stride_query + g * o_stride_head) elements.
   void* o = nullptr;
   Dtype dtype_o = Dtype::kF32;
@@ -135,7 +140,8 @@ struct RowRange {
 struct Plan {
   const KernelTable* table = nullptr;
   uint32_t rows = 0;  // n_query * group
-  // Many rows: keys are repacked per 64 tokens and meet tiles of rows. Chosen by `rows` alone.
+  // Many rows: keys are repacked per 64 tokens and meet tiles of rows. Chosen by the rows of the
+  // whole item alone (Problem::item_rows).
   bool blocked = false;
   // Rows of a problem may be evaluated in separate ranges, for parallel work and to bound memory.
   // false: every range must be {0, rows}.

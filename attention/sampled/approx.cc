@@ -685,7 +685,8 @@ ApproxPlan plan_approx(const ApproxInput& input) {
   Problem problem = *input.problem;
   problem.column_sums = nullptr;
   const Plan exact = make_plan(problem, input.table);
-  const Counts counts = exact.n_chunks == 0 || exact.blocked ? Counts{} : count_stretches(input);
+  const bool has_many = exact.rows > kMaxApproxRows;
+  const Counts counts = exact.n_chunks == 0 || has_many ? Counts{} : count_stretches(input);
   if (solved_exactly(input, exact, counts)) {
     plan.exact = true;
     return plan;

@@ -93,7 +93,6 @@ size_t exact_scratch_bytes(const Problem& problem, const Plan& plan) {
 
 void eval_exact(const Problem& problem, const Plan& plan, const void* prepared, uint64_t begin,
                 uint64_t end, void* scratch, void* state) {
-  KVM_ASSERT(!plan.blocked);
   const size_t stride = state_bytes(problem, plan.rows);
   Carver carver(scratch);
   std::byte* kernel_scratch = carver.take<std::byte>(plan.scratch_bytes);

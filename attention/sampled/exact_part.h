@@ -38,8 +38,8 @@ class StateStack {
 // Scratch of eval_exact for any stretch of the problem that `plan` is of.
 size_t exact_scratch_bytes(const Problem& problem, const Plan& plan);
 
-// The state of the visible tokens in chunks [begin, end), by absolute index. REQUIRES: all rows at
-// once (!plan.blocked), and `prepared` from a problem with the same queries.
+// The state of all rows over the visible tokens in chunks [begin, end), by absolute index.
+// REQUIRES: `prepared` from a problem with the same queries and a plan of the same path.
 void eval_exact(const Problem& problem, const Plan& plan, const void* prepared, uint64_t begin,
                 uint64_t end, void* scratch, void* state);
 

@@ -358,6 +358,7 @@ uint32_t AttendWork::add_heads(uint32_t view_index, uint32_t first_head, uint64_
   p.q_stride_head = t.q.stride_head;
   p.n_query = view.n_rows;
   p.group = layer.group();
+  p.item_rows = item.n_query * p.group;
   p.dim_k = space_->head_dim_k;
   p.dim_v = space_->head_dim_v;
   p.scale = scale_;
