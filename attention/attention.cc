@@ -159,7 +159,7 @@ PreparedQueries carve_queries(const Problem& problem, Carver& carver) {
   q.bf16_exact = carver.take<uint8_t>(q.n_variants);
   q.i16 = carver.take<int16_t>(n * q.stride);
   q.i16_step = carver.take<float>(n);
-  q.i16_near = carver.take<uint8_t>(q.n_variants);
+  q.i16_near = carver.take<uint8_t>(n);
   return q;
 }
 
@@ -346,7 +346,7 @@ void prepare_queries(const Problem& problem, const Plan& plan, void* prepared) {
     const QueryTransform& t = problem.transforms.empty() ? identity : problem.transforms[variant];
     const bool exact = problem.dtype_q == Dtype::kBf16 && is_identity(t);
     q.bf16_exact[variant] = exact;
-    bool near = !plan.blocked;  // the blocked path has no use for them
+    std::fill_n(q.i16_near + size_t{variant} * q.variant_rows, q.variant_rows, uint8_t{1});
     for (uint32_t row = 0; row < plan.rows; ++row) {
       const size_t at = size_t{variant} * q.variant_rows + row;
       const uint64_t from = row / problem.group * problem.q_stride_query +
@@ -356,10 +356,12 @@ void prepare_queries(const Problem& problem, const Plan& plan, void* prepared) {
       }
       prepare_row(problem, t, exact, row / problem.group, from, q.f32 + at * q.stride,
                   q.bf16 + at * q.stride, q.bias != nullptr ? q.bias + at : nullptr);
-      near = near && round_row(q.f32 + at * q.stride, problem.dim_k, q.i16 + at * q.stride,
-                               q.i16_step + at);
+      if (!plan.blocked) {  // which has no use for them
+        const bool near =
+            round_row(q.f32 + at * q.stride, problem.dim_k, q.i16 + at * q.stride, q.i16_step + at);
+        q.i16_near[at] = near ? 1 : 0;
+      }
     }
-    q.i16_near[variant] = near;
   }
 }
 

@@ -49,7 +49,7 @@ struct QueryRows {
   // As integers of 16 bits, same shape: a channel is i16 times the row's step, a power of two.
   const int16_t* i16;
   const float* i16_step;    // [variant][rows + kRowPad]
-  const uint8_t* i16_near;  // [variant]: whether all rows are, enough (attention.cc)
+  const uint8_t* i16_near;  // [variant][rows + kRowPad]: whether that is near enough, 0 or 1
   uint64_t variant_stride;  // elements
   uint32_t stride;          // elements; a multiple of kDimPad
   uint32_t rows;
@@ -73,7 +73,7 @@ struct StreamArgs {
   // Per tile of rows; the layout of m and l is the kernel's own.
   float* acc;  // [rows rounded up to kRowTile][acc_stride]
   float* m;    // [tiles][16]
-  float* l;    // [tiles][16]
+  float* l;    // [tiles][kRowTile * 16], [16] where rows == 1: one for each token of an item
   float* bad;  // [16]: not 0 in all lanes once a dot product of a row was not finite
   // stream_keys leaves these to stream_values.
   float* weights;   // [kGroupItems][tiles][kRowTile * kItemTokens]

@@ -2,7 +2,9 @@
 // The driver of the blocked path: collects the rows of 64 aligned positions and hands them, with
 // masks, to the kernel for a stretch of query rows.
 #include <algorithm>
+#include <compare>
 #include <cstring>
+#include <optional>
 
 #include "attention/exact/layout.h"
 #include "attention/exact/visibility.h"
@@ -25,11 +27,23 @@ struct Kind {
   Arithmetic k;
   Arithmetic v;
 
-  bool operator==(const Kind&) const = default;
+  auto operator<=>(const Kind&) const = default;
 };
 
 Kind kind_of(const KvRun& run) {
   return {run.transform, arithmetic_of(run.dtype_k), arithmetic_of(run.dtype_v)};
+}
+
+// The first kind of `runs` behind `last`.
+std::optional<Kind> next_kind(KvRuns runs, std::optional<Kind> last) {
+  std::optional<Kind> next;
+  for (const KvRun& run : runs) {
+    const Kind kind = kind_of(run);
+    if ((!last || kind > *last) && (!next || kind < *next)) {
+      next = kind;
+    }
+  }
+  return next;
 }
 
 struct Buffers {
@@ -194,12 +208,9 @@ class Block {
       }
       buffers_.args.row_masks = buffers_.row_masks;
     }
-    for (size_t i = 0; i < runs.size(); ++i) {
-      const Kind kind = kind_of(runs[i]);
-      const auto same = [kind](const KvRun& run) { return kind_of(run) == kind; };
-      if (std::none_of(runs.begin(), runs.begin() + static_cast<ptrdiff_t>(i), same)) {
-        evaluate_kind(base, seen, runs, kind);
-      }
+    // In an order that does not depend on which runs are listed.
+    for (std::optional<Kind> kind = next_kind(runs, {}); kind; kind = next_kind(runs, kind)) {
+      evaluate_kind(base, seen, runs, *kind);
     }
   }
 

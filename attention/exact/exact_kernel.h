@@ -233,6 +233,9 @@ struct ByteRows<vec::kElemI8> {
 inline const int16_t* query_i16(const QueryRows& q, uint32_t variant, uint32_t row) {
   return q.i16 + variant * q.variant_stride + static_cast<uint64_t>(row) * q.stride;
 }
+inline const uint8_t* query_i16_near(const QueryRows& q, uint32_t variant, uint32_t row) {
+  return q.i16_near + static_cast<uint64_t>(variant) * q.variant_rows + row;
+}
 inline const float* query_i16_step(const QueryRows& q, uint32_t variant, uint32_t row) {
   return q.i16_step + static_cast<uint64_t>(variant) * q.variant_rows + row;
 }
@@ -324,21 +327,62 @@ inline void load_scales(const StreamArgs& args, const uint16_t* scales, int dtyp
                vec::mul(vec::load_as<vec::kElemBf16>(scales + args.scale_offset, i), unit));
 }
 
+#if defined(__AVX512BF16__)
+// How many rows of the tile are near enough as words. A tile that is part near, part not, takes
+// both ways, so that each row has the bits that it has beside any others.
+template <int kRows>
+inline int rows_near(const StreamArgs& args, const KvItem& item, uint32_t row) {
+  const uint8_t* near = query_i16_near(args.q, item.variant, row);
+  int n = 0;
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r)
+    n += near[r];
+  return n;
+}
+
+template <int kRows, bool kFirst>
+inline void scores_words(const StreamArgs& args, const KvItem& item, uint32_t row,
+                         const uint8_t* const* reading, F* out) {
+  const auto* q = reinterpret_cast<const uint16_t*>(query_i16(args.q, item.variant, row));
+  scores_bytes_of_dim<kRows, kFirst, vec::kElemI8>(args, q, reading, out);
+  const F step = vec::spread<Tile<kRows>::kTokens>(query_i16_step(args.q, item.variant, row));
+#pragma GCC unroll 16
+  for (int g = 0; g < Tile<kRows>::kGroups; ++g)
+    out[g] = vec::mul(out[g], step);
+}
+
+// Puts what words give into the lanes of the rows that are near.
+template <int kRows>
+[[gnu::noinline]] void replace_near(const StreamArgs& args, const KvItem& item, uint32_t row,
+                                    const uint8_t* const* reading, F* out) {
+  using T = Tile<kRows>;
+  const uint8_t* near = query_i16_near(args.q, item.variant, row);
+  F words[T::kGroups];
+  scores_words<kRows, false>(args, item, row, reading, words);
+  for (int g = 0; g < T::kGroups; ++g) {
+    float lanes[kW], other[kW];
+    vec::store(lanes, out[g]);
+    vec::store(other, words[g]);
+    for (int i = 0; i < kW; ++i)
+      lanes[i] = near[i / T::kTokens] != 0 ? other[i] : lanes[i];
+    out[g] = vec::load(lanes);
+  }
+}
+#endif
+
 // Dot products with rows of K, int8 or fp8, without their scales.
 template <int kRows, bool kFirst, int kElem>
 inline void unscaled_scores(const StreamArgs& args, const KvItem& item, uint32_t row,
                             const uint8_t* const* reading, F* out) {
 #if defined(__AVX512BF16__)
   if constexpr (kElem == vec::kElemI8) {
-    if (args.q.i16_near[item.variant] != 0) {
-      const auto* q = reinterpret_cast<const uint16_t*>(query_i16(args.q, item.variant, row));
-      scores_bytes_of_dim<kRows, kFirst, kElem>(args, q, reading, out);
-      const F step = vec::spread<Tile<kRows>::kTokens>(query_i16_step(args.q, item.variant, row));
-#pragma GCC unroll 16
-      for (int g = 0; g < Tile<kRows>::kGroups; ++g)
-        out[g] = vec::mul(out[g], step);
-      return;
-    }
+    const int n_near = rows_near<kRows>(args, item, row);
+    if (n_near == kRows)
+      return scores_words<kRows, kFirst>(args, item, row, reading, out);
+    scores_f32<kRows, kFirst, kElem>(args, item, row, reading, out);
+    if (n_near != 0)
+      replace_near<kRows>(args, item, row, reading, out);
+    return;
   } else if (args.q.bf16_exact[item.variant] != 0) {
     const uint16_t* q = query_bf16(args.q, item.variant, row);
     return scores_bytes_of_dim<kRows, kFirst, kElem>(args, q, reading, out);
@@ -471,18 +515,18 @@ inline const float* steps_of(const float* weights) { return weights + kRowTile *
 
 // Weights of a tile relative to `reference`, for int8 and fp8 rows of V: stored times the scales of
 // those, as floats or bf16, or as words and a step for each row (steps_of). The denominator sums
-// the weights themselves: returns l with them. Stands apart so that other dtypes do not share its
+// the weights themselves: l gets them. Stands apart so that other dtypes do not share its
 // registers.
 template <int kRows>
-[[gnu::noinline]] F scaled_weights(const StreamArgs& args, const KvItem& item, F reference, F* p,
-                                   F l, float* weights) {
+[[gnu::noinline]] void scaled_weights(const StreamArgs& args, const KvItem& item, F reference, F* p,
+                                      float* l, float* weights) {
   using T = Tile<kRows>;
   float scales[kItemTokens];
   load_scales(args, item.v_scale, item.dtype_v, scales);
 #pragma GCC unroll 16
   for (int g = 0; g < T::kGroups; ++g) {
     p[g] = exp_nonpositive(vec::sub(p[g], reference));
-    l = vec::add(l, p[g]);
+    vec::store(l + g * kW, vec::add(vec::load(l + g * kW), p[g]));
   }
   F w[T::kGroups];
 #pragma GCC unroll 16
@@ -500,7 +544,7 @@ template <int kRows>
 #pragma GCC unroll 16
     for (int g = 0; g < T::kGroups; ++g)
       vec::store_words(reinterpret_cast<int16_t*>(weights) + g * kW, vec::mul(w[g], inverse));
-    return l;
+    return;
   }
 #endif
 #if defined(__AVX512BF16__)
@@ -508,13 +552,12 @@ template <int kRows>
 #pragma GCC unroll 16
     for (int g = 0; g < T::kGroups; ++g)
       vec::store_rounded(reinterpret_cast<uint16_t*>(weights) + g * kW, w[g]);
-    return l;
+    return;
   }
 #endif
 #pragma GCC unroll 16
   for (int g = 0; g < T::kGroups; ++g)
     vec::store(weights + g * kW, w[g]);
-  return l;
 }
 
 // Logits of a tile to weights relative to its running maximum, stored as floats, or as bf16 where
@@ -527,26 +570,27 @@ inline bool tile_weights(const StreamArgs& args, const KvItem& item, uint32_t ro
   using T = Tile<kRows>;
   const uint32_t tile = row / kRows;
   float* m_at = args.m + tile * 16;
-  float* l_at = args.l + tile * 16;
+  float* l_at = args.l + static_cast<size_t>(tile) * T::kLanes;
   F top = s[0];
 #pragma GCC unroll 16
   for (int g = 1; g < T::kGroups; ++g)
     top = vec::max(top, s[g]);
   top = vec::group_max<T::kTokens>(top);
   F m = vec::load(m_at);
-  F l = vec::load(l_at);
   const bool grown = vec::any_gt(top, m);
   if (grown) {
     top = vec::max(top, m);
     const F down = exp_nonpositive(vec::sub(m, finite_reference(top)));
     vec::store(factor, down);
-    l = vec::mul(l, down);
+#pragma GCC unroll 16
+    for (int g = 0; g < T::kGroups; ++g)
+      vec::store(l_at + g * kW, vec::mul(vec::load(l_at + g * kW), down));
     m = top;
     vec::store(m_at, m);
   }
   const F reference = finite_reference(m);
   if (item.v_scale != nullptr) {
-    vec::store(l_at, scaled_weights<kRows>(args, item, reference, s, l, weights));
+    scaled_weights<kRows>(args, item, reference, s, l_at, weights);
     return grown;
   }
   const bool round = item_uses_bf16_pv(args, item);
@@ -563,9 +607,8 @@ inline bool tile_weights(const StreamArgs& args, const KvItem& item, uint32_t ro
     (void)round;
     vec::store(weights + g * kW, p);
 #endif
-    l = vec::add(l, p);
+    vec::store(l_at + g * kW, vec::add(vec::load(l_at + g * kW), p));
   }
-  vec::store(l_at, l);
   return grown;
 }
 
@@ -837,10 +880,10 @@ void stream_begin(const StreamArgs* args) {
   for (size_t i = 0; i < n; i += kW)
     vec::store(args->acc + i, vec::zero());
   const uint32_t tiles = args->q.rows == 1 ? 1 : rows / kRowTile;
-  for (uint32_t i = 0; i < tiles * 16; i += kW) {
+  for (uint32_t i = 0; i < tiles * 16; i += kW)
     vec::store(args->m + i, vec::set1(kNegInf));
+  for (uint32_t i = 0; i < rows * kItemTokens; i += kW)
     vec::store(args->l + i, vec::zero());
-  }
   clear_bad(args->bad);
 }
 
@@ -908,6 +951,20 @@ void stream_values(const StreamArgs* args, const KvItem* items, uint32_t n,
   }
 }
 
+// The denominator of row r of a tile: its 16 sums, one for each position modulo 16, added in one
+// order whatever the tile and the table.
+template <int kRows>
+inline float sum_of_row(const float* l, int r) {
+  float sums[kItemTokens];
+  for (int t = 0; t < static_cast<int>(kItemTokens); ++t)
+    sums[t] = l[Tile<kRows>::lane(r, t)];
+  for (uint32_t n = kItemTokens / 2; n > 0; n /= 2) {
+    for (uint32_t t = 0; t < n; ++t)
+      sums[t] += sums[t + n];
+  }
+  return sums[0];
+}
+
 template <int kRows>
 bool stream_end_tiles(const StreamArgs& args, float* o, float* m, float* l) {
   F bad = vec::load(args.bad);
@@ -919,11 +976,10 @@ bool stream_end_tiles(const StreamArgs& args, float* o, float* m, float* l) {
     for (uint32_t d = 0; d < args.dim_v; ++d)
       out[d] = acc[d] + 0.0f;
     const uint32_t tile = row / kRows;
-    float lanes[kW];
-    vec::store(lanes, vec::group_sum<Tile<kRows>::kTokens>(vec::load(args.l + tile * 16)));
-    const uint32_t lane = row % kRows * Tile<kRows>::kTokens;
-    l[row] = lanes[lane];
-    m[row] = args.m[tile * 16 + lane];
+    const uint32_t in_tile = row % kRows;
+    l[row] = sum_of_row<kRows>(args.l + static_cast<size_t>(tile) * Tile<kRows>::kLanes,
+                               static_cast<int>(in_tile));
+    m[row] = args.m[tile * 16 + in_tile * Tile<kRows>::kTokens] + 0.0f;
   }
   return is_bad(bad);
 }
@@ -1410,7 +1466,7 @@ bool block_end(const BlockArgs* args, float* o, float* m, float* l) {
     float lanes[kW];
     vec::store(lanes, vec::group_sum<kW>(vec::load(args->l + row * 16)));
     l[row] = lanes[0];
-    m[row] = args->m[row];
+    m[row] = args->m[row] + 0.0f;
   }
   return is_bad(bad);
 }

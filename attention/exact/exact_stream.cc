@@ -7,6 +7,7 @@
 #include <array>
 #include <cmath>
 #include <cstring>
+#include <tuple>
 
 #include "attention/exact/layout.h"
 #include "attention/exact/visibility.h"
@@ -81,9 +82,15 @@ uint32_t run_bits(const KvRun& run, uint64_t position) {
   return ((1u << end) - 1) & ~((1u << begin) - 1);
 }
 
-// Items of the 16 positions from `position` on: one per kind of run, in order of first appearance.
-// `run` is the first run that ends behind `position`. Which kind an item has depends on its tokens
-// alone; how they are cut into runs decides only whether it is stitched.
+// Whether items of the same positions come in this order: one that does not depend on which tokens
+// are visible.
+bool comes_before(const KvItem& a, const KvItem& b) {
+  return std::tie(a.variant, a.dtype_k, a.dtype_v) < std::tie(b.variant, b.dtype_k, b.dtype_v);
+}
+
+// Items of the 16 positions from `position` on: one per kind of run, in the order of kinds. `run` is
+// the first run that ends behind `position`. Which kind an item has depends on its tokens alone; how
+// they are cut into runs decides only whether it is stitched.
 uint32_t add_items(const Problem& problem, size_t run, uint64_t position, uint32_t visible,
                    uint16_t flags, KvItem* out) {
   uint32_t n = 0;
@@ -103,6 +110,9 @@ uint32_t add_items(const Problem& problem, size_t run, uint64_t position, uint32
       ++n;
     }
     out[i].mask = static_cast<uint16_t>(out[i].mask | bits);
+  }
+  if (n > 1) {
+    std::sort(out, out + n, comes_before);
   }
   return n;
 }
@@ -173,7 +183,7 @@ void carve_stream(const Problem& problem, Carver& carver, StreamArgs& args, Batc
   args.acc_stride = (problem.dim_v + 31) / 32 * 32;
   args.acc = carver.take<float>(size_t{state_rows} * args.acc_stride);
   args.m = carver.take<float>(tiles * 16);
-  args.l = carver.take<float>(tiles * 16);
+  args.l = carver.take<float>(size_t{state_rows} * kItemTokens);
   args.bad = carver.take<float>(16);
   args.weights = carver.take<float>(size_t{kGroupItems} * tiles * kRowTile * kItemTokens);
   args.factors = carver.take<float>(size_t{kGroupItems} * tiles * 16);

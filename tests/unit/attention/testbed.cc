@@ -348,6 +348,44 @@ void Case::run(const KernelTable* table, int pieces, int row_pieces) {
       eval_column_sums(p, plan, prepared.data(), cuts[i - 1], cuts[i], scratch.data());
     }
   }
+  read_results();
+}
+
+void Case::run_item(const KernelTable* table, uint32_t first, uint32_t count, uint32_t item_rows) {
+  Problem p = problem_;
+  std::vector<QueryTransform> turned(p.transforms.begin(), p.transforms.end());
+  for (QueryTransform& t : turned) {
+    t.cos = t.cos == nullptr ? nullptr : t.cos + first * t.token_stride;
+    t.sin = t.sin == nullptr ? nullptr : t.sin + first * t.token_stride;
+  }
+  p.transforms = turned;
+  p.q = static_cast<const std::byte*>(p.q) + first * p.q_stride_query * dtype_size_bytes(p.dtype_q);
+  p.n_query = count;
+  p.item_rows = item_rows;
+  if (p.visible.tree == nullptr) {
+    p.visible.query_position += first;
+  }
+  p.o = static_cast<std::byte*>(p.o) + first * p.o_stride_query * dtype_size_bytes(p.dtype_o);
+  p.lse += first * p.lse_stride_query;
+  p.row_max += size_t{first} * p.group;
+  p.column_sums = nullptr;
+  const Plan own = make_plan(p, table);
+  const Buffer prepared(own.prepared_bytes);
+  const Buffer scratch(own.scratch_bytes);
+  prepare_queries(p, own, prepared.data());
+  const RowRange all{0, own.rows};
+  const Buffer states(state_bytes(p, own.rows) * std::max(own.n_chunks, 1u));
+  if (own.n_chunks > 0) {
+    eval_chunks(p, own, prepared.data(), all, own.first_chunk, own.n_chunks, scratch.data(),
+                states.data());
+  }
+  merge_chunks(p, own, all, states.data());
+  read_results();
+}
+
+void Case::read_results() {
+  const Problem& p = problem_;
+  const uint32_t rows = p.n_query * p.group;
   o.resize(size_t{rows} * p.dim_v);
   for (uint32_t row = 0; row < rows; ++row) {
     const uint64_t at = row / p.group * p.o_stride_query + row % p.group * p.o_stride_head;
@@ -524,6 +562,75 @@ double error_bound(const Case& c, const KernelTable& table) {
     bound += kErrorF16Output;
   }
   return bound;
+}
+
+constexpr Dtype kQueryDtypes[] = {Dtype::kF32, Dtype::kF16, Dtype::kBf16};
+constexpr Dtype kStoredDtypes[] = {Dtype::kF32, Dtype::kF16, Dtype::kBf16, Dtype::kI8, Dtype::kF8};
+
+std::unique_ptr<Case> random_case(uint64_t seed) {
+  std::mt19937_64 random(seed);
+  const auto pick = [&](uint32_t n) {
+    return std::uniform_int_distribution<uint32_t>(0, n - 1)(random);
+  };
+  Shape s;
+  s.n_query = pick(3) == 0 ? 1 : 1 + pick(pick(2) == 0 ? 4 : 40);
+  s.group = pick(2) == 0 ? 1 + pick(kMaxGroup) : 4;
+  s.dim_k = pick(2) == 0 ? 64 : 8 * (1 + pick(32));
+  s.dim_v = pick(2) == 0 ? s.dim_k : 8 * (1 + pick(32));
+  s.n_tokens = pick(4) == 0 ? pick(1500) : pick(300);
+  s.first_position = pick(3) == 0 ? pick(5000) : 0;
+  s.heads = 1 + pick(3);
+  s.head = pick(s.heads);
+  s.dtype_q = kQueryDtypes[pick(3)];
+  s.dtype_o = kQueryDtypes[pick(3)];
+  auto c = std::make_unique<Case>(s, seed);
+  Problem& p = c->problem();
+  const uint32_t n_transforms = pick(3) == 0 ? 1 + pick(4) : 0;
+  for (uint32_t i = 0; i < n_transforms; ++i) {
+    c->add_transform(pick(2) == 0,
+                     pick(2) == 0 ? RotationLayout::kInterleaved : RotationLayout::kHalfSplit,
+                     pick(2) == 0, pick(2) == 0);
+  }
+  TokenKind kind{kStoredDtypes[pick(std::size(kStoredDtypes))],
+                 kStoredDtypes[pick(std::size(kStoredDtypes))], 0};
+  const uint32_t change = pick(3) == 0 ? 1 + pick(60) : 0;
+  const uint32_t gaps = pick(4) == 0 ? 2 + pick(100) : 0;
+  const bool weights = pick(3) == 0;
+  std::normal_distribution<float> normal;
+  for (uint64_t t = 0; t < s.n_tokens; ++t) {
+    if (t == 0 || (change != 0 && pick(change) == 0)) {
+      kind = {kStoredDtypes[pick(std::size(kStoredDtypes))],
+              kStoredDtypes[pick(std::size(kStoredDtypes))],
+              static_cast<uint16_t>(n_transforms != 0 ? pick(n_transforms) : 0)};
+    }
+    c->kinds[t] = kind;
+    c->present[t] = gaps == 0 || pick(gaps) != 0;
+    if (weights) {
+      c->log_weights.push_back(pick(10) == 0 ? -INFINITY : normal(random));
+    }
+  }
+  Visibility& v = p.visible;
+  if (pick(3) == 0)
+    c->use_sinks();
+  if (pick(3) == 0)
+    p.softcap = 1.0f + static_cast<float>(pick(50));
+  if (pick(3) == 0)
+    v.window = 1 + pick(400);
+  if (pick(3) == 0)
+    v.sinks = pick(100);
+  if (pick(4) == 0)
+    c->use_tree(0.3);
+  if (pick(5) == 0)
+    v.causal = false;
+  if (pick(4) == 0)
+    c->use_ranges(true, 1 + static_cast<int>(pick(3)));
+  if (pick(4) == 0)
+    c->use_ranges(false, 1 + static_cast<int>(pick(3)));
+  if (pick(5) == 0)
+    v.query_position = s.first_position + pick(400);
+  p.fp32_weights = pick(3) == 0;
+  c->store(static_cast<int>(pick(10)));
+  return c;
 }
 
 }  // namespace kvm::attention::testing

@@ -87,6 +87,10 @@ class Case {
   // Runs with `table`, chunks cut into `pieces` calls in random order, row ranges if possible.
   // Outputs below.
   void run(const KernelTable* table, int pieces = 1, int row_pieces = 1);
+  // Solves once more, as an item of their own, query tokens [first, first + count), which lie where
+  // they lay; `item_rows` as in Problem. Overwrites their part of the outputs but column_sums.
+  // REQUIRES: run() has run; with a tree, first is 0 and no row sees tokens at or behind count.
+  void run_item(const KernelTable* table, uint32_t first, uint32_t count, uint32_t item_rows = 0);
   void run_reference();
 
   Plan plan;                                                         // of run()
@@ -110,6 +114,7 @@ class Case {
   double logit(uint32_t row, uint64_t token) const;
   std::vector<double> transformed(uint32_t row, uint32_t transform, double* bias) const;
   void cut_runs(int extra_cuts);
+  void read_results();
 
   Shape shape_;
   std::mt19937_64 random_;
@@ -125,6 +130,9 @@ class Case {
   std::vector<std::unique_ptr<std::vector<float>>> tables_;
   std::vector<std::byte> o_stored_;
 };
+
+// A random problem with any mix of features, stored.
+std::unique_ptr<Case> random_case(uint64_t seed);
 
 // Stores value i of an array of `dtype`, which is not int8, and reads it back.
 void put(void* p, Dtype dtype, uint64_t i, float value);
