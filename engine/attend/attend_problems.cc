@@ -33,6 +33,39 @@ constexpr uint64_t kLookupBytes = 16;
 // Operations that take as long as reading a byte of K or V.
 constexpr uint64_t kFlopsPerByte = 16;
 
+// Cosine and sine of an angle times 0, 1, 2, ...: each of these alone decides its bits, not what it
+// was reached from.
+class Turner {
+ public:
+  explicit Turner(double angle)
+      : angle_(angle), step_cos_(std::cos(angle)), step_sin_(std::sin(angle)) {}
+
+  void turn_to(uint64_t n) {
+    if (n < at_ || n / kSteps != at_ / kSteps) {
+      at_ = n / kSteps * kSteps;
+      cos_ = std::cos(angle_ * static_cast<double>(at_));
+      sin_ = std::sin(angle_ * static_cast<double>(at_));
+    }
+    for (; at_ < n; ++at_) {
+      const double turned = cos_ * step_cos_ - sin_ * step_sin_;
+      sin_ = sin_ * step_cos_ + cos_ * step_sin_;
+      cos_ = turned;
+    }
+  }
+  double cos() const { return cos_; }
+  double sin() const { return sin_; }
+
+ private:
+  static constexpr uint64_t kSteps = 16;  // from one multiple to the next, which is computed anew
+
+  double angle_;
+  double step_cos_;
+  double step_sin_;
+  uint64_t at_ = 0;
+  double cos_ = 1;
+  double sin_ = 0;
+};
+
 }  // namespace
 
 // --- Views --------------------------------------------------------------------------------------
@@ -100,31 +133,62 @@ Status AttendWork::add_views(const Store& store, const Sequence* seq, const View
   for (uint32_t c = 0; c < n_classes; ++c) {
     View view = whole;
     view.class_index = c;
-    view.run_begin = runs_.size();
-    if (!sees_nothing) {
-      store.collect_runs(seq, layer, c, &runs_, item.n_ranges == 0);
-      if (runs_.size() > kMaxListedPages) {
-        return {KVM_ERR_LIMIT,
-                fmt::format("the items up to {} see more than {} pages of {} tokens in all; attend "
-                            "to fewer at once",
-                            whole.item, kMaxListedPages, kPageTokens)};
-      }
-    }
-    KVM_TRY(turn_sinks(&view));
-    view.n_runs = runs_.size() - view.run_begin;
     add_index(store, seq, &view);
-    const KvRuns runs = KvRuns(runs_).subspan(view.run_begin, view.n_runs);
     const size_t first_view = views_.size();
     visible_keys_.clear();
-    while (view.first_row < item.n_query) {
-      KVM_TRY(choose_rule(whole, &view));
-      visible_keys_.add(visibility(view), view.n_rows);
-      views_.push_back(view);
-      view.first_row += view.n_rows;
+    const uint32_t n_plain = n_plain_rows(view);
+    for (const uint32_t end : {n_plain, item.n_query}) {
+      if (view.first_row == end) {
+        continue;
+      }
+      view.end_row = end;
+      view.run_begin = runs_.size();
+      if (!sees_nothing) {
+        store.collect_runs(seq, layer, c, &runs_, item.n_ranges == 0);
+        if (runs_.size() > kMaxListedPages) {
+          return {
+              KVM_ERR_LIMIT,
+              fmt::format("the items up to {} see more than {} pages of {} tokens in all; attend "
+                          "to fewer at once",
+                          whole.item, kMaxListedPages, kPageTokens)};
+        }
+      }
+      const bool is_turned = view.first_row >= n_plain;
+      if (is_turned) {
+        turn_sinks(view.run_begin, space_->head_class(layer, c).retention.n_sinks);
+      }
+      view.n_runs = runs_.size() - view.run_begin;
+      while (view.first_row < end) {
+        KVM_TRY(choose_rule(whole, &view));
+        if (is_turned) {
+          KVM_TRY(add_rotation(&view));
+        }
+        visible_keys_.add(visibility(view), view.n_rows);
+        views_.push_back(view);
+        view.first_row += view.n_rows;
+      }
     }
-    count_keys(first_view, runs);
+    count_keys(first_view, KvRuns(runs_).subspan(view.run_begin, view.n_runs));
   }
   return Status::ok();
+}
+
+// How many rows, the first ones, meet all keys as they were appended. Those behind them, which are
+// nearer to the sinks in the cache, are other views: what a row meets is its own affair, whatever
+// rows its item has.
+uint32_t AttendWork::n_plain_rows(const View& view) const {
+  const kvm_item& item = request_->items[view.item];
+  const Retention& retention =
+      space_->head_class(request_->layer_begin, view.class_index).retention;
+  const bool is_tree = (item.flags & KVM_ITEM_TREE) != 0;  // which is turned as its first row
+  const uint64_t last = view.position + item.n_query - 1;
+  if (retention.n_sinks == 0 || retention.shift(is_tree ? view.position : last) == 0) {
+    return item.n_query;
+  }
+  const uint64_t first_turned = last + 1 - retention.shift(last);
+  return is_tree || first_turned <= view.position
+             ? 0
+             : static_cast<uint32_t>(first_turned - view.position);
 }
 
 // What the heads of a view have beside their keys, and into how many rows the view is cut for it.
@@ -172,7 +236,7 @@ Status AttendWork::choose_rule(const View& whole, View* view) {
   view->position = whole.position + view->first_row;
   view->rule = space_->visibility(request_->layer_begin, view->class_index, view->position);
   view->n_rows = static_cast<uint32_t>(
-      std::min<uint64_t>(item.n_query - view->first_row, view->rule.end - view->position));
+      std::min<uint64_t>(view->end_row - view->first_row, view->rule.end - view->position));
   view->n_rows = std::min(view->n_rows, view->max_rows);
   if (view->n_rows != item.n_query && (item.flags & KVM_ITEM_TREE) != 0) {
     return {KVM_ERR_UNSUPPORTED,
@@ -249,16 +313,10 @@ void AttendWork::exclude_dropped_sinks(View* view) {
   view->n_exclude = ranges_.size() - begin;
 }
 
-// Where a head class has positions in the cache and some row is beyond the first n_sinks + n_recent
-// of them: cuts the runs where the sinks end, and says how queries are turned for those.
-Status AttendWork::turn_sinks(View* view) {
-  const Retention& retention =
-      space_->head_class(request_->layer_begin, view->class_index).retention;
-  const uint64_t n_sinks = retention.n_sinks;
-  if (n_sinks == 0 || retention.shift(view->position + view->n_rows - 1) == 0) {
-    return Status::ok();
-  }
-  for (size_t i = view->run_begin; i < runs_.size() && runs_[i].position < n_sinks; ++i) {
+// Runs from run_begin on are cut where the sinks of a head class end that has positions in the
+// cache: queries are turned for those alone.
+void AttendWork::turn_sinks(size_t run_begin, uint64_t n_sinks) {
+  for (size_t i = run_begin; i < runs_.size() && runs_[i].position < n_sinks; ++i) {
     runs_[i].transform = 1;
     const uint64_t n = n_sinks - runs_[i].position;
     if (n >= runs_[i].n_tokens) {
@@ -279,41 +337,28 @@ Status AttendWork::turn_sinks(View* view) {
     runs_.insert(runs_.begin() + static_cast<ptrdiff_t>(i) + 1, rest);
     break;
   }
-  view->transforms_at = transforms_.size();
-  add_rotation(*view, retention);
-  return check_size(rotations_.size() * sizeof(float));
 }
 
-// All rows of the view, which has no others: turned back by how much nearer they are to the sinks.
-void AttendWork::add_rotation(const View& view, const Retention& retention) {
-  const bool is_tree = (request_->items[view.item].flags & KVM_ITEM_TREE) != 0;
+// How queries of the view meet the sinks: turned back by how much nearer they are to them.
+Status AttendWork::add_rotation(View* view) {
+  const Retention& retention =
+      space_->head_class(request_->layer_begin, view->class_index).retention;
+  const bool is_tree = (request_->items[view->item].flags & KVM_ITEM_TREE) != 0;
   const std::vector<float>& inv_freq = space_->rope_inv_freq;
   const size_t n_pairs = inv_freq.size();
-  const size_t n = view.n_rows * n_pairs;
+  const size_t n = view->n_rows * n_pairs;
   const size_t at = rotations_.size();
+  KVM_TRY(check_size((at + 2 * n) * sizeof(float)));
   rotations_.resize(at + 2 * n);
   for (size_t pair = 0; pair < n_pairs; ++pair) {
-    const auto angle = static_cast<double>(inv_freq[pair]);
-    const double step_cos = std::cos(angle);
-    const double step_sin = std::sin(angle);
-    double cos = 1;
-    double sin = 0;
-    uint64_t before = 0;
-    for (uint32_t row = 0; row < view.n_rows; ++row) {
-      const uint64_t shift = retention.shift(view.position + (is_tree ? 0 : row));
-      if (row == 0) {
-        cos = std::cos(angle * static_cast<double>(shift));
-        sin = std::sin(angle * static_cast<double>(shift));
-      } else if (shift != before) {  // by one more
-        const double turned = cos * step_cos - sin * step_sin;
-        sin = sin * step_cos + cos * step_sin;
-        cos = turned;
-      }
-      before = shift;
-      rotations_[at + row * n_pairs + pair] = static_cast<float>(cos);
-      rotations_[at + n + row * n_pairs + pair] = static_cast<float>(-sin);
+    Turner turner(static_cast<double>(inv_freq[pair]));
+    for (uint32_t row = 0; row < view->n_rows; ++row) {
+      turner.turn_to(retention.shift(view->position + (is_tree ? 0 : row)));
+      rotations_[at + row * n_pairs + pair] = static_cast<float>(turner.cos());
+      rotations_[at + n + row * n_pairs + pair] = static_cast<float>(-turner.sin());
     }
   }
+  view->transforms_at = transforms_.size();
   QueryTransform turn;
   turn.n_pairs = static_cast<uint32_t>(n_pairs);
   turn.token_stride = turn.n_pairs;
@@ -322,6 +367,7 @@ void AttendWork::add_rotation(const View& view, const Retention& retention) {
   transforms_.emplace_back();
   transforms_.push_back(turn);
   rotation_at_.push_back(at);
+  return Status::ok();
 }
 
 attention::Visibility AttendWork::visibility(const View& view) const {

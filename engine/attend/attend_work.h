@@ -102,6 +102,7 @@ class AttendWork {
     uint32_t class_index = 0;
     uint32_t first_row = 0;
     uint32_t n_rows = 0;
+    uint32_t end_row = 0;            // where rows end that meet keys alike
     uint32_t max_rows = UINT32_MAX;  // of one problem
     uint64_t position = 0;           // of first_row
     HeadVisibility rule;
@@ -187,8 +188,9 @@ class AttendWork {
   void count_keys(size_t first_view, KvRuns runs);
   void add_ranges(const kvm_item& item, View* view);
   void exclude_dropped_sinks(View* view);
-  Status turn_sinks(View* view);
-  void add_rotation(const View& view, const Retention& retention);
+  uint32_t n_plain_rows(const View& view) const;
+  void turn_sinks(size_t run_begin, uint64_t n_sinks);
+  Status add_rotation(View* view);
   Status plan_items(const Store& store, uint64_t* n_left);
   Status plan_views(uint64_t* n_left);
   Status plan_tasks();

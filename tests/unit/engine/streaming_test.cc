@@ -150,6 +150,37 @@ TEST(StreamingLlm, RowsOfOneRequestHaveShiftsOfTheirOwn) {
   }
 }
 
+// The same bits however a text is cut into requests of fewer than 24 rows for a kv head, and
+// however into requests of more: across the position where turning begins, and far behind it.
+TEST(StreamingLlm, RowsDoNotDependOnTheirRequest) {
+  constexpr uint32_t kTokens = 150;
+  const auto outputs = [](const std::vector<uint32_t>& sizes) {
+    Streaming s(make_rope(KVM_ROPE_HALF, 8), 5, 30, 3);
+    std::vector<std::vector<float>> rows;
+    for (size_t i = 0; rows.size() < kTokens * kQHeads; ++i) {
+      const uint32_t n = sizes[i % sizes.size()];
+      s.step(s.seq, n, n);
+      for (uint32_t row = 0; row < n; ++row) {
+        for (uint32_t h = 0; h < kQHeads; ++h) {
+          rows.push_back(s.output(row, h));
+          rows.back().push_back(s.lse(row, h));
+        }
+      }
+    }
+    return rows;
+  };
+  const auto alone = outputs({1});
+  for (const std::vector<uint32_t>& sizes :
+       std::vector<std::vector<uint32_t>>{{2}, {7, 1, 2}, {3, 6, 5, 1}}) {
+    EXPECT_EQ(outputs(sizes), alone);
+  }
+  const auto whole = outputs({kTokens});
+  for (const std::vector<uint32_t>& sizes :
+       std::vector<std::vector<uint32_t>>{{10}, {20, 30}, {34, 8, 9, 99}, {40, 110}}) {
+    EXPECT_EQ(outputs(sizes), whole);
+  }
+}
+
 // All rows of a tree are turned as the first: what differs is only where they are in the window.
 TEST(StreamingLlm, TreesTurnAsTheirFirstRow) {
   Streaming s(make_rope(KVM_ROPE_HALF, 8), 4, 50, 16);
