@@ -22,8 +22,9 @@
 // chunk the order of operations depends on token positions, dtypes and transforms only.
 // ENSURES: for one kernel table the bits of o, lse and the side outputs depend on the problem
 // alone: not on threads, on the cut into eval_chunks calls, on how tokens are cut into runs, nor on
-// addresses. In the blocked path (Plan::blocked) a row's bits do not even depend on the other rows.
-// docs/kernels.md says how they depend on the number of rows.
+// addresses. Those of a row's o, lse and row_max depend on its query, on the tokens that it sees
+// and on the path (Plan::blocked) alone: not on which rows, or how many, are in the problem.
+// docs/kernels.md says how, and how the paths differ.
 //
 // Errors: none at run time. Callers validate what comes from clients; violated REQUIRES are
 // programmer errors. Finite inputs never give NaN: a dot product that overflows counts as a very

@@ -822,14 +822,21 @@ enum {
  * q head h reads kv head h / (n_q_heads / n_kv_heads). The logit of a key is
  * cap(scale * q.k) + its log-weight, restricted to what the layer's window, the head's policy, the
  * causal rule, the ranges and the tree mask leave visible. A row that sees no key has o = 0 and
- * lse = -inf (with a sink logit: lse is that logit). A row's bits do not depend on other items, nor
- * on what the other rows of its item hold (I8 rows: but for queries with outliers of some hundred
- * times beside it). They do depend on how many rows an item has for a kv head (query tokens times
- * q heads): items of one row, of 2 to 23 and of 24 or more add up in different orders, and round
- * weights differently; results differ by what is rounded (4e-4 of o, I8 1e-3). In approximate modes
- * rows depend on the other rows of their item that share their sample, and items are evaluated
- * floor(16 / group) tokens at a time: what is answered exactly there has the bits of EXACT for an
- * item of as many rows.
+ * lse = -inf (with a sink logit: lse is that logit).
+ *
+ * Bits. An exact answer to a query token depends on its query, its position, the stored tokens that
+ * it sees, what the request asks for (scale, flags, dtypes), and whether its item has fewer than 24
+ * rows for a kv head (n_query times the q heads of a kv head), or 24 and more. Nothing else changes
+ * a bit of o or lse, as long as kvm_client_info.isa is the same. So these are equal:
+ *   - a token decoded alone, and in any item of fewer than 24 rows: drafts, trees, several tokens;
+ *   - a token prefilled in any item of 24 rows and more, in chunks of whatever size;
+ *   - a row beside any other rows, items and requests, on any number of threads, in a fork;
+ *   - a row that an approximate mode answers exactly (n_exact counts them; VERIFIED falls back to
+ *     it), and the same row of the same item in EXACT.
+ * Not equal are the answers for one token in an item of fewer than 24 rows and in one of 24 and
+ * more: the two add up in different orders and round weights differently, by what "Rounding"
+ * allows. In approximate modes a sampled row depends on the rows that share its sample: those of
+ * floor(16 / group) tokens of its item at a time.
  *
  * Numbers that are not finite (NaN, infinities) are stored and computed with, and show: a row whose
  * query has one, or that sees a key with one, has o = NaN in every channel and lse = NaN; a row

@@ -7,10 +7,10 @@
 //   logit_t  scale, clamp to +-1e38, soft cap, log weight, mask (-inf)
 //   m'       max(m, logit_0 ... logit_15);  where m' > m: l and o are multiplied by e^(m - m')
 //   p_t      e^(logit_t - m'), rounded to bf16 where V is bf16, unless fp32_weights
-//   l        += p_t, in lanes
+//   l        += p_t, in 16 sums by position, which are added in a fixed tree at the chunk's end
 //   o        += p_t v_t, one token (fp32) or one pair of neighbouring tokens (bf16 dot) at a time
 // Blocked path: the same with blocks of 64 positions. Tokens that differ in dtype or transform
-// inside an item (a block) make an item (a block) each, in order of first position, with the others
+// inside an item (a block) make an item (a block) each, in the order of those, with the others
 // masked.
 // A token that is not visible counts as a zero row with weight 0: adding it changes no bit, because
 // accumulators start at +0 and -0 becomes +0 where a state is written.
