@@ -88,9 +88,9 @@ bool comes_before(const KvItem& a, const KvItem& b) {
   return std::tie(a.variant, a.dtype_k, a.dtype_v) < std::tie(b.variant, b.dtype_k, b.dtype_v);
 }
 
-// Items of the 16 positions from `position` on: one per kind of run, in the order of kinds. `run` is
-// the first run that ends behind `position`. Which kind an item has depends on its tokens alone; how
-// they are cut into runs decides only whether it is stitched.
+// Items of the 16 positions from `position` on: one per kind of run, in the order of kinds. `run`
+// is the first run that ends behind `position`. Which kind an item has depends on its tokens alone;
+// how they are cut into runs decides only whether it is stitched.
 uint32_t add_items(const Problem& problem, size_t run, uint64_t position, uint32_t visible,
                    uint16_t flags, KvItem* out) {
   uint32_t n = 0;

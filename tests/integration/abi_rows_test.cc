@@ -41,8 +41,8 @@ class AbiRows : public ServiceTest {
  protected:
   void SetUp() override { ASSERT_NO_FATAL_FAILURE(open("abi-rows-test")); }
 
-  // A kv head each that keeps everything, a window, a window whose positions count in the cache, and
-  // everything again; queries with outliers, which int8 rows treat apart.
+  // A kv head each that keeps everything, a window, a window whose positions count in the cache,
+  // and everything again; queries with outliers, which int8 rows treat apart.
   void register_space(uint32_t dtype, bool has_policies, uint32_t index) {
     kvm_space_params params{};
     params.struct_size = sizeof(params);
