@@ -16,7 +16,7 @@
 namespace kvm::testing {
 namespace {
 
-using StepRequest;
+using kvm::StepRequest;
 using engine::Refusal;
 
 constexpr uint64_t kEnough = 100;
@@ -97,7 +97,7 @@ TEST(HostileEmbedded, EngineRefusesTheRest) {
     }
     engine->submit(client, {}, SeqRequest{.verb = static_cast<SeqVerb>(9)}, count);
     engine->submit(client, {},
-                   SeqRequest{.verb = SeqVerb::kCreate, .space = space, .flags = 1u << 9}, count);
+                   SeqRequest{.verb = SeqVerb::kCreate, .flags = 1u << 9, .space = space}, count);
     engine->submit(client, {},
                    SeqRequest{.verb = SeqVerb::kCreate, .space = space, .n_tokens = kMaxTokens + 1},
                    count);

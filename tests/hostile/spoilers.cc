@@ -8,7 +8,7 @@
 namespace kvm::testing {
 namespace {
 
-using SeqVerb;
+using kvm::SeqVerb;
 using engine::Refusal;
 using ipc::kStepAppend;
 using ipc::kStepAttend;

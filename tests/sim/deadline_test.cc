@@ -12,7 +12,7 @@
 namespace kvm::testing {
 namespace {
 
-using StepRequest;
+using kvm::StepRequest;
 using engine::Engine;
 
 constexpr uint32_t kHeads = 1;

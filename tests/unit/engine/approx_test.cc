@@ -19,6 +19,7 @@ constexpr uint32_t kGroup = 2;
 constexpr uint32_t kQHeads = kKvHeads * kGroup;
 constexpr uint32_t kDim = 64;
 constexpr uint32_t kTokens = 6000;
+constexpr uint32_t kLongTokens = 60'000;
 
 SpaceSpec indexed_spec(uint32_t kind, const std::string& name = "approx") {
   SpaceSpec spec = make_spec(name, 1, kQHeads, kKvHeads, kDim);
@@ -211,6 +212,25 @@ TEST(Approx, VerifiedMeetsEpsOrIsExact) {
       EXPECT_LE(relative_error(got, exact, 0, head), double{eps});
     }
   }
+}
+
+// Shorter contexts are exact before anything is drawn (attention/sampled/pilot.h).
+TEST(Approx, VerifiedReadsFewKeysOfALongContext) {
+  Tokens tokens(kLongTokens);
+  World world(KVM_INDEX_SKETCH);
+  fill_world(&world, &tokens);
+  const Got exact = world.attend({});
+  const Asked asked = {.mode = KVM_MODE_VERIFIED, .eps = 0.2f, .seed = 3};
+  const Got got = world.attend(asked);
+  EXPECT_LT(got.result.n_exact, kQHeads);
+  EXPECT_LT(got.result.keys_read, got.result.keys_present / 2);
+  EXPECT_LE(got.result.err_max, asked.eps);
+  for (uint32_t head = 0; head < kQHeads; ++head) {
+    EXPECT_LE(relative_error(got, exact, 0, head), double{asked.eps});
+  }
+  World threads(indexed_spec(KVM_INDEX_SKETCH), 3);
+  fill_world(&threads, &tokens);
+  EXPECT_TRUE(same_bits(threads.attend(asked), got));
 }
 
 TEST(Approx, TopKReadsItsBudgetAndHasNoBar) {

@@ -110,15 +110,15 @@ inline void write_rows(const std::vector<AppendPiece>& pieces, uint32_t item, ui
 
 // What a request ends with: policies act.
 inline void settle(Store& store, Sequence* seq) {
-  RetentionWork slice;
+  RetentionWork work;
   ThreadWorkspace workspace;
   JobPlan plan;
-  slice.add(store, seq);
+  work.add(seq);
   RetentionWork::Next next = RetentionWork::Next::kMore;
   while (next != RetentionWork::Next::kDone) {
-    next = slice.next(store, 1, workspace, &plan);
+    next = work.next(store, 1, workspace, &plan);
     for (uint32_t i = 0; next == RetentionWork::Next::kTasks && i < plan.n_tasks; ++i) {
-      slice.run(i, workspace);
+      work.run(i, workspace);
     }
   }
 }

@@ -127,7 +127,7 @@ TEST_F(Validate, RemovedRegionStaysMappedUntilTheRequestIsDone) {
     ASSERT_EQ(validate_request(entry_, &regions_, &request), Reject::kNone);
     ASSERT_TRUE(regions_.remove(region_));
     EXPECT_EQ(regions_.total_bytes(), kArenaBytes);
-    std::get<StepRequest>(request.message).o.data[0] = 1;
+    *static_cast<uint8_t*>(std::get<StepRequest>(request.message).o.data) = 1;
     EXPECT_EQ(run(), Reject::kUnknownRegion) << "a new request cannot use it";
   }
   EXPECT_EQ(regions_.total_bytes(), 0u);
@@ -229,8 +229,9 @@ TEST_F(Validate, RandomDamage) {
   SCOPED_TRACE("seed " + std::to_string(seed));
   std::mt19937_64 random(seed);
   const auto inside = [&](const TensorView& t) {
-    return t.data == nullptr || (t.data >= arena_ && t.size_bytes <= kArenaBytes &&
-                                 t.data + t.size_bytes <= arena_ + kArenaBytes);
+    const auto* data = static_cast<const uint8_t*>(t.data);
+    return data == nullptr || (data >= arena_ && t.size_bytes <= kArenaBytes &&
+                               data + t.size_bytes <= arena_ + kArenaBytes);
   };
   const RequestEntry good = entry_;
   uint32_t n_accepted = 0;
