@@ -106,11 +106,11 @@ Result<std::shared_ptr<Client>> open_device_client(const DeviceOptions& options)
   const auto tag = static_cast<uint32_t>(
       splitmix64(start_ns ^ static_cast<uint64_t>(::getpid())) % kEpochTags + 1);
   auto service = std::make_shared<DeviceService>(tag);
-  device::StoreOptions store;
+  device::DeviceStoreOptions store;
   store.pool_bytes =
       options.pool_bytes != 0 ? options.pool_bytes : driver->facts().free_bytes / 5 * 4;
   store.host_bytes = options.host_bytes;
-  KVM_TRY_ASSIGN(service->store, device::Store::open(std::move(driver), store));
+  KVM_TRY_ASSIGN(service->store, device::DeviceStore::open(std::move(driver), store));
   return std::shared_ptr<Client>(std::make_shared<DeviceClient>(std::move(service), start_ns));
 }
 
@@ -264,7 +264,7 @@ Status DeviceClient::drop_space(kvm_space_id space) {
 
 // --- Sequences ----------------------------------------------------------------------------------
 
-kvm_seq_id DeviceClient::add_seq(std::shared_ptr<device::Sequence> seq, kvm_space_id space) {
+kvm_seq_id DeviceClient::add_seq(std::shared_ptr<device::DeviceSequence> seq, kvm_space_id space) {
   auto record = std::make_unique<DeviceService::SeqRecord>();
   record->seq = std::move(seq);
   record->space = space;
@@ -296,11 +296,11 @@ Result<kvm_seq_id> DeviceClient::seq(const SeqRequest& call) {
     return create_seq(call);
   }
   KVM_TRY_ASSIGN(const DeviceService::SeqRecord* record, service_->seqs.find(call.seq));
-  device::Sequence* const seq = record->seq.get();
+  device::DeviceSequence* const seq = record->seq.get();
   const uint64_t n_tokens = call.n_tokens == KVM_POSITION_END ? seq->n_tokens : call.n_tokens;
   switch (call.verb) {
     case SeqVerb::kFork: {
-      KVM_TRY_ASSIGN(std::shared_ptr<device::Sequence> child,
+      KVM_TRY_ASSIGN(std::shared_ptr<device::DeviceSequence> child,
                      service_->store->fork(*seq, n_tokens));
       return add_seq(std::move(child), record->space);
     }
@@ -325,7 +325,7 @@ Result<kvm_seq_id> DeviceClient::seq(const SeqRequest& call) {
 }
 
 kvm_seq_info DeviceClient::describe(uint64_t id, const DeviceService::SeqRecord& record) const {
-  const device::Store::Usage usage = service_->store->usage(*record.seq);
+  const device::DeviceStore::Usage usage = service_->store->usage(*record.seq);
   kvm_seq_info info{};
   info.struct_size = sizeof info;
   info.seq = id;
@@ -399,8 +399,8 @@ Result<std::string> DeviceClient::stats_text() {
 Result<kvm_cuda_stats> DeviceClient::cuda_stats() {
   const std::lock_guard lock(service_->mutex);
   KVM_TRY(service_->check_open());
-  device::Store& store = *service_->store;
-  const device::StoreCounters& counters = store.counters();
+  device::DeviceStore& store = *service_->store;
+  const device::DeviceStoreCounters& counters = store.counters();
   kvm_cuda_stats stats{};
   stats.struct_size = sizeof stats;
   stats.n_sms = store.driver().facts().n_sms;

@@ -15,7 +15,7 @@
 
 #include "client/backend.h"
 #include "device/batch.h"
-#include "device/store.h"
+#include "device/device_store.h"
 #include "engine/space/space.h"
 #include "engine/store/id_table.h"
 #include "kvm_cuda.h"
@@ -30,7 +30,7 @@ class DeviceService {
     uint64_t n_sequences = 0;
   };
   struct SeqRecord {
-    std::shared_ptr<device::Sequence> seq;
+    std::shared_ptr<device::DeviceSequence> seq;
     kvm_space_id space = 0;
   };
 
@@ -42,7 +42,7 @@ class DeviceService {
   void close();
 
   std::mutex mutex;
-  std::unique_ptr<device::Store> store;  // before the ids: sequences end first
+  std::unique_ptr<device::DeviceStore> store;  // before the ids: sequences end first
   engine::IdTable<SpaceRecord> spaces;
   engine::IdTable<SeqRecord> seqs;
   bool is_closed = false;
@@ -100,7 +100,7 @@ class DeviceClient final : public Client {
  private:
   kvm_seq_info describe(uint64_t id, const DeviceService::SeqRecord& record) const;
   kvm_space_info describe(uint64_t id, const DeviceService::SpaceRecord& record) const;
-  kvm_seq_id add_seq(std::shared_ptr<device::Sequence> seq, kvm_space_id space);
+  kvm_seq_id add_seq(std::shared_ptr<device::DeviceSequence> seq, kvm_space_id space);
   Result<kvm_seq_id> create_seq(const SeqRequest& call);
 
   std::shared_ptr<DeviceService> service_;

@@ -41,14 +41,16 @@ Status invalid(std::string sentence) { return Status(KVM_ERR_INVALID, std::move(
 
 // --- Making one ---------------------------------------------------------------------------------
 
-Result<std::unique_ptr<Batch>> Batch::create(Store* store, std::shared_ptr<const SpaceLayout> space,
+Result<std::unique_ptr<Batch>> Batch::create(DeviceStore* store,
+                                             std::shared_ptr<const SpaceLayout> space,
                                              const BatchOptions& options) {
   std::unique_ptr<Batch> batch(new Batch(store, std::move(space), options));
   KVM_TRY(batch->init());
   return batch;
 }
 
-Batch::Batch(Store* store, std::shared_ptr<const SpaceLayout> space, const BatchOptions& options)
+Batch::Batch(DeviceStore* store, std::shared_ptr<const SpaceLayout> space,
+             const BatchOptions& options)
     : store_(store), space_(std::move(space)), options_(options), places_(options.max_items) {}
 
 Status Batch::init() {
@@ -227,7 +229,7 @@ Status Batch::check_items(std::span<const BatchItem> items) const {
                    number(options_.max_items));
   }
   std::vector<std::pair<uint32_t, uint32_t>> rows;
-  std::vector<const Sequence*> seqs;
+  std::vector<const DeviceSequence*> seqs;
   uint64_t n_append = 0;
   for (size_t i = 0; i < items.size(); ++i) {
     const BatchItem& item = items[i];
@@ -291,7 +293,7 @@ Status Batch::update(std::span<const BatchItem> items, Stream stream) {
                   "the stream is being captured; update before the graph is launched");
   }
   KVM_TRY(check_items(items));
-  std::vector<Store::Growth> growths;
+  std::vector<DeviceStore::Growth> growths;
   std::vector<uint64_t> lengths_before;
   for (const BatchItem& item : items) {
     lengths_before.push_back(item.seq == nullptr ? 0 : item.seq->n_tokens);
@@ -500,7 +502,7 @@ Status Batch::patch_table(std::span<const BatchItem> items,
     return driver.record(slot->event.get(), stream);
   };
   for (uint32_t i = 0; i < items.size(); ++i) {
-    const Sequence* const seq = items[i].seq.get();
+    const DeviceSequence* const seq = items[i].seq.get();
     if (seq == nullptr) {
       continue;
     }

@@ -24,7 +24,7 @@
 
 #include "attention/cuda/plan.h"
 #include "base/status.h"
-#include "device/store.h"
+#include "device/device_store.h"
 
 namespace kvm::device {
 
@@ -44,7 +44,7 @@ struct BatchOptions {
 };
 
 struct BatchItem {
-  std::shared_ptr<Sequence> seq;  // null: nothing in this place
+  std::shared_ptr<DeviceSequence> seq;  // null: nothing in this place
   uint32_t n_append = 0;
   uint32_t append_row = 0;
   uint32_t n_query = 0;
@@ -73,7 +73,7 @@ struct AttendCall {
 class Batch {
  public:
   // `store` must outlive the batch. Fails: INVALID, UNSUPPORTED, NO_SPACE, NO_MEMORY, DEVICE.
-  static Result<std::unique_ptr<Batch>> create(Store* store,
+  static Result<std::unique_ptr<Batch>> create(DeviceStore* store,
                                                std::shared_ptr<const SpaceLayout> space,
                                                const BatchOptions& options);
   // Waits for the device.
@@ -111,7 +111,7 @@ class Batch {
   };
   // A Place is what the table says of an item.
   struct Place {
-    std::shared_ptr<Sequence> seq;
+    std::shared_ptr<DeviceSequence> seq;
     uint64_t version = 0;
     uint64_t n_blocks = 0;  // that the table has
   };
@@ -120,7 +120,7 @@ class Batch {
     uint8_t* data = nullptr;
   };
 
-  Batch(Store* store, std::shared_ptr<const SpaceLayout> space, const BatchOptions& options);
+  Batch(DeviceStore* store, std::shared_ptr<const SpaceLayout> space, const BatchOptions& options);
   Status init();
   Status make_kinds();
   Status size_kind(Kind* kind) const;
@@ -148,7 +148,7 @@ class Batch {
                       uint64_t* stride_head) const;
   const uint32_t* table_of(uint32_t layer) const;
 
-  Store* const store_;
+  DeviceStore* const store_;
   const std::shared_ptr<const SpaceLayout> space_;
   const BatchOptions options_;
   uint64_t max_pages_ = 0;

@@ -14,8 +14,8 @@
 #include "base/splitmix.h"
 #include "bench/gpu/device.h"
 #include "device/batch.h"
+#include "device/device_store.h"
 #include "device/driver.h"
-#include "device/store.h"
 
 namespace kvm::bench::gpu {
 namespace {
@@ -24,9 +24,9 @@ using device::AttendCall;
 using device::Batch;
 using device::BatchItem;
 using device::BatchOptions;
+using device::DeviceSequence;
+using device::DeviceStore;
 using device::DeviceTensor;
-using device::Sequence;
-using device::Store;
 
 double now_us() {
   return std::chrono::duration<double, std::micro>(
@@ -60,13 +60,13 @@ constexpr uint32_t kLayers = 2, kQHeads = 8, kKvHeads = 2, kDim = 128;
 constexpr uint32_t kMaxItems = 3, kMaxQuery = 4, kMaxRows = kMaxItems * kMaxQuery;
 
 struct Stored {
-  std::shared_ptr<Sequence> seq;
+  std::shared_ptr<DeviceSequence> seq;
   std::vector<uint64_t> keys;  // [position]
 };
 
 class Check {
  public:
-  explicit Check(Store* store) : store_(store) {
+  explicit Check(DeviceStore* store) : store_(store) {
     device::SpaceLayout layout;
     layout.dim = kDim;
     layout.scale = 0.1f;
@@ -126,7 +126,7 @@ class Check {
   double error_of(const Stored& of, const std::vector<uint64_t>& tree, uint32_t row, uint32_t layer,
                   const float* o, const uint16_t* q) const;
 
-  Store* store_;
+  DeviceStore* store_;
   Stream stream_;
   std::shared_ptr<const device::SpaceLayout> space_;
   std::unique_ptr<Batch> batch_;
@@ -241,7 +241,7 @@ bool Check::step(const std::string& name, std::vector<std::pair<Stored*, uint32_
   return print_bar({"engine o", name, "relative", worst, 0, 5e-3, false});
 }
 
-bool check_engine(Store* store) {
+bool check_engine(DeviceStore* store) {
   Check check(store);
   Stored a = check.create(), b = check.create();
   bool right = check.step("prefill", {{&a, 300}, {&b, 70}}, 1, false);
@@ -268,7 +268,7 @@ bool check_engine(Store* store) {
 }
 
 // 32 layers of 32 q heads, 8 kv heads, 128 channels, all sequences of one length.
-void time_steps(Store* store, uint32_t n_items, uint32_t n_tokens, const Args& args) {
+void time_steps(DeviceStore* store, uint32_t n_items, uint32_t n_tokens, const Args& args) {
   constexpr uint32_t kAll = 32, kChunk = 512;
   device::SpaceLayout layout;
   layout.dim = kDim;
@@ -355,7 +355,7 @@ void time_steps(Store* store, uint32_t n_items, uint32_t n_tokens, const Args& a
   print_figure("engine step in a graph", name, "ms", median(by_graph));
 
   std::vector<double> out, in;
-  const device::StoreCounters before = store->counters();
+  const device::DeviceStoreCounters before = store->counters();
   for (uint32_t i = 0; i < 5; ++i) {
     const double begin = now_us();
     if (!store->spill(items[0].seq.get(), stream.get()).is_ok()) {
@@ -384,10 +384,10 @@ void time_steps(Store* store, uint32_t n_items, uint32_t n_tokens, const Args& a
 
 int run_engine(const Args& args) {
   auto driver = must(device::open_driver(0), "open_driver");
-  device::StoreOptions options;
+  device::DeviceStoreOptions options;
   options.pool_bytes = std::min(driver->facts().free_bytes / 5 * 4, args.max_bytes);
   options.host_bytes = uint64_t{args.quick ? 1u : 4u} << 30;
-  auto store = must(Store::open(std::move(driver), options), "store");
+  auto store = must(DeviceStore::open(std::move(driver), options), "store");
   const bool right = check_engine(store.get());
   if (!args.small) {
     const std::pair<uint32_t, uint32_t> cases[] = {{1, 16384}, {16, 4096}, {64, 2048}};

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The accounts of pages in device memory: recounted after every operation.
-#include "device/store.h"
+#include "device/device_store.h"
 
 #include <gtest/gtest.h>
 #include <sys/mman.h>
@@ -131,7 +131,7 @@ TEST(DeviceStoreTest, UpdatesWithoutMemoryOfTheHostChangeNothing) {
   options.emulate = false;
   auto owned = std::make_unique<FakeDriver>(options);
   FakeDriver* const driver = owned.get();
-  auto store = Store::open(std::move(owned), {8 << 20, 0}).value();
+  auto store = DeviceStore::open(std::move(owned), {8 << 20, 0}).value();
   SpaceLayout layout;
   layout.dim = 64;
   LayerLayout layer;
@@ -160,7 +160,7 @@ TEST(DeviceStoreTest, UpdatesWithoutMemoryOfTheHostChangeNothing) {
     }
     g_fail_new = 0;
     ASSERT_EQ(parent->n_tokens, done ? 300u : 100u);
-    store->check_accounts(std::vector<const Sequence*>{parent.get(), child.get()});
+    store->check_accounts(std::vector<const DeviceSequence*>{parent.get(), child.get()});
   }
   EXPECT_GT(n_failed, 20u);
   driver->settle();
@@ -183,7 +183,7 @@ TEST(DeviceStoreTest, AccountsHoldAfterEveryOperation) {
     };
     auto owned = std::make_unique<FakeDriver>(options);
     FakeDriver* const driver = owned.get();
-    auto store = Store::open(std::move(owned), {3 << 20, 6 << 20}).value();
+    auto store = DeviceStore::open(std::move(owned), {3 << 20, 6 << 20}).value();
     SpaceLayout layout;
     layout.dim = 64;
     LayerLayout layer;
@@ -194,7 +194,7 @@ TEST(DeviceStoreTest, AccountsHoldAfterEveryOperation) {
     const auto space = store->prepare(layout).value();
     EXPECT_EQ(space->n_lists, 4u);
 
-    std::vector<std::shared_ptr<Sequence>> seqs;
+    std::vector<std::shared_ptr<DeviceSequence>> seqs;
     uint64_t state = seed;
     const auto below = [&state](uint64_t n) {
       state += kSplitMixStep;
@@ -210,7 +210,7 @@ TEST(DeviceStoreTest, AccountsHoldAfterEveryOperation) {
       if (seqs.empty() || (chance < 10 && seqs.size() < 10)) {
         seqs.push_back(store->create(space));
       } else {
-        Sequence* const seq = seqs[below(seqs.size())].get();
+        DeviceSequence* const seq = seqs[below(seqs.size())].get();
         Status status;
         if (chance < 20 && seqs.size() < 10) {
           auto child = store->fork(*seq, below(seq->n_tokens + 1));
@@ -229,7 +229,7 @@ TEST(DeviceStoreTest, AccountsHoldAfterEveryOperation) {
           status = store->fetch(seq, nullptr);
         } else {
           const uint64_t before = seq->n_tokens;
-          const Store::Growth growth{seq, static_cast<uint32_t>(below(90)), 0};
+          const DeviceStore::Growth growth{seq, static_cast<uint32_t>(below(90)), 0};
           status = store->begin_growth({&growth, 1}, nullptr);
           if (status.is_ok() && below(5) == 0) {
             store->undo_growth();
@@ -243,7 +243,7 @@ TEST(DeviceStoreTest, AccountsHoldAfterEveryOperation) {
         }
         n_failed += status.is_ok() ? 0 : 1;
       }
-      std::vector<const Sequence*> all;
+      std::vector<const DeviceSequence*> all;
       for (const auto& seq : seqs) {
         all.push_back(seq.get());
       }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Store: the sequences whose pages lie in one device's memory, their moves to the host and back.
+// DeviceStore: the sequences whose pages lie in one device's memory, and their moves to the host
+// and back.
 //
 // Everything here is bookkeeping on the host, done when a call is made, and copies that are
 // enqueued. It relies on one timeline (kvm_cuda.h): what is enqueued later is done later. So a page
@@ -8,8 +9,8 @@
 // handed out again when its event has happened or is waited for by whoever gets them.
 //
 // Threads: one at a time.  Fails: with the codes of kvm_cuda.h; what fails has changed nothing.
-#ifndef KVM_DEVICE_STORE_H_
-#define KVM_DEVICE_STORE_H_
+#ifndef KVM_DEVICE_DEVICE_STORE_H_
+#define KVM_DEVICE_DEVICE_STORE_H_
 
 #include <cstdint>
 #include <deque>
@@ -34,7 +35,7 @@ struct ClassLayout {
   uint64_t n_sinks = 0;
   uint64_t n_recent = 0;
   uint64_t slack = 0;
-  uint32_t slab = 0;  // filled in by Store::prepare
+  uint32_t slab = 0;  // filled in by DeviceStore::prepare
 
   bool operator==(const ClassLayout&) const = default;
 };
@@ -46,7 +47,7 @@ struct LayerLayout {
   uint32_t n_kv_heads = 0;
   uint64_t window = 0;               // 0: all
   std::vector<ClassLayout> classes;  // of layers that store keys themselves
-  uint32_t first_list = 0;           // filled in by Store::prepare
+  uint32_t first_list = 0;           // filled in by DeviceStore::prepare
 
   uint32_t group() const { return n_q_heads / n_kv_heads; }
 };
@@ -57,7 +58,7 @@ struct SpaceLayout {
   float scale = 1.0f;
   float softcap = 0.0f;  // of logits; 0: none
   std::vector<LayerLayout> layers;
-  uint32_t n_lists = 0;  // classes of all layers that store keys; filled in by Store::prepare
+  uint32_t n_lists = 0;  // classes of layers that store keys; filled in by DeviceStore::prepare
 
   const LayerLayout& storage(uint32_t layer) const { return layers[layers[layer].storage_layer]; }
   // How pages of a class lie.
@@ -67,16 +68,18 @@ struct SpaceLayout {
 // An event of the driver that is used again when nobody holds it.
 using EventPtr = std::shared_ptr<void>;
 
-// A PageList holds the pages of one layer and head class.
-struct PageList {
+// A DevicePageList holds the pages of one layer and head class.
+struct DevicePageList {
   std::vector<tiers::PageRef> pages;  // [block of 64 positions]; kNoPage: dropped, or on the host
   uint64_t kept_from = 0;             // positions from the sinks' pages up to here are dropped
 };
 
-struct Sequence {
+// A DeviceSequence is the tokens of one sequence in a DeviceStore: its pages, or where they are on
+// the host.
+struct DeviceSequence {
   std::shared_ptr<const SpaceLayout> space;
   uint64_t n_tokens = 0;  // of every layer
-  std::vector<PageList> lists;
+  std::vector<DevicePageList> lists;
   uint64_t version = 0;  // changes with everything that a batch must know of
   EventPtr ready;        // copies into its pages; null: none are under way, or they are waited for
 
@@ -94,12 +97,12 @@ struct Sequence {
   EventPtr left;  // copies to these chunks
 };
 
-struct StoreOptions {
+struct DeviceStoreOptions {
   uint64_t pool_bytes = 0;
   uint64_t host_bytes = 0;
 };
 
-struct StoreCounters {
+struct DeviceStoreCounters {
   uint64_t n_pages_copied = 0;
   uint64_t n_spilled = 0;  // at present
   uint64_t spilled_bytes = 0;
@@ -107,32 +110,32 @@ struct StoreCounters {
   uint64_t n_copies = 0;
 };
 
-class Store {
+class DeviceStore {
  public:
   // Fails: NO_MEMORY, DEVICE.
-  static Result<std::unique_ptr<Store>> open(std::unique_ptr<Driver> driver,
-                                             const StoreOptions& options);
+  static Result<std::unique_ptr<DeviceStore>> open(std::unique_ptr<Driver> driver,
+                                                   const DeviceStoreOptions& options);
   // Waits for the device.
-  ~Store();
-  Store(const Store&) = delete;
-  Store& operator=(const Store&) = delete;
+  ~DeviceStore();
+  DeviceStore(const DeviceStore&) = delete;
+  DeviceStore& operator=(const DeviceStore&) = delete;
 
   // Completes a layout: slabs and lists. Fails: LIMIT, NO_SPACE, DEVICE.
   Result<std::shared_ptr<const SpaceLayout>> prepare(SpaceLayout layout);
 
-  std::shared_ptr<Sequence> create(std::shared_ptr<const SpaceLayout> space);
+  std::shared_ptr<DeviceSequence> create(std::shared_ptr<const SpaceLayout> space);
   // Fails: INVALID, PARTIAL, BUSY (on the host).
-  Result<std::shared_ptr<Sequence>> fork(const Sequence& parent, uint64_t n_tokens);
-  Status truncate(Sequence* seq, uint64_t n_tokens);
+  Result<std::shared_ptr<DeviceSequence>> fork(const DeviceSequence& parent, uint64_t n_tokens);
+  Status truncate(DeviceSequence* seq, uint64_t n_tokens);
   // Gives everything back.
-  void clear(Sequence* seq);
+  void clear(DeviceSequence* seq);
 
-  Status spill(Sequence* seq, Stream stream);
-  Status fetch(Sequence* seq, Stream stream);
+  Status spill(DeviceSequence* seq, Stream stream);
+  Status fetch(DeviceSequence* seq, Stream stream);
 
   // A Growth is what a step does to one sequence.
   struct Growth {
-    Sequence* seq = nullptr;
+    DeviceSequence* seq = nullptr;
     uint32_t n_append = 0;
     uint32_t n_query = 0;  // the last tokens after the append
   };
@@ -152,20 +155,20 @@ class Store {
     uint64_t bytes_shared = 0;
     uint64_t host_bytes = 0;
   };
-  Usage usage(const Sequence& seq) const;
+  Usage usage(const DeviceSequence& seq) const;
   // (list, token) that policies have dropped.
-  uint64_t n_dropped(const Sequence& seq) const;
+  uint64_t n_dropped(const DeviceSequence& seq) const;
 
   Driver& driver() { return *driver_; }
   PagePool& pool() { return *pool_; }
   HostChunks& host() { return *host_; }
-  const StoreCounters& counters() const { return counters_; }
+  const DeviceStoreCounters& counters() const { return counters_; }
   // An event that nobody uses. Fails: DEVICE.
   Result<EventPtr> new_event();
 
   // Compares all references with the accounts and aborts where they disagree. REQUIRES: `all` is
   // every sequence, and no growth is begun.
-  void check_accounts(std::span<const Sequence* const> all) const;
+  void check_accounts(std::span<const DeviceSequence* const> all) const;
 
  private:
   // A Fence is for pages or chunks that a copy of ours still uses.
@@ -176,14 +179,14 @@ class Store {
   };
   // A Change is one of those that begin_growth has made.
   struct Change {
-    Sequence* seq = nullptr;
+    DeviceSequence* seq = nullptr;
     uint32_t list = 0;
     uint32_t block = 0;
     tiers::PageRef before = tiers::kNoPage;  // kNoPage: the block is new
   };
 
-  Store(std::unique_ptr<Driver> driver, const StoreOptions& options);
-  Status init(const StoreOptions& options);
+  DeviceStore(std::unique_ptr<Driver> driver, const DeviceStoreOptions& options);
+  Status init(const DeviceStoreOptions& options);
   Status check_growth(const Growth& growth) const;
   Status reserve_pages(const Growth& growth, Stream stream);
   Status pages_of_list(const Growth& growth, uint32_t list, Stream stream);
@@ -193,18 +196,18 @@ class Store {
   void collect_fences();
   void open_fence(const Fence& fence);
   // Drops a sequence's reference; a copy may still be under way into the page.
-  void release(const Sequence& seq, tiers::PageRef page);
-  void give_back_chunks(Sequence* seq, EventPtr event);
+  void release(const DeviceSequence& seq, tiers::PageRef page);
+  void give_back_chunks(DeviceSequence* seq, EventPtr event);
   void drop_unseen(const Growth& growth, uint64_t n_before);
   // Checks that queries at n_tokens and later see only what is there of the first n_left tokens.
-  Status check_visible(const Sequence& seq, uint64_t n_tokens, uint64_t n_left) const;
-  void forget_dropped(Sequence* seq) const;
+  Status check_visible(const DeviceSequence& seq, uint64_t n_tokens, uint64_t n_left) const;
+  void forget_dropped(DeviceSequence* seq) const;
   Status not_captured(Stream stream);
   // Enqueues the copies between pages and the places in chunks that belong to them, behind
   // `stream` and behind `also`; *done happens after them.
-  Status transfer(std::span<const Sequence::HostPage> places, std::span<const tiers::PageRef> pages,
-                  std::span<const uint32_t> chunks, bool to_host, Stream stream,
-                  const EventPtr& also, EventPtr* done);
+  Status transfer(std::span<const DeviceSequence::HostPage> places,
+                  std::span<const tiers::PageRef> pages, std::span<const uint32_t> chunks,
+                  bool to_host, Stream stream, const EventPtr& also, EventPtr* done);
   Status copy_run(uint8_t* packed, std::span<const tiers::PageRef> pages, bool to_host);
   Status gather_run(uint8_t* packed, std::span<const tiers::PageRef> pages, bool to_host);
   Status copy(uint8_t* on_device, uint8_t* on_host, uint64_t size_bytes, bool to_host);
@@ -227,9 +230,9 @@ class Store {
     uint64_t version_before = 0;
   };
   std::vector<Grown> grown_;
-  StoreCounters counters_;
+  DeviceStoreCounters counters_;
 };
 
 }  // namespace kvm::device
 
-#endif  // KVM_DEVICE_STORE_H_
+#endif  // KVM_DEVICE_DEVICE_STORE_H_

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "device/store.h"
+#include "device/device_store.h"
 
 #include <algorithm>
 #include <new>
@@ -47,18 +47,18 @@ tiers::SlabClass SpaceLayout::slab_class(const ClassLayout& of) const {
   return slab_class;
 }
 
-Result<std::unique_ptr<Store>> Store::open(std::unique_ptr<Driver> driver,
-                                           const StoreOptions& options) {
-  std::unique_ptr<Store> store(new Store(std::move(driver), options));
+Result<std::unique_ptr<DeviceStore>> DeviceStore::open(std::unique_ptr<Driver> driver,
+                                                       const DeviceStoreOptions& options) {
+  std::unique_ptr<DeviceStore> store(new DeviceStore(std::move(driver), options));
   KVM_TRY(store->init(options));
   return store;
 }
 
-Store::Store(std::unique_ptr<Driver> driver, const StoreOptions& options)
+DeviceStore::DeviceStore(std::unique_ptr<Driver> driver, const DeviceStoreOptions& options)
     : driver_(std::move(driver)),
       pool_(std::make_unique<PagePool>(driver_.get(), options.pool_bytes)) {}
 
-Status Store::init(const StoreOptions& options) {
+Status DeviceStore::init(const DeviceStoreOptions& options) {
   KVM_TRY_ASSIGN(host_, HostChunks::create(driver_.get(), options.host_bytes));
   if (host_->n_chunks() == 0) {
     return Status::ok();
@@ -71,7 +71,7 @@ Status Store::init(const StoreOptions& options) {
   return Status::ok();
 }
 
-Store::~Store() {
+DeviceStore::~DeviceStore() {
   // Where the device has faulted there is nothing left to wait for.
   (void)driver_->synchronize_device();
   page_fences_.clear();
@@ -93,7 +93,7 @@ Store::~Store() {
   }
 }
 
-Result<EventPtr> Store::new_event() {
+Result<EventPtr> DeviceStore::new_event() {
   Event event = nullptr;
   if (free_events_.empty()) {
     free_events_.reserve(n_events_ + 1);  // so that giving them back asks for no memory
@@ -106,7 +106,7 @@ Result<EventPtr> Store::new_event() {
   return EventPtr(event, [this](Event unused) { free_events_.push_back(unused); });
 }
 
-Result<std::shared_ptr<const SpaceLayout>> Store::prepare(SpaceLayout layout) {
+Result<std::shared_ptr<const SpaceLayout>> DeviceStore::prepare(SpaceLayout layout) {
   auto space = std::make_shared<SpaceLayout>(std::move(layout));
   for (LayerLayout& layer : space->layers) {
     layer.first_list = space->n_lists;
@@ -120,8 +120,8 @@ Result<std::shared_ptr<const SpaceLayout>> Store::prepare(SpaceLayout layout) {
 
 // --- Sequences ----------------------------------------------------------------------------------
 
-std::shared_ptr<Sequence> Store::create(std::shared_ptr<const SpaceLayout> space) {
-  auto seq = std::make_shared<Sequence>();
+std::shared_ptr<DeviceSequence> DeviceStore::create(std::shared_ptr<const SpaceLayout> space) {
+  auto seq = std::make_shared<DeviceSequence>();
   seq->lists.resize(space->n_lists);
   for (uint32_t list = 0; list < space->n_lists; ++list) {
     seq->lists[list].kept_from = first_droppable(class_of(*space, list));
@@ -130,7 +130,8 @@ std::shared_ptr<Sequence> Store::create(std::shared_ptr<const SpaceLayout> space
   return seq;
 }
 
-Status Store::check_visible(const Sequence& seq, uint64_t n_tokens, uint64_t n_left) const {
+Status DeviceStore::check_visible(const DeviceSequence& seq, uint64_t n_tokens,
+                                  uint64_t n_left) const {
   for (uint32_t list = 0; list < seq.lists.size(); ++list) {
     const ClassLayout& of = class_of(*seq.space, list);
     const uint64_t kept_from = seq.lists[list].kept_from;
@@ -148,7 +149,8 @@ Status Store::check_visible(const Sequence& seq, uint64_t n_tokens, uint64_t n_l
   return Status::ok();
 }
 
-Result<std::shared_ptr<Sequence>> Store::fork(const Sequence& parent, uint64_t n_tokens) {
+Result<std::shared_ptr<DeviceSequence>> DeviceStore::fork(const DeviceSequence& parent,
+                                                          uint64_t n_tokens) {
   if (parent.on_host) {
     return Status(KVM_ERR_BUSY, "the sequence is on the host: kvm_cuda_fetch it first");
   }
@@ -159,10 +161,10 @@ Result<std::shared_ptr<Sequence>> Store::fork(const Sequence& parent, uint64_t n
   if (n_tokens < parent.n_tokens) {
     KVM_TRY(check_visible(parent, n_tokens, n_tokens));
   }
-  auto child = std::make_shared<Sequence>(parent);
+  auto child = std::make_shared<DeviceSequence>(parent);
   child->n_tokens = n_tokens;
   child->version = 0;
-  for (PageList& list : child->lists) {
+  for (DevicePageList& list : child->lists) {
     list.pages.resize(div_up(n_tokens, kPageTokens));
     for (const PageRef page : list.pages) {
       if (page != kNoPage) {
@@ -174,7 +176,7 @@ Result<std::shared_ptr<Sequence>> Store::fork(const Sequence& parent, uint64_t n
   return child;
 }
 
-Status Store::truncate(Sequence* seq, uint64_t n_tokens) {
+Status DeviceStore::truncate(DeviceSequence* seq, uint64_t n_tokens) {
   if (seq->on_host) {
     return Status(KVM_ERR_BUSY, "the sequence is on the host: kvm_cuda_fetch it first");
   }
@@ -183,7 +185,7 @@ Status Store::truncate(Sequence* seq, uint64_t n_tokens) {
   }
   KVM_TRY(check_visible(*seq, n_tokens, n_tokens));
   const uint64_t n_pages = div_up(n_tokens, kPageTokens);
-  for (PageList& list : seq->lists) {
+  for (DevicePageList& list : seq->lists) {
     for (uint64_t block = n_pages; block < list.pages.size(); ++block) {
       release(*seq, list.pages[block]);
     }
@@ -196,7 +198,7 @@ Status Store::truncate(Sequence* seq, uint64_t n_tokens) {
 }
 
 // The dropped tokens lay behind the end: those that come there are others.
-void Store::forget_dropped(Sequence* seq) const {
+void DeviceStore::forget_dropped(DeviceSequence* seq) const {
   for (uint32_t list = 0; list < seq->lists.size(); ++list) {
     const uint64_t first = first_droppable(class_of(*seq->space, list));
     if (seq->n_tokens <= first) {
@@ -205,8 +207,8 @@ void Store::forget_dropped(Sequence* seq) const {
   }
 }
 
-void Store::clear(Sequence* seq) {
-  for (PageList& list : seq->lists) {
+void DeviceStore::clear(DeviceSequence* seq) {
+  for (DevicePageList& list : seq->lists) {
     for (const PageRef page : list.pages) {
       release(*seq, page);
     }
@@ -219,7 +221,7 @@ void Store::clear(Sequence* seq) {
   ++seq->version;
 }
 
-void Store::release(const Sequence& seq, PageRef page) {
+void DeviceStore::release(const DeviceSequence& seq, PageRef page) {
   if (page == kNoPage) {
     return;
   }
@@ -240,9 +242,9 @@ void Store::release(const Sequence& seq, PageRef page) {
   }
 }
 
-Store::Usage Store::usage(const Sequence& seq) const {
+DeviceStore::Usage DeviceStore::usage(const DeviceSequence& seq) const {
   Usage usage;
-  for (const PageList& list : seq.lists) {
+  for (const DevicePageList& list : seq.lists) {
     for (const PageRef page : list.pages) {
       if (page != kNoPage) {
         ++usage.n_pages;
@@ -251,7 +253,7 @@ Store::Usage Store::usage(const Sequence& seq) const {
       }
     }
   }
-  for (const Sequence::HostPage& place : seq.host_pages) {
+  for (const DeviceSequence::HostPage& place : seq.host_pages) {
     ++usage.n_pages;
     usage.host_bytes += pool_->slab_page_bytes(place.slab);
   }
@@ -259,7 +261,7 @@ Store::Usage Store::usage(const Sequence& seq) const {
   return usage;
 }
 
-uint64_t Store::n_dropped(const Sequence& seq) const {
+uint64_t DeviceStore::n_dropped(const DeviceSequence& seq) const {
   uint64_t n = 0;
   for (uint32_t list = 0; list < seq.lists.size(); ++list) {
     n += seq.lists[list].kept_from - first_droppable(class_of(*seq.space, list));
@@ -269,8 +271,8 @@ uint64_t Store::n_dropped(const Sequence& seq) const {
 
 // --- Growth -------------------------------------------------------------------------------------
 
-Status Store::check_growth(const Growth& growth) const {
-  const Sequence& seq = *growth.seq;
+Status DeviceStore::check_growth(const Growth& growth) const {
+  const DeviceSequence& seq = *growth.seq;
   if (seq.on_host) {
     return Status(KVM_ERR_BUSY, "a sequence of the batch is on the host: kvm_cuda_fetch it first");
   }
@@ -283,7 +285,7 @@ Status Store::check_growth(const Growth& growth) const {
   return growth.n_query == 0 ? Status::ok() : check_visible(seq, n_after - growth.n_query, n_after);
 }
 
-Status Store::begin_growth(std::span<const Growth> growths, Stream stream) {
+Status DeviceStore::begin_growth(std::span<const Growth> growths, Stream stream) {
   KVM_ASSERT(grown_.empty() && changes_.empty());
   for (const Growth& growth : growths) {
     KVM_TRY(check_growth(growth));
@@ -292,7 +294,7 @@ Status Store::begin_growth(std::span<const Growth> growths, Stream stream) {
   // Also where there is no memory for the lists.
   Undo undoing([this] { undo_growth(); });
   for (const Growth& growth : growths) {
-    Sequence* const seq = growth.seq;
+    DeviceSequence* const seq = growth.seq;
     if (seq->ready != nullptr) {
       KVM_TRY(driver_->wait(stream, seq->ready.get()));
       seq->ready.reset();
@@ -305,7 +307,7 @@ Status Store::begin_growth(std::span<const Growth> growths, Stream stream) {
   return Status::ok();
 }
 
-Status Store::reserve_pages(const Growth& growth, Stream stream) {
+Status DeviceStore::reserve_pages(const Growth& growth, Stream stream) {
   if (growth.n_append == 0) {
     return Status::ok();
   }
@@ -315,8 +317,8 @@ Status Store::reserve_pages(const Growth& growth, Stream stream) {
   return Status::ok();
 }
 
-Status Store::pages_of_list(const Growth& growth, uint32_t list, Stream stream) {
-  Sequence* const seq = growth.seq;
+Status DeviceStore::pages_of_list(const Growth& growth, uint32_t list, Stream stream) {
+  DeviceSequence* const seq = growth.seq;
   const uint32_t slab = class_of(*seq->space, list).slab;
   std::vector<PageRef>& pages = seq->lists[list].pages;
   const uint64_t n = seq->n_tokens;
@@ -343,7 +345,7 @@ Status Store::pages_of_list(const Growth& growth, uint32_t list, Stream stream) 
   return Status::ok();
 }
 
-void Store::finish_growth() {
+void DeviceStore::finish_growth() {
   for (const Grown& grown : grown_) {
     drop_unseen(grown.growth, grown.n_before);
     ++grown.growth.seq->version;
@@ -352,7 +354,7 @@ void Store::finish_growth() {
   grown_.clear();
 }
 
-void Store::undo_growth() {
+void DeviceStore::undo_growth() {
   for (auto change = changes_.rbegin(); change != changes_.rend(); ++change) {
     std::vector<PageRef>& pages = change->seq->lists[change->list].pages;
     pool_->release(pages[change->block]);
@@ -372,8 +374,8 @@ void Store::undo_growth() {
 
 // Pages that no later query sees go back. Those that were begun in this growth stay until the next:
 // the rows of its tokens are not enqueued yet.
-void Store::drop_unseen(const Growth& growth, uint64_t n_before) {
-  Sequence* const seq = growth.seq;
+void DeviceStore::drop_unseen(const Growth& growth, uint64_t n_before) {
+  DeviceSequence* const seq = growth.seq;
   const uint64_t n = seq->n_tokens;
   for (uint32_t list = 0; list < seq->lists.size(); ++list) {
     const ClassLayout& of = class_of(*seq->space, list);
@@ -384,7 +386,7 @@ void Store::drop_unseen(const Growth& growth, uint64_t n_before) {
     }
     const uint64_t end =
         std::min((first_query + 1 - of.n_recent) / kPageTokens, n_before / kPageTokens);
-    PageList& lies = seq->lists[list];
+    DevicePageList& lies = seq->lists[list];
     for (uint64_t block = lies.kept_from / kPageTokens; block < end; ++block) {
       release(*seq, std::exchange(lies.pages[block], kNoPage));
     }
@@ -392,7 +394,7 @@ void Store::drop_unseen(const Growth& growth, uint64_t n_before) {
   }
 }
 
-Result<PageRef> Store::allocate(uint32_t slab, Stream stream) {
+Result<PageRef> DeviceStore::allocate(uint32_t slab, Stream stream) {
   Result<PageRef> page = pool_->allocate(slab);
   while (!page.is_ok() && page.status().code() == KVM_ERR_NO_SPACE && !page_fences_.empty()) {
     KVM_TRY(driver_->wait(stream, page_fences_.front().event.get()));
@@ -403,7 +405,7 @@ Result<PageRef> Store::allocate(uint32_t slab, Stream stream) {
   return page;
 }
 
-void Store::open_fence(const Fence& fence) {
+void DeviceStore::open_fence(const Fence& fence) {
   for (const PageRef page : fence.pages) {
     pool_->release(page);
   }
@@ -412,7 +414,7 @@ void Store::open_fence(const Fence& fence) {
   }
 }
 
-void Store::collect_fences() {
+void DeviceStore::collect_fences() {
   for (std::deque<Fence>* const fences : {&page_fences_, &chunk_fences_}) {
     while (!fences->empty()) {
       const Result<bool> done = driver_->is_done(fences->front().event.get());
@@ -427,7 +429,7 @@ void Store::collect_fences() {
 
 // --- Between device and host --------------------------------------------------------------------
 
-Status Store::not_captured(Stream stream) {
+Status DeviceStore::not_captured(Stream stream) {
   if (host_->n_chunks() == 0) {
     return Status(KVM_ERR_UNSUPPORTED, "the client was opened without host_bytes");
   }
@@ -437,7 +439,7 @@ Status Store::not_captured(Stream stream) {
                   : Status::ok();
 }
 
-Status Store::take_chunks(uint64_t n, std::vector<uint32_t>* out) {
+Status DeviceStore::take_chunks(uint64_t n, std::vector<uint32_t>* out) {
   while (host_->n_free() < n && !chunk_fences_.empty()) {
     KVM_TRY(driver_->wait(to_host_, chunk_fences_.front().event.get()));
     open_fence(chunk_fences_.front());
@@ -455,7 +457,7 @@ Status Store::take_chunks(uint64_t n, std::vector<uint32_t>* out) {
   return Status::ok();
 }
 
-void Store::give_back_chunks(Sequence* seq, EventPtr event) {
+void DeviceStore::give_back_chunks(DeviceSequence* seq, EventPtr event) {
   if (!seq->chunks.empty()) {
     chunk_fences_.push_back({std::move(event), {}, std::move(seq->chunks)});
   }
@@ -466,14 +468,14 @@ void Store::give_back_chunks(Sequence* seq, EventPtr event) {
   --counters_.n_spilled;
 }
 
-Status Store::spill(Sequence* seq, Stream stream) {
+Status DeviceStore::spill(DeviceSequence* seq, Stream stream) {
   KVM_TRY(not_captured(stream));
   if (seq->on_host) {
     return Status::ok();
   }
   collect_fences();
   // Packed one behind the other; what forks share stays.
-  std::vector<Sequence::HostPage> places;
+  std::vector<DeviceSequence::HostPage> places;
   std::vector<PageRef> pages;
   uint64_t n_chunks = 0, filled = kChunkBytes;
   for (uint32_t list = 0; list < seq->lists.size(); ++list) {
@@ -503,7 +505,7 @@ Status Store::spill(Sequence* seq, Stream stream) {
     }
     return moved;
   }
-  for (const Sequence::HostPage& place : places) {
+  for (const DeviceSequence::HostPage& place : places) {
     seq->lists[place.list].pages[place.block] = kNoPage;
     counters_.spilled_bytes += pool_->slab_page_bytes(place.slab);
   }
@@ -517,7 +519,7 @@ Status Store::spill(Sequence* seq, Stream stream) {
   return Status::ok();
 }
 
-Status Store::fetch(Sequence* seq, Stream stream) {
+Status DeviceStore::fetch(DeviceSequence* seq, Stream stream) {
   KVM_TRY(not_captured(stream));
   if (!seq->on_host) {
     return Status::ok();
@@ -525,7 +527,7 @@ Status Store::fetch(Sequence* seq, Stream stream) {
   collect_fences();
   std::vector<PageRef> pages;
   Status status;
-  for (const Sequence::HostPage& place : seq->host_pages) {
+  for (const DeviceSequence::HostPage& place : seq->host_pages) {
     Result<PageRef> page = allocate(place.slab, stream);
     if (!page.is_ok()) {
       status = page.status();
@@ -544,7 +546,7 @@ Status Store::fetch(Sequence* seq, Stream stream) {
     return status;
   }
   for (size_t i = 0; i < pages.size(); ++i) {
-    const Sequence::HostPage& place = seq->host_pages[i];
+    const DeviceSequence::HostPage& place = seq->host_pages[i];
     seq->lists[place.list].pages[place.block] = pages[i];
     counters_.fetched_bytes += pool_->slab_page_bytes(place.slab);
   }
@@ -556,9 +558,9 @@ Status Store::fetch(Sequence* seq, Stream stream) {
   return Status::ok();
 }
 
-Status Store::transfer(std::span<const Sequence::HostPage> places, std::span<const PageRef> pages,
-                       std::span<const uint32_t> chunks, bool to_host, Stream stream,
-                       const EventPtr& also, EventPtr* done) {
+Status DeviceStore::transfer(std::span<const DeviceSequence::HostPage> places,
+                             std::span<const PageRef> pages, std::span<const uint32_t> chunks,
+                             bool to_host, Stream stream, const EventPtr& also, EventPtr* done) {
   const Stream copies = to_host ? to_host_ : to_device_;
   KVM_TRY_ASSIGN(const EventPtr before, new_event());
   KVM_TRY_ASSIGN(*done, new_event());
@@ -590,7 +592,7 @@ Status Store::transfer(std::span<const Sequence::HostPage> places, std::span<con
   return enqueued;
 }
 
-Status Store::copy_run(uint8_t* packed, std::span<const PageRef> pages, bool to_host) {
+Status DeviceStore::copy_run(uint8_t* packed, std::span<const PageRef> pages, bool to_host) {
   const uint64_t size = pool_->page_bytes(pages[0]);
   bool gather = false;
   // Neighbours in one copy.
@@ -614,7 +616,7 @@ Status Store::copy_run(uint8_t* packed, std::span<const PageRef> pages, bool to_
   return Status::ok();
 }
 
-Status Store::gather_run(uint8_t* packed, std::span<const PageRef> pages, bool to_host) {
+Status DeviceStore::gather_run(uint8_t* packed, std::span<const PageRef> pages, bool to_host) {
   attention::gpu::MoveParams move;
   move.packed = bounce_[to_host ? 0 : 1];
   move.page_bytes = pool_->page_bytes(pages[0]);
@@ -632,19 +634,19 @@ Status Store::gather_run(uint8_t* packed, std::span<const PageRef> pages, bool t
   return driver_->move(move, to_device_);
 }
 
-Status Store::copy(uint8_t* on_device, uint8_t* on_host, uint64_t size_bytes, bool to_host) {
+Status DeviceStore::copy(uint8_t* on_device, uint8_t* on_host, uint64_t size_bytes, bool to_host) {
   ++counters_.n_copies;
   return to_host ? driver_->copy(on_host, on_device, size_bytes, to_host_)
                  : driver_->copy(on_device, on_host, size_bytes, to_device_);
 }
 
-void Store::check_accounts(std::span<const Sequence* const> all) const {
+void DeviceStore::check_accounts(std::span<const DeviceSequence* const> all) const {
   KVM_ASSERT(grown_.empty() && changes_.empty());
   pool_->check_accounts();
   std::unordered_map<PageRef, uint32_t> n_refs;
   uint64_t n_chunks = host_->n_free();
-  for (const Sequence* const seq : all) {
-    for (const PageList& list : seq->lists) {
+  for (const DeviceSequence* const seq : all) {
+    for (const DevicePageList& list : seq->lists) {
       KVM_ASSERT(list.pages.size() == div_up(seq->n_tokens, kPageTokens));
       for (const PageRef page : list.pages) {
         n_refs[page] += page == kNoPage ? 0 : 1;
