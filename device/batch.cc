@@ -620,15 +620,28 @@ Status Batch::append(uint32_t layer, const DeviceTensor& k, const DeviceTensor& 
   return store_->driver().append(space_->dtype, params, n_tokens, stream);
 }
 
-Status Batch::attend(const AttendCall& call, Stream stream) {
-  if (call.layer >= space_->layers.size() || !space_->layers[call.layer].has_keys) {
-    return invalid("layer " + number(call.layer) + " does not exist or is ABSENT");
+Status Batch::check_log_weights(const DeviceTensor& log_weights, uint64_t n_kv_heads) const {
+  const bool weighted =
+      options_.log_weight_stride_item != 0 || options_.log_weight_stride_head != 0;
+  if (weighted != (log_weights.data != nullptr)) {
+    return invalid(weighted ? "the batch has strides of log_weights, but there are none"
+                            : "log_weights, but the batch has no strides for them");
   }
-  KVM_TRY(check_current());
-  KVM_TRY_ASSIGN(const bool captured, store_->driver().is_capturing(stream));
+  if (weighted) {
+    const uint64_t last = (options_.max_items - 1) * options_.log_weight_stride_item +
+                          (n_kv_heads - 1) * options_.log_weight_stride_head + options_.max_tokens;
+    if (last * sizeof(float) > log_weights.size_bytes ||
+        reinterpret_cast<uintptr_t>(log_weights.data) % sizeof(float) != 0) {
+      return invalid("log_weights has " + number(log_weights.size_bytes) +
+                     " bytes; the batch reaches to byte " + number(last * sizeof(float)));
+    }
+  }
+  return Status::ok();
+}
+
+Status Batch::resolve_tensors(const AttendCall& call, uint64_t n_rows,
+                              attention::gpu::AttendTensors* tensors) const {
   const LayerLayout& layer = space_->layers[call.layer];
-  const Kind& kind = kinds_[kind_of_layer_[call.layer]];
-  const uint64_t n_rows = captured ? options_.max_query_rows : query_rows_;
   if (dtype_is_scaled(space_->dtype)) {
     if (call.q.dtype != Dtype::kF16 && call.q.dtype != Dtype::kBf16) {
       return invalid(std::string("q is ") + dtype_name(call.q.dtype) + "; for pages of " +
@@ -647,37 +660,27 @@ Status Batch::attend(const AttendCall& call, Stream stream) {
     }
     KVM_TRY(check_tensor("lse", call.lse, n_rows, layer.n_q_heads, 1, 4, &lse_row, &lse_head));
   }
-  const bool weighted =
-      options_.log_weight_stride_item != 0 || options_.log_weight_stride_head != 0;
-  if (weighted != (call.log_weights.data != nullptr)) {
-    return invalid(weighted ? "the batch has strides of log_weights, but there are none"
-                            : "log_weights, but the batch has no strides for them");
-  }
-  if (weighted) {
-    const uint64_t last = (options_.max_items - 1) * options_.log_weight_stride_item +
-                          (layer.n_kv_heads - 1) * options_.log_weight_stride_head +
-                          options_.max_tokens;
-    if (last * sizeof(float) > call.log_weights.size_bytes ||
-        reinterpret_cast<uintptr_t>(call.log_weights.data) % sizeof(float) != 0) {
-      return invalid("log_weights has " + number(call.log_weights.size_bytes) +
-                     " bytes; the batch reaches to byte " + number(last * sizeof(float)));
-    }
-  }
+  KVM_TRY(check_log_weights(call.log_weights, layer.n_kv_heads));
+  tensors->q = call.q.data;
+  tensors->q_stride_token = static_cast<int64_t>(q_row);
+  tensors->q_stride_head = static_cast<int64_t>(q_head);
+  tensors->o = call.o.data;
+  tensors->o_stride_token = static_cast<int64_t>(o_row);
+  tensors->o_stride_head = static_cast<int64_t>(o_head);
+  tensors->lse = reinterpret_cast<float*>(call.lse.data);
+  tensors->lse_stride_token = static_cast<int64_t>(lse_row);
+  tensors->lse_stride_head = static_cast<int64_t>(lse_head);
+  tensors->dtype_q = call.q.dtype;
+  tensors->dtype_o = call.o.dtype;
+  tensors->group = layer.group();
+  return Status::ok();
+}
+
+DecodeParams Batch::decode_params(const AttendCall& call, const Kind& kind,
+                                  const attention::gpu::AttendTensors& tensors) const {
   DecodeParams params;
   params.pool = pool_of(kind);
-  attention::gpu::AttendTensors& tensors = params.tensors;
-  tensors.q = call.q.data;
-  tensors.q_stride_token = static_cast<int64_t>(q_row);
-  tensors.q_stride_head = static_cast<int64_t>(q_head);
-  tensors.o = call.o.data;
-  tensors.o_stride_token = static_cast<int64_t>(o_row);
-  tensors.o_stride_head = static_cast<int64_t>(o_head);
-  tensors.lse = reinterpret_cast<float*>(call.lse.data);
-  tensors.lse_stride_token = static_cast<int64_t>(lse_row);
-  tensors.lse_stride_head = static_cast<int64_t>(lse_head);
-  tensors.dtype_q = call.q.dtype;
-  tensors.dtype_o = call.o.dtype;
-  tensors.group = kind.group;
+  params.tensors = tensors;
   params.page_table = table_of(call.layer);
   params.log_weights = reinterpret_cast<const float*>(call.log_weights.data);
   params.work = reinterpret_cast<const Work*>(device_ + kind.work_at);
@@ -685,23 +688,39 @@ Status Batch::attend(const AttendCall& call, Stream stream) {
   params.partial_lse = reinterpret_cast<float*>(device_ + partial_lse_at_);
   params.tree_mask = reinterpret_cast<const uint64_t*>(device_ + tree_at_);
   attention::gpu::set_scale(&params, call.scale != 0 ? call.scale : space_->scale, space_->softcap);
+  return params;
+}
+
+MergeParams Batch::merge_params(const Kind& kind,
+                                const attention::gpu::AttendTensors& tensors) const {
   MergeParams merge;
   merge.tensors = tensors;
   merge.merges = reinterpret_cast<const Merge*>(device_ + kind.merges_at);
-  merge.partial_o = params.partial_o;
-  merge.partial_lse = params.partial_lse;
+  merge.partial_o = reinterpret_cast<float*>(device_ + partial_o_at_);
+  merge.partial_lse = reinterpret_cast<float*>(device_ + partial_lse_at_);
   merge.rows = kind.merge_rows;
   merge.block_rows = kernel_.block_rows;
+  return merge;
+}
 
+Status Batch::attend(const AttendCall& call, Stream stream) {
+  if (call.layer >= space_->layers.size() || !space_->layers[call.layer].has_keys) {
+    return invalid("layer " + number(call.layer) + " does not exist or is ABSENT");
+  }
+  KVM_TRY(check_current());
   Driver& driver = store_->driver();
+  KVM_TRY_ASSIGN(const bool captured, driver.is_capturing(stream));
+  attention::gpu::AttendTensors tensors;
+  KVM_TRY(resolve_tensors(call, captured ? options_.max_query_rows : query_rows_, &tensors));
+  const Kind& kind = kinds_[kind_of_layer_[call.layer]];
   const uint32_t n_blocks = captured ? blocks_ : kind.n_blocks;
   const uint32_t n_merges = captured ? kind.merge_capacity : kind.n_merges;
   if (n_blocks != 0) {
-    KVM_TRY(driver.decode(kernel_, params, n_blocks, stream));
+    KVM_TRY(driver.decode(kernel_, decode_params(call, kind, tensors), n_blocks, stream));
     ++n_launches_;
   }
   if (n_merges != 0) {
-    KVM_TRY(driver.merge(space_->dim, merge, n_merges, stream));
+    KVM_TRY(driver.merge(space_->dim, merge_params(kind, tensors), n_merges, stream));
     ++n_launches_;
   }
   return Status::ok();

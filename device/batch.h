@@ -146,6 +146,14 @@ class Batch {
   Status check_tensor(const char* name, const DeviceTensor& tensor, uint64_t n_rows,
                       uint64_t n_heads, uint64_t dim, uint64_t alignment, uint64_t* stride_row,
                       uint64_t* stride_head) const;
+  Status check_log_weights(const DeviceTensor& log_weights, uint64_t n_kv_heads) const;
+  // Checks the tensors of an attend, and tells the kernels where they lie.
+  Status resolve_tensors(const AttendCall& call, uint64_t n_rows,
+                         attention::gpu::AttendTensors* tensors) const;
+  attention::gpu::DecodeParams decode_params(const AttendCall& call, const Kind& kind,
+                                             const attention::gpu::AttendTensors& tensors) const;
+  attention::gpu::MergeParams merge_params(const Kind& kind,
+                                           const attention::gpu::AttendTensors& tensors) const;
   const uint32_t* table_of(uint32_t layer) const;
 
   DeviceStore* const store_;
