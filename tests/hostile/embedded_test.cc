@@ -16,8 +16,8 @@
 namespace kvm::testing {
 namespace {
 
-using kvm::StepRequest;
 using engine::Refusal;
+using kvm::StepRequest;
 
 constexpr uint64_t kEnough = 100;
 

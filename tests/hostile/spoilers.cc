@@ -8,11 +8,11 @@
 namespace kvm::testing {
 namespace {
 
-using kvm::SeqVerb;
 using engine::Refusal;
 using ipc::kStepAppend;
 using ipc::kStepAttend;
 using ipc::Reject;
+using kvm::SeqVerb;
 
 constexpr uint32_t kBoth = kStepAppend | kStepAttend;
 

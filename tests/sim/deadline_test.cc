@@ -12,8 +12,8 @@
 namespace kvm::testing {
 namespace {
 
-using kvm::StepRequest;
 using engine::Engine;
+using kvm::StepRequest;
 
 constexpr uint32_t kHeads = 1;
 constexpr uint32_t kDim = 8;
