@@ -89,8 +89,7 @@ Scheduler::~Scheduler() {
 }
 
 void Scheduler::start(TaskSet* set, const JobPlan& plan) {
-  KVM_ASSERT(has_room() && plan.n_tasks >= 1 && plan.n_first <= plan.n_tasks &&
-             plan.n_middle <= plan.n_tasks && plan.lane < kMaxLanes);
+  KVM_ASSERT(has_room() && plan.is_valid() && plan.lane < kMaxLanes);
   // Slots are used in a circle, so that the order from the oldest on is nearly that of age.
   const uint64_t turned = std::rotr(free_slots_, static_cast<int>(next_slot_));
   const auto index = (next_slot_ + static_cast<uint32_t>(std::countr_zero(turned))) % kMaxJobs;
@@ -103,6 +102,7 @@ void Scheduler::start(TaskSet* set, const JobPlan& plan) {
     placement_.clear_own_core();
   }
   const uint64_t bit = uint64_t{1} << index;
+  KVM_ASSERT((free_slots_ & bit) != 0);
   free_slots_ &= ~bit;
 
   Slot& slot = slots_[index];
@@ -166,6 +166,7 @@ void Scheduler::enter_lane(uint32_t index) {
 }
 
 void Scheduler::leave_lane(uint32_t index) {
+  KVM_ASSERT(lanes_[index].n_jobs != 0 && n_busy_lanes_ != 0);
   if (lanes_[index].n_jobs == 1) {
     virtual_time_ = std::max(virtual_time_, least_served());
     --n_busy_lanes_;
@@ -175,6 +176,7 @@ void Scheduler::leave_lane(uint32_t index) {
 }
 
 void Scheduler::charge(uint32_t lane, uint64_t cost) {
+  KVM_ASSERT(lane < kMaxLanes);
   lanes_[lane].served.fetch_add(cost, std::memory_order_relaxed);
 }
 
@@ -242,6 +244,7 @@ bool Scheduler::take_task_of(uint32_t index, uint32_t* task) {
     if (s.cursor.compare_exchange_weak(cursor, cursor + 1, std::memory_order_acq_rel,
                                        std::memory_order_acquire)) {
       *task = task_of(cursor);
+      KVM_ASSERT(*task < s.plan.n_tasks);
       charge(s.plan.lane, s.plan.cost / s.plan.n_tasks);
       return true;
     }
@@ -273,6 +276,7 @@ void Scheduler::run_task(uint32_t index, uint32_t task, uint32_t thread) {
   // whoever ends a stage passes all of it on. After this line the slot may belong to another job,
   // unless this was the last task of a stage.
   const uint32_t n_done = slot.n_done.fetch_add(1, std::memory_order_acq_rel) + 1;
+  KVM_ASSERT(n_done <= plan.n_tasks);
   if (n_done == plan.n_tasks) {
     slot.end_ns = end_ns;
     announce_finished(index);
@@ -330,6 +334,7 @@ bool Scheduler::take_finished(FinishedJob* job) {
   }
   const auto index = static_cast<uint32_t>(std::countr_zero(finished));
   const uint64_t bit = uint64_t{1} << index;
+  KVM_ASSERT((free_slots_ & bit) == 0 && n_active_ != 0);
   finished_.fetch_and(~bit, std::memory_order_relaxed);
   const Slot& slot = slots_[index];
   *job = {slot.set, slot.begin_ns, slot.end_ns};

@@ -57,6 +57,12 @@ struct JobPlan {
   uint32_t n_middle = 0;  // beyond n_first: tasks [n_first, n_middle) are a stage of their own
   uint64_t cost = 0;      // of all tasks, in bytes of K and V that take as long to read
   uint32_t lane = 0;      // below Scheduler::kMaxLanes
+
+  // Whether the stages follow each other within the tasks.
+  constexpr bool is_valid() const {
+    return n_tasks >= 1 && n_first <= n_tasks && n_middle <= n_tasks &&
+           (n_middle == 0 || n_first <= n_middle);
+  }
 };
 
 struct FinishedJob {
@@ -87,7 +93,7 @@ class Scheduler {
   bool has_room() const { return n_active_ < kMaxJobs; }
 
   // `set` stays alive until take_finished has returned it.
-  // REQUIRES: has_room(), 1 <= plan.n_tasks, plan.n_first and plan.n_middle <= plan.n_tasks.
+  // REQUIRES: has_room(), plan.is_valid().
   void start(TaskSet* set, const JobPlan& plan);
   // Whether threads yield their cores now and then.
   void set_yielding(bool yields) { yields_.store(yields, std::memory_order_relaxed); }
