@@ -5,7 +5,9 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <vector>
 
+#include "base/assert.h"
 #include "base/round.h"
 
 namespace kvm::engine {
@@ -57,6 +59,7 @@ Status AttendWork::check_size(size_t size_bytes) const {
 }
 
 Status AttendWork::plan_tasks() {
+  KVM_ASSERT(!is_planned_ && units_.empty() && tasks_.empty());
   for (ApproxHead& head : approx_) {
     head.input.problem = &head.problem;
   }
@@ -73,8 +76,12 @@ Status AttendWork::plan_tasks() {
               fmt::format("{} bytes for intermediate results were refused", shared_bytes)};
     }
   }
+  shared_bytes_ = shared_bytes;
   point_to_sums();
   add_tasks(task_cost);
+  KVM_CHECK_INVARIANT(covers_all_rows());
+  KVM_CHECK_INVARIANT(covers_all_chunks());
+  KVM_CHECK_INVARIANT(is_laid_out_apart());
   is_planned_ = true;
   return Status::ok();
 }
@@ -95,6 +102,10 @@ void AttendWork::add_units(uint64_t gang_cost) {
     unit.n_heads = 0;
     unit.rows = {0, head.plan.rows};
     while (i < heads_.size() && heads_[i].view == head.view && unit.n_heads < most) {
+      // The states of a gang lie n_chunks apart, and its prepared queries prepared_bytes.
+      KVM_ASSERT(heads_[i].plan.n_chunks == head.plan.n_chunks &&
+                 heads_[i].plan.first_chunk == head.plan.first_chunk &&
+                 heads_[i].plan.prepared_bytes == head.plan.prepared_bytes);
       unit.cost += heads_[i].cost;
       ++unit.n_heads;
       ++i;
@@ -114,6 +125,7 @@ void AttendWork::add_row_blocks(uint32_t index) {
     const uint32_t most = static_cast<uint32_t>(std::min<uint64_t>(kRowBlock, fitting));
     block = static_cast<uint32_t>(round_up(div_up(rows, div_up(rows, most)), kRowUnit));
   }
+  KVM_ASSERT(block != 0);
   for (uint32_t first = 0; first < rows; first += block) {
     const uint32_t count = std::min(block, rows - first);
     Unit unit;
@@ -192,8 +204,11 @@ size_t AttendWork::lay_out_sums(size_t at) {
     }
   }
   for (const Unit& unit : units_) {
+    // Only the first head of a unit counts its units and gets sums.
+    KVM_ASSERT(unit.n_heads == 1 || !heads_[unit.head].wants_sums);
     heads_[unit.head].n_units += 1;
   }
+  KVM_ASSERT(at % attention::kBufferAlign == 0);
   return at;
 }
 
@@ -202,9 +217,11 @@ void AttendWork::point_to_sums() {
     if (!head.wants_sums) {
       continue;
     }
-    head.problem.column_sums = reinterpret_cast<float*>(shared_ + head.sums_at);
+    head.problem.column_sums =
+        reinterpret_cast<float*>(shared_at(head.sums_at, head.n_positions * sizeof(float)));
     if (head.lse_at != kNotShared) {
-      head.problem.lse = reinterpret_cast<float*>(shared_ + head.lse_at);
+      head.problem.lse =
+          reinterpret_cast<float*>(shared_at(head.lse_at, head.plan.rows * sizeof(float)));
       head.problem.lse_stride_query = head.problem.group;
       head.problem.lse_stride_head = 1;
     }
@@ -281,6 +298,7 @@ uint32_t AttendWork::plan_sums() {
     }
     const uint64_t begin = heads_[i].problem.column_position / kPageTokens;
     const uint64_t n_blocks = sums_end(heads_[i]) / kPageTokens - begin;
+    KVM_ASSERT(n_blocks != 0);
     const uint64_t n = std::clamp<uint64_t>(heads_[i].cost / task_cost, 1, n_blocks);
     for (uint64_t piece = 0; piece < n; ++piece) {
       sum_tasks_.push_back({.head = i,
@@ -289,6 +307,104 @@ uint32_t AttendWork::plan_sums() {
     }
   }
   return static_cast<uint32_t>(sum_tasks_.size());
+}
+
+std::byte* AttendWork::shared_at(size_t offset, size_t size_bytes) const {
+  KVM_ASSERT(offset <= shared_bytes_ && size_bytes <= shared_bytes_ - offset);
+  return shared_ + offset;
+}
+
+// --- Checks -------------------------------------------------------------------------------------
+
+// Says whether each row of each head belongs to one unit.
+bool AttendWork::covers_all_rows() const {
+  uint32_t head = 0;
+  uint32_t row = 0;
+  for (const Unit& unit : units_) {
+    if (head >= heads_.size() || unit.head != head || unit.rows.first != row ||
+        unit.rows.count == 0 || unit.n_heads == 0 || unit.n_heads > attention::kMaxGang) {
+      return false;
+    }
+    row += unit.rows.count;
+    const bool is_whole = row == heads_[head].plan.rows;
+    if (!is_whole && unit.n_heads != 1) {
+      return false;
+    }
+    head += is_whole ? unit.n_heads : 0;
+    row = is_whole ? 0 : row;
+  }
+  return head == heads_.size() && row == 0;
+}
+
+// Says whether each chunk of each unit, and each shard of each approximate head, belongs to one task.
+bool AttendWork::covers_all_chunks() const {
+  uint32_t approx = 0;
+  uint32_t shard = 0;
+  uint32_t unit = 0;
+  uint32_t chunk = 0;
+  for (const Task& task : tasks_) {
+    if (task.is_approx) {
+      if (unit != 0 || chunk != 0 || task.unit != approx || task.first_chunk != shard) {
+        return false;
+      }
+      const bool is_last = ++shard == approx_[approx].plan.n_shards;
+      approx += is_last ? 1 : 0;
+      shard = is_last ? 0 : shard;
+      continue;
+    }
+    if (unit >= units_.size() || task.unit != unit || task.first_chunk != chunk) {
+      return false;
+    }
+    if (task.n_units != 0) {
+      unit += task.n_units;
+      continue;
+    }
+    chunk += task.n_chunks;
+    const bool is_last = chunk == heads_[units_[unit].head].plan.n_chunks;
+    if (task.n_chunks == 0) {
+      return false;
+    }
+    unit += is_last ? 1 : 0;
+    chunk = is_last ? 0 : chunk;
+  }
+  return approx == approx_.size() && shard == 0 && unit == units_.size() && chunk == 0;
+}
+
+// Says whether what lies in shared_ is aligned, within it, and without a byte in common.
+bool AttendWork::is_laid_out_apart() const {
+  struct Stretch {
+    size_t begin;
+    size_t size_bytes;
+  };
+  std::vector<Stretch> all;
+  const auto add = [&all](size_t begin, size_t size_bytes) {
+    if (begin != kNotShared) {
+      all.push_back({begin, size_bytes});
+    }
+  };
+  for (const ApproxHead& head : approx_) {
+    add(head.prepared_at, head.plan.prepared_bytes);
+    add(head.states_at, head.plan.n_shards * head.plan.state_bytes);
+  }
+  for (const Head& head : heads_) {
+    add(head.prepared_at, head.plan.prepared_bytes);
+    add(head.wants_sums ? head.sums_at : kNotShared, head.n_positions * sizeof(float));
+    add(head.wants_sums ? head.lse_at : kNotShared, head.plan.rows * sizeof(float));
+  }
+  for (const Unit& unit : units_) {
+    add(unit.states_at, unit_state_bytes(unit));
+  }
+  std::sort(all.begin(), all.end(), [](const Stretch& a, const Stretch& b) {
+    return a.begin != b.begin ? a.begin < b.begin : a.size_bytes < b.size_bytes;
+  });
+  size_t end = 0;
+  for (const Stretch& stretch : all) {
+    if (stretch.begin < end || stretch.begin % attention::kBufferAlign != 0) {
+      return false;
+    }
+    end = stretch.begin + stretch.size_bytes;
+  }
+  return end <= shared_bytes_;
 }
 
 }  // namespace kvm::engine

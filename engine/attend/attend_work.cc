@@ -8,6 +8,7 @@
 #include <limits>
 #include <new>
 
+#include "base/assert.h"
 #include "base/round.h"
 
 namespace kvm::engine {
@@ -45,6 +46,7 @@ void AttendWork::clear() {
   empty(approx_);
   shared_memory_.shrink(kKeepBytes);
   shared_ = nullptr;
+  shared_bytes_ = 0;
   cost_ = prepare_bytes_ = n_keys_ = n_rows_ = 0;
   n_exact_keys_ = n_exact_bytes_ = n_exact_rows_ = n_not_finite_ = 0;
   n_extra_views_ = 0;
@@ -58,6 +60,7 @@ void AttendWork::clear() {
 Status AttendWork::plan(const Store& store, const StepRequest& request,
                         std::span<Sequence* const> seqs, const StepTensors& tensors,
                         const Costs& costs, const TaskCrew& crew) {
+  KVM_ASSERT(seqs.size() == request.items.size() && crew.n_threads != 0);
   request_ = &request;
   tensors_ = &tensors;
   costs_ = &costs;
@@ -67,6 +70,7 @@ Status AttendWork::plan(const Store& store, const StepRequest& request,
 }
 
 Status AttendWork::plan_more(const Store& store) {
+  KVM_ASSERT(!is_planned_);
   uint64_t n_left = kPlanPages;
   KVM_TRY(plan_items(store, &n_left));
   if (n_left != 0) {
@@ -80,22 +84,26 @@ Status AttendWork::plan_more(const Store& store) {
 }
 
 bool AttendWork::prepare(uint32_t task, ThreadWorkspace& workspace) {
+  KVM_ASSERT(task < n_prepare_tasks());
   if (task >= prepare_.size()) {
     const ApproxHead& head = approx_[task - prepare_.size()];
     std::byte* scratch = workspace.scratch.reserve(head.plan.scratch_bytes);
     if (scratch == nullptr) {
       return false;
     }
-    attention::prepare_approx(head.input, head.plan, shared_ + head.prepared_at, scratch);
+    attention::prepare_approx(head.input, head.plan,
+                              shared_at(head.prepared_at, head.plan.prepared_bytes), scratch);
     workspace.scratch.shrink(kKeepBytes);
     return true;
   }
   const Head& head = heads_[prepare_[task]];
-  attention::prepare_queries(head.problem, head.plan, shared_ + head.prepared_at);
+  attention::prepare_queries(head.problem, head.plan,
+                             shared_at(head.prepared_at, head.plan.prepared_bytes));
   return true;
 }
 
 bool AttendWork::evaluate(uint32_t task, ThreadWorkspace& workspace) {
+  KVM_ASSERT(task < tasks_.size());
   const Task& t = tasks_[task];
   if (t.is_approx) {
     return evaluate_shard(t, workspace);
@@ -116,6 +124,7 @@ void AttendWork::evaluate_chunks(const Unit& unit, uint32_t chunk, uint32_t n,
                                  std::byte* const* prepared, std::byte* scratch,
                                  std::byte* states) const {
   const Head& head = heads_[unit.head];
+  KVM_ASSERT(chunk <= head.plan.n_chunks && n <= head.plan.n_chunks - chunk);
   const size_t stride = attention::state_bytes(head.problem, unit.rows.count);
   const uint64_t first = head.plan.first_chunk + chunk;
   if (unit.n_heads == 1) {
@@ -150,7 +159,8 @@ bool AttendWork::evaluate_whole(const Unit& unit, ThreadWorkspace& workspace) {
     }
     for (uint32_t h = 0; h < unit.n_heads; ++h) {
       const Head& member = heads_[unit.head + h];
-      prepared[h] = own == nullptr ? shared_ + member.prepared_at : own + h * prepared_bytes;
+      prepared[h] = own == nullptr ? shared_at(member.prepared_at, member.plan.prepared_bytes)
+                                   : own + h * prepared_bytes;
       if (own != nullptr) {
         attention::prepare_queries(member.problem, member.plan, prepared[h]);
       }
@@ -179,9 +189,10 @@ bool AttendWork::evaluate_piece(const Task& task, ThreadWorkspace& workspace) {
   }
   std::byte* prepared[attention::kMaxGang];
   for (uint32_t h = 0; h < unit.n_heads; ++h) {
-    prepared[h] = shared_ + heads_[unit.head + h].prepared_at;
+    const Head& member = heads_[unit.head + h];
+    prepared[h] = shared_at(member.prepared_at, member.plan.prepared_bytes);
   }
-  std::byte* states = shared_ + unit.states_at;
+  std::byte* states = shared_at(unit.states_at, unit_state_bytes(unit));
   evaluate_chunks(unit, task.first_chunk, task.n_chunks, prepared, scratch, states);
   for (uint32_t i = 0; i < task.n_chunks; ++i) {
     if (merge_up(unit, task.first_chunk + i, states)) {
@@ -197,8 +208,9 @@ bool AttendWork::evaluate_shard(const Task& task, ThreadWorkspace& workspace) {
   if (scratch == nullptr) {
     return false;
   }
-  const std::byte* prepared = shared_ + head.prepared_at;
-  std::byte* states = shared_ + head.states_at;
+  KVM_ASSERT(task.first_chunk < head.plan.n_shards);
+  const std::byte* prepared = shared_at(head.prepared_at, head.plan.prepared_bytes);
+  std::byte* states = shared_at(head.states_at, head.plan.n_shards * head.plan.state_bytes);
   attention::eval_shard(head.input, head.plan, prepared, task.first_chunk, scratch,
                         states + task.first_chunk * head.plan.state_bytes);
   // SYNC: releases the state of this shard; whoever comes last acquires those of all others.
@@ -242,6 +254,7 @@ bool AttendWork::merge_up(const Unit& unit, uint32_t chunk, std::byte* states) {
   const size_t bytes = unit_state_bytes(unit) / unit.n_heads;
   attention::MergeTree::Node node = tree.leaf(chunk);
   while (const auto merge = tree.next(&node)) {
+    KVM_ASSERT(merge->into < merge->from && merge->from < first.plan.n_chunks);
     // SYNC: releases the states of this node; whoever comes second acquires those of the other.
     if (arrivals_[unit.arrivals_at + merge->from].fetch_add(1, std::memory_order_acq_rel) == 0) {
       return false;
@@ -277,11 +290,13 @@ void AttendWork::sum_columns(const Unit& unit, const std::byte* prepared, std::b
 }
 
 bool AttendWork::sum(uint32_t task, ThreadWorkspace& workspace) const {
+  KVM_ASSERT(task < sum_tasks_.size());
   const SumTask& t = sum_tasks_[task];
   const Head& head = heads_[t.head];
   const attention::Problem& problem = head.problem;
   const uint64_t first = std::max(t.begin, problem.column_position);
   const uint64_t end = std::min(t.end, problem.column_position + head.n_positions);
+  KVM_ASSERT(first < end);
   std::fill_n(problem.column_sums + (first - problem.column_position), end - first, 0.0f);
   if (head.plan.n_chunks == 0) {
     return true;
@@ -290,7 +305,8 @@ bool AttendWork::sum(uint32_t task, ThreadWorkspace& workspace) const {
   if (scratch == nullptr) {
     return false;
   }
-  attention::eval_column_sums(problem, head.plan, shared_ + head.prepared_at, t.begin, t.end,
+  attention::eval_column_sums(problem, head.plan,
+                              shared_at(head.prepared_at, head.plan.prepared_bytes), t.begin, t.end,
                               scratch);
   return true;
 }

@@ -195,6 +195,12 @@ class AttendWork {
   Status plan_views(uint64_t* n_left);
   Status plan_tasks();
   size_t approx_bytes() const;
+  // The stretch of shared_ that begins at `offset` and has room for size_bytes.
+  std::byte* shared_at(size_t offset, size_t size_bytes) const;
+  // These look at everything that was planned, for checked builds.
+  bool covers_all_rows() const;
+  bool covers_all_chunks() const;
+  bool is_laid_out_apart() const;
   Status check_size(size_t size_bytes) const;
   // Those of a view from first_head on; returns where n_left came to an end.
   uint32_t add_heads(uint32_t view, uint32_t first_head, uint64_t* n_left);
@@ -268,6 +274,7 @@ class AttendWork {
   uint64_t n_shards_ = 0;
   Workspace shared_memory_;
   std::byte* shared_ = nullptr;
+  size_t shared_bytes_ = 0;
   VisibleKeys visible_keys_;
   size_t n_extra_views_ = 0;
   uint64_t cost_ = 0;

@@ -58,7 +58,7 @@ struct JobPlan {
   uint64_t cost = 0;      // of all tasks, in bytes of K and V that take as long to read
   uint32_t lane = 0;      // below Scheduler::kMaxLanes
 
-  // Whether the stages follow each other within the tasks.
+  // Says whether the stages follow each other within the tasks.
   constexpr bool is_valid() const {
     return n_tasks >= 1 && n_first <= n_tasks && n_middle <= n_tasks &&
            (n_middle == 0 || n_first <= n_middle);
