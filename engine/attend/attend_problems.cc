@@ -66,6 +66,19 @@ class Turner {
   double sin_ = 0;
 };
 
+// Says whether runs follow each other as KvRuns have to.
+[[maybe_unused]] bool are_in_order(KvRuns runs) {
+  uint64_t position = 0;
+  for (const KvRun& run : runs) {
+    if (run.n_tokens == 0 || run.position < position ||
+        run.position % kPageTokens + run.n_tokens > kPageTokens) {
+      return false;
+    }
+    position = run.position + run.n_tokens;
+  }
+  return true;
+}
+
 }  // namespace
 
 // --- Views --------------------------------------------------------------------------------------
@@ -137,6 +150,7 @@ Status AttendWork::add_views(const Store& store, const Sequence* seq, const View
     const size_t first_view = views_.size();
     visible_keys_.clear();
     const uint32_t n_plain = n_plain_rows(view);
+    KVM_ASSERT(n_plain <= item.n_query);
     for (const uint32_t end : {n_plain, item.n_query}) {
       if (view.first_row == end) {
         continue;
@@ -158,8 +172,10 @@ Status AttendWork::add_views(const Store& store, const Sequence* seq, const View
         turn_sinks(view.run_begin, space_->head_class(layer, c).retention.n_sinks);
       }
       view.n_runs = runs_.size() - view.run_begin;
+      KVM_CHECK_INVARIANT(are_in_order(KvRuns(runs_).subspan(view.run_begin)));
       while (view.first_row < end) {
         KVM_TRY(choose_rule(whole, &view));
+        KVM_ASSERT(view.n_rows != 0 && view.n_rows <= end - view.first_row);
         if (is_turned) {
           KVM_TRY(add_rotation(&view));
         }
@@ -269,6 +285,7 @@ Status AttendWork::choose_rule(const View& whole, View* view) {
 // Keys of the views from first_view on, which share runs: all of them counted with the first, and
 // an estimate of each one's share of the work.
 void AttendWork::count_keys(size_t first_view, KvRuns runs) {
+  KVM_ASSERT(first_view < views_.size());
   views_[first_view].n_keys = visible_keys_.count(runs);
   if (views_.size() == first_view + 1) {
     views_[first_view].n_cost_keys = views_[first_view].n_keys;
@@ -437,6 +454,8 @@ uint32_t AttendWork::add_heads(uint32_t view_index, uint32_t first_head, uint64_
   p.lse_stride_head = t.lse.stride_head;
   const float* sinks = space_->layer_sink_logits(layer_index);
   const auto n_heads = static_cast<uint32_t>(cls.kv_heads.size());
+  KVM_ASSERT(first_head <= n_heads && view.first_row + view.n_rows <= item.n_query);
+  KVM_ASSERT(view.index_begin == kNotShared || view.index_begin + n_heads <= indexes_.size());
   for (uint32_t h = first_head; h < n_heads; ++h) {
     if (*n_left == 0) {
       return h;

@@ -17,6 +17,7 @@
 
 #include "attention/attention.h"
 #include "attention/sampled/approx.h"
+#include "base/assert.h"
 #include "base/clock.h"
 #include "base/splitmix.h"
 #include "hash_index/sketch/sketch.h"
@@ -254,6 +255,7 @@ double Bench::exact_ns(const std::vector<KvRun>& runs) {
 }
 
 double Bench::sampled_ns(uint64_t n_blocks, uint64_t budget, uint64_t* n_read) {
+  KVM_ASSERT(n_blocks + kUnindexed / kPageTokens <= runs_.size());
   problem_.runs = KvRuns(runs_).first(n_blocks + kUnindexed / kPageTokens);
   const attention::SketchedRun sketched{.position = 0,
                                         .n_blocks = static_cast<uint32_t>(n_blocks),

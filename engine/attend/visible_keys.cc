@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "base/assert.h"
+
 namespace kvm::engine {
 
 // REQUIRES: begin is not below that of the last call.
@@ -10,6 +12,7 @@ void VisibleKeys::see(uint64_t begin, uint64_t end) {
   if (begin >= end) {
     return;
   }
+  KVM_ASSERT(seen_.empty() || seen_.back().begin <= begin);
   if (!seen_.empty() && begin <= seen_.back().end) {
     seen_.back().end = std::max(seen_.back().end, end);
   } else {

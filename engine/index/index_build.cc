@@ -8,6 +8,7 @@
 #include <new>
 #include <utility>
 
+#include "base/assert.h"
 #include "base/round.h"
 #include "codecs/convert.h"
 #include "hash_index/sketch/frame.h"
@@ -140,6 +141,7 @@ IndexBuild::IndexBuild(Sequence* seq, const Space& space, uint32_t layer, const 
     head.config = configs[i];
     head.block_begin = blocks_dealt_with(ref, i, configs[i]);
     head.block_end = std::min(n_blocks, (head.block_begin / slice + 1) * slice);
+    KVM_ASSERT(head.block_begin < head.block_end);
     if (is_hashed) {
       plan_tables(ref, &head);
     } else {
@@ -151,6 +153,8 @@ IndexBuild::IndexBuild(Sequence* seq, const Space& space, uint32_t layer, const 
 
 void IndexBuild::plan_frame(const IndexRef& ref, Head* head) const {
   head->needs_frame = head->block_begin % kFrameBlocks == 0;
+  KVM_ASSERT(head->block_begin < kFrameBlocks ||
+             head->block_begin / kFrameBlocks <= ref.data->heads[head->kv_head].frames.size());
   // The last that there is, as in a build of all runs at once.
   for (uint64_t i = head->block_begin / kFrameBlocks; i > 0 && head->previous == nullptr; --i) {
     head->previous = ref.data->heads[head->kv_head].frames[i - 1];
@@ -314,6 +318,7 @@ hash_index::FramePtr IndexBuild::fit_frame(const Head& head) const {
 }
 
 void IndexBuild::sum_keys(uint32_t piece) {
+  KVM_ASSERT(piece < sum_pieces_.size());
   const SumPiece& p = sum_pieces_[piece];
   NewTables& tables = heads_[p.head].tables[p.run];
   try {
@@ -367,6 +372,7 @@ std::vector<float> IndexBuild::center_of(const Head& head, const NewTables& tabl
     std::transform(all.begin(), all.end(), sums.begin(), all.begin(), std::plus<>());
   }
   const uint64_t begin = std::max(tables.run.position, first_typical(head.config));
+  KVM_ASSERT(begin < tables.run.end());
   const auto n = static_cast<double>(tables.run.end() - begin);
   std::vector<float> center;
   for (const double sum : all) {
@@ -468,6 +474,7 @@ uint64_t IndexBuild::open_sketches(uint32_t head_index, HeadIndex* index, const 
   if (head.needs_frame && !install_frame(&head, index)) {
     return head.block_begin;
   }
+  KVM_ASSERT(index->frames.size() == n_frames_for(head.block_end));
   const IndexFramePtr& frame = index->frames[head.block_begin / kFrameBlocks];
   for (uint64_t block = head.block_begin; block < head.block_end;) {
     const uint64_t number = block / kIndexPageBlocks;
@@ -540,7 +547,10 @@ void IndexBuild::open_tables(uint32_t head_index, HeadIndex* index, const IndexB
 // --- Codes --------------------------------------------------------------------------------------
 
 void IndexBuild::encode(uint32_t index) {
+  KVM_ASSERT(index < pieces_.size());
   Piece& piece = pieces_[index];
+  KVM_ASSERT(piece.block_begin < piece.block_end &&
+             piece.block_begin / kIndexPageBlocks == (piece.block_end - 1) / kIndexPageBlocks);
   const Head& head = heads_[piece.head];
   const size_t size =
       hash_index::block_bytes(hash_index::frame_kind(*piece.frame), space_->head_dim_k);
@@ -561,6 +571,7 @@ void IndexBuild::encode(uint32_t index) {
 }
 
 void IndexBuild::hash(uint32_t index, ThreadWorkspace& workspace) {
+  KVM_ASSERT(index < table_pieces_.size());
   TablePiece& piece = table_pieces_[index];
   const Head& head = heads_[piece.head];
   const IndexTables& tables = *head.tables[piece.run].tables;
@@ -574,6 +585,7 @@ void IndexBuild::hash(uint32_t index, ThreadWorkspace& workspace) {
   const KvRuns all = runs_of(head);
   const auto first = std::partition_point(
       all.begin(), all.end(), [&run](const KvRun& r) { return r.position < run.position; });
+  KVM_ASSERT(run.n_keys / kPageTokens <= static_cast<uint64_t>(all.end() - first));
   const KvRuns runs(first, run.n_keys / kPageTokens);
   hash_index::build_tables(planes, runs, head.page_head, tables.center.data(), run.position,
                            run.n_keys, piece.table_begin, piece.table_end, scratch,

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "base/assert.h"
 #include "codecs/convert.h"
 
 namespace kvm::engine {
@@ -25,6 +26,7 @@ void AppendWork::clear() {
 
 Status AppendWork::reserve(Store& store, const StepRequest& request,
                            std::span<Sequence* const> seqs, const StepTensors& tensors) {
+  KVM_ASSERT(seqs.size() == request.items.size() && items_.empty() && pieces_.empty());
   request_ = &request;
   tensors_ = &tensors;
   const uint32_t n_layers = std::max(1u, request.n_layers);
@@ -53,6 +55,7 @@ Status AppendWork::reserve(Store& store, const StepRequest& request,
 }
 
 void AppendWork::cut(uint64_t task_bytes) {
+  KVM_ASSERT(tasks_.empty());
   uint64_t bytes = 0;
   for (uint32_t i = 0; i < pieces_.size(); ++i) {
     if (tasks_.empty() || bytes >= task_bytes) {
@@ -65,6 +68,7 @@ void AppendWork::cut(uint64_t task_bytes) {
 }
 
 void AppendWork::copy(uint32_t task) const {
+  KVM_ASSERT(task < tasks_.size() && tasks_[task].piece_end <= pieces_.size());
   for (uint32_t i = tasks_[task].piece_begin; i < tasks_[task].piece_end; ++i) {
     copy_piece(pieces_[i]);
   }
@@ -73,6 +77,9 @@ void AppendWork::copy(uint32_t task) const {
 void AppendWork::copy_piece(const AppendPiece& piece) const {
   const AppendItem& target = items_[piece.item];
   const kvm_item& item = request_->items[request_items_[piece.item]];
+  // The tensors were found to have rows for all that items append.
+  KVM_ASSERT(piece.n_tokens != 0 && piece.token < item.n_append &&
+             piece.n_tokens <= item.n_append - piece.token);
   const uint64_t layer = target.layer - request_->layer_begin;
   const uint64_t row = uint64_t{item.append_row} + piece.token;
   const tiers::SlabClass& slab = piece.cls->slab_class;

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "base/assert.h"
 #include "base/counted.h"
 #include "codecs/convert.h"
 
@@ -23,6 +24,7 @@ tiers::SlabClass page_class(const HeadClass& cls, const KvRun& run) {
 
 // The part of a run from its n-th token on.
 void skip_tokens(KvRun& run, const tiers::SlabClass& slab, uint64_t n) {
+  KVM_ASSERT(n < run.n_tokens);
   run.k = static_cast<const std::byte*>(run.k) + n * slab.k_row_bytes();
   run.v = static_cast<const std::byte*>(run.v) + n * slab.v_row_bytes();
   run.k_scale = run.k_scale == nullptr ? nullptr : run.k_scale + n;
@@ -71,6 +73,7 @@ Status ReadWork::begin(const Store& store, const Sequence* seq, const ReadReques
       const tiers::SlabClass slab = page_class(cls, run);
       skip_tokens(run, slab, begin - run.position);
       run.n_tokens = static_cast<uint16_t>(run_end - begin);
+      KVM_ASSERT(begin - request.position + run.n_tokens <= request.n_tokens);
       pieces_.push_back({run, begin - request.position, &cls});
       task_bytes += run.n_tokens * slab.n_heads * slab.token_bytes();
       if (task_bytes >= kTaskBytes) {
@@ -93,6 +96,7 @@ Status ReadWork::begin(const Store& store, const Sequence* seq, const ReadReques
 }
 
 void ReadWork::run(uint32_t task) const {
+  KVM_ASSERT(task < task_ends_.size() && task_ends_[task] <= pieces_.size());
   const uint32_t begin = task == 0 ? 0 : task_ends_[task - 1];
   for (uint32_t i = begin; i < task_ends_[task]; ++i) {
     copy_piece(pieces_[i]);

@@ -32,8 +32,10 @@ void SequenceOrder::enter(Ticket* ticket, std::span<const kvm_seq_id> seqs) {
 void SequenceOrder::leave(Ticket* ticket, std::vector<Ticket*>* ready) {
   for (Ticket::Place& place : ticket->places_) {
     const auto found = lines_.find(place.seq);
+    KVM_ASSERT(found != lines_.end());
     Line& line = found->second;
     if (line.first != &place) {
+      KVM_ASSERT(place.before != nullptr && place.before->next == &place);
       place.before->next = place.next;
       (place.next == nullptr ? line.last : place.next->before) = place.before;
       continue;
@@ -47,8 +49,12 @@ void SequenceOrder::leave(Ticket* ticket, std::vector<Ticket*>* ready) {
       if (line.is_gone) {
         lines_.erase(found);
       }
-    } else if (--line.first->ticket->n_ahead_ == 0) {
-      ready->push_back(line.first->ticket);
+      continue;
+    }
+    Ticket* next = line.first->ticket;
+    KVM_ASSERT(next != ticket && next->n_ahead_ != 0);
+    if (--next->n_ahead_ == 0) {
+      ready->push_back(next);
     }
   }
   ticket->places_.clear();
