@@ -224,6 +224,7 @@ void PageList::share(const PageList& parent, uint64_t n_tokens, PageBank bank) {
   Undo clearing([&] { clear(bank); });
   truncate(n_tokens, bank);
   clearing.dismiss();
+  KVM_CHECK_INVARIANT(is_end_valid());
 }
 
 void PageList::truncate(uint64_t n_tokens, PageBank bank) {
@@ -249,6 +250,7 @@ void PageList::truncate(uint64_t n_tokens, PageBank bank) {
   length_ = n_tokens;
   dropped_end_ = std::min(dropped_end_, n_tokens);
   n_dropped_ = n_dropped_ == 0 ? 0 : length_ - count_stored();
+  KVM_CHECK_INVARIANT(is_valid());
 }
 
 void PageList::clear(PageBank bank) {
@@ -316,6 +318,7 @@ uint64_t PageList::pop_segments(size_t n_keep, uint64_t n_pages, PageBank bank) 
   length_ = segments.empty() ? 0 : segments.back()->entries.back().end();
   n_dropped_ = length_ - n_stored;
   dropped_end_ = std::min(dropped_end_, length_);
+  KVM_CHECK_INVARIANT(is_valid());
   return n_given;
 }
 
@@ -358,6 +361,7 @@ Status PageList::reserve(uint64_t n_tokens, const SlabClass& slab_class, PageBan
     return Status::fixed(KVM_ERR_NO_MEMORY, "the machine refused memory for a list of pages");
   }
   n_reserved_ = n_tokens;
+  KVM_CHECK_INVARIANT(is_end_valid());
   return Status::ok();
 }
 
@@ -433,6 +437,7 @@ void PageList::publish(PageBank bank) {
   pending_tail_ = kNoPage;
   pending_.clear();
   spare_.clear();
+  KVM_CHECK_INVARIANT(is_end_valid());
 }
 
 void PageList::rollback(PageBank bank) {
@@ -446,6 +451,7 @@ void PageList::rollback(PageBank bank) {
   pending_.clear();
   spare_.clear();
   n_reserved_ = 0;
+  KVM_CHECK_INVARIANT(is_end_valid());
 }
 
 void PageList::prepare_drop(uint32_t block_begin, uint32_t block_end, PageBank bank) {
@@ -496,6 +502,7 @@ uint64_t PageList::drop(uint32_t block_begin, uint32_t block_end, PageBank bank)
     segment->entries.erase(first, last);
     ++index;
   }
+  KVM_CHECK_INVARIANT(is_valid());
   return n_pages;
 }
 
@@ -528,6 +535,49 @@ bool PageList::covers(uint64_t begin, uint64_t end) const {
   }
   advance(tail_);
   return next >= end;
+}
+
+bool PageList::is_end_valid() const {
+  if (n_dropped_ > dropped_end_ || dropped_end_ > length_ || n_reserved_ > kMaxTokens - length_) {
+    return false;
+  }
+  const bool has_tail = tail_.page != kNoPage;
+  if (has_tail ? tail_.count == 0 || tail_.end() != length_ || tail_fill() == 0 ||
+                     tail_.block != length_ / kPageTokens
+               : tail_.count != 0) {
+    return false;
+  }
+  if (root_ != nullptr && !root_->segments.empty()) {
+    const PageEntry& last = root_->segments.back()->entries.back();
+    if (last.end() > length_ || (has_tail && last.block >= tail_.block)) {
+      return false;
+    }
+  }
+  // Reserved tokens fill the tail's page first, then whole pages.
+  return pending_.size() == div_up(n_reserved_ - reserved_in_tail(), kPageTokens) &&
+         (pending_tail_ == kNoPage || reserved_in_tail() != 0);
+}
+
+bool PageList::is_valid() const {
+  if (!is_end_valid()) {
+    return false;
+  }
+  uint64_t block = 0;  // the least that may come next
+  for (size_t i = 0; root_ != nullptr && i < root_->segments.size(); ++i) {
+    const std::vector<PageEntry>& entries = root_->segments[i]->entries;
+    if (root_->segments[i]->n_refs == 0 || entries.empty() || entries.size() > kSegmentEntries) {
+      return false;
+    }
+    for (const PageEntry& entry : entries) {
+      // All pages but the tail are filled to their end.
+      if (entry.page == kNoPage || entry.count == 0 || entry.block < block ||
+          entry.first + entry.count != static_cast<int>(kPageTokens)) {
+        return false;
+      }
+      block = uint64_t{entry.block} + 1;
+    }
+  }
+  return count_stored() + n_dropped_ == length_;
 }
 
 void copy_page_rows(const HostPool& pool, PageRef from, PageRef to, uint32_t first,

@@ -227,6 +227,9 @@ class PageList {
     }
   }
 
+  // Says whether entries, counts and lengths fit each other. O(pages).
+  bool is_valid() const;
+
   // For accounts in tests: the parts, as they are.
   const Root* root() const { return root_; }
   const PageEntry& tail() const { return tail_; }
@@ -255,6 +258,8 @@ class PageList {
   // The stored entry of a block, from the segments or the tail; page == kNoPage: dropped.
   PageEntry find_entry(uint32_t block) const;
   uint64_t count_stored() const;
+  // The part of is_valid() that does not grow with the list: tail, reservation and lengths.
+  bool is_end_valid() const;
   // Releases segments from the end on until n_keep are left or n_pages went, the tail before them.
   // REQUIRES: the root is this list's own. The length is that of what is left.
   uint64_t pop_segments(size_t n_keep, uint64_t n_pages, PageBank bank);
