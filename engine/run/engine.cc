@@ -393,9 +393,12 @@ void EngineImpl::give_back(Request* request) {
   RequestNames::leave(request);
   const auto client = clients_.find(request->client);
   if (client != clients_.end()) {
+    KVM_ASSERT(client->second.n_requests != 0);
     --client->second.n_requests;
   }
   const uint32_t index = request->index;
+  KVM_ASSERT(index < requests_.size() && requests_[index].get() == request &&
+             !request->LineHook::is_linked());
   std::unique_ptr<Request> owned = std::move(requests_[index]);
   if (index + 1 != requests_.size()) {
     requests_[index] = std::move(requests_.back());
@@ -598,6 +601,7 @@ void EngineImpl::start_ready() {
 }
 
 void EngineImpl::start(Request* request) {
+  KVM_ASSERT(request->ticket.may_run() && !request->LineHook::is_linked());
   request->enter(Phase::kIndexing);
   ++clients_.at(request->client).queue.n_running;
   try {
@@ -960,7 +964,10 @@ void EngineImpl::abandon(Request* request) {
 }
 
 void EngineImpl::finish(Request* request, Status status) {
-  clients_.at(request->client).queue.n_running -= request->is_started() ? 1 : 0;
+  uint32_t& n_running = clients_.at(request->client).queue.n_running;
+  KVM_ASSERT(!request->is_started() || n_running != 0);
+  KVM_ASSERT(!request->LineHook::is_linked());
+  n_running -= request->is_started() ? 1 : 0;
   ++totals_.n_requests;
   totals_.n_requests_failed += status.is_ok() ? 0 : 1;
   if (!status.is_ok()) {
@@ -1008,6 +1015,7 @@ uint32_t EngineImpl::deliver() {
   for (; !delivering.empty(); ++n) {
     Request* request = &delivering.front();
     delivering.pop_front();
+    KVM_ASSERT(request->phase == Phase::kDone);
     RequestResult result = std::move(request->result);
     const DoneCallback callback = std::move(request->on_done);
     const bool is_orphan = request->is_orphan;

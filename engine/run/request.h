@@ -108,6 +108,19 @@ struct Request final : TaskSet, LineHook, NameHook {
   void enter(Phase next) {
     KVM_ASSERT(may_follow(phase, next));
     phase = next;
+    KVM_CHECK_INVARIANT(is_valid());
+  }
+  // Says whether what it asks for has such a phase.
+  bool is_valid() const {
+    const auto* seq = std::get_if<SeqRequest>(&what);
+    switch (phase) {
+      case Phase::kPlanning:
+        return std::holds_alternative<StepRequest>(what);
+      case Phase::kInParts:
+        return seq != nullptr && (seq->verb == SeqVerb::kTruncate || seq->verb == SeqVerb::kFree);
+      default:
+        return is_orphan == is_abandoned.load(std::memory_order_relaxed);
+    }
   }
   // Not yet started: it may be dropped as if it had never been.
   bool is_pending() const { return phase == Phase::kWaiting || phase == Phase::kReady; }
