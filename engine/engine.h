@@ -152,9 +152,10 @@ class Engine {
   virtual kvm_stats stats() const = 0;
   // How often a request was refused for each reason of engine/space/validate.h; by Refusal.
   virtual std::span<const uint64_t> refusals() const { return {}; }
-  // Of the audits that have ended.
+  // Counts the audits that have ended.
   virtual AuditStats audit_stats() { return {}; }
-  // What KVM_MODE_AUTO chooses by, as EngineOptions::cost_model has it; "": not measured yet.
+  // Returns what KVM_MODE_AUTO chooses by, as EngineOptions::cost_model has it; "": not measured
+  // yet.
   virtual std::string cost_model() const { return {}; }
   virtual const char* isa() const = 0;
   virtual uint32_t n_threads() const = 0;

@@ -336,7 +336,8 @@ bool AttendWork::covers_all_rows() const {
   return head == heads_.size() && row == 0;
 }
 
-// Says whether each chunk of each unit, and each shard of each approximate head, belongs to one task.
+// Says whether each chunk of each unit, and each shard of each approximate head, belongs to one
+// task.
 bool AttendWork::covers_all_chunks() const {
   uint32_t approx = 0;
   uint32_t shard = 0;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a request attends to: its items as views, and these as attention problems.
+// This file finds what a request attends to: its items become views, and these attention problems.
 #include "engine/attend/attend_work.h"
 #include "engine/index/sequence_index.h"
 
@@ -207,7 +207,7 @@ uint32_t AttendWork::n_plain_rows(const View& view) const {
              : static_cast<uint32_t>(first_turned - view.position);
 }
 
-// What the heads of a view have beside their keys, and into how many rows the view is cut for it.
+// Finds the indexes of a view's heads, and into how many rows the view is cut for them.
 void AttendWork::add_index(const Store& store, const Sequence* seq, View* view) {
   const uint32_t layer = request_->layer_begin;
   const kvm_item& item = request_->items[view->item];
@@ -483,7 +483,7 @@ uint32_t AttendWork::add_heads(uint32_t view_index, uint32_t first_head, uint64_
   return n_heads;
 }
 
-// Of one head, in bytes.
+// Returns the cost of one head, in bytes.
 uint64_t AttendWork::exact_cost(const View& view) const {
   const uint32_t layer = request_->layer_begin;
   const uint64_t rows = uint64_t{view.n_rows} * space_->layers[layer].group();
@@ -556,7 +556,7 @@ bool AttendWork::choose(const View& view, const IndexPart& part,
   return choice.mode != AutoMode::kExact;
 }
 
-// What most rows got.
+// Returns the mode that most rows got.
 uint32_t AttendWork::auto_mode() const {
   uint64_t n_rows[KVM_MODE_AUTO] = {};
   for (const ApproxHead& head : approx_) {

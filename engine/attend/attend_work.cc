@@ -14,7 +14,7 @@
 namespace kvm::engine {
 namespace {
 
-// What a request keeps for the next one, and a thread of its scratch.
+// A request keeps so much for the next one, and a thread so much of its scratch.
 constexpr size_t kKeepBytes = 64 << 20;
 constexpr size_t kKeepVectorBytes = 4 << 20;
 

@@ -39,13 +39,15 @@
 
 namespace kvm::engine {
 
-// Who runs a request's tasks.
+// A TaskCrew is the threads that run a request's tasks.
 struct TaskCrew {
   uint32_t n_threads = 1;
   // Whether other clients may ask meanwhile: tasks are shorter then.
   bool is_shared = false;
 };
 
+// AttendWork is the attention of one request.
+//
 // Threads: prepare() and evaluate() on any thread, each task once and every prepare() before the
 // first evaluate(); the rest on the driver. Where has_approx(), prepare() reads stored tokens.
 class AttendWork {
@@ -96,7 +98,7 @@ class AttendWork {
 
  private:
   static constexpr size_t kNotShared = SIZE_MAX;
-  // Rows of an item that see a head class by the same rule.
+  // A View is the rows of an item that see a head class by the same rule.
   struct View {
     uint32_t item = 0;
     uint32_t class_index = 0;
@@ -152,7 +154,7 @@ class AttendWork {
     size_t hash_begin = 0;
     size_t n_hashes = 0;
   };
-  // A problem that is solved approximately.
+  // An ApproxHead is a problem that is solved approximately.
   struct ApproxHead {
     attention::Problem problem;
     attention::ApproxInput input;
@@ -174,7 +176,7 @@ class AttendWork {
     bool is_approx = false;  // shard `first_chunk` of approx_[unit]
   };
 
-  // Positions of one head whose mass is summed up.
+  // A SumTask is positions of one head whose mass is summed up.
   struct SumTask {
     uint32_t head = 0;
     uint64_t begin = 0;
@@ -250,7 +252,7 @@ class AttendWork {
   std::vector<View> views_;
   std::vector<KvRun> runs_;
   std::vector<PositionRange> ranges_;
-  // Of views whose queries are turned for the sinks: the identity, then a rotation for each query
+  // Views whose queries are turned for the sinks have the identity, then a rotation for each query
   // token, whose numbers lie in rotations_ from rotation_at_[i / 2] on, cosines before sines.
   std::vector<QueryTransform> transforms_;
   std::vector<size_t> rotation_at_;
@@ -269,7 +271,7 @@ class AttendWork {
   // how many shards are evaluated.
   std::unique_ptr<std::atomic<uint32_t>[]> arrivals_;
   size_t arrivals_size_ = 0;
-  // Of approximate problems.
+  // These are of approximate problems.
   size_t scratch_bytes_ = 0;  // the most of a task
   uint64_t n_shards_ = 0;
   Workspace shared_memory_;

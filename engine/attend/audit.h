@@ -35,7 +35,7 @@ namespace kvm::engine {
 
 enum class AuditedAs : uint8_t { kTopK, kSampled, kVerified };  // AuditStats::modes
 
-// An answer, by itself: nothing of it refers to the request but pinned pages.
+// An AuditJob is an answer by itself: nothing of it refers to the request but pinned pages.
 struct AuditJob {
   AuditedAs mode = AuditedAs::kSampled;
   float delta = 0;
@@ -124,7 +124,7 @@ class Auditor {
   std::atomic<bool> stop_{false};
   std::mutex wake_mutex_;
   std::function<void()> wake_;  // guarded by wake_mutex_
-  // Of the thread.
+  // These belong to the thread.
   Workspace prepared_, scratch_, states_;
   std::thread thread_;
 };

@@ -75,11 +75,12 @@ float noise(uint64_t* state) {
   return (sum - 510.0f) / 148.0f;
 }
 
-// What one thread has found; all 0: the machine refused memory.
+// Timings are what one thread has found; all 0: the machine refused memory.
 struct Timings {
   double bf16 = 0;  // of a key
   double int8 = 0;
-  // Of a sample: with a small and a large budget, and the small one over half of the keys.
+  // These are of a sample: with a small and a large budget, and the small one over half of the
+  // keys.
   double few = 0;
   double many = 0;
   double half = 0;
@@ -91,7 +92,7 @@ struct Timings {
   bool is_complete() const { return bf16 > 0 && int8 > 0 && few > 0 && many > 0 && half > 0; }
 };
 
-// What one thread measures with. False from build(): the machine refused memory.
+// A Bench is what one thread measures with. build() returns false where the machine refused memory.
 class Bench {
  public:
   explicit Bench(uint64_t size_bytes) : n_pages_(size_bytes / kPageBytes) {}
@@ -105,9 +106,9 @@ class Bench {
   // Nanoseconds of the fastest of some runs.
   template <typename Run>
   static double fastest(Run run);
-  // Of a key; 0: the machine refused memory.
+  // Returns the time of a key; 0: the machine refused memory.
   double exact_ns(const std::vector<KvRun>& runs);
-  // Of all; *n_read: keys.
+  // Returns the time of all; *n_read: keys.
   double sampled_ns(uint64_t n_blocks, uint64_t budget, uint64_t* n_read);
 
   uint64_t n_pages_;
@@ -229,7 +230,8 @@ double Bench::fastest(Run run) {
   return static_cast<double>(least);
 }
 
-// Of slices of some 50 us each: who is put aside for a while loses some of them, not the measure.
+// It times slices of some 50 us each: who is put aside for a while loses some of them, not the
+// measure.
 double Bench::exact_ns(const std::vector<KvRun>& runs) {
   problem_.runs = runs;
   const attention::Plan plan = attention::make_plan(problem_);

@@ -15,7 +15,7 @@
 namespace kvm::engine {
 namespace {
 
-// What the rates are of.
+// The rates are those of rows of so many bytes.
 constexpr double kBf16Bytes = 512;
 constexpr double kInt8Bytes = 260;
 constexpr double kRows = 4;
@@ -23,7 +23,7 @@ constexpr double kDims = 256;
 // A sample may have to grow, or end up exact: of the time that exact takes only this share is
 // counted on.
 constexpr double kShare = 0.5;
-// What a pilot reads, and the least that a sample does.
+// A pilot reads so many rows, and a sample no fewer.
 constexpr double kProbeRows = 64;
 // A lookup reads two bytes of each of some tables for each key, and counts.
 constexpr double kLookupBytes = 16;
@@ -107,7 +107,7 @@ double fixed_ns(const CostModel& model, const ProblemCost& problem) {
   return share * exact_ns(model, problem);
 }
 
-// Of hash tables: the share of the keys that they are expected to propose for all rows together.
+// Returns the share of the keys that hash tables are expected to propose for all rows together.
 double candidate_share(const ProblemCost& problem) {
   return std::min(kCandidates * problem.rows, kMostCandidates);
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What attention costs on this machine, and what KVM_MODE_AUTO chooses by it: for each problem (one
-// item, one kv head) whether exact, sampled or TopK answers what was asked for soonest, or best.
+// A CostModel says what attention costs on this machine; KVM_MODE_AUTO chooses by it for each
+// problem (one item, one kv head) whether exact, sampled or TopK answers what was asked for
+// soonest, or best.
 //
 // Rates are those of one thread while all others work as well. They are measured once a process
 // (engine/attend/calibration.h), or written down in the configuration, which makes choices
@@ -24,7 +25,8 @@
 
 namespace kvm::engine {
 
-// Nanoseconds; of heads of 128 channels and up to 4 rows. Other sizes are taken in proportion.
+// A CostModel has rates in nanoseconds, of heads of 128 channels and up to 4 rows. Other sizes are
+// taken in proportion.
 struct CostModel {
   double exact_bf16 = 13.5;  // a key of 512 bytes, read in order
   double exact_int8 = 8;     // a key of 260 bytes, likewise
@@ -43,7 +45,7 @@ Result<std::optional<CostModel>> parse_cost_model(std::string_view text);
 // As parse_cost_model reads it.
 std::string format_cost_model(const CostModel& model);
 
-// One problem, as far as its costs go.
+// A ProblemCost is what the cost of one problem depends on.
 struct ProblemCost {
   uint32_t rows = 0;         // query tokens times group
   uint32_t dim = 0;          // channels of K and V together
@@ -64,8 +66,8 @@ struct AutoChoice {
 };
 
 double exact_ns(const CostModel& model, const ProblemCost& problem);
-// Of a sample that reads n_rows rows beside those always read; of a TopK over tables of n_rows keys
-// for all rows together.
+// Returns the time of a sample that reads n_rows rows beside those always read, or of a TopK over
+// tables of n_rows keys for all rows together.
 double approx_ns(const CostModel& model, const ProblemCost& problem, double n_rows);
 
 // An error is given. Sketches: VERIFIED, unless even its least costs as much as exact; what its
@@ -81,7 +83,7 @@ AutoChoice choose_for_error(const CostModel& model, const ProblemCost& problem);
 inline constexpr uint64_t kLeastBudget = 16;
 AutoChoice choose_for_time(const CostModel& model, const ProblemCost& problem, double time_ns);
 
-// The model of an engine: pinned, or measured.
+// Costs hold the model of an engine: pinned, or measured.
 class Costs {
  public:
   Costs(std::optional<CostModel> pinned, uint32_t n_threads)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How many stored tokens at least one row of some problems sees: what statistics and cost estimates
-// count.
+// VisibleKeys counts the stored tokens that at least one row of some problems sees, for statistics
+// and cost estimates.
 #ifndef KVM_ENGINE_ATTEND_VISIBLE_KEYS_H_
 #define KVM_ENGINE_ATTEND_VISIBLE_KEYS_H_
 
@@ -27,10 +27,10 @@ class VisibleKeys {
   void keep(std::span<const PositionRange> ranges);
   void remove(std::span<const PositionRange> ranges);
 
-  // Of one problem: sorted, disjoint, not empty.
+  // These are of one problem: sorted, disjoint, not empty.
   std::vector<PositionRange> seen_;
   std::vector<PositionRange> before_;
-  // Of all problems together, in any order.
+  // These are of all problems together, in any order.
   std::vector<PositionRange> all_;
 };
 

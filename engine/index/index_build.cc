@@ -81,7 +81,7 @@ uint64_t count_tokens(KvRuns runs) {
   return n;
 }
 
-// Where what a head's index is made from begins: sinks look like no other keys.
+// Returns where what a head's index is made from begins: sinks look like no other keys.
 uint64_t first_typical(const IndexConfig& config) {
   return std::min(config.n_sinks, config.min_tokens / 2);
 }
@@ -408,7 +408,7 @@ std::byte* open_page(uint64_t number, uint64_t page_bytes, HeadIndex* index,
   return bank.pool().data(fresh);
 }
 
-// What a frame takes beside the one before it, whose basis it may share.
+// Returns what a frame takes beside the one before it, whose basis it may share.
 uint64_t added_bytes(const hash_index::Frame& frame, const IndexFrame* previous) {
   if (previous != nullptr && previous->frame->basis == frame.basis) {
     return sizeof(frame) + frame.center.size() * sizeof(float);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A slice of what the index of one (sequence, layer) lacks, and how it is made, in stages:
+// An IndexBuild makes a slice of what the index of one (sequence, layer) lacks, in stages:
 //
 //   plan       (driver)  which blocks, frames and tables; what memory frames take at most
 //   frames     (tasks)   make_frame, sum_keys: frames of new runs, sums for the centres of tables
@@ -31,7 +31,8 @@ namespace kvm::engine {
 
 struct Sequence;
 
-// Queries that were seen in a layer, as engine/store/store.h's ObservedView has them.
+// SeenQueries are queries that were seen in a layer, as engine/store/store.h's ObservedView has
+// them.
 struct SeenQueries {
   const float* q = nullptr;  // [n_rows][n_q_heads][dim_k]
   uint32_t n_rows = 0;
@@ -39,7 +40,7 @@ struct SeenQueries {
 
 class IndexBuild {
  public:
-  // The blocks [begin, end) of a head, all in one page.
+  // A Piece is the blocks [begin, end) of a head, all in one page.
   struct Piece {
     uint32_t head = 0;  // in heads_
     uint64_t block_begin = 0;
@@ -49,7 +50,7 @@ class IndexBuild {
     // Bit b: block_begin + b was there and is encoded; not one whose keys its frame cannot code.
     uint32_t encoded = 0;
   };
-  // Some tables of a hash run.
+  // A TablePiece is some tables of a hash run.
   struct TablePiece {
     uint32_t head = 0;  // in heads_
     uint32_t run = 0;   // in Head::tables
@@ -57,7 +58,7 @@ class IndexBuild {
     uint32_t table_end = 0;
     bool is_built = false;  // false afterwards: the machine refused memory
   };
-  // Some keys of the sum for the centre of a hash run.
+  // A SumPiece is some keys of the sum for the centre of a hash run.
   struct SumPiece {
     uint32_t head = 0;
     uint32_t run = 0;
@@ -78,7 +79,8 @@ class IndexBuild {
              const IndexBank& bank);
   Sequence* seq() const { return seq_; }
   uint32_t layer() const { return layer_; }
-  // Of all tasks together, in the time that coding a block takes (some 6 us at 128 channels).
+  // Returns that of all tasks together, in the time that coding a block takes (some 6 us at 128
+  // channels).
   uint64_t cost() const { return cost_; }
 
   // Whether a reference lacks anything that it should have.
@@ -126,7 +128,7 @@ class IndexBuild {
   void plan_frame(const IndexRef& ref, Head* head) const;
   void plan_tables(const IndexRef& ref, Head* head) const;
   uint64_t cost_of(const Head& head) const;
-  // Where the tokens lie that a head's frame is made from.
+  // Returns where the tokens lie that a head's frame is made from.
   PositionRange frame_tokens(const Head& head) const;
   void start_frame(Head* head, const IndexBank& bank) const;
   void start_tables(uint32_t head);

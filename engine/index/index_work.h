@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a request waits for before it begins: that the indexes of its sequences cover what they can.
+// IndexWork is what a request waits for before it begins: that the indexes of its sequences cover
+// what they can.
 //
 //   add(...) for each (sequence, layer); then, as long as next() has a job, run its tasks.
 //

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The append half of a request: reserves room for the tokens of all items and copies their K and V
-// rows into pages, converted to the stored dtypes.
+// AppendWork is the append half of a request: it reserves room for the tokens of all items and
+// copies their K and V rows into pages, converted to the stored dtypes.
 #ifndef KVM_ENGINE_RUN_APPEND_WORK_H_
 #define KVM_ENGINE_RUN_APPEND_WORK_H_
 
@@ -25,7 +25,7 @@ class AppendWork {
   // Fails: as Store::reserve_append.
   Status reserve(Store& store, const StepRequest& request, std::span<Sequence* const> seqs,
                  const StepTensors& tensors);
-  // Of K and V as stored.
+  // Returns the size of K and V as stored.
   uint64_t n_bytes() const { return n_bytes_; }
   // Cuts the copying into tasks of at least task_bytes, the last excepted.
   void cut(uint64_t task_bytes);

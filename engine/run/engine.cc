@@ -34,20 +34,20 @@ namespace {
 constexpr size_t kMaxIdleRequests = 16;
 // Rounds of callbacks in one poll(): callbacks may submit requests that finish at once.
 constexpr uint32_t kMaxPollRounds = 16;
-// What counts as free where the system does not say.
+// So much counts as free where the system does not say.
 constexpr uint64_t kUnknownMemory = uint64_t{1} << 30;
 // Emptied extents that the store may keep for the next append; given back under pressure.
 constexpr uint64_t kMaxCachedBytes = uint64_t{256} << 20;
 
-// What a request costs besides K and V, in bytes. A client that is alone may run that many at once:
+// A request costs so many bytes besides K and V. A client that is alone may run that many at once:
 // others find room when they come.
 constexpr uint64_t kRequestCost = uint64_t{16} << 10;
 constexpr uint32_t kMaxRunningAlone = Scheduler::kMaxJobs - Scheduler::kMaxJobs / 4;
 // So many query rows of an item share a pass over its keys, about.
 constexpr uint64_t kRowsPerRead = 16;
-// What the driver starts in a row before it looks elsewhere.
+// The driver starts requests so long in a row before it looks elsewhere.
 constexpr uint64_t kMaxStartNs = 200'000;
-// Of a sequence that is freed or cut, or of a client that leaves, at a time: some 0.2 ms.
+// So many go at a time of a sequence that is freed or cut, or of a client that leaves: some 0.2 ms.
 constexpr uint64_t kFreePages = 4096;
 
 uint64_t token_bytes(const Space& space, uint32_t layer) {
@@ -188,7 +188,7 @@ class EngineImpl final : public Engine {
   template <typename What>
   void submit_any(ClientId client, RequestTag tag, What&& what, DoneCallback&& on_done);
 
-  // Of a request that ends where it is submitted.
+  // Answers a request that ends where it is submitted.
   void answer_at_once(ClientId client, Status status, uint64_t begin_ns,
                       const DoneCallback& on_done);
   void note_duration(ClientId client, uint64_t ns);
@@ -227,8 +227,8 @@ class EngineImpl final : public Engine {
   // Starts a job of the request's index work, if there is one left.
   bool run_index_work(Request* request);
   void start_work(Request* request);
-  // What begin() gave: fails, goes on planning, or runs.
   void start_job(Request* request, JobPlan plan);
+  // Goes on as begin() said: fails, goes on planning, or runs.
   void launch(Request* request, Status status, const JobPlan& plan, bool is_small);
   // Does the next bit of a request that has some left for the driver itself; false: there is none.
   bool go_on_with_one();
@@ -953,7 +953,7 @@ void EngineImpl::run_retention(Request* request) {
   finish(request, Status::ok());
 }
 
-// Of a client that is gone, after its last task: leaves nothing behind.
+// Ends a request of a client that is gone, after its last task: it leaves nothing behind.
 void EngineImpl::abandon(Request* request) {
   if (request->phase == Phase::kIndexing) {
     request->indexing.abandon(*store_);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// FairQueue: whose request starts next, where several clients have some that are ready.
+// A FairQueue says whose request starts next, where several clients have some that are ready.
 //
 // Deficit round robin (Shreedhar and Varghese, SIGCOMM 1995): a client's turn adds kQuantum bytes
 // to what it may start, and it starts requests in their order while their costs fit; who has
@@ -21,11 +21,11 @@ namespace kvm::engine {
 
 class FairQueue {
  public:
-  // What a turn is worth: in bytes of K and V, as Request::cost.
+  // A turn is worth so many bytes of K and V, as Request::cost counts them.
   static constexpr uint64_t kQuantum = uint64_t{16} << 20;
 
-  // A client's requests that are ready. REQUIRES: neither moved nor destroyed while it holds
-  // requests.
+  // A Flow is a client's requests that are ready. REQUIRES: neither moved nor destroyed while it
+  // holds requests.
   struct Flow {
     RequestLine ready;
     uint64_t deficit = 0;  // what it may start before others have their turn

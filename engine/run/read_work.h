@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Copies stored K and V out to tensors (kvm_read), and observations in (kvm_observe).
+// ReadWork copies stored K and V out to tensors (kvm_read); observe() copies observations in
+// (kvm_observe).
 #ifndef KVM_ENGINE_RUN_READ_WORK_H_
 #define KVM_ENGINE_RUN_READ_WORK_H_
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A request in flight. Internal to the engine.
+// A Request is one in flight. Internal to the engine.
 #ifndef KVM_ENGINE_RUN_REQUEST_H_
 #define KVM_ENGINE_RUN_REQUEST_H_
 
@@ -26,8 +26,8 @@
 
 namespace kvm::engine {
 
-// Where a request is in its life. Only the driver changes it, and never while tasks of the request
-// run, which it tells what to do.
+// A Phase says where a request is in its life. Only the driver changes it, and never while tasks of
+// the request run, which it tells what to do.
 //
 //   kWaiting -> kReady -> kIndexing -> [kPlanning] -> kComputing -> kRetaining -> kDone
 //                                   -> kInParts -> kDone
@@ -67,7 +67,7 @@ constexpr bool may_follow(Phase phase, Phase next) {
   return false;
 }
 
-// What lists and finds requests without allocating: links within them, which undo themselves.
+// These hooks list and find requests without allocating: links within them, which undo themselves.
 struct ByLine;
 struct ByName;
 using LineHook =
@@ -76,7 +76,7 @@ using LineHook =
 using NameHook = boost::intrusive::unordered_set_base_hook<
     boost::intrusive::tag<ByName>, boost::intrusive::link_mode<boost::intrusive::auto_unlink>>;
 
-// Reused from request to request: its buffers keep their size.
+// A Request is used again from request to request: its buffers keep their size.
 struct Request final : TaskSet, LineHook, NameHook {
   explicit Request(std::vector<ThreadWorkspace>* workspaces) : thread_workspaces(workspaces) {}
 
@@ -149,13 +149,14 @@ struct Request final : TaskSet, LineHook, NameHook {
   RetentionWork retention;  // what it ends with
 };
 
-// Requests in order, of which each stands in one line at most. Any leaves it by LineHook::unlink().
+// A RequestLine has requests in order, of which each stands in one line at most. Any leaves it by
+// LineHook::unlink().
 using RequestLine = boost::intrusive::list<Request, boost::intrusive::base_hook<LineHook>,
                                            boost::intrusive::constant_time_size<false>>;
 
-// Requests by client and tag, of which several may have the same. LIMIT: buckets for as many
-// requests as some clients have in flight; beyond, a search takes longer, as it does for a client
-// that chooses numbers which meet in a bucket.
+// RequestNames find requests by client and tag, of which several may have the same. LIMIT: buckets
+// for as many requests as some clients have in flight; beyond, a search takes longer, as it does
+// for a client that chooses numbers which meet in a bucket.
 class RequestNames {
  public:
   void enter(Request* request) { table_.insert(*request); }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The order of requests that touch the same sequences: each waits for all earlier ones that share a
-// sequence with it.
+// A SequenceOrder is that of requests that touch the same sequences: each waits for all earlier
+// ones that share a sequence with it.
 //
 // Threads: the driver.  Memory: one line per sequence that was ever used, until it is forgotten.
 #ifndef KVM_ENGINE_RUN_SEQUENCE_ORDER_H_
@@ -18,7 +18,8 @@ namespace kvm::engine {
 
 class SequenceOrder {
  public:
-  // A request's place in the lines of its sequences. Stays where it is between enter and leave.
+  // A Ticket is a request's place in the lines of its sequences. It stays where it is between enter
+  // and leave.
   class Ticket {
    public:
     bool may_run() const { return n_ahead_ == 0; }

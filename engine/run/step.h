@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One append, attend or step request from its start to its end.
+// A Step is one append, attend or step request from its start to its end.
 //
 //   begin()    checks it against the state of its sequences, reserves pages, cuts it into tasks
 //   run()      copies K and V into pages and prepares queries, then attends. What is attended
@@ -44,7 +44,7 @@ class Step {
   // True when handing tasks to other threads would take longer than running them.
   bool is_small() const { return is_small_; }
   uint64_t n_rows() const { return attend_.n_rows(); }
-  // Of the items.
+  // Returns the sequences of the items.
   const std::vector<Sequence*>& seqs() const { return seqs_; }
   void run(uint32_t task, ThreadWorkspace& workspace);
   // After every task has ended: a second job, where something is left that needs all results; else

@@ -10,7 +10,7 @@
 namespace kvm::engine {
 namespace {
 
-// What the numbers of an approximate mode mean together. EXACT ignores them.
+// Checks what the numbers of an approximate mode mean together. EXACT ignores them.
 Status check_together(const ModeChoice& choice, const char* prefix) {
   if (choice.mode <= KVM_MODE_EXACT) {
     return Status::ok();

@@ -9,8 +9,8 @@
 
 namespace kvm::engine {
 
-// What a request says, or a space for those that do not: which keys are read, and how good the
-// answer shall be. Field meanings are those of kvm_step_params.
+// A ModeChoice says which keys are read and how good the answer shall be: for a request, or for
+// those of a space that do not say. Field meanings are those of kvm_step_params.
 struct ModeChoice {
   uint32_t mode = KVM_MODE_EXACT;
   uint32_t proposal = KVM_PROPOSAL_DEFAULT;

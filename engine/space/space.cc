@@ -317,7 +317,7 @@ Status resolve_sink_logits(const SpaceSpec& spec, Space* space) {
   return Status::ok();
 }
 
-// What the policies and codecs say about one kv head of one layer.
+// A HeadConfig is what the policies and codecs say about one kv head of one layer.
 struct HeadConfig {
   Retention retention;
   Dtype dtype_k = Dtype::kBf16;

@@ -24,7 +24,8 @@
 
 namespace kvm::engine {
 
-// What is kept beside the keys of a head for approximate modes. All zero but `kind` with NONE.
+// An IndexConfig says what is kept beside the keys of a head for approximate modes. All zero but
+// `kind` with NONE.
 struct IndexConfig {
   uint32_t kind = KVM_INDEX_NONE;
   uint32_t n_sinks = 0;
@@ -35,7 +36,7 @@ struct IndexConfig {
   bool operator==(const IndexConfig&) const = default;
 };
 
-// How a head keeps its tokens. kFull has zeros in all numbers.
+// A Retention says how a head keeps its tokens. kFull has zeros in all numbers.
 struct Retention {
   uint32_t kind = KVM_RETAIN_FULL;
   uint64_t n_sinks = 0;
@@ -48,7 +49,7 @@ struct Retention {
 
   // Queries see whatever is stored, be it more than sinks and window.
   bool shows_all() const { return kind != KVM_RETAIN_SINKS_RECENT; }
-  // What is given up differs from head to head, or leaves something behind in each.
+  // Says whether what is given up differs from head to head, or leaves something behind in each.
   bool is_per_head() const {
     return kind == KVM_RETAIN_SINKS_RECENT_FOLD || kind == KVM_RETAIN_HEAVY;
   }
@@ -60,16 +61,17 @@ struct Retention {
   }
 };
 
-// The kv heads of one layer that share pages: same retention, same codec, and few enough that a
-// page fits an extent (heads that agree in everything may still be split into several classes).
+// A HeadClass is the kv heads of one layer that share pages: same retention, same codec, and few
+// enough that a page fits an extent (heads that agree in everything may still be split into several
+// classes).
 struct HeadClass {
   std::vector<uint16_t> kv_heads;  // ascending; head i of a page is kv head kv_heads[i]
   Retention retention;
   tiers::SlabClass slab_class;
 };
 
-// Planes, made when somebody first wants them: up to a million deviates are no work for the thread
-// that registers a space.
+// LazyPlanes are made when somebody first wants them: up to a million deviates are no work for the
+// thread that registers a space.
 class LazyPlanes {
  public:
   // Threads: any; whoever comes while they are made waits for them. Fails with bad_alloc; then the
@@ -94,7 +96,7 @@ class LazyPlanes {
   mutable std::atomic<const hash_index::Planes*> made_{nullptr};
 };
 
-// Where the rows of a kv head lie.
+// A HeadPlace says where the rows of a kv head lie.
 struct HeadPlace {
   uint16_t class_index = 0;  // in Layer::classes of the storage layer
   uint16_t head = 0;         // within the pages of that class
@@ -115,8 +117,8 @@ struct Layer {
   uint32_t group() const { return n_q_heads / n_kv_heads; }
 };
 
-// What the queries of one head see because of the layer's window and the head's retention, before
-// causality, ranges and trees: a query at position p sees position x when
+// A HeadVisibility says what the queries of one head see because of the layer's window and the
+// head's retention, before causality, ranges and trees: a query at position p sees position x when
 //   x > p - window  (window 0: always)   or   first_sink <= x < n_sinks.
 // Fits attention::Visibility {window, sinks = n_sinks} with the range [0, first_sink) excluded
 // where it is not empty.
@@ -146,7 +148,8 @@ struct Space {
   std::vector<float> sink_logits;
   uint32_t shard_index = 0;
   uint32_t n_shards = 1;
-  // Of requests with KVM_MODE_DEFAULT. EXACT with zeros, or valid with eps and delta filled in.
+  // Requests with KVM_MODE_DEFAULT take it. EXACT with zeros, or valid with eps and delta filled
+  // in.
   ModeChoice default_choice;
   std::vector<Layer> layers;
   hash_index::LshParams lsh;  // of all LSH indexes
@@ -164,9 +167,9 @@ struct Space {
   const HeadClass& head_class(uint32_t layer, uint32_t class_index) const {
     return storage(layer).classes[class_index];
   }
-  // Where kv head `head` of `layer` (OWN or ALIAS) is stored.
+  // Returns where kv head `head` of `layer` (OWN or ALIAS) is stored.
   HeadPlace place(uint32_t layer, uint32_t head) const { return storage(layer).heads[head]; }
-  // What is kept beside its keys.
+  // Returns what is kept beside its keys.
   IndexConfig index(uint32_t layer, uint32_t head) const {
     const std::vector<IndexConfig>& indexes = storage(layer).indexes;
     return indexes.empty() ? IndexConfig{} : indexes[head];
@@ -175,7 +178,7 @@ struct Space {
   const float* layer_sink_logits(uint32_t layer) const {
     return sink_logits.empty() ? nullptr : sink_logits.data() + uint64_t{layer} * n_q_heads;
   }
-  // What queries of the heads of a class see, from query_position on.
+  // Returns what queries of the heads of a class see, from query_position on.
   HeadVisibility visibility(uint32_t layer, uint32_t class_index, uint64_t query_position) const;
 };
 

@@ -19,7 +19,8 @@
 
 namespace kvm::engine {
 
-// What a tensor has to hold: elements [layer][row][head][dim] for all indices below these.
+// A TensorShape says what a tensor has to hold: elements [layer][row][head][dim] for all indices
+// below these.
 struct TensorShape {
   const char* name = "";
   uint64_t n_layers = 1;
@@ -28,7 +29,7 @@ struct TensorShape {
   uint32_t dim = 0;
 };
 
-// A validated tensor with every stride filled in, in elements.
+// A Tensor is a validated one with every stride filled in, in elements.
 struct Tensor {
   std::byte* data = nullptr;  // null: absent
   Dtype dtype = Dtype::kF32;
@@ -56,8 +57,8 @@ Result<Tensor> resolve_tensor(const TensorView& view, const TensorShape& shape);
 Status check_apart(const Tensor& out, const char* out_name, const Tensor& other,
                    const char* other_name);
 
-// A step request's tensors, resolved. Those of a half that the request does not have, or that has
-// no rows, are absent.
+// StepTensors are a step request's tensors, resolved. Those of a half that the request does not
+// have, or that has no rows, are absent.
 struct StepTensors {
   Tensor k, v, q, o, lse, err;
 };

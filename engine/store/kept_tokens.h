@@ -16,7 +16,7 @@
 
 namespace kvm::engine {
 
-// Rows of one head, in the encoding of its class.
+// KeptTokens are rows of one head, in the encoding of its class.
 class KeptTokens {
  public:
   struct Token {
@@ -49,7 +49,7 @@ class KeptTokens {
   // Appends the tokens as runs. is_packed: at positions that are not theirs, but consecutive up to
   // end(), so that they are few runs; no visible rule but causality can tell.
   void collect(bool is_packed, std::vector<KvRun>* runs) const;
-  // Where collect() says that a token lies.
+  // Returns where collect() says that a token lies.
   uint64_t collected_position(const Token& token, bool is_packed) const;
 
  private:
@@ -66,7 +66,7 @@ class KeptTokens {
   std::vector<uint16_t> v_scales_;
 };
 
-// Sums of softmax weights, over queries and the q heads of the group.
+// Masses are sums of softmax weights, over queries and the q heads of the group.
 struct Masses {
   uint64_t begin = 0;         // position of the first of `recent`
   std::vector<float> kept;    // of KeptTokens::tokens()

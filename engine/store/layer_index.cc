@@ -33,7 +33,7 @@ uint32_t page_bits(uint64_t page, uint64_t begin, uint64_t end) {
 
 // Blocks to wait for before what made way is built again.
 constexpr uint64_t kRebuildBlocks = kIndexPageBlocks;
-// What is unmapped before an allocation is given up, at a time.
+// So much is unmapped at a time before an allocation is given up.
 constexpr uint64_t kUnmapBytes = uint64_t{32} << 20;
 
 void release_pages(HeadIndex* head, const IndexBank& bank) {

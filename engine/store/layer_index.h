@@ -48,7 +48,7 @@ constexpr uint64_t indexable_blocks(uint64_t length) {
   return length < kUnsettledTokens ? 0 : (length - kUnsettledTokens) / kPageTokens;
 }
 
-// Of all indexes of a store.
+// IndexTotals are sums over all indexes of a store.
 struct IndexTotals {
   uint64_t n_pages = 0;
   uint64_t page_bytes = 0;
@@ -63,7 +63,7 @@ struct IndexTotals {
 
 struct LayerIndex;
 
-// The indexes of one client by their last use.
+// IndexUses are the indexes of one client by their last use.
 class IndexUses {
  public:
   // Makes `index` the one that was used last.
@@ -82,7 +82,8 @@ class IndexUses {
   std::list<LayerIndex*> order_;  // that hold anything, the longest unused first
 };
 
-// Where the memory of one client's indexes comes from and goes back to. A copy is as good.
+// An IndexBank is where the memory of one client's indexes comes from and goes back to. A copy is
+// as good.
 class IndexBank {
  public:
   IndexBank(tiers::HostPool* pool, tiers::MemoryBudget* budget, TableReclaimer* reclaimer,
@@ -104,7 +105,7 @@ class IndexBank {
   // Of size_bytes that were charged and are mapped: the client is charged no more; the capacity
   // when they are unmapped, which is put off.
   void reclaim(std::byte* data, uint64_t size_bytes) const;
-  // What could be charged now.
+  // Returns what could be charged now.
   uint64_t room_bytes() const;
   const tiers::HostPool& pool() const { return *pool_; }
   IndexTotals& totals() const { return *totals_; }
@@ -123,7 +124,7 @@ class IndexBank {
   QuotaAccount* account_;
 };
 
-// Memory on the heap that is charged as long as it lives.
+// ChargedMemory is memory on the heap that is charged as long as it lives.
 class ChargedMemory {
  public:
   // REQUIRES: size_bytes are charged already.
@@ -144,7 +145,8 @@ class ChargedMemory {
   uint64_t size_bytes_;
 };
 
-// The memory of hash tables: mapped, and unmapped bit by bit, some time after it is not needed.
+// TableMemory is that of hash tables: mapped, and unmapped bit by bit, some time after it is not
+// needed.
 class TableMemory {
  public:
   // `data`: table_map_bytes(...) from map_tables, charged already.
@@ -168,7 +170,7 @@ struct IndexFrame {
 };
 using IndexFramePtr = std::shared_ptr<const IndexFrame>;
 
-// The hash tables of consecutive keys.
+// A HashRun is consecutive keys with hash tables of their own.
 struct HashRun {
   uint64_t position = 0;
   uint32_t n_keys = 0;
@@ -201,7 +203,7 @@ struct HeadIndex {
   std::vector<IndexTablesPtr> tables;  // ascending and disjoint
 };
 
-// Made by make_index alone.
+// A LayerIndex is the indexes of a layer's heads. make_index alone makes one.
 struct LayerIndex {
   explicit LayerIndex(const IndexBank& of_client) : bank(of_client) {}
 
@@ -226,13 +228,13 @@ struct LayerIndex {
   uint64_t size_bytes(const tiers::HostPool& pool) const;
 };
 
-// An index, perhaps shared, of which the blocks below `limit` hold.
+// An IndexRef refers to an index, perhaps shared, of which the blocks below `limit` hold.
 struct IndexRef {
   std::shared_ptr<LayerIndex> data;
   uint64_t limit = UINT64_MAX;
 };
 
-// Keeps an index from making way, and counts as a use of it. REQUIRES: it lives longer.
+// An IndexPin keeps an index from making way, and counts as a use of it. REQUIRES: it lives longer.
 class IndexPin {
  public:
   IndexPin() = default;
@@ -265,8 +267,8 @@ LayerIndex* own_index(IndexRef* ref, std::span<const IndexConfig> configs, const
 // REQUIRES here and below: config is that of the head.
 uint64_t blocks_dealt_with(const IndexRef& ref, uint32_t head, const IndexConfig& config);
 
-// What a request reads, in the terms of attention. Pointers hold as long as the index is not
-// changed. What a head has of the first n_blocks blocks is appended.
+// Both append what a head has of the first n_blocks blocks, in the terms of attention. Pointers
+// hold as long as the index is not changed.
 void collect_sketches(const IndexRef& ref, uint32_t head, const IndexConfig& config,
                       uint64_t n_blocks, const tiers::HostPool& pool, uint32_t dim_k,
                       std::vector<attention::SketchedRun>* out);

@@ -28,7 +28,7 @@ struct MeanEntry {
   KvRun run() const;
 };
 
-// Rows of some tokens, added up in fp64 in the order of their positions.
+// RowSums are rows of some tokens, added up in fp64 in the order of their positions.
 struct RowSums {
   explicit RowSums(const tiers::SlabClass& slab_class) : k(slab_class.dim_k), v(slab_class.dim_v) {}
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What clients let the store observe of a sequence (kvm_observe), as engine/store/store.h states
-// it.
+// These functions keep what clients let the store observe of a sequence (kvm_observe), as
+// engine/store/store.h states it.
 #ifndef KVM_ENGINE_STORE_OBSERVATIONS_H_
 #define KVM_ENGINE_STORE_OBSERVATIONS_H_
 

@@ -32,7 +32,7 @@
 
 namespace kvm::engine {
 
-// Who has memory that can be done without.
+// A PageRelief has memory that can be done without.
 class PageRelief {
  public:
   // Gives some back; false: there is none.
@@ -42,9 +42,9 @@ class PageRelief {
   ~PageRelief() = default;
 };
 
-// Where pages come from and go back to, and who pays: bytes of a page are added to the account when
-// it is allocated and taken off when its last reference goes. relief (may be null) is asked before
-// NO_SPACE is the answer.
+// A PageBank is where pages come from and go back to, and knows who pays: bytes of a page are added
+// to the account when it is allocated and taken off when its last reference goes. relief (may be
+// null) is asked before NO_SPACE is the answer.
 class PageBank {
  public:
   PageBank(tiers::HostPool* pool, QuotaAccount* account, PageRelief* relief = nullptr)
@@ -72,7 +72,7 @@ class PageBank {
   PageRelief* relief_;
 };
 
-// One page of a list: 16 bytes.
+// A PageEntry is one page of a list: 16 bytes.
 struct PageEntry {
   tiers::PageRef page = tiers::kNoPage;
   uint32_t block = 0;      // slot s holds the token at position block * kPageTokens + s
@@ -92,11 +92,13 @@ inline constexpr uint64_t kMaxExpectedTokens = 1 << 20;
 // LIMIT: the same over all lists of a sequence: 64 KiB.
 inline constexpr uint64_t kMaxExpectedOfLists = 64 * kMaxExpectedTokens;
 
+// A Segment is a stretch of a list's pages that lists may share.
 struct Segment {
   uint32_t n_refs = 1;
   std::vector<PageEntry> entries;  // 1 to kSegmentEntries, blocks strictly increasing
 };
 
+// A Root is the segments of a list, which lists may share as a whole.
 struct Root {
   uint32_t n_refs = 1;
   std::vector<Segment*> segments;  // in position order; one reference on each

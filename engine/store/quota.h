@@ -59,7 +59,7 @@ using Amounts = PerResource<uint64_t>;
 
 inline constexpr uint64_t kNoLimit = UINT64_MAX;
 Amounts no_limits();
-// What is set replaces a limit, the rest stays.
+// LimitChanges replace the limits that are set in them; the rest stays.
 using LimitChanges = PerResource<std::optional<uint64_t>>;
 
 struct TenantLimits {
@@ -67,7 +67,7 @@ struct TenantLimits {
   std::map<uint32_t, LimitChanges> own;  // by uid: where a user's differ
 };
 
-// Who a client is.
+// A ClientSpec says who a client is.
 struct ClientSpec {
   uint32_t uid = 0;
   uint32_t pid = 0;
@@ -95,7 +95,7 @@ struct TenantUsage {
   Amounts limits;
 };
 
-// What a client, or a tenant, holds.
+// A QuotaAccount counts what a client, or a tenant, holds.
 class QuotaAccount {
  public:
   // owner: for sentences. tenant: null for an account of a tenant. beside: as ClientSpec has it.
@@ -108,7 +108,7 @@ class QuotaAccount {
   const Amounts& limits() const { return limits_; }
   // The smaller of its own limit and its tenant's.
   uint64_t limit(Resource resource) const;
-  // What could be charged now without passing its own.
+  // Returns what could be charged now without passing its own.
   uint64_t own_room(Resource resource) const;
   // The same without passing either.
   uint64_t room(Resource resource) const;
@@ -130,7 +130,7 @@ class QuotaAccount {
   const DurationCounts& durations() const { return durations_; }
 
  private:
-  // What may be held, with what is admitted beside the limit.
+  // Returns what may be held, with what is admitted beside the limit.
   uint64_t admitted(Resource resource) const;
   bool has_room(Resource resource, uint64_t n) const;
 
@@ -144,7 +144,7 @@ class QuotaAccount {
   DurationCounts durations_{};
 };
 
-// All accounts.
+// A QuotaBook has all accounts.
 class QuotaBook {
  public:
   explicit QuotaBook(TenantLimits tenant_limits) : tenant_limits_(std::move(tenant_limits)) {}
@@ -162,7 +162,7 @@ class QuotaBook {
 
   // Fails: NOT_FOUND.
   Status set_client_limits(ClientId client, const LimitChanges& changes);
-  // Of clients that are connected and of those to come.
+  // Sets the limits of clients that are connected and of those to come.
   void set_tenant_limits(uint32_t uid, const LimitChanges& changes);
 
  private:

@@ -8,7 +8,7 @@
 
 namespace kvm::engine {
 
-// A part of a list of sequences.
+// A SeqPage is a part of a list of sequences.
 struct SeqPage {
   std::vector<kvm_seq_info> infos;  // in the order of their ids
   bool has_more = false;            // the list goes on behind the last of them

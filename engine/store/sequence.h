@@ -23,7 +23,7 @@
 
 namespace kvm::engine {
 
-// The lists of a space that one policy decides about.
+// Governed are the lists of a space that one policy decides about.
 struct Governed {
   const policies::Policy* policy = nullptr;
   struct Member {
@@ -40,13 +40,14 @@ struct SpaceRecord {
   uint64_t n_sequences = 0;
 };
 
-// Observations of one layer, perhaps shared, of which positions below `limit` hold.
+// An ObservedRef refers to observations of one layer, perhaps shared, of which positions below
+// `limit` hold.
 struct ObservedRef {
   std::shared_ptr<Observed> data;
   uint64_t limit = UINT64_MAX;
 };
 
-// Likewise masses of one list.
+// A MassesRef refers likewise to masses of one list.
 struct MassesRef {
   std::shared_ptr<Masses> data;
   uint64_t limit = UINT64_MAX;

@@ -26,7 +26,7 @@ namespace {
 // the driver does nothing else meanwhile.
 constexpr uint64_t kMaxListedPages = 65536;
 
-// What freeing a sequence costs besides its pages, in pages.
+// Freeing a sequence costs so many pages besides its own.
 constexpr uint64_t kPagesPerSequence = 16;
 
 kvm_space_info info_of(const SpaceRecord& record) {

@@ -89,7 +89,7 @@ class Store final {
 
   // Fails: NOT_FOUND, STALE, LOST, PERMISSION (of another client).
   Result<Sequence*> find_seq(ClientId client, kvm_seq_id id);
-  // Whose a sequence is.
+  // Returns the client that a sequence belongs to.
   Result<ClientId> seq_client(kvm_seq_id id) const;
   // flags: KVM_SEQ_*. n_expected: tokens that the tables of the sequence have room for from the
   // beginning on (PageList::expect). Fails: as space(), INVALID (flags), QUOTA (sequences).

@@ -34,7 +34,7 @@ struct Account {
   kvm_seq_id next_freed = 0;  // where Store::free_some goes on
 };
 
-// Since the store was opened.
+// StoreCounts count since the store was opened.
 struct StoreCounts {
   uint64_t n_tokens_appended = 0;
   uint64_t bytes_appended = 0;
@@ -97,7 +97,7 @@ class StoreMemory final : private PageRelief {
   bool housekeep();
 
   StoreCounts& counts() { return counts_; }
-  // What Store::add_stats says of memory.
+  // Adds what Store::add_stats says of memory.
   void add_stats(kvm_stats* stats) const;
   // For store_check.h.
   uint64_t charged_bytes() const { return charged_bytes_; }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What callers hand to a Store and get from it (engine/store/store.h).
+// These types are what callers hand to a Store and get from it (engine/store/store.h).
 #ifndef KVM_ENGINE_STORE_STORE_TYPES_H_
 #define KVM_ENGINE_STORE_STORE_TYPES_H_
 
@@ -29,7 +29,7 @@ struct StoreOptions {
   uint64_t cached_bytes = uint64_t{64} << 20;
 };
 
-// Tokens to make room for: n_tokens >= 1 at the end of one layer of one sequence.
+// An AppendItem asks for room: for n_tokens >= 1 at the end of one layer of one sequence.
 struct AppendItem {
   Sequence* seq = nullptr;
   uint32_t layer = 0;
@@ -37,7 +37,8 @@ struct AppendItem {
   uint32_t n_tokens = 0;
 };
 
-// Where some tokens of an item go, for the heads of one class: consecutive rows of one page.
+// An AppendPiece says where some tokens of an item go, for the heads of one class: to consecutive
+// rows of one page.
 // The row of token t (0 <= t < n_tokens) and head h of the class starts at
 //   k + h * cls->slab_class.k_head_bytes() + t * cls->slab_class.k_row_bytes()
 // and likewise v. K and V of kv head cls->kv_heads[h] belong there, as slab_class.dtype_k, dtype_v;
@@ -54,7 +55,7 @@ struct AppendPiece {
   const HeadClass* cls = nullptr;
 };
 
-// kvm_observe's data, already in this process and in fp32.
+// An ObserveInput is kvm_observe's data, already in this process and in fp32.
 struct ObserveInput {
   uint32_t layer = 0;
   uint64_t query_position = 0;  // of the first row; the others follow
@@ -65,7 +66,7 @@ struct ObserveInput {
   const float* column_sums = nullptr;  // [n_columns][n_kv_heads of the layer]
 };
 
-// What is kept of it, for one (sequence, layer).
+// An ObservedView is what is kept of it, for one (sequence, layer).
 struct ObservedView {
   uint64_t query_position = 0;  // of the first kept row; rows are consecutive
   uint32_t n_rows = 0;
@@ -74,7 +75,8 @@ struct ObservedView {
   const float* column_sums = nullptr;  // [n_columns][n_kv_heads]
 };
 
-// Full pages of one head class that stay as they are though their sequence may change or go.
+// PagePins hold full pages of one head class, which stay as they are though their sequence may
+// change or go.
 struct PagePins {
   ClientId client = 0;  // whose account they stay on
   std::vector<tiers::PageRef> pages;

@@ -15,12 +15,12 @@
 
 namespace kvm::engine {
 
-// What `size_bytes` take.
+// Returns what `size_bytes` take.
 uint64_t table_map_bytes(uint64_t size_bytes);
 // Zeros, aligned to an OS page; null where the machine refuses. map_bytes: from table_map_bytes.
 std::byte* map_tables(uint64_t map_bytes);
 
-// Tables that nobody needs any more.
+// A TableReclaimer holds tables that nobody needs any more.
 class TableReclaimer {
  public:
   explicit TableReclaimer(tiers::MemoryBudget* budget) : budget_(budget) {}

@@ -140,7 +140,7 @@ void Scheduler::announce_tasks(uint32_t n_wake) {
   driver_.notify_one();
 }
 
-// What the lanes with jobs have been served, each at least so much.
+// Returns what each lane with jobs has been served at least.
 uint64_t Scheduler::least_served() const {
   uint64_t least = UINT64_MAX;
   for (const Lane& lane : lanes_) {
@@ -186,7 +186,7 @@ bool Scheduler::has_ready_task(const Slot& slot) const {
   return generation_of(cursor) == generation_of(limit) && task_of(cursor) < task_of(limit);
 }
 
-// Of the jobs with a ready task, the oldest of the lane that was served least.
+// Takes from the oldest job with a ready task of the lane that was served least.
 bool Scheduler::take_fair_task(uint32_t* slot, uint32_t* task) {
   const uint32_t oldest = oldest_.load(std::memory_order_relaxed);
   for (;;) {

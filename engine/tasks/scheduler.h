@@ -41,7 +41,7 @@
 
 namespace kvm::engine {
 
-// The work of a job.
+// A TaskSet is the work of a job.
 class TaskSet {
  public:
   virtual ~TaskSet() = default;
@@ -50,6 +50,7 @@ class TaskSet {
   virtual void run(uint32_t task, uint32_t thread) = 0;
 };
 
+// A JobPlan says how the tasks of a job are cut into stages and what they cost.
 struct JobPlan {
   uint32_t n_first = 0;   // tasks [0, n_first) are the first stage
   uint32_t n_tasks = 0;   // of all stages; at least 1
@@ -65,6 +66,7 @@ struct JobPlan {
   }
 };
 
+// A FinishedJob says when the tasks of a job ran.
 struct FinishedJob {
   TaskSet* set = nullptr;
   uint64_t begin_ns = 0;  // of the first task

@@ -11,6 +11,7 @@
 
 namespace kvm::engine {
 
+// A Workspace is one such piece of memory.
 class Workspace {
  public:
   static constexpr size_t kAlign = 64;
@@ -47,7 +48,7 @@ class Workspace {
   size_t size_bytes_ = 0;
 };
 
-// What each compute thread has to itself.
+// A ThreadWorkspace is what each compute thread has to itself.
 struct ThreadWorkspace {
   Workspace prepared;
   Workspace scratch;
