@@ -202,7 +202,7 @@ struct ChunkRange {
 // Those of which every token lies behind the sinks and before every row's window.
 ChunkRange hidden_chunks(const Problem& problem, const Plan& plan, const VisibleSet& visible) {
   const uint64_t sinks = problem.visible.sinks;
-  if (sinks >= visible.window_low() || problem.column_sums != nullptr) {
+  if (sinks >= visible.window_low() || problem.wants_column_sums) {
     return {};
   }
   return {(sinks + plan.chunk_tokens - 1) / plan.chunk_tokens,
@@ -491,7 +491,7 @@ void merge_chunks(const Problem& problem, const Plan& plan, RowRange rows, void*
 
 void eval_column_sums(const Problem& problem, const Plan& plan, const void* prepared,
                       uint64_t begin, uint64_t end, void* scratch) {
-  KVM_ASSERT(problem.column_sums != nullptr && problem.lse != nullptr);
+  KVM_ASSERT(problem.wants_column_sums && problem.column_sums != nullptr && problem.lse != nullptr);
   KVM_ASSERT(begin % kPageTokens == 0 && end % kPageTokens == 0 && plan.gap_chunks == 0);
   begin = std::max(begin, plan.first_chunk * plan.chunk_tokens);
   end = std::min(end, (plan.first_chunk + plan.n_chunks) * plan.chunk_tokens);

@@ -126,7 +126,8 @@ struct Problem {
   // [n_query * group]: largest logit of the row, log weights included, sinks not; -inf if none.
   float* row_max = nullptr;
   // Sum over rows of the softmax weight of each token, at column_sums[position - column_position].
-  // Written by eval_column_sums only.
+  // Written by eval_column_sums only, and needed by then; the plan depends on whether it is wanted.
+  bool wants_column_sums = false;
   float* column_sums = nullptr;
   uint64_t column_position = 0;
 };

@@ -683,7 +683,7 @@ void prepare_uses(const Context& c, float* dense) {
 ApproxPlan plan_approx(const ApproxInput& input) {
   ApproxPlan plan;
   Problem problem = *input.problem;
-  problem.column_sums = nullptr;
+  problem.wants_column_sums = false;
   const Plan exact = make_plan(problem, input.table);
   const bool has_many = exact.rows > kMaxApproxRows;
   const Counts counts = exact.n_chunks == 0 || has_many ? Counts{} : count_stretches(input);

@@ -20,7 +20,7 @@ Prepared carve_prepared(const ApproxInput& input, const Plan& exact, uint32_t n_
 
 Problem without_column_sums(const Problem& problem) {
   Problem copy = problem;
-  copy.column_sums = nullptr;
+  copy.wants_column_sums = false;
   return copy;
 }
 

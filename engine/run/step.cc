@@ -22,7 +22,7 @@ Status Step::begin(Store& store, ClientId client, const StepRequest& request,
                    const StepTensors& tensors, const Costs& costs, const TaskCrew& crew,
                    ThreadWorkspace& workspace) {
   append_.clear();
-  attend_.clear();
+  attend_plan_.clear();
   seqs_.clear();
   pins_.clear();
   plan_ = {};
@@ -45,34 +45,43 @@ Status Step::begin(Store& store, ClientId client, const StepRequest& request,
         pins_.push_back(pin_layer_index(seqs_[i], request.layer_begin));
       }
     }
-    Status status = attend_.plan(store, request, seqs_, tensors, costs, crew);
-    if (!status.is_ok()) {
-      abandon(store);
-      return status;
-    }
+    return check_planned(store,
+                         planner_.begin(store, request, seqs_, tensors, costs, crew, &attend_plan_),
+                         crew.n_threads, workspace);
   }
-  if (!is_planning()) {
-    make_plan(crew.n_threads, workspace);
-  }
+  make_plan(crew.n_threads, workspace);
   return Status::ok();
 }
 
 Status Step::plan_more(Store& store, uint32_t n_threads, ThreadWorkspace& workspace) {
-  Status status = attend_.plan_more(store);
+  return check_planned(store, planner_.go_on(store), n_threads, workspace);
+}
+
+Status Step::check_planned(Store& store, Status status, uint32_t n_threads,
+                           ThreadWorkspace& workspace) {
+  if (status.is_ok() && planner_.is_done()) {
+    status = executor_.begin(attend_plan_);
+  }
   if (!status.is_ok()) {
     abandon(store);
-  } else if (!is_planning()) {
+  } else if (planner_.is_done()) {
     make_plan(n_threads, workspace);
   }
   return status;
 }
 
+void Step::rest() {
+  planner_.clear();
+  attend_plan_.clear();
+  executor_.rest();
+}
+
 void Step::make_plan(uint32_t n_threads, ThreadWorkspace& workspace) {
-  const uint64_t cost = append_.n_bytes() + attend_.prepare_bytes() + attend_.cost();
+  const uint64_t cost = append_.n_bytes() + attend_plan_.prepare_bytes + attend_plan_.cost;
   is_small_ = cost < kSmallCost;
   const bool copy_now = append_.n_bytes() < kSmallAppendBytes;
   const bool prepare_now =
-      attend_.prepare_bytes() < kSmallPrepareBytes && (copy_now || !attend_.has_approx());
+      attend_plan_.prepare_bytes < kSmallPrepareBytes && (copy_now || attend_plan_.approx.empty());
   append_.cut(copy_now ? UINT64_MAX : kCopyTaskBytes);
   if (copy_now) {
     for (uint32_t i = 0; i < append_.n_tasks(); ++i) {
@@ -83,15 +92,15 @@ void Step::make_plan(uint32_t n_threads, ThreadWorkspace& workspace) {
   }
   n_prepared_ = n_copies_;
   if (prepare_now) {
-    for (uint32_t i = 0; i < attend_.n_prepare_tasks(); ++i) {
+    for (uint32_t i = 0; i < attend_plan_.n_prepare_tasks(); ++i) {
       prepare(i, workspace);
     }
   } else {
-    n_prepared_ += attend_.n_prepare_tasks();
+    n_prepared_ += attend_plan_.n_prepare_tasks();
   }
-  plan_.n_first = attend_.has_approx() ? n_copies_ : n_prepared_;
+  plan_.n_first = attend_plan_.approx.empty() ? n_prepared_ : n_copies_;
   plan_.n_middle = n_prepared_;
-  plan_.n_tasks = n_prepared_ + attend_.n_tasks();
+  plan_.n_tasks = n_prepared_ + static_cast<uint32_t>(attend_plan_.tasks.size());
   plan_.cost = cost;
   plan_.n_wake = static_cast<uint32_t>(std::min<uint64_t>(n_threads - 1, cost / kCostPerWake));
 }
@@ -101,14 +110,14 @@ bool Step::plan_second(uint32_t n_threads) {
     return false;
   }
   is_second_ = true;
-  const uint32_t n_tasks = attend_.plan_sums();
+  const auto n_tasks = static_cast<uint32_t>(attend_plan_.sum_tasks.size());
   plan_ = {.n_tasks = n_tasks, .n_wake = std::min(n_threads, n_tasks) - (n_tasks != 0 ? 1 : 0)};
   return n_tasks != 0;
 }
 
 void Step::run(uint32_t task, ThreadWorkspace& workspace) {
   if (is_second_) {
-    if (!attend_.sum(task, workspace)) {
+    if (!executor_.sum(task, workspace)) {
       out_of_memory_.store(true, std::memory_order_relaxed);
     }
   } else if (task < n_copies_) {
@@ -117,14 +126,14 @@ void Step::run(uint32_t task, ThreadWorkspace& workspace) {
     prepare(task - n_copies_, workspace);
   } else if (out_of_memory_.load(std::memory_order_relaxed)) {
     // What a task of an earlier stage should have prepared may be missing.
-  } else if (!attend_.evaluate(task - n_prepared_, workspace)) {
+  } else if (!executor_.evaluate(task - n_prepared_, workspace)) {
     // The end of the job orders this before end().
     out_of_memory_.store(true, std::memory_order_relaxed);
   }
 }
 
 void Step::prepare(uint32_t task, ThreadWorkspace& workspace) {
-  if (!attend_.prepare(task, workspace)) {
+  if (!executor_.prepare(task, workspace)) {
     out_of_memory_.store(true, std::memory_order_relaxed);
   }
 }
@@ -134,11 +143,11 @@ Status Step::end(Store& store, Auditor* auditor, RequestResult* result) {
   pins_.clear();
   // Before the appended tokens are published: policies may then give pages back.
   if (attends_ && !failed && auditor != nullptr) {
-    attend_.offer_audits(store, seqs_, auditor);
+    executor_.offer_audits(store, seqs_, auditor);
   }
   if (attends_ && !failed) {
     try {
-      attend_.add_masses(store, seqs_);
+      executor_.add_masses(store, seqs_);
     } catch (const std::bad_alloc&) {
       // The answer is right; what policies go by misses some of it.
     }
@@ -148,7 +157,7 @@ Status Step::end(Store& store, Auditor* auditor, RequestResult* result) {
     return Status::fixed(KVM_ERR_NO_MEMORY, "the machine refused memory for intermediate results");
   }
   if (attends_) {
-    attend_.report(result);
+    executor_.report(result);
   }
   return Status::ok();
 }

@@ -17,7 +17,9 @@
 #include <vector>
 
 #include "base/status.h"
-#include "engine/attend/attend_work.h"
+#include "engine/attend/attend_executor.h"
+#include "engine/attend/attend_plan.h"
+#include "engine/attend/attend_planner.h"
 #include "engine/engine.h"
 #include "engine/run/append_work.h"
 #include "engine/space/validate.h"
@@ -37,13 +39,13 @@ class Step {
                ThreadWorkspace& workspace);
   // begin() has not planned everything: plan_more() does, some of it with each call, before
   // anything else. It fails as begin() does.
-  bool is_planning() const { return attends_ && !attend_.is_planned(); }
+  bool is_planning() const { return attends_ && !planner_.is_done(); }
   Status plan_more(Store& store, uint32_t n_threads, ThreadWorkspace& workspace);
   // n_tasks may be 0: begin() has done everything.
   const JobPlan& plan() const { return plan_; }
   // True when handing tasks to other threads would take longer than running them.
   bool is_small() const { return is_small_; }
-  uint64_t n_rows() const { return attend_.n_rows(); }
+  uint64_t n_rows() const { return attend_plan_.n_rows; }
   // Returns the sequences of the items.
   const std::vector<Sequence*>& seqs() const { return seqs_; }
   void run(uint32_t task, ThreadWorkspace& workspace);
@@ -57,16 +59,21 @@ class Step {
   Status end(Store& store, Auditor* auditor, RequestResult* result);
   void abandon(Store& store);
   // Gives memory beyond what is worth keeping back. Nothing may be running.
-  void rest() { attend_.clear(); }
+  void rest();
 
  private:
+  // After planner_ has begun or gone on: abandons a request that failed, and makes plan_ of one
+  // that is planned.
+  Status check_planned(Store& store, Status status, uint32_t n_threads, ThreadWorkspace& workspace);
   void make_plan(uint32_t n_threads, ThreadWorkspace& workspace);
   void prepare(uint32_t task, ThreadWorkspace& workspace);
 
   AppendWork append_;
-  AttendWork attend_;
+  AttendPlanner planner_;
+  AttendPlan attend_plan_;  // made by planner_, carried out by executor_
+  AttendExecutor executor_;
   std::vector<Sequence*> seqs_;
-  std::vector<IndexPin> pins_;  // of what attend_ reads
+  std::vector<IndexPin> pins_;  // of what attend_plan_ reads
   JobPlan plan_;
   uint32_t n_copies_ = 0;    // tasks that copy
   uint32_t n_prepared_ = 0;  // tasks before this one and behind the copies prepare

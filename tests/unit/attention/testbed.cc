@@ -298,7 +298,8 @@ void Case::run(const KernelTable* table, int pieces, int row_pieces) {
   row_max.assign(rows, 0.0f);
   p.row_max = row_max.data();
   column_sums.assign(shape_.n_tokens, -1.0f);
-  p.column_sums = wants_column_sums ? column_sums.data() : nullptr;
+  p.wants_column_sums = wants_column_sums;
+  p.column_sums = column_sums.data();
   p.column_position = shape_.first_position;
 
   plan = make_plan(p, table);
@@ -368,7 +369,7 @@ void Case::run_item(const KernelTable* table, uint32_t first, uint32_t count, ui
   p.o = static_cast<std::byte*>(p.o) + first * p.o_stride_query * dtype_size_bytes(p.dtype_o);
   p.lse += first * p.lse_stride_query;
   p.row_max += size_t{first} * p.group;
-  p.column_sums = nullptr;
+  p.wants_column_sums = false;
   const Plan own = make_plan(p, table);
   const Buffer prepared(own.prepared_bytes);
   const Buffer scratch(own.scratch_bytes);

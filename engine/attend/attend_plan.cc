@@ -1,0 +1,217 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/attend/attend_plan.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "base/round.h"
+
+namespace kvm::engine {
+namespace {
+
+// States and prepared queries together; a request that needs more is refused.
+constexpr uint64_t kMaxRequestBytes = 1 << 30;
+
+// A Stretch is [begin, begin + size) of something that is handed out in stretches.
+struct Stretch {
+  size_t begin = 0;
+  size_t size = 0;
+};
+
+// Says whether no two stretches have anything in common, and all end by `end`.
+bool are_apart(std::vector<Stretch> all, size_t end) {
+  std::sort(all.begin(), all.end(), [](const Stretch& a, const Stretch& b) {
+    return a.begin != b.begin ? a.begin < b.begin : a.size < b.size;
+  });
+  size_t at = 0;
+  for (const Stretch& stretch : all) {
+    if (stretch.begin < at || stretch.begin > end || stretch.size > end - stretch.begin) {
+      return false;
+    }
+    at = stretch.begin + stretch.size;
+  }
+  return true;
+}
+
+}  // namespace
+
+void AttendPlan::clear() {
+  AttendPlan rest;
+  const auto keep = [](auto* list, auto* to) {
+    empty(list);
+    std::swap(*list, *to);
+  };
+  keep(&runs, &rest.runs);
+  keep(&ranges, &rest.ranges);
+  keep(&transforms, &rest.transforms);
+  keep(&rotations, &rest.rotations);
+  keep(&sketches, &rest.sketches);
+  keep(&hashes, &rest.hashes);
+  keep(&heads, &rest.heads);
+  keep(&sums, &rest.sums);
+  keep(&approx, &rest.approx);
+  keep(&units, &rest.units);
+  keep(&prepare, &rest.prepare);
+  keep(&tasks, &rest.tasks);
+  keep(&sum_tasks, &rest.sum_tasks);
+  *this = std::move(rest);
+}
+
+Status AttendPlan::check_size(size_t size_bytes) const {
+  if (size_bytes > kMaxRequestBytes) {
+    return {KVM_ERR_LIMIT,
+            fmt::format("{} query rows need {} bytes for intermediate results; {} are allowed: "
+                        "attend to fewer at once",
+                        n_rows, size_bytes, kMaxRequestBytes)};
+  }
+  return Status::ok();
+}
+
+size_t AttendPlan::approx_bytes(uint32_t n_threads) const {
+  return approx.size() * (sizeof(ApproxHead) + sizeof(attention::ApproxReport)) +
+         sketches.size() * sizeof(attention::SketchedRun) +
+         hashes.size() * sizeof(attention::HashedRun) +
+         std::min<uint64_t>(n_threads, n_shards) * scratch_bytes;
+}
+
+size_t AttendPlan::unit_state_bytes(const Unit& unit) const {
+  const Head& head = heads[unit.head];
+  return unit.n_heads * size_t{head.plan.n_chunks} *
+         attention::state_bytes(head.problem, unit.rows.count);
+}
+
+uint64_t AttendPlan::sums_end(const Sums& part) const {
+  return round_up(heads[part.head].problem.column_position + part.n_positions, kPageTokens);
+}
+
+// --- Checks -------------------------------------------------------------------------------------
+
+bool AttendPlan::is_valid() const {
+  return covers_all_rows() && covers_all_chunks() && covers_all_sums() && is_laid_out_apart() &&
+         counts_apart();
+}
+
+bool AttendPlan::covers_all_rows() const {
+  uint32_t head = 0;
+  uint32_t row = 0;
+  for (const Unit& unit : units) {
+    if (head >= heads.size() || unit.head != head || unit.rows.first != row ||
+        unit.rows.count == 0 || unit.n_heads == 0 || unit.n_heads > attention::kMaxGang) {
+      return false;
+    }
+    row += unit.rows.count;
+    const bool is_whole = row == heads[head].plan.rows;
+    if (!is_whole && unit.n_heads != 1) {
+      return false;
+    }
+    head += is_whole ? unit.n_heads : 0;
+    row = is_whole ? 0 : row;
+  }
+  return head == heads.size() && row == 0;
+}
+
+bool AttendPlan::covers_all_chunks() const {
+  uint32_t head = 0;
+  uint32_t shard = 0;
+  uint32_t unit = 0;
+  uint32_t chunk = 0;
+  for (const Task& task : tasks) {
+    if (task.is_approx) {
+      if (unit != 0 || chunk != 0 || head >= approx.size() || task.unit != head ||
+          task.first_chunk != shard) {
+        return false;
+      }
+      const bool is_last = ++shard == approx[head].plan.n_shards;
+      head += is_last ? 1 : 0;
+      shard = is_last ? 0 : shard;
+      continue;
+    }
+    if (unit >= units.size() || task.unit != unit || task.first_chunk != chunk) {
+      return false;
+    }
+    if (task.n_units != 0) {
+      unit += task.n_units;
+      continue;
+    }
+    chunk += task.n_chunks;
+    const bool is_last = chunk == heads[units[unit].head].plan.n_chunks;
+    if (task.n_chunks == 0) {
+      return false;
+    }
+    unit += is_last ? 1 : 0;
+    chunk = is_last ? 0 : chunk;
+  }
+  return head == approx.size() && shard == 0 && unit == units.size() && chunk == 0;
+}
+
+bool AttendPlan::covers_all_sums() const {
+  auto task = sum_tasks.begin();
+  for (uint32_t i = 0; i < sums.size(); ++i) {
+    const Sums& part = sums[i];
+    if (part.head >= heads.size() || heads[part.head].sums != i) {
+      return false;
+    }
+    if (!part.is_later) {
+      continue;
+    }
+    const uint64_t first = heads[part.head].problem.column_position;
+    uint64_t at = first - first % kPageTokens;
+    for (; task != sum_tasks.end() && task->sums == i; ++task) {
+      if (task->begin != at || task->begin >= task->end) {
+        return false;
+      }
+      at = task->end;
+    }
+    if (at != sums_end(part)) {
+      return false;
+    }
+  }
+  return task == sum_tasks.end();
+}
+
+bool AttendPlan::is_laid_out_apart() const {
+  std::vector<Stretch> all;
+  const auto add = [&all](MemoryAt at, size_t size_bytes) {
+    if (at.is_set()) {
+      all.push_back({at.offset, round_up(size_bytes, attention::kBufferAlign)});
+    }
+  };
+  for (const ApproxHead& head : approx) {
+    add(head.prepared_at, head.plan.prepared_bytes);
+    add(head.states_at, head.plan.n_shards * head.plan.state_bytes);
+  }
+  for (const Head& head : heads) {
+    add(head.prepared_at, head.plan.prepared_bytes);
+  }
+  for (const Sums& part : sums) {
+    add(part.sums_at, part.n_positions * sizeof(float));
+    add(part.lse_at, heads[part.head].plan.rows * sizeof(float));
+  }
+  for (const Unit& unit : units) {
+    add(unit.states_at, unit_state_bytes(unit));
+  }
+  return std::all_of(
+             all.begin(), all.end(),
+             [](const Stretch& stretch) { return stretch.begin % attention::kBufferAlign == 0; }) &&
+         are_apart(std::move(all), shared_bytes);
+}
+
+bool AttendPlan::counts_apart() const {
+  std::vector<Stretch> all;
+  for (const Unit& unit : units) {
+    if (unit.n_pieces > 1) {
+      all.push_back({unit.n_complete.index, heads[unit.head].plan.n_chunks});
+    }
+  }
+  for (const ApproxHead& head : approx) {
+    all.push_back({head.n_evaluated.index, 1});
+  }
+  for (const Sums& part : sums) {
+    all.push_back({part.n_evaluated.index, 1});
+  }
+  return are_apart(std::move(all), n_counters);
+}
+
+}  // namespace kvm::engine
