@@ -156,7 +156,6 @@ void merge_into(const Context& c, void* into, void* from) {
 
 struct FinishScratch {
   std::byte* method;  // sizes_of(...).scratch
-  std::byte* exact;   // exact_scratch_bytes
   std::byte* state;   // one state
   std::byte* other;   // another
   std::byte* stack;   // of StateStack over shards
@@ -176,7 +175,6 @@ FinishScratch carve_finish(const ApproxInput& input, const Plan& exact, uint64_t
       shards.count() == 0 ? 2 : StateStack::depth_for(shards.id(0), shards.id(shards.count() - 1));
   FinishScratch s;
   s.method = carver.take<std::byte>(sizes_of(input, n_keys, exact.rows).scratch);
-  s.exact = carver.take<std::byte>(exact_scratch_bytes(problem, exact));
   s.state = carver.take<std::byte>(stride);
   s.other = carver.take<std::byte>(stride);
   s.stack = carver.take<std::byte>((depth + 1) * stride);
@@ -744,14 +742,13 @@ void eval_shard(const ApproxInput& input, const ApproxPlan& plan, const void* pr
   const Context c = make_context(input, plan, prepared);
   const uint64_t id = Shards(c.exact).id(shard);
   const uint64_t chunks = kShardTokens / c.exact.chunk_tokens;
-  const bool exactly = c.prepared.head->answer_exactly != 0;
-  const Problem part = exactly ? c.problem : c.fixed_problem();
-  // Every state begins with the exact part.
-  eval_exact(part, exactly ? c.exact : make_plan(part, c.table), c.prepared.exact, id * chunks,
-             (id + 1) * chunks, scratch, state);
-  if (exactly) {
+  if (c.prepared.head->answer_exactly != 0) {
     return;
   }
+  // Every state begins with the exact part.
+  const Problem part = c.fixed_problem();
+  eval_exact(part, make_plan(part, c.table), c.prepared.exact, id * chunks, (id + 1) * chunks,
+             scratch, state);
   switch (method_of(input.params)) {
     case Method::kSelect:
       select_shard(c, id, has_pilot(input.params), scratch, select_state(c, state));
@@ -801,32 +798,26 @@ void report_not_finite(const Context& c, ApproxReport* report) {
 
 }  // namespace
 
-void finish_approx(const ApproxInput& input, const ApproxPlan& plan, const void* prepared,
+bool finish_approx(const ApproxInput& input, const ApproxPlan& plan, const void* prepared,
                    void* scratch, void* states, ApproxReport* report) {
   KVM_ASSERT(!plan.exact);
   const Context c = make_context(input, plan, prepared);
+  report_start(c, report);
+  if (c.prepared.head->answer_exactly != 0) {
+    report_exact(c, report);
+    return false;
+  }
   Carver carver(scratch);
   const FinishScratch s = carve_finish(input, c.exact, plan.n_keys_indexed, carver);
   auto* shards = static_cast<std::byte*>(states);
-  report_start(c, report);
   merge_exact(c, shards, s);
-  if (c.prepared.head->answer_exactly != 0) {
-    report_exact(c, report);
-    write_state(c, s.state);
-    report_not_finite(c, report);
-    return;
-  }
   // Where a number that was read is not finite, exact evaluation finds out whose rows it spoils.
-  if (exact_part_is_finite(c, s)) {
-    if (finish_approximately(c, s, shards, report)) {
-      report_not_finite(c, report);
-      return;
-    }
+  if (!exact_part_is_finite(c, s) || !finish_approximately(c, s, shards, report)) {
+    report_exact(c, report);
+    return false;
   }
-  eval_exact(c.problem, c.exact, c.prepared.exact, 0, UINT64_MAX, s.exact, s.state);
-  report_exact(c, report);
-  write_state(c, s.state);
   report_not_finite(c, report);
+  return true;
 }
 
 }  // namespace kvm::attention

@@ -32,7 +32,8 @@
 //   ApproxPlan plan = plan_approx(input);
 //   prepare_approx(input, plan, prepared, scratch);            // once: queries, thresholds
 //   eval_shard(input, plan, prepared, s, scratch, states + s * plan.state_bytes);   // any order
-//   finish_approx(input, plan, prepared, scratch, states, &report);   // after all
+//   if (!finish_approx(input, plan, prepared, scratch, states, &report)) // after all
+//     ...                                                      // solve the problem exactly
 //
 // Shards are fixed runs of positions, so the bits depend on the problem, the index, the params and
 // the kernel tables alone, and where the answer is exact they are those of attention.h.
@@ -154,9 +155,12 @@ void prepare_approx(const ApproxInput& input, const ApproxPlan& plan, void* prep
 void eval_shard(const ApproxInput& input, const ApproxPlan& plan, const void* prepared,
                 uint32_t shard, void* scratch, void* state);
 // Merges the shards with F, lets the sample grow where it must, and writes o and lse of the
-// problem; rows that need it are answered exactly here.
-void finish_approx(const ApproxInput& input, const ApproxPlan& plan, const void* prepared,
-                   void* scratch, void* states, ApproxReport* report);
+// problem. Returns false, and writes neither, where the whole problem has to be answered exactly: more would
+// have to be read than pays, or a number that was read is not finite. The caller then solves it
+// (make_plan); the report says what has been read once that is done.
+[[nodiscard]] bool finish_approx(const ApproxInput& input, const ApproxPlan& plan,
+                                 const void* prepared, void* scratch, void* states,
+                                 ApproxReport* report);
 
 }  // namespace kvm::attention
 

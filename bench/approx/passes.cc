@@ -4,6 +4,7 @@
 #include <immintrin.h>  // _mm_pause
 
 #include <algorithm>
+#include <utility>
 
 namespace kvm::bench {
 
@@ -12,10 +13,9 @@ ExactPass::ExactPass(const DataSet& data, Team& team) : data_(data), team_(team)
   o_stride_ = size_t{first.group} * first.dim;
   o_.resize(o_stride_ * data.heads.size());
   lse_.resize(size_t{first.group} * data.heads.size());
-  problems_.resize(data.heads.size());
-  problems_[0] = make_problem(first, 0, o_.data(), lse_.data());
-  plan_ = attention::make_plan(problems_[0]);
-  state_bytes_ = attention::state_bytes(problems_[0], plan_.rows);
+  const attention::Problem problem = make_problem(first, 0, o_.data(), lse_.data());
+  plan_ = attention::make_plan(problem);
+  state_bytes_ = attention::state_bytes(problem, plan_.rows);
   // Sixteen tasks a thread: they end together, and cold starts do not count.
   task_chunks_ = std::max(1u, plan_.n_chunks / (16 * team.size()));
   prepared_ = std::make_unique<HugeBuffer>(plan_.prepared_bytes * data.heads.size());
@@ -26,9 +26,18 @@ ExactPass::ExactPass(const DataSet& data, Team& team) : data_(data), team_(team)
 
 double ExactPass::run(uint32_t set) {
   const double begin = now_s();
+  std::vector<attention::Problem> problems;
+  for (uint32_t h = 0; h < data_.heads.size(); ++h) {
+    problems.push_back(make_problem(data_.heads[h], set, o_.data() + h * o_stride_,
+                                    lse_.data() + h * data_.heads[h].group));
+  }
+  solve(std::move(problems));
+  return now_s() - begin;
+}
+
+void ExactPass::solve(std::vector<attention::Problem> problems) {
+  problems_ = std::move(problems);
   for (uint32_t h = 0; h < problems_.size(); ++h) {
-    problems_[h] = make_problem(data_.heads[h], set, o_.data() + h * o_stride_,
-                                lse_.data() + h * data_.heads[h].group);
     attention::prepare_queries(problems_[h], plan_, prepared_->data() + h * plan_.prepared_bytes);
   }
   for (auto& flag : arrived_) {
@@ -36,7 +45,6 @@ double ExactPass::run(uint32_t set) {
   }
   next_.store(0, std::memory_order_relaxed);
   team_.run([this](uint32_t thread) { work(thread); });
-  return now_s() - begin;
 }
 
 void ExactPass::work(uint32_t thread) {
@@ -83,7 +91,12 @@ void ExactPass::climb(uint32_t head, uint32_t chunk) {
 
 ApproxPass::ApproxPass(const DataSet& data, std::vector<attention::HeadIndex> indexes,
                        const attention::ApproxParams& params, Team& team)
-    : data_(data), team_(team), scratch_(team.size()), solvers_(team.size()), times_(team.size()) {
+    : data_(data),
+      team_(team),
+      scratch_(team.size()),
+      solvers_(team.size()),
+      exact_(data, team),
+      times_(team.size()) {
   for (uint32_t h = 0; h < data.heads.size(); ++h) {
     auto head = std::make_unique<Head>();
     head->o.resize(size_t{data.heads[h].group} * data.heads[h].dim);
@@ -136,6 +149,15 @@ double ApproxPass::run(uint32_t set) {
   times_[0].n_heads += heads_.size();
   next_.store(0, std::memory_order_relaxed);
   team_.run([this](uint32_t thread) { work(thread); });
+  std::vector<attention::Problem> left;
+  for (const auto& head : heads_) {
+    if (!head->is_answered) {
+      left.push_back(head->problem);
+    }
+  }
+  if (!left.empty()) {
+    exact_.solve(std::move(left));
+  }
   return now_s() - begin;
 }
 
@@ -175,6 +197,7 @@ void ApproxPass::work(uint32_t thread) {
 
 void ApproxPass::prepare(Head* head, uint32_t thread) {
   head->report = {};
+  head->is_answered = true;
   if (head->plan.exact) {
     Solved solved = solvers_[thread].solve_exact(data_.heads[head->problem.head], set_);
     head->o = std::move(solved.o);
@@ -193,8 +216,9 @@ void ApproxPass::prepare(Head* head, uint32_t thread) {
 
 void ApproxPass::finish(Head* head, uint32_t thread) {
   const double begin = now_s();
-  attention::finish_approx(head->input, head->plan, head->prepared.get(0), scratch_[thread].get(0),
-                           head->states.get(0), &head->report);
+  head->is_answered =
+      attention::finish_approx(head->input, head->plan, head->prepared.get(0),
+                               scratch_[thread].get(0), head->states.get(0), &head->report);
   times_[thread].finish += now_s() - begin;
 }
 

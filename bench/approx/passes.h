@@ -22,6 +22,8 @@ class ExactPass {
   ExactPass(const DataSet& data, Team& team);
   // Seconds of one step with the queries of `set`.
   double run(uint32_t set);
+  // Solves problems of some heads, whose plan is that of all.
+  void solve(std::vector<attention::Problem> problems);
   const float* o(uint32_t head) const { return o_.data() + head * o_stride_; }
 
  private:
@@ -57,7 +59,8 @@ struct PassTimes {
   }
 };
 
-// Heads are shared out over the threads, and the shards of a head where there are several.
+// Heads are shared out over the threads, and the shards of a head where there are several. Those
+// that have to be answered exactly are so together, after all others, as in the engine.
 class ApproxPass {
  public:
   // indexes: one for each head, alive as long as the pass.
@@ -80,6 +83,7 @@ class ApproxPass {
     GrowingBuffer prepared, states;
     std::atomic<bool> is_prepared{false};
     std::atomic<uint32_t> left{0};
+    bool is_answered = true;
   };
   struct Task {
     uint32_t head;
@@ -99,6 +103,7 @@ class ApproxPass {
   std::vector<Task> tasks_;
   std::vector<GrowingBuffer> scratch_;  // [thread]
   std::vector<Solver> solvers_;         // [thread], for heads that are planned exact
+  ExactPass exact_;                     // for heads that are not, and end so
   std::vector<PassTimes> times_;        // [thread]
   std::atomic<uint32_t> next_{0};
 };

@@ -31,7 +31,9 @@ Solved Solver::solve(const HeadData& head, uint32_t set, const attention::HeadIn
   for (uint32_t s = 0; s < plan.n_shards; ++s) {
     attention::eval_shard(input, plan, prepared, s, scratch, states + s * plan.state_bytes);
   }
-  attention::finish_approx(input, plan, prepared, scratch, states, &out.report);
+  if (!attention::finish_approx(input, plan, prepared, scratch, states, &out.report)) {
+    solve_exactly(problem);
+  }
   return out;
 }
 
@@ -41,7 +43,7 @@ Solved Solver::solve_exact(const HeadData& head, uint32_t set) {
   return out;
 }
 
-void Solver::fill_exact(const attention::Problem& problem, Solved* out) {
+attention::Plan Solver::solve_exactly(const attention::Problem& problem) {
   const attention::Plan plan = attention::make_plan(problem);
   std::byte* prepared = prepared_.get(plan.prepared_bytes);
   std::byte* scratch = scratch_.get(plan.scratch_bytes);
@@ -50,6 +52,11 @@ void Solver::fill_exact(const attention::Problem& problem, Solved* out) {
   attention::eval_chunks(problem, plan, prepared, {0, plan.rows}, plan.first_chunk, plan.n_chunks,
                          scratch, states);
   attention::merge_chunks(problem, plan, {0, plan.rows}, states);
+  return plan;
+}
+
+void Solver::fill_exact(const attention::Problem& problem, Solved* out) {
+  const attention::Plan plan = solve_exactly(problem);
   out->planned_exact = true;
   attention::ApproxReport& report = out->report;
   report.n_exact = plan.rows;

@@ -42,6 +42,8 @@ Status AttendExecutor::begin(const AttendPlan& plan) {
     counters_[i].store(0, std::memory_order_relaxed);
   }
   reports_.assign(plan.approx.size(), {});
+  is_answered_.assign(plan.approx.size(), 0);
+  left_.clear();
   point_to_sums();
   return Status::ok();
 }
@@ -50,8 +52,10 @@ void AttendExecutor::rest() {
   plan_ = nullptr;
   memory_ = nullptr;
   workspace_.shrink(kKeepBytes);
-  summed_.clear();
-  reports_.clear();
+  empty(&summed_);
+  empty(&reports_);
+  empty(&is_answered_);
+  empty(&left_);
 }
 
 void AttendExecutor::point_to_sums() {
@@ -215,9 +219,11 @@ bool AttendExecutor::evaluate_shard(const AttendPlan::Task& task, ThreadWorkspac
   // SYNC: releases the state of this shard; whoever comes last acquires those of all others.
   if (counter(head.n_evaluated).fetch_add(1, std::memory_order_acq_rel) + 1 == head.plan.n_shards) {
     attention::ApproxReport& report = reports_[task.unit];
-    attention::finish_approx(head.input, head.plan, prepared, scratch, states, &report);
-    write_errors(head, report);
-    count_not_finite(head.problem, {0, head.plan.rows});
+    if (attention::finish_approx(head.input, head.plan, prepared, scratch, states, &report)) {
+      is_answered_[task.unit] = 1;
+      write_errors(head, report);
+      count_not_finite(head.problem, {0, head.plan.rows});
+    }
   }
   // A large budget takes scratch that grows with it, and no request pays for what stays.
   workspace.scratch.shrink(kKeepBytes);
@@ -384,7 +390,17 @@ uint32_t AttendExecutor::auto_mode() const {
   return *most == 0 ? uint32_t{KVM_MODE_EXACT} : static_cast<uint32_t>(most - std::begin(n_rows));
 }
 
-void AttendExecutor::report(RequestResult* result) const {
+std::span<const uint32_t> AttendExecutor::find_left() {
+  left_.clear();
+  for (uint32_t i = 0; i < is_answered_.size(); ++i) {
+    if (is_answered_[i] == 0) {
+      left_.push_back(i);
+    }
+  }
+  return left_;
+}
+
+void AttendExecutor::report(const AttendExecutor* left, RequestResult* result) const {
   result->mode = plan_->approx.empty() ? uint32_t{KVM_MODE_EXACT} : plan_->mode;
   if (plan_->mode == KVM_MODE_AUTO) {
     result->mode = auto_mode();
@@ -405,8 +421,8 @@ void AttendExecutor::report(RequestResult* result) const {
       result->err_max = is_worse && !std::isnan(result->err_max) ? error : result->err_max;
     }
   }
-  result->n_not_finite = n_not_finite_;
-  if (n_not_finite_ != 0) {
+  result->n_not_finite = n_not_finite_ + (left != nullptr ? left->n_not_finite_ : 0);
+  if (result->n_not_finite != 0) {
     result->err_max = std::numeric_limits<float>::quiet_NaN();
   }
   // Several problems of an item read some keys twice.

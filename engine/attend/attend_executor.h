@@ -42,8 +42,12 @@ class AttendExecutor {
   [[nodiscard]] bool evaluate(uint32_t task, ThreadWorkspace& workspace);
   [[nodiscard]] bool sum(uint32_t task, ThreadWorkspace& workspace) const;
 
-  // After the last task: what was done, as kvm_step_stats has it.
-  void report(RequestResult* result) const;
+  // After the last of plan.tasks: the approximate problems that have to be answered exactly, by
+  // number, ascending. Their outputs are not written.
+  std::span<const uint32_t> find_left();
+  // After the last task: what was done, as kvm_step_stats has it. `left`: the executor of what
+  // find_left() found; null where that is nothing.
+  void report(const AttendExecutor* left, RequestResult* result) const;
   // After the last task, before the sequences change: hands over the attention mass of tokens of
   // heads that choose by it, and the answers that are due to be audited. seqs: of the items.
   void add_masses(Store& store, std::span<Sequence* const> seqs) const;
@@ -83,6 +87,8 @@ class AttendExecutor {
   size_t n_counters_ = 0;
   std::vector<attention::Problem> summed_;        // of plan_->sums
   std::vector<attention::ApproxReport> reports_;  // of plan_->approx
+  std::vector<uint8_t> is_answered_;              // likewise
+  std::vector<uint32_t> left_;                    // those that are not
   uint64_t n_not_finite_ = 0;  // rows of q heads, answered NaN; tasks add to it by atomic_ref
 };
 

@@ -13,7 +13,9 @@
 //           or a stretch of the chunks of one large unit, whose states lie in shared memory and
 //           are merged up the tree by whoever completes a node
 // One that is approximated (attention/sampled/approx.h) is prepared once, has a task for each of
-// its shards, and is finished by whoever evaluates the last.
+// its shards, and is finished by whoever evaluates the last. Where that finds that it has to be
+// answered exactly, it is left to a second plan (plan_left), in which such problems are cut and
+// ganged like any other.
 //
 // The bits of the results do not depend on the cut: attention/attention.h fixes them by chunk.
 //
@@ -129,7 +131,8 @@ struct AttendPlan {
     attention::Problem problem;
     attention::ApproxInput input;  // refers to `problem` once the plan is cut
     attention::ApproxPlan plan;
-    uint32_t mode = 0;  // KVM_MODE_*, not AUTO
+    uint64_t exact_cost = 0;  // Head::cost of the problem, where it is left
+    uint32_t mode = 0;        // KVM_MODE_*, not AUTO
     uint32_t view = 0;
     uint32_t item = 0;
     uint32_t class_index = 0;
@@ -171,7 +174,7 @@ struct AttendPlan {
   // to two. Looks at everything: for checked builds and tests. REQUIRES: cut.
   bool is_valid() const;
 
-  uint32_t mode = KVM_MODE_EXACT;  // of the request
+  uint32_t mode = KVM_MODE_EXACT;  // of the request, not DEFAULT
   uint32_t layer = 0;
   Tensor err;
 

@@ -101,6 +101,7 @@ class AttendPlanner {
                   const IndexPart& part);
   attention::ApproxPlan plan_like_last(const AttendPlan::ApproxHead& head) const;
   uint64_t exact_cost(const View& view) const;
+  uint64_t head_cost(const View& view) const;
   ProblemCost problem_cost(const View& view, const IndexPart& part) const;
   void share_time();
   bool choose(const View& view, const IndexPart& part, attention::ApproxParams* params) const;
@@ -127,6 +128,11 @@ class AttendPlanner {
   // AUTO with a time: what part of the time that it takes exactly each problem with an index gets.
   double time_share_ = 0;
 };
+
+// Plans, exactly, the approximate problems of a plan with these numbers, ascending. *left is empty;
+// it refers to what `plan` refers to. Fails: LIMIT.
+Status plan_left(const AttendPlan& plan, std::span<const uint32_t> problems, const TaskCrew& crew,
+                 AttendPlan* left);
 
 }  // namespace kvm::engine
 

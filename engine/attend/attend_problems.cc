@@ -164,8 +164,7 @@ void AttendPlanner::add_exact(const attention::Problem& problem, uint32_t view_i
   AttendPlan::Head head;
   head.problem = problem;
   head.plan = attention::make_plan(problem);
-  // Something for the rows themselves, so that many rows without keys count as well.
-  head.cost = exact_cost(view) + uint64_t{64} * view.n_rows * problem.group;
+  head.cost = head_cost(view);
   head.view = view_index;
   head.row = first_row(view);
   head.q_head = q_head;
@@ -198,6 +197,13 @@ uint64_t AttendPlanner::exact_cost(const View& view) const {
   const uint64_t dims = uint64_t{space_->head_dim_k} + space_->head_dim_v;
   const uint64_t key_bytes = space_->head_class(layer, view.class_index).slab_class.token_bytes();
   return std::max(view.n_cost_keys * key_bytes, 2 * view.n_cost_keys * rows * dims / kFlopsPerByte);
+}
+
+// Returns the cost of a problem that is solved exactly: something for the rows themselves, so that
+// many rows without keys count as well.
+uint64_t AttendPlanner::head_cost(const View& view) const {
+  const uint64_t rows = uint64_t{view.n_rows} * space_->layers[request_->layer_begin].group();
+  return exact_cost(view) + 64 * rows;
 }
 
 // --- AUTO ---------------------------------------------------------------------------------------
@@ -292,6 +298,7 @@ bool AttendPlanner::add_approx(const attention::Problem& problem, uint32_t view_
   approx.class_index = view.class_index;
   approx.row = first_row(view);
   approx.q_head = kv_head * problem.group;
+  approx.exact_cost = head_cost(view);
   attention::ApproxInput& input = approx.input;
   input.problem = &problem;
   input.index.sketches = part.sketches.in(plan_->sketches);
@@ -328,6 +335,27 @@ bool AttendPlanner::add_approx(const attention::Problem& problem, uint32_t view_
   plan_->cost += approx.plan.cost_bytes;
   plan_->approx.push_back(approx);
   return true;
+}
+
+Status plan_left(const AttendPlan& plan, std::span<const uint32_t> problems, const TaskCrew& crew,
+                 AttendPlan* left) {
+  left->layer = plan.layer;
+  left->err = plan.err;
+  for (const uint32_t i : problems) {
+    const AttendPlan::ApproxHead& approx = plan.approx[i];
+    AttendPlan::Head head;
+    head.problem = approx.problem;
+    head.problem.wants_column_sums = false;  // nobody sums what was to be approximated
+    head.plan = attention::make_plan(head.problem);
+    head.cost = approx.exact_cost;
+    head.view = approx.view;
+    head.row = approx.row;
+    head.q_head = approx.q_head;
+    left->heads.push_back(head);
+    left->cost += head.cost;
+    left->n_rows += head.problem.n_query;
+  }
+  return cut_into_tasks(crew, 0, left);
 }
 
 }  // namespace kvm::engine

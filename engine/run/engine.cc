@@ -746,7 +746,7 @@ void EngineImpl::plan_more(Request* request) {
   }
   Status status;
   try {
-    status = request->step.plan_more(*store_, options_.n_threads, workspaces_[0]);
+    status = request->step.plan_more(*store_, workspaces_[0]);
   } catch (const std::bad_alloc&) {
     request->step.abandon(*store_);
     status = no_memory();
@@ -908,7 +908,7 @@ void EngineImpl::retire_computed(Request* request) {
 
 bool EngineImpl::plan_second(Request* request) {
   try {
-    return request->step.plan_second(options_.n_threads);
+    return request->step.plan_second();
   } catch (const std::bad_alloc&) {
     request->step.fail();
     return false;

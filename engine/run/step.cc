@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <new>
+#include <span>
 
 namespace kvm::engine {
 namespace {
@@ -31,6 +32,8 @@ Status Step::begin(Store& store, ClientId client, const StepRequest& request,
   is_small_ = false;
   attends_ = request.attend;
   is_second_ = false;
+  has_left_ = false;
+  crew_ = crew;
   out_of_memory_.store(false, std::memory_order_relaxed);
   for (const kvm_item& item : request.items) {
     KVM_TRY_ASSIGN(Sequence * seq, store.find_seq(client, item.seq));
@@ -47,25 +50,24 @@ Status Step::begin(Store& store, ClientId client, const StepRequest& request,
     }
     return check_planned(store,
                          planner_.begin(store, request, seqs_, tensors, costs, crew, &attend_plan_),
-                         crew.n_threads, workspace);
+                         workspace);
   }
-  make_plan(crew.n_threads, workspace);
+  make_plan(workspace);
   return Status::ok();
 }
 
-Status Step::plan_more(Store& store, uint32_t n_threads, ThreadWorkspace& workspace) {
-  return check_planned(store, planner_.go_on(store), n_threads, workspace);
+Status Step::plan_more(Store& store, ThreadWorkspace& workspace) {
+  return check_planned(store, planner_.go_on(store), workspace);
 }
 
-Status Step::check_planned(Store& store, Status status, uint32_t n_threads,
-                           ThreadWorkspace& workspace) {
+Status Step::check_planned(Store& store, Status status, ThreadWorkspace& workspace) {
   if (status.is_ok() && planner_.is_done()) {
     status = executor_.begin(attend_plan_);
   }
   if (!status.is_ok()) {
     abandon(store);
   } else if (planner_.is_done()) {
-    make_plan(n_threads, workspace);
+    make_plan(workspace);
   }
   return status;
 }
@@ -74,9 +76,11 @@ void Step::rest() {
   planner_.clear();
   attend_plan_.clear();
   executor_.rest();
+  left_plan_.clear();
+  left_executor_.rest();
 }
 
-void Step::make_plan(uint32_t n_threads, ThreadWorkspace& workspace) {
+void Step::make_plan(ThreadWorkspace& workspace) {
   const uint64_t cost = append_.n_bytes() + attend_plan_.prepare_bytes + attend_plan_.cost;
   is_small_ = cost < kSmallCost;
   const bool copy_now = append_.n_bytes() < kSmallAppendBytes;
@@ -102,24 +106,54 @@ void Step::make_plan(uint32_t n_threads, ThreadWorkspace& workspace) {
   plan_.n_middle = n_prepared_;
   plan_.n_tasks = n_prepared_ + static_cast<uint32_t>(attend_plan_.tasks.size());
   plan_.cost = cost;
-  plan_.n_wake = static_cast<uint32_t>(std::min<uint64_t>(n_threads - 1, cost / kCostPerWake));
+  plan_.n_wake =
+      static_cast<uint32_t>(std::min<uint64_t>(crew_.n_threads - 1, cost / kCostPerWake));
 }
 
-bool Step::plan_second(uint32_t n_threads) {
+bool Step::plan_second() {
   if (!attends_ || is_second_ || out_of_memory_.load(std::memory_order_relaxed)) {
     return false;
   }
   is_second_ = true;
-  const auto n_tasks = static_cast<uint32_t>(attend_plan_.sum_tasks.size());
-  plan_ = {.n_tasks = n_tasks, .n_wake = std::min(n_threads, n_tasks) - (n_tasks != 0 ? 1 : 0)};
-  return n_tasks != 0;
+  const std::span<const uint32_t> left = executor_.find_left();
+  if (!left.empty()) {
+    has_left_ = true;
+    left_plan_.clear();
+    // Few rows each: they are within what a request may take.
+    if (!plan_left(attend_plan_, left, crew_, &left_plan_).is_ok() ||
+        !left_executor_.begin(left_plan_).is_ok()) {
+      fail();
+      return false;
+    }
+  }
+  // The sums, what prepares, and what attends.
+  plan_ = {};
+  plan_.n_first = static_cast<uint32_t>(attend_plan_.sum_tasks.size());
+  plan_.n_first += has_left_ ? left_plan_.n_prepare_tasks() : 0;
+  plan_.n_tasks = plan_.n_first + (has_left_ ? static_cast<uint32_t>(left_plan_.tasks.size()) : 0);
+  plan_.cost = has_left_ ? left_plan_.cost : 0;
+  plan_.n_wake = plan_.n_tasks == 0 ? 0 : std::min(crew_.n_threads, plan_.n_tasks) - 1;
+  return plan_.n_tasks != 0;
+}
+
+void Step::evaluate_second(uint32_t task, ThreadWorkspace& workspace) {
+  const auto n_sums = static_cast<uint32_t>(attend_plan_.sum_tasks.size());
+  bool is_done = true;
+  if (task < n_sums) {
+    is_done = executor_.sum(task, workspace);
+  } else if (task < plan_.n_first) {
+    is_done = left_executor_.prepare(task - n_sums, workspace);
+  } else {
+    is_done = left_executor_.evaluate(task - plan_.n_first, workspace);
+  }
+  if (!is_done) {
+    fail();
+  }
 }
 
 void Step::run(uint32_t task, ThreadWorkspace& workspace) {
   if (is_second_) {
-    if (!executor_.sum(task, workspace)) {
-      out_of_memory_.store(true, std::memory_order_relaxed);
-    }
+    evaluate_second(task, workspace);
   } else if (task < n_copies_) {
     append_.copy(task);
   } else if (task < n_prepared_) {
@@ -157,7 +191,7 @@ Status Step::end(Store& store, Auditor* auditor, RequestResult* result) {
     return Status::fixed(KVM_ERR_NO_MEMORY, "the machine refused memory for intermediate results");
   }
   if (attends_) {
-    executor_.report(result);
+    executor_.report(has_left_ ? &left_executor_ : nullptr, result);
   }
   return Status::ok();
 }

@@ -40,7 +40,7 @@ class Step {
   // begin() has not planned everything: plan_more() does, some of it with each call, before
   // anything else. It fails as begin() does.
   bool is_planning() const { return attends_ && !planner_.is_done(); }
-  Status plan_more(Store& store, uint32_t n_threads, ThreadWorkspace& workspace);
+  Status plan_more(Store& store, ThreadWorkspace& workspace);
   // n_tasks may be 0: begin() has done everything.
   const JobPlan& plan() const { return plan_; }
   // True when handing tasks to other threads would take longer than running them.
@@ -49,9 +49,10 @@ class Step {
   // Returns the sequences of the items.
   const std::vector<Sequence*>& seqs() const { return seqs_; }
   void run(uint32_t task, ThreadWorkspace& workspace);
-  // After every task has ended: a second job, where something is left that needs all results; else
-  // false. plan() and run() are of that one then.
-  bool plan_second(uint32_t n_threads);
+  // After every task has ended: a second job, where something is left that needs all results (sums
+  // of attention mass, problems that could not be approximated); else false. plan() and run() are
+  // of that one then.
+  bool plan_second();
   // Makes end() fail: the machine refused memory.
   void fail() { out_of_memory_.store(true, std::memory_order_relaxed); }
   // After every task has ended, of both jobs. `auditor` may be null: nothing is audited.
@@ -64,14 +65,18 @@ class Step {
  private:
   // After planner_ has begun or gone on: abandons a request that failed, and makes plan_ of one
   // that is planned.
-  Status check_planned(Store& store, Status status, uint32_t n_threads, ThreadWorkspace& workspace);
-  void make_plan(uint32_t n_threads, ThreadWorkspace& workspace);
+  Status check_planned(Store& store, Status status, ThreadWorkspace& workspace);
+  void make_plan(ThreadWorkspace& workspace);
+  void evaluate_second(uint32_t task, ThreadWorkspace& workspace);
   void prepare(uint32_t task, ThreadWorkspace& workspace);
 
   AppendWork append_;
   AttendPlanner planner_;
   AttendPlan attend_plan_;  // made by planner_, carried out by executor_
   AttendExecutor executor_;
+  AttendPlan left_plan_;  // of what executor_ left, for left_executor_
+  AttendExecutor left_executor_;
+  TaskCrew crew_;
   std::vector<Sequence*> seqs_;
   std::vector<IndexPin> pins_;  // of what attend_plan_ reads
   JobPlan plan_;
@@ -80,6 +85,7 @@ class Step {
   bool is_small_ = false;
   bool attends_ = false;
   bool is_second_ = false;
+  bool has_left_ = false;
   std::atomic<bool> out_of_memory_{false};
 };
 

@@ -264,8 +264,8 @@ TEST(TopK, BarsOfThePilotChangeNothing) {
     }
     std::fill(head.o.begin(), head.o.end(), 0.0f);
     ApproxReport report;
-    finish_approx(head.input, head.plan, head.prepared->data(), head.scratch->data(),
-                  head.states->data(), &report);
+    ASSERT_TRUE(finish_approx(head.input, head.plan, head.prepared->data(), head.scratch->data(),
+                              head.states->data(), &report));
     EXPECT_EQ(head.o, o);
     EXPECT_EQ(report.keys_read, head.report.keys_read);
   }

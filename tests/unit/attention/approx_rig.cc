@@ -220,7 +220,14 @@ void Head::run() {
     eval_shard(input, plan, prepared->data(), shard, scratch->data(),
                states->data() + shard * plan.state_bytes);
   }
-  finish_approx(input, plan, prepared->data(), scratch->data(), states->data(), &report);
+  if (!finish_approx(input, plan, prepared->data(), scratch->data(), states->data(), &report)) {
+    run_exact();
+    for (uint32_t row = 0; row < rows(); ++row) {
+      if (!answer_is_finite(problem, row)) {
+        report.err_o[row] = report.err_lse[row] = std::numeric_limits<float>::quiet_NaN();
+      }
+    }
+  }
 }
 
 void Head::run_exact() {
