@@ -155,9 +155,9 @@ void prepare_approx(const ApproxInput& input, const ApproxPlan& plan, void* prep
 void eval_shard(const ApproxInput& input, const ApproxPlan& plan, const void* prepared,
                 uint32_t shard, void* scratch, void* state);
 // Merges the shards with F, lets the sample grow where it must, and writes o and lse of the
-// problem. Returns false, and writes neither, where the whole problem has to be answered exactly: more would
-// have to be read than pays, or a number that was read is not finite. The caller then solves it
-// (make_plan); the report says what has been read once that is done.
+// problem. Returns false, and writes neither, where the whole problem has to be answered exactly:
+// more would have to be read than pays, or a number that was read is not finite. The caller then
+// solves it (make_plan); the report says what has been read once that is done.
 [[nodiscard]] bool finish_approx(const ApproxInput& input, const ApproxPlan& plan,
                                  const void* prepared, void* scratch, void* states,
                                  ApproxReport* report);

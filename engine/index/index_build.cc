@@ -83,6 +83,8 @@ uint64_t count_tokens(KvRuns runs) {
 
 // Returns where what a head's index is made from begins: sinks look like no other keys.
 uint64_t first_typical(const IndexConfig& config) {
+  // Some of the first frame and of the first tables are behind it.
+  static_assert(kMaxIndexTokens / 2 < hash_index::kMaxRunKeys && kMaxIndexTokens <= kFrameTokens);
   return std::min(config.n_sinks, config.min_tokens / 2);
 }
 
