@@ -759,8 +759,7 @@ void eval_shard(const ApproxInput& input, const ApproxPlan& plan, const void* pr
     case Method::kSample: {
       const SampleState sample = sample_state(c, state, scratch);
       *sample.head = SampleHead{};
-      draw_shard(c, id, c.prepared.head->log_c, may_grow(c.params()) ? kReach : 1.0f, scratch,
-                 sample);
+      draw_shard(c, id, c.prepared.head->log_c, c.prepared.head->reach, scratch, sample);
       break;
     }
   }

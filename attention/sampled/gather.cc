@@ -2,6 +2,7 @@
 #include "attention/sampled/gather.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "base/assert.h"
@@ -52,15 +53,20 @@ void fill_columns(const GatherContext& context, const GatherList& list, size_t f
     return;
   }
   const uint32_t rows = context.q.rows;
-  const bool open = list.kind == kGatherOpen;
+  const bool grown = list.kind == kGatherGrown;
+  const bool open = list.kind == kGatherOpen || grown;
   if (batch->n < kGatherKeys || rows != padded_rows(rows)) {
     std::fill_n(per_row, size_t{padded_rows(rows)} * kGatherKeys, open ? kNothing : 0.0f);
     std::fill_n(batch->p, kGatherKeys, 1.0f);
+    std::fill_n(batch->p_before, kGatherKeys, 1.0f);
   }
   for (uint32_t i = 0; i < batch->n; ++i) {
     const size_t id = list.ids[first + i];
     if (open) {
-      batch->p[i] = list.p[id];
+      batch->p[i] = grown && list.p[id] >= 1.0f ? INFINITY : list.p[id];
+    }
+    if (grown) {
+      batch->p_before[i] = list.p_before[id];
     }
     const float* from = list.per_row + id * rows;
     for (uint32_t r = 0; r < rows; ++r) {

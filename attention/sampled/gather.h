@@ -37,8 +37,9 @@ struct GatherList {
   GatherKind kind = kGatherClosed;
   std::span<const uint32_t> ids;       // positions ascend; each is stored
   const uint64_t* position = nullptr;  // by id
-  const float* p = nullptr;            // by id; kGatherOpen
-  const float* per_row = nullptr;      // by id, [rows] each; kGatherOpen, kGatherWeighted
+  const float* p = nullptr;            // by id; kGatherOpen, kGatherGrown: 1 and more is closed
+  const float* p_before = nullptr;     // by id; kGatherGrown
+  const float* per_row = nullptr;      // by id, [rows] each; all but kGatherClosed
   bool keys_only = false;              // values will not be read
 };
 void gather(const GatherContext& context, const GatherList& list, const GatherSums& sums);

@@ -402,7 +402,33 @@ void weigh_closed(const GatherArgs& args, const GatherBatch& batch, const Gather
   }
 }
 
+// OpenTerms are what open keys of one p add to the sums of a row.
+struct OpenTerms {
+  F wp;
+  F hp;
+  F square;
+  F square_hat;
+  F square_hat2;
+};
+
+// inverse: 1 / p. wp and square as values meet them.
 template <Meeting kMeeting>
+inline OpenTerms open_terms(Coefs& coefs, uint32_t to, F w, F h, F inverse, F v_scale) {
+  OpenTerms t;
+  const F wp = vec::mul(w, inverse);
+  t.hp = vec::mul(h, inverse);
+  t.wp = put_coef<kMeeting>(coefs, 0, to, wp, v_scale);
+  const F odds = vec::sub(inverse, vec::set1(1.0f));
+  t.square = put_coef<kMeeting>(coefs, 1, to, vec::mul(vec::mul(odds, wp), w), v_scale);
+  const F odds_h = vec::mul(odds, h);
+  t.square_hat = vec::mul(odds_h, wp);
+  t.square_hat2 = vec::mul(odds_h, t.hp);
+  return t;
+}
+
+// kGrown: what terms change by, with coefficients for values in fp32: a difference of rounded ones
+// is none that bf16 holds.
+template <Meeting kMeeting, bool kGrown>
 void weigh_open(const GatherArgs& args, const GatherBatch& batch, const GatherSums& sums,
                 uint32_t row, const float* logits, const float* squares, Coefs& coefs) {
   F s[kParts];
@@ -418,29 +444,33 @@ void weigh_open(const GatherArgs& args, const GatherBatch& batch, const GatherSu
     const auto add = [&](GatherSum which, F x) {
       add_to(sum + static_cast<int>(which) * kKeys + at, x);
     };
-    const F inverse = vec::div(one, vec::load(batch.p + at));
     const F hat = vec::load(batch.per_row + row * kKeys + at);
     const F v2 = vec::load(squares + at);
     const F v_scale = vec::load(batch.v_scale + at);
     const F w = exp_nonpositive(vec::sub(s[j], reference));
     const F h = bounded_exp(vec::sub(hat, reference), kMaxExcess);
-    const F wp = vec::mul(w, inverse);
-    const F hp = vec::mul(h, inverse);
     const F e = vec::max(vec::min(vec::sub(s[j], hat), most), vec::sub(vec::zero(), most));
-    const F rounded_wp = put_coef<kMeeting>(coefs, 0, to, wp, v_scale);
-    const F residual = vec::mul(rounded_wp, e);
-    add(kSumOpen, rounded_wp);
-    add(kSumOpenNorm, vec::mul(rounded_wp, v2));
-    add(kSumHat, hp);
+    OpenTerms t =
+        open_terms<kMeeting>(coefs, to, w, h, vec::div(one, vec::load(batch.p + at)), v_scale);
+    if constexpr (kGrown) {
+      const OpenTerms before = open_terms<kMeeting>(
+          coefs, to, w, h, vec::div(one, vec::load(batch.p_before + at)), v_scale);
+      t.wp = put_coef<Meeting::kFp32>(coefs, 0, to, vec::sub(t.wp, before.wp), v_scale);
+      t.square = put_coef<Meeting::kFp32>(coefs, 1, to, vec::sub(t.square, before.square), v_scale);
+      t.hp = vec::sub(t.hp, before.hp);
+      t.square_hat = vec::sub(t.square_hat, before.square_hat);
+      t.square_hat2 = vec::sub(t.square_hat2, before.square_hat2);
+    }
+    const F residual = vec::mul(t.wp, e);
+    add(kSumOpen, t.wp);
+    add(kSumOpenNorm, vec::mul(t.wp, v2));
+    add(kSumHat, t.hp);
     add(kSumResidual, residual);
     add(kSumResidual2, vec::mul(residual, e));
-    const F odds = vec::sub(inverse, one);
-    const F square = put_coef<kMeeting>(coefs, 1, to, vec::mul(vec::mul(odds, wp), w), v_scale);
-    const F odds_h = vec::mul(odds, h);
-    add(kSumSquare, square);
-    add(kSumSquareNorm, vec::mul(square, v2));
-    add(kSumSquareHat, vec::mul(odds_h, wp));
-    add(kSumSquareHat2, vec::mul(odds_h, hp));
+    add(kSumSquare, t.square);
+    add(kSumSquareNorm, vec::mul(t.square, v2));
+    add(kSumSquareHat, t.square_hat);
+    add(kSumSquareHat2, t.square_hat2);
   }
 }
 
@@ -449,16 +479,20 @@ void weigh(const GatherArgs& args, const GatherBatch& batch, const GatherSums& s
            const float* logits, const float* squares, Coefs& coefs) {
   for (uint32_t row = 0; row < args.rows; ++row) {
     const float* of_row = logits + row * kKeys;
-    if (batch.kind != kGatherOpen)
-      weigh_closed<kMeeting>(args, batch, sums, row, of_row, squares, coefs);
+    if (batch.kind == kGatherOpen)
+      weigh_open<kMeeting, false>(args, batch, sums, row, of_row, squares, coefs);
+    else if (batch.kind == kGatherGrown)
+      weigh_open<kMeeting, true>(args, batch, sums, row, of_row, squares, coefs);
     else
-      weigh_open<kMeeting>(args, batch, sums, row, of_row, squares, coefs);
+      weigh_closed<kMeeting>(args, batch, sums, row, of_row, squares, coefs);
   }
   for (uint32_t row = args.rows; row < args.rows_padded; ++row) {
     for (int which = 0; which < kMostSums; ++which) {
       for (int j = 0; j < kParts; ++j) {
         const uint32_t at = row * kKeys + static_cast<uint32_t>(j * kW);
         put_coef<kMeeting>(coefs, which, at, vec::zero(), vec::zero());
+        if (batch.kind == kGatherGrown)
+          put_coef<Meeting::kFp32>(coefs, which, at, vec::zero(), vec::zero());
       }
     }
   }
@@ -615,7 +649,7 @@ template <int kSums>
 void values(const GatherArgs& args, const GatherBatch& batch, const GatherSums& sums,
             uint32_t first, const Coefs& coefs) {
 #if defined(__AVX512BF16__)
-  if (meeting_of(args, batch) != Meeting::kFp32) {
+  if (meeting_of(args, batch) != Meeting::kFp32 && batch.kind != kGatherGrown) {
     for_tiles(args.rows_padded, [&]<int kRows, bool kFirst>(uint32_t row) {
       if (batch.dtype_v == vec::kElemI8)
         add_values_bf16<kSums, kRows, kFirst, vec::kElemI8>(args, batch, sums, row, first, coefs);
@@ -662,10 +696,10 @@ void gather(const GatherArgs* args, const GatherBatch* batch, const GatherSums* 
       weigh<Meeting::kScaledBf16>(*args, *batch, *sums, logits, squares, coefs);
       break;
   }
-  if (batch->kind != kGatherOpen)
-    values<1>(*args, *batch, *sums, kVecClosed, coefs);
-  else
+  if (batch->kind == kGatherOpen || batch->kind == kGatherGrown)
     values<2>(*args, *batch, *sums, kVecOpen, coefs);
+  else
+    values<1>(*args, *batch, *sums, kVecClosed, coefs);
 }
 
 // --- Directions ---------------------------------------------------------------------------------

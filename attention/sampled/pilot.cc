@@ -19,10 +19,6 @@ using hash_index::permanent_random;
 constexpr uint64_t kPilotSeed = 0x9d39247e33776d41;
 constexpr uint64_t kProbeSeed = 0x2af7398005aaa5c7;
 constexpr uint32_t kPilotShare = 16;
-// Where the sample may grow: to read it again costs more than to look at twice as many blocks,
-// which makes it rarer (98,304 tokens of `model`: pilots 175 instead of 125 us a head, what follows
-// the first sample 215 instead of 330, a step a tenth less).
-constexpr uint32_t kGrowingPilotShare = 8;
 // With a budget thresholds alone are asked for.
 constexpr uint32_t kBudgetPilotShare = 32;
 constexpr uint32_t kFewestBlocks = 32;
@@ -31,10 +27,16 @@ constexpr uint32_t kMostBlocks = 512;
 constexpr double kProbeKeys = 64;
 constexpr uint32_t kMostProbes = 2048;
 // A sample that may grow starts with this share of what the pilot says that it needs: to grow it
-// has to be read again as a whole, which costs more than the keys that it could have done without.
+// takes as long as to read the keys that it could have done without.
 // Where the pilot says so many times what is worth it, it is exact at once.
 constexpr float kFirstShare = 1.2f;
 constexpr double kSurelyMore = 1.5;
+// Keys that the scan of a sample that may grow is to find: for growth beyond them the index is
+// scanned again, and all is read again. Small samples are those that grow most (98,304 tokens of
+// `model`: another scan in .12 to .16 of the problems, where it was .35 with twice the sample for
+// all).
+constexpr double kCandidates = 16'000;
+constexpr double kLeastReach = 1.5;
 // Standard deviation of what the sketch's logits are off, in nats: beyond it the answer is exact.
 // Weights are off by a factor of fifty there.
 constexpr double kMostError = 4;
@@ -50,9 +52,7 @@ constexpr uint32_t kMostProbeRanges = 16;
 
 // Blocks of R for each one that the pilot looks at.
 uint64_t pilot_stride(const ApproxParams& params, uint64_t n_blocks) {
-  const uint64_t share = params.budget > 0  ? kBudgetPilotShare
-                         : may_grow(params) ? kGrowingPilotShare
-                                            : kPilotShare;
+  const uint64_t share = params.budget > 0 ? kBudgetPilotShare : kPilotShare;
   const uint64_t stride = std::clamp<uint64_t>(n_blocks / kFewestBlocks, 1, share);
   return std::max(stride, (n_blocks + kMostBlocks - 1) / kMostBlocks);
 }
@@ -445,6 +445,10 @@ void probe_growth(const Context& c, Pilot& p) {
   for (uint32_t r = 0; grows && r < c.rows; ++r) {
     p.factor[r] *= kFirstShare;
   }
+  if (grows) {
+    const double room = kCandidates / (static_cast<double>(kFirstShare) * std::max(keys, 1.0));
+    c.prepared.head->reach = static_cast<float>(std::clamp(room, kLeastReach, double{kMostReach}));
+  }
 }
 
 }  // namespace
@@ -616,6 +620,7 @@ void find_thresholds(const Context& c, void* scratch) {
   Pilot p = carve_pilot(*c.input, c.exact, c.plan->n_keys_indexed, carver);
   look(c, p);
   c.prepared.head->answer_exactly = 0;
+  c.prepared.head->reach = may_grow(c.params()) ? kReach : 1.0f;
   if (c.params().budget > 0) {
     solve(c, p, static_cast<double>(c.params().budget) / p.share);
   } else {

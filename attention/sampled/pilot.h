@@ -3,8 +3,8 @@
 // part of the index. Words: R are the keys that may be approximated, F those that are always read
 // (partition.h); o, D and V are the answer, its denominator and its variance (estimate.h).
 //
-// The pilot is one block of every 16 of R (of every 8 where the sample may grow, of every 32 with a
-// budget; all where R is small), chosen at random among those. With a budget of m keys for each
+// The pilot is one block of every 16 of R (of every 32 with a budget; all where R is small), chosen
+// at random among those. With a budget of m keys for each
 // row, c of a row solves
 //   sum min(1, c size_i) = m     over all keys, the pilot standing for them; size = e^s_hat |v|.
 // Without one, some 64 keys of the pilot are read for each row. They and the nearest of F estimate

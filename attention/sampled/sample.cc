@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include "attention/sampled/pilot.h"
 #include "base/merge.h"
@@ -13,6 +14,8 @@ namespace {
 using hash_index::Candidates;
 
 constexpr float kHalving = 0.693147181f;
+// Of sums in fp32, what has to be left of them when keys are taken out.
+constexpr double kLeastLeft = 1e-3;
 
 Candidates carve_candidates(uint32_t capacity, uint32_t rows, Carver& carver) {
   Candidates list;
@@ -24,9 +27,13 @@ Candidates carve_candidates(uint32_t capacity, uint32_t rows, Carver& carver) {
   return list;
 }
 
+// Ids of candidates, and what a sample that grows has to know of them.
 struct SampleScratch {
-  uint32_t* open;  // ids
+  uint32_t* open;
   uint32_t* closed;
+  uint32_t* fresh;  // of the open ones: drawn now
+  uint32_t* grown;  // drawn and open before, with another p now
+  float* before;    // by id: size before growth
   Candidates candidates;
 };
 
@@ -36,6 +43,10 @@ SampleScratch carve_scratch(const ApproxInput& input, uint64_t n_keys, uint32_t 
   SampleScratch s;
   s.open = carver.take<uint32_t>(capacity);
   s.closed = carver.take<uint32_t>(capacity);
+  const uint32_t growing = may_grow(input.params) ? capacity : 0;
+  s.fresh = carver.take<uint32_t>(growing);
+  s.grown = carver.take<uint32_t>(growing);
+  s.before = carver.take<float>(growing);
   if (!may_grow(input.params)) {
     s.candidates = carve_candidates(capacity, rows, carver);
   }
@@ -95,21 +106,23 @@ GatherList list_of(const Candidates& from, GatherKind kind, std::span<const uint
           .ids = ids,
           .position = from.position,
           .p = from.size,
-          .per_row = kind == kGatherOpen ? from.logits : nullptr};
+          .per_row = kind == kGatherClosed ? nullptr : from.logits};
 }
 
-// e^x for 0 <= x <= ln(kReach) within 3e-4, at least 1: the compiler makes vectors of it.
+// e^x for 0 <= x <= ln(kMostReach) within 3e-4, at least 1: the compiler makes vectors of it.
 float exp_of_growth(float x) {
-  const float y = x * 0.125f;
+  const float y = x * 0.0625f;
   float e = 1.0f + y * (1.0f + y * (0.5f + y * (1.0f / 6.0f)));
+  e *= e;
   e *= e;
   e *= e;
   return e * e;
 }
 
 // Sizes with every row's c times e^log_growth; takes what that closes out of the open mass. A size
-// is e^(its largest logit) |v|, so only the largest logit has to be found again.
-void grow_sizes(const float* log_growth, uint32_t rows, const Candidates& list, SampleHead* head) {
+// is e^(its largest logit) |v|, so only the largest logit has to be found again. was: sizes before.
+void grow_sizes(const float* log_growth, uint32_t rows, const Candidates& list, SampleHead* head,
+                float* was) {
   constexpr uint32_t kLanes = 16;
   float before[kLanes];
   float after[kLanes];
@@ -129,6 +142,7 @@ void grow_sizes(const float* log_growth, uint32_t rows, const Candidates& list, 
     for (uint32_t j = 0; j < n; ++j) {
       const float size = list.size[i + j];
       const float grown = size * exp_of_growth(after[j] - before[j]);
+      was[i + j] = size;
       list.size[i + j] = grown;
       if (size < 1.0f && grown >= 1.0f) {
         for (uint32_t r = 0; r < rows; ++r) {
@@ -237,14 +251,69 @@ void draw_shard(const Context& c, uint64_t shard_id, const float* log_c, float r
   gather_drawn(c, drawn, scratch);
 }
 
+namespace {
+
+double sum_of(const GatherSums& sums, uint32_t row, GatherSum which) {
+  const float* at = sums.sums + (size_t{row} * kGatherSums + which) * kGatherKeys;
+  return std::accumulate(at, at + kGatherKeys, 0.0);
+}
+
+// Reads the keys of a sample that has grown whose p is another, and those that are new. False where
+// so little is left of a sum that rounding what was taken from it would show.
+bool gather_growth(const Context& c, const SampleState& state, const SampleScratch& s) {
+  const Candidates& list = state.candidates;
+  uint32_t n_open = 0;
+  uint32_t n_closed = 0;
+  uint32_t n_fresh = 0;
+  uint32_t n_grown = 0;
+  for (uint32_t i = 0; i < list.n; ++i) {
+    const float p = list.size[i];
+    const bool was_closed = s.before[i] >= 1.0f;
+    const bool was_open = !was_closed && list.random[i] < s.before[i];
+    const bool is_open = p < 1.0f && list.random[i] < p;
+    s.open[n_open] = s.closed[n_closed] = s.fresh[n_fresh] = s.grown[n_grown] = i;
+    n_open += is_open ? 1 : 0;
+    n_closed += p >= 1.0f && !was_closed ? 1 : 0;
+    n_fresh += is_open && !was_open ? 1 : 0;
+    n_grown += was_open && p != s.before[i] ? 1 : 0;
+  }
+  double open[kMaxApproxRows];
+  double square[kMaxApproxRows];
+  for (uint32_t r = 0; r < c.rows; ++r) {
+    open[r] = sum_of(state.sums, r, kSumOpen);
+    square[r] = sum_of(state.sums, r, kSumSquare);
+  }
+  const GatherContext context = c.gathering();
+  GatherList grown = list_of(list, kGatherGrown, {s.grown, n_grown});
+  grown.p_before = s.before;
+  gather(context, grown, state.sums);
+  gather(context, list_of(list, kGatherClosed, {s.closed, n_closed}), state.sums);
+  gather(context, list_of(list, kGatherOpen, {s.fresh, n_fresh}), state.sums);
+  tell(list, {s.open, n_open}, state);
+  state.head->n_open = n_open;
+  state.head->n_closed += n_closed;
+  for (uint32_t r = 0; r < c.rows; ++r) {
+    if (!(sum_of(state.sums, r, kSumOpen) >= kLeastLeft * open[r]) ||
+        !(sum_of(state.sums, r, kSumSquare) >= kLeastLeft * square[r])) {
+      return false;
+    }
+  }
+  return n_open > 0;
+}
+
+}  // namespace
+
 void redraw_shard(const Context& c, const float* log_growth, void* scratch,
                   const SampleState& state) {
   SampleHead& head = *state.head;
-  grow_sizes(log_growth, c.rows, state.candidates, &head);
+  const SampleScratch s = scratch_of(c, scratch);
+  grow_sizes(log_growth, c.rows, state.candidates, &head, s.before);
   head.reach /= std::exp(*std::max_element(log_growth, log_growth + c.rows));
   head.redrawn = true;
-  clear_sums(c.problem, state.sums);
-  gather_drawn(c, state, scratch);
+  if (!gather_growth(c, state, s)) {
+    clear_sums(c.problem, state.sums);
+    gather_drawn(c, state, scratch);
+  }
 }
 
 void gather_drawn(const Context& c, const SampleState& state, void* scratch) {

@@ -3,7 +3,8 @@
 //
 // A sample grows row by row: c of each row by a factor of its own. The candidates of a scan are all
 // keys that may be drawn with any c up to head.reach times as large, so that a larger sample needs
-// no other scan; what is drawn is gathered anew with its new p, for most of it is new.
+// no other scan. What was drawn stays in the sums: only keys whose p is another now are read again,
+// and the new ones. After another scan all are.
 #ifndef KVM_ATTENTION_SAMPLED_SAMPLE_H_
 #define KVM_ATTENTION_SAMPLED_SAMPLE_H_
 
@@ -13,8 +14,10 @@
 
 namespace kvm::attention {
 
-// How far a sample that may grow is scanned for at once, and in another scan.
+// How far a sample that may grow is scanned for at once, where nothing says better and at most, and
+// in another scan.
 inline constexpr float kReach = 2.0f;
+inline constexpr float kMostReach = 8.0f;
 inline constexpr float kReachAgain = 1.5f;
 
 struct SampleHead {
@@ -53,7 +56,7 @@ void draw_shard(const Context& c, uint64_t shard_id, const float* log_c, float r
 // Draws with c of each row times e^log_growth, and reads that. Nested: what was drawn stays drawn.
 // REQUIRES: 0 <= log_growth <= ln(head->reach).
 // ENSURES: the state is as after draw_shard, but that of head->sums only n_keys and open_mass are
-// those of the new c.
+// those of the new c, and that sums may be off by what fp32 rounds of those before.
 void redraw_shard(const Context& c, const float* log_growth, void* scratch,
                   const SampleState& state);
 

@@ -43,8 +43,11 @@ struct GatherBatch {
   const uint8_t* const* v;
   const float* k_scale;  // [kGatherKeys]: 1, but for int8 and fp8 rows; times elem_unit
   const float* v_scale;
-  float p[kGatherKeys];  // inclusion probability before growth, below 1; kGatherOpen only
-  // [rows_padded][16]. kGatherOpen: the sketch's logits. kGatherWeighted: factors of the weights,
+  // Inclusion probabilities: of kGatherOpen below 1, of kGatherGrown infinite where the key is
+  // closed now.
+  float p[kGatherKeys];
+  float p_before[kGatherKeys];  // kGatherGrown only: those with which the sums have the key
+  // [rows_padded][16]. kGatherOpen, kGatherGrown: the sketch's logits. kGatherWeighted: factors of the weights,
   // 0 where the row does not use the key. Else null.
   const float* per_row;
   uint32_t n;       // keys behind it repeat a row and count nothing
@@ -56,6 +59,7 @@ struct GatherBatch {
 enum GatherKind : uint8_t {
   kGatherClosed,    // p = 1: weight w
   kGatherOpen,      // p < 1: weight w / p, and what the variance needs
+  kGatherGrown,     // what the sums of kGatherOpen change by where p was p_before
   kGatherWeighted,  // weight w * per_row
 };
 

@@ -6,8 +6,11 @@
 #include <cmath>
 #include <cstring>
 #include <iterator>
+#include <numeric>
 #include <random>
 #include <set>
+#include <string>
+#include <utility>
 
 #include "attention/sampled/pilot.h"
 #include "tests/unit/attention/approx_reference.h"
@@ -82,6 +85,72 @@ TEST(Verified, GrowingByRowIsAScanWithThatC) {
     for (uint32_t i = 0; i < fresh.candidates.n; ++i) {
       if (fresh.candidates.random[i] < 0.999f * grown.head->reach * fresh.candidates.size[i]) {
         EXPECT_TRUE(found.contains(fresh.candidates.position[i]));
+      }
+    }
+  }
+}
+
+// Sums that change only by the keys whose p has changed are those of reading all anew.
+TEST(Verified, SumsOfAGrownSampleAreThoseOfReadingItAgain) {
+  const std::pair<Dtype, bool> kinds[] = {
+      {Dtype::kBf16, false}, {Dtype::kBf16, true}, {Dtype::kI8, false}, {Dtype::kF32, false}};
+  for (const auto& [dtype, fp32_weights] : kinds) {
+    for (const KernelTable* table : available_tables()) {
+      SCOPED_TRACE(std::string(table->name) + " " + std::to_string(static_cast<int>(dtype)));
+      Head head({.n_tokens = 6000, .dtype = dtype}, 29);
+      head.input.table = table;
+      head.input.params.mode = ApproxMode::kVerified;
+      head.input.params.budget = 100;
+      head.input.params.eps = 10;  // the first bar meets it
+      head.problem.fp32_weights = fp32_weights;
+      head.build();
+      head.run();
+      const Context c = make_context(head.input, head.plan, head.prepared->data());
+      const SampleState grown = sample_of(head, 0);
+      const uint32_t closed_before = grown.head->n_closed;
+      const uint32_t read_before = grown.head->n_open + closed_before;
+      const float first[4] = {0, std::log(1.5f), 0, std::log(1.05f)};
+      const float second[4] = {0, std::log(1.2f), std::log(1.1f), 0};
+      redraw_shard(c, first, head.scratch->data(), grown);
+      redraw_shard(c, second, head.scratch->data(), grown);
+      EXPECT_GT(grown.head->n_closed, closed_before);
+      EXPECT_GT(grown.head->n_open + grown.head->n_closed, read_before);
+      Buffer memory(head.plan.state_bytes);
+      std::memcpy(memory.data(), head.states->data(), head.plan.state_bytes);
+      const SampleState again = sample_state(c, memory.data(), nullptr);
+      clear_sums(head.problem, again.sums);
+      gather_drawn(c, again, head.scratch->data());
+      // Where a reference has risen in between, coefficients are rounded to bf16 anew.
+      const bool rounded = table->has_bf16_dot && !fp32_weights && dtype != Dtype::kF32;
+      const double most = rounded ? 1.0 / 512 : 1e-4;
+      EXPECT_EQ(again.head->n_open, grown.head->n_open);
+      EXPECT_EQ(again.head->n_closed, grown.head->n_closed);
+      EXPECT_EQ(again.head->n_told, grown.head->n_told);
+      for (uint32_t r = 0; r < head.rows(); ++r) {
+        ASSERT_EQ(again.sums.m[r], grown.sums.m[r]);
+        const auto sum = [&](const SampleState& state, uint32_t which) {
+          const float* at = state.sums.sums + (size_t{r} * kGatherSums + which) * kGatherKeys;
+          return std::accumulate(at, at + kGatherKeys, 0.0);
+        };
+        for (uint32_t which = 0; which < kGatherSums; ++which) {
+          // Residuals have either sign; the sum of their sizes is no larger than this.
+          const double scale = which == kSumResidual
+                                   ? std::sqrt(sum(again, kSumOpen) * sum(again, kSumResidual2))
+                                   : sum(again, which);
+          EXPECT_NEAR(sum(again, which), sum(grown, which), most * scale)
+              << "row " << r << " sum " << which;
+        }
+        for (uint32_t which = 0; which < kGatherVectors; ++which) {
+          const size_t at = (size_t{which} * padded_rows(head.rows()) + r) * acc_stride(head.problem);
+          double apart = 0;
+          double length = 0;
+          for (uint32_t d = 0; d < head.problem.dim_v; ++d) {
+            const double x = again.sums.acc[at + d];
+            apart += (x - grown.sums.acc[at + d]) * (x - grown.sums.acc[at + d]);
+            length += x * x;
+          }
+          EXPECT_LE(std::sqrt(apart), most * std::sqrt(length)) << "row " << r << " vector " << which;
+        }
       }
     }
   }
