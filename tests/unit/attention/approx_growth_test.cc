@@ -141,7 +141,8 @@ TEST(Verified, SumsOfAGrownSampleAreThoseOfReadingItAgain) {
               << "row " << r << " sum " << which;
         }
         for (uint32_t which = 0; which < kGatherVectors; ++which) {
-          const size_t at = (size_t{which} * padded_rows(head.rows()) + r) * acc_stride(head.problem);
+          const size_t at =
+              (size_t{which} * padded_rows(head.rows()) + r) * acc_stride(head.problem);
           double apart = 0;
           double length = 0;
           for (uint32_t d = 0; d < head.problem.dim_v; ++d) {
@@ -149,7 +150,8 @@ TEST(Verified, SumsOfAGrownSampleAreThoseOfReadingItAgain) {
             apart += (x - grown.sums.acc[at + d]) * (x - grown.sums.acc[at + d]);
             length += x * x;
           }
-          EXPECT_LE(std::sqrt(apart), most * std::sqrt(length)) << "row " << r << " vector " << which;
+          EXPECT_LE(std::sqrt(apart), most * std::sqrt(length))
+              << "row " << r << " vector " << which;
         }
       }
     }
