@@ -17,11 +17,6 @@ namespace {
 
 bool is_identity(const QueryTransform& t) { return t.n_pairs == 0 && t.channel_scale == nullptr; }
 
-bool has_bias(const Problem& problem) {
-  return std::any_of(problem.transforms.begin(), problem.transforms.end(),
-                     [](const QueryTransform& t) { return t.bias != nullptr; });
-}
-
 float load_element(const void* p, Dtype dtype, uint64_t i) {
   switch (dtype) {
     case Dtype::kF32:
@@ -49,9 +44,9 @@ void rotate(const QueryTransform& t, uint64_t token, const float* in, float* out
   }
 }
 
-// One row of a query token under one transform: fp32 channels to `out`, the bias term returned.
-float transform_row(const QueryTransform& t, uint64_t token, const float* in, uint32_t dim,
-                    float* out) {
+// One row of a query token under one transform: fp32 channels to `out`.
+void transform_row(const QueryTransform& t, uint64_t token, const float* in, uint32_t dim,
+                   float* out) {
   std::copy_n(in, dim, out);
   if (t.n_pairs != 0) {
     rotate(t, token, in, out);
@@ -61,13 +56,6 @@ float transform_row(const QueryTransform& t, uint64_t token, const float* in, ui
       out[d] *= t.channel_scale[d];
     }
   }
-  double bias = 0.0;
-  if (t.bias != nullptr) {
-    for (uint32_t d = 0; d < dim; ++d) {
-      bias += static_cast<double>(in[d]) * static_cast<double>(t.bias[d]);
-    }
-  }
-  return static_cast<float>(bias);
 }
 
 void check_problem(const Problem& p) {
@@ -97,14 +85,11 @@ void store_element(void* p, Dtype dtype, uint64_t i, float value) {
 
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
-// o, lse and row_max of one row from its whole state: NaN where that or the query is.
+// o and lse of one row from its whole state: NaN where that or the query is.
 void write_row(const Problem& p, uint32_t row, const float* o, float m, float l) {
   const uint32_t query = row / p.group;
   const uint32_t head = row % p.group;
   const bool is_number = !std::isnan(l) && query_is_finite(p, row);
-  if (p.row_max != nullptr) {
-    p.row_max[row] = is_number ? m : kNan;
-  }
   float factor = 1.0f;
   if (p.sink_logits != nullptr) {
     // The sink is a state with l = 1 and o = 0.
@@ -155,7 +140,6 @@ PreparedQueries carve_queries(const Problem& problem, Carver& carver) {
   const size_t n = size_t{q.n_variants} * q.variant_rows;
   q.f32 = carver.take<float>(n * q.stride);
   q.bf16 = carver.take<uint16_t>(n * q.stride);
-  q.bias = has_bias(problem) ? carver.take<float>(n) : nullptr;
   q.bf16_exact = carver.take<uint8_t>(q.n_variants);
   q.i16 = carver.take<int16_t>(n * q.stride);
   q.i16_step = carver.take<float>(n);
@@ -168,7 +152,6 @@ QueryRows query_rows(const Problem& problem, const void* prepared) {
   const PreparedQueries q = carve_queries(problem, carver);
   return {.f32 = q.f32,
           .bf16 = q.bf16,
-          .bias = q.bias,
           .bf16_exact = q.bf16_exact,
           .i16 = q.i16,
           .i16_step = q.i16_step,
@@ -254,35 +237,13 @@ Plan make_plan(const Problem& problem, const KernelTable* table) {
   return plan;
 }
 
-ChunkCost chunk_cost(const Problem& problem, const Plan& plan, uint64_t number) {
-  const VisibleSet visible(problem.visible, problem.n_query, 0, problem.n_query);
-  const uint64_t chunk = plan.absolute(number);
-  const uint64_t end = (chunk + 1) * plan.chunk_tokens;
-  ChunkCost cost;
-  uint64_t tokens = 0;
-  for (size_t i = first_run_after(problem.runs, chunk * plan.chunk_tokens);
-       i < problem.runs.size() && problem.runs[i].position < end; ++i) {
-    const KvRun& run = problem.runs[i];
-    const uint64_t base = run.position / kPageTokens * kPageTokens;
-    const uint64_t present = (run.n_tokens == 64 ? ~uint64_t{0} : (uint64_t{1} << run.n_tokens) - 1)
-                             << (run.position - base);
-    const auto seen = static_cast<uint64_t>(__builtin_popcountll(visible.any(base) & present));
-    tokens += seen;
-    cost.bytes += seen * (problem.dim_k * dtype_size_bytes(run.dtype_k) +
-                          problem.dim_v * dtype_size_bytes(run.dtype_v) +
-                          dtype_scale_bytes(run.dtype_k) + dtype_scale_bytes(run.dtype_v));
-  }
-  cost.flops = 2 * tokens * plan.rows * (problem.dim_k + problem.dim_v);
-  return cost;
-}
-
 namespace {
 
 // The row's channels as fp32, and as bf16 where that is exact or else rounded.
 void prepare_row(const Problem& problem, const QueryTransform& t, bool exact, uint64_t token,
-                 uint64_t from, float* out, uint16_t* out_bf16, float* bias) {
+                 uint64_t from, float* out, uint16_t* out_bf16) {
   const uint32_t dim = problem.dim_k;
-  if (exact && t.bias == nullptr) {
+  if (exact) {
     const uint16_t* in = static_cast<const uint16_t*>(problem.q) + from;
     std::memcpy(out_bf16, in, dim * sizeof(uint16_t));
     for (uint32_t d = 0; d < dim; ++d) {
@@ -294,12 +255,9 @@ void prepare_row(const Problem& problem, const QueryTransform& t, bool exact, ui
   for (uint32_t d = 0; d < dim; ++d) {
     in[d] = load_element(problem.q, problem.dtype_q, from + d);
   }
-  const float term = transform_row(t, token, in, dim, out);
+  transform_row(t, token, in, dim, out);
   for (uint32_t d = 0; d < dim; ++d) {
     out_bf16[d] = f32_to_bf16(out[d]);
-  }
-  if (bias != nullptr) {
-    *bias = term;
   }
 }
 
@@ -355,7 +313,7 @@ void prepare_queries(const Problem& problem, const Plan& plan, void* prepared) {
         continue;  // zeros, which spoil nothing; write_row knows
       }
       prepare_row(problem, t, exact, row / problem.group, from, q.f32 + at * q.stride,
-                  q.bf16 + at * q.stride, q.bias != nullptr ? q.bias + at : nullptr);
+                  q.bf16 + at * q.stride);
       if (!plan.blocked) {  // which has no use for them
         const bool near =
             round_row(q.f32 + at * q.stride, problem.dim_k, q.i16 + at * q.stride, q.i16_step + at);

@@ -11,7 +11,7 @@
 //   eval_column_sums(problem, plan, prepared, p, q, scratch);  // optional, after every merge
 //
 // Computes, per row (query token i, q head g) with t ranging over the visible tokens:
-//   dot    = q'(transform of t) . k_t  +  q . bias(transform of t)
+//   dot    = q'(transform of t) . k_t
 //   logit  = dot * scale                     or  softcap * tanh(dot * scale / softcap)
 //   logit += log_weight_t
 //   lse    = ln( sum_t e^logit_t  [ + e^sink_g ] )            o = sum_t e^(logit_t - lse) v_t
@@ -22,7 +22,7 @@
 // chunk the order of operations depends on token positions, dtypes and transforms only.
 // ENSURES: for one kernel table the bits of o, lse and the side outputs depend on the problem
 // alone: not on threads, on the cut into eval_chunks calls, on how tokens are cut into runs, nor on
-// addresses. Those of a row's o, lse and row_max depend on its query, on the tokens that it sees
+// addresses. Those of a row's o and lse depend on its query, on the tokens that it sees
 // and on the path (Plan::blocked) alone: not on which rows, or how many, are in the problem.
 // docs/kernels.md says how, and how the paths differ.
 //
@@ -31,7 +31,7 @@
 // large finite logit. LIMIT: |v| <= 2^115; a larger value may give an infinite o.
 //
 // Numbers that are not finite. A row whose query has a NaN or an infinity, or that sees a key with
-// one, is NaN in all of o, lse and row_max; one that sees a value with one is NaN in all of o. (A
+// one, is NaN in all of o and lse; one that sees a value with one is NaN in all of o. (A
 // log weight of -inf hides none.) Such a row spoils no other: those have the bits that they have
 // without it. Kernels clamp logits and only
 // note that a number of a chunk was not finite; the chunk is then evaluated again for one query
@@ -122,9 +122,7 @@ struct Problem {
   uint64_t lse_stride_query = 0;
   uint64_t lse_stride_head = 0;
 
-  // Side outputs, each optional.
-  // [n_query * group]: largest logit of the row, log weights included, sinks not; -inf if none.
-  float* row_max = nullptr;
+  // Side output, optional.
   // Sum over rows of the softmax weight of each token, at column_sums[position - column_position].
   // Written by eval_column_sums only, and needed by then; the plan depends on whether it is wanted.
   bool wants_column_sums = false;
@@ -166,18 +164,8 @@ struct Plan {
   uint64_t absolute(uint64_t chunk) const { return chunk < gap_at ? chunk : chunk + gap_chunks; }
 };
 
-// A ChunkCost is an estimate for schedulers; exact for dense causal problems.
-struct ChunkCost {
-  uint64_t bytes = 0;  // of K and V that will be read
-  uint64_t flops = 0;  // of multiply-adds, two each, over all rows
-};
-
 // `table` null: active_table(). Cost: O(log runs).
 Plan make_plan(const Problem& problem, const KernelTable* table = nullptr);
-
-// Cost: O(runs of the chunk).
-// REQUIRES: plan.first_chunk <= chunk < plan.first_chunk + plan.n_chunks, here and below.
-ChunkCost chunk_cost(const Problem& problem, const Plan& plan, uint64_t chunk);
 
 // Bytes of one state: what one chunk writes for `row_count` rows. A multiple of kBufferAlign.
 // Layout: o [row_count][dim_v] fp32 (not yet divided by l), m [row_count], l [row_count], padding.
@@ -191,6 +179,8 @@ void prepare_queries(const Problem& problem, const Plan& plan, void* prepared);
 // states + (c - chunk) * state_bytes(problem, rows.count). A chunk without visible tokens writes
 // the empty state. Longer stretches run at full memory speed; each call pays a cold start of about
 // a microsecond.
+// REQUIRES, here and below: every chunk is one of the plan's, [plan.first_chunk, plan.first_chunk +
+// plan.n_chunks).
 void eval_chunks(const Problem& problem, const Plan& plan, const void* prepared, RowRange rows,
                  uint64_t chunk, uint32_t n, void* scratch, void* states);
 
@@ -247,7 +237,7 @@ class MergeTree {
 void merge_states(const Problem& problem, RowRange rows, const MergeTree::Merge& merge,
                   void* states);
 
-// Writes o, lse and row_max of `rows` after the last merge.
+// Writes o and lse of `rows` after the last merge.
 void write_result(const Problem& problem, const Plan& plan, RowRange rows, void* states);
 
 // Says whether the answer written for a row is a number: where a query or a token was not finite,

@@ -60,7 +60,7 @@ enum class RotationLayout : uint8_t {
 };
 
 // A transform that is applied to a query before it meets the stored keys of a segment, so that
-//   q . k_true  =  q' . k_stored  +  q . bias      with      q' = channel_scale o (R q).
+//   q . k_true  =  q' . k_stored      with      q' = channel_scale o (R q).
 // R turns each pair (x, y) into (x cos - y sin, x sin + y cos); channels beyond 2 * n_pairs pass
 // unchanged. Every part is optional: null pointers, n_pairs = 0.
 struct QueryTransform {
@@ -70,7 +70,6 @@ struct QueryTransform {
   uint32_t n_pairs = 0;        // 2 * n_pairs <= dim_k
   RotationLayout layout = RotationLayout::kHalfSplit;
   const float* channel_scale = nullptr;  // [dim_k]
-  const float* bias = nullptr;           // [dim_k], meets the untransformed query
 };
 
 }  // namespace kvm

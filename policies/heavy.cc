@@ -20,7 +20,6 @@ struct Candidate {
 
 class Heavy : public Policy {
  public:
-  const char* name() const override { return "heavy"; }
   EventSet events() const override { return event_bit(Event::kCommitted); }
   bool decides_by_list() const override { return true; }
 

@@ -21,12 +21,10 @@
 namespace kvm::policies {
 
 enum class Event : uint8_t {
-  kAppended = 0,   // tokens were published in some layer
-  kCommitted = 1,  // the commit point moved
-  kForked = 2,     // the sequence is the child of a fork just made
+  kCommitted = 0,  // the commit point moved
 };
 
-inline constexpr uint32_t kEvents = 3;
+inline constexpr uint32_t kEvents = 1;
 
 // Set of events: bits (1 << value).
 using EventSet = uint32_t;
@@ -37,7 +35,6 @@ struct StoredRange {
   PositionRange positions;
   Dtype dtype_k = Dtype::kBf16;
   Dtype dtype_v = Dtype::kBf16;
-  uint8_t tier = 1;  // value of tiers::Tier
 };
 
 // A token that was kept when its page was given up.
@@ -50,11 +47,9 @@ struct KeptToken {
 struct ListView {
   uint32_t layer = 0;
   uint32_t class_index = 0;
-  uint32_t n_heads = 0;
   uint64_t length = 0;  // tokens appended, dropped ones included
   // The stored ranges, in position order; the gaps have been dropped.
   std::span<const StoredRange> stored;
-  uint64_t stored_bytes = 0;
   // Budgets of the configuration; meaning by policy.
   uint64_t n_sinks = 0;
   uint64_t n_recent = 0;
@@ -67,14 +62,11 @@ struct ListView {
   uint64_t mass_begin = 0;
   std::span<const float> masses;
   // Statistics that kvm_observe left, or null. Column sums [n_columns][n_kv_heads of the layer] of
-  // positions from 0; kv_heads [n_heads] says which of them are this class's.
+  // positions from 0; kv_heads says which of them are this class's.
   std::span<const uint16_t> kv_heads;
   const float* column_sums = nullptr;
   uint64_t n_columns = 0;
   uint32_t n_kv_heads = 0;
-  const float* queries = nullptr;  // [n_query_rows][n_q_heads][dim_k], consecutive positions
-  uint32_t n_query_rows = 0;
-  uint64_t query_position = 0;
 };
 
 // The lists of one sequence that one policy governs: all of them at once, so that budgets may be
@@ -88,10 +80,8 @@ struct View {
 enum class ActionKind : uint8_t {
   kDrop = 0,    // forget the tokens of `range`
   kDemote = 1,  // store them as dtype_k, dtype_v
-  kMove = 2,    // move their pages to `tier`
-  kMerge = 3,   // add each token of `range` into the entries that `merge_operator` chooses
-  kFold = 4,    // add `range` to the one entry of its list (mean K, mean V, log-weight ln n)
-  kKeep = 5,    // of `range`, and of what was kept before, keep only certain tokens
+  kFold = 2,    // add `range` to the one entry of its list (mean K, mean V, log-weight ln n)
+  kKeep = 3,    // of `range`, and of what was kept before, keep only certain tokens
 };
 
 // Ranges are whole pages (multiples of kPageTokens); tokens of them that are not stored, because
@@ -103,12 +93,9 @@ struct Action {
   PositionRange range;
   Dtype dtype_k = Dtype::kBf16;  // kDemote
   Dtype dtype_v = Dtype::kBf16;
-  uint8_t tier = 1;            // kMove
-  uint8_t merge_operator = 0;  // kMerge
   // kKeep: ActionList::kept[first_kept, first_kept + n_kept), positions in order.
   size_t first_kept = 0;
   size_t n_kept = 0;
-  float gate = 0;  // kMerge: similarity below which a token is dropped instead
 };
 
 // LIMIT: a policy returns at most kMaxActions at a time. One that has more to do sets `more`, and
@@ -139,7 +126,6 @@ struct ActionList {
 class Policy {
  public:
   virtual ~Policy() = default;
-  virtual const char* name() const = 0;
   virtual EventSet events() const = 0;
   // Says whether its decision about a list rests on that list alone: it is shown one at a time
   // then, and asked about several at once.

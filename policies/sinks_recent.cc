@@ -8,7 +8,6 @@ namespace {
 
 class Full : public Policy {
  public:
-  const char* name() const override { return "full"; }
   EventSet events() const override { return 0; }
   void decide(const View&, ActionList* actions) const override {
     actions->next_commit = UINT64_MAX;
@@ -18,8 +17,7 @@ class Full : public Policy {
 // Takes the pages out of the middle.
 class SinksRecent : public Policy {
  public:
-  SinksRecent(const char* name, ActionKind kind) : name_(name), kind_(kind) {}
-  const char* name() const override { return name_; }
+  explicit SinksRecent(ActionKind kind) : kind_(kind) {}
   EventSet events() const override { return event_bit(Event::kCommitted); }
   bool decides_by_list() const override { return true; }
 
@@ -50,7 +48,6 @@ class SinksRecent : public Policy {
   }
 
  private:
-  const char* name_;
   ActionKind kind_;
 };
 
@@ -62,12 +59,12 @@ const Policy& full() {
 }
 
 const Policy& sinks_recent() {
-  static const SinksRecent policy("sinks_recent", ActionKind::kDrop);
+  static const SinksRecent policy(ActionKind::kDrop);
   return policy;
 }
 
 const Policy& sinks_recent_fold() {
-  static const SinksRecent policy("sinks_recent_fold", ActionKind::kFold);
+  static const SinksRecent policy(ActionKind::kFold);
   return policy;
 }
 

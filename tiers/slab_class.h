@@ -102,8 +102,6 @@ constexpr uint32_t page_slab(PageRef page) { return page >> kSlotBits; }
 constexpr uint32_t page_slot(PageRef page) { return page & ((1u << kSlotBits) - 1); }
 constexpr PageRef make_page_ref(uint32_t slab, uint32_t slot) { return slab << kSlotBits | slot; }
 
-enum class Tier : uint8_t { kDevice = 0, kHost = 1, kDisk = 2 };
-
 }  // namespace kvm::tiers
 
 #endif  // KVM_TIERS_SLAB_CLASS_H_

@@ -44,7 +44,6 @@ struct KvItem {
 struct QueryRows {
   const float* f32;           // [variant][rows + kRowPad][stride]
   const uint16_t* bf16;       // same shape, for variants where bf16_exact
-  const float* bias;          // [variant][rows + kRowPad], or null: all zero
   const uint8_t* bf16_exact;  // [variant]
   // As integers of 16 bits, same shape: a channel is i16 times the row's step, a power of two.
   const int16_t* i16;

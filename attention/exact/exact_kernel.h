@@ -458,15 +458,6 @@ inline void tile_logits(const StreamArgs& args, const KvItem& item, uint32_t row
 #pragma GCC unroll 16
   for (int g = 0; g < T::kGroups; ++g)
     *bad = note_bad(*bad, out[g]);
-  if (args.q.bias != nullptr) {
-    const float* bias = args.q.bias + static_cast<uint64_t>(item.variant) * args.q.variant_rows;
-    float lanes[kW];
-    for (int i = 0; i < kW; ++i)
-      lanes[i] = bias[row + static_cast<uint32_t>(i / T::kTokens)];
-    const F b = vec::load(lanes);
-    for (int g = 0; g < T::kGroups; ++g)
-      out[g] = vec::add(out[g], b);
-  }
   for (int g = 0; g < T::kGroups; ++g)
     out[g] = to_logit(out[g], args.scale, args.softcap);
   if (item.log_weight != nullptr || item.row_masks != nullptr || item.mask != 0xffff) {
@@ -1297,13 +1288,8 @@ void block_addend(const BlockArgs& args, uint64_t mask, float* addend) {
 }
 
 // Scores of one row (s, 64 floats) to logits. bad: see note_bad.
-inline void block_logits(const BlockArgs& args, uint32_t row, uint64_t mask, const float* s, F* x,
-                         F* bad) {
+inline void block_logits(const BlockArgs& args, uint64_t mask, const float* s, F* x, F* bad) {
   constexpr int kVecs = kB / kW;
-  const float bias =
-      args.q.bias != nullptr
-          ? args.q.bias[static_cast<uint64_t>(args.variant) * args.q.variant_rows + row]
-          : 0.0f;
   // Rows that were packed as floats have their scales in them.
   const float* k_scale = args.bf16_qk != 0 ? args.k_scale : nullptr;
 #pragma GCC unroll 16
@@ -1312,8 +1298,6 @@ inline void block_logits(const BlockArgs& args, uint32_t row, uint64_t mask, con
     if (k_scale != nullptr)
       x[i] = vec::mul(x[i], vec::load(k_scale + i * kW));
     *bad = note_bad(*bad, x[i]);
-    if (args.q.bias != nullptr)
-      x[i] = vec::add(x[i], vec::set1(bias));
     x[i] = to_logit(x[i], args.scale, args.softcap);
   }
   if (mask != ~static_cast<uint64_t>(0) || args.log_weight != nullptr) {
@@ -1326,11 +1310,11 @@ inline void block_logits(const BlockArgs& args, uint32_t row, uint64_t mask, con
 
 // Scores of one row (s, 64 floats) to weights: floats in place of s, or bf16 in `rounded` where
 // that is not null. `at` is the row's index in acc, m and l.
-inline void block_weights(const BlockArgs& args, uint32_t row, uint32_t at, uint64_t mask, float* s,
+inline void block_weights(const BlockArgs& args, uint32_t at, uint64_t mask, float* s,
                           uint16_t* rounded, F* bad) {
   constexpr int kVecs = kB / kW;
   F x[kVecs];
-  block_logits(args, row, mask, s, x, bad);
+  block_logits(args, mask, s, x, bad);
   F top = vec::set1(kNegInf);
 #pragma GCC unroll 16
   for (int i = 0; i < kVecs; ++i)
@@ -1436,8 +1420,8 @@ void block(const BlockArgs* args) {
     uint16_t rounded[kMr * kB];
     for (int r = 0; r < kMr; ++r) {
       const uint32_t i = static_cast<uint32_t>(r);
-      block_weights(*args, row + i, at + i, masks[r], s + r * kB,
-                    bf16_pv ? rounded + r * kB : nullptr, &bad);
+      block_weights(*args, at + i, masks[r], s + r * kB, bf16_pv ? rounded + r * kB : nullptr,
+                    &bad);
     }
     if (bf16_pv) {
       block_values_bf16(*args, rounded, acc);
@@ -1447,7 +1431,7 @@ void block(const BlockArgs* args) {
 #else
     for (int r = 0; r < kMr; ++r) {
       const uint32_t i = static_cast<uint32_t>(r);
-      block_weights(*args, row + i, at + i, masks[r], s + r * kB, nullptr, &bad);
+      block_weights(*args, at + i, masks[r], s + r * kB, nullptr, &bad);
     }
     block_values_f32(*args, s, acc);
 #endif
@@ -1493,7 +1477,7 @@ void block_sums(const BlockArgs* args) {
     for (int r = 0; r < kMr; ++r) {
       const uint32_t i = static_cast<uint32_t>(r);
       F x[kVecs];
-      block_logits(*args, row + i, masks[r], s + r * kB, x, &bad);
+      block_logits(*args, masks[r], s + r * kB, x, &bad);
       const F reference = vec::set1(args->references[at + i]);
 #pragma GCC unroll 16
       for (int v = 0; v < kVecs; ++v)

@@ -46,7 +46,6 @@ class Carver {
 struct PreparedQueries {
   float* f32;
   uint16_t* bf16;
-  float* bias;  // null where no transform has one
   uint8_t* bf16_exact;
   int16_t* i16;
   float* i16_step;

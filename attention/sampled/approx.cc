@@ -619,9 +619,6 @@ uint64_t cost_bytes(const ApproxInput& input, const ApproxPlan& plan) {
   const uint64_t row = row_bytes(*input.problem);
   const ApproxParams& params = input.params;
   const uint64_t fixed = plan.n_keys_present - plan.n_keys_indexed;
-  if (params.proposal == Proposal::kExact) {
-    return plan.n_keys_present * row;
-  }
   uint64_t drawn = params.budget * plan.rows;
   if (params.budget == 0) {
     drawn = usual_keys(params, plan.rows);
@@ -647,7 +644,6 @@ void make_uses(const Context& c) {
 
 // dense [rows][dim_k]: for what it takes.
 void prepare_uses(const Context& c, float* dense) {
-  const QueryRows q = query_rows(c.problem, c.prepared.exact);
   hash_index::SketchSpan last;
   uint16_t variant = 0;
   for (const Use& use : c.uses()) {
@@ -663,7 +659,6 @@ void prepare_uses(const Context& c, float* dense) {
       const hash_index::ScanRows rows{.q = dense,
                                       .n = c.rows,
                                       .scale = c.problem.scale,
-                                      .bias = bias_of(q, use.variant),
                                       .softcap = c.problem.softcap,
                                       .careful = method_of(c.params()) == Method::kSample};
       hash_index::prepare_scan(frame, rows, out, same_queries ? &last : nullptr);

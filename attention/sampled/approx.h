@@ -37,7 +37,7 @@
 //
 // Shards are fixed runs of positions, so the bits depend on the problem, the index, the params and
 // the kernel tables alone, and where the answer is exact they are those of attention.h.
-// Side outputs: row_max is that over the keys that were read; column_sums is not written.
+// Side outputs: column_sums is not written.
 #ifndef KVM_ATTENTION_SAMPLED_APPROX_H_
 #define KVM_ATTENTION_SAMPLED_APPROX_H_
 
@@ -75,9 +75,8 @@ struct HeadIndex {
 };
 
 enum class ApproxMode : uint8_t { kTopK, kSampled, kVerified };
-// kExact: TopK by exact scores; needs no index, and R are all blocks that could have one. Without
-// a bar Verified has nothing to verify: with kLsh it is exact.
-enum class Proposal : uint8_t { kSketch, kLsh, kExact };
+// Without a bar Verified has nothing to verify: with kLsh it is exact.
+enum class Proposal : uint8_t { kSketch, kLsh };
 
 struct ApproxParams {
   ApproxMode mode = ApproxMode::kSampled;

@@ -100,11 +100,6 @@ void for_stretches_in(const Context& c, uint64_t begin, uint64_t end, Body body)
 // The blocks of a stretch, with the queries that they are asked with.
 hash_index::SketchSpan span_of(const Context& c, const Use& use, const Stretch& stretch);
 
-// bias . q of each row under the transform; null where there is none.
-inline const float* bias_of(const QueryRows& q, uint32_t variant) {
-  return q.bias == nullptr ? nullptr : q.bias + size_t{variant} * q.variant_rows;
-}
-
 // Queries under the transform as dense rows of dim_k: out [rows][dim_k].
 void dense_queries(const Context& c, uint32_t variant, float* out);
 

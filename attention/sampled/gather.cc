@@ -270,7 +270,6 @@ bool BatchMaker::next(GatherArgs* args, GatherBatch* batch) {
   const bool bf16 = context_.bf16_dot && q.bf16_exact[variant] != 0;
   *args = {.q = q.f32 + at,
            .q_bf16 = bf16 ? q.bf16 + at : nullptr,
-           .bias = q.bias == nullptr ? nullptr : q.bias + size_t{variant} * q.variant_rows,
            .q_stride = q.stride,
            .rows = q.rows,
            .rows_padded = padded_rows(q.rows),

@@ -214,13 +214,11 @@ void tile_logits(const GatherArgs& args, const GatherBatch& batch, uint32_t row,
   rows_of_dots<kRows>(dots, out);
   for (int r = 0; r < kRows; ++r) {
     float* to = out + r * kKeys;
-    const F bias =
-        vec::set1(args.bias != nullptr ? args.bias[row + static_cast<uint32_t>(r)] : 0.0f);
     for (int j = 0; j < kParts; ++j) {
       const F scaled = vec::mul(vec::load(to + j * kW), vec::load(batch.k_scale + j * kW));
       if (bad != nullptr)
         vec::store(bad + r * kKeys + j * kW, note_bad(vec::zero(), scaled));
-      vec::store(to + j * kW, to_logit(vec::add(scaled, bias), args.scale, args.softcap));
+      vec::store(to + j * kW, to_logit(scaled, args.scale, args.softcap));
     }
   }
 }

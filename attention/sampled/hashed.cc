@@ -82,7 +82,6 @@ class Factors {
     float inverse_norms[kGatherKeys];
     fill_inverse_norms(args, batch, inverse_norms);
     GatherArgs dots = args;
-    dots.bias = nullptr;
     dots.scale = 1.0f;
     dots.softcap = 0.0f;
     alignas(64) float products[kMaxGatherRows * kGatherKeys];
@@ -114,7 +113,6 @@ class Factors {
     GatherArgs center = args;
     center.q = queries_.center;
     center.q_bf16 = nullptr;
-    center.bias = nullptr;
     center.q_stride = q_stride(c_.problem);
     center.rows = center.rows_padded = 1;
     center.scale = 1.0f;

@@ -29,8 +29,6 @@ size_t n_index_runs(const ApproxInput& input) {
       return input.index.sketches.size();
     case Proposal::kLsh:
       return input.index.planes == nullptr ? 0 : input.index.hashes.size();
-    case Proposal::kExact:
-      return 1;
   }
   return 0;
 }
@@ -45,8 +43,6 @@ IndexRange index_range(const ApproxInput& input, size_t i) {
       const HashedRun& run = input.index.hashes[i];
       return {run.position, run.position + run.n_keys};
     }
-    case Proposal::kExact:
-      return {0, kEnd};
   }
   return {};
 }
@@ -222,8 +218,6 @@ size_t use_query_bytes(const ApproxInput& input, const Stretch& stretch) {
       break;
     case Proposal::kLsh:
       bytes = hashed_query_bytes(input);
-      break;
-    case Proposal::kExact:
       break;
   }
   return round_up(bytes, kBufferAlign);

@@ -385,7 +385,6 @@ bool weigh_probe(const Context& c, Pilot& p, const RowProbe* probes) {
     values.dtype_k = batch.dtype_v;
     const GatherArgs by_o{.q = p.o,
                           .q_bf16 = nullptr,
-                          .bias = nullptr,
                           .q_stride = args.acc_stride,
                           .rows = c.rows,
                           .rows_padded = padded_rows(c.rows),

@@ -20,7 +20,6 @@ enum : uint32_t {
 struct GatherArgs {
   const float* q;          // [rows_padded][q_stride]
   const uint16_t* q_bf16;  // the same as bf16 where that is exact, else null
-  const float* bias;       // [rows_padded], added to the dot products, or null
   uint32_t q_stride;       // elements; a multiple of kDimPad, zero beyond dim_k
   uint32_t rows;
   uint32_t rows_padded;  // 1, or a multiple of kRowTile

@@ -38,8 +38,6 @@ struct SelectScratch {
   float* block_logits;  // [rows][64]
   float* block_norms;
   std::byte* hashed;
-  uint64_t* block_position;
-  uint32_t* block_ids;
   float* work;  // [2 * keep]
   // Used by finish.
   Scored* items;       // [rows][2 * keep]
@@ -56,8 +54,6 @@ SelectScratch carve_scratch(const ApproxInput& input, uint64_t n_keys, uint32_t 
   s.block_norms = carver.take<float>(kPageTokens);
   s.hashed = carver.take<std::byte>(
       input.params.proposal == Proposal::kLsh ? hashed_scratch_bytes(input) : 0);
-  s.block_position = carver.take<uint64_t>(kPageTokens);
-  s.block_ids = carver.take<uint32_t>(kPageTokens);
   s.work = carver.take<float>(2 * keep);
   s.items = carver.take<Scored>(rows * 2 * keep);
   s.position = carver.take<uint64_t>(rows * keep);
@@ -114,20 +110,6 @@ class ShardLists {
   const Context& c_;
   TopList lists_[kMaxApproxRows];
 };
-
-void select_exact(const Context& c, const Stretch& stretch, const SelectScratch& s,
-                  ShardLists& lists) {
-  std::iota(s.block_ids, s.block_ids + kPageTokens, 0u);
-  for (uint32_t b = 0; b < stretch.n_blocks; ++b) {
-    std::iota(s.block_position, s.block_position + kPageTokens,
-              stretch.position + uint64_t{b} * kPageTokens);
-    const GatherList list{
-        .ids = {s.block_ids, kPageTokens}, .position = s.block_position, .keys_only = true};
-    score_keys(c, list, [&](size_t i, uint32_t n, const float* logits) {
-      lists.push_keys(s.block_position + i, n, logits);
-    });
-  }
-}
 
 void select_sketched(const Context& c, const Use& use, const Stretch& stretch,
                      const SelectScratch& s, ShardLists& lists, SelectHead* head) {
@@ -359,12 +341,7 @@ void select_shard(const Context& c, uint64_t shard_id, bool bars, void* scratch,
   } else {
     for_stretches_in(c, shard_id * kShardTokens, (shard_id + 1) * kShardTokens,
                      [&](const Use& use, const Stretch& stretch) {
-                       if (c.params().proposal == Proposal::kSketch) {
-                         select_sketched(c, use, stretch, s, lists, state.head);
-                       } else {
-                         select_exact(c, stretch, s, lists);
-                         state.head->keys_scored += uint64_t{stretch.n_blocks} * kPageTokens;
-                       }
+                       select_sketched(c, use, stretch, s, lists, state.head);
                      });
   }
   for (uint32_t r = 0; r < c.rows; ++r) {

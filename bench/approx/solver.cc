@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "bench/approx/solver.h"
 
+#include <algorithm>
+
 namespace kvm::bench {
 
 namespace {
@@ -43,7 +45,7 @@ Solved Solver::solve_exact(const HeadData& head, uint32_t set) {
   return out;
 }
 
-attention::Plan Solver::solve_exactly(const attention::Problem& problem) {
+void Solver::solve_exactly(const attention::Problem& problem) {
   const attention::Plan plan = attention::make_plan(problem);
   std::byte* prepared = prepared_.get(plan.prepared_bytes);
   std::byte* scratch = scratch_.get(plan.scratch_bytes);
@@ -52,18 +54,22 @@ attention::Plan Solver::solve_exactly(const attention::Problem& problem) {
   attention::eval_chunks(problem, plan, prepared, {0, plan.rows}, plan.first_chunk, plan.n_chunks,
                          scratch, states);
   attention::merge_chunks(problem, plan, {0, plan.rows}, states);
-  return plan;
 }
 
 void Solver::fill_exact(const attention::Problem& problem, Solved* out) {
-  const attention::Plan plan = solve_exactly(problem);
+  solve_exactly(problem);
   out->planned_exact = true;
   attention::ApproxReport& report = out->report;
-  report.n_exact = plan.rows;
+  report.n_exact = problem.n_query * problem.group;
   report.keys_present = report.keys_read = problem.visible.query_position + 1;
-  const uint64_t n_chunks = plan.first_chunk + plan.n_chunks;
-  for (uint64_t c = plan.first_chunk; c < n_chunks; ++c) {
-    report.bytes_read += attention::chunk_cost(problem, plan, c).bytes;
+  for (const KvRun& run : problem.runs) {
+    if (run.position >= report.keys_present) {
+      break;
+    }
+    const uint64_t n = std::min<uint64_t>(run.n_tokens, report.keys_present - run.position);
+    report.bytes_read += n * (problem.dim_k * dtype_size_bytes(run.dtype_k) +
+                              problem.dim_v * dtype_size_bytes(run.dtype_v) +
+                              dtype_scale_bytes(run.dtype_k) + dtype_scale_bytes(run.dtype_v));
   }
 }
 

@@ -46,7 +46,7 @@ class Solver {
   Solved solve_exact(const HeadData& head, uint32_t set);
 
  private:
-  attention::Plan solve_exactly(const attention::Problem& problem);
+  void solve_exactly(const attention::Problem& problem);
   void fill_exact(const attention::Problem& problem, Solved* out);
 
   GrowingBuffer prepared_, scratch_, states_;

@@ -106,7 +106,6 @@ bool AuditJob::take(const Problem& from, const attention::ApproxReport& report) 
   // What the answer may not have had: weights in fp32.
   problem.fp32_weights = true;
   problem.lse = nullptr;
-  problem.row_max = nullptr;
   problem.column_sums = nullptr;
   return true;
 }

@@ -247,10 +247,7 @@ Status apply_action(StoreMemory* memory, Sequence* seq, const policies::Action& 
       return Status::ok();
     case policies::ActionKind::kDemote:
       return demote(memory, seq, action);
-    case policies::ActionKind::kMove:
-      return Status(KVM_ERR_UNSUPPORTED, "there is no tier but the host's to move pages to");
     case policies::ActionKind::kFold:
-    case policies::ActionKind::kMerge:
     case policies::ActionKind::kKeep:
       break;
   }

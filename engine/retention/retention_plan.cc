@@ -19,12 +19,11 @@ constexpr int kMaxPolicyRounds = 1024;
 
 // The pages of a list as ranges of one encoding.
 std::vector<policies::StoredRange> stored_ranges(const PageList& list, const tiers::HostPool& pool,
-                                                 uint64_t* stored_bytes, uint64_t* n_pages) {
+                                                 uint64_t* n_pages) {
   std::vector<policies::StoredRange> ranges;
   list.for_each([&](const PageEntry& entry, bool) {
     ++*n_pages;
     const tiers::SlabClass& slab_class = pool.slab_class(entry.page);
-    *stored_bytes += slab_class.page_bytes();
     if (!ranges.empty() && ranges.back().positions.end == entry.position() &&
         ranges.back().dtype_k == slab_class.dtype_k &&
         ranges.back().dtype_v == slab_class.dtype_v) {
@@ -33,8 +32,7 @@ std::vector<policies::StoredRange> stored_ranges(const PageList& list, const tie
     }
     ranges.push_back({.positions = {entry.position(), entry.end()},
                       .dtype_k = slab_class.dtype_k,
-                      .dtype_v = slab_class.dtype_v,
-                      .tier = static_cast<uint8_t>(tiers::Tier::kHost)});
+                      .dtype_v = slab_class.dtype_v});
   });
   return ranges;
 }
@@ -71,9 +69,8 @@ uint64_t show_list(const StoreMemory& memory, const Sequence& seq, uint32_t laye
   uint64_t n_pages = 0;
   view->layer = layer;
   view->class_index = class_index;
-  view->n_heads = head_class.slab_class.n_heads;
   view->length = list.length();
-  *stored = stored_ranges(list, memory.pool(), &view->stored_bytes, &n_pages);
+  *stored = stored_ranges(list, memory.pool(), &n_pages);
   view->stored = *stored;
   view->n_sinks = head_class.retention.n_sinks;
   view->n_recent = head_class.retention.n_recent;
@@ -85,9 +82,6 @@ uint64_t show_list(const StoreMemory& memory, const Sequence& seq, uint32_t laye
   view->n_kv_heads = own.n_kv_heads;
   view->column_sums = seen.column_sums;
   view->n_columns = seen.n_columns;
-  view->queries = seen.q;
-  view->n_query_rows = seen.n_rows;
-  view->query_position = seen.query_position;
   return n_pages + kept->size() / kPageTokens;
 }
 

@@ -12,7 +12,7 @@
 // The token at position p lies in slot p % kPageTokens of its page. Positions without a page have
 // been dropped.
 //
-// Threads: the driver thread.  Memory: 16 bytes a page on the heap; pages belong to the bank.
+// Threads: the driver thread.  Memory: 12 bytes a page on the heap; pages belong to the bank.
 #ifndef KVM_ENGINE_STORE_PAGE_LIST_H_
 #define KVM_ENGINE_STORE_PAGE_LIST_H_
 
@@ -72,19 +72,17 @@ class PageBank {
   PageRelief* relief_;
 };
 
-// A PageEntry is one page of a list: 16 bytes.
+// A PageEntry is one page of a list: 12 bytes.
 struct PageEntry {
   tiers::PageRef page = tiers::kNoPage;
-  uint32_t block = 0;      // slot s holds the token at position block * kPageTokens + s
-  uint16_t first = 0;      // first slot that holds a token
-  uint16_t count = 0;      // slots that do; 0 with kNoPage only
-  uint16_t transform = 0;  // KvRun::transform of its tokens; 0: none
-  uint16_t flags = 0;      // zero: none are defined
+  uint32_t block = 0;  // slot s holds the token at position block * kPageTokens + s
+  uint16_t first = 0;  // first slot that holds a token
+  uint16_t count = 0;  // slots that do; 0 with kNoPage only
 
   uint64_t position() const { return uint64_t{block} * kPageTokens + first; }
   uint64_t end() const { return position() + count; }
 };
-static_assert(sizeof(PageEntry) == 16);
+static_assert(sizeof(PageEntry) == 12);
 
 inline constexpr size_t kSegmentEntries = 128;
 // LIMIT: tokens that tables are made for before they are appended: 1 KiB, which nobody pays for.

@@ -284,10 +284,8 @@ Result<kvm_seq_id> Store::fork_seq(Sequence* parent, uint64_t n_tokens) {
   cut_kept_tokens(child.get(), n_tokens);
   child->indexes = parent->indexes;
   cut_indexes(child.get(), n_tokens);
-  Sequence* added = child.get();
   const kvm_seq_id id = add_seq(std::move(child));
   clearing.dismiss();
-  note(added, policies::Event::kForked);
   return id;
 }
 

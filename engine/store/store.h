@@ -21,7 +21,7 @@
 // published or reserved token of another sequence occupies, and frees a page only when no sequence
 // refers to it.
 // Memory: KV pages, observations and indexes are bounded by StoreOptions::host_capacity_bytes; page
-// lists cost 16 bytes a page on the heap and are not counted.
+// lists cost 12 bytes a page on the heap and are not counted.
 // Fails: a call that fails has changed nothing, except that indexes may have made way.
 #ifndef KVM_ENGINE_STORE_STORE_H_
 #define KVM_ENGINE_STORE_STORE_H_

@@ -134,7 +134,6 @@ void Store::publish(Sequence* seq, uint32_t layer) {
     memory_.counts().bytes_appended += n_tokens * slab_class.n_heads * slab_class.token_bytes();
   }
   memory_.counts().n_tokens_appended += n_tokens;
-  note(seq, policies::Event::kAppended);
   if ((seq->flags & KVM_SEQ_MANUAL_COMMIT) == 0) {
     advance_commit(seq, shortest_layer(seq));
   }

@@ -24,7 +24,6 @@ KvRun run_of(const tiers::HostPool& pool, const PageEntry& entry) {
   }
   run.position = entry.position();
   run.n_tokens = entry.count;
-  run.transform = entry.transform;
   run.dtype_k = slab_class.dtype_k;
   run.dtype_v = slab_class.dtype_v;
   run.k_scale = slab_class.k_scales(data, entry.first);

@@ -144,12 +144,11 @@ void turn(const Basis& basis, const float* q, uint32_t row, float scale, ScanQue
 }
 
 // Prepares what depends on the frame and not on its basis alone.
-void set_frame_part(const Frame& frame, const float* q, uint32_t row, float scale, float bias,
-                    ScanQuery* out) {
+void set_frame_part(const Frame& frame, const float* q, uint32_t row, float scale, ScanQuery* out) {
   if (out->usable[row] == 0) {
     return;
   }
-  const float base = scale * (product_of(q, frame.center.data(), frame.basis->dim_k) + bias);
+  const float base = scale * product_of(q, frame.center.data(), frame.basis->dim_k);
   out->base[row] = std::abs(base) <= kMaxBase ? base : std::copysign(kMaxBase, base);
   out->lead_step[row] = 0;
   out->lead_bias[row] = 0;
@@ -352,8 +351,7 @@ void prepare_scan(const Frame& frame, const ScanRows& rows, void* out, const Ske
     if (!same_basis) {
       set_basis_part(basis, q_row, row, rows.scale, rows.careful, query);
     }
-    const float bias = rows.bias == nullptr ? 0.0f : rows.bias[row];
-    set_frame_part(frame, q_row, row, rows.scale, bias, query);
+    set_frame_part(frame, q_row, row, rows.scale, query);
   }
 }
 

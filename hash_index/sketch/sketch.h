@@ -105,13 +105,12 @@ struct SketchSpan {
 };
 
 // The queries of a scan, and what logits are made of their products with keys:
-//   x = scale * (q.k + bias)        logit = x, or softcap * tanh(x / softcap)
+//   x = scale * q.k        logit = x, or softcap * tanh(x / softcap)
 struct ScanRows {
   const float* q = nullptr;  // [n][dim_k]
   uint32_t n = 0;
   float scale = 1.0f;
-  const float* bias = nullptr;  // [n]; null: none
-  float softcap = 0.0f;         // 0: none, else 1e-6 or more; kept within 5e-6 of itself
+  float softcap = 0.0f;  // 0: none, else 1e-6 or more; kept within 5e-6 of itself
   // True where a logit has its own variance added: what a code does not know of a key goes with the
   // length that it codes, and the best chance of being drawn goes with the root of the expected
   // square of the weight, e^(logit + variance). So a key that is much longer than its neighbours is

@@ -5,12 +5,14 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <iterator>
 #include <map>
 #include <random>
 #include <set>
 
 #include "attention/sampled/estimate.h"
+#include "attention/sampled/select.h"
 #include "tests/unit/attention/approx_reference.h"
 
 namespace kvm::attention {
@@ -121,9 +123,9 @@ TEST(Sampled, KnowsWhatIsVisible) {
   }
   {
     Head h = head();
-    std::vector<float> scale(shape.dim_k, 1.0f), bias(shape.dim_k, 0.2f);
+    std::vector<float> scale(shape.dim_k, 1.0f);
     std::fill_n(scale.begin(), 8, 0.7f);
-    h.transforms = {{}, {.channel_scale = scale.data(), .bias = bias.data()}};
+    h.transforms = {{}, {.channel_scale = scale.data()}};
     h.transform.assign(shape.n_tokens, 0);
     std::fill_n(h.transform.begin() + 1000, 1500, uint16_t{1});
     expect_close(h, "transforms");
@@ -195,31 +197,35 @@ std::set<uint64_t> rest_of(const Head& head) {
   return rest;
 }
 
-TEST(TopK, ByExactScoresEqualsBruteForceTiesIncluded) {
-  for (const KernelTable* table : available_tables()) {
-    SCOPED_TRACE(table->name);
-    Head head({.n_tokens = 40000, .group = 3, .dim_k = 16, .dim_v = 8, .dtype = Dtype::kF32}, 8);
-    // Many equal keys with different values.
-    for (uint64_t t = 500; t < 40000; t += 7) {
-      head.k[t] = head.k[500];
+// Scores that tie often, in batches of any length: the lower position wins.
+TEST(TopK, ListKeepsTheLargestAndOfEqualScoresTheFirst) {
+  std::mt19937_64 random(8);
+  for (int trial = 0; trial < 200; ++trial) {
+    const auto n = static_cast<uint32_t>(1 + random() % 600);
+    const auto keep = static_cast<uint32_t>(1 + random() % 90);
+    const uint64_t n_values = 1 + random() % 40;
+    std::vector<float> scores(n), work(2 * size_t{keep});
+    std::vector<Scored> wanted, items(2 * size_t{keep});
+    TopList list(items.data(), keep, work.data());
+    for (uint32_t i = 0; i < n; ++i) {
+      scores[i] = static_cast<float>(random() % n_values) - 7.0f;
+      wanted.push_back({scores[i], uint64_t{3} * i});
     }
-    head.input.table = table;
-    head.input.params.mode = ApproxMode::kTopK;
-    head.input.params.proposal = Proposal::kExact;
-    head.input.params.budget = 700;
-    head.build();
-    head.run();
-    ASSERT_FALSE(head.plan.exact);
-    const std::set<uint64_t> rest = rest_of(head);
-    for (uint32_t r = 0; r < head.rows(); ++r) {
-      std::vector<double> want;
-      double lse = 0;
-      brute_force(head, r, rest, 700, &want, &lse);
-      for (uint32_t d = 0; d < head.shape.dim_v; ++d) {
-        EXPECT_NEAR(static_cast<double>(head.o[r * head.shape.dim_v + d]), want[d], 2e-4);
+    for (uint32_t i = 0, batch = 0; i < n; i += batch) {
+      batch = std::min(n - i, static_cast<uint32_t>(1 + random() % kGatherKeys));
+      uint64_t positions[kGatherKeys];
+      for (uint32_t j = 0; j < batch; ++j) {
+        positions[j] = wanted[i + j].position;
       }
-      EXPECT_NEAR(static_cast<double>(head.lse[r]), lse, 2e-4);
-      EXPECT_TRUE(std::isnan(head.report.err_o[r]));
+      list.push(scores.data() + i, batch, positions);
+    }
+    std::ranges::stable_sort(wanted, std::greater(), &Scored::score);
+    wanted.resize(std::min(n, keep));
+    std::ranges::sort(wanted, std::less(), &Scored::position);
+    ASSERT_EQ(list.finish(), wanted.size()) << "trial " << trial;
+    for (size_t i = 0; i < wanted.size(); ++i) {
+      ASSERT_EQ(items[i].position, wanted[i].position) << "trial " << trial << " item " << i;
+      ASSERT_EQ(items[i].score, wanted[i].score) << "trial " << trial << " item " << i;
     }
   }
 }

@@ -270,9 +270,6 @@ double Head::logit(uint32_t row, uint64_t t) const {
   double dot = 0;
   for (uint32_t d = 0; d < dim; ++d) {
     auto x = static_cast<double>(q[row * dim + d]);
-    if (change != nullptr && change->bias != nullptr) {
-      dot += x * static_cast<double>(change->bias[d]);
-    }
     if (change != nullptr && change->channel_scale != nullptr) {
       x *= static_cast<double>(change->channel_scale[d]);
     }

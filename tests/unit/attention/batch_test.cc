@@ -24,7 +24,6 @@ std::vector<uint32_t> bits_of(const Case& c, uint32_t first, uint32_t count) {
     const auto o = c.o.begin() + static_cast<ptrdiff_t>(size_t{row} * p.dim_v);
     all.insert(all.end(), o, o + p.dim_v);
     all.push_back(c.lse[row]);
-    all.push_back(c.row_max[row]);
   }
   for (float& x : all) {
     x = std::isnan(x) ? std::numeric_limits<float>::quiet_NaN() : x;
@@ -196,8 +195,8 @@ TEST(Batch, KindsThatTakeTurns) {
                  .dim_v = 64,
                  .n_tokens = 150},
            seed);
-    c.add_transform(false, RotationLayout::kInterleaved, false, false);
-    c.add_transform(true, RotationLayout::kHalfSplit, false, true);
+    c.add_transform(false, RotationLayout::kInterleaved, false);
+    c.add_transform(true, RotationLayout::kHalfSplit, true);
     for (TokenKind& kind : c.kinds) {
       kind = {kStoredDtypes[c.random()() % 5], kStoredDtypes[c.random()() % 5],
               static_cast<uint16_t>(c.random()() % 2)};

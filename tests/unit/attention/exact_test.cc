@@ -25,16 +25,6 @@ void check(Case& c, const std::string& what) {
     const std::string where = what + " on " + table->name;
     EXPECT_LE(c.error_o(), bound) << where;
     EXPECT_LE(c.error_lse(), bound) << where;
-    for (size_t i = 0; i < c.row_max.size(); ++i) {
-      const double expected = c.ref_row_max[i];
-      if (std::isinf(expected)) {
-        EXPECT_EQ(static_cast<double>(c.row_max[i]), expected) << where;
-      } else {
-        EXPECT_NEAR(static_cast<double>(c.row_max[i]), expected,
-                    1e-5 * std::max(1.0, std::abs(expected)) + words_error(c, *table))
-            << where;
-      }
-    }
     for (size_t t = 0; t < c.present.size(); ++t) {
       if (c.present[t] != 0 && c.column_sums[t] != -1.0f) {
         EXPECT_NEAR(static_cast<double>(c.column_sums[t]), c.ref_column_sums[t],
@@ -345,7 +335,6 @@ std::vector<uint32_t> row_bits(const Case& c, uint32_t row) {
   const uint32_t dim = c.problem().dim_v;
   std::vector<float> all(c.o.begin() + row * dim, c.o.begin() + (row + 1) * dim);
   all.push_back(c.lse[row]);
-  all.push_back(c.row_max[row]);
   std::vector<uint32_t> bits(all.size());
   std::memcpy(bits.data(), all.data(), all.size() * sizeof(float));
   return bits;
@@ -467,7 +456,6 @@ TEST(Exact, SameBitsForAnyCut) {
       const auto bits = [&] {
         std::vector<float> all = c->o;
         all.insert(all.end(), c->lse.begin(), c->lse.end());
-        all.insert(all.end(), c->row_max.begin(), c->row_max.end());
         all.insert(all.end(), c->column_sums.begin(), c->column_sums.end());
         std::vector<uint32_t> out(all.size());
         std::copy_n(reinterpret_cast<const std::byte*>(all.data()), all.size() * 4,

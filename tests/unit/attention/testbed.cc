@@ -115,7 +115,7 @@ Case::Case(const Shape& shape, uint64_t seed) : shape_(shape), random_(seed) {
   present.assign(shape.n_tokens, 1);
 }
 
-void Case::add_transform(bool rotate, RotationLayout layout, bool scale, bool bias) {
+void Case::add_transform(bool rotate, RotationLayout layout, bool scale) {
   const auto table = [&](uint32_t n, auto fill) {
     tables_.push_back(std::make_unique<std::vector<float>>(n));
     std::generate(tables_.back()->begin(), tables_.back()->end(), fill);
@@ -135,9 +135,6 @@ void Case::add_transform(bool rotate, RotationLayout layout, bool scale, bool bi
   }
   if (scale) {
     t.channel_scale = table(shape_.dim_k, [&] { return 0.5f + std::abs(normal(random_)); });
-  }
-  if (bias) {
-    t.bias = table(shape_.dim_k, [&] { return normal(random_); });
   }
   transforms.push_back(t);
 }
@@ -295,8 +292,6 @@ void Case::run(const KernelTable* table, int pieces, int row_pieces) {
   p.lse_stride_head = 1;
   lse.assign(rows, 0.0f);
   p.lse = lse.data();
-  row_max.assign(rows, 0.0f);
-  p.row_max = row_max.data();
   column_sums.assign(shape_.n_tokens, -1.0f);
   p.wants_column_sums = wants_column_sums;
   p.column_sums = column_sums.data();
@@ -368,7 +363,6 @@ void Case::run_item(const KernelTable* table, uint32_t first, uint32_t count, ui
   }
   p.o = static_cast<std::byte*>(p.o) + first * p.o_stride_query * dtype_size_bytes(p.dtype_o);
   p.lse += first * p.lse_stride_query;
-  p.row_max += size_t{first} * p.group;
   p.wants_column_sums = false;
   const Plan own = make_plan(p, table);
   const Buffer prepared(own.prepared_bytes);
@@ -422,17 +416,13 @@ bool Case::sees(uint32_t query, uint64_t position) const {
   return std::none_of(v.exclude.begin(), v.exclude.end(), inside);
 }
 
-std::vector<double> Case::transformed(uint32_t row, uint32_t transform, double* bias) const {
+std::vector<double> Case::transformed(uint32_t row, uint32_t transform) const {
   const float* q = q_.data() + size_t{row} * shape_.dim_k;
   std::vector<double> out(q, q + shape_.dim_k);
-  *bias = 0.0;
   if (transforms.empty()) {
     return out;
   }
   const QueryTransform& t = transforms[transform];
-  for (uint32_t d = 0; t.bias != nullptr && d < shape_.dim_k; ++d) {
-    *bias += static_cast<double>(q[d]) * static_cast<double>(t.bias[d]);
-  }
   for (uint32_t i = 0; i < t.n_pairs; ++i) {
     const bool interleaved = t.layout == RotationLayout::kInterleaved;
     double& x = out[interleaved ? 2 * i : i];
@@ -450,9 +440,8 @@ std::vector<double> Case::transformed(uint32_t row, uint32_t transform, double* 
 }
 
 double Case::logit(uint32_t row, uint64_t token) const {
-  double bias = 0.0;
-  const std::vector<double> q = transformed(row, kinds[token].transform, &bias);
-  double dot = bias;
+  const std::vector<double> q = transformed(row, kinds[token].transform);
+  double dot = 0.0;
   for (uint32_t d = 0; d < shape_.dim_k; ++d) {
     dot += q[d] * static_cast<double>(tokens_[token].k[d]);
   }
@@ -470,7 +459,6 @@ void Case::run_reference() {
   ref_o.assign(size_t{rows} * dim, 0.0);
   ref_abs.assign(size_t{rows} * dim, 0.0);
   ref_lse.assign(rows, -kInf);
-  ref_row_max.assign(rows, -kInf);
   ref_column_sums.assign(shape_.n_tokens, 0.0);
   std::vector<double> logits(shape_.n_tokens);
   for (uint32_t row = 0; row < rows; ++row) {
@@ -480,7 +468,6 @@ void Case::run_reference() {
       logits[t] = seen ? logit(row, t) : -kInf;
       top = std::max(top, logits[t]);
     }
-    ref_row_max[row] = top;
     const double sink = problem_.sink_logits != nullptr
                             ? static_cast<double>(problem_.sink_logits[row % problem_.group])
                             : -kInf;
@@ -539,12 +526,17 @@ double Case::error_lse() const {
   return worst;
 }
 
+namespace {
+
+// What words add to the errors of logits and results (exact.h); 0 where none are used.
 double words_error(const Case& c, const KernelTable& table) {
   const bool any_i8 = std::any_of(c.kinds.begin(), c.kinds.end(), [](const TokenKind& k) {
     return k.dtype_k == Dtype::kI8 || k.dtype_v == Dtype::kI8;
   });
   return table.has_bf16_dot && any_i8 ? kErrorI8Words : 0.0;
 }
+
+}  // namespace
 
 double error_bound(const Case& c, const KernelTable& table) {
   const bool blocked = c.plan.blocked;  // there, bf16 weights meet int8 rows as well
@@ -590,7 +582,7 @@ std::unique_ptr<Case> random_case(uint64_t seed) {
   for (uint32_t i = 0; i < n_transforms; ++i) {
     c->add_transform(pick(2) == 0,
                      pick(2) == 0 ? RotationLayout::kInterleaved : RotationLayout::kHalfSplit,
-                     pick(2) == 0, pick(2) == 0);
+                     pick(2) == 0);
   }
   TokenKind kind{kStoredDtypes[pick(std::size(kStoredDtypes))],
                  kStoredDtypes[pick(std::size(kStoredDtypes))], 0};

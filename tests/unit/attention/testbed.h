@@ -73,7 +73,7 @@ class Case {
   std::vector<float> log_weights;  // per token, or empty
   std::vector<uint8_t> present;    // per token; absent tokens have no run
   std::vector<QueryTransform> transforms;
-  void add_transform(bool rotate, RotationLayout layout, bool scale, bool bias);
+  void add_transform(bool rotate, RotationLayout layout, bool scale);
   void use_sinks();
   void use_tree(double density);
   void use_ranges(bool include, int n);
@@ -93,9 +93,9 @@ class Case {
   void run_item(const KernelTable* table, uint32_t first, uint32_t count, uint32_t item_rows = 0);
   void run_reference();
 
-  Plan plan;                                                         // of run()
-  std::vector<float> o, lse, row_max, column_sums;                   // of run()
-  std::vector<double> ref_o, ref_lse, ref_row_max, ref_column_sums;  // of run_reference()
+  Plan plan;                                            // of run()
+  std::vector<float> o, lse, column_sums;               // of run()
+  std::vector<double> ref_o, ref_lse, ref_column_sums;  // of run_reference()
   std::vector<double> ref_abs;  // sum of |weight * v| per output: the scale of its rounding error
 
   // Largest over rows of |o - ref| / |ref| (L2 over the row; the scale is that of ref_abs where
@@ -112,7 +112,7 @@ class Case {
     std::vector<float> k, v;
   };
   double logit(uint32_t row, uint64_t token) const;
-  std::vector<double> transformed(uint32_t row, uint32_t transform, double* bias) const;
+  std::vector<double> transformed(uint32_t row, uint32_t transform) const;
   void cut_runs(int extra_cuts);
   void read_results();
 
@@ -137,9 +137,6 @@ std::unique_ptr<Case> random_case(uint64_t seed);
 // Stores value i of an array of `dtype`, which is not int8, and reads it back.
 void put(void* p, Dtype dtype, uint64_t i, float value);
 float get(const void* p, Dtype dtype, uint64_t i);
-
-// What words add to the errors of logits and results (exact.h); 0 where none are used.
-double words_error(const Case& c, const KernelTable& table);
 
 // The bounds of exact.h for a table and a storage dtype.
 double error_bound(const Case& c, const KernelTable& table);

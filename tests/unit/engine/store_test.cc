@@ -405,8 +405,6 @@ TEST_F(StoreTest, ActionsAreChecked) {
   EXPECT_EQ(code({.range = {0, 63}}), KVM_ERR_INVALID);
   EXPECT_EQ(code({.range = {64, 256}}), KVM_ERR_INVALID);  // beyond the commit point
   EXPECT_EQ(code({.range = {128, 64}}), KVM_ERR_INVALID);
-  EXPECT_EQ(code({.kind = ActionKind::kMove, .range = {0, 64}, .tier = 2}), KVM_ERR_UNSUPPORTED);
-  EXPECT_EQ(code({.kind = ActionKind::kMerge, .range = {0, 64}}), KVM_ERR_UNSUPPORTED);
   EXPECT_EQ(code({.kind = ActionKind::kFold, .range = {0, 64}}), KVM_ERR_UNSUPPORTED);
   expect_all(seq, numbered(0, 200));
   EXPECT_EQ(code({.kind = ActionKind::kDrop, .range = {64, 128}}), KVM_OK);
