@@ -12,6 +12,8 @@
 #ifndef KVM_ENGINE_STORE_ID_TABLE_H_
 #define KVM_ENGINE_STORE_ID_TABLE_H_
 
+#include <fmt/format.h>
+
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -132,7 +134,8 @@ class IdTable {
   uint64_t make_id(uint64_t index, uint64_t generation) const {
     return prefix_ << (kIdEpochShift - 1) | index << kIdGenerationBits | generation;
   }
-  std::string describe(uint64_t id) const { return std::string(noun_) + " " + std::to_string(id); }
+  // As kvmctl prints ids.
+  std::string describe(uint64_t id) const { return fmt::format("{} {:#x}", noun_, id); }
 
   const char* noun_;
   uint64_t prefix_;

@@ -3,6 +3,7 @@
 #include "engine/store/store.h"
 #include "engine/retention/policy_actions.h"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -115,7 +116,7 @@ TEST_F(StoreTest, IdsTellWhatBecameOfThem) {
   EXPECT_EQ(store_->space(space ^ uint64_t{1} << 47).status().code(), KVM_ERR_LOST);
   EXPECT_EQ(store_->space(next).status().code(), KVM_ERR_NOT_FOUND);
   const std::string sentence(store_->find_seq(client_, seq).status().message());
-  EXPECT_NE(sentence.find(std::to_string(seq)), std::string::npos);
+  EXPECT_NE(sentence.find(fmt::format("sequence {:#x} is gone", seq)), std::string::npos);
 }
 
 TEST(IdTable, GenerationsRunOutAndPlacesAreLeft) {
