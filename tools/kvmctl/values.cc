@@ -19,7 +19,7 @@ Result<uint64_t> parse_id(std::string_view text) {
   if (error == std::errc() && stop == end) {
     return id;
   }
-  const bool lacks_prefix = !is_hexadecimal && !text.empty() &&
+  const bool lacks_prefix = !is_hexadecimal && !text.empty() && text.size() <= 16 &&
                             text.find_first_not_of("0123456789abcdefABCDEF") == text.npos;
   return Status(KVM_ERR_INVALID,
                 fmt::format("'{}' is no id; allowed are 0x1f, as kvmctl prints it, and decimal "

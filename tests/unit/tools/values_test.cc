@@ -29,6 +29,8 @@ TEST(Values, WhatIsNoIdIsNamedWithWhatIsAllowed) {
   }
   const std::string sentence(parse_id("1f").status().message());
   EXPECT_NE(sentence.find("did you mean 0x1f?"), std::string::npos) << sentence;
+  const std::string large(parse_id("18446744073709551616").status().message());
+  EXPECT_EQ(large.find("did you mean"), std::string::npos) << large;
 }
 
 TEST(Values, SecondsLieInTheirRange) {
