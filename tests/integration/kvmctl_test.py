@@ -500,7 +500,7 @@ class Quota(unittest.TestCase):
                                    ("99999999TiB", "below 8EiB"), ("8EiB", "below 8EiB")):
                 result = daemon.kvmctl("quota", "set", "--user", me, "--bytes", size)
                 self.assertEqual(result.returncode, 2, result.stderr)
-                self.assertIn(f"the limit of bytes is '{size}'", result.stderr)
+                self.assertIn(f"the limit of bytes: '{size}' is", result.stderr)
                 self.assertIn(sentence, result.stderr)
             daemon.json("quota", "set", "--user", me, "--bytes", "unlimited")
             holder = daemon.hold()

@@ -181,10 +181,8 @@ int run_quota_get(const Common& common, const Whose& whose) {
 
 using LimitTexts = std::array<std::string, kFields.size()>;
 
-[[noreturn]] void refuse_limit(const Field& field, const std::string& text, std::string_view why) {
-  fail(fmt::format("the limit of {} is '{}'{}; allowed are {} above 0, or unlimited", field.name,
-                   text, why, field.is_bytes ? "sizes such as 20GiB" : "whole numbers"),
-       kExitUsage);
+[[noreturn]] void refuse_limit(const Field& field, std::string_view why) {
+  fail(fmt::format("the limit of {}: {}, or unlimited", field.name, why), kExitUsage);
 }
 
 uint64_t parse_limit(const Field& field, const std::string& text) {
@@ -195,7 +193,7 @@ uint64_t parse_limit(const Field& field, const std::string& text) {
   if (field.is_bytes) {
     const Result<uint64_t> bytes = parse_bytes(text);
     if (!bytes.is_ok()) {
-      refuse_limit(field, text, fmt::format(" ({})", bytes.status().message()));
+      refuse_limit(field, bytes.status().message());
     }
     value = bytes.value();
   } else {
@@ -204,7 +202,8 @@ uint64_t parse_limit(const Field& field, const std::string& text) {
     value = error == std::errc() && stop == end && value != KVM_NO_LIMIT ? value : 0;
   }
   if (value == 0) {
-    refuse_limit(field, text, "");
+    refuse_limit(field, fmt::format("'{}' is no limit; allowed are {} above 0", text,
+                                    field.is_bytes ? "sizes such as 20GiB" : "whole numbers"));
   }
   return value;
 }
