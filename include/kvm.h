@@ -133,7 +133,7 @@ enum {
   KVM_ERR_TIMEOUT = -5,   /* the time given has passed; the request goes on */
   KVM_ERR_BUSY = -6,      /* the object has users (a space with sequences, say) */
   KVM_ERR_HOLE = -7,      /* append would leave a hole or overwrite: position is not the length */
-  KVM_ERR_PARTIAL = -8,   /* cannot be partial: a policy has dropped tokens that this needs */
+  KVM_ERR_PARTIAL = -8,   /* a policy has dropped tokens that this needs */
   KVM_ERR_STALE = -9,     /* the id was valid once; its object is gone */
   /* Resources. */
   KVM_ERR_NO_MEMORY = -10, /* the machine refused memory */
@@ -252,7 +252,7 @@ KVM_API void kvm_client_close(kvm_client *client);
 enum {
   KVM_FEATURE_EVENTFD = 1u << 0,  /* kvm_queue_fd works */
   KVM_FEATURE_EMBEDDED = 1u << 1, /* this client is an engine in this process */
-  KVM_FEATURE_DEVICE = 1u << 2    /* DEVICE buffers are accepted */
+  KVM_FEATURE_DEVICE = 1u << 2    /* DEVICE buffers are accepted; no service says so yet */
 };
 
 typedef struct kvm_client_info {
@@ -334,7 +334,7 @@ enum {
   KVM_BUFFER_NONE = 0,   /* no data; the whole buffer is zero */
   KVM_BUFFER_HOST = 1,   /* address in this process; the thin library copies the bytes */
   KVM_BUFFER_ARENA = 2,  /* offset in an arena: no copy */
-  KVM_BUFFER_DEVICE = 3  /* reserved for device memory: UNSUPPORTED */
+  KVM_BUFFER_DEVICE = 3  /* device memory, for kvm_cuda.h: UNSUPPORTED by this header */
 };
 
 /* Where bytes lie. Made by kvm_arena_alloc or kvm_host_buffer. 24 bytes. */
@@ -397,8 +397,9 @@ enum {
    * rows take what I8's take. A channel is within 1/16 of what was appended, or within 2^-10 of the
    * scale where that is more: the error does not depend on how large other channels are. For
    * models and engines whose caches are fp8, and for rows with outliers: of Gaussian rows the
-   * error is 2.6 % of their length, four times that of I8; beside one channel 100 times as large
-   * that of the others stays so, and I8's is 22 %. They meet at a dozen times. */
+   * error is 2.6 % of their length, four times that of I8. Where one channel is 100 times as large
+   * as the others, the error of the others is still 2.6 %, and 22 % with I8; where it is a dozen
+   * times as large, the two are equal. */
   KVM_DTYPE_F8E4M3 = 5
 };
 
