@@ -46,8 +46,8 @@ struct GatherBatch {
   // closed now.
   float p[kGatherKeys];
   float p_before[kGatherKeys];  // kGatherGrown only: those with which the sums have the key
-  // [rows_padded][16]. kGatherOpen, kGatherGrown: the sketch's logits. kGatherWeighted: factors of the weights,
-  // 0 where the row does not use the key. Else null.
+  // [rows_padded][16]. kGatherOpen, kGatherGrown: the sketch's logits. kGatherWeighted: factors of
+  // the weights, 0 where the row does not use the key. Else null.
   const float* per_row;
   uint32_t n;       // keys behind it repeat a row and count nothing
   uint8_t dtype_k;  // Dtype
