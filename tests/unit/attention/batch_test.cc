@@ -102,7 +102,7 @@ class Items {
     c_.run_item(table_, first, count, item_rows);
   }
   void expect(const std::vector<uint32_t>& expected, uint32_t first, uint32_t count) {
-    const size_t each = expected.size() == 0 ? 0 : size_t{group_} * (c_.problem().dim_v + 2);
+    const size_t each = expected.size() == 0 ? 0 : size_t{group_} * (c_.problem().dim_v + 1);
     const std::vector<uint32_t> part(
         expected.begin() + static_cast<ptrdiff_t>(first * each),
         expected.begin() + static_cast<ptrdiff_t>((first + count) * each));
