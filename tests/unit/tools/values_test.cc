@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tools/kvmctl/values.h"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <string>
@@ -25,7 +26,7 @@ TEST(Values, WhatIsNoIdIsNamedWithWhatIsAllowed) {
                            "0x10000000000000000", "1.0"}) {
     const Result<uint64_t> id = parse_id(text);
     ASSERT_FALSE(id.is_ok()) << text;
-    EXPECT_EQ(std::string(id.status().message()).find("'" + std::string(text) + "' is no id"), 0u);
+    EXPECT_EQ(std::string(id.status().message()).find(fmt::format("'{}' is no id", text)), 0u);
   }
   const std::string sentence(parse_id("1f").status().message());
   EXPECT_NE(sentence.find("did you mean 0x1f?"), std::string::npos) << sentence;
@@ -41,7 +42,7 @@ TEST(Values, SecondsLieInTheirRange) {
     const Result<double> seconds = parse_seconds(text, 0.05, 3600);
     ASSERT_FALSE(seconds.is_ok()) << text;
     const std::string sentence(seconds.status().message());
-    EXPECT_EQ(sentence, "'" + std::string(text) + "' is no time; allowed are 0.05 to 3600 seconds");
+    EXPECT_EQ(sentence, fmt::format("'{}' is no time; allowed are 0.05 to 3600 seconds", text));
   }
 }
 
