@@ -273,6 +273,15 @@ class Kvmctl(unittest.TestCase):
                 self.assertEqual(result.returncode, 1, option)
                 self.assertIn("No space left", result.stderr, option)
 
+    def test_wrong_usage_points_to_the_help_of_the_command(self):
+        for arguments, sentence in (
+                ([], "kvmctl: a command is missing\nCommands: status,"),
+                (["quota"], "kvmctl quota: a command is missing\nCommands: get, set. "
+                            "See kvmctl quota --help.\n"),
+                (["quota", "show"], "kvmctl quota: there is no 'show'\nCommands: get, set."),
+                (["config", "check"], "\nSee kvmctl config check --help.\n")):
+            self.assertIn(sentence, kvmctl(*arguments).stderr, arguments)
+
     def test_wrong_usage_is_told_without_a_daemon(self):
         for arguments in (["evict", "--seq", "xyz"], ["quota", "get", "--user", "no such user"]):
             self.assertEqual(kvmctl("--socket", "/tmp/no/such.sock", *arguments).returncode, 2)

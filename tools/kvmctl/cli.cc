@@ -47,19 +47,37 @@ std::string advice(kvm_status status) {
   }
 }
 
+// The commands of `app`; option groups, which have no name, are not among them.
+std::vector<std::string> command_names(const CLI::App& app) {
+  std::vector<std::string> names;
+  for (const CLI::App* command : app.get_subcommands({})) {
+    if (!command->get_name().empty()) {
+      names.push_back(command->get_name());
+    }
+  }
+  return names;
+}
+
 // CLI11 would only say that a command is missing where it does not know the one that was given.
+// Points to the help of the command that was found, "kvmctl quota set", say.
 std::string usage_error(const CLI::App* app, const CLI::Error& error) {
-  const std::vector<std::string> unknown = app->remaining();
+  const CLI::App* command = app;
+  std::string path = "kvmctl";
+  while (!command->get_subcommands().empty()) {
+    command = command->get_subcommands().front();
+    path += ' ' + command->get_name();
+  }
+  const std::vector<std::string> names = command_names(*command);
+  const std::vector<std::string> unknown = app->remaining(true);
   std::string what = error.what();
-  if (dynamic_cast<const CLI::RequiredError*>(&error) != nullptr &&
-      app->get_subcommands().empty()) {
+  if (dynamic_cast<const CLI::RequiredError*>(&error) != nullptr && !names.empty()) {
     what = unknown.empty() ? "a command is missing" : fmt::format("there is no '{}'", unknown[0]);
   }
-  std::vector<std::string> names;
-  for (const CLI::App* command : app->get_subcommands({})) {
-    names.push_back(command->get_name());
+  std::string text = fmt::format("{}: {}\n", path, what);
+  if (!names.empty()) {
+    text += fmt::format("Commands: {}. ", fmt::join(names, ", "));
   }
-  return fmt::format("kvmctl: {}\nCommands: {}; see --help.\n", what, fmt::join(names, ", "));
+  return text + fmt::format("See {} --help.\n", path);
 }
 
 }  // namespace
