@@ -520,7 +520,7 @@ Proposed propose(const HeadData& head, uint32_t set, const Logits& logits, const
     const std::vector<float> row = widened(head, head.q_rows(set) + size_t{g} * head.dim);
     q.insert(q.end(), row.begin(), row.end());
   }
-  const hash_index::ScanRows rows{q.data(), n_rows, head.scale, nullptr, head.softcap};
+  const hash_index::ScanRows rows{q.data(), n_rows, head.scale, head.softcap};
   const hash_index::Frame* frame = nullptr;
   std::unique_ptr<HugeBuffer> prepared;
   std::vector<std::vector<float>> found(n_rows);

@@ -80,7 +80,7 @@ Status demote(StoreMemory* memory, Sequence* seq, const policies::Action& action
   return Status::ok();
 }
 
-// What drop_pages needs, while nothing of the work has happened.
+// Allocates what drop_pages needs, while nothing of the work has happened.
 void prepare_drop_pages(StoreMemory* memory, Sequence* seq, const RetentionSlice::Work& work) {
   const PositionRange range = work.action.range;
   seq->lists[work.list].prepare_drop(static_cast<uint32_t>(range.begin / kPageTokens),
@@ -95,7 +95,8 @@ void drop_pages(StoreMemory* memory, Sequence* seq, const RetentionSlice::Work& 
       static_cast<uint32_t>(range.end / kPageTokens), memory->bank(seq->account));
 }
 
-// For changing; a new one where there is none, a copy where it is shared.
+// Returns the mean entry of a list to be changed: a new one where there is none, a copy where it
+// is shared.
 Result<MeanEntry*> own_mean_entry(StoreMemory* memory, Sequence* seq, uint32_t list,
                                   const tiers::SlabClass& slab_class) {
   if (seq->mean_entries.empty()) {
@@ -116,12 +117,12 @@ Result<MeanEntry*> own_mean_entry(StoreMemory* memory, Sequence* seq, uint32_t l
   return ref.get();
 }
 
-// Where the pages begin that a class gives up.
+// Returns where the pages begin that a class gives up.
 uint64_t first_given_up(const HeadClass& head_class) {
   return round_up(head_class.retention.n_sinks, kPageTokens);
 }
 
-// As own_mean_entry.
+// Returns the kept tokens of a list to be changed, as own_mean_entry does.
 Result<KeptTokens*> own_kept_tokens(StoreMemory* memory, Sequence* seq, uint32_t list,
                                     const HeadClass& head_class) {
   if (seq->kept.empty()) {

@@ -37,7 +37,8 @@ std::vector<policies::StoredRange> stored_ranges(const PageList& list, const tie
   return ranges;
 }
 
-// What a list that chooses tokens has kept; their masses and those of stored ones go to the view.
+// Returns what a list that chooses tokens has kept. Their masses, and those of stored tokens, go
+// to the view.
 std::vector<policies::KeptToken> kept_tokens(const Sequence& seq, uint32_t list,
                                              policies::ListView* view) {
   const KeptTokens* kept = seq.kept.empty() ? nullptr : seq.kept[list].get();
@@ -85,7 +86,7 @@ uint64_t show_list(const StoreMemory& memory, const Sequence& seq, uint32_t laye
   return n_pages + kept->size() / kPageTokens;
 }
 
-// Whether a policy is to be asked about an event.
+// Says whether a policy is to be asked about an event.
 bool is_due(const Sequence& seq, size_t governed, uint32_t event) {
   const policies::EventSet bit = 1u << event;
   const bool waits = event == static_cast<uint32_t>(policies::Event::kCommitted) &&
@@ -149,8 +150,8 @@ std::unique_ptr<RetentionSlice> plan_retention(const StoreMemory& memory, Sequen
   return nullptr;
 }
 
-// What cannot be done (no room to demote, say) is left as it is: the policy sees that in the next
-// view.
+// Begins the actions of a slice. One that cannot be done (no room to demote, say) is left out: the
+// policy sees that in the next view.
 void open_retention(StoreMemory* memory, RetentionSlice* slice) {
   for (uint32_t g = 0; g < slice->n_groups(); ++g) {
     RetentionSlice::Group& group = slice->groups()[g];

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What policies want done with a sequence since its commit point moved: the driver's part of
-// engine/retention/retention_slice.h, and what the actions of a slice change.
+// The driver's part of engine/retention/retention_slice.h: it asks policies what they want done
+// with a sequence since its commit point moved, and carries out what changes its lists.
 #ifndef KVM_ENGINE_RETENTION_RETENTION_PLAN_H_
 #define KVM_ENGINE_RETENTION_RETENTION_PLAN_H_
 
@@ -12,10 +12,11 @@
 
 namespace kvm::engine {
 
-// Whether there is anything, and the next slice of it, null at the end. *cursor is zeros for the
-// first slice. Every slice must be opened and closed, or destroyed unopened, before anything else
-// changes the sequence. O(pages of the slice).
+// Says whether a policy is to be asked about anything.
 bool is_retention_due(const Sequence* seq);
+// Returns the next slice of what policies are to be asked about; null at the end. *cursor is zeros
+// for the first slice. Every slice must be opened and closed, or destroyed unopened, before
+// anything else changes the sequence. O(pages of the slice).
 std::unique_ptr<RetentionSlice> plan_retention(const StoreMemory& memory, Sequence* seq,
                                                RetentionCursor* cursor);
 void open_retention(StoreMemory* memory, RetentionSlice* slice);

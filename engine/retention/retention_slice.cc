@@ -12,7 +12,7 @@ namespace {
 constexpr uint64_t kPiecePages = 8;
 // Tokens of a piece that copies rows.
 constexpr uint32_t kPieceCopies = 512;
-// What a policy looks at for each token that it may choose.
+// Bytes that a policy looks at for each token that it may choose.
 constexpr uint64_t kCandidateBytes = 64;
 
 }  // namespace

@@ -36,7 +36,7 @@ namespace kvm::engine {
 
 struct Sequence;
 
-// How far the retention of a sequence is. Begins with zeros.
+// A RetentionCursor says how far the retention of a sequence is. It begins with zeros.
 struct RetentionCursor {
   uint32_t event = 0;  // value of policies::Event
   size_t governed = 0;
@@ -53,7 +53,7 @@ class RetentionSlice {
   static constexpr uint64_t kActionPages = 256;
   static constexpr size_t kMaxGroups = 64;
 
-  // The lists that one decision is about.
+  // A Group is the lists that one decision is about.
   struct Group {
     uint32_t first_member = 0;
     std::vector<std::vector<policies::StoredRange>> stored;
@@ -63,7 +63,7 @@ class RetentionSlice {
     bool is_decided = false;
     bool is_cut = false;  // not all actions have been taken up
   };
-  // An action that reads rows.
+  // A Work is an action that reads rows.
   struct Work {
     policies::Action action;  // its part that is carried out now
     uint32_t list = 0;        // of the sequence
@@ -76,7 +76,7 @@ class RetentionSlice {
     KeptTokens::Choice choice;
     std::vector<float> kept_masses;
   };
-  // Of a kFold: runs and one of its sums; of a kKeep: copies.
+  // A Piece of a kFold is runs and one of its sums; one of a kKeep is copies.
   struct Piece {
     uint32_t work = 0;
     uint32_t begin = 0;
@@ -103,11 +103,11 @@ class RetentionSlice {
   void add_keep(Work&& work, const tiers::SlabClass& slab_class);
   uint32_t n_pieces() const { return static_cast<uint32_t>(pieces_.size()); }
   void run(uint32_t piece, ThreadWorkspace& workspace);
-  // With has_failed set, after the last piece.
+  // After the last piece: has_failed is set where a piece found no memory.
   std::vector<Work>& works();
   // Leaves the lists of a work that failed to the next commit.
   void give_up(const Work& work);
-  // How many pages its lists have.
+  // Pages that its lists have.
   uint64_t n_pages() const { return n_pages_; }
   void set_pages(uint64_t n_pages) { n_pages_ = n_pages; }
 

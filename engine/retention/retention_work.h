@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a request ends with: that the policies of its sequences have acted on what was committed.
-// Until then its sequences are busy and it has not answered, so whatever is submitted behind it
-// sees what they left, all of it.
+// RetentionWork is what a request ends with: policies act on what it committed to its sequences.
+// Until they have, its sequences are busy and it has not answered, so whatever is submitted behind
+// it sees what they left, all of it.
 //
 //   add(...) for each sequence; then next() until nothing is left, running its tasks where it says.
 //
@@ -10,7 +10,7 @@
 // others have started.
 //
 // Threads: run() on any thread, each task once; the rest on the driver.
-// Errors: none. What finds no memory is left to the next commit.
+// Errors: none. An action that finds no memory is left to the next commit.
 #ifndef KVM_ENGINE_RETENTION_RETENTION_WORK_H_
 #define KVM_ENGINE_RETENTION_RETENTION_WORK_H_
 

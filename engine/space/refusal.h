@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Why a request is refused for what it says by itself (engine/space/validate.h): the detail of its
-// Status. One list: tests count that each is reached.
+// A Refusal is why a request is refused for what it says by itself (engine/space/validate.h): the
+// detail of its Status. They are one list, so that tests can count that each is reached.
 //
-// Of those for which the daemon closes a client (ipc/validate.h), only an engine in the client's
-// own process says so.
+// For some of them the daemon closes the client before the engine sees the request
+// (ipc/validate.h): only an engine in the client's own process answers these.
 #ifndef KVM_ENGINE_SPACE_REFUSAL_H_
 #define KVM_ENGINE_SPACE_REFUSAL_H_
 

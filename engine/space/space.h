@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "base/assert.h"
 #include "base/limits.h"
 #include "base/request.h"
 #include "base/status.h"
@@ -163,12 +164,19 @@ struct Space {
 
   // REQUIRES here and below: layer < n_layers.
   // The layer whose classes, lengths and pages `layer` reads.
-  const Layer& storage(uint32_t layer) const { return layers[layers[layer].storage_layer]; }
+  const Layer& storage(uint32_t layer) const {
+    KVM_ASSERT(layer < layers.size());
+    return layers[layers[layer].storage_layer];
+  }
   const HeadClass& head_class(uint32_t layer, uint32_t class_index) const {
+    KVM_ASSERT(class_index < storage(layer).classes.size());
     return storage(layer).classes[class_index];
   }
   // Returns where kv head `head` of `layer` (OWN or ALIAS) is stored.
-  HeadPlace place(uint32_t layer, uint32_t head) const { return storage(layer).heads[head]; }
+  HeadPlace place(uint32_t layer, uint32_t head) const {
+    KVM_ASSERT(head < storage(layer).heads.size());
+    return storage(layer).heads[head];
+  }
   // Returns what is kept beside its keys.
   IndexConfig index(uint32_t layer, uint32_t head) const {
     const std::vector<IndexConfig>& indexes = storage(layer).indexes;
