@@ -30,6 +30,8 @@ struct Data {
   std::vector<float> q = floats(kQHeads * kDim, 3);
   std::vector<float> aged = floats(kAged * kHeads * kDim, 4);  // K, V, queries and column sums
 
+  std::vector<float> spoiled = std::vector<float>(kDim, NAN);  // a key that is no number
+
   static std::vector<float> floats(size_t n, uint64_t seed) {
     std::vector<float> out(n);
     for (float& x : out) {
@@ -207,6 +209,30 @@ bool Life::attend(kvm_seq_id seq, uint32_t mode, uint64_t budget, bool appends) 
   return done;
 }
 
+// Appends a key that leaves every head to exact attention, a second job. Rows that see it are NaN.
+bool Life::attend_left(kvm_seq_id seq) {
+  std::vector<float> o(kQHeads * kDim);
+  kvm_step_stats stats{};
+  stats.struct_size = sizeof(stats);
+  const bool done = call("kvm_step", [&] {
+    const kvm_item item = item_of(seq, 1, 1);
+    kvm_step_params step = step_of(space_, &item);
+    step.k = tensor(data().spoiled.data(), kDim);
+    step.v = tensor(data().v.data(), kDim);
+    step.q = tensor(data().q.data(), data().q.size());
+    step.o = tensor(o.data(), o.size());
+    step.mode = KVM_MODE_SAMPLED;
+    step.budget = 32;
+    return kvm_step(queue_, &step, &stats);
+  });
+  const auto is_nan = [](float x) { return std::isnan(x); };
+  if (done && (stats.n_exact != kQHeads || stats.n_not_finite != kQHeads ||
+               !std::all_of(o.begin(), o.end(), is_nan))) {
+    complain("rows that see a key that is no number are not answered exactly, as NaN");
+  }
+  return done;
+}
+
 bool Life::fork(kvm_seq_id seq, kvm_seq_id* child) {
   return call("kvm_seq_fork", [&] { return kvm_seq_fork(client_, seq, KVM_POSITION_END, child); });
 }
@@ -239,7 +265,7 @@ bool Life::work_with_sequences() {
   return append(seq_, 0, kPrompt) && attend(seq_, KVM_MODE_EXACT, 0, false) &&
          attend(seq_, KVM_MODE_SAMPLED, 32, false) && fork(seq_, &child_) &&
          append(child_, kPrompt, 3) && attend(child_, KVM_MODE_TOPK, 24, true) &&
-         attend(seq_, KVM_MODE_EXACT, 0, true) &&
+         attend_left(child_) && attend(seq_, KVM_MODE_EXACT, 0, true) &&
          call("kvm_seq_truncate", [&] { return kvm_seq_truncate(client_, child_, 350); }) &&
          attend(child_, KVM_MODE_EXACT, 0, false) && read(seq_);
 }

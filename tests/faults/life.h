@@ -51,6 +51,7 @@ class Life {
   bool give_back();
   bool append(kvm_seq_id seq, uint32_t first_row, uint32_t n_tokens);
   bool attend(kvm_seq_id seq, uint32_t mode, uint64_t budget, bool appends);
+  bool attend_left(kvm_seq_id seq);
   bool read(kvm_seq_id seq);
   bool fork(kvm_seq_id seq, kvm_seq_id* child);
   bool free(kvm_seq_id seq);
