@@ -184,6 +184,8 @@ AuditJob* Auditor::next_job() {
       thread_ = std::thread([this] { work(); });
     } catch (const std::system_error&) {
       filling_ = nullptr;
+    } catch (const std::bad_alloc&) {
+      filling_ = nullptr;
     }
   }
   if (filling_ == nullptr) {

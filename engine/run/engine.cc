@@ -538,7 +538,12 @@ void EngineImpl::push_ready(Request* request) {
   }
   Client& client = clients_.at(request->client);
   // Who is alone has every turn.
-  request->cost = clients_.size() == 1 ? 0 : kRequestCost + estimate(request);
+  request->cost = clients_.size() == 1 ? 0 : kRequestCost;
+  try {
+    request->cost += request->cost == 0 ? 0 : estimate(request);
+  } catch (const std::bad_alloc&) {
+    // Its sequence is gone, and there was no memory to say so: it will read nothing.
+  }
   fair_queue_.push(&client.queue, request);
 }
 

@@ -1,0 +1,274 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the driver of an engine does between the calls of kvm.h, while memory is refused: several
+// clients, requests that wait for each other, sequences that are given up in parts, audits.
+#include "engine/engine.h"
+
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <limits>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/splitmix.h"
+#include "tests/common/items.h"
+#include "tests/faults/faults.h"
+
+namespace kvm::testing {
+namespace {
+
+constexpr uint32_t kDim = 8;
+// Enough for an attend that the driver does not do at once.
+constexpr uint32_t kJobTokens = 8300;
+
+// An engine with two clients, whose driver is the test's thread and the only one that computes.
+class World {
+ public:
+  explicit World(uint64_t audit_every = 0) {
+    engine::EngineOptions options;
+    options.n_threads = 1;
+    options.host_capacity_bytes = 128 << 20;
+    options.audit_every = audit_every;
+    engine_ = std::move(engine::Engine::open(options)).value();
+    clients_[0] = engine_->add_client({});
+    clients_[1] = engine_->add_client({});
+    SpaceSpec spec;
+    spec.name = "faults";
+    spec.params.struct_size = sizeof(kvm_space_params);
+    spec.params.n_layers = 1;
+    spec.params.n_q_heads = 1;
+    spec.params.head_dim_k = kDim;
+    kvm_index_params index{};
+    index.kind = KVM_INDEX_SKETCH;
+    index.min_tokens = 256;
+    spec.indexes = {index};
+    space_ = engine_->register_space(spec).value();
+    q_.assign(kDim, 1.0f);
+    o_.assign(kDim, 0.0f);
+    spoiled_.assign(kDim, std::numeric_limits<float>::quiet_NaN());
+  }
+
+  kvm_seq_id create(uint32_t n_tokens) {
+    SeqRequest request;
+    request.space = space_;
+    submit(std::move(request));
+    drive();
+    const kvm_seq_id seq = results_.back().seq;
+    std::vector<float> k(size_t{n_tokens} * kDim);
+    uint64_t at = 0;
+    for (float& x : k) {
+      at += kSplitMixStep;
+      x = static_cast<float>(static_cast<int64_t>(splitmix64(at))) * 0x1p-63f;
+    }
+    StepRequest step;
+    step.append = true;
+    step.space = space_;
+    step.items = {item_of(seq, n_tokens, 0)};
+    step.k = step.v = view(&k);
+    submit(std::move(step));
+    drive();
+    EXPECT_TRUE(results_.back().status.is_ok()) << results_.back().status.message();
+    return seq;
+  }
+  StepRequest attend(kvm_seq_id seq, uint32_t mode = KVM_MODE_EXACT) {
+    StepRequest step;
+    step.attend = true;
+    step.space = space_;
+    step.items = {item_of(seq, 0, 1)};
+    step.mode = mode;
+    step.budget = mode == KVM_MODE_SAMPLED ? 32 : 0;
+    step.q = view(&q_);
+    step.o = view(&o_);
+    return step;
+  }
+  // Appends a key that is no number, and attends to it: what cannot be approximated is answered by
+  // a second job.
+  StepRequest append_spoiled(kvm_seq_id seq, uint32_t mode) {
+    StepRequest step = attend(seq, mode);
+    step.append = true;
+    step.items = {item_of(seq, 1, 1)};
+    step.k = view(&spoiled_);
+    step.v = view(&q_);
+    return step;
+  }
+  static SeqRequest verb(SeqVerb which, kvm_seq_id seq, uint64_t n_tokens = 0) {
+    SeqRequest request;
+    request.verb = which;
+    request.seq = seq;
+    request.n_tokens = n_tokens;
+    return request;
+  }
+  template <typename What>
+  void submit(What what) {
+    const size_t i = n_submitted_++;
+    results_.resize(n_submitted_);
+    results_.reserve(64);
+    const InProduct in_product;
+    engine_->submit(clients_[0], {1, i}, std::move(what), [this, i](RequestResult&& result) {
+      results_[i] = std::move(result);
+      ++n_done_;
+    });
+  }
+  // Until all is answered.
+  void drive() {
+    const InProduct in_product;
+    for (uint32_t i = 0; i < 1'000'000 && n_done_ < n_submitted_; ++i) {
+      if (engine_->poll() == 0 && !engine_->work()) {
+        engine_->wait(1'000'000);
+      }
+    }
+  }
+  // Removes the client that submits, and waits until it is gone.
+  void leave() {
+    const InProduct in_product;
+    engine_->remove_client(clients_[0], [this] { is_gone_ = true; });
+    for (uint32_t i = 0; i < 1'000'000 && !is_gone_; ++i) {
+      if (engine_->poll() == 0 && !engine_->work() && !is_gone_) {
+        engine_->wait(1'000'000);
+      }
+    }
+  }
+  bool is_gone() const { return is_gone_; }
+  size_t n_left() const { return n_submitted_ - n_done_; }
+  kvm_status status(size_t nth_last) const {
+    return results_[n_submitted_ - 1 - nth_last].status.code();
+  }
+  kvm_stats stats() const { return engine_->stats(); }
+
+ private:
+  static TensorView view(std::vector<float>* values) {
+    return {.data = values->data(),
+            .size_bytes = values->size() * sizeof(float),
+            .dtype = KVM_DTYPE_F32};
+  }
+
+  std::unique_ptr<engine::Engine> engine_;
+  engine::ClientId clients_[2] = {};
+  kvm_space_id space_ = 0;
+  std::vector<float> q_, o_, spoiled_;
+  bool is_gone_ = false;
+  std::vector<RequestResult> results_;
+  size_t n_submitted_ = 0;
+  size_t n_done_ = 0;
+};
+
+// Refuses the first allocation of `scenario`, the second, ..., until one in which none was; each
+// once, and with all that follow.
+void refuse_each(const std::function<std::unique_ptr<World>()>& prepare,
+                 const std::function<void(World*)>& scenario,
+                 const std::function<void(World*)>& check) {
+  for (const Until until : {Until::kOnce, Until::kForEver}) {
+    for (uint64_t n = 1;; ++n) {
+      SCOPED_TRACE("allocation " + std::to_string(n) + (until == Until::kOnce ? "" : " and on"));
+      const std::unique_ptr<World> world = prepare();
+      arm(Refused::kAllocation, n, until, Of::kThisThread);
+      scenario(world.get());
+      const Seen seen = disarm();
+      check(world.get());
+      if (seen.n_refused == 0) {
+        EXPECT_GT(n, 1u);
+        break;
+      }
+      ASSERT_LT(n, 2000u);
+    }
+  }
+}
+
+bool is_answer(kvm_status status) { return status == KVM_OK || status == KVM_ERR_NO_MEMORY; }
+
+// The first attend is a job, so that the others wait for their turns.
+TEST(EngineFaults, RequestsBehindOthersAreAnswered) {
+  kvm_seq_id seq = 0;
+  refuse_each(
+      [&] {
+        auto world = std::make_unique<World>();
+        seq = world->create(kJobTokens);
+        return world;
+      },
+      [&](World* world) {
+        world->submit(world->attend(seq));
+        world->submit(World::verb(SeqVerb::kFork, seq, 8000));
+        world->submit(world->append_spoiled(seq, KVM_MODE_SAMPLED));
+        world->submit(World::verb(SeqVerb::kTruncate, seq, 500));
+        world->submit(world->attend(seq, KVM_MODE_SAMPLED));
+        world->submit(World::verb(SeqVerb::kFree, seq));
+        world->submit(world->attend(seq));
+        world->drive();
+      },
+      [](World* world) {
+        ASSERT_EQ(world->n_left(), 0u);
+        for (size_t i = 2; i < 7; ++i) {
+          EXPECT_TRUE(is_answer(world->status(i))) << i << ": " << world->status(i);
+        }
+        const kvm_status freed = world->status(1);
+        const kvm_status behind = world->status(0);
+        EXPECT_TRUE(is_answer(freed)) << freed;
+        EXPECT_TRUE(behind == KVM_ERR_NO_MEMORY ||
+                    behind == (freed == KVM_OK ? KVM_ERR_STALE : KVM_OK))
+            << behind;
+      });
+}
+
+TEST(EngineFaults, ClientsLeaveWithRequestsBehindOthers) {
+  kvm_seq_id seq = 0;
+  refuse_each(
+      [&] {
+        auto world = std::make_unique<World>();
+        seq = world->create(kJobTokens);
+        return world;
+      },
+      [&](World* world) {
+        world->submit(world->append_spoiled(seq, KVM_MODE_SAMPLED));
+        world->submit(world->attend(seq));
+        world->submit(World::verb(SeqVerb::kFree, seq));
+        world->submit(world->attend(seq));
+        world->leave();
+      },
+      [](World* world) {
+        EXPECT_TRUE(world->is_gone());
+        EXPECT_EQ(world->stats().n_sequences, 0u);
+        EXPECT_EQ(world->stats().host_page_bytes, 0u);
+      });
+}
+
+// More pages than go at a time: what begins a part may fail, what goes on may not.
+TEST(EngineFaults, SequencesThatGoInPartsGoToTheirEnd) {
+  constexpr uint32_t kTokens = 5000 * 64;
+  for (const SeqVerb verb : {SeqVerb::kTruncate, SeqVerb::kFree}) {
+    World world;
+    const kvm_seq_id seq = world.create(kTokens);
+    world.submit(World::verb(verb, seq, 100));
+    world.submit(world.attend(seq));
+    ASSERT_EQ(world.n_left(), 2u) << "there is one part only";
+    arm(Refused::kAllocation, 1, Until::kForEver, Of::kThisThread);
+    world.drive();
+    const Seen seen = disarm();
+    EXPECT_TRUE(verb == SeqVerb::kTruncate || seen.n_refused != 0) << "nobody asked for memory";
+    ASSERT_EQ(world.n_left(), 0u);
+    EXPECT_EQ(world.status(1), KVM_OK);
+    EXPECT_EQ(world.stats().n_sequences, verb == SeqVerb::kFree ? 0u : 1u);
+  }
+}
+
+TEST(EngineFaults, AnswersOutliveTheirAudits) {
+  kvm_seq_id seq = 0;
+  refuse_each(
+      [&] {
+        auto world = std::make_unique<World>(1);
+        seq = world->create(700);
+        return world;
+      },
+      [&](World* world) {
+        world->submit(world->attend(seq, KVM_MODE_SAMPLED));
+        world->drive();
+      },
+      [](World* world) {
+        ASSERT_EQ(world->n_left(), 0u);
+        const kvm_status status = world->status(0);
+        EXPECT_TRUE(is_answer(status)) << status;
+      });
+}
+
+}  // namespace
+}  // namespace kvm::testing
