@@ -23,8 +23,7 @@ Status check_count(uint64_t value, uint64_t least, uint64_t most, const char* na
 
 Status check_array(const void* data, uint64_t count, const char* name) {
   if (count != 0 && data == nullptr) {
-    return invalid(std::string(name) + " is NULL, but " + std::to_string(count) +
-                   " entries were announced");
+    return invalid(std::string(name) + " is NULL, but its count is " + std::to_string(count));
   }
   return Status::ok();
 }

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/counted.h"
 #include "engine/space/refusal.h"
 
 namespace kvm::engine {
@@ -71,9 +72,8 @@ Result<Tensor> resolve_f32(const TensorView& view, const TensorShape& shape) {
 Status check_layers(const StepRequest& request, const Space& space) {
   const uint32_t n_layers = std::max(1u, request.n_layers);
   if (request.layer_begin >= space.n_layers || n_layers > space.n_layers - request.layer_begin) {
-    return refuse(Refusal::kLayers, "layers {} to {} do not exist; the space has {}",
-                  request.layer_begin, uint64_t{request.layer_begin} + n_layers - 1,
-                  space.n_layers);
+    return refuse(Refusal::kLayers, "{} asked for; the space has layers 0 to {}",
+                  numbered(request.layer_begin, n_layers, "layer"), space.n_layers - 1);
   }
   if (n_layers > 1 && request.attend) {
     return refuse(Refusal::kAttendOfLayers, "n_layers is {}; only an append may have more than one",
@@ -123,8 +123,9 @@ Status check_numbers(const StepRequest& request) {
 Status check_ranges(const StepRequest& request, const kvm_item& item, size_t index) {
   const uint64_t end = uint64_t{item.range_begin} + item.n_ranges;
   if (end > request.ranges.size()) {
-    return refuse(Refusal::kItemRanges, "item {} has ranges {} to {}; the request has {}", index,
-                  item.range_begin, end - 1, request.ranges.size());
+    return refuse(Refusal::kItemRanges, "item {} has {}; the request has {}", index,
+                  numbered(item.range_begin, item.n_ranges, "range"),
+                  counted(request.ranges.size(), "range"));
   }
   uint64_t previous = 0;
   for (uint64_t i = item.range_begin; i < end; ++i) {
@@ -153,8 +154,9 @@ Status check_tree(const StepRequest& request, const kvm_item& item, size_t index
   }
   const uint64_t end = uint64_t{item.tree_begin} + item.n_query;
   if (end > request.tree_mask.size()) {
-    return refuse(Refusal::kTreeWords, "item {} has tree words {} to {}; the request has {}", index,
-                  item.tree_begin, end - 1, request.tree_mask.size());
+    return refuse(Refusal::kTreeWords, "item {} has {}; the request has {}", index,
+                  numbered(item.tree_begin, item.n_query, "tree word"),
+                  counted(request.tree_mask.size(), "tree word"));
   }
   const uint64_t allowed =
       item.n_query == kMaxTreeRows ? ~uint64_t{0} : (uint64_t{1} << item.n_query) - 1;
@@ -361,8 +363,9 @@ Result<Tensor> resolve_tensor(const TensorView& view, const TensorShape& shape) 
   if (end > n_elements) {
     const auto needed = static_cast<uint64_t>(std::min<Wide>(end * size, UINT64_MAX));
     return refuse(Refusal::kTensorBytes,
-                  "{} has {} bytes; {} layers, {} rows, {} heads of {} {} need {}", shape.name,
-                  view.size_bytes, shape.n_layers, shape.n_rows, shape.n_heads, shape.dim,
+                  "{} has {}; {}, {}, {} of {} {} need {}", shape.name,
+                  counted(view.size_bytes, "byte"), counted(shape.n_layers, "layer"),
+                  counted(shape.n_rows, "row"), counted(shape.n_heads, "head"), shape.dim,
                   dtype_name(tensor.dtype), needed);
   }
   KVM_TRY(check_strides(shape, tensor));
