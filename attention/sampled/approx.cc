@@ -304,7 +304,11 @@ struct RowWork {
 class Sampler {
  public:
   Sampler(const Context& c, const FinishScratch& s, std::byte* states)
-      : c_(c), s_(s), states_(states), kappa_(static_cast<double>(c.params().delta)) {
+      : c_(c),
+        s_(s),
+        states_(states),
+        kappa_(static_cast<double>(c.params().delta), may_grow(c.params())),
+        kappa_lse_(static_cast<double>(c.params().delta)) {
     std::copy_n(c.prepared.head->log_c, c.rows, log_c_);
   }
 
@@ -331,6 +335,7 @@ class Sampler {
   const FinishScratch& s_;
   std::byte* states_;
   Kappa kappa_;
+  Kappa kappa_lse_;  // nothing stops at its bar
   float log_c_[kMaxApproxRows];
   // From the last estimate:
   double over_eps_[kMaxApproxRows] = {};  // bar / (eps |o|)
@@ -464,7 +469,7 @@ double Sampler::estimate(ApproxReport* report) {
     draws_[r] = e.draws;
     sigma_ = std::max(sigma_, e.norm_o > 0 ? e.plug_in / e.norm_o : 0.0);
     report->err_o[r] = static_cast<float>(relative);
-    report->err_lse[r] = static_cast<float>(e.bar_lse(kappa_));
+    report->err_lse[r] = static_cast<float>(e.bar_lse(kappa_lse_));
     report->noise[r] = static_cast<float>(e.noise);
     write_row(r, work, e);
   }

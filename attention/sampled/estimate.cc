@@ -19,6 +19,8 @@ double dot(std::span<const double> a, std::span<const double> b) {
 constexpr double kFewestDraws = 5;
 // Wilson and Hilferty's root falls short by this much at one direction.
 constexpr double kCarefully = 0.025;
+// Of tr S at one direction; of more it falls with the fourth power of Kappa's `skew`.
+constexpr double kStopping = 0.2;
 constexpr double kLseCare = 1.1;
 constexpr double kMostOwn = 0.99;  // of D, that a key's share is believed to be
 // How much more mass than was read the sketch is believed to see: e^20, where what it says of a
@@ -35,7 +37,7 @@ double known(double x) { return std::isnan(x) ? INFINITY : x; }
 
 }  // namespace
 
-Kappa::Kappa(double delta) {
+Kappa::Kappa(double delta, bool is_stopped) : stopping_(is_stopped ? kStopping : 0) {
   // P(z > x) = erfc(x / sqrt 2) / 2 falls with x: bisection.
   const double tail = 2 * std::clamp(delta, 1e-9, 0.4);
   double low = 0;
@@ -77,8 +79,8 @@ double Kappa::operator()(const ErrorShape& shape, double draws) const {
   const double known_variance = 1 + std::sqrt(shape.squares * skew) * (chi_square(skew) - 1);
   const double x2 = chi_square(1);
   const double skewed = 1 + shape.skewness2 * (x2 * x2 + 2 * x2 - 3) / 18;
-  return skewed *
-         std::sqrt((1 + kCarefully / skew) * known_variance * fisher(n, m) / chi_square(n));
+  const double careful = 1 + kCarefully / skew + stopping_ / (skew * skew * skew * skew);
+  return skewed * std::sqrt(careful * known_variance * fisher(n, m) / chi_square(n));
 }
 
 double Kappa::unseen_share(double draws) const {

@@ -70,9 +70,13 @@ struct ErrorShape {
 // out small when the error is large: of one direction x standard deviations become
 // x (1 + skewness^2 (x^4 + 2 x^2 - 3) / 18) (Hall 1992, for what is divided by its own deviation).
 // Quantiles by Wilson and Hilferty's cube root (1931).
+//
+// A sample that grows until its bar is small enough stops where the variance came out small. Errors
+// of many directions have room for that; with one direction a request was over its bar in 12.6 % of
+// 5,000 seeds where delta was .1 (kvm-bench coverage --data zeros): is_stopped makes up for it.
 class Kappa {
  public:
-  explicit Kappa(double delta);
+  explicit Kappa(double delta, bool is_stopped = false);
   // draws: fewer than five, and what is no number, count as five.
   double operator()(const ErrorShape& shape, double draws) const;
 
@@ -86,6 +90,7 @@ class Kappa {
 
  private:
   double z_;  // the Gaussian quantile
+  double stopping_;
   double log_delta_;
 };
 

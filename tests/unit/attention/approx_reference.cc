@@ -244,7 +244,8 @@ Want reference_of(const Head& head, uint32_t row) {
   const double draws = std::min(open * open / square, n_open);
   const double alone = 1 / (1 - std::min(square / (open * d_hat), 0.99));
   const double growth = std::max(1.0, std::exp(v - 0.81)) * std::sqrt(1 + shape.heaviest);
-  const Kappa kappa(static_cast<double>(head.input.params.delta));
+  const Kappa kappa(static_cast<double>(head.input.params.delta),
+                    head.input.params.mode == ApproxMode::kVerified);
   double v2 = 0;
   for (const Key& key : drawn) {
     for (const float x : head.v[key.t]) {
