@@ -42,12 +42,20 @@ struct ObserveCall {
   Tensor q, column_sums;
 };
 
-// Completions with the sentence of the last failed one among them.
-struct TakenCompletions {
-  uint32_t n = 0;
-  uint64_t n_not_finite = 0;  // of the last one taken: a completion has no room for it
-  std::string sentence;
+// An Interrupt is kvm_queue_params.is_interrupted; an empty one is never asked.
+struct Interrupt {
+  int (*is_interrupted)(void* user) = nullptr;
+  void* user = nullptr;
+
+  explicit operator bool() const { return is_interrupted != nullptr; }
+  bool is_raised() const { return is_interrupted != nullptr && is_interrupted(user) != 0; }
+  // What a wait returns that has nothing else to return.
+  static Status status() {
+    return Status::fixed(KVM_ERR_INTERRUPTED, "the queue's is_interrupted ended the wait");
+  }
 };
+// Between two questions, for as long as a wait lasts.
+inline constexpr uint64_t kInterruptSliceNs = 10'000'000;
 
 // Threads: one at a time.
 class Queue {
@@ -68,9 +76,11 @@ class Queue {
   // Requests staged or submitted whose completion has not been taken.
   virtual uint32_t n_outstanding() const = 0;
   // Takes up to n_max completions, waiting for n_min of them for timeout_ns at most (UINT64_MAX: no
-  // limit) as long as so many were submitted. Fails: DISCONNECTED, when nothing is left to take.
-  virtual Result<TakenCompletions> take(kvm_completion* out, uint32_t n_max, uint32_t n_min,
-                                        uint64_t timeout_ns) = 0;
+  // limit) as long as so many were submitted, and `interrupt` is not raised. Their sentences stay
+  // until the next call. Returns how many. Fails: DISCONNECTED, when nothing is left to take;
+  // INTERRUPTED, when nothing was taken.
+  virtual Result<uint32_t> take(kvm_completion* out, uint32_t n_max, uint32_t n_min,
+                                uint64_t timeout_ns, Interrupt interrupt) = 0;
   virtual Status cancel(uint64_t user_data) = 0;
   virtual int fd() = 0;
 };

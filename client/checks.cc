@@ -6,6 +6,7 @@
 #include <string>
 
 #include "base/limits.h"
+#include "ipc/struct_size.h"
 
 namespace kvm::client {
 
@@ -160,6 +161,15 @@ Status check_observe(const kvm_observe_params& params, const ArenaDirectory& are
       {&params.q, "q", Element::kAny, &call->q},
       {&params.column_sums, "column_sums", Element::kF32, &call->column_sums}};
   return arenas.resolve(slots);
+}
+
+Status check_create(kvm_space_id space, const kvm_seq_params* params, SeqRequest* call) {
+  kvm_seq_params p;
+  KVM_TRY(ipc::read_params(params, &p, "kvm_seq_params"));
+  KVM_TRY(check_flags(p.flags, kSeqFlags, "kvm_seq_params"));
+  KVM_TRY(check_reserved(p.reserved, std::size(p.reserved), "kvm_seq_params"));
+  *call = {SeqVerb::kCreate, p.flags, space, 0, p.reserve};
+  return Status::ok();
 }
 
 }  // namespace kvm::client

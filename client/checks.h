@@ -21,6 +21,8 @@ Status check_step(const kvm_step_params& params, bool append, bool attend,
 Status check_read(const kvm_read_params& params, const ArenaDirectory& arenas, ReadCall* call);
 Status check_observe(const kvm_observe_params& params, const ArenaDirectory& arenas,
                      ObserveCall* call);
+// kvm_seq_create; params may be null.
+Status check_create(kvm_space_id space, const kvm_seq_params* params, SeqRequest* call);
 
 // Fails where a word of a reserved array is set.
 Status check_reserved(const uint64_t* words, size_t n_words, const char* structure);

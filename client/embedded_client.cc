@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -14,6 +15,7 @@
 #include <utility>
 
 #include "base/audit_stats.h"
+#include "base/children.h"
 #include "base/clock.h"
 #include "base/stats_text.h"
 #include "client/embedded_queue.h"
@@ -60,6 +62,23 @@ Result<std::shared_ptr<Client>> open_embedded_client(const kvm_embedded_params& 
   return std::shared_ptr<Client>(std::make_shared<EmbeddedClient>(std::move(service)));
 }
 
+std::shared_ptr<QueueEvent> QueueEvent::make() {
+  const int fd = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  return fd < 0 ? nullptr : std::shared_ptr<QueueEvent>(new QueueEvent(fd));
+}
+
+QueueEvent::~QueueEvent() { ::close(fd_); }
+
+void QueueEvent::raise() const {
+  const uint64_t one = 1;
+  [[maybe_unused]] const ssize_t n = ::write(fd_, &one, sizeof(one));
+}
+
+void QueueEvent::reset() const {
+  uint64_t count = 0;
+  [[maybe_unused]] const ssize_t n = ::read(fd_, &count, sizeof(count));
+}
+
 Result<std::shared_ptr<EmbeddedService>> EmbeddedService::open(
     const engine::EngineOptions& options) {
   auto service = std::make_shared<EmbeddedService>();
@@ -72,7 +91,7 @@ Result<std::shared_ptr<EmbeddedService>> EmbeddedService::open(
   service->start_ns_ = now_ns();
   kvm_client_info& info = service->info_;
   fill_limits(&info);
-  info.features = KVM_FEATURE_EMBEDDED;
+  info.features = KVM_FEATURE_EMBEDDED | KVM_FEATURE_EVENTFD;
   info.epoch = service->start_ns_;
   info.client_id = service->client_;
   info.server_pid = static_cast<uint32_t>(::getpid());
@@ -89,6 +108,19 @@ Result<std::shared_ptr<EmbeddedService>> EmbeddedService::open(
 }
 
 void EmbeddedService::close() {
+  stop_driver();
+  end_engine();
+  has_ended_.store(true, std::memory_order_relaxed);
+  const std::lock_guard lock(driver_mutex_);
+  for (const std::weak_ptr<QueueEvent>& event : events_) {
+    if (const std::shared_ptr<QueueEvent> living = event.lock()) {
+      living->raise();
+    }
+  }
+  events_.clear();
+}
+
+void EmbeddedService::end_engine() {
   const std::lock_guard lock(mutex_);
   if (engine_ == nullptr) {
     return;
@@ -114,6 +146,66 @@ bool EmbeddedService::drive(uint64_t timeout_ns) {
     engine_->poll();
   }
   return true;
+}
+
+std::shared_ptr<QueueEvent> EmbeddedService::watch() {
+  std::shared_ptr<QueueEvent> event = QueueEvent::make();
+  if (event == nullptr) {
+    return nullptr;
+  }
+  const std::lock_guard lock(driver_mutex_);
+  if (driver_stops_) {
+    event->raise();
+    return event;
+  }
+  if (!driver_.joinable()) {
+    try {
+      driver_ = std::thread([this] { run_driver(); });
+    } catch (const std::system_error&) {
+      return nullptr;
+    }
+  }
+  std::erase_if(events_, [](const std::weak_ptr<QueueEvent>& old) { return old.expired(); });
+  events_.push_back(event);
+  return event;
+}
+
+void EmbeddedService::wake_driver() {
+  const std::lock_guard lock(driver_mutex_);
+  driver_has_work_ = true;
+  driver_wake_.notify_one();
+}
+
+void EmbeddedService::run_driver() {
+  std::unique_lock lock(driver_mutex_);
+  while (!driver_stops_) {
+    if (!driver_has_work_) {
+      driver_wake_.wait(lock);
+      continue;
+    }
+    driver_has_work_ = false;
+    lock.unlock();
+    // Requests of other queues are driven with them: the engine tells no difference.
+    const bool goes_on = drive(UINT64_MAX) && has_requests();
+    lock.lock();
+    driver_has_work_ |= goes_on;
+  }
+}
+
+void EmbeddedService::stop_driver() {
+  {
+    const std::lock_guard lock(driver_mutex_);
+    driver_stops_ = true;
+    driver_wake_.notify_one();
+  }
+  if (driver_.joinable()) {
+    driver_.join();
+  }
+}
+
+bool EmbeddedService::has_requests() {
+  const std::lock_guard lock(mutex_);
+  return engine_ != nullptr && engine_->n_in_flight() != 0;
 }
 
 bool EmbeddedService::is_down() const {
@@ -163,6 +255,7 @@ Result<ArenaMemory> EmbeddedClient::create_arena(uint64_t size_bytes) {
     return Status(KVM_ERR_NO_MEMORY,
                   "an arena of " + std::to_string(size_bytes) + " bytes cannot be mapped");
   }
+  leave_out_of_children(data, size_bytes);
   return ArenaMemory{++last_region_, data, size_bytes};
 }
 

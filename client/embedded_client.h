@@ -9,10 +9,12 @@
 #define KVM_CLIENT_EMBEDDED_CLIENT_H_
 
 #include <atomic>
+#include <condition_variable>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <unordered_map>
 #include <vector>
 
@@ -36,11 +38,30 @@ class FairMutex {
   std::mutex mutex_;
 };
 
+// A QueueEvent is the descriptor of a queue, readable while it is raised.
+// Threads: any.
+class QueueEvent {
+ public:
+  // Null where the system has no more descriptors.
+  static std::shared_ptr<QueueEvent> make();
+  ~QueueEvent();
+  QueueEvent(const QueueEvent&) = delete;
+  QueueEvent& operator=(const QueueEvent&) = delete;
+  int fd() const { return fd_; }
+  void raise() const;
+  void reset() const;
+
+ private:
+  explicit QueueEvent(int fd) : fd_(fd) {}
+  int fd_;
+};
+
 // An EmbeddedService is the engine and those who use it. Held by the client and its queues, so that
 // they may go in any order.
 class EmbeddedService {
  public:
   static Result<std::shared_ptr<EmbeddedService>> open(const engine::EngineOptions& options);
+  ~EmbeddedService() { stop_driver(); }
 
   // Frees the client's sequences, waits until no task touches memory of the caller, and ends the
   // engine. Later calls find is_down().
@@ -60,6 +81,8 @@ class EmbeddedService {
   // there is nothing to do. Returns false after close.
   bool drive(uint64_t timeout_ns);
   bool is_down() const;
+  // The same without a lock; true a moment later.
+  bool has_ended() const { return has_ended_.load(std::memory_order_relaxed); }
   static Status down_status();
   const kvm_client_info& info() const { return info_; }
   uint64_t start_ns() const { return start_ns_; }
@@ -68,7 +91,19 @@ class EmbeddedService {
   void remove_queue() { --n_queues_; }
   uint64_t next_number() { return ++last_number_; }  // REQUIRES: the engine is locked
 
+  // Makes an event that is raised when the engine ends as well, and sees to it that somebody drives
+  // the engine without waiting for anything: a thread, made the first time. Null where the system
+  // refuses a descriptor or a thread.
+  std::shared_ptr<QueueEvent> watch();
+  // To be called after submitting on a queue with an event.
+  void wake_driver();
+
  private:
+  void end_engine();
+  void run_driver();
+  void stop_driver();
+  bool has_requests();
+
   mutable FairMutex mutex_;
   std::unique_ptr<engine::Engine> engine_;
   engine::ClientId client_ = 0;
@@ -76,6 +111,14 @@ class EmbeddedService {
   uint64_t start_ns_ = 0;
   uint64_t last_number_ = 0;
   std::atomic<uint32_t> n_queues_{0};
+  std::atomic<bool> has_ended_{false};
+
+  std::mutex driver_mutex_;  // guards the members below; taken before the engine's
+  std::condition_variable driver_wake_;
+  std::thread driver_;
+  bool driver_has_work_ = false;
+  bool driver_stops_ = false;
+  std::vector<std::weak_ptr<QueueEvent>> events_;
 };
 
 class EmbeddedClient final : public Client {

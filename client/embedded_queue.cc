@@ -26,7 +26,8 @@ EmbeddedQueue::EmbeddedQueue(std::shared_ptr<EmbeddedService> service, uint32_t 
     : service_(std::move(service)),
       n_entries_(n_entries),
       id_(++g_last_queue_id),
-      done_(std::make_shared<Done>()) {}
+      done_(std::make_shared<Done>()),
+      sentences_(n_entries) {}
 
 EmbeddedQueue::~EmbeddedQueue() {
   staged_.clear();
@@ -40,7 +41,24 @@ EmbeddedQueue::~EmbeddedQueue() {
   // Tasks that run still read and write the caller's buffers.
   while (n_in_flight() > 0 && service_->drive(UINT64_MAX)) {
   }
+  free_untaken();
   service_->remove_queue();
+}
+
+// Nobody knows the sequences that requests have made whose completions nobody took.
+void EmbeddedQueue::free_untaken() {
+  (void)service_->with_engine([&](engine::Engine& engine, engine::ClientId client) {
+    for (const Entry& entry : done_->answers) {
+      if (entry.completion.seq != 0) {
+        SeqRequest call;
+        call.verb = SeqVerb::kFree;
+        call.seq = entry.completion.seq;
+        engine.submit(client, {id_, service_->next_number()}, std::move(call),
+                      [](RequestResult&&) {});
+      }
+    }
+    return Status::ok();
+  });
 }
 
 uint32_t EmbeddedQueue::n_in_flight() const {
@@ -139,10 +157,14 @@ void EmbeddedQueue::finish(Done* done, Entries::iterator entry, RequestResult&& 
   completion.compute_ns = result.compute_ns;
   completion.err_max = result.err_max;
   completion.n_exact = result.n_exact;
-  entry->n_not_finite = result.n_not_finite;
+  completion.n_not_finite = result.n_not_finite;
+  completion.seq = result.status.is_ok() ? result.seq : 0;
   answer(&*entry, std::move(result.status));
   const std::lock_guard lock(done->mutex);
   done->answers.splice(done->answers.end(), done->in_flight, entry);
+  if (done->event != nullptr) {
+    done->event->raise();
+  }
 }
 
 void EmbeddedQueue::hand_over(engine::Engine& engine, engine::ClientId client,
@@ -192,6 +214,8 @@ Status EmbeddedQueue::submit() {
   });
   if (!status.is_ok()) {
     fail_outstanding();
+  } else if (event_ != nullptr) {
+    service_->wake_driver();
   }
   return status;
 }
@@ -211,35 +235,68 @@ void EmbeddedQueue::fail_outstanding() {
   done_->answers.splice(done_->answers.end(), done_->in_flight);
 }
 
-uint32_t EmbeddedQueue::take_answers(kvm_completion* out, uint32_t n_max, TakenCompletions* taken) {
+int EmbeddedQueue::fd() {
+  if (event_ == nullptr) {
+    event_ = service_->watch();
+    if (event_ == nullptr) {
+      return -1;
+    }
+    const std::lock_guard lock(done_->mutex);
+    done_->event = event_;
+  }
+  service_->wake_driver();
+  raise_event_if_ready();
+  return event_->fd();
+}
+
+// Before the answers are looked at, so that what arrives later makes it readable again.
+void EmbeddedQueue::reset_event() const {
+  if (event_ != nullptr) {
+    event_->reset();
+  }
+}
+
+// After the engine's end there is always something to learn.
+void EmbeddedQueue::raise_event_if_ready() const {
+  if (event_ == nullptr) {
+    return;
+  }
+  const std::lock_guard lock(done_->mutex);
+  if (!done_->answers.empty() || service_->has_ended()) {
+    event_->raise();
+  }
+}
+
+uint32_t EmbeddedQueue::take_answers(kvm_completion* out, uint32_t n_max) {
   const std::lock_guard lock(done_->mutex);
   uint32_t n = 0;
   for (; n < n_max && !done_->answers.empty(); ++n) {
     const Entry& entry = done_->answers.front();
-    if (!entry.status.is_ok()) {
-      taken->sentence = entry.status.message();
-    }
-    taken->n_not_finite = entry.n_not_finite;
     out[n] = entry.completion;
+    out[n].message = entry.status.is_ok() ? "" : sentences_.keep(entry.status.message());
     done_->answers.pop_front();
   }
   return n;
 }
 
-Result<TakenCompletions> EmbeddedQueue::take(kvm_completion* out, uint32_t n_max, uint32_t n_min,
-                                             uint64_t timeout_ns) {
-  TakenCompletions taken;
+Result<uint32_t> EmbeddedQueue::take(kvm_completion* out, uint32_t n_max, uint32_t n_min,
+                                     uint64_t timeout_ns, Interrupt interrupt) {
+  uint32_t n = 0;
+  sentences_.clear();
+  reset_event();
   const uint64_t start = timeout_ns == UINT64_MAX || n_min == 0 ? 0 : now_ns();
+  uint64_t next_question_ns = interrupt ? add_saturating(now_ns(), kInterruptSliceNs) : UINT64_MAX;
+  bool was_interrupted = false;
   bool driven = false;
   for (;;) {
-    taken.n += take_answers(out + taken.n, n_max - taken.n, &taken);
-    const bool enough = taken.n >= std::min(n_min, n_max) && (driven || taken.n > 0);
+    n += take_answers(out + n, n_max - n);
+    const bool enough = n >= std::min(n_min, n_max) && (driven || n > 0);
     if (enough) {
       break;
     }
     if (n_in_flight() == 0) {
       // Another thread's drive may have answered some since the answers were taken.
-      taken.n += take_answers(out + taken.n, n_max - taken.n, &taken);
+      n += take_answers(out + n, n_max - n);
       break;
     }
     uint64_t left = n_min == 0 ? 0 : timeout_ns;
@@ -250,15 +307,26 @@ Result<TakenCompletions> EmbeddedQueue::take(kvm_completion* out, uint32_t n_max
     if (left == 0 && driven) {
       break;
     }
+    if (interrupt && now_ns() >= next_question_ns) {
+      if (interrupt.is_raised()) {
+        was_interrupted = true;
+        break;
+      }
+      next_question_ns = add_saturating(now_ns(), kInterruptSliceNs);
+    }
     driven = true;
     if (!service_->drive(left)) {
       fail_outstanding();
     }
   }
-  if (taken.n == 0 && n_outstanding() == 0 && service_->is_down()) {
+  raise_event_if_ready();
+  if (n == 0 && was_interrupted) {
+    return Interrupt::status();
+  }
+  if (n == 0 && n_outstanding() == 0 && service_->is_down()) {
     return EmbeddedService::down_status();
   }
-  return taken;
+  return n;
 }
 
 Status EmbeddedQueue::cancel(uint64_t user_data) {

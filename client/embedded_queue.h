@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A queue of an engine in this process: staged requests wait here until submit; completions until
-// they are taken. Waiting drives the engine.
+// they are taken. Waiting drives the engine; so does the service's driver once a queue has a
+// descriptor to wait on.
 //
 // Threads: one at a time, but for the callbacks of the engine, which run wherever it is driven and
 // touch `Done` only, under its mutex.
@@ -16,6 +17,7 @@
 
 #include "client/backend.h"
 #include "client/embedded_client.h"
+#include "client/sentences.h"
 #include "engine/engine.h"
 
 namespace kvm::client {
@@ -34,10 +36,10 @@ class EmbeddedQueue final : public Queue {
   Status submit() override;
   Status check_open() override;
   uint32_t n_outstanding() const override;
-  Result<TakenCompletions> take(kvm_completion* out, uint32_t n_max, uint32_t n_min,
-                                uint64_t timeout_ns) override;
+  Result<uint32_t> take(kvm_completion* out, uint32_t n_max, uint32_t n_min, uint64_t timeout_ns,
+                        Interrupt interrupt) override;
   Status cancel(uint64_t user_data) override;
-  int fd() override { return -1; }
+  int fd() override;
 
  private:
   struct Nop {};
@@ -50,7 +52,6 @@ class EmbeddedQueue final : public Queue {
     Request request;
     kvm_completion completion{};
     Status status;
-    uint64_t n_not_finite = 0;
   };
   using Entries = std::list<Entry>;
 
@@ -59,15 +60,19 @@ class EmbeddedQueue final : public Queue {
     std::mutex mutex;
     Entries in_flight;
     Entries answers;
+    std::shared_ptr<QueueEvent> event;  // null: nobody wants it
   };
 
   Status stage(Request request, uint64_t user_data);
   // The first of staged_.
   void submit_one(engine::Engine& engine, engine::ClientId client);
   void hand_over(engine::Engine& engine, engine::ClientId client, Entries::iterator entry);
-  uint32_t take_answers(kvm_completion* out, uint32_t n_max, TakenCompletions* taken);
+  uint32_t take_answers(kvm_completion* out, uint32_t n_max);
+  void free_untaken();
   void fail_outstanding();
   uint32_t n_in_flight() const;
+  void reset_event() const;
+  void raise_event_if_ready() const;
 
   static void finish(Done* done, Entries::iterator entry, RequestResult&& result);
   static void answer(Entry* entry, Status status);
@@ -77,6 +82,8 @@ class EmbeddedQueue final : public Queue {
   uint64_t id_;
   Entries staged_;
   std::shared_ptr<Done> done_;
+  std::shared_ptr<QueueEvent> event_;  // that of done_, once somebody has asked for its descriptor
+  Sentences sentences_;
 };
 
 }  // namespace kvm::client

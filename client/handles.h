@@ -24,6 +24,7 @@ struct kvm_queue {
   uint64_t token = 0;
   std::shared_ptr<kvm::client::Client> client;
   std::unique_ptr<kvm::client::Queue> queue;
+  kvm::client::Interrupt interrupt;  // of kvm_wait
 };
 
 struct kvm_arena {

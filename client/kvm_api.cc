@@ -328,12 +328,7 @@ kvm_status kvm_seq_create(kvm_client* client, kvm_space_id space, const kvm_seq_
   kvm::SeqRequest call;
   const kvm_status status = guarded([&]() -> Status {
     KVM_TRY(check_not_null(out, "out"));
-    kvm_seq_params p;
-    KVM_TRY(kvm::ipc::read_params(params, &p, "kvm_seq_params"));
-    KVM_TRY(check_flags(p.flags, kvm::kSeqFlags, "kvm_seq_params"));
-    KVM_TRY(check_reserved(p.reserved, std::size(p.reserved), "kvm_seq_params"));
-    call = {kvm::SeqVerb::kCreate, p.flags, space, 0, p.reserve};
-    return Status::ok();
+    return kvm::client::check_create(space, params, &call);
   });
   return status != KVM_OK ? status : seq_call(client, call, out);
 }

@@ -2,6 +2,7 @@
 // The C functions of kvm.h, parts 4 and 7 to 9: queues, and what goes through them.
 #include <algorithm>
 #include <bit>
+#include <iterator>
 #include <string>
 #include <utility>
 
@@ -67,11 +68,10 @@ Status stage_observe(kvm_queue* queue, const kvm_observe_params* params, uint64_
   return queue->queue->stage_observe(call, user_data);
 }
 
-kvm_status stage_seq(kvm_queue* queue, kvm::SeqVerb verb, kvm_seq_id seq, uint64_t n_tokens,
-                     uint64_t user_data) {
+kvm_status stage_seq(kvm_queue* queue, const kvm::SeqRequest& call, uint64_t user_data) {
   return guarded([&]() -> Status {
     KVM_TRY(check_queue(queue));
-    return queue->queue->stage_seq({verb, 0, 0, seq, n_tokens}, user_data);
+    return queue->queue->stage_seq(call, user_data);
   });
 }
 
@@ -87,24 +87,20 @@ Status check_idle(const kvm_queue* queue) {
 }
 
 // Submits the one staged request, and waits for it.
-Status run(kvm_queue* queue, kvm_completion* completion, uint64_t* n_not_finite = nullptr) {
+Status run(kvm_queue* queue, kvm_completion* completion) {
   // A failed submit completes the request with its status: take gives it.
   (void)queue->queue->submit();
-  KVM_TRY_ASSIGN(const kvm::client::TakenCompletions taken,
-                 queue->queue->take(completion, 1, 1, UINT64_MAX));
-  if (taken.n != 1) {
+  KVM_TRY_ASSIGN(const uint32_t n, queue->queue->take(completion, 1, 1, UINT64_MAX, {}));
+  if (n != 1) {
     return Status(KVM_ERR_INTERNAL, "a request was not answered");
   }
-  if (n_not_finite != nullptr) {
-    *n_not_finite = taken.n_not_finite;
-  }
   if (completion->status != KVM_OK) [[unlikely]] {
-    return Status(completion->status, taken.sentence);
+    return Status(completion->status, completion->message);
   }
   return Status::ok();
 }
 
-void write_stats(const kvm_completion& completion, uint64_t n_not_finite, kvm_step_stats* out) {
+void write_stats(const kvm_completion& completion, kvm_step_stats* out) {
   kvm_step_stats stats{};
   stats.mode = completion.mode;
   stats.keys_present = completion.keys_present;
@@ -114,7 +110,7 @@ void write_stats(const kvm_completion& completion, uint64_t n_not_finite, kvm_st
   stats.compute_ns = completion.compute_ns;
   stats.err_max = completion.err_max;
   stats.n_exact = completion.n_exact;
-  stats.n_not_finite = n_not_finite;
+  stats.n_not_finite = completion.n_not_finite;
   kvm::ipc::write_struct(out, out->struct_size, stats);
 }
 
@@ -128,12 +124,11 @@ kvm_status step_and_wait(kvm_queue* queue, const kvm_step_params* params, uint32
     }
     KVM_TRY(stage_step(queue, params, verbs, 0));
     kvm_completion completion;
-    uint64_t n_not_finite = 0;
-    Status status = run(queue, &completion, &n_not_finite);
+    Status status = run(queue, &completion);
     // ACCURACY comes with the best estimate in place, and with what it cost.
     const bool answered = status.is_ok() || status.code() == KVM_ERR_ACCURACY;
     if (stats != nullptr && answered) {
-      write_stats(completion, n_not_finite, stats);
+      write_stats(completion, stats);
     }
     return status;
   });
@@ -153,12 +148,15 @@ int32_t take(kvm_queue* queue, kvm_completion* out, uint32_t n_max, uint32_t n_m
     KVM_TRY(check_not_null(out, "out"));
     // LIMIT: the count is returned as an int32_t.
     const uint32_t most = std::min<uint32_t>(n_max, INT32_MAX);
-    KVM_TRY_ASSIGN(const kvm::client::TakenCompletions taken,
-                   queue->queue->take(out, most, std::min(n_min, most), timeout_ns));
-    if (!taken.sentence.empty()) {
-      kvm::client::set_last_error(taken.sentence);
+    KVM_TRY_ASSIGN(const uint32_t taken, queue->queue->take(out, most, std::min(n_min, most),
+                                                            timeout_ns, queue->interrupt));
+    n = static_cast<int32_t>(taken);
+    const auto last_failed =
+        std::find_if(std::reverse_iterator(out + taken), std::reverse_iterator(out),
+                     [](const kvm_completion& completion) { return completion.status != KVM_OK; });
+    if (last_failed != std::reverse_iterator(out)) [[unlikely]] {
+      kvm::client::set_last_error(last_failed->message);
     }
-    n = static_cast<int32_t>(taken.n);
     return Status::ok();
   });
   return status == KVM_OK ? n : status;
@@ -186,6 +184,7 @@ kvm_status kvm_queue_create(kvm_client* client, const kvm_queue_params* params, 
     auto queue = std::make_unique<kvm_queue>();
     queue->token = kvm::client::process_token();
     queue->client = client->client;
+    queue->interrupt = {p.is_interrupted, p.interrupt_user};
     KVM_TRY_ASSIGN(queue->queue, client->client->create_queue(
                                      n_entries, p.spin_ns == 0 ? kDefaultSpinNs : p.spin_ns));
     ++client->client->n_handles;
@@ -289,14 +288,36 @@ kvm_status kvm_read_async(kvm_queue* queue, const kvm_read_params* params, uint6
   return guarded([&] { return stage_read(queue, params, user_data); });
 }
 
+kvm_status kvm_observe_async(kvm_queue* queue, const kvm_observe_params* params,
+                             uint64_t user_data) {
+  return guarded([&] { return stage_observe(queue, params, user_data); });
+}
+
+kvm_status kvm_seq_create_async(kvm_queue* queue, kvm_space_id space, const kvm_seq_params* params,
+                                uint64_t user_data) {
+  kvm::SeqRequest call;
+  const kvm_status status =
+      guarded([&] { return kvm::client::check_create(space, params, &call); });
+  return status != KVM_OK ? status : stage_seq(queue, call, user_data);
+}
+
+kvm_status kvm_seq_fork_async(kvm_queue* queue, kvm_seq_id parent, uint64_t n_tokens,
+                              uint64_t user_data) {
+  return stage_seq(queue, {kvm::SeqVerb::kFork, 0, 0, parent, n_tokens}, user_data);
+}
+
 kvm_status kvm_seq_truncate_async(kvm_queue* queue, kvm_seq_id seq, uint64_t n_tokens,
                                   uint64_t user_data) {
-  return stage_seq(queue, kvm::SeqVerb::kTruncate, seq, n_tokens, user_data);
+  return stage_seq(queue, {kvm::SeqVerb::kTruncate, 0, 0, seq, n_tokens}, user_data);
 }
 
 kvm_status kvm_seq_commit_async(kvm_queue* queue, kvm_seq_id seq, uint64_t n_tokens,
                                 uint64_t user_data) {
-  return stage_seq(queue, kvm::SeqVerb::kCommit, seq, n_tokens, user_data);
+  return stage_seq(queue, {kvm::SeqVerb::kCommit, 0, 0, seq, n_tokens}, user_data);
+}
+
+kvm_status kvm_seq_free_async(kvm_queue* queue, kvm_seq_id seq, uint64_t user_data) {
+  return stage_seq(queue, {kvm::SeqVerb::kFree, 0, 0, seq, 0}, user_data);
 }
 
 kvm_status kvm_nop_async(kvm_queue* queue, uint64_t user_data) {

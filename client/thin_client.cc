@@ -88,12 +88,11 @@ Status ThinClient::reconnect() {
   KVM_TRY_ASSIGN(std::shared_ptr<Connection> fresh, Connection::open(options_));
   {
     const std::lock_guard lock(own_queue_mutex_);
-    auto lost = std::make_shared<std::unordered_set<kvm_seq_id>>(std::move(seqs_));
+    auto lost = std::make_shared<std::unordered_set<kvm_seq_id>>(connection()->seqs().take());
     if (lost_ != nullptr) {
       lost->insert(lost_->begin(), lost_->end());
     }
     lost_ = std::move(lost);
-    seqs_.clear();
   }
   const std::lock_guard lock(connection_mutex_);
   connection_ = std::move(fresh);
@@ -118,52 +117,43 @@ Status ThinClient::call_own_queue(const SeqRequest* call, kvm_seq_id* made) {
   const uint64_t number = ++last_own_number_;
   const bool makes =
       call != nullptr && (call->verb == SeqVerb::kCreate || call->verb == SeqVerb::kFork);
-  std::unordered_set<kvm_seq_id>::node_type place;
   if (makes) {
-    place = prepare_to_make(number);
+    prepare_to_make(number);
   }
   KVM_TRY(call == nullptr ? queue->stage_nop(number) : queue->stage_seq(*call, number));
   KVM_TRY(queue->submit());
-  std::string sentence;
-  KVM_TRY_ASSIGN(const kvm_completion completion, await_own_answer(number, &sentence));
+  KVM_TRY_ASSIGN(const kvm_completion completion, await_own_answer(number));
   if (makes) {
     late_makers_.erase(number);
   }
   if (completion.status != KVM_OK) {
-    return Status(completion.status, std::move(sentence));
+    return Status(completion.status, completion.message);
   }
   if (makes) {
-    *made = queue->last_seq();
-    place.value() = *made;
-    seqs_.insert(std::move(place));
-  } else if (call != nullptr && call->verb == SeqVerb::kFree) {
-    seqs_.erase(call->seq);
+    *made = completion.seq;
   }
   return Status::ok();
 }
 
 // Whatever fails from here on, the sequence that it may still make is not lost; and where nothing
-// fails, noting it needs no memory. Returns its place in seqs_.
-std::unordered_set<kvm_seq_id>::node_type ThinClient::prepare_to_make(uint64_t number) {
-  std::unordered_set<kvm_seq_id> place{0};
-  seqs_.reserve(seqs_.size() + 1);
+// fails, noting it needs no memory.
+void ThinClient::prepare_to_make(uint64_t number) {
   unwanted_seqs_.reserve(unwanted_seqs_.size() + late_makers_.size() + 1);
   late_makers_.insert(number);
-  return place.extract(0);
 }
 
-Result<kvm_completion> ThinClient::await_own_answer(uint64_t number, std::string* sentence) {
+// Its sentence is valid until the own queue is used again.
+Result<kvm_completion> ThinClient::await_own_answer(uint64_t number) {
   const std::shared_ptr<Connection> current = connection();
   const uint64_t deadline_ns = add_saturating(now_ns(), current->timeout_ns());
   for (;;) {
     kvm_completion completion;
-    KVM_TRY_ASSIGN(TakenCompletions taken,
-                   own_queue_->take(&completion, 1, 1, time_left(deadline_ns)));
-    if (taken.n == 0) {
+    KVM_TRY_ASSIGN(const uint32_t n,
+                   own_queue_->take(&completion, 1, 1, time_left(deadline_ns), {}));
+    if (n == 0) {
       return current->timeout_status();
     }
     if (completion.user_data == number) {
-      *sentence = std::move(taken.sentence);
       return completion;
     }
     settle_late_answer(completion);
@@ -173,7 +163,7 @@ Result<kvm_completion> ThinClient::await_own_answer(uint64_t number, std::string
 // A sequence whose maker has given up waiting has no owner that knows it.
 void ThinClient::settle_late_answer(const kvm_completion& completion) {
   if (late_makers_.erase(completion.user_data) != 0 && completion.status == KVM_OK) {
-    unwanted_seqs_.push_back(own_queue_->last_seq());
+    unwanted_seqs_.push_back(completion.seq);
   }
 }
 
@@ -182,8 +172,8 @@ void ThinClient::settle_late_answer(const kvm_completion& completion) {
 Status ThinClient::tidy_own_queue() {
   kvm_completion completion;
   while (own_queue_->n_outstanding() > 0) {
-    KVM_TRY_ASSIGN(const TakenCompletions taken, own_queue_->take(&completion, 1, 0, 0));
-    if (taken.n == 0) {
+    KVM_TRY_ASSIGN(const uint32_t n, own_queue_->take(&completion, 1, 0, 0, {}));
+    if (n == 0) {
       break;
     }
     settle_late_answer(completion);

@@ -55,8 +55,8 @@ class ThinClient final : public Client {
   std::shared_ptr<Connection> connection() const;
   Result<ThinQueue*> own_queue();
   Status call_own_queue(const SeqRequest* call, kvm_seq_id* made);
-  Result<kvm_completion> await_own_answer(uint64_t number, std::string* sentence);
-  std::unordered_set<kvm_seq_id>::node_type prepare_to_make(uint64_t number);
+  Result<kvm_completion> await_own_answer(uint64_t number);
+  void prepare_to_make(uint64_t number);
   void settle_late_answer(const kvm_completion& completion);
   Status tidy_own_queue();
   Status need_minor(uint32_t minor, const char* function) const;
@@ -81,8 +81,7 @@ class ThinClient final : public Client {
   uint64_t last_own_number_ = 0;
   std::unordered_set<uint64_t> late_makers_;  // calls that may make a sequence, unanswered
   std::vector<kvm_seq_id> unwanted_seqs_;     // that such calls have made: to be freed
-  std::unordered_set<kvm_seq_id> seqs_;       // of this connection
-  LostSeqs lost_;                             // of former ones
+  LostSeqs lost_;                             // sequences of former connections
 
   std::mutex arenas_mutex_;
   std::unordered_map<void*, OwnArena> own_arenas_;  // by address

@@ -19,6 +19,7 @@
 #include "base/clock.h"
 #include "base/status.h"
 #include "client/backend.h"
+#include "client/own_seqs.h"
 #include "ipc/control.h"
 #include "ipc/control_channel.h"
 #include "ipc/fd.h"
@@ -58,6 +59,7 @@ class Connection {
   Status down_status() const;
   // For others to watch; it hangs up when the connection is down.
   int socket_fd() const { return channel_->fd(); }
+  OwnSeqs& seqs() { return seqs_; }
 
   const kvm_client_info& info() const { return info_; }
   // Wakes the daemon.
@@ -110,6 +112,7 @@ class Connection {
   kvm_client_info info_{};
   uint64_t timeout_ns_ = 0;
   std::atomic<bool> down_{false};
+  OwnSeqs seqs_;
 
   std::mutex mutex_;
   uint64_t last_id_ = 0;

@@ -101,7 +101,8 @@ ThinQueue::ThinQueue(std::shared_ptr<Connection> connection, QueueMemory memory,
       completions_(reinterpret_cast<ipc::ClientRegion*>(memory_.client_region.data()),
                    reinterpret_cast<const ipc::DaemonRegion*>(memory_.daemon_region.data())),
       staging_(connection_),
-      slots_(n_entries) {
+      slots_(n_entries),
+      sentences_(n_entries) {
   // So that nothing fails between an entry in the ring and the note that it is there.
   staged_.reserve(n_entries);
   free_slots_.reserve(n_entries);
@@ -119,7 +120,7 @@ ThinQueue::~ThinQueue() {
   for (Slot& slot : slots_) {
     if (slot.state == SlotState::kStaged) {
       release_pieces(&slot);
-      slot.state = SlotState::kFree;
+      free_slot(&slot);
     }
   }
   staged_.clear();
@@ -129,7 +130,10 @@ ThinQueue::~ThinQueue() {
         (void)cancel(slot.user_data);
       }
     }
-    finish_submitted();
+    std::vector<kvm_seq_id> made;
+    made.reserve(n_entries_);
+    finish_submitted(&made);
+    free_untaken(made);
   } catch (const std::bad_alloc&) {
     // They cannot be waited for, and must not be written to any more.
     connection_->close();
@@ -143,21 +147,39 @@ ThinQueue::~ThinQueue() {
 
 // Waits for requests as long as they take, but not for a daemon that answers nothing at all for the
 // time of one call.
-void ThinQueue::finish_submitted() {
+void ThinQueue::finish_submitted(std::vector<kvm_seq_id>* made) {
   kvm_completion completion;
   uint64_t deadline_ns = add_saturating(now_ns(), connection_->timeout_ns());
   while (n_submitted_ + n_ready() > 0) {
-    const auto taken = take(&completion, 1, 1, std::min(kProbeNs, time_left(deadline_ns)));
+    const auto taken = take(&completion, 1, 1, std::min(kProbeNs, time_left(deadline_ns)), {});
     if (!taken.is_ok()) {
       return;
     }
-    if (taken.value().n != 0 || connection_->is_answering(time_left(deadline_ns))) {
+    if (taken.value() != 0 && completion.seq != 0) {
+      made->push_back(completion.seq);
+    }
+    if (taken.value() != 0 || connection_->is_answering(time_left(deadline_ns))) {
       deadline_ns = add_saturating(now_ns(), connection_->timeout_ns());
     } else {
       // The caller may use its buffers again when this returns. Should the daemon wake, it must not
       // begin what it has not begun, and nobody may take what it then writes for a result.
       connection_->close();
     }
+  }
+}
+
+// Nobody knows the sequences that requests have made whose completions nobody took.
+void ThinQueue::free_untaken(const std::vector<kvm_seq_id>& seqs) {
+  for (const kvm_seq_id seq : seqs) {
+    SeqRequest call;
+    call.verb = SeqVerb::kFree;
+    call.seq = seq;
+    (void)stage_seq(call, 0);
+  }
+  if (!seqs.empty()) {
+    (void)submit();
+    std::vector<kvm_seq_id> none;
+    finish_submitted(&none);
   }
 }
 
@@ -194,6 +216,7 @@ Result<uint32_t> ThinQueue::claim_slot(Opcode opcode, uint64_t user_data) {
 
 void ThinQueue::free_slot(Slot* slot) {
   slot->state = SlotState::kFree;
+  slot->place = OwnSeqs::Place();
   free_slots_.push_back(static_cast<uint32_t>(slot - slots_.data()));
 }
 
@@ -324,6 +347,13 @@ Status ThinQueue::write_step_block(const StepCall& call, const ipc::StepBlock& h
 
 Status ThinQueue::stage_step(const StepCall& call, uint64_t user_data) {
   const kvm_step_params& params = *call.params;
+  // An older kvmd would take it for a breach of the protocol.
+  if ((params.flags & KVM_STEP_NO_STATISTICS) != 0 && connection_->info().protocol_minor < 3) {
+    return Status(KVM_ERR_UNSUPPORTED,
+                  "KVM_STEP_NO_STATISTICS needs a kvmd that speaks protocol 1.3; this one speaks "
+                  "1." +
+                      std::to_string(connection_->info().protocol_minor));
+  }
   ipc::StepBlock head{};
   head.verbs = (call.append ? ipc::kStepAppend : 0) | (call.attend ? ipc::kStepAttend : 0);
   head.flags = params.flags;
@@ -385,8 +415,11 @@ Status ThinQueue::stage_seq(const SeqRequest& call, uint64_t user_data) {
   block.space = call.space;
   block.seq = call.seq;
   block.n_tokens = call.n_tokens;
-  return stage(Opcode::kSeq, user_data,
-               [&](uint32_t index, Slot*) { return push_block(index, block); });
+  const bool makes = call.verb == SeqVerb::kCreate || call.verb == SeqVerb::kFork;
+  return stage(Opcode::kSeq, user_data, [&](uint32_t index, Slot* slot) {
+    slot->place = makes ? connection_->seqs().prepare() : OwnSeqs::Place();
+    return push_block(index, block);
+  });
 }
 
 Status ThinQueue::submit() {
@@ -495,13 +528,23 @@ Status ThinQueue::finish(const ipc::CompletionEntry& entry, kvm_completion* out,
     }
     return Status::ok();
   }
-  static_assert(sizeof(entry) == sizeof(*out));
-  std::memcpy(out, &entry, sizeof(entry));
+  *out = {};
   out->user_data = slot.user_data;
+  out->status = entry.status;
+  out->mode = entry.mode;
+  out->keys_present = entry.keys_present;
+  out->keys_read = entry.keys_read;
+  out->bytes_read = entry.bytes_read;
+  out->service_ns = entry.service_ns;
+  out->compute_ns = entry.compute_ns;
+  out->err_max = entry.err_max;
+  out->n_exact = entry.n_exact;
+  out->message = "";
   const auto* result = reinterpret_cast<const ipc::ResultBlock*>(
       arena_.mapping.data() + result_offset(static_cast<uint32_t>(index)));
   // Also of a step that fails: ACCURACY comes with an answer.
-  n_not_finite_ = counts_not_finite() && slot.opcode == Opcode::kStep ? result->n_not_finite : 0;
+  out->n_not_finite =
+      counts_not_finite() && slot.opcode == Opcode::kStep ? result->n_not_finite : 0;
   if (entry.status != KVM_OK) {
     if (slot.opcode != Opcode::kNop) {
       say({result->message, ::strnlen(result->message, sizeof(result->message))}, sentence);
@@ -513,7 +556,9 @@ Status ThinQueue::finish(const ipc::CompletionEntry& entry, kvm_completion* out,
     }
   } else {
     bool has_result = slot.opcode == Opcode::kSeq;
-    last_seq_ = has_result ? result->seq : last_seq_;
+    if (has_result) {
+      note_seq(*reinterpret_cast<const ipc::SeqBlock*>(slot.block), *result, &slot, out);
+    }
     for (uint32_t i = 0; i < slot.n_pieces; ++i) {
       const Piece& piece = slot.pieces[i];
       if (piece.host != nullptr) {
@@ -526,6 +571,7 @@ Status ThinQueue::finish(const ipc::CompletionEntry& entry, kvm_completion* out,
     if (has_result && connection_->look_for_hangup()) {
       const Status status = connection_->down_status();
       out->status = status.code();
+      out->seq = 0;
       say(status.message(), sentence);
     }
   }
@@ -538,43 +584,61 @@ Status ThinQueue::finish(const ipc::CompletionEntry& entry, kvm_completion* out,
   return Status::ok();
 }
 
-// Moves completions from the ring to out. Returns how many.
-Result<uint32_t> ThinQueue::drain(kvm_completion* out, uint32_t n_max, std::string* sentence) {
-  uint32_t n = 0;
-  while (n < n_max && !is_broken_) {
+void ThinQueue::note_seq(const ipc::SeqBlock& call, const ipc::ResultBlock& result, Slot* slot,
+                         kvm_completion* out) {
+  const auto verb = static_cast<SeqVerb>(call.verb);
+  if (!slot->place.empty()) {
+    out->seq = result.seq;
+    connection_->seqs().add(std::move(slot->place), result.seq);
+  } else if (verb == SeqVerb::kFree) {
+    connection_->seqs().erase(call.seq);
+  }
+}
+
+// Moves completions from the ring to out, from *n on, which counts them.
+Status ThinQueue::drain(kvm_completion* out, uint32_t n_max, uint32_t* n) {
+  while (*n < n_max && !is_broken_) {
     std::array<ipc::CompletionEntry, 16> entries;
-    const uint32_t wanted = std::min<uint32_t>(n_max - n, entries.size());
+    const uint32_t wanted = std::min<uint32_t>(n_max - *n, entries.size());
     KVM_TRY_ASSIGN(const uint32_t taken, completions_.take(entries.data(), wanted));
     for (uint32_t i = 0; i < taken; ++i) {
       bool is_cancel = false;
-      KVM_TRY(finish(entries[i], &out[n], sentence, &is_cancel));
-      n += is_cancel ? 0 : 1;
+      std::string sentence;
+      KVM_TRY(finish(entries[i], &out[*n], &sentence, &is_cancel));
+      if (!is_cancel) {
+        out[(*n)++].message = sentences_.keep(sentence);
+      }
     }
     if (taken < wanted) {
       break;
     }
   }
-  return n;
+  return Status::ok();
 }
 
+// Their sentences stay with them: those of the last call that took some are still the caller's.
 Status ThinQueue::drain_to_ready() {
-  for (;;) {
-    Ready ready;
-    KVM_TRY_ASSIGN(const uint32_t n, drain(&ready.completion, 1, &ready.sentence));
+  ipc::CompletionEntry entry;
+  while (!is_broken_) {
+    KVM_TRY_ASSIGN(const uint32_t n, completions_.take(&entry, 1));
     if (n == 0) {
-      return Status::ok();
+      break;
     }
-    ready_.push_back(std::move(ready));
+    Ready ready;
+    bool is_cancel = false;
+    KVM_TRY(finish(entry, &ready.completion, &ready.sentence, &is_cancel));
+    if (!is_cancel) {
+      ready_.push_back(std::move(ready));
+    }
   }
+  return Status::ok();
 }
 
-uint32_t ThinQueue::take_ready(kvm_completion* out, uint32_t n_max, std::string* sentence) {
+uint32_t ThinQueue::take_ready(kvm_completion* out, uint32_t n_max) {
   const auto n = static_cast<uint32_t>(std::min<size_t>(n_max, ready_.size()));
   for (uint32_t i = 0; i < n; ++i) {
     out[i] = ready_[i].completion;
-    if (out[i].status != KVM_OK) {
-      *sentence = std::move(ready_[i].sentence);
-    }
+    out[i].message = sentences_.keep(ready_[i].sentence);
   }
   ready_.erase(ready_.begin(), ready_.begin() + n);
   return n;
@@ -588,6 +652,7 @@ void ThinQueue::fail_outstanding(const Status& status) {
   for (Slot& slot : slots_) {
     if (slot.state == SlotState::kStaged || slot.state == SlotState::kSubmitted) {
       Ready& failed = ready_.emplace_back();
+      failed.completion = {};
       failed.completion.user_data = slot.user_data;
       failed.completion.status = status.code();
       failed.completion.err_max = std::numeric_limits<float>::quiet_NaN();
@@ -627,9 +692,9 @@ bool ThinQueue::spin_until(uint64_t end_ns) {
 // connection looked at. Short waits spin. Where waits have been longer than spinning pays, this one
 // sleeps until shortly before it should be over and spins then: to be woken takes longer (100 us
 // where the core went idle) than most of what a client does between two requests.
-void ThinQueue::await_completion(uint64_t deadline_ns) {
+void ThinQueue::await_completion(uint64_t deadline_ns, uint64_t slice_ns) {
   const uint64_t start = now_ns();
-  const uint64_t slice_end = std::min(deadline_ns, add_saturating(start, kLivenessSliceNs));
+  const uint64_t slice_end = std::min(deadline_ns, add_saturating(start, slice_ns));
   const uint64_t expected_ns = std::min(wait_ns_[0], wait_ns_[1]);
   uint64_t spin_end = add_saturating(start, spin_ns_);
   if (expected_ns > spin_ns_ && start + expected_ns < slice_end) {
@@ -648,35 +713,39 @@ void ThinQueue::await_completion(uint64_t deadline_ns) {
   wait_ns_[0] = std::exchange(wait_ns_[1], now_ns() - start);
 }
 
-Result<TakenCompletions> ThinQueue::take(kvm_completion* out, uint32_t n_max, uint32_t n_min,
-                                         uint64_t timeout_ns) {
-  TakenCompletions taken;
+Result<uint32_t> ThinQueue::take(kvm_completion* out, uint32_t n_max, uint32_t n_min,
+                                 uint64_t timeout_ns, Interrupt interrupt) {
+  uint32_t n = 0;
+  sentences_.clear();
   reset_eventfd();
+  bool was_interrupted = false;
   const bool waits = n_min > 0 && timeout_ns > 0;
   const uint64_t deadline =
       waits && timeout_ns != UINT64_MAX ? add_saturating(now_ns(), timeout_ns) : UINT64_MAX;
   for (;;) {
     if (!ready_.empty()) [[unlikely]] {
-      taken.n += take_ready(out + taken.n, n_max - taken.n, &taken.sentence);
+      n += take_ready(out + n, n_max - n);
     }
-    auto drained = drain(out + taken.n, n_max - taken.n, &taken.sentence);
-    if (!drained.is_ok()) {
+    if (const Status drained = drain(out, n_max, &n); !drained.is_ok()) {
       is_broken_ = true;
       connection_->close();
-      fail_outstanding(drained.status());
+      fail_outstanding(drained);
       continue;
     }
-    taken.n += drained.value();
-    if (taken.n == 0 && !waits && is_cut_off() && n_submitted_ != 0) {
+    if (n == 0 && !waits && is_cut_off() && n_submitted_ != 0) {
       fail_outstanding(connection_->down_status());
       continue;
     }
-    const bool enough = taken.n >= std::min(n_min, n_max) || n_submitted_ + n_ready() == 0;
+    const bool enough = n >= std::min(n_min, n_max) || n_submitted_ + n_ready() == 0;
     if (enough || !waits) {
       break;
     }
-    await_completion(deadline);
+    await_completion(deadline, interrupt ? kInterruptSliceNs : kLivenessSliceNs);
     if (!completions_.is_ready()) {
+      if (interrupt.is_raised()) {
+        was_interrupted = true;
+        break;
+      }
       if (connection_->look_for_hangup()) {
         fail_outstanding(connection_->down_status());
       } else if (deadline != UINT64_MAX && now_ns() >= deadline) {
@@ -687,11 +756,13 @@ Result<TakenCompletions> ThinQueue::take(kvm_completion* out, uint32_t n_max, ui
   if (eventfd_used_ && (n_ready() > 0 || completions_.is_ready())) {
     raise_eventfd();
   }
-  if (taken.n == 0 && n_outstanding() == 0 && connection_->is_down()) {
+  if (n == 0 && was_interrupted) {
+    return Interrupt::status();
+  }
+  if (n == 0 && n_outstanding() == 0 && connection_->is_down()) {
     return connection_->down_status();
   }
-  taken.n_not_finite = n_not_finite_;
-  return taken;
+  return n;
 }
 
 // A caller that polls without waiting learns of the daemon's end here. An event loop calls when its

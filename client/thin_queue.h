@@ -22,6 +22,8 @@
 
 #include "base/spin.h"
 #include "client/backend.h"
+#include "client/own_seqs.h"
+#include "client/sentences.h"
 #include "client/thin_connection.h"
 #include "client/thin_staging.h"
 #include "ipc/ring.h"
@@ -49,13 +51,10 @@ class ThinQueue final : public Queue {
   uint32_t n_outstanding() const override {
     return static_cast<uint32_t>(staged_.size()) + n_submitted_ + n_ready();
   }
-  Result<TakenCompletions> take(kvm_completion* out, uint32_t n_max, uint32_t n_min,
-                                uint64_t timeout_ns) override;
+  Result<uint32_t> take(kvm_completion* out, uint32_t n_max, uint32_t n_min, uint64_t timeout_ns,
+                        Interrupt interrupt) override;
   Status cancel(uint64_t user_data) override;
   int fd() override;
-
-  // The sequence that the last successful kCreate or kFork taken has made.
-  kvm_seq_id last_seq() const { return last_seq_; }
 
  private:
   static constexpr uint32_t kMaxPieces = 7;  // six tensors and a large block
@@ -76,6 +75,7 @@ class ThinQueue final : public Queue {
     ipc::Opcode opcode = ipc::Opcode::kNop;
     bool cancel_pending = false;
     const uint8_t* block = nullptr;
+    OwnSeqs::Place place;  // kSeq that makes a sequence
     uint32_t n_pieces = 0;
     std::array<Piece, kMaxPieces> pieces;
   };
@@ -110,17 +110,20 @@ class ThinQueue final : public Queue {
   template <typename Block>
   Status push_block(uint32_t slot, const Block& block);
 
-  Result<uint32_t> drain(kvm_completion* out, uint32_t n_max, std::string* sentence);
+  Status drain(kvm_completion* out, uint32_t n_max, uint32_t* n);
   Status finish(const ipc::CompletionEntry& entry, kvm_completion* out, std::string* sentence,
                 bool* is_cancel);
   Status drain_to_ready();
   bool spin_until(uint64_t end_ns);
-  void await_completion(uint64_t deadline_ns);
+  void await_completion(uint64_t deadline_ns, uint64_t slice_ns);
   bool is_cut_off();
   bool names_lost_seq(const Slot& slot) const;
   void fail_outstanding(const Status& status);
-  void finish_submitted();
-  uint32_t take_ready(kvm_completion* out, uint32_t n_max, std::string* sentence);
+  void finish_submitted(std::vector<kvm_seq_id>* made);
+  void free_untaken(const std::vector<kvm_seq_id>& seqs);
+  uint32_t take_ready(kvm_completion* out, uint32_t n_max);
+  void note_seq(const ipc::SeqBlock& call, const ipc::ResultBlock& result, Slot* slot,
+                kvm_completion* out);
   void reset_eventfd() const;
   void raise_eventfd() const;
 
@@ -146,8 +149,7 @@ class ThinQueue final : public Queue {
   bool is_broken_ = false;  // the rings cannot be trusted and are read no more
   bool eventfd_used_ = false;
   ipc::Fd watched_;  // the eventfd and the socket, for event loops
-  kvm_seq_id last_seq_ = 0;
-  uint64_t n_not_finite_ = 0;  // of the last request answered
+  Sentences sentences_;
 };
 
 }  // namespace kvm::client

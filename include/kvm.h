@@ -84,7 +84,8 @@
  *    fail as kvm_queue_create. An engine in this process has no such limit.
  *  - Calls on a queue that wait do so as long as the daemon's process lives; kvm_wait has a limit.
  *  - Handles (kvm_client, kvm_queue, kvm_arena) are opaque and belong to the process that made
- *    them; after fork() the child may only forget them (calls return KVM_ERR_FORKED). Ids
+ *    them; after fork() the child may only forget them (calls return KVM_ERR_FORKED), and what
+ *    lies in arenas is not in its memory. Ids
  *    (kvm_space_id, kvm_seq_id) are 64-bit numbers that live in the service; an id is never
  *    reused, so a stale one is recognised. 0 is never a valid id.
  *  - Threads: functions that take a kvm_client may be called from any thread. A kvm_queue belongs
@@ -158,6 +159,7 @@ enum {
   KVM_ERR_DEADLINE = -51, /* the deadline passed before the request started */
   KVM_ERR_ACCURACY = -52, /* eps needs more than the budget; the best estimate is in place. No
                            * mode answers it yet */
+  KVM_ERR_INTERRUPTED = -53, /* kvm_queue_params.is_interrupted ended a wait; requests go on */
   KVM_ERR_INTERNAL = -99  /* a defect in kvm; please report the sentence */
 };
 
@@ -306,7 +308,13 @@ typedef struct kvm_queue_params {
    * took longer, a wait sleeps first, until shortly before it should be over, and spins then. But
    * for UINT64_MAX, a wait that finds others wanting its core sleeps at once. */
   uint64_t spin_ns;
-  uint64_t reserved[4];
+  /* kvm_wait of the queue asks it, on its thread, every 10 ms or so of waiting and after a signal
+   * has ended a sleep; other than 0: the wait ends with INTERRUPTED. NULL: nothing is asked. It
+   * must not call kvm. Calls that are made and waited for at once (kvm_step) do not ask: make them
+   * *_async and wait. */
+  int (*is_interrupted)(void *user);
+  void *interrupt_user; /* passed to it */
+  uint64_t reserved[2];
 } kvm_queue_params;
 
 /* Makes a queue. Fails: QUOTA (max_queues; arenas, of which each queue has one; embedded it is
@@ -322,8 +330,11 @@ KVM_API kvm_status kvm_queue_create(kvm_client *client, const kvm_queue_params *
 KVM_API void kvm_queue_destroy(kvm_queue *queue);
 
 /* A descriptor that polls readable when completions are there, or the daemon is gone, for event
- * loops; or -1 when the service does not offer it (KVM_FEATURE_EVENTFD). Owned by the queue: do not
- * close or read it; kvm_poll resets it. Threads: the owner. */
+ * loops; or -1 when the service does not offer it (KVM_FEATURE_EVENTFD) or the system refuses one.
+ * Owned by the queue: do not close or read it; kvm_poll resets it. An engine in this process, which
+ * otherwise computes on the threads that wait for it, starts a thread of its own with the first
+ * call: requests of queues with a descriptor are done without being waited for.
+ * Threads: the owner. */
 KVM_API int kvm_queue_fd(kvm_queue *queue);
 
 /* ============================================================================================
@@ -405,7 +416,10 @@ enum {
 
 /* Rows of heads in a buffer. Element (layer, row, head, i) lies at
  * layer * stride_layer + row * stride_row + head * stride_head + i. A stride of 0 means packed,
- * [layer][row][head][dim]. Strides must be such that elements do not overlap. 56 bytes. */
+ * [layer][row][head][dim]. Strides must be such that elements do not overlap: those of the rows of
+ * one item, and in outputs those of different items. So [batch][head][token][dim] is a tensor with
+ * stride_row = dim, stride_head = n_tokens * dim, and the rows of batch entry b begin at row
+ * b * n_heads * n_tokens. 56 bytes. */
 typedef struct kvm_tensor {
   kvm_buffer buffer;
   uint32_t dtype;    /* KVM_DTYPE_F32, F16 or BF16 */
@@ -788,7 +802,11 @@ enum {
 enum {
   /* Weights times values in fp32 instead of products of bf16, or of words over I8: slower, and
    * with the errors of that line under "Rounding". */
-  KVM_STEP_F32_VALUES = 1u << 0
+  KVM_STEP_F32_VALUES = 1u << 0,
+  /* The attend adds nothing to the attention mass by which heads choose what to keep (HEAVY): it
+   * leaves its sequences as they were. For evaluation, probes, and steps that are tried twice.
+   * UNSUPPORTED by a kvmd of protocol 1.2. */
+  KVM_STEP_NO_STATISTICS = 1u << 1
 };
 
 /* One request: append, attend, or both, for many sequences of a space. The same structure serves
@@ -1084,39 +1102,54 @@ KVM_API kvm_status kvm_step_async(kvm_queue *queue, const kvm_step_params *param
                                   uint64_t user_data);
 KVM_API kvm_status kvm_read_async(kvm_queue *queue, const kvm_read_params *params,
                                   uint64_t user_data);
+KVM_API kvm_status kvm_observe_async(kvm_queue *queue, const kvm_observe_params *params,
+                                     uint64_t user_data);
+/* The completion has the new sequence. One whose completion is not taken goes with the queue. */
+KVM_API kvm_status kvm_seq_create_async(kvm_queue *queue, kvm_space_id space,
+                                        const kvm_seq_params *params, uint64_t user_data);
+KVM_API kvm_status kvm_seq_fork_async(kvm_queue *queue, kvm_seq_id parent, uint64_t n_tokens,
+                                      uint64_t user_data);
 KVM_API kvm_status kvm_seq_truncate_async(kvm_queue *queue, kvm_seq_id seq, uint64_t n_tokens,
                                           uint64_t user_data);
 KVM_API kvm_status kvm_seq_commit_async(kvm_queue *queue, kvm_seq_id seq, uint64_t n_tokens,
                                         uint64_t user_data);
+KVM_API kvm_status kvm_seq_free_async(kvm_queue *queue, kvm_seq_id seq, uint64_t user_data);
 /* Does nothing and completes. */
 KVM_API kvm_status kvm_nop_async(kvm_queue *queue, uint64_t user_data);
 
 /* Publishes what is staged. Fails: DISCONNECTED; staged requests then complete with that status. */
 KVM_API kvm_status kvm_submit(kvm_queue *queue);
 
-/* 64 bytes. */
+/* 128 bytes. */
 typedef struct kvm_completion {
   uint64_t user_data;
   kvm_status status;
-  uint32_t mode; /* as in kvm_step_stats */
+  uint32_t mode; /* as in kvm_step_stats, like the next seven */
   uint64_t keys_present;
   uint64_t keys_read;
   uint64_t bytes_read;
   uint64_t service_ns;
   uint64_t compute_ns;
-  float err_max; /* also NaN where rows were not finite; n_not_finite has no room here */
+  float err_max;
   uint32_t n_exact;
+  uint64_t n_not_finite;
+  kvm_seq_id seq; /* that kvm_seq_create_async or kvm_seq_fork_async has made; else 0 */
+  /* The sentence that belongs to status, as kvm_last_error has it; "" with KVM_OK. The queue's:
+   * valid until the next call that takes completions of the queue, or destroys it. Never NULL. */
+  const char *message;
+  uint64_t reserved[5]; /* zero */
 } kvm_completion;
 
 /* Takes up to n_max completions without waiting. Returns how many, or a negative kvm_status
  * (INVALID when n_max is 0; DISCONNECTED once all outstanding requests have been answered with it).
- * When a completion's status is an error, kvm_last_error() has the sentence of the last such
+ * When a completion's status is an error, kvm_last_error() too has the sentence of the last such
  * completion taken. */
 KVM_API int32_t kvm_poll(kvm_queue *queue, kvm_completion *out, uint32_t n_max);
 
 /* Waits until n_min completions are there, or timeout_ns (UINT64_MAX: no limit) has passed, and
- * takes up to n_max. Returns how many, which is below n_min only after a timeout or when fewer are
- * outstanding, or a negative status as kvm_poll (INVALID also when n_min is above n_max). */
+ * takes up to n_max. Returns how many, which is below n_min only after a timeout, where the wait
+ * was interrupted, or when fewer are outstanding; or a negative status as kvm_poll (INVALID also
+ * when n_min is above n_max; INTERRUPTED where there is none to return). */
 KVM_API int32_t kvm_wait(kvm_queue *queue, kvm_completion *out, uint32_t n_max, uint32_t n_min,
                          uint64_t timeout_ns);
 

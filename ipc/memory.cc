@@ -12,6 +12,8 @@
 #include <string>
 #include <utility>
 
+#include "base/children.h"
+
 namespace kvm::ipc {
 
 namespace {
@@ -138,6 +140,7 @@ Result<Mapping> map_shared_memory(const Fd& fd, uint64_t size_bytes, PeerAccess 
   if (data == MAP_FAILED) {
     return memory_error("mapping", size_bytes);
   }
+  leave_out_of_children(data, size_bytes);
   return Mapping(data, size_bytes);
 }
 

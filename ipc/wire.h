@@ -27,7 +27,8 @@
 namespace kvm::ipc {
 
 inline constexpr uint32_t kProtocolMajor = 1;
-inline constexpr uint32_t kProtocolMinor = 2;  // 1: ConfigText to QuotaSet; 2: n_not_finite
+// 1: ConfigText to QuotaSet; 2: n_not_finite; 3: KVM_STEP_NO_STATISTICS.
+inline constexpr uint32_t kProtocolMinor = 3;
 inline constexpr uint64_t kHelloMagic = 0x30304d564b4d564bull;  // "KVMKVM00"
 
 // LIMIT: each bounds memory or time that one client can claim.
@@ -76,7 +77,7 @@ struct RequestEntry {
 };
 static_assert(sizeof(RequestEntry) == 64 && std::is_trivially_copyable_v<RequestEntry>);
 
-// WIRE. The same layout as kvm_completion; user_data is the RequestEntry's.
+// WIRE. Fields of kvm_completion; user_data is the RequestEntry's.
 struct CompletionEntry {
   uint64_t user_data;
   int32_t status;
@@ -89,7 +90,7 @@ struct CompletionEntry {
   float err_max;
   uint32_t n_exact;
 };
-static_assert(sizeof(CompletionEntry) == 64 && sizeof(kvm_completion) == 64);
+static_assert(sizeof(CompletionEntry) == 64);
 
 // WIRE. A tensor of kvm.h whose buffer is in an arena; region 0: absent.
 struct TensorRef {

@@ -41,11 +41,12 @@ def base_type(name):
 def split_declaration(text):
     """'const char *name' -> (Rust type, 'name', array length or None)."""
     text = " ".join(text.split())
-    callback = re.fullmatch(r"void \( ?\* ?(\w+) ?\) ?\((.*)\)", text)
+    callback = re.fullmatch(r"(\w+) \( ?\* ?(\w+) ?\) ?\((.*)\)", text)
     if callback:
         arguments = ", ".join(f"{name}: {kind}" for kind, name, _ in
-                              map(split_declaration, callback.group(2).split(",")))
-        return f'Option<unsafe extern "C" fn({arguments})>', callback.group(1), None
+                              map(split_declaration, callback.group(3).split(",")))
+        result = "" if callback.group(1) == "void" else f" -> {base_type(callback.group(1))}"
+        return f'Option<unsafe extern "C" fn({arguments}){result}>', callback.group(2), None
     match = re.fullmatch(r"(const )?(?:struct )?(\w+) ?((?:\* ?)*)(\w+)(?:\[(\d+)\])?", text)
     if not match:
         raise ValueError(f"not understood: '{text}'")
@@ -143,8 +144,10 @@ def bindings(header):
         result = "" if kind == "c_void" else f" -> {kind}"
         one = ", ".join(f"{argument}: {of}" for of, argument in arguments)
         line = f"    pub fn {name}({one}){result};"
-        if len(line) <= 100:
+        if len(line) < 100:
             lines.append(line)
+        elif len(line) == 100:  # As rustfmt would have it.
+            lines += [f"    pub fn {name}({one})", f"       {result};"]
         else:
             lines.append(f"    pub fn {name}(")
             for of, argument in arguments:

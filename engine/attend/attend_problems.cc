@@ -114,8 +114,9 @@ attention::Problem AttendPlanner::problem_of(const View& view) {
   }
   p.log_weight_head_stride = cls.slab_class.has_log_weights ? kPageTokens : 0;
   p.fp32_weights = (request_->flags & KVM_STEP_F32_VALUES) != 0;
-  p.wants_column_sums =
-      cls.retention.kind == KVM_RETAIN_HEAVY && !view.runs.is_empty() && view.n_rows != 0;
+  const bool feeds_statistics = (request_->flags & KVM_STEP_NO_STATISTICS) == 0;
+  p.wants_column_sums = feeds_statistics && cls.retention.kind == KVM_RETAIN_HEAVY &&
+                        !view.runs.is_empty() && view.n_rows != 0;
   p.column_position = p.wants_column_sums ? p.runs[0].position : 0;
   p.dtype_o = t.o.dtype;
   p.o_stride_query = t.o.stride_row;

@@ -20,9 +20,10 @@ __extension__ typedef unsigned __int128 Wide;
 
 // Elements do not overlap when, taken by ascending stride, each dimension steps over all that the
 // ones before it span. Dimensions of one index never step.
-Status check_strides(const TensorShape& shape, const Tensor& tensor) {
+// Whether no two of the elements of `n_rows` rows are one.
+bool elements_are_apart(const TensorShape& shape, const Tensor& tensor, uint64_t n_rows) {
   std::array<std::pair<uint64_t, uint64_t>, 3> dims = {{{tensor.stride_layer, shape.n_layers},
-                                                        {tensor.stride_row, shape.n_rows},
+                                                        {tensor.stride_row, n_rows},
                                                         {tensor.stride_head, shape.n_heads}}};
   std::sort(dims.begin(), dims.end());
   Wide span = shape.dim;
@@ -31,13 +32,50 @@ Status check_strides(const TensorShape& shape, const Tensor& tensor) {
       continue;
     }
     if (stride < span) {
-      return refuse(
-          Refusal::kElementsOverlap,
-          "elements of {} overlap: strides are layer {}, row {}, head {}; a row has {} heads of {}",
-          shape.name, tensor.stride_layer, tensor.stride_row, tensor.stride_head, shape.n_heads,
-          shape.dim);
+      return false;
     }
     span += Wide{stride} * (count - 1);
+  }
+  return true;
+}
+
+Status check_strides(const TensorShape& shape, const Tensor& tensor) {
+  const bool is_apart =
+      elements_are_apart(shape, tensor, shape.n_rows) ||
+      (!shape.parts.empty() &&
+       std::all_of(shape.parts.begin(), shape.parts.end(), [&](const RowRange& part) {
+         return elements_are_apart(shape, tensor, part.end - part.begin);
+       }));
+  if (!is_apart) {
+    return refuse(
+        Refusal::kElementsOverlap,
+        "elements of {} overlap: strides are layer {}, row {}, head {}; a row has {} of {}",
+        shape.name, tensor.stride_layer, tensor.stride_row, tensor.stride_head,
+        counted(shape.n_heads, "head"), shape.dim);
+  }
+  return Status::ok();
+}
+
+// Outputs of different items must not overlap either. They may lie in each other's gaps only where
+// all rows together are apart.
+Status check_parts_apart(const TensorShape& shape, const Tensor& tensor) {
+  if (!tensor.is_present() || elements_are_apart(shape, tensor, shape.n_rows)) {
+    return Status::ok();
+  }
+  std::vector<RowRange> parts(shape.parts.begin(), shape.parts.end());
+  std::sort(parts.begin(), parts.end(),
+            [](const RowRange& a, const RowRange& b) { return a.begin < b.begin; });
+  const Wide row_span = Wide{tensor.stride_head} * (shape.n_heads - 1) + shape.dim;
+  for (size_t i = 1; i < parts.size(); ++i) {
+    const RowRange& before = parts[i - 1];
+    const Wide end = Wide{tensor.stride_row} * (before.end - 1) + row_span;
+    if (Wide{tensor.stride_row} * parts[i].begin < end) {
+      return refuse(Refusal::kElementsOverlap,
+                    "rows {} to {} and row {} of {}, which are of different items, overlap: "
+                    "strides are row {}, head {}",
+                    before.begin, before.end - 1, parts[i].begin, shape.name, tensor.stride_row,
+                    tensor.stride_head);
+    }
   }
   return Status::ok();
 }
@@ -110,7 +148,7 @@ ModeChoice choice_of(const StepRequest& request) {
 
 Status check_numbers(const StepRequest& request) {
   if ((request.flags & ~kStepFlags) != 0) {
-    return refuse(Refusal::kStepFlags, "flags are {:#x}; only {:#x} is known", request.flags,
+    return refuse(Refusal::kStepFlags, "flags are {:#x}; only {:#x} are known", request.flags,
                   kStepFlags);
   }
   if (!std::isfinite(request.scale) || request.scale < 0) {
@@ -277,24 +315,18 @@ Status check_items(const StepRequest& request) {
   return request.attend ? check_query_rows_apart(request) : Status::ok();
 }
 
-// Row counts that the items of a request imply for its tensors.
-struct RowCounts {
-  uint64_t append = 0;
-  uint64_t query = 0;
-};
+// The rows that the items of a request have in its tensors.
+struct RowsOfItems {
+  uint64_t n = 0;  // so many rows the tensors must have
+  std::vector<RowRange> parts;
 
-RowCounts count_rows(const StepRequest& request) {
-  RowCounts rows;
-  for (const kvm_item& item : request.items) {
-    if (request.append && item.n_append != 0) {
-      rows.append = std::max(rows.append, uint64_t{item.append_row} + item.n_append);
-    }
-    if (request.attend && item.n_query != 0) {
-      rows.query = std::max(rows.query, uint64_t{item.query_row} + item.n_query);
+  void add(uint64_t begin, uint64_t n_rows) {
+    if (n_rows != 0) {
+      parts.push_back({begin, begin + n_rows});
+      n = std::max(n, begin + n_rows);
     }
   }
-  return rows;
-}
+};
 
 Status check_outputs_apart(const StepTensors& t) {
   const std::pair<const Tensor*, const char*> all[] = {
@@ -362,8 +394,7 @@ Result<Tensor> resolve_tensor(const TensorView& view, const TensorShape& shape) 
                    Wide{tensor.stride_row} * (shape.n_rows - 1) + row_span;
   if (end > n_elements) {
     const auto needed = static_cast<uint64_t>(std::min<Wide>(end * size, UINT64_MAX));
-    return refuse(Refusal::kTensorBytes,
-                  "{} has {}; {}, {}, {} of {} {} need {}", shape.name,
+    return refuse(Refusal::kTensorBytes, "{} has {}; {}, {}, {} of {} {} need {}", shape.name,
                   counted(view.size_bytes, "byte"), counted(shape.n_layers, "layer"),
                   counted(shape.n_rows, "row"), counted(shape.n_heads, "head"), shape.dim,
                   dtype_name(tensor.dtype), needed);
@@ -426,28 +457,44 @@ Result<StepTensors> check_step(const StepRequest& request, const Space& space) {
   KVM_TRY(check_numbers(request));
   KVM_TRY(check_layers(request, space));
   KVM_TRY(check_items(request));
-  const RowCounts rows = count_rows(request);
+  RowsOfItems appended;
+  RowsOfItems queries;
+  for (const kvm_item& item : request.items) {
+    appended.add(item.append_row, request.append ? item.n_append : 0);
+    queries.add(item.query_row, request.attend ? item.n_query : 0);
+  }
   const Layer& layer = space.layers[request.layer_begin];
   StepTensors t;
-  if (rows.append != 0) {
+  if (appended.n != 0) {
     KVM_TRY(check_append_layers(request, space));
-    const uint64_t n_layers = std::max(1u, request.n_layers);
-    KVM_TRY_ASSIGN(t.k, resolve_required(request.k, {"k", n_layers, rows.append, layer.n_kv_heads,
-                                                     space.head_dim_k}));
-    KVM_TRY_ASSIGN(t.v, resolve_required(request.v, {"v", n_layers, rows.append, layer.n_kv_heads,
-                                                     space.head_dim_v}));
+    TensorShape shape = {"k",
+                         std::max(1u, request.n_layers),
+                         appended.n,
+                         layer.n_kv_heads,
+                         space.head_dim_k,
+                         appended.parts};
+    KVM_TRY_ASSIGN(t.k, resolve_required(request.k, shape));
+    shape.name = "v";
+    shape.dim = space.head_dim_v;
+    KVM_TRY_ASSIGN(t.v, resolve_required(request.v, shape));
   }
   if (request.attend) {
     KVM_TRY(check_layer(request.layer_begin, space));
   }
-  if (rows.query != 0) {
-    const uint32_t n_heads = layer.n_q_heads;
-    KVM_TRY_ASSIGN(t.q,
-                   resolve_required(request.q, {"q", 1, rows.query, n_heads, space.head_dim_k}));
-    KVM_TRY_ASSIGN(t.o,
-                   resolve_required(request.o, {"o", 1, rows.query, n_heads, space.head_dim_v}));
-    KVM_TRY_ASSIGN(t.lse, resolve_f32(request.lse, {"lse", 1, rows.query, n_heads, 1}));
-    KVM_TRY_ASSIGN(t.err, resolve_f32(request.err, {"err", 1, rows.query, n_heads, 2}));
+  if (queries.n != 0) {
+    const auto shape_of = [&](const char* name, uint32_t dim) {
+      return TensorShape{name, 1, queries.n, layer.n_q_heads, dim, queries.parts};
+    };
+    const TensorShape o = shape_of("o", space.head_dim_v);
+    const TensorShape lse = shape_of("lse", 1);
+    const TensorShape err = shape_of("err", 2);
+    KVM_TRY_ASSIGN(t.q, resolve_required(request.q, shape_of("q", space.head_dim_k)));
+    KVM_TRY_ASSIGN(t.o, resolve_required(request.o, o));
+    KVM_TRY_ASSIGN(t.lse, resolve_f32(request.lse, lse));
+    KVM_TRY_ASSIGN(t.err, resolve_f32(request.err, err));
+    KVM_TRY(check_parts_apart(o, t.o));
+    KVM_TRY(check_parts_apart(lse, t.lse));
+    KVM_TRY(check_parts_apart(err, t.err));
     KVM_TRY(check_outputs_apart(t));
   }
   return t;

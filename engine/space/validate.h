@@ -10,6 +10,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include "base/dtype.h"
 #include "base/limits.h"
@@ -19,6 +20,12 @@
 
 namespace kvm::engine {
 
+// RowRange is the rows that one item has of a tensor: begin <= row < end.
+struct RowRange {
+  uint64_t begin = 0;
+  uint64_t end = 0;
+};
+
 // A TensorShape says what a tensor has to hold: elements [layer][row][head][dim] for all indices
 // below these.
 struct TensorShape {
@@ -27,6 +34,8 @@ struct TensorShape {
   uint64_t n_rows = 0;
   uint64_t n_heads = 0;
   uint32_t dim = 0;
+  // Where only some of the rows are meant: theirs alone must not overlap.
+  std::span<const RowRange> parts;
 };
 
 // A Tensor is a validated one with every stride filled in, in elements.
@@ -48,8 +57,9 @@ struct Tensor {
   uint64_t head_stride_bytes() const { return stride_head * dtype_size_bytes(dtype); }
 };
 
-// ENSURES: every element of the shape lies within the view's size_bytes, no two elements overlap,
-// and elements are aligned to their size. An absent view gives an absent tensor.
+// ENSURES: every element of the shape lies within the view's size_bytes, no two elements overlap
+// (of the same part, where there are parts), and elements are aligned to their size. An absent view
+// gives an absent tensor.
 Result<Tensor> resolve_tensor(const TensorView& view, const TensorShape& shape);
 
 // OK when no element of `out` shares a byte with one of `other`. Tensors whose rows interleave are

@@ -79,9 +79,8 @@ uint64_t layer_length(const Sequence* seq, uint32_t layer) {
 Status check_layer(const Sequence* seq, uint32_t layer) {
   const Space& space = seq->space();
   if (layer >= space.n_layers) {
-    return Status(KVM_ERR_INVALID,
-                  fmt::format("layer {} is beyond the space's {}", layer,
-                              counted(space.n_layers, "layer")));
+    return Status(KVM_ERR_INVALID, fmt::format("layer {} is beyond the space's {}", layer,
+                                               counted(space.n_layers, "layer")));
   }
   if (space.layers[layer].kind == KVM_LAYER_ABSENT) {
     return Status(KVM_ERR_INVALID, fmt::format("layer {} is absent and stores nothing", layer));

@@ -7,6 +7,7 @@
 #include <new>
 
 #include "base/assert.h"
+#include "base/children.h"
 #include "base/round.h"
 
 namespace kvm::engine {
@@ -20,7 +21,11 @@ uint64_t table_map_bytes(uint64_t size_bytes) { return round_up(size_bytes, kOsP
 
 std::byte* map_tables(uint64_t map_bytes) {
   void* data = mmap(nullptr, map_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  return data == MAP_FAILED ? nullptr : static_cast<std::byte*>(data);
+  if (data == MAP_FAILED) {
+    return nullptr;
+  }
+  leave_out_of_children(data, map_bytes);
+  return static_cast<std::byte*>(data);
 }
 
 TableReclaimer::~TableReclaimer() {

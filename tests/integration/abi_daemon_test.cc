@@ -152,6 +152,10 @@ TEST(Daemon, KilledDaemonReleasesAWaitingClient) {
   ASSERT_EQ(kvm_queue_create(client, nullptr, &queue), KVM_OK) << kvm_last_error();
   const kvm_space_id space = register_space(client, "waiter", {});
   const kvm_seq_id seq = make_seq(client, space);
+  kvm_completion made;
+  ASSERT_EQ(kvm_seq_create_async(queue, space, nullptr, 1), KVM_OK) << kvm_last_error();
+  ASSERT_EQ(kvm_submit(queue), KVM_OK);
+  ASSERT_EQ(kvm_wait(queue, &made, 1, 1, UINT64_MAX), 1);
   ::kill(daemon.pid(), SIGSTOP);
   ASSERT_EQ(kvm_nop_async(queue, 1), KVM_OK);
   ASSERT_EQ(kvm_nop_async(queue, 2), KVM_OK);
@@ -183,6 +187,7 @@ TEST(Daemon, KilledDaemonReleasesAWaitingClient) {
   }
   ASSERT_EQ(status, KVM_OK) << kvm_last_error();
   EXPECT_EQ(kvm_seq_truncate(client, seq, 0), KVM_ERR_LOST);
+  EXPECT_EQ(kvm_seq_truncate(client, made.seq, 0), KVM_ERR_LOST) << "made on a queue";
   ASSERT_EQ(kvm_queue_create(client, nullptr, &queue), KVM_OK) << kvm_last_error();
   const kvm_space_id again = register_space(client, "waiter", {});
   const kvm_seq_id fresh = make_seq(client, again);

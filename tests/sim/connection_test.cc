@@ -242,10 +242,10 @@ TEST_F(SimulatedConnection, RowsThatAreNotFiniteAreCountedByDaemonsOfMinorVersio
       completions.stage({.user_data = entry.user_data, .status = status});
       completions.publish();
       kvm_completion completion{};
-      const auto taken = queue.value()->take(&completion, 1, 1, UINT64_MAX);
-      ASSERT_TRUE(taken.is_ok() && taken.value().n == 1);
+      const auto taken = queue.value()->take(&completion, 1, 1, UINT64_MAX, {});
+      ASSERT_TRUE(taken.is_ok() && taken.value() == 1);
       EXPECT_EQ(completion.status, status);
-      EXPECT_EQ(taken.value().n_not_finite, minor == 1 ? 0 : n) << minor << " " << status;
+      EXPECT_EQ(completion.n_not_finite, minor == 1 ? 0 : n) << minor << " " << status;
       ++n;
     }
   }

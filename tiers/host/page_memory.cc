@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 
 #include "base/assert.h"
+#include "base/children.h"
 
 namespace kvm::tiers {
 namespace {
@@ -23,6 +24,7 @@ class SystemPageMemory final : public PageMemory {
     // A refusal (a kernel without transparent huge pages) costs speed only. Said once for the whole
     // range, so that the mapping does not split when parts of it become accessible.
     (void)madvise(mapping, size_bytes, MADV_HUGEPAGE);
+    leave_out_of_children(mapping, size_bytes);
     return static_cast<std::byte*>(mapping);
   }
 

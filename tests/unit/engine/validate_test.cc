@@ -187,7 +187,7 @@ TEST(Validate, OwnNumbersMustSuitTheModeOfTheSpace) {
 TEST(Validate, EveryBadNumberHasItsSentence) {
   const auto space = make_space();
   const Bad cases[] = {
-      {"flags", [](StepRequest& s) { s.flags = 2; }},
+      {"flags", [](StepRequest& s) { s.flags = 4; }},
       {"mode", [](StepRequest& s) { s.mode = 6; }},
       {"budget is 0 with mode TOPK", [](StepRequest& s) { s.mode = KVM_MODE_TOPK; }},
       {"budget is 7 with mode VERIFIED",
@@ -215,10 +215,10 @@ TEST(Validate, EveryBadNumberHasItsSentence) {
       {"eps", [](StepRequest& s) { s.eps = 1; }},
       {"delta", [](StepRequest& s) { s.delta = 1; }},
       {"delta", [](StepRequest& s) { s.delta = NAN; }},
-      {"layers 5", [](StepRequest& s) { s.layer_begin = 5; }},
-      {"layers 4294967295", [](StepRequest& s) { s.layer_begin = UINT32_MAX; }},
+      {"layer 5 asked for", [](StepRequest& s) { s.layer_begin = 5; }},
+      {"layer 4294967295 asked for", [](StepRequest& s) { s.layer_begin = UINT32_MAX; }},
       {"n_layers is 2", [](StepRequest& s) { s.n_layers = 2; }},
-      {"do not exist", [](StepRequest& s) { s.n_layers = UINT32_MAX; }},
+      {"the space has layers 0 to 4", [](StepRequest& s) { s.n_layers = UINT32_MAX; }},
       {"layer 2 reads", [](StepRequest& s) { s.layer_begin = 2; }},
       {"layer 3 is absent", [](StepRequest& s) { s.layer_begin = 3; }},
       {"n_items is 0", [](StepRequest& s) { s.items.clear(); }},
@@ -364,6 +364,56 @@ TEST(Validate, TransposedAndInterleavedTensorsAreFine) {
   good.step.lse.data = static_cast<float*>(good.step.o.data) + 31;
   EXPECT_FALSE(check_step(good.step, *space).is_ok());
   good.step.lse.data = static_cast<float*>(good.step.o.data) + 37;  // reaches the next record
+  EXPECT_FALSE(check_step(good.step, *space).is_ok());
+}
+
+// [batch][head][token][dim]: rows of an item lie behind each other, and those of the next item
+// behind all heads of the one before.
+TEST(Validate, RowsOfItemsMayLieBehindEachOther) {
+  const auto space = make_space();
+  constexpr uint32_t kHeads = 4;
+  constexpr uint32_t kTokens = 2;
+  Good good;
+  good.step.append = false;
+  good.step.items = {good.step.items[0], good.step.items[0]};
+  for (uint32_t i = 0; i < 2; ++i) {
+    kvm_item& item = good.step.items[i];
+    item.seq = 1 + i;
+    item.n_append = 0;
+    item.n_query = kTokens;
+    item.query_row = i * kHeads * kTokens;
+  }
+  constexpr uint64_t kBytes = 2 * kHeads * kTokens * 16 * 4;
+  good.step.q = good.memory.view(0, kBytes, KVM_DTYPE_F32);
+  good.step.o = good.memory.view(4000, kBytes, KVM_DTYPE_F32);
+  good.step.lse = {};
+  good.step.err = {};
+  for (TensorView* tensor : {&good.step.q, &good.step.o}) {
+    tensor->stride_row = 16;
+    tensor->stride_head = 16 * kTokens;
+  }
+  const auto result = check_step(good.step, *space);
+  EXPECT_TRUE(result.is_ok()) << result.status().message();
+
+  // A row closer, the second item writes where the first one's last head lies.
+  good.step.items[1].query_row -= 1;
+  const auto overlapping = check_step(good.step, *space);
+  ASSERT_FALSE(overlapping.is_ok());
+  EXPECT_NE(overlapping.status().message().find("of o, which are of different items, overlap"),
+            std::string::npos)
+      << overlapping.status().message();
+  // Where it is read only, nobody minds: o has rows of its own now.
+  good.step.o.stride_row = 0;
+  good.step.o.stride_head = 0;
+  good.step.o.size_bytes = 2 * kHeads * kTokens * kHeads * 16 * 4;
+  EXPECT_TRUE(check_step(good.step, *space).is_ok());
+  // But not within an item.
+  good.step.q.stride_head = 16 * kTokens - 1;
+  EXPECT_FALSE(check_step(good.step, *space).is_ok());
+  // A byte short of the last head's last row.
+  good.step.q.stride_head = 16 * kTokens;
+  good.step.items[1].query_row += 1;
+  good.step.q.size_bytes -= 1;
   EXPECT_FALSE(check_step(good.step, *space).is_ok());
 }
 

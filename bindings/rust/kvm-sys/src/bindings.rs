@@ -34,6 +34,7 @@ pub const KVM_ERR_DEVICE: kvm_status = -41;
 pub const KVM_ERR_CANCELLED: kvm_status = -50;
 pub const KVM_ERR_DEADLINE: kvm_status = -51;
 pub const KVM_ERR_ACCURACY: kvm_status = -52;
+pub const KVM_ERR_INTERRUPTED: kvm_status = -53;
 pub const KVM_ERR_INTERNAL: kvm_status = -99;
 pub const KVM_LOG_ERROR: c_int = 0;
 pub const KVM_LOG_WARNING: c_int = 1;
@@ -86,6 +87,7 @@ pub const KVM_PROPOSAL_SKETCH: u32 = 1;
 pub const KVM_PROPOSAL_LSH: u32 = 2;
 pub const KVM_PROPOSAL_GRAPH: u32 = 3;
 pub const KVM_STEP_F32_VALUES: u32 = 1 << 0;
+pub const KVM_STEP_NO_STATISTICS: u32 = 1 << 1;
 pub const KVM_EVICT_SEQ: u32 = 1;
 pub const KVM_EVICT_CLIENT: u32 = 2;
 pub const KVM_EVICT_SPACE: u32 = 3;
@@ -205,7 +207,9 @@ pub struct kvm_queue_params {
     pub n_entries: u32,
     pub reserved0: u32,
     pub spin_ns: u64,
-    pub reserved: [u64; 4],
+    pub is_interrupted: Option<unsafe extern "C" fn(user: *mut c_void) -> c_int>,
+    pub interrupt_user: *mut c_void,
+    pub reserved: [u64; 2],
 }
 
 impl Default for kvm_queue_params {
@@ -717,6 +721,10 @@ pub struct kvm_completion {
     pub compute_ns: u64,
     pub err_max: f32,
     pub n_exact: u32,
+    pub n_not_finite: u64,
+    pub seq: kvm_seq_id,
+    pub message: *const c_char,
+    pub reserved: [u64; 5],
 }
 
 impl Default for kvm_completion {
@@ -1032,6 +1040,23 @@ extern "C" {
         params: *const kvm_read_params,
         user_data: u64,
     ) -> kvm_status;
+    pub fn kvm_observe_async(
+        queue: *mut kvm_queue,
+        params: *const kvm_observe_params,
+        user_data: u64,
+    ) -> kvm_status;
+    pub fn kvm_seq_create_async(
+        queue: *mut kvm_queue,
+        space: kvm_space_id,
+        params: *const kvm_seq_params,
+        user_data: u64,
+    ) -> kvm_status;
+    pub fn kvm_seq_fork_async(
+        queue: *mut kvm_queue,
+        parent: kvm_seq_id,
+        n_tokens: u64,
+        user_data: u64,
+    ) -> kvm_status;
     pub fn kvm_seq_truncate_async(
         queue: *mut kvm_queue,
         seq: kvm_seq_id,
@@ -1044,6 +1069,8 @@ extern "C" {
         n_tokens: u64,
         user_data: u64,
     ) -> kvm_status;
+    pub fn kvm_seq_free_async(queue: *mut kvm_queue, seq: kvm_seq_id, user_data: u64)
+        -> kvm_status;
     pub fn kvm_nop_async(queue: *mut kvm_queue, user_data: u64) -> kvm_status;
     pub fn kvm_submit(queue: *mut kvm_queue) -> kvm_status;
     pub fn kvm_poll(queue: *mut kvm_queue, out: *mut kvm_completion, n_max: u32) -> i32;

@@ -101,6 +101,9 @@ statuses! {
     Deadline = KVM_ERR_DEADLINE,
     /// The error asked for needs more than the budget; the best estimate is in place.
     Accuracy = KVM_ERR_ACCURACY,
+    /// The flag of [`QueueParams::interrupted_by`](crate::QueueParams::interrupted_by) ended the
+    /// wait; requests go on.
+    Interrupted = KVM_ERR_INTERRUPTED,
     /// A defect in kvm; please report the sentence.
     Internal = KVM_ERR_INTERNAL,
 }

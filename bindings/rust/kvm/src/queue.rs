@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 use std::fmt;
+use std::os::raw::{c_int, c_void};
 use std::os::unix::io::BorrowedFd;
 use std::ptr::{self, NonNull};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -10,6 +12,7 @@ use kvm_sys as sys;
 use crate::client::{nanoseconds, Client, Connection};
 use crate::error::{check, Error, Result, Status};
 use crate::scope::Scope;
+use crate::sequence::{Sequence, SequenceId};
 use crate::step::{Observe, Read, Step, StepStats};
 use crate::tensor::Owner;
 
@@ -26,6 +29,7 @@ use crate::tensor::Owner;
 pub struct QueueParams {
     n_entries: u32,
     spin_ns: u64,
+    interrupt: Option<Arc<AtomicBool>>,
 }
 
 impl QueueParams {
@@ -48,6 +52,30 @@ impl QueueParams {
         self.spin_ns = nanoseconds(time).max(1);
         self
     }
+
+    /// A flag, which a signal handler may set: while it is set, [`Scope::next`] and [`Scope::wait`]
+    /// fail with `Interrupted` instead of waiting for longer than some 10 ms. Requests go on, and
+    /// the end of a scope waits for them as always.
+    ///
+    /// ```
+    /// # use std::sync::{atomic::AtomicBool, Arc};
+    /// # let client = kvm::Client::open_embedded(&kvm::EmbeddedParams::new().threads(1))?;
+    /// let flag = Arc::new(AtomicBool::new(false));
+    /// let params = kvm::QueueParams::new().interrupted_by(Arc::clone(&flag));
+    /// let queue = client.create_queue(&params)?;
+    /// # Ok::<(), kvm::Error>(())
+    /// ```
+    #[must_use]
+    pub fn interrupted_by(mut self, flag: Arc<AtomicBool>) -> Self {
+        self.interrupt = Some(flag);
+        self
+    }
+}
+
+unsafe extern "C" fn is_set(user: *mut c_void) -> c_int {
+    // SAFETY: `user` is the flag of a queue that is waited for, which holds it.
+    let flag = unsafe { &*user.cast::<AtomicBool>() };
+    c_int::from(flag.load(Ordering::Relaxed))
 }
 
 /// A pair of rings: requests to the service, completions back.
@@ -81,6 +109,8 @@ pub struct Queue {
     connection: Arc<Connection>,
     /// The number of the last asynchronous request.
     last_ticket: u64,
+    /// C has its address.
+    _interrupt: Option<Arc<AtomicBool>>,
 }
 
 // SAFETY: kvm.h lets a queue go from thread to thread, one at a time. It is not Sync.
@@ -88,9 +118,13 @@ unsafe impl Send for Queue {}
 
 impl Queue {
     pub(crate) fn create(client: &Client, params: &QueueParams) -> Result<Self> {
+        let interrupt = params.interrupt.clone();
+        let flag = interrupt.as_ref().map_or(ptr::null(), Arc::as_ptr);
         let params = sys::kvm_queue_params {
             n_entries: params.n_entries,
             spin_ns: params.spin_ns,
+            is_interrupted: interrupt.is_some().then_some(is_set),
+            interrupt_user: flag as *mut c_void,
             ..Default::default()
         };
         let connection = Arc::clone(client.connection());
@@ -101,11 +135,17 @@ impl Queue {
             raw: NonNull::new(out).expect("kvm_queue_create gave no queue"),
             connection,
             last_ticket: 0,
+            _interrupt: interrupt,
         })
     }
 
     pub(crate) fn raw(&self) -> *mut sys::kvm_queue {
         self.raw.as_ptr()
+    }
+
+    /// Frees a sequence that nobody knows of; what the service says is not looked at.
+    pub(crate) fn free_unknown(&self, sequence: SequenceId) {
+        drop(Sequence::own(Arc::clone(&self.connection), sequence));
     }
 
     pub(crate) fn next_ticket(&mut self) -> u64 {
@@ -205,12 +245,8 @@ impl Queue {
     /// Hands over what a prefill saw, and waits. Fails with `Invalid`, `Quota`, `NoSpace`, `Stale`,
     /// `Lost` or `Permission`.
     pub fn observe(&mut self, observe: Observe<'_>) -> Result<()> {
-        self.check_owners(&[observe.q.owner, observe.column_sums.owner])?;
-        let params = sys::kvm_observe_params {
-            q: observe.q.raw,
-            column_sums: observe.column_sums.raw,
-            ..observe.raw
-        };
+        self.check_owners(&observe.owners())?;
+        let params = observe.to_raw();
         // SAFETY: as in append.
         check(unsafe { sys::kvm_observe(self.raw(), &params) })
     }

@@ -10,8 +10,9 @@ use kvm_sys as sys;
 use crate::client::nanoseconds;
 use crate::error::{check, Error, Result, Status};
 use crate::queue::Queue;
-use crate::sequence::SequenceId;
-use crate::step::{Read, Step, StepStats};
+use crate::sequence::{SequenceId, SequenceParams};
+use crate::space::{Space, SpaceId};
+use crate::step::{Observe, Read, Step, StepStats};
 
 /// A request that a [`Scope`] starts, and a [`Completion`] gives back with all that it borrowed.
 ///
@@ -34,6 +35,14 @@ pub enum Request<'b> {
     Step(Step<'b>),
     /// [`Queue::read`].
     Read(Read<'b>),
+    /// [`Queue::observe`].
+    Observe(Observe<'b>),
+    /// [`Space::create_sequence_with`](crate::Space::create_sequence_with).
+    Create(SpaceId, SequenceParams),
+    /// [`Sequence::fork`](crate::Sequence::fork).
+    Fork(SequenceId, u64),
+    /// [`Sequence::free`](crate::Sequence::free).
+    Free(SequenceId),
     /// [`Sequence::truncate`](crate::Sequence::truncate).
     Truncate(SequenceId, u64),
     /// [`Sequence::commit`](crate::Sequence::commit).
@@ -74,6 +83,10 @@ pub struct Completion<'b> {
     pub ticket: Ticket,
     /// Counts what it did, or says why it failed.
     pub result: Result<StepStats>,
+    /// The sequence that `Create` or `Fork` has made, for
+    /// [`Client::own_sequence`](crate::Client::own_sequence). One whose completion is never taken
+    /// is freed with the scope.
+    pub sequence: Option<SequenceId>,
     /// The request itself, with its tensors.
     pub request: Request<'b>,
 }
@@ -215,6 +228,25 @@ impl<'s, 'env> Scope<'s, 'env> {
                 // SAFETY: as above.
                 check(unsafe { sys::kvm_read_async(queue, &read.to_raw(), ticket) })
             }
+            Request::Observe(observe) => {
+                self.queue.check_owners(&observe.owners())?;
+                // SAFETY: as above.
+                check(unsafe { sys::kvm_observe_async(queue, &observe.to_raw(), ticket) })
+            }
+            Request::Create(space, params) => {
+                // SAFETY: this thread's queue; C reads the parameters now.
+                check(unsafe {
+                    sys::kvm_seq_create_async(queue, space.0, &params.to_raw(), ticket)
+                })
+            }
+            Request::Fork(sequence, n_tokens) => {
+                // SAFETY: this thread's queue.
+                check(unsafe { sys::kvm_seq_fork_async(queue, sequence.0, *n_tokens, ticket) })
+            }
+            Request::Free(sequence) => {
+                // SAFETY: this thread's queue.
+                check(unsafe { sys::kvm_seq_free_async(queue, sequence.0, ticket) })
+            }
             Request::Truncate(sequence, n_tokens) => {
                 // SAFETY: this thread's queue.
                 check(unsafe { sys::kvm_seq_truncate_async(queue, sequence.0, *n_tokens, ticket) })
@@ -246,6 +278,44 @@ impl<'s, 'env> Scope<'s, 'env> {
     /// As [`Queue::read`].
     pub fn read(&mut self, read: Read<'env>) -> Started<'env> {
         self.start(Request::Read(read))
+    }
+
+    /// As [`Queue::observe`].
+    pub fn observe(&mut self, observe: Observe<'env>) -> Started<'env> {
+        self.start(Request::Observe(observe))
+    }
+
+    /// As [`Space::create_sequence_with`](crate::Space::create_sequence_with). The completion has
+    /// the sequence.
+    ///
+    /// ```
+    /// # use kvm::*;
+    /// # let client = Client::open_embedded(&EmbeddedParams::new().threads(1))?;
+    /// # let space = client.register_space(&SpaceParams::new("my-model", 1, 1, 8))?;
+    /// # let mut queue = client.create_queue(&QueueParams::new())?;
+    /// let made = queue.scope(|scope| -> Result<SequenceId> {
+    ///     let ticket = scope.create(&space, SequenceParams::new())?;
+    ///     let done = scope.wait(ticket)?;
+    ///     done.result?;
+    ///     Ok(done.sequence.expect("a create that succeeds has made one"))
+    /// })?;
+    /// let sequence = client.own_sequence(made); // freed when dropped
+    /// assert_eq!(sequence.info()?.n_tokens_max, 0);
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn create(&mut self, space: &Space, params: SequenceParams) -> Started<'env> {
+        self.start(Request::Create(space.id(), params))
+    }
+
+    /// As [`Sequence::fork`](crate::Sequence::fork). The completion has the sequence.
+    pub fn fork(&mut self, parent: impl Into<SequenceId>, n_tokens: u64) -> Started<'env> {
+        self.start(Request::Fork(parent.into(), n_tokens))
+    }
+
+    /// As [`Sequence::free`](crate::Sequence::free), of a sequence that no
+    /// [`Sequence`](crate::Sequence) owns.
+    pub fn free(&mut self, sequence: SequenceId) -> Started<'env> {
+        self.start(Request::Free(sequence))
     }
 
     /// As [`Sequence::truncate`](crate::Sequence::truncate).
@@ -368,6 +438,7 @@ impl<'s, 'env> Scope<'s, 'env> {
             self.done.push_back(Completion {
                 ticket: Ticket(raw.user_data),
                 result,
+                sequence: (raw.seq != 0).then_some(SequenceId(raw.seq)),
                 request,
             });
         }
@@ -380,6 +451,7 @@ impl<'s, 'env> Scope<'s, 'env> {
             self.done.push_back(Completion {
                 ticket: Ticket(ticket),
                 result: Err(Error::new(Status::Internal, "the request was not answered")),
+                sequence: None,
                 request,
             });
         }
@@ -388,6 +460,16 @@ impl<'s, 'env> Scope<'s, 'env> {
 
 impl Drop for Scope<'_, '_> {
     fn drop(&mut self) {
+        self.finish();
+        for sequence in self.done.iter().filter_map(|done| done.sequence) {
+            self.queue.free_unknown(sequence);
+        }
+    }
+}
+
+impl Scope<'_, '_> {
+    /// Waits for what is in flight.
+    fn finish(&mut self) {
         while !self.in_flight.is_empty() {
             let error = match self.take(u64::MAX) {
                 Ok(()) => continue,
@@ -397,6 +479,7 @@ impl Drop for Scope<'_, '_> {
                 // Said when all has been answered, and of a copy of the process that others own.
                 Status::Disconnected | Status::Protocol | Status::Forked => return,
                 Status::NoMemory => std::thread::yield_now(),
+                Status::Interrupted => {}
                 // Going on would end borrows that the service may still use.
                 _ => {
                     eprintln!("kvm: cannot wait for requests in flight: {error}");

@@ -522,6 +522,14 @@ impl<'b> Step<'b> {
         self
     }
 
+    /// The attend adds nothing to the attention mass by which heads choose what to keep: it leaves
+    /// its sequences as they were.
+    #[must_use]
+    pub fn no_statistics(mut self) -> Self {
+        self.flags |= sys::KVM_STEP_NO_STATISTICS;
+        self
+    }
+
     /// A request that has not begun this long from now fails with `Deadline`.
     ///
     /// ```
@@ -626,9 +634,8 @@ pub struct StepStats {
     /// With an approximate mode: (row, q head) that were answered exactly.
     pub n_exact: u32,
     /// (row, q head) that were answered NaN: their query, or a key or a value that they see, is not
-    /// finite. `None` from an asynchronous request, whose completion has no room for it: `err_max`
-    /// is NaN there where it is not 0.
-    pub n_not_finite: Option<u64>,
+    /// finite.
+    pub n_not_finite: u64,
 }
 
 /// The mode in which a request was answered; of [`Mode::Auto`] what most approximated rows got.
@@ -678,7 +685,7 @@ impl StepStats {
             compute_time: Duration::from_nanos(raw.compute_ns),
             err_max: raw.err_max,
             n_exact: raw.n_exact,
-            n_not_finite: Some(raw.n_not_finite),
+            n_not_finite: raw.n_not_finite,
         }
     }
 
@@ -692,7 +699,7 @@ impl StepStats {
             compute_time: Duration::from_nanos(raw.compute_ns),
             err_max: raw.err_max,
             n_exact: raw.n_exact,
-            n_not_finite: None,
+            n_not_finite: raw.n_not_finite,
         }
     }
 }
@@ -759,6 +766,18 @@ impl<'b> Observe<'b> {
         self.raw.n_columns = n_columns;
         self.column_sums = sums.into();
         self
+    }
+
+    pub(crate) fn owners(&self) -> [Owner; 2] {
+        [self.q.owner, self.column_sums.owner]
+    }
+
+    pub(crate) fn to_raw(&self) -> sys::kvm_observe_params {
+        sys::kvm_observe_params {
+            q: self.q.raw,
+            column_sums: self.column_sums.raw,
+            ..self.raw
+        }
     }
 }
 

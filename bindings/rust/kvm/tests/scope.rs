@@ -4,10 +4,15 @@
 mod common;
 
 use std::panic::{catch_unwind, AssertUnwindSafe};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use common::*;
-use kvm::{Item, QueueParams, Read, Request, Result, Sequence, Sink, Space, Status, Step};
+use kvm::{
+    Item, Observe, QueueParams, Read, Request, Result, Sequence, SequenceParams, Sink, Space,
+    Status, Step,
+};
 
 const CLOSE: f64 = 1e-5;
 
@@ -216,4 +221,87 @@ fn a_queue_may_move_to_another_thread() {
         sequence.info().unwrap().n_tokens_max
     });
     assert_eq!(thread.join().unwrap(), 3);
+}
+
+#[test]
+fn sequences_come_and_go_by_requests() {
+    let mut rig = Rig::new(6);
+    let q = queries(1, 3);
+    let (parent, space) = (rig.sequence.id(), &rig.space);
+    let (made, forked) = rig.queue.scope(|scope| {
+        let create = scope
+            .create(space, SequenceParams::new().reserve(100))
+            .unwrap();
+        scope
+            .observe(Observe::new(parent, 0).queries(3, 1, &q))
+            .unwrap();
+        let fork = scope.fork(parent, 4).unwrap();
+        let fork = scope.wait(fork).unwrap();
+        fork.result.unwrap();
+        let create = scope.wait(create).unwrap();
+        create.result.unwrap();
+        let nop = scope.nop().unwrap();
+        assert_eq!(scope.wait(nop).unwrap().sequence, None);
+        (create.sequence.unwrap(), fork.sequence.unwrap())
+    });
+    let made = rig.client.own_sequence(made);
+    let forked = rig.client.own_sequence(forked);
+    assert_eq!(made.info().unwrap().n_tokens_max, 0);
+    assert_eq!(forked.info().unwrap().n_tokens_max, 4);
+    assert_eq!(forked.info().unwrap().n_rows_observed, 1);
+
+    let id = made.into_id();
+    rig.queue.scope(|scope| {
+        let free = scope.free(id).unwrap();
+        scope.wait(free).unwrap().result.unwrap();
+    });
+    let freed = rig.client.own_sequence(id);
+    assert_eq!(freed.info().unwrap_err().status(), Status::Stale);
+}
+
+#[test]
+fn a_sequence_that_nobody_takes_is_freed_with_the_scope() {
+    let mut rig = Rig::new(6);
+    let before = rig.client.stats().unwrap().n_sequences;
+    let space = &rig.space;
+    rig.queue.scope(|scope| {
+        scope.create(space, SequenceParams::new()).unwrap();
+        scope.create(space, SequenceParams::new()).unwrap();
+        let nop = scope.nop().unwrap();
+        scope.wait(nop).unwrap(); // takes the others from the queue on the way
+    });
+    assert_eq!(rig.client.stats().unwrap().n_sequences, before);
+}
+
+#[test]
+fn a_flag_ends_waits_and_no_request() {
+    let rig = Rig::new(4000);
+    let flag = Arc::new(AtomicBool::new(true));
+    let params = QueueParams::new().interrupted_by(Arc::clone(&flag));
+    let mut queue = rig.client.create_queue(&params).unwrap();
+    drop(params);
+    let rows = 4000;
+    let q = queries(rows, 1);
+    let mut o = vec![0.0f32; rows * Q_HEADS * DIM];
+    let item = Item::new(&rig.sequence).query(rows as u32);
+    let step = Step::new(&rig.space, 0).item(item).f32_values();
+    queue.scope(|scope| {
+        let ticket = scope.attend(step.q(&q).o(&mut o[..])).unwrap();
+        match scope.wait(ticket) {
+            // A fast machine is done before it is asked for the first time.
+            Ok(done) => drop(done.result.unwrap()),
+            Err(error) => {
+                assert_eq!(error.status(), Status::Interrupted);
+                flag.store(false, Ordering::Relaxed);
+                scope.wait(ticket).unwrap().result.unwrap();
+                // The end of a scope waits whatever the flag says.
+                flag.store(true, Ordering::Relaxed);
+                scope.nop().unwrap();
+            }
+        }
+    });
+    let last = rows - 1;
+    let row = last * Q_HEADS * DIM..rows * Q_HEADS * DIM;
+    let (expected, _) = oracle(&q[row.clone()], &rig.k, &rig.v, |_| true);
+    assert_close(&o[row], &expected, CLOSE);
 }

@@ -47,6 +47,8 @@ structures! {
         n_entries,
         reserved0,
         spin_ns,
+        is_interrupted,
+        interrupt_user,
         reserved,
     }
     kvm_buffer {
@@ -315,6 +317,10 @@ structures! {
         compute_ns,
         err_max,
         n_exact,
+        n_not_finite,
+        seq,
+        message,
+        reserved,
     }
     kvm_stats {
         struct_size,
@@ -432,6 +438,7 @@ constants! {
     KVM_ERR_CANCELLED,
     KVM_ERR_DEADLINE,
     KVM_ERR_ACCURACY,
+    KVM_ERR_INTERRUPTED,
     KVM_ERR_INTERNAL,
     KVM_LOG_ERROR,
     KVM_LOG_WARNING,
@@ -484,6 +491,7 @@ constants! {
     KVM_PROPOSAL_LSH,
     KVM_PROPOSAL_GRAPH,
     KVM_STEP_F32_VALUES,
+    KVM_STEP_NO_STATISTICS,
     KVM_EVICT_SEQ,
     KVM_EVICT_CLIENT,
     KVM_EVICT_SPACE,
