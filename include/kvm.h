@@ -534,11 +534,11 @@ typedef struct kvm_codec_params {
 
 /* An index is kept beside the keys of some kv heads so that approximate modes (section 7) need not
  * read them all. It is derived from the keys, a few bytes of each, and counted in the quota like
- * pages. It is built when the first such request, or a fork, finds it missing; it grows from there
- * on. It never makes anything fail: where an append or kvm_observe would find no quota or memory,
- * indexes make way, those that were used longest ago first (but not under a running attend), and
- * their keys are read exactly until there is room again. A head of which queries see fewer than
- * min_tokens tokens, by its policy or the windows of its layers, has none. */
+ * pages. It is built when the first such request finds it missing, once for all forks of a prompt;
+ * it grows from there on. It never makes anything fail: where an append or kvm_observe would find
+ * no quota or memory, indexes make way, those that were used longest ago first (but not under a
+ * running attend), and their keys are read exactly until there is room again. A head of which
+ * queries see fewer than min_tokens tokens, by its policy or the windows of its layers, has none. */
 enum {
   KVM_INDEX_NONE = 0,
   KVM_INDEX_SKETCH = 1,      /* one of the next three, whichever suits the keys */
@@ -685,8 +685,8 @@ KVM_API kvm_status kvm_seq_create(kvm_client *client, kvm_space_id space,
 
 /* Makes a sequence that shares the first n_tokens of `parent` (KVM_POSITION_END: all of it, each
  * layer as long as the parent's) copy-on-write. Costs the same at any length, and no KV memory
- * until one of the two appends into the page that both end in. Where the space has indexes, that
- * of the parent is brought up to date first, so that both have it.
+ * until one of the two appends into the page that both end in. Indexes are shared as well: what is
+ * not built yet is built once, when either first needs it.
  * Fails:   INVALID (n_tokens is longer than the longest layer), PARTIAL (a policy of the parent has
  *          dropped tokens that queries at n_tokens would see), NOT_FOUND, STALE, LOST, PERMISSION
  *          (a sequence of another client), QUOTA, LIMIT (as kvm_seq_create), TIMEOUT.

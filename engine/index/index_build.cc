@@ -100,6 +100,10 @@ bool head_is_needed(const IndexRef& ref, uint32_t head, const IndexConfig& confi
   return !waits && blocks_dealt_with(ref, head, config) < n_blocks;
 }
 
+bool overlap(const HashRun& a, const HashRun& b) {
+  return a.position < b.end() && b.position < a.end();
+}
+
 // Whether a whole page of tokens is stored in [begin, end).
 bool has_whole_block(KvRuns runs, uint64_t begin, uint64_t end) {
   auto run = std::partition_point(runs.begin(), runs.end(),
@@ -125,9 +129,21 @@ bool IndexBuild::is_needed(const Space& space, uint32_t layer, const IndexRef& r
   return false;
 }
 
+uint64_t IndexBuild::blocks_to_plan(const Space& space, uint32_t layer, const IndexRef& ref,
+                                    uint64_t n_blocks) {
+  const bool is_shared = ref.data != nullptr && ref.data.use_count() > 1;
+  return is_shared && ref.limit < n_blocks && is_needed(space, layer, ref, ref.limit) ? ref.limit
+                                                                                      : n_blocks;
+}
+
 IndexBuild::IndexBuild(Sequence* seq, const Space& space, uint32_t layer, const IndexRef& ref,
                        uint64_t n_blocks, uint64_t max_cost)
-    : seq_(seq), space_(&space), layer_(layer), n_blocks_(n_blocks), pin_(ref.data.get()) {
+    : seq_(seq),
+      space_(&space),
+      layer_(layer),
+      n_blocks_(n_blocks),
+      pin_(ref.data.get()),
+      claim_(ref.data.get()) {
   const std::vector<IndexConfig>& configs = space.layers[layer].indexes;
   for (uint32_t i = 0; i < configs.size() && (cost_ < max_cost || heads_.empty()); ++i) {
     if (!head_is_needed(ref, i, configs[i], n_blocks)) {
@@ -151,6 +167,30 @@ IndexBuild::IndexBuild(Sequence* seq, const Space& space, uint32_t layer, const 
     }
     cost_ += cost_of(head);
   }
+  is_added_ = fits_shared(ref);
+}
+
+// What others read stays: nothing is cut, and no page or table is replaced. A page that a copy of
+// the index has too would be copied for writing, and go where the copy goes.
+bool IndexBuild::fits_shared(const IndexRef& ref) const {
+  if (ref.data == nullptr) {
+    return false;
+  }
+  return std::all_of(heads_.begin(), heads_.end(), [&ref](const Head& head) {
+    const HeadIndex& index = ref.data->heads[head.kv_head];
+    if (index.n_blocks != head.block_begin || head.block_end > ref.limit) {
+      return false;
+    }
+    const uint64_t page = head.block_begin / kIndexPageBlocks;
+    const bool is_own_page = page >= index.pages.size() || index.pages[page].page == kNoPage ||
+                             ref.data->bank.pool().n_refs(index.pages[page].page) == 1;
+    return is_own_page &&
+           std::none_of(head.tables.begin(), head.tables.end(), [&index](const NewTables& made) {
+             return std::any_of(
+                 index.tables.begin(), index.tables.end(),
+                 [&made](const IndexTablesPtr& old) { return overlap(old->run, made.run); });
+           });
+  });
 }
 
 void IndexBuild::plan_frame(const IndexRef& ref, Head* head) const {
@@ -421,8 +461,14 @@ uint64_t added_bytes(const hash_index::Frame& frame, const IndexFrame* previous)
 }  // namespace
 
 void IndexBuild::open(IndexRef* ref, const IndexBank& bank) {
-  LayerIndex* index = own_index(ref, space_->layers[layer_].indexes, bank);
-  pin_ = IndexPin(index);
+  LayerIndex* index = ref->data.get();
+  if (!is_added_) {
+    pin_ = IndexPin();  // of what may go with the reference
+    claim_ = BuildClaim();
+    index = own_index(ref, space_->layers[layer_].indexes, bank);
+    pin_ = IndexPin(index);
+    claim_ = BuildClaim(index);
+  }
   if (index->gone_bytes != 0) {
     index->gone_bytes = 0;
     for (HeadIndex& head : index->heads) {
@@ -617,6 +663,7 @@ void release_empty_pages(uint64_t block_begin, HeadIndex* index, const IndexBank
 void IndexBuild::close(IndexRef* ref, const IndexBank& bank) {
   LayerIndex* index = ref->data.get();
   pin_ = IndexPin();
+  claim_ = BuildClaim();
   for (const Piece& piece : pieces_) {
     const Head& head = heads_[piece.head];
     IndexPage& page = index->heads[head.kv_head].pages[piece.block_begin / kIndexPageBlocks];
@@ -636,9 +683,8 @@ void IndexBuild::close(IndexRef* ref, const IndexBank& bank) {
       if (made.tables != nullptr) {
         const HashRun run = made.run;
         bank.totals().n_blocks += run.n_keys / kPageTokens;
-        std::erase_if(of_head.tables, [&run](const IndexTablesPtr& old) {
-          return old->run.position < run.end() && old->run.end() > run.position;
-        });
+        std::erase_if(of_head.tables,
+                      [&run](const IndexTablesPtr& old) { return overlap(old->run, run); });
         of_head.tables.push_back(std::move(made.tables));
       }
     }

@@ -65,6 +65,7 @@ class IndexBuild {
     uint32_t part = 0;
   };
 
+  // REQUIRES: the index of `ref` is not claimed; it is until it is the sequence's own, or closed.
   // The index of the OWN layer shall cover n_blocks blocks: the next slice of heads that lack some,
   // as many as fit max_cost, but at least one.
   IndexBuild(Sequence* seq, const Space& space, uint32_t layer, const IndexRef& ref,
@@ -85,6 +86,10 @@ class IndexBuild {
 
   // Whether a reference lacks anything that it should have.
   static bool is_needed(const Space& space, uint32_t layer, const IndexRef& ref, uint64_t n_blocks);
+  // REQUIRES: is_needed(). How many of n_blocks to plan for now: of an index that is shared, first
+  // what all have that share it.
+  static uint64_t blocks_to_plan(const Space& space, uint32_t layer, const IndexRef& ref,
+                                 uint64_t n_blocks);
 
   // Threads: any, each once. They do not fail: a frame that finds no memory is not there.
   uint32_t n_heads() const { return static_cast<uint32_t>(heads_.size()); }
@@ -125,6 +130,8 @@ class IndexBuild {
   };
 
   KvRuns runs_of(const Head& head) const { return class_runs_[head.class_index]; }
+  // Whether the slice may be added to the shared index of `ref` itself.
+  bool fits_shared(const IndexRef& ref) const;
   void plan_frame(const IndexRef& ref, Head* head) const;
   void plan_tables(const IndexRef& ref, Head* head) const;
   uint64_t cost_of(const Head& head) const;
@@ -149,6 +156,8 @@ class IndexBuild {
   uint64_t n_blocks_;  // that the index shall cover in the end
   uint64_t cost_ = 0;
   IndexPin pin_;
+  BuildClaim claim_;
+  bool is_added_ = false;  // to the index as others share it; else to one of the sequence's own
   std::vector<std::vector<KvRun>> class_runs_;
   std::vector<SeenQueries> seen_;
   std::vector<Head> heads_;

@@ -38,7 +38,8 @@ void IndexWork::unite_targets() {
   is_united_ = true;
 }
 
-// The next slice of each of the first targets; those that lack nothing any more are forgotten.
+// The next slice of each of the first targets; those that lack nothing any more are forgotten, and
+// those that are built elsewhere are left for later.
 void IndexWork::plan_builds(Store& store, uint64_t max_cost) {
   if (!is_united_) {
     unite_targets();
@@ -48,11 +49,13 @@ void IndexWork::plan_builds(Store& store, uint64_t max_cost) {
   size_t i = 0;
   for (; i < targets_.size() && cost < max_cost; ++i) {
     const Target target = targets_[i];
-    std::unique_ptr<IndexBuild> build = plan_index_build(&store.memory(), target.seq, target.layer,
-                                                         target.n_append, max_cost - cost);
-    if (build != nullptr) {
-      cost += build->cost();
-      builds_.push_back(std::move(build));
+    PlannedBuild build = plan_index_build(&store.memory(), target.seq, target.layer,
+                                          target.n_append, max_cost - cost);
+    if (build.slice != nullptr) {
+      cost += build.slice->cost();
+      builds_.push_back(std::move(build.slice));
+      targets_[n_kept++] = target;
+    } else if (build.is_claimed) {
       targets_[n_kept++] = target;
     }
   }
@@ -94,14 +97,17 @@ void IndexWork::abandon(Store& store) {
   clear();
 }
 
-bool IndexWork::next(Store& store, uint32_t n_threads, JobPlan* plan) {
+IndexWork::Next IndexWork::next(Store& store, uint32_t n_threads, JobPlan* plan) {
   for (;;) {
     tasks_.clear();
     if (stage_ == Stage::kIdle) {
       plan_builds(store, kJobCost * n_threads);
+      if (builds_.empty() && !targets_.empty()) {
+        return Next::kWait;
+      }
       if (builds_.empty()) {
         clear();
-        return false;
+        return Next::kDone;
       }
       stage_ = Stage::kFrames;
       add_first_tasks();
@@ -122,7 +128,7 @@ bool IndexWork::next(Store& store, uint32_t n_threads, JobPlan* plan) {
         cost += build->cost() * kBytesPerCost;
       }
       *plan = {.n_tasks = n_tasks, .n_wake = std::min(n_threads - 1, n_tasks - 1), .cost = cost};
-      return true;
+      return Next::kTasks;
     }
   }
 }

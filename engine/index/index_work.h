@@ -2,7 +2,8 @@
 // IndexWork is what a request waits for before it begins: that the indexes of its sequences cover
 // what they can.
 //
-//   add(...) for each (sequence, layer); then, as long as next() has a job, run its tasks.
+//   add(...) for each (sequence, layer); then, as long as next() has a job, run its tasks. Where it
+//   waits, ask again when a build of another request is closed.
 //
 // LIMIT: a job has slices (engine/index/index_build.h) of kJobCost a thread and one head more, some
 // 10 ms at 128 channels; the next one lines up behind what others have started meanwhile. Each task
@@ -28,6 +29,12 @@ class IndexWork {
  public:
   static constexpr uint64_t kJobCost = 1024;  // of IndexBuild::cost(), for each thread
 
+  enum class Next : uint8_t {
+    kTasks,  // run those of the plan, then ask again
+    kWait,   // sequences of other requests build what this one shares with them
+    kDone,   // everything is indexed
+  };
+
   // Forgets everything; builds that are open are left as they are, unused.
   void clear();
   // Plans no more slices: next() ends with the one that is being made.
@@ -37,9 +44,9 @@ class IndexWork {
   void abandon(Store& store);
   // See Store::plan_index. Layers are OWN, so that no index is named twice.
   void add(Sequence* seq, uint32_t layer, uint64_t n_append);
-  // The next job, after all tasks of the last have ended; false when everything is indexed.
-  bool next(Store& store, uint32_t n_threads, JobPlan* plan);
-  // Between a next() that was true and the one after.
+  // After all tasks of the last job have ended.
+  Next next(Store& store, uint32_t n_threads, JobPlan* plan);
+  // Between a next() with tasks and the one after.
   bool is_running() const { return stage_ != Stage::kIdle; }
   void run(uint32_t task, ThreadWorkspace& workspace);
 

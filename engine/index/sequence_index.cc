@@ -10,20 +10,24 @@
 
 namespace kvm::engine {
 
-std::unique_ptr<IndexBuild> plan_index_build(StoreMemory* memory, Sequence* seq, uint32_t layer,
-                                             uint64_t n_append, uint64_t max_cost) {
+PlannedBuild plan_index_build(StoreMemory* memory, Sequence* seq, uint32_t layer, uint64_t n_append,
+                              uint64_t max_cost) {
   const Space& space = seq->space();
   const uint32_t own = space.layers[layer].storage_layer;
   if (seq->indexes.empty() || space.layers[own].indexes.empty()) {
-    return nullptr;
+    return {};
   }
   const IndexRef& ref = seq->indexes[own];
   const uint64_t present = layer_length(seq, own);
   const uint64_t n_blocks = std::min(present / kPageTokens, indexable_blocks(present + n_append));
   if (!IndexBuild::is_needed(space, own, ref, n_blocks)) {
-    return nullptr;
+    return {};
   }
-  auto build = std::make_unique<IndexBuild>(seq, space, own, ref, n_blocks, max_cost);
+  if (ref.data != nullptr && ref.data->is_claimed) {
+    return {.slice = nullptr, .is_claimed = true};
+  }
+  auto build = std::make_unique<IndexBuild>(
+      seq, space, own, ref, IndexBuild::blocks_to_plan(space, own, ref, n_blocks), max_cost);
   std::vector<std::vector<KvRun>> class_runs(space.layers[own].classes.size());
   for (uint32_t c = 0; c < class_runs.size(); ++c) {
     collect_between(*memory, seq, own, c, build->position_begin() / kPageTokens,
@@ -37,7 +41,7 @@ std::unique_ptr<IndexBuild> plan_index_build(StoreMemory* memory, Sequence* seq,
     }
   }
   build->start(std::move(class_runs), std::move(seen), memory->index_bank(seq->account));
-  return build;
+  return {.slice = std::move(build), .is_claimed = false};
 }
 
 void open_index_build(StoreMemory* memory, IndexBuild* build) {

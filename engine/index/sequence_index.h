@@ -20,12 +20,18 @@
 
 namespace kvm::engine {
 
-// A slice of what the index of a layer (OWN or ALIAS) lacks for an attend after n_append more
-// tokens, of about max_cost (IndexBuild::cost); null: nothing. Published tokens only. Every build
-// must be opened and closed, or destroyed, before anything else changes the sequence; the next
-// slice is planned after that.
-std::unique_ptr<IndexBuild> plan_index_build(StoreMemory* memory, Sequence* seq, uint32_t layer,
-                                             uint64_t n_append, uint64_t max_cost);
+// What an attend finds of an index.
+struct PlannedBuild {
+  // A slice of what it lacks; null: nothing, or a sequence that shares it builds it now.
+  std::unique_ptr<IndexBuild> slice;
+  bool is_claimed = false;  // by that sequence: ask again when its build is closed
+};
+
+// Plans a slice of the index of a layer (OWN or ALIAS) for an attend after n_append more tokens, of
+// about max_cost (IndexBuild::cost). Published tokens only. Every slice must be opened and closed,
+// or destroyed, before anything else changes the sequence; the next one is planned after that.
+PlannedBuild plan_index_build(StoreMemory* memory, Sequence* seq, uint32_t layer, uint64_t n_append,
+                              uint64_t max_cost);
 void open_index_build(StoreMemory* memory, IndexBuild* build);
 void close_index_build(StoreMemory* memory, IndexBuild* build);
 // Appends what the index of a kv head has for a sequence of `length` tokens. Valid as the runs of

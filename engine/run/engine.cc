@@ -223,9 +223,9 @@ class EngineImpl final : public Engine {
   void start(Request* request);
   void find_index_work(Request* request);
   void find_index_work(Request* request, const StepRequest& step);
-  void find_index_work(Request* request, const SeqRequest& fork);
-  // Starts a job of the request's index work, if there is one left.
-  bool run_index_work(Request* request);
+  // Goes on with the request's index work: a job, or a wait; else with the request.
+  void run_index_work(Request* request);
+  void index_more(Request* request);
   void start_work(Request* request);
   void start_job(Request* request, JobPlan plan);
   // Goes on as begin() said: fails, goes on planning, or runs.
@@ -264,7 +264,8 @@ class EngineImpl final : public Engine {
   FairQueue fair_queue_;
   uint64_t start_ns_ = 0;  // spent on starting since the last poll()
   uint64_t free_lanes_ = ~uint64_t{0};
-  RequestLine unfinished_;  // begun, and not planned, or freed, to the end; or ending
+  RequestLine index_waiters_;  // begun; other requests build what they share of an index
+  RequestLine unfinished_;     // begun, and not indexed, planned or freed to the end; or ending
   uint32_t next_work_ = 0;
   RequestLine done_;
   std::vector<kvm_seq_id> gone_seqs_;  // by reclaim_some
@@ -614,22 +615,16 @@ void EngineImpl::start(Request* request) {
   } catch (const std::bad_alloc&) {
     request->indexing.clear();
   }
-  if (!run_index_work(request)) {
-    start_work(request);
-  }
+  run_index_work(request);
 }
 
-// Approximate attends want the index of what they attend to; a fork that of everything, so that
-// parent and child do not each make one. What will fail gets none.
+// Approximate attends want the index of what they attend to. What will fail gets none.
 void EngineImpl::find_index_work(Request* request) {
   request->indexing.clear();
   if (const auto* step = std::get_if<StepRequest>(&request->what)) {
     if (step->attend && step->mode > KVM_MODE_EXACT && !has_expired(*step)) {
       find_index_work(request, *step);
     }
-  } else if (const auto* what = std::get_if<SeqRequest>(&request->what);
-             what != nullptr && what->verb == SeqVerb::kFork) {
-    find_index_work(request, *what);
   }
 }
 
@@ -648,34 +643,35 @@ void EngineImpl::find_index_work(Request* request, const StepRequest& step) {
   }
 }
 
-void EngineImpl::find_index_work(Request* request, const SeqRequest& fork) {
-  const Result<Sequence*> seq = store_->find_seq(request->client, fork.seq);
-  if (!seq.is_ok() || !store_->check_fork(seq.value(), fork.n_tokens).is_ok()) {
-    return;
-  }
-  const Space& space = store_->seq_space(seq.value());
-  for (uint32_t layer = 0; space.has_indexes && layer < space.n_layers; ++layer) {
-    if (space.layers[layer].kind == KVM_LAYER_OWN) {
-      request->indexing.add(seq.value(), layer, 0);
-    }
-  }
-}
-
-bool EngineImpl::run_index_work(Request* request) {
+void EngineImpl::run_index_work(Request* request) {
   const auto* step = std::get_if<StepRequest>(&request->what);
   if (step != nullptr && has_expired(*step)) {
     request->indexing.stop();
   }
   try {
     JobPlan plan;
-    if (request->indexing.next(*store_, options_.n_threads, &plan)) {
-      start_job(request, plan);
-      return true;
+    switch (request->indexing.next(*store_, options_.n_threads, &plan)) {
+      case IndexWork::Next::kTasks:
+        start_job(request, plan);
+        return;
+      case IndexWork::Next::kWait:
+        index_waiters_.push_back(*request);
+        return;
+      case IndexWork::Next::kDone:
+        break;
     }
   } catch (const std::bad_alloc&) {
     request->indexing.clear();  // the request reads exactly what is not indexed
   }
-  return false;
+  start_work(request);
+}
+
+void EngineImpl::index_more(Request* request) {
+  if (request->is_orphan) {
+    abandon(request);
+  } else {
+    run_index_work(request);
+  }
 }
 
 void EngineImpl::start_work(Request* request) {
@@ -729,6 +725,9 @@ bool EngineImpl::go_on_with_one() {
   Request* request = &unfinished_.front();
   unfinished_.pop_front();
   switch (request->phase) {
+    case Phase::kIndexing:
+      index_more(request);
+      break;
     case Phase::kPlanning:
       plan_more(request);
       break;
@@ -862,11 +861,9 @@ void EngineImpl::retire(const FinishedJob& job) {
   request->result.compute_ns += job.end_ns - job.begin_ns;
   switch (request->phase) {
     case Phase::kIndexing:
-      if (request->is_orphan) {
-        abandon(request);
-      } else if (!run_index_work(request)) {
-        start_work(request);
-      }
+      // What it built may be what they wait for. LIMIT: each looks once for each such job.
+      unfinished_.splice(unfinished_.end(), index_waiters_);
+      index_more(request);
       break;
     case Phase::kComputing:
       if (request->is_orphan) {

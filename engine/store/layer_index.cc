@@ -103,6 +103,25 @@ void cut_head(HeadIndex* head, uint64_t n_blocks, const IndexConfig& config,
                 [end](const IndexTablesPtr& tables) { return tables->run.end() > end; });
 }
 
+// Tasks may be writing into the last page of a head that has blocks, and into those behind it.
+void cut_to_whole_pages(LayerIndex* index, std::span<const IndexConfig> configs) {
+  for (size_t i = 0; i < index->heads.size(); ++i) {
+    HeadIndex& head = index->heads[i];
+    if (configs[i].kind == KVM_INDEX_LSH) {
+      continue;  // tables are added whole
+    }
+    const uint64_t n_pages = head.n_blocks / kIndexPageBlocks;
+    cut_head(&head, n_pages * kIndexPageBlocks, configs[i], index->bank);
+    while (head.pages.size() > n_pages) {
+      if (head.pages.back().page != kNoPage) {
+        index->bank.release(head.pages.back().page);
+      }
+      head.pages.pop_back();
+    }
+    head.frames.resize(std::min<uint64_t>(div_up(head.n_blocks, kFrameBlocks), head.frames.size()));
+  }
+}
+
 }  // namespace
 
 void IndexUses::touch(LayerIndex* index) {
@@ -304,12 +323,16 @@ LayerIndex* own_index(IndexRef* ref, std::span<const IndexConfig> configs, const
     std::shared_ptr<LayerIndex> copy = make_index(0, bank);
     copy->heads = ref->data->heads;
     copy->gone_bytes = ref->data->gone_bytes;
+    const bool is_built = ref->data->is_claimed;
     for (const HeadIndex& head : copy->heads) {
       for (const IndexPage& page : head.pages) {
         if (page.page != kNoPage) {
           bank.add_ref(page.page);
         }
       }
+    }
+    if (is_built) {
+      cut_to_whole_pages(copy.get(), configs);
     }
     ref->data = std::move(copy);
   }

@@ -14,6 +14,9 @@
 // function of the stored tokens (and of the queries observed when a frame is made) alone, not of
 // how they were appended. What finds no memory is not indexed, and is read exactly.
 //
+// Forks share one before it is built, too: whoever needs blocks that all of them have builds these
+// for all (`limit` says how far a sequence agrees with it). One at a time: BuildClaim.
+//
 // An index makes way: where a page or a client's quota has no room left, the index that was used
 // longest ago goes, whole (IndexUses::drop_oldest), unless somebody reads or builds it (IndexPin).
 //
@@ -31,6 +34,7 @@
 #include <vector>
 
 #include "attention/sampled/approx.h"
+#include "base/assert.h"
 #include "engine/space/space.h"
 #include "engine/store/quota.h"
 #include "engine/store/table_memory.h"
@@ -210,7 +214,8 @@ struct LayerIndex {
   std::vector<HeadIndex> heads;  // [kv heads of the layer]
   IndexBank bank;
   uint64_t gone_bytes = 0;  // of what it had when it made way
-  // Kept by IndexUses and IndexPin.
+  // Kept by IndexUses, IndexPin and BuildClaim.
+  bool is_claimed = false;
   uint32_t n_pins = 0;
   uint64_t last_use = 0;
   std::list<LayerIndex*>::iterator place;
@@ -228,7 +233,8 @@ struct LayerIndex {
   uint64_t size_bytes(const tiers::HostPool& pool) const;
 };
 
-// An IndexRef refers to an index, perhaps shared, of which the blocks below `limit` hold.
+// An IndexRef refers to an index, perhaps shared, of which the blocks below `limit` hold. Those that
+// are not there yet may be added to it.
 struct IndexRef {
   std::shared_ptr<LayerIndex> data;
   uint64_t limit = UINT64_MAX;
@@ -259,9 +265,36 @@ class IndexPin {
   LayerIndex* index_ = nullptr;
 };
 
+// A BuildClaim keeps all but one from building an index. REQUIRES: the index lives longer, and is
+// not claimed.
+class BuildClaim {
+ public:
+  BuildClaim() = default;
+  explicit BuildClaim(LayerIndex* index) : index_(index) {
+    if (index_ != nullptr) {
+      KVM_ASSERT(!index_->is_claimed);
+      index_->is_claimed = true;
+    }
+  }
+  BuildClaim(BuildClaim&& other) noexcept : index_(std::exchange(other.index_, nullptr)) {}
+  BuildClaim& operator=(BuildClaim&& other) noexcept {
+    std::swap(index_, other.index_);
+    return *this;
+  }
+  ~BuildClaim() {
+    if (index_ != nullptr) {
+      index_->is_claimed = false;
+    }
+  }
+
+ private:
+  LayerIndex* index_ = nullptr;
+};
+
 // An empty index that gives its memory back by itself.
 std::shared_ptr<LayerIndex> make_index(size_t n_heads, const IndexBank& bank);
-// The index of `ref` for changing: made, unshared and cut to its limit first.
+// The index of `ref` for changing: made, unshared and cut to its limit first. Of one that is being
+// built the copy has whole pages only.
 LayerIndex* own_index(IndexRef* ref, std::span<const IndexConfig> configs, const IndexBank& bank);
 // Blocks of a head that a reference's index has dealt with.
 // REQUIRES here and below: config is that of the head.

@@ -141,6 +141,21 @@ void cut_kept_tokens(Sequence* seq, uint64_t n_tokens) {
   }
 }
 
+void prepare_index_fork(StoreMemory* memory, Sequence* parent, uint64_t n_tokens) {
+  for (uint32_t layer = 0; layer < parent->indexes.size(); ++layer) {
+    const std::vector<IndexConfig>& configs = parent->space().layers[layer].indexes;
+    IndexRef& ref = parent->indexes[layer];
+    const uint64_t n_blocks = indexable_blocks(std::min(n_tokens, layer_length(parent, layer)));
+    const bool has_any =
+        std::any_of(configs.begin(), configs.end(), [&](const IndexConfig& config) {
+          return config.kind != KVM_INDEX_NONE && n_blocks * kPageTokens >= config.min_tokens;
+        });
+    if (has_any && (ref.data == nullptr || ref.limit < n_blocks)) {
+      own_index(&ref, configs, memory->index_bank(parent->account));
+    }
+  }
+}
+
 void cut_indexes(Sequence* seq, uint64_t n_tokens) {
   for (uint32_t layer = 0; layer < seq->indexes.size(); ++layer) {
     IndexRef& ref = seq->indexes[layer];

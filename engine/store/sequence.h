@@ -112,6 +112,9 @@ Status check_layer(const Sequence* seq, uint32_t layer);
 // refused before (check_cut); who cuts before all of it has nothing of it left.
 void cut_mean_entries(Sequence* seq, uint64_t n_tokens);
 void cut_kept_tokens(Sequence* seq, uint64_t n_tokens);
+// Makes the parent's indexes such that a fork of n_tokens may share them, whatever is built of them
+// by then. No index is built.
+void prepare_index_fork(StoreMemory* memory, Sequence* parent, uint64_t n_tokens);
 // What the index of the first n_tokens covers stays. Throws nothing; it is no use of the index.
 void cut_indexes(Sequence* seq, uint64_t n_tokens);
 // Keeps the index of a layer from making way. REQUIRES: the pin is gone before anything changes the

@@ -282,6 +282,7 @@ Result<kvm_seq_id> Store::fork_seq(Sequence* parent, uint64_t n_tokens) {
   child->kept = parent->kept;
   child->masses = parent->masses;
   cut_kept_tokens(child.get(), n_tokens);
+  prepare_index_fork(&memory_, parent, n_tokens);
   child->indexes = parent->indexes;
   cut_indexes(child.get(), n_tokens);
   const kvm_seq_id id = add_seq(std::move(child));

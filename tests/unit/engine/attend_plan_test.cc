@@ -145,7 +145,7 @@ class World {
     work.add(seq, 0, 0);
     ThreadWorkspace workspace;
     JobPlan job;
-    while (work.next(*store_, 1, &job)) {
+    while (work.next(*store_, 1, &job) == IndexWork::Next::kTasks) {
       for (uint32_t i = 0; i < job.n_tasks; ++i) {
         work.run(i, workspace);
       }

@@ -40,6 +40,13 @@ SpaceSpec indexed_spec(uint32_t n_layers = 1) {
   return spec;
 }
 
+// Two heads of one kind.
+SpaceSpec alike_spec(uint32_t kind) {
+  SpaceSpec spec = make_spec("alike", 1, 2, kDim);
+  spec.indexes = {index_params(kind, 3)};
+  return spec;
+}
+
 // Tokens from here on have keys whose channels are alike, but for those from kDrawnTogether on.
 constexpr uint64_t kAlike = uint64_t{1} << 40;
 constexpr uint64_t kDrawnTogether = uint64_t{1} << 41;
@@ -90,7 +97,7 @@ void build_index(Store& store, Sequence* seq, uint64_t n_append = 0) {
   ThreadWorkspace workspace;
   JobPlan plan;
   work.add(seq, 0, n_append);
-  while (work.next(store, 1, &plan)) {
+  while (work.next(store, 1, &plan) == IndexWork::Next::kTasks) {
     // The order within a job does not matter.
     for (uint32_t task = plan.n_tasks; task-- > 0;) {
       work.run(task, workspace);
@@ -199,11 +206,18 @@ TEST(Index, HashRunsAreAFunctionOfTheLength) {
 // The sequences of a random history, with what they hold.
 class History {
  public:
-  explicit History(uint64_t seed) : random_(seed) { seqs_.push_back({rig_.create(), {}}); }
+  History(uint64_t seed, const SpaceSpec& spec) : random_(seed), rig_(256 * kMiB, 0, spec) {
+    seqs_.emplace_back();
+    seqs_.back().seq = rig_.create();
+  }
   void step() {
     const size_t at = pick(0, seqs_.size() - 1);
     One& one = seqs_[at];
     const uint64_t length = one.tokens.size();
+    if (one.work != nullptr) {
+      go_on(&one);  // nothing else may happen to it
+      return;
+    }
     switch (pick(0, 9)) {
       case 0:
       case 1:
@@ -217,9 +231,13 @@ class History {
         break;
       }
       case 4:
+        build_index(*rig_.store, one.seq, pick(0, 64));
+        break;
       case 5:
       case 6:
-        build_index(*rig_.store, one.seq, pick(0, 64));
+        one.work = std::make_unique<IndexWork>();
+        one.work->add(one.seq, 0, pick(0, 64));
+        go_on(&one);
         break;
       case 7: {
         const uint64_t n =
@@ -231,7 +249,9 @@ class History {
       case 8:
         if (seqs_.size() < 6) {
           const uint64_t n = pick(0, 1) == 0 ? length : pick(length / 2, length);
-          One child = {rig_.fork(one.seq, n), {one.tokens.begin(), one.tokens.begin() + n}};
+          One child;
+          child.seq = rig_.fork(one.seq, n);
+          child.tokens.assign(one.tokens.begin(), one.tokens.begin() + static_cast<ptrdiff_t>(n));
           seqs_.push_back(std::move(child));
         }
         break;
@@ -241,10 +261,27 @@ class History {
           seqs_.erase(seqs_.begin() + static_cast<ptrdiff_t>(at));
         }
     }
-    rig_.store->check_accounts();
+    // What an open build is charged for is no index yet.
+    if (std::none_of(seqs_.begin(), seqs_.end(), [](const One& o) { return o.n_tasks != 0; })) {
+      rig_.store->check_accounts();
+    }
   }
   void expect_as_from_scratch() {
-    for (const One& one : seqs_) {
+    for (bool is_open = true; is_open;) {
+      is_open = false;
+      for (One& one : seqs_) {
+        if (one.work != nullptr) {
+          go_on(&one);
+          is_open = true;
+        }
+      }
+    }
+    for (One& one : seqs_) {
+      // Tables may have been made for tokens that did not come: they come now.
+      const std::vector<uint64_t> last = numbered(next_token_, 64);
+      next_token_ += last.size();
+      ASSERT_TRUE(append_keys(*rig_.store, one.seq, last).is_ok());
+      one.tokens.insert(one.tokens.end(), last.begin(), last.end());
       build_index(*rig_.store, one.seq);
       Sequence* fresh = rig_.create();
       if (!one.tokens.empty()) {
@@ -268,12 +305,35 @@ class History {
     EXPECT_EQ(rig_.store->client_bytes(rig_.client), 0u);
   }
   uint64_t n_tokens() const { return n_tokens_; }
+  uint64_t n_waits() const { return n_waits_; }
 
  private:
   struct One {
     Sequence* seq = nullptr;
     std::vector<uint64_t> tokens;
+    std::unique_ptr<IndexWork> work;  // with a build that is open, or waits for another's
+    uint32_t n_tasks = 0;
   };
+  // Runs the tasks of an open build and plans what comes next.
+  void go_on(One* one) {
+    ThreadWorkspace workspace;
+    for (uint32_t task = 0; task < one->n_tasks; ++task) {
+      one->work->run(task, workspace);
+    }
+    one->n_tasks = 0;
+    JobPlan plan;
+    switch (one->work->next(*rig_.store, 1, &plan)) {
+      case IndexWork::Next::kTasks:
+        one->n_tasks = plan.n_tasks;
+        break;
+      case IndexWork::Next::kWait:
+        ++n_waits_;
+        break;
+      case IndexWork::Next::kDone:
+        one->work.reset();
+        break;
+    }
+  }
   uint64_t pick(uint64_t low, uint64_t high) {
     return std::uniform_int_distribution<uint64_t>(low, high)(random_);
   }
@@ -283,21 +343,27 @@ class History {
   std::vector<One> seqs_;
   uint64_t next_token_ = 0;
   uint64_t n_tokens_ = 0;
+  uint64_t n_waits_ = 0;
 };
 
 TEST(Index, IsWhatOneFromScratchWouldBe) {
   uint64_t n_tokens = 0;
-  for (uint64_t seed = 1; seed <= 4; ++seed) {
+  uint64_t n_waits = 0;
+  const SpaceSpec specs[] = {indexed_spec(), alike_spec(KVM_INDEX_SKETCH),
+                             alike_spec(KVM_INDEX_LSH)};
+  for (uint64_t seed = 1; seed <= 12; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
-    History history(seed);
-    for (int i = 0; i < 60; ++i) {
+    History history(seed, specs[seed % 3]);
+    for (int i = 0; i < 100; ++i) {
       history.step();
     }
     history.expect_as_from_scratch();
     history.free_all();
     n_tokens += history.n_tokens();
+    n_waits += history.n_waits();
   }
-  EXPECT_GT(n_tokens, 4000u) << "these histories came to nothing";
+  EXPECT_GT(n_tokens, 12000u) << "these histories came to nothing";
+  EXPECT_GT(n_waits, 10u) << "no sequence built what another shared";
 }
 
 TEST(Index, SecondFrameFromTheFirstRunWhateverTheCuts) {
@@ -387,6 +453,77 @@ TEST(Index, ForksShareItUntilTheyGrow) {
   rig.store->free_seq(shorter);
   rig.store->check_accounts();
   EXPECT_EQ(stats_of(*rig.store).index_bytes, 0u);
+}
+
+// A fork builds nothing, and what it shares with its parent and its siblings is built once, whoever
+// needs it first.
+TEST(Index, WhatForksShareIsBuiltOnce) {
+  for (const uint32_t kind : {KVM_INDEX_SKETCH, KVM_INDEX_LSH}) {
+    Rig rig(256 * kMiB, 0, alike_spec(kind));
+    Sequence* parent = rig.create();
+    ASSERT_TRUE(append_keys(*rig.store, parent, numbered(0, 20000)).is_ok());
+    Sequence* child = rig.fork(parent, KVM_POSITION_END);
+    Sequence* shorter = rig.fork(parent, 9000);
+    Sequence* grandchild = rig.fork(child, 12000);
+    const auto n_built = [&rig] { return stats_of(*rig.store).n_index_blocks; };
+    EXPECT_EQ(n_built(), 0u);
+    EXPECT_EQ(stats_of(*rig.store).index_bytes, 0u);
+    // Of a fork's own tokens nobody else has the index.
+    ASSERT_TRUE(append_keys(*rig.store, child, numbered(90000, 64)).is_ok());
+    ASSERT_TRUE(append_keys(*rig.store, parent, numbered(80000, 64)).is_ok());
+    build_index(*rig.store, grandchild);
+    // Tables are of 256 tokens and more.
+    const uint64_t of_grandchild = kind == KVM_INDEX_SKETCH ? indexable_blocks(12000) : 184;
+    EXPECT_EQ(n_built(), 2 * of_grandchild);
+    build_index(*rig.store, child);
+    build_index(*rig.store, shorter);
+    build_index(*rig.store, parent);
+    const uint64_t whole = 2 * indexable_blocks(20000);
+    if (kind == KVM_INDEX_SKETCH) {
+      EXPECT_EQ(n_built(), whole + 2 * 2) << "and a block of each head for child and parent";
+    } else {
+      EXPECT_LE(n_built(), 3 * whole) << "tables of the last runs are made again when these grow";
+    }
+    for (Sequence* seq : {parent, child, shorter, grandchild}) {
+      rig.store->free_seq(seq);
+    }
+    rig.store->check_accounts();
+    EXPECT_EQ(stats_of(*rig.store).index_bytes, 0u);
+  }
+}
+
+// What is open is not shared with a fork's copy: tasks write into its last page.
+TEST(Index, ACopyOfOneThatIsBuiltHasWholePages) {
+  Rig rig(256 * kMiB, 0, alike_spec(KVM_INDEX_SKETCH));
+  Sequence* parent = rig.create();
+  std::vector<uint64_t> tokens = numbered(0, 5000);
+  ASSERT_TRUE(append_keys(*rig.store, parent, tokens).is_ok());
+  build_index(*rig.store, parent);
+  Sequence* child = rig.fork(parent, KVM_POSITION_END);
+  const std::vector<uint64_t> more = numbered(5000, 2000);
+  ASSERT_TRUE(append_keys(*rig.store, parent, more).is_ok());
+  StoreMemory* memory = &rig.store->memory();
+  PlannedBuild build = plan_index_build(memory, parent, 0, 0, 1 << 20);
+  ASSERT_NE(build.slice, nullptr);
+  const uint64_t begin = build.slice->position_begin() / kPageTokens;
+  open_index_build(memory, build.slice.get());
+  EXPECT_NE(begin % kIndexPageBlocks, 0u);
+  const uint64_t length = 2048;
+  ASSERT_TRUE(rig.store->truncate_seq(child, length + 100).is_ok());
+  Sequence* grandchild = rig.fork(child, KVM_POSITION_END);
+  EXPECT_TRUE(plan_index_build(memory, child, 0, 64, 1 << 20).slice == nullptr);
+  close_index_build(memory, build.slice.get());
+  build.slice.reset();
+  tokens.resize(length + 100);
+  const std::vector<uint64_t> fresh = numbered(50000, 500);
+  tokens.insert(tokens.end(), fresh.begin(), fresh.end());
+  ASSERT_TRUE(append_keys(*rig.store, grandchild, fresh).is_ok());
+  build_index(*rig.store, grandchild);
+  Sequence* scratch = rig.create();
+  ASSERT_TRUE(append_keys(*rig.store, scratch, tokens).is_ok());
+  build_index(*rig.store, scratch);
+  EXPECT_TRUE(content_of(*rig.store, grandchild, 0) == content_of(*rig.store, scratch, 0));
+  rig.store->check_accounts();
 }
 
 // The parent's tables of these positions are of other tokens.
@@ -652,7 +789,7 @@ TEST(Index, WorkComesInBoundedJobs) {
     work.add(seq, layer, 0);
   }
   uint64_t n_before = 0;
-  while (work.next(*rig.store, 1, &plan)) {
+  while (work.next(*rig.store, 1, &plan) == IndexWork::Next::kTasks) {
     // At most four heads' frames and a run's sums, or their codes and tables.
     EXPECT_LE(plan.n_tasks, 30u);
     for (uint32_t task = 0; task < plan.n_tasks; ++task) {
@@ -686,7 +823,7 @@ TEST(Index, StoppedWorkLeavesAnIndexOfWholeSlices) {
   ThreadWorkspace workspace;
   JobPlan plan;
   work.add(seq, 0, 0);
-  while (work.next(*rig.store, 1, &plan)) {
+  while (work.next(*rig.store, 1, &plan) == IndexWork::Next::kTasks) {
     for (uint32_t task = 0; task < plan.n_tasks; ++task) {
       work.run(task, workspace);
     }
@@ -708,9 +845,8 @@ TEST(Index, FramesAreChargedWhileTheyAreMade) {
   ASSERT_TRUE(append_keys(*rig.store, seq, numbered(0, 4000)).is_ok());
   const uint64_t before = rig.store->client_bytes(rig.client);
   {
-    const std::unique_ptr<IndexBuild> build =
-        plan_index_build(&rig.store->memory(), seq, 0, 0, 1 << 20);
-    ASSERT_NE(build, nullptr);
+    const PlannedBuild build = plan_index_build(&rig.store->memory(), seq, 0, 0, 1 << 20);
+    ASSERT_NE(build.slice, nullptr);
     EXPECT_GT(rig.store->client_bytes(rig.client), before + sizeof(hash_index::FramePtr));
   }
   EXPECT_EQ(rig.store->client_bytes(rig.client), before) << "given up";

@@ -45,6 +45,15 @@ struct World : Rig {
     step.v = rows.view();
     return run(std::move(step), as);
   }
+  // One row for each of them, which is answered with samples.
+  StepRequest attend_all(const std::vector<kvm_seq_id>& seqs) {
+    StepRequest step = attend(seqs[0], KVM_MODE_SAMPLED, static_cast<uint32_t>(seqs.size()));
+    step.items.clear();
+    for (const kvm_seq_id seq : seqs) {
+      step.items.push_back(query_item(seq, 1, static_cast<uint32_t>(step.items.size())));
+    }
+    return step;
+  }
   StepRequest attend(kvm_seq_id seq, uint32_t mode, uint32_t n_query = 1) {
     q_ = Buffer(Dtype::kF32, 1, n_query, kHeads, kDim);
     std::mt19937_64 random(n_query);
@@ -103,12 +112,15 @@ TEST(IndexWork, NothingIsIndexedForARequestThatFails) {
   EXPECT_EQ(world.n_blocks(), kHeads * indexable_blocks(5000));
 }
 
-// A fork with 24 layers to index, and a large attend of somebody else behind it.
+// An attend with 24 sequences to index, and a large one of somebody else behind it.
 TEST(IndexWork, OthersComeInBetween) {
-  constexpr uint32_t kLayers = 24;
-  World world(kLayers);
-  const kvm_seq_id seq = world.create(world.id);
-  ASSERT_TRUE(world.append(seq, 9000, kLayers).status.is_ok());
+  constexpr uint32_t kSeqs = 24;
+  World world(1);
+  std::vector<kvm_seq_id> seqs;
+  for (uint32_t i = 0; i < kSeqs; ++i) {
+    seqs.push_back(world.create(world.id));
+    ASSERT_TRUE(world.append(seqs.back(), 9000, 1).status.is_ok());
+  }
   const ClientId other = world.engine->add_client({});
   SeqRequest create;
   create.space = world.id;
@@ -129,22 +141,96 @@ TEST(IndexWork, OthersComeInBetween) {
   const uint32_t n_alone = count_tasks(is_done);
   ASSERT_GT(n_alone, 1u) << "too small to be cut";
 
-  SeqRequest fork;
-  fork.verb = SeqVerb::kFork;
-  fork.seq = seq;
-  fork.n_tokens = KVM_POSITION_END;
-  RequestResult forked;
-  bool is_forked = false;
-  world.begin(fork, &is_forked, &forked);
+  RequestResult mine;
+  bool is_mine_done = false;
+  world.begin(world.attend_all(seqs), &is_mine_done, &mine);
   is_done = false;
-  world.begin(world.attend(theirs, KVM_MODE_EXACT, 64), &is_done, &result, other);
+  Buffer q(Dtype::kF32, 1, 64, kHeads, kDim);
+  Buffer o(Dtype::kF32, 1, 64, kHeads, kDim);
+  StepRequest large;
+  large.attend = true;
+  large.space = world.id;
+  large.items = {query_item(theirs, 64)};
+  large.q = q.view();
+  large.o = o.view();
+  world.begin(std::move(large), &is_done, &result, other);
   const uint32_t n_behind = count_tasks(is_done);
   EXPECT_TRUE(result.status.is_ok());
-  EXPECT_FALSE(is_forked);
-  EXPECT_LE(n_behind, n_alone + 4) << "of " << kLayers * kHeads << " frames";
-  count_tasks(is_forked);
-  EXPECT_TRUE(forked.status.is_ok());
-  EXPECT_EQ(world.n_blocks(), kLayers * kHeads * indexable_blocks(9000));
+  EXPECT_FALSE(is_mine_done);
+  EXPECT_LE(n_behind, n_alone + 4) << "of " << kSeqs * kHeads << " frames";
+  count_tasks(is_mine_done);
+  EXPECT_TRUE(mine.status.is_ok()) << mine.status.message();
+  EXPECT_EQ(world.n_blocks(), kSeqs * kHeads * indexable_blocks(9000));
+}
+
+// Forks that nobody has indexed, attended to at once: the request that is not building waits, and
+// both get what a sequence of its own would.
+TEST(IndexWork, OneRequestBuildsWhatAnotherWaitsFor) {
+  World world(1, 3);
+  const kvm_seq_id parent = world.create(world.id);
+  ASSERT_TRUE(world.append(parent, 9000, 1).status.is_ok());
+  std::vector<kvm_seq_id> forks;
+  for (uint32_t i = 0; i < 4; ++i) {
+    forks.push_back(world.verb(SeqVerb::kFork, parent, KVM_POSITION_END).seq);
+  }
+  EXPECT_EQ(world.n_blocks(), 0u) << "a fork waits for no index";
+  constexpr uint32_t kRequests = 4;
+  std::vector<Buffer> outputs;
+  std::vector<RequestResult> results(kRequests);
+  bool is_done[kRequests] = {};
+  Buffer q(Dtype::kF32, 1, 1, kHeads, kDim);
+  std::mt19937_64 random(7);
+  fill(&q, 1, 1, kHeads, random);
+  for (uint32_t i = 0; i < kRequests; ++i) {
+    outputs.emplace_back(Dtype::kF32, 1, 1, kHeads, kDim);
+  }
+  for (uint32_t i = 0; i < kRequests; ++i) {
+    StepRequest step = world.attend(forks[i], KVM_MODE_SAMPLED);
+    step.q = q.view();
+    step.o = outputs[i].view();
+    world.begin(std::move(step), &is_done[i], &results[i]);
+  }
+  for (const bool& done : is_done) {
+    world.drive(done);
+  }
+  EXPECT_EQ(world.n_blocks(), kHeads * indexable_blocks(9000));
+  const kvm_seq_id alone = world.create(world.id);
+  ASSERT_TRUE(world.append(alone, 9000, 1).status.is_ok());
+  Buffer want(Dtype::kF32, 1, 1, kHeads, kDim);
+  StepRequest step = world.attend(alone, KVM_MODE_SAMPLED);
+  step.q = q.view();
+  step.o = want.view();
+  ASSERT_TRUE(world.run(std::move(step)).status.is_ok());
+  for (uint32_t i = 0; i < kRequests; ++i) {
+    ASSERT_TRUE(results[i].status.is_ok()) << results[i].status.message();
+    EXPECT_EQ(results[i].mode, uint32_t{KVM_MODE_SAMPLED});
+    for (uint32_t head = 0; head < kHeads; ++head) {
+      EXPECT_EQ(outputs[i].get_row(0, 0, head), want.get_row(0, 0, head)) << i;
+    }
+  }
+}
+
+// The client of the request that builds leaves: nobody waits for ever.
+TEST(IndexWork, WaitersOfAClientThatLeavesEnd) {
+  World world(1);
+  const kvm_seq_id parent = world.create(world.id);
+  ASSERT_TRUE(world.append(parent, 60000, 1).status.is_ok());
+  RequestResult results[3];
+  bool is_done[3] = {};
+  for (int i = 0; i < 3; ++i) {
+    const kvm_seq_id fork = world.verb(SeqVerb::kFork, parent, KVM_POSITION_END).seq;
+    world.begin(world.attend(fork, KVM_MODE_SAMPLED), &is_done[i], &results[i]);
+  }
+  for (int i = 0; i < 6; ++i) {
+    world.engine->work();
+    world.engine->poll();
+  }
+  bool is_gone = false;
+  world.engine->remove_client(world.client, [&is_gone] { is_gone = true; });
+  world.drive(is_gone);
+  EXPECT_FALSE(is_done[0] || is_done[1] || is_done[2]);
+  EXPECT_LT(world.n_blocks(), 4 * kFrameBlocks);
+  EXPECT_EQ(world.engine->stats().index_bytes, 0u);
 }
 
 // An attend over many sequences, whose planning takes long, and one of somebody else behind it.
@@ -241,23 +327,18 @@ TEST(IndexWork, ScratchIsPartOfTheLimit) {
   EXPECT_EQ(status.code(), KVM_ERR_LIMIT) << status.message();
 }
 
-// A client that leaves while its fork is indexed: no slice more than the one that is made.
+// A client that leaves while its sequence is indexed: no slice more than the one that is made.
 TEST(IndexWork, EndsWithItsClient) {
-  constexpr uint32_t kLayers = 24;
-  World world(kLayers);
+  World world(1);
   const kvm_seq_id seq = world.create(world.id);
-  ASSERT_TRUE(world.append(seq, 9000, kLayers).status.is_ok());
-  SeqRequest fork;
-  fork.verb = SeqVerb::kFork;
-  fork.seq = seq;
-  fork.n_tokens = KVM_POSITION_END;
-  RequestResult forked;
-  bool is_forked = false;
-  world.begin(fork, &is_forked, &forked);
+  ASSERT_TRUE(world.append(seq, 90000, 1).status.is_ok());
+  RequestResult attended;
+  bool is_attended = false;
+  world.begin(world.attend(seq, KVM_MODE_SAMPLED), &is_attended, &attended);
   bool is_gone = false;
   world.engine->remove_client(world.client, [&is_gone] { is_gone = true; });
   world.drive(is_gone);
-  EXPECT_FALSE(is_forked);
+  EXPECT_FALSE(is_attended);
   EXPECT_LT(world.n_blocks(), 4 * kFrameBlocks);
   EXPECT_EQ(world.engine->stats().index_bytes, 0u);
 }
