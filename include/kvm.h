@@ -535,10 +535,10 @@ typedef struct kvm_codec_params {
 /* An index is kept beside the keys of some kv heads so that approximate modes (section 7) need not
  * read them all. It is derived from the keys, a few bytes of each, and counted in the quota like
  * pages. It is built when the first such request finds it missing, once for all forks of a prompt;
- * it grows from there on. It never makes anything fail: where an append or kvm_observe would find
- * no quota or memory, indexes make way, those that were used longest ago first (but not under a
+ * it grows from there on. It never makes anything fail: where an append or kvm_observe finds no
+ * quota or memory, indexes make way, those that were used longest ago first (but not under a
  * running attend), and their keys are read exactly until there is room again. A head of which
- * queries see fewer than min_tokens tokens, by its policy or the windows of its layers, has none. */
+ * queries see fewer than min_tokens tokens, by its policy or its layers' windows, has none. */
 enum {
   KVM_INDEX_NONE = 0,
   KVM_INDEX_SKETCH = 1,      /* one of the next three, whichever suits the keys */

@@ -233,8 +233,8 @@ struct LayerIndex {
   uint64_t size_bytes(const tiers::HostPool& pool) const;
 };
 
-// An IndexRef refers to an index, perhaps shared, of which the blocks below `limit` hold. Those that
-// are not there yet may be added to it.
+// An IndexRef refers to an index, perhaps shared, of which the blocks below `limit` hold. What is
+// not there yet may be added to it.
 struct IndexRef {
   std::shared_ptr<LayerIndex> data;
   uint64_t limit = UINT64_MAX;
