@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""kvm: KV caches of language models in a service beside the engine, or in the process.
+
+    import kvm
+    client = kvm.connect()                 # or kvm.open_embedded()
+    space = client.register_space("llama", n_layers=32, n_q_heads=32, n_kv_heads=8, head_dim=128)
+    seq = space.create_sequence()
+    result = client.step(space, 0, [kvm.Item(seq, append=1, query=1)], k=k, v=v, q=q)
+
+docs/python.md begins at the beginning.
+"""
+
+from collections.abc import Callable as _Callable
+
+from . import _native
+from ._constants import (NO_LIMIT, POSITION_END, Dtype, Evict, Feature, IndexKind, LayerKind,
+                         LogLevel, Mode, Positions, Proposal, QuotaOf, Retention, Rope, Status)
+from ._errors import (CancelledError, DisconnectedError, Error, FullError, InvalidError,
+                      NotFoundError, PartialError, RefusedError, UnsupportedError,
+                      WaitTimeoutError)
+from ._objects import (Client, Queue, Sequence, Space, connect, merge, open_embedded, probe_heads)
+from ._params import Codec, Index, Layer, Policy
+from ._records import (Amounts, ClientEntry, ClientInfo, EvictResult, SequenceInfo, SpaceInfo,
+                       Stats, UserEntry)
+from ._requests import Item, Request, Step, StepResult, StepStats
+
+__version__: str = _native.version()
+
+
+def set_log(listener: _Callable[[LogLevel, str], None] | None) -> None:
+    """Calls `listener(level, message)` for what the library has to say; None: for nothing."""
+    if listener is None:
+        _native.set_log(None)
+        return
+    _native.set_log(lambda level, message: listener(LogLevel(level), message))
+
+
+__all__ = [
+    "NO_LIMIT", "POSITION_END", "Amounts", "CancelledError", "Client", "ClientEntry",
+    "ClientInfo", "Codec", "DisconnectedError", "Dtype", "Error", "Evict", "EvictResult",
+    "Feature", "FullError", "Index", "IndexKind", "InvalidError", "Item", "Layer", "LayerKind",
+    "LogLevel", "Mode", "NotFoundError", "PartialError", "Policy", "Positions", "Proposal",
+    "Queue", "QuotaOf", "RefusedError", "Request", "Retention", "Rope", "Sequence",
+    "SequenceInfo", "Space", "SpaceInfo", "Stats", "Status", "Step", "StepResult", "StepStats",
+    "UnsupportedError", "UserEntry", "WaitTimeoutError", "connect", "merge", "open_embedded",
+    "probe_heads", "set_log",
+]

@@ -1,0 +1,652 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clients, spaces, sequences and queues."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import dataclasses
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence as Series
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from . import _native
+from ._constants import (EVICT_DISCONNECT, POSITION_END, Dtype, Evict, ListFlag, Mode, Proposal,
+                         QuotaOf, Rope, SequenceFlag)
+from ._errors import Error
+from ._params import Codec, Index, Layer, Policy, dtype_of
+from ._records import (Amounts, ClientEntry, ClientInfo, EvictResult, SequenceInfo, SpaceInfo,
+                       Stats, UserEntry)
+from ._requests import Item, Layout, Request, Step, StepResult
+
+_E = TypeVar("_E")
+_clients: weakref.WeakSet[Client] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for client in list(_clients):
+        client.close()
+
+
+def connect(socket: str | os.PathLike[str] | None = None, *, name: str | None = None,
+            timeout: float = 5.0) -> Client:
+    """Connects to kvmd.
+
+    socket:   where it listens; None: $KVM_SOCKET, else $XDG_RUNTIME_DIR/kvm/kvmd.sock where that
+              exists, else /run/kvm/kvmd.sock.
+    name:     what kvmd's log and `kvmctl top` call this client; None: the process's name.
+    timeout:  seconds, for the handshake and for each call that is no request.
+    """
+    path = None if socket is None else os.fspath(socket)
+    return Client(_native.Client.connect(path, name, max(1, int(timeout * 1e9))))
+
+
+def open_embedded(*, n_threads: int = 0, capacity: int = 0) -> Client:
+    """Opens an engine in this process: the same calls and results without kvmd.
+
+    n_threads: that compute, the one that waits included; 0: one per core.
+    capacity:  most bytes of keys and values; 0: 60 % of the machine's free memory.
+    """
+    return Client(_native.Client.open_embedded(n_threads, capacity))
+
+
+class Client:
+    """A connection to kvmd, or an engine in this process. Made by `connect` and `open_embedded`.
+
+    A context manager: it is closed at the end, and its sequences are freed. Any thread may use it.
+    """
+
+    def __init__(self, native: _native.Client) -> None:
+        self._native = native
+        self._idle_queues: list[Queue] = []
+        self._frees: Queue | None = None
+        self._pid = os.getpid()
+        _clients.add(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Frees the client's sequences and closes it; what its queues were asked for ends."""
+        queues, self._idle_queues = self._idle_queues, []
+        if self._frees is not None:
+            queues.append(self._frees)
+            self._frees = None
+        for queue in queues:
+            queue.close()
+        self._native.close()
+
+    def reconnect(self) -> None:
+        """Connects again after kvmd has gone. Close queues and let go of arrays of `empty` first.
+
+        Sequences of the old connection are gone, and spaces must be registered again.
+        """
+        for queue in self._idle_queues:
+            queue.close()
+        self._idle_queues = []
+        if self._frees is not None:
+            self._frees.close()
+            self._frees = None
+        self._native.reconnect()
+
+    @property
+    def is_embedded(self) -> bool:
+        """Whether it is an engine in this process."""
+        return self._native.is_embedded
+
+    @property
+    def is_closed(self) -> bool:
+        return self._native.is_closed
+
+    @property
+    def n_copied_bytes(self) -> int:
+        """Bytes of arrays that were copied to kvmd and back, because they are not of `empty`."""
+        return self._native.n_copied_bytes
+
+    def info(self) -> ClientInfo:
+        """Facts about the connection and its limits."""
+        return ClientInfo(**self._native.info())
+
+    def ping(self) -> float:
+        """Seconds that an empty request takes, there and back."""
+        return self._native.ping() / 1e9
+
+    def stats(self) -> Stats:
+        """Counters of the whole service."""
+        return Stats(**self._native.stats())
+
+    def stats_text(self) -> str:
+        """The same in Prometheus' text format."""
+        return self._native.stats_text()
+
+    def empty(self, shape: int | Series[int], dtype: Dtype | str | Any = "float32",
+              framework: str = "numpy") -> Any:
+        """An array that kvmd reads and writes in place, without a copy. Its contents are undefined.
+
+        dtype:      "float32", "float16" or "bfloat16" (PyTorch only).
+        framework:  "numpy" or "torch". Views and slices of the array are in place too. The memory
+                    goes back with the last of them.
+        """
+        code = dtype_of(dtype)
+        names = {Dtype.F32: "float32", Dtype.F16: "float16", Dtype.BF16: "bfloat16"}
+        if code not in names:
+            raise ValueError(f"dtype is {dtype!r}; it must be float32, float16 or bfloat16")
+        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+        n = 1
+        for size in sizes:
+            if size < 0:
+                raise ValueError(f"shape is {sizes}; sizes must not be negative")
+            n *= size
+        size_bytes = n * (4 if code == Dtype.F32 else 2)
+        array = self._native.make_bytes(max(size_bytes, 1))
+        if framework == "torch":
+            import torch
+            flat = torch.utils.dlpack.from_dlpack(array)[:size_bytes]
+            return flat.view(getattr(torch, names[Dtype(code)])).reshape(sizes)
+        if framework != "numpy":
+            raise ValueError(f"framework is {framework!r}; it must be 'numpy' or 'torch'")
+        if code == Dtype.BF16:
+            raise ValueError("NumPy has no bfloat16; use framework='torch'")
+        import numpy
+        return numpy.from_dlpack(array)[:size_bytes].view(names[Dtype(code)]).reshape(sizes)
+
+    # --- Spaces and sequences ---------------------------------------------------------------------
+
+    def register_space(
+            self, name: str, *, n_layers: int, n_q_heads: int, head_dim: int, n_kv_heads: int = 0,
+            head_dim_v: int = 0, dtype: Dtype | str | Any = None, softmax_scale: float = 0.0,
+            logit_softcap: float = 0.0, rope: Rope = Rope.NONE,
+            rope_inv_freq: Iterable[float] = (), sink_logits: Iterable[float] | None = None,
+            layers: Iterable[Layer] = (), policies: Iterable[Policy] = (),
+            codecs: Iterable[Codec] = (), indexes: Iterable[Index] = (),
+            default_mode: Mode = Mode.DEFAULT, default_proposal: Proposal = Proposal.DEFAULT,
+            default_eps: float = 0.0, default_delta: float = 0.0, default_budget: int = 0,
+            fingerprint: bytes = bytes(32), shard_index: int = 0, n_shards: int = 0) -> Space:
+        """Registers the geometry of a model's KV, or finds the space of this name that is the same.
+
+        dtype:         of stored keys and values; None: bfloat16. "int8" and "fp8" take half.
+        n_kv_heads:    0: n_q_heads. head_dim_v: 0: head_dim.
+        rope:          how keys were rotated before they are appended; policies with cache-relative
+                       positions need to know.
+        sink_logits:   [n_layers * n_q_heads] an extra logit without a value (gpt-oss).
+        default_*:     what steps without a mode of their own take; DEFAULT: exact.
+        fingerprint:   32 bytes of whatever must agree between users of the name (weights, ...).
+        Later entries of `layers`, `policies`, `codecs` and `indexes` win.
+        """
+        overrides = list(layers)
+        numbers = {
+            "n_layers": n_layers, "n_q_heads": n_q_heads, "n_kv_heads": n_kv_heads,
+            "head_dim_k": head_dim, "head_dim_v": head_dim_v, "dtype": int(dtype_of(dtype)),
+            "softmax_scale": softmax_scale, "logit_softcap": logit_softcap,
+            "rope_layout": int(rope), "shard_index": shard_index, "n_shards": n_shards,
+            "fingerprint": fingerprint, "default_mode": int(default_mode),
+            "default_proposal": int(default_proposal), "default_eps": default_eps,
+            "default_delta": default_delta, "default_budget": default_budget,
+        }
+        space = self._native.register_space(
+            name, numbers, [entry._fields() for entry in overrides],
+            [entry._fields() for entry in policies], [entry._fields() for entry in codecs],
+            [entry._fields() for entry in indexes], list(rope_inv_freq),
+            None if sink_logits is None else list(sink_logits))
+        heads = [(n_q_heads, n_kv_heads or n_q_heads)] * n_layers
+        for entry in overrides:
+            for layer in range(entry.begin, entry.begin + entry.n_layers):
+                q, kv = heads[layer]
+                heads[layer] = (entry.n_q_heads or q, entry.n_kv_heads or kv)
+        return Space(self, space, heads)
+
+    def find_space(self, name: str) -> Space:
+        """The space of this name."""
+        return Space(self, self._native.find_space(name), None)
+
+    def spaces(self) -> list[SpaceInfo]:
+        """All spaces of the service."""
+        return [SpaceInfo(**info) for info in self._native.spaces()]
+
+    def sequences(self, space: Space | None = None, *, all_clients: bool = False
+                  ) -> list[SequenceInfo]:
+        """The sequences of a space (None: of all); those of other clients for operators only."""
+        flags = ListFlag.ALL_CLIENTS if all_clients else 0
+        found = self._native.sequences(0 if space is None else space.id, int(flags))
+        return [SequenceInfo(**info) for info in found]
+
+    def sequence(self, space: Space, id: int) -> Sequence:
+        """A handle of a sequence that exists; it is not freed with the handle."""
+        return Sequence(space, id, owns=False)
+
+    # --- Requests ---------------------------------------------------------------------------------
+
+    def create_queue(self, *, n_entries: int = 0, spin: float = 0.0) -> Queue:
+        """Makes a queue: requests of one queue that touch the same sequence keep their order.
+
+        n_entries: requests on their way at a time; 0: 256. spin: seconds that a wait spins before
+        it sleeps; 0: 50 us; infinite: for ever.
+        """
+        spin_ns = 2**64 - 1 if spin == float("inf") else int(spin * 1e9)
+        return Queue(self, _native.Queue(self._native, n_entries, spin_ns))
+
+    @contextlib.contextmanager
+    def _borrow(self) -> Iterator[Queue]:
+        """A queue for one call; each thread gets its own."""
+        try:
+            queue = self._idle_queues.pop()
+        except IndexError:
+            queue = self.create_queue()
+        try:
+            yield queue
+        finally:
+            self._idle_queues.append(queue)
+
+    def step(self, space: Space, layer: int, items: Iterable[Item], **arguments: Any) -> StepResult:
+        """`Queue.step` on a queue that the client keeps."""
+        with self._borrow() as queue:
+            return queue.step(space, layer, items, **arguments)
+
+    def _free_later(self, seq: int) -> None:
+        """Frees a sequence whose handle is gone, without waiting for it."""
+        if self._pid != os.getpid() or self._native.is_closed:
+            return
+        with contextlib.suppress(Error):
+            if self._frees is None:
+                self._frees = self.create_queue()
+            native = self._frees._native
+            native.poll()
+            native.start(_native.make_verb(self._native, _native.Verb.FREE, seq, 0, 0, 0), True)
+
+    # --- Administration ---------------------------------------------------------------------------
+
+    def config_text(self) -> str:
+        """The options with which kvmd runs, as JSON. For operators."""
+        return self._native.config_text()
+
+    def clients(self) -> list[ClientEntry]:
+        """The clients of the service. For operators."""
+        return [_entry(ClientEntry, fields) for fields in self._native.clients()]
+
+    def users(self) -> list[UserEntry]:
+        """The users behind them. For operators."""
+        return [_entry(UserEntry, fields) for fields in self._native.users()]
+
+    def set_quota(self, whose: QuotaOf, id: int, **limits: int) -> None:
+        """Sets limits of a client or user (fields of `Amounts`); 0 leaves one as it is."""
+        names = {field.name for field in dataclasses.fields(Amounts)}
+        for name in limits:
+            if name not in names:
+                raise TypeError(f"{name} is no limit; there are {', '.join(sorted(names))}")
+        self._native.set_quota({"whose": int(whose), "id": id, "limits": limits})
+
+    def evict(self, what: Evict, id: int, *, disconnect: bool = False) -> EvictResult:
+        """Frees sequences, whoever owns them. For operators."""
+        flags = EVICT_DISCONNECT if disconnect else 0
+        return EvictResult(**self._native.evict({"what": int(what), "id": id, "flags": flags}))
+
+
+def _entry(cls: Callable[..., _E], fields: dict[str, Any]) -> _E:
+    fields["used"] = Amounts(**fields["used"])
+    fields["limits"] = Amounts(**fields["limits"])
+    return cls(**fields)
+
+
+class Space:
+    """The geometry of a model's KV. Made by `Client.register_space` and `Client.find_space`."""
+
+    __slots__ = ("__weakref__", "_layer_heads", "client", "head_dim_k", "head_dim_v", "id",
+                 "n_layers", "name")
+
+    def __init__(self, client: Client, id: int, heads: list[tuple[int, int]] | None) -> None:
+        self.client = client
+        self.id = id
+        info = self.info()
+        self.name = info.name
+        self.n_layers = info.n_layers
+        self.head_dim_k = info.head_dim_k
+        self.head_dim_v = info.head_dim_v
+        self._layer_heads = heads
+
+    def __repr__(self) -> str:
+        return f"<kvm.Space {self.name!r} {self.id:#x}>"
+
+    def _heads(self, layer: int) -> tuple[int, int]:
+        """Its q and kv heads; 0 where they are not known: kvm.h does not tell overrides."""
+        if self._layer_heads is None or not 0 <= layer < len(self._layer_heads):
+            return 0, 0
+        return self._layer_heads[layer]
+
+    def info(self) -> SpaceInfo:
+        """The space as it is registered."""
+        return SpaceInfo(**self.client._native.space_info(self.id))
+
+    def drop(self) -> None:
+        """Removes it from the service. It must have no sequences."""
+        self.client._native.drop_space(self.id)
+
+    def create_sequence(self, *, reserve: int = 0, manual_commit: bool = False) -> Sequence:
+        """Makes an empty sequence.
+
+        reserve:        tokens to expect.
+        manual_commit:  tokens become final by `Sequence.commit` only, so that policies drop nothing
+                        that may be taken back.
+        """
+        flags = int(SequenceFlag.MANUAL_COMMIT) if manual_commit else 0
+        return Sequence(self, self.client._native.create_sequence(self.id, flags, reserve))
+
+
+class Sequence:
+    """A run of tokens with keys and values in every layer.
+
+    It is freed by `free`, at the end of a `with` block, or when the last reference goes (without a
+    wait). Forks share what they have in common.
+    """
+
+    __slots__ = ("__weakref__", "_owns", "id", "space")
+
+    def __init__(self, space: Space, id: int, *, owns: bool = True) -> None:
+        self.space = space
+        self.id = id
+        self._owns = owns
+
+    def __repr__(self) -> str:
+        return f"<kvm.Sequence {self.id:#x} in {self.space.name!r}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.free()
+
+    def __del__(self) -> None:
+        if getattr(self, "_owns", False):
+            self._owns = False
+            self.space.client._free_later(self.id)
+
+    def fork(self, n_tokens: int | None = None) -> Sequence:
+        """A sequence that shares the first n_tokens (None: all). Costs the same at any length."""
+        at = POSITION_END if n_tokens is None else n_tokens
+        return Sequence(self.space, self.space.client._native.fork_sequence(self.id, at))
+
+    def truncate(self, n_tokens: int) -> None:
+        """Rolls every layer back to at most n_tokens."""
+        self.space.client._native.truncate_sequence(self.id, n_tokens)
+
+    def commit(self, n_tokens: int | None = None) -> None:
+        """Makes the first n_tokens (None: all) final: policies may act on them."""
+        at = POSITION_END if n_tokens is None else n_tokens
+        self.space.client._native.commit_sequence(self.id, at)
+
+    def free(self) -> None:
+        """Frees it; pages that forks share stay with them. A second time does nothing."""
+        if self._owns:
+            self._owns = False
+            if not self.space.client.is_closed:
+                self.space.client._native.free_sequence(self.id)
+
+    def detach(self) -> int:
+        """Its id; the sequence is no longer freed with this handle, but with the client."""
+        self._owns = False
+        return self.id
+
+    def info(self) -> SequenceInfo:
+        """What it holds."""
+        return SequenceInfo(**self.space.client._native.sequence_info(self.id))
+
+    def __len__(self) -> int:
+        return self.info().n_tokens_max
+
+
+class Queue:
+    """Takes requests. `step` waits for its result, `start` and the *_async calls give a `Request`.
+
+    Any thread may use it, but calls of several take turns: a queue for each is faster. In an event
+    loop `await` the requests; the loop must be that of one thread.
+    """
+
+    def __init__(self, client: Client, native: _native.Queue) -> None:
+        self.client = client
+        self._native = native
+        self._watched: dict[_native.Flight, asyncio.Future[None]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cancels what was not begun, waits for the rest, and gives the queue back."""
+        self._native.close()
+
+    def fileno(self) -> int:
+        """A descriptor that polls readable when something is done; -1: the service has none."""
+        return self._native.fd()
+
+    def poll(self) -> None:
+        """Takes what is done, without waiting: then `Request.done` tells."""
+        self._native.poll()
+
+    def submit(self) -> None:
+        """Lets the service see what was started with submit=False."""
+        self._native.submit()
+
+    @property
+    def n_outstanding(self) -> int:
+        """Requests that are not done, or were not looked at since."""
+        return self._native.n_outstanding
+
+    # --- Steps ------------------------------------------------------------------------------------
+
+    def run(self, step: Step) -> StepResult:
+        """Runs a prepared step and waits."""
+        return StepResult(self._native.run(step._request), step.o, step.lse, step.err)
+
+    def start(self, step: Step, *, submit: bool = True) -> Request[StepResult]:
+        """Starts a prepared step."""
+        def finish(flight: _native.Flight) -> StepResult:
+            return StepResult(flight, step.o, step.lse, step.err)
+        return Request(self, self._native.start(step._request, submit), finish)
+
+    def step(self, space: Space, layer: int, items: Iterable[Item], *, k: Any = None,
+             v: Any = None, q: Any = None, o: Any = None, lse: Any = None, err: Any = None,
+             layout: Layout = "rows", **arguments: Any) -> StepResult:
+        """Appends k and v, attends with q, or both, for the sequences of all items; waits.
+
+        k, v:     [row, kv head, channel]; appends alone also take [layer, row, kv head, channel].
+        q, o:     [row, q head, channel]. o: where the output goes; None: a new array like q.
+        lse, err: [row, q head] and [row, q head, 2], float32, True for new ones. None: not wanted.
+        layout:   "rows", or "heads" for [item, head, token, channel]: entry i belongs to item i.
+        Arrays are of NumPy, PyTorch or whatever speaks DLPack, float32, float16 or bfloat16, with
+        any strides as long as channels lie next to each other.
+
+        mode:     how to attend; DEFAULT: as the space says.
+        eps, delta, budget, seed, proposal, scale: see kvm_step_params in kvm.h; 0: the default.
+        f32_values:  weights times values in float32.
+        statistics:  False: the attend leaves no trace with policies (HEAVY).
+        deadline_ns: of time.monotonic_ns(); a step that has not begun by then fails.
+        """
+        return self.run(self._prepare(space, layer, items, k, v, q, o, lse, err, layout, arguments))
+
+    def step_async(self, space: Space, layer: int, items: Iterable[Item], *, k: Any = None,
+                   v: Any = None, q: Any = None, o: Any = None, lse: Any = None, err: Any = None,
+                   layout: Layout = "rows", submit: bool = True, **arguments: Any
+                   ) -> Request[StepResult]:
+        """Starts what `step` waits for."""
+        return self.start(self._prepare(space, layer, items, k, v, q, o, lse, err, layout,
+                                        arguments), submit=submit)
+
+    def _prepare(self, space: Space, layer: int, items: Iterable[Item], k: Any, v: Any, q: Any,
+                 o: Any, lse: Any, err: Any, layout: Layout, arguments: dict[str, Any]) -> Step:
+        if q is not None:
+            shape = tuple(q.shape)
+            if o is None:
+                o = _new_like(q, (*shape[:-1], space.head_dim_v), None)
+            if lse is True:
+                lse = _new_like(q, shape[:-1], "float32")
+            if err is True:
+                err = _new_like(q, (*shape[:-1], 2), "float32")
+        return Step(space, layer, items, k=k, v=v, q=q, o=o, lse=lse, err=err, layout=layout,
+                    **arguments)
+
+    # --- Other requests ---------------------------------------------------------------------------
+
+    def read(self, seq: Sequence, layer: int, position: int, n_tokens: int, *, k: Any = None,
+             v: Any = None) -> None:
+        """Copies stored keys and values out, into [token, kv head, channel]. Waits."""
+        self._native.run(self._read(seq, layer, position, n_tokens, k, v))
+
+    def read_async(self, seq: Sequence, layer: int, position: int, n_tokens: int, *, k: Any = None,
+                   v: Any = None) -> Request[None]:
+        """Starts what `read` waits for."""
+        return Request(self, self._native.start(
+            self._read(seq, layer, position, n_tokens, k, v), True), _nothing)
+
+    def _read(self, seq: Sequence, layer: int, position: int, n_tokens: int, k: Any, v: Any
+              ) -> _native.Request:
+        space = seq.space
+        return _native.make_read(self.client._native, seq.id, layer, space._heads(layer)[1],
+                                 space.head_dim_k, space.head_dim_v, position, n_tokens, k, v)
+
+    def observe(self, seq: Sequence, layer: int, *, q: Any = None, query_position: int = 0,
+                column_sums: Any = None, column_begin: int = 0) -> None:
+        """Hands over what a prefill saw: queries [row, q head, channel], or attention mass
+        [token, kv head] float32 from position column_begin on. Waits."""
+        self._native.run(self._observe(seq, layer, q, query_position, column_sums, column_begin))
+
+    def observe_async(self, seq: Sequence, layer: int, *, q: Any = None, query_position: int = 0,
+                      column_sums: Any = None, column_begin: int = 0) -> Request[None]:
+        """Starts what `observe` waits for."""
+        request = self._observe(seq, layer, q, query_position, column_sums, column_begin)
+        return Request(self, self._native.start(request, True), _nothing)
+
+    def _observe(self, seq: Sequence, layer: int, q: Any, query_position: int, column_sums: Any,
+                 column_begin: int) -> _native.Request:
+        heads = seq.space._heads(layer)
+        return _native.make_observe(self.client._native, seq.id, layer, *heads,
+                                    seq.space.head_dim_k, query_position, column_begin, q,
+                                    column_sums)
+
+    def create_sequence_async(self, space: Space, *, reserve: int = 0, manual_commit: bool = False
+                              ) -> Request[Sequence]:
+        """Starts what `Space.create_sequence` waits for."""
+        flags = int(SequenceFlag.MANUAL_COMMIT) if manual_commit else 0
+        return self._verb(_native.Verb.CREATE, space.id, _sequence_in(space), flags=flags,
+                          reserve=reserve)
+
+    def fork_async(self, seq: Sequence, n_tokens: int | None = None) -> Request[Sequence]:
+        """Starts what `Sequence.fork` waits for."""
+        at = POSITION_END if n_tokens is None else n_tokens
+        return self._verb(_native.Verb.FORK, seq.id, _sequence_in(seq.space), at)
+
+    def truncate_async(self, seq: Sequence, n_tokens: int) -> Request[None]:
+        """Starts what `Sequence.truncate` waits for."""
+        return self._verb(_native.Verb.TRUNCATE, seq.id, _nothing, n_tokens)
+
+    def commit_async(self, seq: Sequence, n_tokens: int | None = None) -> Request[None]:
+        """Starts what `Sequence.commit` waits for."""
+        at = POSITION_END if n_tokens is None else n_tokens
+        return self._verb(_native.Verb.COMMIT, seq.id, _nothing, at)
+
+    def free_async(self, seq: Sequence) -> Request[None]:
+        """Starts what `Sequence.free` waits for."""
+        return self._verb(_native.Verb.FREE, seq.detach(), _nothing)
+
+    def nop_async(self) -> Request[None]:
+        """Does nothing, and completes."""
+        return self._verb(_native.Verb.NOP, 0, _nothing)
+
+    def _verb(self, verb: _native.Verb, id: int, finish: Callable[[_native.Flight], _E],
+              n_tokens: int = 0, flags: int = 0, reserve: int = 0) -> Request[_E]:
+        request = _native.make_verb(self.client._native, verb, id, n_tokens, flags, reserve)
+        return Request(self, self._native.start(request, True), finish)
+
+    # --- Event loops ------------------------------------------------------------------------------
+
+    async def _watch(self, flight: _native.Flight) -> None:
+        """Returns when the request is done."""
+        if flight.is_done:
+            return
+        loop = asyncio.get_running_loop()
+        fd = self.fileno()
+        if fd < 0:
+            await loop.run_in_executor(None, self._native.wait, flight, 2**64 - 1)
+            return
+        future: asyncio.Future[None] = loop.create_future()
+        if not self._watched:
+            loop.add_reader(fd, self._look, loop, fd)
+        self._watched[flight] = future
+        try:
+            # Another thread may take the completion: then nothing more makes the loop look.
+            while not future.done():
+                self._look(loop, fd)
+                await asyncio.wait((future,), timeout=0.2)
+        finally:
+            self._watched.pop(flight, None)
+            if not self._watched:
+                loop.remove_reader(fd)
+
+    def _look(self, loop: asyncio.AbstractEventLoop, fd: int) -> None:
+        self._native.poll()
+        for flight, future in self._watched.items():
+            if flight.is_done and not future.done():
+                future.set_result(None)
+
+
+def _nothing(flight: _native.Flight) -> None:
+    return None
+
+
+def _sequence_in(space: Space) -> Callable[[_native.Flight], Sequence]:
+    return lambda flight: Sequence(space, flight.seq)
+
+
+def _new_like(array: Any, shape: tuple[int, ...], dtype: str | None) -> Any:
+    """A new array of the framework of `array`."""
+    if type(array).__module__.partition(".")[0] == "torch":
+        import torch
+        return torch.empty(shape, dtype=getattr(torch, dtype) if dtype else array.dtype)
+    import numpy
+    if isinstance(array, numpy.ndarray):
+        return numpy.empty(shape, dtype=dtype or array.dtype)
+    raise TypeError(f"q is of {type(array)}; pass the outputs too, or use NumPy or PyTorch")
+
+
+def merge(states: Iterable[tuple[Any, Any]], *, out: Any = None, out_lse: Any = None
+          ) -> tuple[Any, Any]:
+    """Merges attention states (o [row, head, channel], lse [row, head]) over disjoint keys.
+
+    Returns o and lse of all keys together, in `out` and `out_lse` where these are given.
+    """
+    pairs = list(states)
+    if not pairs:
+        raise ValueError("there are no states to merge")
+    outputs, sums = [o for o, _ in pairs], [lse for _, lse in pairs]
+    shape = tuple(outputs[0].shape)
+    if len(shape) != 3:
+        raise ValueError(f"o has the shape {shape}; it must be [row, head, channel]")
+    out = _new_like(outputs[0], shape, None) if out is None else out
+    out_lse = _new_like(outputs[0], shape[:2], "float32") if out_lse is None else out_lse
+    _native.merge(outputs, sums, out, out_lse, shape[1], shape[2])
+    return out, out_lse
+
+
+def probe_heads(q: Any, k: Any, *, period: int, n_prefix: int = 0, n_rows: int = 0,
+                scale: float = 0.0) -> tuple[list[float], list[float]]:
+    """Finds the heads of a layer that look back (kvm_probe_heads).
+
+    The prompt repeats itself every `period` tokens behind `n_prefix` ones. q: [token, q head,
+    channel], k: [token, kv head, channel], rotated. Returns the ECHO and the INDUCTION score of
+    each kv head, 0 to 1.
+    """
+    if len(q.shape) != 3 or len(k.shape) != 3:
+        raise ValueError("q and k must be [token, head, channel]")
+    echo, induction = _native.probe_heads(q, k, q.shape[1], k.shape[1], q.shape[2], n_prefix,
+                                          period, n_rows, scale)
+    return echo, induction

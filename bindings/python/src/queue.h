@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+// A Queue takes requests and keeps what they use alive until their completions are taken.
+//
+// Any thread may use it: calls take turns, and whoever waits takes the completions of all. `mutex`
+// is held without the GIL only, and never while Python runs: a handler of a signal, or a finaliser,
+// may use the queue.
+#ifndef KVM_BINDINGS_PYTHON_SRC_QUEUE_H_
+#define KVM_BINDINGS_PYTHON_SRC_QUEUE_H_
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include <nanobind/nanobind.h>
+#include "bindings/python/src/client.h"
+#include "bindings/python/src/step.h"
+#include "kvm.h"
+
+namespace kvm::python {
+
+// A Flight is a request on its way.
+struct Flight {
+  std::shared_ptr<Request> request;  // until it is done
+  uint64_t id = 0;
+  std::atomic<bool> is_done{false};
+  // Once it is done:
+  kvm_completion completion{};
+  std::string message;
+};
+
+class Queue {
+ public:
+  Queue(std::shared_ptr<Client> client, uint32_t n_entries, uint64_t spin_ns);
+  ~Queue();
+  Queue(const Queue&) = delete;
+  Queue& operator=(const Queue&) = delete;
+
+  // REQUIRES of all: the GIL.
+  int fd();
+  void close();
+  // Stages a request and lets the service see it, unless the caller submits later.
+  std::shared_ptr<Flight> start(std::shared_ptr<Request> request, bool submits);
+  void submit();
+  // Waits until `flight` is done, or timeout_ns have passed: false.
+  bool wait(Flight* flight, uint64_t timeout_ns);
+  // Takes what is there.
+  void poll();
+  void cancel(const Flight& flight);
+  size_t n_outstanding();
+
+ private:
+  using Done = std::vector<std::shared_ptr<Request>>;  // to be let go with the GIL
+
+  kvm_status stage(Flight* flight);
+  // Takes up to what n_min and timeout_ns say. REQUIRES: mutex_ is held, not the GIL.
+  void take(uint32_t n_min, uint64_t timeout_ns, Done* done);
+  void finish(const kvm_completion& completion, Done* done);
+  void finish_all(kvm_status status, const std::string& message, Done* done);
+  // Whether this thread may touch the queue: not in a child.
+  void check_process() const;
+  // Runs f without the GIL, as the one that uses the queue. A wait makes way within 10 ms.
+  template <typename F>
+  void alone(const F& f);
+
+  std::shared_ptr<Client> client_;
+  kvm_queue* queue_ = nullptr;
+  std::mutex mutex_;
+  uint64_t n_started_ = 0;
+  std::unordered_map<uint64_t, std::shared_ptr<Flight>> flights_;
+  std::atomic<uint32_t> n_wanting_{0};  // threads that want the mutex for a moment
+  uint32_t generation_ = fork_generation();
+};
+
+void register_queue(nanobind::module_& module);
+
+}  // namespace kvm::python
+
+#endif  // KVM_BINDINGS_PYTHON_SRC_QUEUE_H_

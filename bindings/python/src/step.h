@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a request asks for, read from Python once and run as often as wanted.
+#ifndef KVM_BINDINGS_PYTHON_SRC_STEP_H_
+#define KVM_BINDINGS_PYTHON_SRC_STEP_H_
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include <nanobind/nanobind.h>
+#include "bindings/python/src/client.h"
+#include "bindings/python/src/tensor.h"
+#include "kvm.h"
+
+namespace kvm::python {
+
+// An Item is one sequence's share of a step.
+struct Item {
+  static constexpr uint32_t kNext = UINT32_MAX;  // behind the rows of the items before it
+
+  kvm_item item{};
+  std::vector<kvm_range> ranges;
+  std::vector<uint64_t> tree;
+};
+
+// A Request is anything that a queue takes: kvm.h's parameters with what they point to.
+struct Request {
+  enum class Verb : uint8_t {
+    kAppend,
+    kAttend,
+    kStep,
+    kRead,
+    kObserve,
+    kCreate,
+    kFork,
+    kTruncate,
+    kCommit,
+    kFree,
+    kNop
+  };
+
+  Verb verb = Verb::kNop;
+  std::shared_ptr<Client> client;
+  kvm_step_params step{};
+  kvm_read_params read{};
+  kvm_observe_params observe{};
+  kvm_seq_params create{};
+  uint64_t id = 0;  // of the space or the sequence
+  uint64_t n_tokens = 0;
+  std::vector<kvm_item> items;
+  std::vector<kvm_range> ranges;
+  std::vector<uint64_t> tree;
+  uint64_t copied_bytes = 0;
+  std::vector<nanobind::object> owners;
+};
+
+void register_step(nanobind::module_& module);
+
+}  // namespace kvm::python
+
+#endif  // KVM_BINDINGS_PYTHON_SRC_STEP_H_

@@ -1,0 +1,190 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "bindings/python/src/tensor.h"
+
+#include <string>
+
+#include <nanobind/ndarray.h>
+
+namespace nb = nanobind;
+
+namespace kvm::python {
+namespace {
+
+using Input = nb::ndarray<nb::ro, nb::device::cpu>;
+using Output = nb::ndarray<nb::device::cpu>;
+
+constexpr uint8_t kBfloat = 4;  // kDLBfloat
+
+uint32_t dtype_of(const nb::dlpack::dtype& type) {
+  if (type.lanes != 1) {
+    return 0;
+  }
+  if (type.code == static_cast<uint8_t>(nb::dlpack::dtype_code::Float)) {
+    return type.bits == 32 ? KVM_DTYPE_F32 : type.bits == 16 ? KVM_DTYPE_F16 : 0;
+  }
+  return type.code == kBfloat && type.bits == 16 ? KVM_DTYPE_BF16 : 0;
+}
+
+template <typename Array>
+std::string shape_text(const Array& array) {
+  std::string text = "[";
+  for (size_t i = 0; i < array.ndim(); ++i) {
+    text += (i == 0 ? "" : ", ") + std::to_string(array.shape(i));
+  }
+  return text + "]";
+}
+
+std::string wanted_text(Layout layout, const Shape& shape) {
+  std::string text = "[";
+  text += shape.has_layers ? "layers, " : "";
+  const std::string heads = shape.n_heads == 0 ? "heads" : std::to_string(shape.n_heads);
+  text += layout == Layout::kRows ? "rows, " + heads : "items, " + heads + ", tokens";
+  text += shape.dim == 1 ? "" : ", " + std::to_string(shape.dim);
+  return text + "]";
+}
+
+[[noreturn]] void refuse_shape(const std::string& got, Layout layout, const Shape& shape) {
+  refuse(std::string(shape.name) + " has the shape " + got + "; it must be " +
+         wanted_text(layout, shape));
+}
+
+// The axes of an array by what they mean; -1: it has none.
+struct Axes {
+  int layer = -1;
+  int entry = -1;
+  int row = -1;
+  int head = -1;
+  int channel = -1;
+};
+
+Axes axes_of(Layout layout, const Shape& shape) {
+  Axes axes;
+  int n = 0;
+  if (layout == Layout::kHeads) {
+    axes.entry = n++;
+    axes.head = n++;
+    axes.row = n++;
+  } else {
+    axes.layer = shape.has_layers ? n++ : -1;
+    axes.row = n++;
+    axes.head = n++;
+  }
+  axes.channel = shape.dim == 1 ? -1 : n++;
+  return axes;
+}
+
+template <typename Array>
+Tensor read_array(const Client* client, const Array& array, Layout layout, const Shape& shape) {
+  const Axes axes = axes_of(layout, shape);
+  const auto n_axes =
+      static_cast<size_t>(1 + (axes.layer >= 0) + (axes.entry >= 0) + 1 + (axes.channel >= 0));
+  const auto extent = [&array](int axis) {
+    return axis < 0 ? uint64_t{1} : array.shape(static_cast<size_t>(axis));
+  };
+  const auto stride = [&array](int axis) {
+    return axis < 0 ? int64_t{0} : array.stride(static_cast<size_t>(axis));
+  };
+  if (array.ndim() != n_axes || (shape.n_heads != 0 && extent(axes.head) != shape.n_heads) ||
+      (axes.channel >= 0 && extent(axes.channel) != shape.dim)) {
+    refuse_shape(shape_text(array), layout, shape);
+  }
+  Tensor read;
+  read.tensor.dtype = dtype_of(array.dtype());
+  if (read.tensor.dtype == 0 || (shape.is_f32 && read.tensor.dtype != KVM_DTYPE_F32)) {
+    refuse(std::string("the elements of ") + shape.name + " must be " +
+           (shape.is_f32 ? "float32" : "float32, float16 or bfloat16"));
+  }
+  if (axes.channel >= 0 && stride(axes.channel) != 1 && extent(axes.channel) != 1) {
+    refuse(std::string("the channels of ") + shape.name + " lie " +
+           std::to_string(stride(axes.channel)) +
+           " elements apart; they must lie next to each other (make it contiguous)");
+  }
+  uint64_t last = 0;  // element
+  bool is_empty = false;
+  for (size_t i = 0; i < array.ndim(); ++i) {
+    if (array.shape(i) == 0) {
+      is_empty = true;
+    } else if (array.stride(i) < 0) {
+      refuse(std::string(shape.name) + " has a negative stride");
+    } else {
+      last += (array.shape(i) - 1) * static_cast<uint64_t>(array.stride(i));
+    }
+  }
+  read.n_layers = extent(axes.layer);
+  read.n_entries = extent(axes.entry);
+  read.n_rows = extent(axes.row);
+  if (is_empty) {
+    return read;
+  }
+  // The stride of an axis of one element means nothing; zero would mean "packed" to kvm.h.
+  const auto row_stride = [&]() -> uint64_t {
+    if (read.n_rows > 1) {
+      return static_cast<uint64_t>(stride(axes.row));
+    }
+    return read.n_entries > 1 ? static_cast<uint64_t>(stride(axes.entry)) : last + 1;
+  }();
+  if (read.n_entries > 1) {
+    const auto entry_stride = static_cast<uint64_t>(stride(axes.entry));
+    if (row_stride == 0 || entry_stride % row_stride != 0) {
+      refuse(std::string("the items of ") + shape.name + " lie " + std::to_string(entry_stride) +
+             " elements apart, and its tokens " + std::to_string(row_stride) +
+             "; the one must be a multiple of the other");
+    }
+    read.entry_rows = entry_stride / row_stride;
+  }
+  const auto distinct = [](uint64_t n, int64_t s) { return n > 1 && s == 0; };
+  if (shape.is_written &&
+      (distinct(read.n_rows, stride(axes.row)) || distinct(extent(axes.head), stride(axes.head)) ||
+       distinct(read.n_entries, stride(axes.entry)))) {
+    refuse(std::string(shape.name) + " has a stride of 0, so that rows lie upon each other");
+  }
+  const uint64_t head_stride =
+      extent(axes.head) > 1 ? static_cast<uint64_t>(stride(axes.head)) : last + 1;
+  read.tensor.stride_row = row_stride;
+  read.tensor.stride_head = head_stride;
+  read.tensor.stride_layer =
+      read.n_layers > 1 ? static_cast<uint64_t>(stride(axes.layer)) : last + 1;
+  if (row_stride == 0 || head_stride == 0 || read.tensor.stride_layer == 0) {
+    refuse(std::string(shape.name) + " has a stride of 0 (an expanded array: make it contiguous)");
+  }
+  const uint64_t size = (last + 1) * array.itemsize();
+  read.tensor.buffer = client == nullptr ? kvm_buffer{} : client->find(array.data(), size);
+  if (read.tensor.buffer.kind == KVM_BUFFER_NONE) {
+    read.tensor.buffer = kvm_host_buffer(array.data(), size);
+    read.copied_bytes = client == nullptr || client->is_embedded() ? 0 : size;
+  }
+  return read;
+}
+
+}  // namespace
+
+Tensor read_tensor(const Client* client, nb::handle object, Layout layout, const Shape& shape) {
+  if (object.is_none()) {
+    return {};
+  }
+  Tensor read;
+  // Nothing is converted: the copy of an output would go nowhere.
+  if (shape.is_written) {
+    Output array;
+    if (!nb::try_cast(object, array, false)) {
+      refuse(std::string(shape.name) +
+             " must be a writable array in host memory that speaks "
+             "DLPack or the buffer protocol, not " +
+             nb::inst_name(object).c_str());
+    }
+    read = read_array(client, array, layout, shape);
+  } else {
+    Input array;
+    if (!nb::try_cast(object, array, false)) {
+      refuse(std::string(shape.name) +
+             " must be an array in host memory that speaks DLPack or the "
+             "buffer protocol, not " +
+             nb::inst_name(object).c_str());
+    }
+    read = read_array(client, array, layout, shape);
+  }
+  read.owner = nb::borrow(object);
+  return read;
+}
+
+}  // namespace kvm::python
