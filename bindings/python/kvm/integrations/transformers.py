@@ -1,0 +1,483 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoders of Hugging Face transformers that keep their KV in kvm.
+
+    from kvm.integrations.transformers import KvmCache
+    with KvmCache(model, client) as cache:
+        model.generate(**inputs, past_key_values=cache)
+
+A step of a layer is one request: keys and values are appended, attention is computed where they are,
+and nothing is copied back. What a model wants and kvm does not compute is refused with its name.
+docs/transformers.md says what was tested.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import transformers
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.masking_utils import causal_mask_function, sliding_window_overlay
+
+from .. import Client, Codec, Index, Item, Layer, Mode, Policy, Proposal, Sequence
+from .._objects import Space
+
+IMPLEMENTATION = "kvm"  #: the name under which attention and masks are registered
+_TYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+class NotSupportedError(NotImplementedError):
+    """The model, or the call, wants something that kvm does not compute."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tokens:
+    """Which tokens of a forward pass are none of padding, for each entry of the batch."""
+
+    window: int  # 0: all
+    first: tuple[int, ...]  # in the pass
+    count: tuple[int, ...]
+    before: tuple[int, ...]  # tokens of earlier passes; -1: not known
+
+
+@dataclasses.dataclass
+class CacheStats:
+    """Sums over the attends of a cache. keys_* count (sequence, kv head, key)."""
+
+    n_steps: int = 0
+    keys_present: int = 0
+    keys_read: int = 0
+    bytes_read: int = 0
+    n_rows: int = 0  #: (query row, q head)
+    n_exact_rows: int = 0  #: of approximate modes, those that were answered exactly
+    n_approximate_rows: int = 0  #: of steps in which any row was approximated
+
+
+class _CacheLayer(CacheLayerMixin):
+    """What transformers asks a layer of a cache; the cache answers."""
+
+    is_sliding = False
+    is_croppable = True
+    is_compileable = False
+
+    def __init__(self, cache: KvmCache, layer: int) -> None:
+        super().__init__()
+        self._cache = cache
+        self._layer = layer
+        self.is_initialized = True
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: sequences are made with the first tokens."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any,
+               **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._cache.update(key_states, value_states, self._layer)
+
+    def get_seq_length(self, *args: Any) -> int:
+        return self._cache._lengths[self._layer]
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        n = query_length if isinstance(query_length, int) else int(query_length.shape[0])
+        return self._cache._lengths[self._layer] + n, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+    def reset(self) -> None:
+        self._cache.reset()
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        raise NotSupportedError("one layer of a KvmCache cannot be reordered; reorder the cache")
+
+    @property
+    def batch_size(self) -> int:
+        return self._cache.batch_size
+
+
+class KvmCache(Cache):
+    """The KV cache of a model, in kvmd or an engine in this process.
+
+    model:     a decoder of transformers; its attention is set to kvm's.
+    client:    of `kvm.connect` or `kvm.open_embedded`.
+    dtype:     how keys and values are stored; None: as the model computes. "int8" and "fp8" take
+               half of bfloat16.
+    mode, eps, delta, budget, seed, proposal: how to attend, as in `Queue.step`. Chunks of a prefill
+               are answered exactly.
+    policies, codecs, indexes: as in `Client.register_space`. With an approximate mode and no index
+               every kv head gets `Index()`.
+    manual_commit: tokens become final by `commit` alone, so that `crop` can take back what a policy
+               would have dropped.
+    name:      of the space; None: made of the model's type and configuration.
+
+    A sequence for each entry of the batch is made with the first forward pass. Padding is never
+    stored. `crop`, `reorder_cache`, `batch_select_indices` and `batch_repeat_interleave` are
+    truncate, fork and free; copy.deepcopy forks. One thread at a time.
+    """
+
+    def __init__(self, model: Any, client: Client, *, dtype: Any = None, mode: Mode = Mode.EXACT,
+                 proposal: Proposal = Proposal.DEFAULT, eps: float = 0.0, delta: float = 0.0,
+                 budget: int = 0, seed: int = 0, f32_values: bool = False,
+                 policies: Iterable[Policy] = (), codecs: Iterable[Codec] = (),
+                 indexes: Iterable[Index] = (), manual_commit: bool = False,
+                 name: str | None = None) -> None:
+        use_kvm(model)
+        of_indexes = list(indexes)
+        if mode not in (Mode.DEFAULT, Mode.EXACT) and not of_indexes:
+            of_indexes = [Index()]
+        self.client = client
+        self.space = _register(model, client, name, dtype, list(policies), list(codecs), of_indexes)
+        self.stats = CacheStats()
+        self._arguments = {"mode": mode, "proposal": proposal, "eps": eps, "delta": delta,
+                           "budget": budget, "seed": seed, "f32_values": f32_values}
+        self._manual_commit = manual_commit
+        self._queue = client.create_queue()
+        self._max_rows = client.info().max_query_rows
+        self._sequences: list[Sequence] = []
+        self._lengths = [0] * self.space.n_layers  # columns of the batch, padding included
+        self._counts: list[list[int]] = []  # [entry][pass] tokens, and how many columns
+        self._columns: list[int] = []  # [pass]
+        self._pending: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        super().__init__(layers=[_CacheLayer(self, i) for i in range(self.space.n_layers)])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Frees the sequences and gives the queue back."""
+        self.reset()
+        self._queue.close()
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """One for each entry of the batch."""
+        return list(self._sequences)
+
+    @property
+    def batch_size(self) -> int:
+        return len(self._sequences) or -1
+
+    # --- A forward pass ---------------------------------------------------------------------------
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int,
+               *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keeps them until the layer's attention asks for them, in one request."""
+        if self._pending.get(layer_idx) is not None:
+            raise NotSupportedError(
+                f"layer {layer_idx} was given keys twice without attention; the model's attention "
+                f"is not kvm's (it must be '{IMPLEMENTATION}')")
+        n_entries, n_tokens = key_states.shape[0], key_states.shape[2]
+        if not self._sequences:
+            self._sequences = [self.space.create_sequence(manual_commit=self._manual_commit)
+                               for _ in range(n_entries)]
+            self._counts = [[] for _ in range(n_entries)]
+        if n_entries != len(self._sequences):
+            raise ValueError(f"the batch has {n_entries} entries; the cache has "
+                             f"{len(self._sequences)} (reset() empties it)")
+        self._pending[layer_idx] = (key_states, value_states)
+        self._lengths[layer_idx] += n_tokens
+        key_states._kvm = (self, layer_idx)  # type: ignore[attr-defined]
+        return key_states, value_states
+
+    def _attend(self, layer: int, query: torch.Tensor, tokens: _Tokens | None, scale: float
+                ) -> torch.Tensor:
+        key, value = self._pending.pop(layer)
+        n_entries, n_heads, n_tokens, _ = query.shape
+        if tokens is None or not tokens.first:
+            tokens = _Tokens(0 if tokens is None else tokens.window, (0,) * n_entries,
+                             (n_tokens,) * n_entries, (-1,) * n_entries)
+        end = self._lengths[layer]
+        if sum(self._columns) < end:  # the first layer of this pass
+            for entry, counts in enumerate(self._counts):
+                if tokens.before[entry] not in (-1, sum(counts)):
+                    raise NotSupportedError(
+                        f"entry {entry} of the attention mask shows {tokens.before[entry]} tokens "
+                        f"of earlier passes; {sum(counts)} were stored. A mask that changes")
+            for entry, counts in enumerate(self._counts):
+                counts.append(tokens.count[entry])
+            self._columns.append(n_tokens)
+        if n_entries > 1 and n_tokens > 1:  # a row number is that of k and v, and of q and o
+            key, value, query = key.contiguous(), value.contiguous(), query.contiguous()
+        o = query.new_zeros((n_entries, n_heads, n_tokens, value.shape[3]))
+        for begin in range(0, n_tokens, self._max_rows):
+            items, n_rows = [], 0
+            for entry, seq in enumerate(self._sequences):
+                first = max(tokens.first[entry], begin)
+                n = min(tokens.first[entry] + tokens.count[entry], begin + self._max_rows) - first
+                n_rows += max(n, 0)
+                items.append(Item(seq, max(n, 0), max(n, 0), append_row=first if n > 0 else 0,
+                                  query_row=first if n > 0 else 0))
+            result = self._queue.step(self.space, layer, items, k=key, v=value, q=query,
+                                      o=o, layout="heads", scale=scale,
+                                      **self._arguments)
+            self._count(result.stats, n_heads * n_rows)
+        return o.transpose(1, 2)
+
+    def _count(self, stats: Any, n_rows: int) -> None:
+        mine = self.stats
+        mine.n_steps += 1
+        mine.keys_present += stats.keys_present
+        mine.keys_read += stats.keys_read
+        mine.bytes_read += stats.bytes_read
+        mine.n_rows += n_rows
+        if stats.mode > Mode.EXACT:
+            mine.n_approximate_rows += n_rows
+            mine.n_exact_rows += stats.n_exact
+
+    # --- What transformers does with a cache ------------------------------------------------------
+
+    def reset(self) -> None:
+        """Frees the sequences: the cache is empty, for a batch of any size."""
+        for seq in self._sequences:
+            seq.free()
+        self._sequences = []
+        self._counts = []
+        self._columns = []
+        self._pending = {}
+        self._lengths = [0] * self.space.n_layers
+
+    def commit(self) -> None:
+        """Makes all tokens final (manual_commit)."""
+        for seq in self._sequences:
+            seq.commit()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Takes back tokens: -n takes the last n; n >= 0 leaves n (0 and transformers 5: none)."""
+        length = self._lengths[0]
+        if tokens_to_remove > 0:
+            keep = min(tokens_to_remove, length)
+        else:
+            keep = max(length + tokens_to_remove, 0)
+        if keep >= length:
+            return
+        # Passes are cut from the end; the tokens of a pass are taken to be its last columns.
+        left = length - keep
+        while left > 0:
+            n_columns = self._columns.pop()
+            removed = min(left, n_columns)
+            for counts in self._counts:
+                n = counts.pop()
+                if removed < n_columns:
+                    counts.append(max(n - removed, 0))
+            if removed < n_columns:
+                self._columns.append(n_columns - removed)
+            left -= removed
+        for seq, counts in zip(self._sequences, self._counts, strict=True):
+            seq.truncate(sum(counts))
+        self._lengths = [min(n, keep) for n in self._lengths]
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Entry i becomes what entry beam_idx[i] is (beam search)."""
+        self._select([int(i) for i in beam_idx])
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps these entries, in this order. indices: numbers, or a mask of all entries."""
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero().flatten()
+        self._select([int(i) for i in indices])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each entry becomes `repeats` entries."""
+        self._select([i for i in range(len(self._sequences)) for _ in range(repeats)])
+
+    def _select(self, parents: list[int]) -> None:
+        for parent in parents:
+            if not 0 <= parent < len(self._sequences):
+                raise IndexError(f"entry {parent} is asked for; the cache has "
+                                 f"{len(self._sequences)}")
+        taken: set[int] = set()
+        chosen = []
+        for parent in parents:
+            seq = self._sequences[parent]
+            chosen.append(seq.fork() if parent in taken else seq)
+            taken.add(parent)
+        for entry, seq in enumerate(self._sequences):
+            if entry not in taken:
+                seq.free()
+        self._counts = [list(self._counts[parent]) for parent in parents]
+        self._sequences = chosen
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KvmCache:
+        copy: KvmCache = object.__new__(type(self))
+        copy.__dict__.update(self.__dict__)
+        copy._queue = self.client.create_queue()
+        copy._sequences = [seq.fork() for seq in self._sequences]
+        copy._counts = [list(counts) for counts in self._counts]
+        copy._columns = list(self._columns)
+        copy._lengths = list(self._lengths)
+        copy._pending = {}
+        copy.stats = CacheStats()
+        copy.layers = [_CacheLayer(copy, i) for i in range(self.space.n_layers)]
+        return copy
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a KvmCache cannot be pickled: its tokens are in the service")
+
+
+# --- What is registered with transformers ---------------------------------------------------------
+
+
+def use_kvm(model: Any) -> None:
+    """Sets a model's attention to kvm's. `KvmCache` does so too."""
+    transformers.AttentionInterface.register(IMPLEMENTATION, _attention)
+    transformers.AttentionMaskInterface.register(IMPLEMENTATION, _mask)
+    if model.config._attn_implementation != IMPLEMENTATION:
+        model.set_attn_implementation(IMPLEMENTATION)
+
+
+def _attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor,
+               value: torch.Tensor, attention_mask: torch.Tensor | None, scaling: float,
+               dropout: float = 0.0, softcap: float | None = None,
+               s_aux: torch.Tensor | None = None, sliding_window: int | None = None,
+               **kwargs: Any) -> tuple[torch.Tensor, None]:
+    owner = getattr(key, "_kvm", None)
+    if owner is None:
+        raise NotSupportedError("attention 'kvm' works with past_key_values=KvmCache(...) alone")
+    cache: KvmCache = owner[0]
+    layer: int = owner[1]
+    if dropout:
+        raise NotSupportedError(f"dropout of {dropout} in attention; use model.eval()")
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
+        raise NotSupportedError("gradients through attention; use torch.no_grad()")
+    for name in ("output_attentions", "position_bias", "head_mask"):
+        if kwargs.get(name) is not None and kwargs[name] is not False:
+            raise NotSupportedError(f"{name}: kvm has no matrix of weights to give or to change")
+    if getattr(module, "is_causal", True) is False:
+        raise NotSupportedError("attention that is not causal")
+    if attention_mask is not None and not hasattr(attention_mask, "_kvm_tokens"):
+        raise NotSupportedError(f"an attention mask of the shape {tuple(attention_mask.shape)} that "
+                                "was made elsewhere; pass one of [batch, tokens]")
+    tokens: _Tokens | None = getattr(attention_mask, "_kvm_tokens", None)
+    geometry = cache.space._kvm_geometry  # type: ignore[attr-defined]
+    if (softcap or 0.0) != geometry.softcap:
+        raise NotSupportedError(f"a soft cap of {softcap}; the configuration has "
+                                f"{geometry.softcap}")
+    if (s_aux is not None) != geometry.has_sinks:
+        raise NotSupportedError("sink logits that were not found in the model")
+    if tokens is not None and tokens.window != geometry.windows[layer]:
+        raise NotSupportedError(f"a window of {tokens.window} in layer {layer}; the configuration "
+                                f"has {geometry.windows[layer]}")
+    # Queries and keys may differ in type where a model computes one of them in float32.
+    return cache._attend(layer, query, tokens, scaling), None
+
+
+def _mask(batch_size: int, q_length: int | torch.Tensor | None = None, kv_length: int = 0,
+          q_offset: int = 0, kv_offset: int = 0,
+          mask_function: Callable[..., Any] = causal_mask_function,
+          attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
+    if q_length is None:  # transformers 4
+        q_length = kwargs["cache_position"]
+    n = q_length if isinstance(q_length, int) else int(q_length.shape[0])
+    window = _window_of(mask_function)
+    made = torch.empty(0, dtype=torch.bool)
+    first: tuple[int, ...] = ()
+    count: tuple[int, ...] = ()
+    before: tuple[int, ...] = ()
+    if attention_mask is not None and not bool(attention_mask.all()):
+        seen = attention_mask.bool()[:, :kv_length]
+        now = seen[:, kv_length - n:]
+        firsts, counts = [], []
+        for entry in range(batch_size):
+            places = now[entry].nonzero().flatten()
+            n_tokens = int(places.numel())
+            if n_tokens and int(places[-1]) - int(places[0]) + 1 != n_tokens:
+                raise NotSupportedError(f"entry {entry} of the attention mask has padding between "
+                                        "its tokens; it must be on one side")
+            firsts.append(int(places[0]) if n_tokens else 0)
+            counts.append(n_tokens)
+        first, count = tuple(firsts), tuple(counts)
+        before = tuple(int(x) for x in seen[:, :kv_length - n].sum(dim=1))
+    made._kvm_tokens = _Tokens(window, first, count, before)  # type: ignore[attr-defined]
+    return made
+
+
+def _window_of(function: Callable[..., Any]) -> int:
+    """The window of a causal mask, 0 for none."""
+    if function is causal_mask_function:
+        return 0
+    cells = [cell.cell_contents for cell in (getattr(function, "__closure__", None) or ())]
+    parts = [part for cell in cells if isinstance(cell, tuple) for part in cell]
+    overlay = sliding_window_overlay(1).__code__
+    if len(parts) == 2 and causal_mask_function in parts:
+        for part in parts:
+            if getattr(part, "__code__", None) is overlay:
+                return int(part.__closure__[0].cell_contents)
+    name = getattr(function, "__qualname__", repr(function))
+    raise NotSupportedError(f"a mask of {name}: kvm computes causal masks and causal windows")
+
+
+# --- The geometry of a model ----------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Geometry:
+    windows: tuple[int, ...]
+    softcap: float
+    has_sinks: bool
+
+
+class _ModelSpace(Space):
+    __slots__ = ("_kvm_geometry",)
+
+
+def _register(model: Any, client: Client, name: str | None, dtype: Any, policies: list[Policy],
+              codecs: list[Codec], indexes: list[Index]) -> Space:
+    config = model.config.get_text_config(decoder=True)
+    n_layers, n_q_heads = config.num_hidden_layers, config.num_attention_heads
+    n_kv_heads = getattr(config, "num_key_value_heads", None) or n_q_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // n_q_heads
+    windows = _windows(config, n_layers)
+    softcap = float(getattr(config, "attn_logit_softcapping", None) or 0.0)
+    sinks = _sinks(model, n_layers, n_q_heads)
+    if dtype is None:
+        if model.dtype not in _TYPES:
+            raise NotSupportedError(f"a model that computes in {model.dtype}")
+        dtype = _TYPES[model.dtype]
+    digest = hashlib.sha256(config.to_json_string().encode()).digest()
+    if name is None:
+        settings = hashlib.sha256(repr((dtype, policies, codecs, indexes)).encode()).hexdigest()
+        name = f"{config.model_type}-{digest.hex()[:12]}-{settings[:12]}"
+    space = client.register_space(
+        name, n_layers=n_layers, n_q_heads=n_q_heads, n_kv_heads=n_kv_heads, head_dim=head_dim,
+        dtype=dtype, logit_softcap=softcap, sink_logits=sinks, fingerprint=digest,
+        layers=[Layer(i, window=window) for i, window in enumerate(windows) if window],
+        policies=policies, codecs=codecs, indexes=indexes)
+    made = _ModelSpace(client, space.id, space._layer_heads)
+    made._kvm_geometry = _Geometry(tuple(windows), softcap, sinks is not None)
+    return made
+
+
+def _windows(config: Any, n_layers: int) -> list[int]:
+    window = getattr(config, "sliding_window", None) or 0
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        return [window if getattr(config, "use_sliding_window", True) else 0] * n_layers
+    known = {"full_attention": 0, "sliding_attention": window}
+    for kind in types:
+        if kind not in known:
+            raise NotSupportedError(f"a layer of the type {kind}; kvm stores full_attention and "
+                                    "sliding_attention")
+    return [known[kind] for kind in types[:n_layers]]
+
+
+def _sinks(model: Any, n_layers: int, n_q_heads: int) -> list[float] | None:
+    """The extra logits of gpt-oss, [n_layers * n_q_heads]."""
+    found: dict[int, list[float]] = {}
+    for module in model.modules():
+        logits = getattr(module, "sinks", None)
+        if isinstance(logits, torch.Tensor) and hasattr(module, "layer_idx"):
+            found[module.layer_idx] = logits.detach().float().flatten().tolist()
+    if not found:
+        return None
+    if sorted(found) != list(range(n_layers)) or any(len(x) != n_q_heads for x in found.values()):
+        raise NotSupportedError("sink logits in some layers or heads only")
+    return [logit for layer in range(n_layers) for logit in found[layer]]

@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models of transformers with their KV in kvm give what they give by themselves.
+
+Tiny models with random weights, from their public classes, float32: the logits of every step agree
+with those of the eager implementation, and so do the tokens of greedy and of beam search. Needs
+PyTorch and transformers; skipped (77) without."""
+
+import copy
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+
+try:
+    import torch
+    import transformers as tf
+except ImportError as missing:
+    print(f"skipped: {missing}")
+    sys.exit(77)
+
+import kvm
+from kvm.integrations.transformers import KvmCache, NotSupportedError, use_kvm
+
+SHAPE = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+             num_key_value_heads=2, vocab_size=199, max_position_embeddings=512, head_dim=16,
+             bos_token_id=1, eos_token_id=None, pad_token_id=0)
+FAMILIES = {
+    "llama": (tf.LlamaConfig, tf.LlamaForCausalLM, {}),
+    "mistral": (tf.MistralConfig, tf.MistralForCausalLM, {"sliding_window": 16}),
+    "qwen2": (tf.Qwen2Config, tf.Qwen2ForCausalLM, {}),
+    "qwen3": (tf.Qwen3Config, tf.Qwen3ForCausalLM, {}),
+    "gemma2": (tf.Gemma2Config, tf.Gemma2ForCausalLM,
+               {"sliding_window": 16, "attn_logit_softcapping": 5.0}),
+    "gemma3": (tf.Gemma3TextConfig, tf.Gemma3ForCausalLM, {"sliding_window": 16}),
+    "phi3": (tf.Phi3Config, tf.Phi3ForCausalLM, {"sliding_window": 20}),
+    "gpt-oss": (tf.GptOssConfig, tf.GptOssForCausalLM,
+                {"sliding_window": 16, "num_local_experts": 2, "num_experts_per_tok": 1}),
+    "olmo": (tf.OlmoConfig, tf.OlmoForCausalLM, {}),
+}
+LIMIT = 1e-3  # of logits; those of these models are about 1
+
+
+def make_model(family, seed=0, **more):
+    torch.manual_seed(seed)
+    config, model, extra = FAMILIES[family]
+    made = model(config(**SHAPE, **extra, **more)).eval().float()
+    for name, parameter in made.named_parameters():
+        if name.endswith("sinks"):
+            torch.nn.init.normal_(parameter)
+        elif parameter.ndim == 2:
+            parameter.data *= 3  # attention that is not flat
+    return made
+
+
+def prompts(n=2, length=40, left=7, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(2, 199, (n, length), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[0, :left] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def eager(model, run):
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        return run({})
+
+
+def through_kvm(model, cache, run):
+    use_kvm(model)
+    with torch.no_grad():
+        return run({"past_key_values": cache})
+
+
+class Case(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.client = kvm.open_embedded(n_threads=2, capacity=1 << 30)
+
+    @classmethod
+    def tearDownClass(cls):
+        cls.client.close()
+
+    def same_logits(self, expected, got):
+        self.assertEqual(len(expected), len(got))
+        worst = max((a - b).abs().max().item() for a, b in zip(expected, got))
+        self.assertLess(worst, LIMIT)
+
+    def cache(self, model, **settings):
+        cache = KvmCache(model, self.client, **{"dtype": "float32", **settings})
+        self.addCleanup(cache.close)
+        return cache
+
+
+class Families(Case):
+    def check(self, family):
+        model = make_model(family)
+        inputs = prompts()
+
+        def greedy(extra):
+            return model.generate(**inputs, **extra, max_new_tokens=40, do_sample=False,
+                                  return_dict_in_generate=True, output_logits=True)
+
+        def beams(extra):
+            return model.generate(**inputs, **extra, max_new_tokens=10, num_beams=3,
+                                  do_sample=False)
+
+        expected = eager(model, greedy)
+        expected_beams = eager(model, beams)
+        cache = self.cache(model)
+        got = through_kvm(model, cache, greedy)
+        self.same_logits(expected.logits, got.logits)
+        self.assertTrue(torch.equal(expected.sequences, got.sequences))
+        cache.reset()
+        self.assertTrue(torch.equal(expected_beams, through_kvm(model, cache, beams)))
+        self.assertEqual(cache.stats.n_approximate_rows, 0)
+
+
+for _family in FAMILIES:
+    setattr(Families, f"test_{_family.replace('-', '_')}",
+            lambda self, family=_family: self.check(family))
+
+
+class Generation(Case):
+    def test_what_is_not_padding_is_stored_and_freed(self):
+        model = make_model("llama")
+        cache = self.cache(model)
+        through_kvm(model, cache, lambda extra: model.generate(
+            **prompts(), **extra, max_new_tokens=5, do_sample=False))
+        self.assertEqual([len(seq) for seq in cache.sequences], [37, 44])
+        ids = [seq.id for seq in cache.sequences]
+        cache.reset()
+        self.assertEqual(cache.get_seq_length(), 0)
+        left = {info.seq for info in self.client.sequences()}
+        self.assertFalse(left & set(ids))
+
+    def test_right_padding(self):
+        model = make_model("qwen3")
+        inputs = prompts(left=0)
+        inputs["attention_mask"][0, 30:] = 0
+
+        def forward(extra):
+            return model(**inputs, **extra, use_cache=bool(extra)).logits
+
+        expected, got = eager(model, forward), None
+        cache = self.cache(model)
+        got = through_kvm(model, cache, forward)
+        real = inputs["attention_mask"].bool()
+        self.assertLess((expected - got)[real].abs().max().item(), LIMIT)
+        self.assertEqual([len(seq) for seq in cache.sequences], [30, 40])
+
+    def test_a_prefill_in_chunks(self):
+        for family in ("llama", "gemma2"):
+            model = make_model(family)
+            ids = prompts(left=0)["input_ids"]
+            expected = eager(model, lambda _: model(ids, use_cache=False).logits)
+            cache = self.cache(model)
+
+            def chunks(extra):
+                return torch.cat([model(part, **extra).logits for part in ids.split(7, dim=1)], 1)
+
+            self.assertLess((expected - through_kvm(model, cache, chunks)).abs().max(), LIMIT)
+
+    def test_chunks_longer_than_a_request(self):
+        model = make_model("llama")
+        ids = prompts(left=3)
+        cache = self.cache(model)
+        cache._max_rows = 6
+        expected = eager(model, lambda _: model(**ids, use_cache=False).logits)
+        got = through_kvm(model, cache, lambda extra: model(**ids, **extra).logits)
+        real = ids["attention_mask"].bool()
+        self.assertLess((expected - got)[real].abs().max().item(), LIMIT)
+
+    def test_assisted_generation_rolls_back(self):
+        model, draft = make_model("llama"), make_model("llama", seed=5)
+        ids = prompts(n=1, left=0)["input_ids"]
+
+        def assisted(extra):
+            return model.generate(ids, **extra, assistant_model=draft, max_new_tokens=30,
+                                  do_sample=False)
+
+        expected = eager(model, lambda _: model.generate(ids, max_new_tokens=30, do_sample=False))
+        cache = self.cache(model)
+        self.assertTrue(torch.equal(expected, through_kvm(model, cache, assisted)))
+        self.assertLess(len(cache.sequences[0]), 40 + 30 + 1)
+
+    def test_crop(self):
+        model = make_model("llama")
+        ids = prompts(left=4)
+        cache = self.cache(model)
+        tail = torch.full((2, 3), 9)
+
+        def run(extra):
+            model(**ids, **extra)
+            model(tail, attention_mask=torch.cat([ids["attention_mask"], torch.ones(2, 3).long()],
+                                                 1), **extra)
+            cache.crop(-5)
+            self.assertEqual(cache.get_seq_length(), 38)
+            self.assertEqual([len(seq) for seq in cache.sequences], [34, 38])
+            mask = torch.cat([ids["attention_mask"][:, :38], torch.ones(2, 1).long()], 1)
+            return model(tail[:, :1], attention_mask=mask, **extra).logits[:, -1]
+
+        got = through_kvm(model, cache, run)
+        whole = torch.cat([ids["input_ids"][:, :38], tail[:, :1]], 1)
+        mask = torch.cat([ids["attention_mask"][:, :38], torch.ones(2, 1).long()], 1)
+        places = (mask.cumsum(1) - 1).clamp(min=0)
+        expected = eager(model, lambda _: model(whole, attention_mask=mask, position_ids=places,
+                                                use_cache=False).logits[:, -1])
+        del places
+        self.assertLess((expected[1] - got[1]).abs().max().item(), LIMIT)
+
+    def test_a_copy_is_a_fork(self):
+        model = make_model("llama")
+        ids = prompts(left=0)["input_ids"]
+        cache = self.cache(model)
+
+        def run(extra):
+            model(ids, **extra)
+            other = copy.deepcopy(cache)
+            self.addCleanup(other.close)
+            a = model.generate(torch.cat([ids, ids[:, :1]], 1), past_key_values=cache,
+                               max_new_tokens=8, do_sample=False)
+            b = model.generate(torch.cat([ids, ids[:, :1]], 1), past_key_values=other,
+                               max_new_tokens=8, do_sample=False)
+            return a, b
+
+        a, b = through_kvm(model, cache, run)
+        self.assertTrue(torch.equal(a, b))
+
+    def test_entries_are_selected_and_repeated(self):
+        model = make_model("llama")
+        cache = self.cache(model)
+        through_kvm(model, cache, lambda extra: model(**prompts(), **extra))
+        cache.batch_repeat_interleave(2)
+        self.assertEqual([len(seq) for seq in cache.sequences], [33, 33, 40, 40])
+        cache.batch_select_indices(torch.tensor([3, 0]))
+        self.assertEqual([len(seq) for seq in cache.sequences], [40, 33])
+        self.assertRaises(IndexError, cache.reorder_cache, torch.tensor([2, 0]))
+
+    def test_approximate_modes_say_what_they_read(self):
+        model = make_model("llama")
+        ids = prompts(n=1, length=420, left=0)["input_ids"]
+        cache = self.cache(model, mode=kvm.Mode.SAMPLED, budget=32,
+                           indexes=[kvm.Index(min_tokens=256, n_recent=16)])
+        through_kvm(model, cache, lambda extra: model.generate(
+            ids, **extra, max_new_tokens=10, do_sample=False))
+        self.assertGreater(cache.stats.n_approximate_rows, 0)
+        self.assertLess(cache.stats.keys_read, cache.stats.keys_present)
+
+    def test_a_policy_keeps_sinks_and_recent_tokens(self):
+        model = make_model("llama")
+        cache = self.cache(model, policies=[kvm.Policy(kvm.Retention.SINKS_RECENT, n_sinks=4,
+                                                       n_recent=64)])
+        ids = prompts(n=1, length=300, left=0)["input_ids"]
+        through_kvm(model, cache, lambda extra: model.generate(
+            ids, **extra, max_new_tokens=5, do_sample=False))
+        self.assertGreater(cache.sequences[0].info().n_entries_dropped, 0)
+
+
+class Daemon(unittest.TestCase):
+    def test_kvmd(self):
+        folder = tempfile.mkdtemp()
+        socket = os.path.join(folder, "s")
+        kvmd = subprocess.Popen([os.path.join(os.environ["KVM_BIN_DIR"], "kvmd"), "--socket",
+                                 socket, "--host-capacity", "256MiB"], stderr=subprocess.DEVNULL)
+        self.addCleanup(kvmd.wait)
+        self.addCleanup(kvmd.terminate)
+        deadline = time.monotonic() + 20
+        while not os.path.exists(socket):
+            self.assertLess(time.monotonic(), deadline, "kvmd does not listen")
+            time.sleep(0.02)
+        model = make_model("llama")
+
+        def greedy(extra):
+            return model.generate(**prompts(), **extra, max_new_tokens=20, do_sample=False)
+
+        expected = eager(model, greedy)
+        with kvm.connect(socket) as client, KvmCache(model, client, dtype="float32") as cache:
+            self.assertTrue(torch.equal(expected, through_kvm(model, cache, greedy)))
+
+
+class Refusals(Case):
+    def refuses(self, word, model, run, **settings):
+        cache = self.cache(model, **settings)
+        with self.assertRaisesRegex(NotSupportedError, word):
+            through_kvm(model, cache, run)
+
+    def test_what_is_not_computed_has_its_name(self):
+        model = make_model("llama")
+        ids = prompts()["input_ids"]
+        self.refuses("output_attentions", model,
+                     lambda extra: model(ids, **extra, output_attentions=True))
+        self.refuses("4|shape", model, lambda extra: model(
+            ids, **extra, attention_mask=torch.zeros(2, 1, 40, 40)))
+        holes = torch.ones_like(ids)
+        holes[0, 5] = 0
+        self.refuses("padding between", model,
+                     lambda extra: model(ids, **extra, attention_mask=holes))
+
+        def changed(extra):
+            model(ids, **extra)
+            late = torch.ones(2, 41).long()
+            late[0, 3] = 0
+            model(ids[:, :1], **extra, attention_mask=late)
+        self.refuses("a mask that changes|A mask that changes", model, changed)
+
+    def test_no_cache(self):
+        model = make_model("llama")
+        use_kvm(model)
+        with torch.no_grad(), self.assertRaisesRegex(NotSupportedError, "past_key_values"):
+            model(prompts()["input_ids"])
+
+    def test_gradients_and_dropout(self):
+        model = make_model("llama", attention_dropout=0.5)
+        cache = self.cache(model)
+        use_kvm(model)
+        with self.assertRaisesRegex(NotSupportedError, "gradients"):
+            model(prompts()["input_ids"], past_key_values=cache)
+        model.train()
+        with torch.no_grad(), self.assertRaisesRegex(NotSupportedError, "dropout"):
+            model(prompts()["input_ids"], past_key_values=self.cache(model))
+
+    def test_a_cache_is_not_pickled(self):
+        cache = self.cache(make_model("llama"))
+        with self.assertRaisesRegex(TypeError, "pickled"):
+            copy.copy(cache).__reduce__()
+
+    def test_a_batch_of_another_size(self):
+        model = make_model("llama")
+        cache = self.cache(model)
+        ids = prompts()["input_ids"]
+        through_kvm(model, cache, lambda extra: model(ids, **extra))
+        with self.assertRaisesRegex(ValueError, "3 entries"):
+            through_kvm(model, cache, lambda extra: model(ids[[0, 1, 1]], **extra))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(2)
+    unittest.main(verbosity=2)
