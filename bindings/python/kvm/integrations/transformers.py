@@ -5,8 +5,9 @@
     with KvmCache(model, client) as cache:
         model.generate(**inputs, past_key_values=cache)
 
-A step of a layer is one request: keys and values are appended, attention is computed where they are,
-and nothing is copied back. What a model wants and kvm does not compute is refused with its name.
+A step of a layer is one request: keys and values are appended, attention is computed where they
+are, and nothing is copied back. What a model wants and kvm does not compute is refused with its
+name.
 docs/transformers.md says what was tested.
 """
 
@@ -314,6 +315,7 @@ class KvmCache(Cache):
         copy._counts = [list(counts) for counts in self._counts]
         copy._columns = list(self._columns)
         copy._lengths = list(self._lengths)
+        copy._arguments = dict(self._arguments)
         copy._pending = {}
         copy.stats = CacheStats()
         copy.layers = [_CacheLayer(copy, i) for i in range(self.space.n_layers)]
@@ -354,8 +356,8 @@ def _attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor,
     if getattr(module, "is_causal", True) is False:
         raise NotSupportedError("attention that is not causal")
     if attention_mask is not None and not hasattr(attention_mask, "_kvm_tokens"):
-        raise NotSupportedError(f"an attention mask of the shape {tuple(attention_mask.shape)} that "
-                                "was made elsewhere; pass one of [batch, tokens]")
+        raise NotSupportedError(f"an attention mask of the shape {tuple(attention_mask.shape)} "
+                                "that was made elsewhere; pass one of [batch, tokens]")
     tokens: _Tokens | None = getattr(attention_mask, "_kvm_tokens", None)
     geometry = cache.space._kvm_geometry  # type: ignore[attr-defined]
     if (softcap or 0.0) != geometry.softcap:

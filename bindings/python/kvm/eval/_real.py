@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real model over real texts, every layer in the mode under test.
+
+The beginning of a text is prefilled, which is exact; then each of the last tokens is predicted from
+those before it, one step at a time. What is compared with is the same steps, exact, over float32
+rows: KL(exact || mode) in nats a token, the share of tokens whose likeliest successor is the same,
+and the bits that the text's bytes cost."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from .. import Client, Index, IndexKind, Mode, Policy, Retention
+from ..integrations.transformers import KvmCache
+
+MIN_TOKENS = 256  # of an index, so that every layer is approximated
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A way to store and attend."""
+
+    mode: str
+    setting: str
+    store: str = "bfloat16"  # the dtype of rows
+    index: IndexKind = IndexKind.NONE
+    policy: Policy | None = None
+    attend: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def stored(self) -> tuple[Any, ...]:
+        """Settings that agree in it share a prefill."""
+        return self.store, self.index, self.policy
+
+
+def _sampled(budget: int, store: str = "bfloat16") -> Setting:
+    name = f"{budget}" + ("" if store == "bfloat16" else f" {store}")
+    return Setting("sampled", name, store, IndexKind.SKETCH,
+                   attend=(("mode", Mode.SAMPLED), ("budget", budget), ("delta", 0.1)))
+
+
+def _verified(eps: float) -> Setting:
+    return Setting("verified", f"({eps}, 0.1)", index=IndexKind.SKETCH,
+                   attend=(("mode", Mode.VERIFIED), ("eps", eps), ("delta", 0.1)))
+
+
+def _topk(budget: int) -> Setting:
+    return Setting("topk", f"{budget}", index=IndexKind.SKETCH,
+                   attend=(("mode", Mode.TOPK), ("budget", budget)))
+
+
+SETTINGS = [
+    Setting("exact", "bfloat16"),
+    Setting("exact", "int8", "int8"),
+    Setting("exact", "fp8", "fp8"),
+    _sampled(100), _sampled(256), _sampled(512), _sampled(768),
+    _verified(0.3), _verified(0.1),
+    _topk(100), _topk(256),
+    Setting("magicpig", "(10, 150)", index=IndexKind.LSH, attend=(("mode", Mode.SAMPLED),)),
+    Setting("streaming", "4 + 1020",
+            policy=Policy(Retention.SINKS_RECENT, n_sinks=4, n_recent=1020)),
+    Setting("h2o", "512 + 512",
+            policy=Policy(Retention.HEAVY, n_recent=512, n_heavy=512)),
+]
+
+
+@dataclasses.dataclass
+class Row:
+    """One line of the result."""
+
+    eval: str
+    mode: str
+    setting: str
+    text: str
+    tokens: int
+    scored: int
+    bits_per_byte: float
+    dense_bits_per_byte: float
+    kl: float
+    top1: float
+    keys_fraction: float
+    bytes_fraction: float
+    exact_fraction: float  # of the rows of an approximate mode
+    is_mixed: bool  # more than 5 % of them
+
+
+class _Run:
+    """A text's last tokens, predicted with one setting."""
+
+    def __init__(self, model: Any, ids: torch.Tensor, n_scored: int,
+                 report: Callable[[str], None]) -> None:
+        self.model = model
+        self.ids = ids
+        self.n_scored = n_scored
+        self.report = report
+
+    def prefill(self, cache: KvmCache) -> None:
+        for part in self.ids[:, :-self.n_scored - 1].split(512, dim=1):
+            self.model.model(part, past_key_values=cache)
+
+    def logits(self, cache: KvmCache) -> Iterator[torch.Tensor]:
+        """Log probabilities of what follows each of the tokens before the last."""
+        for i in range(self.ids.shape[1] - self.n_scored - 1, self.ids.shape[1] - 1):
+            out = self.model(self.ids[:, i:i + 1], past_key_values=cache).logits[0, -1]
+            yield torch.log_softmax(out.float(), dim=-1)
+
+
+def _cache(model: Any, client: Client, setting: Setting) -> KvmCache:
+    indexes = []
+    if setting.index != IndexKind.NONE:
+        indexes = [Index(setting.index, min_tokens=MIN_TOKENS)]
+    return KvmCache(model, client, dtype=setting.store, indexes=indexes,
+                    policies=[] if setting.policy is None else [setting.policy])
+
+
+def evaluate(model: Any, client: Client, name: str, ids: list[int], n_bytes: int, n_scored: int,
+             settings: list[Setting], report: Callable[[str], None]) -> Iterator[Row]:
+    """Yields a row for each setting. n_bytes: of the scored tokens' text."""
+    run = _Run(model, torch.tensor([ids]), n_scored, report)
+    config = model.config
+    row_bytes = 2 * config.head_dim * 2  # of K and V in bfloat16
+    lengths = range(len(ids) - n_scored, len(ids))
+    all_keys = sum(lengths) * config.num_hidden_layers * config.num_key_value_heads
+    targets = torch.tensor(ids[-n_scored:])
+    with torch.no_grad():
+        report(f"{name}: exact, float32")
+        with KvmCache(model, client, dtype="float32") as cache:
+            run.prefill(cache)
+            dense = torch.stack(list(run.logits(cache)))
+        dense_bits = _bits(dense, targets) / n_bytes
+        best = dense.argmax(dim=1)
+        for stored in dict.fromkeys(setting.stored for setting in settings):
+            of_store = [setting for setting in settings if setting.stored == stored]
+            with _cache(model, client, of_store[0]) as prefilled:
+                report(f"{name}: prefill for {', '.join(s.mode for s in of_store)}")
+                run.prefill(prefilled)
+                for setting in of_store:
+                    report(f"{name}: {setting.mode} {setting.setting}")
+                    with copy.deepcopy(prefilled) as cache:
+                        cache._arguments.update(setting.attend)
+                        bits, kl, top1 = 0.0, 0.0, 0
+                        for i, got in enumerate(run.logits(cache)):
+                            kl += float((dense[i].exp() * (dense[i] - got)).sum())
+                            top1 += int(got.argmax() == best[i])
+                            bits -= float(got[targets[i]]) / math.log(2)
+                        stats = cache.stats
+                    exact = stats.n_exact_rows if setting.attend else 0
+                    rows = stats.n_rows if setting.attend else 1
+                    # Steps that were exact throughout have no rows that were "answered exactly".
+                    exact += stats.n_rows - stats.n_approximate_rows if setting.attend else 0
+                    yield Row("real", setting.mode, setting.setting, name, len(ids), n_scored,
+                              bits / n_bytes, dense_bits, kl / n_scored, top1 / n_scored,
+                              stats.keys_read / all_keys,
+                              stats.bytes_read / (all_keys * row_bytes), exact / rows,
+                              exact / rows > 0.05)
+
+
+def _bits(log_probabilities: torch.Tensor, targets: torch.Tensor) -> float:
+    return float(-log_probabilities.gather(1, targets[:, None]).sum()) / math.log(2)

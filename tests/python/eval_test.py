@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""kvm-eval: its reader of GGUF against files made here, and its measures on a tiny model.
+
+Needs PyTorch and transformers; skipped (77) without."""
+
+import struct
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+
+try:
+    import torch
+    import transformers
+except ImportError as missing:
+    print(f"skipped: {missing}")
+    sys.exit(77)
+import numpy as np
+
+import kvm
+from kvm.eval import _real
+from kvm.eval._gguf import Gguf, GgufError
+
+
+def string(text):
+    data = text.encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+def make_gguf(metadata, tensors):
+    """tensors: name, shape as NumPy counts, type, bytes."""
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata))
+    for key, kind, value in metadata:
+        head += string(key) + struct.pack("<I", kind) + value
+    offset, body = 0, b""
+    for name, shape, kind, data in tensors:
+        head += string(name) + struct.pack("<I", len(shape))
+        head += struct.pack(f"<{len(shape)}Q", *reversed(shape))
+        head += struct.pack("<IQ", kind, offset)
+        padded = data + bytes(-len(data) % 32)
+        offset += len(padded)
+        body += padded
+    return head + bytes(-len(head) % 32) + body
+
+
+class Reader(unittest.TestCase):
+    def read(self, data):
+        file = tempfile.NamedTemporaryFile(suffix=".gguf")
+        self.addCleanup(file.close)
+        file.write(data)
+        file.flush()
+        return Gguf(Path(file.name))
+
+    def test_all_types(self):
+        random = np.random.default_rng(1)
+        f32 = random.standard_normal((3, 5)).astype("<f4")
+        f16 = random.standard_normal((2, 4)).astype("<f2")
+        scale, least = np.float16(0.25), np.float16(-1.5)
+        levels = random.integers(0, 16, 32)
+        q4 = scale.tobytes() + least.tobytes() + bytes(
+            int(low) | int(high) << 4 for low, high in zip(levels[:16], levels[16:]))
+        steps = random.integers(-128, 128, 64).astype(np.int8)
+        q8 = b"".join(np.float16(s).tobytes() + steps[i * 32:i * 32 + 32].tobytes()
+                      for i, s in enumerate((0.5, 2.0)))
+        file = self.read(make_gguf(
+            [("a.number", 4, struct.pack("<I", 7)), ("a.text", 8, string("grüße")),
+             ("a.list", 9, struct.pack("<IQ", 8, 2) + string("x") + string("y"))],
+            [("f32", (3, 5), 0, f32.tobytes()), ("f16", (2, 4), 1, f16.tobytes()),
+             ("q4", (1, 32), 3, q4), ("q8", (2, 32), 8, q8), ("odd", (32,), 2, bytes(18))]))
+        self.assertEqual(file.metadata, {"a.number": 7, "a.text": "grüße", "a.list": ["x", "y"]})
+        self.assertEqual(list(file), ["f32", "f16", "q4", "q8", "odd"])
+        np.testing.assert_array_equal(file.tensor("f32"), f32)
+        np.testing.assert_array_equal(file.tensor("f16"), f16.astype(np.float32))
+        np.testing.assert_array_equal(file.tensor("q4")[0], levels * 0.25 - 1.5)
+        np.testing.assert_array_equal(
+            file.tensor("q8"), steps.reshape(2, 32).astype(np.float32) * [[0.5], [2.0]])
+        self.assertRaisesRegex(GgufError, "type 2", file.tensor, "odd")
+
+    def test_what_is_no_gguf(self):
+        self.assertRaisesRegex(GgufError, "GGUF", self.read, b"PK\x03\x04" + bytes(60))
+        self.assertRaisesRegex(GgufError, "version 9", self.read,
+                               b"GGUF" + struct.pack("<IQQ", 9, 0, 0) + bytes(40))
+        whole = make_gguf([("a", 8, string("b"))], [("t", (64,), 0, bytes(256))])
+        for n in range(4, 60, 7):
+            self.assertRaises(GgufError, self.read, whole[:n])
+        self.assertRaisesRegex(GgufError, "end of the file",
+                               self.read(whole[:-32]).tensor, "t")
+
+
+class Measures(unittest.TestCase):
+    def test_a_tiny_model(self):
+        torch.manual_seed(0)
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+            hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, vocab_size=97, head_dim=16)).eval()
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.data *= 3
+        ids = torch.randint(0, 97, (600,)).tolist()
+        names = {("exact", "bfloat16"), ("exact", "int8"), ("sampled", "100"),
+                 ("sampled", "768"), ("verified", "(0.1, 0.1)"), ("streaming", "4 + 1020")}
+        chosen = [s for s in _real.SETTINGS if (s.mode, s.setting) in names]
+        with kvm.open_embedded(n_threads=2, capacity=1 << 28) as client:
+            rows = {(r.mode, r.setting): r for r in _real.evaluate(
+                model, client, "random", ids, 40, 20, chosen, lambda text: None)}
+        self.assertEqual(set(rows), names)
+        exact = rows["exact", "bfloat16"]
+        self.assertAlmostEqual(exact.keys_fraction, 1, places=2)
+        self.assertLess(exact.kl, 1e-3)
+        self.assertAlmostEqual(exact.bits_per_byte, exact.dense_bits_per_byte, delta=0.05)
+        self.assertAlmostEqual(rows["exact", "int8"].bytes_fraction, 18 / 32, places=2)
+        few, many = rows["sampled", "100"], rows["sampled", "768"]
+        self.assertLess(few.keys_fraction, 1)
+        self.assertGreaterEqual(few.kl, many.kl)
+        # The window is longer than the text.
+        self.assertLess(rows["streaming", "4 + 1020"].kl, 1e-3)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(2)
+    unittest.main(verbosity=2)
