@@ -20,11 +20,14 @@ import zipfile
 
 def licences(names):
     """{name in the wheel: text} for grafted libraries, as libfmt-1a2b3c4d.so.9.1.0 is one."""
+    files = [re.sub(r"-[0-9a-f]{8}\.so", ".so", pathlib.PurePath(name).name) for name in names]
+    owners = subprocess.run(["dpkg-query", "-S", *(f"*/{file}" for file in files)],
+                            capture_output=True, text=True).stdout
+    packages = {pathlib.PurePath(line.rpartition(": ")[2]).name: line.partition(":")[0]
+                for line in owners.splitlines()}
     found = {}
-    for name in names:
-        file = re.sub(r"-[0-9a-f]{8}\.so", ".so", pathlib.PurePath(name).name)
-        owner = subprocess.run(["dpkg-query", "-S", f"*/{file}"], capture_output=True, text=True)
-        package = owner.stdout.partition(":")[0]
+    for file in files:
+        package = packages.get(file, "")
         path = pathlib.Path("/usr/share/doc", package, "copyright")
         if not package or not path.exists():
             sys.exit(f"finish_wheel.py: {file} goes into the wheel, but no Debian package tells "
@@ -63,7 +66,7 @@ def main(wheel, folder, *arguments):
                         repaired, *arguments, wheel], check=True)
         [path] = pathlib.Path(repaired).glob("*.whl")
         with zipfile.ZipFile(path) as archive:
-            grafted = [n for n in archive.namelist() if n.startswith("kvm.libs/")]
+            grafted = [n for n in archive.namelist() if re.match("kvm.libs/.", n)]
         add_files(path, pathlib.Path(folder, path.name), licences(grafted))
     return 0
 

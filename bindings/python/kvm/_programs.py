@@ -173,7 +173,7 @@ class Daemon:
         if not os.access(program, os.X_OK):
             raise RuntimeError(f"there is no program at {program}")
         # For us alone: it holds the socket, where none is named, and where kvmd says it is ready.
-        folder = tempfile.mkdtemp(prefix="kvm-")
+        self._folder = folder = tempfile.mkdtemp(prefix="kvm-")
         self.socket = os.path.join(folder, "kvmd.sock") if socket is None else os.fspath(socket)
         notify = os.path.join(folder, "ready")
         command = [str(program), f"--socket={self.socket}", *_flags(options)]
@@ -219,10 +219,9 @@ class Daemon:
     def stop(self, timeout: float = _STOP_SECONDS) -> None:
         """Ends kvmd: with SIGTERM, and where it still runs after `timeout` seconds, with SIGKILL.
         Its clients get `kvm.DisconnectedError`. Does nothing the second time."""
-        # detach() gives the call away once, to one thread.
-        if os.getpid() == self._running.owner and (call := self._finalizer.detach()) is not None:
-            _, clean_up, arguments, _ = call
-            clean_up(*arguments, timeout=timeout)
+        # detach() answers once, to one thread.
+        if os.getpid() == self._running.owner and self._finalizer.detach() is not None:
+            _clean_up(self._running, self._folder, timeout)
 
     def __enter__(self) -> Daemon:
         return self
