@@ -14,6 +14,7 @@
 #     [ARGS ...] [ENV NAME=VALUE ...])           # GoogleTest, one ctest entry for the binary
 #   kvm_register_test(NAME COMMAND ...)          # any command, with the same options
 #   kvm_register_python_test(NAME SCRIPT)        # needs packages of packages/python.txt
+#   kvm_register_binding_test(NAME SCRIPT)       # needs the Python binding, too
 #   kvm_add_fuzzer(ring_fuzz ring_fuzz.cc LIBS kvm_ipc)            # libFuzzer, in tests/fuzz
 #   kvm_add_bench(merge_bench merge_bench.cc LIBS kvm_attention)   # Google Benchmark
 #
@@ -198,6 +199,32 @@ endfunction()
 function(kvm_register_python_test name script)
   kvm_register_test(${name} COMMAND "${PROJECT_SOURCE_DIR}/tests/run_in_venv"
                     "${CMAKE_CURRENT_SOURCE_DIR}/${script}" ${ARGN})
+endfunction()
+
+# kvm_register_binding_test(NAME SCRIPT [LABELS ...] [TIMEOUT s] [ENV NAME=VALUE ...])
+# The same with the package kvm of this build (bindings/python); skipped where that was not built.
+# A Python that was not built with AddressSanitizer loads its runtime first; that of C++ too, for
+# exceptions are looked up when it begins. Leaks are not looked for: Python ends with many. There
+# are no such tests under ThreadSanitizer, for which Python itself would have to be built.
+function(kvm_register_binding_test name script)
+  cmake_parse_arguments(PARSE_ARGV 2 arg "" "" "ENV")
+  if(KVM_FUZZ OR KVM_SANITIZE MATCHES "thread"
+     OR (KVM_SANITIZE AND NOT CMAKE_CXX_COMPILER_ID STREQUAL "GNU"))
+    return()
+  endif()
+  list(APPEND arg_ENV "PYTHONPATH=${PROJECT_BINARY_DIR}/python"
+       "KVM_BINDING=${PROJECT_BINARY_DIR}/python/kvm")
+  if(KVM_SANITIZE MATCHES "address")
+    set(preload)
+    foreach(library asan stdc++)
+      execute_process(COMMAND "${CMAKE_CXX_COMPILER}" -print-file-name=lib${library}.so
+                      OUTPUT_VARIABLE path OUTPUT_STRIP_TRAILING_WHITESPACE)
+      list(APPEND preload "${path}")
+    endforeach()
+    list(JOIN preload ":" preload)
+    list(APPEND arg_ENV "KVM_PRELOAD=${preload}" "ASAN_OPTIONS=detect_leaks=0")
+  endif()
+  kvm_register_python_test(${name} ${script} ${arg_UNPARSED_ARGUMENTS} ENV ${arg_ENV})
 endfunction()
 
 # kvm_add_test(NAME FILE... [LIBS ...] [ARGS ...] [LABELS ...] [TIMEOUT s] [ENV NAME=VALUE ...])

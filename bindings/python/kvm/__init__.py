@@ -20,6 +20,7 @@ from ._errors import (CancelledError, DisconnectedError, Error, FullError, Inval
                       WaitTimeoutError)
 from ._objects import (Client, Queue, Sequence, Space, connect, merge, open_embedded, probe_heads)
 from ._params import Codec, Index, Layer, Policy
+from ._programs import Daemon, start_daemon
 from ._records import (Amounts, ClientEntry, ClientInfo, EvictResult, SequenceInfo, SpaceInfo,
                        Stats, UserEntry)
 from ._requests import Item, Request, Step, StepResult, StepStats
@@ -37,11 +38,11 @@ def set_log(listener: _Callable[[LogLevel, str], None] | None) -> None:
 
 __all__ = [
     "NO_LIMIT", "POSITION_END", "Amounts", "CancelledError", "Client", "ClientEntry",
-    "ClientInfo", "Codec", "DisconnectedError", "Dtype", "Error", "Evict", "EvictResult",
-    "Feature", "FullError", "Index", "IndexKind", "InvalidError", "Item", "Layer", "LayerKind",
-    "LogLevel", "Mode", "NotFoundError", "PartialError", "Policy", "Positions", "Proposal",
-    "Queue", "QuotaOf", "RefusedError", "Request", "Retention", "Rope", "Sequence",
-    "SequenceInfo", "Space", "SpaceInfo", "Stats", "Status", "Step", "StepResult", "StepStats",
-    "UnsupportedError", "UserEntry", "WaitTimeoutError", "connect", "merge", "open_embedded",
-    "probe_heads", "set_log",
+    "ClientInfo", "Codec", "Daemon", "DisconnectedError", "Dtype", "Error", "Evict",
+    "EvictResult", "Feature", "FullError", "Index", "IndexKind", "InvalidError", "Item",
+    "Layer", "LayerKind", "LogLevel", "Mode", "NotFoundError", "PartialError", "Policy",
+    "Positions", "Proposal", "Queue", "QuotaOf", "RefusedError", "Request", "Retention",
+    "Rope", "Sequence", "SequenceInfo", "Space", "SpaceInfo", "Stats", "Status", "Step",
+    "StepResult", "StepStats", "UnsupportedError", "UserEntry", "WaitTimeoutError", "connect",
+    "merge", "open_embedded", "probe_heads", "set_log", "start_daemon",
 ]

@@ -67,7 +67,8 @@ def _real(options: argparse.Namespace) -> int:
         for name in texts:
             ids = [model.config.bos_token_id, *tokenizer.encode(_texts.read(name)).ids]
             if len(ids) < options.tokens:
-                raise ValueError(f"the text {name} has {len(ids)} tokens; {options.tokens} are wanted")
+                raise ValueError(f"the text {name} has {len(ids)} tokens; {options.tokens} are "
+                                 "wanted")
             ids = ids[:options.tokens]
             n_bytes = len(tokenizer.decode(ids[-options.scored:]).encode())
             for row in _real.evaluate(model, client, name, ids, n_bytes, options.scored, settings,
