@@ -2,6 +2,7 @@
 #include "bindings/python/src/tensor.h"
 
 #include <algorithm>
+#include <cstring>
 #include <string>
 
 #include <nanobind/ndarray.h>
@@ -161,6 +162,14 @@ Tensor read_array(const Client* client, const Array& array, Layout layout, const
   return read;
 }
 
+bool requires_gradient(nb::handle object) {
+  // NumPy's arrays have no such attribute, and looking for what is not there takes longest.
+  if (std::strcmp(Py_TYPE(object.ptr())->tp_name, "numpy.ndarray") == 0) {
+    return false;
+  }
+  return nb::getattr(object, "requires_grad", nb::handle(Py_False)).is(nb::handle(Py_True));
+}
+
 // Why nothing could be made of `object`: what its own export says, or what it lacks.
 std::string why_not(nb::handle object, bool is_written) {
   try {
@@ -198,6 +207,10 @@ std::string why_not(nb::handle object, bool is_written) {
 Tensor read_tensor(const Client* client, nb::handle object, Layout layout, const Shape& shape) {
   if (object.is_none()) {
     return {};
+  }
+  if (requires_gradient(object)) {
+    refuse(std::string(shape.name) + " requires a gradient, which kvm does not compute; pass " +
+           shape.name + ".detach()");
   }
   Tensor read;
   // Nothing is converted: the copy of an output would go nowhere.
