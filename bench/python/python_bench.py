@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What a call through the Python package costs over the same call in C (c_step.c).
+"""What a call through the Python package costs over the same call in C.
 
 Usage: python_bench.py --include FOLDER --lib FOLDER [--kvmd PATH] [--rounds N] [--json FILE]
 Needs the package kvm on PYTHONPATH and a C compiler. The step is a query of one token over 64
@@ -22,10 +22,82 @@ import numpy
 import kvm
 
 N_STEPS = 2000
+# The step in C. Its argument is a socket ("": an engine in this process). Each line that it reads
+# is a number of steps; it answers the nanoseconds of one.
+C_STEP = r"""
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "kvm.h"
+
+#define CHECK(call)                                         \
+  do {                                                      \
+    if ((call) != KVM_OK) {                                 \
+      fprintf(stderr, "%s: %s\n", #call, kvm_last_error()); \
+      exit(1);                                              \
+    }                                                       \
+  } while (0)
+
+enum { kTokens = 64, kQHeads = 4, kKvHeads = 2, kDim = 16 };
+
+static double now_ns(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (double)t.tv_sec * 1e9 + (double)t.tv_nsec;
+}
+
+int main(int argc, char **argv) {
+  static float keys[kTokens * kKvHeads * kDim];
+  static float q[kQHeads * kDim];
+  static float o[kQHeads * kDim];
+  kvm_client *client = NULL;
+  kvm_queue *queue = NULL;
+  kvm_space_id space = 0;
+  kvm_seq_id seq = 0;
+  if (argc > 1 && argv[1][0] != '\0') {
+    kvm_connect_params params = {.struct_size = sizeof params, .socket_path = argv[1]};
+    CHECK(kvm_connect(&params, &client));
+  } else {
+    kvm_embedded_params params = {.struct_size = sizeof params, .n_threads = 1};
+    CHECK(kvm_open_embedded(&params, &client));
+  }
+  CHECK(kvm_queue_create(client, NULL, &queue));
+  kvm_space_params geometry = {.struct_size = sizeof geometry, .name = "c_step", .n_layers = 1,
+                               .n_q_heads = kQHeads, .n_kv_heads = kKvHeads, .head_dim_k = kDim,
+                               .dtype = KVM_DTYPE_F32};
+  CHECK(kvm_space_register(client, &geometry, &space));
+  CHECK(kvm_seq_create(client, space, NULL, &seq));
+  kvm_item item = {.seq = seq, .n_append = kTokens, .append_position = KVM_POSITION_END,
+                   .query_position = KVM_POSITION_END};
+  kvm_step_params step = {.struct_size = sizeof step, .space = space, .n_items = 1, .items = &item};
+  step.k = step.v = kvm_host_tensor(keys, sizeof keys, KVM_DTYPE_F32);
+  CHECK(kvm_append(queue, &step));
+  memset(&step.k, 0, sizeof step.k);
+  memset(&step.v, 0, sizeof step.v);
+  item.n_append = 0;
+  item.n_query = 1;
+  step.q = kvm_host_tensor(q, sizeof q, KVM_DTYPE_F32);
+  step.o = kvm_host_tensor(o, sizeof o, KVM_DTYPE_F32);
+  long n = 0;
+  while (scanf("%ld", &n) == 1) {
+    const double begin = now_ns();
+    for (long i = 0; i < n; ++i) {
+      kvm_step_stats stats = {.struct_size = sizeof stats};
+      CHECK(kvm_attend(queue, &step, &stats));
+    }
+    printf("%.1f\n", (now_ns() - begin) / (double)n);
+    fflush(stdout);
+  }
+  kvm_client_close(client);
+  return 0;
+}
+"""
 
 
 class InC:
-    """c_step on its way."""
+    """The program C_STEP on its way."""
 
     def __init__(self, program, socket):
         self.process = subprocess.Popen([program, socket], stdin=subprocess.PIPE,
@@ -102,20 +174,22 @@ def main():
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--json")
     arguments = parser.parse_args()
-    here = os.path.dirname(os.path.abspath(__file__))
     results = []
     with tempfile.TemporaryDirectory() as folder:
         program = os.path.join(folder, "c_step")
-        subprocess.run(["cc", "-O2", "-o", program, os.path.join(here, "c_step.c"),
-                        "-I", arguments.include, "-L", arguments.lib, "-lkvm_embedded",
-                        f"-Wl,-rpath,{os.path.abspath(arguments.lib)}"], check=True)
+        subprocess.run(["cc", "-O2", "-x", "c", "-", "-o", program, "-x", "none",
+                        "-I", arguments.include,
+                        "-L", arguments.lib, "-lkvm_embedded",
+                        f"-Wl,-rpath,{os.path.abspath(arguments.lib)}"],
+                       input=C_STEP, text=True, check=True)
         in_c = InC(program, "")
         with kvm.open_embedded(n_threads=1, capacity=64 << 20) as client:
             results += measure("embedded", client, in_c, arguments.rounds)
         in_c.close()
         if arguments.kvmd:
             socket = os.path.join(folder, "kvmd.sock")
-            kvmd = subprocess.Popen([arguments.kvmd, "--socket", socket], stderr=subprocess.DEVNULL)
+            kvmd = subprocess.Popen([arguments.kvmd, "--socket", socket],
+                                    stderr=subprocess.DEVNULL)
             while True:
                 try:
                     client = kvm.connect(socket)

@@ -27,7 +27,8 @@ class Answers:
         oracle = oracle or {}
         seq, k, v = self.prompt(space, n_tokens, layer)
         q = self.normal(n_rows, 4, 16)
-        result = self.client.step(space, layer, [kvm.Item(seq, query=n_rows, **item)], q=q, lse=True)
+        items = [kvm.Item(seq, query=n_rows, **item)]
+        result = self.client.step(space, layer, items, q=q, lse=True)
         o, lse = attention(q, k, v, range(n_tokens - n_rows, n_tokens), **oracle)
         self.assert_close(result.o, o, tolerance)
         self.assert_close(result.lse, lse, tolerance)

@@ -116,7 +116,8 @@ class Torch:
         space = self.space()
         seq, _, _ = self.prompt(space, 3)
         for shape, layout in (((0, 4, 16), "rows"), ((1, 4, 0, 16), "heads")):
-            o = self.client.step(space, 0, [kvm.Item(seq)], q=torch.empty(shape), layout=layout).o
+            q = torch.empty(shape)
+            o = self.client.step(space, 0, [kvm.Item(seq)], q=q, layout=layout).o
             self.assertEqual(tuple(o.shape), shape)
 
     def refused(self, q, *words, o=None):
@@ -137,7 +138,8 @@ class Torch:
         self.assertFalse(o.requires_grad)
 
     def test_tensors_that_are_not_in_host_memory(self):
-        self.refused(torch.empty(1, 4, 16, device="meta"), "q is a torch.Tensor", "host memory", "meta")
+        q = torch.empty(1, 4, 16, device="meta")
+        self.refused(q, "q is a torch.Tensor", "host memory", "meta")
 
     def test_tensors_that_are_no_plain_memory(self):
         self.refused(torch.randn(1, 4, 16).to_sparse(), "q is a torch.Tensor", "strided")

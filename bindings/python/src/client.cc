@@ -117,8 +117,7 @@ nb::object make_bytes(Client& client, uint64_t size) {
   auto owned = std::make_unique<Owned>();
   client.call([](kvm_client* /*client*/) { return KVM_OK; });  // it is open, and of this process
   if (client.is_embedded()) {
-    owned->data = size > PTRDIFF_MAX - 64 ? nullptr
-                                          : std::aligned_alloc(64, (size + 63) / 64 * 64);
+    owned->data = size > PTRDIFF_MAX - 64 ? nullptr : std::aligned_alloc(64, (size + 63) / 64 * 64);
     if (owned->data == nullptr) {
       throw StatusError{KVM_ERR_NO_MEMORY,
                         "the machine has refused " + std::to_string(size) + " bytes"};

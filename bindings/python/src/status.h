@@ -22,8 +22,8 @@ void check(kvm_status status);
 // A call that the binding itself refuses.
 [[noreturn]] void refuse(std::string message);
 
-// An Unlocked is a scope without the GIL. At its end, when no lock is held any more, the listener of
-// set_log hears what the library has said: Python may collect garbage there, and so use kvm.
+// An Unlocked is a scope without the GIL. At its end, when no lock is held any more, the listener
+// of set_log hears what the library has said: Python may collect garbage there, and so use kvm.
 // A thread that comes back to an interpreter which has ended stays here: there is nothing to
 // return to. REQUIRES: the GIL.
 class Unlocked {

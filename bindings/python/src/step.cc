@@ -68,8 +68,7 @@ class Side {
              std::to_string(first_.n_entries) + " and " + std::to_string(first_.n_layers));
     }
     if (!is_first_ && read.entry_rows != first_.entry_rows) {
-      refuse(std::string("the items of ") + shape.name +
-             " lie " + std::to_string(read.entry_rows) +
+      refuse(std::string("the items of ") + shape.name + " lie " + std::to_string(read.entry_rows) +
              " of its tokens apart, those of the array before it " +
              std::to_string(first_.entry_rows) +
              "; the two must agree (make both contiguous, or neither)");
@@ -138,10 +137,8 @@ std::shared_ptr<Request> make_step(std::shared_ptr<Client> client, uint64_t spac
   auto& params = request->step;
   params = sized<kvm_step_params>();
   Side kv(request.get(), layout);
-  params.k =
-      kv.add(k, {.name = "k", .n_heads = n_kv_heads, .dim = dim_k, .may_have_layers = true});
-  params.v =
-      kv.add(v, {.name = "v", .n_heads = n_kv_heads, .dim = dim_v, .may_have_layers = true});
+  params.k = kv.add(k, {.name = "k", .n_heads = n_kv_heads, .dim = dim_k, .may_have_layers = true});
+  params.v = kv.add(v, {.name = "v", .n_heads = n_kv_heads, .dim = dim_v, .may_have_layers = true});
   Side rows(request.get(), layout);
   params.q = rows.add(q, {.name = "q", .n_heads = n_q_heads, .dim = dim_k});
   params.o = rows.add(o, {.name = "o", .n_heads = n_q_heads, .dim = dim_v, .is_written = true});
@@ -158,8 +155,7 @@ std::shared_ptr<Request> make_step(std::shared_ptr<Client> client, uint64_t spac
     const Item& item = nb::cast<const Item&>(object);
     kvm_item placed = item.item;
     const size_t index = request->items.size();
-    placed.append_row =
-        kv.place(index, placed.append_row, placed.n_append, &next_append, "k or v");
+    placed.append_row = kv.place(index, placed.append_row, placed.n_append, &next_append, "k or v");
     placed.query_row = rows.place(index, placed.query_row, placed.n_query, &next_query, "q");
     placed.range_begin = static_cast<uint32_t>(request->ranges.size());
     placed.n_ranges = static_cast<uint32_t>(item.ranges.size());
