@@ -19,7 +19,7 @@ import numpy
 import kvm
 from rig import PACKAGE, Daemon, Rig, attention, daemon, open_client, over_both
 
-LONG = 4096  # rows: about a second of one thread and more
+LONG = 2048  # rows: long enough for what must happen meanwhile
 
 
 class Slow:

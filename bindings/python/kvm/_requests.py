@@ -131,7 +131,7 @@ class Step:
                  statistics: bool = True, deadline_ns: int = 0) -> None:
         if layout not in ("rows", "heads"):
             raise ValueError(f"layout is {layout!r}; it must be 'rows' or 'heads'")
-        flags = StepFlag.F32_VALUES if f32_values else 0
+        flags = int(StepFlag.F32_VALUES) if f32_values else 0
         if not statistics:
             flags |= StepFlag.NO_STATISTICS
         self._items = tuple(items)
@@ -140,8 +140,8 @@ class Step:
             self._request = _native.make_step(
                 space.client._native, space.id, layer, n_q_heads, n_kv_heads, space.head_dim_k,
                 space.head_dim_v, [item._native for item in self._items], k, v, q, o, lse, err,
-                layout == "heads", int(flags), int(mode), int(proposal), scale, eps, delta, budget,
-                seed, deadline_ns)
+                layout == "heads", flags, mode, proposal, scale, eps, delta, budget, seed,
+                deadline_ns)
         except TypeError:
             _check_numbers(32, layer=layer)
             _check_numbers(64, budget=budget, seed=seed, deadline_ns=deadline_ns)
