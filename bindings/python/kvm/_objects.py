@@ -15,7 +15,7 @@ from typing import Any, Self, TypeVar
 
 from . import _native
 from ._constants import (EVICT_DISCONNECT, POSITION_END, Dtype, Evict, ListFlag, Mode, Proposal,
-                         QuotaOf, Rope, SequenceFlag)
+                         QuotaOf, Rope, SequenceFlag, Status)
 from ._errors import Error
 from ._params import Codec, Index, Layer, Policy, dtype_of
 from ._records import (Amounts, ClientEntry, ClientInfo, EvictResult, SequenceInfo, SpaceInfo,
@@ -62,8 +62,10 @@ class Client:
 
     def __init__(self, native: _native.Client) -> None:
         self._native = native
-        self._idle_queues: list[Queue] = []
-        self._frees: Queue | None = None
+        # Without their Queue, which would keep the client alive.
+        self._idle_queues: list[_native.Queue] = []
+        self._frees: dict[int, _native.Queue] = {}  # at most one
+        self._orphans: list[_native.Flight] = []
         self._pid = os.getpid()
         _clients.add(self)
 
@@ -75,26 +77,23 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Frees the client's sequences and closes it; what its queues were asked for ends."""
-        queues, self._idle_queues = self._idle_queues, []
-        if self._frees is not None:
-            queues.append(self._frees)
-            self._frees = None
-        for queue in queues:
-            queue.close()
+        """Frees the client's sequences and closes it. Its queues are closed first: requests that
+        have not begun are cancelled. What lies in arrays of `empty` can still be read."""
         self._native.close()
+        self._idle_queues = []
+        self._frees.clear()
+        self._orphans = []
 
     def reconnect(self) -> None:
         """Connects again after kvmd has gone. Close queues and let go of arrays of `empty` first.
 
         Sequences of the old connection are gone, and spaces must be registered again.
         """
-        for queue in self._idle_queues:
+        for queue in [*self._idle_queues, *self._frees.values()]:
             queue.close()
         self._idle_queues = []
-        if self._frees is not None:
-            self._frees.close()
-            self._frees = None
+        self._frees.clear()
+        self._orphans = []
         self._native.reconnect()
 
     @property
@@ -237,13 +236,13 @@ class Client:
     def _borrow(self) -> Iterator[Queue]:
         """A queue for one call; each thread gets its own."""
         try:
-            queue = self._idle_queues.pop()
+            native = self._idle_queues.pop()
         except IndexError:
-            queue = self.create_queue()
+            native = _native.Queue(self._native, 0, 0)
         try:
-            yield queue
+            yield Queue(self, native)
         finally:
-            self._idle_queues.append(queue)
+            self._idle_queues.append(native)
 
     def step(self, space: Space, layer: int, items: Iterable[Item], **arguments: Any) -> StepResult:
         """`Queue.step` on a queue that the client keeps."""
@@ -254,12 +253,27 @@ class Client:
         """Frees a sequence whose handle is gone, without waiting for it."""
         if self._pid != os.getpid() or self._native.is_closed:
             return
+        self._sweep()
         with contextlib.suppress(Error):
-            if self._frees is None:
-                self._frees = self.create_queue()
-            native = self._frees._native
-            native.poll()
-            native.start(_native.make_verb(self._native, _native.Verb.FREE, seq, 0, 0, 0), True)
+            if not self._frees:
+                self._frees.setdefault(0, _native.Queue(self._native, 0, 0))
+            queue = self._frees[0]
+            queue.start(_native.make_verb(self._native, _native.Verb.FREE, seq, 0, 0, 0), True)
+            queue.poll()
+
+    def _abandon(self, flight: _native.Flight) -> None:
+        """Frees the sequence that nobody will ask a request for, once it is there."""
+        self._orphans.append(flight)
+        self._sweep()
+
+    def _sweep(self) -> None:
+        orphans, self._orphans = self._orphans, []
+        for orphan in orphans:
+            if not orphan.is_done:
+                self._orphans.append(orphan)
+            elif orphan.status == Status.OK and orphan.seq != 0:
+                self._free_later(orphan.seq)
+
 
     # --- Administration ---------------------------------------------------------------------------
 
@@ -412,7 +426,7 @@ class Queue:
     def __init__(self, client: Client, native: _native.Queue) -> None:
         self.client = client
         self._native = native
-        self._watched: dict[_native.Flight, asyncio.Future[None]] = {}
+        self._watchers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Watcher] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -424,6 +438,8 @@ class Queue:
     def close(self) -> None:
         """Cancels what was not begun, waits for the rest, and gives the queue back."""
         self._native.close()
+        for watcher in [] if self._watchers is None else list(self._watchers.values()):
+            watcher.look_soon()
 
     def fileno(self) -> int:
         """A descriptor that polls readable when something is done; -1: the service has none."""
@@ -484,14 +500,19 @@ class Queue:
 
     def _prepare(self, space: Space, layer: int, items: Iterable[Item], k: Any, v: Any, q: Any,
                  o: Any, lse: Any, err: Any, layout: Layout, arguments: dict[str, Any]) -> Step:
-        if q is not None:
-            shape = tuple(q.shape)
+        if q is not None and (o is None or lse is True or err is True):
+            shape = tuple(getattr(q, "shape", ()))
+            tokens_first = False
+            if layout == "heads" and len(shape) == 4 and shape[0] > 1 and shape[2] > 1:
+                tokens_first, is_other = _token_order(q if o is None else o)
+                if is_other:  # rows of new arrays could not be counted as q's
+                    q = q.contiguous() if hasattr(q, "contiguous") else q.copy()
             if o is None:
-                o = _new_like(q, (*shape[:-1], space.head_dim_v), None)
+                o = _new_like(q, (*shape[:-1], space.head_dim_v), None, tokens_first)
             if lse is True:
-                lse = _new_like(q, shape[:-1], "float32")
+                lse = _new_like(q, shape[:-1], "float32", tokens_first)
             if err is True:
-                err = _new_like(q, (*shape[:-1], 2), "float32")
+                err = _new_like(q, (*shape[:-1], 2), "float32", tokens_first)
         return Step(space, layer, items, k=k, v=v, q=q, o=o, lse=lse, err=err, layout=layout,
                     **arguments)
 
@@ -537,35 +558,36 @@ class Queue:
                               ) -> Request[Sequence]:
         """Starts what `Space.create_sequence` waits for."""
         flags = int(SequenceFlag.MANUAL_COMMIT) if manual_commit else 0
-        return self._verb(_native.Verb.CREATE, space.id, _sequence_in(space), flags=flags,
-                          reserve=reserve)
+        request = _native.make_verb(self.client._native, _native.Verb.CREATE, space.id, 0, flags,
+                                    reserve)
+        return _SequenceRequest(self, self._native.start(request, True), _sequence_in(space))
 
     def fork_async(self, seq: Sequence, n_tokens: int | None = None) -> Request[Sequence]:
         """Starts what `Sequence.fork` waits for."""
         at = POSITION_END if n_tokens is None else n_tokens
-        return self._verb(_native.Verb.FORK, seq.id, _sequence_in(seq.space), at)
+        request = _native.make_verb(self.client._native, _native.Verb.FORK, seq.id, at, 0, 0)
+        return _SequenceRequest(self, self._native.start(request, True), _sequence_in(seq.space))
 
     def truncate_async(self, seq: Sequence, n_tokens: int) -> Request[None]:
         """Starts what `Sequence.truncate` waits for."""
-        return self._verb(_native.Verb.TRUNCATE, seq.id, _nothing, n_tokens)
+        return self._verb(_native.Verb.TRUNCATE, seq.id, n_tokens)
 
     def commit_async(self, seq: Sequence, n_tokens: int | None = None) -> Request[None]:
         """Starts what `Sequence.commit` waits for."""
         at = POSITION_END if n_tokens is None else n_tokens
-        return self._verb(_native.Verb.COMMIT, seq.id, _nothing, at)
+        return self._verb(_native.Verb.COMMIT, seq.id, at)
 
     def free_async(self, seq: Sequence) -> Request[None]:
         """Starts what `Sequence.free` waits for."""
-        return self._verb(_native.Verb.FREE, seq.detach(), _nothing)
+        return self._verb(_native.Verb.FREE, seq.detach())
 
     def nop_async(self) -> Request[None]:
         """Does nothing, and completes."""
-        return self._verb(_native.Verb.NOP, 0, _nothing)
+        return self._verb(_native.Verb.NOP, 0)
 
-    def _verb(self, verb: _native.Verb, id: int, finish: Callable[[_native.Flight], _E],
-              n_tokens: int = 0, flags: int = 0, reserve: int = 0) -> Request[_E]:
-        request = _native.make_verb(self.client._native, verb, id, n_tokens, flags, reserve)
-        return Request(self, self._native.start(request, True), finish)
+    def _verb(self, verb: _native.Verb, id: int, n_tokens: int = 0) -> Request[None]:
+        request = _native.make_verb(self.client._native, verb, id, n_tokens, 0, 0)
+        return Request(self, self._native.start(request, True), _nothing)
 
     # --- Event loops ------------------------------------------------------------------------------
 
@@ -578,25 +600,84 @@ class Queue:
         if fd < 0:
             await loop.run_in_executor(None, self._native.wait, flight, 2**64 - 1)
             return
-        future: asyncio.Future[None] = loop.create_future()
-        if not self._watched:
-            loop.add_reader(fd, self._look, loop, fd)
-        self._watched[flight] = future
-        try:
-            # Another thread may take the completion: then nothing more makes the loop look.
-            while not future.done():
-                self._look(loop, fd)
-                await asyncio.wait((future,), timeout=0.2)
-        finally:
-            self._watched.pop(flight, None)
-            if not self._watched:
-                loop.remove_reader(fd)
+        if self._watchers is None:
+            self._watchers = weakref.WeakKeyDictionary()
+        watcher = self._watchers.get(loop)
+        if watcher is None:
+            watcher = self._watchers[loop] = _Watcher(self._native, loop)
+        await watcher.wait(flight, fd)
 
-    def _look(self, loop: asyncio.AbstractEventLoop, fd: int) -> None:
-        self._native.poll()
-        for flight, future in self._watched.items():
-            if flight.is_done and not future.done():
-                future.set_result(None)
+
+class _Watcher:
+    """What lets the tasks of one event loop wait for requests of one queue."""
+
+    # Another thread, or another loop, may take the completion: then nothing makes this loop look.
+    LOOK_AGAIN = 0.1
+
+    def __init__(self, queue: _native.Queue, loop: asyncio.AbstractEventLoop) -> None:
+        self._queue = queue
+        self._loop = weakref.ref(loop)
+        self._futures: dict[_native.Flight, list[asyncio.Future[None]]] = {}
+        self._fd = -1
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def wait(self, flight: _native.Flight, fd: int) -> None:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
+        if not self._futures:
+            # Its own descriptor: that of the queue may be closed, and its number used again.
+            self._fd = os.dup(fd)
+            loop.add_reader(self._fd, self._look)
+            self._timer = loop.call_later(self.LOOK_AGAIN, self._look_again)
+        self._futures.setdefault(flight, []).append(future)
+        try:
+            if len(self._futures) == 1:
+                self._look()
+            await future
+        finally:
+            waiting = self._futures[flight]
+            waiting.remove(future)
+            if not waiting:
+                del self._futures[flight]
+            if not self._futures:
+                loop.remove_reader(self._fd)
+                os.close(self._fd)
+                if self._timer is not None:
+                    self._timer.cancel()
+
+    def look_soon(self) -> None:
+        """From any thread."""
+        loop = self._loop()
+        if loop is not None:
+            with contextlib.suppress(RuntimeError):  # it is closed
+                loop.call_soon_threadsafe(self._look)
+
+    def _look_again(self) -> None:
+        loop = self._loop()
+        if self._futures and loop is not None:
+            self._timer = loop.call_later(self.LOOK_AGAIN, self._look_again)
+            self._look()
+
+    def _look(self) -> None:
+        self._queue.poll()
+        for flight, futures in self._futures.items():
+            if flight.is_done:
+                for future in futures:
+                    if not future.done():
+                        future.set_result(None)
+
+
+class _SequenceRequest(Request[Sequence]):
+    """A request that makes a sequence: it is freed where nobody asks for it."""
+
+    __slots__ = ()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_values", True):
+            self._queue.client._abandon(self._flight)
+
+    def _drop(self, value: Sequence) -> None:
+        value.detach()
 
 
 def _nothing(flight: _native.Flight) -> None:
@@ -607,9 +688,24 @@ def _sequence_in(space: Space) -> Callable[[_native.Flight], Sequence]:
     return lambda flight: Sequence(space, flight.seq)
 
 
-def _new_like(array: Any, shape: tuple[int, ...], dtype: str | None) -> Any:
-    """A new array of the framework of `array`."""
-    if type(array).__module__.partition(".")[0] == "torch":
+def _token_order(array: Any) -> tuple[bool, bool]:
+    """Of [item, head, token, channel]: whether it lies as a contiguous [item, token, head, channel]
+    that was transposed; and whether items are so far apart as in neither that nor the packed order.
+    """
+    strides = array.stride() if callable(getattr(array, "stride", None)) else array.strides
+    _, n_heads, n_tokens, _ = array.shape
+    per_item = strides[0] / strides[2] if strides[2] else 0
+    tokens_first = n_heads > 1 and per_item == n_tokens
+    return tokens_first, not tokens_first and per_item != n_heads * n_tokens
+
+
+def _new_like(array: Any, shape: tuple[int, ...], dtype: str | None,
+              tokens_first: bool = False) -> Any:
+    """A new array of the framework of `array`; tokens_first: in the order of `_token_order`."""
+    if tokens_first:
+        turned = (shape[0], shape[2], shape[1], *shape[3:])
+        return _new_like(array, turned, dtype).swapaxes(1, 2)
+    if type(array).__module__.partition(".")[0] == "torch" or hasattr(array, "requires_grad"):
         import torch
         return torch.empty(shape, dtype=getattr(torch, dtype) if dtype else array.dtype)
     import numpy

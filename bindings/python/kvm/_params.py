@@ -15,7 +15,8 @@ _DTYPES = {
     "float16": Dtype.F16, "f16": Dtype.F16, "fp16": Dtype.F16,
     "bfloat16": Dtype.BF16, "bf16": Dtype.BF16,
     "int8": Dtype.I8, "i8": Dtype.I8,
-    "float8_e4m3": Dtype.F8E4M3, "fp8": Dtype.F8E4M3, "f8e4m3": Dtype.F8E4M3,
+    "float8_e4m3": Dtype.F8E4M3, "float8_e4m3fn": Dtype.F8E4M3, "fp8": Dtype.F8E4M3,
+    "f8e4m3": Dtype.F8E4M3,
 }
 
 

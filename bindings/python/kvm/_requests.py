@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Generator, Iterable, Sequence as Series
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from . import _native
 from ._constants import ItemFlag, Mode, Proposal, Status, StepFlag
+from ._errors import InvalidError
 
 if TYPE_CHECKING:
     from ._objects import Queue, Sequence, Space
@@ -28,9 +30,10 @@ class Item:
               `exclude_ranges` those that are not seen.
     causal:   whether a row sees positions up to its own only.
     tree:     a word for each query row; bit i says that it sees the token of row i.
+    It keeps the sequence alive.
     """
 
-    __slots__ = ("_native",)
+    __slots__ = ("_native", "_seq")
 
     def __init__(self, seq: Sequence | int, append: int = 0, query: int = 0, *,
                  append_position: int | None = None, query_position: int | None = None,
@@ -40,11 +43,35 @@ class Item:
         flags = 0 if causal else ItemFlag.NOT_CAUSAL
         if exclude_ranges:
             flags |= ItemFlag.EXCLUDE_RANGES
-        self._native = _native.Item(
-            seq if isinstance(seq, int) else seq.id, append, query, append_position,
-            query_position, append_row, query_row,
-            None if ranges is None else list(ranges), None if tree is None else list(tree),
-            int(flags))
+        self._seq = seq
+        try:
+            self._native = _native.Item(
+                seq if isinstance(seq, int) else seq.id, append, query, append_position,
+                query_position, append_row, query_row,
+                None if ranges is None else list(ranges), None if tree is None else list(tree),
+                int(flags))
+        except TypeError:
+            _check_numbers(32, append=append, query=query, append_row=append_row,
+                           query_row=query_row)
+            _check_numbers(64, append_position=append_position, query_position=query_position)
+            for begin, end in ranges or ():
+                _check_numbers(64, ranges=begin)
+                _check_numbers(64, ranges=end)
+            for word in tree or ():
+                _check_numbers(64, tree=word)
+            raise
+
+
+def _check_numbers(n_bits: int, **numbers: Any) -> None:
+    """Says which of the numbers of a call that was refused does not fit; None fits."""
+    for name, number in numbers.items():
+        try:
+            fits = number is None or 0 <= operator.index(number) < 2**n_bits
+        except TypeError:
+            raise TypeError(f"{name} is {number!r}; it must be a whole number") from None
+        if not fits:
+            raise InvalidError(Status.INVALID, f"{name} is {number}; it must be a whole number "
+                               f"from 0 to 2**{n_bits} - 1")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,10 +117,11 @@ class Step:
     """A step whose arrays and items are read once, to be run as often as wanted.
 
     A loop that decodes into the same arrays makes one for each layer, and saves what looking at
-    arrays costs. See `Queue.step` for the parameters. Immutable; it keeps its arrays alive.
+    arrays costs. See `Queue.step` for the parameters; outputs must be given. Immutable; it keeps
+    its arrays and sequences alive.
     """
 
-    __slots__ = ("_request", "err", "lse", "o", "space")
+    __slots__ = ("_items", "_request", "err", "lse", "o", "space")
 
     def __init__(self, space: Space, layer: int, items: Iterable[Item], *, k: Any = None,
                  v: Any = None, q: Any = None, o: Any = None, lse: Any = None, err: Any = None,
@@ -103,15 +131,21 @@ class Step:
                  statistics: bool = True, deadline_ns: int = 0) -> None:
         if layout not in ("rows", "heads"):
             raise ValueError(f"layout is {layout!r}; it must be 'rows' or 'heads'")
-        flags = StepFlag.F32_VALUES if f32_values else 0
+        flags = int(StepFlag.F32_VALUES) if f32_values else 0
         if not statistics:
             flags |= StepFlag.NO_STATISTICS
+        self._items = tuple(items)
         n_q_heads, n_kv_heads = space._heads(layer)
-        self._request = _native.make_step(
-            space.client._native, space.id, layer, n_q_heads, n_kv_heads, space.head_dim_k,
-            space.head_dim_v, [item._native for item in items], k, v, q, o, lse, err,
-            layout == "heads", int(flags), int(mode), int(proposal), scale, eps, delta, budget,
-            seed, deadline_ns)
+        try:
+            self._request = _native.make_step(
+                space.client._native, space.id, layer, n_q_heads, n_kv_heads, space.head_dim_k,
+                space.head_dim_v, [item._native for item in self._items], k, v, q, o, lse, err,
+                layout == "heads", flags, mode, proposal, scale, eps, delta, budget, seed,
+                deadline_ns)
+        except TypeError:
+            _check_numbers(32, layer=layer)
+            _check_numbers(64, budget=budget, seed=seed, deadline_ns=deadline_ns)
+            raise
         self.space = space
         self.o = o
         self.lse = lse
@@ -124,14 +158,14 @@ class Request(Generic[T]):
     Its arrays stay alive, and must not be changed, until it is done.
     """
 
-    __slots__ = ("_flight", "_finish", "_queue", "_value")
+    __slots__ = ("_flight", "_finish", "_queue", "_values")
 
     def __init__(self, queue: Queue, flight: _native.Flight,
                  finish: Callable[[_native.Flight], T]) -> None:
         self._queue = queue
         self._flight = flight
-        self._finish: Callable[[_native.Flight], T] | None = finish
-        self._value: T | None = None
+        self._finish = finish
+        self._values: dict[int, T] = {}  # at most one
 
     def done(self) -> bool:
         """Whether it has ended, well or not. Looks at nothing: see `Queue.poll`."""
@@ -157,10 +191,14 @@ class Request(Generic[T]):
         if not self.wait(timeout):
             raise TimeoutError(f"the request was not done within {timeout} s")
         self._flight.check()
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
-            self._value = finish(self._flight)
-        return self._value  # type: ignore[return-value]
+        if not self._values:
+            value = self._finish(self._flight)
+            if self._values.setdefault(0, value) is not value:
+                self._drop(value)  # another thread was faster
+        return self._values[0]
+
+    def _drop(self, value: T) -> None:
+        """Lets go of a second value of the request."""
 
     def __await__(self) -> Generator[Any, None, T]:
         return self._wait_in_loop().__await__()

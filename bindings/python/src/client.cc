@@ -13,6 +13,7 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
+#include "bindings/python/src/queue.h"
 #include "bindings/python/src/records.h"
 
 namespace nb = nanobind;
@@ -114,8 +115,9 @@ struct Owned {
 
 nb::object make_bytes(Client& client, uint64_t size) {
   auto owned = std::make_unique<Owned>();
+  client.call([](kvm_client* /*client*/) { return KVM_OK; });  // it is open, and of this process
   if (client.is_embedded()) {
-    owned->data = std::aligned_alloc(64, (size + 63) / 64 * 64);
+    owned->data = size > PTRDIFF_MAX - 64 ? nullptr : std::aligned_alloc(64, (size + 63) / 64 * 64);
     if (owned->data == nullptr) {
       throw StatusError{KVM_ERR_NO_MEMORY,
                         "the machine has refused " + std::to_string(size) + " bytes"};
@@ -137,30 +139,6 @@ nb::object make_bytes(Client& client, uint64_t size) {
   return nb::cast(nb::ndarray<nb::array_api, uint8_t, nb::ndim<1>>(data, 1, shape, owner));
 }
 
-nb::object log_callback;  // never destroyed: a message may come at any time
-
-void log_message(int level, const char* message, void* /*user*/) {
-  if (!Py_IsInitialized()) {
-    return;
-  }
-  const nb::gil_scoped_acquire locked;
-  // An exception of the listener would end up in a call that has nothing to do with it.
-  try {
-    log_callback(level, message);
-  } catch (nb::python_error& failed) {
-    failed.discard_as_unraisable("kvm.set_log");
-  }
-}
-
-void set_log(nb::object callback) {
-  if (callback.is_none()) {
-    kvm_set_log_callback(nullptr, nullptr);
-    return;
-  }
-  log_callback = std::move(callback);
-  kvm_set_log_callback(log_message, nullptr);
-}
-
 }  // namespace
 
 uint32_t fork_generation() { return n_forks.load(std::memory_order_relaxed); }
@@ -175,8 +153,20 @@ Arena::Arena(kvm_arena* arena, uint64_t size) : arena_(arena), size_(size) {
 }
 
 Arena::~Arena() {
-  if (generation_ == fork_generation()) {
+  if (generation_ != fork_generation()) {
+    return;
+  }
+  if (PyGILState_Check() != 0) {
+    const Unlocked unlocked;  // kvmd is told
     kvm_arena_destroy(arena_);
+  } else {
+    kvm_arena_destroy(arena_);
+  }
+}
+
+void Arena::free(const kvm_buffer& buffer) {
+  if (generation_ == fork_generation()) {
+    kvm_arena_free(arena_, buffer);
   }
 }
 
@@ -207,7 +197,7 @@ std::shared_ptr<Client> Client::connect(const std::optional<std::string>& socket
   params.timeout_ns = timeout_ns;
   kvm_client* client = nullptr;
   {
-    nb::gil_scoped_release unlocked;
+    const Unlocked unlocked;
     check(kvm_connect(&params, &client));
   }
   return std::make_shared<Client>(client);
@@ -219,7 +209,7 @@ std::shared_ptr<Client> Client::open_embedded(uint32_t n_threads, uint64_t capac
   params.host_capacity_bytes = capacity_bytes;
   kvm_client* client = nullptr;
   {
-    nb::gil_scoped_release unlocked;
+    const Unlocked unlocked;
     check(kvm_open_embedded(&params, &client));
   }
   return std::make_shared<Client>(client);
@@ -234,7 +224,7 @@ Client::Client(kvm_client* client) : client_(client) {
 }
 
 Client::~Client() {
-  nb::gil_scoped_release unlocked;
+  const Unlocked unlocked;
   if (generation_ == fork_generation()) {
     kvm_client_close(client_);
   }
@@ -244,24 +234,47 @@ Client::Use::Use(Client* client) {
   if (client->generation_ != fork_generation()) {
     throw StatusError{KVM_ERR_FORKED, "the client belongs to the parent of this process"};
   }
-  lock_ = std::shared_lock(client->mutex_);
-  client_ = client->client_;
+  if (!client->is_closed()) {  // else close() would wait for calls that begin all the time
+    lock_ = std::shared_lock(client->mutex_);
+    client_ = client->client_;
+  }
   if (client_ == nullptr) {
     throw StatusError{KVM_ERR_DISCONNECTED, "the client is closed"};
   }
 }
 
 void Client::close() {
-  nb::gil_scoped_release unlocked;
+  Queue::Done done;
+  const Unlocked unlocked;
   if (generation_ != fork_generation()) {
     return;
   }
+  is_closed_.store(true, std::memory_order_release);
   const std::unique_lock lock(mutex_);
+  {
+    const std::lock_guard queues_lock(queues_mutex_);
+    for (Queue* queue : queues_) {
+      queue->end(&done);
+    }
+  }
   kvm_client_close(std::exchange(client_, nullptr));
 }
 
+void Client::add_queue(Queue* queue) {
+  const std::lock_guard lock(queues_mutex_);
+  queues_.push_back(queue);
+}
+
+void Client::remove_queue(Queue* queue) {
+  const std::lock_guard lock(queues_mutex_);
+  std::erase(queues_, queue);
+}
+
 void Client::reconnect() {
-  nb::gil_scoped_release unlocked;
+  if (generation_ == fork_generation()) {
+    spare_.reset();
+  }
+  const Unlocked unlocked;
   if (generation_ != fork_generation()) {
     throw StatusError{KVM_ERR_FORKED, "the client belongs to the parent of this process"};
   }
@@ -281,10 +294,15 @@ Client::Piece Client::alloc(uint64_t size) {
       return {arena, buffer};
     }
   }
+  if (size > max_arena_bytes_) {
+    throw StatusError{KVM_ERR_LIMIT, "the array has " + std::to_string(size) +
+                                         " bytes; max_arena_bytes is " +
+                                         std::to_string(max_arena_bytes_)};
+  }
   auto params = sized<kvm_arena_params>();
   // Room for the arena's own lists beside a buffer that fills it.
   params.size =
-      std::max(size + size / 64 + (uint64_t{1} << 16), std::min(kArenaBytes, max_arena_bytes_));
+      std::min(max_arena_bytes_, std::max(size + size / 64 + (uint64_t{1} << 16), kArenaBytes));
   kvm_arena* raw = nullptr;
   call([&](kvm_client* c) { return kvm_arena_create(c, &params, &raw); });
   auto arena = std::make_shared<Arena>(raw, params.size);
@@ -293,7 +311,9 @@ Client::Piece Client::alloc(uint64_t size) {
     throw StatusError{KVM_ERR_NO_SPACE, kvm_last_error()};
   }
   arenas_.push_back(arena);
-  newest_ = arena;
+  if (params.size <= kArenaBytes) {
+    spare_ = arena;
+  }
   return {arena, buffer};
 }
 
@@ -445,7 +465,6 @@ void register_client(nb::module_& module) {
           },
           nb::arg("params"))
       .def("make_bytes", make_bytes, nb::arg("size"));
-  module.def("set_log", set_log, nb::arg("callback").none());
 }
 
 }  // namespace kvm::python

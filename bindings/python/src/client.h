@@ -36,7 +36,7 @@ class Arena {
   Arena& operator=(const Arena&) = delete;
   // kind NONE: no room.
   kvm_buffer alloc(uint64_t size);
-  void free(const kvm_buffer& buffer) { kvm_arena_free(arena_, buffer); }
+  void free(const kvm_buffer& buffer);
   void* data(const kvm_buffer& buffer) { return kvm_arena_data(arena_, buffer); }
   // The buffer of `size` bytes at `address`; kind NONE: they are not in the arena.
   kvm_buffer find(const void* address, uint64_t size) const;
@@ -48,6 +48,8 @@ class Arena {
   uint64_t begin_ = 0;  // address of its first byte
   uint32_t generation_ = fork_generation();
 };
+
+class Queue;
 
 class Client {
  public:
@@ -61,17 +63,22 @@ class Client {
   Client& operator=(const Client&) = delete;
 
   bool is_embedded() const { return is_embedded_; }
-  // Idempotent. REQUIRES: the GIL.
+  // Ends the queues first: who waits for a request of theirs sees it cancelled. Idempotent.
+  // REQUIRES: the GIL.
   void close();
-  bool is_closed() const { return client_ == nullptr; }
+  bool is_closed() const { return is_closed_.load(std::memory_order_acquire); }
+  // REQUIRES: the GIL.
   void reconnect();
+  // Queues that close() ends. add: within call().
+  void add_queue(Queue* queue);
+  void remove_queue(Queue* queue);
 
   // Calls f(kvm_client *) without the GIL and throws what it answers. REQUIRES: the GIL.
   template <typename F>
   void call(const F& f) {
     StatusError error;
     {
-      nanobind::gil_scoped_release unlocked;
+      const Unlocked unlocked;
       const Use use(this);
       error.status = f(use.client());
       if (error.status != KVM_OK) {
@@ -92,7 +99,7 @@ class Client {
 
    private:
     std::shared_lock<std::shared_mutex> lock_;
-    kvm_client* client_;
+    kvm_client* client_ = nullptr;
   };
 
   // Memory that the service reads and writes without a copy. REQUIRES: the GIL.
@@ -111,9 +118,12 @@ class Client {
   bool is_embedded_ = false;
   uint64_t max_arena_bytes_ = 0;
   uint32_t generation_ = fork_generation();
+  std::atomic<bool> is_closed_{false};
   std::shared_mutex mutex_;
+  std::mutex queues_mutex_;  // taken after mutex_, before that of a queue
+  std::vector<Queue*> queues_;
   std::vector<std::weak_ptr<Arena>> arenas_;
-  std::shared_ptr<Arena> newest_;  // stays, so that not every tensor makes one
+  std::shared_ptr<Arena> spare_;  // one of the usual size stays, so that not every tensor makes one
 };
 
 void register_client(nanobind::module_& module);

@@ -54,7 +54,7 @@ void merge(const nb::list& o, const nb::list& lse, nb::handle out_o, nb::handle 
   params.dim = dim;
   params.o = outputs.data();
   params.lse = sums.data();
-  nb::gil_scoped_release unlocked;
+  const Unlocked unlocked;
   check(kvm_merge(&params));
 }
 
@@ -85,7 +85,7 @@ std::pair<std::vector<float>, std::vector<float>> probe_heads(nb::handle q, nb::
   std::vector<float> echo(n_kv_heads);
   std::vector<float> induction(n_kv_heads);
   {
-    nb::gil_scoped_release unlocked;
+    const Unlocked unlocked;
     check(kvm_probe_heads(&params, echo.data(), induction.data()));
   }
   return {std::move(echo), std::move(induction)};

@@ -16,6 +16,7 @@ namespace kvm::python {
 namespace {
 
 constexpr uint32_t kMaxTaken = 64;
+constexpr uint64_t kMaxTurnNs = 10'000'000;  // until a thread that waits for its turn looks again
 
 uint64_t now_ns() {
   return static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(
@@ -32,8 +33,8 @@ void run_signal_handlers() {
 
 // Runs f without the GIL; what it throws passes on after the GIL is back.
 template <typename F>
-void unlocked(const F& f) {
-  nb::gil_scoped_release released;
+void without_gil(const F& f) {
+  const Unlocked unlocked;
   f();
 }
 
@@ -46,10 +47,23 @@ Queue::Queue(std::shared_ptr<Client> client, uint32_t n_entries, uint64_t spin_n
   params.spin_ns = spin_ns;
   // Ends a wait every 10 ms, and after a signal: then Python may look.
   params.is_interrupted = [](void* /*user*/) { return 1; };
-  client_->call([&](kvm_client* c) { return kvm_queue_create(c, &params, &queue_); });
+  client_->call([&](kvm_client* c) {
+    const kvm_status status = kvm_queue_create(c, &params, &queue_);
+    if (status == KVM_OK) {
+      client_->add_queue(this);
+    }
+    return status;
+  });
 }
 
-Queue::~Queue() { close(); }
+Queue::~Queue() {
+  if (generation_ != fork_generation()) {
+    (void)flights_.release();  // another thread may have been changing it when the fork came
+    return;
+  }
+  without_gil([this] { client_->remove_queue(this); });
+  close();
+}
 
 void Queue::check_process() const {
   if (generation_ != fork_generation()) {
@@ -59,11 +73,15 @@ void Queue::check_process() const {
 
 template <typename F>
 void Queue::alone(const F& f) {
-  unlocked([&] {
-    ++n_wanting_;
-    const std::lock_guard lock(mutex_);
-    --n_wanting_;
-    f();
+  without_gil([&] {
+    // f throws where a call fails; those who sleep look again after kMaxTurnNs then.
+    {
+      ++n_wanting_;
+      const std::lock_guard lock(mutex_);
+      --n_wanting_;
+      f();
+    }
+    wake_waiters();
   });
 }
 
@@ -76,15 +94,22 @@ int Queue::fd() {
 
 void Queue::close() {
   if (generation_ != fork_generation()) {
-    flights_.clear();
     return;
   }
   Done done;
-  alone([&] {
+  without_gil([&] { end(&done); });
+}
+
+void Queue::end(Done* done) {
+  {
+    ++n_wanting_;
+    const std::lock_guard lock(mutex_);
+    --n_wanting_;
     // The memory of requests may be used until the queue is gone.
     kvm_queue_destroy(std::exchange(queue_, nullptr));
-    finish_all(KVM_ERR_CANCELLED, "the queue was closed before the request was done", &done);
-  });
+    finish_all(KVM_ERR_CANCELLED, "the queue was closed before the request was done", done);
+  }
+  wake_waiters();
 }
 
 kvm_status Queue::stage(Flight* flight) {
@@ -131,7 +156,7 @@ std::shared_ptr<Flight> Queue::start(std::shared_ptr<Request> request, bool subm
       }
       flight->id = ++n_started_;
       const kvm_status status = stage(flight.get());
-      if (status == KVM_ERR_AGAIN && !flights_.empty()) {
+      if (status == KVM_ERR_AGAIN && !flights_->empty()) {
         kvm_submit(queue_);
         take(1, UINT64_MAX, &done);
         return;
@@ -139,7 +164,7 @@ std::shared_ptr<Flight> Queue::start(std::shared_ptr<Request> request, bool subm
       check(status);
       is_staged = true;
       client_->n_copied_bytes += flight->request->copied_bytes;
-      flights_.emplace(flight->id, flight);
+      flights_->emplace(flight->id, flight);
       if (submits) {
         kvm_submit(queue_);  // a failure arrives as the status of the requests
       }
@@ -161,12 +186,12 @@ void Queue::submit() {
 }
 
 void Queue::finish(const kvm_completion& completion, Done* done) {
-  const auto found = flights_.find(completion.user_data);
-  if (found == flights_.end()) {
+  const auto found = flights_->find(completion.user_data);
+  if (found == flights_->end()) {
     return;
   }
   const std::shared_ptr<Flight> flight = std::move(found->second);
-  flights_.erase(found);
+  flights_->erase(found);
   flight->completion = completion;
   flight->message = completion.message;
   flight->completion.message = nullptr;
@@ -175,9 +200,9 @@ void Queue::finish(const kvm_completion& completion, Done* done) {
 }
 
 void Queue::finish_all(kvm_status status, const std::string& message, Done* done) {
-  while (!flights_.empty()) {
+  while (!flights_->empty()) {
     kvm_completion completion{};
-    completion.user_data = flights_.begin()->first;
+    completion.user_data = flights_->begin()->first;
     completion.status = status;
     completion.message = message.c_str();
     finish(completion, done);
@@ -186,13 +211,23 @@ void Queue::finish_all(kvm_status status, const std::string& message, Done* done
 
 void Queue::take(uint32_t n_min, uint64_t timeout_ns, Done* done) {
   kvm_completion completions[kMaxTaken];
-  const int32_t n = n_min == 0 ? kvm_poll(queue_, completions, kMaxTaken)
-                               : kvm_wait(queue_, completions, kMaxTaken, n_min, timeout_ns);
+  int32_t n = n_min == 0 ? KVM_ERR_INTERRUPTED
+                         : kvm_wait(queue_, completions, kMaxTaken, n_min, timeout_ns);
+  if (n == KVM_ERR_INTERRUPTED) {  // such a wait has not looked whether kvmd is gone
+    n = kvm_poll(queue_, completions, kMaxTaken);
+  }
   for (int32_t i = 0; i < n; ++i) {
     finish(completions[i], done);
   }
-  if (n < 0 && n != KVM_ERR_INTERRUPTED && n != KVM_ERR_TIMEOUT) {
+  if (n < 0) {
     finish_all(n, kvm_last_error(), done);
+  }
+}
+
+void Queue::wake_waiters() {
+  if (n_sleeping_.load() != 0) {
+    { const std::lock_guard lock(turn_mutex_); }  // who looks whether to sleep has done so
+    turn_.notify_all();
   }
 }
 
@@ -206,13 +241,27 @@ bool Queue::wait(Flight* flight, uint64_t timeout_ns) {
   for (;;) {
     Done done;
     const uint64_t waited_ns = now_ns() - begin_ns;
-    unlocked([&] {
+    const uint64_t left_ns = timeout_ns - std::min(waited_ns, timeout_ns);
+    without_gil([&] {
       while (n_wanting_.load(std::memory_order_relaxed) != 0) {
         std::this_thread::yield();
       }
-      const std::lock_guard lock(mutex_);
-      if (!is_done()) {
-        take(1, timeout_ns - std::min(waited_ns, timeout_ns), &done);
+      std::unique_lock lock(mutex_, std::try_to_lock);
+      if (!lock.owns_lock()) {
+        std::unique_lock turn_lock(turn_mutex_);
+        ++n_sleeping_;
+        // Who held it may have gone before there was anybody to wake.
+        if (!lock.try_lock() && !is_done()) {
+          turn_.wait_for(turn_lock, std::chrono::nanoseconds(std::min(left_ns, kMaxTurnNs)));
+        }
+        --n_sleeping_;
+      }
+      if (lock.owns_lock()) {
+        if (!is_done()) {
+          take(1, left_ns, &done);
+        }
+        lock.unlock();
+        wake_waiters();
       }
     });
     if (is_done() || waited_ns >= timeout_ns) {
@@ -247,8 +296,9 @@ void Queue::cancel(const Flight& flight) {
 }
 
 size_t Queue::n_outstanding() {
+  check_process();
   size_t n = 0;
-  alone([&] { n = flights_.size(); });
+  alone([&] { n = flights_->size(); });
   return n;
 }
 

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // A Queue takes requests and keeps what they use alive until their completions are taken.
 //
-// Any thread may use it: calls take turns, and whoever waits takes the completions of all. `mutex`
+// Any thread may use it: calls take turns, and whoever waits takes the completions of all. `mutex_`
 // is held without the GIL only, and never while Python runs: a handler of a signal, or a finaliser,
 // may use the queue.
 #ifndef KVM_BINDINGS_PYTHON_SRC_QUEUE_H_
 #define KVM_BINDINGS_PYTHON_SRC_QUEUE_H_
 
 #include <atomic>
+#include <condition_variable>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -34,6 +35,8 @@ struct Flight {
 
 class Queue {
  public:
+  using Done = std::vector<std::shared_ptr<Request>>;  // to be let go with the GIL
+
   Queue(std::shared_ptr<Client> client, uint32_t n_entries, uint64_t spin_ns);
   ~Queue();
   Queue(const Queue&) = delete;
@@ -51,13 +54,14 @@ class Queue {
   void poll();
   void cancel(const Flight& flight);
   size_t n_outstanding();
+  // Gives the kvm_queue back, and cancels what is outstanding. REQUIRES: not the GIL.
+  void end(Done* done);
 
  private:
-  using Done = std::vector<std::shared_ptr<Request>>;  // to be let go with the GIL
-
   kvm_status stage(Flight* flight);
   // Takes up to what n_min and timeout_ns say. REQUIRES: mutex_ is held, not the GIL.
   void take(uint32_t n_min, uint64_t timeout_ns, Done* done);
+  void wake_waiters();
   void finish(const kvm_completion& completion, Done* done);
   void finish_all(kvm_status status, const std::string& message, Done* done);
   // Whether this thread may touch the queue: not in a child.
@@ -70,7 +74,13 @@ class Queue {
   kvm_queue* queue_ = nullptr;
   std::mutex mutex_;
   uint64_t n_started_ = 0;
-  std::unordered_map<uint64_t, std::shared_ptr<Flight>> flights_;
+  using Flights = std::unordered_map<uint64_t, std::shared_ptr<Flight>>;
+  std::unique_ptr<Flights> flights_ = std::make_unique<Flights>();
+  // Threads that wait while another takes completions: they are woken when it has taken some, and
+  // when it stops.
+  std::mutex turn_mutex_;
+  std::condition_variable turn_;
+  std::atomic<uint32_t> n_sleeping_{0};
   std::atomic<uint32_t> n_wanting_{0};  // threads that want the mutex for a moment
   uint32_t generation_ = fork_generation();
 };

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Failures of kvm.h as Python exceptions: kvm._errors.error_of chooses the class.
+// Failures of kvm.h as Python exceptions: kvm._errors.error_of chooses the class. And calls without
+// the GIL, after which the library's messages are told.
 #ifndef KVM_BINDINGS_PYTHON_SRC_STATUS_H_
 #define KVM_BINDINGS_PYTHON_SRC_STATUS_H_
 
@@ -20,6 +21,22 @@ struct StatusError {
 void check(kvm_status status);
 // A call that the binding itself refuses.
 [[noreturn]] void refuse(std::string message);
+
+// An Unlocked is a scope without the GIL. At its end, when no lock is held any more, the listener
+// of set_log hears what the library has said: Python may collect garbage there, and so use kvm.
+// A thread that comes back to an interpreter which has ended stays here: there is nothing to
+// return to. REQUIRES: the GIL.
+class Unlocked {
+ public:
+  Unlocked();
+  ~Unlocked();
+  Unlocked(const Unlocked&) = delete;
+  Unlocked& operator=(const Unlocked&) = delete;
+
+ private:
+  bool was_ending_;  // then this thread is the one that ends it
+  PyThreadState* state_;
+};
 
 void register_status(nanobind::module_& module);
 

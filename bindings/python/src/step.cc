@@ -68,8 +68,10 @@ class Side {
              std::to_string(first_.n_entries) + " and " + std::to_string(first_.n_layers));
     }
     if (!is_first_ && read.entry_rows != first_.entry_rows) {
-      refuse(std::string("the items of ") + shape.name +
-             " are not as many tokens apart as those of the array before it");
+      refuse(std::string("the items of ") + shape.name + " lie " + std::to_string(read.entry_rows) +
+             " of its tokens apart, those of the array before it " +
+             std::to_string(first_.entry_rows) +
+             "; the two must agree (make both contiguous, or neither)");
     }
     is_first_ = false;
     request_->copied_bytes += read.copied_bytes;
@@ -83,20 +85,29 @@ class Side {
   bool is_there() const { return !is_first_; }
   uint64_t n_layers() const { return first_.n_layers; }
   // Places the rows of item `index`; *next is the first row that no item before it has.
-  uint32_t place(size_t index, uint32_t asked, uint32_t n, uint64_t* next, const char* what) const {
+  uint32_t place(size_t index, uint32_t asked, uint64_t n, uint64_t* next, const char* what) const {
     uint64_t row = asked;
+    if (!is_there() && n != 0) {
+      refuse("item " + std::to_string(index) + " has " + std::to_string(n) + " rows of " + what +
+             ", which is not given");
+    }
     if (layout_ == Layout::kHeads) {
       row = asked == Item::kNext ? 0 : asked;
-      if (is_there() && n != 0 && (index >= first_.n_entries || row + n > first_.n_rows)) {
+      if (n != 0 && (index >= first_.n_entries || row + n > first_.n_rows)) {
         refuse("item " + std::to_string(index) + " has rows " + std::to_string(row) + " to " +
                std::to_string(row + n) + " of " + what + "; there are " +
                std::to_string(first_.n_entries) + " items of " + std::to_string(first_.n_rows) +
                " tokens");
       }
-      return static_cast<uint32_t>(index * first_.entry_rows + row);
+      row += index * first_.entry_rows;
+      if (row + n > UINT32_MAX) {
+        refuse("item " + std::to_string(index) + " begins at row " + std::to_string(row) + " of " +
+               what + "; rows are numbers of 32 bits (make it contiguous)");
+      }
+      return static_cast<uint32_t>(row);
     }
     row = asked == Item::kNext ? *next : asked;
-    if (is_there() && row + n > first_.n_rows) {
+    if (row + n > UINT32_MAX || (is_there() && row + n > first_.n_rows)) {
       refuse("item " + std::to_string(index) + " has rows " + std::to_string(row) + " to " +
              std::to_string(row + n) + " of " + what + "; there are " +
              std::to_string(first_.n_rows));
@@ -126,11 +137,8 @@ std::shared_ptr<Request> make_step(std::shared_ptr<Client> client, uint64_t spac
   auto& params = request->step;
   params = sized<kvm_step_params>();
   Side kv(request.get(), layout);
-  const bool has_layers = !heads_first && !k.is_none() && nb::cast<size_t>(k.attr("ndim")) == 4;
-  params.k =
-      kv.add(k, {.name = "k", .n_heads = n_kv_heads, .dim = dim_k, .has_layers = has_layers});
-  params.v =
-      kv.add(v, {.name = "v", .n_heads = n_kv_heads, .dim = dim_v, .has_layers = has_layers});
+  params.k = kv.add(k, {.name = "k", .n_heads = n_kv_heads, .dim = dim_k, .may_have_layers = true});
+  params.v = kv.add(v, {.name = "v", .n_heads = n_kv_heads, .dim = dim_v, .may_have_layers = true});
   Side rows(request.get(), layout);
   params.q = rows.add(q, {.name = "q", .n_heads = n_q_heads, .dim = dim_k});
   params.o = rows.add(o, {.name = "o", .n_heads = n_q_heads, .dim = dim_v, .is_written = true});
@@ -147,8 +155,7 @@ std::shared_ptr<Request> make_step(std::shared_ptr<Client> client, uint64_t spac
     const Item& item = nb::cast<const Item&>(object);
     kvm_item placed = item.item;
     const size_t index = request->items.size();
-    placed.append_row =
-        kv.place(index, placed.append_row, placed.n_append, &next_append, "k and v");
+    placed.append_row = kv.place(index, placed.append_row, placed.n_append, &next_append, "k or v");
     placed.query_row = rows.place(index, placed.query_row, placed.n_query, &next_query, "q");
     placed.range_begin = static_cast<uint32_t>(request->ranges.size());
     placed.n_ranges = static_cast<uint32_t>(item.ranges.size());
@@ -197,7 +204,7 @@ std::shared_ptr<Request> make_read(std::shared_ptr<Client> client, uint64_t seq,
   params.k = rows.add(k, {.name = "k", .n_heads = n_kv_heads, .dim = dim_k, .is_written = true});
   params.v = rows.add(v, {.name = "v", .n_heads = n_kv_heads, .dim = dim_v, .is_written = true});
   uint64_t next = 0;
-  rows.place(0, 0, static_cast<uint32_t>(n_tokens), &next, "k and v");
+  rows.place(0, 0, n_tokens, &next, "k and v");
   return request;
 }
 

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "bindings/python/src/tensor.h"
 
+#include <algorithm>
+#include <cstring>
 #include <string>
 
 #include <nanobind/ndarray.h>
@@ -36,11 +38,12 @@ std::string shape_text(const Array& array) {
 
 std::string wanted_text(Layout layout, const Shape& shape) {
   std::string text = "[";
-  text += shape.has_layers ? "layers, " : "";
   const std::string heads = shape.n_heads == 0 ? "heads" : std::to_string(shape.n_heads);
   text += layout == Layout::kRows ? "rows, " + heads : "items, " + heads + ", tokens";
   text += shape.dim == 1 ? "" : ", " + std::to_string(shape.dim);
-  return text + "]";
+  text += "]";
+  return layout == Layout::kRows && shape.may_have_layers ? text + ", or a layers axis before that"
+                                                          : text;
 }
 
 [[noreturn]] void refuse_shape(const std::string& got, Layout layout, const Shape& shape) {
@@ -57,7 +60,7 @@ struct Axes {
   int channel = -1;
 };
 
-Axes axes_of(Layout layout, const Shape& shape) {
+Axes axes_of(Layout layout, const Shape& shape, bool has_layers) {
   Axes axes;
   int n = 0;
   if (layout == Layout::kHeads) {
@@ -65,7 +68,7 @@ Axes axes_of(Layout layout, const Shape& shape) {
     axes.head = n++;
     axes.row = n++;
   } else {
-    axes.layer = shape.has_layers ? n++ : -1;
+    axes.layer = has_layers ? n++ : -1;
     axes.row = n++;
     axes.head = n++;
   }
@@ -75,7 +78,8 @@ Axes axes_of(Layout layout, const Shape& shape) {
 
 template <typename Array>
 Tensor read_array(const Client* client, const Array& array, Layout layout, const Shape& shape) {
-  const Axes axes = axes_of(layout, shape);
+  const bool has_layers = layout == Layout::kRows && shape.may_have_layers && array.ndim() == 4;
+  const Axes axes = axes_of(layout, shape, has_layers);
   const auto n_axes =
       static_cast<size_t>(1 + (axes.layer >= 0) + (axes.entry >= 0) + 1 + (axes.channel >= 0));
   const auto extent = [&array](int axis) {
@@ -94,21 +98,10 @@ Tensor read_array(const Client* client, const Array& array, Layout layout, const
     refuse(std::string("the elements of ") + shape.name + " must be " +
            (shape.is_f32 ? "float32" : "float32, float16 or bfloat16"));
   }
-  if (axes.channel >= 0 && stride(axes.channel) != 1 && extent(axes.channel) != 1) {
-    refuse(std::string("the channels of ") + shape.name + " lie " +
-           std::to_string(stride(axes.channel)) +
-           " elements apart; they must lie next to each other (make it contiguous)");
-  }
   uint64_t last = 0;  // element
   bool is_empty = false;
   for (size_t i = 0; i < array.ndim(); ++i) {
-    if (array.shape(i) == 0) {
-      is_empty = true;
-    } else if (array.stride(i) < 0) {
-      refuse(std::string(shape.name) + " has a negative stride");
-    } else {
-      last += (array.shape(i) - 1) * static_cast<uint64_t>(array.stride(i));
-    }
+    is_empty = is_empty || array.shape(i) == 0;  // then strides mean nothing
   }
   read.n_layers = extent(axes.layer);
   read.n_entries = extent(axes.entry);
@@ -116,19 +109,31 @@ Tensor read_array(const Client* client, const Array& array, Layout layout, const
   if (is_empty) {
     return read;
   }
+  if (axes.channel >= 0 && stride(axes.channel) != 1 && extent(axes.channel) != 1) {
+    refuse(std::string("the channels of ") + shape.name + " lie " +
+           std::to_string(stride(axes.channel)) +
+           " elements apart; they must lie next to each other (make it contiguous)");
+  }
+  for (size_t i = 0; i < array.ndim(); ++i) {
+    if (array.shape(i) > 1 && array.stride(i) < 0) {
+      refuse(std::string(shape.name) + " has a negative stride (make it contiguous)");
+    }
+    last += (array.shape(i) - 1) * static_cast<uint64_t>(std::max<int64_t>(array.stride(i), 0));
+  }
   // The stride of an axis of one element means nothing; zero would mean "packed" to kvm.h.
   const auto row_stride = [&]() -> uint64_t {
     if (read.n_rows > 1) {
       return static_cast<uint64_t>(stride(axes.row));
     }
-    return read.n_entries > 1 ? static_cast<uint64_t>(stride(axes.entry)) : last + 1;
+    return read.n_entries > 1 && stride(axes.entry) > 0 ? static_cast<uint64_t>(stride(axes.entry))
+                                                        : last + 1;
   }();
   if (read.n_entries > 1) {
     const auto entry_stride = static_cast<uint64_t>(stride(axes.entry));
     if (row_stride == 0 || entry_stride % row_stride != 0) {
       refuse(std::string("the items of ") + shape.name + " lie " + std::to_string(entry_stride) +
              " elements apart, and its tokens " + std::to_string(row_stride) +
-             "; the one must be a multiple of the other");
+             "; the one must be a multiple of the other (make it contiguous)");
     }
     read.entry_rows = entry_stride / row_stride;
   }
@@ -156,30 +161,99 @@ Tensor read_array(const Client* client, const Array& array, Layout layout, const
   return read;
 }
 
+bool requires_gradient(nb::handle object) {
+  // NumPy's arrays have no such attribute, and looking for what is not there takes longest.
+  if (std::strcmp(Py_TYPE(object.ptr())->tp_name, "numpy.ndarray") == 0) {
+    return false;
+  }
+  return nb::getattr(object, "requires_grad", nb::handle(Py_False)).is(nb::handle(Py_True));
+}
+
+// What to ask for the memory of an array: a tensor of PyTorch takes ten times as long to answer for
+// itself (2.6 us) as the function that it calls in the end.
+nb::object exporter_of(nb::handle object) {
+  static PyTypeObject* tensor_type = nullptr;
+  static PyObject* to_dlpack = nullptr;
+  if (tensor_type == nullptr) {
+    if (std::strstr(Py_TYPE(object.ptr())->tp_name, "Tensor") == nullptr) {
+      return nb::borrow(object);
+    }
+    try {
+      const nb::object torch = nb::module_::import_("sys").attr("modules")["torch"];
+      nb::object function = torch.attr("utils").attr("dlpack").attr("to_dlpack");
+      nb::object type = torch.attr("Tensor");
+      to_dlpack = function.release().ptr();
+      tensor_type = reinterpret_cast<PyTypeObject*>(type.release().ptr());
+    } catch (const nb::python_error&) {
+      return nb::borrow(object);  // of another framework
+    }
+  }
+  if (Py_TYPE(object.ptr()) != tensor_type) {
+    return nb::borrow(object);
+  }
+  PyObject* made = PyObject_CallOneArg(to_dlpack, object.ptr());
+  if (made == nullptr) {
+    PyErr_Clear();  // the tensor says why, when it is asked
+    return nb::borrow(object);
+  }
+  return nb::steal(made);
+}
+
+// Why nothing could be made of `object`: what its own export says, or what it lacks.
+std::string why_not(nb::handle object, bool is_written) {
+  try {
+    if (nb::hasattr(object, "__dlpack_device__")) {
+      const auto device = nb::cast<nb::tuple>(object.attr("__dlpack_device__")());
+      if (nb::cast<int>(device[0]) != nb::device::cpu::value) {
+        return "it is not in host memory (device " + std::string(nb::str(device).c_str()) +
+               " of DLPack)";
+      }
+    }
+    if (nb::hasattr(object, "__dlpack__")) {
+      (void)object.attr("__dlpack__")();
+    }
+  } catch (nb::python_error& failed) {
+    return nb::str(failed.value()).c_str();
+  } catch (const nb::cast_error&) {
+    return "its __dlpack_device__ is no pair of numbers";
+  }
+  if (!nb::hasattr(object, "__dlpack__") && PyObject_CheckBuffer(object.ptr()) == 0) {
+    return "it is none";
+  }
+  return is_written ? "it is read-only, or of a type of elements that has no name there"
+                    : "its elements are of a type that has no name there";
+}
+
+[[noreturn]] void refuse_object(nb::handle object, const Shape& shape) {
+  refuse(std::string(shape.name) + " is a " + nb::inst_name(object).c_str() + "; it must be " +
+         (shape.is_written ? "a writable" : "an") +
+         " array in host memory that speaks DLPack or the buffer protocol: " +
+         why_not(object, shape.is_written));
+}
+
 }  // namespace
 
 Tensor read_tensor(const Client* client, nb::handle object, Layout layout, const Shape& shape) {
   if (object.is_none()) {
     return {};
   }
+  if (requires_gradient(object)) {
+    refuse(std::string(shape.name) + " requires a gradient, which kvm does not compute; pass " +
+           shape.name + ".detach()");
+  }
   Tensor read;
+  const nb::object exporter = exporter_of(object);
   // Nothing is converted: the copy of an output would go nowhere.
   if (shape.is_written) {
     Output array;
-    if (!nb::try_cast(object, array, false)) {
-      refuse(std::string(shape.name) +
-             " must be a writable array in host memory that speaks "
-             "DLPack or the buffer protocol, not " +
-             nb::inst_name(object).c_str());
+    if (!nb::try_cast(exporter, array, false)) {
+      refuse_object(object, shape);
     }
     read = read_array(client, array, layout, shape);
   } else {
     Input array;
-    if (!nb::try_cast(object, array, false)) {
-      refuse(std::string(shape.name) +
-             " must be an array in host memory that speaks DLPack or the "
-             "buffer protocol, not " +
-             nb::inst_name(object).c_str());
+    if (!nb::try_cast(exporter, array, false)) {
+      refuse_object(object, shape);
     }
     read = read_array(client, array, layout, shape);
   }

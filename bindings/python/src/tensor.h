@@ -18,10 +18,10 @@ enum class Layout : uint8_t { kRows, kHeads };
 
 // A Shape is what a tensor of a request must have.
 struct Shape {
-  const char* name = nullptr;  // for errors
-  uint32_t n_heads = 0;        // 0: any
-  uint32_t dim = 0;            // channels; 1: a number for each head, without an axis
-  bool has_layers = false;     // ROWS: [layer] comes first
+  const char* name = nullptr;    // for errors
+  uint32_t n_heads = 0;          // 0: any
+  uint32_t dim = 0;              // channels; 1: a number for each head, without an axis
+  bool may_have_layers = false;  // ROWS: [layer] may come first
   bool is_written = false;
   bool is_f32 = false;  // no other type is allowed
 };

@@ -1,0 +1,885 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""The Python package over NumPy, with an engine in the process and with kvmd: answers against an
+oracle, arrays and layouts, errors, lifetimes."""
+
+import array
+import gc
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import unittest
+
+import numpy
+
+import kvm
+from kvm import _native
+from rig import PACKAGE, ROOT, Rig, attention, over_both
+
+INVALID = kvm.Status.INVALID
+
+
+@over_both
+class Answers:
+    def check(self, space, n_tokens=50, n_rows=7, tolerance=2e-5, layer=0, oracle=None, **item):
+        oracle = oracle or {}
+        seq, k, v = self.prompt(space, n_tokens, layer)
+        q = self.normal(n_rows, 4, 16)
+        items = [kvm.Item(seq, query=n_rows, **item)]
+        result = self.client.step(space, layer, items, q=q, lse=True)
+        o, lse = attention(q, k, v, range(n_tokens - n_rows, n_tokens), **oracle)
+        self.assert_close(result.o, o, tolerance)
+        self.assert_close(result.lse, lse, tolerance)
+        return result
+
+    def test_causal_rows_of_shared_kv_heads(self):
+        result = self.check(self.space())
+        self.assertEqual(result.stats.mode, kvm.Mode.EXACT)
+        self.assertEqual(result.stats.keys_present, 2 * 50)
+
+    def test_every_position(self):
+        self.check(self.space(), causal=False, oracle={"causal": False})
+
+    def test_ranges(self):
+        sees = numpy.zeros((7, 50), bool)
+        sees[:, 3:9] = sees[:, 44:49] = True
+        ranges = [(3, 9), (44, 49)]
+        self.check(self.space(), ranges=ranges, oracle={"sees": sees})
+        self.check(self.space(), ranges=ranges, exclude_ranges=True, oracle={"sees": ~sees})
+
+    def test_tree(self):
+        parents = [-1, 0, 0, 1, 1, 2, 5]
+        words = []
+        for row, parent in enumerate(parents):
+            words.append((1 << row) | (words[parent] if parent >= 0 else 0))
+        sees = numpy.ones((7, 50), bool)
+        for row, word in enumerate(words):
+            sees[row, 43:] = [(word >> i) & 1 for i in range(7)]
+        self.check(self.space(), tree=words, oracle={"sees": sees})
+
+    def test_window_of_a_layer(self):
+        space = self.space(n_layers=2, layers=[kvm.Layer(1, window=10)])
+        self.check(space)
+        self.check(space, layer=1, oracle={"window": 10})
+
+    def test_soft_cap_and_scale(self):
+        self.check(self.space(logit_softcap=2.0, softmax_scale=0.7),
+                   oracle={"softcap": 2.0, "scale": 0.7})
+
+    def test_sink_logits(self):
+        sinks = [0.5, -1.0, 2.0, float("-inf")]
+        self.check(self.space(sink_logits=sinks), oracle={"sinks": numpy.array(sinks)})
+
+    def test_stored_and_asked_in_half_precision(self):
+        space = self.space(dtype="float16")
+        seq = space.create_sequence()
+        k, v, q = (self.normal(9, n, 16, dtype="float16") for n in (2, 2, 4))
+        result = self.client.step(space, 0, [kvm.Item(seq, append=9, query=9)], k=k, v=v, q=q,
+                                  o=numpy.empty((9, 4, 16), "float32"), lse=True)
+        o, lse = attention(q, k, v, range(9))
+        self.assert_close(result.o, o)
+        self.assert_close(result.lse, lse)
+        self.assertEqual(self.client.step(space, 0, [kvm.Item(seq, query=1)], q=q[:1]).o.dtype,
+                         numpy.float16)
+
+    def test_values_of_another_width(self):
+        space = self.space(head_dim_v=24)
+        seq = space.create_sequence()
+        k, v, q = self.normal(5, 2, 16), self.normal(5, 2, 24), self.normal(5, 4, 16)
+        result = self.client.step(space, 0, [kvm.Item(seq, append=5, query=5)], k=k, v=v, q=q)
+        self.assertEqual(result.o.shape, (5, 4, 24))
+        self.assert_close(result.o, attention(q, k, v, range(5))[0])
+
+    def test_several_sequences_in_a_step(self):
+        space = self.space()
+        seqs = [self.prompt(space, n) for n in (3, 8, 20)]
+        q = self.normal(6, 4, 16)
+        items = [kvm.Item(seq, query=n) for (seq, _, _), n in zip(seqs, (1, 2, 3))]
+        result = self.client.step(space, 0, items, q=q)
+        row = 0
+        for (_, k, v), n in zip(seqs, (1, 2, 3)):
+            wanted = attention(q[row:row + n], k, v, range(len(k) - n, len(k)))[0]
+            self.assert_close(result.o[row:row + n], wanted)
+            row += n
+
+    def test_read_gives_back_what_was_appended(self):
+        space = self.space()
+        seq, k, v = self.prompt(space, 12)
+        got_k, got_v = numpy.zeros((5, 2, 16), "float32"), numpy.zeros((5, 2, 16), "float32")
+        with self.client.create_queue() as queue:
+            queue.read(seq, 0, 4, 5, k=got_k, v=got_v)
+        numpy.testing.assert_array_equal(got_k, k[4:9])
+        numpy.testing.assert_array_equal(got_v, v[4:9])
+
+    def test_append_to_all_layers_at_once(self):
+        space = self.space(n_layers=3)
+        seq = space.create_sequence()
+        k, v = self.normal(3, 4, 2, 16), self.normal(3, 4, 2, 16)
+        self.client.step(space, 0, [kvm.Item(seq, append=4)], k=k, v=v)
+        got = numpy.empty((4, 2, 16), "float32")
+        with self.client.create_queue() as queue:
+            for layer in range(3):
+                queue.read(seq, layer, 0, 4, v=got)
+                numpy.testing.assert_array_equal(got, v[layer])
+
+    def test_forks_and_truncation(self):
+        space = self.space()
+        seq, k, v = self.prompt(space, 10)
+        fork = seq.fork(6)
+        self.assertEqual((len(seq), len(fork)), (10, 6))
+        seq.truncate(4)
+        q = self.normal(1, 4, 16)
+        got = self.client.step(space, 0, [kvm.Item(fork, query=1)], q=q).o
+        self.assert_close(got, attention(q, k[:6], v[:6], [5])[0])
+
+    def test_observe_and_approximate_modes(self):
+        space = self.space(indexes=[kvm.Index(min_tokens=256)])
+        seq, k, v = self.prompt(space, 1500)
+        with self.client.create_queue() as queue:
+            queue.observe(seq, 0, q=self.normal(8, 4, 16), query_position=1492)
+            queue.observe(seq, 0, column_sums=numpy.ones((1500, 2), "float32"))
+            q = self.normal(1, 4, 16)
+            result = queue.step(space, 0, [kvm.Item(seq, query=1)], q=q, err=True,
+                                mode=kvm.Mode.SAMPLED, budget=200)
+        self.assertEqual(result.err.shape, (1, 4, 2))
+        self.assertEqual(seq.info().n_rows_observed, 8)
+        error = numpy.linalg.norm(result.o - attention(q, k, v, [1499])[0], axis=-1)
+        self.assertLess(error.max(), 0.5)
+
+    def test_merge(self):
+        space = self.space()
+        seq, k, v = self.prompt(space, 30)
+        q = self.normal(2, 4, 16)
+        parts = [self.client.step(space, 0, [kvm.Item(seq, query=2, ranges=[r])], q=q, lse=True)
+                 for r in ((0, 11), (11, 30))]
+        o, lse = kvm.merge([(part.o, part.lse) for part in parts])
+        wanted = attention(q, k, v, [28, 29])
+        self.assert_close(o, wanted[0])
+        self.assert_close(lse, wanted[1])
+        with self.assert_refused(INVALID, kvm.InvalidError, "lse has 1 rows"):
+            kvm.merge([(parts[0].o, parts[0].lse[:1])])
+
+    def test_probe_heads(self):
+        period = self.normal(40, 1, 16)
+        q = numpy.concatenate([period] * 3) * 8
+        echo, induction = kvm.probe_heads(q, q, period=40)
+        self.assertGreater(echo[0], 0.5)
+        self.assertLess(induction[0], 0.1)
+
+
+def orders(shape, dtype="float32"):
+    """Arrays of a shape [item, head, token, channel] that lie in memory in every order that keeps
+    channels together."""
+    b, h, t, d = shape
+    yield "packed", numpy.zeros(shape, dtype)
+    yield "tokens first", numpy.zeros((b, t, h, d), dtype).swapaxes(1, 2)
+    yield "slice of tokens", numpy.zeros((b, h, t + 3, d), dtype)[:, :, 1:t + 1]
+    yield "slice of channels", numpy.zeros((b, h, t, d + 8), dtype)[..., :d]
+    yield "slice of heads", numpy.zeros((b, h + 2, t, d), dtype)[:, 1:h + 1]
+    yield "every second item", numpy.zeros((2 * b, h, t, d), dtype)[::2]
+    yield "fused", numpy.zeros((b, t, 3 * h * d), dtype)[..., h * d:2 * h * d].reshape(
+        b, t, h, d).swapaxes(1, 2)
+    yield "heads outermost", numpy.zeros((h, b, t, d), dtype).swapaxes(0, 1)
+
+
+@over_both
+class Layouts:
+    def run_heads(self, space, orders_of, n_items, n_tokens):
+        """Prefills a batch whose arrays lie as `orders_of` says; all must agree with the oracle."""
+        seqs = [space.create_sequence() for _ in range(n_items)]
+        k, v, q = (self.normal(n_items, n, n_tokens, 16) for n in (2, 2, 4))
+        arrays = {"k": k, "v": v, "q": q}
+        for name, made in orders_of.items():
+            made[...] = arrays.get(name, 0)
+            arrays[name] = made
+        items = [kvm.Item(seq, append=n_tokens, query=n_tokens) for seq in seqs]
+        result = self.client.step(space, 0, items, **arrays, lse=True, layout="heads")
+        self.assertEqual(result.o.shape, q.shape)
+        self.assertEqual(result.lse.shape, q.shape[:3])
+        for i in range(n_items):
+            o, lse = attention(q[i].swapaxes(0, 1), k[i].swapaxes(0, 1), v[i].swapaxes(0, 1),
+                               range(n_tokens))
+            self.assert_close(result.o[i], o.swapaxes(0, 1))
+            self.assert_close(result.lse[i], lse.swapaxes(0, 1))
+
+    def test_queries_in_every_order(self):
+        space = self.space()
+        for n_items, n_tokens in ((1, 5), (3, 5), (3, 1), (1, 1)):
+            for name, q in orders((n_items, 4, n_tokens, 16)):
+                with self.subTest(name, n_items=n_items, n_tokens=n_tokens):
+                    self.run_heads(space, {"q": q}, n_items, n_tokens)
+
+    def test_keys_and_values_in_the_same_order(self):
+        space = self.space()
+        for n_items, n_tokens in ((1, 5), (3, 5), (3, 1)):
+            shape = (n_items, 2, n_tokens, 16)
+            for (name, k), (_, v) in zip(orders(shape), orders(shape)):
+                with self.subTest(name, n_items=n_items, n_tokens=n_tokens):
+                    self.run_heads(space, {"k": k, "v": v}, n_items, n_tokens)
+
+    def test_outputs_that_lie_as_the_queries(self):
+        space = self.space()
+        for n_items, n_tokens in ((1, 5), (3, 5), (3, 1)):
+            shape = (n_items, 4, n_tokens, 16)
+            for (name, q), (_, o) in list(zip(orders(shape), orders(shape)))[:2]:
+                with self.subTest(name, n_items=n_items, n_tokens=n_tokens):
+                    self.run_heads(space, {"q": q, "o": o}, n_items, n_tokens)
+
+    def test_one_item_or_one_token_may_lie_in_different_orders(self):
+        space = self.space()
+        for n_items, n_tokens in ((1, 5), (3, 1)):
+            for name, o in orders((n_items, 4, n_tokens, 16)):
+                with self.subTest(name):
+                    self.run_heads(space, {"o": o}, n_items, n_tokens)
+
+    def test_an_output_in_another_order_is_refused(self):
+        space = self.space()
+        o = numpy.zeros((3, 5, 4, 16), "float32").swapaxes(1, 2)
+        with self.assert_refused(INVALID, kvm.InvalidError, "the items of o lie 5 of its tokens",
+                                 "20", "contiguous"):
+            self.run_heads(space, {"o": o}, 3, 5)
+
+    def test_items_that_append_different_counts(self):
+        space = self.space()
+        seqs = [space.create_sequence() for _ in range(3)]
+        k, v, q = self.normal(3, 2, 6, 16), self.normal(3, 2, 6, 16), self.normal(3, 4, 6, 16)
+        counts = (2, 6, 0)
+        items = [kvm.Item(seq, append=n, query=n) for seq, n in zip(seqs, counts)]
+        result = self.client.step(space, 0, items, k=k, v=v, q=q, layout="heads",
+                                  o=numpy.full((3, 4, 6, 16), 7, "float32"))
+        for i, n in enumerate(counts):
+            wanted = attention(q[i, :, :n].swapaxes(0, 1), k[i, :, :n].swapaxes(0, 1),
+                               v[i, :, :n].swapaxes(0, 1), range(n))[0]
+            self.assert_close(result.o[i, :, :n], wanted.swapaxes(0, 1))
+            numpy.testing.assert_array_equal(result.o[i, :, n:], 7)
+        self.assertEqual([len(seq) for seq in seqs], list(counts))
+        items = [kvm.Item(seqs[0], append=2, append_row=4), kvm.Item(seqs[1], append=1)]
+        self.client.step(space, 0, items, k=k, v=v, layout="heads")
+        got = numpy.empty((2, 2, 16), "float32")
+        with self.client.create_queue() as queue:
+            queue.read(seqs[0], 0, 2, 2, k=got)
+        numpy.testing.assert_array_equal(got, k[0, :, 4:].swapaxes(0, 1))
+
+    def test_keys_that_all_items_share(self):
+        space = self.space()
+        seqs = [space.create_sequence() for _ in range(3)]
+        for n_tokens in (5, 1):
+            one = self.normal(1, 2, n_tokens, 16)
+            shared = numpy.broadcast_to(one, (3, 2, n_tokens, 16))
+            self.client.step(space, 0, [kvm.Item(seq, append=n_tokens) for seq in seqs], k=shared,
+                             v=shared, layout="heads")
+            got = numpy.empty((n_tokens, 2, 16), "float32")
+            with self.client.create_queue() as queue:
+                for seq in seqs:
+                    queue.read(seq, 0, len(seq) - n_tokens, n_tokens, k=got)
+                    numpy.testing.assert_array_equal(got, one[0].swapaxes(0, 1))
+
+    def test_items_that_lie_no_whole_count_of_tokens_apart_are_refused(self):
+        space = self.space()
+        memory = numpy.zeros(1000, "float32")
+        q = numpy.lib.stride_tricks.as_strided(memory, (2, 4, 3, 16), (4 * 200, 4 * 48, 4 * 16, 4))
+        items = [kvm.Item(self.prompt(space, 3)[0], query=3) for _ in range(2)]
+        with self.assert_refused(INVALID, kvm.InvalidError, "200", "16", "q"):
+            kvm.Step(space, 0, items, q=q, o=numpy.zeros((2, 4, 3, 16), "float32"), layout="heads")
+        self.client.step(space, 0, items, q=q, layout="heads")  # new outputs: q is copied
+
+    def test_rows_in_every_order(self):
+        space = self.space()
+        seq, k, v = self.prompt(space, 20)
+        q = self.normal(5, 4, 16)
+        wanted = attention(q, k, v, range(15, 20))[0]
+        for shape, cut in (((5, 4, 16), ...), ((4, 5, 16), "T"), ((10, 4, 16), numpy.s_[::2]),
+                           ((5, 12, 16), numpy.s_[:, 4:8]), ((5, 4, 40), numpy.s_[..., 16:32])):
+            arrays = [numpy.zeros(shape, "float32") for _ in range(2)]
+            mine, o = (a.swapaxes(0, 1) if cut == "T" else a[cut] for a in arrays)
+            mine[...] = q
+            with self.subTest(shape=shape):
+                self.client.step(space, 0, [kvm.Item(seq, query=5)], q=mine, o=o)
+                self.assert_close(o, wanted)
+
+    def test_nothing_at_all(self):
+        space = self.space()
+        seq, _, _ = self.prompt(space, 3)
+        none = numpy.zeros((0, 4, 16), "float32")
+        self.assertEqual(self.client.step(space, 0, [kvm.Item(seq)], q=none).o.shape, (0, 4, 16))
+        empty = numpy.zeros((2, 4, 0, 16), "float32")
+        items = [kvm.Item(seq), kvm.Item(seq)]
+        self.assertEqual(self.client.step(space, 0, items, q=empty, layout="heads").o.shape,
+                         (2, 4, 0, 16))
+
+    def test_read_only_arrays_and_buffers_are_read(self):
+        space = self.space()
+        seq, k, v = self.prompt(space, 3)
+        q = self.normal(1, 4, 16)
+        q.flags.writeable = False
+        got = self.client.step(space, 0, [kvm.Item(seq, query=1)], q=q).o
+        self.assert_close(got, attention(q, k, v, [2])[0])
+        plain = memoryview(array.array("f", q.ravel())).cast("B").cast("f", (1, 4, 16))
+        o = numpy.empty_like(q)
+        kvm_step = kvm.Step(space, 0, [kvm.Item(seq, query=1)], q=plain, o=o)
+        with self.client.create_queue() as queue:
+            queue.run(kvm_step)
+        numpy.testing.assert_array_equal(o, got)
+
+
+class OfDevice:
+    """An array that says it lies on a device."""
+
+    shape = (1, 4, 16)
+
+    def __dlpack_device__(self):
+        return (2, 0)
+
+    def __dlpack__(self, **_):
+        raise BufferError("its bytes are on the device")
+
+
+@over_both
+class Errors:
+    def refused(self, *words, cls=kvm.InvalidError, status=INVALID, layout="rows", **arrays):
+        space = self.space()
+        seq, _, _ = self.prompt(space, 3)
+        o = arrays.pop("o", numpy.empty((1, 4, 16), "float32"))
+        item = arrays.pop("item", None) or kvm.Item(seq, query=1)
+        with self.assert_refused(status, cls, *words):
+            self.client.step(space, 0, [item], o=o, layout=layout, **arrays)
+        self.assertEqual(len(seq), 3)
+
+    def test_shapes(self):
+        self.refused("q has the shape [1, 3, 16]", "[rows, 4, 16]", q=self.normal(1, 3, 16))
+        self.refused("q has the shape [4, 16]", "[rows, 4, 16]", q=self.normal(4, 16))
+        self.refused("q has the shape [1, 4, 8]", q=self.normal(1, 4, 8))
+        self.refused("q has the shape [1, 4, 16]", "[items, 4, tokens, 16]",
+                     q=self.normal(1, 4, 16), layout="heads")
+        self.refused("o has 2 rows", q=self.normal(1, 4, 16), o=numpy.empty((2, 4, 16), "float32"))
+        self.refused("lse has the shape [1, 4, 1]", "[rows, 4]", q=self.normal(1, 4, 16),
+                     lse=numpy.empty((1, 4, 1), "float32"))
+        self.refused("k has the shape [3, 4, 16]", "[rows, 2, 16]", k=self.normal(3, 4, 16),
+                     v=self.normal(3, 2, 16), q=self.normal(1, 4, 16))
+
+    def test_types_of_elements(self):
+        for dtype in ("float64", "int32", "complex64", ">f4"):
+            with self.subTest(dtype):
+                self.refused("q", q=self.normal(1, 4, 16).astype(dtype))
+        self.refused("lse must be float32", q=self.normal(1, 4, 16),
+                     lse=numpy.empty((1, 4), "float16"))
+
+    def test_strides(self):
+        self.refused("the channels of q lie 4 elements apart",
+                     q=self.normal(1, 16, 4).swapaxes(1, 2))
+        space = self.space()
+        seq, _, _ = self.prompt(space, 3)
+        with self.assert_refused(INVALID, kvm.InvalidError, "negative stride"):
+            self.client.step(space, 0, [kvm.Item(seq, query=3)], q=self.normal(3, 4, 16)[::-1])
+        with self.assert_refused(INVALID, kvm.InvalidError, "stride of 0"):
+            self.client.step(space, 0, [kvm.Item(seq, query=3)], q=numpy.broadcast_to(
+                self.normal(1, 4, 16), (3, 4, 16)))
+
+    def test_outputs_that_cannot_be_written(self):
+        o = numpy.empty((1, 4, 16), "float32")
+        o.flags.writeable = False
+        self.refused("o is a ndarray; it must be a writable array", "read", o=o,
+                     q=self.normal(1, 4, 16))
+
+    def test_objects_that_are_no_arrays(self):
+        for value in ([[1.0]], "q", 7, object()):
+            self.refused("q is a ", "it must be an array", q=value)
+            self.refused("k is a ", "it must be an array", k=value, q=self.normal(1, 4, 16))
+        self.refused("q is a ", "not in host memory", "(2, 0)", q=OfDevice())
+
+    def test_rows_that_are_not_there(self):
+        space = self.space()
+        seq, _, _ = self.prompt(space, 3)
+        q = self.normal(2, 4, 16)
+        with self.assert_refused(INVALID, kvm.InvalidError, "item 1 has rows 1 to 3 of q", "2"):
+            self.client.step(space, 0, [kvm.Item(seq, query=1), kvm.Item(seq, query=2)], q=q)
+        with self.assert_refused(INVALID, kvm.InvalidError, "item 0 has 1 rows of q", "not given"):
+            self.client.step(space, 0, [kvm.Item(seq, query=1)])
+        with self.assert_refused(INVALID, kvm.InvalidError, "item 0 has 2 rows of k or v"):
+            self.client.step(space, 0, [kvm.Item(seq, append=2, query=1)], q=q)
+        with self.assert_refused(INVALID, kvm.InvalidError, "item 2 has rows 0 to 1"):
+            self.client.step(space, 0, [kvm.Item(seq, query=1)] * 3, layout="heads",
+                             q=self.normal(2, 4, 1, 16))
+        with self.assert_refused(INVALID, kvm.InvalidError):
+            self.client.step(space, 0, [])
+
+    def test_numbers_out_of_range(self):
+        space = self.space()
+        seq = space.create_sequence()
+        for arguments, sentence in (
+                ({"append": -1}, "append is -1; it must be a whole number from 0 to 2**32 - 1"),
+                ({"query": 2**32}, "query is 4294967296"),
+                ({"append_position": -3}, "append_position is -3"),
+                ({"query_row": -1}, "query_row is -1"),
+                ({"tree": [-1], "query": 1}, "tree is -1"),
+                ({"ranges": [(0, -1)]}, "ranges is -1"),
+                ({"tree": [1]}, "tree has 1 words; the item has 0 query rows")):
+            with self.assert_refused(INVALID, kvm.InvalidError, sentence):
+                kvm.Item(seq, **arguments)
+        with self.assertRaisesRegex(TypeError, "append is 'x'; it must be a whole number"):
+            kvm.Item(seq, append="x")
+        with self.assert_refused(INVALID, kvm.InvalidError, "layer is -1"):
+            self.client.step(space, -1, [kvm.Item(seq)], q=self.normal(1, 4, 16))
+        with self.assert_refused(INVALID, kvm.InvalidError, "7"):
+            self.client.step(space, 7, [kvm.Item(seq, query=1)], q=self.normal(1, 4, 16))
+        with self.assertRaisesRegex(ValueError, "layout is 'columns'"):
+            self.client.step(space, 0, [kvm.Item(seq)], q=self.normal(1, 4, 16), layout="columns")
+        self.assertEqual(len(seq), 0)
+        item = kvm.Item(seq, append=numpy.int64(1))
+        self.client.step(space, 0, [item], k=self.normal(1, 2, 16), v=self.normal(1, 2, 16))
+
+    def test_what_the_service_refuses(self):
+        space = self.space()
+        seq, _, _ = self.prompt(space, 3)
+        k = self.normal(1, 2, 16)
+        with self.assert_refused(kvm.Status.HOLE, kvm.InvalidError, "5", "3"):
+            self.client.step(space, 0, [kvm.Item(seq, append=1, append_position=5)], k=k, v=k)
+        with self.assert_refused(kvm.Status.NOT_FOUND, LookupError, "no-such-space"):
+            self.client.find_space("no-such-space")
+        with self.assert_refused(kvm.Status.EXISTS, ValueError, "head_dim"):
+            self.client.register_space(space.name, n_layers=1, n_q_heads=4, n_kv_heads=2,
+                                       head_dim=24, dtype="float32")
+        with self.assert_refused(kvm.Status.BUSY, kvm.Error):
+            space.drop()
+        id = seq.id
+        seq.free()
+        with self.assert_refused(kvm.Status.STALE, kvm.NotFoundError):
+            self.client.sequence(space, id).info()
+        with self.assert_refused(INVALID, kvm.InvalidError, "head_dim"):
+            self.space(head_dim=3)
+        with self.assertRaisesRegex(ValueError, "dtype is 'f5'"):
+            self.space(dtype="f5")
+        with self.assert_refused(INVALID, kvm.InvalidError, "sink_logits has 1 numbers"):
+            self.space(sink_logits=[0.0])
+
+    def test_spaces_of_another_client(self):
+        other = kvm.open_embedded(n_threads=1, capacity=64 << 20)
+        space = self.space(other)
+        with other, self.client.create_queue() as queue:
+            seq = space.create_sequence()
+            with self.assert_refused(INVALID, kvm.InvalidError, "another client"):
+                queue.step(space, 0, [kvm.Item(seq, query=1)], q=self.normal(1, 4, 16))
+
+    def test_closed_clients_and_queues(self):
+        space = self.space()
+        seq = space.create_sequence()
+        queue = self.client.create_queue()
+        queue.close()
+        queue.close()
+        closed = kvm.Status.DISCONNECTED
+        with self.assert_refused(closed, ConnectionError, "the queue is closed"):
+            queue.nop_async()
+        self.assertEqual(queue.fileno(), -1)
+        queue = self.client.create_queue()
+        with self.client:
+            pass
+        self.client.close()
+        self.assertTrue(self.client.is_closed)
+        for call in (self.client.ping, self.client.stats, space.info, seq.info, queue.nop_async,
+                     space.create_sequence, self.client.create_queue,
+                     lambda: self.client.empty(3),
+                     lambda: self.client.step(space, 0, [kvm.Item(seq, query=1)],
+                                              q=self.normal(1, 4, 16))):
+            with self.assert_refused(closed, kvm.DisconnectedError, "closed"):
+                call()
+        seq.free()
+
+    def test_every_status_has_a_class(self):
+        for status in kvm.Status:
+            error = kvm._errors.error_of(status, "why")
+            self.assertEqual(error.status, status)
+            self.assertEqual(str(error), f"why ({status.name})")
+        self.assertIn("-77", str(kvm._errors.error_of(-77, "why")))
+        self.assertIsNone(kvm._errors.Error(kvm.Status.IO, "x").__cause__)
+
+
+@over_both
+class Memory:
+    def test_arrays_of_the_client_go_without_a_copy(self):
+        space = self.space()
+        seq, k, v = self.prompt(space, 5)
+        whole = self.client.empty((9, 8, 16))
+        q, o = whole[:2, :4], whole[4:6, 4:]
+        lse = self.client.empty((2, 4))
+        q[...] = self.normal(2, 4, 16)
+        before = self.client.n_copied_bytes
+        self.client.step(space, 0, [kvm.Item(seq, query=2)], q=q, o=o, lse=lse)
+        self.assertEqual(self.client.n_copied_bytes, before)
+        self.assert_close(o, attention(q, k, v, [3, 4])[0])
+        plain = q.copy()
+        self.client.step(space, 0, [kvm.Item(seq, query=2)], q=plain, o=o)
+        copied = self.client.n_copied_bytes - before
+        self.assertEqual(copied, 0 if self.kind == "embedded" else plain.nbytes)
+
+    def test_memory_comes_back_with_the_last_view(self):
+        def used():
+            return self.client.clients()[-1].used.arena_bytes if self.kind == "daemon" else 0
+        self.client.empty(1)
+        before = used()
+        big = self.client.empty((100, 1 << 18))
+        view = big[3:5, ::2]
+        del big
+        gc.collect()
+        view[...] = 1.0
+        huge = self.client.empty(20 << 20)
+        if self.kind == "daemon":
+            self.assertGreaterEqual(used(), before + (80 << 20))
+        del view, huge
+        gc.collect()
+        self.assertEqual(used(), before)
+        pieces = [self.client.empty(1 << 18) for _ in range(40)]
+        del pieces
+        for _ in range(200):  # the room is used again
+            self.client.empty(1 << 20)
+        self.assertEqual(used(), before)
+
+    def test_they_can_be_read_when_the_client_is_closed(self):
+        array = self.client.empty((100, 100))
+        array[...] = 3
+        self.client.close()
+        gc.collect()
+        self.assertIn(array.sum(), (0, 30000))  # kvmd may have cleared it
+        array[5] = 4
+        self.assertEqual(array[5].sum(), 400)
+
+    def test_sizes(self):
+        self.assertEqual(self.client.empty(0).shape, (0,))
+        self.assertEqual(self.client.empty((3, 0, 2), "float16").dtype, numpy.float16)
+        self.assertEqual(self.client.empty(()).shape, ())
+        for shape in (2**61, 2**62 - 1, (2**31, 2**30)):
+            with self.assertRaises(kvm.FullError):
+                self.client.empty(shape)
+        with self.assertRaisesRegex(ValueError, "must not be negative"):
+            self.client.empty((3, -1))
+        with self.assertRaisesRegex(ValueError, "bfloat16"):
+            self.client.empty(3, "bfloat16")
+        with self.assertRaisesRegex(ValueError, "framework is 'jax'"):
+            self.client.empty(3, framework="jax")
+        with self.assertRaisesRegex(ValueError, "dtype is 'int8'"):
+            self.client.empty(3, "int8")
+
+    def test_buffers_live_as_long_as_their_request(self):
+        space = self.space()
+        seq, k, v = self.prompt(space, 700)
+        queue = self.client.create_queue()
+        wanted, requests = [], []
+        for _ in range(60):
+            q = self.normal(1, 4, 16)
+            wanted.append(attention(q, k, v, [699])[0])
+            requests.append(queue.step_async(space, 0, [kvm.Item(seq, query=1)], q=q))
+            del q
+        gc.collect()
+        garbage = [numpy.full((1, 4, 16), 9e9, "float32") for _ in range(1000)]
+        for request, o in zip(requests, wanted):
+            self.assert_close(request.result().o, o)
+        del garbage
+
+    def test_requests_that_nobody_keeps(self):
+        space = self.space()
+        seq, _, _ = self.prompt(space, 700)
+        queue = self.client.create_queue()
+        for _ in range(300):
+            queue.step_async(space, 0, [kvm.Item(seq, query=1)], q=self.normal(1, 4, 16))
+        del queue
+        gc.collect()
+        self.assertGreater(self.client.ping(), 0)
+
+    def test_prepared_steps(self):
+        space = self.space()
+        seq = space.create_sequence()
+        k, v, q, o, lse = (numpy.zeros(shape, "float32")
+                           for shape in [(1, 2, 16)] * 2 + [(1, 4, 16)] * 2 + [(1, 4)])
+        step = kvm.Step(space, 0, [kvm.Item(seq, append=1, query=1)], k=k, v=v, q=q, o=o, lse=lse)
+        keys, values = [], []
+        with self.client.create_queue() as queue:
+            for i in range(20):
+                k[...], v[...], q[...] = (self.normal(*a.shape) for a in (k, v, q))
+                keys.append(k[0].copy())
+                values.append(v[0].copy())
+                result = queue.run(step) if i % 2 else queue.start(step).result()
+                self.assertIs(result.o, o)
+                wanted = attention(q, numpy.array(keys), numpy.array(values), [i])
+                self.assert_close(o, wanted[0])
+                self.assert_close(lse, wanted[1])
+        with self.assertRaises(AttributeError):
+            step.k = None
+
+    def test_an_item_keeps_its_sequence(self):
+        space = self.space()
+        k = self.normal(2, 2, 16)
+        item = kvm.Item(space.create_sequence(), append=2)
+        gc.collect()
+        self.client.step(space, 0, [item], k=k, v=k)
+        step = kvm.Step(space, 0, [kvm.Item(space.create_sequence(), append=2)], k=k, v=k)
+        gc.collect()
+        with self.client.create_queue() as queue:
+            queue.run(step)
+            queue.run(step)
+        self.assertEqual(sorted(info.n_tokens_max for info in self.client.sequences(space)), [2, 4])
+
+    def test_no_step_leaks(self):
+        space = self.space()
+        seq, _, _ = self.prompt(space, 8)
+        q = self.normal(1, 4, 16)
+        queue = self.client.create_queue()
+
+        def work(n):
+            for _ in range(n):
+                queue.step(space, 0, [kvm.Item(seq, query=1, ranges=[(0, 5)])], q=q, lse=True)
+                queue.step_async(space, 0, [kvm.Item(seq, query=1)], q=q).result()
+                try:
+                    queue.step(space, 0, [kvm.Item(seq, query=2)], q=q)
+                except kvm.InvalidError:
+                    pass
+        work(500)
+        references, objects, before = sys.getrefcount(q), len(gc.get_objects()), resident_bytes()
+        work(3000)
+        gc.collect()
+        self.assertEqual(sys.getrefcount(q), references)
+        self.assertLess(len(gc.get_objects()), objects + 100)
+        self.assertLess(resident_bytes() - before, 2 << 20)
+
+
+def resident_bytes():
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+@over_both
+class Lifetimes:
+    def n_sequences(self, space):
+        for _ in range(200):
+            n = len(self.client.sequences(space))
+            if n == 0:
+                break
+        return n
+
+    def test_sequences_go_with_their_last_reference(self):
+        space = self.space()
+        seqs = [space.create_sequence() for _ in range(5)]
+        seqs += [seqs[0].fork() for _ in range(3)]
+        self.assertEqual(len(self.client.sequences(space)), 8)
+        del seqs
+        self.assertEqual(self.n_sequences(space), 0)
+
+    def test_sequences_in_cycles(self):
+        space = self.space()
+        cycle = [space.create_sequence()]
+        cycle.append(cycle)
+        del cycle
+        gc.collect()
+        self.assertEqual(self.n_sequences(space), 0)
+
+    def test_more_than_a_queue_has_room_for(self):
+        space = self.space()
+        seqs = [space.create_sequence() for _ in range(600)]
+        del seqs
+        self.assertEqual(self.n_sequences(space), 0)
+
+    def test_with_blocks_free_and_detach(self):
+        space = self.space()
+        with space.create_sequence() as seq:
+            self.assertEqual(len(self.client.sequences(space)), 1)
+        self.assertEqual(self.n_sequences(space), 0)
+        seq.free()
+        id = space.create_sequence().detach()
+        handle = self.client.sequence(space, id)
+        del handle
+        self.assertEqual(len(self.client.sequences(space)), 1)
+
+    def test_sequences_of_requests_that_nobody_asks(self):
+        space = self.space()
+        queue = self.client.create_queue()
+        for _ in range(5):
+            queue.create_sequence_async(space)
+        request = queue.create_sequence_async(space)
+        seq = request.result()
+        self.assertIs(request.result(), seq)
+        del request
+        fork = queue.fork_async(seq).result()
+        queue.poll()
+        queue.create_sequence_async(space)
+        queue.nop_async().result()
+        self.assertEqual(seq.info().n_tokens_max, 0)
+        del seq, fork
+        self.assertEqual(self.n_sequences(space), 0)
+
+    def test_a_client_goes_with_its_last_reference(self):
+        gc.collect()
+        gc.disable()
+        try:
+            client = kvm.open_embedded(n_threads=1, capacity=64 << 20)
+            space = self.space(client)
+            space.create_sequence()
+            client.step(space, 0, [kvm.Item(space.create_sequence(), append=1)],
+                        k=self.normal(1, 2, 16), v=self.normal(1, 2, 16))
+            import weakref
+            gone = weakref.ref(client)
+            del client, space
+            self.assertIsNone(gone())
+        finally:
+            gc.enable()
+
+    def test_facts(self):
+        info = self.client.info()
+        self.assertEqual(bool(info.features & kvm.Feature.EMBEDDED), self.kind == "embedded")
+        self.assertEqual(self.client.is_embedded, self.kind == "embedded")
+        self.assertEqual(info.server_version, kvm.__version__)
+        space = self.space()
+        self.assertEqual(self.client.find_space(space.name).id, space.id)
+        self.assertIn(space.name, [s.name for s in self.client.spaces()])
+        self.assertEqual(space.info().head_dim_v, 16)
+        self.assertIn("kvm_", self.client.stats_text())
+        self.assertGreaterEqual(self.client.stats().n_sequences, 0)
+        me = [c for c in self.client.clients() if c.client_id == info.client_id]
+        self.assertEqual(me[0].pid, os.getpid())
+        self.assertEqual(self.client.users()[0].n_clients >= 1, True)
+        self.client.set_quota(kvm.QuotaOf.CLIENT, info.client_id, sequences=2)
+        kept = [space.create_sequence() for _ in range(2)]
+        with self.assert_refused(kvm.Status.QUOTA, kvm.FullError):
+            space.create_sequence()
+        result = self.client.evict(kvm.Evict.SEQ, kept[0].id)
+        self.assertEqual(result.n_sequences, 1)
+        with self.assertRaisesRegex(TypeError, "tokens is no limit"):
+            self.client.set_quota(kvm.QuotaOf.CLIENT, info.client_id, tokens=2)
+        if self.kind == "daemon":
+            self.assertIn("options", self.client.config_text())
+
+    def test_policies_codecs_and_their_errors(self):
+        space = self.space(
+            n_layers=2, policies=[kvm.Policy(kvm.Retention.SINKS_RECENT, n_sinks=4, n_recent=64)],
+            codecs=[kvm.Codec("int8", "fp8", heads=[1])])
+        self.assertEqual(space.info().n_head_classes, 4)
+        with self.assert_refused(INVALID, kvm.InvalidError, "n_recent"):
+            self.space(policies=[kvm.Policy(kvm.Retention.SINKS_RECENT)])
+        with self.assertRaisesRegex(ValueError, "kv head 200"):
+            self.space(policies=[kvm.Policy(heads=[200])])
+        with self.assertRaisesRegex(ValueError, "heads is empty"):
+            self.space(codecs=[kvm.Codec("int8", heads=[])])
+
+
+# Functions of kvm.h that the module does not call, and why.
+UNUSED = {
+    "kvm_append": "requests are made *_async and waited for, so that signals are seen",
+    "kvm_attend": "as kvm_append",
+    "kvm_step": "as kvm_append",
+    "kvm_read": "as kvm_append",
+    "kvm_observe": "as kvm_append",
+    "kvm_version": "kvm_version_string has it",
+}
+
+
+class Names(unittest.TestCase):
+    def test_every_function_of_the_header_is_called(self):
+        spec = importlib.util.spec_from_file_location("generate_rust", os.path.join(
+            ROOT, "bindings/rust/generate.py"))
+        generate = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(generate)
+        with open(os.path.join(ROOT, "include/kvm.h"), encoding="utf-8") as file:
+            header = generate.Header(file.read())
+        code = ""
+        folder = os.path.join(ROOT, "bindings/python/src")
+        for name in os.listdir(folder):
+            with open(os.path.join(folder, name), encoding="utf-8") as file:
+                code += generate.bare_code(file.read())
+        called = set(re.findall(r"\bkvm_\w+", code))
+        declared = {function[0] for function in header.functions}
+        self.assertEqual(declared - called - set(UNUSED), set(), "wrap them, or say why not")
+        self.assertEqual(set(UNUSED) & called, set())
+        self.assertEqual(set(UNUSED) - declared, set())
+
+    def test_the_stub_names_what_the_module_has(self):
+        with open(os.path.join(ROOT, "bindings/python/kvm/_native.pyi"), encoding="utf-8") as file:
+            stub = file.read()
+        wanted = set()
+        cls = None
+        for line in stub.splitlines():
+            found = re.match(r"( *)(?:def|class) (\w+)|( +)([A-Z_]+) = \d+", line)
+            if not found:
+                continue
+            if line.startswith("class "):
+                cls = found.group(2)
+                wanted.add(cls)
+            elif line.startswith("def "):
+                wanted.add(found.group(2))
+            elif found.group(2) != "__init__":
+                wanted.add(f"{cls}.{found.group(2) or found.group(4)}")
+        got = set()
+        for name, value in vars(_native).items():
+            if name.startswith("__"):
+                continue
+            got.add(name)
+            if isinstance(value, type):
+                got |= {f"{name}.{member}" for member in vars(value)
+                        if not member.startswith(("_", "@"))}
+        self.assertEqual(got, wanted)
+
+    def test_generated_files_are_those_of_the_header(self):
+        folder = os.path.join(ROOT, "bindings/python")
+        done = subprocess.run(
+            [sys.executable, os.path.join(folder, "generate.py"),
+             os.path.join(ROOT, "include/kvm.h"), folder, "--check"],
+            capture_output=True, text=True, check=False)
+        self.assertEqual((done.returncode, done.stdout + done.stderr), (0, ""))
+
+    def test_all_is_what_is_there(self):
+        for name in kvm.__all__:
+            self.assertTrue(hasattr(kvm, name), name)
+        public = {name for name in vars(kvm) if not name.startswith("_")}
+        self.assertEqual(public, set(kvm.__all__))
+
+    @unittest.skipUnless(importlib.util.find_spec("mypy"), "mypy is not installed")
+    def test_types(self):
+        sample = os.path.join(ROOT, "tests/python/typed_sample.py")
+        # Not the folders in it: they are over PyTorch, whose types are another matter.
+        modules = [os.path.join(PACKAGE, name) for name in sorted(os.listdir(PACKAGE))
+                   if name.endswith(".py")]
+        done = subprocess.run(
+            [sys.executable, "-m", "mypy", "--strict", "--cache-dir", os.path.join(
+                os.environ.get("TMPDIR", "/tmp"), f"kvm-mypy-{os.getuid()}"), *modules, sample],
+            capture_output=True, text=True, check=False,
+            env={**os.environ, "MYPYPATH": os.path.dirname(PACKAGE)})
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+
+
+class Log(unittest.TestCase):
+    def test_messages_reach_the_listener(self):
+        code = """
+import gc, sys, kvm
+from rig import Daemon
+heard = []
+def listen(level, message):
+    heard.append((level, message))
+    gc.collect()            # frees sequences: calls kvm
+    client.stats_text() if not client.is_closed and len(heard) > 3 else None
+    raise ValueError("of the listener")
+sys.unraisablehook = lambda info: heard.append(info.exc_value)
+with Daemon() as daemon:
+    client = kvm.connect(daemon.socket)
+    kvm.set_log(listen)
+    queue = client.create_queue()
+    queue.nop_async().result()
+    daemon.kill()
+    try:
+        queue.nop_async().result()
+    except kvm.DisconnectedError:
+        pass
+assert any(isinstance(what, tuple) and isinstance(what[0], kvm.LogLevel) for what in heard), heard
+assert any(isinstance(what, ValueError) for what in heard), heard
+print("heard")
+"""
+        done = run_python(code)
+        self.assertEqual((done.returncode, done.stdout, done.stderr), (0, "heard\n", ""))
+
+
+def run_python(code, timeout=30):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
+                          timeout=timeout, check=False,
+                          env={**os.environ, "PYTHONPATH": os.pathsep.join(
+                              [os.path.dirname(PACKAGE), os.path.dirname(__file__)])})
+
+
+if __name__ == "__main__":
+    unittest.main()
