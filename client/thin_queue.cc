@@ -742,12 +742,12 @@ Result<uint32_t> ThinQueue::take(kvm_completion* out, uint32_t n_max, uint32_t n
     }
     await_completion(deadline, interrupt ? kInterruptSliceNs : kLivenessSliceNs);
     if (!completions_.is_ready()) {
-      if (interrupt.is_raised()) {
-        was_interrupted = true;
-        break;
-      }
+      // First whether the daemon is there: who always interrupts would never learn.
       if (connection_->look_for_hangup()) {
         fail_outstanding(connection_->down_status());
+      } else if (interrupt.is_raised()) {
+        was_interrupted = true;
+        break;
       } else if (deadline != UINT64_MAX && now_ns() >= deadline) {
         break;
       }

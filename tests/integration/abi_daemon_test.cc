@@ -218,6 +218,31 @@ uint64_t arena_bytes_of(kvm_client* client) {
   return std::stoull(text.substr(text.find("\nkvm_arena_bytes ") + 17));
 }
 
+// Whoever interrupts every wait learns of the daemon's end all the same.
+TEST(Daemon, KilledDaemonEndsWaitsThatAreAlwaysInterrupted) {
+  class Daemon daemon;
+  kvm_client* client = connect_to_daemon(daemon, "impatient");
+  kvm_queue_params params{};
+  params.struct_size = sizeof(params);
+  params.is_interrupted = [](void*) { return 1; };
+  kvm_queue* queue = nullptr;
+  ASSERT_EQ(kvm_queue_create(client, &params, &queue), KVM_OK) << kvm_last_error();
+  ::kill(daemon.pid(), SIGSTOP);
+  ASSERT_EQ(kvm_nop_async(queue, 1), KVM_OK);
+  ASSERT_EQ(kvm_submit(queue), KVM_OK);
+  kvm_completion done{};
+  EXPECT_EQ(kvm_wait(queue, &done, 1, 1, UINT64_MAX), KVM_ERR_INTERRUPTED);
+  daemon.kill_hard();
+  int32_t n = KVM_ERR_INTERRUPTED;
+  for (int i = 0; i < 1000 && n == KVM_ERR_INTERRUPTED; ++i) {
+    n = kvm_wait(queue, &done, 1, 1, UINT64_MAX);
+  }
+  ASSERT_EQ(n, 1) << kvm_last_error();
+  EXPECT_EQ(done.status, KVM_ERR_DISCONNECTED);
+  kvm_queue_destroy(queue);
+  kvm_client_close(client);
+}
+
 // A daemon that is stopped keeps its socket and its memory: nothing says that it is gone.
 TEST(Daemon, StoppedDaemonHangsNoControlCall) {
   const class Daemon daemon;

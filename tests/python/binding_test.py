@@ -639,7 +639,8 @@ class Memory:
         gc.collect()
         self.assertEqual(sys.getrefcount(q), references)
         self.assertLess(len(gc.get_objects()), objects + 100)
-        self.assertLess(resident_bytes() - before, 2 << 20)
+        if "asan" not in os.environ.get("LD_PRELOAD", ""):  # which keeps what is freed
+            self.assertLess(resident_bytes() - before, 2 << 20)
 
 
 def resident_bytes():

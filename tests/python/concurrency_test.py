@@ -327,7 +327,9 @@ signal.signal(signal.SIGUSR1, handler)
 def interrupt():
     time.sleep(0.1)
     os.kill(os.getpid(), signal.SIGUSR1)
-    time.sleep(0.1)
+    deadline = time.monotonic() + 5
+    while len(calls) < 2 and time.monotonic() < deadline:  # else Python runs SIGINT's first
+        time.sleep(0.01)
     global sent
     sent = time.monotonic()
     os.kill(os.getpid(), signal.SIGINT)

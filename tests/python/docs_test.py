@@ -13,7 +13,7 @@ import unittest
 import kvm
 from rig import ROOT, daemon
 
-PAGES = ("docs/python.md", "docs/python_body.md")
+PAGES = ("docs/python.md", "README.md")
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
 PRINTED = re.compile(r"print\(.*\) {2,}# (.+)$")
 FIRST_LINES = 8  # at most, in the first example

@@ -211,15 +211,12 @@ void Queue::finish_all(kvm_status status, const std::string& message, Done* done
 
 void Queue::take(uint32_t n_min, uint64_t timeout_ns, Done* done) {
   kvm_completion completions[kMaxTaken];
-  int32_t n = n_min == 0 ? KVM_ERR_INTERRUPTED
-                         : kvm_wait(queue_, completions, kMaxTaken, n_min, timeout_ns);
-  if (n == KVM_ERR_INTERRUPTED) {  // such a wait has not looked whether kvmd is gone
-    n = kvm_poll(queue_, completions, kMaxTaken);
-  }
+  const int32_t n = n_min == 0 ? kvm_poll(queue_, completions, kMaxTaken)
+                               : kvm_wait(queue_, completions, kMaxTaken, n_min, timeout_ns);
   for (int32_t i = 0; i < n; ++i) {
     finish(completions[i], done);
   }
-  if (n < 0) {
+  if (n < 0 && n != KVM_ERR_INTERRUPTED) {
     finish_all(n, kvm_last_error(), done);
   }
 }

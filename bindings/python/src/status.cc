@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "bindings/python/src/status.h"
 
-#include <cxxabi.h>
 #include <pthread.h>
 #include <unistd.h>
 
@@ -89,10 +88,11 @@ Unlocked::~Unlocked() {
   while (!was_ending_ && is_python_ending()) {
     pause();
   }
-  // Python ends a thread that comes too late by unwinding it, which C++ above this must not see.
+  // Python ends a thread that comes too late by unwinding it (abi::__forced_unwind, and nothing
+  // else is thrown here), which C++ above this must not see.
   try {
     PyEval_RestoreThread(state_);
-  } catch (const abi::__forced_unwind&) {
+  } catch (...) {
     for (;;) {
       pause();
     }
