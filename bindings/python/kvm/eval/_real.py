@@ -101,7 +101,7 @@ class _Run:
         self.report = report
 
     def prefill(self, cache: KvmCache) -> None:
-        for part in self.ids[:, :-self.n_scored - 1].split(512, dim=1):
+        for part in torch.split(self.ids[:, :-self.n_scored - 1], 512, dim=1):
             self.model.model(part, past_key_values=cache)
 
     def logits(self, cache: KvmCache) -> Iterator[torch.Tensor]:

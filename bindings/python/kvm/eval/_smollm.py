@@ -59,11 +59,10 @@ def load(path: str | Path, dtype: torch.dtype = torch.float32, rope_factor: floa
         eos_token_id=file.metadata["tokenizer.ggml.eos_token_id"],
         pad_token_id=file.metadata.get("tokenizer.ggml.padding_token_id", 0),
         tie_word_embeddings="output.weight" not in file)
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config)
+    model: Any = transformers.LlamaForCausalLM(config)
     state = {name: _parameter(file, name, n_heads, n_kv_heads).to(dtype)
              for name in model.state_dict() if name != "lm_head.weight" or "output.weight" in file}
-    model = transformers.LlamaForCausalLM(config).to(dtype)
+    model = model.to(dtype)
     missing, unexpected = model.load_state_dict(state, strict=False)
     if unexpected or [name for name in missing if name != "lm_head.weight"]:
         raise ValueError(f"{path} lacks {missing} or has {unexpected}")

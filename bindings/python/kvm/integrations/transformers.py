@@ -58,7 +58,7 @@ class CacheStats:
     n_approximate_rows: int = 0  #: of steps in which any row was approximated
 
 
-class _CacheLayer(CacheLayerMixin):
+class _CacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """What transformers asks a layer of a cache; the cache answers."""
 
     is_sliding = False
@@ -66,7 +66,7 @@ class _CacheLayer(CacheLayerMixin):
     is_compileable = False
 
     def __init__(self, cache: KvmCache, layer: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._cache = cache
         self._layer = layer
         self.is_initialized = True
@@ -132,7 +132,7 @@ class KvmCache(Cache):
         if mode not in (Mode.DEFAULT, Mode.EXACT) and not of_indexes:
             of_indexes = [Index()]
         self.client = client
-        self.space = _register(model, client, name, dtype, list(policies), list(codecs), of_indexes)
+        self.space: _ModelSpace = _register(model, client, name, dtype, list(policies), list(codecs), of_indexes)
         self.stats = CacheStats()
         self._arguments = {"mode": mode, "proposal": proposal, "eps": eps, "delta": delta,
                            "budget": budget, "seed": seed, "f32_values": f32_values}
@@ -359,7 +359,7 @@ def _attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor,
         raise NotSupportedError(f"an attention mask of the shape {tuple(attention_mask.shape)} "
                                 "that was made elsewhere; pass one of [batch, tokens]")
     tokens: _Tokens | None = getattr(attention_mask, "_kvm_tokens", None)
-    geometry = cache.space._kvm_geometry  # type: ignore[attr-defined]
+    geometry = cache.space._kvm_geometry
     if (softcap or 0.0) != geometry.softcap:
         raise NotSupportedError(f"a soft cap of {softcap}; the configuration has "
                                 f"{geometry.softcap}")
@@ -429,10 +429,11 @@ class _Geometry:
 
 class _ModelSpace(Space):
     __slots__ = ("_kvm_geometry",)
+    _kvm_geometry: _Geometry
 
 
 def _register(model: Any, client: Client, name: str | None, dtype: Any, policies: list[Policy],
-              codecs: list[Codec], indexes: list[Index]) -> Space:
+              codecs: list[Codec], indexes: list[Index]) -> _ModelSpace:
     config = model.config.get_text_config(decoder=True)
     n_layers, n_q_heads = config.num_hidden_layers, config.num_attention_heads
     n_kv_heads = getattr(config, "num_key_value_heads", None) or n_q_heads
