@@ -132,7 +132,8 @@ class KvmCache(Cache):
         if mode not in (Mode.DEFAULT, Mode.EXACT) and not of_indexes:
             of_indexes = [Index()]
         self.client = client
-        self.space: _ModelSpace = _register(model, client, name, dtype, list(policies), list(codecs), of_indexes)
+        self.space: _ModelSpace = _register(model, client, name, dtype, list(policies),
+                                            list(codecs), of_indexes)
         self.stats = CacheStats()
         self._arguments = {"mode": mode, "proposal": proposal, "eps": eps, "delta": delta,
                            "budget": budget, "seed": seed, "f32_values": f32_values}
