@@ -19,17 +19,26 @@ import numpy
 import kvm
 from rig import PACKAGE, Daemon, Rig, attention, daemon, open_client, over_both
 
-LONG = 2048  # rows: long enough for what must happen meanwhile
+LONG_S = 0.3  # how long a request shall take that others overtake; the sleeps here are 0.01 to 0.05
 
 
 class Slow:
-    """A request that takes long: many rows over many tokens."""
+    """A request that takes LONG_S or a share of it, at any speed of the build: as many rows over
+    many tokens as that takes."""
 
-    def __init__(self, rig, n_rows=LONG, n_tokens=4096):
+    fastest_row_s = {}  # by kind of client
+
+    def __init__(self, rig, share=1.0, n_tokens=4096, n_probed=16):
         self.space = rig.space(n_q_heads=8, n_kv_heads=1, head_dim=128)
         self.seq = self.space.create_sequence()
         k = rig.normal(n_tokens, 1, 128)
         rig.client.step(self.space, 0, [kvm.Item(self.seq, append=n_tokens)], k=k, v=k)
+        q = rig.normal(n_probed, 8, 128)
+        begin = time.monotonic()
+        rig.client.step(self.space, 0, [kvm.Item(self.seq, query=n_probed)], q=q)
+        row_s = (time.monotonic() - begin) / n_probed
+        row_s = self.fastest_row_s[rig.kind] = min(row_s, self.fastest_row_s.get(rig.kind, row_s))
+        n_rows = min(max(round(share * LONG_S / row_s), 8), 4096)
         self.q = rig.client.empty((n_rows, 8, 128))
         self.q[...] = rig.normal(n_rows, 8, 128)
         self.o = rig.client.empty(self.q.shape)
@@ -113,7 +122,7 @@ class Requests:
             rest[0].cancel()  # done: nothing happens
 
     def test_a_queue_closed_with_requests_on_their_way(self):
-        slow = Slow(self, n_rows=1024)
+        slow = Slow(self, share=0.5)
         queue = self.client.create_queue()
         requests = [slow.start(queue) for _ in range(5)]
         queue.close()
@@ -154,7 +163,7 @@ class Loops:
             self.assertFalse(any(w._futures for w in queue._watchers.values()))
 
     def test_a_loop_that_was_left_in_the_middle(self):
-        slow = Slow(self, n_rows=1024)
+        slow = Slow(self, share=0.5)
         with self.client.create_queue() as queue:
             loop = asyncio.new_event_loop()
             task = loop.create_task(self.wait_for(slow.start(queue)))
@@ -174,7 +183,7 @@ class Loops:
             results = await asyncio.wait_for(asyncio.gather(
                 self.wait_for(request), self.wait_for(request)), 30)
             self.assertIs(results[0], results[1])
-        slow = Slow(self, n_rows=512)
+        slow = Slow(self, share=0.25)
         with self.client.create_queue() as queue:
             asyncio.run(run(queue))
 
@@ -204,7 +213,7 @@ class Loops:
                 await task
             await other
             await self.gather(queue, 10)
-        slow = Slow(self, n_rows=1024)
+        slow = Slow(self, share=0.5)
         with self.client.create_queue() as queue:
             asyncio.run(run())
 
@@ -227,7 +236,7 @@ class Loops:
                 await asyncio.wait_for(task, 10)
             with self.client.create_queue() as other:
                 await other.nop_async()
-        slow = Slow(self, n_rows=1024)
+        slow = Slow(self, share=0.5)
         queue = self.client.create_queue()
         asyncio.run(run())
 
@@ -314,9 +323,15 @@ space = client.register_space("s%d" % os.getpid(), n_layers=1, n_q_heads=8, n_kv
 seq = space.create_sequence()
 k = numpy.random.standard_normal((8192, 1, 128)).astype("float32")
 client.step(space, 0, [kvm.Item(seq, append=8192)], k=k, v=k)
-q, o = client.empty((4096, 8, 128)), client.empty((4096, 8, 128))
-q[...] = numpy.random.standard_normal(q.shape)
 queue = client.create_queue()
+def probe():
+    q = numpy.ones((16, 8, 128), "float32")
+    begin = time.monotonic()
+    queue.step(space, 0, [kvm.Item(seq, query=16)], q=q)
+    return (time.monotonic() - begin) / 16
+n_rows = min(max(round(0.4 / min(probe() for _ in range(3))), 8), 4096)
+q, o = client.empty((n_rows, 8, 128)), client.empty((n_rows, 8, 128))
+q[...] = numpy.random.standard_normal(q.shape)
 calls = []
 def handler(number, frame):
     calls.append(client.stats().n_sequences)
@@ -333,7 +348,7 @@ def interrupt():
     global sent
     sent = time.monotonic()
     os.kill(os.getpid(), signal.SIGINT)
-requests = [queue.step_async(space, 0, [kvm.Item(seq, query=4096)], q=q, o=o)
+requests = [queue.step_async(space, 0, [kvm.Item(seq, query=n_rows)], q=q, o=o)
             for _ in range(5)]
 threading.Thread(target=interrupt).start()
 try:
@@ -575,10 +590,10 @@ request = queue.nop_async()
     "a listener": "kvm.set_log(lambda level, message: print(message))",
     "no atexit": "import atexit; atexit._clear()",
     "requests on their way": """
-q = numpy.ones((500, 4, 16), "float32")
-k = numpy.ones((500, 2, 16), "float32")
+q = numpy.ones((100, 4, 16), "float32")
+k = numpy.ones((100, 2, 16), "float32")
 queue = client.create_queue()
-requests = [queue.step_async(space, 0, [kvm.Item(seq, append=500, query=500)], k=k, v=k, q=q)
+requests = [queue.step_async(space, 0, [kvm.Item(seq, append=100, query=100)], k=k, v=k, q=q)
             for _ in range(20)]
 """,
     "a thread in a call": """
