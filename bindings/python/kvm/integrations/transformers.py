@@ -15,19 +15,30 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import inspect
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 import transformers
-from transformers.cache_utils import Cache, CacheLayerMixin
-from transformers.masking_utils import causal_mask_function, sliding_window_overlay
+from transformers import cache_utils
+from transformers.cache_utils import Cache
 
-from .. import Client, Codec, Index, Item, Layer, Mode, Policy, Proposal, Sequence
+from .. import Client, Codec, Index, Item, Layer, Mode, Policy, Proposal, Retention, Sequence
 from .._objects import Space
 
+try:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import causal_mask_function, sliding_window_overlay
+except ImportError:
+    raise ImportError(
+        f"transformers {transformers.__version__} has no interface for masks "
+        "(AttentionMaskInterface); kvm.integrations.transformers works with 4.53 and newer"
+    ) from None
+
 IMPLEMENTATION = "kvm"  #: the name under which attention and masks are registered
+_MAX_GROUP = 16  # query heads of a kv head in a request
 _TYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
@@ -58,7 +69,13 @@ class CacheStats:
     n_approximate_rows: int = 0  #: of steps in which any row was approximated
 
 
-class _CacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+# 4.53 has no layers of caches.
+_LayerBase: Any = getattr(cache_utils, "CacheLayerMixin", object)
+# Whether Cache is given its layers; 4.54 and 4.55 make them, of classes.
+_TAKES_LAYERS = "layers" in inspect.signature(Cache.__init__).parameters
+
+
+class _CacheLayer(_LayerBase):  # type: ignore[misc]
     """What transformers asks a layer of a cache; the cache answers."""
 
     is_sliding = False
@@ -66,7 +83,7 @@ class _CacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     is_compileable = False
 
     def __init__(self, cache: KvmCache, layer: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._cache = cache
         self._layer = layer
         self.is_initialized = True
@@ -79,11 +96,10 @@ class _CacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self._cache.update(key_states, value_states, self._layer)
 
     def get_seq_length(self, *args: Any) -> int:
-        return self._cache._lengths[self._layer]
+        return self._cache.get_seq_length(self._layer)
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
-        n = query_length if isinstance(query_length, int) else int(query_length.shape[0])
-        return self._cache._lengths[self._layer] + n, 0
+        return self._cache.get_mask_sizes(query_length, self._layer)
 
     def get_max_length(self) -> int:
         return -1
@@ -145,7 +161,12 @@ class KvmCache(Cache):
         self._counts: list[list[int]] = []  # [entry][pass] tokens, and how many columns
         self._columns: list[int] = []  # [pass]
         self._pending: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        super().__init__(layers=[_CacheLayer(self, i) for i in range(self.space.n_layers)])
+        layers = [_CacheLayer(self, i) for i in range(self.space.n_layers)]
+        if _TAKES_LAYERS:
+            super().__init__(layers=layers)
+        else:
+            self.layers = layers
+            self.cache_processor = None  # 4.55: nothing stands between
 
     def __enter__(self) -> Self:
         return self
@@ -167,6 +188,19 @@ class KvmCache(Cache):
     @property
     def batch_size(self) -> int:
         return len(self._sequences) or -1
+
+    def get_seq_length(self, layer_idx: int | None = 0, *args: Any, **kwargs: Any) -> int:
+        """Columns of the batch that a layer has seen, padding included."""
+        return self._lengths[layer_idx or 0]
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int) -> tuple[int, int]:
+        """How many columns a mask has, and where it begins."""
+        n = query_length if isinstance(query_length, int) else int(query_length.shape[0])
+        return self._lengths[layer_idx] + n, 0
+
+    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+        """-1: it grows."""
+        return -1
 
     # --- A forward pass ---------------------------------------------------------------------------
 
@@ -209,20 +243,49 @@ class KvmCache(Cache):
             self._columns.append(n_tokens)
         if n_entries > 1 and n_tokens > 1:  # a row number is that of k and v, and of q and o
             key, value, query = key.contiguous(), value.contiguous(), query.contiguous()
-        o = query.new_zeros((n_entries, n_heads, n_tokens, value.shape[3]))
+        geometry = self.space._kvm_geometry
+        if geometry.n_parts == 1:
+            return self._requests(layer, tokens, scale, query, key, value).transpose(1, 2)
+        # More query heads for a kv head than kvm takes: a part of them at a time.
+        groups = query.unflatten(1, (-1, geometry.group))
+        n_heads = key.shape[1] * geometry.part
+        missing = geometry.n_parts * geometry.part - geometry.group
+        if missing:
+            groups = torch.cat([groups, groups[:, :, :missing]], 2)
+        parts = []
+        for i, heads in enumerate(groups.split(geometry.part, 2)):
+            parts.append(self._requests(
+                layer, tokens, scale, heads.reshape(n_entries, n_heads, n_tokens, -1),
+                *((key, value) if i == 0 else (None, None))))
+        whole = torch.cat([part.unflatten(1, (key.shape[1], -1)) for part in parts], 2)
+        return whole[:, :, :geometry.group].flatten(1, 2).transpose(1, 2)
+
+    def _requests(self, layer: int, tokens: _Tokens, scale: float, query: torch.Tensor,
+                  key: torch.Tensor | None, value: torch.Tensor | None) -> torch.Tensor:
+        """Appends keys and values, or attends to those of this pass that are there already (None).
+
+        Arrays are [entry, head, token, channel].
+        """
+        n_entries, n_heads, n_tokens, _ = query.shape
+        o = query.new_zeros((n_entries, n_heads, n_tokens, self.space.head_dim_v))
         for begin in range(0, n_tokens, self._max_rows):
             items, n_rows = [], 0
             for entry, seq in enumerate(self._sequences):
                 first = max(tokens.first[entry], begin)
                 n = min(tokens.first[entry] + tokens.count[entry], begin + self._max_rows) - first
                 n_rows += max(n, 0)
-                items.append(Item(seq, max(n, 0), max(n, 0), append_row=first if n > 0 else 0,
-                                  query_row=first if n > 0 else 0))
+                if n <= 0:
+                    items.append(Item(seq))
+                elif key is not None:
+                    items.append(Item(seq, n, n, append_row=first, query_row=first))
+                else:
+                    stored = sum(self._counts[entry][:-1]) + first - tokens.first[entry]
+                    items.append(Item(seq, 0, n, query_row=first, query_position=stored))
             result = self._queue.step(self.space, layer, items, k=key, v=value, q=query,
                                       o=o, layout="heads", scale=scale,
                                       **self._arguments)
             self._count(result.stats, n_heads * n_rows)
-        return o.transpose(1, 2)
+        return o
 
     def _count(self, stats: Any, n_rows: int) -> None:
         mine = self.stats
@@ -331,10 +394,15 @@ class KvmCache(Cache):
 
 def use_kvm(model: Any) -> None:
     """Sets a model's attention to kvm's. `KvmCache` does so too."""
-    transformers.AttentionInterface.register(IMPLEMENTATION, _attention)
-    transformers.AttentionMaskInterface.register(IMPLEMENTATION, _mask)
-    if model.config._attn_implementation != IMPLEMENTATION:
+    AttentionInterface.register(IMPLEMENTATION, _attention)
+    AttentionMaskInterface.register(IMPLEMENTATION, _mask)
+    if model.config._attn_implementation == IMPLEMENTATION:
+        return
+    if hasattr(model, "set_attn_implementation"):
         model.set_attn_implementation(IMPLEMENTATION)
+    else:  # 4.53
+        model.config._attn_implementation = IMPLEMENTATION
+        model.config.get_text_config(decoder=True)._attn_implementation = IMPLEMENTATION
 
 
 def _attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor,
@@ -426,6 +494,9 @@ class _Geometry:
     windows: tuple[int, ...]
     softcap: float
     has_sinks: bool
+    group: int  # query heads of a kv head, in the model
+    part: int  # ... in the space
+    n_parts: int  # that many requests make a step; the last may have heads that are not the model's
 
 
 class _ModelSpace(Space):
@@ -442,6 +513,15 @@ def _register(model: Any, client: Client, name: str | None, dtype: Any, policies
     windows = _windows(config, n_layers)
     softcap = float(getattr(config, "attn_logit_softcapping", None) or 0.0)
     sinks = _sinks(model, n_layers, n_q_heads)
+    group = n_q_heads // n_kv_heads
+    n_parts = -(-group // _MAX_GROUP)
+    part = -(-group // n_parts)
+    if n_parts > 1 and sinks is not None:
+        raise NotSupportedError(f"sink logits with {group} query heads for a kv head; kvm takes "
+                                f"{_MAX_GROUP}")
+    if n_parts > 1 and any(policy.retention != Retention.FULL for policy in policies):
+        raise NotSupportedError(f"policies with {group} query heads for a kv head; kvm takes "
+                                f"{_MAX_GROUP}, and a second request would find tokens dropped")
     if dtype is None:
         if model.dtype not in _TYPES:
             raise NotSupportedError(f"a model that computes in {model.dtype}")
@@ -451,12 +531,13 @@ def _register(model: Any, client: Client, name: str | None, dtype: Any, policies
         settings = hashlib.sha256(repr((dtype, policies, codecs, indexes)).encode()).hexdigest()
         name = f"{config.model_type}-{digest.hex()[:12]}-{settings[:12]}"
     space = client.register_space(
-        name, n_layers=n_layers, n_q_heads=n_q_heads, n_kv_heads=n_kv_heads, head_dim=head_dim,
+        name, n_layers=n_layers, n_q_heads=n_kv_heads * part, n_kv_heads=n_kv_heads,
+        head_dim=head_dim,
         dtype=dtype, logit_softcap=softcap, sink_logits=sinks, fingerprint=digest,
         layers=[Layer(i, window=window) for i, window in enumerate(windows) if window],
         policies=policies, codecs=codecs, indexes=indexes)
     made = _ModelSpace(client, space.id, space._layer_heads)
-    made._kvm_geometry = _Geometry(tuple(windows), softcap, sinks is not None)
+    made._kvm_geometry = _Geometry(tuple(windows), softcap, sinks is not None, group, part, n_parts)
     return made
 
 
