@@ -22,6 +22,7 @@ except ImportError as missing:
 
 import kvm
 from kvm.integrations.transformers import KvmCache, NotSupportedError, use_kvm
+from models import LIMIT, Reference, eager, through_kvm
 
 SHAPE = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
              num_key_value_heads=2, vocab_size=199, max_position_embeddings=512, head_dim=16,
@@ -38,7 +39,6 @@ FAMILIES = {  # the classes NAMEConfig (or as it says) and NAMEForCausalLM
                            "num_experts_per_tok": 1}),
     "olmo": ("Olmo", {}),
 }
-LIMIT = 1e-3  # of logits; those of these models are about 1
 N_GENERATED = int(os.environ.get("KVM_GENERATED", "12"))  # ./dev nightly models: 500
 
 
@@ -66,21 +66,6 @@ def prompts(n=2, length=40, left=7, seed=1):
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def eager(model, run):
-    if hasattr(model, "set_attn_implementation"):
-        model.set_attn_implementation("eager")
-    else:  # 4.53
-        model.config._attn_implementation = "eager"
-    with torch.no_grad():
-        return run({})
-
-
-def through_kvm(model, cache, run):
-    use_kvm(model)
-    with torch.no_grad():
-        return run({"past_key_values": cache})
-
-
 class Case(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
@@ -90,27 +75,10 @@ class Case(unittest.TestCase):
     def tearDownClass(cls):
         cls.client.close()
 
-    def same_logits(self, expected, got):
-        self.assertEqual(len(expected), len(got))
-        worst = max((a - b).abs().max().item() for a, b in zip(expected, got))
-        self.assertLess(worst, LIMIT)
-
     def cache(self, model, **settings):
         cache = KvmCache(model, self.client, **{"dtype": "float32", **settings})
         self.addCleanup(cache.close)
         return cache
-
-
-class _Force(tf.LogitsProcessor):
-    """Chooses the tokens of a text that is there already."""
-
-    def __init__(self, text):
-        self.text = text
-
-    def __call__(self, input_ids, scores):
-        forced = torch.full_like(scores, float("-inf"))
-        forced.scatter_(1, self.text[:, input_ids.shape[1]:input_ids.shape[1] + 1], 0.0)
-        return forced
 
 
 class Families(Case):
@@ -118,32 +86,55 @@ class Families(Case):
         model = make_model(family)
         inputs = prompts()
 
-        def greedy(extra, forced=None):
-            processors = [] if forced is None else [_Force(forced)]
-            return model.generate(**inputs, **extra, max_new_tokens=N_GENERATED, do_sample=False,
-                                  return_dict_in_generate=True, output_logits=True,
-                                  logits_processor=tf.LogitsProcessorList(processors))
-
         def beams(extra):
             return model.generate(**inputs, **extra, max_new_tokens=6, num_beams=3,
                                   do_sample=False)
 
-        expected = eager(model, greedy)
-        expected_beams = eager(model, beams)
+        reference = Reference(model, inputs, N_GENERATED)
         cache = self.cache(model)
-        # The tokens are those of eager, so that two that are equally likely part nothing.
-        got = through_kvm(model, cache, lambda extra: greedy(extra, expected.sequences))
-        self.same_logits(expected.logits, got.logits)
-        n_told = 0
-        for a, b in zip(expected.logits, got.logits):
-            best = a.topk(2).values
-            tells = best[:, 0] - best[:, 1] > 2 * LIMIT
-            self.assertTrue(torch.equal(a.argmax(1)[tells], b.argmax(1)[tells]))
-            n_told += int(tells.sum())
-        self.assertGreater(n_told, N_GENERATED, "margins too small to tell anything")
+        reference.check(self, cache)
+        reference.check(self, self.cache(model, dtype="bfloat16"), is_rounded=True)
         cache.reset()
-        self.assertTrue(torch.equal(expected_beams, through_kvm(model, cache, beams)))
+        expected = eager(model, beams)
+        self.assertTrue(torch.equal(expected, through_kvm(model, cache, beams)))
+        self.check_chunks(model)
+        self.check_assistant(model, make_model(family, seed=5))
         self.assertEqual(cache.stats.n_approximate_rows, 0)
+
+    def check_chunks(self, model):
+        """A prompt in chunks, one row padded on the right, and tokens behind it."""
+        inputs = prompts(left=0)
+        inputs["attention_mask"][0, 31:] = 0
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        cache = self.cache(model)
+
+        def chunks(extra):
+            logits = [model(part, attention_mask=mask[:, :end], **extra).logits
+                      for part, end in zip(ids.split(9, dim=1), (9, 18, 27, 36, 40), strict=True)]
+            return torch.cat(logits, 1)
+
+        expected = eager(model, lambda _: model(**inputs, use_cache=False).logits)
+        got = through_kvm(model, cache, chunks)
+        self.assertLess((expected - got)[mask.bool()].abs().max().item(), LIMIT)
+        self.assertEqual([len(seq) for seq in cache.sequences], [31, 40])
+
+    def check_assistant(self, model, draft):
+        """Assisted generation: what the model rejects is rolled back."""
+        ids = prompts(n=1, left=0)["input_ids"]
+        cache = self.cache(model)
+        crops = []
+        crop = cache.crop
+        cache.crop = lambda n: (crops.append(n), crop(n))
+
+        def generate(extra):
+            return model.generate(ids, **extra, max_new_tokens=20, do_sample=False)
+
+
+        expected = eager(model, generate)
+        got = through_kvm(model, cache, lambda extra: generate(
+            {**extra, "assistant_model": draft}))
+        self.assertTrue(torch.equal(expected, got))
+        self.assertGreater(len(crops), 0)
 
 
 for _family in FAMILIES:
@@ -163,6 +154,17 @@ class Generation(Case):
         self.assertEqual(cache.get_seq_length(), 0)
         left = {info.seq for info in self.client.sequences()}
         self.assertFalse(left & set(ids))
+
+    def test_more_query_heads_than_a_request_takes(self):
+        """32 in two parts, and 17 in two of which one has a head too many; 1 and 2 kv heads."""
+        for n_q_heads, n_kv_heads in ((32, 1), (34, 2)):
+            model = make_model("llama", hidden_size=2 * n_q_heads, num_attention_heads=n_q_heads,
+                               num_key_value_heads=n_kv_heads)
+            cache = self.cache(model)
+            cache._max_rows = 16
+            Reference(model, prompts(), N_GENERATED).check(self, cache)
+            self.assertEqual([len(seq) for seq in cache.sequences],
+                             [33 + N_GENERATED - 1, 40 + N_GENERATED - 1])
 
     def test_right_padding(self):
         model = make_model("qwen3")
@@ -333,6 +335,14 @@ class Refusals(Case):
             late[0, 3] = 0
             model(ids[:, :1], **extra, attention_mask=late)
         self.refuses("a mask that changes|A mask that changes", model, changed)
+
+    def test_more_query_heads_with_what_cannot_be_parted(self):
+        model = make_model("llama", num_attention_heads=32, num_key_value_heads=1)
+        with self.assertRaisesRegex(NotSupportedError, "policies with 32 query heads"):
+            self.cache(model, policies=[kvm.Policy(kvm.Retention.SINKS_RECENT, n_recent=64)])
+        model = make_model("gpt-oss", num_attention_heads=32, num_key_value_heads=1)
+        with self.assertRaisesRegex(NotSupportedError, "sink logits with 32 query heads"):
+            self.cache(model)
 
     def test_no_cache(self):
         model = make_model("llama")

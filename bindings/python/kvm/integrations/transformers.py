@@ -254,9 +254,9 @@ class KvmCache(Cache):
             groups = torch.cat([groups, groups[:, :, :missing]], 2)
         parts = []
         for i, heads in enumerate(groups.split(geometry.part, 2)):
-            parts.append(self._requests(
-                layer, tokens, scale, heads.reshape(n_entries, n_heads, n_tokens, -1),
-                *((key, value) if i == 0 else (None, None))))
+            rows = heads.reshape(n_entries, n_heads, n_tokens, -1).contiguous()
+            arrays = (key, value) if i == 0 else (None, None)
+            parts.append(self._requests(layer, tokens, scale, rows, *arrays))
         whole = torch.cat([part.unflatten(1, (key.shape[1], -1)) for part in parts], 2)
         return whole[:, :, :geometry.group].flatten(1, 2).transpose(1, 2)
 
