@@ -74,6 +74,26 @@ class Requests:
                     request.result()
             self.assertEqual(request.status(), kvm.Status.INVALID)
 
+    def test_items_that_nobody_else_keeps(self):
+        """They, and their sequences, live as long as the step."""
+        space, k = self.space(), self.normal(1, 2, 16)
+        with self.client.create_queue() as queue:
+            for step in (queue.step, lambda *a, **b: queue.step_async(*a, **b).result()):
+                items = (kvm.Item(space.create_sequence(), append=1, append_row=0)
+                         for _ in range(20))
+                step(space, 0, items, k=k, v=k)
+
+    def test_a_step_when_there_is_no_room(self):
+        space = self.space()
+        seq, k, v = self.prompt(space, 4)
+        q = self.normal(1, 4, 16)
+        with self.client.create_queue(n_entries=4) as queue:
+            requests = [queue.nop_async() for _ in range(4)]
+            o = queue.step(space, 0, [kvm.Item(seq, query=1)], q=q).o
+            self.assert_close(o, attention(q, k, v, [3])[0])
+            for request in requests:
+                request.result(timeout=10)
+
     def test_more_than_there_is_room_for(self):
         with self.client.create_queue(n_entries=4) as queue:
             requests = [queue.nop_async() for _ in range(100)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests over models of transformers share: the same text by eager attention and through kvm."""
+"""What tests over models of transformers share: a text by eager attention and through kvm."""
 
 import torch
 import transformers as tf

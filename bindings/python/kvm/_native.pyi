@@ -177,6 +177,13 @@ class Queue:
 
     def run(self, request: Request) -> Flight: ...
 
+    def step(
+            self, client: Client, space: int, layer: int, n_q_heads: int, n_kv_heads: int, dim_k:
+            int, dim_v: int, items: list[Any], k: Any | None, v: Any | None, q: Any | None, o: Any |
+            None, lse: Any | None, err: Any | None, heads_first: bool, flags: int, mode: int,
+            proposal: int, scale: float, eps: float, delta: float, budget: int, seed: int,
+            deadline_ns: int) -> Flight: ...
+
     def poll(self) -> None: ...
 
     def cancel(self, flight: Flight) -> None: ...

@@ -20,7 +20,8 @@ from ._errors import Error
 from ._params import Codec, Index, Layer, Policy, dtype_of
 from ._records import (Amounts, ClientEntry, ClientInfo, EvictResult, SequenceInfo, SpaceInfo,
                        Stats, UserEntry)
-from ._requests import Item, Layout, Request, Step, StepResult
+from ._requests import (Item, Layout, Request, Step, StepResult, check_step_numbers, is_heads,
+                        step_flags)
 
 _E = TypeVar("_E")
 _clients: weakref.WeakSet[Client] = weakref.WeakSet()
@@ -472,7 +473,10 @@ class Queue:
 
     def step(self, space: Space, layer: int, items: Iterable[Item], *, k: Any = None,
              v: Any = None, q: Any = None, o: Any = None, lse: Any = None, err: Any = None,
-             layout: Layout = "rows", **arguments: Any) -> StepResult:
+             layout: Layout = "rows", mode: Mode = Mode.DEFAULT,
+             proposal: Proposal = Proposal.DEFAULT, scale: float = 0.0, eps: float = 0.0,
+             delta: float = 0.0, budget: int = 0, seed: int = 0, f32_values: bool = False,
+             statistics: bool = True, deadline_ns: int = 0) -> StepResult:
         """Appends k and v, attends with q, or both, for the sequences of all items; waits.
 
         k, v:     [row, kv head, channel]; appends alone also take [layer, row, kv head, channel].
@@ -488,33 +492,33 @@ class Queue:
         statistics:  False: the attend leaves no trace with policies (HEAVY).
         deadline_ns: of time.monotonic_ns(); a step that has not begun by then fails.
         """
-        return self.run(self._prepare(space, layer, items, k, v, q, o, lse, err, layout, arguments))
+        if q is not None and (o is None or lse is True or err is True):
+            q, o, lse, err = _outputs(space, q, o, lse, err, layout)
+        n_q_heads, n_kv_heads = space._heads(layer)
+        if type(items) is not list:
+            items = list(items)  # stay alive, and so do their sequences
+        try:
+            # As Step does; here every microsecond counts.
+            flight = self._native.step(
+                space.client._native, space.id, layer, n_q_heads, n_kv_heads, space.head_dim_k,
+                space.head_dim_v, [item._native for item in items], k, v, q, o, lse, err,
+                layout != "rows" and is_heads(layout), step_flags(f32_values, statistics)
+                if f32_values or not statistics else 0, mode or 0, proposal or 0, scale, eps, delta,
+                budget, seed, deadline_ns)
+        except TypeError:
+            check_step_numbers(layer, budget, seed, deadline_ns)
+            raise
+        return StepResult(flight, o, lse, err)
 
     def step_async(self, space: Space, layer: int, items: Iterable[Item], *, k: Any = None,
                    v: Any = None, q: Any = None, o: Any = None, lse: Any = None, err: Any = None,
                    layout: Layout = "rows", submit: bool = True, **arguments: Any
                    ) -> Request[StepResult]:
         """Starts what `step` waits for."""
-        return self.start(self._prepare(space, layer, items, k, v, q, o, lse, err, layout,
-                                        arguments), submit=submit)
-
-    def _prepare(self, space: Space, layer: int, items: Iterable[Item], k: Any, v: Any, q: Any,
-                 o: Any, lse: Any, err: Any, layout: Layout, arguments: dict[str, Any]) -> Step:
         if q is not None and (o is None or lse is True or err is True):
-            shape = tuple(getattr(q, "shape", ()))
-            tokens_first = False
-            if layout == "heads" and len(shape) == 4 and shape[0] > 1 and shape[2] > 1:
-                tokens_first, is_other = _token_order(q if o is None else o)
-                if is_other:  # rows of new arrays could not be counted as q's
-                    q = q.contiguous() if hasattr(q, "contiguous") else q.copy()
-            if o is None:
-                o = _new_like(q, (*shape[:-1], space.head_dim_v), None, tokens_first)
-            if lse is True:
-                lse = _new_like(q, shape[:-1], "float32", tokens_first)
-            if err is True:
-                err = _new_like(q, (*shape[:-1], 2), "float32", tokens_first)
-        return Step(space, layer, items, k=k, v=v, q=q, o=o, lse=lse, err=err, layout=layout,
-                    **arguments)
+            q, o, lse, err = _outputs(space, q, o, lse, err, layout)
+        return self.start(Step(space, layer, items, k=k, v=v, q=q, o=o, lse=lse, err=err,
+                               layout=layout, **arguments), submit=submit)
 
     # --- Other requests ---------------------------------------------------------------------------
 
@@ -699,6 +703,31 @@ def _token_order(array: Any) -> tuple[bool, bool]:
     return tokens_first, not tokens_first and per_item != n_heads * n_tokens
 
 
+# What makes arrays of a type, by (shape, dtype): those that were seen, so that none is imported.
+_makers: dict[type, Callable[..., Any]] = {}
+
+
+def _outputs(space: Space, q: Any, o: Any, lse: Any, err: Any, layout: Layout
+             ) -> tuple[Any, Any, Any, Any]:
+    """q and the outputs of a step, with new arrays for those that are asked for and not given."""
+    maker = _makers.get(type(q))
+    if maker is not None and layout == "rows" and lse is not True and err is not True:
+        return q, maker((*q.shape[:-1], space.head_dim_v), dtype=q.dtype), lse, err
+    shape = tuple(getattr(q, "shape", ()))
+    tokens_first = False
+    if layout == "heads" and len(shape) == 4 and shape[0] > 1 and shape[2] > 1:
+        tokens_first, is_other = _token_order(q if o is None else o)
+        if is_other:  # rows of new arrays could not be counted as q's
+            q = q.contiguous() if hasattr(q, "contiguous") else q.copy()
+    if o is None:
+        o = _new_like(q, (*shape[:-1], space.head_dim_v), None, tokens_first)
+    if lse is True:
+        lse = _new_like(q, shape[:-1], "float32", tokens_first)
+    if err is True:
+        err = _new_like(q, (*shape[:-1], 2), "float32", tokens_first)
+    return q, o, lse, err
+
+
 def _new_like(array: Any, shape: tuple[int, ...], dtype: str | None,
               tokens_first: bool = False) -> Any:
     """A new array of the framework of `array`; tokens_first: in the order of `_token_order`."""
@@ -707,9 +736,11 @@ def _new_like(array: Any, shape: tuple[int, ...], dtype: str | None,
         return _new_like(array, turned, dtype).swapaxes(1, 2)
     if type(array).__module__.partition(".")[0] == "torch" or hasattr(array, "requires_grad"):
         import torch
+        _makers[torch.Tensor] = torch.empty
         return torch.empty(shape, dtype=getattr(torch, dtype) if dtype else array.dtype)
     import numpy
     if isinstance(array, numpy.ndarray):
+        _makers[numpy.ndarray] = numpy.empty
         return numpy.empty(shape, dtype=dtype or array.dtype)
     raise TypeError(f"q is of {type(array)}; pass the outputs too, or use NumPy or PyTorch")
 

@@ -40,16 +40,16 @@ class Item:
                  append_row: int | None = None, query_row: int | None = None,
                  ranges: Series[tuple[int, int]] | None = None, exclude_ranges: bool = False,
                  causal: bool = True, tree: Series[int] | None = None) -> None:
-        flags = 0 if causal else ItemFlag.NOT_CAUSAL
+        flags = 0 if causal else int(ItemFlag.NOT_CAUSAL)
         if exclude_ranges:
-            flags |= ItemFlag.EXCLUDE_RANGES
+            flags |= int(ItemFlag.EXCLUDE_RANGES)
         self._seq = seq
         try:
             self._native = _native.Item(
                 seq if isinstance(seq, int) else seq.id, append, query, append_position,
                 query_position, append_row, query_row,
                 None if ranges is None else list(ranges), None if tree is None else list(tree),
-                int(flags))
+                flags)
         except TypeError:
             _check_numbers(32, append=append, query=query, append_row=append_row,
                            query_row=query_row)
@@ -72,6 +72,25 @@ def _check_numbers(n_bits: int, **numbers: Any) -> None:
         if not fits:
             raise InvalidError(Status.INVALID, f"{name} is {number}; it must be a whole number "
                                f"from 0 to 2**{n_bits} - 1")
+
+
+def check_step_numbers(layer: int, budget: int, seed: int, deadline_ns: int) -> None:
+    """The same for those of a step."""
+    _check_numbers(32, layer=layer)
+    _check_numbers(64, budget=budget, seed=seed, deadline_ns=deadline_ns)
+
+
+def is_heads(layout: Layout) -> bool:
+    """Whether the layout is "heads". Raises ValueError: it is none."""
+    if layout not in ("rows", "heads"):
+        raise ValueError(f"layout is {layout!r}; it must be 'rows' or 'heads'")
+    return layout == "heads"
+
+
+def step_flags(f32_values: bool, statistics: bool) -> int:
+    """The flags of kvm_step_params."""
+    flags = int(StepFlag.F32_VALUES) if f32_values else 0
+    return flags if statistics else flags | StepFlag.NO_STATISTICS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -129,22 +148,16 @@ class Step:
                  proposal: Proposal = Proposal.DEFAULT, scale: float = 0.0, eps: float = 0.0,
                  delta: float = 0.0, budget: int = 0, seed: int = 0, f32_values: bool = False,
                  statistics: bool = True, deadline_ns: int = 0) -> None:
-        if layout not in ("rows", "heads"):
-            raise ValueError(f"layout is {layout!r}; it must be 'rows' or 'heads'")
-        flags = int(StepFlag.F32_VALUES) if f32_values else 0
-        if not statistics:
-            flags |= StepFlag.NO_STATISTICS
         self._items = tuple(items)
         n_q_heads, n_kv_heads = space._heads(layer)
         try:
             self._request = _native.make_step(
                 space.client._native, space.id, layer, n_q_heads, n_kv_heads, space.head_dim_k,
                 space.head_dim_v, [item._native for item in self._items], k, v, q, o, lse, err,
-                layout == "heads", flags, mode, proposal, scale, eps, delta, budget, seed,
-                deadline_ns)
+                is_heads(layout), step_flags(f32_values, statistics), mode, proposal, scale, eps,
+                delta, budget, seed, deadline_ns)
         except TypeError:
-            _check_numbers(32, layer=layer)
-            _check_numbers(64, budget=budget, seed=seed, deadline_ns=deadline_ns)
+            check_step_numbers(layer, budget, seed, deadline_ns)
             raise
         self.space = space
         self.o = o

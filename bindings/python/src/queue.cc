@@ -141,37 +141,69 @@ kvm_status Queue::stage(Flight* flight) {
   return KVM_ERR_INTERNAL;
 }
 
-std::shared_ptr<Flight> Queue::start(std::shared_ptr<Request> request, bool submits) {
+std::shared_ptr<Flight> Queue::make_flight(const std::shared_ptr<Request>& request) const {
   check_process();
   if (request->client != client_) {
     refuse("the request was made for another client than the queue's");
   }
   auto flight = std::make_shared<Flight>();
-  flight->request = std::move(request);
+  flight->request = request;
+  return flight;
+}
+
+bool Queue::try_start(const std::shared_ptr<Flight>& flight, bool submits) {
+  if (queue_ == nullptr) {
+    throw StatusError{KVM_ERR_DISCONNECTED, "the queue is closed"};
+  }
+  flight->id = ++n_started_;
+  const kvm_status status = stage(flight.get());
+  if (status == KVM_ERR_AGAIN && !flights_->empty()) {
+    return false;
+  }
+  check(status);
+  client_->n_copied_bytes += flight->request->copied_bytes;
+  flights_->emplace(flight->id, flight);
+  if (submits) {
+    kvm_submit(queue_);  // a failure arrives as the status of the requests
+  }
+  return true;
+}
+
+std::shared_ptr<Flight> Queue::start(const std::shared_ptr<Request>& request, bool submits) {
+  std::shared_ptr<Flight> flight = make_flight(request);
   for (bool is_staged = false; !is_staged;) {
     Done done;
     alone([&] {
-      if (queue_ == nullptr) {
-        throw StatusError{KVM_ERR_DISCONNECTED, "the queue is closed"};
-      }
-      flight->id = ++n_started_;
-      const kvm_status status = stage(flight.get());
-      if (status == KVM_ERR_AGAIN && !flights_->empty()) {
+      is_staged = try_start(flight, submits);
+      if (!is_staged) {
         kvm_submit(queue_);
         take(1, UINT64_MAX, &done);
-        return;
-      }
-      check(status);
-      is_staged = true;
-      client_->n_copied_bytes += flight->request->copied_bytes;
-      flights_->emplace(flight->id, flight);
-      if (submits) {
-        kvm_submit(queue_);  // a failure arrives as the status of the requests
       }
     });
     if (!is_staged) {
       run_signal_handlers();
     }
+  }
+  return flight;
+}
+
+std::shared_ptr<Flight> Queue::run(const std::shared_ptr<Request>& request) {
+  std::shared_ptr<Flight> flight = make_flight(request);
+  bool is_staged = false;
+  Done done;
+  alone([&] {
+    is_staged = try_start(flight, true);
+    if (is_staged) {
+      take(1, UINT64_MAX, &done);
+    }
+  });
+  done.clear();
+  if (!is_staged) {
+    flight = start(request, true);
+  }
+  wait(flight.get(), UINT64_MAX);
+  if (flight->completion.status != KVM_OK) {
+    throw StatusError{flight->completion.status, flight->message};
   }
   return flight;
 }
@@ -301,6 +333,23 @@ size_t Queue::n_outstanding() {
 
 // --- Python -------------------------------------------------------------------------------------
 
+namespace {
+
+std::shared_ptr<Flight> run_step(Queue& queue, std::shared_ptr<Client> client, uint64_t space,
+                                 uint32_t layer, uint32_t n_q_heads, uint32_t n_kv_heads,
+                                 uint32_t dim_k, uint32_t dim_v, const nb::list& items,
+                                 nb::handle k, nb::handle v, nb::handle q, nb::handle o,
+                                 nb::handle lse, nb::handle err, bool heads_first, uint32_t flags,
+                                 uint32_t mode, uint32_t proposal, float scale, float eps,
+                                 float delta, uint64_t budget, uint64_t seed,
+                                 uint64_t deadline_ns) {
+  return queue.run(make_step(std::move(client), space, layer, n_q_heads, n_kv_heads, dim_k, dim_v,
+                             items, k, v, q, o, lse, err, heads_first, flags, mode, proposal, scale,
+                             eps, delta, budget, seed, deadline_ns));
+}
+
+}  // namespace
+
 void register_queue(nb::module_& module) {
   nb::class_<Flight>(module, "Flight")
       .def_prop_ro("is_done", [](const Flight& f) { return f.is_done.load(); })
@@ -330,17 +379,14 @@ void register_queue(nb::module_& module) {
       .def("start", &Queue::start, nb::arg("request"), nb::arg("submits"))
       .def("submit", &Queue::submit)
       .def("wait", &Queue::wait, nb::arg("flight"), nb::arg("timeout_ns"))
-      .def(
-          "run",
-          [](Queue& queue, std::shared_ptr<Request> request) {
-            const std::shared_ptr<Flight> flight = queue.start(std::move(request), true);
-            queue.wait(flight.get(), UINT64_MAX);
-            if (flight->completion.status != KVM_OK) {
-              throw StatusError{flight->completion.status, flight->message};
-            }
-            return flight;
-          },
-          nb::arg("request"))
+      .def("run", &Queue::run, nb::arg("request"))
+      .def("step", run_step, nb::arg("client"), nb::arg("space"), nb::arg("layer"),
+           nb::arg("n_q_heads"), nb::arg("n_kv_heads"), nb::arg("dim_k"), nb::arg("dim_v"),
+           nb::arg("items"), nb::arg("k").none(), nb::arg("v").none(), nb::arg("q").none(),
+           nb::arg("o").none(), nb::arg("lse").none(), nb::arg("err").none(),
+           nb::arg("heads_first"), nb::arg("flags"), nb::arg("mode"), nb::arg("proposal"),
+           nb::arg("scale"), nb::arg("eps"), nb::arg("delta"), nb::arg("budget"), nb::arg("seed"),
+           nb::arg("deadline_ns"))
       .def("poll", &Queue::poll)
       .def("cancel", &Queue::cancel, nb::arg("flight"))
       .def_prop_ro("n_outstanding", &Queue::n_outstanding);

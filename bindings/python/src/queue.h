@@ -46,10 +46,13 @@ class Queue {
   int fd();
   void close();
   // Stages a request and lets the service see it, unless the caller submits later.
-  std::shared_ptr<Flight> start(std::shared_ptr<Request> request, bool submits);
+  std::shared_ptr<Flight> start(const std::shared_ptr<Request>& request, bool submits);
   void submit();
   // Waits until `flight` is done, or timeout_ns have passed: false.
   bool wait(Flight* flight, uint64_t timeout_ns);
+  // Starts a request and waits for it, with one round without the GIL where it is soon done. Throws
+  // what became of it.
+  std::shared_ptr<Flight> run(const std::shared_ptr<Request>& request);
   // Takes what is there.
   void poll();
   void cancel(const Flight& flight);
@@ -58,6 +61,9 @@ class Queue {
   void end(Done* done);
 
  private:
+  // Stages it, and submits it then where asked. False: there is no room until others are done.
+  // Throws StatusError. REQUIRES: mutex_ is held, not the GIL.
+  bool try_start(const std::shared_ptr<Flight>& flight, bool submits);
   kvm_status stage(Flight* flight);
   // Takes up to what n_min and timeout_ns say. REQUIRES: mutex_ is held, not the GIL.
   void take(uint32_t n_min, uint64_t timeout_ns, Done* done);
@@ -66,6 +72,7 @@ class Queue {
   void finish_all(kvm_status status, const std::string& message, Done* done);
   // Whether this thread may touch the queue: not in a child.
   void check_process() const;
+  std::shared_ptr<Flight> make_flight(const std::shared_ptr<Request>& request) const;
   // Runs f without the GIL, as the one that uses the queue. A wait makes way within 10 ms.
   template <typename F>
   void alone(const F& f);

@@ -123,7 +123,8 @@ class Side {
   bool is_first_ = true;
 };
 
-// heads: (q, kv) of the layer, 0 where they are not known. numbers: of kvm_step_params.
+}  // namespace
+
 std::shared_ptr<Request> make_step(std::shared_ptr<Client> client, uint64_t space, uint32_t layer,
                                    uint32_t n_q_heads, uint32_t n_kv_heads, uint32_t dim_k,
                                    uint32_t dim_v, const nb::list& items, nb::handle k,
@@ -186,6 +187,8 @@ std::shared_ptr<Request> make_step(std::shared_ptr<Client> client, uint64_t spac
   params.deadline_ns = deadline_ns;
   return request;
 }
+
+namespace {
 
 std::shared_ptr<Request> make_read(std::shared_ptr<Client> client, uint64_t seq, uint32_t layer,
                                    uint32_t n_kv_heads, uint32_t dim_k, uint32_t dim_v,

@@ -54,6 +54,17 @@ struct Request {
   std::vector<nanobind::object> owners;
 };
 
+// n_q_heads, n_kv_heads: of the layer, 0 where they are not known. The rest: of kvm_step_params.
+// Throws StatusError: arrays and items do not fit.
+std::shared_ptr<Request> make_step(std::shared_ptr<Client> client, uint64_t space, uint32_t layer,
+                                   uint32_t n_q_heads, uint32_t n_kv_heads, uint32_t dim_k,
+                                   uint32_t dim_v, const nanobind::list& items, nanobind::handle k,
+                                   nanobind::handle v, nanobind::handle q, nanobind::handle o,
+                                   nanobind::handle lse, nanobind::handle err, bool heads_first,
+                                   uint32_t flags, uint32_t mode, uint32_t proposal, float scale,
+                                   float eps, float delta, uint64_t budget, uint64_t seed,
+                                   uint64_t deadline_ns);
+
 void register_step(nanobind::module_& module);
 
 }  // namespace kvm::python

@@ -161,11 +161,54 @@ Tensor read_array(const Client* client, const Array& array, Layout layout, const
   return read;
 }
 
-bool requires_gradient(nb::handle object) {
-  // NumPy's arrays have no such attribute, and looking for what is not there takes longest.
-  if (std::strcmp(Py_TYPE(object.ptr())->tp_name, "numpy.ndarray") == 0) {
-    return false;
+// NumPy's arrays say where they lie faster by the buffer protocol than by DLPack. This is such an
+// answer, by the names of nb::ndarray, for as long as it lives.
+class View {
+ public:
+  // Whether `object` answered, with elements that steps can have.
+  bool get(nb::handle object, bool is_written) {
+    const int flags = PyBUF_STRIDES | PyBUF_FORMAT | (is_written ? PyBUF_WRITABLE : 0);
+    if (PyObject_GetBuffer(object.ptr(), &view_, flags) != 0) {
+      PyErr_Clear();
+      return false;
+    }
+    is_held_ = true;
+    const bool is_float = std::strcmp(view_.format, "f") == 0 && view_.itemsize == 4;
+    bool is_whole = is_float || (std::strcmp(view_.format, "e") == 0 && view_.itemsize == 2);
+    for (size_t i = 0; i < ndim(); ++i) {
+      is_whole = is_whole && view_.strides[i] % view_.itemsize == 0;
+    }
+    return is_whole;
   }
+  View() = default;
+  ~View() {
+    if (is_held_) {
+      PyBuffer_Release(&view_);
+    }
+  }
+  View(const View&) = delete;
+  View& operator=(const View&) = delete;
+
+  size_t ndim() const { return static_cast<size_t>(view_.ndim); }
+  size_t shape(size_t i) const { return static_cast<size_t>(view_.shape[i]); }
+  int64_t stride(size_t i) const { return view_.strides[i] / view_.itemsize; }
+  size_t itemsize() const { return static_cast<size_t>(view_.itemsize); }
+  void* data() const { return view_.buf; }
+  nb::dlpack::dtype dtype() const {
+    return {static_cast<uint8_t>(nb::dlpack::dtype_code::Float),
+            static_cast<uint8_t>(view_.itemsize * 8), 1};
+  }
+
+ private:
+  Py_buffer view_{};
+  bool is_held_ = false;
+};
+
+bool is_of_numpy(nb::handle object) {
+  return std::strcmp(Py_TYPE(object.ptr())->tp_name, "numpy.ndarray") == 0;
+}
+
+bool requires_gradient(nb::handle object) {
   return nb::getattr(object, "requires_grad", nb::handle(Py_False)).is(nb::handle(Py_True));
 }
 
@@ -237,7 +280,14 @@ Tensor read_tensor(const Client* client, nb::handle object, Layout layout, const
   if (object.is_none()) {
     return {};
   }
-  if (requires_gradient(object)) {
+  if (is_of_numpy(object)) {
+    View view;
+    if (view.get(object, shape.is_written)) {
+      Tensor read = read_array(client, view, layout, shape);
+      read.owner = nb::borrow(object);
+      return read;
+    }
+  } else if (requires_gradient(object)) {  // NumPy's have no such attribute
     refuse(std::string(shape.name) + " requires a gradient, which kvm does not compute; pass " +
            shape.name + ".detach()");
   }

@@ -151,8 +151,9 @@ class KvmCache(Cache):
         self.space: _ModelSpace = _register(model, client, name, dtype, list(policies),
                                             list(codecs), of_indexes)
         self.stats = CacheStats()
-        self._arguments = {"mode": mode, "proposal": proposal, "eps": eps, "delta": delta,
-                           "budget": budget, "seed": seed, "f32_values": f32_values}
+        self._arguments: dict[str, Any] = {
+            "mode": mode, "proposal": proposal, "eps": eps, "delta": delta, "budget": budget,
+            "seed": seed, "f32_values": f32_values}
         self._manual_commit = manual_commit
         self._queue = client.create_queue()
         self._max_rows = client.info().max_query_rows
@@ -161,7 +162,7 @@ class KvmCache(Cache):
         self._counts: list[list[int]] = []  # [entry][pass] tokens, and how many columns
         self._columns: list[int] = []  # [pass]
         self._pending: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        layers = [_CacheLayer(self, i) for i in range(self.space.n_layers)]
+        layers: list[Any] = [_CacheLayer(self, i) for i in range(self.space.n_layers)]
         if _TAKES_LAYERS:
             super().__init__(layers=layers)
         else:
@@ -247,17 +248,19 @@ class KvmCache(Cache):
         if geometry.n_parts == 1:
             return self._requests(layer, tokens, scale, query, key, value).transpose(1, 2)
         # More query heads for a kv head than kvm takes: a part of them at a time.
-        groups = query.unflatten(1, (-1, geometry.group))
-        n_heads = key.shape[1] * geometry.part
+        n_kv_heads = key.shape[1]
+        groups = query.reshape(n_entries, n_kv_heads, geometry.group, n_tokens, -1)
+        n_heads = n_kv_heads * geometry.part
         missing = geometry.n_parts * geometry.part - geometry.group
         if missing:
             groups = torch.cat([groups, groups[:, :, :missing]], 2)
         parts = []
-        for i, heads in enumerate(groups.split(geometry.part, 2)):
+        for i, heads in enumerate(torch.split(groups, geometry.part, 2)):
             rows = heads.reshape(n_entries, n_heads, n_tokens, -1).contiguous()
             arrays = (key, value) if i == 0 else (None, None)
-            parts.append(self._requests(layer, tokens, scale, rows, *arrays))
-        whole = torch.cat([part.unflatten(1, (key.shape[1], -1)) for part in parts], 2)
+            part = self._requests(layer, tokens, scale, rows, *arrays)
+            parts.append(part.reshape(n_entries, n_kv_heads, geometry.part, n_tokens, -1))
+        whole = torch.cat(parts, 2)
         return whole[:, :, :geometry.group].flatten(1, 2).transpose(1, 2)
 
     def _requests(self, layer: int, tokens: _Tokens, scale: float, query: torch.Tensor,
