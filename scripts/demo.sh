@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The demo: a language model whose only KV cache is kvmd writes text; then a decode over a long
 # context at the geometry of Llama-3.1-8B, exactly, against the read ceiling of this machine's
-# memory, and sampled; then a plot of what an error costs.
+# memory, and sampled; then a plot of what an error costs; then a real model from Python, where
+# KVM_PYTHON and KVM_MODEL name one.
 # `./dev demo` builds what this needs. Arguments go to `kvm-bench decode`.
 set -euo pipefail
 
@@ -56,5 +57,14 @@ if command -v python3 >/dev/null; then
   python3 "$root/bench/approx/plot.py" "$out/error.jsonl" "$out"
 else
   printf '\n   The table is %s/error.txt; bench/approx/plot.py (python3) plots it.\n' "$out"
+fi
+
+printf '\n4. A real model, SmolLM2-135M in transformers, answers a question about a long text. Its\n'
+printf '   keys and values lie in kvmd, and attention reads a sample of them.\n\n'
+if [[ -n "${KVM_MODEL:-}" ]]; then
+  PYTHONPATH="$(dirname "$bin")/python" "$KVM_PYTHON" "$root/scripts/demo_answer.py" "$KVM_MODEL" ||
+    status=$?
+else
+  printf '   No Python index has it here: the model of part 1 is our own.\n'
 fi
 exit "$status"
