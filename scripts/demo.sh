@@ -62,8 +62,8 @@ fi
 printf '\n4. A real model, SmolLM2-135M in transformers, answers a question about a long text. Its\n'
 printf '   keys and values lie in kvmd, and attention reads a sample of them.\n\n'
 if [[ -n "${KVM_MODEL:-}" ]]; then
-  PYTHONPATH="$(dirname "$bin")/python" "$KVM_PYTHON" "$root/scripts/demo_answer.py" "$KVM_MODEL" ||
-    status=$?
+  PYTHONPATH="$(dirname "$bin")/python" \
+    "$KVM_PYTHON" "$root/scripts/demo_answer.py" "$KVM_MODEL" || status=$?
 else
   printf '   No Python index has it here: the model of part 1 is our own.\n'
 fi
