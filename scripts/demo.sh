@@ -59,8 +59,8 @@ else
   printf '\n   The table is %s/error.txt; bench/approx/plot.py (python3) plots it.\n' "$out"
 fi
 
-printf '\n4. A real model, SmolLM2-135M in transformers, answers a question about a long text. Its\n'
-printf '   keys and values lie in kvmd, and attention reads a sample of them.\n\n'
+printf '\n4. A real model, SmolLM2-135M in transformers, answers a question about a long text.\n'
+printf '   Its keys and values lie in kvmd, and attention reads a sample of them.\n\n'
 if [[ -n "${KVM_MODEL:-}" ]]; then
   PYTHONPATH="$(dirname "$bin")/python" \
     "$KVM_PYTHON" "$root/scripts/demo_answer.py" "$KVM_MODEL" || status=$?
