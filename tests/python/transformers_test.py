@@ -344,6 +344,16 @@ class Refusals(Case):
         with self.assertRaisesRegex(NotSupportedError, "sink logits with 32 query heads"):
             self.cache(model)
 
+    def test_a_version_without_masks(self):
+        """transformers 4.52 and older have no such module."""
+        code = ("import sys, transformers; sys.modules['transformers.masking_utils'] = None; "
+                "import kvm.integrations.transformers")
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
+                              check=False)
+        self.assertNotEqual(done.returncode, 0)
+        self.assertIn(f"transformers {tf.__version__} has no interface for masks", done.stderr)
+        self.assertIn("4.53 and newer", done.stderr)
+
     def test_no_cache(self):
         model = make_model("llama")
         use_kvm(model)
