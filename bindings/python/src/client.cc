@@ -156,7 +156,7 @@ Arena::~Arena() {
   if (generation_ != fork_generation()) {
     return;
   }
-  if (PyGILState_Check() != 0) {
+  if (!Unlocked::is_here()) {
     const Unlocked unlocked;  // kvmd is told
     kvm_arena_destroy(arena_);
   } else {

@@ -28,6 +28,7 @@ struct Log {
 
 Log* log_of_process = new Log;  // a child of fork() has its own: the lock may have been held
 std::atomic<bool> has_messages{false};
+thread_local bool is_unlocked = false;
 nb::object* const listener = new nb::object;
 
 void keep_message(int level, const char* message, void* /*user*/) {
@@ -82,7 +83,11 @@ bool is_python_ending() {
 
 }  // namespace
 
-Unlocked::Unlocked() : was_ending_(is_python_ending()), state_(PyEval_SaveThread()) {}
+Unlocked::Unlocked() : was_ending_(is_python_ending()), state_(PyEval_SaveThread()) {
+  is_unlocked = true;
+}
+
+bool Unlocked::is_here() { return is_unlocked; }
 
 Unlocked::~Unlocked() {
   while (!was_ending_ && is_python_ending()) {
@@ -92,6 +97,7 @@ Unlocked::~Unlocked() {
   // else is thrown here), which C++ above this must not see.
   try {
     PyEval_RestoreThread(state_);
+    is_unlocked = false;
   } catch (...) {
     for (;;) {
       pause();

@@ -33,6 +33,9 @@ class Unlocked {
   Unlocked(const Unlocked&) = delete;
   Unlocked& operator=(const Unlocked&) = delete;
 
+  // Whether this thread is in such a scope, and so has not the GIL. (The stable ABI cannot tell.)
+  static bool is_here();
+
  private:
   bool was_ending_;  // then this thread is the one that ends it
   PyThreadState* state_;

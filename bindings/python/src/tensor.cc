@@ -204,8 +204,28 @@ class View {
   bool is_held_ = false;
 };
 
+// A LateType is one of a module that may not be imported yet: it is looked up until it is there.
+// (The stable ABI does not tell the name of a type.)
+struct LateType {
+  const char* module;
+  const char* name;
+  PyTypeObject* type = nullptr;
+
+  bool is_of(nb::handle object) {
+    if (type == nullptr) {
+      const nb::dict modules = nb::module_::import_("sys").attr("modules");
+      if (modules.contains(module) && nb::hasattr(modules[module], name)) {
+        nb::object found = modules[module].attr(name);
+        type = reinterpret_cast<PyTypeObject*>(found.release().ptr());
+      }
+    }
+    return type != nullptr && Py_TYPE(object.ptr()) == type;
+  }
+};
+
 bool is_of_numpy(nb::handle object) {
-  return std::strcmp(Py_TYPE(object.ptr())->tp_name, "numpy.ndarray") == 0;
+  static LateType array{"numpy", "ndarray"};
+  return array.is_of(object);
 }
 
 bool requires_gradient(nb::handle object) {
@@ -215,26 +235,17 @@ bool requires_gradient(nb::handle object) {
 // What to ask for the memory of an array: a tensor of PyTorch takes ten times as long to answer for
 // itself (2.6 us) as the function that it calls in the end.
 nb::object exporter_of(nb::handle object) {
-  static PyTypeObject* tensor_type = nullptr;
+  static LateType tensor{"torch", "Tensor"};
   static PyObject* to_dlpack = nullptr;
-  if (tensor_type == nullptr) {
-    if (std::strstr(Py_TYPE(object.ptr())->tp_name, "Tensor") == nullptr) {
-      return nb::borrow(object);
-    }
-    try {
-      const nb::object torch = nb::module_::import_("sys").attr("modules")["torch"];
-      nb::object function = torch.attr("utils").attr("dlpack").attr("to_dlpack");
-      nb::object type = torch.attr("Tensor");
-      to_dlpack = function.release().ptr();
-      tensor_type = reinterpret_cast<PyTypeObject*>(type.release().ptr());
-    } catch (const nb::python_error&) {
-      return nb::borrow(object);  // of another framework
-    }
-  }
-  if (Py_TYPE(object.ptr()) != tensor_type) {
+  if (!tensor.is_of(object)) {
     return nb::borrow(object);
   }
-  PyObject* made = PyObject_CallOneArg(to_dlpack, object.ptr());
+  if (to_dlpack == nullptr) {
+    nb::object function = nb::module_::import_("torch.utils.dlpack").attr("to_dlpack");
+    to_dlpack = function.release().ptr();
+  }
+  PyObject* arguments[] = {object.ptr()};
+  PyObject* made = PyObject_Vectorcall(to_dlpack, arguments, 1, nullptr);
   if (made == nullptr) {
     PyErr_Clear();  // the tensor says why, when it is asked
     return nb::borrow(object);
