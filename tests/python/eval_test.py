@@ -3,6 +3,10 @@
 
 Needs PyTorch and transformers; skipped (77) without."""
 
+import contextlib
+import io
+import json
+import math
 import struct
 import sys
 import tempfile
@@ -18,8 +22,10 @@ except ImportError as missing:
 import numpy as np
 
 import kvm
-from kvm.eval import _real
+from kvm.eval import _intervals, _real
+from kvm.eval.__main__ import main
 from kvm.eval._gguf import Gguf, GgufError
+from rig import ROOT
 
 
 def string(text):
@@ -114,6 +120,89 @@ class Measures(unittest.TestCase):
         self.assertGreaterEqual(few.kl, many.kl)
         # The window is longer than the text.
         self.assertLess(rows["streaming", "4 + 1020"].kl, 1e-3)
+
+
+def run(*arguments):
+    """The exit status of kvm-eval, what it printed, and its complaint."""
+    out, complaint = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(complaint):
+        status = main([str(argument) for argument in arguments])
+    return status, out.getvalue(), complaint.getvalue()
+
+
+def read_lines(path):
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+class Intervals(unittest.TestCase):
+    def test_wilson(self):
+        low, high = _intervals.wilson(0, 50)
+        self.assertEqual(low, 0)
+        self.assertAlmostEqual(high, 1.959964**2 / (50 + 1.959964**2))
+        self.assertAlmostEqual(_intervals.wilson(40, 50)[0], 0.6696, places=4)
+
+    def test_tango_against_its_definition(self):
+        # An end is where the estimate lies z standard errors away, over the likeliest probabilities
+        # that have this difference: found here by trying them.
+        z = _intervals.Z95
+        for won, lost, n in ((0, 1, 44), (2, 9, 60), (9, 2, 60), (1, 3, 1000)):
+            ends = _intervals.tango(won, lost, n)
+            self.assertLess(ends[0], (won - lost) / n)
+            self.assertGreater(ends[1], (won - lost) / n)
+            for end, sign in zip(ends, (1, -1)):
+                p = np.linspace(max(0, -end), (1 - end) / 2, 2_000_001)[1:-1]  # only the second
+                likely = (won * np.log(p + end) + lost * np.log(p)
+                          + (n - won - lost) * np.log1p(-2 * p - end))
+                best = p[np.nanargmax(likely)]
+                error = math.sqrt(n * (2 * best + end - end * end))
+                self.assertAlmostEqual((won - lost - n * end) / error, sign * z, places=3)
+        low, high = _intervals.tango(0, 0, 1000)
+        self.assertAlmostEqual(low, -z * z / (1000 + z * z), places=9)
+        self.assertAlmostEqual(high, -low, places=9)
+        np.testing.assert_allclose(_intervals.tango(3, 8, 90),
+                                   np.negative(_intervals.tango(8, 3, 90))[::-1])
+
+    def test_trials_that_resemble_each_other(self):
+        self.assertEqual(_intervals.design_effect([[0, 0], [0, 0]]), 1)
+        self.assertEqual(_intervals.design_effect([[-1, 0, 1, 0], [0, 1, 0, -1]]), 1)
+        # As if every text had one question only.
+        alike = [[x] * 5 for x in (0, -1) * 50]
+        self.assertAlmostEqual(_intervals.design_effect(alike), 5, delta=0.1)
+
+
+class Tasks(unittest.TestCase):
+    def test_facts_and_chains(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "tasks.jsonl")
+            done = run("tasks", "--house", Path(ROOT, "models/house"), "--lengths", "512",
+                       "--prompts", 7, "--facts", 4, "--task", "single_facts", "--task", "trace_1",
+                       "--only", "sampled", "--only", "streaming", "--threads", 2, "--json", path)
+            self.assertEqual((done[0], done[2]), (0, ""))
+            rows = read_lines(path)
+        self.assertEqual({row["task"] for row in rows}, {"single_facts", "trace_1"})
+        for row in rows:
+            is_facts = row["task"] == "single_facts"
+            self.assertEqual((row["prompts"], row["texts"]), (8, 2) if is_facts else (7, 7))
+            self.assertGreaterEqual(row["dense"], 0.9)
+            self.assertAlmostEqual(row["difference"], (row["won"] - row["lost"]) / row["prompts"])
+            self.assertLessEqual(row["difference_low"], row["difference"])
+            self.assertFalse(row["claim"])  # so few prompts show nothing
+            if row["mode"] == "streaming":  # its window is longer than the text
+                self.assertEqual((row["won"], row["lost"], row["keys_fraction"]), (0, 0, 1))
+            if row["setting"] == "100":
+                self.assertLess(row["keys_fraction"], 0.9)
+
+    def test_what_is_refused(self):
+        house = ("--house", Path(ROOT, "models/house"))
+        for arguments, complaint in (
+                (("--house", "/nowhere"), "/nowhere has no tasks.py"),
+                ((*house, "--task", "poetry"), "no task poetry"),
+                ((*house, "--only", "best"), "no mode best"),
+                ((*house, "--lengths", "100"), "256 to 32768"),
+                ((*house, "--facts", "0"), "1 to 64 facts")):
+            status, _, said = run("tasks", *arguments)
+            self.assertEqual(status, 1)
+            self.assertIn(complaint, said)
 
 
 if __name__ == "__main__":

