@@ -4,6 +4,7 @@
 Needs PyTorch and transformers; skipped (77) without."""
 
 import contextlib
+import importlib.util
 import io
 import json
 import math
@@ -22,7 +23,7 @@ except ImportError as missing:
 import numpy as np
 
 import kvm
-from kvm.eval import _intervals, _real
+from kvm.eval import _intervals, _kvrec, _real, recorder
 from kvm.eval.__main__ import main
 from kvm.eval._gguf import Gguf, GgufError
 from rig import ROOT
@@ -203,6 +204,157 @@ class Tasks(unittest.TestCase):
             status, _, said = run("tasks", *arguments)
             self.assertEqual(status, 1)
             self.assertIn(complaint, said)
+
+
+class Records(unittest.TestCase):
+    """A recorder, its file as the house's reader finds it, and the tensors through kvm."""
+
+    @classmethod
+    def setUpClass(cls):
+        torch.manual_seed(1)
+        cls.model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+            hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, vocab_size=97, head_dim=32)).eval()
+        for parameter in cls.model.parameters():
+            if parameter.ndim == 2:
+                parameter.data *= 6
+        cls.ids = torch.randint(0, 97, (3000,)).tolist()
+        cls.folder = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(cls.folder.cleanup)
+        cls.path = Path(cls.folder.name, "tiny.kvrec")
+        before = cls.model.config._attn_implementation
+        recorder.record(cls.model, cls.ids, cls.path, pairs=4, answers=[(2990, 2992)])
+        assert cls.model.config._attn_implementation == before
+
+    def test_the_house_reads_it(self):
+        spec = importlib.util.spec_from_file_location("house_kvrec",
+                                                      Path(ROOT, "models/house/kvrec.py"))
+        house = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(house)
+        kept = {}
+        layer = self.model.model.layers[0].self_attn
+        hook = layer.k_proj.register_forward_hook(lambda *of: kept.update(k=of[2].detach()))
+        with torch.no_grad():
+            self.model(torch.tensor([self.ids]))
+        hook.remove()
+        ours = _kvrec.Reader(self.path)
+        with house.Reader(self.path) as record:
+            record.verify()
+            self.assertEqual(record.meta["model"]["q_heads"], 4)
+            self.assertIn(2989, record.array("query_steps"))
+            self.assertEqual([(g["layer"], g["kv_head"], g["q_heads"]) for g in record.groups],
+                             [(0, 0, [0, 1]), (0, 1, [2, 3]), (1, 0, [0, 1]), (1, 1, [2, 3])])
+            for group, mine in zip(record.groups, ours.groups):
+                for key, name in mine.arrays.items():
+                    np.testing.assert_array_equal(record.array(group[key]), ours.array(name))
+            before, after = (record.array(record.groups[1][key]) for key in ("k_pre", "k"))
+        np.testing.assert_allclose(before, kept["k"][0, :, 32:].numpy(), rtol=0.01, atol=1e-4)
+        # A rotation turns and keeps the norm of each pair of channels.
+        self.assertGreater(np.abs(before - after)[1:].max(), 0.1)
+        pairs = [np.hypot(k[:, :16], k[:, 16:]) for k in (before, after)]
+        np.testing.assert_allclose(*pairs, rtol=0.02, atol=1e-3)
+
+    def test_attention_of_the_record_is_the_model_s(self):
+        record = _kvrec.Reader(self.path)
+        group = record.groups[0]
+        q, k, v = (record.array(group.arrays[key]) for key in "qkv")
+        heads = {}
+        hook = self.model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(
+            lambda module, inputs: heads.update(o=inputs[0].detach()[0].numpy()))
+        with torch.no_grad():
+            self.model(torch.tensor([self.ids]))
+        hook.remove()
+        for i, step in enumerate(record.steps):
+            logits = record.scale * q[i] @ k[:step + 1].T
+            p = np.exp(logits - logits.max(axis=1, keepdims=True))
+            o = p @ v[:step + 1] / p.sum(axis=1, keepdims=True)
+            np.testing.assert_allclose(o.ravel(), heads["o"][step, :64], rtol=0.1, atol=0.05)
+
+    def test_tensors(self):
+        lines = Path(self.folder.name, "tensors.jsonl")
+        done = run("tensors", self.path, "--queries", 6, "--heads", "--only", "exact", "--only",
+                   "sampled", "--only", "topk", "--only", "h2o", "--threads", 2, "--json", lines)
+        self.assertEqual((done[0], done[2]), (0, ""))
+        rows = read_lines(lines)
+        of = {(row["mode"], row["setting"]): row for row in rows if row["eval"] == "tensors"}
+        self.assertEqual({mode for mode, _ in of}, {"exact", "sampled", "topk"})
+        exact, few, many = (of[key] for key in (("exact", "bfloat16"), ("sampled", "100"),
+                                                ("sampled", "768")))
+        self.assertEqual(exact["rows"], 6 * 8)
+        self.assertLess(exact["error_p99"], 5e-3)
+        self.assertEqual((exact["keys_fraction"], exact["bytes_fraction"], exact["bar"]),
+                         (1, 1, None))
+        self.assertLess(many["error"], few["error"])
+        self.assertLess(few["keys_fraction"], many["keys_fraction"])
+        self.assertEqual(few["exact_fraction"], 0)
+        # delta is .1, and the rows are few.
+        self.assertGreater(few["coverage"], 0.75)
+        self.assertGreater(few["bar"], few["error"])
+        self.assertIsNone(of["topk", "256"]["coverage"])
+        heads = [row for row in rows if row["eval"] == "tensors-head"
+                 and (row["mode"], row["setting"]) == ("sampled", "100")]
+        self.assertEqual(len(heads), 8)
+        self.assertAlmostEqual(sum(row["error"] for row in heads) / 8, few["error"], places=6)
+
+    def test_what_cannot_be_recorded(self):
+        tiny = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, vocab_size=50,
+                    num_attention_heads=2, num_key_value_heads=1, head_dim=16)
+        windowed = transformers.MistralForCausalLM(
+            transformers.MistralConfig(**tiny, sliding_window=16))
+        capped = transformers.Gemma2ForCausalLM(
+            transformers.Gemma2Config(**tiny, layer_types=["full_attention"]))
+        out = Path(self.folder.name, "none.kvrec")
+        for model, complaint in ((windowed, "windows of less than 40"), (capped, "softcap")):
+            self.assertRaisesRegex(ValueError, complaint, recorder.record, model, range(40), out)
+        self.assertFalse(out.exists())
+        with self.assertRaisesRegex(_kvrec.RecordError, "not finite"):
+            _kvrec.write(out, {}, {"x": ("fp16", np.array([1e6]))})
+
+    def test_damage_is_noticed(self):
+        whole = self.path.read_bytes()
+        damaged = Path(self.folder.name, "damaged.kvrec")
+        for at, complaint in ((0, "no record"), (100, "checksum of the metadata"),
+                              (None, "bytes; ")):
+            data = bytearray(whole)
+            if at is None:
+                del data[-1]
+            else:
+                data[at] ^= 1
+            damaged.write_bytes(data)
+            status, _, said = run("tensors", damaged)
+            self.assertEqual(status, 1)
+            self.assertIn(complaint, said)
+        data = bytearray(whole)
+        data[-1] ^= 1
+        damaged.write_bytes(data)
+        record = _kvrec.Reader(damaged)
+        last = record.groups[-1].arrays["k_pre"]
+        self.assertRaisesRegex(_kvrec.RecordError, "checksum of", record.array, last)
+
+
+@unittest.skipUnless(importlib.util.find_spec("matplotlib"), "matplotlib is not installed")
+class Plots(unittest.TestCase):
+    def test_panels_and_means(self):
+        def line(mode, setting, text, kl, share):
+            return json.dumps({"eval": "real", "mode": mode, "setting": setting, "text": text,
+                               "tokens": 8192, "kl": kl, "bytes_fraction": share})
+        with tempfile.TemporaryDirectory() as folder:
+            lines, out = Path(folder, "real.jsonl"), Path(folder, "quality.svg")
+            lines.write_text("\n".join([
+                json.dumps({"eval": "host", "cpu": "any"}),
+                line("sampled", "100", "one", 0.02, 0.1), line("sampled", "256", "one", 0.004, 0.2),
+                line("topk", "100", "one", 0.05, 0.15), line("topk", "100", "two", 0.03, 0.15),
+                line("sampled", "100", "two", 0.01, 0.1)]))
+            self.assertEqual(run("plot", lines, "-o", out)[1], f"{out}: 5 points\n")
+            drawn = out.read_text()
+            for text in ("one, 8,192 tokens", "two, 8,192 tokens", "sampled", "topk", "256"):
+                self.assertIn(f">{text}</text>", drawn)
+            self.assertEqual(run("plot", lines, "-o", out, "--mean")[1], f"{out}: 2 points\n")
+            self.assertNotIn(">256</text>", out.read_text())
+            lines.write_text(json.dumps({"eval": "tasks"}))
+            status, _, said = run("plot", lines, "-o", out)
+            self.assertEqual(status, 1)
+            self.assertIn("have no lines of `kvm-eval real`", said)
 
 
 if __name__ == "__main__":

