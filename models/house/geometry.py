@@ -3,9 +3,10 @@
 
     python3 geometry.py FILE.kvrec... [--out build/house/geometry] [--queries 96]
 
-prints tables by kv head and by query head and the class of each head, and writes geometry.json,
-mass_<record>.svg and spectra_<record>.svg into --out. docs/geometry.md explains every column and
-compares with what is published. Records of several prompts of one model are compared as well.
+prints tables by kv head and by query head, the class of each head, medians by class and how the
+columns vary over the heads, and writes geometry.json, mass_<record>.svg and spectra_<record>.svg
+into --out. docs/geometry.md explains every column and compares with what is published. Records of
+several prompts of one model are compared as well.
 
 A query attends to the tokens up to its own: SINKS first tokens, the LOCAL last, and between them
 the far keys. Means over queries and heads are of the ratio, not ratios of means.
@@ -358,37 +359,107 @@ def table(title, columns, rows):
               + (f"  {note}" if note else ""))
 
 
+def pre_rank(keys):
+    return keys["keys_pre"]["rank90"] if "keys_pre" in keys else float("nan")
+
+
+# Columns of docs/geometry.md, in its order: of a kv head, and of a query head.
+KEY_COLUMNS = {
+    "|mean|": lambda keys: keys["mean_norm"], "rms": lambda keys: keys["centred_rms"],
+    "|k|": lambda keys: keys["key_norm"], "|k0|/|k|": lambda keys: keys["sink_key_norm"],
+    "|v0|/|v|": lambda keys: keys["sink_value_norm"],
+    "cos k0,mu": lambda keys: keys["cos_sink_mean"],
+    "cos q,mu": lambda keys: keys["cos_query_mean"], "cos rms": lambda keys: keys["cos_rms"],
+    "mahal.": lambda keys: keys["mahalanobis_ratio"],
+    "|k|~logit": lambda keys: keys["norm_logit_correlation"]}
+SPECTRUM_COLUMNS = {
+    "A keys": lambda keys: keys["keys"]["power"], "B query": lambda keys: keys["queries"]["power"],
+    "rank90": lambda keys: keys["keys"]["rank90"], "pre": pre_rank,
+    "q rank1": lambda keys: keys["query_rank1"], "pca8": lambda keys: keys["alignment"]["pca8"],
+    "bal8": lambda keys: keys["alignment"]["balanced8"],
+    "excess": lambda keys: keys["alignment"]["excess"],
+    "1bit cos": lambda keys: keys["code_alignment"],
+    "V blk32": lambda keys: keys["explained_by_blocks"]["32"]}
+ATTENTION_COLUMNS = ("spread", "sink", "local", "far", "top1", "top5", "top20", "effective",
+                     "far_effective", "diversity", "sharp", "induction", "copy")
+OVERLAP_COLUMNS = ("heads", "unique", "steps", "steps100", "kept", "shared")
+CLASS_COLUMNS = ("spread", "sink", "local", "far", "top1", "top5", "effective", "far_effective",
+                 "diversity", "rank90", "|v0|/|v|")
+
+
 def print_record(report):
     name = f"{report['record']} ({report['n_tokens']} tokens)"
-    rows, more = [], []
-    for group in report["groups"]:
-        keys, place = group["keys"], f"{group['layer']}.{group['kv_head']}"
-        rows.append((place, [keys["mean_norm"], keys["centred_rms"], keys["key_norm"],
-                             keys["sink_key_norm"], keys["sink_value_norm"], keys["cos_sink_mean"],
-                             keys["cos_query_mean"], keys["cos_rms"], keys["mahalanobis_ratio"],
-                             keys["norm_logit_correlation"]], ""))
-        pre = keys.get("keys_pre", {"rank90": float("nan")})
-        more.append((place, [keys["keys"]["power"], keys["queries"]["power"],
-                             keys["keys"]["rank90"], pre["rank90"], keys["query_rank1"],
-                             keys["alignment"]["pca8"], keys["alignment"]["balanced8"],
-                             keys["alignment"]["excess"], keys["code_alignment"],
-                             keys["explained_by_blocks"]["32"]], ""))
-    table(f"{name}: keys", ("|mean|", "rms", "|k|", "|k0|/|k|", "|v0|/|v|", "cos k0,mu",
-                            "cos q,mu", "cos rms", "mahal.", "|k|~logit"), rows)
-    table(f"{name}: spectra", ("A keys", "B query", "rank90", "pre", "q rank1", "pca8", "bal8",
-                               "excess", "1bit cos", "V blk32"), more)
-    columns = ("spread", "sink", "local", "far", "top1", "top5", "top20", "effective",
-               "far_effective", "diversity", "sharp",
-               "induction", "copy")
-    table(f"{name}: attention of the query heads", columns,
+
+    def places(columns):
+        return [(f"{group['layer']}.{group['kv_head']}",
+                 [column(group["keys"]) for column in columns.values()], "")
+                for group in report["groups"]]
+
+    table(f"{name}: keys", KEY_COLUMNS, places(KEY_COLUMNS))
+    table(f"{name}: spectra", SPECTRUM_COLUMNS, places(SPECTRUM_COLUMNS))
+    table(f"{name}: attention of the query heads", ATTENTION_COLUMNS,
           [(f"{group['layer']}.{group['kv_head']}.{head['q_head']}",
-            [head["stats"].get(column, float("nan")) for column in columns],
+            [head["stats"].get(column, float("nan")) for column in ATTENTION_COLUMNS],
             ", ".join(head["classes"])) for group in report["groups"] for head in group["heads"]])
-    names = ("heads", "unique", "steps", "steps100", "kept", "shared")
-    table(f"{name}: overlaps", names,
+    table(f"{name}: overlaps", OVERLAP_COLUMNS,
           [(f"{group['layer']}.{group['kv_head']}",
-            [group["overlaps"].get(column, float("nan")) for column in names], "")
+            [group["overlaps"].get(column, float("nan")) for column in OVERLAP_COLUMNS], "")
            for group in report["groups"]])
+
+
+def every_column(reports):
+    """{(layer, kv_head, q_head): every column}, means over the records; what belongs to a kv head
+    stands at each of its query heads."""
+    found = collections.defaultdict(list)
+    for report in reports:
+        for group in report["groups"]:
+            columns = {name: of(group["keys"])
+                       for name, of in (KEY_COLUMNS | SPECTRUM_COLUMNS).items()}
+            columns |= {name: group["overlaps"].get(name, float("nan"))
+                        for name in OVERLAP_COLUMNS}
+            for head in group["heads"]:
+                found[group["layer"], group["kv_head"], head["q_head"]].append(
+                    columns | {name: head["stats"].get(name, float("nan"))
+                               for name in ATTENTION_COLUMNS})
+    return {place: mean_of(rows) for place, rows in found.items()}
+
+
+def print_spread(heads):
+    """How the columns vary over the heads."""
+    shares = (0, 10, 50, 90, 100)
+    print(f"\nover {len(heads)} heads (means over the records)\n{'column':>14s}"
+          + "".join(f"{name:>10s}" for name in ("least", "10 %", "median", "90 %", "most")))
+    for name in (*KEY_COLUMNS, *SPECTRUM_COLUMNS, *ATTENTION_COLUMNS, *OVERLAP_COLUMNS):
+        values = np.array([columns[name] for columns in heads.values()])
+        values = values[np.isfinite(values)]
+        if len(values):
+            print(f"{name:>14s}" + "".join(f"{x:10.3g}" for x in np.percentile(values, shares)))
+
+
+def print_by_class(classes, heads):
+    """Medians of the heads of each class, and of those of none."""
+    members = {name: entry["members"] for name, entry in classes.items()}
+    named = {place for places in members.values() for place in places}
+    members["none"] = [place for place in heads if place not in named]
+    print(f"\nmedians by class\n{'class':>18s}{'heads':>6s}"
+          + "".join(f" {name[:9]:>9s}" for name in CLASS_COLUMNS))
+    for name, places in members.items():
+        if places:
+            medians = [np.median([heads[place][column] for place in places])
+                       for column in CLASS_COLUMNS]
+            print(f"{name:>18s}{len(places):6d}" + "".join(f"{x:10.3g}" for x in medians))
+
+
+def write_lines(path, reports, classes, heads):
+    """A line of JSON for each query head: its classes and every column, to four digits."""
+    names = [report["record"] for report in reports]
+    with open(path, "w", encoding="utf-8") as file:
+        for place, columns in sorted(heads.items()):
+            line = {"eval": "geometry", "records": names, "layer": place[0], "kv_head": place[1],
+                    "q_head": place[2], "classes": [name for name, entry in classes.items()
+                                                    if place in entry["members"]]}
+            line |= {name: float(f"{value:.4g}") for name, value in columns.items()}
+            file.write(json.dumps(plain(line)) + "\n")
 
 
 def print_classes(classes):
@@ -418,6 +489,7 @@ def main():
     parser.add_argument("files", nargs="+")
     parser.add_argument("--out", default="build/house/geometry")
     parser.add_argument("--queries", type=int, default=96)
+    parser.add_argument("--lines", help="a line of JSON for each query head goes to this file")
     options = parser.parse_args()
     os.makedirs(options.out, exist_ok=True)
     means, sinks = collections.defaultdict(list), collections.defaultdict(list)
@@ -432,6 +504,11 @@ def main():
             print(f"  {place}: {entry['mean_key']:.3f} {entry['sink_key']:.3f}")
     classes = name_classes(average_heads(reports))
     print_classes(classes)
+    heads = every_column(reports)
+    print_by_class(classes, heads)
+    print_spread(heads)
+    if options.lines:
+        write_lines(options.lines, reports, classes, heads)
     with open(os.path.join(options.out, "geometry.json"), "w", encoding="utf-8") as file:
         json.dump(plain({"records": reports, "across_prompts": prompts, "classes": classes}), file,
                   indent=1, sort_keys=True)

@@ -272,8 +272,13 @@ class Records(unittest.TestCase):
 
     def test_tensors(self):
         lines = Path(self.folder.name, "tensors.jsonl")
+        classes = Path(self.folder.name, "classes.jsonl")
+        classes.write_text("\n".join(json.dumps(
+            {"eval": "geometry", "layer": 0, "kv_head": 1, "q_head": head, "classes": names})
+            for head, names in ((2, ["local"]), (3, []))))
         done = run("tensors", self.path, "--queries", 6, "--heads", "--only", "exact", "--only",
-                   "sampled", "--only", "topk", "--only", "h2o", "--threads", 2, "--json", lines)
+                   "sampled", "--only", "topk", "--only", "h2o", "--threads", 2, "--json", lines,
+                   "--classes", classes)
         self.assertEqual((done[0], done[2]), (0, ""))
         rows = read_lines(lines)
         of = {(row["mode"], row["setting"]): row for row in rows if row["eval"] == "tensors"}
@@ -289,12 +294,29 @@ class Records(unittest.TestCase):
         self.assertEqual(few["exact_fraction"], 0)
         # delta is .1, and the rows are few.
         self.assertGreater(few["coverage"], 0.75)
-        self.assertGreater(few["bar"], few["error"])
+        self.assertGreater(few["bar"], few["error_p50"])
         self.assertIsNone(of["topk", "256"]["coverage"])
         heads = [row for row in rows if row["eval"] == "tensors-head"
                  and (row["mode"], row["setting"]) == ("sampled", "100")]
         self.assertEqual(len(heads), 8)
         self.assertAlmostEqual(sum(row["error"] for row in heads) / 8, few["error"], places=6)
+        of_class = {row["head_class"]: row for row in rows if row["eval"] == "tensors-class"
+                    and (row["mode"], row["setting"]) == ("sampled", "100")}
+        head = {row["q_head"]: row for row in heads if row["layer"] == 0}
+        self.assertEqual({name: (row["rows"], row["error"]) for name, row in of_class.items()},
+                         {"local": (6, head[2]["error"]), "none": (6, head[3]["error"])})
+
+    def test_other_sketches(self):
+        lines = Path(self.folder.name, "sketches.jsonl")
+        for sketch in ((), ("--sketch", "2bit", "--recent", 512)):
+            done = run("tensors", self.path, "--queries", 4, "--only", "topk", "--only", "magicpig",
+                       "--threads", 2, "--json", lines, *sketch)
+            self.assertEqual((done[0], done[2]), (0, ""))
+        rows = {row["setting"]: row for row in read_lines(lines)}
+        self.assertEqual(set(rows), {"100", "256", "(10, 150)", "100, 2bit, 4 + 512",
+                                     "256, 2bit, 4 + 512"})
+        self.assertGreater(rows["100, 2bit, 4 + 512"]["keys_fraction"],
+                           rows["100"]["keys_fraction"] + 0.05)
 
     def test_what_cannot_be_recorded(self):
         tiny = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, vocab_size=50,

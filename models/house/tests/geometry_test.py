@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The statistics find what was planted: spectra, masses, overlaps, and heads of each class."""
+import contextlib
+import io
+import json
 import os
 import sys
 import tempfile
 import unittest
+import unittest.mock
 import xml.etree.ElementTree
 
 import numpy as np
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 import geometry  # noqa: E402
+import kvrec  # noqa: E402
 import measure  # noqa: E402
 import svg  # noqa: E402
 
@@ -144,6 +149,37 @@ class ClassTest(unittest.TestCase):
         self.assertEqual(named["flat aggregation"]["best"], (0, 0, 0))
         self.assertEqual(named["local"]["members"], [])
         self.assertIsNone(named["induction"]["best"])
+
+    def test_lines_of_records(self):
+        rng = np.random.default_rng(5)
+        k = rng.standard_normal((N, 16))
+        k[0] = 8.0
+        arrays = {"positions": ("i32", np.arange(N)), "tokens": ("i32", rng.integers(0, 99, N)),
+                  "query_steps": ("i32", np.arange(N - 8, N)),
+                  # The first head looks at the first key, the second at nothing.
+                  "q": ("bf16", np.stack([np.full((8, 16), 1.0), np.zeros((8, 16))], axis=1)),
+                  "k": ("bf16", k), "v": ("bf16", rng.standard_normal((N, 16)))}
+        group = {"layer": 3, "kv_head": 1, "q_heads": [2, 3], "q": "q", "k": "k", "v": "v"}
+        with tempfile.TemporaryDirectory() as folder:
+            record, lines = (os.path.join(folder, name) for name in ("one.kvrec", "lines.jsonl"))
+            kvrec.write(record, {"n_tokens": N, "n_queries": 8, "head_dim": 16,
+                                 "softmax_scale": 0.25, "model": {}, "prompt": {},
+                                 "groups": [group]}, arrays)
+            out = io.StringIO()
+            arguments = ["geometry.py", record, record, "--out", folder, "--lines", lines]
+            with unittest.mock.patch.object(sys, "argv", arguments), \
+                    contextlib.redirect_stdout(out):
+                geometry.main()
+            with open(lines, encoding="utf-8") as file:
+                found = [json.loads(line) for line in file]
+        self.assertEqual([(line["layer"], line["kv_head"], line["q_head"], line["classes"])
+                          for line in found], [(3, 1, 2, ["sink-dominated"]),
+                                               (3, 1, 3, ["flat aggregation"])])
+        self.assertGreater(found[0]["sink"], 0.9)
+        self.assertIsNone(found[0]["pre"])
+        self.assertIn("over 2 heads", out.getvalue())
+        rows = [line.split() for line in out.getvalue().splitlines()]
+        self.assertIn(["sink-dominated", "1"], [row[:2] for row in rows])
 
 
 class RepairTest(unittest.TestCase):

@@ -59,6 +59,13 @@ def add(commands: Any) -> None:
                          "answered [%(default)s]")
     tensors.add_argument("--heads", action="store_true",
                          help="lines for each query head go to --json too")
+    tensors.add_argument("--classes", type=Path, help="lines of models/house/geometry.py --lines: "
+                         "figures for each class of heads, too")
+    tensors.add_argument("--sketch", choices=("auto", "1bit", "8i8", "2bit"), default="auto",
+                         help="kind of the sketches [%(default)s]")
+    tensors.add_argument("--sinks", type=int, default=0,
+                         help="first tokens that sketches leave to be always read [4]")
+    tensors.add_argument("--recent", type=int, default=0, help="last tokens, as well [64]")
     _add_common(tensors)
     tensors.set_defaults(run=_tensors)
 
@@ -182,18 +189,25 @@ def _tensors(options: argparse.Namespace) -> int:
     from . import _kvrec, _progress, _tensors
 
     settings = _settings(options)
+    sketched = {setting.mode for setting in settings
+                if setting.index not in (kvm.IndexKind.NONE, kvm.IndexKind.LSH)}
     if options.queries < 1:
         raise ValueError(f"--queries is {options.queries}; at least one is answered")
-    print(f"{'record':14} {'mode':10} {'setting':14} {'error':>7} {'rms':>7} {'95 %':>7} {'99 %':>7} "
-          f"{'lse':>7} {'bar':>7} {'covered':>7} {'of lse':>6} {'keys':>6} {'bytes':>6} {'exact':>6}")
+    sketch, note = _sketch(options)
+    classes = {} if options.classes is None else _tensors.read_classes(options.classes)
+    print(f"{'record':16} {'mode':10} {'setting':14} {'error':>7} {'rms':>7} {'95 %':>7} "
+          f"{'99 %':>7} {'lse':>7} {'bar':>7} {'covered':>7} {'of lse':>6} {'keys':>6} "
+          f"{'bytes':>6} {'exact':>6}")
     with _client(options) as client:
         for path in options.files:
             record = _kvrec.Reader(path)
             with _progress.bar(len(record.groups), "kv head") as bar:
                 bar.set_postfix_str(path.stem)
-                rows = list(_tensors.evaluate(record, client, settings, options.queries,
-                                              bar.update))
+                rows = list(_tensors.evaluate(record, client, settings, sketch,
+                                              options.queries, classes, bar.update))
             for row in rows:
+                if note and row.mode in sketched:
+                    row.setting += f", {note}"
                 if row.q_head is None:
                     _print_tensors(row)
                 if row.q_head is None or options.heads:
@@ -201,14 +215,30 @@ def _tensors(options: argparse.Namespace) -> int:
     return 0
 
 
+def _sketch(options: argparse.Namespace) -> tuple[kvm.Index | None, str]:
+    """What is kept in place of the settings' sketches, if anything, and its words for a line."""
+    from ._real import MIN_TOKENS
+
+    if options.sketch == "auto" and not options.sinks and not options.recent:
+        return None, ""
+    kinds = {"auto": kvm.IndexKind.SKETCH, "1bit": kvm.IndexKind.SKETCH_1BIT,
+             "8i8": kvm.IndexKind.SKETCH_8I8, "2bit": kvm.IndexKind.SKETCH_2BIT}
+    index = kvm.Index(kinds[options.sketch], n_sinks=options.sinks, n_recent=options.recent,
+                      min_tokens=MIN_TOKENS)
+    words = [options.sketch] if options.sketch != "auto" else []
+    if options.sinks or options.recent:
+        words.append(f"{options.sinks or 4} + {options.recent or 64}")
+    return index, ", ".join(words)
+
+
 def _print_tensors(row: Any) -> None:
     def percent(value: float | None, width: int) -> str:
         return f"{'-':>{width}}" if value is None else f"{100 * value:{width - 1}.1f}%"
 
     bar = f"{'-':>7}" if row.bar is None else f"{row.bar:7.4f}"
-    print(f"{row.record:14} {row.mode:10} {row.setting:14} {row.error:7.4f} {row.error_rms:7.4f} "
-          f"{row.error_p95:7.4f} {row.error_p99:7.4f} {row.lse_error:7.4f} {bar} "
-          f"{percent(row.coverage, 7)} {percent(row.lse_coverage, 6)} "
+    print(f"{row.head_class or row.record:16} {row.mode:10} {row.setting:14} {row.error:7.4f} "
+          f"{row.error_rms:7.4f} {row.error_p95:7.4f} {row.error_p99:7.4f} "
+          f"{row.lse_error:7.4f} {bar} {percent(row.coverage, 7)} {percent(row.lse_coverage, 6)} "
           f"{percent(row.keys_fraction, 6)} {percent(row.bytes_fraction, 6)} "
           f"{percent(row.exact_fraction, 6)}", flush=True)
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import json
 import uuid
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,8 @@ from ._real import MIN_TOKENS, Setting
 
 @dataclasses.dataclass
 class Row:
-    """A setting over a record, or over one query head of it. Errors of o are relative."""
+    """A setting over a record, over a class of its query heads, or over one. Errors of o are
+    relative."""
 
     eval: str
     mode: str
@@ -36,15 +39,16 @@ class Row:
     error_p95: float
     error_p99: float
     lse_error: float
-    bar: float | None  # mean over the rows that have one and were not answered exactly
+    bar: float | None  # median over the rows that have one and were not answered exactly
     coverage: float | None  # of these: the error of o is within the bar
     lse_coverage: float | None
-    keys_fraction: float | None  # None of one head, whose group reads together
+    keys_fraction: float | None  # of whole groups only, whose heads read together
     bytes_fraction: float | None  # of exact attention over bfloat16 rows, index included
     exact_fraction: float
     layer: int | None = None
     kv_head: int | None = None
     q_head: int | None = None
+    head_class: str | None = None
 
 
 class _Tally:
@@ -61,10 +65,29 @@ def chosen_queries(record: Reader, n_queries: int) -> list[int]:
     return sorted({int(i) for i in np.linspace(0, every - 1, min(n_queries, every))})
 
 
-def evaluate(record: Reader, client: Client, settings: list[Setting], n_queries: int,
-             update: Callable[[int], Any]) -> Iterator[Row]:
-    """Yields a row for each setting, then those of each query head. update: is told of each kv
-    head that is done. HEAVY policies want every query and are left out."""
+Place = tuple[int, int, int]  # layer, kv head, q head
+
+
+def read_classes(path: Path) -> dict[str, set[Place]]:
+    """The heads of each class, and of none, as geometry.py --lines writes them."""
+    classes: dict[str, set[Place]] = {}
+    for text in path.read_text(encoding="utf-8").splitlines():
+        line = json.loads(text)
+        if line.get("eval") == "geometry":
+            for name in line["classes"] or ["none"]:
+                classes.setdefault(name, set()).add(
+                    (line["layer"], line["kv_head"], line["q_head"]))
+    if not classes:
+        raise ValueError(f"{path} has no lines of models/house/geometry.py --lines")
+    return dict(sorted(classes.items()))
+
+
+def evaluate(record: Reader, client: Client, settings: list[Setting], sketch: Index | None,
+             n_queries: int, classes: dict[str, set[Place]], update: Callable[[int], Any]
+             ) -> Iterator[Row]:
+    """Yields a row for each setting, then those of each class of heads, then those of each head.
+    sketch: in place of the settings' sketches. update: is told of each kv head that is done. HEAVY
+    policies want every query and are left out."""
     wanted = sorted([s for s in settings if not _needs_every_query(s)],
                     key=lambda setting: repr(setting.stored))
     queries = chosen_queries(record, n_queries)
@@ -77,22 +100,42 @@ def evaluate(record: Reader, client: Client, settings: list[Setting], n_queries:
             mine = [_Tally() for _ in of_store]
             for setting, tally in zip(of_store, mine, strict=True):
                 tallies[setting, group.layer, group.kv_head] = tally
-            _run(client, record, q[queries], k, v, record.steps[queries], of_store, mine, truth)
+            _run(client, record, q[queries], k, v, record.steps[queries], of_store, mine,
+                 _indexes(of_store[0], sketch), truth)
         update(1)
     name = record.path.stem
+    heads = {(group.layer, group.kv_head, q_head): (group, i)
+             for group in record.groups for i, q_head in enumerate(group.q_heads)}
+    settings = [setting for setting in settings if not _needs_every_query(setting)]
+
+    def parts(setting: Setting, places: Iterable[Place]) -> list[tuple[_Tally, int | None]]:
+        return [(tallies[setting, place[0], place[1]], heads[place][1]) for place in places
+                if place in heads]
+
     for setting in settings:
-        if not _needs_every_query(setting):
-            yield _row(name, record, setting, [
-                tallies[setting, group.layer, group.kv_head] for group in record.groups])
-    for setting, group in itertools.product(settings, record.groups):
-        if not _needs_every_query(setting):
-            tally = tallies[setting, group.layer, group.kv_head]
-            for i, head in enumerate(group.q_heads):
-                yield _row(name, record, setting, [tally], i, (group.layer, group.kv_head, head))
+        yield _row(name, record, setting, [(tallies[setting, group.layer, group.kv_head], None)
+                                           for group in record.groups])
+    for head_class, setting in itertools.product(classes, settings):
+        chosen = parts(setting, classes[head_class])
+        if chosen:
+            row = _row(name, record, setting, chosen)
+            yield dataclasses.replace(row, eval="tensors-class", head_class=head_class)
+    for setting, place in itertools.product(settings, heads):
+        row = _row(name, record, setting, parts(setting, [place]))
+        yield dataclasses.replace(row, eval="tensors-head", layer=place[0], kv_head=place[1],
+                                  q_head=place[2])
 
 
 def _needs_every_query(setting: Setting) -> bool:
     return setting.policy is not None and setting.policy.retention == Retention.HEAVY
+
+
+def _indexes(setting: Setting, sketch: Index | None) -> list[Index]:
+    if setting.index == IndexKind.NONE:
+        return []
+    if sketch is not None and setting.index != IndexKind.LSH:
+        return [sketch]
+    return [Index(setting.index, min_tokens=MIN_TOKENS)]
 
 
 def _exact(q: Array, k: Array, v: Array, scale: float, steps: Array) -> tuple[Array, Array]:
@@ -111,16 +154,14 @@ def _exact(q: Array, k: Array, v: Array, scale: float, steps: Array) -> tuple[Ar
 
 
 def _run(client: Client, record: Reader, q: Array, k: Array, v: Array, steps: Array,
-         settings: Iterable[Setting], tallies: list[_Tally], truth: tuple[Array, Array]) -> None:
+         settings: list[Setting], tallies: list[_Tally], indexes: list[Index],
+         truth: tuple[Array, Array]) -> None:
     """A kv head, for settings that store alike."""
-    settings = list(settings)
     first = settings[0]
     space = client.register_space(
         f"kvm-eval-{uuid.uuid4().hex}", n_layers=1, n_q_heads=q.shape[1], n_kv_heads=1,
         head_dim=record.head_dim, dtype=first.store, softmax_scale=record.scale,
-        indexes=[] if first.index == IndexKind.NONE else [Index(first.index,
-                                                                min_tokens=MIN_TOKENS)],
-        policies=[] if first.policy is None else [first.policy])
+        indexes=indexes, policies=[] if first.policy is None else [first.policy])
     done = 0
     with client.create_queue() as queue, space.create_sequence(reserve=len(k)) as seq:
         for i, step in enumerate(int(step) for step in steps):
@@ -152,27 +193,28 @@ def _add(tally: _Tally, got: Any, o: Array, lse: Array, n_present: int, is_exact
     tally.keys_present += n_present
 
 
-def _row(name: str, record: Reader, setting: Setting, tallies: list[_Tally],
-         head: int | None = None, place: tuple[int, int, int] | None = None) -> Row:
+def _row(name: str, record: Reader, setting: Setting, parts: list[tuple[_Tally, int | None]]
+         ) -> Row:
+    """parts: kv heads, each with the number of one of its q heads, or None for all of them."""
     def of(key: str) -> Array:
-        parts = [np.stack(tally.values[key]) for tally in tallies]
-        return np.concatenate([(part if head is None else part[:, head]).ravel()
-                               for part in parts])
+        return np.concatenate([
+            np.stack(tally.values[key])[:, slice(None) if head is None else [head]].ravel()
+            for tally, head in parts])
 
     error, lse_error, bar, exact = of("error"), of("lse_error"), of("bar"), of("exact")
     barred = np.isfinite(bar) & ~exact if setting.attend else np.zeros(len(bar), bool)
     has_bars = bool(barred.any())
-    keys = sum(tally.keys_present for tally in tallies)
+    is_whole = all(head is None for _, head in parts)
+    keys = sum(tally.keys_present for tally, _ in parts)
     row_bytes = 2 * 2 * record.head_dim
     p50, p95, p99 = (float(x) for x in np.percentile(error, (50, 95, 99)))
     return Row(
-        "tensors" if place is None else "tensors-head", setting.mode, setting.setting, name,
-        record.n_tokens, len(error), float(error.mean()), float(np.sqrt((error**2).mean())), p50,
-        p95, p99, float(lse_error.mean()),
-        float(bar[barred].mean()) if has_bars else None,
+        "tensors", setting.mode, setting.setting, name, record.n_tokens, len(error),
+        float(error.mean()), float(np.sqrt((error**2).mean())), p50, p95, p99,
+        float(lse_error.mean()),
+        float(np.median(bar[barred])) if has_bars else None,
         float((error <= bar)[barred].mean()) if has_bars else None,
         float((lse_error <= of("lse_bar"))[barred].mean()) if has_bars else None,
-        None if place else sum(tally.keys_read for tally in tallies) / keys,
-        None if place else sum(tally.bytes_read for tally in tallies) / keys / row_bytes,
-        float(exact.mean()) if setting.attend else 0.0,
-        *(place or (None, None, None)))
+        sum(tally.keys_read for tally, _ in parts) / keys if is_whole else None,
+        sum(tally.bytes_read for tally, _ in parts) / keys / row_bytes if is_whole else None,
+        float(exact.mean()) if setting.attend else 0.0)
