@@ -177,7 +177,7 @@ class Tasks(unittest.TestCase):
             path = Path(folder, "tasks.jsonl")
             done = run("tasks", "--house", Path(ROOT, "models/house"), "--lengths", "512",
                        "--prompts", 7, "--facts", 4, "--task", "single_facts", "--task", "trace_1",
-                       "--only", "sampled", "--only", "streaming", "--threads", 2, "--json", path)
+                       "--only", "sampled", "--only", "streaming", "--threads", 1, "--json", path)
             self.assertEqual((done[0], done[2]), (0, ""))
             rows = read_lines(path)
         self.assertEqual({row["task"] for row in rows}, {"single_facts", "trace_1"})
@@ -277,7 +277,7 @@ class Records(unittest.TestCase):
             {"eval": "geometry", "layer": 0, "kv_head": 1, "q_head": head, "classes": names})
             for head, names in ((2, ["local"]), (3, []))))
         done = run("tensors", self.path, "--queries", 6, "--heads", "--only", "exact", "--only",
-                   "sampled", "--only", "topk", "--only", "h2o", "--threads", 2, "--json", lines,
+                   "sampled", "--only", "topk", "--only", "h2o", "--threads", 1, "--json", lines,
                    "--classes", classes)
         self.assertEqual((done[0], done[2]), (0, ""))
         rows = read_lines(lines)
@@ -310,7 +310,7 @@ class Records(unittest.TestCase):
         lines = Path(self.folder.name, "sketches.jsonl")
         for sketch in ((), ("--sketch", "2bit", "--recent", 512)):
             done = run("tensors", self.path, "--queries", 4, "--only", "topk", "--only", "magicpig",
-                       "--threads", 2, "--json", lines, *sketch)
+                       "--threads", 1, "--json", lines, *sketch)
             self.assertEqual((done[0], done[2]), (0, ""))
         rows = {row["setting"]: row for row in read_lines(lines)}
         self.assertEqual(set(rows), {"100", "256", "(10, 150)", "100, 2bit, 4 + 512",
