@@ -366,10 +366,12 @@ class Plots(unittest.TestCase):
                 json.dumps({"eval": "host", "cpu": "any"}),
                 line("sampled", "100", "one", 0.02, 0.1), line("sampled", "256", "one", 0.004, 0.2),
                 line("topk", "100", "one", 0.05, 0.15), line("topk", "100", "two", 0.03, 0.15),
-                line("sampled", "100", "two", 0.01, 0.1)]))
-            self.assertEqual(run("plot", lines, "-o", out)[1], f"{out}: 5 points\n")
+                line("sampled", "100", "two", 0.01, 0.1), line("h2o", "9 + 7", "two", 0.1, 0.1),
+                line("sampled", "100 int8", "one", 0.01, 0.05)]))
+            self.assertEqual(run("plot", lines, "-o", out)[1], f"{out}: 7 points\n")
             drawn = out.read_text()
-            for text in ("one, 8,192 tokens", "two, 8,192 tokens", "sampled", "topk", "256"):
+            for text in ("one, 8,192 tokens", "two, 8,192 tokens", "sampled", "topk", "256",
+                         "sampled, int8", "h2o", "9 + 7"):
                 self.assertIn(f">{text}</text>", drawn)
             self.assertEqual(run("plot", lines, "-o", out, "--mean")[1], f"{out}: 2 points\n")
             self.assertNotIn(">256</text>", out.read_text())

@@ -6,6 +6,7 @@ from __future__ import annotations
 import collections
 import json
 import math
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,6 @@ def plot(files: Iterable[Path], out: Path, is_mean: bool) -> int:
     points = _points([line for line in lines if line.get("eval") == kind], quality, panel)
     if is_mean:
         points = _mean(points)
-    # Two lists of steps are two curves.
     curves = sorted({curve for settings in points.values() for curve, _ in settings})
     n_columns = min(len(points), 2)
     n_rows = -(-len(points) // n_columns)
@@ -86,10 +86,15 @@ def _points(lines: list[dict[str, Any]], quality: str, panel: str) -> _Points:
     for line in lines:
         if not line[quality] > 0:
             continue  # has no place on a logarithmic axis
-        curve = line["mode"] + (f", {line['steps']}" if line.get("steps", "decode") != "decode"
-                                else "")
+        curve, setting = line["mode"], line["setting"]
+        # What stands behind a budget (a dtype, a sketch) makes a curve of its own.
+        parts = re.fullmatch(r"(\d+),? (?!\+)(.+)", setting)
+        if parts is not None:
+            curve, setting = f"{curve}, {parts[2]}", parts[1]
+        if line.get("steps", "decode") != "decode":
+            curve += f", {line['steps']}"
         title = f"{line[panel]}, {line['tokens']:,} tokens"
-        found[title][curve, line["setting"]].append((100 * line["bytes_fraction"], line[quality]))
+        found[title][curve, setting].append((100 * line["bytes_fraction"], line[quality]))
     if not found:
         raise ValueError("no line has a quality above 0")
     return {title: {key: (math.fsum(x for x, _ in values) / len(values),
