@@ -20,7 +20,15 @@ namespace {
 constexpr size_t kMaxKeys = 2048;   // that a frame is made of
 constexpr size_t kMaxShares = 512;  // of these, for what a lead holds and how far it spreads
 constexpr double kShrink = 0.3;     // of C_q towards a multiple of the identity
-constexpr double kMinLeadShare = 0.6;
+// Of an estimate, over |q|^2 |x|^2 / dim: pi/2 - 1 for the best bit, and what two bits leave.
+constexpr double kVariance1Bit = 0.571;
+constexpr double kVariance2Bits = 0.133;
+// At most so many times the variance of two bits may a lead leave to be chosen. The errors of two
+// bits are alike for all keys and queries; those of a lead follow what it was fitted to, and keys
+// and queries of a real model come to twice what is foreseen (ADR 0011).
+constexpr double kMostNoiseOfLead = 0.25;
+// The axes of fewer keys are their own rather than those of the keys to come.
+constexpr size_t kMinLeadKeys = 1024;
 constexpr double kMaxGrowth = 1.3;   // of the rest's share, before a basis is given up
 constexpr double kLeadRangeSd = 16;  // wide: a late sink lies many standard deviations out
 constexpr double kCenterRounding = 1.0 / 256;
@@ -215,34 +223,40 @@ std::vector<float> lead_columns(const Matrix& axes, uint32_t dim) {
   return lead;
 }
 
-double lead_share(const std::vector<double>& variances) {
-  double lead = 0;
-  double all = 0;
-  for (size_t i = 0; i < variances.size(); ++i) {
-    all += variances[i];
-    lead += i < kLeadDims ? variances[i] : 0;
-  }
-  return all > 0 ? lead / all : 0;
-}
-
-// Principal axes. Returns the lead's share.
-double fit_axes(const Matrix& moments, const FrameKernels& kernels, Basis* basis) {
-  Eigen eigen = symmetric_eigen(moments, basis->dim_k, kernels);
-  for (double& value : eigen.values) {
-    value = std::max(value, 0.0);
-  }
-  basis->lead_key = lead_columns(eigen.vectors, basis->dim_k);
-  basis->lead_query = basis->lead_key;
-  return lead_share(eigen.values);
-}
-
-// The balanced basis, from C_k and C_q (not yet shrunk). Returns the lead's share.
-double fit_balanced(const Matrix& keys, Matrix queries, const FrameKernels& kernels, Basis* basis) {
-  const uint32_t dim = basis->dim_k;
+double trace_of(const Matrix& matrix, uint32_t n) {
   double trace = 0;
-  for (uint32_t i = 0; i < dim; ++i) {
-    trace += queries[size_t{i} * dim + i];
+  for (uint32_t i = 0; i < n; ++i) {
+    trace += matrix[size_t{i} * n + i];
   }
+  return trace;
+}
+
+// The variance of estimates with a lead and a bit over that with two bits, where keys and queries
+// have the product `rests` of the mean squares of their rests, and `whole` of their own.
+double noise_of_lead(double rests, double whole) {
+  return whole > 0 ? kVariance1Bit * rests / (kVariance2Bits * whole) : 1.0;
+}
+
+// Principal axes. Returns noise_of_lead, as for queries that look in all directions alike.
+double fit_axes(const Matrix& moments, const FrameKernels& kernels, Basis* basis) {
+  const uint32_t dim = basis->dim_k;
+  const Eigen eigen = symmetric_eigen(moments, dim, kernels);
+  basis->lead_key = lead_columns(eigen.vectors, dim);
+  basis->lead_query = basis->lead_key;
+  double rest = 0;
+  for (uint32_t i = kLeadDims; i < dim; ++i) {
+    rest += std::max(eigen.values[i], 0.0);
+  }
+  return noise_of_lead(rest * (dim - kLeadDims), trace_of(moments, dim) * dim);
+}
+
+// The balanced basis, from C_k and C_q (not yet shrunk). Returns noise_of_lead, as for queries such
+// as were seen.
+double fit_balanced(const Matrix& keys, const Matrix& seen, const FrameKernels& kernels,
+                    Basis* basis) {
+  const uint32_t dim = basis->dim_k;
+  const double trace = trace_of(seen, dim);
+  Matrix queries = seen;
   for (uint32_t i = 0; i < dim; ++i) {
     for (uint32_t j = 0; j < dim; ++j) {
       queries[size_t{i} * dim + j] *= 1 - kShrink;
@@ -256,11 +270,9 @@ double fit_balanced(const Matrix& keys, Matrix queries, const FrameKernels& kern
   const Matrix half = multiply(root, keys, dim, kernels);
   const Eigen eigen = symmetric_eigen(multiply(half, root, dim, kernels), dim, kernels);
   std::vector<double> s(dim);
-  std::vector<double> variances(dim);
   double mean = 0;
   for (uint32_t i = 0; i < dim; ++i) {
-    variances[i] = std::max(eigen.values[i], 0.0);
-    s[i] = std::sqrt(variances[i]);
+    s[i] = std::sqrt(std::max(eigen.values[i], 0.0));
     mean += s[i] / dim;
   }
   Matrix a = multiply(eigen.vectors, inverse, dim, kernels);  // rows: columns of A and B
@@ -291,7 +303,16 @@ double fit_balanced(const Matrix& keys, Matrix queries, const FrameKernels& kern
     std::copy_n(basis->lead_key.data() + size_t{k} * kLeadDims, kLeadDims, out);
     std::copy(row.begin(), row.end(), out + kLeadDims);
   }
-  return lead_share(variances);
+  const Matrix turned = multiply(a, seen, dim, kernels);
+  double rest_key = 0;
+  double rest_query = 0;
+  for (uint32_t i = kLeadDims; i < dim; ++i) {
+    rest_key += s[i];
+    for (uint32_t j = 0; j < dim; ++j) {
+      rest_query += turned[size_t{i} * dim + j] * a[size_t{i} * dim + j];
+    }
+  }
+  return noise_of_lead(rest_key * rest_query, trace_of(keys, dim) * trace);
 }
 
 // Moments of what was seen of the queries, at most about kMaxKeys of them; empty where there is
@@ -368,7 +389,8 @@ void leave_lead(const FrameInput& input, const Sample& sample, const FrameKernel
   basis->lead_key = basis->lead_query = {};
   basis->key_matrix = basis->query_matrix = {};
   basis->kind = SketchKind::kBits2;
-  basis->closeness = closeness_of(sample, kernels);
+  // Of too few keys: 0, so that the next run looks again.
+  basis->closeness = sample.n < kMinLeadKeys ? 0 : closeness_of(sample, kernels);
   basis->has_queries = !input.queries.empty();
 }
 
@@ -383,17 +405,17 @@ std::shared_ptr<const Basis> make_basis(const FrameInput& input, const SketchKin
     basis->kind = *kind;
     return basis;
   }
-  const Matrix keys = second_moments(sample.all(), kernels);
-  Matrix queries = query_moments(input, kernels);
-  // Where keys do not vary at all, there is nothing to balance.
-  double trace = 0;
-  for (uint32_t i = 0; i < input.dim_k; ++i) {
-    trace += keys[size_t{i} * input.dim_k + i];
+  if (kind == nullptr && sample.n < kMinLeadKeys) {
+    leave_lead(input, sample, kernels, basis.get());
+    return basis;
   }
-  const double share = queries.empty() || !(trace > 0)
+  const Matrix keys = second_moments(sample.all(), kernels);
+  const Matrix queries = query_moments(input, kernels);
+  // Where keys do not vary at all, there is nothing to balance.
+  const double noise = queries.empty() || !(trace_of(keys, input.dim_k) > 0)
                            ? fit_axes(keys, kernels, basis.get())
-                           : fit_balanced(keys, std::move(queries), kernels, basis.get());
-  if (kind == nullptr && share < kMinLeadShare) {
+                           : fit_balanced(keys, queries, kernels, basis.get());
+  if (kind == nullptr && noise > kMostNoiseOfLead) {
     leave_lead(input, sample, kernels, basis.get());
     return basis;
   }

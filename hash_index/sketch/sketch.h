@@ -68,8 +68,9 @@ struct FrameInput {
   const Frame* previous = nullptr;
 };
 
-// `kind`, or with nullptr the one that suits the keys: kLead8Bits1 where the leading coordinates
-// hold at least 60 % of the logits' variance, else kBits2. The same bits for every table.
+// `kind`, or with nullptr the one that suits the keys: kLead8Bits1 where there are 1,024 keys or
+// more and its estimates are expected to have a quarter of the variance of those of kBits2 or less,
+// else kBits2. The same bits for every table.
 FramePtr make_frame(const FrameInput& input, const SketchKind* kind,
                     const ScanTable* table = nullptr);
 

@@ -256,7 +256,7 @@ class Loops:
                 await asyncio.wait_for(task, 10)
             with self.client.create_queue() as other:
                 await other.nop_async()
-        slow = Slow(self, share=0.5)
+        slow = Slow(self, share=4)  # it is to be under way still when the queue closes
         queue = self.client.create_queue()
         asyncio.run(run())
 

@@ -59,7 +59,8 @@ float key_element(uint64_t token, uint32_t head, uint32_t i) {
                         65536.0f -
                     2.0f;
   const bool alike = token >= kAlike && token < kDrawnTogether;
-  return sum * (alike ? 3.0f : 1.0f + 8.0f / static_cast<float>(1 + i)) + static_cast<float>(head);
+  const float drawn = 0.05f + 8.0f * std::pow(0.8f, static_cast<float>(i));
+  return sum * (alike ? 3.0f : drawn) + static_cast<float>(head);
 }
 
 void write_keys(const std::vector<AppendPiece>& pieces, std::span<const uint64_t> tokens) {

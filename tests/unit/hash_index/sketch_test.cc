@@ -679,15 +679,74 @@ TEST(Draw, ReportsThatCapacityRanOutAndKeepsTheSums) {
 
 TEST(Frames, KindFollowsTheSpectrum) {
   std::mt19937_64 random(21);
-  const Rows values = normal_rows(&random, 512, 8);
-  const Pages steep(normal_rows(&random, 512, 64, 4, 0.8), values, Dtype::kBf16);
-  const Pages flat(normal_rows(&random, 512, 64), values, Dtype::kBf16);
+  const Rows values = normal_rows(&random, 1024, 8);
+  const Pages steep(normal_rows(&random, 1024, 64, 4, 0.8), values, Dtype::kBf16);
+  const Pages flat(normal_rows(&random, 1024, 64), values, Dtype::kBf16);
   EXPECT_EQ(frame_kind(*steep.frame(nullptr, 1)), SketchKind::kLead8Bits1);
   EXPECT_EQ(frame_kind(*flat.frame(nullptr, 1)), SketchKind::kBits2);
-  // Flat keys of which the queries see eight directions: with half of the moments shrunk away they
+  // Flat keys of which the queries see eight directions: with some of the moments shrunk away they
   // still hold most of the logits' variance.
   Rows queries = normal_rows(&random, 400, 64, 1, 0.5);
   EXPECT_EQ(frame_kind(*flat.frame(nullptr, 1, floats(queries))), SketchKind::kLead8Bits1);
+}
+
+TEST(Frames, ALeadIsChosenWhereItHasFarLessNoise) {
+  constexpr size_t kKeys = 1024;
+  constexpr uint32_t kRows = 16;
+  std::mt19937_64 random(25);
+  const Rows values = normal_rows(&random, kKeys, 8);
+  uint32_t n_leads = 0;
+  for (const double decay : {1.0, 0.95, 0.9, 0.85, 0.8, 0.75}) {
+    for (const double asked : {1.0, 0.95, 1.05, 0.85}) {  // how the moments of queries fall
+      for (const bool seen : {false, true}) {
+        SCOPED_TRACE(testing::Message() << decay << " " << asked << " " << seen);
+        const Pages pages(normal_rows(&random, kKeys, 64, 1, decay), values, Dtype::kF32);
+        const std::vector<float> observed =
+            seen ? floats(normal_rows(&random, 400, 64, 1, asked)) : std::vector<float>{};
+        const Rows queries = normal_rows(&random, kRows, 64, 1, asked);
+        const auto noise_of = [&](SketchKind kind) {
+          const FramePtr frame = pages.frame(&kind, 1, observed);
+          const Aligned blocks = pages.encode(*frame, nullptr);
+          const Estimates got =
+              estimate(*frame, blocks.get(), kKeys / 64, floats(queries), kRows, 1.0f, nullptr);
+          double noise = 0;
+          for (uint32_t r = 0; r < kRows; ++r) {
+            for (size_t i = 0; i < kKeys; ++i) {
+              noise += std::pow(double{got.logits[r][i]} - dot(pages.keys[i], queries[r]), 2);
+            }
+          }
+          return noise;
+        };
+        const double ratio = noise_of(SketchKind::kLead8Bits1) / noise_of(SketchKind::kBits2);
+        // Queries that look where keys vary are not foreseen unless they are seen, and seen ones
+        // are trusted in part.
+        const bool has_lead =
+            frame_kind(*pages.frame(nullptr, 1, observed)) == SketchKind::kLead8Bits1;
+        n_leads += has_lead ? 1 : 0;
+        if (has_lead && (seen || asked == 1.0)) {
+          EXPECT_LT(ratio, 0.35);
+        }
+        if (!has_lead && asked == 1.0) {
+          EXPECT_GT(ratio, 0.15);
+        }
+      }
+    }
+  }
+  EXPECT_GE(n_leads, 8u);
+  EXPECT_LE(n_leads, 40u);
+}
+
+// 8 axes of few keys hold most of what these keys are, not of what later ones are.
+TEST(Frames, FewKeysGetNoLeadUntilThereAreMore) {
+  std::mt19937_64 random(26);
+  const Rows keys = normal_rows(&random, 1088, 64, 4, 0.8);
+  const Rows values = normal_rows(&random, 1088, 8);
+  const Pages few({keys.begin(), keys.begin() + 960}, {values.begin(), values.begin() + 960},
+                  Dtype::kBf16);
+  const Pages more(keys, values, Dtype::kBf16);
+  const FramePtr frame = few.frame(nullptr, 1);
+  EXPECT_EQ(frame_kind(*frame), SketchKind::kBits2);
+  EXPECT_EQ(frame_kind(*more.frame(nullptr, 2, {}, frame.get())), SketchKind::kLead8Bits1);
 }
 
 // An index holds the same whichever machine makes it, as far as frames go.
@@ -721,10 +780,10 @@ TEST(Frames, AreTheSameForEveryTable) {
 
 TEST(Frames, BasisIsKeptUntilTheKeysLeaveIt) {
   std::mt19937_64 random(22);
-  const Rows values = normal_rows(&random, 512, 8);
-  const Pages first(normal_rows(&random, 512, 64, 4, 0.8), values, Dtype::kBf16);
-  const Pages same(normal_rows(&random, 512, 64, 4, 0.8, 2), values, Dtype::kBf16);
-  Rows reversed = normal_rows(&random, 512, 64, 4, 0.8);
+  const Rows values = normal_rows(&random, 1024, 8);
+  const Pages first(normal_rows(&random, 1024, 64, 4, 0.8), values, Dtype::kBf16);
+  const Pages same(normal_rows(&random, 1024, 64, 4, 0.8, 2), values, Dtype::kBf16);
+  Rows reversed = normal_rows(&random, 1024, 64, 4, 0.8);
   for (auto& row : reversed) {
     std::reverse(row.begin(), row.end());
   }
