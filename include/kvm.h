@@ -881,9 +881,11 @@ enum {
  *             is the error bar: the error exceeds it with a probability of about delta. With LSH:
  *             the keys that meet the query in two tables (MagicPIG), whatever budget and eps; no
  *             bar.
- *   VERIFIED  SAMPLED, and more keys until the bar is at most eps; rows that would need too many
- *             are answered exactly. The error of o is at most eps with probability 1 - delta.
- *             Not with LSH, which has no bar; budget must be 0.
+ *   VERIFIED  SAMPLED, and more keys until the bar is at most eps; heads that would need too many
+ *             are answered exactly. The error of o is at most eps with probability 1 - delta. Too
+ *             many are with budget 0 those that take longer than the exact answer (in host memory,
+ *             so that short contexts are exact), else budget keys for each row on average,
+ *             whatever that takes: for keys that are dear to read. Not with LSH, which has no bar.
  *   AUTO      For each kv head what the service expects to be best on this machine, from what it
  *             has measured (or was told: kvmd's cost_model). budget 0: the fastest of EXACT and
  *             VERIFIED that keeps eps and delta; heads that would need too many keys (flat ones,
@@ -931,7 +933,8 @@ typedef struct kvm_step_params {
   float eps;         /* not TOPK: relative error of o aimed at, below 1; 0: 0.03 */
   float delta;       /* probability that the error exceeds err; 0: 0.01 */
   uint64_t budget;   /* beside the keys always read, for each row and kv head: SAMPLED: keys read;
-                      * TOPK: keys that the answer is made of; AUTO: nanoseconds, 0: as eps says */
+                      * TOPK: keys that the answer is made of; VERIFIED: keys beyond which a head is
+                      * exact, 0: as time says; AUTO: nanoseconds, 0: as eps says */
   uint64_t seed;     /* of sampling; any number */
   uint64_t deadline_ns; /* CLOCK_MONOTONIC; a request not begun by then fails; 0: none */
   uint64_t reserved[8];

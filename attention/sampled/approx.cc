@@ -588,8 +588,10 @@ void Sampler::count_reads(ApproxReport* report) const {
     keys += state.head->n_open + state.head->n_closed;
     index_bytes += state.head->index_bytes;
   }
-  report->keys_read = std::min(keys_fixed(c_) + keys, c_.plan->n_keys_present);
-  report->bytes_read = index_bytes + (keys_fixed(c_) + keys) * row_bytes(c_.problem);
+  // A key that is drawn after it was probed counts twice: nobody keeps a list.
+  keys += keys_fixed(c_) + c_.prepared.head->n_probed;
+  report->keys_read = std::min(keys, c_.plan->n_keys_present);
+  report->bytes_read = index_bytes + keys * row_bytes(c_.problem);
 }
 
 bool Sampler::solve(ApproxReport* report) {

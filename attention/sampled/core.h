@@ -30,6 +30,7 @@ struct Use {
 struct PreparedHead {
   uint32_t n_fixed = 0;         // ranges of F
   uint32_t answer_exactly = 0;  // the pilot has shown that sampling would not pay
+  uint32_t n_probed = 0;        // keys that the pilot has read
   float log_c[kMaxApproxRows] = {};
   float reach = 1.0f;  // how far the first scan looks: sample.h
 };

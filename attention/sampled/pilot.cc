@@ -423,6 +423,7 @@ void probe_growth(const Context& c, Pilot& p) {
   double growth[kMaxApproxRows];
   eval_near_fixed(c, p);
   estimate_probe(c, p, probes);
+  c.prepared.head->n_probed = p.shares.n;
   if (!weigh_probe(c, p, probes)) {
     c.prepared.head->answer_exactly = 1;
     return;

@@ -112,7 +112,7 @@ GatherList list_of(const Candidates& from, GatherKind kind, std::span<const uint
 // e^x for 0 <= x <= ln(kMostReach) within 3e-4, at least 1: the compiler makes vectors of it.
 float exp_of_growth(float x) {
   const float y = x * 0.0625f;
-  float e = 1.0f + y * (1.0f + y * (0.5f + y * (1.0f / 6.0f)));
+  float e = 1.0f + y * (1.0f + y * (0.5f + y * (1.0f / 6.0f + y * (1.0f / 24.0f))));
   e *= e;
   e *= e;
   e *= e;

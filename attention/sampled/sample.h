@@ -17,7 +17,7 @@ namespace kvm::attention {
 // How far a sample that may grow is scanned for at once, where nothing says better and at most, and
 // in another scan.
 inline constexpr float kReach = 2.0f;
-inline constexpr float kMostReach = 8.0f;
+inline constexpr float kMostReach = 64.0f;
 inline constexpr float kReachAgain = 1.5f;
 
 struct SampleHead {

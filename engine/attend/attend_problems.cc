@@ -283,6 +283,19 @@ attention::ApproxPlan AttendPlanner::plan_like_last(const AttendPlan::ApproxHead
   return attention::plan_approx(head.input);
 }
 
+namespace {
+
+// What `budget` keys for each row are of n_present, at most nearly all: who asks for fewer keys at
+// any price would still not have them one by one where that is all of them.
+float read_fraction(uint64_t budget, const attention::Problem& problem, uint64_t n_present) {
+  constexpr double kMost = 0.9;
+  const double keys = static_cast<double>(budget) * problem.n_query * problem.group;
+  return static_cast<float>(
+      std::clamp(keys / static_cast<double>(std::max<uint64_t>(n_present, 1)), 1e-6, kMost));
+}
+
+}  // namespace
+
 // Adds the problem, if it is one to approximate.
 bool AttendPlanner::add_approx(const attention::Problem& problem, uint32_t view_index,
                                uint32_t kv_head, const IndexPart& part) {
@@ -313,7 +326,11 @@ bool AttendPlanner::add_approx(const attention::Problem& problem, uint32_t view_
       !part.hashes.is_empty() ? attention::Proposal::kLsh : attention::Proposal::kSketch;
   params.eps = request_->eps != 0 ? request_->eps : params.eps;
   params.delta = request_->delta != 0 ? request_->delta : params.delta;
-  params.budget = request_->budget;
+  if (request_->mode == KVM_MODE_VERIFIED && request_->budget != 0) {
+    params.max_read_fraction = read_fraction(request_->budget, problem, view.n_cost_keys);
+  } else {
+    params.budget = request_->budget;
+  }
   if (request_->mode == KVM_MODE_AUTO && !choose(view, part, &params)) {
     return false;
   }

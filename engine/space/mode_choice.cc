@@ -26,12 +26,6 @@ Status check_together(const ModeChoice& choice, const char* prefix) {
         Refusal::kTopkBudget,
         "{0}budget is 0 with {0}mode TOPK; it must say of how many keys an answer is made", prefix);
   }
-  if (choice.mode == KVM_MODE_VERIFIED && choice.budget != 0) {
-    return refuse(
-        Refusal::kVerifiedBudget,
-        "{0}budget is {1} with {0}mode VERIFIED, which reads what eps needs; it must be 0", prefix,
-        choice.budget);
-  }
   if (choice.mode == KVM_MODE_VERIFIED && choice.proposal == KVM_PROPOSAL_LSH) {
     return refuse(Refusal::kVerifiedLsh,
                   "{0}proposal is LSH with {0}mode VERIFIED; it gives no error bar to verify: "

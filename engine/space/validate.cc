@@ -435,8 +435,10 @@ Status take_defaults(const Space& space, StepRequest* request) {
   if (request->proposal == KVM_PROPOSAL_DEFAULT) {
     request->proposal = from.proposal;
   }
-  // A budget would take the place of the request's own eps, except in TOPK, which knows no eps.
-  if (request->budget == 0 && (request->eps == 0 || from.mode == KVM_MODE_TOPK)) {
+  // A budget would take the place of the request's own eps, except in TOPK, which knows no eps, and
+  // in VERIFIED, which has both.
+  if (request->budget == 0 &&
+      (request->eps == 0 || from.mode == KVM_MODE_TOPK || from.mode == KVM_MODE_VERIFIED)) {
     request->budget = from.budget;
   }
   if (request->eps == 0) {

@@ -148,11 +148,6 @@ const std::vector<Spoiler<Refusal>>& refusal_spoilers() {
                   d->step.proposal = KVM_PROPOSAL_GRAPH;
                 }),
       step_with(Refusal::kTopkBudget, kStepAttend, [](Draft* d) { d->step.mode = KVM_MODE_TOPK; }),
-      step_with(Refusal::kVerifiedBudget, kStepAttend,
-                [](Draft* d) {
-                  d->step.mode = KVM_MODE_VERIFIED;
-                  d->step.budget = 5;
-                }),
       step_with(Refusal::kVerifiedLsh, kStepAttend,
                 [](Draft* d) {
                   d->step.mode = KVM_MODE_VERIFIED;

@@ -233,6 +233,40 @@ TEST(Approx, VerifiedReadsFewKeysOfALongContext) {
   EXPECT_TRUE(same_bits(threads.attend(asked), got));
 }
 
+// A budget goes before time: a short context is sampled where few keys suffice, and only there.
+TEST(Approx, VerifiedWithABudgetReadsNoMoreForEachRow) {
+  Tokens tokens(kTokens);
+  World world(KVM_INDEX_SKETCH_2BIT);
+  fill_world(&world, &tokens);
+  const Got exact = world.attend({});
+  const auto ask = [&](float eps, uint64_t budget) {
+    return world.attend({.mode = KVM_MODE_VERIFIED, .eps = eps, .budget = budget, .seed = 3});
+  };
+  EXPECT_EQ(ask(0.2f, 0).result.n_exact, kQHeads);
+  const Got sampled = ask(0.2f, 2000);
+  EXPECT_EQ(sampled.result.mode, uint32_t{KVM_MODE_VERIFIED});
+  EXPECT_EQ(sampled.result.n_exact, 0u);
+  EXPECT_LT(sampled.result.keys_read, sampled.result.keys_present * 3 / 4);
+  EXPECT_LT(sampled.result.bytes_read, exact.result.bytes_read);
+  EXPECT_LE(sampled.result.err_max, 0.2f);
+  for (uint32_t head = 0; head < kQHeads; ++head) {
+    EXPECT_GT(sampled.err.get(0, 0, head, 0), 0.0f);
+    EXPECT_LE(relative_error(sampled, exact, 0, head), 0.2);
+  }
+  // More than it may read, and more than there is.
+  for (const auto& [eps, budget] : {std::pair{0.2f, uint64_t{16}}, {0.001f, UINT64_MAX}}) {
+    const Got all = ask(eps, budget);
+    EXPECT_EQ(all.result.n_exact, kQHeads) << budget;
+    EXPECT_EQ(all.result.err_max, 0.0f);
+    EXPECT_LT(relative_error(all, exact, 0, 0), 1e-5);
+  }
+  World threads(indexed_spec(KVM_INDEX_SKETCH_2BIT), 3);
+  fill_world(&threads, &tokens);
+  EXPECT_TRUE(
+      same_bits(threads.attend({.mode = KVM_MODE_VERIFIED, .eps = 0.2f, .budget = 2000, .seed = 3}),
+                sampled));
+}
+
 TEST(Approx, TopKReadsItsBudgetAndHasNoBar) {
   Tokens tokens(kTokens);
   World world(KVM_INDEX_SKETCH_8I8);

@@ -74,11 +74,6 @@ const std::vector<BadSpec>& bad_specs() {
        }},
       {"default_budget is 0 with default_mode TOPK",
        [](SpaceSpec* s) { s->params.default_mode = KVM_MODE_TOPK; }},
-      {"default_budget is 7 with default_mode VERIFIED",
-       [](SpaceSpec* s) {
-         s->params.default_mode = KVM_MODE_VERIFIED;
-         s->params.default_budget = 7;
-       }},
       {"default_proposal is LSH with default_mode VERIFIED",
        [](SpaceSpec* s) {
          s->params.default_mode = KVM_MODE_VERIFIED;

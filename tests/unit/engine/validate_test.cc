@@ -117,6 +117,7 @@ TEST(Validate, ARequestThatNamesNoModeTakesTheSpaces) {
   const ModeChoice top = {KVM_MODE_TOPK, kSketch, 0.1f, 0.2f, 300};
   const ModeChoice timed = {KVM_MODE_AUTO, 0, 0.1f, 0.2f, 5000};
   const ModeChoice verified = {KVM_MODE_VERIFIED, 0, 0.1f, 0.2f, 0};
+  const ModeChoice bounded = {KVM_MODE_VERIFIED, 0, 0.1f, 0.2f, 700};
   const Defaulted cases[] = {
       {sampled, {kDefault}, sampled},
       {verified, {kDefault}, verified},
@@ -127,6 +128,9 @@ TEST(Validate, ARequestThatNamesNoModeTakesTheSpaces) {
       {sampled, {kDefault, 0, 0, 0.5f}, {KVM_MODE_SAMPLED, kSketch, 0.1f, 0.5f, 300}},
       {sampled, {kDefault, 0, 0, 0, 64}, {KVM_MODE_SAMPLED, kSketch, 0.1f, 0.2f, 64}},
       {verified, {kDefault, 0, 0.5f}, {KVM_MODE_VERIFIED, 0, 0.5f, 0.2f, 0}},
+      {verified, {kDefault, 0, 0, 0, 64}, {KVM_MODE_VERIFIED, 0, 0.1f, 0.2f, 64}},
+      // Both mean something there.
+      {bounded, {kDefault, 0, 0.5f}, {KVM_MODE_VERIFIED, 0, 0.5f, 0.2f, 700}},
       // An eps would mean nothing beside the space's budget.
       {sampled, {kDefault, 0, 0.5f}, {KVM_MODE_SAMPLED, kSketch, 0.5f, 0.2f, 0}},
       {timed, {kDefault, 0, 0.5f}, {KVM_MODE_AUTO, 0, 0.5f, 0.2f, 0}},
@@ -164,7 +168,6 @@ TEST(Validate, OwnNumbersMustSuitTheModeOfTheSpace) {
   space.name = "v";
   space.default_choice = {.mode = KVM_MODE_VERIFIED, .eps = 0.1f, .delta = 0.1f};
   const Bad cases[] = {
-      {"budget is 7 with mode VERIFIED", [](StepRequest& s) { s.budget = 7; }},
       {"proposal is LSH with mode VERIFIED", [](StepRequest& s) { s.proposal = KVM_PROPOSAL_LSH; }},
       {"proposal GRAPH", [](StepRequest& s) { s.proposal = KVM_PROPOSAL_GRAPH; },
        KVM_ERR_UNSUPPORTED},
@@ -190,11 +193,6 @@ TEST(Validate, EveryBadNumberHasItsSentence) {
       {"flags", [](StepRequest& s) { s.flags = 4; }},
       {"mode", [](StepRequest& s) { s.mode = 6; }},
       {"budget is 0 with mode TOPK", [](StepRequest& s) { s.mode = KVM_MODE_TOPK; }},
-      {"budget is 7 with mode VERIFIED",
-       [](StepRequest& s) {
-         s.mode = KVM_MODE_VERIFIED;
-         s.budget = 7;
-       }},
       {"proposal is LSH with mode VERIFIED",
        [](StepRequest& s) {
          s.mode = KVM_MODE_VERIFIED;

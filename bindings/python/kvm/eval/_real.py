@@ -19,7 +19,13 @@ import torch
 from .. import Client, Index, IndexKind, Mode, Policy, Retention
 from ..integrations.transformers import KvmCache
 
-MIN_TOKENS = 256  # of an index, so that every layer is approximated
+MIN_TOKENS = 256  # the least of an index, so that every layer is approximated
+ANY_BUDGET = 1 << 20  # more keys than a row has: verified answers are exact where that reads less
+
+
+def index_begin(n_tokens: int) -> int:
+    """From which length on a text of n_tokens has an index: the default, or half of the text."""
+    return max(MIN_TOKENS, min(4096, n_tokens // 2))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,9 +51,22 @@ def _sampled(budget: int, store: str = "bfloat16") -> Setting:
                    attend=(("mode", Mode.SAMPLED), ("budget", budget), ("delta", 0.1)))
 
 
-def _verified(eps: float) -> Setting:
-    return Setting("verified", f"({eps}, 0.1)", index=IndexKind.SKETCH,
-                   attend=(("mode", Mode.VERIFIED), ("eps", eps), ("delta", 0.1)))
+def _verified(eps: float, store: str = "bfloat16") -> Setting:
+    name = f"({eps}, 0.1)" + ("" if store == "bfloat16" else f" {store}")
+    return Setting("verified", name, store, IndexKind.SKETCH,
+                   attend=(("mode", Mode.VERIFIED), ("eps", eps), ("delta", 0.1),
+                           ("budget", ANY_BUDGET)))
+
+
+def _streaming(n_tokens: int) -> Setting:
+    return Setting("streaming", f"4 + {n_tokens - 4}",
+                   policy=Policy(Retention.SINKS_RECENT, n_sinks=4, n_recent=n_tokens - 4))
+
+
+def _h2o(n_tokens: int) -> Setting:
+    half = n_tokens // 2
+    return Setting("h2o", f"{half} + {half}",
+                   policy=Policy(Retention.HEAVY, n_recent=half, n_heavy=half))
 
 
 def _topk(budget: int) -> Setting:
@@ -59,14 +78,11 @@ SETTINGS = [
     Setting("exact", "bfloat16"),
     Setting("exact", "int8", "int8"),
     Setting("exact", "fp8", "fp8"),
-    _sampled(100), _sampled(256), _sampled(512), _sampled(768),
-    _verified(0.3), _verified(0.1),
-    _topk(100), _topk(256),
+    _sampled(100), _sampled(200), _sampled(256), _sampled(512), _sampled(512, "int8"),
+    _verified(0.3), _verified(0.1), _verified(0.07), _verified(0.1, "int8"),
+    _topk(64), _topk(100), _topk(256),
     Setting("magicpig", "(10, 150)", index=IndexKind.LSH, attend=(("mode", Mode.SAMPLED),)),
-    Setting("streaming", "4 + 1020",
-            policy=Policy(Retention.SINKS_RECENT, n_sinks=4, n_recent=1020)),
-    Setting("h2o", "512 + 512",
-            policy=Policy(Retention.HEAVY, n_recent=512, n_heavy=512)),
+    _streaming(1536), _h2o(1536),
 ]
 
 
@@ -111,10 +127,10 @@ class _Run:
             yield torch.log_softmax(out.float(), dim=-1)
 
 
-def _cache(model: Any, client: Client, setting: Setting) -> KvmCache:
+def _cache(model: Any, client: Client, setting: Setting, n_tokens: int) -> KvmCache:
     indexes = []
     if setting.index != IndexKind.NONE:
-        indexes = [Index(setting.index, min_tokens=MIN_TOKENS)]
+        indexes = [Index(setting.index, min_tokens=index_begin(n_tokens))]
     return KvmCache(model, client, dtype=setting.store, indexes=indexes,
                     policies=[] if setting.policy is None else [setting.policy])
 
@@ -137,7 +153,7 @@ def evaluate(model: Any, client: Client, name: str, ids: list[int], n_bytes: int
         best = dense.argmax(dim=1)
         for stored in dict.fromkeys(setting.stored for setting in settings):
             of_store = [setting for setting in settings if setting.stored == stored]
-            with _cache(model, client, of_store[0]) as prefilled:
+            with _cache(model, client, of_store[0], len(ids)) as prefilled:
                 report(f"{name}: prefill for {', '.join(s.mode for s in of_store)}")
                 run.prefill(prefilled)
                 for setting in of_store:

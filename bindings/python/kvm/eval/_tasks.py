@@ -18,7 +18,7 @@ from .. import Client, Index, IndexKind
 from ..integrations.transformers import CacheStats, KvmCache
 from . import _intervals
 from ._house import SINGLE_FACTS, House, Prompts
-from ._real import MIN_TOKENS, Setting
+from ._real import Setting, index_begin
 
 DENSE = Setting("dense", "float32", "float32")
 LEAST_DENSE = 0.9  # accuracy below which nothing is claimed
@@ -94,7 +94,7 @@ def _run(model: Any, client: Client, prompts: Prompts, alike: list[Setting], see
     """A text and its questions, for settings that store alike."""
     first = alike[0]
     indexes = ([] if first.index == IndexKind.NONE
-               else [Index(first.index, min_tokens=MIN_TOKENS)])
+               else [Index(first.index, min_tokens=index_begin(len(prompts.text)))])
     with KvmCache(model, client, dtype=first.store, indexes=indexes,
                   policies=[] if first.policy is None else [first.policy]) as prefilled:
         for part in torch.split(torch.tensor([prompts.text]), 1024, dim=1):

@@ -10,9 +10,11 @@ from pathlib import Path
 
 
 def _reference(parts: tuple[str, ...]) -> str:
+    """Topics share sections; each paragraph is taken once, for copies are predicted for nothing."""
     topics = pydoc_data.topics.topics
     chosen = sorted(name for name in topics if name[0].lower() in parts)
-    return "\n\n".join(topics[name] for name in chosen)
+    paragraphs = "\n\n".join(topics[name] for name in chosen).split("\n\n")
+    return "\n\n".join(dict.fromkeys(paragraphs))
 
 
 def _module(name: str) -> str:

@@ -570,12 +570,13 @@ impl SpaceParams {
     /// ```
     /// use kvm::{Accuracy, Heads, Index, IndexKind, Mode, SpaceParams};
     /// # let client = kvm::Client::open_embedded(&kvm::EmbeddedParams::new().threads(1))?;
+    /// let accuracy = Accuracy { eps: 0.05, delta: 0.1 };
+    /// let mode = Mode::Verified { budget: 0, accuracy };
     /// let params = SpaceParams::new("my-model", 32, 32, 128)
     ///     .index(Index::new(Heads::all(), IndexKind::Sketch))
-    ///     .default_mode(Mode::Verified(Accuracy { eps: 0.05, delta: 0.1 }));
+    ///     .default_mode(mode);
     /// let info = client.register_space(&params)?.info()?;
-    /// let said = Mode::Verified(Accuracy { eps: 0.05, delta: 0.1 });
-    /// assert_eq!(info.default_mode, Some(said));
+    /// assert_eq!(info.default_mode, Some(mode));
     /// # Ok::<(), kvm::Error>(())
     /// ```
     #[must_use]

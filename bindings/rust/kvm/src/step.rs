@@ -39,7 +39,8 @@ fn time_budget(time: Option<Duration>) -> u64 {
 ///
 /// ```
 /// use kvm::{Accuracy, Mode};
-/// let mode = Mode::Verified(Accuracy { eps: 0.01, ..Accuracy::default() });
+/// let accuracy = Accuracy { eps: 0.01, ..Accuracy::default() };
+/// let mode = Mode::Verified { budget: 0, accuracy };
 /// # let _ = mode;
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -95,7 +96,13 @@ pub enum Mode {
         accuracy: Accuracy,
     },
     /// A sample that grows until its error bar is small enough, else all.
-    Verified(Accuracy),
+    Verified {
+        /// Keys per row and kv head beyond which a head is answered exactly, whatever that takes;
+        /// 0: those that take longer than an exact answer.
+        budget: u64,
+        /// What the bar is held against.
+        accuracy: Accuracy,
+    },
     /// For each kv head whichever of the above the service expects to be best on this machine.
     Auto {
         /// How long the request may compute, all threads at work: aimed at, not kept, and
@@ -125,7 +132,7 @@ impl Mode {
             Mode::Exact => (sys::KVM_MODE_EXACT, 0, exact),
             Mode::TopK { budget } => (sys::KVM_MODE_TOPK, budget, exact),
             Mode::Sampled { budget, accuracy } => (sys::KVM_MODE_SAMPLED, budget, accuracy),
-            Mode::Verified(accuracy) => (sys::KVM_MODE_VERIFIED, 0, accuracy),
+            Mode::Verified { budget, accuracy } => (sys::KVM_MODE_VERIFIED, budget, accuracy),
             Mode::Auto { time, accuracy } => (sys::KVM_MODE_AUTO, time_budget(time), accuracy),
             Mode::OfSpace { budget, accuracy } => (sys::KVM_MODE_DEFAULT, budget, accuracy),
         }
@@ -138,7 +145,7 @@ impl Mode {
             sys::KVM_MODE_DEFAULT | sys::KVM_MODE_EXACT => Some(Mode::Exact),
             sys::KVM_MODE_TOPK => Some(Mode::TopK { budget }),
             sys::KVM_MODE_SAMPLED => Some(Mode::Sampled { budget, accuracy }),
-            sys::KVM_MODE_VERIFIED => Some(Mode::Verified(accuracy)),
+            sys::KVM_MODE_VERIFIED => Some(Mode::Verified { budget, accuracy }),
             sys::KVM_MODE_AUTO => Some(Mode::Auto {
                 time: (budget != 0).then(|| Duration::from_nanos(budget)),
                 accuracy,
@@ -875,7 +882,10 @@ mod tests {
                 budget: 3,
                 accuracy,
             },
-            Mode::Verified(accuracy),
+            Mode::Verified {
+                budget: 700,
+                accuracy,
+            },
             Mode::Auto { time, accuracy },
         ] {
             let (code, budget, accuracy) = mode.to_raw();

@@ -319,7 +319,10 @@ fn approximate_modes_read_less_and_say_how_good_they_are() {
             budget: 512,
             accuracy,
         },
-        Mode::Verified(accuracy),
+        Mode::Verified {
+            budget: 0,
+            accuracy,
+        },
     ] {
         let (stats, o, err) = ask(mode).unwrap();
         for head in 0..Q_HEADS {
