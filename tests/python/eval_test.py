@@ -284,7 +284,7 @@ class Records(unittest.TestCase):
         of = {(row["mode"], row["setting"]): row for row in rows if row["eval"] == "tensors"}
         self.assertEqual({mode for mode, _ in of}, {"exact", "sampled", "topk"})
         exact, few, many = (of[key] for key in (("exact", "bfloat16"), ("sampled", "100"),
-                                                ("sampled", "768")))
+                                                ("sampled", "512")))
         self.assertEqual(exact["rows"], 6 * 8)
         self.assertLess(exact["error_p99"], 5e-3)
         self.assertEqual((exact["keys_fraction"], exact["bytes_fraction"], exact["bar"]),
@@ -313,7 +313,8 @@ class Records(unittest.TestCase):
                        "--threads", 1, "--json", lines, *sketch)
             self.assertEqual((done[0], done[2]), (0, ""))
         rows = {row["setting"]: row for row in read_lines(lines)}
-        self.assertEqual(set(rows), {"100", "256", "(10, 150)", "100, 2bit, 4 + 512",
+        self.assertEqual(set(rows), {"64", "100", "256", "(10, 150)", "64, 2bit, 4 + 512",
+                                     "100, 2bit, 4 + 512",
                                      "256, 2bit, 4 + 512"})
         self.assertGreater(rows["100, 2bit, 4 + 512"]["keys_fraction"],
                            rows["100"]["keys_fraction"] + 0.05)

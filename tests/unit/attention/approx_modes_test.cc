@@ -397,6 +397,22 @@ TEST(Odd, ShortContextsAreExactWithoutAPilot) {
   EXPECT_TRUE(is_exact(60000, 0.01f, 0));
 }
 
+// So few keys suffice that those of the pilot are most of what is read.
+TEST(Verified, WhatThePilotReadsCounts) {
+  Head head({.n_tokens = 8192, .group = 1}, 3);
+  head.build();
+  head.input.params.mode = ApproxMode::kVerified;
+  head.input.params.budget = 0;
+  head.input.params.eps = 0.9f;
+  head.input.params.max_read_fraction = 0.9f;
+  head.run();
+  ASSERT_EQ(head.report.n_exact, 0u);
+  const uint64_t fixed = head.plan.n_keys_present - head.plan.n_keys_indexed;
+  const uint64_t drawn = drawn_by(head).size();
+  EXPECT_GE(head.report.keys_read, fixed + drawn + 32);
+  EXPECT_LE(head.report.keys_read, fixed + drawn + 128);
+}
+
 TEST(Odd, OneKeyWithAllTheMass) {
   Head head({.n_tokens = 8192}, 51);
   for (uint32_t d = 0; d < head.shape.dim_k; ++d) {
