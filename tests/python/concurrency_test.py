@@ -464,7 +464,7 @@ class Threads:
         self.assertEqual(len(slowest), 4)
 
     def test_short_requests_beside_a_long_wait_on_one_queue(self):
-        slow = Slow(self)
+        slow = Slow(self, share=3)
         done = []
         with self.client.create_queue() as queue:
             queue.fileno()  # embedded: computes without being waited for
