@@ -63,12 +63,12 @@ uint64_t n_pilot_blocks(const ApproxParams& params, uint64_t n_keys) {
 }
 
 struct Pilot {
-  float top[kMaxApproxRows];       // largest logit of a row in the pilot
+  float top[kMaxApproxRows];       // a logit of each row, its largest in the pilot or a lower one
   float factor[kMaxApproxRows];    // c e^top
   size_t n;                        // keys
   double share;                    // keys of R for each key of the pilot
   float* logits;                   // [rows][n]
-  float* sizes;                    // [rows][n], each row relative to its largest logit
+  float* sizes;                    // [rows][n], each row relative to its top
   float* largest_size;             // [n]: over rows, c applied
   float* norms;                    // [n]
   hash_index::SketchSpan* blocks;  // [blocks]: of one block each
@@ -171,15 +171,43 @@ void look(const Context& c, Pilot& p) {
   }
 }
 
-// Thresholds with which each row draws `wanted` keys of the pilot.
-void solve(const Context& c, Pilot& p, double wanted) {
+// Sizes of a row relative to p.top[r], and the threshold with which it draws `wanted` of its keys.
+// False where not half as many would be drawn.
+bool solve_row(const Context& c, Pilot& p, uint32_t r, double wanted) {
   const SampledKernels& kernels = *c.table->sampled;
+  float* sizes = p.sizes + r * p.n;
+  kernels.sizes(p.logits + r * p.n, p.norms, p.top[r], p.n, sizes);
+  p.factor[r] = threshold(kernels, sizes, p.n, wanted);
+  uint64_t closed = 0;
+  double open = 0;
+  kernels.saturation(sizes, 1.0f / p.factor[r], p.n, &closed, &open);
+  const double drawn = static_cast<double>(closed) + static_cast<double>(p.factor[r]) * open;
+  return drawn >= 0.5 * std::min(wanted, static_cast<double>(p.n));
+}
+
+// The logit that `wanted` keys of a row reach.
+float reached_by(const Pilot& p, uint32_t r, double wanted) {
+  float* logits = p.sizes + r * p.n;  // kth_largest changes what it is given, and wants no NaN
+  std::transform(p.logits + r * p.n, p.logits + (r + 1) * p.n, logits,
+                 [](float x) { return x == x ? x : -INFINITY; });
+  const double k = std::clamp(std::ceil(wanted), 1.0, static_cast<double>(p.n));
+  return kth_largest(logits, static_cast<uint32_t>(p.n), static_cast<uint32_t>(k));
+}
+
+// Thresholds with which each row draws `wanted` keys of the pilot. Next to a key that lies some 90
+// nats above the others, or seems to (one of huge norm, whose sketch is far off), these are 0 in
+// fp32: none of them would be drawn, and what is drawn would look like all there is. So sizes are
+// told from a lower logit then. False where that does not help: values of 0.
+bool solve(const Context& c, Pilot& p, double wanted) {
+  bool found = true;
   for (uint32_t r = 0; r < c.rows; ++r) {
-    float* sizes = p.sizes + r * p.n;
-    p.top[r] = kernels.largest(p.logits + r * p.n, p.n);
-    kernels.sizes(p.logits + r * p.n, p.norms, p.top[r], p.n, sizes);
-    p.factor[r] = threshold(kernels, sizes, p.n, wanted);
+    p.top[r] = c.table->sampled->largest(p.logits + r * p.n, p.n);
+    if (!solve_row(c, p, r, wanted)) {
+      p.top[r] = reached_by(p, r, wanted);
+      found = solve_row(c, p, r, wanted) && found;
+    }
   }
+  return found;
 }
 
 // largest_size becomes the largest of c size over rows.
@@ -414,7 +442,10 @@ bool weigh_probe(const Context& c, Pilot& p, const RowProbe* probes) {
 }
 
 void probe_growth(const Context& c, Pilot& p) {
-  solve(c, p, std::min(kProbeKeys, static_cast<double>(p.n) / 2));
+  if (!solve(c, p, std::min(kProbeKeys, static_cast<double>(p.n) / 2))) {
+    c.prepared.head->answer_exactly = 1;
+    return;
+  }
   unite(c, p);
   for (float share = 1.0f; !draw_probe(c, p, share);) {
     share /= 2;
@@ -621,7 +652,8 @@ void find_thresholds(const Context& c, void* scratch) {
   c.prepared.head->answer_exactly = 0;
   c.prepared.head->reach = may_grow(c.params()) ? kReach : 1.0f;
   if (c.params().budget > 0) {
-    solve(c, p, static_cast<double>(c.params().budget) / p.share);
+    const bool found = solve(c, p, static_cast<double>(c.params().budget) / p.share);
+    c.prepared.head->answer_exactly = found ? 0 : 1;
   } else {
     probe_growth(c, p);
   }

@@ -2,7 +2,9 @@
 // Sampled answers over keys with outlier channels, and samples of everything.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -96,6 +98,81 @@ TEST(Outliers, BeyondWhatASketchTellsAreAnsweredExactly) {
         EXPECT_LT(head.error_o(r), 0.01);
       }
     }
+  }
+}
+
+// One key of 32 times the others' norm, whose logit its sketch cannot tell. Next to the one that
+// it seems to have all other sizes of a pilot that looks at it are 0 in fp32. A sample draws as
+// many keys for all that: budgets are kept.
+TEST(Outliers, AKeyHidesNoOthersFromThePilot) {
+  for (const ApproxMode mode : {ApproxMode::kVerified, ApproxMode::kSampled}) {
+    uint32_t misses = 0, rows = 0, exact = 0;
+    double worst = 0;
+    for (uint64_t seed = 1; seed <= 12; ++seed) {
+      Head head({.n_tokens = 8192}, seed);
+      std::normal_distribution<float> normal;
+      for (std::vector<float>& k : head.k) {
+        for (float& x : k) {
+          x = bf16_to_f32(f32_to_bf16(normal(head.random)));
+        }
+      }
+      for (float& x : head.q) {
+        x = bf16_to_f32(f32_to_bf16(1.5f * normal(head.random)));
+      }
+      for (float& x : head.k[5000]) {
+        x *= 32;
+      }
+      head.build();
+      head.input.params.mode = mode;
+      head.input.params.eps = 0.1f;
+      head.input.params.budget = mode == ApproxMode::kSampled ? 400 : 0;
+      for (uint64_t draw = 1; draw <= 6; ++draw) {
+        head.input.params.seed = draw;
+        head.run();
+        exact += head.report.n_exact;
+        for (uint32_t r = 0; r < head.rows(); ++r, ++rows) {
+          const auto bar = std::max(static_cast<double>(head.report.err_o[r]), 4e-3);
+          misses += head.error_o(r) > bar ? 1 : 0;
+          worst = std::max(worst, head.error_o(r) / bar);
+        }
+      }
+    }
+    // delta is 0.01.
+    EXPECT_LE(misses, rows / 40) << exact << " exact";
+    EXPECT_LT(worst, 3);
+    if (mode == ApproxMode::kSampled) {
+      EXPECT_EQ(exact, 0u);
+    }
+  }
+}
+
+// Where all values are 0 but one, p knows nothing of the others, and a sample without that one says
+// that the answer is 0. No sample can tell, so those are answered exactly.
+TEST(Outliers, OneValueAmongZeros) {
+  for (const ApproxMode mode : {ApproxMode::kVerified, ApproxMode::kSampled}) {
+    uint32_t misses = 0, rows = 0, exact = 0;
+    for (uint64_t seed = 1; seed <= 6; ++seed) {
+      Head head({.n_tokens = 8192}, seed);
+      for (uint64_t t = 0; t < 8192; ++t) {
+        if (t != 4096 + seed) {
+          std::ranges::fill(head.v[t], 0.0f);
+        }
+      }
+      head.build();
+      head.input.params.mode = mode;
+      head.input.params.eps = 0.1f;
+      head.input.params.budget = mode == ApproxMode::kSampled ? 400 : 0;
+      for (uint64_t draw = 1; draw <= 8; ++draw) {
+        head.input.params.seed = draw;
+        head.run();
+        exact += head.report.n_exact;
+        for (uint32_t r = 0; r < head.rows(); ++r, ++rows) {
+          const auto bar = std::max(static_cast<double>(head.report.err_o[r]), 4e-3);
+          misses += head.error_o(r) > bar ? 1 : 0;
+        }
+      }
+    }
+    EXPECT_LE(misses, rows / 40) << exact << " exact of " << rows;
   }
 }
 
