@@ -96,9 +96,13 @@ double stream_rate(const CostModel& model, const ProblemCost& problem) {  // ns 
   return problem.is_scaled ? model.exact_int8 / kInt8Bytes : model.exact_bf16 / kBf16Bytes;
 }
 
+// A key is computed with for each row, and rates are those of kRows.
+double row_share(const ProblemCost& problem) { return std::max(1.0, problem.rows / kRows); }
+
 double gather_ns(const CostModel& model, const ProblemCost& problem) {
   const double alone = std::max(model.gather - model.exact_bf16, 0.0);
-  return alone + static_cast<double>(problem.row_bytes) * stream_rate(model, problem);
+  const double read = static_cast<double>(problem.row_bytes) * stream_rate(model, problem);
+  return alone + read * row_share(problem);
 }
 
 double fixed_ns(const CostModel& model, const ProblemCost& problem) {
@@ -153,7 +157,9 @@ std::string format_cost_model(const CostModel& model) {
 }
 
 double exact_ns(const CostModel& model, const ProblemCost& problem) {
-  return static_cast<double>(problem.exact_bytes) * stream_rate(model, problem);
+  const double read = static_cast<double>(problem.n_present) *
+                      static_cast<double>(problem.row_bytes) * row_share(problem);
+  return std::max(static_cast<double>(problem.exact_bytes), read) * stream_rate(model, problem);
 }
 
 double approx_ns(const CostModel& model, const ProblemCost& problem, double n_rows) {
@@ -165,7 +171,7 @@ double approx_ns(const CostModel& model, const ProblemCost& problem, double n_ro
     const double each = kLookupBytes * stream_rate(model, problem) + candidates;
     return always + n * each + n_rows * gather / 2;
   }
-  const double work = std::max(1.0, problem.rows / kRows) * problem.dim / kDims;
+  const double work = row_share(problem) * problem.dim / kDims;
   return always + n * model.scan * work + n_rows * gather;
 }
 

@@ -90,6 +90,22 @@ TEST(CostModel, AnErrorTakesExactForShortContextsAndASampleForLongOnes) {
   EXPECT_EQ(choose_for_error(kModel, hashed).mode, AutoMode::kExact);
 }
 
+// Rates are those of four rows. An item of several tokens computes longer than it reads, exactly
+// and drawn key by key.
+TEST(CostModel, ManyRowsTakeTheirTime) {
+  const ProblemCost few = problem_of(65536);
+  ProblemCost many = few;
+  many.rows = 16;
+  EXPECT_DOUBLE_EQ(exact_ns(kModel, many), 4 * exact_ns(kModel, few));
+  const double alone = 1000 * (kModel.gather - kModel.exact_bf16);
+  const double gather = approx_ns(kModel, few, 1000) - approx_ns(kModel, few, 0);
+  EXPECT_NEAR(approx_ns(kModel, many, 1000) - approx_ns(kModel, many, 0),
+              4 * (gather - alone) + alone, 1);
+  // What is worth drawing is no smaller a part of the keys than of few rows.
+  EXPECT_GE(choose_for_error(kModel, many).max_read_fraction,
+            choose_for_error(kModel, few).max_read_fraction);
+}
+
 TEST(CostModel, ATimeTakesTheMostKeysThatFit) {
   const ProblemCost problem = problem_of(131072);
   const double exact = exact_ns(kModel, problem);
