@@ -24,21 +24,24 @@ LONG_S = 0.3  # how long a request shall take that others overtake; the sleeps h
 
 class Slow:
     """A request that takes LONG_S or a share of it, at any speed of the build: as many rows over
-    many tokens as that takes."""
+    many tokens as that takes. It has many heads, for whoever uses an engine in this process waits
+    for the tasks that its threads are in, and a head is a task or more."""
 
+    N_HEADS, HEAD_DIM = 32, 32
     row_s = {}  # by kind of client and tokens
 
     def __init__(self, rig, share=1.0, n_tokens=4096):
-        self.space = rig.space(n_q_heads=8, n_kv_heads=1, head_dim=128)
+        self.space = rig.space(n_q_heads=self.N_HEADS, n_kv_heads=self.N_HEADS,
+                               head_dim=self.HEAD_DIM)
         self.seq = self.space.create_sequence()
-        k = rig.normal(n_tokens, 1, 128)
+        k = rig.normal(n_tokens, self.N_HEADS, self.HEAD_DIM)
         rig.client.step(self.space, 0, [kvm.Item(self.seq, append=n_tokens)], k=k, v=k)
         if (rig.kind, n_tokens) not in self.row_s:
             self.row_s[rig.kind, n_tokens] = self.measure(rig)
         row_s = self.row_s[rig.kind, n_tokens]
         n_rows = min(max(round(share * LONG_S / row_s), 8), 4096)
-        self.q = rig.client.empty((n_rows, 8, 128))
-        self.q[...] = rig.normal(n_rows, 8, 128)
+        self.q = rig.client.empty((n_rows, self.N_HEADS, self.HEAD_DIM))
+        self.q[...] = rig.normal(n_rows, self.N_HEADS, self.HEAD_DIM)
         self.o = rig.client.empty(self.q.shape)
 
     def measure(self, rig):
@@ -47,7 +50,7 @@ class Slow:
         n, took = 16, 0.0
         while took < LONG_S / 6 and n < 4096:
             n *= 2
-            q = rig.normal(n, 8, 128)
+            q = rig.normal(n, self.N_HEADS, self.HEAD_DIM)
             took = min(self.time(rig, q) for _ in range(4))
         return took / n
 
