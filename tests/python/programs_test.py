@@ -31,7 +31,7 @@ def is_alive(pid):
     """Whether a process runs; one that ended, but that nobody has asked for, does not."""
     try:
         stat = pathlib.Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # gone before it was opened, or read
         return False
     return stat.rpartition(")")[2].split()[0] not in "ZX"
 
