@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 import unittest
 
 import numpy
@@ -576,6 +577,54 @@ class Memory:
             self.assert_close(request.result().o, o)
         del garbage
 
+    def test_buffers_stay_where_they_are_until_their_request_is_done(self):
+        space = self.space()
+        seq, k, v = self.prompt(space, 50)
+        q = self.normal(3, 4, 16)
+        item = kvm.Item(seq, query=3)
+        wanted = attention(q, k, v, [47, 48, 49])[0]
+        with self.client.create_queue() as queue:
+            def check(start, end):
+                memory = bytearray(q.nbytes)
+                view = memoryview(memory).cast("f", q.shape)
+                held = start(view)
+                with self.assertRaises(BufferError):
+                    view.release()
+                with self.assertRaises(BufferError):
+                    memory.clear()
+                held = end(held)
+                self.assert_close(numpy.frombuffer(bytes(memory), "float32").reshape(q.shape),
+                                  wanted)
+                view.release()
+                memory.clear()  # although the request is there
+                return held
+
+            def end(request):
+                request.result(timeout=10)
+                return request
+
+            def end_step(step):
+                for _ in range(2):
+                    queue.run(step)
+            check(lambda o: queue.step_async(space, 0, [item], q=q, o=o), end)
+            check(lambda o: queue.start(kvm.Step(space, 0, [item], q=q, o=o)), end)
+            check(lambda o: kvm.Step(space, 0, [item], q=q, o=o), end_step)
+
+    def test_buffers_of_calls_that_are_over_can_be_released(self):
+        space = self.space()
+        seq, k, v = self.prompt(space, 5)
+        q = self.normal(1, 4, 16)
+        for n_rows in (1, 2):
+            memory = bytearray(n_rows * q.nbytes)
+            with memoryview(memory).cast("f", (n_rows, 4, 16)) as o:
+                if n_rows == 1:
+                    self.client.step(space, 0, [kvm.Item(seq, query=1)], q=q, o=o)
+                    self.assert_close(numpy.array(o), attention(q, k, v, [4])[0])
+                else:
+                    with self.assert_refused(INVALID, kvm.InvalidError, "o has 2 rows"):
+                        self.client.step(space, 0, [kvm.Item(seq, query=1)], q=q, o=o)
+            memory.clear()
+
     def test_requests_that_nobody_keeps(self):
         space = self.space()
         seq, _, _ = self.prompt(space, 700)
@@ -706,6 +755,29 @@ class Lifetimes:
         self.assertEqual(seq.info().n_tokens_max, 0)
         del seq, fork
         self.assertEqual(self.n_sequences(space), 0)
+
+    def test_such_sequences_are_freed_by_whoever_takes_completions(self):
+        space = self.space()
+        k = self.normal(1, 2, 16)
+        seq = space.create_sequence()
+        item = kvm.Item(seq, append=1)
+        step = kvm.Step(space, 0, [item], k=k, v=k)
+        with self.client.create_queue() as queue:
+            for name, look in {"poll": queue.poll,
+                               "result": lambda: queue.nop_async().result(),
+                               "step": lambda: queue.step(space, 0, [item], k=k, v=k),
+                               "run": lambda: queue.run(step)}.items():
+                with self.subTest(look=name):
+                    queue.fileno()  # then requests get on without a wait
+                    queue.create_sequence_async(space)
+                    queue.fork_async(seq)
+                    deadline = time.monotonic() + 10
+                    while queue.n_outstanding != 0:
+                        self.assertLess(time.monotonic(), deadline)
+                        look()
+                    self.assertFalse(self.client._orphans)
+                    while len(self.client.sequences(space)) != 1:
+                        self.assertLess(time.monotonic(), deadline)
 
     def test_a_client_goes_with_its_last_reference(self):
         gc.collect()

@@ -126,6 +126,36 @@ class Requests:
             queue.submit()
             request.result(timeout=10)
 
+    def test_a_wait_submits_what_was_to_be_submitted_later(self):
+        space = self.space()
+        seq, k, v = self.prompt(space, 4)
+        q = self.normal(1, 4, 16)
+        with self.client.create_queue() as queue:
+            for wait in (lambda r: r.result(timeout=10), lambda r: r.wait(10),
+                         lambda r: asyncio.run(self.ends(r))):
+                requests = [queue.step_async(space, 0, [kvm.Item(seq, query=1)], q=q, submit=False)
+                            for _ in range(3)]
+                self.assertFalse(any(request.done() for request in requests))
+                wait(requests[2])
+                for request in requests:
+                    self.assert_close(request.result(timeout=10).o, attention(q, k, v, [3])[0])
+
+    async def ends(self, request):
+        await asyncio.wait_for(request, 10)
+
+    def test_a_wait_submits_while_another_thread_waits(self):
+        slow = Slow(self)
+        with self.client.create_queue() as queue:
+            request = slow.start(queue)
+            thread = threading.Thread(target=request.result)
+            thread.start()
+            time.sleep(0.02)
+            later = queue.start(kvm.Step(slow.space, 0, [kvm.Item(slow.seq, query=1)],
+                                         q=slow.q[:1], o=numpy.empty_like(slow.q[:1])),
+                                submit=False)
+            later.result(timeout=10)
+            thread.join()
+
     def test_poll_ends_what_nobody_waits_for(self):
         with self.client.create_queue() as queue:
             queue.fileno()

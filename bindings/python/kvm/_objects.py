@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import collections
 import contextlib
 import dataclasses
 import os
@@ -66,7 +67,8 @@ class Client:
         # Without their Queue, which would keep the client alive.
         self._idle_queues: list[_native.Queue] = []
         self._frees: dict[int, _native.Queue] = {}  # at most one
-        self._orphans: list[_native.Flight] = []
+        self._orphans: collections.deque[
+            tuple[weakref.ref[_native.Queue], _native.Flight]] = collections.deque()
         self._pid = os.getpid()
         _clients.add(self)
 
@@ -83,7 +85,7 @@ class Client:
         self._native.close()
         self._idle_queues = []
         self._frees.clear()
-        self._orphans = []
+        self._orphans.clear()
 
     def reconnect(self) -> None:
         """Connects again after kvmd has gone. Close queues and let go of arrays of `empty` first.
@@ -94,7 +96,7 @@ class Client:
             queue.close()
         self._idle_queues = []
         self._frees.clear()
-        self._orphans = []
+        self._orphans.clear()
         self._native.reconnect()
 
     @property
@@ -252,9 +254,12 @@ class Client:
 
     def _free_later(self, seq: int) -> None:
         """Frees a sequence whose handle is gone, without waiting for it."""
+        self._sweep(looks=True)
+        self._free(seq)
+
+    def _free(self, seq: int) -> None:
         if self._pid != os.getpid() or self._native.is_closed:
             return
-        self._sweep()
         with contextlib.suppress(Error):
             if not self._frees:
                 self._frees.setdefault(0, _native.Queue(self._native, 0, 0))
@@ -262,19 +267,30 @@ class Client:
             queue.start(_native.make_verb(self._native, _native.Verb.FREE, seq, 0, 0, 0), True)
             queue.poll()
 
-    def _abandon(self, flight: _native.Flight) -> None:
+    def _abandon(self, queue: _native.Queue, flight: _native.Flight) -> None:
         """Frees the sequence that nobody will ask a request for, once it is there."""
-        self._orphans.append(flight)
+        self._orphans.append((weakref.ref(queue), flight))
         self._sweep()
 
-    def _sweep(self) -> None:
-        orphans, self._orphans = self._orphans, []
-        for orphan in orphans:
-            if not orphan.is_done:
-                self._orphans.append(orphan)
-            elif orphan.status == Status.OK and orphan.seq != 0:
-                self._free_later(orphan.seq)
+    def _sweep(self, *, looks: bool = False) -> None:
+        """Frees what such requests have made by now. For whoever has taken completions.
 
+        looks: at their queues too, which nobody else may ever do again.
+        """
+        for _ in range(len(self._orphans)):
+            try:
+                orphan = self._orphans.popleft()  # each goes to one thread
+            except IndexError:
+                return
+            queue, flight = orphan[0](), orphan[1]
+            if looks and queue is not None:
+                with contextlib.suppress(Error):  # in a child
+                    queue.wait(flight, 0)
+                looks = flight.is_done
+            if not flight.is_done:
+                self._orphans.append(orphan)
+            elif flight.status == Status.OK and flight.seq != 0:
+                self._free(flight.seq)
 
     # --- Administration ---------------------------------------------------------------------------
 
@@ -449,9 +465,12 @@ class Queue:
     def poll(self) -> None:
         """Takes what is done, without waiting: then `Request.done` tells."""
         self._native.poll()
+        if self.client._orphans:
+            self.client._sweep()
 
     def submit(self) -> None:
-        """Lets the service see what was started with submit=False."""
+        """Lets the service see what was started with submit=False. So does whatever waits for a
+        request of the queue, and the start of one without submit=False."""
         self._native.submit()
 
     @property
@@ -463,12 +482,19 @@ class Queue:
 
     def run(self, step: Step) -> StepResult:
         """Runs a prepared step and waits."""
-        return StepResult(self._native.run(step._request), step.o, step.lse, step.err)
+        flight = self._native.run(step._request)
+        if self.client._orphans:
+            self.client._sweep()
+        return StepResult(flight, step.o, step.lse, step.err)
 
     def start(self, step: Step, *, submit: bool = True) -> Request[StepResult]:
-        """Starts a prepared step."""
-        def finish(flight: _native.Flight) -> StepResult:
-            return StepResult(flight, step.o, step.lse, step.err)
+        """Starts a prepared step. submit=False: the service sees it with the next `submit`, wait
+        or start."""
+        o, lse, err = step.o, step.lse, step.err
+
+        # Keeps the sequences, and not the step, which would keep buffers from being released.
+        def finish(flight: _native.Flight, _items: object = step._items) -> StepResult:
+            return StepResult(flight, o, lse, err)
         return Request(self, self._native.start(step._request, submit), finish)
 
     def step(self, space: Space, layer: int, items: Iterable[Item], *, k: Any = None,
@@ -508,13 +534,15 @@ class Queue:
         except TypeError:
             check_step_numbers(layer, budget, seed, deadline_ns)
             raise
+        if self.client._orphans:
+            self.client._sweep()
         return StepResult(flight, o, lse, err)
 
     def step_async(self, space: Space, layer: int, items: Iterable[Item], *, k: Any = None,
                    v: Any = None, q: Any = None, o: Any = None, lse: Any = None, err: Any = None,
                    layout: Layout = "rows", submit: bool = True, **arguments: Any
                    ) -> Request[StepResult]:
-        """Starts what `step` waits for."""
+        """Starts what `step` waits for. submit: see `start`."""
         if q is not None and (o is None or lse is True or err is True):
             q, o, lse, err = _outputs(space, q, o, lse, err, layout)
         return self.start(Step(space, layer, items, k=k, v=v, q=q, o=o, lse=lse, err=err,
@@ -599,6 +627,7 @@ class Queue:
         """Returns when the request is done."""
         if flight.is_done:
             return
+        self._native.submit()
         loop = asyncio.get_running_loop()
         fd = self.fileno()
         if fd < 0:
@@ -678,7 +707,7 @@ class _SequenceRequest(Request[Sequence]):
 
     def __del__(self) -> None:
         if not getattr(self, "_values", True):
-            self._queue.client._abandon(self._flight)
+            self._queue.client._abandon(self._queue._native, self._flight)
 
     def _drop(self, value: Sequence) -> None:
         value.detach()

@@ -168,7 +168,8 @@ class Step:
 class Request(Generic[T]):
     """A request on its way. `result()` waits for it, `await` does so in an event loop.
 
-    Its arrays stay alive, and must not be changed, until it is done.
+    Its arrays stay alive, and must not be changed, until it is done. Nor can buffers be released or
+    resized until then (BufferError).
     """
 
     __slots__ = ("_flight", "_finish", "_queue", "_values")
@@ -193,8 +194,12 @@ class Request(Generic[T]):
         return Status(self._flight.status) if self._flight.is_done else None
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits until it is done, or `timeout` seconds have passed: False."""
-        return self._queue._native.wait(self._flight, _timeout_ns(timeout))
+        """Waits until it is done, or `timeout` seconds have passed: False. What was started with
+        submit=False is submitted first."""
+        is_done = self._queue._native.wait(self._flight, _timeout_ns(timeout))
+        if self._queue.client._orphans:
+            self._queue.client._sweep()
+        return is_done
 
     def result(self, timeout: float | None = None) -> T:
         """Waits, and returns what the request gives, or raises its error.

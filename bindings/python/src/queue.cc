@@ -164,9 +164,16 @@ bool Queue::try_start(const std::shared_ptr<Flight>& flight, bool submits) {
   client_->n_copied_bytes += flight->request->copied_bytes;
   flights_->emplace(flight->id, flight);
   if (submits) {
-    kvm_submit(queue_);  // a failure arrives as the status of the requests
+    publish();
+  } else {
+    has_staged_.store(true, std::memory_order_release);
   }
   return true;
+}
+
+void Queue::publish() {
+  has_staged_.store(false, std::memory_order_release);
+  kvm_submit(queue_);  // a failure arrives as the status of the requests
 }
 
 std::shared_ptr<Flight> Queue::start(const std::shared_ptr<Request>& request, bool submits) {
@@ -176,7 +183,7 @@ std::shared_ptr<Flight> Queue::start(const std::shared_ptr<Request>& request, bo
     alone([&] {
       is_staged = try_start(flight, submits);
       if (!is_staged) {
-        kvm_submit(queue_);
+        publish();
         take(1, UINT64_MAX, &done);
       }
     });
@@ -210,9 +217,12 @@ std::shared_ptr<Flight> Queue::run(const std::shared_ptr<Request>& request) {
 
 void Queue::submit() {
   check_process();
+  if (!has_staged_.load(std::memory_order_acquire)) {
+    return;
+  }
   alone([&] {
     if (queue_ != nullptr) {
-      kvm_submit(queue_);
+      publish();
     }
   });
 }
@@ -265,8 +275,8 @@ bool Queue::wait(Flight* flight, uint64_t timeout_ns) {
   if (is_done()) {
     return true;
   }
-  check_process();
   const uint64_t begin_ns = now_ns();
+  submit();  // kvm_wait comes back at once from what is only staged
   for (;;) {
     Done done;
     const uint64_t waited_ns = now_ns() - begin_ns;

@@ -47,8 +47,9 @@ class Queue {
   void close();
   // Stages a request and lets the service see it, unless the caller submits later.
   std::shared_ptr<Flight> start(const std::shared_ptr<Request>& request, bool submits);
+  // Lets it see all that is staged; costs nothing where nothing is.
   void submit();
-  // Waits until `flight` is done, or timeout_ns have passed: false.
+  // Submits what is staged, and waits until `flight` is done, or timeout_ns have passed: false.
   bool wait(Flight* flight, uint64_t timeout_ns);
   // Starts a request and waits for it, with one round without the GIL where it is soon done. Throws
   // what became of it.
@@ -65,6 +66,8 @@ class Queue {
   // Throws StatusError. REQUIRES: mutex_ is held, not the GIL.
   bool try_start(const std::shared_ptr<Flight>& flight, bool submits);
   kvm_status stage(Flight* flight);
+  // REQUIRES: mutex_ is held, not the GIL; the queue is not closed.
+  void publish();
   // Takes up to what n_min and timeout_ns say. REQUIRES: mutex_ is held, not the GIL.
   void take(uint32_t n_min, uint64_t timeout_ns, Done* done);
   void wake_waiters();
@@ -81,6 +84,7 @@ class Queue {
   kvm_queue* queue_ = nullptr;
   std::mutex mutex_;
   uint64_t n_started_ = 0;
+  std::atomic<bool> has_staged_{false};  // requests that are not submitted
   using Flights = std::unordered_map<uint64_t, std::shared_ptr<Flight>>;
   std::unique_ptr<Flights> flights_ = std::make_unique<Flights>();
   // Threads that wait while another takes completions: they are woken when it has taken some, and

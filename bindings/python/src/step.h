@@ -51,7 +51,7 @@ struct Request {
   std::vector<kvm_range> ranges;
   std::vector<uint64_t> tree;
   uint64_t copied_bytes = 0;
-  std::vector<nanobind::object> owners;
+  std::vector<Owner> owners;
 };
 
 // n_q_heads, n_kv_heads: of the layer, 0 where they are not known. The rest: of kvm_step_params.

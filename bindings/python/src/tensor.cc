@@ -3,7 +3,9 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <string>
+#include <utility>
 
 #include <nanobind/ndarray.h>
 
@@ -295,7 +297,8 @@ Tensor read_tensor(const Client* client, nb::handle object, Layout layout, const
     View view;
     if (view.get(object, shape.is_written)) {
       Tensor read = read_array(client, view, layout, shape);
-      read.owner = nb::borrow(object);
+      // NumPy does not count who looks at an array: a reference keeps as much as the view would.
+      read.owner.object = nb::borrow(object);
       return read;
     }
   } else if (requires_gradient(object)) {  // NumPy's have no such attribute
@@ -311,14 +314,16 @@ Tensor read_tensor(const Client* client, nb::handle object, Layout layout, const
       refuse_object(object, shape);
     }
     read = read_array(client, array, layout, shape);
+    read.owner.exported = std::make_shared<Output>(std::move(array));
   } else {
     Input array;
     if (!nb::try_cast(exporter, array, false)) {
       refuse_object(object, shape);
     }
     read = read_array(client, array, layout, shape);
+    read.owner.exported = std::make_shared<Input>(std::move(array));
   }
-  read.owner = nb::borrow(object);
+  read.owner.object = nb::borrow(object);
   return read;
 }
 

@@ -7,6 +7,7 @@
 #define KVM_BINDINGS_PYTHON_SRC_TENSOR_H_
 
 #include <cstdint>
+#include <memory>
 
 #include <nanobind/nanobind.h>
 #include "bindings/python/src/client.h"
@@ -26,6 +27,13 @@ struct Shape {
   bool is_f32 = false;  // no other type is allowed
 };
 
+// An Owner keeps an array alive, and what it exports: a memoryview that lives may have been
+// released, and then its memory is another's. To be let go with the GIL.
+struct Owner {
+  nanobind::object object;
+  std::shared_ptr<const void> exported;  // null: the object alone keeps the memory
+};
+
 // A Tensor is an array that a request uses; it keeps the array alive.
 struct Tensor {
   kvm_tensor tensor{};      // kind NONE: there is no array
@@ -34,7 +42,7 @@ struct Tensor {
   uint64_t entry_rows = 0;  // HEADS: entry i begins at row i * entry_rows
   uint64_t n_layers = 1;
   uint64_t copied_bytes = 0;  // that libkvm copies
-  nanobind::object owner;
+  Owner owner;
 };
 
 // None gives no tensor. client: null where arenas do not matter. Throws StatusError: it does not
