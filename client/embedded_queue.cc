@@ -354,6 +354,7 @@ Status EmbeddedQueue::cancel(uint64_t user_data) {
     }
     return Status::ok();
   });
+  raise_event_if_ready();
   if (!found) {
     KVM_TRY(status);
     return Status(KVM_ERR_NOT_FOUND, "no request with user_data " + std::to_string(user_data) +

@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "base/clock.h"
+#include "base/dtype.h"
 #include "base/limits.h"
 #include "base/spin.h"
 #include "base/undo.h"
@@ -65,6 +66,43 @@ ipc::Fd watch(int eventfd, int socket) {
     both.reset();
   }
   return both;
+}
+
+// Copies the elements of `now` that are not those of `before`, and writes no others: somebody else
+// may be writing them. Blocks in which all or none have changed, which is nearly all of them, are
+// compared and copied as a whole.
+template <typename Element>
+void copy_changed(const uint8_t* now, const uint8_t* before, uint64_t size_bytes, uint8_t* to) {
+  constexpr uint64_t kBlockBytes = 64;
+  using Block = std::array<Element, kBlockBytes / sizeof(Element)>;
+  const uint64_t end = size_bytes - size_bytes % sizeof(Element);
+  uint64_t at = 0;
+  const auto copy_until = [&](uint64_t stop) {
+    for (; at < stop; at += sizeof(Element)) {
+      if (std::memcmp(now + at, before + at, sizeof(Element)) != 0) {
+        std::memcpy(to + at, now + at, sizeof(Element));
+      }
+    }
+  };
+  while (end - at >= kBlockBytes) {
+    Block a;
+    Block b;
+    std::memcpy(&a, now + at, kBlockBytes);
+    std::memcpy(&b, before + at, kBlockBytes);
+    Element n_changed = 0;
+    for (size_t i = 0; i < a.size(); ++i) {
+      n_changed = static_cast<Element>(n_changed + (a[i] != b[i] ? 1 : 0));
+    }
+    if (n_changed == a.size()) {
+      std::memcpy(to + at, &a, kBlockBytes);
+      at += kBlockBytes;
+    } else if (n_changed == 0) {
+      at += kBlockBytes;
+    } else {
+      copy_until(at + kBlockBytes);
+    }
+  }
+  copy_until(end);
 }
 
 }  // namespace
@@ -168,17 +206,45 @@ void ThinQueue::finish_submitted(std::vector<kvm_seq_id>* made) {
   }
 }
 
+// Slots stay in use until their cancel requests are answered, too: waits for that as above.
+// REQUIRES: nothing is outstanding.
+void ThinQueue::finish_cancels() {
+  uint64_t deadline_ns = add_saturating(now_ns(), connection_->timeout_ns());
+  while (free_slots_.size() < n_entries_) {
+    const size_t n_free = free_slots_.size();
+    const uint64_t slice_ns = std::min(kProbeNs, time_left(deadline_ns));
+    await_completion(add_saturating(now_ns(), slice_ns), slice_ns);
+    if (const Status drained = drain_to_ready(); !drained.is_ok()) {
+      is_broken_ = true;
+      connection_->close();
+      fail_outstanding(drained);
+    } else if (connection_->look_for_hangup()) {
+      fail_outstanding(connection_->down_status());
+    } else if (free_slots_.size() > n_free || connection_->is_answering(time_left(deadline_ns))) {
+      deadline_ns = add_saturating(now_ns(), connection_->timeout_ns());
+    } else {
+      connection_->close();
+    }
+  }
+}
+
 // Nobody knows the sequences that requests have made whose completions nobody took.
 void ThinQueue::free_untaken(const std::vector<kvm_seq_id>& seqs) {
+  std::vector<kvm_seq_id> none;
   for (const kvm_seq_id seq : seqs) {
     SeqRequest call;
     call.verb = SeqVerb::kFree;
     call.seq = seq;
-    (void)stage_seq(call, 0);
+    if (stage_seq(call, 0).code() == KVM_ERR_AGAIN) {
+      // Once all is answered, all slots are free and the daemon has emptied the ring.
+      (void)submit();
+      finish_submitted(&none);
+      finish_cancels();
+      (void)stage_seq(call, 0);
+    }
   }
   if (!seqs.empty()) {
     (void)submit();
-    std::vector<kvm_seq_id> none;
     finish_submitted(&none);
   }
 }
@@ -223,14 +289,15 @@ void ThinQueue::free_slot(Slot* slot) {
 void ThinQueue::release_pieces(Slot* slot) {
   for (uint32_t i = 0; i < slot->n_pieces; ++i) {
     staging_.free(slot->pieces[i].memory);
+    slot->pieces[i].before.reset();
   }
   slot->n_pieces = 0;
 }
 
 // HOST memory is copied through a staging piece. Outputs are copied in as well: requests may write
-// some rows only, and the copy back takes the whole buffer.
-Status ThinQueue::stage_tensor(const Tensor& tensor, bool is_output, Slot* slot,
-                               ipc::TensorRef* out) {
+// some rows only, and how long a row is only the service knows, so the copy back looks at what has
+// changed. `before` is copied on, lest others change the caller's bytes between two copies of them.
+Status ThinQueue::stage_tensor(const Tensor& tensor, Use use, Slot* slot, ipc::TensorRef* out) {
   if (tensor.data == nullptr) {
     return Status::ok();
   }
@@ -241,11 +308,38 @@ Status ThinQueue::stage_tensor(const Tensor& tensor, bool is_output, Slot* slot,
     return Status::ok();
   }
   KVM_TRY_ASSIGN(const StagingPool::Piece memory, staging_.allocate(tensor.size_bytes));
-  slot->pieces[slot->n_pieces++] = Piece{memory, is_output ? tensor.data : nullptr};
-  ipc::copy_to_shared(memory.data, tensor.data, tensor.size_bytes);
+  Piece& piece = slot->pieces[slot->n_pieces++];
+  piece = Piece{memory, use == Use::kInput ? nullptr : tensor.data, nullptr, 0};
+  const uint8_t* from = tensor.data;
+  if (use == Use::kOutput) {
+    piece.before = std::make_unique_for_overwrite<uint8_t[]>(tensor.size_bytes);
+    piece.element_bytes = dtype_size_bytes(static_cast<Dtype>(tensor.dtype));
+    std::memcpy(piece.before.get(), tensor.data, tensor.size_bytes);
+    from = piece.before.get();
+  }
+  ipc::copy_to_shared(memory.data, from, tensor.size_bytes);
   out->region = memory.region;
   out->offset = memory.offset;
   return Status::ok();
+}
+
+void ThinQueue::copy_back(const Piece& piece) {
+  const uint64_t size_bytes = piece.memory.size_bytes;
+  if (piece.before == nullptr) {
+    std::memcpy(piece.host, piece.memory.data, size_bytes);
+  } else if (piece.element_bytes == sizeof(uint32_t)) {
+    copy_changed<uint32_t>(piece.memory.data, piece.before.get(), size_bytes, piece.host);
+  } else {
+    copy_changed<uint16_t>(piece.memory.data, piece.before.get(), size_bytes, piece.host);
+  }
+}
+
+// A read writes all rows that there are, so that packed ones have no gaps. Those of a step may be
+// the rows of some items in the buffer of all.
+ThinQueue::Use ThinQueue::use_of_read(const Tensor& tensor, uint64_t n_tokens) {
+  const bool is_packed = tensor.stride_row == 0 && tensor.stride_head == 0;
+  const bool is_trimmed = n_tokens != 0 && tensor.size_bytes % n_tokens == 0;
+  return is_packed && is_trimmed ? Use::kDenseOutput : Use::kOutput;
 }
 
 Status ThinQueue::push(uint32_t index, ipc::RequestEntry entry) {
@@ -303,12 +397,12 @@ Status ThinQueue::stage_nop(uint64_t user_data) {
 }
 
 Status ThinQueue::stage_step_tensors(const StepCall& call, Slot* slot, ipc::StepBlock* block) {
-  KVM_TRY(stage_tensor(call.k, false, slot, &block->k));
-  KVM_TRY(stage_tensor(call.v, false, slot, &block->v));
-  KVM_TRY(stage_tensor(call.q, false, slot, &block->q));
-  KVM_TRY(stage_tensor(call.o, true, slot, &block->o));
-  KVM_TRY(stage_tensor(call.lse, true, slot, &block->lse));
-  return stage_tensor(call.err, true, slot, &block->err);
+  KVM_TRY(stage_tensor(call.k, Use::kInput, slot, &block->k));
+  KVM_TRY(stage_tensor(call.v, Use::kInput, slot, &block->v));
+  KVM_TRY(stage_tensor(call.q, Use::kInput, slot, &block->q));
+  KVM_TRY(stage_tensor(call.o, Use::kOutput, slot, &block->o));
+  KVM_TRY(stage_tensor(call.lse, Use::kOutput, slot, &block->lse));
+  return stage_tensor(call.err, Use::kOutput, slot, &block->err);
 }
 
 Status ThinQueue::write_step_block(const StepCall& call, const ipc::StepBlock& head, uint32_t index,
@@ -327,7 +421,7 @@ Status ThinQueue::write_step_block(const StepCall& call, const ipc::StepBlock& h
   } else {
     KVM_TRY_ASSIGN(const StagingPool::Piece memory, staging_.allocate(length));
     Slot& slot = slots_[index];
-    slot.pieces[slot.n_pieces++] = Piece{memory, nullptr};
+    slot.pieces[slot.n_pieces++] = Piece{memory, nullptr, nullptr, 0};
     entry->region = memory.region;
     entry->block_offset = memory.offset;
     to = memory.data;
@@ -386,8 +480,9 @@ Status ThinQueue::stage_read(const ReadCall& call, uint64_t user_data) {
   block.position = call.params->position;
   block.n_tokens = call.params->n_tokens;
   return stage(Opcode::kRead, user_data, [&](uint32_t index, Slot* slot) -> Status {
-    KVM_TRY(stage_tensor(call.k, true, slot, &block.k));
-    KVM_TRY(stage_tensor(call.v, true, slot, &block.v));
+    const uint64_t n_tokens = block.n_tokens;
+    KVM_TRY(stage_tensor(call.k, use_of_read(call.k, n_tokens), slot, &block.k));
+    KVM_TRY(stage_tensor(call.v, use_of_read(call.v, n_tokens), slot, &block.v));
     return push_block(index, block);
   });
 }
@@ -402,8 +497,8 @@ Status ThinQueue::stage_observe(const ObserveCall& call, uint64_t user_data) {
   block.column_begin = params.column_begin;
   block.n_columns = params.n_columns;
   return stage(Opcode::kObserve, user_data, [&](uint32_t index, Slot* slot) -> Status {
-    KVM_TRY(stage_tensor(call.q, false, slot, &block.q));
-    KVM_TRY(stage_tensor(call.column_sums, false, slot, &block.column_sums));
+    KVM_TRY(stage_tensor(call.q, Use::kInput, slot, &block.q));
+    KVM_TRY(stage_tensor(call.column_sums, Use::kInput, slot, &block.column_sums));
     return push_block(index, block);
   });
 }
@@ -562,7 +657,7 @@ Status ThinQueue::finish(const ipc::CompletionEntry& entry, kvm_completion* out,
     for (uint32_t i = 0; i < slot.n_pieces; ++i) {
       const Piece& piece = slot.pieces[i];
       if (piece.host != nullptr) {
-        std::memcpy(piece.host, piece.memory.data, piece.memory.size_bytes);
+        copy_back(piece);
         has_result = true;
       }
     }

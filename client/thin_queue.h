@@ -60,11 +60,17 @@ class ThinQueue final : public Queue {
   static constexpr uint32_t kMaxPieces = 7;  // six tensors and a large block
 
   // A Piece is memory of a request outside its slot. `host` receives the bytes on success; may be
-  // null.
+  // null. `before`: what they were, of an output that the request may leave in part as it was; the
+  // elements that are still the same are not copied then.
   struct Piece {
     StagingPool::Piece memory;
     uint8_t* host = nullptr;
+    std::unique_ptr<uint8_t[]> before;
+    uint32_t element_bytes = 0;
   };
+
+  // What becomes of a tensor when its request has succeeded.
+  enum class Use : uint8_t { kInput, kOutput, kDenseOutput };
 
   enum class SlotState : uint8_t { kFree, kStaged, kSubmitted, kAnswered };
 
@@ -102,7 +108,9 @@ class ThinQueue final : public Queue {
   template <typename Fill>
   Status stage(ipc::Opcode opcode, uint64_t user_data, Fill&& fill);
   void release_pieces(Slot* slot);
-  Status stage_tensor(const Tensor& tensor, bool is_output, Slot* slot, ipc::TensorRef* out);
+  Status stage_tensor(const Tensor& tensor, Use use, Slot* slot, ipc::TensorRef* out);
+  static void copy_back(const Piece& piece);
+  static Use use_of_read(const Tensor& tensor, uint64_t n_tokens);
   Status stage_step_tensors(const StepCall& call, Slot* slot, ipc::StepBlock* block);
   Status write_step_block(const StepCall& call, const ipc::StepBlock& head, uint32_t slot,
                           ipc::RequestEntry* entry);
@@ -120,6 +128,7 @@ class ThinQueue final : public Queue {
   bool names_lost_seq(const Slot& slot) const;
   void fail_outstanding(const Status& status);
   void finish_submitted(std::vector<kvm_seq_id>* made);
+  void finish_cancels();
   void free_untaken(const std::vector<kvm_seq_id>& seqs);
   uint32_t take_ready(kvm_completion* out, uint32_t n_max);
   void note_seq(const ipc::SeqBlock& call, const ipc::ResultBlock& result, Slot* slot,

@@ -238,6 +238,205 @@ TEST_F(AbiAsync, WhatNobodyTakesGoesWithTheQueue) {
   EXPECT_EQ(status_of(taken.seq), KVM_OK);
 }
 
+// Cancel requests keep slots of the queue in use, which freeing the sequences takes.
+TEST_F(AbiAsync, AFullQueueOfSequencesGoesWithTheQueue) {
+  const kvm_seq_id kept = make_seq();
+  const auto n_sequences = [&] {
+    kvm_space_info info{};
+    info.struct_size = sizeof(info);
+    EXPECT_EQ(kvm_space_get_info(client_, space_, &info), KVM_OK) << kvm_last_error();
+    return info.n_sequences;
+  };
+  for (const uint32_t n : {1u, 2u, 8u, 64u, 256u}) {
+    kvm_queue_params params{};
+    params.struct_size = sizeof(params);
+    params.n_entries = n;
+    for (int round = 0; round < 20; ++round) {
+      kvm_queue* queue = nullptr;
+      ASSERT_EQ(kvm_queue_create(client_, &params, &queue), KVM_OK) << kvm_last_error();
+      for (uint32_t i = 0; i < n; ++i) {
+        ASSERT_EQ(i % 2 == 0 ? kvm_seq_create_async(queue, space_, nullptr, i)
+                             : kvm_seq_fork_async(queue, kept, 0, i),
+                  KVM_OK)
+            << kvm_last_error();
+      }
+      ASSERT_EQ(kvm_submit(queue), KVM_OK) << kvm_last_error();
+      if (round % 2 != 0) {
+        ::usleep(1000);  // so that some are made before they are cancelled
+      }
+      kvm_queue_destroy(queue);
+    }
+    for (int i = 0; i < 1000 && n_sequences() > 1; ++i) {
+      ::usleep(1000);
+    }
+    EXPECT_EQ(n_sequences(), 1u) << "queues of " << n;
+  }
+  EXPECT_EQ(status_of(kept), KVM_OK);
+}
+
+// Rows [row][lane][head][dim]: requests in flight have a lane each, the caller has the last.
+TEST_F(AbiAsync, OutputsThatInterleaveLeaveTheirGapsAlone) {
+  constexpr uint32_t kRows = 100;
+  constexpr uint32_t kRequests = 2;
+  constexpr uint32_t kLanes = kRequests + 1;
+  const uint32_t heads = geometry_.n_q_heads;
+  const uint32_t width = heads * geometry_.dim;
+  const kvm_seq_id seq = make_seq();
+  append(seq, 64);
+  kvm_item item{};
+  item.seq = seq;
+  item.n_query = kRows;
+  item.flags = KVM_ITEM_NOT_CAUSAL;
+  std::array<std::vector<float>, kRequests> q;
+  std::array<std::vector<float>, kRequests> o;
+  std::array<std::vector<float>, kRequests> lse;
+  for (uint32_t lane = 0; lane < kRequests; ++lane) {
+    q[lane] = random_floats(&random_, size_t{kRows} * width);
+    o[lane].resize(q[lane].size());
+    lse[lane].resize(size_t{kRows} * heads);
+    kvm_step_params params = step_params(&item, 1);
+    params.q = tensor_of(q[lane]);
+    params.o = tensor_of(o[lane]);
+    params.lse = tensor_of(lse[lane]);
+    ASSERT_EQ(kvm_attend(queue_, &params, nullptr), KVM_OK) << kvm_last_error();
+  }
+  // A lane of a tensor; its buffer goes on to the end of the rows.
+  const auto lane_of = [](const std::vector<float>& rows, uint32_t lane, uint64_t n, uint64_t dim) {
+    const size_t at = size_t{lane} * n;
+    kvm_tensor tensor =
+        kvm_host_tensor(rows.data() + at, (rows.size() - at) * sizeof(float), KVM_DTYPE_F32);
+    tensor.stride_row = kLanes * n;
+    tensor.stride_head = dim;
+    return tensor;
+  };
+  std::vector<float> all_o(size_t{kRows} * kLanes * width, -7.0f);
+  std::vector<float> all_lse(size_t{kRows} * kLanes * heads, -7.0f);
+  for (uint32_t lane = 0; lane < kRequests; ++lane) {
+    kvm_step_params params = step_params(&item, 1);
+    params.q = tensor_of(q[lane]);
+    params.o = lane_of(all_o, lane, width, geometry_.dim);
+    params.lse = lane_of(all_lse, lane, heads, 1);
+    ASSERT_EQ(kvm_attend_async(queue_, &params, lane), KVM_OK) << kvm_last_error();
+  }
+  const auto fill_last_lane = [](std::vector<float>* rows, size_t n) {
+    for (size_t row = 0; row < kRows; ++row) {
+      std::fill_n(rows->begin() + static_cast<ptrdiff_t>((row * kLanes + kRequests) * n), n, 5.0f);
+    }
+  };
+  fill_last_lane(&all_o, width);
+  fill_last_lane(&all_lse, heads);
+  for (const auto& [number, one] : take_all(queue_)) {
+    EXPECT_EQ(one.completion.status, KVM_OK) << number << ": " << one.message;
+  }
+  const auto expect_lanes = [](const std::vector<float>& rows, size_t n,
+                               const std::array<std::vector<float>, kRequests>& expected) {
+    for (size_t i = 0; i < rows.size(); ++i) {
+      const size_t lane = i / n % kLanes;
+      const size_t at = i / n / kLanes * n + i % n;
+      ASSERT_EQ(rows[i], lane < kRequests ? expected[lane][at] : 5.0f)
+          << "row " << i / n / kLanes << ", lane " << lane;
+    }
+  };
+  expect_lanes(all_o, width, o);
+  expect_lanes(all_lse, heads, lse);
+}
+
+// One buffer for the rows of all, given to each of several requests, and rows for nobody.
+TEST_F(AbiAsync, RequestsInFlightShareTheBufferOfAPackedOutput) {
+  constexpr uint32_t kRequests = 4;
+  constexpr uint32_t kRows = 3;
+  const size_t width = size_t{geometry_.n_q_heads} * geometry_.dim;
+  const kvm_seq_id seq = make_seq();
+  append(seq, 64);
+  const auto q = random_floats(&random_, (kRequests + 1) * kRows * width);
+  std::vector<kvm_item> items(kRequests + 1);
+  for (uint32_t i = 0; i <= kRequests; ++i) {
+    items[i] = {};
+    items[i].seq = seq;
+    items[i].n_query = kRows;
+    items[i].query_row = i * kRows;
+    items[i].flags = KVM_ITEM_NOT_CAUSAL;
+  }
+  std::vector<float> expected(q.size());
+  kvm_step_params params = step_params(items.data(), kRequests);
+  params.q = tensor_of(q);
+  params.o = tensor_of(expected);
+  ASSERT_EQ(kvm_attend(queue_, &params, nullptr), KVM_OK) << kvm_last_error();
+  std::fill(expected.begin() + static_cast<ptrdiff_t>(kRequests * kRows * width), expected.end(),
+            5.0f);
+
+  std::vector<float> o(q.size(), -7.0f);
+  params.o = tensor_of(o);
+  params.n_items = 1;
+  for (uint32_t i = 0; i < kRequests; ++i) {
+    params.items = &items[i];
+    ASSERT_EQ(kvm_attend_async(queue_, &params, i), KVM_OK) << kvm_last_error();
+  }
+  std::fill(o.begin() + static_cast<ptrdiff_t>(kRequests * kRows * width), o.end(), 5.0f);
+  for (const auto& [number, one] : take_all(queue_)) {
+    EXPECT_EQ(one.completion.status, KVM_OK) << number << ": " << one.message;
+  }
+  EXPECT_EQ(o, expected);
+}
+
+// K and V of a token side by side, in fp16, whose elements are often what was there before.
+TEST_F(AbiAsync, ReadsThatInterleaveLeaveTheirGapsAlone) {
+  constexpr uint32_t kTokens = 50;
+  const size_t width = size_t{geometry_.n_kv_heads} * geometry_.dim;
+  const kvm_seq_id seq = make_seq();
+  append(seq, kTokens);
+  kvm_read_params params{};
+  params.struct_size = sizeof(params);
+  params.seq = seq;
+  params.n_tokens = kTokens;
+  const auto tensor = [](const std::vector<uint16_t>& values, size_t at) {
+    return kvm_host_tensor(values.data() + at, (values.size() - at) * sizeof(uint16_t),
+                           KVM_DTYPE_F16);
+  };
+  std::vector<uint16_t> k(kTokens * width);
+  params.k = tensor(k, 0);
+  ASSERT_EQ(kvm_read(queue_, &params), KVM_OK) << kvm_last_error();
+
+  std::vector<uint16_t> both(2 * kTokens * width, k[0]);
+  for (const uint32_t lane : {0u, 1u}) {
+    params.k = kvm_tensor{};
+    params.v = kvm_tensor{};
+    kvm_tensor& to = lane == 0 ? params.k : params.v;
+    to = tensor(both, lane * width);
+    to.stride_row = 2 * width;
+    ASSERT_EQ(kvm_read_async(queue_, &params, lane), KVM_OK) << kvm_last_error();
+  }
+  for (const auto& [number, one] : take_all(queue_)) {
+    EXPECT_EQ(one.completion.status, KVM_OK) << number << ": " << one.message;
+  }
+  for (size_t i = 0; i < both.size(); ++i) {
+    ASSERT_EQ(both[i], k[i / width / 2 * width + i % width]) << i;  // append: V is K
+  }
+}
+
+TEST_F(AbiAsync, ADescriptorTellsOfARequestThatWasCancelledBeforeItWasSubmitted) {
+  kvm_client_info info{};
+  info.struct_size = sizeof(info);
+  ASSERT_EQ(kvm_client_get_info(client_, &info), KVM_OK);
+  if ((info.features & KVM_FEATURE_EVENTFD) == 0) {
+    GTEST_SKIP() << "kvmd has no io_uring here";
+  }
+  const int fd = kvm_queue_fd(queue_);
+  ASSERT_GE(fd, 0);
+  kvm_completion done{};
+  EXPECT_EQ(kvm_poll(queue_, &done, 1), 0);
+  EXPECT_FALSE(is_readable(fd, 0));
+  ASSERT_EQ(kvm_nop_async(queue_, 7), KVM_OK) << kvm_last_error();
+  ASSERT_EQ(kvm_cancel(queue_, 7), KVM_OK) << kvm_last_error();
+  int32_t n = 0;
+  while (n == 0) {
+    ASSERT_TRUE(is_readable(fd, 10'000));
+    n = kvm_poll(queue_, &done, 1);
+  }
+  EXPECT_EQ(n, 1);
+  EXPECT_EQ(done.user_data, 7u);
+}
+
 TEST_F(AbiAsync, ADescriptorTellsOfCompletionsThatNobodyWaitsFor) {
   kvm_client_info info{};
   info.struct_size = sizeof(info);
