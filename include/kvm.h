@@ -601,7 +601,7 @@ typedef struct kvm_space_params {
    * numbers hold here too. */
   uint32_t default_mode;     /* KVM_MODE_*; 0: EXACT, with which the next four must be 0 */
   uint32_t default_proposal; /* KVM_PROPOSAL_* */
-  float default_eps;
+  float default_eps;         /* 0: 0.03, but none for SAMPLED with a budget */
   float default_delta;
   uint64_t default_budget;
   uint64_t reserved[4];
@@ -878,9 +878,11 @@ enum {
  *             out is missing: biased, and without an error bar (err is NaN).
  *   SAMPLED   About `budget` keys for each row (0: as many as should give eps), drawn with
  *             probabilities p that grow with the estimated weight, each counted 1 / p times. err
- *             is the error bar: the error exceeds it with a probability of about delta. With LSH:
- *             the keys that meet the query in two tables (MagicPIG), whatever budget and eps; no
- *             bar.
+ *             is the error bar: the error exceeds it with a probability of about delta. With
+ *             budget and eps: rows whose bar is beyond eps then take bar / eps times the budget,
+ *             up to 16 times: keys go where errors are, and no bar is promised; heads that would
+ *             have half of their keys read are answered exactly. With LSH: the keys
+ *             that meet the query in two tables (MagicPIG), whatever budget and eps; no bar.
  *   VERIFIED  SAMPLED, and more keys until the bar is at most eps; heads that would need too many
  *             are answered exactly. The error of o is at most eps with probability 1 - delta. Too
  *             many are with budget 0 those that take longer than the exact answer (in host memory,
@@ -897,8 +899,9 @@ enum {
  *
  * With KVM_MODE_DEFAULT a request takes the default_mode of its space, and the space's proposal,
  * eps, delta and budget where its own are 0; but not the space's budget beside an eps of its own,
- * which would then mean nothing (SAMPLED, AUTO). It is checked and answered as if it had said all
- * that. A request that names a mode takes nothing from the space.
+ * nor the space's eps beside a budget of its own, where that would then mean nothing or something
+ * else: AUTO, and SAMPLED of a space that does not have both. It is checked and answered as if it
+ * had said all that. A request that names a mode takes nothing from the space.
  *
  * The same seed draws the same random numbers for the same positions at every step. Results depend
  * on the stored tokens, on what was observed (kvm_observe), on the request and on the kind of
@@ -930,7 +933,8 @@ typedef struct kvm_step_params {
   kvm_tensor err;
   float scale;       /* 0: the space's softmax_scale; must be positive */
   uint32_t proposal; /* KVM_PROPOSAL_* */
-  float eps;         /* not TOPK: relative error of o aimed at, below 1; 0: 0.03 */
+  float eps;         /* not TOPK: relative error of o aimed at, below 1; 0: 0.03, but none for
+                      * SAMPLED with a budget */
   float delta;       /* probability that the error exceeds err; 0: 0.01 */
   uint64_t budget;   /* beside the keys always read, for each row and kv head: SAMPLED: keys read;
                       * TOPK: keys that the answer is made of; VERIFIED: keys beyond which a head is

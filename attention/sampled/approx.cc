@@ -35,6 +35,8 @@ constexpr double kAimBelow = 0.03;
 constexpr double kAimDeviations = 2.0;
 // Candidates that growth is planned by.
 constexpr uint32_t kPlanKeys = 512;
+// Of the keys: a sample that would have to grow beyond it costs more than all of them.
+constexpr double kMostShare = 0.5;
 // Bounds ln(c e^s_hat): its square is a float.
 constexpr float kMostLogSize = 40.0f;
 
@@ -307,7 +309,7 @@ class Sampler {
       : c_(c),
         s_(s),
         states_(states),
-        kappa_(static_cast<double>(c.params().delta), may_grow(c.params())),
+        kappa_(static_cast<double>(c.params().delta), c.params().mode == ApproxMode::kVerified),
         kappa_lse_(static_cast<double>(c.params().delta)) {
     std::copy_n(c.prepared.head->log_c, c.rows, log_c_);
   }
@@ -328,6 +330,9 @@ class Sampler {
   bool is_finite() const;
   uint32_t add_shares(const SampleState& state, uint64_t stride, uint64_t* skip, KeyShares* keys,
                       double* variance) const;
+  bool is_balanced() const { return c_.params().mode == ApproxMode::kBalanced; }
+  bool is_enough(double worst, uint32_t stage) const;
+  double wanted_growth(uint32_t row) const;
   double plan_growth(double* growth) const;
   void grow(const double* growth);
 
@@ -512,9 +517,20 @@ uint32_t Sampler::add_shares(const SampleState& state, uint64_t stride, uint64_t
   return n_closed;
 }
 
-// The growth of each row's c with which all bars should meet eps; returns how many keys that would
-// read. By some of the candidates, which are a sample of all keys: the squares of their sketched
-// weights say how the variance falls.
+// By what the variance of a row is to be divided. Balanced: by as much as the row is due more keys.
+// Verified: for its bar to meet eps, and somewhat more.
+double Sampler::wanted_growth(uint32_t row) const {
+  if (is_balanced()) {
+    return std::min(kMostBudgets, over_eps_[row]);  // NaN: the most
+  }
+  const double margin =
+      1.0 + kAimBelow + kAimDeviations / std::max(over_eps_[row] * std::sqrt(draws_[row]), 1.0);
+  return std::min(kMostGrowth, margin * over_eps_[row] * over_eps_[row]);  // NaN: the most
+}
+
+// The growth of each row's c that is wanted; returns how many keys that would read. By some of the
+// candidates, which are a sample of all keys: the squares of their sketched weights say how the
+// variance falls.
 double Sampler::plan_growth(double* growth) const {
   const uint32_t rows = c_.rows;
   uint64_t n_candidates = 0;
@@ -532,9 +548,7 @@ double Sampler::plan_growth(double* growth) const {
   }
   double wanted[kMaxApproxRows];
   for (uint32_t r = 0; r < rows; ++r) {
-    const double margin =
-        1.0 + kAimBelow + kAimDeviations / std::max(over_eps_[r] * std::sqrt(draws_[r]), 1.0);
-    wanted[r] = std::min(kMostGrowth, margin * over_eps_[r] * over_eps_[r]);  // NaN: the most
+    wanted[r] = wanted_growth(r);
     const auto scale = static_cast<float>(variance[r] > 0 ? wanted[r] / variance[r] : 0.0);
     for (uint32_t i = 0; i < keys.n; ++i) {
       keys.excess[size_t{r} * kPlanKeys + i] *= scale;
@@ -594,22 +608,29 @@ void Sampler::count_reads(ApproxReport* report) const {
   report->bytes_read = index_bytes + keys * row_bytes(c_.problem);
 }
 
+// worst: the largest bar. Balanced grows once.
+bool Sampler::is_enough(double worst, uint32_t stage) const {
+  return c_.params().mode == ApproxMode::kSampled || (is_balanced() && stage > 0) ||
+         worst <= static_cast<double>(c_.params().eps);
+}
+
 bool Sampler::solve(ApproxReport* report) {
-  const bool verified = c_.params().mode == ApproxMode::kVerified;
-  const auto eps = static_cast<double>(c_.params().eps);
-  const double most = max_read_fraction(c_.params(), c_.problem, c_.plan->n_keys_present) *
-                      static_cast<double>(c_.plan->n_keys_present);
+  const double share = is_balanced()
+                           ? kMostShare
+                           : max_read_fraction(c_.params(), c_.problem, c_.plan->n_keys_present);
+  const double most = share * static_cast<double>(c_.plan->n_keys_present);
   for (uint32_t stage = 0;; ++stage) {
     count_reads(report);
     if (all_closed() || !is_finite()) {
       return false;
     }
     const double worst = estimate(report);
-    if (!verified || worst <= eps) {
+    if (is_enough(worst, stage)) {
       return true;
     }
     double growth[kMaxApproxRows];
-    if (sigma_ > kHopelessSigma || stage == kMostGrowths || plan_growth(growth) > most) {
+    const bool hopeless = !is_balanced() && sigma_ > kHopelessSigma;
+    if (hopeless || stage == kMostGrowths || plan_growth(growth) > most) {
       return false;
     }
     grow(growth);

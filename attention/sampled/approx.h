@@ -74,20 +74,27 @@ struct HeadIndex {
   const hash_index::Planes* planes = nullptr;
 };
 
-enum class ApproxMode : uint8_t { kTopK, kSampled, kVerified };
-// Without a bar Verified has nothing to verify: with kLsh it is exact.
+// Balanced is Sampled with more keys where errors are (budget, below). Without a bar Verified has
+// nothing to verify, nor Balanced anything to go by: with kLsh they are exact, and Sampled.
+enum class ApproxMode : uint8_t { kTopK, kSampled, kVerified, kBalanced };
 enum class Proposal : uint8_t { kSketch, kLsh };
+
+inline constexpr double kMostBudgets = 16;
 
 struct ApproxParams {
   ApproxMode mode = ApproxMode::kSampled;
   Proposal proposal = Proposal::kSketch;
-  float eps = 0.03f;  // relative error of o, > 0; Verified, and Sampled without a budget
+  float eps = 0.03f;  // relative error of o, > 0; not Sampled with a budget, not TopK
   // The accepted probability, for each row over seeds, that the error exceeds the reported bar. It
   // holds for Verified, too, whose bar may have met eps after growth only. Measured (kvm-bench
   // coverage), not proved.
   float delta = 0.01f;
   // How many keys of R to take for each row of the problem; Verified starts with so many. 0: as
   // many as eps asks for; TopK answers exactly then, or with hash tables takes all candidates.
+  // Balanced, > 0: of rows whose bar is at most eps then; others take bar / eps times as many, up
+  // to kMostBudgets. Keys in proportion to the deviation are of all ways to hand out so many the
+  // one with the least sum of squared errors (Neyman 1934), as far as bars tell deviations. Exact
+  // where half of the keys or more would be read.
   uint64_t budget = 0;
   uint64_t seed = 0;  // already mixed with layer and head
   uint64_t n_sinks = 4;

@@ -36,11 +36,6 @@ constexpr uint32_t kFewRows = 4;
 constexpr float kShareOfRow = 0.06f;
 // Where the pilot says so many times what is worth it, it is exact at once.
 constexpr double kSurelyMore = 1.5;
-// Keys that the scan of a sample that may grow is to find: for growth beyond them the index is
-// scanned again, and all is read again. Small samples are those that grow most (98,304 tokens of
-// `model`: 35 other scans in 144 problems, where there were 50 with a reach of 2 for all).
-constexpr double kCandidates = 16'000;
-constexpr double kLeastReach = 1.5;
 // Standard deviation of what the sketch's logits are off, in nats: beyond it the answer is exact.
 // Weights are off by a factor of fifty there.
 constexpr double kMostError = 4;
@@ -446,6 +441,12 @@ bool weigh_probe(const Context& c, Pilot& p, const RowProbe* probes) {
   return told;
 }
 
+// By how much a sample of so many keys may grow without another scan.
+float reach_of(double keys) {
+  return static_cast<float>(
+      std::clamp(kCandidates / std::max(keys, 1.0), kLeastReach, double{kMostReach}));
+}
+
 void probe_growth(const Context& c, Pilot& p) {
   if (!solve(c, p, std::min(kProbeKeys, static_cast<double>(p.n) / 2))) {
     c.prepared.head->answer_exactly = 1;
@@ -484,8 +485,7 @@ void probe_growth(const Context& c, Pilot& p) {
     for (uint32_t r = 0; r < c.rows; ++r) {
       p.factor[r] *= share;
     }
-    const double room = kCandidates / (static_cast<double>(share) * std::max(keys, 1.0));
-    c.prepared.head->reach = static_cast<float>(std::clamp(room, kLeastReach, double{kMostReach}));
+    c.prepared.head->reach = reach_of(static_cast<double>(share) * keys);
   }
 }
 
@@ -660,8 +660,12 @@ void find_thresholds(const Context& c, void* scratch) {
   c.prepared.head->answer_exactly = 0;
   c.prepared.head->reach = may_grow(c.params()) ? kReach : 1.0f;
   if (c.params().budget > 0) {
-    const bool found = solve(c, p, static_cast<double>(c.params().budget) / p.share);
+    const auto budget = static_cast<double>(c.params().budget);
+    const bool found = solve(c, p, budget / p.share);
     c.prepared.head->answer_exactly = found ? 0 : 1;
+    if (c.params().mode == ApproxMode::kBalanced) {
+      c.prepared.head->reach = std::min(reach_of(budget * c.rows), float{kMostBudgets});
+    }
   } else {
     probe_growth(c, p);
   }

@@ -178,7 +178,9 @@ void tell(const Candidates& list, std::span<const uint32_t> open, const SampleSt
 
 }  // namespace
 
-bool may_grow(const ApproxParams& params) { return params.mode == ApproxMode::kVerified; }
+bool may_grow(const ApproxParams& params) {
+  return params.mode == ApproxMode::kVerified || params.mode == ApproxMode::kBalanced;
+}
 
 uint32_t candidate_capacity(const ApproxInput& input, uint64_t n_keys, uint32_t rows) {
   const ApproxParams& params = input.params;
@@ -187,9 +189,16 @@ uint32_t candidate_capacity(const ApproxInput& input, uint64_t n_keys, uint32_t 
   auto wanted = static_cast<uint64_t>(1.25 * max_read_fraction(params, *input.problem, n_keys) *
                                       static_cast<double>(kShardTokens)) +
                 1024;
-  if (params.budget > 0 && !may_grow(params)) {
-    const uint64_t budget = std::min(params.budget, n_keys);
-    wanted = std::min(kShardTokens / 2, budget * rows + budget * rows / 4 + 1024);
+  if (params.budget > 0 && params.mode != ApproxMode::kVerified) {
+    const auto budget = static_cast<double>(std::min(params.budget, n_keys) * rows);
+    double drawn = budget;
+    if (params.mode == ApproxMode::kBalanced) {
+      // As far as the first scan looks (reach_of), of which a shard has at most twice its part: it
+      // keeps them until the request ends.
+      drawn = std::min(kMostBudgets * budget, std::max(kCandidates, kLeastReach * budget));
+      drawn *= std::min(1.0, 2.0 * double{kShardTokens} / static_cast<double>(n_keys));
+    }
+    wanted = static_cast<uint64_t>(std::min(double{kShardTokens / 2}, 1.25 * drawn + 1024));
   }
   return static_cast<uint32_t>(std::min(most, wanted));
 }

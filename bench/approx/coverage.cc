@@ -36,9 +36,11 @@ constexpr double kFamilyRisk = 0.01;  // of failing a run for nothing
 constexpr double kMostErrors = 3;     // standard errors of the mean above delta
 
 struct Asked {
-  double eps = 0;  // 0: a budget
+  double eps = 0;  // 0: a budget alone
   uint64_t budget = 0;
   double delta = 0;
+
+  bool is_verified() const { return eps > 0 && budget == 0; }
 };
 
 struct Misses {
@@ -139,13 +141,16 @@ class CoverageRun {
           out.push_back({0, budget, delta});
         }
       }
+      out.push_back({0.03, 200, delta});
     }
     return out;
   }
 
   ApproxParams params_of(const Asked& asked, uint64_t seed) const {
     ApproxParams params;
-    params.mode = asked.eps > 0 ? ApproxMode::kVerified : ApproxMode::kSampled;
+    params.mode = asked.is_verified() ? ApproxMode::kVerified
+                  : asked.eps > 0     ? ApproxMode::kBalanced
+                                      : ApproxMode::kSampled;
     params.eps = static_cast<float>(asked.eps > 0 ? asked.eps : 0.03);
     params.budget = asked.budget;
     params.delta = static_cast<float>(asked.delta);
@@ -184,7 +189,7 @@ class CoverageRun {
         relative_error(solved.o.data() + size_t{g} * head.dim,
                        c.answers[h][set].o.data() + size_t{g} * head.dim, head.dim);
     sums->errors.push_back(error);
-    const bool of_eps = asked.eps > 0 && !(error <= asked.eps);
+    const bool of_eps = asked.is_verified() && !(error <= asked.eps);
     const bool of_bar = !(error <= static_cast<double>(solved.report.err_o[g]));
     row->of_eps += of_eps ? 1 : 0;
     row->of_bar += of_bar ? 1 : 0;
@@ -275,7 +280,10 @@ class CoverageRun {
   }
 
   static std::string describe(const Asked& asked) {
-    return asked.eps > 0 ? fmt::format("verified eps {}", asked.eps)
+    if (asked.is_verified()) {
+      return fmt::format("verified eps {}", asked.eps);
+    }
+    return asked.eps > 0 ? fmt::format("sampled budget {} eps {}", asked.budget, asked.eps)
                          : fmt::format("sampled budget {}", asked.budget);
   }
 
@@ -304,7 +312,7 @@ class CoverageRun {
     report->add(
         {{"data", name_},
          {"tokens", tokens_},
-         {"mode", asked.eps > 0 ? "verified" : "sampled"},
+         {"mode", asked.is_verified() ? "verified" : "sampled"},
          {"eps", asked.eps},
          {"budget", asked.budget},
          {"delta", asked.delta},

@@ -294,6 +294,19 @@ float read_fraction(uint64_t budget, const attention::Problem& problem, uint64_t
       std::clamp(keys / static_cast<double>(std::max<uint64_t>(n_present, 1)), 1e-6, kMost));
 }
 
+// AUTO decides for each head (choose).
+attention::ApproxMode approx_mode(const StepRequest& request) {
+  switch (request.mode) {
+    case KVM_MODE_TOPK:
+      return attention::ApproxMode::kTopK;
+    case KVM_MODE_SAMPLED:
+      return request.budget != 0 && request.eps != 0 ? attention::ApproxMode::kBalanced
+                                                     : attention::ApproxMode::kSampled;
+    default:
+      return attention::ApproxMode::kVerified;
+  }
+}
+
 }  // namespace
 
 // Adds the problem, if it is one to approximate.
@@ -319,9 +332,7 @@ bool AttendPlanner::add_approx(const attention::Problem& problem, uint32_t view_
   input.index.hashes = part.hashes.in(plan_->hashes);
   input.index.planes = space_->planes.get();
   attention::ApproxParams& params = input.params;
-  params.mode = request_->mode == KVM_MODE_TOPK      ? attention::ApproxMode::kTopK
-                : request_->mode == KVM_MODE_SAMPLED ? attention::ApproxMode::kSampled
-                                                     : attention::ApproxMode::kVerified;
+  params.mode = approx_mode(*request_);
   params.proposal =
       !part.hashes.is_empty() ? attention::Proposal::kLsh : attention::Proposal::kSketch;
   params.eps = request_->eps != 0 ? request_->eps : params.eps;
@@ -334,9 +345,9 @@ bool AttendPlanner::add_approx(const attention::Problem& problem, uint32_t view_
   if (request_->mode == KVM_MODE_AUTO && !choose(view, part, &params)) {
     return false;
   }
-  approx.mode = params.mode == attention::ApproxMode::kTopK      ? KVM_MODE_TOPK
-                : params.mode == attention::ApproxMode::kSampled ? KVM_MODE_SAMPLED
-                                                                 : KVM_MODE_VERIFIED;
+  approx.mode = params.mode == attention::ApproxMode::kTopK       ? KVM_MODE_TOPK
+                : params.mode == attention::ApproxMode::kVerified ? KVM_MODE_VERIFIED
+                                                                  : KVM_MODE_SAMPLED;
   params.seed = mix_seed(request_->seed, layer, kv_head);
   params.n_sinks = config.n_sinks;
   params.n_recent = config.n_recent;

@@ -192,7 +192,9 @@ Status resolve_default_choice(const SpaceSpec& spec, Space* space) {
     return Status::ok();
   }
   const attention::ApproxParams defaults;
-  choice.eps = choice.eps == 0 ? defaults.eps : choice.eps;
+  // A sample with a budget has an eps only where one is named.
+  const bool is_plain = choice.mode == KVM_MODE_SAMPLED && choice.budget != 0;
+  choice.eps = choice.eps == 0 && !is_plain ? defaults.eps : choice.eps;
   choice.delta = choice.delta == 0 ? defaults.delta : choice.delta;
   space->default_choice = choice;
   return Status::ok();

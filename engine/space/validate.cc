@@ -435,13 +435,16 @@ Status take_defaults(const Space& space, StepRequest* request) {
   if (request->proposal == KVM_PROPOSAL_DEFAULT) {
     request->proposal = from.proposal;
   }
-  // A budget would take the place of the request's own eps, except in TOPK, which knows no eps, and
-  // in VERIFIED, which has both.
-  if (request->budget == 0 &&
-      (request->eps == 0 || from.mode == KVM_MODE_TOPK || from.mode == KVM_MODE_VERIFIED)) {
+  // The space's budget would take the place of the request's own eps, except in TOPK, which knows
+  // no eps, and where the space's mode has both. Likewise its eps beside a budget.
+  const bool has_both = from.mode == KVM_MODE_VERIFIED ||
+                        (from.mode == KVM_MODE_SAMPLED && from.budget != 0 && from.eps != 0);
+  const bool takes_budget = request->eps == 0 || from.mode == KVM_MODE_TOPK || has_both;
+  const bool takes_eps = request->budget == 0 || from.mode != KVM_MODE_SAMPLED || has_both;
+  if (request->budget == 0 && takes_budget) {
     request->budget = from.budget;
   }
-  if (request->eps == 0) {
+  if (request->eps == 0 && takes_eps) {
     request->eps = from.eps;
   }
   if (request->delta == 0) {

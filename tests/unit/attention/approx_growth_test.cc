@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstring>
 #include <iterator>
+#include <memory>
 #include <numeric>
 #include <random>
 #include <set>
@@ -20,6 +21,7 @@ namespace {
 
 using testing::Buffer;
 using testing::Head;
+using testing::HeadShape;
 using testing::sample_of;
 
 std::set<uint64_t> positions_of(const SampleState& s) {
@@ -238,6 +240,111 @@ TEST(Verified, MeetsEpsOrAnswersExactly) {
   EXPECT_GT(grown, 2);
   EXPECT_GT(exact, 2);
   EXPECT_GT(sampled, 2);
+}
+
+// What a sample of `budget` keys a row says, and one that grows once for rows whose bar is beyond
+// eps. One row each, so that nothing is drawn for others.
+TEST(Balanced, KeysGoWhereTheBarIsBeyondEps) {
+  constexpr uint64_t kBudget = 128;
+  constexpr uint64_t kSeeds = 16;
+  for (uint64_t seed = 1; seed <= kSeeds; ++seed) {
+    SCOPED_TRACE(seed);
+    Head head(
+        {.n_tokens = 16384, .group = 1, .sharpness = 0.5 + 0.25 * static_cast<double>(seed % 8)},
+        seed);
+    head.build();
+    head.input.params.delta = 0.1f;
+    head.input.params.budget = kBudget;
+    head.run();
+    const ApproxReport plain = head.report;
+    const std::vector<float> o = head.o;
+    const double bar = plain.err_o[0];
+    head.input.params.mode = ApproxMode::kBalanced;
+    // A row within eps is that of a plain sample, bit for bit.
+    head.input.params.eps = static_cast<float>(1.01 * bar);
+    head.run();
+    EXPECT_EQ(head.report.n_grown, 0u);
+    EXPECT_EQ(head.o, o);
+    EXPECT_EQ(head.report.err_o[0], plain.err_o[0]);
+    EXPECT_EQ(head.report.keys_read, plain.keys_read);
+    // Four times beyond it: four times the keys, or fewer where closing the heavy ones does it.
+    head.input.params.eps = static_cast<float>(bar / 4);
+    head.run();
+    ASSERT_EQ(head.report.n_exact, 0u);
+    EXPECT_EQ(head.report.n_grown, 1u);
+    const auto fixed = static_cast<double>(head.plan.n_keys_present - head.plan.n_keys_indexed);
+    const double times = (static_cast<double>(head.report.keys_read) - fixed) /
+                         (static_cast<double>(plain.keys_read) - fixed);
+    EXPECT_GT(times, 1.2);
+    EXPECT_LT(times, 5.5);
+    EXPECT_LT(head.report.err_o[0], 0.85f * plain.err_o[0]);
+  }
+}
+
+// No row grows beyond kMostBudgets, whatever eps, and no answer becomes exact for it.
+TEST(Balanced, GrowsOnceAndWithinALimit) {
+  for (const ApproxMode mode : {ApproxMode::kBalanced, ApproxMode::kVerified}) {
+    Head head({.n_tokens = 65536, .group = 2, .sharpness = 0.2}, 5);
+    head.build();
+    head.input.params.mode = mode;
+    head.input.params.budget = 64;
+    head.input.params.eps = 1e-4f;
+    head.run();
+    if (mode == ApproxMode::kVerified) {
+      EXPECT_EQ(head.report.n_exact, 2u);
+      continue;
+    }
+    EXPECT_EQ(head.report.n_exact, 0u);
+    EXPECT_EQ(head.report.n_grown, 1u);
+    const uint64_t fixed = head.plan.n_keys_present - head.plan.n_keys_indexed;
+    EXPECT_LT(head.report.keys_read - fixed, 2 * 64 * 16 * 1.25);
+    EXPECT_GT(head.report.keys_read - fixed, 64u * 8);
+  }
+}
+
+// One head in six is hard: its values nearly cancel. A plain sample of as many keys for each head
+// as the balanced ones have on the mean leaves a larger sum of squared errors, and bars hold.
+TEST(Balanced, TheSameKeysLeaveASmallerSumOfSquares) {
+  constexpr uint64_t kHeads = 48;
+  std::vector<std::unique_ptr<Head>> heads;
+  for (uint64_t seed = 0; seed < kHeads; ++seed) {
+    const bool is_hard = seed % 6 == 0;
+    heads.push_back(std::make_unique<Head>(
+        HeadShape{.n_tokens = 8192, .group = 1, .dim_v = 64, .sharpness = is_hard ? 1.0 : 4.5},
+        seed + 900));
+    for (std::vector<float>& row : heads.back()->v) {
+      std::ranges::transform(row, row.begin(), [&](float x) { return is_hard ? x - 0.375f : x; });
+    }
+    heads.back()->build();
+    heads.back()->input.params.delta = 0.1f;
+  }
+  struct Sums {
+    double squares = 0;
+    double drawn = 0;
+    int misses = 0;
+  };
+  const auto run = [&](ApproxMode mode, uint64_t budget) {
+    Sums sums;
+    for (const std::unique_ptr<Head>& head : heads) {
+      head->input.params.mode = mode;
+      head->input.params.budget = budget;
+      head->input.params.eps = 0.05f;
+      head->run();
+      EXPECT_EQ(head->report.n_exact, 0u);
+      const double error = head->error_o(0);
+      sums.squares += error * error;
+      sums.drawn += static_cast<double>(head->report.keys_read - head->plan.n_keys_present +
+                                        head->plan.n_keys_indexed);
+      sums.misses += error > static_cast<double>(head->report.err_o[0]) ? 1 : 0;
+    }
+    return sums;
+  };
+  const Sums balanced = run(ApproxMode::kBalanced, 100);
+  const auto mean = static_cast<uint64_t>(balanced.drawn / double{kHeads}) + 1;
+  const Sums plain = run(ApproxMode::kSampled, mean);
+  EXPECT_NEAR(plain.drawn / balanced.drawn, 1, 0.1);
+  EXPECT_LT(balanced.squares, 0.6 * plain.squares);
+  EXPECT_LE(balanced.misses, 11);  // of 48 at delta 0.1: beyond it with a chance of 0.3 %
 }
 
 TEST(Verified, ExactAnswersAreThoseOfExactOverSeveralShards) {

@@ -524,7 +524,8 @@ TEST(Odd, EqualKeysZeroKeysAndALateSink) {
 
 TEST(Odd, NothingThatIsStoredBreaksIt) {
   const float odd[] = {INFINITY, -INFINITY, NAN, 3e38f, 1e-40f};
-  for (const ApproxMode mode : {ApproxMode::kSampled, ApproxMode::kVerified, ApproxMode::kTopK}) {
+  for (const ApproxMode mode :
+       {ApproxMode::kSampled, ApproxMode::kVerified, ApproxMode::kBalanced, ApproxMode::kTopK}) {
     for (const float x : odd) {
       Head head({.n_tokens = 4096, .dtype = Dtype::kF32, .with_tables = true}, 53);
       for (uint64_t t = 100; t < 4000; t += 97) {

@@ -73,7 +73,8 @@ class FiguresTest(unittest.TestCase):
         self.assertEqual([(line["mode"], line["eps"], line["budget"], line["delta"])
                           for line in lines],
                          [("verified", 0.05, 0, 0.1), ("sampled", 0, 200, 0.1),
-                          ("verified", 0.05, 0, 0.01), ("sampled", 0, 200, 0.01)])
+                          ("sampled", 0.03, 200, 0.1), ("verified", 0.05, 0, 0.01),
+                          ("sampled", 0, 200, 0.01), ("sampled", 0.03, 200, 0.01)])
         for line in lines:
             self.assertEqual(line["heads"], 3)
             self.assertEqual(line["trials"], 3 * 4 * 4 * 4)  # heads, sets, rows, seeds

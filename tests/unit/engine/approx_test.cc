@@ -346,6 +346,7 @@ TEST(Approx, ASpaceSaysForRequestsThatDoNot) {
   for (const Case& one :
        {Case{KVM_INDEX_SKETCH, {.mode = KVM_MODE_SAMPLED, .delta = 0.1f, .budget = 300}},
         Case{KVM_INDEX_SKETCH, {.mode = KVM_MODE_SAMPLED, .eps = 0.2f}},
+        Case{KVM_INDEX_SKETCH, {.mode = KVM_MODE_SAMPLED, .eps = 0.05f, .budget = 100}},
         Case{KVM_INDEX_SKETCH, {.mode = KVM_MODE_VERIFIED, .eps = 0.1f, .delta = 0.1f}},
         Case{KVM_INDEX_SKETCH, {.mode = KVM_MODE_TOPK, .budget = 300}},
         Case{KVM_INDEX_LSH, {.mode = KVM_MODE_SAMPLED}},
@@ -385,11 +386,32 @@ TEST(Approx, NumbersOfARequestGoBeforeThoseOfItsSpace) {
               world.attend({.mode = KVM_MODE_SAMPLED, .proposal = KVM_PROPOSAL_LSH}));
 }
 
+// A space that has both, a budget and an eps: numbers of a request go before them one by one.
+TEST(Approx, BudgetAndEpsOfASampleComeTogether) {
+  Tokens tokens(kTokens);
+  World world(defaulted_spec(
+      KVM_INDEX_SKETCH, {.mode = KVM_MODE_SAMPLED, .eps = 0.02f, .delta = 0.1f, .budget = 100}));
+  fill_world(&world, &tokens);
+  const auto sampled = [&](float eps, uint64_t budget) {
+    return world.attend({.mode = KVM_MODE_SAMPLED, .eps = eps, .delta = 0.1f, .budget = budget});
+  };
+  const Got both = world.attend({.mode = KVM_MODE_DEFAULT});
+  const Got plain = sampled(0, 100);
+  expect_same(both, sampled(0.02f, 100));
+  EXPECT_EQ(both.result.mode, uint32_t{KVM_MODE_SAMPLED});
+  EXPECT_EQ(both.result.n_exact, 0u);
+  EXPECT_GT(both.result.keys_read, plain.result.keys_read);
+  expect_same(world.attend({.mode = KVM_MODE_DEFAULT, .budget = 200}), sampled(0.02f, 200));
+  expect_same(world.attend({.mode = KVM_MODE_DEFAULT, .eps = 0.2f}), sampled(0.2f, 100));
+}
+
 TEST(Approx, SameBitsWhateverTheThreadsAndTheCuts) {
   Tokens tokens(kTokens);
-  for (const Asked& asked : {Asked{.mode = KVM_MODE_SAMPLED, .budget = 300, .seed = 5},
-                             Asked{.mode = KVM_MODE_VERIFIED, .eps = 0.05f, .seed = 5},
-                             Asked{.mode = KVM_MODE_TOPK, .budget = 300}}) {
+  for (const Asked& asked :
+       {Asked{.mode = KVM_MODE_SAMPLED, .budget = 300, .seed = 5},
+        Asked{.mode = KVM_MODE_SAMPLED, .eps = 0.03f, .budget = 100, .seed = 5},
+        Asked{.mode = KVM_MODE_VERIFIED, .eps = 0.05f, .seed = 5},
+        Asked{.mode = KVM_MODE_TOPK, .budget = 300}}) {
     World one(KVM_INDEX_SKETCH, 1);
     fill_world(&one, &tokens);
     const Got expected = one.attend(asked, 3);

@@ -294,7 +294,10 @@ TEST(Space, EqualSpacesAgreeAndOthersNameTheDifference) {
       {"default_eps", [](SpaceSpec* s) { s->params.default_eps = 0.1f; }},
       {"default_delta", [](SpaceSpec* s) { s->params.default_delta = 0.1f; }},
       {"default_budget is 0 there and 64 here",
-       [](SpaceSpec* s) { s->params.default_budget = 64; }},
+       [](SpaceSpec* s) {
+         s->params.default_budget = 64;
+         s->params.default_eps = 0.03f;  // of a budget none is none
+       }},
       {"layers[2].window is 0 there and 9 here",
        [](SpaceSpec* s) { s->layers = {{.layer_begin = 2, .n_layers = 1, .window = 9}}; }},
       {"layers[2].kind",

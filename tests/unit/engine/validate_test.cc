@@ -113,7 +113,9 @@ void ask(const ModeChoice& choice, StepRequest* step) {
 TEST(Validate, ARequestThatNamesNoModeTakesTheSpaces) {
   constexpr uint32_t kDefault = KVM_MODE_DEFAULT;
   constexpr uint32_t kSketch = KVM_PROPOSAL_SKETCH;
-  const ModeChoice sampled = {KVM_MODE_SAMPLED, kSketch, 0.1f, 0.2f, 300};
+  const ModeChoice sampled = {KVM_MODE_SAMPLED, kSketch, 0, 0.2f, 300};
+  const ModeChoice aimed = {KVM_MODE_SAMPLED, 0, 0.1f, 0.2f, 0};
+  const ModeChoice balanced = {KVM_MODE_SAMPLED, 0, 0.1f, 0.2f, 300};
   const ModeChoice top = {KVM_MODE_TOPK, kSketch, 0.1f, 0.2f, 300};
   const ModeChoice timed = {KVM_MODE_AUTO, 0, 0.1f, 0.2f, 5000};
   const ModeChoice verified = {KVM_MODE_VERIFIED, 0, 0.1f, 0.2f, 0};
@@ -122,16 +124,18 @@ TEST(Validate, ARequestThatNamesNoModeTakesTheSpaces) {
       {sampled, {kDefault}, sampled},
       {verified, {kDefault}, verified},
       // Own numbers hold, one by one.
-      {sampled,
-       {kDefault, KVM_PROPOSAL_LSH},
-       {KVM_MODE_SAMPLED, KVM_PROPOSAL_LSH, 0.1f, 0.2f, 300}},
-      {sampled, {kDefault, 0, 0, 0.5f}, {KVM_MODE_SAMPLED, kSketch, 0.1f, 0.5f, 300}},
-      {sampled, {kDefault, 0, 0, 0, 64}, {KVM_MODE_SAMPLED, kSketch, 0.1f, 0.2f, 64}},
+      {sampled, {kDefault, KVM_PROPOSAL_LSH}, {KVM_MODE_SAMPLED, KVM_PROPOSAL_LSH, 0, 0.2f, 300}},
+      {sampled, {kDefault, 0, 0, 0.5f}, {KVM_MODE_SAMPLED, kSketch, 0, 0.5f, 300}},
+      {sampled, {kDefault, 0, 0, 0, 64}, {KVM_MODE_SAMPLED, kSketch, 0, 0.2f, 64}},
       {verified, {kDefault, 0, 0.5f}, {KVM_MODE_VERIFIED, 0, 0.5f, 0.2f, 0}},
       {verified, {kDefault, 0, 0, 0, 64}, {KVM_MODE_VERIFIED, 0, 0.1f, 0.2f, 64}},
       // Both mean something there.
       {bounded, {kDefault, 0, 0.5f}, {KVM_MODE_VERIFIED, 0, 0.5f, 0.2f, 700}},
-      // An eps would mean nothing beside the space's budget.
+      {balanced, {kDefault, 0, 0.5f}, {KVM_MODE_SAMPLED, 0, 0.5f, 0.2f, 300}},
+      {balanced, {kDefault, 0, 0, 0, 64}, {KVM_MODE_SAMPLED, 0, 0.1f, 0.2f, 64}},
+      {balanced, {kDefault}, balanced},
+      // An eps would mean nothing, or something else, beside the space's budget; or likewise.
+      {aimed, {kDefault, 0, 0, 0, 64}, {KVM_MODE_SAMPLED, 0, 0, 0.2f, 64}},
       {sampled, {kDefault, 0, 0.5f}, {KVM_MODE_SAMPLED, kSketch, 0.5f, 0.2f, 0}},
       {timed, {kDefault, 0, 0.5f}, {KVM_MODE_AUTO, 0, 0.5f, 0.2f, 0}},
       {sampled, {kDefault, 0, 0.5f, 0, 64}, {KVM_MODE_SAMPLED, kSketch, 0.5f, 0.2f, 64}},

@@ -92,7 +92,8 @@ pub enum Mode {
     Sampled {
         /// Keys per row and kv head; 0: as many as should give `accuracy`.
         budget: u64,
-        /// `delta` of the bar; with a budget of 0 also what is aimed at.
+        /// `delta` of the bar; with a budget of 0 also what is aimed at. With a budget and an
+        /// `eps`, rows whose bar is beyond it take bar / eps times the budget, up to 16 times.
         accuracy: Accuracy,
     },
     /// A sample that grows until its error bar is small enough, else all.
@@ -117,9 +118,9 @@ pub enum Mode {
     /// zeros, is what a [`Step`] begins with.
     OfSpace {
         /// As the space's mode has it: keys, or of `Auto` nanoseconds. 0: the space's, but none
-        /// beside an `eps` that it would take the place of.
+        /// beside an `eps` that it would take the place of, or whose meaning it would change.
         budget: u64,
-        /// Zeros: the space's.
+        /// Zeros: the space's, but no `eps` beside a budget whose meaning it would change.
         accuracy: Accuracy,
     },
 }

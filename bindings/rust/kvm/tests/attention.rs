@@ -365,7 +365,7 @@ fn a_space_says_the_mode_of_steps_that_do_not() {
     let params = geometry().index(index).default_mode(sampled(64, 0.0));
     let mut rig = Rig::with(params.default_proposal(Proposal::Sketch), 2048);
     let info = rig.space.info().unwrap();
-    assert_eq!(info.default_mode, Some(sampled(64, 0.03)));
+    assert_eq!(info.default_mode, Some(sampled(64, 0.0)));
     assert_eq!(info.default_proposal, Some(Proposal::Sketch));
     let q = queries(1, 130);
     let mut ask = |mode: Option<Mode>| {
