@@ -35,6 +35,8 @@ constexpr double kAimBelow = 0.03;
 constexpr double kAimDeviations = 2.0;
 // Candidates that growth is planned by.
 constexpr uint32_t kPlanKeys = 512;
+// How far the spread that a scan saw may exceed what was drawn tells of it, an estimate.
+constexpr double kTellsEnough = 3;
 // Of the keys: a sample that would have to grow beyond it costs more than all of them.
 constexpr double kMostShare = 0.5;
 // Bounds ln(c e^s_hat): its square is a float.
@@ -321,7 +323,8 @@ class Sampler {
   SampleState shard(uint32_t i) const {
     return sample_state(c_, states_ + i * c_.plan->state_bytes, nullptr);
   }
-  void total(uint32_t row, RowWork* work) const;
+  void add_untold(uint32_t row, RowTotals* t);
+  void total(uint32_t row, RowWork* work);
   void add_shard(const SampleState& state, uint32_t row, RowWork* work) const;
   double estimate(ApproxReport* report);
   void write_row(uint32_t row, const RowWork& work, const RowEstimate& estimate) const;
@@ -346,6 +349,9 @@ class Sampler {
   double over_eps_[kMaxApproxRows] = {};  // bar / (eps |o|)
   double draws_[kMaxApproxRows] = {};
   double sigma_ = 0;  // largest plug-in sigma over |o|
+  // RowTotals::spread of the last scan, relative to e^untold_top_; 0 where what was drawn told it.
+  double untold_[kMaxApproxRows] = {};
+  double untold_top_[kMaxApproxRows] = {};
 };
 
 bool Sampler::all_closed() const {
@@ -409,7 +415,19 @@ void Sampler::add_shard(const SampleState& state, uint32_t row, RowWork* work) c
   }
 }
 
-void Sampler::total(uint32_t row, RowWork* work) const {
+// Where a sample has grown among the candidates of its scan, what is drawn tells the spread. What
+// is hardly ever drawn, whatever c, as keys of next to no value are, only a scan tells: what it
+// said stays.
+void Sampler::add_untold(uint32_t row, RowTotals* t) {
+  if (shard(0).head->redrawn) {
+    t->spread += untold_[row] * std::exp(2 * (untold_top_[row] - t->top));
+  } else {
+    untold_[row] = t->spread > kTellsEnough * t->chance_hat2 ? t->spread : 0.0;
+    untold_top_[row] = t->top;
+  }
+}
+
+void Sampler::total(uint32_t row, RowWork* work) {
   const uint32_t dim = c_.problem.dim_v;
   const StateView fixed = state_view(c_.problem, c_.rows, s_.state);
   const float* sinks = c_.problem.sink_logits;
@@ -434,6 +452,7 @@ void Sampler::total(uint32_t row, RowWork* work) const {
   for (uint32_t i = 0; i < c_.plan->n_shards; ++i) {
     add_shard(shard(i), row, work);
   }
+  add_untold(row, &t);
   t.n_fixed = {work->n_fixed, dim};
   t.n_sample = {work->n_sample, dim};
   t.chance_v = {work->chance_v, dim};

@@ -347,6 +347,33 @@ TEST(Balanced, TheSameKeysLeaveASmallerSumOfSquares) {
   EXPECT_LE(balanced.misses, 11);  // of 48 at delta 0.1: beyond it with a chance of 0.3 %
 }
 
+// Whole blocks of keys without values are drawn with next to no chance, but hold mass. Only the
+// scan sees them: a sample that has grown among its candidates must not forget it.
+TEST(Balanced, KeysThatNothingDrawnTellsStayInTheBar) {
+  for (const uint64_t n_without : {1024u, 4096u, 7168u, 7104u, 7040u, 6976u}) {
+    for (const ApproxMode mode : {ApproxMode::kBalanced, ApproxMode::kVerified}) {
+      for (const float eps : {0.1f, 0.03f}) {
+        SCOPED_TRACE(::testing::Message() << n_without << " eps " << eps);
+        Head head({.n_tokens = 8192, .dim_v = 64, .sharpness = 1.0}, n_without);
+        for (uint64_t t = 512; t < 512 + n_without; ++t) {
+          std::ranges::fill(head.v[t], 0.0f);
+        }
+        head.build();
+        head.input.params.mode = mode;
+        head.input.params.delta = 0.1f;
+        head.input.params.budget = mode == ApproxMode::kBalanced ? 128 : 0;
+        head.input.params.max_read_fraction = mode == ApproxMode::kBalanced ? 0.0f : 0.9f;
+        head.input.params.eps = eps;
+        head.run();
+        for (uint32_t r = 0; r < head.rows(); ++r) {
+          EXPECT_LE(head.error_o(r), static_cast<double>(head.report.err_o[r]) + 4e-3) << r;
+          EXPECT_LE(head.error_lse(r), static_cast<double>(head.report.err_lse[r]) + 2e-3) << r;
+        }
+      }
+    }
+  }
+}
+
 TEST(Verified, ExactAnswersAreThoseOfExactOverSeveralShards) {
   for (const float eps : {1e-6f, 0.02f}) {
     for (const uint64_t budget : {0, 50}) {
