@@ -24,7 +24,9 @@ def main(arguments: list[str] | None = None) -> int:
     real.add_argument("--json", type=Path, help="append a line for each result to this file")
     real.add_argument("--tokens", type=int, default=8192, help="of each text [%(default)s]")
     real.add_argument("--scored", type=int, default=512,
-                      help="tokens at its end that are predicted [%(default)s]")
+                      help="tokens at its end that are predicted, at most half [%(default)s]")
+    real.add_argument("--chunk", type=int, default=1, help="tokens of a step, which one request "
+                      "asks for [%(default)s]")
     real.add_argument("--text", action="append", help="a built-in text or a file; may be given "
                       "more than once [all built-in ones]")
     real.add_argument("--only", action="append", metavar="MODE",
@@ -59,7 +61,7 @@ def _real(options: argparse.Namespace) -> int:
     for mode in options.only or []:
         if mode not in modes:
             raise ValueError(f"there is no mode {mode}; there are {', '.join(modes)}")
-    if not 256 < options.tokens <= 12288 or not 0 < options.scored < options.tokens // 2:
+    if not 256 < options.tokens <= 12288 or not 0 < options.scored <= options.tokens // 2:
         raise ValueError(f"--tokens is {options.tokens} and --scored {options.scored}; tokens may "
                          "be 257 to 12288, and at most half of them scored")
     settings = [s for s in _real.SETTINGS if not options.only or s.mode in options.only]
@@ -67,9 +69,12 @@ def _real(options: argparse.Namespace) -> int:
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvm-eval"
     model, tokenizer = _smollm.load(options.model or _smollm.fetch(cache),
                                     rope_factor=2.0 if options.tokens > 8192 else 1.0)
+    if not 1 <= options.chunk <= _real.most_tokens(model.config):
+        raise ValueError(f"--chunk is {options.chunk}; a step of this model may have 1 to "
+                         f"{_real.most_tokens(model.config)} tokens: of more, all modes are exact")
     client = (kvm.connect(options.socket) if options.socket
               else kvm.open_embedded(n_threads=options.threads))
-    print(f"{'text':14} {'mode':10} {'setting':14} {'KL':>9} {'top-1':>6} {'bits/byte':>9} "
+    print(f"{'text':14} {'mode':10} {'setting':17} {'KL':>9} {'top-1':>6} {'bits/byte':>9} "
           f"{'dense':>6} {'keys':>6} {'bytes':>6} {'exact':>6}")
     with client:
         for name in texts:
@@ -80,8 +85,9 @@ def _real(options: argparse.Namespace) -> int:
             ids = ids[:options.tokens]
             n_bytes = len(tokenizer.decode(ids[-options.scored:]).encode())
             for row in _real.evaluate(model, client, name, ids, n_bytes, options.scored, settings,
-                                      lambda text: print(f"... {text}", file=sys.stderr)):
-                print(f"{row.text:14} {row.mode:10} {row.setting:14} {row.kl:9.5f} "
+                                      lambda text: print(f"... {text}", file=sys.stderr),
+                                      options.chunk):
+                print(f"{row.text:14} {row.mode:10} {row.setting:17} {row.kl:9.5f} "
                       f"{100 * row.top1:5.1f}% {row.bits_per_byte:9.3f} "
                       f"{row.dense_bits_per_byte:6.3f} {100 * row.keys_fraction:5.1f}% "
                       f"{100 * row.bytes_fraction:5.1f}% {100 * row.exact_fraction:5.1f}%"

@@ -125,7 +125,7 @@ def _tasks(options: argparse.Namespace) -> int:
     if options.prompts < 1 or not 1 <= options.facts <= 64:
         raise ValueError(f"--prompts is {options.prompts} and --facts {options.facts}; there is at "
                          "least one prompt, and a text has 1 to 64 facts")
-    print(f"{'task':13} {'tokens':>6} {'prompts':>7} {'mode':10} {'setting':14} {'right':>6} "
+    print(f"{'task':13} {'tokens':>6} {'prompts':>7} {'mode':10} {'setting':17} {'right':>6} "
           f"{'dense':>6} {'difference (95 %)':>22} {'keys':>6} {'bytes':>6} {'exact':>6}")
     with _client(options) as client:
         for task in options.task or [_house.SINGLE_FACTS]:
@@ -142,7 +142,7 @@ def _tasks(options: argparse.Namespace) -> int:
 
 def _print_task(row: Any) -> None:
     claim = {None: "  no claim", True: "", False: "  not shown"}[row.claim]
-    print(f"{row.task:13} {row.tokens:6} {row.prompts:7} {row.mode:10} {row.setting:14} "
+    print(f"{row.task:13} {row.tokens:6} {row.prompts:7} {row.mode:10} {row.setting:17} "
           f"{100 * row.accuracy:5.1f}% {100 * row.dense:5.1f}% "
           f"{100 * row.difference:6.2f} ({100 * row.difference_low:6.2f}, "
           f"{100 * row.difference_high:5.2f}) {100 * row.keys_fraction:5.1f}% "
@@ -195,7 +195,7 @@ def _tensors(options: argparse.Namespace) -> int:
         raise ValueError(f"--queries is {options.queries}; at least one is answered")
     sketch, note = _sketch(options)
     classes = {} if options.classes is None else _tensors.read_classes(options.classes)
-    print(f"{'record':16} {'mode':10} {'setting':14} {'error':>7} {'rms':>7} {'95 %':>7} "
+    print(f"{'record':16} {'mode':10} {'setting':17} {'error':>7} {'rms':>7} {'95 %':>7} "
           f"{'99 %':>7} {'lse':>7} {'bar':>7} {'covered':>7} {'of lse':>6} {'keys':>6} "
           f"{'bytes':>6} {'exact':>6}")
     with _client(options) as client:
@@ -236,7 +236,7 @@ def _print_tensors(row: Any) -> None:
         return f"{'-':>{width}}" if value is None else f"{100 * value:{width - 1}.1f}%"
 
     bar = f"{'-':>7}" if row.bar is None else f"{row.bar:7.4f}"
-    print(f"{row.head_class or row.record:16} {row.mode:10} {row.setting:14} {row.error:7.4f} "
+    print(f"{row.head_class or row.record:16} {row.mode:10} {row.setting:17} {row.error:7.4f} "
           f"{row.error_rms:7.4f} {row.error_p95:7.4f} {row.error_p99:7.4f} "
           f"{row.lse_error:7.4f} {bar} {percent(row.coverage, 7)} {percent(row.lse_coverage, 6)} "
           f"{percent(row.keys_fraction, 6)} {percent(row.bytes_fraction, 6)} "

@@ -2,9 +2,9 @@
 """A real model over real texts, every layer in the mode under test.
 
 The beginning of a text is prefilled, which is exact; then each of the last tokens is predicted from
-those before it, one step at a time. What is compared with is the same steps, exact, over float32
-rows: KL(exact || mode) in nats a token, the share of tokens whose likeliest successor is the same,
-and the bits that the text's bytes cost."""
+those before it, one or a few at a step. What is compared with is the same steps, exact, over
+float32 rows: KL(exact || mode) in nats a token, the share of tokens whose likeliest successor is
+the same, and the bits that the text's bytes cost."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ from ..integrations.transformers import KvmCache
 
 MIN_TOKENS = 256  # the least of an index, so that every layer is approximated
 ANY_BUDGET = 1 << 20  # more keys than a row has: verified answers are exact where that reads less
+
+
+def most_tokens(config: Any) -> int:
+    """The most tokens of a step that approximate modes answer: of more all are exact (kvm.h)."""
+    return 8 * (16 * config.num_key_value_heads // config.num_attention_heads)
 
 
 def index_begin(n_tokens: int) -> int:
@@ -51,6 +56,13 @@ def _sampled(budget: int, store: str = "bfloat16") -> Setting:
                    attend=(("mode", Mode.SAMPLED), ("budget", budget), ("delta", 0.1)))
 
 
+def _balanced(budget: int, eps: float, store: str = "bfloat16") -> Setting:
+    name = f"{budget}, {eps}" + ("" if store == "bfloat16" else f" {store}")
+    return Setting("balanced", name, store, IndexKind.SKETCH,
+                   attend=(("mode", Mode.SAMPLED), ("budget", budget), ("eps", eps),
+                           ("delta", 0.1)))
+
+
 def _verified(eps: float, store: str = "bfloat16") -> Setting:
     name = f"({eps}, 0.1)" + ("" if store == "bfloat16" else f" {store}")
     return Setting("verified", name, store, IndexKind.SKETCH,
@@ -79,6 +91,8 @@ SETTINGS = [
     Setting("exact", "int8", "int8"),
     Setting("exact", "fp8", "fp8"),
     _sampled(100), _sampled(200), _sampled(256), _sampled(512), _sampled(512, "int8"),
+    _balanced(128, 0.05), _balanced(192, 0.025), _balanced(256, 0.015),
+    _balanced(256, 0.025, "int8"),
     _verified(0.3), _verified(0.1), _verified(0.07), _verified(0.1, "int8"),
     _topk(64), _topk(100), _topk(256),
     Setting("magicpig", "(10, 150)", index=IndexKind.LSH, attend=(("mode", Mode.SAMPLED),)),
@@ -96,6 +110,7 @@ class Row:
     text: str
     tokens: int
     scored: int
+    chunk: int  # tokens of a step
     bits_per_byte: float
     dense_bits_per_byte: float
     kl: float
@@ -109,22 +124,29 @@ class Row:
 class _Run:
     """A text's last tokens, predicted with one setting."""
 
-    def __init__(self, model: Any, ids: torch.Tensor, n_scored: int,
-                 report: Callable[[str], None]) -> None:
+    def __init__(self, model: Any, ids: torch.Tensor, n_scored: int, n_chunk: int) -> None:
         self.model = model
-        self.ids = ids
-        self.n_scored = n_scored
-        self.report = report
+        self.prompt = ids[:, :-n_scored - 1]
+        self.steps = torch.split(ids[:, -n_scored - 1:-1], n_chunk, dim=1)
 
     def prefill(self, cache: KvmCache) -> None:
-        for part in torch.split(self.ids[:, :-self.n_scored - 1], 512, dim=1):
+        for part in torch.split(self.prompt, 512, dim=1):
             self.model.model(part, past_key_values=cache)
 
     def logits(self, cache: KvmCache) -> Iterator[torch.Tensor]:
-        """Log probabilities of what follows each of the tokens before the last."""
-        for i in range(self.ids.shape[1] - self.n_scored - 1, self.ids.shape[1] - 1):
-            out = self.model(self.ids[:, i:i + 1], past_key_values=cache).logits[0, -1]
+        """Log probabilities of what follows each of the scored tokens' predecessors, by steps:
+        [tokens of the step, words]."""
+        for step in self.steps:
+            out = self.model(step, past_key_values=cache).logits[0]
             yield torch.log_softmax(out.float(), dim=-1)
+
+    def n_keys(self) -> int:
+        """Keys that a kv head has in all steps; a step reads them once, whatever its tokens."""
+        n, total = self.prompt.shape[1], 0
+        for step in self.steps:
+            n += step.shape[1]
+            total += n
+        return total
 
 
 def _cache(model: Any, client: Client, setting: Setting, n_tokens: int) -> KvmCache:
@@ -136,19 +158,20 @@ def _cache(model: Any, client: Client, setting: Setting, n_tokens: int) -> KvmCa
 
 
 def evaluate(model: Any, client: Client, name: str, ids: list[int], n_bytes: int, n_scored: int,
-             settings: list[Setting], report: Callable[[str], None]) -> Iterator[Row]:
-    """Yields a row for each setting. n_bytes: of the scored tokens' text."""
-    run = _Run(model, torch.tensor([ids]), n_scored, report)
+             settings: list[Setting], report: Callable[[str], None],
+             n_chunk: int = 1) -> Iterator[Row]:
+    """Yields a row for each setting. n_bytes: of the scored tokens' text. n_chunk: tokens of a
+    step."""
+    run = _Run(model, torch.tensor([ids]), n_scored, n_chunk)
     config = model.config
     row_bytes = 2 * config.head_dim * 2  # of K and V in bfloat16
-    lengths = range(len(ids) - n_scored, len(ids))
-    all_keys = sum(lengths) * config.num_hidden_layers * config.num_key_value_heads
+    all_keys = run.n_keys() * config.num_hidden_layers * config.num_key_value_heads
     targets = torch.tensor(ids[-n_scored:])
     with torch.no_grad():
         report(f"{name}: exact, float32")
         with KvmCache(model, client, dtype="float32") as cache:
             run.prefill(cache)
-            dense = torch.stack(list(run.logits(cache)))
+            dense = torch.cat(list(run.logits(cache)))
         dense_bits = _bits(dense, targets) / n_bytes
         best = dense.argmax(dim=1)
         for stored in dict.fromkeys(setting.stored for setting in settings):
@@ -161,17 +184,20 @@ def evaluate(model: Any, client: Client, name: str, ids: list[int], n_bytes: int
                     with copy.deepcopy(prefilled) as cache:
                         cache._arguments.update(setting.attend)
                         bits, kl, top1 = 0.0, 0.0, 0
-                        for i, got in enumerate(run.logits(cache)):
-                            kl += float((dense[i].exp() * (dense[i] - got)).sum())
-                            top1 += int(got.argmax() == best[i])
-                            bits -= float(got[targets[i]]) / math.log(2)
+                        begin = 0
+                        for got in run.logits(cache):
+                            part = slice(begin, begin + len(got))
+                            begin += len(got)
+                            kl += float((dense[part].exp() * (dense[part] - got)).sum())
+                            top1 += int((got.argmax(dim=1) == best[part]).sum())
+                            bits += _bits(got, targets[part])
                         stats = cache.stats
                     exact = stats.n_exact_rows if setting.attend else 0
                     rows = stats.n_rows if setting.attend else 1
                     # Steps that were exact throughout have no rows that were "answered exactly".
                     exact += stats.n_rows - stats.n_approximate_rows if setting.attend else 0
                     yield Row("real", setting.mode, setting.setting, name, len(ids), n_scored,
-                              bits / n_bytes, dense_bits, kl / n_scored, top1 / n_scored,
+                              n_chunk, bits / n_bytes, dense_bits, kl / n_scored, top1 / n_scored,
                               stats.keys_read / all_keys,
                               stats.bytes_read / (all_keys * row_bytes), exact / rows,
                               exact / rows > 0.05)
