@@ -116,6 +116,8 @@ Errors measure(const Data& data, const Stored& stored) {
 }
 
 TEST(StatedErrors, HoldAndAreNoLargerThanTheyMustBe) {
+  const bool has_bf16_dot = std::ranges::any_of(
+      available_tables(), [](const KernelTable* table) { return table->has_bf16_dot; });
   for (const Stored& stored : kStored) {
     const Errors stated = stated_for(stored);
     Errors worst;
@@ -132,8 +134,10 @@ TEST(StatedErrors, HoldAndAreNoLargerThanTheyMustBe) {
       worst.of_o = std::max(worst.of_o, errors.of_o);
       worst.lse = std::max(worst.lse, errors.lse);
     }
-    // I8's are smaller on processors without products of words.
-    if (stored.dtype != Dtype::kI8) {
+    // Smaller where the processor lacks the instructions that round: products of words for I8, of
+    // bf16 numbers for what is kept or turned into these.
+    const bool is_rounded = stated.of_values >= 2e-3;
+    if (stored.dtype != Dtype::kI8 && (has_bf16_dot || !is_rounded)) {
       EXPECT_GE(worst.of_values, stated.of_values / 10) << stored.name;
       EXPECT_GE(worst.of_o, stated.of_o / 10) << stored.name;
       EXPECT_GE(worst.lse, stated.lse / 5) << stored.name;
