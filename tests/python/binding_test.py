@@ -427,6 +427,23 @@ class Errors:
             self.client.step(space, 7, [kvm.Item(seq, query=1)], q=self.normal(1, 4, 16))
         with self.assertRaisesRegex(ValueError, "layout is 'columns'"):
             self.client.step(space, 0, [kvm.Item(seq)], q=self.normal(1, 4, 16), layout="columns")
+        for arguments, sentence in (
+                ({"mode": "sampled"}, "mode is 'sampled'; it must be a kvm.Mode, such as"),
+                ({"proposal": "lsh"}, "proposal is 'lsh'; it must be a kvm.Proposal, such as"),
+                ({"eps": "0.1"}, "eps is '0.1'; it must be a number"),
+                ({"delta": None}, "delta is None; it must be a number"),
+                ({"budget": 1.5}, "budget is 1.5; it must be a whole number")):
+            with self.assertRaisesRegex(TypeError, sentence):
+                self.client.step(space, 0, [kvm.Item(seq)], q=self.normal(1, 4, 16), **arguments)
+            with self.assertRaisesRegex(TypeError, sentence):
+                kvm.Step(space, 0, [kvm.Item(seq)], q=self.normal(1, 4, 16),
+                         o=self.normal(1, 4, 16), **arguments)
+        with self.assertRaisesRegex(TypeError, "default_mode is 'auto'; it must be a kvm.Mode"):
+            self.client.register_space("none", n_layers=1, n_q_heads=1, head_dim=16,
+                                       default_mode="auto")
+        with self.assertRaisesRegex(ValueError, "timeout is '1'; it must be a number of seconds"):
+            self.client.create_queue().nop_async().result(timeout="1")
+        self.assertIs(space.info().default_mode, kvm.Mode.EXACT)
         self.assertEqual(len(seq), 0)
         item = kvm.Item(seq, append=numpy.int64(1))
         self.client.step(space, 0, [item], k=self.normal(1, 2, 16), v=self.normal(1, 2, 16))

@@ -370,6 +370,14 @@ class Refusals(Case):
         with torch.no_grad(), self.assertRaisesRegex(NotSupportedError, "dropout"):
             model(prompts()["input_ids"], past_key_values=self.cache(model))
 
+    def test_numbers_without_a_mode_that_heeds_them(self):
+        model = make_model("llama")
+        for name, value in {"eps": 0.1, "delta": 0.1, "budget": 9}.items():
+            with self.assertRaisesRegex(kvm.InvalidError, f"{name} is {value}, and mode is EXACT"):
+                self.cache(model, **{name: value})
+        with self.assertRaisesRegex(TypeError, "mode is 'sampled'; it must be a kvm.Mode"):
+            self.cache(model, mode="sampled")
+
     def test_a_cache_is_not_pickled(self):
         cache = self.cache(make_model("llama"))
         with self.assertRaisesRegex(TypeError, "pickled"):

@@ -21,7 +21,7 @@ from ._errors import Error
 from ._params import Codec, Index, Layer, Policy, dtype_of
 from ._records import (Amounts, ClientEntry, ClientInfo, EvictResult, SequenceInfo, SpaceInfo,
                        Stats, UserEntry)
-from ._requests import (Item, Layout, Request, Step, StepResult, check_step_numbers, is_heads,
+from ._requests import (Item, Layout, Request, Step, StepResult, check_names, check_step, is_heads,
                         step_flags)
 
 _E = TypeVar("_E")
@@ -183,6 +183,8 @@ class Client:
         fingerprint:   32 bytes of whatever must agree between users of the name (weights, ...).
         Later entries of `layers`, `policies`, `codecs` and `indexes` win.
         """
+        check_names(Mode, default_mode=default_mode)
+        check_names(Proposal, default_proposal=default_proposal)
         overrides = list(layers)
         numbers = {
             "n_layers": n_layers, "n_q_heads": n_q_heads, "n_kv_heads": n_kv_heads,
@@ -211,7 +213,7 @@ class Client:
 
     def spaces(self) -> list[SpaceInfo]:
         """All spaces of the service."""
-        return [SpaceInfo(**info) for info in self._native.spaces()]
+        return [SpaceInfo._of(info) for info in self._native.spaces()]
 
     def sequences(self, space: Space | None = None, *, all_clients: bool = False
                   ) -> list[SequenceInfo]:
@@ -353,7 +355,7 @@ class Space:
 
     def info(self) -> SpaceInfo:
         """The space as it is registered."""
-        return SpaceInfo(**self.client._native.space_info(self.id))
+        return SpaceInfo._of(self.client._native.space_info(self.id))
 
     def drop(self) -> None:
         """Removes it from the service. It must have no sequences."""
@@ -532,7 +534,8 @@ class Queue:
                 if f32_values or not statistics else 0, mode or 0, proposal or 0, scale, eps, delta,
                 budget, seed, deadline_ns)
         except TypeError:
-            check_step_numbers(layer, budget, seed, deadline_ns)
+            check_step(layer, budget, seed, deadline_ns, mode, proposal, scale=scale, eps=eps,
+                       delta=delta)
             raise
         if self.client._orphans:
             self.client._sweep()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import operator
 from collections.abc import Callable, Generator, Iterable, Sequence as Series
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
@@ -74,10 +75,24 @@ def _check_numbers(n_bits: int, **numbers: Any) -> None:
                                f"from 0 to 2**{n_bits} - 1")
 
 
-def check_step_numbers(layer: int, budget: int, seed: int, deadline_ns: int) -> None:
-    """The same for those of a step."""
+def check_names(kind: type[enum.IntEnum], **values: Any) -> None:
+    """The same for members of an enum."""
+    for name, value in values.items():
+        if not isinstance(value, int):
+            raise TypeError(f"{name} is {value!r}; it must be a kvm.{kind.__name__}, such as "
+                            f"kvm.{kind.__name__}.{list(kind)[-1].name}")
+
+
+def check_step(layer: int, budget: int, seed: int, deadline_ns: int, mode: Mode,
+               proposal: Proposal, **numbers: Any) -> None:
+    """The same for all of a step but its arrays."""
     _check_numbers(32, layer=layer)
     _check_numbers(64, budget=budget, seed=seed, deadline_ns=deadline_ns)
+    check_names(Mode, mode=mode)
+    check_names(Proposal, proposal=proposal)
+    for name, number in numbers.items():
+        if isinstance(number, str) or not hasattr(number, "__float__"):
+            raise TypeError(f"{name} is {number!r}; it must be a number")
 
 
 def is_heads(layout: Layout) -> bool:
@@ -157,7 +172,8 @@ class Step:
                 is_heads(layout), step_flags(f32_values, statistics), mode, proposal, scale, eps,
                 delta, budget, seed, deadline_ns)
         except TypeError:
-            check_step_numbers(layer, budget, seed, deadline_ns)
+            check_step(layer, budget, seed, deadline_ns, mode, proposal, scale=scale, eps=eps,
+                       delta=delta)
             raise
         self.space = space
         self.o = o
@@ -168,8 +184,9 @@ class Step:
 class Request(Generic[T]):
     """A request on its way. `result()` waits for it, `await` does so in an event loop.
 
-    Its arrays stay alive, and must not be changed, until it is done. Nor can buffers be released or
-    resized until then (BufferError).
+    Its arrays stay alive, and must not be changed, until it is done. Nor can bytearrays,
+    memoryviews and their like be released or resized until then (BufferError); that NumPy's and
+    PyTorch's arrays are not (`resize_`, refcheck=False) is up to whoever has them.
     """
 
     __slots__ = ("_flight", "_finish", "_queue", "_values")
@@ -229,6 +246,6 @@ class Request(Generic[T]):
 def _timeout_ns(timeout: float | None) -> int:
     if timeout is None:
         return 2**64 - 1
-    if not timeout >= 0:
-        raise ValueError(f"timeout is {timeout}; it must be a number of seconds, or None")
+    if not isinstance(timeout, (int, float)) or not timeout >= 0:
+        raise ValueError(f"timeout is {timeout!r}; it must be a number of seconds, or None")
     return min(int(timeout * 1e9), 2**64 - 2)

@@ -25,8 +25,10 @@ import transformers
 from transformers import cache_utils
 from transformers.cache_utils import Cache
 
-from .. import Client, Codec, Index, Item, Layer, Mode, Policy, Proposal, Retention, Sequence
+from .. import (Client, Codec, Index, InvalidError, Item, Layer, Mode, Policy, Proposal, Retention,
+                Sequence, Status)
 from .._objects import Space
+from .._requests import check_step
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -125,7 +127,7 @@ class KvmCache(Cache):
     dtype:     how keys and values are stored; None: as the model computes. "int8" and "fp8" take
                half of bfloat16.
     mode, eps, delta, budget, seed, proposal: how to attend, as in `Queue.step`. Chunks of a prefill
-               are answered exactly.
+               are answered exactly. Mode EXACT takes none of the others.
     policies, codecs, indexes: as in `Client.register_space`. With an approximate mode and no index
                every kv head gets `Index()`.
     manual_commit: tokens become final by `commit` alone, so that `crop` can take back what a policy
@@ -143,6 +145,12 @@ class KvmCache(Cache):
                  policies: Iterable[Policy] = (), codecs: Iterable[Codec] = (),
                  indexes: Iterable[Index] = (), manual_commit: bool = False,
                  name: str | None = None) -> None:
+        check_step(0, budget, seed, 0, mode, proposal, eps=eps, delta=delta)
+        others = {"eps": eps, "delta": delta, "budget": budget, "proposal": proposal}
+        for what, value in others.items():
+            if mode == Mode.EXACT and value != 0:
+                raise InvalidError(Status.INVALID, f"{what} is {value}, and mode is EXACT, which "
+                                   "takes none; name another, such as kvm.Mode.SAMPLED")
         use_kvm(model)
         of_indexes = list(indexes)
         if mode not in (Mode.DEFAULT, Mode.EXACT) and not of_indexes:
