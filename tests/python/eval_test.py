@@ -358,9 +358,9 @@ class Records(unittest.TestCase):
 @unittest.skipUnless(importlib.util.find_spec("matplotlib"), "matplotlib is not installed")
 class Plots(unittest.TestCase):
     def test_panels_and_means(self):
-        def line(mode, setting, text, kl, share):
+        def line(mode, setting, text, kl, share, **more):
             return json.dumps({"eval": "real", "mode": mode, "setting": setting, "text": text,
-                               "tokens": 8192, "kl": kl, "bytes_fraction": share})
+                               "tokens": 8192, "kl": kl, "bytes_fraction": share, **more})
         with tempfile.TemporaryDirectory() as folder:
             lines, out = Path(folder, "real.jsonl"), Path(folder, "quality.svg")
             lines.write_text("\n".join([
@@ -376,6 +376,19 @@ class Plots(unittest.TestCase):
                 self.assertIn(f">{text}</text>", drawn)
             self.assertEqual(run("plot", lines, "-o", out, "--mean")[1], f"{out}: 2 points\n")
             self.assertNotIn(">256</text>", out.read_text())
+            # An eps behind a budget is of the same curve; a dtype and a chunk make others.
+            lines.write_text("\n".join([
+                line("balanced", "128, 0.05", "one", 0.02, 0.1),
+                line("balanced", "256, 0.015", "one", 0.01, 0.2),
+                line("balanced", "128, 0.05", "one", 0.04, 0.3, chunk=4),
+                line("balanced", "256, 0.025 int8", "one", 0.02, 0.1),
+                line("verified", "(0.1, 0.1) int8", "one", 0.02, 0.1)]))
+            self.assertEqual(run("plot", lines, "-o", out)[1], f"{out}: 5 points\n")
+            drawn = out.read_text()
+            for text in ("balanced", "128, 0.05", "balanced, 4 tokens a step", "balanced, int8",
+                         "256, 0.025", "verified, int8"):
+                self.assertIn(f">{text}</text>", drawn)
+            self.assertNotIn("balanced, 0.05", drawn)
             lines.write_text(json.dumps({"eval": "tasks"}))
             status, _, said = run("plot", lines, "-o", out)
             self.assertEqual(status, 1)

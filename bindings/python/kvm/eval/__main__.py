@@ -15,6 +15,10 @@ import kvm
 from . import _commands
 
 
+# The index of Python packages has another kvm.
+_INSTALL = "install kvm's wheel with its extra: pip install 'kvm-...whl[eval]'"
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="kvm-eval", description=(
         "What approximate attention, policies and codecs of kvm do to a real model."))
@@ -26,9 +30,10 @@ def main(arguments: list[str] | None = None) -> int:
     real.add_argument("--scored", type=int, default=512,
                       help="tokens at its end that are predicted, at most half [%(default)s]")
     real.add_argument("--chunk", type=int, default=1, help="tokens of a step, which one request "
-                      "asks for [%(default)s]")
-    real.add_argument("--text", action="append", help="a built-in text or a file; may be given "
-                      "more than once [all built-in ones]")
+                      "asks for; at most 8 floor(16 / query heads of a kv head) [%(default)s]")
+    real.add_argument("--text", action="append", help="a built-in text (reference-a, "
+                      "reference-s, argparse.py, typing.py) or a file; may be given more than once "
+                      "[all built-in ones]")
     real.add_argument("--only", action="append", metavar="MODE",
                       help="modes to evaluate [all]")
     real.add_argument("--socket", help="of a kvmd; without, an engine in this process")
@@ -41,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
         status: int = options.run(options)
         return status
     except ImportError as missing:
-        print(f"kvm-eval: {missing}; pip install 'kvm[eval]'", file=sys.stderr)
+        print(f"kvm-eval: {missing}; {_INSTALL}", file=sys.stderr)
         return 1
     except (ValueError, OSError, kvm.Error) as error:
         print(f"kvm-eval: {error}", file=sys.stderr)
@@ -54,7 +59,7 @@ def _real(options: argparse.Namespace) -> int:
 
         from . import _real, _smollm, _texts
     except ImportError as missing:
-        print(f"kvm-eval: {missing}; pip install 'kvm[eval]'", file=sys.stderr)
+        print(f"kvm-eval: {missing}; {_INSTALL}", file=sys.stderr)
         return 1
     texts = options.text or list(_texts.BUILT_IN)
     modes = sorted({setting.mode for setting in _real.SETTINGS})
@@ -64,12 +69,16 @@ def _real(options: argparse.Namespace) -> int:
     if not 256 < options.tokens <= 12288 or not 0 < options.scored <= options.tokens // 2:
         raise ValueError(f"--tokens is {options.tokens} and --scored {options.scored}; tokens may "
                          "be 257 to 12288, and at most half of them scored")
+    if options.chunk < 1:
+        raise ValueError(f"--chunk is {options.chunk}; a step has at least one token")
+    _commands.check_threads(options.threads)
+    contents = {name: _texts.read(name) for name in texts}
     settings = [s for s in _real.SETTINGS if not options.only or s.mode in options.only]
     torch.set_num_threads(options.threads or os.cpu_count() or 1)
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvm-eval"
     model, tokenizer = _smollm.load(options.model or _smollm.fetch(cache),
                                     rope_factor=2.0 if options.tokens > 8192 else 1.0)
-    if not 1 <= options.chunk <= _real.most_tokens(model.config):
+    if options.chunk > _real.most_tokens(model.config):
         raise ValueError(f"--chunk is {options.chunk}; a step of this model may have 1 to "
                          f"{_real.most_tokens(model.config)} tokens: of more, all modes are exact")
     client = (kvm.connect(options.socket) if options.socket
@@ -78,7 +87,7 @@ def _real(options: argparse.Namespace) -> int:
           f"{'dense':>6} {'keys':>6} {'bytes':>6} {'exact':>6}")
     with client:
         for name in texts:
-            ids = [model.config.bos_token_id, *tokenizer.encode(_texts.read(name)).ids]
+            ids = [model.config.bos_token_id, *tokenizer.encode(contents[name]).ids]
             if len(ids) < options.tokens:
                 raise ValueError(f"the text {name} has {len(ids)} tokens; {options.tokens} are "
                                  "wanted")

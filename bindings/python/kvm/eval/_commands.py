@@ -17,6 +17,13 @@ from typing import Any
 import kvm
 
 
+def check_threads(n_threads: int) -> None:
+    """Raises ValueError: there cannot be so many."""
+    if not 0 <= n_threads <= 1024:
+        raise ValueError(f"--threads is {n_threads}; there may be 1 to 1024, and 0 takes one per "
+                         "core")
+
+
 def add(commands: Any) -> None:
     """Adds them. Each sets `run`, a function of the options that returns the exit status."""
     tasks = commands.add_parser("tasks", help="tasks of the house model: accuracy of each mode "
@@ -89,6 +96,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 def _client(options: argparse.Namespace) -> Iterator[kvm.Client]:
     import torch
 
+    check_threads(options.threads)
     torch.set_num_threads(options.threads or os.cpu_count() or 1)
     with (kvm.connect(options.socket) if options.socket
           else kvm.open_embedded(n_threads=options.threads)) as client:
@@ -155,6 +163,7 @@ def _record(options: argparse.Namespace) -> int:
 
     from . import _smollm, _texts, recorder
 
+    check_threads(options.threads)
     torch.set_num_threads(options.threads or os.cpu_count() or 1)
     text = _texts.read(options.text)
     if options.pretrained is not None:

@@ -87,10 +87,14 @@ def _points(lines: list[dict[str, Any]], quality: str, panel: str) -> _Points:
         if not line[quality] > 0:
             continue  # has no place on a logarithmic axis
         curve, setting = line["mode"], line["setting"]
-        # What stands behind a budget (a dtype, a sketch) makes a curve of its own.
-        parts = re.fullmatch(r"(\d+),? (?!\+)(.+)", setting)
-        if parts is not None:
-            curve, setting = f"{curve}, {parts[2]}", parts[1]
+        # A dtype behind a setting, or what else stands behind a budget (a sketch), makes a curve of
+        # its own; a second number, an eps, does not.
+        for pattern in (r"(.+) (int8|fp8|bfloat16|float32)", r"(\d+),? (?!\+|[\d.]+$)(.+)"):
+            parts = re.fullmatch(pattern, setting)
+            if parts is not None:
+                curve, setting = f"{curve}, {parts[2]}", parts[1]
+        if line.get("chunk", 1) != 1:
+            curve += f", {line['chunk']} tokens a step"
         if line.get("steps", "decode") != "decode":
             curve += f", {line['steps']}"
         title = f"{line[panel]}, {line['tokens']:,} tokens"

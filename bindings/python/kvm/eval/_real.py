@@ -25,7 +25,7 @@ ANY_BUDGET = 1 << 20  # more keys than a row has: verified answers are exact whe
 
 def most_tokens(config: Any) -> int:
     """The most tokens of a step that approximate modes answer: of more all are exact (kvm.h)."""
-    return 8 * (16 * config.num_key_value_heads // config.num_attention_heads)
+    return int(8 * (16 * config.num_key_value_heads // config.num_attention_heads))
 
 
 def index_begin(n_tokens: int) -> int:
@@ -177,7 +177,7 @@ def evaluate(model: Any, client: Client, name: str, ids: list[int], n_bytes: int
         for stored in dict.fromkeys(setting.stored for setting in settings):
             of_store = [setting for setting in settings if setting.stored == stored]
             with _cache(model, client, of_store[0], len(ids)) as prefilled:
-                report(f"{name}: prefill for {', '.join(s.mode for s in of_store)}")
+                report(f"{name}: prefill for {', '.join(dict.fromkeys(s.mode for s in of_store))}")
                 run.prefill(prefilled)
                 for setting in of_store:
                     report(f"{name}: {setting.mode} {setting.setting}")

@@ -36,4 +36,7 @@ def read(name: str) -> str:
     """A built-in text by its name, or the file of this path."""
     if name in BUILT_IN:
         return BUILT_IN[name]()
+    if not Path(name).is_file():
+        raise ValueError(f"there is no text {name}: neither a file of that name nor one of those "
+                         f"that are built in, {', '.join(BUILT_IN)}")
     return Path(name).read_text(encoding="utf-8")
