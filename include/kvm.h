@@ -881,8 +881,9 @@ enum {
  *             is the error bar: the error exceeds it with a probability of about delta. With
  *             budget and eps: rows whose bar is beyond eps then take bar / eps times the budget,
  *             up to 16 times: keys go where errors are, and no bar is promised; heads that would
- *             have half of their keys read are answered exactly. With LSH: the keys
- *             that meet the query in two tables (MagicPIG), whatever budget and eps; no bar.
+ *             have half of their keys read are answered exactly, after that. With LSH: the keys that
+ *             meet the query in two tables (MagicPIG), whatever eps, and budget below the number of
+ *             keys; no bar.
  *   VERIFIED  SAMPLED, and more keys until the bar is at most eps; heads that would need too many
  *             are answered exactly. The error of o is at most eps with probability 1 - delta. Too
  *             many are with budget 0 those that take longer than the exact answer (in host memory,
@@ -910,7 +911,9 @@ enum {
  * it found memory for.) A head is answered exactly when it has no index of the proposal's kind, or
  * not yet (min_tokens), when nothing would be skipped, and where an item has more than
  * 8 * floor(16 / group) query tokens, or a tree of more than floor(16 / group); n_exact counts its
- * rows, and if no head was approximated, mode is EXACT. */
+ * rows, and if all heads are such, mode is EXACT. It also counts rows of heads whose sample turned
+ * out to need all keys: mode says what they began with. Bars are of what was not read: they do not
+ * cover that rows are stored with less precision. EXACT reads none of eps, delta, budget, seed. */
 typedef struct kvm_step_params {
   uint32_t struct_size;
   uint32_t flags; /* KVM_STEP_* */
