@@ -443,7 +443,6 @@ class Errors:
                                        default_mode="auto")
         with self.assertRaisesRegex(ValueError, "timeout is '1'; it must be a number of seconds"):
             self.client.create_queue().nop_async().result(timeout="1")
-        self.assertIs(space.info().default_mode, kvm.Mode.EXACT)
         self.assertEqual(len(seq), 0)
         item = kvm.Item(seq, append=numpy.int64(1))
         self.client.step(space, 0, [item], k=self.normal(1, 2, 16), v=self.normal(1, 2, 16))

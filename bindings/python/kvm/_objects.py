@@ -213,7 +213,7 @@ class Client:
 
     def spaces(self) -> list[SpaceInfo]:
         """All spaces of the service."""
-        return [SpaceInfo._of(info) for info in self._native.spaces()]
+        return [SpaceInfo(**info) for info in self._native.spaces()]
 
     def sequences(self, space: Space | None = None, *, all_clients: bool = False
                   ) -> list[SequenceInfo]:
@@ -355,7 +355,7 @@ class Space:
 
     def info(self) -> SpaceInfo:
         """The space as it is registered."""
-        return SpaceInfo._of(self.client._native.space_info(self.id))
+        return SpaceInfo(**self.client._native.space_info(self.id))
 
     def drop(self) -> None:
         """Removes it from the service. It must have no sequences."""

@@ -2,12 +2,7 @@
 # Written by bindings/python/generate.py from include/kvm.h.
 """What the service says about itself: a class for each structure that it fills."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import Any, Self
-
-from ._constants import Mode, Proposal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,16 +59,11 @@ class SpaceInfo:
     n_sequences: int
     bytes_per_token: int
     page_tokens: int
-    default_mode: Mode
-    default_proposal: Proposal
+    default_mode: int
+    default_proposal: int
     default_eps: float
     default_delta: float
     default_budget: int
-
-    @classmethod
-    def _of(cls, fields: dict[str, Any]) -> Self:
-        return cls(**{**fields, "default_mode": Mode(fields["default_mode"]),
-                      "default_proposal": Proposal(fields["default_proposal"])})
 
 
 @dataclasses.dataclass(frozen=True)
