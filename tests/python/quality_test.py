@@ -28,10 +28,14 @@ class Quality(unittest.TestCase):
     def test_the_real_model(self):
         """Means over four texts of 8,192 tokens; the tightest bound on a text is twice that."""
         rows = collections.defaultdict(list)
-        for line in lines_of("real", "--model", str(MODEL)):
+        judged = [part for mode in ("exact", "sampled", "balanced", "verified")
+                  for part in ("--only", mode)]
+        for line in lines_of("real", "--model", str(MODEL), "--scored", "256", *judged):
             rows[line["mode"], line["setting"]].append(line)
         for (mode, setting), kl, most in (
                 (("exact", "int8"), 1e-3, 0.52), (("sampled", "512 int8"), 2e-3, 0.15),
+                (("balanced", "128, 0.05"), 2e-3, 0.15), (("balanced", "256, 0.015"), 5e-4, 0.2),
+                (("balanced", "256, 0.025 int8"), 1.5e-3, 0.15),
                 (("verified", "(0.1, 0.1)"), 1.5e-3, 0.18),
                 (("verified", "(0.1, 0.1) int8"), 1.5e-3, 0.15),
                 (("verified", "(0.07, 0.1)"), 5e-4, 0.2)):
