@@ -881,9 +881,9 @@ enum {
  *             is the error bar: the error exceeds it with a probability of about delta. With
  *             budget and eps: rows whose bar is beyond eps then take bar / eps times the budget,
  *             up to 16 times: keys go where errors are, and no bar is promised; heads that would
- *             have half of their keys read are answered exactly, after that. With LSH: the keys that
- *             meet the query in two tables (MagicPIG), whatever eps, and budget below the number of
- *             keys; no bar.
+ *             have half of their keys read are answered exactly, after that. With LSH: the keys
+ *             that meet the query in two tables (MagicPIG), whatever eps, and budget below the
+ *             number of keys; no bar.
  *   VERIFIED  SAMPLED, and more keys until the bar is at most eps; heads that would need too many
  *             are answered exactly. The error of o is at most eps with probability 1 - delta. Too
  *             many are with budget 0 those that take longer than the exact answer (in host memory,
