@@ -184,13 +184,12 @@ def evaluate(model: Any, client: Client, name: str, ids: list[int], n_bytes: int
                     with copy.deepcopy(prefilled) as cache:
                         cache._arguments.update(setting.attend)
                         bits, kl, top1 = 0.0, 0.0, 0
-                        begin = 0
-                        for got in run.logits(cache):
-                            part = slice(begin, begin + len(got))
-                            begin += len(got)
-                            kl += float((dense[part].exp() * (dense[part] - got)).sum())
-                            top1 += int((got.argmax(dim=1) == best[part]).sum())
-                            bits += _bits(got, targets[part])
+                        of_steps = (torch.split(rows, n_chunk) for rows in (dense, best, targets))
+                        for got, exact_got, likeliest, target in zip(run.logits(cache), *of_steps,
+                                                                     strict=True):
+                            kl += float((exact_got.exp() * (exact_got - got)).sum())
+                            top1 += int((got.argmax(dim=1) == likeliest).sum())
+                            bits += _bits(got, target)
                         stats = cache.stats
                     exact = stats.n_exact_rows if setting.attend else 0
                     rows = stats.n_rows if setting.attend else 1
