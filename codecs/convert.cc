@@ -133,22 +133,27 @@ bool can_stream(const TargetRows& target, uint64_t row_bytes) {
           15) == 0;
 }
 
+// REQUIRES: `out` and n_bytes are multiples of 16.
+void stream_bytes(const char* in, char* out, uint64_t n_bytes) {
+  for (uint64_t i = 0; i < n_bytes; i += 16) {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(out + i),
+                     _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + i)));
+  }
+}
+
+// SYNC: orders the streaming stores, which x86 leaves unordered, before whatever this thread stores
+// next: the release that tells others that the bytes are there.
+void end_stream() { _mm_sfence(); }
+
 // REQUIRES: can_stream, and equal dtypes.
 void stream_rows(const SourceRows& source, const TargetRows& target, uint64_t n_rows,
                  uint32_t n_heads, uint64_t row_bytes) {
   for (uint64_t row = 0; row < n_rows; ++row) {
     for (uint32_t head = 0; head < n_heads; ++head) {
-      const char* in = source_row(source, row, head);
-      char* out = target_row(target, row, head);
-      for (uint64_t i = 0; i < row_bytes; i += 16) {
-        _mm_stream_si128(reinterpret_cast<__m128i*>(out + i),
-                         _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + i)));
-      }
+      stream_bytes(source_row(source, row, head), target_row(target, row, head), row_bytes);
     }
   }
-  // SYNC: orders the streaming stores, which x86 leaves unordered, before whatever this thread
-  // stores next: the release that tells others that the rows are there.
-  _mm_sfence();
+  end_stream();
 }
 
 #endif
@@ -172,6 +177,17 @@ void convert(const void* src, Dtype src_dtype, void* dst, Dtype dst_dtype, uint6
       from_f32(block.data(), out + i * dtype_size_bytes(dst_dtype), dst_dtype, count);
     }
   }
+}
+
+void copy_past_caches(const void* src, void* dst, uint64_t n_bytes) {
+#if defined(__x86_64__)
+  if (((reinterpret_cast<uintptr_t>(dst) | n_bytes) & 15) == 0) {
+    stream_bytes(static_cast<const char*>(src), static_cast<char*>(dst), n_bytes);
+    end_stream();
+    return;
+  }
+#endif
+  std::memcpy(dst, src, n_bytes);
 }
 
 void convert_rows(const SourceRows& source, const TargetRows& target, uint64_t n_rows,

@@ -23,6 +23,10 @@ inline constexpr uint32_t kMaxScaledRow = kMaxHeadDim;
 // REQUIRES: neither dtype is scaled: those elements mean nothing without their row.
 void convert(const void* src, Dtype src_dtype, void* dst, Dtype dst_dtype, uint64_t n);
 
+// Copies bytes that are not read again soon: past the caches, where the processor can. src and dst
+// may be misaligned and must not overlap.
+void copy_past_caches(const void* src, void* dst, uint64_t n_bytes);
+
 // SourceRows are rows of some heads in memory: the row of token t and head h starts at
 //   data + t * row_stride_bytes + (heads ? heads[h] : h) * head_stride_bytes
 // and where dtype is scaled its scale is scales[t + (heads ? heads[h] : h) * kPageTokens].
