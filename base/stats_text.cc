@@ -33,6 +33,8 @@ void write_memory(const kvm_stats& stats, StatsText* out) {
   out->counter("kvm_dropped_pages_total", "Pages dropped by policies.", stats.n_pages_dropped);
   out->counter("kvm_copied_pages_total", "Pages copied because two sequences shared them.",
                stats.n_pages_copied);
+  out->counter("kvm_moved_pages_total", "Pages moved so that emptied memory can be given back.",
+               stats.n_pages_moved);
 }
 
 void write_requests(const kvm_stats& stats, StatsText* out) {

@@ -141,7 +141,7 @@ bool EmbeddedService::drive(uint64_t timeout_ns) {
     return false;
   }
   const bool worked = engine_->work();
-  if (engine_->poll() == 0 && !worked && !engine_->housekeep()) {
+  if (engine_->poll() == 0 && !worked && engine_->housekeep() != 0) {
     engine_->wait(std::min(timeout_ns, kDriveSliceNs));
     engine_->poll();
   }

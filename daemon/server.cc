@@ -202,10 +202,11 @@ void Server::run() {
     }
     // Not sooner: it may take a millisecond, and the next request would have to wait for it.
     const bool is_idle = idle_ns >= spin_window_ns();
-    if ((is_idle && service_->engine->housekeep()) || never_sleep) {
+    const uint64_t sleep_ns = is_idle ? service_->engine->housekeep() : kCutSpinSleepNs;
+    if (sleep_ns == 0 || never_sleep) {
       continue;
     }
-    sleep(is_idle ? UINT64_MAX : kCutSpinSleepNs);
+    sleep(sleep_ns);
     last_events = now_ns();
   }
   shut_down();

@@ -122,8 +122,10 @@ class Engine {
   // Retires finished requests and starts those that waited. Returns how many were retired.
   virtual uint32_t poll() = 0;
   // Gives a bounded part of emptied memory back to the operating system (about a millisecond's
-  // worth) and returns whether more remains. For a driver that has nothing else to do.
-  virtual bool housekeep() { return false; }
+  // worth). Begins to move pages together where that lets more be given back: work() and poll() go
+  // on with it. For a driver that has nothing else to do. Returns in how many nanoseconds it should
+  // be called again, unless something else happens before; UINT64_MAX: not for that.
+  virtual uint64_t housekeep() { return UINT64_MAX; }
   // Requests submitted and not yet retired.
   virtual uint32_t n_in_flight() const = 0;
   // `wake` is called on a worker thread when poll() is due or when work() has something new, so
@@ -144,7 +146,7 @@ class Engine {
 
   // The K and V bytes that an exact attend over the whole layer reads, in position order: one piece
   // per page and plane. For measuring the read ceiling over the very pages that attention reads.
-  // Valid while the sequence is not changed.
+  // Valid while the sequence is not changed, and neither housekeep() nor poll() is called.
   virtual Result<std::vector<MemoryPiece>> layer_memory(kvm_seq_id seq, uint32_t layer) = 0;
 
   // Fills what the engine knows: struct_size, n_clients, n_clients_total and n_protocol_errors

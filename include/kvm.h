@@ -1203,7 +1203,8 @@ typedef struct kvm_stats {
   uint64_t n_index_blocks;  /* (kv head, 64 keys) that were indexed */
   uint64_t n_index_refused; /* that found no memory, each once: such keys are read exactly */
   uint64_t n_index_dropped; /* that made way for keys and values: likewise */
-  uint64_t reserved[5];
+  uint64_t n_pages_moved;   /* to others of their kind, so that emptied memory can be given back */
+  uint64_t reserved[4];
 } kvm_stats;
 
 /* Counters of the whole service. Fails: TIMEOUT. Threads: any. */

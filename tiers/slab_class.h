@@ -89,9 +89,9 @@ struct SlabClass {
   }
 };
 
-// Names a page within an engine: 10 bits slab, 22 bits slot. The slab says which tier the page lies
-// in and how it is encoded; the slot says where in the slab. No pointers: every process and every
-// tier maps its slabs elsewhere.
+// Names a page within an engine: 10 bits that say what kind of pages it is one of, 22 bits slot. No
+// address, and no place in any tier: what it stands for now says the tiers' table of pages
+// (tiers/page_table.h; on a GPU device/page_pool.h).
 using PageRef = uint32_t;
 
 inline constexpr PageRef kNoPage = 0xffffffffu;

@@ -351,7 +351,7 @@ void AttendExecutor::add_masses(Store& store, std::span<Sequence* const> seqs) c
 }
 
 void AttendExecutor::offer_audits(Store& store, std::span<Sequence* const> seqs,
-                                  Auditor* auditor) const {
+                                  uint64_t read_epoch, Auditor* auditor) const {
   for (size_t i = 0; i < plan_->approx.size(); ++i) {
     const ApproxHead& head = plan_->approx[i];
     if (reports_[i].n_exact == head.plan.rows || !auditor->is_due()) {
@@ -366,7 +366,7 @@ void AttendExecutor::offer_audits(Store& store, std::span<Sequence* const> seqs,
         auditor->skip(Auditor::Skipped::kUnfit);
         continue;
       }
-      store.pin_pages(seqs[head.item], plan_->layer, head.class_index, &job->pins);
+      store.pin_pages(seqs[head.item], plan_->layer, head.class_index, read_epoch, &job->pins);
     } catch (const std::bad_alloc&) {
       auditor->skip(Auditor::Skipped::kBusy);
       continue;

@@ -51,7 +51,9 @@ class AttendExecutor {
   // After the last task, before the sequences change: hands over the attention mass of tokens of
   // heads that choose by it, and the answers that are due to be audited. seqs: of the items.
   void add_masses(Store& store, std::span<Sequence* const> seqs) const;
-  void offer_audits(Store& store, std::span<Sequence* const> seqs, Auditor* auditor) const;
+  // read_epoch: of the request (tiers/read_epochs.h).
+  void offer_audits(Store& store, std::span<Sequence* const> seqs, uint64_t read_epoch,
+                    Auditor* auditor) const;
 
  private:
   using Head = AttendPlan::Head;

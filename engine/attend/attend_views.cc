@@ -218,8 +218,8 @@ void AttendPlanner::add_index(const Store& store, const Sequence* seq, View* vie
     const bool needs_bar = request_->mode == KVM_MODE_VERIFIED ||
                            (request_->mode == KVM_MODE_AUTO && request_->budget == 0);
     if (is_asked && !(is_hashed && needs_bar)) {
-      collect_head_index(store.memory(), seq, layer, kv_head, store.reserved_length(seq, layer),
-                         &plan_->sketches, &plan_->hashes);
+      collect_head_index(seq, layer, kv_head, store.reserved_length(seq, layer), &plan_->sketches,
+                         &plan_->hashes);
     }
     part.sketches.n = plan_->sketches.size() - part.sketches.begin;
     part.hashes.n = plan_->hashes.size() - part.hashes.begin;

@@ -183,7 +183,7 @@ bool IndexBuild::fits_shared(const IndexRef& ref) const {
     }
     const uint64_t page = head.block_begin / kIndexPageBlocks;
     const bool is_own_page = page >= index.pages.size() || index.pages[page].page == kNoPage ||
-                             ref.data->bank.pool().n_refs(index.pages[page].page) == 1;
+                             ref.data->bank.pages().n_refs(index.pages[page].page) == 1;
     return is_own_page &&
            std::none_of(head.tables.begin(), head.tables.end(), [&index](const NewTables& made) {
              return std::any_of(
@@ -432,22 +432,22 @@ std::byte* open_page(uint64_t number, uint64_t page_bytes, HeadIndex* index,
                      const IndexBank& bank) {
   IndexPage& page = index->pages[number];
   // Another size: left behind by a build that found no memory, before other queries were seen.
-  const bool fits = page.page != kNoPage && bank.pool().page_bytes(page.page) == page_bytes;
-  if (fits && bank.pool().n_refs(page.page) == 1) {
-    return bank.pool().data(page.page);
+  const bool fits = page.page != kNoPage && bank.pages().page_bytes(page.page) == page_bytes;
+  if (fits && bank.pages().n_refs(page.page) == 1) {
+    return bank.pages().data(page.page);
   }
   const PageRef fresh = bank.allocate(page_bytes);
   if (fresh == kNoPage) {
     return nullptr;
   }
   if (fits) {
-    std::memcpy(bank.pool().data(fresh), bank.pool().data(page.page), page_bytes);
+    std::memcpy(bank.pages().data(fresh), bank.pages().data(page.page), page_bytes);
   }
   if (page.page != kNoPage) {
     bank.release(page.page);
   }
   page.page = fresh;
-  return bank.pool().data(fresh);
+  return bank.pages().data(fresh);
 }
 
 // Returns what a frame takes beside the one before it, whose basis it may share.

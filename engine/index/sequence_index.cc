@@ -54,8 +54,7 @@ void close_index_build(StoreMemory* memory, IndexBuild* build) {
   build->close(&seq->indexes[build->layer()], memory->index_bank(seq->account));
 }
 
-void collect_head_index(const StoreMemory& memory, const Sequence* seq, uint32_t layer,
-                        uint32_t kv_head, uint64_t length,
+void collect_head_index(const Sequence* seq, uint32_t layer, uint32_t kv_head, uint64_t length,
                         std::vector<attention::SketchedRun>* sketches,
                         std::vector<attention::HashedRun>* hashes) {
   const Space& space = seq->space();
@@ -66,7 +65,7 @@ void collect_head_index(const StoreMemory& memory, const Sequence* seq, uint32_t
   const IndexRef& ref = seq->indexes[own];
   const IndexConfig config = space.index(layer, kv_head);
   const uint64_t n_blocks = indexable_blocks(length);
-  collect_sketches(ref, kv_head, config, n_blocks, memory.pool(), space.head_dim_k, sketches);
+  collect_sketches(ref, kv_head, config, n_blocks, space.head_dim_k, sketches);
   collect_hashes(ref, kv_head, config, n_blocks, hashes);
 }
 

@@ -36,8 +36,7 @@ void open_index_build(StoreMemory* memory, IndexBuild* build);
 void close_index_build(StoreMemory* memory, IndexBuild* build);
 // Appends what the index of a kv head has for a sequence of `length` tokens. Valid as the runs of
 // Store::collect_runs are. Nothing for an ABSENT layer.
-void collect_head_index(const StoreMemory& memory, const Sequence* seq, uint32_t layer,
-                        uint32_t kv_head, uint64_t length,
+void collect_head_index(const Sequence* seq, uint32_t layer, uint32_t kv_head, uint64_t length,
                         std::vector<attention::SketchedRun>* sketches,
                         std::vector<attention::HashedRun>* hashes);
 // Forgets the pages that a policy dropped.

@@ -54,28 +54,30 @@ Status demote(StoreMemory* memory, Sequence* seq, const policies::Action& action
   std::vector<PageEntry> old_pages;
   list.for_each([&](const PageEntry& entry, bool) {
     if (entry.position() >= action.range.begin && entry.end() <= action.range.end &&
-        memory->pool().slab_class(entry.page) != target) {
+        memory->pages().slab_class(entry.page) != target) {
       old_pages.push_back(entry);
     }
   });
   const uint64_t need = old_pages.size() * target.page_bytes();
-  Account* account = seq->account;
-  KVM_TRY(memory->make_quota_room(account, need, "re-encoding, for a moment"));
-  std::vector<PageRef> new_pages;
-  for (size_t i = 0; i < old_pages.size(); ++i) {
-    Result<PageRef> page = memory->bank(seq->account).allocate(target);
-    if (!page.is_ok()) {
-      for (const PageRef unused : new_pages) {
-        memory->bank(seq->account).release(unused);
-      }
-      return page.status();
+  KVM_TRY(memory->make_quota_room(seq->account, need, "re-encoding, for a moment"));
+  const PageBank bank = memory->bank(seq->account);
+  std::vector<PageRef> new_pages;  // those from n_placed on are not in the list
+  size_t n_placed = 0;
+  new_pages.reserve(old_pages.size());
+  const Undo releasing([&] {
+    for (; n_placed < new_pages.size(); ++n_placed) {
+      bank.release(new_pages[n_placed]);
     }
-    new_pages.push_back(page.value());
-  }
+  });
   for (size_t i = 0; i < old_pages.size(); ++i) {
-    copy_page_rows(memory->pool(), old_pages[i].page, new_pages[i], old_pages[i].first,
+    KVM_TRY_ASSIGN(const PageRef page, bank.allocate(target));
+    new_pages.push_back(page);
+    copy_page_rows(memory->pages(), old_pages[i].page, page, old_pages[i].first,
                    old_pages[i].count);
-    list.replace(old_pages[i].block, new_pages[i], memory->bank(seq->account));
+    bank.seal(page);
+  }
+  for (; n_placed < new_pages.size(); ++n_placed) {
+    list.replace(old_pages[n_placed].block, new_pages[n_placed], bank);
   }
   return Status::ok();
 }

@@ -9,7 +9,7 @@
 #include "engine/retention/policy_actions.h"
 #include "engine/store/observations.h"
 #include "policies/policy.h"
-#include "tiers/host/host_pool.h"
+#include "tiers/page_table.h"
 
 namespace kvm::engine {
 namespace {
@@ -18,12 +18,12 @@ namespace {
 constexpr int kMaxPolicyRounds = 1024;
 
 // The pages of a list as ranges of one encoding.
-std::vector<policies::StoredRange> stored_ranges(const PageList& list, const tiers::HostPool& pool,
-                                                 uint64_t* n_pages) {
+std::vector<policies::StoredRange> stored_ranges(const PageList& list,
+                                                 const tiers::PageTable& pages, uint64_t* n_pages) {
   std::vector<policies::StoredRange> ranges;
   list.for_each([&](const PageEntry& entry, bool) {
     ++*n_pages;
-    const tiers::SlabClass& slab_class = pool.slab_class(entry.page);
+    const tiers::SlabClass& slab_class = pages.slab_class(entry.page);
     if (!ranges.empty() && ranges.back().positions.end == entry.position() &&
         ranges.back().dtype_k == slab_class.dtype_k &&
         ranges.back().dtype_v == slab_class.dtype_v) {
@@ -71,7 +71,7 @@ uint64_t show_list(const StoreMemory& memory, const Sequence& seq, uint32_t laye
   view->layer = layer;
   view->class_index = class_index;
   view->length = list.length();
-  *stored = stored_ranges(list, memory.pool(), &n_pages);
+  *stored = stored_ranges(list, memory.pages(), &n_pages);
   view->stored = *stored;
   view->n_sinks = head_class.retention.n_sinks;
   view->n_recent = head_class.retention.n_recent;

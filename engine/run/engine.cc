@@ -20,6 +20,7 @@
 #include "engine/attend/audit.h"
 #include "engine/attend/cost_model.h"
 #include "engine/run/fair_queue.h"
+#include "engine/run/page_moves.h"
 #include "engine/run/request.h"
 #include "engine/run/sequence_order.h"
 #include "engine/space/refusal.h"
@@ -49,6 +50,14 @@ constexpr uint64_t kRowsPerRead = 16;
 constexpr uint64_t kMaxStartNs = 200'000;
 // So many go at a time of a sequence that is freed or cut, or of a client that leaves: some 0.2 ms.
 constexpr uint64_t kFreePages = 4096;
+// Of pages that move, beside the lanes of clients.
+constexpr uint32_t kMovesLane = Scheduler::kMaxLanes - 1;
+// An engine that has answered so lately is busy, though it has no request at the moment.
+constexpr uint64_t kBusyNs = 10'000'000;
+// LIMIT: bytes moved in a second while the engine is busy, and how long after it was due a batch
+// still counts from then, so that those that begin late do not slow the rest.
+constexpr double kMoveBytesPerNs = 1.15;
+constexpr uint64_t kMoveLateNs = 20'000'000;
 
 uint64_t token_bytes(const Space& space, uint32_t layer) {
   uint64_t bytes = 0;
@@ -146,7 +155,7 @@ class EngineImpl final : public Engine {
 
   bool work() override;
   uint32_t poll() override;
-  bool housekeep() override { return store_->housekeep(); }
+  uint64_t housekeep() override;
   uint32_t n_in_flight() const override { return static_cast<uint32_t>(requests_.size()); }
   void set_wake(std::function<void()> wake) override {
     auditor_.set_wake(wake);
@@ -251,6 +260,10 @@ class EngineImpl final : public Engine {
   uint32_t deliver();
   void drop_waiting(Request* request, Status status);
   bool reclaim_some();
+  // Begins to move some pages together, where that is worth it and not too often. Returns as
+  // housekeep().
+  uint64_t move_pages();
+  tiers::ReadEpochs& epochs() { return store_->memory().pages().epochs(); }
 
   EngineOptions options_;
   std::unique_ptr<Store> store_;
@@ -262,8 +275,8 @@ class EngineImpl final : public Engine {
   std::vector<std::unique_ptr<Request>> requests_;  // in flight
   std::vector<std::unique_ptr<Request>> idle_;
   FairQueue fair_queue_;
-  uint64_t start_ns_ = 0;  // spent on starting since the last poll()
-  uint64_t free_lanes_ = ~uint64_t{0};
+  uint64_t start_ns_ = 0;                    // spent on starting since the last poll()
+  uint64_t free_lanes_ = ~uint64_t{0} >> 1;  // but kMovesLane
   RequestLine index_waiters_;  // begun; other requests build what they share of an index
   RequestLine unfinished_;     // begun, and not indexed, planned or freed to the end; or ending
   uint32_t next_work_ = 0;
@@ -274,6 +287,9 @@ class EngineImpl final : public Engine {
   kvm_stats totals_{};  // the counters that the store does not keep
   std::array<uint64_t, kRefusals> refusals_{};
   std::vector<ThreadWorkspace> workspaces_;
+  PageMoves moves_;
+  uint64_t moves_due_ns_ = 0;  // the next batch
+  uint64_t finished_ns_ = 0;   // when a request was last
   Costs costs_;
   Auditor auditor_;
   Scheduler scheduler_;  // last: its workers end before anything they use
@@ -290,8 +306,8 @@ ClientId EngineImpl::add_client(const ClientSpec& spec) {
   Client& added = clients_[client];
   removing.dismiss();
   // Beyond so many clients some share the last lane.
-  added.lane = free_lanes_ == 0 ? Scheduler::kMaxLanes - 1
-                                : static_cast<uint32_t>(std::countr_zero(free_lanes_));
+  added.lane =
+      free_lanes_ == 0 ? kMovesLane - 1 : static_cast<uint32_t>(std::countr_zero(free_lanes_));
   free_lanes_ &= ~(uint64_t{1} << added.lane);
   scheduler_.set_yielding(is_shared());
   return client;
@@ -609,6 +625,7 @@ void EngineImpl::start_ready() {
 void EngineImpl::start(Request* request) {
   KVM_ASSERT(request->ticket.may_run() && !request->LineHook::is_linked());
   request->enter(Phase::kIndexing);
+  request->read_epoch = epochs().begin();
   ++clients_.at(request->client).queue.n_running;
   try {
     find_index_work(request);
@@ -857,6 +874,10 @@ void EngineImpl::run_here(Request* request, const JobPlan& plan) {
 }
 
 void EngineImpl::retire(const FinishedJob& job) {
+  if (job.set == &moves_) {
+    moves_.end(&store_->memory());
+    return;
+  }
   auto* request = static_cast<Request*>(job.set);
   request->result.compute_ns += job.end_ns - job.begin_ns;
   switch (request->phase) {
@@ -887,7 +908,7 @@ void EngineImpl::retire_computed(Request* request) {
       start_job(request, request->step.plan());
       return;
     }
-    status = request->step.end(*store_, &auditor_, &request->result);
+    status = request->step.end(*store_, request->read_epoch, &auditor_, &request->result);
   }
   if (!status.is_ok()) {
     finish(request, std::move(status));
@@ -969,14 +990,18 @@ void EngineImpl::finish(Request* request, Status status) {
   uint32_t& n_running = clients_.at(request->client).queue.n_running;
   KVM_ASSERT(!request->is_started() || n_running != 0);
   KVM_ASSERT(!request->LineHook::is_linked());
-  n_running -= request->is_started() ? 1 : 0;
+  if (request->is_started()) {
+    --n_running;
+    epochs().end(request->read_epoch);
+  }
   ++totals_.n_requests;
   totals_.n_requests_failed += status.is_ok() ? 0 : 1;
   if (!status.is_ok()) {
     request->result = RequestResult{};
   }
   request->result.status = std::move(status);
-  request->result.service_ns = now_ns() - request->submitted_ns;
+  finished_ns_ = now_ns();
+  request->result.service_ns = finished_ns_ - request->submitted_ns;
   note_duration(request->client, request->result.service_ns);
   request->enter(Phase::kDone);
   unblocked_.clear();
@@ -1027,6 +1052,41 @@ uint32_t EngineImpl::deliver() {
     }
   }
   return n;
+}
+
+uint64_t EngineImpl::housekeep() {
+  const uint64_t move_ns = move_pages();
+  return store_->housekeep() ? 0 : move_ns;
+}
+
+uint64_t EngineImpl::move_pages() {
+  const uint64_t now = now_ns();
+  const bool is_busy = !requests_.empty() || now - finished_ns_ < kBusyNs;
+  // Requests bring the driver back by themselves, and soon; what they read may be free then.
+  const uint64_t later_ns = requests_.empty() ? kBusyNs : UINT64_MAX;
+  if (moves_.has_begun()) {
+    return requests_.empty() ? 0 : UINT64_MAX;  // soon it will have ended
+  }
+  if (store_->memory().pages().free_left_frames()) {
+    return 0;
+  }
+  if (!scheduler_.has_room() || (is_busy && now < moves_due_ns_)) {
+    return later_ns;
+  }
+  JobPlan plan;
+  if (!moves_.begin(&store_->memory(), &plan)) {
+    return store_->memory().pages().left_bytes() != 0 ? later_ns : UINT64_MAX;
+  }
+  if (is_busy) {
+    const auto takes_ns =
+        static_cast<uint64_t>(static_cast<double>(moves_.size_bytes()) / kMoveBytesPerNs);
+    moves_due_ns_ = std::max(moves_due_ns_ + kMoveLateNs, now) - kMoveLateNs + takes_ns;
+  }
+  plan.lane = kMovesLane;
+  scheduler_.start(&moves_, plan);
+  // No more than the others' share: what a lane did not use for a while is not made up for.
+  scheduler_.charge(kMovesLane, Scheduler::kLaneCredit);
+  return 0;
 }
 
 bool EngineImpl::cancel(ClientId client, RequestTag tag) {

@@ -137,6 +137,7 @@ struct Request final : TaskSet, LineHook, NameHook {
   uint64_t cost = 0;   // estimate, in bytes of K and V that are read or written
   uint32_t index = 0;  // in the engine's list of requests
   uint64_t submitted_ns = 0;
+  uint64_t read_epoch = 0;  // once it has started (tiers/read_epochs.h)
   DoneCallback on_done;
   RequestResult result;
   std::variant<StepRequest, ReadRequest, ObserveRequest, SeqRequest> what;

@@ -172,12 +172,12 @@ void Step::prepare(uint32_t task, ThreadWorkspace& workspace) {
   }
 }
 
-Status Step::end(Store& store, Auditor* auditor, RequestResult* result) {
+Status Step::end(Store& store, uint64_t read_epoch, Auditor* auditor, RequestResult* result) {
   const bool failed = out_of_memory_.load(std::memory_order_relaxed);
   pins_.clear();
   // Before the appended tokens are published: policies may then give pages back.
   if (attends_ && !failed && auditor != nullptr) {
-    executor_.offer_audits(store, seqs_, auditor);
+    executor_.offer_audits(store, seqs_, read_epoch, auditor);
   }
   if (attends_ && !failed) {
     try {

@@ -57,7 +57,8 @@ class Step {
   void fail() { out_of_memory_.store(true, std::memory_order_relaxed); }
   // After every task has ended, of both jobs. `auditor` may be null: nothing is audited.
   // Fails: NO_MEMORY (a task had none; nothing was appended).
-  Status end(Store& store, Auditor* auditor, RequestResult* result);
+  // read_epoch: of the request.
+  Status end(Store& store, uint64_t read_epoch, Auditor* auditor, RequestResult* result);
   void abandon(Store& store);
   // Gives memory beyond what is worth keeping back. Nothing may be running.
   void rest();

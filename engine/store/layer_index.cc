@@ -160,30 +160,39 @@ bool IndexUses::drop_oldest() {
   return true;
 }
 
+void IndexBank::add_bytes(uint64_t size_bytes) const {
+  account_->quota->charge(Resource::kBytes, size_bytes);
+  account_->indexes.bytes += size_bytes;
+}
+
+void IndexBank::take_bytes(Account* account, uint64_t size_bytes) {
+  account->quota->give_back(Resource::kBytes, size_bytes);
+  account->indexes.bytes -= size_bytes;
+}
+
 PageRef IndexBank::allocate(uint64_t page_bytes) const {
   if (!fits_quota(page_bytes)) {
     return kNoPage;
   }
   const tiers::SlabClass slab_class = {.index_bytes = static_cast<uint32_t>(page_bytes)};
-  Result<PageRef> page = pool_->allocate(slab_class);
+  Result<PageRef> page = pages_->allocate(slab_class, account_->payer);
   while (!page.is_ok() && reclaimer_->unmap_some(kUnmapBytes)) {
-    page = pool_->allocate(slab_class);
+    page = pages_->allocate(slab_class, account_->payer);
   }
   if (!page.is_ok()) {
     return kNoPage;
   }
-  account_->charge(Resource::kBytes, page_bytes);
-  uses_->bytes += page_bytes;
+  add_bytes(page_bytes);
   totals_->page_bytes += page_bytes;
   ++totals_->n_pages;
   return page.value();
 }
 
 void IndexBank::release(PageRef page) const {
-  const uint64_t page_bytes = pool_->page_bytes(page);
-  if (pool_->release(page)) {
-    account_->give_back(Resource::kBytes, page_bytes);
-    uses_->bytes -= page_bytes;
+  const uint64_t page_bytes = pages_->page_bytes(page);
+  Account& payer = payers_->at(pages_->payer(page));
+  if (pages_->release(page)) {
+    take_bytes(&payer, page_bytes);
     totals_->page_bytes -= page_bytes;
     --totals_->n_pages;
   }
@@ -198,28 +207,25 @@ bool IndexBank::charge(uint64_t size_bytes) const {
       return false;
     }
   }
-  account_->charge(Resource::kBytes, size_bytes);
-  uses_->bytes += size_bytes;
+  add_bytes(size_bytes);
   totals_->charged_bytes += size_bytes;
   return true;
 }
 
 void IndexBank::uncharge(uint64_t size_bytes) const {
-  account_->give_back(Resource::kBytes, size_bytes);
-  uses_->bytes -= size_bytes;
+  take_bytes(account_, size_bytes);
   totals_->charged_bytes -= size_bytes;
   budget_->uncharge(size_bytes);
 }
 
 void IndexBank::reclaim(std::byte* data, uint64_t size_bytes) const {
-  account_->give_back(Resource::kBytes, size_bytes);
-  uses_->bytes -= size_bytes;
+  take_bytes(account_, size_bytes);
   totals_->charged_bytes -= size_bytes;
   reclaimer_->reclaim(data, size_bytes);
 }
 
 uint64_t IndexBank::room_bytes() const {
-  return std::min(account_->room(Resource::kBytes),
+  return std::min(account_->quota->room(Resource::kBytes),
                   budget_->free_bytes() + pool_->cached_bytes() + reclaimer_->size_bytes());
 }
 
@@ -238,7 +244,7 @@ std::vector<HashRun> hash_runs(uint64_t n_tokens, uint32_t min_tokens) {
 
 void LayerIndex::make_way() {
   bank.uses().remove(this);
-  const uint64_t had_bytes = size_bytes(bank.pool());
+  const uint64_t had_bytes = size_bytes();
   if (had_bytes == 0) {
     return;  // it has gone before, and was only looked at since: it goes on waiting
   }
@@ -287,11 +293,11 @@ void LayerIndex::drop(uint32_t index, uint64_t block_begin, uint64_t block_end) 
   });
 }
 
-uint64_t LayerIndex::size_bytes(const tiers::HostPool& pool) const {
+uint64_t LayerIndex::size_bytes() const {
   uint64_t size = 0;
   for (const HeadIndex& head : heads) {
     for (const IndexPage& page : head.pages) {
-      size += page.page != kNoPage ? pool.page_bytes(page.page) : 0;
+      size += page.page != kNoPage ? bank.pages().page_bytes(page.page) : 0;
     }
     for (const IndexFramePtr& frame : head.frames) {
       size += frame != nullptr ? frame->memory.size_bytes() : 0;
@@ -347,13 +353,13 @@ uint64_t blocks_dealt_with(const IndexRef& ref, uint32_t head, const IndexConfig
 }
 
 void collect_sketches(const IndexRef& ref, uint32_t head_index, const IndexConfig& config,
-                      uint64_t n_blocks, const tiers::HostPool& pool, uint32_t dim_k,
-                      std::vector<attention::SketchedRun>* out) {
+                      uint64_t n_blocks, uint32_t dim_k, std::vector<attention::SketchedRun>* out) {
   const uint64_t end = std::min(n_blocks, blocks_dealt_with(ref, head_index, config));
   if (end * kPageTokens < config.min_tokens) {
     return;
   }
   const HeadIndex& head = ref.data->heads[head_index];
+  const tiers::PageTable& pages = ref.data->bank.pages();
   const uint64_t n_pages = std::min<uint64_t>(div_up(end, kIndexPageBlocks), head.pages.size());
   for (uint64_t i = 0; i < n_pages; ++i) {
     const IndexFramePtr& frame = head.frames[i * kIndexPageBlocks / kFrameBlocks];
@@ -368,7 +374,7 @@ void collect_sketches(const IndexRef& ref, uint32_t head_index, const IndexConfi
       out->push_back({.position = (i * kIndexPageBlocks + first) * kPageTokens,
                       .n_blocks = count,
                       .frame = frame->frame.get(),
-                      .blocks = pool.data(head.pages[i].page) + first * size});
+                      .blocks = pages.data(head.pages[i].page) + first * size});
       left &= ~bits_between(first, uint64_t{first} + count);
     }
   }

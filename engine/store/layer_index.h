@@ -36,10 +36,12 @@
 #include "attention/sampled/approx.h"
 #include "base/assert.h"
 #include "engine/space/space.h"
-#include "engine/store/quota.h"
+#include "engine/store/account.h"
 #include "engine/store/table_memory.h"
 #include "hash_index/sketch/sketch.h"
+#include "tiers/budget.h"
 #include "tiers/host/host_pool.h"
+#include "tiers/page_table.h"
 
 namespace kvm::engine {
 
@@ -65,43 +67,23 @@ struct IndexTotals {
   uint64_t bytes() const { return page_bytes + charged_bytes; }
 };
 
-struct LayerIndex;
-
-// IndexUses are the indexes of one client by their last use.
-class IndexUses {
- public:
-  // Makes `index` the one that was used last.
-  void touch(LayerIndex* index);
-  void remove(LayerIndex* index);
-  // When the index was used that goes first; UINT64_MAX: none may go.
-  uint64_t oldest_use() const;
-  // Empties it. False: none may go.
-  bool drop_oldest();
-
-  uint64_t bytes = 0;  // of all, as charged to the client
-
- private:
-  std::list<LayerIndex*>::const_iterator find_oldest() const;
-
-  std::list<LayerIndex*> order_;  // that hold anything, the longest unused first
-};
-
 // An IndexBank is where the memory of one client's indexes comes from and goes back to. A copy is
 // as good.
 class IndexBank {
  public:
-  IndexBank(tiers::HostPool* pool, tiers::MemoryBudget* budget, TableReclaimer* reclaimer,
-            IndexTotals* totals, IndexUses* uses, QuotaAccount* account)
-      : pool_(pool),
+  IndexBank(tiers::PageTable* pages, tiers::HostPool* pool, tiers::MemoryBudget* budget,
+            TableReclaimer* reclaimer, IndexTotals* totals, const Payers* payers, Account* account)
+      : pages_(pages),
+        pool_(pool),
         budget_(budget),
         reclaimer_(reclaimer),
         totals_(totals),
-        uses_(uses),
+        payers_(payers),
         account_(account) {}
 
   // kNoPage where the quota, the capacity or the machine refuses.
   tiers::PageRef allocate(uint64_t page_bytes) const;
-  void add_ref(tiers::PageRef page) const { pool_->add_ref(page); }
+  void add_ref(tiers::PageRef page) const { pages_->add_ref(page); }
   void release(tiers::PageRef page) const;
   // False, and nothing charged, where the quota or the capacity refuses.
   [[nodiscard]] bool charge(uint64_t size_bytes) const;
@@ -111,21 +93,25 @@ class IndexBank {
   void reclaim(std::byte* data, uint64_t size_bytes) const;
   // Returns what could be charged now.
   uint64_t room_bytes() const;
-  const tiers::HostPool& pool() const { return *pool_; }
+  const tiers::PageTable& pages() const { return *pages_; }
   IndexTotals& totals() const { return *totals_; }
-  IndexUses& uses() const { return *uses_; }
+  IndexUses& uses() const { return account_->indexes; }
 
  private:
   bool fits_quota(uint64_t size_bytes) const {
-    return size_bytes <= account_->room(Resource::kBytes);
+    return size_bytes <= account_->quota->room(Resource::kBytes);
   }
+  // Adds bytes to the account, and to the sums of its indexes.
+  void add_bytes(uint64_t size_bytes) const;
+  static void take_bytes(Account* account, uint64_t size_bytes);
 
+  tiers::PageTable* pages_;
   tiers::HostPool* pool_;
   tiers::MemoryBudget* budget_;
   TableReclaimer* reclaimer_;
   IndexTotals* totals_;
-  IndexUses* uses_;
-  QuotaAccount* account_;
+  const Payers* payers_;
+  Account* account_;
 };
 
 // ChargedMemory is memory on the heap that is charged as long as it lives.
@@ -230,7 +216,7 @@ struct LayerIndex {
   void cut(uint64_t n_blocks, std::span<const IndexConfig> configs);
   // Forgets the blocks [block_begin, block_end) of a head.
   void drop(uint32_t head, uint64_t block_begin, uint64_t block_end);
-  uint64_t size_bytes(const tiers::HostPool& pool) const;
+  uint64_t size_bytes() const;
 };
 
 // An IndexRef refers to an index, perhaps shared, of which the blocks below `limit` hold. What is
@@ -303,8 +289,7 @@ uint64_t blocks_dealt_with(const IndexRef& ref, uint32_t head, const IndexConfig
 // Both append what a head has of the first n_blocks blocks, in the terms of attention. Pointers
 // hold as long as the index is not changed.
 void collect_sketches(const IndexRef& ref, uint32_t head, const IndexConfig& config,
-                      uint64_t n_blocks, const tiers::HostPool& pool, uint32_t dim_k,
-                      std::vector<attention::SketchedRun>* out);
+                      uint64_t n_blocks, uint32_t dim_k, std::vector<attention::SketchedRun>* out);
 void collect_hashes(const IndexRef& ref, uint32_t head, const IndexConfig& config,
                     uint64_t n_blocks, std::vector<attention::HashedRun>* out);
 

@@ -15,9 +15,9 @@
 
 namespace kvm::engine {
 
-using tiers::HostPool;
 using tiers::kNoPage;
 using tiers::PageRef;
+using tiers::PageTable;
 using tiers::SlabClass;
 
 PageList::~PageList() {
@@ -37,7 +37,7 @@ void PageList::swap(PageList& other) noexcept {
   std::swap(spare_, other.spare_);
 }
 
-void PageList::release_segment(Segment* segment, PageBank bank) {
+void PageList::release_segment(Segment* segment, const PageBank& bank) {
   if (--segment->n_refs > 0) {
     return;
   }
@@ -69,7 +69,7 @@ void PageList::expect(uint64_t n_tokens) {
   }
 }
 
-Segment* PageList::own_segment(size_t index, PageBank bank) {
+Segment* PageList::own_segment(size_t index, const PageBank& bank) {
   Segment*& place = own_root()->segments[index];
   if (place->n_refs > 1) {
     auto copy = std::make_unique<Segment>();
@@ -95,7 +95,7 @@ void reserve_in(Segment* segment, uint64_t n_entries) {
 
 }  // namespace
 
-void PageList::reserve_entries(uint64_t n, PageBank bank) {
+void PageList::reserve_entries(uint64_t n, const PageBank& bank) {
   if (n == 0) {
     return;
   }
@@ -113,7 +113,7 @@ void PageList::reserve_entries(uint64_t n, PageBank bank) {
   reserve_growing(segments, segments.size() + spare_.size());
 }
 
-void PageList::push_entry(const PageEntry& entry, PageBank bank) {
+void PageList::push_entry(const PageEntry& entry, const PageBank& bank) {
   Root* root = own_root();
   if (root->segments.empty() || root->segments.back()->entries.size() == kSegmentEntries) {
     if (spare_.empty()) {
@@ -159,7 +159,7 @@ PageEntry PageList::find_entry(uint32_t block) const {
   return it->block == block ? *it : PageEntry{};
 }
 
-void PageList::prepare_truncate(uint64_t n_tokens, PageBank bank) {
+void PageList::prepare_truncate(uint64_t n_tokens, const PageBank& bank) {
   if (n_tokens == length_) {
     return;
   }
@@ -173,7 +173,7 @@ void PageList::prepare_truncate(uint64_t n_tokens, PageBank bank) {
   }
 }
 
-void PageList::cut_root(uint32_t block, PageBank bank) {
+void PageList::cut_root(uint32_t block, const PageBank& bank) {
   const size_t index = find_segment(block);
   if (root_ == nullptr || index == root_->segments.size()) {
     return;
@@ -207,7 +207,7 @@ uint64_t PageList::count_stored() const {
   return n_stored;
 }
 
-void PageList::share(const PageList& parent, uint64_t n_tokens, PageBank bank) {
+void PageList::share(const PageList& parent, uint64_t n_tokens, const PageBank& bank) {
   KVM_ASSERT(root_ == nullptr && length_ == 0 && n_tokens <= parent.length_);
   KVM_ASSERT(parent.n_reserved_ == 0);
   if (parent.root_ != nullptr) {
@@ -227,7 +227,7 @@ void PageList::share(const PageList& parent, uint64_t n_tokens, PageBank bank) {
   KVM_CHECK_INVARIANT(is_end_valid());
 }
 
-void PageList::truncate(uint64_t n_tokens, PageBank bank) {
+void PageList::truncate(uint64_t n_tokens, const PageBank& bank) {
   KVM_ASSERT(n_reserved_ == 0 && n_tokens <= length_);
   if (n_tokens == length_) {
     return;
@@ -253,7 +253,7 @@ void PageList::truncate(uint64_t n_tokens, PageBank bank) {
   KVM_CHECK_INVARIANT(is_valid());
 }
 
-void PageList::clear(PageBank bank) {
+void PageList::clear(const PageBank& bank) {
   rollback(bank);
   if (root_ != nullptr && --root_->n_refs == 0) {
     for (Segment* segment : root_->segments) {
@@ -271,7 +271,7 @@ void PageList::clear(PageBank bank) {
   dropped_end_ = 0;
 }
 
-uint64_t PageList::give_up(uint64_t n_pages, PageBank bank) {
+uint64_t PageList::give_up(uint64_t n_pages, const PageBank& bank) {
   rollback(bank);
   if (root_ == nullptr || root_->n_refs > 1) {
     clear(bank);
@@ -284,7 +284,7 @@ uint64_t PageList::give_up(uint64_t n_pages, PageBank bank) {
   return n_given;
 }
 
-uint64_t PageList::shorten(uint64_t n_tokens, uint64_t n_pages, PageBank bank) {
+uint64_t PageList::shorten(uint64_t n_tokens, uint64_t n_pages, const PageBank& bank) {
   KVM_ASSERT(n_reserved_ == 0);
   if (root_ == nullptr || n_tokens >= length_) {
     return 0;
@@ -297,7 +297,7 @@ uint64_t PageList::shorten(uint64_t n_tokens, uint64_t n_pages, PageBank bank) {
   return pop_segments(n_keep, n_pages, bank);
 }
 
-uint64_t PageList::pop_segments(size_t n_keep, uint64_t n_pages, PageBank bank) {
+uint64_t PageList::pop_segments(size_t n_keep, uint64_t n_pages, const PageBank& bank) {
   uint64_t n_given = 0;
   uint64_t n_stored = length_ - n_dropped_;
   if (tail_.page != kNoPage) {
@@ -322,25 +322,27 @@ uint64_t PageList::pop_segments(size_t n_keep, uint64_t n_pages, PageBank bank) 
   return n_given;
 }
 
-bool PageList::tail_needs_page(const SlabClass& slab_class, const HostPool& pool) const {
+bool PageList::tail_needs_page(const SlabClass& slab_class, const PageTable& pages) const {
   if (tail_fill() == 0) {
     return false;
   }
-  return tail_.page == kNoPage || pool.n_refs(tail_.page) > 1 ||
-         pool.slab_class(tail_.page) != slab_class;
+  return tail_.page == kNoPage || pages.n_refs(tail_.page) > 1 ||
+         pages.slab_class(tail_.page) != slab_class;
 }
 
 uint64_t PageList::pages_to_reserve(uint64_t n_tokens, const SlabClass& slab_class,
-                                    const HostPool& pool) const {
+                                    const PageTable& pages) const {
   const uint64_t room = tail_fill() == 0 ? 0 : kPageTokens - tail_fill();
   const uint64_t n_beyond = n_tokens > room ? n_tokens - room : 0;
-  return (n_beyond + kPageTokens - 1) / kPageTokens + (tail_needs_page(slab_class, pool) ? 1 : 0);
+  return (n_beyond + kPageTokens - 1) / kPageTokens + (tail_needs_page(slab_class, pages) ? 1 : 0);
 }
 
-Status PageList::reserve(uint64_t n_tokens, const SlabClass& slab_class, PageBank bank) {
+Status PageList::reserve(uint64_t n_tokens, const SlabClass& slab_class, const PageBank& bank) {
   KVM_ASSERT(n_reserved_ == 0 && n_tokens > 0 && n_tokens <= kMaxTokens - length_);
-  const bool replace_tail = tail_needs_page(slab_class, bank.pool());
-  const uint64_t n_pages = pages_to_reserve(n_tokens, slab_class, bank.pool());
+  const bool needs_page = tail_needs_page(slab_class, bank.pages());
+  const bool moves = !needs_page && tail_fill() != 0 && bank.pages().is_moving(tail_.page);
+  const bool replace_tail = needs_page || moves;
+  const uint64_t n_pages = pages_to_reserve(n_tokens, slab_class, bank.pages()) + (moves ? 1 : 0);
   try {
     pending_.reserve(n_pages);
     reserve_entries((length_ + n_tokens) / kPageTokens - length_ / kPageTokens, bank);
@@ -360,16 +362,19 @@ Status PageList::reserve(uint64_t n_tokens, const SlabClass& slab_class, PageBan
     rollback(bank);
     return Status::fixed(KVM_ERR_NO_MEMORY, "the machine refused memory for a list of pages");
   }
+  if (tail_fill() != 0 && !replace_tail) {
+    KVM_ASSERT(bank.unseal(tail_.page));
+  }
   n_reserved_ = n_tokens;
   KVM_CHECK_INVARIANT(is_end_valid());
   return Status::ok();
 }
 
-bool PageList::copy_tail(const HostPool& pool) const {
+bool PageList::copy_tail(const PageTable& pages) const {
   if (pending_tail_ == kNoPage || tail_.page == kNoPage) {
     return false;
   }
-  copy_page_rows(pool, tail_.page, pending_tail_, tail_.first, tail_.count);
+  copy_page_rows(pages, tail_.page, pending_tail_, tail_.first, tail_.count);
   return true;
 }
 
@@ -412,7 +417,7 @@ PageEntry PageList::reserved_piece(uint64_t position) const {
   return entry;
 }
 
-void PageList::publish(PageBank bank) {
+void PageList::publish(const PageBank& bank) {
   const PageEntry tail = extended_tail();
   if (pending_tail_ != kNoPage && tail_.page != kNoPage) {
     bank.release(tail_.page);
@@ -427,9 +432,13 @@ void PageList::publish(PageBank bank) {
     }
   };
   if (tail.page != kNoPage) {
+    if (n_reserved_ != 0) {
+      bank.seal(tail.page);
+    }
     place(tail);
   }
   for (size_t i = 0; i < pending_.size(); ++i) {
+    bank.seal(pending_[i]);
     place(pending_entry(i));
   }
   length_ += n_reserved_;
@@ -440,7 +449,10 @@ void PageList::publish(PageBank bank) {
   KVM_CHECK_INVARIANT(is_end_valid());
 }
 
-void PageList::rollback(PageBank bank) {
+void PageList::rollback(const PageBank& bank) {
+  if (reserved_in_tail() != 0 && pending_tail_ == kNoPage) {
+    bank.seal(tail_.page);
+  }
   if (pending_tail_ != kNoPage) {
     bank.release(pending_tail_);
     pending_tail_ = kNoPage;
@@ -454,7 +466,7 @@ void PageList::rollback(PageBank bank) {
   KVM_CHECK_INVARIANT(is_end_valid());
 }
 
-void PageList::prepare_drop(uint32_t block_begin, uint32_t block_end, PageBank bank) {
+void PageList::prepare_drop(uint32_t block_begin, uint32_t block_end, const PageBank& bank) {
   for (size_t index = find_segment(block_begin);
        root_ != nullptr && index < root_->segments.size() &&
        root_->segments[index]->entries.front().block < block_end;
@@ -469,7 +481,7 @@ void PageList::prepare_drop(uint32_t block_begin, uint32_t block_end, PageBank b
   }
 }
 
-uint64_t PageList::drop(uint32_t block_begin, uint32_t block_end, PageBank bank) {
+uint64_t PageList::drop(uint32_t block_begin, uint32_t block_end, const PageBank& bank) {
   prepare_drop(block_begin, block_end, bank);
   uint64_t n_pages = 0;
   size_t index = find_segment(block_begin);
@@ -506,7 +518,7 @@ uint64_t PageList::drop(uint32_t block_begin, uint32_t block_end, PageBank bank)
   return n_pages;
 }
 
-void PageList::replace(uint32_t block, PageRef page, PageBank bank) {
+void PageList::replace(uint32_t block, PageRef page, const PageBank& bank) {
   Segment* segment = own_segment(find_segment(block), bank);
   const auto it = find_in(segment->entries, block);
   KVM_ASSERT(it != segment->entries.end() && it->block == block);
@@ -580,13 +592,13 @@ bool PageList::is_valid() const {
   return count_stored() + n_dropped_ == length_;
 }
 
-void copy_page_rows(const HostPool& pool, PageRef from, PageRef to, uint32_t first,
+void copy_page_rows(const PageTable& pages, PageRef from, PageRef to, uint32_t first,
                     uint32_t count) {
-  const SlabClass& a = pool.slab_class(from);
-  const SlabClass& b = pool.slab_class(to);
+  const SlabClass& a = pages.slab_class(from);
+  const SlabClass& b = pages.slab_class(to);
   KVM_ASSERT(a.dim_k == b.dim_k && a.dim_v == b.dim_v && a.n_heads == b.n_heads);
-  const std::byte* source = pool.data(from);
-  std::byte* target = pool.data(to);
+  const std::byte* source = pages.data(from);
+  std::byte* target = pages.data(to);
   codecs::convert_rows({source + first * a.k_row_bytes(), a.dtype_k, a.k_row_bytes(),
                         a.k_head_bytes(), nullptr, a.k_scales(source, first)},
                        {target + first * b.k_row_bytes(), b.dtype_k, b.k_row_bytes(),

@@ -9,6 +9,8 @@
 // page. Whoever then changes a shared root, segment or page copies that one first. A segment owns
 // one reference on each of its pages, a list one on its tail page and on each pending page.
 //
+// Pages are written while tokens are reserved, and sealed else.
+//
 // The token at position p lies in slot p % kPageTokens of its page. Positions without a page have
 // been dropped.
 //
@@ -26,8 +28,8 @@
 #include "base/kv_view.h"
 #include "base/limits.h"
 #include "base/status.h"
-#include "engine/store/quota.h"
-#include "tiers/host/host_pool.h"
+#include "engine/store/account.h"
+#include "tiers/page_table.h"
 #include "tiers/slab_class.h"
 
 namespace kvm::engine {
@@ -42,33 +44,41 @@ class PageRelief {
   ~PageRelief() = default;
 };
 
-// A PageBank is where pages come from and go back to, and knows who pays: bytes of a page are added
-// to the account when it is allocated and taken off when its last reference goes. relief (may be
-// null) is asked before NO_SPACE is the answer.
+// A PageBank is where pages of one client come from, and where pages of any go back to. relief (may
+// be null) is asked before NO_SPACE is the answer.
 class PageBank {
  public:
-  PageBank(tiers::HostPool* pool, QuotaAccount* account, PageRelief* relief = nullptr)
-      : pool_(pool), account_(account), relief_(relief) {}
+  PageBank(tiers::PageTable* pages, const Payers* payers, Account* account,
+           PageRelief* relief = nullptr)
+      : pages_(pages), payers_(payers), account_(account), relief_(relief) {}
 
-  Result<tiers::PageRef> allocate(const tiers::SlabClass& slab_class) {
-    Result<tiers::PageRef> page = pool_->allocate(slab_class);
+  // The account pays for the page.
+  Result<tiers::PageRef> allocate(const tiers::SlabClass& slab_class) const {
+    Result<tiers::PageRef> page = pages_->allocate(slab_class, account_->payer);
     while (!page.is_ok() && page.status().code() == KVM_ERR_NO_SPACE && relief_ != nullptr &&
            relief_->relieve()) {
-      page = pool_->allocate(slab_class);
+      page = pages_->allocate(slab_class, account_->payer);
     }
-    account_->charge(Resource::kBytes, page.is_ok() ? slab_class.page_bytes() : 0);
+    account_->quota->charge(Resource::kBytes, page.is_ok() ? slab_class.page_bytes() : 0);
     return page;
   }
-  void add_ref(tiers::PageRef page) { pool_->add_ref(page); }
-  void release(tiers::PageRef page) {
-    const uint64_t page_bytes = pool_->page_bytes(page);
-    account_->give_back(Resource::kBytes, pool_->release(page) ? page_bytes : 0);
+  void add_ref(tiers::PageRef page) const { pages_->add_ref(page); }
+  void seal(tiers::PageRef page) const { pages_->seal(page); }
+  [[nodiscard]] bool unseal(tiers::PageRef page) const { return pages_->unseal(page); }
+  void release(tiers::PageRef page) const { release_page(pages_, *payers_, page); }
+  const tiers::PageTable& pages() const { return *pages_; }
+
+  // Takes a reference off, and with the last the page's bytes off the account that pays for it.
+  static void release_page(tiers::PageTable* pages, const Payers& payers, tiers::PageRef page) {
+    const uint64_t page_bytes = pages->page_bytes(page);
+    const Account& payer = payers.at(pages->payer(page));
+    payer.quota->give_back(Resource::kBytes, pages->release(page) ? page_bytes : 0);
   }
-  const tiers::HostPool& pool() const { return *pool_; }
 
  private:
-  tiers::HostPool* pool_;
-  QuotaAccount* account_;
+  tiers::PageTable* pages_;
+  const Payers* payers_;
+  Account* account_;
   PageRelief* relief_;
 };
 
@@ -124,21 +134,21 @@ class PageList {
   // Makes this empty list the first n_tokens <= parent.length() of `parent`. O(1) for all of it,
   // else O(segments + kSegmentEntries). This and truncate throw
   // std::bad_alloc: nothing has changed.
-  void share(const PageList& parent, uint64_t n_tokens, PageBank bank);
+  void share(const PageList& parent, uint64_t n_tokens, const PageBank& bank);
   // Takes what memory truncate(n_tokens) needs, which then throws nothing.
-  void prepare_truncate(uint64_t n_tokens, PageBank bank);
+  void prepare_truncate(uint64_t n_tokens, const PageBank& bank);
   // Keeps the first n_tokens <= length().
-  void truncate(uint64_t n_tokens, PageBank bank);
+  void truncate(uint64_t n_tokens, const PageBank& bank);
   // Gives up whole segments of tokens beyond n_tokens from the end on, until n_pages or somewhat
   // more went, and is then the list of the tokens before; a segment's worth of them at least stays
   // for truncate(n_tokens). REQUIRES: prepare_truncate(n_tokens). Returns how many went, where a
   // segment that forks share counts as one: 0 when truncate is next.
-  uint64_t shorten(uint64_t n_tokens, uint64_t n_pages, PageBank bank);
+  uint64_t shorten(uint64_t n_tokens, uint64_t n_pages, const PageBank& bank);
   // Gives everything up, reservations too.
-  void clear(PageBank bank);
+  void clear(const PageBank& bank);
   // Likewise, but stops after n_pages or somewhat more and is then the list of the tokens before.
   // Returns how many went, where a segment or a root that forks share counts as one.
-  uint64_t give_up(uint64_t n_pages, PageBank bank);
+  uint64_t give_up(uint64_t n_pages, const PageBank& bank);
 
   // --- Appending --------------------------------------------------------------------------------
 
@@ -149,35 +159,37 @@ class PageList {
   uint64_t room() const {
     return root_ == nullptr ? 0 : root_->segments.capacity() * kSegmentEntries * kPageTokens;
   }
-  // Pages that reserve(n_tokens) would allocate.
+  // Pages that reserve(n_tokens) would allocate, but for one in the place of a tail that moves,
+  // which is soon given back.
   uint64_t pages_to_reserve(uint64_t n_tokens, const tiers::SlabClass& slab_class,
-                            const tiers::HostPool& pool) const;
-  // Takes pages for n_tokens >= 1 more. A tail page that is shared, or of another slab class, will
-  // be replaced by a copy: copy_tail fills it. Fails: NO_SPACE, NO_MEMORY; nothing has changed.
+                            const tiers::PageTable& pages) const;
+  // Takes pages for n_tokens >= 1 more. A tail page that is shared, that moves, or that is of
+  // another slab class, will be replaced by a copy: copy_tail fills it. Fails: NO_SPACE, NO_MEMORY;
+  // nothing has changed.
   // ENSURES: publishing it needs no memory.
-  Status reserve(uint64_t n_tokens, const tiers::SlabClass& slab_class, PageBank bank);
+  Status reserve(uint64_t n_tokens, const tiers::SlabClass& slab_class, const PageBank& bank);
   // Copies the tail's tokens into the reserved copy of the tail page, if there is one. Returns
   // whether there was.
-  bool copy_tail(const tiers::HostPool& pool) const;
+  bool copy_tail(const tiers::PageTable& pages) const;
   // The page that the reserved token at `position` goes to, and the reserved tokens that go there
   // from it on. REQUIRES: length() <= position < reserved_length().
   PageEntry reserved_piece(uint64_t position) const;
-  void publish(PageBank bank);
+  void publish(const PageBank& bank);
   // Books that were copied for publishing, because forks share them, stay copies.
-  void rollback(PageBank bank);
+  void rollback(const PageBank& bank);
 
   // --- What policies do. Tokens may be reserved: publishing one layer of a sequence moves the
   // commit point while others are still to be published. ------------------------------------------
 
   // Takes what memory drop needs, which then throws nothing.
-  void prepare_drop(uint32_t block_begin, uint32_t block_end, PageBank bank);
+  void prepare_drop(uint32_t block_begin, uint32_t block_end, const PageBank& bank);
   // Drops the tokens of the full pages with blocks in [begin, end). Returns the number of pages.
   // Throws std::bad_alloc: nothing has changed.
-  uint64_t drop(uint32_t block_begin, uint32_t block_end, PageBank bank);
-  // Puts `page` (a reference is taken over) in the place of the full page of `block`, whose
+  uint64_t drop(uint32_t block_begin, uint32_t block_end, const PageBank& bank);
+  // Puts `page` (sealed; a reference is taken over) in the place of the full page of `block`, whose
   // reference is released. REQUIRES: the block is stored, in a segment. Throws std::bad_alloc:
   // nothing has changed, and `page` is still the caller's.
-  void replace(uint32_t block, tiers::PageRef page, PageBank bank);
+  void replace(uint32_t block, tiers::PageRef page, const PageBank& bank);
 
   // --- Reading (also while tokens are reserved) -------------------------------------------------
 
@@ -244,15 +256,15 @@ class PageList {
   // The tail as it is once the reservation is published: with the copy's page and its tokens.
   PageEntry extended_tail() const;
   PageEntry pending_entry(size_t index) const;
-  bool tail_needs_page(const tiers::SlabClass& slab_class, const tiers::HostPool& pool) const;
+  bool tail_needs_page(const tiers::SlabClass& slab_class, const tiers::PageTable& pages) const;
   // The root, or the segment at `index` of it, for changing: unshared first.
   Root* own_root();
-  Segment* own_segment(size_t index, PageBank bank);
+  Segment* own_segment(size_t index, const PageBank& bank);
   // Makes room for n more entries of push_entry, which then throws nothing.
-  void reserve_entries(uint64_t n, PageBank bank);
-  void push_entry(const PageEntry& entry, PageBank bank);
+  void reserve_entries(uint64_t n, const PageBank& bank);
+  void push_entry(const PageEntry& entry, const PageBank& bank);
   // Removes everything from `block` on from the root.
-  void cut_root(uint32_t block, PageBank bank);
+  void cut_root(uint32_t block, const PageBank& bank);
   // Index of the first segment that ends at or beyond `block`; the number of segments if none does.
   size_t find_segment(uint32_t block) const;
   // The stored entry of a block, from the segments or the tail; page == kNoPage: dropped.
@@ -262,8 +274,8 @@ class PageList {
   bool is_end_valid() const;
   // Releases segments from the end on until n_keep are left or n_pages went, the tail before them.
   // REQUIRES: the root is this list's own. The length is that of what is left.
-  uint64_t pop_segments(size_t n_keep, uint64_t n_pages, PageBank bank);
-  static void release_segment(Segment* segment, PageBank bank);
+  uint64_t pop_segments(size_t n_keep, uint64_t n_pages, const PageBank& bank);
+  static void release_segment(Segment* segment, const PageBank& bank);
 
   Root* root_ = nullptr;
   PageEntry tail_;
@@ -278,7 +290,7 @@ class PageList {
 
 // Copies rows [first, first + count) of every head from one page to another, converting where the
 // slab classes differ. REQUIRES: both have the same heads and dims.
-void copy_page_rows(const tiers::HostPool& pool, tiers::PageRef from, tiers::PageRef to,
+void copy_page_rows(const tiers::PageTable& pages, tiers::PageRef from, tiers::PageRef to,
                     uint32_t first, uint32_t count);
 
 }  // namespace kvm::engine

@@ -65,10 +65,11 @@ std::unique_ptr<Sequence> make_seq(Account* account, SpaceRecord* record, uint32
   return seq;
 }
 
-// Undoes what a sequence that comes to nothing holds.
+// Gives up the pages of a sequence that comes to nothing, or goes.
 void clear_lists(StoreMemory* memory, Sequence* seq) {
+  const PageBank bank = memory->bank(seq->account);
   for (PageList& list : seq->lists) {
-    list.clear(memory->bank(seq->account));
+    list.clear(bank);
   }
 }
 
@@ -268,9 +269,10 @@ Result<kvm_seq_id> Store::fork_seq(Sequence* parent, uint64_t n_tokens) {
   KVM_TRY(check_fork(parent, n_tokens));
   std::unique_ptr<Sequence> child = make_seq(parent->account, parent->record, parent->flags);
   Undo clearing([&] { clear_lists(&memory_, child.get()); });
+  const PageBank bank = memory_.bank(parent->account);
   for (size_t i = 0; i < parent->lists.size(); ++i) {
     const PageList& list = parent->lists[i];
-    child->lists[i].share(list, std::min(n_tokens, list.length()), memory_.bank(parent->account));
+    child->lists[i].share(list, std::min(n_tokens, list.length()), bank);
   }
   child->n_committed = std::min(parent->n_committed, n_tokens);
   child->observed = parent->observed;
@@ -358,9 +360,7 @@ bool Store::free_part(Sequence* seq, uint64_t max_pages) {
 }
 
 void Store::remove_seq(Sequence* seq) {
-  for (PageList& list : seq->lists) {
-    list.clear(memory_.bank(seq->account));
-  }
+  clear_lists(&memory_, seq);
   seq->observed.clear();
   seq->mean_entries.clear();
   seq->kept.clear();
@@ -377,7 +377,7 @@ uint64_t Store::reserved_length(const Sequence* seq, uint32_t layer) const {
 }
 
 kvm_seq_info Store::seq_info(const Sequence* seq) const {
-  const tiers::HostPool& pool = memory_.pool();
+  const tiers::PageTable& pages = memory_.pages();
   kvm_seq_info info{};
   info.struct_size = sizeof info;
   info.flags = seq->flags;
@@ -390,10 +390,10 @@ kvm_seq_info Store::seq_info(const Sequence* seq) const {
   for (const PageList& list : seq->lists) {
     info.n_entries_dropped += list.n_dropped();
     list.for_each([&](const PageEntry& entry, bool shared) {
-      const uint64_t page_bytes = pool.page_bytes(entry.page);
+      const uint64_t page_bytes = pages.page_bytes(entry.page);
       ++info.n_pages;
       info.bytes += page_bytes;
-      info.bytes_shared += shared || pool.n_refs(entry.page) > 1 ? page_bytes : 0;
+      info.bytes_shared += shared || pages.n_refs(entry.page) > 1 ? page_bytes : 0;
     });
   }
   for (const ObservedRef& ref : seq->observed) {
@@ -417,7 +417,7 @@ kvm_seq_info Store::seq_info(const Sequence* seq) const {
     info.n_rows_observed += observed(seq, layer).n_rows;
   }
   for (const IndexRef& ref : seq->indexes) {
-    info.bytes_index += ref.data != nullptr ? ref.data->size_bytes(pool) : 0;
+    info.bytes_index += ref.data != nullptr ? ref.data->size_bytes() : 0;
   }
   return info;
 }

@@ -156,8 +156,10 @@ class Store final {
                     std::vector<KvRun>* runs, bool is_packed = true) const;
   // Pins the pages of those runs that have kPageTokens tokens, so that the runs stay valid. Pages
   // that nobody else has any more are given back, and taken off the account, by unpin_pages.
-  // The client of the sequence must not be removed before.
-  void pin_pages(const Sequence* seq, uint32_t layer, uint32_t class_index, PagePins* pins);
+  // The client of the sequence must not be removed before. read_epoch: of the reader that
+  // collected the runs, and has not ended (PageTable::epochs).
+  void pin_pages(const Sequence* seq, uint32_t layer, uint32_t class_index, uint64_t read_epoch,
+                 PagePins* pins);
   void unpin_pages(PagePins* pins);
   // PARTIAL when a query at first_query_position or later, of any head of the layer, would see a
   // token that was dropped. Fails also: INVALID (layer beyond the space, or ABSENT).
@@ -185,7 +187,8 @@ class Store final {
   // give back a little as they go.
   bool housekeep() { return memory_.housekeep(); }
   // Fills n_spaces, n_sequences, n_pages, host_*, observed_bytes, n_tokens_appended,
-  // bytes_appended, n_pages_dropped, n_pages_copied, index_bytes, n_index_*; leaves the rest.
+  // bytes_appended, n_pages_dropped, n_pages_copied, n_pages_moved, index_bytes, n_index_*; leaves
+  // the rest.
   void add_stats(kvm_stats* stats) const;
   // Recounts every reference, page and byte from the lists and aborts on the first that disagrees
   // with the running accounts. O(everything): for tests. REQUIRES: nothing is pinned.

@@ -19,7 +19,7 @@ Status check_quota(StoreMemory* memory, std::span<const AppendItem> items) {
     for (uint32_t i = 0; i < lists.size(); ++i) {
       const tiers::SlabClass& slab_class = item.seq->space().head_class(item.layer, i).slab_class;
       needs[item.seq->account] +=
-          lists[i].pages_to_reserve(item.n_tokens, slab_class, memory->pool()) *
+          lists[i].pages_to_reserve(item.n_tokens, slab_class, memory->pages()) *
           slab_class.page_bytes();
     }
   }
@@ -101,13 +101,13 @@ Status Store::reserve_append(std::span<const AppendItem> items, std::vector<Appe
     const std::span<const PageList> lists =
         std::as_const(*items[i].seq).layer_lists(items[i].layer);
     for (uint32_t c = 0; c < lists.size(); ++c) {
-      memory_.counts().n_pages_copied += lists[c].copy_tail(memory_.pool()) ? 1 : 0;
+      memory_.counts().n_pages_copied += lists[c].copy_tail(memory_.pages()) ? 1 : 0;
       const HeadClass& head_class = items[i].seq->space().head_class(items[i].layer, c);
       const tiers::SlabClass& slab_class = head_class.slab_class;
       const uint64_t begin = lists[c].length();
       for (uint64_t p = begin; p < lists[c].reserved_length();) {
         const PageEntry entry = lists[c].reserved_piece(p);
-        std::byte* data = memory_.pool().data(entry.page);
+        std::byte* data = memory_.pages().data(entry.page);
         pieces->push_back(
             {.item = i,
              .class_index = c,

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 
 #include "base/assert.h"
@@ -17,7 +18,7 @@ namespace {
 // Everything that sequences refer to, counted from them alone.
 class Recount {
  public:
-  explicit Recount(const StoreMemory& memory) : memory_(memory), pool_(memory.pool()) {}
+  explicit Recount(const StoreMemory& memory) : memory_(memory), table_(memory.pages()) {}
 
   void add(const Sequence& seq);
   // REQUIRES: all sequences have been added. Aborts on the first thing that disagrees.
@@ -39,17 +40,17 @@ class Recount {
   void compare_accounts();
 
   const StoreMemory& memory_;
-  const tiers::HostPool& pool_;
+  const tiers::PageTable& table_;
   std::unordered_map<PageRef, uint32_t> page_refs_;
   std::unordered_map<const Root*, uint32_t> root_refs_;
   std::unordered_map<const Segment*, uint32_t> segment_refs_;
   std::unordered_map<Payer, uint64_t> n_sequences_;
-  // A page counts once for each account, other memory once: by its address.
-  std::unordered_map<Payer, std::unordered_map<PageRef, uint64_t>> pages_;
+  // Whose sequences refer to a page: one of them pays for it. Other memory counts by its address.
+  std::unordered_map<Payer, std::unordered_set<PageRef>> pages_;
   std::unordered_map<const void*, Charge> beside_;
   std::unordered_map<const LayerIndex*, Payer> indexes_;
   std::unordered_map<const void*, Charge> index_memory_;
-  std::unordered_map<PageRef, Payer> index_pages_;
+  std::unordered_set<PageRef> index_pages_;
 };
 
 void Recount::add(const Sequence& seq) {
@@ -87,18 +88,18 @@ void Recount::add_references(const PageList& list) {
 }
 
 void Recount::add_pages(const PageList& list, Payer payer) {
-  std::unordered_map<PageRef, uint64_t>& pages = pages_[payer];
+  std::unordered_set<PageRef>& pages = pages_[payer];
   uint64_t n_stored = 0;
   uint64_t position = 0;
   list.for_each([&](const PageEntry& entry, bool) {
     KVM_ASSERT(entry.count > 0 && entry.position() >= position);
     position = entry.end();
     n_stored += entry.count;
-    pages[entry.page] = pool_.page_bytes(entry.page);
+    pages.insert(entry.page);
   });
   KVM_ASSERT(n_stored + list.n_dropped() == list.reserved_length());
   if (list.pending_tail() != kNoPage && list.tail().page != kNoPage) {
-    pages[list.tail().page] = pool_.page_bytes(list.tail().page);
+    pages.insert(list.tail().page);
   }
 }
 
@@ -133,8 +134,8 @@ void Recount::add_head_index(const HeadIndex& head, Payer payer) {
     KVM_ASSERT(page.page != kNoPage || page.blocks == 0);
     if (page.page != kNoPage) {
       ++page_refs_[page.page];
-      pages_[payer][page.page] = pool_.page_bytes(page.page);
-      index_pages_[page.page] = payer;
+      pages_[payer].insert(page.page);
+      index_pages_.insert(page.page);
     }
   }
   for (const IndexFramePtr& frame : head.frames) {
@@ -157,9 +158,9 @@ void Recount::compare() {
 }
 
 void Recount::compare_references() const {
-  KVM_ASSERT(page_refs_.size() == pool_.n_pages());
+  KVM_ASSERT(page_refs_.size() == table_.n_pages());
   for (const auto& [page, n_refs] : page_refs_) {
-    KVM_ASSERT(pool_.n_refs(page) == n_refs);
+    KVM_ASSERT(table_.n_refs(page) == n_refs);
   }
   for (const auto& [root, n_refs] : root_refs_) {
     KVM_ASSERT(root->n_refs == n_refs);
@@ -175,14 +176,14 @@ void Recount::compare_accounts() {
   std::unordered_map<const QuotaAccount*, uint64_t> tenant_bytes;
   uint64_t index_page_bytes = 0;
   uint64_t charged_bytes = 0;
-  for (const auto& [payer, pages] : pages_) {
-    for (const auto& [page, page_bytes] : pages) {
-      account_bytes[payer] += page_bytes;
+  for (const auto& [page, n_refs] : page_refs_) {
+    const Payer payer = &memory_.payer(page);
+    KVM_ASSERT(pages_[payer].contains(page));
+    account_bytes[payer] += table_.page_bytes(page);
+    if (index_pages_.contains(page)) {
+      index_bytes[payer] += table_.page_bytes(page);
+      index_page_bytes += table_.page_bytes(page);
     }
-  }
-  for (const auto& [page, payer] : index_pages_) {
-    index_bytes[payer] += pool_.page_bytes(page);
-    index_page_bytes += pool_.page_bytes(page);
   }
   for (const auto& [memory, charge] : beside_) {
     account_bytes[charge.payer] += charge.size_bytes;
@@ -205,14 +206,14 @@ void Recount::compare_accounts() {
   KVM_ASSERT(index_pages_.size() == totals.n_pages);
   KVM_ASSERT(index_page_bytes == totals.page_bytes);
   KVM_ASSERT(charged_bytes == memory_.charged_bytes());
-  KVM_ASSERT(memory_.used_bytes() == pool_.extent_bytes() + charged_bytes + totals.charged_bytes +
+  KVM_ASSERT(memory_.used_bytes() == memory_.extent_bytes() + charged_bytes + totals.charged_bytes +
                                          memory_.unreclaimed_bytes());
 }
 
 }  // namespace
 
 void check_store(const StoreMemory& memory, const IdTable<Sequence>& sequences) {
-  memory.pool().check_accounts();
+  memory.pages().check_accounts();
   Recount recount(memory);
   sequences.for_each([&](uint64_t, const Sequence& seq) { recount.add(seq); });
   recount.compare();

@@ -40,7 +40,10 @@ Account* StoreMemory::open(const ClientSpec& spec, const Amounts& limits) {
   account->quota = quotas_.open(account->client, spec, limits);
   Undo closing([&, client = account->client] { quotas_.close(client); });
   Account* opened = account.get();
+  payers_.add(opened);
+  Undo removing([&, payer = opened->payer] { payers_.remove(payer); });
   accounts_.emplace(opened->client, std::move(account));
+  removing.dismiss();
   closing.dismiss();
   return opened;
 }
@@ -48,6 +51,7 @@ Account* StoreMemory::open(const ClientSpec& spec, const Amounts& limits) {
 void StoreMemory::close(Account* account) {
   const Amounts& used = account->quota->used();
   KVM_ASSERT(used[Resource::kBytes] == 0 && used[Resource::kSequences] == 0);
+  payers_.remove(account->payer);
   const ClientId client = account->client;
   quotas_.close(client);
   accounts_.erase(client);
@@ -57,8 +61,6 @@ Account* StoreMemory::find(ClientId client) const {
   const auto it = accounts_.find(client);
   return it == accounts_.end() ? nullptr : it->second.get();
 }
-
-void StoreMemory::release(Account* account, tiers::PageRef page) { bank(account).release(page); }
 
 Status StoreMemory::make_quota_room(Account* account, uint64_t need, std::string_view what) {
   QuotaAccount* quota = account->quota;
@@ -113,7 +115,7 @@ void StoreMemory::uncharge(Account* account, uint64_t size_bytes) {
 // --- Making room --------------------------------------------------------------------------------
 
 bool StoreMemory::relieve() {
-  if (reclaimer_.unmap_some(kUnmapForRoom)) {
+  if (reclaimer_.unmap_some(kUnmapForRoom) || pages_.free_left_frames() || pool_.reopen_closed()) {
     return true;
   }
   Account* oldest = oldest_index(nullptr);
@@ -149,11 +151,11 @@ bool StoreMemory::housekeep() {
 }
 
 void StoreMemory::add_stats(kvm_stats* stats) const {
-  stats->n_pages = pool_.n_pages() - index_totals_.n_pages;
+  stats->n_pages = pages_.n_pages() - index_totals_.n_pages;
   stats->host_used_bytes = pool_.extent_bytes();
   stats->host_capacity_bytes = budget_.capacity_bytes();
   stats->host_peak_bytes = pool_.peak_extent_bytes();
-  stats->host_page_bytes = pool_.page_bytes_in_use();
+  stats->host_page_bytes = pages_.page_bytes_in_use();
   stats->observed_bytes = charged_bytes_;
   stats->index_bytes = index_totals_.bytes();
   stats->n_index_blocks = index_totals_.n_blocks;
@@ -163,6 +165,7 @@ void StoreMemory::add_stats(kvm_stats* stats) const {
   stats->bytes_appended = counts_.bytes_appended;
   stats->n_pages_dropped = counts_.n_pages_dropped;
   stats->n_pages_copied = counts_.n_pages_copied;
+  stats->n_pages_moved = counts_.n_pages_moved;
 }
 
 }  // namespace kvm::engine

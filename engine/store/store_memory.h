@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// StoreMemory: the memory of a store and who pays for it: the pool of pages, the budget, the
-// accounts of clients and their quotas. Makes room: what can be done without goes before anything
-// is refused.
+// StoreMemory: the memory of a store and who pays for it: the pages and their frames, the budget,
+// the accounts of clients and their quotas. Makes room: what can be done without goes before
+// anything is refused.
 //
 // Threads: the driver thread.
 #ifndef KVM_ENGINE_STORE_STORE_MEMORY_H_
@@ -9,12 +9,14 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string_view>
 #include <unordered_map>
 #include <utility>
 
 #include "base/status.h"
 #include "base/undo.h"
+#include "engine/store/account.h"
 #include "engine/store/layer_index.h"
 #include "engine/store/page_list.h"
 #include "engine/store/quota.h"
@@ -22,17 +24,11 @@
 #include "kvm.h"
 #include "tiers/budget.h"
 #include "tiers/host/host_pool.h"
+#include "tiers/page_table.h"
 
 namespace kvm::engine {
 
 struct StoreOptions;
-
-struct Account {
-  ClientId client = 0;
-  QuotaAccount* quota = nullptr;
-  IndexUses indexes;
-  kvm_seq_id next_freed = 0;  // where Store::free_some goes on
-};
 
 // StoreCounts count since the store was opened.
 struct StoreCounts {
@@ -40,6 +36,7 @@ struct StoreCounts {
   uint64_t bytes_appended = 0;
   uint64_t n_pages_dropped = 0;
   uint64_t n_pages_copied = 0;
+  uint64_t n_pages_moved = 0;
 };
 
 class StoreMemory final : private PageRelief {
@@ -59,15 +56,24 @@ class StoreMemory final : private PageRelief {
   const Accounts& accounts() const { return accounts_; }
   QuotaBook& quotas() { return quotas_; }
 
-  tiers::HostPool& pool() { return pool_; }
-  const tiers::HostPool& pool() const { return pool_; }
-  PageBank bank(Account* account) { return PageBank(&pool_, account->quota, this); }
+  tiers::PageTable& pages() { return pages_; }
+  const tiers::PageTable& pages() const { return pages_; }
+  PageBank bank(Account* account) { return PageBank(&pages_, &payers_, account, this); }
   IndexBank index_bank(Account* account) {
-    return IndexBank(&pool_, &budget_, &reclaimer_, &index_totals_, &account->indexes,
-                     account->quota);
+    return IndexBank(&pages_, &pool_, &budget_, &reclaimer_, &index_totals_, &payers_, account);
   }
-  // Takes a reference of a page off, and its bytes off the account with the last.
-  void release(Account* account, tiers::PageRef page);
+  // For PageMoves (engine/run/page_moves.h).
+  std::optional<tiers::HostPool::ExtentRef> close_thin_extent() {
+    return pool_.close_thin_extent();
+  }
+  void reopen(tiers::HostPool::ExtentRef extent) { pool_.reopen(extent); }
+  // Opens an extent again that pages still lie in.
+  void reopen_unless_left(tiers::HostPool::ExtentRef extent) {
+    if (pages_.has_pages(extent)) {
+      pool_.reopen(extent);
+    }
+  }
+  void release(tiers::PageRef page) { PageBank::release_page(&pages_, payers_, page); }
 
   // That the quotas have room for `need` bytes, if need be without indexes. Fails: QUOTA.
   Status make_quota_room(Account* account, uint64_t need, std::string_view what);
@@ -103,6 +109,10 @@ class StoreMemory final : private PageRelief {
   uint64_t charged_bytes() const { return charged_bytes_; }
   const IndexTotals& index_totals() const { return index_totals_; }
   uint64_t used_bytes() const { return budget_.used_bytes(); }
+  // Of the capacity, cached extents included.
+  uint64_t free_bytes() const { return budget_.free_bytes() + pool_.cached_bytes(); }
+  uint64_t extent_bytes() const { return pool_.extent_bytes(); }
+  const Account& payer(tiers::PageRef page) const { return payers_.at(pages_.payer(page)); }
   uint64_t unreclaimed_bytes() const { return reclaimer_.size_bytes(); }
 
  private:
@@ -115,9 +125,11 @@ class StoreMemory final : private PageRelief {
 
   tiers::MemoryBudget budget_;
   tiers::HostPool pool_;
+  tiers::PageTable pages_{&pool_};
   TableReclaimer reclaimer_;
   QuotaBook quotas_;
   Accounts accounts_;
+  Payers payers_;
   ClientId next_client_ = 1;
   uint64_t charged_bytes_ = 0;  // by charge()
   IndexTotals index_totals_;

@@ -12,9 +12,9 @@ using tiers::PageRef;
 
 namespace {
 
-KvRun run_of(const tiers::HostPool& pool, const PageEntry& entry) {
-  const tiers::SlabClass& slab_class = pool.slab_class(entry.page);
-  const std::byte* data = pool.data(entry.page);
+KvRun run_of(const tiers::PageTable& pages, const PageEntry& entry) {
+  const tiers::SlabClass& slab_class = pages.slab_class(entry.page);
+  const std::byte* data = pages.data(entry.page);
   KvRun run;
   run.k = data + entry.first * slab_class.k_row_bytes();
   run.v = data + slab_class.v_offset() + entry.first * slab_class.v_row_bytes();
@@ -52,7 +52,7 @@ void Store::collect_runs(const Sequence* seq, uint32_t layer, uint32_t class_ind
       kept->collect(is_packed, runs);
       kept = nullptr;
     }
-    runs->push_back(run_of(memory_.pool(), entry));
+    runs->push_back(run_of(memory_.pages(), entry));
   });
   if (kept != nullptr) {
     kept->collect(is_packed, runs);
@@ -67,10 +67,11 @@ void collect_between(const StoreMemory& memory, const Sequence* seq, uint32_t la
                      std::vector<KvRun>* runs) {
   seq->layer_lists(layer)[class_index].for_each_between(
       block_begin, block_end,
-      [&](const PageEntry& entry) { runs->push_back(run_of(memory.pool(), entry)); });
+      [&](const PageEntry& entry) { runs->push_back(run_of(memory.pages(), entry)); });
 }
 
-void Store::pin_pages(const Sequence* seq, uint32_t layer, uint32_t class_index, PagePins* pins) {
+void Store::pin_pages(const Sequence* seq, uint32_t layer, uint32_t class_index,
+                      uint64_t read_epoch, PagePins* pins) {
   pins->client = seq->account->client;
   const std::span<const PageList> lists = seq->stored_lists(layer);
   if (lists.empty()) {
@@ -82,9 +83,13 @@ void Store::pin_pages(const Sequence* seq, uint32_t layer, uint32_t class_index,
       pages.push_back(entry.page);
     }
   });
+  if (pages.empty()) {
+    return;
+  }
   // Nothing throws from here on.
+  pins->epoch = memory_.pages().epochs().follow(read_epoch);
   for (const PageRef page : pages) {
-    memory_.pool().add_ref(page);
+    memory_.pages().add_ref(page);
   }
   pins->pages = std::move(pages);
 }
@@ -93,11 +98,12 @@ void Store::unpin_pages(PagePins* pins) {
   if (pins->pages.empty()) {
     return;
   }
-  Account* account = memory_.find(pins->client);
   for (const PageRef page : pins->pages) {
-    memory_.release(account, page);
+    memory_.release(page);
   }
   pins->pages.clear();
+  memory_.pages().epochs().end(pins->epoch);
+  memory_.pages().free_left_frames();
   memory_.trim_after_free();
 }
 

@@ -11,7 +11,7 @@
 #include "engine/space/space.h"
 #include "engine/store/quota.h"
 #include "kvm.h"
-#include "tiers/host/host_pool.h"
+#include "tiers/page_table.h"
 
 namespace kvm::engine {
 
@@ -78,7 +78,8 @@ struct ObservedView {
 // PagePins hold full pages of one head class, which stay as they are though their sequence may
 // change or go.
 struct PagePins {
-  ClientId client = 0;  // whose account they stay on
+  ClientId client = 0;  // of the sequence
+  uint64_t epoch = 0;   // as a reader of the pages (tiers/read_epochs.h), where there are any
   std::vector<tiers::PageRef> pages;
 };
 

@@ -5,10 +5,13 @@
 
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <functional>
 #include <limits>
 #include <memory>
+#include <new>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "base/splitmix.h"
@@ -129,7 +132,26 @@ class World {
       }
     }
   }
+  // A client comes and goes. Returns whether there was memory for it.
+  bool visit() {
+    const InProduct in_product;
+    try {
+      engine_->remove_client(engine_->add_client({}), [] {});
+      return true;
+    } catch (const std::bad_alloc&) {
+      return false;
+    }
+  }
+  // Does what a driver does that has time, until nothing is left of it.
+  void rest() {
+    const InProduct in_product;
+    for (uint32_t i = 0; i < 1'000 && engine_->housekeep() != UINT64_MAX; ++i) {
+      engine_->work();
+      engine_->poll();
+    }
+  }
   bool is_gone() const { return is_gone_; }
+  float output() const { return o_[0]; }
   size_t n_left() const { return n_submitted_ - n_done_; }
   kvm_status status(size_t nth_last) const {
     return results_[n_submitted_ - 1 - nth_last].status.code();
@@ -249,6 +271,55 @@ TEST(EngineFaults, SequencesThatGoInPartsGoToTheirEnd) {
     EXPECT_EQ(world.status(1), KVM_OK);
     EXPECT_EQ(world.stats().n_sequences, verb == SeqVerb::kFree ? 0u : 1u);
   }
+}
+
+TEST(EngineFaults, ClientsComeOrDoNot) {
+  bool has_come = false;
+  refuse_each([] { return std::make_unique<World>(); },
+              [&](World* world) { has_come = world->visit(); },
+              [&](World* world) {
+                EXPECT_EQ(world->stats().n_sequences, 0u);
+                EXPECT_TRUE(world->visit()) << "whether or not one had come before: " << has_come;
+              });
+}
+
+// Pages of some sequences lie in extents that others have left: 128 of 1,024 in each. Where there is no
+// memory to move them, they stay, and move when there is.
+TEST(EngineFaults, PagesThatMoveStayWhatTheyAre) {
+  float expected = 0;
+  kvm_seq_id seq = 0;
+  refuse_each(
+      [&] {
+        auto world = std::make_unique<World>();
+        std::vector<kvm_seq_id> between;
+        for (uint32_t extent = 0; extent < 4; ++extent) {
+          seq = world->create(128 * 64);
+          between.push_back(world->create(896 * 64));
+        }
+        world->submit(world->attend(seq));
+        for (const kvm_seq_id gone : between) {
+          world->submit(World::verb(SeqVerb::kFree, gone));
+        }
+        world->drive();
+        expected = world->output();
+        std::this_thread::sleep_for(std::chrono::milliseconds(11));  // the engine is at rest
+        return world;
+      },
+      [&](World* world) {
+        world->rest();
+        world->submit(world->attend(seq));
+        world->drive();
+      },
+      [&](World* world) {
+        ASSERT_EQ(world->n_left(), 0u);
+        EXPECT_TRUE(is_answer(world->status(0))) << world->status(0);
+        world->rest();
+        EXPECT_GT(world->stats().n_pages_moved, 0u);
+        world->submit(world->attend(seq));
+        world->drive();
+        EXPECT_EQ(world->status(0), KVM_OK);
+        EXPECT_EQ(world->output(), expected);
+      });
 }
 
 TEST(EngineFaults, AnswersOutliveTheirAudits) {

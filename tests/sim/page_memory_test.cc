@@ -101,25 +101,25 @@ TEST(HostPoolMemory, EachRefusalLeavesEverythingAsItWas) {
       tiers::HostPool pool(&budget, 0, &memory);
       was_refused = false;
       memory.refuse(n);
-      std::vector<tiers::PageRef> pages;
+      std::vector<tiers::FrameRef> frames;
       for (int i = 0; i < kPages; ++i) {
         const tiers::SlabClass& slab_class = i % 2 == 0 ? small : large;
         const uint64_t used = budget.used_bytes();
-        Result<tiers::PageRef> page = pool.allocate(slab_class);
-        if (!page.is_ok()) {
+        Result<tiers::FrameRef> frame = pool.allocate(slab_class, 0);
+        if (!frame.is_ok()) {
           EXPECT_FALSE(was_refused) << "once";
           was_refused = true;
-          EXPECT_EQ(page.status().code(), KVM_ERR_NO_MEMORY);
+          EXPECT_EQ(frame.status().code(), KVM_ERR_NO_MEMORY);
           EXPECT_EQ(budget.used_bytes(), used);
-          EXPECT_EQ(pool.n_pages(), pages.size());
+          EXPECT_EQ(pool.n_frames(), frames.size());
           pool.check_accounts();
-          page = pool.allocate(slab_class);
-          ASSERT_TRUE(page.is_ok()) << page.status().message();
+          frame = pool.allocate(slab_class, 0);
+          ASSERT_TRUE(frame.is_ok()) << frame.status().message();
         }
-        pages.push_back(page.value());
+        frames.push_back(frame.value());
       }
-      for (const tiers::PageRef page : pages) {
-        EXPECT_TRUE(pool.release(page));
+      for (const tiers::FrameRef frame : frames) {
+        pool.free(frame);
       }
       while (pool.trim(1)) {
       }

@@ -29,31 +29,24 @@ HostPool::HostPool(MemoryBudget* budget, uint64_t cached_bytes, PageMemory* memo
 
 HostPool::~HostPool() { budget_->uncharge(extent_bytes()); }
 
-uint32_t HostPool::n_refs(PageRef page) const { return slab_of(page).n_refs(page_slot(page)); }
-
-void HostPool::add_ref(PageRef page) { slab_of(page).add_ref(page_slot(page)); }
-
-Result<PageRef> HostPool::allocate(const SlabClass& slab_class) {
+Result<FrameRef> HostPool::allocate(const SlabClass& slab_class, uint32_t owner) {
   KVM_TRY_ASSIGN(const uint32_t index, slab_with_room(slab_class));
   HostSlab& slab = *slabs_[index];
   const uint64_t n_cached_before = slab.n_cached();
-  const uint32_t slot = slab.take();
+  const uint32_t slot = slab.take(owner);
   n_cached_ -= n_cached_before - slab.n_cached();
-  ++n_pages_;
-  page_bytes_in_use_ += slab.page_bytes();
-  return make_page_ref(index, slot);
+  ++n_frames_;
+  frame_bytes_ += slab.page_bytes();
+  return FrameRef{make_page_ref(index, slot)};
 }
 
-bool HostPool::release(PageRef page) {
-  HostSlab& slab = slab_of(page);
+void HostPool::free(FrameRef frame) {
+  HostSlab& slab = *slabs_[page_slab(frame.number)];
   const uint64_t n_cached_before = slab.n_cached();
-  if (!slab.release(page_slot(page))) {
-    return false;
-  }
-  --n_pages_;
-  page_bytes_in_use_ -= slab.page_bytes();
+  slab.free(page_slot(frame.number));
+  --n_frames_;
+  frame_bytes_ -= slab.page_bytes();
   n_cached_ += slab.n_cached() - n_cached_before;
-  return true;
 }
 
 Result<uint32_t> HostPool::slab_with_room(const SlabClass& slab_class) {
@@ -62,7 +55,7 @@ Result<uint32_t> HostPool::slab_with_room(const SlabClass& slab_class) {
     if (slabs_[i] == nullptr || slabs_[i]->slab_class() != slab_class) {
       continue;
     }
-    if (slabs_[i]->has_free_page()) {
+    if (slabs_[i]->has_free_frame()) {
       return i;
     }
     if (growable == kMaxSlabs && slabs_[i]->has_absent_extent()) {
@@ -83,9 +76,9 @@ Result<uint32_t> HostPool::slab_with_room(const SlabClass& slab_class) {
 Result<uint32_t> HostPool::make_slab(const SlabClass& slab_class) {
   uint32_t index = n_slabs_;
   if (n_slabs_ == kMaxSlabs) {
-    // Numbers have run out: take that of a slab without pages.
+    // Numbers have run out: take that of a slab without frames in use.
     const auto empty = std::find_if(slabs_.begin(), slabs_.end(), [](const auto& slab) {
-      return slab == nullptr || slab->n_pages() == 0;
+      return slab == nullptr || slab->n_frames() == 0;
     });
     if (empty == slabs_.end()) {
       return Status(KVM_ERR_NO_SPACE, "host memory: all " + std::to_string(kMaxSlabs) +
@@ -127,6 +120,36 @@ void HostPool::close_cached_extent(HostSlab& slab) {
   budget_->uncharge(kExtentBytes);
 }
 
+std::optional<HostPool::ExtentRef> HostPool::close_thin_extent() {
+  for (uint32_t i = 0; i < n_slabs_; ++i) {
+    if (slabs_[i] == nullptr || slabs_[i]->slab_class().index_bytes != 0) {
+      continue;
+    }
+    HostSlab& slab = *slabs_[i];
+    const uint64_t least = std::max(2 * slab.frames_per_extent(), slab.n_frames() / kMaxSpare);
+    const uint32_t extent = slab.n_spare() < least ? HostSlab::kNoExtent : slab.thinnest_extent();
+    if (extent != HostSlab::kNoExtent) {
+      slab.close_extent(extent);
+      return ExtentRef{i, extent};
+    }
+  }
+  return std::nullopt;
+}
+
+void HostPool::reopen(ExtentRef extent) {
+  if (slabs_[extent.slab] != nullptr) {
+    slabs_[extent.slab]->reopen_extent(extent.extent);
+  }
+}
+
+bool HostPool::reopen_closed() {
+  bool has_any = false;
+  for (uint32_t i = 0; i < n_slabs_; ++i) {
+    has_any |= slabs_[i] != nullptr && slabs_[i]->reopen_all();
+  }
+  return has_any;
+}
+
 bool HostPool::make_room(uint64_t size_bytes) {
   for (uint32_t i = 0; i < n_slabs_ && budget_->free_bytes() < size_bytes; ++i) {
     while (slabs_[i] != nullptr && slabs_[i]->n_cached() > 0 &&
@@ -149,7 +172,7 @@ bool HostPool::trim(uint64_t max_extents) {
 }
 
 void HostPool::check_accounts() const {
-  uint64_t n_pages = 0;
+  uint64_t n_frames = 0;
   uint64_t page_bytes = 0;
   uint64_t n_extents = 0;
   uint64_t n_cached = 0;
@@ -158,12 +181,12 @@ void HostPool::check_accounts() const {
       continue;
     }
     slabs_[i]->check_accounts();
-    n_pages += slabs_[i]->n_pages();
-    page_bytes += slabs_[i]->n_pages() * slabs_[i]->page_bytes();
+    n_frames += slabs_[i]->n_frames();
+    page_bytes += slabs_[i]->n_frames() * slabs_[i]->page_bytes();
     n_extents += slabs_[i]->n_open() + slabs_[i]->n_cached();
     n_cached += slabs_[i]->n_cached();
   }
-  KVM_ASSERT(n_pages == n_pages_ && page_bytes == page_bytes_in_use_);
+  KVM_ASSERT(n_frames == n_frames_ && page_bytes == frame_bytes_);
   KVM_ASSERT(n_extents == n_extents_ && n_cached == n_cached_);
   KVM_ASSERT(extent_bytes() <= budget_->used_bytes());
 }

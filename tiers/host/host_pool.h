@@ -1,18 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// HostPool: the pages of the host tier, in anonymous memory with transparent huge OS pages.
+// HostPool: the frames of the host tier, where pages lie: anonymous memory with transparent huge OS
+// pages. Which page lies in a frame is the affair of the table of pages (tiers/page_table.h).
 //
-// A slab is one virtual reservation for pages of one slab class. It grows and shrinks by extents of
-// 2 MiB: an extent is charged to the budget before its memory is touched, holds
-// floor(2 MiB / page_bytes) pages (none straddles its end), and becomes a cached extent when its
-// last page is freed. Cached extents stay charged; trim gives those beyond a bound back to the
+// A slab is one virtual reservation for frames of one slab class. It grows and shrinks by extents
+// of 2 MiB: an extent is charged to the budget before its memory is touched, holds
+// floor(2 MiB / page_bytes) frames (none straddles its end), and becomes a cached extent when its
+// last frame is freed. Cached extents stay charged; trim gives those beyond a bound back to the
 // operating system, a few at a time (each costs about 10 us), and an allocation that would
 // fail otherwise takes whatever it needs of them at once.
 //
-// Pages are reference counted. Addresses are stable for the life of a page. A fresh page's content
-// is undefined (zeros, or what a freed page of the same class left).
+// The address of a frame is its own until it is freed. What a fresh one holds is undefined (zeros,
+// or what a freed one of the same class left).
 //
-// Threads: one, the driver's; the bytes of pages may be used by any.
-// Memory: used_bytes() of the budget at most; 6 bytes of heap per page slot.
+// Threads: one, the driver's; the bytes of frames may be used by any.
+// Memory: used_bytes() of the budget at most; 6 bytes of heap per slot.
 #ifndef KVM_TIERS_HOST_HOST_POOL_H_
 #define KVM_TIERS_HOST_HOST_POOL_H_
 
@@ -20,6 +21,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "base/status.h"
@@ -30,29 +32,71 @@
 
 namespace kvm::tiers {
 
+// Names a frame of a HostPool.
+struct FrameRef {
+  uint32_t number = 0;  // bits as those of a PageRef: slab, slot
+
+  bool operator==(const FrameRef&) const = default;
+};
+
 class HostPool {
  public:
   // `budget` and `memory` must outlive the pool; others may charge the budget too. cached_bytes:
   // how much memory of emptied extents trim leaves.
   HostPool(MemoryBudget* budget, uint64_t cached_bytes, PageMemory* memory = system_page_memory());
-  // Pages still referenced are gone with the pool.
+  // Frames in use are gone with the pool.
   ~HostPool();
   HostPool(const HostPool&) = delete;
   HostPool& operator=(const HostPool&) = delete;
 
-  // A page with one reference.
   // Fails: NO_SPACE (the budget, or the number of slabs), NO_MEMORY (the operating system refused).
   // Throws std::bad_alloc. Nothing has changed then.
-  Result<PageRef> allocate(const SlabClass& slab_class);
-  void add_ref(PageRef page);
-  // Returns whether that was the last reference; the page is free then.
-  bool release(PageRef page);
+  // owner: a number that the pool keeps for the caller, for as long as the frame is in use.
+  Result<FrameRef> allocate(const SlabClass& slab_class, uint32_t owner);
+  // REQUIRES here and below: `frame` is in use.
+  void free(FrameRef frame);
 
-  // REQUIRES here and below: `page` is allocated.
-  uint32_t n_refs(PageRef page) const;
-  std::byte* data(PageRef page) const { return slab_of(page).page_data(page_slot(page)); }
-  const SlabClass& slab_class(PageRef page) const { return slab_of(page).slab_class(); }
-  uint64_t page_bytes(PageRef page) const { return slab_of(page).page_bytes(); }
+  std::byte* data(FrameRef frame) const {
+    return slabs_[page_slab(frame.number)]->frame_data(page_slot(frame.number));
+  }
+  const SlabClass& slab_class(FrameRef frame) const { return slab_of(frame).slab_class(); }
+  uint32_t owner(FrameRef frame) const { return slab_of(frame).owner(page_slot(frame.number)); }
+  void set_owner(FrameRef frame, uint32_t owner) {
+    slabs_[page_slab(frame.number)]->set_owner(page_slot(frame.number), owner);
+  }
+  bool is_used(FrameRef frame) const { return slab_of(frame).is_used(page_slot(frame.number)); }
+
+  // --- Emptying extents -------------------------------------------------------------------------
+  // Where frames of a slab lie scattered, some of its extents can be emptied into others.
+
+  // Names an extent of a slab.
+  struct ExtentRef {
+    uint32_t slab = 0;
+    uint32_t extent = 0;
+  };
+  // Closes the extent with the fewest frames in use of a slab that has room for them in other open
+  // extents: it gives no frames out until its last one is free. Nothing, where free frames are few:
+  // fewer than two extents' worth in a slab, or than one for kMaxSpare in use. Slabs of indexes are
+  // passed over: their pages do not move.
+  std::optional<ExtentRef> close_thin_extent();
+  // Opens it again, if it is closed.
+  void reopen(ExtentRef extent);
+  // Opens all; returns whether any was closed. O(extents).
+  bool reopen_closed();
+  // Calls visit(FrameRef) for the frames of an extent that are in use.
+  template <typename Visitor>
+  void for_each_used(ExtentRef extent, Visitor visit) const {
+    slabs_[extent.slab]->for_each_used(
+        extent.extent, [&](uint32_t slot) { visit(FrameRef{make_page_ref(extent.slab, slot)}); });
+  }
+  // Whether `is` holds for any of these.
+  template <typename Predicate>
+  bool any_used(ExtentRef extent, Predicate is) const {
+    return slabs_[extent.slab]->any_used(extent.extent, [&](uint32_t slot) {
+      return is(FrameRef{make_page_ref(extent.slab, slot)});
+    });
+  }
+  static constexpr uint64_t kMaxSpare = 8;  // one for so many in use
 
   // Gives cached extents back until the budget has size_bytes free or none are left. Returns
   // whether it has.
@@ -62,19 +106,18 @@ class HostPool {
   // remain.
   bool trim(uint64_t max_extents);
 
-  uint64_t n_pages() const { return n_pages_; }
-  uint64_t page_bytes_in_use() const { return page_bytes_in_use_; }
+  uint64_t n_frames() const { return n_frames_; }                      // in use
+  uint64_t frame_bytes() const { return frame_bytes_; }                // of these
   uint64_t extent_bytes() const { return n_extents_ * kExtentBytes; }  // charged, cached included
   uint64_t peak_extent_bytes() const { return peak_extents_ * kExtentBytes; }
   uint64_t cached_bytes() const { return n_cached_ * kExtentBytes; }
 
-  // Recounts pages, extents and bytes and aborts where they disagree with the running accounts.
+  // Recounts frames, extents and bytes and aborts where they disagree with the running accounts.
   void check_accounts() const;
 
  private:
-  const HostSlab& slab_of(PageRef page) const { return *slabs_[page_slab(page)]; }
-  HostSlab& slab_of(PageRef page) { return *slabs_[page_slab(page)]; }
-  // A slab of the class with a free page; it may have taken an extent for that.
+  const HostSlab& slab_of(FrameRef frame) const { return *slabs_[page_slab(frame.number)]; }
+  // A slab of the class with a free frame; it may have taken an extent for that.
   Result<uint32_t> slab_with_room(const SlabClass& slab_class);
   Result<uint32_t> make_slab(const SlabClass& slab_class);
   // Charges and opens one absent extent of a slab that has one.
@@ -86,8 +129,8 @@ class HostPool {
   PageMemory* const memory_;
   std::array<std::unique_ptr<HostSlab>, kMaxSlabs> slabs_;
   uint32_t n_slabs_ = 0;  // slots of slabs_ ever used are below this
-  uint64_t n_pages_ = 0;
-  uint64_t page_bytes_in_use_ = 0;
+  uint64_t n_frames_ = 0;
+  uint64_t frame_bytes_ = 0;
   uint64_t n_extents_ = 0;
   uint64_t peak_extents_ = 0;
   uint64_t n_cached_ = 0;

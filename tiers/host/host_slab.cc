@@ -22,7 +22,7 @@
 namespace kvm::tiers {
 namespace {
 
-// Free pages are out of bounds for AddressSanitizer, so that a task that still uses one is found.
+// Free frames are out of bounds for AddressSanitizer, so that a task that still uses one is found.
 void poison([[maybe_unused]] std::byte* data, [[maybe_unused]] uint64_t size_bytes) {
 #if defined(KVM_HAS_ASAN)
   __asan_poison_memory_region(data, size_bytes);
@@ -42,8 +42,8 @@ std::string os_error() { return std::string(std::strerror(errno)); }
 HostSlab::HostSlab(const SlabClass& slab_class, uint64_t max_extents, PageMemory* memory)
     : slab_class_(slab_class),
       page_bytes_(slab_class.page_bytes()),
-      pages_per_extent_(static_cast<uint32_t>(kExtentBytes / page_bytes_)),
-      slot_shift_(static_cast<uint32_t>(std::bit_width(pages_per_extent_ - 1))),
+      frames_per_extent_(static_cast<uint32_t>(kExtentBytes / page_bytes_)),
+      slot_shift_(static_cast<uint32_t>(std::bit_width(frames_per_extent_ - 1))),
       slot_mask_((1u << slot_shift_) - 1),
       max_extents_(std::min<uint64_t>(max_extents, (1u << kSlotBits) >> slot_shift_)),
       memory_(memory) {}
@@ -51,6 +51,7 @@ HostSlab::HostSlab(const SlabClass& slab_class, uint64_t max_extents, PageMemory
 Result<std::unique_ptr<HostSlab>> HostSlab::create(const SlabClass& slab_class,
                                                    uint64_t max_extents, PageMemory* memory) {
   KVM_ASSERT(slab_class.page_bytes() > 0 && slab_class.page_bytes() <= kExtentBytes);
+  KVM_ASSERT(kExtentBytes / slab_class.page_bytes() < kUsed);
   std::unique_ptr<HostSlab> slab(new HostSlab(slab_class, max_extents, memory));
   // One extent more, to begin at a multiple of its size, and one on each side that stays without
   // access: no page has another mapping for a neighbour. Addresses are all that costs.
@@ -91,8 +92,8 @@ void HostSlab::reserve_books(size_t n_extents) {
     return;
   }
   const size_t n = 2 * n_extents;
-  refs_.reserve(n << slot_shift_);
   next_free_.reserve(n << slot_shift_);
+  owners_.reserve(n << slot_shift_);
   partial_.reserve(n);
   cached_.reserve(n);
   absent_.reserve(n);
@@ -116,13 +117,13 @@ Status HostSlab::add_extent() {
       return Status(KVM_ERR_NO_MEMORY, "making an extent accessible: " + os_error());
     }
     extents_.emplace_back();
-    refs_.resize(extents_.size() << slot_shift_);
     next_free_.resize(extents_.size() << slot_shift_);
+    owners_.resize(extents_.size() << slot_shift_);
   }
   Extent& record = extents_[extent];
-  for (uint32_t page = 0; page < pages_per_extent_; ++page) {
-    next_free_[(extent << slot_shift_) + page] =
-        page + 1 < pages_per_extent_ ? static_cast<uint16_t>(page + 1) : kNoSlot;
+  for (uint32_t frame = 0; frame < frames_per_extent_; ++frame) {
+    next_free_[(extent << slot_shift_) + frame] =
+        frame + 1 < frames_per_extent_ ? static_cast<uint16_t>(frame + 1) : kNoSlot;
   }
   record.free_head = 0;
   record.n_used = 0;
@@ -140,8 +141,8 @@ void HostSlab::remove_extent() {
   memory_->discard(extent_data(extent), kExtentBytes);
 }
 
-uint32_t HostSlab::take() {
-  KVM_ASSERT(has_free_page());
+uint32_t HostSlab::take(uint32_t owner) {
+  KVM_ASSERT(has_free_frame());
   if (partial_.empty()) {
     const uint32_t opened = cached_.back();
     list_remove(&cached_, opened);
@@ -157,63 +158,119 @@ uint32_t HostSlab::take() {
   if (record.free_head == kNoSlot) {
     list_remove(&partial_, extent);
   }
-  refs_[slot] = 1;
-  ++n_pages_;
-  unpoison(page_data(slot), page_bytes_);
+  next_free_[slot] = kUsed;
+  owners_[slot] = owner;
+  ++n_frames_;
+  unpoison(frame_data(slot), page_bytes_);
   return slot;
 }
 
-bool HostSlab::release(uint32_t slot) {
-  KVM_ASSERT(refs_[slot] > 0);
-  if (--refs_[slot] > 0) {
-    return false;
-  }
+void HostSlab::free(uint32_t slot) {
+  KVM_ASSERT(is_used(slot));
   const uint32_t extent = slot >> slot_shift_;
   Extent& record = extents_[extent];
-  if (record.free_head == kNoSlot) {
+  if (record.free_head == kNoSlot && !record.is_closed) {
     list_add(&partial_, extent);
   }
   next_free_[slot] = record.free_head;
   record.free_head = static_cast<uint16_t>(slot & slot_mask_);
   --record.n_used;
-  --n_pages_;
-  poison(page_data(slot), page_bytes_);
+  --n_frames_;
+  poison(frame_data(slot), page_bytes_);
+  n_closed_free_ += record.is_closed ? 1 : 0;
   if (record.n_used == 0) {
-    list_remove(&partial_, extent);
+    if (record.is_closed) {
+      record.is_closed = false;
+      --n_closed_;
+      n_closed_free_ -= frames_per_extent_;
+    } else {
+      list_remove(&partial_, extent);
+    }
     record.state = Extent::kCached;
     list_add(&cached_, extent);
     --n_open_;
   }
-  return true;
+}
+
+uint32_t HostSlab::thinnest_extent() {
+  uint32_t thinnest = kNoExtent;
+  for (size_t n = std::min(kLooked, partial_.size()); n > 0; --n) {
+    next_looked_ = next_looked_ + 1 < partial_.size() ? next_looked_ + 1 : 0;
+    const uint32_t extent = partial_[next_looked_];
+    if (thinnest == kNoExtent || extents_[extent].n_used < extents_[thinnest].n_used) {
+      thinnest = extent;
+    }
+  }
+  return thinnest;
+}
+
+void HostSlab::close_extent(uint32_t extent) {
+  Extent& record = extents_[extent];
+  KVM_ASSERT(record.state == Extent::kOpen && !record.is_closed);
+  if (record.free_head != kNoSlot) {
+    const uint32_t filled = partial_.back();
+    list_remove(&partial_, extent);
+    if (filled != extent) {  // it goes on being the one that is filled
+      list_remove(&partial_, filled);
+      list_add(&partial_, filled);
+    }
+  }
+  record.is_closed = true;
+  ++n_closed_;
+  n_closed_free_ += frames_per_extent_ - record.n_used;
+}
+
+void HostSlab::reopen_extent(uint32_t extent) {
+  if (extent >= extents_.size() || !extents_[extent].is_closed) {
+    return;
+  }
+  Extent& record = extents_[extent];
+  record.is_closed = false;
+  --n_closed_;
+  n_closed_free_ -= frames_per_extent_ - record.n_used;
+  if (record.free_head != kNoSlot) {
+    list_add(&partial_, extent);
+  }
+}
+
+bool HostSlab::reopen_all() {
+  const bool has_any = n_closed_ != 0;
+  for (uint32_t extent = 0; n_closed_ != 0; ++extent) {
+    reopen_extent(extent);
+  }
+  return has_any;
 }
 
 void HostSlab::check_accounts() const {
-  uint64_t n_pages = 0;
+  uint64_t n_frames = 0;
   uint64_t n_open = 0;
   uint64_t n_cached = 0;
   uint64_t n_partial = 0;
+  uint64_t n_closed_free = 0;
   for (uint32_t extent = 0; extent < extents_.size(); ++extent) {
     const Extent& record = extents_[extent];
     uint32_t n_used = 0;
-    for (uint32_t page = 0; page < pages_per_extent_; ++page) {
-      n_used += refs_[(extent << slot_shift_) + page] > 0 ? 1 : 0;
+    for (uint32_t frame = 0; frame < frames_per_extent_; ++frame) {
+      n_used += is_used((extent << slot_shift_) + frame) ? 1 : 0;
     }
     uint32_t n_free = 0;
-    for (uint32_t page = record.free_head; record.state != Extent::kAbsent && page != kNoSlot;
-         page = next_free_[(extent << slot_shift_) + page]) {
-      KVM_ASSERT(refs_[(extent << slot_shift_) + page] == 0);
+    for (uint32_t frame = record.free_head; record.state != Extent::kAbsent && frame != kNoSlot;
+         frame = next_free_[(extent << slot_shift_) + frame]) {
+      KVM_ASSERT(frame < frames_per_extent_);
       ++n_free;
     }
     KVM_ASSERT(record.state == Extent::kAbsent ? n_used == 0
-                                               : n_used + n_free == pages_per_extent_);
+                                               : n_used + n_free == frames_per_extent_);
     KVM_ASSERT((record.state == Extent::kOpen) == (n_used > 0));
     KVM_ASSERT(record.state == Extent::kAbsent || record.n_used == n_used);
-    n_pages += n_used;
+    KVM_ASSERT(!record.is_closed || record.state == Extent::kOpen);
+    n_closed_free += record.is_closed ? n_free : 0;
+    n_frames += n_used;
     n_open += record.state == Extent::kOpen ? 1 : 0;
     n_cached += record.state == Extent::kCached ? 1 : 0;
-    n_partial += record.state == Extent::kOpen && n_free > 0 ? 1 : 0;
+    n_partial += record.state == Extent::kOpen && n_free > 0 && !record.is_closed ? 1 : 0;
   }
-  KVM_ASSERT(n_pages == n_pages_ && n_open == n_open_);
+  KVM_ASSERT(n_frames == n_frames_ && n_open == n_open_ && n_closed_free == n_closed_free_);
   KVM_ASSERT(n_cached == cached_.size() && n_partial == partial_.size());
   KVM_ASSERT(absent_.size() == extents_.size() - n_open - n_cached);
 }

@@ -117,6 +117,7 @@ class Stats:
     n_index_blocks: int
     n_index_refused: int
     n_index_dropped: int
+    n_pages_moved: int
 
 
 @dataclasses.dataclass(frozen=True)

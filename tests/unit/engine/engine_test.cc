@@ -117,6 +117,81 @@ TEST(Engine, QueuedRequestsOfASequenceRunInOrder) {
   }
 }
 
+// Sequences that grew side by side share their extents; the memory of those that are gone is there
+// again, although one of them stays and is read throughout.
+TEST(Engine, PagesMoveTogetherWhereOthersAreGone) {
+  constexpr uint64_t kExtent = 2 << 20;
+  constexpr uint32_t kSequences = 16;
+  constexpr uint32_t kPages = 128;  // of each, 8 KiB a page
+  for (const uint32_t n_threads : {1u, 3u}) {
+    Small rig(n_threads, 24 << 20);
+    Log log;
+    std::vector<kvm_seq_id> seqs;
+    for (uint32_t i = 0; i < kSequences; ++i) {
+      seqs.push_back(rig.create(rig.id));
+    }
+    for (uint32_t page = 0; page < kPages; ++page) {
+      for (uint32_t i = 0; i < kSequences; ++i) {
+        const auto value = static_cast<float>(page * kSequences + i) / 1024.0f;
+        rig.engine->submit(rig.client, {1, 1}, rig.append(seqs[i], 64, value), log.entry("append"));
+      }
+    }
+    size_t n_done = size_t{kPages} * kSequences;
+    log.drive(*rig.engine, n_done);
+    const uint64_t used = rig.engine->stats().host_used_bytes;
+    EXPECT_GE(used, 8 * kExtent);
+    const auto attend = [&] {
+      auto [step, o] = rig.attend(seqs[0], 4);
+      rig.engine->submit(rig.client, {1, 1}, std::move(step), log.entry("attend"));
+      return o;
+    };
+    const Buffer* expected = attend();
+    log.drive(*rig.engine, ++n_done);
+    // Forks of what stays share its pages, and see them where they are.
+    for (uint32_t i = 0; i < 20; ++i) {
+      SeqRequest fork;
+      fork.verb = SeqVerb::kFork;
+      fork.seq = seqs[0];
+      fork.n_tokens = KVM_POSITION_END;
+      rig.engine->submit(rig.client, {1, 1}, std::move(fork), log.entry("fork"));
+    }
+    for (uint32_t i = 1; i < kSequences; ++i) {
+      SeqRequest free;
+      free.verb = SeqVerb::kFree;
+      free.seq = seqs[i];
+      rig.engine->submit(rig.client, {1, 1}, std::move(free), log.entry("free"));
+    }
+    log.drive(*rig.engine, n_done += 20 + kSequences - 1);
+    std::vector<Buffer*> answers;
+    for (int round = 0; round < 200; ++round) {
+      answers.push_back(attend());
+      rig.engine->housekeep();
+      rig.engine->poll();
+    }
+    log.drive(*rig.engine, n_done + answers.size());
+    // A driver with nothing else to do comes back when it is told to.
+    for (uint64_t again_ns = 0; again_ns != UINT64_MAX;) {
+      const bool worked = rig.engine->work();
+      again_ns = rig.engine->poll() != 0 || worked ? 0 : rig.engine->housekeep();
+      ::usleep(again_ns == UINT64_MAX ? 0 : static_cast<useconds_t>(again_ns / 1000));
+    }
+    for (const Buffer* answer : answers) {
+      for (uint32_t row = 0; row < 4; ++row) {
+        for (uint32_t head = 0; head < kHeads; ++head) {
+          for (uint32_t d = 0; d < kDim; ++d) {
+            ASSERT_EQ(answer->get(0, row, head, d), expected->get(0, row, head, d));
+          }
+        }
+      }
+    }
+    const kvm_stats stats = rig.engine->stats();
+    EXPECT_EQ(stats.n_pages, kPages);
+    EXPECT_GT(stats.n_pages_moved, 0u);
+    EXPECT_LE(stats.n_pages_moved, kPages);
+    EXPECT_LE(stats.host_used_bytes, 4 * kExtent) << "half an extent's pages, and one cached";
+  }
+}
+
 TEST(Engine, SequenceVerbsKeepTheirPlaceInTheLine) {
   Small rig(2);
   const kvm_seq_id seq = rig.create(rig.id);

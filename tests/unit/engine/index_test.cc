@@ -117,7 +117,7 @@ struct Content {
 Content content_of(const Store& store, const Sequence* seq, uint32_t head) {
   std::vector<attention::SketchedRun> sketches;
   std::vector<attention::HashedRun> hashes;
-  collect_head_index(store.memory(), seq, 0, head, store.length(seq, 0), &sketches, &hashes);
+  collect_head_index(seq, 0, head, store.length(seq, 0), &sketches, &hashes);
   Content content;
   for (const attention::SketchedRun& run : sketches) {
     const size_t size = hash_index::block_bytes(hash_index::frame_kind(*run.frame), kDim);
@@ -396,7 +396,7 @@ using Kinds = std::vector<hash_index::SketchKind>;
 Kinds kinds_of(const Store& store, const Sequence* seq) {
   std::vector<attention::SketchedRun> sketches;
   std::vector<attention::HashedRun> hashes;
-  collect_head_index(store.memory(), seq, 0, 0, store.length(seq, 0), &sketches, &hashes);
+  collect_head_index(seq, 0, 0, store.length(seq, 0), &sketches, &hashes);
   std::map<uint64_t, hash_index::SketchKind> kinds;
   for (const attention::SketchedRun& run : sketches) {
     kinds[run.position / kRun] = hash_index::frame_kind(*run.frame);
@@ -804,7 +804,7 @@ TEST(Index, WorkComesInBoundedJobs) {
   for (uint32_t layer = 0; layer < kLayers; ++layer) {
     std::vector<attention::SketchedRun> sketches;
     std::vector<attention::HashedRun> hashes;
-    collect_head_index(rig.store->memory(), seq, layer, 0, 20000, &sketches, &hashes);
+    collect_head_index(seq, layer, 0, 20000, &sketches, &hashes);
     uint64_t n_blocks = 0;
     for (const attention::SketchedRun& run : sketches) {
       n_blocks += run.n_blocks;

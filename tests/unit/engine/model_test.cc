@@ -81,6 +81,7 @@ class Model {
     } else {
       free_one();
     }
+    move_and_read();
 #if defined(KVM_CHECK) && KVM_CHECK >= 2
     store_->check_accounts();
 #endif
@@ -95,10 +96,17 @@ class Model {
 
   uint64_t n_failures() const { return n_failures_; }
   uint64_t n_partial() const { return n_partial_; }
+  uint64_t n_moved() const { return n_moved_; }
   kvm_stats stats() const { return stats_of(*store_); }
 
   // Frees everything; nothing must be left.
   void finish() {
+    while (!moves_.empty()) {
+      end_move();
+    }
+    while (!readers_.empty()) {
+      end_reader();
+    }
     store_->remove_client(client_);
     store_->check_accounts();
     EXPECT_EQ(stats().n_pages, 0u);
@@ -280,7 +288,7 @@ class Model {
         store_->create_seq(client_, space_id_, manual ? uint32_t{KVM_SEQ_MANUAL_COMMIT} : 0u);
     if (!id.is_ok()) {
       EXPECT_EQ(id.status().code(), KVM_ERR_QUOTA);
-      EXPECT_EQ(seqs_.size(), 40u);
+      EXPECT_EQ(seqs_.size() + readers_.size(), 40u);
       return;
     }
     ModelSeq model;
@@ -400,7 +408,7 @@ class Model {
     } else if (cut_is_partial(model, n)) {
       EXPECT_EQ(child.status().code(), KVM_ERR_PARTIAL) << n;
       ++n_partial_;
-    } else if (seqs_.size() == 40) {
+    } else if (seqs_.size() + readers_.size() == 40) {
       EXPECT_EQ(child.status().code(), KVM_ERR_QUOTA);
     } else {
       ASSERT_TRUE(child.is_ok()) << child.status().message();
@@ -510,8 +518,101 @@ class Model {
     EXPECT_EQ(store_->find_seq(client_, id).status().code(), KVM_ERR_STALE);
   }
 
+  // Pages move beside everything else, and readers find what they found at first where they found
+  // it, as long as the pages are there: a fork keeps them.
+  struct Moving {
+    tiers::PageTable::Move move;
+    std::vector<std::byte> bytes;
+  };
+  struct Reader {
+    kvm_seq_id fork;
+    uint64_t epoch;
+    std::vector<std::pair<const std::byte*, std::vector<std::byte>>> found;
+  };
+
+  void move_and_read() {
+    switch (pick(8)) {
+      case 0:
+        begin_moves();
+        break;
+      case 1:
+        begin_reader();
+        break;
+      case 2:
+      case 3:
+        for (size_t n = moves_.empty() ? 0 : 1 + pick(moves_.size()); n > 0; --n) {
+          end_move();
+        }
+        break;
+      case 4:
+        if (!readers_.empty()) {
+          end_reader();
+        }
+        break;
+      default:
+        store_->memory().pages().free_left_frames();
+    }
+  }
+
+  void begin_moves() {
+    tiers::PageTable& pages = store_->memory().pages();
+    for (const PageList& list : seq(pick_seq())->lists) {
+      list.for_each([&](const PageEntry& entry, bool) {
+        if (pick(3) != 0 || !pages.is_sealed(entry.page)) {
+          return;
+        }
+        if (const auto move = pages.begin_move(entry.page); move.is_ok()) {
+          const std::byte* source = move.value().source;
+          moves_.push_back({move.value(), {source, source + move.value().size_bytes}});
+        }
+      });
+    }
+  }
+
+  void end_move() {
+    const size_t i = pick(moves_.size());
+    const tiers::PageTable::Move& move = moves_[i].move;
+    EXPECT_TRUE(std::equal(moves_[i].bytes.begin(), moves_[i].bytes.end(), move.source))
+        << "a page was written while it moved";
+    std::copy_n(move.source, move.size_bytes, move.target);
+    store_->memory().pages().end_move(move);
+    moves_.erase(moves_.begin() + static_cast<ptrdiff_t>(i));
+    ++n_moved_;
+  }
+
+  void begin_reader() {
+    const Result<kvm_seq_id> fork = store_->fork_seq(seq(pick_seq()), KVM_POSITION_END);
+    if (!fork.is_ok()) {
+      return;
+    }
+    tiers::PageTable& pages = store_->memory().pages();
+    Reader reader{fork.value(), pages.epochs().begin(), {}};
+    for (const PageList& list : seq(fork.value())->lists) {
+      list.for_each([&](const PageEntry& entry, bool) {
+        const std::byte* data = pages.data(entry.page);
+        if (pages.n_refs(entry.page) > 1 || entry.count == kPageTokens) {
+          reader.found.push_back({data, {data, data + pages.page_bytes(entry.page)}});
+        }
+      });
+    }
+    readers_.push_back(std::move(reader));
+  }
+
+  void end_reader() {
+    const size_t i = pick(readers_.size());
+    for (const auto& [data, bytes] : readers_[i].found) {
+      EXPECT_TRUE(std::equal(bytes.begin(), bytes.end(), data)) << "a frame is used again";
+    }
+    store_->memory().pages().epochs().end(readers_[i].epoch);
+    store_->free_seq(seq(readers_[i].fork));
+    readers_.erase(readers_.begin() + static_cast<ptrdiff_t>(i));
+  }
+
   std::mt19937_64 random_;
   std::unique_ptr<Store> store_;
+  std::vector<Moving> moves_;
+  std::vector<Reader> readers_;
+  uint64_t n_moved_ = 0;
   ClientId client_ = 0;
   kvm_space_id space_id_ = 0;
   const Space* space_ = nullptr;
@@ -537,6 +638,7 @@ void run_model(uint64_t capacity_bytes, uint64_t quota_bytes, bool expect_failur
   uint64_t n_failures = 0;
   uint64_t n_partial = 0;
   uint64_t n_copied = 0;
+  uint64_t n_moved = 0;
   uint64_t n_dropped = 0;
   for (const uint32_t seed : seeds()) {
     SCOPED_TRACE("KVM_SEED=" + std::to_string(seed));
@@ -549,6 +651,7 @@ void run_model(uint64_t capacity_bytes, uint64_t quota_bytes, bool expect_failur
     n_failures += model.n_failures();
     n_partial += model.n_partial();
     n_copied += model.stats().n_pages_copied;
+    n_moved += model.n_moved();
     n_dropped += model.stats().n_pages_dropped;
     model.finish();
   }
@@ -557,6 +660,7 @@ void run_model(uint64_t capacity_bytes, uint64_t quota_bytes, bool expect_failur
     EXPECT_EQ(n_failures > 0, expect_failures);
     EXPECT_GT(n_partial, 0u);
     EXPECT_GT(n_copied, 0u);
+    EXPECT_GT(n_moved, 0u);
     EXPECT_GT(n_dropped, 0u);
   }
 }

@@ -17,11 +17,13 @@ constexpr tiers::SlabClass kSmall = {.dim_k = 8, .dim_v = 8, .n_heads = 1};
 
 class PageListTest : public testing::Test {
  protected:
-  PageBank bank() { return PageBank(&pool_, &account_); }
+  PageListTest() { payers_.add(&account_); }
+
+  PageBank bank() { return PageBank(&pages_, &payers_, &account_); }
 
   void append(PageList* list, uint64_t n_tokens) {
     ASSERT_TRUE(list->reserve(n_tokens, kSmall, bank()).is_ok());
-    list->copy_tail(pool_);
+    list->copy_tail(pages_);
     list->publish(bank());
   }
 
@@ -39,20 +41,23 @@ class PageListTest : public testing::Test {
 
   tiers::MemoryBudget budget_{uint64_t{64} << 20};
   tiers::HostPool pool_{&budget_, 0};
-  uint64_t bytes() const { return account_.used(Resource::kBytes); }
+  tiers::PageTable pages_{&pool_};
+  uint64_t bytes() const { return quota_.used(Resource::kBytes); }
 
-  QuotaAccount account_{"this client", no_limits(), nullptr};
+  QuotaAccount quota_{"this client", no_limits(), nullptr};
+  Account account_{.quota = &quota_};
+  Payers payers_;
 };
 
 // Every count that a fork could have touched, by object.
-std::map<const void*, uint32_t> counts_of(const PageList& list, const tiers::HostPool& pool) {
+std::map<const void*, uint32_t> counts_of(const PageList& list, const tiers::PageTable& table) {
   std::map<const void*, uint32_t> counts;
   counts[list.root()] = list.root()->n_refs;
   for (const Segment* segment : list.root()->segments) {
     counts[segment] = segment->n_refs;
   }
   list.for_each([&](const PageEntry& entry, bool) {
-    counts[pool.data(entry.page)] = pool.n_refs(entry.page);
+    counts[table.data(entry.page)] = table.n_refs(entry.page);
   });
   return counts;
 }
@@ -63,20 +68,20 @@ TEST_F(PageListTest, ForkOfTheWholeTouchesTwoCounts) {
     append(&list, n_pages * kPageTokens + 5);
     const uint64_t n_segments = list.root()->segments.size();
     EXPECT_EQ(n_segments, (n_pages + kSegmentEntries - 1) / kSegmentEntries);
-    const auto before = counts_of(list, pool_);
+    const auto before = counts_of(list, pages_);
     const uint64_t bytes_before = bytes();
     PageList child;
     child.share(list, list.length(), bank());
-    auto after = counts_of(list, pool_);
+    auto after = counts_of(list, pages_);
     EXPECT_EQ(after[list.root()], before.at(list.root()) + 1);
-    EXPECT_EQ(after[pool_.data(list.tail().page)], before.at(pool_.data(list.tail().page)) + 1);
+    EXPECT_EQ(after[pages_.data(list.tail().page)], before.at(pages_.data(list.tail().page)) + 1);
     after[list.root()] -= 1;
-    after[pool_.data(list.tail().page)] -= 1;
+    after[pages_.data(list.tail().page)] -= 1;
     EXPECT_EQ(after, before) << "a fork of " << n_pages << " pages touched more";
     EXPECT_EQ(child.root(), list.root());
     EXPECT_EQ(bytes(), bytes_before);
     child.clear(bank());
-    EXPECT_EQ(counts_of(list, pool_), before);
+    EXPECT_EQ(counts_of(list, pages_), before);
     list.clear(bank());
     EXPECT_EQ(bytes(), 0u);
   }
@@ -97,9 +102,9 @@ TEST_F(PageListTest, ForkOfAPartCopiesOneSegment) {
   EXPECT_EQ(child.tail().page, entries(list)[200].page);
   EXPECT_EQ(bytes(), 300 * kSmall.page_bytes());
   list.clear(bank());
-  EXPECT_EQ(pool_.n_pages(), 201u);
+  EXPECT_EQ(pages_.n_pages(), 201u);
   child.clear(bank());
-  EXPECT_EQ(pool_.n_pages(), 0u);
+  EXPECT_EQ(pages_.n_pages(), 0u);
 }
 
 TEST_F(PageListTest, SharedTailIsReplacedAndOwnTailIsNot) {
@@ -110,12 +115,12 @@ TEST_F(PageListTest, SharedTailIsReplacedAndOwnTailIsNot) {
   EXPECT_EQ(list.tail().page, first);
   PageList child;
   child.share(list, 13, bank());
-  EXPECT_EQ(child.pages_to_reserve(1, kSmall, pool_), 1u);
+  EXPECT_EQ(child.pages_to_reserve(1, kSmall, pages_), 1u);
   append(&child, 1);
   EXPECT_NE(child.tail().page, first);
   EXPECT_EQ(child.tail().count, 14u);
   // The parent is alone again.
-  EXPECT_EQ(list.pages_to_reserve(1, kSmall, pool_), 0u);
+  EXPECT_EQ(list.pages_to_reserve(1, kSmall, pages_), 0u);
   append(&list, 1);
   EXPECT_EQ(list.tail().page, first);
   list.clear(bank());
@@ -125,7 +130,7 @@ TEST_F(PageListTest, SharedTailIsReplacedAndOwnTailIsNot) {
 TEST_F(PageListTest, RollbackLeavesTheListAsItWas) {
   PageList list;
   append(&list, 100);
-  const auto before = counts_of(list, pool_);
+  const auto before = counts_of(list, pages_);
   PageList child;
   child.share(list, 100, bank());
   const std::vector<PageRef> held = pages(child);
@@ -138,9 +143,9 @@ TEST_F(PageListTest, RollbackLeavesTheListAsItWas) {
   EXPECT_EQ(bytes(), bytes_before);
   // What reserving copied of the books goes with the fork.
   child.clear(bank());
-  EXPECT_EQ(counts_of(list, pool_), before);
+  EXPECT_EQ(counts_of(list, pages_), before);
   list.clear(bank());
-  EXPECT_EQ(pool_.n_pages(), 0u);
+  EXPECT_EQ(pages_.n_pages(), 0u);
 }
 
 TEST_F(PageListTest, DropTakesWholeSegmentsAndParts) {
@@ -151,14 +156,14 @@ TEST_F(PageListTest, DropTakesWholeSegmentsAndParts) {
   EXPECT_EQ(list.drop(2, 390, bank()), 388u);
   EXPECT_EQ(list.n_dropped(), 388 * kPageTokens);
   EXPECT_EQ(entries(list).size(), 12u);
-  EXPECT_EQ(pool_.n_pages(), 400u);  // the child has them
+  EXPECT_EQ(pages_.n_pages(), 400u);  // the child has them
   EXPECT_TRUE(list.covers(0, 2 * kPageTokens));
   EXPECT_TRUE(list.covers(390 * kPageTokens, 400 * kPageTokens));
   EXPECT_FALSE(list.covers(2 * kPageTokens - 1, 2 * kPageTokens + 1));
   EXPECT_FALSE(list.covers(390 * kPageTokens - 1, 400 * kPageTokens));
   EXPECT_TRUE(child.covers(0, child.length()));
   child.clear(bank());
-  EXPECT_EQ(pool_.n_pages(), 12u);
+  EXPECT_EQ(pages_.n_pages(), 12u);
   // Cut in the middle of a dropped page: the next tokens begin a page in its middle.
   list.truncate(200 * kPageTokens + 9, bank());
   EXPECT_EQ(list.n_dropped(), 198 * kPageTokens + 9);
@@ -174,7 +179,7 @@ TEST_F(PageListTest, DropTakesWholeSegmentsAndParts) {
   // Cut where that page begins: nothing of it is left.
   list.truncate(200 * kPageTokens + 9, bank());
   EXPECT_EQ(list.tail().page, kNoPage);
-  EXPECT_EQ(pool_.n_pages(), 2u);
+  EXPECT_EQ(pages_.n_pages(), 2u);
   list.clear(bank());
   EXPECT_EQ(bytes(), 0u);
 }
@@ -207,7 +212,7 @@ TEST_F(PageListTest, GivesItselfUpInParts) {
   }
   EXPECT_EQ(n_given, 600u + 1 - 150 - (kSegmentEntries - 1)) << "the first segment is shared";
   EXPECT_GE(n_parts, 3u);
-  EXPECT_EQ(pool_.n_pages(), 200u);
+  EXPECT_EQ(pages_.n_pages(), 200u);
   EXPECT_EQ(entries(child).size(), kept.size());
   // One that others share goes at once.
   PageList other;
@@ -215,7 +220,7 @@ TEST_F(PageListTest, GivesItselfUpInParts) {
   ASSERT_TRUE(other.reserve(9, kSmall, bank()).is_ok());
   EXPECT_EQ(other.give_up(50, bank()), 1u);
   EXPECT_EQ(other.length(), 0u);
-  EXPECT_EQ(pool_.n_pages(), 200u);
+  EXPECT_EQ(pages_.n_pages(), 200u);
   child.clear(bank());
   EXPECT_EQ(bytes(), 0u);
 }

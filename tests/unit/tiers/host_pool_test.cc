@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 #include <map>
 #include <random>
 #include <set>
@@ -45,18 +46,18 @@ TEST(SlabClass, PlanesFollowEachOther) {
   }
 }
 
-// Random allocation, sharing and release against a map; every page holds a number of its own.
-TEST(HostPool, PagesDoNotOverlapAndAreCounted) {
+// Random allocation and freeing against a map; every frame holds a number of its own.
+TEST(HostPool, FramesDoNotOverlapAndAreCounted) {
   MemoryBudget budget(64 * kMiB);
   HostPool pool(&budget, 4 * kMiB);
   std::mt19937 generator(11);
   const std::vector<SlabClass> classes = {slab_class_of(8), slab_class_of(1), slab_class_of(5, 128),
                                           slab_class_of(8, 256, Dtype::kF32)};
   struct Held {
-    uint32_t refs;
+    SlabClass slab_class;
     uint8_t mark;
   };
-  std::map<PageRef, Held> held;
+  std::map<uint32_t, Held> held;  // by the number of the frame
   uint64_t bytes = 0;
   for (int step = 0; step < 6000; ++step) {
     const uint32_t dice = static_cast<uint32_t>(generator() % 100);
@@ -64,53 +65,47 @@ TEST(HostPool, PagesDoNotOverlapAndAreCounted) {
     const bool grow = step / 1500 % 2 == 0;
     if (dice < (grow ? 60u : 20u) || held.empty()) {
       const SlabClass& slab_class = classes[generator() % classes.size()];
-      const Result<PageRef> page = pool.allocate(slab_class);
-      if (!page.is_ok()) {
-        EXPECT_EQ(page.status().code(), KVM_ERR_NO_SPACE);
+      const Result<FrameRef> frame = pool.allocate(slab_class, 0);
+      if (!frame.is_ok()) {
+        EXPECT_EQ(frame.status().code(), KVM_ERR_NO_SPACE);
         EXPECT_LT(budget.free_bytes(), kExtentBytes);
         continue;
       }
-      ASSERT_EQ(held.count(page.value()), 0u);
-      const uintptr_t address = reinterpret_cast<uintptr_t>(pool.data(page.value()));
+      ASSERT_EQ(held.count(frame.value().number), 0u);
+      ASSERT_EQ(pool.slab_class(frame.value()), slab_class);
+      std::byte* data = pool.data(frame.value());
+      const uintptr_t address = reinterpret_cast<uintptr_t>(data);
       EXPECT_EQ(address % 64, 0u);
       EXPECT_EQ(address / kExtentBytes, (address + slab_class.page_bytes() - 1) / kExtentBytes);
       const uint8_t mark = static_cast<uint8_t>(generator());
-      std::memset(pool.data(page.value()), mark, slab_class.page_bytes());
-      held[page.value()] = {1, mark};
+      std::memset(data, mark, slab_class.page_bytes());
+      held[frame.value().number] = {slab_class, mark};
       bytes += slab_class.page_bytes();
     } else {
-      auto it = held.lower_bound(static_cast<PageRef>(generator()));
-      it = it == held.end() ? held.begin() : it;
-      if (dice % 10 == 0) {
-        pool.add_ref(it->first);
-        ++it->second.refs;
-      } else {
-        const uint64_t page_bytes = pool.page_bytes(it->first);
-        const auto* data = reinterpret_cast<const uint8_t*>(pool.data(it->first));
-        ASSERT_EQ(data[0], it->second.mark);
-        ASSERT_EQ(data[page_bytes - 1], it->second.mark);
-        const bool last = pool.release(it->first);
-        EXPECT_EQ(last, --it->second.refs == 0);
-        if (last) {
-          bytes -= page_bytes;
-          held.erase(it);
-        }
-      }
+      auto it = held.begin();
+      std::advance(it, generator() % held.size());
+      const FrameRef frame = {it->first};
+      const uint64_t page_bytes = it->second.slab_class.page_bytes();
+      const auto* data = reinterpret_cast<const uint8_t*>(pool.data(frame));
+      ASSERT_EQ(data[0], it->second.mark);
+      ASSERT_EQ(data[page_bytes - 1], it->second.mark);
+      ASSERT_TRUE(pool.is_used(frame));
+      pool.free(frame);
+      bytes -= page_bytes;
+      held.erase(it);
     }
-    ASSERT_EQ(pool.n_pages(), held.size());
-    ASSERT_EQ(pool.page_bytes_in_use(), bytes);
+    ASSERT_EQ(pool.n_frames(), held.size());
+    ASSERT_EQ(pool.frame_bytes(), bytes);
     ASSERT_EQ(budget.used_bytes(), pool.extent_bytes());
     if (step % 16 == 0) {
       pool.check_accounts();
     }
   }
-  for (const auto& [page, record] : held) {
-    for (uint32_t i = 0; i < record.refs; ++i) {
-      pool.release(page);
-    }
+  for (const auto& [number, record] : held) {
+    pool.free({number});
   }
   pool.check_accounts();
-  EXPECT_EQ(pool.n_pages(), 0u);
+  EXPECT_EQ(pool.n_frames(), 0u);
   EXPECT_EQ(pool.extent_bytes(), pool.cached_bytes());
   EXPECT_FALSE(pool.trim(UINT64_MAX));
   EXPECT_EQ(pool.cached_bytes(), 4 * kMiB);
@@ -120,16 +115,16 @@ TEST(HostPool, GivesMemoryBack) {
   MemoryBudget budget(32 * kMiB);
   HostPool pool(&budget, 0);
   const SlabClass half = slab_class_of(8, 256, Dtype::kBf16);  // 512 KiB a page
-  std::vector<PageRef> pages;
+  std::vector<FrameRef> frames;
   for (int i = 0; i < 8; ++i) {
-    pages.push_back(pool.allocate(half).value());
-    std::memset(pool.data(pages.back()), 1, half.page_bytes());
+    frames.push_back(pool.allocate(half, 0).value());
+    std::memset(pool.data(frames.back()), 1, half.page_bytes());
   }
   EXPECT_EQ(budget.used_bytes(), 2 * kExtentBytes);
-  const std::byte* first = pool.data(pages[0]);
+  const std::byte* first = pool.data(frames[0]);
   EXPECT_TRUE(is_resident(first));
-  for (const PageRef page : pages) {
-    pool.release(page);
+  for (const FrameRef frame : frames) {
+    pool.free(frame);
   }
   EXPECT_EQ(pool.cached_bytes(), 2 * kExtentBytes);
   EXPECT_TRUE(pool.trim(1));
@@ -145,20 +140,20 @@ TEST(HostPool, CapIsHardAndFailureChangesNothing) {
   const SlabClass whole = {
       .dtype_k = Dtype::kF32, .dtype_v = Dtype::kF32, .dim_k = 256, .dim_v = 256, .n_heads = 16};
   ASSERT_EQ(whole.page_bytes(), kExtentBytes);
-  std::vector<PageRef> pages;
+  std::vector<FrameRef> frames;
   for (int i = 0; i < 3; ++i) {
-    pages.push_back(pool.allocate(whole).value());
+    frames.push_back(pool.allocate(whole, 0).value());
   }
   for (const SlabClass& slab_class : {whole, slab_class_of(1)}) {
-    const Result<PageRef> more = pool.allocate(slab_class);
+    const Result<FrameRef> more = pool.allocate(slab_class, 0);
     ASSERT_FALSE(more.is_ok());
     EXPECT_EQ(more.status().code(), KVM_ERR_NO_SPACE);
     EXPECT_NE(more.status().message().find("6291461"), std::string::npos);
   }
-  EXPECT_EQ(pool.n_pages(), 3u);
+  EXPECT_EQ(pool.n_frames(), 3u);
   EXPECT_EQ(budget.used_bytes(), 3 * kExtentBytes);
-  pool.release(pages[1]);
-  EXPECT_TRUE(pool.allocate(slab_class_of(1)).is_ok());
+  pool.free(frames[1]);
+  EXPECT_TRUE(pool.allocate(slab_class_of(1), 0).is_ok());
   pool.check_accounts();
 }
 
@@ -166,21 +161,21 @@ TEST(HostPool, CachedExtentsGiveWay) {
   MemoryBudget budget(4 * kExtentBytes);
   HostPool pool(&budget, 4 * kExtentBytes);
   const SlabClass one = slab_class_of(8, 256, Dtype::kF32);
-  std::vector<PageRef> pages;
+  std::vector<FrameRef> frames;
   while (true) {
-    const Result<PageRef> page = pool.allocate(one);
-    if (!page.is_ok()) {
+    const Result<FrameRef> frame = pool.allocate(one, 0);
+    if (!frame.is_ok()) {
       break;
     }
-    pages.push_back(page.value());
+    frames.push_back(frame.value());
   }
-  for (const PageRef page : pages) {
-    pool.release(page);
+  for (const FrameRef frame : frames) {
+    pool.free(frame);
   }
   EXPECT_EQ(pool.cached_bytes(), 4 * kExtentBytes);
   EXPECT_EQ(budget.used_bytes(), 4 * kExtentBytes);
   // Another class takes the room over.
-  EXPECT_TRUE(pool.allocate(slab_class_of(1)).is_ok());
+  EXPECT_TRUE(pool.allocate(slab_class_of(1), 0).is_ok());
   EXPECT_EQ(pool.cached_bytes(), 3 * kExtentBytes);
   EXPECT_TRUE(pool.make_room(2 * kExtentBytes));
   EXPECT_FALSE(pool.make_room(4 * kExtentBytes));
@@ -191,13 +186,13 @@ TEST(HostPool, CachedExtentsGiveWay) {
 TEST(HostPool, LockedMemoryGoesBackToo) {
   MemoryBudget budget(2 * kExtentBytes);
   HostPool pool(&budget, 0);
-  const PageRef page = pool.allocate(slab_class_of(8, 256)).value();
-  std::byte* data = pool.data(page);
+  const FrameRef frame = pool.allocate(slab_class_of(8, 256), 0).value();
+  std::byte* data = pool.data(frame);
   if (mlock(data, 4096) != 0) {
     GTEST_SKIP() << "this process may lock no memory";
   }
   data[0] = std::byte{1};
-  pool.release(page);
+  pool.free(frame);
   EXPECT_FALSE(pool.trim(1));
   EXPECT_EQ(budget.used_bytes(), 0u);
   EXPECT_FALSE(is_resident(data));
@@ -206,17 +201,17 @@ TEST(HostPool, LockedMemoryGoesBackToo) {
 TEST(HostPool, SlabNumbersAreRecycled) {
   MemoryBudget budget(8 * kExtentBytes);
   HostPool pool(&budget, 2 * kExtentBytes);
-  const PageRef kept = pool.allocate(slab_class_of(128, 8)).value();
+  const FrameRef kept = pool.allocate(slab_class_of(128, 8), 0).value();
   uint32_t n_classes = 0;
   for (uint16_t n_heads = 1; n_heads <= 32; ++n_heads) {
     for (uint16_t dim = 8; dim <= 256; dim = static_cast<uint16_t>(dim + 8)) {
       SlabClass slab_class = slab_class_of(n_heads, dim);
       for (const int dim_v : {8, 16}) {
         slab_class.dim_v = static_cast<uint16_t>(dim_v);
-        const Result<PageRef> page = pool.allocate(slab_class);
-        ASSERT_TRUE(page.is_ok()) << page.status().message();
-        ASSERT_EQ(pool.slab_class(page.value()), slab_class);
-        pool.release(page.value());
+        const Result<FrameRef> frame = pool.allocate(slab_class, 0);
+        ASSERT_TRUE(frame.is_ok()) << frame.status().message();
+        ASSERT_EQ(pool.slab_class(frame.value()), slab_class);
+        pool.free(frame.value());
         ++n_classes;
       }
     }
@@ -226,18 +221,18 @@ TEST(HostPool, SlabNumbersAreRecycled) {
   pool.check_accounts();
 }
 
-TEST(HostPool, TheSmallestPagesFillExtents) {
+TEST(HostPool, TheSmallestFramesFillExtents) {
   MemoryBudget budget(kExtentBytes * 8);
   HostPool pool(&budget, 0);
-  std::set<PageRef> pages;
+  std::set<uint32_t> frames;
   const SlabClass tiny = slab_class_of(1, 8);
   ASSERT_EQ(tiny.page_bytes(), 2048u);
   for (int i = 0; i < 8 * 1024; ++i) {
-    ASSERT_TRUE(pages.insert(pool.allocate(tiny).value()).second);
+    ASSERT_TRUE(frames.insert(pool.allocate(tiny, 0).value().number).second);
   }
-  EXPECT_FALSE(pool.allocate(tiny).is_ok());
-  for (const PageRef page : pages) {
-    pool.release(page);
+  EXPECT_FALSE(pool.allocate(tiny, 0).is_ok());
+  for (const uint32_t number : frames) {
+    pool.free({number});
   }
   EXPECT_FALSE(pool.trim(8));
   EXPECT_EQ(budget.used_bytes(), 0u);

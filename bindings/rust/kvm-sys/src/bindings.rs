@@ -766,7 +766,8 @@ pub struct kvm_stats {
     pub n_index_blocks: u64,
     pub n_index_refused: u64,
     pub n_index_dropped: u64,
-    pub reserved: [u64; 5],
+    pub n_pages_moved: u64,
+    pub reserved: [u64; 4],
 }
 
 impl Default for kvm_stats {

@@ -534,4 +534,6 @@ counters! {
     n_index_refused,
     /// Blocks that made way for keys and values: likewise.
     n_index_dropped,
+    /// Pages moved to others of their kind, so that emptied memory can be given back.
+    n_pages_moved,
 }

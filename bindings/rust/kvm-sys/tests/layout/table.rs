@@ -351,6 +351,7 @@ structures! {
         n_index_blocks,
         n_index_refused,
         n_index_dropped,
+        n_pages_moved,
         reserved,
     }
     kvm_evict_params {

@@ -1,0 +1,223 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tiers/page_table.h"
+
+#include <algorithm>
+#include <string>
+#include <unordered_set>
+
+#include "base/assert.h"
+#include "base/reserve.h"
+#include "base/undo.h"
+
+namespace kvm::tiers {
+
+PageTable::PageTable(HostPool* pool) : pool_(pool) {}
+
+PageTable::~PageTable() = default;
+
+Result<PageRef> PageTable::allocate(const SlabClass& slab_class, PayerId payer) {
+  KVM_TRY_ASSIGN(const uint32_t index, directory_with_room(slab_class));
+  Directory& directory = *directories_[index];
+  const uint32_t slot = take_slot(directory);
+  Undo freeing([&] { free_slot(directory, slot); });
+  const PageRef page = make_page_ref(index, slot);
+  KVM_TRY_ASSIGN(const FrameRef frame, pool_->allocate(slab_class, page));
+  freeing.dismiss();
+  directory.at(slot) = {.n_refs = 1, .frame = frame, .payer = payer, .state = State::kWritten};
+  ++directory.n_names;
+  ++n_pages_;
+  page_bytes_ += directory.page_bytes;
+  return page;
+}
+
+bool PageTable::release(PageRef page) {
+  Record& of = record(page);
+  KVM_ASSERT(of.n_refs > 0);
+  if (--of.n_refs > 0) {
+    return false;
+  }
+  --n_pages_;
+  page_bytes_ -= page_bytes(page);
+  if (of.state != State::kMoving) {
+    pool_->free(of.frame);
+    forget(page);
+  }
+  return true;
+}
+
+void PageTable::forget(PageRef page) {
+  Directory& of = directory(page);
+  free_slot(of, page_slot(page));
+  --of.n_names;
+}
+
+void PageTable::seal(PageRef page) {
+  Record& of = record(page);
+  KVM_ASSERT(of.state == State::kWritten);
+  of.state = State::kSealed;
+}
+
+bool PageTable::unseal(PageRef page) {
+  Record& of = record(page);
+  if (of.state == State::kMoving) {
+    return false;
+  }
+  of.state = State::kWritten;
+  return true;
+}
+
+Result<PageTable::Move> PageTable::begin_move(PageRef page) {
+  Record& of = record(page);
+  KVM_ASSERT(of.state == State::kSealed && of.n_refs > 0);
+  // Room for the frames that all moves leave, so that their ends need no memory.
+  reserve_growing(left_, left_.size() + n_moving_ + 1);
+  KVM_TRY_ASSIGN(const FrameRef frame, pool_->allocate(slab_class(page), page));
+  of.state = State::kMoving;
+  ++n_moving_;
+  return Move{page, frame, pool_->data(of.frame), pool_->data(frame), page_bytes(page)};
+}
+
+void PageTable::end_move(const Move& move) {
+  Record& of = record(move.page);
+  KVM_ASSERT(of.state == State::kMoving && n_moving_ > 0);
+  --n_moving_;
+  if (of.n_refs == 0) {
+    pool_->free(move.frame);
+    pool_->free(of.frame);
+    forget(move.page);
+    return;
+  }
+  pool_->set_owner(of.frame, kNoPage);  // whose name may soon be another's
+  left_.push_back({of.frame, epochs_.now()});
+  left_bytes_ += move.size_bytes;
+  of.frame = move.frame;
+  of.state = State::kSealed;
+}
+
+bool PageTable::collect_movable(HostPool::ExtentRef extent, std::vector<PageRef>* pages) const {
+  bool are_all = true;
+  pool_->for_each_used(extent, [&](FrameRef frame) {
+    const PageRef page = pool_->owner(frame);
+    if (page == kNoPage) {
+      return;
+    }
+    if (const Record& of = record(page); of.frame == frame && of.state == State::kSealed) {
+      pages->push_back(page);
+    } else {
+      are_all = false;
+    }
+  });
+  return are_all;
+}
+
+bool PageTable::has_pages(HostPool::ExtentRef extent) const {
+  return pool_->any_used(extent, [&](FrameRef frame) { return pool_->owner(frame) != kNoPage; });
+}
+
+bool PageTable::free_left_frames() {
+  if (first_left_ < left_.size() && left_.back().epoch == epochs_.now()) {
+    epochs_.advance();
+  }
+  const size_t first = first_left_;
+  for (; first_left_ < left_.size() && first_left_ - first < kMostFreed &&
+         epochs_.has_ended(left_[first_left_].epoch);
+       ++first_left_) {
+    left_bytes_ -= pool_->slab_class(left_[first_left_].frame).page_bytes();
+    pool_->free(left_[first_left_].frame);
+  }
+  const bool has_any = first_left_ != first;
+  if (2 * first_left_ > left_.size()) {
+    left_.erase(left_.begin(), left_.begin() + static_cast<ptrdiff_t>(first_left_));
+    first_left_ = 0;
+  }
+  return has_any;
+}
+
+Result<uint32_t> PageTable::directory_with_room(const SlabClass& slab_class) {
+  for (uint32_t i = 0; i < n_directories_; ++i) {
+    if (directories_[i]->slab_class == slab_class && directories_[i]->has_free_slot()) {
+      return i;
+    }
+  }
+  uint32_t index = n_directories_;
+  if (index == kMaxSlabs) {
+    // Numbers have run out: take that of a directory without pages.
+    const auto empty = std::ranges::find_if(
+        directories_, [](const auto& directory) { return directory->n_names == 0; });
+    if (empty == directories_.end()) {
+      return Status(KVM_ERR_NO_SPACE, "pages of " + std::to_string(kMaxSlabs) +
+                                          " other kinds are in use, and there are no more names");
+    }
+    index = static_cast<uint32_t>(empty - directories_.begin());
+  }
+  auto directory = std::make_unique<Directory>();
+  directory->slab_class = slab_class;
+  directory->page_bytes = slab_class.page_bytes();
+  directories_[index] = std::move(directory);
+  n_directories_ = std::max(n_directories_, index + 1);
+  return index;
+}
+
+uint32_t PageTable::take_slot(Directory& directory) {
+  const uint32_t slot = directory.first_free;
+  if (slot != kNoSlot) {
+    directory.first_free = directory.at(slot).frame.number;
+    return slot;
+  }
+  std::unique_ptr<Chunk>& chunk = directory.chunks[directory.n_slots >> kChunkBits];
+  if (chunk == nullptr) {
+    chunk = std::make_unique<Chunk>();
+  }
+  return directory.n_slots++;
+}
+
+void PageTable::free_slot(Directory& directory, uint32_t slot) {
+  directory.at(slot) = {.frame = {directory.first_free}};
+  directory.first_free = slot;
+}
+
+void PageTable::check_accounts() const {
+  pool_->check_accounts();
+  uint64_t n_pages = 0;
+  uint64_t page_bytes = 0;
+  uint64_t n_moving = 0;
+  std::unordered_set<uint32_t> frames;
+  const auto add_frame = [&](FrameRef frame) {
+    KVM_ASSERT(pool_->is_used(frame));
+    KVM_ASSERT(frames.insert(frame.number).second);
+  };
+  for (uint32_t i = 0; i < n_directories_; ++i) {
+    const Directory& directory = *directories_[i];
+    uint32_t n_names = 0;
+    for (uint32_t slot = 0; slot < directory.n_slots; ++slot) {
+      const Record& record = directory.at(slot);
+      if (record.state == State::kFree) {
+        continue;
+      }
+      ++n_names;
+      n_pages += record.n_refs > 0 ? 1 : 0;
+      page_bytes += record.n_refs > 0 ? directory.page_bytes : 0;
+      n_moving += record.state == State::kMoving ? 1 : 0;
+      KVM_ASSERT(record.n_refs > 0 || record.state == State::kMoving);
+      add_frame(record.frame);
+      KVM_ASSERT(pool_->slab_class(record.frame) == directory.slab_class);
+      KVM_ASSERT(pool_->owner(record.frame) == make_page_ref(i, slot));
+    }
+    KVM_ASSERT(n_names == directory.n_names);
+    uint32_t n_free = 0;
+    for (uint32_t slot = directory.first_free; slot != kNoSlot;
+         slot = directory.at(slot).frame.number) {
+      KVM_ASSERT(slot < directory.n_slots && directory.at(slot).state == State::kFree);
+      ++n_free;
+    }
+    KVM_ASSERT(n_names + n_free == directory.n_slots);
+  }
+  for (size_t i = first_left_; i < left_.size(); ++i) {
+    add_frame(left_[i].frame);
+    KVM_ASSERT(pool_->owner(left_[i].frame) == kNoPage);
+  }
+  KVM_ASSERT(n_pages == n_pages_ && page_bytes == page_bytes_ && n_moving == n_moving_);
+  KVM_ASSERT(frames.size() + n_moving == pool_->n_frames());
+}
+
+}  // namespace kvm::tiers
