@@ -87,6 +87,8 @@ int main(int argc, char** argv) {
   add("prefill", "chunks of queries against the multiply-add peak", run_prefill);
   add("append", "appending K and V against a plain copy", run_append);
   add("fork", "forking sequences of several lengths", run_fork);
+  add("moves", "pages that move while sequences decode", run_moves)
+      ->add_flag("--quick", options.quick, "short sequences: a check that it runs");
   add("policies", "what policies save and cost, and whom a long commit holds up", run_policies);
   add("ipc", "round trips between two processes", run_ipc);
   CLI::App* decode = add("decode", "a whole model's decode steps through the daemon", run_decode);

@@ -27,6 +27,8 @@ SHORT = {"bench", "where", "tokens", "gap_us", "beside", "p50_ms", "p90_ms", "on
 SHORT_ALONE = SHORT | {"reads_speedup", "reads_p90_ratio", "slow_threads",
                        "slow_outside_ms", "slow_waiting_ms", "slow_computing_ms"}
 SHORT_BESIDE = SHORT | {"setting", "tokens_per_s", "alone_per_s", "of_best"}
+MOVES = {"bench", "moved_gbps", "decode_slowdown", "dispatcher_stall_p99_us", "pages_copied",
+         "used_gib_before", "used_gib_after", "pages_gib"}
 SHARES = ("keys_read_fraction", "miss_rate", "fallback_rate", "ipc_overhead_fraction",
           "steal_share")
 
@@ -52,6 +54,15 @@ class FiguresTest(unittest.TestCase):
                 self.assertLessEqual(line[name], 1, name)
             for name in ("rel_error_mean", "lse_error"):
                 self.assertGreaterEqual(line.get(name, 0), 0, name)
+
+    def test_moves(self):
+        lines = self.run_bench("moves", "--quick", "--memory", "1gb")
+        self.check(lines, "moves", MOVES)
+        for line in lines:
+            self.assertGreater(line["moved_gbps"], 0)
+            self.assertEqual(line["pages_copied"], 0)
+            self.assertLess(line["used_gib_after"], line["used_gib_before"])
+            self.assertGreaterEqual(line["used_gib_after"], line["pages_gib"])
 
     def test_error(self):
         lines = self.run_bench("error", "--quick", "--data", "model", "--tokens", "1024",
