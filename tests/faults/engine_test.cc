@@ -283,8 +283,8 @@ TEST(EngineFaults, ClientsComeOrDoNot) {
               });
 }
 
-// Pages of some sequences lie in extents that others have left: 128 of 1,024 in each. Where there is no
-// memory to move them, they stay, and move when there is.
+// Pages of some sequences lie in extents that others have left: 128 of 1,024 in each. Where there
+// is no memory to move them, they stay, and move when there is.
 TEST(EngineFaults, PagesThatMoveStayWhatTheyAre) {
   float expected = 0;
   kvm_seq_id seq = 0;
