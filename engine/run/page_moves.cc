@@ -16,8 +16,8 @@ constexpr uint64_t kBatchBytes = uint64_t{4} << 20;
 constexpr size_t kBatchPages = 1024;
 constexpr size_t kBatchExtents = 16;
 // LIMIT: frames that pages have left and that are still read: beyond, nothing is moved. An eighth
-// of the pages in use, or 64 MiB where that is more; but not more than is free elsewhere, for nobody
-// can use them.
+// of the pages in use, or 64 MiB where that is more; but not more than is free elsewhere, for
+// nobody can use them.
 constexpr uint64_t kMostLeftShare = 8;
 constexpr uint64_t kMostLeftBytes = uint64_t{64} << 20;
 // Of a task, about.
