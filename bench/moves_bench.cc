@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // moves: what it costs that pages move. Sequences that decode lie scattered among others, which are
 // freed: their pages move together while they are read.
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <utility>
 #include <vector>
 
 #include "base/clock.h"
+#include "base/limits.h"
 #include "bench/engine_rig.h"
 #include "bench/harness.h"
+#include "bench/timing.h"
 
 namespace kvm::bench {
 namespace {
@@ -17,18 +17,9 @@ namespace {
 constexpr uint32_t kSequences = 32;
 constexpr uint32_t kOthers = 7;  // beside each of them: eight pages are an extent
 constexpr uint32_t kForks = 100;
-constexpr uint32_t kPageTokens = 64;
 constexpr uint64_t kHousekeepNs = 1'000'000;  // as kvmd does while it has requests
 constexpr double kSettleSeconds = 1.0;
 constexpr int kIdleSteps = 4;  // without moves: all is moved
-
-double percentile(std::vector<double> values, double share) {
-  if (values.empty()) {
-    return 0;
-  }
-  std::ranges::sort(values);
-  return values[static_cast<size_t>(share * static_cast<double>(values.size() - 1))];
-}
 
 class MovesRun {
  public:

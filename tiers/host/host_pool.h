@@ -83,17 +83,19 @@ class HostPool {
   void reopen(ExtentRef extent);
   // Opens all; returns whether any was closed. O(extents).
   bool reopen_closed();
-  // Calls visit(FrameRef) for the frames of an extent that are in use.
-  template <typename Visitor>
-  void for_each_used(ExtentRef extent, Visitor visit) const {
-    slabs_[extent.slab]->for_each_used(
-        extent.extent, [&](uint32_t slot) { visit(FrameRef{make_page_ref(extent.slab, slot)}); });
-  }
-  // Whether `is` holds for any of these.
+  // Whether is(FrameRef) holds for any frame of an extent that is in use.
   template <typename Predicate>
   bool any_used(ExtentRef extent, Predicate is) const {
     return slabs_[extent.slab]->any_used(extent.extent, [&](uint32_t slot) {
       return is(FrameRef{make_page_ref(extent.slab, slot)});
+    });
+  }
+  // Calls visit(FrameRef) for these frames.
+  template <typename Visitor>
+  void for_each_used(ExtentRef extent, Visitor visit) const {
+    any_used(extent, [&](FrameRef frame) {
+      visit(frame);
+      return false;
     });
   }
   static constexpr uint64_t kMaxSpare = 8;  // one for so many in use

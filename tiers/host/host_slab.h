@@ -71,16 +71,7 @@ class HostSlab {
   void reopen_extent(uint32_t extent);
   // Returns whether any was closed.
   bool reopen_all();
-  // Calls visit(slot) for the frames of an extent that are in use.
-  template <typename Visitor>
-  void for_each_used(uint32_t extent, Visitor visit) const {
-    for (uint32_t frame = 0; frame < frames_per_extent_; ++frame) {
-      const uint32_t slot = (extent << slot_shift_) + frame;
-      if (is_used(slot)) {
-        visit(slot);
-      }
-    }
-  }
+  // Whether is(slot) holds for any frame of an extent that is in use.
   template <typename Predicate>
   bool any_used(uint32_t extent, Predicate is) const {
     for (uint32_t frame = 0; frame < frames_per_extent_; ++frame) {
