@@ -88,7 +88,10 @@ enum class SeqVerb : uint32_t {
   kTruncate = 3,
   kCommit = 4,
   kFree = 5,
+  kPublish = 6,
+  kTake = 7,
 };
+inline constexpr SeqVerb kLastSeqVerb = SeqVerb::kTake;
 
 struct SeqRequest {
   SeqVerb verb = SeqVerb::kCreate;

@@ -314,6 +314,10 @@ Result<kvm_seq_id> DeviceClient::seq(const SeqRequest& call) {
                                            "; the sequence has " + std::to_string(seq->n_tokens));
       }
       return kvm_seq_id{0};
+    case SeqVerb::kPublish:
+    case SeqVerb::kTake:
+      return Status(KVM_ERR_UNSUPPORTED,
+                    "sequences on a device are of one process and are not published");
     case SeqVerb::kCreate:
     case SeqVerb::kFree:
       break;

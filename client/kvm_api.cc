@@ -351,6 +351,14 @@ kvm_status kvm_seq_free(kvm_client* client, kvm_seq_id seq) {
   return seq_call(client, {kvm::SeqVerb::kFree, 0, 0, seq, 0}, nullptr);
 }
 
+kvm_status kvm_seq_publish(kvm_client* client, kvm_seq_id seq) {
+  return seq_call(client, {kvm::SeqVerb::kPublish, 0, 0, seq, 0}, nullptr);
+}
+
+kvm_status kvm_seq_take(kvm_client* client, kvm_seq_id seq) {
+  return seq_call(client, {kvm::SeqVerb::kTake, 0, 0, seq, 0}, nullptr);
+}
+
 kvm_status kvm_seq_get_info(kvm_client* client, kvm_seq_id seq, kvm_seq_info* out) {
   return guarded([&]() -> Status {
     KVM_TRY(check_client(client));

@@ -320,6 +320,14 @@ kvm_status kvm_seq_free_async(kvm_queue* queue, kvm_seq_id seq, uint64_t user_da
   return stage_seq(queue, {kvm::SeqVerb::kFree, 0, 0, seq, 0}, user_data);
 }
 
+kvm_status kvm_seq_publish_async(kvm_queue* queue, kvm_seq_id seq, uint64_t user_data) {
+  return stage_seq(queue, {kvm::SeqVerb::kPublish, 0, 0, seq, 0}, user_data);
+}
+
+kvm_status kvm_seq_take_async(kvm_queue* queue, kvm_seq_id seq, uint64_t user_data) {
+  return stage_seq(queue, {kvm::SeqVerb::kTake, 0, 0, seq, 0}, user_data);
+}
+
 kvm_status kvm_nop_async(kvm_queue* queue, uint64_t user_data) {
   return guarded([&]() -> Status {
     KVM_TRY(check_queue(queue));

@@ -439,14 +439,20 @@ Status ThinQueue::write_step_block(const StepCall& call, const ipc::StepBlock& h
   return Status::ok();
 }
 
+// An older kvmd would take it for a breach of the protocol.
+Status ThinQueue::need_minor(uint32_t minor, const char* what) const {
+  const uint32_t spoken = connection_->info().protocol_minor;
+  return spoken >= minor
+             ? Status::ok()
+             : Status(KVM_ERR_UNSUPPORTED,
+                      std::string(what) + " needs a kvmd that speaks protocol 1." +
+                          std::to_string(minor) + "; this one speaks 1." + std::to_string(spoken));
+}
+
 Status ThinQueue::stage_step(const StepCall& call, uint64_t user_data) {
   const kvm_step_params& params = *call.params;
-  // An older kvmd would take it for a breach of the protocol.
-  if ((params.flags & KVM_STEP_NO_STATISTICS) != 0 && connection_->info().protocol_minor < 3) {
-    return Status(KVM_ERR_UNSUPPORTED,
-                  "KVM_STEP_NO_STATISTICS needs a kvmd that speaks protocol 1.3; this one speaks "
-                  "1." +
-                      std::to_string(connection_->info().protocol_minor));
+  if ((params.flags & KVM_STEP_NO_STATISTICS) != 0) {
+    KVM_TRY(need_minor(3, "KVM_STEP_NO_STATISTICS"));
   }
   ipc::StepBlock head{};
   head.verbs = (call.append ? ipc::kStepAppend : 0) | (call.attend ? ipc::kStepAttend : 0);
@@ -504,15 +510,19 @@ Status ThinQueue::stage_observe(const ObserveCall& call, uint64_t user_data) {
 }
 
 Status ThinQueue::stage_seq(const SeqRequest& call, uint64_t user_data) {
+  if (call.verb == SeqVerb::kPublish || call.verb == SeqVerb::kTake) {
+    KVM_TRY(need_minor(4, call.verb == SeqVerb::kTake ? "kvm_seq_take" : "kvm_seq_publish"));
+  }
   ipc::SeqBlock block{};
   block.verb = static_cast<uint32_t>(call.verb);
   block.flags = call.flags;
   block.space = call.space;
   block.seq = call.seq;
   block.n_tokens = call.n_tokens;
-  const bool makes = call.verb == SeqVerb::kCreate || call.verb == SeqVerb::kFork;
+  const bool adds =
+      call.verb == SeqVerb::kCreate || call.verb == SeqVerb::kFork || call.verb == SeqVerb::kTake;
   return stage(Opcode::kSeq, user_data, [&](uint32_t index, Slot* slot) {
-    slot->place = makes ? connection_->seqs().prepare() : OwnSeqs::Place();
+    slot->place = adds ? connection_->seqs().prepare() : OwnSeqs::Place();
     return push_block(index, block);
   });
 }
@@ -682,7 +692,9 @@ Status ThinQueue::finish(const ipc::CompletionEntry& entry, kvm_completion* out,
 void ThinQueue::note_seq(const ipc::SeqBlock& call, const ipc::ResultBlock& result, Slot* slot,
                          kvm_completion* out) {
   const auto verb = static_cast<SeqVerb>(call.verb);
-  if (!slot->place.empty()) {
+  if (!slot->place.empty() && verb == SeqVerb::kTake) {
+    connection_->seqs().add(std::move(slot->place), call.seq);
+  } else if (!slot->place.empty()) {
     out->seq = result.seq;
     connection_->seqs().add(std::move(slot->place), result.seq);
   } else if (verb == SeqVerb::kFree) {

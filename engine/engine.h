@@ -138,9 +138,10 @@ class Engine {
 
   // Sequences: immediate, never wait for requests in flight (numbers may be of a moment ago).
   virtual Result<kvm_seq_info> seq_info(ClientId client, kvm_seq_id seq) = 0;
-  // all_clients: every client's; else the client's own. space 0: every space. From the id `begin`
-  // on, at most n_max (at least 1), and fewer where they are long. Who continues behind the last id
-  // seen gets every sequence that lived throughout, once; others may be seen or not.
+  // all_clients: every client's; else the client's own and what its user published. space 0: every
+  // space. From the id `begin` on, at most n_max (at least 1), and fewer where they are long. Who
+  // continues behind the last id seen gets every sequence that lived throughout, once; others may
+  // be seen or not.
   virtual SeqPage list_seqs(ClientId client, kvm_space_id space, bool all_clients, kvm_seq_id begin,
                             size_t n_max) = 0;
 

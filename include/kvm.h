@@ -656,7 +656,8 @@ KVM_API kvm_status kvm_space_list(kvm_client *client, kvm_space_info *out, size_
 KVM_API kvm_status kvm_space_drop(kvm_client *client, kvm_space_id space);
 
 /* A sequence is an ordered run of tokens with K and V in every layer, owned by the client that made
- * it and freed with it. Layers may be filled to different lengths; a layer has no holes. */
+ * it and freed with it, unless it is published. Layers may be filled to different lengths; a layer
+ * has no holes. */
 typedef uint64_t kvm_seq_id;
 
 /* "The end": the present length in append_position, the last n_query tokens in query_position,
@@ -675,7 +676,8 @@ typedef struct kvm_seq_params {
 } kvm_seq_params;
 
 enum {
-  KVM_SEQ_MANUAL_COMMIT = 1u << 0 /* final by kvm_seq_commit only; default: on append */
+  KVM_SEQ_MANUAL_COMMIT = 1u << 0, /* final by kvm_seq_commit only; default: on append */
+  KVM_SEQ_PUBLISHED = 1u << 1 /* in kvm_seq_info only: it is in the library of its user */
 };
 
 /* Makes an empty sequence. Fails: INVALID (reserve), NOT_FOUND, STALE, LOST (the space), QUOTA
@@ -686,7 +688,8 @@ KVM_API kvm_status kvm_seq_create(kvm_client *client, kvm_space_id space,
 /* Makes a sequence that shares the first n_tokens of `parent` (KVM_POSITION_END: all of it, each
  * layer as long as the parent's) copy-on-write. Costs the same at any length, and no KV memory
  * until one of the two appends into the page that both end in. Indexes are shared as well: what is
- * not built yet is built once, when either first needs it.
+ * not built yet is built once, when either first needs it. The child is the client's, also of a
+ * sequence that is published, and pays for no page that it has from its parent.
  * Fails:   INVALID (n_tokens is longer than the longest layer), PARTIAL (a policy of the parent has
  *          dropped tokens that queries at n_tokens would see), NOT_FOUND, STALE, LOST, PERMISSION
  *          (a sequence of another client), QUOTA, LIMIT (as kvm_seq_create), TIMEOUT.
@@ -710,6 +713,32 @@ KVM_API kvm_status kvm_seq_commit(kvm_client *client, kvm_seq_id seq, uint64_t n
 /* Frees a sequence; pages that forks share stay with them. Requests that use it are finished first.
  * Fails: NOT_FOUND, STALE, LOST, PERMISSION, TIMEOUT. Threads: any. */
 KVM_API kvm_status kvm_seq_free(kvm_client *client, kvm_seq_id seq);
+
+/* Publishes a sequence: it goes to the library of the client's user (its uid), keeps its id, and
+ * outlives the client. Every client of that user may fork it, attend to it, read it, take it and
+ * free it; none may change it. Attends feed no statistics of it. So a prompt that many
+ * conversations begin with is stored once, whoever comes and goes:
+ *
+ *    kvm_seq_publish(client, prompt);                             one client, once
+ *    kvm_seq_fork(other, prompt, KVM_POSITION_END, &chat);        every client, each time
+ *
+ * What the client paid for in it, the library pays for from then on, also where other sequences
+ * share it. The library has no limit of bytes but the user's, and as many sequences as a client may
+ * have by default. Costs time in proportion to its pages, in parts between which others are served;
+ * requests that use the sequence wait for the last.
+ * Fails:   QUOTA (sequences of the library), UNSUPPORTED (a client of KVM_DEVICE_CUDA), NOT_FOUND,
+ *          STALE, LOST, PERMISSION (of another client, or published already), TIMEOUT.
+ * Threads: any. */
+KVM_API kvm_status kvm_seq_publish(kvm_client *client, kvm_seq_id seq);
+
+/* Takes a published sequence out of the library: it is the client's, and pays for what the library
+ * paid for in it. With kvm_seq_publish before, clients of a user hand sequences over. Its indexes
+ * come along where there is room for them; otherwise they are built anew when they are needed. A
+ * sequence that is the client's already stays as it is, which is KVM_OK.
+ * Fails:   QUOTA (it does not fit into the client's limits; it stays where it is), UNSUPPORTED (as
+ *          above), NOT_FOUND, STALE, LOST, PERMISSION (of another client, or user), TIMEOUT.
+ * Threads: any. */
+KVM_API kvm_status kvm_seq_take(kvm_client *client, kvm_seq_id seq);
 
 typedef struct kvm_seq_info {
   uint32_t struct_size;
@@ -735,8 +764,9 @@ KVM_API kvm_status kvm_seq_get_info(kvm_client *client, kvm_seq_id seq, kvm_seq_
 
 enum { KVM_LIST_ALL_CLIENTS = 1u << 0 /* the daemon's own user and root; else PERMISSION */ };
 
-/* The sequences of one space (0: of all), as kvm_space_list does; a space that does not exist has
- * none. flags: KVM_LIST_*. Fails: PERMISSION (KVM_LIST_ALL_CLIENTS), TIMEOUT. Threads: any. */
+/* The sequences of one space (0: of all), as kvm_space_list does: the client's, and those that are
+ * published to its user (KVM_SEQ_PUBLISHED). A space that does not exist has none. flags:
+ * KVM_LIST_*. Fails: PERMISSION (KVM_LIST_ALL_CLIENTS), TIMEOUT. Threads: any. */
 KVM_API kvm_status kvm_seq_list(kvm_client *client, kvm_space_id space, uint32_t flags,
                                 kvm_seq_info *out, size_t capacity, size_t *out_count);
 
@@ -1124,6 +1154,8 @@ KVM_API kvm_status kvm_seq_truncate_async(kvm_queue *queue, kvm_seq_id seq, uint
 KVM_API kvm_status kvm_seq_commit_async(kvm_queue *queue, kvm_seq_id seq, uint64_t n_tokens,
                                         uint64_t user_data);
 KVM_API kvm_status kvm_seq_free_async(kvm_queue *queue, kvm_seq_id seq, uint64_t user_data);
+KVM_API kvm_status kvm_seq_publish_async(kvm_queue *queue, kvm_seq_id seq, uint64_t user_data);
+KVM_API kvm_status kvm_seq_take_async(kvm_queue *queue, kvm_seq_id seq, uint64_t user_data);
 /* Does nothing and completes. */
 KVM_API kvm_status kvm_nop_async(kvm_queue *queue, uint64_t user_data);
 

@@ -204,7 +204,7 @@ Reject parse_seq(const uint8_t* block, uint32_t length, Request* out) {
   SeqBlock head;
   KVM_TRY_REJECT(copy_block(block, length, &head));
   KVM_CHECK_OR_REJECT(head.verb >= static_cast<uint32_t>(SeqVerb::kCreate) &&
-                          head.verb <= static_cast<uint32_t>(SeqVerb::kFree),
+                          head.verb <= static_cast<uint32_t>(kLastSeqVerb),
                       kSeqVerb);
   const bool creates = head.verb == static_cast<uint32_t>(SeqVerb::kCreate);
   const uint32_t known_flags = creates ? kSeqFlags : 0;

@@ -58,6 +58,7 @@ class PageTable {
 
   uint32_t n_refs(PageRef page) const { return record(page).n_refs; }
   PayerId payer(PageRef page) const { return record(page).payer; }
+  void set_payer(PageRef page, PayerId payer) { record(page).payer = payer; }
   // The address holds as long as the page is referenced, and then as long as a reader that began
   // before it moved (epochs()).
   std::byte* data(PageRef page) const { return pool_->data(record(page).frame); }

@@ -27,7 +27,7 @@ ENUMS = [
     ("Retention", "KVM_RETAIN_", "IntEnum", "Which tokens a kv head keeps."),
     ("Positions", "KVM_POSITIONS_", "IntEnum", "What a query's position means to a head's keys."),
     ("IndexKind", "KVM_INDEX_", "IntEnum", "What is kept beside keys to find those that count."),
-    ("SequenceFlag", "KVM_SEQ_", "IntFlag", "Of `Space.create_sequence`."),
+    ("SequenceFlag", "KVM_SEQ_", "IntFlag", "Of `Space.create_sequence` and `SequenceInfo`."),
     ("ListFlag", "KVM_LIST_", "IntFlag", "Of `Client.sequences`."),
     ("ItemFlag", "KVM_ITEM_", "IntFlag", "Of an `Item`."),
     ("Mode", "KVM_MODE_", "IntEnum", "How attention is computed."),

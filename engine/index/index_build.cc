@@ -11,6 +11,7 @@
 #include "base/assert.h"
 #include "base/round.h"
 #include "codecs/convert.h"
+#include "engine/store/sequence.h"
 #include "hash_index/sketch/frame.h"
 
 namespace kvm::engine {
@@ -174,6 +175,11 @@ IndexBuild::IndexBuild(Sequence* seq, const Space& space, uint32_t layer, const 
 // the index has too would be copied for writing, and go where the copy goes.
 bool IndexBuild::fits_shared(const IndexRef& ref) const {
   if (ref.data == nullptr) {
+    return false;
+  }
+  // Nobody's limit is used up by what another client builds, but for the library's.
+  const Account* payer = ref.data->bank.account();
+  if (payer != seq_->account && (!payer->is_library || ref.data.use_count() == 1)) {
     return false;
   }
   return std::all_of(heads_.begin(), heads_.end(), [&ref](const Head& head) {
@@ -460,15 +466,16 @@ uint64_t added_bytes(const hash_index::Frame& frame, const IndexFrame* previous)
 
 }  // namespace
 
-void IndexBuild::open(IndexRef* ref, const IndexBank& bank) {
+void IndexBuild::open(IndexRef* ref, const IndexBank& of_client) {
   LayerIndex* index = ref->data.get();
   if (!is_added_) {
     pin_ = IndexPin();  // of what may go with the reference
     claim_ = BuildClaim();
-    index = own_index(ref, space_->layers[layer_].indexes, bank);
+    index = own_index(ref, space_->layers[layer_].indexes, of_client);
     pin_ = IndexPin(index);
     claim_ = BuildClaim(index);
   }
+  const IndexBank bank = index->bank;
   if (index->gone_bytes != 0) {
     index->gone_bytes = 0;
     for (HeadIndex& head : index->heads) {

@@ -92,13 +92,15 @@ class IndexBuild {
                                  uint64_t n_blocks);
 
   // Threads: any, each once. They do not fail: a frame that finds no memory is not there.
+  // Whether it adds to what others share, rather than to an index of the sequence's own.
+  bool is_added() const { return is_added_; }
   uint32_t n_heads() const { return static_cast<uint32_t>(heads_.size()); }
   bool has_frame(uint32_t head) const { return heads_[head].frame != nullptr; }
   uint32_t n_sum_pieces() const { return static_cast<uint32_t>(sum_pieces_.size()); }
   void make_frame(uint32_t head);
   void sum_keys(uint32_t piece);
 
-  void open(IndexRef* ref, const IndexBank& bank);
+  void open(IndexRef* ref, const IndexBank& of_client);
 
   // Threads: any, each once.
   uint32_t n_pieces() const { return static_cast<uint32_t>(pieces_.size()); }

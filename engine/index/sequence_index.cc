@@ -40,7 +40,9 @@ PlannedBuild plan_index_build(StoreMemory* memory, Sequence* seq, uint32_t layer
       seen.push_back({view.q, view.n_rows});
     }
   }
-  build->start(std::move(class_runs), std::move(seen), memory->index_bank(seq->account));
+  // Who pays for an index pays for what is added to it.
+  const IndexBank bank = build->is_added() ? ref.data->bank : memory->index_bank(seq->account);
+  build->start(std::move(class_runs), std::move(seen), bank);
   return {.slice = std::move(build), .is_claimed = false};
 }
 

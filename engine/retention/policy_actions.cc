@@ -105,7 +105,7 @@ Result<MeanEntry*> own_mean_entry(StoreMemory* memory, Sequence* seq, uint32_t l
     seq->mean_entries.resize(seq->space().n_lists);
   }
   std::shared_ptr<MeanEntry>& ref = seq->mean_entries[list];
-  if (ref.use_count() == 1) {
+  if (StoreMemory::is_own(seq->account, ref)) {
     return ref.get();
   }
   MeanEntry own;
@@ -131,7 +131,7 @@ Result<KeptTokens*> own_kept_tokens(StoreMemory* memory, Sequence* seq, uint32_t
     seq->kept.resize(seq->space().n_lists);
   }
   std::shared_ptr<KeptTokens>& ref = seq->kept[list];
-  if (ref.use_count() != 1) {
+  if (!StoreMemory::is_own(seq->account, ref)) {
     KeptTokens own = ref != nullptr
                          ? *ref
                          : KeptTokens(head_class.slab_class, first_given_up(head_class),
@@ -147,7 +147,7 @@ Result<Masses*> own_masses(StoreMemory* memory, Sequence* seq, uint32_t list, ui
     seq->masses.resize(seq->space().n_lists);
   }
   MassesRef& ref = seq->masses[list];
-  if (ref.data.use_count() != 1 || ref.limit != UINT64_MAX) {
+  if (!StoreMemory::is_own(seq->account, ref.data) || ref.limit != UINT64_MAX) {
     const KeptTokens* kept = seq->kept.empty() ? nullptr : seq->kept[list].get();
     Masses own;
     own.begin = begin;
@@ -207,7 +207,7 @@ Status open_keep(StoreMemory* memory, RetentionSlice* slice, const policies::Act
   work.action = action;
   work.list = layer.first_list + action.class_index;
   KVM_TRY_ASSIGN(Masses * masses, own_masses(memory, seq, work.list, action.range.begin));
-  const bool is_new = seq->kept.empty() || seq->kept[work.list].use_count() != 1;
+  const bool is_new = seq->kept.empty() || !StoreMemory::is_own(seq->account, seq->kept[work.list]);
   KVM_TRY_ASSIGN(KeptTokens * kept, own_kept_tokens(memory, seq, work.list, head_class));
   slice->add_bytes(is_new ? kept->size_bytes() : 0);
   KVM_ASSERT(kept->end() == action.range.begin && masses->begin == kept->end());
@@ -294,6 +294,9 @@ void close_keep(StoreMemory* memory, Sequence* seq, RetentionSlice::Work* work) 
 
 void add_list_masses(StoreMemory* memory, Sequence* seq, uint32_t layer, uint32_t class_index,
                      std::span<const float> sums, uint64_t position, bool is_packed) {
+  if (seq->account->is_library) {
+    return;  // what is published stays as it is, whoever reads it
+  }
   const Layer& own_layer = seq->space().storage(layer);
   const HeadClass& head_class = own_layer.classes[class_index];
   const uint32_t list = own_layer.first_list + class_index;

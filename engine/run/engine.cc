@@ -50,6 +50,8 @@ constexpr uint64_t kRowsPerRead = 16;
 constexpr uint64_t kMaxStartNs = 200'000;
 // So many go at a time of a sequence that is freed or cut, or of a client that leaves: some 0.2 ms.
 constexpr uint64_t kFreePages = 4096;
+// In whose name evict() frees: no client has this id.
+constexpr ClientId kService = 0;
 // Of pages that move, beside the lanes of clients.
 constexpr uint32_t kMovesLane = Scheduler::kMaxLanes - 1;
 // An engine that has answered so lately is busy, though it has no request at the moment.
@@ -193,6 +195,7 @@ class EngineImpl final : public Engine {
   // A request in flight. Throws std::bad_alloc: nothing has changed. On its way to its end a
   // request needs no memory but what its work says it does: the lists that it passes have room.
   Request* take_request(ClientId client, RequestTag tag);
+  void forget_service();
   void give_back(Request* request);
   template <typename What>
   void submit_any(ClientId client, RequestTag tag, What&& what, DoneCallback&& on_done);
@@ -209,6 +212,7 @@ class EngineImpl final : public Engine {
   Status admit(Request* request, const ReadRequest& what, bool* is_null);
   Status admit(Request* request, const ObserveRequest& what, bool* is_null);
   Status admit(Request* request, const SeqRequest& what, bool* is_null);
+  Result<Sequence*> find(const Request* request, kvm_seq_id seq, Access access);
   Result<const Space*> touch(Request* request, kvm_seq_id seq);
 
   // Starting: in turns, by what requests are estimated to read.
@@ -221,7 +225,8 @@ class EngineImpl final : public Engine {
     return request.deadline_ns != 0 && options_.clock->now_ns() >= request.deadline_ns;
   }
   // Whether a client may have others beside it, whom its tasks must not keep waiting.
-  bool is_shared() const { return clients_.size() > 1; }
+  bool is_shared() const { return n_connected() > 1; }
+  size_t n_connected() const { return clients_.size() - clients_.count(kService); }
   // Whether one more of a client's requests may start now.
   bool may_start(const FairQueue::Flow& queue) const {
     return queue.n_running < max_running() && scheduler_.has_room();
@@ -246,7 +251,7 @@ class EngineImpl final : public Engine {
   Status begin(Request* request, JobPlan* plan, bool* is_small);
   Status begin_seq(Request* request, const SeqRequest& what);
   // A part, and the next ones, of a sequence that is too large to be freed or cut at once.
-  Result<bool> run_part(Sequence* seq, const SeqRequest& what);
+  Result<bool> run_part(Sequence* seq, ClientId client, const SeqRequest& what);
   void run_next_part(Request* request);
   void run_here(Request* request, const JobPlan& plan);
   void retire(const FinishedJob& job);
@@ -339,9 +344,12 @@ void EngineImpl::remove_client(ClientId client, std::function<void()> on_gone) {
 }
 
 Status EngineImpl::evict(kvm_seq_id seq) {
-  KVM_TRY_ASSIGN(const ClientId owner, store_->seq_client(seq));
-  submit(owner, RequestTag{}, SeqRequest{.verb = SeqVerb::kFree, .seq = seq},
+  KVM_TRY(store_->find_any_seq(seq).status());
+  fair_queue_.reserve(clients_.size() + 1);
+  clients_.try_emplace(kService).first->second.lane = kMovesLane - 1;
+  submit(kService, RequestTag{}, SeqRequest{.verb = SeqVerb::kFree, .seq = seq},
          [](RequestResult&&) {});
+  forget_service();
   return Status::ok();
 }
 
@@ -350,7 +358,9 @@ Status EngineImpl::evict(kvm_seq_id seq) {
 bool EngineImpl::reclaim_some() {
   for (size_t i = 0; i < leaving_.size(); ++i) {
     const ClientId client = leaving_[i];
-    if (clients_[client].n_requests != 0 || auditor_.holds(client)) {
+    // An eviction may be freeing one of its sequences.
+    if (clients_[client].n_requests != 0 || auditor_.holds(client) ||
+        clients_.count(kService) != 0) {
       continue;
     }
     gone_seqs_.clear();
@@ -378,6 +388,15 @@ bool EngineImpl::reclaim_some() {
     return true;
   }
   return false;
+}
+
+// Where it has no requests any more.
+void EngineImpl::forget_service() {
+  const auto found = clients_.find(kService);
+  if (found != clients_.end() && found->second.n_requests == 0) {
+    fair_queue_.clear(&found->second.queue);
+    clients_.erase(found);
+  }
 }
 
 // --- Submission ---------------------------------------------------------------------------------
@@ -412,6 +431,9 @@ void EngineImpl::give_back(Request* request) {
   if (client != clients_.end()) {
     KVM_ASSERT(client->second.n_requests != 0);
     --client->second.n_requests;
+    if (request->client == kService) {
+      forget_service();
+    }
   }
   const uint32_t index = request->index;
   KVM_ASSERT(index < requests_.size() && requests_[index].get() == request &&
@@ -442,7 +464,9 @@ void EngineImpl::submit_any(ClientId client, RequestTag tag, What&& what, DoneCa
     } else {
       request = take_request(client, tag);
       ++found->second.n_requests;
-      quotas().find(client)->note_request();
+      if (QuotaAccount* account = quotas().find(client); account != nullptr) {
+        account->note_request();
+      }
       request->what = std::move(what);
       status = admit(request, &is_null);
     }
@@ -486,8 +510,14 @@ void EngineImpl::note_duration(ClientId client, uint64_t ns) {
   }
 }
 
+Result<Sequence*> EngineImpl::find(const Request* request, kvm_seq_id id, Access access) {
+  return request->client == kService ? store_->find_any_seq(id)
+                                     : store_->find_seq(request->client, id, access);
+}
+
+// Whether it may be changed is asked when the request begins: who has it may be another then.
 Result<const Space*> EngineImpl::touch(Request* request, kvm_seq_id id) {
-  KVM_TRY_ASSIGN(Sequence * seq, store_->find_seq(request->client, id));
+  KVM_TRY_ASSIGN(Sequence * seq, find(request, id, Access::kUse));
   request->seqs.push_back(id);
   return &store_->seq_space(seq);
 }
@@ -555,7 +585,7 @@ void EngineImpl::push_ready(Request* request) {
   }
   Client& client = clients_.at(request->client);
   // Who is alone has every turn.
-  request->cost = clients_.size() == 1 ? 0 : kRequestCost;
+  request->cost = is_shared() ? kRequestCost : 0;
   try {
     request->cost += request->cost == 0 ? 0 : estimate(request);
   } catch (const std::bad_alloc&) {
@@ -569,7 +599,7 @@ uint64_t EngineImpl::estimate(const Request* request) const {
     return estimate(request, *step);
   }
   if (const auto* read = std::get_if<ReadRequest>(&request->what)) {
-    const Result<Sequence*> seq = store_->find_seq(request->client, read->seq);
+    const Result<Sequence*> seq = store_->find_seq(request->client, read->seq, Access::kUse);
     return seq.is_ok() ? read->n_tokens * token_bytes(store_->seq_space(seq.value()), read->layer)
                        : 0;
   }
@@ -581,7 +611,7 @@ uint64_t EngineImpl::estimate(const Request* request, const StepRequest& step) c
   uint64_t n_tokens = 0;
   const Space* space = nullptr;
   for (const kvm_item& item : step.items) {
-    const Result<Sequence*> seq = store_->find_seq(request->client, item.seq);
+    const Result<Sequence*> seq = store_->find_seq(request->client, item.seq, Access::kUse);
     if (!seq.is_ok()) {
       continue;
     }
@@ -596,7 +626,7 @@ uint64_t EngineImpl::estimate(const Request* request, const StepRequest& step) c
 }
 
 uint32_t EngineImpl::max_running() const {
-  const auto n = static_cast<uint32_t>(clients_.size());
+  const auto n = static_cast<uint32_t>(n_connected());
   return n <= 1 ? kMaxRunningAlone : std::max(1u, Scheduler::kMaxJobs / n);
 }
 
@@ -647,7 +677,7 @@ void EngineImpl::find_index_work(Request* request) {
 
 void EngineImpl::find_index_work(Request* request, const StepRequest& step) {
   for (const kvm_item& item : step.items) {
-    const Result<Sequence*> seq = store_->find_seq(request->client, item.seq);
+    const Result<Sequence*> seq = store_->find_seq(request->client, item.seq, access_of(item));
     if (!seq.is_ok() || !may_succeed(*store_, seq.value(), step, item)) {
       request->indexing.clear();
       return;
@@ -803,7 +833,7 @@ Status EngineImpl::begin(Request* request, JobPlan* plan, bool* is_small) {
     return begin_seq(request, *seq);
   }
   if (const auto* read = std::get_if<ReadRequest>(&request->what)) {
-    KVM_TRY_ASSIGN(Sequence * seq, store_->find_seq(request->client, read->seq));
+    KVM_TRY_ASSIGN(Sequence * seq, store_->find_seq(request->client, read->seq, Access::kUse));
     KVM_TRY(request->read.begin(*store_, seq, *read, std::get<ReadTensors>(request->tensors),
                                 options_.n_threads));
     *plan = request->read.plan();
@@ -821,16 +851,16 @@ Status EngineImpl::begin_seq(Request* request, const SeqRequest& what) {
                    store_->create_seq(request->client, what.space, what.flags, what.n_tokens));
     return Status::ok();
   }
-  KVM_TRY_ASSIGN(Sequence * seq, store_->find_seq(request->client, what.seq));
+  KVM_TRY_ASSIGN(Sequence * seq, find(request, what.seq, access_of(what.verb)));
   switch (what.verb) {
     case SeqVerb::kFork: {
-      KVM_TRY_ASSIGN(request->result.seq, store_->fork_seq(seq, what.n_tokens));
+      KVM_TRY_ASSIGN(request->result.seq, store_->fork_seq(seq, what.n_tokens, request->client));
       return Status::ok();
     }
     case SeqVerb::kCommit:
       return store_->commit_seq(seq, what.n_tokens);
     default: {
-      KVM_TRY_ASSIGN(const bool is_done, run_part(seq, what));
+      KVM_TRY_ASSIGN(const bool is_done, run_part(seq, request->client, what));
       if (!is_done) {
         request->enter(Phase::kInParts);
       }
@@ -839,21 +869,36 @@ Status EngineImpl::begin_seq(Request* request, const SeqRequest& what) {
   }
 }
 
-// Does a part of what gives back pages, of which there may be millions. Returns whether it was the
-// last.
-Result<bool> EngineImpl::run_part(Sequence* seq, const SeqRequest& what) {
-  return what.verb == SeqVerb::kTruncate ? store_->truncate_part(seq, what.n_tokens, kFreePages)
-                                         : Result<bool>(store_->free_part(seq, kFreePages));
+// Does a part of what goes through pages, of which there may be millions. Returns whether it was
+// the last.
+Result<bool> EngineImpl::run_part(Sequence* seq, ClientId client, const SeqRequest& what) {
+  switch (what.verb) {
+    case SeqVerb::kTruncate:
+      return store_->truncate_part(seq, what.n_tokens, kFreePages);
+    case SeqVerb::kPublish:
+      return store_->publish_part(seq, kFreePages);
+    case SeqVerb::kTake:
+      return store_->take_part(seq, client, kFreePages);
+    default:
+      return store_->free_part(seq, kFreePages);
+  }
 }
 
 void EngineImpl::run_next_part(Request* request) {
   const auto& what = std::get<SeqRequest>(request->what);
-  const Result<Sequence*> seq = store_->find_seq(request->client, what.seq);
+  const Result<Sequence*> seq = find(request, what.seq, Access::kUse);
   KVM_ASSERT(seq.is_ok());
-  const Result<bool> is_done = run_part(seq.value(), what);
-  KVM_ASSERT(is_done.is_ok());
-  if (is_done.value()) {
-    finish(request, Status::ok());
+  Status status;
+  bool is_done = true;
+  try {
+    const Result<bool> part = run_part(seq.value(), request->client, what);
+    status = part.status();
+    is_done = !part.is_ok() || part.value();
+  } catch (const std::bad_alloc&) {
+    status = no_memory();
+  }
+  if (is_done) {
+    finish(request, std::move(status));
   } else {
     unfinished_.push_back(*request);
   }
@@ -941,7 +986,9 @@ bool EngineImpl::plan_second(Request* request) {
 void EngineImpl::find_retention_work(Request* request) {
   if (const auto* step = std::get_if<StepRequest>(&request->what)) {
     for (size_t i = 0; step->append && i < step->items.size(); ++i) {
-      request->retention.add(request->step.seqs()[i]);
+      if (step->items[i].n_append != 0) {
+        request->retention.add(request->step.seqs()[i]);
+      }
     }
   } else if (const auto* what = std::get_if<SeqRequest>(&request->what);
              what != nullptr && (what->verb == SeqVerb::kCommit || what->verb == SeqVerb::kFork)) {
@@ -1123,16 +1170,12 @@ void EngineImpl::wait(uint64_t timeout_ns) {
 // --- Looking ------------------------------------------------------------------------------------
 
 Result<kvm_seq_info> EngineImpl::seq_info(ClientId client, kvm_seq_id id) {
-  KVM_TRY_ASSIGN(Sequence * seq, store_->find_seq(client, id));
+  KVM_TRY_ASSIGN(Sequence * seq, store_->find_seq(client, id, Access::kUse));
   return store_->seq_info(seq);
 }
 
 Result<std::vector<MemoryPiece>> EngineImpl::layer_memory(kvm_seq_id id, uint32_t layer) {
-  ClientId owner = 0;
-  for (const kvm_seq_info& info : store_->list_seqs(0, 0, true, id, 1).infos) {
-    owner = info.seq == id ? info.client_id : owner;
-  }
-  KVM_TRY_ASSIGN(Sequence * seq, store_->find_seq(owner, id));
+  KVM_TRY_ASSIGN(Sequence * seq, store_->find_any_seq(id));
   const Space& space = store_->seq_space(seq);
   if (layer >= space.n_layers || space.layers[layer].kind == KVM_LAYER_ABSENT) {
     return Status(KVM_ERR_INVALID, fmt::format("layer {} stores nothing", layer));

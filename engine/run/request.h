@@ -76,6 +76,13 @@ using LineHook =
 using NameHook = boost::intrusive::unordered_set_base_hook<
     boost::intrusive::tag<ByName>, boost::intrusive::link_mode<boost::intrusive::auto_unlink>>;
 
+// What a request is about to do with its sequence.
+inline Access access_of(SeqVerb verb) {
+  return verb == SeqVerb::kFork || verb == SeqVerb::kFree || verb == SeqVerb::kTake
+             ? Access::kUse
+             : Access::kChange;
+}
+
 // A Request is used again from request to request: its buffers keep their size.
 struct Request final : TaskSet, LineHook, NameHook {
   explicit Request(std::vector<ThreadWorkspace>* workspaces) : thread_workspaces(workspaces) {}
@@ -117,7 +124,8 @@ struct Request final : TaskSet, LineHook, NameHook {
       case Phase::kPlanning:
         return std::holds_alternative<StepRequest>(what);
       case Phase::kInParts:
-        return seq != nullptr && (seq->verb == SeqVerb::kTruncate || seq->verb == SeqVerb::kFree);
+        return seq != nullptr && (seq->verb == SeqVerb::kTruncate || seq->verb == SeqVerb::kFree ||
+                                  seq->verb == SeqVerb::kPublish || seq->verb == SeqVerb::kTake);
       default:
         return is_orphan == is_abandoned.load(std::memory_order_relaxed);
     }

@@ -36,7 +36,7 @@ Status Step::begin(Store& store, ClientId client, const StepRequest& request,
   crew_ = crew;
   out_of_memory_.store(false, std::memory_order_relaxed);
   for (const kvm_item& item : request.items) {
-    KVM_TRY_ASSIGN(Sequence * seq, store.find_seq(client, item.seq));
+    KVM_TRY_ASSIGN(Sequence * seq, store.find_seq(client, item.seq, access_of(item)));
     seqs_.push_back(seq);
   }
   if (request.append) {

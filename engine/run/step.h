@@ -29,6 +29,11 @@
 
 namespace kvm::engine {
 
+// What an item is about to do with its sequence.
+inline Access access_of(const kvm_item& item) {
+  return item.n_append != 0 ? Access::kChange : Access::kUse;
+}
+
 class Step {
  public:
   // `request` and `tensors` stay alive and unchanged until end() or abandon().

@@ -548,7 +548,7 @@ Result<ObserveTensors> check_observe(const ObserveRequest& request, const Space&
 }
 
 Status check_seq_request(const SeqRequest& request) {
-  if (request.verb < SeqVerb::kCreate || request.verb > SeqVerb::kFree) {
+  if (request.verb < SeqVerb::kCreate || request.verb > kLastSeqVerb) {
     return refuse(Refusal::kSeqVerb, "verb {} is unknown", static_cast<uint32_t>(request.verb));
   }
   if (request.verb == SeqVerb::kCreate && (request.flags & ~kSeqFlags) != 0) {

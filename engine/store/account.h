@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Account: what a client has in a store, and the numbers by which pages name who pays for them.
 //
+// Three kinds of accounts pay: those of clients; those of clients that are gone, as long as what
+// they paid for lives on in a sequence of somebody else; and the library of a user, by which the
+// service itself owns what was published.
+//
 // Threads: the driver thread.
 #ifndef KVM_ENGINE_STORE_ACCOUNT_H_
 #define KVM_ENGINE_STORE_ACCOUNT_H_
@@ -25,6 +29,8 @@ class IndexUses {
   // Makes `index` the one that was used last.
   void touch(LayerIndex* index);
   void remove(LayerIndex* index);
+  // Moves an index of another client here, as the one that was used last. Throws nothing.
+  void take_over(LayerIndex* index, IndexUses* from);
   // When the index was used that goes first; UINT64_MAX: none may go.
   uint64_t oldest_use() const;
   // Empties it. False: none may go.
@@ -43,7 +49,16 @@ struct Account {
   tiers::PayerId payer{};  // its number in Payers
   QuotaAccount* quota = nullptr;
   IndexUses indexes;
+  uint64_t n_named = 0;       // by how many indexes, Givings, and things charged on the heap
   kvm_seq_id next_freed = 0;  // where Store::free_some goes on
+  bool is_library = false;
+  bool has_left = false;  // the client
+
+  // Whether nothing names it any more.
+  bool is_unused() const {
+    return n_named == 0 && quota->used(Resource::kBytes) == 0 &&
+           quota->used(Resource::kSequences) == 0 && quota->expected(Resource::kBytes) == 0;
+  }
 };
 
 // Payers are the accounts that pages may name. Bytes of a page are added to an account when it is

@@ -141,6 +141,13 @@ void IndexUses::remove(LayerIndex* index) {
   }
 }
 
+void IndexUses::take_over(LayerIndex* index, IndexUses* from) {
+  if (index->is_listed) {
+    index->last_use = ++index->bank.totals().n_uses;
+    order_.splice(order_.end(), from->order_, index->place);
+  }
+}
+
 std::list<LayerIndex*>::const_iterator IndexUses::find_oldest() const {
   return std::find_if(order_.begin(), order_.end(),
                       [](const LayerIndex* index) { return index->n_pins == 0; });
@@ -222,6 +229,21 @@ void IndexBank::reclaim(std::byte* data, uint64_t size_bytes) const {
   take_bytes(account_, size_bytes);
   totals_->charged_bytes -= size_bytes;
   reclaimer_->reclaim(data, size_bytes);
+}
+
+void IndexBank::take_over(PageRef page) const {
+  const uint64_t page_bytes = pages_->page_bytes(page);
+  Account& payer = payers_->at(pages_->payer(page));
+  payer.quota->pass_to(account_->quota, Resource::kBytes, page_bytes);
+  payer.indexes.bytes -= page_bytes;
+  account_->indexes.bytes += page_bytes;
+  pages_->set_payer(page, account_->payer);
+}
+
+void IndexBank::take_over(const IndexBank& payer, uint64_t size_bytes) const {
+  payer.account_->quota->pass_to(account_->quota, Resource::kBytes, size_bytes);
+  payer.account_->indexes.bytes -= size_bytes;
+  account_->indexes.bytes += size_bytes;
 }
 
 uint64_t IndexBank::room_bytes() const {
@@ -309,6 +331,55 @@ uint64_t LayerIndex::size_bytes() const {
   return size;
 }
 
+uint64_t LayerIndex::size_bytes_of(const Account* account) const {
+  uint64_t size = 0;
+  for (const HeadIndex& head : heads) {
+    for (const IndexPage& page : head.pages) {
+      if (page.page != kNoPage && bank.pages().payer(page.page) == account->payer) {
+        size += bank.pages().page_bytes(page.page);
+      }
+    }
+    for (const IndexFramePtr& frame : head.frames) {
+      if (frame != nullptr && frame->memory.payer() == account) {
+        size += frame->memory.size_bytes();
+      }
+    }
+    for (const IndexTablesPtr& tables : head.tables) {
+      size += tables->tables.payer() == account ? tables->tables.size_bytes() : 0;
+    }
+  }
+  return size;
+}
+
+void LayerIndex::list_under(const IndexBank& of_client) {
+  of_client.uses().take_over(this, &bank.uses());
+  --bank.account()->n_named;
+  bank = of_client;
+  ++bank.account()->n_named;
+}
+
+void LayerIndex::pass_to(const IndexBank& taker, const Account* giver) {
+  KVM_ASSERT(n_pins == 0 && !is_claimed);
+  list_under(taker);
+  for (HeadIndex& head : heads) {
+    for (const IndexPage& page : head.pages) {
+      if (page.page != kNoPage && bank.pages().payer(page.page) == giver->payer) {
+        taker.take_over(page.page);
+      }
+    }
+    for (const IndexFramePtr& frame : head.frames) {
+      if (frame != nullptr && frame->memory.payer() == giver) {
+        frame->memory.pass_to(taker);
+      }
+    }
+    for (const IndexTablesPtr& tables : head.tables) {
+      if (tables->tables.payer() == giver) {
+        tables->tables.pass_to(taker);
+      }
+    }
+  }
+}
+
 std::shared_ptr<LayerIndex> make_index(size_t n_heads, const IndexBank& bank) {
   std::shared_ptr<LayerIndex> index(new LayerIndex(bank), [](LayerIndex* gone) {
     KVM_ASSERT(gone->n_pins == 0);
@@ -341,6 +412,8 @@ LayerIndex* own_index(IndexRef* ref, std::span<const IndexConfig> configs, const
       cut_to_whole_pages(copy.get(), configs);
     }
     ref->data = std::move(copy);
+  } else if (ref->data->bank.account() != bank.account()) {
+    ref->data->list_under(bank);  // whoever shared it with this client has let go of it
   }
   bank.uses().touch(ref->data.get());
   ref->data->cut(ref->limit, configs);

@@ -93,8 +93,13 @@ class IndexBank {
   void reclaim(std::byte* data, uint64_t size_bytes) const;
   // Returns what could be charged now.
   uint64_t room_bytes() const;
+  // What `payer` was charged for a page, or for memory of size_bytes, is charged to this client.
+  // REQUIRES: it is of the same tenant.
+  void take_over(tiers::PageRef page) const;
+  void take_over(const IndexBank& payer, uint64_t size_bytes) const;
   const tiers::PageTable& pages() const { return *pages_; }
   IndexTotals& totals() const { return *totals_; }
+  Account* account() const { return account_; }
   IndexUses& uses() const { return account_->indexes; }
 
  private:
@@ -129,9 +134,15 @@ class ChargedMemory {
     bank_.uncharge(size_bytes_ - size_bytes);
     size_bytes_ = size_bytes;
   }
+  Account* payer() const { return bank_.account(); }
+  // `taker` pays from now on. Who pays is the driver's affair; nothing that others read changes.
+  void pass_to(const IndexBank& taker) const {
+    taker.take_over(bank_, size_bytes_);
+    bank_ = taker;
+  }
 
  private:
-  IndexBank bank_;
+  mutable IndexBank bank_;
   uint64_t size_bytes_;
 };
 
@@ -147,9 +158,15 @@ class TableMemory {
   TableMemory& operator=(const TableMemory&) = delete;
   std::byte* data() const { return data_; }
   uint64_t size_bytes() const { return size_bytes_; }
+  Account* payer() const { return bank_.account(); }
+  // As ChargedMemory has it.
+  void pass_to(const IndexBank& taker) const {
+    taker.take_over(bank_, size_bytes_);
+    bank_ = taker;
+  }
 
  private:
-  IndexBank bank_;
+  mutable IndexBank bank_;
   std::byte* data_;
   uint64_t size_bytes_;
 };
@@ -195,7 +212,10 @@ struct HeadIndex {
 
 // A LayerIndex is the indexes of a layer's heads. make_index alone makes one.
 struct LayerIndex {
-  explicit LayerIndex(const IndexBank& of_client) : bank(of_client) {}
+  explicit LayerIndex(const IndexBank& of_client) : bank(of_client) { ++bank.account()->n_named; }
+  ~LayerIndex() { --bank.account()->n_named; }
+  LayerIndex(const LayerIndex&) = delete;
+  LayerIndex& operator=(const LayerIndex&) = delete;
 
   std::vector<HeadIndex> heads;  // [kv heads of the layer]
   IndexBank bank;
@@ -217,6 +237,13 @@ struct LayerIndex {
   // Forgets the blocks [block_begin, block_end) of a head.
   void drop(uint32_t head, uint64_t block_begin, uint64_t block_end);
   uint64_t size_bytes() const;
+  // The part of it that `account` pays for.
+  uint64_t size_bytes_of(const Account* account) const;
+  // It makes way as one of `of_client`'s from now on, which pays for what is added.
+  void list_under(const IndexBank& of_client);
+  // The same, and `taker` pays for all that `giver` paid for.
+  // REQUIRES: they have the same tenant; nobody builds or reads it.
+  void pass_to(const IndexBank& taker, const Account* giver);
 };
 
 // An IndexRef refers to an index, perhaps shared, of which the blocks below `limit` hold. What is

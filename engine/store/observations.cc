@@ -43,7 +43,7 @@ Status Store::observe(Sequence* seq, const ObserveInput& input) {
     seq->observed.resize(seq->space().n_layers);
   }
   ObservedRef& ref = seq->observed[input.layer];
-  if (ref.data != nullptr && ref.data.use_count() == 1 && ref.limit == UINT64_MAX) {
+  if (StoreMemory::is_own(seq->account, ref.data) && ref.limit == UINT64_MAX) {
     // In place. It may shrink, when rows are replaced by fewer.
     const uint64_t before = ref.data->size_bytes();
     const uint64_t after =
@@ -97,7 +97,7 @@ void cut_observed(StoreMemory* memory, Sequence* seq, uint64_t n_tokens) {
       continue;
     }
     ref.limit = std::min(ref.limit, n_tokens);
-    if (ref.data.use_count() == 1) {
+    if (StoreMemory::is_own(seq->account, ref.data)) {
       const Layer& layer = seq->space().layers[i];
       const uint64_t before = ref.data->size_bytes();
       truncate_observation(ref.data.get(), ref.limit, layer.n_q_heads * seq->space().head_dim_k,

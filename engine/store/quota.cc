@@ -74,7 +74,12 @@ uint64_t QuotaAccount::admitted(Resource resource) const {
 }
 
 uint64_t QuotaAccount::own_room(Resource resource) const {
-  return admitted(resource) - std::min(admitted(resource), used_[resource]);
+  return admitted(resource) - std::min(admitted(resource), held(resource));
+}
+
+bool QuotaAccount::could_hold(Resource resource, uint64_t n, uint64_t droppable) const {
+  const uint64_t limit = admitted(resource);
+  return n <= limit && held(resource) - std::min(held(resource), droppable) <= limit - n;
 }
 
 uint64_t QuotaAccount::room(Resource resource) const {
@@ -83,7 +88,7 @@ uint64_t QuotaAccount::room(Resource resource) const {
 }
 
 bool QuotaAccount::has_room(Resource resource, uint64_t n) const {
-  return used_[resource] <= admitted(resource) && n <= own_room(resource);
+  return held(resource) <= admitted(resource) && n <= own_room(resource);
 }
 
 Status QuotaAccount::check(Resource resource, uint64_t n, std::string_view what) {
@@ -91,11 +96,31 @@ Status QuotaAccount::check(Resource resource, uint64_t n, std::string_view what)
   if (short_of == nullptr || (short_of == tenant_ && tenant_->has_room(resource, n))) {
     return Status::ok();
   }
+  return refuse(*short_of, resource, n, what);
+}
+
+Status QuotaAccount::check_own(Resource resource, uint64_t n, std::string_view what) {
+  return has_room(resource, n) ? Status::ok() : refuse(*this, resource, n, what);
+}
+
+Status QuotaAccount::refuse(const QuotaAccount& short_of, Resource resource, uint64_t n,
+                            std::string_view what) {
   ++n_refused_;
-  return Status(KVM_ERR_QUOTA, fmt::format("{}: {} holds {} of {} {}, and {} more {} not fit", what,
-                                           short_of->owner_, short_of->used_[resource],
-                                           short_of->admitted(resource), text_of(resource).unit, n,
-                                           n == 1 ? "does" : "do"));
+  return Status(KVM_ERR_QUOTA,
+                fmt::format("{}: {} holds {} of {} {}, and {} more {} not fit", what,
+                            short_of.owner_, short_of.held(resource), short_of.admitted(resource),
+                            text_of(resource).unit, n, n == 1 ? "does" : "do"));
+}
+
+void QuotaAccount::expect_no_more(Resource resource, uint64_t n) {
+  KVM_ASSERT(n <= expected_[resource]);
+  expected_[resource] -= n;
+}
+
+void QuotaAccount::pass_to(QuotaAccount* taker, Resource resource, uint64_t n) {
+  KVM_ASSERT(n <= used_[resource] && tenant_ == taker->tenant_);
+  used_[resource] -= n;
+  taker->used_[resource] += n;
 }
 
 void QuotaAccount::charge(Resource resource, uint64_t n) {
@@ -126,7 +151,8 @@ Amounts QuotaBook::limits_of_tenant(uint32_t uid) const {
   return limits;
 }
 
-QuotaAccount* QuotaBook::open(ClientId client, const ClientSpec& spec, const Amounts& limits) {
+QuotaBook::Client* QuotaBook::add(ClientId client, const ClientSpec& spec, std::string_view owner,
+                                  const Amounts& limits) {
   auto found = tenants_.find(spec.uid);
   if (found == tenants_.end()) {
     auto tenant = std::make_unique<Tenant>(
@@ -135,19 +161,46 @@ QuotaAccount* QuotaBook::open(ClientId client, const ClientSpec& spec, const Amo
   }
   Tenant* tenant = found->second.get();
   Undo forgetting([&] {
-    if (tenant->n_clients == 0) {
+    if (tenant->n_accounts == 0) {
       tenants_.erase(found);
     }
   });
   Amounts own = limits;
   apply(spec.limits, &own);
   auto opened = std::make_unique<Client>(
-      Client{spec, QuotaAccount("this client", own, &tenant->account, spec.beside)});
-  QuotaAccount* account = &opened->account;
+      Client{spec, QuotaAccount(std::string(owner), own, &tenant->account, spec.beside)});
+  Client* added = opened.get();
   clients_.emplace(client, std::move(opened));
-  ++tenant->n_clients;
+  ++tenant->n_accounts;
   forgetting.dismiss();
-  return account;
+  return added;
+}
+
+QuotaAccount* QuotaBook::open(ClientId client, const ClientSpec& spec, const Amounts& limits) {
+  Client* added = add(client, spec, "this client", limits);
+  ++tenants_.at(spec.uid)->n_clients;
+  return &added->account;
+}
+
+QuotaAccount* QuotaBook::open_library(ClientId id, uint32_t uid, const Amounts& limits) {
+  ClientSpec spec;
+  spec.uid = uid;
+  Client* added = add(id, spec, "the library of this user", limits);
+  added->is_connected = false;
+  return &added->account;
+}
+
+void QuotaBook::leave(ClientId client) {
+  const auto found = clients_.find(client);
+  if (found == clients_.end() || !found->second->is_connected) {
+    return;
+  }
+  found->second->is_connected = false;
+  --tenants_.at(found->second->spec.uid)->n_clients;
+  QuotaAccount& account = found->second->account;
+  for (const Resource resource : kResources) {
+    account.give_back(resource, resource == Resource::kBytes ? 0 : account.used(resource));
+  }
 }
 
 void QuotaBook::close(ClientId client) {
@@ -155,26 +208,31 @@ void QuotaBook::close(ClientId client) {
   if (found == clients_.end()) {
     return;
   }
+  leave(client);
   QuotaAccount& account = found->second->account;
   for (const Resource resource : kResources) {
     account.give_back(resource, account.used(resource));
   }
   const auto tenant = tenants_.find(found->second->spec.uid);
   clients_.erase(found);
-  if (--tenant->second->n_clients == 0) {
+  if (--tenant->second->n_accounts == 0) {
     tenants_.erase(tenant);
   }
 }
 
 QuotaAccount* QuotaBook::find(ClientId client) {
   const auto found = clients_.find(client);
-  return found == clients_.end() ? nullptr : &found->second->account;
+  return found == clients_.end() || !found->second->is_connected ? nullptr
+                                                                 : &found->second->account;
 }
 
 std::vector<ClientUsage> QuotaBook::clients() const {
   std::vector<ClientUsage> all;
   all.reserve(clients_.size());
   for (const auto& [id, client] : clients_) {
+    if (!client->is_connected) {
+      continue;
+    }
     all.push_back({.client = id,
                    .uid = client->spec.uid,
                    .pid = client->spec.pid,

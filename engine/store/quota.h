@@ -8,6 +8,10 @@
 // refused has changed nothing. A limit may be set below what is held: nothing is taken away, and
 // nothing more is given until enough has come back.
 //
+// Pages of a sequence that changes hands are paid for by another account of the same tenant from
+// then on: a sum that the tenant does not see. An account outlives its client as long as something
+// is charged to it.
+//
 // Threads: one, the driver's.
 #ifndef KVM_ENGINE_STORE_QUOTA_H_
 #define KVM_ENGINE_STORE_QUOTA_H_
@@ -105,12 +109,15 @@ class QuotaAccount {
 
   uint64_t used(Resource resource) const { return used_[resource]; }
   const Amounts& used() const { return used_; }
+  uint64_t expected(Resource resource) const { return expected_[resource]; }
   const Amounts& limits() const { return limits_; }
   // The smaller of its own limit and its tenant's.
   uint64_t limit(Resource resource) const;
   // Returns what could be charged now without passing its own.
   uint64_t own_room(Resource resource) const;
-  // The same without passing either.
+  // Whether n more could be held within its own limit if `droppable` of it were given up.
+  bool could_hold(Resource resource, uint64_t n, uint64_t droppable) const;
+  // What could be charged now without passing either.
   uint64_t room(Resource resource) const;
 
   // `what` is about to take n: "the append". Fails: QUOTA, naming the numbers and whose they are;
@@ -120,6 +127,18 @@ class QuotaAccount {
   void charge(Resource resource, uint64_t n);
   // REQUIRES: used(resource) >= n.
   void give_back(Resource resource, uint64_t n);
+
+  // `what` is about to take over n from another account of the tenant, whose sum stays. Fails as
+  // check(), for its own limit alone.
+  Status check_own(Resource resource, uint64_t n, std::string_view what);
+  // Keeps room for n that pass_to() will bring. It counts as held, but not as charged.
+  // REQUIRES: own_room(resource) >= n.
+  void expect(Resource resource, uint64_t n) { expected_[resource] += n; }
+  // Of what was expected, n will not come, or has.
+  void expect_no_more(Resource resource, uint64_t n);
+  // What was charged here is charged to `taker`. REQUIRES: used(resource) >= n, and the tenant is
+  // the same.
+  void pass_to(QuotaAccount* taker, Resource resource, uint64_t n);
 
   QuotaAccount* tenant() const { return tenant_; }
   void set_limits(const LimitChanges& changes);
@@ -133,9 +152,12 @@ class QuotaAccount {
   // Returns what may be held, with what is admitted beside the limit.
   uint64_t admitted(Resource resource) const;
   bool has_room(Resource resource, uint64_t n) const;
+  uint64_t held(Resource resource) const { return used_[resource] + expected_[resource]; }
+  Status refuse(const QuotaAccount& short_of, Resource resource, uint64_t n, std::string_view what);
 
   std::string owner_;
   Amounts used_;
+  Amounts expected_{};
   Amounts limits_;
   Amounts beside_;
   QuotaAccount* tenant_;
@@ -151,12 +173,19 @@ class QuotaBook {
 
   // limits: of a client whose spec changes none. The account stays where it is until it is closed.
   QuotaAccount* open(ClientId client, const ClientSpec& spec, const Amounts& limits);
-  // Whatever the client still holds is the tenant's no more.
+  // An account of the service itself beside those of a user's clients: nobody is connected.
+  QuotaAccount* open_library(ClientId id, uint32_t uid, const Amounts& limits);
+  // The client is gone. Its account stays, with the bytes that are charged to it.
+  void leave(ClientId client);
+  // Whatever is still charged to the account is the tenant's no more.
   void close(ClientId client);
-  // Null: there is no such client.
+  // Null: no such client is connected.
   QuotaAccount* find(ClientId client);
+  // REQUIRES: the account is open.
+  uint32_t uid(ClientId client) const { return clients_.at(client)->spec.uid; }
 
-  // In the order of ids and of uids; tenants with clients, or with limits of their own.
+  // Clients that are connected, in the order of ids; tenants that have any account, or limits of
+  // their own, in that of uids.
   std::vector<ClientUsage> clients() const;
   std::vector<TenantUsage> tenants() const;
 
@@ -169,17 +198,21 @@ class QuotaBook {
   struct Tenant {
     explicit Tenant(QuotaAccount&& own) : account(std::move(own)) {}
     QuotaAccount account;
-    uint32_t n_clients = 0;
+    uint32_t n_accounts = 0;
+    uint32_t n_clients = 0;  // that are connected
   };
   struct Client {
     ClientSpec spec;
     QuotaAccount account;
+    bool is_connected = true;
   };
 
   Amounts limits_of_tenant(uint32_t uid) const;
+  Client* add(ClientId client, const ClientSpec& spec, std::string_view owner,
+              const Amounts& limits);
 
   TenantLimits tenant_limits_;
-  std::map<uint32_t, std::unique_ptr<Tenant>> tenants_;  // with clients
+  std::map<uint32_t, std::unique_ptr<Tenant>> tenants_;  // with accounts
   std::map<ClientId, std::unique_ptr<Client>> clients_;
 };
 

@@ -53,6 +53,18 @@ struct MassesRef {
   uint64_t limit = UINT64_MAX;
 };
 
+// A Giving is how far a sequence has come on its way to another account (store_give.cc).
+struct Giving {
+  Account* giver = nullptr;
+  Account* taker = nullptr;
+  bool is_taken = false;  // the sequence is the taker's; what it holds follows
+  uint64_t expected_bytes = 0;
+  // The next pages to look at, then the next layer's index.
+  size_t list = 0;
+  uint64_t block = 0;
+  uint32_t layer = 0;
+};
+
 struct Sequence {
   kvm_seq_id id = 0;
   Account* account = nullptr;
@@ -70,6 +82,7 @@ struct Sequence {
   // Likewise of lists that choose tokens.
   std::vector<std::shared_ptr<KeptTokens>> kept;
   std::vector<MassesRef> masses;
+  std::unique_ptr<Giving> giving;  // null: it stays
 
   const Space& space() const { return *record->space; }
   // The lists of an OWN layer.
@@ -86,6 +99,9 @@ struct Sequence {
     return layer_lists(space().layers[layer].storage_layer);
   }
 };
+
+// Forgets a Giving, wherever it stands.
+void end_giving(Sequence* seq);
 
 inline void note(Sequence* seq, policies::Event event) {
   seq->due_events |= policies::event_bit(event);

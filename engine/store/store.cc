@@ -82,9 +82,15 @@ Store::Store(const StoreOptions& options, uint32_t epoch_tag)
       sequences_("sequence", epoch_tag, 1) {}
 
 Store::~Store() {
-  std::vector<Sequence*> all;
-  sequences_.for_each([&](uint64_t, Sequence& seq) { all.push_back(&seq); });
-  for (Sequence* seq : all) {
+  // What is published, and what clients have that are still there. Nothing is allocated here.
+  uint64_t next = 0;
+  while (sequences_.size() != 0) {
+    Sequence* seq = nullptr;
+    sequences_.walk_from(next, [&](uint64_t id, Sequence& at) {
+      next = id;
+      seq = &at;
+      return false;
+    });
     free_seq(seq);
   }
 }
@@ -110,7 +116,7 @@ void Store::remove_client(ClientId client) {
     free_seq(seq);
   }
   if (Account* account = memory_.find(client); account != nullptr) {
-    memory_.close(account);
+    memory_.leave(account);
   }
 }
 
@@ -208,12 +214,32 @@ Status Store::drop_space(kvm_space_id id) {
 
 // --- Sequences ----------------------------------------------------------------------------------
 
-Result<Sequence*> Store::find_seq(ClientId client, kvm_seq_id id) {
+Result<Sequence*> Store::find_seq(ClientId client, kvm_seq_id id, Access access) {
   KVM_TRY_ASSIGN(Sequence * seq, sequences_.find(id));
-  if (seq->account->client != client) {
+  if (seq->account->client == client) {
+    return seq;
+  }
+  const Account* account = memory_.find(client);
+  const bool is_users = seq->account->is_library && account != nullptr &&
+                        account->quota->tenant() == seq->account->quota->tenant();
+  if (!is_users) {
     return Status(KVM_ERR_PERMISSION, fmt::format("sequence {:#x} belongs to another client", id));
   }
+  if (access == Access::kChange) {
+    return Status(
+        KVM_ERR_PERMISSION,
+        fmt::format("sequence {:#x} is published, and stays as it is: fork it, or take it", id));
+  }
   return seq;
+}
+
+Account* Store::account_for(const Sequence* seq, ClientId client) const {
+  if (client == 0) {
+    return seq->account;
+  }
+  Account* account = memory_.find(client);
+  KVM_ASSERT(account != nullptr);
+  return account;
 }
 
 Status Store::check_limits(Account* account, std::string_view what) const {
@@ -255,21 +281,22 @@ Result<kvm_seq_id> Store::create_seq(ClientId client, kvm_space_id space, uint32
   return id;
 }
 
-Status Store::check_fork(const Sequence* parent, uint64_t n_tokens) const {
+Status Store::check_fork(const Sequence* parent, uint64_t n_tokens, ClientId client) const {
   const uint64_t longest = longest_layer(parent);
   if (n_tokens != KVM_POSITION_END && n_tokens > longest) {
     return Status(KVM_ERR_INVALID, fmt::format("n_tokens is {}; the longest layer has {}", n_tokens,
                                                counted(longest, "token")));
   }
   KVM_TRY(check_cut(parent, n_tokens));
-  return check_limits(parent->account, "a fork");
+  return check_limits(account_for(parent, client), "a fork");
 }
 
-Result<kvm_seq_id> Store::fork_seq(Sequence* parent, uint64_t n_tokens) {
-  KVM_TRY(check_fork(parent, n_tokens));
-  std::unique_ptr<Sequence> child = make_seq(parent->account, parent->record, parent->flags);
+Result<kvm_seq_id> Store::fork_seq(Sequence* parent, uint64_t n_tokens, ClientId client) {
+  KVM_TRY(check_fork(parent, n_tokens, client));
+  Account* account = account_for(parent, client);
+  std::unique_ptr<Sequence> child = make_seq(account, parent->record, parent->flags);
   Undo clearing([&] { clear_lists(&memory_, child.get()); });
-  const PageBank bank = memory_.bank(parent->account);
+  const PageBank bank = memory_.bank(account);
   for (size_t i = 0; i < parent->lists.size(); ++i) {
     const PageList& list = parent->lists[i];
     child->lists[i].share(list, std::min(n_tokens, list.length()), bank);
@@ -360,6 +387,7 @@ bool Store::free_part(Sequence* seq, uint64_t max_pages) {
 }
 
 void Store::remove_seq(Sequence* seq) {
+  end_giving(seq);
   clear_lists(&memory_, seq);
   seq->observed.clear();
   seq->mean_entries.clear();
@@ -380,7 +408,7 @@ kvm_seq_info Store::seq_info(const Sequence* seq) const {
   const tiers::PageTable& pages = memory_.pages();
   kvm_seq_info info{};
   info.struct_size = sizeof info;
-  info.flags = seq->flags;
+  info.flags = seq->flags | (seq->account->is_library ? uint32_t{KVM_SEQ_PUBLISHED} : 0u);
   info.seq = seq->id;
   info.space = seq->record->id;
   info.client_id = seq->account->client;
@@ -425,10 +453,13 @@ kvm_seq_info Store::seq_info(const Sequence* seq) const {
 SeqPage Store::list_seqs(ClientId client, kvm_space_id space, bool all_clients, kvm_seq_id begin,
                          size_t n_max) const {
   SeqPage page;
+  const Account* account = memory_.find(client);
+  const QuotaAccount* tenant = account == nullptr ? nullptr : account->quota->tenant();
   uint64_t n_visited = 0;
   sequences_.walk_from(begin, [&](uint64_t, const Sequence& seq) {
-    if ((!all_clients && seq.account->client != client) ||
-        (space != 0 && seq.record->id != space)) {
+    const bool is_seen = all_clients || seq.account->client == client ||
+                         (seq.account->is_library && seq.account->quota->tenant() == tenant);
+    if (!is_seen || (space != 0 && seq.record->id != space)) {
       return true;
     }
     if (page.infos.size() >= n_max || n_visited >= kMaxListedPages) {
@@ -440,11 +471,6 @@ SeqPage Store::list_seqs(ClientId client, kvm_space_id space, bool all_clients, 
     return true;
   });
   return page;
-}
-
-Result<ClientId> Store::seq_client(kvm_seq_id id) const {
-  KVM_TRY_ASSIGN(const Sequence* seq, sequences_.find(id));
-  return seq->account->client;
 }
 
 void Store::add_stats(kvm_stats* stats) const {

@@ -48,6 +48,13 @@
 
 namespace kvm::engine {
 
+// What a client is about to do with a sequence. One that is published may be used by every client
+// of its user, and changed by none.
+enum class Access : uint8_t {
+  kUse,  // read, attend to, fork, take, free
+  kChange,
+};
+
 class Store final {
  public:
   // REQUIRES: options.host_capacity_bytes > 0.
@@ -63,9 +70,8 @@ class Store final {
   // Frees the client's sequences and forgets it. No reservation of them may be open: roll back
   // first. An unknown client is ignored.
   void remove_client(ClientId client);
-  // Bytes charged to a client: each page that its sequences hold counts once, whole, whoever of
-  // them allocated it (sequences of different clients never share pages); its observations and
-  // indexes count once as well. 0 for an unknown client.
+  // Bytes charged to a client: the pages, observations and indexes that it made or took over, each
+  // once, whole, as long as any sequence holds them. 0 for an unknown client.
   uint64_t client_bytes(ClientId client) const;
   // Frees sequences of a client that is about to be removed, about max_pages pages of them; appends
   // the ids of those that are gone. False: none are left.
@@ -87,20 +93,21 @@ class Store final {
   // No function here that changes a sequence may be called while a reservation of it is open,
   // except those of the next section.
 
-  // Fails: NOT_FOUND, STALE, LOST, PERMISSION (of another client).
-  Result<Sequence*> find_seq(ClientId client, kvm_seq_id id);
-  // Returns the client that a sequence belongs to.
-  Result<ClientId> seq_client(kvm_seq_id id) const;
+  // Fails: NOT_FOUND, STALE, LOST, PERMISSION (of another client; or published, and to be changed).
+  Result<Sequence*> find_seq(ClientId client, kvm_seq_id id, Access access = Access::kChange);
+  // Whoever owns it: for the service itself.
+  Result<Sequence*> find_any_seq(kvm_seq_id id) { return sequences_.find(id); }
   // flags: KVM_SEQ_*. n_expected: tokens that the tables of the sequence have room for from the
   // beginning on (PageList::expect). Fails: as space(), INVALID (flags), QUOTA (sequences).
   // REQUIRES: the client exists.
   Result<kvm_seq_id> create_seq(ClientId client, kvm_space_id space, uint32_t flags,
                                 uint64_t n_expected = 0);
-  // As kvm_seq_fork; the child belongs to the parent's client. O(lists of the space) for the whole
-  // length, plus O(segments) for a part. Fails: INVALID, PARTIAL, QUOTA.
-  Result<kvm_seq_id> fork_seq(Sequence* parent, uint64_t n_tokens);
+  // As kvm_seq_fork. client: whose the child is; 0: the parent's. It pays for no page that the
+  // child has from its parent. O(lists of the space) for the whole length, plus O(segments) for a
+  // part. Fails: INVALID, PARTIAL, QUOTA. REQUIRES: the client exists.
+  Result<kvm_seq_id> fork_seq(Sequence* parent, uint64_t n_tokens, ClientId client = 0);
   // The same checks without forking.
-  Status check_fork(const Sequence* parent, uint64_t n_tokens) const;
+  Status check_fork(const Sequence* parent, uint64_t n_tokens, ClientId client = 0) const;
   Status truncate_seq(Sequence* seq, uint64_t n_tokens);  // PARTIAL
   // The same in parts of about max_pages pages, for there may be millions: true when it is done.
   // Until then the sequence ends somewhere between: call again with the same n_tokens, which cannot
@@ -112,6 +119,19 @@ class Store final {
   // The same in parts of about max_pages pages, for a sequence may have millions: true when it is
   // gone. Nothing else may be done with one that was begun but to look at it.
   bool free_part(Sequence* seq, uint64_t max_pages);
+
+  // As kvm_seq_publish: the sequence becomes the library's of its user. In parts of about max_pages
+  // pages: true when it is done; until then call again, before anything else is done with it. What
+  // the client paid for in this sequence, the library pays for, also where others share it; the
+  // user's sum stays. An index that is in use for another sequence is left to that one.
+  // Fails: QUOTA (sequences), before it is the library's. Throws std::bad_alloc likewise. The
+  // sequence stays then, and is not on its way any more.
+  Result<bool> publish_part(Sequence* seq, uint64_t max_pages);
+  // As kvm_seq_take: the same from the library to a client, which is refused with QUOTA where its
+  // limits have no room for what it would pay for; in any part until then. An index goes along
+  // where there is room for it. Fails also: LIMIT (accounts of clients that are gone). Of a
+  // sequence that is the client's already: true.
+  Result<bool> take_part(Sequence* seq, ClientId client, uint64_t max_pages);
 
   const Space& seq_space(const Sequence* seq) const { return seq->space(); }
   // Published tokens of a layer (of its storage layer, if ALIAS; 0 if ABSENT).
@@ -203,6 +223,10 @@ class Store final {
 
   // PARTIAL where queries at n_tokens and later would miss tokens below n_tokens.
   static Status check_cut(const Sequence* seq, uint64_t n_tokens);
+  // The account of a client, or that of the sequence.
+  Account* account_for(const Sequence* seq, ClientId client) const;
+  Amounts library_limits() const;
+  Result<bool> give_part(Sequence* seq, Account* taker, uint64_t max_pages);
   Status check_limits(Account* account, std::string_view what) const;
   // Throws std::bad_alloc: nothing has changed, and `seq` is the caller's.
   kvm_seq_id add_seq(std::unique_ptr<Sequence>&& seq);

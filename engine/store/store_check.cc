@@ -31,11 +31,14 @@ class Recount {
     Payer payer = nullptr;
   };
 
+  // A tenant: whose sequences refer to a page. One of its accounts pays for it.
+  using Tenant = const QuotaAccount*;
+
   void add_references(const PageList& list);
-  void add_pages(const PageList& list, Payer payer);
+  void add_pages(const PageList& list, Tenant tenant);
   void add_beside(const Sequence& seq);
-  void add_index(const LayerIndex& index, Payer payer);
-  void add_head_index(const HeadIndex& head, Payer payer);
+  void add_index(const LayerIndex& index, Tenant tenant);
+  void add_head_index(const HeadIndex& head, Tenant tenant);
   void compare_references() const;
   void compare_accounts();
 
@@ -45,24 +48,29 @@ class Recount {
   std::unordered_map<const Root*, uint32_t> root_refs_;
   std::unordered_map<const Segment*, uint32_t> segment_refs_;
   std::unordered_map<Payer, uint64_t> n_sequences_;
-  // Whose sequences refer to a page: one of them pays for it. Other memory counts by its address.
-  std::unordered_map<Payer, std::unordered_set<PageRef>> pages_;
-  std::unordered_map<const void*, Charge> beside_;
-  std::unordered_map<const LayerIndex*, Payer> indexes_;
+  std::unordered_map<Tenant, std::unordered_set<PageRef>> pages_;
+  std::unordered_map<const void*, Charge> beside_;  // by its address
+  std::unordered_map<const LayerIndex*, Tenant> indexes_;
+  std::unordered_map<Payer, uint64_t> n_named_;
   std::unordered_map<const void*, Charge> index_memory_;
   std::unordered_set<PageRef> index_pages_;
 };
 
 void Recount::add(const Sequence& seq) {
   ++n_sequences_[seq.account];
+  if (seq.giving != nullptr) {
+    ++n_named_[seq.giving->giver];
+    ++n_named_[seq.giving->taker];
+  }
+  const Tenant tenant = seq.account->quota->tenant();
   for (const PageList& list : seq.lists) {
     add_references(list);
-    add_pages(list, seq.account);
+    add_pages(list, tenant);
   }
   add_beside(seq);
   for (const IndexRef& ref : seq.indexes) {
     if (ref.data != nullptr) {
-      indexes_[ref.data.get()] = seq.account;
+      indexes_[ref.data.get()] = tenant;
     }
   }
 }
@@ -87,8 +95,8 @@ void Recount::add_references(const PageList& list) {
   }
 }
 
-void Recount::add_pages(const PageList& list, Payer payer) {
-  std::unordered_set<PageRef>& pages = pages_[payer];
+void Recount::add_pages(const PageList& list, Tenant tenant) {
+  std::unordered_set<PageRef>& pages = pages_[tenant];
   uint64_t n_stored = 0;
   uint64_t position = 0;
   list.for_each([&](const PageEntry& entry, bool) {
@@ -104,53 +112,59 @@ void Recount::add_pages(const PageList& list, Payer payer) {
 }
 
 void Recount::add_beside(const Sequence& seq) {
-  const auto add_one = [&](const auto* memory) {
+  const auto add_one = [&](const auto& memory) {
     if (memory != nullptr) {
-      beside_[memory] = {memory->size_bytes(), seq.account};
+      const Payer payer = StoreMemory::payer(memory);
+      KVM_ASSERT(payer->quota->tenant() == seq.account->quota->tenant());
+      const bool is_new = beside_.insert({memory.get(), {memory->size_bytes(), payer}}).second;
+      n_named_[payer] += is_new ? 1 : 0;
     }
   };
   for (const ObservedRef& ref : seq.observed) {
-    add_one(ref.data.get());
+    add_one(ref.data);
   }
   for (const std::shared_ptr<MeanEntry>& ref : seq.mean_entries) {
-    add_one(ref.get());
+    add_one(ref);
   }
   for (const std::shared_ptr<KeptTokens>& ref : seq.kept) {
-    add_one(ref.get());
+    add_one(ref);
   }
   for (const MassesRef& ref : seq.masses) {
-    add_one(ref.data.get());
+    add_one(ref.data);
   }
 }
 
-void Recount::add_index(const LayerIndex& index, Payer payer) {
+void Recount::add_index(const LayerIndex& index, Tenant tenant) {
+  ++n_named_[index.bank.account()];
   for (const HeadIndex& head : index.heads) {
-    add_head_index(head, payer);
+    add_head_index(head, tenant);
   }
 }
 
-void Recount::add_head_index(const HeadIndex& head, Payer payer) {
+void Recount::add_head_index(const HeadIndex& head, Tenant tenant) {
   for (const IndexPage& page : head.pages) {
     KVM_ASSERT(page.page != kNoPage || page.blocks == 0);
     if (page.page != kNoPage) {
       ++page_refs_[page.page];
-      pages_[payer].insert(page.page);
+      pages_[tenant].insert(page.page);
       index_pages_.insert(page.page);
     }
   }
   for (const IndexFramePtr& frame : head.frames) {
     if (frame != nullptr) {
-      index_memory_[frame.get()] = {frame->memory.size_bytes(), payer};
+      KVM_ASSERT(frame->memory.payer()->quota->tenant() == tenant);
+      index_memory_[frame.get()] = {frame->memory.size_bytes(), frame->memory.payer()};
     }
   }
   for (const IndexTablesPtr& tables : head.tables) {
-    index_memory_[tables.get()] = {tables->tables.size_bytes(), payer};
+    KVM_ASSERT(tables->tables.payer()->quota->tenant() == tenant);
+    index_memory_[tables.get()] = {tables->tables.size_bytes(), tables->tables.payer()};
   }
 }
 
 void Recount::compare() {
-  for (const auto& [index, payer] : indexes_) {
-    add_index(*index, payer);
+  for (const auto& [index, tenant] : indexes_) {
+    add_index(*index, tenant);
   }
   page_refs_.erase(kNoPage);
   compare_references();
@@ -177,8 +191,8 @@ void Recount::compare_accounts() {
   uint64_t index_page_bytes = 0;
   uint64_t charged_bytes = 0;
   for (const auto& [page, n_refs] : page_refs_) {
-    const Payer payer = &memory_.payer(page);
-    KVM_ASSERT(pages_[payer].contains(page));
+    const Payer payer = &memory_.page_payer(page);
+    KVM_ASSERT(pages_[payer->quota->tenant()].contains(page));
     account_bytes[payer] += table_.page_bytes(page);
     if (index_pages_.contains(page)) {
       index_bytes[payer] += table_.page_bytes(page);
@@ -197,6 +211,7 @@ void Recount::compare_accounts() {
     KVM_ASSERT(account->quota->used(Resource::kBytes) == account_bytes[account.get()]);
     KVM_ASSERT(account->quota->used(Resource::kSequences) == n_sequences_[account.get()]);
     KVM_ASSERT(account->indexes.bytes == index_bytes[account.get()]);
+    KVM_ASSERT(account->n_named == n_named_[account.get()]);
     tenant_bytes[account->quota->tenant()] += account_bytes[account.get()];
   }
   for (const auto& [tenant, tenant_total] : tenant_bytes) {

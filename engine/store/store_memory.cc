@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "base/assert.h"
+#include "base/reserve.h"
 #include "base/undo.h"
 #include "engine/store/store_types.h"
 
@@ -35,10 +36,31 @@ StoreMemory::StoreMemory(const StoreOptions& options)
 // --- Accounts -----------------------------------------------------------------------------------
 
 Account* StoreMemory::open(const ClientSpec& spec, const Amounts& limits) {
+  close_unused();
+  return add(quotas_.open(next_client_, spec, limits));
+}
+
+Account* StoreMemory::library_of(const Account* account, const Amounts& limits) {
+  for (Account* other : lingering_) {
+    if (other->is_library && other->quota->tenant() == account->quota->tenant()) {
+      return other;
+    }
+  }
+  const uint32_t uid = quotas_.uid(account->client);
+  Account* library = add(quotas_.open_library(next_client_, uid, limits));
+  library->is_library = true;
+  lingering_.push_back(library);
+  return library;
+}
+
+// Adds the account of next_client_, whose quota was opened.
+Account* StoreMemory::add(QuotaAccount* quota) {
+  const ClientId client = next_client_++;
+  Undo closing([&] { quotas_.close(client); });
   auto account = std::make_unique<Account>();
-  account->client = next_client_++;
-  account->quota = quotas_.open(account->client, spec, limits);
-  Undo closing([&, client = account->client] { quotas_.close(client); });
+  account->client = client;
+  account->quota = quota;
+  reserve_growing(lingering_, accounts_.size() + 1);  // who leaves finds room
   Account* opened = account.get();
   payers_.add(opened);
   Undo removing([&, payer = opened->payer] { payers_.remove(payer); });
@@ -48,18 +70,38 @@ Account* StoreMemory::open(const ClientSpec& spec, const Amounts& limits) {
   return opened;
 }
 
-void StoreMemory::close(Account* account) {
-  const Amounts& used = account->quota->used();
-  KVM_ASSERT(used[Resource::kBytes] == 0 && used[Resource::kSequences] == 0);
-  payers_.remove(account->payer);
-  const ClientId client = account->client;
-  quotas_.close(client);
-  accounts_.erase(client);
+void StoreMemory::leave(Account* account) {
+  KVM_ASSERT(account->quota->used(Resource::kSequences) == 0);
+  quotas_.leave(account->client);
+  lingering_.push_back(account);
+  account->has_left = true;
+  close_unused();
+}
+
+size_t StoreMemory::n_gone(const QuotaAccount* tenant) {
+  close_unused();
+  return static_cast<size_t>(
+      std::count_if(lingering_.begin(), lingering_.end(), [tenant](const Account* account) {
+        return account->has_left && account->quota->tenant() == tenant;
+      }));
+}
+
+void StoreMemory::close_unused() {
+  std::erase_if(lingering_, [this](const Account* account) {
+    if (!account->is_unused()) {
+      return false;
+    }
+    payers_.remove(account->payer);
+    const ClientId client = account->client;
+    quotas_.close(client);
+    accounts_.erase(client);
+    return true;
+  });
 }
 
 Account* StoreMemory::find(ClientId client) const {
   const auto it = accounts_.find(client);
-  return it == accounts_.end() ? nullptr : it->second.get();
+  return it == accounts_.end() || it->second->has_left ? nullptr : it->second.get();
 }
 
 Status StoreMemory::make_quota_room(Account* account, uint64_t need, std::string_view what) {
@@ -73,14 +115,11 @@ Status StoreMemory::make_quota_room(Account* account, uint64_t need, std::string
   for (const auto& [client, other] : accounts_) {
     tenant_index_bytes += other->quota->tenant() == tenant ? other->indexes.bytes : 0;
   }
-  const auto could_fit = [need](const QuotaAccount& of, uint64_t index_bytes) {
-    const uint64_t limit = of.limits()[Resource::kBytes];
-    return need <= limit && of.used(Resource::kBytes) - index_bytes <= limit - need;
-  };
-  if (could_fit(*quota, account->indexes.bytes) && could_fit(*tenant, tenant_index_bytes)) {
+  if (quota->could_hold(Resource::kBytes, need, account->indexes.bytes) &&
+      tenant->could_hold(Resource::kBytes, need, tenant_index_bytes)) {
     while (quota->own_room(Resource::kBytes) < need && account->indexes.drop_oldest()) {
     }
-    while (quota->room(Resource::kBytes) < need) {
+    while (quota->own_room(Resource::kBytes) >= need && tenant->own_room(Resource::kBytes) < need) {
       Account* oldest = oldest_index(tenant);
       if (oldest == nullptr || !oldest->indexes.drop_oldest()) {
         break;
@@ -146,6 +185,7 @@ void StoreMemory::trim_after_free() {
 }
 
 bool StoreMemory::housekeep() {
+  close_unused();
   reclaimer_.unmap_some(kUnmapHousekeeping);
   return pool_.trim(kTrimHousekeeping) || reclaimer_.size_bytes() != 0;
 }

@@ -13,7 +13,9 @@
 #include <string_view>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
+#include "base/assert.h"
 #include "base/status.h"
 #include "base/undo.h"
 #include "engine/store/account.h"
@@ -48,11 +50,16 @@ class StoreMemory final : private PageRelief {
   StoreMemory(const StoreMemory&) = delete;
   StoreMemory& operator=(const StoreMemory&) = delete;
 
-  // Ids start at 1 and are never reused. Pointers hold until close().
+  // Ids start at 1 and are never reused. Pointers hold as long as anything is charged to the
+  // account, and until leave() at least.
   Account* open(const ClientSpec& spec, const Amounts& limits);
-  // REQUIRES: nothing is charged to it any more.
-  void close(Account* account);
-  Account* find(ClientId client) const;  // null: unknown
+  // The library of the user whose account this is: opened, where there is none. limits: its own.
+  Account* library_of(const Account* account, const Amounts& limits);
+  // The client is gone. REQUIRES: it has no sequences.
+  void leave(Account* account);
+  // Accounts of a tenant's clients that are gone. O(those of all).
+  size_t n_gone(const QuotaAccount* tenant);
+  Account* find(ClientId client) const;  // null: unknown, or gone
   const Accounts& accounts() const { return accounts_; }
   QuotaBook& quotas() { return quotas_; }
 
@@ -81,6 +88,39 @@ class StoreMemory final : private PageRelief {
   // Fails: QUOTA, NO_SPACE; nothing is charged then.
   Status charge(Account* account, uint64_t size_bytes);
   void uncharge(Account* account, uint64_t size_bytes);
+  // What make_charged made of memory beside pages, and who pays for it.
+  template <typename T>
+  struct ChargedDelete {
+    StoreMemory* memory;
+    Account* account;
+    void operator()(T* gone) const {
+      memory->uncharge(account, gone->size_bytes());
+      --account->n_named;
+      delete gone;
+    }
+  };
+  template <typename T>
+  static Account*& payer(const std::shared_ptr<T>& charged) {
+    auto* deleter = std::get_deleter<ChargedDelete<T>>(charged);
+    KVM_ASSERT(deleter != nullptr);
+    return deleter->account;
+  }
+  // Whether `charged` is there, and this account's alone: what is added to it, or taken from it,
+  // may be charged to the account.
+  template <typename T>
+  static bool is_own(const Account* account, const std::shared_ptr<T>& charged) {
+    return charged.use_count() == 1 && payer(charged) == account;
+  }
+  // `taker` pays for it from now on, if `giver` did.
+  template <typename T>
+  static void pass_charged(const std::shared_ptr<T>& charged, Account* giver, Account* taker) {
+    if (charged != nullptr && payer(charged) == giver) {
+      giver->quota->pass_to(taker->quota, Resource::kBytes, charged->size_bytes());
+      --giver->n_named;
+      ++taker->n_named;
+      payer(charged) = taker;
+    }
+  }
   // Charged until the last reference goes, with what size_bytes() says then. Throws std::bad_alloc:
   // nothing is charged.
   template <typename T>
@@ -90,10 +130,8 @@ class StoreMemory final : private PageRelief {
     Undo uncharging([&] { uncharge(account, made_bytes); });
     T* charged = new T(std::move(made));
     uncharging.dismiss();  // what follows is for the deleter, even where it throws
-    return std::shared_ptr<T>(charged, [this, account](T* gone) {
-      uncharge(account, gone->size_bytes());
-      delete gone;
-    });
+    ++account->n_named;
+    return std::shared_ptr<T>(charged, ChargedDelete<T>{this, account});
   }
 
   // Gives emptied memory back to the operating system: a little, in passing; some, after much was
@@ -112,13 +150,16 @@ class StoreMemory final : private PageRelief {
   // Of the capacity, cached extents included.
   uint64_t free_bytes() const { return budget_.free_bytes() + pool_.cached_bytes(); }
   uint64_t extent_bytes() const { return pool_.extent_bytes(); }
-  const Account& payer(tiers::PageRef page) const { return payers_.at(pages_.payer(page)); }
+  const Account& page_payer(tiers::PageRef page) const { return payers_.at(pages_.payer(page)); }
   uint64_t unreclaimed_bytes() const { return reclaimer_.size_bytes(); }
 
  private:
   // Memory that nothing is lost without, a bit of it: tables that are not needed any more, or else
   // the index that was used longest ago.
   bool relieve() override;
+  Account* add(QuotaAccount* quota);
+  // Closes accounts of clients that are gone, and libraries, where nothing is charged to them.
+  void close_unused();
   // The client of a tenant whose index was used longest ago; null: none may go.
   // tenant == nullptr: of all.
   Account* oldest_index(const QuotaAccount* tenant);
@@ -129,6 +170,7 @@ class StoreMemory final : private PageRelief {
   TableReclaimer reclaimer_;
   QuotaBook quotas_;
   Accounts accounts_;
+  std::vector<Account*> lingering_;  // of clients that are gone, and libraries
   Payers payers_;
   ClientId next_client_ = 1;
   uint64_t charged_bytes_ = 0;  // by charge()

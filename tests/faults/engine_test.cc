@@ -273,6 +273,55 @@ TEST(EngineFaults, SequencesThatGoInPartsGoToTheirEnd) {
   }
 }
 
+// On its way a sequence may be refused, and is then where it was; it is never between two.
+TEST(EngineFaults, SequencesOnTheirWayArriveOrStay) {
+  constexpr uint32_t kTokens = 5000 * 64;
+  kvm_seq_id seq = 0;
+  refuse_each(
+      [&] {
+        auto world = std::make_unique<World>();
+        seq = world->create(kTokens);
+        return world;
+      },
+      [&](World* world) {
+        world->submit(World::verb(SeqVerb::kPublish, seq));
+        world->submit(World::verb(SeqVerb::kTake, seq));
+        world->submit(World::verb(SeqVerb::kPublish, seq));
+        world->drive();
+      },
+      [&](World* world) {
+        ASSERT_EQ(world->n_left(), 0u);
+        // The last is refused where the second was, for it is the library's then.
+        const kvm_status last = world->status(0);
+        EXPECT_TRUE(is_answer(last) ||
+                    (last == KVM_ERR_PERMISSION && world->status(1) == KVM_ERR_NO_MEMORY))
+            << last;
+        EXPECT_TRUE(is_answer(world->status(1))) << world->status(1);
+        EXPECT_TRUE(is_answer(world->status(2))) << world->status(2);
+        world->submit(World::verb(SeqVerb::kTake, seq));
+        world->submit(World::verb(SeqVerb::kTruncate, seq, 100));
+        world->submit(World::verb(SeqVerb::kFree, seq));
+        world->drive();
+        for (size_t i = 0; i < 3; ++i) {
+          EXPECT_EQ(world->status(i), KVM_OK) << i;
+        }
+        EXPECT_EQ(world->stats().host_page_bytes, 0u);
+      });
+}
+
+TEST(EngineFaults, AnEngineGoesWithWhatIsPublished) {
+  auto world = std::make_unique<World>();
+  for (int i = 0; i < 3; ++i) {
+    const kvm_seq_id seq = world->create(1000);
+    world->submit(World::verb(SeqVerb::kPublish, seq));
+  }
+  world->drive();
+  EXPECT_EQ(world->stats().n_sequences, 3u);
+  arm(Refused::kAllocation, 1, Until::kForEver, Of::kThisThread);
+  world.reset();
+  disarm();
+}
+
 TEST(EngineFaults, ClientsComeOrDoNot) {
   bool has_come = false;
   refuse_each([] { return std::make_unique<World>(); },

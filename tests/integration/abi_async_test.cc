@@ -151,6 +151,28 @@ TEST_F(AbiAsync, SequencesAreMadeForkedObservedAndFreed) {
   EXPECT_EQ(status_of(first), KVM_OK);
 }
 
+TEST_F(AbiAsync, PublishAndTake) {
+  const kvm_seq_id seq = make_seq();
+  append(seq, 100);
+  ASSERT_EQ(kvm_seq_publish_async(queue_, seq, 1), KVM_OK) << kvm_last_error();
+  ASSERT_EQ(kvm_seq_truncate_async(queue_, seq, 1, 2), KVM_OK);
+  ASSERT_EQ(kvm_seq_take_async(queue_, seq, 3), KVM_OK) << kvm_last_error();
+  ASSERT_EQ(kvm_seq_truncate_async(queue_, seq, 50, 4), KVM_OK);
+  ASSERT_EQ(kvm_submit(queue_), KVM_OK);
+  std::array<kvm_completion, 4> completions;
+  ASSERT_EQ(kvm_wait(queue_, completions.data(), 4, 4, kLongNs), 4) << kvm_last_error();
+  for (const kvm_completion& completion : completions) {
+    EXPECT_EQ(completion.status, completion.user_data == 2 ? KVM_ERR_PERMISSION : KVM_OK)
+        << completion.user_data;
+  }
+  kvm_seq_info info{};
+  info.struct_size = sizeof(info);
+  ASSERT_EQ(kvm_seq_get_info(client_, seq, &info), KVM_OK) << kvm_last_error();
+  EXPECT_EQ(info.flags & KVM_SEQ_PUBLISHED, 0u);
+  EXPECT_EQ(info.n_tokens_max, 50u);
+  EXPECT_EQ(kvm_seq_free(client_, seq), KVM_OK);
+}
+
 TEST_F(AbiAsync, EachCompletionHasItsSentence) {
   const kvm_seq_id seq = make_seq();
   append(seq, 10);

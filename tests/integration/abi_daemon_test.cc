@@ -74,6 +74,83 @@ TEST(Daemon, TwoClientsShareSpacesButNotSequences) {
   kvm_client_close(b);
 }
 
+TEST(Daemon, APublishedPromptOutlivesItsClient) {
+  const class Daemon daemon;
+  const Geometry geometry{.n_layers = 1};
+  kvm_client* a = connect_to_daemon(daemon, "a");
+  kvm_client* b = connect_to_daemon(daemon, "b");
+  const kvm_space_id space = register_space(a, "prompts", geometry);
+  const kvm_seq_id prompt = make_seq(a, space);
+  std::mt19937 random(7);
+  const std::vector<float> rows =
+      random_floats(&random, size_t{200} * geometry.n_kv_heads * geometry.dim);
+  kvm_queue* queue = nullptr;
+  ASSERT_EQ(kvm_queue_create(a, nullptr, &queue), KVM_OK) << kvm_last_error();
+  kvm_item item{};
+  item.seq = prompt;
+  item.append_position = KVM_POSITION_END;
+  item.n_append = 200;
+  kvm_step_params step{};
+  step.struct_size = sizeof(step);
+  step.space = space;
+  step.n_layers = 1;
+  step.items = &item;
+  step.n_items = 1;
+  step.k = step.v = tensor_of(rows);
+  ASSERT_EQ(kvm_append(queue, &step), KVM_OK) << kvm_last_error();
+  kvm_seq_id chat = 0;
+  EXPECT_EQ(kvm_seq_fork(b, prompt, KVM_POSITION_END, &chat), KVM_ERR_PERMISSION);
+  ASSERT_EQ(kvm_seq_publish(a, prompt), KVM_OK) << kvm_last_error();
+  EXPECT_EQ(kvm_append(queue, &step), KVM_ERR_PERMISSION);
+  EXPECT_NE(std::strstr(kvm_last_error(), "published"), nullptr) << kvm_last_error();
+  EXPECT_EQ(kvm_seq_publish(a, prompt), KVM_ERR_PERMISSION) << "it is the library's";
+  kvm_queue_destroy(queue);
+  kvm_client_close(a);
+  for (int i = 0; i < 200 && stats_of(b).n_clients != 1; ++i) {
+    ::usleep(10'000);
+  }
+  EXPECT_EQ(stats_of(b).n_sequences, 1u);
+
+  ASSERT_EQ(kvm_seq_fork(b, prompt, KVM_POSITION_END, &chat), KVM_OK) << kvm_last_error();
+  ASSERT_EQ(kvm_queue_create(b, nullptr, &queue), KVM_OK) << kvm_last_error();
+  std::vector<float> got(rows.size());
+  kvm_read_params read{};
+  read.struct_size = sizeof(read);
+  read.seq = chat;
+  read.n_tokens = 200;
+  read.k = tensor_of(got);
+  ASSERT_EQ(kvm_read(queue, &read), KVM_OK) << kvm_last_error();
+  EXPECT_EQ(got, rows);
+  item.seq = chat;
+  ASSERT_EQ(kvm_append(queue, &step), KVM_OK) << kvm_last_error();
+  kvm_seq_info info{};
+  info.struct_size = sizeof(info);
+  ASSERT_EQ(kvm_seq_get_info(b, prompt, &info), KVM_OK) << kvm_last_error();
+  EXPECT_NE(info.flags & KVM_SEQ_PUBLISHED, 0u);
+  EXPECT_EQ(info.n_tokens_max, 200u);
+  size_t count = 0;
+  EXPECT_EQ(kvm_seq_list(b, 0, 0, nullptr, 0, &count), KVM_OK);
+  EXPECT_EQ(count, 2u);
+
+  ASSERT_EQ(kvm_seq_take(b, prompt), KVM_OK) << kvm_last_error();
+  EXPECT_EQ(kvm_seq_truncate(b, prompt, 10), KVM_OK) << kvm_last_error();
+  ASSERT_EQ(kvm_seq_publish(b, chat), KVM_OK) << kvm_last_error();
+  kvm_evict_params evict{};
+  evict.struct_size = sizeof(evict);
+  evict.what = KVM_EVICT_SEQ;
+  evict.id = chat;
+  kvm_evict_result result{};
+  result.struct_size = sizeof(result);
+  EXPECT_EQ(kvm_evict(b, &evict, &result), KVM_OK) << kvm_last_error();
+  EXPECT_EQ(kvm_seq_free(b, prompt), KVM_OK) << kvm_last_error();
+  for (int i = 0; i < 200 && stats_of(b).n_sequences != 0; ++i) {
+    ::usleep(10'000);
+  }
+  EXPECT_EQ(stats_of(b).n_pages, 0u);
+  kvm_queue_destroy(queue);
+  kvm_client_close(b);
+}
+
 TEST(Daemon, KilledClientLeavesNothing) {
   const class Daemon daemon;
   kvm_client* watcher = connect_to_daemon(daemon, "watcher");

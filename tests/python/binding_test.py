@@ -135,6 +135,26 @@ class Answers:
         got = self.client.step(space, 0, [kvm.Item(fork, query=1)], q=q).o
         self.assert_close(got, attention(q, k[:6], v[:6], [5])[0])
 
+    def test_what_is_published_is_forked_and_taken(self):
+        space = self.space()
+        seq, k, v = self.prompt(space, 10)
+        prompt = seq.publish()
+        with self.assertRaises(kvm.RefusedError):
+            seq.truncate(3)
+        fork = space.fork_published(prompt, 6)
+        q = self.normal(1, 4, 16)
+        got = self.client.step(space, 0, [kvm.Item(fork, query=1)], q=q).o
+        self.assert_close(got, attention(q, k[:6], v[:6], [5])[0])
+        seq = space.take_sequence(prompt)
+        seq.truncate(3)
+        self.assertEqual((len(seq), len(fork)), (3, 6))
+        with self.client.create_queue() as queue:
+            queue.publish_async(seq).wait()
+            for info in self.client.sequences(space):
+                self.assertEqual(bool(info.flags & kvm.SequenceFlag.PUBLISHED), info.seq == prompt)
+            queue.take_sequence_async(prompt).wait()
+        kvm.Sequence(space, prompt).free()
+
     def test_observe_and_approximate_modes(self):
         space = self.space(indexes=[kvm.Index(min_tokens=256)])
         seq, k, v = self.prompt(space, 1500)

@@ -129,6 +129,7 @@ int run_seqs(const Common& common, bool all) {
       out.push_back({{"id", id_text(seq.seq)},
                      {"space", id_text(seq.space)},
                      {"client", id_text(seq.client_id)},
+                     {"published", (seq.flags & KVM_SEQ_PUBLISHED) != 0},
                      {"tokens_min", seq.n_tokens_min},
                      {"tokens_max", seq.n_tokens_max},
                      {"committed", seq.n_committed},
@@ -150,7 +151,8 @@ int run_seqs(const Common& common, bool all) {
       {"SEQUENCE", "CLIENT", "TOKENS", "COMMITTED", "BYTES", "SHARED", "INDEX", "DROPPED"}};
   for (size_t i = 0; i < n_shown; ++i) {
     const kvm_seq_info& seq = seqs[i];
-    rows.push_back({id_text(seq.seq), id_text(seq.client_id),
+    rows.push_back({id_text(seq.seq),
+                    (seq.flags & KVM_SEQ_PUBLISHED) != 0 ? "published" : id_text(seq.client_id),
                     seq.n_tokens_min == seq.n_tokens_max
                         ? std::to_string(seq.n_tokens_max)
                         : fmt::format("{}-{}", seq.n_tokens_min, seq.n_tokens_max),

@@ -120,9 +120,10 @@ class IndexKind(enum.IntEnum):
 
 
 class SequenceFlag(enum.IntFlag):
-    """Of `Space.create_sequence`. KVM_* constants: KVM_SEQ_*."""
+    """Of `Space.create_sequence` and `SequenceInfo`. KVM_* constants: KVM_SEQ_*."""
 
     MANUAL_COMMIT = 1 << 0
+    PUBLISHED = 1 << 1
 
 
 class ListFlag(enum.IntFlag):

@@ -62,6 +62,8 @@ class Client:
     def commit_sequence(self, seq: int, n_tokens: int) -> None: ...
 
     def free_sequence(self, seq: int) -> None: ...
+    def publish_sequence(self, seq: int) -> None: ...
+    def take_sequence(self, seq: int) -> None: ...
 
     def sequence_info(self, seq: int) -> dict[str, Any]: ...
 
@@ -96,7 +98,11 @@ class Verb(enum.Enum):
 
     FREE = 9
 
-    NOP = 10
+    PUBLISH = 10
+
+    TAKE = 11
+
+    NOP = 12
 
 class Request:
     @property

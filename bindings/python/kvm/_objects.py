@@ -371,6 +371,22 @@ class Space:
         flags = int(SequenceFlag.MANUAL_COMMIT) if manual_commit else 0
         return Sequence(self, self.client._native.create_sequence(self.id, flags, reserve))
 
+    def fork_published(self, id: int, n_tokens: int | None = None) -> Sequence:
+        """A fork of a sequence that a client of the same user has published (`Sequence.publish`).
+
+        It pays for no page that it has from there. Costs the same at any length.
+        """
+        at = POSITION_END if n_tokens is None else n_tokens
+        return Sequence(self, self.client._native.fork_sequence(id, at))
+
+    def take_sequence(self, id: int) -> Sequence:
+        """Takes a published sequence out of the library: it is this client's from now on.
+
+        Raises FullError where it does not fit into the client's limits; it stays published then.
+        """
+        self.client._native.take_sequence(id)
+        return Sequence(self, id)
+
 
 class Sequence:
     """A run of tokens with keys and values in every layer.
@@ -421,6 +437,15 @@ class Sequence:
             self._owns = False
             if not self.space.client.is_closed:
                 self.space.client._native.free_sequence(self.id)
+
+    def publish(self) -> int:
+        """Gives it to the library of the user, and returns its id: it outlives the client.
+
+        Clients of the same user may fork it (`Space.fork_published`), attend to it, read it, take
+        it (`Space.take_sequence`) and free it; none may change it.
+        """
+        self.space.client._native.publish_sequence(self.id)
+        return self.detach()
 
     def detach(self) -> int:
         """Its id; the sequence is no longer freed with this handle, but with the client."""
@@ -615,6 +640,14 @@ class Queue:
     def free_async(self, seq: Sequence) -> Request[None]:
         """Starts what `Sequence.free` waits for."""
         return self._verb(_native.Verb.FREE, seq.detach())
+
+    def publish_async(self, seq: Sequence) -> Request[None]:
+        """Starts what `Sequence.publish` waits for."""
+        return self._verb(_native.Verb.PUBLISH, seq.detach())
+
+    def take_sequence_async(self, id: int) -> Request[None]:
+        """Starts what `Space.take_sequence` waits for; `Sequence(space, id)` then owns it."""
+        return self._verb(_native.Verb.TAKE, id)
 
     def nop_async(self) -> Request[None]:
         """Does nothing, and completes."""

@@ -427,6 +427,18 @@ void register_client(nb::module_& module) {
           },
           nb::arg("seq"))
       .def(
+          "publish_sequence",
+          [](Client& client, uint64_t seq) {
+            client.call([&](kvm_client* c) { return kvm_seq_publish(c, seq); });
+          },
+          nb::arg("seq"))
+      .def(
+          "take_sequence",
+          [](Client& client, uint64_t seq) {
+            client.call([&](kvm_client* c) { return kvm_seq_take(c, seq); });
+          },
+          nb::arg("seq"))
+      .def(
           "sequence_info",
           [](Client& client, uint64_t seq) {
             auto info = sized<kvm_seq_info>();

@@ -135,6 +135,10 @@ kvm_status Queue::stage(Flight* flight) {
       return kvm_seq_commit_async(queue_, r.id, r.n_tokens, flight->id);
     case Request::Verb::kFree:
       return kvm_seq_free_async(queue_, r.id, flight->id);
+    case Request::Verb::kPublish:
+      return kvm_seq_publish_async(queue_, r.id, flight->id);
+    case Request::Verb::kTake:
+      return kvm_seq_take_async(queue_, r.id, flight->id);
     case Request::Verb::kNop:
       return kvm_nop_async(queue_, flight->id);
   }

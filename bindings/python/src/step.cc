@@ -280,6 +280,8 @@ void register_step(nb::module_& module) {
       .value("TRUNCATE", Request::Verb::kTruncate)
       .value("COMMIT", Request::Verb::kCommit)
       .value("FREE", Request::Verb::kFree)
+      .value("PUBLISH", Request::Verb::kPublish)
+      .value("TAKE", Request::Verb::kTake)
       .value("NOP", Request::Verb::kNop);
   nb::class_<Request>(module, "Request").def_prop_ro("copied_bytes", [](const Request& r) {
     return r.copied_bytes;

@@ -36,6 +36,8 @@ struct Request {
     kTruncate,
     kCommit,
     kFree,
+    kPublish,
+    kTake,
     kNop
   };
 

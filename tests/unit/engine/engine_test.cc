@@ -530,6 +530,81 @@ TEST(Engine, AGiantThatIsFreedHoldsNobodyUp) {
   EXPECT_EQ(rig.engine->stats().n_sequences, 0u);
 }
 
+// A giant is published in parts: others have their turns, requests behind it find it published, and
+// it outlives its maker.
+TEST(Engine, AGiantIsPublishedAndTakenInParts) {
+  Giant rig;
+  const uint64_t n_pages = rig.engine->stats().n_pages;
+  const kvm_seq_id small = rig.create(rig.space_id);
+  Log log;
+  const auto later = [&](ClientId client, SeqVerb verb, kvm_seq_id seq, const char* name,
+                         uint64_t n_tokens = KVM_POSITION_END) {
+    rig.engine->submit(client, {1, 1}, SeqRequest{.verb = verb, .seq = seq, .n_tokens = n_tokens},
+                       log.entry(name));
+  };
+  later(rig.client, SeqVerb::kPublish, rig.seq, "publish");
+  later(rig.client, SeqVerb::kTruncate, rig.seq, "truncate", 5);
+  later(rig.client, SeqVerb::kFree, small, "small");
+  rig.engine->poll();
+  EXPECT_EQ(log.names, (std::vector<std::string>{"small"}));
+  log.drive(*rig.engine, 3);
+  EXPECT_EQ(log.names, (std::vector<std::string>{"small", "publish", "truncate"}));
+  EXPECT_TRUE(log.results[1].status.is_ok()) << log.results[1].status.message();
+  EXPECT_EQ(log.results[2].status.code(), KVM_ERR_PERMISSION);
+
+  // Two want it. The second finds that it belongs to the first.
+  const ClientId a = rig.engine->add_client({});
+  const ClientId b = rig.engine->add_client({});
+  later(a, SeqVerb::kTake, rig.seq, "a takes");
+  later(b, SeqVerb::kTake, rig.seq, "b takes");
+  later(b, SeqVerb::kFree, rig.seq, "b frees");
+  bool gone = false;
+  rig.engine->remove_client(rig.client, [&] { gone = true; });
+  log.drive(*rig.engine, 6);
+  rig.drive(gone);
+  EXPECT_TRUE(log.results[3].status.is_ok()) << log.results[3].status.message();
+  EXPECT_EQ(log.results[4].status.code(), KVM_ERR_PERMISSION);
+  EXPECT_EQ(log.results[5].status.code(), KVM_ERR_PERMISSION);
+  EXPECT_EQ(rig.engine->stats().n_pages, n_pages);
+
+  // And back, while its owner leaves.
+  later(a, SeqVerb::kPublish, rig.seq, "a publishes");
+  gone = false;
+  rig.engine->remove_client(a, [&] { gone = true; });
+  rig.drive(gone);
+  EXPECT_EQ(rig.engine->stats().n_pages, n_pages);
+  EXPECT_NE(rig.engine->seq_info(b, rig.seq).value().flags & KVM_SEQ_PUBLISHED, 0u);
+
+  // An operator evicts it while it is being taken: it goes, whoever has it by then.
+  later(b, SeqVerb::kFork, rig.seq, "b forks");
+  later(b, SeqVerb::kTake, rig.seq, "b takes");
+  EXPECT_TRUE(rig.engine->evict(rig.seq).is_ok());
+  later(b, SeqVerb::kFork, rig.seq, "b is late");
+  log.drive(*rig.engine, 9);
+  EXPECT_TRUE(log.results[6].status.is_ok()) << log.results[6].status.message();
+  EXPECT_TRUE(log.results[7].status.is_ok()) << log.results[7].status.message();
+  EXPECT_EQ(log.results[8].status.code(), KVM_ERR_STALE);
+  EXPECT_EQ(rig.engine->stats().n_sequences, 1u);
+  EXPECT_EQ(rig.run(SeqRequest{.verb = SeqVerb::kFree, .seq = log.results[6].seq}, b).status.code(),
+            KVM_OK);
+  EXPECT_EQ(rig.engine->stats().n_pages, 0u);
+  EXPECT_EQ(rig.engine->n_in_flight(), 0u);
+}
+
+// A client is thrown out while what it publishes is on its way, and that is evicted.
+TEST(Engine, AGiantIsEvictedWhileItIsPublished) {
+  Giant rig;
+  rig.engine->submit(rig.client, {1, 1}, SeqRequest{.verb = SeqVerb::kPublish, .seq = rig.seq},
+                     [](RequestResult&&) { ADD_FAILURE() << "a client that is gone is told"; });
+  EXPECT_TRUE(rig.engine->evict(rig.seq).is_ok());
+  bool gone = false;
+  rig.engine->remove_client(rig.client, [&] { gone = true; });
+  rig.drive(gone);
+  EXPECT_EQ(rig.engine->n_in_flight(), 0u);
+  EXPECT_EQ(rig.engine->stats().n_sequences, 0u);
+  EXPECT_EQ(rig.engine->stats().n_pages, 0u);
+}
+
 // What a client that leaves has begun ends, and nobody is told.
 void leave_amid(SeqVerb verb, uint64_t n_tokens) {
   Giant rig;

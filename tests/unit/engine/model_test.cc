@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Random operations on the store against a model that keeps every sequence as plain vectors and
-// follows the sentences of kvm.h. KVM_NIGHTLY=1 runs many more; KVM_SEED=n runs one seed.
+// Random operations of three clients of two users on the store, against a model that keeps every
+// sequence as plain vectors and follows the sentences of kvm.h. KVM_NIGHTLY=1 runs many more;
+// KVM_SEED=n runs one seed.
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <cstdlib>
 #include <map>
@@ -28,17 +30,24 @@ struct ModelList {
 };
 
 struct ModelSeq {
+  size_t user = 0;    // of kUids
+  size_t client = 0;  // of kClientUsers; kPublished: nobody's
   bool manual = false;
   uint64_t n_committed = 0;
   std::vector<std::vector<uint64_t>> tokens;  // [layer], empty for layers that do not store
   std::vector<std::vector<ModelList>> lists;  // [layer][class]
 };
 
+constexpr std::array<uint32_t, 2> kUids = {1000, 2000};
+constexpr std::array<size_t, 3> kClientUsers = {0, 0, 1};  // whose clients they are
+constexpr size_t kPublished = kClientUsers.size();
+constexpr uint64_t kMaxSequences = 40;  // of a client
+
 // What must not change when an operation fails.
 struct Accounts {
   uint64_t n_pages;
   uint64_t page_bytes;
-  uint64_t client_bytes;
+  std::array<uint64_t, kUids.size()> user_bytes;
   uint64_t n_sequences;
   bool operator==(const Accounts&) const = default;
 };
@@ -46,8 +55,10 @@ struct Accounts {
 class Model {
  public:
   Model(uint32_t seed, uint64_t capacity_bytes, uint64_t quota_bytes)
-      : random_(seed), store_(open_store(capacity_bytes)) {
-    client_ = store_->add_client(limited(quota_bytes, 40));
+      : random_(seed), store_(open_store(capacity_bytes)), quota_bytes_(quota_bytes) {
+    for (size_t client = 0; client < clients_.size(); ++client) {
+      connect(client);
+    }
     SpaceSpec spec = make_spec("model", 4, 4);
     spec.params.head_dim_v = 16;
     spec.layers = {
@@ -66,6 +77,10 @@ class Model {
     const uint32_t dice = pick(100);
     if (seqs_.empty() || dice < 4) {
       create();
+    } else if (dice < 8) {
+      hand_over();
+    } else if (dice < 9 && n_on_the_way_ == 0) {
+      reconnect();
     } else if (dice < 60) {
       append_some();
     } else if (dice < 72) {
@@ -97,6 +112,7 @@ class Model {
   uint64_t n_failures() const { return n_failures_; }
   uint64_t n_partial() const { return n_partial_; }
   uint64_t n_moved() const { return n_moved_; }
+  uint64_t n_given() const { return n_given_; }
   kvm_stats stats() const { return stats_of(*store_); }
 
   // Frees everything; nothing must be left.
@@ -105,11 +121,20 @@ class Model {
       end_move();
     }
     while (!readers_.empty()) {
-      end_reader();
+      end_reader(readers_.size() - 1);
     }
-    store_->remove_client(client_);
+    store_->remove_client(clients_[0]);
+    store_->check_accounts();
+    for (const auto& [id, model] : seqs_) {
+      if (model.client == kPublished) {
+        store_->free_seq(store_->find_seq(clients_[model.user + 1], id, Access::kUse).value());
+      }
+    }
+    store_->remove_client(clients_[1]);
+    store_->remove_client(clients_[2]);
     store_->check_accounts();
     EXPECT_EQ(stats().n_pages, 0u);
+    EXPECT_TRUE(store_->quotas().tenants().empty()) << "a user without clients pays for something";
     EXPECT_EQ(stats().n_sequences, 0u);
     EXPECT_EQ(stats().host_page_bytes, 0u);
     while (store_->housekeep()) {
@@ -121,17 +146,52 @@ class Model {
  private:
   uint32_t pick(uint64_t n) { return static_cast<uint32_t>(random_() % n); }
 
-  Sequence* seq(kvm_seq_id id) { return store_->find_seq(client_, id).value(); }
+  void connect(size_t client) {
+    ClientSpec spec = limited(quota_bytes_, kMaxSequences);
+    spec.uid = kUids[kClientUsers[client]];
+    clients_[client] = store_->add_client(spec);
+  }
+
+  // A client that may use the sequence, and the sequence.
+  size_t user_of(const ModelSeq& model) {
+    if (model.client != kPublished) {
+      return model.client;
+    }
+    return model.user == 1 ? 2 : pick(2);
+  }
+  Sequence* seq(kvm_seq_id id) {
+    return store_->find_seq(clients_[user_of(seqs_.at(id))], id, Access::kUse).value();
+  }
 
   kvm_seq_id pick_seq() {
     auto it = seqs_.begin();
     std::advance(it, pick(seqs_.size()));
     return it->first;
   }
+  // One that may be changed; 0: there is none. Of one that may not, says that it may not.
+  kvm_seq_id pick_own() {
+    const kvm_seq_id first = pick_seq();
+    for (auto it = seqs_.find(first); it != seqs_.end(); ++it) {
+      if (it->second.client != kPublished) {
+        return it->first;
+      }
+      const ClientId client = clients_[user_of(it->second)];
+      EXPECT_EQ(store_->find_seq(client, it->first).status().code(), KVM_ERR_PERMISSION);
+    }
+    return 0;
+  }
 
-  Accounts accounts() const {
+  bool has_all_sequences(size_t client) {
+    return store_->quotas().find(clients_[client])->used(Resource::kSequences) == kMaxSequences;
+  }
+
+  Accounts accounts() {
     const kvm_stats now = stats();
-    return {now.n_pages, now.host_page_bytes, store_->client_bytes(client_), now.n_sequences};
+    Accounts all{now.n_pages, now.host_page_bytes, {}, now.n_sequences};
+    for (const TenantUsage& usage : store_->quotas().tenants()) {
+      all.user_bytes[usage.uid == kUids[0] ? 0 : 1] = usage.used[Resource::kBytes];
+    }
+    return all;
   }
 
   bool owns(uint32_t layer) const { return space_->layers[layer].kind == KVM_LAYER_OWN; }
@@ -284,14 +344,17 @@ class Model {
 
   void create() {
     const bool manual = pick(3) == 0;
-    const Result<kvm_seq_id> id =
-        store_->create_seq(client_, space_id_, manual ? uint32_t{KVM_SEQ_MANUAL_COMMIT} : 0u);
+    const size_t client = pick(clients_.size());
+    const bool is_full = has_all_sequences(client);
+    const Result<kvm_seq_id> id = store_->create_seq(clients_[client], space_id_,
+                                                     manual ? uint32_t{KVM_SEQ_MANUAL_COMMIT} : 0u);
+    EXPECT_EQ(id.status().code(), is_full ? KVM_ERR_QUOTA : KVM_OK);
     if (!id.is_ok()) {
-      EXPECT_EQ(id.status().code(), KVM_ERR_QUOTA);
-      EXPECT_EQ(seqs_.size() + readers_.size(), 40u);
       return;
     }
     ModelSeq model;
+    model.user = kClientUsers[client];
+    model.client = client;
     model.manual = manual;
     model.tokens.resize(space_->n_layers);
     model.lists.resize(space_->n_layers);
@@ -312,11 +375,14 @@ class Model {
     std::set<std::pair<kvm_seq_id, uint32_t>> taken;
     const bool all_layers = pick(3) == 0;
     const uint64_t n_tokens = pick(4) == 0 ? 1 + pick(300) : 1 + pick(70);
-    const kvm_seq_id first = pick_seq();
+    const kvm_seq_id first = pick_own();
+    if (first == 0) {
+      return;
+    }
     for (uint32_t i = 0; i < (all_layers ? 4u : 1 + pick(3)); ++i) {
-      const kvm_seq_id id = all_layers ? first : pick_seq();
+      const kvm_seq_id id = all_layers ? first : pick_own();
       const uint32_t layer = all_layers ? i : pick(4);
-      if (owns(layer) && taken.insert({id, layer}).second) {
+      if (id != 0 && owns(layer) && taken.insert({id, layer}).second) {
         planned.push_back({id, layer, numbered(next_token_, n_tokens)});
         next_token_ += n_tokens;
       }
@@ -402,17 +468,20 @@ class Model {
       n = pick(longest(model) + 3);
     }
     const Accounts before = accounts();
-    const Result<kvm_seq_id> child = store_->fork_seq(seq(parent), n);
+    const size_t client = user_of(model);
+    const bool is_full = has_all_sequences(client);
+    const Result<kvm_seq_id> child = store_->fork_seq(seq(parent), n, clients_[client]);
     if (n != KVM_POSITION_END && n > longest(model)) {
       EXPECT_EQ(child.status().code(), KVM_ERR_INVALID);
     } else if (cut_is_partial(model, n)) {
       EXPECT_EQ(child.status().code(), KVM_ERR_PARTIAL) << n;
       ++n_partial_;
-    } else if (seqs_.size() + readers_.size() == 40) {
+    } else if (is_full) {
       EXPECT_EQ(child.status().code(), KVM_ERR_QUOTA);
     } else {
       ASSERT_TRUE(child.is_ok()) << child.status().message();
       ModelSeq copy = model;
+      copy.client = client;
       cut(&copy, n);
       EXPECT_TRUE(seqs_.emplace(child.value(), copy).second);
       check(child.value());
@@ -422,7 +491,10 @@ class Model {
   }
 
   void truncate() {
-    const kvm_seq_id id = pick_seq();
+    const kvm_seq_id id = pick_own();
+    if (id == 0) {
+      return;
+    }
     ModelSeq& model = seqs_.at(id);
     const uint64_t most = longest(model);
     // Mostly near the end, where policies have left something.
@@ -449,7 +521,10 @@ class Model {
   }
 
   void commit() {
-    const kvm_seq_id id = pick_seq();
+    const kvm_seq_id id = pick_own();
+    if (id == 0) {
+      return;
+    }
     ModelSeq& model = seqs_.at(id);
     const uint64_t most = shortest(model);
     const uint64_t n = pick(3) == 0 ? KVM_POSITION_END : pick(most + 2);
@@ -465,7 +540,10 @@ class Model {
   }
 
   void demote() {
-    const kvm_seq_id id = pick_seq();
+    const kvm_seq_id id = pick_own();
+    if (id == 0) {
+      return;
+    }
     ModelSeq& model = seqs_.at(id);
     const uint32_t layer = pick(2);
     const uint64_t n_pages = model.n_committed / kPageTokens;
@@ -515,7 +593,55 @@ class Model {
     const kvm_seq_id id = pick_seq();
     store_->free_seq(seq(id));
     seqs_.erase(id);
-    EXPECT_EQ(store_->find_seq(client_, id).status().code(), KVM_ERR_STALE);
+    EXPECT_EQ(store_->find_seq(clients_[0], id).status().code(), KVM_ERR_STALE);
+  }
+
+  // A sequence is published or taken, in parts; between two of them the others go on, some of which
+  // may be on their way as well.
+  void hand_over() {
+    if (n_on_the_way_ >= 2) {
+      return;
+    }
+    auto node = seqs_.extract(pick_seq());
+    const kvm_seq_id id = node.key();
+    ModelSeq& model = node.mapped();
+    const bool publishes = model.client != kPublished;
+    const size_t client = user_of(model);
+    Sequence* given = store_->find_seq(clients_[client], id, Access::kUse).value();
+    const uint64_t max_pages = pick(3) == 0 ? UINT64_MAX : 1 + pick(20);
+    const auto next_part = [&] {
+      return publishes ? store_->publish_part(given, max_pages)
+                       : store_->take_part(given, clients_[client], max_pages);
+    };
+    ++n_on_the_way_;
+    Result<bool> part = next_part();
+    while (part.is_ok() && !part.value()) {
+      step();
+      part = next_part();
+    }
+    --n_on_the_way_;
+    if (part.is_ok()) {
+      model.client = publishes ? kPublished : client;
+      ++n_given_;
+    } else {
+      EXPECT_EQ(part.status().code(), KVM_ERR_QUOTA);
+    }
+    seqs_.insert(std::move(node));
+    check(id);
+  }
+
+  // A client goes with what it has, and somebody of the same user comes.
+  void reconnect() {
+    const size_t client = pick(clients_.size());
+    for (size_t i = readers_.size(); i-- > 0;) {
+      if (readers_[i].client == client) {
+        end_reader(i);
+      }
+    }
+    std::erase_if(seqs_, [&](const auto& entry) { return entry.second.client == client; });
+    store_->remove_client(clients_[client]);
+    connect(client);
+    store_->check_accounts();
   }
 
   // Pages move beside everything else, and readers find what they found at first where they found
@@ -526,6 +652,7 @@ class Model {
   };
   struct Reader {
     kvm_seq_id fork;
+    size_t client;
     uint64_t epoch;
     std::vector<std::pair<const std::byte*, std::vector<std::byte>>> found;
   };
@@ -546,7 +673,7 @@ class Model {
         break;
       case 4:
         if (!readers_.empty()) {
-          end_reader();
+          end_reader(pick(readers_.size()));
         }
         break;
       default:
@@ -555,6 +682,9 @@ class Model {
   }
 
   void begin_moves() {
+    if (seqs_.empty()) {
+      return;
+    }
     tiers::PageTable& pages = store_->memory().pages();
     for (const PageList& list : seq(pick_seq())->lists) {
       list.for_each([&](const PageEntry& entry, bool) {
@@ -581,13 +711,19 @@ class Model {
   }
 
   void begin_reader() {
-    const Result<kvm_seq_id> fork = store_->fork_seq(seq(pick_seq()), KVM_POSITION_END);
+    if (seqs_.empty()) {
+      return;
+    }
+    const kvm_seq_id parent = pick_seq();
+    const size_t client = user_of(seqs_.at(parent));
+    const Result<kvm_seq_id> fork =
+        store_->fork_seq(seq(parent), KVM_POSITION_END, clients_[client]);
     if (!fork.is_ok()) {
       return;
     }
     tiers::PageTable& pages = store_->memory().pages();
-    Reader reader{fork.value(), pages.epochs().begin(), {}};
-    for (const PageList& list : seq(fork.value())->lists) {
+    Reader reader{fork.value(), client, pages.epochs().begin(), {}};
+    for (const PageList& list : store_->find_seq(clients_[client], fork.value()).value()->lists) {
       list.for_each([&](const PageEntry& entry, bool) {
         const std::byte* data = pages.data(entry.page);
         if (pages.n_refs(entry.page) > 1 || entry.count == kPageTokens) {
@@ -598,13 +734,12 @@ class Model {
     readers_.push_back(std::move(reader));
   }
 
-  void end_reader() {
-    const size_t i = pick(readers_.size());
+  void end_reader(size_t i) {
     for (const auto& [data, bytes] : readers_[i].found) {
       EXPECT_TRUE(std::equal(bytes.begin(), bytes.end(), data)) << "a frame is used again";
     }
     store_->memory().pages().epochs().end(readers_[i].epoch);
-    store_->free_seq(seq(readers_[i].fork));
+    store_->free_seq(store_->find_seq(clients_[readers_[i].client], readers_[i].fork).value());
     readers_.erase(readers_.begin() + static_cast<ptrdiff_t>(i));
   }
 
@@ -613,7 +748,10 @@ class Model {
   std::vector<Moving> moves_;
   std::vector<Reader> readers_;
   uint64_t n_moved_ = 0;
-  ClientId client_ = 0;
+  const uint64_t quota_bytes_;
+  std::array<ClientId, kClientUsers.size()> clients_{};
+  uint32_t n_on_the_way_ = 0;
+  uint64_t n_given_ = 0;
   kvm_space_id space_id_ = 0;
   const Space* space_ = nullptr;
   std::map<kvm_seq_id, ModelSeq> seqs_;
@@ -639,6 +777,7 @@ void run_model(uint64_t capacity_bytes, uint64_t quota_bytes, bool expect_failur
   uint64_t n_partial = 0;
   uint64_t n_copied = 0;
   uint64_t n_moved = 0;
+  uint64_t n_given = 0;
   uint64_t n_dropped = 0;
   for (const uint32_t seed : seeds()) {
     SCOPED_TRACE("KVM_SEED=" + std::to_string(seed));
@@ -652,6 +791,7 @@ void run_model(uint64_t capacity_bytes, uint64_t quota_bytes, bool expect_failur
     n_partial += model.n_partial();
     n_copied += model.stats().n_pages_copied;
     n_moved += model.n_moved();
+    n_given += model.n_given();
     n_dropped += model.stats().n_pages_dropped;
     model.finish();
   }
@@ -661,6 +801,7 @@ void run_model(uint64_t capacity_bytes, uint64_t quota_bytes, bool expect_failur
     EXPECT_GT(n_partial, 0u);
     EXPECT_GT(n_copied, 0u);
     EXPECT_GT(n_moved, 0u);
+    EXPECT_GT(n_given, 0u);
     EXPECT_GT(n_dropped, 0u);
   }
 }

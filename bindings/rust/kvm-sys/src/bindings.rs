@@ -72,6 +72,7 @@ pub const KVM_INDEX_SKETCH_8I8: u32 = 3;
 pub const KVM_INDEX_SKETCH_2BIT: u32 = 4;
 pub const KVM_INDEX_LSH: u32 = 5;
 pub const KVM_SEQ_MANUAL_COMMIT: u32 = 1 << 0;
+pub const KVM_SEQ_PUBLISHED: u32 = 1 << 1;
 pub const KVM_LIST_ALL_CLIENTS: u32 = 1 << 0;
 pub const KVM_ITEM_NOT_CAUSAL: u32 = 1 << 0;
 pub const KVM_ITEM_TREE: u32 = 1 << 1;
@@ -989,6 +990,8 @@ extern "C" {
     pub fn kvm_seq_truncate(client: *mut kvm_client, seq: kvm_seq_id, n_tokens: u64) -> kvm_status;
     pub fn kvm_seq_commit(client: *mut kvm_client, seq: kvm_seq_id, n_tokens: u64) -> kvm_status;
     pub fn kvm_seq_free(client: *mut kvm_client, seq: kvm_seq_id) -> kvm_status;
+    pub fn kvm_seq_publish(client: *mut kvm_client, seq: kvm_seq_id) -> kvm_status;
+    pub fn kvm_seq_take(client: *mut kvm_client, seq: kvm_seq_id) -> kvm_status;
     pub fn kvm_seq_get_info(
         client: *mut kvm_client,
         seq: kvm_seq_id,
@@ -1071,6 +1074,13 @@ extern "C" {
         user_data: u64,
     ) -> kvm_status;
     pub fn kvm_seq_free_async(queue: *mut kvm_queue, seq: kvm_seq_id, user_data: u64)
+        -> kvm_status;
+    pub fn kvm_seq_publish_async(
+        queue: *mut kvm_queue,
+        seq: kvm_seq_id,
+        user_data: u64,
+    ) -> kvm_status;
+    pub fn kvm_seq_take_async(queue: *mut kvm_queue, seq: kvm_seq_id, user_data: u64)
         -> kvm_status;
     pub fn kvm_nop_async(queue: *mut kvm_queue, user_data: u64) -> kvm_status;
     pub fn kvm_submit(queue: *mut kvm_queue) -> kvm_status;

@@ -47,6 +47,10 @@ pub enum Request<'b> {
     Truncate(SequenceId, u64),
     /// [`Sequence::commit`](crate::Sequence::commit).
     Commit(SequenceId, u64),
+    /// [`Sequence::publish`](crate::Sequence::publish).
+    Publish(SequenceId),
+    /// [`Space::take_sequence`](crate::Space::take_sequence).
+    Take(SequenceId),
     /// Does nothing and completes.
     Nop,
 }
@@ -255,6 +259,14 @@ impl<'s, 'env> Scope<'s, 'env> {
                 // SAFETY: this thread's queue.
                 check(unsafe { sys::kvm_seq_commit_async(queue, sequence.0, *n_tokens, ticket) })
             }
+            Request::Publish(sequence) => {
+                // SAFETY: this thread's queue.
+                check(unsafe { sys::kvm_seq_publish_async(queue, sequence.0, ticket) })
+            }
+            Request::Take(sequence) => {
+                // SAFETY: this thread's queue.
+                check(unsafe { sys::kvm_seq_take_async(queue, sequence.0, ticket) })
+            }
             // SAFETY: this thread's queue.
             Request::Nop => check(unsafe { sys::kvm_nop_async(queue, ticket) }),
         }
@@ -316,6 +328,18 @@ impl<'s, 'env> Scope<'s, 'env> {
     /// [`Sequence`](crate::Sequence) owns.
     pub fn free(&mut self, sequence: SequenceId) -> Started<'env> {
         self.start(Request::Free(sequence))
+    }
+
+    /// As [`Sequence::publish`](crate::Sequence::publish), of a sequence that no
+    /// [`Sequence`](crate::Sequence) owns.
+    pub fn publish(&mut self, sequence: SequenceId) -> Started<'env> {
+        self.start(Request::Publish(sequence))
+    }
+
+    /// As [`Space::take_sequence`](crate::Space::take_sequence); to be owned by
+    /// [`Client::own_sequence`](crate::Client::own_sequence) once it has completed.
+    pub fn take_sequence(&mut self, sequence: SequenceId) -> Started<'env> {
+        self.start(Request::Take(sequence))
     }
 
     /// As [`Sequence::truncate`](crate::Sequence::truncate).

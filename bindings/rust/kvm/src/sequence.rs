@@ -153,10 +153,7 @@ impl Sequence {
     /// than the longest layer), `Partial`, `Quota`, `Limit`, `Stale`, `Lost` or
     /// `Timeout`.
     pub fn fork(&self, n_tokens: u64) -> Result<Sequence> {
-        let mut id = 0;
-        // SAFETY: a live client and an output.
-        check(unsafe { sys::kvm_seq_fork(self.connection.raw(), self.id.0, n_tokens, &mut id) })?;
-        Ok(Sequence::own(Arc::clone(&self.connection), SequenceId(id)))
+        Sequence::fork_of(&self.connection, self.id, n_tokens)
     }
 
     /// The same with all tokens, each layer as long as here.
@@ -171,6 +168,50 @@ impl Sequence {
     /// ```
     pub fn fork_all(&self) -> Result<Sequence> {
         self.fork(sys::KVM_POSITION_END)
+    }
+
+    /// Gives the sequence to the library of the client's user: it keeps its id and outlives the
+    /// client, and every client of that user may fork it ([`Space::fork_published`]) and take it
+    /// ([`Space::take_sequence`]). Nobody can change it. Fails with `Quota` (sequences of the
+    /// library), `Stale`, `Lost` or `Timeout`; the sequence lives on until its client closes then.
+    ///
+    /// ```
+    /// # let client = kvm::Client::open_embedded(&kvm::EmbeddedParams::new().threads(1))?;
+    /// # let space = client.register_space(&kvm::SpaceParams::new("my-model", 2, 4, 64))?;
+    /// let prompt = space.create_sequence()?;
+    /// // ... the prompt is appended ...
+    /// let prompt = prompt.publish()?;
+    /// let chat = space.fork_published(prompt, u64::MAX)?;
+    /// # assert!(client.own_sequence(prompt).info()?.is_published);
+    /// # drop(chat);
+    /// # Ok::<(), kvm::Error>(())
+    /// ```
+    ///
+    /// [`Space::fork_published`]: crate::Space::fork_published
+    /// [`Space::take_sequence`]: crate::Space::take_sequence
+    pub fn publish(self) -> Result<SequenceId> {
+        let connection = Arc::clone(&self.connection);
+        let id = self.into_id();
+        // SAFETY: a live client.
+        check(unsafe { sys::kvm_seq_publish(connection.raw(), id.0) })?;
+        Ok(id)
+    }
+
+    pub(crate) fn take(connection: &Arc<Connection>, id: SequenceId) -> Result<Sequence> {
+        // SAFETY: a live client.
+        check(unsafe { sys::kvm_seq_take(connection.raw(), id.0) })?;
+        Ok(Sequence::own(Arc::clone(connection), id))
+    }
+
+    pub(crate) fn fork_of(
+        connection: &Arc<Connection>,
+        parent: SequenceId,
+        n_tokens: u64,
+    ) -> Result<Sequence> {
+        let mut id = 0;
+        // SAFETY: a live client and an output.
+        check(unsafe { sys::kvm_seq_fork(connection.raw(), parent.0, n_tokens, &mut id) })?;
+        Ok(Sequence::own(Arc::clone(connection), SequenceId(id)))
     }
 
     /// Rolls every layer back to at most `n_tokens`. Fails with `Partial` (a policy has dropped
@@ -247,6 +288,8 @@ pub struct SequenceInfo {
     pub client_id: u64,
     /// Tokens become final by commit only.
     pub is_manual_commit: bool,
+    /// It is in the library of the user. See [`Sequence::publish`].
+    pub is_published: bool,
     /// The length of the shortest layer that stores anything.
     pub n_tokens_min: u64,
     /// The length of the longest layer.
@@ -276,6 +319,7 @@ impl SequenceInfo {
             space: SpaceId(raw.space),
             client_id: raw.client_id,
             is_manual_commit: raw.flags & sys::KVM_SEQ_MANUAL_COMMIT != 0,
+            is_published: raw.flags & sys::KVM_SEQ_PUBLISHED != 0,
             n_tokens_min: raw.n_tokens_min,
             n_tokens_max: raw.n_tokens_max,
             n_committed: raw.n_committed,

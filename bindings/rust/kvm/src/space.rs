@@ -9,7 +9,7 @@ use kvm_sys as sys;
 
 use crate::client::{c_string, Client, Connection};
 use crate::error::{check, text_of, Error, Result, Status};
-use crate::sequence::{Sequence, SequenceParams};
+use crate::sequence::{Sequence, SequenceId, SequenceParams};
 use crate::step::{Accuracy, Mode, Proposal};
 use crate::tensor::Dtype;
 
@@ -726,6 +726,29 @@ impl Space {
     /// The same, with parameters.
     pub fn create_sequence_with(&self, params: &SequenceParams) -> Result<Sequence> {
         Sequence::create(&self.connection, self.id, params)
+    }
+
+    /// Forks a sequence that a client of the same user has published, as
+    /// [`Sequence::fork`] does; `u64::MAX`: all of it. The fork pays for no page that it has from
+    /// there. Fails likewise, and with `Permission` (a sequence of another client).
+    pub fn fork_published(&self, parent: SequenceId, n_tokens: u64) -> Result<Sequence> {
+        Sequence::fork_of(&self.connection, parent, n_tokens)
+    }
+
+    /// Takes a published sequence out of the library: it is this client's from now on, and counts
+    /// for its limits. Fails with `Quota` (it does not fit), `Permission`, `Stale`, `Lost` or
+    /// `Timeout`; it stays where it is then.
+    ///
+    /// ```
+    /// # let client = kvm::Client::open_embedded(&kvm::EmbeddedParams::new().threads(1))?;
+    /// # let space = client.register_space(&kvm::SpaceParams::new("my-model", 2, 4, 64))?;
+    /// let published = space.create_sequence()?.publish()?;
+    /// let sequence = space.take_sequence(published)?;
+    /// assert!(!sequence.info()?.is_published);
+    /// # Ok::<(), kvm::Error>(())
+    /// ```
+    pub fn take_sequence(&self, published: SequenceId) -> Result<Sequence> {
+        Sequence::take(&self.connection, published)
     }
 
     /// Removes the space from the service. Fails with `Busy` (it has sequences), `Stale`, `Lost` or
