@@ -114,7 +114,8 @@ const std::vector<Spoiler<Reject>>& reject_spoilers() {
       step_with(Reject::kTensorOverlap, kBoth, [](Draft* d) { d->step.o = d->step.q; }),
       {Reject::kSeqVerb,
        [](RequestMaker* maker, uint32_t slot) {
-         return maker->seq(slot, static_cast<SeqVerb>(6), kPlain);
+         return maker->seq(slot, static_cast<SeqVerb>(static_cast<uint32_t>(kLastSeqVerb) + 1),
+                           kPlain);
        }},
   };
   return kAll;
