@@ -388,27 +388,15 @@ Result<std::string> ThinClient::stats_text() {
   });
 }
 
-// An older kvmd would take a message that it does not know for a breach of the protocol.
-Status ThinClient::need_minor(uint32_t minor, const char* function) const {
-  const kvm_client_info facts = info();
-  if (facts.protocol_minor >= minor) {
-    return Status::ok();
-  }
-  return Status(KVM_ERR_UNSUPPORTED,
-                std::string(function) + " needs a kvmd that speaks protocol 1." +
-                    std::to_string(minor) + "; this one (" + facts.server_version + ") speaks 1." +
-                    std::to_string(facts.protocol_minor));
-}
-
 Result<std::string> ThinClient::config_text() {
-  KVM_TRY(need_minor(1, "kvm_get_config_text"));
+  KVM_TRY(connection()->need_minor(1, "kvm_get_config_text"));
   return call_for_text([](ipc::ControlWriter* writer, uint64_t id, uint64_t begin) {
     return writer->finish(id, wire::CreateConfigText(writer->fbb(), begin));
   });
 }
 
 Result<kvm_evict_result> ThinClient::evict(const kvm_evict_params& params) {
-  KVM_TRY(need_minor(1, "kvm_evict"));
+  KVM_TRY(connection()->need_minor(1, "kvm_evict"));
   kvm_evict_result out{};
   uint64_t begin = 0;
   for (;;) {
@@ -432,7 +420,7 @@ Result<kvm_evict_result> ThinClient::evict(const kvm_evict_params& params) {
 }
 
 Result<std::vector<kvm_client_entry>> ThinClient::list_clients() {
-  KVM_TRY(need_minor(1, "kvm_client_list"));
+  KVM_TRY(connection()->need_minor(1, "kvm_client_list"));
   return call_for_list<kvm_client_entry>(
       [](ipc::ControlWriter* writer, uint64_t id, uint64_t begin) {
         return writer->finish(id, wire::CreateClientList(writer->fbb(), begin));
@@ -441,7 +429,7 @@ Result<std::vector<kvm_client_entry>> ThinClient::list_clients() {
 }
 
 Result<std::vector<kvm_user_entry>> ThinClient::list_users() {
-  KVM_TRY(need_minor(1, "kvm_user_list"));
+  KVM_TRY(connection()->need_minor(1, "kvm_user_list"));
   return call_for_list<kvm_user_entry>(
       [](ipc::ControlWriter* writer, uint64_t id, uint64_t begin) {
         return writer->finish(id, wire::CreateUserList(writer->fbb(), begin));
@@ -450,7 +438,7 @@ Result<std::vector<kvm_user_entry>> ThinClient::list_users() {
 }
 
 Status ThinClient::set_quota(const kvm_quota_params& params) {
-  KVM_TRY(need_minor(1, "kvm_quota_set"));
+  KVM_TRY(connection()->need_minor(1, "kvm_quota_set"));
   auto reply = connection()->call([&](ipc::ControlWriter* writer, uint64_t id) {
     const auto bytes = ipc::as_bytes(&params, 1);
     const auto vector = writer->fbb().CreateVector(bytes.data(), bytes.size());

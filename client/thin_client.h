@@ -59,7 +59,6 @@ class ThinClient final : public Client {
   void prepare_to_make(uint64_t number);
   void settle_late_answer(const kvm_completion& completion);
   Status tidy_own_queue();
-  Status need_minor(uint32_t minor, const char* function) const;
   Result<std::string> call_for_text(
       const std::function<std::span<const uint8_t>(ipc::ControlWriter*, uint64_t, uint64_t)>&
           encode);

@@ -283,4 +283,14 @@ void Connection::destroy_queue(uint32_t queue, uint64_t within_ns) noexcept {
       "a queue", within_ns);
 }
 
+Status Connection::need_minor(uint32_t minor, const char* what) const {
+  if (info_.protocol_minor >= minor) {
+    return Status::ok();
+  }
+  return Status(KVM_ERR_UNSUPPORTED, std::string(what) + " needs a kvmd that speaks protocol 1." +
+                                         std::to_string(minor) + "; this one (" +
+                                         info_.server_version + ") speaks 1." +
+                                         std::to_string(info_.protocol_minor));
+}
+
 }  // namespace kvm::client

@@ -62,6 +62,9 @@ class Connection {
   OwnSeqs& seqs() { return seqs_; }
 
   const kvm_client_info& info() const { return info_; }
+  // That the daemon knows `what`: an older one would take it for a breach of the protocol.
+  // Fails: UNSUPPORTED, naming it and the versions.
+  Status need_minor(uint32_t minor, const char* what) const;
   // Wakes the daemon.
   void ring() const;
 

@@ -439,20 +439,10 @@ Status ThinQueue::write_step_block(const StepCall& call, const ipc::StepBlock& h
   return Status::ok();
 }
 
-// An older kvmd would take it for a breach of the protocol.
-Status ThinQueue::need_minor(uint32_t minor, const char* what) const {
-  const uint32_t spoken = connection_->info().protocol_minor;
-  return spoken >= minor
-             ? Status::ok()
-             : Status(KVM_ERR_UNSUPPORTED,
-                      std::string(what) + " needs a kvmd that speaks protocol 1." +
-                          std::to_string(minor) + "; this one speaks 1." + std::to_string(spoken));
-}
-
 Status ThinQueue::stage_step(const StepCall& call, uint64_t user_data) {
   const kvm_step_params& params = *call.params;
   if ((params.flags & KVM_STEP_NO_STATISTICS) != 0) {
-    KVM_TRY(need_minor(3, "KVM_STEP_NO_STATISTICS"));
+    KVM_TRY(connection_->need_minor(3, "KVM_STEP_NO_STATISTICS"));
   }
   ipc::StepBlock head{};
   head.verbs = (call.append ? ipc::kStepAppend : 0) | (call.attend ? ipc::kStepAttend : 0);
@@ -511,7 +501,8 @@ Status ThinQueue::stage_observe(const ObserveCall& call, uint64_t user_data) {
 
 Status ThinQueue::stage_seq(const SeqRequest& call, uint64_t user_data) {
   if (call.verb == SeqVerb::kPublish || call.verb == SeqVerb::kTake) {
-    KVM_TRY(need_minor(4, call.verb == SeqVerb::kTake ? "kvm_seq_take" : "kvm_seq_publish"));
+    KVM_TRY(connection_->need_minor(
+        4, call.verb == SeqVerb::kTake ? "kvm_seq_take" : "kvm_seq_publish"));
   }
   ipc::SeqBlock block{};
   block.verb = static_cast<uint32_t>(call.verb);

@@ -95,8 +95,6 @@ class ThinQueue final : public Queue {
   ThinQueue(std::shared_ptr<Connection> connection, QueueMemory memory, SharedArena arena,
             LostSeqs lost, uint32_t n_entries, uint64_t spin_ns);
 
-  // Fails: UNSUPPORTED, naming `what` and the version.
-  Status need_minor(uint32_t minor, const char* what) const;
   // Older daemons leave it as it was.
   bool counts_not_finite() const { return connection_->info().protocol_minor >= 2; }
   uint32_t n_ready() const { return static_cast<uint32_t>(ready_.size()); }

@@ -226,7 +226,7 @@ class EngineImpl final : public Engine {
   }
   // Whether a client may have others beside it, whom its tasks must not keep waiting.
   bool is_shared() const { return n_connected() > 1; }
-  size_t n_connected() const { return clients_.size() - clients_.count(kService); }
+  size_t n_connected() const { return clients_.size() - (has_evictions_ ? 1 : 0); }
   // Whether one more of a client's requests may start now.
   bool may_start(const FairQueue::Flow& queue) const {
     return queue.n_running < max_running() && scheduler_.has_room();
@@ -274,6 +274,7 @@ class EngineImpl final : public Engine {
   std::unique_ptr<Store> store_;
   uint64_t begin_ns_;
   std::unordered_map<ClientId, Client> clients_;
+  bool has_evictions_ = false;  // kService is among them
   std::vector<ClientId> leaving_;
   SequenceOrder order_;
   RequestNames names_;
@@ -347,6 +348,7 @@ Status EngineImpl::evict(kvm_seq_id seq) {
   KVM_TRY(store_->find_any_seq(seq).status());
   fair_queue_.reserve(clients_.size() + 1);
   clients_.try_emplace(kService).first->second.lane = kMovesLane - 1;
+  has_evictions_ = true;
   submit(kService, RequestTag{}, SeqRequest{.verb = SeqVerb::kFree, .seq = seq},
          [](RequestResult&&) {});
   forget_service();
@@ -359,8 +361,7 @@ bool EngineImpl::reclaim_some() {
   for (size_t i = 0; i < leaving_.size(); ++i) {
     const ClientId client = leaving_[i];
     // An eviction may be freeing one of its sequences.
-    if (clients_[client].n_requests != 0 || auditor_.holds(client) ||
-        clients_.count(kService) != 0) {
+    if (clients_[client].n_requests != 0 || auditor_.holds(client) || has_evictions_) {
       continue;
     }
     gone_seqs_.clear();
@@ -396,6 +397,7 @@ void EngineImpl::forget_service() {
   if (found != clients_.end() && found->second.n_requests == 0) {
     fair_queue_.clear(&found->second.queue);
     clients_.erase(found);
+    has_evictions_ = false;
   }
 }
 

@@ -106,6 +106,23 @@ void end_giving(Sequence* seq);
 inline void note(Sequence* seq, policies::Event event) {
   seq->due_events |= policies::event_bit(event);
 }
+// Calls visit(pointer) for what the sequence has on the heap beside its lists, each made by
+// StoreMemory::make_charged, or null.
+template <typename Visit>
+void visit_charged(const Sequence& seq, Visit visit) {
+  for (const ObservedRef& ref : seq.observed) {
+    visit(ref.data);
+  }
+  for (const std::shared_ptr<MeanEntry>& ref : seq.mean_entries) {
+    visit(ref);
+  }
+  for (const std::shared_ptr<KeptTokens>& ref : seq.kept) {
+    visit(ref);
+  }
+  for (const MassesRef& ref : seq.masses) {
+    visit(ref.data);
+  }
+}
 // Moves the commit point, forwards only.
 void advance_commit(Sequence* seq, uint64_t n_tokens);
 

@@ -112,26 +112,14 @@ void Recount::add_pages(const PageList& list, Tenant tenant) {
 }
 
 void Recount::add_beside(const Sequence& seq) {
-  const auto add_one = [&](const auto& memory) {
+  visit_charged(seq, [&](const auto& memory) {
     if (memory != nullptr) {
       const Payer payer = StoreMemory::payer(memory);
       KVM_ASSERT(payer->quota->tenant() == seq.account->quota->tenant());
       const bool is_new = beside_.insert({memory.get(), {memory->size_bytes(), payer}}).second;
       n_named_[payer] += is_new ? 1 : 0;
     }
-  };
-  for (const ObservedRef& ref : seq.observed) {
-    add_one(ref.data);
-  }
-  for (const std::shared_ptr<MeanEntry>& ref : seq.mean_entries) {
-    add_one(ref);
-  }
-  for (const std::shared_ptr<KeptTokens>& ref : seq.kept) {
-    add_one(ref);
-  }
-  for (const MassesRef& ref : seq.masses) {
-    add_one(ref.data);
-  }
+  });
 }
 
 void Recount::add_index(const LayerIndex& index, Tenant tenant) {

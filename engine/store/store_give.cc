@@ -24,11 +24,10 @@ namespace {
 
 // So many blocks of a list are walked before the next look at what is left of the part.
 constexpr uint64_t kWalkBlocks = 4096;
-// LIMIT: accounts of a user's clients that are gone, which the driver walks now and then.
-constexpr size_t kMaxGone = 1024;
-
 // Looking at a list costs about as much as so many pages.
 constexpr uint64_t kPagesPerList = 2;
+// LIMIT: accounts of a user's clients that are gone, which the driver walks now and then.
+constexpr size_t kMaxGone = 1024;
 
 // Calls visit(page) for the pages of the giver's from where `giving` stands, until about max_pages
 // were looked at. True: these were the last.
@@ -59,23 +58,6 @@ bool walk_pages(const tiers::PageTable& pages, const Sequence& seq, Giving* givi
   }
   giving->list = 0;
   return true;
-}
-
-// What the sequence has on the heap beside its lists.
-template <typename Visit>
-void visit_charged(const Sequence& seq, Visit visit) {
-  for (const ObservedRef& ref : seq.observed) {
-    visit(ref.data);
-  }
-  for (const std::shared_ptr<MeanEntry>& ref : seq.mean_entries) {
-    visit(ref);
-  }
-  for (const std::shared_ptr<KeptTokens>& ref : seq.kept) {
-    visit(ref);
-  }
-  for (const MassesRef& ref : seq.masses) {
-    visit(ref.data);
-  }
 }
 
 uint64_t charged_bytes(const Sequence& seq, const Account* giver) {
@@ -111,7 +93,7 @@ void pass_index(StoreMemory* memory, const Giving& giving, IndexRef* ref) {
   }
 }
 
-// Returns about how many pages of indexes the layer had; *is_last: it was the last one.
+// Goes on with indexes, until about max_pages of their pages went. True: these were the last.
 bool pass_indexes(StoreMemory* memory, Sequence* seq, Giving* giving, uint64_t max_pages) {
   uint64_t n_seen = 0;
   for (; giving->layer < seq->indexes.size(); ++giving->layer) {
