@@ -20,6 +20,10 @@ constexpr uint64_t pack(uint64_t generation, uint32_t task) { return generation 
 constexpr uint64_t generation_of(uint64_t word) { return word >> 32; }
 constexpr uint32_t task_of(uint64_t word) { return static_cast<uint32_t>(word); }
 
+// In the word of a gate.
+constexpr uint64_t kHasBegun = uint64_t{JobPlan::kMaxTasks} + 1;
+constexpr uint32_t n_open_of(uint64_t gate) { return task_of(gate & ~kHasBegun); }
+
 // The end of the stage that opens when the tasks below n_done have ended.
 constexpr uint32_t stage_end(const JobPlan& plan, uint32_t n_done) {
   if (n_done < plan.n_first) {
@@ -88,7 +92,7 @@ Scheduler::~Scheduler() {
   }
 }
 
-void Scheduler::start(TaskSet* set, const JobPlan& plan) {
+JobHandle Scheduler::start(TaskSet* set, const JobPlan& plan) {
   KVM_ASSERT(has_room() && plan.is_valid() && plan.lane < kMaxLanes);
   // Slots are used in a circle, so that the order from the oldest on is nearly that of age.
   const uint64_t turned = std::rotr(free_slots_, static_cast<int>(next_slot_));
@@ -98,6 +102,7 @@ void Scheduler::start(TaskSet* set, const JobPlan& plan) {
     oldest_.store(index, std::memory_order_relaxed);
   }
   ++n_active_;
+  driver_id_.store(std::this_thread::get_id(), std::memory_order_relaxed);
   if (plan.n_wake != 0) {
     placement_.clear_own_core();
   }
@@ -110,14 +115,65 @@ void Scheduler::start(TaskSet* set, const JobPlan& plan) {
   slot.plan = plan;
   slot.lane.store(plan.lane, std::memory_order_relaxed);
   enter_lane(plan.lane);
+  n_gated_ += plan.n_open < plan.n_tasks ? 1 : 0;
   slot.n_done.store(0, std::memory_order_relaxed);
   const uint64_t generation = generation_of(slot.cursor.load(std::memory_order_relaxed)) + 1;
-  slot.limit.store(pack(generation, stage_end(plan, 0)), std::memory_order_relaxed);
+  const uint32_t n_open = std::min(plan.n_open, plan.n_tasks);
+  const uint32_t n_ready = std::min(stage_end(plan, 0), n_open);
+  // A late open() of an older job may compare and exchange these two words at any time; it expects
+  // an older generation.
+  slot.gate.store(pack(generation, n_open) | (plan.last_begin() == 0 ? kHasBegun : 0),
+                  std::memory_order_relaxed);
+  slot.limit.store(pack(generation, n_ready), std::memory_order_relaxed);
   // SYNC: the job's description, limit included, and what the driver prepared for its tasks become
   // visible to the threads that take a task with an acquiring read-modify-write of the cursor.
   slot.cursor.store(pack(generation, 0), std::memory_order_release);
   active_.fetch_or(bit, std::memory_order_relaxed);
-  announce_tasks(plan.n_wake);
+  if (n_ready != 0) {
+    announce_tasks(plan.n_wake);
+  }
+  return {index, static_cast<uint32_t>(generation), plan.n_tasks, plan.n_wake};
+}
+
+// Touches nothing of the slot but gate and limit, whose generations say whose they are: as soon as
+// the last tasks are open, the job may end and the slot belong to another one.
+void Scheduler::open(JobHandle job, uint32_t n_open) {
+  KVM_ASSERT(job.slot < kMaxJobs);
+  Slot& slot = slots_[job.slot];
+  const uint32_t n = std::min(n_open, job.n_tasks);
+  uint64_t gate = slot.gate.load(std::memory_order_relaxed);
+  do {
+    if (generation_of(gate) != job.generation || n_open_of(gate) >= n) {
+      return;
+    }
+    // SYNC: what was written for these tasks becomes visible to whoever raises the limit for them:
+    // the thread that begins the last stage, or one that opens more. Where the stage has begun,
+    // what the stages before wrote becomes visible here.
+  } while (!slot.gate.compare_exchange_weak(gate, pack(job.generation, n) | (gate & kHasBegun),
+                                            std::memory_order_acq_rel, std::memory_order_relaxed));
+  catch_up(slot.lane.load(std::memory_order_relaxed));
+  // Who does not raise it leaves the announcement to the one that has raised it as far, or will.
+  if ((gate & kHasBegun) == 0 || !raise_limit(&slot, job.generation, n)) {
+    return;
+  }
+  announce_tasks(job.n_wake);
+  if (std::this_thread::get_id() != driver_id_.load(std::memory_order_relaxed)) {
+    call_wake();
+  }
+}
+
+// Lets tasks below n_tasks be taken. False: they could be taken before, or the job has ended.
+bool Scheduler::raise_limit(Slot* slot, uint64_t generation, uint32_t n_tasks) {
+  uint64_t limit = slot->limit.load(std::memory_order_relaxed);
+  while (generation_of(limit) == generation && task_of(limit) < n_tasks) {
+    // SYNC: everything that the stages before wrote, and what was written before the tasks were
+    // opened, becomes visible to those who take them.
+    if (slot->limit.compare_exchange_weak(limit, pack(generation, n_tasks),
+                                          std::memory_order_release, std::memory_order_relaxed)) {
+      return true;
+    }
+  }
+  return false;
 }
 
 // Order against those who go to sleep: here tasks become ready, then epoch_ grows, then n_sleeping_
@@ -142,13 +198,44 @@ void Scheduler::announce_tasks(uint32_t n_wake) {
 
 // Returns what each lane with jobs has been served at least.
 uint64_t Scheduler::least_served() const {
-  uint64_t least = UINT64_MAX;
+  // A lane that waits at its gates is not served, and holds nobody back.
+  uint64_t least = n_gated_ == 0 ? UINT64_MAX : least_ready(kMaxLanes);
+  if (least != UINT64_MAX) {
+    return least;
+  }
   for (const Lane& lane : lanes_) {
     if (lane.n_jobs != 0) {
       least = std::min(least, lane.served.load(std::memory_order_relaxed));
     }
   }
   return least;
+}
+
+// Returns what each lane with a ready task has been served at least, but for one of them.
+uint64_t Scheduler::least_ready(uint32_t but) const {
+  uint64_t least = UINT64_MAX;
+  for (uint64_t left = active_.load(std::memory_order_relaxed); left != 0; left &= left - 1) {
+    const Slot& slot = slots_[static_cast<size_t>(std::countr_zero(left))];
+    const uint32_t lane = slot.lane.load(std::memory_order_relaxed);
+    if (lane != but && has_ready_task(slot)) {
+      least = std::min(least, lanes_[lane].served.load(std::memory_order_relaxed));
+    }
+  }
+  return least;
+}
+
+// What a lane did not use while it waited at a gate is gone, as it is for one that comes back.
+void Scheduler::catch_up(uint32_t lane) {
+  const uint64_t least = least_ready(lane);
+  if (least == UINT64_MAX) {
+    return;
+  }
+  const uint64_t floor = least - std::min(least, kLaneCredit);
+  std::atomic<uint64_t>& served = lanes_[lane].served;
+  uint64_t before = served.load(std::memory_order_relaxed);
+  while (before < floor &&
+         !served.compare_exchange_weak(before, floor, std::memory_order_relaxed)) {
+  }
 }
 
 void Scheduler::enter_lane(uint32_t index) {
@@ -280,17 +367,32 @@ void Scheduler::run_task(uint32_t index, uint32_t task, uint32_t thread) {
   if (n_done == plan.n_tasks) {
     slot.end_ns = end_ns;
     announce_finished(index);
-  } else if (n_done == plan.n_first || (n_done == plan.n_middle && n_done > plan.n_first)) {
-    const uint64_t generation = generation_of(slot.limit.load(std::memory_order_relaxed));
-    // SYNC: everything that this stage wrote becomes visible to those who take a task of the next.
-    slot.limit.store(pack(generation, stage_end(plan, n_done)), std::memory_order_release);
+  } else if ((n_done == plan.n_first || (n_done == plan.n_middle && n_done > plan.n_first)) &&
+             begin_stage(&slot, plan, n_done)) {
     announce_tasks(plan.n_wake);
   } else {
     yield_in_time(thread, end_ns - begin_ns);
     return;
   }
-  wake_driver(thread);
+  if (thread != 0) {
+    call_wake();
+  }
   yield_in_time(thread, end_ns - begin_ns);
+}
+
+// For the thread that ended the last of the n_done tasks of the stages before. Returns whether
+// tasks became ready, which are to be announced.
+bool Scheduler::begin_stage(Slot* slot, const JobPlan& plan, uint32_t n_done) {
+  const uint64_t generation = generation_of(slot->limit.load(std::memory_order_relaxed));
+  if (plan.n_open >= plan.n_tasks || n_done < plan.last_begin()) {
+    // SYNC: everything that this stage wrote becomes visible to those who take a task of the next.
+    slot->limit.store(pack(generation, stage_end(plan, n_done)), std::memory_order_release);
+    return true;
+  }
+  // SYNC: releases what this stage wrote to the threads that open tasks from now on, and acquires
+  // what was written for those that are open. After this line the slot may belong to another job.
+  const uint64_t gate = slot->gate.fetch_or(kHasBegun, std::memory_order_acq_rel);
+  return raise_limit(slot, generation, n_open_of(gate));
 }
 
 void Scheduler::yield_in_time(uint32_t thread, uint64_t ran_ns) {
@@ -306,20 +408,30 @@ void Scheduler::set_wake(std::function<void()> wake) {
   wake_ = std::move(wake);
 }
 
-void Scheduler::wake_driver(uint32_t thread) {
-  if (thread == 0) {
-    return;
-  }
+void Scheduler::call_wake() {
   const std::lock_guard lock(wake_mutex_);
   if (wake_) {
     wake_();
   }
 }
 
-// Order against help_or_sleep(): as in announce_tasks, with finished_ in the place of epoch_.
+void Scheduler::wake_driver() {
+  // SYNC: what was left for the driver becomes visible to it when it takes the call; a store would
+  // hide what others left that have called as well.
+  driver_is_called_.exchange(true, std::memory_order_seq_cst);
+  rouse_driver();
+  call_wake();
+}
+
 void Scheduler::announce_finished(uint32_t slot) {
   // SYNC: the results of all tasks of the job become visible to the driver that reads the bit.
   finished_.fetch_or(uint64_t{1} << slot, std::memory_order_seq_cst);
+  rouse_driver();
+}
+
+// Order against help_or_sleep(): as in announce_tasks, with finished_ or driver_is_called_ in the
+// place of epoch_.
+void Scheduler::rouse_driver() {
   if (driver_sleeps_.load(std::memory_order_seq_cst)) {
     const std::lock_guard lock(mutex_);
     driver_.notify_one();
@@ -341,6 +453,7 @@ bool Scheduler::take_finished(FinishedJob* job) {
   active_.fetch_and(~bit, std::memory_order_relaxed);
   free_slots_ |= bit;
   --n_active_;
+  n_gated_ -= slot.plan.n_open < slot.plan.n_tasks ? 1 : 0;
   leave_lane(slot.plan.lane);
   if (n_active_ != 0 && index == oldest_.load(std::memory_order_relaxed)) {
     const uint64_t turned = std::rotr(~free_slots_, static_cast<int>(index));
@@ -351,10 +464,18 @@ bool Scheduler::take_finished(FinishedJob* job) {
 }
 
 void Scheduler::help_or_sleep(uint64_t timeout_ns) {
+  help_or_wait(timeout_ns);
+  if (driver_is_called_.load(std::memory_order_relaxed)) {
+    // SYNC: pairs with wake_driver(): the caller of this looks around next and sees what was left.
+    driver_is_called_.exchange(false, std::memory_order_acquire);
+  }
+}
+
+void Scheduler::help_or_wait(uint64_t timeout_ns) {
   // SYNC: as in work().
   const uint32_t epoch = epoch_.load(std::memory_order_seq_cst);
   const uint64_t begin_ns = now_ns();
-  if (has_finished() || run_one(0) || spin(epoch, std::min(spin_ns_, timeout_ns), 0)) {
+  if (is_driver_wanted() || run_one(0) || spin(epoch, std::min(spin_ns_, timeout_ns), 0)) {
     return;
   }
   const uint64_t spun_ns = now_ns() - begin_ns;
@@ -362,12 +483,13 @@ void Scheduler::help_or_sleep(uint64_t timeout_ns) {
     return;
   }
   std::unique_lock lock(mutex_);
-  // SYNC: see announce_tasks() and announce_finished().
+  // SYNC: see announce_tasks() and rouse_driver().
   driver_sleeps_.store(true, std::memory_order_seq_cst);
   // Long timeouts are cut: callers loop, and deadlines far away overflow the clock's type.
   const uint64_t cut_ns = std::min<uint64_t>(timeout_ns - spun_ns, 1'000'000'000u);
   driver_.wait_for(lock, std::chrono::nanoseconds(cut_ns), [this, epoch] {
     return finished_.load(std::memory_order_seq_cst) != 0 ||
+           driver_is_called_.load(std::memory_order_seq_cst) ||
            epoch_.load(std::memory_order_seq_cst) != epoch;
   });
   driver_sleeps_.store(false, std::memory_order_relaxed);
@@ -408,14 +530,19 @@ void Scheduler::work(uint32_t thread) {
   }
 }
 
-// Whether tasks became ready or, for the driver (thread 0), a job has finished.
+bool Scheduler::is_driver_wanted() const {
+  return has_finished() || driver_is_called_.load(std::memory_order_relaxed);
+}
+
+// Whether tasks became ready or, for the driver (thread 0), something else ends its wait.
 bool Scheduler::spin(uint32_t seen_epoch, uint64_t spin_ns, uint32_t thread) {
   constexpr uint32_t kLooksPerClock = 16;
   const uint64_t begin_ns = now_ns();
   SharedSpin spin(&threads_[thread].share);
   do {
     for (uint32_t i = 0; i < kLooksPerClock; ++i) {
-      if (epoch_.load(std::memory_order_relaxed) != seen_epoch || (thread == 0 && has_finished())) {
+      if (epoch_.load(std::memory_order_relaxed) != seen_epoch ||
+          (thread == 0 && is_driver_wanted())) {
         spin.finish();
         return true;
       }

@@ -6,6 +6,10 @@
 // job that has one ready, so that all threads stay busy to the end of a job and a straggler costs
 // one task.
 //
+// The last stage may have a gate, where what its tasks need comes piece by piece from elsewhere: of
+// its tasks, only those below the gate may begin, and open() moves the gate up. A job that waits at
+// its gate holds its slot and no thread.
+//
 // Jobs belong to lanes, one for each client. Where several lanes have jobs, a thread takes the next
 // task from the lane that has been served least, by the cost of the tasks taken. A lane that comes
 // back counts as served nearly as much as the others: what it did not use is gone, but for
@@ -20,7 +24,8 @@
 // whose core others want sleeps at once (base/spin.h). Before a job is announced, workers are kept
 // off the driver's core (engine/tasks/placement.h).
 //
-// Threads: the driver thread calls everything. TaskSet::run is called on any thread.
+// Threads: the driver thread calls everything; open() and wake_driver() are for any thread.
+//          TaskSet::run is called on the driver and on workers.
 // Memory:  fixed: kMaxJobs slots.
 #ifndef KVM_ENGINE_TASKS_SCHEDULER_H_
 #define KVM_ENGINE_TASKS_SCHEDULER_H_
@@ -52,18 +57,34 @@ class TaskSet {
 
 // A JobPlan says how the tasks of a job are cut into stages and what they cost.
 struct JobPlan {
+  // LIMIT: beyond the number of a task, the word of a gate holds one bit.
+  static constexpr uint32_t kMaxTasks = UINT32_MAX >> 1;
+
   uint32_t n_first = 0;   // tasks [0, n_first) are the first stage
-  uint32_t n_tasks = 0;   // of all stages; at least 1
+  uint32_t n_tasks = 0;   // of all stages; at least 1, at most kMaxTasks
   uint32_t n_wake = 0;    // sleeping workers worth waking
   uint32_t n_middle = 0;  // beyond n_first: tasks [n_first, n_middle) are a stage of their own
   uint64_t cost = 0;      // of all tasks, in bytes of K and V that take as long to read
   uint32_t lane = 0;      // below Scheduler::kMaxLanes
+  // Tasks of the last stage from n_open on wait for Scheduler::open(); n_tasks or more: none does.
+  uint32_t n_open = UINT32_MAX;
 
-  // Says whether the stages follow each other within the tasks.
+  // The first task of the last stage.
+  constexpr uint32_t last_begin() const { return n_middle == 0 ? n_first : n_middle; }
+  // Says whether the stages follow each other within the tasks, and the gate is in the last one.
   constexpr bool is_valid() const {
-    return n_tasks >= 1 && n_first <= n_tasks && n_middle <= n_tasks &&
-           (n_middle == 0 || n_first <= n_middle);
+    return n_tasks >= 1 && n_tasks <= kMaxTasks && n_first <= n_tasks && n_middle <= n_tasks &&
+           (n_middle == 0 || n_first <= n_middle) && n_open >= last_begin();
   }
+};
+
+// A JobHandle names a started job for Scheduler::open(). It stays good after the job has ended, and
+// names no other job then (LIMIT: until its slot has had 2^32 more).
+struct JobHandle {
+  uint32_t slot = 0;
+  uint32_t generation = 0;  // of the slot's uses
+  uint32_t n_tasks = 0;     // as planned, like n_wake
+  uint32_t n_wake = 0;
 };
 
 // A FinishedJob says when the tasks of a job ran.
@@ -82,7 +103,9 @@ class Scheduler {
 
   // REQUIRES: n_threads >= 1.
   Scheduler(uint32_t n_threads, uint64_t spin_ns);
-  // Ends the workers after the tasks that they are running; the others never run.
+  // Ends the workers after the tasks that they are running; the others never run, open or not.
+  // REQUIRES: other threads have returned from open() and wake_driver(), and call neither again.
+  // That take_finished has returned a job does not say that the open() of its last tasks is over.
   ~Scheduler();
   Scheduler(const Scheduler&) = delete;
   Scheduler& operator=(const Scheduler&) = delete;
@@ -94,9 +117,16 @@ class Scheduler {
   uint32_t n_threads() const { return n_threads_; }
   bool has_room() const { return n_active_ < kMaxJobs; }
 
-  // `set` stays alive until take_finished has returned it.
+  // `set` stays alive until take_finished has returned it. Tasks may run before this returns: one
+  // that needs the handle has to wait for it, or to be opened by the thread that has stored it.
   // REQUIRES: has_room(), plan.is_valid().
-  void start(TaskSet* set, const JobPlan& plan);
+  JobHandle start(TaskSet* set, const JobPlan& plan);
+  // Lets the tasks below n_open begin as soon as their stage does; n_tasks or more: all. What the
+  // caller wrote before is visible to those that this call opens. Any thread, also within a task,
+  // and several at once: the greatest n_open counts. A call that opens nothing new changes nothing,
+  // also when the job has ended and its slot has another one.
+  // REQUIRES: start() has returned `job`, and that happened before this call.
+  void open(JobHandle job, uint32_t n_open);
   // Whether threads yield their cores now and then.
   void set_yielding(bool yields) { yields_.store(yields, std::memory_order_relaxed); }
   // Counts work of a lane that the driver did outside jobs.
@@ -108,10 +138,16 @@ class Scheduler {
   // True when take_finished has something.
   bool has_finished() const { return finished_.load(std::memory_order_relaxed) != 0; }
   // For a driver with nothing else to do: runs one ready task, or else spins and then sleeps until
-  // has_finished(), until a next stage opens, or until timeout_ns has passed.
+  // has_finished(), until tasks become ready, until wake_driver(), or until timeout_ns has passed.
   void help_or_sleep(uint64_t timeout_ns);
-  // Called on worker threads when a job has finished, or when a next stage has opened. When this
-  // returns the callback set before is not running and will not be called again.
+  // Makes the driver look around, after something was left for it: ends its help_or_sleep, or the
+  // next one if it is in none, and calls what set_wake was given. What the caller wrote before is
+  // visible to the driver then. Any thread.
+  void wake_driver();
+  // Called on other threads than the driver (which is who last called start()) when a job has
+  // finished, when a next stage or open() has made tasks ready, and by wake_driver(). It must not
+  // call the scheduler. When this returns the callback set before is not running and will not be
+  // called again.
   void set_wake(std::function<void()> wake);
 
   // Time that threads have spent in tasks, and adding to it for work done outside jobs.
@@ -119,12 +155,17 @@ class Scheduler {
   void add_busy_ns(uint64_t ns) { add_busy(0, ns); }
 
  private:
-  // INVARIANT: cursor and limit are (generation << 32 | task number). A task may be taken while
-  // both have the same generation and cursor < limit. The generation grows with each use of the
-  // slot, so a thread that looked at an older use takes nothing from the newer one.
+  // INVARIANT: cursor and limit are (generation << 32 | task number), and only grow. A task may be
+  // taken while both have the same generation and cursor < limit. The generation grows with each
+  // use of the slot, so a thread that looked at an older use takes nothing from the newer one, and
+  // opens nothing of it.
   struct alignas(64) Slot {
     std::atomic<uint64_t> cursor{0};
     std::atomic<uint64_t> limit{0};
+    // (generation << 32 | whether the last stage has begun << 31 | tasks that are open). One word,
+    // so that of the thread that ends the stage before and one that opens tasks, the later sees
+    // what the earlier did, and raises the limit.
+    std::atomic<uint64_t> gate{0};
     alignas(64) std::atomic<uint32_t> n_done{0};
     // Written by the driver while the slot is free, constant until its last task has ended.
     TaskSet* set = nullptr;
@@ -151,15 +192,22 @@ class Scheduler {
   bool take_fair_task(uint32_t* slot, uint32_t* task);
   bool has_ready_task(const Slot& slot) const;
   uint64_t least_served() const;
+  uint64_t least_ready(uint32_t but) const;
+  void catch_up(uint32_t lane);
   void enter_lane(uint32_t lane);
   void leave_lane(uint32_t lane);
   void run_task(uint32_t slot, uint32_t task, uint32_t thread);
+  static bool begin_stage(Slot* slot, const JobPlan& plan, uint32_t n_done);
+  static bool raise_limit(Slot* slot, uint64_t generation, uint32_t n_tasks);
   void announce_tasks(uint32_t n_wake);
   void announce_finished(uint32_t slot);
-  void wake_driver(uint32_t thread);
+  void rouse_driver();
+  void call_wake();
   void yield_in_time(uint32_t thread, uint64_t ran_ns);
   void add_busy(uint32_t thread, uint64_t ns);
   void work(uint32_t thread);
+  void help_or_wait(uint64_t timeout_ns);
+  bool is_driver_wanted() const;
   bool spin(uint32_t seen_epoch, uint64_t spin_ns, uint32_t thread);
   void sleep(uint32_t seen_epoch);
 
@@ -171,6 +219,7 @@ class Scheduler {
   uint32_t n_active_ = 0;
   uint32_t next_slot_ = 0;
   uint32_t n_busy_lanes_ = 0;
+  uint32_t n_gated_ = 0;       // active jobs that began with tasks behind a gate
   uint64_t virtual_time_ = 0;  // never back: what a lane counts as served that comes back
   std::array<Lane, kMaxLanes> lanes_;
   // Whether more than one lane has jobs.
@@ -179,6 +228,7 @@ class Scheduler {
   // Bit per slot with a job.
   alignas(64) std::atomic<uint64_t> active_{0};
   std::atomic<uint32_t> oldest_{0};  // slot where the search for tasks begins
+  std::atomic<std::thread::id> driver_id_;
   // Grows whenever tasks become ready, and at the end.
   alignas(64) std::atomic<uint32_t> epoch_{0};
   std::atomic<uint32_t> n_sleeping_{0};
@@ -186,6 +236,7 @@ class Scheduler {
   // Bit per slot whose job has ended.
   alignas(64) std::atomic<uint64_t> finished_{0};
   std::atomic<bool> driver_sleeps_{false};
+  std::atomic<bool> driver_is_called_{false};  // by wake_driver(), until help_or_sleep ends
   std::mutex wake_mutex_;
   std::function<void()> wake_;  // guarded by wake_mutex_
   std::mutex mutex_;            // guards nothing but the way into and out of sleep
