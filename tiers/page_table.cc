@@ -11,7 +11,7 @@
 
 namespace kvm::tiers {
 
-PageTable::PageTable(HostPool* pool) : pool_(pool) {}
+PageTable::PageTable(HostPool* pool, SlowTier* slow) : pool_(pool), slow_(slow) {}
 
 PageTable::~PageTable() = default;
 
@@ -37,12 +37,28 @@ bool PageTable::release(PageRef page) {
     return false;
   }
   --n_pages_;
-  page_bytes_ -= page_bytes(page);
+  n_pages_away_ -= of.frame == kNoFrame ? 1 : 0;
+  page_bytes_ -= of.frame == kNoFrame ? 0 : page_bytes(page);
   if (of.state != State::kMoving) {
-    pool_->free(of.frame);
-    forget(page);
+    forget_moved(page);
   }
   return true;
+}
+
+void PageTable::forget_moved(PageRef page) {
+  Record& of = record(page);
+  if (of.frame != kNoFrame) {
+    pool_->free(of.frame);
+  }
+  release_place(&of);
+  forget(page);
+}
+
+void PageTable::release_place(Record* record) {
+  if (record->place != kNoPlace) {
+    slow_->release(record->place);
+    record->place = kNoPlace;
+  }
 }
 
 void PageTable::forget(PageRef page) {
@@ -62,36 +78,100 @@ bool PageTable::unseal(PageRef page) {
   if (of.state == State::kMoving) {
     return false;
   }
+  KVM_ASSERT(of.frame != kNoFrame && (of.place == kNoPlace || of.n_refs == 1));
+  release_place(&of);
   of.state = State::kWritten;
   return true;
 }
 
 Result<PageTable::Move> PageTable::begin_move(PageRef page) {
   Record& of = record(page);
-  KVM_ASSERT(of.state == State::kSealed && of.n_refs > 0);
+  KVM_ASSERT(of.state == State::kSealed && of.n_refs > 0 && of.frame != kNoFrame);
   // Room for the frames that all moves leave, so that their ends need no memory.
   reserve_growing(left_, left_.size() + n_moving_ + 1);
   KVM_TRY_ASSIGN(const FrameRef frame, pool_->allocate(slab_class(page), page));
   of.state = State::kMoving;
   ++n_moving_;
+  ++n_targets_;
   return Move{page, frame, pool_->data(of.frame), pool_->data(frame), page_bytes(page)};
 }
 
 void PageTable::end_move(const Move& move) {
   Record& of = record(move.page);
-  KVM_ASSERT(of.state == State::kMoving && n_moving_ > 0);
+  KVM_ASSERT(of.state == State::kMoving && n_moving_ > 0 && n_targets_ > 0);
   --n_moving_;
+  --n_targets_;
   if (of.n_refs == 0) {
     pool_->free(move.frame);
-    pool_->free(of.frame);
-    forget(move.page);
+    forget_moved(move.page);
     return;
   }
-  pool_->set_owner(of.frame, kNoPage);  // whose name may soon be another's
-  left_.push_back({of.frame, epochs_.now()});
-  left_bytes_ += move.size_bytes;
+  leave_frame(move.page);
   of.frame = move.frame;
   of.state = State::kSealed;
+}
+
+void PageTable::leave_frame(PageRef page) {
+  const FrameRef frame = record(page).frame;
+  pool_->set_owner(frame, kNoPage);  // whose name may soon be another's
+  left_.push_back({frame, epochs_.now()});
+  left_bytes_ += page_bytes(page);
+}
+
+PageTable::Move PageTable::begin_leave(PageRef page) {
+  Record& of = record(page);
+  KVM_ASSERT(of.state == State::kSealed && of.n_refs > 0 && of.frame != kNoFrame);
+  reserve_growing(left_, left_.size() + n_moving_ + 1);
+  of.state = State::kMoving;
+  ++n_moving_;
+  return Move{page, kNoFrame, pool_->data(of.frame), nullptr, page_bytes(page)};
+}
+
+void PageTable::end_leave(const Move& move, PlaceId place) {
+  Record& of = record(move.page);
+  KVM_ASSERT(of.state == State::kMoving && n_moving_ > 0);
+  KVM_ASSERT(of.place == kNoPlace || of.place == place);
+  --n_moving_;
+  of.place = place;
+  of.state = State::kSealed;
+  if (of.n_refs == 0) {
+    forget_moved(move.page);
+  } else if (place != kNoPlace) {
+    leave_frame(move.page);
+    of.frame = kNoFrame;
+    ++n_pages_away_;
+    page_bytes_ -= move.size_bytes;
+  }
+}
+
+Result<PageTable::Move> PageTable::begin_fetch(PageRef page) {
+  Record& of = record(page);
+  KVM_ASSERT(of.state == State::kSealed && of.n_refs > 0 && of.frame == kNoFrame);
+  // What else moves may leave a frame before this ends.
+  reserve_growing(left_, left_.size() + n_moving_ + 1);
+  KVM_TRY_ASSIGN(const FrameRef frame, pool_->allocate(slab_class(page), page));
+  of.state = State::kMoving;
+  ++n_moving_;
+  ++n_targets_;
+  return Move{page, frame, nullptr, pool_->data(frame), page_bytes(page)};
+}
+
+void PageTable::end_fetch(const Move& move, bool is_there) {
+  Record& of = record(move.page);
+  KVM_ASSERT(of.state == State::kMoving && n_moving_ > 0 && n_targets_ > 0);
+  --n_moving_;
+  --n_targets_;
+  of.state = State::kSealed;
+  if (of.n_refs == 0 || !is_there) {
+    pool_->free(move.frame);
+  }
+  if (of.n_refs == 0) {
+    forget_moved(move.page);
+  } else if (is_there) {
+    of.frame = move.frame;
+    --n_pages_away_;
+    page_bytes_ += move.size_bytes;
+  }
 }
 
 bool PageTable::collect_movable(HostPool::ExtentRef extent, std::vector<PageRef>* pages) const {
@@ -179,9 +259,11 @@ void PageTable::free_slot(Directory& directory, uint32_t slot) {
 void PageTable::check_accounts() const {
   pool_->check_accounts();
   uint64_t n_pages = 0;
+  uint64_t n_pages_away = 0;
   uint64_t page_bytes = 0;
   uint64_t n_moving = 0;
   std::unordered_set<uint32_t> frames;
+  std::unordered_set<PlaceId> places;
   const auto add_frame = [&](FrameRef frame) {
     KVM_ASSERT(pool_->is_used(frame));
     KVM_ASSERT(frames.insert(frame.number).second);
@@ -195,10 +277,18 @@ void PageTable::check_accounts() const {
         continue;
       }
       ++n_names;
+      const bool is_in_memory = record.frame != kNoFrame;
       n_pages += record.n_refs > 0 ? 1 : 0;
-      page_bytes += record.n_refs > 0 ? directory.page_bytes : 0;
+      n_pages_away += record.n_refs > 0 && !is_in_memory ? 1 : 0;
+      page_bytes += record.n_refs > 0 && is_in_memory ? directory.page_bytes : 0;
       n_moving += record.state == State::kMoving ? 1 : 0;
       KVM_ASSERT(record.n_refs > 0 || record.state == State::kMoving);
+      KVM_ASSERT(record.place == kNoPlace || places.insert(record.place).second);
+      KVM_ASSERT(record.place == kNoPlace || record.state != State::kWritten);
+      if (!is_in_memory) {
+        KVM_ASSERT(record.place != kNoPlace && record.state != State::kWritten);
+        continue;
+      }
       add_frame(record.frame);
       KVM_ASSERT(pool_->slab_class(record.frame) == directory.slab_class);
       KVM_ASSERT(pool_->owner(record.frame) == make_page_ref(i, slot));
@@ -217,7 +307,8 @@ void PageTable::check_accounts() const {
     KVM_ASSERT(pool_->owner(left_[i].frame) == kNoPage);
   }
   KVM_ASSERT(n_pages == n_pages_ && page_bytes == page_bytes_ && n_moving == n_moving_);
-  KVM_ASSERT(frames.size() + n_moving == pool_->n_frames());
+  KVM_ASSERT(n_pages_away == n_pages_away_ && n_targets_ <= n_moving_);
+  KVM_ASSERT(frames.size() + n_targets_ == pool_->n_frames());
 }
 
 }  // namespace kvm::tiers

@@ -38,6 +38,7 @@ struct FrameRef {
 
   bool operator==(const FrameRef&) const = default;
 };
+inline constexpr FrameRef kNoFrame{kNoPage};
 
 class HostPool {
  public:

@@ -7,8 +7,11 @@
 #include <cstring>
 #include <iterator>
 #include <map>
+#include <memory>
 #include <random>
 #include <vector>
+
+#include "tiers/simulated/simulated_tier.h"
 
 namespace kvm::tiers {
 namespace {
@@ -434,6 +437,154 @@ TEST(ReadEpochs, AReaderMayStayForManyEpochs) {
   for (const uint64_t epoch : given_up) {
     EXPECT_TRUE(epochs.has_ended(epoch));
   }
+}
+
+// A transfer that a test begins and ends with the table's move.
+struct Way final : Transfer {
+  void on_done() noexcept override { is_done = true; }
+  PageTable::Move move;
+  bool is_done = false;
+};
+
+// Pages that leave and come back, that are shared and released at any point of their way, and whose
+// transfers end in any order or fail, against a map.
+TEST(PageTable, PagesLeaveAndComeBack) {
+  MemoryBudget budget(16 * kMiB);
+  HostPool pool(&budget, 4 * kMiB);
+  SimulatedTier tier({.capacity_bytes = 6 * kMiB, .is_manual = true});
+  PageTable table(&pool, &tier);
+  std::mt19937 generator(7);
+  const SlabClass slab_class = slab_class_of(4);
+  struct Held {
+    uint32_t n_refs = 1;
+    uint8_t mark = 0;
+    bool is_on_its_way = false;
+  };
+  std::map<PageRef, Held> held;
+  std::vector<std::unique_ptr<Way>> ways;
+  uint32_t n_failed = 0;
+  uint32_t n_left = 0;
+  uint32_t n_fetched = 0;
+  const auto any = [&] {
+    auto it = held.begin();
+    std::advance(it, generator() % held.size());
+    return it;
+  };
+  for (int step = 0; step < 20000; ++step) {
+    const auto dice = static_cast<uint32_t>(generator() % 10);
+    if (generator() % 50 == 0) {
+      const auto kind = generator() % 2 == 0 ? Transfer::Kind::kRead : Transfer::Kind::kWrite;
+      tier.fail_next(kind, 1 + generator() % 3, {KVM_ERR_IO, "a fault of the test"});
+    }
+    if (held.empty() || (dice < 2 && held.size() < 80)) {
+      const Result<PageRef> page = table.allocate(slab_class, payer_of(1));
+      if (page.is_ok()) {
+        const auto mark = static_cast<uint8_t>(generator());
+        std::memset(table.data(page.value()), mark, slab_class.page_bytes());
+        table.seal(page.value());
+        ASSERT_TRUE(held.emplace(page.value(), Held{1, mark}).second);
+      }
+    } else if (dice < 4) {
+      const auto it = any();
+      if (!it->second.is_on_its_way) {
+        auto way = std::make_unique<Way>();
+        if (table.is_in_memory(it->first)) {
+          way->kind = Transfer::Kind::kWrite;
+          way->move = table.begin_leave(it->first);
+          if (table.place(it->first) != kNoPlace) {
+            table.end_leave(way->move, table.place(it->first));
+            continue;
+          }
+          way->data = const_cast<std::byte*>(way->move.source);
+        } else {
+          const Result<PageTable::Move> move = table.begin_fetch(it->first);
+          if (!move.is_ok()) {
+            continue;
+          }
+          way->move = move.value();
+          way->place = table.place(it->first);
+          way->data = way->move.target;
+        }
+        EXPECT_TRUE(table.is_moving(it->first));
+        it->second.is_on_its_way = true;
+        way->size_bytes = static_cast<uint32_t>(way->move.size_bytes);
+        Transfer* transfer = way.get();
+        tier.submit({&transfer, 1});
+        ways.push_back(std::move(way));
+      }
+    } else if (dice < 6 && tier.n_waiting() != 0) {
+      tier.finish(generator() % tier.n_waiting());
+    } else if (dice < 8) {
+      std::erase_if(ways, [&](const std::unique_ptr<Way>& way) {
+        if (!way->is_done) {
+          return false;
+        }
+        n_failed += way->status.is_ok() ? 0 : 1;
+        if (way->kind == Transfer::Kind::kWrite) {
+          n_left += way->status.is_ok() ? 1 : 0;
+          table.end_leave(way->move, way->status.is_ok() ? way->place : kNoPlace);
+        } else {
+          n_fetched += way->status.is_ok() ? 1 : 0;
+          table.end_fetch(way->move, way->status.is_ok());
+        }
+        if (const auto it = held.find(way->move.page); it != held.end()) {
+          it->second.is_on_its_way = false;
+        }
+        return true;
+      });
+      while (table.free_left_frames()) {
+      }
+    } else if (dice == 8) {
+      const auto it = any();
+      if (table.is_in_memory(it->first)) {
+        const auto* data = reinterpret_cast<const uint8_t*>(table.data(it->first));
+        ASSERT_EQ(data[0], it->second.mark);
+        ASSERT_EQ(data[slab_class.page_bytes() - 1], it->second.mark);
+        // Who writes a page gives up what the tier has of it.
+        if (it->second.n_refs == 1 && table.unseal(it->first)) {
+          EXPECT_EQ(table.place(it->first), kNoPlace);
+          it->second.mark = static_cast<uint8_t>(generator());
+          std::memset(table.data(it->first), it->second.mark, slab_class.page_bytes());
+          table.seal(it->first);
+        }
+      }
+      table.add_ref(it->first);
+      ++it->second.n_refs;
+    } else {
+      const auto it = any();
+      if (--it->second.n_refs == 0) {
+        EXPECT_TRUE(table.release(it->first));
+        held.erase(it);
+      } else {
+        EXPECT_FALSE(table.release(it->first));
+      }
+    }
+    ASSERT_EQ(table.n_pages(), held.size());
+    if (step % 16 == 0) {
+      table.check_accounts();
+    }
+  }
+  EXPECT_GT(n_failed, 10u);
+  EXPECT_GT(n_left, 100u);
+  EXPECT_GT(n_fetched, 100u);
+  tier.finish_all();
+  for (const std::unique_ptr<Way>& way : ways) {
+    if (way->kind == Transfer::Kind::kWrite) {
+      table.end_leave(way->move, way->status.is_ok() ? way->place : kNoPlace);
+    } else {
+      table.end_fetch(way->move, way->status.is_ok());
+    }
+  }
+  for (const auto& [page, record] : held) {
+    for (uint32_t i = 0; i < record.n_refs; ++i) {
+      table.release(page);
+    }
+  }
+  while (table.free_left_frames()) {
+  }
+  table.check_accounts();
+  EXPECT_EQ(pool.n_frames(), 0u);
+  EXPECT_EQ(tier.used_bytes(), 0u);
 }
 
 }  // namespace
