@@ -5,6 +5,7 @@
 // The rooms of engine/; each includes only those before it:
 //
 //   tasks/      who computes: jobs, worker threads, cores, scratch memory
+//   stream/     brings pages of the slow tier to the tasks of a job
 //   space/      what a model looks like, and what a request may say to it: pure functions
 //   store/      sequences, their pages, what a head keeps besides, indexes; who pays for what
 //   index/      makes the indexes of a sequence and hands them to attention
@@ -44,6 +45,10 @@
 #include "engine/store/seq_page.h"
 #include "kvm.h"
 
+namespace kvm::tiers {
+class SlowTier;
+}  // namespace kvm::tiers
+
 namespace kvm::engine {
 
 struct EngineOptions {
@@ -53,11 +58,12 @@ struct EngineOptions {
   uint64_t max_sequences_per_client = 65536;
   TenantLimits tenant_limits;
   uint32_t max_spaces = 64;
-  bool pin_threads = false;             // bind worker i to core i
-  const Clock* clock = system_clock();  // of deadlines of requests; outlives the engine
-  uint64_t worker_spin_ns = 200000;     // how long an idle worker spins before it sleeps
-  uint64_t audit_every = 0;             // one of so many approximate answers is audited; 0: none
-  std::string cost_model;               // of KVM_MODE_AUTO, as engine/attend/cost_model.h reads it
+  bool pin_threads = false;              // bind worker i to core i
+  const Clock* clock = system_clock();   // of deadlines of requests; outlives the engine
+  uint64_t worker_spin_ns = 200000;      // how long an idle worker spins before it sleeps
+  uint64_t audit_every = 0;              // one of so many approximate answers is audited; 0: none
+  std::string cost_model;                // of KVM_MODE_AUTO, as engine/attend/cost_model.h reads it
+  tiers::SlowTier* slow_tier = nullptr;  // outlives the engine; null: there is none
 };
 
 using DoneCallback = std::function<void(RequestResult&&)>;
@@ -93,6 +99,16 @@ class Engine {
   // Frees a sequence, whoever owns it, once the requests before it are done: what its owner asks of
   // it later answers STALE. Fails: NOT_FOUND, STALE, LOST.
   virtual Status evict(kvm_seq_id seq) = 0;
+
+  // Begins to send what a sequence holds in memory to the slow tier: full pages, of heads of which
+  // no policy reads what it gives up. Requests go on meanwhile, and after it as before: exact
+  // attention and reads take such pages through a ring of frames. work() and poll() go on with it.
+  // Where the tier takes no more, the rest stays. Fails: as evict(), UNSUPPORTED (no slow tier).
+  virtual Status send_away(kvm_seq_id /*seq*/) {
+    return Status::fixed(KVM_ERR_UNSUPPORTED, "this engine has no slow tier");
+  }
+  virtual bool is_sending() const { return false; }
+  virtual uint64_t n_pages_away() const { return 0; }
 
   // Spaces are shared by all clients.
   virtual Result<kvm_space_id> register_space(const SpaceSpec& spec) = 0;

@@ -119,6 +119,12 @@ void lay_out_sums(AttendPlan* plan, Layout* layout) {
   }
 }
 
+// Whether the pages of a unit come window by window. One that sees nothing needs none.
+bool is_away(const AttendPlan& plan, const Unit& unit) {
+  const Head& head = plan.heads[unit.head];
+  return head.away != AttendPlan::kNoAway && head.plan.n_chunks != 0;
+}
+
 // Decides into how many pieces each unit is cut and where its states and queries lie.
 void lay_out(uint64_t task_cost, AttendPlan* plan) {
   Layout layout;
@@ -138,19 +144,19 @@ void lay_out(uint64_t task_cost, AttendPlan* plan) {
         first_of_head && (i + 1 == units.size() || units[i + 1].head != unit.head);
     unit.n_pieces = static_cast<uint32_t>(
         std::min<uint64_t>(n_chunks, (unit.cost + task_cost - 1) / task_cost));
-    unit.n_pieces = std::max(1u, unit.n_pieces);
+    unit.n_pieces = is_away(*plan, unit) ? AttendPlan::kInWindows : std::max(1u, unit.n_pieces);
     for (uint32_t h = unit.head; first_of_head && h < unit.head + unit.n_heads; ++h) {
       Head& head = plan->heads[h];
       const bool is_summed_later =
           head.sums != AttendPlan::kNoSums && plan->sums[head.sums].is_later;
       head.prepared_at = {};
-      if (!only_of_head || unit.n_pieces > 1 || is_summed_later) {
+      if (!only_of_head || unit.n_pieces != 1 || is_summed_later) {
         head.prepared_at = layout.take(head.plan.prepared_bytes);
         plan->prepare.push_back(h);
         plan->prepare_bytes += head.plan.prepared_bytes;
       }
     }
-    unit.states_at = unit.n_pieces > 1 ? layout.take(plan->unit_state_bytes(unit)) : MemoryAt{};
+    unit.states_at = unit.n_pieces != 1 ? layout.take(plan->unit_state_bytes(unit)) : MemoryAt{};
   }
   lay_out_sums(plan, &layout);
   plan->shared_bytes = layout.size_bytes();
@@ -171,7 +177,7 @@ uint64_t choose_task_cost(uint64_t wanted_cost, AttendPlan* plan) {
 void number_counters(AttendPlan* plan) {
   size_t n = 0;
   for (Unit& unit : plan->units) {
-    if (unit.n_pieces > 1) {
+    if (unit.n_pieces != 1) {
       unit.n_complete = {n};
       n += plan->heads[unit.head].plan.n_chunks;
     }
@@ -196,6 +202,10 @@ void add_tasks(uint64_t task_cost, AttendPlan* plan) {
   bool may_join = false;
   for (uint32_t i = 0; i < plan->units.size(); ++i) {
     const Unit& unit = plan->units[i];
+    if (unit.n_pieces == AttendPlan::kInWindows) {
+      may_join = false;
+      continue;
+    }
     if (unit.n_pieces == 1) {
       if (!may_join || gathered + unit.cost > task_cost) {
         tasks.push_back({.unit = i});
@@ -212,6 +222,70 @@ void add_tasks(uint64_t task_cost, AttendPlan* plan) {
       const auto begin = static_cast<uint32_t>(n_chunks * piece / unit.n_pieces);
       const auto end = static_cast<uint32_t>(n_chunks * (piece + 1) / unit.n_pieces);
       tasks.push_back({.unit = i, .n_units = 0, .first_chunk = begin, .n_chunks = end - begin});
+    }
+  }
+}
+
+// The pages of `away` that belong to an absolute chunk.
+Part<AwayPage> pages_of(const AttendPlan& plan, const AttendPlan::Away& away, uint64_t chunk,
+                        uint32_t chunk_tokens) {
+  const std::span<const AwayPage> pages = away.pages.in(plan.away_pages);
+  const uint64_t n_blocks = chunk_tokens / kPageTokens;
+  const auto at = [&](uint64_t block) {
+    return static_cast<size_t>(
+        std::partition_point(pages.begin(), pages.end(),
+                             [block](const AwayPage& page) { return page.block < block; }) -
+        pages.begin());
+  };
+  const size_t begin = at(chunk * n_blocks);
+  return {away.pages.begin + begin, at((chunk + 1) * n_blocks) - begin};
+}
+
+// The windows of an Away, whose units are [first, end), by position: of each chunk the tasks of all
+// units that have it.
+void add_windows(uint32_t index, uint32_t first, uint32_t end, AttendPlan* plan) {
+  std::vector<uint32_t> next(end - first);  // chunk of each unit
+  const auto chunk_of = [&](uint32_t unit) {
+    const attention::Plan& cut = plan->heads[plan->units[unit].head].plan;
+    const uint32_t at = next[unit - first];
+    return at < cut.n_chunks ? cut.absolute(cut.first_chunk + at) : UINT64_MAX;
+  };
+  for (;;) {
+    uint64_t chunk = UINT64_MAX;
+    for (uint32_t u = first; u < end; ++u) {
+      chunk = std::min(chunk, chunk_of(u));
+    }
+    if (chunk == UINT64_MAX) {
+      return;
+    }
+    const auto window = static_cast<uint32_t>(plan->windows.size());
+    for (uint32_t u = first; u < end; ++u) {
+      if (chunk_of(u) == chunk) {
+        plan->tasks.push_back({.unit = u,
+                               .n_units = 0,
+                               .first_chunk = next[u - first]++,
+                               .n_chunks = 1,
+                               .window = window});
+      }
+    }
+    const uint32_t chunk_tokens = plan->heads[plan->units[first].head].plan.chunk_tokens;
+    plan->windows.push_back({.away = index,
+                             .pages = pages_of(*plan, plan->aways[index], chunk, chunk_tokens),
+                             .tasks_end = static_cast<uint32_t>(plan->tasks.size())});
+  }
+}
+
+void add_all_windows(AttendPlan* plan) {
+  plan->n_tasks_there = static_cast<uint32_t>(plan->tasks.size());
+  const std::vector<Unit>& units = plan->units;
+  for (uint32_t i = 0; i < units.size();) {
+    const uint32_t away = plan->heads[units[i].head].away;
+    const uint32_t first = i;
+    while (i < units.size() && plan->heads[units[i].head].away == away) {
+      ++i;
+    }
+    if (away != AttendPlan::kNoAway) {
+      add_windows(away, first, i, plan);
     }
   }
 }
@@ -255,6 +329,7 @@ Status cut_into_tasks(const TaskCrew& crew, size_t other_bytes, AttendPlan* plan
   KVM_TRY(plan->check_size(plan->shared_bytes + other_bytes));
   number_counters(plan);
   add_tasks(task_cost, plan);
+  add_all_windows(plan);
   add_sum_tasks(crew.n_threads, plan);
   KVM_CHECK_INVARIANT(plan->is_valid());
   return Status::ok();

@@ -55,7 +55,11 @@ void AttendPlan::clear() {
   keep(&units, &rest.units);
   keep(&prepare, &rest.prepare);
   keep(&tasks, &rest.tasks);
+  keep(&windows, &rest.windows);
   keep(&sum_tasks, &rest.sum_tasks);
+  keep(&away_pages, &rest.away_pages);
+  keep(&away_views, &rest.away_views);
+  keep(&aways, &rest.aways);
   *this = std::move(rest);
 }
 
@@ -115,12 +119,15 @@ bool AttendPlan::covers_all_rows() const {
 bool AttendPlan::covers_all_chunks() const {
   uint32_t head = 0;
   uint32_t shard = 0;
-  uint32_t unit = 0;
-  uint32_t chunk = 0;
-  for (const Task& task : tasks) {
+  uint32_t window = 0;
+  std::vector<uint32_t> next(units.size());  // chunk of each unit
+  const auto n_chunks = [&](uint32_t unit) {
+    return std::max(1u, heads[units[unit].head].plan.n_chunks);
+  };
+  for (uint32_t i = 0; i < tasks.size(); ++i) {
+    const Task& task = tasks[i];
     if (task.is_approx) {
-      if (unit != 0 || chunk != 0 || head >= approx.size() || task.unit != head ||
-          task.first_chunk != shard) {
+      if (head >= approx.size() || task.unit != head || task.first_chunk != shard) {
         return false;
       }
       const bool is_last = ++shard == approx[head].plan.n_shards;
@@ -128,22 +135,36 @@ bool AttendPlan::covers_all_chunks() const {
       shard = is_last ? 0 : shard;
       continue;
     }
-    if (unit >= units.size() || task.unit != unit || task.first_chunk != chunk) {
+    const uint32_t n_units = std::max(1u, task.n_units);
+    if (task.unit > units.size() || n_units > units.size() - task.unit) {
       return false;
     }
-    if (task.n_units != 0) {
-      unit += task.n_units;
-      continue;
+    for (uint32_t u = task.unit; u < task.unit + n_units; ++u) {
+      const bool is_windowed = units[u].n_pieces == kInWindows;
+      const uint32_t n = task.n_units != 0 ? n_chunks(u) : task.n_chunks;
+      if (task.first_chunk != next[u] || n == 0 || n > n_chunks(u) - next[u] ||
+          is_windowed != (task.window != kNoWindow) || is_windowed != (i >= n_tasks_there) ||
+          (is_windowed && task.n_units != 0)) {
+        return false;
+      }
+      next[u] += n;
     }
-    chunk += task.n_chunks;
-    const bool is_last = chunk == heads[units[unit].head].plan.n_chunks;
-    if (task.n_chunks == 0) {
-      return false;
+    if (task.window != kNoWindow) {
+      const bool is_new = window < windows.size() && i == windows[window].tasks_end;
+      window += is_new ? 1 : 0;
+      if (window >= windows.size() || task.window != window || task.n_chunks != 1) {
+        return false;
+      }
     }
-    unit += is_last ? 1 : 0;
-    chunk = is_last ? 0 : chunk;
   }
-  return head == approx.size() && shard == 0 && unit == units.size() && chunk == 0;
+  for (uint32_t u = 0; u < units.size(); ++u) {
+    if (next[u] != n_chunks(u)) {
+      return false;
+    }
+  }
+  const bool has_all_windows =
+      windows.empty() || (window + 1 == windows.size() && windows.back().tasks_end == tasks.size());
+  return head == approx.size() && shard == 0 && has_all_windows;
 }
 
 bool AttendPlan::covers_all_sums() const {
@@ -201,7 +222,7 @@ bool AttendPlan::is_laid_out_apart() const {
 bool AttendPlan::counts_apart() const {
   std::vector<Stretch> all;
   for (const Unit& unit : units) {
-    if (unit.n_pieces > 1) {
+    if (unit.n_pieces != 1) {
       all.push_back({unit.n_complete.index, heads[unit.head].plan.n_chunks});
     }
   }

@@ -17,10 +17,15 @@
 // answered exactly, it is left to a second plan (plan_left), in which such problems are cut and
 // ganged like any other.
 //
+// Where pages of a view are away, in the slow tier, its units are cut by windows: chunk by chunk,
+// the tasks of all its heads, so that a page is read once for all of them (PageStream). Views of
+// one item and head class, which see the same pages by other rules, have their windows together.
+//
 // The bits of the results do not depend on the cut: attention/attention.h fixes them by chunk.
 //
-// Once it is cut a plan does not change. It names places in the memory that tasks share, and
-// counters, by their numbers; both belong to the executor.
+// Once it is cut a plan does not change, but for the addresses of what comes window by window. It
+// names places in the memory that tasks share, and counters, by their numbers; both belong to the
+// executor.
 #ifndef KVM_ENGINE_ATTEND_ATTEND_PLAN_H_
 #define KVM_ENGINE_ATTEND_ATTEND_PLAN_H_
 
@@ -35,6 +40,7 @@
 #include "base/kv_view.h"
 #include "base/status.h"
 #include "engine/space/validate.h"
+#include "engine/store/store_types.h"
 
 namespace kvm::engine {
 
@@ -94,9 +100,29 @@ struct AttendPlan {
     uint32_t row = 0;     // of the tensors, of query token 0
     uint32_t q_head = 0;  // of the layer, of q head 0 of the group
     uint32_t sums = kNoSums;
+    uint32_t away = kNoAway;
     MemoryAt prepared_at;  // not set: whoever evaluates it prepares its queries
   };
   static constexpr uint32_t kNoSums = UINT32_MAX;
+  static constexpr uint32_t kNoAway = UINT32_MAX;
+
+  // An Away is the pages of an item and a head class that are away.
+  struct Away {
+    Part<AwayPage> pages;
+    // The views that see them, in the order of their heads: the runs of each, and the first of its
+    // heads.
+    struct View {
+      Part<KvRun> runs;
+      uint32_t first_head = 0;
+    };
+    Part<View> views;
+  };
+  // A Window is a chunk of an Away: what is there of its pages at a time.
+  struct Window {
+    uint32_t away = 0;
+    Part<AwayPage> pages;
+    uint32_t tasks_end = 0;  // behind the last task of it, among `tasks`
+  };
 
   // Sums is the attention mass of tokens of a head that chooses by it.
   struct Sums {
@@ -118,13 +144,14 @@ struct AttendPlan {
     uint32_t head = 0;
     uint32_t n_heads = 1;  // from `head` on; more than one are a gang
     attention::RowRange rows;
-    uint32_t n_pieces = 1;  // 1: whole
-    MemoryAt states_at;     // where n_pieces > 1: [n_heads][n_chunks] states
-    // Where n_pieces > 1: [n_chunks], for each chunk how many of the two nodes are complete that
+    uint32_t n_pieces = 1;  // 1: whole; kInWindows: a chunk each
+    MemoryAt states_at;     // where n_pieces != 1: [n_heads][n_chunks] states
+    // Where n_pieces != 1: [n_chunks], for each chunk how many of the two nodes are complete that
     // the merge from its state needs. Whoever completes the second merges.
     CounterAt n_complete;
     uint64_t cost = 0;
   };
+  static constexpr uint32_t kInWindows = 0;
 
   // An ApproxHead is a problem that is solved approximately.
   struct ApproxHead {
@@ -149,7 +176,9 @@ struct AttendPlan {
     uint32_t first_chunk = 0;  // counted from the plan's first
     uint32_t n_chunks = 0;
     bool is_approx = false;  // shard `first_chunk` of approx[unit]
+    uint32_t window = kNoWindow;
   };
+  static constexpr uint32_t kNoWindow = UINT32_MAX;
 
   // A SumTask is positions of one head whose mass is summed up.
   struct SumTask {
@@ -178,7 +207,7 @@ struct AttendPlan {
   uint32_t layer = 0;
   Tensor err;
 
-  // What problems refer to.
+  // What problems refer to. A run of a page that is away has its address once its window is there.
   std::vector<KvRun> runs;
   std::vector<PositionRange> ranges;
   // For queries that are turned for the sinks the identity, then a rotation for each query token,
@@ -191,12 +220,17 @@ struct AttendPlan {
   std::vector<Head> heads;
   std::vector<Sums> sums;
   std::vector<ApproxHead> approx;
+  std::vector<AwayPage> away_pages;
+  std::vector<Away::View> away_views;
+  std::vector<Away> aways;
 
   // The cut. Tasks come in this order: one for each of `prepare`, one for each of `approx`; then
-  // `tasks`; then `sum_tasks`.
+  // `tasks`, those of windows last; then `sum_tasks`.
   std::vector<Unit> units;
   std::vector<uint32_t> prepare;  // heads whose queries are prepared in shared memory
   std::vector<Task> tasks;
+  uint32_t n_tasks_there = 0;  // before those of windows
+  std::vector<Window> windows;
   std::vector<SumTask> sum_tasks;
   size_t shared_bytes = 0;
   size_t n_counters = 0;

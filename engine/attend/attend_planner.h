@@ -69,7 +69,8 @@ class AttendPlanner {
     Part<PositionRange> exclude;
     Part<QueryTransform> transforms;
     Part<float> rotations;
-    Part<IndexPart> indexes;   // of the heads of the class; empty: exact
+    Part<IndexPart> indexes;  // of the heads of the class; empty: exact
+    uint32_t away = AttendPlan::kNoAway;
     uint64_t n_keys = 0;       // for statistics
     uint64_t n_cost_keys = 0;  // for the cut
   };
@@ -82,6 +83,7 @@ class AttendPlanner {
   Status add_views(const Store& store, const Sequence* seq, const View& whole);
   Status collect_runs(const Store& store, const Sequence* seq, View* view);
   void add_index(const Store& store, const Sequence* seq, View* view);
+  void add_away(View* view);
   Status choose_rule(const View& whole, View* view);
   void count_keys(size_t first_view, KvRuns runs);
   void add_ranges(const kvm_item& item, View* view);
@@ -123,6 +125,7 @@ class AttendPlanner {
   float scale_ = 0;
   std::vector<View> views_;
   std::vector<IndexPart> indexes_;
+  std::vector<AwayPage> away_;  // of the view whose runs were collected last
   VisibleKeys visible_keys_;
   size_t n_extra_views_ = 0;
   // AUTO with a time: what part of the time that it takes exactly each problem with an index gets.

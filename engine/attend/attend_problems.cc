@@ -24,6 +24,7 @@ constexpr uint64_t kFlopsPerByte = 16;
 void AttendPlanner::clear() {
   empty(&views_);
   empty(&indexes_);
+  empty(&away_);
   plan_ = nullptr;
   n_extra_views_ = 0;
   time_share_ = 0;
@@ -138,6 +139,14 @@ uint32_t AttendPlanner::add_heads(uint32_t view_index, uint32_t first_head, uint
   KVM_ASSERT(first_head <= n_heads && (indexes.empty() || indexes.size() == n_heads));
   KVM_ASSERT(view.first_row + view.n_rows <= request_->items[view.item].n_query);
   attention::Problem p = problem_of(view);
+  if (view.away != AttendPlan::kNoAway && first_head == 0) {
+    Part<AttendPlan::Away::View>& views = plan_->aways[view.away].views;
+    views.begin = views.n == 0 ? plan_->away_views.size() : views.begin;
+    ++views.n;
+    plan_->away_views.push_back(
+        {.runs = view.runs, .first_head = static_cast<uint32_t>(plan_->heads.size())});
+    KVM_ASSERT(views.begin + views.n == plan_->away_views.size());
+  }
   for (uint32_t h = first_head; h < n_heads; ++h) {
     if (*n_left == 0) {
       return h;
@@ -169,7 +178,9 @@ void AttendPlanner::add_exact(const attention::Problem& problem, uint32_t view_i
   head.view = view_index;
   head.row = first_row(view);
   head.q_head = q_head;
+  head.away = view.away;
   if (problem.wants_column_sums) {
+    KVM_ASSERT(view.away == AttendPlan::kNoAway);  // such lists stay in memory
     const KvRun& last = problem.runs.back();
     head.sums = static_cast<uint32_t>(plan_->sums.size());
     plan_->sums.push_back({.head = static_cast<uint32_t>(plan_->heads.size()),

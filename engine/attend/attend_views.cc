@@ -133,9 +133,11 @@ Status AttendPlanner::add_views(const Store& store, const Sequence* seq, const V
       }
       view.end_row = end;
       view.runs = {.begin = plan_->runs.size()};
+      away_.clear();
       if (!sees_nothing) {
         KVM_TRY(collect_runs(store, seq, &view));
       }
+      add_away(&view);
       const bool is_turned = view.first_row >= n_plain;
       if (is_turned) {
         turn_sinks(view.runs.begin, retention(view).n_sinks);
@@ -160,7 +162,8 @@ Status AttendPlanner::add_views(const Store& store, const Sequence* seq, const V
 
 Status AttendPlanner::collect_runs(const Store& store, const Sequence* seq, View* view) {
   const bool is_packed = request_->items[view->item].n_ranges == 0;
-  store.collect_runs(seq, request_->layer_begin, view->class_index, &plan_->runs, is_packed);
+  store.collect_runs(seq, request_->layer_begin, view->class_index, &plan_->runs, is_packed,
+                     &away_);
   if (plan_->runs.size() > kMaxListedPages) {
     return {KVM_ERR_LIMIT,
             fmt::format("the items up to {} see more than {} pages of {} tokens in all; attend to "
@@ -168,6 +171,19 @@ Status AttendPlanner::collect_runs(const Store& store, const Sequence* seq, View
                         view->item, kMaxListedPages, kPageTokens)};
   }
   return Status::ok();
+}
+
+// A view of which pages are away is answered exactly, as they come: its index, if it has one, would
+// choose rows that are not there.
+void AttendPlanner::add_away(View* view) {
+  if (away_.empty() || view->away != AttendPlan::kNoAway) {
+    return;  // or the same pages as those of the rows before
+  }
+  view->away = static_cast<uint32_t>(plan_->aways.size());
+  view->indexes = {};
+  view->max_rows = UINT32_MAX;
+  plan_->aways.push_back({.pages = {plan_->away_pages.size(), away_.size()}});
+  plan_->away_pages.insert(plan_->away_pages.end(), away_.begin(), away_.end());
 }
 
 const Retention& AttendPlanner::retention(const View& view) const {
@@ -328,8 +344,10 @@ void AttendPlanner::turn_sinks(size_t run_begin, uint64_t n_sinks) {
     KvRun rest = runs[i];
     const uint64_t k_bytes = space_->head_dim_k * dtype_size_bytes(rest.dtype_k);
     const uint64_t v_bytes = space_->head_dim_v * dtype_size_bytes(rest.dtype_v);
-    rest.k = static_cast<const std::byte*>(rest.k) + n * k_bytes;
-    rest.v = static_cast<const std::byte*>(rest.v) + n * v_bytes;
+    if (rest.k != nullptr) {  // or the page is away
+      rest.k = static_cast<const std::byte*>(rest.k) + n * k_bytes;
+      rest.v = static_cast<const std::byte*>(rest.v) + n * v_bytes;
+    }
     rest.k_scale = rest.k_scale == nullptr ? nullptr : rest.k_scale + n;
     rest.v_scale = rest.v_scale == nullptr ? nullptr : rest.v_scale + n;
     rest.log_weight = rest.log_weight == nullptr ? nullptr : rest.log_weight + n;

@@ -28,10 +28,14 @@ PlannedBuild plan_index_build(StoreMemory* memory, Sequence* seq, uint32_t layer
   }
   auto build = std::make_unique<IndexBuild>(
       seq, space, own, ref, IndexBuild::blocks_to_plan(space, own, ref, n_blocks), max_cost);
+  const uint64_t block_begin = build->position_begin() / kPageTokens;
+  const uint64_t block_end = div_up(build->position_end(), kPageTokens);
+  if (!are_in_memory(*memory, seq, own, block_begin, block_end)) {
+    return {};  // what is away is read exactly, and without an index
+  }
   std::vector<std::vector<KvRun>> class_runs(space.layers[own].classes.size());
   for (uint32_t c = 0; c < class_runs.size(); ++c) {
-    collect_between(*memory, seq, own, c, build->position_begin() / kPageTokens,
-                    div_up(build->position_end(), kPageTokens), &class_runs[c]);
+    collect_between(*memory, seq, own, c, block_begin, block_end, &class_runs[c]);
   }
   std::vector<SeenQueries> seen;
   for (uint32_t i = 0; i < seq->observed.size(); ++i) {

@@ -9,18 +9,22 @@
 #include <new>
 #include <optional>
 #include <span>
+#include <thread>
 #include <unordered_map>
 #include <utility>
 
 #include "attention/kernel_table.h"
 #include "base/assert.h"
 #include "base/clock.h"
+#include "base/counted.h"
 #include "base/machine.h"
 #include "base/undo.h"
 #include "engine/attend/audit.h"
 #include "engine/attend/cost_model.h"
+#include "engine/run/arrivals.h"
 #include "engine/run/fair_queue.h"
 #include "engine/run/page_moves.h"
+#include "engine/run/page_sends.h"
 #include "engine/run/request.h"
 #include "engine/run/sequence_order.h"
 #include "engine/space/refusal.h"
@@ -50,6 +54,10 @@ constexpr uint64_t kRowsPerRead = 16;
 constexpr uint64_t kMaxStartNs = 200'000;
 // So many go at a time of a sequence that is freed or cut, or of a client that leaves: some 0.2 ms.
 constexpr uint64_t kFreePages = 4096;
+// Of a stream: so many windows on their way, where there is memory for them.
+constexpr uint64_t kMaxSlots = 8;
+// The longest chunk of attention/.
+constexpr uint64_t kMaxWindowPages = 8192 / kPageTokens;
 // In whose name evict() frees: no client has this id.
 constexpr ClientId kService = 0;
 // Of pages that move, beside the lanes of clients.
@@ -109,10 +117,13 @@ class EngineImpl final : public Engine {
         workspaces_(options.n_threads),
         costs_(cost_model, options.n_threads),
         auditor_(options.audit_every),
+        arrivals_(&scheduler_),
+        sends_(&arrivals_),
         scheduler_(options.n_threads, options.worker_spin_ns) {
     idle_.reserve(kMaxIdleRequests);
     gone_seqs_.reserve(kFreePages);  // a sequence counts as a page at least
   }
+  ~EngineImpl() override { stop_transfers(); }
   // Fails: as Scheduler::start_workers.
   Status start_workers() { return scheduler_.start_workers(options_.pin_threads); }
 
@@ -120,13 +131,21 @@ class EngineImpl final : public Engine {
   void remove_client(ClientId client, std::function<void()> on_gone) override;
   QuotaBook& quotas() override { return store_->quotas(); }
   Status evict(kvm_seq_id seq) override;
+  Status send_away(kvm_seq_id seq) override;
+  bool is_sending() const override { return !sends_.is_idle(); }
+  uint64_t n_pages_away() const override { return store_->memory().pages().n_pages_away(); }
 
   Result<kvm_space_id> register_space(const SpaceSpec& spec) override {
     // AUTO has a choice where there are indexes.
     if (!spec.indexes.empty()) {
       costs_.prepare();
     }
-    return store_->register_space(spec);
+    KVM_TRY_ASSIGN(const kvm_space_id space, store_->register_space(spec));
+    const Status status = make_rings(space);
+    if (!status.is_ok()) {
+      return status;
+    }
+    return space;
   }
   Result<kvm_space_id> find_space(const std::string& name) override {
     return store_->find_space(name);
@@ -242,6 +261,27 @@ class EngineImpl final : public Engine {
   void index_more(Request* request);
   void start_work(Request* request);
   void start_job(Request* request, JobPlan plan);
+  // Memory for two windows of the space's largest, at least. Fails: as StoreMemory::grow_rings.
+  Status make_rings(kvm_space_id space);
+  // Brings the tails that a request appends to back, where they are away. Returns whether it has to
+  // wait for that.
+  bool fetch_tails(Request* request);
+  // Whether it counts among those of its client that run.
+  void count_running(Request* request);
+  void uncount_running(Request* request);
+  void enter_fetching(Request* request);
+  // Begins the stream of a request, or lines it up for a ring.
+  void open_stream(Request* request);
+  bool take_ring(Request* request);
+  void serve_ring_waiters();
+  void start_stream(Request* request);
+  // Goes on with a request in Phase::kFetching.
+  void fetch_more(Request* request);
+  // After its last task. Returns what became of its transfers.
+  Status close_stream(Request* request);
+  // Looks at what has come.
+  bool take_arrivals();
+  void stop_transfers();
   // Goes on as begin() said: fails, goes on planning, or runs.
   void launch(Request* request, Status status, const JobPlan& plan, bool is_small);
   // Does the next bit of a request that has some left for the driver itself; false: there is none.
@@ -261,6 +301,9 @@ class EngineImpl final : public Engine {
   void find_retention_work(Request* request);
   void run_retention(Request* request);
   void abandon(Request* request);
+  void fail(Request* request, Status status);
+  // A step towards sending away what send_away() named. Returns whether there was one to make.
+  bool send_more();
   void finish(Request* request, Status status);
   uint32_t deliver();
   void drop_waiting(Request* request, Status status);
@@ -283,6 +326,9 @@ class EngineImpl final : public Engine {
   FairQueue fair_queue_;
   uint64_t start_ns_ = 0;                    // spent on starting since the last poll()
   uint64_t free_lanes_ = ~uint64_t{0} >> 1;  // but kMovesLane
+  RequestLine ring_waiters_;                 // in Phase::kFetching: others have the rings
+  RequestLine tail_waiters_;                 // likewise: others fetch their tails
+  RequestLine turn_waiters_;   // likewise: their pages are there, and others of their client run
   RequestLine index_waiters_;  // begun; other requests build what they share of an index
   RequestLine unfinished_;     // begun, and not indexed, planned or freed to the end; or ending
   uint32_t next_work_ = 0;
@@ -298,6 +344,8 @@ class EngineImpl final : public Engine {
   uint64_t finished_ns_ = 0;   // when a request was last
   Costs costs_;
   Auditor auditor_;
+  Arrivals arrivals_;
+  PageSends sends_;
   Scheduler scheduler_;  // last: its workers end before anything they use
 };
 
@@ -335,6 +383,8 @@ void EngineImpl::remove_client(ClientId client, std::function<void()> on_gone) {
       request->is_abandoned.store(true, std::memory_order_relaxed);
       if (request->is_pending()) {
         dropped_.push_back(request.get());
+      } else if (request->phase == Phase::kFetching) {
+        arrivals_.post(request.get());
       }
     }
   }
@@ -405,11 +455,12 @@ void EngineImpl::forget_service() {
 
 Request* EngineImpl::take_request(ClientId client, RequestTag tag) {
   if (idle_.empty()) {
-    idle_.push_back(std::make_unique<Request>(&workspaces_));
+    idle_.push_back(std::make_unique<Request>(&workspaces_, &arrivals_));
   }
   requests_.reserve(requests_.size() + 1 > requests_.capacity() ? 2 * requests_.size() + 1 : 0);
   dropped_.reserve(requests_.capacity());
   unblocked_.reserve(requests_.capacity());
+  arrivals_.reserve(requests_.capacity());
   requests_.push_back(std::move(idle_.back()));
   idle_.pop_back();
   Request* request = requests_.back().get();
@@ -418,6 +469,7 @@ Request* EngineImpl::take_request(ClientId client, RequestTag tag) {
   request->tag = tag;
   request->phase = Phase::kWaiting;
   request->is_orphan = false;
+  request->is_running = false;
   request->is_abandoned.store(false, std::memory_order_relaxed);
   request->submitted_ns = now_ns();
   request->result = RequestResult{};
@@ -429,6 +481,7 @@ Request* EngineImpl::take_request(ClientId client, RequestTag tag) {
 
 void EngineImpl::give_back(Request* request) {
   RequestNames::leave(request);
+  arrivals_.forget(request);
   const auto client = clients_.find(request->client);
   if (client != clients_.end()) {
     KVM_ASSERT(client->second.n_requests != 0);
@@ -658,7 +711,7 @@ void EngineImpl::start(Request* request) {
   KVM_ASSERT(request->ticket.may_run() && !request->LineHook::is_linked());
   request->enter(Phase::kIndexing);
   request->read_epoch = epochs().begin();
-  ++clients_.at(request->client).queue.n_running;
+  count_running(request);
   try {
     find_index_work(request);
   } catch (const std::bad_alloc&) {
@@ -724,6 +777,9 @@ void EngineImpl::index_more(Request* request) {
 }
 
 void EngineImpl::start_work(Request* request) {
+  if (fetch_tails(request)) {
+    return;
+  }
   JobPlan plan;
   bool is_small = false;
   Status status;
@@ -754,6 +810,10 @@ void EngineImpl::launch(Request* request, Status status, const JobPlan& plan, bo
     unfinished_.push_back(*request);
     return;
   }
+  if (request->source() != nullptr) {
+    open_stream(request);
+    return;
+  }
   request->enter(Phase::kComputing);
   if (plan.n_tasks == 0 || is_small) {
     run_here(request, plan);
@@ -767,6 +827,264 @@ void EngineImpl::start_job(Request* request, JobPlan plan) {
   scheduler_.start(request, plan);
 }
 
+// --- Pages of the slow tier ---------------------------------------------------------------------
+
+Status EngineImpl::make_rings(kvm_space_id id) {
+  if (options_.slow_tier == nullptr) {
+    return Status::ok();
+  }
+  KVM_TRY_ASSIGN(const Space* space, store_->space(id));
+  uint64_t window_bytes = 0;
+  for (const Layer& layer : space->layers) {
+    for (const HeadClass& cls : layer.classes) {
+      window_bytes = std::max(window_bytes, kMaxWindowPages * cls.slab_class.page_bytes());
+    }
+  }
+  const Status status = store_->memory().grow_rings(2 * window_bytes);
+  if (!status.is_ok()) {
+    const Status dropped = store_->drop_space(id);
+    KVM_ASSERT(dropped.is_ok() || dropped.code() == KVM_ERR_BUSY);
+  }
+  return status;
+}
+
+bool EngineImpl::fetch_tails(Request* request) {
+  const auto* step = std::get_if<StepRequest>(&request->what);
+  if (step == nullptr || !step->append || store_->memory().pages().n_pages_away() == 0) {
+    return false;
+  }
+  Status status;
+  try {
+    std::vector<Sequence*> seqs;
+    for (const kvm_item& item : step->items) {
+      const Result<Sequence*> seq = store_->find_seq(request->client, item.seq);
+      const AppendItem appended = {.seq = seq.is_ok() ? seq.value() : nullptr,
+                                   .layer = step->layer_begin,
+                                   .position = item.append_position,
+                                   .n_tokens = item.n_append};
+      if (item.n_append != 0 && seq.is_ok() && store_->check_append(appended).is_ok()) {
+        seqs.push_back(seq.value());
+      }
+    }
+    const Result<TailFetch::Next> next =
+        request->tails.begin(&store_->memory(), seqs, step->layer_begin, request);
+    if (next.is_ok() && next.value() == TailFetch::Next::kDone) {
+      return false;
+    }
+    enter_fetching(request);
+    if (next.is_ok() && next.value() == TailFetch::Next::kClaimed) {
+      tail_waiters_.push_back(*request);
+    }
+    status = next.status();
+  } catch (const std::bad_alloc&) {
+    status = no_memory();
+  }
+  if (!status.is_ok()) {
+    finish(request, std::move(status));
+  }
+  return true;
+}
+
+void EngineImpl::count_running(Request* request) {
+  KVM_ASSERT(!request->is_running);
+  request->is_running = true;
+  ++clients_.at(request->client).queue.n_running;
+}
+
+// Those of its client that wait for a turn may have one now.
+void EngineImpl::uncount_running(Request* request) {
+  if (request->is_running) {
+    request->is_running = false;
+    KVM_ASSERT(clients_.at(request->client).queue.n_running != 0);
+    --clients_.at(request->client).queue.n_running;
+    unfinished_.splice(unfinished_.end(), turn_waiters_);
+  }
+}
+
+// What waits for pages takes no turn from what does not.
+void EngineImpl::enter_fetching(Request* request) {
+  if (request->phase != Phase::kFetching) {
+    request->enter(Phase::kFetching);
+  }
+  uncount_running(request);
+}
+
+void EngineImpl::open_stream(Request* request) {
+  enter_fetching(request);
+  // In turns: who needs much is not passed by those who need little.
+  ring_waiters_.push_back(*request);
+  serve_ring_waiters();
+}
+
+// False: others have the rings.
+bool EngineImpl::take_ring(Request* request) {
+  tiers::RingMemory& rings = store_->memory().rings();
+  StreamShape shape = request->stream_shape();
+  const uint64_t fitting =
+      shape.slot_bytes == 0 ? kMaxSlots : rings.size_bytes() / 2 / shape.slot_bytes;
+  shape.n_slots = static_cast<uint32_t>(
+      std::min<uint64_t>(shape.n_windows, std::clamp<uint64_t>(fitting, 2, kMaxSlots)));
+  if (shape.ring_bytes() == 0) {
+    request->stream.begin(options_.slow_tier, request->source(), request, shape, nullptr);
+    return true;
+  }
+  KVM_ASSERT(shape.ring_bytes() <= rings.size_bytes());  // or it would wait for ever
+  std::byte* ring = rings.take(shape.ring_bytes());
+  if (ring == nullptr) {
+    return false;
+  }
+  Undo giving_back([&] { rings.give_back(ring, shape.ring_bytes()); });
+  request->stream.begin(options_.slow_tier, request->source(), request, shape, ring);
+  giving_back.dismiss();
+  return true;
+}
+
+void EngineImpl::start_stream(Request* request) {
+  request->stream.start();
+  if (request->stream.is_ready() || request->source()->is_part_there()) {
+    fetch_more(request);
+  }
+}
+
+void EngineImpl::fetch_more(Request* request) {
+  if (request->tails.has_begun()) {
+    if (!request->tails.is_over()) {
+      return;
+    }
+    Status status = request->tails.end(&store_->memory());
+    unfinished_.splice(unfinished_.end(), tail_waiters_);
+    if (request->is_orphan) {
+      finish(request, client_is_gone());
+    } else if (!status.is_ok()) {
+      finish(request, std::move(status));
+    } else {
+      count_running(request);
+      start_work(request);
+    }
+    return;
+  }
+  if (!request->stream.has_begun()) {
+    // It waited for others: for their rings, or, before it has begun, for tails that they fetch.
+    const bool has_begun = request->source() != nullptr;
+    if (request->is_orphan) {
+      has_begun ? abandon(request) : finish(request, client_is_gone());
+    } else if (has_begun) {
+      open_stream(request);
+    } else {
+      count_running(request);
+      start_work(request);
+    }
+    return;
+  }
+  if (request->is_orphan) {
+    request->stream.stop();
+    if (request->stream.is_over()) {
+      const Status status = close_stream(request);
+      abandon(request);
+    }
+    return;
+  }
+  Client& client = clients_.at(request->client);
+  if (!may_start(client.queue)) {
+    (scheduler_.has_room() ? turn_waiters_ : unfinished_).push_back(*request);
+    return;
+  }
+  count_running(request);
+  JobPlan plan = std::holds_alternative<StepRequest>(request->what) ? request->step.plan()
+                                                                    : request->read.plan();
+  plan.lane = client.lane;
+  request->enter(Phase::kComputing);
+  request->stream.start_job(&scheduler_, request, plan);
+}
+
+Status EngineImpl::close_stream(Request* request) {
+  if (!request->stream.has_begun()) {
+    return Status::ok();
+  }
+  tiers::RingMemory& rings = store_->memory().rings();
+  std::byte* ring = request->stream.ring();
+  const uint64_t ring_bytes = request->stream.shape().ring_bytes();
+  Status status = request->stream.end();
+  if (ring != nullptr) {
+    rings.give_back(ring, ring_bytes);
+  }
+  serve_ring_waiters();
+  return status;
+}
+
+void EngineImpl::serve_ring_waiters() {
+  while (!ring_waiters_.empty()) {
+    Request* next = &ring_waiters_.front();
+    bool has_ring = false;
+    Status status;
+    try {
+      has_ring = take_ring(next);
+    } catch (const std::bad_alloc&) {
+      status = no_memory();
+    }
+    if (status.is_ok() && !has_ring) {
+      return;
+    }
+    ring_waiters_.pop_front();
+    if (status.is_ok()) {
+      start_stream(next);
+    } else {
+      fail(next, std::move(status));
+    }
+  }
+}
+
+bool EngineImpl::take_arrivals() {
+  bool has_done = false;
+  while (Request* request = arrivals_.take()) {
+    if (request->phase != Phase::kFetching) {
+      continue;
+    }
+    has_done = true;
+    if (request->LineHook::is_linked()) {
+      request->LineHook::unlink();
+    }
+    fetch_more(request);
+  }
+  return send_more() || has_done;
+}
+
+Status EngineImpl::send_away(kvm_seq_id seq) {
+  if (options_.slow_tier == nullptr) {
+    return Engine::send_away(seq);
+  }
+  KVM_TRY(store_->find_any_seq(seq).status());
+  sends_.add(seq);
+  return Status::ok();
+}
+
+bool EngineImpl::send_more() {
+  try {
+    return sends_.go_on(store_.get());
+  } catch (const std::bad_alloc&) {
+    return false;
+  }
+}
+
+// Tasks of requests that have begun may still run; what they read stays until the scheduler is
+// gone.
+void EngineImpl::stop_transfers() {
+  sends_.stop(&store_->memory());
+  for (const auto& request : requests_) {
+    if (request->stream.has_begun()) {
+      request->stream.stop();
+    }
+    while ((request->stream.has_begun() && !request->stream.is_over()) ||
+           !request->tails.is_over()) {
+      std::this_thread::yield();
+    }
+    if (request->stream.has_begun() && request->stream.ring() != nullptr) {
+      store_->memory().rings().give_back(request->stream.ring(),
+                                         request->stream.shape().ring_bytes());
+    }
+  }
+}
+
 bool EngineImpl::go_on_with_one() {
   if (unfinished_.empty() || !scheduler_.has_room()) {
     return false;
@@ -776,6 +1094,9 @@ bool EngineImpl::go_on_with_one() {
   switch (request->phase) {
     case Phase::kIndexing:
       index_more(request);
+      break;
+    case Phase::kFetching:
+      fetch_more(request);
       break;
     case Phase::kPlanning:
       plan_more(request);
@@ -811,9 +1132,13 @@ void EngineImpl::plan_more(Request* request) {
 // waits for all of the others.
 bool EngineImpl::work() {
   next_work_ = (next_work_ + 1) % 4;
+  if (arrivals_.has_any() && take_arrivals()) {
+    return true;
+  }
   const bool has_done = (next_work_ == 1 && go_on_with_one()) || (next_work_ == 2 && start_one()) ||
                         (next_work_ == 3 && reclaim_some());
-  return has_done || scheduler_.run_one() || go_on_with_one() || start_one() || reclaim_some();
+  return has_done || scheduler_.run_one() || go_on_with_one() || start_one() || reclaim_some() ||
+         (sends_.is_ready() && send_more());
 }
 
 Status EngineImpl::begin(Request* request, JobPlan* plan, bool* is_small) {
@@ -934,8 +1259,10 @@ void EngineImpl::retire(const FinishedJob& job) {
       index_more(request);
       break;
     case Phase::kComputing:
-      if (request->is_orphan) {
+      if (Status status = close_stream(request); request->is_orphan) {
         abandon(request);
+      } else if (!status.is_ok()) {
+        fail(request, std::move(status));
       } else {
         retire_computed(request);
       }
@@ -1035,12 +1362,18 @@ void EngineImpl::abandon(Request* request) {
   finish(request, client_is_gone());
 }
 
+// Ends a request that has begun, and comes to nothing.
+void EngineImpl::fail(Request* request, Status status) {
+  if (std::holds_alternative<StepRequest>(request->what)) {
+    request->step.abandon(*store_);
+  }
+  finish(request, std::move(status));
+}
+
 void EngineImpl::finish(Request* request, Status status) {
-  uint32_t& n_running = clients_.at(request->client).queue.n_running;
-  KVM_ASSERT(!request->is_started() || n_running != 0);
   KVM_ASSERT(!request->LineHook::is_linked());
   if (request->is_started()) {
-    --n_running;
+    uncount_running(request);
     epochs().end(request->read_epoch);
   }
   ++totals_.n_requests;
@@ -1069,6 +1402,9 @@ uint32_t EngineImpl::poll() {
   uint32_t n_retired = 0;
   start_ns_ = 0;
   auditor_.collect(*store_);
+  if (arrivals_.has_any()) {
+    take_arrivals();
+  }
   for (uint32_t round = 0; round < kMaxPollRounds; ++round) {
     FinishedJob job;
     while (scheduler_.take_finished(&job)) {
@@ -1161,7 +1497,8 @@ void EngineImpl::wait(uint64_t timeout_ns) {
   uint64_t waited_ns = 0;
   do {
     if (!done_.empty() || scheduler_.has_finished() || can_start() ||
-        (!unfinished_.empty() && scheduler_.has_room())) {
+        (!unfinished_.empty() && scheduler_.has_room()) || arrivals_.has_any() ||
+        sends_.is_ready()) {
       return;
     }
     scheduler_.help_or_sleep(timeout_ns - waited_ns);
@@ -1187,7 +1524,12 @@ Result<std::vector<MemoryPiece>> EngineImpl::layer_memory(kvm_seq_id id, uint32_
   for (uint32_t c = 0; c < space.storage(layer).classes.size(); ++c) {
     tiers::SlabClass slab = space.head_class(layer, c).slab_class;
     runs.clear();
-    store_->collect_runs(seq, layer, c, &runs);
+    std::vector<AwayPage> away;
+    store_->collect_runs(seq, layer, c, &runs, true, &away);
+    if (!away.empty()) {
+      return Status(KVM_ERR_UNSUPPORTED, fmt::format("{} of layer {} are in the slow tier",
+                                                     counted(away.size(), "page"), layer));
+    }
     for (const KvRun& run : runs) {
       slab.dtype_k = run.dtype_k;  // demoted pages have other dtypes than their class
       slab.dtype_v = run.dtype_v;
@@ -1246,6 +1588,7 @@ Result<std::unique_ptr<Engine>> Engine::open(const EngineOptions& given) {
   store_options.max_sequences_per_client = options.max_sequences_per_client;
   store_options.tenant_limits = options.tenant_limits;
   store_options.max_spaces = options.max_spaces;
+  store_options.slow_tier = options.slow_tier;
   store_options.cached_bytes = std::min(options.host_capacity_bytes / 2, kMaxCachedBytes);
   KVM_TRY_ASSIGN(std::unique_ptr<Store> store, Store::open(store_options));
   if (options.default_quota_bytes == 0) {

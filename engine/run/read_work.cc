@@ -7,12 +7,17 @@
 
 #include "base/assert.h"
 #include "base/counted.h"
+#include "base/round.h"
 #include "codecs/convert.h"
+#include "engine/store/stored_runs.h"
+#include "tiers/host/ring_memory.h"
 
 namespace kvm::engine {
 namespace {
 
 constexpr uint64_t kTaskBytes = 256 << 10;
+// Of a window, about: half as many as one of attention may have, for which rings are made.
+constexpr uint32_t kWindowPages = 64;
 
 // How the pages of a run are laid out: a demoted one has other dtypes than its head class.
 tiers::SlabClass page_class(const HeadClass& cls, const KvRun& run) {
@@ -54,6 +59,7 @@ Status ReadWork::begin(const Store& store, const Sequence* seq, const ReadReques
   runs_.clear();
   pieces_.clear();
   task_ends_.clear();
+  windows_.clear();
   tensors_ = &tensors;
   KVM_TRY(store.check_read(seq, request.layer, request.position, request.n_tokens));
   const Space& space = store.seq_space(seq);
@@ -63,18 +69,27 @@ Status ReadWork::begin(const Store& store, const Sequence* seq, const ReadReques
   for (uint32_t c = 0; c < space.storage(request.layer).classes.size(); ++c) {
     const HeadClass& cls = space.head_class(request.layer, c);
     runs_.clear();
-    store.collect_runs(seq, request.layer, c, &runs_, false);
+    away_.clear();
+    store.collect_runs(seq, request.layer, c, &runs_, false, &away_);
+    auto away = away_.begin();
     for (KvRun run : runs_) {
+      AwayPage page;
+      if (away != away_.end() && away->block == run.position / kPageTokens) {
+        page = *away++;
+      }
       const uint64_t begin = std::max(run.position, request.position);
       const uint64_t run_end = std::min(run.position + run.n_tokens, end);
       if (begin >= run_end) {
         continue;
       }
       const tiers::SlabClass slab = page_class(cls, run);
-      skip_tokens(run, slab, begin - run.position);
+      if (page.slab_class == nullptr) {
+        skip_tokens(run, slab, begin - run.position);
+      }
+      run.position = begin;
       run.n_tokens = static_cast<uint16_t>(run_end - begin);
       KVM_ASSERT(begin - request.position + run.n_tokens <= request.n_tokens);
-      pieces_.push_back({run, begin - request.position, &cls});
+      pieces_.push_back({run, begin - request.position, &cls, page});
       task_bytes += run.n_tokens * slab.n_heads * slab.token_bytes();
       if (task_bytes >= kTaskBytes) {
         task_ends_.push_back(static_cast<uint32_t>(pieces_.size()));
@@ -91,8 +106,64 @@ Status ReadWork::begin(const Store& store, const Sequence* seq, const ReadReques
            .n_tasks = static_cast<uint32_t>(task_ends_.size()),
            .n_wake = static_cast<uint32_t>(std::min<uint64_t>(n_threads - 1, bytes >> 19)),
            .cost = bytes};
-  is_small_ = bytes < kTaskBytes;
+  cut_windows();
+  is_small_ = bytes < kTaskBytes && windows_.empty();
   return Status::ok();
+}
+
+// Whole tasks, until what they read is worth a window.
+void ReadWork::cut_windows() {
+  Window window;
+  uint32_t piece = 0;
+  for (uint32_t task = 0; task < task_ends_.size(); ++task) {
+    for (; piece < task_ends_[task]; ++piece) {
+      const AwayPage& away = pieces_[piece].away;
+      window.n_pages += away.slab_class != nullptr ? 1 : 0;
+      window.size_bytes += away.size_bytes;
+    }
+    window.tasks_end = task + 1;
+    if (window.n_pages >= kWindowPages || window.tasks_end == task_ends_.size()) {
+      windows_.push_back(window);
+      window = {};
+    }
+  }
+  if (std::ranges::all_of(windows_, [](const Window& w) { return w.n_pages == 0; })) {
+    windows_.clear();
+  }
+}
+
+StreamShape ReadWork::stream_shape() const {
+  StreamShape shape;
+  shape.n_windows = static_cast<uint32_t>(windows_.size());
+  for (const Window& window : windows_) {
+    shape.max_pages = std::max(shape.max_pages, window.n_pages);
+    shape.slot_bytes = std::max(shape.slot_bytes, window.size_bytes);
+  }
+  shape.slot_bytes = round_up(shape.slot_bytes, tiers::RingMemory::kAlign);
+  return shape;
+}
+
+uint32_t ReadWork::window_of(uint32_t task) const {
+  if (windows_.empty()) {
+    return kNoWindow;
+  }
+  const auto found = std::ranges::upper_bound(windows_, task, {}, &Window::tasks_end);
+  return static_cast<uint32_t>(found - windows_.begin());
+}
+
+uint32_t ReadWork::place_window(uint32_t window, std::byte* slot, StreamRead* reads) {
+  const uint32_t first_task = window == 0 ? 0 : windows_[window - 1].tasks_end;
+  const uint32_t begin = first_task == 0 ? 0 : task_ends_[first_task - 1];
+  uint32_t n = 0;
+  for (uint32_t i = begin; i < task_ends_[windows_[window].tasks_end - 1]; ++i) {
+    const AwayPage& away = pieces_[i].away;
+    if (away.slab_class != nullptr) {
+      reads[n++] = {away.place, slot, away.size_bytes};
+      point_to_page(*away.slab_class, slot, &pieces_[i].run);
+      slot += away.size_bytes;
+    }
+  }
+  return n;
 }
 
 void ReadWork::run(uint32_t task) const {

@@ -18,10 +18,13 @@
 #include "engine/engine.h"
 #include "engine/index/index_work.h"
 #include "engine/retention/retention_work.h"
+#include "engine/run/arrivals.h"
 #include "engine/run/read_work.h"
 #include "engine/run/sequence_order.h"
 #include "engine/run/step.h"
+#include "engine/run/tail_fetch.h"
 #include "engine/space/validate.h"
+#include "engine/stream/page_stream.h"
 #include "engine/tasks/scheduler.h"
 
 namespace kvm::engine {
@@ -29,7 +32,8 @@ namespace kvm::engine {
 // A Phase says where a request is in its life. Only the driver changes it, and never while tasks of
 // the request run, which it tells what to do.
 //
-//   kWaiting -> kReady -> kIndexing -> [kPlanning] -> kComputing -> kRetaining -> kDone
+//   kWaiting -> kReady -> kIndexing -> [kFetching] -> [kPlanning] -> [kFetching] -> kComputing ->
+//                                      kRetaining -> kDone
 //                                   -> kInParts -> kDone
 //
 // Any phase may end in kDone: the request fails, is cancelled, or its client leaves.
@@ -37,6 +41,7 @@ enum class Phase : uint8_t {
   kWaiting,    // behind an earlier request of one of its sequences
   kReady,      // may start as soon as the scheduler has room
   kIndexing,   // started: what it wants of indexes is made first
+  kFetching,   // waits for a tail to append to, for a ring, or for its first window
   kPlanning,   // a step that has begun and is not planned to its end
   kInParts,    // frees or cuts a sequence, some pages at a time
   kComputing,  // its own tasks
@@ -52,10 +57,12 @@ constexpr bool may_follow(Phase phase, Phase next) {
     case Phase::kReady:
       return next == Phase::kIndexing || next == Phase::kDone;
     case Phase::kIndexing:
-      return next == Phase::kPlanning || next == Phase::kInParts || next == Phase::kComputing ||
-             next == Phase::kDone;
+      return next == Phase::kFetching || next == Phase::kPlanning || next == Phase::kInParts ||
+             next == Phase::kComputing || next == Phase::kDone;
+    case Phase::kFetching:
+      return next == Phase::kPlanning || next == Phase::kComputing || next == Phase::kDone;
     case Phase::kPlanning:
-      return next == Phase::kComputing || next == Phase::kDone;
+      return next == Phase::kFetching || next == Phase::kComputing || next == Phase::kDone;
     case Phase::kComputing:
       return next == Phase::kRetaining || next == Phase::kDone;
     case Phase::kInParts:
@@ -84,10 +91,17 @@ inline Access access_of(SeqVerb verb) {
 }
 
 // A Request is used again from request to request: its buffers keep their size.
-struct Request final : TaskSet, LineHook, NameHook {
-  explicit Request(std::vector<ThreadWorkspace>* workspaces) : thread_workspaces(workspaces) {}
+struct Request final : TaskSet, StreamListener, LineHook, NameHook {
+  Request(std::vector<ThreadWorkspace>* workspaces, Arrivals* arrived)
+      : thread_workspaces(workspaces), arrivals(arrived) {}
+
+  void on_arrival() noexcept override { arrivals->post(this); }
 
   void run(uint32_t task, uint32_t thread) override {
+    if (phase == Phase::kComputing && window_of(task) != AttendPlan::kNoWindow) {
+      run_in_window(task, thread);
+      return;
+    }
     // Slices of policies are short, and are never left half done.
     if (is_abandoned.load(std::memory_order_relaxed) && phase != Phase::kRetaining) {
       return;
@@ -112,6 +126,35 @@ struct Request final : TaskSet, LineHook, NameHook {
     }
   }
 
+  // The window must hear that the task is over, even where it has had nothing to do.
+  void run_in_window(uint32_t task, uint32_t thread) {
+    if (!is_abandoned.load(std::memory_order_relaxed) && !stream.has_failed()) {
+      if (std::holds_alternative<StepRequest>(what)) {
+        step.run(task, (*thread_workspaces)[thread]);
+      } else {
+        read.run(task);
+      }
+    }
+    stream.end_task(window_of(task));
+  }
+  uint32_t window_of(uint32_t task) const {
+    if (!stream.has_begun()) {
+      return AttendPlan::kNoWindow;
+    }
+    return std::holds_alternative<StepRequest>(what) ? step.window_of(task) : read.window_of(task);
+  }
+  // What comes window by window; null: nothing does.
+  StreamSource* source() {
+    if (std::holds_alternative<StepRequest>(what)) {
+      return step.windows();
+    }
+    return std::holds_alternative<ReadRequest>(what) && read.has_windows() ? &read : nullptr;
+  }
+  StreamShape stream_shape() {
+    return std::holds_alternative<StepRequest>(what) ? step.windows()->shape()
+                                                     : read.stream_shape();
+  }
+
   void enter(Phase next) {
     KVM_ASSERT(may_follow(phase, next));
     phase = next;
@@ -123,6 +166,9 @@ struct Request final : TaskSet, LineHook, NameHook {
     switch (phase) {
       case Phase::kPlanning:
         return std::holds_alternative<StepRequest>(what);
+      case Phase::kFetching:
+        return std::holds_alternative<StepRequest>(what) ||
+               std::holds_alternative<ReadRequest>(what);
       case Phase::kInParts:
         return seq != nullptr && (seq->verb == SeqVerb::kTruncate || seq->verb == SeqVerb::kFree ||
                                   seq->verb == SeqVerb::kPublish || seq->verb == SeqVerb::kTake);
@@ -136,10 +182,13 @@ struct Request final : TaskSet, LineHook, NameHook {
   bool is_started() const { return !is_pending() && phase != Phase::kDone; }
 
   std::vector<ThreadWorkspace>* thread_workspaces;
+  Arrivals* arrivals;
+  bool is_posted = false;  // theirs
   ClientId client = 0;
   RequestTag tag;
   Phase phase = Phase::kWaiting;
-  bool is_orphan = false;  // its client is gone: no callback
+  bool is_orphan = false;   // its client is gone: no callback
+  bool is_running = false;  // it counts as that: started, and not waiting for pages
   // The same for tasks, which then do nothing: nobody sees what they would have written.
   std::atomic<bool> is_abandoned{false};
   uint64_t cost = 0;   // estimate, in bytes of K and V that are read or written
@@ -156,6 +205,8 @@ struct Request final : TaskSet, LineHook, NameHook {
   Step step;
   ReadWork read;
   RetentionWork retention;  // what it ends with
+  TailFetch tails;
+  PageStream stream;  // of its windows, from when it has a ring to the end of its job
 };
 
 // A RequestLine has requests in order, of which each stands in one line at most. Any leaves it by

@@ -82,7 +82,7 @@ void Step::rest() {
 
 void Step::make_plan(ThreadWorkspace& workspace) {
   const uint64_t cost = append_.n_bytes() + attend_plan_.prepare_bytes + attend_plan_.cost;
-  is_small_ = cost < kSmallCost;
+  is_small_ = cost < kSmallCost && !has_windows();
   const bool copy_now = append_.n_bytes() < kSmallAppendBytes;
   const bool prepare_now =
       attend_plan_.prepare_bytes < kSmallPrepareBytes && (copy_now || attend_plan_.approx.empty());
@@ -102,6 +102,7 @@ void Step::make_plan(ThreadWorkspace& workspace) {
   } else {
     n_prepared_ += attend_plan_.n_prepare_tasks();
   }
+  windows_.begin(&attend_plan_, n_prepared_);
   plan_.n_first = attend_plan_.approx.empty() ? n_prepared_ : n_copies_;
   plan_.n_middle = n_prepared_;
   plan_.n_tasks = n_prepared_ + static_cast<uint32_t>(attend_plan_.tasks.size());

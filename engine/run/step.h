@@ -20,6 +20,7 @@
 #include "engine/attend/attend_executor.h"
 #include "engine/attend/attend_plan.h"
 #include "engine/attend/attend_planner.h"
+#include "engine/attend/attend_stream.h"
 #include "engine/engine.h"
 #include "engine/run/append_work.h"
 #include "engine/space/validate.h"
@@ -50,6 +51,14 @@ class Step {
   const JobPlan& plan() const { return plan_; }
   // True when handing tasks to other threads would take longer than running them.
   bool is_small() const { return is_small_; }
+  // The windows of what it attends to that is away; null: there are none.
+  AttendStream* windows() { return attends_ && has_windows() ? &windows_ : nullptr; }
+  // The window of a task, or AttendPlan::kNoWindow.
+  uint32_t window_of(uint32_t task) const {
+    return is_second_ || task < n_prepared_ || !has_windows()
+               ? AttendPlan::kNoWindow
+               : attend_plan_.tasks[task - n_prepared_].window;
+  }
   uint64_t n_rows() const { return attend_plan_.n_rows; }
   // Returns the sequences of the items.
   const std::vector<Sequence*>& seqs() const { return seqs_; }
@@ -72,6 +81,7 @@ class Step {
   // After planner_ has begun or gone on: abandons a request that failed, and makes plan_ of one
   // that is planned.
   Status check_planned(Store& store, Status status, ThreadWorkspace& workspace);
+  bool has_windows() const { return !attend_plan_.windows.empty(); }
   void make_plan(ThreadWorkspace& workspace);
   void evaluate_second(uint32_t task, ThreadWorkspace& workspace);
   void prepare(uint32_t task, ThreadWorkspace& workspace);
@@ -79,6 +89,7 @@ class Step {
   AppendWork append_;
   AttendPlanner planner_;
   AttendPlan attend_plan_;  // made by planner_, carried out by executor_
+  AttendStream windows_;
   AttendExecutor executor_;
   AttendPlan left_plan_;  // of what executor_ left, for left_executor_
   AttendExecutor left_executor_;

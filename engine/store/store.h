@@ -172,8 +172,11 @@ class Store final {
   // Nothing for an ABSENT layer. Valid until the next call that changes this sequence.
   // Tokens that a head chose to keep have consecutive positions where is_packed
   // (engine/store/kept_tokens.h).
+  // Runs of pages that are away have no addresses (point_to_page); those pages are appended to
+  // *away by position. REQUIRES: where `away` is null, all are in memory.
   void collect_runs(const Sequence* seq, uint32_t layer, uint32_t class_index,
-                    std::vector<KvRun>* runs, bool is_packed = true) const;
+                    std::vector<KvRun>* runs, bool is_packed = true,
+                    std::vector<AwayPage>* away = nullptr) const;
   // Pins the pages of those runs that have kPageTokens tokens, so that the runs stay valid. Pages
   // that nobody else has any more are given back, and taken off the account, by unpin_pages.
   // The client of the sequence must not be removed before. read_epoch: of the reader that

@@ -210,7 +210,8 @@ void Recount::compare_accounts() {
   KVM_ASSERT(index_page_bytes == totals.page_bytes);
   KVM_ASSERT(charged_bytes == memory_.charged_bytes());
   KVM_ASSERT(memory_.used_bytes() == memory_.extent_bytes() + charged_bytes + totals.charged_bytes +
-                                         memory_.unreclaimed_bytes());
+                                         memory_.unreclaimed_bytes() +
+                                         memory_.rings().size_bytes());
 }
 
 }  // namespace

@@ -30,6 +30,7 @@ constexpr uint64_t kUnmapForRoom = uint64_t{32} << 20;
 StoreMemory::StoreMemory(const StoreOptions& options)
     : budget_(options.host_capacity_bytes),
       pool_(&budget_, std::min(options.cached_bytes, options.host_capacity_bytes / 8)),
+      pages_(&pool_, options.slow_tier),
       reclaimer_(&budget_),
       quotas_(options.tenant_limits) {}
 
@@ -149,6 +150,13 @@ void StoreMemory::uncharge(Account* account, uint64_t size_bytes) {
   account->quota->give_back(Resource::kBytes, size_bytes);
   charged_bytes_ -= size_bytes;
   budget_.uncharge(size_bytes);
+}
+
+Status StoreMemory::grow_rings(uint64_t size_bytes) {
+  if (size_bytes > rings_.size_bytes()) {
+    pool_.make_room(size_bytes - rings_.size_bytes());
+  }
+  return rings_.grow_to(size_bytes);
 }
 
 // --- Making room --------------------------------------------------------------------------------

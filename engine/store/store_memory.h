@@ -26,6 +26,7 @@
 #include "kvm.h"
 #include "tiers/budget.h"
 #include "tiers/host/host_pool.h"
+#include "tiers/host/ring_memory.h"
 #include "tiers/page_table.h"
 
 namespace kvm::engine {
@@ -80,6 +81,11 @@ class StoreMemory final : private PageRelief {
       pool_.reopen(extent);
     }
   }
+  // What pages of the slow tier pass through.
+  tiers::RingMemory& rings() { return rings_; }
+  const tiers::RingMemory& rings() const { return rings_; }
+  // Makes it so large. Fails: as RingMemory::grow_to.
+  Status grow_rings(uint64_t size_bytes);
   void release(tiers::PageRef page) { PageBank::release_page(&pages_, payers_, page); }
 
   // That the quotas have room for `need` bytes, if need be without indexes. Fails: QUOTA.
@@ -166,7 +172,8 @@ class StoreMemory final : private PageRelief {
 
   tiers::MemoryBudget budget_;
   tiers::HostPool pool_;
-  tiers::PageTable pages_{&pool_};
+  tiers::PageTable pages_;
+  tiers::RingMemory rings_{&budget_};
   TableReclaimer reclaimer_;
   QuotaBook quotas_;
   Accounts accounts_;

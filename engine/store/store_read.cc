@@ -3,6 +3,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/assert.h"
 #include "engine/store/store.h"
 #include "engine/store/stored_runs.h"
 
@@ -12,29 +13,40 @@ using tiers::PageRef;
 
 namespace {
 
-KvRun run_of(const tiers::PageTable& pages, const PageEntry& entry) {
-  const tiers::SlabClass& slab_class = pages.slab_class(entry.page);
-  const std::byte* data = pages.data(entry.page);
+// Without addresses.
+KvRun tokens_of(const tiers::SlabClass& slab_class, const PageEntry& entry) {
   KvRun run;
-  run.k = data + entry.first * slab_class.k_row_bytes();
-  run.v = data + slab_class.v_offset() + entry.first * slab_class.v_row_bytes();
-  if (slab_class.has_log_weights) {
-    run.log_weight =
-        reinterpret_cast<const float*>(data + slab_class.log_weight_offset()) + entry.first;
-  }
   run.position = entry.position();
   run.n_tokens = entry.count;
   run.dtype_k = slab_class.dtype_k;
   run.dtype_v = slab_class.dtype_v;
-  run.k_scale = slab_class.k_scales(data, entry.first);
-  run.v_scale = slab_class.v_scales(data, entry.first);
+  return run;
+}
+
+KvRun run_of(const tiers::PageTable& pages, const PageEntry& entry) {
+  const tiers::SlabClass& slab_class = pages.slab_class(entry.page);
+  KvRun run = tokens_of(slab_class, entry);
+  point_to_page(slab_class, pages.data(entry.page), &run);
   return run;
 }
 
 }  // namespace
 
+void point_to_page(const tiers::SlabClass& slab_class, const std::byte* page, KvRun* run) {
+  const auto first = static_cast<uint32_t>(run->position % kPageTokens);
+  run->k = page + first * slab_class.k_row_bytes();
+  run->v = page + slab_class.v_offset() + first * slab_class.v_row_bytes();
+  run->log_weight =
+      slab_class.has_log_weights
+          ? reinterpret_cast<const float*>(page + slab_class.log_weight_offset()) + first
+          : nullptr;
+  run->k_scale = slab_class.k_scales(page, first);
+  run->v_scale = slab_class.v_scales(page, first);
+}
+
 void Store::collect_runs(const Sequence* seq, uint32_t layer, uint32_t class_index,
-                         std::vector<KvRun>* runs, bool is_packed) const {
+                         std::vector<KvRun>* runs, bool is_packed,
+                         std::vector<AwayPage>* away) const {
   const std::span<const PageList> lists = seq->stored_lists(layer);
   if (lists.empty()) {
     return;
@@ -52,7 +64,18 @@ void Store::collect_runs(const Sequence* seq, uint32_t layer, uint32_t class_ind
       kept->collect(is_packed, runs);
       kept = nullptr;
     }
-    runs->push_back(run_of(memory_.pages(), entry));
+    const tiers::PageTable& pages = memory_.pages();
+    if (pages.is_in_memory(entry.page)) {
+      runs->push_back(run_of(pages, entry));
+      return;
+    }
+    KVM_ASSERT(away != nullptr);
+    const tiers::SlabClass& slab_class = pages.slab_class(entry.page);
+    runs->push_back(tokens_of(slab_class, entry));
+    away->push_back({.block = entry.block,
+                     .place = pages.place(entry.page),
+                     .size_bytes = static_cast<uint32_t>(slab_class.page_bytes()),
+                     .slab_class = &slab_class});
   });
   if (kept != nullptr) {
     kept->collect(is_packed, runs);
@@ -60,6 +83,20 @@ void Store::collect_runs(const Sequence* seq, uint32_t layer, uint32_t class_ind
   if (mean != nullptr) {
     runs->push_back(mean->run());
   }
+}
+
+bool are_in_memory(const StoreMemory& memory, const Sequence* seq, uint32_t layer,
+                   uint64_t block_begin, uint64_t block_end) {
+  const tiers::PageTable& pages = memory.pages();
+  bool are = true;
+  if (pages.n_pages_away() != 0) {
+    for (const PageList& list : seq->layer_lists(layer)) {
+      list.for_each_between(block_begin, block_end, [&](const PageEntry& entry) {
+        are = are && pages.is_in_memory(entry.page);
+      });
+    }
+  }
+  return are;
 }
 
 void collect_between(const StoreMemory& memory, const Sequence* seq, uint32_t layer,

@@ -27,6 +27,7 @@ struct StoreOptions {
   // need not fault memory in again; at most an eighth of the capacity. They are given back before
   // any allocation would fail.
   uint64_t cached_bytes = uint64_t{64} << 20;
+  tiers::SlowTier* slow_tier = nullptr;  // outlives the store; null: there is none
 };
 
 // An AppendItem asks for room: for n_tokens >= 1 at the end of one layer of one sequence.
@@ -73,6 +74,15 @@ struct ObservedView {
   const float* q = nullptr;            // [n_rows][n_q_heads][head_dim_k], oldest first
   uint64_t n_columns = 0;              // positions 0 .. n_columns
   const float* column_sums = nullptr;  // [n_columns][n_kv_heads]
+};
+
+// An AwayPage is a page of a list that is not in memory. Its place holds as long as the list is not
+// changed.
+struct AwayPage {
+  uint64_t block = 0;  // slot s holds the token at position block * kPageTokens + s
+  tiers::PlaceId place = tiers::kNoPlace;
+  uint32_t size_bytes = 0;
+  const tiers::SlabClass* slab_class = nullptr;
 };
 
 // PagePins hold full pages of one head class, which stay as they are though their sequence may

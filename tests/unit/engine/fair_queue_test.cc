@@ -26,7 +26,7 @@ class TurnsTest : public ::testing::Test {
   }
 
   Request* push(uint32_t client, uint64_t cost) {
-    requests_.push_back(std::make_unique<Request>(nullptr));
+    requests_.push_back(std::make_unique<Request>(nullptr, nullptr));
     Request* request = requests_.back().get();
     request->client = client;
     request->cost = cost;

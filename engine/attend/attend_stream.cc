@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/attend/attend_stream.h"
+
+#include <algorithm>
+#include <span>
+
+#include "attention/exact/visibility.h"
+#include "base/round.h"
+#include "engine/store/stored_runs.h"
+#include "tiers/host/ring_memory.h"
+
+namespace kvm::engine {
+
+StreamShape AttendStream::shape() const {
+  StreamShape shape;
+  shape.n_windows = static_cast<uint32_t>(plan_->windows.size());
+  for (const AttendPlan::Window& window : plan_->windows) {
+    uint64_t size_bytes = 0;
+    for (const AwayPage& page : window.pages.in(std::as_const(plan_->away_pages))) {
+      size_bytes += page.size_bytes;
+    }
+    shape.slot_bytes = std::max(shape.slot_bytes, size_bytes);
+    shape.max_pages = std::max(shape.max_pages, static_cast<uint32_t>(window.pages.n));
+  }
+  shape.slot_bytes = round_up(shape.slot_bytes, tiers::RingMemory::kAlign);
+  return shape;
+}
+
+uint32_t AttendStream::place_window(uint32_t index, std::byte* slot, StreamRead* reads) {
+  const AttendPlan::Window& window = plan_->windows[index];
+  const AttendPlan::Away& away = plan_->aways[window.away];
+  uint32_t n = 0;
+  for (const AwayPage& page : window.pages.in(std::as_const(plan_->away_pages))) {
+    if (is_seen(away, page)) {
+      reads[n++] = {page.place, slot, page.size_bytes};
+      point_runs_to(away, page, slot);
+      slot += page.size_bytes;
+    }
+  }
+  return n;
+}
+
+// What no row sees is neither read nor looked at.
+bool AttendStream::is_seen(const AttendPlan::Away& away, const AwayPage& page) const {
+  const auto views = away.views.in(std::as_const(plan_->away_views));
+  return std::ranges::any_of(views, [&](const AttendPlan::Away::View& view) {
+    const attention::Problem& problem = plan_->heads[view.first_head].problem;
+    const attention::VisibleSet visible(problem.visible, problem.n_query, 0, problem.n_query);
+    return visible.any(page.block * kPageTokens) != 0;
+  });
+}
+
+// Views that follow each other may have the same runs.
+void AttendStream::point_runs_to(const AttendPlan::Away& away, const AwayPage& page,
+                                 const std::byte* data) {
+  const auto views = away.views.in(std::as_const(plan_->away_views));
+  for (size_t i = 0; i < views.size(); ++i) {
+    if (i != 0 && views[i].runs.begin == views[i - 1].runs.begin) {
+      continue;
+    }
+    const std::span<KvRun> runs = views[i].runs.in(plan_->runs);
+    const auto first = std::partition_point(runs.begin(), runs.end(), [&](const KvRun& run) {
+      return run.position < page.block * kPageTokens;
+    });
+    for (auto run = first; run != runs.end() && run->position / kPageTokens == page.block; ++run) {
+      point_to_page(*page.slab_class, data, &*run);
+    }
+  }
+}
+
+}  // namespace kvm::engine

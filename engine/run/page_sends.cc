@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/run/page_sends.h"
+
+#include <new>
+#include <thread>
+
+#include "base/assert.h"
+
+namespace kvm::engine {
+namespace {
+
+// LIMIT: of a batch: some 0.1 ms of the driver.
+constexpr uint32_t kBatchPages = 256;
+constexpr uint32_t kBatchVisits = 4096;
+
+}  // namespace
+
+bool PageSends::go_on(Store* store) {
+  if (n_ == 0) {
+    if (queue_.empty()) {
+      return false;
+    }
+    begin(store);
+    return true;
+  }
+  if (!is_over()) {
+    return false;
+  }
+  end(&store->memory());
+  return true;
+}
+
+// Finds pages of the first target from where it goes on. Returns whether it came to its end.
+bool PageSends::find(const StoreMemory& memory, const Sequence* seq) {
+  Target& target = queue_.front();
+  const tiers::PageTable& pages = memory.pages();
+  const Space& space = seq->space();
+  uint32_t n_visited = 0;
+  for (uint32_t layer = 0; layer < space.n_layers; ++layer) {
+    const Layer& own = space.layers[layer];
+    const size_t n_classes = own.kind == KVM_LAYER_OWN ? own.classes.size() : 0;
+    for (uint32_t c = 0; c < n_classes; ++c) {
+      const uint32_t list = own.first_list + c;
+      if (list < target.list || own.classes[c].retention.is_per_head()) {
+        continue;
+      }
+      target.block = list == target.list ? target.block : 0;
+      target.list = list;
+      bool is_whole = true;
+      const uint64_t begin = target.block;
+      seq->layer_lists(layer)[c].for_each_between(begin, UINT64_MAX, [&](const PageEntry& entry) {
+        if (found_.size() == kBatchPages || n_visited == kBatchVisits) {
+          is_whole = false;
+          return;
+        }
+        ++n_visited;
+        target.block = uint64_t{entry.block} + 1;
+        if (entry.count == kPageTokens && pages.is_in_memory(entry.page) &&
+            pages.is_sealed(entry.page)) {
+          found_.push_back(entry.page);
+        }
+      });
+      if (!is_whole) {
+        return false;
+      }
+    }
+  }
+  return true;
+}
+
+void PageSends::begin(Store* store) {
+  const Result<Sequence*> seq = store->find_any_seq(queue_.front().seq);
+  tiers::PageTable& pages = store->memory().pages();
+  found_.clear();
+  found_.reserve(kBatchPages);
+  auto writes = std::make_unique<Write[]>(kBatchPages);
+  std::vector<tiers::Transfer*> transfers;
+  transfers.reserve(kBatchPages);
+  if (!seq.is_ok() || find(store->memory(), seq.value())) {
+    queue_.erase(queue_.begin());
+  }
+  for (const tiers::PageRef page : found_) {
+    tiers::PageTable::Move move;
+    try {
+      move = pages.begin_leave(page);
+    } catch (const std::bad_alloc&) {
+      break;  // the others stay
+    }
+    if (pages.place(page) != tiers::kNoPlace) {
+      pages.end_leave(move, pages.place(page));
+      continue;
+    }
+    Write& write = writes[transfers.size()];
+    write.kind = tiers::Transfer::Kind::kWrite;
+    write.sends = this;
+    write.move = move;
+    write.data = const_cast<std::byte*>(move.source);
+    write.size_bytes = static_cast<uint32_t>(move.size_bytes);
+    transfers.push_back(&write);
+  }
+  pages.free_left_frames();
+  if (transfers.empty()) {
+    return;
+  }
+  writes_ = std::move(writes);
+  n_ = n_left_ = static_cast<uint32_t>(transfers.size());
+  pages.slow_tier()->submit(transfers);
+}
+
+void PageSends::end_write() {
+  const std::lock_guard lock(mutex_);
+  if (--n_left_ == 0) {
+    arrivals_->post();
+  }
+}
+
+bool PageSends::is_over() {
+  const std::lock_guard lock(mutex_);
+  return n_left_ == 0;
+}
+
+// Where the tier takes no more, a sequence stays for the rest.
+void PageSends::end(StoreMemory* memory) {
+  bool has_failed = false;
+  for (uint32_t i = 0; i < n_; ++i) {
+    const bool is_written = writes_[i].status.is_ok();
+    memory->pages().end_leave(writes_[i].move, is_written ? writes_[i].place : tiers::kNoPlace);
+    if (!is_written) {
+      has_failed = true;
+      status_ = writes_[i].status;
+    }
+  }
+  n_ = 0;
+  writes_.reset();
+  while (memory->pages().free_left_frames()) {
+  }
+  if (has_failed && !queue_.empty()) {
+    queue_.erase(queue_.begin());
+  }
+}
+
+void PageSends::stop(StoreMemory* memory) {
+  while (n_ != 0 && !is_over()) {
+    std::this_thread::yield();
+  }
+  end(memory);
+  queue_.clear();
+}
+
+}  // namespace kvm::engine

@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+// PageSends sends pages of sequences to the slow tier, batch by batch, beside requests: those that
+// have begun read the frames of before, which are free when they have ended.
+//
+// Only full pages go, of heads of which no policy reads what it gives up.
+//
+// Threads: the driver, but for the ends of transfers.  Memory: of one batch.
+#ifndef KVM_ENGINE_RUN_PAGE_SENDS_H_
+#define KVM_ENGINE_RUN_PAGE_SENDS_H_
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "base/status.h"
+#include "engine/run/arrivals.h"
+#include "engine/store/store.h"
+#include "tiers/page_table.h"
+
+namespace kvm::engine {
+
+class PageSends {
+ public:
+  explicit PageSends(Arrivals* arrivals) : arrivals_(arrivals) {}
+  // REQUIRES: no transfer is in flight.
+  ~PageSends() = default;
+
+  // What is in memory of the sequence will go, behind what was asked for before. Throws
+  // std::bad_alloc.
+  void add(kvm_seq_id seq) { queue_.push_back({.seq = seq}); }
+  // Ends a batch that is over, and begins the next one. Returns whether it did anything. Throws
+  // std::bad_alloc: another call goes on.
+  bool go_on(Store* store);
+  bool is_idle() const { return queue_.empty() && n_ == 0; }
+  // Whether go_on() has something to do that no transfer has to end for.
+  bool is_ready() const { return !queue_.empty() && n_ == 0; }
+  // Waits for transfers in flight, and forgets the rest.
+  void stop(StoreMemory* memory);
+  // Of the last sequence that was left before its end.
+  const Status& status() const { return status_; }
+
+ private:
+  struct Target {
+    kvm_seq_id seq = 0;
+    uint32_t list = 0;  // where it goes on
+    uint64_t block = 0;
+  };
+  struct Write final : tiers::Transfer {
+    void on_done() noexcept override { sends->end_write(); }
+    PageSends* sends = nullptr;
+    tiers::PageTable::Move move;
+  };
+  bool is_over();
+  void end_write();
+  void end(StoreMemory* memory);
+  bool find(const StoreMemory& memory, const Sequence* seq);
+  void begin(Store* store);
+
+  Arrivals* const arrivals_;
+  std::vector<Target> queue_;
+  std::unique_ptr<Write[]> writes_;
+  std::vector<tiers::PageRef> found_;
+  uint32_t n_ = 0;
+  Status status_;
+  std::mutex mutex_;     // held to the end by whoever ends the last transfer
+  uint32_t n_left_ = 0;  // guarded by it
+};
+
+}  // namespace kvm::engine
+
+#endif  // KVM_ENGINE_RUN_PAGE_SENDS_H_

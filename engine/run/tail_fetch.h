@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+// A TailFetch brings the pages that an append goes on in back into memory. Only full pages are sent
+// to a slow tier, but where a sequence was cut within one, that is its tail.
+//
+// Threads: the driver, but for the ends of transfers.  Memory: a transfer a page.
+#ifndef KVM_ENGINE_RUN_TAIL_FETCH_H_
+#define KVM_ENGINE_RUN_TAIL_FETCH_H_
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <span>
+
+#include "base/status.h"
+#include "engine/store/store.h"
+#include "engine/stream/page_stream.h"
+#include "tiers/page_table.h"
+
+namespace kvm::engine {
+
+class TailFetch {
+ public:
+  enum class Next {
+    kDone,     // all tails are there
+    kWait,     // the listener hears when those have come that were begun
+    kClaimed,  // others fetch what is missing
+  };
+  // Begins to fetch the tails of the layer's lists that are away. REQUIRES: !has_begun(). Fails: as
+  // PageTable::begin_fetch; throws std::bad_alloc. Nothing has begun then; where the first of
+  // several have, end() says what became of the others.
+  Result<Next> begin(StoreMemory* memory, std::span<Sequence* const> seqs, uint32_t layer,
+                     StreamListener* listener);
+  bool has_begun() const { return n_ != 0; }
+  // Whether no transfer is in flight.
+  bool is_over();
+  // REQUIRES: is_over(). Returns the first error.
+  Status end(StoreMemory* memory);
+
+ private:
+  struct Read final : tiers::Transfer {
+    void on_done() noexcept override { fetch->end_read(); }
+    TailFetch* fetch = nullptr;
+    tiers::PageTable::Move move;
+  };
+  void end_read();
+
+  StreamListener* listener_ = nullptr;
+  std::unique_ptr<Read[]> reads_;
+  uint32_t n_ = 0;
+  Status status_;        // of what was not begun
+  std::mutex mutex_;     // held to the end by whoever ends the last transfer
+  uint32_t n_left_ = 0;  // guarded by it
+};
+
+}  // namespace kvm::engine
+
+#endif  // KVM_ENGINE_RUN_TAIL_FETCH_H_
