@@ -65,11 +65,13 @@ class Memory {
 // An engine with one space and one client.
 class Rig {
  public:
-  Rig(const Shape& shape, uint32_t n_layers, uint32_t n_threads, uint64_t capacity_bytes)
+  Rig(const Shape& shape, uint32_t n_layers, uint32_t n_threads, uint64_t capacity_bytes,
+      tiers::SlowTier* slow_tier = nullptr)
       : shape_(shape) {
     engine::EngineOptions options;
     options.n_threads = n_threads;
     options.host_capacity_bytes = capacity_bytes;
+    options.slow_tier = slow_tier;
     engine_ = require(engine::Engine::open(options), "engine");
     client_ = engine_->add_client({});
     SpaceSpec spec;

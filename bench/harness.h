@@ -105,6 +105,7 @@ int run_prefill(const Options& options);
 int run_append(const Options& options);
 int run_fork(const Options& options);
 int run_moves(const Options& options);
+int run_cold(const Options& options);
 int run_ipc(const Options& options);
 int run_decode(const Options& options);
 int run_policies(const Options& options);

@@ -89,6 +89,8 @@ int main(int argc, char** argv) {
   add("fork", "forking sequences of several lengths", run_fork);
   add("moves", "pages that move while sequences decode", run_moves)
       ->add_flag("--quick", options.quick, "short sequences: a check that it runs");
+  add("cold", "attention over contexts in a simulated slow tier of 3 GB/s", run_cold)
+      ->add_flag("--quick", options.quick, "short sequences: a check that it runs");
   add("policies", "what policies save and cost, and whom a long commit holds up", run_policies);
   add("ipc", "round trips between two processes", run_ipc);
   CLI::App* decode = add("decode", "a whole model's decode steps through the daemon", run_decode);

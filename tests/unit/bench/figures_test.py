@@ -29,6 +29,8 @@ SHORT_ALONE = SHORT | {"reads_speedup", "reads_p90_ratio", "slow_threads",
 SHORT_BESIDE = SHORT | {"setting", "tokens_per_s", "alone_per_s", "of_best"}
 MOVES = {"bench", "moved_gbps", "decode_slowdown", "dispatcher_stall_p99_us", "pages_copied",
          "used_gib_before", "used_gib_after", "pages_gib"}
+COLD = {"bench", "case", "tokens", "n_query", "fraction_of_tier", "page_reads_per_page",
+        "dispatcher_stall_p99_us"}
 SHARES = ("keys_read_fraction", "miss_rate", "fallback_rate", "ipc_overhead_fraction",
           "steal_share")
 
@@ -63,6 +65,14 @@ class FiguresTest(unittest.TestCase):
             self.assertEqual(line["pages_copied"], 0)
             self.assertLess(line["used_gib_after"], line["used_gib_before"])
             self.assertGreaterEqual(line["used_gib_after"], line["pages_gib"])
+
+    def test_cold(self):
+        lines = self.run_bench("cold", "--quick")
+        self.check(lines, "cold", COLD)
+        self.assertEqual({line["case"] for line in lines}, {"decode", "chunk"})
+        for line in lines:
+            self.assertGreater(line["fraction_of_tier"], 0)
+            self.assertEqual(line["page_reads_per_page"], 1)
 
     def test_error(self):
         lines = self.run_bench("error", "--quick", "--data", "model", "--tokens", "1024",
