@@ -1062,7 +1062,8 @@ bool EngineImpl::send_more() {
   try {
     return sends_.go_on(store_.get());
   } catch (const std::bad_alloc&) {
-    return false;
+    sends_.drop_first();
+    return true;
   }
 }
 

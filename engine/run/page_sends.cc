@@ -107,6 +107,12 @@ void PageSends::begin(Store* store) {
   pages.slow_tier()->submit(transfers);
 }
 
+void PageSends::drop_first() {
+  if (!queue_.empty()) {
+    queue_.erase(queue_.begin());
+  }
+}
+
 void PageSends::end_write() {
   const std::lock_guard lock(mutex_);
   if (--n_left_ == 0) {
@@ -134,8 +140,8 @@ void PageSends::end(StoreMemory* memory) {
   writes_.reset();
   while (memory->pages().free_left_frames()) {
   }
-  if (has_failed && !queue_.empty()) {
-    queue_.erase(queue_.begin());
+  if (has_failed) {
+    drop_first();
   }
 }
 

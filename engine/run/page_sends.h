@@ -30,8 +30,10 @@ class PageSends {
   // std::bad_alloc.
   void add(kvm_seq_id seq) { queue_.push_back({.seq = seq}); }
   // Ends a batch that is over, and begins the next one. Returns whether it did anything. Throws
-  // std::bad_alloc: another call goes on.
+  // std::bad_alloc: another call goes on, with the next sequence after drop_first().
   bool go_on(Store* store);
+  // What is left in memory of the sequence that is being sent stays.
+  void drop_first();
   bool is_idle() const { return queue_.empty() && n_ == 0; }
   // Whether go_on() has something to do that no transfer has to end for.
   bool is_ready() const { return !queue_.empty() && n_ == 0; }

@@ -17,6 +17,7 @@
 #include "base/splitmix.h"
 #include "tests/common/items.h"
 #include "tests/faults/faults.h"
+#include "tiers/simulated/simulated_tier.h"
 
 namespace kvm::testing {
 namespace {
@@ -24,12 +25,15 @@ namespace {
 constexpr uint32_t kDim = 8;
 // Enough for an attend that the driver does not do at once.
 constexpr uint32_t kJobTokens = 8300;
+// Two windows.
+constexpr uint32_t kAwayTokens = 2200;
 
 // An engine with two clients, whose driver is the test's thread and the only one that computes.
 class World {
  public:
-  explicit World(uint64_t audit_every = 0) {
+  explicit World(uint64_t audit_every = 0) : tier_({.is_manual = true}) {
     engine::EngineOptions options;
+    options.slow_tier = &tier_;
     options.n_threads = 1;
     options.host_capacity_bytes = 128 << 20;
     options.audit_every = audit_every;
@@ -95,6 +99,16 @@ class World {
     step.v = view(&q_);
     return step;
   }
+  StepRequest append_one(kvm_seq_id seq) {
+    StepRequest step;
+    step.append = true;
+    step.space = space_;
+    step.items = {item_of(seq, 1, 0)};
+    step.k = step.v = view(&q_);
+    return step;
+  }
+  // What the last request made; nothing: no sequence.
+  kvm_seq_id last_seq() const { return results_[n_submitted_ - 1].seq; }
   static SeqRequest verb(SeqVerb which, kvm_seq_id seq, uint64_t n_tokens = 0) {
     SeqRequest request;
     request.verb = which;
@@ -113,20 +127,32 @@ class World {
       ++n_done_;
     });
   }
-  // Until all is answered.
+  // Until all is answered, and nothing is on its way.
   void drive() {
     const InProduct in_product;
-    for (uint32_t i = 0; i < 1'000'000 && n_done_ < n_submitted_; ++i) {
+    const auto is_busy = [this] {
+      return n_done_ < n_submitted_ || engine_->is_sending() || tier_.n_waiting() != 0;
+    };
+    for (uint32_t i = 0; i < 20'000 && is_busy(); ++i) {
+      tier_.finish_all();
       if (engine_->poll() == 0 && !engine_->work()) {
         engine_->wait(1'000'000);
       }
     }
   }
+  // Returns whether there was memory to begin.
+  bool send_away(kvm_seq_id seq) {
+    const InProduct in_product;
+    return engine_->send_away(seq).is_ok();
+  }
+  uint64_t n_pages_away() const { return engine_->n_pages_away(); }
+  uint64_t tier_bytes() const { return tier_.used_bytes(); }
   // Removes the client that submits, and waits until it is gone.
   void leave() {
     const InProduct in_product;
     engine_->remove_client(clients_[0], [this] { is_gone_ = true; });
-    for (uint32_t i = 0; i < 1'000'000 && !is_gone_; ++i) {
+    for (uint32_t i = 0; i < 20'000 && !is_gone_; ++i) {
+      tier_.finish_all();
       if (engine_->poll() == 0 && !engine_->work() && !is_gone_) {
         engine_->wait(1'000'000);
       }
@@ -165,6 +191,7 @@ class World {
             .dtype = KVM_DTYPE_F32};
   }
 
+  tiers::SimulatedTier tier_;
   std::unique_ptr<engine::Engine> engine_;
   engine::ClientId clients_[2] = {};
   kvm_space_id space_ = 0;
@@ -368,6 +395,76 @@ TEST(EngineFaults, PagesThatMoveStayWhatTheyAre) {
         world->drive();
         EXPECT_EQ(world->status(0), KVM_OK);
         EXPECT_EQ(world->output(), expected);
+      });
+}
+
+// Pages leave, are streamed, and come back to be appended to: where there is no memory for that, a
+// request is refused and a page stays where it is, and nothing is lost.
+TEST(EngineFaults, PagesThatAreAwayAreNotLost) {
+  float expected = 0;
+  kvm_seq_id seq = 0;
+  refuse_each(
+      [&] {
+        auto world = std::make_unique<World>();
+        seq = world->create(kAwayTokens);
+        world->submit(world->attend(seq));
+        world->drive();
+        expected = world->output();
+        EXPECT_TRUE(world->send_away(seq));
+        world->drive();
+        EXPECT_EQ(world->n_pages_away(), kAwayTokens / 64);
+        return world;
+      },
+      [&](World* world) {
+        world->submit(world->attend(seq));
+        world->submit(World::verb(SeqVerb::kFork, seq, 2000));
+        world->drive();
+        world->send_away(seq);
+        world->submit(world->attend(seq, KVM_MODE_SAMPLED));
+        world->submit(World::verb(SeqVerb::kFork, seq, 1010));
+        world->drive();
+        world->submit(world->append_one(world->last_seq()));
+        world->submit(World::verb(SeqVerb::kFree, world->last_seq()));
+        world->drive();
+      },
+      [&](World* world) {
+        ASSERT_EQ(world->n_left(), 0u);
+        for (size_t i = 0; i < 6; ++i) {
+          const kvm_status status = world->status(i);
+          EXPECT_TRUE(is_answer(status) || (i < 2 && status == KVM_ERR_NOT_FOUND)) << status;
+        }
+        world->submit(world->attend(seq));
+        world->drive();
+        EXPECT_EQ(world->status(0), KVM_OK);
+        EXPECT_EQ(world->output(), expected);
+        world->leave();
+        EXPECT_TRUE(world->is_gone());
+        EXPECT_EQ(world->n_pages_away(), 0u);
+        EXPECT_EQ(world->tier_bytes(), 0u);
+      });
+}
+
+// A client that leaves with its pages on their way takes them along.
+TEST(EngineFaults, ClientsLeaveWithPagesOnTheirWay) {
+  kvm_seq_id seq = 0;
+  refuse_each(
+      [&] {
+        auto world = std::make_unique<World>();
+        seq = world->create(kAwayTokens);
+        EXPECT_TRUE(world->send_away(seq));
+        world->drive();
+        return world;
+      },
+      [&](World* world) {
+        world->submit(world->attend(seq));
+        world->submit(World::verb(SeqVerb::kTruncate, seq, 1500));
+        world->submit(world->append_one(seq));
+        world->leave();
+      },
+      [](World* world) {
+        EXPECT_TRUE(world->is_gone());
+        EXPECT_EQ(world->n_pages_away(), 0u);
+        EXPECT_EQ(world->tier_bytes(), 0u);
       });
 }
 
