@@ -385,6 +385,8 @@ void EngineImpl::remove_client(ClientId client, std::function<void()> on_gone) {
         dropped_.push_back(request.get());
       } else if (request->phase == Phase::kFetching) {
         arrivals_.post(request.get());
+      } else if (request->stream.has_begun()) {
+        request->stream.stop();  // nobody wants what has not been read yet
       }
     }
   }
