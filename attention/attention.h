@@ -55,6 +55,8 @@
 namespace kvm::attention {
 
 inline constexpr uint32_t kMaxTransforms = 256;
+// LIMIT: of Plan::chunk_tokens.
+inline constexpr uint32_t kMaxChunkTokens = 8192;
 // Alignment of scratch, states and prepared queries.
 inline constexpr size_t kBufferAlign = 64;
 

@@ -40,18 +40,20 @@ bool PageTable::release(PageRef page) {
   n_pages_away_ -= of.frame == kNoFrame ? 1 : 0;
   page_bytes_ -= of.frame == kNoFrame ? 0 : page_bytes(page);
   if (of.state != State::kMoving) {
-    forget_moved(page);
+    forget(page);
   }
   return true;
 }
 
-void PageTable::forget_moved(PageRef page) {
+void PageTable::forget(PageRef page) {
   Record& of = record(page);
   if (of.frame != kNoFrame) {
     pool_->free(of.frame);
   }
   release_place(&of);
-  forget(page);
+  Directory& names = directory(page);
+  free_slot(names, page_slot(page));
+  --names.n_names;
 }
 
 void PageTable::release_place(Record* record) {
@@ -59,12 +61,6 @@ void PageTable::release_place(Record* record) {
     slow_->release(record->place);
     record->place = kNoPlace;
   }
-}
-
-void PageTable::forget(PageRef page) {
-  Directory& of = directory(page);
-  free_slot(of, page_slot(page));
-  --of.n_names;
 }
 
 void PageTable::seal(PageRef page) {
@@ -84,16 +80,26 @@ bool PageTable::unseal(PageRef page) {
   return true;
 }
 
-Result<PageTable::Move> PageTable::begin_move(PageRef page) {
-  Record& of = record(page);
-  KVM_ASSERT(of.state == State::kSealed && of.n_refs > 0 && of.frame != kNoFrame);
+void PageTable::reserve_move(PageRef page) {
+  KVM_ASSERT(record(page).state == State::kSealed && record(page).n_refs > 0);
   // Room for the frames that all moves leave, so that their ends need no memory.
   reserve_growing(left_, left_.size() + n_moving_ + 1);
+}
+
+Result<PageTable::Move> PageTable::begin_to_frame(PageRef page) {
+  reserve_move(page);
+  Record& of = record(page);
   KVM_TRY_ASSIGN(const FrameRef frame, pool_->allocate(slab_class(page), page));
   of.state = State::kMoving;
   ++n_moving_;
   ++n_targets_;
-  return Move{page, frame, pool_->data(of.frame), pool_->data(frame), page_bytes(page)};
+  const std::byte* source = of.frame == kNoFrame ? nullptr : pool_->data(of.frame);
+  return Move{page, frame, source, pool_->data(frame), page_bytes(page)};
+}
+
+Result<PageTable::Move> PageTable::begin_move(PageRef page) {
+  KVM_ASSERT(is_in_memory(page));
+  return begin_to_frame(page);
 }
 
 void PageTable::end_move(const Move& move) {
@@ -103,7 +109,7 @@ void PageTable::end_move(const Move& move) {
   --n_targets_;
   if (of.n_refs == 0) {
     pool_->free(move.frame);
-    forget_moved(move.page);
+    forget(move.page);
     return;
   }
   leave_frame(move.page);
@@ -119,9 +125,9 @@ void PageTable::leave_frame(PageRef page) {
 }
 
 PageTable::Move PageTable::begin_leave(PageRef page) {
+  KVM_ASSERT(is_in_memory(page));
+  reserve_move(page);
   Record& of = record(page);
-  KVM_ASSERT(of.state == State::kSealed && of.n_refs > 0 && of.frame != kNoFrame);
-  reserve_growing(left_, left_.size() + n_moving_ + 1);
   of.state = State::kMoving;
   ++n_moving_;
   return Move{page, kNoFrame, pool_->data(of.frame), nullptr, page_bytes(page)};
@@ -135,7 +141,7 @@ void PageTable::end_leave(const Move& move, PlaceId place) {
   of.place = place;
   of.state = State::kSealed;
   if (of.n_refs == 0) {
-    forget_moved(move.page);
+    forget(move.page);
   } else if (place != kNoPlace) {
     leave_frame(move.page);
     of.frame = kNoFrame;
@@ -145,15 +151,8 @@ void PageTable::end_leave(const Move& move, PlaceId place) {
 }
 
 Result<PageTable::Move> PageTable::begin_fetch(PageRef page) {
-  Record& of = record(page);
-  KVM_ASSERT(of.state == State::kSealed && of.n_refs > 0 && of.frame == kNoFrame);
-  // What else moves may leave a frame before this ends.
-  reserve_growing(left_, left_.size() + n_moving_ + 1);
-  KVM_TRY_ASSIGN(const FrameRef frame, pool_->allocate(slab_class(page), page));
-  of.state = State::kMoving;
-  ++n_moving_;
-  ++n_targets_;
-  return Move{page, frame, nullptr, pool_->data(frame), page_bytes(page)};
+  KVM_ASSERT(!is_in_memory(page));
+  return begin_to_frame(page);
 }
 
 void PageTable::end_fetch(const Move& move, bool is_there) {
@@ -166,7 +165,7 @@ void PageTable::end_fetch(const Move& move, bool is_there) {
     pool_->free(move.frame);
   }
   if (of.n_refs == 0) {
-    forget_moved(move.page);
+    forget(move.page);
   } else if (is_there) {
     of.frame = move.frame;
     --n_pages_away_;

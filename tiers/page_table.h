@@ -178,10 +178,12 @@ class PageTable {
   // Takes a free name, whose record is then in memory. Throws std::bad_alloc: nothing has changed.
   static uint32_t take_slot(Directory& directory);
   static void free_slot(Directory& directory, uint32_t slot);
+  // Gives the frame, the place and the name of a page without references back.
   void forget(PageRef page);
+  // What all moves begin with, and those to a frame.
+  void reserve_move(PageRef page);
+  Result<Move> begin_to_frame(PageRef page);
   void release_place(Record* record);
-  // The end of a move of a page without references.
-  void forget_moved(PageRef page);
   void leave_frame(PageRef page);
 
   HostPool* const pool_;

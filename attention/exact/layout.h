@@ -20,7 +20,8 @@ namespace kvm::attention {
 inline constexpr uint32_t kBlockedRows = 24;
 static_assert(kBlockedRows <= kMaxStreamRows);
 inline constexpr uint32_t kStreamChunkTokens = 2048;
-inline constexpr uint32_t kBlockedChunkTokens = 8192;
+inline constexpr uint32_t kBlockedChunkTokens = kMaxChunkTokens;
+static_assert(kStreamChunkTokens <= kMaxChunkTokens);
 // Rows that the blocked path takes through a chunk at once: their accumulators stay in L2.
 inline constexpr uint32_t kRowBlock = 768;
 

@@ -41,6 +41,7 @@
 #include "base/status.h"
 #include "engine/space/validate.h"
 #include "engine/store/store_types.h"
+#include "engine/stream/page_stream.h"
 
 namespace kvm::engine {
 
@@ -178,7 +179,6 @@ struct AttendPlan {
     bool is_approx = false;  // shard `first_chunk` of approx[unit]
     uint32_t window = kNoWindow;
   };
-  static constexpr uint32_t kNoWindow = UINT32_MAX;
 
   // A SumTask is positions of one head whose mass is summed up.
   struct SumTask {

@@ -5,24 +5,19 @@
 #include <span>
 
 #include "attention/exact/visibility.h"
-#include "base/round.h"
 #include "engine/store/stored_runs.h"
-#include "tiers/host/ring_memory.h"
 
 namespace kvm::engine {
 
 StreamShape AttendStream::shape() const {
   StreamShape shape;
-  shape.n_windows = static_cast<uint32_t>(plan_->windows.size());
   for (const AttendPlan::Window& window : plan_->windows) {
     uint64_t size_bytes = 0;
     for (const AwayPage& page : window.pages.in(std::as_const(plan_->away_pages))) {
       size_bytes += page.size_bytes;
     }
-    shape.slot_bytes = std::max(shape.slot_bytes, size_bytes);
-    shape.max_pages = std::max(shape.max_pages, static_cast<uint32_t>(window.pages.n));
+    shape.add_window(static_cast<uint32_t>(window.pages.n), size_bytes);
   }
-  shape.slot_bytes = round_up(shape.slot_bytes, tiers::RingMemory::kAlign);
   return shape;
 }
 

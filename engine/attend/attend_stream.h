@@ -18,9 +18,7 @@ class AttendStream final : public StreamSource {
     plan_ = plan;
     n_before_ = n_before;
   }
-  // n_slots is left to the caller. REQUIRES: the plan has windows.
-  StreamShape shape() const;
-
+  StreamShape shape() const override;
   uint32_t place_window(uint32_t window, std::byte* slot, StreamRead* reads) override;
   uint32_t tasks_end(uint32_t window) const override {
     return n_before_ + plan_->windows[window].tasks_end;

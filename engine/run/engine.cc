@@ -13,6 +13,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "attention/attention.h"
 #include "attention/kernel_table.h"
 #include "base/assert.h"
 #include "base/clock.h"
@@ -56,8 +57,8 @@ constexpr uint64_t kMaxStartNs = 200'000;
 constexpr uint64_t kFreePages = 4096;
 // Of a stream: so many windows on their way, where there is memory for them.
 constexpr uint64_t kMaxSlots = 8;
-// The longest chunk of attention/.
-constexpr uint64_t kMaxWindowPages = 8192 / kPageTokens;
+// A window is a chunk of positions.
+constexpr uint64_t kMaxWindowPages = attention::kMaxChunkTokens / kPageTokens;
 // In whose name evict() frees: no client has this id.
 constexpr ClientId kService = 0;
 // Of pages that move, beside the lanes of clients.
@@ -85,14 +86,17 @@ Status no_memory() {
 
 Status client_is_gone() { return Status::fixed(KVM_ERR_CANCELLED, "the client is gone"); }
 
+AppendItem append_item_of(Sequence* seq, const StepRequest& step, const kvm_item& item) {
+  return {.seq = seq,
+          .layer = step.layer_begin,
+          .position = item.append_position,
+          .n_tokens = item.n_append};
+}
+
 // Whether an item of a step is right about what its sequence holds; memory apart.
 bool may_succeed(const Store& store, Sequence* seq, const StepRequest& step, const kvm_item& item) {
   const uint64_t n_append = step.append ? item.n_append : 0;
-  const AppendItem appended = {.seq = seq,
-                               .layer = step.layer_begin,
-                               .position = item.append_position,
-                               .n_tokens = item.n_append};
-  if (n_append != 0 && !store.check_append(appended).is_ok()) {
+  if (n_append != 0 && !store.check_append(append_item_of(seq, step, item)).is_ok()) {
     return false;
   }
   if (item.n_query == 0) {
@@ -141,10 +145,7 @@ class EngineImpl final : public Engine {
       costs_.prepare();
     }
     KVM_TRY_ASSIGN(const kvm_space_id space, store_->register_space(spec));
-    const Status status = make_rings(space);
-    if (!status.is_ok()) {
-      return status;
-    }
+    KVM_TRY(make_rings(space));
     return space;
   }
   Result<kvm_space_id> find_space(const std::string& name) override {
@@ -273,6 +274,7 @@ class EngineImpl final : public Engine {
   // Begins the stream of a request, or lines it up for a ring.
   void open_stream(Request* request);
   bool take_ring(Request* request);
+  void give_ring_back(std::byte* ring, uint64_t size_bytes);
   void serve_ring_waiters();
   void start_stream(Request* request);
   // Goes on with a request in Phase::kFetching.
@@ -860,11 +862,8 @@ bool EngineImpl::fetch_tails(Request* request) {
     std::vector<Sequence*> seqs;
     for (const kvm_item& item : step->items) {
       const Result<Sequence*> seq = store_->find_seq(request->client, item.seq);
-      const AppendItem appended = {.seq = seq.is_ok() ? seq.value() : nullptr,
-                                   .layer = step->layer_begin,
-                                   .position = item.append_position,
-                                   .n_tokens = item.n_append};
-      if (item.n_append != 0 && seq.is_ok() && store_->check_append(appended).is_ok()) {
+      if (item.n_append != 0 && seq.is_ok() &&
+          store_->check_append(append_item_of(seq.value(), *step, item)).is_ok()) {
         seqs.push_back(seq.value());
       }
     }
@@ -921,24 +920,29 @@ void EngineImpl::open_stream(Request* request) {
 // False: others have the rings.
 bool EngineImpl::take_ring(Request* request) {
   tiers::RingMemory& rings = store_->memory().rings();
-  StreamShape shape = request->stream_shape();
+  StreamSource* source = request->source();
+  StreamShape shape = source->shape();
   const uint64_t fitting =
       shape.slot_bytes == 0 ? kMaxSlots : rings.size_bytes() / 2 / shape.slot_bytes;
   shape.n_slots = static_cast<uint32_t>(
       std::min<uint64_t>(shape.n_windows, std::clamp<uint64_t>(fitting, 2, kMaxSlots)));
-  if (shape.ring_bytes() == 0) {
-    request->stream.begin(options_.slow_tier, request->source(), request, shape, nullptr);
-    return true;
-  }
   KVM_ASSERT(shape.ring_bytes() <= rings.size_bytes());  // or it would wait for ever
-  std::byte* ring = rings.take(shape.ring_bytes());
-  if (ring == nullptr) {
+  const bool needs_ring = shape.ring_bytes() != 0;
+  std::byte* ring = needs_ring ? rings.take(shape.ring_bytes()) : nullptr;
+  if (needs_ring && ring == nullptr) {
     return false;
   }
-  Undo giving_back([&] { rings.give_back(ring, shape.ring_bytes()); });
-  request->stream.begin(options_.slow_tier, request->source(), request, shape, ring);
+  Undo giving_back([&] { give_ring_back(ring, shape.ring_bytes()); });
+  request->stream.begin(options_.slow_tier, source, request, shape, ring);
   giving_back.dismiss();
   return true;
+}
+
+// `ring` may be null: there was none.
+void EngineImpl::give_ring_back(std::byte* ring, uint64_t size_bytes) {
+  if (ring != nullptr) {
+    store_->memory().rings().give_back(ring, size_bytes);
+  }
 }
 
 void EngineImpl::start_stream(Request* request) {
@@ -1003,13 +1007,8 @@ Status EngineImpl::close_stream(Request* request) {
   if (!request->stream.has_begun()) {
     return Status::ok();
   }
-  tiers::RingMemory& rings = store_->memory().rings();
-  std::byte* ring = request->stream.ring();
-  const uint64_t ring_bytes = request->stream.shape().ring_bytes();
   Status status = request->stream.end();
-  if (ring != nullptr) {
-    rings.give_back(ring, ring_bytes);
-  }
+  give_ring_back(request->stream.ring(), request->stream.shape().ring_bytes());
   serve_ring_waiters();
   return status;
 }
@@ -1074,17 +1073,18 @@ bool EngineImpl::send_more() {
 void EngineImpl::stop_transfers() {
   sends_.stop(&store_->memory());
   for (const auto& request : requests_) {
-    if (request->stream.has_begun()) {
-      request->stream.stop();
-    }
-    while ((request->stream.has_begun() && !request->stream.is_over()) ||
-           !request->tails.is_over()) {
+    while (!request->tails.is_over()) {
       std::this_thread::yield();
     }
-    if (request->stream.has_begun() && request->stream.ring() != nullptr) {
-      store_->memory().rings().give_back(request->stream.ring(),
-                                         request->stream.shape().ring_bytes());
+    PageStream& stream = request->stream;
+    if (!stream.has_begun()) {
+      continue;
     }
+    stream.stop();
+    while (!stream.is_over()) {
+      std::this_thread::yield();
+    }
+    give_ring_back(stream.ring(), stream.shape().ring_bytes());
   }
 }
 
@@ -1359,10 +1359,10 @@ void EngineImpl::run_retention(Request* request) {
 void EngineImpl::abandon(Request* request) {
   if (request->phase == Phase::kIndexing) {
     request->indexing.abandon(*store_);
-  } else if (std::holds_alternative<StepRequest>(request->what)) {
-    request->step.abandon(*store_);
+    finish(request, client_is_gone());
+  } else {
+    fail(request, client_is_gone());
   }
-  finish(request, client_is_gone());
 }
 
 // Ends a request that has begun, and comes to nothing.

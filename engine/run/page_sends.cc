@@ -4,8 +4,6 @@
 #include <new>
 #include <thread>
 
-#include "base/assert.h"
-
 namespace kvm::engine {
 namespace {
 
@@ -16,14 +14,14 @@ constexpr uint32_t kBatchVisits = 4096;
 }  // namespace
 
 bool PageSends::go_on(Store* store) {
-  if (n_ == 0) {
+  if (writes_.is_empty()) {
     if (queue_.empty()) {
       return false;
     }
     begin(store);
     return true;
   }
-  if (!is_over()) {
+  if (!writes_.is_over()) {
     return false;
   }
   end(&store->memory());
@@ -73,11 +71,9 @@ void PageSends::begin(Store* store) {
   tiers::PageTable& pages = store->memory().pages();
   found_.clear();
   found_.reserve(kBatchPages);
-  auto writes = std::make_unique<Write[]>(kBatchPages);
-  std::vector<tiers::Transfer*> transfers;
-  transfers.reserve(kBatchPages);
+  writes_.reserve(kBatchPages);
   if (!seq.is_ok() || find(store->memory(), seq.value())) {
-    queue_.erase(queue_.begin());
+    drop_first();
   }
   for (const tiers::PageRef page : found_) {
     tiers::PageTable::Move move;
@@ -90,21 +86,12 @@ void PageSends::begin(Store* store) {
       pages.end_leave(move, pages.place(page));
       continue;
     }
-    Write& write = writes[transfers.size()];
-    write.kind = tiers::Transfer::Kind::kWrite;
-    write.sends = this;
-    write.move = move;
-    write.data = const_cast<std::byte*>(move.source);
-    write.size_bytes = static_cast<uint32_t>(move.size_bytes);
-    transfers.push_back(&write);
+    writes_.add(move, tiers::kNoPlace);
   }
   pages.free_left_frames();
-  if (transfers.empty()) {
-    return;
+  if (!writes_.is_empty()) {
+    writes_.submit(pages.slow_tier(), this);
   }
-  writes_ = std::move(writes);
-  n_ = n_left_ = static_cast<uint32_t>(transfers.size());
-  pages.slow_tier()->submit(transfers);
 }
 
 void PageSends::drop_first() {
@@ -113,31 +100,13 @@ void PageSends::drop_first() {
   }
 }
 
-void PageSends::end_write() {
-  const std::lock_guard lock(mutex_);
-  if (--n_left_ == 0) {
-    arrivals_->post();
-  }
-}
-
-bool PageSends::is_over() {
-  const std::lock_guard lock(mutex_);
-  return n_left_ == 0;
-}
-
 // Where the tier takes no more, a sequence stays for the rest.
 void PageSends::end(StoreMemory* memory) {
   bool has_failed = false;
-  for (uint32_t i = 0; i < n_; ++i) {
-    const bool is_written = writes_[i].status.is_ok();
-    memory->pages().end_leave(writes_[i].move, is_written ? writes_[i].place : tiers::kNoPlace);
-    if (!is_written) {
-      has_failed = true;
-      status_ = writes_[i].status;
-    }
-  }
-  n_ = 0;
-  writes_.reset();
+  writes_.end([&](const tiers::PageTable::Move& move, const tiers::Transfer& write) {
+    memory->pages().end_leave(move, write.status.is_ok() ? write.place : tiers::kNoPlace);
+    has_failed |= !write.status.is_ok();
+  });
   while (memory->pages().free_left_frames()) {
   }
   if (has_failed) {
@@ -146,7 +115,7 @@ void PageSends::end(StoreMemory* memory) {
 }
 
 void PageSends::stop(StoreMemory* memory) {
-  while (n_ != 0 && !is_over()) {
+  while (!writes_.is_over()) {
     std::this_thread::yield();
   }
   end(memory);

@@ -9,22 +9,19 @@
 #define KVM_ENGINE_RUN_PAGE_SENDS_H_
 
 #include <cstdint>
-#include <memory>
-#include <mutex>
 #include <vector>
 
-#include "base/status.h"
 #include "engine/run/arrivals.h"
 #include "engine/store/store.h"
+#include "engine/stream/page_stream.h"
+#include "engine/stream/page_transfers.h"
 #include "tiers/page_table.h"
 
 namespace kvm::engine {
 
-class PageSends {
+class PageSends final : private StreamListener {
  public:
   explicit PageSends(Arrivals* arrivals) : arrivals_(arrivals) {}
-  // REQUIRES: no transfer is in flight.
-  ~PageSends() = default;
 
   // What is in memory of the sequence will go, behind what was asked for before. Throws
   // std::bad_alloc.
@@ -34,13 +31,11 @@ class PageSends {
   bool go_on(Store* store);
   // What is left in memory of the sequence that is being sent stays.
   void drop_first();
-  bool is_idle() const { return queue_.empty() && n_ == 0; }
+  bool is_idle() const { return queue_.empty() && writes_.is_empty(); }
   // Whether go_on() has something to do that no transfer has to end for.
-  bool is_ready() const { return !queue_.empty() && n_ == 0; }
+  bool is_ready() const { return !queue_.empty() && writes_.is_empty(); }
   // Waits for transfers in flight, and forgets the rest.
   void stop(StoreMemory* memory);
-  // Of the last sequence that was left before its end.
-  const Status& status() const { return status_; }
 
  private:
   struct Target {
@@ -48,25 +43,15 @@ class PageSends {
     uint32_t list = 0;  // where it goes on
     uint64_t block = 0;
   };
-  struct Write final : tiers::Transfer {
-    void on_done() noexcept override { sends->end_write(); }
-    PageSends* sends = nullptr;
-    tiers::PageTable::Move move;
-  };
-  bool is_over();
-  void end_write();
+  void on_arrival() noexcept override { arrivals_->post(); }
   void end(StoreMemory* memory);
   bool find(const StoreMemory& memory, const Sequence* seq);
   void begin(Store* store);
 
   Arrivals* const arrivals_;
   std::vector<Target> queue_;
-  std::unique_ptr<Write[]> writes_;
   std::vector<tiers::PageRef> found_;
-  uint32_t n_ = 0;
-  Status status_;
-  std::mutex mutex_;     // held to the end by whoever ends the last transfer
-  uint32_t n_left_ = 0;  // guarded by it
+  PageTransfers writes_;
 };
 
 }  // namespace kvm::engine

@@ -7,10 +7,8 @@
 
 #include "base/assert.h"
 #include "base/counted.h"
-#include "base/round.h"
 #include "codecs/convert.h"
 #include "engine/store/stored_runs.h"
-#include "tiers/host/ring_memory.h"
 
 namespace kvm::engine {
 namespace {
@@ -132,14 +130,11 @@ void ReadWork::cut_windows() {
   }
 }
 
-StreamShape ReadWork::stream_shape() const {
+StreamShape ReadWork::shape() const {
   StreamShape shape;
-  shape.n_windows = static_cast<uint32_t>(windows_.size());
   for (const Window& window : windows_) {
-    shape.max_pages = std::max(shape.max_pages, window.n_pages);
-    shape.slot_bytes = std::max(shape.slot_bytes, window.size_bytes);
+    shape.add_window(window.n_pages, window.size_bytes);
   }
-  shape.slot_bytes = round_up(shape.slot_bytes, tiers::RingMemory::kAlign);
   return shape;
 }
 

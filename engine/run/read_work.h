@@ -26,16 +26,14 @@ class ReadWork final : public StreamSource {
   bool is_small() const { return is_small_; }
   void run(uint32_t task) const;
 
-  // Where some of what it reads is away, its tasks come window by window; n_slots is left to the
-  // caller.
+  // Where some of what it reads is away, its tasks come window by window.
   bool has_windows() const { return !windows_.empty(); }
-  StreamShape stream_shape() const;
   uint32_t window_of(uint32_t task) const;
+  StreamShape shape() const override;
   uint32_t place_window(uint32_t window, std::byte* slot, StreamRead* reads) override;
   uint32_t tasks_end(uint32_t window) const override { return windows_[window].tasks_end; }
   uint32_t n_free_tasks() const override { return 0; }
   bool is_part_there() const override { return false; }
-  static constexpr uint32_t kNoWindow = UINT32_MAX;
 
  private:
   // Tokens of one run, all heads of its class.

@@ -98,7 +98,7 @@ struct Request final : TaskSet, StreamListener, LineHook, NameHook {
   void on_arrival() noexcept override { arrivals->post(this); }
 
   void run(uint32_t task, uint32_t thread) override {
-    if (phase == Phase::kComputing && window_of(task) != AttendPlan::kNoWindow) {
+    if (phase == Phase::kComputing && window_of(task) != kNoWindow) {
       run_in_window(task, thread);
       return;
     }
@@ -139,7 +139,7 @@ struct Request final : TaskSet, StreamListener, LineHook, NameHook {
   }
   uint32_t window_of(uint32_t task) const {
     if (!stream.has_begun()) {
-      return AttendPlan::kNoWindow;
+      return kNoWindow;
     }
     return std::holds_alternative<StepRequest>(what) ? step.window_of(task) : read.window_of(task);
   }
@@ -149,10 +149,6 @@ struct Request final : TaskSet, StreamListener, LineHook, NameHook {
       return step.windows();
     }
     return std::holds_alternative<ReadRequest>(what) && read.has_windows() ? &read : nullptr;
-  }
-  StreamShape stream_shape() {
-    return std::holds_alternative<StepRequest>(what) ? step.windows()->shape()
-                                                     : read.stream_shape();
   }
 
   void enter(Phase next) {

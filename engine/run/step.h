@@ -53,10 +53,10 @@ class Step {
   bool is_small() const { return is_small_; }
   // The windows of what it attends to that is away; null: there are none.
   AttendStream* windows() { return attends_ && has_windows() ? &windows_ : nullptr; }
-  // The window of a task, or AttendPlan::kNoWindow.
+  // The window of a task, or kNoWindow.
   uint32_t window_of(uint32_t task) const {
     return is_second_ || task < n_prepared_ || !has_windows()
-               ? AttendPlan::kNoWindow
+               ? kNoWindow
                : attend_plan_.tasks[task - n_prepared_].window;
   }
   uint64_t n_rows() const { return attend_plan_.n_rows; }

@@ -29,10 +29,7 @@ Result<TailFetch::Next> TailFetch::begin(StoreMemory* memory, std::span<Sequence
   if (away.empty()) {
     return is_claimed ? Next::kClaimed : Next::kDone;
   }
-  reads_ = std::make_unique<Read[]>(away.size());
-  std::vector<tiers::Transfer*> transfers;
-  transfers.reserve(away.size());
-  listener_ = listener;
+  reads_.reserve(away.size());
   status_ = Status::ok();
   for (const tiers::PageRef page : away) {
     if (!pages.is_sealed(page)) {
@@ -43,46 +40,23 @@ Result<TailFetch::Next> TailFetch::begin(StoreMemory* memory, std::span<Sequence
       status_ = move.status();
       break;
     }
-    Read& read = reads_[n_++];
-    read.fetch = this;
-    read.move = move.value();
-    read.place = pages.place(page);
-    read.data = read.move.target;
-    read.size_bytes = static_cast<uint32_t>(read.move.size_bytes);
-    transfers.push_back(&read);
+    reads_.add(move.value(), pages.place(page));
   }
-  if (n_ == 0) {
+  if (reads_.is_empty()) {
     return status_;
   }
-  n_left_ = n_;
-  pages.slow_tier()->submit(transfers);
+  reads_.submit(pages.slow_tier(), listener);
   return Next::kWait;
 }
 
-void TailFetch::end_read() {
-  const std::lock_guard lock(mutex_);
-  if (--n_left_ == 0) {
-    listener_->on_arrival();
-  }
-}
-
-bool TailFetch::is_over() {
-  const std::lock_guard lock(mutex_);
-  return n_left_ == 0;
-}
-
 Status TailFetch::end(StoreMemory* memory) {
-  KVM_ASSERT(is_over());
   Status first = status_;
-  for (uint32_t i = 0; i < n_; ++i) {
-    const Status& status = reads_[i].status;
-    memory->pages().end_fetch(reads_[i].move, status.is_ok());
-    if (!status.is_ok() && first.is_ok()) {
-      first = status;
+  reads_.end([&](const tiers::PageTable::Move& move, const tiers::Transfer& read) {
+    memory->pages().end_fetch(move, read.status.is_ok());
+    if (!read.status.is_ok() && first.is_ok()) {
+      first = read.status;
     }
-  }
-  n_ = 0;
-  reads_.reset();
+  });
   return first;
 }
 

@@ -7,14 +7,12 @@
 #define KVM_ENGINE_RUN_TAIL_FETCH_H_
 
 #include <cstdint>
-#include <memory>
-#include <mutex>
 #include <span>
 
 #include "base/status.h"
 #include "engine/store/store.h"
 #include "engine/stream/page_stream.h"
-#include "tiers/page_table.h"
+#include "engine/stream/page_transfers.h"
 
 namespace kvm::engine {
 
@@ -30,26 +28,15 @@ class TailFetch {
   // several have, end() says what became of the others.
   Result<Next> begin(StoreMemory* memory, std::span<Sequence* const> seqs, uint32_t layer,
                      StreamListener* listener);
-  bool has_begun() const { return n_ != 0; }
+  bool has_begun() const { return !reads_.is_empty(); }
   // Whether no transfer is in flight.
-  bool is_over();
+  bool is_over() { return reads_.is_over(); }
   // REQUIRES: is_over(). Returns the first error.
   Status end(StoreMemory* memory);
 
  private:
-  struct Read final : tiers::Transfer {
-    void on_done() noexcept override { fetch->end_read(); }
-    TailFetch* fetch = nullptr;
-    tiers::PageTable::Move move;
-  };
-  void end_read();
-
-  StreamListener* listener_ = nullptr;
-  std::unique_ptr<Read[]> reads_;
-  uint32_t n_ = 0;
-  Status status_;        // of what was not begun
-  std::mutex mutex_;     // held to the end by whoever ends the last transfer
-  uint32_t n_left_ = 0;  // guarded by it
+  PageTransfers reads_;
+  Status status_;  // of what was not begun
 };
 
 }  // namespace kvm::engine

@@ -40,15 +40,19 @@ void PageStream::begin(tiers::SlowTier* tier, StreamSource* source, StreamListen
 void PageStream::start() {
   const uint32_t n = std::min(shape_.n_windows, shape_.n_slots);
   for (uint32_t i = 0; i < n; ++i) {
-    {
-      const std::lock_guard lock(mutex_);
-      if (windows_[i].state != State::kWaiting) {
-        continue;  // it has been stopped
-      }
-      windows_[i].state = State::kBegun;
+    if (claim(i)) {
+      begin_window(i);
     }
-    begin_window(i);
   }
+}
+
+bool PageStream::claim(uint64_t window) {
+  const std::lock_guard lock(mutex_);
+  if (window >= shape_.n_windows || windows_[window].state != State::kWaiting) {
+    return false;
+  }
+  windows_[window].state = State::kBegun;
+  return true;
 }
 
 void PageStream::begin_window(uint32_t window) {
@@ -70,7 +74,7 @@ void PageStream::begin_window(uint32_t window) {
   if (n != 0) {
     tier_->submit({&to_tier_[first], n});
   }
-  end_reads(window, 1);
+  end_one(window);
 }
 
 void PageStream::end_read(Read* read) {
@@ -84,13 +88,13 @@ void PageStream::end_read(Read* read) {
     }
     stop();
   }
-  end_reads(window, 1);
+  end_one(window);
 }
 
-void PageStream::end_reads(uint32_t window, uint32_t n) {
+void PageStream::end_one(uint32_t window) {
   // SYNC: releases what this transfer brought; whoever ends the last passes all of it on, by the
   // lock and by Scheduler::open or start.
-  if (windows_[window].n_reads.fetch_sub(n, std::memory_order_acq_rel) != n) {
+  if (windows_[window].n_reads.fetch_sub(1, std::memory_order_acq_rel) != 1) {
     return;
   }
   const std::lock_guard lock(mutex_);
@@ -139,17 +143,9 @@ void PageStream::end_task(uint32_t window) {
     return;
   }
   const uint64_t next = uint64_t{window} + shape_.n_slots;
-  if (next >= shape_.n_windows) {
-    return;
+  if (claim(next)) {
+    begin_window(static_cast<uint32_t>(next));
   }
-  {
-    const std::lock_guard lock(mutex_);
-    if (windows_[next].state != State::kWaiting) {
-      return;
-    }
-    windows_[next].state = State::kBegun;
-  }
-  begin_window(static_cast<uint32_t>(next));
 }
 
 void PageStream::stop() {

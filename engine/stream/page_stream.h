@@ -18,6 +18,7 @@
 #ifndef KVM_ENGINE_STREAM_PAGE_STREAM_H_
 #define KVM_ENGINE_STREAM_PAGE_STREAM_H_
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -26,8 +27,10 @@
 #include <span>
 #include <vector>
 
+#include "base/round.h"
 #include "base/status.h"
 #include "engine/tasks/scheduler.h"
+#include "tiers/host/ring_memory.h"
 #include "tiers/slow_tier.h"
 
 namespace kvm::engine {
@@ -39,9 +42,29 @@ struct StreamRead {
   uint32_t size_bytes = 0;
 };
 
+// Of a task that belongs to no window.
+inline constexpr uint32_t kNoWindow = UINT32_MAX;
+
+// A StreamShape says how large a stream is.
+struct StreamShape {
+  uint32_t n_windows = 0;
+  uint32_t max_pages = 0;   // of a window
+  uint64_t slot_bytes = 0;  // a multiple of the ring's alignment
+  uint32_t n_slots = 0;     // of the ring
+
+  uint64_t ring_bytes() const { return slot_bytes * n_slots; }
+  void add_window(uint32_t n_pages, uint64_t size_bytes) {
+    ++n_windows;
+    max_pages = std::max(max_pages, n_pages);
+    slot_bytes = std::max(slot_bytes, round_up(size_bytes, tiers::RingMemory::kAlign));
+  }
+};
+
 // A StreamSource knows what the windows of a stream consist of.
 class StreamSource {
  public:
+  // Of all windows; n_slots is left to the caller.
+  virtual StreamShape shape() const = 0;
   // Lists what window `window` reads into its slot, at most StreamShape::max_pages, and makes the
   // window's tasks look there. Any thread, once for each window; no task of it has begun. Must not
   // throw or block.
@@ -65,15 +88,6 @@ class StreamListener {
 
  protected:
   ~StreamListener() = default;
-};
-
-// A StreamShape says how large a stream is.
-struct StreamShape {
-  uint32_t n_windows = 0;
-  uint32_t max_pages = 0;   // of a window
-  uint64_t slot_bytes = 0;  // a multiple of the ring's alignment
-  uint32_t n_slots = 0;     // of the ring
-  uint64_t ring_bytes() const { return slot_bytes * n_slots; }
 };
 
 class PageStream {
@@ -124,7 +138,9 @@ class PageStream {
   // REQUIRES: its state is kBegun, and the slot is free.
   void begin_window(uint32_t window);
   void end_read(Read* read);
-  void end_reads(uint32_t window, uint32_t n);
+  void end_one(uint32_t window);
+  // Whether the caller is to begin the window: it waits, and has not been stopped.
+  bool claim(uint64_t window);
   // With the lock held.
   void note_there();
   uint32_t n_open() const;

@@ -132,7 +132,7 @@ JobHandle Scheduler::start(TaskSet* set, const JobPlan& plan) {
   if (n_ready != 0) {
     announce_tasks(plan.n_wake);
   }
-  return {index, static_cast<uint32_t>(generation), plan.n_tasks, plan.n_wake};
+  return {index, static_cast<uint32_t>(generation), plan.n_tasks, plan.n_wake, plan.lane};
 }
 
 // Touches nothing of the slot but gate and limit, whose generations say whose they are: as soon as
@@ -151,7 +151,7 @@ void Scheduler::open(JobHandle job, uint32_t n_open) {
     // what the stages before wrote becomes visible here.
   } while (!slot.gate.compare_exchange_weak(gate, pack(job.generation, n) | (gate & kHasBegun),
                                             std::memory_order_acq_rel, std::memory_order_relaxed));
-  catch_up(slot.lane.load(std::memory_order_relaxed));
+  catch_up(job.lane);
   // Who does not raise it leaves the announcement to the one that has raised it as far, or will.
   if ((gate & kHasBegun) == 0 || !raise_limit(&slot, job.generation, n)) {
     return;

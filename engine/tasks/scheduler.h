@@ -85,6 +85,7 @@ struct JobHandle {
   uint32_t generation = 0;  // of the slot's uses
   uint32_t n_tasks = 0;     // as planned, like n_wake
   uint32_t n_wake = 0;
+  uint32_t lane = 0;
 };
 
 // A FinishedJob says when the tasks of a job ran.

@@ -138,6 +138,15 @@ void submit(SlowTier& tier, Transfer& transfer) {
 }
 
 // All at once.
+// Pages to be written, with marks from 0 on.
+std::deque<Page> marked_pages(uint32_t n, uint32_t size_bytes, Ends* ends) {
+  std::deque<Page> pages;
+  for (uint32_t i = 0; i < n; ++i) {
+    pages.emplace_back(i, size_bytes, ends);
+  }
+  return pages;
+}
+
 void submit(SlowTier& tier, std::deque<Page>& pages) {
   std::vector<Transfer*> transfers;
   for (Page& page : pages) {
@@ -503,10 +512,7 @@ TEST(SimulatedTierTime, BytesPassOneAfterTheOtherAndLatencyComesOnTop) {
   constexpr uint32_t kSize = 50'000;  // 250 us
   SimulatedTier tier({.bytes_per_s = kBytesPerS, .latency_ns = kLatencyNs});
   Ends ends;
-  std::deque<Page> writes;
-  for (uint32_t i = 0; i < 8; ++i) {
-    writes.emplace_back(i, kSize, &ends);
-  }
+  std::deque<Page> writes = marked_pages(8, kSize, &ends);
   const auto expect_ends = [&](const std::deque<Page>& pages, uint64_t begin_ns) {
     for (size_t i = 0; i < pages.size(); ++i) {
       EXPECT_GE(pages[i].ended_ns,
@@ -536,10 +542,7 @@ TEST(SimulatedTierTime, BytesPassOneAfterTheOtherAndLatencyComesOnTop) {
 std::vector<uint64_t> order_of_ends(uint32_t reorder, uint64_t seed) {
   SimulatedTier tier({.latency_ns = kMsNs, .reorder = reorder, .seed = seed});
   Ends ends;
-  std::deque<Page> writes;
-  for (uint32_t i = 0; i < 64; ++i) {
-    writes.emplace_back(i, 64, &ends);
-  }
+  std::deque<Page> writes = marked_pages(64, 64, &ends);
   submit(tier, writes);
   ends.wait(64);
   std::vector<uint64_t> order;
@@ -570,10 +573,7 @@ TEST(SimulatedTierByHand, AnyOrderCanBeHad) {
   do {
     SimulatedTier tier({.is_manual = true});
     Ends ends;
-    std::deque<Page> writes;
-    for (uint32_t i = 0; i < 4; ++i) {
-      writes.emplace_back(i, 64, &ends);
-    }
+    std::deque<Page> writes = marked_pages(4, 64, &ends);
     std::deque<Page> reads;
     for (std::deque<Page>* pages : {&writes, &reads}) {
       submit(tier, *pages);
@@ -613,18 +613,12 @@ TEST(SimulatedTierByHand, FinishAllEndsWhatIsSubmittedMeanwhile) {
 TEST(SimulatedTierByHand, ThePlaceReleasedLastIsUsedFirst) {
   SimulatedTier tier({.is_manual = true});
   Ends ends;
-  std::deque<Page> writes;
-  for (uint32_t i = 0; i < 3; ++i) {
-    writes.emplace_back(i, 64, &ends);
-  }
+  std::deque<Page> writes = marked_pages(3, 64, &ends);
   submit(tier, writes);
   tier.finish_all();
   tier.release(writes[0].place);
   tier.release(writes[2].place);
-  std::deque<Page> again;
-  for (uint32_t i = 0; i < 2; ++i) {
-    again.emplace_back(i, 64, &ends);
-  }
+  std::deque<Page> again = marked_pages(2, 64, &ends);
   submit(tier, again);
   tier.finish_all();
   EXPECT_EQ(again[0].place, writes[2].place);
@@ -703,13 +697,7 @@ class SimulatedTierFaults : public ::testing::TestWithParam<bool> {
     }
     return codes;
   }
-  std::deque<Page> writes(uint32_t n) {
-    std::deque<Page> pages;
-    for (uint32_t i = 0; i < n; ++i) {
-      pages.emplace_back(i, kSize, &ends_);
-    }
-    return pages;
-  }
+  std::deque<Page> writes(uint32_t n) { return marked_pages(n, kSize, &ends_); }
   std::deque<Page> reads(PlaceId place, uint32_t n) {
     std::deque<Page> pages;
     for (uint32_t i = 0; i < n; ++i) {
@@ -772,10 +760,7 @@ TEST_P(SimulatedTierFaults, ReadsThatFailLeaveNoBytesToBeUsed) {
 TEST(SimulatedTierMisuse, IsAnAssertion) {
   SimulatedTier tier({.is_manual = true});
   Ends ends;
-  std::deque<Page> writes;
-  for (uint32_t i = 0; i < 2; ++i) {
-    writes.emplace_back(i, 64, &ends);
-  }
+  std::deque<Page> writes = marked_pages(2, 64, &ends);
   submit(tier, writes);
   tier.finish(0);
   const PlaceId place = writes[0].place;

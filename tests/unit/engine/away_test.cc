@@ -36,12 +36,7 @@ EngineOptions with_tier(tiers::SlowTier* tier, uint32_t n_threads,
 
 void send_away(Rig& rig, kvm_seq_id seq) {
   ASSERT_TRUE(rig.engine->send_away(seq).is_ok());
-  for (int i = 0; i < 100000 && rig.engine->is_sending(); ++i) {
-    if (rig.engine->poll() == 0 && !rig.engine->work()) {
-      rig.engine->wait(1'000'000);
-    }
-  }
-  EXPECT_FALSE(rig.engine->is_sending());
+  EXPECT_TRUE(rig.drive_until([&] { return !rig.engine->is_sending(); }));
 }
 
 SpaceSpec plain_spec(uint32_t dtype = KVM_DTYPE_F32) {

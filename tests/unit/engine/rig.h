@@ -188,12 +188,17 @@ struct Rig {
 
   // Drives the engine until `done`, or gives up.
   void drive(const bool& done) {
-    for (int i = 0; i < 100000 && !done; ++i) {
+    EXPECT_TRUE(drive_until([&] { return done; })) << "the request never finished";
+  }
+  // Returns whether it came to that.
+  template <typename IsDone>
+  bool drive_until(IsDone is_done) {
+    for (int i = 0; i < 100000 && !is_done(); ++i) {
       if (engine->poll() == 0 && !engine->work()) {
         engine->wait(1'000'000);
       }
     }
-    EXPECT_TRUE(done) << "the request never finished";
+    return is_done();
   }
   template <typename What>
   RequestResult run(What what, ClientId as = 0) {
