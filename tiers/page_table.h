@@ -32,6 +32,7 @@
 #include <memory>
 #include <vector>
 
+#include "base/assert.h"
 #include "base/status.h"
 #include "tiers/host/host_pool.h"
 #include "tiers/read_epochs.h"
@@ -69,7 +70,11 @@ class PageTable {
   bool is_in_memory(PageRef page) const { return record(page).frame != kNoFrame; }
   // The address holds as long as the page is referenced, and then as long as a reader that began
   // before it moved (epochs()). REQUIRES: is_in_memory(page).
-  std::byte* data(PageRef page) const { return pool_->data(record(page).frame); }
+  std::byte* data(PageRef page) const {
+    const FrameRef frame = record(page).frame;
+    KVM_ASSERT(frame != kNoFrame);
+    return pool_->data(frame);
+  }
   // Where the slow tier has it; kNoPlace: nowhere. It holds as long as the page is referenced and
   // nobody writes it.
   PlaceId place(PageRef page) const { return record(page).place; }

@@ -24,25 +24,32 @@ StreamShape AttendStream::shape() const {
 uint32_t AttendStream::place_window(uint32_t index, std::byte* slot, StreamRead* reads) {
   const AttendPlan::Window& window = plan_->windows[index];
   const AttendPlan::Away& away = plan_->aways[window.away];
+  const std::span<const AwayPage> pages = window.pages.in(std::as_const(plan_->away_pages));
+  const PageSet seen = seen_pages(away, pages);
   uint32_t n = 0;
-  for (const AwayPage& page : window.pages.in(std::as_const(plan_->away_pages))) {
-    if (is_seen(away, page)) {
-      reads[n++] = {page.place, slot, page.size_bytes};
-      point_runs_to(away, page, slot);
-      slot += page.size_bytes;
+  for (size_t i = 0; i < pages.size(); ++i) {
+    if (seen[i]) {
+      reads[n++] = {pages[i].place, slot, pages[i].size_bytes};
+      point_runs_to(away, pages[i], slot);
+      slot += pages[i].size_bytes;
     }
   }
   return n;
 }
 
 // What no row sees is neither read nor looked at.
-bool AttendStream::is_seen(const AttendPlan::Away& away, const AwayPage& page) const {
-  const auto views = away.views.in(std::as_const(plan_->away_views));
-  return std::ranges::any_of(views, [&](const AttendPlan::Away::View& view) {
+AttendStream::PageSet AttendStream::seen_pages(const AttendPlan::Away& away,
+                                               std::span<const AwayPage> pages) const {
+  KVM_ASSERT(pages.size() <= kMaxPages);
+  PageSet seen;
+  for (const AttendPlan::Away::View& view : away.views.in(std::as_const(plan_->away_views))) {
     const attention::Problem& problem = plan_->heads[view.first_head].problem;
     const attention::VisibleSet visible(problem.visible, problem.n_query, 0, problem.n_query);
-    return visible.any(page.block * kPageTokens) != 0;
-  });
+    for (size_t i = 0; i < pages.size(); ++i) {
+      seen[i] = seen[i] || visible.any(pages[i].block * kPageTokens) != 0;
+    }
+  }
+  return seen;
 }
 
 // Views that follow each other may have the same runs.

@@ -2,9 +2,12 @@
 #ifndef KVM_ENGINE_ATTEND_ATTEND_STREAM_H_
 #define KVM_ENGINE_ATTEND_ATTEND_STREAM_H_
 
+#include <bitset>
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
+#include "attention/attention.h"
 #include "engine/attend/attend_plan.h"
 #include "engine/stream/page_stream.h"
 
@@ -27,7 +30,11 @@ class AttendStream final : public StreamSource {
   bool is_part_there() const override { return plan_->n_tasks_there != 0; }
 
  private:
-  bool is_seen(const AttendPlan::Away& away, const AwayPage& page) const;
+  // A window is a chunk of positions.
+  static constexpr size_t kMaxPages = attention::kMaxChunkTokens / kPageTokens;
+  using PageSet = std::bitset<kMaxPages>;
+
+  PageSet seen_pages(const AttendPlan::Away& away, std::span<const AwayPage> pages) const;
   void point_runs_to(const AttendPlan::Away& away, const AwayPage& page, const std::byte* data);
 
   AttendPlan* plan_ = nullptr;

@@ -55,8 +55,6 @@ constexpr uint64_t kRowsPerRead = 16;
 constexpr uint64_t kMaxStartNs = 200'000;
 // So many go at a time of a sequence that is freed or cut, or of a client that leaves: some 0.2 ms.
 constexpr uint64_t kFreePages = 4096;
-// Of a stream: so many windows on their way, where there is memory for them.
-constexpr uint64_t kMaxSlots = 8;
 // A window is a chunk of positions.
 constexpr uint64_t kMaxWindowPages = attention::kMaxChunkTokens / kPageTokens;
 // In whose name evict() frees: no client has this id.
@@ -83,8 +81,6 @@ uint64_t token_bytes(const Space& space, uint32_t layer) {
 Status no_memory() {
   return Status::fixed(KVM_ERR_NO_MEMORY, "the machine refused memory for a request");
 }
-
-Status client_is_gone() { return Status::fixed(KVM_ERR_CANCELLED, "the client is gone"); }
 
 AppendItem append_item_of(Sequence* seq, const StepRequest& step, const kvm_item& item) {
   return {.seq = seq,
@@ -145,7 +141,12 @@ class EngineImpl final : public Engine {
       costs_.prepare();
     }
     KVM_TRY_ASSIGN(const kvm_space_id space, store_->register_space(spec));
+    Undo dropping([&] {
+      const Status dropped = store_->drop_space(space);
+      KVM_ASSERT(dropped.is_ok() || dropped.code() == KVM_ERR_BUSY);
+    });
     KVM_TRY(make_rings(space));
+    dropping.dismiss();
     return space;
   }
   Result<kvm_space_id> find_space(const std::string& name) override {
@@ -264,6 +265,8 @@ class EngineImpl final : public Engine {
   void start_job(Request* request, JobPlan plan);
   // Memory for two windows of the space's largest, at least. Fails: as StoreMemory::grow_rings.
   Status make_rings(kvm_space_id space);
+  // What a request appends, as far as it may succeed.
+  std::vector<AppendItem> appends_of(const Request* request, const StepRequest& step) const;
   // Brings the tails that a request appends to back, where they are away. Returns whether it has to
   // wait for that.
   bool fetch_tails(Request* request);
@@ -271,18 +274,28 @@ class EngineImpl final : public Engine {
   void count_running(Request* request);
   void uncount_running(Request* request);
   void enter_fetching(Request* request);
-  // Begins the stream of a request, or lines it up for a ring.
+  // Lines a request up for a ring.
   void open_stream(Request* request);
+  // Begins the stream of a request with a ring. False: others have the rings.
   bool take_ring(Request* request);
   void give_ring_back(std::byte* ring, uint64_t size_bytes);
-  void serve_ring_waiters();
-  void start_stream(Request* request);
+  bool has_ring_to_serve() const { return has_free_ring_ && !ring_waiters_.empty(); }
+  // Begins the stream of whoever waits first. Returns whether there was one and a ring for it.
+  bool serve_ring_waiter();
   // Goes on with a request in Phase::kFetching.
   void fetch_more(Request* request);
+  void stream_more(Request* request);
+  // Whether a request in Phase::kFetching may run; it counts as running then. Else it stands in
+  // line until it may.
+  bool take_turn(Request* request);
+  // Leaves the line it stands in, where it does.
+  void leave_line(Request* request);
+  // Ends a request in Phase::kFetching whose answer nobody wants. REQUIRES: it has no stream.
+  void drop_unwanted(Request* request);
   // After its last task. Returns what became of its transfers.
   Status close_stream(Request* request);
-  // Looks at what has come.
-  bool take_arrivals();
+  // Looks at one of those for which something has come. Returns whether there was one.
+  bool take_arrival();
   void stop_transfers();
   // Goes on as begin() said: fails, goes on planning, or runs.
   void launch(Request* request, Status status, const JobPlan& plan, bool is_small);
@@ -308,7 +321,6 @@ class EngineImpl final : public Engine {
   bool send_more();
   void finish(Request* request, Status status);
   uint32_t deliver();
-  void drop_waiting(Request* request, Status status);
   bool reclaim_some();
   // Begins to move some pages together, where that is worth it and not too often. Returns as
   // housekeep().
@@ -329,6 +341,7 @@ class EngineImpl final : public Engine {
   uint64_t start_ns_ = 0;                    // spent on starting since the last poll()
   uint64_t free_lanes_ = ~uint64_t{0} >> 1;  // but kMovesLane
   RequestLine ring_waiters_;                 // in Phase::kFetching: others have the rings
+  bool has_free_ring_ = false;               // there may be one for the first of them
   RequestLine tail_waiters_;                 // likewise: others fetch their tails
   RequestLine turn_waiters_;   // likewise: their pages are there, and others of their client run
   RequestLine index_waiters_;  // begun; other requests build what they share of an index
@@ -388,7 +401,7 @@ void EngineImpl::remove_client(ClientId client, std::function<void()> on_gone) {
       } else if (request->phase == Phase::kFetching) {
         arrivals_.post(request.get());
       } else if (request->stream.has_begun()) {
-        request->stream.stop();  // nobody wants what has not been read yet
+        request->stream.stop(client_is_gone());  // nobody wants what has not been read yet
       }
     }
   }
@@ -473,6 +486,7 @@ Request* EngineImpl::take_request(ClientId client, RequestTag tag) {
   request->tag = tag;
   request->phase = Phase::kWaiting;
   request->is_orphan = false;
+  request->is_cancelled = false;
   request->is_running = false;
   request->is_abandoned.store(false, std::memory_order_relaxed);
   request->submitted_ns = now_ns();
@@ -844,12 +858,24 @@ Status EngineImpl::make_rings(kvm_space_id id) {
       window_bytes = std::max(window_bytes, kMaxWindowPages * cls.slab_class.page_bytes());
     }
   }
-  const Status status = store_->memory().grow_rings(2 * window_bytes);
-  if (!status.is_ok()) {
-    const Status dropped = store_->drop_space(id);
-    KVM_ASSERT(dropped.is_ok() || dropped.code() == KVM_ERR_BUSY);
+  return store_->memory().grow_rings(2 * window_bytes);
+}
+
+std::vector<AppendItem> EngineImpl::appends_of(const Request* request,
+                                               const StepRequest& step) const {
+  std::vector<AppendItem> appends;
+  for (const kvm_item& item : step.items) {
+    const Result<Sequence*> seq = store_->find_seq(request->client, item.seq);
+    for (uint32_t i = 0; item.n_append != 0 && seq.is_ok() && i < std::max(1u, step.n_layers);
+         ++i) {
+      AppendItem append = append_item_of(seq.value(), step, item);
+      append.layer += i;
+      if (store_->check_append(append).is_ok()) {
+        appends.push_back(append);
+      }
+    }
   }
-  return status;
+  return appends;
 }
 
 bool EngineImpl::fetch_tails(Request* request) {
@@ -859,16 +885,11 @@ bool EngineImpl::fetch_tails(Request* request) {
   }
   Status status;
   try {
-    std::vector<Sequence*> seqs;
-    for (const kvm_item& item : step->items) {
-      const Result<Sequence*> seq = store_->find_seq(request->client, item.seq);
-      if (item.n_append != 0 && seq.is_ok() &&
-          store_->check_append(append_item_of(seq.value(), *step, item)).is_ok()) {
-        seqs.push_back(seq.value());
-      }
+    const std::vector<AppendItem> items = appends_of(request, *step);
+    Result<TailFetch::Next> next = request->tails.begin(&store_->memory(), items, request);
+    if (next.status().code() == KVM_ERR_NO_SPACE && auditor_.give_up(*store_)) {
+      next = request->tails.begin(&store_->memory(), items, request);
     }
-    const Result<TailFetch::Next> next =
-        request->tails.begin(&store_->memory(), seqs, step->layer_begin, request);
     if (next.is_ok() && next.value() == TailFetch::Next::kDone) {
       return false;
     }
@@ -914,18 +935,17 @@ void EngineImpl::open_stream(Request* request) {
   enter_fetching(request);
   // In turns: who needs much is not passed by those who need little.
   ring_waiters_.push_back(*request);
-  serve_ring_waiters();
+  has_free_ring_ = true;
 }
 
-// False: others have the rings.
 bool EngineImpl::take_ring(Request* request) {
   tiers::RingMemory& rings = store_->memory().rings();
   StreamSource* source = request->source();
   StreamShape shape = source->shape();
   const uint64_t fitting =
-      shape.slot_bytes == 0 ? kMaxSlots : rings.size_bytes() / 2 / shape.slot_bytes;
-  shape.n_slots = static_cast<uint32_t>(
-      std::min<uint64_t>(shape.n_windows, std::clamp<uint64_t>(fitting, 2, kMaxSlots)));
+      shape.slot_bytes == 0 ? StreamShape::kMaxSlots : rings.size_bytes() / 2 / shape.slot_bytes;
+  shape.n_slots = static_cast<uint32_t>(std::min<uint64_t>(
+      shape.n_windows, std::clamp<uint64_t>(fitting, 2, StreamShape::kMaxSlots)));
   KVM_ASSERT(shape.ring_bytes() <= rings.size_bytes());  // or it would wait for ever
   const bool needs_ring = shape.ring_bytes() != 0;
   std::byte* ring = needs_ring ? rings.take(shape.ring_bytes()) : nullptr;
@@ -942,14 +962,34 @@ bool EngineImpl::take_ring(Request* request) {
 void EngineImpl::give_ring_back(std::byte* ring, uint64_t size_bytes) {
   if (ring != nullptr) {
     store_->memory().rings().give_back(ring, size_bytes);
+    has_free_ring_ = true;
   }
 }
 
-void EngineImpl::start_stream(Request* request) {
+bool EngineImpl::serve_ring_waiter() {
+  if (!has_ring_to_serve()) {
+    return false;
+  }
+  Request* request = &ring_waiters_.front();
+  Status status;
+  try {
+    has_free_ring_ = take_ring(request);
+  } catch (const std::bad_alloc&) {
+    status = no_memory();
+  }
+  if (!has_free_ring_) {
+    return false;
+  }
+  ring_waiters_.pop_front();
+  if (!status.is_ok()) {
+    fail(request, std::move(status));
+    return true;
+  }
   request->stream.start();
   if (request->stream.is_ready() || request->source()->is_part_there()) {
-    fetch_more(request);
+    unfinished_.push_back(*request);
   }
+  return true;
 }
 
 void EngineImpl::fetch_more(Request* request) {
@@ -959,48 +999,62 @@ void EngineImpl::fetch_more(Request* request) {
     }
     Status status = request->tails.end(&store_->memory());
     unfinished_.splice(unfinished_.end(), tail_waiters_);
-    if (request->is_orphan) {
-      finish(request, client_is_gone());
-    } else if (!status.is_ok()) {
+    if (request->is_wanted() && !status.is_ok()) {
       finish(request, std::move(status));
-    } else {
-      count_running(request);
-      start_work(request);
+      return;
     }
-    return;
   }
-  if (!request->stream.has_begun()) {
-    // It waited for others: for their rings, or, before it has begun, for tails that they fetch.
-    const bool has_begun = request->source() != nullptr;
-    if (request->is_orphan) {
-      has_begun ? abandon(request) : finish(request, client_is_gone());
-    } else if (has_begun) {
-      open_stream(request);
-    } else {
-      count_running(request);
-      start_work(request);
-    }
-    return;
+  if (request->stream.has_begun()) {
+    stream_more(request);
+  } else if (!request->is_wanted()) {
+    drop_unwanted(request);
+  } else if (request->source() == nullptr && take_turn(request)) {
+    start_work(request);  // from the beginning, once tails have come
   }
-  if (request->is_orphan) {
-    request->stream.stop();
-    if (request->stream.is_over()) {
+}
+
+void EngineImpl::stream_more(Request* request) {
+  PageStream& stream = request->stream;
+  if (!request->is_wanted()) {
+    stream.stop(request->reason_unwanted());
+    if (stream.is_over()) {
       const Status status = close_stream(request);
-      abandon(request);
+      KVM_ASSERT(!status.is_ok());
+      drop_unwanted(request);
     }
     return;
   }
-  Client& client = clients_.at(request->client);
-  if (!may_start(client.queue)) {
-    (scheduler_.has_room() ? turn_waiters_ : unfinished_).push_back(*request);
-    return;
+  if ((stream.is_ready() || request->source()->is_part_there()) && take_turn(request)) {
+    JobPlan plan = std::holds_alternative<StepRequest>(request->what) ? request->step.plan()
+                                                                      : request->read.plan();
+    plan.lane = clients_.at(request->client).lane;
+    request->enter(Phase::kComputing);
+    stream.start_job(&scheduler_, request, plan);
   }
+}
+
+bool EngineImpl::take_turn(Request* request) {
+  if (!may_start(clients_.at(request->client).queue)) {
+    if (!request->LineHook::is_linked()) {
+      (scheduler_.has_room() ? turn_waiters_ : unfinished_).push_back(*request);
+    }
+    return false;
+  }
+  leave_line(request);
   count_running(request);
-  JobPlan plan = std::holds_alternative<StepRequest>(request->what) ? request->step.plan()
-                                                                    : request->read.plan();
-  plan.lane = client.lane;
-  request->enter(Phase::kComputing);
-  request->stream.start_job(&scheduler_, request, plan);
+  return true;
+}
+
+void EngineImpl::leave_line(Request* request) {
+  if (request->LineHook::is_linked()) {
+    request->LineHook::unlink();
+  }
+}
+
+void EngineImpl::drop_unwanted(Request* request) {
+  leave_line(request);
+  has_free_ring_ = true;  // if it stood before others who need less
+  fail(request, request->reason_unwanted());
 }
 
 Status EngineImpl::close_stream(Request* request) {
@@ -1009,45 +1063,21 @@ Status EngineImpl::close_stream(Request* request) {
   }
   Status status = request->stream.end();
   give_ring_back(request->stream.ring(), request->stream.shape().ring_bytes());
-  serve_ring_waiters();
   return status;
 }
 
-void EngineImpl::serve_ring_waiters() {
-  while (!ring_waiters_.empty()) {
-    Request* next = &ring_waiters_.front();
-    bool has_ring = false;
-    Status status;
-    try {
-      has_ring = take_ring(next);
-    } catch (const std::bad_alloc&) {
-      status = no_memory();
-    }
-    if (status.is_ok() && !has_ring) {
-      return;
-    }
-    ring_waiters_.pop_front();
-    if (status.is_ok()) {
-      start_stream(next);
-    } else {
-      fail(next, std::move(status));
-    }
+bool EngineImpl::take_arrival() {
+  if (!arrivals_.has_any()) {
+    return false;
   }
-}
-
-bool EngineImpl::take_arrivals() {
-  bool has_done = false;
-  while (Request* request = arrivals_.take()) {
-    if (request->phase != Phase::kFetching) {
-      continue;
-    }
-    has_done = true;
-    if (request->LineHook::is_linked()) {
-      request->LineHook::unlink();
-    }
+  Request* request = arrivals_.take();
+  if (request == nullptr) {
+    return send_more();
+  }
+  if (request->phase == Phase::kFetching) {
     fetch_more(request);
   }
-  return send_more() || has_done;
+  return true;
 }
 
 Status EngineImpl::send_away(kvm_seq_id seq) {
@@ -1080,7 +1110,7 @@ void EngineImpl::stop_transfers() {
     if (!stream.has_begun()) {
       continue;
     }
-    stream.stop();
+    stream.stop(client_is_gone());
     while (!stream.is_over()) {
       std::this_thread::yield();
     }
@@ -1134,14 +1164,12 @@ void EngineImpl::plan_more(Request* request) {
 // Starting, planning and reclaiming are for the driver alone: in turn with tasks, so that none
 // waits for all of the others.
 bool EngineImpl::work() {
-  next_work_ = (next_work_ + 1) % 4;
-  if (arrivals_.has_any() && take_arrivals()) {
-    return true;
-  }
-  const bool has_done = (next_work_ == 1 && go_on_with_one()) || (next_work_ == 2 && start_one()) ||
-                        (next_work_ == 3 && reclaim_some());
-  return has_done || scheduler_.run_one() || go_on_with_one() || start_one() || reclaim_some() ||
-         (sends_.is_ready() && send_more());
+  next_work_ = (next_work_ + 1) % 5;
+  const bool has_done = take_arrival() || (next_work_ == 1 && go_on_with_one()) ||
+                        (next_work_ == 2 && start_one()) || (next_work_ == 3 && reclaim_some()) ||
+                        (next_work_ == 4 && (serve_ring_waiter() || send_more()));
+  return has_done || scheduler_.run_one() || serve_ring_waiter() || go_on_with_one() ||
+         start_one() || reclaim_some() || send_more();
 }
 
 Status EngineImpl::begin(Request* request, JobPlan* plan, bool* is_small) {
@@ -1405,9 +1433,6 @@ uint32_t EngineImpl::poll() {
   uint32_t n_retired = 0;
   start_ns_ = 0;
   auditor_.collect(*store_);
-  if (arrivals_.has_any()) {
-    take_arrivals();
-  }
   for (uint32_t round = 0; round < kMaxPollRounds; ++round) {
     FinishedJob job;
     while (scheduler_.take_finished(&job)) {
@@ -1482,17 +1507,16 @@ bool EngineImpl::cancel(ClientId client, RequestTag tag) {
   names_.for_each(client, tag, [&](Request* request) {
     is_known = true;
     if (request->is_pending()) {
-      drop_waiting(request, Status::fixed(KVM_ERR_CANCELLED, "cancelled before it began"));
+      leave_line(request);
+      finish(request, cancelled());
+    } else if (request->phase == Phase::kFetching) {
+      request->is_cancelled = true;
+      arrivals_.post(request);
+    } else if (request->stream.has_begun()) {
+      request->stream.stop(cancelled());
     }
   });
   return is_known;
-}
-
-void EngineImpl::drop_waiting(Request* request, Status status) {
-  if (request->LineHook::is_linked()) {
-    request->LineHook::unlink();
-  }
-  finish(request, std::move(status));
 }
 
 void EngineImpl::wait(uint64_t timeout_ns) {
@@ -1501,7 +1525,7 @@ void EngineImpl::wait(uint64_t timeout_ns) {
   do {
     if (!done_.empty() || scheduler_.has_finished() || can_start() ||
         (!unfinished_.empty() && scheduler_.has_room()) || arrivals_.has_any() ||
-        sends_.is_ready()) {
+        has_ring_to_serve() || sends_.is_ready()) {
       return;
     }
     scheduler_.help_or_sleep(timeout_ns - waited_ns);

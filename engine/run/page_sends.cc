@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "engine/run/page_sends.h"
 
+#include <algorithm>
 #include <new>
 #include <thread>
 
@@ -8,8 +9,8 @@ namespace kvm::engine {
 namespace {
 
 // LIMIT: of a batch: some 0.1 ms of the driver.
-constexpr uint32_t kBatchPages = 256;
-constexpr uint32_t kBatchVisits = 4096;
+constexpr uint64_t kBatchPages = 256;
+constexpr uint64_t kBatchVisits = 4096;
 
 }  // namespace
 
@@ -33,7 +34,7 @@ bool PageSends::find(const StoreMemory& memory, const Sequence* seq) {
   Target& target = queue_.front();
   const tiers::PageTable& pages = memory.pages();
   const Space& space = seq->space();
-  uint32_t n_visited = 0;
+  uint64_t n_visited = 0;
   for (uint32_t layer = 0; layer < space.n_layers; ++layer) {
     const Layer& own = space.layers[layer];
     const size_t n_classes = own.kind == KVM_LAYER_OWN ? own.classes.size() : 0;
@@ -44,22 +45,21 @@ bool PageSends::find(const StoreMemory& memory, const Sequence* seq) {
       }
       target.block = list == target.list ? target.block : 0;
       target.list = list;
-      bool is_whole = true;
-      const uint64_t begin = target.block;
-      seq->layer_lists(layer)[c].for_each_between(begin, UINT64_MAX, [&](const PageEntry& entry) {
-        if (found_.size() == kBatchPages || n_visited == kBatchVisits) {
-          is_whole = false;
-          return;
+      const PageList& from = seq->layer_lists(layer)[c];
+      const uint64_t end = from.length() / kPageTokens;
+      while (target.block < end) {
+        if (found_.size() == kBatchPages || n_visited >= kBatchVisits) {
+          return false;
         }
-        ++n_visited;
-        target.block = uint64_t{entry.block} + 1;
-        if (entry.count == kPageTokens && pages.is_in_memory(entry.page) &&
-            pages.is_sealed(entry.page)) {
-          found_.push_back(entry.page);
-        }
-      });
-      if (!is_whole) {
-        return false;
+        const uint64_t block_end = std::min(end, target.block + kBatchPages - found_.size());
+        n_visited += block_end - target.block;
+        from.for_each_between(target.block, block_end, [&](const PageEntry& entry) {
+          if (entry.count == kPageTokens && pages.is_in_memory(entry.page) &&
+              pages.is_sealed(entry.page)) {
+            found_.push_back(entry.page);
+          }
+        });
+        target.block = block_end;
       }
     }
   }
@@ -107,8 +107,7 @@ void PageSends::end(StoreMemory* memory) {
     memory->pages().end_leave(move, write.status.is_ok() ? write.place : tiers::kNoPlace);
     has_failed |= !write.status.is_ok();
   });
-  while (memory->pages().free_left_frames()) {
-  }
+  memory->pages().free_left_frames();
   if (has_failed) {
     drop_first();
   }

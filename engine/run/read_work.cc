@@ -14,7 +14,8 @@ namespace kvm::engine {
 namespace {
 
 constexpr uint64_t kTaskBytes = 256 << 10;
-// Of a window, about: half as many as one of attention may have, for which rings are made.
+// Of a task, at most, and of a window, until when tasks join it: so it has fewer than one of
+// attention may have, for which rings are made.
 constexpr uint32_t kWindowPages = 64;
 
 // How the pages of a run are laid out: a demoted one has other dtypes than its head class.
@@ -64,6 +65,7 @@ Status ReadWork::begin(const Store& store, const Sequence* seq, const ReadReques
   const uint64_t end = request.position + request.n_tokens;
   uint64_t bytes = 0;
   uint64_t task_bytes = 0;
+  uint32_t n_away = 0;  // pages of the task
   for (uint32_t c = 0; c < space.storage(request.layer).classes.size(); ++c) {
     const HeadClass& cls = space.head_class(request.layer, c);
     runs_.clear();
@@ -89,10 +91,12 @@ Status ReadWork::begin(const Store& store, const Sequence* seq, const ReadReques
       KVM_ASSERT(begin - request.position + run.n_tokens <= request.n_tokens);
       pieces_.push_back({run, begin - request.position, &cls, page});
       task_bytes += run.n_tokens * slab.n_heads * slab.token_bytes();
-      if (task_bytes >= kTaskBytes) {
+      n_away += page.slab_class != nullptr ? 1 : 0;
+      if (task_bytes >= kTaskBytes || n_away == kWindowPages) {
         task_ends_.push_back(static_cast<uint32_t>(pieces_.size()));
         bytes += task_bytes;
         task_bytes = 0;
+        n_away = 0;
       }
     }
   }

@@ -90,6 +90,9 @@ inline Access access_of(SeqVerb verb) {
              : Access::kChange;
 }
 
+inline Status client_is_gone() { return Status::fixed(KVM_ERR_CANCELLED, "the client is gone"); }
+inline Status cancelled() { return Status::fixed(KVM_ERR_CANCELLED, "cancelled"); }
+
 // A Request is used again from request to request: its buffers keep their size.
 struct Request final : TaskSet, StreamListener, LineHook, NameHook {
   Request(std::vector<ThreadWorkspace>* workspaces, Arrivals* arrived)
@@ -176,6 +179,8 @@ struct Request final : TaskSet, StreamListener, LineHook, NameHook {
   bool is_pending() const { return phase == Phase::kWaiting || phase == Phase::kReady; }
   // Started and not finished: it counts as running.
   bool is_started() const { return !is_pending() && phase != Phase::kDone; }
+  bool is_wanted() const { return !is_orphan && !is_cancelled; }
+  Status reason_unwanted() const { return is_orphan ? client_is_gone() : cancelled(); }
 
   std::vector<ThreadWorkspace>* thread_workspaces;
   Arrivals* arrivals;
@@ -183,8 +188,9 @@ struct Request final : TaskSet, StreamListener, LineHook, NameHook {
   ClientId client = 0;
   RequestTag tag;
   Phase phase = Phase::kWaiting;
-  bool is_orphan = false;   // its client is gone: no callback
-  bool is_running = false;  // it counts as that: started, and not waiting for pages
+  bool is_orphan = false;     // its client is gone: no callback
+  bool is_cancelled = false;  // while it waited for pages
+  bool is_running = false;    // it counts as that: started, and not waiting for pages
   // The same for tasks, which then do nothing: nobody sees what they would have written.
   std::atomic<bool> is_abandoned{false};
   uint64_t cost = 0;   // estimate, in bytes of K and V that are read or written

@@ -1,20 +1,35 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "engine/run/tail_fetch.h"
 
+#include <new>
+#include <utility>
 #include <vector>
 
 #include "base/assert.h"
 
 namespace kvm::engine {
 
-Result<TailFetch::Next> TailFetch::begin(StoreMemory* memory, std::span<Sequence* const> seqs,
-                                         uint32_t layer, StreamListener* listener) {
+namespace {
+
+// Without exceptions: pages may be on their way already.
+Result<tiers::PageTable::Move> begin_fetch(StoreMemory* memory, tiers::PageRef page) noexcept {
+  try {
+    return memory->begin_fetch(page);
+  } catch (const std::bad_alloc&) {
+    return Status::fixed(KVM_ERR_NO_MEMORY, "the machine refused memory for a page to come back");
+  }
+}
+
+}  // namespace
+
+Result<TailFetch::Next> TailFetch::begin(StoreMemory* memory, std::span<const AppendItem> items,
+                                         StreamListener* listener) {
   KVM_ASSERT(!has_begun());
-  tiers::PageTable& pages = memory->pages();
+  const tiers::PageTable& pages = memory->pages();
   std::vector<tiers::PageRef> away;
   bool is_claimed = false;
-  for (const Sequence* seq : seqs) {
-    for (const PageList& list : seq->layer_lists(layer)) {
+  for (const AppendItem& item : items) {
+    for (const PageList& list : std::as_const(*item.seq).layer_lists(item.layer)) {
       const tiers::PageRef page = list.tail().page;
       if (page == tiers::kNoPage || pages.is_in_memory(page)) {
         continue;
@@ -30,27 +45,25 @@ Result<TailFetch::Next> TailFetch::begin(StoreMemory* memory, std::span<Sequence
     return is_claimed ? Next::kClaimed : Next::kDone;
   }
   reads_.reserve(away.size());
-  status_ = Status::ok();
   for (const tiers::PageRef page : away) {
     if (!pages.is_sealed(page)) {
       continue;  // forks that share it append in the same request
     }
-    const Result<tiers::PageTable::Move> move = pages.begin_fetch(page);
-    if (!move.is_ok()) {
-      status_ = move.status();
+    const Result<tiers::PageTable::Move> move = begin_fetch(memory, page);
+    if (move.is_ok()) {
+      reads_.add(move.value(), pages.place(page));
+    } else if (reads_.is_empty()) {
+      return move.status();
+    } else {
       break;
     }
-    reads_.add(move.value(), pages.place(page));
-  }
-  if (reads_.is_empty()) {
-    return status_;
   }
   reads_.submit(pages.slow_tier(), listener);
   return Next::kWait;
 }
 
 Status TailFetch::end(StoreMemory* memory) {
-  Status first = status_;
+  Status first;
   reads_.end([&](const tiers::PageTable::Move& move, const tiers::Transfer& read) {
     memory->pages().end_fetch(move, read.status.is_ok());
     if (!read.status.is_ok() && first.is_ok()) {

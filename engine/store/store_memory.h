@@ -86,6 +86,8 @@ class StoreMemory final : private PageRelief {
   const tiers::RingMemory& rings() const { return rings_; }
   // Makes it so large. Fails: as RingMemory::grow_to.
   Status grow_rings(uint64_t size_bytes);
+  // As PageTable::begin_fetch; makes room.
+  Result<tiers::PageTable::Move> begin_fetch(tiers::PageRef page);
   void release(tiers::PageRef page) { PageBank::release_page(&pages_, payers_, page); }
 
   // That the quotas have room for `need` bytes, if need be without indexes. Fails: QUOTA.

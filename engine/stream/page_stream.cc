@@ -9,7 +9,8 @@ namespace kvm::engine {
 
 void PageStream::begin(tiers::SlowTier* tier, StreamSource* source, StreamListener* listener,
                        const StreamShape& shape, std::byte* ring) {
-  KVM_ASSERT(!has_begun() && shape.n_windows != 0 && shape.n_slots != 0);
+  KVM_ASSERT(!has_begun() && shape.n_windows != 0 && shape.n_slots != 0 &&
+             shape.n_slots <= StreamShape::kMaxSlots);
   const size_t n_reads = size_t{shape.n_slots} * shape.max_pages;
   windows_ = std::make_unique<Window[]>(shape.n_windows);
   reads_ = std::make_unique<Read[]>(n_reads);
@@ -78,17 +79,10 @@ void PageStream::begin_window(uint32_t window) {
 }
 
 void PageStream::end_read(Read* read) {
-  const uint32_t window = read->window;
   if (!read->status.is_ok()) {
-    {
-      const std::lock_guard lock(mutex_);
-      if (status_.is_ok()) {
-        status_ = read->status;
-      }
-    }
-    stop();
+    stop(read->status);
   }
-  end_one(window);
+  end_one(read->window);
 }
 
 void PageStream::end_one(uint32_t window) {
@@ -148,11 +142,12 @@ void PageStream::end_task(uint32_t window) {
   }
 }
 
-void PageStream::stop() {
+void PageStream::stop(const Status& why) {
   const std::lock_guard lock(mutex_);
   if (is_stopped_.exchange(true, std::memory_order_acq_rel)) {
     return;
   }
+  status_ = why;
   for (uint32_t i = n_there_; i < shape_.n_windows; ++i) {
     if (windows_[i].state == State::kWaiting) {
       windows_[i].state = State::kThere;

@@ -47,10 +47,13 @@ inline constexpr uint32_t kNoWindow = UINT32_MAX;
 
 // A StreamShape says how large a stream is.
 struct StreamShape {
+  // So a window begins when all those are done, with their tasks, that are so many before it.
+  static constexpr uint32_t kMaxSlots = 8;
+
   uint32_t n_windows = 0;
   uint32_t max_pages = 0;   // of a window
   uint64_t slot_bytes = 0;  // a multiple of the ring's alignment
-  uint32_t n_slots = 0;     // of the ring
+  uint32_t n_slots = 0;     // of the ring, at most kMaxSlots
 
   uint64_t ring_bytes() const { return slot_bytes * n_slots; }
   void add_window(uint32_t n_pages, uint64_t size_bytes) {
@@ -112,14 +115,14 @@ class PageStream {
   void start_job(Scheduler* scheduler, TaskSet* set, JobPlan plan);
   // Any thread: a task of the window has ended, or has nothing to do.
   void end_task(uint32_t window);
-  // Any thread: no more transfers begin; their windows count as come. After an error of a transfer
-  // the stream does this by itself.
-  void stop();
+  // Any thread: no more transfers begin; their windows count as come, and end() says why. After an
+  // error of a transfer the stream does this by itself. The first reason counts.
+  void stop(const Status& why);
   // Any thread: whether tasks have nothing to do, for what they would read is not there.
   bool has_failed() const { return is_stopped_.load(std::memory_order_acquire); }
   // Driver: whether no transfer is in flight and none will be. It is so when the job has ended.
   bool is_over();
-  // Driver, REQUIRES: is_over(). Returns the first error of a transfer.
+  // Driver, REQUIRES: is_over(). Returns why it was stopped; OK: it was not.
   Status end();
 
  private:

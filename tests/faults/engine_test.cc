@@ -23,6 +23,7 @@ namespace kvm::testing {
 namespace {
 
 constexpr uint32_t kDim = 8;
+constexpr const char* kSpaceName = "faults";
 // Enough for an attend that the driver does not do at once.
 constexpr uint32_t kJobTokens = 8300;
 // Two windows.
@@ -31,7 +32,7 @@ constexpr uint32_t kAwayTokens = 2200;
 // An engine with two clients, whose driver is the test's thread and the only one that computes.
 class World {
  public:
-  explicit World(uint64_t audit_every = 0) : tier_({.is_manual = true}) {
+  explicit World(uint64_t audit_every = 0, bool has_space = true) : tier_({.is_manual = true}) {
     engine::EngineOptions options;
     options.slow_tier = &tier_;
     options.n_threads = 1;
@@ -40,21 +41,37 @@ class World {
     engine_ = std::move(engine::Engine::open(options)).value();
     clients_[0] = engine_->add_client({});
     clients_[1] = engine_->add_client({});
-    SpaceSpec spec;
-    spec.name = "faults";
-    spec.params.struct_size = sizeof(kvm_space_params);
-    spec.params.n_layers = 1;
-    spec.params.n_q_heads = 1;
-    spec.params.head_dim_k = kDim;
-    kvm_index_params index{};
-    index.kind = KVM_INDEX_SKETCH;
-    index.min_tokens = 256;
-    spec.indexes = {index};
-    space_ = engine_->register_space(spec).value();
     q_.assign(kDim, 1.0f);
     o_.assign(kDim, 0.0f);
     spoiled_.assign(kDim, std::numeric_limits<float>::quiet_NaN());
+    EXPECT_TRUE(!has_space || enter_space());
   }
+  // Asks for the space. Returns whether there was memory for it.
+  bool enter_space() {
+    const InProduct in_product;
+    try {
+      SpaceSpec spec;
+      spec.name = kSpaceName;
+      spec.params.struct_size = sizeof(kvm_space_params);
+      spec.params.n_layers = 1;
+      spec.params.n_q_heads = 1;
+      spec.params.head_dim_k = kDim;
+      kvm_index_params index{};
+      index.kind = KVM_INDEX_SKETCH;
+      index.min_tokens = 256;
+      spec.indexes = {index};
+      const Result<kvm_space_id> space = engine_->register_space(spec);
+      if (!space.is_ok()) {
+        return false;
+      }
+      space_ = space.value();
+      return true;
+    } catch (const std::bad_alloc&) {
+      return false;
+    }
+  }
+
+  bool has_space() const { return engine_->find_space(kSpaceName).is_ok(); }
 
   kvm_seq_id create(uint32_t n_tokens) {
     SeqRequest request;
@@ -105,6 +122,14 @@ class World {
     step.space = space_;
     step.items = {item_of(seq, 1, 0)};
     step.k = step.v = view(&q_);
+    return step;
+  }
+  StepRequest append_one_to(std::vector<kvm_seq_id> seqs) {
+    StepRequest step = append_one(seqs[0]);
+    step.items.clear();
+    for (const kvm_seq_id seq : seqs) {
+      step.items.push_back(item_of(seq, 1, 0));
+    }
     return step;
   }
   // What the last request made; nothing: no sequence.
@@ -349,6 +374,23 @@ TEST(EngineFaults, AnEngineGoesWithWhatIsPublished) {
   disarm();
 }
 
+// A space is there, and what is away can be read through rings; or it is not.
+TEST(EngineFaults, SpacesComeOrDoNot) {
+  bool has_come = false;
+  refuse_each([] { return std::make_unique<World>(0, false); },
+              [&](World* world) { has_come = world->enter_space(); },
+              [&](World* world) {
+                EXPECT_EQ(world->has_space(), has_come);
+                ASSERT_TRUE(world->enter_space());
+                const kvm_seq_id seq = world->create(kAwayTokens);
+                EXPECT_TRUE(world->send_away(seq));
+                world->drive();
+                world->submit(world->attend(seq));
+                world->drive();
+                EXPECT_EQ(world->status(0), KVM_OK);
+              });
+}
+
 TEST(EngineFaults, ClientsComeOrDoNot) {
   bool has_come = false;
   refuse_each([] { return std::make_unique<World>(); },
@@ -421,17 +463,22 @@ TEST(EngineFaults, PagesThatAreAwayAreNotLost) {
         world->drive();
         world->send_away(seq);
         world->submit(world->attend(seq, KVM_MODE_SAMPLED));
+        world->submit(World::verb(SeqVerb::kFork, seq, 900));
+        world->drive();
+        const kvm_seq_id first = world->last_seq();
         world->submit(World::verb(SeqVerb::kFork, seq, 1010));
         world->drive();
-        world->submit(world->append_one(world->last_seq()));
-        world->submit(World::verb(SeqVerb::kFree, world->last_seq()));
+        const kvm_seq_id second = world->last_seq();
+        world->submit(world->append_one_to({first, second}));
+        world->submit(World::verb(SeqVerb::kFree, first));
+        world->submit(World::verb(SeqVerb::kFree, second));
         world->drive();
       },
       [&](World* world) {
         ASSERT_EQ(world->n_left(), 0u);
-        for (size_t i = 0; i < 6; ++i) {
+        for (size_t i = 0; i < 8; ++i) {
           const kvm_status status = world->status(i);
-          EXPECT_TRUE(is_answer(status) || (i < 2 && status == KVM_ERR_NOT_FOUND)) << status;
+          EXPECT_TRUE(is_answer(status) || (i < 3 && status == KVM_ERR_NOT_FOUND)) << status;
         }
         world->submit(world->attend(seq));
         world->drive();
