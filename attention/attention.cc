@@ -406,6 +406,10 @@ std::optional<MergeTree::Merge> MergeTree::next(Node* node) const {
   return std::nullopt;
 }
 
+uint32_t MergeTree::states_end(const Node& node) const {
+  return state(present(std::min(node.begin + node.size, end_)));
+}
+
 void merge_states(const Problem& problem, RowRange rows, const MergeTree::Merge& merge,
                   void* states) {
   const size_t stride = state_bytes(problem, rows.count);

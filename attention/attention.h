@@ -225,6 +225,8 @@ class MergeTree {
   Node leaf(uint32_t state) const;
   // The merge that `node` waits for, with *node becoming what it makes; nothing where it is whole.
   std::optional<Merge> next(Node* node) const;
+  // The number behind that of the state of the node's last chunk.
+  uint32_t states_end(const Node& node) const;
 
  private:
   uint64_t present(uint64_t chunk) const;
@@ -239,7 +241,7 @@ class MergeTree {
 void merge_states(const Problem& problem, RowRange rows, const MergeTree::Merge& merge,
                   void* states);
 
-// Writes o and lse of `rows` after the last merge.
+// Writes o and lse of `rows` after the last merge, whose state is the first of `states`.
 void write_result(const Problem& problem, const Plan& plan, RowRange rows, void* states);
 
 // Says whether the answer written for a row is a number: where a query or a token was not finite,

@@ -49,13 +49,75 @@ class Layout {
   size_t size_bytes_ = 0;
 };
 
+// States of chunks that come window by window: a window that begins finds those of all chunks
+// merged, as far as they can be, that are StreamShape::kMaxSlots before it. Returns how many places
+// are needed, which is that plus one for each level of the tree, or a few more.
+uint32_t add_state_slots(const attention::Plan& cut, std::vector<uint16_t>* slots) {
+  const attention::MergeTree tree(cut);
+  const auto merged_at = [&](uint32_t chunk) {
+    attention::MergeTree::Node node = tree.leaf(chunk);
+    while (const auto merge = tree.next(&node)) {
+      if (merge->from == chunk) {
+        return tree.states_end(node);
+      }
+    }
+    return UINT32_MAX;  // the first, into which all others go
+  };
+  struct Held {
+    uint32_t free_at;  // the first chunk that may have the slot
+    uint16_t slot;
+  };
+  const auto is_later = [](const Held& a, const Held& b) { return a.free_at > b.free_at; };
+  std::vector<Held> held;  // a heap
+  uint32_t n_slots = 0;
+  for (uint32_t chunk = 0; chunk < cut.n_chunks; ++chunk) {
+    auto slot = static_cast<uint16_t>(n_slots);
+    if (!held.empty() && held.front().free_at <= chunk) {
+      slot = held.front().slot;
+      std::ranges::pop_heap(held, is_later);
+      held.pop_back();
+    } else {
+      ++n_slots;
+    }
+    slots->push_back(slot);
+    const uint32_t end = merged_at(chunk);
+    if (end != UINT32_MAX) {
+      held.push_back({end - 1 + StreamShape::kMaxSlots, slot});
+      std::ranges::push_heap(held, is_later);
+    }
+  }
+  return n_slots;
+}
+
+void place_states(AttendPlan* plan) {
+  const Head* last = nullptr;
+  for (Head& head : plan->heads) {
+    const attention::Plan& cut = head.plan;
+    head.n_states = cut.n_chunks;
+    head.state_slots = {};
+    if (head.away == AttendPlan::kNoAway || cut.n_chunks == 0) {
+      continue;
+    }
+    if (last != nullptr && last->plan.first_chunk == cut.first_chunk &&
+        last->plan.n_chunks == cut.n_chunks && last->plan.gap_at == cut.gap_at &&
+        last->plan.gap_chunks == cut.gap_chunks) {
+      head.state_slots = last->state_slots;
+      head.n_states = last->n_states;
+    } else {
+      head.state_slots = {plan->state_slots.size(), cut.n_chunks};
+      head.n_states = add_state_slots(cut, &plan->state_slots);
+    }
+    last = &head;
+  }
+}
+
 void add_row_blocks(uint32_t index, AttendPlan* plan) {
   const Head& head = plan->heads[index];
   const uint32_t rows = head.plan.rows;
   uint32_t block = rows;
   if (head.plan.rows_divisible) {
     const uint64_t bytes =
-        attention::state_bytes(head.problem, kRowUnit) * std::max(1u, head.plan.n_chunks);
+        attention::state_bytes(head.problem, kRowUnit) * std::max(1u, head.n_states);
     const uint64_t fitting = std::max<uint64_t>(1, kMaxUnitStateBytes / bytes) * kRowUnit;
     const uint32_t most = static_cast<uint32_t>(std::min<uint64_t>(kRowBlock, fitting));
     block = static_cast<uint32_t>(round_up(div_up(rows, div_up(rows, most)), kRowUnit));
@@ -324,6 +386,7 @@ Status cut_into_tasks(const TaskCrew& crew, size_t other_bytes, AttendPlan* plan
   const uint64_t wanted_cost =
       std::clamp(plan->cost / (kTasksPerThread * crew.n_threads), kMinTaskCost,
                  crew.is_shared ? kMaxSharedTaskCost : kMaxTaskCost);
+  place_states(plan);
   add_units(wanted_cost, plan);
   const uint64_t task_cost = choose_task_cost(wanted_cost, plan);
   KVM_TRY(plan->check_size(plan->shared_bytes + other_bytes));

@@ -127,7 +127,8 @@ bool AttendExecutor::evaluate(uint32_t task, ThreadWorkspace& workspace) {
   return true;
 }
 
-// Chunks [chunk, chunk + n), counted from the plan's first. prepared: of each head of the unit.
+// Chunks [chunk, chunk + n), counted from the plan's first, whose states follow each other.
+// prepared: of each head of the unit.
 void AttendExecutor::evaluate_chunks(const Unit& unit, uint32_t chunk, uint32_t n,
                                      std::byte* const* prepared, std::byte* scratch,
                                      std::byte* states) const {
@@ -136,15 +137,17 @@ void AttendExecutor::evaluate_chunks(const Unit& unit, uint32_t chunk, uint32_t 
   KVM_ASSERT(chunk <= plan.n_chunks && n <= plan.n_chunks - chunk);
   const size_t stride = attention::state_bytes(heads[0].problem, unit.rows.count);
   const uint64_t first = plan.first_chunk + chunk;
+  const size_t slot = plan_->state_slot(heads[0], chunk);
+  KVM_ASSERT(n == 1 || heads[0].state_slots.is_empty());
   if (unit.n_heads == 1) {
     attention::eval_chunks(heads[0].problem, plan, prepared[0], unit.rows, first, n, scratch,
-                           states + chunk * stride);
+                           states + slot * stride);
     return;
   }
   attention::GangMember members[attention::kMaxGang];
   for (uint32_t h = 0; h < unit.n_heads; ++h) {
     members[h] = {&heads[h].problem, prepared[h],
-                  states + (size_t{h} * plan.n_chunks + chunk) * stride};
+                  states + (size_t{h} * heads[0].n_states + slot) * stride};
   }
   attention::eval_chunks({members, unit.n_heads}, plan, first, n, scratch);
 }
@@ -243,8 +246,11 @@ bool AttendExecutor::merge_up(const Unit& unit, uint32_t chunk, std::byte* state
     if (counter(unit.n_complete, merge->from).fetch_add(1, std::memory_order_acq_rel) == 0) {
       return false;
     }
+    attention::MergeTree::Merge slots = *merge;
+    slots.into = plan_->state_slot(heads[0], merge->into);
+    slots.from = plan_->state_slot(heads[0], merge->from);
     for (uint32_t h = 0; h < unit.n_heads; ++h) {
-      attention::merge_states(heads[h].problem, unit.rows, *merge, states + h * bytes);
+      attention::merge_states(heads[h].problem, unit.rows, slots, states + h * bytes);
     }
   }
   for (uint32_t h = 0; h < unit.n_heads; ++h) {

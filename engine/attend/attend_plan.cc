@@ -52,6 +52,7 @@ void AttendPlan::clear() {
   keep(&heads, &rest.heads);
   keep(&sums, &rest.sums);
   keep(&approx, &rest.approx);
+  keep(&state_slots, &rest.state_slots);
   keep(&units, &rest.units);
   keep(&prepare, &rest.prepare);
   keep(&tasks, &rest.tasks);
@@ -82,7 +83,7 @@ size_t AttendPlan::approx_bytes(uint32_t n_threads) const {
 
 size_t AttendPlan::unit_state_bytes(const Unit& unit) const {
   const Head& head = heads[unit.head];
-  return unit.n_heads * size_t{head.plan.n_chunks} *
+  return unit.n_heads * size_t{head.n_states} *
          attention::state_bytes(head.problem, unit.rows.count);
 }
 
@@ -93,8 +94,38 @@ uint64_t AttendPlan::sums_end(const Sums& part) const {
 // --- Checks -------------------------------------------------------------------------------------
 
 bool AttendPlan::is_valid() const {
-  return covers_all_rows() && covers_all_chunks() && covers_all_sums() && is_laid_out_apart() &&
-         counts_apart();
+  return covers_all_rows() && covers_all_chunks() && keeps_states_apart() && covers_all_sums() &&
+         is_laid_out_apart() && counts_apart();
+}
+
+// Chunks come in order, each when those kMaxSlots before it are done: finds no state where another
+// is that has not been merged.
+bool AttendPlan::keeps_states_apart() const {
+  return std::ranges::all_of(heads, [this](const Head& head) {
+    const attention::MergeTree tree(head.plan);
+    std::vector<uint32_t> owners(head.n_states, UINT32_MAX);
+    std::vector<uint32_t> n_complete(head.plan.n_chunks);
+    const auto merge = [&](uint32_t chunk) {
+      attention::MergeTree::Node node = tree.leaf(chunk);
+      for (auto next = tree.next(&node); next; next = tree.next(&node)) {
+        if (++n_complete[next->from] == 1) {
+          return;
+        }
+        owners[state_slot(head, next->from)] = UINT32_MAX;
+      }
+    };
+    for (uint32_t chunk = 0; chunk < head.plan.n_chunks; ++chunk) {
+      if (!head.state_slots.is_empty() && chunk >= StreamShape::kMaxSlots) {
+        merge(chunk - StreamShape::kMaxSlots);
+      }
+      const uint32_t slot = state_slot(head, chunk);
+      if (slot >= head.n_states || owners[slot] != UINT32_MAX) {
+        return false;
+      }
+      owners[slot] = chunk;
+    }
+    return head.plan.n_chunks == 0 || state_slot(head, 0) == 0;
+  });
 }
 
 bool AttendPlan::covers_all_rows() const {

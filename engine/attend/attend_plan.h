@@ -103,6 +103,10 @@ struct AttendPlan {
     uint32_t sums = kNoSums;
     uint32_t away = kNoAway;
     MemoryAt prepared_at;  // not set: whoever evaluates it prepares its queries
+    // Once it is cut: so many states of its chunks are there at a time, and where each has its own;
+    // empty: in their order.
+    uint32_t n_states = 0;
+    Part<uint16_t> state_slots;
   };
   static constexpr uint32_t kNoSums = UINT32_MAX;
   static constexpr uint32_t kNoAway = UINT32_MAX;
@@ -146,7 +150,7 @@ struct AttendPlan {
     uint32_t n_heads = 1;  // from `head` on; more than one are a gang
     attention::RowRange rows;
     uint32_t n_pieces = 1;  // 1: whole; kInWindows: a chunk each
-    MemoryAt states_at;     // where n_pieces != 1: [n_heads][n_chunks] states
+    MemoryAt states_at;     // where n_pieces != 1: [n_heads][n_states] states
     // Where n_pieces != 1: [n_chunks], for each chunk how many of the two nodes are complete that
     // the merge from its state needs. Whoever completes the second merges.
     CounterAt n_complete;
@@ -194,6 +198,10 @@ struct AttendPlan {
   // What lists of approximate problems take, and the scratch of n_threads.
   size_t approx_bytes(uint32_t n_threads) const;
   size_t unit_state_bytes(const Unit& unit) const;
+  // Where the state of a chunk, counted from the plan's first, lies among those of its head.
+  uint32_t state_slot(const Head& head, uint32_t chunk) const {
+    return head.state_slots.is_empty() ? chunk : head.state_slots.in(state_slots)[chunk];
+  }
   // Where the last page of a head's sums ends, in positions.
   uint64_t sums_end(const Sums& part) const;
   uint32_t n_prepare_tasks() const { return static_cast<uint32_t>(prepare.size() + approx.size()); }
@@ -226,6 +234,7 @@ struct AttendPlan {
 
   // The cut. Tasks come in this order: one for each of `prepare`, one for each of `approx`; then
   // `tasks`, those of windows last; then `sum_tasks`.
+  std::vector<uint16_t> state_slots;
   std::vector<Unit> units;
   std::vector<uint32_t> prepare;  // heads whose queries are prepared in shared memory
   std::vector<Task> tasks;
@@ -249,6 +258,7 @@ struct AttendPlan {
  private:
   bool covers_all_rows() const;
   bool covers_all_chunks() const;
+  bool keeps_states_apart() const;
   bool covers_all_sums() const;
   bool is_laid_out_apart() const;
   bool counts_apart() const;
