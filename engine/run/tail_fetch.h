@@ -23,9 +23,10 @@ class TailFetch {
     kWait,     // the listener hears when those have come that were begun
     kClaimed,  // others fetch what is missing
   };
-  // Begins to fetch the tails that the items go on in and that are away; or the first of them, where
-  // there is no memory for more: whoever asks again, after end(), gets the others. REQUIRES:
-  // !has_begun(). Fails: as StoreMemory::begin_fetch; throws std::bad_alloc. Nothing has begun then.
+  // Begins to fetch the tails that the items go on in and that are away; or the first of them,
+  // where there is no memory for more: whoever asks again, after end(), gets the others.
+  // REQUIRES: !has_begun(). Fails: as StoreMemory::begin_fetch; throws std::bad_alloc. Nothing has
+  // begun then.
   Result<Next> begin(StoreMemory* memory, std::span<const AppendItem> items,
                      StreamListener* listener);
   bool has_begun() const { return !reads_.is_empty(); }

@@ -129,8 +129,8 @@ bool Store::free_some(ClientId client, uint64_t max_pages, std::vector<kvm_seq_i
   while (account->quota->used(Resource::kSequences) != 0) {
     Sequence* seq = nullptr;
     sequences_.walk_from(account->next_freed, [&](uint64_t id, Sequence& at) {
-      account->next_freed = id;
       seq = at.account == account ? &at : nullptr;
+      account->next_freed = seq == nullptr ? id + 1 : id;
       return seq == nullptr && ++n_seen < max_pages;
     });
     if (seq == nullptr) {
