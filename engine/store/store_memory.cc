@@ -13,11 +13,11 @@
 namespace kvm::engine {
 namespace {
 
-// Extents given back per call (about 10 us each): after a sequence went, in passing, and when there
-// is time.
+// Extents given back per call (10 us each, or 60 where the machine is slow at that): after a
+// sequence went, in passing, and when there is time.
 constexpr uint64_t kTrimAfterFree = 64;
 constexpr uint64_t kTrimInPassing = 2;
-constexpr uint64_t kTrimHousekeeping = 16;
+constexpr uint64_t kTrimHousekeeping = 6;
 // Likewise bytes of hash tables (some 0.1 ms a MiB).
 constexpr uint64_t kUnmapInPassing = uint64_t{256} << 10;
 constexpr uint64_t kUnmapAtOnce = uint64_t{8} << 20;
