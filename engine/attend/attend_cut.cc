@@ -2,6 +2,8 @@
 #include "engine/attend/attend_cut.h"
 
 #include <algorithm>
+#include <span>
+#include <utility>
 #include <vector>
 
 #include "base/assert.h"
@@ -49,6 +51,41 @@ class Layout {
   size_t size_bytes_ = 0;
 };
 
+// The pages of `away` that belong to absolute chunks [begin, end).
+Part<AwayPage> pages_of(const AttendPlan& plan, const AttendPlan::Away& away, uint64_t begin,
+                        uint64_t end, uint32_t chunk_tokens) {
+  const std::span<const AwayPage> pages = away.pages.in(plan.away_pages);
+  const uint64_t n_blocks = chunk_tokens / kPageTokens;
+  const auto at = [&](uint64_t block) {
+    return static_cast<size_t>(
+        std::partition_point(pages.begin(), pages.end(),
+                             [block](const AwayPage& page) { return page.block < block; }) -
+        pages.begin());
+  };
+  const size_t first = at(begin * n_blocks);
+  return {away.pages.begin + first, at(end * n_blocks) - first};
+}
+
+// Heads that see nothing of what is away are like all others.
+void forget_what_is_there(AttendPlan* plan) {
+  for (Head& head : plan->heads) {
+    if (head.away == AttendPlan::kNoAway) {
+      continue;
+    }
+    const attention::Plan& cut = head.plan;
+    const AttendPlan::Away& away = plan->aways[head.away];
+    const uint64_t end = cut.first_chunk + cut.n_chunks;  // in chunks that have a number
+    const uint64_t gap_at = std::clamp(cut.gap_at, cut.first_chunk, end);
+    const auto has_any = [&](uint64_t from, uint64_t to) {
+      return from < to && pages_of(*plan, away, from, to, cut.chunk_tokens).n != 0;
+    };
+    if (!has_any(cut.first_chunk, gap_at) &&
+        !has_any(gap_at + cut.gap_chunks, end + cut.gap_chunks)) {
+      head.away = AttendPlan::kNoAway;
+    }
+  }
+}
+
 // States of chunks that come window by window: a window that begins finds those of all chunks
 // merged, as far as they can be, that are StreamShape::kMaxSlots before it. Returns how many places
 // are needed, which is that plus one for each level of the tree, or a few more.
@@ -95,7 +132,7 @@ void place_states(AttendPlan* plan) {
     const attention::Plan& cut = head.plan;
     head.n_states = cut.n_chunks;
     head.state_slots = {};
-    if (head.away == AttendPlan::kNoAway || cut.n_chunks == 0) {
+    if (head.away == AttendPlan::kNoAway) {
       continue;
     }
     if (last != nullptr && last->plan.first_chunk == cut.first_chunk &&
@@ -181,10 +218,9 @@ void lay_out_sums(AttendPlan* plan, Layout* layout) {
   }
 }
 
-// Whether the pages of a unit come window by window. One that sees nothing needs none.
+// Whether the pages of a unit come window by window.
 bool is_away(const AttendPlan& plan, const Unit& unit) {
-  const Head& head = plan.heads[unit.head];
-  return head.away != AttendPlan::kNoAway && head.plan.n_chunks != 0;
+  return plan.heads[unit.head].away != AttendPlan::kNoAway;
 }
 
 // Decides into how many pieces each unit is cut and where its states and queries lie.
@@ -288,29 +324,16 @@ void add_tasks(uint64_t task_cost, AttendPlan* plan) {
   }
 }
 
-// The pages of `away` that belong to an absolute chunk.
-Part<AwayPage> pages_of(const AttendPlan& plan, const AttendPlan::Away& away, uint64_t chunk,
-                        uint32_t chunk_tokens) {
-  const std::span<const AwayPage> pages = away.pages.in(plan.away_pages);
-  const uint64_t n_blocks = chunk_tokens / kPageTokens;
-  const auto at = [&](uint64_t block) {
-    return static_cast<size_t>(
-        std::partition_point(pages.begin(), pages.end(),
-                             [block](const AwayPage& page) { return page.block < block; }) -
-        pages.begin());
-  };
-  const size_t begin = at(chunk * n_blocks);
-  return {away.pages.begin + begin, at((chunk + 1) * n_blocks) - begin};
-}
-
 // The windows of an Away, whose units are [first, end), by position: of each chunk the tasks of all
 // units that have it.
 void add_windows(uint32_t index, uint32_t first, uint32_t end, AttendPlan* plan) {
   std::vector<uint32_t> next(end - first);  // chunk of each unit
   const auto chunk_of = [&](uint32_t unit) {
-    const attention::Plan& cut = plan->heads[plan->units[unit].head].plan;
+    const Head& head = plan->heads[plan->units[unit].head];
     const uint32_t at = next[unit - first];
-    return at < cut.n_chunks ? cut.absolute(cut.first_chunk + at) : UINT64_MAX;
+    return head.away == index && at < head.plan.n_chunks
+               ? head.plan.absolute(head.plan.first_chunk + at)
+               : UINT64_MAX;
   };
   for (;;) {
     uint64_t chunk = UINT64_MAX;
@@ -331,24 +354,37 @@ void add_windows(uint32_t index, uint32_t first, uint32_t end, AttendPlan* plan)
       }
     }
     const uint32_t chunk_tokens = plan->heads[plan->units[first].head].plan.chunk_tokens;
-    plan->windows.push_back({.away = index,
-                             .pages = pages_of(*plan, plan->aways[index], chunk, chunk_tokens),
-                             .tasks_end = static_cast<uint32_t>(plan->tasks.size())});
+    const Part<AwayPage> pages =
+        pages_of(*plan, plan->aways[index], chunk, chunk + 1, chunk_tokens);
+    plan->windows.push_back(
+        {.away = index, .pages = pages, .tasks_end = static_cast<uint32_t>(plan->tasks.size())});
+    uint64_t size_bytes = 0;
+    for (const AwayPage& page : pages.in(std::as_const(plan->away_pages))) {
+      size_bytes += page.size_bytes;
+    }
+    plan->stream_shape.add_window(static_cast<uint32_t>(pages.n), size_bytes);
   }
 }
 
 void add_all_windows(AttendPlan* plan) {
   plan->n_tasks_there = static_cast<uint32_t>(plan->tasks.size());
-  const std::vector<Unit>& units = plan->units;
-  for (uint32_t i = 0; i < units.size();) {
-    const uint32_t away = plan->heads[units[i].head].away;
+  plan->stream_shape = {};
+  const auto away_of = [plan](uint32_t unit) { return plan->heads[plan->units[unit].head].away; };
+  const auto n_units = static_cast<uint32_t>(plan->units.size());
+  for (uint32_t i = 0; i < n_units;) {
     const uint32_t first = i;
-    while (i < units.size() && plan->heads[units[i].head].away == away) {
-      ++i;
+    const uint32_t away = away_of(first);
+    uint32_t end = ++i;
+    // Units of which everything is there may lie between.
+    for (; away != AttendPlan::kNoAway && i < n_units &&
+           (away_of(i) == away || away_of(i) == AttendPlan::kNoAway);
+         ++i) {
+      end = away_of(i) == away ? i + 1 : end;
     }
     if (away != AttendPlan::kNoAway) {
-      add_windows(away, first, i, plan);
+      add_windows(away, first, end, plan);
     }
+    i = end;
   }
 }
 
@@ -386,6 +422,7 @@ Status cut_into_tasks(const TaskCrew& crew, size_t other_bytes, AttendPlan* plan
   const uint64_t wanted_cost =
       std::clamp(plan->cost / (kTasksPerThread * crew.n_threads), kMinTaskCost,
                  crew.is_shared ? kMaxSharedTaskCost : kMaxTaskCost);
+  forget_what_is_there(plan);
   place_states(plan);
   add_units(wanted_cost, plan);
   const uint64_t task_cost = choose_task_cost(wanted_cost, plan);

@@ -101,8 +101,8 @@ struct AttendPlan {
     uint32_t row = 0;     // of the tensors, of query token 0
     uint32_t q_head = 0;  // of the layer, of q head 0 of the group
     uint32_t sums = kNoSums;
-    uint32_t away = kNoAway;
-    MemoryAt prepared_at;  // not set: whoever evaluates it prepares its queries
+    uint32_t away = kNoAway;  // once it is cut: where some of its chunks are away
+    MemoryAt prepared_at;     // not set: whoever evaluates it prepares its queries
     // Once it is cut: so many states of its chunks are there at a time, and where each has its own;
     // empty: in their order.
     uint32_t n_states = 0;
@@ -240,6 +240,7 @@ struct AttendPlan {
   std::vector<Task> tasks;
   uint32_t n_tasks_there = 0;  // before those of windows
   std::vector<Window> windows;
+  StreamShape stream_shape;  // of `windows`
   std::vector<SumTask> sum_tasks;
   size_t shared_bytes = 0;
   size_t n_counters = 0;

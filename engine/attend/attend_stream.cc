@@ -9,18 +9,6 @@
 
 namespace kvm::engine {
 
-StreamShape AttendStream::shape() const {
-  StreamShape shape;
-  for (const AttendPlan::Window& window : plan_->windows) {
-    uint64_t size_bytes = 0;
-    for (const AwayPage& page : window.pages.in(std::as_const(plan_->away_pages))) {
-      size_bytes += page.size_bytes;
-    }
-    shape.add_window(static_cast<uint32_t>(window.pages.n), size_bytes);
-  }
-  return shape;
-}
-
 uint32_t AttendStream::place_window(uint32_t index, std::byte* slot, StreamRead* reads) {
   const AttendPlan::Window& window = plan_->windows[index];
   const AttendPlan::Away& away = plan_->aways[window.away];

@@ -21,7 +21,7 @@ class AttendStream final : public StreamSource {
     plan_ = plan;
     n_before_ = n_before;
   }
-  StreamShape shape() const override;
+  StreamShape shape() const override { return plan_->stream_shape; }
   uint32_t place_window(uint32_t window, std::byte* slot, StreamRead* reads) override;
   uint32_t tasks_end(uint32_t window) const override {
     return n_before_ + plan_->windows[window].tasks_end;

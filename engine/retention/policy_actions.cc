@@ -52,9 +52,11 @@ Status demote(StoreMemory* memory, Sequence* seq, const policies::Action& action
                                                target.page_bytes(), tiers::kExtentBytes));
   }
   std::vector<PageEntry> old_pages;
+  // What is away stays as it is.
   list.for_each([&](const PageEntry& entry, bool) {
     if (entry.position() >= action.range.begin && entry.end() <= action.range.end &&
-        memory->pages().slab_class(entry.page) != target) {
+        memory->pages().slab_class(entry.page) != target &&
+        memory->pages().is_in_memory(entry.page)) {
       old_pages.push_back(entry);
     }
   });

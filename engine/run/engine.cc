@@ -146,6 +146,7 @@ class EngineImpl final : public Engine {
       KVM_ASSERT(dropped.is_ok() || dropped.code() == KVM_ERR_BUSY);
     });
     KVM_TRY(make_rings(space));
+    has_free_ring_ = true;
     dropping.dismiss();
     return space;
   }
@@ -248,9 +249,10 @@ class EngineImpl final : public Engine {
   // Whether a client may have others beside it, whom its tasks must not keep waiting.
   bool is_shared() const { return n_connected() > 1; }
   size_t n_connected() const { return clients_.size() - (has_evictions_ ? 1 : 0); }
-  // Whether one more of a client's requests may start now.
+  // Whether one more of a client's requests may start now. Those that have begun go first.
   bool may_start(const FairQueue::Flow& queue) const {
-    return queue.n_running < max_running() && scheduler_.has_room();
+    return queue.n_running + queue.n_next < max_running() &&
+           scheduler_.has_room(unfinished_.empty() ? 1 : 2);
   }
   bool can_start() const;
   bool start_one();
@@ -286,8 +288,9 @@ class EngineImpl final : public Engine {
   void fetch_more(Request* request);
   void stream_more(Request* request);
   // Whether a request in Phase::kFetching may run; it counts as running then. Else it stands in
-  // line until it may.
+  // line until it may, and before those of its client that have not begun.
   bool take_turn(Request* request);
+  void set_next(Request* request, bool is_next);
   // Leaves the line it stands in, where it does.
   void leave_line(Request* request);
   // Ends a request in Phase::kFetching whose answer nobody wants. REQUIRES: it has no stream.
@@ -933,9 +936,13 @@ void EngineImpl::enter_fetching(Request* request) {
 
 void EngineImpl::open_stream(Request* request) {
   enter_fetching(request);
+  if (!request->is_wanted()) {
+    drop_unwanted(request);
+    return;
+  }
   // In turns: who needs much is not passed by those who need little.
+  has_free_ring_ |= ring_waiters_.empty();
   ring_waiters_.push_back(*request);
-  has_free_ring_ = true;
 }
 
 bool EngineImpl::take_ring(Request* request) {
@@ -1024,6 +1031,11 @@ void EngineImpl::stream_more(Request* request) {
     }
     return;
   }
+  if (stream.has_failed() && stream.is_over()) {
+    leave_line(request);
+    fail(request, close_stream(request));
+    return;
+  }
   if ((stream.is_ready() || request->source()->is_part_there()) && take_turn(request)) {
     JobPlan plan = std::holds_alternative<StepRequest>(request->what) ? request->step.plan()
                                                                       : request->read.plan();
@@ -1034,15 +1046,26 @@ void EngineImpl::stream_more(Request* request) {
 }
 
 bool EngineImpl::take_turn(Request* request) {
-  if (!may_start(clients_.at(request->client).queue)) {
+  if (clients_.at(request->client).queue.n_running >= max_running() || !scheduler_.has_room()) {
+    set_next(request, true);
     if (!request->LineHook::is_linked()) {
       (scheduler_.has_room() ? turn_waiters_ : unfinished_).push_back(*request);
     }
     return false;
   }
+  set_next(request, false);
   leave_line(request);
   count_running(request);
   return true;
+}
+
+void EngineImpl::set_next(Request* request, bool is_next) {
+  if (request->is_next != is_next) {
+    uint32_t& n_next = clients_.at(request->client).queue.n_next;
+    KVM_ASSERT(is_next || n_next != 0);
+    n_next += is_next ? 1 : -1;
+    request->is_next = is_next;
+  }
 }
 
 void EngineImpl::leave_line(Request* request) {
@@ -1404,6 +1427,7 @@ void EngineImpl::fail(Request* request, Status status) {
 void EngineImpl::finish(Request* request, Status status) {
   KVM_ASSERT(!request->LineHook::is_linked());
   if (request->is_started()) {
+    set_next(request, false);
     uncount_running(request);
     epochs().end(request->read_epoch);
   }
@@ -1509,9 +1533,11 @@ bool EngineImpl::cancel(ClientId client, RequestTag tag) {
     if (request->is_pending()) {
       leave_line(request);
       finish(request, cancelled());
-    } else if (request->phase == Phase::kFetching) {
-      request->is_cancelled = true;
-      arrivals_.post(request);
+    } else if (request->phase < Phase::kComputing) {
+      request->is_cancelled = true;  // where it has to wait for pages
+      if (request->phase == Phase::kFetching) {
+        arrivals_.post(request);
+      }
     } else if (request->stream.has_begun()) {
       request->stream.stop(cancelled());
     }

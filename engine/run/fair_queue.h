@@ -31,6 +31,7 @@ class FairQueue {
     uint64_t deficit = 0;  // what it may start before others have their turn
     bool is_in_round = false;
     uint32_t n_running = 0;  // for the caller: started, and not finished
+    uint32_t n_next = 0;     // likewise: started, and to run before others do
   };
 
   // So that push throws nothing while no more than n_flows are in use. Throws std::bad_alloc.

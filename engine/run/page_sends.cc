@@ -67,7 +67,8 @@ bool PageSends::find(const StoreMemory& memory, const Sequence* seq) {
 }
 
 void PageSends::begin(Store* store) {
-  const Result<Sequence*> seq = store->find_any_seq(queue_.front().seq);
+  sent_ = queue_.front().seq;
+  const Result<Sequence*> seq = store->find_any_seq(sent_);
   tiers::PageTable& pages = store->memory().pages();
   found_.clear();
   found_.reserve(kBatchPages);
@@ -108,7 +109,7 @@ void PageSends::end(StoreMemory* memory) {
     has_failed |= !write.status.is_ok();
   });
   memory->pages().free_left_frames();
-  if (has_failed) {
+  if (has_failed && !queue_.empty() && queue_.front().seq == sent_) {
     drop_first();
   }
 }

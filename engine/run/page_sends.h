@@ -51,6 +51,7 @@ class PageSends final : private StreamListener {
   Arrivals* const arrivals_;
   std::vector<Target> queue_;
   std::vector<tiers::PageRef> found_;
+  kvm_seq_id sent_ = 0;  // whose pages writes_ are
   PageTransfers writes_;
 };
 

@@ -115,6 +115,7 @@ Status ReadWork::begin(const Store& store, const Sequence* seq, const ReadReques
 
 // Whole tasks, until what they read is worth a window.
 void ReadWork::cut_windows() {
+  shape_ = {};
   Window window;
   uint32_t piece = 0;
   for (uint32_t task = 0; task < task_ends_.size(); ++task) {
@@ -126,20 +127,13 @@ void ReadWork::cut_windows() {
     window.tasks_end = task + 1;
     if (window.n_pages >= kWindowPages || window.tasks_end == task_ends_.size()) {
       windows_.push_back(window);
+      shape_.add_window(window.n_pages, window.size_bytes);
       window = {};
     }
   }
-  if (std::ranges::all_of(windows_, [](const Window& w) { return w.n_pages == 0; })) {
+  if (shape_.max_pages == 0) {
     windows_.clear();
   }
-}
-
-StreamShape ReadWork::shape() const {
-  StreamShape shape;
-  for (const Window& window : windows_) {
-    shape.add_window(window.n_pages, window.size_bytes);
-  }
-  return shape;
 }
 
 uint32_t ReadWork::window_of(uint32_t task) const {

@@ -29,7 +29,7 @@ class ReadWork final : public StreamSource {
   // Where some of what it reads is away, its tasks come window by window.
   bool has_windows() const { return !windows_.empty(); }
   uint32_t window_of(uint32_t task) const;
-  StreamShape shape() const override;
+  StreamShape shape() const override { return shape_; }
   uint32_t place_window(uint32_t window, std::byte* slot, StreamRead* reads) override;
   uint32_t tasks_end(uint32_t window) const override { return windows_[window].tasks_end; }
   uint32_t n_free_tasks() const override { return 0; }
@@ -57,6 +57,7 @@ class ReadWork final : public StreamSource {
   std::vector<uint32_t> task_ends_;  // index behind the last piece of each task
   std::vector<AwayPage> away_;
   std::vector<Window> windows_;
+  StreamShape shape_;  // of these
   JobPlan plan_;
   bool is_small_ = false;
 };

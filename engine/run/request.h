@@ -189,8 +189,9 @@ struct Request final : TaskSet, StreamListener, LineHook, NameHook {
   RequestTag tag;
   Phase phase = Phase::kWaiting;
   bool is_orphan = false;     // its client is gone: no callback
-  bool is_cancelled = false;  // while it waited for pages
+  bool is_cancelled = false;  // before it computed
   bool is_running = false;    // it counts as that: started, and not waiting for pages
+  bool is_next = false;       // it waits for a turn to run, once it has pages
   // The same for tasks, which then do nothing: nobody sees what they would have written.
   std::atomic<bool> is_abandoned{false};
   uint64_t cost = 0;   // estimate, in bytes of K and V that are read or written

@@ -116,7 +116,8 @@ class Scheduler {
   Status start_workers(bool pin_threads);
 
   uint32_t n_threads() const { return n_threads_; }
-  bool has_room() const { return n_active_ < kMaxJobs; }
+  // For n more jobs.
+  bool has_room(uint32_t n = 1) const { return n_active_ + n <= kMaxJobs; }
 
   // `set` stays alive until take_finished has returned it. Tasks may run before this returns: one
   // that needs the handle has to wait for it, or to be opened by the thread that has stored it.

@@ -469,6 +469,22 @@ TEST(Away, AFailedWriteLeavesThePage) {
   EXPECT_EQ(tier.used_bytes(), 0u);
 }
 
+// ... and the next sequence goes.
+TEST(Away, AFailedWriteKeepsNoOtherSequence) {
+  SimulatedTier tier({});
+  Rig rig(with_tier(&tier, 1));
+  const kvm_space_id space = rig.space(plain_spec());
+  kvm_seq_id seqs[2];
+  for (kvm_seq_id& seq : seqs) {
+    seq = rig.create(space);
+    ASSERT_TRUE(rig.run(append_of(space, seq, 640, 1)->step).status.is_ok());
+  }
+  tier.fail_next(Transfer::Kind::kWrite, 3, {KVM_ERR_IO, "sector 7 is gone"});
+  ASSERT_TRUE(rig.engine->send_away(seqs[0]).is_ok());
+  send_away(rig, seqs[1]);
+  EXPECT_EQ(rig.engine->n_pages_away(), 19u);
+}
+
 // --- Who waits, and who goes meanwhile ----------------------------------------------------------
 
 // A tier that does nothing before the test says so, and a sequence that is there.
@@ -734,6 +750,88 @@ TEST(Away, PagesGoBesideRequests) {
   }
   EXPECT_FALSE(rig.engine->is_sending());
   EXPECT_TRUE(rig.drive_until([&] { return n_open == 0; }));
+}
+
+// What sees only what is in memory does not wait for the rings that others have.
+TEST(Away, WhoNeedsNoRingDoesNotWaitForOne) {
+  Stalled stalled;
+  const ClientId other = stalled.rig.engine->add_client({});
+  const kvm_seq_id theirs = stalled.create(20000, other);
+  stalled.away(theirs);
+  const auto more = append_of(stalled.space, theirs, 9000, 3);
+  ASSERT_TRUE(stalled.rig.run(more->step, other).status.is_ok());
+  for (int i = 0; i < 3; ++i) {
+    const kvm_seq_id fork = stalled.rig.verb(SeqVerb::kFork, stalled.seq, 20000).seq;
+    stalled.submit(attend_of(stalled.space, {query_item(fork, 30)}, 7));
+  }
+  stalled.start_all();
+  stalled.turn();
+  const size_t n_reads = stalled.tier.n_waiting();
+  auto asked = attend_of(stalled.space, {query_item(theirs, 1)}, 7);
+  asked->step.ranges = {{25000, 28999}};
+  asked->step.items[0].n_ranges = 1;
+  stalled.submit(std::move(asked), other);
+  stalled.turn();
+  EXPECT_EQ(stalled.n_answers[3], 1);
+  EXPECT_EQ(stalled.tier.n_waiting(), n_reads);
+  stalled.finish_any(1);
+}
+
+// A client with one turn that always has something short to do: its stream has a turn too, and so
+// the ring passes on to another client.
+TEST(Away, WhoHasPagesHasTheNextTurn) {
+  Stalled stalled(1, plain_spec(), 1 << 30);
+  std::vector<ClientId> others;
+  for (int i = 0; i < 63; ++i) {
+    others.push_back(stalled.rig.engine->add_client({}));
+  }
+  const kvm_seq_id theirs = stalled.create(20000, others[0]);
+  stalled.away(theirs);
+  const kvm_seq_id own = stalled.create(9000);
+  stalled.submit(attend_of(stalled.space, {query_item(stalled.seq, 40)}, 7));
+  stalled.turn();
+  const auto brief = attend_of(stalled.space, {query_item(own, 40)}, 7);
+  bool goes_on = true;
+  uint64_t n_brief = 0;
+  const std::function<void()> again = [&] {
+    if (goes_on) {
+      stalled.rig.engine->submit(stalled.rig.client, {3, n_brief}, StepRequest(brief->step),
+                                 [&](RequestResult&&) {
+                                   ++n_brief;
+                                   again();
+                                 });
+    }
+  };
+  for (int i = 0; i < 4; ++i) {
+    again();
+  }
+  stalled.submit(attend_of(stalled.space, {query_item(theirs, 40)}, 7), others[0]);
+  for (int i = 0; i < 3000 && stalled.n_answers[1] == 0; ++i) {
+    stalled.tier.finish_all();
+    stalled.rig.engine->poll();
+    stalled.rig.engine->work();
+  }
+  EXPECT_EQ(stalled.n_answers[0], 1);
+  EXPECT_EQ(stalled.n_answers[1], 1);
+  EXPECT_GE(n_brief, 1u);
+  goes_on = false;
+  stalled.finish_any(1);
+}
+
+TEST(Away, CancelledWhileItIsPlanned) {
+  Stalled stalled;
+  std::vector<kvm_item> items;
+  for (uint32_t i = 0; i < 400; ++i) {
+    items.push_back(query_item(stalled.seq, 1, i));
+  }
+  stalled.submit(attend_of(stalled.space, items, 7));
+  stalled.rig.engine->poll();
+  EXPECT_EQ(stalled.tier.n_waiting(), 0u);
+  EXPECT_TRUE(stalled.rig.engine->cancel(stalled.rig.client, {2, 0}));
+  stalled.turn();
+  EXPECT_EQ(stalled.tier.n_waiting(), 0u);
+  EXPECT_EQ(stalled.results[0].status.code(), KVM_ERR_CANCELLED);
+  stalled.finish_any(1);
 }
 
 // A client that goes at any point of its request leaves nothing behind, and one whose sequence is
