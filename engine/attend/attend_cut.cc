@@ -51,41 +51,6 @@ class Layout {
   size_t size_bytes_ = 0;
 };
 
-// The pages of `away` that belong to absolute chunks [begin, end).
-Part<AwayPage> pages_of(const AttendPlan& plan, const AttendPlan::Away& away, uint64_t begin,
-                        uint64_t end, uint32_t chunk_tokens) {
-  const std::span<const AwayPage> pages = away.pages.in(plan.away_pages);
-  const uint64_t n_blocks = chunk_tokens / kPageTokens;
-  const auto at = [&](uint64_t block) {
-    return static_cast<size_t>(
-        std::partition_point(pages.begin(), pages.end(),
-                             [block](const AwayPage& page) { return page.block < block; }) -
-        pages.begin());
-  };
-  const size_t first = at(begin * n_blocks);
-  return {away.pages.begin + first, at(end * n_blocks) - first};
-}
-
-// Heads that see nothing of what is away are like all others.
-void forget_what_is_there(AttendPlan* plan) {
-  for (Head& head : plan->heads) {
-    if (head.away == AttendPlan::kNoAway) {
-      continue;
-    }
-    const attention::Plan& cut = head.plan;
-    const AttendPlan::Away& away = plan->aways[head.away];
-    const uint64_t end = cut.first_chunk + cut.n_chunks;  // in chunks that have a number
-    const uint64_t gap_at = std::clamp(cut.gap_at, cut.first_chunk, end);
-    const auto has_any = [&](uint64_t from, uint64_t to) {
-      return from < to && pages_of(*plan, away, from, to, cut.chunk_tokens).n != 0;
-    };
-    if (!has_any(cut.first_chunk, gap_at) &&
-        !has_any(gap_at + cut.gap_chunks, end + cut.gap_chunks)) {
-      head.away = AttendPlan::kNoAway;
-    }
-  }
-}
-
 // States of chunks that come window by window: a window that begins finds those of all chunks
 // merged, as far as they can be, that are StreamShape::kMaxSlots before it. Returns how many places
 // are needed, which is that plus one for each level of the tree, or a few more.
@@ -135,9 +100,7 @@ void place_states(AttendPlan* plan) {
     if (head.away == AttendPlan::kNoAway) {
       continue;
     }
-    if (last != nullptr && last->plan.first_chunk == cut.first_chunk &&
-        last->plan.n_chunks == cut.n_chunks && last->plan.gap_at == cut.gap_at &&
-        last->plan.gap_chunks == cut.gap_chunks) {
+    if (last != nullptr && last->view == head.view) {  // and so the same chunks
       head.state_slots = last->state_slots;
       head.n_states = last->n_states;
     } else {
@@ -354,8 +317,7 @@ void add_windows(uint32_t index, uint32_t first, uint32_t end, AttendPlan* plan)
       }
     }
     const uint32_t chunk_tokens = plan->heads[plan->units[first].head].plan.chunk_tokens;
-    const Part<AwayPage> pages =
-        pages_of(*plan, plan->aways[index], chunk, chunk + 1, chunk_tokens);
+    const Part<AwayPage> pages = plan->pages_of(index, chunk, chunk + 1, chunk_tokens);
     plan->windows.push_back(
         {.away = index, .pages = pages, .tasks_end = static_cast<uint32_t>(plan->tasks.size())});
     uint64_t size_bytes = 0;
@@ -422,7 +384,6 @@ Status cut_into_tasks(const TaskCrew& crew, size_t other_bytes, AttendPlan* plan
   const uint64_t wanted_cost =
       std::clamp(plan->cost / (kTasksPerThread * crew.n_threads), kMinTaskCost,
                  crew.is_shared ? kMaxSharedTaskCost : kMaxTaskCost);
-  forget_what_is_there(plan);
   place_states(plan);
   add_units(wanted_cost, plan);
   const uint64_t task_cost = choose_task_cost(wanted_cost, plan);

@@ -87,6 +87,18 @@ size_t AttendPlan::unit_state_bytes(const Unit& unit) const {
          attention::state_bytes(head.problem, unit.rows.count);
 }
 
+Part<AwayPage> AttendPlan::pages_of(uint32_t away, uint64_t begin, uint64_t end,
+                                    uint32_t chunk_tokens) const {
+  const Part<AwayPage>& all = aways[away].pages;
+  const std::span<const AwayPage> pages = all.in(away_pages);
+  const auto at = [&](uint64_t chunk) {
+    return static_cast<size_t>(std::ranges::lower_bound(pages, chunk * (chunk_tokens / kPageTokens),
+                                                        {}, &AwayPage::block) -
+                               pages.begin());
+  };
+  return {all.begin + at(begin), at(end) - at(begin)};
+}
+
 uint64_t AttendPlan::sums_end(const Sums& part) const {
   return round_up(heads[part.head].problem.column_position + part.n_positions, kPageTokens);
 }

@@ -101,7 +101,7 @@ struct AttendPlan {
     uint32_t row = 0;     // of the tensors, of query token 0
     uint32_t q_head = 0;  // of the layer, of q head 0 of the group
     uint32_t sums = kNoSums;
-    uint32_t away = kNoAway;  // once it is cut: where some of its chunks are away
+    uint32_t away = kNoAway;  // where pages of some of its chunks are
     MemoryAt prepared_at;     // not set: whoever evaluates it prepares its queries
     // Once it is cut: so many states of its chunks are there at a time, and where each has its own;
     // empty: in their order.
@@ -198,6 +198,8 @@ struct AttendPlan {
   // What lists of approximate problems take, and the scratch of n_threads.
   size_t approx_bytes(uint32_t n_threads) const;
   size_t unit_state_bytes(const Unit& unit) const;
+  // The pages of an Away that lie in absolute chunks [begin, end).
+  Part<AwayPage> pages_of(uint32_t away, uint64_t begin, uint64_t end, uint32_t chunk_tokens) const;
   // Where the state of a chunk, counted from the plan's first, lies among those of its head.
   uint32_t state_slot(const Head& head, uint32_t chunk) const {
     return head.state_slots.is_empty() ? chunk : head.state_slots.in(state_slots)[chunk];

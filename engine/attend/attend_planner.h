@@ -84,6 +84,8 @@ class AttendPlanner {
   Status collect_runs(const Store& store, const Sequence* seq, View* view);
   void add_index(const Store& store, const Sequence* seq, View* view);
   void add_away(View* view);
+  // Whether pages of an Away, or of none, lie in chunks that a plan has.
+  bool sees_away(const attention::Plan& cut, uint32_t away) const;
   Status choose_rule(const View& whole, View* view);
   void count_keys(size_t first_view, KvRuns runs);
   void add_ranges(const kvm_item& item, View* view);

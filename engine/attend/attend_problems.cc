@@ -178,7 +178,7 @@ void AttendPlanner::add_exact(const attention::Problem& problem, uint32_t view_i
   head.view = view_index;
   head.row = first_row(view);
   head.q_head = q_head;
-  head.away = view.away;
+  head.away = sees_away(head.plan, view.away) ? view.away : AttendPlan::kNoAway;
   if (problem.wants_column_sums) {
     KVM_ASSERT(view.away == AttendPlan::kNoAway);  // such lists stay in memory
     const KvRun& last = problem.runs.back();

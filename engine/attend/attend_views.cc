@@ -186,6 +186,16 @@ void AttendPlanner::add_away(View* view) {
   plan_->away_pages.insert(plan_->away_pages.end(), away_.begin(), away_.end());
 }
 
+bool AttendPlanner::sees_away(const attention::Plan& cut, uint32_t away) const {
+  const auto has_any = [&](uint64_t from, uint64_t to) {
+    return from < to && plan_->pages_of(away, from, to, cut.chunk_tokens).n != 0;
+  };
+  const uint64_t end = cut.first_chunk + cut.n_chunks;  // in chunks that have a number
+  const uint64_t gap_at = std::clamp(cut.gap_at, cut.first_chunk, end);
+  return away != AttendPlan::kNoAway && (has_any(cut.first_chunk, gap_at) ||
+                                         has_any(gap_at + cut.gap_chunks, end + cut.gap_chunks));
+}
+
 const Retention& AttendPlanner::retention(const View& view) const {
   return space_->head_class(request_->layer_begin, view.class_index).retention;
 }

@@ -36,7 +36,7 @@ Status AppendWork::reserve(Store& store, const StepRequest& request,
       continue;
     }
     for (uint32_t layer = 0; layer < n_layers; ++layer) {
-      items_.push_back({seqs[i], request.layer_begin + layer, item.append_position, item.n_append});
+      items_.push_back(append_item_of(seqs[i], request, item, layer));
       request_items_.push_back(i);
     }
   }

@@ -15,6 +15,12 @@
 
 namespace kvm::engine {
 
+// What an item of a step appends to the nth of its layers.
+inline AppendItem append_item_of(Sequence* seq, const StepRequest& step, const kvm_item& item,
+                                 uint32_t nth = 0) {
+  return {seq, step.layer_begin + nth, item.append_position, item.n_append};
+}
+
 // Threads: copy() on any thread, each task once; the rest on the driver.
 class AppendWork {
  public:

@@ -22,6 +22,7 @@
 #include "base/undo.h"
 #include "engine/attend/audit.h"
 #include "engine/attend/cost_model.h"
+#include "engine/run/append_work.h"
 #include "engine/run/arrivals.h"
 #include "engine/run/fair_queue.h"
 #include "engine/run/page_moves.h"
@@ -80,13 +81,6 @@ uint64_t token_bytes(const Space& space, uint32_t layer) {
 
 Status no_memory() {
   return Status::fixed(KVM_ERR_NO_MEMORY, "the machine refused memory for a request");
-}
-
-AppendItem append_item_of(Sequence* seq, const StepRequest& step, const kvm_item& item) {
-  return {.seq = seq,
-          .layer = step.layer_begin,
-          .position = item.append_position,
-          .n_tokens = item.n_append};
 }
 
 // Whether an item of a step is right about what its sequence holds; memory apart.
@@ -871,8 +865,7 @@ std::vector<AppendItem> EngineImpl::appends_of(const Request* request,
     const Result<Sequence*> seq = store_->find_seq(request->client, item.seq);
     for (uint32_t i = 0; item.n_append != 0 && seq.is_ok() && i < std::max(1u, step.n_layers);
          ++i) {
-      AppendItem append = append_item_of(seq.value(), step, item);
-      append.layer += i;
+      const AppendItem append = append_item_of(seq.value(), step, item, i);
       if (store_->check_append(append).is_ok()) {
         appends.push_back(append);
       }

@@ -67,15 +67,12 @@ bool PageSends::find(const StoreMemory& memory, const Sequence* seq) {
 }
 
 void PageSends::begin(Store* store) {
-  sent_ = queue_.front().seq;
-  const Result<Sequence*> seq = store->find_any_seq(sent_);
+  const Result<Sequence*> seq = store->find_any_seq(queue_.front().seq);
   tiers::PageTable& pages = store->memory().pages();
   found_.clear();
   found_.reserve(kBatchPages);
   writes_.reserve(kBatchPages);
-  if (!seq.is_ok() || find(store->memory(), seq.value())) {
-    drop_first();
-  }
+  is_whole_ = !seq.is_ok() || find(store->memory(), seq.value());
   for (const tiers::PageRef page : found_) {
     tiers::PageTable::Move move;
     try {
@@ -92,6 +89,8 @@ void PageSends::begin(Store* store) {
   pages.free_left_frames();
   if (!writes_.is_empty()) {
     writes_.submit(pages.slow_tier(), this);
+  } else if (is_whole_) {
+    drop_first();
   }
 }
 
@@ -109,7 +108,7 @@ void PageSends::end(StoreMemory* memory) {
     has_failed |= !write.status.is_ok();
   });
   memory->pages().free_left_frames();
-  if (has_failed && !queue_.empty() && queue_.front().seq == sent_) {
+  if (has_failed || is_whole_) {
     drop_first();
   }
 }

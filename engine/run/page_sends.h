@@ -51,8 +51,8 @@ class PageSends final : private StreamListener {
   Arrivals* const arrivals_;
   std::vector<Target> queue_;
   std::vector<tiers::PageRef> found_;
-  kvm_seq_id sent_ = 0;  // whose pages writes_ are
-  PageTransfers writes_;
+  PageTransfers writes_;   // of the first target
+  bool is_whole_ = false;  // no page of it is left behind these
 };
 
 }  // namespace kvm::engine

@@ -44,6 +44,18 @@ class PageRelief {
   ~PageRelief() = default;
 };
 
+// Returns what attempt() does, again and again where there was no room, as long as relief (may be
+// null) gives some back.
+template <typename Attempt>
+auto with_relief(PageRelief* relief, Attempt attempt) {
+  auto result = attempt();
+  while (!result.is_ok() && result.status().code() == KVM_ERR_NO_SPACE && relief != nullptr &&
+         relief->relieve()) {
+    result = attempt();
+  }
+  return result;
+}
+
 // A PageBank is where pages of one client come from, and where pages of any go back to. relief (may
 // be null) is asked before NO_SPACE is the answer.
 class PageBank {
@@ -54,11 +66,8 @@ class PageBank {
 
   // The account pays for the page.
   Result<tiers::PageRef> allocate(const tiers::SlabClass& slab_class) const {
-    Result<tiers::PageRef> page = pages_->allocate(slab_class, account_->payer);
-    while (!page.is_ok() && page.status().code() == KVM_ERR_NO_SPACE && relief_ != nullptr &&
-           relief_->relieve()) {
-      page = pages_->allocate(slab_class, account_->payer);
-    }
+    Result<tiers::PageRef> page =
+        with_relief(relief_, [&] { return pages_->allocate(slab_class, account_->payer); });
     account_->quota->charge(Resource::kBytes, page.is_ok() ? slab_class.page_bytes() : 0);
     return page;
   }

@@ -160,11 +160,7 @@ Status StoreMemory::grow_rings(uint64_t size_bytes) {
 }
 
 Result<tiers::PageTable::Move> StoreMemory::begin_fetch(tiers::PageRef page) {
-  Result<tiers::PageTable::Move> move = pages_.begin_fetch(page);
-  while (!move.is_ok() && move.status().code() == KVM_ERR_NO_SPACE && relieve()) {
-    move = pages_.begin_fetch(page);
-  }
-  return move;
+  return with_relief(this, [&] { return pages_.begin_fetch(page); });
 }
 
 // --- Making room --------------------------------------------------------------------------------

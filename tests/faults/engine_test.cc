@@ -116,20 +116,14 @@ class World {
     step.v = view(&q_);
     return step;
   }
-  StepRequest append_one(kvm_seq_id seq) {
+  StepRequest append_one(const std::vector<kvm_seq_id>& seqs) {
     StepRequest step;
     step.append = true;
     step.space = space_;
-    step.items = {item_of(seq, 1, 0)};
-    step.k = step.v = view(&q_);
-    return step;
-  }
-  StepRequest append_one_to(std::vector<kvm_seq_id> seqs) {
-    StepRequest step = append_one(seqs[0]);
-    step.items.clear();
     for (const kvm_seq_id seq : seqs) {
       step.items.push_back(item_of(seq, 1, 0));
     }
+    step.k = step.v = view(&q_);
     return step;
   }
   // What the last request made; nothing: no sequence.
@@ -469,7 +463,7 @@ TEST(EngineFaults, PagesThatAreAwayAreNotLost) {
         world->submit(World::verb(SeqVerb::kFork, seq, 1010));
         world->drive();
         const kvm_seq_id second = world->last_seq();
-        world->submit(world->append_one_to({first, second}));
+        world->submit(world->append_one({first, second}));
         world->submit(World::verb(SeqVerb::kFree, first));
         world->submit(World::verb(SeqVerb::kFree, second));
         world->drive();
@@ -505,7 +499,7 @@ TEST(EngineFaults, ClientsLeaveWithPagesOnTheirWay) {
       [&](World* world) {
         world->submit(world->attend(seq));
         world->submit(World::verb(SeqVerb::kTruncate, seq, 1500));
-        world->submit(world->append_one(seq));
+        world->submit(world->append_one({seq}));
         world->leave();
       },
       [](World* world) {

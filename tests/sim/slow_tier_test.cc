@@ -137,7 +137,6 @@ void submit(SlowTier& tier, Transfer& transfer) {
   tier.submit({&one, 1});
 }
 
-// All at once.
 // Pages to be written, with marks from 0 on.
 std::deque<Page> marked_pages(uint32_t n, uint32_t size_bytes, Ends* ends) {
   std::deque<Page> pages;
@@ -147,6 +146,7 @@ std::deque<Page> marked_pages(uint32_t n, uint32_t size_bytes, Ends* ends) {
   return pages;
 }
 
+// All at once.
 void submit(SlowTier& tier, std::deque<Page>& pages) {
   std::vector<Transfer*> transfers;
   for (Page& page : pages) {

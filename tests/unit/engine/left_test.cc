@@ -8,12 +8,12 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstdlib>
 #include <limits>
 #include <random>
 #include <string>
 #include <vector>
 
+#include "tests/common/environment.h"
 #include "tests/unit/engine/rig.h"
 
 namespace kvm::engine::testing {
@@ -358,14 +358,9 @@ void check(World* w, Asked* a, const Got& got, const Got& exact, Counts* counts)
   ++counts->n_ok;
 }
 
-uint64_t from_environment(const char* name, uint64_t otherwise) {
-  const char* text = std::getenv(name);
-  return text == nullptr ? otherwise : std::strtoull(text, nullptr, 10);
-}
-
 TEST(Left, RandomRequestsAnswerAsExactOnesWhereTheyAreExact) {
-  const uint64_t first = from_environment("KVM_SEED", 0);
-  const uint64_t n = from_environment("KVM_LEFT_WORLDS", 4);
+  const uint64_t first = kvm::testing::number_from_environment("KVM_SEED", 0);
+  const uint64_t n = kvm::testing::number_from_environment("KVM_LEFT_WORLDS", 4);
   Counts counts;
   for (uint64_t seed = first; seed < first + n; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));

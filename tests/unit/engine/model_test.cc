@@ -38,9 +38,6 @@ struct ModelSeq {
   std::vector<std::vector<ModelList>> lists;  // [layer][class]
 };
 
-constexpr std::array<uint32_t, 2> kUids = {1000, 2000};
-constexpr std::array<size_t, 3> kClientUsers = {0, 0, 1};  // whose clients they are
-constexpr size_t kPublished = kClientUsers.size();
 constexpr uint64_t kMaxSequences = 40;  // of a client
 
 // What must not change when an operation fails.
@@ -147,9 +144,7 @@ class Model {
   uint32_t pick(uint64_t n) { return static_cast<uint32_t>(random_() % n); }
 
   void connect(size_t client) {
-    ClientSpec spec = limited(quota_bytes_, kMaxSequences);
-    spec.uid = kUids[kClientUsers[client]];
-    clients_[client] = store_->add_client(spec);
+    clients_[client] = store_->add_client(client_spec(client, quota_bytes_, kMaxSequences));
   }
 
   // A client that may use the sequence, and the sequence.

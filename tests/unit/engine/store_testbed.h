@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -43,6 +44,17 @@ inline ClientSpec limited(uint64_t quota_bytes, uint64_t max_sequences = 0) {
   if (max_sequences != 0) {
     spec.limits[Resource::kSequences] = max_sequences;
   }
+  return spec;
+}
+
+// Three clients of two users, by number, and a number for whose a published sequence is.
+inline constexpr std::array<uint32_t, 2> kUids = {1000, 2000};
+inline constexpr std::array<size_t, 3> kClientUsers = {0, 0, 1};  // whose clients they are
+inline constexpr size_t kPublished = kClientUsers.size();
+
+inline ClientSpec client_spec(size_t client, uint64_t quota_bytes, uint64_t max_sequences) {
+  ClientSpec spec = limited(quota_bytes, max_sequences);
+  spec.uid = kUids[kClientUsers[client]];
   return spec;
 }
 

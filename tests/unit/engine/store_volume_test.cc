@@ -10,7 +10,6 @@
 #include <array>
 #include <cstdint>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -20,6 +19,7 @@
 
 #include "base/splitmix.h"
 #include "engine/store/stored_runs.h"
+#include "tests/common/environment.h"
 #include "tests/unit/engine/store_testbed.h"
 #include "tiers/simulated/simulated_tier.h"
 
@@ -31,9 +31,6 @@ constexpr uint32_t kHeads = 2;
 constexpr uint32_t kDim = 32;
 constexpr uint64_t kMostTokens = 500;    // of a layer, or somewhat more
 constexpr uint64_t kMostSequences = 10;  // of a client, or of a library
-constexpr std::array<uint32_t, 2> kUids = {1000, 2000};
-constexpr std::array<size_t, 3> kClientUsers = {0, 0, 1};
-constexpr size_t kLibrary = kClientUsers.size();
 
 using Row = std::array<uint64_t, kDim * sizeof(float) / sizeof(uint64_t)>;
 
@@ -50,7 +47,7 @@ Row row_of(uint32_t token, uint32_t layer, uint32_t head, uint32_t plane) {
 
 struct ModelSeq {
   size_t user = 0;
-  size_t client = 0;  // kLibrary: nobody's
+  size_t client = 0;  // kPublished: nobody's
   std::array<std::vector<uint32_t>, kLayers> tokens;
 };
 
@@ -144,9 +141,7 @@ class World {
   tiers::PageTable& pages() { return store_->memory().pages(); }
 
   void connect(size_t client) {
-    ClientSpec spec = limited(quota_bytes_, kMostSequences);
-    spec.uid = kUids[kClientUsers[client]];
-    clients_[client] = store_->add_client(spec);
+    clients_[client] = store_->add_client(client_spec(client, quota_bytes_, kMostSequences));
   }
   Seqs::iterator pick_seq() {
     auto it = seqs_.begin();
@@ -155,7 +150,7 @@ class World {
   }
   // A client that may use the sequence.
   size_t user_of(const ModelSeq& model) {
-    return model.client != kLibrary ? model.client : model.user == 1 ? 2 : pick(2);
+    return model.client != kPublished ? model.client : model.user == 1 ? 2 : pick(2);
   }
   Sequence* find(kvm_seq_id id) { return store_->find_any_seq(id).value(); }
   void expect_refused(const Status& status) {
@@ -178,7 +173,7 @@ class World {
     const auto it = pick_seq();
     ModelSeq& model = it->second;
     const Result<Sequence*> own = store_->find_seq(clients_[user_of(model)], it->first);
-    if (model.client == kLibrary) {
+    if (model.client == kPublished) {
       EXPECT_EQ(own.status().code(), KVM_ERR_PERMISSION);
       return;
     }
@@ -286,7 +281,7 @@ class World {
   void truncate() {
     const auto it = pick_seq();
     ModelSeq& model = it->second;
-    if (model.client == kLibrary) {
+    if (model.client == kPublished) {
       return;
     }
     const uint64_t longest = std::max(model.tokens[0].size(), model.tokens[1].size());
@@ -321,7 +316,7 @@ class World {
   void hand_over() {
     const auto it = pick_seq();
     ModelSeq& model = it->second;
-    const bool publishes = model.client != kLibrary;
+    const bool publishes = model.client != kPublished;
     const size_t client = user_of(model);
     const uint64_t max_pages = 1 + pick(5);
     Sequence* seq = find(it->first);
@@ -339,7 +334,7 @@ class World {
     if (!part.is_ok()) {
       return expect_refused(part.status());
     }
-    model.client = publishes ? kLibrary : client;
+    model.client = publishes ? kPublished : client;
     ++n_given;
     check(it->first);
   }
@@ -545,7 +540,8 @@ class World {
     for (const auto& [id, model] : seqs_) {
       const Sequence* seq = find(id);
       ++n_sequences[seq->account];
-      EXPECT_TRUE(seq->giving != nullptr || seq->account->is_library == (model.client == kLibrary));
+      EXPECT_TRUE(seq->giving != nullptr ||
+                  seq->account->is_library == (model.client == kPublished));
       for (const PageList& list : seq->lists) {
         list.for_each([&](const PageEntry& entry, bool) { walked_.push_back(entry.page); });
       }
@@ -579,16 +575,11 @@ class World {
   uint32_t next_token_ = 0;
 };
 
-uint64_t number_of(const char* variable, uint64_t otherwise) {
-  const char* const given = std::getenv(variable);
-  return given == nullptr ? otherwise : std::strtoull(given, nullptr, 10);
-}
-
 void run_volume(uint64_t capacity_bytes, uint64_t quota_bytes, bool expect_refusals) {
   constexpr uint64_t kSteps = 33'334;  // there are three tests
-  const uint64_t first = number_of("KVM_SEED", 1);
-  const uint64_t n_seeds =
-      std::max<uint64_t>(1, number_of("KVM_STORE_OPERATIONS", 100'000) / (3 * kSteps - 2));
+  const uint64_t first = kvm::testing::number_from_environment("KVM_SEED", 1);
+  const uint64_t n_seeds = std::max<uint64_t>(
+      1, kvm::testing::number_from_environment("KVM_STORE_OPERATIONS", 100'000) / (3 * kSteps - 2));
   for (uint64_t seed = first; seed < first + n_seeds; ++seed) {
     SCOPED_TRACE("KVM_SEED=" + std::to_string(seed));
     World world(seed, capacity_bytes, quota_bytes);
@@ -597,7 +588,7 @@ void run_volume(uint64_t capacity_bytes, uint64_t quota_bytes, bool expect_refus
       if (i % 1000 == 0) {
         world.check_everything();
       }
-      ASSERT_FALSE(testing::Test::HasFailure()) << "step " << i;
+      ASSERT_FALSE(::testing::Test::HasFailure()) << "step " << i;
     }
     world.finish();
     // A run that never meets what it is there for tests nothing.
