@@ -25,9 +25,6 @@ float load_element(const void* p, Dtype dtype, uint64_t i) {
       return f16_to_f32(static_cast<const uint16_t*>(p)[i]);
     case Dtype::kBf16:
       return bf16_to_f32(static_cast<const uint16_t*>(p)[i]);
-    case Dtype::kI8:  // of stored rows only
-    case Dtype::kF8:
-      break;
   }
   return 0.0f;
 }
@@ -77,9 +74,6 @@ void store_element(void* p, Dtype dtype, uint64_t i, float value) {
     case Dtype::kBf16:
       static_cast<uint16_t*>(p)[i] = f32_to_bf16(value);
       break;
-    case Dtype::kI8:
-    case Dtype::kF8:
-      break;
   }
 }
 
@@ -120,16 +114,6 @@ size_t first_run_after(KvRuns runs, uint64_t position) {
     return run.position + run.n_tokens <= position;
   });
   return static_cast<size_t>(at - runs.begin());
-}
-
-const uint8_t* k_row(const Problem& problem, const KvRun& run, uint64_t token) {
-  const uint64_t row = uint64_t{problem.head} * kPageTokens + token;
-  return static_cast<const uint8_t*>(run.k) + row * problem.dim_k * dtype_size_bytes(run.dtype_k);
-}
-
-const uint8_t* v_row(const Problem& problem, const KvRun& run, uint64_t token) {
-  const uint64_t row = uint64_t{problem.head} * kPageTokens + token;
-  return static_cast<const uint8_t*>(run.v) + row * problem.dim_v * dtype_size_bytes(run.dtype_v);
 }
 
 PreparedQueries carve_queries(const Problem& problem, Carver& carver) {

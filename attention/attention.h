@@ -49,6 +49,7 @@
 #include <span>
 
 #include "attention/kernel_table.h"
+#include "base/dtype.h"
 #include "base/kv_view.h"
 #include "base/limits.h"
 

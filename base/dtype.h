@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Element types of tensors and of stored K and V, with their conversions.
+// Element types of tensors, with their conversions. How K and V are stored: codecs/codec.h.
 //
-// fp16 and bf16 conversions round to nearest even; NaN stays NaN. int8 and fp8 rows are stored with
-// a scale each: codecs/int8.h, codecs/float8.h.
+// fp16 and bf16 conversions round to nearest even; NaN stays NaN.
 #ifndef KVM_BASE_DTYPE_H_
 #define KVM_BASE_DTYPE_H_
 
@@ -13,36 +12,19 @@
 
 namespace kvm {
 
-// WIRE: the values are those of KVM_DTYPE_* and appear in requests and in stored headers.
+// WIRE: the values are those of KVM_DTYPE_* and appear in requests.
 enum class Dtype : uint8_t {
   kF32 = KVM_DTYPE_F32,
   kF16 = KVM_DTYPE_F16,
   kBf16 = KVM_DTYPE_BF16,
-  kI8 = KVM_DTYPE_I8,      // of stored rows only
-  kF8 = KVM_DTYPE_F8E4M3,  // likewise
 };
 
-// Says whether tensors may have this dtype.
 constexpr bool dtype_is_known(uint32_t value) {
   return value == KVM_DTYPE_F32 || value == KVM_DTYPE_F16 || value == KVM_DTYPE_BF16;
 }
 
-// Says whether K and V may be stored in this dtype.
-constexpr bool dtype_is_stored(uint32_t value) {
-  return dtype_is_known(value) || value == KVM_DTYPE_I8 || value == KVM_DTYPE_F8E4M3;
-}
-
-// Says whether each row has a scale, without which its elements mean nothing: they are bytes, and
-// the scale is a bf16.
-constexpr bool dtype_is_scaled(Dtype dtype) { return dtype == Dtype::kI8 || dtype == Dtype::kF8; }
-
-// The size of one element; the scale of a row is not part of it.
-constexpr uint32_t dtype_size_bytes(Dtype dtype) {
-  return dtype == Dtype::kF32 ? 4 : dtype_is_scaled(dtype) ? 1 : 2;
-}
-
-// The size of the scale that a row has.
-constexpr uint32_t dtype_scale_bytes(Dtype dtype) { return dtype_is_scaled(dtype) ? 2 : 0; }
+// The size of one element.
+constexpr uint32_t dtype_size_bytes(Dtype dtype) { return dtype == Dtype::kF32 ? 4 : 2; }
 
 constexpr const char* dtype_name(Dtype dtype) {
   switch (dtype) {
@@ -52,10 +34,6 @@ constexpr const char* dtype_name(Dtype dtype) {
       return "fp16";
     case Dtype::kBf16:
       return "bf16";
-    case Dtype::kI8:
-      return "int8";
-    case Dtype::kF8:
-      return "fp8";
   }
   return "unknown";
 }

@@ -2,10 +2,8 @@
 // How kernels see stored keys and values: runs of consecutive tokens inside one page.
 //
 // A page holds kPageTokens tokens of the kv heads of one head class: a K plane
-// [kv head][kPageTokens][dim_k], then a V plane [kv head][kPageTokens][dim_v], rows dense. So the
-// rows of one head inside a page are one contiguous K stretch and one contiguous V stretch, and
-// those of the next head lie kPageTokens rows further in the same plane. The scales of int8
-// and fp8 rows have planes of their own, [kv head][kPageTokens]. Pages lie anywhere.
+// [kv head][kPageTokens][row], a V plane alike, and planes of parameters where their codecs have
+// some (codecs/codec.h). Pages lie anywhere.
 //
 // Plain data that only refers to memory; the caller keeps every pointed-to byte alive and
 // unchanged while a kernel works on it.
@@ -16,34 +14,46 @@
 #include <cstdint>
 #include <span>
 
-#include "base/dtype.h"
+#include "base/codec_id.h"
 #include "base/limits.h"
 
 namespace kvm {
 
-// Tokens at consecutive positions, stored in consecutive rows of one page.
+// K, or V, of a page: all heads and tokens of it. Rows are aligned to 16 bytes, those of one byte
+// an element to 8.
+struct KvPlane {
+  const void* rows = nullptr;    // null: the page is away, and only its shape is known
+  const void* params = nullptr;  // null where the codec has none
+  CodecId codec = CodecId::kBf16;
+};
+
+// Tokens at consecutive positions, stored in consecutive slots of one page.
 //
 // REQUIRES: 1 <= n_tokens, and position % kPageTokens + n_tokens <= kPageTokens: a run never
-// crosses a multiple of kPageTokens in POSITION. Where rows and positions of a page are out of
+// crosses a multiple of kPageTokens in POSITION. Where slots and positions of a page are out of
 // step (a fork or a truncate inside a page, entries dropped), the owner cuts the run in two there.
-// Nothing is required of the row at which a run starts within its page, nor of the order in which
-// pages lie. Rows are aligned to 16 bytes, those of int8 and fp8 to 8.
+// Nothing is required of the slot at which a run starts within its page, nor of the order in which
+// pages lie. Planes that are no page's (tokens kept of several pages) hold one head, and as many
+// slots as they like.
 struct KvRun {
-  const void* k = nullptr;  // row of the first token, of head 0 of the page
-  const void* v = nullptr;
+  KvPlane k;
+  KvPlane v;
   // Added to the logits of each token (natural log); null = 0. -inf removes a token; +inf and NaN
   // are not allowed. [n_tokens] of head 0; see Problem::log_weight_head_stride.
   const float* log_weight = nullptr;
   uint64_t position = 0;  // of the first token
+  uint32_t slot = 0;      // of the first token, in its planes
   uint16_t n_tokens = 0;
   uint16_t transform = 0;  // index into Problem::transforms
-  Dtype dtype_k = Dtype::kBf16;
-  Dtype dtype_v = Dtype::kBf16;
-  // Scales (bf16, as bits) of int8 and fp8 rows: of the first token, of head 0 of the page; those
-  // of the next head lie kPageTokens further. Null where K, or V, has none.
-  const uint16_t* k_scale = nullptr;
-  const uint16_t* v_scale = nullptr;
 };
+
+// Takes the first n tokens off a run. REQUIRES: n <= run->n_tokens.
+inline void skip_tokens(KvRun* run, uint64_t n) {
+  run->position += n;
+  run->slot += static_cast<uint32_t>(n);
+  run->n_tokens = static_cast<uint16_t>(run->n_tokens - n);
+  run->log_weight = run->log_weight == nullptr ? nullptr : run->log_weight + n;
+}
 
 // Runs in strictly increasing position order, without overlap; gaps are allowed.
 using KvRuns = std::span<const KvRun>;

@@ -17,6 +17,7 @@
 #include "bench/ceiling.h"
 #include "bench/engine_rig.h"
 #include "bench/harness.h"
+#include "codecs/codec.h"
 
 namespace kvm::bench {
 
@@ -125,16 +126,16 @@ struct ExactRig {
 void run_exact_case(const ExactCase& c, const Options& options, Report& report) {
   ExactRig judged(c, c.shape);
   struct Rival {  // what int8 and fp8 are compared with
-    Dtype dtype;
+    CodecId codec;
     std::unique_ptr<ExactRig> rig;
     std::vector<double> seconds;
   };
   std::vector<Rival> rivals;
-  for (const Dtype dtype : {Dtype::kBf16, Dtype::kI8}) {
-    if (dtype_is_scaled(c.shape.dtype) && dtype < c.shape.dtype) {
+  for (const CodecId codec : {CodecId::kBf16, CodecId::kI8}) {
+    if (codecs::codec_of(c.shape.codec).is_scaled() && codec < c.shape.codec) {
       Shape shape = c.shape;
-      shape.dtype = dtype;
-      rivals.push_back({dtype, std::make_unique<ExactRig>(c, shape), {}});
+      shape.codec = codec;
+      rivals.push_back({codec, std::make_unique<ExactRig>(c, shape), {}});
     }
   }
   Memory q(uint64_t{c.n_seqs} * c.shape.n_q_heads * c.shape.head_dim * 2);
@@ -194,7 +195,7 @@ void run_exact_case(const ExactCase& c, const Options& options, Report& report) 
                                                                 {"ceiling_gbps", ceiling_gbps},
                                                                 {"fraction", gbps / ceiling_gbps}};
   for (const Rival& rival : rivals) {
-    fields.emplace_back(std::string("speedup_") + dtype_name(rival.dtype),
+    fields.emplace_back(std::string("speedup_") + codecs::codec_of(rival.codec).name,
                         median(rival.seconds) * 1e3 / ms);
   }
   report.add(fields);
@@ -207,8 +208,8 @@ int run_exact(const Options& options) {
   const uint32_t all = thread_count(options);
   const Shape gqa;
   const Shape mha{8, 8, 128};
-  const Shape int8{.dtype = Dtype::kI8};
-  const Shape fp8{.dtype = Dtype::kF8};
+  const Shape int8{.codec = CodecId::kI8};
+  const Shape fp8{.codec = CodecId::kF8};
   std::vector<ExactCase> cases;
   for (uint32_t threads : {1u, all}) {
     if (options.peer.empty()) {
@@ -228,7 +229,8 @@ int run_exact(const Options& options) {
     }
   }
   for (const auto& c : cases) {
-    const bool wanted = options.dtype.empty() || options.dtype == dtype_name(c.shape.dtype);
+    const bool wanted =
+        options.codec.empty() || options.codec == codecs::codec_of(c.shape.codec).name;
     if (wanted && c.tokens <= options.max_tokens) {
       run_exact_case(c, options, report);
     }

@@ -13,8 +13,9 @@
 #include <utility>
 #include <vector>
 
-#include "base/dtype.h"
+#include "base/codec_id.h"
 #include "bench/harness.h"
+#include "codecs/codec.h"
 #include "engine/engine.h"
 
 namespace kvm::bench {
@@ -23,17 +24,16 @@ struct Shape {
   uint32_t n_q_heads = 32;
   uint32_t n_kv_heads = 8;
   uint32_t head_dim = 128;
-  Dtype dtype = Dtype::kBf16;  // of stored K and V
+  CodecId codec = CodecId::kBf16;
 
   std::string name() const {
-    const std::string suffix = dtype == Dtype::kBf16 ? "" : std::string("_") + dtype_name(dtype);
+    const std::string suffix =
+        codec == CodecId::kBf16 ? "" : std::string("_") + codecs::codec_of(codec).name;
     return fmt::format("{}{}_{}_d{}{}", n_q_heads == n_kv_heads ? "mha" : "gqa", n_q_heads,
                        n_kv_heads, head_dim, suffix);
   }
   uint64_t token_bytes() const {
-    const uint64_t row_bytes =
-        uint64_t{head_dim} * dtype_size_bytes(dtype) + dtype_scale_bytes(dtype);
-    return uint64_t{n_kv_heads} * row_bytes * 2;
+    return n_kv_heads * codecs::codec_of(codec).token_bytes(head_dim) * 2;
   }
 };
 
@@ -81,7 +81,7 @@ class Rig {
     spec.params.n_q_heads = shape.n_q_heads;
     spec.params.n_kv_heads = shape.n_kv_heads;
     spec.params.head_dim_k = shape.head_dim;
-    spec.params.dtype = static_cast<uint32_t>(shape.dtype);
+    spec.params.codec = static_cast<uint32_t>(shape.codec);
     space_ = require(engine_->register_space(spec), "space");
   }
 

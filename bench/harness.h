@@ -28,7 +28,7 @@ struct Options {
   uint64_t memory_bytes = 0;  // that KV may take; 0: 70 % of what is free
   uint64_t max_tokens = 98304;
   std::string peer;                // "torch"
-  std::string dtype;               // of stored K and V; empty: all that a benchmark has
+  std::string codec;               // of stored K and V; empty: all that a benchmark has
   std::vector<std::string> modes;  // of decode, error, death; empty: exact alone, all, all
   std::vector<std::string> codes;  // of error; empty: all
   // For the benches of approximate attention; empty or 0: what the bench takes by itself.

@@ -94,7 +94,7 @@ class Rig {
     spec.params.n_q_heads = kQHeads;
     spec.params.n_kv_heads = kKvHeads;
     spec.params.head_dim_k = kDim;
-    spec.params.dtype = KVM_DTYPE_BF16;
+    spec.params.codec = KVM_CODEC_BF16;
     spec.params.rope_layout = KVM_ROPE_HALF;
     spec.params.n_rope_pairs = kDim / 2;
     for (uint32_t i = 0; i < kDim / 2; ++i) {

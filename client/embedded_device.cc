@@ -7,11 +7,13 @@
 #include <algorithm>
 #include <utility>
 
+#include "attention/cuda/params.h"
 #include "base/clock.h"
 #include "base/limits.h"
 #include "base/splitmix.h"
 #include "base/stats_text.h"
 #include "client/limits.h"
+#include "codecs/codec.h"
 
 namespace kvm::client {
 
@@ -41,11 +43,11 @@ Status add_classes(const engine::Space& space, uint32_t layer, device::LayerLayo
     if (keeps.positions != KVM_POSITIONS_ABSOLUTE) {
       return unsupported("positions IN_CACHE are not there");
     }
-    if (from.slab_class.dtype_k != space.dtype || from.slab_class.dtype_v != space.dtype) {
+    if (from.slab_class.codec_k != space.codec || from.slab_class.codec_v != space.codec) {
       return unsupported(std::string("heads of layer ") + std::to_string(layer) +
-                         " are stored as " + dtype_name(from.slab_class.dtype_k) + " and " +
-                         dtype_name(from.slab_class.dtype_v) + " in a space of " +
-                         dtype_name(space.dtype) + "; all must be alike");
+                         " are stored as " + from.slab_class.k().name + " and " +
+                         from.slab_class.v().name + " in a space of " +
+                         codecs::codec_of(space.codec).name + "; all must be alike");
     }
     to->classes.push_back({from.kv_heads, keeps.n_sinks, keeps.n_recent, keeps.slack, 0});
   }
@@ -55,8 +57,8 @@ Status add_classes(const engine::Space& space, uint32_t layer, device::LayerLayo
 }  // namespace
 
 Result<device::SpaceLayout> layout_of(const engine::Space& space) {
-  if (space.dtype == Dtype::kF32) {
-    return unsupported(std::string("pages of ") + dtype_name(space.dtype) +
+  if (!attention::gpu::is_on_devices(space.codec)) {
+    return unsupported(std::string("pages of ") + codecs::codec_of(space.codec).name +
                        " are not there; fp16, bf16, int8 and fp8 are");
   }
   if (space.head_dim_k != space.head_dim_v ||
@@ -75,7 +77,7 @@ Result<device::SpaceLayout> layout_of(const engine::Space& space) {
                        "; attention is exact");
   }
   device::SpaceLayout layout;
-  layout.dtype = space.dtype;
+  layout.codec = space.codec;
   layout.dim = space.head_dim_k;
   layout.scale = space.softmax_scale;
   layout.softcap = space.logit_softcap;
@@ -224,7 +226,7 @@ kvm_space_info DeviceClient::describe(uint64_t id, const DeviceService::SpaceRec
   info.n_kv_heads = space.n_kv_heads;
   info.head_dim_k = space.head_dim_k;
   info.head_dim_v = space.head_dim_v;
-  info.dtype = static_cast<uint32_t>(space.dtype);
+  info.codec = static_cast<uint32_t>(space.codec);
   info.n_head_classes = space.n_lists;
   info.n_sequences = record.n_sequences;
   info.bytes_per_token = space.bytes_per_token;

@@ -16,6 +16,7 @@
 #include "client/handles.h"
 #include "client/outputs.h"
 #include "client/status_name.h"
+#include "codecs/codec.h"
 #include "ipc/socket.h"
 #include "ipc/struct_size.h"
 #include "ipc/wire.h"
@@ -91,6 +92,17 @@ const char* kvm_version_string(void) {
 }
 
 const char* kvm_status_name(kvm_status status) { return kvm::client::status_name(status); }
+
+const char* kvm_codec_name(uint32_t codec) {
+  return kvm::codecs::codec_is_known(codec)
+             ? kvm::codecs::codec_of(static_cast<kvm::CodecId>(codec)).name
+             : nullptr;
+}
+
+uint32_t kvm_codec_find(const char* name) {
+  const kvm::codecs::Codec* codec = name == nullptr ? nullptr : kvm::codecs::find_codec(name);
+  return codec == nullptr ? 0 : static_cast<uint32_t>(codec->id);
+}
 
 const char* kvm_last_error(void) { return kvm::client::last_error(); }
 

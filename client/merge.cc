@@ -37,9 +37,6 @@ float load(const Rows& rows, uint64_t at) {
       return f16_to_f32(*reinterpret_cast<const uint16_t*>(p));
     case Dtype::kBf16:
       return bf16_to_f32(*reinterpret_cast<const uint16_t*>(p));
-    case Dtype::kI8:  // of stored rows only
-    case Dtype::kF8:
-      break;
   }
   return 0;
 }
@@ -55,9 +52,6 @@ void store(const Rows& rows, uint64_t at, float value) {
       return;
     case Dtype::kBf16:
       *reinterpret_cast<uint16_t*>(p) = f32_to_bf16(value);
-      return;
-    case Dtype::kI8:
-    case Dtype::kF8:
       return;
   }
 }

@@ -7,9 +7,9 @@
 
 #include "base/assert.h"
 #include "base/cpu_features.h"
-#include "base/kv_view.h"
 #include "codecs/float8.h"
 #include "codecs/int8.h"
+#include "codecs/rows.h"
 #if defined(__x86_64__)
 #include <emmintrin.h>
 
@@ -72,50 +72,66 @@ void from_f32(const char* src, char* dst, Dtype dtype, uint64_t n) {
   }
 }
 
+// The place of a head among those of SourceRows or TargetRows.
+template <typename Rows>
+uint32_t place_of(const Rows& rows, uint32_t head) {
+  return rows.heads != nullptr ? rows.heads[head] : head;
+}
+
 const char* source_row(const SourceRows& rows, uint64_t row, uint32_t head) {
-  const uint32_t place = rows.heads != nullptr ? rows.heads[head] : head;
-  return static_cast<const char*>(rows.data) + row * rows.row_stride_bytes +
-         place * rows.head_stride_bytes;
+  return static_cast<const char*>(rows.data) + (rows.slot + row) * rows.row_stride_bytes +
+         place_of(rows, head) * rows.head_stride_bytes;
 }
 
 char* target_row(const TargetRows& rows, uint64_t row, uint32_t head) {
-  const uint32_t place = rows.heads != nullptr ? rows.heads[head] : head;
-  return static_cast<char*>(rows.data) + row * rows.row_stride_bytes +
-         place * rows.head_stride_bytes;
+  return static_cast<char*>(rows.data) + (rows.slot + row) * rows.row_stride_bytes +
+         place_of(rows, head) * rows.head_stride_bytes;
 }
 
-// Returns the scale of a row of SourceRows or TargetRows.
-template <typename Rows>
-auto& scale_of(const Rows& rows, uint64_t row, uint32_t head) {
-  const uint32_t place = rows.heads != nullptr ? rows.heads[head] : head;
-  return rows.scales[row + uint64_t{place} * kPageTokens];
+// The scale of a row. REQUIRES: rows have some of their own.
+uint16_t& scale_of(const TargetRows& rows, uint64_t row, uint32_t head) {
+  return static_cast<uint16_t*>(
+      rows.params)[uint64_t{place_of(rows, head)} * kPageTokens + rows.slot + row];
 }
 
 void copy_scales(const SourceRows& source, const TargetRows& target, uint64_t n_rows,
                  uint32_t n_heads) {
   for (uint32_t head = 0; head < n_heads; ++head) {
-    std::memcpy(&scale_of(target, 0, head), &scale_of(source, 0, head), n_rows * sizeof(uint16_t));
+    const auto* from = static_cast<const uint16_t*>(source.params) +
+                       uint64_t{place_of(source, head)} * kPageTokens + source.slot;
+    std::memcpy(&scale_of(target, 0, head), from, n_rows * sizeof(uint16_t));
   }
 }
 
-// REQUIRES: the dtypes differ, and at least one is scaled.
+// REQUIRES: the codec is not scaled.
+Dtype dtype_of(const Codec& codec) {
+  KVM_ASSERT(!codec.is_scaled());
+  return static_cast<Dtype>(codec.elem);
+}
+
+// REQUIRES: the codecs differ, and at least one is scaled.
 void convert_scaled_rows(const SourceRows& source, const TargetRows& target, uint64_t n_rows,
                          uint32_t n_heads, uint32_t n) {
   KVM_ASSERT(n <= kMaxScaledRow);
+  const Codec& from = codec_of(source.codec);
+  const Codec& to = codec_of(target.codec);
   std::array<float, kMaxScaledRow> block;
   for (uint64_t row = 0; row < n_rows; ++row) {
     for (uint32_t head = 0; head < n_heads; ++head) {
       const char* in = source_row(source, row, head);
       char* out = target_row(target, row, head);
-      if (dtype_is_scaled(source.dtype)) {
-        decode_row(in, source.dtype, scale_of(source, row, head), n, block.data());
+      if (from.is_scaled()) {
+        const auto* params = static_cast<const uint16_t*>(source.params) +
+                             uint64_t{place_of(source, head)} * from.n_scales(n);
+        decode_row(in, source.codec, params, source.slot + static_cast<uint32_t>(row), n,
+                   block.data());
       } else {
-        convert(in, source.dtype, block.data(), Dtype::kF32, n);
+        convert(in, dtype_of(from), block.data(), Dtype::kF32, n);
       }
-      if (dtype_is_scaled(target.dtype)) {
-        scale_of(target, row, head) = encode_row(block.data(), n, target.dtype, out);
+      if (to.is_scaled()) {
+        scale_of(target, row, head) = encode_row(block.data(), n, target.codec, out);
       } else {
-        convert(block.data(), Dtype::kF32, out, target.dtype, n);
+        convert(block.data(), Dtype::kF32, out, dtype_of(to), n);
       }
     }
   }
@@ -145,7 +161,7 @@ void stream_bytes(const char* in, char* out, uint64_t n_bytes) {
 // next: the release that tells others that the bytes are there.
 void end_stream() { _mm_sfence(); }
 
-// REQUIRES: can_stream, and equal dtypes.
+// REQUIRES: can_stream, and equal codecs.
 void stream_rows(const SourceRows& source, const TargetRows& target, uint64_t n_rows,
                  uint32_t n_heads, uint64_t row_bytes) {
   for (uint64_t row = 0; row < n_rows; ++row) {
@@ -190,41 +206,69 @@ void copy_past_caches(const void* src, void* dst, uint64_t n_bytes) {
   std::memcpy(dst, src, n_bytes);
 }
 
+SourceRows rows_of(const KvPlane& plane, uint32_t dim, uint32_t slot) {
+  const Codec& codec = codec_of(plane.codec);
+  return {.data = plane.rows,
+          .codec = plane.codec,
+          .row_stride_bytes = codec.row_bytes(dim),
+          .head_stride_bytes = codec.head_rows_bytes(dim),
+          .params = plane.params,
+          .slot = slot};
+}
+
+TargetRows writable_rows(const KvPlane& plane, uint32_t dim, uint32_t slot) {
+  const SourceRows rows = rows_of(plane, dim, slot);
+  return {.data = const_cast<void*>(rows.data),
+          .codec = rows.codec,
+          .row_stride_bytes = rows.row_stride_bytes,
+          .head_stride_bytes = rows.head_stride_bytes,
+          .params = const_cast<void*>(rows.params),
+          .slot = slot};
+}
+
 void convert_rows(const SourceRows& source, const TargetRows& target, uint64_t n_rows,
-                  uint32_t n_heads, uint32_t row_elements) {
-  const bool any_scaled = dtype_is_scaled(source.dtype) || dtype_is_scaled(target.dtype);
-  if (any_scaled && source.dtype != target.dtype) {
-    convert_scaled_rows(source, target, n_rows, n_heads, row_elements);
+                  uint32_t n_heads, uint32_t dim) {
+  const Codec& from = codec_of(source.codec);
+  const Codec& to = codec_of(target.codec);
+  const bool is_copy = source.codec == target.codec;
+  if (!is_copy && (from.is_scaled() || to.is_scaled())) {
+    convert_scaled_rows(source, target, n_rows, n_heads, dim);
     return;
   }
-  if (any_scaled) {
+  if (from.is_scaled()) {
     copy_scales(source, target, n_rows, n_heads);
   }
+  const uint64_t row_bytes = to.row_bytes(dim);
 #if defined(__x86_64__)
-  const uint64_t row_bytes = uint64_t{row_elements} * dtype_size_bytes(target.dtype);
-  if (source.dtype == target.dtype && n_rows * n_heads * row_bytes >= kStreamBytes &&
-      can_stream(target, row_bytes)) {
+  if (is_copy && n_rows * n_heads * row_bytes >= kStreamBytes && can_stream(target, row_bytes)) {
     stream_rows(source, target, n_rows, n_heads, row_bytes);
     return;
   }
 #endif
   for (uint64_t row = 0; row < n_rows; ++row) {
     for (uint32_t head = 0; head < n_heads; ++head) {
-      convert(source_row(source, row, head), source.dtype, target_row(target, row, head),
-              target.dtype, row_elements);
+      const char* in = source_row(source, row, head);
+      char* out = target_row(target, row, head);
+      if (is_copy) {
+        std::memcpy(out, in, row_bytes);
+      } else {
+        convert(in, dtype_of(from), out, dtype_of(to), dim);
+      }
     }
   }
 }
 
-uint16_t encode_row(const float* src, uint32_t n, Dtype dtype, void* dst) {
-  KVM_ASSERT(dtype_is_scaled(dtype));
-  return dtype == Dtype::kI8 ? encode_i8(src, n, static_cast<int8_t*>(dst))
-                             : encode_f8(src, n, static_cast<uint8_t*>(dst));
+uint16_t encode_row(const float* src, uint32_t n, CodecId codec, void* dst) {
+  KVM_ASSERT(codec == CodecId::kI8 || codec == CodecId::kF8);
+  return codec == CodecId::kI8 ? encode_i8(src, n, static_cast<int8_t*>(dst))
+                               : encode_f8(src, n, static_cast<uint8_t*>(dst));
 }
 
-void decode_row(const void* src, Dtype dtype, uint16_t scale, uint32_t n, float* dst) {
-  KVM_ASSERT(dtype_is_scaled(dtype));
-  if (dtype == Dtype::kI8) {
+void decode_row(const void* src, CodecId codec, const void* params, uint32_t slot, uint32_t n,
+                float* dst) {
+  KVM_ASSERT(codec == CodecId::kI8 || codec == CodecId::kF8);
+  const uint16_t scale = static_cast<const uint16_t*>(params)[slot];
+  if (codec == CodecId::kI8) {
     decode_i8(static_cast<const int8_t*>(src), scale, n, dst);
   } else {
     decode_f8(static_cast<const uint8_t*>(src), scale, n, dst);

@@ -60,8 +60,8 @@ Status Batch::init() {
     most_rows =
         layer.has_keys ? std::max(most_rows, layer.group() * options_.max_query) : most_rows;
   }
-  kernel_ = {space_->dtype, space_->dim,
-             attention::gpu::block_rows_for(space_->dtype, space_->dim, most_rows)};
+  kernel_ = {space_->codec, space_->dim,
+             attention::gpu::block_rows_for(space_->codec, space_->dim, most_rows)};
   KVM_TRY_ASSIGN(const uint32_t blocks, store_->driver().decode_blocks(kernel_));
   blocks_ = std::min(blocks, kMaxMergeSlots);
   // Changes of the table name its entries by 32 bits.
@@ -134,12 +134,12 @@ Status Batch::size_kind(Kind* kind) const {
     PageClass page_class;
     page_class.page_bytes = lies.page_bytes();
     page_class.v_offset_bytes = lies.v_offset();
-    page_class.head_stride_bytes = static_cast<uint32_t>(lies.k_head_bytes());
+    page_class.head_stride_bytes = static_cast<uint32_t>(lies.k().head_rows_bytes(lies.dim_k));
     page_class.heads_first = static_cast<uint32_t>(kind->heads.size());
     page_class.n_heads = n_heads;
-    page_class.scales_offset_bytes = static_cast<uint32_t>(lies.k_scale_offset());
+    page_class.scales_offset_bytes = static_cast<uint32_t>(lies.k_params_offset());
     page_class.v_scales_offset_bytes =
-        static_cast<uint32_t>(lies.v_scale_offset() - lies.k_scale_offset());
+        static_cast<uint32_t>(lies.v_params_offset() - lies.k_params_offset());
     kind->page_classes.push_back(page_class);
     kind->heads.insert(kind->heads.end(), of.kv_heads.begin(), of.kv_heads.end());
     const bool rows_apart = per_row(*kind) && (kind->window != 0 || of.n_recent != 0);
@@ -617,7 +617,7 @@ Status Batch::append(uint32_t layer, const DeviceTensor& k, const DeviceTensor& 
     return Status::ok();
   }
   ++n_launches_;
-  return store_->driver().append(space_->dtype, params, n_tokens, stream);
+  return store_->driver().append(space_->codec, params, n_tokens, stream);
 }
 
 Status Batch::check_log_weights(const DeviceTensor& log_weights, uint64_t n_kv_heads) const {
@@ -642,14 +642,15 @@ Status Batch::check_log_weights(const DeviceTensor& log_weights, uint64_t n_kv_h
 Status Batch::resolve_tensors(const AttendCall& call, uint64_t n_rows,
                               attention::gpu::AttendTensors* tensors) const {
   const LayerLayout& layer = space_->layers[call.layer];
-  if (dtype_is_scaled(space_->dtype)) {
+  const codecs::Codec& codec = codecs::codec_of(space_->codec);
+  if (codec.is_scaled()) {
     if (call.q.dtype != Dtype::kF16 && call.q.dtype != Dtype::kBf16) {
       return invalid(std::string("q is ") + dtype_name(call.q.dtype) + "; for pages of " +
-                     dtype_name(space_->dtype) + " it must be fp16 or bf16");
+                     codec.name + " it must be fp16 or bf16");
     }
-  } else if (call.q.dtype != space_->dtype) {
+  } else if (codecs::codec_of_tensor(call.q.dtype) != codec.id) {
     return invalid(std::string("q is ") + dtype_name(call.q.dtype) + "; the space has " +
-                   dtype_name(space_->dtype));
+                   codec.name);
   }
   uint64_t q_row = 0, q_head = 0, o_row = 0, o_head = 0, lse_row = 0, lse_head = 0;
   KVM_TRY(check_tensor("q", call.q, n_rows, layer.n_q_heads, space_->dim, 16, &q_row, &q_head));

@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "attention/cuda/plan.h"
+#include "base/dtype.h"
 #include "base/status.h"
 #include "device/device_store.h"
 

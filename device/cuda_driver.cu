@@ -250,7 +250,7 @@ class CudaDriver final : public Driver {
     const Launching current(context_);
     return check("merge kernel", launch_merge(dim, params, n_merges, runtime(stream)));
   }
-  Status append(Dtype stored, const AppendParams& params, uint32_t n_tokens,
+  Status append(CodecId stored, const AppendParams& params, uint32_t n_tokens,
                 Stream stream) override {
     const Launching current(context_);
     return check("append kernel", launch_append(stored, params, n_tokens, runtime(stream)));

@@ -41,7 +41,7 @@ const ClassLayout& class_of(const SpaceLayout& space, uint32_t list) {
 
 tiers::SlabClass SpaceLayout::slab_class(const ClassLayout& of) const {
   tiers::SlabClass slab_class;
-  slab_class.dtype_k = slab_class.dtype_v = dtype;
+  slab_class.codec_k = slab_class.codec_v = codec;
   slab_class.dim_k = slab_class.dim_v = static_cast<uint16_t>(dim);
   slab_class.n_heads = static_cast<uint16_t>(of.kv_heads.size());
   return slab_class;

@@ -53,8 +53,8 @@ struct LayerLayout {
 };
 
 struct SpaceLayout {
-  Dtype dtype = Dtype::kBf16;  // of K and V: kBf16, kF16, kI8, kF8
-  uint32_t dim = 0;            // 64, 128, 256
+  CodecId codec = CodecId::kBf16;  // of K and V; attention::gpu::is_on_devices
+  uint32_t dim = 0;                // 64, 128, 256
   float scale = 1.0f;
   float softcap = 0.0f;  // of logits; 0: none
   std::vector<LayerLayout> layers;

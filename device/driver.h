@@ -86,8 +86,8 @@ class Driver {
                         Stream stream) = 0;
   virtual Status merge(uint32_t dim, const attention::gpu::MergeParams& params, uint32_t n_merges,
                        Stream stream) = 0;
-  virtual Status append(Dtype stored, const attention::gpu::AppendParams& params, uint32_t n_tokens,
-                        Stream stream) = 0;
+  virtual Status append(CodecId stored, const attention::gpu::AppendParams& params,
+                        uint32_t n_tokens, Stream stream) = 0;
   virtual Status patch(const attention::gpu::PatchParams& params, Stream stream) = 0;
   virtual Status move(const attention::gpu::MoveParams& params, Stream stream) = 0;
 };

@@ -43,8 +43,8 @@
  *
  *    1  RoPE is yours: append K rotated and send q rotated, normed and so on. The service stores
  *       and multiplies what it gets; rope_layout serves KVM_POSITIONS_IN_CACHE alone.
- *    2  dtype 0 of a space stores K and V as BF16, whatever dtype the tensors of requests have;
- *       name KVM_DTYPE_F32 to keep fp32.
+ *    2  codec 0 of a space stores K and V as BF16, whatever dtype the tensors of requests have;
+ *       name KVM_CODEC_F32 to keep fp32.
  *    3  Logits are q.k / sqrt(head_dim_k) unless softmax_scale of the space, or scale of the
  *       request, is set. The service multiplies, before the soft-cap: do not scale q as well.
  *    4  q head h reads kv head h / group, group = n_q_heads / n_kv_heads, 1 to 16: the q heads of a
@@ -390,28 +390,11 @@ KVM_API void kvm_arena_free(kvm_arena *arena, kvm_buffer buffer);
  * Valid until the arena is destroyed. Threads: any. */
 KVM_API void *kvm_arena_data(kvm_arena *arena, kvm_buffer buffer);
 
+/* Types of the elements of tensors. */
 enum {
   KVM_DTYPE_F32 = 1,
   KVM_DTYPE_F16 = 2,
-  KVM_DTYPE_BF16 = 3,
-  /* For stored K and V only; tensors of requests have one of the others. Each row (one token of one
-   * head) has a scale, the bf16 nearest to its largest magnitude / 127, and its channels are
-   * rounded to the nearest multiple of that (ties to even), from -127 to 127 times; scales below
-   * 2^-126 count as that. A row with a channel that is not finite reads as NaN in all. Rows take a
-   * byte a channel and two bytes, about half of what BF16 takes, and attention over them has an
-   * error of 0.3 to 1 %. */
-  KVM_DTYPE_I8 = 4,
-  /* For stored K and V only, as I8. Each row has a scale, the bf16 nearest to its largest magnitude
-   * / 448, and its channels divided by that are rounded to the nearest e4m3 number (the 8-bit
-   * floating point format of the Open Compute Project with 4 bits of exponent and 3 of mantissa:
-   * from 2^-9 to 448; ties to even). Scales below 2^-126, and rows that are not finite, as with I8;
-   * rows take what I8's take. A channel is within 1/16 of what was appended, or within 2^-10 of the
-   * scale where that is more: the error does not depend on how large other channels are. For
-   * models and engines whose caches are fp8, and for rows with outliers: of Gaussian rows the
-   * error is 2.6 % of their length, four times that of I8. Where one channel is 100 times as large
-   * as the others, the error of the others is still 2.6 %, and 22 % with I8; where it is a dozen
-   * times as large, the two are equal. */
-  KVM_DTYPE_F8E4M3 = 5
+  KVM_DTYPE_BF16 = 3
 };
 
 /* Rows of heads in a buffer. Element (layer, row, head, i) lies at
@@ -506,6 +489,38 @@ enum {
   KVM_POSITIONS_IN_CACHE = 1
 };
 
+/* Codecs: how K and V are stored. A row is one token of one kv head; a page has 64 tokens. New
+ * codecs get new numbers: kvm_codec_find finds one by its name. */
+enum {
+  KVM_CODEC_F32 = 1,  /* "fp32": as F32 tensors */
+  KVM_CODEC_F16 = 2,  /* "fp16" */
+  KVM_CODEC_BF16 = 3, /* "bf16" */
+  /* "int8". Each row has a scale, the bf16 nearest to its largest magnitude / 127, and its channels
+   * are rounded to the nearest multiple of that (ties to even), from -127 to 127 times; scales
+   * below 2^-126 count as that. A row with a channel that is not finite reads as NaN in all. Rows
+   * take a byte a channel and two bytes, about half of what BF16 takes, and attention over them has
+   * an error of 0.3 to 1 %. */
+  KVM_CODEC_I8 = 4,
+  /* "fp8". Each row has a scale, the bf16 nearest to its largest magnitude / 448, and its channels
+   * divided by that are rounded to the nearest e4m3 number (the 8-bit floating point format of the
+   * Open Compute Project with 4 bits of exponent and 3 of mantissa: from 2^-9 to 448; ties to
+   * even). Scales below 2^-126, and rows that are not finite, as with I8; rows take what I8's take.
+   * A channel is within 1/16 of what was appended, or within 2^-10 of the scale where that is more:
+   * the error does not depend on how large other channels are. For models and engines whose caches
+   * are fp8, and for rows with outliers: of Gaussian rows the error is 2.6 % of their length, four
+   * times that of I8. Where one channel is 100 times as large as the others, the error of the
+   * others is still 2.6 %, and 22 % with I8; where it is a dozen times as large, the two are
+   * equal. */
+  KVM_CODEC_F8E4M3 = 5
+};
+
+/* The name of a codec, "int8" for instance; NULL where there is none of that number.
+ * Threads: any. */
+KVM_API const char *kvm_codec_name(uint32_t codec);
+
+/* The number of the codec of that name; 0 where there is none. Threads: any. */
+KVM_API uint32_t kvm_codec_find(const char *name);
+
 /* How the kv heads of some layers keep their tokens. Heads that share a policy and a codec form a
  * head class, which owns pages of its own: a class that drops tokens frees real memory. Later
  * entries win. A head that no entry names keeps everything. */
@@ -527,8 +542,8 @@ typedef struct kvm_codec_params {
   uint32_t layer_begin;
   uint32_t n_layers;        /* 0: to the last layer */
   uint64_t kv_head_mask[2]; /* as above */
-  uint32_t dtype_k;         /* KVM_DTYPE_*, I8 and F8E4M3 too; 0: the space's */
-  uint32_t dtype_v;
+  uint32_t codec_k;         /* KVM_CODEC_*; 0: the space's */
+  uint32_t codec_v;
   uint64_t reserved[2];
 } kvm_codec_params;
 
@@ -576,7 +591,7 @@ typedef struct kvm_space_params {
   uint32_t n_kv_heads;     /* 1 to 128; divides n_q_heads into groups of 1 to 16; 0: n_q_heads */
   uint32_t head_dim_k;     /* multiple of 8, 8 to 256; required */
   uint32_t head_dim_v;     /* likewise; 0: head_dim_k */
-  uint32_t dtype;          /* of stored K and V, KVM_DTYPE_*, I8 and F8E4M3 too; 0: BF16 */
+  uint32_t codec;          /* of stored K and V, KVM_CODEC_*; 0: BF16 */
   float softmax_scale;     /* multiplies q.k; 0: 1 / sqrt(head_dim_k); must be positive */
   float logit_softcap;     /* logit = cap * tanh(logit / cap); 0.001 to 10000; 0: none */
   uint32_t rope_layout;    /* KVM_ROPE_*. Keys are appended already rotated; the service uses this
@@ -628,7 +643,7 @@ typedef struct kvm_space_info {
   uint32_t n_kv_heads;
   uint32_t head_dim_k;
   uint32_t head_dim_v;
-  uint32_t dtype;
+  uint32_t codec;
   uint32_t n_head_classes;  /* over all layers */
   uint64_t n_sequences;     /* of all clients */
   uint64_t bytes_per_token; /* over all layers, were every token kept */
@@ -843,7 +858,7 @@ enum {
  * kvm_append (reads items, k, v), kvm_attend (items, q, o, lse, err and the attend half; n_append
  * must be 0) and kvm_step (both: all appends first, then all attends).
  *
- *   k      [n_layers][row][n_kv_heads][head_dim_k]     any dtype; converted to the stored one
+ *   k      [n_layers][row][n_kv_heads][head_dim_k]     any dtype; encoded as it is stored
  *   v      [n_layers][row][n_kv_heads][head_dim_v]
  *   q      [row][n_q_heads][head_dim_k]                any dtype
  *   o      [row][n_q_heads][head_dim_v]                any dtype

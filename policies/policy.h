@@ -15,7 +15,7 @@
 #include <span>
 #include <vector>
 
-#include "base/dtype.h"
+#include "base/codec_id.h"
 #include "base/kv_view.h"
 
 namespace kvm::policies {
@@ -33,8 +33,8 @@ constexpr EventSet event_bit(Event event) { return 1u << static_cast<uint32_t>(e
 // Tokens stored in consecutive pages of one encoding.
 struct StoredRange {
   PositionRange positions;
-  Dtype dtype_k = Dtype::kBf16;
-  Dtype dtype_v = Dtype::kBf16;
+  CodecId codec_k = CodecId::kBf16;
+  CodecId codec_v = CodecId::kBf16;
 };
 
 // A token that was kept when its page was given up.
@@ -79,7 +79,7 @@ struct View {
 
 enum class ActionKind : uint8_t {
   kDrop = 0,    // forget the tokens of `range`
-  kDemote = 1,  // store them as dtype_k, dtype_v
+  kDemote = 1,  // store them as codec_k, codec_v
   kFold = 2,    // add `range` to the one entry of its list (mean K, mean V, log-weight ln n)
   kKeep = 3,    // of `range`, and of what was kept before, keep only certain tokens
 };
@@ -91,8 +91,8 @@ struct Action {
   uint32_t layer = 0;
   uint32_t class_index = 0;
   PositionRange range;
-  Dtype dtype_k = Dtype::kBf16;  // kDemote
-  Dtype dtype_v = Dtype::kBf16;
+  CodecId codec_k = CodecId::kBf16;  // kDemote
+  CodecId codec_v = CodecId::kBf16;
   // kKeep: ActionList::kept[first_kept, first_kept + n_kept), positions in order.
   size_t first_kept = 0;
   size_t n_kept = 0;

@@ -38,7 +38,7 @@ def main():
     print(textwrap.fill(FACT.strip(), 88, initial_indent="     ", subsequent_indent="     "))
     with torch.no_grad(), kvm.start_daemon(capacity="1GiB") as daemon, \
             kvm.connect(daemon.socket) as client, \
-            KvmCache(model, client, dtype="bfloat16", mode=kvm.Mode.SAMPLED, budget=256,
+            KvmCache(model, client, codec="bfloat16", mode=kvm.Mode.SAMPLED, budget=256,
                      indexes=[kvm.Index(min_tokens=1024)]) as cache:
         begin = time.monotonic()
         for part in ids[:, :-1].split(CHUNK, dim=1):

@@ -3,13 +3,14 @@
 //
 // A page holds kPageTokens tokens of the kv heads of one head class:
 //
-//   offset 0                  K plane [n_heads][kPageTokens][dim_k] of dtype_k
-//   v_offset()                V plane [n_heads][kPageTokens][dim_v] of dtype_v
+//   offset 0                  K plane [n_heads][kPageTokens] rows of codec_k
+//   v_offset()                V plane, likewise of codec_v
 //   log_weight_offset()       log-weights [n_heads][kPageTokens] fp32, where the class has them
-//   k_scale_offset()          scales [n_heads][kPageTokens] bf16, where dtype_k is int8 or fp8
-//   v_scale_offset()          likewise, where dtype_v is
+//   k_params_offset()         parameters of K (codecs/codec.h), where codec_k has some
+//   v_params_offset()         likewise of V
 //
-// Every plane is a multiple of 64 bytes long, so planes and rows need no padding.
+// Planes are multiples of 64 bytes long, so planes and rows need no padding; only parameters are
+// padded to that.
 // docs/adr/0001-storage-layout.md has the reasons. Pages of an index hold codes instead; how is the
 // index's own affair (docs/adr/0005-index-storage.md).
 #ifndef KVM_TIERS_SLAB_CLASS_H_
@@ -18,8 +19,9 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "base/dtype.h"
 #include "base/kv_view.h"
+#include "base/round.h"
+#include "codecs/codec.h"
 
 namespace kvm::tiers {
 
@@ -32,8 +34,8 @@ inline constexpr uint64_t kExtentBytes = uint64_t{2} << 20;
 // is 1 to 128, or index_bytes is a multiple of 64 and all else is zero; page_bytes() <=
 // kExtentBytes.
 struct SlabClass {
-  Dtype dtype_k = Dtype::kBf16;
-  Dtype dtype_v = Dtype::kBf16;
+  CodecId codec_k = CodecId::kBf16;
+  CodecId codec_v = CodecId::kBf16;
   uint16_t dim_k = 0;
   uint16_t dim_v = 0;
   uint16_t n_heads = 0;
@@ -42,50 +44,40 @@ struct SlabClass {
 
   bool operator==(const SlabClass&) const = default;
 
-  // Bytes of one row: one token, one head; without its scale.
-  uint64_t k_row_bytes() const { return uint64_t{dim_k} * dtype_size_bytes(dtype_k); }
-  uint64_t v_row_bytes() const { return uint64_t{dim_v} * dtype_size_bytes(dtype_v); }
-  // From the row of a token and head to the row of the same token and the next head.
-  uint64_t k_head_bytes() const { return kPageTokens * k_row_bytes(); }
-  uint64_t v_head_bytes() const { return kPageTokens * v_row_bytes(); }
+  const codecs::Codec& k() const { return codecs::codec_of(codec_k); }
+  const codecs::Codec& v() const { return codecs::codec_of(codec_v); }
 
-  uint64_t v_offset() const { return n_heads * k_head_bytes(); }
-  uint64_t log_weight_offset() const { return v_offset() + n_heads * v_head_bytes(); }
-  uint64_t k_scale_offset() const {
+  uint64_t v_offset() const { return n_heads * k().head_rows_bytes(dim_k); }
+  uint64_t log_weight_offset() const { return v_offset() + n_heads * v().head_rows_bytes(dim_v); }
+  uint64_t k_params_offset() const {
     const uint64_t log_weights = has_log_weights ? sizeof(float) * kPageTokens * n_heads : 0;
     return log_weight_offset() + log_weights;
   }
-  uint64_t v_scale_offset() const { return k_scale_offset() + scale_plane_bytes(dtype_k); }
+  uint64_t v_params_offset() const { return k_params_offset() + params_bytes(k(), dim_k); }
   uint64_t page_bytes() const {
-    return index_bytes != 0 ? index_bytes : v_scale_offset() + scale_plane_bytes(dtype_v);
+    return index_bytes != 0 ? index_bytes : v_params_offset() + params_bytes(v(), dim_v);
   }
 
-  // The size of one token of one head, scales included and log-weights not.
-  uint64_t token_bytes() const {
-    return k_row_bytes() + v_row_bytes() + dtype_scale_bytes(dtype_k) + dtype_scale_bytes(dtype_v);
-  }
+  // The size of one token of one head, parameters included and log-weights not.
+  uint64_t token_bytes() const { return k().token_bytes(dim_k) + v().token_bytes(dim_v); }
 
-  // Scales of a slot, of head 0; those of the next head lie kPageTokens further. Null where the
-  // dtype has none.
-  const uint16_t* k_scales(const std::byte* page, uint32_t slot) const {
-    return scales(dtype_k, page + k_scale_offset(), slot);
-  }
-  const uint16_t* v_scales(const std::byte* page, uint32_t slot) const {
-    return scales(dtype_v, page + v_scale_offset(), slot);
-  }
-  uint16_t* k_scales(std::byte* page, uint32_t slot) const {
-    return const_cast<uint16_t*>(k_scales(static_cast<const std::byte*>(page), slot));
-  }
-  uint16_t* v_scales(std::byte* page, uint32_t slot) const {
-    return const_cast<uint16_t*>(v_scales(static_cast<const std::byte*>(page), slot));
+  // K and V of a page; of no page: their shape alone.
+  KvPlane k_plane(const std::byte* page) const { return plane(page, 0, k(), k_params_offset()); }
+  KvPlane v_plane(const std::byte* page) const {
+    return plane(page, v_offset(), v(), v_params_offset());
   }
 
  private:
-  uint64_t scale_plane_bytes(Dtype dtype) const {
-    return uint64_t{n_heads} * kPageTokens * dtype_scale_bytes(dtype);
+  static constexpr uint64_t kParamsAlign = 64;
+
+  uint64_t params_bytes(const codecs::Codec& codec, uint32_t dim) const {
+    return round_up(n_heads * codec.head_params_bytes(dim), kParamsAlign);
   }
-  static const uint16_t* scales(Dtype dtype, const std::byte* plane, uint32_t slot) {
-    return dtype_is_scaled(dtype) ? reinterpret_cast<const uint16_t*>(plane) + slot : nullptr;
+  static KvPlane plane(const std::byte* page, uint64_t rows, const codecs::Codec& codec,
+                       uint64_t params) {
+    return page == nullptr
+               ? KvPlane{nullptr, nullptr, codec.id}
+               : KvPlane{page + rows, codec.is_scaled() ? page + params : nullptr, codec.id};
   }
 };
 

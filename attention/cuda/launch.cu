@@ -66,15 +66,15 @@ cudaError_t load(Kernel kernel, uint32_t shared_bytes) {
 cudaError_t attend_init() {
   cudaError_t error = cudaSuccess;
   const auto note = [&error](cudaError_t result) { error = error == cudaSuccess ? result : error; };
-  for (const Dtype dtype : {Dtype::kBf16, Dtype::kF16, Dtype::kI8, Dtype::kF8}) {
+  for (const codecs::Codec& codec : codecs::kCodecs) {
     for (const uint32_t dim : {64u, 128u, 256u}) {
       for (const uint32_t rows : {16u, 32u}) {
-        visit_shape(dtype, dim, rows, [&]<class Shape>(Shape) {
+        visit_shape(codec.id, dim, rows, [&]<class Shape>(Shape) {
           note(load(decode_kernel<Shape>, Shape::kSharedBytes));
         });
       }
     }
-    visit_element(dtype, [&]<class Tag>(Tag) { note(load(append_kernel<Tag::kElement>)); });
+    visit_element(codec.id, [&]<class Tag>(Tag) { note(load(append_kernel<Tag::kElement>)); });
   }
   note(load(merge_kernel<64>));
   note(load(merge_kernel<128>));
@@ -85,7 +85,7 @@ cudaError_t attend_init() {
 }
 
 bool decode_shape(const DecodeKernel& kernel, Residency* out) {
-  return visit_shape(kernel.dtype, kernel.dim, kernel.block_rows, [&]<class Shape>(Shape) {
+  return visit_shape(kernel.codec, kernel.dim, kernel.block_rows, [&]<class Shape>(Shape) {
     out->threads = Shape::kThreads;
     out->shared_bytes = Shape::kSharedBytes;
   });
@@ -94,7 +94,7 @@ bool decode_shape(const DecodeKernel& kernel, Residency* out) {
 cudaError_t decode_residency(const DecodeKernel& kernel, Residency* out) {
   cudaError_t error = cudaErrorInvalidValue;
   decode_shape(kernel, out);
-  visit_shape(kernel.dtype, kernel.dim, kernel.block_rows, [&]<class Shape>(Shape) {
+  visit_shape(kernel.codec, kernel.dim, kernel.block_rows, [&]<class Shape>(Shape) {
     error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&out->blocks_per_sm, decode_kernel<Shape>,
                                                           Shape::kThreads, Shape::kSharedBytes);
   });
@@ -104,7 +104,7 @@ cudaError_t decode_residency(const DecodeKernel& kernel, Residency* out) {
 cudaError_t launch_decode(const DecodeKernel& kernel, const DecodeParams& params, uint32_t n_blocks,
                           cudaStream_t stream) {
   cudaError_t error = cudaErrorInvalidValue;
-  visit_shape(kernel.dtype, kernel.dim, kernel.block_rows, [&]<class Shape>(Shape) {
+  visit_shape(kernel.codec, kernel.dim, kernel.block_rows, [&]<class Shape>(Shape) {
     if (n_blocks != 0) {
       decode_kernel<Shape><<<n_blocks, Shape::kThreads, Shape::kSharedBytes, stream>>>(params);
     }
@@ -135,12 +135,12 @@ cudaError_t launch_merge(uint32_t dim, const MergeParams& params, uint32_t n_mer
   return cudaGetLastError();
 }
 
-cudaError_t launch_append(Dtype dtype, const AppendParams& params, uint32_t n_tokens,
+cudaError_t launch_append(CodecId codec, const AppendParams& params, uint32_t n_tokens,
                           cudaStream_t stream) {
   if (n_tokens == 0) {
     return cudaSuccess;
   }
-  const bool known = visit_element(dtype, [&]<class Tag>(Tag) {
+  const bool known = visit_element(codec, [&]<class Tag>(Tag) {
     append_kernel<Tag::kElement><<<n_tokens, kAppendThreads, 0, stream>>>(params);
   });
   return known ? cudaGetLastError() : cudaErrorInvalidValue;

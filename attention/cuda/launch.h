@@ -35,8 +35,8 @@ cudaError_t launch_decode(const DecodeKernel& kernel, const DecodeParams& params
                           cudaStream_t stream);
 cudaError_t launch_merge(uint32_t dim, const MergeParams& params, uint32_t n_merges,
                          cudaStream_t stream);
-// dtype: of the pages.
-cudaError_t launch_append(Dtype dtype, const AppendParams& params, uint32_t n_tokens,
+// codec: of the pages.
+cudaError_t launch_append(CodecId codec, const AppendParams& params, uint32_t n_tokens,
                           cudaStream_t stream);
 cudaError_t launch_patch(const PatchParams& params, cudaStream_t stream);
 cudaError_t launch_move(const MoveParams& params, cudaStream_t stream);

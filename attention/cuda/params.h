@@ -19,6 +19,7 @@
 #include <numbers>
 
 #include "base/dtype.h"
+#include "codecs/codec.h"
 
 namespace kvm::attention::gpu {
 
@@ -168,16 +169,22 @@ struct MergeParams {
   uint32_t block_rows = 0;  // row stride of the partial states
 };
 
-// A DecodeKernel names one kernel: dtype of K and V; channels; rows of a block (block_rows_for).
+// Says whether there are kernels for pages of the codec.
+constexpr bool is_on_devices(CodecId id) {
+  const codecs::Codec& codec = codecs::codec_of(id);
+  return codec.has_kernels() && codec.elem != vec::kElemF32;
+}
+
+// A DecodeKernel names one kernel: codec of K and V; channels; rows of a block (block_rows_for).
 struct DecodeKernel {
-  Dtype dtype = Dtype::kBf16;
+  CodecId codec = CodecId::kBf16;
   uint32_t dim = 0;
   uint32_t block_rows = 16;
 };
 
 // Rows of a block where the largest request has `rows`: 32 where there is such a shape (shapes.h).
-constexpr uint32_t block_rows_for(Dtype dtype, uint32_t dim, uint32_t rows) {
-  const uint32_t most_dim = dtype_size_bytes(dtype) == 1 ? 64 : 128;
+constexpr uint32_t block_rows_for(CodecId codec, uint32_t dim, uint32_t rows) {
+  const uint32_t most_dim = vec::elem_bytes(codecs::codec_of(codec).elem) == 1 ? 64 : 128;
   return rows <= 16 || dim > most_dim ? 16 : 32;
 }
 

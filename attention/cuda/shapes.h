@@ -74,33 +74,35 @@ struct ElementTag {
   static constexpr Element kElement = kElementValue;
 };
 
-// Calls visit(ElementTag{}) for pages of `dtype`; false where there are none.
+// Calls visit(ElementTag{}) for pages of the codec; false where no kernel reads them.
 template <class Visit>
-bool visit_element(Dtype dtype, Visit visit) {
-  switch (dtype) {
-    case Dtype::kBf16:
+bool visit_element(CodecId id, Visit visit) {
+  if (!is_on_devices(id)) {
+    return false;
+  }
+  switch (codecs::codec_of(id).elem) {
+    case vec::kElemBf16:
       visit(ElementTag<Element::kBf16>{});
       return true;
-    case Dtype::kF16:
+    case vec::kElemF16:
       visit(ElementTag<Element::kF16>{});
       return true;
-    case Dtype::kI8:
+    case vec::kElemI8:
       visit(ElementTag<Element::kI8>{});
       return true;
-    case Dtype::kF8:
+    case vec::kElemF8:
       visit(ElementTag<Element::kF8>{});
       return true;
-    case Dtype::kF32:
+    default:
       return false;
   }
-  return false;
 }
 
-// Calls visit(Shape{}) with the shape for pages of `dtype`; false where there is none.
+// Calls visit(Shape{}) with the shape for pages of the codec; false where there is none.
 template <class Visit>
-bool visit_shape(Dtype dtype, uint32_t dim, uint32_t block_rows, Visit visit) {
+bool visit_shape(CodecId codec, uint32_t dim, uint32_t block_rows, Visit visit) {
   bool known = false;
-  visit_element(dtype,
+  visit_element(codec,
                 [&]<class Tag>(Tag) { known = visit_dim<Tag::kElement>(dim, block_rows, visit); });
   return known;
 }

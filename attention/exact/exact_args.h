@@ -32,8 +32,8 @@ struct KvItem {
   const uint16_t* row_masks;  // visible tokens per query token, or null: `mask` for all rows
   uint16_t mask;              // tokens that count; rows of the others hold finite values
   uint16_t variant;           // of the queries
-  uint8_t dtype_k;            // Dtype
-  uint8_t dtype_v;
+  uint8_t elem_k;             // vec::Elem
+  uint8_t elem_v;
   // For the driver.
   uint16_t flags;     // exact.cc
   uint32_t run;       // index of the first run that holds tokens of the item
@@ -91,8 +91,8 @@ struct BlockArgs {
   // Per token of the block; null rows are absent and count as zero.
   const uint8_t* k[kBlockTokens];
   const uint8_t* v[kBlockTokens];
-  uint8_t dtype_k[kBlockTokens];
-  uint8_t dtype_v[kBlockTokens];
+  uint8_t elem_k[kBlockTokens];
+  uint8_t elem_v[kBlockTokens];
   uint32_t variant;
   uint32_t bf16_qk;  // use the bf16 dot product; K rows are no wider, q is exact in bf16
   uint32_t bf16_pv;  // likewise for weights and V

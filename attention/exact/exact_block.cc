@@ -14,10 +14,11 @@ namespace {
 
 enum class Arithmetic : uint8_t { kF32, kBf16, kScaled };
 
-Arithmetic arithmetic_of(Dtype dtype) {
-  return dtype == Dtype::kBf16    ? Arithmetic::kBf16
-         : dtype_is_scaled(dtype) ? Arithmetic::kScaled
-                                  : Arithmetic::kF32;
+Arithmetic arithmetic_of(CodecId id) {
+  const codecs::Codec& codec = codecs::codec_of(id);
+  return codec.elem == vec::kElemBf16 ? Arithmetic::kBf16
+         : codec.is_scaled()          ? Arithmetic::kScaled
+                                      : Arithmetic::kF32;
 }
 
 // A Kind decides, besides its rows, how a block is computed. A block whose tokens differ in it is
@@ -31,7 +32,7 @@ struct Kind {
 };
 
 Kind kind_of(const KvRun& run) {
-  return {run.transform, arithmetic_of(run.dtype_k), arithmetic_of(run.dtype_v)};
+  return {run.transform, arithmetic_of(run.k.codec), arithmetic_of(run.v.codec)};
 }
 
 // The first kind of `runs` behind `last`.
@@ -133,6 +134,8 @@ class Block {
   // Adds the tokens of `run` that are seen and of the kind; returns whether they have log weights.
   bool collect(const KvRun& run, uint64_t base, uint64_t seen) {
     BlockArgs& args = buffers_.args;
+    const uint8_t elem_k = codecs::codec_of(run.k.codec).elem;
+    const uint8_t elem_v = codecs::codec_of(run.v.codec).elem;
     const bool weighted = run.log_weight != nullptr;
     const float* weights = weighted ? log_weight_at(problem_, run, 0) : nullptr;
     for (uint32_t i = 0; i < run.n_tokens; ++i) {
@@ -142,17 +145,17 @@ class Block {
       }
       args.k[at] = k_row(problem_, run, i);
       args.v[at] = v_row(problem_, run, i);
-      args.dtype_k[at] = static_cast<uint8_t>(run.dtype_k);
-      args.dtype_v[at] = static_cast<uint8_t>(run.dtype_v);
+      args.elem_k[at] = elem_k;
+      args.elem_v[at] = elem_v;
       args.mask |= uint64_t{1} << at;
       if (weighted) {
         buffers_.log_weight[at] = weights[i];
       }
       if (const uint16_t* scale = k_scale(problem_, run, i)) {
-        buffers_.k_scale[at] = row_factor(run.dtype_k, *scale);
+        buffers_.k_scale[at] = row_factor(elem_k, *scale);
       }
       if (const uint16_t* scale = v_scale(problem_, run, i)) {
-        buffers_.v_scale[at] = row_factor(run.dtype_v, *scale);
+        buffers_.v_scale[at] = row_factor(elem_v, *scale);
       }
     }
     return weighted;

@@ -319,9 +319,9 @@ inline void scores_bytes_of_dim(const StreamArgs& args, const uint16_t* q,
 }
 #endif
 
-// Sixteen scales of an item as floats: what its rows, of the dtype, are multiplied by.
-inline void load_scales(const StreamArgs& args, const uint16_t* scales, int dtype, float* out) {
-  const F unit = vec::set1(vec::elem_unit(dtype));
+// Sixteen scales of an item as floats: what its rows, of the element, are multiplied by.
+inline void load_scales(const StreamArgs& args, const uint16_t* scales, int elem, float* out) {
+  const F unit = vec::set1(vec::elem_unit(elem));
   for (uint32_t i = 0; i < kItemTokens; i += kW)
     vec::store(out + i,
                vec::mul(vec::load_as<vec::kElemBf16>(scales + args.scale_offset, i), unit));
@@ -407,7 +407,7 @@ template <int kRows, bool kFirst>
 void scores(const StreamArgs& args, const KvItem& item, uint32_t row, const uint8_t* const* reading,
             F* out) {
 #if defined(__AVX512BF16__)
-  if (item.dtype_k == vec::kElemBf16 && args.q.bf16_exact[item.variant] != 0) {
+  if (item.elem_k == vec::kElemBf16 && args.q.bf16_exact[item.variant] != 0) {
     if (args.dim_k == 128)
       return scores_bf16<kRows, kFirst, 128>(args, item, row, reading, out);
     if (args.dim_k == 64)
@@ -415,7 +415,7 @@ void scores(const StreamArgs& args, const KvItem& item, uint32_t row, const uint
     return scores_bf16<kRows, kFirst, 0>(args, item, row, reading, out);
   }
 #endif
-  switch (item.dtype_k) {
+  switch (item.elem_k) {
     case vec::kElemI8:
       return scaled_scores<kRows, kFirst, vec::kElemI8>(args, item, row, reading, out);
     case vec::kElemF8:
@@ -473,13 +473,13 @@ inline void tile_logits(const StreamArgs& args, const KvItem& item, uint32_t row
 
 // Says whether weights meet V's rows of bf16 or fp8 as bf16.
 inline bool item_uses_bf16_pv(const StreamArgs& args, const KvItem& item) {
-  return vec::kHasBf16Dot && (item.dtype_v == vec::kElemBf16 || item.dtype_v == vec::kElemF8) &&
+  return vec::kHasBf16Dot && (item.elem_v == vec::kElemBf16 || item.elem_v == vec::kElemF8) &&
          args.fp32_weights == 0;
 }
 
 // Says whether weights meet V's int8 rows as integers of 16 bits.
 inline bool item_uses_i16_pv(const StreamArgs& args, const KvItem& item) {
-  return vec::kHasWordDot && item.dtype_v == vec::kElemI8 && args.fp32_weights == 0;
+  return vec::kHasWordDot && item.elem_v == vec::kElemI8 && args.fp32_weights == 0;
 }
 
 // Brings acc of a tile to a new reference: row r is multiplied by lane r * kTokens of factor.
@@ -506,14 +506,14 @@ inline const float* steps_of(const float* weights) { return weights + kRowTile *
 
 // Weights of a tile relative to `reference`, for int8 and fp8 rows of V: stored times the scales of
 // those, as floats or bf16, or as words and a step for each row (steps_of). The denominator sums
-// the weights themselves: l gets them. Stands apart so that other dtypes do not share its
+// the weights themselves: l gets them. Stands apart so that other elements do not share its
 // registers.
 template <int kRows>
 [[gnu::noinline]] void scaled_weights(const StreamArgs& args, const KvItem& item, F reference, F* p,
                                       float* l, float* weights) {
   using T = Tile<kRows>;
   float scales[kItemTokens];
-  load_scales(args, item.v_scale, item.dtype_v, scales);
+  load_scales(args, item.v_scale, item.elem_v, scales);
 #pragma GCC unroll 16
   for (int g = 0; g < T::kGroups; ++g) {
     p[g] = exp_nonpositive(vec::sub(p[g], reference));
@@ -838,7 +838,7 @@ void tile_values(const StreamArgs& args, const KvItem& item, uint32_t row, const
                  const uint8_t* const* reading) {
 #if defined(__AVX512BF16__)
   if (item_uses_bf16_pv(args, item)) {
-    if (item.dtype_v == vec::kElemF8)
+    if (item.elem_v == vec::kElemF8)
       return values_bytes_of_dim<kRows, kFirst, vec::kElemF8>(args, row, weights, reading);
     if (args.dim_v == 128)
       return values_bf16<kRows, kFirst, 128>(args, row, weights, reading);
@@ -849,7 +849,7 @@ void tile_values(const StreamArgs& args, const KvItem& item, uint32_t row, const
   if (item_uses_i16_pv(args, item))
     return values_bytes_of_dim<kRows, kFirst, vec::kElemI8>(args, row, weights, reading);
 #endif
-  switch (item.dtype_v) {
+  switch (item.elem_v) {
     case vec::kElemI8:
       return values_f32<kRows, kFirst, vec::kElemI8>(args, row, weights, reading);
     case vec::kElemF8:
@@ -1014,12 +1014,12 @@ constexpr int kMr = vec::kTileRows;
 constexpr int kNv = vec::kTileVecs;
 
 // kW channels from channel d on of one row; zero beyond `dim` and where the row is absent.
-inline F load_channels(const uint8_t* row, uint8_t dtype, uint32_t d, uint32_t dim) {
+inline F load_channels(const uint8_t* row, uint8_t elem, uint32_t d, uint32_t dim) {
   if (row == nullptr || d >= dim)
     return vec::zero();
   const uint32_t left = dim - d;
   const bool whole = left >= static_cast<uint32_t>(kW);
-  switch (dtype) {
+  switch (elem) {
     case vec::kElemF32:
       return whole ? vec::load_as<vec::kElemF32>(row, d)
                    : vec::load_as_n<vec::kElemF32>(row, d, left);
@@ -1044,7 +1044,7 @@ void pack_k_f32(const BlockArgs& args, float* out) {
     for (uint32_t d = 0; d < args.dim_k; d += kW) {
       F x[kW];
       for (uint32_t i = 0; i < kW; ++i) {
-        x[i] = load_channels(args.k[t + i], args.dtype_k[t + i], d, args.dim_k);
+        x[i] = load_channels(args.k[t + i], args.elem_k[t + i], d, args.dim_k);
         if (args.k_scale != nullptr)
           x[i] = vec::mul(x[i], vec::set1(args.k_scale[t + i]));
       }
@@ -1061,7 +1061,7 @@ void pack_v_f32(const BlockArgs& args, float* out) {
   for (uint32_t t = 0; t < kBlockTokens; ++t) {
     float* to = out + static_cast<size_t>(t) * args.acc_stride;
     for (uint32_t d = 0; d < args.acc_stride; d += kW) {
-      F x = load_channels(args.v[t], args.dtype_v[t], d, args.dim_v);
+      F x = load_channels(args.v[t], args.elem_v[t], d, args.dim_v);
       if (args.v_scale != nullptr)
         x = vec::mul(x, vec::set1(args.v_scale[t]));
       vec::store(to + d, x);
@@ -1157,10 +1157,10 @@ inline vec::B load_pairs_to(const uint8_t* row, uint32_t d, uint32_t left) {
 
 // 32 channels from channel d on of one row of bf16, int8 or fp8; zero beyond `dim` and where the
 // row is absent.
-inline vec::B load_channel_pairs(const uint8_t* row, uint8_t dtype, uint32_t d, uint32_t dim) {
+inline vec::B load_channel_pairs(const uint8_t* row, uint8_t elem, uint32_t d, uint32_t dim) {
   if (row == nullptr)
     return vec::no_pairs();
-  switch (dtype) {
+  switch (elem) {
     case vec::kElemI8:
       return load_pairs_to<vec::kElemI8>(row, d, dim - d);
     case vec::kElemF8:
@@ -1179,7 +1179,7 @@ void pack_k_bf16(const BlockArgs& args, float* out) {
       const uint32_t n = pairs - d < 16 ? pairs - d : 16;
       for (uint32_t i = 0; i < 16; ++i) {
         x[i] = vec::as_floats(
-            load_channel_pairs(args.k[t + i], args.dtype_k[t + i], 2 * d, args.dim_k));
+            load_channel_pairs(args.k[t + i], args.elem_k[t + i], 2 * d, args.dim_k));
       }
       vec::transpose(x);
       for (uint32_t i = 0; i < n; ++i)
@@ -1193,8 +1193,8 @@ void pack_v_bf16(const BlockArgs& args, uint16_t* out) {
   for (uint32_t t = 0; t < kBlockTokens; t += 2) {
     uint16_t* to = out + static_cast<size_t>(t) * args.acc_stride;
     for (uint32_t d = 0; d < args.acc_stride; d += 32) {
-      const vec::B x = load_channel_pairs(args.v[t], args.dtype_v[t], d, args.dim_v);
-      const vec::B y = load_channel_pairs(args.v[t + 1], args.dtype_v[t + 1], d, args.dim_v);
+      const vec::B x = load_channel_pairs(args.v[t], args.elem_v[t], d, args.dim_v);
+      const vec::B y = load_channel_pairs(args.v[t + 1], args.elem_v[t + 1], d, args.dim_v);
       vec::store_pairs(to + 2 * d, vec::interleave_lo(x, y));
       vec::store_pairs(to + 2 * d + 32, vec::interleave_hi(x, y));
     }

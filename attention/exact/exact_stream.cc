@@ -18,18 +18,13 @@
 namespace kvm::attention {
 namespace {
 
-// Kernels include no header of ours, so the wrappers repeat these values (vec_*.h, enum Elem).
-static_assert(static_cast<int>(Dtype::kF32) == 1 && static_cast<int>(Dtype::kF16) == 2 &&
-              static_cast<int>(Dtype::kBf16) == 3 && static_cast<int>(Dtype::kI8) == 4 &&
-              static_cast<int>(Dtype::kF8) == 5);
-
 static_assert(kGroupItems * kItemTokens == kPageTokens);
 
 // Item flags. An item without flags is read in place.
 constexpr uint16_t kStitched = 1;   // rows lie in several runs or not all of them count
 constexpr uint16_t kRowMasked = 2;  // query tokens see different tokens
 
-// Tokens of one item may belong to 16 runs with 16 combinations of dtypes and transforms, each of
+// Tokens of one item may belong to 16 runs with 16 combinations of elements and transforms, each of
 // which becomes an item of its own.
 constexpr size_t kMaxItems = kStreamChunkTokens;
 constexpr size_t kItemBytes = size_t{kItemTokens} * kMaxHeadDim * sizeof(float);
@@ -50,8 +45,8 @@ struct Stitch {
 };
 
 bool same_kind(const KvItem& item, const KvRun& run) {
-  return item.dtype_k == static_cast<uint8_t>(run.dtype_k) &&
-         item.dtype_v == static_cast<uint8_t>(run.dtype_v) && item.variant == run.transform;
+  return item.elem_k == codecs::codec_of(run.k.codec).elem &&
+         item.elem_v == codecs::codec_of(run.v.codec).elem && item.variant == run.transform;
 }
 
 const uint16_t* scale_after(const uint16_t* scale, int64_t n) {
@@ -68,8 +63,8 @@ KvItem make_item(const Problem& problem, const KvRun& run, size_t run_index, uin
           .row_masks = nullptr,
           .mask = 0,
           .variant = run.transform,
-          .dtype_k = static_cast<uint8_t>(run.dtype_k),
-          .dtype_v = static_cast<uint8_t>(run.dtype_v),
+          .elem_k = codecs::codec_of(run.k.codec).elem,
+          .elem_v = codecs::codec_of(run.v.codec).elem,
           .flags = 0,
           .run = static_cast<uint32_t>(run_index),
           .position = position};
@@ -85,7 +80,7 @@ uint32_t run_bits(const KvRun& run, uint64_t position) {
 // Whether items of the same positions come in this order: one that does not depend on which tokens
 // are visible.
 bool comes_before(const KvItem& a, const KvItem& b) {
-  return std::tie(a.variant, a.dtype_k, a.dtype_v) < std::tie(b.variant, b.dtype_k, b.dtype_v);
+  return std::tie(a.variant, a.elem_k, a.elem_v) < std::tie(b.variant, b.elem_k, b.elem_v);
 }
 
 // Items of the 16 positions from `position` on: one per kind of run, in the order of kinds. `run`
@@ -132,8 +127,8 @@ class Stream {
   // From here on, items are those of another head.
   void share_items(const Stream& other);
   // Rows of such an item, for this head.
-  const uint8_t* k(const KvItem& item) const { return item.k + offset(item.dtype_k, head_k_); }
-  const uint8_t* v(const KvItem& item) const { return item.v + offset(item.dtype_v, head_v_); }
+  const uint8_t* k(const KvItem& item) const { return item.k + offset(item.elem_k, head_k_); }
+  const uint8_t* v(const KvItem& item) const { return item.v + offset(item.elem_v, head_v_); }
   // Asks for the scales of an item's page ahead of their use: they lie apart from the rows.
   void prefetch_scales(const KvItem& item) const;
   void begin() const { kernels_->stream_begin(&args_); }
@@ -158,8 +153,8 @@ class Stream {
   uint32_t add_page(size_t run, uint16_t flags, KvItem* out) const;
   KvItem materialize(const KvItem& item) const;
   void stitch(KvItem& item) const;
-  static int64_t offset(uint8_t dtype, int64_t n_elems) {
-    return n_elems * static_cast<int64_t>(dtype_size_bytes(static_cast<Dtype>(dtype)));
+  static int64_t offset(uint8_t elem, int64_t n_elems) {
+    return n_elems * static_cast<int64_t>(vec::elem_bytes(elem));
   }
 
   const Problem& problem_;
@@ -219,8 +214,8 @@ void set_distances(const Problem& problem, StreamArgs& args) {
   }
   const KvRun& run = problem.runs.front();
   const size_t quarter = kItemTokens / 4 *
-                         std::max(problem.dim_k * dtype_size_bytes(run.dtype_k),
-                                  problem.dim_v * dtype_size_bytes(run.dtype_v));
+                         std::max(codecs::codec_of(run.k.codec).row_bytes(problem.dim_k),
+                                  codecs::codec_of(run.v.codec).row_bytes(problem.dim_v));
   const auto quarters = [quarter](size_t bytes) {
     return static_cast<uint8_t>(std::clamp<size_t>(bytes / quarter, 1, 4 * kReadAhead - 4));
   };
@@ -267,8 +262,8 @@ size_t Stream::scratch_bytes(const Problem& problem) {
 // would otherwise show in the figures.
 uint32_t Stream::add_page(size_t run, uint16_t flags, KvItem* out) const {
   const KvRun& r = problem_.runs[run];
-  const size_t k_step = kItemTokens * problem_.dim_k * dtype_size_bytes(r.dtype_k);
-  const size_t v_step = kItemTokens * problem_.dim_v * dtype_size_bytes(r.dtype_v);
+  const size_t k_step = kItemTokens * codecs::codec_of(r.k.codec).row_bytes(problem_.dim_k);
+  const size_t v_step = kItemTokens * codecs::codec_of(r.v.codec).row_bytes(problem_.dim_v);
   KvItem item = make_item(problem_, r, run, r.position);
   item.mask = 0xffff;
   item.flags = flags;
@@ -320,8 +315,8 @@ void Stream::build(uint64_t chunk, Batch& batch) const {
 
 // Gathers the rows of a stitched item; rows that do not count become zero.
 void Stream::stitch(KvItem& item) const {
-  const size_t k_bytes = problem_.dim_k * dtype_size_bytes(static_cast<Dtype>(item.dtype_k));
-  const size_t v_bytes = problem_.dim_v * dtype_size_bytes(static_cast<Dtype>(item.dtype_v));
+  const size_t k_bytes = problem_.dim_k * vec::elem_bytes(item.elem_k);
+  const size_t v_bytes = problem_.dim_v * vec::elem_bytes(item.elem_v);
   std::memset(stitch_.k, 0, k_bytes * kItemTokens);
   std::memset(stitch_.v, 0, v_bytes * kItemTokens);
   std::fill_n(stitch_.log_weight, kItemTokens, 0.0f);

@@ -11,8 +11,9 @@
 
 #include "attention/attention.h"
 #include "attention/exact/exact_args.h"
+#include "base/dtype.h"
 #include "base/round.h"
-#include "base/simd/elem.h"
+#include "codecs/rows.h"
 
 namespace kvm::attention {
 
@@ -105,8 +106,8 @@ inline float reference_of(const Problem& problem, uint32_t row) {
 // Rows that are not finite (attention.h). The kernels tell that a chunk may hold one; whose rows it
 // spoils is then found out here, query token by query token.
 //
-// The dtype is f32, f16 or bf16; codes of the others are always finite.
-bool elements_are_finite(const void* elements, Dtype dtype, uint32_t n);
+// elem: vec::Elem; codes of one byte are always finite.
+bool elements_are_finite(const void* elements, uint8_t elem, uint32_t n);
 // Says whether the query of the row is finite, as it was given.
 bool query_is_finite(const Problem& problem, uint32_t row);
 // A NotFinite says whether a key, or a value, that query token `query` sees at positions [begin,
@@ -123,18 +124,22 @@ void spoil_state(const Problem& problem, const StateView& state, uint32_t row, N
 size_t first_run_after(KvRuns runs, uint64_t position);
 
 // Row `token` of a run's K or V, for the problem's head.
-const uint8_t* k_row(const Problem& problem, const KvRun& run, uint64_t token);
-const uint8_t* v_row(const Problem& problem, const KvRun& run, uint64_t token);
-// Its scale, where it is int8 or fp8; else null.
+inline const uint8_t* k_row(const Problem& problem, const KvRun& run, uint64_t token) {
+  return codecs::row_at(run.k, problem.dim_k, problem.head, run.slot + token);
+}
+inline const uint8_t* v_row(const Problem& problem, const KvRun& run, uint64_t token) {
+  return codecs::row_at(run.v, problem.dim_v, problem.head, run.slot + token);
+}
+// Its scale, where rows have some of their own; else null.
 inline const uint16_t* k_scale(const Problem& problem, const KvRun& run, uint64_t token) {
-  return run.k_scale == nullptr ? nullptr : run.k_scale + problem.head * kPageTokens + token;
+  return codecs::row_scale_at(run.k, problem.head, run.slot + token);
 }
 inline const uint16_t* v_scale(const Problem& problem, const KvRun& run, uint64_t token) {
-  return run.v_scale == nullptr ? nullptr : run.v_scale + problem.head * kPageTokens + token;
+  return codecs::row_scale_at(run.v, problem.head, run.slot + token);
 }
-// Returns the factor by which a row of the dtype, as kernels load it, is multiplied.
-inline float row_factor(Dtype dtype, uint16_t scale) {
-  return bf16_to_f32(scale) * vec::elem_unit(static_cast<int>(dtype));
+// Returns the factor by which a row of elements, as kernels load it, is multiplied.
+inline float row_factor(uint8_t elem, uint16_t scale) {
+  return bf16_to_f32(scale) * vec::elem_unit(elem);
 }
 inline const float* log_weight_at(const Problem& problem, const KvRun& run, uint64_t token) {
   return run.log_weight == nullptr

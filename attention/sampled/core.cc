@@ -93,8 +93,8 @@ uint64_t row_bytes(const Problem& problem) {
     return 1;
   }
   const KvRun& run = problem.runs.front();
-  return uint64_t{problem.dim_k} * dtype_size_bytes(run.dtype_k) + dtype_scale_bytes(run.dtype_k) +
-         uint64_t{problem.dim_v} * dtype_size_bytes(run.dtype_v) + dtype_scale_bytes(run.dtype_v);
+  return codecs::codec_of(run.k.codec).token_bytes(problem.dim_k) +
+         codecs::codec_of(run.v.codec).token_bytes(problem.dim_v);
 }
 
 }  // namespace kvm::attention

@@ -65,7 +65,7 @@ void Directions::read() {
   while (maker.next(&args, &batch)) {
     const size_t first = maker.first();
     context.kernels->logits(&args, &batch, logits);
-    context.kernels->widen(batch.v, batch.v_scale, batch.dtype_v, args.dim_v, batch.n, stride_,
+    context.kernels->widen(batch.v, batch.v_scale, batch.elem_v, args.dim_v, batch.n, stride_,
                            room_.values + first * stride_);
     for (uint32_t i = 0; i < batch.n; ++i) {
       for (uint32_t r = 0; r < c_.rows; ++r) {

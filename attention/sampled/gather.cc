@@ -24,12 +24,12 @@ alignas(64) constexpr float kOnes[kGatherKeys] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 
 
 // Loads what the rows of a batch are multiplied by; where they have no scales, `at` holds null
 // pointers.
-const float* load_factors(const uint16_t* const* at, uint8_t dtype, float* factors) {
+const float* load_factors(const uint16_t* const* at, uint8_t elem, float* factors) {
   if (at[0] == nullptr) {
     return kOnes;
   }
   for (uint32_t i = 0; i < kGatherKeys; ++i) {
-    factors[i] = row_factor(static_cast<Dtype>(dtype), *at[i]);
+    factors[i] = row_factor(elem, *at[i]);
   }
   return factors;
 }
@@ -161,17 +161,19 @@ void BatchMaker::open(uint64_t position) {
   }
   const KvRun& run = problem.runs[run_];
   KVM_ASSERT(run.position <= position);
+  const codecs::Codec& codec_k = codecs::codec_of(run.k.codec);
+  const codecs::Codec& codec_v = codecs::codec_of(run.v.codec);
   source_ = {.begin = run.position,
              .end = run.position + run.n_tokens,
              .k = k_row(problem, run, 0),
              .v = v_row(problem, run, 0),
-             .k_bytes = static_cast<uint32_t>(problem.dim_k * dtype_size_bytes(run.dtype_k)),
-             .v_bytes = static_cast<uint32_t>(problem.dim_v * dtype_size_bytes(run.dtype_v)),
+             .k_bytes = static_cast<uint32_t>(codec_k.row_bytes(problem.dim_k)),
+             .v_bytes = static_cast<uint32_t>(codec_v.row_bytes(problem.dim_v)),
              .k_scale = k_scale(problem, run, 0),
              .v_scale = v_scale(problem, run, 0),
              .variant = run.transform,
-             .dtype_k = static_cast<uint8_t>(run.dtype_k),
-             .dtype_v = static_cast<uint8_t>(run.dtype_v)};
+             .elem_k = codec_k.elem,
+             .elem_v = codec_v.elem};
 }
 
 void BatchMaker::make_room() {
@@ -258,11 +260,11 @@ bool BatchMaker::next(GatherArgs* args, GatherBatch* batch) {
   const uint32_t n = std::min<uint32_t>(n_ - at_, kGatherKeys);
   batch->k = k_ + at_;
   batch->v = v_ + at_;
-  batch->k_scale = load_factors(k_scale_ + at_, source_.dtype_k, k_scales_);
-  batch->v_scale = load_factors(v_scale_ + at_, source_.dtype_v, v_scales_);
+  batch->k_scale = load_factors(k_scale_ + at_, source_.elem_k, k_scales_);
+  batch->v_scale = load_factors(v_scale_ + at_, source_.elem_v, v_scales_);
   batch->n = n;
-  batch->dtype_k = source_.dtype_k;
-  batch->dtype_v = source_.dtype_v;
+  batch->elem_k = source_.elem_k;
+  batch->elem_v = source_.elem_v;
   const Problem& problem = *context_.problem;
   const QueryRows& q = context_.q;
   const uint32_t variant = source_.variant;

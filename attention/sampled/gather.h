@@ -74,10 +74,10 @@ class BatchMaker {
     const uint16_t* k_scale = nullptr;
     const uint16_t* v_scale = nullptr;
     uint16_t variant = 0;
-    uint8_t dtype_k = 0;
-    uint8_t dtype_v = 0;
+    uint8_t elem_k = 0;
+    uint8_t elem_v = 0;
     bool same_kind(const Source& o) const {
-      return variant == o.variant && dtype_k == o.dtype_k && dtype_v == o.dtype_v;
+      return variant == o.variant && elem_k == o.elem_k && elem_v == o.elem_v;
     }
   };
   void fill();

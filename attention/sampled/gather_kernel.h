@@ -31,8 +31,8 @@ constexpr float kMaxResidual = 100.0f;
 
 // Calls body with the element type as a constant.
 template <typename Body>
-inline void with_elem(uint32_t dtype, Body body) {
-  switch (dtype) {
+inline void with_elem(uint32_t elem, Body body) {
+  switch (elem) {
     case vec::kElemF32:
       return body.template operator()<vec::kElemF32>();
     case vec::kElemF16:
@@ -196,19 +196,19 @@ void tile_logits(const GatherArgs& args, const GatherBatch& batch, uint32_t row,
   float dots[kRows * kKeys];
   bool done = false;
 #if defined(__AVX512BF16__)
-  if (args.q_bf16 != nullptr && batch.dtype_k == vec::kElemBf16) {
+  if (args.q_bf16 != nullptr && batch.elem_k == vec::kElemBf16) {
     scores_bf16<kRows, vec::kElemBf16, kFirst>(args, batch, row, dots);
     done = true;
-  } else if (args.q_bf16 != nullptr && batch.dtype_k == vec::kElemI8) {
+  } else if (args.q_bf16 != nullptr && batch.elem_k == vec::kElemI8) {
     scores_bf16<kRows, vec::kElemI8, kFirst>(args, batch, row, dots);
     done = true;
-  } else if (args.q_bf16 != nullptr && batch.dtype_k == vec::kElemF8) {
+  } else if (args.q_bf16 != nullptr && batch.elem_k == vec::kElemF8) {
     scores_bf16<kRows, vec::kElemF8, kFirst>(args, batch, row, dots);
     done = true;
   }
 #endif
   if (!done) {
-    with_elem(batch.dtype_k,
+    with_elem(batch.elem_k,
               [&]<int kElem>() { scores_f32<kRows, kElem, kFirst>(args, batch, row, dots); });
   }
   rows_of_dots<kRows>(dots, out);
@@ -269,8 +269,8 @@ void norms_of(const uint8_t* const* rows, uint32_t dim, float* out) {
   }
 }
 
-void norms(const uint8_t* const* rows, uint32_t dtype, uint32_t dim, float* out) {
-  with_elem(dtype, [&]<int kElem>() { norms_of<kElem>(rows, dim, out); });
+void norms(const uint8_t* const* rows, uint32_t elem, uint32_t dim, float* out) {
+  with_elem(elem, [&]<int kElem>() { norms_of<kElem>(rows, dim, out); });
 }
 
 // --- Weights ------------------------------------------------------------------------------------
@@ -293,9 +293,9 @@ struct Coefs {
 
 inline Meeting meeting_of(const GatherArgs& args, const GatherBatch& batch) {
 #if defined(__AVX512BF16__)
-  if (args.fp32_weights == 0 && batch.dtype_v == vec::kElemBf16)
+  if (args.fp32_weights == 0 && batch.elem_v == vec::kElemBf16)
     return Meeting::kBf16;
-  if (args.fp32_weights == 0 && (batch.dtype_v == vec::kElemI8 || batch.dtype_v == vec::kElemF8))
+  if (args.fp32_weights == 0 && (batch.elem_v == vec::kElemI8 || batch.elem_v == vec::kElemF8))
     return Meeting::kScaledBf16;
 #else
   (void)args;
@@ -649,9 +649,9 @@ void values(const GatherArgs& args, const GatherBatch& batch, const GatherSums& 
 #if defined(__AVX512BF16__)
   if (meeting_of(args, batch) != Meeting::kFp32 && batch.kind != kGatherGrown) {
     for_tiles(args.rows_padded, [&]<int kRows, bool kFirst>(uint32_t row) {
-      if (batch.dtype_v == vec::kElemI8)
+      if (batch.elem_v == vec::kElemI8)
         add_values_bf16<kSums, kRows, kFirst, vec::kElemI8>(args, batch, sums, row, first, coefs);
-      else if (batch.dtype_v == vec::kElemF8)
+      else if (batch.elem_v == vec::kElemF8)
         add_values_bf16<kSums, kRows, kFirst, vec::kElemF8>(args, batch, sums, row, first, coefs);
       else
         add_values_bf16<kSums, kRows, kFirst, vec::kElemBf16>(args, batch, sums, row, first, coefs);
@@ -659,7 +659,7 @@ void values(const GatherArgs& args, const GatherBatch& batch, const GatherSums& 
     return;
   }
 #endif
-  with_elem(batch.dtype_v, [&]<int kElem>() {
+  with_elem(batch.elem_v, [&]<int kElem>() {
     for_tiles(args.rows_padded, [&]<int kRows, bool kFirst>(uint32_t row) {
       add_values<kSums, kRows, kFirst, kElem>(args, batch, sums, row, first, coefs);
     });
@@ -672,7 +672,7 @@ void gather(const GatherArgs* args, const GatherBatch* batch, const GatherSums* 
   float squares[kKeys];
   Coefs coefs;
   logits_and_bad(*args, *batch, logits, bad);
-  norms(batch->v, batch->dtype_v, args->dim_v, squares);
+  norms(batch->v, batch->elem_v, args->dim_v, squares);
   for (int j = 0; j < kParts; ++j) {
     const F scale = vec::load(batch->v_scale + j * kW);
     vec::store(squares + j * kW, vec::mul(vec::load(squares + j * kW), vec::mul(scale, scale)));
@@ -714,9 +714,9 @@ void widen_of(const uint8_t* const* rows, const float* scale, uint32_t dim, uint
   }
 }
 
-void widen(const uint8_t* const* rows, const float* scale, uint32_t dtype, uint32_t dim, uint32_t n,
+void widen(const uint8_t* const* rows, const float* scale, uint32_t elem, uint32_t dim, uint32_t n,
            uint32_t stride, float* out) {
-  with_elem(dtype, [&]<int kElem>() { widen_of<kElem>(rows, scale, dim, n, stride, out); });
+  with_elem(elem, [&]<int kElem>() { widen_of<kElem>(rows, scale, dim, n, stride, out); });
 }
 
 // Tiles of four vectors by as many as fill a register with sums; those below the diagonal are

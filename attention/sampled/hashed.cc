@@ -120,7 +120,7 @@ class Factors {
     alignas(64) float of_center[kGatherKeys];
     alignas(64) float squares[kGatherKeys];
     c_.table->sampled->logits(&center, &batch, of_center);
-    c_.table->sampled->norms(batch.k, batch.dtype_k, c_.problem.dim_k, squares);
+    c_.table->sampled->norms(batch.k, batch.elem_k, c_.problem.dim_k, squares);
     const float center_square = queries_.center_dot[c_.rows];
     for (uint32_t i = 0; i < kGatherKeys; ++i) {
       const float k2 = squares[i] * batch.k_scale[i] * batch.k_scale[i];

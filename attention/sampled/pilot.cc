@@ -405,12 +405,12 @@ bool weigh_probe(const Context& c, Pilot& p, const RowProbe* probes) {
   RowMoments moments[kMaxApproxRows];
   while (maker.next(&args, &batch)) {
     context.kernels->logits(&args, &batch, logits);
-    context.kernels->norms(batch.v, batch.dtype_v, args.dim_v, squares);
+    context.kernels->norms(batch.v, batch.elem_v, args.dim_v, squares);
     // v . o by the kernel that gives q . k.
     GatherBatch values = batch;
     values.k = batch.v;
     values.k_scale = batch.v_scale;
-    values.dtype_k = batch.dtype_v;
+    values.elem_k = batch.elem_v;
     const GatherArgs by_o{.q = p.o,
                           .q_bf16 = nullptr,
                           .q_stride = args.acc_stride,

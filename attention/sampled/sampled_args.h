@@ -49,9 +49,9 @@ struct GatherBatch {
   // [rows_padded][16]. kGatherOpen, kGatherGrown: the sketch's logits. kGatherWeighted: factors of
   // the weights, 0 where the row does not use the key. Else null.
   const float* per_row;
-  uint32_t n;       // keys behind it repeat a row and count nothing
-  uint8_t dtype_k;  // Dtype
-  uint8_t dtype_v;
+  uint32_t n;      // keys behind it repeat a row and count nothing
+  uint8_t elem_k;  // vec::Elem
+  uint8_t elem_v;
   uint8_t kind;  // GatherKind
 };
 
@@ -98,13 +98,13 @@ struct SampledKernels {
   // Adds a batch.
   void (*gather)(const GatherArgs* args, const GatherBatch* batch, const GatherSums* sums);
   // Dot products of the rows at batch->k with q: logits [rows_padded][16]; with a scale of 1 and no
-  // soft cap, the products themselves. Only k, k_scale, n and dtype_k are used.
+  // soft cap, the products themselves. Only k, k_scale, n and elem_k are used.
   void (*logits)(const GatherArgs* args, const GatherBatch* batch, float* out);
   // Sum of squares of the first dim elements of each of the 16 rows, scales not applied.
-  void (*norms)(const uint8_t* const* rows, uint32_t dtype, uint32_t dim, float* out);
+  void (*norms)(const uint8_t* const* rows, uint32_t elem, uint32_t dim, float* out);
 
   // The first n of 16 rows as floats, scaled: out [n][stride], zero beyond dim.
-  void (*widen)(const uint8_t* const* rows, const float* scale, uint32_t dtype, uint32_t dim,
+  void (*widen)(const uint8_t* const* rows, const float* scale, uint32_t elem, uint32_t dim,
                 uint32_t n, uint32_t stride, float* out);
   // Products of all pairs of n vectors: out [n][out_stride]. x [n][stride], n a multiple of 16 and
   // stride of 32.

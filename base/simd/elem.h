@@ -9,7 +9,7 @@ namespace kvm {
 namespace {
 namespace vec {
 
-// Values of Dtype.
+// Elements of stored rows (codecs/codec.h); the first three are those of Dtype.
 enum Elem { kElemF32 = 1, kElemF16 = 2, kElemBf16 = 3, kElemI8 = 4, kElemF8 = 5 };
 
 constexpr uint32_t elem_bytes(int elem) {

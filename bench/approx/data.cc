@@ -6,7 +6,9 @@
 #include <random>
 
 #include "bench/approx/parallel.h"
-#include "codecs/int8.h"
+#include "codecs/codec.h"
+#include "codecs/convert.h"
+#include "codecs/rows.h"
 
 namespace kvm::bench {
 
@@ -47,11 +49,10 @@ void DataSet::lay_out(uint32_t n_heads, uint32_t tokens, uint32_t dim, uint32_t 
   runs_ = std::make_unique<std::vector<KvRun>>(n_pages);
   for (size_t i = 0; i < n_pages; ++i) {
     KvRun& run = (*runs_)[i];
-    run.k = pool_->data() + slots[i] * plane * 2;
-    run.v = pool_->data() + slots[i] * plane * 2 + plane;
+    run.k = {pool_->data() + slots[i] * plane * 2, nullptr, codecs::codec_of_tensor(dtype)};
+    run.v = {pool_->data() + slots[i] * plane * 2 + plane, nullptr, run.k.codec};
     run.position = i * kPageTokens;
     run.n_tokens = static_cast<uint16_t>(std::min<size_t>(kPageTokens, tokens - run.position));
-    run.dtype_k = run.dtype_v = dtype;
   }
   heads.resize(n_heads);
   for (uint32_t h = 0; h < n_heads; ++h) {
@@ -74,11 +75,8 @@ void DataSet::lay_out_int8() {
   for (size_t i = 0; i < runs_->size(); ++i) {
     std::byte* at = int8_pool_->data() + i * page;
     KvRun& run = (*int8_runs_)[i];
-    run.k = at;
-    run.v = at + plane;
-    run.k_scale = reinterpret_cast<const uint16_t*>(at + 2 * plane);
-    run.v_scale = reinterpret_cast<const uint16_t*>(at + 2 * plane + scales);
-    run.dtype_k = run.dtype_v = Dtype::kI8;
+    run.k = {at, at + 2 * plane, CodecId::kI8};
+    run.v = {at + plane, at + 2 * plane + scales, CodecId::kI8};
   }
 }
 
@@ -90,16 +88,16 @@ void DataSet::use_int8_rows(uint32_t threads) {
       const KvRun& run = (*int8_runs_)[i / heads.size()];
       std::vector<float> wide(head.dim);
       for (uint32_t t = 0; t < run.n_tokens; ++t) {
-        const size_t row = size_t{head.head} * kPageTokens + t;
-        const auto store = [&](const uint16_t* from, const void* to, const uint16_t* scales) {
+        const auto store = [&](const uint16_t* from, const KvPlane& to) {
           for (uint32_t j = 0; j < head.dim; ++j) {
             wide[j] = head.to_float(from[j]);
           }
-          auto* bytes = static_cast<int8_t*>(const_cast<void*>(to)) + row * head.dim;
-          const_cast<uint16_t*>(scales)[row] = codecs::encode_i8(wide.data(), head.dim, bytes);
+          auto* row = const_cast<uint8_t*>(codecs::row_at(to, head.dim, head.head, t));
+          auto* scale = const_cast<uint16_t*>(codecs::row_scale_at(to, head.head, t));
+          *scale = codecs::encode_row(wide.data(), head.dim, to.codec, row);
         };
-        store(head.k_row(run.position + t), run.k, run.k_scale);
-        store(head.v_row(run.position + t), run.v, run.v_scale);
+        store(head.k_row(run.position + t), run.k);
+        store(head.v_row(run.position + t), run.v);
       }
     });
   }

@@ -40,6 +40,7 @@
 #include <vector>
 
 #include "attention/attention.h"
+#include "base/dtype.h"
 #include "base/kv_view.h"
 #include "base/status.h"
 #include "bench/attention/workers.h"
@@ -72,8 +73,8 @@ struct HeadData {
   uint64_t row_bytes() const { return uint64_t{dim} * 4; }
 
  private:
-  const uint16_t* row(const void* plane, uint64_t token) const {
-    return static_cast<const uint16_t*>(plane) +
+  const uint16_t* row(const KvPlane& plane, uint64_t token) const {
+    return static_cast<const uint16_t*>(plane.rows) +
            (size_t{head} * kPageTokens + token % kPageTokens) * dim;
   }
 };

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "bench/approx/engine_index.h"
+#include "codecs/codec.h"
 
 #include <algorithm>
 #include <cstring>
@@ -33,7 +34,7 @@ EngineIndex::EngineIndex(const DataSet& data, uint32_t kind, uint32_t threads) :
   spec.params.n_kv_heads = static_cast<uint32_t>(n_heads);
   spec.params.n_q_heads = static_cast<uint32_t>(n_heads * head.group);
   spec.params.head_dim_k = head.dim;
-  spec.params.dtype = static_cast<uint32_t>(head.dtype);
+  spec.params.codec = static_cast<uint32_t>(codecs::codec_of_tensor(head.dtype));
   kvm_index_params index{};
   index.kind = kind;
   index.min_tokens = static_cast<uint32_t>(std::min<uint64_t>(data.n_tokens / 4, 4096));

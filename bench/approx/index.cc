@@ -51,14 +51,7 @@ std::vector<KvRun> frame_runs(const HeadData& head, uint64_t first, uint64_t n, 
   }
   std::vector<KvRun> out(runs.begin(), runs.end());
   if (out[0].position == 0) {
-    KvRun& run = out[0];
-    const uint64_t row_bytes = head.dim * dtype_size_bytes(run.dtype_k);
-    run.k = static_cast<const std::byte*>(run.k) + kSinkTokens * row_bytes;
-    run.v = static_cast<const std::byte*>(run.v) + kSinkTokens * row_bytes;
-    run.k_scale = run.k_scale == nullptr ? nullptr : run.k_scale + kSinkTokens;
-    run.v_scale = run.v_scale == nullptr ? nullptr : run.v_scale + kSinkTokens;
-    run.position = kSinkTokens;
-    run.n_tokens = static_cast<uint16_t>(run.n_tokens - kSinkTokens);
+    skip_tokens(&out[0], kSinkTokens);
   }
   return out;
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "bench/approx/solver.h"
+#include "codecs/codec.h"
 
 #include <algorithm>
 
@@ -67,9 +68,8 @@ void Solver::fill_exact(const attention::Problem& problem, Solved* out) {
       break;
     }
     const uint64_t n = std::min<uint64_t>(run.n_tokens, report.keys_present - run.position);
-    report.bytes_read += n * (problem.dim_k * dtype_size_bytes(run.dtype_k) +
-                              problem.dim_v * dtype_size_bytes(run.dtype_v) +
-                              dtype_scale_bytes(run.dtype_k) + dtype_scale_bytes(run.dtype_v));
+    report.bytes_read += n * (codecs::codec_of(run.k.codec).token_bytes(problem.dim_k) +
+                              codecs::codec_of(run.v.codec).token_bytes(problem.dim_v));
   }
 }
 

@@ -78,8 +78,8 @@ class ExactBench {
     for (size_t i = 0; i < n_pages; ++i) {
       const size_t position = i % pages_each * kPageTokens;
       const std::byte* page = pool_->data() + slots[i] * plane * 2;
-      runs_[i].k = page;
-      runs_[i].v = page + plane;
+      runs_[i].k.rows = page;
+      runs_[i].v.rows = page + plane;
       runs_[i].position = position;
       runs_[i].n_tokens =
           static_cast<uint16_t>(std::min<size_t>(kPageTokens, shape_.tokens - position));
@@ -149,8 +149,8 @@ class ExactBench {
       const uint64_t first = t.chunk * plans_[0].chunk_tokens / kPageTokens;
       const uint64_t end = (t.chunk + t.n) * plans_[0].chunk_tokens / kPageTokens;
       for (uint64_t i = first; i < std::min<uint64_t>(end, p.runs.size()); ++i) {
-        const auto at = [&](const void* plane) {
-          return static_cast<const std::byte*>(plane) + p.head * head_bytes;
+        const auto at = [&](const KvPlane& plane) {
+          return static_cast<const std::byte*>(plane.rows) + p.head * head_bytes;
         };
         spans.push_back({at(p.runs[i].k), at(p.runs[i].v), head_bytes});
       }

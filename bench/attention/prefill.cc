@@ -37,8 +37,8 @@ class PrefillBench {
       values[i] = sample[(i * 40503u >> 4) % 65536];
     runs_.resize(n_pages);
     for (uint32_t i = 0; i < n_pages; ++i) {
-      runs_[i].k = pool_->data() + i * plane * 2;
-      runs_[i].v = pool_->data() + i * plane * 2 + plane;
+      runs_[i].k.rows = pool_->data() + i * plane * 2;
+      runs_[i].v.rows = pool_->data() + i * plane * 2 + plane;
       runs_[i].position = i * kPageTokens;
       runs_[i].n_tokens = kPageTokens;
     }

@@ -6,6 +6,7 @@
 
 #include "attention/cuda/launch.h"
 #include "bench/gpu/device.h"
+#include "codecs/codec.h"
 
 namespace kvm::bench::gpu {
 namespace {
@@ -78,12 +79,12 @@ void print_floors(const Args& args) {
 int run_kernels(const Args& args) {
   (void)args;
   using attention::gpu::DecodeKernel;
-  for (const Dtype dtype : {Dtype::kBf16, Dtype::kF16, Dtype::kI8, Dtype::kF8}) {
+  for (const codecs::Codec& codec : codecs::kCodecs) {
     for (const uint32_t dim : {64u, 128u, 256u}) {
       for (const uint32_t rows : {16u, 32u}) {
         attention::gpu::Residency shape;
-        if (attention::gpu::decode_shape(DecodeKernel{dtype, dim, rows}, &shape)) {
-          std::printf("decode %s d%u rows%u threads %u shared %u\n", dtype_name(dtype), dim, rows,
+        if (attention::gpu::decode_shape(DecodeKernel{codec.id, dim, rows}, &shape)) {
+          std::printf("decode %s d%u rows%u threads %u shared %u\n", codec.name, dim, rows,
                       shape.threads, shape.shared_bytes);
         }
       }

@@ -7,6 +7,7 @@
 
 #include "bench/gpu/device.h"
 #include "bench/gpu/workload.h"
+#include "codecs/codec.h"
 
 namespace kvm::bench::gpu {
 namespace {
@@ -36,7 +37,7 @@ class Bench {
     const double us = workload.measure_us(args_, least_us + 8);
     print_figure("decode", spec.name(), "us", us);
     // Rows of bytes have as many numbers to compute with in half of the bytes.
-    const bool scaled = dtype_is_scaled(spec.dtype);
+    const bool scaled = codecs::codec_of(spec.codec).is_scaled();
     if (bytes >= 16e6) {
       print_bar(
           {"time", spec.name(), "us", us, least_us, 8 + least_us / (scaled ? 0.70 : 0.85), false});
@@ -66,14 +67,14 @@ class Bench {
         }
       }
     }
-    for (const Dtype dtype : {Dtype::kBf16, Dtype::kF16}) {
+    for (const CodecId codec : {CodecId::kBf16, CodecId::kF16}) {
       for (const uint32_t dim : {64u, 128u, 256u}) {
         for (const uint32_t group : {2u, 16u}) {
           WorkloadSpec spec;
           spec.lengths.assign(8, 32768);
           spec.dim = dim;
           spec.group = group;
-          spec.dtype = dtype;
+          spec.codec = codec;
           if (fits(spec)) {
             decode(spec);
           }
@@ -133,9 +134,9 @@ class Bench {
   // Rows of bytes. Afterwards the memory holds such.
   void bytes() {
     fill_random_bytes(memory_.data(), memory_.size(), nullptr);
-    for (const Dtype dtype : {Dtype::kI8, Dtype::kF8}) {
+    for (const CodecId codec : {CodecId::kI8, CodecId::kF8}) {
       WorkloadSpec spec;
-      spec.dtype = dtype;
+      spec.codec = codec;
       for (const uint32_t batch : {1u, 2u, 8u}) {
         for (const uint32_t group : {1u, 4u, 8u}) {
           spec.lengths.assign(batch, 131072);

@@ -88,7 +88,7 @@ int run_sweep(const Args& args) {
   for (const uint32_t n : {32768u, 262144u}) {
     WorkloadSpec spec;
     spec.lengths = {n};
-    spec.dtype = Dtype::kF8;
+    spec.codec = CodecId::kF8;
     Workload workload(spec, memory);
     measure<F8Shape<16, 4, 4>>(&workload, spec, args);
     measure<F8Shape<16, 6, 4>>(&workload, spec, args);

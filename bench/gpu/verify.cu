@@ -71,7 +71,7 @@ bool verify_case(const CaseSpec& spec, uint64_t seed) {
   merge.partial_o = decode.partial_o;
   merge.partial_lse = decode.partial_lse;
 
-  check(launch_decode(DecodeKernel{spec.dtype, spec.dim, one.block_rows()}, decode, plan.n_blocks,
+  check(launch_decode(DecodeKernel{spec.codec, spec.dim, one.block_rows()}, decode, plan.n_blocks,
                       nullptr),
         "decode kernel");
   check(launch_merge(spec.dim, merge, static_cast<uint32_t>(plan.merges.size()), nullptr),

@@ -7,6 +7,7 @@
 #include <random>
 
 #include "base/round.h"
+#include "codecs/codec.h"
 
 namespace kvm::bench::gpu {
 
@@ -32,14 +33,13 @@ uint64_t WorkloadSpec::kv_bytes() const {
   for (const uint32_t length : lengths) {
     tokens += length;
   }
-  return tokens * (q_heads / group) * 2 *
-         (dim * dtype_size_bytes(dtype) + dtype_scale_bytes(dtype));
+  return tokens * (q_heads / group) * 2 * codecs::codec_of(codec).token_bytes(dim);
 }
 
 std::string WorkloadSpec::name() const {
   const bool same = std::all_of(lengths.begin(), lengths.end(),
                                 [this](uint32_t length) { return length == lengths[0]; });
-  return std::string(dtype_name(dtype)) + " d" + std::to_string(dim) + " g" +
+  return std::string(codecs::codec_of(codec).name) + " d" + std::to_string(dim) + " g" +
          std::to_string(group) + " kv" + std::to_string(q_heads / group) + " n" +
          std::to_string(lengths[0]) + (same ? "" : "+") + " b" + std::to_string(lengths.size()) +
          (n_query == 1 ? "" : " nq" + std::to_string(n_query)) + (tree ? " tree" : "") +
@@ -49,12 +49,13 @@ std::string WorkloadSpec::name() const {
 
 Workload::Workload(const WorkloadSpec& spec, const DeviceBuffer& memory) : spec_(spec) {
   const uint32_t n_heads = spec.q_heads / spec.group;
+  const codecs::Codec& codec = codecs::codec_of(spec.codec);
   PageClass of;
   of.n_heads = n_heads;
-  of.head_stride_bytes = spec.page_tokens * spec.dim * dtype_size_bytes(spec.dtype);
+  of.head_stride_bytes = static_cast<uint32_t>(spec.page_tokens * codec.row_bytes(spec.dim));
   of.v_offset_bytes = uint64_t{n_heads} * of.head_stride_bytes;
   of.scales_offset_bytes = static_cast<uint32_t>(2 * of.v_offset_bytes);
-  of.v_scales_offset_bytes = n_heads * spec.page_tokens * dtype_scale_bytes(spec.dtype);
+  of.v_scales_offset_bytes = codec.is_scaled() ? n_heads * spec.page_tokens * sizeof(uint16_t) : 0;
   of.page_bytes = round_up(2 * (of.v_offset_bytes + of.v_scales_offset_bytes), 16);
   classes_ = {of};
   heads_.resize(n_heads);
@@ -119,8 +120,8 @@ Workload::Workload(const WorkloadSpec& spec, const DeviceBuffer& memory) : spec_
     params.tensors.lse = reinterpret_cast<float*>(lse_.data());
     params.tensors.lse_stride_token = spec.q_heads;
     params.tensors.lse_stride_head = 1;
-    const bool scaled = dtype_is_scaled(spec.dtype);
-    params.tensors.dtype_q = params.tensors.dtype_o = scaled ? Dtype::kBf16 : spec.dtype;
+    params.tensors.dtype_q = params.tensors.dtype_o =
+        spec.codec == CodecId::kF16 ? Dtype::kF16 : Dtype::kBf16;
     params.tensors.group = spec.group;
     params.page_table = reinterpret_cast<const uint32_t*>(page_table_.data());
     params.tree_mask = reinterpret_cast<const uint64_t*>(tree_mask_.data());
@@ -132,8 +133,8 @@ Workload::Workload(const WorkloadSpec& spec, const DeviceBuffer& memory) : spec_
 }
 
 DecodeKernel Workload::kernel() const {
-  return {spec_.dtype, spec_.dim,
-          attention::gpu::block_rows_for(spec_.dtype, spec_.dim, spec_.n_query * spec_.group)};
+  return {spec_.codec, spec_.dim,
+          attention::gpu::block_rows_for(spec_.codec, spec_.dim, spec_.n_query * spec_.group)};
 }
 
 uint32_t Workload::resident_blocks() const {

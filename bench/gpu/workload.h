@@ -9,6 +9,7 @@
 
 #include "attention/cuda/launch.h"
 #include "attention/cuda/plan.h"
+#include "base/dtype.h"
 #include "bench/gpu/device.h"
 
 namespace kvm::bench::gpu {
@@ -18,7 +19,7 @@ struct WorkloadSpec {
   uint32_t q_heads = 32;
   uint32_t group = 4;
   uint32_t dim = 128;
-  Dtype dtype = Dtype::kBf16;
+  CodecId codec = CodecId::kBf16;
   uint32_t n_query = 1;
   bool tree = false;  // of the query tokens, two branches; else one after the other
   float softcap = 0.0f;

@@ -45,7 +45,7 @@ class Case:
         return logits
 
 
-def measure(model, ids, clients, n_steps, dtypes):
+def measure(model, ids, clients, n_steps, codecs):
     cases = []
     for n_threads in (1, torch.get_num_threads()):
         for implementation in ("eager", "sdpa"):
@@ -53,9 +53,9 @@ def measure(model, ids, clients, n_steps, dtypes):
                               transformers.DynamicCache(), n_threads, ids[:, :-n_steps]))
     use_kvm(model)
     for name, client in clients:
-        for dtype in dtypes:
-            cases.append(Case(f"kvm {name}, {dtype}", model, "kvm",
-                              KvmCache(model, client, dtype=dtype), torch.get_num_threads(),
+        for codec in codecs:
+            cases.append(Case(f"kvm {name}, {codec}", model, "kvm",
+                              KvmCache(model, client, codec=codec), torch.get_num_threads(),
                               ids[:, :-n_steps]))
     for i in range(n_steps):
         token = ids[:, ids.shape[1] - n_steps + i:][:, :1]

@@ -116,7 +116,7 @@ class InC:
 def cases(client):
     """Name -> a function that makes one step."""
     space = client.register_space("c_step", n_layers=1, n_q_heads=4, n_kv_heads=2, head_dim=16,
-                                  dtype="float32")
+                                  codec="float32")
     seq = space.create_sequence()
     k, q = numpy.zeros((64, 2, 16), "float32"), numpy.zeros((1, 4, 16), "float32")
     client.step(space, 0, [kvm.Item(seq, append=64)], k=k, v=k)

@@ -227,7 +227,7 @@ ProblemCost AttendPlanner::problem_cost(const View& view, const IndexPart& part)
   cost.rows = view.n_rows * space_->layers[layer].group();
   cost.dim = space_->head_dim_k + space_->head_dim_v;
   cost.row_bytes = slab.token_bytes();
-  cost.is_scaled = dtype_is_scaled(slab.dtype_k) && dtype_is_scaled(slab.dtype_v);
+  cost.is_scaled = slab.k().is_scaled() && slab.v().is_scaled();
   cost.is_hashed = !part.hashes.is_empty();
   cost.n_present = view.n_cost_keys;
   for (const attention::SketchedRun& run : part.sketches.in(plan_->sketches)) {

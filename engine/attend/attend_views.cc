@@ -352,17 +352,7 @@ void AttendPlanner::turn_sinks(size_t run_begin, uint64_t n_sinks) {
       continue;
     }
     KvRun rest = runs[i];
-    const uint64_t k_bytes = space_->head_dim_k * dtype_size_bytes(rest.dtype_k);
-    const uint64_t v_bytes = space_->head_dim_v * dtype_size_bytes(rest.dtype_v);
-    if (rest.k != nullptr) {  // or the page is away
-      rest.k = static_cast<const std::byte*>(rest.k) + n * k_bytes;
-      rest.v = static_cast<const std::byte*>(rest.v) + n * v_bytes;
-    }
-    rest.k_scale = rest.k_scale == nullptr ? nullptr : rest.k_scale + n;
-    rest.v_scale = rest.v_scale == nullptr ? nullptr : rest.v_scale + n;
-    rest.log_weight = rest.log_weight == nullptr ? nullptr : rest.log_weight + n;
-    rest.position += n;
-    rest.n_tokens = static_cast<uint16_t>(rest.n_tokens - n);
+    skip_tokens(&rest, n);
     rest.transform = 0;
     runs[i].n_tokens = static_cast<uint16_t>(n);
     runs.insert(runs.begin() + static_cast<ptrdiff_t>(i) + 1, rest);

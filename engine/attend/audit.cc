@@ -15,6 +15,8 @@
 #include "base/dtype.h"
 #include "base/round.h"
 #include "base/splitmix.h"
+#include "codecs/convert.h"
+#include "codecs/rows.h"
 
 namespace kvm::engine {
 namespace {
@@ -43,19 +45,27 @@ float element(const void* data, Dtype dtype, size_t index) {
   }
 }
 
-// One plane of a partial page: the rows of one head, with room for a whole page's.
-const void* copy_plane(const void* from, uint64_t row_bytes, uint32_t n_rows, std::byte** to) {
-  std::byte* const begin = *to;
-  std::memcpy(begin, from, n_rows * row_bytes);
-  *to += round_up(kPageTokens * row_bytes, kRowAlign);
-  return begin;
+// Copies the rows of a run of one plane, and their scales, and makes them the plane of a page with
+// one head. Where `to` is null, only its size is told, in *size_bytes.
+KvPlane copy_plane(const KvPlane& from, uint32_t dim, uint32_t head, const KvRun& run,
+                   std::byte* to, size_t* size_bytes) {
+  const codecs::Codec& codec = codecs::codec_of(from.codec);
+  const uint64_t rows_bytes = round_up(codec.head_rows_bytes(dim), kRowAlign);
+  *size_bytes = rows_bytes + round_up(codec.head_params_bytes(dim), kRowAlign);
+  if (to == nullptr) {
+    return {};
+  }
+  const KvPlane own = {to, codec.is_scaled() ? to + rows_bytes : nullptr, from.codec};
+  codecs::SourceRows rows = codecs::rows_of(from, dim, run.slot);
+  const auto place = static_cast<uint16_t>(head);
+  rows.heads = &place;
+  codecs::convert_rows(rows, codecs::writable_rows(own, dim, 0), run.n_tokens, 1, dim);
+  return own;
 }
 
-uint64_t k_row_bytes(const Problem& p, const KvRun& run) {
-  return uint64_t{p.dim_k} * dtype_size_bytes(run.dtype_k);
-}
-uint64_t v_row_bytes(const Problem& p, const KvRun& run) {
-  return uint64_t{p.dim_v} * dtype_size_bytes(run.dtype_v);
+// A head of a plane as the one that a page has.
+KvPlane head_of(const KvPlane& plane, uint32_t dim, uint32_t head) {
+  return {codecs::row_at(plane, dim, head, 0), codecs::params_at(plane, dim, head), plane.codec};
 }
 
 }  // namespace
@@ -112,35 +122,29 @@ bool AuditJob::take(const Problem& from, const attention::ApproxReport& report) 
 
 // Runs that begin at the problem's head; those of pages that are not full lie in `tail`.
 void AuditJob::take_runs(const Problem& from) {
+  const auto copy = [&](const KvRun& run, std::byte* to, KvRun* own) {
+    size_t k_bytes = 0;
+    size_t v_bytes = 0;
+    own->k = copy_plane(run.k, from.dim_k, from.head, run, to, &k_bytes);
+    own->v =
+        copy_plane(run.v, from.dim_v, from.head, run, to == nullptr ? to : to + k_bytes, &v_bytes);
+    own->slot = 0;
+    return k_bytes + v_bytes;
+  };
   size_t tail_bytes = 0;
   for (const KvRun& run : from.runs) {
-    if (run.n_tokens < kPageTokens) {
-      tail_bytes += round_up(kPageTokens * k_row_bytes(from, run), kRowAlign) +
-                    round_up(kPageTokens * v_row_bytes(from, run), kRowAlign) +
-                    2 * kPageTokens * sizeof(uint16_t);
-    }
+    KvRun none;
+    tail_bytes += run.n_tokens < kPageTokens ? copy(run, nullptr, &none) : 0;
   }
   tail.resize(tail_bytes);
   runs.assign(from.runs.begin(), from.runs.end());
   std::byte* to = tail.data();
-  const uint64_t first_row = uint64_t{from.head} * kPageTokens;
   for (KvRun& run : runs) {
-    const uint64_t k_bytes = k_row_bytes(from, run);
-    const uint64_t v_bytes = v_row_bytes(from, run);
-    run.k = static_cast<const std::byte*>(run.k) + first_row * k_bytes;
-    run.v = static_cast<const std::byte*>(run.v) + first_row * v_bytes;
-    run.k_scale = run.k_scale == nullptr ? nullptr : run.k_scale + first_row;
-    run.v_scale = run.v_scale == nullptr ? nullptr : run.v_scale + first_row;
-    if (run.n_tokens == kPageTokens) {
-      continue;
-    }
-    run.k = copy_plane(run.k, k_bytes, run.n_tokens, &to);
-    run.v = copy_plane(run.v, v_bytes, run.n_tokens, &to);
-    for (const uint16_t** scale : {&run.k_scale, &run.v_scale}) {
-      if (*scale != nullptr) {
-        *scale =
-            static_cast<const uint16_t*>(copy_plane(*scale, sizeof(uint16_t), run.n_tokens, &to));
-      }
+    if (run.n_tokens < kPageTokens) {
+      to += copy(KvRun(run), to, &run);
+    } else {
+      run.k = head_of(run.k, from.dim_k, from.head);
+      run.v = head_of(run.v, from.dim_v, from.head);
     }
   }
   problem.runs = runs;

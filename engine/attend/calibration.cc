@@ -19,6 +19,7 @@
 #include "attention/sampled/approx.h"
 #include "base/assert.h"
 #include "base/clock.h"
+#include "base/dtype.h"
 #include "base/splitmix.h"
 #include "hash_index/sketch/sketch.h"
 
@@ -148,8 +149,8 @@ bool Bench::build() {
   scales_.assign(kPageTokens, f32_to_bf16(0.01f));
   for (uint64_t i = 0; i < n_pages_; ++i) {
     KvRun run;
-    run.k = pages_.get() + i * kPageBytes;
-    run.v = pages_.get() + i * kPageBytes + kPageBytes / 2;
+    run.k.rows = pages_.get() + i * kPageBytes;
+    run.v.rows = pages_.get() + i * kPageBytes + kPageBytes / 2;
     run.position = i * kPageTokens;
     run.n_tokens = kPageTokens;
     runs_.push_back(run);
@@ -157,12 +158,11 @@ bool Bench::build() {
   // The same bytes as twice as many rows of int8.
   for (uint64_t i = 0; i < 2 * n_pages_; ++i) {
     KvRun run;
-    run.k = pages_.get() + i * kPageTokens * kInt8RowBytes;
-    run.v = pages_.get() + i * kPageTokens * kInt8RowBytes + kPageTokens * kDim;
+    run.k = {pages_.get() + i * kPageTokens * kInt8RowBytes, scales_.data(), CodecId::kI8};
+    run.v = run.k;
+    run.v.rows = pages_.get() + i * kPageTokens * kInt8RowBytes + kPageTokens * kDim;
     run.position = i * kPageTokens;
     run.n_tokens = kPageTokens;
-    run.dtype_k = run.dtype_v = Dtype::kI8;
-    run.k_scale = run.v_scale = scales_.data();
     int8_runs_.push_back(run);
   }
   uint64_t state = 1;

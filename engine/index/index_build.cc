@@ -45,31 +45,21 @@ const SketchKind* sketch_kind(uint32_t kind) {
 }
 
 // The part of a run from position `begin` on.
-KvRun cut_front(KvRun run, uint64_t begin, const Space& space) {
-  if (begin <= run.position) {
-    return run;
+KvRun cut_front(KvRun run, uint64_t begin) {
+  if (begin > run.position) {
+    skip_tokens(&run, begin - run.position);
   }
-  const auto n = static_cast<uint32_t>(begin - run.position);
-  run.k = static_cast<const std::byte*>(run.k) +
-          uint64_t{n} * space.head_dim_k * dtype_size_bytes(run.dtype_k);
-  run.v = static_cast<const std::byte*>(run.v) +
-          uint64_t{n} * space.head_dim_v * dtype_size_bytes(run.dtype_v);
-  run.log_weight = run.log_weight == nullptr ? nullptr : run.log_weight + n;
-  run.k_scale = run.k_scale == nullptr ? nullptr : run.k_scale + n;
-  run.v_scale = run.v_scale == nullptr ? nullptr : run.v_scale + n;
-  run.position = begin;
-  run.n_tokens = static_cast<uint16_t>(run.n_tokens - n);
   return run;
 }
 
 // The stored tokens of [begin, end), end being a multiple of kPageTokens.
-std::vector<KvRun> runs_between(KvRuns runs, uint64_t begin, uint64_t end, const Space& space) {
+std::vector<KvRun> runs_between(KvRuns runs, uint64_t begin, uint64_t end) {
   std::vector<KvRun> found;
   const auto first = std::partition_point(runs.begin(), runs.end(), [begin](const KvRun& run) {
     return run.position + run.n_tokens <= begin;
   });
   for (auto it = first; it != runs.end() && it->position < end; ++it) {
-    found.push_back(cut_front(*it, begin, space));
+    found.push_back(cut_front(*it, begin));
   }
   return found;
 }
@@ -315,8 +305,7 @@ void IndexBuild::start_tables(uint32_t index) {
   // Tables hold every key of their run.
   std::erase_if(head.tables, [&](const NewTables& tables) {
     const HashRun& run = tables.run;
-    return count_tokens(runs_between(runs_of(head), run.position, run.end(), *space_)) !=
-           run.n_keys;
+    return count_tokens(runs_between(runs_of(head), run.position, run.end())) != run.n_keys;
   });
   for (uint32_t i = 0; i < head.tables.size(); ++i) {
     const auto n_parts = static_cast<uint32_t>(div_up(head.tables[i].run.n_keys, kSumKeys));
@@ -340,7 +329,7 @@ void IndexBuild::make_frame(uint32_t index) {
 
 hash_index::FramePtr IndexBuild::fit_frame(const Head& head) const {
   const PositionRange tokens = frame_tokens(head);
-  const std::vector<KvRun> runs = runs_between(runs_of(head), tokens.begin, tokens.end, *space_);
+  const std::vector<KvRun> runs = runs_between(runs_of(head), tokens.begin, tokens.end);
   if (count_tokens(runs) < kMinFrameKeys) {
     return nullptr;
   }
@@ -388,16 +377,12 @@ void IndexBuild::add_keys(const Head& head, const HashRun& hash_run, uint32_t pa
   const uint64_t begin = std::max(first, first_typical(head.config));
   const uint64_t end = std::min(hash_run.end(), first + kSumKeys);
   const auto page_head = static_cast<uint16_t>(head.page_head);
-  for (const KvRun& run : runs_between(runs_of(head), begin, end, *space_)) {
-    const uint64_t row_bytes = uint64_t{dim} * dtype_size_bytes(run.dtype_k);
-    codecs::convert_rows({.data = run.k,
-                          .dtype = run.dtype_k,
-                          .row_stride_bytes = row_bytes,
-                          .head_stride_bytes = kPageTokens * row_bytes,
-                          .heads = &page_head,
-                          .scales = run.k_scale},
+  for (const KvRun& run : runs_between(runs_of(head), begin, end)) {
+    codecs::SourceRows source = codecs::rows_of(run.k, dim, run.slot);
+    source.heads = &page_head;
+    codecs::convert_rows(source,
                          {.data = rows.data(),
-                          .dtype = Dtype::kF32,
+                          .codec = CodecId::kF32,
                           .row_stride_bytes = dim * sizeof(float),
                           .head_stride_bytes = dim * sizeof(float)},
                          run.n_tokens, 1, dim);

@@ -45,8 +45,8 @@ Status check_action(const Sequence* seq, const policies::Action& action) {
 Status demote(StoreMemory* memory, Sequence* seq, const policies::Action& action) {
   PageList& list = seq->layer_lists(action.layer)[action.class_index];
   tiers::SlabClass target = seq->space().head_class(action.layer, action.class_index).slab_class;
-  target.dtype_k = action.dtype_k;
-  target.dtype_v = action.dtype_v;
+  target.codec_k = action.codec_k;
+  target.codec_v = action.codec_v;
   if (target.page_bytes() > tiers::kExtentBytes) {
     return Status(KVM_ERR_INVALID, fmt::format("a page would have {} bytes; it must fit {}",
                                                target.page_bytes(), tiers::kExtentBytes));

@@ -25,14 +25,14 @@ std::vector<policies::StoredRange> stored_ranges(const PageList& list,
     ++*n_pages;
     const tiers::SlabClass& slab_class = pages.slab_class(entry.page);
     if (!ranges.empty() && ranges.back().positions.end == entry.position() &&
-        ranges.back().dtype_k == slab_class.dtype_k &&
-        ranges.back().dtype_v == slab_class.dtype_v) {
+        ranges.back().codec_k == slab_class.codec_k &&
+        ranges.back().codec_v == slab_class.codec_v) {
       ranges.back().positions.end = entry.end();
       return;
     }
     ranges.push_back({.positions = {entry.position(), entry.end()},
-                      .dtype_k = slab_class.dtype_k,
-                      .dtype_v = slab_class.dtype_v});
+                      .codec_k = slab_class.codec_k,
+                      .codec_v = slab_class.codec_v});
   });
   return ranges;
 }

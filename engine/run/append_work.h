@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // AppendWork is the append half of a request: it reserves room for the tokens of all items and
-// copies their K and V rows into pages, converted to the stored dtypes.
+// copies their K and V rows into pages, encoded as they are stored.
 #ifndef KVM_ENGINE_RUN_APPEND_WORK_H_
 #define KVM_ENGINE_RUN_APPEND_WORK_H_
 

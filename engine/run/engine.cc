@@ -20,6 +20,7 @@
 #include "base/counted.h"
 #include "base/machine.h"
 #include "base/undo.h"
+#include "codecs/rows.h"
 #include "engine/attend/audit.h"
 #include "engine/attend/cost_model.h"
 #include "engine/run/append_work.h"
@@ -1568,7 +1569,7 @@ Result<std::vector<MemoryPiece>> EngineImpl::layer_memory(kvm_seq_id id, uint32_
   std::vector<MemoryPiece> pieces;
   std::vector<KvRun> runs;
   for (uint32_t c = 0; c < space.storage(layer).classes.size(); ++c) {
-    tiers::SlabClass slab = space.head_class(layer, c).slab_class;
+    const uint32_t n_heads = space.head_class(layer, c).slab_class.n_heads;
     runs.clear();
     std::vector<AwayPage> away;
     store_->collect_runs(seq, layer, c, &runs, true, &away);
@@ -1577,25 +1578,26 @@ Result<std::vector<MemoryPiece>> EngineImpl::layer_memory(kvm_seq_id id, uint32_
                                                      counted(away.size(), "page"), layer));
     }
     for (const KvRun& run : runs) {
-      slab.dtype_k = run.dtype_k;  // demoted pages have other dtypes than their class
-      slab.dtype_v = run.dtype_v;
       // The heads of a full page follow each other; those of a part of one do not.
-      const uint32_t n_parts = run.n_tokens == kPageTokens ? 1 : slab.n_heads;
-      const uint64_t rows = uint64_t{run.n_tokens} * (slab.n_heads / n_parts);
-      for (uint32_t i = 0; i < n_parts; ++i) {
-        pieces.push_back({static_cast<const std::byte*>(run.k) + i * slab.k_head_bytes(),
-                          rows * slab.k_row_bytes()});
-      }
-      for (uint32_t i = 0; i < n_parts; ++i) {
-        pieces.push_back({static_cast<const std::byte*>(run.v) + i * slab.v_head_bytes(),
-                          rows * slab.v_row_bytes()});
-      }
-      for (const uint16_t* scales : {run.k_scale, run.v_scale}) {
-        for (uint32_t i = 0; scales != nullptr && i < n_parts; ++i) {
-          pieces.push_back({reinterpret_cast<const std::byte*>(scales + i * kPageTokens),
-                            rows * sizeof(uint16_t)});
+      const uint32_t n_parts = run.n_tokens == kPageTokens ? 1 : n_heads;
+      const uint64_t rows = uint64_t{run.n_tokens} * (n_heads / n_parts);
+      const auto add_plane = [&](const KvPlane& plane, uint32_t dim) {
+        const codecs::Codec& codec = codecs::codec_of(plane.codec);
+        for (uint32_t i = 0; i < n_parts; ++i) {
+          pieces.push_back(
+              {reinterpret_cast<const std::byte*>(codecs::row_at(plane, dim, i, run.slot)),
+               rows * codec.row_bytes(dim)});
         }
-      }
+        for (uint32_t i = 0; codec.is_scaled() && i < n_parts; ++i) {
+          const bool by_row = codec.scaling == codecs::Scaling::kRow;
+          pieces.push_back({reinterpret_cast<const std::byte*>(codecs::params_at(plane, dim, i) +
+                                                               (by_row ? run.slot : 0)),
+                            by_row ? rows * sizeof(uint16_t)
+                                   : n_heads / n_parts * codec.head_params_bytes(dim)});
+        }
+      };
+      add_plane(run.k, space.head_dim_k);
+      add_plane(run.v, space.head_dim_v);
     }
   }
   return pieces;

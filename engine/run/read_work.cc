@@ -18,35 +18,16 @@ constexpr uint64_t kTaskBytes = 256 << 10;
 // attention may have, for which rings are made.
 constexpr uint32_t kWindowPages = 64;
 
-// How the pages of a run are laid out: a demoted one has other dtypes than its head class.
-tiers::SlabClass page_class(const HeadClass& cls, const KvRun& run) {
-  tiers::SlabClass slab = cls.slab_class;
-  slab.dtype_k = run.dtype_k;
-  slab.dtype_v = run.dtype_v;
-  return slab;
-}
-
-// The part of a run from its n-th token on.
-void skip_tokens(KvRun& run, const tiers::SlabClass& slab, uint64_t n) {
-  KVM_ASSERT(n < run.n_tokens);
-  run.k = static_cast<const std::byte*>(run.k) + n * slab.k_row_bytes();
-  run.v = static_cast<const std::byte*>(run.v) + n * slab.v_row_bytes();
-  run.k_scale = run.k_scale == nullptr ? nullptr : run.k_scale + n;
-  run.v_scale = run.v_scale == nullptr ? nullptr : run.v_scale + n;
-  run.position += n;
-  run.n_tokens = static_cast<uint16_t>(run.n_tokens - n);
-}
-
 // Rows of heads to packed fp32.
 std::vector<float> to_f32(const Tensor& tensor, uint64_t first_row, uint64_t n_rows,
                           uint32_t n_heads, uint32_t dim) {
   std::vector<float> out(n_rows * n_heads * dim);
   if (n_rows != 0) {
     const uint64_t head_bytes = sizeof(float) * dim;
-    codecs::convert_rows({tensor.at(0, first_row, 0), tensor.dtype, tensor.row_stride_bytes(),
-                          tensor.head_stride_bytes(), nullptr},
-                         {out.data(), Dtype::kF32, head_bytes * n_heads, head_bytes, nullptr},
-                         n_rows, n_heads, dim);
+    codecs::convert_rows({tensor.at(0, first_row, 0), codecs::codec_of_tensor(tensor.dtype),
+                          tensor.row_stride_bytes(), tensor.head_stride_bytes()},
+                         {out.data(), CodecId::kF32, head_bytes * n_heads, head_bytes}, n_rows,
+                         n_heads, dim);
   }
   return out;
 }
@@ -82,15 +63,11 @@ Status ReadWork::begin(const Store& store, const Sequence* seq, const ReadReques
       if (begin >= run_end) {
         continue;
       }
-      const tiers::SlabClass slab = page_class(cls, run);
-      if (page.slab_class == nullptr) {
-        skip_tokens(run, slab, begin - run.position);
-      }
-      run.position = begin;
+      skip_tokens(&run, begin - run.position);
       run.n_tokens = static_cast<uint16_t>(run_end - begin);
       KVM_ASSERT(begin - request.position + run.n_tokens <= request.n_tokens);
       pieces_.push_back({run, begin - request.position, &cls, page});
-      task_bytes += run.n_tokens * slab.n_heads * slab.token_bytes();
+      task_bytes += run.n_tokens * cls.slab_class.n_heads * cls.slab_class.token_bytes();
       n_away += page.slab_class != nullptr ? 1 : 0;
       if (task_bytes >= kTaskBytes || n_away == kWindowPages) {
         task_ends_.push_back(static_cast<uint32_t>(pieces_.size()));
@@ -169,23 +146,19 @@ void ReadWork::run(uint32_t task) const {
 
 void ReadWork::copy_piece(const Piece& piece) const {
   const KvRun& run = piece.run;
-  const tiers::SlabClass slab = page_class(*piece.cls, run);
+  const tiers::SlabClass& slab = piece.cls->slab_class;
   const std::vector<uint16_t>& kv_heads = piece.cls->kv_heads;
   const auto n_heads = static_cast<uint32_t>(kv_heads.size());
-  const auto target = [&](const Tensor& tensor) {
-    return codecs::TargetRows{tensor.at(0, piece.row, 0), tensor.dtype, tensor.row_stride_bytes(),
-                              tensor.head_stride_bytes(), kv_heads.data()};
+  const auto copy = [&](const Tensor& tensor, const KvPlane& plane, uint32_t dim) {
+    if (tensor.is_present()) {
+      codecs::convert_rows(codecs::rows_of(plane, dim, run.slot),
+                           {tensor.at(0, piece.row, 0), codecs::codec_of_tensor(tensor.dtype),
+                            tensor.row_stride_bytes(), tensor.head_stride_bytes(), kv_heads.data()},
+                           run.n_tokens, n_heads, dim);
+    }
   };
-  if (tensors_->k.is_present()) {
-    codecs::convert_rows(
-        {run.k, run.dtype_k, slab.k_row_bytes(), slab.k_head_bytes(), nullptr, run.k_scale},
-        target(tensors_->k), run.n_tokens, n_heads, slab.dim_k);
-  }
-  if (tensors_->v.is_present()) {
-    codecs::convert_rows(
-        {run.v, run.dtype_v, slab.v_row_bytes(), slab.v_head_bytes(), nullptr, run.v_scale},
-        target(tensors_->v), run.n_tokens, n_heads, slab.dim_v);
-  }
+  copy(tensors_->k, run.k, slab.dim_k);
+  copy(tensors_->v, run.v, slab.dim_v);
 }
 
 Status observe(Store& store, Sequence* seq, const ObserveRequest& request,

@@ -45,13 +45,16 @@ Status check_head_dim(const char* field, uint32_t value) {
   return Status::ok();
 }
 
-Status check_dtype(const std::string& field, uint32_t value) {
-  if (!dtype_is_stored(value)) {
-    return invalid(field + " is " + text(value) +
-                   "; it must be KVM_DTYPE_F32 (1), KVM_DTYPE_F16 (2), KVM_DTYPE_BF16 (3), "
-                   "KVM_DTYPE_I8 (4) or KVM_DTYPE_F8E4M3 (5)");
+Status check_codec(const std::string& field, uint32_t value) {
+  if (codecs::codec_is_known(value)) {
+    return Status::ok();
   }
-  return Status::ok();
+  std::string known;
+  for (const codecs::Codec& codec : codecs::kCodecs) {
+    known += (known.empty() ? "" : ", ") + text(static_cast<uint32_t>(codec.id)) + " (" +
+             codec.name + ")";
+  }
+  return invalid(field + " is " + text(value) + "; it must be the id of a codec: " + known);
 }
 
 Status check_reserved(const std::string& field, const uint64_t* values, size_t n) {
@@ -141,8 +144,8 @@ Status resolve_scalars(const SpaceSpec& spec, Space* space) {
   const uint32_t head_dim_v = params.head_dim_v == 0 ? params.head_dim_k : params.head_dim_v;
   KVM_TRY(check_head_dim("head_dim_k", params.head_dim_k));
   KVM_TRY(check_head_dim("head_dim_v", head_dim_v));
-  const uint32_t dtype = params.dtype == 0 ? uint32_t{KVM_DTYPE_BF16} : params.dtype;
-  KVM_TRY(check_dtype("dtype", dtype));
+  const uint32_t codec = params.codec == 0 ? uint32_t{KVM_CODEC_BF16} : params.codec;
+  KVM_TRY(check_codec("codec", codec));
   if (!std::isfinite(params.softmax_scale) || params.softmax_scale < 0) {
     return invalid("softmax_scale is " + text(params.softmax_scale) +
                    "; it must be positive and finite, or 0 for 1 / sqrt(head_dim_k)");
@@ -165,7 +168,7 @@ Status resolve_scalars(const SpaceSpec& spec, Space* space) {
   space->n_kv_heads = n_kv_heads;
   space->head_dim_k = params.head_dim_k;
   space->head_dim_v = head_dim_v;
-  space->dtype = static_cast<Dtype>(dtype);
+  space->codec = static_cast<CodecId>(codec);
   space->softmax_scale = params.softmax_scale == 0
                              ? 1.0f / std::sqrt(static_cast<float>(params.head_dim_k))
                              : params.softmax_scale;
@@ -322,8 +325,8 @@ Status resolve_sink_logits(const SpaceSpec& spec, Space* space) {
 // A HeadConfig is what the policies and codecs say about one kv head of one layer.
 struct HeadConfig {
   Retention retention;
-  Dtype dtype_k = Dtype::kBf16;
-  Dtype dtype_v = Dtype::kBf16;
+  CodecId codec_k = CodecId::kBf16;
+  CodecId codec_v = CodecId::kBf16;
 
   bool operator==(const HeadConfig&) const = default;
 };
@@ -425,19 +428,19 @@ Status apply_codecs(const SpaceSpec& spec, const Space& space, HeadConfigs* conf
     const kvm_codec_params& params = spec.codecs[index];
     const std::string where = entry("codecs", index);
     KVM_TRY(check_reserved(where + ".reserved", params.reserved, std::size(params.reserved)));
-    const uint32_t space_dtype = static_cast<uint32_t>(space.dtype);
-    const uint32_t dtype_k = params.dtype_k == 0 ? space_dtype : params.dtype_k;
-    const uint32_t dtype_v = params.dtype_v == 0 ? space_dtype : params.dtype_v;
-    KVM_TRY(check_dtype(where + ".dtype_k", dtype_k));
-    KVM_TRY(check_dtype(where + ".dtype_v", dtype_v));
+    const uint32_t space_codec = static_cast<uint32_t>(space.codec);
+    const uint32_t codec_k = params.codec_k == 0 ? space_codec : params.codec_k;
+    const uint32_t codec_v = params.codec_v == 0 ? space_codec : params.codec_v;
+    KVM_TRY(check_codec(where + ".codec_k", codec_k));
+    KVM_TRY(check_codec(where + ".codec_v", codec_v));
     uint32_t end = 0;
     KVM_TRY(resolve_layers(where, params.layer_begin, params.n_layers, true, space.n_layers, &end));
     KVM_TRY(check_mask(where, params.kv_head_mask, space, params.layer_begin, end));
     for (uint32_t layer = params.layer_begin; layer < end; ++layer) {
       for (uint32_t head = 0; head < space.layers[layer].n_kv_heads; ++head) {
         if (mask_has(params.kv_head_mask, head)) {
-          (*configs)[layer][head].dtype_k = static_cast<Dtype>(dtype_k);
-          (*configs)[layer][head].dtype_v = static_cast<Dtype>(dtype_v);
+          (*configs)[layer][head].codec_k = static_cast<CodecId>(codec_k);
+          (*configs)[layer][head].codec_v = static_cast<CodecId>(codec_v);
         }
       }
     }
@@ -589,8 +592,8 @@ uint32_t choose_groups(tiers::SlabClass slab_class, uint32_t n_heads) {
 
 void add_classes(const HeadConfig& config, const std::vector<uint16_t>& heads, const Space& space,
                  Layer* layer) {
-  tiers::SlabClass slab_class = {.dtype_k = config.dtype_k,
-                                 .dtype_v = config.dtype_v,
+  tiers::SlabClass slab_class = {.codec_k = config.codec_k,
+                                 .codec_v = config.codec_v,
                                  .dim_k = static_cast<uint16_t>(space.head_dim_k),
                                  .dim_v = static_cast<uint16_t>(space.head_dim_v)};
   const uint32_t n_heads = static_cast<uint32_t>(heads.size());
@@ -687,10 +690,10 @@ Status compare_layer(const Space& space, uint32_t index, const Layer& there, con
     KVM_TRY(compare(kv_head + "slack", a.retention.slack, b.retention.slack));
     KVM_TRY(compare(kv_head + "n_heavy", a.retention.n_heavy, b.retention.n_heavy));
     KVM_TRY(compare(kv_head + "positions", a.retention.positions, b.retention.positions));
-    KVM_TRY(compare(kv_head + "dtype_k", static_cast<uint64_t>(a.slab_class.dtype_k),
-                    static_cast<uint64_t>(b.slab_class.dtype_k)));
-    KVM_TRY(compare(kv_head + "dtype_v", static_cast<uint64_t>(a.slab_class.dtype_v),
-                    static_cast<uint64_t>(b.slab_class.dtype_v)));
+    KVM_TRY(compare(kv_head + "codec_k", static_cast<uint64_t>(a.slab_class.codec_k),
+                    static_cast<uint64_t>(b.slab_class.codec_k)));
+    KVM_TRY(compare(kv_head + "codec_v", static_cast<uint64_t>(a.slab_class.codec_v),
+                    static_cast<uint64_t>(b.slab_class.codec_v)));
   }
   for (uint32_t head = 0; head < std::max(there.indexes.size(), here.indexes.size()); ++head) {
     const IndexConfig a = there.indexes.empty() ? IndexConfig{} : there.indexes[head];
@@ -748,7 +751,7 @@ Result<std::shared_ptr<const Space>> resolve_space(const SpaceSpec& spec) {
   HeadConfigs configs(space->n_layers);
   for (uint32_t i = 0; i < space->n_layers; ++i) {
     configs[i].assign(space->layers[i].n_kv_heads,
-                      {.retention = {}, .dtype_k = space->dtype, .dtype_v = space->dtype});
+                      {.retention = {}, .codec_k = space->codec, .codec_v = space->codec});
   }
   KVM_TRY(apply_policies(spec, *space, &configs));
   KVM_TRY(check_seen(*space, configs));
@@ -773,7 +776,7 @@ Status compare_spaces(const Space& registered, const Space& offered) {
   KVM_TRY(compare("n_kv_heads", uint64_t{a.n_kv_heads}, uint64_t{b.n_kv_heads}));
   KVM_TRY(compare("head_dim_k", uint64_t{a.head_dim_k}, uint64_t{b.head_dim_k}));
   KVM_TRY(compare("head_dim_v", uint64_t{a.head_dim_v}, uint64_t{b.head_dim_v}));
-  KVM_TRY(compare("dtype", static_cast<uint64_t>(a.dtype), static_cast<uint64_t>(b.dtype)));
+  KVM_TRY(compare("codec", static_cast<uint64_t>(a.codec), static_cast<uint64_t>(b.codec)));
   KVM_TRY(compare("softmax_scale", a.softmax_scale, b.softmax_scale));
   KVM_TRY(compare("logit_softcap", a.logit_softcap, b.logit_softcap));
   KVM_TRY(compare("rope_layout", uint64_t{a.rope_layout}, uint64_t{b.rope_layout}));

@@ -140,7 +140,7 @@ struct Space {
   uint32_t n_kv_heads = 0;
   uint32_t head_dim_k = 0;
   uint32_t head_dim_v = 0;
-  Dtype dtype = Dtype::kBf16;  // of heads without an override
+  CodecId codec = CodecId::kBf16;  // of heads without an override
   float softmax_scale = 0;
   float logit_softcap = 0;  // 0: none
   uint32_t rope_layout = KVM_ROPE_NONE;

@@ -15,10 +15,10 @@ KeptTokens::KeptTokens(const tiers::SlabClass& slab_class, uint64_t begin, uint3
     : slab_class_(slab_class), end_(begin), capacity_(capacity) {
   KVM_ASSERT(slab_class.n_heads == 1);
   tokens_.reserve(capacity);
-  k_.resize(capacity * slab_class.k_row_bytes());
-  v_.resize(capacity * slab_class.v_row_bytes());
-  k_scales_.resize(dtype_is_scaled(slab_class.dtype_k) ? capacity : 0);
-  v_scales_.resize(dtype_is_scaled(slab_class.dtype_v) ? capacity : 0);
+  k_.resize(capacity * slab_class.k().row_bytes(slab_class.dim_k));
+  v_.resize(capacity * slab_class.v().row_bytes(slab_class.dim_v));
+  k_scales_.resize(slab_class.k().is_scaled() ? capacity : 0);
+  v_scales_.resize(slab_class.v().is_scaled() ? capacity : 0);
 }
 
 uint64_t KeptTokens::size_bytes() const {
@@ -26,16 +26,21 @@ uint64_t KeptTokens::size_bytes() const {
          (k_scales_.size() + v_scales_.size()) * sizeof(uint16_t);
 }
 
+KvPlane KeptTokens::k_plane() const {
+  return {k_.data(), k_scales_.empty() ? nullptr : k_scales_.data(), slab_class_.codec_k};
+}
+
+KvPlane KeptTokens::v_plane() const {
+  return {v_.data(), v_scales_.empty() ? nullptr : v_scales_.data(), slab_class_.codec_v};
+}
+
 KvRun KeptTokens::run(uint32_t slot, uint64_t position, uint32_t n_tokens) const {
   KvRun run;
-  run.k = k_.data() + slot * slab_class_.k_row_bytes();
-  run.v = v_.data() + slot * slab_class_.v_row_bytes();
+  run.k = k_plane();
+  run.v = v_plane();
+  run.slot = slot;
   run.position = position;
   run.n_tokens = static_cast<uint16_t>(n_tokens);
-  run.dtype_k = slab_class_.dtype_k;
-  run.dtype_v = slab_class_.dtype_v;
-  run.k_scale = k_scales_.empty() ? nullptr : k_scales_.data() + slot;
-  run.v_scale = v_scales_.empty() ? nullptr : v_scales_.data() + slot;
   return run;
 }
 
@@ -79,22 +84,13 @@ void KeptTokens::copy(std::span<const Token> copies, KvRuns from) {
       ++source;
     }
     KVM_ASSERT(source != from.end() && source->position <= token.position);
-    const uint64_t at = token.position - source->position;
-    const auto copy_row = [&](const void* rows, Dtype dtype, const uint16_t* scales, uint32_t dim,
-                              Dtype own, std::vector<std::byte>* to,
-                              std::vector<uint16_t>* to_scales) {
-      const uint64_t source_bytes = dim * dtype_size_bytes(dtype);
-      const uint64_t own_bytes = dim * dtype_size_bytes(own);
-      codecs::convert_rows({static_cast<const std::byte*>(rows) + at * source_bytes, dtype,
-                            source_bytes, 0, nullptr, scales == nullptr ? nullptr : scales + at},
-                           {to->data() + token.slot * own_bytes, own, own_bytes, 0, nullptr,
-                            to_scales->empty() ? nullptr : to_scales->data() + token.slot},
-                           1, 1, dim);
+    const auto slot = source->slot + static_cast<uint32_t>(token.position - source->position);
+    const auto copy_row = [&](const KvPlane& from_plane, const KvPlane& own, uint32_t dim) {
+      codecs::convert_rows(codecs::rows_of(from_plane, dim, slot),
+                           codecs::writable_rows(own, dim, token.slot), 1, 1, dim);
     };
-    copy_row(source->k, source->dtype_k, source->k_scale, slab_class_.dim_k, slab_class_.dtype_k,
-             &k_, &k_scales_);
-    copy_row(source->v, source->dtype_v, source->v_scale, slab_class_.dim_v, slab_class_.dtype_v,
-             &v_, &v_scales_);
+    copy_row(source->k, k_plane(), slab_class_.dim_k);
+    copy_row(source->v, v_plane(), slab_class_.dim_v);
   }
 }
 

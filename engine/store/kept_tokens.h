@@ -53,6 +53,8 @@ class KeptTokens {
   uint64_t collected_position(const Token& token, bool is_packed) const;
 
  private:
+  KvPlane k_plane() const;
+  KvPlane v_plane() const;
   KvRun run(uint32_t slot, uint64_t position, uint32_t n_tokens) const;
 
   tiers::SlabClass slab_class_;
@@ -62,7 +64,7 @@ class KeptTokens {
   // [capacity] rows; the tokens have slots 0 to tokens_.size() - 1, in no order.
   std::vector<std::byte> k_;
   std::vector<std::byte> v_;
-  std::vector<uint16_t> k_scales_;  // of int8 and fp8 rows
+  std::vector<uint16_t> k_scales_;  // where rows have some
   std::vector<uint16_t> v_scales_;
 };
 

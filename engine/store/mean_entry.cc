@@ -11,11 +11,11 @@ namespace kvm::engine {
 namespace {
 
 // Adds rows of a page to sums.
-void add_page(const void* rows, Dtype dtype, const uint16_t* scales, uint32_t n_rows,
-              float* __restrict scratch, double* __restrict sums, uint32_t dim) {
-  const uint64_t row_bytes = uint64_t{dim} * sizeof(float);
-  codecs::convert_rows({rows, dtype, dim * dtype_size_bytes(dtype), 0, nullptr, scales},
-                       {scratch, Dtype::kF32, row_bytes, 0, nullptr, nullptr}, n_rows, 1, dim);
+void add_page(const KvPlane& plane, uint32_t slot, uint32_t n_rows, float* __restrict scratch,
+              double* __restrict sums, uint32_t dim) {
+  const KvPlane floats = {scratch, nullptr, CodecId::kF32};
+  codecs::convert_rows(codecs::rows_of(plane, dim, slot), codecs::writable_rows(floats, dim, 0),
+                       n_rows, 1, dim);
   for (uint32_t t = 0; t < n_rows; ++t) {
     const float* row = scratch + uint64_t{t} * dim;
     for (uint32_t i = 0; i < dim; ++i) {
@@ -39,13 +39,11 @@ void move_mean(const std::vector<double>& sums, uint64_t n_old, uint64_t n_new,
 KvRun MeanEntry::run() const {
   KVM_ASSERT(n_tokens > 0);
   KvRun run;
-  run.k = k.data();
-  run.v = v.data();
+  run.k = {k.data(), nullptr, CodecId::kF32};
+  run.v = {v.data(), nullptr, CodecId::kF32};
   run.log_weight = &log_weight;
   run.position = end - 1;
   run.n_tokens = 1;
-  run.dtype_k = Dtype::kF32;
-  run.dtype_v = Dtype::kF32;
   return run;
 }
 
@@ -57,10 +55,8 @@ bool sum_rows(KvRuns runs, const tiers::SlabClass& slab_class, Workspace* scratc
     return false;
   }
   for (const KvRun& run : runs) {
-    add_page(run.k, run.dtype_k, run.k_scale, run.n_tokens, floats, sums->k.data(),
-             slab_class.dim_k);
-    add_page(run.v, run.dtype_v, run.v_scale, run.n_tokens, floats, sums->v.data(),
-             slab_class.dim_v);
+    add_page(run.k, run.slot, run.n_tokens, floats, sums->k.data(), slab_class.dim_k);
+    add_page(run.v, run.slot, run.n_tokens, floats, sums->v.data(), slab_class.dim_v);
     sums->n_tokens += run.n_tokens;
     sums->end = std::max(sums->end, run.position + run.n_tokens);
   }

@@ -39,7 +39,7 @@ struct RowSums {
 };
 
 // Adds rows. Threads: any. `scratch` is its own. False: the machine refused memory for it.
-// REQUIRES: runs of pages with one head, of this slab class but for the dtypes.
+// REQUIRES: runs of pages with one head, of this slab class but for the codecs.
 [[nodiscard]] bool sum_rows(KvRuns runs, const tiers::SlabClass& slab_class, Workspace* scratch,
                             RowSums* sums);
 void add_rows(const RowSums& more, RowSums* sums);

@@ -599,16 +599,12 @@ void copy_page_rows(const PageTable& pages, PageRef from, PageRef to, uint32_t f
   KVM_ASSERT(a.dim_k == b.dim_k && a.dim_v == b.dim_v && a.n_heads == b.n_heads);
   const std::byte* source = pages.data(from);
   std::byte* target = pages.data(to);
-  codecs::convert_rows({source + first * a.k_row_bytes(), a.dtype_k, a.k_row_bytes(),
-                        a.k_head_bytes(), nullptr, a.k_scales(source, first)},
-                       {target + first * b.k_row_bytes(), b.dtype_k, b.k_row_bytes(),
-                        b.k_head_bytes(), nullptr, b.k_scales(target, first)},
-                       count, a.n_heads, a.dim_k);
-  codecs::convert_rows({source + a.v_offset() + first * a.v_row_bytes(), a.dtype_v, a.v_row_bytes(),
-                        a.v_head_bytes(), nullptr, a.v_scales(source, first)},
-                       {target + b.v_offset() + first * b.v_row_bytes(), b.dtype_v, b.v_row_bytes(),
-                        b.v_head_bytes(), nullptr, b.v_scales(target, first)},
-                       count, a.n_heads, a.dim_v);
+  codecs::convert_rows(codecs::rows_of(a.k_plane(source), a.dim_k, first),
+                       codecs::writable_rows(b.k_plane(target), b.dim_k, first), count, a.n_heads,
+                       a.dim_k);
+  codecs::convert_rows(codecs::rows_of(a.v_plane(source), a.dim_v, first),
+                       codecs::writable_rows(b.v_plane(target), b.dim_v, first), count, a.n_heads,
+                       a.dim_v);
   if (a.has_log_weights && b.has_log_weights) {
     for (uint32_t head = 0; head < a.n_heads; ++head) {
       const uint64_t offset = (uint64_t{head} * kPageTokens + first) * sizeof(float);

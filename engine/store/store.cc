@@ -41,7 +41,7 @@ kvm_space_info info_of(const SpaceRecord& record) {
   info.n_kv_heads = space.n_kv_heads;
   info.head_dim_k = space.head_dim_k;
   info.head_dim_v = space.head_dim_v;
-  info.dtype = static_cast<uint32_t>(space.dtype);
+  info.codec = static_cast<uint32_t>(space.codec);
   info.n_head_classes = space.n_lists;
   info.n_sequences = record.n_sequences;
   info.bytes_per_token = space.bytes_per_token;

@@ -103,21 +103,19 @@ Status Store::reserve_append(std::span<const AppendItem> items, std::vector<Appe
     for (uint32_t c = 0; c < lists.size(); ++c) {
       memory_.counts().n_pages_copied += lists[c].copy_tail(memory_.pages()) ? 1 : 0;
       const HeadClass& head_class = items[i].seq->space().head_class(items[i].layer, c);
-      const tiers::SlabClass& slab_class = head_class.slab_class;
       const uint64_t begin = lists[c].length();
       for (uint64_t p = begin; p < lists[c].reserved_length();) {
         const PageEntry entry = lists[c].reserved_piece(p);
-        std::byte* data = memory_.pages().data(entry.page);
-        pieces->push_back(
-            {.item = i,
-             .class_index = c,
-             .token = static_cast<uint32_t>(p - begin),
-             .n_tokens = entry.count,
-             .k = data + entry.first * slab_class.k_row_bytes(),
-             .v = data + slab_class.v_offset() + entry.first * slab_class.v_row_bytes(),
-             .k_scale = slab_class.k_scales(data, entry.first),
-             .v_scale = slab_class.v_scales(data, entry.first),
-             .cls = &head_class});
+        const tiers::SlabClass& slab_class = memory_.pages().slab_class(entry.page);
+        const std::byte* data = memory_.pages().data(entry.page);
+        pieces->push_back({.item = i,
+                           .class_index = c,
+                           .token = static_cast<uint32_t>(p - begin),
+                           .n_tokens = entry.count,
+                           .k = slab_class.k_plane(data),
+                           .v = slab_class.v_plane(data),
+                           .slot = entry.first,
+                           .cls = &head_class});
         p += entry.count;
       }
     }

@@ -18,8 +18,9 @@ KvRun tokens_of(const tiers::SlabClass& slab_class, const PageEntry& entry) {
   KvRun run;
   run.position = entry.position();
   run.n_tokens = entry.count;
-  run.dtype_k = slab_class.dtype_k;
-  run.dtype_v = slab_class.dtype_v;
+  run.k = slab_class.k_plane(nullptr);
+  run.v = slab_class.v_plane(nullptr);
+  run.slot = entry.first;
   return run;
 }
 
@@ -33,15 +34,12 @@ KvRun run_of(const tiers::PageTable& pages, const PageEntry& entry) {
 }  // namespace
 
 void point_to_page(const tiers::SlabClass& slab_class, const std::byte* page, KvRun* run) {
-  const auto first = static_cast<uint32_t>(run->position % kPageTokens);
-  run->k = page + first * slab_class.k_row_bytes();
-  run->v = page + slab_class.v_offset() + first * slab_class.v_row_bytes();
+  run->k = slab_class.k_plane(page);
+  run->v = slab_class.v_plane(page);
   run->log_weight =
       slab_class.has_log_weights
-          ? reinterpret_cast<const float*>(page + slab_class.log_weight_offset()) + first
+          ? reinterpret_cast<const float*>(page + slab_class.log_weight_offset()) + run->slot
           : nullptr;
-  run->k_scale = slab_class.k_scales(page, first);
-  run->v_scale = slab_class.v_scales(page, first);
 }
 
 void Store::collect_runs(const Sequence* seq, uint32_t layer, uint32_t class_index,

@@ -39,20 +39,16 @@ struct AppendItem {
 };
 
 // An AppendPiece says where some tokens of an item go, for the heads of one class: to consecutive
-// rows of one page.
-// The row of token t (0 <= t < n_tokens) and head h of the class starts at
-//   k + h * cls->slab_class.k_head_bytes() + t * cls->slab_class.k_row_bytes()
-// and likewise v. K and V of kv head cls->kv_heads[h] belong there, as slab_class.dtype_k, dtype_v;
-// the scale of an int8 or fp8 row at k_scale[h * kPageTokens + t], and likewise v_scale.
+// slots of one page, which the caller may write to. Those of head h of the class are those of kv
+// head cls->kv_heads[h].
 struct AppendPiece {
   uint32_t item = 0;         // index into the items given to reserve_append
   uint32_t class_index = 0;  // within the layer
   uint32_t token = 0;        // first token, counted from the item's first
   uint32_t n_tokens = 0;     // 1 to kPageTokens
-  std::byte* k = nullptr;
-  std::byte* v = nullptr;
-  uint16_t* k_scale = nullptr;  // null where dtype_k has none; likewise v_scale
-  uint16_t* v_scale = nullptr;
+  KvPlane k;
+  KvPlane v;
+  uint32_t slot = 0;  // of the first token
   const HeadClass* cls = nullptr;
 };
 

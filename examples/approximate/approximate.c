@@ -140,7 +140,7 @@ static kvm_space_id make_space(kvm_client* client) {
   geometry.n_q_heads = kQHeads;
   geometry.n_kv_heads = kKvHeads;
   geometry.head_dim_k = kDim;
-  geometry.dtype = KVM_DTYPE_BF16;
+  geometry.codec = KVM_CODEC_BF16;
   geometry.n_indexes = kLayers;
   geometry.indexes = index;
   kvm_space_id space = 0;

@@ -369,7 +369,7 @@ static void register_model(const char* name, int n_layers, model* out) {
                                      .n_q_heads = kQHeads,
                                      .n_kv_heads = kKvHeads,
                                      .head_dim_k = kDim,
-                                     .dtype = KVM_DTYPE_F32};
+                                     .codec = KVM_CODEC_F32};
   require(kvm_space_register(client, &geometry, &out->space), "space");
   out->n_layers = n_layers;
 }

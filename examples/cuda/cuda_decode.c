@@ -53,7 +53,7 @@ static void fill(uint16_t* out, size_t n, uint32_t* state) {
   }
 }
 
-static kvm_space_id register_space(kvm_client* client, uint32_t dtype) {
+static kvm_space_id register_space(kvm_client* client, uint32_t codec) {
   kvm_space_params geometry;
   memset(&geometry, 0, sizeof(geometry));
   geometry.struct_size = sizeof(geometry);
@@ -62,7 +62,7 @@ static kvm_space_id register_space(kvm_client* client, uint32_t dtype) {
   geometry.n_q_heads = kQHeads;
   geometry.n_kv_heads = kKvHeads;
   geometry.head_dim_k = kDim;
-  geometry.dtype = dtype;
+  geometry.codec = codec;
   kvm_space_id space = 0;
   require(kvm_space_register(client, &geometry, &space), "space");
   return space;
@@ -141,7 +141,7 @@ static void compare(Difference* worst, const float* o, const float* lse, const f
 
 int main(int argc, char** argv) {
   const char* const names[] = {"bf16", "fp16", "int8", "fp8"};
-  const uint32_t dtypes[] = {KVM_DTYPE_BF16, KVM_DTYPE_F16, KVM_DTYPE_I8, KVM_DTYPE_F8E4M3};
+  const uint32_t codecs[] = {KVM_CODEC_BF16, KVM_CODEC_F16, KVM_CODEC_I8, KVM_CODEC_F8E4M3};
   int chosen = argc == 1 ? 3 : -1;
   for (int i = 0; argc == 2 && i < 4; ++i) {
     chosen = strcmp(argv[1], names[i]) == 0 ? i : chosen;
@@ -167,8 +167,8 @@ int main(int argc, char** argv) {
   require(kvm_open_embedded(NULL, &cpu), "open on the CPU");
   kvm_queue* queue = NULL;
   require(kvm_queue_create(cpu, NULL, &queue), "queue");
-  const kvm_space_id space = register_space(client, dtypes[chosen]);
-  const kvm_space_id cpu_space = register_space(cpu, dtypes[chosen]);
+  const kvm_space_id space = register_space(client, codecs[chosen]);
+  const kvm_space_id cpu_space = register_space(cpu, codecs[chosen]);
   kvm_seq_id seqs[kSequences], cpu_seqs[kSequences];
   for (int i = 0; i < kSequences; ++i) {
     require(kvm_seq_create(client, space, NULL, &seqs[i]), "sequence");

@@ -97,12 +97,12 @@ static bool open_client(kvm_attention* self, const kvm_attention_params* params,
 }
 
 static const struct {
-  uint32_t code;
+  uint32_t number;
   const char* name;
-} kDtypes[] = {
-    [LLAMA_F32] = {KVM_DTYPE_F32, "f32"},
-    [LLAMA_F16] = {KVM_DTYPE_F16, "f16"},
-    [LLAMA_BF16] = {KVM_DTYPE_BF16, "bf16"},
+} kCodecs[] = {
+    [LLAMA_F32] = {KVM_CODEC_F32, "f32"},
+    [LLAMA_F16] = {KVM_CODEC_F16, "f16"},
+    [LLAMA_BF16] = {KVM_CODEC_BF16, "bf16"},
 };
 
 /* The name holds the fingerprint: several models of this example may be served at once. */
@@ -111,7 +111,7 @@ static bool register_space(kvm_attention* self, const llama_model* model, llama_
   const llama_config* config = &model->config;
   char name[64];
   snprintf(name, sizeof name, "llama-%016llx-%s", (unsigned long long)model->fingerprint,
-           kDtypes[dtype].name);
+           kCodecs[dtype].name);
   kvm_space_params space = {
       .struct_size = sizeof space,
       .name = name,
@@ -119,7 +119,7 @@ static bool register_space(kvm_attention* self, const llama_model* model, llama_
       .n_q_heads = (uint32_t)config->n_heads,
       .n_kv_heads = (uint32_t)config->n_kv_heads,
       .head_dim_k = (uint32_t)config->head_dim,
-      .dtype = kDtypes[dtype].code,
+      .codec = kCodecs[dtype].number,
       .rope_layout = KVM_ROPE_HALF,
       .n_rope_pairs = (uint32_t)config->head_dim / 2,
       .rope_inv_freq = model->inv_freq,

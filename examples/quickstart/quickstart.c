@@ -73,7 +73,7 @@ int main(int argc, char** argv) {
   geometry.n_q_heads = kQHeads;
   geometry.n_kv_heads = kKvHeads;
   geometry.head_dim_k = kDim;
-  geometry.dtype = KVM_DTYPE_F32;
+  geometry.codec = KVM_CODEC_F32;
   kvm_space_id space = 0;
   require(kvm_space_register(client, &geometry, &space), "space");
   kvm_seq_id seq = 0;

@@ -4,6 +4,7 @@
 
 #include "base/assert.h"
 #include "base/round.h"
+#include "codecs/rows.h"
 #include "hash_index/lsh/planes.h"
 
 namespace kvm::hash_index {
@@ -54,11 +55,9 @@ class KeyReader {
       const uint32_t left = run.n_tokens - static_cast<uint32_t>(skip);
       args_.n = std::min(n - first, left);
       args_.first = first;
-      args_.dtype = static_cast<uint32_t>(run.dtype_k);
-      const uint64_t row = static_cast<uint64_t>(head_) * kPageTokens + skip;
-      args_.rows =
-          static_cast<const uint8_t*>(run.k) + row * args_.dim * dtype_size_bytes(run.dtype_k);
-      args_.scales = run.k_scale != nullptr ? run.k_scale + row : nullptr;
+      args_.elem = codecs::codec_of(run.k.codec).elem;
+      args_.rows = codecs::row_at(run.k, args_.dim, head_, run.slot + skip);
+      args_.scales = codecs::row_scale_at(run.k, head_, run.slot + skip);
       active_lsh_kernels().pack(&args_);
       first += args_.n;
       position_ += args_.n;

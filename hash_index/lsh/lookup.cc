@@ -5,6 +5,7 @@
 
 #include "base/assert.h"
 #include "base/round.h"
+#include "base/simd/elem.h"
 #include "hash_index/lsh/planes.h"
 
 namespace kvm::hash_index {
@@ -173,7 +174,7 @@ void hash_queries(const Planes& planes, const float* q, uint32_t n_rows, uint16_
     PackArgs pack{};
     pack.rows = reinterpret_cast<const uint8_t*>(q + static_cast<size_t>(first) * planes.dim_k);
     pack.packed = packed;
-    pack.dtype = static_cast<uint32_t>(Dtype::kF32);
+    pack.elem = vec::kElemF32;
     pack.n = n;
     pack.dim = planes.dim_k;
     kernels.pack(&pack);

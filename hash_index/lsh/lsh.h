@@ -78,8 +78,9 @@ size_t table_run_bytes(const LshParams& params, uint32_t n_keys);
 // Builds the tables [table_begin, table_end) of a run into `out` (table_run_bytes of the whole run,
 // aligned to 64): pieces may be built on different threads, and the bytes do not depend on how the
 // tables are cut. Each piece reads all keys, which costs about as much as hashing for 10 tables.
-// Keys: those of `head` of the runs at [position, position + n_keys), of any stored dtype, as they
-// are stored (transforms and log weights do not matter); runs may hold others besides.
+// Keys: those of `head` of the runs at [position, position + n_keys), of any codec whose rows stand
+// alone, as they are stored (transforms and log weights do not matter); runs may hold others
+// besides.
 // center [dim_k]; null: zero. scratch: build_scratch_bytes, aligned to 64.
 // REQUIRES: the runs hold every one of these positions.
 size_t build_scratch_bytes(const Planes& planes, uint32_t n_keys);

@@ -26,7 +26,7 @@ struct PackArgs {
   const float* center;     // [dim], or null: zero
   // [dim / 4][kPackKeys][4] bytes, aligned to 64: round(127 x / max |x|) + kWeightOffset.
   uint8_t* packed;
-  uint32_t dtype;  // Dtype
+  uint32_t elem;  // vec::Elem
   uint32_t n;
   uint32_t first;
   uint32_t dim;

@@ -19,19 +19,12 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "base/simd/elem.h"
 #include "hash_index/lsh/lsh_args.h"
 
 namespace kvm {
 namespace hash_index {
 namespace {
-
-enum : uint32_t {
-  kDtypeF32 = 1,
-  kDtypeF16 = 2,
-  kDtypeBf16 = 3,
-  kDtypeI8 = 4,
-  kDtypeF8 = 5,
-};
 
 inline uint32_t to_bits(float x) {
   uint32_t u;
@@ -58,21 +51,21 @@ inline void load_halves(const uint8_t* row, uint32_t dim, float* x) {
 
 // x [dim]: the row as floats, minus the centre.
 inline void load_row(const PackArgs& a, const uint8_t* row, uint32_t key, float* x) {
-  switch (a.dtype) {
-    case kDtypeF32:
+  switch (a.elem) {
+    case vec::kElemF32:
       __builtin_memcpy(x, row, a.dim * sizeof(float));
       break;
-    case kDtypeF16:
+    case vec::kElemF16:
       load_halves(row, a.dim, x);
       break;
-    case kDtypeI8: {
+    case vec::kElemI8: {
       const float scale = to_float((uint32_t)a.scales[key] << 16);
       for (uint32_t d = 0; d < a.dim; ++d) {
         x[d] = (float)(int8_t)row[d] * scale;
       }
       break;
     }
-    case kDtypeF8: {
+    case vec::kElemF8: {
       // e4m3 with its exponent in the place of fp32's, and 2^120 for the difference of the biases.
       const float scale = to_float((uint32_t)a.scales[key] << 16);
       for (uint32_t d = 0; d < a.dim; ++d) {
@@ -109,9 +102,7 @@ inline float scale_of(const float* x, uint32_t dim) {
 
 void pack(const PackArgs* args) {
   const PackArgs& a = *args;
-  const size_t row_bytes = (size_t)a.dim * (a.dtype == kDtypeF32                         ? 4
-                                            : a.dtype == kDtypeI8 || a.dtype == kDtypeF8 ? 1
-                                                                                         : 2);
+  const size_t row_bytes = (size_t)a.dim * vec::elem_bytes((int)a.elem);
   float x[kMaxLshDim + 16];
   alignas(64) uint8_t bytes[kMaxLshDim];
   for (uint32_t key = 0; key < a.n; ++key) {

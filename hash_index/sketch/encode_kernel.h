@@ -422,7 +422,7 @@ inline void encode_rows(const EncodeArgs& args) {
 }
 
 void encode_kernel(const EncodeArgs* args) {
-  switch (args->dtype_k) {
+  switch (args->elem_k) {
     case vec::kElemF32:
       return encode_rows<vec::kElemF32>(*args);
     case vec::kElemF16:
@@ -463,9 +463,9 @@ inline void norms_of(const uint8_t* rows, uint32_t dim, const uint8_t* next, siz
   }
 }
 
-void norms_kernel(const uint8_t* rows, uint32_t dtype, uint32_t dim, const uint8_t* next,
+void norms_kernel(const uint8_t* rows, uint32_t elem, uint32_t dim, const uint8_t* next,
                   size_t next_bytes, float* out) {
-  switch (dtype) {
+  switch (elem) {
     case vec::kElemF32:
       return norms_of<vec::kElemF32>(rows, dim, next, next_bytes, out);
     case vec::kElemF16:

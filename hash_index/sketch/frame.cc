@@ -9,6 +9,7 @@
 
 #include "base/assert.h"
 #include "base/round.h"
+#include "codecs/rows.h"
 #include "hash_index/sketch/eigen.h"
 #include "hash_index/sketch/frame_args.h"
 #include "hash_index/sketch/random.h"
@@ -90,8 +91,8 @@ void load_sample(const FrameInput& input, const FrameKernels& kernels, Sample* s
   constexpr size_t kAhead = 16;
   constexpr size_t kLineBytes = 64;
   struct Source {
-    const std::byte* row;
-    Dtype dtype;
+    const uint8_t* row;
+    uint8_t elem;
     float scale;
   };
   size_t total = 0;
@@ -104,15 +105,15 @@ void load_sample(const FrameInput& input, const FrameKernels& kernels, Sample* s
   size_t next = 0;  // token of the run
   for (const KvRun& run : input.runs) {
     for (; next < run.n_tokens; next += step) {
-      const auto t = static_cast<uint32_t>(next);
-      sources.push_back({row_at(run.k, run.dtype_k, input.head, t, input.dim_k), run.dtype_k,
-                         scale_at(run.k_scale, input.head, t)});
+      const uint64_t slot = run.slot + next;
+      sources.push_back({codecs::row_at(run.k, input.dim_k, input.head, slot),
+                         codecs::codec_of(run.k.codec).elem, scale_at(run.k, input.head, slot)});
     }
     next -= run.n_tokens;
   }
   const auto ask = [&](size_t i) {
     const Source& source = sources[i];
-    const size_t size = input.dim_k * dtype_size_bytes(source.dtype);
+    const size_t size = input.dim_k * vec::elem_bytes(source.elem);
     for (size_t at = 0; at < size; at += kLineBytes) {
       __builtin_prefetch(source.row + at);
     }
@@ -126,8 +127,8 @@ void load_sample(const FrameInput& input, const FrameKernels& kernels, Sample* s
     if (i + kAhead < sample->n) {
       ask(i + kAhead);
     }
-    kernels.load(sources[i].row, static_cast<uint32_t>(sources[i].dtype), sources[i].scale,
-                 input.dim_k, sample->stride, sample->row(i));
+    kernels.load(sources[i].row, sources[i].elem, sources[i].scale, input.dim_k, sample->stride,
+                 sample->row(i));
   }
 }
 

@@ -27,7 +27,7 @@ struct FrameRows {
 
 struct FrameKernels {
   // A stored row of dim elements as floats, zero up to the stride; scale: of an int8 or fp8 row.
-  void (*load)(const void* row, uint32_t dtype, float scale, uint32_t dim, uint32_t stride,
+  void (*load)(const void* row, uint32_t elem, float scale, uint32_t dim, uint32_t stride,
                float* out);
   // out[i] = |row i|^2.
   void (*squares)(const FrameRows* rows, double* out);

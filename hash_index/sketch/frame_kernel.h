@@ -68,8 +68,8 @@ inline void load_elements(const void* row, uint32_t dim, float* out) {
   }
 }
 
-void load(const void* row, uint32_t dtype, float scale, uint32_t dim, uint32_t stride, float* out) {
-  switch (dtype) {
+void load(const void* row, uint32_t elem, float scale, uint32_t dim, uint32_t stride, float* out) {
+  switch (elem) {
     case vec::kElemF32:
       load_elements<vec::kElemF32>(row, dim, out);
       break;
@@ -78,7 +78,7 @@ void load(const void* row, uint32_t dtype, float scale, uint32_t dim, uint32_t s
       break;
     case vec::kElemI8:
     case vec::kElemF8:
-      if (dtype == vec::kElemF8) {
+      if (elem == vec::kElemF8) {
         load_elements<vec::kElemF8>(row, dim, out);
         scale *= vec::elem_unit(vec::kElemF8);
       } else {

@@ -7,32 +7,36 @@
 #include <cstdint>
 #include <cstring>
 
+#include "base/dtype.h"
 #include "base/kv_view.h"
+#include "base/simd/elem.h"
+#include "codecs/rows.h"
 
 namespace kvm::hash_index {
 
-// n elements from `row` on, which is aligned to its elements; `scale`: of an int8 or fp8 row.
-inline void load_row(const void* row, Dtype dtype, float scale, uint32_t n, float* out) {
-  switch (dtype) {
-    case Dtype::kF32:
+// n elements from `row` on, which is aligned to its elements (vec::Elem); `scale`: of a row of
+// bytes.
+inline void load_row(const void* row, uint8_t elem, float scale, uint32_t n, float* out) {
+  switch (elem) {
+    case vec::kElemF32:
       std::memcpy(out, row, size_t{n} * 4);
       break;
-    case Dtype::kI8:
+    case vec::kElemI8:
       for (uint32_t i = 0; i < n; ++i) {
         out[i] = scale * static_cast<float>(static_cast<const int8_t*>(row)[i]);
       }
       break;
-    case Dtype::kF8:
+    case vec::kElemF8:
       for (uint32_t i = 0; i < n; ++i) {
         out[i] = scale * e4m3_to_f32(static_cast<const uint8_t*>(row)[i]);
       }
       break;
-    case Dtype::kF16:
+    case vec::kElemF16:
       for (uint32_t i = 0; i < n; ++i) {
         out[i] = f16_to_f32(static_cast<const uint16_t*>(row)[i]);
       }
       break;
-    case Dtype::kBf16:
+    case vec::kElemBf16:
       for (uint32_t i = 0; i < n; ++i) {
         out[i] = bf16_to_f32(static_cast<const uint16_t*>(row)[i]);
       }
@@ -40,14 +44,10 @@ inline void load_row(const void* row, Dtype dtype, float scale, uint32_t n, floa
   }
 }
 
-// Where the row of (head, token) begins, and its scale.
-inline const std::byte* row_at(const void* plane, Dtype dtype, uint32_t head, uint32_t token,
-                               uint32_t dim) {
-  return static_cast<const std::byte*>(plane) +
-         (size_t{head} * kPageTokens + token) * dim * dtype_size_bytes(dtype);
-}
-inline float scale_at(const uint16_t* scales, uint32_t head, uint32_t token) {
-  return scales == nullptr ? 1.0f : bf16_to_f32(scales[size_t{head} * kPageTokens + token]);
+// The scale of the row of a slot, as a float; 1 where rows have none of their own.
+inline float scale_at(const KvPlane& plane, uint32_t head, uint64_t slot) {
+  const uint16_t* scale = codecs::row_scale_at(plane, head, slot);
+  return scale == nullptr ? 1.0f : bf16_to_f32(*scale);
 }
 
 }  // namespace kvm::hash_index

@@ -89,7 +89,7 @@ struct DrawArgs {
 struct EncodeArgs {
   BlockShape shape;
   const uint8_t* k;
-  uint32_t dtype_k;  // Dtype; neither int8 nor fp8
+  uint32_t elem_k;  // vec::Elem; neither int8 nor fp8
   uint32_t dim_k;
   uint32_t dim_pad;           // power of two
   uint32_t lead;              // 0 or kLeadDims
@@ -111,7 +111,7 @@ struct ScanKernels {
   uint32_t (*draw)(DrawArgs* args, ScanSums* sums);
   void (*encode)(const EncodeArgs* args);
   // Norms of 64 dense rows. next: what is read after them, and asked for in between.
-  void (*norms)(const uint8_t* rows, uint32_t dtype, uint32_t dim, const uint8_t* next,
+  void (*norms)(const uint8_t* rows, uint32_t elem, uint32_t dim, const uint8_t* next,
                 size_t next_bytes, float* out);
 };
 

@@ -9,6 +9,8 @@
 
 #include "base/assert.h"
 #include "base/round.h"
+#include "base/simd/elem.h"
+#include "codecs/rows.h"
 #include "hash_index/sketch/frame.h"
 #include "hash_index/sketch/layout.h"
 #include "hash_index/sketch/random.h"
@@ -267,30 +269,31 @@ void encode_block(const Frame& frame, const KvRun& run, uint32_t head, uint32_t 
   alignas(64) float norms[kBlockKeys];
   alignas(64) float rows[kBlockKeys * kMaxSketchDim];  // where K or V have to be decoded
   // The kernels read floats; of int8 and fp8 rows with their scales they get those.
-  const auto plane = [&](const void* data, Dtype dtype, const uint16_t* scales, uint32_t dim) {
-    const std::byte* at = row_at(data, dtype, head, 0, dim);
-    if (dtype_is_scaled(dtype)) {
+  const auto rows_of = [&](const KvPlane& plane, uint32_t dim) {
+    const uint8_t* at = codecs::row_at(plane, dim, head, run.slot);
+    const codecs::Codec& codec = codecs::codec_of(plane.codec);
+    if (codec.is_scaled()) {
       for (uint32_t t = 0; t < kBlockKeys; ++t) {
-        load_row(at + size_t{t} * dim, dtype, scale_at(scales, head, t), dim,
+        load_row(at + size_t{t} * dim, codec.elem, scale_at(plane, head, run.slot + t), dim,
                  rows + size_t{t} * dim);
       }
-      at = reinterpret_cast<const std::byte*>(rows);
+      at = reinterpret_cast<const uint8_t*>(rows);
     }
-    return reinterpret_cast<const uint8_t*>(at);
+    return at;
   };
-  const auto read_as = [](Dtype dtype) {
-    return static_cast<uint32_t>(dtype_is_scaled(dtype) ? Dtype::kF32 : dtype);
+  const auto read_as = [](const KvPlane& plane) -> uint32_t {
+    const codecs::Codec& codec = codecs::codec_of(plane.codec);
+    return codec.is_scaled() ? uint32_t{vec::kElemF32} : codec.elem;
   };
   KVM_ASSERT(dim_v <= kMaxSketchDim);
-  const std::byte* keys = row_at(run.k, run.dtype_k, head, 0, basis.dim_k);
-  kernels.norms(plane(run.v, run.dtype_v, run.v_scale, dim_v), read_as(run.dtype_v), dim_v,
-                reinterpret_cast<const uint8_t*>(keys),
-                size_t{kBlockKeys} * basis.dim_k * dtype_size_bytes(run.dtype_k), norms);
+  kernels.norms(rows_of(run.v, dim_v), read_as(run.v), dim_v,
+                codecs::row_at(run.k, basis.dim_k, head, run.slot),
+                codecs::codec_of(run.k.codec).head_rows_bytes(basis.dim_k), norms);
   raise_norms(norms);
   EncodeArgs args{};
   args.shape = block_shape(basis.kind, basis.dim_k);
-  args.k = plane(run.k, run.dtype_k, run.k_scale, basis.dim_k);
-  args.dtype_k = read_as(run.dtype_k);
+  args.k = rows_of(run.k, basis.dim_k);
+  args.elem_k = read_as(run.k);
   args.dim_k = basis.dim_k;
   args.dim_pad = basis.dim_pad;
   args.lead = basis.lead_key.empty() ? 0 : uint32_t{kLeadDims};

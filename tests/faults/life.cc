@@ -73,7 +73,7 @@ kvm_status register_space(kvm_client* client, kvm_space_id* out) {
   params.n_q_heads = kQHeads;
   params.n_kv_heads = 1;
   params.head_dim_k = kDim;
-  params.dtype = KVM_DTYPE_F32;  // what is read back is what was appended
+  params.codec = KVM_CODEC_F32;  // what is read back is what was appended
   params.indexes = &index;
   params.n_indexes = 1;
   return kvm_space_register(client, &params, out);
@@ -102,7 +102,7 @@ kvm_status register_aged_space(kvm_client* client, kvm_space_id* out) {
   params.n_q_heads = kHeads;
   params.n_kv_heads = kHeads;
   params.head_dim_k = kDim;
-  params.dtype = KVM_DTYPE_F32;
+  params.codec = KVM_CODEC_F32;
   params.policies = policies;
   params.n_policies = kHeads;
   params.indexes = &index;

@@ -309,7 +309,7 @@ Seeds policy_seeds() {
                             .n_sinks = 4,
                             .n_recent = 1000});
   mixed.layers.push_back({.layer_begin = 2, .n_layers = 1, .kind = KVM_LAYER_ALIAS, .target = 0});
-  mixed.codecs.push_back({.layer_begin = 3, .dtype_k = KVM_DTYPE_I8, .dtype_v = KVM_DTYPE_F8E4M3});
+  mixed.codecs.push_back({.layer_begin = 3, .codec_k = KVM_CODEC_I8, .codec_v = KVM_CODEC_F8E4M3});
   SpaceSpec indexed = space();
   indexed.indexes.push_back({.kind = KVM_INDEX_SKETCH, .min_tokens = 512});
   indexed.indexes.push_back(

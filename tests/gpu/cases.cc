@@ -92,32 +92,32 @@ Bytes::Bytes(size_t size_bytes)
 std::vector<CaseSpec> all_cases() {
   std::vector<CaseSpec> cases;
   const auto add = [&cases](CaseSpec spec) {
-    spec.name = std::to_string(cases.size()) + " " + dtype_name(spec.dtype) + " d" +
+    spec.name = std::to_string(cases.size()) + " " + codecs::codec_of(spec.codec).name + " d" +
                 std::to_string(spec.dim) + " g" + std::to_string(spec.group) + " nq" +
                 std::to_string(spec.n_query) + " page" + std::to_string(spec.page_tokens) +
                 (spec.name.empty() ? "" : " " + spec.name);
     cases.push_back(std::move(spec));
   };
   // Every shape, lengths around the edges of tiles, pages and stages.
-  for (const Dtype dtype : {Dtype::kBf16, Dtype::kF16}) {
+  for (const CodecId codec : {CodecId::kBf16, CodecId::kF16}) {
     for (const uint32_t dim : {64u, 128u, 256u}) {
-      add({.dtype = dtype, .dim = dim, .group = 4, .lengths = {1, 16, 17, 63, 64, 65}});
+      add({.codec = codec, .dim = dim, .group = 4, .lengths = {1, 16, 17, 63, 64, 65}});
       add({.name = "split",
-           .dtype = dtype,
+           .codec = codec,
            .dim = dim,
            .group = 8,
            .page_tokens = 16,
            .lengths = {1000},
            .blocks = 3});
       add({.name = "causal",
-           .dtype = dtype,
+           .codec = codec,
            .dim = dim,
            .group = 4,
            .n_query = 4,
            .lengths = {200, 37},
            .blocks = 2});
       add({.name = "32 rows",
-           .dtype = dtype,
+           .codec = codec,
            .dim = dim,
            .group = 8,
            .n_query = 4,
@@ -173,7 +173,7 @@ std::vector<CaseSpec> all_cases() {
        .weights = Weights::kHidden});
   // Peaked rows move the maximum often; flat ones never underflow.
   add({.name = "peaked", .lengths = {400}, .blocks = 2, .q_size = 8.0f});
-  add({.name = "peaked", .dtype = Dtype::kF16, .dim = 64, .lengths = {400}, .q_size = 20.0f});
+  add({.name = "peaked", .codec = CodecId::kF16, .dim = 64, .lengths = {400}, .q_size = 20.0f});
   add({.name = "flat", .lengths = {400}, .q_size = 0.01f});
   // Empty requests, many small ones, a skewed batch, more blocks than work.
   add({.name = "empty", .group = 4, .classes = {{.n_heads = 2}}, .lengths = {0, 5, 0}});
@@ -198,10 +198,10 @@ std::vector<CaseSpec> all_cases() {
   add({.name = "rows past a block", .group = 5, .n_query = 7, .lengths = {150}, .blocks = 2});
   // Trees: every shape, with lengths that put the tree across tiles, pages and pieces; a sequence
   // that is all tree; the widest one.
-  for (const Dtype dtype : {Dtype::kBf16, Dtype::kF16}) {
+  for (const CodecId codec : {CodecId::kBf16, CodecId::kF16}) {
     for (const uint32_t dim : {64u, 128u, 256u}) {
       add({.name = "tree",
-           .dtype = dtype,
+           .codec = codec,
            .dim = dim,
            .group = 4,
            .n_query = 4,
@@ -209,7 +209,7 @@ std::vector<CaseSpec> all_cases() {
            .blocks = 2,
            .tree = true});
       add({.name = "tree, 32 rows",
-           .dtype = dtype,
+           .codec = codec,
            .dim = dim,
            .group = 2,
            .n_query = 16,
@@ -238,11 +238,11 @@ std::vector<CaseSpec> all_cases() {
        .weights = Weights::kSome,
        .tree = true});
   // Soft caps: every shape; logits far beyond the cap, and far below.
-  for (const Dtype dtype : {Dtype::kBf16, Dtype::kF16}) {
+  for (const CodecId codec : {CodecId::kBf16, CodecId::kF16}) {
     for (const uint32_t dim : {64u, 128u, 256u}) {
       for (const uint32_t group : {4u, 8u}) {
         add({.name = "capped",
-             .dtype = dtype,
+             .codec = codec,
              .dim = dim,
              .group = group,
              .n_query = 3,
@@ -266,16 +266,16 @@ std::vector<CaseSpec> all_cases() {
        .q_size = 6.0f});
   // Rows of bytes: every shape, with lengths, splits, several queries, trees and caps; scales of
   // keys and queries that fp16 does not have; values of very different sizes.
-  for (const Dtype dtype : {Dtype::kI8, Dtype::kF8}) {
-    const Dtype dtype_q = dtype == Dtype::kI8 ? Dtype::kBf16 : Dtype::kF16;
+  for (const CodecId codec : {CodecId::kI8, CodecId::kF8}) {
+    const Dtype dtype_q = codec == CodecId::kI8 ? Dtype::kBf16 : Dtype::kF16;
     for (const uint32_t dim : {64u, 128u, 256u}) {
-      add({.dtype = dtype,
+      add({.codec = codec,
            .dim = dim,
            .group = 4,
            .classes = {{.n_heads = 2}},
            .lengths = {1, 16, 17, 63, 64, 65}});
       add({.name = "split",
-           .dtype = dtype,
+           .codec = codec,
            .dtype_q = dtype_q,
            .dim = dim,
            .group = 8,
@@ -283,7 +283,7 @@ std::vector<CaseSpec> all_cases() {
            .lengths = {1900},
            .blocks = 3});
       add({.name = "32 rows",
-           .dtype = dtype,
+           .codec = codec,
            .dtype_q = dtype_q,
            .dtype_o = Dtype::kBf16,
            .dim = dim,
@@ -293,7 +293,7 @@ std::vector<CaseSpec> all_cases() {
            .lengths = {530, 41},
            .blocks = 2});
       add({.name = "uneven",
-           .dtype = dtype,
+           .codec = codec,
            .dim = dim,
            .group = 3,
            .lengths = {700, 30},
@@ -301,7 +301,7 @@ std::vector<CaseSpec> all_cases() {
            .q_size = 3.0f,
            .uneven = true});
       add({.name = "tree",
-           .dtype = dtype,
+           .codec = codec,
            .dtype_q = dtype_q,
            .dim = dim,
            .group = 4,
@@ -311,18 +311,18 @@ std::vector<CaseSpec> all_cases() {
            .tree = true});
     }
     add({.name = "large queries",
-         .dtype = dtype,
+         .codec = codec,
          .lengths = {300},
          .q_size = 1e30f,
          .k_size = 1e-30f});
     add({.name = "small queries",
-         .dtype = dtype,
+         .codec = codec,
          .dim = 64,
          .lengths = {300},
          .q_size = 1e-25f,
          .k_size = 1e25f});
     add({.name = "classes, weights, capped",
-         .dtype = dtype,
+         .codec = codec,
          .group = 2,
          .page_tokens = 1,
          .classes = {{.n_heads = 1}, {.n_heads = 2, .sinks = 4, .window = 100}},
@@ -333,14 +333,14 @@ std::vector<CaseSpec> all_cases() {
          .q_size = 4.0f});
     for (const int far : {60, 100}) {
       add({.name = "values of 2^+-" + std::to_string(far),
-           .dtype = dtype,
+           .codec = codec,
            .group = 3,
            .lengths = {700, 64, 65},
            .blocks = 2,
            .far = far});
     }
     add({.name = "not numbers",
-         .dtype = dtype,
+         .codec = codec,
          .group = 2,
          .n_query = 8,
          .page_tokens = 1000,
@@ -349,7 +349,7 @@ std::vector<CaseSpec> all_cases() {
          .blocks = 3,
          .not_numbers = true});
     add({.name = "not numbers, tree, capped",
-         .dtype = dtype,
+         .codec = codec,
          .dim = 64,
          .group = 2,
          .n_query = 16,
@@ -358,21 +358,21 @@ std::vector<CaseSpec> all_cases() {
          .tree = true,
          .softcap = 3.0f,
          .not_numbers = true});
-    add({.name = "64 queries", .dtype = dtype, .group = 1, .n_query = 64, .lengths = {150, 64}});
+    add({.name = "64 queries", .codec = codec, .group = 1, .n_query = 64, .lengths = {150, 64}});
     add({.name = "nothing seen",
-         .dtype = dtype,
+         .codec = codec,
          .classes = {{.n_heads = 2}, {.n_heads = 1, .sinks = 4, .window = 100}},
          .lengths = {1, 2, 3, 0},
          .weights = Weights::kHidden});
-    add({.name = "peaked", .dtype = dtype, .lengths = {900}, .blocks = 2, .q_size = 10.0f});
+    add({.name = "peaked", .codec = codec, .lengths = {900}, .blocks = 2, .q_size = 10.0f});
   }
   return cases;
 }
 
-uint32_t CaseSpec::block_rows() const { return block_rows_for(dtype, dim, n_query * group); }
+uint32_t CaseSpec::block_rows() const { return block_rows_for(codec, dim, n_query * group); }
 
 Case::Case(const CaseSpec& spec, uint64_t seed) : spec_(spec), seed_(seed) {
-  const uint64_t plane_row = spec_.dim * dtype_size_bytes(spec_.dtype);
+  const uint64_t plane_row = codecs::codec_of(spec_.codec).row_bytes(spec_.dim);
   // kv heads of the layer are dealt to the classes in an order that is not theirs.
   for (const ClassSpec& of : spec_.classes) {
     n_kv_heads_ += of.n_heads;
@@ -387,7 +387,7 @@ Case::Case(const CaseSpec& spec, uint64_t seed) : spec_(spec), seed_(seed) {
     lies.head_stride_bytes = static_cast<uint32_t>(spec_.page_tokens * plane_row);
     lies.v_offset_bytes = uint64_t{of.n_heads} * lies.head_stride_bytes;
     lies.page_bytes = 2 * lies.v_offset_bytes;
-    if (dtype_is_scaled(spec_.dtype)) {
+    if (codecs::codec_of(spec_.codec).is_scaled()) {
       lies.scales_offset_bytes = static_cast<uint32_t>(lies.page_bytes);
       lies.v_scales_offset_bytes = of.n_heads * spec_.page_tokens * 2;
       lies.page_bytes += round_up(2 * lies.v_scales_offset_bytes, 16);
@@ -468,22 +468,22 @@ uint16_t Case::stored(uint32_t sequence, uint32_t kv_head, uint32_t position, ui
       mix(seed_, is_v ? kValues : kKeys, sequence * 64 + kv_head, position, channel);
   // Values have a mean, so that results do not cancel to nothing over many tokens.
   const float number = gaussian(bits) + (is_v ? 0.5f : 0.0f);
-  if (!dtype_is_scaled(spec_.dtype)) {
-    return narrow(number, spec_.dtype);
+  if (!codecs::codec_of(spec_.codec).is_scaled()) {
+    return narrow(number, half_of(spec_.codec));
   }
   const uint16_t scale = scale_of(sequence, kv_head, position, is_v);
   if (scale == 0 || std::isnan(bf16_to_f32(scale))) {
     return 0;  // as encoders have it
   }
   // The largest magnitude is near the largest code.
-  return spec_.dtype == Dtype::kI8
+  return spec_.codec == CodecId::kI8
              ? static_cast<uint16_t>(static_cast<int>(std::nearbyint(number * 31.0f)) & 0xff)
              : to_e4m3(number * 110.0f);
 }
 
 uint16_t Case::scale_of(uint32_t sequence, uint32_t kv_head, uint32_t position, bool is_v) const {
   const uint64_t bits = mix(seed_, kScales, sequence * 64 + kv_head, position, is_v ? 1 : 0);
-  const float size = spec_.dtype == Dtype::kI8 ? 1.0f / 31.0f : 1.0f / 110.0f;
+  const float size = spec_.codec == CodecId::kI8 ? 1.0f / 31.0f : 1.0f / 110.0f;
   const float factor = 0.5f + static_cast<float>(bits & 0xffff) / 65536.0f;
   if (spec_.not_numbers && position % 50 == 49 && is_v == (position % 100 == 99)) {
     return f32_to_bf16(std::numeric_limits<float>::quiet_NaN());
@@ -501,10 +501,10 @@ uint16_t Case::scale_of(uint32_t sequence, uint32_t kv_head, uint32_t position, 
 double Case::value(uint32_t sequence, uint32_t kv_head, uint32_t position, uint32_t channel,
                    bool is_v) const {
   const uint16_t bits = stored(sequence, kv_head, position, channel, is_v);
-  if (!dtype_is_scaled(spec_.dtype)) {
-    return widen(bits, spec_.dtype);
+  if (!codecs::codec_of(spec_.codec).is_scaled()) {
+    return widen(bits, half_of(spec_.codec));
   }
-  return (spec_.dtype == Dtype::kI8 ? static_cast<int8_t>(bits) : from_e4m3(bits)) *
+  return (spec_.codec == CodecId::kI8 ? static_cast<int8_t>(bits) : from_e4m3(bits)) *
          bf16_to_f32(scale_of(sequence, kv_head, position, is_v));
 }
 
@@ -571,7 +571,7 @@ void Case::place(uint32_t sequence, uint32_t page_class, uint64_t* free_page) {
       }
       for (uint32_t head = 0; head < lies.n_heads; ++head) {
         const uint32_t kv_head = heads[lies.heads_first + head];
-        const uint32_t size = dtype_size_bytes(spec_.dtype);
+        const auto size = static_cast<uint32_t>(codecs::codec_of(spec_.codec).row_bytes(1));
         uint8_t* k = base + head * lies.head_stride_bytes + row * spec_.dim * size;
         uint8_t* scale = base + lies.scales_offset_bytes + (head * page + row) * 2;
         for (const bool is_v : {false, true}) {
@@ -579,7 +579,7 @@ void Case::place(uint32_t sequence, uint32_t page_class, uint64_t* free_page) {
             const uint16_t bits = stored(sequence, kv_head, position, i, is_v);
             std::memcpy(k + (is_v ? lies.v_offset_bytes : 0) + i * size, &bits, size);
           }
-          if (dtype_is_scaled(spec_.dtype)) {
+          if (codecs::codec_of(spec_.codec).is_scaled()) {
             const uint16_t bits = scale_of(sequence, kv_head, position, is_v);
             std::memcpy(scale + (is_v ? lies.v_scales_offset_bytes : 0), &bits, 2);
           }
@@ -762,7 +762,7 @@ Case::Errors Case::errors() {
   constexpr double kWrong = std::numeric_limits<double>::infinity();
   Errors errors;
   // Weights and results rounded to bf16: 2^-9 of each at most; to fp16, an eighth of that.
-  const bool bf16 = spec_.dtype == Dtype::kBf16 || spec_.dtype_o == Dtype::kBf16;
+  const bool bf16 = spec_.codec == CodecId::kBf16 || spec_.dtype_o == Dtype::kBf16;
   errors.bound_o = bf16 ? 5e-3 : 1e-3;
   errors.bound_lse = 1e-4;
   const uint64_t stride = spec_.dim + kGap;
@@ -814,16 +814,16 @@ struct StoredRow {
   std::vector<uint8_t> bytes;
   uint16_t scale = 0;
 };
-StoredRow stored_row(const std::vector<float>& row, Dtype to) {
+StoredRow stored_row(const std::vector<float>& row, CodecId to) {
   const auto n = static_cast<uint32_t>(row.size());
-  StoredRow stored{std::vector<uint8_t>(row.size() * dtype_size_bytes(to)), 0};
-  if (to == Dtype::kI8) {
+  StoredRow stored{std::vector<uint8_t>(codecs::codec_of(to).row_bytes(n)), 0};
+  if (to == CodecId::kI8) {
     stored.scale = codecs::encode_i8(row.data(), n, reinterpret_cast<int8_t*>(stored.bytes.data()));
-  } else if (to == Dtype::kF8) {
+  } else if (to == CodecId::kF8) {
     stored.scale = codecs::encode_f8(row.data(), n, stored.bytes.data());
   } else {
     for (uint32_t i = 0; i < n; ++i) {
-      const uint16_t bits = narrow(row[i], to);
+      const uint16_t bits = narrow(row[i], half_of(to));
       std::memcpy(stored.bytes.data() + i * 2, &bits, 2);
     }
   }
@@ -856,12 +856,12 @@ float append_number(uint32_t kind, uint32_t channel, uint64_t bits) {
 
 std::vector<AppendSpec> all_appends() {
   std::vector<AppendSpec> specs;
-  for (const Dtype to : {Dtype::kBf16, Dtype::kF16, Dtype::kI8, Dtype::kF8}) {
+  for (const CodecId to : {CodecId::kBf16, CodecId::kF16, CodecId::kI8, CodecId::kF8}) {
     for (const Dtype from : {Dtype::kF32, Dtype::kBf16, Dtype::kF16}) {
       specs.push_back({from, to, 64, 16});
     }
   }
-  for (const Dtype to : {Dtype::kI8, Dtype::kF8}) {
+  for (const CodecId to : {CodecId::kI8, CodecId::kF8}) {
     specs.push_back({Dtype::kF32, to, 128, 3});
     specs.push_back({Dtype::kBf16, to, 256, 64});
   }
@@ -872,7 +872,7 @@ AppendCase::AppendCase(const AppendSpec& spec, uint64_t seed) : spec_(spec) {
   make_rows(seed);
   // Two classes: heads 2 and 0, and head 1.
   heads = {2, 0, 1};
-  const uint32_t row_bytes = spec_.dim * dtype_size_bytes(spec_.to);
+  const auto row_bytes = static_cast<uint32_t>(codecs::codec_of(spec_.to).row_bytes(spec_.dim));
   pages = Bytes(size_t{kAppendPages} * 2 * spec_.page_tokens * 2 * (row_bytes + 16));
   for (uint32_t c = 0; c < 2; ++c) {
     PageClass& of = classes_[c];
@@ -928,7 +928,7 @@ void AppendCase::expect_token(const AppendToken& token) {
     return;
   }
   const PageClass& of = classes_[token.page_class];
-  const uint32_t row_bytes = spec_.dim * dtype_size_bytes(spec_.to);
+  const auto row_bytes = static_cast<uint32_t>(codecs::codec_of(spec_.to).row_bytes(spec_.dim));
   uint8_t* const page =
       expected_.data() + (page_table[token.table] & kEntrySlotMask) * of.page_bytes;
   for (uint32_t n = 0; n < of.n_heads * 2; ++n) {
@@ -938,7 +938,7 @@ void AppendCase::expect_token(const AppendToken& token) {
     std::memcpy(
         page + is_v * of.v_offset_bytes + head * of.head_stride_bytes + token.row * row_bytes,
         row.bytes.data(), row_bytes);
-    if (dtype_is_scaled(spec_.to)) {
+    if (codecs::codec_of(spec_.to).is_scaled()) {
       std::memcpy(page + of.scales_offset_bytes + is_v * of.v_scales_offset_bytes +
                       (head * spec_.page_tokens + token.row) * 2,
                   &row.scale, 2);
@@ -947,8 +947,9 @@ void AppendCase::expect_token(const AppendToken& token) {
 }
 
 std::string AppendCase::name() const {
-  return std::string("append ") + dtype_name(spec_.from) + " to " + dtype_name(spec_.to) + " d" +
-         std::to_string(spec_.dim) + " page" + std::to_string(spec_.page_tokens);
+  return std::string("append ") + dtype_name(spec_.from) + " to " +
+         codecs::codec_of(spec_.to).name + " d" + std::to_string(spec_.dim) + " page" +
+         std::to_string(spec_.page_tokens);
 }
 
 AppendParams AppendCase::params() const {
@@ -978,7 +979,7 @@ std::vector<std::span<uint8_t>> AppendCase::memory() {
 
 bool AppendCase::right() const {
   const auto is_nan = [this](uint16_t bits) {
-    return (bits & 0x7fff) > (spec_.to == Dtype::kF16 ? 0x7c00 : 0x7f80);
+    return (bits & 0x7fff) > (spec_.to == CodecId::kF16 ? 0x7c00 : 0x7f80);
   };
   bool right = true;
   for (size_t at = 0; at < expected_.size(); at += 2) {
@@ -986,7 +987,8 @@ bool AppendCase::right() const {
     std::memcpy(&got, pages.data() + at, 2);
     std::memcpy(&want, expected_.data() + at, 2);
     // The payload of a NaN may be any.
-    right = right && (got == want || (!dtype_is_scaled(spec_.to) && is_nan(got) && is_nan(want)));
+    right = right && (got == want ||
+                      (!codecs::codec_of(spec_.to).is_scaled() && is_nan(got) && is_nan(want)));
   }
   return right;
 }

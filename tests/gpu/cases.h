@@ -13,6 +13,8 @@
 
 #include "attention/cuda/params.h"
 #include "attention/cuda/plan.h"
+#include "base/dtype.h"
+#include "codecs/codec.h"
 
 namespace kvm::attention::gpu::testing {
 
@@ -25,10 +27,13 @@ struct ClassSpec {
 
 enum class Weights { kNone, kSome, kHidden };  // log weights: none, random, random and -inf
 
+// The elements of pages of two bytes an element.
+inline Dtype half_of(CodecId codec) { return codec == CodecId::kF16 ? Dtype::kF16 : Dtype::kBf16; }
+
 struct CaseSpec {
   std::string name;
-  Dtype dtype = Dtype::kBf16;    // of pages
-  Dtype dtype_q = Dtype::kBf16;  // of queries where pages are of bytes; else theirs
+  CodecId codec = CodecId::kBf16;  // of pages
+  Dtype dtype_q = Dtype::kBf16;    // of queries where pages are of bytes; else theirs
   Dtype dtype_o = Dtype::kF32;
   uint32_t dim = 128;
   uint32_t group = 4;
@@ -52,7 +57,9 @@ struct CaseSpec {
 
   // Of the shipped kernel for it.
   uint32_t block_rows() const;
-  Dtype query_dtype() const { return dtype_is_scaled(dtype) ? dtype_q : dtype; }
+  Dtype query_dtype() const {
+    return codecs::codec_of(codec).is_scaled() ? dtype_q : half_of(codec);
+  }
 };
 
 // At least 40 configurations.
@@ -141,7 +148,7 @@ class Case {
 
 struct AppendSpec {
   Dtype from = Dtype::kF32;
-  Dtype to = Dtype::kBf16;
+  CodecId to = CodecId::kBf16;
   uint32_t dim = 64;
   uint32_t page_tokens = 16;
 };

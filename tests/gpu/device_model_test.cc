@@ -92,7 +92,7 @@ class Twins {
     space.n_q_heads = geometry.n_q_heads;
     space.n_kv_heads = geometry.n_kv_heads;
     space.head_dim_k = geometry.dim;
-    space.dtype = geometry.dtype;
+    space.codec = geometry.codec;
     space.logit_softcap = geometry.softcap;
     space.layers = geometry.layers.data();
     space.n_layer_params = static_cast<uint32_t>(geometry.layers.size());
@@ -544,9 +544,9 @@ TEST(DeviceModelTest, RandomOperationsGiveWhatTheEngineForCpusGives) {
   const bool nightly = std::getenv("KVM_NIGHTLY") != nullptr;
   for (uint64_t seed = 1; seed <= (nightly ? 60u : 4u); ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
-    constexpr uint32_t kDtypes[] = {KVM_DTYPE_F16, KVM_DTYPE_I8, KVM_DTYPE_BF16, KVM_DTYPE_F8E4M3};
+    constexpr uint32_t kCodecs[] = {KVM_CODEC_F16, KVM_CODEC_I8, KVM_CODEC_BF16, KVM_CODEC_F8E4M3};
     World world;
-    world.geometry.dtype = kDtypes[(seed + seed / 4) % 4];
+    world.geometry.codec = kCodecs[(seed + seed / 4) % 4];
     Twins twins(seed, world);
     // The emulator takes longer.
     twins.run((nightly ? 600u : 120u) / (seed % 4 == 0 ? 6 : 1));

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/splitmix.h"
+#include "codecs/codec.h"
 #include "codecs/convert.h"
 
 namespace kvm::device {
@@ -76,7 +77,7 @@ Rig::Rig(const FakeOptions& options, const Geometry& geometry, uint64_t pool_byt
   space.n_q_heads = geometry.n_q_heads;
   space.n_kv_heads = geometry.n_kv_heads;
   space.head_dim_k = geometry.dim;
-  space.dtype = geometry.dtype;
+  space.codec = geometry.codec;
   space.logit_softcap = geometry.softcap;
   space.layers = geometry.layers.data();
   space.n_layer_params = static_cast<uint32_t>(geometry.layers.size());
@@ -213,13 +214,14 @@ std::vector<float> Rig::stored_row(uint64_t key, uint32_t layer, uint32_t head, 
   for (uint32_t i = 0; i < geometry_.dim; ++i) {
     row[i] = stored_number(key, layer, head, position, i, is_v);
   }
-  if (const auto dtype = static_cast<Dtype>(geometry_.dtype); dtype_is_scaled(dtype)) {
+  if (const auto codec = static_cast<CodecId>(geometry_.codec);
+      codecs::codec_of(codec).is_scaled()) {
     std::vector<uint8_t> bytes(row.size());
-    const uint16_t scale = codecs::encode_row(row.data(), geometry_.dim, dtype, bytes.data());
-    codecs::decode_row(bytes.data(), dtype, scale, geometry_.dim, row.data());
+    const uint16_t scale = codecs::encode_row(row.data(), geometry_.dim, codec, bytes.data());
+    codecs::decode_row(bytes.data(), codec, &scale, 0, geometry_.dim, row.data());
   } else {
     for (float& x : row) {
-      x = narrowed(x, geometry_.dtype);
+      x = narrowed(x, geometry_.query_dtype());
     }
   }
   return row;

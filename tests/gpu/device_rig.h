@@ -29,11 +29,9 @@ struct Geometry {
   uint32_t n_q_heads = 4;
   uint32_t n_kv_heads = 2;
   uint32_t dim = 64;
-  uint32_t dtype = KVM_DTYPE_BF16;
+  uint32_t codec = KVM_CODEC_BF16;
   // Of queries: where rows are bytes another one.
-  uint32_t query_dtype() const {
-    return dtype_is_scaled(static_cast<Dtype>(dtype)) ? uint32_t{KVM_DTYPE_BF16} : dtype;
-  }
+  uint32_t query_dtype() const { return codec == KVM_CODEC_F16 ? KVM_DTYPE_F16 : KVM_DTYPE_BF16; }
   float softcap = 0;
   std::vector<kvm_layer_params> layers;
   std::vector<kvm_policy_params> policies;

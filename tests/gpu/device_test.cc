@@ -198,7 +198,7 @@ void run_all(Rig* rig, std::vector<Step>* steps) {
 
 struct Shape {
   const char* name;
-  uint32_t dtype, dim, n_q_heads, n_kv_heads, max_query;
+  uint32_t codec, dim, n_q_heads, n_kv_heads, max_query;
 };
 
 class DeviceShapes : public ::testing::TestWithParam<Shape> {};
@@ -206,7 +206,7 @@ class DeviceShapes : public ::testing::TestWithParam<Shape> {};
 TEST_P(DeviceShapes, PrefillsAndDecodes) {
   const Shape& shape = GetParam();
   Geometry geometry;
-  geometry.dtype = shape.dtype;
+  geometry.codec = shape.codec;
   geometry.dim = shape.dim;
   geometry.n_q_heads = shape.n_q_heads;
   geometry.n_kv_heads = shape.n_kv_heads;
@@ -231,12 +231,12 @@ TEST_P(DeviceShapes, PrefillsAndDecodes) {
 }
 
 INSTANTIATE_TEST_SUITE_P(All, DeviceShapes,
-                         ::testing::Values(Shape{"bf16_d64", KVM_DTYPE_BF16, 64, 4, 2, 2},
-                                           Shape{"fp16_d128_group8", KVM_DTYPE_F16, 128, 8, 1, 4},
-                                           Shape{"bf16_d256", KVM_DTYPE_BF16, 256, 2, 2, 1},
-                                           Shape{"int8_d64", KVM_DTYPE_I8, 64, 4, 2, 8},
-                                           Shape{"fp8_d128_group8", KVM_DTYPE_F8E4M3, 128, 8, 1, 4},
-                                           Shape{"int8_d256", KVM_DTYPE_I8, 256, 2, 2, 1}),
+                         ::testing::Values(Shape{"bf16_d64", KVM_CODEC_BF16, 64, 4, 2, 2},
+                                           Shape{"fp16_d128_group8", KVM_CODEC_F16, 128, 8, 1, 4},
+                                           Shape{"bf16_d256", KVM_CODEC_BF16, 256, 2, 2, 1},
+                                           Shape{"int8_d64", KVM_CODEC_I8, 64, 4, 2, 8},
+                                           Shape{"fp8_d128_group8", KVM_CODEC_F8E4M3, 128, 8, 1, 4},
+                                           Shape{"int8_d256", KVM_CODEC_I8, 256, 2, 2, 1}),
                          [](const auto& param) { return param.param.name; });
 
 // Layer 0 and 1 have a head with sinks and a window, 1 a window of its own, 3 reads the keys of 0.
@@ -737,7 +737,7 @@ TEST(DeviceTest, SpacesThatADeviceCannotHoldAreRefused) {
     EXPECT_NE(std::string(kvm_last_error()).find("device memory"), std::string::npos);
     return status;
   };
-  EXPECT_EQ(refused([](auto* s) { s->dtype = KVM_DTYPE_F32; }), KVM_ERR_UNSUPPORTED);
+  EXPECT_EQ(refused([](auto* s) { s->codec = KVM_CODEC_F32; }), KVM_ERR_UNSUPPORTED);
   EXPECT_EQ(refused([](auto* s) { s->head_dim_k = 80; }), KVM_ERR_UNSUPPORTED);
   EXPECT_EQ(refused([](auto* s) { s->head_dim_v = 128; }), KVM_ERR_UNSUPPORTED);
   const std::vector<float> sinks(8);
@@ -757,7 +757,7 @@ TEST(DeviceTest, SpacesThatADeviceCannotHoldAreRefused) {
   EXPECT_EQ(refused([&](auto* s) { s->policies = &policy, s->n_policies = 1; }),
             KVM_ERR_UNSUPPORTED);
   kvm_codec_params codec{};
-  codec.dtype_k = KVM_DTYPE_I8;
+  codec.codec_k = KVM_CODEC_I8;
   EXPECT_EQ(refused([&](auto* s) { s->codecs = &codec, s->n_codecs = 1; }), KVM_ERR_UNSUPPORTED);
 
   kvm_queue* queue = nullptr;

@@ -277,7 +277,7 @@ TEST_P(DriverTest, AppendsAndAttends) {
   append.tokens = on->tokens;
   append.dtype = Dtype::kF32;
   append.dim = kDim;
-  ok(driver_->append(Dtype::kBf16, append, 3, stream_));
+  ok(driver_->append(CodecId::kBf16, append, 3, stream_));
 
   DecodeParams decode;
   decode.pool = append.pool;
@@ -295,7 +295,7 @@ TEST_P(DriverTest, AppendsAndAttends) {
   decode.partial_o = &on->partial_o[0][0][0];
   decode.partial_lse = &on->partial_lse[0][0];
   decode.scale_log2 = std::numbers::log2e_v<float>;
-  const DecodeKernel kernel{Dtype::kBf16, kDim, 16};
+  const DecodeKernel kernel{CodecId::kBf16, kDim, 16};
   EXPECT_GE(take(driver_->decode_blocks(kernel)), 1u);
   ok(driver_->decode(kernel, decode, 2, stream_));
   MergeParams merge;

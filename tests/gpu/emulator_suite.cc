@@ -85,7 +85,7 @@ void Suite::conclude(const std::string& name, bool right, double error_o, double
 }
 
 void Suite::decode(const CaseSpec& spec) {
-  const bool known = visit_shape(spec.dtype, spec.dim, spec.block_rows(),
+  const bool known = visit_shape(spec.codec, spec.dim, spec.block_rows(),
                                  [&]<class Shape>(Shape) { decode_with<Shape>(spec, ""); });
   if (!known) {
     conclude(spec.name + ": no such shape", false, 0, 0);
@@ -111,7 +111,7 @@ void Suite::decode_with(const CaseSpec& spec, const char* shape_name) {
     });
   }
   const Case::Errors errors = one.errors();
-  const bool bf16 = spec.dtype == Dtype::kBf16 || spec.dtype_o == Dtype::kBf16;
+  const bool bf16 = spec.codec == CodecId::kBf16 || spec.dtype_o == Dtype::kBf16;
   double* const worst = bf16 ? &worst_o_bf16_ : &worst_o_;
   *worst = std::max(*worst, errors.o);
   worst_lse_ = std::max(worst_lse_, errors.lse);

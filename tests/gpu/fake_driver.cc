@@ -13,6 +13,7 @@
 #include "attention/cuda/table_kernel.h"
 #include "base/round.h"
 #include "base/splitmix.h"
+#include "codecs/codec.h"
 
 namespace kvm::device::testing {
 namespace {
@@ -22,16 +23,16 @@ using namespace attention::gpu;  // NOLINT: parameters and kernels
 constexpr size_t kMaxComplaints = 2000;  // characters
 
 // Channel i of a row; `scale`: its scale's bits where it is one of bytes.
-double stored_value(const uint8_t* row, uint32_t i, Dtype dtype, const uint8_t* scale) {
+double stored_value(const uint8_t* row, uint32_t i, CodecId codec, const uint8_t* scale) {
   uint16_t bits = 0;
-  std::memcpy(&bits, dtype_is_scaled(dtype) ? scale : row + 2 * i, 2);
-  switch (dtype) {
-    case Dtype::kI8:
+  std::memcpy(&bits, codecs::codec_of(codec).is_scaled() ? scale : row + 2 * i, 2);
+  switch (codec) {
+    case CodecId::kI8:
       return static_cast<double>(static_cast<int8_t>(row[i])) * bf16_to_f32(bits);
-    case Dtype::kF8:
+    case CodecId::kF8:
       return static_cast<double>(e4m3_to_f32(row[i])) * bf16_to_f32(bits);
     default:
-      return dtype == Dtype::kBf16 ? bf16_to_f32(bits) : f16_to_f32(bits);
+      return codec == CodecId::kBf16 ? bf16_to_f32(bits) : f16_to_f32(bits);
   }
 }
 
@@ -451,7 +452,7 @@ void FakeDriver::run_kernel(const char* name, uint32_t blocks, uint32_t threads,
 
 Result<uint32_t> FakeDriver::decode_blocks(const DecodeKernel& kernel) {
   const bool known =
-      visit_shape(kernel.dtype, kernel.dim, kernel.block_rows, []<class Shape>(Shape) {});
+      visit_shape(kernel.codec, kernel.dim, kernel.block_rows, []<class Shape>(Shape) {});
   return known ? Result<uint32_t>(options_.blocks)
                : Result<uint32_t>(Status(KVM_ERR_DEVICE, "no such decode kernel"));
 }
@@ -464,7 +465,7 @@ Status FakeDriver::decode(const DecodeKernel& kernel, const DecodeParams& params
       plain_decode(kernel, params, n_blocks);
       return;
     }
-    visit_shape(kernel.dtype, kernel.dim, kernel.block_rows, [&]<class Shape>(Shape) {
+    visit_shape(kernel.codec, kernel.dim, kernel.block_rows, [&]<class Shape>(Shape) {
       run_kernel("decode", n_blocks, Shape::kThreads, Shape::kSharedBytes,
                  [&params] { decode_thread<Shape>(params); });
     });
@@ -489,7 +490,7 @@ Status FakeDriver::merge(uint32_t dim, const MergeParams& params, uint32_t n_mer
   return Status::ok();
 }
 
-Status FakeDriver::append(Dtype stored, const AppendParams& params, uint32_t n_tokens,
+Status FakeDriver::append(CodecId stored, const AppendParams& params, uint32_t n_tokens,
                           Stream stream) {
   KVM_TRY(begin(Operation::kLaunch, "append"));
   enqueue(stream, [this, stored, params, n_tokens] {
@@ -521,7 +522,8 @@ Status FakeDriver::move(const MoveParams& params, Stream stream) {
 // One piece of work of the decode kernel, row by row in fp64.
 void FakeDriver::plain_decode(const DecodeKernel& kernel, const DecodeParams& p,
                               uint32_t n_blocks) {
-  const uint32_t row_bytes = kernel.dim * dtype_size_bytes(kernel.dtype);
+  const uint32_t row_bytes =
+      static_cast<uint32_t>(codecs::codec_of(kernel.codec).row_bytes(kernel.dim));
   std::vector<double> weights, o(kernel.dim);
   for (uint32_t block = 0; block < n_blocks; ++block) {
     uint32_t piece = block;
@@ -561,8 +563,8 @@ void FakeDriver::plain_decode(const DecodeKernel& kernel, const DecodeParams& p,
           }
           double logit = 0;
           for (uint32_t i = 0; i < kernel.dim; ++i) {
-            logit += stored_value(q, i, p.tensors.dtype_q, nullptr) *
-                     stored_value(k, i, kernel.dtype, k_scale);
+            logit += stored_value(q, i, codecs::codec_of_tensor(p.tensors.dtype_q), nullptr) *
+                     stored_value(k, i, kernel.codec, k_scale);
           }
           logit *= static_cast<double>(p.scale_log2) / static_cast<double>(kLog2E);
           if (p.softcap_log2 != 0) {
@@ -578,7 +580,7 @@ void FakeDriver::plain_decode(const DecodeKernel& kernel, const DecodeParams& p,
           const double weight = new_top == -INFINITY ? 0 : std::exp(logit - new_top);
           sum = sum * factor + weight;
           for (uint32_t i = 0; i < kernel.dim; ++i) {
-            o[i] = o[i] * factor + weight * stored_value(k + of.v_offset_bytes, i, kernel.dtype,
+            o[i] = o[i] * factor + weight * stored_value(k + of.v_offset_bytes, i, kernel.codec,
                                                          k_scale + of.v_scales_offset_bytes);
           }
           top = new_top;

@@ -23,6 +23,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/dtype.h"
 #include "device/driver.h"
 
 namespace kvm::device::testing {
@@ -112,7 +113,7 @@ class FakeDriver final : public Driver {
                 Stream stream) override;
   Status merge(uint32_t dim, const attention::gpu::MergeParams& params, uint32_t n_merges,
                Stream stream) override;
-  Status append(Dtype stored, const attention::gpu::AppendParams& params, uint32_t n_tokens,
+  Status append(CodecId stored, const attention::gpu::AppendParams& params, uint32_t n_tokens,
                 Stream stream) override;
   Status patch(const attention::gpu::PatchParams& params, Stream stream) override;
   Status move(const attention::gpu::MoveParams& params, Stream stream) override;

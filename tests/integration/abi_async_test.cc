@@ -721,7 +721,7 @@ TEST_F(AbiAsync, AttendsMayLeaveNoTraceWithPolicies) {
   params.n_layers = 1;
   params.n_q_heads = params.n_kv_heads = 1;
   params.head_dim_k = geometry_.dim;
-  params.dtype = KVM_DTYPE_F32;
+  params.codec = KVM_CODEC_F32;
   params.policies = &policy;
   params.n_policies = 1;
   ASSERT_EQ(kvm_space_register(client_, &params, &space_), KVM_OK) << kvm_last_error();

@@ -79,7 +79,7 @@ class AbiModels : public ServiceTest {
     params.n_kv_heads = model.n_kv_heads;
     params.head_dim_k = model.dim_k;
     params.head_dim_v = model.dim_v;
-    params.dtype = KVM_DTYPE_F32;
+    params.codec = KVM_CODEC_F32;
     params.softmax_scale = model.scale;
     params.logit_softcap = model.softcap;
     return params;
@@ -366,12 +366,12 @@ float bloom_slope(uint32_t head, uint32_t n_heads) {
 // query's the slope, so that their product is -slope (p - x). The key's are exact in bf16.
 TEST_F(AbiModels, LinearBiasInExtraChannels) {
   constexpr uint32_t kHeads = 32, kDim = 128, kWide = kDim + 8, kTokens = 4300;
-  for (const uint32_t dtype : {KVM_DTYPE_F32, KVM_DTYPE_BF16}) {
-    SCOPED_TRACE(dtype);
-    const bool is_bf16 = dtype == KVM_DTYPE_BF16;
+  for (const uint32_t codec : {KVM_CODEC_F32, KVM_CODEC_BF16}) {
+    SCOPED_TRACE(codec);
+    const bool is_bf16 = codec == KVM_CODEC_BF16;
     kvm_space_params params =
         params_of({is_bf16 ? "bloom-bf16" : "bloom-f32", 30, kHeads, kHeads, kWide, kDim, 1.0f});
-    params.dtype = dtype;
+    params.codec = codec;
     const kvm_space_id space = add_space(params);
     const kvm_seq_id seq = add_seq(space);
     // Small integers over 8: what is stored is what was appended, in either type.

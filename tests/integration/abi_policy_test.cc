@@ -25,7 +25,7 @@ class AbiPolicy : public ServiceTest {
     params_.n_layers = 1;
     params_.n_q_heads = kHeads;
     params_.head_dim_k = kDim;
-    params_.dtype = KVM_DTYPE_F32;
+    params_.codec = KVM_CODEC_F32;
     params_.rope_layout = KVM_ROPE_HALF;
     params_.n_rope_pairs = 1;
     params_.rope_inv_freq = &no_turn_;

@@ -116,7 +116,7 @@ kvm_space_id register_space(kvm_client* client, const char* name, const Geometry
   params.n_q_heads = geometry.n_q_heads;
   params.n_kv_heads = geometry.n_kv_heads;
   params.head_dim_k = geometry.dim;
-  params.dtype = geometry.dtype;
+  params.codec = geometry.codec;
   kvm_space_id space = 0;
   EXPECT_EQ(kvm_space_register(client, &params, &space), KVM_OK) << kvm_last_error();
   return space;

@@ -63,7 +63,7 @@ struct Geometry {
   uint32_t n_q_heads = 4;
   uint32_t n_kv_heads = 2;
   uint32_t dim = 16;
-  uint32_t dtype = KVM_DTYPE_F32;
+  uint32_t codec = KVM_CODEC_F32;
 };
 
 kvm_space_id register_space(kvm_client* client, const char* name, const Geometry& geometry);

@@ -21,8 +21,8 @@ constexpr uint32_t kDim = 64;
 constexpr uint32_t kTokens = 330;  // items of 11 and of 2 tokens come out even
 constexpr size_t kKvRow = size_t{kKvHeads} * kDim;
 constexpr size_t kQRow = size_t{kQHeads} * kDim;
-constexpr uint32_t kStored[] = {KVM_DTYPE_F32, KVM_DTYPE_F16, KVM_DTYPE_BF16, KVM_DTYPE_I8,
-                                KVM_DTYPE_F8E4M3};
+constexpr uint32_t kCodecs[] = {KVM_CODEC_F32, KVM_CODEC_F16, KVM_CODEC_BF16, KVM_CODEC_I8,
+                                KVM_CODEC_F8E4M3};
 
 // o and lse of some query tokens.
 struct Rows {
@@ -43,16 +43,16 @@ class AbiRows : public ServiceTest {
 
   // A kv head each that keeps everything, a window, a window whose positions count in the cache,
   // and everything again; queries with outliers, which int8 rows treat apart.
-  void register_space(uint32_t dtype, bool has_policies, uint32_t index) {
+  void register_space(uint32_t codec, bool has_policies, uint32_t index) {
     kvm_space_params params{};
     params.struct_size = sizeof(params);
-    const std::string name = "rows" + std::to_string(dtype) + (has_policies ? "p" : "");
+    const std::string name = "rows" + std::to_string(codec) + (has_policies ? "p" : "");
     params.name = name.c_str();
     params.n_layers = 1;
     params.n_q_heads = kQHeads;
     params.n_kv_heads = kKvHeads;
     params.head_dim_k = kDim;
-    params.dtype = dtype;
+    params.codec = codec;
     params.rope_layout = KVM_ROPE_HALF;
     params.n_rope_pairs = 2;
     const float inv_freq[] = {1.0f, 0.01f};
@@ -152,9 +152,9 @@ class AbiRows : public ServiceTest {
 
 TEST_F(AbiRows, AreTheSameInItemsOfAnySize) {
   make_tokens(kTokens);
-  for (const uint32_t dtype : kStored) {
-    SCOPED_TRACE("dtype " + std::to_string(dtype));
-    ASSERT_NO_FATAL_FAILURE(register_space(dtype, true, KVM_INDEX_NONE));
+  for (const uint32_t codec : kCodecs) {
+    SCOPED_TRACE("codec " + std::to_string(codec));
+    ASSERT_NO_FATAL_FAILURE(register_space(codec, true, KVM_INDEX_NONE));
     const uint32_t few = 23 / kGroup;  // query tokens with fewer than 24 rows for a kv head
     const Rows alone = prefill({1});
     EXPECT_TRUE(prefill({2}) == alone);
@@ -177,9 +177,9 @@ TEST_F(AbiRows, AreTheSameInItemsOfAnySize) {
 TEST_F(AbiRows, VerifiedFallsBackToTheBitsOfExact) {
   constexpr uint32_t kMany = 1500;
   make_tokens(kMany);
-  for (const uint32_t dtype : kStored) {
-    SCOPED_TRACE("dtype " + std::to_string(dtype));
-    ASSERT_NO_FATAL_FAILURE(register_space(dtype, false, KVM_INDEX_SKETCH));
+  for (const uint32_t codec : kCodecs) {
+    SCOPED_TRACE("codec " + std::to_string(codec));
+    ASSERT_NO_FATAL_FAILURE(register_space(codec, false, KVM_INDEX_SKETCH));
     const kvm_seq_id seq = new_sequence();
     Rows rows = empty_rows(kMany);
     step(seq, 0, kMany, true, &rows);

@@ -24,7 +24,7 @@ constexpr double kF32 = 1e-4;
 
 class Abi : public ServiceTest {
  protected:
-  void check_storage_only(const char* name, uint32_t dtype, float relative, float largest_part);
+  void check_scaled_rows(const char* name, uint32_t codec, float relative, float largest_part);
 
   void SetUp() override {
     ASSERT_NO_FATAL_FAILURE(open("abi-test"));
@@ -422,11 +422,11 @@ TEST_F(Abi, ReadGivesBackWhatWasAppended) {
   EXPECT_EQ(kvm_read(queue_, &params), KVM_ERR_INVALID) << "beyond the end";
 }
 
-// What is read back is near what was appended, attention is that over what is read back, and no
-// tensor has the dtype itself. relative, largest_part: what a channel may be off, of itself or of
-// the largest of its row, whichever is more.
-void Abi::check_storage_only(const char* name, uint32_t dtype, float relative, float largest_part) {
-  geometry_.dtype = dtype;
+// What is read back is near what was appended, and attention is that over what is read back.
+// relative, largest_part: what a channel may be off, of itself or of the largest of its row,
+// whichever is more.
+void Abi::check_scaled_rows(const char* name, uint32_t codec, float relative, float largest_part) {
+  geometry_.codec = codec;
   space_ = register_space(client_, name, geometry_);
   kvm_space_info info{};
   info.struct_size = sizeof(info);
@@ -471,16 +471,63 @@ void Abi::check_storage_only(const char* name, uint32_t dtype, float relative, f
   attend.lse = tensor_of(lse);
   ASSERT_EQ(kvm_attend(queue_, &attend, nullptr), KVM_OK) << kvm_last_error();
   compare(stored, q, 9, 141, o, lse, 5e-4);
-  read.k.dtype = dtype;
-  EXPECT_EQ(kvm_read(queue_, &read), KVM_ERR_INVALID);
-  attend.q.dtype = dtype;
-  EXPECT_EQ(kvm_attend(queue_, &attend, nullptr), KVM_ERR_INVALID);
 }
 
-TEST_F(Abi, Int8IsForStorageOnly) { check_storage_only("int8", KVM_DTYPE_I8, 0.0f, 0.5f / 127); }
+TEST_F(Abi, Int8RowsAreNear) { check_scaled_rows("int8", KVM_CODEC_I8, 0.0f, 0.5f / 127); }
 
-TEST_F(Abi, Fp8IsForStorageOnly) {
-  check_storage_only("fp8", KVM_DTYPE_F8E4M3, 0x1p-4f, 0x1p-10f / 448);
+TEST_F(Abi, Fp8RowsAreNear) { check_scaled_rows("fp8", KVM_CODEC_F8E4M3, 0x1p-4f, 0x1p-10f / 448); }
+
+// No tensor has rows that only stored ones have, whatever the numbers of their codecs.
+TEST_F(Abi, TensorsHaveDtypes) {
+  const kvm_seq_id seq = make_seq();
+  NaiveLayer naive(geometry_);
+  append(seq, 0, 1, &naive);
+  std::vector<float> k(kv_floats(1));
+  kvm_read_params read{};
+  read.struct_size = sizeof(read);
+  read.seq = seq;
+  read.n_tokens = 1;
+  read.k = tensor_of(k);
+  ASSERT_EQ(kvm_read(queue_, &read), KVM_OK) << kvm_last_error();
+  const kvm_item query = query_item(seq, 1);
+  const auto q = random_floats(&random_, q_floats(1));
+  std::vector<float> o(q_floats(1));
+  kvm_step_params attend = step_params(&query, 1, 0);
+  attend.q = tensor_of(q);
+  attend.o = tensor_of(o);
+  ASSERT_EQ(kvm_attend(queue_, &attend, nullptr), KVM_OK) << kvm_last_error();
+  for (const uint32_t codec : {KVM_CODEC_I8, KVM_CODEC_F8E4M3}) {
+    read.k.dtype = codec;
+    EXPECT_EQ(kvm_read(queue_, &read), KVM_ERR_INVALID);
+    attend.q.dtype = codec;
+    EXPECT_EQ(kvm_attend(queue_, &attend, nullptr), KVM_ERR_INVALID);
+  }
+}
+
+TEST_F(Abi, CodecsHaveNames) {
+  const std::pair<uint32_t, const char*> known[] = {{KVM_CODEC_F32, "fp32"},
+                                                    {KVM_CODEC_F16, "fp16"},
+                                                    {KVM_CODEC_BF16, "bf16"},
+                                                    {KVM_CODEC_I8, "int8"},
+                                                    {KVM_CODEC_F8E4M3, "fp8"}};
+  for (const auto& [codec, name] : known) {
+    EXPECT_STREQ(kvm_codec_name(codec), name);
+    EXPECT_EQ(kvm_codec_find(name), codec);
+  }
+  // The numbers have no gaps, and each has one name.
+  uint32_t n = 0;
+  while (kvm_codec_name(n + 1) != nullptr) {
+    ++n;
+    EXPECT_EQ(kvm_codec_find(kvm_codec_name(n)), n);
+  }
+  EXPECT_GE(n, std::size(known));
+  for (const uint32_t none : {0u, n + 1, 256u + KVM_CODEC_I8, UINT32_MAX}) {
+    EXPECT_EQ(kvm_codec_name(none), nullptr) << none;
+  }
+  for (const char* none : {"", "INT8", "int", "int8 ", "float8"}) {
+    EXPECT_EQ(kvm_codec_find(none), 0u) << none;
+  }
+  EXPECT_EQ(kvm_codec_find(nullptr), 0u);
 }
 
 TEST_F(Abi, ObserveIsKept) {
@@ -1005,7 +1052,7 @@ TEST_F(Abi, WindowsOfQueriesBeyondTheLength) {
   geometry.n_q_heads = geometry_.n_q_heads;
   geometry.n_kv_heads = geometry_.n_kv_heads;
   geometry.head_dim_k = geometry_.dim;
-  geometry.dtype = geometry_.dtype;
+  geometry.codec = geometry_.codec;
   geometry.layers = &layer;
   geometry.n_layer_params = 1;
   ASSERT_EQ(kvm_space_register(client_, &geometry, &space_), KVM_OK) << kvm_last_error();

@@ -54,7 +54,7 @@ kvm_index_params index_of(uint32_t kind) {
 }
 
 kvm_space_id register_one(kvm_client* client, const std::string& name, uint32_t space) {
-  constexpr uint32_t kDtypes[] = {KVM_DTYPE_F32, KVM_DTYPE_BF16, KVM_DTYPE_BF16, KVM_DTYPE_I8};
+  constexpr uint32_t kCodecs[] = {KVM_CODEC_F32, KVM_CODEC_BF16, KVM_CODEC_BF16, KVM_CODEC_I8};
   constexpr uint32_t kRetention[] = {KVM_RETAIN_FULL, KVM_RETAIN_SINKS_RECENT, KVM_RETAIN_HEAVY,
                                      KVM_RETAIN_SINKS_RECENT_FOLD};
   constexpr uint32_t kIndexes[] = {KVM_INDEX_SKETCH, KVM_INDEX_SKETCH_1BIT, KVM_INDEX_LSH,
@@ -68,7 +68,7 @@ kvm_space_id register_one(kvm_client* client, const std::string& name, uint32_t 
   params.n_q_heads = kQHeads;
   params.n_kv_heads = kKvHeads;
   params.head_dim_k = kDim;
-  params.dtype = kDtypes[space];
+  params.codec = kCodecs[space];
   params.policies = &policy;
   params.n_policies = kRetention[space] == KVM_RETAIN_FULL ? 0 : 1;
   params.indexes = &index;
@@ -77,7 +77,7 @@ kvm_space_id register_one(kvm_client* client, const std::string& name, uint32_t 
   return kvm_space_register(client, &params, &id) == KVM_OK ? id : 0;
 }
 
-// Of a key; a multiple of 1/32, so that every dtype but I8 has it exactly.
+// Of a key; a multiple of 1/32, so that every codec but I8 has it exactly.
 float key_of(float token, uint32_t channel) {
   const auto number = static_cast<uint32_t>(token) * 37 + channel * 11;
   return static_cast<float>(number % 64) / 32 - 1;

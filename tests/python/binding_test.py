@@ -74,7 +74,7 @@ class Answers:
         self.check(self.space(sink_logits=sinks), oracle={"sinks": numpy.array(sinks)})
 
     def test_stored_and_asked_in_half_precision(self):
-        space = self.space(dtype="float16")
+        space = self.space(codec="float16")
         seq = space.create_sequence()
         k, v, q = (self.normal(9, n, 16, dtype="float16") for n in (2, 2, 4))
         result = self.client.step(space, 0, [kvm.Item(seq, append=9, query=9)], k=k, v=v, q=q,
@@ -477,7 +477,7 @@ class Errors:
             self.client.find_space("no-such-space")
         with self.assert_refused(kvm.Status.EXISTS, ValueError, "head_dim"):
             self.client.register_space(space.name, n_layers=1, n_q_heads=4, n_kv_heads=2,
-                                       head_dim=24, dtype="float32")
+                                       head_dim=24, codec="float32")
         with self.assert_refused(kvm.Status.BUSY, kvm.Error):
             space.drop()
         id = seq.id
@@ -486,8 +486,8 @@ class Errors:
             self.client.sequence(space, id).info()
         with self.assert_refused(INVALID, kvm.InvalidError, "head_dim"):
             self.space(head_dim=3)
-        with self.assertRaisesRegex(ValueError, "dtype is 'f5'"):
-            self.space(dtype="f5")
+        with self.assertRaisesRegex(ValueError, "codec is 'f5'; it must be one of fp32, fp16"):
+            self.space(codec="f5")
         with self.assert_refused(INVALID, kvm.InvalidError, "sink_logits has 1 numbers"):
             self.space(sink_logits=[0.0])
 

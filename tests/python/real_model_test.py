@@ -39,9 +39,9 @@ class RealModel(unittest.TestCase):
         cls.reference = Reference(cls.model, {
             "input_ids": cls.ids, "attention_mask": torch.ones_like(cls.ids)}, N_GENERATED)
 
-    def check(self, client, dtype):
-        with KvmCache(self.model, client, dtype=dtype) as cache:
-            print(f"\n{self.reference.check(self, cache, dtype == 'bfloat16')}")
+    def check(self, client, codec):
+        with KvmCache(self.model, client, codec=codec) as cache:
+            print(f"\n{self.reference.check(self, cache, codec == 'bfloat16')}")
             self.assertEqual([len(seq) for seq in cache.sequences], [N_PROMPT + N_GENERATED - 1])
 
     def test_in_the_process(self):

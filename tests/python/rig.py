@@ -113,7 +113,7 @@ class Rig(unittest.TestCase):
     def space(self, client=None, **arguments):
         Rig.n_spaces += 1
         geometry = {"n_layers": 1, "n_q_heads": 4, "n_kv_heads": 2, "head_dim": 16,
-                    "dtype": "float32", **arguments}
+                    "codec": "float32", **arguments}
         name = f"test.{self.kind}.{os.getpid()}.{Rig.n_spaces}"
         if client is None:
             self.spaces.append(name)

@@ -60,7 +60,7 @@ class Torch:
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
             with self.subTest(dtype):
                 self.batch(self.space(), 2, 9, dtype)
-                space = self.space(dtype=dtype)
+                space = self.space(codec=dtype)
                 self.assertGreater(space.id, 0)
 
     def test_queries_in_every_order(self):

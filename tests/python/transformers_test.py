@@ -76,7 +76,7 @@ class Case(unittest.TestCase):
         cls.client.close()
 
     def cache(self, model, **settings):
-        cache = KvmCache(model, self.client, **{"dtype": "float32", **settings})
+        cache = KvmCache(model, self.client, **{"codec": "float32", **settings})
         self.addCleanup(cache.close)
         return cache
 
@@ -93,7 +93,7 @@ class Families(Case):
         reference = Reference(model, inputs, N_GENERATED)
         cache = self.cache(model)
         reference.check(self, cache)
-        reference.check(self, self.cache(model, dtype="bfloat16"), is_rounded=True)
+        reference.check(self, self.cache(model, codec="bfloat16"), is_rounded=True)
         cache.reset()
         expected = eager(model, beams)
         self.assertTrue(torch.equal(expected, through_kvm(model, cache, beams)))
@@ -307,7 +307,7 @@ class Daemon(unittest.TestCase):
             return model.generate(**prompts(), **extra, max_new_tokens=20, do_sample=False)
 
         expected = eager(model, greedy)
-        with kvm.connect(socket) as client, KvmCache(model, client, dtype="float32") as cache:
+        with kvm.connect(socket) as client, KvmCache(model, client, codec="float32") as cache:
             self.assertTrue(torch.equal(expected, through_kvm(model, cache, greedy)))
 
 

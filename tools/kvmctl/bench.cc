@@ -293,7 +293,7 @@ void print_bench_json(const BenchResult& result) {
                {{"q_heads", kQHeads},
                 {"kv_heads", kKvHeads},
                 {"head_dim", kDim},
-                {"dtype", "bf16"},
+                {"codec", "bf16"},
                 {"tokens", result.n_tokens},
                 {"append_tokens", kChunk}}},
               {"ping", result.ping.json()},

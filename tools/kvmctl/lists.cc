@@ -16,21 +16,9 @@ namespace {
 // Rows of `kvmctl seqs` without --all.
 constexpr size_t kSeqsShown = 40;
 
-const char* dtype_text(uint32_t dtype) {
-  switch (dtype) {
-    case KVM_DTYPE_F32:
-      return "fp32";
-    case KVM_DTYPE_F16:
-      return "fp16";
-    case KVM_DTYPE_BF16:
-      return "bf16";
-    case KVM_DTYPE_I8:
-      return "int8";
-    case KVM_DTYPE_F8E4M3:
-      return "fp8";
-    default:
-      return "?";
-  }
+const char* codec_text(uint32_t codec) {
+  const char* name = kvm_codec_name(codec);
+  return name == nullptr ? "?" : name;  // one of a newer kvmd
 }
 
 const char* mode_text(uint32_t mode) {
@@ -91,7 +79,7 @@ int run_spaces(const Common& common) {
                      {"kv_heads", space.n_kv_heads},
                      {"head_dim_k", space.head_dim_k},
                      {"head_dim_v", space.head_dim_v},
-                     {"dtype", dtype_text(space.dtype)},
+                     {"codec", codec_text(space.codec)},
                      {"head_classes", space.n_head_classes},
                      {"sequences", space.n_sequences},
                      {"bytes_per_token", space.bytes_per_token},
@@ -105,14 +93,14 @@ int run_spaces(const Common& common) {
     return kExitOk;
   }
   std::vector<std::vector<std::string>> rows = {
-      {"NAME", "LAYERS", "HEADS", "DIM", "DTYPE", "CLASSES", "SEQUENCES", "A TOKEN", "MODE"}};
+      {"NAME", "LAYERS", "HEADS", "DIM", "CODEC", "CLASSES", "SEQUENCES", "A TOKEN", "MODE"}};
   for (const auto& space : spaces) {
     rows.push_back({space.name, std::to_string(space.n_layers),
                     fmt::format("{}/{}", space.n_q_heads, space.n_kv_heads),
                     space.head_dim_k == space.head_dim_v
                         ? std::to_string(space.head_dim_k)
                         : fmt::format("{}/{}", space.head_dim_k, space.head_dim_v),
-                    dtype_text(space.dtype), std::to_string(space.n_head_classes),
+                    codec_text(space.codec), std::to_string(space.n_head_classes),
                     std::to_string(space.n_sequences), bytes_text(space.bytes_per_token),
                     default_text(space)});
   }

@@ -39,7 +39,7 @@ def set_log(listener: _Callable[[LogLevel, str], None] | None) -> None:
 
 __all__ = [
     "NO_LIMIT", "POSITION_END", "Amounts", "CancelledError", "Client", "ClientEntry",
-    "ClientInfo", "Codec", "Daemon", "DisconnectedError", "Dtype", "Error", "Evict",
+    "ClientInfo", "Codec", "CodecId", "Daemon", "DisconnectedError", "Dtype", "Error", "Evict",
     "EvictResult", "Feature", "FullError", "Index", "IndexKind", "InvalidError", "Item",
     "Layer", "LayerKind", "LogLevel", "Mode", "NotFoundError", "PartialError", "Policy",
     "Positions", "Proposal", "Queue", "QuotaOf", "RefusedError", "Request", "Retention",

@@ -66,7 +66,15 @@ class BufferKind(enum.IntEnum):
 
 
 class Dtype(enum.IntEnum):
-    """Types of elements; I8 and F8E4M3 for stored K and V only. KVM_* constants: KVM_DTYPE_*."""
+    """Types of the elements of tensors. KVM_* constants: KVM_DTYPE_*."""
+
+    F32 = 1
+    F16 = 2
+    BF16 = 3
+
+
+class CodecId(enum.IntEnum):
+    """How K and V are stored. KVM_* constants: KVM_CODEC_*."""
 
     F32 = 1
     F16 = 2

@@ -15,10 +15,10 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from . import _native
-from ._constants import (EVICT_DISCONNECT, POSITION_END, Dtype, Evict, ListFlag, Mode, Proposal,
-                         QuotaOf, Rope, SequenceFlag, Status)
+from ._constants import (EVICT_DISCONNECT, POSITION_END, CodecId, Dtype, Evict, ListFlag, Mode,
+                         Proposal, QuotaOf, Rope, SequenceFlag, Status)
 from ._errors import Error
-from ._params import Codec, Index, Layer, Policy, dtype_of
+from ._params import Codec, Index, Layer, Policy, codec_of, dtype_of
 from ._records import (Amounts, ClientEntry, ClientInfo, EvictResult, SequenceInfo, SpaceInfo,
                        Stats, UserEntry)
 from ._requests import (Item, Layout, Request, Step, StepResult, check_names, check_step, is_heads,
@@ -164,7 +164,7 @@ class Client:
 
     def register_space(
             self, name: str, *, n_layers: int, n_q_heads: int, head_dim: int, n_kv_heads: int = 0,
-            head_dim_v: int = 0, dtype: Dtype | str | Any = None, softmax_scale: float = 0.0,
+            head_dim_v: int = 0, codec: CodecId | str | Any = None, softmax_scale: float = 0.0,
             logit_softcap: float = 0.0, rope: Rope = Rope.NONE,
             rope_inv_freq: Iterable[float] = (), sink_logits: Iterable[float] | None = None,
             layers: Iterable[Layer] = (), policies: Iterable[Policy] = (),
@@ -174,7 +174,7 @@ class Client:
             fingerprint: bytes = bytes(32), shard_index: int = 0, n_shards: int = 0) -> Space:
         """Registers the geometry of a model's KV, or finds the space of this name that is the same.
 
-        dtype:         of stored keys and values; None: bfloat16. "int8" and "fp8" take half.
+        codec:         how keys and values are stored; None: bfloat16. "int8" and "fp8" take half.
         n_kv_heads:    0: n_q_heads. head_dim_v: 0: head_dim.
         rope:          how keys were rotated before they are appended; policies with cache-relative
                        positions need to know.
@@ -188,7 +188,7 @@ class Client:
         overrides = list(layers)
         numbers = {
             "n_layers": n_layers, "n_q_heads": n_q_heads, "n_kv_heads": n_kv_heads,
-            "head_dim_k": head_dim, "head_dim_v": head_dim_v, "dtype": int(dtype_of(dtype)),
+            "head_dim_k": head_dim, "head_dim_v": head_dim_v, "codec": int(codec_of(codec)),
             "softmax_scale": softmax_scale, "logit_softcap": logit_softcap,
             "rope_layout": int(rope), "shard_index": shard_index, "n_shards": n_shards,
             "fingerprint": fingerprint, "default_mode": int(default_mode),

@@ -8,15 +8,13 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from ._constants import Dtype, IndexKind, LayerKind, Positions, Retention
+from ._constants import CodecId, Dtype, IndexKind, LayerKind, Positions, Retention
+from ._native import codec_find, codec_name
 
 _DTYPES = {
     "float32": Dtype.F32, "f32": Dtype.F32, "fp32": Dtype.F32,
     "float16": Dtype.F16, "f16": Dtype.F16, "fp16": Dtype.F16,
     "bfloat16": Dtype.BF16, "bf16": Dtype.BF16,
-    "int8": Dtype.I8, "i8": Dtype.I8,
-    "float8_e4m3": Dtype.F8E4M3, "float8_e4m3fn": Dtype.F8E4M3, "fp8": Dtype.F8E4M3,
-    "f8e4m3": Dtype.F8E4M3,
 }
 
 
@@ -26,10 +24,37 @@ def dtype_of(value: Dtype | str | Any | None) -> int:
         return 0
     if isinstance(value, Dtype):
         return value
-    name = getattr(value, "__name__", None) or str(value).removeprefix("torch.")
+    name = _name_of(value)
     if name not in _DTYPES:
         raise ValueError(f"dtype is {value!r}; it must be one of {', '.join(_DTYPES)}")
     return _DTYPES[name]
+
+
+def codec_of(value: CodecId | str | Any | None) -> int:
+    """The codec of a name ("int8"), a `CodecId`, or a dtype of NumPy or PyTorch; 0 of None."""
+    if value is None:
+        return 0
+    if isinstance(value, CodecId):
+        return value
+    name = _name_of(value)
+    if name in _DTYPES:
+        return CodecId[_DTYPES[name].name]
+    code = codec_find(name)
+    if code == 0:
+        raise ValueError(f"codec is {value!r}; it must be one of {', '.join(codec_names())}")
+    return code
+
+
+def codec_names() -> list[str]:
+    """The names of all codecs, in the order of their numbers."""
+    names = []
+    while (name := codec_name(len(names) + 1)) is not None:
+        names.append(name)
+    return names
+
+
+def _name_of(value: Any) -> str:
+    return getattr(value, "__name__", None) or str(value).removeprefix("torch.")
 
 
 def _mask(heads: Iterable[int] | None) -> tuple[int, int]:
@@ -88,16 +113,16 @@ class Policy:
 class Codec:
     """How kv heads are stored (kvm_codec_params). None: as the space says."""
 
-    dtype_k: Dtype | str | None = None
-    dtype_v: Dtype | str | None = None
+    codec_k: CodecId | str | Any | None = None
+    codec_v: CodecId | str | Any | None = None
     begin: int = 0
     n_layers: int = 0
     heads: Iterable[int] | None = None
 
     def _fields(self) -> dict[str, Any]:
         return {"layer_begin": self.begin, "n_layers": self.n_layers,
-                "kv_head_mask": _mask(self.heads), "dtype_k": int(dtype_of(self.dtype_k)),
-                "dtype_v": int(dtype_of(self.dtype_v))}
+                "kv_head_mask": _mask(self.heads), "codec_k": int(codec_of(self.codec_k)),
+                "codec_v": int(codec_of(self.codec_v))}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -54,7 +54,7 @@ class SpaceInfo:
     n_kv_heads: int
     head_dim_k: int
     head_dim_v: int
-    dtype: int
+    codec: int
     n_head_classes: int
     n_sequences: int
     bytes_per_token: int

@@ -134,6 +134,10 @@ void register_status(nb::module_& module) {
       nullptr);
   module.def(
       "status_name", [](int32_t status) { return kvm_status_name(status); }, nb::arg("status"));
+  module.def(
+      "codec_name", [](uint32_t codec) { return kvm_codec_name(codec); }, nb::arg("codec"));
+  module.def(
+      "codec_find", [](const char* name) { return kvm_codec_find(name); }, nb::arg("name"));
   module.def("set_log", set_log, nb::arg("callback").none());
   pthread_atfork(nullptr, nullptr, [] { log_of_process = new Log; });
   module.def("version", [] { return kvm_version_string(); });

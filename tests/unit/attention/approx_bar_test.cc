@@ -48,10 +48,10 @@ TEST(Sampled, TheBarCoversTheError) {
 // A bar is relative: values in other units have the same. Where squares of values are too small for
 // a float, nothing is known, which is no small bar: the answer is exact.
 TEST(Sampled, TheBarDoesNotDependOnTheUnitOfValues) {
-  for (const Dtype dtype : {Dtype::kF32, Dtype::kBf16}) {
+  for (const CodecId codec : {CodecId::kF32, CodecId::kBf16}) {
     float bars[4] = {};
     for (const float unit : {1.0f, 0x1p-40f, 0x1p-64f, 0x1p-70f, 0x1p-90f}) {
-      Head head({.n_tokens = 4096, .dim_v = 64, .dtype = dtype}, 12);
+      Head head({.n_tokens = 4096, .dim_v = 64, .codec = codec}, 12);
       for (std::vector<float>& row : head.v) {
         std::ranges::transform(row, row.begin(), [unit](float x) { return x * unit; });
       }

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "attention/sampled/approx.h"
+#include "codecs/codec.h"
 #include "tests/unit/attention/approx_rig.h"
 
 namespace kvm::attention {
@@ -180,11 +181,11 @@ TEST(Outliers, OneValueAmongZeros) {
 // planned (a budget of all keys), or comes out later (an error that no sample has).
 TEST(SampleOfEverything, HasTheBitsOfExact) {
   for (const KernelTable* table : available_tables()) {
-    for (const Dtype dtype : {Dtype::kBf16, Dtype::kF32}) {
+    for (const CodecId codec : {CodecId::kBf16, CodecId::kF32}) {
       for (const bool is_planned : {true, false}) {
-        SCOPED_TRACE(std::string(table->name) + " " + dtype_name(dtype) +
+        SCOPED_TRACE(std::string(table->name) + " " + codecs::codec_of(codec).name +
                      (is_planned ? " planned" : " found"));
-        Head head({.n_tokens = 5000, .dtype = dtype, .sharpness = 3.0}, 71);
+        Head head({.n_tokens = 5000, .codec = codec, .sharpness = 3.0}, 71);
         head.input.table = table;
         head.input.params.mode = is_planned ? ApproxMode::kSampled : ApproxMode::kVerified;
         head.input.params.budget = is_planned ? 5000 : 0;

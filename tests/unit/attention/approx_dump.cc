@@ -10,6 +10,7 @@
 #include "attention/sampled/core.h"
 #include "attention/sampled/sample.h"
 #include "bench/recorded/record_file.h"
+#include "codecs/codec.h"
 #include "tests/unit/attention/approx_rig.h"
 
 namespace kvm::attention {
@@ -30,7 +31,7 @@ Head read_head(const bench::RecordFile& file, uint32_t group_index, uint32_t que
   shape.n_tokens = static_cast<uint64_t>(file.query_steps()[query]) + 1;
   shape.group = static_cast<uint32_t>(group.q_heads.size());
   shape.dim_k = shape.dim_v = file.head_dim();
-  shape.dtype = group.k.dtype;
+  shape.codec = codecs::codec_of_tensor(group.k.dtype);
   Head head(shape, 1);
   read_rows(group.q, uint64_t{query} * shape.group, head.q.data(), shape.group);
   for (uint64_t t = 0; t < shape.n_tokens; ++t) {

@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "attention/sampled/pilot.h"
+#include "codecs/codec.h"
 #include "tests/unit/attention/approx_reference.h"
 
 namespace kvm::attention {
@@ -94,12 +95,14 @@ TEST(Verified, GrowingByRowIsAScanWithThatC) {
 
 // Sums that change only by the keys whose p has changed are those of reading all anew.
 TEST(Verified, SumsOfAGrownSampleAreThoseOfReadingItAgain) {
-  const std::pair<Dtype, bool> kinds[] = {
-      {Dtype::kBf16, false}, {Dtype::kBf16, true}, {Dtype::kI8, false}, {Dtype::kF32, false}};
-  for (const auto& [dtype, fp32_weights] : kinds) {
+  const std::pair<CodecId, bool> kinds[] = {{CodecId::kBf16, false},
+                                            {CodecId::kBf16, true},
+                                            {CodecId::kI8, false},
+                                            {CodecId::kF32, false}};
+  for (const auto& [codec, fp32_weights] : kinds) {
     for (const KernelTable* table : available_tables()) {
-      SCOPED_TRACE(std::string(table->name) + " " + std::to_string(static_cast<int>(dtype)));
-      Head head({.n_tokens = 6000, .dtype = dtype}, 29);
+      SCOPED_TRACE(std::string(table->name) + " " + codecs::codec_of(codec).name);
+      Head head({.n_tokens = 6000, .codec = codec}, 29);
       head.input.table = table;
       head.input.params.mode = ApproxMode::kVerified;
       head.input.params.budget = 100;
@@ -123,7 +126,7 @@ TEST(Verified, SumsOfAGrownSampleAreThoseOfReadingItAgain) {
       clear_sums(head.problem, again.sums);
       gather_drawn(c, again, head.scratch->data());
       // Where a reference has risen in between, coefficients are rounded to bf16 anew.
-      const bool rounded = table->has_bf16_dot && !fp32_weights && dtype != Dtype::kF32;
+      const bool rounded = table->has_bf16_dot && !fp32_weights && codec != CodecId::kF32;
       const double most = rounded ? 1.0 / 512 : 1e-4;
       EXPECT_EQ(again.head->n_open, grown.head->n_open);
       EXPECT_EQ(again.head->n_closed, grown.head->n_closed);

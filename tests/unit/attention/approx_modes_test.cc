@@ -383,7 +383,8 @@ TEST(Odd, FewTokensAreAnsweredExactly) {
 // A pilot alone takes as long as all of so few keys; a budget says that it shall be.
 TEST(Odd, ShortContextsAreExactWithoutAPilot) {
   const auto is_exact = [](uint64_t n_tokens, float eps, uint64_t budget) {
-    Head head({.n_tokens = n_tokens, .group = 1, .dim_k = 32, .dim_v = 8, .dtype = Dtype::kF32}, 5);
+    Head head({.n_tokens = n_tokens, .group = 1, .dim_k = 32, .dim_v = 8, .codec = CodecId::kF32},
+              5);
     head.build();
     head.input.params.mode = budget > 0 ? ApproxMode::kSampled : ApproxMode::kVerified;
     head.input.params.budget = budget;
@@ -527,7 +528,7 @@ TEST(Odd, NothingThatIsStoredBreaksIt) {
   for (const ApproxMode mode :
        {ApproxMode::kSampled, ApproxMode::kVerified, ApproxMode::kBalanced, ApproxMode::kTopK}) {
     for (const float x : odd) {
-      Head head({.n_tokens = 4096, .dtype = Dtype::kF32, .with_tables = true}, 53);
+      Head head({.n_tokens = 4096, .codec = CodecId::kF32, .with_tables = true}, 53);
       for (uint64_t t = 100; t < 4000; t += 97) {
         head.k[t][t % 64] = x;
       }

@@ -8,6 +8,7 @@
 
 #include "attention/exact/visibility.h"
 #include "attention/sampled/pilot.h"
+#include "codecs/codec.h"
 #include "codecs/convert.h"
 
 namespace kvm::attention::testing {
@@ -16,24 +17,24 @@ namespace {
 constexpr double kInf = std::numeric_limits<double>::infinity();
 
 // Rows with scales are rounded as a whole, where they are stored.
-float rounded(Dtype dtype, float x) {
-  if (dtype_is_scaled(dtype)) {
+float rounded(CodecId codec, float x) {
+  if (codecs::codec_of(codec).is_scaled()) {
     return x;
   }
   uint32_t bits = 0;
-  put(&bits, dtype, 0, x);
-  return get(&bits, dtype, 0);
+  put(&bits, codec, 0, x);
+  return get(&bits, codec, 0);
 }
 
 // Stores n rows with scales, and leaves in `rows` what they say then. Returns their scales.
-std::vector<uint16_t> store_scaled(std::vector<std::vector<float>>* rows, Dtype dtype,
+std::vector<uint16_t> store_scaled(std::vector<std::vector<float>>* rows, CodecId codec,
                                    std::byte* out) {
   std::vector<uint16_t> scales;
   for (std::vector<float>& row : *rows) {
     const auto n = static_cast<uint32_t>(row.size());
     std::byte* codes = out + scales.size() * n;
-    scales.push_back(codecs::encode_row(row.data(), n, dtype, codes));
-    codecs::decode_row(codes, dtype, scales.back(), n, row.data());
+    scales.push_back(codecs::encode_row(row.data(), n, codec, codes));
+    codecs::decode_row(codes, codec, &scales.back(), 0, n, row.data());
   }
   return scales;
 }
@@ -53,16 +54,17 @@ Head::Head(const HeadShape& s, uint64_t seed) : shape(s), random(seed) {
   const double scale_q = s.sharpness * std::sqrt(static_cast<double>(s.dim_k) / power);
   q.resize(size_t{rows()} * s.dim_k);
   for (size_t i = 0; i < q.size(); ++i) {
-    q[i] = rounded(Dtype::kBf16, normal(random) * static_cast<float>(axis[i % s.dim_k] * scale_q));
+    q[i] =
+        rounded(CodecId::kBf16, normal(random) * static_cast<float>(axis[i % s.dim_k] * scale_q));
   }
   k.resize(s.n_tokens);
   v.resize(s.n_tokens);
   for (uint64_t t = 0; t < s.n_tokens; ++t) {
     for (uint32_t d = 0; d < s.dim_k; ++d) {
-      k[t].push_back(rounded(s.dtype, 0.3f + normal(random) * static_cast<float>(axis[d])));
+      k[t].push_back(rounded(s.codec, 0.3f + normal(random) * static_cast<float>(axis[d])));
     }
     for (uint32_t d = 0; d < s.dim_v; ++d) {
-      v[t].push_back(rounded(s.dtype, 0.5f + normal(random)));
+      v[t].push_back(rounded(s.codec, 0.5f + normal(random)));
     }
   }
   problem.n_query = s.n_query;
@@ -80,31 +82,26 @@ void Head::build() {
   const uint64_t n_pages = (s.n_tokens + kPageTokens - 1) / kPageTokens + 1;
   k_rows_ = std::make_unique<Buffer>(n_pages * kPageTokens * s.dim_k * 4);
   v_rows_ = std::make_unique<Buffer>(n_pages * kPageTokens * s.dim_v * 4);
-  const size_t k_bytes = size_t{s.dim_k} * dtype_size_bytes(s.dtype);
-  const size_t v_bytes = size_t{s.dim_v} * dtype_size_bytes(s.dtype);
-  const bool is_scaled = dtype_is_scaled(s.dtype);
+  const bool is_scaled = codecs::codec_of(s.codec).is_scaled();
   if (is_scaled) {
-    k_scale_ = store_scaled(&k, s.dtype, k_rows_->data());
-    v_scale_ = store_scaled(&v, s.dtype, v_rows_->data());
+    k_scale_ = store_scaled(&k, s.codec, k_rows_->data());
+    v_scale_ = store_scaled(&v, s.codec, v_rows_->data());
   }
   for (uint64_t t = 0; t < s.n_tokens && !is_scaled; ++t) {
     for (uint32_t d = 0; d < s.dim_k; ++d) {
-      put(k_rows_->data(), s.dtype, t * s.dim_k + d, k[t][d]);
+      put(k_rows_->data(), s.codec, t * s.dim_k + d, k[t][d]);
     }
     for (uint32_t d = 0; d < s.dim_v; ++d) {
-      put(v_rows_->data(), s.dtype, t * s.dim_v + d, v[t][d]);
+      put(v_rows_->data(), s.codec, t * s.dim_v + d, v[t][d]);
     }
   }
   const auto run_of = [&](uint64_t position, uint64_t n) {
     KvRun run;
-    run.k = k_rows_->data() + position * k_bytes;
-    run.v = v_rows_->data() + position * v_bytes;
+    run.k = {k_rows_->data(), is_scaled ? k_scale_.data() : nullptr, s.codec};
+    run.v = {v_rows_->data(), is_scaled ? v_scale_.data() : nullptr, s.codec};
+    run.slot = static_cast<uint32_t>(position);
     run.position = position;
     run.n_tokens = static_cast<uint16_t>(n);
-    run.dtype_k = s.dtype;
-    run.dtype_v = s.dtype;
-    run.k_scale = is_scaled ? k_scale_.data() + position : nullptr;
-    run.v_scale = is_scaled ? v_scale_.data() + position : nullptr;
     return run;
   };
   // For the index, whole pages whatever is dropped later; for the problem, cut where tokens differ.

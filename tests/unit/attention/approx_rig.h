@@ -21,7 +21,7 @@ struct HeadShape {
   uint32_t group = 4;
   uint32_t dim_k = 64;
   uint32_t dim_v = 32;
-  Dtype dtype = Dtype::kBf16;
+  CodecId codec = CodecId::kBf16;
   double sharpness = 2.0;  // standard deviation of the logits
   bool with_tables = false;
   hash_index::LshParams lsh = {.n_bits = 6, .n_tables = 40, .seed = 5};

@@ -8,6 +8,7 @@
 #include <map>
 #include <set>
 
+#include "codecs/codec.h"
 #include "tests/unit/attention/approx_reference.h"
 
 namespace kvm::attention {
@@ -21,16 +22,17 @@ using testing::scan_all;
 
 TEST(Sampled, AgreesWithTheReference) {
   for (const KernelTable* table : available_tables()) {
-    for (const Dtype dtype : {Dtype::kBf16, Dtype::kF32, Dtype::kF16, Dtype::kI8, Dtype::kF8}) {
+    for (const CodecId codec :
+         {CodecId::kBf16, CodecId::kF32, CodecId::kF16, CodecId::kI8, CodecId::kF8}) {
       for (const uint32_t group : {1u, 3u, 4u, 8u}) {
-        SCOPED_TRACE(std::string(table->name) + " " + dtype_name(dtype) + " " +
+        SCOPED_TRACE(std::string(table->name) + " " + codecs::codec_of(codec).name + " " +
                      std::to_string(group));
         Head head({.n_tokens = 2500,
                    .n_query = group == 8 ? 2u : 1u,
                    .group = group,
                    .dim_k = group == 3 ? 40u : 64u,
                    .dim_v = group == 3 ? 24u : 48u,
-                   .dtype = dtype},
+                   .codec = codec},
                   group);
         head.problem.fp32_weights = true;
         head.input.table = table;
@@ -48,9 +50,9 @@ TEST(Sampled, AgreesWithTheReference) {
 // a value, whose scale is 0, and of values so small that the product is lost.
 TEST(Sampled, ScaledValuesMeetWeightsThatHoldTheirScales) {
   for (const KernelTable* table : available_tables()) {
-    for (const Dtype dtype : {Dtype::kI8, Dtype::kF8}) {
-      SCOPED_TRACE(std::string(table->name) + " " + dtype_name(dtype));
-      Head head({.n_tokens = 2500, .dtype = dtype}, 12);
+    for (const CodecId codec : {CodecId::kI8, CodecId::kF8}) {
+      SCOPED_TRACE(std::string(table->name) + " " + codecs::codec_of(codec).name);
+      Head head({.n_tokens = 2500, .codec = codec}, 12);
       for (uint64_t t = 100; t < 2400; t += 3) {
         std::fill(head.v[t].begin(), head.v[t].end(), 0.0f);
       }

@@ -9,12 +9,14 @@
 #include <string>
 
 #include "attention/exact/layout.h"
+#include "codecs/codec.h"
 #include "tests/unit/attention/testbed.h"
 
 namespace kvm::attention::testing {
 namespace {
 
-constexpr Dtype kStoredDtypes[] = {Dtype::kF32, Dtype::kF16, Dtype::kBf16, Dtype::kI8, Dtype::kF8};
+constexpr CodecId kCodecs[] = {CodecId::kF32, CodecId::kF16, CodecId::kBf16, CodecId::kI8,
+                               CodecId::kF8};
 
 // What is written for query tokens [first, first + count), every NaN as the same one.
 std::vector<uint32_t> bits_of(const Case& c, uint32_t first, uint32_t count) {
@@ -139,9 +141,9 @@ TEST(Batch, DtypesDimsAndGroups) {
   uint64_t seed = 0;
   for (const uint32_t dim : {64u, 80u, 96u, 128u, 256u}) {
     for (const uint32_t group : {1u, 4u, 7u}) {
-      for (const Dtype dtype : kStoredDtypes) {
+      for (const CodecId codec : kCodecs) {
         SCOPED_TRACE("dim " + std::to_string(dim) + ", group " + std::to_string(group) + ", " +
-                     dtype_name(dtype));
+                     codecs::codec_of(codec).name);
         ++seed;
         const uint32_t n_query = seed % 2 == 0 ? 23 / group : 30 + static_cast<uint32_t>(seed % 11);
         Case c(Shape{.n_query = n_query,
@@ -152,7 +154,7 @@ TEST(Batch, DtypesDimsAndGroups) {
                      .dtype_q = seed % 5 == 4 ? Dtype::kF32 : Dtype::kBf16},
                seed);
         for (TokenKind& kind : c.kinds) {
-          kind = {dtype, dtype, 0};
+          kind = {codec, codec, 0};
         }
         c.store(static_cast<int>(seed % 4));
         check(c);
@@ -198,7 +200,7 @@ TEST(Batch, KindsThatTakeTurns) {
     c.add_transform(false, RotationLayout::kInterleaved, false);
     c.add_transform(true, RotationLayout::kHalfSplit, true);
     for (TokenKind& kind : c.kinds) {
-      kind = {kStoredDtypes[c.random()() % 5], kStoredDtypes[c.random()() % 5],
+      kind = {kCodecs[c.random()() % 5], kCodecs[c.random()() % 5],
               static_cast<uint16_t>(c.random()() % 2)};
     }
     c.problem().visible.window = 1 + c.random()() % 70;
@@ -222,9 +224,9 @@ TEST(Batch, LongContexts) {
                  .first_position = seed % 4 == 1 ? 777u : 0u,
                  .q_size = 3.0f},
            seed);
-    const Dtype dtype = kStoredDtypes[seed % 5];
+    const CodecId codec = kCodecs[seed % 5];
     for (TokenKind& kind : c.kinds) {
-      kind = {dtype, dtype, 0};
+      kind = {codec, codec, 0};
     }
     Visibility& v = c.problem().visible;
     if (seed % 4 == 2) {
@@ -261,7 +263,7 @@ TEST(Batch, OutliersOfQueries) {
                  .q_size = 1e-2f},
            seed);
     for (TokenKind& kind : c.kinds) {
-      kind = {Dtype::kI8, seed % 2 == 0 ? Dtype::kI8 : Dtype::kBf16, 0};
+      kind = {CodecId::kI8, seed % 2 == 0 ? CodecId::kI8 : CodecId::kBf16, 0};
     }
     std::vector<float>& q = c.queries();
     for (uint32_t row = 0; row < c.problem().n_query * group; ++row) {
@@ -284,7 +286,7 @@ TEST(Batch, NotFiniteRowsBeside) {
   constexpr float kInf = std::numeric_limits<float>::infinity();
   for (uint64_t seed = 1; seed <= 40; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
-    const Dtype dtype = kStoredDtypes[seed % 5];
+    const CodecId codec = kCodecs[seed % 5];
     Case c(Shape{.n_query = seed % 2 == 0 ? 7u : 40u,
                  .group = seed % 3 == 0 ? 1u : 3u,
                  .dim_k = 64,
@@ -293,7 +295,7 @@ TEST(Batch, NotFiniteRowsBeside) {
                  .uneven = seed % 4 == 0},
            seed);
     for (TokenKind& kind : c.kinds) {
-      kind = {dtype, dtype, 0};
+      kind = {codec, codec, 0};
     }
     if (seed % 3 == 0) {
       for (size_t t = 0; t < c.kinds.size(); ++t) {
@@ -307,14 +309,8 @@ TEST(Batch, NotFiniteRowsBeside) {
     c.store(1);
     // One of the last tokens, which only later rows see.
     const KvRun& run = c.problem().runs.back();
-    const uint64_t row = uint64_t{c.problem().head} * kPageTokens + run.n_tokens / 2;
-    const bool key = seed % 4 < 2;
-    const uint16_t* scales = key ? run.k_scale : run.v_scale;
-    if (scales != nullptr) {
-      const_cast<uint16_t*>(scales)[row] = 0x7fc0;
-    } else {
-      put(const_cast<void*>(key ? run.k : run.v), dtype, row * 64 + seed, kInf);
-    }
+    spoil_row(seed % 4 < 2 ? run.k : run.v, 64, c.problem().head, run.slot + run.n_tokens / 2,
+              static_cast<uint32_t>(seed), kInf);
     check(c);
     if (HasFailure())
       return;
@@ -335,9 +331,9 @@ TEST(Batch, LogitsOfAllSizes) {
                  .q_size = kSizes[seed % 5],
                  .uneven = seed % 3 == 1},
            seed);
-    const Dtype dtype = kStoredDtypes[(seed / 3) % 5];
+    const CodecId codec = kCodecs[(seed / 3) % 5];
     for (TokenKind& kind : c.kinds) {
-      kind = {dtype, dtype, 0};
+      kind = {codec, codec, 0};
     }
     c.problem().softcap = seed % 4 == 0 ? 20.0f : 0.0f;
     c.store(0);

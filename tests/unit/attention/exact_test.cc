@@ -9,13 +9,16 @@
 #include <limits>
 #include <string>
 
+#include "codecs/codec.h"
+#include "codecs/rows.h"
 #include "tests/unit/attention/testbed.h"
 
 namespace kvm::attention::testing {
 namespace {
 
 constexpr Dtype kDtypes[] = {Dtype::kF32, Dtype::kF16, Dtype::kBf16};
-constexpr Dtype kStoredDtypes[] = {Dtype::kF32, Dtype::kF16, Dtype::kBf16, Dtype::kI8, Dtype::kF8};
+constexpr CodecId kCodecs[] = {CodecId::kF32, CodecId::kF16, CodecId::kBf16, CodecId::kI8,
+                               CodecId::kF8};
 
 void check(Case& c, const std::string& what) {
   c.run_reference();
@@ -40,7 +43,7 @@ void check(Case& c, const std::string& what) {
   }
 }
 
-void set_kinds(Case& c, Dtype k, Dtype v) {
+void set_kinds(Case& c, CodecId k, CodecId v) {
   for (TokenKind& kind : c.kinds) {
     kind = {k, v, 0};
   }
@@ -82,8 +85,8 @@ TEST(Exact, Groups) {
 TEST(Exact, DtypesAndDims) {
   uint64_t seed = 0;
   for (uint32_t dim : {8u, 64u, 80u, 96u, 128u, 192u, 256u}) {
-    for (Dtype k : kStoredDtypes) {
-      for (Dtype v : kStoredDtypes) {
+    for (CodecId k : kCodecs) {
+      for (CodecId v : kCodecs) {
         for (Dtype q : kDtypes) {
           for (uint32_t n_query : {1u, 9u}) {
             const uint32_t dim_v = seed % 2 == 0 ? dim : 264 - dim;
@@ -97,8 +100,8 @@ TEST(Exact, DtypesAndDims) {
             set_kinds(c, k, v);
             c.store(1);
             check(c, "dim " + std::to_string(dim) + "/" + std::to_string(dim_v) + " " +
-                         dtype_name(q) + " " + dtype_name(k) + " " + dtype_name(v) + " queries " +
-                         std::to_string(n_query));
+                         dtype_name(q) + " " + codecs::codec_of(k).name + " " +
+                         codecs::codec_of(v).name + " queries " + std::to_string(n_query));
             if (HasFailure())
               return;
           }
@@ -137,10 +140,10 @@ TEST(Exact, LongContext) {
 
 TEST(Exact, HugeLogitsStayFinite) {
   for (uint32_t n_query : {1u, 12u}) {
-    for (Dtype k : kStoredDtypes) {
+    for (CodecId k : kCodecs) {
       Case c(Shape{.n_query = n_query, .n_tokens = 200, .dtype_q = Dtype::kF32, .q_size = 4e37f},
              3);
-      set_kinds(c, k, Dtype::kF32);
+      set_kinds(c, k, CodecId::kF32);
       c.problem().scale = 1.0f;
       c.store(0);
       for (const KernelTable* table : available_tables()) {
@@ -156,18 +159,18 @@ TEST(Exact, HugeLogitsStayFinite) {
 
 // What storing costs: for Gaussian data and int8 0.67 % from K and as much from V, 0.94 % together;
 // for fp8 four times that. The error of a few rows scatters by a fifteenth of it, hence many.
-void check_error_of_gaussian_data(Dtype dtype, double least, double most) {
+void check_error_of_gaussian_data(CodecId codec, double least, double most) {
   for (uint32_t n_query : {1u, 2u}) {  // either path
     std::vector<double> off(available_tables().size());
     double size = 0;
     for (uint64_t seed = 1; seed <= 12; ++seed) {
       const Shape shape{.n_query = n_query, .group = 16, .n_tokens = 2000};
       Case whole(shape, seed);
-      set_kinds(whole, Dtype::kF32, Dtype::kF32);
+      set_kinds(whole, CodecId::kF32, CodecId::kF32);
       whole.store(0);
       whole.run_reference();
       Case stored(shape, seed);  // the same rows
-      set_kinds(stored, dtype, dtype);
+      set_kinds(stored, codec, codec);
       stored.store(0);
       for (const double x : whole.ref_o)
         size += x * x;
@@ -186,23 +189,23 @@ void check_error_of_gaussian_data(Dtype dtype, double least, double most) {
 }
 
 TEST(Exact, ErrorOfInt8RowsOfGaussianData) {
-  check_error_of_gaussian_data(Dtype::kI8, 0.003, 0.0099);
+  check_error_of_gaussian_data(CodecId::kI8, 0.003, 0.0099);
 }
 
 TEST(Exact, ErrorOfFp8RowsOfGaussianData) {
-  check_error_of_gaussian_data(Dtype::kF8, 0.012, 0.0396);
+  check_error_of_gaussian_data(CodecId::kF8, 0.012, 0.0396);
 }
 
 // An int8 or fp8 row that was not finite has scale NaN, and who sees it is told so.
 TEST(Exact, ValuesWithScaleNaNShow) {
-  for (const uint32_t i : {0u, 1u, 2u, 3u}) {  // either path, either dtype
+  for (const uint32_t i : {0u, 1u, 2u, 3u}) {  // either path, either codec
     Case c(Shape{.n_query = i % 2 == 0 ? 1u : 12u, .n_tokens = 200}, 4);
-    const Dtype dtype = i < 2 ? Dtype::kI8 : Dtype::kF8;
-    set_kinds(c, dtype, dtype);
+    const CodecId codec = i < 2 ? CodecId::kI8 : CodecId::kF8;
+    set_kinds(c, codec, codec);
     for (int cuts : {0, 50}) {
       c.store(cuts);
       const KvRun& run = c.problem().runs.front();  // every row sees its first token
-      *const_cast<uint16_t*>(run.v_scale + c.shape().head * kPageTokens) = 0x7fc0;
+      *const_cast<uint16_t*>(codecs::row_scale_at(run.v, c.shape().head, run.slot)) = 0x7fc0;
       for (const KernelTable* table : available_tables()) {
         c.run(table);
         for (float x : c.o)
@@ -241,7 +244,7 @@ TEST(Exact, SubnormalCodesBesideOutliers) {
                    .dtype_q = i < 2 ? Dtype::kBf16 : Dtype::kF32,
                    .outliers = true},
              i);
-      set_kinds(c, Dtype::kF8, Dtype::kF8);
+      set_kinds(c, CodecId::kF8, CodecId::kF8);
       c.store(1);
       check(c, "outliers, dim " + std::to_string(dim));
       for (const KernelTable* table : available_tables()) {
@@ -253,8 +256,8 @@ TEST(Exact, SubnormalCodesBesideOutliers) {
 }
 
 TEST(Exact, RowsOfAllSizes) {
-  for (const Dtype k : kStoredDtypes) {
-    for (const Dtype v : {Dtype::kF32, Dtype::kBf16, Dtype::kI8, Dtype::kF8}) {
+  for (const CodecId k : kCodecs) {
+    for (const CodecId v : {CodecId::kF32, CodecId::kBf16, CodecId::kI8, CodecId::kF8}) {
       for (const uint32_t i : {0u, 1u, 2u, 3u, 4u, 5u}) {  // all groups of a few queries, or more
         const bool many = i % 2 == 1;
         Case c(Shape{.n_query = many ? 9u : 1u,
@@ -271,8 +274,8 @@ TEST(Exact, RowsOfAllSizes) {
           c.problem().softcap = 2.0f;
         }
         c.store(2);
-        check(c, std::string("uneven ") + dtype_name(k) + " " + dtype_name(v) + " group " +
-                     std::to_string(c.shape().group));
+        check(c, std::string("uneven ") + codecs::codec_of(k).name + " " +
+                     codecs::codec_of(v).name + " group " + std::to_string(c.shape().group));
         if (HasFailure()) {
           return;
         }
@@ -284,7 +287,7 @@ TEST(Exact, RowsOfAllSizes) {
 TEST(Exact, LargeLogits) {
   for (uint32_t n_query : {1u, 12u}) {
     Case c(Shape{.n_query = n_query, .n_tokens = 500, .q_size = 30.0f}, 3);
-    set_kinds(c, Dtype::kF32, Dtype::kF32);
+    set_kinds(c, CodecId::kF32, CodecId::kF32);
     c.store(0);
     c.run_reference();
     for (const KernelTable* table : available_tables()) {
@@ -303,7 +306,7 @@ TEST(Exact, SoftCapsOfAnySize) {
       for (const float size : {0.0f, 1e-4f, 1.0f, 30.0f}) {
         Case c(Shape{.n_query = n_query, .n_tokens = 200, .dtype_q = Dtype::kF32, .q_size = size},
                7);
-        set_kinds(c, Dtype::kF32, Dtype::kF32);
+        set_kinds(c, CodecId::kF32, CodecId::kF32);
         c.problem().softcap = cap;
         c.store(0);
         c.run_reference();
@@ -353,15 +356,7 @@ bool spoil(Case& c, uint64_t token, bool key, uint32_t channel, float value) {
         std::isinf(run.log_weight[p.head * p.log_weight_head_stride + at])) {
       return false;
     }
-    const uint64_t row = uint64_t{p.head} * kPageTokens + at;
-    const uint16_t* scales = key ? run.k_scale : run.v_scale;
-    if (scales != nullptr) {
-      const_cast<uint16_t*>(scales)[row] = 0x7fc0;
-    } else {
-      const uint32_t dim = key ? p.dim_k : p.dim_v;
-      put(const_cast<void*>(key ? run.k : run.v), key ? run.dtype_k : run.dtype_v,
-          row * dim + channel % dim, value);
-    }
+    spoil_row(key ? run.k : run.v, key ? p.dim_k : p.dim_v, p.head, run.slot + at, channel, value);
     return true;
   }
   return false;

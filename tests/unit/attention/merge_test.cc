@@ -97,7 +97,7 @@ TEST(Merge, AnyPartitionGivesTheWhole) {
                  .n_tokens = 1 + seed % 3000},
            seed);
     for (TokenKind& kind : c.kinds) {
-      kind = {Dtype::kF32, Dtype::kF32, 0};
+      kind = {CodecId::kF32, CodecId::kF32, 0};
     }
     c.store(0);
     c.run_reference();

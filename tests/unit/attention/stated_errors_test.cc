@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The errors of exact answers that kvm.h states (KVM_STEP_F32_VALUES), by dtype of the stored rows,
+// The errors of exact answers that kvm.h states (KVM_STEP_F32_VALUES), by codec of the stored rows,
 // over noise, rows as a model's and rows that are hard: against fp64 over the same stored rows.
 #include <gtest/gtest.h>
 
@@ -53,24 +53,25 @@ constexpr Data kAll[] = {{"noise", 1, false, false, true},
 
 struct Stored {
   const char* name;
-  Dtype dtype;
+  CodecId codec;
   bool fp32_weights;
 };
 
-constexpr Stored kStored[] = {{"f32", Dtype::kF32, false},    {"f16", Dtype::kF16, false},
-                              {"bf16", Dtype::kBf16, false},  {"i8", Dtype::kI8, false},
-                              {"f8", Dtype::kF8, false},      {"bf16, fp32", Dtype::kBf16, true},
-                              {"f8, fp32", Dtype::kF8, true}, {"i8, fp32", Dtype::kI8, true}};
+constexpr Stored kStored[] = {
+    {"f32", CodecId::kF32, false},    {"f16", CodecId::kF16, false},
+    {"bf16", CodecId::kBf16, false},  {"i8", CodecId::kI8, false},
+    {"f8", CodecId::kF8, false},      {"bf16, fp32", CodecId::kBf16, true},
+    {"f8, fp32", CodecId::kF8, true}, {"i8, fp32", CodecId::kI8, true}};
 
 // As kvm.h has them, at "Rounding".
 Errors stated_for(const Stored& stored) {
-  const bool is_i8 = stored.dtype == Dtype::kI8;
-  const bool is_rounded = stored.dtype == Dtype::kBf16 || stored.dtype == Dtype::kF8 || is_i8;
+  const bool is_i8 = stored.codec == CodecId::kI8;
+  const bool is_rounded = stored.codec == CodecId::kBf16 || stored.codec == CodecId::kF8 || is_i8;
   Errors stated = {.of_values = 2e-5, .of_o = 5e-6, .lse = 2e-5};
   if (is_rounded && !stored.fp32_weights) {
     stated.of_values = 2e-3;
     stated.of_o = 3e-3;
-    stated.lse = stored.dtype == Dtype::kBf16 ? 3e-3 : stated.lse;
+    stated.lse = stored.codec == CodecId::kBf16 ? 3e-3 : stated.lse;
   }
   if (is_i8) {  // queries are rounded to 15 bits where products of words are used
     stated.of_values = std::max(stated.of_values, 3e-4);
@@ -97,7 +98,7 @@ Errors measure(const Data& data, const Stored& stored) {
                    .uneven = data.uneven},
              n_query + dim);
       for (TokenKind& kind : c.kinds) {
-        kind = {stored.dtype, stored.dtype, 0};
+        kind = {stored.codec, stored.codec, 0};
       }
       c.problem().fp32_weights = stored.fp32_weights;
       c.wants_column_sums = false;
@@ -122,7 +123,7 @@ TEST(StatedErrors, HoldAndAreNoLargerThanTheyMustBe) {
     const Errors stated = stated_for(stored);
     Errors worst;
     for (const Data& data : kAll) {
-      if (stored.dtype == Dtype::kF16 && (data.outliers || data.uneven)) {
+      if (stored.codec == CodecId::kF16 && (data.outliers || data.uneven)) {
         continue;  // beyond what F16 holds
       }
       const Errors errors = measure(data, stored);
@@ -137,7 +138,7 @@ TEST(StatedErrors, HoldAndAreNoLargerThanTheyMustBe) {
     // Smaller where the processor lacks the instructions that round: products of words for I8, of
     // bf16 numbers for what is kept or turned into these.
     const bool is_rounded = stated.of_values >= 2e-3;
-    if (stored.dtype != Dtype::kI8 && (has_bf16_dot || !is_rounded)) {
+    if (stored.codec != CodecId::kI8 && (has_bf16_dot || !is_rounded)) {
       EXPECT_GE(worst.of_values, stated.of_values / 10) << stored.name;
       EXPECT_GE(worst.of_o, stated.of_o / 10) << stored.name;
       EXPECT_GE(worst.lse, stated.lse / 5) << stored.name;

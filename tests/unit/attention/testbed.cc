@@ -6,7 +6,9 @@
 #include <limits>
 
 #include "attention/exact/exact.h"
+#include "codecs/codec.h"
 #include "codecs/convert.h"
+#include "codecs/rows.h"
 
 namespace kvm::attention::testing {
 namespace {
@@ -23,6 +25,11 @@ float round_to(Dtype dtype, float value) {
   return get(&bits, dtype, 0);
 }
 
+// The elements of a codec that is not scaled.
+Dtype element_of(CodecId codec) {
+  return codec == CodecId::kF32 ? Dtype::kF32 : codec == CodecId::kF16 ? Dtype::kF16 : Dtype::kBf16;
+}
+
 // Of what Shape::uneven says.
 void make_uneven(std::vector<float>* row, bool is_v, std::mt19937_64& random) {
   constexpr float kSizes[] = {1.0f, 0.0f, 0x1p-125f, 1e-30f, 1e-3f, 1e4f, 1e30f};
@@ -34,7 +41,8 @@ void make_uneven(std::vector<float>* row, bool is_v, std::mt19937_64& random) {
 }
 
 // A random row as it is stored.
-std::vector<float> random_row(const Shape& shape, bool is_v, Dtype dtype, std::mt19937_64& random) {
+std::vector<float> random_row(const Shape& shape, bool is_v, CodecId codec,
+                              std::mt19937_64& random) {
   const uint32_t dim = is_v ? shape.dim_v : shape.dim_k;
   std::normal_distribution<float> normal;
   std::vector<float> row(dim);
@@ -47,28 +55,28 @@ std::vector<float> random_row(const Shape& shape, bool is_v, Dtype dtype, std::m
   if (shape.uneven) {
     make_uneven(&row, is_v, random);
   }
-  if (dtype_is_scaled(dtype)) {
+  if (codecs::codec_of(codec).is_scaled()) {
     std::vector<uint8_t> stored(dim);
-    const uint16_t scale = codecs::encode_row(row.data(), dim, dtype, stored.data());
-    codecs::decode_row(stored.data(), dtype, scale, dim, row.data());
+    const uint16_t scale = codecs::encode_row(row.data(), dim, codec, stored.data());
+    codecs::decode_row(stored.data(), codec, &scale, 0, dim, row.data());
     return row;
   }
   for (float& x : row) {
-    x = round_to(dtype, x);
+    x = round_to(element_of(codec), x);
   }
   return row;
 }
 
 // Stores it as row `at` of a plane.
-void put_row(std::byte* plane, uint16_t* scales, Dtype dtype, uint64_t at,
+void put_row(std::byte* plane, uint16_t* scales, CodecId codec, uint64_t at,
              const std::vector<float>& row) {
   const auto dim = static_cast<uint32_t>(row.size());
-  if (dtype_is_scaled(dtype)) {
-    scales[at] = codecs::encode_row(row.data(), dim, dtype, plane + at * dim);
+  if (codecs::codec_of(codec).is_scaled()) {
+    scales[at] = codecs::encode_row(row.data(), dim, codec, plane + at * dim);
     return;
   }
   for (uint32_t d = 0; d < dim; ++d) {
-    put(plane, dtype, at * dim + d, row[d]);
+    put(plane, codec, at * dim + d, row[d]);
   }
 }
 
@@ -88,6 +96,20 @@ float get(const void* p, Dtype dtype, uint64_t i) {
   }
   const uint16_t bits = static_cast<const uint16_t*>(p)[i];
   return dtype == Dtype::kF16 ? f16_to_f32(bits) : bf16_to_f32(bits);
+}
+
+void put(void* p, CodecId codec, uint64_t i, float value) { put(p, element_of(codec), i, value); }
+
+float get(const void* p, CodecId codec, uint64_t i) { return get(p, element_of(codec), i); }
+
+void spoil_row(const KvPlane& plane, uint32_t dim, uint32_t head, uint64_t slot, uint32_t channel,
+               float value) {
+  if (const uint16_t* scale = codecs::row_scale_at(plane, head, slot)) {
+    *const_cast<uint16_t*>(scale) = 0x7fc0;
+    return;
+  }
+  put(const_cast<uint8_t*>(codecs::row_at(plane, dim, head, slot)), plane.codec, channel % dim,
+      value);
 }
 
 Case::Case(const Shape& shape, uint64_t seed) : shape_(shape), random_(seed) {
@@ -191,8 +213,8 @@ void Case::cut_runs(int extra_cuts) {
     const uint64_t slot = position % kPageTokens;
     const TokenKind& kind = kinds[t];
     const bool joins = t > 0 && cut[t] == 0 && present[t - 1] != 0 && slot != 0 &&
-                       kinds[t - 1].dtype_k == kind.dtype_k &&
-                       kinds[t - 1].dtype_v == kind.dtype_v &&
+                       kinds[t - 1].codec_k == kind.codec_k &&
+                       kinds[t - 1].codec_v == kind.codec_v &&
                        kinds[t - 1].transform == kind.transform;
     if (joins) {
       ++runs_.back().n_tokens;
@@ -202,20 +224,20 @@ void Case::cut_runs(int extra_cuts) {
     KvRun run;
     run.position = position;
     run.n_tokens = 1;
-    run.dtype_k = kind.dtype_k;
-    run.dtype_v = kind.dtype_v;
+    run.slot = static_cast<uint32_t>(slot);
     run.transform = kind.transform;
     const size_t plane = size_t{shape_.heads} * kPageTokens;
-    run.k = pages_k_[page]->data() + static_cast<size_t>(kind.dtype_k) * plane * shape_.dim_k * 4 +
-            slot * shape_.dim_k * dtype_size_bytes(kind.dtype_k);
-    run.v = pages_v_[page]->data() + static_cast<size_t>(kind.dtype_v) * plane * shape_.dim_v * 4 +
-            slot * shape_.dim_v * dtype_size_bytes(kind.dtype_v);
+    const auto plane_of = [&](const Buffer& rows, CodecId codec, uint32_t dim,
+                              const uint16_t* scales) {
+      return KvPlane{rows.data() + static_cast<size_t>(codec) * plane * dim * 4,
+                     codecs::codec_of(codec).is_scaled() ? scales : nullptr, codec};
+    };
+    const auto* scales = reinterpret_cast<const uint16_t*>(pages_s_[page]->data());
+    run.k = plane_of(*pages_k_[page], kind.codec_k, shape_.dim_k, scales);
+    run.v = plane_of(*pages_v_[page], kind.codec_v, shape_.dim_v, scales + plane);
     if (!log_weights.empty()) {
       run.log_weight = reinterpret_cast<const float*>(pages_w_[page]->data()) + slot;
     }
-    const uint16_t* scales = reinterpret_cast<const uint16_t*>(pages_s_[page]->data()) + slot;
-    run.k_scale = dtype_is_scaled(kind.dtype_k) ? scales : nullptr;
-    run.v_scale = dtype_is_scaled(kind.dtype_v) ? scales + plane : nullptr;
     runs_.push_back(run);
   }
   problem_.runs = runs_;
@@ -230,7 +252,7 @@ void Case::store(int extra_cuts) {
     pages.clear();
     for (uint64_t i = 0; i < n_pages; ++i) {
       pages.push_back(std::make_unique<Buffer>(bytes));
-      // What no token owns must never be used: all ones is NaN in every dtype.
+      // What no token owns must never be used: all ones is NaN in every codec.
       std::fill_n(pages.back()->data(), bytes, std::byte{0xff});
     }
     std::shuffle(pages.begin(), pages.end(), random_);
@@ -241,8 +263,8 @@ void Case::store(int extra_cuts) {
   allocate(pages_w_, plane * 4);
   if (tokens_.empty()) {
     for (uint64_t t = 0; t < s.n_tokens; ++t) {
-      std::vector<float> k = random_row(s, false, kinds[t].dtype_k, random_);
-      tokens_.push_back({std::move(k), random_row(s, true, kinds[t].dtype_v, random_)});
+      std::vector<float> k = random_row(s, false, kinds[t].codec_k, random_);
+      tokens_.push_back({std::move(k), random_row(s, true, kinds[t].codec_v, random_)});
     }
   }
   for (uint64_t t = 0; t < s.n_tokens; ++t) {
@@ -253,12 +275,12 @@ void Case::store(int extra_cuts) {
     const uint64_t page = position / kPageTokens - s.first_position / kPageTokens;
     const uint64_t row = uint64_t{s.head} * kPageTokens + position % kPageTokens;
     std::byte* k =
-        pages_k_[page]->data() + static_cast<size_t>(kinds[t].dtype_k) * plane * s.dim_k * 4;
+        pages_k_[page]->data() + static_cast<size_t>(kinds[t].codec_k) * plane * s.dim_k * 4;
     std::byte* v =
-        pages_v_[page]->data() + static_cast<size_t>(kinds[t].dtype_v) * plane * s.dim_v * 4;
+        pages_v_[page]->data() + static_cast<size_t>(kinds[t].codec_v) * plane * s.dim_v * 4;
     auto* scales = reinterpret_cast<uint16_t*>(pages_s_[page]->data());
-    put_row(k, scales, kinds[t].dtype_k, row, tokens_[t].k);
-    put_row(v, scales + plane, kinds[t].dtype_v, row, tokens_[t].v);
+    put_row(k, scales, kinds[t].codec_k, row, tokens_[t].k);
+    put_row(v, scales + plane, kinds[t].codec_v, row, tokens_[t].v);
     if (!log_weights.empty()) {
       reinterpret_cast<float*>(pages_w_[page]->data())[row] = log_weights[t];
     }
@@ -531,7 +553,7 @@ namespace {
 // What words add to the errors of logits and results (exact.h); 0 where none are used.
 double words_error(const Case& c, const KernelTable& table) {
   const bool any_i8 = std::any_of(c.kinds.begin(), c.kinds.end(), [](const TokenKind& k) {
-    return k.dtype_k == Dtype::kI8 || k.dtype_v == Dtype::kI8;
+    return k.codec_k == CodecId::kI8 || k.codec_v == CodecId::kI8;
   });
   return table.has_bf16_dot && any_i8 ? kErrorI8Words : 0.0;
 }
@@ -541,8 +563,8 @@ double words_error(const Case& c, const KernelTable& table) {
 double error_bound(const Case& c, const KernelTable& table) {
   const bool blocked = c.plan.blocked;  // there, bf16 weights meet int8 rows as well
   const bool any_bf16 = std::any_of(c.kinds.begin(), c.kinds.end(), [&](const TokenKind& k) {
-    return k.dtype_v == Dtype::kBf16 || k.dtype_v == Dtype::kF8 ||
-           (blocked && k.dtype_v == Dtype::kI8);
+    return k.codec_v == CodecId::kBf16 || k.codec_v == CodecId::kF8 ||
+           (blocked && k.codec_v == CodecId::kI8);
   });
   double bound = kErrorFp32;
   if (table.has_bf16_dot && any_bf16 && !c.problem().fp32_weights) {
@@ -558,7 +580,8 @@ double error_bound(const Case& c, const KernelTable& table) {
 }
 
 constexpr Dtype kQueryDtypes[] = {Dtype::kF32, Dtype::kF16, Dtype::kBf16};
-constexpr Dtype kStoredDtypes[] = {Dtype::kF32, Dtype::kF16, Dtype::kBf16, Dtype::kI8, Dtype::kF8};
+constexpr CodecId kCodecs[] = {CodecId::kF32, CodecId::kF16, CodecId::kBf16, CodecId::kI8,
+                               CodecId::kF8};
 
 std::unique_ptr<Case> random_case(uint64_t seed) {
   std::mt19937_64 random(seed);
@@ -584,16 +607,14 @@ std::unique_ptr<Case> random_case(uint64_t seed) {
                      pick(2) == 0 ? RotationLayout::kInterleaved : RotationLayout::kHalfSplit,
                      pick(2) == 0);
   }
-  TokenKind kind{kStoredDtypes[pick(std::size(kStoredDtypes))],
-                 kStoredDtypes[pick(std::size(kStoredDtypes))], 0};
+  TokenKind kind{kCodecs[pick(std::size(kCodecs))], kCodecs[pick(std::size(kCodecs))], 0};
   const uint32_t change = pick(3) == 0 ? 1 + pick(60) : 0;
   const uint32_t gaps = pick(4) == 0 ? 2 + pick(100) : 0;
   const bool weights = pick(3) == 0;
   std::normal_distribution<float> normal;
   for (uint64_t t = 0; t < s.n_tokens; ++t) {
     if (t == 0 || (change != 0 && pick(change) == 0)) {
-      kind = {kStoredDtypes[pick(std::size(kStoredDtypes))],
-              kStoredDtypes[pick(std::size(kStoredDtypes))],
+      kind = {kCodecs[pick(std::size(kCodecs))], kCodecs[pick(std::size(kCodecs))],
               static_cast<uint16_t>(n_transforms != 0 ? pick(n_transforms) : 0)};
     }
     c->kinds[t] = kind;

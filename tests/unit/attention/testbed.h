@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "attention/attention.h"
+#include "base/dtype.h"
 
 namespace kvm::attention::testing {
 
@@ -31,8 +32,8 @@ class Buffer {
 
 // What a token is stored as.
 struct TokenKind {
-  Dtype dtype_k = Dtype::kBf16;
-  Dtype dtype_v = Dtype::kBf16;
+  CodecId codec_k = CodecId::kBf16;
+  CodecId codec_v = CodecId::kBf16;
   uint16_t transform = 0;
 };
 
@@ -57,7 +58,7 @@ struct Shape {
 };
 
 // Owns everything a Problem refers to. Pages have a random order in memory; tokens carry their
-// values in fp32 (already rounded to the stored dtype) for the reference.
+// values in fp32 (already rounded as they are stored) for the reference.
 class Case {
  public:
   Case(const Shape& shape, uint64_t seed);
@@ -134,11 +135,18 @@ class Case {
 // A random problem with any mix of features, stored.
 std::unique_ptr<Case> random_case(uint64_t seed);
 
-// Stores value i of an array of `dtype`, which is not int8, and reads it back.
+// Stores value i of an array of `dtype`, and reads it back.
 void put(void* p, Dtype dtype, uint64_t i, float value);
+// The same of stored elements, of a codec that is not scaled.
+void put(void* p, CodecId codec, uint64_t i, float value);
+float get(const void* p, CodecId codec, uint64_t i);
 float get(const void* p, Dtype dtype, uint64_t i);
 
-// The bounds of exact.h for a table and a storage dtype.
+// Writes a number into a stored row, or NaN into its scale where it has one.
+void spoil_row(const KvPlane& plane, uint32_t dim, uint32_t head, uint64_t slot, uint32_t channel,
+               float value);
+
+// The bounds of exact.h for a table and how tokens are stored.
 double error_bound(const Case& c, const KernelTable& table);
 
 }  // namespace kvm::attention::testing

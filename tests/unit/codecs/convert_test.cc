@@ -177,9 +177,9 @@ TEST(ConvertRows, EveryLayout) {
     const uint64_t dst_head = n_rows * to_bytes;
     std::vector<char> dst(n_heads * dst_head + 64, char{0x5a});
     const uint64_t offset = random() % 2 * 3;
-    convert_rows({src.data(), from, src_row, from_bytes, heads.data()},
-                 {dst.data() + offset, to, to_bytes, dst_head, nullptr}, n_rows, n_heads,
-                 n_elements);
+    convert_rows({src.data(), codec_of_tensor(from), src_row, from_bytes, heads.data()},
+                 {dst.data() + offset, codec_of_tensor(to), to_bytes, dst_head, nullptr}, n_rows,
+                 n_heads, n_elements);
     std::vector<char> want(to_bytes);
     for (uint64_t row = 0; row < n_rows; ++row) {
       for (uint32_t head = 0; head < n_heads; ++head) {
@@ -204,8 +204,8 @@ TEST(ConvertRows, LargeAlignedCopiesAreStreamed) {
     std::array<char, 64 * 8 * kRow> bytes;
   };
   auto page = std::make_unique<Page>();
-  convert_rows({src.data(), Dtype::kBf16, 8 * kRow, kRow, nullptr},
-               {page->bytes.data(), Dtype::kBf16, kRow, 64 * kRow, nullptr}, 64, 8, 128);
+  convert_rows({src.data(), CodecId::kBf16, 8 * kRow, kRow, nullptr},
+               {page->bytes.data(), CodecId::kBf16, kRow, 64 * kRow, nullptr}, 64, 8, 128);
   for (uint64_t row = 0; row < 64; ++row) {
     for (uint64_t head = 0; head < 8; ++head) {
       ASSERT_EQ(std::memcmp(src.data() + row * 8 * kRow + head * kRow,

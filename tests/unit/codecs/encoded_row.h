@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A row in a scaled dtype, for tests of the codecs.
+// A row in a scaled codec, for tests of the codecs.
 #ifndef KVM_TESTS_UNIT_CODECS_ENCODED_ROW_H_
 #define KVM_TESTS_UNIT_CODECS_ENCODED_ROW_H_
 
@@ -21,19 +21,19 @@ struct EncodedRow {
 };
 
 template <class Code>
-EncodedRow<Code> encode_as(const std::vector<float>& row, Dtype dtype) {
+EncodedRow<Code> encode_as(const std::vector<float>& row, CodecId codec) {
   EncodedRow<Code> out;
   out.q.assign(row.size() + 1, Code{99});
-  out.scale = encode_row(row.data(), static_cast<uint32_t>(row.size()), dtype, out.q.data());
+  out.scale = encode_row(row.data(), static_cast<uint32_t>(row.size()), codec, out.q.data());
   EXPECT_EQ(out.q.back(), 99) << "written beyond the row";
   out.q.pop_back();
   return out;
 }
 
 template <class Code>
-std::vector<float> decode_as(const EncodedRow<Code>& row, Dtype dtype) {
+std::vector<float> decode_as(const EncodedRow<Code>& row, CodecId codec) {
   std::vector<float> out(row.q.size());
-  decode_row(row.q.data(), dtype, row.scale, static_cast<uint32_t>(out.size()), out.data());
+  decode_row(row.q.data(), codec, &row.scale, 0, static_cast<uint32_t>(out.size()), out.data());
   return out;
 }
 

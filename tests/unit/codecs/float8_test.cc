@@ -59,8 +59,8 @@ double nearest_bf16(double x) {
 
 using Encoded = EncodedRow<uint8_t>;
 
-Encoded encode(const std::vector<float>& row) { return encode_as<uint8_t>(row, Dtype::kF8); }
-std::vector<float> decode(const Encoded& row) { return decode_as(row, Dtype::kF8); }
+Encoded encode(const std::vector<float>& row) { return encode_as<uint8_t>(row, CodecId::kF8); }
+std::vector<float> decode(const Encoded& row) { return decode_as(row, CodecId::kF8); }
 
 // What float8.h promises of a row of finite numbers.
 void check_row(const std::vector<float>& row) {

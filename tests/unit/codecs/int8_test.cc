@@ -22,8 +22,8 @@ constexpr double kSmallestScale = 0x1p-126;
 
 using Encoded = EncodedRow<int8_t>;
 
-Encoded encode(const std::vector<float>& row) { return encode_as<int8_t>(row, Dtype::kI8); }
-std::vector<float> decode(const Encoded& row) { return decode_as(row, Dtype::kI8); }
+Encoded encode(const std::vector<float>& row) { return encode_as<int8_t>(row, CodecId::kI8); }
+std::vector<float> decode(const Encoded& row) { return decode_as(row, CodecId::kI8); }
 
 // What int8.h promises of a row of finite numbers, in double precision.
 void check_row(const std::vector<float>& row) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Planes of rows that have a scale each, whatever the dtype.
+// Planes of rows that have a scale each, whatever the codec.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -18,32 +18,30 @@ namespace {
 
 constexpr std::array kTensorDtypes = {Dtype::kF32, Dtype::kF16, Dtype::kBf16};
 
-constexpr std::array kScaledDtypes = {Dtype::kI8, Dtype::kF8};
+constexpr std::array kScaledCodecs = {CodecId::kI8, CodecId::kF8};
 
 using Encoded = EncodedRow<uint8_t>;
 
 // A page's plane of scaled rows.
 struct Plane {
-  Plane(Dtype stored, uint32_t n_heads, uint32_t row_elements) : dtype(stored), n(row_elements) {
+  Plane(CodecId stored, uint32_t n_heads, uint32_t row_elements) : codec(stored), n(row_elements) {
     q.assign(uint64_t{n_heads} * kPageTokens * n, uint8_t{99});
     scales.assign(uint64_t{n_heads} * kPageTokens, uint16_t{0x4242});
   }
   TargetRows target(uint32_t slot) {
-    return {q.data() + slot * n,       dtype,   n,
-            uint64_t{n} * kPageTokens, nullptr, scales.data() + slot};
+    return {q.data(), codec, n, uint64_t{n} * kPageTokens, nullptr, scales.data(), slot};
   }
   SourceRows source(uint32_t slot) const {
-    return {q.data() + slot * n,       dtype,   n,
-            uint64_t{n} * kPageTokens, nullptr, scales.data() + slot};
+    return {q.data(), codec, n, uint64_t{n} * kPageTokens, nullptr, scales.data(), slot};
   }
-  Dtype dtype;
+  CodecId codec;
   uint32_t n;
   std::vector<uint8_t> q;
   std::vector<uint16_t> scales;
 };
 
 // [token][head][n] with the heads in another order.
-void check_tensors_in_and_out(Dtype stored_dtype) {
+void check_tensors_in_and_out(CodecId codec) {
   constexpr uint32_t kHeads = 3;
   constexpr uint32_t kRows = 40;
   constexpr uint32_t kSlot = 7;
@@ -61,13 +59,15 @@ void check_tensors_in_and_out(Dtype stored_dtype) {
       convert(values.data(), Dtype::kF32, tensor.data() + 1, dtype, values.size());
       std::vector<float> rounded(values.size());
       convert(tensor.data() + 1, dtype, rounded.data(), Dtype::kF32, values.size());
-      Plane plane(stored_dtype, kHeads, n);
-      convert_rows({tensor.data() + 1, dtype, row_bytes * kHeads, row_bytes, heads.data()},
-                   plane.target(kSlot), kRows, kHeads, n);
+      Plane plane(codec, kHeads, n);
+      convert_rows(
+          {tensor.data() + 1, codec_of_tensor(dtype), row_bytes * kHeads, row_bytes, heads.data()},
+          plane.target(kSlot), kRows, kHeads, n);
       std::vector<char> back(tensor.size());
-      convert_rows(plane.source(kSlot),
-                   {back.data() + 1, dtype, row_bytes * kHeads, row_bytes, heads.data()}, kRows,
-                   kHeads, n);
+      convert_rows(
+          plane.source(kSlot),
+          {back.data() + 1, codec_of_tensor(dtype), row_bytes * kHeads, row_bytes, heads.data()},
+          kRows, kHeads, n);
       for (uint32_t slot = 0; slot < kPageTokens; ++slot) {
         for (uint32_t h = 0; h < kHeads; ++h) {
           const uint64_t at = uint64_t{h} * kPageTokens + slot;
@@ -81,11 +81,11 @@ void check_tensors_in_and_out(Dtype stored_dtype) {
           const Encoded want =
               encode_as<uint8_t>({rounded.begin() + static_cast<ptrdiff_t>(from),
                                   rounded.begin() + static_cast<ptrdiff_t>(from + n)},
-                                 stored_dtype);
+                                 codec);
           ASSERT_EQ(plane.scales[at], want.scale);
           ASSERT_EQ(std::vector<uint8_t>(stored, stored + n), want.q);
           std::vector<char> decoded(row_bytes);
-          convert(decode_as(want, stored_dtype).data(), Dtype::kF32, decoded.data(), dtype, n);
+          convert(decode_as(want, codec).data(), Dtype::kF32, decoded.data(), dtype, n);
           ASSERT_EQ(std::memcmp(back.data() + 1 + from * dtype_size_bytes(dtype), decoded.data(),
                                 row_bytes),
                     0);
@@ -96,20 +96,20 @@ void check_tensors_in_and_out(Dtype stored_dtype) {
 }
 
 TEST(ScaledRows, TensorsOfEveryDtypeGoInAndOut) {
-  for (const Dtype dtype : kScaledDtypes) {
-    SCOPED_TRACE(dtype_name(dtype));
-    check_tensors_in_and_out(dtype);
+  for (const CodecId codec : kScaledCodecs) {
+    SCOPED_TRACE(codec_of(codec).name);
+    check_tensors_in_and_out(codec);
   }
 }
 
 // As demoting does: what was read of the one is what the other is made of.
-TEST(ScaledRows, FromOneScaledDtypeToTheOther) {
+TEST(ScaledRows, FromOneScaledCodecToTheOther) {
   constexpr uint32_t kHeads = 2;
   constexpr uint32_t kDim = 80;
   std::mt19937_64 random(6);
   std::normal_distribution<float> normal;
-  for (const Dtype first : kScaledDtypes) {
-    const Dtype second = first == Dtype::kI8 ? Dtype::kF8 : Dtype::kI8;
+  for (const CodecId first : kScaledCodecs) {
+    const CodecId second = first == CodecId::kI8 ? CodecId::kF8 : CodecId::kI8;
     Plane from(first, kHeads, kDim);
     for (uint64_t at = 0; at < uint64_t{kHeads} * kPageTokens; ++at) {
       std::vector<float> row(kDim);
@@ -132,12 +132,12 @@ TEST(ScaledRows, FromOneScaledDtypeToTheOther) {
 // Few rows, and so many that stores go around the caches.
 TEST(ScaledRows, CopiesKeepEveryBit) {
   for (const uint32_t n_heads : {2u, 16u}) {
-    Plane from(Dtype::kF8, n_heads, 128);
+    Plane from(CodecId::kF8, n_heads, 128);
     std::mt19937_64 random(5);
     std::generate(from.q.begin(), from.q.end(), [&] { return static_cast<uint8_t>(random()); });
     std::generate(from.scales.begin(), from.scales.end(),
                   [&] { return static_cast<uint16_t>(random()); });
-    Plane to(Dtype::kF8, n_heads, 128);
+    Plane to(CodecId::kF8, n_heads, 128);
     convert_rows(from.source(3), to.target(3), 60, n_heads, 128);
     for (uint32_t h = 0; h < n_heads; ++h) {
       for (uint32_t slot = 0; slot < kPageTokens; ++slot) {

@@ -16,6 +16,7 @@
 #include <span>
 #include <vector>
 
+#include "codecs/rows.h"
 #include "engine/attend/attend_executor.h"
 #include "engine/attend/attend_planner.h"
 #include "engine/index/index_work.h"
@@ -162,8 +163,8 @@ class World {
     std::vector<KvRun> runs;
     store_->collect_runs(seq, 0, 0, &runs);
     const KvRun& last = runs.back();
-    auto* k = static_cast<uint16_t*>(const_cast<void*>(last.k));
-    k[size_t{last.n_tokens - 1u} * kDim] = 0x7fc0;  // NaN as bf16
+    const uint8_t* row = codecs::row_at(last.k, kDim, 0, last.slot + last.n_tokens - 1);
+    *reinterpret_cast<uint16_t*>(const_cast<uint8_t*>(row)) = 0x7fc0;  // NaN as bf16
   }
 
   void make_request() {

@@ -36,10 +36,11 @@ uint64_t n_seen(const AuditStats& stats) {
 }
 
 struct World : Rig {
-  explicit World(uint64_t audit_every, Dtype dtype = Dtype::kBf16, uint64_t capacity = 256 << 20)
-      : Rig(options_of(audit_every, capacity)), stored(dtype) {
+  explicit World(uint64_t audit_every, CodecId codec = CodecId::kBf16,
+                 uint64_t capacity = 256 << 20)
+      : Rig(options_of(audit_every, capacity)), stored(codec) {
     SpaceSpec spec = make_spec("audit", 1, kQHeads, kKvHeads, kDim);
-    spec.params.dtype = static_cast<uint32_t>(dtype);
+    spec.params.codec = static_cast<uint32_t>(codec);
     spec.indexes = {make_index()};
     id = space(spec);
     seq = create(id);
@@ -131,15 +132,15 @@ struct World : Rig {
     return stats;
   }
 
-  Dtype stored;
+  CodecId stored;
   kvm_space_id id = 0;
   kvm_seq_id seq = 0;
   ModelLayer model;
 };
 
 TEST(Audit, TrueErrorsAreThoseOfTheOracle) {
-  for (const Dtype dtype : {Dtype::kBf16, Dtype::kI8, Dtype::kF8}) {
-    World world(1, dtype);
+  for (const CodecId codec : {CodecId::kBf16, CodecId::kI8, CodecId::kF8}) {
+    World world(1, codec);
     ASSERT_TRUE(world.append(world.seq, kTokens, 7).is_ok());
     double error = 0;
     double bar = 0;
@@ -212,9 +213,8 @@ struct Handmade {
     }
     for (uint32_t i = 0; i < n_pages; ++i) {
       KvRun run;
-      run.k = k.data();
-      run.v = v.data();
-      run.dtype_k = run.dtype_v = Dtype::kF32;
+      run.k = {k.data(), nullptr, CodecId::kF32};
+      run.v = {v.data(), nullptr, CodecId::kF32};
       run.position = uint64_t{i} * kPageTokens;
       run.n_tokens = static_cast<uint16_t>(page_tokens);
       runs.push_back(run);
@@ -377,7 +377,7 @@ TEST(Audit, WhatIsPinnedStaysAsItWas) {
 // Memory that only audits hold is there for whoever needs it.
 TEST(Audit, GivesWayToAppends) {
   constexpr uint64_t kCapacity = 16 << 20;
-  World world(1, Dtype::kBf16, kCapacity);
+  World world(1, CodecId::kBf16, kCapacity);
   // More than half of the capacity: two do not fit.
   constexpr uint32_t kMany = 18000;
   uint64_t n_due = 0;

@@ -28,14 +28,14 @@ enum class Second { kConcentrated, kFlat, kGauss };
 
 struct World : Rig {
   World(const std::string& rates, uint32_t index, Second second, uint32_t n, uint32_t n_threads = 1,
-        uint32_t dtype = KVM_DTYPE_BF16)
+        uint32_t codec = KVM_CODEC_BF16)
       : Rig(options_of(rates, n_threads)), n_tokens(n), q(Dtype::kF32, 1, 1, kQHeads, kDim) {
     SpaceSpec spec = make_spec("auto", 1, kQHeads, kKvHeads, kDim);
-    spec.params.dtype = dtype;
+    spec.params.codec = codec;
     spec.indexes = {make_index(index)};
     id = space(spec);
     seq = create(id);
-    append(second, static_cast<Dtype>(dtype));
+    append(second, static_cast<CodecId>(codec));
   }
   static EngineOptions options_of(const std::string& rates, uint32_t n_threads) {
     EngineOptions options = make_options(n_threads);
@@ -43,7 +43,7 @@ struct World : Rig {
     return options;
   }
 
-  void append(Second second, Dtype stored) {
+  void append(Second second, CodecId stored) {
     std::mt19937_64 random(7);
     std::normal_distribution<float> normal;
     Buffer k(Dtype::kF32, 1, n_tokens, kKvHeads, kDim);
@@ -186,13 +186,13 @@ TEST(Auto, AnErrorThatOnlyExactKeepsIsExact) {
 // The same tokens, taken for sampled or exact by what int8 rows cost to read in order; fp8 rows are
 // taken to cost the same.
 TEST(Auto, CheapScaledRowsAreReadExactly) {
-  for (const uint32_t dtype : {KVM_DTYPE_I8, KVM_DTYPE_F8E4M3}) {
+  for (const uint32_t codec : {KVM_CODEC_I8, KVM_CODEC_F8E4M3}) {
     World slow("exact_bf16=13.5,exact_int8=12,scan=1.5,gather=20,start=5000", KVM_INDEX_SKETCH,
-               Second::kConcentrated, 12000, 1, dtype);
+               Second::kConcentrated, 12000, 1, codec);
     World::Got got = slow.attend(0.1f);
     EXPECT_EQ(got.result.mode, uint32_t{KVM_MODE_VERIFIED});
     World fast("exact_bf16=13.5,exact_int8=2,scan=1.5,gather=20,start=5000", KVM_INDEX_SKETCH,
-               Second::kConcentrated, 12000, 1, dtype);
+               Second::kConcentrated, 12000, 1, codec);
     got = fast.attend(0.1f);
     EXPECT_EQ(got.result.mode, uint32_t{KVM_MODE_EXACT});
     for (uint32_t h = 0; h < kQHeads; ++h) {

@@ -40,9 +40,9 @@ void send_away(Rig& rig, kvm_seq_id seq) {
   EXPECT_TRUE(rig.drive_until([&] { return !rig.engine->is_sending(); }));
 }
 
-SpaceSpec plain_spec(uint32_t dtype = KVM_DTYPE_F32, uint32_t n_layers = 1) {
+SpaceSpec plain_spec(uint32_t codec = KVM_CODEC_F32, uint32_t n_layers = 1) {
   SpaceSpec spec = make_spec("plain", n_layers, kHeads * kGroup, kHeads, kDim);
-  spec.params.dtype = dtype;
+  spec.params.codec = codec;
   return spec;
 }
 
@@ -188,11 +188,11 @@ class Twins {
 constexpr SimulatedTierOptions kAnyOrder = {.reorder = 64, .seed = 5};
 
 TEST(Away, AnswersHaveTheSameBits) {
-  for (const uint32_t dtype :
-       {uint32_t{KVM_DTYPE_F32}, uint32_t{KVM_DTYPE_BF16}, uint32_t{KVM_DTYPE_I8}}) {
+  for (const uint32_t codec :
+       {uint32_t{KVM_CODEC_F32}, uint32_t{KVM_CODEC_BF16}, uint32_t{KVM_CODEC_I8}}) {
     for (const uint32_t n_threads : {1u, 3u}) {
-      SCOPED_TRACE(std::to_string(dtype) + ", threads: " + std::to_string(n_threads));
-      Twins twins(plain_spec(dtype), kAnyOrder, n_threads);
+      SCOPED_TRACE(std::to_string(codec) + ", threads: " + std::to_string(n_threads));
+      Twins twins(plain_spec(codec), kAnyOrder, n_threads);
       const Twins::Seq seq = twins.create();
       twins.append(seq, 20000, 1);
       twins.away(seq);
@@ -300,7 +300,7 @@ TEST(Away, AnyHistory) {
     SimulatedTierOptions options = kAnyOrder;
     options.seed = round;
     const uint32_t n_layers = round == 3 ? 1 : 2;
-    Twins twins(plain_spec(round % 2 == 0 ? KVM_DTYPE_F32 : KVM_DTYPE_I8, n_layers), options,
+    Twins twins(plain_spec(round % 2 == 0 ? KVM_CODEC_F32 : KVM_CODEC_I8, n_layers), options,
                 round < 2 ? 1 : 3);
     std::vector<std::pair<Twins::Seq, uint64_t>> seqs;  // with lengths
     for (uint64_t i = 0; i < 150; ++i) {

@@ -62,7 +62,7 @@ class Crowd {
   Crowd(uint64_t seed, uint32_t n_threads, uint64_t capacity_bytes)
       : random_(seed), rig_(n_threads, capacity_bytes) {
     SpaceSpec spec = make_spec("crowd", kLayers, kHeads, kHeads, kDim);
-    spec.params.dtype = KVM_DTYPE_F32;
+    spec.params.codec = KVM_CODEC_F32;
     spec.policies.push_back({.kv_head_mask = {2, 0},
                              .retention = KVM_RETAIN_SINKS_RECENT,
                              .n_sinks = kSinks,

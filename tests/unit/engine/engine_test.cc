@@ -705,13 +705,13 @@ TEST(Engine, EndsWithRequestsInFlight) {
 
 // Forks share int8 and fp8 rows with their scales, copies of a tail page take both along, and reads
 // from inside a page find the scales of their rows.
-void check_scaled_rows_after_fork_truncate_and_append(Dtype dtype_k, Dtype dtype_v) {
+void check_scaled_rows_after_fork_truncate_and_append(CodecId codec_k, CodecId codec_v) {
   Rig rig(2);
   SpaceSpec spec = make_spec("scaled", 1, kHeads, kHeads, kDim, kDim);
   spec.codecs = {{.n_layers = 1,
                   .kv_head_mask = {(uint64_t{1} << kHeads) - 1, 0},
-                  .dtype_k = static_cast<uint32_t>(dtype_k),
-                  .dtype_v = static_cast<uint32_t>(dtype_v)}};
+                  .codec_k = static_cast<uint32_t>(codec_k),
+                  .codec_v = static_cast<uint32_t>(codec_v)}};
   const kvm_space_id space = rig.space(spec);
   constexpr uint32_t kTokens = 300;
   std::mt19937_64 random(6);
@@ -744,8 +744,8 @@ void check_scaled_rows_after_fork_truncate_and_append(Dtype dtype_k, Dtype dtype
       for (uint64_t t = 0; t < n; ++t) {
         for (uint32_t h = 0; h < kHeads; ++h) {
           const uint32_t row = rows[begin + t];
-          ASSERT_EQ(out_k.get_row(0, t, h), round_row(dtype_k, k.get_row(0, row, h)));
-          ASSERT_EQ(out_v.get_row(0, t, h), round_row(dtype_v, v.get_row(0, row, h)));
+          ASSERT_EQ(out_k.get_row(0, t, h), round_row(codec_k, k.get_row(0, row, h)));
+          ASSERT_EQ(out_v.get_row(0, t, h), round_row(codec_v, v.get_row(0, row, h)));
         }
       }
     }
@@ -774,10 +774,10 @@ void check_scaled_rows_after_fork_truncate_and_append(Dtype dtype_k, Dtype dtype
 }
 
 TEST(Engine, ScaledRowsAreReadBackAfterForkTruncateAndAppend) {
-  check_scaled_rows_after_fork_truncate_and_append(Dtype::kI8, Dtype::kI8);
-  check_scaled_rows_after_fork_truncate_and_append(Dtype::kF8, Dtype::kF8);
-  check_scaled_rows_after_fork_truncate_and_append(Dtype::kBf16, Dtype::kF8);
-  check_scaled_rows_after_fork_truncate_and_append(Dtype::kF8, Dtype::kI8);
+  check_scaled_rows_after_fork_truncate_and_append(CodecId::kI8, CodecId::kI8);
+  check_scaled_rows_after_fork_truncate_and_append(CodecId::kF8, CodecId::kF8);
+  check_scaled_rows_after_fork_truncate_and_append(CodecId::kBf16, CodecId::kF8);
+  check_scaled_rows_after_fork_truncate_and_append(CodecId::kF8, CodecId::kI8);
 }
 
 TEST(Engine, ReadGivesBackWhatWasAppended) {
@@ -812,8 +812,8 @@ TEST(Engine, ReadGivesBackWhatWasAppended) {
       for (uint64_t t = 0; t < n; ++t) {
         for (uint32_t h = 0; h < kHeads; ++h) {
           for (uint32_t i = 0; i < kDim; ++i) {
-            ASSERT_EQ(out_k.get(0, t, h, i), round_to(Dtype::kBf16, k.get(0, begin + t, h, i)));
-            ASSERT_EQ(out_v.get(0, t, h, i), round_to(Dtype::kBf16, v.get(0, begin + t, h, i)));
+            ASSERT_EQ(out_k.get(0, t, h, i), round_to(CodecId::kBf16, k.get(0, begin + t, h, i)));
+            ASSERT_EQ(out_v.get(0, t, h, i), round_to(CodecId::kBf16, v.get(0, begin + t, h, i)));
           }
         }
       }

@@ -289,11 +289,11 @@ TEST(HeavyHitters, NeedleWithPastMassSurvives) {
 
 // Memory beside pages is charged and given back; every encoding is kept as it is.
 TEST(HeavyHitters, AccountsHold) {
-  for (const uint32_t dtype :
-       {KVM_DTYPE_F32, KVM_DTYPE_F16, KVM_DTYPE_BF16, KVM_DTYPE_I8, KVM_DTYPE_F8E4M3}) {
+  for (const uint32_t codec :
+       {KVM_CODEC_F32, KVM_CODEC_F16, KVM_CODEC_BF16, KVM_CODEC_I8, KVM_CODEC_F8E4M3}) {
     auto store = Store::open({.host_capacity_bytes = 64 << 20}).value();
     SpaceSpec spec = engine::make_spec("heavy", 2, 3);
-    spec.params.dtype = dtype;
+    spec.params.codec = codec;
     spec.policies = {{.retention = KVM_RETAIN_HEAVY, .n_sinks = 4, .n_recent = 50, .n_heavy = 70}};
     const kvm_space_id space = store->register_space(spec).value();
     const ClientId client = store->add_client({});

@@ -72,12 +72,8 @@ void write_keys(const std::vector<AppendPiece>& pieces, std::span<const uint64_t
         for (uint32_t i = 0; i < kDim; ++i) {
           row[i] = key_element(tokens[piece.token + t], piece.cls->kv_heads[h], i);
         }
-        codecs::convert(row, Dtype::kF32,
-                        piece.k + h * slab.k_head_bytes() + t * slab.k_row_bytes(), slab.dtype_k,
-                        kDim);
-        codecs::convert(row, Dtype::kF32,
-                        piece.v + h * slab.v_head_bytes() + t * slab.v_row_bytes(), slab.dtype_v,
-                        kDim);
+        write_row(row, piece.k, kDim, h, piece.slot + t);
+        write_row(row, piece.v, kDim, h, piece.slot + t);
       }
     }
   }

@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "codecs/codec.h"
 #include "tests/common/environment.h"
 #include "tests/unit/engine/rig.h"
 
@@ -42,10 +43,10 @@ struct World : Rig {
     dim_k = dims[pick(0, 5)];
     dim_v = pick(0, 1) == 0 ? dim_k : dims[pick(0, 5)];
     SpaceSpec spec = make_spec("left", 1, n_kv_heads * group, n_kv_heads, dim_k, dim_v);
-    const Dtype dtypes[] = {Dtype::kBf16, Dtype::kBf16, Dtype::kF16,
-                            Dtype::kF32,  Dtype::kI8,   Dtype::kF8};
-    dtype = dtypes[pick(0, 5)];
-    spec.params.dtype = static_cast<uint32_t>(dtype);
+    const CodecId codecs[] = {CodecId::kBf16, CodecId::kBf16, CodecId::kF16,
+                              CodecId::kF32,  CodecId::kI8,   CodecId::kF8};
+    codec = codecs[pick(0, 5)];
+    spec.params.codec = static_cast<uint32_t>(codec);
     spec.params.logit_softcap = pick(0, 4) == 0 ? 20.0f : 0.0f;
     if (pick(0, 3) == 0) {
       spec.sink_logits.assign(n_kv_heads * group, 0.5f);
@@ -146,7 +147,7 @@ struct World : Rig {
   uint32_t group = 0;
   uint32_t dim_k = 0;
   uint32_t dim_v = 0;
-  Dtype dtype = Dtype::kBf16;
+  CodecId codec = CodecId::kBf16;
   std::string refused;
   kvm_space_id id = 0;
   std::vector<kvm_seq_id> seqs;
@@ -394,7 +395,7 @@ TEST(Left, RandomRequestsAnswerAsExactOnesWhereTheyAreExact) {
       if (::testing::Test::HasFailure()) {
         ADD_FAILURE() << "mode " << a.step.mode << ", budget " << a.step.budget << ", heads "
                       << one.n_kv_heads << ", group " << one.group << ", dims " << one.dim_k << " "
-                      << one.dim_v << ", stored as " << static_cast<int>(one.dtype);
+                      << one.dim_v << ", stored as " << codecs::codec_of(one.codec).name;
         return;
       }
     }

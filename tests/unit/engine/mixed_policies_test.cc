@@ -85,7 +85,7 @@ class Mixed {
  public:
   Mixed(uint64_t seed, uint32_t n_threads) : random_(seed), rig_(n_threads) {
     SpaceSpec spec = make_spec("mixed", kLayers, kQHeads, kKvHeads, kDim);
-    spec.params.dtype = KVM_DTYPE_F32;
+    spec.params.codec = KVM_CODEC_F32;
     spec.params.rope_layout = KVM_ROPE_HALF;
     spec.params.n_rope_pairs = kPairs;
     for (uint32_t i = 0; i < kPairs; ++i) {

@@ -20,13 +20,13 @@
 namespace kvm::engine {
 namespace {
 
-struct Dtypes {
-  Dtype k, v;
+struct Codecs {
+  CodecId k, v;
 };
 
 struct ModelList {
   std::set<uint64_t> dropped;
-  std::map<uint64_t, std::vector<Dtypes>> recoded;  // what rows were brought to, in turn
+  std::map<uint64_t, std::vector<Codecs>> recoded;  // what rows were brought to, in turn
 };
 
 struct ModelSeq {
@@ -63,9 +63,9 @@ class Model {
         {.layer_begin = 3, .n_layers = 1, .kind = KVM_LAYER_OWN, .window = 90}};
     spec.policies = {sinks_recent(0, 0b1100, 70, 100, 30), sinks_recent(1, 0b0001, 0, 64),
                      sinks_recent(1, 0b0010, 3, 1, 5)};
-    spec.codecs = {codec(0, 0b0001, KVM_DTYPE_F32, KVM_DTYPE_F16),
-                   codec(1, 0b1000, KVM_DTYPE_I8, KVM_DTYPE_BF16),
-                   codec(1, 0b0100, KVM_DTYPE_BF16, KVM_DTYPE_F8E4M3)};
+    spec.codecs = {codec(0, 0b0001, KVM_CODEC_F32, KVM_CODEC_F16),
+                   codec(1, 0b1000, KVM_CODEC_I8, KVM_CODEC_BF16),
+                   codec(1, 0b0100, KVM_CODEC_BF16, KVM_CODEC_F8E4M3)};
     space_id_ = store_->register_space(spec).value();
     space_ = store_->space(space_id_).value();
   }
@@ -253,7 +253,7 @@ class Model {
     model->n_committed = std::min(model->n_committed, n);
   }
 
-  void recode(ModelList* list, uint64_t begin, uint64_t end, Dtypes to) const {
+  void recode(ModelList* list, uint64_t begin, uint64_t end, Codecs to) const {
     for (uint64_t x = begin; x < end; ++x) {
       list->recoded[x].push_back(to);
     }
@@ -264,7 +264,7 @@ class Model {
     const uint64_t n = model->tokens[layer].size();
     for (uint32_t c = 0; c < model->lists[layer].size(); ++c) {
       const tiers::SlabClass& as = space_->head_class(layer, c).slab_class;
-      recode(&model->lists[layer][c], n / kPageTokens * kPageTokens, n, {as.dtype_k, as.dtype_v});
+      recode(&model->lists[layer][c], n / kPageTokens * kPageTokens, n, {as.codec_k, as.codec_v});
     }
   }
 
@@ -300,10 +300,10 @@ class Model {
         *store_, real, layer, storage, head, tokens,
         [&](uint64_t position) { return list.dropped.count(position) == 0; },
         [&](uint64_t position, uint32_t plane) {
-          std::vector<Dtype> to;
+          std::vector<CodecId> to;
           if (const auto it = list.recoded.find(position); it != list.recoded.end()) {
-            for (const Dtypes& dtypes : it->second) {
-              to.push_back(plane == 0 ? dtypes.k : dtypes.v);
+            for (const Codecs& codecs : it->second) {
+              to.push_back(plane == 0 ? codecs.k : codecs.v);
             }
           }
           return to;
@@ -549,12 +549,12 @@ class Model {
                                      .layer = layer,
                                      .class_index = pick(space_->layers[layer].classes.size()),
                                      .range = {begin * kPageTokens, end * kPageTokens},
-                                     .dtype_k = static_cast<Dtype>(1 + pick(5)),
-                                     .dtype_v = static_cast<Dtype>(1 + pick(5))};
+                                     .codec_k = static_cast<CodecId>(1 + pick(5)),
+                                     .codec_v = static_cast<CodecId>(1 + pick(5))};
     const Status status = apply_action(&store_->memory(), seq(id), action);
     if (status.is_ok()) {
       recode(&model.lists[layer][action.class_index], action.range.begin, action.range.end,
-             {action.dtype_k, action.dtype_v});
+             {action.codec_k, action.codec_v});
     } else {
       EXPECT_TRUE(status.code() == KVM_ERR_NO_SPACE || status.code() == KVM_ERR_QUOTA);
       EXPECT_EQ(accounts(), before);

@@ -90,7 +90,7 @@ class PolicyRig {
         k_(std::move(k)),
         v_(std::move(v)),
         q_(std::move(q)) {
-    spec_.params.dtype = KVM_DTYPE_F32;
+    spec_.params.codec = KVM_CODEC_F32;
     space = rig.space(spec_);
     seq = rig.create(space);
   }

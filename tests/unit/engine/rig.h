@@ -16,17 +16,18 @@
 #include <vector>
 
 #include "base/dtype.h"
+#include "codecs/codec.h"
 #include "codecs/convert.h"
 #include "engine/engine.h"
 #include "tests/common/items.h"
 
 namespace kvm::engine::testing {
 
-inline float round_to(Dtype dtype, float value) {
-  switch (dtype) {
-    case Dtype::kF16:
+inline float round_to(CodecId codec, float value) {
+  switch (codec) {
+    case CodecId::kF16:
       return f16_to_f32(f32_to_f16(value));
-    case Dtype::kBf16:
+    case CodecId::kBf16:
       return bf16_to_f32(f32_to_bf16(value));
     default:
       return value;
@@ -34,16 +35,16 @@ inline float round_to(Dtype dtype, float value) {
 }
 
 // A row as it is stored.
-inline std::vector<float> round_row(Dtype dtype, std::vector<float> row) {
-  if (dtype_is_scaled(dtype)) {
+inline std::vector<float> round_row(CodecId codec, std::vector<float> row) {
+  if (codecs::codec_of(codec).is_scaled()) {
     const auto n = static_cast<uint32_t>(row.size());
     std::vector<uint8_t> stored(n);
-    const uint16_t scale = codecs::encode_row(row.data(), n, dtype, stored.data());
-    codecs::decode_row(stored.data(), dtype, scale, n, row.data());
+    const uint16_t scale = codecs::encode_row(row.data(), n, codec, stored.data());
+    codecs::decode_row(stored.data(), codec, &scale, 0, n, row.data());
     return row;
   }
   for (float& x : row) {
-    x = round_to(dtype, x);
+    x = round_to(codec, x);
   }
   return row;
 }

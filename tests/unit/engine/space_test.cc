@@ -45,7 +45,8 @@ const std::vector<BadSpec>& bad_specs() {
       {"head_dim_k is 12", [](SpaceSpec* s) { s->params.head_dim_k = 12; }},
       {"head_dim_k is 264", [](SpaceSpec* s) { s->params.head_dim_k = 264; }},
       {"head_dim_v is 4", [](SpaceSpec* s) { s->params.head_dim_v = 4; }},
-      {"dtype is 6", [](SpaceSpec* s) { s->params.dtype = 6; }},
+      {"codec is 99; it must be the id of a codec: 1 (fp32), 2 (fp16), 3 (bf16), 4 (int8), 5 (fp8)",
+       [](SpaceSpec* s) { s->params.codec = 99; }},
       {"softmax_scale", [](SpaceSpec* s) { s->params.softmax_scale = std::nanf(""); }},
       {"softmax_scale is -1", [](SpaceSpec* s) { s->params.softmax_scale = -1; }},
       {"logit_softcap is inf", [](SpaceSpec* s) { s->params.logit_softcap = INFINITY; }},
@@ -170,7 +171,7 @@ const std::vector<BadSpec>& bad_specs() {
          s->policies[0].retention = KVM_RETAIN_SINKS_RECENT_FOLD;
          s->layers = {{.layer_begin = 1, .n_layers = 1, .window = 9}};
        }},
-      {"codecs[1].dtype_v is 77",
+      {"codecs[1].codec_v is 77",
        [](SpaceSpec* s) {
          s->codecs = {codec(0, 0, 0, 0), codec(0, 0, 0, 77)};
        }},
@@ -194,7 +195,7 @@ TEST(Space, BadSpecificationsNameTheValue) {
 TEST(Space, DefaultsAreFilledIn) {
   const auto space = resolve_space(make_spec("a.B_9/-", 2, 8, 64, 4)).value();
   EXPECT_EQ(space->head_dim_v, 64u);
-  EXPECT_EQ(space->dtype, Dtype::kBf16);
+  EXPECT_EQ(space->codec, CodecId::kBf16);
   EXPECT_FLOAT_EQ(space->softmax_scale, 0.125f);
   EXPECT_EQ(space->n_lists, 2u);
   EXPECT_EQ(space->bytes_per_token, 2u * 8 * 64 * 2 * 2);
@@ -212,14 +213,14 @@ TEST(Space, HeadsGroupByRetentionAndCodec) {
   SpaceSpec spec = make_spec("m", 3, 6);
   spec.layers = {{.layer_begin = 2, .n_layers = 1, .kind = KVM_LAYER_ALIAS, .target = 1}};
   spec.policies = {sinks_recent(1, 0b101010, 4, 16), sinks_recent(1, 0b100000, 4, 32)};
-  spec.codecs = {codec(1, 0b000001, KVM_DTYPE_F32, 0)};
+  spec.codecs = {codec(1, 0b000001, KVM_CODEC_F32, 0)};
   const auto space = resolve_space(spec).value();
   EXPECT_EQ(space->layers[0].classes.size(), 1u);
   const auto& classes = space->layers[1].classes;
   ASSERT_EQ(classes.size(), 4u);
   EXPECT_EQ(classes[0].kv_heads, std::vector<uint16_t>({0}));
-  EXPECT_EQ(classes[0].slab_class.dtype_k, Dtype::kF32);
-  EXPECT_EQ(classes[0].slab_class.dtype_v, Dtype::kBf16);
+  EXPECT_EQ(classes[0].slab_class.codec_k, CodecId::kF32);
+  EXPECT_EQ(classes[0].slab_class.codec_v, CodecId::kBf16);
   EXPECT_EQ(classes[1].kv_heads, std::vector<uint16_t>({1, 3}));
   EXPECT_EQ(classes[2].kv_heads, std::vector<uint16_t>({2, 4}));
   EXPECT_EQ(classes[3].kv_heads, std::vector<uint16_t>({5}));
@@ -234,9 +235,9 @@ TEST(Space, HeadsGroupByRetentionAndCodec) {
 TEST(Space, PagesFitExtentsAndWasteLittle) {
   for (uint32_t n_heads = 1; n_heads <= 128; ++n_heads) {
     for (const uint32_t dim : {8u, 64u, 72u, 128u, 200u, 256u}) {
-      for (const uint32_t dtype : {KVM_DTYPE_F32, KVM_DTYPE_BF16}) {
+      for (const uint32_t codec : {KVM_CODEC_F32, KVM_CODEC_BF16}) {
         SpaceSpec spec = make_spec("m", 1, n_heads, dim);
-        spec.params.dtype = dtype;
+        spec.params.codec = codec;
         const auto space = resolve_space(spec).value();
         uint32_t next = 0;
         for (const HeadClass& head_class : space->layers[0].classes) {
@@ -268,12 +269,12 @@ TEST(Space, EqualSpacesAgreeAndOthersNameTheDifference) {
   // The same, said otherwise.
   SpaceSpec same = base;
   same.params.head_dim_v = 8;
-  same.params.dtype = KVM_DTYPE_BF16;
+  same.params.codec = KVM_CODEC_BF16;
   same.params.softmax_scale = 1.0f / std::sqrt(8.0f);
   same.layers = {{.n_layers = 3}};
   same.params.default_eps = 0.03f;
   same.params.default_delta = 0.01f;
-  same.codecs = {codec(2, 0b11, KVM_DTYPE_BF16, 0)};
+  same.codecs = {codec(2, 0b11, KVM_CODEC_BF16, 0)};
   EXPECT_TRUE(compare_spaces(*registered, *resolve_space(same).value()).is_ok());
 
   const std::vector<std::pair<const char*, std::function<void(SpaceSpec*)>>> differences = {
@@ -281,7 +282,7 @@ TEST(Space, EqualSpacesAgreeAndOthersNameTheDifference) {
       {"n_layers is 3 there and 4 here", [](SpaceSpec* s) { s->params.n_layers = 4; }},
       {"n_q_heads", [](SpaceSpec* s) { s->params.n_q_heads = 8; }},
       {"head_dim_v", [](SpaceSpec* s) { s->params.head_dim_v = 16; }},
-      {"dtype", [](SpaceSpec* s) { s->params.dtype = KVM_DTYPE_F16; }},
+      {"codec", [](SpaceSpec* s) { s->params.codec = KVM_CODEC_F16; }},
       {"softmax_scale", [](SpaceSpec* s) { s->params.softmax_scale = 1; }},
       {"logit_softcap", [](SpaceSpec* s) { s->params.logit_softcap = 50; }},
       {"rope_inv_freq", [](SpaceSpec* s) { s->rope_inv_freq[1] = 0.25f; }},
@@ -307,8 +308,8 @@ TEST(Space, EqualSpacesAgreeAndOthersNameTheDifference) {
       {"layers[1].kv_heads[0].n_recent is 16 there and 17 here",
        [](SpaceSpec* s) { s->policies[0].n_recent = 17; }},
       {"layers[1].kv_heads[1].retention", [](SpaceSpec* s) { s->policies[0].kv_head_mask[0] = 3; }},
-      {"layers[0].kv_heads[2].dtype_k",
-       [](SpaceSpec* s) { s->codecs = {codec(0, 0b100, KVM_DTYPE_F32, 0)}; }},
+      {"layers[0].kv_heads[2].codec_k",
+       [](SpaceSpec* s) { s->codecs = {codec(0, 0b100, KVM_CODEC_F32, 0)}; }},
   };
   for (const auto& [what, change] : differences) {
     SpaceSpec other = base;

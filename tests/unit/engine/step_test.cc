@@ -33,9 +33,9 @@ class World {
     group = groups[pick(0, 5)];
     dim_k = dims[pick(0, 6)];
     dim_v = dims[pick(0, 6)];
-    dtype = static_cast<Dtype>(pick(1, 4));
+    stored = static_cast<CodecId>(pick(1, 4));
     spec = make_spec("world", kLayers, n_kv_heads * group, n_kv_heads, dim_k, dim_v);
-    spec.params.dtype = static_cast<uint32_t>(dtype);
+    spec.params.codec = static_cast<uint32_t>(stored);
     spec.params.logit_softcap = pick(0, 2) == 0 ? 3.0f : 0.0f;
     for (Rule& rule : rules) {
       rule.group = group;
@@ -43,7 +43,7 @@ class World {
       rule.softcap = spec.params.logit_softcap;
     }
     head_rules.assign(n_kv_heads, Rule{});
-    head_dtypes.assign(n_kv_heads, dtype);
+    head_codecs.assign(n_kv_heads, stored);
     choose_layers();
     choose_policy();
     choose_codec();
@@ -140,12 +140,12 @@ class World {
     }
     kvm_codec_params codec{};
     codec.kv_head_mask[0] = pick(1, (1u << n_kv_heads) - 1);
-    codec.dtype_k = codec.dtype_v = pick(1, 4);
+    codec.codec_k = codec.codec_v = pick(1, 4);
     spec.codecs.push_back(codec);
     spec.params.n_codecs = 1;
     for (uint32_t h = 0; h < n_kv_heads; ++h) {
       if ((codec.kv_head_mask[0] >> h & 1) != 0) {
-        head_dtypes[h] = static_cast<Dtype>(codec.dtype_k);
+        head_codecs[h] = static_cast<CodecId>(codec.codec_k);
       }
     }
   }
@@ -242,10 +242,10 @@ class World {
           std::vector<float> k_row;
           std::vector<float> v_row;
           for (uint32_t h = 0; h < n_kv_heads; ++h) {
-            for (const float x : round_row(head_dtypes[h], k.get_row(l, item.append_row + t, h))) {
+            for (const float x : round_row(head_codecs[h], k.get_row(l, item.append_row + t, h))) {
               k_row.push_back(x);
             }
-            for (const float x : round_row(head_dtypes[h], v.get_row(l, item.append_row + t, h))) {
+            for (const float x : round_row(head_codecs[h], v.get_row(l, item.append_row + t, h))) {
               v_row.push_back(x);
             }
           }
@@ -325,11 +325,11 @@ class World {
   uint32_t group = 0;
   uint32_t dim_k = 0;
   uint32_t dim_v = 0;
-  Dtype dtype = Dtype::kBf16;
+  CodecId stored = CodecId::kBf16;
   bool has_policy = false;
   Rule rules[kLayers];
   std::vector<Rule> head_rules;
-  std::vector<Dtype> head_dtypes;
+  std::vector<CodecId> head_codecs;
   std::vector<Seq> seqs;
 };
 
@@ -519,7 +519,7 @@ std::vector<std::byte> run_random_space(uint64_t seed, uint64_t cut_seed, uint32
                              .n_recent = pick(1, 2500)});
   }
   spec.codecs.push_back(
-      {.kv_head_mask = {some_heads(), 0}, .dtype_k = pick(1, 4), .dtype_v = pick(1, 4)});
+      {.kv_head_mask = {some_heads(), 0}, .codec_k = pick(1, 4), .codec_v = pick(1, 4)});
   for (uint32_t h = 0; pick(0, 1) == 0 && h < n_heads * group; ++h) {
     spec.sink_logits.assign(n_heads * group, 0.5f);
   }

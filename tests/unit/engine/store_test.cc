@@ -279,7 +279,7 @@ TEST_F(StoreTest, PiecesCoverTheTokensInOrder) {
 
 TEST_F(StoreTest, OneSequenceWithFourCodecs) {
   SpaceSpec spec = make_spec("m", 1, 2, 16);
-  spec.params.dtype = KVM_DTYPE_F32;
+  spec.params.codec = KVM_CODEC_F32;
   const kvm_space_id space = store_->register_space(spec).value();
   Sequence* seq = create(space);
   const std::vector<uint64_t> tokens = numbered(0, 4 * kPageTokens + 20);
@@ -289,42 +289,43 @@ TEST_F(StoreTest, OneSequenceWithFourCodecs) {
   ASSERT_TRUE(apply_action(&store_->memory(), seq,
                            {.kind = policies::ActionKind::kDemote,
                             .range = {0, kPageTokens},
-                            .dtype_k = Dtype::kBf16,
-                            .dtype_v = Dtype::kBf16})
+                            .codec_k = CodecId::kBf16,
+                            .codec_v = CodecId::kBf16})
                   .is_ok());
   ASSERT_TRUE(apply_action(&store_->memory(), seq,
                            {.kind = policies::ActionKind::kDemote,
                             .range = {kPageTokens, 2 * kPageTokens},
-                            .dtype_k = Dtype::kF16,
-                            .dtype_v = Dtype::kF32})
+                            .codec_k = CodecId::kF16,
+                            .codec_v = CodecId::kF32})
                   .is_ok());
   ASSERT_TRUE(apply_action(&store_->memory(), seq,
                            {.kind = policies::ActionKind::kDemote,
                             .range = {2 * kPageTokens, 3 * kPageTokens},
-                            .dtype_k = Dtype::kF8,
-                            .dtype_v = Dtype::kI8})
+                            .codec_k = CodecId::kF8,
+                            .codec_v = CodecId::kI8})
                   .is_ok());
   std::vector<KvRun> runs;
   store_->collect_runs(seq, 0, 0, &runs);
   ASSERT_EQ(runs.size(), 5u);
-  EXPECT_EQ(runs[0].dtype_k, Dtype::kBf16);
-  EXPECT_EQ(runs[1].dtype_k, Dtype::kF16);
-  EXPECT_EQ(runs[1].dtype_v, Dtype::kF32);
-  EXPECT_EQ(runs[2].dtype_v, Dtype::kI8);
-  EXPECT_EQ(runs[2].dtype_k, Dtype::kF8);
-  EXPECT_NE(runs[2].k_scale, nullptr);
-  EXPECT_EQ(runs[1].k_scale, nullptr);
-  EXPECT_NE(runs[2].v_scale, nullptr);
-  EXPECT_EQ(runs[3].dtype_k, Dtype::kF32);
+  EXPECT_EQ(runs[0].k.codec, CodecId::kBf16);
+  EXPECT_EQ(runs[1].k.codec, CodecId::kF16);
+  EXPECT_EQ(runs[1].v.codec, CodecId::kF32);
+  EXPECT_EQ(runs[2].v.codec, CodecId::kI8);
+  EXPECT_EQ(runs[2].k.codec, CodecId::kF8);
+  EXPECT_NE(runs[2].k.params, nullptr);
+  EXPECT_EQ(runs[1].k.params, nullptr);
+  EXPECT_NE(runs[2].v.params, nullptr);
+  EXPECT_EQ(runs[3].k.codec, CodecId::kF32);
   expect_all(seq, tokens, [](uint64_t position, uint32_t plane) {
     const bool third = position / kPageTokens == 2;
-    return third ? std::vector<Dtype>{plane == 0 ? Dtype::kF8 : Dtype::kI8} : std::vector<Dtype>{};
+    return third ? std::vector<CodecId>{plane == 0 ? CodecId::kF8 : CodecId::kI8}
+                 : std::vector<CodecId>{};
   });
   // The fork has the old pages, so nothing is saved yet; then it goes.
   expect_all(child, tokens);
   runs.clear();
   store_->collect_runs(child, 0, 0, &runs);
-  EXPECT_EQ(runs[0].dtype_k, Dtype::kF32);
+  EXPECT_EQ(runs[0].k.codec, CodecId::kF32);
   EXPECT_GT(store_->client_bytes(client_), bytes_before);
   store_->free_seq(child);
   EXPECT_LT(store_->client_bytes(client_), bytes_before);
@@ -334,7 +335,7 @@ TEST_F(StoreTest, OneSequenceWithFourCodecs) {
   runs.clear();
   store_->collect_runs(seq, 0, 0, &runs);
   ASSERT_EQ(runs.size(), 1u);
-  EXPECT_EQ(runs[0].dtype_k, Dtype::kF32);
+  EXPECT_EQ(runs[0].k.codec, CodecId::kF32);
   std::vector<uint64_t> want = numbered(0, 30);
   const std::vector<uint64_t> added = numbered(1000, 5);
   want.insert(want.end(), added.begin(), added.end());

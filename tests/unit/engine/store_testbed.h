@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "codecs/codec.h"
 #include "codecs/convert.h"
 #include "engine/retention/retention_work.h"
 #include "engine/store/store.h"
@@ -69,17 +70,17 @@ inline kvm_policy_params sinks_recent(uint32_t layer, uint64_t head_mask, uint64
           .slack = slack};
 }
 
-inline kvm_codec_params codec(uint32_t layer, uint64_t head_mask, uint32_t dtype_k,
-                              uint32_t dtype_v) {
+inline kvm_codec_params codec(uint32_t layer, uint64_t head_mask, uint32_t codec_k,
+                              uint32_t codec_v) {
   return {.layer_begin = layer,
           .n_layers = 1,
           .kv_head_mask = {head_mask, 0},
-          .dtype_k = dtype_k,
-          .dtype_v = dtype_v};
+          .codec_k = codec_k,
+          .codec_v = codec_v};
 }
 
 // Element i of the K (plane 0) or V (plane 1) row of a token: an integer below 128, which every
-// dtype but fp8 holds exactly, int8 too since each row has a 127. Eight of them tell tokens apart.
+// codec but fp8 holds exactly, int8 too since each row has a 127. Eight of them tell tokens apart.
 inline float row_element(uint64_t token, uint32_t layer, uint32_t kv_head, uint32_t plane,
                          uint32_t i) {
   uint64_t x = token * 0x9e3779b97f4a7c15u + layer * 8191 + kv_head * 131 + plane * 17 + 1;
@@ -87,6 +88,23 @@ inline float row_element(uint64_t token, uint32_t layer, uint32_t kv_head, uint3
   x *= 0xbf58476d1ce4e5b9u;
   x ^= x >> 32;
   return i % 8 == 6 ? 127.0f : static_cast<float>(x >> (i % 8 * 8) & 0x7f);
+}
+
+// Stores a row of fp32 in a slot of a head.
+inline void write_row(const float* row, const KvPlane& plane, uint32_t dim, uint32_t head,
+                      uint32_t slot) {
+  codecs::TargetRows to = codecs::writable_rows(plane, dim, slot);
+  const auto place = static_cast<uint16_t>(head);
+  to.heads = &place;
+  codecs::convert_rows({.data = row, .codec = CodecId::kF32}, to, 1, 1, dim);
+}
+
+// The same, read.
+inline void read_row(const KvPlane& plane, uint32_t dim, uint32_t head, uint32_t slot, float* row) {
+  codecs::SourceRows from = codecs::rows_of(plane, dim, slot);
+  const auto place = static_cast<uint16_t>(head);
+  from.heads = &place;
+  codecs::convert_rows(from, {.data = row, .codec = CodecId::kF32}, 1, 1, dim);
 }
 
 // Writes the rows of `tokens` (numbers that identify them) where the pieces of item `item` say.
@@ -105,15 +123,7 @@ inline void write_rows(const std::vector<AppendPiece>& pieces, uint32_t item, ui
           for (uint32_t i = 0; i < dim; ++i) {
             row[i] = row_element(tokens[piece.token + t], layer, piece.cls->kv_heads[h], plane, i);
           }
-          std::byte* to =
-              plane == 0 ? piece.k + h * slab_class.k_head_bytes() + t * slab_class.k_row_bytes()
-                         : piece.v + h * slab_class.v_head_bytes() + t * slab_class.v_row_bytes();
-          uint16_t* scales = plane == 0 ? piece.k_scale : piece.v_scale;
-          codecs::convert_rows(
-              {row.data(), Dtype::kF32},
-              {to, plane == 0 ? slab_class.dtype_k : slab_class.dtype_v, 0, 0, nullptr,
-               scales == nullptr ? nullptr : scales + h * kPageTokens + t},
-              1, 1, dim);
+          write_row(row.data(), plane == 0 ? piece.k : piece.v, dim, h, piece.slot + t);
         }
       }
     }
@@ -178,27 +188,27 @@ inline Status append_all(Store& store, Sequence* seq, std::span<const uint64_t> 
   return Status::ok();
 }
 
-// What becomes of a row that is stored as each of `dtypes` in turn.
-inline void store_as(std::span<const Dtype> dtypes, uint32_t dim, float* row) {
-  if (std::find(dtypes.begin(), dtypes.end(), Dtype::kF8) == dtypes.end()) {
+// What becomes of a row that is stored as each of `in_turn`.
+inline void store_as(std::span<const CodecId> in_turn, uint32_t dim, float* row) {
+  if (std::find(in_turn.begin(), in_turn.end(), CodecId::kF8) == in_turn.end()) {
     return;  // row_element
   }
-  for (const Dtype dtype : dtypes) {
+  for (const CodecId codec : in_turn) {
     uint32_t stored[256];
     uint16_t scale = 0;
-    uint16_t* const scales = dtype_is_scaled(dtype) ? &scale : nullptr;
-    codecs::convert_rows({row, Dtype::kF32}, {stored, dtype, 0, 0, nullptr, scales}, 1, 1, dim);
-    codecs::convert_rows({stored, dtype, 0, 0, nullptr, scales}, {row, Dtype::kF32}, 1, 1, dim);
+    const KvPlane plane = {stored, codecs::codec_of(codec).is_scaled() ? &scale : nullptr, codec};
+    write_row(row, plane, dim, 0, 0);
+    read_row(plane, dim, 0, 0, row);
   }
 }
 
 struct NotRecoded {
-  std::vector<Dtype> operator()(uint64_t, uint32_t) const { return {}; }
+  std::vector<CodecId> operator()(uint64_t, uint32_t) const { return {}; }
 };
 
 // Checks that a head of a layer stores exactly the tokens for which `stored(position)` holds, out
 // of `tokens` (by position), and that their rows are right, to the bit. `writer`: the layer that
-// wrote them; `recoded(position, plane)`: the dtypes they were brought to since, in turn.
+// wrote them; `recoded(position, plane)`: the codecs they were brought to since, in turn.
 template <typename Stored, typename Recoded = NotRecoded>
 void expect_content(const Store& store, const Sequence* seq, uint32_t layer, uint32_t writer,
                     uint32_t kv_head, std::span<const uint64_t> tokens, Stored stored,
@@ -229,21 +239,15 @@ void expect_content(const Store& store, const Sequence* seq, uint32_t layer, uin
       }
       for (uint32_t plane = 0; plane < 2; ++plane) {
         const uint32_t dim = plane == 0 ? slab_class.dim_k : slab_class.dim_v;
-        const Dtype dtype = plane == 0 ? run.dtype_k : run.dtype_v;
-        const uint64_t row_bytes = uint64_t{dim} * dtype_size_bytes(dtype);
-        const char* base = static_cast<const char*>(plane == 0 ? run.k : run.v);
-        const uint64_t at = place.head * kPageTokens + t;
-        const uint16_t* scales = plane == 0 ? run.k_scale : run.v_scale;
-        ASSERT_EQ(scales != nullptr, dtype_is_scaled(dtype));
-        codecs::convert_rows({base + at * row_bytes, dtype, 0, 0, nullptr,
-                              scales == nullptr ? nullptr : scales + at},
-                             {row.data(), Dtype::kF32}, 1, 1, dim);
+        const KvPlane& of = plane == 0 ? run.k : run.v;
+        ASSERT_EQ(of.params != nullptr, codecs::codec_of(of.codec).is_scaled());
+        read_row(of, dim, place.head, run.slot + t, row.data());
         for (uint32_t i = 0; i < dim; ++i) {
           expected[i] = row_element(tokens[position], writer, kv_head, plane, i);
         }
-        std::vector<Dtype> dtypes = recoded(position, plane);
-        dtypes.insert(dtypes.begin(), plane == 0 ? slab_class.dtype_k : slab_class.dtype_v);
-        store_as(dtypes, dim, expected.data());
+        std::vector<CodecId> in_turn = recoded(position, plane);
+        in_turn.insert(in_turn.begin(), plane == 0 ? slab_class.codec_k : slab_class.codec_v);
+        store_as(in_turn, dim, expected.data());
         if (!std::equal(expected.begin(), expected.begin() + dim, row.begin())) {
           FAIL() << "layer " << layer << " head " << kv_head << " position " << position
                  << " has another row";

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "base/splitmix.h"
+#include "codecs/rows.h"
 #include "engine/store/stored_runs.h"
 #include "tests/common/environment.h"
 #include "tests/unit/engine/store_testbed.h"
@@ -60,7 +61,7 @@ class World {
       connect(client);
     }
     SpaceSpec spec = make_spec("volume", kLayers, kHeads, kDim);
-    spec.params.dtype = KVM_DTYPE_F32;
+    spec.params.codec = KVM_CODEC_F32;
     space_ = store_->register_space(spec).value();
   }
 
@@ -237,21 +238,21 @@ class World {
     return true;
   }
 
-  static void write(const AppendPiece& piece, uint32_t layer, uint32_t token) {
-    const tiers::SlabClass& slab = piece.cls->slab_class;
+  static void write(const AppendPiece& piece, uint32_t slot, uint32_t layer, uint32_t token) {
     for (uint32_t head = 0; head < kHeads; ++head) {
       const Row k = row_of(token, layer, head, 0);
       const Row v = row_of(token, layer, head, 1);
-      std::memcpy(piece.k + head * slab.k_head_bytes(), k.data(), sizeof k);
-      std::memcpy(piece.v + head * slab.v_head_bytes(), v.data(), sizeof v);
+      std::memcpy(place(piece.k, head, slot), k.data(), sizeof k);
+      std::memcpy(place(piece.v, head, slot), v.data(), sizeof v);
     }
   }
-  void write(AppendPiece piece, uint32_t layer) const {
+  void write(const AppendPiece& piece, uint32_t layer) const {
     for (uint32_t i = 0; i < piece.n_tokens; ++i) {
-      write(piece, layer, next_token_ + piece.token + i);
-      piece.k += piece.cls->slab_class.k_row_bytes();
-      piece.v += piece.cls->slab_class.v_row_bytes();
+      write(piece, piece.slot + i, layer, next_token_ + piece.token + i);
     }
+  }
+  static uint8_t* place(const KvPlane& plane, uint32_t head, uint32_t slot) {
+    return const_cast<uint8_t*>(codecs::row_at(plane, kDim, head, slot));
   }
 
   static void cut(ModelSeq* model, uint64_t n) {
@@ -506,12 +507,12 @@ class World {
       point_to_page(*away->slab_class, read.data(), &run);
     }
     const uint32_t head = pick(kHeads);
-    const uint64_t at = (head * kPageTokens + position - run.position) * sizeof(Row);
+    const auto slot = static_cast<uint32_t>(run.slot + position - run.position);
     const Row k = row_of(token, layer, head, 0);
     const Row v = row_of(token, layer, head, 1);
-    ASSERT_EQ(std::memcmp(static_cast<const std::byte*>(run.k) + at, k.data(), sizeof k), 0)
+    ASSERT_EQ(std::memcmp(place(run.k, head, slot), k.data(), sizeof k), 0)
         << "K of token " << token << " at " << position << " of layer " << layer;
-    ASSERT_EQ(std::memcmp(static_cast<const std::byte*>(run.v) + at, v.data(), sizeof v), 0)
+    ASSERT_EQ(std::memcmp(place(run.v, head, slot), v.data(), sizeof v), 0)
         << "V of token " << token << " at " << position << " of layer " << layer;
   }
 

@@ -14,6 +14,8 @@
 #include <vector>
 
 #include "base/dtype.h"
+#include "base/simd/elem.h"
+#include "codecs/codec.h"
 #include "hash_index/lsh/planes.h"
 
 namespace kvm::hash_index {
@@ -49,10 +51,10 @@ Buffer make_buffer(size_t bytes, int fill = 0xcd) {
 // Keys of head 1 of 2 in pages, from some position on, with a few runs before and behind them.
 class KeyStore {
  public:
-  KeyStore(const std::vector<float>& keys, uint32_t dim, Dtype dtype = Dtype::kF32,
+  KeyStore(const std::vector<float>& keys, uint32_t dim, CodecId codec = CodecId::kF32,
            uint64_t position = 640, uint32_t longest_run = kPageTokens)
       : n_(static_cast<uint32_t>(keys.size() / dim)), dim_(dim), position_(position) {
-    const size_t size = dtype_size_bytes(dtype);
+    const codecs::Codec& of = codecs::codec_of(codec);
     scales_.assign(2 * kPageTokens, f32_to_bf16(kInt8Scale));
     const uint64_t begin = position < 10 ? 0 : position - 10;
     const uint64_t end = position + n_ + 5;
@@ -60,21 +62,19 @@ class KeyStore {
       const uint64_t page_end = (at / kPageTokens + 1) * kPageTokens;
       const auto n =
           static_cast<uint32_t>(std::min<uint64_t>({longest_run, page_end - at, end - at}));
-      pages_.push_back(std::make_unique<std::byte[]>(2 * kPageTokens * dim * size));
+      pages_.push_back(std::make_unique<std::byte[]>(2 * of.head_rows_bytes(dim)));
       std::byte* page = pages_.back().get();
       for (uint32_t i = 0; i < n; ++i) {
         const bool ours = at + i >= position && at + i < position + n_;
         for (uint32_t d = 0; d < dim; ++d) {
           const float x = ours ? keys[(at + i - position) * dim + d] : 1e3f;
-          put(page, ((kPageTokens + i) * size_t{dim} + d), dtype, x);
+          put(page, ((kPageTokens + i) * size_t{dim} + d), codec, x);
         }
       }
       KvRun run;
-      run.k = page;
+      run.k = {page, of.is_scaled() ? scales_.data() : nullptr, codec};
       run.position = at;
       run.n_tokens = static_cast<uint16_t>(n);
-      run.dtype_k = dtype;
-      run.k_scale = dtype_is_scaled(dtype) ? scales_.data() : nullptr;
       runs_.push_back(run);
       at += n;
     }
@@ -108,15 +108,15 @@ class KeyStore {
     }
     return static_cast<std::byte>(x < 0 ? code | 0x80 : code);
   }
-  static void put(std::byte* page, size_t element, Dtype dtype, float x) {
-    if (dtype == Dtype::kF32) {
+  static void put(std::byte* page, size_t element, CodecId codec, float x) {
+    if (codec == CodecId::kF32) {
       std::memcpy(page + element * 4, &x, 4);
-    } else if (dtype == Dtype::kI8) {
+    } else if (codec == CodecId::kI8) {
       page[element] = static_cast<std::byte>(static_cast<int>(x / kInt8Scale));
-    } else if (dtype == Dtype::kF8) {
+    } else if (codec == CodecId::kF8) {
       page[element] = f8_code(x / kInt8Scale);
     } else {
-      const uint16_t bits = dtype == Dtype::kF16 ? f32_to_f16(x) : f32_to_bf16(x);
+      const uint16_t bits = codec == CodecId::kF16 ? f32_to_f16(x) : f32_to_bf16(x);
       std::memcpy(page + element * 2, &bits, 2);
     }
   }
@@ -272,7 +272,7 @@ TEST(Kernels, GiveTheCodesOfTheContract) {
         PackArgs pack{};
         pack.center = center.data();
         pack.packed = reinterpret_cast<uint8_t*>(packed.get());
-        pack.dtype = static_cast<uint32_t>(Dtype::kF32);
+        pack.elem = vec::kElemF32;
         pack.dim = dim;
         for (const uint32_t n : {1u, 47u, 16u}) {  // in three stretches
           pack.rows = reinterpret_cast<const uint8_t*>(&keys[size_t{pack.first} * dim]);
@@ -307,7 +307,7 @@ TEST(Kernels, GiveTheCodesOfTheContract) {
   }
 }
 
-TEST(Kernels, ReadEveryDtype) {
+TEST(Kernels, ReadEveryElement) {
   Rng rng(2);
   for (const LshKernels* kernels : available_lsh_kernels()) {
     for (const uint32_t dim : {8u, 40u, 64u}) {
@@ -328,19 +328,19 @@ TEST(Kernels, ReadEveryDtype) {
       }
       std::vector<std::vector<std::byte>> packed;
       const void* rows[] = {floats.data(), halves.data(), brains.data(), bytes.data()};
-      for (uint32_t dtype = 1; dtype <= 4; ++dtype) {
+      for (uint32_t elem = vec::kElemF32; elem <= vec::kElemI8; ++elem) {
         const Buffer out = make_buffer(size_t{dim} * kPackKeys);
         PackArgs pack{};
-        pack.rows = static_cast<const uint8_t*>(rows[dtype - 1]);
+        pack.rows = static_cast<const uint8_t*>(rows[elem - vec::kElemF32]);
         pack.scales = scales.data();
         pack.center = center.data();
         pack.packed = reinterpret_cast<uint8_t*>(out.get());
-        pack.dtype = dtype;
+        pack.elem = elem;
         pack.n = kPackKeys;
         pack.dim = dim;
         kernels->pack(&pack);
         packed.emplace_back(out.get(), out.get() + size_t{dim} * kPackKeys);
-        EXPECT_EQ(packed.back(), packed.front()) << kernels->name << " dtype " << dtype;
+        EXPECT_EQ(packed.back(), packed.front()) << kernels->name << " element " << elem;
       }
     }
   }
@@ -396,15 +396,16 @@ TEST(Tables, AreTheKeysInTheOrderOfTheirCodes) {
   Rng rng(3);
   const uint32_t dim = 16;
   for (const uint32_t n : {0u, 1u, 63u, 64u, 65u, 200u}) {
-    for (const Dtype dtype : {Dtype::kF32, Dtype::kBf16, Dtype::kF16, Dtype::kI8, Dtype::kF8}) {
+    for (const CodecId codec :
+         {CodecId::kF32, CodecId::kBf16, CodecId::kF16, CodecId::kI8, CodecId::kF8}) {
       const PlanesPtr planes = make_planes({5, 7, n}, dim);
       std::vector<float> keys = normal(&rng, size_t{n} * dim);
       for (float& x : keys) {
-        x = kInt8Scale * std::round(x / kInt8Scale);  // exact in every dtype, fp8 with 16 at most
+        x = kInt8Scale * std::round(x / kInt8Scale);  // exact in every codec, fp8 with 16 at most
         x = std::clamp(x, -16 * kInt8Scale, 16 * kInt8Scale);
       }
       const std::vector<float> center = normal(&rng, dim);
-      const KeyStore store(keys, dim, dtype, 123, 17);  // uneven runs, none aligned
+      const KeyStore store(keys, dim, codec, 123, 17);  // uneven runs, none aligned
       const Buffer tables = store.build(*planes, center.data());
       const TableLayout layout = TableLayout::make(planes->params, n);
       EXPECT_EQ(layout.stride_bytes * 7, table_run_bytes(planes->params, n));
@@ -507,7 +508,7 @@ TEST(Lookup, OfAFullRun) {
   const PlanesPtr planes = make_planes({6, 3, 5}, dim);
   for (const uint32_t n : {kMaxRunKeys - 1, kMaxRunKeys}) {
     const std::vector<float> keys = normal(&rng, size_t{n} * dim);
-    const KeyStore store(keys, dim, Dtype::kF32, 1u << 20);
+    const KeyStore store(keys, dim, CodecId::kF32, 1u << 20);
     const Buffer tables = store.build(*planes, nullptr);
     const std::vector<uint16_t> codes = codes_of(*planes, normal(&rng, 2 * dim));
     uint64_t expected_read = 0;

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "codecs/codec.h"
 #include "hash_index/sketch/eigen.h"
 #include "hash_index/sketch/scan_args.h"
 #include "tests/unit/hash_index/sketch_golden.inc"
@@ -201,7 +202,7 @@ TEST(Encode, GoldenCodesOfThePythonReference) {
   for (size_t i = 0; i < q.size(); ++i) {
     q[i] = static_cast<float>(kQueries[i]) / 16.0f;
   }
-  const Pages pages(keys, values, Dtype::kBf16);
+  const Pages pages(keys, values, CodecId::kBf16);
   for (const ScanTable* table : available_scan_tables()) {
     for (const SketchKind kind : {SketchKind::kBits1, SketchKind::kBits2}) {
       SCOPED_TRACE(std::string(table->name) + " kind " + std::to_string(static_cast<int>(kind)));
@@ -240,18 +241,19 @@ struct Shape {
   uint32_t dim;
   SketchKind kind;
   bool balanced;
-  Dtype dtype;
+  CodecId codec;
 };
 
 std::vector<Shape> shapes() {
   std::vector<Shape> all;
-  const Dtype dtypes[] = {Dtype::kF32, Dtype::kF16, Dtype::kBf16, Dtype::kI8, Dtype::kF8};
+  const CodecId codecs[] = {CodecId::kF32, CodecId::kF16, CodecId::kBf16, CodecId::kI8,
+                            CodecId::kF8};
   size_t n = 0;
   for (const uint32_t dim : {8u, 16u, 40u, 64u, 80u, 96u, 112u, 128u, 256u}) {
     for (const SketchKind kind : kKinds) {
       for (const bool balanced : {false, true}) {
         if (!balanced || kind == SketchKind::kLead8Bits1) {
-          all.push_back({dim, kind, balanced, dtypes[n++ % std::size(dtypes)]});
+          all.push_back({dim, kind, balanced, codecs[n++ % std::size(codecs)]});
         }
       }
     }
@@ -260,8 +262,9 @@ std::vector<Shape> shapes() {
 }
 
 std::string name_of(const Shape& shape) {
-  return std::string(dtype_name(shape.dtype)) + " dim " + std::to_string(shape.dim) + " kind " +
-         std::to_string(static_cast<int>(shape.kind)) + (shape.balanced ? " balanced" : "");
+  return std::string(codecs::codec_of(shape.codec).name) + " dim " + std::to_string(shape.dim) +
+         " kind " + std::to_string(static_cast<int>(shape.kind)) +
+         (shape.balanced ? " balanced" : "");
 }
 
 // Every table codes and estimates as the fp64 version does; rows and shapes of all kinds.
@@ -270,7 +273,7 @@ TEST(Encode, AgreesWithTheOracle) {
   for (const Shape& shape : shapes()) {
     SCOPED_TRACE(name_of(shape));
     const Pages pages(normal_rows(&random, 128, shape.dim, 2, 0.97, 1),
-                      normal_rows(&random, 128, 24), shape.dtype, 3, 1);
+                      normal_rows(&random, 128, 24), shape.codec, 3, 1);
     const std::vector<float> seen = floats(normal_rows(&random, 100, shape.dim, 1, 0.99));
     const FramePtr frame =
         pages.frame(&shape.kind, 5, shape.balanced ? seen : std::vector<float>{});
@@ -339,7 +342,7 @@ TEST(Encode, AgreesWithTheOracle) {
 // A key whose value vanishes belongs to the denominator: it must have a chance to be drawn.
 TEST(Encode, SmallValuesCountAsHalfOfTheBlocksTypicalOne) {
   std::mt19937_64 random(6);
-  for (const Dtype dtype : {Dtype::kF32, Dtype::kBf16}) {
+  for (const CodecId codec : {CodecId::kF32, CodecId::kBf16}) {
     Rows values = normal_rows(&random, 192, 24);
     for (const size_t i : {0, 17, 63}) {
       values[i].assign(24, 0.0);
@@ -352,7 +355,7 @@ TEST(Encode, SmallValuesCountAsHalfOfTheBlocksTypicalOne) {
     for (size_t i = 128; i < 192; ++i) {
       values[i].assign(24, 0.0);
     }
-    const Pages pages(normal_rows(&random, 192, 16), values, dtype);
+    const Pages pages(normal_rows(&random, 192, 16), values, codec);
     const SketchKind kind = SketchKind::kBits2;
     const FramePtr frame = pages.frame(&kind, 1);
     const std::vector<double> wanted = raised_norms(pages.values);
@@ -375,7 +378,7 @@ TEST(Estimates, AreUnbiasedOverRotationsWithTheNoiseOfTheory) {
   constexpr int kRotations = 300;
   std::mt19937_64 random(9);
   const Pages pages(normal_rows(&random, 64, kDim, 1, 0.99, 2), normal_rows(&random, 64, 8),
-                    Dtype::kF32);
+                    CodecId::kF32);
   const Rows queries = normal_rows(&random, 1, kDim);
   const std::vector<float> seen = floats(normal_rows(&random, 200, kDim, 1, 0.98));
   for (const SketchKind kind : kKinds) {
@@ -429,7 +432,7 @@ TEST(Tables, EstimateTheSameFromTheSameBlocks) {
   for (const Shape& shape : shapes()) {
     for (const uint32_t n_rows : {1u, 2u, 3u, 4u, 6u, 7u, 16u}) {
       const Pages pages(normal_rows(&random, 64, shape.dim), normal_rows(&random, 64, 8),
-                        Dtype::kF32);
+                        CodecId::kF32);
       const FramePtr frame = pages.frame(&shape.kind, n_rows);
       const Aligned blocks = pages.encode(*frame, nullptr);
       const std::vector<float> q = floats(normal_rows(&random, n_rows, shape.dim));
@@ -456,7 +459,7 @@ TEST(Estimates, HaveTheirCap) {
   constexpr uint32_t kRows = 5;
   std::mt19937_64 random(12);
   const Pages pages(normal_rows(&random, 64, 64, 1, 0.99, 0.5), normal_rows(&random, 64, 8),
-                    Dtype::kF32);
+                    CodecId::kF32);
   const std::vector<float> q = floats(normal_rows(&random, kRows, 64));
   for (const SketchKind kind : kKinds) {
     const FramePtr frame = pages.frame(&kind, 3);
@@ -544,7 +547,7 @@ struct Scene {
   static Pages make_pages(uint32_t dim, size_t n_keys, uint64_t position) {
     std::mt19937_64 random(dim);
     return Pages(normal_rows(&random, n_keys, dim, 1, 0.99, 0.5), normal_rows(&random, n_keys, 16),
-                 Dtype::kBf16, 1, 0, position);
+                 CodecId::kBf16, 1, 0, position);
   }
 
   uint64_t position_of(size_t i) const {
@@ -680,8 +683,8 @@ TEST(Draw, ReportsThatCapacityRanOutAndKeepsTheSums) {
 TEST(Frames, KindFollowsTheSpectrum) {
   std::mt19937_64 random(21);
   const Rows values = normal_rows(&random, 1024, 8);
-  const Pages steep(normal_rows(&random, 1024, 64, 4, 0.8), values, Dtype::kBf16);
-  const Pages flat(normal_rows(&random, 1024, 64), values, Dtype::kBf16);
+  const Pages steep(normal_rows(&random, 1024, 64, 4, 0.8), values, CodecId::kBf16);
+  const Pages flat(normal_rows(&random, 1024, 64), values, CodecId::kBf16);
   EXPECT_EQ(frame_kind(*steep.frame(nullptr, 1)), SketchKind::kLead8Bits1);
   EXPECT_EQ(frame_kind(*flat.frame(nullptr, 1)), SketchKind::kBits2);
   // Flat keys of which the queries see eight directions: with some of the moments shrunk away they
@@ -700,7 +703,7 @@ TEST(Frames, ALeadIsChosenWhereItHasFarLessNoise) {
     for (const double asked : {1.0, 0.95, 1.05, 0.85}) {  // how the moments of queries fall
       for (const bool seen : {false, true}) {
         SCOPED_TRACE(testing::Message() << decay << " " << asked << " " << seen);
-        const Pages pages(normal_rows(&random, kKeys, 64, 1, decay), values, Dtype::kF32);
+        const Pages pages(normal_rows(&random, kKeys, 64, 1, decay), values, CodecId::kF32);
         const std::vector<float> observed =
             seen ? floats(normal_rows(&random, 400, 64, 1, asked)) : std::vector<float>{};
         const Rows queries = normal_rows(&random, kRows, 64, 1, asked);
@@ -742,8 +745,8 @@ TEST(Frames, FewKeysGetNoLeadUntilThereAreMore) {
   const Rows keys = normal_rows(&random, 1088, 64, 4, 0.8);
   const Rows values = normal_rows(&random, 1088, 8);
   const Pages few({keys.begin(), keys.begin() + 960}, {values.begin(), values.begin() + 960},
-                  Dtype::kBf16);
-  const Pages more(keys, values, Dtype::kBf16);
+                  CodecId::kBf16);
+  const Pages more(keys, values, CodecId::kBf16);
   const FramePtr frame = few.frame(nullptr, 1);
   EXPECT_EQ(frame_kind(*frame), SketchKind::kBits2);
   EXPECT_EQ(frame_kind(*more.frame(nullptr, 2, {}, frame.get())), SketchKind::kLead8Bits1);
@@ -755,7 +758,7 @@ TEST(Frames, AreTheSameForEveryTable) {
   for (const Shape& shape : shapes()) {
     SCOPED_TRACE(name_of(shape));
     const Pages pages(normal_rows(&random, 256, shape.dim, 2, 0.9, 1), normal_rows(&random, 256, 8),
-                      shape.dtype, 2, 1);
+                      shape.codec, 2, 1);
     const std::vector<float> seen = floats(normal_rows(&random, 90, shape.dim, 1, 0.95));
     FrameInput input;
     input.runs = pages.runs;
@@ -781,13 +784,13 @@ TEST(Frames, AreTheSameForEveryTable) {
 TEST(Frames, BasisIsKeptUntilTheKeysLeaveIt) {
   std::mt19937_64 random(22);
   const Rows values = normal_rows(&random, 1024, 8);
-  const Pages first(normal_rows(&random, 1024, 64, 4, 0.8), values, Dtype::kBf16);
-  const Pages same(normal_rows(&random, 1024, 64, 4, 0.8, 2), values, Dtype::kBf16);
+  const Pages first(normal_rows(&random, 1024, 64, 4, 0.8), values, CodecId::kBf16);
+  const Pages same(normal_rows(&random, 1024, 64, 4, 0.8, 2), values, CodecId::kBf16);
   Rows reversed = normal_rows(&random, 1024, 64, 4, 0.8);
   for (auto& row : reversed) {
     std::reverse(row.begin(), row.end());
   }
-  const Pages other(reversed, values, Dtype::kBf16);
+  const Pages other(reversed, values, CodecId::kBf16);
   for (const bool balanced : {false, true}) {
     const std::vector<float> seen =
         balanced ? floats(normal_rows(&random, 300, 64)) : std::vector<float>{};
@@ -820,7 +823,7 @@ TEST(Frames, BasisIsKeptUntilTheKeysLeaveIt) {
 TEST(Frames, PoorQueriesDoNotBlowUpTheNoise) {
   std::mt19937_64 random(23);
   const Pages pages(normal_rows(&random, 1024, 64, 3, 0.9), normal_rows(&random, 1024, 8),
-                    Dtype::kF32);
+                    CodecId::kF32);
   Rows few = normal_rows(&random, 12, 64);
   for (auto& row : few) {
     std::fill(row.begin() + 32, row.end(), 0.0);
@@ -863,7 +866,7 @@ TEST(Exotic, NothingThatIsStoredOrAskedMakesNonsense) {
       values[0].assign(16, nan);
       values[1].assign(16, 3e38);
       values[2].assign(16, 0.0);
-      const Pages pages(rows, values, Dtype::kF32);
+      const Pages pages(rows, values, CodecId::kF32);
       for (const SketchKind& kind : kKinds) {
         for (const std::vector<float>& seen :
              {std::vector<float>{}, floats(normal_rows(&random, 20, dim)),
@@ -915,7 +918,7 @@ TEST(Exotic, OneHugeKeyDoesNotMoveTheFrame) {
   std::mt19937_64 random(33);
   Rows keys = normal_rows(&random, 512, 64, 2, 0.9);
   keys[100].assign(64, 1e6);
-  const Pages pages(keys, normal_rows(&random, 512, 8), Dtype::kF32);
+  const Pages pages(keys, normal_rows(&random, 512, 8), CodecId::kF32);
   const Rows queries = normal_rows(&random, 1, 64);
   for (const SketchKind kind : kKinds) {
     const FramePtr frame = pages.frame(&kind, 1);

@@ -13,6 +13,8 @@
 #include <random>
 #include <vector>
 
+#include "base/dtype.h"
+#include "codecs/codec.h"
 #include "hash_index/sketch/frame.h"
 #include "hash_index/sketch/layout.h"
 #include "hash_index/sketch/scan_table.h"
@@ -36,7 +38,7 @@ struct Pages {
   uint32_t head = 0;
   uint32_t dim_k = 0;
   uint32_t dim_v = 0;
-  Dtype dtype = Dtype::kF32;
+  CodecId codec = CodecId::kF32;
   Rows keys;  // as stored
   Rows values;
   std::vector<std::byte> k;
@@ -47,15 +49,15 @@ struct Pages {
   uint64_t position = 0;
 
   // One element; returns what is stored.
-  static double put(std::byte* at, Dtype dtype, double value) {
+  static double put(std::byte* at, CodecId codec, double value) {
     const float f = static_cast<float>(value);
-    if (dtype == Dtype::kF32) {
+    if (codec == CodecId::kF32) {
       std::memcpy(at, &f, 4);
       return double{f};
     }
-    const uint16_t bits = dtype == Dtype::kF16 ? f32_to_f16(f) : f32_to_bf16(f);
+    const uint16_t bits = codec == CodecId::kF16 ? f32_to_f16(f) : f32_to_bf16(f);
     std::memcpy(at, &bits, 2);
-    return double{dtype == Dtype::kF16 ? f16_to_f32(bits) : bf16_to_f32(bits)};
+    return double{codec == CodecId::kF16 ? f16_to_f32(bits) : bf16_to_f32(bits)};
   }
 
   // The largest code that is not beyond x, or the least.
@@ -69,17 +71,18 @@ struct Pages {
     return double{e4m3_to_f32(stored)};
   }
 
-  static void put_rows(Rows* rows, uint32_t heads, uint32_t head, Dtype dtype,
+  static void put_rows(Rows* rows, uint32_t heads, uint32_t head, CodecId codec,
                        std::vector<std::byte>* bytes, std::vector<uint16_t>* scales) {
     const size_t dim = rows->front().size();
     const size_t pages = rows->size() / kBlockKeys;
-    const size_t size = dtype_size_bytes(dtype);
+    const codecs::Codec& of = codecs::codec_of(codec);
+    const size_t size = of.row_bytes(1);
     bytes->assign(pages * heads * kBlockKeys * dim * size, std::byte{0x5a});
     scales->assign(pages * heads * kBlockKeys, 0);
     for (size_t i = 0; i < rows->size(); ++i) {
       const size_t row = (i / kBlockKeys * heads + head) * kBlockKeys + i % kBlockKeys;
       double scale = 1;
-      if (dtype_is_scaled(dtype)) {
+      if (of.is_scaled()) {
         for (const double x : (*rows)[i]) {
           scale = std::max(scale, std::abs(x) / 100);
         }
@@ -89,44 +92,41 @@ struct Pages {
       for (size_t j = 0; j < dim; ++j) {
         std::byte* at = bytes->data() + (row * dim + j) * size;
         double& x = (*rows)[i][j];
-        if (dtype == Dtype::kI8) {
+        if (codec == CodecId::kI8) {
           const auto code = static_cast<int8_t>(std::lrint(x / scale));
           std::memcpy(at, &code, 1);
           x = code * scale;
-        } else if (dtype == Dtype::kF8) {
+        } else if (codec == CodecId::kF8) {
           x = put_f8(at, x / scale) * scale;
         } else {
-          x = put(at, dtype, x);
+          x = put(at, codec, x);
         }
       }
     }
   }
 
-  Pages(Rows k_rows, Rows v_rows, Dtype type, uint32_t n_heads = 1, uint32_t which = 0,
+  Pages(Rows k_rows, Rows v_rows, CodecId stored, uint32_t n_heads = 1, uint32_t which = 0,
         uint64_t first = 0)
       : heads(n_heads),
         head(which),
-        dtype(type),
+        codec(stored),
         keys(std::move(k_rows)),
         values(std::move(v_rows)),
         position(first) {
     dim_k = static_cast<uint32_t>(keys.front().size());
     dim_v = static_cast<uint32_t>(values.front().size());
-    put_rows(&keys, heads, head, dtype, &k, &k_scale);
-    put_rows(&values, heads, head, dtype, &v, &v_scale);
-    const size_t size = dtype_size_bytes(dtype);
+    put_rows(&keys, heads, head, codec, &k, &k_scale);
+    put_rows(&values, heads, head, codec, &v, &v_scale);
+    const codecs::Codec& of = codecs::codec_of(codec);
     for (size_t page = 0; page < keys.size() / kBlockKeys; ++page) {
       const size_t row = page * heads * kBlockKeys;
       KvRun run;
-      run.k = k.data() + row * dim_k * size;
-      run.v = v.data() + row * dim_v * size;
+      run.k = {k.data() + row * of.row_bytes(dim_k),
+               of.is_scaled() ? k_scale.data() + row : nullptr, codec};
+      run.v = {v.data() + row * of.row_bytes(dim_v),
+               of.is_scaled() ? v_scale.data() + row : nullptr, codec};
       run.position = first + page * kBlockKeys;
       run.n_tokens = kBlockKeys;
-      run.dtype_k = run.dtype_v = dtype;
-      if (dtype_is_scaled(dtype)) {
-        run.k_scale = k_scale.data() + row;
-        run.v_scale = v_scale.data() + row;
-      }
       runs.push_back(run);
     }
   }

@@ -17,9 +17,12 @@ namespace {
 
 constexpr uint64_t kMiB = uint64_t{1} << 20;
 
-SlabClass slab_class_of(uint16_t n_heads, uint16_t dim = 64, Dtype dtype = Dtype::kBf16) {
-  return {
-      .dtype_k = dtype, .dtype_v = Dtype::kBf16, .dim_k = dim, .dim_v = dim, .n_heads = n_heads};
+SlabClass slab_class_of(uint16_t n_heads, uint16_t dim = 64, CodecId codec_k = CodecId::kBf16) {
+  return {.codec_k = codec_k,
+          .codec_v = CodecId::kBf16,
+          .dim_k = dim,
+          .dim_v = dim,
+          .n_heads = n_heads};
 }
 
 bool is_resident(const std::byte* address) {
@@ -30,8 +33,8 @@ bool is_resident(const std::byte* address) {
 }
 
 TEST(SlabClass, PlanesFollowEachOther) {
-  const SlabClass mixed = {.dtype_k = Dtype::kF32,
-                           .dtype_v = Dtype::kBf16,
+  const SlabClass mixed = {.codec_k = CodecId::kF32,
+                           .codec_v = CodecId::kBf16,
                            .dim_k = 24,
                            .dim_v = 8,
                            .n_heads = 3,
@@ -52,7 +55,7 @@ TEST(HostPool, FramesDoNotOverlapAndAreCounted) {
   HostPool pool(&budget, 4 * kMiB);
   std::mt19937 generator(11);
   const std::vector<SlabClass> classes = {slab_class_of(8), slab_class_of(1), slab_class_of(5, 128),
-                                          slab_class_of(8, 256, Dtype::kF32)};
+                                          slab_class_of(8, 256, CodecId::kF32)};
   struct Held {
     SlabClass slab_class;
     uint8_t mark;
@@ -114,7 +117,7 @@ TEST(HostPool, FramesDoNotOverlapAndAreCounted) {
 TEST(HostPool, GivesMemoryBack) {
   MemoryBudget budget(32 * kMiB);
   HostPool pool(&budget, 0);
-  const SlabClass half = slab_class_of(8, 256, Dtype::kBf16);  // 512 KiB a page
+  const SlabClass half = slab_class_of(8, 256, CodecId::kBf16);  // 512 KiB a page
   std::vector<FrameRef> frames;
   for (int i = 0; i < 8; ++i) {
     frames.push_back(pool.allocate(half, 0).value());
@@ -137,8 +140,11 @@ TEST(HostPool, GivesMemoryBack) {
 TEST(HostPool, CapIsHardAndFailureChangesNothing) {
   MemoryBudget budget(3 * kExtentBytes + 5);
   HostPool pool(&budget, 0);
-  const SlabClass whole = {
-      .dtype_k = Dtype::kF32, .dtype_v = Dtype::kF32, .dim_k = 256, .dim_v = 256, .n_heads = 16};
+  const SlabClass whole = {.codec_k = CodecId::kF32,
+                           .codec_v = CodecId::kF32,
+                           .dim_k = 256,
+                           .dim_v = 256,
+                           .n_heads = 16};
   ASSERT_EQ(whole.page_bytes(), kExtentBytes);
   std::vector<FrameRef> frames;
   for (int i = 0; i < 3; ++i) {
@@ -160,7 +166,7 @@ TEST(HostPool, CapIsHardAndFailureChangesNothing) {
 TEST(HostPool, CachedExtentsGiveWay) {
   MemoryBudget budget(4 * kExtentBytes);
   HostPool pool(&budget, 4 * kExtentBytes);
-  const SlabClass one = slab_class_of(8, 256, Dtype::kF32);
+  const SlabClass one = slab_class_of(8, 256, CodecId::kF32);
   std::vector<FrameRef> frames;
   while (true) {
     const Result<FrameRef> frame = pool.allocate(one, 0);

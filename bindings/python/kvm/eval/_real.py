@@ -39,7 +39,7 @@ class Setting:
 
     mode: str
     setting: str
-    store: str = "bfloat16"  # the dtype of rows
+    store: str = "bfloat16"  # the codec of rows
     index: IndexKind = IndexKind.NONE
     policy: Policy | None = None
     attend: tuple[tuple[str, Any], ...] = ()
@@ -153,7 +153,7 @@ def _cache(model: Any, client: Client, setting: Setting, n_tokens: int) -> KvmCa
     indexes = []
     if setting.index != IndexKind.NONE:
         indexes = [Index(setting.index, min_tokens=index_begin(n_tokens))]
-    return KvmCache(model, client, dtype=setting.store, indexes=indexes,
+    return KvmCache(model, client, codec=setting.store, indexes=indexes,
                     policies=[] if setting.policy is None else [setting.policy])
 
 
@@ -169,7 +169,7 @@ def evaluate(model: Any, client: Client, name: str, ids: list[int], n_bytes: int
     targets = torch.tensor(ids[-n_scored:])
     with torch.no_grad():
         report(f"{name}: exact, float32")
-        with KvmCache(model, client, dtype="float32") as cache:
+        with KvmCache(model, client, codec="float32") as cache:
             run.prefill(cache)
             dense = torch.cat(list(run.logits(cache)))
         dense_bits = _bits(dense, targets) / n_bytes

@@ -160,7 +160,7 @@ def _run(client: Client, record: Reader, q: Array, k: Array, v: Array, steps: Ar
     first = settings[0]
     space = client.register_space(
         f"kvm-eval-{uuid.uuid4().hex}", n_layers=1, n_q_heads=q.shape[1], n_kv_heads=1,
-        head_dim=record.head_dim, dtype=first.store, softmax_scale=record.scale,
+        head_dim=record.head_dim, codec=first.store, softmax_scale=record.scale,
         indexes=indexes, policies=[] if first.policy is None else [first.policy])
     done = 0
     with client.create_queue() as queue, space.create_sequence(reserve=len(k)) as seq:

@@ -124,7 +124,7 @@ class KvmCache(Cache):
 
     model:     a decoder of transformers; its attention is set to kvm's.
     client:    of `kvm.connect` or `kvm.open_embedded`.
-    dtype:     how keys and values are stored; None: as the model computes. "int8" and "fp8" take
+    codec:     how keys and values are stored; None: as the model computes. "int8" and "fp8" take
                half of bfloat16.
     mode, eps, delta, budget, seed, proposal: how to attend, as in `Queue.step`. Chunks of a prefill
                are answered exactly. Mode EXACT takes none of the others.
@@ -139,7 +139,7 @@ class KvmCache(Cache):
     truncate, fork and free; copy.deepcopy forks. One thread at a time.
     """
 
-    def __init__(self, model: Any, client: Client, *, dtype: Any = None, mode: Mode = Mode.EXACT,
+    def __init__(self, model: Any, client: Client, *, codec: Any = None, mode: Mode = Mode.EXACT,
                  proposal: Proposal = Proposal.DEFAULT, eps: float = 0.0, delta: float = 0.0,
                  budget: int = 0, seed: int = 0, f32_values: bool = False,
                  policies: Iterable[Policy] = (), codecs: Iterable[Codec] = (),
@@ -156,7 +156,7 @@ class KvmCache(Cache):
         if mode not in (Mode.DEFAULT, Mode.EXACT) and not of_indexes:
             of_indexes = [Index()]
         self.client = client
-        self.space: _ModelSpace = _register(model, client, name, dtype, list(policies),
+        self.space: _ModelSpace = _register(model, client, name, codec, list(policies),
                                             list(codecs), of_indexes)
         self.stats = CacheStats()
         self._arguments: dict[str, Any] = {
@@ -515,7 +515,7 @@ class _ModelSpace(Space):
     _kvm_geometry: _Geometry
 
 
-def _register(model: Any, client: Client, name: str | None, dtype: Any, policies: list[Policy],
+def _register(model: Any, client: Client, name: str | None, codec: Any, policies: list[Policy],
               codecs: list[Codec], indexes: list[Index]) -> _ModelSpace:
     config = model.config.get_text_config(decoder=True)
     n_layers, n_q_heads = config.num_hidden_layers, config.num_attention_heads
@@ -533,18 +533,18 @@ def _register(model: Any, client: Client, name: str | None, dtype: Any, policies
     if n_parts > 1 and any(policy.retention != Retention.FULL for policy in policies):
         raise NotSupportedError(f"policies with {group} query heads for a kv head; kvm takes "
                                 f"{_MAX_GROUP}, and a second request would find tokens dropped")
-    if dtype is None:
+    if codec is None:
         if model.dtype not in _TYPES:
             raise NotSupportedError(f"a model that computes in {model.dtype}")
-        dtype = _TYPES[model.dtype]
+        codec = _TYPES[model.dtype]
     digest = hashlib.sha256(config.to_json_string().encode()).digest()
     if name is None:
-        settings = hashlib.sha256(repr((dtype, policies, codecs, indexes)).encode()).hexdigest()
+        settings = hashlib.sha256(repr((codec, policies, codecs, indexes)).encode()).hexdigest()
         name = f"{config.model_type}-{digest.hex()[:12]}-{settings[:12]}"
     space = client.register_space(
         name, n_layers=n_layers, n_q_heads=n_kv_heads * part, n_kv_heads=n_kv_heads,
         head_dim=head_dim,
-        dtype=dtype, logit_softcap=softcap, sink_logits=sinks, fingerprint=digest,
+        codec=codec, logit_softcap=softcap, sink_logits=sinks, fingerprint=digest,
         layers=[Layer(i, window=window) for i, window in enumerate(windows) if window],
         policies=policies, codecs=codecs, indexes=indexes)
     made = _ModelSpace(client, space.id, space._layer_heads)

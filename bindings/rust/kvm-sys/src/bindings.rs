@@ -50,8 +50,6 @@ pub const KVM_BUFFER_DEVICE: u32 = 3;
 pub const KVM_DTYPE_F32: u32 = 1;
 pub const KVM_DTYPE_F16: u32 = 2;
 pub const KVM_DTYPE_BF16: u32 = 3;
-pub const KVM_DTYPE_I8: u32 = 4;
-pub const KVM_DTYPE_F8E4M3: u32 = 5;
 pub const KVM_ROPE_NONE: u32 = 0;
 pub const KVM_ROPE_HALF: u32 = 1;
 pub const KVM_ROPE_INTERLEAVED: u32 = 2;
@@ -65,6 +63,11 @@ pub const KVM_RETAIN_SINKS_RECENT_FOLD: u32 = 2;
 pub const KVM_RETAIN_HEAVY: u32 = 3;
 pub const KVM_POSITIONS_ABSOLUTE: u32 = 0;
 pub const KVM_POSITIONS_IN_CACHE: u32 = 1;
+pub const KVM_CODEC_F32: u32 = 1;
+pub const KVM_CODEC_F16: u32 = 2;
+pub const KVM_CODEC_BF16: u32 = 3;
+pub const KVM_CODEC_I8: u32 = 4;
+pub const KVM_CODEC_F8E4M3: u32 = 5;
 pub const KVM_INDEX_NONE: u32 = 0;
 pub const KVM_INDEX_SKETCH: u32 = 1;
 pub const KVM_INDEX_SKETCH_1BIT: u32 = 2;
@@ -328,8 +331,8 @@ pub struct kvm_codec_params {
     pub layer_begin: u32,
     pub n_layers: u32,
     pub kv_head_mask: [u64; 2],
-    pub dtype_k: u32,
-    pub dtype_v: u32,
+    pub codec_k: u32,
+    pub codec_v: u32,
     pub reserved: [u64; 2],
 }
 
@@ -377,7 +380,7 @@ pub struct kvm_space_params {
     pub n_kv_heads: u32,
     pub head_dim_k: u32,
     pub head_dim_v: u32,
-    pub dtype: u32,
+    pub codec: u32,
     pub softmax_scale: f32,
     pub logit_softcap: f32,
     pub rope_layout: u32,
@@ -424,7 +427,7 @@ pub struct kvm_space_info {
     pub n_kv_heads: u32,
     pub head_dim_k: u32,
     pub head_dim_v: u32,
-    pub dtype: u32,
+    pub codec: u32,
     pub n_head_classes: u32,
     pub n_sequences: u64,
     pub bytes_per_token: u64,
@@ -953,6 +956,8 @@ extern "C" {
     ) -> kvm_status;
     pub fn kvm_arena_free(arena: *mut kvm_arena, buffer: kvm_buffer);
     pub fn kvm_arena_data(arena: *mut kvm_arena, buffer: kvm_buffer) -> *mut c_void;
+    pub fn kvm_codec_name(codec: u32) -> *const c_char;
+    pub fn kvm_codec_find(name: *const c_char) -> u32;
     pub fn kvm_space_register(
         client: *mut kvm_client,
         params: *const kvm_space_params,

@@ -7,7 +7,7 @@
 
 use std::process::ExitCode;
 
-use kvm::{Client, ConnectParams, Dtype, EmbeddedParams, Item, QueueParams, SpaceParams, Step};
+use kvm::{Client, CodecId, ConnectParams, EmbeddedParams, Item, QueueParams, SpaceParams, Step};
 
 const LAYERS: u32 = 2;
 const Q_HEADS: usize = 4;
@@ -52,7 +52,7 @@ fn decode(embedded: bool) -> kvm::Result<f64> {
     };
     let params = SpaceParams::new("rust-decode", LAYERS, Q_HEADS as u32, DIM as u32)
         .kv_heads(KV_HEADS as u32)
-        .dtype(Dtype::F32);
+        .stored_as(CodecId::F32);
     let space = client.register_space(&params)?;
     let sequence = space.create_sequence()?;
     let mut queue = client.create_queue(&QueueParams::new())?;

@@ -56,6 +56,7 @@
 
 mod arena;
 mod client;
+mod codec;
 mod error;
 mod log;
 mod merge;
@@ -69,6 +70,7 @@ mod tensor;
 
 pub use arena::{Arena, ArenaBuffer};
 pub use client::{Client, ClientInfo, ConnectParams, EmbeddedParams, Stats};
+pub use codec::CodecId;
 pub use error::{Error, Result, Status};
 pub use log::{set_log, LogLevel};
 pub use merge::Merge;

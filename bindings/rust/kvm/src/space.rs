@@ -8,10 +8,10 @@ use std::sync::Arc;
 use kvm_sys as sys;
 
 use crate::client::{c_string, Client, Connection};
+use crate::codec::CodecId;
 use crate::error::{check, text_of, Error, Result, Status};
 use crate::sequence::{Sequence, SequenceId, SequenceParams};
 use crate::step::{Accuracy, Mode, Proposal};
-use crate::tensor::Dtype;
 
 /// The number of a space. Never used again.
 ///
@@ -270,9 +270,9 @@ impl Policy {
 /// How heads are stored.
 ///
 /// ```
-/// use kvm::{Codec, Dtype, Heads, SpaceParams};
+/// use kvm::{Codec, CodecId, Heads, SpaceParams};
 /// let params = SpaceParams::new("my-model", 32, 32, 128)
-///     .codec(Codec::new(Heads::all()).values(Dtype::I8));
+///     .codec(Codec::new(Heads::all()).values(CodecId::I8));
 /// # let _ = params;
 /// ```
 #[derive(Clone, Debug)]
@@ -296,17 +296,17 @@ impl Codec {
         }
     }
 
-    /// The type of keys.
+    /// How keys are stored.
     #[must_use]
-    pub fn keys(mut self, dtype: Dtype) -> Self {
-        self.raw.dtype_k = dtype.code();
+    pub fn keys(mut self, codec: CodecId) -> Self {
+        self.raw.codec_k = codec.code();
         self
     }
 
-    /// The type of values.
+    /// How values are stored.
     #[must_use]
-    pub fn values(mut self, dtype: Dtype) -> Self {
-        self.raw.dtype_v = dtype.code();
+    pub fn values(mut self, codec: CodecId) -> Self {
+        self.raw.codec_v = codec.code();
         self
     }
 }
@@ -414,9 +414,9 @@ impl Index {
 /// The geometry and identity of one model's KV.
 ///
 /// ```
-/// use kvm::{Dtype, SpaceParams};
+/// use kvm::{CodecId, SpaceParams};
 /// # let client = kvm::Client::open_embedded(&kvm::EmbeddedParams::new().threads(1))?;
-/// let params = SpaceParams::new("llama-8b", 32, 32, 128).kv_heads(8).dtype(Dtype::Bf16);
+/// let params = SpaceParams::new("llama-8b", 32, 32, 128).kv_heads(8).stored_as(CodecId::BF16);
 /// let space = client.register_space(&params)?;
 /// assert_eq!(space.info()?.n_kv_heads, 8);
 /// # Ok::<(), kvm::Error>(())
@@ -474,10 +474,10 @@ impl SpaceParams {
         self
     }
 
-    /// The type in which K and V are stored.
+    /// How K and V are stored, but for heads that [`codec`](Self::codec) names.
     #[must_use]
-    pub fn dtype(mut self, dtype: Dtype) -> Self {
-        self.raw.dtype = dtype.code();
+    pub fn stored_as(mut self, codec: CodecId) -> Self {
+        self.raw.codec = codec.code();
         self
     }
 
@@ -785,8 +785,8 @@ pub struct SpaceInfo {
     pub head_dim_k: u32,
     /// Width of values.
     pub head_dim_v: u32,
-    /// The type in which K and V are stored; `None`: one that this crate does not know.
-    pub dtype: Option<Dtype>,
+    /// How K and V are stored.
+    pub codec: CodecId,
     /// Over all layers.
     pub n_head_classes: u32,
     /// Sequences of all clients.
@@ -814,7 +814,7 @@ impl SpaceInfo {
             n_kv_heads: raw.n_kv_heads,
             head_dim_k: raw.head_dim_k,
             head_dim_v: raw.head_dim_v,
-            dtype: Dtype::from_code(raw.dtype),
+            codec: CodecId::from_code(raw.codec),
             n_head_classes: raw.n_head_classes,
             n_sequences: raw.n_sequences,
             bytes_per_token: raw.bytes_per_token,

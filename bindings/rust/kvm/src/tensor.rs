@@ -6,13 +6,7 @@ use kvm_sys as sys;
 
 use crate::error::{Error, Result, Status};
 
-/// How numbers are stored.
-///
-/// ```
-/// use kvm::{Dtype, SpaceParams};
-/// let params = SpaceParams::new("my-model", 32, 32, 128).dtype(Dtype::I8);
-/// # let _ = params;
-/// ```
+/// The type of a tensor's elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Dtype {
@@ -22,10 +16,6 @@ pub enum Dtype {
     F16,
     /// The upper half of an F32.
     Bf16,
-    /// For stored K and V only: 8 bits, with a scale for each row.
-    I8,
-    /// For stored K and V only: e4m3, 8 bits of floating point, with a scale for each row.
-    F8E4M3,
 }
 
 impl Dtype {
@@ -34,8 +24,6 @@ impl Dtype {
             Dtype::F32 => sys::KVM_DTYPE_F32,
             Dtype::F16 => sys::KVM_DTYPE_F16,
             Dtype::Bf16 => sys::KVM_DTYPE_BF16,
-            Dtype::I8 => sys::KVM_DTYPE_I8,
-            Dtype::F8E4M3 => sys::KVM_DTYPE_F8E4M3,
         }
     }
 
@@ -44,8 +32,6 @@ impl Dtype {
             sys::KVM_DTYPE_F32 => Some(Dtype::F32),
             sys::KVM_DTYPE_F16 => Some(Dtype::F16),
             sys::KVM_DTYPE_BF16 => Some(Dtype::Bf16),
-            sys::KVM_DTYPE_I8 => Some(Dtype::I8),
-            sys::KVM_DTYPE_F8E4M3 => Some(Dtype::F8E4M3),
             _ => None,
         }
     }

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use common::*;
 use kvm::{
-    Accuracy, Bf16, Codec, Dtype, HeadProbe, Heads, Index, IndexKind, Item, LayerParams, Merge,
+    Accuracy, Bf16, Codec, CodecId, HeadProbe, Heads, Index, IndexKind, Item, LayerParams, Merge,
     Mode,
 };
 use kvm::{ModeUsed, Observe, Policy, Proposal, QueueParams, Read, Source, Status, Step, F16};
@@ -257,7 +257,7 @@ fn merged_parts_are_the_whole() {
 fn layers_heads_and_codecs_are_as_registered() {
     let params = geometry()
         .layer(LayerParams::new(0..1).window(3))
-        .codec(Codec::new(Heads::all().kv_heads([1])).values(Dtype::Bf16));
+        .codec(Codec::new(Heads::all().kv_heads([1])).values(CodecId::BF16));
     let mut rig = Rig::with(params, 8);
     let q = queries(1, 80);
     let (o, _) = rig.ask(Item::new(&rig.sequence).query(1), &q).unwrap();

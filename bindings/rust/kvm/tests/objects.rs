@@ -37,7 +37,7 @@ fn spaces_are_found_described_and_removed() {
         SpaceParams::new(name, 3, 8, 16)
             .kv_heads(2)
             .head_dim_v(32)
-            .dtype(kvm::Dtype::F16)
+            .stored_as(kvm::CodecId::F16)
             .fingerprint([9; 32])
             .rope(Rope::Interleaved, &angles)
             .softmax_scale(0.5)
@@ -64,10 +64,7 @@ fn spaces_are_found_described_and_removed() {
     );
     assert_eq!((info.n_layers, info.n_q_heads, info.n_kv_heads), (3, 8, 2));
     assert_eq!((info.head_dim_k, info.head_dim_v), (16, 32));
-    assert_eq!(
-        (info.dtype, info.fingerprint),
-        (Some(kvm::Dtype::F16), [9; 32])
-    );
+    assert_eq!((info.codec, info.fingerprint), (kvm::CodecId::F16, [9; 32]));
     assert!(client.spaces().unwrap().contains(&info));
 
     let second = client.register_space(&params(&other)).unwrap();

@@ -5,7 +5,7 @@
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use kvm::{Client, ConnectParams, Dtype, EmbeddedParams, Item, Queue, QueueParams, Result};
+use kvm::{Client, CodecId, ConnectParams, EmbeddedParams, Item, Queue, QueueParams, Result};
 use kvm::{Sequence, Space, SpaceParams, Step};
 
 pub const LAYERS: u32 = 2;
@@ -39,7 +39,7 @@ pub fn name(stem: &str) -> String {
 pub fn geometry() -> SpaceParams {
     SpaceParams::new(name("rust"), LAYERS, Q_HEADS as u32, DIM as u32)
         .kv_heads(KV_HEADS as u32)
-        .dtype(Dtype::F32)
+        .stored_as(CodecId::F32)
 }
 
 /// Numbers in [-1, 1) that are the same every time.

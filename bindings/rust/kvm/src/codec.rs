@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+use std::ffi::{CStr, CString};
+use std::fmt;
+
+use kvm_sys as sys;
+
+/// An encoding of stored K and V.
+///
+/// ```
+/// use kvm::{CodecId, SpaceParams};
+/// let params = SpaceParams::new("my-model", 32, 32, 128).stored_as(CodecId::I8);
+/// assert_eq!(CodecId::find("int8"), Some(CodecId::I8));
+/// # let _ = params;
+/// ```
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct CodecId(u32);
+
+impl CodecId {
+    /// 32-bit floating point.
+    pub const F32: CodecId = CodecId(sys::KVM_CODEC_F32);
+    /// IEEE half precision.
+    pub const F16: CodecId = CodecId(sys::KVM_CODEC_F16);
+    /// The upper half of an F32.
+    pub const BF16: CodecId = CodecId(sys::KVM_CODEC_BF16);
+    /// 8 bits, with a scale for each row.
+    pub const I8: CodecId = CodecId(sys::KVM_CODEC_I8);
+    /// e4m3, 8 bits of floating point, with a scale for each row.
+    pub const F8E4M3: CodecId = CodecId(sys::KVM_CODEC_F8E4M3);
+
+    /// The codec of a name, such as `int8`; `None` where libkvm has none.
+    #[must_use]
+    pub fn find(name: &str) -> Option<Self> {
+        let name = CString::new(name).ok()?;
+        // SAFETY: a string that lives through the call.
+        let code = unsafe { sys::kvm_codec_find(name.as_ptr()) };
+        (code != 0).then_some(CodecId(code))
+    }
+
+    /// Its name; `None`: a codec of a newer kvmd, which this libkvm does not know.
+    #[must_use]
+    pub fn name(self) -> Option<&'static str> {
+        // SAFETY: takes any number.
+        let name = unsafe { sys::kvm_codec_name(self.0) };
+        // SAFETY: not null, a string that lives as long as the program.
+        (!name.is_null()).then(|| unsafe { CStr::from_ptr(name) }.to_str().unwrap_or("?"))
+    }
+
+    pub(crate) fn from_code(code: u32) -> Self {
+        CodecId(code)
+    }
+
+    pub(crate) fn code(self) -> u32 {
+        self.0
+    }
+}
+
+impl fmt::Debug for CodecId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.name() {
+            Some(name) => f.write_str(name),
+            None => write!(f, "codec {}", self.0),
+        }
+    }
+}

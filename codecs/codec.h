@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0
+// The encodings of stored K and V: a table of what each one is.
+//
+// An encoding turns the rows of one head of a page, kPageTokens tokens, into a plane of rows and,
+// where it needs them, parameters:
+//
+//   rows     [kPageTokens][row_bytes(dim)]
+//   params   Scaling::kRow      [kPageTokens] bf16: of each row
+//            Scaling::kChannel  [dim] bf16: of each channel, for all rows
+//
+// Head h has them at h * head_rows_bytes(dim) and h * head_params_bytes(dim) of planes that hold
+// all heads of the page. codecs/rows.h finds rows, codecs/convert.h encodes and decodes them.
+//
+// Constants only: nobody links code to read the table.
+#ifndef KVM_CODECS_CODEC_H_
+#define KVM_CODECS_CODEC_H_
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+
+#include "base/codec_id.h"
+#include "base/dtype.h"
+#include "base/limits.h"
+#include "base/simd/elem.h"
+
+namespace kvm::codecs {
+
+enum class Scaling : uint8_t { kNone, kRow, kChannel };
+
+// What a reader needs to know about an encoding.
+struct Codec {
+  CodecId id = CodecId::kNone;
+  const char* name = "";
+  uint8_t elem = 0;  // vec::Elem of its rows
+  Scaling scaling = Scaling::kNone;
+  // The codec of pages whose tokens are not all there yet: the id itself where a row can be encoded
+  // without its neighbours.
+  CodecId tail = CodecId::kNone;
+
+  // Says whether a row is encoded without its neighbours, and can be read, replaced and found by an
+  // index without them. Pages of the others are encoded whole.
+  constexpr bool rows_stand_alone() const { return tail == id; }
+  // Says whether kernels load its rows as they are. The others are decoded to fp32 on their way.
+  constexpr bool has_kernels() const { return scaling != Scaling::kChannel; }
+  // Says whether elements mean nothing without parameters.
+  constexpr bool is_scaled() const { return scaling != Scaling::kNone; }
+
+  // One token of one head, without parameters.
+  constexpr uint64_t row_bytes(uint32_t dim) const { return uint64_t{dim} * vec::elem_bytes(elem); }
+  // One head of one page.
+  constexpr uint64_t head_rows_bytes(uint32_t dim) const { return kPageTokens * row_bytes(dim); }
+  constexpr uint64_t head_params_bytes(uint32_t dim) const {
+    return scaling == Scaling::kNone ? 0 : sizeof(uint16_t) * n_scales(dim);
+  }
+  // One token of one head with its share of the parameters, rounded up.
+  constexpr uint64_t token_bytes(uint32_t dim) const {
+    return row_bytes(dim) + (head_params_bytes(dim) + kPageTokens - 1) / kPageTokens;
+  }
+  // The elements of a scaled head from one of its params to that of the next head.
+  constexpr uint32_t n_scales(uint32_t dim) const {
+    return scaling == Scaling::kRow ? kPageTokens : dim;
+  }
+};
+
+// By id, from 1 on.
+inline constexpr std::array kCodecs = {
+    Codec{CodecId::kF32, "fp32", vec::kElemF32, Scaling::kNone, CodecId::kF32},
+    Codec{CodecId::kF16, "fp16", vec::kElemF16, Scaling::kNone, CodecId::kF16},
+    Codec{CodecId::kBf16, "bf16", vec::kElemBf16, Scaling::kNone, CodecId::kBf16},
+    Codec{CodecId::kI8, "int8", vec::kElemI8, Scaling::kRow, CodecId::kI8},
+    Codec{CodecId::kF8, "fp8", vec::kElemF8, Scaling::kRow, CodecId::kF8},
+};
+
+constexpr bool codec_is_known(uint32_t value) { return value - 1 < kCodecs.size(); }
+
+// REQUIRES: codec_is_known.
+constexpr const Codec& codec_of(CodecId id) { return kCodecs[static_cast<size_t>(id) - 1]; }
+
+// The codec of that name; null where there is none.
+constexpr const Codec* find_codec(std::string_view name) {
+  for (const Codec& codec : kCodecs) {
+    if (name == codec.name) {
+      return &codec;
+    }
+  }
+  return nullptr;
+}
+
+// The codec whose rows are those of a tensor.
+constexpr CodecId codec_of_tensor(Dtype dtype) {
+  return dtype == Dtype::kF32   ? CodecId::kF32
+         : dtype == Dtype::kF16 ? CodecId::kF16
+                                : CodecId::kBf16;
+}
+
+namespace internal {
+constexpr bool table_is_sound() {
+  for (size_t i = 0; i < kCodecs.size(); ++i) {
+    if (static_cast<size_t>(kCodecs[i].id) != i + 1 || !codec_of(kCodecs[i].tail).has_kernels() ||
+        !codec_of(kCodecs[i].tail).rows_stand_alone()) {
+      return false;
+    }
+  }
+  return true;
+}
+}  // namespace internal
+static_assert(internal::table_is_sound());
+
+}  // namespace kvm::codecs
+
+#endif  // KVM_CODECS_CODEC_H_
