@@ -44,6 +44,8 @@ struct Codec {
   constexpr bool rows_stand_alone() const { return tail == id; }
   // Says whether kernels load its rows as they are. The others are decoded to fp32 on their way.
   constexpr bool has_kernels() const { return scaling != Scaling::kChannel; }
+  // The elements that kernels meet.
+  constexpr uint8_t kernel_elem() const { return has_kernels() ? elem : uint8_t{vec::kElemF32}; }
   // Says whether elements mean nothing without parameters.
   constexpr bool is_scaled() const { return scaling != Scaling::kNone; }
 
@@ -71,6 +73,7 @@ inline constexpr std::array kCodecs = {
     Codec{CodecId::kBf16, "bf16", vec::kElemBf16, Scaling::kNone, CodecId::kBf16},
     Codec{CodecId::kI8, "int8", vec::kElemI8, Scaling::kRow, CodecId::kI8},
     Codec{CodecId::kF8, "fp8", vec::kElemF8, Scaling::kRow, CodecId::kF8},
+    Codec{CodecId::kI8Channel, "int8_channel", vec::kElemI8, Scaling::kChannel, CodecId::kBf16},
 };
 
 constexpr bool codec_is_known(uint32_t value) { return value - 1 < kCodecs.size(); }
@@ -94,6 +97,11 @@ constexpr CodecId codec_of_tensor(Dtype dtype) {
          : dtype == Dtype::kF16 ? CodecId::kF16
                                 : CodecId::kBf16;
 }
+
+// A tensor's elements are told to kernels by its dtype.
+static_assert(static_cast<uint8_t>(Dtype::kF32) == vec::kElemF32 &&
+              static_cast<uint8_t>(Dtype::kF16) == vec::kElemF16 &&
+              static_cast<uint8_t>(Dtype::kBf16) == vec::kElemBf16);
 
 namespace internal {
 constexpr bool table_is_sound() {

@@ -9,6 +9,7 @@
 #include "base/cpu_features.h"
 #include "codecs/float8.h"
 #include "codecs/int8.h"
+#include "codecs/int8_channel.h"
 #include "codecs/rows.h"
 #if defined(__x86_64__)
 #include <emmintrin.h>
@@ -94,9 +95,18 @@ uint16_t& scale_of(const TargetRows& rows, uint64_t row, uint32_t head) {
       rows.params)[uint64_t{place_of(rows, head)} * kPageTokens + rows.slot + row];
 }
 
-void copy_scales(const SourceRows& source, const TargetRows& target, uint64_t n_rows,
-                 uint32_t n_heads) {
+void copy_params(const SourceRows& source, const TargetRows& target, uint64_t n_rows,
+                 uint32_t n_heads, uint32_t dim) {
+  const Codec& codec = codec_of(source.codec);
   for (uint32_t head = 0; head < n_heads; ++head) {
+    if (codec.scaling == Scaling::kChannel) {
+      const uint32_t n = codec.n_scales(dim);
+      std::memcpy(
+          static_cast<uint16_t*>(target.params) + uint64_t{place_of(target, head)} * n,
+          static_cast<const uint16_t*>(source.params) + uint64_t{place_of(source, head)} * n,
+          n * sizeof(uint16_t));
+      continue;
+    }
     const auto* from = static_cast<const uint16_t*>(source.params) +
                        uint64_t{place_of(source, head)} * kPageTokens + source.slot;
     std::memcpy(&scale_of(target, 0, head), from, n_rows * sizeof(uint16_t));
@@ -115,6 +125,7 @@ void convert_scaled_rows(const SourceRows& source, const TargetRows& target, uin
   KVM_ASSERT(n <= kMaxScaledRow);
   const Codec& from = codec_of(source.codec);
   const Codec& to = codec_of(target.codec);
+  KVM_ASSERT(to.rows_stand_alone());
   std::array<float, kMaxScaledRow> block;
   for (uint64_t row = 0; row < n_rows; ++row) {
     for (uint32_t head = 0; head < n_heads; ++head) {
@@ -135,6 +146,13 @@ void convert_scaled_rows(const SourceRows& source, const TargetRows& target, uin
       }
     }
   }
+}
+
+// Rows [kPageTokens][dim] in a codec whose rows do not stand alone.
+[[nodiscard]] bool encode_head(const float* rows, uint32_t dim, CodecId codec, void* out,
+                               uint16_t* params) {
+  KVM_ASSERT(codec == CodecId::kI8Channel);
+  return encode_i8_channel(rows, dim, static_cast<int8_t*>(out), params);
 }
 
 #if defined(__x86_64__)
@@ -236,7 +254,7 @@ void convert_rows(const SourceRows& source, const TargetRows& target, uint64_t n
     return;
   }
   if (from.is_scaled()) {
-    copy_scales(source, target, n_rows, n_heads);
+    copy_params(source, target, n_rows, n_heads, dim);
   }
   const uint64_t row_bytes = to.row_bytes(dim);
 #if defined(__x86_64__)
@@ -258,6 +276,25 @@ void convert_rows(const SourceRows& source, const TargetRows& target, uint64_t n
   }
 }
 
+bool encode_page(const KvPlane& from, const KvPlane& to, uint32_t n_heads, uint32_t dim,
+                 float* scratch) {
+  if (codec_of(to.codec).rows_stand_alone()) {
+    convert_rows(rows_of(from, dim, 0), writable_rows(to, dim, 0), kPageTokens, n_heads, dim);
+    return true;
+  }
+  const TargetRows rows = writable_rows({scratch, nullptr, CodecId::kF32}, dim, 0);
+  for (uint16_t head = 0; head < n_heads; ++head) {
+    SourceRows source = rows_of(from, dim, 0);
+    source.heads = &head;
+    convert_rows(source, rows, kPageTokens, 1, dim);
+    if (!encode_head(scratch, dim, to.codec, const_cast<uint8_t*>(row_at(to, dim, head, 0)),
+                     const_cast<uint16_t*>(params_at(to, dim, head)))) {
+      return false;
+    }
+  }
+  return true;
+}
+
 uint16_t encode_row(const float* src, uint32_t n, CodecId codec, void* dst) {
   KVM_ASSERT(codec == CodecId::kI8 || codec == CodecId::kF8);
   return codec == CodecId::kI8 ? encode_i8(src, n, static_cast<int8_t*>(dst))
@@ -266,12 +303,19 @@ uint16_t encode_row(const float* src, uint32_t n, CodecId codec, void* dst) {
 
 void decode_row(const void* src, CodecId codec, const void* params, uint32_t slot, uint32_t n,
                 float* dst) {
-  KVM_ASSERT(codec == CodecId::kI8 || codec == CodecId::kF8);
-  const uint16_t scale = static_cast<const uint16_t*>(params)[slot];
-  if (codec == CodecId::kI8) {
-    decode_i8(static_cast<const int8_t*>(src), scale, n, dst);
-  } else {
-    decode_f8(static_cast<const uint8_t*>(src), scale, n, dst);
+  const auto* scales = static_cast<const uint16_t*>(params);
+  switch (codec) {
+    case CodecId::kI8:
+      decode_i8(static_cast<const int8_t*>(src), scales[slot], n, dst);
+      return;
+    case CodecId::kF8:
+      decode_f8(static_cast<const uint8_t*>(src), scales[slot], n, dst);
+      return;
+    case CodecId::kI8Channel:
+      decode_i8_channel(static_cast<const int8_t*>(src), scales, n, dst);
+      return;
+    default:
+      KVM_ASSERT(false);
   }
 }
 

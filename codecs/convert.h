@@ -59,8 +59,10 @@ TargetRows writable_rows(const KvPlane& plane, uint32_t dim, uint32_t slot);
 
 // Converts rows of dim channels of n_rows tokens times n_heads heads. What becomes int8 or fp8:
 // codecs/int8.h, float8.h.
+// Where the codec of both is scaled by channel, the heads of target take over the parameters of
+// source, and whatever else they hold means nothing any more.
 // REQUIRES: rows of target overlap neither each other nor source; dim <= kMaxScaledRow where the
-// codecs differ and one is scaled.
+// codecs differ and one is scaled; rows of target stand alone where the codecs differ.
 //
 // Goes token by token, so that a tensor [token][head][dim] is read from front to back. Where much
 // is copied unchanged to aligned rows, stores go around the caches; they are ordered before
@@ -68,10 +70,16 @@ TargetRows writable_rows(const KvPlane& plane, uint32_t dim, uint32_t slot);
 void convert_rows(const SourceRows& source, const TargetRows& target, uint64_t n_rows,
                   uint32_t n_heads, uint32_t dim);
 
+// Encodes a whole page anew. dim: channels of a row. scratch: [kPageTokens][dim].
+// False: an element is none that the codec of `to` can hold; `to` holds nothing then.
+// REQUIRES: both are pages of n_heads, and the caller may write to `to`.
+[[nodiscard]] bool encode_page(const KvPlane& from, const KvPlane& to, uint32_t n_heads,
+                               uint32_t dim, float* scratch);
+
 // A row of n channels in a scaled codec whose rows stand alone: encode_row returns its scale. dst
 // must not overlap src.
 uint16_t encode_row(const float* src, uint32_t n, CodecId codec, void* dst);
-// params: those of the row's head; slot: of the row.
+// Of any scaled codec. params: those of the row's head; slot: of the row.
 void decode_row(const void* src, CodecId codec, const void* params, uint32_t slot, uint32_t n,
                 float* dst);
 

@@ -27,16 +27,14 @@ struct RowScale {
   bool has_codes = false;  // false: all codes are 0 whatever the elements
 };
 
-// rounds_to_zero: the largest magnitude, as bits, that kSmallestRowScale takes to a code of 0.
-inline RowScale row_scale(const float* src, uint32_t n, float largest, uint32_t rounds_to_zero) {
-  constexpr uint32_t kMagnitude = 0x7fffffffu;
+// Magnitudes of floats are ordered as their bits are, with NaN on top: integers need no care.
+inline uint32_t magnitude_bits(float x) { return std::bit_cast<uint32_t>(x) & 0x7fffffffu; }
+
+// top: the largest magnitude, as bits. rounds_to_zero: likewise the largest that kSmallestRowScale
+// takes to a code of 0.
+inline RowScale scale_of_top(uint32_t top, float largest, uint32_t rounds_to_zero) {
   constexpr uint32_t kInfinity = 0x7f800000u;
   constexpr uint16_t kNanScale = 0x7fc0u;
-  // Magnitudes of floats are ordered as their bits are, with NaN on top: integers need no care.
-  uint32_t top = 0;
-  for (uint32_t i = 0; i < n; ++i) {
-    top = std::max(top, std::bit_cast<uint32_t>(src[i]) & kMagnitude);
-  }
   if (top <= rounds_to_zero) {
     return {};
   }
@@ -44,6 +42,15 @@ inline RowScale row_scale(const float* src, uint32_t n, float largest, uint32_t 
     return {kNanScale, false};
   }
   return {f32_to_bf16(std::max(std::bit_cast<float>(top) / largest, kSmallestRowScale)), true};
+}
+
+// Of a row.
+inline RowScale row_scale(const float* src, uint32_t n, float largest, uint32_t rounds_to_zero) {
+  uint32_t top = 0;
+  for (uint32_t i = 0; i < n; ++i) {
+    top = std::max(top, magnitude_bits(src[i]));
+  }
+  return scale_of_top(top, largest, rounds_to_zero);
 }
 
 }  // namespace kvm::codecs

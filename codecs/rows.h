@@ -23,9 +23,9 @@ inline const uint16_t* params_at(const KvPlane& plane, uint32_t dim, uint32_t he
   return params == nullptr ? nullptr : params + head * codec_of(plane.codec).n_scales(dim);
 }
 
-// The scale of a row, a bf16 as bits; null where rows have none of their own.
+// The scale of a row, a bf16 as bits; null where rows have none of their own, or are away.
 inline const uint16_t* row_scale_at(const KvPlane& plane, uint32_t head, uint64_t slot) {
-  return codec_of(plane.codec).scaling != Scaling::kRow
+  return plane.params == nullptr || codec_of(plane.codec).scaling != Scaling::kRow
              ? nullptr
              : static_cast<const uint16_t*>(plane.params) + uint64_t{head} * kPageTokens + slot;
 }

@@ -511,7 +511,17 @@ enum {
    * times that of I8. Where one channel is 100 times as large as the others, the error of the
    * others is still 2.6 %, and 22 % with I8; where it is a dozen times as large, the two are
    * equal. */
-  KVM_CODEC_F8E4M3 = 5
+  KVM_CODEC_F8E4M3 = 5,
+  /* "int8_channel". As I8, but with a scale for each channel of a head's 64 tokens of a page, and
+   * none for rows: channels that are large in all tokens, which keys have, take no bits from the
+   * others. A row takes a byte a channel and 1/32 of one. A page is stored so once it is full and
+   * committed, at the end of the request that committed it, and until then as BF16: what a step
+   * appends it sees as BF16, and memory for a prompt's newest tokens is needed twofold. A page in
+   * which a number is not finite, or above 2^127, stays BF16. Where a sequence is cut inside such a
+   * page and grows again, what is left of the page is BF16 until it is full once more; the error
+   * grows by half a step at most. Heads stored so have no index and are in no device's memory:
+   * UNSUPPORTED. Approximate modes answer them exactly. */
+  KVM_CODEC_I8_CHANNEL = 6
 };
 
 /* The name of a codec, "int8" for instance; NULL where there is none of that number.
@@ -624,8 +634,9 @@ typedef struct kvm_space_params {
 
 /* Registers a space, or finds the one that has this name when every parameter agrees.
  * Fails:   EXISTS (the name has other parameters; the sentence names the first that differs),
- *          INVALID, UNSUPPORTED (KVM_LAYER_PAIR, proposal GRAPH), LIMIT (max_spaces; parameters of
- *          more than about 128,000 bytes with all arrays, to a daemon), TIMEOUT.
+ *          INVALID, UNSUPPORTED (KVM_LAYER_PAIR, proposal GRAPH, an index of heads whose codec has
+ *          no rows to be read one by one), LIMIT (max_spaces; parameters of more than about
+ *          128,000 bytes with all arrays, to a daemon), TIMEOUT.
  * Threads: any. */
 KVM_API kvm_status kvm_space_register(kvm_client *client, const kvm_space_params *params,
                                       kvm_space_id *out);

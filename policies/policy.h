@@ -50,6 +50,11 @@ struct ListView {
   uint64_t length = 0;  // tokens appended, dropped ones included
   // The stored ranges, in position order; the gaps have been dropped.
   std::span<const StoredRange> stored;
+  // How full pages of the list are stored, and from where on they are not yet. Pages before that
+  // which are stored otherwise stay as they are: the codec cannot hold them.
+  CodecId codec_k = CodecId::kBf16;
+  CodecId codec_v = CodecId::kBf16;
+  uint64_t settled_end = 0;
   // Budgets of the configuration; meaning by policy.
   uint64_t n_sinks = 0;
   uint64_t n_recent = 0;

@@ -58,6 +58,15 @@ struct SlabClass {
     return index_bytes != 0 ? index_bytes : v_params_offset() + params_bytes(v(), dim_v);
   }
 
+  // The class of pages whose tokens are not all there yet: this one where rows stand alone. Of a
+  // list that has both, pages of this class are not longer.
+  SlabClass tail() const {
+    SlabClass tail = *this;
+    tail.codec_k = k().tail;
+    tail.codec_v = v().tail;
+    return tail;
+  }
+
   // The size of one token of one head, parameters included and log-weights not.
   uint64_t token_bytes() const { return k().token_bytes(dim_k) + v().token_bytes(dim_v); }
 

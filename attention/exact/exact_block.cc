@@ -8,6 +8,7 @@
 
 #include "attention/exact/layout.h"
 #include "attention/exact/visibility.h"
+#include "codecs/convert.h"
 
 namespace kvm::attention {
 namespace {
@@ -16,9 +17,9 @@ enum class Arithmetic : uint8_t { kF32, kBf16, kScaled };
 
 Arithmetic arithmetic_of(CodecId id) {
   const codecs::Codec& codec = codecs::codec_of(id);
-  return codec.elem == vec::kElemBf16 ? Arithmetic::kBf16
-         : codec.is_scaled()          ? Arithmetic::kScaled
-                                      : Arithmetic::kF32;
+  return codec.elem == vec::kElemBf16               ? Arithmetic::kBf16
+         : codec.is_scaled() && codec.has_kernels() ? Arithmetic::kScaled
+                                                    : Arithmetic::kF32;
 }
 
 // A Kind decides, besides its rows, how a block is computed. A block whose tokens differ in it is
@@ -55,6 +56,8 @@ struct Buffers {
   float* v_scale;
   float* references;
   float* sums;
+  float* decoded_k;  // [kBlockTokens][dim_k] rows of codecs without kernels
+  float* decoded_v;
 };
 
 void carve_block(const Problem& problem, Carver& carver, Buffers& b) {
@@ -72,6 +75,8 @@ void carve_block(const Problem& problem, Carver& carver, Buffers& b) {
   b.v_scale = carver.take<float>(kBlockTokens);
   b.references = carver.take<float>(rows);
   b.sums = carver.take<float>(kBlockTokens);
+  b.decoded_k = carver.take<float>(size_t{kBlockTokens} * problem.dim_k);
+  b.decoded_v = carver.take<float>(size_t{kBlockTokens} * problem.dim_v);
 }
 
 class Block {
@@ -131,11 +136,24 @@ class Block {
     }
   }
 
+  // The row of a slot as kernels load it: where it lies, or row `at` of what is decoded.
+  const uint8_t* row(const KvPlane& plane, uint32_t dim, uint64_t slot, float* decoded,
+                     uint64_t at) const {
+    const uint8_t* stored = codecs::row_at(plane, dim, problem_.head, slot);
+    if (codecs::codec_of(plane.codec).has_kernels()) {
+      return stored;
+    }
+    float* out = decoded + at * dim;
+    codecs::decode_row(stored, plane.codec, codecs::params_at(plane, dim, problem_.head),
+                       static_cast<uint32_t>(slot), dim, out);
+    return reinterpret_cast<const uint8_t*>(out);
+  }
+
   // Adds the tokens of `run` that are seen and of the kind; returns whether they have log weights.
   bool collect(const KvRun& run, uint64_t base, uint64_t seen) {
     BlockArgs& args = buffers_.args;
-    const uint8_t elem_k = codecs::codec_of(run.k.codec).elem;
-    const uint8_t elem_v = codecs::codec_of(run.v.codec).elem;
+    const uint8_t elem_k = codecs::codec_of(run.k.codec).kernel_elem();
+    const uint8_t elem_v = codecs::codec_of(run.v.codec).kernel_elem();
     const bool weighted = run.log_weight != nullptr;
     const float* weights = weighted ? log_weight_at(problem_, run, 0) : nullptr;
     for (uint32_t i = 0; i < run.n_tokens; ++i) {
@@ -143,8 +161,8 @@ class Block {
       if ((seen >> at & 1) == 0) {
         continue;
       }
-      args.k[at] = k_row(problem_, run, i);
-      args.v[at] = v_row(problem_, run, i);
+      args.k[at] = row(run.k, problem_.dim_k, run.slot + i, buffers_.decoded_k, at);
+      args.v[at] = row(run.v, problem_.dim_v, run.slot + i, buffers_.decoded_v, at);
       args.elem_k[at] = elem_k;
       args.elem_v[at] = elem_v;
       args.mask |= uint64_t{1} << at;

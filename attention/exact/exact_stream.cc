@@ -14,6 +14,7 @@
 #include "base/assert.h"
 #include "base/cpu_features.h"
 #include "base/merge.h"
+#include "codecs/convert.h"
 
 namespace kvm::attention {
 namespace {
@@ -23,6 +24,7 @@ static_assert(kGroupItems * kItemTokens == kPageTokens);
 // Item flags. An item without flags is read in place.
 constexpr uint16_t kStitched = 1;   // rows lie in several runs or not all of them count
 constexpr uint16_t kRowMasked = 2;  // query tokens see different tokens
+constexpr uint16_t kDecoded = 4;    // of a run without kernels; stitched as well
 
 // Tokens of one item may belong to 16 runs with 16 combinations of elements and transforms, each of
 // which becomes an item of its own.
@@ -45,8 +47,16 @@ struct Stitch {
 };
 
 bool same_kind(const KvItem& item, const KvRun& run) {
-  return item.elem_k == codecs::codec_of(run.k.codec).elem &&
-         item.elem_v == codecs::codec_of(run.v.codec).elem && item.variant == run.transform;
+  return item.elem_k == codecs::codec_of(run.k.codec).kernel_elem() &&
+         item.elem_v == codecs::codec_of(run.v.codec).kernel_elem() &&
+         item.variant == run.transform;
+}
+
+// The flags of items of a run.
+uint16_t flags_of(const KvRun& run) {
+  const bool is_read =
+      codecs::codec_of(run.k.codec).has_kernels() && codecs::codec_of(run.v.codec).has_kernels();
+  return is_read ? 0 : kStitched | kDecoded;
 }
 
 const uint16_t* scale_after(const uint16_t* scale, int64_t n) {
@@ -63,9 +73,9 @@ KvItem make_item(const Problem& problem, const KvRun& run, size_t run_index, uin
           .row_masks = nullptr,
           .mask = 0,
           .variant = run.transform,
-          .elem_k = codecs::codec_of(run.k.codec).elem,
-          .elem_v = codecs::codec_of(run.v.codec).elem,
-          .flags = 0,
+          .elem_k = codecs::codec_of(run.k.codec).kernel_elem(),
+          .elem_v = codecs::codec_of(run.v.codec).kernel_elem(),
+          .flags = flags_of(run),
           .run = static_cast<uint32_t>(run_index),
           .position = position};
 }
@@ -101,7 +111,7 @@ uint32_t add_items(const Problem& problem, size_t run, uint64_t position, uint32
     }
     if (i == n) {
       out[n] = make_item(problem, r, run, position);
-      out[n].flags = static_cast<uint16_t>(flags | (bits == 0xffff ? 0 : kStitched));
+      out[n].flags = static_cast<uint16_t>(out[n].flags | flags | (bits == 0xffff ? 0 : kStitched));
       ++n;
     }
     out[i].mask = static_cast<uint16_t>(out[i].mask | bits);
@@ -127,8 +137,14 @@ class Stream {
   // From here on, items are those of another head.
   void share_items(const Stream& other);
   // Rows of such an item, for this head.
-  const uint8_t* k(const KvItem& item) const { return item.k + offset(item.elem_k, head_k_); }
-  const uint8_t* v(const KvItem& item) const { return item.v + offset(item.elem_v, head_v_); }
+  const uint8_t* k(const KvItem& item) const {
+    return (item.flags & kDecoded) != 0 ? k_row(problem_, run_of(item), token_of(item))
+                                        : item.k + offset(item.elem_k, head_k_);
+  }
+  const uint8_t* v(const KvItem& item) const {
+    return (item.flags & kDecoded) != 0 ? v_row(problem_, run_of(item), token_of(item))
+                                        : item.v + offset(item.elem_v, head_v_);
+  }
   // Asks for the scales of an item's page ahead of their use: they lie apart from the rows.
   void prefetch_scales(const KvItem& item) const;
   void begin() const { kernels_->stream_begin(&args_); }
@@ -153,6 +169,12 @@ class Stream {
   uint32_t add_page(size_t run, uint16_t flags, KvItem* out) const;
   KvItem materialize(const KvItem& item) const;
   void stitch(KvItem& item) const;
+  // The run that an item begins with, and its first token there.
+  const KvRun& run_of(const KvItem& item) const { return problem_.runs[item.run]; }
+  uint64_t token_of(const KvItem& item) const {
+    const uint64_t begin = run_of(item).position;
+    return std::max(begin, item.position) - begin;
+  }
   static int64_t offset(uint8_t elem, int64_t n_elems) {
     return n_elems * static_cast<int64_t>(vec::elem_bytes(elem));
   }
@@ -266,7 +288,7 @@ uint32_t Stream::add_page(size_t run, uint16_t flags, KvItem* out) const {
   const size_t v_step = kItemTokens * codecs::codec_of(r.v.codec).row_bytes(problem_.dim_v);
   KvItem item = make_item(problem_, r, run, r.position);
   item.mask = 0xffff;
-  item.flags = flags;
+  item.flags = static_cast<uint16_t>(item.flags | flags);
   for (uint32_t i = 0; i < kGroupItems; ++i) {
     out[i] = item;
     item.k += k_step;
@@ -313,6 +335,18 @@ void Stream::build(uint64_t chunk, Batch& batch) const {
   batch.n = n;
 }
 
+// Puts a row into an item, as kernels load it. slot: of the row.
+void put_row(const KvPlane& plane, uint32_t dim, uint32_t head, uint64_t slot, uint8_t* out) {
+  const codecs::Codec& codec = codecs::codec_of(plane.codec);
+  const uint8_t* row = codecs::row_at(plane, dim, head, slot);
+  if (codec.has_kernels()) {
+    std::memcpy(out, row, codec.row_bytes(dim));
+    return;
+  }
+  codecs::decode_row(row, plane.codec, codecs::params_at(plane, dim, head),
+                     static_cast<uint32_t>(slot), dim, reinterpret_cast<float*>(out));
+}
+
 // Gathers the rows of a stitched item; rows that do not count become zero.
 void Stream::stitch(KvItem& item) const {
   const size_t k_bytes = problem_.dim_k * vec::elem_bytes(item.elem_k);
@@ -332,8 +366,9 @@ void Stream::stitch(KvItem& item) const {
     for (uint32_t bits = run_bits(run, item.position) & item.mask; bits != 0; bits &= bits - 1) {
       const auto at = static_cast<uint32_t>(__builtin_ctz(bits));
       const uint64_t token = item.position + at - run.position;
-      std::memcpy(stitch_.k + at * k_bytes, k_row(problem_, run, token), k_bytes);
-      std::memcpy(stitch_.v + at * v_bytes, v_row(problem_, run, token), v_bytes);
+      const uint64_t slot = run.slot + token;
+      put_row(run.k, problem_.dim_k, problem_.head, slot, stitch_.k + at * k_bytes);
+      put_row(run.v, problem_.dim_v, problem_.head, slot, stitch_.v + at * v_bytes);
       if (const float* weight = log_weight_at(problem_, run, token)) {
         stitch_.log_weight[at] = *weight;
         weighted = true;

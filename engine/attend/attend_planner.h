@@ -71,7 +71,8 @@ class AttendPlanner {
     Part<float> rotations;
     Part<IndexPart> indexes;  // of the heads of the class; empty: exact
     uint32_t away = AttendPlan::kNoAway;
-    uint64_t n_keys = 0;       // for statistics
+    uint64_t n_keys = 0;       // for statistics, as the next
+    uint64_t n_key_bytes = 0;  // of them, with their values
     uint64_t n_cost_keys = 0;  // for the cut
   };
   // These two do some more, until n_left pages have been looked at; it is 0 then, and else more.

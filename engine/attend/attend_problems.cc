@@ -170,7 +170,6 @@ uint32_t AttendPlanner::add_heads(uint32_t view_index, uint32_t first_head, uint
 void AttendPlanner::add_exact(const attention::Problem& problem, uint32_t view_index,
                               uint32_t q_head) {
   const View& view = views_[view_index];
-  const HeadClass& cls = space_->head_class(request_->layer_begin, view.class_index);
   AttendPlan::Head head;
   head.problem = problem;
   head.plan = attention::make_plan(problem);
@@ -193,7 +192,7 @@ void AttendPlanner::add_exact(const attention::Problem& problem, uint32_t view_i
   plan_->heads.push_back(head);
   plan_->cost += head.cost;
   plan_->n_exact_keys += view.n_keys;
-  plan_->n_exact_bytes += view.n_keys * cls.slab_class.token_bytes();
+  plan_->n_exact_bytes += view.n_key_bytes;
   plan_->n_exact_rows += uint64_t{view.n_rows} * problem.group;
 }
 

@@ -13,6 +13,7 @@
 #include "base/assert.h"
 #include "base/counted.h"
 #include "base/round.h"
+#include "codecs/codec.h"
 
 namespace kvm::engine {
 namespace {
@@ -25,6 +26,23 @@ constexpr size_t kMaxExtraViews = 4096;
 // Pages and position ranges of all views: what a request's lists may take, about 100 MB and 16 MB.
 constexpr size_t kMaxListedPages = 2 << 20;
 constexpr size_t kMaxListedRanges = 1 << 20;
+
+// Bytes of n_keys tokens of the runs in one head. Where pages of a list are stored in two ways,
+// each counts as the mean of all.
+uint64_t key_bytes(const HeadClass& head_class, KvRuns runs, uint64_t n_keys) {
+  const tiers::SlabClass& slab_class = head_class.slab_class;
+  if (!head_class.settles() || runs.empty()) {
+    return n_keys * slab_class.token_bytes();
+  }
+  uint64_t n_tokens = 0;
+  uint64_t n_bytes = 0;
+  for (const KvRun& run : runs) {
+    n_tokens += run.n_tokens;
+    n_bytes += run.n_tokens * (codecs::codec_of(run.k.codec).token_bytes(slab_class.dim_k) +
+                               codecs::codec_of(run.v.codec).token_bytes(slab_class.dim_v));
+  }
+  return n_keys * n_bytes / n_tokens;
+}
 
 // Cosine and sine of an angle times 0, 1, 2, ...: each of these alone decides its bits, not what it
 // was reached from.
@@ -299,7 +317,10 @@ Status AttendPlanner::choose_rule(const View& whole, View* view) {
 // an estimate of each one's share of the work.
 void AttendPlanner::count_keys(size_t first_view, KvRuns runs) {
   KVM_ASSERT(first_view < views_.size());
-  views_[first_view].n_keys = visible_keys_.count(runs);
+  View& first = views_[first_view];
+  first.n_keys = visible_keys_.count(runs);
+  first.n_key_bytes =
+      key_bytes(space_->head_class(request_->layer_begin, first.class_index), runs, first.n_keys);
   if (views_.size() == first_view + 1) {
     views_[first_view].n_cost_keys = views_[first_view].n_keys;
     return;

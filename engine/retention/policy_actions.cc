@@ -42,8 +42,10 @@ Status check_action(const Sequence* seq, const policies::Action& action) {
   return Status::ok();
 }
 
-Status demote(StoreMemory* memory, Sequence* seq, const policies::Action& action) {
-  PageList& list = seq->layer_lists(action.layer)[action.class_index];
+// Takes pages for a part of a kDemote: as many as read about most_bytes, one at least. *end: where
+// the part ends.
+Result<Recodings> open_recodings(StoreMemory* memory, Sequence* seq, const policies::Action& action,
+                                 uint64_t most_bytes, uint64_t* end) {
   tiers::SlabClass target = seq->space().head_class(action.layer, action.class_index).slab_class;
   target.codec_k = action.codec_k;
   target.codec_v = action.codec_v;
@@ -51,36 +53,40 @@ Status demote(StoreMemory* memory, Sequence* seq, const policies::Action& action
     return Status(KVM_ERR_INVALID, fmt::format("a page would have {} bytes; it must fit {}",
                                                target.page_bytes(), tiers::kExtentBytes));
   }
-  std::vector<PageEntry> old_pages;
-  // What is away stays as it is.
-  list.for_each([&](const PageEntry& entry, bool) {
-    if (entry.position() >= action.range.begin && entry.end() <= action.range.end &&
-        memory->pages().slab_class(entry.page) != target &&
-        memory->pages().is_in_memory(entry.page)) {
-      old_pages.push_back(entry);
-    }
-  });
-  const uint64_t need = old_pages.size() * target.page_bytes();
-  KVM_TRY(memory->make_quota_room(seq->account, need, "re-encoding, for a moment"));
-  const PageBank bank = memory->bank(seq->account);
-  std::vector<PageRef> new_pages;  // those from n_placed on are not in the list
-  size_t n_placed = 0;
-  new_pages.reserve(old_pages.size());
-  const Undo releasing([&] {
-    for (; n_placed < new_pages.size(); ++n_placed) {
-      bank.release(new_pages[n_placed]);
-    }
-  });
-  for (size_t i = 0; i < old_pages.size(); ++i) {
-    KVM_TRY_ASSIGN(const PageRef page, bank.allocate(target));
-    new_pages.push_back(page);
-    copy_page_rows(memory->pages(), old_pages[i].page, page, old_pages[i].first,
-                   old_pages[i].count);
-    bank.seal(page);
+  const tiers::PageTable& pages = memory->pages();
+  std::vector<PageEntry> entries;
+  uint64_t n_bytes = 0;
+  *end = action.range.end;
+  std::as_const(*seq).layer_lists(action.layer)[action.class_index].for_each_between(
+      action.range.begin / kPageTokens, action.range.end / kPageTokens,
+      [&](const PageEntry& entry) {
+        // What is away stays as it is, and so does what begins behind a cut.
+        if (entry.count != kPageTokens || entry.position() >= *end ||
+            pages.slab_class(entry.page) == target || !pages.is_in_memory(entry.page)) {
+          return;
+        }
+        entries.push_back(entry);
+        n_bytes += pages.page_bytes(entry.page);
+        *end = n_bytes >= most_bytes ? entry.end() : *end;
+      });
+  KVM_TRY(memory->make_quota_room(seq->account, entries.size() * target.page_bytes(),
+                                  "re-encoding, for a moment"));
+  Recodings recodings(memory->bank(seq->account), target);
+  for (const PageEntry& entry : entries) {
+    KVM_TRY(recodings.add(entry));
   }
-  for (; n_placed < new_pages.size(); ++n_placed) {
-    list.replace(old_pages[n_placed].block, new_pages[n_placed], bank);
+  return recodings;
+}
+
+// The whole of a kDemote at once.
+Status demote(StoreMemory* memory, Sequence* seq, const policies::Action& action) {
+  uint64_t end = 0;
+  KVM_TRY_ASSIGN(Recodings recodings, open_recodings(memory, seq, action, UINT64_MAX, &end));
+  Workspace scratch;
+  if (!recodings.run(0, recodings.size(), &scratch)) {
+    return Status::fixed(KVM_ERR_NO_MEMORY, "the machine refused memory for encoding");
   }
+  recodings.place(&seq->layer_lists(action.layer)[action.class_index]);
   return Status::ok();
 }
 
@@ -136,7 +142,7 @@ Result<KeptTokens*> own_kept_tokens(StoreMemory* memory, Sequence* seq, uint32_t
   if (!StoreMemory::is_own(seq->account, ref)) {
     KeptTokens own = ref != nullptr
                          ? *ref
-                         : KeptTokens(head_class.slab_class, first_given_up(head_class),
+                         : KeptTokens(head_class.slab_class.tail(), first_given_up(head_class),
                                       static_cast<uint32_t>(head_class.retention.n_heavy));
     KVM_TRY_ASSIGN(ref, memory->make_charged(seq->account, std::move(own)));
   }
@@ -176,6 +182,19 @@ Status grow_charged(StoreMemory* memory, const Sequence* seq, uint64_t n,
   Undo uncharging([&] { memory->uncharge(seq->account, more_bytes); });
   values->resize(n);
   uncharging.dismiss();
+  return Status::ok();
+}
+
+Status open_demote(StoreMemory* memory, RetentionSlice* slice, const policies::Action& action,
+                   bool* is_cut) {
+  Sequence* seq = slice->seq();
+  RetentionSlice::Work work;
+  work.action = action;
+  work.list = seq->space().layers[action.layer].first_list + action.class_index;
+  KVM_TRY_ASSIGN(work.recodings, open_recodings(memory, seq, action, RetentionSlice::kSliceBytes,
+                                                &work.action.range.end));
+  *is_cut = work.action.range.end < action.range.end;
+  slice->add_demote(std::move(work));
   return Status::ok();
 }
 
@@ -262,12 +281,26 @@ Status apply_action(StoreMemory* memory, Sequence* seq, const policies::Action& 
 
 Status open_action(StoreMemory* memory, RetentionSlice* slice, const policies::Action& action,
                    std::span<const uint64_t> positions, bool* is_cut) {
-  if (action.kind != policies::ActionKind::kFold && action.kind != policies::ActionKind::kKeep) {
-    return apply_action(memory, slice->seq(), action);
-  }
   KVM_TRY(check_action(slice->seq(), action));
-  return action.kind == policies::ActionKind::kFold ? open_fold(memory, slice, action, is_cut)
-                                                    : open_keep(memory, slice, action, positions);
+  switch (action.kind) {
+    case policies::ActionKind::kDrop:
+      return apply_action(memory, slice->seq(), action);
+    case policies::ActionKind::kDemote:
+      return open_demote(memory, slice, action, is_cut);
+    case policies::ActionKind::kFold:
+      return open_fold(memory, slice, action, is_cut);
+    case policies::ActionKind::kKeep:
+      return open_keep(memory, slice, action, positions);
+  }
+  return Status(KVM_ERR_UNSUPPORTED, "unknown action");
+}
+
+void close_demote(Sequence* seq, RetentionSlice::Work* work) {
+  work->recodings.place(&seq->lists[work->list]);
+  if (!seq->settled_ends.empty()) {
+    uint64_t& settled = seq->settled_ends[work->list];
+    settled = std::max(settled, work->action.range.end);
+  }
 }
 
 void close_fold(StoreMemory* memory, Sequence* seq, RetentionSlice::Work* work) {

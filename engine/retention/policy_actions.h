@@ -32,6 +32,8 @@ void add_list_masses(StoreMemory* memory, Sequence* seq, uint32_t layer, uint32_
 // Fails: as apply_action.
 Status open_action(StoreMemory* memory, RetentionSlice* slice, const policies::Action& action,
                    std::span<const uint64_t> positions, bool* is_cut);
+// Throws std::bad_alloc: some pages stay what they were.
+void close_demote(Sequence* seq, RetentionSlice::Work* work);
 void close_fold(StoreMemory* memory, Sequence* seq, RetentionSlice::Work* work);
 void close_keep(StoreMemory* memory, Sequence* seq, RetentionSlice::Work* work);
 

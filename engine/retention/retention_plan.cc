@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <new>
 #include <span>
 #include <vector>
 
@@ -73,6 +74,9 @@ uint64_t show_list(const StoreMemory& memory, const Sequence& seq, uint32_t laye
   view->length = list.length();
   *stored = stored_ranges(list, memory.pages(), &n_pages);
   view->stored = *stored;
+  view->codec_k = head_class.slab_class.codec_k;
+  view->codec_v = head_class.slab_class.codec_v;
+  view->settled_end = seq.settled_ends.empty() ? 0 : seq.settled_ends[own.first_list + class_index];
   view->n_sinks = head_class.retention.n_sinks;
   view->n_recent = head_class.retention.n_recent;
   view->slack = head_class.retention.slack;
@@ -84,6 +88,31 @@ uint64_t show_list(const StoreMemory& memory, const Sequence& seq, uint32_t laye
   view->column_sums = seen.column_sums;
   view->n_columns = seen.n_columns;
   return n_pages + kept->size() / kPageTokens;
+}
+
+// False: the machine refused memory, and what is left of the work is for another time.
+bool close_work(StoreMemory* memory, Sequence* seq, RetentionSlice::Work* work) {
+  if (work->has_failed) {
+    return false;
+  }
+  switch (work->action.kind) {
+    case policies::ActionKind::kDrop:
+      break;
+    case policies::ActionKind::kDemote:
+      try {
+        close_demote(seq, work);
+      } catch (const std::bad_alloc&) {
+        return false;
+      }
+      break;
+    case policies::ActionKind::kFold:
+      close_fold(memory, seq, work);
+      break;
+    case policies::ActionKind::kKeep:
+      close_keep(memory, seq, work);
+      break;
+  }
+  return true;
 }
 
 // Says whether a policy is to be asked about an event.
@@ -172,11 +201,7 @@ void open_retention(StoreMemory* memory, RetentionSlice* slice) {
 
 void close_retention(StoreMemory* memory, RetentionSlice* slice, RetentionCursor* cursor) {
   for (RetentionSlice::Work& work : slice->works()) {
-    if (!work.has_failed && work.kept != nullptr) {
-      close_keep(memory, slice->seq(), &work);
-    } else if (!work.has_failed) {
-      close_fold(memory, slice->seq(), &work);
-    } else {
+    if (!close_work(memory, slice->seq(), &work)) {
       // Nothing would change by trying again at once.
       slice->give_up(work);
     }

@@ -10,6 +10,8 @@ namespace {
 
 // Pages of a piece that adds rows up, by their numbers: sums do not depend on how runs are cut.
 constexpr uint64_t kPiecePages = 8;
+// Bytes of a piece that encodes pages.
+constexpr uint64_t kPieceBytes = 256 << 10;
 // Tokens of a piece that copies rows.
 constexpr uint32_t kPieceCopies = 512;
 // Bytes that a policy looks at for each token that it may choose.
@@ -36,6 +38,24 @@ void RetentionSlice::decide(uint32_t index) {
   } catch (const std::bad_alloc&) {
     group.actions.n_actions = 0;
   }
+}
+
+void RetentionSlice::add_demote(Work&& work) {
+  const auto index = static_cast<uint32_t>(works_.size());
+  const uint32_t n = work.recodings.size();
+  for (uint32_t begin = 0; begin < n;) {
+    uint64_t n_bytes = 0;
+    uint32_t end = begin;
+    for (; end < n && n_bytes < kPieceBytes; ++end) {
+      n_bytes += work.recodings.read_bytes(end);
+    }
+    pieces_.push_back({.work = index, .begin = begin, .end = end});
+    bytes_ += n_bytes;
+    begin = end;
+  }
+  works_.push_back(std::move(work));
+  classes_.emplace_back();
+  failed_.resize(pieces_.size());
 }
 
 void RetentionSlice::add_fold(Work&& work, const tiers::SlabClass& slab_class) {
@@ -76,6 +96,10 @@ void RetentionSlice::add_keep(Work&& work, const tiers::SlabClass& slab_class) {
 void RetentionSlice::run(uint32_t index, ThreadWorkspace& workspace) {
   const Piece& piece = pieces_[index];
   Work& work = works_[piece.work];
+  if (work.action.kind == policies::ActionKind::kDemote) {
+    failed_[index] = work.recodings.run(piece.begin, piece.end, &workspace.scratch) ? 0 : 1;
+    return;
+  }
   if (work.kept != nullptr) {
     work.kept->copy(std::span(work.choice.copies).subspan(piece.begin, piece.end - piece.begin),
                     work.runs);

@@ -6,8 +6,8 @@
 //   plan_retention()    driver   shows lists to their policies (a view each)
 //   decide(group)       tasks    the policies choose
 //   open_retention()    driver   gives pages up; cuts actions that read rows into pieces
-//   run(piece)          tasks    adds rows up, or copies rows that stay
-//   close_retention()   driver   puts the sums and rows in the place of their pages
+//   run(piece)          tasks    encodes pages, adds rows up, or copies rows that stay
+//   close_retention()   driver   puts new pages, sums and rows in the place of the old pages
 //
 // LIMIT: a slice looks at kSlicePages pages and one list, and reads kSliceBytes and one action's
 // share of kActionPages pages. Where it ends depends on the lists alone, so what comes of it does
@@ -27,6 +27,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "engine/retention/recodings.h"
 #include "engine/store/kept_tokens.h"
 #include "engine/store/mean_entry.h"
 #include "engine/tasks/workspace.h"
@@ -69,6 +70,8 @@ class RetentionSlice {
     uint32_t list = 0;        // of the sequence
     std::vector<KvRun> runs;
     bool has_failed = false;  // one of its pieces
+    // kDemote.
+    Recodings recodings;
     // kFold: sums of pieces, in position order.
     std::vector<RowSums> sums;
     // kKeep.
@@ -76,7 +79,7 @@ class RetentionSlice {
     KeptTokens::Choice choice;
     std::vector<float> kept_masses;
   };
-  // A Piece of a kFold is runs and one of its sums; one of a kKeep is copies.
+  // A Piece of a kDemote is pages; of a kFold runs and one of its sums; of a kKeep copies.
   struct Piece {
     uint32_t work = 0;
     uint32_t begin = 0;
@@ -98,7 +101,8 @@ class RetentionSlice {
   void add_bytes(uint64_t n) { bytes_ += n; }
   void decide(uint32_t group);
 
-  // Cuts an action into pieces. fold: of its runs; keep: of its copies.
+  // Cuts an action into pieces. demote: of its pages; fold: of its runs; keep: of its copies.
+  void add_demote(Work&& work);
   void add_fold(Work&& work, const tiers::SlabClass& slab_class);
   void add_keep(Work&& work, const tiers::SlabClass& slab_class);
   uint32_t n_pieces() const { return static_cast<uint32_t>(pieces_.size()); }

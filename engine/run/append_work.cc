@@ -10,7 +10,7 @@ namespace kvm::engine {
 namespace {
 
 uint64_t piece_bytes(const AppendPiece& piece) {
-  const tiers::SlabClass& slab = piece.cls->slab_class;
+  const tiers::SlabClass slab = piece.cls->slab_class.tail();
   return uint64_t{piece.n_tokens} * slab.n_heads * slab.token_bytes();
 }
 

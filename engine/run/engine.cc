@@ -74,7 +74,7 @@ uint64_t token_bytes(const Space& space, uint32_t layer) {
   uint64_t bytes = 0;
   if (layer < space.n_layers && space.layers[layer].kind != KVM_LAYER_ABSENT) {
     for (const HeadClass& head_class : space.storage(layer).classes) {
-      bytes += head_class.slab_class.page_bytes() / kPageTokens;
+      bytes += head_class.slab_class.tail().page_bytes() / kPageTokens;
     }
   }
   return bytes;
@@ -853,7 +853,7 @@ Status EngineImpl::make_rings(kvm_space_id id) {
   uint64_t window_bytes = 0;
   for (const Layer& layer : space->layers) {
     for (const HeadClass& cls : layer.classes) {
-      window_bytes = std::max(window_bytes, kMaxWindowPages * cls.slab_class.page_bytes());
+      window_bytes = std::max(window_bytes, kMaxWindowPages * cls.slab_class.tail().page_bytes());
     }
   }
   return store_->memory().grow_rings(2 * window_bytes);

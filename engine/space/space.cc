@@ -13,6 +13,13 @@
 namespace kvm::engine {
 namespace {
 
+static_assert(static_cast<int>(CodecId::kF32) == KVM_CODEC_F32 &&
+              static_cast<int>(CodecId::kF16) == KVM_CODEC_F16 &&
+              static_cast<int>(CodecId::kBf16) == KVM_CODEC_BF16 &&
+              static_cast<int>(CodecId::kI8) == KVM_CODEC_I8 &&
+              static_cast<int>(CodecId::kF8) == KVM_CODEC_F8E4M3 &&
+              static_cast<int>(CodecId::kI8Channel) == KVM_CODEC_I8_CHANNEL);
+
 // A head class may leave at most this share of an extent unused before its heads are split.
 constexpr uint64_t kMaxWasteBytes = tiers::kExtentBytes / 8;
 
@@ -55,6 +62,16 @@ Status check_codec(const std::string& field, uint32_t value) {
              codec.name + ")";
   }
   return invalid(field + " is " + text(value) + "; it must be the id of a codec: " + known);
+}
+
+std::string codecs_with_rows() {
+  std::string names;
+  for (const codecs::Codec& codec : codecs::kCodecs) {
+    if (codec.rows_stand_alone()) {
+      names += (names.empty() ? "" : ", ") + std::string(codec.name);
+    }
+  }
+  return names;
 }
 
 Status check_reserved(const std::string& field, const uint64_t* values, size_t n) {
@@ -526,6 +543,27 @@ Status apply_indexes(const SpaceSpec& spec, Space* space) {
   return Status::ok();
 }
 
+// An index leads to single rows.
+Status check_indexed(const HeadConfigs& configs, const Space& space) {
+  for (uint32_t i = 0; i < space.n_layers; ++i) {
+    for (uint32_t head = 0; head < space.layers[i].indexes.size(); ++head) {
+      const HeadConfig& config = configs[i][head];
+      const uint32_t kind = space.layers[i].indexes[head].kind;
+      for (const CodecId id : {config.codec_k, config.codec_v}) {
+        const codecs::Codec& codec = codecs::codec_of(id);
+        if (kind != KVM_INDEX_NONE && !codec.rows_stand_alone()) {
+          return Status(KVM_ERR_UNSUPPORTED,
+                        "kv head " + text(head) + " of layer " + text(i) + " has index " +
+                            text(kind) + " and codec " + codec.name +
+                            ", which has no rows that can be read one by one; codecs with such " +
+                            "rows are " + codecs_with_rows());
+        }
+      }
+    }
+  }
+  return Status::ok();
+}
+
 // The most tokens that a query may see of a kv head, in a layer or in one that aliases it;
 // UINT64_MAX: all.
 uint64_t most_visible(const Space& space, uint32_t own, const Retention& retention) {
@@ -575,7 +613,7 @@ uint32_t choose_groups(tiers::SlabClass slab_class, uint32_t n_heads) {
   uint64_t best_waste = UINT64_MAX;
   for (uint32_t n_groups = 1; n_groups <= n_heads; ++n_groups) {
     slab_class.n_heads = static_cast<uint16_t>((n_heads + n_groups - 1) / n_groups);
-    if (slab_class.page_bytes() > tiers::kExtentBytes) {
+    if (slab_class.tail().page_bytes() > tiers::kExtentBytes) {
       continue;
     }
     const uint64_t waste = waste_bytes(slab_class);
@@ -640,6 +678,7 @@ void make_classes(const HeadConfigs& configs, Space* space) {
     }
     for (const HeadClass& head_class : layer.classes) {
       space->bytes_per_token += head_class.slab_class.n_heads * head_class.slab_class.token_bytes();
+      space->settles = space->settles || head_class.settles();
     }
     space->n_lists += static_cast<uint32_t>(layer.classes.size());
   }
@@ -757,6 +796,7 @@ Result<std::shared_ptr<const Space>> resolve_space(const SpaceSpec& spec) {
   KVM_TRY(check_seen(*space, configs));
   KVM_TRY(apply_codecs(spec, *space, &configs));
   KVM_TRY(apply_indexes(spec, space.get()));
+  KVM_TRY(check_indexed(configs, *space));
   leave_out_indexes(configs, space.get());
   make_classes(configs, space.get());
   return std::shared_ptr<const Space>(std::move(space));

@@ -68,7 +68,10 @@ struct Retention {
 struct HeadClass {
   std::vector<uint16_t> kv_heads;  // ascending; head i of a page is kv head kv_heads[i]
   Retention retention;
-  tiers::SlabClass slab_class;
+  tiers::SlabClass slab_class;  // of pages that are full and committed; of the others its tail()
+
+  // Says whether pages are encoded anew once they are full and committed.
+  bool settles() const { return slab_class != slab_class.tail(); }
 };
 
 // LazyPlanes are made when somebody first wants them: up to a million deviates are no work for the
@@ -161,6 +164,7 @@ struct Space {
   uint32_t n_lists = 0;  // head classes over all OWN layers
   uint64_t bytes_per_token = 0;
   bool has_indexes = false;  // of some layer
+  bool settles = false;      // some head class does
 
   // REQUIRES here and below: layer < n_layers.
   // The layer whose classes, lengths and pages `layer` reads.

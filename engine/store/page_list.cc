@@ -592,6 +592,29 @@ bool PageList::is_valid() const {
   return count_stored() + n_dropped_ == length_;
 }
 
+namespace {
+
+void copy_log_weights(const SlabClass& from, const std::byte* source, const SlabClass& to,
+                      std::byte* target, uint32_t first, uint32_t count) {
+  for (uint32_t head = 0; from.has_log_weights && to.has_log_weights && head < to.n_heads; ++head) {
+    const uint64_t offset = (uint64_t{head} * kPageTokens + first) * sizeof(float);
+    std::memcpy(target + to.log_weight_offset() + offset,
+                source + from.log_weight_offset() + offset, count * sizeof(float));
+  }
+}
+
+}  // namespace
+
+bool encode_page(const SlabClass& from, const std::byte* source, const SlabClass& to,
+                 std::byte* target, float* scratch) {
+  KVM_ASSERT(from.dim_k == to.dim_k && from.dim_v == to.dim_v && from.n_heads == to.n_heads);
+  copy_log_weights(from, source, to, target, 0, kPageTokens);
+  return codecs::encode_page(from.k_plane(source), to.k_plane(target), to.n_heads, to.dim_k,
+                             scratch) &&
+         codecs::encode_page(from.v_plane(source), to.v_plane(target), to.n_heads, to.dim_v,
+                             scratch);
+}
+
 void copy_page_rows(const PageTable& pages, PageRef from, PageRef to, uint32_t first,
                     uint32_t count) {
   const SlabClass& a = pages.slab_class(from);
@@ -605,13 +628,7 @@ void copy_page_rows(const PageTable& pages, PageRef from, PageRef to, uint32_t f
   codecs::convert_rows(codecs::rows_of(a.v_plane(source), a.dim_v, first),
                        codecs::writable_rows(b.v_plane(target), b.dim_v, first), count, a.n_heads,
                        a.dim_v);
-  if (a.has_log_weights && b.has_log_weights) {
-    for (uint32_t head = 0; head < a.n_heads; ++head) {
-      const uint64_t offset = (uint64_t{head} * kPageTokens + first) * sizeof(float);
-      std::memcpy(target + b.log_weight_offset() + offset, source + a.log_weight_offset() + offset,
-                  count * sizeof(float));
-    }
-  }
+  copy_log_weights(a, source, b, target, first, count);
 }
 
 }  // namespace kvm::engine

@@ -8,10 +8,27 @@
 #include "base/counted.h"
 #include "base/round.h"
 #include "policies/heavy.h"
+#include "policies/settle.h"
 #include "policies/sinks_recent.h"
 
 namespace kvm::engine {
 namespace {
+
+// Lists that settle: those whose policy reads rows, or the others.
+void add_settled(const Space& space, bool is_read, std::vector<Governed>* governed) {
+  Governed settled = {.policy = &policies::settle(), .members = {}};
+  for (uint32_t layer = 0; layer < space.n_layers; ++layer) {
+    const std::vector<HeadClass>& classes = space.layers[layer].classes;
+    for (uint32_t i = 0; i < classes.size(); ++i) {
+      if (classes[i].settles() && classes[i].retention.is_per_head() == is_read) {
+        settled.members.push_back({layer, i});
+      }
+    }
+  }
+  if (!settled.members.empty()) {
+    governed->push_back(std::move(settled));
+  }
+}
 
 const policies::Policy& policy_of(const Retention& retention) {
   switch (retention.kind) {
@@ -35,8 +52,16 @@ void advance_commit(Sequence* seq, uint64_t n_tokens) {
   }
 }
 
+void cut_settled(Sequence* seq, uint64_t n_tokens) {
+  for (uint64_t& end : seq->settled_ends) {
+    end = std::min(end, n_tokens / kPageTokens * kPageTokens);
+  }
+}
+
 std::vector<Governed> find_governed(const Space& space) {
   std::vector<Governed> governed;
+  // What they read has been settled, so that it does not matter in which requests tokens came.
+  add_settled(space, true, &governed);
   for (uint32_t layer = 0; layer < space.n_layers; ++layer) {
     const std::vector<HeadClass>& classes = space.layers[layer].classes;
     for (uint32_t i = 0; i < classes.size(); ++i) {
@@ -52,6 +77,7 @@ std::vector<Governed> find_governed(const Space& space) {
       it->members.push_back({layer, i});
     }
   }
+  add_settled(space, false, &governed);
   return governed;
 }
 

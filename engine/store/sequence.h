@@ -74,6 +74,9 @@ struct Sequence {
   std::vector<PageList> lists;  // [Space::n_lists]
   // Per Governed of the space: the commit point at which the policy wants to be asked again.
   std::vector<uint64_t> next_commits;
+  // [Space::n_lists], or empty: no list settles. Full pages at positions before it are stored as
+  // their class says, or cannot be.
+  std::vector<uint64_t> settled_ends;
   policies::EventSet due_events = 0;  // that policies have not been asked about
   std::vector<ObservedRef> observed;  // empty, or [n_layers]
   std::vector<IndexRef> indexes;      // [n_layers], or empty: the space has none
@@ -126,11 +129,15 @@ void visit_charged(const Sequence& seq, Visit visit) {
 // Moves the commit point, forwards only.
 void advance_commit(Sequence* seq, uint64_t n_tokens);
 
+// The end of the last full page of n_tokens is as far as pages can be settled.
+void cut_settled(Sequence* seq, uint64_t n_tokens);
+
 // Gives up pages of a sequence that is freed until *n_given, which counts them, has reached
 // max_pages. True when it holds nothing any more; until then it is one that is shorter than it was.
 bool give_up_some(StoreMemory* memory, Sequence* seq, uint64_t max_pages, uint64_t* n_given);
 
-// One Governed per policy object that has anything to decide.
+// One Governed per policy object that has anything to decide; of settle() two, around the others:
+// what others read has been settled, and what they drop need not be.
 std::vector<Governed> find_governed(const Space& space);
 
 uint64_t shortest_layer(const Sequence* seq);

@@ -61,6 +61,7 @@ std::unique_ptr<Sequence> make_seq(Account* account, SpaceRecord* record, uint32
   seq->flags = flags;
   seq->lists.resize(record->space->n_lists);
   seq->next_commits.resize(record->governed.size());
+  seq->settled_ends.resize(record->space->settles ? record->space->n_lists : 0);
   seq->indexes.resize(record->space->has_indexes ? record->space->n_layers : 0);
   return seq;
 }
@@ -302,6 +303,8 @@ Result<kvm_seq_id> Store::fork_seq(Sequence* parent, uint64_t n_tokens, ClientId
     child->lists[i].share(list, std::min(n_tokens, list.length()), bank);
   }
   child->n_committed = std::min(parent->n_committed, n_tokens);
+  child->settled_ends = parent->settled_ends;
+  cut_settled(child.get(), n_tokens);
   child->observed = parent->observed;
   for (ObservedRef& ref : child->observed) {
     ref.limit = std::min(ref.limit, n_tokens);
@@ -337,6 +340,7 @@ Result<bool> Store::truncate_part(Sequence* seq, uint64_t n_tokens, uint64_t max
     seq->n_committed = n_tokens;
     std::fill(seq->next_commits.begin(), seq->next_commits.end(), 0);
   }
+  cut_settled(seq, n_tokens);
   cut_observed(&memory_, seq, n_tokens);
   cut_mean_entries(seq, n_tokens);
   cut_kept_tokens(seq, n_tokens);

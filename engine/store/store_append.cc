@@ -17,7 +17,8 @@ Status check_quota(StoreMemory* memory, std::span<const AppendItem> items) {
   for (const AppendItem& item : items) {
     const std::span<const PageList> lists = std::as_const(*item.seq).layer_lists(item.layer);
     for (uint32_t i = 0; i < lists.size(); ++i) {
-      const tiers::SlabClass& slab_class = item.seq->space().head_class(item.layer, i).slab_class;
+      const tiers::SlabClass slab_class =
+          item.seq->space().head_class(item.layer, i).slab_class.tail();
       needs[item.seq->account] +=
           lists[i].pages_to_reserve(item.n_tokens, slab_class, memory->pages()) *
           slab_class.page_bytes();
@@ -49,9 +50,9 @@ Status reserve_item(StoreMemory* memory, const AppendItem& item) {
                                                item.seq->id, item.layer));
   }
   for (uint32_t i = 0; i < lists.size(); ++i) {
-    const Status status =
-        lists[i].reserve(item.n_tokens, item.seq->space().head_class(item.layer, i).slab_class,
-                         memory->bank(item.seq->account));
+    const Status status = lists[i].reserve(
+        item.n_tokens, item.seq->space().head_class(item.layer, i).slab_class.tail(),
+        memory->bank(item.seq->account));
     if (!status.is_ok()) {
       rollback_lists(memory, item.seq, item.layer);
       return status;
@@ -127,7 +128,7 @@ void Store::publish(Sequence* seq, uint32_t layer) {
   const std::span<PageList> lists = seq->layer_lists(layer);
   const uint64_t n_tokens = lists[0].reserved_length() - lists[0].length();
   for (uint32_t i = 0; i < lists.size(); ++i) {
-    const tiers::SlabClass& slab_class = seq->space().head_class(layer, i).slab_class;
+    const tiers::SlabClass slab_class = seq->space().head_class(layer, i).slab_class.tail();
     lists[i].publish(memory_.bank(seq->account));
     memory_.counts().bytes_appended += n_tokens * slab_class.n_heads * slab_class.token_bytes();
   }

@@ -856,6 +856,24 @@ class Lifetimes:
         if self.kind == "daemon":
             self.assertIn("options", self.client.config_text())
 
+    def test_codecs_by_name(self):
+        # Pages of 64 tokens that are committed are int8; the last two tokens are bfloat16 still.
+        space = self.space(codec="int8_channel")
+        self.assertEqual(space.info().codec, kvm.CodecId.I8_CHANNEL)
+        self.assertEqual(self.space(codec=numpy.float16).info().codec, kvm.CodecId.F16)
+        self.assertEqual(self.space(codec=kvm.CodecId.I8).info().codec, kvm.CodecId.I8)
+        seq, k, v = self.prompt(space, 130)
+        got_k, got_v = numpy.zeros((130, 2, 16), "float32"), numpy.zeros((130, 2, 16), "float32")
+        with self.client.create_queue() as queue:
+            queue.read(seq, 0, 0, 130, k=got_k, v=got_v)
+        for got, given in ((got_k, k), (got_v, v)):
+            step = numpy.abs(given[:128].reshape(2, 64, 2, 16)).max(axis=1, keepdims=True) / 127
+            off = numpy.abs(got[:128] - given[:128]).reshape(2, 64, 2, 16)
+            self.assertTrue((off <= 0.51 * step + 2**-8 * numpy.abs(
+                given[:128].reshape(2, 64, 2, 16))).all())
+            self.assertGreater(off.max(), 0)
+            numpy.testing.assert_allclose(got[128:], given[128:], rtol=2**-8)
+
     def test_policies_codecs_and_their_errors(self):
         space = self.space(
             n_layers=2, policies=[kvm.Policy(kvm.Retention.SINKS_RECENT, n_sinks=4, n_recent=64)],

@@ -81,6 +81,7 @@ class CodecId(enum.IntEnum):
     BF16 = 3
     I8 = 4
     F8E4M3 = 5
+    I8_CHANNEL = 6
 
 
 class Rope(enum.IntEnum):

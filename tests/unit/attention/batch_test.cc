@@ -15,8 +15,8 @@
 namespace kvm::attention::testing {
 namespace {
 
-constexpr CodecId kCodecs[] = {CodecId::kF32, CodecId::kF16, CodecId::kBf16, CodecId::kI8,
-                               CodecId::kF8};
+constexpr CodecId kCodecs[] = {CodecId::kF32, CodecId::kF16, CodecId::kBf16,
+                               CodecId::kI8,  CodecId::kF8,  CodecId::kI8Channel};
 
 // What is written for query tokens [first, first + count), every NaN as the same one.
 std::vector<uint32_t> bits_of(const Case& c, uint32_t first, uint32_t count) {
@@ -200,8 +200,8 @@ TEST(Batch, KindsThatTakeTurns) {
     c.add_transform(false, RotationLayout::kInterleaved, false);
     c.add_transform(true, RotationLayout::kHalfSplit, true);
     for (TokenKind& kind : c.kinds) {
-      kind = {kCodecs[c.random()() % 5], kCodecs[c.random()() % 5],
-              static_cast<uint16_t>(c.random()() % 2)};
+      kind = {kCodecs[c.random()() % std::size(kCodecs)],
+              kCodecs[c.random()() % std::size(kCodecs)], static_cast<uint16_t>(c.random()() % 2)};
     }
     c.problem().visible.window = 1 + c.random()() % 70;
     c.problem().visible.sinks = c.random()() % 20;
@@ -224,7 +224,7 @@ TEST(Batch, LongContexts) {
                  .first_position = seed % 4 == 1 ? 777u : 0u,
                  .q_size = 3.0f},
            seed);
-    const CodecId codec = kCodecs[seed % 5];
+    const CodecId codec = kCodecs[seed % std::size(kCodecs)];
     for (TokenKind& kind : c.kinds) {
       kind = {codec, codec, 0};
     }
@@ -286,7 +286,7 @@ TEST(Batch, NotFiniteRowsBeside) {
   constexpr float kInf = std::numeric_limits<float>::infinity();
   for (uint64_t seed = 1; seed <= 40; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
-    const CodecId codec = kCodecs[seed % 5];
+    const CodecId codec = kCodecs[seed % std::size(kCodecs)];
     Case c(Shape{.n_query = seed % 2 == 0 ? 7u : 40u,
                  .group = seed % 3 == 0 ? 1u : 3u,
                  .dim_k = 64,
@@ -331,7 +331,7 @@ TEST(Batch, LogitsOfAllSizes) {
                  .q_size = kSizes[seed % 5],
                  .uneven = seed % 3 == 1},
            seed);
-    const CodecId codec = kCodecs[(seed / 3) % 5];
+    const CodecId codec = kCodecs[(seed / 3) % std::size(kCodecs)];
     for (TokenKind& kind : c.kinds) {
       kind = {codec, codec, 0};
     }

@@ -17,8 +17,8 @@ namespace kvm::attention::testing {
 namespace {
 
 constexpr Dtype kDtypes[] = {Dtype::kF32, Dtype::kF16, Dtype::kBf16};
-constexpr CodecId kCodecs[] = {CodecId::kF32, CodecId::kF16, CodecId::kBf16, CodecId::kI8,
-                               CodecId::kF8};
+constexpr CodecId kCodecs[] = {CodecId::kF32, CodecId::kF16, CodecId::kBf16,
+                               CodecId::kI8,  CodecId::kF8,  CodecId::kI8Channel};
 
 void check(Case& c, const std::string& what) {
   c.run_reference();
@@ -356,8 +356,8 @@ bool spoil(Case& c, uint64_t token, bool key, uint32_t channel, float value) {
         std::isinf(run.log_weight[p.head * p.log_weight_head_stride + at])) {
       return false;
     }
-    spoil_row(key ? run.k : run.v, key ? p.dim_k : p.dim_v, p.head, run.slot + at, channel, value);
-    return true;
+    return spoil_row(key ? run.k : run.v, key ? p.dim_k : p.dim_v, p.head, run.slot + at, channel,
+                     value);
   }
   return false;
 }

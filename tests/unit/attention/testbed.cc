@@ -25,6 +25,11 @@ float round_to(Dtype dtype, float value) {
   return get(&bits, dtype, 0);
 }
 
+// Of rows that are scaled by channel: those of every page are alike.
+float channel_scale(uint32_t channel) {
+  return bf16_to_f32(f32_to_bf16(0.01f * static_cast<float>(1 + channel % 7)));
+}
+
 // The elements of a codec that is not scaled.
 Dtype element_of(CodecId codec) {
   return codec == CodecId::kF32 ? Dtype::kF32 : codec == CodecId::kF16 ? Dtype::kF16 : Dtype::kBf16;
@@ -55,6 +60,13 @@ std::vector<float> random_row(const Shape& shape, bool is_v, CodecId codec,
   if (shape.uneven) {
     make_uneven(&row, is_v, random);
   }
+  if (codec == CodecId::kI8Channel) {
+    for (uint32_t d = 0; d < dim; ++d) {
+      row[d] =
+          std::clamp(std::nearbyint(row[d] / channel_scale(d)), -127.0f, 127.0f) * channel_scale(d);
+    }
+    return row;
+  }
   if (codecs::codec_of(codec).is_scaled()) {
     std::vector<uint8_t> stored(dim);
     const uint16_t scale = codecs::encode_row(row.data(), dim, codec, stored.data());
@@ -71,6 +83,12 @@ std::vector<float> random_row(const Shape& shape, bool is_v, CodecId codec,
 void put_row(std::byte* plane, uint16_t* scales, CodecId codec, uint64_t at,
              const std::vector<float>& row) {
   const auto dim = static_cast<uint32_t>(row.size());
+  if (codec == CodecId::kI8Channel) {
+    for (uint32_t d = 0; d < dim; ++d) {
+      plane[at * dim + d] = static_cast<std::byte>(std::lrint(row[d] / channel_scale(d)));
+    }
+    return;
+  }
   if (codecs::codec_of(codec).is_scaled()) {
     scales[at] = codecs::encode_row(row.data(), dim, codec, plane + at * dim);
     return;
@@ -102,14 +120,18 @@ void put(void* p, CodecId codec, uint64_t i, float value) { put(p, element_of(co
 
 float get(const void* p, CodecId codec, uint64_t i) { return get(p, element_of(codec), i); }
 
-void spoil_row(const KvPlane& plane, uint32_t dim, uint32_t head, uint64_t slot, uint32_t channel,
+bool spoil_row(const KvPlane& plane, uint32_t dim, uint32_t head, uint64_t slot, uint32_t channel,
                float value) {
+  if (plane.codec == CodecId::kI8Channel) {
+    return false;
+  }
   if (const uint16_t* scale = codecs::row_scale_at(plane, head, slot)) {
     *const_cast<uint16_t*>(scale) = 0x7fc0;
-    return;
+    return true;
   }
   put(const_cast<uint8_t*>(codecs::row_at(plane, dim, head, slot)), plane.codec, channel % dim,
       value);
+  return true;
 }
 
 Case::Case(const Shape& shape, uint64_t seed) : shape_(shape), random_(seed) {
@@ -228,13 +250,17 @@ void Case::cut_runs(int extra_cuts) {
     run.transform = kind.transform;
     const size_t plane = size_t{shape_.heads} * kPageTokens;
     const auto plane_of = [&](const Buffer& rows, CodecId codec, uint32_t dim,
-                              const uint16_t* scales) {
+                              const uint16_t* scales, const std::vector<uint16_t>& channels) {
+      const codecs::Scaling scaling = codecs::codec_of(codec).scaling;
       return KvPlane{rows.data() + static_cast<size_t>(codec) * plane * dim * 4,
-                     codecs::codec_of(codec).is_scaled() ? scales : nullptr, codec};
+                     scaling == codecs::Scaling::kRow       ? scales
+                     : scaling == codecs::Scaling::kChannel ? channels.data()
+                                                            : nullptr,
+                     codec};
     };
     const auto* scales = reinterpret_cast<const uint16_t*>(pages_s_[page]->data());
-    run.k = plane_of(*pages_k_[page], kind.codec_k, shape_.dim_k, scales);
-    run.v = plane_of(*pages_v_[page], kind.codec_v, shape_.dim_v, scales + plane);
+    run.k = plane_of(*pages_k_[page], kind.codec_k, shape_.dim_k, scales, channels_k_);
+    run.v = plane_of(*pages_v_[page], kind.codec_v, shape_.dim_v, scales + plane, channels_v_);
     if (!log_weights.empty()) {
       run.log_weight = reinterpret_cast<const float*>(pages_w_[page]->data()) + slot;
     }
@@ -257,10 +283,18 @@ void Case::store(int extra_cuts) {
     }
     std::shuffle(pages.begin(), pages.end(), random_);
   };
-  allocate(pages_k_, plane * s.dim_k * 24);
-  allocate(pages_v_, plane * s.dim_v * 24);
+  allocate(pages_k_, plane * s.dim_k * 28);
+  allocate(pages_v_, plane * s.dim_v * 28);
   allocate(pages_s_, plane * 4);
   allocate(pages_w_, plane * 4);
+  const auto fill_channels = [&](uint32_t dim, std::vector<uint16_t>* scales) {
+    scales->assign(size_t{s.heads} * dim, 0xffff);
+    for (uint32_t d = 0; d < dim; ++d) {
+      (*scales)[s.head * dim + d] = f32_to_bf16(channel_scale(d));
+    }
+  };
+  fill_channels(s.dim_k, &channels_k_);
+  fill_channels(s.dim_v, &channels_v_);
   if (tokens_.empty()) {
     for (uint64_t t = 0; t < s.n_tokens; ++t) {
       std::vector<float> k = random_row(s, false, kinds[t].codec_k, random_);
@@ -580,8 +614,8 @@ double error_bound(const Case& c, const KernelTable& table) {
 }
 
 constexpr Dtype kQueryDtypes[] = {Dtype::kF32, Dtype::kF16, Dtype::kBf16};
-constexpr CodecId kCodecs[] = {CodecId::kF32, CodecId::kF16, CodecId::kBf16, CodecId::kI8,
-                               CodecId::kF8};
+constexpr CodecId kCodecs[] = {CodecId::kF32, CodecId::kF16, CodecId::kBf16,
+                               CodecId::kI8,  CodecId::kF8,  CodecId::kI8Channel};
 
 std::unique_ptr<Case> random_case(uint64_t seed) {
   std::mt19937_64 random(seed);

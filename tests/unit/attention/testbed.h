@@ -124,6 +124,7 @@ class Case {
   std::vector<std::byte> q_stored_;
   std::vector<Token> tokens_;
   std::vector<std::unique_ptr<Buffer>> pages_k_, pages_v_, pages_w_, pages_s_;
+  std::vector<uint16_t> channels_k_, channels_v_;  // scales by channel, [heads][dim]
   std::vector<KvRun> runs_;
   std::vector<float> sinks_;
   std::vector<uint64_t> tree_;
@@ -142,8 +143,9 @@ void put(void* p, CodecId codec, uint64_t i, float value);
 float get(const void* p, CodecId codec, uint64_t i);
 float get(const void* p, Dtype dtype, uint64_t i);
 
-// Writes a number into a stored row, or NaN into its scale where it has one.
-void spoil_row(const KvPlane& plane, uint32_t dim, uint32_t head, uint64_t slot, uint32_t channel,
+// Writes a number into a stored row, or NaN into its scale where it has one. False: the codec holds
+// finite numbers only.
+bool spoil_row(const KvPlane& plane, uint32_t dim, uint32_t head, uint64_t slot, uint32_t channel,
                float value);
 
 // The bounds of exact.h for a table and how tokens are stored.

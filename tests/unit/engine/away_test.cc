@@ -188,8 +188,8 @@ class Twins {
 constexpr SimulatedTierOptions kAnyOrder = {.reorder = 64, .seed = 5};
 
 TEST(Away, AnswersHaveTheSameBits) {
-  for (const uint32_t codec :
-       {uint32_t{KVM_CODEC_F32}, uint32_t{KVM_CODEC_BF16}, uint32_t{KVM_CODEC_I8}}) {
+  for (const uint32_t codec : {uint32_t{KVM_CODEC_F32}, uint32_t{KVM_CODEC_BF16},
+                               uint32_t{KVM_CODEC_I8}, uint32_t{KVM_CODEC_I8_CHANNEL}}) {
     for (const uint32_t n_threads : {1u, 3u}) {
       SCOPED_TRACE(std::to_string(codec) + ", threads: " + std::to_string(n_threads));
       Twins twins(plain_spec(codec), kAnyOrder, n_threads);
@@ -300,8 +300,8 @@ TEST(Away, AnyHistory) {
     SimulatedTierOptions options = kAnyOrder;
     options.seed = round;
     const uint32_t n_layers = round == 3 ? 1 : 2;
-    Twins twins(plain_spec(round % 2 == 0 ? KVM_CODEC_F32 : KVM_CODEC_I8, n_layers), options,
-                round < 2 ? 1 : 3);
+    Twins twins(plain_spec(round % 2 == 0 ? KVM_CODEC_F32 : KVM_CODEC_I8_CHANNEL, n_layers),
+                options, round < 2 ? 1 : 3);
     std::vector<std::pair<Twins::Seq, uint64_t>> seqs;  // with lengths
     for (uint64_t i = 0; i < 150; ++i) {
       if (seqs.empty() || (below(8) == 0 && seqs.size() < 8)) {

@@ -289,8 +289,8 @@ TEST(HeavyHitters, NeedleWithPastMassSurvives) {
 
 // Memory beside pages is charged and given back; every encoding is kept as it is.
 TEST(HeavyHitters, AccountsHold) {
-  for (const uint32_t codec :
-       {KVM_CODEC_F32, KVM_CODEC_F16, KVM_CODEC_BF16, KVM_CODEC_I8, KVM_CODEC_F8E4M3}) {
+  for (const uint32_t codec : {KVM_CODEC_F32, KVM_CODEC_F16, KVM_CODEC_BF16, KVM_CODEC_I8,
+                               KVM_CODEC_F8E4M3, KVM_CODEC_I8_CHANNEL}) {
     auto store = Store::open({.host_capacity_bytes = 64 << 20}).value();
     SpaceSpec spec = engine::make_spec("heavy", 2, 3);
     spec.params.codec = codec;

@@ -68,6 +68,7 @@ pub const KVM_CODEC_F16: u32 = 2;
 pub const KVM_CODEC_BF16: u32 = 3;
 pub const KVM_CODEC_I8: u32 = 4;
 pub const KVM_CODEC_F8E4M3: u32 = 5;
+pub const KVM_CODEC_I8_CHANNEL: u32 = 6;
 pub const KVM_INDEX_NONE: u32 = 0;
 pub const KVM_INDEX_SKETCH: u32 = 1;
 pub const KVM_INDEX_SKETCH_1BIT: u32 = 2;

@@ -270,6 +270,21 @@ fn layers_heads_and_codecs_are_as_registered() {
 }
 
 #[test]
+fn codecs_have_names() {
+    let codec = CodecId::find("int8_channel").unwrap();
+    assert_eq!(codec.name(), Some("int8_channel"));
+    assert_eq!(CodecId::I8.name(), Some("int8"));
+    assert_eq!(CodecId::find("int9"), None);
+    assert_eq!(CodecId::find("in\0t8"), None);
+    let mut rig = Rig::with(geometry().stored_as(codec), 80);
+    assert_eq!(rig.space.info().unwrap().codec, codec);
+    let q = queries(1, 80);
+    let (o, _) = rig.ask(Item::new(&rig.sequence).query(1), &q).unwrap();
+    let (expected, _) = oracle(&q, &rig.k, &rig.v, |_| true);
+    assert_close(&o, &expected, 0.02);
+}
+
+#[test]
 fn sinks_and_recent_tokens_are_what_a_policy_leaves() {
     let policy = Policy::sinks_recent(Heads::all().layers(..1), 2, 4);
     let mut rig = Rig::with(geometry().policy(policy), 600);
