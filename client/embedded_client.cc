@@ -265,13 +265,15 @@ void EmbeddedClient::destroy_arena(const ArenaMemory& arena) {
 }
 
 Result<kvm_space_id> EmbeddedClient::register_space(const SpaceSpec& space) {
-  return service_->with_engine(
-      [&](engine::Engine& engine, engine::ClientId) { return engine.register_space(space); });
+  return service_->with_engine([&](engine::Engine& engine, engine::ClientId) {
+    return engine.register_space(space, ::geteuid());
+  });
 }
 
 Result<kvm_space_id> EmbeddedClient::find_space(const std::string& name) {
-  return service_->with_engine(
-      [&](engine::Engine& engine, engine::ClientId) { return engine.find_space(name); });
+  return service_->with_engine([&](engine::Engine& engine, engine::ClientId) {
+    return engine.find_space(name, ::geteuid());
+  });
 }
 
 Result<kvm_space_info> EmbeddedClient::space_info(kvm_space_id space) {

@@ -227,6 +227,7 @@ kvm_space_info DeviceClient::describe(uint64_t id, const DeviceService::SpaceRec
   info.head_dim_k = space.head_dim_k;
   info.head_dim_v = space.head_dim_v;
   info.codec = static_cast<uint32_t>(space.codec);
+  info.uid = static_cast<uint32_t>(::geteuid());
   info.n_head_classes = space.n_lists;
   info.n_sequences = record.n_sequences;
   info.bytes_per_token = space.bytes_per_token;

@@ -5,12 +5,17 @@
 
 namespace kvm::daemon {
 
-Status check_administrator(const Session& session, const char* what) {
+bool is_administrator(const Session& session) {
   const uid_t uid = session.peer().uid;
-  const uid_t own = session.service()->uid;
-  if (uid == 0 || uid == own) {
+  return uid == 0 || uid == session.service()->uid;
+}
+
+Status check_administrator(const Session& session, const char* what) {
+  if (is_administrator(session)) {
     return Status::ok();
   }
+  const uid_t uid = session.peer().uid;
+  const uid_t own = session.service()->uid;
   return Status(KVM_ERR_PERMISSION, fmt::format("user {} may not {}: that is for root and user {}, "
                                                 "which runs kvmd",
                                                 uid, what, own));

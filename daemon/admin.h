@@ -15,6 +15,7 @@
 
 namespace kvm::daemon {
 
+bool is_administrator(const Session& session);
 // what: "list the sequences of all clients". Fails: PERMISSION.
 Status check_administrator(const Session& session, const char* what);
 

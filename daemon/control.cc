@@ -326,7 +326,8 @@ void handle_space_register(Session* session, uint64_t id, const wire::SpaceRegis
     reply_error(session, id, space.status());
     return;
   }
-  Result<kvm_space_id> made = session->service()->engine->register_space(space.value());
+  Result<kvm_space_id> made =
+      session->service()->engine->register_space(space.value(), session->peer().uid);
   KVM_KILL_POINT("daemon/space_registered");
   reply_space_id(session, id, std::move(made));
 }
@@ -351,9 +352,31 @@ void handle_seq_list(Session* session, uint64_t id, const wire::SeqList& message
   reply_list(session, id, std::move(page.infos), page.has_more);
 }
 
+bool may_see(const Session& session, const kvm_space_info& space) {
+  return space.uid == session.peer().uid || is_administrator(session);
+}
+
+// Fails: as kvm_space_get_info.
+Result<kvm_space_info> visible_space(const Session& session, kvm_space_id id) {
+  KVM_TRY_ASSIGN(const kvm_space_info info, session.service()->engine->space_info(id));
+  if (!may_see(session, info)) {
+    return Status(KVM_ERR_PERMISSION,
+                  fmt::format("space {:#x} is one of user {}; user {} may not see it", id, info.uid,
+                              session.peer().uid));
+  }
+  return info;
+}
+
+Status drop_space(const Session& session, kvm_space_id id) {
+  KVM_TRY(visible_space(session, id).status());
+  return session.service()->engine->drop_space(id);
+}
+
 void handle_space_list(Session* session, uint64_t id, const wire::SpaceList& message) {
   std::vector<kvm_space_info> spaces = session->service()->engine->list_spaces();
-  std::erase_if(spaces, [&](const kvm_space_info& info) { return info.space < message.begin(); });
+  std::erase_if(spaces, [&](const kvm_space_info& info) {
+    return info.space < message.begin() || !may_see(*session, info);
+  });
   const bool has_more = spaces.size() > kMaxListed<kvm_space_info>;
   spaces.resize(std::min(spaces.size(), kMaxListed<kvm_space_info>));
   reply_list(session, id, std::move(spaces), has_more);
@@ -386,15 +409,17 @@ void handle_welcomed(Session* session, const wire::Message& message) {
     case wire::Body::SpaceRegister:
       return handle_space_register(session, id, *message.body_as_SpaceRegister());
     case wire::Body::SpaceFind:
-      return reply_space_id(session, id,
-                            engine->find_space(string_of(message.body_as_SpaceFind()->name())));
+      return reply_space_id(
+          session, id,
+          engine->find_space(string_of(message.body_as_SpaceFind()->name()), session->peer().uid));
     case wire::Body::SpaceInfo:
-      return reply_struct(session, id, engine->space_info(message.body_as_SpaceInfo()->space()));
+      return reply_struct(session, id,
+                          visible_space(*session, message.body_as_SpaceInfo()->space()));
     case wire::Body::SpaceList:
       return handle_space_list(session, id, *message.body_as_SpaceList());
     case wire::Body::SpaceDrop:
       return reply_status_or_done(session, id,
-                                  engine->drop_space(message.body_as_SpaceDrop()->space()));
+                                  drop_space(*session, message.body_as_SpaceDrop()->space()));
     case wire::Body::SeqInfo:
       return reply_struct(session, id,
                           engine->seq_info(session->client, message.body_as_SeqInfo()->seq()));

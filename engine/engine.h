@@ -110,9 +110,10 @@ class Engine {
   virtual bool is_sending() const { return false; }
   virtual uint64_t n_pages_away() const { return 0; }
 
-  // Spaces are shared by all clients.
-  virtual Result<kvm_space_id> register_space(const SpaceSpec& spec) = 0;
-  virtual Result<kvm_space_id> find_space(const std::string& name) = 0;
+  // Spaces are shared by all clients of a user, or of all (kEverybody). Names are theirs.
+  virtual Result<kvm_space_id> register_space(const SpaceSpec& spec, uint32_t uid = kEverybody) = 0;
+  virtual Result<kvm_space_id> find_space(const std::string& name, uint32_t uid = kEverybody) = 0;
+  // These two are for whoever may see and change the spaces of all.
   virtual Result<kvm_space_info> space_info(kvm_space_id space) = 0;
   virtual std::vector<kvm_space_info> list_spaces() = 0;
   virtual Status drop_space(kvm_space_id space) = 0;

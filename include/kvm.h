@@ -632,7 +632,9 @@ typedef struct kvm_space_params {
   uint64_t reserved[4];
 } kvm_space_params;
 
-/* Registers a space, or finds the one that has this name when every parameter agrees.
+/* Registers a space, or finds the one that has this name when every parameter agrees. Names are
+ * those of a user: the programs of one user share a space by its name, those of others have their
+ * own of that name.
  * Fails:   EXISTS (the name has other parameters; the sentence names the first that differs),
  *          INVALID, UNSUPPORTED (KVM_LAYER_PAIR, proposal GRAPH, an index of heads whose codec has
  *          no rows to be read one by one), LIMIT (max_spaces; parameters of more than about
@@ -641,7 +643,7 @@ typedef struct kvm_space_params {
 KVM_API kvm_status kvm_space_register(kvm_client *client, const kvm_space_params *params,
                                       kvm_space_id *out);
 
-/* Finds a space by name. Fails: NOT_FOUND, TIMEOUT. Threads: any. */
+/* Finds a space of the client's user by name. Fails: NOT_FOUND, TIMEOUT. Threads: any. */
 KVM_API kvm_status kvm_space_find(kvm_client *client, const char *name, kvm_space_id *out);
 
 typedef struct kvm_space_info {
@@ -664,13 +666,22 @@ typedef struct kvm_space_info {
   float default_eps;
   float default_delta;
   uint64_t default_budget;
-  uint64_t reserved[1];
+  uint32_t uid;       /* the user whose space it is */
+  uint32_t reserved0; /* zero */
+  /* Digests of the space as it is resolved; spaces that agree in one agree in what the bytes of
+   * pages mean (layers, kv heads, dims, codecs, shard), in which tokens heads keep, in what is
+   * indexed and how. What only queries need is in none, the fingerprint neither. 0 from devices and
+   * from a kvmd that has none. */
+  uint8_t layout_digest[16];
+  uint8_t policy_digest[16];
+  uint8_t index_digest[16];
 } kvm_space_info;
 
-/* Fails: NOT_FOUND, STALE, LOST, TIMEOUT. Threads: any. */
+/* Fails: NOT_FOUND, STALE, LOST, PERMISSION (another user's), TIMEOUT. Threads: any. */
 KVM_API kvm_status kvm_space_get_info(kvm_client *client, kvm_space_id space, kvm_space_info *out);
 
-/* All spaces. out [capacity] is filled from the front, each with struct_size set by the caller in
+/* All spaces of the client's user; to the daemon's own user and root those of all users.
+ * out [capacity] is filled from the front, each with struct_size set by the caller in
  * out[0] only; *out_count receives how many there are, which may exceed capacity. out may be NULL
  * when capacity is 0. In the order of ids. Lists are read in parts: what lives throughout the call
  * is there once, what comes or goes meanwhile may be there or not. Fails: TIMEOUT (of a part).
@@ -678,7 +689,8 @@ KVM_API kvm_status kvm_space_get_info(kvm_client *client, kvm_space_id space, kv
 KVM_API kvm_status kvm_space_list(kvm_client *client, kvm_space_info *out, size_t capacity,
                                   size_t *out_count);
 
-/* Removes a space without sequences. Fails: BUSY, NOT_FOUND, STALE, LOST, TIMEOUT. Threads: any. */
+/* Removes a space without sequences. Fails: BUSY, NOT_FOUND, STALE, LOST, PERMISSION (another
+ * user's; not to the daemon's own user and root), TIMEOUT. Threads: any. */
 KVM_API kvm_status kvm_space_drop(kvm_client *client, kvm_space_id space);
 
 /* A sequence is an ordered run of tokens with K and V in every layer, owned by the client that made
@@ -706,8 +718,8 @@ enum {
   KVM_SEQ_PUBLISHED = 1u << 1 /* in kvm_seq_info only: it is in the library of its user */
 };
 
-/* Makes an empty sequence. Fails: INVALID (reserve), NOT_FOUND, STALE, LOST (the space), QUOTA
- * (max_sequences), LIMIT (of all clients), TIMEOUT. Threads: any. */
+/* Makes an empty sequence. Fails: INVALID (reserve), NOT_FOUND, STALE, LOST (the space), PERMISSION
+ * (another user's space), QUOTA (max_sequences), LIMIT (of all clients), TIMEOUT. Threads: any. */
 KVM_API kvm_status kvm_seq_create(kvm_client *client, kvm_space_id space,
                                   const kvm_seq_params *params, kvm_seq_id *out);
 
@@ -782,7 +794,9 @@ typedef struct kvm_seq_info {
   uint64_t bytes_observed;    /* kept from kvm_observe, and attention mass (HEAVY) */
   uint64_t n_rows_observed;
   uint64_t bytes_index; /* of indexes, shared ones included */
-  uint64_t reserved[3];
+  uint64_t bytes_paid;  /* of bytes, what is charged to the owner; the rest to who made the pages */
+  uint64_t bytes_away;  /* of bytes, what lies in a slower tier than memory */
+  uint64_t reserved[1];
 } kvm_seq_info;
 
 /* Fails: NOT_FOUND, STALE, LOST, PERMISSION, TIMEOUT. Threads: any. */

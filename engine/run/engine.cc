@@ -130,12 +130,12 @@ class EngineImpl final : public Engine {
   bool is_sending() const override { return !sends_.is_idle(); }
   uint64_t n_pages_away() const override { return store_->memory().pages().n_pages_away(); }
 
-  Result<kvm_space_id> register_space(const SpaceSpec& spec) override {
+  Result<kvm_space_id> register_space(const SpaceSpec& spec, uint32_t uid) override {
     // AUTO has a choice where there are indexes.
     if (!spec.indexes.empty()) {
       costs_.prepare();
     }
-    KVM_TRY_ASSIGN(const kvm_space_id space, store_->register_space(spec));
+    KVM_TRY_ASSIGN(const kvm_space_id space, store_->register_space(spec, uid));
     Undo dropping([&] {
       const Status dropped = store_->drop_space(space);
       KVM_ASSERT(dropped.is_ok() || dropped.code() == KVM_ERR_BUSY);
@@ -145,8 +145,8 @@ class EngineImpl final : public Engine {
     dropping.dismiss();
     return space;
   }
-  Result<kvm_space_id> find_space(const std::string& name) override {
-    return store_->find_space(name);
+  Result<kvm_space_id> find_space(const std::string& name, uint32_t uid) override {
+    return store_->find_space(name, uid);
   }
   Result<kvm_space_info> space_info(kvm_space_id space) override {
     return store_->space_info(space);

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "attention/sampled/approx.h"
+#include "engine/space/digest.h"
 
 namespace kvm::engine {
 namespace {
@@ -799,6 +800,9 @@ Result<std::shared_ptr<const Space>> resolve_space(const SpaceSpec& spec) {
   KVM_TRY(check_indexed(configs, *space));
   leave_out_indexes(configs, space.get());
   make_classes(configs, space.get());
+  space->layout_digest = digest_of(layout_text(*space));
+  space->policy_digest = digest_of(policy_text(*space));
+  space->index_digest = digest_of(index_text(*space));
   return std::shared_ptr<const Space>(std::move(space));
 }
 

@@ -135,6 +135,8 @@ struct HeadVisibility {
   uint64_t end = UINT64_MAX;
 };
 
+using Digest = std::array<uint8_t, 16>;
+
 struct Space {
   std::string name;
   std::array<uint8_t, 32> fingerprint{};
@@ -165,6 +167,10 @@ struct Space {
   uint64_t bytes_per_token = 0;
   bool has_indexes = false;  // of some layer
   bool settles = false;      // some head class does
+  // engine/space/digest.h.
+  Digest layout_digest{};
+  Digest policy_digest{};
+  Digest index_digest{};
 
   // REQUIRES here and below: layer < n_layers.
   // The layer whose classes, lengths and pages `layer` reads.

@@ -72,6 +72,9 @@ struct TenantLimits {
 };
 
 // A ClientSpec says who a client is.
+// No user's id: that of spaces which all users share.
+inline constexpr uint32_t kEverybody = UINT32_MAX;
+
 struct ClientSpec {
   uint32_t uid = 0;
   uint32_t pid = 0;

@@ -35,6 +35,7 @@ struct Governed {
 
 struct SpaceRecord {
   kvm_space_id id = 0;
+  uint32_t uid = kEverybody;  // whose it is
   std::shared_ptr<const Space> space;
   std::vector<Governed> governed;
   uint64_t n_sequences = 0;

@@ -42,6 +42,10 @@ kvm_space_info info_of(const SpaceRecord& record) {
   info.head_dim_k = space.head_dim_k;
   info.head_dim_v = space.head_dim_v;
   info.codec = static_cast<uint32_t>(space.codec);
+  info.uid = record.uid;
+  std::copy(space.layout_digest.begin(), space.layout_digest.end(), info.layout_digest);
+  std::copy(space.policy_digest.begin(), space.policy_digest.end(), info.policy_digest);
+  std::copy(space.index_digest.begin(), space.index_digest.end(), info.index_digest);
   info.n_head_classes = space.n_lists;
   info.n_sequences = record.n_sequences;
   info.bytes_per_token = space.bytes_per_token;
@@ -157,9 +161,9 @@ uint64_t Store::client_bytes(ClientId client) const {
 
 // --- Spaces -------------------------------------------------------------------------------------
 
-Result<kvm_space_id> Store::register_space(const SpaceSpec& spec) {
+Result<kvm_space_id> Store::register_space(const SpaceSpec& spec, uint32_t uid) {
   KVM_TRY_ASSIGN(std::shared_ptr<const Space> offered, resolve_space(spec));
-  const Result<kvm_space_id> known = find_space(offered->name);
+  const Result<kvm_space_id> known = find_space(offered->name, uid);
   if (known.is_ok()) {
     KVM_TRY(compare_spaces(*spaces_.find(known.value()).value()->space, *offered));
     return known.value();
@@ -170,16 +174,17 @@ Result<kvm_space_id> Store::register_space(const SpaceSpec& spec) {
   }
   auto record = std::make_unique<SpaceRecord>();
   SpaceRecord* added = record.get();
+  added->uid = uid;
   added->governed = find_governed(*offered);
   added->space = std::move(offered);
   added->id = spaces_.insert(std::move(record));
   return added->id;
 }
 
-Result<kvm_space_id> Store::find_space(std::string_view name) const {
+Result<kvm_space_id> Store::find_space(std::string_view name, uint32_t uid) const {
   kvm_space_id found = 0;
   spaces_.for_each([&](uint64_t id, const SpaceRecord& record) {
-    found = record.space->name == name ? id : found;
+    found = record.uid == uid && record.space->name == name ? id : found;
   });
   if (found == 0) {
     return Status(KVM_ERR_NOT_FOUND, fmt::format("no space is named \"{}\"", name));
@@ -265,6 +270,10 @@ Result<kvm_seq_id> Store::create_seq(ClientId client, kvm_space_id space, uint32
   Account* account = memory_.find(client);
   KVM_ASSERT(account != nullptr);
   KVM_TRY_ASSIGN(SpaceRecord * record, spaces_.find(space));
+  if (record->uid != kEverybody && record->uid != memory_.quotas().uid(client)) {
+    return Status(KVM_ERR_PERMISSION,
+                  fmt::format("space {:#x} is one of user {}", space, record->uid));
+  }
   if ((flags & ~kSeqFlags) != 0) {
     return Status(KVM_ERR_INVALID,
                   fmt::format("flags is {}; only KVM_SEQ_MANUAL_COMMIT (1) is defined", flags));
@@ -425,6 +434,8 @@ kvm_seq_info Store::seq_info(const Sequence* seq) const {
       const uint64_t page_bytes = pages.page_bytes(entry.page);
       ++info.n_pages;
       info.bytes += page_bytes;
+      info.bytes_paid += pages.payer(entry.page) == seq->account->payer ? page_bytes : 0;
+      info.bytes_away += pages.is_in_memory(entry.page) ? 0 : page_bytes;
       info.bytes_shared += shared || pages.n_refs(entry.page) > 1 ? page_bytes : 0;
     });
   }

@@ -81,8 +81,9 @@ class Store final {
   // --- Spaces -----------------------------------------------------------------------------------
 
   // As kvm_space_register. Fails: INVALID, UNSUPPORTED, EXISTS, LIMIT.
-  Result<kvm_space_id> register_space(const SpaceSpec& spec);
-  Result<kvm_space_id> find_space(std::string_view name) const;  // NOT_FOUND
+  // uid: whose it is, and whose name.
+  Result<kvm_space_id> register_space(const SpaceSpec& spec, uint32_t uid = kEverybody);
+  Result<kvm_space_id> find_space(std::string_view name, uint32_t uid = kEverybody) const;
   // Fails here and below: NOT_FOUND, STALE, LOST (an id of another start of the service).
   Result<const Space*> space(kvm_space_id id) const;
   Result<kvm_space_info> space_info(kvm_space_id id) const;

@@ -8,13 +8,16 @@
 
 #include <chrono>
 #include <cstring>
+#include <string>
 #include <thread>
+#include <vector>
 
 #include "client/thin_connection.h"
 #include "ipc/control.h"
 #include "ipc/shared_words.h"
 #include "ipc/socket.h"
 #include "ipc/wire.h"
+#include "tests/common/another_user.h"
 #include "tests/integration/abi_rig.h"
 
 namespace kvm::testing {
@@ -74,6 +77,66 @@ TEST(Daemon, TwoClientsShareSpacesButNotSequences) {
   kvm_client_close(b);
 }
 
+std::vector<std::string> spaces_of(kvm_client* client) {
+  std::vector<kvm_space_info> infos(8);
+  infos[0].struct_size = sizeof(infos[0]);
+  size_t count = 0;
+  EXPECT_EQ(kvm_space_list(client, infos.data(), infos.size(), &count), KVM_OK) << kvm_last_error();
+  std::vector<std::string> spaces;
+  for (size_t i = 0; i < count; ++i) {
+    spaces.push_back(infos[i].name + std::string(" of ") + std::to_string(infos[i].uid));
+  }
+  return spaces;
+}
+
+// Two users who call their models alike do not meet.
+TEST(Daemon, NamesOfSpacesAreThoseOfAUser) {
+  if (!AnotherUser::is_possible()) {
+    GTEST_SKIP() << "needs root, to connect as somebody else";
+  }
+  const class Daemon daemon;
+  kvm_client* root = connect_to_daemon(daemon, "root");  // and so an administrator
+  AnotherUser::admit_to(daemon.socket_path());
+  kvm_client* other = nullptr;
+  kvm_client* second = nullptr;
+  {
+    const AnotherUser another;
+    other = connect_to_daemon(daemon, "other");
+    second = connect_to_daemon(daemon, "second");
+  }
+  const Geometry wide{.dim = 128};
+  const kvm_space_id of_root = register_space(root, "model", {});
+  const kvm_space_id of_other = register_space(other, "model", wide);
+  EXPECT_NE(of_root, of_other);
+  EXPECT_EQ(register_space(second, "model", wide), of_other);
+  kvm_space_id found = 0;
+  EXPECT_EQ(kvm_space_find(root, "model", &found), KVM_OK);
+  EXPECT_EQ(found, of_root);
+  EXPECT_EQ(kvm_space_find(second, "model", &found), KVM_OK);
+  EXPECT_EQ(found, of_other);
+  const kvm_space_id secret = register_space(root, "secret", {});
+  EXPECT_EQ(kvm_space_find(other, "secret", &found), KVM_ERR_NOT_FOUND);
+  EXPECT_EQ(spaces_of(other), std::vector<std::string>({"model of 65534"}));
+  EXPECT_EQ(spaces_of(root),
+            std::vector<std::string>({"model of 0", "model of 65534", "secret of 0"}));
+  kvm_space_info info{};
+  info.struct_size = sizeof(info);
+  EXPECT_EQ(kvm_space_get_info(other, secret, &info), KVM_ERR_PERMISSION);
+  EXPECT_NE(std::strstr(kvm_last_error(), "user 0"), nullptr) << kvm_last_error();
+  EXPECT_EQ(kvm_space_drop(other, secret), KVM_ERR_PERMISSION);
+  kvm_seq_id seq = 0;
+  EXPECT_EQ(kvm_seq_create(other, secret, nullptr, &seq), KVM_ERR_PERMISSION);
+  // Nor does an administrator put sequences among those of others.
+  EXPECT_EQ(kvm_seq_create(root, of_other, nullptr, &seq), KVM_ERR_PERMISSION);
+  EXPECT_EQ(kvm_space_get_info(root, of_other, &info), KVM_OK) << kvm_last_error();
+  EXPECT_EQ(info.uid, 65534u);
+  EXPECT_EQ(kvm_space_drop(root, of_other), KVM_OK) << kvm_last_error();
+  EXPECT_EQ(kvm_space_find(other, "model", &found), KVM_ERR_NOT_FOUND);
+  for (kvm_client* client : {second, other, root}) {
+    kvm_client_close(client);
+  }
+}
+
 TEST(Daemon, APublishedPromptOutlivesItsClient) {
   const class Daemon daemon;
   const Geometry geometry{.n_layers = 1};
@@ -121,11 +184,19 @@ TEST(Daemon, APublishedPromptOutlivesItsClient) {
   read.k = tensor_of(got);
   ASSERT_EQ(kvm_read(queue, &read), KVM_OK) << kvm_last_error();
   EXPECT_EQ(got, rows);
-  item.seq = chat;
-  ASSERT_EQ(kvm_append(queue, &step), KVM_OK) << kvm_last_error();
   kvm_seq_info info{};
   info.struct_size = sizeof(info);
+  ASSERT_EQ(kvm_seq_get_info(b, chat, &info), KVM_OK) << kvm_last_error();
+  EXPECT_EQ(info.bytes_shared, info.bytes);
+  EXPECT_EQ(info.bytes_paid, 0u) << "the library pays";
+  item.seq = chat;
+  ASSERT_EQ(kvm_append(queue, &step), KVM_OK) << kvm_last_error();
+  ASSERT_EQ(kvm_seq_get_info(b, chat, &info), KVM_OK) << kvm_last_error();
+  EXPECT_EQ(info.bytes_paid, info.bytes - info.bytes_shared);
+  EXPECT_GT(info.bytes_shared, 0u);
+  EXPECT_EQ(info.bytes_away, 0u);
   ASSERT_EQ(kvm_seq_get_info(b, prompt, &info), KVM_OK) << kvm_last_error();
+  EXPECT_EQ(info.bytes_paid, info.bytes);
   EXPECT_NE(info.flags & KVM_SEQ_PUBLISHED, 0u);
   EXPECT_EQ(info.n_tokens_max, 200u);
   size_t count = 0;

@@ -47,6 +47,10 @@ const char* proposal_text(uint32_t proposal) {
   }
 }
 
+std::string digest_text(const uint8_t (&digest)[16]) {
+  return fmt::format("{:02x}", fmt::join(digest, ""));
+}
+
 // 0.05 as it was said, not the double nearest to the float.
 double short_number(float value) { return std::strtod(fmt::format("{}", value).c_str(), nullptr); }
 
@@ -74,6 +78,7 @@ int run_spaces(const Common& common) {
     for (const auto& space : spaces) {
       out.push_back({{"id", id_text(space.space)},
                      {"name", space.name},
+                     {"uid", space.uid},
                      {"layers", space.n_layers},
                      {"q_heads", space.n_q_heads},
                      {"kv_heads", space.n_kv_heads},
@@ -83,6 +88,9 @@ int run_spaces(const Common& common) {
                      {"head_classes", space.n_head_classes},
                      {"sequences", space.n_sequences},
                      {"bytes_per_token", space.bytes_per_token},
+                     {"layout_digest", digest_text(space.layout_digest)},
+                     {"policy_digest", digest_text(space.policy_digest)},
+                     {"index_digest", digest_text(space.index_digest)},
                      {"default_mode", mode_text(space.default_mode)},
                      {"default_proposal", proposal_text(space.default_proposal)},
                      {"default_eps", short_number(space.default_eps)},
@@ -92,10 +100,10 @@ int run_spaces(const Common& common) {
     print_json(out);
     return kExitOk;
   }
-  std::vector<std::vector<std::string>> rows = {
-      {"NAME", "LAYERS", "HEADS", "DIM", "CODEC", "CLASSES", "SEQUENCES", "A TOKEN", "MODE"}};
+  std::vector<std::vector<std::string>> rows = {{"NAME", "USER", "LAYERS", "HEADS", "DIM", "CODEC",
+                                                 "CLASSES", "SEQUENCES", "A TOKEN", "MODE"}};
   for (const auto& space : spaces) {
-    rows.push_back({space.name, std::to_string(space.n_layers),
+    rows.push_back({space.name, std::to_string(space.uid), std::to_string(space.n_layers),
                     fmt::format("{}/{}", space.n_q_heads, space.n_kv_heads),
                     space.head_dim_k == space.head_dim_v
                         ? std::to_string(space.head_dim_k)
@@ -124,6 +132,8 @@ int run_seqs(const Common& common, bool all) {
                      {"pages", seq.n_pages},
                      {"bytes", seq.bytes},
                      {"bytes_shared", seq.bytes_shared},
+                     {"bytes_paid", seq.bytes_paid},
+                     {"bytes_away", seq.bytes_away},
                      {"entries_dropped", seq.n_entries_dropped},
                      {"bytes_observed", seq.bytes_observed},
                      {"bytes_index", seq.bytes_index}});

@@ -64,6 +64,10 @@ class SpaceInfo:
     default_eps: float
     default_delta: float
     default_budget: int
+    uid: int
+    layout_digest: bytes
+    policy_digest: bytes
+    index_digest: bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +88,8 @@ class SequenceInfo:
     bytes_observed: int
     n_rows_observed: int
     bytes_index: int
+    bytes_paid: int
+    bytes_away: int
 
 
 @dataclasses.dataclass(frozen=True)

@@ -52,14 +52,14 @@ class FakeEngine final : public engine::Engine {
     gone_.push_back(std::move(on_gone));
   }
 
-  Result<kvm_space_id> register_space(const SpaceSpec& spec) override {
+  Result<kvm_space_id> register_space(const SpaceSpec& spec, uint32_t /*uid*/) override {
     if (spec.params.n_layers == 0) {
       return Status(KVM_ERR_INVALID, "n_layers is 0; it must be 1 to 512");
     }
     spaces_.emplace_back(spec.name);
     return kvm_space_id{spaces_.size()};
   }
-  Result<kvm_space_id> find_space(const std::string& name) override {
+  Result<kvm_space_id> find_space(const std::string& name, uint32_t /*uid*/) override {
     for (size_t i = 0; i < spaces_.size(); ++i) {
       if (spaces_[i] == name) {
         return kvm_space_id{i + 1};

@@ -197,6 +197,10 @@ TEST(Away, AnswersHaveTheSameBits) {
       twins.append(seq, 20000, 1);
       twins.away(seq);
       EXPECT_EQ(twins.there.engine->n_pages_away(), 20000u / kPageTokens);
+      const kvm_seq_info info = twins.there.engine->seq_info(twins.there.client, seq.there).value();
+      EXPECT_EQ(info.bytes_paid, info.bytes);
+      EXPECT_LT(info.bytes_away, info.bytes) << "the last page is not full";
+      EXPECT_GT(info.bytes_away, info.bytes - info.bytes / 100);
       twins.attend({seq}, {1}, 2);
       twins.append(seq, 5000, 3);  // pages in memory behind those that are away
       twins.attend({seq}, {1}, 4);

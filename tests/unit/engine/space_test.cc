@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "engine/space/space.h"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -10,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/space/digest.h"
 #include "tests/unit/engine/store_testbed.h"
 
 namespace kvm::engine {
@@ -347,6 +349,87 @@ TEST(Space, VisibilityIsTheIntersectionOfWindowAndRetention) {
         }
       }
     }
+  }
+}
+
+std::string hex(const Digest& digest) { return fmt::format("{:02x}", fmt::join(digest, "")); }
+
+SpaceSpec digest_spec() {
+  SpaceSpec spec = make_spec("digests", 3, 4, 64, 2);
+  spec.layers = {{.layer_begin = 2, .n_layers = 1, .kind = KVM_LAYER_ALIAS, .target = 0}};
+  spec.codecs = {codec(0, 0b0100, KVM_CODEC_I8_CHANNEL, KVM_CODEC_I8)};
+  spec.policies = {sinks_recent(1, 0b0001, 4, 100)};
+  spec.indexes = {{.layer_begin = 1, .n_layers = 1, .kind = KVM_INDEX_LSH, .seed = 7}};
+  return spec;
+}
+
+// The digests are what Python's uuid.uuid5(uuid.NAMESPACE_URL, text) gives for these texts.
+TEST(Space, DigestsAreOfTheSpaceAsItIsResolved) {
+  const auto space = resolve_space(digest_spec()).value();
+  EXPECT_EQ(layout_text(*space),
+            "kvm layout 1\npage 64\nshard 0/1\ndims 64 64\nlayer 2 alias 0\n"
+            "layer 0 heads 0-1 bf16 bf16\nlayer 0 heads 2-2 int8_channel int8\n"
+            "layer 0 heads 3-3 bf16 bf16\nlayer 1 heads 0-3 bf16 bf16\n");
+  EXPECT_EQ(policy_text(*space),
+            "kvm policy 1\n"
+            "layer 0 heads 0-3 retention 0 sinks 0 recent 0 slack 0 heavy 0 positions 0\n"
+            "layer 1 heads 0-0 retention 1 sinks 4 recent 100 slack 0 heavy 0 positions 0\n"
+            "layer 1 heads 1-3 retention 0 sinks 0 recent 0 slack 0 heavy 0 positions 0\n");
+  EXPECT_EQ(index_text(*space),
+            "kvm index 1\nlayer 0 heads 0-3 none\nlayer 1 heads 0-0 none\n"
+            "layer 1 heads 1-3 kind 5 sinks 4 recent 64 from 4096 seed 7 bits 10 tables 150\n");
+  EXPECT_EQ(hex(space->layout_digest), "ba6a20ac9a9e5bff986ae4ce4b6f06e9");
+  EXPECT_EQ(hex(space->policy_digest), "a4e25748e5275ea99db793fafcfc845d");
+  EXPECT_EQ(hex(space->index_digest), "820993bb2aaf554daf0068e36c7360f0");
+}
+
+TEST(Space, EachDigestTellsItsOwnDifferences) {
+  const auto space = resolve_space(digest_spec()).value();
+  struct Change {
+    const char* what;
+    int n_layout, n_policy, n_index;  // 1: another digest
+    std::function<void(SpaceSpec*)> change;
+  };
+  const Change changes[] = {
+      {"nothing that is resolved", 0, 0, 0,
+       [](SpaceSpec* s) {
+         s->name = "other";
+         s->params.codec = KVM_CODEC_BF16;
+         s->params.fingerprint[3] = 1;
+         s->params.softmax_scale = 0.5f;
+         s->params.logit_softcap = 30;
+         s->params.n_q_heads = 16;
+         s->params.default_mode = KVM_MODE_VERIFIED;
+         s->indexes[0].lsh_bits = 10;
+         s->indexes[0].n_sinks = 4;
+         s->codecs.insert(s->codecs.begin(), codec(0, 0b0111, KVM_CODEC_F32, 0));
+         s->codecs.push_back(codec(0, 0b0011, 0, 0));
+       }},
+      {"a codec", 1, 0, 0, [](SpaceSpec* s) { s->codecs[0].codec_v = KVM_CODEC_BF16; }},
+      {"whose codec it is", 1, 0, 0, [](SpaceSpec* s) { s->codecs[0].kv_head_mask[0] = 0b1000; }},
+      {"the width of values", 1, 0, 0, [](SpaceSpec* s) { s->params.head_dim_v = 72; }},
+      {"an alias", 1, 0, 0, [](SpaceSpec* s) { s->layers[0].target = 1; }},
+      {"a layer that is absent", 1, 0, 0,
+       [](SpaceSpec* s) {
+         s->layers[0] = {.layer_begin = 2, .n_layers = 1, .kind = KVM_LAYER_ABSENT};
+       }},
+      {"a shard", 1, 0, 0, [](SpaceSpec* s) { s->params.n_shards = 2; }},
+      {"a budget", 0, 1, 0, [](SpaceSpec* s) { s->policies[0].n_recent = 101; }},
+      {"slack", 0, 1, 0, [](SpaceSpec* s) { s->policies[0].slack = 1; }},
+      {"a seed", 0, 0, 1, [](SpaceSpec* s) { s->indexes[0].seed = 8; }},
+      {"tables", 0, 0, 1, [](SpaceSpec* s) { s->indexes[0].lsh_tables = 151; }},
+      {"no index", 0, 0, 1, [](SpaceSpec* s) { s->indexes.clear(); }},
+      {"an own layer more", 1, 1, 1, [](SpaceSpec* s) { s->layers.clear(); }},
+  };
+  for (const Change& change : changes) {
+    SpaceSpec spec = digest_spec();
+    change.change(&spec);
+    const auto resolved = resolve_space(spec);
+    ASSERT_TRUE(resolved.is_ok()) << change.what << ": " << resolved.status().message();
+    const Space& other = *resolved.value();
+    EXPECT_EQ(other.layout_digest != space->layout_digest, change.n_layout != 0) << change.what;
+    EXPECT_EQ(other.policy_digest != space->policy_digest, change.n_policy != 0) << change.what;
+    EXPECT_EQ(other.index_digest != space->index_digest, change.n_index != 0) << change.what;
   }
 }
 

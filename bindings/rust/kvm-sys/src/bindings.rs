@@ -438,7 +438,11 @@ pub struct kvm_space_info {
     pub default_eps: f32,
     pub default_delta: f32,
     pub default_budget: u64,
-    pub reserved: [u64; 1],
+    pub uid: u32,
+    pub reserved0: u32,
+    pub layout_digest: [u8; 16],
+    pub policy_digest: [u8; 16],
+    pub index_digest: [u8; 16],
 }
 
 impl Default for kvm_space_info {
@@ -488,7 +492,9 @@ pub struct kvm_seq_info {
     pub bytes_observed: u64,
     pub n_rows_observed: u64,
     pub bytes_index: u64,
-    pub reserved: [u64; 3],
+    pub bytes_paid: u64,
+    pub bytes_away: u64,
+    pub reserved: [u64; 1],
 }
 
 impl Default for kvm_seq_info {

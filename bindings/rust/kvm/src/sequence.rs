@@ -310,6 +310,10 @@ pub struct SequenceInfo {
     pub n_rows_observed: u64,
     /// Bytes of indexes, shared ones included.
     pub bytes_index: u64,
+    /// Of `bytes`, what is charged to the owner.
+    pub bytes_paid: u64,
+    /// Of `bytes`, what lies in a slower tier than memory.
+    pub bytes_away: u64,
 }
 
 impl SequenceInfo {
@@ -330,6 +334,8 @@ impl SequenceInfo {
             bytes_observed: raw.bytes_observed,
             n_rows_observed: raw.n_rows_observed,
             bytes_index: raw.bytes_index,
+            bytes_paid: raw.bytes_paid,
+            bytes_away: raw.bytes_away,
         }
     }
 }

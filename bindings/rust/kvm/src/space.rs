@@ -789,6 +789,14 @@ pub struct SpaceInfo {
     pub codec: CodecId,
     /// Over all layers.
     pub n_head_classes: u32,
+    /// The user whose space it is.
+    pub uid: u32,
+    /// Agrees where the bytes of pages mean the same.
+    pub layout_digest: [u8; 16],
+    /// Agrees where heads keep the same tokens.
+    pub policy_digest: [u8; 16],
+    /// Agrees where the same is indexed in the same way.
+    pub index_digest: [u8; 16],
     /// Sequences of all clients.
     pub n_sequences: u64,
     /// Over all layers, were every token kept.
@@ -816,6 +824,10 @@ impl SpaceInfo {
             head_dim_v: raw.head_dim_v,
             codec: CodecId::from_code(raw.codec),
             n_head_classes: raw.n_head_classes,
+            uid: raw.uid,
+            layout_digest: raw.layout_digest,
+            policy_digest: raw.policy_digest,
+            index_digest: raw.index_digest,
             n_sequences: raw.n_sequences,
             bytes_per_token: raw.bytes_per_token,
             page_tokens: raw.page_tokens,

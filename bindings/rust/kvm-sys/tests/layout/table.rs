@@ -168,7 +168,11 @@ structures! {
         default_eps,
         default_delta,
         default_budget,
-        reserved,
+        uid,
+        reserved0,
+        layout_digest,
+        policy_digest,
+        index_digest,
     }
     kvm_seq_params {
         struct_size,
@@ -192,6 +196,8 @@ structures! {
         bytes_observed,
         n_rows_observed,
         bytes_index,
+        bytes_paid,
+        bytes_away,
         reserved,
     }
     kvm_range {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Connecting as somebody who is not root: kvmd asks the kernel who connected, and the kernel notes
 // the user of the thread that did.
-#ifndef KVM_TESTS_HOSTILE_ANOTHER_USER_H_
-#define KVM_TESTS_HOSTILE_ANOTHER_USER_H_
+#ifndef KVM_TESTS_COMMON_ANOTHER_USER_H_
+#define KVM_TESTS_COMMON_ANOTHER_USER_H_
 
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -37,4 +37,4 @@ class AnotherUser {
 
 }  // namespace kvm::testing
 
-#endif  // KVM_TESTS_HOSTILE_ANOTHER_USER_H_
+#endif  // KVM_TESTS_COMMON_ANOTHER_USER_H_
