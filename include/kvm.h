@@ -741,10 +741,11 @@ KVM_API kvm_status kvm_seq_fork(kvm_client *client, kvm_seq_id parent, uint64_t 
  * Threads: any. */
 KVM_API kvm_status kvm_seq_truncate(kvm_client *client, kvm_seq_id seq, uint64_t n_tokens);
 
-/* Makes the first n_tokens (KVM_POSITION_END: all) final: policies may act on them irreversibly.
- * The commit point never moves back; truncating below it is allowed as long as nothing needed was
- * dropped, and then moves it.
- * Fails:   INVALID (beyond the shortest layer), NOT_FOUND, STALE, LOST, PERMISSION, TIMEOUT.
+/* Makes the first n_tokens (KVM_POSITION_END: those that all layers have) final: policies may act
+ * on them irreversibly. Layers that are shorter end there: their tokens are final as well, and
+ * what they are given later below n_tokens is so at once. The commit point never moves back;
+ * truncating below it is allowed as long as nothing needed was dropped, and then moves it.
+ * Fails:   INVALID (beyond the longest layer), NOT_FOUND, STALE, LOST, PERMISSION, TIMEOUT.
  * Threads: any. */
 KVM_API kvm_status kvm_seq_commit(kvm_client *client, kvm_seq_id seq, uint64_t n_tokens);
 
@@ -823,7 +824,13 @@ typedef struct kvm_range {
 enum {
   KVM_ITEM_NOT_CAUSAL = 1u << 0,    /* rows see every position; default: up to their own */
   KVM_ITEM_TREE = 1u << 1,          /* tree_mask refines the last n_query positions */
-  KVM_ITEM_EXCLUDE_RANGES = 1u << 2 /* ranges are left out; default: only they are seen */
+  KVM_ITEM_EXCLUDE_RANGES = 1u << 2, /* ranges are left out; default: only they are seen */
+  /* The tokens that the item appends reach no layer beyond the request's last: they are final now
+   * in all layers that they reached, and the commit point moves behind them although other layers
+   * are shorter. For models that skip layers, token by token; without it those layers would keep
+   * the commit point where they ended. Means nothing without n_append, and in a sequence with
+   * KVM_SEQ_MANUAL_COMMIT. UNSUPPORTED by a kvmd before protocol 1.5. */
+  KVM_ITEM_LAST_LAYER = 1u << 3
 };
 
 /* One sequence's share of a request. 64 bytes, no defaults: every field is meant as it stands.
@@ -1276,7 +1283,9 @@ typedef struct kvm_stats {
   uint64_t n_index_refused; /* that found no memory, each once: such keys are read exactly */
   uint64_t n_index_dropped; /* that made way for keys and values: likewise */
   uint64_t n_pages_moved;   /* to others of their kind, so that emptied memory can be given back */
-  uint64_t reserved[4];
+  uint64_t n_pages_away;    /* of n_pages, those that lie in a slower tier than memory */
+  uint64_t away_bytes;      /* theirs */
+  uint64_t reserved[2];
 } kvm_stats;
 
 /* Counters of the whole service. Fails: TIMEOUT. Threads: any. */

@@ -30,7 +30,7 @@ class Heavy : public Policy {
       const uint64_t limit = view.n_committed > n_last ? view.n_committed - n_last : 0;
       const uint64_t begin = (list.n_sinks + kPageTokens - 1) / kPageTokens * kPageTokens;
       const uint64_t end = std::max(begin, limit / kPageTokens * kPageTokens);
-      if (!choose(list, {begin, end}, actions)) {
+      if (!choose(list, {begin, list.full_pages(end)}, actions)) {
         return;
       }
       actions->next_commit = std::min(actions->next_commit, end + kPageTokens + n_last);

@@ -48,6 +48,10 @@ struct ListView {
   uint32_t layer = 0;
   uint32_t class_index = 0;
   uint64_t length = 0;  // tokens appended, dropped ones included
+  // The end of the full pages before `end`: what actions are about.
+  uint64_t full_pages(uint64_t end) const {
+    return (end < length ? end : length) / kPageTokens * kPageTokens;
+  }
   // The stored ranges, in position order; the gaps have been dropped.
   std::span<const StoredRange> stored;
   // How full pages of the list are stored, and from where on they are not yet. Pages before that
@@ -78,7 +82,7 @@ struct ListView {
 // shared out among layers and layers may choose together; or one, where it decides by list.
 struct View {
   Event event = Event::kCommitted;
-  uint64_t n_committed = 0;  // tokens at and beyond it are out of reach
+  uint64_t n_committed = 0;  // tokens at and beyond it are out of reach; a list may be shorter
   std::span<const ListView> lists;
 };
 

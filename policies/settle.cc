@@ -12,9 +12,9 @@ class Settle : public Policy {
   bool decides_by_list() const override { return true; }
 
   void decide(const View& view, ActionList* actions) const override {
-    const uint64_t end = view.n_committed / kPageTokens * kPageTokens;
-    actions->next_commit = end + kPageTokens;
+    actions->next_commit = (view.n_committed / kPageTokens + 1) * kPageTokens;
     for (const ListView& list : view.lists) {
+      const uint64_t end = list.full_pages(view.n_committed);
       if (list.settled_end < end && !actions->add({.kind = ActionKind::kDemote,
                                                    .layer = list.layer,
                                                    .class_index = list.class_index,

@@ -32,7 +32,7 @@ class SinksRecent : public Policy {
         // A page may begin in its middle (after a cut inside a dropped one); it goes whole.
         const uint64_t first_page = stored.positions.begin / kPageTokens * kPageTokens;
         const PositionRange range = {std::max(begin, first_page),
-                                     std::min(end, stored.positions.end)};
+                                     list.full_pages(std::min(end, stored.positions.end))};
         if (range.begin >= range.end) {
           continue;
         }

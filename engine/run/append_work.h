@@ -18,7 +18,9 @@ namespace kvm::engine {
 // What an item of a step appends to the nth of its layers.
 inline AppendItem append_item_of(Sequence* seq, const StepRequest& step, const kvm_item& item,
                                  uint32_t nth = 0) {
-  return {seq, step.layer_begin + nth, item.append_position, item.n_append};
+  const bool is_last = nth + 1 == std::max(1u, step.n_layers);
+  return {seq, step.layer_begin + nth, item.append_position, item.n_append,
+          is_last && (item.flags & KVM_ITEM_LAST_LAYER) != 0};
 }
 
 // Threads: copy() on any thread, each task once; the rest on the driver.

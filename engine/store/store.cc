@@ -372,13 +372,13 @@ Result<bool> Store::truncate_part(Sequence* seq, uint64_t n_tokens, uint64_t max
 }
 
 Status Store::commit_seq(Sequence* seq, uint64_t n_tokens) {
-  const uint64_t shortest = shortest_layer(seq);
   if (n_tokens == KVM_POSITION_END) {
-    n_tokens = shortest;
+    n_tokens = shortest_layer(seq);
   }
-  if (n_tokens > shortest) {
-    return Status(KVM_ERR_INVALID, fmt::format("n_tokens is {}; the shortest layer has {}",
-                                               n_tokens, counted(shortest, "token")));
+  const uint64_t longest = longest_layer(seq);
+  if (n_tokens > longest) {
+    return Status(KVM_ERR_INVALID, fmt::format("n_tokens is {}; the longest layer has {}", n_tokens,
+                                               counted(longest, "token")));
   }
   advance_commit(seq, n_tokens);
   return Status::ok();

@@ -161,7 +161,7 @@ class Store final {
   Status check_append(const AppendItem& item) const;
   // Makes the reserved tokens part of the sequence. Unless the sequence commits by hand, the commit
   // point moves to the shortest layer's length. Runs collected before are invalid.
-  void publish(Sequence* seq, uint32_t layer);
+  void publish(Sequence* seq, uint32_t layer, bool is_last_layer = false);
   void rollback(Sequence* seq, uint32_t layer);
 
   // --- Reading ----------------------------------------------------------------------------------
@@ -211,8 +211,8 @@ class Store final {
   // give back a little as they go.
   bool housekeep() { return memory_.housekeep(); }
   // Fills n_spaces, n_sequences, n_pages, host_*, observed_bytes, n_tokens_appended,
-  // bytes_appended, n_pages_dropped, n_pages_copied, n_pages_moved, index_bytes, n_index_*; leaves
-  // the rest.
+  // bytes_appended, n_pages_dropped, n_pages_copied, n_pages_moved, n_pages_away, away_bytes,
+  // index_bytes, n_index_*; leaves the rest.
   void add_stats(kvm_stats* stats) const;
   // Recounts every reference, page and byte from the lists and aborts on the first that disagrees
   // with the running accounts. O(everything): for tests. REQUIRES: nothing is pinned.

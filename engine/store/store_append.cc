@@ -124,7 +124,7 @@ Status Store::reserve_append(std::span<const AppendItem> items, std::vector<Appe
   return Status::ok();
 }
 
-void Store::publish(Sequence* seq, uint32_t layer) {
+void Store::publish(Sequence* seq, uint32_t layer, bool is_last_layer) {
   const std::span<PageList> lists = seq->layer_lists(layer);
   const uint64_t n_tokens = lists[0].reserved_length() - lists[0].length();
   for (uint32_t i = 0; i < lists.size(); ++i) {
@@ -134,7 +134,7 @@ void Store::publish(Sequence* seq, uint32_t layer) {
   }
   memory_.counts().n_tokens_appended += n_tokens;
   if ((seq->flags & KVM_SEQ_MANUAL_COMMIT) == 0) {
-    advance_commit(seq, shortest_layer(seq));
+    advance_commit(seq, is_last_layer ? layer_length(seq, layer) : shortest_layer(seq));
   }
   memory_.trim_in_passing();
 }

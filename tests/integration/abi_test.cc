@@ -382,8 +382,10 @@ TEST_F(Abi, ForkTruncateCommitFree) {
   EXPECT_EQ(kvm_seq_truncate(client_, fork, 1000), KVM_OK);
   EXPECT_EQ(info_of(fork).n_tokens_max, 90u);
 
-  // Layer 1 of seq is empty, so nothing of it can be committed.
-  EXPECT_EQ(kvm_seq_commit(client_, seq, 10), KVM_ERR_INVALID);
+  // Layer 1 of seq is empty, so all layers have no token yet; the longest has 151.
+  EXPECT_EQ(kvm_seq_commit(client_, seq, KVM_POSITION_END), KVM_OK) << kvm_last_error();
+  EXPECT_EQ(info_of(seq).n_committed, 0u);
+  EXPECT_EQ(kvm_seq_commit(client_, seq, 152), KVM_ERR_INVALID);
   NaiveLayer other(geometry_);
   append(seq, 1, 151, &other);
   ASSERT_EQ(kvm_seq_commit(client_, seq, 140), KVM_OK) << kvm_last_error();
@@ -849,7 +851,7 @@ TEST_F(Abi, BadInputHasItsStatusAndChangesNothing) {
       {"two layers", KVM_ERR_INVALID, [](auto* p, auto*) { p->n_layers = 2; }},
       {"unknown flags", KVM_ERR_INVALID, [](auto* p, auto*) { p->flags = 64; }},
       {"reserved", KVM_ERR_INVALID, [](auto* p, auto*) { p->reserved[7] = 1; }},
-      {"item flags", KVM_ERR_INVALID, [](auto*, auto* i) { i->flags = 8; }},
+      {"item flags", KVM_ERR_INVALID, [](auto*, auto* i) { i->flags = 1u << 31; }},
       {"item reserved", KVM_ERR_INVALID, [](auto*, auto* i) { i->reserved = 8; }},
       {"no items", KVM_ERR_INVALID, [](auto* p, auto*) { p->n_items = 0; }},
       {"items NULL", KVM_ERR_INVALID, [](auto* p, auto*) { p->items = nullptr; }},

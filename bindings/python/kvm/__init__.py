@@ -13,8 +13,8 @@ docs/python.md begins at the beginning.
 from collections.abc import Callable as _Callable
 
 from . import _native
-from ._constants import (NO_LIMIT, POSITION_END, Dtype, Evict, Feature, IndexKind, LayerKind,
-                         LogLevel, Mode, Positions, Proposal, QuotaOf, Retention, Rope,
+from ._constants import (NO_LIMIT, POSITION_END, CodecId, Dtype, Evict, Feature, IndexKind,
+                         LayerKind, LogLevel, Mode, Positions, Proposal, QuotaOf, Retention, Rope,
                          SequenceFlag, Status)
 from ._errors import (CancelledError, DisconnectedError, Error, FullError, InvalidError,
                       NotFoundError, PartialError, RefusedError, UnsupportedError,

@@ -147,6 +147,7 @@ class ItemFlag(enum.IntFlag):
     NOT_CAUSAL = 1 << 0
     TREE = 1 << 1
     EXCLUDE_RANGES = 1 << 2
+    LAST_LAYER = 1 << 3
 
 
 class Mode(enum.IntEnum):

@@ -47,7 +47,7 @@ def codec_of(value: CodecId | str | Any | None) -> int:
 
 def codec_names() -> list[str]:
     """The names of all codecs, in the order of their numbers."""
-    names = []
+    names: list[str] = []
     while (name := codec_name(len(names) + 1)) is not None:
         names.append(name)
     return names

@@ -124,6 +124,8 @@ class Stats:
     n_index_refused: int
     n_index_dropped: int
     n_pages_moved: int
+    n_pages_away: int
+    away_bytes: int
 
 
 @dataclasses.dataclass(frozen=True)

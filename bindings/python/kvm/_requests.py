@@ -31,6 +31,8 @@ class Item:
               `exclude_ranges` those that are not seen.
     causal:   whether a row sees positions up to its own only.
     tree:     a word for each query row; bit i says that it sees the token of row i.
+    last_layer: the tokens reach no layer beyond the step's, and are final: for models that skip
+              layers.
     It keeps the sequence alive.
     """
 
@@ -40,8 +42,11 @@ class Item:
                  append_position: int | None = None, query_position: int | None = None,
                  append_row: int | None = None, query_row: int | None = None,
                  ranges: Series[tuple[int, int]] | None = None, exclude_ranges: bool = False,
-                 causal: bool = True, tree: Series[int] | None = None) -> None:
+                 causal: bool = True, tree: Series[int] | None = None,
+                 last_layer: bool = False) -> None:
         flags = 0 if causal else int(ItemFlag.NOT_CAUSAL)
+        if last_layer:
+            flags |= int(ItemFlag.LAST_LAYER)
         if exclude_ranges:
             flags |= int(ItemFlag.EXCLUDE_RANGES)
         self._seq = seq

@@ -233,7 +233,7 @@ TEST(Validate, EveryBadNumberHasItsSentence) {
          s.items[0].n_ranges = 21846;
          s.items.resize(9, s.items[0]);
        }},
-      {"flags of item 0", [](StepRequest& s) { s.items[0].flags = 8; }},
+      {"flags of item 0", [](StepRequest& s) { s.items[0].flags = 1u << 31; }},
       {"reserved", [](StepRequest& s) { s.items[0].reserved = 1; }},
       {"append_position", [](StepRequest& s) { s.items[0].append_position = kMaxTokens; }},
       {"query_position", [](StepRequest& s) { s.items[0].query_position = kMaxTokens; }},

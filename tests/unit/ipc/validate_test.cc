@@ -166,7 +166,7 @@ TEST_F(Validate, StepRejects) {
   expect(Reject::kProposal, [&] { head_.proposal = 4; });
   expect(Reject::kNotFinite, [&] { head_.scale = std::nanf(""); });
   expect(Reject::kNotFinite, [&] { head_.eps = std::numeric_limits<float>::infinity(); });
-  expect(Reject::kItemFlags, [&] { items_[1].flags = 8; });
+  expect(Reject::kItemFlags, [&] { items_[1].flags = 1u << 31; });
   expect(Reject::kItemReserved, [&] { items_[0].reserved = 1; });
   expect(Reject::kItemRanges, [&] { items_[1].range_begin = 1; });
   expect(Reject::kItemRanges, [&] { items_[1].range_begin = UINT32_MAX; });

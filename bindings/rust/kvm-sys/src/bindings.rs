@@ -81,6 +81,7 @@ pub const KVM_LIST_ALL_CLIENTS: u32 = 1 << 0;
 pub const KVM_ITEM_NOT_CAUSAL: u32 = 1 << 0;
 pub const KVM_ITEM_TREE: u32 = 1 << 1;
 pub const KVM_ITEM_EXCLUDE_RANGES: u32 = 1 << 2;
+pub const KVM_ITEM_LAST_LAYER: u32 = 1 << 3;
 pub const KVM_MODE_DEFAULT: u32 = 0;
 pub const KVM_MODE_EXACT: u32 = 1;
 pub const KVM_MODE_TOPK: u32 = 2;
@@ -778,7 +779,9 @@ pub struct kvm_stats {
     pub n_index_refused: u64,
     pub n_index_dropped: u64,
     pub n_pages_moved: u64,
-    pub reserved: [u64; 4],
+    pub n_pages_away: u64,
+    pub away_bytes: u64,
+    pub reserved: [u64; 2],
 }
 
 impl Default for kvm_stats {

@@ -536,4 +536,8 @@ counters! {
     n_index_dropped,
     /// Pages moved to others of their kind, so that emptied memory can be given back.
     n_pages_moved,
+    /// Of `n_pages`, those that lie in a slower tier than memory.
+    n_pages_away,
+    /// Bytes of these.
+    away_bytes,
 }

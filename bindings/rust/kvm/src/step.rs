@@ -276,6 +276,14 @@ impl Item {
         self
     }
 
+    /// The tokens reach no layer beyond the request's last, and are final: for models that skip
+    /// layers.
+    #[must_use]
+    pub fn last_layer(mut self) -> Self {
+        self.raw.flags |= sys::KVM_ITEM_LAST_LAYER;
+        self
+    }
+
     /// Rows see every position, not only those up to their own.
     #[must_use]
     pub fn not_causal(mut self) -> Self {

@@ -358,6 +358,8 @@ structures! {
         n_index_refused,
         n_index_dropped,
         n_pages_moved,
+        n_pages_away,
+        away_bytes,
         reserved,
     }
     kvm_evict_params {
@@ -492,6 +494,7 @@ constants! {
     KVM_ITEM_NOT_CAUSAL,
     KVM_ITEM_TREE,
     KVM_ITEM_EXCLUDE_RANGES,
+    KVM_ITEM_LAST_LAYER,
     KVM_MODE_DEFAULT,
     KVM_MODE_EXACT,
     KVM_MODE_TOPK,
