@@ -18,7 +18,6 @@ enum class CodecId : uint8_t {
   kBf16 = 3,
   kI8 = 4,
   kF8 = 5,
-  kI8Channel = 6,
 };
 
 }  // namespace kvm

@@ -21,6 +21,8 @@ void write_memory(const kvm_stats& stats, StatsText* out) {
   out->gauge("kvm_tier_page_bytes", "Bytes of pages in use; the rest of used is room in extents.",
              stats.host_page_bytes, kDram);
   out->gauge("kvm_pages", "Pages in use, each counted once.", stats.n_pages);
+  out->gauge("kvm_away_pages", "Of these, pages in a slower tier than memory.", stats.n_pages_away);
+  out->gauge("kvm_away_bytes", "Bytes of pages in a slower tier than memory.", stats.away_bytes);
   out->gauge("kvm_index_bytes", "Memory of indexes.", stats.index_bytes);
   out->counter("kvm_indexed_blocks_total", "Blocks of 64 keys of a kv head that were indexed.",
                stats.n_index_blocks);

@@ -13,7 +13,7 @@
 #include <deque>
 #include <memory>
 
-#include "base/dtype.h"
+#include "base/codec_id.h"
 #include "bench/ceiling.h"
 #include "bench/engine_rig.h"
 #include "bench/harness.h"
@@ -214,7 +214,7 @@ int run_exact(const Options& options) {
   for (uint32_t threads : {1u, all}) {
     if (options.codec == "int8_channel") {  // no part of the figures that are compared
       for (uint64_t tokens : {8192ull, 65536ull}) {
-        cases.push_back({{.codec = CodecId::kI8Channel}, 1, tokens, threads});
+        cases.push_back({{.codec = codecs::kI8Channel}, 1, tokens, threads});
       }
     }
     if (options.peer.empty()) {

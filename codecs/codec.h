@@ -66,6 +66,9 @@ struct Codec {
   }
 };
 
+// Ids that nobody but codecs/ speaks of.
+inline constexpr CodecId kI8Channel{6};
+
 // By id, from 1 on.
 inline constexpr std::array kCodecs = {
     Codec{CodecId::kF32, "fp32", vec::kElemF32, Scaling::kNone, CodecId::kF32},
@@ -73,7 +76,7 @@ inline constexpr std::array kCodecs = {
     Codec{CodecId::kBf16, "bf16", vec::kElemBf16, Scaling::kNone, CodecId::kBf16},
     Codec{CodecId::kI8, "int8", vec::kElemI8, Scaling::kRow, CodecId::kI8},
     Codec{CodecId::kF8, "fp8", vec::kElemF8, Scaling::kRow, CodecId::kF8},
-    Codec{CodecId::kI8Channel, "int8_channel", vec::kElemI8, Scaling::kChannel, CodecId::kBf16},
+    Codec{kI8Channel, "int8_channel", vec::kElemI8, Scaling::kChannel, CodecId::kBf16},
 };
 
 constexpr bool codec_is_known(uint32_t value) { return value - 1 < kCodecs.size(); }

@@ -151,7 +151,7 @@ void convert_scaled_rows(const SourceRows& source, const TargetRows& target, uin
 // Rows [kPageTokens][dim] in a codec whose rows do not stand alone.
 [[nodiscard]] bool encode_head(const float* rows, uint32_t dim, CodecId codec, void* out,
                                uint16_t* params) {
-  KVM_ASSERT(codec == CodecId::kI8Channel);
+  KVM_ASSERT(codec == kI8Channel);
   return encode_i8_channel(rows, dim, static_cast<int8_t*>(out), params);
 }
 
@@ -304,18 +304,13 @@ uint16_t encode_row(const float* src, uint32_t n, CodecId codec, void* dst) {
 void decode_row(const void* src, CodecId codec, const void* params, uint32_t slot, uint32_t n,
                 float* dst) {
   const auto* scales = static_cast<const uint16_t*>(params);
-  switch (codec) {
-    case CodecId::kI8:
-      decode_i8(static_cast<const int8_t*>(src), scales[slot], n, dst);
-      return;
-    case CodecId::kF8:
-      decode_f8(static_cast<const uint8_t*>(src), scales[slot], n, dst);
-      return;
-    case CodecId::kI8Channel:
-      decode_i8_channel(static_cast<const int8_t*>(src), scales, n, dst);
-      return;
-    default:
-      KVM_ASSERT(false);
+  if (codec == CodecId::kI8) {
+    decode_i8(static_cast<const int8_t*>(src), scales[slot], n, dst);
+  } else if (codec == CodecId::kF8) {
+    decode_f8(static_cast<const uint8_t*>(src), scales[slot], n, dst);
+  } else {
+    KVM_ASSERT(codec == kI8Channel);
+    decode_i8_channel(static_cast<const int8_t*>(src), scales, n, dst);
   }
 }
 

@@ -38,6 +38,7 @@ bool PageTable::release(PageRef page) {
   }
   --n_pages_;
   n_pages_away_ -= of.frame == kNoFrame ? 1 : 0;
+  away_bytes_ -= of.frame == kNoFrame ? page_bytes(page) : 0;
   page_bytes_ -= of.frame == kNoFrame ? 0 : page_bytes(page);
   if (of.state != State::kMoving) {
     forget(page);
@@ -146,6 +147,7 @@ void PageTable::end_leave(const Move& move, PlaceId place) {
     leave_frame(move.page);
     of.frame = kNoFrame;
     ++n_pages_away_;
+    away_bytes_ += move.size_bytes;
     page_bytes_ -= move.size_bytes;
   }
 }
@@ -169,6 +171,7 @@ void PageTable::end_fetch(const Move& move, bool is_there) {
   } else if (is_there) {
     of.frame = move.frame;
     --n_pages_away_;
+    away_bytes_ -= move.size_bytes;
     page_bytes_ += move.size_bytes;
   }
 }
@@ -259,6 +262,7 @@ void PageTable::check_accounts() const {
   pool_->check_accounts();
   uint64_t n_pages = 0;
   uint64_t n_pages_away = 0;
+  uint64_t away_bytes = 0;
   uint64_t page_bytes = 0;
   uint64_t n_moving = 0;
   std::unordered_set<uint32_t> frames;
@@ -279,6 +283,7 @@ void PageTable::check_accounts() const {
       const bool is_in_memory = record.frame != kNoFrame;
       n_pages += record.n_refs > 0 ? 1 : 0;
       n_pages_away += record.n_refs > 0 && !is_in_memory ? 1 : 0;
+      away_bytes += record.n_refs > 0 && !is_in_memory ? directory.page_bytes : 0;
       page_bytes += record.n_refs > 0 && is_in_memory ? directory.page_bytes : 0;
       n_moving += record.state == State::kMoving ? 1 : 0;
       KVM_ASSERT(record.n_refs > 0 || record.state == State::kMoving);
@@ -306,7 +311,7 @@ void PageTable::check_accounts() const {
     KVM_ASSERT(pool_->owner(left_[i].frame) == kNoPage);
   }
   KVM_ASSERT(n_pages == n_pages_ && page_bytes == page_bytes_ && n_moving == n_moving_);
-  KVM_ASSERT(n_pages_away == n_pages_away_ && n_targets_ <= n_moving_);
+  KVM_ASSERT(n_pages_away == n_pages_away_ && away_bytes == away_bytes_ && n_targets_ <= n_moving_);
   KVM_ASSERT(frames.size() + n_targets_ == pool_->n_frames());
 }
 

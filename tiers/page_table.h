@@ -84,6 +84,7 @@ class PageTable {
   uint64_t n_pages() const { return n_pages_; }               // wherever they lie
   uint64_t page_bytes_in_use() const { return page_bytes_; }  // of those in memory
   uint64_t n_pages_away() const { return n_pages_away_; }     // of those that are not
+  uint64_t away_bytes() const { return away_bytes_; }         // theirs
   SlowTier* slow_tier() const { return slow_; }
 
   // --- Writing and moving -----------------------------------------------------------------------
@@ -197,6 +198,7 @@ class PageTable {
   uint32_t n_directories_ = 0;  // those ever made are below
   uint64_t n_pages_ = 0;
   uint64_t n_pages_away_ = 0;
+  uint64_t away_bytes_ = 0;
   uint64_t page_bytes_ = 0;
   uint64_t n_moving_ = 0;        // moves that have begun
   uint64_t n_targets_ = 0;       // those of them that go to a frame

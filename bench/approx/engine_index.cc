@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "bench/approx/engine_index.h"
-#include "codecs/codec.h"
 
 #include <algorithm>
 #include <cstring>
+
+#include "codecs/codec.h"
 
 namespace kvm::bench {
 namespace {

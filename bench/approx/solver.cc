@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "bench/approx/solver.h"
-#include "codecs/codec.h"
 
 #include <algorithm>
+
+#include "codecs/codec.h"
 
 namespace kvm::bench {
 

@@ -6,6 +6,7 @@
 #include <numeric>
 #include <random>
 
+#include "base/dtype.h"
 #include "base/round.h"
 #include "codecs/codec.h"
 

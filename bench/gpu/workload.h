@@ -9,7 +9,7 @@
 
 #include "attention/cuda/launch.h"
 #include "attention/cuda/plan.h"
-#include "base/dtype.h"
+#include "base/codec_id.h"
 #include "bench/gpu/device.h"
 
 namespace kvm::bench::gpu {

@@ -16,12 +16,15 @@ Recodings::~Recodings() {
 Status Recodings::add(const PageEntry& entry) {
   KVM_ASSERT(entry.first == 0 && entry.count == kPageTokens);
   const tiers::PageTable& pages = bank_->pages();
-  pages_.reserve(pages_.size() + 1);
-  KVM_TRY_ASSIGN(const tiers::PageRef page, bank_->allocate(to_));
   pages_.push_back({.block = entry.block,
-                    .page = page,
                     .from = pages.slab_class(entry.page),
                     .source = pages.data(entry.page)});
+  const Result<tiers::PageRef> page = bank_->allocate(to_);
+  if (!page.is_ok()) {
+    pages_.pop_back();
+    return page.status();
+  }
+  pages_.back().page = page.value();
   return Status::ok();
 }
 

@@ -18,8 +18,7 @@ static_assert(static_cast<int>(CodecId::kF32) == KVM_CODEC_F32 &&
               static_cast<int>(CodecId::kF16) == KVM_CODEC_F16 &&
               static_cast<int>(CodecId::kBf16) == KVM_CODEC_BF16 &&
               static_cast<int>(CodecId::kI8) == KVM_CODEC_I8 &&
-              static_cast<int>(CodecId::kF8) == KVM_CODEC_F8E4M3 &&
-              static_cast<int>(CodecId::kI8Channel) == KVM_CODEC_I8_CHANNEL);
+              static_cast<int>(CodecId::kF8) == KVM_CODEC_F8E4M3);
 
 // A head class may leave at most this share of an extent unused before its heads are split.
 constexpr uint64_t kMaxWasteBytes = tiers::kExtentBytes / 8;

@@ -218,6 +218,8 @@ void StoreMemory::add_stats(kvm_stats* stats) const {
   stats->n_pages_dropped = counts_.n_pages_dropped;
   stats->n_pages_copied = counts_.n_pages_copied;
   stats->n_pages_moved = counts_.n_pages_moved;
+  stats->n_pages_away = pages_.n_pages_away();
+  stats->away_bytes = pages_.away_bytes();
 }
 
 }  // namespace kvm::engine

@@ -8,6 +8,8 @@
 #include <limits>
 #include <utility>
 
+#include "base/codec_id.h"
+#include "base/dtype.h"
 #include "base/splitmix.h"
 #include "codecs/codec.h"
 #include "codecs/convert.h"

@@ -9,7 +9,6 @@
 #include <string>
 #include <vector>
 
-#include "base/dtype.h"
 #include "kvm_cuda.h"
 #include "tests/gpu/fake_driver.h"
 

@@ -11,6 +11,7 @@
 #include "attention/cuda/emulator.h"
 #include "attention/cuda/shapes.h"
 #include "attention/cuda/table_kernel.h"
+#include "base/dtype.h"
 #include "base/round.h"
 #include "base/splitmix.h"
 #include "codecs/codec.h"

@@ -23,7 +23,7 @@
 #include <utility>
 #include <vector>
 
-#include "base/dtype.h"
+#include "base/codec_id.h"
 #include "device/driver.h"
 
 namespace kvm::device::testing {

@@ -579,16 +579,28 @@ class Evict(unittest.TestCase):
         with Daemon("--socket-mode", "0666") as daemon:
             os.chmod(daemon.folder, 0o755)
             holder = daemon.hold()
-            for command in (["evict", "--space", "holder"], ["config", "dump"], ["seqs"],
+            def run(*command):
+                return subprocess.run([f"{BIN}/kvmctl", "--socket", daemon.socket, *command],
+                                      capture_output=True, text=True, check=False, user=65534,
+                                      group=65534, extra_groups=[])
+            seq = daemon.json("seqs")[0]["id"]
+            result = daemon.kvmctl("evict", "--space", "holder", "--user", "65534")
+            self.assertEqual(result.returncode, 1)
+            self.assertIn('no space of user 65534 is named "holder"', result.stderr)
+            self.assertEqual(daemon.kvmctl("evict", "--seq", seq, "--user", "0").returncode, 2)
+            for command in (["evict", "--seq", seq], ["config", "dump"], ["seqs"],
                             ["clients"], ["quota", "set", "--user", "0", "--queues", "1"]):
-                result = subprocess.run([f"{BIN}/kvmctl", "--socket", daemon.socket, *command],
-                                        capture_output=True, text=True, check=False, user=65534,
-                                        group=65534, extra_groups=[])
+                result = run(*command)
                 if "Permission denied" in result.stderr:
                     self.skipTest("other users cannot run the programs of this build")
                 self.assertEqual(result.returncode, 1, result.stderr)
                 self.assertIn("KVM_ERR_PERMISSION", result.stderr)
                 self.assertIn("that is for root and user 0, which runs kvmd", result.stderr)
+            # Nor do they see spaces of others.
+            result = run("evict", "--space", "holder")
+            self.assertEqual(result.returncode, 1)
+            self.assertIn('no space is named "holder"', result.stderr)
+            self.assertEqual(json.loads(run("--json", "spaces").stdout), [])
             self.assertEqual(len(daemon.json("seqs")), 3)
             holder.stdin.close()
             holder.wait()

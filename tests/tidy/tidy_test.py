@@ -48,7 +48,7 @@ class TidyTest(unittest.TestCase):
 
     def test_include_directions(self):
         cases = [("base/a.cc", "engine/b.h"), ("attention/a.cc", "tiers/b.h"),
-                 ("engine/a.cc", "ipc/wire.h"), ("tiers/a.cc", "codecs/b.h"),
+                 ("engine/a.cc", "ipc/wire.h"), ("tiers/a.cc", "attention/b.h"),
                  ("policies/a.cc", "engine/b.h"), ("client/thin.cc", "engine/b.h"),
                  ("client/embedded.cc", "ipc/wire.h"), ("tools/a.cc", "ipc/wire.h"),
                  ("examples/x/a.c", "base/status.h"), ("daemon/a.cc", "attention/attention.h"),

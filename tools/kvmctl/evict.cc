@@ -5,6 +5,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "base/counted.h"
 #include "tools/kvmctl/cli.h"
@@ -16,12 +17,41 @@ struct EvictOptions {
   std::optional<std::string> seq;
   std::optional<std::string> client;
   std::string space;
+  std::optional<std::string> user;
   bool disconnect = false;
 };
+
+// Names are those of a user, and an operator sees all of them.
+kvm_space_id space_of(kvm_client* client, const EvictOptions& options) {
+  const std::optional<uint32_t> uid =
+      options.user ? std::optional(parse_user(*options.user)) : std::nullopt;
+  std::vector<kvm_space_info> found = list_all_spaces(client);
+  std::erase_if(found, [&](const kvm_space_info& space) {
+    return options.space != space.name || (uid && *uid != space.uid);
+  });
+  if (found.empty()) {
+    fail(fmt::format("no space{} is named \"{}\" (kvmctl spaces lists them)",
+                     options.user ? " of user " + *options.user : "", options.space),
+         kExitService);
+  }
+  if (found.size() > 1) {
+    std::vector<std::string> users;
+    for (const kvm_space_info& space : found) {
+      users.push_back(user_name(space.uid));
+    }
+    fail(fmt::format("the users {} each have a space named \"{}\"; say whose by --user",
+                     fmt::join(users, ", "), options.space),
+         kExitUsage);
+  }
+  return found[0].space;
+}
 
 int run_evict(const Common& common, const EvictOptions& options) {
   if (options.disconnect && !options.client) {
     fail("--disconnect goes with --client", kExitUsage);
+  }
+  if (options.user && options.space.empty()) {
+    fail("--user goes with --space", kExitUsage);
   }
   kvm_evict_params params{};
   params.struct_size = sizeof(params);
@@ -37,9 +67,7 @@ int run_evict(const Common& common, const EvictOptions& options) {
     params.flags = options.disconnect ? KVM_EVICT_DISCONNECT : 0;
   } else {
     params.what = KVM_EVICT_SPACE;
-    kvm_space_id space = 0;
-    check(kvm_space_find(connection.get(), options.space.c_str(), &space), "space");
-    params.id = space;
+    params.id = space_of(connection.get(), options);
   }
   kvm_evict_result result{};
   result.struct_size = sizeof(result);
@@ -68,6 +96,8 @@ void add_evict_command(Cli* cli) {
       ->type_name("ID");
   what->add_option("--space", options->space, "all sequences in this space")->type_name("NAME");
   what->require_option(1);
+  evict->add_option("--user", options->user, "with --space: the user whose space it is")
+      ->type_name("USER");
   evict->add_flag("--disconnect", options->disconnect,
                   "with --client: close its connection as well, with all that it has");
 }

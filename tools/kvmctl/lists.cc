@@ -103,7 +103,7 @@ int run_spaces(const Common& common) {
   std::vector<std::vector<std::string>> rows = {{"NAME", "USER", "LAYERS", "HEADS", "DIM", "CODEC",
                                                  "CLASSES", "SEQUENCES", "A TOKEN", "MODE"}};
   for (const auto& space : spaces) {
-    rows.push_back({space.name, std::to_string(space.uid), std::to_string(space.n_layers),
+    rows.push_back({space.name, user_name(space.uid), std::to_string(space.n_layers),
                     fmt::format("{}/{}", space.n_q_heads, space.n_kv_heads),
                     space.head_dim_k == space.head_dim_v
                         ? std::to_string(space.head_dim_k)

@@ -110,20 +110,6 @@ struct Whose {
   std::optional<std::string> user;
 };
 
-uint32_t parse_user(const std::string& text) {
-  uint32_t uid = 0;
-  const char* end = text.data() + text.size();
-  const auto [stop, error] = std::from_chars(text.data(), end, uid);
-  if (error == std::errc() && stop == end) {
-    return uid;
-  }
-  const passwd* entry = ::getpwnam(text.c_str());
-  if (entry == nullptr) {
-    fail(fmt::format("--user is '{}'; it must be a user's name or number", text), kExitUsage);
-  }
-  return entry->pw_uid;
-}
-
 void add_whose(CLI::App* command, const std::shared_ptr<Whose>& whose, bool required) {
   CLI::Option_group* group = command->add_option_group("whose");
   group
@@ -252,6 +238,20 @@ void add_quota_commands(Cli* cli) {
 }
 
 }  // namespace
+
+uint32_t parse_user(const std::string& text) {
+  uint32_t uid = 0;
+  const char* end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, uid);
+  if (error == std::errc() && stop == end) {
+    return uid;
+  }
+  const passwd* entry = ::getpwnam(text.c_str());
+  if (entry == nullptr) {
+    fail(fmt::format("--user is '{}'; it must be a user's name or number", text), kExitUsage);
+  }
+  return entry->pw_uid;
+}
 
 std::string user_name(uint32_t uid) {
   const passwd* entry = ::getpwuid(uid);

@@ -16,7 +16,7 @@ namespace kvm::attention::testing {
 namespace {
 
 constexpr CodecId kCodecs[] = {CodecId::kF32, CodecId::kF16, CodecId::kBf16,
-                               CodecId::kI8,  CodecId::kF8,  CodecId::kI8Channel};
+                               CodecId::kI8,  CodecId::kF8,  codecs::kI8Channel};
 
 // What is written for query tokens [first, first + count), every NaN as the same one.
 std::vector<uint32_t> bits_of(const Case& c, uint32_t first, uint32_t count) {

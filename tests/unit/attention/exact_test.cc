@@ -18,7 +18,7 @@ namespace {
 
 constexpr Dtype kDtypes[] = {Dtype::kF32, Dtype::kF16, Dtype::kBf16};
 constexpr CodecId kCodecs[] = {CodecId::kF32, CodecId::kF16, CodecId::kBf16,
-                               CodecId::kI8,  CodecId::kF8,  CodecId::kI8Channel};
+                               CodecId::kI8,  CodecId::kF8,  codecs::kI8Channel};
 
 void check(Case& c, const std::string& what) {
   c.run_reference();

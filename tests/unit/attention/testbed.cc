@@ -60,7 +60,7 @@ std::vector<float> random_row(const Shape& shape, bool is_v, CodecId codec,
   if (shape.uneven) {
     make_uneven(&row, is_v, random);
   }
-  if (codec == CodecId::kI8Channel) {
+  if (codec == codecs::kI8Channel) {
     for (uint32_t d = 0; d < dim; ++d) {
       row[d] =
           std::clamp(std::nearbyint(row[d] / channel_scale(d)), -127.0f, 127.0f) * channel_scale(d);
@@ -83,7 +83,7 @@ std::vector<float> random_row(const Shape& shape, bool is_v, CodecId codec,
 void put_row(std::byte* plane, uint16_t* scales, CodecId codec, uint64_t at,
              const std::vector<float>& row) {
   const auto dim = static_cast<uint32_t>(row.size());
-  if (codec == CodecId::kI8Channel) {
+  if (codec == codecs::kI8Channel) {
     for (uint32_t d = 0; d < dim; ++d) {
       plane[at * dim + d] = static_cast<std::byte>(std::lrint(row[d] / channel_scale(d)));
     }
@@ -122,7 +122,7 @@ float get(const void* p, CodecId codec, uint64_t i) { return get(p, element_of(c
 
 bool spoil_row(const KvPlane& plane, uint32_t dim, uint32_t head, uint64_t slot, uint32_t channel,
                float value) {
-  if (plane.codec == CodecId::kI8Channel) {
+  if (plane.codec == codecs::kI8Channel) {
     return false;
   }
   if (const uint16_t* scale = codecs::row_scale_at(plane, head, slot)) {
@@ -615,7 +615,7 @@ double error_bound(const Case& c, const KernelTable& table) {
 
 constexpr Dtype kQueryDtypes[] = {Dtype::kF32, Dtype::kF16, Dtype::kBf16};
 constexpr CodecId kCodecs[] = {CodecId::kF32, CodecId::kF16, CodecId::kBf16,
-                               CodecId::kI8,  CodecId::kF8,  CodecId::kI8Channel};
+                               CodecId::kI8,  CodecId::kF8,  codecs::kI8Channel};
 
 std::unique_ptr<Case> random_case(uint64_t seed) {
   std::mt19937_64 random(seed);

@@ -24,7 +24,7 @@ TEST(CodecTable, SizesOfRowsOf128Channels) {
                          Row{"bf16", CodecId::kBf16, 256, 16384, 0, 256},
                          Row{"int8", CodecId::kI8, 128, 8192, 128, 130},
                          Row{"fp8", CodecId::kF8, 128, 8192, 128, 130},
-                         Row{"int8_channel", CodecId::kI8Channel, 128, 8192, 256, 132}}) {
+                         Row{"int8_channel", kI8Channel, 128, 8192, 256, 132}}) {
     SCOPED_TRACE(row.name);
     const Codec* codec = find_codec(row.name);
     ASSERT_NE(codec, nullptr);
@@ -36,7 +36,7 @@ TEST(CodecTable, SizesOfRowsOf128Channels) {
     EXPECT_EQ(codec->head_params_bytes(128), row.head_params_bytes);
     EXPECT_EQ(codec->token_bytes(128), row.token_bytes);
     EXPECT_EQ(codec->is_scaled(), row.head_params_bytes != 0);
-    const bool is_block = row.id == CodecId::kI8Channel;
+    const bool is_block = row.id == kI8Channel;
     EXPECT_EQ(codec->rows_stand_alone(), !is_block);
     EXPECT_EQ(codec->has_kernels(), !is_block);
     EXPECT_EQ(codec->tail, is_block ? CodecId::kBf16 : row.id);
@@ -67,7 +67,7 @@ TEST(CodecTable, RowsAndScalesLieHeadByHead) {
   EXPECT_EQ(row_at(scaled, 128, 2, 5) - rows, (2 * 64 + 5) * 128);
   EXPECT_EQ(params_at(scaled, 128, 2) - params, 2 * 64);
   EXPECT_EQ(row_scale_at(scaled, 2, 5) - params, 2 * 64 + 5);
-  const KvPlane by_channel{rows, params, CodecId::kI8Channel};
+  const KvPlane by_channel{rows, params, kI8Channel};
   EXPECT_EQ(row_at(by_channel, 128, 2, 5) - rows, (2 * 64 + 5) * 128);
   EXPECT_EQ(params_at(by_channel, 128, 2) - params, 2 * 128);
   EXPECT_EQ(row_scale_at(by_channel, 2, 5), nullptr);

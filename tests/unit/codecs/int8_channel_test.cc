@@ -195,11 +195,11 @@ TEST(EncodePage, SomeRowsOfAPageMove) {
     values.insert(values.end(), rows.begin(), rows.end());
   }
   std::vector<float> scratch(kPageTokens * kDim);
-  Page source(CodecId::kI8Channel, kHeads, kDim);
+  Page source(kI8Channel, kHeads, kDim);
   ASSERT_TRUE(encode_page({values.data(), nullptr, CodecId::kF32}, source.plane, kHeads, kDim,
                           scratch.data()));
   const std::vector<float> stored = read(source, kHeads, kDim);
-  Page target(CodecId::kI8Channel, 1, kDim);
+  Page target(kI8Channel, 1, kDim);
   SourceRows from = rows_of(source.plane, kDim, 20);
   const uint16_t head = 2;
   from.heads = &head;

@@ -201,6 +201,9 @@ TEST(Away, AnswersHaveTheSameBits) {
       EXPECT_EQ(info.bytes_paid, info.bytes);
       EXPECT_LT(info.bytes_away, info.bytes) << "the last page is not full";
       EXPECT_GT(info.bytes_away, info.bytes - info.bytes / 100);
+      const kvm_stats stats = twins.there.engine->stats();
+      EXPECT_EQ(stats.n_pages_away, 20000u / kPageTokens);
+      EXPECT_EQ(stats.away_bytes, info.bytes_away);
       twins.attend({seq}, {1}, 2);
       twins.append(seq, 5000, 3);  // pages in memory behind those that are away
       twins.attend({seq}, {1}, 4);
