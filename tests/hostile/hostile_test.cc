@@ -50,7 +50,7 @@ std::unique_ptr<engine::Engine> open_engine() {
   options.host_capacity_bytes = 512ull << 20;
   options.default_quota_bytes = 4ull << 20;
   options.max_sequences_per_client = 16;
-  options.max_spaces = 6;
+  options.max_spaces = 2 * kSpaces + 3;
   options.worker_spin_ns = 0;
   return engine::Engine::open(options).value();
 }
@@ -431,15 +431,20 @@ Prey prey_of(RawClient* administrator, const std::vector<kvm_seq_id>& seqs) {
   return prey;
 }
 
-// The sequences live, and nobody's limits have become those of admin_message().
-void expect_unharmed(RawClient* administrator, const std::vector<kvm_seq_id>& seqs) {
+// The sequences live.
+void expect_there(RawClient* owner, const std::vector<kvm_seq_id>& seqs) {
   for (const kvm_seq_id seq : seqs) {
     const auto info =
-        entries_of<kvm_seq_info>(administrator, [seq](ipc::ControlWriter* writer, uint64_t id) {
+        entries_of<kvm_seq_info>(owner, [seq](ipc::ControlWriter* writer, uint64_t id) {
           return writer->finish(id, wire::CreateSeqInfo(writer->fbb(), seq));
         });
     EXPECT_EQ(info.size(), 1u);
   }
+}
+
+// And nobody's limits have become those of admin_message().
+void expect_unharmed(RawClient* administrator, const std::vector<kvm_seq_id>& seqs) {
+  expect_there(administrator, seqs);
   for (const kvm_client_entry& client : clients_of(administrator)) {
     EXPECT_GT(client.limits.bytes, 4096u) << client.name;
     EXPECT_GT(client.limits.sequences, 1u) << client.name;
@@ -523,7 +528,13 @@ TEST(Hostile, ClientHarmsNobodyButItself) {
   RawClient monitor(path);
   ASSERT_TRUE(monitor.hello().is_ok());
   std::vector<kvm_seq_id> others;
-  const SpaceIds spaces = register_spaces(&monitor, &others);
+  register_spaces(&monitor, &others);
+  // Spaces are a user's: the offender has its own, which stay as long as somebody else is in them.
+  std::optional<RawClient> host;
+  connect_as_another(path, &host);
+  ASSERT_TRUE(host->hello().is_ok());
+  std::vector<kvm_seq_id> hosted;
+  const SpaceIds spaces = register_spaces(&*host, &hosted);
 
   Victim victim(path);
   std::array<uint64_t, kVictimSeeds> alone{};
@@ -590,6 +601,7 @@ TEST(Hostile, ClientHarmsNobodyButItself) {
   EXPECT_EQ(after.n_sequences, before.n_sequences);
   EXPECT_EQ(after.n_clients, before.n_clients);
   expect_unharmed(&monitor, others);
+  expect_there(&*host, hosted);
   EXPECT_EQ(offender.n_admin() >= kEnough, AnotherUser::is_possible()) << offender.n_admin();
   std::printf("%llu requests in %llu sessions, %llu bytes flipped, %llu lives of the victim\n",
               static_cast<unsigned long long>(counts.requests()),
