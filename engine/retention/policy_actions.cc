@@ -42,8 +42,8 @@ Status check_action(const Sequence* seq, const policies::Action& action) {
   return Status::ok();
 }
 
-// Takes pages for a part of a kDemote: as many as read about most_bytes, one at least. *end: where
-// the part ends.
+// Takes pages for a part of a kDemote: as many as read about most_bytes and as there is room for,
+// one at least. *end: where the part ends.
 Result<Recodings> open_recodings(StoreMemory* memory, Sequence* seq, const policies::Action& action,
                                  uint64_t most_bytes, uint64_t* end) {
   tiers::SlabClass target = seq->space().head_class(action.layer, action.class_index).slab_class;
@@ -69,19 +69,31 @@ Result<Recodings> open_recodings(StoreMemory* memory, Sequence* seq, const polic
         n_bytes += pages.page_bytes(entry.page);
         *end = n_bytes >= most_bytes ? entry.end() : *end;
       });
-  KVM_TRY(memory->make_quota_room(seq->account, entries.size() * target.page_bytes(),
-                                  "re-encoding, for a moment"));
   Recodings recodings(memory->bank(seq->account), target);
   for (const PageEntry& entry : entries) {
-    KVM_TRY(recodings.add(entry));
+    Status status =
+        memory->make_quota_room(seq->account, target.page_bytes(), "re-encoding, for a moment");
+    status = status.is_ok() ? recodings.add(entry) : status;
+    if (!status.is_ok() && recodings.size() == 0) {
+      return status;
+    }
+    if (!status.is_ok()) {  // the old pages of this part make room for the next
+      *end = entry.position();
+      break;
+    }
   }
   return recodings;
 }
 
-// The whole of a kDemote at once.
+// The whole of a kDemote at once, or nothing.
 Status demote(StoreMemory* memory, Sequence* seq, const policies::Action& action) {
   uint64_t end = 0;
   KVM_TRY_ASSIGN(Recodings recodings, open_recodings(memory, seq, action, UINT64_MAX, &end));
+  if (end < action.range.end) {
+    return Status(KVM_ERR_NO_SPACE, fmt::format("there is room to encode the pages up to {} anew, "
+                                                "and {} were asked for",
+                                                end, action.range.end));
+  }
   Workspace scratch;
   if (!recodings.run(0, recodings.size(), &scratch)) {
     return Status::fixed(KVM_ERR_NO_MEMORY, "the machine refused memory for encoding");

@@ -25,6 +25,7 @@ Status Recodings::add(const PageEntry& entry) {
     return page.status();
   }
   pages_.back().page = page.value();
+  pages_.back().target = pages.data(page.value());
   return Status::ok();
 }
 
@@ -36,8 +37,7 @@ bool Recodings::run(uint32_t begin, uint32_t end, Workspace* scratch) {
   }
   for (uint32_t i = begin; i < end; ++i) {
     Page& page = pages_[i];
-    page.is_encoded =
-        encode_page(page.from, page.source, to_, bank_->pages().data(page.page), floats);
+    page.is_encoded = encode_page(page.from, page.source, to_, page.target, floats);
   }
   return true;
 }

@@ -52,6 +52,7 @@ class Recodings {
     tiers::PageRef page = tiers::kNoPage;  // the new one
     tiers::SlabClass from;
     const std::byte* source = nullptr;
+    std::byte* target = nullptr;
     bool is_encoded = false;
   };
 

@@ -598,7 +598,7 @@ Status EngineImpl::admit(Request* request, bool* is_null) {
 }
 
 Status EngineImpl::admit(Request* request, StepRequest& what, bool* is_null) {
-  KVM_TRY_ASSIGN(const Space* space, store_->space(what.space));
+  KVM_TRY_ASSIGN(const Space* space, store_->space_for(request->client, what.space));
   KVM_TRY(take_defaults(*space, &what));
   StepTensors tensors;
   KVM_TRY_ASSIGN(tensors, check_step(what, *space));
@@ -642,7 +642,7 @@ Status EngineImpl::admit(Request* request, const SeqRequest& what, bool* is_null
   KVM_TRY(check_seq_request(what));
   *is_null = false;
   if (what.verb == SeqVerb::kCreate) {
-    return store_->space(what.space).status();
+    return store_->space_for(request->client, what.space).status();
   }
   return touch(request, what.seq).status();
 }

@@ -46,7 +46,9 @@ bool PageSends::find(const StoreMemory& memory, const Sequence* seq) {
       target.block = list == target.list ? target.block : 0;
       target.list = list;
       const PageList& from = seq->layer_lists(layer)[c];
-      const uint64_t end = from.length() / kPageTokens;
+      // What is to be encoded anew stays until it has been.
+      const uint64_t end =
+          (own.classes[c].settles() ? seq->settled_ends[list] : from.length()) / kPageTokens;
       while (target.block < end) {
         if (found_.size() == kBatchPages || n_visited >= kBatchVisits) {
           return false;

@@ -197,6 +197,15 @@ Result<const Space*> Store::space(kvm_space_id id) const {
   return record->space.get();
 }
 
+Result<const Space*> Store::space_for(ClientId client, kvm_space_id id) {
+  KVM_TRY_ASSIGN(const SpaceRecord* record, spaces_.find(id));
+  if (record->uid != kEverybody && record->uid != memory_.quotas().uid(client)) {
+    return Status(KVM_ERR_PERMISSION,
+                  fmt::format("space {:#x} is one of user {}", id, record->uid));
+  }
+  return record->space.get();
+}
+
 Result<kvm_space_info> Store::space_info(kvm_space_id id) const {
   KVM_TRY_ASSIGN(const SpaceRecord* record, spaces_.find(id));
   return info_of(*record);
@@ -270,10 +279,7 @@ Result<kvm_seq_id> Store::create_seq(ClientId client, kvm_space_id space, uint32
   Account* account = memory_.find(client);
   KVM_ASSERT(account != nullptr);
   KVM_TRY_ASSIGN(SpaceRecord * record, spaces_.find(space));
-  if (record->uid != kEverybody && record->uid != memory_.quotas().uid(client)) {
-    return Status(KVM_ERR_PERMISSION,
-                  fmt::format("space {:#x} is one of user {}", space, record->uid));
-  }
+  KVM_TRY(space_for(client, space).status());
   if ((flags & ~kSeqFlags) != 0) {
     return Status(KVM_ERR_INVALID,
                   fmt::format("flags is {}; only KVM_SEQ_MANUAL_COMMIT (1) is defined", flags));
@@ -428,6 +434,9 @@ kvm_seq_info Store::seq_info(const Sequence* seq) const {
   info.n_tokens_min = shortest_layer(seq);
   info.n_committed = seq->n_committed;
   info.n_tokens_max = longest_layer(seq);
+  const auto is_paid = [seq](const auto& charged) {
+    return charged != nullptr && StoreMemory::payer(charged) == seq->account;
+  };
   for (const PageList& list : seq->lists) {
     info.n_entries_dropped += list.n_dropped();
     list.for_each([&](const PageEntry& entry, bool shared) {
@@ -445,11 +454,13 @@ kvm_seq_info Store::seq_info(const Sequence* seq) const {
   for (const std::shared_ptr<MeanEntry>& mean : seq->mean_entries) {
     const uint64_t mean_bytes = mean != nullptr ? mean->size_bytes() : 0;
     info.bytes += mean_bytes;
+    info.bytes_paid += is_paid(mean) ? mean_bytes : 0;
     info.bytes_shared += mean.use_count() > 1 ? mean_bytes : 0;
   }
   for (const std::shared_ptr<KeptTokens>& kept : seq->kept) {
     const uint64_t kept_bytes = kept != nullptr ? kept->size_bytes() : 0;
     info.bytes += kept_bytes;
+    info.bytes_paid += is_paid(kept) ? kept_bytes : 0;
     info.bytes_shared += kept.use_count() > 1 ? kept_bytes : 0;
     info.n_entries_dropped -= kept != nullptr ? kept->tokens().size() : 0;
   }

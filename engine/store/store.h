@@ -86,6 +86,8 @@ class Store final {
   Result<kvm_space_id> find_space(std::string_view name, uint32_t uid = kEverybody) const;
   // Fails here and below: NOT_FOUND, STALE, LOST (an id of another start of the service).
   Result<const Space*> space(kvm_space_id id) const;
+  // The same for a client that wants to use it; PERMISSION: it is another user's.
+  Result<const Space*> space_for(ClientId client, kvm_space_id id);
   Result<kvm_space_info> space_info(kvm_space_id id) const;
   std::vector<kvm_space_info> list_spaces() const;
   Status drop_space(kvm_space_id id);  // and BUSY

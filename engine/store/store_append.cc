@@ -3,6 +3,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <unordered_map>
 #include <utility>
 
@@ -127,6 +128,11 @@ Status Store::reserve_append(std::span<const AppendItem> items, std::vector<Appe
 void Store::publish(Sequence* seq, uint32_t layer, bool is_last_layer) {
   const std::span<PageList> lists = seq->layer_lists(layer);
   const uint64_t n_tokens = lists[0].reserved_length() - lists[0].length();
+  if (lists[0].length() < seq->n_committed) {
+    // These tokens are final at once, and no commit may come that says so.
+    note(seq, policies::Event::kCommitted);
+    std::fill(seq->next_commits.begin(), seq->next_commits.end(), 0);
+  }
   for (uint32_t i = 0; i < lists.size(); ++i) {
     const tiers::SlabClass slab_class = seq->space().head_class(layer, i).slab_class.tail();
     lists[i].publish(memory_.bank(seq->account));

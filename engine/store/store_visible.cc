@@ -22,7 +22,7 @@ bool misses_visible(const Space& space, uint32_t layer, uint32_t class_index, co
   }
   uint64_t recent =
       seen.window == 0 || first_query < seen.window ? 0 : first_query - seen.window + 1;
-  if (retention.is_per_head() && recent >= end && end > 0) {
+  if (retention.is_per_head() && recent >= end && end > 0 && end < list.length()) {
     recent = end - 1;  // where that one is gone, what was left of it would be seen as well
   }
   return !list.covers(std::min(recent, end), end) ||
@@ -99,8 +99,9 @@ Status Store::check_cut(const Sequence* seq, uint64_t n_tokens) {
     }
     const std::span<const PageList> lists = seq->stored_lists(layer);
     for (uint32_t i = 0; i < lists.size(); ++i) {
-      if (n_tokens < lists[i].length() &&
-          misses_visible(space, layer, i, lists[i], n_tokens, n_tokens)) {
+      // Of a list that ends before, too: tokens may have ended at other layers.
+      if (misses_visible(space, layer, i, lists[i], n_tokens,
+                         std::min(n_tokens, lists[i].length()))) {
         return Status(KVM_ERR_PARTIAL,
                       fmt::format("sequence {:#x} cannot be cut at {}: layer {} has "
                                   "dropped tokens that queries there would see",

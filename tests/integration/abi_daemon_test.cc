@@ -126,6 +126,25 @@ TEST(Daemon, NamesOfSpacesAreThoseOfAUser) {
   EXPECT_EQ(kvm_space_drop(other, secret), KVM_ERR_PERMISSION);
   kvm_seq_id seq = 0;
   EXPECT_EQ(kvm_seq_create(other, secret, nullptr, &seq), KVM_ERR_PERMISSION);
+  // A request that names it learns nothing of it, its heads and layers neither.
+  kvm_queue* queue = nullptr;
+  ASSERT_EQ(kvm_queue_create(other, nullptr, &queue), KVM_OK) << kvm_last_error();
+  kvm_item item{};
+  item.seq = make_seq(other, of_other);
+  item.append_position = KVM_POSITION_END;
+  item.n_append = 1;
+  kvm_step_params step{};
+  step.struct_size = sizeof(step);
+  step.space = secret;
+  step.n_layers = 1;
+  step.items = &item;
+  step.n_items = 1;
+  const std::vector<float> row(1);
+  step.k = step.v = tensor_of(row);
+  EXPECT_EQ(kvm_append(queue, &step), KVM_ERR_PERMISSION);
+  EXPECT_EQ(std::strstr(kvm_last_error(), "secret"), nullptr) << kvm_last_error();
+  EXPECT_EQ(kvm_seq_free(other, item.seq), KVM_OK) << kvm_last_error();
+  kvm_queue_destroy(queue);
   // Nor does an administrator put sequences among those of others.
   EXPECT_EQ(kvm_seq_create(root, of_other, nullptr, &seq), KVM_ERR_PERMISSION);
   EXPECT_EQ(kvm_space_get_info(root, of_other, &info), KVM_OK) << kvm_last_error();

@@ -74,16 +74,19 @@ class World {
     StepRequest request;
     request.space = space_;
     request.layer_begin = layer;
-    request.append = request.attend = true;
+    request.append = true;
+    request.attend = attends;
     kvm_item item = append_item(seq, 1);
     item.append_position = position;
-    item.n_query = 1;
+    item.n_query = attends ? 1 : 0;
     item.flags = is_last && says_last_ ? uint32_t{KVM_ITEM_LAST_LAYER} : 0;
     request.items = {item};
     request.k = k.view();
     request.v = v.view();
-    request.q = q.view();
-    request.o = o_.view();
+    if (attends) {
+      request.q = q.view();
+      request.o = o_.view();
+    }
     return rig.run(std::move(request));
   }
   kvm_seq_info info() { return rig.engine->seq_info(rig.client, seq).value(); }
@@ -109,6 +112,7 @@ class World {
   Rig rig;
   kvm_seq_id seq = 0;
   std::vector<float> outputs;
+  bool attends = true;  // steps
 
  private:
   static void put(Buffer* buffer, uint32_t head, const Row& row) {
@@ -211,6 +215,35 @@ TEST(LayerEnds, CutsGoThroughAllLayers) {
   world.decode_all(80, falling);
   EXPECT_EQ(world.lengths(), std::vector<uint64_t>({140, 140, 140, 100}));
   EXPECT_EQ(world.info().n_committed, 140u);
+}
+
+// A layer that others have left behind has given up what a query behind its end would see.
+TEST(LayerEnds, ACutThatALayerCannotFollowIsRefused) {
+  World world(true);
+  world.decode_all(400, falling);
+  for (const uint64_t n : {100u, 99u, 300u}) {
+    EXPECT_EQ(world.rig.verb(SeqVerb::kTruncate, world.seq, n).status.code(), KVM_ERR_PARTIAL) << n;
+    EXPECT_EQ(world.rig.verb(SeqVerb::kFork, world.seq, n).status.code(), KVM_ERR_PARTIAL) << n;
+  }
+  EXPECT_TRUE(world.rig.verb(SeqVerb::kFork, world.seq, KVM_POSITION_END).status.is_ok());
+  world.truncate(400);
+  world.decode_all(10, falling);
+}
+
+// What a layer gets behind the commit point is final: policies act on it at once.
+TEST(LayerEnds, TokensThatComeLateAreFinal) {
+  World world(true, KVM_SEQ_MANUAL_COMMIT);
+  world.attends = false;
+  for (uint64_t t = 0; t < 400; ++t) {
+    ASSERT_TRUE(world.step(0, t, false).status.is_ok());
+  }
+  ASSERT_TRUE(world.rig.verb(SeqVerb::kCommit, world.seq, 400).status.is_ok());
+  const uint64_t n_first = world.info().n_entries_dropped;
+  EXPECT_GT(n_first, 0u);
+  for (uint64_t t = 0; t < 400; ++t) {
+    ASSERT_TRUE(world.step(1, t, false).status.is_ok());
+  }
+  EXPECT_EQ(world.info().n_entries_dropped, 2 * n_first);
 }
 
 // A token may not come back to a layer that one before it has skipped.

@@ -47,8 +47,9 @@ const std::vector<BadSpec>& bad_specs() {
       {"head_dim_k is 12", [](SpaceSpec* s) { s->params.head_dim_k = 12; }},
       {"head_dim_k is 264", [](SpaceSpec* s) { s->params.head_dim_k = 264; }},
       {"head_dim_v is 4", [](SpaceSpec* s) { s->params.head_dim_v = 4; }},
-      {"codec is 99; it must be the id of a codec: 1 (fp32), 2 (fp16), 3 (bf16), 4 (int8), 5 (fp8)",
-       [](SpaceSpec* s) { s->params.codec = 99; }},
+      {"codec is 7; it must be the id of a codec: 1 (fp32), 2 (fp16), 3 (bf16), 4 (int8), 5 (fp8), "
+       "6 (int8_channel)",
+       [](SpaceSpec* s) { s->params.codec = 7; }},
       {"softmax_scale", [](SpaceSpec* s) { s->params.softmax_scale = std::nanf(""); }},
       {"softmax_scale is -1", [](SpaceSpec* s) { s->params.softmax_scale = -1; }},
       {"logit_softcap is inf", [](SpaceSpec* s) { s->params.logit_softcap = INFINITY; }},
