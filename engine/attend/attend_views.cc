@@ -322,7 +322,7 @@ void AttendPlanner::count_keys(size_t first_view, KvRuns runs) {
   first.n_key_bytes =
       key_bytes(space_->head_class(request_->layer_begin, first.class_index), runs, first.n_keys);
   if (views_.size() == first_view + 1) {
-    views_[first_view].n_cost_keys = views_[first_view].n_keys;
+    first.n_cost_keys = first.n_keys;
     return;
   }
   const uint64_t n_stored = runs.size() * kPageTokens;

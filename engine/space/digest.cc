@@ -26,7 +26,7 @@ void add_heads(uint32_t layer, uint32_t n_heads, Say say, std::string* text) {
   }
 }
 
-// Calls add(layer, heads, ...) for layers that store something.
+// `text`, and behind it what say(layer, head) says of the layers that store something.
 template <typename Say>
 std::string text_of(const Space& space, std::string text, Say say) {
   for (uint32_t i = 0; i < space.n_layers; ++i) {
