@@ -59,6 +59,7 @@ void check_problem(const Problem& p) {
   KVM_ASSERT(p.group >= 1 && p.group <= kMaxGroup);
   KVM_ASSERT(p.dim_k >= 8 && p.dim_k <= kMaxHeadDim && p.dim_k % 8 == 0);
   KVM_ASSERT(p.dim_v >= 8 && p.dim_v <= kMaxHeadDim && p.dim_v % 8 == 0);
+  KVM_ASSERT(!p.v_in_k || p.dim_v <= p.dim_k);
   KVM_ASSERT(p.transforms.size() <= kMaxTransforms);
   KVM_ASSERT(p.item_rows == 0 || p.item_rows >= uint64_t{p.n_query} * p.group);
 }
@@ -249,8 +250,16 @@ void prepare_row(const Problem& problem, const QueryTransform& t, bool exact, ui
 // every bit of channels down to 1/128 of the largest.
 constexpr float kI16QueryError = 0x1p-14f;
 
-// A row as integers of 16 bits times *step, a power of two; whether that is near enough. A row that
-// is not finite is not.
+// The bits of a query row's integers: as many as words have, and fewer where the product with a row
+// of int8 could leave 32 bits.
+constexpr int query_bits(uint32_t dim) {
+  constexpr uint32_t kMostWords = INT32_MAX / (127 * 32767);
+  return dim <= kMostWords ? 15 : 14;
+}
+static_assert(query_bits(kMaxHeadDim) == 14 && kMaxHeadDim <= INT32_MAX / (127 * 16384));
+
+// A row as integers of query_bits times *step, a power of two; whether that is near enough. A row
+// that is not finite is not.
 bool round_row(const float* in, uint32_t dim, int16_t* out, float* step) {
   float top = 0.0f;
   for (uint32_t d = 0; d < dim; ++d) {
@@ -262,8 +271,9 @@ bool round_row(const float* in, uint32_t dim, int16_t* out, float* step) {
   }
   int exponent = 0;
   std::frexp(top, &exponent);
-  *step = std::ldexp(1.0f, exponent - 15);
-  const float inverse = std::ldexp(1.0f, 15 - exponent);
+  const int bits = query_bits(dim);
+  *step = std::ldexp(1.0f, exponent - bits);
+  const float inverse = std::ldexp(1.0f, bits - exponent);
   constexpr float kRound = 0x1.8p23f;  // adding it rounds to an integer
   float error = 0.0f;
   float length = 0.0f;

@@ -13,7 +13,7 @@
 // Computes, per row (query token i, q head g) with t ranging over the visible tokens:
 //   dot    = q'(transform of t) . k_t
 //   logit  = dot * scale                     or  softcap * tanh(dot * scale / softcap)
-//   logit += log_weight_t
+//   logit += log_weight_t  [ + slope_g (x_t - p_i), with the positions of token and query ]
 //   lse    = ln( sum_t e^logit_t  [ + e^sink_g ] )            o = sum_t e^(logit_t - lse) v_t
 // A row that sees nothing gets o = 0 and lse = -inf (with a sink: lse = sink).
 //
@@ -92,11 +92,18 @@ struct Problem {
   uint32_t group = 0;           // q heads of this kv head, 1 to kMaxGroup
   uint32_t dim_k = 0;           // multiple of 8, 8 to kMaxHeadDim
   uint32_t dim_v = 0;           // multiple of 8, 8 to kMaxHeadDim
+  // V is the first dim_v channels of K's rows, which are read once (MLA). Runs say of V what they
+  // say of K. REQUIRES: dim_v <= dim_k.
+  bool v_in_k = false;
 
   float scale = 1.0f;    // finite
   float softcap = 0.0f;  // 0 = none, else 1e-6 or more
   // Logit of a value-less sink per q head [group], or null.
   const float* sink_logits = nullptr;
+  // ALiBi (Press et al., 2022, section 3): logits of q head g grow by slopes[g] for each position;
+  // query token i is at visible.query_position + i, in a tree too. [group], magnitudes at most
+  // kMaxSlope; or null.
+  const float* slopes = nullptr;
   Visibility visible;
 
   KvRuns runs;

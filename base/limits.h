@@ -49,14 +49,18 @@ static_assert(sizeof(kvm_client_entry::name) == kMaxNameBytes + 1);
 inline constexpr uint32_t kMaxLayers = 512;
 inline constexpr uint32_t kMaxQHeads = 1024;
 inline constexpr uint32_t kMaxKvHeads = 128;
-inline constexpr uint32_t kMaxGroup = 16;  // q heads of a kv head
+inline constexpr uint32_t kMaxGroup = 128;  // q heads of a kv head
 static_assert(kMaxKvHeads == 8 * sizeof(kvm_policy_params::kv_head_mask));
 static_assert(kMaxGroup <= kMaxQHeads && kMaxKvHeads <= kMaxQHeads);
 
 inline constexpr uint32_t kMinHeadDim = 8;  // and multiples of it
-inline constexpr uint32_t kMaxHeadDim = 256;
+inline constexpr uint32_t kMaxHeadDim = 576;
+// LIMIT: of keys with an index, which is written for dims of the usual models.
+inline constexpr uint32_t kMaxIndexedDim = 256;
 inline constexpr uint32_t kMaxRopePairs = kMaxHeadDim / 2;
-static_assert(kMaxHeadDim % kMinHeadDim == 0);
+static_assert(kMaxHeadDim % kMinHeadDim == 0 && kMaxIndexedDim <= kMaxHeadDim);
+// LIMIT: magnitude of alibi_slopes: biases at all distances stay finite.
+inline constexpr float kMaxSlope = 1e4f;
 
 // LIMIT: entries of each list of kvm_space_params.
 inline constexpr uint32_t kMaxOverrides = 1024;

@@ -4,7 +4,7 @@
 //
 // Streaming path, fewer than kBlockedRows rows. Positions fall into items of 16. Per item and row:
 //   dot_t    sum over channels, in kWidth (16, 8 or 4) lanes that are added in a fixed tree
-//   logit_t  scale, clamp to +-1e38, soft cap, log weight, mask (-inf)
+//   logit_t  scale, clamp to +-1e38, soft cap, slope times distance, log weight, mask (-inf)
 //   m'       max(m, logit_0 ... logit_15);  where m' > m: l and o are multiplied by e^(m - m')
 //   p_t      e^(logit_t - m'), rounded to bf16 where V is bf16, unless fp32_weights
 //   l        += p_t, in 16 sums by position, which are added in a fixed tree at the chunk's end
@@ -19,7 +19,7 @@
 // the error of row r is measured against, for o itself may cancel.
 //   logit      |d| <= (dim_k / kWidth + 6) u sum_i |q_i k_i| scale, plus 3 u cap with a soft cap. A
 //              weight's relative error is that absolute error: with the logits of models (sums of
-//              products up to 40) at most 40 * 38 * 6e-8, in practice 2e-6.
+//              products up to 40) at most 40 * 38 * 6e-8, in practice 2e-6. Slopes add 2 u |bias|.
 //   e^x        1.5 ulp;    sums    (n / 16 + chunks) u, random signs
 //   bf16 dot   products of bf16 are exact in fp32, so K in bf16 with q in bf16 has the error of
 //              fp32; denormal inputs and results count as 0
@@ -29,7 +29,8 @@
 //              lse inherits at most 2^-9.
 //   int8       against what the stored rows decode to. Rows meet queries and weights in fp32, with
 //              these two exceptions in tables with a dot product of words:
-//   K in words q is rounded to 15 bits under its largest channel (a multiple of a power of two),
+//   K in words q is rounded to 15 bits under its largest channel (a multiple of a power of two; 14
+//              bits from dim 520 on, so that sums fit 32),
 //              where that moves q by at most 2^-14 of its length: logits by 2^-14 |q| |k| scale at
 //              most, by 1e-6 where a bf16 query has channels of one size. Sums are exact.
 //   V in words weight times scale of V is rounded to 15 bits under the largest of the item: each by

@@ -34,10 +34,10 @@ struct KvItem {
   uint16_t variant;           // of the queries
   uint8_t elem_k;             // vec::Elem
   uint8_t elem_v;
+  uint64_t position;          // of the first token, present or not
   // For the driver.
-  uint16_t flags;     // exact.cc
-  uint32_t run;       // index of the first run that holds tokens of the item
-  uint64_t position;  // of the first token, present or not
+  uint16_t flags;  // exact.cc
+  uint32_t run;    // index of the first run that holds tokens of the item
 };
 
 // The queries of a problem as prepare_queries lays them out.
@@ -56,15 +56,23 @@ struct QueryRows {
   uint32_t variant_rows;  // rows + kRowPad
 };
 
+// What logits grow by from position to position.
+struct PositionBias {
+  const float* slopes;      // [group], or null: nothing
+  uint64_t query_position;  // of query token 0
+};
+
 // Shape and scratch of a run of items: the streaming path.
 struct StreamArgs {
   QueryRows q;
   uint32_t dim_k;
   uint32_t dim_v;
+  uint32_t v_stride;    // elements from a row of V to the next: dim_v, or more
   uint32_t acc_stride;  // floats per row of acc; a multiple of 32, >= dim_v
   uint32_t fp32_weights;
   float scale;
   float softcap;
+  PositionBias bias;
   uint8_t ahead[kAttempts];   // in quarters of a stretch, less than 4 * kReadAhead - 3
   uint8_t far_ahead;          // the same, into the second level
   int64_t log_weight_offset;  // elements from an item's log weights to those of this head
@@ -88,6 +96,8 @@ struct BlockArgs {
   uint32_t acc_stride;
   float scale;
   float softcap;
+  PositionBias bias;
+  uint64_t position;  // of the first token of the block
   // Per token of the block; null rows are absent and count as zero.
   const uint8_t* k[kBlockTokens];
   const uint8_t* v[kBlockTokens];

@@ -8,7 +8,6 @@
 
 #include "attention/exact/layout.h"
 #include "attention/exact/visibility.h"
-#include "codecs/convert.h"
 
 namespace kvm::attention {
 namespace {
@@ -98,6 +97,7 @@ class Block {
     args.dim_v = problem.dim_v;
     args.scale = problem.scale;
     args.softcap = problem.softcap;
+    args.bias = position_bias(problem);
     args.query_first = query_first_;
     args.row_first = rows.first;
     args.row_count = rows.count;
@@ -136,19 +136,6 @@ class Block {
     }
   }
 
-  // The row of a slot as kernels load it: where it lies, or row `at` of what is decoded.
-  const uint8_t* row(const KvPlane& plane, uint32_t dim, uint64_t slot, float* decoded,
-                     uint64_t at) const {
-    const uint8_t* stored = codecs::row_at(plane, dim, problem_.head, slot);
-    if (codecs::codec_of(plane.codec).has_kernels()) {
-      return stored;
-    }
-    float* out = decoded + at * dim;
-    codecs::decode_row(stored, plane.codec, codecs::params_at(plane, dim, problem_.head),
-                       static_cast<uint32_t>(slot), dim, out);
-    return reinterpret_cast<const uint8_t*>(out);
-  }
-
   // Adds the tokens of `run` that are seen and of the kind; returns whether they have log weights.
   bool collect(const KvRun& run, uint64_t base, uint64_t seen) {
     BlockArgs& args = buffers_.args;
@@ -161,8 +148,12 @@ class Block {
       if ((seen >> at & 1) == 0) {
         continue;
       }
-      args.k[at] = row(run.k, problem_.dim_k, run.slot + i, buffers_.decoded_k, at);
-      args.v[at] = row(run.v, problem_.dim_v, run.slot + i, buffers_.decoded_v, at);
+      args.k[at] = kernel_row(run.k, problem_.dim_k, problem_.head, run.slot + i,
+                              buffers_.decoded_k + at * problem_.dim_k);
+      args.v[at] = problem_.v_in_k
+                       ? args.k[at]
+                       : kernel_row(run.v, problem_.dim_v, problem_.head, run.slot + i,
+                                    buffers_.decoded_v + at * problem_.dim_v);
       args.elem_k[at] = elem_k;
       args.elem_v[at] = elem_v;
       args.mask |= uint64_t{1} << at;
@@ -197,6 +188,7 @@ class Block {
       return;
     }
     args.variant = kind.variant;
+    args.position = base;
     args.bf16_qk =
         bf16_dot_ && kind.k != Arithmetic::kF32 && args.q.bf16_exact[kind.variant] != 0 ? 1 : 0;
     args.bf16_pv = bf16_dot_ && kind.v != Arithmetic::kF32 && !problem_.fp32_weights ? 1 : 0;

@@ -449,6 +449,37 @@ void fill_addend(const StreamArgs& args, const KvItem& item, uint32_t row, float
   }
 }
 
+// The query's side of PositionBias for a row: its slope, and how far `position` lies behind it.
+struct RowBias {
+  float slope;
+  float distance;
+};
+inline RowBias bias_of_row(const PositionBias& bias, const QueryRows& q, uint32_t row,
+                           uint64_t position) {
+  const uint32_t real = row < q.rows ? row : q.rows - 1;
+  const uint64_t behind = position - (bias.query_position + real / q.group);
+  return {bias.slopes[real % q.group], static_cast<float>(static_cast<int64_t>(behind))};
+}
+
+// Adds PositionBias to the logits of a tile.
+template <int kRows>
+[[gnu::noinline]] void add_position_bias(const StreamArgs& args, const KvItem& item, uint32_t row,
+                                         F* out) {
+  using T = Tile<kRows>;
+  float slopes[kW];
+  float distances[T::kLanes];
+  for (int r = 0; r < kRows; ++r) {
+    const RowBias bias =
+        bias_of_row(args.bias, args.q, row + static_cast<uint32_t>(r), item.position);
+    for (int t = 0; t < T::kTokens; ++t)
+      slopes[r * T::kTokens + t] = bias.slope;
+    for (int t = 0; t < static_cast<int>(kItemTokens); ++t)
+      distances[T::lane(r, t)] = bias.distance + static_cast<float>(t);
+  }
+  for (int g = 0; g < T::kGroups; ++g)
+    out[g] = vec::fma(vec::load(slopes), vec::load(distances + g * kW), out[g]);
+}
+
 // The logits of one tile: out[kGroups]. bad: see note_bad.
 template <int kRows, bool kFirst>
 inline void tile_logits(const StreamArgs& args, const KvItem& item, uint32_t row,
@@ -460,6 +491,8 @@ inline void tile_logits(const StreamArgs& args, const KvItem& item, uint32_t row
     *bad = note_bad(*bad, out[g]);
   for (int g = 0; g < T::kGroups; ++g)
     out[g] = to_logit(out[g], args.scale, args.softcap);
+  if (args.bias.slopes != nullptr)
+    add_position_bias<kRows>(args, item, row, out);
   if (item.log_weight != nullptr || item.row_masks != nullptr || item.mask != 0xffff) {
     float addend[T::kLanes];
     fill_addend<kRows>(args, item, row, addend);
@@ -613,7 +646,7 @@ inline void values_f32_slice(const StreamArgs& args, uint32_t row, const float* 
   using T = Tile<kRows>;
   constexpr size_t kElemBytes = vec::elem_bytes(kElem);
   float* acc = args.acc + row * static_cast<size_t>(args.acc_stride) + d;
-  const size_t row_bytes = args.dim_v * kElemBytes;
+  const size_t row_bytes = args.v_stride * kElemBytes;
   F a[kRows][kVecs];
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r) {
@@ -668,12 +701,13 @@ void values_f32(const StreamArgs& args, uint32_t row, const float* weights,
 }
 
 #if defined(__AVX512BF16__)
-// kVecs times 32 channels from channel d on, token pair by token pair.
+// kVecs times 32 channels from channel d on, token pair by token pair. kDim, here and below: both
+// dim_v and v_stride, or 0 where they are only known at run time.
 template <int kRows, bool kFirst, int kDim, int kVecs, bool kPart>
 inline void values_bf16_slice(const StreamArgs& args, uint32_t row, const uint16_t* weights,
                               uint32_t d, Reader<kFirst>& reader) {
   using T = Tile<kRows>;
-  const size_t dim = kDim != 0 ? static_cast<size_t>(kDim) : args.dim_v;
+  const size_t stride = kDim != 0 ? static_cast<size_t>(kDim) : args.v_stride;
   float* acc = args.acc + row * static_cast<size_t>(args.acc_stride) + d;
   F a[kRows][2 * kVecs];
 #pragma GCC unroll 4
@@ -685,7 +719,7 @@ inline void values_bf16_slice(const StreamArgs& args, uint32_t row, const uint16
   }
   const uint16_t* v = reinterpret_cast<const uint16_t*>(reader.rows()) + d;
 #pragma GCC unroll 8
-  for (int t = 0; t < static_cast<int>(kItemTokens); t += 2, v += 2 * dim) {
+  for (int t = 0; t < static_cast<int>(kItemTokens); t += 2, v += 2 * stride) {
     if (t % 4 == 0)
       reader.turn();
     vec::B w[kRows];
@@ -695,8 +729,8 @@ inline void values_bf16_slice(const StreamArgs& args, uint32_t row, const uint16
 #pragma GCC unroll 4
     for (int i = 0; i < kVecs; ++i) {
       const uint16_t* even = v + i * 32;
-      const uint16_t* odd = even + dim;
-      const uint32_t left = static_cast<uint32_t>(dim) - d;
+      const uint16_t* odd = even + stride;
+      const uint32_t left = args.dim_v - d;
       const vec::B x = kPart ? vec::load_pairs_n(even, left) : vec::load_pairs(even);
       reader.template step<64>();
       const vec::B y = kPart ? vec::load_pairs_n(odd, left) : vec::load_pairs(odd);
@@ -753,7 +787,7 @@ inline void values_bytes_slice(const StreamArgs& args, uint32_t row, const float
                                uint32_t d, Reader<kFirst>& reader) {
   using T = Tile<kRows>;
   using Rows = ByteRows<kElem>;
-  const size_t dim = kDim != 0 ? static_cast<size_t>(kDim) : args.dim_v;
+  const size_t stride = kDim != 0 ? static_cast<size_t>(kDim) : args.v_stride;
   const uint16_t* weights = reinterpret_cast<const uint16_t*>(buffer);
   typename Rows::Sum sum[kRows][2 * kVecs];
 #pragma GCC unroll 4
@@ -764,7 +798,7 @@ inline void values_bytes_slice(const StreamArgs& args, uint32_t row, const float
   }
   const uint8_t* v = reader.rows() + d;
 #pragma GCC unroll 8
-  for (int t = 0; t < static_cast<int>(kItemTokens); t += 2, v += 2 * dim) {
+  for (int t = 0; t < static_cast<int>(kItemTokens); t += 2, v += 2 * stride) {
     if (t % 4 == 0)
       reader.turn();
     decltype(Rows::pair(weights)) w[kRows];
@@ -773,9 +807,9 @@ inline void values_bytes_slice(const StreamArgs& args, uint32_t row, const float
       w[r] = Rows::pair(weights + T::lane(r, t));
 #pragma GCC unroll 4
     for (int i = 0; i < kVecs; ++i) {
-      const uint32_t n = kPart ? static_cast<uint32_t>(dim) - d : 32;
+      const uint32_t n = kPart ? args.dim_v - d : 32;
       decltype(Rows::pair(weights)) lo, hi;
-      Rows::load_pairs(v + i * 32, v + dim + i * 32, n, &lo, &hi);
+      Rows::load_pairs(v + i * 32, v + stride + i * 32, n, &lo, &hi);
       if (!kPart)
         reader.template step<64>();  // two vectors of half a line
 #pragma GCC unroll 4
@@ -822,12 +856,17 @@ void values_bytes(const StreamArgs& args, uint32_t row, const float* weights,
   }
 }
 
+// Says whether the rows of V have `dim` channels and nothing between them.
+inline bool v_is_packed(const StreamArgs& args, uint32_t dim) {
+  return args.dim_v == dim && args.v_stride == dim;
+}
+
 template <int kRows, bool kFirst, int kElem>
 inline void values_bytes_of_dim(const StreamArgs& args, uint32_t row, const float* weights,
                                 const uint8_t* const* reading) {
-  if (args.dim_v == 128)
+  if (v_is_packed(args, 128))
     return values_bytes<kRows, kFirst, 128, kElem>(args, row, weights, reading);
-  if (args.dim_v == 64)
+  if (v_is_packed(args, 64))
     return values_bytes<kRows, kFirst, 64, kElem>(args, row, weights, reading);
   return values_bytes<kRows, kFirst, 0, kElem>(args, row, weights, reading);
 }
@@ -840,9 +879,9 @@ void tile_values(const StreamArgs& args, const KvItem& item, uint32_t row, const
   if (item_uses_bf16_pv(args, item)) {
     if (item.elem_v == vec::kElemF8)
       return values_bytes_of_dim<kRows, kFirst, vec::kElemF8>(args, row, weights, reading);
-    if (args.dim_v == 128)
+    if (v_is_packed(args, 128))
       return values_bf16<kRows, kFirst, 128>(args, row, weights, reading);
-    if (args.dim_v == 64)
+    if (v_is_packed(args, 64))
       return values_bf16<kRows, kFirst, 64>(args, row, weights, reading);
     return values_bf16<kRows, kFirst, 0>(args, row, weights, reading);
   }
@@ -1287,8 +1326,19 @@ void block_addend(const BlockArgs& args, uint64_t mask, float* addend) {
   }
 }
 
-// Scores of one row (s, 64 floats) to logits. bad: see note_bad.
-inline void block_logits(const BlockArgs& args, uint64_t mask, const float* s, F* x, F* bad) {
+// Adds PositionBias to the logits of one row of the block.
+[[gnu::noinline]] void add_position_bias(const BlockArgs& args, uint32_t row, F* x) {
+  const RowBias bias = bias_of_row(args.bias, args.q, row, args.position);
+  float distances[kB];
+  for (int t = 0; t < kB; ++t)
+    distances[t] = bias.distance + static_cast<float>(t);
+  for (int i = 0; i < kB / kW; ++i)
+    x[i] = vec::fma(vec::set1(bias.slope), vec::load(distances + i * kW), x[i]);
+}
+
+// Scores of a row (s, 64 floats) to logits. bad: see note_bad.
+inline void block_logits(const BlockArgs& args, uint32_t row, uint64_t mask, const float* s, F* x,
+                         F* bad) {
   constexpr int kVecs = kB / kW;
   // Rows that were packed as floats have their scales in them.
   const float* k_scale = args.bf16_qk != 0 ? args.k_scale : nullptr;
@@ -1300,6 +1350,8 @@ inline void block_logits(const BlockArgs& args, uint64_t mask, const float* s, F
     *bad = note_bad(*bad, x[i]);
     x[i] = to_logit(x[i], args.scale, args.softcap);
   }
+  if (args.bias.slopes != nullptr)
+    add_position_bias(args, row, x);
   if (mask != ~static_cast<uint64_t>(0) || args.log_weight != nullptr) {
     float addend[kB];
     block_addend(args, mask, addend);
@@ -1314,7 +1366,7 @@ inline void block_weights(const BlockArgs& args, uint32_t at, uint64_t mask, flo
                           uint16_t* rounded, F* bad) {
   constexpr int kVecs = kB / kW;
   F x[kVecs];
-  block_logits(args, mask, s, x, bad);
+  block_logits(args, args.row_first + at, mask, s, x, bad);
   F top = vec::set1(kNegInf);
 #pragma GCC unroll 16
   for (int i = 0; i < kVecs; ++i)
@@ -1477,7 +1529,7 @@ void block_sums(const BlockArgs* args) {
     for (int r = 0; r < kMr; ++r) {
       const uint32_t i = static_cast<uint32_t>(r);
       F x[kVecs];
-      block_logits(*args, masks[r], s + r * kB, x, &bad);
+      block_logits(*args, row + i, masks[r], s + r * kB, x, &bad);
       const F reference = vec::set1(args->references[at + i]);
 #pragma GCC unroll 16
       for (int v = 0; v < kVecs; ++v)

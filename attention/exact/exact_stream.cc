@@ -14,7 +14,6 @@
 #include "base/assert.h"
 #include "base/cpu_features.h"
 #include "base/merge.h"
-#include "codecs/convert.h"
 
 namespace kvm::attention {
 namespace {
@@ -29,12 +28,14 @@ constexpr uint16_t kDecoded = 4;    // of a run without kernels; stitched as wel
 // Tokens of one item may belong to 16 runs with 16 combinations of elements and transforms, each of
 // which becomes an item of its own.
 constexpr size_t kMaxItems = kStreamChunkTokens;
-constexpr size_t kItemBytes = size_t{kItemTokens} * kMaxHeadDim * sizeof(float);
 
 struct Batch {
   KvItem* items;  // [kMaxItems]
   uint32_t n;
 };
+
+// Most bytes of the rows of an item.
+constexpr size_t item_bytes(uint32_t dim) { return size_t{kItemTokens} * dim * sizeof(float); }
 
 // A Stitch holds rows and masks of one item that cannot be read in place.
 struct Stitch {
@@ -75,9 +76,9 @@ KvItem make_item(const Problem& problem, const KvRun& run, size_t run_index, uin
           .variant = run.transform,
           .elem_k = codecs::codec_of(run.k.codec).kernel_elem(),
           .elem_v = codecs::codec_of(run.v.codec).kernel_elem(),
+          .position = position,
           .flags = flags_of(run),
-          .run = static_cast<uint32_t>(run_index),
-          .position = position};
+          .run = static_cast<uint32_t>(run_index)};
 }
 
 // The tokens of `run` inside [position, position + 16), as bits.
@@ -208,8 +209,8 @@ void carve_stream(const Problem& problem, Carver& carver, StreamArgs& args, Batc
   for (int i = 0; i < 2; ++i) {
     batches[i].items = carver.take<KvItem>(kMaxItems);
   }
-  stitch.k = carver.take<uint8_t>(kItemBytes);
-  stitch.v = carver.take<uint8_t>(kItemBytes);
+  stitch.k = carver.take<uint8_t>(item_bytes(problem.dim_k));
+  stitch.v = carver.take<uint8_t>(item_bytes(problem.dim_v));
   stitch.log_weight = carver.take<float>(kItemTokens);
   stitch.k_scale = carver.take<uint16_t>(kItemTokens);
   stitch.v_scale = carver.take<uint16_t>(kItemTokens);
@@ -255,16 +256,18 @@ Stream::Stream(const Problem& problem, const Plan& plan, const void* prepared, v
   args_.q = query_rows(problem, prepared);
   args_.dim_k = problem.dim_k;
   args_.dim_v = problem.dim_v;
+  args_.v_stride = v_row_dim(problem);
   args_.fp32_weights = problem.fp32_weights ? 1 : 0;
   args_.scale = problem.scale;
   args_.softcap = problem.softcap;
+  args_.bias = position_bias(problem);
   set_distances(problem, args_);
 }
 
 void Stream::share_items(const Stream& other) {
   const int64_t heads = int64_t{problem_.head} - int64_t{other.problem_.head};
   head_k_ = heads * int64_t{kPageTokens * problem_.dim_k};
-  head_v_ = heads * int64_t{kPageTokens * problem_.dim_v};
+  head_v_ = heads * int64_t{kPageTokens * v_row_dim(problem_)};
   args_.scale_offset = heads * int64_t{kPageTokens};
   args_.log_weight_offset = heads * static_cast<int64_t>(problem_.log_weight_head_stride);
 }
@@ -285,7 +288,7 @@ size_t Stream::scratch_bytes(const Problem& problem) {
 uint32_t Stream::add_page(size_t run, uint16_t flags, KvItem* out) const {
   const KvRun& r = problem_.runs[run];
   const size_t k_step = kItemTokens * codecs::codec_of(r.k.codec).row_bytes(problem_.dim_k);
-  const size_t v_step = kItemTokens * codecs::codec_of(r.v.codec).row_bytes(problem_.dim_v);
+  const size_t v_step = kItemTokens * codecs::codec_of(r.v.codec).row_bytes(v_row_dim(problem_));
   KvItem item = make_item(problem_, r, run, r.position);
   item.mask = 0xffff;
   item.flags = static_cast<uint16_t>(item.flags | flags);
@@ -337,14 +340,10 @@ void Stream::build(uint64_t chunk, Batch& batch) const {
 
 // Puts a row into an item, as kernels load it. slot: of the row.
 void put_row(const KvPlane& plane, uint32_t dim, uint32_t head, uint64_t slot, uint8_t* out) {
-  const codecs::Codec& codec = codecs::codec_of(plane.codec);
-  const uint8_t* row = codecs::row_at(plane, dim, head, slot);
-  if (codec.has_kernels()) {
-    std::memcpy(out, row, codec.row_bytes(dim));
-    return;
+  const uint8_t* row = kernel_row(plane, dim, head, slot, reinterpret_cast<float*>(out));
+  if (row != out) {
+    std::memcpy(out, row, codecs::codec_of(plane.codec).row_bytes(dim));
   }
-  codecs::decode_row(row, plane.codec, codecs::params_at(plane, dim, head),
-                     static_cast<uint32_t>(slot), dim, reinterpret_cast<float*>(out));
 }
 
 // Gathers the rows of a stitched item; rows that do not count become zero.
@@ -352,7 +351,9 @@ void Stream::stitch(KvItem& item) const {
   const size_t k_bytes = problem_.dim_k * vec::elem_bytes(item.elem_k);
   const size_t v_bytes = problem_.dim_v * vec::elem_bytes(item.elem_v);
   std::memset(stitch_.k, 0, k_bytes * kItemTokens);
-  std::memset(stitch_.v, 0, v_bytes * kItemTokens);
+  if (!problem_.v_in_k) {
+    std::memset(stitch_.v, 0, v_bytes * kItemTokens);
+  }
   std::fill_n(stitch_.log_weight, kItemTokens, 0.0f);
   std::fill_n(stitch_.k_scale, kItemTokens, uint16_t{0});
   std::fill_n(stitch_.v_scale, kItemTokens, uint16_t{0});
@@ -368,7 +369,9 @@ void Stream::stitch(KvItem& item) const {
       const uint64_t token = item.position + at - run.position;
       const uint64_t slot = run.slot + token;
       put_row(run.k, problem_.dim_k, problem_.head, slot, stitch_.k + at * k_bytes);
-      put_row(run.v, problem_.dim_v, problem_.head, slot, stitch_.v + at * v_bytes);
+      if (!problem_.v_in_k) {
+        put_row(run.v, problem_.dim_v, problem_.head, slot, stitch_.v + at * v_bytes);
+      }
       if (const float* weight = log_weight_at(problem_, run, token)) {
         stitch_.log_weight[at] = *weight;
         weighted = true;
@@ -382,7 +385,7 @@ void Stream::stitch(KvItem& item) const {
     }
   }
   item.k = stitch_.k;
-  item.v = stitch_.v;
+  item.v = problem_.v_in_k ? stitch_.k : stitch_.v;
   item.log_weight = weighted ? stitch_.log_weight : nullptr;
   item.k_scale = item.k_scale != nullptr ? stitch_.k_scale : nullptr;
   item.v_scale = item.v_scale != nullptr ? stitch_.v_scale : nullptr;

@@ -13,6 +13,7 @@
 #include "attention/exact/exact_args.h"
 #include "base/dtype.h"
 #include "base/round.h"
+#include "codecs/convert.h"
 #include "codecs/rows.h"
 
 namespace kvm::attention {
@@ -128,7 +129,9 @@ inline const uint8_t* k_row(const Problem& problem, const KvRun& run, uint64_t t
   return codecs::row_at(run.k, problem.dim_k, problem.head, run.slot + token);
 }
 inline const uint8_t* v_row(const Problem& problem, const KvRun& run, uint64_t token) {
-  return codecs::row_at(run.v, problem.dim_v, problem.head, run.slot + token);
+  return problem.v_in_k
+             ? k_row(problem, run, token)
+             : codecs::row_at(run.v, problem.dim_v, problem.head, run.slot + token);
 }
 // Its scale, where rows have some of their own; else null.
 inline const uint16_t* k_scale(const Problem& problem, const KvRun& run, uint64_t token) {
@@ -136,6 +139,24 @@ inline const uint16_t* k_scale(const Problem& problem, const KvRun& run, uint64_
 }
 inline const uint16_t* v_scale(const Problem& problem, const KvRun& run, uint64_t token) {
   return codecs::row_scale_at(run.v, problem.head, run.slot + token);
+}
+// Returns a stored row as kernels load it: where it lies, or decoded to `decoded` [dim].
+inline const uint8_t* kernel_row(const KvPlane& plane, uint32_t dim, uint32_t head, uint64_t slot,
+                                 float* decoded) {
+  const uint8_t* row = codecs::row_at(plane, dim, head, slot);
+  if (codecs::codec_of(plane.codec).has_kernels()) {
+    return row;
+  }
+  codecs::decode_row(row, plane.codec, codecs::params_at(plane, dim, head),
+                     static_cast<uint32_t>(slot), dim, decoded);
+  return reinterpret_cast<const uint8_t*>(decoded);
+}
+// Channels from one row of V to the next.
+inline uint32_t v_row_dim(const Problem& problem) {
+  return problem.v_in_k ? problem.dim_k : problem.dim_v;
+}
+inline PositionBias position_bias(const Problem& problem) {
+  return {.slopes = problem.slopes, .query_position = problem.visible.query_position};
 }
 // Returns the factor by which a row of elements, as kernels load it, is multiplied.
 inline float row_factor(uint8_t elem, uint16_t scale) {

@@ -299,10 +299,10 @@ double lanes(const GatherSums& sums, uint32_t row, uint32_t which) {
 // A RowWork holds the totals of one row, with memory for their vectors.
 struct RowWork {
   RowTotals totals;
-  double n_fixed[kMaxHeadDim];
-  double n_sample[kMaxHeadDim];
-  double chance_v[kMaxHeadDim];
-  double o[kMaxHeadDim];
+  double n_fixed[kMaxIndexedDim];
+  double n_sample[kMaxIndexedDim];
+  double chance_v[kMaxIndexedDim];
+  double o[kMaxIndexedDim];
 };
 
 class Sampler {
@@ -723,6 +723,8 @@ void prepare_uses(const Context& c, float* dense) {
 ApproxPlan plan_approx(const ApproxInput& input) {
   ApproxPlan plan;
   Problem problem = *input.problem;
+  KVM_ASSERT(std::max(problem.dim_k, problem.dim_v) <= kMaxIndexedDim && !problem.v_in_k &&
+             problem.slopes == nullptr);
   problem.wants_column_sums = false;
   const Plan exact = make_plan(problem, input.table);
   const bool has_many = exact.rows > kMaxApproxRows;

@@ -2,7 +2,8 @@
 // Approximate attention over stored keys and values: TopK, sampled and verified, with an error bar.
 //
 // A problem is one request item for one kv head (attention.h), with at most kMaxApproxRows rows
-// (query tokens times group). Its visible tokens fall into the exact set F and the rest R. R are
+// (query tokens times group), dims of at most kMaxIndexedDim, values of its own and no slopes. Its
+// visible tokens fall into the exact set F and the rest R. R are
 // the blocks of 64 positions that an index covers, that all rows see whole, that are stored whole
 // and without log weights, and that hold none of the first n_sinks and last n_recent positions; F
 // is everything else. F is evaluated exactly; of R some rows are read. Modes:

@@ -86,7 +86,7 @@ ErrorShape Directions::shape(uint32_t row, std::span<const double> o) {
   }
   const float* logits = room_.logits + size_t{row} * kMostTold;
   const float top = *std::max_element(logits, logits + n_);
-  alignas(64) float center[kMaxHeadDim + 32] = {};
+  alignas(64) float center[kMaxIndexedDim + 32] = {};
   double o2 = 0;
   for (size_t d = 0; d < o.size(); ++d) {
     center[d] = static_cast<float>(o[d]);

@@ -36,7 +36,7 @@ namespace kvm::hash_index {
 
 inline constexpr uint32_t kBlockKeys = 64;
 inline constexpr uint32_t kMaxRows = 16;  // queries that are scanned for at once
-inline constexpr uint32_t kMaxSketchDim = kMaxHeadDim;
+inline constexpr uint32_t kMaxSketchDim = kMaxIndexedDim;
 static_assert(kBlockKeys == kPageTokens);
 
 // Bytes of a key at dim 128 / 64.

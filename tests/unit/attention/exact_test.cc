@@ -7,6 +7,7 @@
 #include <cmath>
 #include <iterator>
 #include <limits>
+#include <numeric>
 #include <string>
 
 #include "codecs/codec.h"
@@ -75,10 +76,128 @@ TEST(Exact, Lengths) {
 }
 
 TEST(Exact, Groups) {
-  for (uint32_t group = 1; group <= kMaxGroup; ++group) {
+  std::vector<uint32_t> groups(16);
+  std::iota(groups.begin(), groups.end(), 1);
+  groups.insert(groups.end(), {23, 24, 48, 71, kMaxGroup});
+  for (const uint32_t group : groups) {
     Case c(Shape{.group = group, .dim_k = 64, .dim_v = 64, .n_tokens = 200}, group);
     c.store(3);
     check(c, "group " + std::to_string(group));
+  }
+}
+
+TEST(Exact, LargeDims) {
+  uint64_t seed = 0;
+  for (const uint32_t dim : {320u, 512u, 520u, 576u}) {
+    for (const CodecId codec : kCodecs) {
+      for (const Dtype q : {Dtype::kBf16, Dtype::kF32}) {
+        for (const uint32_t n_query : {1u, 9u}) {
+          Case c(Shape{.n_query = n_query,
+                       .group = 3,
+                       .dim_k = dim,
+                       .dim_v = seed % 2 == 0 ? dim : 832 - dim,
+                       .n_tokens = 90,
+                       .dtype_q = q},
+                 ++seed);
+          set_kinds(c, codec, codec);
+          c.store(1);
+          check(c, "dim " + std::to_string(dim) + " " + dtype_name(q) + " " +
+                       codecs::codec_of(codec).name + " queries " + std::to_string(n_query));
+          if (HasFailure()) {
+            return;
+          }
+        }
+      }
+    }
+  }
+}
+
+// The largest sums that words may give: all channels of a query and of int8 rows at their limits.
+TEST(Exact, SumsOfWordsStayWithin32Bits) {
+  for (const uint32_t dim : {512u, 520u, kMaxHeadDim}) {
+    Case c(Shape{.group = 2, .dim_k = dim, .dim_v = 8, .n_tokens = 64, .flat = true}, dim);
+    set_kinds(c, CodecId::kI8, CodecId::kF32);
+    c.problem().scale = 1.0f / static_cast<float>(dim);
+    c.store(0);
+    check(c, "flat rows of dim " + std::to_string(dim));
+    EXPECT_GT(c.ref_lse[0], 4.9) << "ln 64 and a logit near 1";
+  }
+}
+
+// Multi-head latent attention: one key for many q heads, whose first channels are the value.
+TEST(Exact, ValuesInKeys) {
+  uint64_t seed = 0;
+  for (const CodecId codec : kCodecs) {
+    for (const uint32_t group : {1u, 16u, 128u}) {
+      for (const uint32_t n_query : {1u, 3u}) {
+        for (const int cuts : {0, 9}) {
+          Shape shape{.n_query = n_query,
+                      .group = group,
+                      .dim_k = cuts == 0 ? 576u : 72u,
+                      .dim_v = cuts == 0 ? 512u : 64u,
+                      .n_tokens = 150,
+                      .v_in_k = true};
+          Case c(shape, ++seed);
+          set_kinds(c, codec, codec);
+          c.store(cuts);
+          check(c, std::string("V in K, ") + codecs::codec_of(codec).name + " group " +
+                       std::to_string(group) + " queries " + std::to_string(n_query));
+          if (HasFailure()) {
+            return;
+          }
+        }
+      }
+    }
+  }
+}
+
+// Where V lies changes no bit of what it says.
+TEST(Exact, ValuesInKeysHaveTheBitsOfValuesApart) {
+  for (const CodecId codec : {CodecId::kF32, CodecId::kF16, CodecId::kBf16, codecs::kI8Channel}) {
+    for (const uint32_t dim_v : {40u, 64u, 128u, 512u}) {
+      for (const uint32_t n_query : {1u, 5u, 12u}) {
+        Case c(Shape{.n_query = n_query,
+                     .dim_k = dim_v + 64,
+                     .dim_v = dim_v,
+                     .n_tokens = 200,
+                     .v_in_k = true},
+               dim_v);
+        set_kinds(c, codec, codec);
+        c.store(0);
+        for (const KernelTable* table : available_tables()) {
+          c.store_v_in_k(true);
+          c.run(table);
+          const std::vector<float> o = c.o;
+          const std::vector<float> lse = c.lse;
+          c.store_v_in_k(false);
+          c.run(table);
+          ASSERT_EQ(c.o, o) << table->name << ", " << codecs::codec_of(codec).name << ' ' << dim_v;
+          ASSERT_EQ(c.lse, lse) << table->name << ", " << codecs::codec_of(codec).name;
+        }
+      }
+    }
+  }
+}
+
+TEST(Exact, BiasesByPosition) {
+  uint64_t seed = 0;
+  for (const uint32_t group : {1u, 4u, 12u, 71u}) {
+    for (const uint32_t n_query : {1u, 2u, 7u}) {
+      for (const uint64_t first : {uint64_t{0}, uint64_t{100'000}}) {
+        Case c(Shape{.n_query = n_query,
+                     .group = group,
+                     .dim_k = 64,
+                     .dim_v = 64,
+                     .n_tokens = 700,
+                     .first_position = first},
+               ++seed);
+        c.use_slopes();
+        c.problem().visible.causal = seed % 3 != 0;
+        c.problem().softcap = seed % 2 == 0 ? 20.0f : 0.0f;
+        c.store(2);
+        check(c, "slopes, group " + std::to_string(group) + " from " + std::to_string(first));
+      }
+    }
   }
 }
 
@@ -347,6 +466,7 @@ std::vector<uint32_t> row_bits(const Case& c, uint32_t row) {
 // where the token has none that counts.
 bool spoil(Case& c, uint64_t token, bool key, uint32_t channel, float value) {
   const Problem& p = c.problem();
+  key = key || p.v_in_k;
   for (const KvRun& run : p.runs) {
     const uint64_t at = c.shape().first_position + token - run.position;
     if (at >= run.n_tokens) {
@@ -399,7 +519,7 @@ TEST(Exact, NotFiniteTokensSpoilWhoSeesThem) {
         for (uint32_t row = 0; row < c->lse.size(); ++row) {
           if (c->sees(row / c->problem().group, c->shape().first_position + token)) {
             ++n_spoiled;
-            expect_spoiled(*c, row, key);
+            expect_spoiled(*c, row, key || c->shape().v_in_k);
           } else {
             ++n_kept;
             ASSERT_EQ(row_bits(*c, row), before[row]) << table->name << ", row " << row;

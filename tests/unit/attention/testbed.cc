@@ -54,6 +54,9 @@ std::vector<float> random_row(const Shape& shape, bool is_v, CodecId codec,
   for (float& x : row) {
     x = normal(random);
   }
+  if (shape.flat && !is_v) {
+    std::fill(row.begin(), row.end(), 1.0f);
+  }
   if (shape.outliers) {
     row[0] = std::copysign(1e5f, row[0]);
   }
@@ -139,7 +142,7 @@ Case::Case(const Shape& shape, uint64_t seed) : shape_(shape), random_(seed) {
   std::normal_distribution<float> normal;
   q_.resize(size_t{rows} * shape.dim_k);
   for (float& x : q_) {
-    x = round_to(shape.dtype_q, normal(random_) * shape.q_size);
+    x = shape.flat ? 1.0f : round_to(shape.dtype_q, normal(random_) * shape.q_size);
   }
   for (uint32_t row = 0; shape.outliers && row < rows; ++row) {
     q_[size_t{row} * shape.dim_k] = 0.0f;
@@ -150,6 +153,7 @@ Case::Case(const Shape& shape, uint64_t seed) : shape_(shape), random_(seed) {
   p.group = shape.group;
   p.dim_k = shape.dim_k;
   p.dim_v = shape.dim_v;
+  p.v_in_k = shape.v_in_k;
   p.head = shape.head;
   p.scale = 1.0f / std::sqrt(static_cast<float>(shape.dim_k));
   p.dtype_o = shape.dtype_o;
@@ -191,6 +195,16 @@ void Case::use_sinks() {
   }
   sinks_[0] = kInf * -1.0f;
   problem_.sink_logits = sinks_.data();
+}
+
+// The slopes of ALiBi, of which the last, the flattest, rises instead.
+void Case::use_slopes() {
+  slopes_.resize(shape_.group);
+  for (uint32_t g = 0; g < shape_.group; ++g) {
+    slopes_[g] = std::exp2(-8.0f * static_cast<float>(g + 1) / static_cast<float>(shape_.group));
+  }
+  slopes_.back() *= -1.0f;
+  problem_.slopes = slopes_.data();
 }
 
 void Case::use_tree(double density) {
@@ -260,7 +274,9 @@ void Case::cut_runs(int extra_cuts) {
     };
     const auto* scales = reinterpret_cast<const uint16_t*>(pages_s_[page]->data());
     run.k = plane_of(*pages_k_[page], kind.codec_k, shape_.dim_k, scales, channels_k_);
-    run.v = plane_of(*pages_v_[page], kind.codec_v, shape_.dim_v, scales + plane, channels_v_);
+    run.v = shape_.v_in_k ? run.k
+                          : plane_of(*pages_v_[page], kind.codec_v, shape_.dim_v, scales + plane,
+                                     channels_v_);
     if (!log_weights.empty()) {
       run.log_weight = reinterpret_cast<const float*>(pages_w_[page]->data()) + slot;
     }
@@ -298,7 +314,9 @@ void Case::store(int extra_cuts) {
   if (tokens_.empty()) {
     for (uint64_t t = 0; t < s.n_tokens; ++t) {
       std::vector<float> k = random_row(s, false, kinds[t].codec_k, random_);
-      tokens_.push_back({std::move(k), random_row(s, true, kinds[t].codec_v, random_)});
+      std::vector<float> v = s.v_in_k ? std::vector<float>(k.begin(), k.begin() + s.dim_v)
+                                      : random_row(s, true, kinds[t].codec_v, random_);
+      tokens_.push_back({std::move(k), std::move(v)});
     }
   }
   for (uint64_t t = 0; t < s.n_tokens; ++t) {
@@ -314,7 +332,9 @@ void Case::store(int extra_cuts) {
         pages_v_[page]->data() + static_cast<size_t>(kinds[t].codec_v) * plane * s.dim_v * 4;
     auto* scales = reinterpret_cast<uint16_t*>(pages_s_[page]->data());
     put_row(k, scales, kinds[t].codec_k, row, tokens_[t].k);
-    put_row(v, scales + plane, kinds[t].codec_v, row, tokens_[t].v);
+    if (!s.v_in_k) {
+      put_row(v, scales + plane, kinds[t].codec_v, row, tokens_[t].v);
+    }
     if (!log_weights.empty()) {
       reinterpret_cast<float*>(pages_w_[page]->data())[row] = log_weights[t];
     }
@@ -324,6 +344,11 @@ void Case::store(int extra_cuts) {
   problem_.visible.include = include_;
   problem_.visible.exclude = exclude_;
   cut_runs(extra_cuts);
+}
+
+void Case::store_v_in_k(bool v_in_k) {
+  shape_.v_in_k = problem_.v_in_k = v_in_k;
+  store(0);
 }
 
 void Case::run(const KernelTable* table, int pieces, int row_pieces) {
@@ -506,6 +531,11 @@ double Case::logit(uint32_t row, uint64_t token) const {
     const double cap = static_cast<double>(problem_.softcap);
     x = cap * std::tanh(x / cap);
   }
+  if (problem_.slopes != nullptr) {
+    const uint64_t p = problem_.visible.query_position + row / problem_.group;
+    const auto behind = static_cast<int64_t>(shape_.first_position + token - p);
+    x += static_cast<double>(slopes_[row % problem_.group]) * static_cast<double>(behind);
+  }
   return log_weights.empty() ? x : x + static_cast<double>(log_weights[token]);
 }
 
@@ -624,9 +654,12 @@ std::unique_ptr<Case> random_case(uint64_t seed) {
   };
   Shape s;
   s.n_query = pick(3) == 0 ? 1 : 1 + pick(pick(2) == 0 ? 4 : 40);
-  s.group = pick(2) == 0 ? 1 + pick(kMaxGroup) : 4;
-  s.dim_k = pick(2) == 0 ? 64 : 8 * (1 + pick(32));
-  s.dim_v = pick(2) == 0 ? s.dim_k : 8 * (1 + pick(32));
+  s.group = pick(2) == 0 ? 1 + pick(pick(4) == 0 ? kMaxGroup : 16) : 4;
+  s.n_query = std::min(s.n_query, std::max(1u, 640 / s.group));  // for the reference's sake
+  const uint32_t n_dims = pick(6) == 0 ? kMaxHeadDim / 8 : 32;
+  s.dim_k = pick(2) == 0 ? 64 : 8 * (1 + pick(n_dims));
+  s.v_in_k = pick(4) == 0;
+  s.dim_v = pick(2) == 0 ? s.dim_k : 8 * (1 + pick(s.v_in_k ? s.dim_k / 8 : n_dims));
   s.n_tokens = pick(4) == 0 ? pick(1500) : pick(300);
   s.first_position = pick(3) == 0 ? pick(5000) : 0;
   s.heads = 1 + pick(3);
@@ -641,15 +674,18 @@ std::unique_ptr<Case> random_case(uint64_t seed) {
                      pick(2) == 0 ? RotationLayout::kInterleaved : RotationLayout::kHalfSplit,
                      pick(2) == 0);
   }
-  TokenKind kind{kCodecs[pick(std::size(kCodecs))], kCodecs[pick(std::size(kCodecs))], 0};
+  TokenKind kind;
   const uint32_t change = pick(3) == 0 ? 1 + pick(60) : 0;
   const uint32_t gaps = pick(4) == 0 ? 2 + pick(100) : 0;
+  const auto pick_kind = [&](uint16_t transform) {
+    const CodecId k = kCodecs[pick(std::size(kCodecs))];
+    return TokenKind{k, s.v_in_k ? k : kCodecs[pick(std::size(kCodecs))], transform};
+  };
   const bool weights = pick(3) == 0;
   std::normal_distribution<float> normal;
   for (uint64_t t = 0; t < s.n_tokens; ++t) {
     if (t == 0 || (change != 0 && pick(change) == 0)) {
-      kind = {kCodecs[pick(std::size(kCodecs))], kCodecs[pick(std::size(kCodecs))],
-              static_cast<uint16_t>(n_transforms != 0 ? pick(n_transforms) : 0)};
+      kind = pick_kind(static_cast<uint16_t>(n_transforms != 0 ? pick(n_transforms) : 0));
     }
     c->kinds[t] = kind;
     c->present[t] = gaps == 0 || pick(gaps) != 0;
@@ -660,6 +696,8 @@ std::unique_ptr<Case> random_case(uint64_t seed) {
   Visibility& v = p.visible;
   if (pick(3) == 0)
     c->use_sinks();
+  if (pick(4) == 0)
+    c->use_slopes();
   if (pick(3) == 0)
     p.softcap = 1.0f + static_cast<float>(pick(50));
   if (pick(3) == 0)

@@ -46,6 +46,7 @@ struct Shape {
   uint64_t first_position = 0;
   uint32_t heads = 2;  // of a page
   uint32_t head = 1;
+  bool v_in_k = false;  // dim_v <= dim_k then, and every token has one codec for both
   Dtype dtype_q = Dtype::kBf16;
   Dtype dtype_o = Dtype::kF32;
   float q_size = 1.0f;  // standard deviation of queries; keys and values have 1
@@ -55,6 +56,8 @@ struct Shape {
   // Rows of V of very different sizes, those of K 1 or less; each may be next to nothing, or 0, or
   // have one size in all channels.
   bool uneven = false;
+  // Queries and keys are 1 in all channels.
+  bool flat = false;
 };
 
 // Owns everything a Problem refers to. Pages have a random order in memory; tokens carry their
@@ -76,12 +79,15 @@ class Case {
   std::vector<QueryTransform> transforms;
   void add_transform(bool rotate, RotationLayout layout, bool scale);
   void use_sinks();
+  void use_slopes();
   void use_tree(double density);
   void use_ranges(bool include, int n);
 
   // Lays the tokens out in pages and cuts them into runs; every boundary between kinds and each
   // page border cuts, `extra_cuts` random others do too. Then the problem can be run.
   void store(int extra_cuts);
+  // Stores them once more, with V in K or apart. REQUIRES: Shape::v_in_k, at first.
+  void store_v_in_k(bool v_in_k);
 
   bool wants_column_sums = true;
 
@@ -127,6 +133,7 @@ class Case {
   std::vector<uint16_t> channels_k_, channels_v_;  // scales by channel, [heads][dim]
   std::vector<KvRun> runs_;
   std::vector<float> sinks_;
+  std::vector<float> slopes_;
   std::vector<uint64_t> tree_;
   std::vector<PositionRange> include_, exclude_;
   std::vector<std::unique_ptr<std::vector<float>>> tables_;
