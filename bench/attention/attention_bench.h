@@ -19,6 +19,7 @@ struct ExactShape {
   uint32_t q_heads = 32;
   uint32_t kv_heads = 8;
   uint32_t dim = 128;
+  uint32_t v_in_k = 0;  // not 0: values are so many first channels of keys
 };
 
 struct ExactResult {
@@ -26,6 +27,7 @@ struct ExactResult {
   uint32_t threads = 0;
   double ms = 0;
   double gbps = 0;
+  double gflops = 0;
   double ceiling_gbps = 0;
   double fraction = 0;
   std::string ceiling_kernel;  // the read kernel that won

@@ -11,10 +11,17 @@
 namespace {
 
 void exact(const std::string& filter, int repeats) {
-  const kvm::bench::ExactShape shapes[] = {
-      {"gqa_8192", 1, 8192},        {"gqa_65536", 1, 65536},   {"gqa_98304", 1, 98304},
-      {"gqa_16x4096", 16, 4096},    {"gqa_32x3072", 32, 3072}, {"mha_65536", 1, 65536, 8, 8},
-      {"mha_98304", 1, 98304, 8, 8}};
+  const kvm::bench::ExactShape shapes[] = {{"gqa_8192", 1, 8192},
+                                           {"gqa_65536", 1, 65536},
+                                           {"gqa_98304", 1, 98304},
+                                           {"gqa_16x4096", 16, 4096},
+                                           {"gqa_32x3072", 32, 3072},
+                                           {"mha_65536", 1, 65536, 8, 8},
+                                           {"mha_98304", 1, 98304, 8, 8},
+                                           // DeepSeek's latent form: V2-Lite's heads and V3's.
+                                           {"mla_16_65536", 1, 65536, 16, 1, 576, 512},
+                                           {"mla_128_65536", 1, 65536, 128, 1, 576, 512},
+                                           {"mqa_71_65536", 1, 65536, 71, 1, 64}};
   const uint32_t all = std::max(1u, std::thread::hardware_concurrency());
   for (const auto& shape : shapes) {
     if (shape.name.find(filter) == std::string::npos) {
@@ -22,8 +29,8 @@ void exact(const std::string& filter, int repeats) {
     }
     for (uint32_t threads : {1u, all}) {
       const auto r = kvm::bench::measure_exact(shape, threads, repeats);
-      std::printf("exact %-12s threads %u %s %8.3f ms %6.1f GB/s ", shape.name.c_str(), threads,
-                  r.isa.c_str(), r.ms, r.gbps);
+      std::printf("exact %-13s threads %u %s %8.3f ms %6.1f GB/s %6.0f GFLOP/s ",
+                  shape.name.c_str(), threads, r.isa.c_str(), r.ms, r.gbps, r.gflops);
       std::printf("ceiling %6.1f (%s) fraction %.3f\n", r.ceiling_gbps, r.ceiling_kernel.c_str(),
                   r.fraction);
       std::fflush(stdout);

@@ -33,7 +33,10 @@ class ExactBench {
   }
 
   uint64_t bytes() const {
-    return uint64_t{shape_.n_sequences} * shape_.tokens * shape_.kv_heads * shape_.dim * 4;
+    return uint64_t{shape_.n_sequences} * shape_.tokens * shape_.kv_heads * row_bytes();
+  }
+  double flops() const {
+    return 2.0 * shape_.n_sequences * shape_.tokens * shape_.q_heads * (shape_.dim + dim_v());
   }
 
   double attention_seconds() {
@@ -58,11 +61,16 @@ class ExactBench {
   }
 
  private:
+  uint32_t dim_v() const { return shape_.v_in_k != 0 ? shape_.v_in_k : shape_.dim; }
+  // K and V of a token of a head.
+  size_t row_bytes() const { return size_t{shape_.dim} * (shape_.v_in_k != 0 ? 2 : 4); }
+
   void fill_pool() {
     const uint32_t pages_each = (shape_.tokens + kPageTokens - 1) / kPageTokens;
     const size_t n_pages = size_t{pages_each} * shape_.n_sequences;
     const size_t plane = size_t{shape_.kv_heads} * kPageTokens * shape_.dim * 2;
-    pool_ = std::make_unique<HugeBuffer>(n_pages * plane * 2);
+    const size_t page_bytes = size_t{shape_.kv_heads} * kPageTokens * row_bytes();
+    pool_ = std::make_unique<HugeBuffer>(n_pages * page_bytes);
     std::mt19937 random(1);
     std::vector<uint32_t> slots(n_pages);
     std::iota(slots.begin(), slots.end(), 0u);
@@ -70,16 +78,16 @@ class ExactBench {
     // Values in [-2, 2) from cheap random bits: the speed does not depend on them.
     auto* values = reinterpret_cast<uint16_t*>(pool_->data());
     uint32_t state = 1;
-    for (size_t i = 0; i < n_pages * plane; ++i) {
+    for (size_t i = 0; i < n_pages * page_bytes / 2; ++i) {
       state = state * 1664525u + 1013904223u;
       values[i] = static_cast<uint16_t>((state >> 16 & 0x807fu) | 0x3f00u | (state >> 9 & 0x80u));
     }
     runs_.resize(n_pages);
     for (size_t i = 0; i < n_pages; ++i) {
       const size_t position = i % pages_each * kPageTokens;
-      const std::byte* page = pool_->data() + slots[i] * plane * 2;
+      const std::byte* page = pool_->data() + slots[i] * page_bytes;
       runs_[i].k.rows = page;
-      runs_[i].v.rows = page + plane;
+      runs_[i].v.rows = shape_.v_in_k != 0 ? page : page + plane;
       runs_[i].position = position;
       runs_[i].n_tokens =
           static_cast<uint16_t>(std::min<size_t>(kPageTokens, shape_.tokens - position));
@@ -88,7 +96,7 @@ class ExactBench {
     for (uint16_t& x : q_) {
       x = f32_to_bf16(std::uniform_real_distribution<float>(-1.0f, 1.0f)(random));
     }
-    o_.resize(q_.size());
+    o_.resize(size_t{shape_.n_sequences} * shape_.q_heads * dim_v());
     lse_.resize(size_t{shape_.n_sequences} * shape_.q_heads);
   }
 
@@ -105,14 +113,16 @@ class ExactBench {
         p.q_stride_head = shape_.dim;
         p.n_query = 1;
         p.group = group;
-        p.dim_k = p.dim_v = shape_.dim;
+        p.dim_k = shape_.dim;
+        p.dim_v = dim_v();
+        p.v_in_k = shape_.v_in_k != 0;
         p.scale = 1.0f / std::sqrt(static_cast<float>(shape_.dim));
         p.visible.query_position = shape_.tokens - 1;
         p.runs = {runs_.data() + s * pages_each, pages_each};
         p.head = h;
-        p.o = o_.data() + row * shape_.dim;
+        p.o = o_.data() + row * dim_v();
         p.dtype_o = Dtype::kF32;
-        p.o_stride_head = shape_.dim;
+        p.o_stride_head = dim_v();
         p.lse = lse_.data() + row;
         p.lse_stride_head = 1;
         problems_.push_back(p);
@@ -152,7 +162,12 @@ class ExactBench {
         const auto at = [&](const KvPlane& plane) {
           return static_cast<const std::byte*>(plane.rows) + p.head * head_bytes;
         };
-        spans.push_back({at(p.runs[i].k), at(p.runs[i].v), head_bytes});
+        if (shape_.v_in_k != 0) {  // one plane, in two streams
+          const std::byte* rows = at(p.runs[i].k);
+          spans.push_back({rows, rows + head_bytes / 2, head_bytes / 2});
+        } else {
+          spans.push_back({at(p.runs[i].k), at(p.runs[i].v), head_bytes});
+        }
       }
       reads_.push_back(std::move(spans));
     }
@@ -226,6 +241,7 @@ ExactResult measure_exact(const ExactShape& shape, uint32_t threads, int repeats
   result.threads = threads;
   result.ms = seconds * 1e3;
   result.gbps = static_cast<double>(bench.bytes()) / seconds * 1e-9;
+  result.gflops = bench.flops() / seconds * 1e-9;
   result.ceiling_gbps = static_cast<double>(bench.bytes()) / median(reads[best]) * 1e-9;
   result.fraction = result.gbps / result.ceiling_gbps;
   result.ceiling_kernel = kernels[best].name;
