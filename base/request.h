@@ -34,7 +34,8 @@ struct SpaceSpec {
   std::string name;
   kvm_space_params params{};  // the pointers are null: the vectors replace them; counts match
   std::vector<float> rope_inv_freq;
-  std::vector<float> sink_logits;  // empty or [n_layers][n_q_heads]
+  std::vector<float> sink_logits;   // empty or [n_layers][n_q_heads]
+  std::vector<float> alibi_slopes;  // empty or [n_q_heads]
   std::vector<kvm_layer_params> layers;
   std::vector<kvm_policy_params> policies;
   std::vector<kvm_codec_params> codecs;

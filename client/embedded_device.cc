@@ -66,6 +66,12 @@ Result<device::SpaceLayout> layout_of(const engine::Space& space) {
     return unsupported("head_dim_k is " + std::to_string(space.head_dim_k) + " and head_dim_v " +
                        std::to_string(space.head_dim_v) + "; both must be 64, 128 or 256");
   }
+  if (space.v_in_k) {
+    return unsupported("KVM_SPACE_V_IN_K is not there");
+  }
+  if (!space.alibi_slopes.empty()) {
+    return unsupported("alibi_slopes are not there");
+  }
   if (!space.sink_logits.empty()) {
     return unsupported("sink_logits are not there");
   }
@@ -79,10 +85,20 @@ Result<device::SpaceLayout> layout_of(const engine::Space& space) {
   device::SpaceLayout layout;
   layout.codec = space.codec;
   layout.dim = space.head_dim_k;
-  layout.scale = space.softmax_scale;
+  layout.scale = space.layers[0].softmax_scale;
   layout.softcap = space.logit_softcap;
   for (uint32_t i = 0; i < space.n_layers; ++i) {
     const engine::Layer& from = space.layers[i];
+    if (from.dim_k != space.head_dim_k || from.dim_v != space.head_dim_v) {
+      return unsupported("layer " + std::to_string(i) + " has head dims " +
+                         std::to_string(from.dim_k) + "/" + std::to_string(from.dim_v) +
+                         "; all layers must be alike");
+    }
+    if (from.group() > attention::gpu::kMaxGpuGroup) {
+      return unsupported("layer " + std::to_string(i) + " has groups of " +
+                         std::to_string(from.group()) + " q heads; at most " +
+                         std::to_string(attention::gpu::kMaxGpuGroup));
+    }
     device::LayerLayout layer;
     layer.has_keys = from.kind != KVM_LAYER_ABSENT;
     layer.storage_layer = from.storage_layer;

@@ -89,10 +89,18 @@ char* target_row(const TargetRows& rows, uint64_t row, uint32_t head) {
          place_of(rows, head) * rows.head_stride_bytes;
 }
 
+// The parameters of a head.
+const uint16_t* params_of(const SourceRows& rows, uint32_t head) {
+  return static_cast<const uint16_t*>(rows.params) +
+         uint64_t{place_of(rows, head)} * rows.head_scales;
+}
+uint16_t* params_of(const TargetRows& rows, uint32_t head) {
+  return static_cast<uint16_t*>(rows.params) + uint64_t{place_of(rows, head)} * rows.head_scales;
+}
+
 // The scale of a row. REQUIRES: rows have some of their own.
 uint16_t& scale_of(const TargetRows& rows, uint64_t row, uint32_t head) {
-  return static_cast<uint16_t*>(
-      rows.params)[uint64_t{place_of(rows, head)} * kPageTokens + rows.slot + row];
+  return params_of(rows, head)[rows.slot + row];
 }
 
 void copy_params(const SourceRows& source, const TargetRows& target, uint64_t n_rows,
@@ -100,16 +108,12 @@ void copy_params(const SourceRows& source, const TargetRows& target, uint64_t n_
   const Codec& codec = codec_of(source.codec);
   for (uint32_t head = 0; head < n_heads; ++head) {
     if (codec.scaling == Scaling::kChannel) {
-      const uint32_t n = codec.n_scales(dim);
-      std::memcpy(
-          static_cast<uint16_t*>(target.params) + uint64_t{place_of(target, head)} * n,
-          static_cast<const uint16_t*>(source.params) + uint64_t{place_of(source, head)} * n,
-          n * sizeof(uint16_t));
+      std::memcpy(params_of(target, head), params_of(source, head),
+                  codec.n_scales(dim) * sizeof(uint16_t));
       continue;
     }
-    const auto* from = static_cast<const uint16_t*>(source.params) +
-                       uint64_t{place_of(source, head)} * kPageTokens + source.slot;
-    std::memcpy(&scale_of(target, 0, head), from, n_rows * sizeof(uint16_t));
+    std::memcpy(&scale_of(target, 0, head), params_of(source, head) + source.slot,
+                n_rows * sizeof(uint16_t));
   }
 }
 
@@ -132,10 +136,8 @@ void convert_scaled_rows(const SourceRows& source, const TargetRows& target, uin
       const char* in = source_row(source, row, head);
       char* out = target_row(target, row, head);
       if (from.is_scaled()) {
-        const auto* params = static_cast<const uint16_t*>(source.params) +
-                             uint64_t{place_of(source, head)} * from.n_scales(n);
-        decode_row(in, source.codec, params, source.slot + static_cast<uint32_t>(row), n,
-                   block.data());
+        decode_row(in, source.codec, params_of(source, head),
+                   source.slot + static_cast<uint32_t>(row), n, block.data());
       } else {
         convert(in, dtype_of(from), block.data(), Dtype::kF32, n);
       }
@@ -231,6 +233,7 @@ SourceRows rows_of(const KvPlane& plane, uint32_t dim, uint32_t slot) {
           .row_stride_bytes = codec.row_bytes(dim),
           .head_stride_bytes = codec.head_rows_bytes(dim),
           .params = plane.params,
+          .head_scales = codec.n_scales(dim),
           .slot = slot};
 }
 
@@ -241,6 +244,7 @@ TargetRows writable_rows(const KvPlane& plane, uint32_t dim, uint32_t slot) {
           .row_stride_bytes = rows.row_stride_bytes,
           .head_stride_bytes = rows.head_stride_bytes,
           .params = const_cast<void*>(rows.params),
+          .head_scales = rows.head_scales,
           .slot = slot};
 }
 

@@ -31,7 +31,8 @@ void copy_past_caches(const void* src, void* dst, uint64_t n_bytes);
 // SourceRows are rows of some heads in memory. With place = heads ? heads[h] : h, the row of token
 // t and head h starts at
 //   data + (slot + t) * row_stride_bytes + place * head_stride_bytes
-// and its parameters are those of slot + t in head `place` of params (codecs/codec.h).
+// and its parameters are those of slot + t in head `place` of params (codecs/codec.h), where heads
+// lie head_scales scales apart.
 struct SourceRows {
   const void* data = nullptr;  // any alignment
   CodecId codec = CodecId::kF32;
@@ -39,6 +40,7 @@ struct SourceRows {
   uint64_t head_stride_bytes = 0;
   const uint16_t* heads = nullptr;
   const void* params = nullptr;
+  uint32_t head_scales = 0;
   uint32_t slot = 0;
 };
 
@@ -49,10 +51,12 @@ struct TargetRows {
   uint64_t head_stride_bytes = 0;
   const uint16_t* heads = nullptr;
   void* params = nullptr;
+  uint32_t head_scales = 0;
   uint32_t slot = 0;
 };
 
-// Rows of a page, from a slot on.
+// Rows of a page, from a slot on. dim: channels from row to row; convert_rows may be asked for
+// fewer, the first ones.
 SourceRows rows_of(const KvPlane& plane, uint32_t dim, uint32_t slot);
 // The same to write to. REQUIRES: the caller may write to the page.
 TargetRows writable_rows(const KvPlane& plane, uint32_t dim, uint32_t slot);

@@ -47,8 +47,8 @@
  *       name KVM_CODEC_F32 to keep fp32.
  *    3  Logits are q.k / sqrt(head_dim_k) unless softmax_scale of the space, or scale of the
  *       request, is set. The service multiplies, before the soft-cap: do not scale q as well.
- *    4  q head h reads kv head h / group, group = n_q_heads / n_kv_heads, 1 to 16: the q heads of a
- *       kv head lie side by side. Rows are [head][dim]; other strides are said in the tensor.
+ *    4  q head h reads kv head h / group, group = n_q_heads / n_kv_heads, 1 to 128: the q heads of
+ *       a kv head lie side by side. Rows are [head][dim]; other strides are said in the tensor.
  *    5  Each layer is appended to and has a length of its own. append_position is that length: pass
  *       the number you believe, and a step that is off by one fails with HOLE, not with bad text.
  *    6  A query row at position p sees the tokens at positions up to p, its own included: append it
@@ -452,11 +452,13 @@ typedef struct kvm_layer_params {
   uint32_t layer_begin;
   uint32_t n_layers;   /* at least 1 */
   uint32_t kind;       /* KVM_LAYER_* */
-  uint32_t target;     /* ALIAS: a layer of kind OWN with the same head counts */
+  uint32_t target;     /* ALIAS: a layer of kind OWN with the same head counts and dims */
   uint32_t n_q_heads;  /* 0: as the space */
-  uint32_t n_kv_heads; /* 0: as the space; must divide n_q_heads into groups of 1 to 16 */
+  uint32_t n_kv_heads; /* 0: as the space; must divide n_q_heads into groups of 1 to 128 */
   uint64_t window;     /* query at p sees keys at positions > p - window; 0: all */
-  uint64_t reserved[2];
+  uint32_t head_dim_k; /* multiple of 8, 8 to 576; 0: as the space, of an ALIAS as its target */
+  uint32_t head_dim_v; /* likewise */
+  uint64_t reserved[1];
 } kvm_layer_params;
 
 enum {
@@ -591,18 +593,25 @@ typedef struct kvm_index_params {
   uint64_t reserved[2];
 } kvm_index_params;
 
+enum {
+  /* V is the first head_dim_v channels of K's rows, as in multi-head latent attention (DeepSeek V2,
+   * 512 of 576): stored once, and read once by an attend. Appends name no v; kvm_read gives both.
+   * Codecs of V are those of K. Heads have no index: approximate modes answer them exactly. */
+  KVM_SPACE_V_IN_K = 1u << 0
+};
+
 typedef struct kvm_space_params {
   uint32_t struct_size;
-  uint32_t flags;          /* reserved, zero */
+  uint32_t flags;          /* KVM_SPACE_* */
   const char *name;        /* 1 to 63 bytes of [A-Za-z0-9._/-]; required */
   uint8_t fingerprint[32]; /* of whatever must agree between users (weights, ...) */
   uint32_t n_layers;       /* 1 to 512; required */
   uint32_t n_q_heads;      /* 1 to 1024, of this shard; required */
-  uint32_t n_kv_heads;     /* 1 to 128; divides n_q_heads into groups of 1 to 16; 0: n_q_heads */
-  uint32_t head_dim_k;     /* multiple of 8, 8 to 256; required */
+  uint32_t n_kv_heads;     /* 1 to 128; divides n_q_heads into groups of 1 to 128; 0: n_q_heads */
+  uint32_t head_dim_k;     /* multiple of 8, 8 to 576; required */
   uint32_t head_dim_v;     /* likewise; 0: head_dim_k */
   uint32_t codec;          /* of stored K and V, KVM_CODEC_*; 0: BF16 */
-  float softmax_scale;     /* multiplies q.k; 0: 1 / sqrt(head_dim_k); must be positive */
+  float softmax_scale;     /* multiplies q.k; 0: 1 / sqrt(head_dim_k) of each layer; positive */
   float logit_softcap;     /* logit = cap * tanh(logit / cap); 0.001 to 10000; 0: none */
   uint32_t rope_layout;    /* KVM_ROPE_*. Keys are appended already rotated; the service uses this
                             * to move queries (policies with cache-relative positions) */
@@ -629,16 +638,24 @@ typedef struct kvm_space_params {
   float default_eps;         /* 0: 0.03, but none for SAMPLED with a budget */
   float default_delta;
   uint64_t default_budget;
-  uint64_t reserved[4];
+  /* [n_q_heads] ALiBi (Press, Smith and Lewis 2022, section 3), or any bias that is linear in the
+   * distance: the logit of a key at position x and a query at p of q head h gets
+   * alibi_slopes[h] * (x - p), behind the soft-cap. Magnitudes up to 10000; positions are those of
+   * kvm_item, in a TREE and without causality too. Of all layers, whose q heads are at most those
+   * of the space; copied; NULL: none. Heads have no index: approximate modes answer them exactly.
+   * No KVM_POSITIONS_IN_CACHE. */
+  const float *alibi_slopes;
+  uint64_t reserved[3];
 } kvm_space_params;
 
 /* Registers a space, or finds the one that has this name when every parameter agrees. Names are
  * those of a user: the programs of one user share a space by its name, those of others have their
  * own of that name.
  * Fails:   EXISTS (the name has other parameters; the sentence names the first that differs),
- *          INVALID, UNSUPPORTED (KVM_LAYER_PAIR, proposal GRAPH, an index of heads whose codec has
- *          no rows to be read one by one), LIMIT (max_spaces; parameters of more than about
- *          128,000 bytes with all arrays, to a daemon), TIMEOUT.
+ *          INVALID, UNSUPPORTED (KVM_LAYER_PAIR, proposal GRAPH, an index of heads with
+ *          dims above 256, KVM_SPACE_V_IN_K or alibi_slopes, or whose codec has no rows to be read
+ *          one by one; alibi_slopes by a kvmd of protocol 1.5), LIMIT (max_spaces; parameters of
+ *          more than about 128,000 bytes with all arrays, to a daemon), TIMEOUT.
  * Threads: any. */
 KVM_API kvm_status kvm_space_register(kvm_client *client, const kvm_space_params *params,
                                       kvm_space_id *out);
@@ -666,8 +683,8 @@ typedef struct kvm_space_info {
   float default_eps;
   float default_delta;
   uint64_t default_budget;
-  uint32_t uid;       /* the user whose space it is */
-  uint32_t reserved0; /* zero */
+  uint32_t uid;   /* the user whose space it is */
+  uint32_t flags; /* KVM_SPACE_* */
   /* Digests of the space as it is resolved; spaces that agree in one agree in what the bytes of
    * pages mean (layers, kv heads, dims, codecs, shard), in which tokens heads keep, in what is
    * indexed and how. What only queries need is in none, the fingerprint neither. 0 from devices and
@@ -891,7 +908,7 @@ enum {
  * must be 0) and kvm_step (both: all appends first, then all attends).
  *
  *   k      [n_layers][row][n_kv_heads][head_dim_k]     any dtype; encoded as it is stored
- *   v      [n_layers][row][n_kv_heads][head_dim_v]
+ *   v      [n_layers][row][n_kv_heads][head_dim_v]     NONE in a space with KVM_SPACE_V_IN_K
  *   q      [row][n_q_heads][head_dim_k]                any dtype
  *   o      [row][n_q_heads][head_dim_v]                any dtype
  *   lse    [row][n_q_heads]                            F32, natural logarithm; NONE: not wanted
@@ -916,9 +933,9 @@ enum {
  * rounded once more.
  *
  * q head h reads kv head h / (n_q_heads / n_kv_heads). The logit of a key is
- * cap(scale * q.k) + its log-weight, restricted to what the layer's window, the head's policy, the
- * causal rule, the ranges and the tree mask leave visible. A row that sees no key has o = 0 and
- * lse = -inf (with a sink logit: lse is that logit).
+ * cap(scale * q.k) + its log-weight + what alibi_slopes adds, restricted to what the layer's
+ * window, the head's policy, the causal rule, the ranges and the tree mask leave visible. A row
+ * that sees no key has o = 0 and lse = -inf (with a sink logit: lse is that logit).
  *
  * Bits. An exact answer to a query token depends on its query, its position, the stored tokens that
  * it sees, what the request asks for (scale, flags, dtypes), and whether its item has fewer than 24
@@ -931,8 +948,7 @@ enum {
  *     it), and the same row of the same item in EXACT.
  * Not equal are the answers for one token in an item of fewer than 24 rows and in one of 24 and
  * more: the two add up in different orders and round weights differently, by what "Rounding"
- * allows. In approximate modes a sampled row depends on the rows that share its sample: those of
- * floor(16 / group) tokens of its item at a time.
+ * allows. In approximate modes a sampled row depends on the rows that share its sample.
  *
  * Numbers that are not finite (NaN, infinities) are stored and computed with, and show: a row whose
  * query has one, or that sees a key with one, has o = NaN in every channel and lse = NaN; a row
@@ -946,8 +962,10 @@ enum {
  *
  * Approximate modes read, for each kv head with an index (kvm_index_params), all of the first
  * n_sinks and the last n_recent tokens, of the last 64 to 127, and of what the index does not
- * cover; of the rest some keys. The rows of up to floor(16 / group) tokens of an item share them
- * (group: the q heads of a kv head): each row's budget adds to what is read for all of them.
+ * cover; of the rest some keys. The rows of up to T = floor(16 / group) tokens of an item share
+ * them (group: the q heads of a kv head): each row's budget adds to what is read for all of them.
+ * Where a group has more than 16 q heads, T is 1 and the group is sampled in parts of at most 16,
+ * which n_exact, keys_present and keys_read take for kv heads.
  *
  *   TOPK      For each row the `budget` keys with the largest logits among those whose keys are
  *             read: the four times as many that the sketch ranks first (SKETCH), or those that the
@@ -986,9 +1004,9 @@ enum {
  * processor (AUTO: on what was measured as well): not on threads, nor on how tokens were appended.
  * (Of more than 64 tokens that a request appends itself, the index covers none; and it covers what
  * it found memory for.) A head is answered exactly when it has no index of the proposal's kind, or
- * not yet (min_tokens), when nothing would be skipped, and where an item has more than
- * 8 * floor(16 / group) query tokens, or a tree of more than floor(16 / group); n_exact counts its
- * rows, and if all heads are such, mode is EXACT. It also counts rows of heads whose sample turned
+ * not yet (min_tokens), when nothing would be skipped, and where an item has more than 8 T query
+ * tokens, or a tree of more than T; n_exact counts its rows, and if all heads are such, mode is
+ * EXACT. It also counts rows of heads whose sample turned
  * out to need all keys: mode says what they began with. Bars are of what was not read: they do not
  * cover that rows are stored with less precision. EXACT reads none of eps, delta, budget, seed. */
 typedef struct kvm_step_params {
@@ -1153,9 +1171,9 @@ typedef struct kvm_probe_params {
   uint32_t n_prefix;
   uint32_t period;     /* at least 2 */
   uint32_t n_rows;     /* looked at, evenly from the second copy on; 0: 256, or all if fewer */
-  uint32_t n_q_heads;  /* n_kv_heads must divide it into groups of 1 to 16 */
+  uint32_t n_q_heads;  /* n_kv_heads must divide it into groups of 1 to 128 */
   uint32_t n_kv_heads; /* 0: n_q_heads */
-  uint32_t head_dim;   /* 1 to 256 */
+  uint32_t head_dim;   /* 1 to 576 */
   float scale;         /* 0: 1 / sqrt(head_dim) */
   kvm_tensor q;        /* [n_tokens][n_q_heads][head_dim], HOST, any dtype, rotated */
   kvm_tensor k;        /* [n_tokens][n_kv_heads][head_dim] */

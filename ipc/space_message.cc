@@ -46,6 +46,7 @@ void clear_pointers(kvm_space_params* params) {
   params->name = nullptr;
   params->rope_inv_freq = nullptr;
   params->sink_logits = nullptr;
+  params->alibi_slopes = nullptr;
   params->layers = nullptr;
   params->policies = nullptr;
   params->codecs = nullptr;
@@ -82,6 +83,8 @@ Result<SpaceSpec> copy_space(const kvm_space_params& params) {
   const size_t n_sinks =
       params.sink_logits == nullptr ? 0 : size_t{params.n_layers} * params.n_q_heads;
   KVM_TRY(copy_array(params.sink_logits, n_sinks, "sink_logits", &space.sink_logits));
+  KVM_TRY(copy_array(params.alibi_slopes, params.alibi_slopes == nullptr ? 0 : params.n_q_heads,
+                     "alibi_slopes", &space.alibi_slopes));
   KVM_TRY(copy_array(params.layers, params.n_layer_params, "layers", &space.layers));
   KVM_TRY(copy_array(params.policies, params.n_policies, "policies", &space.policies));
   KVM_TRY(copy_array(params.codecs, params.n_codecs, "codecs", &space.codecs));
@@ -99,12 +102,13 @@ flatbuffers::Offset<wire::SpaceRegister> encode_space(ControlWriter* writer,
   const auto name = fbb.CreateString(space.name);
   const auto rope = fbb.CreateVector(space.rope_inv_freq);
   const auto sinks = fbb.CreateVector(space.sink_logits);
+  const auto slopes = fbb.CreateVector(space.alibi_slopes);
   const auto layers = bytes(as_bytes(space.layers.data(), space.layers.size()));
   const auto policies = bytes(as_bytes(space.policies.data(), space.policies.size()));
   const auto codecs = bytes(as_bytes(space.codecs.data(), space.codecs.size()));
   const auto indexes = bytes(as_bytes(space.indexes.data(), space.indexes.size()));
   return wire::CreateSpaceRegister(fbb, params, name, rope, sinks, layers, policies, codecs,
-                                   indexes);
+                                   indexes, slopes);
 }
 
 Result<SpaceSpec> decode_space(const wire::SpaceRegister& message) {
@@ -119,6 +123,7 @@ Result<SpaceSpec> decode_space(const wire::SpaceRegister& message) {
   space.name = message.name()->str();
   space.rope_inv_freq = floats_of(message.rope_inv_freq());
   space.sink_logits = floats_of(message.sink_logits());
+  space.alibi_slopes = floats_of(message.alibi_slopes());
   KVM_TRY_ASSIGN(space.layers,
                  structs_of<kvm_layer_params>(message.layers(), kMaxOverrides, "layers"));
   KVM_TRY_ASSIGN(space.policies,
@@ -132,6 +137,9 @@ Result<SpaceSpec> decode_space(const wire::SpaceRegister& message) {
   if (!space.sink_logits.empty()) {
     KVM_TRY(check_equal(space.sink_logits.size(), size_t{params.n_layers} * params.n_q_heads,
                         "sink_logits"));
+  }
+  if (!space.alibi_slopes.empty()) {
+    KVM_TRY(check_equal(space.alibi_slopes.size(), params.n_q_heads, "alibi_slopes"));
   }
   KVM_TRY(check_equal(space.layers.size(), params.n_layer_params, "layers"));
   KVM_TRY(check_equal(space.policies.size(), params.n_policies, "policies"));

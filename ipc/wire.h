@@ -28,7 +28,7 @@ namespace kvm::ipc {
 
 inline constexpr uint32_t kProtocolMajor = 1;
 // 1: ConfigText to QuotaSet; 2: n_not_finite; 3: KVM_STEP_NO_STATISTICS; 4: kPublish, kTake.
-inline constexpr uint32_t kProtocolMinor = 5;
+inline constexpr uint32_t kProtocolMinor = 6;
 inline constexpr uint64_t kHelloMagic = 0x30304d564b4d564bull;  // "KVMKVM00"
 
 // LIMIT: each bounds memory or time that one client can claim.

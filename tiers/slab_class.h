@@ -4,7 +4,7 @@
 // A page holds kPageTokens tokens of the kv heads of one head class:
 //
 //   offset 0                  K plane [n_heads][kPageTokens] rows of codec_k
-//   v_offset()                V plane, likewise of codec_v
+//   v_offset()                V plane, likewise of codec_v; none where V is in K
 //   log_weight_offset()       log-weights [n_heads][kPageTokens] fp32, where the class has them
 //   k_params_offset()         parameters of K (codecs/codec.h), where codec_k has some
 //   v_params_offset()         likewise of V
@@ -30,15 +30,16 @@ inline constexpr uint64_t kExtentBytes = uint64_t{2} << 20;
 
 // The properties that all pages of a slab have in common.
 //
-// INVARIANT (validated by engine/space/space.cc): dims are multiples of 8 from 8 to 256 and n_heads
-// is 1 to 128, or index_bytes is a multiple of 64 and all else is zero; page_bytes() <=
-// kExtentBytes.
+// INVARIANT (validated by engine/space/space.cc): dims are multiples of 8 from 8 to kMaxHeadDim and
+// n_heads is 1 to 128, or index_bytes is a multiple of 64 and all else is zero; page_bytes() <=
+// kExtentBytes; with v_in_k codecs agree and dim_v <= dim_k.
 struct SlabClass {
   CodecId codec_k = CodecId::kBf16;
   CodecId codec_v = CodecId::kBf16;
   uint16_t dim_k = 0;
   uint16_t dim_v = 0;
   uint16_t n_heads = 0;
+  bool v_in_k = false;  // V is the first dim_v channels of K's rows
   bool has_log_weights = false;
   uint32_t index_bytes = 0;  // not 0: a page of an index, this long; all above are 0 then
 
@@ -48,14 +49,17 @@ struct SlabClass {
   const codecs::Codec& v() const { return codecs::codec_of(codec_v); }
 
   uint64_t v_offset() const { return n_heads * k().head_rows_bytes(dim_k); }
-  uint64_t log_weight_offset() const { return v_offset() + n_heads * v().head_rows_bytes(dim_v); }
+  uint64_t log_weight_offset() const {
+    return v_offset() + (v_in_k ? 0 : n_heads * v().head_rows_bytes(dim_v));
+  }
   uint64_t k_params_offset() const {
     const uint64_t log_weights = has_log_weights ? sizeof(float) * kPageTokens * n_heads : 0;
     return log_weight_offset() + log_weights;
   }
   uint64_t v_params_offset() const { return k_params_offset() + params_bytes(k(), dim_k); }
   uint64_t page_bytes() const {
-    return index_bytes != 0 ? index_bytes : v_params_offset() + params_bytes(v(), dim_v);
+    return index_bytes != 0 ? index_bytes
+                            : v_params_offset() + (v_in_k ? 0 : params_bytes(v(), dim_v));
   }
 
   // The class of pages whose tokens are not all there yet: this one where rows stand alone. Of a
@@ -68,12 +72,16 @@ struct SlabClass {
   }
 
   // The size of one token of one head, parameters included and log-weights not.
-  uint64_t token_bytes() const { return k().token_bytes(dim_k) + v().token_bytes(dim_v); }
+  uint64_t token_bytes() const {
+    return k().token_bytes(dim_k) + (v_in_k ? 0 : v().token_bytes(dim_v));
+  }
+  // Channels from one row of V to the next.
+  uint32_t v_row_dim() const { return v_in_k ? dim_k : dim_v; }
 
-  // K and V of a page; of no page: their shape alone.
+  // K and V of a page; of no page: their shape alone. Where V is in K, both are K's.
   KvPlane k_plane(const std::byte* page) const { return plane(page, 0, k(), k_params_offset()); }
   KvPlane v_plane(const std::byte* page) const {
-    return plane(page, v_offset(), v(), v_params_offset());
+    return v_in_k ? k_plane(page) : plane(page, v_offset(), v(), v_params_offset());
   }
 
  private:

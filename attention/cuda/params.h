@@ -25,6 +25,7 @@ namespace kvm::attention::gpu {
 
 inline constexpr uint32_t kMaxSegments = 64;
 inline constexpr uint32_t kMaxClasses = 16;
+inline constexpr uint32_t kMaxGpuGroup = 16;
 inline constexpr uint32_t kEntrySlotBits = 22;
 inline constexpr uint32_t kEntrySlotMask = (1u << kEntrySlotBits) - 1;
 // LIMIT: tokens of a page list; the division below is exact up to here.
@@ -133,7 +134,7 @@ struct AttendTensors {
   int64_t lse_stride_head = 0;
   Dtype dtype_q = Dtype::kBf16;  // that of the keys; where these are bytes, kF16 or kBf16
   Dtype dtype_o = Dtype::kF32;   // kF32, kF16, kBf16
-  uint32_t group = 1;            // q heads per kv head, 1 to 16
+  uint32_t group = 1;            // q heads per kv head, 1 to kMaxGpuGroup
 };
 
 struct DecodeParams {

@@ -29,10 +29,10 @@
 //              lse inherits at most 2^-9.
 //   int8       against what the stored rows decode to. Rows meet queries and weights in fp32, with
 //              these two exceptions in tables with a dot product of words:
-//   K in words q is rounded to 15 bits under its largest channel (a multiple of a power of two; 14
-//              bits from dim 520 on, so that sums fit 32),
-//              where that moves q by at most 2^-14 of its length: logits by 2^-14 |q| |k| scale at
-//              most, by 1e-6 where a bf16 query has channels of one size. Sums are exact.
+//   K in words q is rounded to 15 bits under its largest channel (a multiple of a power of two; to
+//              14 from dim 520 on, for sums to fit 32), where that moves q by at most 2^-14 of its
+//              length: logits by 2^-14 |q| |k| scale at most, by 1e-6 where a bf16 query has
+//              channels of one size. Sums are exact.
 //   V in words weight times scale of V is rounded to 15 bits under the largest of the item: each by
 //              at most 2^-15 of that largest. The denominator sums the weights unrounded. Sums of
 //              an item are exact.

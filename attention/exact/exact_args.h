@@ -34,7 +34,7 @@ struct KvItem {
   uint16_t variant;           // of the queries
   uint8_t elem_k;             // vec::Elem
   uint8_t elem_v;
-  uint64_t position;          // of the first token, present or not
+  uint64_t position;  // of the first token, present or not
   // For the driver.
   uint16_t flags;  // exact.cc
   uint32_t run;    // index of the first run that holds tokens of the item

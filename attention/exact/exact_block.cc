@@ -150,10 +150,9 @@ class Block {
       }
       args.k[at] = kernel_row(run.k, problem_.dim_k, problem_.head, run.slot + i,
                               buffers_.decoded_k + at * problem_.dim_k);
-      args.v[at] = problem_.v_in_k
-                       ? args.k[at]
-                       : kernel_row(run.v, problem_.dim_v, problem_.head, run.slot + i,
-                                    buffers_.decoded_v + at * problem_.dim_v);
+      args.v[at] = problem_.v_in_k ? args.k[at]
+                                   : kernel_row(run.v, problem_.dim_v, problem_.head, run.slot + i,
+                                                buffers_.decoded_v + at * problem_.dim_v);
       args.elem_k[at] = elem_k;
       args.elem_v[at] = elem_v;
       args.mask |= uint64_t{1} << at;

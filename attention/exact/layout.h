@@ -129,9 +129,8 @@ inline const uint8_t* k_row(const Problem& problem, const KvRun& run, uint64_t t
   return codecs::row_at(run.k, problem.dim_k, problem.head, run.slot + token);
 }
 inline const uint8_t* v_row(const Problem& problem, const KvRun& run, uint64_t token) {
-  return problem.v_in_k
-             ? k_row(problem, run, token)
-             : codecs::row_at(run.v, problem.dim_v, problem.head, run.slot + token);
+  return problem.v_in_k ? k_row(problem, run, token)
+                        : codecs::row_at(run.v, problem.dim_v, problem.head, run.slot + token);
 }
 // Its scale, where rows have some of their own; else null.
 inline const uint16_t* k_scale(const Problem& problem, const KvRun& run, uint64_t token) {

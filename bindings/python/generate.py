@@ -24,6 +24,7 @@ ENUMS = [
     ("Dtype", "KVM_DTYPE_", "IntEnum", "Types of the elements of tensors."),
     ("CodecId", "KVM_CODEC_", "IntEnum", "How K and V are stored."),
     ("Rope", "KVM_ROPE_", "IntEnum", "Which channels a rotation pairs."),
+    ("SpaceFlag", "KVM_SPACE_", "IntFlag", "How a space stores values (`SpaceInfo.flags`)."),
     ("LayerKind", "KVM_LAYER_", "IntEnum", "What a layer stores."),
     ("Retention", "KVM_RETAIN_", "IntEnum", "Which tokens a kv head keeps."),
     ("Positions", "KVM_POSITIONS_", "IntEnum", "What a query's position means to a head's keys."),

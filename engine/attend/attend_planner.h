@@ -102,14 +102,17 @@ class AttendPlanner {
   uint32_t add_heads(uint32_t view, uint32_t first_head, uint64_t* n_left);
   uint32_t first_row(const View& view) const;
   void add_exact(const attention::Problem& problem, uint32_t view, uint32_t q_head);
+  bool add_parts(const attention::Problem& problem, uint32_t view, uint32_t kv_head,
+                 const IndexPart& index);
   bool add_approx(const attention::Problem& problem, uint32_t view, uint32_t kv_head,
-                  const IndexPart& part);
+                  uint32_t q_head, const IndexPart& part);
   attention::ApproxPlan plan_like_last(const AttendPlan::ApproxHead& head) const;
   uint64_t exact_cost(const View& view) const;
   uint64_t head_cost(const View& view) const;
-  ProblemCost problem_cost(const View& view, const IndexPart& part) const;
+  ProblemCost problem_cost(const View& view, uint32_t group, const IndexPart& part) const;
   void share_time();
-  bool choose(const View& view, const IndexPart& part, attention::ApproxParams* params) const;
+  bool choose(const View& view, uint32_t group, const IndexPart& part,
+              attention::ApproxParams* params) const;
   // What the request takes beside what its tasks share.
   size_t other_bytes() const;
 

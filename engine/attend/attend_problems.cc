@@ -5,6 +5,7 @@
 #include <span>
 
 #include "base/assert.h"
+#include "base/round.h"
 #include "engine/attend/attend_cut.h"
 #include "engine/attend/attend_planner.h"
 
@@ -100,8 +101,9 @@ attention::Problem AttendPlanner::problem_of(const View& view) {
   p.n_query = view.n_rows;
   p.group = space_->layers[layer].group();
   p.item_rows = request_->items[view.item].n_query * p.group;
-  p.dim_k = space_->head_dim_k;
-  p.dim_v = space_->head_dim_v;
+  p.dim_k = space_->layers[layer].dim_k;
+  p.dim_v = space_->layers[layer].dim_v;
+  p.v_in_k = space_->v_in_k;
   p.scale = scale_;
   p.softcap = space_->logit_softcap;
   p.visible = visibility(view);
@@ -134,6 +136,7 @@ uint32_t AttendPlanner::add_heads(uint32_t view_index, uint32_t first_head, uint
   const HeadClass& cls = space_->head_class(layer, view.class_index);
   const StepTensors& t = *tensors_;
   const float* sinks = space_->layer_sink_logits(layer);
+  const float* slopes = space_->slopes();
   const std::span<const IndexPart> indexes = view.indexes.in(indexes_);
   const auto n_heads = static_cast<uint32_t>(cls.kv_heads.size());
   KVM_ASSERT(first_head <= n_heads && (indexes.empty() || indexes.size() == n_heads));
@@ -159,12 +162,50 @@ uint32_t AttendPlanner::add_heads(uint32_t view_index, uint32_t first_head, uint
     p.o = t.o.at(0, row, q_head);
     p.lse = t.lse.is_present() ? reinterpret_cast<float*>(t.lse.at(0, row, q_head)) : nullptr;
     p.sink_logits = sinks == nullptr ? nullptr : sinks + q_head;
-    plan_->n_keys += view.n_keys;
-    if (indexes.empty() || !add_approx(p, view_index, cls.kv_heads[h], indexes[h])) {
+    p.slopes = slopes == nullptr ? nullptr : slopes + q_head;
+    if (indexes.empty() || !add_parts(p, view_index, cls.kv_heads[h], indexes[h])) {
       add_exact(p, view_index, q_head);
     }
   }
   return n_heads;
+}
+
+namespace {
+
+// The q heads [first, first + count) of a problem's group.
+attention::Problem part_of(const attention::Problem& problem, uint32_t first, uint32_t count) {
+  attention::Problem part = problem;
+  part.group = count;
+  part.q = static_cast<const std::byte*>(problem.q) +
+           first * problem.q_stride_head * dtype_size_bytes(problem.dtype_q);
+  part.o = static_cast<std::byte*>(problem.o) +
+           first * problem.o_stride_head * dtype_size_bytes(problem.dtype_o);
+  part.lse = problem.lse == nullptr ? nullptr : problem.lse + first * problem.lse_stride_head;
+  part.sink_logits = problem.sink_logits == nullptr ? nullptr : problem.sink_logits + first;
+  return part;
+}
+
+}  // namespace
+
+// Adds what is approximated of a head: all of its group, or parts that share a sample. Returns
+// false where nothing is.
+bool AttendPlanner::add_parts(const attention::Problem& problem, uint32_t view_index,
+                              uint32_t kv_head, const IndexPart& index) {
+  const auto n_parts = static_cast<uint32_t>(div_up(problem.group, attention::kMaxApproxRows));
+  const uint32_t q_head = kv_head * problem.group;
+  for (uint32_t i = 0; i < n_parts; ++i) {
+    const uint32_t begin = problem.group * i / n_parts;
+    const uint32_t end = problem.group * (i + 1) / n_parts;
+    const attention::Problem part = part_of(problem, begin, end - begin);
+    if (add_approx(part, view_index, kv_head, q_head + begin, index)) {
+      continue;
+    }
+    if (i == 0) {
+      return false;  // the parts are alike
+    }
+    add_exact(part, view_index, q_head + begin);
+  }
+  return true;
 }
 
 void AttendPlanner::add_exact(const attention::Problem& problem, uint32_t view_index,
@@ -191,6 +232,7 @@ void AttendPlanner::add_exact(const attention::Problem& problem, uint32_t view_i
   }
   plan_->heads.push_back(head);
   plan_->cost += head.cost;
+  plan_->n_keys += view.n_keys;
   plan_->n_exact_keys += view.n_keys;
   plan_->n_exact_bytes += view.n_key_bytes;
   plan_->n_exact_rows += uint64_t{view.n_rows} * problem.group;
@@ -205,7 +247,7 @@ uint32_t AttendPlanner::first_row(const View& view) const {
 uint64_t AttendPlanner::exact_cost(const View& view) const {
   const uint32_t layer = request_->layer_begin;
   const uint64_t rows = uint64_t{view.n_rows} * space_->layers[layer].group();
-  const uint64_t dims = uint64_t{space_->head_dim_k} + space_->head_dim_v;
+  const uint64_t dims = uint64_t{space_->layers[layer].dim_k} + space_->layers[layer].dim_v;
   const uint64_t key_bytes = space_->head_class(layer, view.class_index).slab_class.token_bytes();
   return std::max(view.n_cost_keys * key_bytes, 2 * view.n_cost_keys * rows * dims / kFlopsPerByte);
 }
@@ -219,12 +261,13 @@ uint64_t AttendPlanner::head_cost(const View& view) const {
 
 // --- AUTO ---------------------------------------------------------------------------------------
 
-ProblemCost AttendPlanner::problem_cost(const View& view, const IndexPart& part) const {
+ProblemCost AttendPlanner::problem_cost(const View& view, uint32_t group,
+                                        const IndexPart& part) const {
   const uint32_t layer = request_->layer_begin;
   const tiers::SlabClass& slab = space_->head_class(layer, view.class_index).slab_class;
   ProblemCost cost;
-  cost.rows = view.n_rows * space_->layers[layer].group();
-  cost.dim = space_->head_dim_k + space_->head_dim_v;
+  cost.rows = view.n_rows * group;
+  cost.dim = space_->layers[layer].dim_k + space_->layers[layer].dim_v;
   cost.row_bytes = slab.token_bytes();
   cost.is_scaled = slab.k().is_scaled() && slab.v().is_scaled();
   cost.is_hashed = !part.hashes.is_empty();
@@ -236,7 +279,8 @@ ProblemCost AttendPlanner::problem_cost(const View& view, const IndexPart& part)
     cost.n_indexed += run.n_keys;
   }
   cost.n_indexed = std::min(cost.n_indexed, cost.n_present);
-  cost.exact_bytes = exact_cost(view);
+  // A part of a group would be answered exactly together with the others.
+  cost.exact_bytes = exact_cost(view) * group / space_->layers[layer].group();
   return cost;
 }
 
@@ -245,7 +289,8 @@ void AttendPlanner::share_time() {
   double all = 0;
   double indexed = 0;
   for (const View& view : views_) {
-    const double each = exact_ns(model, problem_cost(view, IndexPart{}));
+    const uint32_t group = space_->layers[request_->layer_begin].group();
+    const double each = exact_ns(model, problem_cost(view, group, IndexPart{}));
     const HeadClass& cls = space_->head_class(request_->layer_begin, view.class_index);
     all += each * static_cast<double>(cls.kv_heads.size());
     for (const IndexPart& part : view.indexes.in(indexes_)) {
@@ -258,10 +303,10 @@ void AttendPlanner::share_time() {
 }
 
 // Sets mode and numbers; false where exact is to be preferred.
-bool AttendPlanner::choose(const View& view, const IndexPart& part,
+bool AttendPlanner::choose(const View& view, uint32_t group, const IndexPart& part,
                            attention::ApproxParams* params) const {
   const CostModel& model = costs_->model();
-  const ProblemCost cost = problem_cost(view, part);
+  const ProblemCost cost = problem_cost(view, group, part);
   const AutoChoice choice = request_->budget == 0
                                 ? choose_for_error(model, cost)
                                 : choose_for_time(model, cost, time_share_ * exact_ns(model, cost));
@@ -277,7 +322,8 @@ bool AttendPlanner::choose(const View& view, const IndexPart& part,
 
 // The plan of a head is as a rule that of the one before: planning looks at all pages.
 attention::ApproxPlan AttendPlanner::plan_like_last(const AttendPlan::ApproxHead& head) const {
-  if (!plan_->approx.empty() && plan_->approx.back().view == head.view) {
+  if (!plan_->approx.empty() && plan_->approx.back().view == head.view &&
+      plan_->approx.back().problem.group == head.problem.group) {
     attention::ApproxInput last = plan_->approx.back().input;
     last.problem = &plan_->approx.back().problem;
     if (attention::same_plan(head.input, last)) {
@@ -321,7 +367,7 @@ attention::ApproxMode approx_mode(const StepRequest& request) {
 
 // Adds the problem, if it is one to approximate.
 bool AttendPlanner::add_approx(const attention::Problem& problem, uint32_t view_index,
-                               uint32_t kv_head, const IndexPart& part) {
+                               uint32_t kv_head, uint32_t q_head, const IndexPart& part) {
   if (part.is_empty()) {
     return false;
   }
@@ -334,7 +380,7 @@ bool AttendPlanner::add_approx(const attention::Problem& problem, uint32_t view_
   approx.item = view.item;
   approx.class_index = view.class_index;
   approx.row = first_row(view);
-  approx.q_head = kv_head * problem.group;
+  approx.q_head = q_head;
   approx.exact_cost = head_cost(view);
   attention::ApproxInput& input = approx.input;
   input.problem = &problem;
@@ -352,7 +398,7 @@ bool AttendPlanner::add_approx(const attention::Problem& problem, uint32_t view_
   } else {
     params.budget = request_->budget;
   }
-  if (request_->mode == KVM_MODE_AUTO && !choose(view, part, &params)) {
+  if (request_->mode == KVM_MODE_AUTO && !choose(view, problem.group, part, &params)) {
     return false;
   }
   approx.mode = params.mode == attention::ApproxMode::kTopK       ? KVM_MODE_TOPK
@@ -372,6 +418,7 @@ bool AttendPlanner::add_approx(const attention::Problem& problem, uint32_t view_
   plan_->scratch_bytes = std::max(plan_->scratch_bytes, approx.plan.scratch_bytes);
   plan_->n_shards += approx.plan.n_shards;
   plan_->cost += approx.plan.cost_bytes;
+  plan_->n_keys += view.n_keys;
   plan_->approx.push_back(approx);
   return true;
 }

@@ -38,8 +38,10 @@ uint64_t key_bytes(const HeadClass& head_class, KvRuns runs, uint64_t n_keys) {
   uint64_t n_bytes = 0;
   for (const KvRun& run : runs) {
     n_tokens += run.n_tokens;
-    n_bytes += run.n_tokens * (codecs::codec_of(run.k.codec).token_bytes(slab_class.dim_k) +
-                               codecs::codec_of(run.v.codec).token_bytes(slab_class.dim_v));
+    tiers::SlabClass stored = slab_class;
+    stored.codec_k = run.k.codec;
+    stored.codec_v = run.v.codec;
+    n_bytes += run.n_tokens * stored.token_bytes();
   }
   return n_keys * n_bytes / n_tokens;
 }
@@ -109,7 +111,7 @@ Status AttendPlanner::add_item(const Store& store, uint32_t index, const Sequenc
   const kvm_item& item = request_->items[index];
   const uint32_t layer = request_->layer_begin;
   space_ = &store.seq_space(seq);
-  scale_ = request_->scale != 0 ? request_->scale : space_->softmax_scale;
+  scale_ = request_->scale != 0 ? request_->scale : space_->layers[layer].softmax_scale;
   View view;
   view.item = index;
   view.n_rows = item.n_query;
@@ -240,7 +242,8 @@ uint32_t AttendPlanner::n_plain_rows(const View& view) const {
 void AttendPlanner::add_index(const Store& store, const Sequence* seq, View* view) {
   const uint32_t layer = request_->layer_begin;
   const kvm_item& item = request_->items[view->item];
-  const uint32_t most = attention::kMaxApproxRows / space_->layers[layer].group();
+  // Larger groups are sampled in parts.
+  const uint32_t most = std::max(1u, attention::kMaxApproxRows / space_->layers[layer].group());
   const bool is_one = item.n_query <= most;
   const bool is_several =
       item.n_query <= kMaxApproxViews * most && (item.flags & KVM_ITEM_TREE) == 0;

@@ -284,8 +284,8 @@ void IndexBuild::start_frame(Head* head, const IndexBank& bank) const {
   }
   const bool has_queries = std::any_of(seen_.begin(), seen_.end(),
                                        [](const SeenQueries& seen) { return seen.n_rows != 0; });
-  const uint64_t most =
-      hash_index::max_frame_bytes(sketch_kind(head->config.kind), space_->head_dim_k, has_queries);
+  const uint64_t most = hash_index::max_frame_bytes(sketch_kind(head->config.kind),
+                                                    space_->layers[layer_].dim_k, has_queries);
   if (!bank.charge(most)) {
     head->frame_failed = true;
     return;
@@ -333,7 +333,7 @@ hash_index::FramePtr IndexBuild::fit_frame(const Head& head) const {
   if (count_tokens(runs) < kMinFrameKeys) {
     return nullptr;
   }
-  const uint64_t dim = space_->head_dim_k;
+  const uint64_t dim = space_->layers[layer_].dim_k;
   const uint64_t group_floats = space_->layers[layer_].group() * dim;
   const uint64_t row_floats = space_->layers[layer_].n_q_heads * dim;
   std::vector<float> queries;
@@ -347,7 +347,7 @@ hash_index::FramePtr IndexBuild::fit_frame(const Head& head) const {
   return hash_index::make_frame(
       {.runs = runs,
        .head = head.page_head,
-       .dim_k = space_->head_dim_k,
+       .dim_k = space_->layers[layer_].dim_k,
        .queries = queries,
        .seed = mix_seed(mix_seed(head.config.seed, layer_, head.kv_head), run, 0),
        .previous = head.previous == nullptr ? nullptr : head.previous->frame.get()},
@@ -359,8 +359,8 @@ void IndexBuild::sum_keys(uint32_t piece) {
   const SumPiece& p = sum_pieces_[piece];
   NewTables& tables = heads_[p.head].tables[p.run];
   try {
-    space_->planes.make(space_->lsh, space_->head_dim_k);
-    std::vector<double> sums(space_->head_dim_k);
+    space_->planes.make(space_->lsh, space_->layers[layer_].dim_k);
+    std::vector<double> sums(space_->layers[layer_].dim_k);
     add_keys(heads_[p.head], tables.run, p.part, sums.data());
     tables.sums[p.part] = std::move(sums);
   } catch (const std::bad_alloc&) {
@@ -371,7 +371,7 @@ void IndexBuild::sum_keys(uint32_t piece) {
 // Parts are cut by position, so that the sum does not depend on who adds up what.
 void IndexBuild::add_keys(const Head& head, const HashRun& hash_run, uint32_t part,
                           double* sums) const {
-  const uint32_t dim = space_->head_dim_k;
+  const uint32_t dim = space_->layers[layer_].dim_k;
   std::vector<float> rows(uint64_t{kPageTokens} * dim);
   const uint64_t first = hash_run.position + uint64_t{part} * kSumKeys;
   const uint64_t begin = std::max(first, first_typical(head.config));
@@ -397,7 +397,7 @@ void IndexBuild::add_keys(const Head& head, const HashRun& hash_run, uint32_t pa
 
 // The mean of the keys; empty where a part of the sums found no memory.
 std::vector<float> IndexBuild::center_of(const Head& head, const NewTables& tables) const {
-  std::vector<double> all(space_->head_dim_k);
+  std::vector<double> all(space_->layers[layer_].dim_k);
   for (const std::vector<double>& sums : tables.sums) {
     if (sums.empty()) {
       return {};
@@ -509,7 +509,7 @@ bool IndexBuild::install_frame(Head* head, HeadIndex* index) const {
 // Returns the block where memory was refused, or the end.
 uint64_t IndexBuild::open_sketches(uint32_t head_index, HeadIndex* index, const IndexBank& bank) {
   Head& head = heads_[head_index];
-  const uint32_t dim = space_->head_dim_k;
+  const uint32_t dim = space_->layers[layer_].dim_k;
   index->frames.resize(n_frames_for(head.block_begin));
   if (head.needs_frame && !install_frame(&head, index)) {
     return head.block_begin;
@@ -593,7 +593,7 @@ void IndexBuild::encode(uint32_t index) {
              piece.block_begin / kIndexPageBlocks == (piece.block_end - 1) / kIndexPageBlocks);
   const Head& head = heads_[piece.head];
   const size_t size =
-      hash_index::block_bytes(hash_index::frame_kind(*piece.frame), space_->head_dim_k);
+      hash_index::block_bytes(hash_index::frame_kind(*piece.frame), space_->layers[layer_].dim_k);
   const KvRuns runs = runs_of(head);
   const uint64_t begin = piece.block_begin * kPageTokens;
   auto run = std::partition_point(runs.begin(), runs.end(),
@@ -601,7 +601,7 @@ void IndexBuild::encode(uint32_t index) {
   for (; run != runs.end() && run->position < piece.block_end * kPageTokens; ++run) {
     if (run->n_tokens == kPageTokens) {
       const uint64_t at = run->position / kPageTokens - piece.block_begin;
-      hash_index::encode_block(*piece.frame, *run, head.page_head, space_->head_dim_v,
+      hash_index::encode_block(*piece.frame, *run, head.page_head, space_->layers[layer_].dim_v,
                                piece.codes + at * size);
       if (hash_index::is_within_range(*piece.frame, piece.codes + at * size)) {
         piece.encoded |= uint32_t{1} << at;

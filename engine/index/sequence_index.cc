@@ -71,7 +71,7 @@ void collect_head_index(const Sequence* seq, uint32_t layer, uint32_t kv_head, u
   const IndexRef& ref = seq->indexes[own];
   const IndexConfig config = space.index(layer, kv_head);
   const uint64_t n_blocks = indexable_blocks(length);
-  collect_sketches(ref, kv_head, config, n_blocks, space.head_dim_k, sketches);
+  collect_sketches(ref, kv_head, config, n_blocks, space.layers[own].dim_k, sketches);
   collect_hashes(ref, kv_head, config, n_blocks, hashes);
 }
 

@@ -133,7 +133,7 @@ Result<MeanEntry*> own_mean_entry(StoreMemory* memory, Sequence* seq, uint32_t l
     own = *ref;
   } else {
     own.k.resize(slab_class.dim_k);
-    own.v.resize(slab_class.dim_v);
+    own.v.resize(slab_class.v_in_k ? 0 : slab_class.dim_v);
   }
   KVM_TRY_ASSIGN(ref, memory->make_charged(seq->account, std::move(own)));
   return ref.get();
@@ -200,13 +200,14 @@ Status grow_charged(StoreMemory* memory, const Sequence* seq, uint64_t n,
 Status open_demote(StoreMemory* memory, RetentionSlice* slice, const policies::Action& action,
                    bool* is_cut) {
   Sequence* seq = slice->seq();
+  const Layer& layer = seq->space().layers[action.layer];
   RetentionSlice::Work work;
   work.action = action;
-  work.list = seq->space().layers[action.layer].first_list + action.class_index;
+  work.list = layer.first_list + action.class_index;
   KVM_TRY_ASSIGN(work.recodings, open_recodings(memory, seq, action, RetentionSlice::kSliceBytes,
                                                 &work.action.range.end));
   *is_cut = work.action.range.end < action.range.end;
-  slice->add_demote(std::move(work));
+  slice->add_demote(std::move(work), layer.classes[action.class_index].slab_class);
   return Status::ok();
 }
 
@@ -266,20 +267,23 @@ Status open_keep(StoreMemory* memory, RetentionSlice* slice, const policies::Act
   return Status::ok();
 }
 
+void drop(StoreMemory* memory, Sequence* seq, const policies::Action& action) {
+  PageList& list = seq->layer_lists(action.layer)[action.class_index];
+  const uint32_t block_begin = static_cast<uint32_t>(action.range.begin / kPageTokens);
+  const uint32_t block_end = static_cast<uint32_t>(action.range.end / kPageTokens);
+  // What may throw comes first: an index says nothing of pages that are not there.
+  list.prepare_drop(block_begin, block_end, memory->bank(seq->account));
+  drop_from_index(memory, seq, action);
+  memory->counts().n_pages_dropped += list.drop(block_begin, block_end, memory->bank(seq->account));
+}
+
 }  // namespace
 
 Status apply_action(StoreMemory* memory, Sequence* seq, const policies::Action& action) {
   KVM_TRY(check_action(seq, action));
-  PageList& list = seq->layer_lists(action.layer)[action.class_index];
-  const uint32_t block_begin = static_cast<uint32_t>(action.range.begin / kPageTokens);
-  const uint32_t block_end = static_cast<uint32_t>(action.range.end / kPageTokens);
   switch (action.kind) {
     case policies::ActionKind::kDrop:
-      // What may throw comes first: an index says nothing of pages that are not there.
-      list.prepare_drop(block_begin, block_end, memory->bank(seq->account));
-      drop_from_index(memory, seq, action);
-      memory->counts().n_pages_dropped +=
-          list.drop(block_begin, block_end, memory->bank(seq->account));
+      drop(memory, seq, action);
       return Status::ok();
     case policies::ActionKind::kDemote:
       return demote(memory, seq, action);
@@ -296,7 +300,8 @@ Status open_action(StoreMemory* memory, RetentionSlice* slice, const policies::A
   KVM_TRY(check_action(slice->seq(), action));
   switch (action.kind) {
     case policies::ActionKind::kDrop:
-      return apply_action(memory, slice->seq(), action);
+      drop(memory, slice->seq(), action);
+      return Status::ok();
     case policies::ActionKind::kDemote:
       return open_demote(memory, slice, action, is_cut);
     case policies::ActionKind::kFold:
@@ -304,7 +309,7 @@ Status open_action(StoreMemory* memory, RetentionSlice* slice, const policies::A
     case policies::ActionKind::kKeep:
       return open_keep(memory, slice, action, positions);
   }
-  return Status(KVM_ERR_UNSUPPORTED, "unknown action");
+  return Status::ok();
 }
 
 void close_demote(Sequence* seq, RetentionSlice::Work* work) {

@@ -40,7 +40,13 @@ void RetentionSlice::decide(uint32_t index) {
   }
 }
 
-void RetentionSlice::add_demote(Work&& work) {
+void RetentionSlice::add_work(Work&& work, const tiers::SlabClass& slab_class) {
+  works_.push_back(std::move(work));
+  classes_.push_back(slab_class);
+  failed_.resize(pieces_.size());
+}
+
+void RetentionSlice::add_demote(Work&& work, const tiers::SlabClass& slab_class) {
   const auto index = static_cast<uint32_t>(works_.size());
   const uint32_t n = work.recodings.size();
   for (uint32_t begin = 0; begin < n;) {
@@ -53,9 +59,7 @@ void RetentionSlice::add_demote(Work&& work) {
     bytes_ += n_bytes;
     begin = end;
   }
-  works_.push_back(std::move(work));
-  classes_.emplace_back();
-  failed_.resize(pieces_.size());
+  add_work(std::move(work), slab_class);
 }
 
 void RetentionSlice::add_fold(Work&& work, const tiers::SlabClass& slab_class) {
@@ -76,9 +80,7 @@ void RetentionSlice::add_fold(Work&& work, const tiers::SlabClass& slab_class) {
     work.sums.emplace_back(slab_class);
     begin = end;
   }
-  works_.push_back(std::move(work));
-  classes_.push_back(slab_class);
-  failed_.resize(pieces_.size());
+  add_work(std::move(work), slab_class);
 }
 
 void RetentionSlice::add_keep(Work&& work, const tiers::SlabClass& slab_class) {
@@ -88,9 +90,7 @@ void RetentionSlice::add_keep(Work&& work, const tiers::SlabClass& slab_class) {
     pieces_.push_back({.work = index, .begin = begin, .end = std::min(n, begin + kPieceCopies)});
   }
   bytes_ += n * slab_class.token_bytes();
-  works_.push_back(std::move(work));
-  classes_.push_back(slab_class);
-  failed_.resize(pieces_.size());
+  add_work(std::move(work), slab_class);
 }
 
 void RetentionSlice::run(uint32_t index, ThreadWorkspace& workspace) {

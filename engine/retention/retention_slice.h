@@ -102,7 +102,7 @@ class RetentionSlice {
   void decide(uint32_t group);
 
   // Cuts an action into pieces. demote: of its pages; fold: of its runs; keep: of its copies.
-  void add_demote(Work&& work);
+  void add_demote(Work&& work, const tiers::SlabClass& slab_class);
   void add_fold(Work&& work, const tiers::SlabClass& slab_class);
   void add_keep(Work&& work, const tiers::SlabClass& slab_class);
   uint32_t n_pieces() const { return static_cast<uint32_t>(pieces_.size()); }
@@ -116,6 +116,8 @@ class RetentionSlice {
   void set_pages(uint64_t n_pages) { n_pages_ = n_pages; }
 
  private:
+  void add_work(Work&& work, const tiers::SlabClass& slab_class);
+
   Sequence* seq_;
   const policies::Policy* policy_;
   policies::Event event_;

@@ -82,7 +82,7 @@ void AppendWork::copy_piece(const AppendPiece& piece) const {
              piece.n_tokens <= item.n_append - piece.token);
   const uint64_t layer = target.layer - request_->layer_begin;
   const uint64_t row = uint64_t{item.append_row} + piece.token;
-  const Space& space = target.seq->space();
+  const tiers::SlabClass& slab = piece.cls->slab_class;
   const std::vector<uint16_t>& kv_heads = piece.cls->kv_heads;
   const auto n_heads = static_cast<uint32_t>(kv_heads.size());
   const auto source = [&](const Tensor& tensor) {
@@ -90,12 +90,13 @@ void AppendWork::copy_piece(const AppendPiece& piece) const {
                               tensor.row_stride_bytes(), tensor.head_stride_bytes(),
                               kv_heads.data()};
   };
-  codecs::convert_rows(source(tensors_->k),
-                       codecs::writable_rows(piece.k, space.head_dim_k, piece.slot), piece.n_tokens,
-                       n_heads, space.head_dim_k);
-  codecs::convert_rows(source(tensors_->v),
-                       codecs::writable_rows(piece.v, space.head_dim_v, piece.slot), piece.n_tokens,
-                       n_heads, space.head_dim_v);
+  codecs::convert_rows(source(tensors_->k), codecs::writable_rows(piece.k, slab.dim_k, piece.slot),
+                       piece.n_tokens, n_heads, slab.dim_k);
+  if (!slab.v_in_k) {
+    codecs::convert_rows(source(tensors_->v),
+                         codecs::writable_rows(piece.v, slab.dim_v, piece.slot), piece.n_tokens,
+                         n_heads, slab.dim_v);
+  }
 }
 
 void AppendWork::close(Store& store, bool publish) {

@@ -1569,7 +1569,8 @@ Result<std::vector<MemoryPiece>> EngineImpl::layer_memory(kvm_seq_id id, uint32_
   std::vector<MemoryPiece> pieces;
   std::vector<KvRun> runs;
   for (uint32_t c = 0; c < space.storage(layer).classes.size(); ++c) {
-    const uint32_t n_heads = space.head_class(layer, c).slab_class.n_heads;
+    const tiers::SlabClass& slab_class = space.head_class(layer, c).slab_class;
+    const uint32_t n_heads = slab_class.n_heads;
     runs.clear();
     std::vector<AwayPage> away;
     store_->collect_runs(seq, layer, c, &runs, true, &away);
@@ -1596,8 +1597,10 @@ Result<std::vector<MemoryPiece>> EngineImpl::layer_memory(kvm_seq_id id, uint32_
                                    : n_heads / n_parts * codec.head_params_bytes(dim)});
         }
       };
-      add_plane(run.k, space.head_dim_k);
-      add_plane(run.v, space.head_dim_v);
+      add_plane(run.k, slab_class.dim_k);
+      if (!slab_class.v_in_k) {
+        add_plane(run.v, slab_class.dim_v);
+      }
     }
   }
   return pieces;

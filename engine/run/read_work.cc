@@ -149,16 +149,17 @@ void ReadWork::copy_piece(const Piece& piece) const {
   const tiers::SlabClass& slab = piece.cls->slab_class;
   const std::vector<uint16_t>& kv_heads = piece.cls->kv_heads;
   const auto n_heads = static_cast<uint32_t>(kv_heads.size());
-  const auto copy = [&](const Tensor& tensor, const KvPlane& plane, uint32_t dim) {
+  const auto copy = [&](const Tensor& tensor, const KvPlane& plane, uint32_t row_dim,
+                        uint32_t dim) {
     if (tensor.is_present()) {
-      codecs::convert_rows(codecs::rows_of(plane, dim, run.slot),
+      codecs::convert_rows(codecs::rows_of(plane, row_dim, run.slot),
                            {tensor.at(0, piece.row, 0), codecs::codec_of_tensor(tensor.dtype),
                             tensor.row_stride_bytes(), tensor.head_stride_bytes(), kv_heads.data()},
                            run.n_tokens, n_heads, dim);
     }
   };
-  copy(tensors_->k, run.k, slab.dim_k);
-  copy(tensors_->v, run.v, slab.dim_v);
+  copy(tensors_->k, run.k, slab.dim_k, slab.dim_k);
+  copy(tensors_->v, run.v, slab.v_row_dim(), slab.dim_v);
 }
 
 Status observe(Store& store, Sequence* seq, const ObserveRequest& request,
@@ -175,8 +176,7 @@ Status observe(Store& store, Sequence* seq, const ObserveRequest& request,
   // Older rows would be dropped at once.
   const uint32_t n_rows = std::min(request.n_rows, kMaxObservedRows);
   const uint32_t skipped = request.n_rows - n_rows;
-  const std::vector<float> q =
-      to_f32(tensors.q, skipped, n_rows, layer.n_q_heads, space.head_dim_k);
+  const std::vector<float> q = to_f32(tensors.q, skipped, n_rows, layer.n_q_heads, layer.dim_k);
   const std::vector<float> sums =
       to_f32(tensors.column_sums, 0, request.n_columns, layer.n_kv_heads, 1);
   ObserveInput input;

@@ -59,7 +59,13 @@ std::string layout_text(const Space& space) {
   }
   return text_of(space, std::move(text), [&](uint32_t layer, uint32_t head) {
     const tiers::SlabClass& slab_class = class_of(space, layer, head).slab_class;
-    return std::string(slab_class.k().name) + " " + slab_class.v().name;
+    std::string said = slab_class.v_in_k
+                           ? fmt::format("{} v in k", slab_class.k().name)
+                           : fmt::format("{} {}", slab_class.k().name, slab_class.v().name);
+    if (slab_class.dim_k != space.head_dim_k || slab_class.dim_v != space.head_dim_v) {
+      said += fmt::format(" dims {} {}", slab_class.dim_k, slab_class.dim_v);
+    }
+    return said;
   });
 }
 

@@ -52,26 +52,39 @@ Status check_head_dim(const char* field, uint32_t value) {
   return Status::ok();
 }
 
+// What say(codec) says of each codec; "" is left out.
+template <typename Say>
+std::string list_codecs(Say say) {
+  std::string list;
+  for (const codecs::Codec& codec : codecs::kCodecs) {
+    const std::string said = say(codec);
+    list += (list.empty() || said.empty() ? "" : ", ") + said;
+  }
+  return list;
+}
+
 Status check_codec(const std::string& field, uint32_t value) {
   if (codecs::codec_is_known(value)) {
     return Status::ok();
   }
-  std::string known;
-  for (const codecs::Codec& codec : codecs::kCodecs) {
-    known += (known.empty() ? "" : ", ") + text(static_cast<uint32_t>(codec.id)) + " (" +
-             codec.name + ")";
-  }
-  return invalid(field + " is " + text(value) + "; it must be the id of a codec: " + known);
+  return invalid(field + " is " + text(value) +
+                 "; it must be the id of a codec: " + list_codecs([](const codecs::Codec& codec) {
+                   return text(static_cast<uint32_t>(codec.id)) + " (" + codec.name + ")";
+                 }));
 }
 
 std::string codecs_with_rows() {
-  std::string names;
-  for (const codecs::Codec& codec : codecs::kCodecs) {
-    if (codec.rows_stand_alone()) {
-      names += (names.empty() ? "" : ", ") + std::string(codec.name);
-    }
+  return list_codecs([](const codecs::Codec& codec) {
+    return std::string(codec.rows_stand_alone() ? codec.name : "");
+  });
+}
+
+Status check_v_in_k(const std::string& where, bool v_in_k, uint32_t dim_k, uint32_t dim_v) {
+  if (v_in_k && dim_v > dim_k) {
+    return invalid(where + "head_dim_v is " + text(dim_v) + " with head_dim_k " + text(dim_k) +
+                   "; with KVM_SPACE_V_IN_K it must be at most that");
   }
-  return names;
+  return Status::ok();
 }
 
 Status check_reserved(const std::string& field, const uint64_t* values, size_t n) {
@@ -149,8 +162,8 @@ Status check_mask(const std::string& where, const uint64_t mask[2], const Space&
 Status resolve_scalars(const SpaceSpec& spec, Space* space) {
   const kvm_space_params& params = spec.params;
   KVM_TRY(check_name(spec.name));
-  if (params.flags != 0) {
-    return invalid("flags is " + text(params.flags) + "; no flags are defined");
+  if ((params.flags & ~uint32_t{KVM_SPACE_V_IN_K}) != 0) {
+    return invalid("flags is " + text(params.flags) + "; it must be 0 or KVM_SPACE_V_IN_K (1)");
   }
   KVM_TRY(check_reserved("reserved", params.reserved, std::size(params.reserved)));
   KVM_TRY(check_range("n_layers", params.n_layers, 1, kMaxLayers));
@@ -161,6 +174,8 @@ Status resolve_scalars(const SpaceSpec& spec, Space* space) {
   const uint32_t head_dim_v = params.head_dim_v == 0 ? params.head_dim_k : params.head_dim_v;
   KVM_TRY(check_head_dim("head_dim_k", params.head_dim_k));
   KVM_TRY(check_head_dim("head_dim_v", head_dim_v));
+  space->v_in_k = (params.flags & KVM_SPACE_V_IN_K) != 0;
+  KVM_TRY(check_v_in_k("", space->v_in_k, params.head_dim_k, head_dim_v));
   const uint32_t codec = params.codec == 0 ? uint32_t{KVM_CODEC_BF16} : params.codec;
   KVM_TRY(check_codec("codec", codec));
   if (!std::isfinite(params.softmax_scale) || params.softmax_scale < 0) {
@@ -186,9 +201,6 @@ Status resolve_scalars(const SpaceSpec& spec, Space* space) {
   space->head_dim_k = params.head_dim_k;
   space->head_dim_v = head_dim_v;
   space->codec = static_cast<CodecId>(codec);
-  space->softmax_scale = params.softmax_scale == 0
-                             ? 1.0f / std::sqrt(static_cast<float>(params.head_dim_k))
-                             : params.softmax_scale;
   space->logit_softcap = params.logit_softcap;
   space->shard_index = params.shard_index;
   space->n_shards = n_shards;
@@ -268,6 +280,12 @@ Status apply_layer_override(const SpaceSpec& spec, size_t index, Space* space) {
   KVM_TRY(check_range((where + ".n_q_heads").c_str(), n_q_heads, 1, kMaxQHeads));
   KVM_TRY(check_range((where + ".n_kv_heads").c_str(), n_kv_heads, 1, kMaxKvHeads));
   KVM_TRY(check_heads(where + ": ", n_q_heads, n_kv_heads));
+  if (params.head_dim_k != 0) {
+    KVM_TRY(check_head_dim((where + ".head_dim_k").c_str(), params.head_dim_k));
+  }
+  if (params.head_dim_v != 0) {
+    KVM_TRY(check_head_dim((where + ".head_dim_v").c_str(), params.head_dim_v));
+  }
   for (uint32_t i = params.layer_begin; i < end; ++i) {
     Layer& layer = space->layers[i];
     layer.kind = params.kind;
@@ -275,8 +293,32 @@ Status apply_layer_override(const SpaceSpec& spec, size_t index, Space* space) {
     layer.n_q_heads = n_q_heads;
     layer.n_kv_heads = n_kv_heads;
     layer.window = params.window;
+    layer.dim_k = params.head_dim_k;
+    layer.dim_v = params.head_dim_v;
   }
   return Status::ok();
+}
+
+// Zeros become what they stand for. REQUIRES: the targets of aliases have theirs.
+Status resolve_dims(const SpaceSpec& spec, uint32_t index, Space* space) {
+  Layer& layer = space->layers[index];
+  const Layer& target = space->layers[layer.storage_layer];
+  const bool is_alias = layer.kind == KVM_LAYER_ALIAS;
+  const auto resolve = [is_alias](uint32_t* dim, uint32_t of_space, uint32_t of_target) {
+    *dim = *dim != 0 ? *dim : is_alias ? of_target : of_space;
+  };
+  resolve(&layer.dim_k, space->head_dim_k, target.dim_k);
+  resolve(&layer.dim_v, space->head_dim_v, target.dim_v);
+  if (is_alias && (layer.dim_k != target.dim_k || layer.dim_v != target.dim_v)) {
+    return invalid("layer " + text(index) + " is an alias of layer " + text(layer.storage_layer) +
+                   " with head dims " + text(layer.dim_k) + "/" + text(layer.dim_v) +
+                   "; the target has " + text(target.dim_k) + "/" + text(target.dim_v) +
+                   ", and they must agree");
+  }
+  layer.softmax_scale = spec.params.softmax_scale != 0
+                            ? spec.params.softmax_scale
+                            : 1.0f / std::sqrt(static_cast<float>(layer.dim_k));
+  return check_v_in_k("layer " + text(index) + ": ", space->v_in_k, layer.dim_k, layer.dim_v);
 }
 
 Status resolve_layer_map(const SpaceSpec& spec, Space* space) {
@@ -310,6 +352,25 @@ Status resolve_layer_map(const SpaceSpec& spec, Space* space) {
   if (space->n_own_layers == 0) {
     return invalid("no layer is KVM_LAYER_OWN; at least one must store something");
   }
+  for (const bool is_alias : {false, true}) {
+    for (uint32_t i = 0; i < space->n_layers; ++i) {
+      if ((space->layers[i].kind == KVM_LAYER_ALIAS) == is_alias) {
+        KVM_TRY(resolve_dims(spec, i, space));
+      }
+    }
+  }
+  return Status::ok();
+}
+
+// Numbers for the space's q heads serve layers that have no more.
+Status check_q_heads(const Space& space, const char* field) {
+  for (uint32_t i = 0; i < space.n_layers; ++i) {
+    if (space.layers[i].n_q_heads > space.n_q_heads) {
+      return invalid("layer " + text(i) + " has " + text(space.layers[i].n_q_heads) +
+                     " q heads; with " + field + " it may have at most the space's " +
+                     text(space.n_q_heads));
+    }
+  }
   return Status::ok();
 }
 
@@ -321,13 +382,7 @@ Status resolve_sink_logits(const SpaceSpec& spec, Space* space) {
     return invalid("sink_logits has " + text(spec.sink_logits.size()) + " numbers; it must have " +
                    text(uint64_t{space->n_layers} * space->n_q_heads));
   }
-  for (uint32_t i = 0; i < space->n_layers; ++i) {
-    if (space->layers[i].n_q_heads > space->n_q_heads) {
-      return invalid("layer " + text(i) + " has " + text(space->layers[i].n_q_heads) +
-                     " q heads; with sink_logits it may have at most the space's " +
-                     text(space->n_q_heads));
-    }
-  }
+  KVM_TRY(check_q_heads(*space, "sink_logits"));
   for (size_t i = 0; i < spec.sink_logits.size(); ++i) {
     const float logit = spec.sink_logits[i];
     if (std::isnan(logit) || logit == INFINITY) {
@@ -336,6 +391,26 @@ Status resolve_sink_logits(const SpaceSpec& spec, Space* space) {
     }
   }
   space->sink_logits = spec.sink_logits;
+  return Status::ok();
+}
+
+Status resolve_alibi_slopes(const SpaceSpec& spec, Space* space) {
+  if (spec.alibi_slopes.empty()) {
+    return Status::ok();
+  }
+  if (spec.alibi_slopes.size() != space->n_q_heads) {
+    return invalid("alibi_slopes has " + text(spec.alibi_slopes.size()) +
+                   " numbers; it must have " + text(space->n_q_heads));
+  }
+  KVM_TRY(check_q_heads(*space, "alibi_slopes"));
+  for (size_t i = 0; i < spec.alibi_slopes.size(); ++i) {
+    const float slope = spec.alibi_slopes[i];
+    if (!(std::fabs(slope) <= kMaxSlope)) {
+      return invalid(entry("alibi_slopes", i) + " is " + text(slope) + "; it must be " +
+                     text(-kMaxSlope) + " to " + text(kMaxSlope));
+    }
+  }
+  space->alibi_slopes = spec.alibi_slopes;
   return Status::ok();
 }
 
@@ -432,6 +507,14 @@ Status check_seen(const Space& space, const HeadConfigs& configs) {
       return invalid(which + ", and the space has no rope_layout: the service must know how " +
                      "positions turn queries to move them");
     }
+    if (in_cache && 2 * space.rope_inv_freq.size() > layer.dim_k) {
+      return invalid(which + " and head_dim_k " + text(layer.dim_k) + ", and n_rope_pairs is " +
+                     text(space.rope_inv_freq.size()) + "; it must be at most half of that");
+    }
+    if (in_cache && !space.alibi_slopes.empty()) {
+      return invalid(which + ", and the space has alibi_slopes; only one of the two can say what " +
+                     "positions mean");
+    }
     if (layer.window != 0) {
       return invalid(which + ", and the layer has a window of " + text(layer.window) +
                      "; only one of the two can say what a query sees");
@@ -447,9 +530,15 @@ Status apply_codecs(const SpaceSpec& spec, const Space& space, HeadConfigs* conf
     KVM_TRY(check_reserved(where + ".reserved", params.reserved, std::size(params.reserved)));
     const uint32_t space_codec = static_cast<uint32_t>(space.codec);
     const uint32_t codec_k = params.codec_k == 0 ? space_codec : params.codec_k;
-    const uint32_t codec_v = params.codec_v == 0 ? space_codec : params.codec_v;
+    const uint32_t codec_v = params.codec_v != 0 ? params.codec_v
+                             : space.v_in_k      ? codec_k
+                                                 : space_codec;
     KVM_TRY(check_codec(where + ".codec_k", codec_k));
     KVM_TRY(check_codec(where + ".codec_v", codec_v));
+    if (space.v_in_k && codec_v != codec_k) {
+      return invalid(where + ".codec_v is " + text(codec_v) + " with codec_k " + text(codec_k) +
+                     "; with KVM_SPACE_V_IN_K they must agree");
+    }
     uint32_t end = 0;
     KVM_TRY(resolve_layers(where, params.layer_begin, params.n_layers, true, space.n_layers, &end));
     KVM_TRY(check_mask(where, params.kv_head_mask, space, params.layer_begin, end));
@@ -543,21 +632,49 @@ Status apply_indexes(const SpaceSpec& spec, Space* space) {
   return Status::ok();
 }
 
-// An index leads to single rows.
+// Why a head of a layer can have no index, as the end of a sentence; empty where it can.
+std::string why_not_indexed(const Space& space, const Layer& layer, const HeadConfig& config) {
+  for (const CodecId id : {config.codec_k, config.codec_v}) {
+    const codecs::Codec& codec = codecs::codec_of(id);
+    if (!codec.rows_stand_alone()) {  // an index leads to single rows
+      return std::string("codec ") + codec.name +
+             ", which has no rows that can be read one by one; codecs with such rows are " +
+             codecs_with_rows();
+    }
+  }
+  if (std::max(layer.dim_k, layer.dim_v) > kMaxIndexedDim) {
+    return "head dims " + text(layer.dim_k) + "/" + text(layer.dim_v) + "; an index takes up to " +
+           text(kMaxIndexedDim);
+  }
+  if (space.v_in_k) {
+    return "KVM_SPACE_V_IN_K; an index takes values that lie apart from the keys";
+  }
+  if (!space.alibi_slopes.empty()) {
+    return "alibi_slopes; an index finds keys by what they are, not by where";
+  }
+  return {};
+}
+
 Status check_indexed(const HeadConfigs& configs, const Space& space) {
+  uint32_t hashed_dim = 0;
   for (uint32_t i = 0; i < space.n_layers; ++i) {
-    for (uint32_t head = 0; head < space.layers[i].indexes.size(); ++head) {
-      const HeadConfig& config = configs[i][head];
-      const uint32_t kind = space.layers[i].indexes[head].kind;
-      for (const CodecId id : {config.codec_k, config.codec_v}) {
-        const codecs::Codec& codec = codecs::codec_of(id);
-        if (kind != KVM_INDEX_NONE && !codec.rows_stand_alone()) {
-          return Status(KVM_ERR_UNSUPPORTED,
-                        "kv head " + text(head) + " of layer " + text(i) + " has index " +
-                            text(kind) + " and codec " + codec.name +
-                            ", which has no rows that can be read one by one; codecs with such " +
-                            "rows are " + codecs_with_rows());
-        }
+    const Layer& layer = space.layers[i];
+    for (uint32_t head = 0; head < layer.indexes.size(); ++head) {
+      const uint32_t kind = layer.indexes[head].kind;
+      if (kind == KVM_INDEX_NONE) {
+        continue;
+      }
+      const std::string which =
+          "kv head " + text(head) + " of layer " + text(i) + " has index " + text(kind) + " and ";
+      const std::string why = why_not_indexed(space, layer, configs[i][head]);
+      if (!why.empty()) {
+        return Status(KVM_ERR_UNSUPPORTED, which + why);
+      }
+      hashed_dim = kind != KVM_INDEX_LSH ? hashed_dim : hashed_dim != 0 ? hashed_dim : layer.dim_k;
+      if (kind == KVM_INDEX_LSH && layer.dim_k != hashed_dim) {
+        return Status(KVM_ERR_UNSUPPORTED, which + "head_dim_k " + text(layer.dim_k) +
+                                               ", and an earlier one has " + text(hashed_dim) +
+                                               "; all LSH indexes of a space must agree");
       }
     }
   }
@@ -632,8 +749,9 @@ void add_classes(const HeadConfig& config, const std::vector<uint16_t>& heads, c
                  Layer* layer) {
   tiers::SlabClass slab_class = {.codec_k = config.codec_k,
                                  .codec_v = config.codec_v,
-                                 .dim_k = static_cast<uint16_t>(space.head_dim_k),
-                                 .dim_v = static_cast<uint16_t>(space.head_dim_v)};
+                                 .dim_k = static_cast<uint16_t>(layer->dim_k),
+                                 .dim_v = static_cast<uint16_t>(layer->dim_v),
+                                 .v_in_k = space.v_in_k};
   const uint32_t n_heads = static_cast<uint32_t>(heads.size());
   const uint32_t n_groups =
       config.retention.is_per_head() ? n_heads : choose_groups(slab_class, n_heads);
@@ -719,6 +837,10 @@ Status compare_layer(const Space& space, uint32_t index, const Layer& there, con
   KVM_TRY(compare("n_q_heads", there.n_q_heads, here.n_q_heads));
   KVM_TRY(compare("n_kv_heads", there.n_kv_heads, here.n_kv_heads));
   KVM_TRY(compare("window", there.window, here.window));
+  KVM_TRY(compare("head_dim_k", there.dim_k, here.dim_k));
+  KVM_TRY(compare("head_dim_v", there.dim_v, here.dim_v));
+  KVM_TRY(compare_field(space, (where + "softmax_scale").c_str(), there.softmax_scale,
+                        here.softmax_scale));
   for (uint32_t head = 0; head < there.heads.size(); ++head) {
     const HeadClass& a = there.classes[there.heads[head].class_index];
     const HeadClass& b = here.classes[here.heads[head].class_index];
@@ -787,6 +909,7 @@ Result<std::shared_ptr<const Space>> resolve_space(const SpaceSpec& spec) {
   KVM_TRY(resolve_rope(spec, space.get()));
   KVM_TRY(resolve_layer_map(spec, space.get()));
   KVM_TRY(resolve_sink_logits(spec, space.get()));
+  KVM_TRY(resolve_alibi_slopes(spec, space.get()));
   HeadConfigs configs(space->n_layers);
   for (uint32_t i = 0; i < space->n_layers; ++i) {
     configs[i].assign(space->layers[i].n_kv_heads,
@@ -819,8 +942,8 @@ Status compare_spaces(const Space& registered, const Space& offered) {
   KVM_TRY(compare("n_kv_heads", uint64_t{a.n_kv_heads}, uint64_t{b.n_kv_heads}));
   KVM_TRY(compare("head_dim_k", uint64_t{a.head_dim_k}, uint64_t{b.head_dim_k}));
   KVM_TRY(compare("head_dim_v", uint64_t{a.head_dim_v}, uint64_t{b.head_dim_v}));
+  KVM_TRY(compare("flags", uint64_t{a.flags()}, uint64_t{b.flags()}));
   KVM_TRY(compare("codec", static_cast<uint64_t>(a.codec), static_cast<uint64_t>(b.codec)));
-  KVM_TRY(compare("softmax_scale", a.softmax_scale, b.softmax_scale));
   KVM_TRY(compare("logit_softcap", a.logit_softcap, b.logit_softcap));
   KVM_TRY(compare("rope_layout", uint64_t{a.rope_layout}, uint64_t{b.rope_layout}));
   KVM_TRY(
@@ -830,6 +953,9 @@ Status compare_spaces(const Space& registered, const Space& offered) {
   }
   if (a.sink_logits != b.sink_logits) {
     return exists(a, "sink_logits differs");
+  }
+  if (a.alibi_slopes != b.alibi_slopes) {
+    return exists(a, "alibi_slopes differs");
   }
   KVM_TRY(compare("shard_index", uint64_t{a.shard_index}, uint64_t{b.shard_index}));
   KVM_TRY(compare("n_shards", uint64_t{a.n_shards}, uint64_t{b.n_shards}));

@@ -112,6 +112,9 @@ struct Layer {
   uint32_t n_q_heads = 0;
   uint32_t n_kv_heads = 0;
   uint64_t window = 0;  // query at p sees keys at positions > p - window; 0: all
+  uint32_t dim_k = 0;
+  uint32_t dim_v = 0;
+  float softmax_scale = 0;
   // OWN layers only; an ALIAS layer's are those of its storage layer (Space::storage).
   std::vector<HeadClass> classes;
   std::vector<HeadPlace> heads;      // [n_kv_heads]
@@ -145,13 +148,14 @@ struct Space {
   uint32_t n_kv_heads = 0;
   uint32_t head_dim_k = 0;
   uint32_t head_dim_v = 0;
+  bool v_in_k = false;             // KVM_SPACE_V_IN_K
   CodecId codec = CodecId::kBf16;  // of heads without an override
-  float softmax_scale = 0;
-  float logit_softcap = 0;  // 0: none
+  float logit_softcap = 0;         // 0: none
   uint32_t rope_layout = KVM_ROPE_NONE;
   std::vector<float> rope_inv_freq;
   // Empty, or per layer: layer l's q head h at sink_logits[l * n_q_heads + h].
   std::vector<float> sink_logits;
+  std::vector<float> alibi_slopes;  // [n_q_heads], or empty
   uint32_t shard_index = 0;
   uint32_t n_shards = 1;
   // Requests with KVM_MODE_DEFAULT take it. EXACT with zeros, or valid with eps and delta filled
@@ -196,6 +200,9 @@ struct Space {
   const float* layer_sink_logits(uint32_t layer) const {
     return sink_logits.empty() ? nullptr : sink_logits.data() + uint64_t{layer} * n_q_heads;
   }
+  // Slopes of a layer's q heads, [n_q_heads of the space]; null where there are none.
+  const float* slopes() const { return alibi_slopes.empty() ? nullptr : alibi_slopes.data(); }
+  uint32_t flags() const { return v_in_k ? uint32_t{KVM_SPACE_V_IN_K} : 0; }
   // Returns what queries of the heads of a class see, from query_position on.
   HeadVisibility visibility(uint32_t layer, uint32_t class_index, uint64_t query_position) const;
 };

@@ -138,6 +138,11 @@ Status check_append_layers(const StepRequest& request, const Space& space) {
                     "layers {} and {} have {} and {} kv heads; append to them apart",
                     request.layer_begin, index, first.n_kv_heads, layer.n_kv_heads);
     }
+    if (layer.dim_k != first.dim_k || layer.dim_v != first.dim_v) {
+      return refuse(Refusal::kUnequalLayers,
+                    "layers {} and {} have head dims {}/{} and {}/{}; append to them apart",
+                    request.layer_begin, index, first.dim_k, first.dim_v, layer.dim_k, layer.dim_v);
+    }
   }
   return Status::ok();
 }
@@ -472,16 +477,18 @@ Result<StepTensors> check_step(const StepRequest& request, const Space& space) {
   StepTensors t;
   if (appended.n != 0) {
     KVM_TRY(check_append_layers(request, space));
-    TensorShape shape = {"k",
-                         std::max(1u, request.n_layers),
-                         appended.n,
-                         layer.n_kv_heads,
-                         space.head_dim_k,
-                         appended.parts};
+    TensorShape shape = {"k",         std::max(1u, request.n_layers),
+                         appended.n,  layer.n_kv_heads,
+                         layer.dim_k, appended.parts};
     KVM_TRY_ASSIGN(t.k, resolve_required(request.k, shape));
     shape.name = "v";
-    shape.dim = space.head_dim_v;
-    KVM_TRY_ASSIGN(t.v, resolve_required(request.v, shape));
+    shape.dim = layer.dim_v;
+    if (!space.v_in_k) {
+      KVM_TRY_ASSIGN(t.v, resolve_required(request.v, shape));
+    } else if (request.v.data != nullptr) {
+      return refuse(Refusal::kValuesInKeys,
+                    "v is there; space '{}' has KVM_SPACE_V_IN_K, so it must be NONE", space.name);
+    }
   }
   if (request.attend) {
     KVM_TRY(check_layer(request.layer_begin, space));
@@ -490,10 +497,10 @@ Result<StepTensors> check_step(const StepRequest& request, const Space& space) {
     const auto shape_of = [&](const char* name, uint32_t dim) {
       return TensorShape{name, 1, queries.n, layer.n_q_heads, dim, queries.parts};
     };
-    const TensorShape o = shape_of("o", space.head_dim_v);
+    const TensorShape o = shape_of("o", layer.dim_v);
     const TensorShape lse = shape_of("lse", 1);
     const TensorShape err = shape_of("err", 2);
-    KVM_TRY_ASSIGN(t.q, resolve_required(request.q, shape_of("q", space.head_dim_k)));
+    KVM_TRY_ASSIGN(t.q, resolve_required(request.q, shape_of("q", layer.dim_k)));
     KVM_TRY_ASSIGN(t.o, resolve_required(request.o, o));
     KVM_TRY_ASSIGN(t.lse, resolve_f32(request.lse, lse));
     KVM_TRY_ASSIGN(t.err, resolve_f32(request.err, err));
@@ -507,17 +514,18 @@ Result<StepTensors> check_step(const StepRequest& request, const Space& space) {
 
 Result<ReadTensors> check_read(const ReadRequest& request, const Space& space) {
   KVM_TRY(check_layer(request.layer, space));
-  const uint64_t n_heads = space.layers[request.layer].n_kv_heads;
+  const Layer& layer = space.layers[request.layer];
+  const uint64_t n_heads = layer.n_kv_heads;
   ReadTensors t;
   if (request.n_tokens > kMaxTokens) {
     return refuse(Refusal::kReadTokens, "n_tokens is {}; at most {} are allowed", request.n_tokens,
                   kMaxTokens);
   }
   if (request.n_tokens != 0) {
-    KVM_TRY_ASSIGN(
-        t.k, resolve_tensor(request.k, {"k", 1, request.n_tokens, n_heads, space.head_dim_k}));
-    KVM_TRY_ASSIGN(
-        t.v, resolve_tensor(request.v, {"v", 1, request.n_tokens, n_heads, space.head_dim_v}));
+    KVM_TRY_ASSIGN(t.k,
+                   resolve_tensor(request.k, {"k", 1, request.n_tokens, n_heads, layer.dim_k}));
+    KVM_TRY_ASSIGN(t.v,
+                   resolve_tensor(request.v, {"v", 1, request.n_tokens, n_heads, layer.dim_v}));
     KVM_TRY(check_apart(t.k, "k", t.v, "v"));
   }
   return t;
@@ -536,8 +544,8 @@ Result<ObserveTensors> check_observe(const ObserveRequest& request, const Space&
   }
   ObserveTensors t;
   if (request.n_rows != 0) {
-    KVM_TRY_ASSIGN(t.q, resolve_required(request.q, {"q", 1, request.n_rows, layer.n_q_heads,
-                                                     space.head_dim_k}));
+    KVM_TRY_ASSIGN(
+        t.q, resolve_required(request.q, {"q", 1, request.n_rows, layer.n_q_heads, layer.dim_k}));
   }
   if (request.n_columns != 0) {
     const TensorShape shape = {"column_sums", 1, request.n_columns, layer.n_kv_heads, 1};

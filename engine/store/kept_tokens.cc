@@ -16,9 +16,9 @@ KeptTokens::KeptTokens(const tiers::SlabClass& slab_class, uint64_t begin, uint3
   KVM_ASSERT(slab_class.n_heads == 1);
   tokens_.reserve(capacity);
   k_.resize(capacity * slab_class.k().row_bytes(slab_class.dim_k));
-  v_.resize(capacity * slab_class.v().row_bytes(slab_class.dim_v));
+  v_.resize(slab_class.v_in_k ? 0 : capacity * slab_class.v().row_bytes(slab_class.dim_v));
   k_scales_.resize(slab_class.k().is_scaled() ? capacity : 0);
-  v_scales_.resize(slab_class.v().is_scaled() ? capacity : 0);
+  v_scales_.resize(slab_class.v().is_scaled() && !slab_class.v_in_k ? capacity : 0);
 }
 
 uint64_t KeptTokens::size_bytes() const {
@@ -31,6 +31,9 @@ KvPlane KeptTokens::k_plane() const {
 }
 
 KvPlane KeptTokens::v_plane() const {
+  if (slab_class_.v_in_k) {
+    return k_plane();
+  }
   return {v_.data(), v_scales_.empty() ? nullptr : v_scales_.data(), slab_class_.codec_v};
 }
 
@@ -90,7 +93,9 @@ void KeptTokens::copy(std::span<const Token> copies, KvRuns from) {
                            codecs::writable_rows(own, dim, token.slot), 1, 1, dim);
     };
     copy_row(source->k, k_plane(), slab_class_.dim_k);
-    copy_row(source->v, v_plane(), slab_class_.dim_v);
+    if (!slab_class_.v_in_k) {
+      copy_row(source->v, v_plane(), slab_class_.dim_v);
+    }
   }
 }
 

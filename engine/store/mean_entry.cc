@@ -40,7 +40,7 @@ KvRun MeanEntry::run() const {
   KVM_ASSERT(n_tokens > 0);
   KvRun run;
   run.k = {k.data(), nullptr, CodecId::kF32};
-  run.v = {v.data(), nullptr, CodecId::kF32};
+  run.v = v.empty() ? run.k : KvPlane{v.data(), nullptr, CodecId::kF32};
   run.log_weight = &log_weight;
   run.position = end - 1;
   run.n_tokens = 1;
@@ -56,7 +56,9 @@ bool sum_rows(KvRuns runs, const tiers::SlabClass& slab_class, Workspace* scratc
   }
   for (const KvRun& run : runs) {
     add_page(run.k, run.slot, run.n_tokens, floats, sums->k.data(), slab_class.dim_k);
-    add_page(run.v, run.slot, run.n_tokens, floats, sums->v.data(), slab_class.dim_v);
+    if (!slab_class.v_in_k) {
+      add_page(run.v, run.slot, run.n_tokens, floats, sums->v.data(), slab_class.dim_v);
+    }
     sums->n_tokens += run.n_tokens;
     sums->end = std::max(sums->end, run.position + run.n_tokens);
   }

@@ -21,7 +21,7 @@ struct MeanEntry {
   uint64_t n_tokens = 0;
   float log_weight = 0;  // ln n_tokens
   std::vector<float> k;  // [dim_k]
-  std::vector<float> v;  // [dim_v]
+  std::vector<float> v;  // [dim_v]; empty where V is in K
 
   uint64_t size_bytes() const { return (k.size() + v.size()) * sizeof(float); }
   // At the position of the last token. Valid as long as this is unchanged. REQUIRES: n_tokens > 0.
@@ -30,12 +30,13 @@ struct MeanEntry {
 
 // RowSums are rows of some tokens, added up in fp64 in the order of their positions.
 struct RowSums {
-  explicit RowSums(const tiers::SlabClass& slab_class) : k(slab_class.dim_k), v(slab_class.dim_v) {}
+  explicit RowSums(const tiers::SlabClass& slab_class)
+      : k(slab_class.dim_k), v(slab_class.v_in_k ? 0 : slab_class.dim_v) {}
 
   uint64_t end = 0;
   uint64_t n_tokens = 0;
   std::vector<double> k;  // [dim_k]
-  std::vector<double> v;  // [dim_v]
+  std::vector<double> v;  // [dim_v]; empty where V is in K
 };
 
 // Adds rows. Threads: any. `scratch` is its own. False: the machine refused memory for it.

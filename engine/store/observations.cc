@@ -23,7 +23,7 @@ bool all_finite(const float* values, uint64_t n) {
 Status Store::observe(Sequence* seq, const ObserveInput& input) {
   KVM_TRY(check_layer(seq, input.layer));
   const Layer& layer = seq->space().layers[input.layer];
-  const uint32_t row_floats = layer.n_q_heads * seq->space().head_dim_k;
+  const uint32_t row_floats = layer.n_q_heads * layer.dim_k;
   const uint64_t present_tokens = layer_length(seq, input.layer);
   if (input.n_columns > present_tokens || input.column_begin > present_tokens - input.n_columns) {
     return Status(
@@ -100,7 +100,7 @@ void cut_observed(StoreMemory* memory, Sequence* seq, uint64_t n_tokens) {
     if (StoreMemory::is_own(seq->account, ref.data)) {
       const Layer& layer = seq->space().layers[i];
       const uint64_t before = ref.data->size_bytes();
-      truncate_observation(ref.data.get(), ref.limit, layer.n_q_heads * seq->space().head_dim_k,
+      truncate_observation(ref.data.get(), ref.limit, layer.n_q_heads * layer.dim_k,
                            layer.n_kv_heads);
       memory->uncharge(seq->account, before - ref.data->size_bytes());
       ref.limit = UINT64_MAX;

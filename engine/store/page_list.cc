@@ -594,6 +594,11 @@ bool PageList::is_valid() const {
 
 namespace {
 
+// Says whether pages of both hold the same, whatever their codecs.
+bool hold_alike(const SlabClass& a, const SlabClass& b) {
+  return a.dim_k == b.dim_k && a.dim_v == b.dim_v && a.n_heads == b.n_heads && a.v_in_k == b.v_in_k;
+}
+
 void copy_log_weights(const SlabClass& from, const std::byte* source, const SlabClass& to,
                       std::byte* target, uint32_t first, uint32_t count) {
   for (uint32_t head = 0; from.has_log_weights && to.has_log_weights && head < to.n_heads; ++head) {
@@ -607,27 +612,29 @@ void copy_log_weights(const SlabClass& from, const std::byte* source, const Slab
 
 bool encode_page(const SlabClass& from, const std::byte* source, const SlabClass& to,
                  std::byte* target, float* scratch) {
-  KVM_ASSERT(from.dim_k == to.dim_k && from.dim_v == to.dim_v && from.n_heads == to.n_heads);
+  KVM_ASSERT(hold_alike(from, to));
   copy_log_weights(from, source, to, target, 0, kPageTokens);
   return codecs::encode_page(from.k_plane(source), to.k_plane(target), to.n_heads, to.dim_k,
                              scratch) &&
-         codecs::encode_page(from.v_plane(source), to.v_plane(target), to.n_heads, to.dim_v,
-                             scratch);
+         (to.v_in_k || codecs::encode_page(from.v_plane(source), to.v_plane(target), to.n_heads,
+                                           to.dim_v, scratch));
 }
 
 void copy_page_rows(const PageTable& pages, PageRef from, PageRef to, uint32_t first,
                     uint32_t count) {
   const SlabClass& a = pages.slab_class(from);
   const SlabClass& b = pages.slab_class(to);
-  KVM_ASSERT(a.dim_k == b.dim_k && a.dim_v == b.dim_v && a.n_heads == b.n_heads);
+  KVM_ASSERT(hold_alike(a, b));
   const std::byte* source = pages.data(from);
   std::byte* target = pages.data(to);
   codecs::convert_rows(codecs::rows_of(a.k_plane(source), a.dim_k, first),
                        codecs::writable_rows(b.k_plane(target), b.dim_k, first), count, a.n_heads,
                        a.dim_k);
-  codecs::convert_rows(codecs::rows_of(a.v_plane(source), a.dim_v, first),
-                       codecs::writable_rows(b.v_plane(target), b.dim_v, first), count, a.n_heads,
-                       a.dim_v);
+  if (!a.v_in_k) {
+    codecs::convert_rows(codecs::rows_of(a.v_plane(source), a.dim_v, first),
+                         codecs::writable_rows(b.v_plane(target), b.dim_v, first), count, a.n_heads,
+                         a.dim_v);
+  }
   copy_log_weights(a, source, b, target, first, count);
 }
 

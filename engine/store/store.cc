@@ -41,6 +41,7 @@ kvm_space_info info_of(const SpaceRecord& record) {
   info.n_kv_heads = space.n_kv_heads;
   info.head_dim_k = space.head_dim_k;
   info.head_dim_v = space.head_dim_v;
+  info.flags = space.flags();
   info.codec = static_cast<uint32_t>(space.codec);
   info.uid = record.uid;
   std::copy(space.layout_digest.begin(), space.layout_digest.end(), info.layout_digest);

@@ -60,6 +60,13 @@ SpaceSpec space_message(uint32_t space) {
     message.name = "indexed";
     message.params = params_of(1);
     message.indexes.push_back({.kind = KVM_INDEX_SKETCH, .n_recent = 16, .min_tokens = 256});
+  } else if (space == kLatent) {
+    message.name = "latent";
+    message.params = params_of(1);
+    message.params.flags = KVM_SPACE_V_IN_K;
+    message.params.head_dim_v = kDim / 2;
+    message.alibi_slopes = {0.5f, 0.25f, 0.125f, 0.0625f};
+    static_assert(kHeads == 4);
   } else {
     message.name = "layered";
     message.params = params_of(5);

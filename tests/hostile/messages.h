@@ -13,7 +13,7 @@
 
 namespace kvm::testing {
 
-// How kPlain, kIndexed and kLayered are registered.
+// How kPlain, kIndexed, kLayered and kLatent are registered.
 SpaceSpec space_message(uint32_t space);
 
 // What others have.

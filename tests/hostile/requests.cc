@@ -189,7 +189,9 @@ Draft RequestMaker::step(uint32_t slot, uint32_t verbs, uint32_t space, uint32_t
   }
   if ((verbs & ipc::kStepAppend) != 0) {
     step.k = tensor(kKAt, kPartBytes, KVM_DTYPE_BF16);
-    step.v = tensor(kVAt, kPartBytes, KVM_DTYPE_BF16);
+    if (space != kLatent) {
+      step.v = tensor(kVAt, kPartBytes, KVM_DTYPE_BF16);
+    }
   }
   if ((verbs & ipc::kStepAttend) != 0) {
     step.q = tensor(kQAt, kPartBytes, KVM_DTYPE_F32);

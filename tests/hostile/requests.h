@@ -35,6 +35,7 @@ enum : uint32_t {
   kPlain,    // 2 layers, no index
   kIndexed,  // 1 layer with an index from 256 tokens on
   kLayered,  // 5 layers: OWN, ALIAS of it, ABSENT, OWN, OWN with more kv heads; sinks + recent
+  kLatent,   // 1 layer with V in K, and slopes
   kSpaces,
 };
 inline constexpr uint32_t kHeads = 4;

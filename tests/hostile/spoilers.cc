@@ -129,6 +129,8 @@ const std::vector<Spoiler<Refusal>>& refusal_spoilers() {
                   d->step.k.stride_row = 1;
                 }),
       step_with(Refusal::kTensorAbsent, kBoth, [](Draft* d) { d->step.v = {}; }),
+      step_with(
+          Refusal::kValuesInKeys, kBoth, [](Draft* d) { d->step.v = d->step.k; }, kLatent),
       step_with(Refusal::kLayers, kBoth, [](Draft* d) { d->step.layer_begin = 2; }),
       step_with(Refusal::kAttendOfLayers, kStepAttend, [](Draft* d) { d->step.n_layers = 2; }),
       step_with(

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // docs/models.md: the geometries of published models, with as many layers and heads as they have,
-// each with a step compared with attention in double precision; those that are refused, with the
-// sentence; and what an engine does to have models that the service does not know.
+// each with a step compared with attention in double precision; and what an engine does to have
+// models that the service does not know.
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <functional>
@@ -39,11 +40,16 @@ struct Model {
   uint32_t full_every = 0;  // each such layer has no window, counted from 1; 0: none is without
   bool has_sinks = false;
   uint32_t n_tokens = 70;
+  bool v_in_k = false;
+  bool has_slopes = false;  // ALiBi
+  uint32_t full_dim = 0;    // of the layers without a window; 0: dim_k
 
-  uint32_t v_dim() const { return dim_v == 0 ? dim_k : dim_v; }
-  uint64_t window_of(uint32_t layer) const {
-    return full_every != 0 && (layer + 1) % full_every == 0 ? 0 : window;
+  bool is_full(uint32_t layer) const { return full_every != 0 && (layer + 1) % full_every == 0; }
+  uint32_t k_dim(uint32_t layer) const {
+    return full_dim != 0 && is_full(layer) ? full_dim : dim_k;
   }
+  uint32_t v_dim(uint32_t layer) const { return dim_v == 0 ? k_dim(layer) : dim_v; }
+  uint64_t window_of(uint32_t layer) const { return is_full(layer) ? 0 : window; }
 };
 
 const Model kModels[] = {
@@ -64,7 +70,64 @@ const Model kModels[] = {
     {"grok-1", 64, 48, 8, 128, 0, 0.08838834764831845f, 30},
     {"deepseek-v2-lite", 27, 16, 16, 192, 128},
     {"deepseek-v3", 61, 128, 128, 192, 128},
+    {.name = "deepseek-v2-lite-latent",
+     .n_layers = 27,
+     .n_q_heads = 16,
+     .n_kv_heads = 1,
+     .dim_k = 576,
+     .dim_v = 512,
+     .scale = 0.1147213867929261f,
+     .v_in_k = true},
+    {.name = "deepseek-v3-latent",
+     .n_layers = 61,
+     .n_q_heads = 128,
+     .n_kv_heads = 1,
+     .dim_k = 576,
+     .dim_v = 512,
+     .scale = 0.1352337788608801f,
+     .v_in_k = true},
+    {"falcon-7b", 32, 71, 1, 64},
+    {"falcon-180b", 80, 232, 8, 64},
+    {"starcoder", 40, 48, 1, 128},
+    {.name = "gemma-4-26b",
+     .n_layers = 30,
+     .n_q_heads = 8,
+     .n_kv_heads = 4,
+     .dim_k = 256,
+     .scale = 1,
+     .window = 1024,
+     .full_every = 6,
+     .n_tokens = 1100,
+     .full_dim = 512},
+    {.name = "bloom-176b",
+     .n_layers = 70,
+     .n_q_heads = 112,
+     .n_kv_heads = 112,
+     .dim_k = 128,
+     .n_tokens = 300,
+     .has_slopes = true},
+    {.name = "mpt-7b",
+     .n_layers = 32,
+     .n_q_heads = 32,
+     .n_kv_heads = 32,
+     .dim_k = 128,
+     .n_tokens = 2000,
+     .has_slopes = true},
 };
+
+// Press, Smith and Lewis 2022: a geometric sequence; of a number of heads that is no power of two,
+// those of the next smaller one and then every second of those of the next larger one.
+std::vector<float> alibi_slopes(uint32_t n_heads) {
+  const uint32_t whole = std::bit_floor(n_heads);
+  std::vector<float> slopes;
+  for (uint32_t i = 0; i < whole; ++i) {
+    slopes.push_back(static_cast<float>(std::exp2(-8.0 * (i + 1) / whole)));
+  }
+  for (uint32_t i = 0; slopes.size() < n_heads; ++i) {
+    slopes.push_back(static_cast<float>(std::exp2(-8.0 * (2 * i + 1) / (2 * whole))));
+  }
+  return slopes;
+}
 
 class AbiModels : public ServiceTest {
  protected:
@@ -82,6 +145,7 @@ class AbiModels : public ServiceTest {
     params.codec = KVM_CODEC_F32;
     params.softmax_scale = model.scale;
     params.logit_softcap = model.softcap;
+    params.flags = model.v_in_k ? uint32_t{KVM_SPACE_V_IN_K} : 0;
     return params;
   }
 
@@ -112,7 +176,7 @@ class AbiModels : public ServiceTest {
     params.n_ranges = static_cast<uint32_t>(ranges.size());
     if (item.n_append != 0) {
       params.k = tensor_of(k);
-      params.v = tensor_of(v);
+      params.v = v.empty() ? kvm_tensor{} : tensor_of(v);
     }
     if (item.n_query != 0) {
       params.q = tensor_of(q);
@@ -126,9 +190,9 @@ class AbiModels : public ServiceTest {
 };
 
 // Attention of one row of one q head, in double precision. bias: of the key at a position, added to
-// the logit. k and v: [n][n_kv_heads][dim], beginning at the kv head.
+// the logit. k and v: rows of tokens lie k_row and v_row floats apart.
 struct Oracle {
-  uint32_t n_tokens, n_kv_heads, dim_k, dim_v;
+  uint32_t n_tokens, k_row, v_row, dim_k, dim_v;
   double scale;
   double softcap = 0;
   uint64_t window = 0;
@@ -145,15 +209,14 @@ struct Oracle {
       }
       double dot = 0;
       for (uint32_t i = 0; i < dim_k; ++i) {
-        dot +=
-            static_cast<double>(q[i]) * static_cast<double>(k[size_t{t} * n_kv_heads * dim_k + i]);
+        dot += static_cast<double>(q[i]) * static_cast<double>(k[size_t{t} * k_row + i]);
       }
       double logit = scale * dot;
       logit = (softcap == 0 ? logit : softcap * std::tanh(logit / softcap)) + bias(t);
       const double weight = std::exp(logit);
       sum += weight;
       for (uint32_t i = 0; i < dim_v; ++i) {
-        out[i] += weight * static_cast<double>(v[size_t{t} * n_kv_heads * dim_v + i]);
+        out[i] += weight * static_cast<double>(v[size_t{t} * v_row + i]);
       }
     }
     for (uint32_t i = 0; i < dim_v; ++i) {
@@ -183,6 +246,7 @@ TEST_F(AbiModels, ThoseThatFitAnswerRight) {
       entry.layer_begin = layer;
       entry.n_layers = 1;
       entry.window = model.window_of(layer);
+      entry.head_dim_k = entry.head_dim_v = model.is_full(layer) ? model.full_dim : 0;
       layers.push_back(entry);
     }
     params.layers = layers.data();
@@ -192,39 +256,49 @@ TEST_F(AbiModels, ThoseThatFitAnswerRight) {
       sinks = random_floats(&random_, size_t{model.n_layers} * model.n_q_heads);
       params.sink_logits = sinks.data();
     }
+    const std::vector<float> slopes =
+        model.has_slopes ? alibi_slopes(model.n_q_heads) : std::vector<float>();
+    params.alibi_slopes = model.has_slopes ? slopes.data() : nullptr;
     const kvm_space_id space = add_space(params);
     const kvm_seq_id seq = add_seq(space);
-    const uint32_t n = model.n_tokens;
-    const auto k = random_floats(&random_, size_t{n} * model.n_kv_heads * model.dim_k);
-    const auto v = random_floats(&random_, size_t{n} * model.n_kv_heads * model.v_dim());
-    const auto q = random_floats(&random_, size_t{model.n_q_heads} * model.dim_k);
-    std::vector<float> o(size_t{model.n_q_heads} * model.v_dim(), -1);
-    std::vector<float> lse(model.n_q_heads, -1);
-    // A layer with a window, where there are any, one without, and the last.
+    // A layer with a window, where there are any, and one without.
     std::vector<uint32_t> probed = {0};
     if (model.full_every != 0) {
       probed.push_back(model.full_every - 1);
     }
     for (const uint32_t layer : probed) {
       SCOPED_TRACE(layer);
-      step(space, layer, item_of(seq, n, 1), k, v, q, &o, &lse);
+      const uint32_t n = model.n_tokens;
+      const uint32_t dim_k = model.k_dim(layer);
+      const uint32_t dim_v = model.v_dim(layer);
+      const auto k = random_floats(&random_, size_t{n} * model.n_kv_heads * dim_k);
+      const auto v = random_floats(&random_, size_t{n} * model.n_kv_heads * dim_v);
+      const auto q = random_floats(&random_, size_t{model.n_q_heads} * dim_k);
+      std::vector<float> o(size_t{model.n_q_heads} * dim_v, -1);
+      std::vector<float> lse(model.n_q_heads, -1);
+      step(space, layer, item_of(seq, n, 1), k, model.v_in_k ? std::vector<float>() : v, q, &o,
+           &lse);
+      Oracle oracle{.n_tokens = n,
+                    .k_row = model.n_kv_heads * dim_k,
+                    .v_row = model.n_kv_heads * (model.v_in_k ? dim_k : dim_v),
+                    .dim_k = dim_k,
+                    .dim_v = dim_v,
+                    .scale = model.scale != 0 ? static_cast<double>(model.scale)
+                                              : 1 / std::sqrt(static_cast<double>(dim_k)),
+                    .softcap = static_cast<double>(model.softcap),
+                    .window = model.window_of(layer)};
       for (uint32_t head = 0; head < model.n_q_heads; head += 3) {
         const uint32_t kv = head / (model.n_q_heads / model.n_kv_heads);
-        Oracle oracle{.n_tokens = n,
-                      .n_kv_heads = model.n_kv_heads,
-                      .dim_k = model.dim_k,
-                      .dim_v = model.v_dim(),
-                      .scale = model.scale != 0 ? static_cast<double>(model.scale)
-                                                : 1 / std::sqrt(static_cast<double>(model.dim_k)),
-                      .softcap = static_cast<double>(model.softcap),
-                      .window = model.window_of(layer)};
         if (model.has_sinks) {
           oracle.sink = static_cast<double>(sinks[layer * model.n_q_heads + head]);
         }
+        if (model.has_slopes) {
+          const auto slope = static_cast<double>(slopes[head]);
+          oracle.bias = [=](uint32_t t) { return -slope * (n - 1.0 - t); };
+        }
+        const float* value = model.v_in_k ? &k[size_t{kv} * dim_k] : &v[size_t{kv} * dim_v];
         expect_near(o, lse, head,
-                    oracle.attend(&q[size_t{head} * model.dim_k], &k[size_t{kv} * model.dim_k],
-                                  &v[size_t{kv} * model.v_dim()]),
-                    kF32);
+                    oracle.attend(&q[size_t{head} * dim_k], &k[size_t{kv} * dim_k], value), kF32);
       }
     }
     ASSERT_EQ(kvm_seq_free(client_, seq), KVM_OK) << kvm_last_error();
@@ -233,16 +307,10 @@ TEST_F(AbiModels, ThoseThatFitAnswerRight) {
 
 TEST_F(AbiModels, ThoseThatDoNotFitAreToldWhy) {
   const std::pair<Model, const char*> refused[] = {
-      {{"falcon-7b", 32, 71, 1, 64},
-       "n_q_heads is 71 with n_kv_heads 1; n_kv_heads must divide it into groups of 1 to 16"},
-      {{"falcon-180b", 80, 232, 8, 64},
-       "n_q_heads is 232 with n_kv_heads 8; n_kv_heads must divide it into groups of 1 to 16"},
-      {{"starcoder", 40, 48, 1, 128},
-       "n_q_heads is 48 with n_kv_heads 1; n_kv_heads must divide it into groups of 1 to 16"},
-      {{"deepseek-v3-latent", 61, 128, 1, 576, 512},
-       "n_q_heads is 128 with n_kv_heads 1; n_kv_heads must divide it into groups of 1 to 16"},
-      {{"deepseek-v2-lite-latent", 27, 16, 1, 576, 512},
-       "head_dim_k is 576; it must be a multiple of 8 from 8 to 256"},
+      {{"256-heads-over-one", 2, 256, 1, 64},
+       "n_q_heads is 256 with n_kv_heads 1; n_kv_heads must divide it into groups of 1 to 128"},
+      {{"heads-of-640", 2, 8, 8, 640},
+       "head_dim_k is 640; it must be a multiple of 8 from 8 to 576"},
   };
   for (const auto& [model, sentence] : refused) {
     SCOPED_TRACE(model.name);
@@ -289,9 +357,9 @@ TEST_F(AbiModels, LayersThatShareOrStoreNothing) {
 
   kvm_space_params hybrid = params_of({"jamba", 32, 32, 8, 128});
   const kvm_layer_params sparse[] = {
-      {0, 32, KVM_LAYER_ABSENT, 0, 0, 0, 0, {}}, {4, 1, KVM_LAYER_OWN, 0, 0, 0, 0, {}},
-      {12, 1, KVM_LAYER_OWN, 0, 0, 0, 0, {}},    {20, 1, KVM_LAYER_OWN, 0, 0, 0, 0, {}},
-      {28, 1, KVM_LAYER_OWN, 0, 0, 0, 0, {}},
+      {0, 32, KVM_LAYER_ABSENT, 0, 0, 0, 0, 0, 0, {}}, {4, 1, KVM_LAYER_OWN, 0, 0, 0, 0, 0, 0, {}},
+      {12, 1, KVM_LAYER_OWN, 0, 0, 0, 0, 0, 0, {}},    {20, 1, KVM_LAYER_OWN, 0, 0, 0, 0, 0, 0, {}},
+      {28, 1, KVM_LAYER_OWN, 0, 0, 0, 0, 0, 0, {}},
   };
   hybrid.layers = sparse;
   hybrid.n_layer_params = 5;
@@ -310,115 +378,17 @@ TEST_F(AbiModels, LayersThatShareOrStoreNothing) {
   kvm_item item = item_of(encoded, 0, 3);
   item.flags = KVM_ITEM_NOT_CAUSAL;
   step(cross, 31, item, {}, {}, rows, &o, &row_lse);
-  const Oracle oracle{.n_tokens = 1500, .n_kv_heads = 20, .dim_k = 64, .dim_v = 64, .scale = 0.125};
+  const Oracle oracle{.n_tokens = 1500,
+                      .k_row = 20 * 64,
+                      .v_row = 20 * 64,
+                      .dim_k = 64,
+                      .dim_v = 64,
+                      .scale = 0.125};
   for (uint32_t head = 0; head < 3 * 20; head += 7) {  // of all rows
     expect_near(o, row_lse, head,
                 oracle.attend(&rows[size_t{head} * 64], &frames_k[size_t{head % 20} * 64],
                               &frames_v[size_t{head % 20} * 64]),
                 kF32);
-  }
-}
-
-// Falcon-7B: 71 q heads over one kv head are five layers of 16 over the same store.
-TEST_F(AbiModels, MoreQueryHeadsThanAGroupHas) {
-  constexpr uint32_t kHeads = 71, kGroup = 16, kParts = 5, kDim = 64, kTokens = 130;
-  kvm_space_params params = params_of({"falcon-7b", 32 * kParts, kGroup, 1, kDim});
-  std::vector<kvm_layer_params> layers;
-  for (uint32_t layer = 0; layer < 32; ++layer) {
-    kvm_layer_params entry{};
-    entry.layer_begin = layer * kParts + 1;
-    entry.n_layers = kParts - 1;
-    entry.kind = KVM_LAYER_ALIAS;
-    entry.target = layer * kParts;
-    layers.push_back(entry);
-  }
-  params.layers = layers.data();
-  params.n_layer_params = 32;
-  const kvm_space_id space = add_space(params);
-  const kvm_seq_id seq = add_seq(space);
-  const auto k = random_floats(&random_, size_t{kTokens} * kDim);
-  const auto v = random_floats(&random_, k.size());
-  auto q = random_floats(&random_, size_t{kHeads} * kDim);
-  q.resize(size_t{kParts} * kGroup * kDim);  // the last heads are padding
-  std::vector<float> o, lse;
-  const uint32_t first = 7 * kParts;  // of the model's layer 7
-  step(space, first, item_of(seq, kTokens, 0), k, v, {}, nullptr, nullptr);
-  for (uint32_t part = 0; part < kParts; ++part) {
-    const std::vector<float> share(q.begin() + part * kGroup * kDim,
-                                   q.begin() + (part + 1) * kGroup * kDim);
-    std::vector<float> part_o(share.size()), part_lse(kGroup);
-    step(space, first + part, item_of(seq, 0, 1), {}, {}, share, &part_o, &part_lse);
-    o.insert(o.end(), part_o.begin(), part_o.end());
-    lse.insert(lse.end(), part_lse.begin(), part_lse.end());
-  }
-  const Oracle oracle{
-      .n_tokens = kTokens, .n_kv_heads = 1, .dim_k = kDim, .dim_v = kDim, .scale = 0.125};
-  for (uint32_t head = 0; head < kHeads; ++head) {
-    expect_near(o, lse, head, oracle.attend(&q[size_t{head} * kDim], k.data(), v.data()), kF32);
-  }
-}
-
-float bloom_slope(uint32_t head, uint32_t n_heads) {
-  return static_cast<float>(std::exp2(-8.0 * (head + 1) / n_heads));
-}
-
-// ALiBi (BLOOM, MPT) in channels of its own: a key's hold its position x as 256 a + b and a one, a
-// query's the slope, so that their product is -slope (p - x). The key's are exact in bf16.
-TEST_F(AbiModels, LinearBiasInExtraChannels) {
-  constexpr uint32_t kHeads = 32, kDim = 128, kWide = kDim + 8, kTokens = 4300;
-  for (const uint32_t codec : {KVM_CODEC_F32, KVM_CODEC_BF16}) {
-    SCOPED_TRACE(codec);
-    const bool is_bf16 = codec == KVM_CODEC_BF16;
-    kvm_space_params params =
-        params_of({is_bf16 ? "bloom-bf16" : "bloom-f32", 30, kHeads, kHeads, kWide, kDim, 1.0f});
-    params.codec = codec;
-    const kvm_space_id space = add_space(params);
-    const kvm_seq_id seq = add_seq(space);
-    // Small integers over 8: what is stored is what was appended, in either type.
-    const auto coarse = [&](size_t n) {
-      auto values = random_floats(&random_, n);
-      std::transform(values.begin(), values.end(), values.begin(),
-                     [](float x) { return std::round(8 * x) / 8; });
-      return values;
-    };
-    auto k = coarse(size_t{kTokens} * kHeads * kWide);
-    const auto v = coarse(size_t{kTokens} * kHeads * kDim);
-    auto q = coarse(size_t{kHeads} * kWide);
-    for (size_t i = 0; i < size_t{kTokens} * kHeads; ++i) {
-      float* extra = &k[i * kWide + kDim];
-      const auto position = static_cast<uint32_t>(i / kHeads);
-      std::fill(extra, extra + 8, 0.0f);
-      extra[0] = static_cast<float>(position / 256);
-      extra[1] = static_cast<float>(position % 256);
-      extra[2] = extra[3] = 1;
-    }
-    for (uint32_t head = 0; head < kHeads; ++head) {
-      float* row = &q[size_t{head} * kWide];
-      std::transform(row, row + kDim, row, [](float x) { return x / 16; });
-      const float slope = bloom_slope(head, kHeads);
-      constexpr uint32_t kLast = kTokens - 1;
-      std::fill(row + kDim, row + kWide, 0.0f);
-      row[kDim] = 256 * slope;
-      row[kDim + 1] = slope;
-      row[kDim + 2] = -256 * slope * static_cast<float>(kLast / 256);
-      row[kDim + 3] = -slope * static_cast<float>(kLast % 256);
-    }
-    std::vector<float> o(size_t{kHeads} * kDim), lse(kHeads);
-    step(space, 3, item_of(seq, kTokens, 1), k, v, q, &o, &lse);
-    for (uint32_t head = 0; head < kHeads; ++head) {
-      Oracle oracle{
-          .n_tokens = kTokens, .n_kv_heads = kHeads, .dim_k = kWide, .dim_v = kDim, .scale = 1};
-      std::vector<float> plain(q.begin() + head * kWide, q.begin() + (head + 1) * kWide);
-      std::fill(plain.begin() + kDim, plain.end(), 0.0f);
-      const auto slope = static_cast<double>(bloom_slope(head, kHeads));
-      oracle.bias = [&](uint32_t t) { return -slope * (kTokens - 1.0 - t); };
-      // Terms of up to slope p are added and taken away in fp32: a few roundings of these.
-      const double bound = std::max(kF32, 4 * slope * kTokens * std::exp2(-24.0));
-      expect_near(o, lse, head,
-                  oracle.attend(plain.data(), &k[size_t{head} * kWide], &v[size_t{head} * kDim]),
-                  bound);
-    }
-    ASSERT_EQ(kvm_seq_free(client_, seq), KVM_OK);
   }
 }
 
@@ -464,8 +434,12 @@ TEST_F(AbiModels, BiasByDistanceFromRangesAndMerge) {
   merge.out_lse = tensor_of(merged_lse);
   ASSERT_EQ(kvm_merge(&merge), KVM_OK) << kvm_last_error();
   for (uint32_t head = 0; head < kHeads; ++head) {
-    Oracle oracle{
-        .n_tokens = kTokens, .n_kv_heads = kHeads, .dim_k = kDim, .dim_v = kDim, .scale = 1};
+    Oracle oracle{.n_tokens = kTokens,
+                  .k_row = kHeads * kDim,
+                  .v_row = kHeads * kDim,
+                  .dim_k = kDim,
+                  .dim_v = kDim,
+                  .scale = 1};
     oracle.bias = [&](uint32_t t) {
       const auto next = std::upper_bound(edges.begin(), edges.end(), t);
       const auto bucket = static_cast<size_t>(next - edges.begin() - 1);

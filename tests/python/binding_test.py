@@ -24,9 +24,10 @@ INVALID = kvm.Status.INVALID
 
 @over_both
 class Answers:
-    def check(self, space, n_tokens=50, n_rows=7, tolerance=2e-5, layer=0, oracle=None, **item):
+    def check(self, space, n_tokens=50, n_rows=7, tolerance=2e-5, layer=0, oracle=None,
+              n_kv_heads=2, **item):
         oracle = oracle or {}
-        seq, k, v = self.prompt(space, n_tokens, layer)
+        seq, k, v = self.prompt(space, n_tokens, layer, n_kv_heads)
         q = self.normal(n_rows, 4, 16)
         items = [kvm.Item(seq, query=n_rows, **item)]
         result = self.client.step(space, layer, items, q=q, lse=True)
@@ -72,6 +73,68 @@ class Answers:
     def test_sink_logits(self):
         sinks = [0.5, -1.0, 2.0, float("-inf")]
         self.check(self.space(sink_logits=sinks), oracle={"sinks": numpy.array(sinks)})
+
+    def test_alibi_slopes(self):
+        slopes = [0.5, 0.125, -0.25, 0.0]
+        self.check(self.space(alibi_slopes=slopes), oracle={"slopes": slopes})
+        self.check(self.space(n_kv_heads=1, alibi_slopes=numpy.float32(slopes)),
+                   oracle={"slopes": slopes}, n_kv_heads=1)
+        for wrong in ([0.5] * 3, [0.5, 1, 2, float("nan")], [0.5, 1, 2, 1e6]):
+            with self.assertRaisesRegex(kvm.InvalidError, "alibi_slopes"):
+                self.space(alibi_slopes=wrong)
+        with self.assertRaisesRegex(kvm.UnsupportedError, "alibi_slopes"):
+            self.space(alibi_slopes=slopes, indexes=[kvm.Index()])
+
+    def test_values_in_keys(self):
+        space = self.space(n_kv_heads=1, head_dim=24, head_dim_v=16, values_in_keys=True)
+        self.assertEqual(space.info().flags, kvm.SpaceFlag.V_IN_K)
+        self.assertEqual(space.info().bytes_per_token, 24 * 4)
+        seq = space.create_sequence()
+        k, q = self.normal(70, 1, 24), self.normal(3, 4, 24)
+        result = self.client.step(space, 0, [kvm.Item(seq, append=70, query=3)], k=k, q=q, lse=True)
+        o, lse = attention(q, k, k[:, :, :16], range(67, 70))
+        self.assert_close(result.o, o)
+        self.assert_close(result.lse, lse)
+        got_k, got_v = numpy.zeros((9, 1, 24), "float32"), numpy.zeros((9, 1, 16), "float32")
+        with self.client.create_queue() as queue:
+            queue.read(seq, 0, 60, 9, k=got_k, v=got_v)
+        numpy.testing.assert_array_equal(got_k, k[60:69])
+        numpy.testing.assert_array_equal(got_v, k[60:69, :, :16])
+        with self.assertRaisesRegex(kvm.InvalidError, "KVM_SPACE_V_IN_K"):
+            self.client.step(space, 0, [kvm.Item(seq, append=1)], k=k[:1],
+                             v=numpy.ascontiguousarray(k[:1, :, :16]))
+
+    def test_dims_of_layers(self):
+        space = self.space(n_layers=4, layers=[
+            kvm.Layer(1, head_dim=32, head_dim_v=40), kvm.Layer(2, head_dim_v=8),
+            kvm.Layer(3, kind=kvm.LayerKind.ALIAS, target=1)])
+        seq = space.create_sequence()
+        stored = {}
+        for layer, dim_k, dim_v in ((0, 16, 16), (1, 32, 40), (2, 16, 8), (3, 32, 40)):
+            q = self.normal(2, 4, dim_k)
+            if layer != 3:
+                stored[layer] = self.normal(20, 2, dim_k), self.normal(20, 2, dim_v)
+                k, v = stored[layer]
+                result = self.client.step(space, layer, [kvm.Item(seq, append=20, query=2)],
+                                          k=k, v=v, q=q)
+            else:
+                k, v = stored[1]
+                result = self.client.step(space, layer, [kvm.Item(seq, query=2)], q=q)
+            self.assertEqual(result.o.shape, (2, 4, dim_v))
+            self.assert_close(result.o, attention(q, k, v, range(18, 20))[0])
+            with self.client.create_queue() as queue:
+                queue.observe(seq, layer, q=q)
+        got = numpy.zeros((20, 2, 40), "float32")
+        with self.client.create_queue() as queue:
+            queue.read(seq, 1, 0, 20, v=got)
+        numpy.testing.assert_array_equal(got, stored[1][1])
+
+    def test_a_large_group(self):
+        space = self.space(n_q_heads=71, n_kv_heads=1, head_dim=64)
+        seq = space.create_sequence()
+        k, v, q = self.normal(40, 1, 64), self.normal(40, 1, 64), self.normal(2, 71, 64)
+        result = self.client.step(space, 0, [kvm.Item(seq, append=40, query=2)], k=k, v=v, q=q)
+        self.assert_close(result.o, attention(q, k, v, range(38, 40))[0])
 
     def test_stored_and_asked_in_half_precision(self):
         space = self.space(codec="float16")

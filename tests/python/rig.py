@@ -169,10 +169,10 @@ class _Refused:
         return True
 
 
-def attention(q, k, v, positions, *, scale=None, window=0, softcap=0.0, sinks=None, sees=None,
-              causal=True):
+def attention(q, k, v, positions, *, scale=None, window=0, softcap=0.0, sinks=None, slopes=None,
+              sees=None, causal=True):
     """o and lse in float64. q: [row, q head, channel] at `positions`; k, v: [token, head, channel];
-    sees: [row, token] of booleans that hold besides."""
+    slopes: [q head]; sees: [row, token] of booleans that hold besides."""
     q, k, v = (numpy.asarray(x, "float64") for x in (q, k, v))
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat(group, 1), v.repeat(group, 1)
@@ -180,6 +180,8 @@ def attention(q, k, v, positions, *, scale=None, window=0, softcap=0.0, sinks=No
     if softcap:
         logits = softcap * numpy.tanh(logits / softcap)
     rows, tokens = numpy.asarray(positions)[:, None], numpy.arange(k.shape[0])[None]
+    if slopes is not None:
+        logits = logits + numpy.asarray(slopes)[None, :, None] * (tokens - rows)[:, None]
     visible = numpy.ones((q.shape[0], k.shape[0]), bool)
     if causal:
         visible &= tokens <= rows

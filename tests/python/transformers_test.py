@@ -101,6 +101,12 @@ class Families(Case):
         self.check_assistant(model, make_model("llama", seed=5))
         self.assertEqual(cache.stats.n_approximate_rows, 0)
 
+    def test_many_query_heads_for_a_kv_head(self):
+        for family in ("llama", "gpt-oss"):
+            with self.subTest(family):
+                self.check_chunks(make_model(family, num_attention_heads=32,
+                                             num_key_value_heads=1))
+
     def check_chunks(self, model):
         """A prompt in chunks, one row padded on the right, and tokens behind it."""
         inputs = prompts(left=0)
@@ -336,12 +342,10 @@ class Refusals(Case):
             model(ids[:, :1], **extra, attention_mask=late)
         self.refuses("a mask that changes|A mask that changes", model, changed)
 
-    def test_more_query_heads_with_what_cannot_be_parted(self):
-        model = make_model("llama", num_attention_heads=32, num_key_value_heads=1)
-        with self.assertRaisesRegex(NotSupportedError, "policies with 32 query heads"):
-            self.cache(model, policies=[kvm.Policy(kvm.Retention.SINKS_RECENT, n_recent=64)])
-        model = make_model("gpt-oss", num_attention_heads=32, num_key_value_heads=1)
-        with self.assertRaisesRegex(NotSupportedError, "sink logits with 32 query heads"):
+    def test_more_query_heads_than_a_group_has(self):
+        model = make_model("llama", hidden_size=1032, num_attention_heads=129,
+                           num_key_value_heads=1)
+        with self.assertRaisesRegex(NotSupportedError, "129 query heads for a kv head"):
             self.cache(model)
 
     def test_a_version_without_masks(self):

@@ -15,7 +15,7 @@ from collections.abc import Callable as _Callable
 from . import _native
 from ._constants import (NO_LIMIT, POSITION_END, CodecId, Dtype, Evict, Feature, IndexKind,
                          LayerKind, LogLevel, Mode, Positions, Proposal, QuotaOf, Retention, Rope,
-                         SequenceFlag, Status)
+                         SequenceFlag, SpaceFlag, Status)
 from ._errors import (CancelledError, DisconnectedError, Error, FullError, InvalidError,
                       NotFoundError, PartialError, RefusedError, UnsupportedError,
                       WaitTimeoutError)
@@ -43,7 +43,8 @@ __all__ = [
     "EvictResult", "Feature", "FullError", "Index", "IndexKind", "InvalidError", "Item",
     "Layer", "LayerKind", "LogLevel", "Mode", "NotFoundError", "PartialError", "Policy",
     "Positions", "Proposal", "Queue", "QuotaOf", "RefusedError", "Request", "Retention",
-    "Rope", "Sequence", "SequenceFlag", "SequenceInfo", "Space", "SpaceInfo", "Stats", "Status",
-    "Step", "StepResult", "StepStats", "UnsupportedError", "UserEntry", "WaitTimeoutError",
-    "connect", "merge", "open_embedded", "probe_heads", "set_log", "start_daemon",
+    "Rope", "Sequence", "SequenceFlag", "SequenceInfo", "Space", "SpaceFlag", "SpaceInfo",
+    "Stats", "Status", "Step", "StepResult", "StepStats", "UnsupportedError", "UserEntry",
+    "WaitTimeoutError", "connect", "merge", "open_embedded", "probe_heads", "set_log",
+    "start_daemon",
 ]

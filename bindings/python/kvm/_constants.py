@@ -92,6 +92,12 @@ class Rope(enum.IntEnum):
     INTERLEAVED = 2
 
 
+class SpaceFlag(enum.IntFlag):
+    """How a space stores values (`SpaceInfo.flags`). KVM_* constants: KVM_SPACE_*."""
+
+    V_IN_K = 1 << 0
+
+
 class LayerKind(enum.IntEnum):
     """What a layer stores. KVM_* constants: KVM_LAYER_*."""
 

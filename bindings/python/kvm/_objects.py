@@ -15,8 +15,8 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from . import _native
-from ._constants import (EVICT_DISCONNECT, POSITION_END, CodecId, Dtype, Evict, ListFlag, Mode,
-                         Proposal, QuotaOf, Rope, SequenceFlag, Status)
+from ._constants import (EVICT_DISCONNECT, POSITION_END, CodecId, Dtype, Evict, LayerKind,
+                         ListFlag, Mode, Proposal, QuotaOf, Rope, SequenceFlag, SpaceFlag, Status)
 from ._errors import Error
 from ._params import Codec, Index, Layer, Policy, codec_of, dtype_of
 from ._records import (Amounts, ClientEntry, ClientInfo, EvictResult, SequenceInfo, SpaceInfo,
@@ -167,6 +167,7 @@ class Client:
             head_dim_v: int = 0, codec: CodecId | str | Any = None, softmax_scale: float = 0.0,
             logit_softcap: float = 0.0, rope: Rope = Rope.NONE,
             rope_inv_freq: Iterable[float] = (), sink_logits: Iterable[float] | None = None,
+            alibi_slopes: Iterable[float] | None = None, values_in_keys: bool = False,
             layers: Iterable[Layer] = (), policies: Iterable[Policy] = (),
             codecs: Iterable[Codec] = (), indexes: Iterable[Index] = (),
             default_mode: Mode = Mode.DEFAULT, default_proposal: Proposal = Proposal.DEFAULT,
@@ -179,6 +180,9 @@ class Client:
         rope:          how keys were rotated before they are appended; policies with cache-relative
                        positions need to know.
         sink_logits:   [n_layers * n_q_heads] an extra logit without a value (gpt-oss).
+        alibi_slopes:  [n_q_heads] what logits grow by from position to position (BLOOM, MPT).
+        values_in_keys:  values are the first head_dim_v channels of keys (DeepSeek's latent form):
+                       stored once, and steps append k alone.
         default_*:     what steps without a mode of their own take; DEFAULT: exact.
         fingerprint:   32 bytes of whatever must agree between users of the name (weights, ...).
         Later entries of `layers`, `policies`, `codecs` and `indexes` win.
@@ -194,18 +198,16 @@ class Client:
             "fingerprint": fingerprint, "default_mode": int(default_mode),
             "default_proposal": int(default_proposal), "default_eps": default_eps,
             "default_delta": default_delta, "default_budget": default_budget,
+            "flags": int(SpaceFlag.V_IN_K) if values_in_keys else 0,
         }
         space = self._native.register_space(
             name, numbers, [entry._fields() for entry in overrides],
             [entry._fields() for entry in policies], [entry._fields() for entry in codecs],
             [entry._fields() for entry in indexes], list(rope_inv_freq),
-            None if sink_logits is None else list(sink_logits))
-        heads = [(n_q_heads, n_kv_heads or n_q_heads)] * n_layers
-        for entry in overrides:
-            for layer in range(entry.begin, entry.begin + entry.n_layers):
-                q, kv = heads[layer]
-                heads[layer] = (entry.n_q_heads or q, entry.n_kv_heads or kv)
-        return Space(self, space, heads)
+            None if sink_logits is None else list(sink_logits),
+            None if alibi_slopes is None else list(alibi_slopes))
+        of_space = (n_q_heads, n_kv_heads or n_q_heads, head_dim, head_dim_v or head_dim)
+        return Space(self, space, _layer_shapes(of_space, n_layers, overrides))
 
     def find_space(self, name: str) -> Space:
         """The space of this name."""
@@ -322,6 +324,26 @@ class Client:
         return EvictResult(**self._native.evict({"what": int(what), "id": id, "flags": flags}))
 
 
+#: Q heads and kv heads of a layer, dims of keys and of values. 0 heads: not known.
+_Shape = tuple[int, int, int, int]
+
+
+def _layer_shapes(of_space: _Shape, n_layers: int, overrides: list[Layer]) -> list[_Shape]:
+    """What each layer has, as the service resolves it: a later entry replaces earlier ones."""
+    shapes = [of_space] * n_layers
+    aliases = {}
+    for entry in overrides:
+        own = (entry.n_q_heads, entry.n_kv_heads, entry.head_dim, entry.head_dim_v)
+        for layer in range(entry.begin, entry.begin + entry.n_layers):
+            q, kv, k, v = (given or other for given, other in zip(own, of_space, strict=True))
+            shapes[layer] = (q, kv, k, v)
+            aliases[layer] = entry if entry.kind == LayerKind.ALIAS else None
+    for layer, alias in aliases.items():
+        if alias is not None:
+            shapes[layer] = (*shapes[layer][:2], *shapes[alias.target][2:])
+    return shapes
+
+
 def _entry(cls: Callable[..., _E], fields: dict[str, Any]) -> _E:
     fields["used"] = Amounts(**fields["used"])
     fields["limits"] = Amounts(**fields["limits"])
@@ -331,10 +353,10 @@ def _entry(cls: Callable[..., _E], fields: dict[str, Any]) -> _E:
 class Space:
     """The geometry of a model's KV. Made by `Client.register_space` and `Client.find_space`."""
 
-    __slots__ = ("__weakref__", "_layer_heads", "client", "head_dim_k", "head_dim_v", "id",
+    __slots__ = ("__weakref__", "_layer_shapes", "client", "head_dim_k", "head_dim_v", "id",
                  "n_layers", "name")
 
-    def __init__(self, client: Client, id: int, heads: list[tuple[int, int]] | None) -> None:
+    def __init__(self, client: Client, id: int, layer_shapes: list[_Shape] | None) -> None:
         self.client = client
         self.id = id
         info = self.info()
@@ -342,16 +364,17 @@ class Space:
         self.n_layers = info.n_layers
         self.head_dim_k = info.head_dim_k
         self.head_dim_v = info.head_dim_v
-        self._layer_heads = heads
+        self._layer_shapes = layer_shapes
 
     def __repr__(self) -> str:
         return f"<kvm.Space {self.name!r} {self.id:#x}>"
 
-    def _heads(self, layer: int) -> tuple[int, int]:
-        """Its q and kv heads; 0 where they are not known: kvm.h does not tell overrides."""
-        if self._layer_heads is None or not 0 <= layer < len(self._layer_heads):
-            return 0, 0
-        return self._layer_heads[layer]
+    def _shape(self, layer: int) -> _Shape:
+        """Of a layer; of a space that was found, what is not known: kvm.h does not tell overrides.
+        """
+        if self._layer_shapes is None or not 0 <= layer < len(self._layer_shapes):
+            return 0, 0, self.head_dim_k, self.head_dim_v
+        return self._layer_shapes[layer]
 
     def info(self) -> SpaceInfo:
         """The space as it is registered."""
@@ -546,18 +569,18 @@ class Queue:
         deadline_ns: of time.monotonic_ns(); a step that has not begun by then fails.
         """
         if q is not None and (o is None or lse is True or err is True):
-            q, o, lse, err = _outputs(space, q, o, lse, err, layout)
-        n_q_heads, n_kv_heads = space._heads(layer)
+            q, o, lse, err = _outputs(space, layer, q, o, lse, err, layout)
+        n_q_heads, n_kv_heads, dim_k, dim_v = space._shape(layer)
         if type(items) is not list:
             items = list(items)  # stay alive, and so do their sequences
         try:
             # As Step does; here every microsecond counts.
             flight = self._native.step(
-                space.client._native, space.id, layer, n_q_heads, n_kv_heads, space.head_dim_k,
-                space.head_dim_v, [item._native for item in items], k, v, q, o, lse, err,
-                layout != "rows" and is_heads(layout), step_flags(f32_values, statistics)
-                if f32_values or not statistics else 0, mode or 0, proposal or 0, scale, eps, delta,
-                budget, seed, deadline_ns)
+                space.client._native, space.id, layer, n_q_heads, n_kv_heads, dim_k, dim_v,
+                [item._native for item in items], k, v, q, o, lse, err,
+                layout != "rows" and is_heads(layout),
+                step_flags(f32_values, statistics) if f32_values or not statistics else 0,
+                mode or 0, proposal or 0, scale, eps, delta, budget, seed, deadline_ns)
         except TypeError:
             check_step(layer, budget, seed, deadline_ns, mode, proposal, scale=scale, eps=eps,
                        delta=delta)
@@ -572,7 +595,7 @@ class Queue:
                    ) -> Request[StepResult]:
         """Starts what `step` waits for. submit: see `start`."""
         if q is not None and (o is None or lse is True or err is True):
-            q, o, lse, err = _outputs(space, q, o, lse, err, layout)
+            q, o, lse, err = _outputs(space, layer, q, o, lse, err, layout)
         return self.start(Step(space, layer, items, k=k, v=v, q=q, o=o, lse=lse, err=err,
                                layout=layout, **arguments), submit=submit)
 
@@ -591,9 +614,8 @@ class Queue:
 
     def _read(self, seq: Sequence, layer: int, position: int, n_tokens: int, k: Any, v: Any
               ) -> _native.Request:
-        space = seq.space
-        return _native.make_read(self.client._native, seq.id, layer, space._heads(layer)[1],
-                                 space.head_dim_k, space.head_dim_v, position, n_tokens, k, v)
+        return _native.make_read(self.client._native, seq.id, layer, *seq.space._shape(layer)[1:],
+                                 position, n_tokens, k, v)
 
     def observe(self, seq: Sequence, layer: int, *, q: Any = None, query_position: int = 0,
                 column_sums: Any = None, column_begin: int = 0) -> None:
@@ -609,9 +631,8 @@ class Queue:
 
     def _observe(self, seq: Sequence, layer: int, q: Any, query_position: int, column_sums: Any,
                  column_begin: int) -> _native.Request:
-        heads = seq.space._heads(layer)
-        return _native.make_observe(self.client._native, seq.id, layer, *heads,
-                                    seq.space.head_dim_k, query_position, column_begin, q,
+        return _native.make_observe(self.client._native, seq.id, layer,
+                                    *seq.space._shape(layer)[:3], query_position, column_begin, q,
                                     column_sums)
 
     def create_sequence_async(self, space: Space, *, reserve: int = 0, manual_commit: bool = False
@@ -772,12 +793,13 @@ def _token_order(array: Any) -> tuple[bool, bool]:
 _makers: dict[type, Callable[..., Any]] = {}
 
 
-def _outputs(space: Space, q: Any, o: Any, lse: Any, err: Any, layout: Layout
+def _outputs(space: Space, layer: int, q: Any, o: Any, lse: Any, err: Any, layout: Layout
              ) -> tuple[Any, Any, Any, Any]:
     """q and the outputs of a step, with new arrays for those that are asked for and not given."""
+    dim_v = space._shape(layer)[3]
     maker = _makers.get(type(q))
     if maker is not None and layout == "rows" and lse is not True and err is not True:
-        return q, maker((*q.shape[:-1], space.head_dim_v), dtype=q.dtype), lse, err
+        return q, maker((*q.shape[:-1], dim_v), dtype=q.dtype), lse, err
     shape = tuple(getattr(q, "shape", ()))
     tokens_first = False
     if layout == "heads" and len(shape) == 4 and shape[0] > 1 and shape[2] > 1:
@@ -785,7 +807,7 @@ def _outputs(space: Space, q: Any, o: Any, lse: Any, err: Any, layout: Layout
         if is_other:  # rows of new arrays could not be counted as q's
             q = q.contiguous() if hasattr(q, "contiguous") else q.copy()
     if o is None:
-        o = _new_like(q, (*shape[:-1], space.head_dim_v), None, tokens_first)
+        o = _new_like(q, (*shape[:-1], dim_v), None, tokens_first)
     if lse is True:
         lse = _new_like(q, shape[:-1], "float32", tokens_first)
     if err is True:

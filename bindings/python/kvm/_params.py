@@ -81,11 +81,14 @@ class Layer:
     n_q_heads: int = 0  #: 0: as the space
     n_kv_heads: int = 0
     window: int = 0  #: a query at p sees keys at positions > p - window; 0: all
+    head_dim: int = 0  #: of keys; 0: as the space, of an ALIAS as its target
+    head_dim_v: int = 0
 
     def _fields(self) -> dict[str, Any]:
         return {"layer_begin": self.begin, "n_layers": self.n_layers, "kind": int(self.kind),
                 "target": self.target, "n_q_heads": self.n_q_heads,
-                "n_kv_heads": self.n_kv_heads, "window": self.window}
+                "n_kv_heads": self.n_kv_heads, "window": self.window,
+                "head_dim_k": self.head_dim, "head_dim_v": self.head_dim_v}
 
 
 @dataclasses.dataclass(frozen=True)

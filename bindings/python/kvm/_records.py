@@ -65,6 +65,7 @@ class SpaceInfo:
     default_delta: float
     default_budget: int
     uid: int
+    flags: int
     layout_digest: bytes
     policy_digest: bytes
     index_digest: bytes

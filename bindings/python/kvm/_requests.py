@@ -169,13 +169,13 @@ class Step:
                  delta: float = 0.0, budget: int = 0, seed: int = 0, f32_values: bool = False,
                  statistics: bool = True, deadline_ns: int = 0) -> None:
         self._items = tuple(items)
-        n_q_heads, n_kv_heads = space._heads(layer)
+        n_q_heads, n_kv_heads, dim_k, dim_v = space._shape(layer)
         try:
             self._request = _native.make_step(
-                space.client._native, space.id, layer, n_q_heads, n_kv_heads, space.head_dim_k,
-                space.head_dim_v, [item._native for item in self._items], k, v, q, o, lse, err,
-                is_heads(layout), step_flags(f32_values, statistics), mode, proposal, scale, eps,
-                delta, budget, seed, deadline_ns)
+                space.client._native, space.id, layer, n_q_heads, n_kv_heads, dim_k, dim_v,
+                [item._native for item in self._items], k, v, q, o, lse, err, is_heads(layout),
+                step_flags(f32_values, statistics), mode, proposal, scale, eps, delta, budget, seed,
+                deadline_ns)
         except TypeError:
             check_step(layer, budget, seed, deadline_ns, mode, proposal, scale=scale, eps=eps,
                        delta=delta)

@@ -76,7 +76,8 @@ std::vector<Params> read_params(const nb::list& dicts) {
 uint64_t register_space(Client& client, const std::string& name, const nb::dict& numbers,
                         const nb::list& layers, const nb::list& policies, const nb::list& codecs,
                         const nb::list& indexes, const std::vector<float>& rope_inv_freq,
-                        const std::optional<std::vector<float>>& sink_logits) {
+                        const std::optional<std::vector<float>>& sink_logits,
+                        const std::optional<std::vector<float>>& alibi_slopes) {
   auto params = sized<kvm_space_params>();
   from_dict(numbers, &params);
   const auto of_layers = read_params<kvm_layer_params>(layers);
@@ -101,6 +102,13 @@ uint64_t register_space(Client& client, const std::string& name, const nb::dict&
              " numbers; n_layers * n_q_heads is " + std::to_string(n));
     }
     params.sink_logits = sink_logits->data();
+  }
+  if (alibi_slopes.has_value()) {
+    if (alibi_slopes->size() != params.n_q_heads) {
+      refuse("alibi_slopes has " + std::to_string(alibi_slopes->size()) +
+             " numbers; n_q_heads is " + std::to_string(params.n_q_heads));
+    }
+    params.alibi_slopes = alibi_slopes->data();
   }
   kvm_space_id space = 0;
   client.call([&](kvm_client* c) { return kvm_space_register(c, &params, &space); });
@@ -364,7 +372,7 @@ void register_client(nb::module_& module) {
       .def("config_text", [](Client& client) { return read_text(client, kvm_get_config_text); })
       .def("register_space", register_space, nb::arg("name"), nb::arg("numbers"), nb::arg("layers"),
            nb::arg("policies"), nb::arg("codecs"), nb::arg("indexes"), nb::arg("rope_inv_freq"),
-           nb::arg("sink_logits").none())
+           nb::arg("sink_logits").none(), nb::arg("alibi_slopes").none())
       .def(
           "find_space",
           [](Client& client, const std::string& name) {

@@ -49,6 +49,9 @@ class Items {
   // Items of fewer than 24 rows: of one query token, of random numbers of them, of all.
   void check_few_rows() {
     const uint32_t most = std::min(n_, (kBlockedRows - 1) / group_);
+    if (most == 0) {
+      return;  // a single query token has as many
+    }
     if (is_tree_) {
       solve(0, most);
       const std::vector<uint32_t> expected = bits_of(c_, 0, most);

@@ -29,10 +29,12 @@ struct Plane {
     scales.assign(uint64_t{n_heads} * kPageTokens, uint16_t{0x4242});
   }
   TargetRows target(uint32_t slot) {
-    return {q.data(), codec, n, uint64_t{n} * kPageTokens, nullptr, scales.data(), slot};
+    return {q.data(), codec,         n,           uint64_t{n} * kPageTokens,
+            nullptr,  scales.data(), kPageTokens, slot};
   }
   SourceRows source(uint32_t slot) const {
-    return {q.data(), codec, n, uint64_t{n} * kPageTokens, nullptr, scales.data(), slot};
+    return {q.data(), codec,         n,           uint64_t{n} * kPageTokens,
+            nullptr,  scales.data(), kPageTokens, slot};
   }
   CodecId codec;
   uint32_t n;

@@ -34,18 +34,96 @@ const std::vector<BadSpec>& bad_specs() {
       {"name has 0", [](SpaceSpec* s) { s->name = ""; }},
       {"name has 64", [](SpaceSpec* s) { s->name = std::string(64, 'a'); }},
       {"byte 32 at 1", [](SpaceSpec* s) { s->name = "a b"; }},
-      {"flags is 4", [](SpaceSpec* s) { s->params.flags = 4; }},
-      {"reserved[3] is 9", [](SpaceSpec* s) { s->params.reserved[3] = 9; }},
+      {"flags is 4; it must be 0 or KVM_SPACE_V_IN_K (1)",
+       [](SpaceSpec* s) { s->params.flags = 4; }},
+      {"reserved[2] is 9", [](SpaceSpec* s) { s->params.reserved[2] = 9; }},
       {"n_layers is 0", [](SpaceSpec* s) { s->params.n_layers = 0; }},
       {"n_layers is 513; it must be 1 to 512", [](SpaceSpec* s) { s->params.n_layers = 513; }},
       {"n_q_heads is 0", [](SpaceSpec* s) { s->params.n_q_heads = 0; }},
       {"n_q_heads is 1025", [](SpaceSpec* s) { s->params.n_q_heads = 1025; }},
       {"n_kv_heads is 129", [](SpaceSpec* s) { s->params.n_kv_heads = 129; }},
       {"n_q_heads is 4 with n_kv_heads 3", [](SpaceSpec* s) { s->params.n_kv_heads = 3; }},
-      {"groups of 1 to 16", [](SpaceSpec* s) { s->params.n_q_heads = 17 * 4; }},
+      {"groups of 1 to 128", [](SpaceSpec* s) { s->params.n_q_heads = 129 * 4; }},
       {"head_dim_k is 0", [](SpaceSpec* s) { s->params.head_dim_k = 0; }},
       {"head_dim_k is 12", [](SpaceSpec* s) { s->params.head_dim_k = 12; }},
-      {"head_dim_k is 264", [](SpaceSpec* s) { s->params.head_dim_k = 264; }},
+      {"head_dim_k is 584; it must be a multiple of 8 from 8 to 576",
+       [](SpaceSpec* s) { s->params.head_dim_k = 584; }},
+      {"head_dim_v is 24 with head_dim_k 16; with KVM_SPACE_V_IN_K it must be at most that",
+       [](SpaceSpec* s) {
+         s->params.flags = KVM_SPACE_V_IN_K;
+         s->params.head_dim_k = 16;
+         s->params.head_dim_v = 24;
+       }},
+      {"layer 1: head_dim_v is 16 with head_dim_k 8; with KVM_SPACE_V_IN_K",
+       [](SpaceSpec* s) {
+         s->params.flags = KVM_SPACE_V_IN_K;
+         s->layers = {{.layer_begin = 1, .n_layers = 1, .head_dim_v = 16}};
+       }},
+      {"layers[0].head_dim_k is 12",
+       [](SpaceSpec* s) { s->layers = {{.n_layers = 1, .head_dim_k = 12}}; }},
+      {"layer 2 is an alias of layer 0 with head dims 16/8; the target has 8/8",
+       [](SpaceSpec* s) {
+         s->layers = {{.layer_begin = 2, .n_layers = 1, .kind = KVM_LAYER_ALIAS, .head_dim_k = 16}};
+       }},
+      {"codecs[0].codec_v is 4 with codec_k 3; with KVM_SPACE_V_IN_K they must agree",
+       [](SpaceSpec* s) {
+         s->params.flags = KVM_SPACE_V_IN_K;
+         s->codecs = {codec(0, 0, 0, KVM_CODEC_I8)};
+       }},
+      {"alibi_slopes has 3 numbers; it must have 4",
+       [](SpaceSpec* s) { s->alibi_slopes.assign(3, 0); }},
+      {"alibi_slopes[1] is nan; it must be -10000",
+       [](SpaceSpec* s) {
+         s->alibi_slopes = {1, std::nanf(""), 0, 0};
+       }},
+      {"alibi_slopes[3] is 20000",
+       [](SpaceSpec* s) {
+         s->alibi_slopes = {1, 0, 0, 2e4f};
+       }},
+      {"layer 1 has 8 q heads; with alibi_slopes it may have at most the space's 4",
+       [](SpaceSpec* s) {
+         s->alibi_slopes.assign(4, 0);
+         s->layers = {{.layer_begin = 1, .n_layers = 1, .n_q_heads = 8}};
+       }},
+      {"kv head 0 of layer 1 has KVM_POSITIONS_IN_CACHE, and the space has alibi_slopes",
+       [](SpaceSpec* s) {
+         s->params.rope_layout = KVM_ROPE_HALF;
+         s->rope_inv_freq = {1.0f};
+         s->policies = {in_cache(KVM_POSITIONS_IN_CACHE)};
+         s->alibi_slopes.assign(4, 0);
+       }},
+      {"KVM_POSITIONS_IN_CACHE and head_dim_k 8, and n_rope_pairs is 5",
+       [](SpaceSpec* s) {
+         s->params.head_dim_k = 16;
+         s->params.rope_layout = KVM_ROPE_HALF;
+         s->rope_inv_freq.assign(5, 1.0f);
+         s->policies = {in_cache(KVM_POSITIONS_IN_CACHE)};
+         s->layers = {{.layer_begin = 1, .n_layers = 1, .head_dim_k = 8}};
+       }},
+      {"head dims 264/264; an index takes up to 256",
+       [](SpaceSpec* s) {
+         s->params.head_dim_k = 264;
+         s->indexes = {{.kind = KVM_INDEX_SKETCH}};
+       },
+       KVM_ERR_UNSUPPORTED},
+      {"has index 1 and KVM_SPACE_V_IN_K",
+       [](SpaceSpec* s) {
+         s->params.flags = KVM_SPACE_V_IN_K;
+         s->indexes = {{.kind = KVM_INDEX_SKETCH}};
+       },
+       KVM_ERR_UNSUPPORTED},
+      {"has index 5 and alibi_slopes",
+       [](SpaceSpec* s) {
+         s->alibi_slopes.assign(4, 0);
+         s->indexes = {{.kind = KVM_INDEX_LSH}};
+       },
+       KVM_ERR_UNSUPPORTED},
+      {"kv head 0 of layer 1 has index 5 and head_dim_k 16, and an earlier one has 8",
+       [](SpaceSpec* s) {
+         s->layers = {{.layer_begin = 1, .n_layers = 1, .head_dim_k = 16}};
+         s->indexes = {{.kind = KVM_INDEX_LSH}};
+       },
+       KVM_ERR_UNSUPPORTED},
       {"head_dim_v is 4", [](SpaceSpec* s) { s->params.head_dim_v = 4; }},
       {"codec is 7; it must be the id of a codec: 1 (fp32), 2 (fp16), 3 (bf16), 4 (int8), 5 (fp8), "
        "6 (int8_channel)",
@@ -199,7 +277,7 @@ TEST(Space, DefaultsAreFilledIn) {
   const auto space = resolve_space(make_spec("a.B_9/-", 2, 8, 64, 4)).value();
   EXPECT_EQ(space->head_dim_v, 64u);
   EXPECT_EQ(space->codec, CodecId::kBf16);
-  EXPECT_FLOAT_EQ(space->softmax_scale, 0.125f);
+  EXPECT_FLOAT_EQ(space->layers[0].softmax_scale, 0.125f);
   EXPECT_EQ(space->n_lists, 2u);
   EXPECT_EQ(space->bytes_per_token, 2u * 8 * 64 * 2 * 2);
   EXPECT_EQ(space->layers[1].group(), 4u);
@@ -290,6 +368,10 @@ TEST(Space, EqualSpacesAgreeAndOthersNameTheDifference) {
       {"logit_softcap", [](SpaceSpec* s) { s->params.logit_softcap = 50; }},
       {"rope_inv_freq", [](SpaceSpec* s) { s->rope_inv_freq[1] = 0.25f; }},
       {"sink_logits", [](SpaceSpec* s) { s->sink_logits.assign(12, 0); }},
+      {"alibi_slopes", [](SpaceSpec* s) { s->alibi_slopes.assign(4, 0); }},
+      {"flags is 0 there and 1 here", [](SpaceSpec* s) { s->params.flags = KVM_SPACE_V_IN_K; }},
+      {"layers[1].head_dim_k is 8 there and 16 here",
+       [](SpaceSpec* s) { s->layers = {{.layer_begin = 1, .n_layers = 1, .head_dim_k = 16}}; }},
       {"n_shards", [](SpaceSpec* s) { s->params.n_shards = 2; }},
       {"default_mode is 3 there and 4 here",
        [](SpaceSpec* s) { s->params.default_mode = KVM_MODE_VERIFIED; }},
@@ -409,6 +491,19 @@ TEST(Space, EachDigestTellsItsOwnDifferences) {
       {"a codec", 1, 0, 0, [](SpaceSpec* s) { s->codecs[0].codec_v = KVM_CODEC_BF16; }},
       {"whose codec it is", 1, 0, 0, [](SpaceSpec* s) { s->codecs[0].kv_head_mask[0] = 0b1000; }},
       {"the width of values", 1, 0, 0, [](SpaceSpec* s) { s->params.head_dim_v = 72; }},
+      {"the width of a layer", 1, 0, 0,
+       [](SpaceSpec* s) { s->layers.push_back({.n_layers = 1, .head_dim_v = 72}); }},
+      {"values in keys", 1, 0, 1,
+       [](SpaceSpec* s) {
+         s->params.flags = KVM_SPACE_V_IN_K;
+         s->codecs[0].codec_v = 0;
+         s->indexes.clear();
+       }},
+      {"slopes", 0, 0, 1,
+       [](SpaceSpec* s) {
+         s->alibi_slopes.assign(s->params.n_q_heads, 1);
+         s->indexes.clear();
+       }},
       {"an alias", 1, 0, 0, [](SpaceSpec* s) { s->layers[0].target = 1; }},
       {"a layer that is absent", 1, 0, 0,
        [](SpaceSpec* s) {

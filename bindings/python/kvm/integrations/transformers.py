@@ -25,8 +25,8 @@ import transformers
 from transformers import cache_utils
 from transformers.cache_utils import Cache
 
-from .. import (Client, Codec, Index, InvalidError, Item, Layer, Mode, Policy, Proposal, Retention,
-                Sequence, Status)
+from .. import (Client, Codec, Index, InvalidError, Item, Layer, Mode, Policy, Proposal, Sequence,
+                Status)
 from .._objects import Space
 from .._requests import check_step
 
@@ -40,7 +40,7 @@ except ImportError:
     ) from None
 
 IMPLEMENTATION = "kvm"  #: the name under which attention and masks are registered
-_MAX_GROUP = 16  # query heads of a kv head in a request
+_MAX_GROUP = 128  # query heads of a kv head
 _TYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
@@ -252,31 +252,11 @@ class KvmCache(Cache):
             self._columns.append(n_tokens)
         if n_entries > 1 and n_tokens > 1:  # a row number is that of k and v, and of q and o
             key, value, query = key.contiguous(), value.contiguous(), query.contiguous()
-        geometry = self.space._kvm_geometry
-        if geometry.n_parts == 1:
-            return self._requests(layer, tokens, scale, query, key, value).transpose(1, 2)
-        # More query heads for a kv head than kvm takes: a part of them at a time.
-        n_kv_heads = key.shape[1]
-        groups = query.reshape(n_entries, n_kv_heads, geometry.group, n_tokens, -1)
-        n_heads = n_kv_heads * geometry.part
-        missing = geometry.n_parts * geometry.part - geometry.group
-        if missing:
-            groups = torch.cat([groups, groups[:, :, :missing]], 2)
-        parts = []
-        for i, heads in enumerate(torch.split(groups, geometry.part, 2)):
-            rows = heads.reshape(n_entries, n_heads, n_tokens, -1).contiguous()
-            arrays = (key, value) if i == 0 else (None, None)
-            part = self._requests(layer, tokens, scale, rows, *arrays)
-            parts.append(part.reshape(n_entries, n_kv_heads, geometry.part, n_tokens, -1))
-        whole = torch.cat(parts, 2)
-        return whole[:, :, :geometry.group].flatten(1, 2).transpose(1, 2)
+        return self._requests(layer, tokens, scale, query, key, value).transpose(1, 2)
 
     def _requests(self, layer: int, tokens: _Tokens, scale: float, query: torch.Tensor,
-                  key: torch.Tensor | None, value: torch.Tensor | None) -> torch.Tensor:
-        """Appends keys and values, or attends to those of this pass that are there already (None).
-
-        Arrays are [entry, head, token, channel].
-        """
+                  key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Appends keys and values, and attends. Arrays are [entry, head, token, channel]."""
         n_entries, n_heads, n_tokens, _ = query.shape
         o = query.new_zeros((n_entries, n_heads, n_tokens, self.space.head_dim_v))
         for begin in range(0, n_tokens, self._max_rows):
@@ -287,11 +267,8 @@ class KvmCache(Cache):
                 n_rows += max(n, 0)
                 if n <= 0:
                     items.append(Item(seq))
-                elif key is not None:
-                    items.append(Item(seq, n, n, append_row=first, query_row=first))
                 else:
-                    stored = sum(self._counts[entry][:-1]) + first - tokens.first[entry]
-                    items.append(Item(seq, 0, n, query_row=first, query_position=stored))
+                    items.append(Item(seq, n, n, append_row=first, query_row=first))
             result = self._queue.step(self.space, layer, items, k=key, v=value, q=query,
                                       o=o, layout="heads", scale=scale,
                                       **self._arguments)
@@ -505,9 +482,6 @@ class _Geometry:
     windows: tuple[int, ...]
     softcap: float
     has_sinks: bool
-    group: int  # query heads of a kv head, in the model
-    part: int  # ... in the space
-    n_parts: int  # that many requests make a step; the last may have heads that are not the model's
 
 
 class _ModelSpace(Space):
@@ -524,15 +498,6 @@ def _register(model: Any, client: Client, name: str | None, codec: Any, policies
     windows = _windows(config, n_layers)
     softcap = float(getattr(config, "attn_logit_softcapping", None) or 0.0)
     sinks = _sinks(model, n_layers, n_q_heads)
-    group = n_q_heads // n_kv_heads
-    n_parts = -(-group // _MAX_GROUP)
-    part = -(-group // n_parts)
-    if n_parts > 1 and sinks is not None:
-        raise NotSupportedError(f"sink logits with {group} query heads for a kv head; kvm takes "
-                                f"{_MAX_GROUP}")
-    if n_parts > 1 and any(policy.retention != Retention.FULL for policy in policies):
-        raise NotSupportedError(f"policies with {group} query heads for a kv head; kvm takes "
-                                f"{_MAX_GROUP}, and a second request would find tokens dropped")
     if codec is None:
         if model.dtype not in _TYPES:
             raise NotSupportedError(f"a model that computes in {model.dtype}")
@@ -541,14 +506,16 @@ def _register(model: Any, client: Client, name: str | None, codec: Any, policies
     if name is None:
         settings = hashlib.sha256(repr((codec, policies, codecs, indexes)).encode()).hexdigest()
         name = f"{config.model_type}-{digest.hex()[:12]}-{settings[:12]}"
+    if n_q_heads // n_kv_heads > _MAX_GROUP:
+        raise NotSupportedError(f"{n_q_heads // n_kv_heads} query heads for a kv head; kvm takes "
+                                f"{_MAX_GROUP}")
     space = client.register_space(
-        name, n_layers=n_layers, n_q_heads=n_kv_heads * part, n_kv_heads=n_kv_heads,
-        head_dim=head_dim,
+        name, n_layers=n_layers, n_q_heads=n_q_heads, n_kv_heads=n_kv_heads, head_dim=head_dim,
         codec=codec, logit_softcap=softcap, sink_logits=sinks, fingerprint=digest,
         layers=[Layer(i, window=window) for i, window in enumerate(windows) if window],
         policies=policies, codecs=codecs, indexes=indexes)
-    made = _ModelSpace(client, space.id, space._layer_heads)
-    made._kvm_geometry = _Geometry(tuple(windows), softcap, sinks is not None, group, part, n_parts)
+    made = _ModelSpace(client, space.id, space._layer_shapes)
+    made._kvm_geometry = _Geometry(tuple(windows), softcap, sinks is not None)
     return made
 
 

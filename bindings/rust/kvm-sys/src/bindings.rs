@@ -75,6 +75,7 @@ pub const KVM_INDEX_SKETCH_1BIT: u32 = 2;
 pub const KVM_INDEX_SKETCH_8I8: u32 = 3;
 pub const KVM_INDEX_SKETCH_2BIT: u32 = 4;
 pub const KVM_INDEX_LSH: u32 = 5;
+pub const KVM_SPACE_V_IN_K: u32 = 1 << 0;
 pub const KVM_SEQ_MANUAL_COMMIT: u32 = 1 << 0;
 pub const KVM_SEQ_PUBLISHED: u32 = 1 << 1;
 pub const KVM_LIST_ALL_CLIENTS: u32 = 1 << 0;
@@ -293,7 +294,9 @@ pub struct kvm_layer_params {
     pub n_q_heads: u32,
     pub n_kv_heads: u32,
     pub window: u64,
-    pub reserved: [u64; 2],
+    pub head_dim_k: u32,
+    pub head_dim_v: u32,
+    pub reserved: [u64; 1],
 }
 
 impl Default for kvm_layer_params {
@@ -404,7 +407,8 @@ pub struct kvm_space_params {
     pub default_eps: f32,
     pub default_delta: f32,
     pub default_budget: u64,
-    pub reserved: [u64; 4],
+    pub alibi_slopes: *const f32,
+    pub reserved: [u64; 3],
 }
 
 impl Default for kvm_space_params {
@@ -440,7 +444,7 @@ pub struct kvm_space_info {
     pub default_delta: f32,
     pub default_budget: u64,
     pub uid: u32,
-    pub reserved0: u32,
+    pub flags: u32,
     pub layout_digest: [u8; 16],
     pub policy_digest: [u8; 16],
     pub index_digest: [u8; 16],

@@ -76,7 +76,7 @@ impl HeadProbe {
         self
     }
 
-    /// KV heads, in groups of 1 to 16 query heads. Default: as many as query heads.
+    /// KV heads, in groups of 1 to 128 query heads. Default: as many as query heads.
     #[must_use]
     pub fn kv_heads(mut self, n_kv_heads: u32) -> Self {
         self.n_kv_heads = n_kv_heads;

@@ -113,6 +113,14 @@ impl LayerParams {
         self
     }
 
+    /// Widths of keys and values; 0: as the space, of an alias as its target.
+    #[must_use]
+    pub fn head_dims(mut self, keys: u32, values: u32) -> Self {
+        self.raw.head_dim_k = keys;
+        self.raw.head_dim_v = values;
+        self
+    }
+
     /// A query at p sees keys at positions > p - window; 0: all.
     #[must_use]
     pub fn window(mut self, n_tokens: u64) -> Self {
@@ -427,6 +435,7 @@ pub struct SpaceParams {
     raw: sys::kvm_space_params,
     rope_inv_freq: Vec<f32>,
     sink_logits: Option<Vec<f32>>,
+    alibi_slopes: Option<Vec<f32>>,
     layers: Vec<sys::kvm_layer_params>,
     policies: Vec<Policy>,
     codecs: Vec<Codec>,
@@ -453,6 +462,7 @@ impl SpaceParams {
             },
             rope_inv_freq: Vec::new(),
             sink_logits: None,
+            alibi_slopes: None,
             layers: Vec::new(),
             policies: Vec::new(),
             codecs: Vec::new(),
@@ -460,7 +470,7 @@ impl SpaceParams {
         }
     }
 
-    /// Divides the q heads into groups of 1 to 16.
+    /// Divides the q heads into groups of 1 to 128.
     #[must_use]
     pub fn kv_heads(mut self, n_kv_heads: u32) -> Self {
         self.raw.n_kv_heads = n_kv_heads;
@@ -470,6 +480,26 @@ impl SpaceParams {
     /// Width of values, where it is not that of keys.
     #[must_use]
     pub fn head_dim_v(mut self, dim: u32) -> Self {
+        self.raw.head_dim_v = dim;
+        self
+    }
+
+    /// Values are the first `dim` channels of keys, as in multi-head latent attention: stored and
+    /// read once. Steps append `k` alone, and heads have no index.
+    ///
+    /// ```
+    /// # let client = kvm::Client::open_embedded(&kvm::EmbeddedParams::new().threads(1))?;
+    /// let latent = kvm::SpaceParams::new("deepseek-v2-lite", 27, 16, 576)
+    ///     .kv_heads(1)
+    ///     .values_in_keys(512);
+    /// let info = client.register_space(&latent)?.info()?;
+    /// assert!(info.has_values_in_keys);
+    /// assert_eq!(info.bytes_per_token, 27 * 1152);
+    /// # Ok::<(), kvm::Error>(())
+    /// ```
+    #[must_use]
+    pub fn values_in_keys(mut self, dim: u32) -> Self {
+        self.raw.flags |= sys::KVM_SPACE_V_IN_K;
         self.raw.head_dim_v = dim;
         self
     }
@@ -519,6 +549,13 @@ impl SpaceParams {
     #[must_use]
     pub fn sink_logits(mut self, logits: &[f32]) -> Self {
         self.sink_logits = Some(logits.to_vec());
+        self
+    }
+
+    /// `[n_q_heads]` what logits grow by from position to position: ALiBi. Heads have no index.
+    #[must_use]
+    pub fn alibi_slopes(mut self, slopes: &[f32]) -> Self {
+        self.alibi_slopes = Some(slopes.to_vec());
         self
     }
 
@@ -609,6 +646,16 @@ impl SpaceParams {
                 return Err(Error::new(Status::Invalid, text));
             }
         }
+        if let Some(slopes) = &self.alibi_slopes {
+            let needed = self.raw.n_q_heads;
+            if slopes.len() as u64 != u64::from(needed) {
+                let text = format!(
+                    "alibi_slopes has {} numbers; n_q_heads is {needed}",
+                    slopes.len()
+                );
+                return Err(Error::new(Status::Invalid, text));
+            }
+        }
         if let Some(i) = self.layers.iter().position(|layer| layer.n_layers == 0) {
             let text = format!("layer entry {i} is for no layer");
             return Err(Error::new(Status::Invalid, text));
@@ -674,6 +721,10 @@ impl Space {
                 .sink_logits
                 .as_ref()
                 .map_or(ptr::null(), |logits| pointer(logits)),
+            alibi_slopes: params
+                .alibi_slopes
+                .as_ref()
+                .map_or(ptr::null(), |slopes| pointer(slopes)),
             layers: pointer(&params.layers),
             n_layer_params: count(params.layers.len())?,
             policies: pointer(&policies),
@@ -686,8 +737,8 @@ impl Space {
         };
         let connection = Arc::clone(client.connection());
         let mut id = 0;
-        // SAFETY: a live client; every array has the length that its count says (sink_logits:
-        // checked above), and all live through the call.
+        // SAFETY: a live client; every array has the length that its count says (sink_logits and
+        // alibi_slopes: checked above), and all live through the call.
         check(unsafe { sys::kvm_space_register(connection.raw(), &raw, &mut id) })?;
         let id = SpaceId(id);
         Ok(Space { connection, id })
@@ -785,6 +836,8 @@ pub struct SpaceInfo {
     pub head_dim_k: u32,
     /// Width of values.
     pub head_dim_v: u32,
+    /// Whether values are the first channels of keys.
+    pub has_values_in_keys: bool,
     /// How K and V are stored.
     pub codec: CodecId,
     /// Over all layers.
@@ -822,6 +875,7 @@ impl SpaceInfo {
             n_kv_heads: raw.n_kv_heads,
             head_dim_k: raw.head_dim_k,
             head_dim_v: raw.head_dim_v,
+            has_values_in_keys: raw.flags & sys::KVM_SPACE_V_IN_K != 0,
             codec: CodecId::from_code(raw.codec),
             n_head_classes: raw.n_head_classes,
             uid: raw.uid,

@@ -344,7 +344,7 @@ impl Item {
 /// | tensor | shape | type |
 /// |---|---|---|
 /// | k | `[n_layers][row][n_kv_heads][head_dim_k]` | any |
-/// | v | `[n_layers][row][n_kv_heads][head_dim_v]` | any |
+/// | v | `[n_layers][row][n_kv_heads][head_dim_v]`; none where values are in keys | any |
 /// | q | `[row][n_q_heads][head_dim_k]` | any |
 /// | o | `[row][n_q_heads][head_dim_v]` | any |
 /// | lse | `[row][n_q_heads]`, natural logarithm | f32 |

@@ -10,7 +10,8 @@ use kvm::{
     Accuracy, Bf16, Codec, CodecId, HeadProbe, Heads, Index, IndexKind, Item, LayerParams, Merge,
     Mode,
 };
-use kvm::{ModeUsed, Observe, Policy, Proposal, QueueParams, Read, Source, Status, Step, F16};
+use kvm::{ModeUsed, Observe, Policy, Proposal, QueueParams, Read, Source, SpaceParams, Status};
+use kvm::{Step, F16};
 
 const CLOSE: f64 = 1e-5;
 
@@ -74,6 +75,70 @@ fn rows_of_a_prefill_are_causal_unless_asked_otherwise() {
         let (expected, _) = oracle(&q[part.clone()], &rig.k, &rig.v, |_| true);
         assert_close(&everything[part], &expected, CLOSE);
     }
+}
+
+/// Attention of one row of one q head over rows of keys and values: o.
+fn plain(q: &[f32], k: &[&[f32]], v: &[&[f32]], bias: impl Fn(usize) -> f64) -> Vec<f64> {
+    let mut o = vec![0.0; v[0].len()];
+    let mut sum = 0.0;
+    for (token, (k, v)) in k.iter().zip(v).enumerate() {
+        let dot: f64 = q
+            .iter()
+            .zip(*k)
+            .map(|(q, k)| f64::from(*q) * f64::from(*k))
+            .sum();
+        let weight = (dot / (q.len() as f64).sqrt() + bias(token)).exp();
+        sum += weight;
+        for (o, v) in o.iter_mut().zip(*v) {
+            *o += weight * f64::from(*v);
+        }
+    }
+    o.iter().map(|x| x / sum).collect()
+}
+
+#[test]
+fn values_in_keys_slopes_and_dims_of_layers() {
+    const TOKENS: usize = 70;
+    const HEADS: usize = 40; // of one kv head
+    let slopes: Vec<f32> = (0..HEADS).map(|head| 0.01 * head as f32).collect();
+    let client = open();
+    let params = SpaceParams::new(name("latent"), 2, HEADS as u32, 24)
+        .kv_heads(1)
+        .values_in_keys(16)
+        .stored_as(CodecId::F32)
+        .alibi_slopes(&slopes)
+        .layer(LayerParams::new(1..2).head_dims(32, 8));
+    let space = client.register_space(&params).unwrap();
+    assert!(space.info().unwrap().has_values_in_keys);
+    let mut queue = client.create_queue(&QueueParams::new()).unwrap();
+    let sequence = space.create_sequence().unwrap();
+    for (layer, dim_k, dim_v) in [(0, 24, 16), (1, 32, 8)] {
+        let k = numbers(TOKENS * dim_k, 1);
+        let q = numbers(HEADS * dim_k, 2);
+        let mut o = vec![0.0f32; HEADS * dim_v];
+        let item = || Item::new(&sequence).append(TOKENS as u32).query(1);
+        let step = Step::new(&space, layer).item(item()).k(&k).q(&q).o(&mut o);
+        queue.step(step).unwrap();
+        let keys: Vec<_> = k.chunks(dim_k).collect();
+        let values: Vec<_> = keys.iter().map(|row| &row[..dim_v]).collect();
+        for head in 0..HEADS {
+            let slope = f64::from(slopes[head]);
+            let q = &q[head * dim_k..][..dim_k];
+            let expected = plain(q, &keys, &values, |t| slope * (t as f64 - 69.0));
+            assert_close(&o[head * dim_v..][..dim_v], &expected, CLOSE);
+        }
+        let step = Step::new(&space, layer)
+            .item(item())
+            .k(&k)
+            .v(&k)
+            .q(&q)
+            .o(&mut o);
+        let error = queue.step(step).unwrap_err();
+        assert!(error.message().contains("KVM_SPACE_V_IN_K"), "{error}");
+    }
+    let wrong = SpaceParams::new(name("slopes"), 1, 4, 16).alibi_slopes(&[0.5; 3]);
+    let error = client.register_space(&wrong).unwrap_err();
+    assert!(error.message().contains("alibi_slopes"), "{error}");
 }
 
 #[test]

@@ -79,6 +79,8 @@ structures! {
         n_q_heads,
         n_kv_heads,
         window,
+        head_dim_k,
+        head_dim_v,
         reserved,
     }
     kvm_policy_params {
@@ -146,6 +148,7 @@ structures! {
         default_eps,
         default_delta,
         default_budget,
+        alibi_slopes,
         reserved,
     }
     kvm_space_info {
@@ -169,7 +172,7 @@ structures! {
         default_delta,
         default_budget,
         uid,
-        reserved0,
+        flags,
         layout_digest,
         policy_digest,
         index_digest,
@@ -488,6 +491,7 @@ constants! {
     KVM_INDEX_SKETCH_8I8,
     KVM_INDEX_SKETCH_2BIT,
     KVM_INDEX_LSH,
+    KVM_SPACE_V_IN_K,
     KVM_SEQ_MANUAL_COMMIT,
     KVM_SEQ_PUBLISHED,
     KVM_LIST_ALL_CLIENTS,
