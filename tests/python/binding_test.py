@@ -100,9 +100,16 @@ class Answers:
             queue.read(seq, 0, 60, 9, k=got_k, v=got_v)
         numpy.testing.assert_array_equal(got_k, k[60:69])
         numpy.testing.assert_array_equal(got_v, k[60:69, :, :16])
+        found = self.client.find_space(space.name)
+        self.client.step(found, 0, [kvm.Item(seq, append=1)], k=k[:1])
+        got = self.client.step(found, 0, [kvm.Item(seq, query=1)], q=q[:1]).o
+        k = numpy.concatenate([k, k[:1]])
+        self.assert_close(got, attention(q[:1], k, k[:, :, :16], [70])[0])
         with self.assertRaisesRegex(kvm.InvalidError, "KVM_SPACE_V_IN_K"):
             self.client.step(space, 0, [kvm.Item(seq, append=1)], k=k[:1],
                              v=numpy.ascontiguousarray(k[:1, :, :16]))
+        with self.assertRaisesRegex(kvm.UnsupportedError, "KVM_SPACE_V_IN_K"):
+            self.space(values_in_keys=True, indexes=[kvm.Index()])
 
     def test_dims_of_layers(self):
         space = self.space(n_layers=4, layers=[
@@ -124,6 +131,8 @@ class Answers:
             self.assert_close(result.o, attention(q, k, v, range(18, 20))[0])
             with self.client.create_queue() as queue:
                 queue.observe(seq, layer, q=q)
+            with self.assert_refused(INVALID, kvm.InvalidError, f"[rows, 4, {dim_k}]"):
+                self.client.step(space, layer, [kvm.Item(seq, query=1)], q=self.normal(1, 4, 64))
         got = numpy.zeros((20, 2, 40), "float32")
         with self.client.create_queue() as queue:
             queue.read(seq, 1, 0, 20, v=got)

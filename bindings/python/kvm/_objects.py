@@ -210,7 +210,12 @@ class Client:
         return Space(self, space, _layer_shapes(of_space, n_layers, overrides))
 
     def find_space(self, name: str) -> Space:
-        """The space of this name."""
+        """The space of this name.
+
+        Its arrays are checked less: kvm.h does not tell what layers have of their own. Numbers of
+        heads are not checked, and dims are taken to be those of the space; who uses layers with
+        other dims calls `register_space`, which finds it too.
+        """
         return Space(self, self._native.find_space(name), None)
 
     def spaces(self) -> list[SpaceInfo]:
@@ -556,6 +561,7 @@ class Queue:
         """Appends k and v, attends with q, or both, for the sequences of all items; waits.
 
         k, v:     [row, kv head, channel]; appends alone also take [layer, row, kv head, channel].
+                  No v where the space has values_in_keys.
         q, o:     [row, q head, channel]. o: where the output goes; None: a new array like q.
         lse, err: [row, q head] and [row, q head, 2], float32, True for new ones. None: not wanted.
         layout:   "rows", or "heads" for [item, head, token, channel]: entry i belongs to item i.

@@ -497,7 +497,7 @@ constexpr float kNotFinite[] = {std::numeric_limits<float>::quiet_NaN(),
 TEST(Exact, NotFiniteTokensSpoilWhoSeesThem) {
   uint32_t n_spoiled = 0;
   uint32_t n_kept = 0;
-  for (uint64_t seed = 2000; seed < 2120; ++seed) {
+  for (uint64_t seed = 2000; seed < 2090; ++seed) {
     for (const bool key : {true, false}) {
       SCOPED_TRACE("seed " + std::to_string(seed) + (key ? ", K" : ", V"));
       for (const KernelTable* table : available_tables()) {
@@ -562,7 +562,7 @@ TEST(Exact, NotFiniteQueriesSpoilTheirRow) {
 
 // The same bits however runs are cut, pages are placed, chunks are scheduled, rows are divided.
 TEST(Exact, SameBitsForAnyCut) {
-  for (uint64_t seed = 1000; seed <= 1150; ++seed) {
+  for (uint64_t seed = 1000; seed < 1100; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     auto c = random_case(seed);
     for (const KernelTable* table : available_tables()) {

@@ -54,7 +54,7 @@ pub struct HeadScores {
 
 impl HeadProbe {
     /// Makes a probe for a prompt of `n_copies` times the same `period` tokens, both at least 2,
-    /// and a layer of `n_heads` query and kv heads of `head_dim` channels.
+    /// and a layer of `n_heads` query and kv heads of `head_dim` channels, at most 576.
     #[must_use]
     pub fn new(period: u32, n_copies: u32, n_heads: u32, head_dim: u32) -> Self {
         HeadProbe {

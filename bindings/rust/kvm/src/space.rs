@@ -57,7 +57,7 @@ pub enum LayerKind {
     Own,
     /// Nothing: it reads the store of `target`; append to it is an error.
     Alias {
-        /// A layer of kind `Own` with the same head counts.
+        /// A layer of kind `Own` with the same head counts and dims.
         target: u32,
     },
     /// Nothing, and cannot be attended.
@@ -113,7 +113,20 @@ impl LayerParams {
         self
     }
 
-    /// Widths of keys and values; 0: as the space, of an alias as its target.
+    /// Widths of keys and values: multiples of 8 up to 576; 0: as the space, of an alias as its
+    /// target. One request appends to layers of the same widths only.
+    ///
+    /// ```
+    /// use kvm::{LayerParams, SpaceParams};
+    /// // Gemma 4: every sixth layer sees all tokens, with heads twice as wide.
+    /// let params = SpaceParams::new("my-model", 6, 8, 256)
+    ///     .kv_heads(4)
+    ///     .layer(LayerParams::new(0..5).window(1024))
+    ///     .layer(LayerParams::new(5..6).head_dims(512, 512));
+    /// # let client = kvm::Client::open_embedded(&kvm::EmbeddedParams::new().threads(1))?;
+    /// # client.register_space(&params)?;
+    /// # Ok::<(), kvm::Error>(())
+    /// ```
     #[must_use]
     pub fn head_dims(mut self, keys: u32, values: u32) -> Self {
         self.raw.head_dim_k = keys;
@@ -477,7 +490,7 @@ impl SpaceParams {
         self
     }
 
-    /// Width of values, where it is not that of keys.
+    /// Width of values, where it is not that of keys; a multiple of 8 up to 576, as that is.
     #[must_use]
     pub fn head_dim_v(mut self, dim: u32) -> Self {
         self.raw.head_dim_v = dim;
@@ -485,7 +498,8 @@ impl SpaceParams {
     }
 
     /// Values are the first `dim` channels of keys, as in multi-head latent attention: stored and
-    /// read once. Steps append `k` alone, and heads have no index.
+    /// read once. Steps append `k` alone (`Invalid` with a `v`), and [`Read`](crate::Read) gives
+    /// both. Heads have no index: registering one fails with `Unsupported`.
     ///
     /// ```
     /// # let client = kvm::Client::open_embedded(&kvm::EmbeddedParams::new().threads(1))?;
@@ -511,7 +525,7 @@ impl SpaceParams {
         self
     }
 
-    /// Multiplies q.k; the default is 1 / sqrt(head_dim).
+    /// Multiplies q.k; the default is 1 / sqrt of the width of each layer's keys.
     #[must_use]
     pub fn softmax_scale(mut self, scale: f32) -> Self {
         self.raw.softmax_scale = scale;
@@ -552,7 +566,19 @@ impl SpaceParams {
         self
     }
 
-    /// `[n_q_heads]` what logits grow by from position to position: ALiBi. Heads have no index.
+    /// `[n_q_heads]` what logits grow by from position to position: ALiBi. A key at position x and
+    /// a query at p get `slope * (x - p)`, behind the soft-cap, in all layers. Magnitudes up to
+    /// 10,000. Heads have no index: registering one fails with `Unsupported`.
+    ///
+    /// ```
+    /// # let client = kvm::Client::open_embedded(&kvm::EmbeddedParams::new().threads(1))?;
+    /// let slopes: Vec<f32> = (1..=8).map(|i| 0.5f32.powi(i)).collect(); // of 8 heads
+    /// let params = kvm::SpaceParams::new("my-model", 2, 8, 64).alibi_slopes(&slopes);
+    /// client.register_space(&params)?;
+    /// let wrong = kvm::SpaceParams::new("other-model", 2, 8, 64).alibi_slopes(&slopes[..4]);
+    /// assert!(client.register_space(&wrong).is_err());
+    /// # Ok::<(), kvm::Error>(())
+    /// ```
     #[must_use]
     pub fn alibi_slopes(mut self, slopes: &[f32]) -> Self {
         self.alibi_slopes = Some(slopes.to_vec());

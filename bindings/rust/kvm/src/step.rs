@@ -339,7 +339,7 @@ impl Item {
 /// [`Queue::append`](crate::Queue::append), [`attend`](crate::Queue::attend) and
 /// [`step`](crate::Queue::step) take.
 ///
-/// Shapes, a row being a token of an item:
+/// Shapes, a row being a token of an item, heads and dims being those of the layer:
 ///
 /// | tensor | shape | type |
 /// |---|---|---|
@@ -466,7 +466,8 @@ impl<'b> Step<'b> {
         self
     }
 
-    /// Values to append.
+    /// Values to append. None where they are in keys
+    /// ([`SpaceParams::values_in_keys`](crate::SpaceParams::values_in_keys)).
     #[must_use]
     pub fn v(mut self, v: impl Into<Source<'b>>) -> Self {
         self.v = v.into();

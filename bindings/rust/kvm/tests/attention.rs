@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use common::*;
 use kvm::{
-    Accuracy, Bf16, Codec, CodecId, HeadProbe, Heads, Index, IndexKind, Item, LayerParams, Merge,
-    Mode,
+    Accuracy, Bf16, Codec, CodecId, HeadProbe, Heads, Index, IndexKind, Item, LayerKind,
+    LayerParams, Merge, Mode,
 };
 use kvm::{ModeUsed, Observe, Policy, Proposal, QueueParams, Read, Source, SpaceParams, Status};
 use kvm::{Step, F16};
@@ -77,8 +77,8 @@ fn rows_of_a_prefill_are_causal_unless_asked_otherwise() {
     }
 }
 
-/// Attention of one row of one q head over rows of keys and values: o.
-fn plain(q: &[f32], k: &[&[f32]], v: &[&[f32]], bias: impl Fn(usize) -> f64) -> Vec<f64> {
+/// Attention of one row of one q head over rows of keys and values, each with a bias: o and lse.
+fn plain(q: &[f32], k: &[&[f32]], v: &[&[f32]], bias: impl Fn(usize) -> f64) -> (Vec<f64>, f64) {
     let mut o = vec![0.0; v[0].len()];
     let mut sum = 0.0;
     for (token, (k, v)) in k.iter().zip(v).enumerate() {
@@ -93,11 +93,17 @@ fn plain(q: &[f32], k: &[&[f32]], v: &[&[f32]], bias: impl Fn(usize) -> f64) -> 
             *o += weight * f64::from(*v);
         }
     }
-    o.iter().map(|x| x / sum).collect()
+    (o.iter().map(|x| x / sum).collect(), sum.ln())
 }
 
+/// Of each row of `width` numbers the `dim` from `at` on.
+fn parts_of(rows: &[f32], width: usize, at: usize, dim: usize) -> Vec<&[f32]> {
+    rows.chunks(width).map(|row| &row[at..at + dim]).collect()
+}
+
+/// With a large group, biases by position, and a layer of other dims.
 #[test]
-fn values_in_keys_slopes_and_dims_of_layers() {
+fn values_that_are_in_keys_are_not_appended() {
     const TOKENS: usize = 70;
     const HEADS: usize = 40; // of one kv head
     let slopes: Vec<f32> = (0..HEADS).map(|head| 0.01 * head as f32).collect();
@@ -113,32 +119,99 @@ fn values_in_keys_slopes_and_dims_of_layers() {
     let mut queue = client.create_queue(&QueueParams::new()).unwrap();
     let sequence = space.create_sequence().unwrap();
     for (layer, dim_k, dim_v) in [(0, 24, 16), (1, 32, 8)] {
-        let k = numbers(TOKENS * dim_k, 1);
-        let q = numbers(HEADS * dim_k, 2);
-        let mut o = vec![0.0f32; HEADS * dim_v];
+        let (k, q) = (numbers(TOKENS * dim_k, 1), numbers(HEADS * dim_k, 2));
+        let (mut o, mut lse) = (vec![0.0f32; HEADS * dim_v], vec![0.0f32; HEADS]);
         let item = || Item::new(&sequence).append(TOKENS as u32).query(1);
-        let step = Step::new(&space, layer).item(item()).k(&k).q(&q).o(&mut o);
-        queue.step(step).unwrap();
-        let keys: Vec<_> = k.chunks(dim_k).collect();
-        let values: Vec<_> = keys.iter().map(|row| &row[..dim_v]).collect();
+        let step = Step::new(&space, layer).item(item()).k(&k).q(&q);
+        queue.step(step.o(&mut o).lse(&mut lse)).unwrap();
+        let keys = parts_of(&k, dim_k, 0, dim_k);
+        let values = parts_of(&k, dim_k, 0, dim_v);
         for head in 0..HEADS {
             let slope = f64::from(slopes[head]);
             let q = &q[head * dim_k..][..dim_k];
-            let expected = plain(q, &keys, &values, |t| slope * (t as f64 - 69.0));
-            assert_close(&o[head * dim_v..][..dim_v], &expected, CLOSE);
+            let (expected_o, expected_lse) =
+                plain(q, &keys, &values, |t| slope * (t as f64 - 69.0));
+            assert_close(&o[head * dim_v..][..dim_v], &expected_o, CLOSE);
+            assert_close(&lse[head..=head], &[expected_lse], CLOSE);
         }
-        let step = Step::new(&space, layer)
-            .item(item())
-            .k(&k)
-            .v(&k)
-            .q(&q)
-            .o(&mut o);
-        let error = queue.step(step).unwrap_err();
+        let (mut back_k, mut back_v) = (vec![0.0f32; 8 * dim_k], vec![0.0f32; 8 * dim_v]);
+        let read = Read::new(&sequence, layer, 60..68);
+        queue.read(read.k(&mut back_k).v(&mut back_v)).unwrap();
+        assert_eq!(back_k, keys[60..68].concat());
+        assert_eq!(back_v, values[60..68].concat());
+
+        let step = Step::new(&space, layer).item(item()).k(&k).v(&k).q(&q);
+        let error = queue.step(step.o(&mut o)).unwrap_err();
+        assert_eq!(error.status(), Status::Invalid);
         assert!(error.message().contains("KVM_SPACE_V_IN_K"), "{error}");
     }
-    let wrong = SpaceParams::new(name("slopes"), 1, 4, 16).alibi_slopes(&[0.5; 3]);
-    let error = client.register_space(&wrong).unwrap_err();
-    assert!(error.message().contains("alibi_slopes"), "{error}");
+    assert_eq!(sequence.info().unwrap().n_tokens_min, TOKENS as u64);
+    // Without a query too.
+    let k = numbers(24, 3);
+    let step = Step::new(&space, 0).item(Item::new(&sequence).append(1));
+    queue.append(step.k(&k)).unwrap();
+    assert_eq!(sequence.info().unwrap().n_tokens_max, TOKENS as u64 + 1);
+
+    let index = Index::new(Heads::all(), IndexKind::Sketch);
+    let error = client.register_space(&params.index(index)).unwrap_err();
+    assert_eq!(error.status(), Status::Unsupported, "{error}");
+}
+
+#[test]
+fn slopes_are_biases_by_distance() {
+    const TOKENS: usize = 100;
+    let slopes = [0.5, 0.125, -0.25, 0.0];
+    let mut rig = Rig::with(geometry().alibi_slopes(&slopes), TOKENS);
+    let q = queries(1, 140);
+    for position in [TOKENS - 1, 40] {
+        let item = Item::new(&rig.sequence).query(1);
+        let item = item.query_position(position as u64);
+        let (o, lse) = rig.ask(item, &q).unwrap();
+        for (head, slope) in slopes.into_iter().enumerate() {
+            let at = head / (Q_HEADS / KV_HEADS) * DIM;
+            let seen = (position + 1) * KV_HEADS * DIM;
+            let k = parts_of(&rig.k[..seen], KV_HEADS * DIM, at, DIM);
+            let v = parts_of(&rig.v[..seen], KV_HEADS * DIM, at, DIM);
+            let part = head * DIM..(head + 1) * DIM;
+            let (expected_o, expected_lse) = plain(&q[part.clone()], &k, &v, |t| {
+                f64::from(slope) * (t as f64 - position as f64)
+            });
+            assert_close(&o[part], &expected_o, CLOSE);
+            assert_close(&lse[head..=head], &[expected_lse], CLOSE);
+        }
+    }
+}
+
+#[test]
+fn layers_have_dims_of_their_own() {
+    const TOKENS: usize = 5;
+    let client = open();
+    let params = SpaceParams::new(name("dims"), 3, 1, 16)
+        .stored_as(CodecId::F32)
+        .layer(LayerParams::new(1..2).head_dims(32, 8))
+        .layer(LayerParams::new(2..3).kind(LayerKind::Alias { target: 1 }));
+    let space = client.register_space(&params).unwrap();
+    let mut queue = client.create_queue(&QueueParams::new()).unwrap();
+    let sequence = space.create_sequence().unwrap();
+    let (k, v) = (numbers(TOKENS * 32, 150), numbers(TOKENS * 16, 151));
+    let append = |layer| {
+        let item = Item::new(&sequence).append(TOKENS as u32);
+        Step::new(&space, layer).item(item).k(&k).v(&v)
+    };
+    let error = queue.append(append(0).layers(2)).unwrap_err();
+    assert_eq!(error.status(), Status::Invalid);
+    assert!(error.message().contains("dims"), "{error}");
+    queue.append(append(0)).unwrap();
+    queue.append(append(1)).unwrap();
+    for (layer, dim_k, dim_v) in [(0, 16, 16), (1, 32, 8), (2, 32, 8)] {
+        let q = numbers(dim_k, 152);
+        let mut o = vec![0.0f32; dim_v];
+        let step = Step::new(&space, layer).item(Item::new(&sequence).query(1));
+        queue.attend(step.q(&q).o(&mut o)).unwrap();
+        let k = parts_of(&k[..TOKENS * dim_k], dim_k, 0, dim_k);
+        let v = parts_of(&v[..TOKENS * dim_v], dim_v, 0, dim_v);
+        assert_close(&o, &plain(&q, &k, &v, |_| 0.0).0, CLOSE);
+    }
 }
 
 #[test]

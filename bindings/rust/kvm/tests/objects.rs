@@ -88,6 +88,8 @@ fn a_space_with_wrong_arrays_or_empty_ranges_is_refused_here() {
     for params in [
         geometry().sink_logits(&[]),
         geometry().sink_logits(&[0.0; 7]),
+        geometry().alibi_slopes(&[]),
+        geometry().alibi_slopes(&[0.5; 3]),
         SpaceParams::new("zero\0byte", 1, 1, 8),
         geometry().layer(LayerParams::new(1..1)),
         policy(Heads::all().layers(1..1)),
