@@ -15,6 +15,9 @@ namespace {
 // been dropped from a list.
 bool misses_visible(const Space& space, uint32_t layer, uint32_t class_index, const PageList& list,
                     uint64_t first_query, uint64_t end) {
+  if (list.n_dropped() == 0) {
+    return false;  // as a rule; a fork asks about each list of all layers
+  }
   const Retention& retention = space.head_class(layer, class_index).retention;
   HeadVisibility seen = space.visibility(layer, class_index, first_query);
   if (retention.is_per_head()) {
