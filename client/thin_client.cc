@@ -243,6 +243,9 @@ Result<kvm_space_id> ThinClient::call_for_space_id(const Connection::Encode& enc
 }
 
 Result<kvm_space_id> ThinClient::register_space(const SpaceSpec& space) {
+  if (space.params.flags != 0) {
+    KVM_TRY(connection()->need_minor(6, "kvm_space_params.flags"));
+  }
   if (!space.alibi_slopes.empty()) {  // which an older kvmd would leave out without a word
     KVM_TRY(connection()->need_minor(6, "kvm_space_params.alibi_slopes"));
   }

@@ -27,7 +27,8 @@
 namespace kvm::ipc {
 
 inline constexpr uint32_t kProtocolMajor = 1;
-// 1: ConfigText to QuotaSet; 2: n_not_finite; 3: KVM_STEP_NO_STATISTICS; 4: kPublish, kTake.
+// 1: ConfigText to QuotaSet; 2: n_not_finite; 3: KVM_STEP_NO_STATISTICS; 4: kPublish, kTake;
+// 5: KVM_ITEM_LAST_LAYER; 6: alibi_slopes, KVM_SPACE_V_IN_K, dims of layers.
 inline constexpr uint32_t kProtocolMinor = 6;
 inline constexpr uint64_t kHelloMagic = 0x30304d564b4d564bull;  // "KVMKVM00"
 

@@ -279,7 +279,7 @@ ProblemCost AttendPlanner::problem_cost(const View& view, uint32_t group,
     cost.n_indexed += run.n_keys;
   }
   cost.n_indexed = std::min(cost.n_indexed, cost.n_present);
-  // A part of a group would be answered exactly together with the others.
+  // Parts of a group that are answered exactly are so together.
   cost.exact_bytes = exact_cost(view) * group / space_->layers[layer].group();
   return cost;
 }
@@ -423,14 +423,32 @@ bool AttendPlanner::add_approx(const attention::Problem& problem, uint32_t view_
   return true;
 }
 
+namespace {
+
+// Says whether `next` is the part of the same group that begins n_heads q heads behind `first`.
+bool follows(const AttendPlan::ApproxHead& next, const AttendPlan::ApproxHead& first,
+             uint32_t n_heads) {
+  return next.view == first.view && next.problem.head == first.problem.head &&
+         next.q_head == first.q_head + n_heads;
+}
+
+}  // namespace
+
+// REQUIRES: problems are in order.
 Status plan_left(const AttendPlan& plan, std::span<const uint32_t> problems, const TaskCrew& crew,
                  AttendPlan* left) {
   left->layer = plan.layer;
   left->err = plan.err;
-  for (const uint32_t i : problems) {
-    const AttendPlan::ApproxHead& approx = plan.approx[i];
+  for (size_t at = 0; at < problems.size();) {
+    const AttendPlan::ApproxHead& approx = plan.approx[problems[at]];
     AttendPlan::Head head;
     head.problem = approx.problem;
+    // Neighbouring parts of a group are one problem again, so that keys are read once.
+    for (++at;
+         at < problems.size() && follows(plan.approx[problems[at]], approx, head.problem.group);
+         ++at) {
+      head.problem.group += plan.approx[problems[at]].problem.group;
+    }
     head.problem.wants_column_sums = false;  // nobody sums what was to be approximated
     head.plan = attention::make_plan(head.problem);
     head.cost = approx.exact_cost;

@@ -41,12 +41,16 @@ struct Model {
   bool has_sinks = false;
   uint32_t n_tokens = 70;
   bool v_in_k = false;
-  bool has_slopes = false;  // ALiBi
-  uint32_t full_dim = 0;    // of the layers without a window; 0: dim_k
+  bool has_slopes = false;     // ALiBi
+  uint32_t full_dim = 0;       // of the layers without a window; 0: dim_k
+  uint32_t full_kv_heads = 0;  // likewise
 
   bool is_full(uint32_t layer) const { return full_every != 0 && (layer + 1) % full_every == 0; }
   uint32_t k_dim(uint32_t layer) const {
     return full_dim != 0 && is_full(layer) ? full_dim : dim_k;
+  }
+  uint32_t kv_heads(uint32_t layer) const {
+    return full_kv_heads != 0 && is_full(layer) ? full_kv_heads : n_kv_heads;
   }
   uint32_t v_dim(uint32_t layer) const { return dim_v == 0 ? k_dim(layer) : dim_v; }
   uint64_t window_of(uint32_t layer) const { return is_full(layer) ? 0 : window; }
@@ -91,14 +95,15 @@ const Model kModels[] = {
     {"starcoder", 40, 48, 1, 128},
     {.name = "gemma-4-26b",
      .n_layers = 30,
-     .n_q_heads = 8,
-     .n_kv_heads = 4,
+     .n_q_heads = 16,
+     .n_kv_heads = 8,
      .dim_k = 256,
      .scale = 1,
      .window = 1024,
      .full_every = 6,
      .n_tokens = 1100,
-     .full_dim = 512},
+     .full_dim = 512,
+     .full_kv_heads = 2},
     {.name = "bloom-176b",
      .n_layers = 70,
      .n_q_heads = 112,
@@ -247,6 +252,7 @@ TEST_F(AbiModels, ThoseThatFitAnswerRight) {
       entry.n_layers = 1;
       entry.window = model.window_of(layer);
       entry.head_dim_k = entry.head_dim_v = model.is_full(layer) ? model.full_dim : 0;
+      entry.n_kv_heads = model.is_full(layer) ? model.full_kv_heads : 0;
       layers.push_back(entry);
     }
     params.layers = layers.data();
@@ -270,17 +276,18 @@ TEST_F(AbiModels, ThoseThatFitAnswerRight) {
       SCOPED_TRACE(layer);
       const uint32_t n = model.n_tokens;
       const uint32_t dim_k = model.k_dim(layer);
+      const uint32_t n_kv_heads = model.kv_heads(layer);
       const uint32_t dim_v = model.v_dim(layer);
-      const auto k = random_floats(&random_, size_t{n} * model.n_kv_heads * dim_k);
-      const auto v = random_floats(&random_, size_t{n} * model.n_kv_heads * dim_v);
+      const auto k = random_floats(&random_, size_t{n} * n_kv_heads * dim_k);
+      const auto v = random_floats(&random_, size_t{n} * n_kv_heads * dim_v);
       const auto q = random_floats(&random_, size_t{model.n_q_heads} * dim_k);
       std::vector<float> o(size_t{model.n_q_heads} * dim_v, -1);
       std::vector<float> lse(model.n_q_heads, -1);
       step(space, layer, item_of(seq, n, 1), k, model.v_in_k ? std::vector<float>() : v, q, &o,
            &lse);
       Oracle oracle{.n_tokens = n,
-                    .k_row = model.n_kv_heads * dim_k,
-                    .v_row = model.n_kv_heads * (model.v_in_k ? dim_k : dim_v),
+                    .k_row = n_kv_heads * dim_k,
+                    .v_row = n_kv_heads * (model.v_in_k ? dim_k : dim_v),
                     .dim_k = dim_k,
                     .dim_v = dim_v,
                     .scale = model.scale != 0 ? static_cast<double>(model.scale)
@@ -288,7 +295,7 @@ TEST_F(AbiModels, ThoseThatFitAnswerRight) {
                     .softcap = static_cast<double>(model.softcap),
                     .window = model.window_of(layer)};
       for (uint32_t head = 0; head < model.n_q_heads; head += 3) {
-        const uint32_t kv = head / (model.n_q_heads / model.n_kv_heads);
+        const uint32_t kv = head / (model.n_q_heads / n_kv_heads);
         if (model.has_sinks) {
           oracle.sink = static_cast<double>(sinks[layer * model.n_q_heads + head]);
         }

@@ -70,6 +70,16 @@ std::string default_text(const kvm_space_info& space) {
   return text;
 }
 
+// Of K, and of V where it is another; in brackets where V is a part of K.
+std::string dim_text(const kvm_space_info& space) {
+  if ((space.flags & KVM_SPACE_V_IN_K) != 0) {
+    return fmt::format("{} ({})", space.head_dim_k, space.head_dim_v);
+  }
+  return space.head_dim_k == space.head_dim_v
+             ? std::to_string(space.head_dim_k)
+             : fmt::format("{}/{}", space.head_dim_k, space.head_dim_v);
+}
+
 int run_spaces(const Common& common) {
   const Connection connection(common);
   const auto spaces = list_all_spaces(connection.get());
@@ -84,6 +94,7 @@ int run_spaces(const Common& common) {
                      {"kv_heads", space.n_kv_heads},
                      {"head_dim_k", space.head_dim_k},
                      {"head_dim_v", space.head_dim_v},
+                     {"values_in_keys", (space.flags & KVM_SPACE_V_IN_K) != 0},
                      {"codec", codec_text(space.codec)},
                      {"head_classes", space.n_head_classes},
                      {"sequences", space.n_sequences},
@@ -104,10 +115,7 @@ int run_spaces(const Common& common) {
                                                  "CLASSES", "SEQUENCES", "A TOKEN", "MODE"}};
   for (const auto& space : spaces) {
     rows.push_back({space.name, user_name(space.uid), std::to_string(space.n_layers),
-                    fmt::format("{}/{}", space.n_q_heads, space.n_kv_heads),
-                    space.head_dim_k == space.head_dim_v
-                        ? std::to_string(space.head_dim_k)
-                        : fmt::format("{}/{}", space.head_dim_k, space.head_dim_v),
+                    fmt::format("{}/{}", space.n_q_heads, space.n_kv_heads), dim_text(space),
                     codec_text(space.codec), std::to_string(space.n_head_classes),
                     std::to_string(space.n_sequences), bytes_text(space.bytes_per_token),
                     default_text(space)});
