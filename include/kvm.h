@@ -480,6 +480,20 @@ enum {
   KVM_RETAIN_HEAVY = 3
 };
 
+/* What a HEAVY head makes of the tokens that it gives up. WEIGHTED is as in D2O (Wan et al., arXiv
+ * 2406.13035): each looks for the kept token of its head with the largest cosine of their keys.
+ * From a threshold on it joins that one, whose key and value become the mean of itself, with weight
+ * e, and of those that join it at a time, with weights e^cosine; below, it is dropped. A head's
+ * threshold is the mean of the cosines of the first time, and then half of what it was and half of
+ * their mean. A time is what one request's commit gives up, 1,024 tokens at most. kvm_read gives
+ * what has become of a token. */
+enum {
+  KVM_MERGE_NONE = 0, /* they are dropped: H2O */
+  KVM_MERGE_WEIGHTED = 1,
+  KVM_MERGE_COUNTED = 2 /* and a token counts for as many as have become it: its logit grows by the
+                         * logarithm of their number */
+};
+
 /* Says what a query's position means to the keys of a head. IN_CACHE (StreamingLLM): the n_sinks
  * first tokens and the n_recent last ones count as neighbours, whatever was between them. With
  * d = max(0, p - n_recent + 1 - n_sinks), a query at p meets the keys of sinks as if it were at
@@ -546,7 +560,8 @@ typedef struct kvm_policy_params {
   uint64_t n_recent; /* at least 1 without FULL */
   uint64_t slack;    /* tokens kept beyond n_recent, so that truncate has room; 0: none */
   uint64_t n_heavy;  /* HEAVY only, 1 to 65536 */
-  uint64_t reserved[1];
+  uint32_t merge;    /* HEAVY only, KVM_MERGE_* */
+  uint32_t reserved; /* zero */
 } kvm_policy_params;
 
 /* How the kv heads of some layers are stored. Later entries win. */
@@ -643,7 +658,8 @@ typedef struct kvm_space_params {
    * alibi_slopes[h] * (x - p), behind the soft-cap. Magnitudes up to 10000; positions are those of
    * kvm_item, in a TREE and without causality too. Of all layers, whose q heads are at most those
    * of the space; copied; NULL: none. Heads have no index: approximate modes answer them exactly.
-   * No KVM_POSITIONS_IN_CACHE. */
+   * No KVM_POSITIONS_IN_CACHE, no FOLD. Logits are fp32: biases of magnitude b leave errors of b /
+   * 10^7 in them, which counts where all keys that a query sees are so far. */
   const float *alibi_slopes;
   uint64_t reserved[3];
 } kvm_space_params;
@@ -1046,8 +1062,9 @@ typedef struct kvm_step_params {
 typedef struct kvm_step_stats {
   uint32_t struct_size;
   uint32_t mode;         /* that was used: KVM_MODE_*, not AUTO */
-  uint64_t keys_present; /* (item, kv head, key) visible to some row of the item */
-  uint64_t keys_read;    /* of them, K or V was read; unique over the heads of a group */
+  uint64_t keys_present; /* (item, kv head, key) visible to some row of the item; of a group that
+                          * is sampled in parts, for each part */
+  uint64_t keys_read;    /* of them, K or V was read; unique over the heads of a group, or part */
   uint64_t bytes_read;   /* of K and V, index included */
   uint64_t service_ns;   /* from acceptance to completion, in the service */
   uint64_t compute_ns;   /* from the start of the first task to the end of the last merge */

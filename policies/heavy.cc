@@ -10,8 +10,9 @@ namespace kvm::policies {
 namespace {
 
 // Tokens that one choice looks at, besides those kept before; more are chosen from in turn, which
-// comes to the same.
+// comes to the same where those that go are dropped.
 constexpr uint64_t kMaxChosenFrom = 16 << 10;
+constexpr uint64_t kMaxMergedFrom = 1 << 10;
 
 struct Candidate {
   uint64_t position = 0;
@@ -47,13 +48,13 @@ class Heavy : public Policy {
 
   // False when the list of actions is full.
   static bool choose(const ListView& list, PositionRange aged, ActionList* actions) {
+    const uint64_t most = list.merges ? kMaxMergedFrom : kMaxChosenFrom;
     std::vector<Candidate> candidates;
     for (const StoredRange& stored : list.stored) {
       PositionRange range = {std::max(aged.begin, stored.positions.begin),
                              std::min(aged.end, stored.positions.end)};
-      if (candidates.empty() && range.begin < range.end &&
-          aged.end - range.begin > kMaxChosenFrom) {
-        aged.end = range.begin + kMaxChosenFrom;
+      if (candidates.empty() && range.begin < range.end && aged.end - range.begin > most) {
+        aged.end = range.begin + most;
         range.end = std::min(range.end, aged.end);
         actions->more = true;
       }

@@ -64,6 +64,8 @@ struct ListView {
   uint64_t n_recent = 0;
   uint64_t slack = 0;
   uint64_t n_heavy = 0;
+  // What is given up is compared with what is kept, each with each.
+  bool merges = false;
   // Lists of one head that choose tokens: those kept of pages that are gone, in position order, and
   // the attention mass that queries of the service gave to these and to the stored tokens from
   // mass_begin on (none: 0), summed over the group.

@@ -155,7 +155,8 @@ Result<KeptTokens*> own_kept_tokens(StoreMemory* memory, Sequence* seq, uint32_t
     KeptTokens own = ref != nullptr
                          ? *ref
                          : KeptTokens(head_class.slab_class.tail(), first_given_up(head_class),
-                                      static_cast<uint32_t>(head_class.retention.n_heavy));
+                                      static_cast<uint32_t>(head_class.retention.n_heavy),
+                                      head_class.retention.merge == KVM_MERGE_COUNTED);
     KVM_TRY_ASSIGN(ref, memory->make_charged(seq->account, std::move(own)));
   }
   return ref.get();
@@ -263,6 +264,10 @@ Status open_keep(StoreMemory* memory, RetentionSlice* slice, const policies::Act
   KVM_TRY(grow_charged(memory, seq, positions.size(), &masses->kept));
   work.kept = kept;
   work.choice = kept->plan(positions);
+  if (head_class.retention.merge != KVM_MERGE_NONE) {
+    work.merge =
+        std::make_unique<TokenMerge>(head_class.slab_class.tail(), *kept, work.choice, work.runs);
+  }
   slice->add_keep(std::move(work), head_class.slab_class);
   return Status::ok();
 }
@@ -336,6 +341,9 @@ void close_keep(StoreMemory* memory, Sequence* seq, RetentionSlice::Work* work) 
   memory->uncharge(seq->account, (masses->kept.size() - work->kept_masses.size()) * sizeof(float));
   masses->kept = std::move(work->kept_masses);
   work->kept->choose(std::move(work->choice), end);
+  if (work->merge != nullptr) {
+    work->merge->finish(work->kept);
+  }
   const uint64_t n_gone = std::min<uint64_t>(masses->recent.size(), end - masses->begin);
   masses->recent.erase(masses->recent.begin(),
                        masses->recent.begin() + static_cast<ptrdiff_t>(n_gone));

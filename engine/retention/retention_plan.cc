@@ -81,6 +81,7 @@ uint64_t show_list(const StoreMemory& memory, const Sequence& seq, uint32_t laye
   view->n_recent = head_class.retention.n_recent;
   view->slack = head_class.retention.slack;
   view->n_heavy = head_class.retention.n_heavy;
+  view->merges = head_class.retention.merge != KVM_MERGE_NONE;
   *kept = kept_tokens(seq, own.first_list + class_index, view);
   view->kept = *kept;
   view->kv_heads = head_class.kv_heads;

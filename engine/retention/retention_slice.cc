@@ -43,7 +43,13 @@ void RetentionSlice::decide(uint32_t index) {
 void RetentionSlice::add_work(Work&& work, const tiers::SlabClass& slab_class) {
   works_.push_back(std::move(work));
   classes_.push_back(slab_class);
-  failed_.resize(pieces_.size());
+}
+
+void RetentionSlice::add_piece(const Piece& piece, uint64_t n_bytes) {
+  pieces_.push_back(piece);
+  failed_.push_back(0);
+  bytes_ += n_bytes;
+  phase_bytes_ += n_bytes;
 }
 
 void RetentionSlice::add_demote(Work&& work, const tiers::SlabClass& slab_class) {
@@ -55,8 +61,7 @@ void RetentionSlice::add_demote(Work&& work, const tiers::SlabClass& slab_class)
     for (; end < n && n_bytes < kPieceBytes; ++end) {
       n_bytes += work.recodings.read_bytes(end);
     }
-    pieces_.push_back({.work = index, .begin = begin, .end = end});
-    bytes_ += n_bytes;
+    add_piece({.work = index, .begin = begin, .end = end}, n_bytes);
     begin = end;
   }
   add_work(std::move(work), slab_class);
@@ -69,33 +74,105 @@ void RetentionSlice::add_fold(Work&& work, const tiers::SlabClass& slab_class) {
     return work.runs[run].position / (kPiecePages * kPageTokens);
   };
   for (uint32_t begin = 0; begin < n_runs;) {
+    uint64_t n_bytes = 0;
     uint32_t end = begin;
     for (; end < n_runs && piece_of(end) == piece_of(begin); ++end) {
-      bytes_ += work.runs[end].n_tokens * slab_class.token_bytes();
+      n_bytes += work.runs[end].n_tokens * slab_class.token_bytes();
     }
-    pieces_.push_back({.work = index,
-                       .begin = begin,
-                       .end = end,
-                       .sums = static_cast<uint32_t>(work.sums.size())});
+    add_piece({.work = index,
+               .begin = begin,
+               .end = end,
+               .sums = static_cast<uint32_t>(work.sums.size())},
+              n_bytes);
     work.sums.emplace_back(slab_class);
     begin = end;
   }
   add_work(std::move(work), slab_class);
 }
 
-void RetentionSlice::add_keep(Work&& work, const tiers::SlabClass& slab_class) {
-  const auto index = static_cast<uint32_t>(works_.size());
+void RetentionSlice::add_copies(uint32_t index, const Work& work, uint64_t token_bytes) {
   const auto n = static_cast<uint32_t>(work.choice.copies.size());
   for (uint32_t begin = 0; begin < n; begin += kPieceCopies) {
-    pieces_.push_back({.work = index, .begin = begin, .end = std::min(n, begin + kPieceCopies)});
+    const uint32_t end = std::min(n, begin + kPieceCopies);
+    add_piece({.work = index, .begin = begin, .end = end}, (end - begin) * token_bytes);
   }
-  bytes_ += n * slab_class.token_bytes();
+}
+
+void RetentionSlice::add_keep(Work&& work, const tiers::SlabClass& slab_class) {
+  const auto index = static_cast<uint32_t>(works_.size());
+  if (work.merge == nullptr) {
+    add_copies(index, work, slab_class.token_bytes());
+  }
+  for (uint32_t i = 0; work.merge != nullptr && i < work.merge->n_finds(); ++i) {
+    add_piece({.work = index, .begin = i, .end = i + 1, .merges = true}, work.merge->find_bytes());
+  }
   add_work(std::move(work), slab_class);
+}
+
+bool RetentionSlice::next_phase() {
+  for (size_t i = 0; i < pieces_.size(); ++i) {
+    works_[pieces_[i].work].has_failed |= failed_[i] != 0;
+  }
+  pieces_.clear();
+  failed_.clear();
+  phase_bytes_ = 0;
+  if (phase_ == Phase::kWrite) {
+    return false;
+  }
+  phase_ = phase_ == Phase::kFirst ? Phase::kMix : Phase::kWrite;
+  bool goes_on = false;
+  for (uint32_t index = 0; index < works_.size(); ++index) {
+    Work& work = works_[index];
+    if (work.merge == nullptr || work.has_failed) {
+      continue;
+    }
+    goes_on = true;
+    if (phase_ == Phase::kMix) {
+      work.merge->gate(*work.kept);
+      for (uint32_t i = 0; i < work.merge->n_mixes(); ++i) {
+        add_piece({.work = index, .begin = i, .end = i + 1, .merges = true},
+                  work.merge->mix_bytes() / work.merge->n_mixes());
+      }
+      continue;
+    }
+    std::erase_if(work.choice.copies, [&](const KeptTokens::Token& token) {
+      return work.merge->writes(token.position);
+    });
+    add_copies(index, work, classes_[index].token_bytes());
+    const uint32_t n = work.merge->n_targets();
+    for (uint32_t begin = 0; begin < n; begin += kPieceCopies) {
+      const uint32_t end = std::min(n, begin + kPieceCopies);
+      add_piece({.work = index, .begin = begin, .end = end, .merges = true},
+                (end - begin) * classes_[index].token_bytes());
+    }
+  }
+  return goes_on;
+}
+
+void RetentionSlice::run_merge(const Piece& piece, Work* work, ThreadWorkspace& workspace,
+                               uint8_t* failed) {
+  switch (phase_) {
+    case Phase::kFirst:
+      *failed = work->merge->find(piece.begin, &workspace.scratch) ? 0 : 1;
+      break;
+    case Phase::kMix:
+      work->merge->mix(piece.begin);
+      break;
+    case Phase::kWrite:
+      for (uint32_t i = piece.begin; i < piece.end; ++i) {
+        work->merge->write(i, work->kept);
+      }
+      break;
+  }
 }
 
 void RetentionSlice::run(uint32_t index, ThreadWorkspace& workspace) {
   const Piece& piece = pieces_[index];
   Work& work = works_[piece.work];
+  if (piece.merges) {
+    run_merge(piece, &work, workspace, &failed_[index]);
+    return;
+  }
   if (work.action.kind == policies::ActionKind::kDemote) {
     failed_[index] = work.recodings.run(piece.begin, piece.end, &workspace.scratch) ? 0 : 1;
     return;
@@ -108,13 +185,6 @@ void RetentionSlice::run(uint32_t index, ThreadWorkspace& workspace) {
   const KvRuns runs = KvRuns(work.runs).subspan(piece.begin, piece.end - piece.begin);
   failed_[index] =
       sum_rows(runs, classes_[piece.work], &workspace.scratch, &work.sums[piece.sums]) ? 0 : 1;
-}
-
-std::vector<RetentionSlice::Work>& RetentionSlice::works() {
-  for (size_t i = 0; i < pieces_.size(); ++i) {
-    works_[pieces_[i].work].has_failed |= failed_[i] != 0;
-  }
-  return works_;
 }
 
 void RetentionSlice::give_up(const Work& work) {

@@ -7,6 +7,7 @@
 //   decide(group)       tasks    the policies choose
 //   open_retention()    driver   gives pages up; cuts actions that read rows into pieces
 //   run(piece)          tasks    encodes pages, adds rows up, or copies rows that stay
+//   next_phase()        driver   where tokens are merged: more pieces, to be run as well
 //   close_retention()   driver   puts new pages, sums and rows in the place of the old pages
 //
 // LIMIT: a slice looks at kSlicePages pages and one list, and reads kSliceBytes and one action's
@@ -25,11 +26,13 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "engine/retention/recodings.h"
 #include "engine/store/kept_tokens.h"
 #include "engine/store/mean_entry.h"
+#include "engine/store/token_merge.h"
 #include "engine/tasks/workspace.h"
 #include "policies/policy.h"
 
@@ -78,13 +81,16 @@ class RetentionSlice {
     KeptTokens* kept = nullptr;
     KeptTokens::Choice choice;
     std::vector<float> kept_masses;
+    std::unique_ptr<TokenMerge> merge;  // null: what is not kept is dropped
   };
-  // A Piece of a kDemote is pages; of a kFold runs and one of its sums; of a kKeep copies.
+  // A Piece of a kDemote is pages; of a kFold runs and one of its sums; of a kKeep copies, or what
+  // its TokenMerge does in this phase.
   struct Piece {
     uint32_t work = 0;
     uint32_t begin = 0;
     uint32_t end = 0;
     uint32_t sums = 0;
+    bool merges = false;
   };
 
   RetentionSlice(Sequence* seq, const policies::Policy* policy, policies::Event event,
@@ -106,9 +112,13 @@ class RetentionSlice {
   void add_fold(Work&& work, const tiers::SlabClass& slab_class);
   void add_keep(Work&& work, const tiers::SlabClass& slab_class);
   uint32_t n_pieces() const { return static_cast<uint32_t>(pieces_.size()); }
+  // Bytes that the pieces read, about.
+  uint64_t phase_bytes() const { return phase_bytes_; }
   void run(uint32_t piece, ThreadWorkspace& workspace);
-  // After the last piece: has_failed is set where a piece found no memory.
-  std::vector<Work>& works();
+  // After the last piece: makes those of the next phase, and returns whether there is one.
+  // has_failed is set of works of which a piece found no memory.
+  bool next_phase();
+  std::vector<Work>& works() { return works_; }
   // Leaves the lists of a work that failed to the next commit.
   void give_up(const Work& work);
   // Pages that its lists have.
@@ -116,7 +126,13 @@ class RetentionSlice {
   void set_pages(uint64_t n_pages) { n_pages_ = n_pages; }
 
  private:
+  // Merging: who is nearest to whom; the rows of those that are joined; these into their places.
+  enum class Phase : uint8_t { kFirst, kMix, kWrite };
+
   void add_work(Work&& work, const tiers::SlabClass& slab_class);
+  void add_piece(const Piece& piece, uint64_t n_bytes);
+  void add_copies(uint32_t index, const Work& work, uint64_t token_bytes);
+  void run_merge(const Piece& piece, Work* work, ThreadWorkspace& workspace, uint8_t* failed);
 
   Sequence* seq_;
   const policies::Policy* policy_;
@@ -127,6 +143,8 @@ class RetentionSlice {
   std::vector<tiers::SlabClass> classes_;  // of works_
   std::vector<Piece> pieces_;
   std::vector<uint8_t> failed_;  // pieces
+  Phase phase_ = Phase::kFirst;
+  uint64_t phase_bytes_ = 0;
   uint64_t n_pages_ = 0;
   uint64_t bytes_ = 0;
 };

@@ -78,7 +78,12 @@ RetentionWork::Next RetentionWork::next(Store& store, uint32_t n_threads,
     if (stage_ == Stage::kDecide) {
       open_retention(&store.memory(), slice_.get());
       stage_ = Stage::kPieces;
-      if (hand_over(slice_->n_pieces(), slice_->bytes(), n_threads, workspace, plan)) {
+      if (hand_over(slice_->n_pieces(), slice_->phase_bytes(), n_threads, workspace, plan)) {
+        return Next::kTasks;
+      }
+    }
+    while (slice_->next_phase()) {
+      if (hand_over(slice_->n_pieces(), slice_->phase_bytes(), n_threads, workspace, plan)) {
         return Next::kTasks;
       }
     }

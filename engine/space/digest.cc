@@ -72,8 +72,12 @@ std::string layout_text(const Space& space) {
 std::string policy_text(const Space& space) {
   return text_of(space, "kvm policy 1\n", [&](uint32_t layer, uint32_t head) {
     const Retention& r = class_of(space, layer, head).retention;
-    return fmt::format("retention {} sinks {} recent {} slack {} heavy {} positions {}", r.kind,
-                       r.n_sinks, r.n_recent, r.slack, r.n_heavy, r.positions);
+    std::string said = fmt::format("retention {} sinks {} recent {} slack {} heavy {} positions {}",
+                                   r.kind, r.n_sinks, r.n_recent, r.slack, r.n_heavy, r.positions);
+    if (r.merge != KVM_MERGE_NONE) {
+      said += fmt::format(" merge {}", r.merge);
+    }
+    return said;
   });
 }
 

@@ -318,7 +318,9 @@ Status resolve_dims(const SpaceSpec& spec, uint32_t index, Space* space) {
   layer.softmax_scale = spec.params.softmax_scale != 0
                             ? spec.params.softmax_scale
                             : 1.0f / std::sqrt(static_cast<float>(layer.dim_k));
-  return check_v_in_k("layer " + text(index) + ": ", space->v_in_k, layer.dim_k, layer.dim_v);
+  return layer.kind == KVM_LAYER_ABSENT
+             ? Status::ok()
+             : check_v_in_k("layer " + text(index) + ": ", space->v_in_k, layer.dim_k, layer.dim_v);
 }
 
 Status resolve_layer_map(const SpaceSpec& spec, Space* space) {
@@ -426,7 +428,10 @@ struct HeadConfig {
 using HeadConfigs = std::vector<std::vector<HeadConfig>>;  // [layer][kv head]
 
 Status check_retention(const std::string& where, const kvm_policy_params& params) {
-  KVM_TRY(check_reserved(where + ".reserved", params.reserved, std::size(params.reserved)));
+  if (params.reserved != 0) {
+    return invalid(where + ".reserved is " + text(params.reserved) +
+                   "; reserved fields must be zero");
+  }
   if (params.positions > KVM_POSITIONS_IN_CACHE) {
     return invalid(where + ".positions is " + text(params.positions) +
                    "; it must be KVM_POSITIONS_ABSOLUTE (0) or KVM_POSITIONS_IN_CACHE (1)");
@@ -445,6 +450,15 @@ Status check_retention(const std::string& where, const kvm_policy_params& params
     KVM_TRY(check_range((where + ".n_heavy").c_str(), params.n_heavy, 1, kMaxHeavy));
   } else if (params.n_heavy != 0) {
     return invalid(where + ".n_heavy is " + text(params.n_heavy) +
+                   "; it must be 0 without KVM_RETAIN_HEAVY");
+  }
+  if (params.merge > KVM_MERGE_COUNTED) {
+    return invalid(where + ".merge is " + text(params.merge) +
+                   "; it must be KVM_MERGE_NONE (0), KVM_MERGE_WEIGHTED (1) or " +
+                   "KVM_MERGE_COUNTED (2)");
+  }
+  if (params.merge != KVM_MERGE_NONE && params.retention != KVM_RETAIN_HEAVY) {
+    return invalid(where + ".merge is " + text(params.merge) +
                    "; it must be 0 without KVM_RETAIN_HEAVY");
   }
   if (params.retention == KVM_RETAIN_FULL) {
@@ -478,6 +492,7 @@ Status apply_policies(const SpaceSpec& spec, const Space& space, HeadConfigs* co
                                                .n_recent = params.n_recent,
                                                .slack = params.slack,
                                                .n_heavy = params.n_heavy,
+                                               .merge = params.merge,
                                                .positions = params.positions};
         }
       }
@@ -514,6 +529,10 @@ Status check_seen(const Space& space, const HeadConfigs& configs) {
     if (in_cache && !space.alibi_slopes.empty()) {
       return invalid(which + ", and the space has alibi_slopes; only one of the two can say what " +
                      "positions mean");
+    }
+    if (head->retention.kind == KVM_RETAIN_SINKS_RECENT_FOLD && !space.alibi_slopes.empty()) {
+      return invalid(which + " (SINKS_RECENT_FOLD), and the space has alibi_slopes: tokens that " +
+                     "become one entry would all have the bias of its position");
     }
     if (layer.window != 0) {
       return invalid(which + ", and the layer has a window of " + text(layer.window) +
@@ -839,8 +858,7 @@ Status compare_layer(const Space& space, uint32_t index, const Layer& there, con
   KVM_TRY(compare("window", there.window, here.window));
   KVM_TRY(compare("head_dim_k", there.dim_k, here.dim_k));
   KVM_TRY(compare("head_dim_v", there.dim_v, here.dim_v));
-  KVM_TRY(compare_field(space, (where + "softmax_scale").c_str(), there.softmax_scale,
-                        here.softmax_scale));
+  KVM_TRY(compare_field(space, "softmax_scale", there.softmax_scale, here.softmax_scale));
   for (uint32_t head = 0; head < there.heads.size(); ++head) {
     const HeadClass& a = there.classes[there.heads[head].class_index];
     const HeadClass& b = here.classes[here.heads[head].class_index];
@@ -850,6 +868,7 @@ Status compare_layer(const Space& space, uint32_t index, const Layer& there, con
     KVM_TRY(compare(kv_head + "n_recent", a.retention.n_recent, b.retention.n_recent));
     KVM_TRY(compare(kv_head + "slack", a.retention.slack, b.retention.slack));
     KVM_TRY(compare(kv_head + "n_heavy", a.retention.n_heavy, b.retention.n_heavy));
+    KVM_TRY(compare(kv_head + "merge", a.retention.merge, b.retention.merge));
     KVM_TRY(compare(kv_head + "positions", a.retention.positions, b.retention.positions));
     KVM_TRY(compare(kv_head + "codec_k", static_cast<uint64_t>(a.slab_class.codec_k),
                     static_cast<uint64_t>(b.slab_class.codec_k)));

@@ -44,6 +44,7 @@ struct Retention {
   uint64_t n_recent = 0;
   uint64_t slack = 0;
   uint64_t n_heavy = 0;
+  uint32_t merge = KVM_MERGE_NONE;
   uint32_t positions = KVM_POSITIONS_ABSOLUTE;
 
   bool operator==(const Retention&) const = default;

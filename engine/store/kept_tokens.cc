@@ -11,7 +11,8 @@
 
 namespace kvm::engine {
 
-KeptTokens::KeptTokens(const tiers::SlabClass& slab_class, uint64_t begin, uint32_t capacity)
+KeptTokens::KeptTokens(const tiers::SlabClass& slab_class, uint64_t begin, uint32_t capacity,
+                       bool is_counted)
     : slab_class_(slab_class), end_(begin), capacity_(capacity) {
   KVM_ASSERT(slab_class.n_heads == 1);
   tokens_.reserve(capacity);
@@ -19,11 +20,14 @@ KeptTokens::KeptTokens(const tiers::SlabClass& slab_class, uint64_t begin, uint3
   v_.resize(slab_class.v_in_k ? 0 : capacity * slab_class.v().row_bytes(slab_class.dim_v));
   k_scales_.resize(slab_class.k().is_scaled() ? capacity : 0);
   v_scales_.resize(slab_class.v().is_scaled() && !slab_class.v_in_k ? capacity : 0);
+  counts_.resize(is_counted ? capacity : 0, 1);
+  log_weights_.resize(is_counted ? capacity : 0);
 }
 
 uint64_t KeptTokens::size_bytes() const {
   return capacity_ * sizeof(Token) + k_.size() + v_.size() +
-         (k_scales_.size() + v_scales_.size()) * sizeof(uint16_t);
+         (k_scales_.size() + v_scales_.size()) * sizeof(uint16_t) +
+         counts_.size() * sizeof(uint32_t) + log_weights_.size() * sizeof(float);
 }
 
 KvPlane KeptTokens::k_plane() const {
@@ -41,6 +45,7 @@ KvRun KeptTokens::run(uint32_t slot, uint64_t position, uint32_t n_tokens) const
   KvRun run;
   run.k = k_plane();
   run.v = v_plane();
+  run.log_weight = log_weights_.empty() ? nullptr : log_weights_.data() + slot;
   run.slot = slot;
   run.position = position;
   run.n_tokens = static_cast<uint16_t>(n_tokens);
@@ -99,7 +104,28 @@ void KeptTokens::copy(std::span<const Token> copies, KvRuns from) {
   }
 }
 
+void KeptTokens::write(uint32_t slot, const float* k, const float* v) {
+  const auto write_row = [&](const float* row, const KvPlane& plane, uint32_t dim) {
+    codecs::convert_rows({.data = row, .codec = CodecId::kF32},
+                         codecs::writable_rows(plane, dim, slot), 1, 1, dim);
+  };
+  write_row(k, k_plane(), slab_class_.dim_k);
+  if (!slab_class_.v_in_k) {
+    write_row(v, v_plane(), slab_class_.dim_v);
+  }
+}
+
+void KeptTokens::set_count(uint32_t slot, uint32_t count) {
+  if (!counts_.empty()) {
+    counts_[slot] = count;
+    log_weights_[slot] = std::log(static_cast<float>(count));
+  }
+}
+
 void KeptTokens::choose(Choice&& choice, uint64_t new_end) {
+  for (const Token& token : choice.copies) {
+    set_count(token.slot, 1);
+  }
   tokens_ = std::move(choice.tokens);
   end_ = new_end;
 }

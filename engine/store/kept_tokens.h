@@ -24,7 +24,9 @@ class KeptTokens {
     uint32_t slot = 0;
   };
 
-  KeptTokens(const tiers::SlabClass& slab_class, uint64_t begin, uint32_t capacity);
+  // is_counted: tokens that are merged into another count (log_weights).
+  KeptTokens(const tiers::SlabClass& slab_class, uint64_t begin, uint32_t capacity,
+             bool is_counted);
 
   // The pages before this, from those behind the sinks' on, have been given up.
   uint64_t end() const { return end_; }
@@ -46,6 +48,22 @@ class KeptTokens {
   void copy(std::span<const Token> copies, KvRuns from);
   void choose(Choice&& choice, uint64_t new_end);
 
+  // What merging (token_merge.h) leaves: rows in place of a slot's, how many tokens the one in a
+  // slot stands for, and how near a key must be to join another.
+  KvPlane k_plane() const;
+  KvPlane v_plane() const;
+  // Threads: any, each slot once.
+  void write(uint32_t slot, const float* k, const float* v);
+  uint32_t count(uint32_t slot) const { return counts_.empty() ? 1 : counts_[slot]; }
+  // Does nothing where tokens do not count.
+  void set_count(uint32_t slot, uint32_t count);
+  bool has_threshold() const { return has_threshold_; }
+  float threshold() const { return threshold_; }
+  void set_threshold(float threshold) {
+    threshold_ = threshold;
+    has_threshold_ = true;
+  }
+
   // Appends the tokens as runs. is_packed: at positions that are not theirs, but consecutive up to
   // end(), so that they are few runs; no visible rule but causality can tell.
   void collect(bool is_packed, std::vector<KvRun>* runs) const;
@@ -53,8 +71,6 @@ class KeptTokens {
   uint64_t collected_position(const Token& token, bool is_packed) const;
 
  private:
-  KvPlane k_plane() const;
-  KvPlane v_plane() const;
   KvRun run(uint32_t slot, uint64_t position, uint32_t n_tokens) const;
 
   tiers::SlabClass slab_class_;
@@ -66,6 +82,11 @@ class KeptTokens {
   std::vector<std::byte> v_;
   std::vector<uint16_t> k_scales_;  // where rows have some
   std::vector<uint16_t> v_scales_;
+  // [capacity] where tokens count, else empty: of slots, and the logarithms.
+  std::vector<uint32_t> counts_;
+  std::vector<float> log_weights_;
+  float threshold_ = 0;
+  bool has_threshold_ = false;
 };
 
 // Masses are sums of softmax weights, over queries and the q heads of the group.

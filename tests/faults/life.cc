@@ -90,6 +90,7 @@ kvm_status register_aged_space(kvm_client* client, kvm_space_id* out) {
   policies[0].n_recent = 300;
   policies[1].retention = KVM_RETAIN_SINKS_RECENT_FOLD;
   policies[2].retention = KVM_RETAIN_HEAVY;
+  policies[2].merge = KVM_MERGE_COUNTED;
   policies[2].n_heavy = 40;
   kvm_index_params index{};
   index.kv_head_mask[0] = 1;

@@ -953,6 +953,20 @@ class Lifetimes:
         self.assertEqual(space.info().n_head_classes, 4)
         with self.assert_refused(INVALID, kvm.InvalidError, "n_recent"):
             self.space(policies=[kvm.Policy(kvm.Retention.SINKS_RECENT)])
+        heavy = {"retention": kvm.Retention.HEAVY, "n_recent": 64, "n_heavy": 8}
+        merged = self.space(policies=[kvm.Policy(**heavy, merge=kvm.Merging.COUNTED)])
+        dropped = self.space(policies=[kvm.Policy(**heavy)])
+        self.assertNotEqual(merged.info().policy_digest, dropped.info().policy_digest)
+        answers = []
+        k, v, q = self.normal(300, 2, 16), self.normal(300, 2, 16), self.normal(1, 4, 16)
+        for space in (merged, dropped):
+            seq = space.create_sequence()
+            self.client.step(space, 0, [kvm.Item(seq, append=300)], k=k, v=v)
+            answers.append(self.client.step(space, 0, [kvm.Item(seq, query=1)], q=q, lse=True))
+        # 232 tokens of a head went: those that joined another count beside it.
+        self.assertTrue((answers[0].lse > answers[1].lse + 0.1).all())
+        with self.assert_refused(INVALID, kvm.InvalidError, "merge is 1"):
+            self.space(policies=[kvm.Policy(merge=kvm.Merging.WEIGHTED)])
         with self.assertRaisesRegex(ValueError, "kv head 200"):
             self.space(policies=[kvm.Policy(heads=[200])])
         with self.assertRaisesRegex(ValueError, "heads is empty"):

@@ -14,8 +14,8 @@ from collections.abc import Callable as _Callable
 
 from . import _native
 from ._constants import (NO_LIMIT, POSITION_END, CodecId, Dtype, Evict, Feature, IndexKind,
-                         LayerKind, LogLevel, Mode, Positions, Proposal, QuotaOf, Retention, Rope,
-                         SequenceFlag, SpaceFlag, Status)
+                         LayerKind, LogLevel, Merging, Mode, Positions, Proposal, QuotaOf,
+                         Retention, Rope, SequenceFlag, SpaceFlag, Status)
 from ._errors import (CancelledError, DisconnectedError, Error, FullError, InvalidError,
                       NotFoundError, PartialError, RefusedError, UnsupportedError,
                       WaitTimeoutError)
@@ -41,7 +41,7 @@ __all__ = [
     "NO_LIMIT", "POSITION_END", "Amounts", "CancelledError", "Client", "ClientEntry",
     "ClientInfo", "Codec", "CodecId", "Daemon", "DisconnectedError", "Dtype", "Error", "Evict",
     "EvictResult", "Feature", "FullError", "Index", "IndexKind", "InvalidError", "Item",
-    "Layer", "LayerKind", "LogLevel", "Mode", "NotFoundError", "PartialError", "Policy",
+    "Layer", "LayerKind", "LogLevel", "Merging", "Mode", "NotFoundError", "PartialError", "Policy",
     "Positions", "Proposal", "Queue", "QuotaOf", "RefusedError", "Request", "Retention",
     "Rope", "Sequence", "SequenceFlag", "SequenceInfo", "Space", "SpaceFlag", "SpaceInfo",
     "Stats", "Status", "Step", "StepResult", "StepStats", "UnsupportedError", "UserEntry",

@@ -116,6 +116,14 @@ class Retention(enum.IntEnum):
     HEAVY = 3
 
 
+class Merging(enum.IntEnum):
+    """What a head makes of the tokens that it gives up. KVM_* constants: KVM_MERGE_*."""
+
+    NONE = 0
+    WEIGHTED = 1
+    COUNTED = 2
+
+
 class Positions(enum.IntEnum):
     """What a query's position means to a head's keys. KVM_* constants: KVM_POSITIONS_*."""
 

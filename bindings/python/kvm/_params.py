@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from ._constants import CodecId, Dtype, IndexKind, LayerKind, Positions, Retention
+from ._constants import CodecId, Dtype, IndexKind, LayerKind, Merging, Positions, Retention
 from ._native import codec_find, codec_name
 
 _DTYPES = {
@@ -99,6 +99,7 @@ class Policy:
     n_sinks: int = 0
     n_recent: int = 0  #: at least 1 without FULL
     n_heavy: int = 0  #: HEAVY only
+    merge: Merging = Merging.NONE  #: HEAVY only: whether tokens that go join ones that stay
     slack: int = 0  #: tokens kept beyond n_recent, so that truncating has room
     positions: Positions = Positions.ABSOLUTE
     begin: int = 0
@@ -109,7 +110,8 @@ class Policy:
         return {"layer_begin": self.begin, "n_layers": self.n_layers,
                 "kv_head_mask": _mask(self.heads), "retention": int(self.retention),
                 "positions": int(self.positions), "n_sinks": self.n_sinks,
-                "n_recent": self.n_recent, "slack": self.slack, "n_heavy": self.n_heavy}
+                "n_recent": self.n_recent, "slack": self.slack, "n_heavy": self.n_heavy,
+                "merge": int(self.merge)}
 
 
 @dataclasses.dataclass(frozen=True)

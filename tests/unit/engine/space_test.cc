@@ -92,6 +92,12 @@ const std::vector<BadSpec>& bad_specs() {
          s->policies = {in_cache(KVM_POSITIONS_IN_CACHE)};
          s->alibi_slopes.assign(4, 0);
        }},
+      {"kv head 2 of layer 1 has retention 2 (SINKS_RECENT_FOLD), and the space has alibi_slopes",
+       [](SpaceSpec* s) {
+         s->policies = {sinks_recent(1, 0b100, 4, 100)};
+         s->policies[0].retention = KVM_RETAIN_SINKS_RECENT_FOLD;
+         s->alibi_slopes.assign(4, 0);
+       }},
       {"KVM_POSITIONS_IN_CACHE and head_dim_k 8, and n_rope_pairs is 5",
        [](SpaceSpec* s) {
          s->params.head_dim_k = 16;
@@ -218,10 +224,22 @@ const std::vector<BadSpec>& bad_specs() {
        [](SpaceSpec* s) { s->policies = {sinks_recent(0, 0b10001, 0, 1)}; }},
       {"policies[0].layer_begin is 7",
        [](SpaceSpec* s) { s->policies = {sinks_recent(7, 0, 0, 1)}; }},
-      {"policies[0].reserved[0]",
+      {"policies[0].reserved is 1",
        [](SpaceSpec* s) {
          s->policies = {sinks_recent(0, 0, 0, 1)};
-         s->policies[0].reserved[0] = 1;
+         s->policies[0].reserved = 1;
+       }},
+      {"policies[0].merge is 1; it must be 0 without KVM_RETAIN_HEAVY",
+       [](SpaceSpec* s) {
+         s->policies = {sinks_recent(0, 0, 0, 1)};
+         s->policies[0].merge = KVM_MERGE_WEIGHTED;
+       }},
+      {"policies[0].merge is 3; it must be KVM_MERGE_NONE (0), KVM_MERGE_WEIGHTED (1) or",
+       [](SpaceSpec* s) {
+         s->policies = {sinks_recent(0, 0, 0, 1)};
+         s->policies[0].retention = KVM_RETAIN_HEAVY;
+         s->policies[0].n_heavy = 1;
+         s->policies[0].merge = 3;
        }},
       {"policies[0].positions is 2", [](SpaceSpec* s) { s->policies = {in_cache(2)}; }},
       {"IN_CACHE with retention 0",
@@ -392,6 +410,12 @@ TEST(Space, EqualSpacesAgreeAndOthersNameTheDifference) {
        }},
       {"layers[1].kv_heads[0].n_recent is 16 there and 17 here",
        [](SpaceSpec* s) { s->policies[0].n_recent = 17; }},
+      {"layers[1].kv_heads[0].retention is 1 there and 3 here",
+       [](SpaceSpec* s) {
+         s->policies[0].retention = KVM_RETAIN_HEAVY;
+         s->policies[0].n_heavy = 4;
+         s->policies[0].merge = KVM_MERGE_COUNTED;
+       }},
       {"layers[1].kv_heads[1].retention", [](SpaceSpec* s) { s->policies[0].kv_head_mask[0] = 3; }},
       {"layers[0].kv_heads[2].codec_k",
        [](SpaceSpec* s) { s->codecs = {codec(0, 0b100, KVM_CODEC_F32, 0)}; }},
@@ -511,6 +535,12 @@ TEST(Space, EachDigestTellsItsOwnDifferences) {
        }},
       {"a shard", 1, 0, 0, [](SpaceSpec* s) { s->params.n_shards = 2; }},
       {"a budget", 0, 1, 0, [](SpaceSpec* s) { s->policies[0].n_recent = 101; }},
+      {"merging", 0, 1, 0,
+       [](SpaceSpec* s) {
+         s->policies[0].retention = KVM_RETAIN_HEAVY;
+         s->policies[0].n_heavy = 4;
+         s->policies[0].merge = KVM_MERGE_COUNTED;
+       }},
       {"slack", 0, 1, 0, [](SpaceSpec* s) { s->policies[0].slack = 1; }},
       {"a seed", 0, 0, 1, [](SpaceSpec* s) { s->indexes[0].seed = 8; }},
       {"tables", 0, 0, 1, [](SpaceSpec* s) { s->indexes[0].lsh_tables = 151; }},

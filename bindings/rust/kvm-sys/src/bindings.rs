@@ -61,6 +61,9 @@ pub const KVM_RETAIN_FULL: u32 = 0;
 pub const KVM_RETAIN_SINKS_RECENT: u32 = 1;
 pub const KVM_RETAIN_SINKS_RECENT_FOLD: u32 = 2;
 pub const KVM_RETAIN_HEAVY: u32 = 3;
+pub const KVM_MERGE_NONE: u32 = 0;
+pub const KVM_MERGE_WEIGHTED: u32 = 1;
+pub const KVM_MERGE_COUNTED: u32 = 2;
 pub const KVM_POSITIONS_ABSOLUTE: u32 = 0;
 pub const KVM_POSITIONS_IN_CACHE: u32 = 1;
 pub const KVM_CODEC_F32: u32 = 1;
@@ -319,7 +322,8 @@ pub struct kvm_policy_params {
     pub n_recent: u64,
     pub slack: u64,
     pub n_heavy: u64,
-    pub reserved: [u64; 1],
+    pub merge: u32,
+    pub reserved: u32,
 }
 
 impl Default for kvm_policy_params {

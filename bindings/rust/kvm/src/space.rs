@@ -119,10 +119,10 @@ impl LayerParams {
     /// ```
     /// use kvm::{LayerParams, SpaceParams};
     /// // Gemma 4: every sixth layer sees all tokens, with heads twice as wide.
-    /// let params = SpaceParams::new("my-model", 6, 8, 256)
-    ///     .kv_heads(4)
+    /// let params = SpaceParams::new("my-model", 6, 16, 256)
+    ///     .kv_heads(8)
     ///     .layer(LayerParams::new(0..5).window(1024))
-    ///     .layer(LayerParams::new(5..6).head_dims(512, 512));
+    ///     .layer(LayerParams::new(5..6).heads(0, 2).head_dims(512, 512));
     /// # let client = kvm::Client::open_embedded(&kvm::EmbeddedParams::new().threads(1))?;
     /// # client.register_space(&params)?;
     /// # Ok::<(), kvm::Error>(())
@@ -270,6 +270,31 @@ impl Policy {
         policy.raw.retention = sys::KVM_RETAIN_HEAVY;
         policy.raw.n_heavy = n_heavy;
         policy
+    }
+
+    /// D2O: the tokens that a [`Policy::heavy`] head gives up join the kept ones with the nearest
+    /// keys, where these are near enough (kvm.h, `KVM_MERGE_WEIGHTED`). `is_counted`: a token then
+    /// counts for as many as have become it.
+    ///
+    /// ```
+    /// use kvm::{Heads, Policy, SpaceParams};
+    /// # let client = kvm::Client::open_embedded(&kvm::EmbeddedParams::new().threads(1))?;
+    /// let policy = Policy::heavy(Heads::all(), 4, 512, 512).merging(true);
+    /// client.register_space(&SpaceParams::new("my-model", 2, 4, 64).policy(policy))?;
+    /// // Of other heads nothing goes that could be merged so.
+    /// let policy = Policy::sinks_recent(Heads::all(), 4, 512).merging(true);
+    /// let wrong = SpaceParams::new("other-model", 2, 4, 64).policy(policy);
+    /// assert!(client.register_space(&wrong).is_err());
+    /// # Ok::<(), kvm::Error>(())
+    /// ```
+    #[must_use]
+    pub fn merging(mut self, is_counted: bool) -> Self {
+        self.raw.merge = if is_counted {
+            sys::KVM_MERGE_COUNTED
+        } else {
+            sys::KVM_MERGE_WEIGHTED
+        };
+        self
     }
 
     /// `StreamingLLM`: sinks and recent tokens count as neighbours, whatever was between them. The

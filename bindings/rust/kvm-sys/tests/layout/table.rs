@@ -93,6 +93,7 @@ structures! {
         n_recent,
         slack,
         n_heavy,
+        merge,
         reserved,
     }
     kvm_codec_params {
@@ -477,6 +478,9 @@ constants! {
     KVM_RETAIN_SINKS_RECENT,
     KVM_RETAIN_SINKS_RECENT_FOLD,
     KVM_RETAIN_HEAVY,
+    KVM_MERGE_NONE,
+    KVM_MERGE_WEIGHTED,
+    KVM_MERGE_COUNTED,
     KVM_POSITIONS_ABSOLUTE,
     KVM_POSITIONS_IN_CACHE,
     KVM_CODEC_F32,
