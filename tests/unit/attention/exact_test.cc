@@ -135,7 +135,7 @@ TEST(Exact, ValuesInKeys) {
                       .group = group,
                       .dim_k = cuts == 0 ? 576u : 72u,
                       .dim_v = cuts == 0 ? 512u : 64u,
-                      .n_tokens = 150,
+                      .n_tokens = 90,
                       .v_in_k = true};
           Case c(shape, ++seed);
           set_kinds(c, codec, codec);

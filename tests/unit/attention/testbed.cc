@@ -656,7 +656,7 @@ std::unique_ptr<Case> random_case(uint64_t seed) {
   s.n_query = pick(3) == 0 ? 1 : 1 + pick(pick(2) == 0 ? 4 : 40);
   s.group = pick(2) == 0 ? 1 + pick(pick(4) == 0 ? kMaxGroup : 16) : 4;
   s.n_query = std::min(s.n_query, std::max(1u, 640 / s.group));  // for the reference's sake
-  const uint32_t n_dims = pick(6) == 0 ? kMaxHeadDim / 8 : 32;
+  const uint32_t n_dims = pick(12) == 0 ? kMaxHeadDim / 8 : 32;
   s.dim_k = pick(2) == 0 ? 64 : 8 * (1 + pick(n_dims));
   s.v_in_k = pick(4) == 0;
   s.dim_v = pick(2) == 0 ? s.dim_k : 8 * (1 + pick(s.v_in_k ? s.dim_k / 8 : n_dims));
