@@ -108,8 +108,6 @@ struct Problem {
 
   KvRuns runs;
   uint32_t head = 0;  // which head of the pages; head 0 is where the runs point
-  // Floats from head to head in a run's log weights; 0 = one for all heads.
-  uint64_t log_weight_head_stride = 0;
   // Transforms that runs refer to by index; where empty, every run must say 0, which is then the
   // identity. At most kMaxTransforms.
   std::span<const QueryTransform> transforms;

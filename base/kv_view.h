@@ -39,7 +39,7 @@ struct KvRun {
   KvPlane k;
   KvPlane v;
   // Added to the logits of each token (natural log); null = 0. -inf removes a token; +inf and NaN
-  // are not allowed. [n_tokens] of head 0; see Problem::log_weight_head_stride.
+  // are not allowed. [n_tokens], of all heads.
   const float* log_weight = nullptr;
   uint64_t position = 0;  // of the first token
   uint32_t slot = 0;      // of the first token, in its planes

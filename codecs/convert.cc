@@ -280,6 +280,12 @@ void convert_rows(const SourceRows& source, const TargetRows& target, uint64_t n
   }
 }
 
+void decode_rows(const KvPlane& plane, uint32_t row_dim, uint32_t slot, uint32_t n_rows,
+                 uint32_t dim, float* out) {
+  const TargetRows floats = writable_rows({out, nullptr, CodecId::kF32}, dim, 0);
+  convert_rows(rows_of(plane, row_dim, slot), floats, n_rows, 1, dim);
+}
+
 bool encode_page(const KvPlane& from, const KvPlane& to, uint32_t n_heads, uint32_t dim,
                  float* scratch) {
   if (codec_of(to.codec).rows_stand_alone()) {

@@ -74,6 +74,11 @@ TargetRows writable_rows(const KvPlane& plane, uint32_t dim, uint32_t slot);
 void convert_rows(const SourceRows& source, const TargetRows& target, uint64_t n_rows,
                   uint32_t n_heads, uint32_t dim);
 
+// Decodes the first dim channels of rows of head 0 of a page. row_dim: channels from row to row.
+// out: [n_rows][dim]
+void decode_rows(const KvPlane& plane, uint32_t row_dim, uint32_t slot, uint32_t n_rows,
+                 uint32_t dim, float* out);
+
 // Encodes a whole page anew. dim: channels of a row. scratch: [kPageTokens][dim].
 // False: an element is none that the codec of `to` can hold; `to` holds nothing then.
 // REQUIRES: both are pages of n_heads, and the caller may write to `to`.

@@ -5,7 +5,6 @@
 //
 //   offset 0                  K plane [n_heads][kPageTokens] rows of codec_k
 //   v_offset()                V plane, likewise of codec_v; none where V is in K
-//   log_weight_offset()       log-weights [n_heads][kPageTokens] fp32, where the class has them
 //   k_params_offset()         parameters of K (codecs/codec.h), where codec_k has some
 //   v_params_offset()         likewise of V
 //
@@ -39,8 +38,7 @@ struct SlabClass {
   uint16_t dim_k = 0;
   uint16_t dim_v = 0;
   uint16_t n_heads = 0;
-  bool v_in_k = false;  // V is the first dim_v channels of K's rows
-  bool has_log_weights = false;
+  bool v_in_k = false;       // V is the first dim_v channels of K's rows
   uint32_t index_bytes = 0;  // not 0: a page of an index, this long; all above are 0 then
 
   bool operator==(const SlabClass&) const = default;
@@ -49,12 +47,8 @@ struct SlabClass {
   const codecs::Codec& v() const { return codecs::codec_of(codec_v); }
 
   uint64_t v_offset() const { return n_heads * k().head_rows_bytes(dim_k); }
-  uint64_t log_weight_offset() const {
-    return v_offset() + (v_in_k ? 0 : n_heads * v().head_rows_bytes(dim_v));
-  }
   uint64_t k_params_offset() const {
-    const uint64_t log_weights = has_log_weights ? sizeof(float) * kPageTokens * n_heads : 0;
-    return log_weight_offset() + log_weights;
+    return v_offset() + (v_in_k ? 0 : n_heads * v().head_rows_bytes(dim_v));
   }
   uint64_t v_params_offset() const { return k_params_offset() + params_bytes(k(), dim_k); }
   uint64_t page_bytes() const {
@@ -71,7 +65,7 @@ struct SlabClass {
     return tail;
   }
 
-  // The size of one token of one head, parameters included and log-weights not.
+  // The size of one token of one head, parameters included.
   uint64_t token_bytes() const {
     return k().token_bytes(dim_k) + (v_in_k ? 0 : v().token_bytes(dim_v));
   }

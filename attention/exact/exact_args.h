@@ -73,10 +73,9 @@ struct StreamArgs {
   float scale;
   float softcap;
   PositionBias bias;
-  uint8_t ahead[kAttempts];   // in quarters of a stretch, less than 4 * kReadAhead - 3
-  uint8_t far_ahead;          // the same, into the second level
-  int64_t log_weight_offset;  // elements from an item's log weights to those of this head
-  int64_t scale_offset;       // likewise of scales
+  uint8_t ahead[kAttempts];  // in quarters of a stretch, less than 4 * kReadAhead - 3
+  uint8_t far_ahead;         // the same, into the second level
+  int64_t scale_offset;      // elements from an item's scales to those of this head
   // Per tile of rows; the layout of m and l is the kernel's own.
   float* acc;  // [rows rounded up to kRowTile][acc_stride]
   float* m;    // [tiles][16]

@@ -142,7 +142,7 @@ class Block {
     const uint8_t elem_k = codecs::codec_of(run.k.codec).kernel_elem();
     const uint8_t elem_v = codecs::codec_of(run.v.codec).kernel_elem();
     const bool weighted = run.log_weight != nullptr;
-    const float* weights = weighted ? log_weight_at(problem_, run, 0) : nullptr;
+    const float* weights = weighted ? log_weight_at(run, 0) : nullptr;
     for (uint32_t i = 0; i < run.n_tokens; ++i) {
       const uint64_t at = run.position - base + i;
       if ((seen >> at & 1) == 0) {

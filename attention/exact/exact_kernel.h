@@ -433,8 +433,7 @@ void scores(const StreamArgs& args, const KvItem& item, uint32_t row, const uint
 template <int kRows>
 void fill_addend(const StreamArgs& args, const KvItem& item, uint32_t row, float* addend) {
   using T = Tile<kRows>;
-  const float* log_weight =
-      item.log_weight == nullptr ? nullptr : item.log_weight + args.log_weight_offset;
+  const float* log_weight = item.log_weight;
   for (int r = 0; r < kRows; ++r) {
     uint32_t mask = item.mask;
     if (item.row_masks != nullptr) {

@@ -68,7 +68,7 @@ KvItem make_item(const Problem& problem, const KvRun& run, size_t run_index, uin
   const uint64_t token = std::max(position, run.position) - run.position;
   return {.k = k_row(problem, run, token),
           .v = v_row(problem, run, token),
-          .log_weight = log_weight_at(problem, run, token),
+          .log_weight = log_weight_at(run, token),
           .k_scale = k_scale(problem, run, token),
           .v_scale = v_scale(problem, run, token),
           .row_masks = nullptr,
@@ -269,7 +269,6 @@ void Stream::share_items(const Stream& other) {
   head_k_ = heads * int64_t{kPageTokens * problem_.dim_k};
   head_v_ = heads * int64_t{kPageTokens * v_row_dim(problem_)};
   args_.scale_offset = heads * int64_t{kPageTokens};
-  args_.log_weight_offset = heads * static_cast<int64_t>(problem_.log_weight_head_stride);
 }
 
 size_t Stream::scratch_bytes(const Problem& problem) {
@@ -372,7 +371,7 @@ void Stream::stitch(KvItem& item) const {
       if (!problem_.v_in_k) {
         put_row(run.v, problem_.dim_v, problem_.head, slot, stitch_.v + at * v_bytes);
       }
-      if (const float* weight = log_weight_at(problem_, run, token)) {
+      if (const float* weight = log_weight_at(run, token)) {
         stitch_.log_weight[at] = *weight;
         weighted = true;
       }
@@ -396,9 +395,6 @@ KvItem Stream::materialize(const KvItem& item) const {
   KvItem ready = item;
   ready.k = k(item);
   ready.v = v(item);
-  if (item.log_weight != nullptr) {
-    ready.log_weight += args_.log_weight_offset;
-  }
   ready.k_scale = scale_after(ready.k_scale, args_.scale_offset);
   ready.v_scale = scale_after(ready.v_scale, args_.scale_offset);
   if ((item.flags & kStitched) != 0) {
@@ -425,7 +421,6 @@ void Stream::fold_keys(const KvItem* items, uint32_t n, const uint8_t* const* re
     return;
   }
   StreamArgs args = args_;
-  args.log_weight_offset = 0;
   args.scale_offset = 0;
   for (uint32_t i = 0; i < n; ++i) {
     const KvItem one = materialize(items[i]);

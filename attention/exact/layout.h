@@ -161,10 +161,8 @@ inline PositionBias position_bias(const Problem& problem) {
 inline float row_factor(uint8_t elem, uint16_t scale) {
   return bf16_to_f32(scale) * vec::elem_unit(elem);
 }
-inline const float* log_weight_at(const Problem& problem, const KvRun& run, uint64_t token) {
-  return run.log_weight == nullptr
-             ? nullptr
-             : run.log_weight + problem.head * problem.log_weight_head_stride + token;
+inline const float* log_weight_at(const KvRun& run, uint64_t token) {
+  return run.log_weight == nullptr ? nullptr : run.log_weight + token;
 }
 
 }  // namespace kvm::attention

@@ -115,7 +115,6 @@ attention::Problem AttendPlanner::problem_of(const View& view) {
     transforms[1].sin = rotations.data() + rotations.size() / 2;
     p.transforms = transforms;
   }
-  p.log_weight_head_stride = cls.slab_class.has_log_weights ? kPageTokens : 0;
   p.fp32_weights = (request_->flags & KVM_STEP_F32_VALUES) != 0;
   const bool feeds_statistics = (request_->flags & KVM_STEP_NO_STATISTICS) == 0;
   p.wants_column_sums = feeds_statistics && cls.retention.kind == KVM_RETAIN_HEAVY &&

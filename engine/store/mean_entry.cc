@@ -13,9 +13,7 @@ namespace {
 // Adds rows of a page to sums.
 void add_page(const KvPlane& plane, uint32_t slot, uint32_t n_rows, float* __restrict scratch,
               double* __restrict sums, uint32_t dim) {
-  const KvPlane floats = {scratch, nullptr, CodecId::kF32};
-  codecs::convert_rows(codecs::rows_of(plane, dim, slot), codecs::writable_rows(floats, dim, 0),
-                       n_rows, 1, dim);
+  codecs::decode_rows(plane, dim, slot, n_rows, dim, scratch);
   for (uint32_t t = 0; t < n_rows; ++t) {
     const float* row = scratch + uint64_t{t} * dim;
     for (uint32_t i = 0; i < dim; ++i) {

@@ -2,7 +2,6 @@
 #include "engine/store/page_list.h"
 
 #include <algorithm>
-#include <cstring>
 #include <memory>
 #include <new>
 #include <utility>
@@ -599,21 +598,11 @@ bool hold_alike(const SlabClass& a, const SlabClass& b) {
   return a.dim_k == b.dim_k && a.dim_v == b.dim_v && a.n_heads == b.n_heads && a.v_in_k == b.v_in_k;
 }
 
-void copy_log_weights(const SlabClass& from, const std::byte* source, const SlabClass& to,
-                      std::byte* target, uint32_t first, uint32_t count) {
-  for (uint32_t head = 0; from.has_log_weights && to.has_log_weights && head < to.n_heads; ++head) {
-    const uint64_t offset = (uint64_t{head} * kPageTokens + first) * sizeof(float);
-    std::memcpy(target + to.log_weight_offset() + offset,
-                source + from.log_weight_offset() + offset, count * sizeof(float));
-  }
-}
-
 }  // namespace
 
 bool encode_page(const SlabClass& from, const std::byte* source, const SlabClass& to,
                  std::byte* target, float* scratch) {
   KVM_ASSERT(hold_alike(from, to));
-  copy_log_weights(from, source, to, target, 0, kPageTokens);
   return codecs::encode_page(from.k_plane(source), to.k_plane(target), to.n_heads, to.dim_k,
                              scratch) &&
          (to.v_in_k || codecs::encode_page(from.v_plane(source), to.v_plane(target), to.n_heads,
@@ -635,7 +624,6 @@ void copy_page_rows(const PageTable& pages, PageRef from, PageRef to, uint32_t f
                          codecs::writable_rows(b.v_plane(target), b.dim_v, first), count, a.n_heads,
                          a.dim_v);
   }
-  copy_log_weights(a, source, b, target, first, count);
 }
 
 }  // namespace kvm::engine

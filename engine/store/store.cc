@@ -198,12 +198,17 @@ Result<const Space*> Store::space(kvm_space_id id) const {
   return record->space.get();
 }
 
-Result<const Space*> Store::space_for(ClientId client, kvm_space_id id) {
-  KVM_TRY_ASSIGN(const SpaceRecord* record, spaces_.find(id));
+Result<SpaceRecord*> Store::record_for(ClientId client, kvm_space_id id) {
+  KVM_TRY_ASSIGN(SpaceRecord * record, spaces_.find(id));
   if (record->uid != kEverybody && record->uid != memory_.quotas().uid(client)) {
     return Status(KVM_ERR_PERMISSION,
                   fmt::format("space {:#x} is one of user {}", id, record->uid));
   }
+  return record;
+}
+
+Result<const Space*> Store::space_for(ClientId client, kvm_space_id id) {
+  KVM_TRY_ASSIGN(const SpaceRecord* record, record_for(client, id));
   return record->space.get();
 }
 
@@ -279,8 +284,7 @@ Result<kvm_seq_id> Store::create_seq(ClientId client, kvm_space_id space, uint32
                                      uint64_t n_expected) {
   Account* account = memory_.find(client);
   KVM_ASSERT(account != nullptr);
-  KVM_TRY_ASSIGN(SpaceRecord * record, spaces_.find(space));
-  KVM_TRY(space_for(client, space).status());
+  KVM_TRY_ASSIGN(SpaceRecord * record, record_for(client, space));
   if ((flags & ~kSeqFlags) != 0) {
     return Status(KVM_ERR_INVALID,
                   fmt::format("flags is {}; only KVM_SEQ_MANUAL_COMMIT (1) is defined", flags));

@@ -227,6 +227,7 @@ class Store final {
  private:
   Store(const StoreOptions& options, uint32_t epoch_tag);
 
+  Result<SpaceRecord*> record_for(ClientId client, kvm_space_id id);
   // PARTIAL where queries at n_tokens and later would miss tokens below n_tokens.
   static Status check_cut(const Sequence* seq, uint64_t n_tokens);
   // The account of a client, or that of the sequence.

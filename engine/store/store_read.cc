@@ -36,10 +36,6 @@ KvRun run_of(const tiers::PageTable& pages, const PageEntry& entry) {
 void point_to_page(const tiers::SlabClass& slab_class, const std::byte* page, KvRun* run) {
   run->k = slab_class.k_plane(page);
   run->v = slab_class.v_plane(page);
-  run->log_weight =
-      slab_class.has_log_weights
-          ? reinterpret_cast<const float*>(page + slab_class.log_weight_offset()) + run->slot
-          : nullptr;
 }
 
 void Store::collect_runs(const Sequence* seq, uint32_t layer, uint32_t class_index,

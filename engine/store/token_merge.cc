@@ -14,12 +14,6 @@
 namespace kvm::engine {
 namespace {
 
-void to_floats(const KvPlane& plane, uint32_t row_dim, uint32_t slot, uint32_t dim, float* out) {
-  const KvPlane floats = {out, nullptr, CodecId::kF32};
-  codecs::convert_rows(codecs::rows_of(plane, row_dim, slot), codecs::writable_rows(floats, dim, 0),
-                       1, 1, dim);
-}
-
 // Sums in lanes, which compilers keep in vectors: the order does not depend on who compiles.
 float dot(const float* a, const float* b, uint32_t n) {
   constexpr uint32_t kLanes = 8;  // every head dim is a multiple
@@ -104,12 +98,12 @@ bool TokenMerge::find(uint32_t index, Workspace* scratch) {
   }
   float* stayer = keys + kFindTokens * dim;
   for (size_t i = 0; i < goers.size(); ++i) {
-    to_floats(goers[i].k, dim, goers[i].slot, dim, keys + i * dim);
+    codecs::decode_rows(goers[i].k, dim, goers[i].slot, 1, dim, keys + i * dim);
     normalise(keys + i * dim, dim);
   }
   Nearest* found = nearest_.data() + block * goers_.size() + first_goer;
   for (size_t s = 0; s < stayers.size(); ++s) {
-    to_floats(stayers[s].k, dim, stayers[s].slot, dim, stayer);
+    codecs::decode_rows(stayers[s].k, dim, stayers[s].slot, 1, dim, stayer);
     normalise(stayer, dim);
     for (size_t i = 0; i < goers.size(); ++i) {
       const float similarity = dot(keys + i * dim, stayer, dim);
@@ -183,9 +177,9 @@ void TokenMerge::mix(uint32_t index) {
     std::fill_n(sums, row_floats(), 0.0f);
     float weights = 0.0f;
     const auto add = [&](const Row& from, float weight) {
-      to_floats(from.k, dim_k, from.slot, dim_k, row.data());
+      codecs::decode_rows(from.k, dim_k, from.slot, 1, dim_k, row.data());
       if (!slab_class_.v_in_k) {
-        to_floats(from.v, dim_v(), from.slot, dim_v(), row.data() + dim_k);
+        codecs::decode_rows(from.v, dim_v(), from.slot, 1, dim_v(), row.data() + dim_k);
       }
       for (uint32_t i = 0; i < row_floats(); ++i) {
         sums[i] += weight * row[i];

@@ -89,6 +89,21 @@ std::vector<std::string> spaces_of(kvm_client* client) {
   return spaces;
 }
 
+// An append of n_tokens to the first layer behind the end of item->seq; K and V are `rows`.
+kvm_step_params append_of(kvm_space_id space, kvm_item* item, uint32_t n_tokens,
+                          const std::vector<float>& rows) {
+  item->append_position = KVM_POSITION_END;
+  item->n_append = n_tokens;
+  kvm_step_params step{};
+  step.struct_size = sizeof(step);
+  step.space = space;
+  step.n_layers = 1;
+  step.items = item;
+  step.n_items = 1;
+  step.k = step.v = tensor_of(rows);
+  return step;
+}
+
 // Two users who call their models alike do not meet.
 TEST(Daemon, NamesOfSpacesAreThoseOfAUser) {
   if (!AnotherUser::is_possible()) {
@@ -129,18 +144,10 @@ TEST(Daemon, NamesOfSpacesAreThoseOfAUser) {
   // A request that names it learns nothing of it, its heads and layers neither.
   kvm_queue* queue = nullptr;
   ASSERT_EQ(kvm_queue_create(other, nullptr, &queue), KVM_OK) << kvm_last_error();
+  const std::vector<float> row(1);
   kvm_item item{};
   item.seq = make_seq(other, of_other);
-  item.append_position = KVM_POSITION_END;
-  item.n_append = 1;
-  kvm_step_params step{};
-  step.struct_size = sizeof(step);
-  step.space = secret;
-  step.n_layers = 1;
-  step.items = &item;
-  step.n_items = 1;
-  const std::vector<float> row(1);
-  step.k = step.v = tensor_of(row);
+  const kvm_step_params step = append_of(secret, &item, 1, row);
   EXPECT_EQ(kvm_append(queue, &step), KVM_ERR_PERMISSION);
   EXPECT_EQ(std::strstr(kvm_last_error(), "secret"), nullptr) << kvm_last_error();
   EXPECT_EQ(kvm_seq_free(other, item.seq), KVM_OK) << kvm_last_error();
@@ -170,15 +177,7 @@ TEST(Daemon, APublishedPromptOutlivesItsClient) {
   ASSERT_EQ(kvm_queue_create(a, nullptr, &queue), KVM_OK) << kvm_last_error();
   kvm_item item{};
   item.seq = prompt;
-  item.append_position = KVM_POSITION_END;
-  item.n_append = 200;
-  kvm_step_params step{};
-  step.struct_size = sizeof(step);
-  step.space = space;
-  step.n_layers = 1;
-  step.items = &item;
-  step.n_items = 1;
-  step.k = step.v = tensor_of(rows);
+  const kvm_step_params step = append_of(space, &item, 200, rows);
   ASSERT_EQ(kvm_append(queue, &step), KVM_OK) << kvm_last_error();
   kvm_seq_id chat = 0;
   EXPECT_EQ(kvm_seq_fork(b, prompt, KVM_POSITION_END, &chat), KVM_ERR_PERMISSION);

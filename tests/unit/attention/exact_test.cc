@@ -472,8 +472,7 @@ bool spoil(Case& c, uint64_t token, bool key, uint32_t channel, float value) {
     if (at >= run.n_tokens) {
       continue;
     }
-    if (run.log_weight != nullptr &&
-        std::isinf(run.log_weight[p.head * p.log_weight_head_stride + at])) {
+    if (run.log_weight != nullptr && std::isinf(run.log_weight[at])) {
       return false;
     }
     return spoil_row(key ? run.k : run.v, key ? p.dim_k : p.dim_v, p.head, run.slot + at, channel,

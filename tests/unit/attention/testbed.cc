@@ -302,7 +302,7 @@ void Case::store(int extra_cuts) {
   allocate(pages_k_, plane * s.dim_k * 28);
   allocate(pages_v_, plane * s.dim_v * 28);
   allocate(pages_s_, plane * 4);
-  allocate(pages_w_, plane * 4);
+  allocate(pages_w_, kPageTokens * sizeof(float));
   const auto fill_channels = [&](uint32_t dim, std::vector<uint16_t>* scales) {
     scales->assign(size_t{s.heads} * dim, 0xffff);
     for (uint32_t d = 0; d < dim; ++d) {
@@ -336,10 +336,9 @@ void Case::store(int extra_cuts) {
       put_row(v, scales + plane, kinds[t].codec_v, row, tokens_[t].v);
     }
     if (!log_weights.empty()) {
-      reinterpret_cast<float*>(pages_w_[page]->data())[row] = log_weights[t];
+      reinterpret_cast<float*>(pages_w_[page]->data())[position % kPageTokens] = log_weights[t];
     }
   }
-  problem_.log_weight_head_stride = kPageTokens;
   problem_.transforms = transforms;
   problem_.visible.include = include_;
   problem_.visible.exclude = exclude_;

@@ -33,15 +33,10 @@ bool is_resident(const std::byte* address) {
 }
 
 TEST(SlabClass, PlanesFollowEachOther) {
-  const SlabClass mixed = {.codec_k = CodecId::kF32,
-                           .codec_v = CodecId::kBf16,
-                           .dim_k = 24,
-                           .dim_v = 8,
-                           .n_heads = 3,
-                           .has_log_weights = true};
+  const SlabClass mixed = {
+      .codec_k = CodecId::kF32, .codec_v = CodecId::kBf16, .dim_k = 24, .dim_v = 8, .n_heads = 3};
   EXPECT_EQ(mixed.v_offset(), 3u * 64 * 24 * 4);
-  EXPECT_EQ(mixed.log_weight_offset(), mixed.v_offset() + 3u * 64 * 8 * 2);
-  EXPECT_EQ(mixed.page_bytes(), mixed.log_weight_offset() + 3u * 64 * 4);
+  EXPECT_EQ(mixed.page_bytes(), mixed.v_offset() + 3u * 64 * 8 * 2);
   for (uint16_t dim = 8; dim <= 256; dim = static_cast<uint16_t>(dim + 8)) {
     const SlabClass one = slab_class_of(1, dim);
     EXPECT_EQ(one.v_offset() % 64, 0u);
