@@ -246,6 +246,10 @@ Result<kvm_space_id> ThinClient::register_space(const SpaceSpec& space) {
   if (space.params.flags != 0) {
     KVM_TRY(connection()->need_minor(6, "kvm_space_params.flags"));
   }
+  const auto shares = [](const kvm_policy_params& policy) { return policy.budgets != 0; };
+  if (std::any_of(space.policies.begin(), space.policies.end(), shares)) {
+    KVM_TRY(connection()->need_minor(7, "kvm_policy_params.budgets"));
+  }
   if (!space.alibi_slopes.empty()) {  // which an older kvmd would leave out without a word
     KVM_TRY(connection()->need_minor(6, "kvm_space_params.alibi_slopes"));
   }

@@ -444,9 +444,15 @@ Status ThinQueue::stage_step(const StepCall& call, uint64_t user_data) {
   if ((params.flags & KVM_STEP_NO_STATISTICS) != 0) {
     KVM_TRY(connection_->need_minor(3, "KVM_STEP_NO_STATISTICS"));
   }
-  const auto ends = [](const kvm_item& item) { return (item.flags & KVM_ITEM_LAST_LAYER) != 0; };
-  if (std::any_of(params.items, params.items + params.n_items, ends)) {
+  const auto any_has = [&](uint32_t flag) {
+    return std::any_of(params.items, params.items + params.n_items,
+                       [flag](const kvm_item& item) { return (item.flags & flag) != 0; });
+  };
+  if (any_has(KVM_ITEM_LAST_LAYER)) {
     KVM_TRY(connection_->need_minor(5, "KVM_ITEM_LAST_LAYER"));
+  }
+  if (any_has(KVM_ITEM_PROMPT_END)) {
+    KVM_TRY(connection_->need_minor(7, "KVM_ITEM_PROMPT_END"));
   }
   ipc::StepBlock head{};
   head.verbs = (call.append ? ipc::kStepAppend : 0) | (call.attend ? ipc::kStepAttend : 0);

@@ -494,6 +494,21 @@ enum {
                          * logarithm of their number */
 };
 
+/* How the tokens that HEAVY heads keep are shared out among layers. */
+enum {
+  KVM_BUDGETS_EQUAL = 0, /* a head keeps n_recent and n_heavy tokens, whatever its layer */
+  /* D2O (arXiv 2406.13035): layers whose attention is spread out keep more than others. Heads keep
+   * every token until the prompt ends (KVM_ITEM_PROMPT_END); then layer l of the L that have such
+   * heads gets the share s(l) = L e^-F(l) / (e^-F(1) + ... + e^-F(L)), and its heads keep s(l)
+   * n_recent and s(l) n_heavy tokens from there on. F(l) is the mean, over its heads of this kind,
+   * of the variance of the attention mass among the tokens that it has then (behind the sinks'
+   * pages), brought to 0 to 1 by the smallest and the largest of these heads; of a single head it
+   * is 0. So shares add up to L, and the largest is at most e times the smallest; tokens are whole,
+   * at least one. Forks have the shares of their parent. UNSUPPORTED by a kvmd before protocol
+   * 1.7. */
+  KVM_BUDGETS_BY_DENSITY = 1
+};
+
 /* Says what a query's position means to the keys of a head. IN_CACHE (StreamingLLM): the n_sinks
  * first tokens and the n_recent last ones count as neighbours, whatever was between them. With
  * d = max(0, p - n_recent + 1 - n_sinks), a query at p meets the keys of sinks as if it were at
@@ -561,7 +576,7 @@ typedef struct kvm_policy_params {
   uint64_t slack;    /* tokens kept beyond n_recent, so that truncate has room; 0: none */
   uint64_t n_heavy;  /* HEAVY only, 1 to 65536 */
   uint32_t merge;    /* HEAVY only, KVM_MERGE_* */
-  uint32_t reserved; /* zero */
+  uint32_t budgets;  /* HEAVY only, KVM_BUDGETS_* */
 } kvm_policy_params;
 
 /* How the kv heads of some layers are stored. Later entries win. */
@@ -863,7 +878,13 @@ enum {
    * are shorter. For models that skip layers, token by token; without it those layers would keep
    * the commit point where they ended. Means nothing without n_append, and in a sequence with
    * KVM_SEQ_MANUAL_COMMIT. UNSUPPORTED by a kvmd before protocol 1.5. */
-  KVM_ITEM_LAST_LAYER = 1u << 3
+  KVM_ITEM_LAST_LAYER = 1u << 3,
+  /* The prompt ends with the tokens that the item appends: once they are committed, heads with
+   * KVM_BUDGETS_BY_DENSITY choose what to keep. Of several layers' appends one may say so, or all.
+   * Where nobody does, the prompt ends before the first token that is committed alone. Means
+   * nothing without n_append, and where no head waits for it. UNSUPPORTED by a kvmd before
+   * protocol 1.7. */
+  KVM_ITEM_PROMPT_END = 1u << 4
 };
 
 /* One sequence's share of a request. 64 bytes, no defaults: every field is meant as it stands.

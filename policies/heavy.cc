@@ -2,6 +2,9 @@
 #include "policies/heavy.h"
 
 #include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <span>
 #include <vector>
 
 #include "base/assert.h"
@@ -19,14 +22,60 @@ struct Candidate {
   double mass = 0;
 };
 
+// One layer's share, and the lists of `lists` that it is about.
+struct LayerShare {
+  size_t begin = 0;
+  size_t end = 0;
+  double share = 0;
+};
+
+// D2O's F: how uneven attention is within a layer, 0 to 1.
+double unevenness(std::span<const Measured> lists) {
+  double lowest = HUGE_VAL;
+  double highest = -HUGE_VAL;
+  double sum = 0;
+  uint32_t n = 0;
+  for (const Measured& list : lists) {
+    if (list.shares_budget) {
+      lowest = std::min(lowest, list.measure);
+      highest = std::max(highest, list.measure);
+      sum += list.measure;
+      ++n;
+    }
+  }
+  const double range = highest - lowest;
+  return n != 0 && range > 0 ? (sum / n - lowest) / range : 0.0;
+}
+
+// Of `total` tokens of each list of all layers together, those of one layer: cumulated shares are
+// rounded, so that nothing gets lost on the way.
+uint64_t part_of(uint64_t n, double before, double after) {
+  const auto rounded = [n](double share) {
+    return static_cast<uint64_t>(std::llround(share * static_cast<double>(n)));
+  };
+  return std::max<uint64_t>(1, rounded(after) - rounded(before));
+}
+
 class Heavy : public Policy {
  public:
-  EventSet events() const override { return event_bit(Event::kCommitted); }
+  EventSet events() const override {
+    return event_bit(Event::kCommitted) | event_bit(Event::kPromptEnd);
+  }
   bool decides_by_list() const override { return true; }
 
   void decide(const View& view, ActionList* actions) const override {
     actions->next_commit = UINT64_MAX;
     for (const ListView& list : view.lists) {
+      if (view.event == Event::kPromptEnd) {
+        actions->add({.kind = ActionKind::kMeasure,
+                      .layer = list.layer,
+                      .class_index = list.class_index,
+                      .measure = list.awaits_share ? variance_of(list) : 0.0});
+        continue;
+      }
+      if (list.awaits_share) {
+        continue;
+      }
       const uint64_t n_last = list.n_recent + list.slack;
       const uint64_t limit = view.n_committed > n_last ? view.n_committed - n_last : 0;
       const uint64_t begin = (list.n_sinks + kPageTokens - 1) / kPageTokens * kPageTokens;
@@ -38,7 +87,54 @@ class Heavy : public Policy {
     }
   }
 
+  void share_out(std::span<Measured> lists) const override {
+    std::vector<LayerShare> layers;
+    double sum = 0;
+    for (size_t begin = 0, end = 0; begin < lists.size(); begin = end) {
+      bool shares = false;
+      for (; end < lists.size() && lists[end].layer == lists[begin].layer; ++end) {
+        shares = shares || lists[end].shares_budget;
+      }
+      if (shares) {
+        const double weight = std::exp(-unevenness(lists.subspan(begin, end - begin)));
+        layers.push_back({begin, end, weight});
+        sum += weight;
+      }
+    }
+    double before = 0;
+    double weights = 0;
+    for (const LayerShare& layer : layers) {
+      weights += layer.share;
+      const double after = static_cast<double>(layers.size()) * (weights / sum);
+      for (Measured& list : lists.subspan(layer.begin, layer.end - layer.begin)) {
+        if (list.shares_budget) {
+          list.budget = {part_of(list.budget.n_recent, before, after),
+                         part_of(list.budget.n_heavy, before, after)};
+        }
+      }
+      before = after;
+    }
+  }
+
  private:
+  // Of the attention mass among the tokens that queries have given some to, or might have.
+  static double variance_of(const ListView& list) {
+    const uint64_t begin = (list.n_sinks + kPageTokens - 1) / kPageTokens * kPageTokens;
+    double mean = 0;
+    double squares = 0;  // of distances from the mean: Welford's method
+    double n = 0;
+    for (uint64_t x = begin; x < list.length; ++x) {
+      const bool is_known = x >= list.mass_begin && x - list.mass_begin < list.masses.size();
+      const double mass =
+          mass_of(list, x, is_known ? static_cast<double>(list.masses[x - list.mass_begin]) : 0.0);
+      n += 1;
+      const double distance = mass - mean;
+      mean += distance / n;
+      squares += distance * (mass - mean);
+    }
+    return n > 0 && std::isfinite(squares) ? squares / n : 0.0;
+  }
+
   static double mass_of(const ListView& list, uint64_t position, double own) {
     const bool is_seen = position < list.n_columns;
     return own + (is_seen ? static_cast<double>(

@@ -20,11 +20,13 @@
 
 namespace kvm::policies {
 
+// Of those that are due at a time, policies hear the first first.
 enum class Event : uint8_t {
-  kCommitted = 0,  // the commit point moved
+  kPromptEnd = 0,  // the prompt is there, all of it, in all layers
+  kCommitted = 1,  // the commit point moved
 };
 
-inline constexpr uint32_t kEvents = 1;
+inline constexpr uint32_t kEvents = 2;
 
 // Set of events: bits (1 << value).
 using EventSet = uint32_t;
@@ -64,6 +66,9 @@ struct ListView {
   uint64_t n_recent = 0;
   uint64_t slack = 0;
   uint64_t n_heavy = 0;
+  // n_recent and n_heavy are to be the list's share of what several have: share_out() has not
+  // spoken yet.
+  bool awaits_share = false;
   // What is given up is compared with what is kept, each with each.
   bool merges = false;
   // Lists of one head that choose tokens: those kept of pages that are gone, in position order, and
@@ -89,10 +94,11 @@ struct View {
 };
 
 enum class ActionKind : uint8_t {
-  kDrop = 0,    // forget the tokens of `range`
-  kDemote = 1,  // store them as codec_k, codec_v
-  kFold = 2,    // add `range` to the one entry of its list (mean K, mean V, log-weight ln n)
-  kKeep = 3,    // of `range`, and of what was kept before, keep only certain tokens
+  kDrop = 0,     // forget the tokens of `range`
+  kDemote = 1,   // store them as codec_k, codec_v
+  kFold = 2,     // add `range` to the one entry of its list (mean K, mean V, log-weight ln n)
+  kKeep = 3,     // of `range`, and of what was kept before, keep only certain tokens
+  kMeasure = 4,  // remember `measure` of the list until budgets are shared out (kPromptEnd only)
 };
 
 // Ranges are whole pages (multiples of kPageTokens); tokens of them that are not stored, because
@@ -107,6 +113,23 @@ struct Action {
   // kKeep: ActionList::kept[first_kept, first_kept + n_kept), positions in order.
   size_t first_kept = 0;
   size_t n_kept = 0;
+  double measure = 0;
+};
+
+// How many tokens a list keeps.
+struct Budget {
+  uint64_t n_recent = 0;
+  uint64_t n_heavy = 0;
+
+  bool operator==(const Budget&) const = default;
+};
+
+// What share_out() knows of a list.
+struct Measured {
+  uint32_t layer = 0;
+  bool shares_budget = false;  // else its budget stays
+  double measure = 0;
+  Budget budget;  // in: of the configuration; out: its share
 };
 
 // LIMIT: a policy returns at most kMaxActions at a time. One that has more to do sets `more`, and
@@ -143,6 +166,9 @@ class Policy {
   virtual bool decides_by_list() const { return false; }
   // Fills an empty `actions`.
   virtual void decide(const View& view, ActionList* actions) const = 0;
+  // Shares the budgets of a sequence's lists out among them, once decide() has measured each at the
+  // prompt's end. Lists are ordered by layer.
+  virtual void share_out(std::span<Measured> /*lists*/) const {}
 };
 
 }  // namespace kvm::policies

@@ -28,6 +28,7 @@ ENUMS = [
     ("LayerKind", "KVM_LAYER_", "IntEnum", "What a layer stores."),
     ("Retention", "KVM_RETAIN_", "IntEnum", "Which tokens a kv head keeps."),
     ("Merging", "KVM_MERGE_", "IntEnum", "What a head makes of the tokens that it gives up."),
+    ("Budgets", "KVM_BUDGETS_", "IntEnum", "How what heads may keep is shared out among layers."),
     ("Positions", "KVM_POSITIONS_", "IntEnum", "What a query's position means to a head's keys."),
     ("IndexKind", "KVM_INDEX_", "IntEnum", "What is kept beside keys to find those that count."),
     ("SequenceFlag", "KVM_SEQ_", "IntFlag", "Of `Space.create_sequence` and `SequenceInfo`."),

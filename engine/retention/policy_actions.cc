@@ -144,9 +144,10 @@ uint64_t first_given_up(const HeadClass& head_class) {
   return round_up(head_class.retention.n_sinks, kPageTokens);
 }
 
-// Returns the kept tokens of a list to be changed, as own_mean_entry does.
+// Returns the kept tokens of a list to be changed, as own_mean_entry does; a new one has room for
+// n_heavy.
 Result<KeptTokens*> own_kept_tokens(StoreMemory* memory, Sequence* seq, uint32_t list,
-                                    const HeadClass& head_class) {
+                                    const HeadClass& head_class, uint32_t n_heavy) {
   if (seq->kept.empty()) {
     seq->kept.resize(seq->space().n_lists);
   }
@@ -155,8 +156,7 @@ Result<KeptTokens*> own_kept_tokens(StoreMemory* memory, Sequence* seq, uint32_t
     KeptTokens own = ref != nullptr
                          ? *ref
                          : KeptTokens(head_class.slab_class.tail(), first_given_up(head_class),
-                                      static_cast<uint32_t>(head_class.retention.n_heavy),
-                                      head_class.retention.merge == KVM_MERGE_COUNTED);
+                                      n_heavy, head_class.retention.merge == KVM_MERGE_COUNTED);
     KVM_TRY_ASSIGN(ref, memory->make_charged(seq->account, std::move(own)));
   }
   return ref.get();
@@ -242,8 +242,10 @@ Status open_keep(StoreMemory* memory, RetentionSlice* slice, const policies::Act
   work.action = action;
   work.list = layer.first_list + action.class_index;
   KVM_TRY_ASSIGN(Masses * masses, own_masses(memory, seq, work.list, action.range.begin));
+  const auto n_heavy =
+      static_cast<uint32_t>(budget_of(*seq, action.layer, action.class_index).n_heavy);
   const bool is_new = seq->kept.empty() || !StoreMemory::is_own(seq->account, seq->kept[work.list]);
-  KVM_TRY_ASSIGN(KeptTokens * kept, own_kept_tokens(memory, seq, work.list, head_class));
+  KVM_TRY_ASSIGN(KeptTokens * kept, own_kept_tokens(memory, seq, work.list, head_class, n_heavy));
   slice->add_bytes(is_new ? kept->size_bytes() : 0);
   KVM_ASSERT(kept->end() == action.range.begin && masses->begin == kept->end());
   collect_between(*memory, seq, action.layer, action.class_index, action.range.begin / kPageTokens,
@@ -294,6 +296,7 @@ Status apply_action(StoreMemory* memory, Sequence* seq, const policies::Action& 
       return demote(memory, seq, action);
     case policies::ActionKind::kFold:
     case policies::ActionKind::kKeep:
+    case policies::ActionKind::kMeasure:
       break;
   }
   return Status(KVM_ERR_UNSUPPORTED, fmt::format("action {} has no operator in this service",
@@ -313,6 +316,8 @@ Status open_action(StoreMemory* memory, RetentionSlice* slice, const policies::A
       return open_fold(memory, slice, action, is_cut);
     case policies::ActionKind::kKeep:
       return open_keep(memory, slice, action, positions);
+    case policies::ActionKind::kMeasure:
+      break;
   }
   return Status::ok();
 }

@@ -78,9 +78,11 @@ uint64_t show_list(const StoreMemory& memory, const Sequence& seq, uint32_t laye
   view->codec_v = head_class.slab_class.codec_v;
   view->settled_end = seq.settled_ends.empty() ? 0 : seq.settled_ends[own.first_list + class_index];
   view->n_sinks = head_class.retention.n_sinks;
-  view->n_recent = head_class.retention.n_recent;
+  const policies::Budget budget = budget_of(seq, layer, class_index);
+  view->n_recent = budget.n_recent;
   view->slack = head_class.retention.slack;
-  view->n_heavy = head_class.retention.n_heavy;
+  view->n_heavy = budget.n_heavy;
+  view->awaits_share = awaits_share(seq, head_class.retention);
   view->merges = head_class.retention.merge != KVM_MERGE_NONE;
   *kept = kept_tokens(seq, own.first_list + class_index, view);
   view->kept = *kept;
@@ -98,6 +100,7 @@ bool close_work(StoreMemory* memory, Sequence* seq, RetentionSlice::Work* work) 
   }
   switch (work->action.kind) {
     case policies::ActionKind::kDrop:
+    case policies::ActionKind::kMeasure:
       break;
     case policies::ActionKind::kDemote:
       try {
@@ -116,12 +119,53 @@ bool close_work(StoreMemory* memory, Sequence* seq, RetentionSlice::Work* work) 
   return true;
 }
 
+// After the last list has been measured. Throws std::bad_alloc: no list has its share.
+void share_out(const Governed& governed, std::span<const double> measures, Sequence* seq) {
+  const Space& space = seq->space();
+  std::vector<policies::Measured> lists(measures.size());
+  for (size_t i = 0; i < lists.size(); ++i) {
+    const Governed::Member& member = governed.members[i];
+    const Retention& retention = space.head_class(member.layer, member.class_index).retention;
+    lists[i] = {.layer = member.layer,
+                .shares_budget = retention.budgets != KVM_BUDGETS_EQUAL,
+                .measure = measures[i],
+                .budget = budget_of(*seq, member.layer, member.class_index)};
+  }
+  governed.policy->share_out(lists);
+  std::vector<policies::Budget> budgets;
+  budgets.reserve(space.n_lists);
+  for (uint32_t layer = 0; layer < space.n_layers; ++layer) {
+    for (uint32_t i = 0; i < space.layers[layer].classes.size(); ++i) {
+      budgets.push_back(budget_of(*seq, layer, i));
+    }
+  }
+  for (size_t i = 0; i < lists.size(); ++i) {
+    const Governed::Member& member = governed.members[i];
+    budgets[space.layers[member.layer].first_list + member.class_index] = lists[i].budget;
+  }
+  seq->budgets = std::move(budgets);
+}
+
 // Says whether a policy is to be asked about an event.
 bool is_due(const Sequence& seq, size_t governed, uint32_t event) {
   const policies::EventSet bit = 1u << event;
   const bool waits = event == static_cast<uint32_t>(policies::Event::kCommitted) &&
                      seq.n_committed < seq.next_commits[governed];
   return (seq.due_events & seq.record->governed[governed].policy->events() & bit) != 0 && !waits;
+}
+
+// REQUIRES: cursor->measures has room for all members.
+void note_measures(const RetentionSlice::Group& group, RetentionCursor* cursor) {
+  for (uint32_t i = 0; i < group.actions.n_actions; ++i) {
+    const policies::Action& action = group.actions.actions[i];
+    for (uint32_t of = 0; of < group.lists.size(); ++of) {
+      const policies::ListView& list = group.lists[of];
+      if (action.kind == policies::ActionKind::kMeasure && list.layer == action.layer &&
+          list.class_index == action.class_index) {
+        cursor->measures[group.first_member + of] = action.measure;
+      }
+    }
+  }
 }
 
 }  // namespace
@@ -148,9 +192,16 @@ std::unique_ptr<RetentionSlice> plan_retention(const StoreMemory& memory, Sequen
       }
       const Governed& governed = all[cursor->governed];
       const auto n_members = static_cast<uint32_t>(governed.members.size());
+      const bool ends_prompt = cursor->event == static_cast<uint32_t>(policies::Event::kPromptEnd);
       if (cursor->member == n_members) {
-        seq->next_commits[cursor->governed] = cursor->next_commit;
+        if (ends_prompt) {
+          share_out(governed, cursor->measures, seq);
+        }
+        seq->next_commits[cursor->governed] = ends_prompt ? 0 : cursor->next_commit;
         continue;
+      }
+      if (ends_prompt) {
+        cursor->measures.resize(n_members);
       }
       auto slice = std::make_unique<RetentionSlice>(
           seq, governed.policy, static_cast<policies::Event>(cursor->event), seq->n_committed);
@@ -186,6 +237,9 @@ void open_retention(StoreMemory* memory, RetentionSlice* slice) {
   for (uint32_t g = 0; g < slice->n_groups(); ++g) {
     RetentionSlice::Group& group = slice->groups()[g];
     for (uint32_t i = 0; i < group.actions.n_actions && !group.is_cut; ++i) {
+      if (group.actions.actions[i].kind == policies::ActionKind::kMeasure) {
+        continue;  // nothing of the sequence changes
+      }
       if (slice->bytes() >= RetentionSlice::kSliceBytes) {
         group.is_cut = true;
         break;
@@ -208,6 +262,7 @@ void close_retention(StoreMemory* memory, RetentionSlice* slice, RetentionCursor
     }
   }
   for (const RetentionSlice::Group& group : slice->groups()) {
+    note_measures(group, cursor);
     cursor->member = group.first_member;
     const bool goes_on = group.actions.more && ++cursor->n_rounds < kMaxPolicyRounds;
     if (group.is_cut || goes_on) {

@@ -47,6 +47,7 @@ struct RetentionCursor {
   uint32_t member = 0;
   uint32_t n_rounds = 0;              // in which a policy asked for more
   uint64_t next_commit = UINT64_MAX;  // of the lists before `member`
+  std::vector<double> measures;       // of members; at the prompt's end
 };
 
 class RetentionSlice {

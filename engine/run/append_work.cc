@@ -102,7 +102,7 @@ void AppendWork::copy_piece(const AppendPiece& piece) const {
 void AppendWork::close(Store& store, bool publish) {
   for (const AppendItem& item : items_) {
     if (publish) {
-      store.publish(item.seq, item.layer, item.is_last_layer);
+      store.publish(item);
     } else {
       store.rollback(item.seq, item.layer);
     }

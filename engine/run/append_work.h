@@ -19,8 +19,12 @@ namespace kvm::engine {
 inline AppendItem append_item_of(Sequence* seq, const StepRequest& step, const kvm_item& item,
                                  uint32_t nth = 0) {
   const bool is_last = nth + 1 == std::max(1u, step.n_layers);
-  return {seq, step.layer_begin + nth, item.append_position, item.n_append,
-          is_last && (item.flags & KVM_ITEM_LAST_LAYER) != 0};
+  return {seq,
+          step.layer_begin + nth,
+          item.append_position,
+          item.n_append,
+          is_last && (item.flags & KVM_ITEM_LAST_LAYER) != 0,
+          (item.flags & KVM_ITEM_PROMPT_END) != 0};
 }
 
 // Threads: copy() on any thread, each task once; the rest on the driver.

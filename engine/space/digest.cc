@@ -77,6 +77,9 @@ std::string policy_text(const Space& space) {
     if (r.merge != KVM_MERGE_NONE) {
       said += fmt::format(" merge {}", r.merge);
     }
+    if (r.budgets != KVM_BUDGETS_EQUAL) {
+      said += fmt::format(" budgets {}", r.budgets);
+    }
     return said;
   });
 }

@@ -428,10 +428,6 @@ struct HeadConfig {
 using HeadConfigs = std::vector<std::vector<HeadConfig>>;  // [layer][kv head]
 
 Status check_retention(const std::string& where, const kvm_policy_params& params) {
-  if (params.reserved != 0) {
-    return invalid(where + ".reserved is " + text(params.reserved) +
-                   "; reserved fields must be zero");
-  }
   if (params.positions > KVM_POSITIONS_IN_CACHE) {
     return invalid(where + ".positions is " + text(params.positions) +
                    "; it must be KVM_POSITIONS_ABSOLUTE (0) or KVM_POSITIONS_IN_CACHE (1)");
@@ -459,6 +455,14 @@ Status check_retention(const std::string& where, const kvm_policy_params& params
   }
   if (params.merge != KVM_MERGE_NONE && params.retention != KVM_RETAIN_HEAVY) {
     return invalid(where + ".merge is " + text(params.merge) +
+                   "; it must be 0 without KVM_RETAIN_HEAVY");
+  }
+  if (params.budgets > KVM_BUDGETS_BY_DENSITY) {
+    return invalid(where + ".budgets is " + text(params.budgets) +
+                   "; it must be KVM_BUDGETS_EQUAL (0) or KVM_BUDGETS_BY_DENSITY (1)");
+  }
+  if (params.budgets != KVM_BUDGETS_EQUAL && params.retention != KVM_RETAIN_HEAVY) {
+    return invalid(where + ".budgets is " + text(params.budgets) +
                    "; it must be 0 without KVM_RETAIN_HEAVY");
   }
   if (params.retention == KVM_RETAIN_FULL) {
@@ -493,6 +497,7 @@ Status apply_policies(const SpaceSpec& spec, const Space& space, HeadConfigs* co
                                                .slack = params.slack,
                                                .n_heavy = params.n_heavy,
                                                .merge = params.merge,
+                                               .budgets = params.budgets,
                                                .positions = params.positions};
         }
       }
@@ -816,6 +821,8 @@ void make_classes(const HeadConfigs& configs, Space* space) {
     for (const HeadClass& head_class : layer.classes) {
       space->bytes_per_token += head_class.slab_class.n_heads * head_class.slab_class.token_bytes();
       space->settles = space->settles || head_class.settles();
+      space->shares_budgets =
+          space->shares_budgets || head_class.retention.budgets != KVM_BUDGETS_EQUAL;
     }
     space->n_lists += static_cast<uint32_t>(layer.classes.size());
   }
@@ -869,6 +876,7 @@ Status compare_layer(const Space& space, uint32_t index, const Layer& there, con
     KVM_TRY(compare(kv_head + "slack", a.retention.slack, b.retention.slack));
     KVM_TRY(compare(kv_head + "n_heavy", a.retention.n_heavy, b.retention.n_heavy));
     KVM_TRY(compare(kv_head + "merge", a.retention.merge, b.retention.merge));
+    KVM_TRY(compare(kv_head + "budgets", a.retention.budgets, b.retention.budgets));
     KVM_TRY(compare(kv_head + "positions", a.retention.positions, b.retention.positions));
     KVM_TRY(compare(kv_head + "codec_k", static_cast<uint64_t>(a.slab_class.codec_k),
                     static_cast<uint64_t>(b.slab_class.codec_k)));

@@ -45,6 +45,7 @@ struct Retention {
   uint64_t slack = 0;
   uint64_t n_heavy = 0;
   uint32_t merge = KVM_MERGE_NONE;
+  uint32_t budgets = KVM_BUDGETS_EQUAL;
   uint32_t positions = KVM_POSITIONS_ABSOLUTE;
 
   bool operator==(const Retention&) const = default;
@@ -170,8 +171,9 @@ struct Space {
   uint32_t n_own_layers = 0;
   uint32_t n_lists = 0;  // head classes over all OWN layers
   uint64_t bytes_per_token = 0;
-  bool has_indexes = false;  // of some layer
-  bool settles = false;      // some head class does
+  bool has_indexes = false;     // of some layer
+  bool settles = false;         // some head class does
+  bool shares_budgets = false;  // likewise, among layers
   // engine/space/digest.h.
   Digest layout_digest{};
   Digest policy_digest{};

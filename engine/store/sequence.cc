@@ -43,13 +43,56 @@ const policies::Policy& policy_of(const Retention& retention) {
   }
 }
 
+// Policies hear of it once the prompt is committed, and once only.
+void note_prompt_end(Sequence* seq) {
+  if (seq->prompt_end <= seq->n_committed && seq->budgets.empty()) {
+    note(seq, policies::Event::kPromptEnd);
+    note(seq, policies::Event::kCommitted);  // they may act now
+  }
+}
+
 }  // namespace
 
 void advance_commit(Sequence* seq, uint64_t n_tokens) {
   if (n_tokens > seq->n_committed) {
+    if (n_tokens == seq->n_committed + 1 && seq->n_committed != 0) {
+      end_prompt(seq, seq->n_committed);
+    }
     seq->n_committed = n_tokens;
     note(seq, policies::Event::kCommitted);
+    note_prompt_end(seq);
   }
+}
+
+void end_prompt(Sequence* seq, uint64_t n_tokens) {
+  if (seq->space().shares_budgets && seq->prompt_end == UINT64_MAX) {
+    seq->prompt_end = n_tokens;
+    note_prompt_end(seq);
+  }
+}
+
+void cut_prompt(Sequence* seq, uint64_t n_tokens) {
+  const bool has_given_up = !seq->budgets.empty() &&
+                            std::any_of(seq->lists.begin(), seq->lists.end(),
+                                        [](const PageList& list) { return list.n_dropped() != 0; });
+  if (n_tokens < seq->prompt_end && !has_given_up) {
+    seq->prompt_end = UINT64_MAX;
+    seq->budgets.clear();
+    seq->due_events &= ~policies::event_bit(policies::Event::kPromptEnd);
+  }
+}
+
+bool awaits_share(const Sequence& seq, const Retention& retention) {
+  return retention.budgets != KVM_BUDGETS_EQUAL && seq.budgets.empty();
+}
+
+policies::Budget budget_of(const Sequence& seq, uint32_t layer, uint32_t class_index) {
+  const Layer& own = seq.space().layers[layer];
+  if (!seq.budgets.empty()) {
+    return seq.budgets[own.first_list + class_index];
+  }
+  const Retention& retention = own.classes[class_index].retention;
+  return {retention.n_recent, retention.n_heavy};
 }
 
 void cut_settled(Sequence* seq, uint64_t n_tokens) {

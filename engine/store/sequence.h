@@ -79,6 +79,10 @@ struct Sequence {
   // their class says, or cannot be.
   std::vector<uint64_t> settled_ends;
   policies::EventSet due_events = 0;  // that policies have not been asked about
+  // Where heads wait for the prompt's end: where it is (UINT64_MAX: not known), and, once it is
+  // committed, what each list keeps [Space::n_lists]; else empty.
+  uint64_t prompt_end = UINT64_MAX;
+  std::vector<policies::Budget> budgets;
   std::vector<ObservedRef> observed;  // empty, or [n_layers]
   std::vector<IndexRef> indexes;      // [n_layers], or empty: the space has none
   // [Space::n_lists], or empty: nothing has been folded.
@@ -129,6 +133,14 @@ void visit_charged(const Sequence& seq, Visit visit) {
 }
 // Moves the commit point, forwards only.
 void advance_commit(Sequence* seq, uint64_t n_tokens);
+// The prompt ends with the first n_tokens, unless it did before.
+void end_prompt(Sequence* seq, uint64_t n_tokens);
+// Of a sequence that is cut to n_tokens: another prompt's end is waited for where this one's is
+// gone and nothing has been given up for it. REQUIRES: the lists have been cut.
+void cut_prompt(Sequence* seq, uint64_t n_tokens);
+// What a list keeps; while it awaits its share, what its class says.
+policies::Budget budget_of(const Sequence& seq, uint32_t layer, uint32_t class_index);
+bool awaits_share(const Sequence& seq, const Retention& retention);
 
 // The end of the last full page of n_tokens is as far as pages can be settled.
 void cut_settled(Sequence* seq, uint64_t n_tokens);

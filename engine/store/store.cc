@@ -334,6 +334,9 @@ Result<kvm_seq_id> Store::fork_seq(Sequence* parent, uint64_t n_tokens, ClientId
   child->kept = parent->kept;
   child->masses = parent->masses;
   cut_kept_tokens(child.get(), n_tokens);
+  child->prompt_end = parent->prompt_end;
+  child->budgets = parent->budgets;
+  cut_prompt(child.get(), n_tokens);
   prepare_index_fork(&memory_, parent, n_tokens);
   child->indexes = parent->indexes;
   cut_indexes(child.get(), n_tokens);
@@ -377,6 +380,7 @@ Result<bool> Store::truncate_part(Sequence* seq, uint64_t n_tokens, uint64_t max
     for (PageList& list : seq->lists) {
       list.truncate(std::min(n_tokens, list.length()), bank);
     }
+    cut_prompt(seq, n_tokens);
   }
   memory_.trim_after_free();
   return is_last;

@@ -11,7 +11,7 @@
 //   ... tasks copy K and V rows to pieces[i].k / .v ...
 //   store.collect_runs(seq, layer, class_index, &runs);   // reserved tokens included
 //   ... tasks attend over the runs ...
-//   store.publish(seq, layer);         // lengths grow, the commit point moves
+//   store.publish(item);               // lengths grow, the commit point moves
 //   ... retention (below): policies act on what was committed ...
 //   (or store.rollback(seq, layer): as if never reserved)
 //
@@ -161,9 +161,9 @@ class Store final {
   Status reserve_append(std::span<const AppendItem> items, std::vector<AppendPiece>* pieces);
   // The same checks of one item without reserving: INVALID and HOLE.
   Status check_append(const AppendItem& item) const;
-  // Makes the reserved tokens part of the sequence. Unless the sequence commits by hand, the commit
-  // point moves to the shortest layer's length. Runs collected before are invalid.
-  void publish(Sequence* seq, uint32_t layer, bool is_last_layer = false);
+  // Makes the tokens reserved for an item part of its sequence. Unless that commits by hand, the
+  // commit point moves to the shortest layer's length. Runs collected before are invalid.
+  void publish(const AppendItem& item);
   void rollback(Sequence* seq, uint32_t layer);
 
   // --- Reading ----------------------------------------------------------------------------------

@@ -125,7 +125,9 @@ Status Store::reserve_append(std::span<const AppendItem> items, std::vector<Appe
   return Status::ok();
 }
 
-void Store::publish(Sequence* seq, uint32_t layer, bool is_last_layer) {
+void Store::publish(const AppendItem& item) {
+  Sequence* const seq = item.seq;
+  const uint32_t layer = item.layer;
   const std::span<PageList> lists = seq->layer_lists(layer);
   const uint64_t n_tokens = lists[0].reserved_length() - lists[0].length();
   if (lists[0].length() < seq->n_committed) {
@@ -139,8 +141,11 @@ void Store::publish(Sequence* seq, uint32_t layer, bool is_last_layer) {
     memory_.counts().bytes_appended += n_tokens * slab_class.n_heads * slab_class.token_bytes();
   }
   memory_.counts().n_tokens_appended += n_tokens;
+  if (item.ends_prompt) {
+    end_prompt(seq, lists[0].length());
+  }
   if ((seq->flags & KVM_SEQ_MANUAL_COMMIT) == 0) {
-    advance_commit(seq, is_last_layer ? layer_length(seq, layer) : shortest_layer(seq));
+    advance_commit(seq, item.is_last_layer ? layer_length(seq, layer) : shortest_layer(seq));
   }
   memory_.trim_in_passing();
 }

@@ -37,6 +37,7 @@ struct AppendItem {
   uint64_t position = KVM_POSITION_END;  // must equal the layer's length, or KVM_POSITION_END
   uint32_t n_tokens = 0;
   bool is_last_layer = false;  // KVM_ITEM_LAST_LAYER
+  bool ends_prompt = false;    // KVM_ITEM_PROMPT_END
 };
 
 // An AppendPiece says where some tokens of an item go, for the heads of one class: to consecutive

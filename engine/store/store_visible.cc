@@ -13,15 +13,17 @@ namespace {
 
 // Whether tokens that queries at `first_query` and later would see, out of those below `end`, have
 // been dropped from a list.
-bool misses_visible(const Space& space, uint32_t layer, uint32_t class_index, const PageList& list,
+bool misses_visible(const Sequence& seq, uint32_t layer, uint32_t class_index, const PageList& list,
                     uint64_t first_query, uint64_t end) {
   if (list.n_dropped() == 0) {
     return false;  // as a rule; a fork asks about each list of all layers
   }
+  const Space& space = seq.space();
   const Retention& retention = space.head_class(layer, class_index).retention;
   HeadVisibility seen = space.visibility(layer, class_index, first_query);
   if (retention.is_per_head()) {
-    seen = {.window = retention.n_recent, .n_sinks = retention.n_sinks};
+    const uint32_t storage = space.layers[layer].storage_layer;
+    seen = {.window = budget_of(seq, storage, class_index).n_recent, .n_sinks = retention.n_sinks};
   }
   uint64_t recent =
       seen.window == 0 || first_query < seen.window ? 0 : first_query - seen.window + 1;
@@ -63,7 +65,7 @@ Status Store::check_visible(const Sequence* seq, uint32_t layer,
   KVM_TRY(check_layer(seq, layer));
   const std::span<const PageList> lists = seq->stored_lists(layer);
   for (uint32_t i = 0; i < lists.size(); ++i) {
-    if (misses_visible(seq->space(), layer, i, lists[i], first_query_position, lists[i].length())) {
+    if (misses_visible(*seq, layer, i, lists[i], first_query_position, lists[i].length())) {
       return Status(
           KVM_ERR_PARTIAL,
           fmt::format("a query at position {} of layer {} sees tokens that kv head {} has dropped",
@@ -103,7 +105,7 @@ Status Store::check_cut(const Sequence* seq, uint64_t n_tokens) {
     const std::span<const PageList> lists = seq->stored_lists(layer);
     for (uint32_t i = 0; i < lists.size(); ++i) {
       // Of a list that ends before, too: tokens may have ended at other layers.
-      if (misses_visible(space, layer, i, lists[i], n_tokens,
+      if (misses_visible(*seq, layer, i, lists[i], n_tokens,
                          std::min(n_tokens, lists[i].length()))) {
         return Status(KVM_ERR_PARTIAL,
                       fmt::format("sequence {:#x} cannot be cut at {}: layer {} has "

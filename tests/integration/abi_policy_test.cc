@@ -99,6 +99,47 @@ TEST_F(AbiPolicy, EachHeadSeesWhatItsPolicyShows) {
   EXPECT_EQ(kvm_seq_fork(client_, seq, KVM_POSITION_END, &child), KVM_OK) << kvm_last_error();
 }
 
+// D2O: nothing goes before an item says that the prompt is there; what goes then is the average's
+// where layers are alike.
+TEST_F(AbiPolicy, BudgetsAreSharedOutWhenThePromptEnds) {
+  policies_[3].budgets = KVM_BUDGETS_BY_DENSITY;
+  kvm_space_id space = 0;
+  kvm_seq_id seq = 0;
+  ASSERT_EQ(kvm_space_register(client_, &params_, &space), KVM_OK) << kvm_last_error();
+  ASSERT_EQ(kvm_seq_create(client_, space, nullptr, &seq), KVM_OK) << kvm_last_error();
+  const std::vector<float> kv(1000 * kHeads * kDim);
+  const std::vector<float> q(kHeads * kDim);
+  std::vector<float> o(kHeads * kDim);
+  std::vector<float> lse(kHeads);
+  const auto seen_after = [&](uint32_t n_append, uint32_t flags) {
+    kvm_item item{};
+    item.seq = seq;
+    item.append_position = KVM_POSITION_END;
+    item.n_append = n_append;
+    item.flags = flags;
+    kvm_step_params step{};
+    step.struct_size = sizeof(step);
+    step.space = space;
+    step.n_items = 1;
+    step.items = &item;
+    step.k = step.v = tensor_of(kv);
+    EXPECT_EQ(kvm_append(queue_, &step), KVM_OK) << kvm_last_error();
+    item.n_append = 0;
+    item.flags = 0;
+    item.n_query = 1;
+    item.query_position = KVM_POSITION_END;
+    step.k = step.v = {};
+    step.q = tensor_of(q);
+    step.o = tensor_of(o);
+    step.lse = tensor_of(lse);
+    EXPECT_EQ(kvm_attend(queue_, &step, nullptr), KVM_OK) << kvm_last_error();
+    return std::lround(std::exp(lse[3]));
+  };
+  EXPECT_EQ(seen_after(1000, 0), 1000);
+  EXPECT_EQ(seen_after(900, 0), 1900);
+  EXPECT_EQ(seen_after(100, KVM_ITEM_PROMPT_END), 32 + 2000 - 1856);
+}
+
 TEST_F(AbiPolicy, ImpossibleCombinationsSayWhy) {
   kvm_space_id space = 0;
   const auto refused = [&](const char* reason) {

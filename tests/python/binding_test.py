@@ -965,6 +965,18 @@ class Lifetimes:
             answers.append(self.client.step(space, 0, [kvm.Item(seq, query=1)], q=q, lse=True))
         # 232 tokens of a head went: those that joined another count beside it.
         self.assertTrue((answers[0].lse > answers[1].lse + 0.1).all())
+        shared = self.space(n_layers=2, policies=[
+            kvm.Policy(**heavy, budgets=kvm.Budgets.BY_DENSITY)])
+        seq = shared.create_sequence()
+        for layer in range(2):
+            self.client.step(shared, layer, [kvm.Item(seq, append=300)], k=k, v=v)
+        before = seq.info().bytes
+        for layer in range(2):
+            self.client.step(shared, layer, [kvm.Item(seq, append=1, prompt_end=True)],
+                             k=k[:1], v=v[:1])
+        self.assertLess(seq.info().bytes, before)  # the prompt's end alone lets tokens go
+        with self.assert_refused(INVALID, kvm.InvalidError, "budgets is 1"):
+            self.space(policies=[kvm.Policy(budgets=kvm.Budgets.BY_DENSITY)])
         with self.assert_refused(INVALID, kvm.InvalidError, "merge is 1"):
             self.space(policies=[kvm.Policy(merge=kvm.Merging.WEIGHTED)])
         with self.assertRaisesRegex(ValueError, "kv head 200"):

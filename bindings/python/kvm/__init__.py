@@ -13,7 +13,7 @@ docs/python.md begins at the beginning.
 from collections.abc import Callable as _Callable
 
 from . import _native
-from ._constants import (NO_LIMIT, POSITION_END, CodecId, Dtype, Evict, Feature, IndexKind,
+from ._constants import (NO_LIMIT, POSITION_END, Budgets, CodecId, Dtype, Evict, Feature, IndexKind,
                          LayerKind, LogLevel, Merging, Mode, Positions, Proposal, QuotaOf,
                          Retention, Rope, SequenceFlag, SpaceFlag, Status)
 from ._errors import (CancelledError, DisconnectedError, Error, FullError, InvalidError,
@@ -38,7 +38,7 @@ def set_log(listener: _Callable[[LogLevel, str], None] | None) -> None:
 
 
 __all__ = [
-    "NO_LIMIT", "POSITION_END", "Amounts", "CancelledError", "Client", "ClientEntry",
+    "NO_LIMIT", "POSITION_END", "Amounts", "Budgets", "CancelledError", "Client", "ClientEntry",
     "ClientInfo", "Codec", "CodecId", "Daemon", "DisconnectedError", "Dtype", "Error", "Evict",
     "EvictResult", "Feature", "FullError", "Index", "IndexKind", "InvalidError", "Item",
     "Layer", "LayerKind", "LogLevel", "Merging", "Mode", "NotFoundError", "PartialError", "Policy",

@@ -124,6 +124,13 @@ class Merging(enum.IntEnum):
     COUNTED = 2
 
 
+class Budgets(enum.IntEnum):
+    """How what heads may keep is shared out among layers. KVM_* constants: KVM_BUDGETS_*."""
+
+    EQUAL = 0
+    BY_DENSITY = 1
+
+
 class Positions(enum.IntEnum):
     """What a query's position means to a head's keys. KVM_* constants: KVM_POSITIONS_*."""
 
@@ -162,6 +169,7 @@ class ItemFlag(enum.IntFlag):
     TREE = 1 << 1
     EXCLUDE_RANGES = 1 << 2
     LAST_LAYER = 1 << 3
+    PROMPT_END = 1 << 4
 
 
 class Mode(enum.IntEnum):

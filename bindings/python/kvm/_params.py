@@ -8,7 +8,8 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from ._constants import CodecId, Dtype, IndexKind, LayerKind, Merging, Positions, Retention
+from ._constants import (Budgets, CodecId, Dtype, IndexKind, LayerKind, Merging, Positions,
+                         Retention)
 from ._native import codec_find, codec_name
 
 _DTYPES = {
@@ -100,6 +101,7 @@ class Policy:
     n_recent: int = 0  #: at least 1 without FULL
     n_heavy: int = 0  #: HEAVY only
     merge: Merging = Merging.NONE  #: HEAVY only: whether tokens that go join ones that stay
+    budgets: Budgets = Budgets.EQUAL  #: HEAVY only: whether some layers keep more than others
     slack: int = 0  #: tokens kept beyond n_recent, so that truncating has room
     positions: Positions = Positions.ABSOLUTE
     begin: int = 0
@@ -111,7 +113,7 @@ class Policy:
                 "kv_head_mask": _mask(self.heads), "retention": int(self.retention),
                 "positions": int(self.positions), "n_sinks": self.n_sinks,
                 "n_recent": self.n_recent, "slack": self.slack, "n_heavy": self.n_heavy,
-                "merge": int(self.merge)}
+                "merge": int(self.merge), "budgets": int(self.budgets)}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,6 +33,7 @@ class Item:
     tree:     a word for each query row; bit i says that it sees the token of row i.
     last_layer: the tokens reach no layer beyond the step's, and are final: for models that skip
               layers.
+    prompt_end: the prompt ends with these tokens: policies that wait for it act.
     It keeps the sequence alive.
     """
 
@@ -43,10 +44,12 @@ class Item:
                  append_row: int | None = None, query_row: int | None = None,
                  ranges: Series[tuple[int, int]] | None = None, exclude_ranges: bool = False,
                  causal: bool = True, tree: Series[int] | None = None,
-                 last_layer: bool = False) -> None:
+                 last_layer: bool = False, prompt_end: bool = False) -> None:
         flags = 0 if causal else int(ItemFlag.NOT_CAUSAL)
         if last_layer:
             flags |= int(ItemFlag.LAST_LAYER)
+        if prompt_end:
+            flags |= int(ItemFlag.PROMPT_END)
         if exclude_ranges:
             flags |= int(ItemFlag.EXCLUDE_RANGES)
         self._seq = seq

@@ -84,7 +84,7 @@ Status append_keys(Store& store, Sequence* seq, std::span<const uint64_t> tokens
   const AppendItem item = {.seq = seq, .n_tokens = static_cast<uint32_t>(tokens.size())};
   KVM_TRY(store.reserve_append({&item, 1}, &pieces));
   write_keys(pieces, tokens);
-  store.publish(seq, 0);
+  store.publish({.seq = seq, .layer = 0});
   settle(store, seq);
   return Status::ok();
 }

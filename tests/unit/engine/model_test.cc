@@ -436,7 +436,7 @@ class Model {
       if (undo) {
         store_->rollback(items[i].seq, items[i].layer);
       } else {
-        store_->publish(items[i].seq, items[i].layer);
+        store_->publish(items[i]);
       }
     }
     for (const Planned& plan : planned) {

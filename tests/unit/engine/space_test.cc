@@ -224,10 +224,15 @@ const std::vector<BadSpec>& bad_specs() {
        [](SpaceSpec* s) { s->policies = {sinks_recent(0, 0b10001, 0, 1)}; }},
       {"policies[0].layer_begin is 7",
        [](SpaceSpec* s) { s->policies = {sinks_recent(7, 0, 0, 1)}; }},
-      {"policies[0].reserved is 1",
+      {"policies[0].budgets is 2; it must be KVM_BUDGETS_EQUAL (0) or",
        [](SpaceSpec* s) {
          s->policies = {sinks_recent(0, 0, 0, 1)};
-         s->policies[0].reserved = 1;
+         s->policies[0].budgets = 2;
+       }},
+      {"policies[0].budgets is 1; it must be 0 without KVM_RETAIN_HEAVY",
+       [](SpaceSpec* s) {
+         s->policies = {sinks_recent(0, 0, 0, 1)};
+         s->policies[0].budgets = KVM_BUDGETS_BY_DENSITY;
        }},
       {"policies[0].merge is 1; it must be 0 without KVM_RETAIN_HEAVY",
        [](SpaceSpec* s) {

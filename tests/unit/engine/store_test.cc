@@ -271,7 +271,7 @@ TEST_F(StoreTest, PiecesCoverTheTokensInOrder) {
   EXPECT_EQ(pieces[2].n_tokens, 22u);
   EXPECT_EQ(store_->length(seq, 0), 50u);
   write_rows(pieces, 0, 0, numbered(50, 100));
-  store_->publish(seq, 0);
+  store_->publish({.seq = seq, .layer = 0});
   expect_all(seq, numbered(0, 150));
 }
 
@@ -613,8 +613,8 @@ TEST(Store, ManySequences) {
                                                {seq, 1, KVM_POSITION_END, 1 + pick(90)}};
         pieces.clear();
         ASSERT_TRUE(store->reserve_append(items, &pieces).is_ok());
-        store->publish(seq, 1);
-        store->publish(seq, 0);
+        store->publish({.seq = seq, .layer = 1});
+        store->publish({.seq = seq, .layer = 0});
         settle(*store, seq);
       }
     }

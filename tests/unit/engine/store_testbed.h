@@ -153,7 +153,7 @@ inline Status append(Store& store, Sequence* seq, uint32_t layer,
       .seq = seq, .layer = layer, .n_tokens = static_cast<uint32_t>(tokens.size())};
   KVM_TRY(store.reserve_append({&item, 1}, &pieces));
   write_rows(pieces, 0, layer, tokens);
-  store.publish(seq, layer);
+  store.publish({.seq = seq, .layer = layer});
   settle(store, seq);
   return Status::ok();
 }
@@ -163,7 +163,7 @@ inline Status append_unwritten(Store& store, Sequence* seq, uint32_t layer, uint
   std::vector<AppendPiece> pieces;
   const AppendItem item = {.seq = seq, .layer = layer, .n_tokens = n_tokens};
   KVM_TRY(store.reserve_append({&item, 1}, &pieces));
-  store.publish(seq, layer);
+  store.publish({.seq = seq, .layer = layer});
   settle(store, seq);
   return Status::ok();
 }

@@ -210,7 +210,7 @@ class World {
         store_->rollback(item.seq, item.layer);
         continue;
       }
-      store_->publish(item.seq, item.layer);
+      store_->publish(item);
       for (uint32_t i = 0; i < n; ++i) {
         model.tokens[item.layer].push_back(next_token_ + i);
       }

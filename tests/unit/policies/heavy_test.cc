@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <random>
 #include <span>
@@ -164,6 +165,57 @@ TEST(Heavy, MoreListsThanActionsAreAskedForAgain) {
   EXPECT_EQ(actions.n_actions, kMaxActions);
   EXPECT_TRUE(actions.more);
   EXPECT_EQ(actions.kept.size(), kMaxActions * 7);
+}
+
+// D2O: shares of L layers add up to L budgets, whatever the rounding, and lie within a factor of e.
+TEST(Heavy, SharesAddUp) {
+  std::mt19937_64 random(3);
+  for (int trial = 0; trial < 200; ++trial) {
+    const auto n_layers = static_cast<uint32_t>(1 + random() % 80);
+    const auto n_heads = static_cast<uint32_t>(1 + random() % 8);
+    const Budget budget = {100 + random() % 5000, 100 + random() % 5000};
+    std::vector<Measured> lists;
+    for (uint32_t layer = 0; layer < n_layers; ++layer) {
+      for (uint32_t head = 0; head < n_heads; ++head) {
+        const double measure = std::exponential_distribution<double>(1e-3)(random);
+        lists.push_back({layer, true, trial % 5 == 0 ? 7.0 : measure, budget});
+      }
+      lists.push_back({layer, false, 1e9, {3, 0}});
+    }
+    heavy().share_out(lists);
+    Budget sum;
+    uint64_t least = UINT64_MAX, most = 0;
+    for (const Measured& list : lists) {
+      if (!list.shares_budget) {
+        EXPECT_EQ(list.budget, (Budget{3, 0}));
+        continue;
+      }
+      sum.n_recent += list.budget.n_recent;
+      sum.n_heavy += list.budget.n_heavy;
+      least = std::min(least, list.budget.n_heavy);
+      most = std::max(most, list.budget.n_heavy);
+    }
+    const uint64_t n = uint64_t{n_layers} * n_heads;
+    EXPECT_EQ(sum, (Budget{n * budget.n_recent, n * budget.n_heavy}));
+    EXPECT_LE(static_cast<double>(most - 1), std::exp(1.0) * static_cast<double>(least + 1));
+    if (n_heads == 1 || trial % 5 == 0) {
+      EXPECT_LE(most - least, 1u) << "no layer is less even than another";
+    }
+  }
+}
+
+// Attention that is spread out gets more room: one head of two that looks everywhere alike, against
+// two of which both look at few tokens.
+TEST(Heavy, SharesFollowTheRule) {
+  std::vector<Measured> lists = {{0, true, 0.0, {1000, 100}}, {0, true, 4.0, {1000, 100}},
+                                 {0, true, 0.0, {1000, 100}}, {3, true, 9.0, {1000, 100}},
+                                 {3, true, 9.0, {1000, 100}}, {3, true, 1.0, {1000, 100}}};
+  heavy().share_out(lists);
+  const double first = std::exp(-1.0 / 3), second = std::exp(-2.0 / 3);  // F: 1/3 and 2/3
+  EXPECT_EQ(lists[0].budget.n_recent,
+            static_cast<uint64_t>(std::llround(2000 * first / (first + second))));
+  EXPECT_EQ(lists[3].budget.n_recent, 2000 - lists[0].budget.n_recent);
+  EXPECT_EQ(lists[1].budget, lists[2].budget);
 }
 
 }  // namespace

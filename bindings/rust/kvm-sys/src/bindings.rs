@@ -64,6 +64,8 @@ pub const KVM_RETAIN_HEAVY: u32 = 3;
 pub const KVM_MERGE_NONE: u32 = 0;
 pub const KVM_MERGE_WEIGHTED: u32 = 1;
 pub const KVM_MERGE_COUNTED: u32 = 2;
+pub const KVM_BUDGETS_EQUAL: u32 = 0;
+pub const KVM_BUDGETS_BY_DENSITY: u32 = 1;
 pub const KVM_POSITIONS_ABSOLUTE: u32 = 0;
 pub const KVM_POSITIONS_IN_CACHE: u32 = 1;
 pub const KVM_CODEC_F32: u32 = 1;
@@ -86,6 +88,7 @@ pub const KVM_ITEM_NOT_CAUSAL: u32 = 1 << 0;
 pub const KVM_ITEM_TREE: u32 = 1 << 1;
 pub const KVM_ITEM_EXCLUDE_RANGES: u32 = 1 << 2;
 pub const KVM_ITEM_LAST_LAYER: u32 = 1 << 3;
+pub const KVM_ITEM_PROMPT_END: u32 = 1 << 4;
 pub const KVM_MODE_DEFAULT: u32 = 0;
 pub const KVM_MODE_EXACT: u32 = 1;
 pub const KVM_MODE_TOPK: u32 = 2;
@@ -323,7 +326,7 @@ pub struct kvm_policy_params {
     pub slack: u64,
     pub n_heavy: u64,
     pub merge: u32,
-    pub reserved: u32,
+    pub budgets: u32,
 }
 
 impl Default for kvm_policy_params {

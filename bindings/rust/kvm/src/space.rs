@@ -297,6 +297,27 @@ impl Policy {
         self
     }
 
+    /// D2O: [`Policy::heavy`] heads keep every token until the prompt ends
+    /// ([`Item::prompt_end`](crate::Item::prompt_end)); then layers whose attention is spread out
+    /// keep more than others (kvm.h, `KVM_BUDGETS_BY_DENSITY`).
+    ///
+    /// ```
+    /// use kvm::{Heads, Policy, SpaceParams};
+    /// # let client = kvm::Client::open_embedded(&kvm::EmbeddedParams::new().threads(1))?;
+    /// let policy = Policy::heavy(Heads::all(), 4, 512, 512).by_density();
+    /// client.register_space(&SpaceParams::new("my-model", 2, 4, 64).policy(policy))?;
+    /// // Of other heads nothing is chosen.
+    /// let policy = Policy::sinks_recent(Heads::all(), 4, 512).by_density();
+    /// let wrong = SpaceParams::new("other-model", 2, 4, 64).policy(policy);
+    /// assert!(client.register_space(&wrong).is_err());
+    /// # Ok::<(), kvm::Error>(())
+    /// ```
+    #[must_use]
+    pub fn by_density(mut self) -> Self {
+        self.raw.budgets = sys::KVM_BUDGETS_BY_DENSITY;
+        self
+    }
+
     /// `StreamingLLM`: sinks and recent tokens count as neighbours, whatever was between them. The
     /// space must have a rope layout, and the layers no window.
     #[must_use]

@@ -284,6 +284,14 @@ impl Item {
         self
     }
 
+    /// The prompt ends with these tokens: policies that wait for it act
+    /// ([`Policy::by_density`](crate::Policy::by_density)).
+    #[must_use]
+    pub fn prompt_end(mut self) -> Self {
+        self.raw.flags |= sys::KVM_ITEM_PROMPT_END;
+        self
+    }
+
     /// Rows see every position, not only those up to their own.
     #[must_use]
     pub fn not_causal(mut self) -> Self {

@@ -94,7 +94,7 @@ structures! {
         slack,
         n_heavy,
         merge,
-        reserved,
+        budgets,
     }
     kvm_codec_params {
         layer_begin,
@@ -481,6 +481,8 @@ constants! {
     KVM_MERGE_NONE,
     KVM_MERGE_WEIGHTED,
     KVM_MERGE_COUNTED,
+    KVM_BUDGETS_EQUAL,
+    KVM_BUDGETS_BY_DENSITY,
     KVM_POSITIONS_ABSOLUTE,
     KVM_POSITIONS_IN_CACHE,
     KVM_CODEC_F32,
@@ -503,6 +505,7 @@ constants! {
     KVM_ITEM_TREE,
     KVM_ITEM_EXCLUDE_RANGES,
     KVM_ITEM_LAST_LAYER,
+    KVM_ITEM_PROMPT_END,
     KVM_MODE_DEFAULT,
     KVM_MODE_EXACT,
     KVM_MODE_TOPK,
