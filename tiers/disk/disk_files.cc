@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tiers/disk/disk_files.h"
+
+#include <fcntl.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+
+#include "base/assert.h"
+#include "tiers/disk/disk_io.h"
+
+namespace kvm::tiers {
+namespace {
+
+constexpr int kCreate = O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC;
+
+Status refused(const std::string& path, const char* what, int error) {
+  const kvm_status code = error == ENOSPC || error == EDQUOT ? KVM_ERR_NO_SPACE
+                          : error == EEXIST                  ? KVM_ERR_EXISTS
+                                                             : KVM_ERR_IO;
+  return Status(code, path + ": " + what + ": " + ::strerror(error));
+}
+
+// What direct I/O on the file has to be aligned to; 0: it is not to be had.
+uint32_t direct_block_bytes(int fd) {
+  struct statx about {};
+#ifdef STATX_DIOALIGN
+  if (::statx(fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &about) == 0 &&
+      (about.stx_mask & STATX_DIOALIGN) != 0) {
+    const uint32_t block = std::max({about.stx_dio_offset_align, about.stx_dio_mem_align, 512u});
+    return about.stx_dio_offset_align == 0 || block > kMaxDiskBlockBytes ? 0 : block;
+  }
+#endif
+  return kMaxDiskBlockBytes;  // an older kernel: this does for all
+}
+
+// Some file systems cannot set room aside. There the file is as long all the same, and a write may
+// find the disk full.
+int set_room_aside(int fd, uint64_t size_bytes) {
+  int rc = 0;
+  do {
+    rc = ::fallocate(fd, 0, 0, static_cast<off_t>(size_bytes)) == 0 ? 0 : errno;
+  } while (rc == EINTR);
+  if (rc == EOPNOTSUPP) {
+    rc = ::ftruncate(fd, static_cast<off_t>(size_bytes)) == 0 ? 0 : errno;
+  }
+  return rc;
+}
+
+}  // namespace
+
+DiskFiles::~DiskFiles() {
+  for (const File& file : files_) {
+    if (file.fd >= 0) {
+      ::close(file.fd);
+    }
+  }
+}
+
+Status DiskFiles::create(uint32_t file, const std::string& path, uint64_t size_bytes) {
+  KVM_ASSERT(file < files_.size() && files_[file].fd < 0 && size_bytes % kMaxDiskBlockBytes == 0);
+  std::string kept = path;
+  int fd = ::open(path.c_str(), kCreate | O_DIRECT, 0600);
+  bool is_direct = fd >= 0;
+  uint32_t block = is_direct ? direct_block_bytes(fd) : 0;
+  if (is_direct && block == 0) {
+    is_direct = false;
+    ::close(fd);
+    ::unlink(path.c_str());
+  }
+  if (!is_direct && (fd >= 0 || errno == EINVAL)) {
+    // Where direct I/O is refused, some file systems have made the file nevertheless.
+    if (fd < 0) {
+      ::unlink(path.c_str());
+    }
+    fd = ::open(path.c_str(), kCreate, 0600);
+    block = 512;
+  }
+  if (fd < 0) {
+    return refused(path, "making the file", errno);
+  }
+  if (const int error = set_room_aside(fd, size_bytes); error != 0) {
+    ::close(fd);
+    ::unlink(path.c_str());
+    return refused(path, "setting room aside", error);
+  }
+  files_[file] = {fd, std::move(kept)};
+  is_direct_ = is_direct_ && is_direct;
+  block_bytes_ = std::max(block_bytes_, block);
+  return Status::ok();
+}
+
+void DiskFiles::remove(uint32_t file) noexcept {
+  const int open = fd(file);
+  ::unlink(files_[file].path.c_str());
+  ::close(open);
+  files_[file].fd = -1;
+}
+
+int DiskFiles::fd(uint32_t file) const {
+  KVM_ASSERT(file < files_.size() && files_[file].fd >= 0);
+  return files_[file].fd;
+}
+
+}  // namespace kvm::tiers
