@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every SlowTier must hold to, over the simulated one in each way in which its transfers end;
-// and what the simulated one promises besides.
+// What every SlowTier must hold to, over the simulated one in each way in which its transfers end,
+// and over the disk tier on each of its disks; and what the simulated one promises besides.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -21,6 +21,9 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "tests/common/temporary_directory.h"
+#include "tiers/disk/disk_tier.h"
+#include "tiers/disk/simulated_disk.h"
 #include "tiers/simulated/simulated_tier.h"
 #include "tiers/slow_tier.h"
 
@@ -51,8 +54,12 @@ void operator delete[](void* memory, size_t) noexcept { std::free(memory); }
 namespace kvm::testing {
 namespace {
 
+using tiers::DiskBackend;
+using tiers::DiskTier;
+using tiers::DiskTierOptions;
 using tiers::kNoPlace;
 using tiers::PlaceId;
+using tiers::SimulatedDisk;
 using tiers::SimulatedTier;
 using tiers::SimulatedTierOptions;
 using tiers::SlowTier;
@@ -193,6 +200,48 @@ struct ManualRig {
   std::mt19937 generator{6};
 };
 
+DiskTierOptions disk_options(uint64_t capacity_bytes) {
+  return {.capacity_bytes = capacity_bytes,
+          .segment_bytes = 640 * kKiB,
+          .transfer_bytes = 64 * kKiB,
+          .queue_depth = 8};
+}
+
+struct FileRig {
+  FileRig(uint64_t capacity_bytes, DiskBackend backend) : owned(open(capacity_bytes, backend)) {}
+  std::unique_ptr<DiskTier> open(uint64_t capacity_bytes, DiskBackend backend) {
+    DiskTierOptions options = disk_options(capacity_bytes);
+    options.directories = {directory.path()};
+    options.backend = backend;
+    return DiskTier::open(options).value();
+  }
+  void drive() {}
+  TemporaryDirectory directory;
+  std::unique_ptr<DiskTier> owned;
+  SlowTier& tier = *owned;
+};
+// io_uring where the system has it.
+struct UringDiskRig : FileRig {
+  explicit UringDiskRig(uint64_t capacity_bytes) : FileRig(capacity_bytes, DiskBackend::kAny) {}
+};
+struct ThreadsDiskRig : FileRig {
+  explicit ThreadsDiskRig(uint64_t capacity_bytes)
+      : FileRig(capacity_bytes, DiskBackend::kThreads) {}
+};
+struct SimulatedDiskRig {
+  explicit SimulatedDiskRig(uint64_t capacity_bytes) : owned(open(capacity_bytes)) {}
+  static std::unique_ptr<DiskTier> open(uint64_t capacity_bytes) {
+    DiskTierOptions options = disk_options(capacity_bytes);
+    options.directories = {"a", "b"};
+    auto disk = std::make_unique<SimulatedDisk>(tiers::SimulatedDiskOptions{
+        .io = DiskTier::io_options(options).value(), .seed = 4, .max_latency = 5});
+    return DiskTier::over(std::move(disk), options).value();
+  }
+  void drive() {}
+  std::unique_ptr<DiskTier> owned;
+  SlowTier& tier = *owned;
+};
+
 template <typename Rig>
 class SlowTierConformance : public ::testing::Test {
  protected:
@@ -230,7 +279,8 @@ class SlowTierConformance : public ::testing::Test {
   Rig rig_{kCapacity};
   SlowTier& tier_ = rig_.tier;
 };
-using Rigs = ::testing::Types<TimedRig, SlowRig, ShuffledRig, ManualRig>;
+using Rigs = ::testing::Types<TimedRig, SlowRig, ShuffledRig, ManualRig, UringDiskRig,
+                              ThreadsDiskRig, SimulatedDiskRig>;
 TYPED_TEST_SUITE(SlowTierConformance, Rigs);
 
 TYPED_TEST(SlowTierConformance, ReadsGiveWhatWasWritten) {

@@ -91,7 +91,8 @@ class DiskIo {
   // REQUIRES: no op of the file is in flight.
   virtual void remove(uint32_t file) noexcept = 0;
 
-  // Begins them all. REQUIRES: with them no more than queue_depth are in flight.
+  // Begins them all. REQUIRES: with them no more than queue_depth are in flight, and no two writes
+  // of the same bytes.
   virtual void submit(std::span<DiskOp* const> ops) noexcept = 0;
   // Returns how many of `ended` it has set, to ops that have ended. Where there is none it waits:
   // for one, for wake(), or for so long; UINT64_MAX: without end.

@@ -17,6 +17,11 @@ constexpr uint64_t kMillion = 1'000'000;
 constexpr uint32_t kBlock = 512;
 constexpr uint32_t kLargeBlock = 4096;
 
+bool is_overwritten(const DiskOp& a, const DiskOp& b) {
+  return a.kind == DiskOp::Kind::kWrite && a.file == b.file && a.offset < b.offset + b.size_bytes &&
+         b.offset < a.offset + a.size_bytes;
+}
+
 }  // namespace
 
 SimulatedDisk::SimulatedDisk(const SimulatedDiskOptions& options)
@@ -70,6 +75,10 @@ void SimulatedDisk::submit(std::span<DiskOp* const> ops) noexcept {
                (op->size_bytes != 0 && op->size_bytes % kBlock == 0 && op->offset % kBlock == 0 &&
                 reinterpret_cast<uintptr_t>(op->data) % kBlock == 0 &&
                 op->offset + op->size_bytes <= files_[op->file].bytes.size()));
+    // Which of two writes comes last nobody could tell.
+    KVM_ASSERT(op->kind != DiskOp::Kind::kWrite ||
+               std::none_of(pending_.begin(), pending_.end(),
+                            [&](const Pending& other) { return is_overwritten(*other.op, *op); }));
     op->begin();
     const uint64_t latency = options_.max_latency == 0 ? 0 : random() % (options_.max_latency + 1);
     pending_.push_back({op, n_reaps_ + latency});

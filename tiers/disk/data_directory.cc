@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tiers/disk/data_directory.h"
+
+#include <fcntl.h>
+#include <string.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <cstddef>
+#include <cstdio>
+#include <filesystem>
+#include <string_view>
+#include <system_error>
+#include <vector>
+
+#include "tiers/disk/disk_format.h"
+
+namespace kvm::tiers {
+namespace {
+
+constexpr char kLockName[] = "kvm.lock";
+constexpr std::string_view kSegmentPrefix = "kvm-";
+constexpr std::string_view kSegmentSuffix = ".segment";
+
+Status refused(const std::string& path, const std::string& what, int error) {
+  kvm_status code = KVM_ERR_IO;
+  if (error == ENOENT) {
+    code = KVM_ERR_NOT_FOUND;
+  } else if (error == EACCES || error == EPERM || error == EROFS) {
+    code = KVM_ERR_PERMISSION;
+  }
+  return Status(code, "directory " + path + ": " + what + ": " + ::strerror(error));
+}
+
+// Who has the lock, as that wrote it down.
+std::string owner_of(int lock_fd) {
+  std::array<char, 32> text{};
+  const ssize_t n = ::pread(lock_fd, text.data(), text.size() - 1, 0);
+  const std::string_view pid(text.data(), n > 0 ? static_cast<size_t>(n) : 0);
+  const size_t n_digits = pid.find_first_not_of("0123456789");
+  return n_digits == 0 || pid.empty() ? "another process"
+                                      : "the process " + std::string(pid.substr(0, n_digits));
+}
+
+bool is_segment_name(std::string_view name) {
+  if (!name.starts_with(kSegmentPrefix) || !name.ends_with(kSegmentSuffix) ||
+      name.size() <= kSegmentPrefix.size() + kSegmentSuffix.size()) {
+    return false;
+  }
+  name.remove_prefix(kSegmentPrefix.size());
+  name.remove_suffix(kSegmentSuffix.size());
+  return name.find_first_not_of("0123456789") == std::string_view::npos;
+}
+
+// Fails where the file is of another version.
+Status check_version(const std::string& path) {
+  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
+  if (fd < 0) {
+    return Status::ok();  // removing it will say what is wrong
+  }
+  std::array<std::byte, sizeof(SegmentHeader)> first{};
+  const ssize_t n = ::pread(fd, first.data(), first.size(), 0);
+  ::close(fd);
+  uint16_t version = 0;
+  if (n == static_cast<ssize_t>(first.size()) &&
+      kind_of_file(first, &version) == SegmentFile::kForeign) {
+    return Status(KVM_ERR_VERSION, path + " has version " + std::to_string(version) +
+                                       " of the format, this program knows version " +
+                                       std::to_string(kDiskFormatVersion) +
+                                       ": remove the file if nothing needs it");
+  }
+  return Status::ok();
+}
+
+}  // namespace
+
+std::string segment_file_name(uint32_t segment) {
+  std::array<char, 8> digits{};
+  (void)std::snprintf(digits.data(), digits.size(), "%05u", segment % 100'000);
+  return std::string(kSegmentPrefix) + digits.data() + std::string(kSegmentSuffix);
+}
+
+Result<DataDirectory> DataDirectory::open(const std::string& path) {
+  struct stat about {};
+  if (::stat(path.c_str(), &about) != 0) {
+    return refused(path, "it cannot be used", errno);
+  }
+  if (!S_ISDIR(about.st_mode)) {
+    return Status(KVM_ERR_INVALID, path + " is not a directory");
+  }
+  const std::string lock = path + "/" + kLockName;
+  const int fd = ::open(lock.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
+  if (fd < 0) {
+    return refused(path, std::string("opening ") + kLockName, errno);
+  }
+  if (::flock(fd, LOCK_EX | LOCK_NB) != 0) {
+    const int error = errno;
+    const std::string owner = owner_of(fd);
+    ::close(fd);
+    if (error != EWOULDBLOCK) {
+      return refused(path, std::string("locking ") + kLockName, error);
+    }
+    return Status(KVM_ERR_BUSY, "directory " + path + " is in use by " + owner +
+                                    ": each kvmd needs directories of its own");
+  }
+  DataDirectory directory(path, fd);
+  const std::string pid = std::to_string(::getpid()) + "\n";
+  if (::ftruncate(fd, 0) != 0 ||
+      ::pwrite(fd, pid.data(), pid.size(), 0) != static_cast<ssize_t>(pid.size())) {
+    return refused(path, std::string("writing ") + kLockName, errno);
+  }
+  return directory;
+}
+
+DataDirectory::~DataDirectory() {
+  if (lock_fd_ >= 0) {
+    // The file stays: were it removed, who has it open already would lock one that nobody finds.
+    ::close(lock_fd_);
+  }
+}
+
+Result<uint64_t> DataDirectory::remove_segments() {
+  std::vector<std::string> found;
+  std::error_code error;
+  for (std::filesystem::directory_iterator it(path_, error), end; !error && it != end;
+       it.increment(error)) {
+    std::error_code ignored;
+    if (is_segment_name(it->path().filename().string()) &&
+        it->symlink_status(ignored).type() == std::filesystem::file_type::regular) {
+      found.push_back(it->path().string());
+    }
+  }
+  if (error) {
+    return refused(path_, "listing it", error.value());
+  }
+  for (const std::string& file : found) {
+    KVM_TRY(check_version(file));
+  }
+  for (const std::string& file : found) {
+    if (::unlink(file.c_str()) != 0) {
+      return refused(path_, "removing " + file, errno);
+    }
+  }
+  return uint64_t{found.size()};
+}
+
+}  // namespace kvm::tiers

@@ -1,0 +1,454 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tiers/disk/disk_tier.h"
+
+#include <sys/random.h>
+
+#include <algorithm>
+#include <new>
+#include <system_error>
+#include <utility>
+
+#include "base/assert.h"
+
+namespace kvm::tiers {
+namespace {
+
+constexpr uint64_t kDayNs = uint64_t{24} * 3600 * 1'000'000'000;
+constexpr uint64_t kMiB = 1 << 20;
+constexpr uint64_t kAlign = kMaxDiskBlockBytes;
+
+Status invalid(std::string what) { return Status(KVM_ERR_INVALID, "disk tier: " + what); }
+
+std::string bytes_text(uint64_t n) { return std::to_string(n) + " bytes"; }
+
+uint64_t default_segment_bytes(uint64_t capacity_bytes) {
+  const uint64_t wanted = std::min(capacity_bytes / 8, 64 * kMiB);
+  const uint64_t fewest = align_up(capacity_bytes / DiskTier::kMaxSegments + 1, kAlign);
+  return std::max({align_down(wanted, kAlign), DiskTier::kMinSegmentBytes, fewest});
+}
+
+// With all that can be chosen chosen.
+Result<DiskTierOptions> checked(const DiskTierOptions& given) {
+  DiskTierOptions options = given;
+  if (options.directories.empty()) {
+    return invalid("no directory is named");
+  }
+  if (options.segment_bytes == 0) {
+    options.segment_bytes = default_segment_bytes(options.capacity_bytes);
+  }
+  const uint64_t segment = options.segment_bytes;
+  if (segment % kAlign != 0 || segment < DiskTier::kMinSegmentBytes ||
+      segment > DiskTier::kMaxSegmentBytes) {
+    return invalid("segments of " + bytes_text(segment) + "; they have a multiple of 4096, from " +
+                   std::to_string(DiskTier::kMinSegmentBytes) + " to " +
+                   std::to_string(DiskTier::kMaxSegmentBytes));
+  }
+  const uint64_t n = options.capacity_bytes / segment;
+  if (n < 2) {
+    return invalid("a capacity of " + bytes_text(options.capacity_bytes) +
+                   " is too small: it takes two segments, of " + bytes_text(segment) + " each");
+  }
+  if (n > DiskTier::kMaxSegments) {
+    return invalid("a capacity of " + bytes_text(options.capacity_bytes) + " takes " +
+                   std::to_string(n) + " segments of " + bytes_text(segment) + "; there are " +
+                   std::to_string(DiskTier::kMaxSegments) + " at most: make them larger");
+  }
+  if (options.transfer_bytes % kAlign != 0 || options.transfer_bytes < 64 << 10 ||
+      options.transfer_bytes > 16 << 20) {
+    return invalid("transfers of " + bytes_text(options.transfer_bytes) +
+                   "; they have a multiple of 4096, from 64 KiB to 16 MiB");
+  }
+  if (options.queue_depth < 2 || options.queue_depth > 1024) {
+    return invalid("a queue depth of " + std::to_string(options.queue_depth) +
+                   "; 2 to 1024 are allowed");
+  }
+  return options;
+}
+
+uint64_t job_bytes(const DiskTierOptions& options) {
+  // In front there is room for a segment's header; reads begin and end at blocks of the disk.
+  return kSegmentHeaderBytes + options.transfer_bytes + 2 * kAlign;
+}
+
+}  // namespace
+
+// --- The beginning and the end -------------------------------------------------------------------
+
+Result<DiskIoOptions> DiskTier::io_options(const DiskTierOptions& given) {
+  KVM_TRY_ASSIGN(const DiskTierOptions options, checked(given));
+  const uint32_t n_jobs = options.queue_depth + kMoveJobs;
+  return DiskIoOptions{
+      .n_files = static_cast<uint32_t>(options.capacity_bytes / options.segment_bytes),
+      .queue_depth = n_jobs,
+      .buffer_bytes = n_jobs * job_bytes(options)};
+}
+
+Result<std::unique_ptr<DiskTier>> DiskTier::over(std::unique_ptr<DiskIo> io,
+                                                 const DiskTierOptions& given) {
+  try {
+    KVM_TRY_ASSIGN(const DiskTierOptions options, checked(given));
+    std::unique_ptr<DiskTier> tier(new DiskTier(std::move(io), options));
+    tier->start(1);
+    return tier;
+  } catch (const std::system_error&) {
+    return Status::fixed(KVM_ERR_LIMIT, "disk tier: the system refuses a thread");
+  } catch (const std::bad_alloc&) {
+    return Status::fixed(KVM_ERR_NO_MEMORY, "disk tier: there is no memory for it");
+  }
+}
+
+Result<std::unique_ptr<DiskTier>> DiskTier::open(const DiskTierOptions& given) {
+  try {
+    KVM_TRY_ASSIGN(const DiskTierOptions options, checked(given));
+    std::vector<DataDirectory> directories;
+    for (const std::string& path : options.directories) {
+      KVM_TRY_ASSIGN(DataDirectory directory, DataDirectory::open(path));
+      directories.push_back(std::move(directory));
+    }
+    uint64_t n_leftover = 0;
+    for (DataDirectory& directory : directories) {
+      KVM_TRY_ASSIGN(const uint64_t n, directory.remove_segments());
+      n_leftover += n;
+    }
+    KVM_TRY_ASSIGN(const DiskIoOptions io_options, DiskTier::io_options(options));
+    KVM_TRY_ASSIGN(std::unique_ptr<DiskIo> io, open_disk_io(options.backend, io_options));
+    std::unique_ptr<DiskTier> tier(new DiskTier(std::move(io), options));
+    tier->directories_ = std::move(directories);
+    tier->stats_.n_leftover_files = n_leftover;
+    uint64_t run_id = now_ns();
+    (void)!::getrandom(&run_id, sizeof(run_id), 0);
+    tier->start(run_id);
+    return tier;
+  } catch (const std::system_error&) {
+    return Status::fixed(KVM_ERR_LIMIT, "disk tier: the system refuses a thread");
+  } catch (const std::bad_alloc&) {
+    return Status::fixed(KVM_ERR_NO_MEMORY, "disk tier: there is no memory for it");
+  }
+}
+
+DiskTier::DiskTier(std::unique_ptr<DiskIo> io, const DiskTierOptions& options)
+    : options_(options),
+      n_segments_(static_cast<uint32_t>(options.capacity_bytes / options.segment_bytes)),
+      io_(std::move(io)),
+      segments_(n_segments_),
+      day_ns_(options.clock->now_ns()),
+      jobs_(options.queue_depth + kMoveJobs) {
+  stats_.backend = io_->name();
+  stats_.capacity_bytes = n_segments_ * options.segment_bytes;
+  const uint64_t stride = job_bytes(options);
+  const std::span<std::byte> buffers = io_->buffers();
+  KVM_ASSERT(buffers.size() >= stride * jobs_.size());
+  idle_.reserve(jobs_.size());
+  begun_.reserve(jobs_.size());
+  ended_.resize(jobs_.size());
+  for (size_t i = 0; i < jobs_.size(); ++i) {
+    jobs_[i].own = buffers.data() + i * stride;
+    jobs_[i].parts.reserve(kMaxParts);
+    idle_.push_back(&jobs_[i]);
+  }
+}
+
+void DiskTier::start(uint64_t run_id) {
+  run_id_ = run_id;
+  if (!options_.is_manual) {
+    thread_ = std::thread([this] { run(); });
+  }
+}
+
+DiskTier::~DiskTier() {
+  {
+    const std::lock_guard lock(mutex_);
+    KVM_ASSERT(n_transfers_ == 0);
+    is_stopping_ = true;
+    (void)nudge_locked();
+  }
+  if (thread_.joinable()) {
+    io_->wake();
+    thread_.join();
+  }
+  while (idle_.size() != jobs_.size()) {
+    do_turn(false);
+  }
+  for (uint32_t i = 0; i < n_segments_; ++i) {
+    if (segments_[i].state != Segment::State::kAbsent) {
+      io_->remove(i);
+    }
+  }
+}
+
+// --- Any thread ----------------------------------------------------------------------------------
+
+void DiskTier::submit(std::span<Transfer* const> transfers) noexcept {
+  bool must_wake = false;
+  std::unique_lock lock(mutex_);
+  for (Transfer* transfer : transfers) {
+    Status status;
+    try {
+      status = accept_locked(transfer);
+    } catch (const std::bad_alloc&) {
+      status = Status::fixed(KVM_ERR_NO_MEMORY, "disk tier: there is no memory for the transfer");
+    }
+    if (status.is_ok()) {
+      must_wake = nudge_locked() || must_wake;
+      continue;
+    }
+    lock.unlock();
+    transfer->status = std::move(status);
+    transfer->on_done();
+    lock.lock();
+  }
+  lock.unlock();
+  if (must_wake) {
+    io_->wake();
+  }
+}
+
+Status DiskTier::accept_locked(Transfer* transfer) {
+  const uint32_t size_bytes = transfer->size_bytes;
+  KVM_ASSERT(transfer->data != nullptr && size_bytes != 0);
+  transfer->status = Status();
+  if (transfer->kind == Transfer::Kind::kRead) {
+    Place& place = written_place_locked(transfer->place);
+    KVM_ASSERT(place.size_bytes == size_bytes);
+    reads_.push_back({.transfer = transfer, .place = transfer->place, .size_bytes = size_bytes});
+    ++place.n_readers;
+  } else {
+    if (Status status = refusal_locked(size_bytes); !status.is_ok()) {
+      ++stats_.n_no_space;
+      return status;
+    }
+    const PlaceId id = take_place_locked(size_bytes);
+    try {
+      writes_.push_back({.transfer = transfer, .place = id, .size_bytes = size_bytes});
+    } catch (const std::bad_alloc&) {
+      free_place_locked(id);
+      return Status::fixed(KVM_ERR_NO_MEMORY, "disk tier: there is no memory for the transfer");
+    }
+    waiting_write_bytes_ += record_bytes(size_bytes);
+    stats_.written_today_bytes += record_bytes(size_bytes);
+  }
+  ++n_transfers_;
+  return Status::ok();
+}
+
+Status DiskTier::refusal_locked(uint32_t size_bytes) {
+  const uint64_t bytes = record_bytes(size_bytes);
+  const uint64_t in_segment = options_.segment_bytes - kSegmentHeaderBytes;
+  if (bytes > in_segment - kAlign) {
+    return Status(KVM_ERR_NO_SPACE, "disk tier: a page of " + bytes_text(size_bytes) +
+                                        "; a segment holds one of " +
+                                        bytes_text(in_segment - kAlign - sizeof(RecordHeader)));
+  }
+  const uint64_t capacity = (n_segments_ - 1) * in_segment;
+  if (bytes > capacity - used_bytes_) {
+    return Status(KVM_ERR_NO_SPACE, "disk tier: a page of " + bytes_text(size_bytes) + ", " +
+                                        std::to_string(capacity - used_bytes_) + " of " +
+                                        bytes_text(capacity) + " are free");
+  }
+  begin_day_locked();
+  const uint64_t limit = options_.write_bytes_per_day;
+  if (limit != 0 && stats_.written_today_bytes + bytes > limit) {
+    return Status(KVM_ERR_NO_SPACE, "disk tier: the writes of this day are used up: " +
+                                        std::to_string(stats_.written_today_bytes) + " of " +
+                                        bytes_text(limit));
+  }
+  return Status::ok();
+}
+
+void DiskTier::begin_day_locked() {
+  const uint64_t n_days = (options_.clock->now_ns() - day_ns_) / kDayNs;
+  if (n_days != 0) {
+    day_ns_ += n_days * kDayNs;
+    stats_.written_today_bytes = 0;
+  }
+}
+
+PlaceId DiskTier::take_place_locked(uint32_t size_bytes) {
+  if (first_free_place_ == static_cast<uint32_t>(kNoPlace)) {
+    KVM_ASSERT(places_.size() < static_cast<uint32_t>(kNoPlace));
+    places_.push_back({.unit = first_free_place_});
+    first_free_place_ = static_cast<uint32_t>(places_.size() - 1);
+  }
+  const uint32_t index = first_free_place_;
+  Place& place = places_[index];
+  first_free_place_ = place.unit;
+  place = {.size_bytes = size_bytes, .state = Place::State::kWriting};
+  used_bytes_ += record_bytes(size_bytes);
+  return static_cast<PlaceId>(index);
+}
+
+void DiskTier::free_place_locked(PlaceId id) {
+  Place& place = places_[static_cast<uint32_t>(id)];
+  const uint64_t bytes = record_bytes(place.size_bytes);
+  const uint32_t segment = place.segment;
+  used_bytes_ -= bytes;
+  place = {.unit = std::exchange(first_free_place_, static_cast<uint32_t>(id))};
+  if (segment != kNoSegment) {
+    segments_[segment].live_bytes -= bytes;
+    recycle_if_empty_locked(segment);
+  }
+}
+
+DiskTier::Place& DiskTier::written_place_locked(PlaceId id) {
+  const auto index = static_cast<uint32_t>(id);
+  KVM_ASSERT(index < places_.size() && places_[index].state == Place::State::kWritten);
+  return places_[index];
+}
+
+void DiskTier::release(PlaceId id) noexcept {
+  bool must_wake = false;
+  {
+    const std::lock_guard lock(mutex_);
+    KVM_ASSERT(written_place_locked(id).n_readers == 0);
+    free_place_locked(id);
+    must_wake = !writes_.empty() && nudge_locked();
+  }
+  if (must_wake) {
+    io_->wake();
+  }
+}
+
+bool DiskTier::nudge_locked() {
+  has_news_ = true;
+  return std::exchange(is_asleep_, false);
+}
+
+uint64_t DiskTier::used_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return used_bytes_;
+}
+
+DiskTierStats DiskTier::stats() const {
+  const std::lock_guard lock(mutex_);
+  return stats_;
+}
+
+// --- The tier's thread ---------------------------------------------------------------------------
+
+void DiskTier::run() {
+  for (;;) {
+    {
+      const std::lock_guard lock(mutex_);
+      if (is_stopping_ && idle_.size() == jobs_.size()) {
+        return;
+      }
+    }
+    do_turn(true);
+  }
+}
+
+bool DiskTier::turn() {
+  KVM_ASSERT(options_.is_manual);
+  do_turn(false);
+  const std::lock_guard lock(mutex_);
+  return n_transfers_ != 0 || move_.victim != kNoSegment || idle_.size() != jobs_.size();
+}
+
+void DiskTier::do_turn(bool may_wait) {
+  uint64_t timeout_ns = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    is_asleep_ = may_wait && !has_news_;
+    timeout_ns = is_asleep_ ? patience_ns() : 0;
+    has_news_ = false;
+  }
+  const size_t n_ended = io_->reap(ended_, timeout_ns);
+  {
+    const std::lock_guard lock(mutex_);
+    is_asleep_ = false;
+  }
+  for (size_t i = 0; i < n_ended; ++i) {
+    finish(static_cast<Job*>(ended_[i]));
+  }
+  begin_reads();
+  begin_writes();
+  begin_moves();
+  if (begun_.empty()) {
+    return;
+  }
+  io_->submit(begun_);
+  const std::lock_guard lock(mutex_);
+  stats_.is_direct = io_->is_direct();
+  for (const DiskOp* op : begun_) {
+    const bool is_read = op->kind == DiskOp::Kind::kRead;
+    ++(is_read ? stats_.n_disk_reads : stats_.n_disk_writes);
+    (is_read ? stats_.disk_read_bytes : stats_.disk_written_bytes) += op->size_bytes;
+  }
+  begun_.clear();
+}
+
+uint64_t DiskTier::patience_ns() const {
+  const bool waits_for_time =
+      move_.victim != kNoSegment && move_.n_jobs < kMoveJobs && !is_stopping_;
+  return waits_for_time ? options_.clock->patience_ns(move_.next_ns) : UINT64_MAX;
+}
+
+void DiskTier::finish(Job* job) {
+  switch (job->purpose) {
+    case Job::Purpose::kRead:
+      return finish_read(job);
+    case Job::Purpose::kWrite:
+      return finish_write(job);
+    case Job::Purpose::kMoveRead:
+      return finish_move_read(job);
+    case Job::Purpose::kMoveWrite:
+      return finish_move_write(job);
+  }
+}
+
+// A transfer with room for so many bytes besides a segment's header. Null: there is no memory.
+// REQUIRES: one is idle, and less than kMaxLarge are large.
+DiskTier::Job* DiskTier::take_job(Job::Purpose purpose, uint64_t data_bytes) {
+  Job* const job = idle_.back();
+  if (is_large(data_bytes)) {
+    job->large = DiskMemory(kSegmentHeaderBytes + align_up(data_bytes, kAlign));
+    if (job->large.bytes().empty()) {
+      return nullptr;
+    }
+    ++n_large_;
+  }
+  idle_.pop_back();
+  job->purpose = purpose;
+  job->is_single = false;
+  job->parts.clear();
+  n_reading_ += purpose == Job::Purpose::kRead ? 1 : 0;
+  n_writing_ += purpose == Job::Purpose::kWrite ? 1 : 0;
+  return job;
+}
+
+void DiskTier::give_job_back(Job* job) {
+  n_reading_ -= job->purpose == Job::Purpose::kRead ? 1 : 0;
+  n_writing_ -= job->purpose == Job::Purpose::kWrite ? 1 : 0;
+  if (!job->large.bytes().empty()) {
+    job->large = DiskMemory();
+    --n_large_;
+  }
+  idle_.push_back(job);
+}
+
+bool DiskTier::is_large(uint64_t data_bytes) const {
+  return data_bytes > options_.transfer_bytes + 2 * kAlign;
+}
+
+std::byte* DiskTier::buffer_of(Job* job) const {
+  return job->large.bytes().empty() ? job->own : job->large.bytes().data();
+}
+
+Status DiskTier::io_error(const Job& job) noexcept {
+  try {
+    return Status(job.status.code(), path_of(job.file) + ": " + std::string(job.status.message()));
+  } catch (const std::bad_alloc&) {
+    return job.status;
+  }
+}
+
+Status DiskTier::corrupt(uint32_t segment, uint64_t offset, const char* reason) noexcept {
+  try {
+    return Status(KVM_ERR_CORRUPT,
+                  path_of(segment) + ", offset " + std::to_string(offset) + ": " + reason);
+  } catch (const std::bad_alloc&) {
+    return Status::fixed(KVM_ERR_CORRUPT, "disk tier: a page is damaged");
+  }
+}
+
+}  // namespace kvm::tiers

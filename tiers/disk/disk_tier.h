@@ -1,0 +1,296 @@
+// SPDX-License-Identifier: Apache-2.0
+// DiskTier: a slow tier of files.
+//
+//   write --> queue --> record in a transfer buffer, beside others --> the open segment
+//   read  --> queue --> transfer buffer, with its neighbours --> header and page checked --> copied
+//
+// Pages are appended to segment files (disk_format.h), each to the open one. A page that is
+// released leaves dead space; a segment in which nothing lives any more is begun again. Where
+// segments run out, the live pages of the emptiest are moved to the open one and keep their places.
+// One segment is held back for that.
+//
+// INVARIANT: a segment that a transfer reads or writes is not begun again: what is in flight never
+// meets space that is in use anew.
+//
+// What lies here does not outlive the tier. A damaged page is found by its checksum or by its
+// header, and its read ends with CORRUPT; other pages have nothing of it. Where a transfer of
+// several pages fails to be read, each is read alone.
+//
+// Threads: submit() and release() on any; one of the tier does all else, on_done included, but for
+// writes that are refused, which end in submit(). It copies each page once, summing it up: some
+// 6 GB/s, which bounds the tier.
+// Memory: queue_depth + 2 buffers of transfer_bytes and 12 KiB; pages that do not fit into one, two
+// at a time, in memory taken for them; 20 bytes a place, which stay.
+#ifndef KVM_TIERS_DISK_DISK_TIER_H_
+#define KVM_TIERS_DISK_DISK_TIER_H_
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/status.h"
+#include "tiers/disk/data_directory.h"
+#include "tiers/disk/disk_format.h"
+#include "tiers/disk/disk_io.h"
+#include "tiers/disk/disk_memory.h"
+#include "tiers/slow_tier.h"
+
+namespace kvm::tiers {
+
+struct DiskTierOptions {
+  std::vector<std::string> directories;  // segments go round; at least one
+  // Of all segment files together, each counted whole from when it is made.
+  uint64_t capacity_bytes = 0;
+  // A multiple of 4 KiB, from kMinSegmentBytes to kMaxSegmentBytes. 0: an eighth of the capacity or
+  // 64 MiB, whichever is less, and as much more as kMaxSegments ask for.
+  uint64_t segment_bytes = 0;
+  // What pages are gathered into: a multiple of 4 KiB, from 64 KiB to 16 MiB.
+  uint32_t transfer_bytes = 256 << 10;
+  uint32_t queue_depth = 32;  // transfers in flight: 2 to 1024
+  DiskBackend backend = DiskBackend::kAny;
+  // Of pages that are moved, read and written anew; 0: as fast as it goes.
+  uint64_t move_bytes_per_s = 0;
+  // Writes that would make it more in a day end with NO_SPACE; 0: any. Days begin with the tier.
+  uint64_t write_bytes_per_day = 0;
+  Clock* clock = system_clock();  // of days and of moves
+  bool is_manual = false;         // no thread: turn() does its work, for tests
+};
+
+struct DiskTierStats {
+  const char* backend = "";  // of the DiskIo
+  bool is_direct = false;
+  uint64_t n_reads = 0;  // of pages: those that ended without fault, here and below
+  uint64_t n_writes = 0;
+  uint64_t read_bytes = 0;
+  uint64_t written_bytes = 0;
+  uint64_t n_disk_reads = 0;  // transfers that were begun
+  uint64_t n_disk_writes = 0;
+  uint64_t disk_read_bytes = 0;
+  uint64_t disk_written_bytes = 0;
+  uint64_t n_moved = 0;  // pages that were moved, and the bytes of their records
+  uint64_t moved_bytes = 0;
+  uint64_t n_corrupt = 0;         // records that did not match
+  uint64_t n_io_errors = 0;       // transfers that failed
+  uint64_t n_no_space = 0;        // writes that were refused
+  uint64_t n_leftover_files = 0;  // of an owner before, removed at the start
+  uint64_t n_segments = 0;        // that have a file
+  uint64_t physical_bytes = 0;    // of these files
+  uint64_t capacity_bytes = 0;    // that physical_bytes may reach
+  uint64_t written_today_bytes = 0;
+};
+
+class DiskTier final : public SlowTier {
+ public:
+  // LIMIT: below 256 KiB the padding of transfers outweighs what moving pages gains.
+  static constexpr uint64_t kMinSegmentBytes = 256 << 10;
+  // LIMIT: places hold offsets as 32 bits of 64 bytes; a quarter of that.
+  static constexpr uint64_t kMaxSegmentBytes = uint64_t{64} << 30;
+  // LIMIT: each has a descriptor, of which processes have some thousands.
+  static constexpr uint32_t kMaxSegments = 1024;
+
+  // Takes the directories, removes what an owner before has left, and begins.
+  // Fails: as DataDirectory; INVALID: an option; UNSUPPORTED: the backend; NO_MEMORY; LIMIT.
+  static Result<std::unique_ptr<DiskTier>> open(const DiskTierOptions& options);
+  // The same over a DiskIo made with io_options(); directories are names alone then.
+  static Result<std::unique_ptr<DiskTier>> over(std::unique_ptr<DiskIo> io,
+                                                const DiskTierOptions& options);
+  // What a tier needs of its DiskIo. Fails: INVALID.
+  static Result<DiskIoOptions> io_options(const DiskTierOptions& options);
+
+  // Removes the segment files.
+  ~DiskTier() override;
+  DiskTier(const DiskTier&) = delete;
+  DiskTier& operator=(const DiskTier&) = delete;
+
+  // A write ends with NO_SPACE: in submit(), where with it live pages would take more than all
+  // segments but one, the page is larger than a segment, or the day's writes are used up; later,
+  // where moving pages makes no room, or the file system is full.
+  void submit(std::span<Transfer* const> transfers) noexcept override;
+  void release(PlaceId place) noexcept override;
+  // Records, headers and all, as record_bytes() has them.
+  uint64_t used_bytes() const override;
+  DiskTierStats stats() const;
+
+  // Ends what has ended, begins what can begin. Returns whether anything is in flight.
+  // REQUIRES: is_manual.
+  bool turn();
+
+ private:
+  // Of a batch of reads, and of a transfer.
+  static constexpr size_t kMaxParts = 256;
+  static constexpr uint32_t kMoveJobs = 2;  // beside the queue_depth of others
+  // LIMIT: pages that have no room in a buffer are few, or memory would not be bounded.
+  static constexpr uint32_t kMaxLarge = 2;
+  static constexpr uint32_t kNoSegment = 0xffff;
+
+  // 16 bytes; four more are in the segment's list.
+  struct Place {
+    enum class State : uint8_t { kFree, kWriting, kWritten };
+    uint32_t unit = 0;  // of the record in its segment; of a free place: the next free one
+    uint32_t size_bytes = 0;
+    uint16_t segment = kNoSegment;  // none: its write has not begun
+    State state = State::kFree;
+    uint32_t n_readers = 0;
+  };
+  struct Segment {
+    enum class State : uint8_t { kAbsent, kFree, kOpen, kSealed };
+    State state = State::kAbsent;
+    bool is_pinned = false;    // what lives there could not be moved
+    uint32_t n_transfers = 0;  // that read or write it, or are about to
+    uint32_t n_writes = 0;     // of these
+    uint64_t generation = 0;
+    uint64_t end_bytes = 0;       // appended up to here; 0: its header is not written
+    uint64_t live_bytes = 0;      // of records
+    std::vector<PlaceId> places;  // of all records that were appended
+  };
+  struct Part {
+    Transfer* transfer = nullptr;
+    PlaceId place = kNoPlace;
+    uint32_t unit = 0;
+    uint32_t size_bytes = 0;
+    uint32_t old_unit = 0;  // of one that moves
+    uint32_t segment = 0;
+  };
+  // A transfer of the disk, with a buffer of its own.
+  struct Job : DiskOp {
+    enum class Purpose : uint8_t { kRead, kWrite, kMoveRead, kMoveWrite };
+    Purpose purpose = Purpose::kRead;
+    bool is_single = false;  // its parts are read one by one, the last first
+    std::byte* own = nullptr;
+    DiskMemory large;         // in place of `own`
+    std::vector<Part> parts;  // has room for kMaxParts
+  };
+  struct Move {
+    uint32_t victim = kNoSegment;
+    std::vector<std::pair<uint32_t, PlaceId>> records;  // unit, and who was there, in order
+    size_t n_begun = 0;                                 // of records
+    uint32_t n_jobs = 0;
+    uint64_t next_ns = 0;  // when the next may begin
+  };
+  enum class Room : uint8_t { kReady, kWait, kNone };
+
+  DiskTier(std::unique_ptr<DiskIo> io, const DiskTierOptions& options);
+  // Throws std::bad_alloc, and std::system_error.
+  void start(uint64_t run_id);
+
+  // --- Any thread (disk_tier.cc); with the lock where they say `locked` ------------------------
+
+  // Throws std::bad_alloc; nothing has changed then.
+  Status accept_locked(Transfer* transfer);
+  Status refusal_locked(uint32_t size_bytes);
+  PlaceId take_place_locked(uint32_t size_bytes);
+  void free_place_locked(PlaceId id);
+  Place& written_place_locked(PlaceId id);
+  void begin_day_locked();
+  // Has the thread look again; returns whether it waits, so that wake() has to be called.
+  bool nudge_locked();
+
+  // --- The tier's thread -----------------------------------------------------------------------
+
+  void run();
+  void do_turn(bool may_wait);
+  uint64_t patience_ns() const;
+  void finish(Job* job);
+  Job* take_job(Job::Purpose purpose, uint64_t data_bytes);
+  void give_job_back(Job* job);
+  bool is_large(uint64_t data_bytes) const;
+  std::byte* buffer_of(Job* job) const;
+
+  // --- Reads (disk_tier_reads.cc), likewise ----------------------------------------------------
+
+  void begin_reads();
+  bool fill_batch();
+  void aim_read(Job* job, std::span<const Part> parts);
+  void finish_read(Job* job);
+  // Where the record of a part is in the buffer of a job that read it.
+  std::byte* record_of(Job* job, const Part& part) const;
+  RecordHeader header_of(const Part& part, uint64_t generation) const;
+  Status check_read(Job* job, const Part& part, uint64_t generation);
+  void settle_reads(std::span<const Part> parts, uint64_t n_corrupt);
+  Status io_error(const Job& job) noexcept;
+  Status corrupt(uint32_t segment, uint64_t offset, const char* reason) noexcept;
+
+  // --- Writes (disk_tier_writes.cc), likewise --------------------------------------------------
+
+  void begin_writes();
+  bool place_writes_locked(Job* job);
+  void aim_write_locked(Job* job, uint64_t end);
+  void fill_records(Job* job, uint64_t generation);
+  void finish_write(Job* job);
+  void refuse_write(std::unique_lock<std::mutex>& lock, Status status);
+
+  // --- Segments (disk_tier_segments.cc), likewise ----------------------------------------------
+
+  Room make_room_locked(std::unique_lock<std::mutex>& lock, uint64_t bytes);
+  bool open_next_locked(std::unique_lock<std::mutex>& lock);
+  bool has_room_locked(uint64_t bytes) const;
+  void seal_open_locked();
+  uint32_t n_free_locked() const;
+  void recycle_if_empty_locked(uint32_t segment);
+  bool is_draining_locked() const;
+  std::string path_of(uint32_t segment) const;
+
+  // --- Moves (disk_tier_moves.cc), likewise ----------------------------------------------------
+
+  // Chooses the sealed segment with least that lives, where at least so much is dead.
+  bool begin_victim_locked(uint64_t min_dead_bytes);
+  bool fits_locked(const Segment& victim) const;
+  void begin_moves();
+  bool aim_move_locked(Job** job);
+  void end_victim_locked();
+  void finish_move_read(Job* job);
+  bool place_moves(Job* job);
+  void finish_move_write(Job* job);
+  void end_move(Job* job);
+
+  const DiskTierOptions options_;  // with a segment_bytes
+  const uint32_t n_segments_;
+  std::vector<DataDirectory> directories_;  // locked for as long as there is the tier
+  std::unique_ptr<DiskIo> io_;
+  uint64_t run_id_ = 0;
+
+  mutable std::mutex mutex_;
+  std::deque<Part> reads_;  // that wait
+  std::deque<Part> writes_;
+  uint64_t waiting_write_bytes_ = 0;
+  std::deque<Place> places_;
+  uint32_t first_free_place_ = static_cast<uint32_t>(kNoPlace);
+  std::vector<Segment> segments_;
+  uint32_t open_ = kNoSegment;
+  uint32_t n_idle_ = 0;   // segments that have a file, and nothing in it
+  bool can_grow_ = true;  // the file system has had room so far
+  uint64_t used_bytes_ = 0;
+  uint64_t n_transfers_ = 0;  // that have not ended
+  uint64_t day_ns_ = 0;       // when it began
+  DiskTierStats stats_;
+  bool is_asleep_ = false;
+  bool has_news_ = false;  // since the thread looked
+  bool is_stopping_ = false;
+
+  // Of the tier's thread alone.
+  std::vector<Job> jobs_;
+  std::vector<Job*> idle_;
+  std::vector<DiskOp*> begun_;  // to be submitted at the end of a turn
+  std::vector<DiskOp*> ended_;
+  std::array<Part, kMaxParts> batch_;  // reads, in the order of the disk, from n_batch_begun_ on
+  size_t n_batch_ = 0;
+  size_t n_batch_begun_ = 0;
+  uint32_t n_reading_ = 0;  // jobs in flight, by purpose
+  uint32_t n_writing_ = 0;
+  uint32_t n_large_ = 0;
+  uint64_t sequence_ = 0;
+  Move move_;
+  std::thread thread_;
+};
+
+}  // namespace kvm::tiers
+
+#endif  // KVM_TIERS_DISK_DISK_TIER_H_
