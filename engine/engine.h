@@ -41,6 +41,7 @@
 #include "base/clock.h"
 #include "base/request.h"
 #include "base/status.h"
+#include "engine/store/movement_options.h"
 #include "engine/store/quota.h"
 #include "engine/store/seq_page.h"
 #include "kvm.h"
@@ -64,6 +65,7 @@ struct EngineOptions {
   uint64_t audit_every = 0;              // one of so many approximate answers is audited; 0: none
   std::string cost_model;                // of KVM_MODE_AUTO, as engine/attend/cost_model.h reads it
   tiers::SlowTier* slow_tier = nullptr;  // outlives the engine; null: there is none
+  MovementOptions movement;              // of pages, where there is a slow tier
 };
 
 using DoneCallback = std::function<void(RequestResult&&)>;
@@ -100,15 +102,30 @@ class Engine {
   // it later answers STALE. Fails: NOT_FOUND, STALE, LOST.
   virtual Status evict(kvm_seq_id seq) = 0;
 
-  // Begins to send what a sequence holds in memory to the slow tier: full pages, of heads of which
-  // no policy reads what it gives up. Requests go on meanwhile, and after it as before: exact
-  // attention and reads take such pages through a ring of frames. work() and poll() go on with it.
-  // Where the tier takes no more, the rest stays. Fails: as evict(), UNSUPPORTED (no slow tier).
-  virtual Status send_away(kvm_seq_id /*seq*/) {
-    return Status::fixed(KVM_ERR_UNSUPPORTED, "this engine has no slow tier");
-  }
+  // --- Pages between memory and the slow tier, where there is one -------------------------------
+  // Full pages go, of heads of which no policy reads what it gives up. Requests go on meanwhile,
+  // and after it as before: exact attention and reads take pages that are away through a ring of
+  // frames. By itself the engine sends pages away where memory fills up, and brings them back where
+  // it is free again (MovementOptions); an append that finds no room waits for that, until its
+  // deadline, or until nothing is left that may go (NO_SPACE). work(), poll() and wait() go on with
+  // all of it. Fail: as evict(), UNSUPPORTED (no slow tier). Throw std::bad_alloc.
+
+  // Begins to send what a sequence holds in memory. Where the tier takes no more, the rest stays.
+  // Fails also: BUSY (pinned).
+  virtual Status send_away(kvm_seq_id seq);
+  // Begins to bring back what a sequence has in the slow tier, as far as there is room below
+  // MovementOptions::high.
+  virtual Status prefetch(kvm_seq_id seq);
+  // What a sequence has in memory, or gets, stays there until it was unpinned as often, or goes;
+  // and so does, meanwhile, all that any sequences share. It takes room from others: by count and
+  // size no more than the caller sees to. unpin() fails also: INVALID (it is not pinned).
+  virtual Status pin(kvm_seq_id seq);
+  virtual Status unpin(kvm_seq_id seq);
+  // Whether pages are on their way out, or back, or are about to be.
   virtual bool is_sending() const { return false; }
+  virtual bool is_fetching() const { return false; }
   virtual uint64_t n_pages_away() const { return 0; }
+  virtual MovementStats movement_stats() const { return {}; }
 
   // Spaces are shared by all clients of a user, or of all (kEverybody). Names are theirs.
   virtual Result<kvm_space_id> register_space(const SpaceSpec& spec, uint32_t uid = kEverybody) = 0;
@@ -170,6 +187,9 @@ class Engine {
   // Fills what the engine knows: struct_size, n_clients, n_clients_total and n_protocol_errors
   // stay 0.
   virtual kvm_stats stats() const = 0;
+  // Recounts all pages and bytes, and aborts where they are not what is counted as it goes. O(all):
+  // for tests. REQUIRES: no audit is under way.
+  virtual void check_accounts() const {}
   // How often a request was refused for each reason of engine/space/validate.h; by Refusal.
   virtual std::span<const uint64_t> refusals() const { return {}; }
   // Counts the audits that have ended.

@@ -26,8 +26,8 @@
 #include "engine/run/append_work.h"
 #include "engine/run/arrivals.h"
 #include "engine/run/fair_queue.h"
+#include "engine/run/movement.h"
 #include "engine/run/page_moves.h"
-#include "engine/run/page_sends.h"
 #include "engine/run/request.h"
 #include "engine/run/sequence_order.h"
 #include "engine/space/refusal.h"
@@ -113,8 +113,10 @@ class EngineImpl final : public Engine {
         costs_(cost_model, options.n_threads),
         auditor_(options.audit_every),
         arrivals_(&scheduler_),
-        sends_(&arrivals_),
         scheduler_(options.n_threads, options.worker_spin_ns) {
+    if (options.slow_tier != nullptr) {
+      movement_.emplace(options.movement, options.clock, store_.get(), &order_, &arrivals_);
+    }
     idle_.reserve(kMaxIdleRequests);
     gone_seqs_.reserve(kFreePages);  // a sequence counts as a page at least
   }
@@ -127,8 +129,15 @@ class EngineImpl final : public Engine {
   QuotaBook& quotas() override { return store_->quotas(); }
   Status evict(kvm_seq_id seq) override;
   Status send_away(kvm_seq_id seq) override;
-  bool is_sending() const override { return !sends_.is_idle(); }
+  Status prefetch(kvm_seq_id seq) override;
+  Status pin(kvm_seq_id seq) override;
+  Status unpin(kvm_seq_id seq) override;
+  bool is_sending() const override { return movement_ && movement_->is_sending(); }
+  bool is_fetching() const override { return movement_ && movement_->is_fetching(); }
   uint64_t n_pages_away() const override { return store_->memory().pages().n_pages_away(); }
+  MovementStats movement_stats() const override {
+    return movement_ ? movement_->stats() : MovementStats{};
+  }
 
   Result<kvm_space_id> register_space(const SpaceSpec& spec, uint32_t uid) override {
     // AUTO has a choice where there are indexes.
@@ -190,6 +199,7 @@ class EngineImpl final : public Engine {
   Result<std::vector<MemoryPiece>> layer_memory(kvm_seq_id seq, uint32_t layer) override;
 
   kvm_stats stats() const override;
+  void check_accounts() const override { store_->check_accounts(); }
   std::span<const uint64_t> refusals() const override { return refusals_; }
   AuditStats audit_stats() override {
     auditor_.collect(*store_);
@@ -267,6 +277,9 @@ class EngineImpl final : public Engine {
   // Brings the tails that a request appends to back, where they are away. Returns whether it has to
   // wait for that.
   bool fetch_tails(Request* request);
+  // Whether it reads what pages lie at.
+  void begin_reading(Request* request);
+  void end_reading(Request* request);
   // Whether it counts among those of its client that run.
   void count_running(Request* request);
   void uncount_running(Request* request);
@@ -295,6 +308,31 @@ class EngineImpl final : public Engine {
   // Looks at one of those for which something has come. Returns whether there was one.
   bool take_arrival();
   void stop_transfers();
+  // --- Room: appends that find none wait while pages are sent away ------------------------------
+
+  // Lines a request up that found no room for what it appends; first: before it has tried. False:
+  // there will be none.
+  bool wait_for_room(Request* request, bool first);
+  // Whether it is to line up behind those that wait.
+  bool must_line_up(const Request* request) const;
+  // Whether it appends, and may wait until there is room.
+  bool may_wait_for_room(const Request* request) const;
+  // What it appends takes so many bytes of pages.
+  uint64_t room_needed(const Request* request) const;
+  bool has_room_to_serve() const { return has_room_news_ && !room_waiters_.empty(); }
+  // Whoever waits first tries again. Returns whether there was one.
+  bool serve_room_waiter();
+  // Ends those whose deadlines have passed.
+  void expire_room_waiters();
+  // The same with what the tier says, where it refuses pages.
+  Status say_why_none_goes(Status no_space) const;
+  // It waits for room no more.
+  void unpark(Request* request);
+  // Memory may be free that was not, or pages may go that could not.
+  void note_memory();
+  void note_use(const Request* request);
+  // How long the driver may sleep for what waits for a time to come.
+  uint64_t patience_ns() const;
   // Goes on as begin() said: fails, goes on planning, or runs.
   void launch(Request* request, Status status, const JobPlan& plan, bool is_small);
   // Does the next bit of a request that has some left for the driver itself; false: there is none.
@@ -341,7 +379,11 @@ class EngineImpl final : public Engine {
   RequestLine ring_waiters_;                 // in Phase::kFetching: others have the rings
   bool has_free_ring_ = false;               // there may be one for the first of them
   RequestLine tail_waiters_;                 // likewise: others fetch their tails
-  RequestLine turn_waiters_;   // likewise: their pages are there, and others of their client run
+  RequestLine turn_waiters_;    // likewise: their pages are there, and others of their client run
+  RequestLine room_waiters_;    // likewise: there is no room for what they append; by room_number
+  bool has_room_news_ = false;  // there may be some for the first of them
+  uint64_t room_deadline_ns_ = UINT64_MAX;  // none of them has an earlier one
+  uint64_t n_parked_ = 0;                   // ever
   RequestLine index_waiters_;  // begun; other requests build what they share of an index
   RequestLine unfinished_;     // begun, and not indexed, planned or freed to the end; or ending
   uint32_t next_work_ = 0;
@@ -358,8 +400,8 @@ class EngineImpl final : public Engine {
   Costs costs_;
   Auditor auditor_;
   Arrivals arrivals_;
-  PageSends sends_;
-  Scheduler scheduler_;  // last: its workers end before anything they use
+  std::optional<Movement> movement_;  // where there is a slow tier
+  Scheduler scheduler_;               // last: its workers end before anything they use
 };
 
 // --- Clients ------------------------------------------------------------------------------------
@@ -434,6 +476,7 @@ bool EngineImpl::reclaim_some() {
     for (const kvm_seq_id seq : gone_seqs_) {
       order_.forget(seq);
     }
+    note_memory();
     if (has_more) {
       return true;
     }
@@ -486,6 +529,7 @@ Request* EngineImpl::take_request(ClientId client, RequestTag tag) {
   request->is_orphan = false;
   request->is_cancelled = false;
   request->is_running = false;
+  request->room_number = 0;
   request->is_abandoned.store(false, std::memory_order_relaxed);
   request->submitted_ns = now_ns();
   request->result = RequestResult{};
@@ -726,7 +770,7 @@ void EngineImpl::start_ready() {
 void EngineImpl::start(Request* request) {
   KVM_ASSERT(request->ticket.may_run() && !request->LineHook::is_linked());
   request->enter(Phase::kIndexing);
-  request->read_epoch = epochs().begin();
+  begin_reading(request);
   count_running(request);
   try {
     find_index_work(request);
@@ -793,7 +837,13 @@ void EngineImpl::index_more(Request* request) {
 }
 
 void EngineImpl::start_work(Request* request) {
+  if (must_line_up(request) && wait_for_room(request, true)) {
+    return;
+  }
+  // Keys and values leave memory before indexes do.
+  store_->memory().set_keeps_indexes(may_wait_for_room(request));
   if (fetch_tails(request)) {
+    store_->memory().set_keeps_indexes(false);
     return;
   }
   JobPlan plan;
@@ -808,6 +858,16 @@ void EngineImpl::start_work(Request* request) {
   } catch (const std::bad_alloc&) {
     request->step.abandon(*store_);
     status = no_memory();
+  }
+  store_->memory().set_keeps_indexes(false);
+  if (status.code() == KVM_ERR_NO_SPACE) {
+    if (wait_for_room(request, false)) {
+      return;
+    }
+    status = say_why_none_goes(std::move(status));
+  }
+  if (status.is_ok()) {
+    note_use(request);
   }
   launch(request, std::move(status), plan, is_small);
 }
@@ -889,6 +949,9 @@ bool EngineImpl::fetch_tails(Request* request) {
     }
     if (next.is_ok() && next.value() == TailFetch::Next::kDone) {
       return false;
+    }
+    if (next.status().code() == KVM_ERR_NO_SPACE && wait_for_room(request, false)) {
+      return true;
     }
     enter_fetching(request);
     if (next.is_ok() && next.value() == TailFetch::Next::kClaimed) {
@@ -1009,7 +1072,12 @@ void EngineImpl::fetch_more(Request* request) {
     stream_more(request);
   } else if (!request->is_wanted()) {
     drop_unwanted(request);
+  } else if (request->is_parked) {
+    return;
   } else if (request->source() == nullptr && take_turn(request)) {
+    if (!request->is_reading) {
+      begin_reading(request);
+    }
     start_work(request);  // from the beginning, once tails have come
   }
 }
@@ -1070,6 +1138,7 @@ void EngineImpl::leave_line(Request* request) {
 
 void EngineImpl::drop_unwanted(Request* request) {
   leave_line(request);
+  unpark(request);
   has_free_ring_ = true;  // if it stood before others who need less
   fail(request, request->reason_unwanted());
 }
@@ -1097,28 +1166,64 @@ bool EngineImpl::take_arrival() {
   return true;
 }
 
-Status EngineImpl::send_away(kvm_seq_id seq) {
-  if (options_.slow_tier == nullptr) {
-    return Engine::send_away(seq);
+Status EngineImpl::send_away(kvm_seq_id id) {
+  if (!movement_) {
+    return Engine::send_away(id);
   }
-  KVM_TRY(store_->find_any_seq(seq).status());
-  sends_.add(seq);
+  KVM_TRY_ASSIGN(const Sequence* seq, store_->find_any_seq(id));
+  if (Movement::is_pinned(*seq)) {
+    return {KVM_ERR_BUSY, fmt::format("sequence {:#x} is pinned, and stays in memory", id)};
+  }
+  movement_->send(id);
+  return Status::ok();
+}
+
+Status EngineImpl::prefetch(kvm_seq_id id) {
+  if (!movement_) {
+    return Engine::prefetch(id);
+  }
+  KVM_TRY_ASSIGN(Sequence * seq, store_->find_any_seq(id));
+  movement_->fetch(seq);
+  return Status::ok();
+}
+
+Status EngineImpl::pin(kvm_seq_id id) {
+  if (!movement_) {
+    return Engine::pin(id);
+  }
+  KVM_TRY_ASSIGN(Sequence * seq, store_->find_any_seq(id));
+  movement_->pin(seq);
+  return Status::ok();
+}
+
+Status EngineImpl::unpin(kvm_seq_id id) {
+  if (!movement_) {
+    return Engine::unpin(id);
+  }
+  KVM_TRY_ASSIGN(Sequence * seq, store_->find_any_seq(id));
+  if (!Movement::is_pinned(*seq)) {
+    return {KVM_ERR_INVALID, fmt::format("sequence {:#x} is not pinned", id)};
+  }
+  movement_->unpin(seq);
+  note_memory();
   return Status::ok();
 }
 
 bool EngineImpl::send_more() {
-  try {
-    return sends_.go_on(store_.get());
-  } catch (const std::bad_alloc&) {
-    sends_.drop_first();
-    return true;
+  if (!movement_) {
+    return false;
   }
+  const bool has_done = movement_->go_on();
+  has_room_news_ |= movement_->take_freed();
+  return has_done;
 }
 
 // Tasks of requests that have begun may still run; what they read stays until the scheduler is
 // gone.
 void EngineImpl::stop_transfers() {
-  sends_.stop(&store_->memory());
+  if (movement_) {
+    movement_->stop();
+  }
   for (const auto& request : requests_) {
     while (!request->tails.is_over()) {
       std::this_thread::yield();
@@ -1133,6 +1238,186 @@ void EngineImpl::stop_transfers() {
     }
     give_ring_back(stream.ring(), stream.shape().ring_bytes());
   }
+}
+
+// --- Room ---------------------------------------------------------------------------------------
+
+void EngineImpl::begin_reading(Request* request) {
+  request->read_epoch = epochs().begin();
+  request->is_reading = true;
+}
+
+void EngineImpl::end_reading(Request* request) {
+  if (request->is_reading) {
+    request->is_reading = false;
+    epochs().end(request->read_epoch);
+  }
+}
+
+void EngineImpl::note_memory() {
+  if (movement_) {
+    movement_->note_change();
+    has_room_news_ = true;
+  }
+}
+
+void EngineImpl::note_use(const Request* request) {
+  if (!movement_) {
+    return;
+  }
+  if (const auto* step = std::get_if<StepRequest>(&request->what)) {
+    for (size_t i = 0; i < step->items.size(); ++i) {
+      movement_->touch(request->step.seqs()[i], step->layer_begin, step->n_layers,
+                       step->append ? step->items[i].n_append : 0);
+    }
+    return;
+  }
+  const auto* seq = std::get_if<SeqRequest>(&request->what);
+  const auto* read = std::get_if<ReadRequest>(&request->what);
+  const Result<Sequence*> used = store_->find_any_seq(seq != nullptr    ? seq->seq
+                                                      : read != nullptr ? read->seq
+                                                                        : 0);
+  if (read != nullptr && used.is_ok()) {
+    movement_->touch(used.value(), read->layer, 1, 0);
+  } else if (seq != nullptr && seq->verb == SeqVerb::kFork && used.is_ok()) {
+    const Result<Sequence*> child = store_->find_any_seq(request->result.seq);
+    KVM_ASSERT(child.is_ok());
+    movement_->note_fork(*used.value(), child.value());
+  }
+}
+
+bool EngineImpl::may_wait_for_room(const Request* request) const {
+  const auto* step = std::get_if<StepRequest>(&request->what);
+  return step != nullptr && step->append && movement_ && movement_->is_automatic() &&
+         !movement_->has_given_up();
+}
+
+uint64_t EngineImpl::room_needed(const Request* request) const {
+  uint64_t size_bytes = 0;
+  for (const AppendItem& item : appends_of(request, std::get<StepRequest>(request->what))) {
+    const std::span<const PageList> lists = std::as_const(*item.seq).layer_lists(item.layer);
+    for (uint32_t c = 0; c < lists.size(); ++c) {
+      const tiers::SlabClass slab_class =
+          item.seq->space().head_class(item.layer, c).slab_class.tail();
+      size_bytes += lists[c].pages_to_reserve(item.n_tokens, slab_class, store_->memory().pages()) *
+                    slab_class.page_bytes();
+    }
+  }
+  return size_bytes;
+}
+
+// What needs no page passes those that do.
+bool EngineImpl::must_line_up(const Request* request) const {
+  if (room_waiters_.empty() || request->room_number != 0 || !may_wait_for_room(request)) {
+    return false;
+  }
+  try {
+    return room_needed(request) != 0;
+  } catch (const std::bad_alloc&) {
+    return false;
+  }
+}
+
+bool EngineImpl::wait_for_room(Request* request, bool first) {
+  if (!may_wait_for_room(request)) {
+    return false;
+  }
+  const auto& step = std::get<StepRequest>(request->what);
+  try {
+    // What is larger than all of the memory would wait in vain.
+    if (!first && room_needed(request) >
+                      options_.host_capacity_bytes - store_->memory().rings().size_bytes()) {
+      return false;
+    }
+  } catch (const std::bad_alloc&) {
+    return false;
+  }
+  enter_fetching(request);
+  end_reading(request);
+  request->is_parked = true;
+  request->ticket.is_resting = true;
+  if (request->room_number == 0) {
+    request->room_number = ++n_parked_;
+    movement_->count_waiting_append();
+    room_waiters_.push_back(*request);
+  } else {
+    const auto behind = std::find_if(
+        room_waiters_.begin(), room_waiters_.end(),
+        [&](const Request& other) { return other.room_number > request->room_number; });
+    room_waiters_.insert(behind, *request);
+  }
+  if (step.deadline_ns != 0) {
+    room_deadline_ns_ = std::min(room_deadline_ns_, step.deadline_ns);
+  }
+  movement_->set_has_waiters(true);
+  if (!request->is_wanted()) {
+    arrivals_.post(request);
+  }
+  return true;
+}
+
+Status EngineImpl::say_why_none_goes(Status no_space) const {
+  if (!movement_ || movement_->last_refusal().is_ok()) {
+    return no_space;
+  }
+  try {
+    return {no_space.code(), fmt::format("{}; the slow tier took no more: {}", no_space.message(),
+                                         movement_->last_refusal().message())};
+  } catch (const std::bad_alloc&) {
+    return no_space;
+  }
+}
+
+void EngineImpl::unpark(Request* request) {
+  if (request->is_parked) {
+    request->is_parked = false;
+    request->ticket.is_resting = false;
+    has_room_news_ = true;  // for whoever is behind it
+    movement_->set_has_waiters(!room_waiters_.empty());
+  }
+}
+
+bool EngineImpl::serve_room_waiter() {
+  if (!has_room_to_serve()) {
+    return false;
+  }
+  has_room_news_ = false;
+  Request* request = &room_waiters_.front();
+  room_waiters_.pop_front();
+  request->is_parked = false;
+  request->ticket.is_resting = false;
+  // Before it reads anything: what it reads is not given up.
+  store_->memory().pages().free_left_frames();
+  fetch_more(request);
+  has_room_news_ |= !request->is_parked;
+  movement_->set_has_waiters(!room_waiters_.empty());
+  return true;
+}
+
+void EngineImpl::expire_room_waiters() {
+  if (room_waiters_.empty() || options_.clock->now_ns() < room_deadline_ns_) {
+    return;
+  }
+  room_deadline_ns_ = UINT64_MAX;
+  for (auto it = room_waiters_.begin(); it != room_waiters_.end();) {
+    Request* request = &*it++;
+    const auto& step = std::get<StepRequest>(request->what);
+    if (has_expired(step)) {
+      leave_line(request);
+      unpark(request);
+      fail(request, Status::fixed(KVM_ERR_DEADLINE,
+                                  "the deadline has passed while the append waited for memory"));
+    } else if (step.deadline_ns != 0) {
+      room_deadline_ns_ = std::min(room_deadline_ns_, step.deadline_ns);
+    }
+  }
+}
+
+uint64_t EngineImpl::patience_ns() const {
+  const uint64_t moves_ns = movement_ ? movement_->patience_ns() : UINT64_MAX;
+  return room_waiters_.empty() || room_deadline_ns_ == UINT64_MAX
+             ? moves_ns
+             : std::min(moves_ns, options_.clock->patience_ns(room_deadline_ns_));
 }
 
 bool EngineImpl::go_on_with_one() {
@@ -1182,11 +1467,12 @@ void EngineImpl::plan_more(Request* request) {
 // waits for all of the others.
 bool EngineImpl::work() {
   next_work_ = (next_work_ + 1) % 5;
-  const bool has_done = take_arrival() || (next_work_ == 1 && go_on_with_one()) ||
-                        (next_work_ == 2 && start_one()) || (next_work_ == 3 && reclaim_some()) ||
-                        (next_work_ == 4 && (serve_ring_waiter() || send_more()));
+  const bool has_done =
+      take_arrival() || (next_work_ == 1 && go_on_with_one()) || (next_work_ == 2 && start_one()) ||
+      (next_work_ == 3 && reclaim_some()) ||
+      (next_work_ == 4 && (serve_ring_waiter() || serve_room_waiter() || send_more()));
   return has_done || scheduler_.run_one() || serve_ring_waiter() || go_on_with_one() ||
-         start_one() || reclaim_some() || send_more();
+         start_one() || reclaim_some() || serve_room_waiter() || send_more();
 }
 
 Status EngineImpl::begin(Request* request, JobPlan* plan, bool* is_small) {
@@ -1272,6 +1558,7 @@ void EngineImpl::run_next_part(Request* request) {
   } catch (const std::bad_alloc&) {
     status = no_memory();
   }
+  note_memory();
   if (is_done) {
     finish(request, std::move(status));
   } else {
@@ -1296,6 +1583,7 @@ void EngineImpl::run_here(Request* request, const JobPlan& plan) {
 void EngineImpl::retire(const FinishedJob& job) {
   if (job.set == &moves_) {
     moves_.end(&store_->memory());
+    note_memory();
     return;
   }
   auto* request = static_cast<Request*>(job.set);
@@ -1423,7 +1711,8 @@ void EngineImpl::finish(Request* request, Status status) {
   if (request->is_started()) {
     set_next(request, false);
     uncount_running(request);
-    epochs().end(request->read_epoch);
+    end_reading(request);
+    note_memory();
   }
   ++totals_.n_requests;
   totals_.n_requests_failed += status.is_ok() ? 0 : 1;
@@ -1451,6 +1740,7 @@ uint32_t EngineImpl::poll() {
   uint32_t n_retired = 0;
   start_ns_ = 0;
   auditor_.collect(*store_);
+  expire_room_waiters();
   for (uint32_t round = 0; round < kMaxPollRounds; ++round) {
     FinishedJob job;
     while (scheduler_.take_finished(&job)) {
@@ -1486,7 +1776,7 @@ uint32_t EngineImpl::deliver() {
 }
 
 uint64_t EngineImpl::housekeep() {
-  const uint64_t move_ns = move_pages();
+  const uint64_t move_ns = std::min(move_pages(), patience_ns());
   return store_->housekeep() ? 0 : move_ns;
 }
 
@@ -1545,10 +1835,14 @@ void EngineImpl::wait(uint64_t timeout_ns) {
   do {
     if (!done_.empty() || scheduler_.has_finished() || can_start() ||
         (!unfinished_.empty() && scheduler_.has_room()) || arrivals_.has_any() ||
-        has_ring_to_serve() || sends_.is_ready()) {
+        has_ring_to_serve() || has_room_to_serve() || (movement_ && movement_->is_ready())) {
       return;
     }
-    scheduler_.help_or_sleep(timeout_ns - waited_ns);
+    const uint64_t patience = patience_ns();
+    if (patience == 0) {
+      return;
+    }
+    scheduler_.help_or_sleep(std::min(timeout_ns - waited_ns, patience));
     waited_ns = now_ns() - begin_ns;
   } while (waited_ns < timeout_ns);
 }
@@ -1617,6 +1911,17 @@ kvm_stats EngineImpl::stats() const {
 
 }  // namespace
 
+namespace {
+
+Status no_slow_tier() { return Status::fixed(KVM_ERR_UNSUPPORTED, "this engine has no slow tier"); }
+
+}  // namespace
+
+Status Engine::send_away(kvm_seq_id /*seq*/) { return no_slow_tier(); }
+Status Engine::prefetch(kvm_seq_id /*seq*/) { return no_slow_tier(); }
+Status Engine::pin(kvm_seq_id /*seq*/) { return no_slow_tier(); }
+Status Engine::unpin(kvm_seq_id /*seq*/) { return no_slow_tier(); }
+
 Result<std::unique_ptr<Engine>> Engine::open(const EngineOptions& given) {
   constexpr uint32_t kMaxThreads = 1024;
   KVM_TRY(attention::check_forced_isa());
@@ -1624,6 +1929,12 @@ Result<std::unique_ptr<Engine>> Engine::open(const EngineOptions& given) {
   if (options.n_threads > kMaxThreads) {
     return Status(KVM_ERR_INVALID, fmt::format("n_threads is {}; at most {} are allowed",
                                                options.n_threads, kMaxThreads));
+  }
+  const MovementOptions& movement = options.movement;
+  if (!(movement.low > 0 && movement.low < movement.high && movement.high <= 1)) {
+    return Status(KVM_ERR_INVALID, fmt::format("pages are sent from {} of the capacity on, down to "
+                                               "{}; 0 < low < high <= 1 is allowed",
+                                               movement.high, movement.low));
   }
   if (options.n_threads == 0) {
     options.n_threads = std::min(kMaxThreads, usable_cores());

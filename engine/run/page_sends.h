@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// PageSends sends pages of sequences to the slow tier, batch by batch, beside requests: those that
+// PageSends sends pages of a sequence to the slow tier, batch by batch, beside requests: those that
 // have begun read the frames of before, which are free when they have ended.
-//
-// Only full pages go, of heads of which no policy reads what it gives up.
 //
 // Threads: the driver, but for the ends of transfers.  Memory: of one batch.
 #ifndef KVM_ENGINE_RUN_PAGE_SENDS_H_
@@ -11,7 +9,9 @@
 #include <cstdint>
 #include <vector>
 
+#include "base/status.h"
 #include "engine/run/arrivals.h"
+#include "engine/run/full_pages.h"
 #include "engine/store/store.h"
 #include "engine/stream/page_stream.h"
 #include "engine/stream/page_transfers.h"
@@ -21,38 +21,46 @@ namespace kvm::engine {
 
 class PageSends final : private StreamListener {
  public:
+  // A Batch is what became of one.
+  struct Batch {
+    uint64_t n_pages = 0;  // that have left memory
+    uint64_t size_bytes = 0;
+    uint64_t written_bytes = 0;  // of these; the tier had the others
+    uint64_t n_failed = 0;       // that stay
+    Status status;               // why, of the first
+    bool is_last = false;        // the sequence has no more that may go, but for those that failed
+    bool has_passed = false;     // some were passed over, for another sequence has them too
+  };
+
   explicit PageSends(Arrivals* arrivals) : arrivals_(arrivals) {}
 
-  // What is in memory of the sequence will go, behind what was asked for before. Throws
-  // std::bad_alloc.
-  void add(kvm_seq_id seq) { queue_.push_back({.seq = seq}); }
-  // Ends a batch that is over, and begins the next one. Returns whether it did anything. Throws
-  // std::bad_alloc: another call goes on, with the next sequence after drop_first().
-  bool go_on(Store* store);
-  // What is left in memory of the sequence that is being sent stays.
-  void drop_first();
-  bool is_idle() const { return queue_.empty() && writes_.is_empty(); }
-  // Whether go_on() has something to do that no transfer has to end for.
-  bool is_ready() const { return !queue_.empty() && writes_.is_empty(); }
-  // Waits for transfers in flight, and forgets the rest.
+  // Whose pages go from now on. takes_shared: those too that other sequences have.
+  // REQUIRES: !has_begun().
+  void aim(kvm_seq_id seq, bool takes_shared);
+  kvm_seq_id target() const { return target_; }
+  bool takes_shared() const { return takes_shared_; }
+  // Begins a batch of about max_bytes. REQUIRES: !has_begun(). Throws std::bad_alloc: it has not
+  // begun.
+  void begin(Store* store, uint64_t max_bytes);
+  bool has_begun() const { return has_begun_; }
+  // Whether no transfer is in flight.
+  bool is_over() { return writes_.is_empty() || writes_.is_over(); }
+  // REQUIRES: has_begun() and is_over().
+  Batch end(StoreMemory* memory);
+  // Waits for transfers in flight, and ends them.
   void stop(StoreMemory* memory);
 
  private:
-  struct Target {
-    kvm_seq_id seq = 0;
-    uint32_t list = 0;  // where it goes on
-    uint64_t block = 0;
-  };
   void on_arrival() noexcept override { arrivals_->post(); }
-  void end(StoreMemory* memory);
-  bool find(const StoreMemory& memory, const Sequence* seq);
-  void begin(Store* store);
 
   Arrivals* const arrivals_;
-  std::vector<Target> queue_;
-  std::vector<tiers::PageRef> found_;
-  PageTransfers writes_;   // of the first target
-  bool is_whole_ = false;  // no page of it is left behind these
+  kvm_seq_id target_ = 0;
+  bool takes_shared_ = true;
+  FullPages from_;
+  std::vector<FullPage> found_;
+  PageTransfers writes_;
+  bool has_begun_ = false;
+  Batch batch_;
 };
 
 }  // namespace kvm::engine

@@ -41,7 +41,7 @@ enum class Phase : uint8_t {
   kWaiting,    // behind an earlier request of one of its sequences
   kReady,      // may start as soon as the scheduler has room
   kIndexing,   // started: what it wants of indexes is made first
-  kFetching,   // waits for a tail to append to, for a ring, or for its first window
+  kFetching,   // waits for room to append, a tail to append to, a ring, or its first window
   kPlanning,   // a step that has begun and is not planned to its end
   kInParts,    // frees or cuts a sequence, some pages at a time
   kComputing,  // its own tasks
@@ -192,6 +192,9 @@ struct Request final : TaskSet, StreamListener, LineHook, NameHook {
   bool is_cancelled = false;  // before it computed
   bool is_running = false;    // it counts as that: started, and not waiting for pages
   bool is_next = false;       // it waits for a turn to run, once it has pages
+  bool is_reading = false;    // read_epoch has begun, and not ended
+  bool is_parked = false;     // it waits for room, has nothing of it, and reads nothing
+  uint64_t room_number = 0;   // its place among those; 0: it never waited for room
   // The same for tasks, which then do nothing: nobody sees what they would have written.
   std::atomic<bool> is_abandoned{false};
   uint64_t cost = 0;   // estimate, in bytes of K and V that are read or written

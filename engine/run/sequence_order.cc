@@ -73,4 +73,10 @@ void SequenceOrder::forget(kvm_seq_id seq) {
   }
 }
 
+bool SequenceOrder::is_busy(kvm_seq_id seq) const {
+  const auto line = lines_.find(seq);
+  return line != lines_.end() && line->second.first != nullptr &&
+         !line->second.first->ticket->is_resting;
+}
+
 }  // namespace kvm::engine

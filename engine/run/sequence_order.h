@@ -23,7 +23,8 @@ class SequenceOrder {
   class Ticket {
    public:
     bool may_run() const { return n_ahead_ == 0; }
-    void* owner = nullptr;  // for the caller
+    void* owner = nullptr;    // for the caller
+    bool is_resting = false;  // likewise: does nothing with its sequences at the moment
 
    private:
     friend class SequenceOrder;
@@ -45,6 +46,8 @@ class SequenceOrder {
   void leave(Ticket* ticket, std::vector<Ticket*>* ready);
   // Drops the line of a sequence that is gone, as soon as nobody stands in it.
   void forget(kvm_seq_id seq);
+  // Whether whoever is first in the line of a sequence does something with it.
+  bool is_busy(kvm_seq_id seq) const;
   size_t n_lines() const { return lines_.size(); }
 
  private:

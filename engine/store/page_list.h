@@ -22,6 +22,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -229,9 +230,13 @@ class PageList {
   // The same for pages with blocks in [begin, end). O(segments before + pages in between).
   template <typename Visitor>
   void for_each_between(uint64_t begin, uint64_t end, Visitor visit) const {
-    const auto visit_one = [&](const PageEntry& entry) {
+    const auto visit_one = [&](const PageEntry& entry, bool shared = false) {
       if (entry.page != tiers::kNoPage && entry.block >= begin && entry.block < end) {
-        visit(entry);
+        if constexpr (std::is_invocable_v<Visitor, const PageEntry&, bool>) {
+          visit(entry, shared);
+        } else {
+          visit(entry);
+        }
       }
     };
     const size_t n_segments = root_ == nullptr ? 0 : root_->segments.size();
@@ -240,7 +245,9 @@ class PageList {
       if (entries.front().block >= end) {
         break;
       }
-      std::for_each(entries.begin(), entries.end(), visit_one);
+      const bool shared = root_->n_refs > 1 || root_->segments[i]->n_refs > 1;
+      std::for_each(entries.begin(), entries.end(),
+                    [&](const PageEntry& entry) { visit_one(entry, shared); });
     }
     visit_one(extended_tail());
     for (size_t i = 0; i < pending_.size(); ++i) {

@@ -14,6 +14,7 @@
 #include "engine/space/space.h"
 #include "engine/store/kept_tokens.h"
 #include "engine/store/layer_index.h"
+#include "engine/store/leaving_order.h"
 #include "engine/store/mean_entry.h"
 #include "engine/store/observed.h"
 #include "engine/store/page_list.h"
@@ -91,6 +92,7 @@ struct Sequence {
   std::vector<std::shared_ptr<KeptTokens>> kept;
   std::vector<MassesRef> masses;
   std::unique_ptr<Giving> giving;  // null: it stays
+  Residence residence;             // of engines with a slow tier
 
   const Space& space() const { return *record->space; }
   // The lists of an OWN layer.

@@ -169,7 +169,7 @@ bool StoreMemory::relieve() {
   if (reclaimer_.unmap_some(kUnmapForRoom) || pages_.free_left_frames() || pool_.reopen_closed()) {
     return true;
   }
-  Account* oldest = oldest_index(nullptr);
+  Account* oldest = keeps_indexes_ ? nullptr : oldest_index(nullptr);
   return oldest != nullptr && oldest->indexes.drop_oldest();
 }
 

@@ -7,6 +7,7 @@
 #ifndef KVM_ENGINE_STORE_STORE_MEMORY_H_
 #define KVM_ENGINE_STORE_STORE_MEMORY_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -154,10 +155,19 @@ class StoreMemory final : private PageRelief {
   // For store_check.h.
   uint64_t charged_bytes() const { return charged_bytes_; }
   const IndexTotals& index_totals() const { return index_totals_; }
+  uint64_t capacity_bytes() const { return budget_.capacity_bytes(); }
   uint64_t used_bytes() const { return budget_.used_bytes(); }
   // Of the capacity, cached extents included.
   uint64_t free_bytes() const { return budget_.free_bytes() + pool_.cached_bytes(); }
   uint64_t extent_bytes() const { return pool_.extent_bytes(); }
+  // Of the capacity, what is in use when the readers of left frames have ended: room within begun
+  // extents is free.
+  uint64_t needed_bytes() const {
+    const uint64_t whole = budget_.used_bytes() - pool_.extent_bytes() + pool_.share_bytes();
+    return whole - std::min(whole, pages_.left_bytes());
+  }
+  // While it is set, nothing that needs room takes it from indexes.
+  void set_keeps_indexes(bool keeps_indexes) { keeps_indexes_ = keeps_indexes; }
   const Account& page_payer(tiers::PageRef page) const { return payers_.at(pages_.payer(page)); }
   uint64_t unreclaimed_bytes() const { return reclaimer_.size_bytes(); }
 
@@ -183,6 +193,7 @@ class StoreMemory final : private PageRelief {
   Payers payers_;
   ClientId next_client_ = 1;
   uint64_t charged_bytes_ = 0;  // by charge()
+  bool keeps_indexes_ = false;
   IndexTotals index_totals_;
   StoreCounts counts_;
 };

@@ -37,6 +37,7 @@ Result<FrameRef> HostPool::allocate(const SlabClass& slab_class, uint32_t owner)
   n_cached_ -= n_cached_before - slab.n_cached();
   ++n_frames_;
   frame_bytes_ += slab.page_bytes();
+  share_bytes_ += kExtentBytes / slab.frames_per_extent();
   return FrameRef{make_page_ref(index, slot)};
 }
 
@@ -46,6 +47,7 @@ void HostPool::free(FrameRef frame) {
   slab.free(page_slot(frame.number));
   --n_frames_;
   frame_bytes_ -= slab.page_bytes();
+  share_bytes_ -= kExtentBytes / slab.frames_per_extent();
   n_cached_ += slab.n_cached() - n_cached_before;
 }
 
@@ -174,6 +176,7 @@ bool HostPool::trim(uint64_t max_extents) {
 void HostPool::check_accounts() const {
   uint64_t n_frames = 0;
   uint64_t page_bytes = 0;
+  uint64_t share_bytes = 0;
   uint64_t n_extents = 0;
   uint64_t n_cached = 0;
   for (uint32_t i = 0; i < n_slabs_; ++i) {
@@ -183,10 +186,12 @@ void HostPool::check_accounts() const {
     slabs_[i]->check_accounts();
     n_frames += slabs_[i]->n_frames();
     page_bytes += slabs_[i]->n_frames() * slabs_[i]->page_bytes();
+    share_bytes += slabs_[i]->n_frames() * (kExtentBytes / slabs_[i]->frames_per_extent());
     n_extents += slabs_[i]->n_open() + slabs_[i]->n_cached();
     n_cached += slabs_[i]->n_cached();
   }
   KVM_ASSERT(n_frames == n_frames_ && page_bytes == frame_bytes_);
+  KVM_ASSERT(share_bytes == share_bytes_);
   KVM_ASSERT(n_extents == n_extents_ && n_cached == n_cached_);
   KVM_ASSERT(extent_bytes() <= budget_->used_bytes());
 }

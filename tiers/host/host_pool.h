@@ -109,8 +109,10 @@ class HostPool {
   // remain.
   bool trim(uint64_t max_extents);
 
-  uint64_t n_frames() const { return n_frames_; }                      // in use
-  uint64_t frame_bytes() const { return frame_bytes_; }                // of these
+  uint64_t n_frames() const { return n_frames_; }        // in use
+  uint64_t frame_bytes() const { return frame_bytes_; }  // of these
+  // Of these, each with its share of what its extent has beyond a whole number of frames.
+  uint64_t share_bytes() const { return share_bytes_; }
   uint64_t extent_bytes() const { return n_extents_ * kExtentBytes; }  // charged, cached included
   uint64_t peak_extent_bytes() const { return peak_extents_ * kExtentBytes; }
   uint64_t cached_bytes() const { return n_cached_ * kExtentBytes; }
@@ -134,6 +136,7 @@ class HostPool {
   uint32_t n_slabs_ = 0;  // slots of slabs_ ever used are below this
   uint64_t n_frames_ = 0;
   uint64_t frame_bytes_ = 0;
+  uint64_t share_bytes_ = 0;
   uint64_t n_extents_ = 0;
   uint64_t peak_extents_ = 0;
   uint64_t n_cached_ = 0;

@@ -32,6 +32,7 @@ EngineOptions with_tier(tiers::SlowTier* tier, uint32_t n_threads,
   EngineOptions options = Rig::make_options(n_threads, capacity_bytes);
   options.slow_tier = tier;
   options.default_quota_bytes = 4 * capacity_bytes;  // of pages wherever they lie
+  options.movement.is_automatic = false;
   return options;
 }
 

@@ -1,0 +1,165 @@
+// SPDX-License-Identifier: Apache-2.0
+// Movement: which pages are in memory and which in the slow tier. Where memory fills up, or an
+// append finds none, pages of the sequences go that leave first (engine/store/leaving_order.h);
+// where it is free again, those of sequences that are used again and again come back.
+//
+//            used by pages, indexes, rings, ...
+//   0 ---------------- low --------- high ------- capacity
+//     come back, to low  |            |  are sent, until low
+//                        |  stay      |
+//
+// Pages that others share go after those that none does, those of sequences that requests use only
+// where an append waits for room, and those of pinned sequences not at all.
+//
+// Threads: the driver, but for the ends of transfers.  Memory: of two batches.
+#ifndef KVM_ENGINE_RUN_MOVEMENT_H_
+#define KVM_ENGINE_RUN_MOVEMENT_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/status.h"
+#include "engine/run/arrivals.h"
+#include "engine/run/page_fetches.h"
+#include "engine/run/page_sends.h"
+#include "engine/run/sequence_order.h"
+#include "engine/store/leaving_order.h"
+#include "engine/store/movement_options.h"
+#include "engine/store/store.h"
+
+namespace kvm::engine {
+
+class Movement {
+ public:
+  // What the arguments name outlives it.
+  Movement(const MovementOptions& options, const Clock* clock, Store* store,
+           const SequenceOrder* sequence_order, Arrivals* arrivals);
+
+  // --- What requests say. O(1), and nothing is allocated. ---------------------------------------
+
+  // A request uses the sequence: some layers of it, to which it may append.
+  // A use that counts is a pass over the layers which is not that of a prompt: those that append
+  // more than a page of tokens write what is there for the first time.
+  void touch(Sequence* seq, uint32_t layer, uint32_t n_layers, uint64_t n_append);
+  void note_fork(const Sequence& parent, Sequence* child);
+  // Something has ended: there may be something to do now.
+  void note_change();
+
+  // --- What callers ask for ---------------------------------------------------------------------
+
+  // What is in memory of the sequence will go, behind what was asked for before; or will come
+  // back, as far as there is room below `high`. Throw std::bad_alloc.
+  void send(kvm_seq_id seq);
+  void fetch(Sequence* seq);
+  // Whether something is asked for, or due, that has not ended.
+  bool is_sending() const;
+  bool is_fetching() const { return fetches_.has_begun() || !asked_fetches_.empty(); }
+  void pin(Sequence* seq);
+  static bool is_pinned(const Sequence& seq) { return seq.residence.is_pinned(); }
+  void unpin(Sequence* seq) { order_.unpin(&seq->residence); }
+
+  // --- Room -------------------------------------------------------------------------------------
+
+  bool is_automatic() const { return options_.is_automatic; }
+  // Whether appends wait for room: pages go until none does.
+  void set_has_waiters(bool has_waiters);
+  // Whether they do so in vain: nothing can be sent, and whoever read frames that were left when
+  // that was found out has ended. It holds until pages go, or nobody waits.
+  bool has_given_up() const { return verdict_ == Verdict::kGivenUp; }
+  // Why the tier did not take the last page that it refused; OK: it took all.
+  const Status& last_refusal() const { return last_refusal_; }
+  // Whether pages have gone since this was asked last.
+  bool take_freed();
+  void count_waiting_append() { ++stats_.n_appends_waited; }
+
+  // --- For the driver ---------------------------------------------------------------------------
+
+  // Ends batches that are over, and begins others; some 0.1 ms at most. Returns whether it did
+  // anything.
+  bool go_on();
+  // Whether go_on() has something to do that no transfer has to end for.
+  bool is_ready() const { return has_news_ || is_due(); }
+  // How long the driver may sleep for this.
+  uint64_t patience_ns() const { return is_held_ ? clock_->patience_ns(due_ns_) : UINT64_MAX; }
+  // Waits for transfers in flight, and forgets the rest.
+  void stop();
+  const MovementStats& stats() const { return stats_; }
+
+ private:
+  enum class Aim : uint8_t { kNone, kAsked, kChosen };
+  // What may go in a pass. Each goes further than the one before.
+  enum class Level : uint8_t { kOwn, kShared, kBusy };
+  enum class Verdict : uint8_t { kOpen, kWaitsForReaders, kSecondLook, kGivenUp };
+
+  bool end_sends();
+  bool end_fetches();
+  bool send_some();
+  bool send_asked();
+  bool fetch_some();
+  bool begin_fetch(uint64_t limit_bytes, kvm_seq_id id);
+  // Whether pages are to go that nobody named.
+  bool wants_room();
+  // Looks for whose they are. False: nobody's, for now.
+  bool choose();
+  bool begin_next_pass();
+  void end_passes();
+  // What becomes of the sequence whose pages were sent.
+  void settle(Residence* residence, const PageSends::Batch& batch);
+  void forget_target();
+  bool begin_send(uint64_t max_bytes);
+  void give_up_fetch(Residence* residence);
+  Residence* residence_of(kvm_seq_id seq);
+  // The cap on bytes.
+  bool is_due() const { return is_held_ && clock_->now_ns() >= due_ns_; }
+  bool hold();
+  void charge(uint64_t begin_ns, uint64_t size_bytes);
+  uint64_t capped(uint64_t max_bytes) const;
+  tiers::ReadEpochs& epochs() { return store_->memory().pages().epochs(); }
+
+  using Returning =
+      boost::intrusive::list<Residence, boost::intrusive::base_hook<ResidenceHook<ByReturning>>,
+                             boost::intrusive::constant_time_size<false>>;
+
+  const MovementOptions options_;
+  const Clock* const clock_;
+  Store* const store_;
+  const SequenceOrder* const sequence_order_;
+  const uint64_t high_bytes_;
+  const uint64_t low_bytes_;
+  LeavingOrder order_;
+  Returning returning_;  // those with pages away that are used again, the last used first
+  bool has_news_ = false;
+  bool has_waiters_ = false;
+  bool has_freed_ = false;
+
+  PageSends sends_;
+  uint64_t sends_begin_ns_ = 0;
+  std::vector<kvm_seq_id> asked_sends_;
+  Aim aim_ = Aim::kNone;
+  bool is_lowering_ = false;  // from high to low
+  bool is_resting_ = false;   // nothing could go, and nothing has changed since
+  bool is_tier_full_ = false;
+  uint64_t failed_until_ns_ = 0;  // the tier refuses: only appends that wait ask again
+  Status last_refusal_;
+  Level level_ = Level::kOwn;
+  bool is_in_pass_ = false;
+  bool has_sent_ = false;  // in the passes from Level::kOwn on
+  uint64_t n_looks_left_ = 0;
+  Verdict verdict_ = Verdict::kOpen;
+  uint64_t verdict_epoch_ = 0;
+
+  PageFetches fetches_;
+  uint64_t fetches_begin_ns_ = 0;
+  std::vector<kvm_seq_id> asked_fetches_;
+  bool is_fetch_asked_ = false;
+  bool are_fetches_resting_ = false;  // there was no frame, and nothing has changed since
+
+  bool is_held_ = false;  // by the cap, until due_ns_
+  uint64_t due_ns_ = 0;
+  MovementStats stats_;
+};
+
+}  // namespace kvm::engine
+
+#endif  // KVM_ENGINE_RUN_MOVEMENT_H_

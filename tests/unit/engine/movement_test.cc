@@ -1,0 +1,728 @@
+// SPDX-License-Identifier: Apache-2.0
+// Pages leave memory and come back by themselves: sequences that together are larger than memory
+// answer as those do that have all of it, bit for bit; appends wait for room, and nobody else does;
+// and what is in use stays.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/limits.h"
+#include "base/splitmix.h"
+#include "engine/engine.h"
+#include "tests/sim/simulated_clock.h"
+#include "tests/unit/engine/rig.h"
+#include "tiers/simulated/simulated_tier.h"
+
+namespace kvm::engine::testing {
+namespace {
+
+using kvm::testing::SimulatedClock;
+using tiers::SimulatedTier;
+using tiers::SimulatedTierOptions;
+using tiers::Transfer;
+
+// Pages of 16 KiB. The rings of two windows take 4 MiB of the memory.
+constexpr uint32_t kHeads = 2;
+constexpr uint32_t kDim = 16;
+constexpr uint64_t kPageBytes = uint64_t{kPageTokens} * kHeads * 2 * kDim * 4;
+constexpr uint64_t kCapacity = 16 << 20;
+constexpr uint64_t kRingBytes = 4 << 20;
+
+SpaceSpec plain_spec() {
+  SpaceSpec spec = make_spec("plain", 1, kHeads, kHeads, kDim);
+  spec.params.codec = KVM_CODEC_F32;
+  return spec;
+}
+
+// A request with its tensors.
+struct Asked {
+  StepRequest step;
+  Buffer q, o, k, v;
+};
+
+void fill_rows(Buffer* buffer, uint64_t n_rows, uint64_t seed, float scale) {
+  for (uint64_t row = 0; row < n_rows; ++row) {
+    for (uint64_t head = 0; head < kHeads; ++head) {
+      for (uint64_t i = 0; i < kDim; ++i) {
+        seed += kSplitMixStep;
+        const auto whole = static_cast<int64_t>(splitmix64(seed));
+        buffer->set(0, row, head, i, static_cast<float>(whole) * 0x1p-63f * scale);
+      }
+    }
+  }
+}
+
+// A step that appends tokens to a sequence, and attends with so many rows. The seed says what.
+std::unique_ptr<Asked> step_of(kvm_space_id space, kvm_seq_id seq, uint32_t n_append,
+                               uint32_t n_query, uint64_t seed) {
+  auto asked = std::make_unique<Asked>();
+  StepRequest& step = asked->step;
+  step.space = space;
+  step.items = {kvm::testing::item_of(seq, n_append, n_query)};
+  if (n_append != 0) {
+    asked->k = Buffer(Dtype::kF32, 1, n_append, kHeads, kDim);
+    asked->v = Buffer(Dtype::kF32, 1, n_append, kHeads, kDim);
+    fill_rows(&asked->k, n_append, seed, 1);
+    fill_rows(&asked->v, n_append, ~seed, 1);
+    step.append = true;
+    step.k = asked->k.view();
+    step.v = asked->v.view();
+  }
+  if (n_query != 0) {
+    asked->q = Buffer(Dtype::kF32, 1, n_query, kHeads, kDim);
+    asked->o = Buffer(Dtype::kF32, 1, n_query, kHeads, kDim);
+    fill_rows(&asked->q, n_query, seed ^ 0x5555, 3);
+    step.attend = true;
+    step.q = asked->q.view();
+    step.o = asked->o.view();
+  }
+  return asked;
+}
+
+// An engine with a slow tier that ends transfers as the test wants them, and with a clock that
+// stands still.
+struct World {
+  explicit World(
+      const std::function<void(EngineOptions*)>& change = [](EngineOptions*) {},
+      SimulatedTierOptions tier_options = {.is_manual = true}, const SpaceSpec& spec = plain_spec())
+      : tier(tier_options), rig(make_options(change)), space(rig.space(spec)) {}
+  ~World() {
+    if (rig.engine != nullptr) {
+      settle();
+      rig.engine->check_accounts();
+    }
+  }
+  EngineOptions make_options(const std::function<void(EngineOptions*)>& change) {
+    EngineOptions options = Rig::make_options(1, kCapacity);
+    options.slow_tier = &tier;
+    options.default_quota_bytes = 64 * kCapacity;
+    options.clock = &clock;
+    change(&options);
+    return options;
+  }
+
+  // Lets the engine do what it can, while no transfer ends.
+  void turn() {
+    int n_idle = 0;
+    for (int i = 0; i < 5000 && n_idle < 20; ++i) {
+      const bool has_done = rig.engine->poll() != 0;
+      n_idle = rig.engine->work() || has_done ? 0 : n_idle + 1;
+    }
+  }
+  // Ends transfers in an order that the seed says until nothing is in flight.
+  void settle(uint64_t seed = 1) {
+    std::mt19937_64 random(seed);
+    turn();
+    for (int i = 0; i < 200000 && tier.n_waiting() != 0; ++i) {
+      tier.finish(random() % tier.n_waiting());
+      if (tier.n_waiting() % 16 == 0) {
+        turn();
+      }
+    }
+    turn();
+    EXPECT_EQ(tier.n_waiting(), 0u);
+  }
+  size_t submit(std::unique_ptr<Asked> asked, ClientId client = 0) {
+    StepRequest step = asked->step;
+    asked_.push_back(std::move(asked));
+    const size_t at = results.size();
+    results.emplace_back();
+    n_answers.push_back(0);
+    rig.engine->submit(client == 0 ? rig.client : client, {2, at}, std::move(step),
+                       [this, at](RequestResult&& result) {
+                         ++n_answers[at];
+                         results[at] = std::move(result);
+                       });
+    turn();
+    return at;
+  }
+  // The same until it is answered.
+  RequestResult run(std::unique_ptr<Asked> asked, ClientId client = 0) {
+    const size_t at = submit(std::move(asked), client);
+    for (int i = 0; i < 100 && n_answers[at] == 0; ++i) {
+      settle(i);
+    }
+    EXPECT_EQ(n_answers[at], 1);
+    return results[at];
+  }
+  kvm_seq_id create(ClientId client = 0) {
+    SeqRequest request;
+    request.space = space;
+    const RequestResult result = rig.run(request, client);
+    EXPECT_TRUE(result.status.is_ok()) << result.status.message();
+    return result.seq;
+  }
+  // A sequence of so many tokens, a prompt in parts. Its seed is its number.
+  kvm_seq_id prompt(uint32_t n_tokens, ClientId client = 0) {
+    const kvm_seq_id seq = create(client);
+    for (uint32_t n = 0; n < n_tokens; n += 512) {
+      const auto part = std::min(512u, n_tokens - n);
+      const RequestResult result = run(step_of(space, seq, part, 0, seed(seq, n)), client);
+      EXPECT_TRUE(result.status.is_ok()) << result.status.message();
+    }
+    settle();
+    return seq;
+  }
+  // Decodes n tokens, one after the other.
+  void decode(kvm_seq_id seq, int n, uint64_t from = 1000) {
+    for (int i = 0; i < n; ++i) {
+      const RequestResult result = run(step_of(space, seq, 1, 1, seed(seq, from + i)));
+      EXPECT_TRUE(result.status.is_ok()) << result.status.message();
+    }
+  }
+  // Fills memory, until an append finds none while the tier ends no write. Returns its number; it
+  // is of the last sequence made, and of 512 tokens.
+  size_t fill_up(ClientId client = 0) {
+    for (int i = 0; i < 200; ++i) {
+      seqs.push_back(create(client));
+      for (uint32_t n = 0; n < 2048; n += 512) {
+        const size_t at = submit(step_of(space, seqs.back(), 512, 0, seed(seqs.back(), n)), client);
+        if (n_answers[at] == 0) {
+          length_before = n;
+          return at;
+        }
+        EXPECT_TRUE(results[at].status.is_ok()) << results[at].status.message();
+      }
+    }
+    ADD_FAILURE() << "memory is never full";
+    return 0;
+  }
+  static uint64_t seed(kvm_seq_id seq, uint64_t n) {
+    return splitmix64((seq & 0xffffff) * 100'000 + n);
+  }
+  kvm_seq_info info(kvm_seq_id seq) { return rig.engine->seq_info(rig.client, seq).value(); }
+  uint64_t in_memory() const { return rig.engine->stats().host_page_bytes + kRingBytes; }
+  MovementStats moved() const { return rig.engine->movement_stats(); }
+
+  SimulatedClock clock;
+  SimulatedTier tier;
+  Rig rig;
+  kvm_space_id space = 0;
+  std::vector<kvm_seq_id> seqs;
+  uint32_t length_before = 0;
+  std::vector<RequestResult> results;
+  std::vector<int> n_answers;
+  std::vector<std::unique_ptr<Asked>> asked_;
+};
+
+uint64_t high_bytes() { return static_cast<uint64_t>(0.9 * kCapacity); }
+uint64_t low_bytes() { return static_cast<uint64_t>(0.8 * kCapacity); }
+
+void with_lru(EngineOptions* options) { options->movement.rule = LeavingRule::kLru; }
+
+// --- What is larger than memory -----------------------------------------------------------------
+
+TEST(Movement, AWorkingSetOfThreeTimesTheMemory) {
+  constexpr uint32_t kSeqs = 24;
+  constexpr uint32_t kTokens = 8192;  // 2 MiB each
+  for (const uint32_t n_threads : {1u, 3u}) {
+    SCOPED_TRACE(n_threads);
+    SimulatedTier tier({.reorder = 64, .seed = 5});
+    EngineOptions options = Rig::make_options(n_threads, kCapacity);
+    options.slow_tier = &tier;
+    options.default_quota_bytes = 16 * kCapacity;
+    options.movement.rule = n_threads == 1 ? LeavingRule::kS3Fifo : LeavingRule::kLru;
+    Rig small(options);
+    Rig large(n_threads, 128 << 20);
+    const kvm_space_id small_space = small.space(plain_spec());
+    const kvm_space_id large_space = large.space(plain_spec());
+    std::vector<kvm_seq_id> smalls;
+    std::vector<kvm_seq_id> larges;
+    const auto both = [&](size_t i, uint32_t n_append, uint64_t seed) {
+      const auto a = step_of(small_space, smalls[i], n_append, 1, seed);
+      const auto b = step_of(large_space, larges[i], n_append, 1, seed);
+      const RequestResult got = small.run(a->step);
+      ASSERT_TRUE(got.status.is_ok()) << got.status.message();
+      ASSERT_TRUE(large.run(b->step).status.is_ok());
+      EXPECT_TRUE(a->o.bytes() == b->o.bytes()) << i << ", " << seed;
+    };
+    for (uint32_t i = 0; i < kSeqs; ++i) {
+      smalls.push_back(small.create(small_space));
+      larges.push_back(large.create(large_space));
+      for (uint32_t n = 0; n < kTokens; n += 2048) {
+        both(i, 2048, World::seed(i, n));
+      }
+    }
+    for (uint32_t round = 0; round < 2; ++round) {
+      for (uint32_t i = 0; i < kSeqs; ++i) {
+        both(i, 1, World::seed(i, kTokens + round));
+      }
+    }
+    EXPECT_TRUE(small.drive_until([&] { return !small.engine->is_sending(); }));
+    EXPECT_GT(small.engine->stats().away_bytes, 2 * kCapacity);
+    small.engine->check_accounts();
+    for (const kvm_seq_id seq : smalls) {
+      EXPECT_TRUE(small.verb(SeqVerb::kFree, seq).status.is_ok());
+    }
+    EXPECT_EQ(tier.used_bytes(), 0u);
+  }
+}
+
+// Its own full pages go while it grows.
+TEST(Movement, OneSequenceLargerThanMemory) {
+  World world;
+  const kvm_seq_id seq = world.create();
+  Rig large(1, 128 << 20);
+  const kvm_space_id large_space = large.space(plain_spec());
+  const kvm_seq_id large_seq = large.create(large_space);
+  for (uint64_t n = 0; n < 70; ++n) {  // 35 MiB
+    const RequestResult result = world.run(step_of(world.space, seq, 2048, 0, n));
+    ASSERT_TRUE(result.status.is_ok()) << n << ": " << result.status.message();
+    ASSERT_TRUE(large.run(step_of(large_space, large_seq, 2048, 0, n)->step).status.is_ok());
+  }
+  ASSERT_TRUE(world.run(step_of(world.space, seq, 1, 2, 1000)).status.is_ok());
+  const auto want = step_of(large_space, large_seq, 1, 2, 1000);
+  ASSERT_TRUE(large.run(want->step).status.is_ok());
+  EXPECT_TRUE(world.asked_.back()->o.bytes() == want->o.bytes());
+}
+
+// Between the marks nothing moves, and above the high one pages go down to the low one.
+TEST(Movement, PagesGoFromTheHighMarkToTheLowOne) {
+  World world;
+  while (world.in_memory() + 32 * kPageBytes < high_bytes()) {
+    world.prompt(1024);
+  }
+  EXPECT_EQ(world.moved().n_pages_sent, 0u);
+  world.prompt(3072);
+  world.settle();
+  EXPECT_GT(world.moved().n_pages_sent, 0u);
+  EXPECT_LE(world.in_memory(), low_bytes());
+  EXPECT_GT(world.in_memory(), low_bytes() - 256 * kPageBytes);
+}
+
+// --- Appends that wait --------------------------------------------------------------------------
+
+TEST(Movement, AnAppendWaitsAndGoesOn) {
+  World world;
+  const size_t waiting = world.fill_up();
+  EXPECT_EQ(world.moved().n_appends_waited, 1u);
+  // Others go on: those that read, and those that need no page.
+  const kvm_seq_id other = world.seqs[0];
+  const size_t read = world.submit(step_of(world.space, other, 0, 1, 7));
+  EXPECT_EQ(world.n_answers[read], 1);
+  EXPECT_TRUE(world.results[read].status.is_ok());
+  // One that needs some stands behind it.
+  const size_t second = world.submit(step_of(world.space, other, 512, 0, 7));
+  EXPECT_EQ(world.n_answers[second], 0);
+  EXPECT_EQ(world.n_answers[waiting], 0);
+  world.settle();
+  for (const size_t at : {waiting, second}) {
+    EXPECT_EQ(world.n_answers[at], 1);
+    EXPECT_TRUE(world.results[at].status.is_ok()) << world.results[at].status.message();
+  }
+  EXPECT_EQ(world.rig.length(world.seqs.back()), world.length_before + 512);
+}
+
+TEST(Movement, AnAppendWaitsUntilItsDeadline) {
+  World world;
+  world.fill_up();
+  auto late = step_of(world.space, world.seqs[0], 512, 0, 7);
+  late->step.deadline_ns = world.clock.now_ns() + 1000;
+  auto later = step_of(world.space, world.seqs[1], 512, 0, 7);
+  later->step.deadline_ns = world.clock.now_ns() + 1'000'000;
+  const size_t first = world.submit(std::move(late));
+  const size_t second = world.submit(std::move(later));
+  world.clock.advance(999);
+  world.turn();
+  EXPECT_EQ(world.n_answers[first], 0);
+  world.clock.advance(1);
+  world.turn();
+  EXPECT_EQ(world.results[first].status.code(), KVM_ERR_DEADLINE);
+  EXPECT_EQ(world.n_answers[second], 0);
+  EXPECT_EQ(world.rig.length(world.seqs[0]), 2048u);
+  world.settle();
+  EXPECT_TRUE(world.results[second].status.is_ok()) << world.results[second].status.message();
+}
+
+// What is larger than memory is refused at once.
+TEST(Movement, WhatNeverFitsIsRefused) {
+  World world;
+  const kvm_seq_id seq = world.create();
+  const RequestResult result = world.run(step_of(world.space, seq, 60000, 0, 1));
+  EXPECT_EQ(result.status.code(), KVM_ERR_NO_SPACE);
+  EXPECT_EQ(world.rig.length(seq), 0u);
+  EXPECT_EQ(world.moved().n_appends_waited, 0u);
+}
+
+// A quota is no room that others could make.
+TEST(Movement, QuotasAreAsTheyWere) {
+  World world([](EngineOptions* options) { options->default_quota_bytes = 1 << 20; });
+  const kvm_seq_id seq = world.prompt(4096);
+  EXPECT_EQ(world.run(step_of(world.space, seq, 64, 0, 1)).status.code(), KVM_ERR_QUOTA);
+  EXPECT_EQ(world.moved().n_appends_waited, 0u);
+}
+
+// Where the tier takes no more, an append is refused and says why, and nothing is lost; once
+// somebody goes there is room again.
+TEST(Movement, ATierThatIsFull) {
+  World world([](EngineOptions*) {}, {.capacity_bytes = 2 << 20, .is_manual = true});
+  std::vector<kvm_seq_id> seqs;
+  Status status;
+  for (int i = 0; i < 100 && status.is_ok(); ++i) {
+    seqs.push_back(world.create());
+    for (uint32_t n = 0; n < 2048 && status.is_ok(); n += 512) {
+      status = world.run(step_of(world.space, seqs.back(), 512, 0, n)).status;
+    }
+  }
+  EXPECT_EQ(status.code(), KVM_ERR_NO_SPACE);
+  EXPECT_NE(status.message().find("the slow tier took no more"), std::string::npos)
+      << status.message();
+  EXPECT_EQ(world.tier.used_bytes(), 2u << 20);
+  EXPECT_EQ(world.rig.length(seqs.back()) % 512, 0u);
+  const kvm_seq_id refused = seqs.back();
+  const uint64_t length = world.rig.length(refused);
+  for (int i = 0; i < 3; ++i) {
+    EXPECT_EQ(world.run(step_of(world.space, refused, 512, 0, 1)).status.code(), KVM_ERR_NO_SPACE);
+  }
+  EXPECT_EQ(world.rig.length(refused), length);
+  for (int i = 0; i < 3; ++i) {
+    EXPECT_TRUE(world.rig.verb(SeqVerb::kFree, seqs[i]).status.is_ok());
+  }
+  EXPECT_TRUE(world.run(step_of(world.space, refused, 512, 0, 1)).status.is_ok());
+}
+
+// Writes that fail leave the pages; an append is refused where all do, and else goes on.
+TEST(Movement, WritesThatFail) {
+  for (const uint64_t every : {1u, 2u}) {
+    World world;
+    const size_t waiting = world.fill_up();
+    // Those in flight end well.
+    world.tier.fail_every(Transfer::Kind::kWrite, every, {KVM_ERR_IO, "sector 7 is gone"});
+    world.settle();
+    EXPECT_TRUE(world.results[waiting].status.is_ok());
+    Status status;
+    for (int i = 0; i < 40 && status.is_ok(); ++i) {
+      status = world.run(step_of(world.space, world.seqs.back(), 512, 0, i)).status;
+    }
+    if (every == 1) {
+      EXPECT_EQ(status.code(), KVM_ERR_NO_SPACE);
+      EXPECT_NE(status.message().find("sector 7 is gone"), std::string::npos) << status.message();
+    } else {
+      EXPECT_TRUE(status.is_ok()) << status.message();
+    }
+    world.tier.clear_faults();
+    EXPECT_TRUE(world.run(step_of(world.space, world.seqs.back(), 512, 0, 99)).status.is_ok());
+  }
+}
+
+// Cancelling, death and eviction at every point of an append that waits, and of what it waits for.
+TEST(Movement, CancellingDeathAndEvictionAtEveryPoint) {
+  enum class Event { kCancel, kDeath, kEvictionOfIts, kEvictionOfAll };
+  for (const Event event :
+       {Event::kCancel, Event::kDeath, Event::kEvictionOfIts, Event::kEvictionOfAll}) {
+    for (const size_t n_before : {0u, 1u, 100u, 255u, 256u, 300u}) {
+      SCOPED_TRACE(std::to_string(static_cast<int>(event)) + ", " + std::to_string(n_before));
+      World world;
+      const ClientId client = world.rig.engine->add_client({});
+      const kvm_seq_id others = world.prompt(1024);
+      const size_t waiting = world.fill_up(client);
+      const kvm_seq_id seq = world.seqs.back();
+      std::mt19937_64 random(n_before);
+      for (size_t i = 0; i < n_before && world.tier.n_waiting() != 0; ++i) {
+        world.tier.finish(random() % world.tier.n_waiting());
+        if (world.tier.n_waiting() == 0) {
+          world.turn();
+        }
+      }
+      const bool is_answered = world.n_answers[waiting] != 0;
+      bool is_gone = false;
+      switch (event) {
+        case Event::kCancel:
+          EXPECT_EQ(world.rig.engine->cancel(client, {2, waiting}), !is_answered);
+          break;
+        case Event::kDeath:
+          world.rig.engine->remove_client(client, [&] { is_gone = true; });
+          break;
+        case Event::kEvictionOfIts:
+          EXPECT_TRUE(world.rig.engine->evict(seq).is_ok());
+          break;
+        case Event::kEvictionOfAll:
+          for (const kvm_seq_id each : world.seqs) {
+            EXPECT_TRUE(world.rig.engine->evict(each).is_ok());
+          }
+          break;
+      }
+      world.turn();
+      world.settle(n_before);
+      EXPECT_EQ(world.n_answers[waiting], event == Event::kDeath && !is_answered ? 0 : 1);
+      EXPECT_EQ(world.rig.engine->n_in_flight(), 0u);
+      if (event == Event::kCancel) {
+        EXPECT_EQ(world.results[waiting].status.code(), is_answered ? KVM_OK : KVM_ERR_CANCELLED);
+        EXPECT_EQ(world.rig.engine->seq_info(client, seq).value().n_tokens_max,
+                  world.length_before + (is_answered ? 512 : 0));
+      } else if (event == Event::kDeath) {
+        EXPECT_TRUE(is_gone);
+        EXPECT_EQ(world.rig.engine->stats().n_sequences, 1u);
+      } else {
+        // It was there before: what was asked before is done before.
+        EXPECT_TRUE(world.results[waiting].status.is_ok());
+        EXPECT_EQ(world.rig.engine->seq_info(client, seq).status().code(), KVM_ERR_STALE);
+      }
+      world.decode(others, 2);
+    }
+  }
+}
+
+// An engine that is closed while an append waits, and pages go and come.
+TEST(Movement, ClosingWhileAnAppendWaits) {
+  World world([](EngineOptions*) {}, {.latency_ns = 2'000'000, .reorder = 8, .seed = 3});
+  for (int i = 0; i < 16; ++i) {
+    world.seqs.push_back(world.create());
+    auto asked = step_of(world.space, world.seqs.back(), 4096, 0, i);
+    world.rig.engine->submit(world.rig.client, {3, static_cast<uint64_t>(i)},
+                             StepRequest(asked->step), [](RequestResult&&) {});
+    world.asked_.push_back(std::move(asked));
+  }
+  for (int i = 0; i < 40; ++i) {
+    world.rig.engine->poll();
+    world.rig.engine->work();
+  }
+  EXPECT_NE(world.rig.engine->n_in_flight(), 0u);
+  world.rig.engine.reset();
+  EXPECT_EQ(world.tier.n_in_flight(), 0u);
+}
+
+// Indexes leave memory when nothing else can.
+TEST(Movement, IndexesLeaveLast) {
+  SpaceSpec spec = plain_spec();
+  spec.indexes = {make_index()};
+  World world([](EngineOptions*) {}, {.is_manual = true}, spec);
+  const kvm_seq_id indexed = world.prompt(4096);
+  auto approximate = step_of(world.space, indexed, 0, 1, 5);
+  approximate->step.mode = KVM_MODE_SAMPLED;
+  approximate->step.budget = 64;
+  ASSERT_TRUE(world.run(std::move(approximate)).status.is_ok());
+  const uint64_t index_bytes = world.rig.engine->stats().index_bytes;
+  EXPECT_GT(index_bytes, 0u);
+  const size_t waiting = world.fill_up();
+  world.settle();
+  EXPECT_TRUE(world.results[waiting].status.is_ok());
+  EXPECT_EQ(world.rig.engine->stats().index_bytes, index_bytes);
+  EXPECT_EQ(world.rig.engine->stats().n_index_dropped, 0u);
+}
+
+// --- Who leaves ---------------------------------------------------------------------------------
+
+// Reads that decoding takes of sequences in use, after a prompt has passed that nobody uses.
+uint64_t reads_after_a_scan(const std::function<void(EngineOptions*)>& change) {
+  World world(change);
+  std::vector<kvm_seq_id> hot;
+  for (int i = 0; i < 5; ++i) {
+    hot.push_back(world.prompt(4096));  // 5 MiB in all
+    world.decode(hot.back(), 4);
+  }
+  world.prompt(100000);  // 24 MiB
+  EXPECT_GT(world.moved().bytes_sent, kCapacity / 2);
+  const uint64_t n_before = world.tier.n_reads();
+  for (const kvm_seq_id seq : hot) {
+    world.decode(seq, 1, 2000);
+  }
+  return world.tier.n_reads() - n_before;
+}
+
+TEST(Movement, APromptOfOneUseDoesNotPushOutWhatIsUsed) {
+  EXPECT_EQ(reads_after_a_scan([](EngineOptions*) {}), 0u);
+  EXPECT_GE(reads_after_a_scan(with_lru), 5u * 4096 / kPageTokens);
+}
+
+TEST(Movement, PinnedSequencesStay) {
+  for (const auto& rule :
+       {+[](EngineOptions*) {},
+        +[](EngineOptions* options) { options->movement.rule = LeavingRule::kLru; }}) {
+    World world(rule);
+    const kvm_seq_id pinned = world.prompt(4096);
+    EXPECT_TRUE(world.rig.engine->pin(pinned).is_ok());
+    EXPECT_TRUE(world.rig.engine->pin(pinned).is_ok());
+    const kvm_seq_id child = world.rig.verb(SeqVerb::kFork, pinned, 3000).seq;
+    world.prompt(60000);
+    EXPECT_GT(world.moved().n_pages_sent, 0u);
+    EXPECT_EQ(world.info(pinned).bytes_away, 0u);
+    EXPECT_EQ(world.info(child).bytes_away, 0u);
+    EXPECT_EQ(world.rig.engine->send_away(pinned).code(), KVM_ERR_BUSY);
+    EXPECT_TRUE(world.rig.engine->unpin(pinned).is_ok());
+    world.prompt(30000);
+    EXPECT_EQ(world.info(pinned).bytes_away, 0u);
+    EXPECT_TRUE(world.rig.engine->unpin(pinned).is_ok());
+    EXPECT_EQ(world.rig.engine->unpin(pinned).code(), KVM_ERR_INVALID);
+    world.prompt(60000);
+    EXPECT_GT(world.info(pinned).bytes_away, 0u);
+    // Whoever is pinned may go as others do.
+    EXPECT_TRUE(world.rig.engine->pin(child).is_ok());
+    EXPECT_TRUE(world.rig.verb(SeqVerb::kFree, child).status.is_ok());
+    EXPECT_EQ(world.rig.engine->pin(child).code(), KVM_ERR_STALE);
+  }
+}
+
+// What forks share goes after what they do not.
+TEST(Movement, SharedPagesGoLater) {
+  World world(with_lru);
+  const kvm_seq_id parent = world.prompt(4096);
+  const kvm_seq_id child = world.rig.verb(SeqVerb::kFork, parent, 4096).seq;
+  world.prompt(45000);
+  EXPECT_GT(world.moved().n_pages_sent, 0u);
+  EXPECT_EQ(world.info(parent).bytes_away, 0u);
+  EXPECT_TRUE(world.rig.verb(SeqVerb::kFree, child).status.is_ok());
+  world.prompt(45000);
+  EXPECT_GT(world.info(parent).bytes_away, 0u);
+}
+
+// --- Coming back --------------------------------------------------------------------------------
+
+TEST(Movement, WhatIsUsedAgainComesBack) {
+  World world;
+  const kvm_seq_id seq = world.prompt(4096);
+  const kvm_seq_id once = world.prompt(4096);
+  EXPECT_TRUE(world.rig.engine->send_away(seq).is_ok());
+  EXPECT_TRUE(world.rig.engine->send_away(once).is_ok());
+  world.settle();
+  EXPECT_EQ(world.rig.engine->n_pages_away(), 128u);
+  const uint64_t n_writes = world.tier.n_writes();
+  world.decode(once, 1);
+  world.decode(seq, 1);
+  world.settle();
+  EXPECT_EQ(world.moved().n_pages_back, 0u) << "it was used once";
+  world.decode(seq, 1, 2000);
+  world.settle();
+  EXPECT_EQ(world.moved().n_pages_back, 64u);
+  EXPECT_EQ(world.info(seq).bytes_away, 0u);
+  EXPECT_GT(world.info(once).bytes_away, 0u);
+  EXPECT_FALSE(world.rig.engine->is_fetching());
+  const uint64_t n_reads = world.tier.n_reads();
+  world.decode(seq, 3, 3000);
+  EXPECT_EQ(world.tier.n_reads(), n_reads) << "it is in memory";
+  // The tier has kept what it had.
+  EXPECT_TRUE(world.rig.engine->send_away(seq).is_ok());
+  world.settle();
+  EXPECT_EQ(world.info(seq).bytes_away, 64 * kPageBytes);
+  EXPECT_EQ(world.tier.n_writes(), n_writes);
+}
+
+// As far as the low mark; a prefetch as far as the high one.
+TEST(Movement, WhatComesBackStopsAtTheMarks) {
+  World world;
+  std::vector<kvm_seq_id> seqs;
+  for (int i = 0; i < 8; ++i) {
+    seqs.push_back(world.prompt(8192));
+    EXPECT_TRUE(world.rig.engine->send_away(seqs.back()).is_ok());
+    world.settle();
+  }
+  const kvm_seq_id other = world.prompt(36000);  // memory is between the marks
+  for (const kvm_seq_id seq : seqs) {
+    world.decode(seq, 2);
+  }
+  world.settle();
+  EXPECT_GT(world.in_memory(), low_bytes());
+  EXPECT_EQ(world.moved().n_pages_back, 0u);
+  EXPECT_TRUE(world.rig.verb(SeqVerb::kFree, other).status.is_ok());
+  world.settle();
+  EXPECT_LE(world.in_memory(), low_bytes());
+  EXPECT_GT(world.in_memory(), low_bytes() - 2 * kPageBytes);
+  EXPECT_EQ(world.info(seqs.back()).bytes_away, 0u) << "the last one used comes first";
+  EXPECT_EQ(world.moved().n_pages_sent, 8u * 128);
+  const uint64_t n_back = world.moved().n_pages_back;
+  EXPECT_TRUE(world.rig.engine->prefetch(seqs.front()).is_ok());
+  EXPECT_TRUE(world.rig.engine->is_fetching());
+  world.settle();
+  EXPECT_FALSE(world.rig.engine->is_fetching());
+  EXPECT_GT(world.moved().n_pages_back, n_back);
+  EXPECT_LE(world.in_memory(), high_bytes());
+  EXPECT_GT(world.in_memory(), low_bytes());
+}
+
+// Reads that fail leave the pages where they are.
+TEST(Movement, ReadsThatFail) {
+  World world;
+  const kvm_seq_id seq = world.prompt(4096);
+  EXPECT_TRUE(world.rig.engine->send_away(seq).is_ok());
+  world.settle();
+  world.tier.fail_next(Transfer::Kind::kRead, 3, {KVM_ERR_IO, "sector 7 is gone"});
+  EXPECT_TRUE(world.rig.engine->prefetch(seq).is_ok());
+  world.settle();
+  EXPECT_EQ(world.info(seq).bytes_away, kPageBytes);
+  EXPECT_EQ(world.moved().n_failed, 1u);
+  EXPECT_TRUE(world.rig.engine->prefetch(seq).is_ok());
+  world.settle();
+  EXPECT_EQ(world.info(seq).bytes_away, 0u);
+}
+
+// Sequences that are freed, cut and appended to while their pages come back.
+TEST(Movement, WhatGoesWhileItComesBack) {
+  for (uint64_t seed = 0; seed < 12; ++seed) {
+    World world;
+    const kvm_seq_id seq = world.prompt(4096 + 32);
+    EXPECT_TRUE(world.rig.engine->send_away(seq).is_ok());
+    world.settle();
+    EXPECT_TRUE(world.rig.engine->prefetch(seq).is_ok());
+    world.turn();
+    EXPECT_EQ(world.tier.n_waiting(), 64u);
+    std::mt19937_64 random(seed);
+    for (uint64_t i = 0; i < 5 * seed; ++i) {
+      world.tier.finish(random() % world.tier.n_waiting());
+    }
+    if (seed % 3 == 0) {
+      EXPECT_TRUE(world.rig.verb(SeqVerb::kFree, seq).status.is_ok());
+    } else {
+      if (seed % 3 == 1) {
+        EXPECT_TRUE(world.rig.verb(SeqVerb::kTruncate, seq, 1000).status.is_ok());
+      }
+      const size_t at = world.submit(step_of(world.space, seq, 100, 1, 7));
+      world.settle(seed);
+      EXPECT_TRUE(world.results[at].status.is_ok()) << world.results[at].status.message();
+    }
+    world.settle(seed);
+    EXPECT_TRUE(seed % 3 != 0 || world.tier.used_bytes() == 0);
+  }
+}
+
+// --- The cap, and what is refused ---------------------------------------------------------------
+
+// A second of the clock moves what the cap says and not more, in either direction.
+TEST(Movement, TheCapHolds) {
+  constexpr uint64_t kCap = 64 * kPageBytes;
+  World world([](EngineOptions* options) { options->movement.bytes_per_s = kCap; });
+  const kvm_seq_id seq = world.prompt(20000);
+  EXPECT_TRUE(world.rig.engine->send_away(seq).is_ok());
+  const auto elapse = [&](int n_ms) {
+    for (int i = 0; i < n_ms; ++i) {
+      world.settle();
+      world.clock.advance(1'000'000);
+    }
+    world.settle();
+  };
+  elapse(1000);
+  EXPECT_GE(world.moved().bytes_sent, kCap / 2);
+  EXPECT_LE(world.moved().bytes_sent, kCap + kCap / 10);
+  elapse(4500);
+  EXPECT_FALSE(world.rig.engine->is_sending());
+  EXPECT_TRUE(world.rig.engine->prefetch(seq).is_ok());
+  elapse(1000);
+  EXPECT_GE(world.moved().bytes_back, kCap / 2);
+  EXPECT_LE(world.moved().bytes_back, kCap + kCap / 10);
+}
+
+TEST(Movement, OptionsAreChecked) {
+  for (const auto& [low, high] : {std::pair{0.0, 0.5}, {0.9, 0.8}, {0.8, 0.8}, {0.5, 1.1}}) {
+    EngineOptions options = Rig::make_options(1, kCapacity);
+    options.movement.low = low;
+    options.movement.high = high;
+    EXPECT_EQ(Engine::open(options).status().code(), KVM_ERR_INVALID) << low << ", " << high;
+  }
+}
+
+TEST(Movement, WithoutATierNothingMoves) {
+  Rig rig;
+  const kvm_seq_id seq = rig.create(rig.space(plain_spec()));
+  EXPECT_EQ(rig.engine->prefetch(seq).code(), KVM_ERR_UNSUPPORTED);
+  EXPECT_EQ(rig.engine->pin(seq).code(), KVM_ERR_UNSUPPORTED);
+  EXPECT_EQ(rig.engine->unpin(seq).code(), KVM_ERR_UNSUPPORTED);
+}
+
+}  // namespace
+}  // namespace kvm::engine::testing
