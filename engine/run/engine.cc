@@ -313,6 +313,8 @@ class EngineImpl final : public Engine {
   // Lines a request up that found no room for what it appends; first: before it has tried. False:
   // there will be none.
   bool wait_for_room(Request* request, bool first);
+  // Whether there is as much free as it needs, wherever that is.
+  bool may_fit(const Request* request) const;
   // Whether it is to line up behind those that wait.
   bool must_line_up(const Request* request) const;
   // Whether it appends, and may wait until there is room.
@@ -1272,17 +1274,16 @@ void EngineImpl::note_use(const Request* request) {
     }
     return;
   }
-  const auto* seq = std::get_if<SeqRequest>(&request->what);
-  const auto* read = std::get_if<ReadRequest>(&request->what);
-  const Result<Sequence*> used = store_->find_any_seq(seq != nullptr    ? seq->seq
-                                                      : read != nullptr ? read->seq
-                                                                        : 0);
-  if (read != nullptr && used.is_ok()) {
-    movement_->touch(used.value(), read->layer, 1, 0);
-  } else if (seq != nullptr && seq->verb == SeqVerb::kFork && used.is_ok()) {
+  if (const auto* read = std::get_if<ReadRequest>(&request->what)) {
+    const Result<Sequence*> seq = store_->find_any_seq(read->seq);
+    KVM_ASSERT(seq.is_ok());
+    movement_->touch(seq.value(), read->layer, 1, 0);
+  } else if (const auto* what = std::get_if<SeqRequest>(&request->what);
+             what != nullptr && what->verb == SeqVerb::kFork) {
+    const Result<Sequence*> parent = store_->find_any_seq(what->seq);
     const Result<Sequence*> child = store_->find_any_seq(request->result.seq);
-    KVM_ASSERT(child.is_ok());
-    movement_->note_fork(*used.value(), child.value());
+    KVM_ASSERT(parent.is_ok() && child.is_ok());
+    movement_->note_fork(*parent.value(), child.value());
   }
 }
 
@@ -1304,6 +1305,16 @@ uint64_t EngineImpl::room_needed(const Request* request) const {
     }
   }
   return size_bytes;
+}
+
+// To try is more work than to count. Indexes stay as long as it may wait.
+bool EngineImpl::may_fit(const Request* request) const {
+  const StoreMemory& memory = store_->memory();
+  try {
+    return room_needed(request) <= memory.capacity_bytes() - memory.needed_bytes();
+  } catch (const std::bad_alloc&) {
+    return true;
+  }
 }
 
 // What needs no page passes those that do.
@@ -1383,6 +1394,9 @@ bool EngineImpl::serve_room_waiter() {
   }
   has_room_news_ = false;
   Request* request = &room_waiters_.front();
+  if (may_wait_for_room(request) && !may_fit(request)) {
+    return false;
+  }
   room_waiters_.pop_front();
   request->is_parked = false;
   request->ticket.is_resting = false;

@@ -165,23 +165,32 @@ uint64_t Movement::capped(uint64_t max_bytes) const {
 
 // --- Sending ------------------------------------------------------------------------------------
 
+Sequence* Movement::find(kvm_seq_id seq) noexcept {
+  try {
+    const Result<Sequence*> found = store_->find_any_seq(seq);
+    return found.is_ok() ? found.value() : nullptr;
+  } catch (const std::bad_alloc&) {
+    return nullptr;  // for a sentence that says that it is gone
+  }
+}
+
 Residence* Movement::residence_of(kvm_seq_id seq) {
-  const Result<Sequence*> found = store_->find_any_seq(seq);
-  return found.is_ok() ? &found.value()->residence : nullptr;
+  Sequence* found = find(seq);
+  return found != nullptr ? &found->residence : nullptr;
 }
 
 bool Movement::go_on() {
-  bool has_done = end_sends();
-  has_done |= end_fetches();
+  if (end_sends() || end_fetches()) {
+    return true;
+  }
   if (!is_ready()) {
-    return has_done;
+    return false;
   }
   has_news_ = false;
   is_held_ = false;
-  const bool has_begun_sends = send_some();
-  const bool has_begun_fetches = fetch_some();
-  has_news_ |= has_begun_sends || has_begun_fetches;
-  return has_done || has_begun_sends || has_begun_fetches;
+  const bool has_done = send_some() || fetch_some();
+  has_news_ |= has_done;
+  return has_done;
 }
 
 bool Movement::send_some() {
@@ -207,14 +216,13 @@ bool Movement::send_some() {
   }
   const uint64_t needed = store_->memory().needed_bytes();
   const uint64_t beyond = needed > low_bytes_ ? needed - low_bytes_ : 1;
-  // A tier that is full may take back what it has the bytes of, and may have room again.
-  return begin_send(is_tier_full_ ? 1 : has_waiters_ ? UINT64_MAX : beyond);
+  return begin_send(has_waiters_ ? UINT64_MAX : beyond);
 }
 
 bool Movement::send_asked() {
   if (aim_ != Aim::kAsked) {
     end_passes();
-    sends_.aim(asked_sends_.front(), true);
+    sends_.aim(asked_sends_.front(), {});
     aim_ = Aim::kAsked;
   }
   return begin_send(UINT64_MAX);
@@ -249,7 +257,8 @@ bool Movement::choose() {
       continue;
     }
     // Pages of a pinned sequence may be among those that others share.
-    sends_.aim(residence->seq(), level_ != Level::kOwn && order_.n_pinned() == 0);
+    sends_.aim(residence->seq(), {.takes_shared = level_ != Level::kOwn && order_.n_pinned() == 0,
+                                  .writes = !is_tier_full_});
     aim_ = Aim::kChosen;
     return true;
   }
@@ -263,11 +272,13 @@ bool Movement::begin_next_pass() {
     is_in_pass_ = true;
     level_ = Level::kOwn;
     has_sent_ = false;
+    is_tier_full_ = false;
   } else if (level_ != last) {
     level_ = level_ == Level::kOwn ? Level::kShared : Level::kBusy;
   } else if (has_sent_) {
     level_ = Level::kOwn;
     has_sent_ = false;
+    is_tier_full_ = false;
   } else {
     end_passes();
     is_resting_ = true;
@@ -316,8 +327,7 @@ bool Movement::end_sends() {
   if (batch.n_failed != 0 || batch.written_bytes != 0) {
     last_refusal_ = batch.status;
   }
-  const bool has_room = batch.written_bytes != 0;
-  is_tier_full_ = !has_room && (is_tier_full_ || batch.status.code() == KVM_ERR_NO_SPACE);
+  is_tier_full_ |= batch.status.code() == KVM_ERR_NO_SPACE;
   failed_until_ns_ =
       batch.n_failed != 0 && batch.n_pages == 0 ? add_saturating(clock_->now_ns(), kRefusedNs) : 0;
   if (batch.n_pages != 0) {
@@ -382,13 +392,13 @@ bool Movement::fetch_some() {
 
 // Whether there is room below the limit, and something may come.
 bool Movement::begin_fetch(uint64_t limit_bytes, kvm_seq_id id) {
-  const Result<Sequence*> seq = store_->find_any_seq(id);
-  if (!seq.is_ok()) {
+  const uint64_t needed = store_->memory().needed_bytes();
+  Sequence* seq = needed < limit_bytes ? find(id) : nullptr;
+  if (seq == nullptr) {
     return false;
   }
-  const uint64_t page_bytes = largest_page_share(seq.value()->space());
-  const uint64_t needed = store_->memory().needed_bytes();
-  const uint64_t n_pages = limit_bytes > needed ? (limit_bytes - needed) / page_bytes : 0;
+  const uint64_t page_bytes = largest_page_share(seq->space());
+  const uint64_t n_pages = (limit_bytes - needed) / page_bytes;
   if (n_pages == 0) {
     return false;
   }
@@ -400,7 +410,7 @@ bool Movement::begin_fetch(uint64_t limit_bytes, kvm_seq_id id) {
     fetches_.begin(store_, capped(std::min(kMaxFetchBytes, n_pages * page_bytes)));
     return true;
   } catch (const std::bad_alloc&) {
-    give_up_fetch(&seq.value()->residence);
+    give_up_fetch(&seq->residence);
     return false;
   }
 }

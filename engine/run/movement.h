@@ -75,8 +75,7 @@ class Movement {
 
   // --- For the driver ---------------------------------------------------------------------------
 
-  // Ends batches that are over, and begins others; some 0.1 ms at most. Returns whether it did
-  // anything.
+  // Ends a batch that is over, or begins one; some 0.1 ms at most. Returns whether it did anything.
   bool go_on();
   // Whether go_on() has something to do that no transfer has to end for.
   bool is_ready() const { return has_news_ || is_due(); }
@@ -109,6 +108,8 @@ class Movement {
   void forget_target();
   bool begin_send(uint64_t max_bytes);
   void give_up_fetch(Residence* residence);
+  // null: it is gone.
+  Sequence* find(kvm_seq_id seq) noexcept;
   Residence* residence_of(kvm_seq_id seq);
   // The cap on bytes.
   bool is_due() const { return is_held_ && clock_->now_ns() >= due_ns_; }
@@ -137,9 +138,9 @@ class Movement {
   uint64_t sends_begin_ns_ = 0;
   std::vector<kvm_seq_id> asked_sends_;
   Aim aim_ = Aim::kNone;
-  bool is_lowering_ = false;  // from high to low
-  bool is_resting_ = false;   // nothing could go, and nothing has changed since
-  bool is_tier_full_ = false;
+  bool is_lowering_ = false;      // from high to low
+  bool is_resting_ = false;       // nothing could go, and nothing has changed since
+  bool is_tier_full_ = false;     // it said so in the passes from Level::kOwn on
   uint64_t failed_until_ns_ = 0;  // the tier refuses: only appends that wait ask again
   Status last_refusal_;
   Level level_ = Level::kOwn;

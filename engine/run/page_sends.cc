@@ -9,10 +9,10 @@
 
 namespace kvm::engine {
 
-void PageSends::aim(kvm_seq_id seq, bool takes_shared) {
+void PageSends::aim(kvm_seq_id seq, const Limits& limits) {
   KVM_ASSERT(!has_begun());
   target_ = seq;
-  takes_shared_ = takes_shared;
+  limits_ = limits;
   from_.rewind();
 }
 
@@ -26,7 +26,8 @@ void PageSends::begin(Store* store, uint64_t max_bytes) {
   found_.clear();
   batch_.is_last = !seq.is_ok() || from_.find(pages, *seq.value(), true, max_bytes, &found_);
   for (const FullPage& found : found_) {
-    if (found.is_shared && !takes_shared_) {
+    const bool has_place = pages.place(found.page) != tiers::kNoPlace;
+    if ((found.is_shared && !limits_.takes_shared) || (!has_place && !limits_.writes)) {
       batch_.has_passed = true;
       continue;
     }
@@ -39,7 +40,7 @@ void PageSends::begin(Store* store, uint64_t max_bytes) {
           Status::fixed(KVM_ERR_NO_MEMORY, "the machine refused memory for a page to leave");
       break;
     }
-    if (pages.place(found.page) != tiers::kNoPlace) {
+    if (has_place) {
       pages.end_leave(move, pages.place(found.page));
       ++batch_.n_pages;
       batch_.size_bytes += move.size_bytes;

@@ -29,16 +29,19 @@ class PageSends final : private StreamListener {
     uint64_t n_failed = 0;       // that stay
     Status status;               // why, of the first
     bool is_last = false;        // the sequence has no more that may go, but for those that failed
-    bool has_passed = false;     // some were passed over, for another sequence has them too
+    bool has_passed = false;     // some were passed over
   };
 
   explicit PageSends(Arrivals* arrivals) : arrivals_(arrivals) {}
 
-  // Whose pages go from now on. takes_shared: those too that other sequences have.
-  // REQUIRES: !has_begun().
-  void aim(kvm_seq_id seq, bool takes_shared);
+  // Which of a sequence are passed over.
+  struct Limits {
+    bool takes_shared = true;  // those too that other sequences have
+    bool writes = true;        // those too that the tier does not have yet
+  };
+  // Whose pages go from now on. REQUIRES: !has_begun().
+  void aim(kvm_seq_id seq, const Limits& limits);
   kvm_seq_id target() const { return target_; }
-  bool takes_shared() const { return takes_shared_; }
   // Begins a batch of about max_bytes. REQUIRES: !has_begun(). Throws std::bad_alloc: it has not
   // begun.
   void begin(Store* store, uint64_t max_bytes);
@@ -55,7 +58,7 @@ class PageSends final : private StreamListener {
 
   Arrivals* const arrivals_;
   kvm_seq_id target_ = 0;
-  bool takes_shared_ = true;
+  Limits limits_;
   FullPages from_;
   std::vector<FullPage> found_;
   PageTransfers writes_;

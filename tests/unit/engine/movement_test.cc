@@ -265,6 +265,86 @@ TEST(Movement, AWorkingSetOfThreeTimesTheMemory) {
   }
 }
 
+// Random requests about random sequences beside an engine with all of it in memory; pages go and
+// come in any order, some writes fail, and callers send, fetch and pin besides.
+TEST(Movement, AnyHistory) {
+  for (uint64_t seed = 0; seed < 4; ++seed) {
+    SCOPED_TRACE(seed);
+    World world([&](EngineOptions* options) {
+      options->movement.rule = seed % 2 == 0 ? LeavingRule::kS3Fifo : LeavingRule::kLru;
+      options->movement.low = seed < 2 ? 0.8 : 0.4;
+    });
+    Rig large(1, 256 << 20);
+    const kvm_space_id large_space = large.space(plain_spec());
+    struct Seq {
+      kvm_seq_id small;
+      kvm_seq_id large;
+      uint64_t length;
+      bool is_pinned;
+    };
+    std::vector<Seq> seqs;
+    std::mt19937_64 random(seed);
+    const auto below = [&](uint64_t n) { return random() % n; };
+    world.tier.fail_every(Transfer::Kind::kWrite, 37, {KVM_ERR_IO, "sector 7 is gone"});
+    for (uint64_t i = 0; i < 250; ++i) {
+      for (uint64_t n = below(100); n > 0 && world.tier.n_waiting() != 0; --n) {
+        world.tier.finish(below(world.tier.n_waiting()));
+      }
+      const uint64_t dice = seqs.size() < 6 ? 0 : below(12);
+      const size_t at = seqs.empty() ? 0 : below(seqs.size());
+      if (dice == 0) {
+        seqs.push_back({world.create(), large.create(large_space), 0, false});
+        continue;
+      }
+      Seq& seq = seqs[at];
+      if (dice <= 6) {
+        const auto n_append = static_cast<uint32_t>(dice <= 3 ? 1 + below(4000) : below(3));
+        if (seq.length + n_append == 0) {
+          continue;
+        }
+        const RequestResult got = world.run(step_of(world.space, seq.small, n_append, 1, i));
+        const auto want = step_of(large_space, seq.large, n_append, 1, i);
+        ASSERT_TRUE(got.status.is_ok()) << got.status.message();
+        ASSERT_TRUE(large.run(want->step).status.is_ok());
+        EXPECT_TRUE(world.asked_.back()->o.bytes() == want->o.bytes());
+        seq.length += n_append;
+      } else if (dice == 7) {
+        const uint64_t n = below(2) == 0 ? seq.length : below(seq.length + 1);
+        seqs.push_back({world.rig.verb(SeqVerb::kFork, seq.small, n).seq,
+                        large.verb(SeqVerb::kFork, seq.large, n).seq, n, false});
+      } else if (dice == 8) {
+        seq.length = below(seq.length + 1);
+        EXPECT_TRUE(world.rig.verb(SeqVerb::kTruncate, seq.small, seq.length).status.is_ok());
+        EXPECT_TRUE(large.verb(SeqVerb::kTruncate, seq.large, seq.length).status.is_ok());
+      } else if (dice == 9 && seqs.size() > 12) {
+        EXPECT_TRUE(world.rig.verb(SeqVerb::kFree, seq.small).status.is_ok());
+        EXPECT_TRUE(large.verb(SeqVerb::kFree, seq.large).status.is_ok());
+        seqs.erase(seqs.begin() + static_cast<ptrdiff_t>(at));
+      } else if (dice == 10) {
+        EXPECT_TRUE((seq.is_pinned   ? world.rig.engine->unpin(seq.small)
+                     : below(2) == 0 ? world.rig.engine->prefetch(seq.small)
+                                     : world.rig.engine->send_away(seq.small))
+                        .is_ok());
+        seq.is_pinned = false;
+      } else if (dice == 11 && seq.length < 2000 && !seq.is_pinned) {
+        EXPECT_TRUE(world.rig.engine->pin(seq.small).is_ok());
+        seq.is_pinned = true;
+      }
+      world.turn();
+    }
+    world.settle(seed);
+    world.rig.engine->check_accounts();
+    EXPECT_GT(world.moved().n_pages_sent, 500u);
+    EXPECT_GT(world.moved().n_pages_back, 0u);
+    for (const Seq& seq : seqs) {
+      EXPECT_TRUE(world.rig.verb(SeqVerb::kFree, seq.small).status.is_ok());
+    }
+    world.settle(seed);
+    EXPECT_EQ(world.tier.used_bytes(), 0u);
+    EXPECT_EQ(world.rig.engine->n_pages_away(), 0u);
+  }
+}
+
 // Its own full pages go while it grows.
 TEST(Movement, OneSequenceLargerThanMemory) {
   World world;
