@@ -105,9 +105,12 @@ void PageList::reserve_entries(uint64_t n, const PageBank& bank) {
     reserve_in(last, last->entries.size() + n_here);
     n -= n_here;
   }
-  for (; n != 0; n -= std::min<uint64_t>(n, kSegmentEntries)) {
+  // The last spare one is used first: the one that will not be full comes before the others.
+  while (n != 0) {
+    const uint64_t n_part = n % kSegmentEntries == 0 ? kSegmentEntries : n % kSegmentEntries;
     spare_.push_back(std::make_unique<Segment>());
-    reserve_in(spare_.back().get(), std::min<uint64_t>(n, kSegmentEntries));
+    reserve_in(spare_.back().get(), n_part);
+    n -= n_part;
   }
   reserve_growing(segments, segments.size() + spare_.size());
 }

@@ -29,21 +29,33 @@ constexpr uint32_t kJobTokens = 8300;
 // Two windows.
 constexpr uint32_t kAwayTokens = 2200;
 
+// A ring of 16 MiB, and an extent: 32 pages.
+constexpr uint64_t kNarrowBytes = 37 << 19;
+constexpr uint32_t kNarrowDim = 128;
+constexpr uint32_t kNarrowTokens = 1000;
+constexpr uint32_t kWaitingTokens = 1250;
+
 // An engine with two clients, whose driver is the test's thread and the only one that computes.
 class World {
  public:
-  explicit World(uint64_t audit_every = 0, bool has_space = true) : tier_({.is_manual = true}) {
+  explicit World(uint64_t audit_every = 0, bool has_space = true, bool is_narrow = false)
+      : tier_({.is_manual = true}),
+        codec_(is_narrow ? KVM_CODEC_F32 : 0),
+        dim_(is_narrow ? kNarrowDim : kDim) {
     engine::EngineOptions options;
     options.slow_tier = &tier_;
     options.n_threads = 1;
-    options.host_capacity_bytes = 128 << 20;
+    options.host_capacity_bytes = is_narrow ? kNarrowBytes : 128 << 20;
+    options.default_quota_bytes = 128 << 20;
+    options.movement.high = 0.95;
+    options.movement.low = 0.92;
     options.audit_every = audit_every;
     engine_ = std::move(engine::Engine::open(options)).value();
     clients_[0] = engine_->add_client({});
     clients_[1] = engine_->add_client({});
-    q_.assign(kDim, 1.0f);
-    o_.assign(kDim, 0.0f);
-    spoiled_.assign(kDim, std::numeric_limits<float>::quiet_NaN());
+    q_.assign(dim_, 1.0f);
+    o_.assign(dim_, 0.0f);
+    spoiled_.assign(dim_, std::numeric_limits<float>::quiet_NaN());
     EXPECT_TRUE(!has_space || enter_space());
   }
   // Asks for the space. Returns whether there was memory for it.
@@ -55,7 +67,8 @@ class World {
       spec.params.struct_size = sizeof(kvm_space_params);
       spec.params.n_layers = 1;
       spec.params.n_q_heads = 1;
-      spec.params.head_dim_k = kDim;
+      spec.params.head_dim_k = dim_;
+      spec.params.codec = codec_;
       kvm_index_params index{};
       index.kind = KVM_INDEX_SKETCH;
       index.min_tokens = 256;
@@ -79,7 +92,7 @@ class World {
     submit(std::move(request));
     drive();
     const kvm_seq_id seq = results_.back().seq;
-    std::vector<float> k(size_t{n_tokens} * kDim);
+    std::vector<float> k(size_t{n_tokens} * dim_);
     uint64_t at = 0;
     for (float& x : k) {
       at += kSplitMixStep;
@@ -126,6 +139,16 @@ class World {
     step.k = step.v = view(&q_);
     return step;
   }
+  // The same number in every row.
+  StepRequest append_many(kvm_seq_id seq, uint32_t n_tokens) {
+    many_.assign(size_t{n_tokens} * dim_, 0.5f);
+    StepRequest step;
+    step.append = true;
+    step.space = space_;
+    step.items = {item_of(seq, n_tokens, 0)};
+    step.k = step.v = view(&many_);
+    return step;
+  }
   // What the last request made; nothing: no sequence.
   kvm_seq_id last_seq() const { return results_[n_submitted_ - 1].seq; }
   static SeqRequest verb(SeqVerb which, kvm_seq_id seq, uint64_t n_tokens = 0) {
@@ -150,7 +173,8 @@ class World {
   void drive() {
     const InProduct in_product;
     const auto is_busy = [this] {
-      return n_done_ < n_submitted_ || engine_->is_sending() || tier_.n_waiting() != 0;
+      return n_done_ < n_submitted_ || engine_->is_sending() || engine_->is_fetching() ||
+             tier_.n_waiting() != 0;
     };
     for (uint32_t i = 0; i < 20'000 && is_busy(); ++i) {
       tier_.finish_all();
@@ -164,6 +188,16 @@ class World {
     const InProduct in_product;
     return engine_->send_away(seq).is_ok();
   }
+  bool prefetch(kvm_seq_id seq) {
+    const InProduct in_product;
+    try {
+      return engine_->prefetch(seq).is_ok();
+    } catch (const std::bad_alloc&) {
+      return false;
+    }
+  }
+  engine::MovementStats moved() const { return engine_->movement_stats(); }
+  void check_accounts() const { engine_->check_accounts(); }
   uint64_t n_pages_away() const { return engine_->n_pages_away(); }
   uint64_t tier_bytes() const { return tier_.used_bytes(); }
   // Removes the client that submits, and waits until it is gone.
@@ -211,10 +245,12 @@ class World {
   }
 
   tiers::SimulatedTier tier_;
+  const uint32_t codec_;
+  const uint32_t dim_;
   std::unique_ptr<engine::Engine> engine_;
   engine::ClientId clients_[2] = {};
   kvm_space_id space_ = 0;
-  std::vector<float> q_, o_, spoiled_;
+  std::vector<float> q_, o_, spoiled_, many_;
   bool is_gone_ = false;
   std::vector<RequestResult> results_;
   size_t n_submitted_ = 0;
@@ -485,6 +521,29 @@ TEST(EngineFaults, PagesThatAreAwayAreNotLost) {
       });
 }
 
+// What is appended is there once it was begun, though it fills several segments of a list.
+TEST(EngineFaults, LongAppendsComeOrDoNot) {
+  kvm_seq_id seq = 0;
+  refuse_each(
+      [&] {
+        auto world = std::make_unique<World>();
+        seq = world->create(100);
+        return world;
+      },
+      [&](World* world) {
+        world->submit(world->append_many(seq, 312 * 64));
+        world->drive();
+      },
+      [&](World* world) {
+        ASSERT_EQ(world->n_left(), 0u);
+        EXPECT_TRUE(is_answer(world->status(0))) << world->status(0);
+        world->check_accounts();
+        world->submit(world->append_one({seq}));
+        world->drive();
+        EXPECT_EQ(world->status(0), KVM_OK);
+      });
+}
+
 // A client that leaves with its pages on their way takes them along.
 TEST(EngineFaults, ClientsLeaveWithPagesOnTheirWay) {
   kvm_seq_id seq = 0;
@@ -507,6 +566,56 @@ TEST(EngineFaults, ClientsLeaveWithPagesOnTheirWay) {
         EXPECT_EQ(world->n_pages_away(), 0u);
         EXPECT_EQ(world->tier_bytes(), 0u);
       });
+}
+
+// An append waits until pages have gone by themselves, and what is used again comes back: where
+// there is no memory for that, the append is refused or pages stay, and nothing is lost.
+TEST(EngineFaults, AppendsThatWaitAreAnswered) {
+  float expected = 0;
+  kvm_seq_id seq = 0;
+  kvm_seq_id growing = 0;
+  bool has_waited = false;
+  bool has_come_back = false;
+  refuse_each(
+      [&] {
+        auto world = std::make_unique<World>(0, true, true);
+        seq = world->create(kNarrowTokens);
+        world->submit(world->attend(seq));
+        world->drive();
+        expected = world->output();
+        growing = world->create(100);
+        return world;
+      },
+      [&](World* world) {
+        world->submit(world->append_many(growing, kWaitingTokens));
+        world->drive();
+        world->submit(world->attend(seq));
+        world->submit(world->attend(seq));
+        world->submit(World::verb(SeqVerb::kTruncate, growing, 100));
+        world->drive();
+        world->prefetch(seq);
+        world->drive();
+      },
+      [&](World* world) {
+        ASSERT_EQ(world->n_left(), 0u);
+        has_waited |= world->moved().n_appends_waited != 0;
+        has_come_back |= world->moved().n_pages_back != 0;
+        for (size_t i = 0; i < 4; ++i) {
+          const kvm_status status = world->status(i);
+          EXPECT_TRUE(is_answer(status) || (i == 3 && status == KVM_ERR_NO_SPACE)) << status;
+        }
+        world->check_accounts();
+        world->submit(world->attend(seq));
+        world->drive();
+        EXPECT_EQ(world->status(0), KVM_OK);
+        EXPECT_EQ(world->output(), expected);
+        world->leave();
+        EXPECT_TRUE(world->is_gone());
+        EXPECT_EQ(world->n_pages_away(), 0u);
+        EXPECT_EQ(world->tier_bytes(), 0u);
+      });
+  EXPECT_TRUE(has_waited);
+  EXPECT_TRUE(has_come_back);
 }
 
 TEST(EngineFaults, AnswersOutliveTheirAudits) {
