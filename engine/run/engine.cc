@@ -310,9 +310,8 @@ class EngineImpl final : public Engine {
   void stop_transfers();
   // --- Room: appends that find none wait while pages are sent away ------------------------------
 
-  // Lines a request up that found no room for what it appends; first: before it has tried. False:
-  // there will be none.
-  bool wait_for_room(Request* request, bool first);
+  // Lines a request up that finds no room for what it appends. False: there will be none.
+  bool wait_for_room(Request* request);
   // Whether there is as much free as it needs, wherever that is.
   bool may_fit(const Request* request) const;
   // Whether it is to line up behind those that wait.
@@ -839,7 +838,7 @@ void EngineImpl::index_more(Request* request) {
 }
 
 void EngineImpl::start_work(Request* request) {
-  if (must_line_up(request) && wait_for_room(request, true)) {
+  if (must_line_up(request) && wait_for_room(request)) {
     return;
   }
   // Keys and values leave memory before indexes do.
@@ -863,7 +862,7 @@ void EngineImpl::start_work(Request* request) {
   }
   store_->memory().set_keeps_indexes(false);
   if (status.code() == KVM_ERR_NO_SPACE) {
-    if (wait_for_room(request, false)) {
+    if (wait_for_room(request)) {
       return;
     }
     status = say_why_none_goes(std::move(status));
@@ -952,7 +951,7 @@ bool EngineImpl::fetch_tails(Request* request) {
     if (next.is_ok() && next.value() == TailFetch::Next::kDone) {
       return false;
     }
-    if (next.status().code() == KVM_ERR_NO_SPACE && wait_for_room(request, false)) {
+    if (next.status().code() == KVM_ERR_NO_SPACE && wait_for_room(request)) {
       return true;
     }
     enter_fetching(request);
@@ -1290,7 +1289,7 @@ void EngineImpl::note_use(const Request* request) {
 bool EngineImpl::may_wait_for_room(const Request* request) const {
   const auto* step = std::get_if<StepRequest>(&request->what);
   return step != nullptr && step->append && movement_ && movement_->is_automatic() &&
-         !movement_->has_given_up();
+         (!movement_->has_given_up() || moves_.has_begun());
 }
 
 uint64_t EngineImpl::room_needed(const Request* request) const {
@@ -1329,15 +1328,15 @@ bool EngineImpl::must_line_up(const Request* request) const {
   }
 }
 
-bool EngineImpl::wait_for_room(Request* request, bool first) {
+bool EngineImpl::wait_for_room(Request* request) {
   if (!may_wait_for_room(request)) {
     return false;
   }
   const auto& step = std::get<StepRequest>(request->what);
   try {
     // What is larger than all of the memory would wait in vain.
-    if (!first && room_needed(request) >
-                      options_.host_capacity_bytes - store_->memory().rings().size_bytes()) {
+    if (room_needed(request) >
+        options_.host_capacity_bytes - store_->memory().rings().size_bytes()) {
       return false;
     }
   } catch (const std::bad_alloc&) {
@@ -1755,6 +1754,9 @@ uint32_t EngineImpl::poll() {
   start_ns_ = 0;
   auditor_.collect(*store_);
   expire_room_waiters();
+  if (!room_waiters_.empty()) {
+    note_memory();  // an audit may have ended that read what was left
+  }
   for (uint32_t round = 0; round < kMaxPollRounds; ++round) {
     FinishedJob job;
     while (scheduler_.take_finished(&job)) {
