@@ -57,6 +57,7 @@ kvm_package_files(daemon share/fish/vendor_completions.d "${KVM_SHARE}/kvmctl.fi
 kvm_package_files(daemon share/doc/kvm "${PROJECT_SOURCE_DIR}/README.md"
                   "${PROJECT_SOURCE_DIR}/docs/operations.md"
                   "${PROJECT_SOURCE_DIR}/docs/configuration.md"
+                  "${PROJECT_SOURCE_DIR}/docs/disk.md"
                   "${PROJECT_SOURCE_DIR}/docs/security.md")
 
 # --- libkvm0 and libkvm-dev ---------------------------------------------------------------------

@@ -7,6 +7,7 @@
 #include <cstdlib>
 
 #include "base/limits.h"
+#include "daemon/disk.h"
 #include "daemon/listen_address.h"
 #include "ipc/socket.h"
 #include "ipc/wire.h"
@@ -16,6 +17,7 @@ namespace {
 
 constexpr uint64_t kMinCapacityBytes = 16ull << 20;
 constexpr uint64_t kMaxSizeBytes = 1ull << 60;
+constexpr uint64_t kMinDiskBytes = 64ull << 20;
 
 std::string upper_case(std::string text) {
   for (char& c : text) {
@@ -134,6 +136,38 @@ const std::vector<OptionRow>& option_rows() {
        "Whoever can connect can read them; on TCP that is every user of the machine."},
       {"metrics.socket_mode", "0660", OctalField{&O::metrics_socket_mode, 0777},
        "Permission bits of the socket of metrics.listen: who may read them."},
+      {"disk.directories", "none",
+       TextField{&O::disk_directories,
+                 {},
+                 "none, or paths from the root with commas between them",
+                 is_directory_list},
+       "Directories, one for each drive, to which pages of keys and values go when host_capacity "
+       "fills up. kvmd owns them alone, and what it writes there ends with it. none: no disk is "
+       "used."},
+      {"disk.capacity", "50%",
+       SizeField{&O::disk_capacity, "the space that is free there at start", kMinDiskBytes,
+                 kMaxSizeBytes},
+       "Hard cap of the files in disk.directories together, in physical bytes."},
+      {"disk.high", "90%", SizeField{&O::disk_high, "host_capacity", 1, kMaxSizeBytes},
+       "Above this use of memory, pages of the sequences that are used least go to the disk, until "
+       "disk.low is reached."},
+      {"disk.low", "80%", SizeField{&O::disk_low, "host_capacity", 1, kMaxSizeBytes},
+       "Below this use of memory, pages of sequences that are used again come back."},
+      {"disk.leaving", "s3-fifo", TextField{&O::disk_leaving, {"s3-fifo", "lru"}},
+       "Which sequences leave memory first. s3-fifo: those that were used once, so that a long "
+       "prompt does not push out those that are in use; lru: those used longest ago."},
+      {"disk.move_rate", "0", SizeField{&O::disk_move_rate, nullptr, 0, kMaxSizeBytes},
+       "Bytes a second that pages may take on their way out and back. What requests wait for is "
+       "not "
+       "held up. 0: no limit."},
+      {"disk.compaction_rate", "0", SizeField{&O::disk_compaction_rate, nullptr, 0, kMaxSizeBytes},
+       "Bytes a second that files may be tidied up with, read and written anew. 0: no limit."},
+      {"disk.daily_writes", "0", SizeField{&O::disk_daily_writes, nullptr, 0, kMaxSizeBytes},
+       "Bytes that may be written in a day, counted from the start, so that flash is not worn out. "
+       "When they are used up pages stay in memory. 0: no limit."},
+      {"disk.backend", "any", TextField{&O::disk_backend, {"any", "io_uring", "threads"}},
+       "How files are read and written. any: by io_uring where the kernel allows it, else by "
+       "threads."},
   };
   return rows;
 }

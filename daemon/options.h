@@ -52,6 +52,16 @@ struct Options {
   std::string log_level;
   std::string metrics_listen;
   uint64_t metrics_socket_mode = 0;
+  // daemon/disk.h makes of these what they come to.
+  std::string disk_directories;
+  Size disk_capacity;  // share: of what is free there
+  Size disk_high;      // share, here and below: of host_capacity
+  Size disk_low;
+  std::string disk_leaving;
+  Size disk_move_rate;  // a second
+  Size disk_compaction_rate;
+  Size disk_daily_writes;
+  std::string disk_backend;
 };
 
 enum class Origin : uint8_t { kDefault, kFile, kEnvironment, kFlag };

@@ -22,6 +22,7 @@
 #include "base/counted.h"
 #include "base/kill_point.h"
 #include "base/machine.h"
+#include "daemon/disk.h"
 #include "daemon/logging.h"
 #include "daemon/notify.h"
 #include "daemon/options.h"
@@ -43,19 +44,25 @@ std::vector<std::string> environment_names() {
   return names;
 }
 
-engine::EngineOptions engine_options(const Options& options, const MachineMemory& memory) {
+Result<engine::EngineOptions> engine_options(const Options& options, const MachineMemory& memory,
+                                             tiers::DiskTier* disk) {
   engine::EngineOptions out;
   out.n_threads = static_cast<uint32_t>(options.threads);
   out.host_capacity_bytes = options.host_capacity.resolve(memory.free_bytes);
-  out.default_quota_bytes = options.default_quota.resolve(out.host_capacity_bytes);
+  // What a client or a user holds may lie in either.
+  const uint64_t capacity_bytes =
+      out.host_capacity_bytes + (disk == nullptr ? 0 : disk->stats().capacity_bytes);
+  out.default_quota_bytes = options.default_quota.resolve(capacity_bytes);
   out.max_sequences_per_client = options.max_sequences;
-  out.tenant_limits = tenant_limits(options.tenants, out.host_capacity_bytes,
+  out.tenant_limits = tenant_limits(options.tenants, capacity_bytes,
                                     options.arena_capacity.resolve(memory.total_bytes));
   out.max_spaces = static_cast<uint32_t>(options.max_spaces);
   out.pin_threads = options.pin_threads;
   out.worker_spin_ns = options.worker_spin_us * 1000;
   out.audit_every = options.audit_every;
   out.cost_model = options.cost_model;
+  out.slow_tier = disk;
+  KVM_TRY_ASSIGN(out.movement, movement_options(options, out.host_capacity_bytes));
   return out;
 }
 
@@ -156,17 +163,29 @@ int serve(const LoadedOptions& loaded, const OpenEngine& open_engine) {
   const ipc::Fd signals = block_signals();
   raise_open_file_limit();
   const MachineMemory memory = machine_memory();
-  Result<std::unique_ptr<engine::Engine>> engine = open_engine(engine_options(options, memory));
-  if (!engine.is_ok()) {
+  const auto refuse = [](const Status& status) {
     // A wrong value stays wrong: the service manager need not try again.
-    const bool is_usage = engine.status().code() == KVM_ERR_INVALID;
-    return fail(is_usage ? kExitUsage : kExitFailed, engine.status());
+    return fail(status.code() == KVM_ERR_INVALID ? kExitUsage : kExitFailed, status);
+  };
+  const Result<std::unique_ptr<tiers::DiskTier>> disk = open_disk(options);
+  if (!disk.is_ok()) {
+    return refuse(disk.status());
+  }
+  const Result<engine::EngineOptions> engine_setup =
+      engine_options(options, memory, disk.value().get());
+  if (!engine_setup.is_ok()) {
+    return refuse(engine_setup.status());
+  }
+  Result<std::unique_ptr<engine::Engine>> engine = open_engine(engine_setup.value());
+  if (!engine.is_ok()) {
+    return refuse(engine.status());
   }
   if (const Status status = make_socket_folder(options.socket); !status.is_ok()) {
     return fail(kExitFailed, status);
   }
   ServerOptions server_setup = server_options(options, memory, signals.get());
   server_setup.config_text = options_json(loaded);
+  server_setup.disk = disk.value().get();
   Server server(engine.value().get(), std::move(server_setup));
   if (const Status status = server.start(); !status.is_ok()) {
     return fail(kExitFailed, status);
@@ -176,6 +195,15 @@ int serve(const LoadedOptions& loaded, const OpenEngine& open_engine) {
                options.socket, counted(engine.value()->n_threads(), "thread"),
                engine.value()->isa(), format_bytes(effective.host_capacity_bytes),
                format_bytes(server.service().limits.arena_capacity_bytes));
+  if (disk.value() != nullptr) {
+    const tiers::DiskTierStats stats = disk.value()->stats();
+    spdlog::info("{} for pages on disk in {}, by {}", format_bytes(stats.capacity_bytes),
+                 options.disk_directories, stats.backend);
+    if (stats.n_leftover_files != 0) {
+      spdlog::info("removed {} that a kvmd before has left there",
+                   counted(stats.n_leftover_files, "file"));
+    }
+  }
   if (options.metrics_listen != "off") {
     spdlog::info("metrics at {}", options.metrics_listen);
   }

@@ -85,6 +85,7 @@ void watch_again(const ipc::Fd& epoll, const ipc::Fd& fd, uint32_t events, uint6
 Server::Server(engine::Engine* engine, ServerOptions options)
     : service_(std::make_unique<Service>()), options_(std::move(options)) {
   service_->engine = engine;
+  service_->disk = options_.disk;
   service_->limits = options_.limits;
   service_->config_text = options_.config_text;
   service_->epoch = random_epoch();

@@ -33,6 +33,7 @@
 #include "daemon/session.h"
 #include "engine/engine.h"
 #include "ipc/fd.h"
+#include "tiers/disk/disk_tier.h"
 
 namespace kvm::daemon {
 
@@ -44,8 +45,9 @@ struct ServerOptions {
   uint64_t shutdown_timeout_ns = 2'000'000'000;
   int signal_fd = -1;  // readable: shut down; -1: none
   bool offer_eventfd = true;
-  std::function<void()> on_stopping;  // called when the shutdown begins
-  std::string config_text;            // what ConfigText answers
+  std::function<void()> on_stopping;      // called when the shutdown begins
+  std::string config_text;                // what ConfigText answers
+  const tiers::DiskTier* disk = nullptr;  // outlives the server; null: there is none
   ListenAddress metrics;
   mode_t metrics_mode = 0600;
   // on_watchdog is called from the dispatcher's turn at least so often; 0: never.

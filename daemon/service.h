@@ -31,6 +31,7 @@
 #include "ipc/memory.h"
 #include "ipc/validate.h"
 #include "ipc/wire.h"
+#include "tiers/disk/disk_tier.h"
 
 namespace kvm::daemon {
 
@@ -61,6 +62,7 @@ using FinishedArenas = std::list<FinishedArena>;
 
 struct Service {
   engine::Engine* engine = nullptr;
+  const tiers::DiskTier* disk = nullptr;  // null: there is none
   Limits limits;
   std::string config_text;  // for operators: options_json
   uint64_t epoch = 0;

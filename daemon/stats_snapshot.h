@@ -10,8 +10,10 @@
 
 #include "base/audit_stats.h"
 #include "daemon/request_stats.h"
+#include "engine/store/movement_options.h"
 #include "ipc/validate.h"
 #include "kvm.h"
+#include "tiers/disk/disk_tier.h"
 
 namespace kvm::daemon {
 
@@ -22,6 +24,9 @@ struct StatsSnapshot {
   RequestStats requests;
   std::array<uint64_t, ipc::kRejects> rejects{};  // by ipc::Reject
   std::vector<uint64_t> refusals;                 // by engine::Refusal
+  engine::MovementStats movement;
+  tiers::DiskTierStats disk;
+  uint64_t disk_live_bytes = 0;
   std::string cost_model;
   const char* isa = "";
   uint32_t n_threads = 0;

@@ -36,6 +36,9 @@ StatsSnapshot take_snapshot(const Service& service) {
           .requests = service.requests,
           .rejects = service.n_rejects,
           .refusals = {refusals.begin(), refusals.end()},
+          .movement = service.engine->movement_stats(),
+          .disk = service.disk == nullptr ? tiers::DiskTierStats() : service.disk->stats(),
+          .disk_live_bytes = service.disk == nullptr ? 0 : service.disk->used_bytes(),
           .cost_model = service.engine->cost_model(),
           .isa = service.engine->isa(),
           .n_threads = service.engine->n_threads(),
@@ -68,6 +71,38 @@ void write_refusals(const StatsSnapshot& snapshot, StatsText* out) {
       snapshot.refusals, [](size_t i) { return engine::kRefusalNames[i]; }, out);
 }
 
+void write_disk(const StatsSnapshot& snapshot, StatsText* out) {
+  const tiers::DiskTierStats& disk = snapshot.disk;
+  const engine::MovementStats& moved = snapshot.movement;
+  const bool is_there = disk.capacity_bytes != 0;
+  out->gauge("kvm_disk_info", "1 where there is a disk; its label tells how it is used.", is_there,
+             fmt::format("{{backend=\"{}\"}}", is_there ? disk.backend : "none").c_str());
+  out->gauge("kvm_disk_direct", "1 once files are written, and that past the page cache.",
+             is_there && disk.n_disk_writes != 0 && disk.is_direct);
+  out->gauge("kvm_disk_capacity_bytes", "Hard cap of kvm_disk_used_bytes.", disk.capacity_bytes);
+  out->gauge("kvm_disk_used_bytes", "Files of pages, in physical bytes.", disk.physical_bytes);
+  out->gauge("kvm_disk_live_bytes", "Of these, pages that are in use.", snapshot.disk_live_bytes);
+  out->gauge("kvm_disk_written_today_bytes", "What counts against disk.daily_writes.",
+             disk.written_today_bytes);
+  out->counter("kvm_disk_read_bytes_total", "Bytes read from files.", disk.disk_read_bytes);
+  out->counter("kvm_disk_written_bytes_total", "Bytes written to files.", disk.disk_written_bytes);
+  out->counter("kvm_disk_compacted_bytes_total", "Bytes of pages that were moved between files.",
+               disk.moved_bytes);
+  out->counter("kvm_disk_corrupt_pages_total", "Pages that were not what had been written.",
+               disk.n_corrupt);
+  out->counter("kvm_disk_io_errors_total", "Transfers that failed.", disk.n_io_errors);
+  out->counter("kvm_disk_refused_writes_total", "Pages for which there was no room.",
+               disk.n_no_space);
+  out->counter("kvm_sent_pages_total", "Pages that left memory.", moved.n_pages_sent);
+  out->counter("kvm_sent_bytes_total", "Their bytes.", moved.bytes_sent);
+  out->counter("kvm_returned_pages_total", "Pages that came back to memory.", moved.n_pages_back);
+  out->counter("kvm_returned_bytes_total", "Their bytes.", moved.bytes_back);
+  out->counter("kvm_failed_moves_total", "Pages that failed to leave or to come back.",
+               moved.n_failed);
+  out->counter("kvm_waiting_appends_total", "Appends that waited for room in memory.",
+               moved.n_appends_waited);
+}
+
 }  // namespace
 
 std::string stats_text(const StatsSnapshot& snapshot) {
@@ -80,6 +115,7 @@ std::string stats_text(const StatsSnapshot& snapshot) {
   out.gauge("kvm_threads", "Threads that compute.", snapshot.n_threads);
   write_stats(snapshot.stats, &out);
   write_requests(snapshot.requests, &out);
+  write_disk(snapshot, &out);
   write_audit(snapshot.audit, &out);
   out.gauge("kvm_cost_model_info", "1 when it is known; its label is the option cost_model.",
             snapshot.cost_model.empty() ? 0 : 1,

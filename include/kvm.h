@@ -1097,7 +1097,9 @@ typedef struct kvm_step_stats {
 } kvm_step_stats;
 
 /* Appends, and waits.
- * All or nothing: on any failure no item has been appended to.
+ * All or nothing: on any failure no item has been appended to. Where the service keeps pages on a
+ * disk, an append that finds no memory waits until some have gone there, at most until its
+ * deadline, and is NO_SPACE when nothing is left that may go.
  * Fails:   HOLE (a position is not the layer's length), QUOTA, NO_SPACE, NO_MEMORY, INVALID
  *          (geometry, strides, sizes, an ALIAS or ABSENT layer, a sequence twice), NOT_FOUND,
  *          STALE, LOST, PERMISSION (a sequence of another client), DEADLINE; and, as every call on

@@ -7,7 +7,10 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <cstdlib>
 #include <cstring>
+#include <filesystem>
+#include <random>
 #include <string>
 #include <thread>
 #include <vector>
@@ -238,6 +241,108 @@ TEST(Daemon, APublishedPromptOutlivesItsClient) {
   EXPECT_EQ(stats_of(b).n_pages, 0u);
   kvm_queue_destroy(queue);
   kvm_client_close(b);
+}
+
+// A folder of the test's own.
+class Folder {
+ public:
+  Folder() {
+    char name[] = "/tmp/kvm-abi-disk-XXXXXX";
+    path_ = ::mkdtemp(name) != nullptr ? name : "";
+  }
+  ~Folder() { std::filesystem::remove_all(path_); }
+  Folder(const Folder&) = delete;
+  Folder& operator=(const Folder&) = delete;
+  const std::string& path() const { return path_; }
+
+ private:
+  std::string path_;
+};
+
+// The value of a series of the statistics.
+uint64_t series(kvm_client* client, const std::string& name) {
+  std::string text(1 << 16, '\0');
+  size_t n_bytes = 0;
+  EXPECT_EQ(kvm_get_stats_text(client, text.data(), text.size(), &n_bytes), KVM_OK);
+  EXPECT_LT(n_bytes, text.size());
+  const size_t at = text.find("\n" + name + " ");
+  EXPECT_NE(at, std::string::npos) << name;
+  return at == std::string::npos ? 0 : std::strtoull(&text[at + name.size() + 2], nullptr, 10);
+}
+
+// Three times the memory, of which the disk takes what is not used; each answer is that over all
+// tokens.
+TEST(Daemon, SequencesOutgrowMemoryOntoADisk) {
+  const Folder folder;
+  const class Daemon daemon({"--host-capacity", "24MiB", "--disk-directories", folder.path(),
+                             "--disk-capacity", "256MiB"});
+  kvm_client* client = connect_to_daemon(daemon, "big");
+  const Geometry geometry{.n_layers = 8};
+  constexpr uint32_t kSequences = 9;
+  constexpr uint32_t kTokens = 4096;
+  constexpr uint32_t kChunk = 512;
+  const kvm_space_id space = register_space(client, "big", geometry);
+  kvm_queue* queue = nullptr;
+  ASSERT_EQ(kvm_queue_create(client, nullptr, &queue), KVM_OK) << kvm_last_error();
+  std::mt19937 random(3);
+  std::vector<kvm_seq_id> seqs;
+  std::vector<NaiveLayer> last_layers;  // of these alone, for time
+  const size_t row = size_t{geometry.n_kv_heads} * geometry.dim;
+  for (uint32_t i = 0; i < kSequences; ++i) {
+    seqs.push_back(make_seq(client, space));
+    last_layers.emplace_back(geometry);
+    for (uint32_t at = 0; at < kTokens; at += kChunk) {
+      for (uint32_t layer = 0; layer < geometry.n_layers; ++layer) {
+        const std::vector<float> k = random_floats(&random, kChunk * row);
+        kvm_item item{};
+        item.seq = seqs.back();
+        kvm_step_params step = append_of(space, &item, kChunk, k);
+        step.layer_begin = layer;
+        ASSERT_EQ(kvm_append(queue, &step), KVM_OK) << kvm_last_error();
+        if (layer + 1 == geometry.n_layers) {
+          last_layers.back().append(k, k);
+        }
+      }
+    }
+  }
+  kvm_stats stats = stats_of(client);
+  EXPECT_GT(stats.n_pages_away, 0u);
+  EXPECT_LE(stats.host_peak_bytes, uint64_t{24} << 20);
+  for (uint32_t i = 0; i < kSequences; ++i) {
+    const std::vector<float> q = random_floats(&random, size_t{geometry.n_q_heads} * geometry.dim);
+    std::vector<float> o(q.size());
+    kvm_item item{};
+    item.seq = seqs[i];
+    item.n_query = 1;
+    item.query_position = KVM_POSITION_END;
+    kvm_step_params step{};
+    step.struct_size = sizeof(step);
+    step.space = space;
+    step.layer_begin = geometry.n_layers - 1;
+    step.n_layers = 1;
+    step.items = &item;
+    step.n_items = 1;
+    step.q = tensor_of(q);
+    step.o = tensor_of(o);
+    ASSERT_EQ(kvm_attend(queue, &step, nullptr), KVM_OK) << kvm_last_error();
+    std::vector<double> expected, lse;
+    last_layers[i].attend(
+        q.data(), [](uint64_t) { return true; }, &expected, &lse);
+    EXPECT_LT(difference(o.data(), expected), 1e-5) << "sequence " << i;
+  }
+  EXPECT_GT(series(client, "kvm_disk_read_bytes_total"), 0u);
+  EXPECT_GT(series(client, "kvm_disk_live_bytes"), 0u);
+  EXPECT_GT(series(client, "kvm_sent_pages_total"), 0u);
+  for (const kvm_seq_id seq : seqs) {
+    EXPECT_EQ(kvm_seq_free(client, seq), KVM_OK) << kvm_last_error();
+  }
+  for (int i = 0; i < 500 && series(client, "kvm_disk_live_bytes") != 0; ++i) {
+    ::usleep(10'000);
+  }
+  EXPECT_EQ(series(client, "kvm_disk_live_bytes"), 0u);
+  EXPECT_EQ(stats_of(client).n_pages, 0u);
+  kvm_queue_destroy(queue);
+  kvm_client_close(client);
 }
 
 TEST(Daemon, KilledClientLeavesNothing) {

@@ -8,6 +8,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <filesystem>
@@ -17,7 +18,7 @@ namespace kvm::testing {
 
 bool is_embedded() { return KVM_TEST_EMBEDDED != 0; }
 
-Daemon::Daemon() {
+Daemon::Daemon(std::vector<std::string> arguments) : arguments_(std::move(arguments)) {
   char name[] = "/tmp/kvm-abi-test-XXXXXX";
   if (::mkdtemp(name) != nullptr) {
     folder_ = name;
@@ -32,6 +33,13 @@ void Daemon::start() {
   ASSERT_EQ(::access(program.c_str(), X_OK), 0)
       << program << " is missing: build the target kvmd, and set KVM_BIN_DIR (ctest does)";
   std::filesystem::remove(socket_path_);
+  std::vector<std::string> command = {"kvmd", "--socket", socket_path_};
+  const bool says_capacity =
+      std::find(arguments_.begin(), arguments_.end(), "--host-capacity") != arguments_.end();
+  if (!says_capacity) {
+    command.insert(command.end(), {"--host-capacity", "256MiB"});
+  }
+  command.insert(command.end(), arguments_.begin(), arguments_.end());
   pid_ = ::fork();
   if (pid_ == 0) {
     // The daemon must not outlive a test that crashes.
@@ -41,8 +49,12 @@ void Daemon::start() {
         std::freopen(log.c_str(), "a", stdout) == nullptr) {
       ::_exit(126);
     }
-    ::execl(program.c_str(), "kvmd", "--socket", socket_path_.c_str(), "--host-capacity", "256MiB",
-            nullptr);
+    std::vector<char*> argv;
+    for (std::string& argument : command) {
+      argv.push_back(argument.data());
+    }
+    argv.push_back(nullptr);
+    ::execv(program.c_str(), argv.data());
     ::_exit(127);
   }
   for (int i = 0; i < 2000; ++i) {

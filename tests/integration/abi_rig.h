@@ -25,7 +25,9 @@ bool is_embedded();
 // A kvmd in a child process.
 class Daemon {
  public:
-  Daemon();
+  // arguments: options of kvmd beside --socket and --host-capacity 256MiB, which they may name
+  // in its place.
+  explicit Daemon(std::vector<std::string> arguments = {});
   ~Daemon();
   Daemon(const Daemon&) = delete;
   Daemon& operator=(const Daemon&) = delete;
@@ -38,6 +40,7 @@ class Daemon {
   pid_t give_up_pid() { return std::exchange(pid_, -1); }
 
  private:
+  std::vector<std::string> arguments_;
   std::string folder_;
   std::string socket_path_;
   pid_t pid_ = -1;

@@ -27,7 +27,7 @@ INCLUDE_RULES = {
     "attention": {"base", "codecs", "hash_index"},
     "engine": {"kvm.h", "base", "codecs", "hash_index", "attention", "tiers", "policies"},
     "device": {"kvm.h", "base", "codecs", "tiers", "attention"},
-    "daemon": {"kvm.h", "base", "ipc", "engine"},
+    "daemon": {"kvm.h", "base", "ipc", "tiers", "engine"},
     "client": {"kvm.h", "base", "codecs", "ipc"},
     "client embedded": {"kvm.h", "base", "attention", "codecs", "engine", "device"},
     "tools": {"kvm.h", "base"},

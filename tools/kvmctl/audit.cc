@@ -11,18 +11,6 @@
 namespace kvm::tools {
 namespace {
 
-double value_of(const Series& series, const std::string& name) {
-  const auto found = series.find(name);
-  return found == series.end() ? 0 : found->second;
-}
-
-uint64_t count_of(const Series& series, const std::string& name) {
-  // Any text may stand there: what is no count is taken as the nearest one.
-  constexpr double kMost = 0x1p63;
-  const double value = value_of(series, name);
-  return value > 0 ? static_cast<uint64_t>(std::min(value, kMost)) : 0;
-}
-
 ErrorSummary read_errors(const Series& series, const std::string& labels) {
   ErrorSummary errors;
   const std::string braces = "{" + labels + "}";

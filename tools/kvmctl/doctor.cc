@@ -91,7 +91,9 @@ Finding io_uring() {
   if (result < 0 && (error == ENOSYS || error == EPERM)) {
     out.found = error == ENOSYS ? "not in this kernel, or filtered" : "disabled for this user";
     out.verdict = Verdict::kFallback;
-    out.consequence = "kvm_queue_fd returns -1: engines poll or wait instead of using epoll";
+    out.consequence =
+        "kvm_queue_fd returns -1: engines poll or wait instead of using epoll; the disk is read "
+        "and written by threads";
   } else {
     out.found = "available";
   }

@@ -26,6 +26,18 @@ Series read_series(std::string_view text, std::string_view prefix) {
   return series;
 }
 
+double value_of(const Series& series, const std::string& name) {
+  const auto found = series.find(name);
+  return found == series.end() ? 0 : found->second;
+}
+
+uint64_t count_of(const Series& series, const std::string& name) {
+  // Any text may stand there: what is no count is taken as the nearest one.
+  constexpr double kMost = 0x1p63;
+  const double value = value_of(series, name);
+  return value > 0 ? static_cast<uint64_t>(std::min(value, kMost)) : 0;
+}
+
 std::vector<Bucket> read_buckets(const Series& series, const std::string& prefix) {
   std::map<double, double> sorted;
   for (auto it = series.lower_bound(prefix); it != series.end() && it->first.starts_with(prefix);

@@ -6,6 +6,7 @@
 #ifndef KVM_TOOLS_KVMCTL_SERIES_H_
 #define KVM_TOOLS_KVMCTL_SERIES_H_
 
+#include <cstdint>
 #include <functional>
 #include <map>
 #include <string>
@@ -27,6 +28,10 @@ struct Bucket {
 
 // Those whose names begin with `prefix`.
 Series read_series(std::string_view text, std::string_view prefix);
+
+// Of a name with its labels; 0: there is none.
+double value_of(const Series& series, const std::string& name);
+uint64_t count_of(const Series& series, const std::string& name);
 
 // Buckets whose names with labels are `prefix`, which ends in le=", and a bound; in the order of
 // bounds.

@@ -8,14 +8,54 @@
 
 #include "base/counted.h"
 #include "tools/kvmctl/cli.h"
+#include "tools/kvmctl/series.h"
 
 namespace kvm::tools {
 namespace {
+
+// What lies on the disk; none: kvmd has no directory.
+struct Disk {
+  uint64_t capacity_bytes = 0;
+  uint64_t used_bytes = 0;
+  uint64_t live_bytes = 0;
+  uint64_t read_bytes = 0;
+  uint64_t written_bytes = 0;
+  uint64_t n_errors = 0;
+  uint64_t n_sent = 0;
+  uint64_t n_returned = 0;
+};
+
+Disk disk_of(kvm_client* client) {
+  const std::string text = text_of(client, kvm_get_stats_text, "metrics");
+  const Series series = read_series(text, "kvm_");
+  return {.capacity_bytes = count_of(series, "kvm_disk_capacity_bytes"),
+          .used_bytes = count_of(series, "kvm_disk_used_bytes"),
+          .live_bytes = count_of(series, "kvm_disk_live_bytes"),
+          .read_bytes = count_of(series, "kvm_disk_read_bytes_total"),
+          .written_bytes = count_of(series, "kvm_disk_written_bytes_total"),
+          .n_errors = count_of(series, "kvm_disk_corrupt_pages_total") +
+                      count_of(series, "kvm_disk_io_errors_total"),
+          .n_sent = count_of(series, "kvm_sent_pages_total"),
+          .n_returned = count_of(series, "kvm_returned_pages_total")};
+}
+
+std::string text_of(const Disk& disk) {
+  return disk.capacity_bytes == 0
+             ? "none (disk.directories)"
+             : fmt::format(
+                   "{} of {} used, {} in pages, {} read, {} written, {}; {} pages sent, {} "
+                   "came back",
+                   bytes_text(disk.used_bytes), bytes_text(disk.capacity_bytes),
+                   bytes_text(disk.live_bytes), bytes_text(disk.read_bytes),
+                   bytes_text(disk.written_bytes), counted(disk.n_errors, "error"), disk.n_sent,
+                   disk.n_returned);
+}
 
 int run_status(const Common& common) {
   const Connection connection(common);
   const kvm_client_info info = connection.info();
   const kvm_stats stats = connection.stats();
+  const Disk disk = disk_of(connection.get());
   const double uptime_s = static_cast<double>(stats.uptime_ns) * 1e-9;
   if (common.json) {
     print_json({{"version", info.server_version},
@@ -45,6 +85,14 @@ int run_status(const Common& common) {
                 {"pages_moved", stats.n_pages_moved},
                 {"pages_away", stats.n_pages_away},
                 {"away_bytes", stats.away_bytes},
+                {"disk_capacity_bytes", disk.capacity_bytes},
+                {"disk_used_bytes", disk.used_bytes},
+                {"disk_live_bytes", disk.live_bytes},
+                {"disk_read_bytes", disk.read_bytes},
+                {"disk_written_bytes", disk.written_bytes},
+                {"disk_errors", disk.n_errors},
+                {"pages_sent", disk.n_sent},
+                {"pages_returned", disk.n_returned},
                 {"index_bytes", stats.index_bytes},
                 {"index_blocks", stats.n_index_blocks},
                 {"index_blocks_refused", stats.n_index_refused},
@@ -71,6 +119,7 @@ int run_status(const Common& common) {
                              "{} moved",
                              stats.n_pages, stats.n_pages_away, stats.n_pages_copied,
                              stats.n_pages_dropped, stats.n_pages_moved)},
+       {"disk", text_of(disk)},
        {"indexes", fmt::format("{}, {} made, {} refused, {} dropped", bytes_text(stats.index_bytes),
                                counted(stats.n_index_blocks, "block"), stats.n_index_refused,
                                stats.n_index_dropped)},

@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "daemon/disk.h"
+
+#include <fmt/format.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "daemon/values.h"
+
+namespace kvm::daemon {
+namespace {
+
+// What a file system with one of the directories has free, for a user like this one.
+Result<uint64_t> free_bytes(const std::vector<std::string>& directories) {
+  std::vector<dev_t> seen;
+  uint64_t sum = 0;
+  for (const std::string& path : directories) {
+    struct stat file {};
+    struct statvfs volume {};
+    if (::stat(path.c_str(), &file) != 0 || ::statvfs(path.c_str(), &volume) != 0) {
+      const int error = errno;
+      return Status(
+          error == ENOENT ? KVM_ERR_NOT_FOUND : KVM_ERR_IO,
+          fmt::format("disk.directories: cannot look at '{}': {}", path, std::strerror(error)));
+    }
+    if (std::find(seen.begin(), seen.end(), file.st_dev) == seen.end()) {
+      seen.push_back(file.st_dev);
+      sum += uint64_t{volume.f_bavail} * volume.f_frsize;
+    }
+  }
+  return sum;
+}
+
+tiers::DiskBackend backend_of(const std::string& name) {
+  return name == "io_uring"  ? tiers::DiskBackend::kUring
+         : name == "threads" ? tiers::DiskBackend::kThreads
+                             : tiers::DiskBackend::kAny;
+}
+
+}  // namespace
+
+std::vector<std::string> directory_list(std::string_view text) {
+  std::vector<std::string> list;
+  while (text != "none") {
+    const size_t comma = text.find(',');
+    std::string_view path = text.substr(0, comma);
+    path.remove_prefix(std::min(path.find_first_not_of(' '), path.size()));
+    path = path.substr(0, path.find_last_not_of(' ') + 1);
+    list.emplace_back(path);
+    if (comma == std::string_view::npos) {
+      break;
+    }
+    text.remove_prefix(comma + 1);
+  }
+  return list;
+}
+
+bool is_directory_list(const std::string& text) {
+  const std::vector<std::string> list = directory_list(text);
+  return std::all_of(list.begin(), list.end(),
+                     [](const std::string& path) { return path.starts_with('/'); });
+}
+
+Result<std::unique_ptr<tiers::DiskTier>> open_disk(const Options& options) {
+  tiers::DiskTierOptions tier;
+  tier.directories = directory_list(options.disk_directories);
+  if (tier.directories.empty()) {
+    return std::unique_ptr<tiers::DiskTier>();
+  }
+  KVM_TRY_ASSIGN(const uint64_t whole, free_bytes(tier.directories));
+  tier.capacity_bytes = options.disk_capacity.resolve(whole);
+  tier.backend = backend_of(options.disk_backend);
+  tier.move_bytes_per_s = options.disk_compaction_rate.bytes;
+  tier.write_bytes_per_day = options.disk_daily_writes.bytes;
+  return tiers::DiskTier::open(tier);
+}
+
+Result<engine::MovementOptions> movement_options(const Options& options,
+                                                 uint64_t host_capacity_bytes) {
+  const uint64_t high = options.disk_high.resolve(host_capacity_bytes);
+  const uint64_t low = options.disk_low.resolve(host_capacity_bytes);
+  if (low == 0 || low >= high || high > host_capacity_bytes) {
+    return Status(
+        KVM_ERR_INVALID,
+        fmt::format("disk.low is {} and disk.high is {}; they must be above 0, in this "
+                    "order, and at most host_capacity, which is {}",
+                    format_bytes(low), format_bytes(high), format_bytes(host_capacity_bytes)));
+  }
+  engine::MovementOptions out;
+  out.high = static_cast<double>(high) / static_cast<double>(host_capacity_bytes);
+  out.low = static_cast<double>(low) / static_cast<double>(host_capacity_bytes);
+  out.bytes_per_s = options.disk_move_rate.bytes;
+  out.rule =
+      options.disk_leaving == "lru" ? engine::LeavingRule::kLru : engine::LeavingRule::kS3Fifo;
+  return out;
+}
+
+}  // namespace kvm::daemon
