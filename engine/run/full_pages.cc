@@ -8,6 +8,7 @@ namespace kvm::engine {
 void FullPages::rewind() {
   list_ = 0;
   block_ = 0;
+  has_skipped_ = false;
 }
 
 bool FullPages::find(const tiers::PageTable& pages, const Sequence& seq, bool in_memory,
@@ -30,6 +31,7 @@ bool FullPages::find(const tiers::PageTable& pages, const Sequence& seq, bool in
       // What is to be encoded anew stays until it has been.
       const uint64_t end =
           (own.classes[c].settles() ? seq.settled_ends[list] : from.length()) / kPageTokens;
+      has_skipped_ |= end < from.length() / kPageTokens;
       const uint64_t largest = own.classes[c].slab_class.tail().page_bytes();
       while (block_ < end) {
         if (found->size() == kMaxPages || n_visited >= kMaxVisits || found_bytes >= max_bytes) {
@@ -40,8 +42,12 @@ bool FullPages::find(const tiers::PageTable& pages, const Sequence& seq, bool in
         const uint64_t block_end = std::min(end, block_ + n_left);
         n_visited += block_end - block_;
         from.for_each_between(block_, block_end, [&](const PageEntry& entry, bool is_shared) {
-          if (entry.count == kPageTokens && pages.is_sealed(entry.page) &&
-              pages.is_in_memory(entry.page) == in_memory) {
+          if (entry.count != kPageTokens || pages.is_in_memory(entry.page) != in_memory) {
+            return;
+          }
+          if (!pages.is_sealed(entry.page)) {
+            has_skipped_ = true;
+          } else {
             found->push_back({entry.page, is_shared || pages.n_refs(entry.page) > 1});
             found_bytes += pages.page_bytes(entry.page);
           }

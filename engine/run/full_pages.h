@@ -33,10 +33,14 @@ class FullPages {
   // are not: *found, cleared before, has room for kMaxPages. Returns whether it came to the end.
   bool find(const tiers::PageTable& pages, const Sequence& seq, bool in_memory, uint64_t max_bytes,
             std::vector<FullPage>* found);
+  // Whether there were any since rewind() that may be, but not now: they are written, they move, or
+  // they are to be encoded anew.
+  bool has_skipped() const { return has_skipped_; }
 
  private:
   uint32_t list_ = 0;  // where it goes on
   uint64_t block_ = 0;
+  bool has_skipped_ = false;
 };
 
 }  // namespace kvm::engine

@@ -356,9 +356,8 @@ void Movement::settle(Residence* residence, const PageSends::Batch& batch) {
     }
     return;
   }
-  // Those that were left alone meanwhile have their turn in the next pass.
-  const bool is_used =
-      residence != nullptr && level_ != Level::kBusy && sequence_order_->is_busy(residence->seq());
+  const bool is_busy = residence != nullptr && sequence_order_->is_busy(residence->seq());
+  const bool is_used = is_busy && level_ != Level::kBusy;
   if (aim_ != Aim::kChosen || !(is_over || is_used || residence->is_pinned())) {
     return;
   }
@@ -366,7 +365,9 @@ void Movement::settle(Residence* residence, const PageSends::Batch& batch) {
   if (residence == nullptr || !residence->is_in_order()) {
     return;
   }
-  if (batch.is_last && batch.n_failed == 0 && !batch.has_passed && !residence->is_pinned()) {
+  // One that has, or is about to have, more that may go later has its turn in the next pass.
+  if (batch.is_last && batch.n_failed == 0 && !batch.has_passed && !is_busy &&
+      !residence->is_pinned()) {
     order_.leave(residence);
   } else {
     order_.set_aside(residence);

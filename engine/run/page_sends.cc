@@ -25,6 +25,7 @@ void PageSends::begin(Store* store, uint64_t max_bytes) {
   const Result<Sequence*> seq = store->find_any_seq(target_);
   found_.clear();
   batch_.is_last = !seq.is_ok() || from_.find(pages, *seq.value(), true, max_bytes, &found_);
+  batch_.has_passed = from_.has_skipped();
   for (const FullPage& found : found_) {
     const bool has_place = pages.place(found.page) != tiers::kNoPlace;
     if ((found.is_shared && !limits_.takes_shared) || (!has_place && !limits_.writes)) {

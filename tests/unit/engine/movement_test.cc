@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/clock.h"
 #include "base/limits.h"
 #include "base/splitmix.h"
 #include "engine/engine.h"
@@ -429,6 +430,73 @@ TEST(Movement, WhatNeverFitsIsRefused) {
   EXPECT_EQ(result.status.code(), KVM_ERR_NO_SPACE);
   EXPECT_EQ(world.rig.length(seq), 0u);
   EXPECT_EQ(world.moved().n_appends_waited, 0u);
+}
+
+// Pages that a request still writes cannot go; those who wait for them are not refused before it
+// has ended.
+TEST(Movement, WhatIsWrittenMayGoSoon) {
+  World world;
+  std::vector<kvm_seq_id> seqs = {world.create(), world.create()};
+  std::vector<std::unique_ptr<Asked>> asked;
+  std::vector<RequestResult> results(2);
+  int n_done = 0;
+  for (size_t i = 0; i < 2; ++i) {
+    asked.push_back(step_of(world.space, seqs[i], 30000, 0, i));  // 7.3 of 12 MiB
+    world.rig.engine->submit(world.rig.client, {3, i}, StepRequest(asked[i]->step),
+                             [&, i](RequestResult&& result) {
+                               results[i] = std::move(result);
+                               ++n_done;
+                             });
+  }
+  // Nobody runs tasks.
+  for (int i = 0; i < 1000; ++i) {
+    world.rig.engine->poll();
+  }
+  EXPECT_EQ(world.moved().n_appends_waited, 1u);
+  EXPECT_EQ(n_done, 0);
+  world.settle();
+  EXPECT_EQ(n_done, 2);
+  for (const RequestResult& result : results) {
+    EXPECT_TRUE(result.status.is_ok()) << result.status.message();
+  }
+}
+
+// Heads of which a policy reads what it gives up keep their pages: an append that only they could
+// make room for is refused.
+TEST(Movement, NothingThatMayGo) {
+  SpaceSpec spec = plain_spec();
+  kvm_policy_params policy{};
+  policy.n_layers = 1;
+  policy.kv_head_mask[0] = 3;
+  policy.retention = KVM_RETAIN_HEAVY;
+  policy.n_sinks = 4;
+  policy.n_recent = 1 << 20;
+  policy.n_heavy = 64;
+  spec.policies = {policy};
+  spec.params.n_policies = 1;
+  World world([](EngineOptions*) {}, {.is_manual = true}, spec);
+  Status status;
+  const kvm_seq_id seq = world.create();
+  for (int i = 0; i < 100 && status.is_ok(); ++i) {
+    status = world.run(step_of(world.space, seq, 2048, 0, i)).status;
+  }
+  EXPECT_EQ(status.code(), KVM_ERR_NO_SPACE) << status.message();
+  EXPECT_EQ(world.moved().n_pages_sent, 0u);
+  EXPECT_EQ(world.moved().n_appends_waited, 1u);
+}
+
+// A driver that sleeps wakes for the deadline of an append that waits.
+TEST(Movement, TheDriverWakesForADeadline) {
+  World world([](EngineOptions* options) { options->clock = system_clock(); });
+  world.fill_up();
+  EXPECT_EQ(world.rig.engine->housekeep(), UINT64_MAX);
+  constexpr uint64_t kLater = 3'600'000'000'000;
+  auto asked = step_of(world.space, world.seqs[0], 512, 0, 7);
+  asked->step.deadline_ns = now_ns() + kLater;
+  const size_t at = world.submit(std::move(asked));
+  EXPECT_LE(world.rig.engine->housekeep(), kLater);
+  EXPECT_EQ(world.n_answers[at], 0);
+  world.settle();
 }
 
 // A quota is no room that others could make.
