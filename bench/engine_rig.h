@@ -72,6 +72,7 @@ class Rig {
     options.n_threads = n_threads;
     options.host_capacity_bytes = capacity_bytes;
     options.slow_tier = slow_tier;
+    options.movement.is_automatic = false;
     engine_ = require(engine::Engine::open(options), "engine");
     client_ = engine_->add_client({});
     SpaceSpec spec;

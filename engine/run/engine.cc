@@ -29,6 +29,7 @@
 #include "engine/run/movement.h"
 #include "engine/run/page_moves.h"
 #include "engine/run/request.h"
+#include "engine/run/room_line.h"
 #include "engine/run/sequence_order.h"
 #include "engine/space/refusal.h"
 #include "engine/space/validate.h"
@@ -320,7 +321,6 @@ class EngineImpl final : public Engine {
   bool may_wait_for_room(const Request* request) const;
   // What it appends takes so many bytes of pages.
   uint64_t room_needed(const Request* request) const;
-  bool has_room_to_serve() const { return has_room_news_ && !room_waiters_.empty(); }
   // Whoever waits first tries again. Returns whether there was one.
   bool serve_room_waiter();
   // Ends those whose deadlines have passed.
@@ -328,7 +328,7 @@ class EngineImpl final : public Engine {
   // The same with what the tier says, where it refuses pages.
   Status say_why_none_goes(Status no_space) const;
   // It waits for room no more.
-  void unpark(Request* request);
+  void leave_room_line(Request* request);
   // Memory may be free that was not, or pages may go that could not.
   void note_memory();
   void note_use(const Request* request);
@@ -380,11 +380,8 @@ class EngineImpl final : public Engine {
   RequestLine ring_waiters_;                 // in Phase::kFetching: others have the rings
   bool has_free_ring_ = false;               // there may be one for the first of them
   RequestLine tail_waiters_;                 // likewise: others fetch their tails
-  RequestLine turn_waiters_;    // likewise: their pages are there, and others of their client run
-  RequestLine room_waiters_;    // likewise: there is no room for what they append; by room_number
-  bool has_room_news_ = false;  // there may be some for the first of them
-  uint64_t room_deadline_ns_ = UINT64_MAX;  // none of them has an earlier one
-  uint64_t n_parked_ = 0;                   // ever
+  RequestLine turn_waiters_;   // likewise: their pages are there, and others of their client run
+  RoomLine room_line_;         // likewise: there is no room for what they append
   RequestLine index_waiters_;  // begun; other requests build what they share of an index
   RequestLine unfinished_;     // begun, and not indexed, planned or freed to the end; or ending
   uint32_t next_work_ = 0;
@@ -1138,8 +1135,10 @@ void EngineImpl::leave_line(Request* request) {
 }
 
 void EngineImpl::drop_unwanted(Request* request) {
+  if (request->is_parked) {
+    leave_room_line(request);
+  }
   leave_line(request);
-  unpark(request);
   has_free_ring_ = true;  // if it stood before others who need less
   fail(request, request->reason_unwanted());
 }
@@ -1215,7 +1214,9 @@ bool EngineImpl::send_more() {
     return false;
   }
   const bool has_done = movement_->go_on();
-  has_room_news_ |= movement_->take_freed();
+  if (movement_->take_freed()) {
+    room_line_.note_news();
+  }
   return has_done;
 }
 
@@ -1258,7 +1259,7 @@ void EngineImpl::end_reading(Request* request) {
 void EngineImpl::note_memory() {
   if (movement_) {
     movement_->note_change();
-    has_room_news_ = true;
+    room_line_.note_news();
   }
 }
 
@@ -1293,17 +1294,7 @@ bool EngineImpl::may_wait_for_room(const Request* request) const {
 }
 
 uint64_t EngineImpl::room_needed(const Request* request) const {
-  uint64_t size_bytes = 0;
-  for (const AppendItem& item : appends_of(request, std::get<StepRequest>(request->what))) {
-    const std::span<const PageList> lists = std::as_const(*item.seq).layer_lists(item.layer);
-    for (uint32_t c = 0; c < lists.size(); ++c) {
-      const tiers::SlabClass slab_class =
-          item.seq->space().head_class(item.layer, c).slab_class.tail();
-      size_bytes += lists[c].pages_to_reserve(item.n_tokens, slab_class, store_->memory().pages()) *
-                    slab_class.page_bytes();
-    }
-  }
-  return size_bytes;
+  return store_->bytes_to_reserve(appends_of(request, std::get<StepRequest>(request->what)));
 }
 
 // To try is more work than to count. Indexes stay as long as it may wait.
@@ -1318,7 +1309,7 @@ bool EngineImpl::may_fit(const Request* request) const {
 
 // What needs no page passes those that do.
 bool EngineImpl::must_line_up(const Request* request) const {
-  if (room_waiters_.empty() || request->room_number != 0 || !may_wait_for_room(request)) {
+  if (room_line_.is_empty() || request->room_number != 0 || !may_wait_for_room(request)) {
     return false;
   }
   try {
@@ -1332,7 +1323,6 @@ bool EngineImpl::wait_for_room(Request* request) {
   if (!may_wait_for_room(request)) {
     return false;
   }
-  const auto& step = std::get<StepRequest>(request->what);
   try {
     // What is larger than all of the memory would wait in vain.
     if (room_needed(request) >
@@ -1344,20 +1334,8 @@ bool EngineImpl::wait_for_room(Request* request) {
   }
   enter_fetching(request);
   end_reading(request);
-  request->is_parked = true;
-  request->ticket.is_resting = true;
-  if (request->room_number == 0) {
-    request->room_number = ++n_parked_;
+  if (room_line_.enter(request)) {
     movement_->count_waiting_append();
-    room_waiters_.push_back(*request);
-  } else {
-    const auto behind = std::find_if(
-        room_waiters_.begin(), room_waiters_.end(),
-        [&](const Request& other) { return other.room_number > request->room_number; });
-    room_waiters_.insert(behind, *request);
-  }
-  if (step.deadline_ns != 0) {
-    room_deadline_ns_ = std::min(room_deadline_ns_, step.deadline_ns);
   }
   movement_->set_has_waiters(true);
   if (!request->is_wanted()) {
@@ -1378,59 +1356,47 @@ Status EngineImpl::say_why_none_goes(Status no_space) const {
   }
 }
 
-void EngineImpl::unpark(Request* request) {
-  if (request->is_parked) {
-    request->is_parked = false;
-    request->ticket.is_resting = false;
-    has_room_news_ = true;  // for whoever is behind it
-    movement_->set_has_waiters(!room_waiters_.empty());
-  }
+void EngineImpl::leave_room_line(Request* request) {
+  room_line_.leave(request);
+  room_line_.note_news();  // for whoever is behind it
+  movement_->set_has_waiters(!room_line_.is_empty());
 }
 
 bool EngineImpl::serve_room_waiter() {
-  if (!has_room_to_serve()) {
+  if (!room_line_.has_to_serve()) {
     return false;
   }
-  has_room_news_ = false;
-  Request* request = &room_waiters_.front();
+  room_line_.forget_news();
+  Request* request = room_line_.front();
   if (may_wait_for_room(request) && !may_fit(request)) {
     return false;
   }
-  room_waiters_.pop_front();
-  request->is_parked = false;
-  request->ticket.is_resting = false;
+  room_line_.leave(request);
   // Before it reads anything: what it reads is not given up.
   store_->memory().pages().free_left_frames();
   fetch_more(request);
-  has_room_news_ |= !request->is_parked;
-  movement_->set_has_waiters(!room_waiters_.empty());
+  if (!request->is_parked) {
+    room_line_.note_news();
+  }
+  movement_->set_has_waiters(!room_line_.is_empty());
   return true;
 }
 
 void EngineImpl::expire_room_waiters() {
-  if (room_waiters_.empty() || options_.clock->now_ns() < room_deadline_ns_) {
+  if (room_line_.deadline_ns() == UINT64_MAX) {
     return;
   }
-  room_deadline_ns_ = UINT64_MAX;
-  for (auto it = room_waiters_.begin(); it != room_waiters_.end();) {
-    Request* request = &*it++;
-    const auto& step = std::get<StepRequest>(request->what);
-    if (has_expired(step)) {
-      leave_line(request);
-      unpark(request);
-      fail(request, Status::fixed(KVM_ERR_DEADLINE,
-                                  "the deadline has passed while the append waited for memory"));
-    } else if (step.deadline_ns != 0) {
-      room_deadline_ns_ = std::min(room_deadline_ns_, step.deadline_ns);
-    }
+  const uint64_t now = options_.clock->now_ns();
+  while (Request* request = room_line_.find_expired(now)) {
+    leave_room_line(request);
+    fail(request, Status::fixed(KVM_ERR_DEADLINE,
+                                "the deadline has passed while the append waited for memory"));
   }
 }
 
 uint64_t EngineImpl::patience_ns() const {
-  const uint64_t moves_ns = movement_ ? movement_->patience_ns() : UINT64_MAX;
-  return room_waiters_.empty() || room_deadline_ns_ == UINT64_MAX
-             ? moves_ns
-             : std::min(moves_ns, options_.clock->patience_ns(room_deadline_ns_));
+  return std::min(movement_ ? movement_->patience_ns() : UINT64_MAX,
+                  options_.clock->patience_ns(room_line_.deadline_ns()));
 }
 
 bool EngineImpl::go_on_with_one() {
@@ -1754,7 +1720,7 @@ uint32_t EngineImpl::poll() {
   start_ns_ = 0;
   auditor_.collect(*store_);
   expire_room_waiters();
-  if (!room_waiters_.empty()) {
+  if (!room_line_.is_empty()) {
     note_memory();  // an audit may have ended that read what was left
   }
   for (uint32_t round = 0; round < kMaxPollRounds; ++round) {
@@ -1851,7 +1817,7 @@ void EngineImpl::wait(uint64_t timeout_ns) {
   do {
     if (!done_.empty() || scheduler_.has_finished() || can_start() ||
         (!unfinished_.empty() && scheduler_.has_room()) || arrivals_.has_any() ||
-        has_ring_to_serve() || has_room_to_serve() || (movement_ && movement_->is_ready())) {
+        has_ring_to_serve() || room_line_.has_to_serve() || (movement_ && movement_->is_ready())) {
       return;
     }
     const uint64_t patience = patience_ns();

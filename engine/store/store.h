@@ -159,6 +159,8 @@ class Store final {
   // Fails: INVALID (layer beyond the space, ALIAS, ABSENT, n_tokens = 0, position overflow),
   //        HOLE (position is not the layer's length), QUOTA, NO_SPACE, NO_MEMORY.
   Status reserve_append(std::span<const AppendItem> items, std::vector<AppendPiece>* pieces);
+  // Bytes of the pages that this would take.
+  uint64_t bytes_to_reserve(std::span<const AppendItem> items) const;
   // The same checks of one item without reserving: INVALID and HOLE.
   Status check_append(const AppendItem& item) const;
   // Makes the tokens reserved for an item part of its sequence. Unless that commits by hand, the

@@ -12,18 +12,23 @@
 namespace kvm::engine {
 namespace {
 
+uint64_t bytes_of(const tiers::PageTable& pages, const AppendItem& item) {
+  uint64_t size_bytes = 0;
+  const std::span<const PageList> lists = std::as_const(*item.seq).layer_lists(item.layer);
+  for (uint32_t i = 0; i < lists.size(); ++i) {
+    const tiers::SlabClass slab_class =
+        item.seq->space().head_class(item.layer, i).slab_class.tail();
+    size_bytes +=
+        lists[i].pages_to_reserve(item.n_tokens, slab_class, pages) * slab_class.page_bytes();
+  }
+  return size_bytes;
+}
+
 // The quotas of all clients concerned hold what all items together need.
 Status check_quota(StoreMemory* memory, std::span<const AppendItem> items) {
   std::unordered_map<Account*, uint64_t> needs;
   for (const AppendItem& item : items) {
-    const std::span<const PageList> lists = std::as_const(*item.seq).layer_lists(item.layer);
-    for (uint32_t i = 0; i < lists.size(); ++i) {
-      const tiers::SlabClass slab_class =
-          item.seq->space().head_class(item.layer, i).slab_class.tail();
-      needs[item.seq->account] +=
-          lists[i].pages_to_reserve(item.n_tokens, slab_class, memory->pages()) *
-          slab_class.page_bytes();
-    }
+    needs[item.seq->account] += bytes_of(memory->pages(), item);
   }
   std::unordered_map<QuotaAccount*, uint64_t> tenant_needs;
   for (const auto& [account, need] : needs) {
@@ -63,6 +68,14 @@ Status reserve_item(StoreMemory* memory, const AppendItem& item) {
 }
 
 }  // namespace
+
+uint64_t Store::bytes_to_reserve(std::span<const AppendItem> items) const {
+  uint64_t size_bytes = 0;
+  for (const AppendItem& item : items) {
+    size_bytes += bytes_of(memory_.pages(), item);
+  }
+  return size_bytes;
+}
 
 Status Store::check_append(const AppendItem& item) const {
   KVM_TRY(check_layer(item.seq, item.layer));
