@@ -39,7 +39,7 @@ Disk disk_of(kvm_client* client) {
           .n_returned = count_of(series, "kvm_returned_pages_total")};
 }
 
-std::string text_of(const Disk& disk) {
+std::string disk_text(const Disk& disk) {
   return disk.capacity_bytes == 0
              ? "none (disk.directories)"
              : fmt::format(
@@ -119,7 +119,7 @@ int run_status(const Common& common) {
                              "{} moved",
                              stats.n_pages, stats.n_pages_away, stats.n_pages_copied,
                              stats.n_pages_dropped, stats.n_pages_moved)},
-       {"disk", text_of(disk)},
+       {"disk", disk_text(disk)},
        {"indexes", fmt::format("{}, {} made, {} refused, {} dropped", bytes_text(stats.index_bytes),
                                counted(stats.n_index_blocks, "block"), stats.n_index_refused,
                                stats.n_index_dropped)},
