@@ -321,7 +321,7 @@ class EngineImpl final : public Engine {
   bool may_wait_for_room(const Request* request) const;
   // What it appends takes so many bytes of pages.
   uint64_t room_needed(const Request* request) const;
-  // Whoever waits first tries again. Returns whether there was one.
+  // Whoever waits first tries again. Returns whether it waits no more.
   bool serve_room_waiter();
   // Ends those whose deadlines have passed.
   void expire_room_waiters();
@@ -1375,11 +1375,12 @@ bool EngineImpl::serve_room_waiter() {
   // Before it reads anything: what it reads is not given up.
   store_->memory().pages().free_left_frames();
   fetch_more(request);
-  if (!request->is_parked) {
+  const bool is_parked = request->is_parked;
+  if (!is_parked) {
     room_line_.note_news();
   }
   movement_->set_has_waiters(!room_line_.is_empty());
-  return true;
+  return !is_parked;
 }
 
 void EngineImpl::expire_room_waiters() {
@@ -1720,8 +1721,8 @@ uint32_t EngineImpl::poll() {
   start_ns_ = 0;
   auditor_.collect(*store_);
   expire_room_waiters();
-  if (!room_line_.is_empty()) {
-    note_memory();  // an audit may have ended that read what was left
+  if (!room_line_.is_empty() && store_->memory().pages().free_left_frames()) {
+    note_memory();  // an audit may have read them
   }
   for (uint32_t round = 0; round < kMaxPollRounds; ++round) {
     FinishedJob job;

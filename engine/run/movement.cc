@@ -204,8 +204,7 @@ bool Movement::send_some() {
     end_passes();
     return false;
   }
-  if (verdict_ == Verdict::kWaitsForReaders && !fetches_.has_begun() &&
-      epochs().has_ended(verdict_epoch_)) {
+  if (is_second_look_due()) {
     verdict_ = Verdict::kSecondLook;
   }
   if (verdict_ == Verdict::kWaitsForReaders || verdict_ == Verdict::kGivenUp) {

@@ -78,7 +78,7 @@ class Movement {
   // Ends a batch that is over, or begins one; some 0.1 ms at most. Returns whether it did anything.
   bool go_on();
   // Whether go_on() has something to do that no transfer has to end for.
-  bool is_ready() const { return has_news_ || is_due(); }
+  bool is_ready() const { return has_news_ || is_due() || (!is_held_ && is_second_look_due()); }
   // How long the driver may sleep for this.
   uint64_t patience_ns() const { return is_held_ ? clock_->patience_ns(due_ns_) : UINT64_MAX; }
   // Waits for transfers in flight, and forgets the rest.
@@ -111,12 +111,17 @@ class Movement {
   // null: it is gone.
   Sequence* find(kvm_seq_id seq) noexcept;
   Residence* residence_of(kvm_seq_id seq);
+  // Whether all readers of the first look have ended.
+  bool is_second_look_due() const {
+    return verdict_ == Verdict::kWaitsForReaders && !fetches_.has_begun() && !sends_.has_begun() &&
+           epochs().has_ended(verdict_epoch_);
+  }
   // The cap on bytes.
   bool is_due() const { return is_held_ && clock_->now_ns() >= due_ns_; }
   bool hold();
   void charge(uint64_t begin_ns, uint64_t size_bytes);
   uint64_t capped(uint64_t max_bytes) const;
-  tiers::ReadEpochs& epochs() { return store_->memory().pages().epochs(); }
+  tiers::ReadEpochs& epochs() const { return store_->memory().pages().epochs(); }
 
   using Returning =
       boost::intrusive::list<Residence, boost::intrusive::base_hook<ResidenceHook<ByReturning>>,
