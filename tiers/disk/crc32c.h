@@ -14,7 +14,7 @@ namespace kvm::tiers {
 
 // Of `before` and `bytes` together, where `crc` is that of `before`; 0 is that of nothing.
 uint32_t crc32c(std::span<const std::byte> bytes, uint32_t crc = 0);
-// Copies `from` to `to` and returns the checksum of what `to` holds then.
+// Copies `from` to `to` and returns the checksum of what was copied.
 uint32_t copy_crc32c(std::byte* to, std::span<const std::byte> from);
 // The same as crc32c(), by table: what machines without the instruction take.
 uint32_t crc32c_by_table(std::span<const std::byte> bytes, uint32_t crc = 0);

@@ -76,7 +76,7 @@ uint64_t job_bytes(const DiskTierOptions& options) {
 
 Result<DiskIoOptions> DiskTier::io_options(const DiskTierOptions& given) {
   KVM_TRY_ASSIGN(const DiskTierOptions options, checked(given));
-  const uint32_t n_jobs = options.queue_depth + kMoveJobs;
+  const uint32_t n_jobs = options.queue_depth + kMoveJobs + kEndedJobs;
   return DiskIoOptions{
       .n_files = static_cast<uint32_t>(options.capacity_bytes / options.segment_bytes),
       .queue_depth = n_jobs,
@@ -132,7 +132,7 @@ DiskTier::DiskTier(std::unique_ptr<DiskIo> io, const DiskTierOptions& options)
       io_(std::move(io)),
       segments_(n_segments_),
       day_ns_(options.clock->now_ns()),
-      jobs_(options.queue_depth + kMoveJobs) {
+      jobs_(options.queue_depth + kMoveJobs + kEndedJobs) {
   stats_.backend = io_->name();
   stats_.capacity_bytes = n_segments_ * options.segment_bytes;
   const uint64_t stride = job_bytes(options);
@@ -140,7 +140,6 @@ DiskTier::DiskTier(std::unique_ptr<DiskIo> io, const DiskTierOptions& options)
   KVM_ASSERT(buffers.size() >= stride * jobs_.size());
   idle_.reserve(jobs_.size());
   begun_.reserve(jobs_.size());
-  ended_.resize(jobs_.size());
   for (size_t i = 0; i < jobs_.size(); ++i) {
     jobs_[i].own = buffers.data() + i * stride;
     jobs_[i].parts.reserve(kMaxParts);
@@ -358,11 +357,23 @@ void DiskTier::do_turn(bool may_wait) {
     is_asleep_ = false;
   }
   for (size_t i = 0; i < n_ended; ++i) {
-    finish(static_cast<Job*>(ended_[i]));
+    leave_queue(*static_cast<Job*>(ended_[i]));
   }
   begin_reads();
   begin_writes();
   begin_moves();
+  submit_begun();
+  if (n_ended != 0) {
+    for (size_t i = 0; i < n_ended; ++i) {
+      finish(static_cast<Job*>(ended_[i]));
+    }
+    // There may be room now, and what has failed may have to be begun again.
+    const std::lock_guard lock(mutex_);
+    has_news_ = true;
+  }
+}
+
+void DiskTier::submit_begun() {
   if (begun_.empty()) {
     return;
   }
@@ -411,14 +422,18 @@ DiskTier::Job* DiskTier::take_job(Job::Purpose purpose, uint64_t data_bytes) {
   job->purpose = purpose;
   job->is_single = false;
   job->parts.clear();
-  n_reading_ += purpose == Job::Purpose::kRead ? 1 : 0;
+  n_reading_ += purpose == Job::Purpose::kRead ? 1 : 0;  // until leave_queue()
   n_writing_ += purpose == Job::Purpose::kWrite ? 1 : 0;
   return job;
 }
 
+// It is in flight no more.
+void DiskTier::leave_queue(const Job& job) {
+  n_reading_ -= job.purpose == Job::Purpose::kRead ? 1 : 0;
+  n_writing_ -= job.purpose == Job::Purpose::kWrite ? 1 : 0;
+}
+
 void DiskTier::give_job_back(Job* job) {
-  n_reading_ -= job->purpose == Job::Purpose::kRead ? 1 : 0;
-  n_writing_ -= job->purpose == Job::Purpose::kWrite ? 1 : 0;
   if (!job->large.bytes().empty()) {
     job->large = DiskMemory();
     --n_large_;

@@ -19,8 +19,8 @@
 // Threads: submit() and release() on any; one of the tier does all else, on_done included, but for
 // writes that are refused, which end in submit(). It copies each page once, summing it up: some
 // 6 GB/s, which bounds the tier.
-// Memory: queue_depth + 2 buffers of transfer_bytes and 12 KiB; pages that do not fit into one, two
-// at a time, in memory taken for them; 20 bytes a place, which stay.
+// Memory: queue_depth + 10 buffers of transfer_bytes and 12 KiB; pages that do not fit into one,
+// two at a time, in memory taken for them; 20 bytes a place, which stay.
 #ifndef KVM_TIERS_DISK_DISK_TIER_H_
 #define KVM_TIERS_DISK_DISK_TIER_H_
 
@@ -127,6 +127,9 @@ class DiskTier final : public SlowTier {
   // Of a batch of reads, and of a transfer.
   static constexpr size_t kMaxParts = 256;
   static constexpr uint32_t kMoveJobs = 2;  // beside the queue_depth of others
+  // Jobs that have ended are taken in so few at a time, and others begun before these are looked
+  // at: the disk has work meanwhile.
+  static constexpr uint32_t kEndedJobs = 8;
   // LIMIT: pages that have no room in a buffer are few, or memory would not be bounded.
   static constexpr uint32_t kMaxLarge = 2;
   static constexpr uint32_t kNoSegment = 0xffff;
@@ -197,9 +200,11 @@ class DiskTier final : public SlowTier {
 
   void run();
   void do_turn(bool may_wait);
+  void submit_begun();
   uint64_t patience_ns() const;
   void finish(Job* job);
   Job* take_job(Job::Purpose purpose, uint64_t data_bytes);
+  void leave_queue(const Job& job);
   void give_job_back(Job* job);
   bool is_large(uint64_t data_bytes) const;
   std::byte* buffer_of(Job* job) const;
@@ -278,8 +283,8 @@ class DiskTier final : public SlowTier {
   // Of the tier's thread alone.
   std::vector<Job> jobs_;
   std::vector<Job*> idle_;
-  std::vector<DiskOp*> begun_;  // to be submitted at the end of a turn
-  std::vector<DiskOp*> ended_;
+  std::vector<DiskOp*> begun_;  // to be submitted
+  std::array<DiskOp*, kEndedJobs> ended_;
   std::array<Part, kMaxParts> batch_;  // reads, in the order of the disk, from n_batch_begun_ on
   size_t n_batch_ = 0;
   size_t n_batch_begun_ = 0;

@@ -146,6 +146,7 @@ void DiskTier::finish_read(Job* job) {
     return;
   }
   aim_read(job, std::span<const Part>(job->parts).last(1));
+  ++n_reading_;
   begun_.push_back(job);
 }
 

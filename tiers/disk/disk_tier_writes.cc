@@ -45,6 +45,7 @@ void DiskTier::begin_writes() {
     Job* const job = take_job(Job::Purpose::kWrite, bytes);
     if (job == nullptr || !place_writes_locked(job)) {
       if (job != nullptr) {
+        leave_queue(*job);
         give_job_back(job);
       }
       refuse_write(lock,
