@@ -21,10 +21,10 @@ void Report::add(std::vector<std::pair<std::string, nlohmann::json>> fields) {
   for (auto& [name, value] : fields) {
     row[name] = std::move(value);
   }
-  if (row.contains("fraction") && row["fraction"].get<double>() > kMaxFraction) {
+  if (row.contains("fraction") && row["fraction"].get<double>() > max_fraction_) {
     failed_ = true;
     note(fmt::format("fraction {} is above {}: its ceiling was not one, run again",
-                     table_cell(row["fraction"]), kMaxFraction));
+                     table_cell(row["fraction"]), max_fraction_));
   }
   fmt::print(stderr, ".");
   rows_.push_back(std::move(row));

@@ -34,22 +34,26 @@ struct Options {
   // For the benches of approximate attention; empty or 0: what the bench takes by itself.
   std::vector<std::string> data;  // names of bench/approx/data.h, or .kvrec files
   std::vector<uint32_t> tokens;
-  uint32_t heads = 0;      // kv heads, independent of each other
-  uint32_t dim = 0;        // of coverage: of generated keys and values
-  uint32_t seeds = 0;      // of coverage, for each request
-  uint64_t data_seed = 1;  // of coverage: of what is generated
-  double budget = 0;       // of decode: share of the keys that sampled and topk read; 0: found
-  uint32_t observed = 0;   // query sets that the index may see
-  uint32_t runs = 0;       // of death: kills; 0: what the bench takes by itself
-  bool quick = false;      // small sizes: that it runs, and figures of no weight
+  uint32_t heads = 0;       // kv heads, independent of each other
+  uint32_t dim = 0;         // of coverage: of generated keys and values
+  uint32_t seeds = 0;       // of coverage, for each request
+  uint64_t data_seed = 1;   // of coverage: of what is generated
+  double budget = 0;        // of decode: share of the keys that sampled and topk read; 0: found
+  uint32_t observed = 0;    // query sets that the index may see
+  uint32_t runs = 0;        // of death: kills; 0: what the bench takes by itself
+  std::string directory;    // of disk: where its files go; empty: here
+  uint64_t size_bytes = 0;  // of disk: that are written; 0: what the bench takes by itself
+  bool quick = false;       // small sizes: that it runs, and figures of no weight
 };
 
 // Rows of one benchmark: printed as an aligned table when it is done, written as JSON lines.
 class Report {
  public:
   Report(std::string bench, const Options& options) : bench_(std::move(bench)), options_(options) {}
-  // Fields in the order of printing. A "fraction" above kMaxFraction marks the run as failed.
+  // Fields in the order of printing. A "fraction" above kMaxFraction marks the run as failed, or
+  // above what was set: against a rival there is no such bound.
   void add(std::vector<std::pair<std::string, nlohmann::json>> fields);
+  void set_max_fraction(double fraction) { max_fraction_ = fraction; }
   void note(const std::string& text);
   // A note that makes the run fail.
   void fail(const std::string& text);
@@ -64,6 +68,7 @@ class Report {
   std::vector<nlohmann::ordered_json> rows_;
   std::vector<std::string> notes_;
   std::vector<std::string> hidden_;
+  double max_fraction_ = kMaxFraction;
   bool failed_ = false;
 };
 
@@ -106,6 +111,7 @@ int run_append(const Options& options);
 int run_fork(const Options& options);
 int run_moves(const Options& options);
 int run_cold(const Options& options);
+int run_disk(const Options& options);
 int run_ipc(const Options& options);
 int run_decode(const Options& options);
 int run_policies(const Options& options);

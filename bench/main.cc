@@ -93,6 +93,11 @@ int main(int argc, char** argv) {
       ->add_flag("--quick", options.quick, "short sequences: a check that it runs");
   add("cold", "attention over contexts in a simulated slow tier of 3 GB/s", run_cold)
       ->add_flag("--quick", options.quick, "short sequences: a check that it runs");
+  CLI::App* disk = add("disk", "the disk tier against fio on the same disk", run_disk);
+  disk->add_option("--directory", options.directory, "where its files go (default: here)");
+  disk->add_option("--size", options.size_bytes, "bytes that are written (default: 8 GiB)")
+      ->transform(CLI::AsSizeValue(false));
+  disk->add_flag("--quick", options.quick, "few bytes: a check that it runs");
   add("policies", "what policies save and cost, and whom a long commit holds up", run_policies);
   add("ipc", "round trips between two processes", run_ipc);
   CLI::App* decode = add("decode", "a whole model's decode steps through the daemon", run_decode);

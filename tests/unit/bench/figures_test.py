@@ -31,6 +31,7 @@ MOVES = {"bench", "moved_gbps", "decode_slowdown", "dispatcher_stall_p99_us", "p
          "used_gib_before", "used_gib_after", "pages_gib"}
 COLD = {"bench", "case", "tokens", "n_query", "fraction_of_tier", "page_reads_per_page",
         "dispatcher_stall_p99_us"}
+DISK = {"bench", "case", "gbps", "backend", "direct"}
 SHARES = ("keys_read_fraction", "miss_rate", "fallback_rate", "ipc_overhead_fraction",
           "steal_share")
 
@@ -73,6 +74,16 @@ class FiguresTest(unittest.TestCase):
         for line in lines:
             self.assertGreater(line["fraction_of_tier"], 0)
             self.assertEqual(line["page_reads_per_page"], 1)
+
+    def test_disk(self):
+        lines = self.run_bench("disk", "--quick")
+        self.check(lines, "disk", DISK)
+        self.assertEqual([line["case"] for line in lines],
+                         ["sequential_write", "sequential_read", "random_read"])
+        for line in lines:
+            self.assertGreater(line["gbps"], 0)
+            # fio is there or is not.
+            self.assertEqual("fio_gbps" in line, "fraction" in line)
 
     def test_error(self):
         lines = self.run_bench("error", "--quick", "--data", "model", "--tokens", "1024",
