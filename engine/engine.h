@@ -112,15 +112,15 @@ class Engine {
 
   // Begins to send what a sequence holds in memory. Where the tier takes no more, the rest stays.
   // Fails also: BUSY (pinned).
-  virtual Status send_away(kvm_seq_id seq);
+  virtual Status send_away(kvm_seq_id /*seq*/) { return no_slow_tier(); }
   // Begins to bring back what a sequence has in the slow tier, as far as there is room below
   // MovementOptions::high.
-  virtual Status prefetch(kvm_seq_id seq);
+  virtual Status prefetch(kvm_seq_id /*seq*/) { return no_slow_tier(); }
   // What a sequence has in memory, or gets, stays there until it was unpinned as often, or goes;
   // and so does, meanwhile, all that any sequences share. It takes room from others: by count and
   // size no more than the caller sees to. unpin() fails also: INVALID (it is not pinned).
-  virtual Status pin(kvm_seq_id seq);
-  virtual Status unpin(kvm_seq_id seq);
+  virtual Status pin(kvm_seq_id /*seq*/) { return no_slow_tier(); }
+  virtual Status unpin(kvm_seq_id /*seq*/) { return no_slow_tier(); }
   // Whether pages are on their way out, or back, or are about to be.
   virtual bool is_sending() const { return false; }
   virtual bool is_fetching() const { return false; }
@@ -200,6 +200,11 @@ class Engine {
   virtual const char* isa() const = 0;
   virtual uint32_t n_threads() const = 0;
   virtual const EngineOptions& options() const = 0;  // with defaults filled in
+
+ private:
+  static Status no_slow_tier() {
+    return Status::fixed(KVM_ERR_UNSUPPORTED, "this engine has no slow tier");
+  }
 };
 
 }  // namespace kvm::engine

@@ -1894,17 +1894,6 @@ kvm_stats EngineImpl::stats() const {
 
 }  // namespace
 
-namespace {
-
-Status no_slow_tier() { return Status::fixed(KVM_ERR_UNSUPPORTED, "this engine has no slow tier"); }
-
-}  // namespace
-
-Status Engine::send_away(kvm_seq_id /*seq*/) { return no_slow_tier(); }
-Status Engine::prefetch(kvm_seq_id /*seq*/) { return no_slow_tier(); }
-Status Engine::pin(kvm_seq_id /*seq*/) { return no_slow_tier(); }
-Status Engine::unpin(kvm_seq_id /*seq*/) { return no_slow_tier(); }
-
 Result<std::unique_ptr<Engine>> Engine::open(const EngineOptions& given) {
   constexpr uint32_t kMaxThreads = 1024;
   KVM_TRY(attention::check_forced_isa());

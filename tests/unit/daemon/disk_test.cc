@@ -45,7 +45,8 @@ TEST(Disk, MarksAreInOrderAndWithinMemory) {
     const char* high;
     const char* low;
   };
-  for (const Bad& bad : {Bad{"80%", "80%"}, Bad{"80%", "90%"}, Bad{"2GiB", "80%"}, Bad{"50%", "0%"}}) {
+  for (const Bad& bad :
+       {Bad{"80%", "80%"}, Bad{"80%", "90%"}, Bad{"2GiB", "80%"}, Bad{"50%", "0%"}}) {
     const Status status = movement_options(marks(bad.high, bad.low), 1024 * kMiB).status();
     EXPECT_EQ(status.code(), KVM_ERR_INVALID) << bad.high << " " << bad.low;
     EXPECT_NE(std::string(status.message()).find("disk.low is"), std::string::npos);
