@@ -46,18 +46,20 @@ tiers::DiskBackend backend_of(const std::string& name) {
 
 std::vector<std::string> directory_list(std::string_view text) {
   std::vector<std::string> list;
-  while (text != "none") {
+  if (text == "none") {
+    return list;
+  }
+  for (;;) {
     const size_t comma = text.find(',');
     std::string_view path = text.substr(0, comma);
     path.remove_prefix(std::min(path.find_first_not_of(' '), path.size()));
     path = path.substr(0, path.find_last_not_of(' ') + 1);
     list.emplace_back(path);
     if (comma == std::string_view::npos) {
-      break;
+      return list;
     }
     text.remove_prefix(comma + 1);
   }
-  return list;
 }
 
 bool is_directory_list(const std::string& text) {
