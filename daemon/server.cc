@@ -726,9 +726,11 @@ bool Server::prepare_sleep() {
       flagged_.push_back(queue.get());
     }
   }
+  // work() comes last: what poll() finds finished may leave more to do, without a request's being
+  // retired. What finishes later wakes.
   return !service_->has_finished.load(std::memory_order_acquire) &&
          !service_->snapshots.is_wanted() && !stop_requested_.load(std::memory_order_relaxed) &&
-         !service_->engine->work() && service_->engine->poll() == 0;
+         service_->engine->poll() == 0 && !service_->engine->work();
 }
 
 void Server::finish_sleep(size_t n_flagged) {
