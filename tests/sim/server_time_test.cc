@@ -36,6 +36,7 @@ class ServerTime : public ::testing::Test {
     options.on_watchdog = [this] { ++n_watchdogs_; };
     options.on_stopping = [this] { is_stopping_ = true; };
     options.shutdown_timeout_ns = kShutdownNs;
+    options.spin_max_ns = 0;
     server_ = std::make_unique<daemon::Server>(&engine_, options);
     ASSERT_TRUE(server_->start().is_ok());
     thread_ = std::thread([this] {
@@ -129,6 +130,21 @@ TEST_F(ServerTime, WatchdogAfterALeap) {
   ASSERT_TRUE(comes_true([this] { return n_watchdogs_ == 2; }));
   settle();
   EXPECT_EQ(n_watchdogs_, 2u);
+}
+
+// A job that ends just before the dispatcher sleeps leaves its request something to do. Whichever
+// poll() finds that, one before it spins or the last on its way to sleep, it is done.
+TEST_F(ServerTime, WhatIsLeftToDoIsDoneBeforeSleeping) {
+  RawQueue queue = witness_->create_queue().value();
+  RawArena arena = witness_->create_arena(8192).value();
+  for (uint32_t n_polls = 1; n_polls <= 12; ++n_polls) {
+    ::usleep(20'000);  // it sleeps
+    engine_.begin_job(n_polls);
+    submit_endless(&queue, arena);
+    ::usleep(50'000);
+    engine_.end_job();
+    ASSERT_TRUE(comes_true([this] { return engine_.is_job_done(); })) << n_polls;
+  }
 }
 
 TEST_F(ServerTime, ShutdownWaitsForARequestAsLongAsItMayAndNoLonger) {

@@ -3,12 +3,14 @@
 // around an engine.
 //
 //   a step       writes 1.0f to the start of o, if there is one
-//   a read       never finishes: it stays in flight until it is cancelled or its client goes
+//   a read       never finishes: it stays in flight until it is cancelled or its client goes;
+//                but see begin_job()
 //   an observe   takes kObserveNs
 //   a sequence   gets a number; free and the others succeed when it is the client's
 #ifndef KVM_TESTS_UNIT_DAEMON_FAKE_ENGINE_H_
 #define KVM_TESTS_UNIT_DAEMON_FAKE_ENGINE_H_
 
+#include <atomic>
 #include <deque>
 #include <functional>
 #include <map>
@@ -124,8 +126,36 @@ class FakeEngine final : public engine::Engine {
     return found;
   }
 
-  bool work() override { return false; }
+  // The reads that are there have a job that runs elsewhere. It has ended at the n_polls-th poll()
+  // from now on, or when end_job() says so; then there is something left to do, by work(), and
+  // they finish. From any thread.
+  void begin_job(uint32_t n_polls) {
+    is_found_ = false;
+    is_done_ = false;
+    polls_left_ = n_polls;
+  }
+  // Wakes the driver, unless it has seen the end of the job.
+  void end_job() {
+    if (polls_left_.exchange(1) != 0 && wake_) {
+      wake_();
+    }
+  }
+  bool is_job_done() const { return is_done_; }
+
+  bool work() override {
+    if (!is_found_.exchange(false)) {
+      return false;
+    }
+    for (Pending& p : pending_) {
+      p.ready = true;
+    }
+    is_done_ = true;
+    return true;
+  }
   uint32_t poll() override {
+    if (polls_left_ != 0 && --polls_left_ == 0) {
+      is_found_ = true;
+    }
     for (auto& on_gone : std::exchange(gone_, {})) {
       on_gone();
     }
@@ -144,7 +174,7 @@ class FakeEngine final : public engine::Engine {
     return n;
   }
   uint32_t n_in_flight() const override { return static_cast<uint32_t>(pending_.size()); }
-  void set_wake(std::function<void()>) override {}
+  void set_wake(std::function<void()> wake) override { wake_ = std::move(wake); }
   void wait(uint64_t) override {}
 
   Result<kvm_seq_info> seq_info(ClientId client, kvm_seq_id seq) override {
@@ -205,6 +235,10 @@ class FakeEngine final : public engine::Engine {
                         .ready = ready});
   }
 
+  std::function<void()> wake_;
+  std::atomic<uint32_t> polls_left_{0};  // 0: no job, or its end has been seen
+  std::atomic<bool> is_found_{false};
+  std::atomic<bool> is_done_{false};
   engine::EngineOptions options_;
   engine::QuotaBook quotas_;
   ClientId last_client_ = 0;
