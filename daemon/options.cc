@@ -78,8 +78,8 @@ const std::vector<OptionRow>& option_rows() {
        "fail with KVM_ERR_NO_SPACE."},
       {"default_quota", "100%",
        SizeField{&O::default_quota, "host_capacity", kMinCapacityBytes, kMaxSizeBytes},
-       "How much of host_capacity one client may hold. Appends beyond it fail with "
-       "KVM_ERR_QUOTA."},
+       "How much one client may hold, of host_capacity and disk.capacity together. Appends beyond "
+       "it fail with KVM_ERR_QUOTA."},
       {"threads", "0", IntegerField{&O::threads, 0, 1024},
        "Threads that compute, the dispatcher included. 0: one for each core."},
       {"pin_threads", "false", BoolField{&O::pin_threads},
@@ -157,9 +157,8 @@ const std::vector<OptionRow>& option_rows() {
        "Which sequences leave memory first. s3-fifo: those that were used once, so that a long "
        "prompt does not push out those that are in use; lru: those used longest ago."},
       {"disk.move_rate", "0", SizeField{&O::disk_move_rate, nullptr, 0, kMaxSizeBytes},
-       "Bytes a second that pages may take on their way out and back. What requests wait for is "
-       "not "
-       "held up. 0: no limit."},
+       "Bytes a second that pages may take on their way out and back, those that appends wait for "
+       "included; what attention streams is not. 0: no limit."},
       {"disk.compaction_rate", "0", SizeField{&O::disk_compaction_rate, nullptr, 0, kMaxSizeBytes},
        "Bytes a second that files may be tidied up with, read and written anew. 0: no limit."},
       {"disk.daily_writes", "0", SizeField{&O::disk_daily_writes, nullptr, 0, kMaxSizeBytes},

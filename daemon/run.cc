@@ -149,7 +149,9 @@ void check_options(const Options& options, Problems* problems) {
                                        format_bytes(part.bytes), of, format_bytes(whole.bytes))));
     }
   };
-  check_part("default_quota", options.default_quota, "host_capacity", options.host_capacity);
+  if (options.disk_directories == "none") {
+    check_part("default_quota", options.default_quota, "host_capacity", options.host_capacity);
+  }
   check_part("arena_quota", options.arena_quota, "arena_capacity", options.arena_capacity);
   if (options.metrics_listen == "unix:" + options.socket) {
     problems->add(Status(KVM_ERR_INVALID,

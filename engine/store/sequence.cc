@@ -43,6 +43,19 @@ const policies::Policy& policy_of(const Retention& retention) {
   }
 }
 
+// Whether a list that has a share has given anything up.
+bool has_given_up_shares(const Sequence& seq) {
+  for (const Layer& layer : seq.space().layers) {
+    for (uint32_t i = 0; i < layer.classes.size(); ++i) {
+      if (layer.classes[i].retention.budgets != KVM_BUDGETS_EQUAL &&
+          seq.lists[layer.first_list + i].n_dropped() != 0) {
+        return true;
+      }
+    }
+  }
+  return false;
+}
+
 // Policies hear of it once the prompt is committed, and once only.
 void note_prompt_end(Sequence* seq) {
   if (seq->prompt_end <= seq->n_committed && seq->budgets.empty()) {
@@ -72,10 +85,7 @@ void end_prompt(Sequence* seq, uint64_t n_tokens) {
 }
 
 void cut_prompt(Sequence* seq, uint64_t n_tokens) {
-  const bool has_given_up = !seq->budgets.empty() &&
-                            std::any_of(seq->lists.begin(), seq->lists.end(),
-                                        [](const PageList& list) { return list.n_dropped() != 0; });
-  if (n_tokens < seq->prompt_end && !has_given_up) {
+  if (n_tokens < seq->prompt_end && (seq->budgets.empty() || !has_given_up_shares(*seq))) {
     seq->prompt_end = UINT64_MAX;
     seq->budgets.clear();
     seq->due_events &= ~policies::event_bit(policies::Event::kPromptEnd);

@@ -32,7 +32,9 @@ using Counts = std::vector<std::vector<uint64_t>>;  // [layer][head]
 
 class World {
  public:
-  explicit World(uint32_t n_threads = 1, uint32_t merge = KVM_MERGE_NONE) : rig(n_threads) {
+  // n_window: layer kWhole keeps only so many tokens; 0: all.
+  explicit World(uint32_t n_threads = 1, uint32_t merge = KVM_MERGE_NONE, uint64_t n_window = 0)
+      : rig(n_threads) {
     SpaceSpec spec = make_spec("budgets", kLayers, kKvHeads, kKvHeads, kDim);
     kvm_policy_params policy = {.retention = KVM_RETAIN_HEAVY,
                                 .n_sinks = kSinks,
@@ -40,7 +42,11 @@ class World {
                                 .n_heavy = kHeavy,
                                 .merge = merge,
                                 .budgets = KVM_BUDGETS_BY_DENSITY};
-    spec.policies = {policy, {.layer_begin = kWhole, .n_layers = 1}};
+    spec.policies = {policy,
+                     {.layer_begin = kWhole,
+                      .n_layers = 1,
+                      .retention = n_window == 0 ? KVM_RETAIN_FULL : KVM_RETAIN_SINKS_RECENT,
+                      .n_recent = n_window}};
     space = rig.space(spec);
     seq = rig.create(space);
   }
@@ -267,6 +273,23 @@ TEST(Budgets, ACutPromptEndsAgain) {
   ASSERT_TRUE(world.truncate(fork, 1001).is_ok());
   world.append(fork, 400);
   expect_counts(world.counts(fork), shares(masses, 1002), 1401);
+}
+
+// What heads without a share have given up does not matter.
+TEST(Budgets, ACutPromptEndsAgainBesideWindows) {
+  World world(1, KVM_MERGE_NONE, 32);
+  const Masses masses = random_masses(12, 200);
+  world.append(world.seq, 200, KVM_ITEM_PROMPT_END);
+  ASSERT_TRUE(world.truncate(world.seq, 190).is_ok());
+  world.append(world.seq, 10);
+  world.observe(world.seq, masses);
+  world.append(world.seq, 800);
+  EXPECT_EQ(world.counts(world.seq)[0], all_of(1000)[0]) << "another prompt is on its way";
+  world.append(world.seq, 2, KVM_ITEM_PROMPT_END);
+  Counts counts = world.counts(world.seq);
+  EXPECT_EQ(counts[kWhole][0], 32u);
+  counts[kWhole].assign(kKvHeads, 1002);
+  expect_counts(counts, shares(masses, 1002), 1002);
 }
 
 // Without masses no layer is like another less than any.
