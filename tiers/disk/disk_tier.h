@@ -18,7 +18,7 @@
 //
 // Threads: submit() and release() on any; one of the tier does all else, on_done included, but for
 // writes that are refused, which end in submit(). It copies each page once, summing it up: some
-// 6 GB/s, which bounds the tier.
+// 8 GB/s of a core, which bounds the tier.
 // Memory: queue_depth + 10 buffers of transfer_bytes and 12 KiB; pages that do not fit into one,
 // two at a time, in memory taken for them; 20 bytes a place, which stay.
 #ifndef KVM_TIERS_DISK_DISK_TIER_H_
