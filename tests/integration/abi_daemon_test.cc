@@ -9,7 +9,6 @@
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
-#include <filesystem>
 #include <random>
 #include <string>
 #include <thread>
@@ -21,6 +20,7 @@
 #include "ipc/socket.h"
 #include "ipc/wire.h"
 #include "tests/common/another_user.h"
+#include "tests/common/temporary_directory.h"
 #include "tests/integration/abi_rig.h"
 
 namespace kvm::testing {
@@ -243,22 +243,6 @@ TEST(Daemon, APublishedPromptOutlivesItsClient) {
   kvm_client_close(b);
 }
 
-// A folder of the test's own.
-class Folder {
- public:
-  Folder() {
-    char name[] = "/tmp/kvm-abi-disk-XXXXXX";
-    path_ = ::mkdtemp(name) != nullptr ? name : "";
-  }
-  ~Folder() { std::filesystem::remove_all(path_); }
-  Folder(const Folder&) = delete;
-  Folder& operator=(const Folder&) = delete;
-  const std::string& path() const { return path_; }
-
- private:
-  std::string path_;
-};
-
 // The value of a series of the statistics.
 uint64_t series(kvm_client* client, const std::string& name) {
   std::string text(1 << 16, '\0');
@@ -273,7 +257,7 @@ uint64_t series(kvm_client* client, const std::string& name) {
 // Three times the memory, of which the disk takes what is not used; each answer is that over all
 // tokens.
 TEST(Daemon, SequencesOutgrowMemoryOntoADisk) {
-  const Folder folder;
+  const TemporaryDirectory folder;
   const class Daemon daemon({"--host-capacity", "24MiB", "--disk-directories", folder.path(),
                              "--disk-capacity", "256MiB"});
   kvm_client* client = connect_to_daemon(daemon, "big");

@@ -4,13 +4,16 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
-#include <cstdlib>
 #include <filesystem>
 #include <string>
 #include <vector>
 
+#include "tests/common/temporary_directory.h"
+
 namespace kvm::daemon {
 namespace {
+
+using testing::TemporaryDirectory;
 
 using Paths = std::vector<std::string>;
 
@@ -53,22 +56,6 @@ TEST(Disk, MarksAreInOrderAndWithinMemory) {
   }
 }
 
-// A folder that a test makes, and removes.
-class Folder {
- public:
-  Folder() {
-    std::string name = std::filesystem::temp_directory_path() / "kvm-disk-test-XXXXXX";
-    path_ = ::mkdtemp(name.data()) != nullptr ? name : "";
-  }
-  ~Folder() { std::filesystem::remove_all(path_); }
-  Folder(const Folder&) = delete;
-  Folder& operator=(const Folder&) = delete;
-  const std::string& path() const { return path_; }
-
- private:
-  std::string path_;
-};
-
 Options disk_in(const std::string& directories, const char* capacity) {
   Options options;
   options.disk_directories = directories;
@@ -81,7 +68,7 @@ TEST(Disk, OpensWhatIsNamedAndOnlyThat) {
   const auto none = open_disk(disk_in("none", "50%"));
   ASSERT_TRUE(none.is_ok());
   EXPECT_EQ(none.value(), nullptr);
-  const Folder folder;
+  const TemporaryDirectory folder;
   const auto opened = open_disk(disk_in(folder.path(), "64MiB"));
   ASSERT_TRUE(opened.is_ok()) << opened.status().message();
   EXPECT_EQ(opened.value()->stats().capacity_bytes, 64 * kMiB);
@@ -96,7 +83,7 @@ TEST(Disk, OpensWhatIsNamedAndOnlyThat) {
 
 // Two directories of one file system have its space once.
 TEST(Disk, SharesAreOfFreeSpaceCountedOnce) {
-  const Folder a, b;
+  const TemporaryDirectory a, b;
   const uint64_t free = std::filesystem::space(a.path()).available;
   const auto opened = open_disk(disk_in(a.path() + "," + b.path(), "10%"));
   ASSERT_TRUE(opened.is_ok()) << opened.status().message();
