@@ -5,6 +5,8 @@
 //   submit(write) --> on_done: the page has a place --> submit(read) of that place, any number of
 //   times --> release(place)
 //
+// A place has one reference when it was written. It may be used again when the last has gone.
+//
 // Threads: submit() and release() on any. on_done is called on any thread, the submitter's before
 // submit() returns included; it may submit, and must neither throw nor block.
 #ifndef KVM_TIERS_SLOW_TIER_H_
@@ -17,6 +19,8 @@
 #include "base/status.h"
 
 namespace kvm::tiers {
+
+class ObjectStore;  // tiers/object_store.h
 
 // Names a stretch of a slow tier that holds one page. What it stands for is the tier's affair.
 enum class PlaceId : uint32_t {};
@@ -51,10 +55,14 @@ class SlowTier {
   // Begins them all; none has to end before another does. Throws nothing: a tier that has no memory
   // for one ends it with an error.
   virtual void submit(std::span<Transfer* const> transfers) noexcept = 0;
-  // The place may be used again. REQUIRES: it holds a page, and nothing reads it any more.
+  // One reference more, and one less. REQUIRES: the place holds a page; where the last goes, nothing
+  // reads it any more.
+  virtual void add_ref(PlaceId place) noexcept = 0;
   virtual void release(PlaceId place) noexcept = 0;
   // Of pages that have a place, and of writes in flight.
   virtual uint64_t used_bytes() const = 0;
+  // Null: what is here goes with the tier.
+  virtual ObjectStore* objects() { return nullptr; }
 };
 
 }  // namespace kvm::tiers

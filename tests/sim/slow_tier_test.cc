@@ -315,6 +315,23 @@ TYPED_TEST(SlowTierConformance, ReadsGiveWhatWasWritten) {
   EXPECT_EQ(this->tier_.used_bytes(), 0u);
 }
 
+TYPED_TEST(SlowTierConformance, APlaceStaysUntilItsLastReferenceGoes) {
+  const PlaceId place = this->write(7, 4096);
+  const uint64_t used = this->tier_.used_bytes();
+  this->tier_.add_ref(place);
+  this->tier_.add_ref(place);
+  this->tier_.release(place);
+  this->tier_.release(place);
+  EXPECT_EQ(this->tier_.used_bytes(), used);
+  this->expect_page(place, 7, 4096);
+  this->tier_.release(place);
+  EXPECT_EQ(this->tier_.used_bytes(), 0u);
+  // The next that has the place begins with one again.
+  const PlaceId next = this->write(8, 4096);
+  this->tier_.release(next);
+  EXPECT_EQ(this->tier_.used_bytes(), 0u);
+}
+
 TYPED_TEST(SlowTierConformance, NoTransfersAreNothing) {
   this->tier_.submit({});
   EXPECT_EQ(this->tier_.used_bytes(), 0u);

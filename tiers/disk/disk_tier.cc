@@ -294,11 +294,20 @@ DiskTier::Place& DiskTier::written_place_locked(PlaceId id) {
   return places_[index];
 }
 
+void DiskTier::add_ref(PlaceId id) noexcept {
+  const std::lock_guard lock(mutex_);
+  ++written_place_locked(id).n_refs;
+}
+
 void DiskTier::release(PlaceId id) noexcept {
   bool must_wake = false;
   {
     const std::lock_guard lock(mutex_);
-    KVM_ASSERT(written_place_locked(id).n_readers == 0);
+    Place& place = written_place_locked(id);
+    if (--place.n_refs != 0) {
+      return;
+    }
+    KVM_ASSERT(place.n_readers == 0);
     free_place_locked(id);
     must_wake = !writes_.empty() && nudge_locked();
   }

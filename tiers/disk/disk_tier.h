@@ -20,7 +20,7 @@
 // writes that are refused, which end in submit(). It copies each page once, summing it up: some
 // 8 GB/s of a core, which bounds the tier.
 // Memory: queue_depth + 10 buffers of transfer_bytes and 12 KiB; pages that do not fit into one,
-// two at a time, in memory taken for them; 20 bytes a place, which stay.
+// two at a time, in memory taken for them; 24 bytes a place, which stay.
 #ifndef KVM_TIERS_DISK_DISK_TIER_H_
 #define KVM_TIERS_DISK_DISK_TIER_H_
 
@@ -114,6 +114,7 @@ class DiskTier final : public SlowTier {
   // segments but one, the page is larger than a segment, or the day's writes are used up; later,
   // where moving pages makes no room, or the file system is full.
   void submit(std::span<Transfer* const> transfers) noexcept override;
+  void add_ref(PlaceId place) noexcept override;
   void release(PlaceId place) noexcept override;
   // Records, headers and all, as record_bytes() has them.
   uint64_t used_bytes() const override;
@@ -134,7 +135,7 @@ class DiskTier final : public SlowTier {
   static constexpr uint32_t kMaxLarge = 2;
   static constexpr uint32_t kNoSegment = 0xffff;
 
-  // 16 bytes; four more are in the segment's list.
+  // 20 bytes; four more are in the segment's list.
   struct Place {
     enum class State : uint8_t { kFree, kWriting, kWritten };
     uint32_t unit = 0;  // of the record in its segment; of a free place: the next free one
@@ -142,6 +143,7 @@ class DiskTier final : public SlowTier {
     uint16_t segment = kNoSegment;  // none: its write has not begun
     State state = State::kFree;
     uint32_t n_readers = 0;
+    uint32_t n_refs = 1;
   };
   struct Segment {
     enum class State : uint8_t { kAbsent, kFree, kOpen, kSealed };

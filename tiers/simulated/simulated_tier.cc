@@ -252,12 +252,21 @@ size_t SimulatedTier::n_waiting() const {
 
 // --- Places --------------------------------------------------------------------------------------
 
+void SimulatedTier::add_ref(PlaceId id) noexcept {
+  const std::lock_guard lock(mutex_);
+  (void)written_place(id);
+  ++place_of(id).n_refs;
+}
+
 void SimulatedTier::release(PlaceId id) noexcept {
   uint32_t size_bytes = 0;
   std::unique_ptr<std::byte[]> bytes;
   {
     const std::lock_guard lock(mutex_);
     const Place& place = written_place(id);
+    if (--place_of(id).n_refs != 0) {
+      return;
+    }
     KVM_ASSERT(place.n_readers == 0);
     size_bytes = place.size_bytes;
     bytes = free_place(id);

@@ -53,6 +53,7 @@ class SimulatedTier final : public SlowTier {
 
   // A write for which there is no room ends with NO_SPACE, in its turn.
   void submit(std::span<Transfer* const> transfers) noexcept override;
+  void add_ref(PlaceId id) noexcept override;
   void release(PlaceId id) noexcept override;
   uint64_t used_bytes() const override;
 
@@ -95,6 +96,7 @@ class SimulatedTier final : public SlowTier {
     std::unique_ptr<std::byte[]> bytes;  // nullptr: the place is free
     uint32_t size_bytes = 0;
     uint32_t n_readers = 0;  // in flight
+    uint32_t n_refs = 1;
     uint64_t n_reads = 0;
     bool is_written = false;
   };
