@@ -2,39 +2,14 @@
 #include "daemon/disk.h"
 
 #include <fmt/format.h>
-#include <sys/stat.h>
-#include <sys/statvfs.h>
 
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
 #include <utility>
 
 #include "daemon/values.h"
 
 namespace kvm::daemon {
 namespace {
-
-// What a file system with one of the directories has free, for a user like this one.
-Result<uint64_t> free_bytes(const std::vector<std::string>& directories) {
-  std::vector<dev_t> seen;
-  uint64_t sum = 0;
-  for (const std::string& path : directories) {
-    struct stat file {};
-    struct statvfs volume {};
-    if (::stat(path.c_str(), &file) != 0 || ::statvfs(path.c_str(), &volume) != 0) {
-      const int error = errno;
-      return Status(
-          error == ENOENT ? KVM_ERR_NOT_FOUND : KVM_ERR_IO,
-          fmt::format("disk.directories: cannot look at '{}': {}", path, std::strerror(error)));
-    }
-    if (std::find(seen.begin(), seen.end(), file.st_dev) == seen.end()) {
-      seen.push_back(file.st_dev);
-      sum += uint64_t{volume.f_bavail} * volume.f_frsize;
-    }
-  }
-  return sum;
-}
 
 tiers::DiskBackend backend_of(const std::string& name) {
   return name == "io_uring"  ? tiers::DiskBackend::kUring
@@ -74,12 +49,15 @@ Result<std::unique_ptr<tiers::DiskTier>> open_disk(const Options& options) {
   if (tier.directories.empty()) {
     return std::unique_ptr<tiers::DiskTier>();
   }
-  KVM_TRY_ASSIGN(const uint64_t whole, free_bytes(tier.directories));
+  // First of all they are taken: what another kvmd has there is nothing that is left over.
+  KVM_TRY_ASSIGN(std::vector<tiers::DataDirectory> directories,
+                 tiers::open_directories(tier.directories));
+  KVM_TRY_ASSIGN(const uint64_t whole, tiers::free_bytes(directories));
   tier.capacity_bytes = options.disk_capacity.resolve(whole);
   tier.backend = backend_of(options.disk_backend);
   tier.move_bytes_per_s = options.disk_compaction_rate.bytes;
   tier.write_bytes_per_day = options.disk_daily_writes.bytes;
-  return tiers::DiskTier::open(tier);
+  return tiers::DiskTier::open_in(std::move(directories), tier);
 }
 
 Result<engine::MovementOptions> movement_options(const Options& options,

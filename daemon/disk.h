@@ -22,9 +22,8 @@ namespace kvm::daemon {
 bool is_directory_list(const std::string& text);
 std::vector<std::string> directory_list(std::string_view text);
 
-// Opens the tier; null: no directory is named. A share of disk.capacity is one of what the file
-// systems of the directories have free, each counted once.
-// Fails: as tiers::DiskTier::open; IO.
+// Opens the tier; null: no directory is named. A share of disk.capacity is one of what
+// tiers::free_bytes() says of the directories. Fails: as tiers::DiskTier::open; IO.
 Result<std::unique_ptr<tiers::DiskTier>> open_disk(const Options& options);
 
 // Fails: INVALID: disk.low is not below disk.high, or disk.high is more than host_capacity_bytes.

@@ -5,8 +5,10 @@
 #include <string.h>
 #include <sys/file.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstddef>
@@ -122,7 +124,7 @@ DataDirectory::~DataDirectory() {
   }
 }
 
-Result<uint64_t> DataDirectory::remove_segments() {
+Result<std::vector<std::string>> DataDirectory::segments() const {
   std::vector<std::string> found;
   std::error_code error;
   for (std::filesystem::directory_iterator it(path_, error), end; !error && it != end;
@@ -136,6 +138,11 @@ Result<uint64_t> DataDirectory::remove_segments() {
   if (error) {
     return refused(path_, "listing it", error.value());
   }
+  return found;
+}
+
+Result<uint64_t> DataDirectory::remove_segments() {
+  KVM_TRY_ASSIGN(const std::vector<std::string> found, segments());
   for (const std::string& file : found) {
     KVM_TRY(check_version(file));
   }
@@ -145,6 +152,50 @@ Result<uint64_t> DataDirectory::remove_segments() {
     }
   }
   return uint64_t{found.size()};
+}
+
+Result<uint64_t> DataDirectory::segment_bytes() const {
+  constexpr uint64_t kStatBlockBytes = 512;  // whatever the file system's are
+  KVM_TRY_ASSIGN(const std::vector<std::string> found, segments());
+  uint64_t sum = 0;
+  for (const std::string& file : found) {
+    struct stat about {};
+    if (::lstat(file.c_str(), &about) != 0) {
+      return refused(path_, "looking at " + file, errno);
+    }
+    sum += static_cast<uint64_t>(about.st_blocks) * kStatBlockBytes;
+  }
+  return sum;
+}
+
+Result<std::vector<DataDirectory>> open_directories(const std::vector<std::string>& paths) {
+  std::vector<DataDirectory> directories;
+  for (const std::string& path : paths) {
+    KVM_TRY_ASSIGN(DataDirectory directory, DataDirectory::open(path));
+    directories.push_back(std::move(directory));
+  }
+  return directories;
+}
+
+Result<uint64_t> free_bytes(std::span<const DataDirectory> directories) {
+  std::vector<dev_t> seen;
+  uint64_t sum = 0;
+  for (const DataDirectory& directory : directories) {
+    const std::string& path = directory.path();
+    struct stat file {};
+    struct statvfs volume {};
+    if (::stat(path.c_str(), &file) != 0 || ::statvfs(path.c_str(), &volume) != 0) {
+      return refused(path, "looking at its file system", errno);
+    }
+    if (std::find(seen.begin(), seen.end(), file.st_dev) == seen.end()) {
+      seen.push_back(file.st_dev);
+      sum += uint64_t{volume.f_bavail} * volume.f_frsize;
+    }
+    // Not looked at after they are removed: some file systems take their time to free what was.
+    KVM_TRY_ASSIGN(const uint64_t left, directory.segment_bytes());
+    sum += left;
+  }
+  return sum;
 }
 
 }  // namespace kvm::tiers

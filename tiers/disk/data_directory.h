@@ -7,8 +7,10 @@
 #define KVM_TIERS_DISK_DATA_DIRECTORY_H_
 
 #include <cstdint>
+#include <span>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "base/status.h"
 
@@ -35,14 +37,26 @@ class DataDirectory {
   // Removes the segment files that an owner before has left; returns how many. Other files stay.
   // Fails: VERSION: one is of another version of the format, and nothing has been removed; IO.
   Result<uint64_t> remove_segments();
+  // What these files take on the disk. Fails: IO.
+  Result<uint64_t> segment_bytes() const;
   const std::string& path() const { return path_; }
 
  private:
   DataDirectory(std::string path, int lock_fd) : path_(std::move(path)), lock_fd_(lock_fd) {}
 
+  // Fails: IO.
+  Result<std::vector<std::string>> segments() const;
+
   std::string path_;
   int lock_fd_;
 };
+
+// Takes them all. Fails: as DataDirectory::open, with none taken.
+Result<std::vector<DataDirectory>> open_directories(const std::vector<std::string>& paths);
+
+// What the owner of the directories can have: what their file systems have free for a user like
+// this one, each counted once, and what the segments take that one before has left. Fails: IO.
+Result<uint64_t> free_bytes(std::span<const DataDirectory> directories);
 
 }  // namespace kvm::tiers
 

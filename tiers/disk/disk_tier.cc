@@ -99,12 +99,19 @@ Result<std::unique_ptr<DiskTier>> DiskTier::over(std::unique_ptr<DiskIo> io,
 
 Result<std::unique_ptr<DiskTier>> DiskTier::open(const DiskTierOptions& given) {
   try {
+    KVM_TRY(checked(given).status());
+    KVM_TRY_ASSIGN(std::vector<DataDirectory> directories, open_directories(given.directories));
+    return open_in(std::move(directories), given);
+  } catch (const std::bad_alloc&) {
+    return Status::fixed(KVM_ERR_NO_MEMORY, "disk tier: there is no memory for it");
+  }
+}
+
+Result<std::unique_ptr<DiskTier>> DiskTier::open_in(std::vector<DataDirectory> directories,
+                                                    const DiskTierOptions& given) {
+  try {
     KVM_TRY_ASSIGN(const DiskTierOptions options, checked(given));
-    std::vector<DataDirectory> directories;
-    for (const std::string& path : options.directories) {
-      KVM_TRY_ASSIGN(DataDirectory directory, DataDirectory::open(path));
-      directories.push_back(std::move(directory));
-    }
+    KVM_ASSERT(directories.size() == options.directories.size());
     uint64_t n_leftover = 0;
     for (DataDirectory& directory : directories) {
       KVM_TRY_ASSIGN(const uint64_t n, directory.remove_segments());

@@ -99,6 +99,10 @@ class DiskTier final : public SlowTier {
   // Takes the directories, removes what an owner before has left, and begins.
   // Fails: as DataDirectory; INVALID: an option; UNSUPPORTED: the backend; NO_MEMORY; LIMIT.
   static Result<std::unique_ptr<DiskTier>> open(const DiskTierOptions& options);
+  // The same in directories that are taken already, for who has looked at them to choose a
+  // capacity. REQUIRES: they are those of the options, in that order.
+  static Result<std::unique_ptr<DiskTier>> open_in(std::vector<DataDirectory> directories,
+                                                   const DiskTierOptions& options);
   // The same over a DiskIo made with io_options(); directories are names alone then.
   static Result<std::unique_ptr<DiskTier>> over(std::unique_ptr<DiskIo> io,
                                                 const DiskTierOptions& options);

@@ -8,11 +8,13 @@
 #include <string>
 #include <vector>
 
+#include "tests/common/small_file_system.h"
 #include "tests/common/temporary_directory.h"
 
 namespace kvm::daemon {
 namespace {
 
+using testing::SmallFileSystem;
 using testing::TemporaryDirectory;
 
 using Paths = std::vector<std::string>;
@@ -89,6 +91,37 @@ TEST(Disk, SharesAreOfFreeSpaceCountedOnce) {
   ASSERT_TRUE(opened.is_ok()) << opened.status().message();
   const auto capacity = static_cast<double>(opened.value()->stats().capacity_bytes);
   EXPECT_NEAR(capacity, static_cast<double>(free) * 0.1, static_cast<double>(free) * 0.02);
+}
+
+TEST(SmallFileSystem, WhatAKilledKvmdHasLeftIsCountedAsFree) {
+  const SmallFileSystem disk("tmpfs", "size=64m");
+  if (!disk.refusal().empty()) {
+    GTEST_SKIP() << disk.refusal();
+  }
+  const Options options = disk_in(disk.path(), "50%");
+  const auto capacity = [&] {
+    const auto opened = open_disk(options);
+    EXPECT_TRUE(opened.is_ok()) << opened.status().message();
+    return opened.is_ok() ? opened.value()->stats().capacity_bytes : 0;
+  };
+  const uint64_t before = capacity();
+  EXPECT_GT(before, 24 * kMiB);
+  ASSERT_TRUE(testing::put_aside(disk / "kvm-00000.segment", 16 * kMiB));
+  ASSERT_TRUE(testing::put_aside(disk / "kvm-00003.segment", 16 * kMiB));
+  EXPECT_EQ(capacity(), before) << "they are gone by now";
+  ASSERT_TRUE(testing::put_aside(disk / "somebody-elses", 32 * kMiB));
+  EXPECT_LT(capacity(), before) << "of others' files nothing is";
+}
+
+TEST(Disk, AnOwnersFilesAreHisAndNotCounted) {
+  const TemporaryDirectory folder;
+  const auto opened = open_disk(disk_in(folder.path(), "64MiB"));
+  ASSERT_TRUE(opened.is_ok()) << opened.status().message();
+  ASSERT_TRUE(testing::put_aside(folder / "kvm-00000.segment", kMiB));
+  const Status second = open_disk(disk_in(folder.path(), "50%")).status();
+  EXPECT_EQ(second.code(), KVM_ERR_BUSY);
+  EXPECT_NE(std::string(second.message()).find("is in use by the process"), std::string::npos);
+  EXPECT_TRUE(std::filesystem::exists(folder / "kvm-00000.segment"));
 }
 
 }  // namespace
