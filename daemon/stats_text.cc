@@ -82,6 +82,10 @@ void write_disk(const StatsSnapshot& snapshot, StatsText* out) {
   out->gauge("kvm_disk_capacity_bytes", "Hard cap of kvm_disk_used_bytes.", disk.capacity_bytes);
   out->gauge("kvm_disk_used_bytes", "Files of pages, in physical bytes.", disk.physical_bytes);
   out->gauge("kvm_disk_live_bytes", "Of these, pages that are in use.", snapshot.disk_live_bytes);
+  out->gauge("kvm_disk_directories", "Directories of files.", disk.n_directories);
+  out->gauge("kvm_disk_passed_over_directories",
+             "Of these, those that have refused a file or failed a write in the last seconds.",
+             disk.n_passed_over);
   out->gauge("kvm_disk_written_today_bytes", "What counts against disk.daily_writes.",
              disk.written_today_bytes);
   out->counter("kvm_disk_read_bytes_total", "Bytes read from files.", disk.disk_read_bytes);

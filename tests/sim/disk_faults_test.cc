@@ -19,6 +19,7 @@
 
 #include "tests/common/environment.h"
 #include "tests/common/slow_page.h"
+#include "tests/sim/simulated_clock.h"
 #include "tiers/disk/disk_tier.h"
 #include "tiers/disk/simulated_disk.h"
 
@@ -55,6 +56,7 @@ class Life {
                             .segment_bytes = DiskTier::kMinSegmentBytes,
                             .transfer_bytes = 64 << 10,
                             .queue_depth = 2 + below(7),
+                            .clock = &clock_,
                             .is_manual = true};
     SimulatedDiskOptions disk{
         .io = DiskTier::io_options(options).value(), .seed = seed, .max_latency = below(6)};
@@ -79,6 +81,8 @@ class Life {
       }
       take_ended(tally);
       release_some();
+      // Drives and segments that have failed are tried again, most of them.
+      clock_.advance(below(3) * 1'000'000'000);
       check_used();
     }
     drain(tally);
@@ -229,6 +233,7 @@ class Life {
 
   std::mt19937_64 generator_;
   bool is_sound_ = false;
+  SimulatedClock clock_;
   SimulatedDisk* disk_ = nullptr;
   std::unique_ptr<DiskTier> tier_;
   std::vector<Held> held_;

@@ -138,10 +138,15 @@ DiskTier::DiskTier(std::unique_ptr<DiskIo> io, const DiskTierOptions& options)
       n_segments_(static_cast<uint32_t>(options.capacity_bytes / options.segment_bytes)),
       io_(std::move(io)),
       segments_(n_segments_),
+      drives_(options.directories.size()),
       day_ns_(options.clock->now_ns()),
       jobs_(options.queue_depth + kMoveJobs + kEndedJobs) {
   stats_.backend = io_->name();
   stats_.capacity_bytes = n_segments_ * options.segment_bytes;
+  stats_.n_directories = drives_.size();
+  for (uint32_t i = 0; i < n_segments_; ++i) {
+    ++drive_of(i).n_absent;
+  }
   const uint64_t stride = job_bytes(options);
   const std::span<std::byte> buffers = io_->buffers();
   KVM_ASSERT(buffers.size() >= stride * jobs_.size());
@@ -335,7 +340,13 @@ uint64_t DiskTier::used_bytes() const {
 
 DiskTierStats DiskTier::stats() const {
   const std::lock_guard lock(mutex_);
-  return stats_;
+  DiskTierStats stats = stats_;
+  const uint64_t now = options_.clock->now_ns();
+  stats.n_passed_over =
+      static_cast<uint64_t>(std::count_if(drives_.begin(), drives_.end(), [&](const Drive& drive) {
+        return now < std::max(drive.grows_from_ns, drive.trusted_from_ns);
+      }));
+  return stats;
 }
 
 // --- The tier's thread ---------------------------------------------------------------------------

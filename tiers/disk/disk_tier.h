@@ -77,9 +77,11 @@ struct DiskTierStats {
   uint64_t disk_written_bytes = 0;
   uint64_t n_moved = 0;  // pages that were moved, and the bytes of their records
   uint64_t moved_bytes = 0;
-  uint64_t n_corrupt = 0;         // records that did not match
-  uint64_t n_io_errors = 0;       // transfers that failed
-  uint64_t n_no_space = 0;        // writes that were refused
+  uint64_t n_corrupt = 0;    // records that did not match
+  uint64_t n_io_errors = 0;  // transfers that failed
+  uint64_t n_no_space = 0;   // writes that were refused
+  uint64_t n_directories = 0;
+  uint64_t n_passed_over = 0;     // of these, now: they have refused a file or failed a write
   uint64_t n_leftover_files = 0;  // of an owner before, removed at the start
   uint64_t n_segments = 0;        // that have a file
   uint64_t physical_bytes = 0;    // of these files
@@ -160,6 +162,12 @@ class DiskTier final : public SlowTier {
     uint64_t live_bytes = 0;      // of records
     std::vector<PlaceId> places;  // of all records that were appended
   };
+  // What is known of a directory: segments of one are tried while those of others fail.
+  struct Drive {
+    uint64_t grows_from_ns = 0;    // it has refused a file, and is asked for none before
+    uint64_t trusted_from_ns = 0;  // a write has failed there: others go first until then
+    uint32_t n_absent = 0;         // of its segments, those that have no file
+  };
   struct Part {
     Transfer* transfer = nullptr;
     PlaceId place = kNoPlace;
@@ -236,17 +244,22 @@ class DiskTier final : public SlowTier {
   void aim_write_locked(Job* job, uint64_t end);
   void fill_records(Job* job, uint64_t generation);
   void finish_write(Job* job);
+  Status no_room_locked() const noexcept;
   void refuse_write(std::unique_lock<std::mutex>& lock, Status status);
 
   // --- Segments (disk_tier_segments.cc), likewise ----------------------------------------------
 
   Room make_room_locked(std::unique_lock<std::mutex>& lock, uint64_t bytes);
   bool open_next_locked(std::unique_lock<std::mutex>& lock);
+  uint32_t next_segment_locked() const;
   bool has_room_locked(uint64_t bytes) const;
   void seal_open_locked();
   uint32_t n_free_locked() const;
   void recycle_if_empty_locked(uint32_t segment);
   bool is_draining_locked() const;
+  Drive& drive_of(uint32_t segment) { return drives_[segment % drives_.size()]; }
+  const Drive& drive_of(uint32_t segment) const { return drives_[segment % drives_.size()]; }
+  void turn_from_drive_locked(uint32_t segment);
   std::string path_of(uint32_t segment) const;
 
   // --- Moves (disk_tier_moves.cc), likewise ----------------------------------------------------
@@ -276,8 +289,9 @@ class DiskTier final : public SlowTier {
   uint32_t first_free_place_ = static_cast<uint32_t>(kNoPlace);
   std::vector<Segment> segments_;
   uint32_t open_ = kNoSegment;
-  uint32_t n_idle_ = 0;   // segments that have a file, and nothing in it
-  bool can_grow_ = true;  // the file system has had room so far
+  uint32_t n_idle_ = 0;  // segments that have a file, and nothing in it
+  std::vector<Drive> drives_;
+  Status last_refusal_;  // of a file
   uint64_t used_bytes_ = 0;
   uint64_t n_transfers_ = 0;  // that have not ended
   uint64_t day_ns_ = 0;       // when it began

@@ -198,8 +198,10 @@ bool DiskTier::place_moves(Job* job) {
       return false;
     }
     seal_open_locked();
-    if (!open_next_locked(lock)) {
-      return false;
+    while (!open_next_locked(lock)) {
+      if (n_free_locked() == 0) {
+        return false;
+      }
     }
   }
   Segment& segment = segments_[open_];
@@ -259,6 +261,9 @@ void DiskTier::finish_move_write(Job* job) {
       stats_.moved_bytes += bytes;
     }
     recycle_if_empty_locked(job->file);
+    if (!job->status.is_ok()) {
+      turn_from_drive_locked(job->file);
+    }
   }
   end_move(job);
 }

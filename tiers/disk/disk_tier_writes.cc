@@ -4,6 +4,7 @@
 #include <cstring>
 #include <mutex>
 #include <new>
+#include <string>
 #include <utility>
 
 #include "base/reserve.h"
@@ -36,10 +37,7 @@ void DiskTier::begin_writes() {
       return;
     }
     if (room == Room::kNone) {
-      refuse_write(lock, Status::fixed(KVM_ERR_NO_SPACE,
-                                       can_grow_ ? "disk tier: what is free is scattered, and too "
-                                                   "little to be gathered"
-                                                 : "disk tier: the file system has no room"));
+      refuse_write(lock, no_room_locked());
       continue;
     }
     Job* const job = take_job(Job::Purpose::kWrite, bytes);
@@ -59,6 +57,22 @@ void DiskTier::begin_writes() {
   }
 }
 
+Status DiskTier::no_room_locked() const noexcept {
+  const bool is_refused = std::any_of(drives_.begin(), drives_.end(), [&](const Drive& drive) {
+    return drive.n_absent != 0 && options_.clock->now_ns() < drive.grows_from_ns;
+  });
+  if (is_refused) {
+    try {
+      return Status(KVM_ERR_NO_SPACE, "disk tier: no more files can be made: " +
+                                          std::string(last_refusal_.message()));
+    } catch (const std::bad_alloc&) {
+      return Status::fixed(KVM_ERR_NO_SPACE, "disk tier: no more files can be made");
+    }
+  }
+  return Status::fixed(KVM_ERR_NO_SPACE,
+                       "disk tier: what is free is scattered, and too little to be gathered");
+}
+
 // The first that waits; on_done is called without the lock.
 void DiskTier::refuse_write(std::unique_lock<std::mutex>& lock, Status status) {
   const Part part = writes_.front();
@@ -67,7 +81,6 @@ void DiskTier::refuse_write(std::unique_lock<std::mutex>& lock, Status status) {
   waiting_write_bytes_ -= bytes;
   stats_.written_today_bytes -= std::min(stats_.written_today_bytes, bytes);
   stats_.n_no_space += status.code() == KVM_ERR_NO_SPACE ? 1 : 0;
-  can_grow_ = true;  // the next one may find the file system with room
   free_place_locked(part.place);
   --n_transfers_;
   lock.unlock();
@@ -171,6 +184,9 @@ void DiskTier::finish_write(Job* job) {
       --n_transfers_;
     }
     recycle_if_empty_locked(job->file);
+    if (!is_ok) {
+      turn_from_drive_locked(job->file);
+    }
   }
   for (const Part& part : job->parts) {
     part.transfer->place = is_ok ? part.place : kNoPlace;

@@ -55,6 +55,9 @@ Status SimulatedDisk::create(uint32_t file, const std::string& path, uint64_t si
   if (n_files_ == options_.max_files) {
     return Status(KVM_ERR_NO_SPACE, path + ": the simulated disk is full");
   }
+  if (options_.refuse) {
+    KVM_TRY(options_.refuse(path));
+  }
   files_[file].bytes.resize(size_bytes);
   ++n_files_;
   return Status::ok();
@@ -109,7 +112,9 @@ size_t SimulatedDisk::reap(std::span<DiskOp*> ended, uint64_t timeout_ns) noexce
       if (next.due >= n_reaps_) {
         continue;
       }
-      if (next.op->take(perform(*next.op), kBlock)) {
+      const int64_t result = perform(*next.op);
+      if (next.op->take(options_.io.rewrite ? options_.io.rewrite(*next.op, result) : result,
+                        kBlock)) {
         ended[n++] = next.op;
         std::swap(next, pending_.back());
         pending_.pop_back();

@@ -13,6 +13,7 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <mutex>
 #include <span>
 #include <string>
@@ -40,13 +41,15 @@ enum class DiskFault : uint8_t {
 inline constexpr size_t kDiskFaults = 11;
 
 struct SimulatedDiskOptions {
-  DiskIoOptions io;  // without n_threads and rewrite
+  DiskIoOptions io;  // without n_threads
   uint64_t seed = 0;
   // How many of a million ops that can have the fault do.
   std::array<uint32_t, kDiskFaults> per_million = {};
   uint32_t max_latency = 0;  // each op has one of 0 to this, from the seed
   // Files that fit; create() says NO_SPACE of the others.
   uint32_t max_files = UINT32_MAX;
+  // What create() fails with; OK: it does not. None: nothing fails.
+  std::function<Status(const std::string& path)> refuse;
   // Keeps what crash() needs.
   bool can_crash = false;
 

@@ -21,6 +21,7 @@ struct Disk {
   uint64_t read_bytes = 0;
   uint64_t written_bytes = 0;
   uint64_t n_errors = 0;
+  uint64_t n_passed_over = 0;
   uint64_t n_sent = 0;
   uint64_t n_returned = 0;
 };
@@ -35,6 +36,7 @@ Disk disk_of(kvm_client* client) {
           .written_bytes = count_of(series, "kvm_disk_written_bytes_total"),
           .n_errors = count_of(series, "kvm_disk_corrupt_pages_total") +
                       count_of(series, "kvm_disk_io_errors_total"),
+          .n_passed_over = count_of(series, "kvm_disk_passed_over_directories"),
           .n_sent = count_of(series, "kvm_sent_pages_total"),
           .n_returned = count_of(series, "kvm_returned_pages_total")};
 }
@@ -43,12 +45,15 @@ std::string disk_text(const Disk& disk) {
   return disk.capacity_bytes == 0
              ? "none (disk.directories)"
              : fmt::format(
-                   "{} of {} used, {} in pages, {} read, {} written, {}; {} pages sent, {} "
+                   "{} of {} used, {} in pages, {} read, {} written, {}{}; {} pages sent, {} "
                    "came back",
                    bytes_text(disk.used_bytes), bytes_text(disk.capacity_bytes),
                    bytes_text(disk.live_bytes), bytes_text(disk.read_bytes),
-                   bytes_text(disk.written_bytes), counted(disk.n_errors, "error"), disk.n_sent,
-                   disk.n_returned);
+                   bytes_text(disk.written_bytes), counted(disk.n_errors, "error"),
+                   disk.n_passed_over == 0
+                       ? std::string()
+                       : fmt::format(", {} passed over", counted(disk.n_passed_over, "drive")),
+                   disk.n_sent, disk.n_returned);
 }
 
 int run_status(const Common& common) {
@@ -91,6 +96,7 @@ int run_status(const Common& common) {
                 {"disk_read_bytes", disk.read_bytes},
                 {"disk_written_bytes", disk.written_bytes},
                 {"disk_errors", disk.n_errors},
+                {"disk_passed_over_directories", disk.n_passed_over},
                 {"pages_sent", disk.n_sent},
                 {"pages_returned", disk.n_returned},
                 {"index_bytes", stats.index_bytes},

@@ -8,11 +8,13 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <memory>
 #include <string>
 #include <thread>
@@ -38,6 +40,7 @@ using tiers::Transfer;
 
 constexpr uint64_t kKiB = 1024;
 constexpr uint64_t kSegment = DiskTier::kMinSegmentBytes;
+constexpr uint64_t kSecondNs = 1'000'000'000;
 constexpr uint64_t kDayNs = uint64_t{24} * 3600 * 1'000'000'000;
 
 // --- Over a simulated disk, by hand --------------------------------------------------------------
@@ -52,6 +55,7 @@ class DiskTierByHand : public ::testing::Test {
     options_.clock = &clock_;
     options_.is_manual = true;
     disk_options_.io = DiskTier::io_options(options_).value();
+    disk_options_.io.rewrite = rewrite_;
     auto made = std::make_unique<SimulatedDisk>(disk_options_);
     disk_ = made.get();
     tier_ = DiskTier::over(std::move(made), options_).value();
@@ -104,6 +108,7 @@ class DiskTierByHand : public ::testing::Test {
   SimulatedClock clock_;
   DiskTierOptions options_;
   SimulatedDiskOptions disk_options_;
+  std::function<int64_t(const tiers::DiskOp&, int64_t)> rewrite_;
   SimulatedDisk* disk_ = nullptr;
   std::unique_ptr<DiskTier> tier_;
   Status last_;  // of the last write
@@ -374,6 +379,102 @@ TEST_F(DiskTierByHand, AWriteThatFailsLeavesNothing) {
   EXPECT_EQ(tier_->used_bytes(), 0u);
   disk_->heal();
   release(write(0, 4, 1000));
+}
+
+// --- Drives that are full or broken --------------------------------------------------------------
+
+// The fixture has two directories, of which the even segments are in the first.
+TEST_F(DiskTierByHand, AFullDriveDoesNotKeepOthersFromGrowing) {
+  bool is_full = true;
+  disk_options_.refuse = [&](const std::string& path) {
+    return is_full && path.starts_with("one/") ? Status(KVM_ERR_NO_SPACE, path + ": it is full")
+                                               : Status();
+  };
+  make(8);
+  constexpr uint32_t kSize = 8 * kKiB;
+  const uint64_t n_in_segment = (kSegment - 8 * kKiB) / record_bytes(kSize) - 1;
+  const std::vector<PlaceId> first = write(0, 150, kSize);
+  EXPECT_GE(first.size(), 3 * n_in_segment);
+  EXPECT_EQ(tier_->stats().n_segments, 3u) << "of four, one is left for moves";
+  EXPECT_EQ(tier_->stats().n_directories, 2u);
+  EXPECT_EQ(tier_->stats().n_passed_over, 1u);
+  EXPECT_EQ(last_.code(), KVM_ERR_NO_SPACE);
+  EXPECT_NE(last_.message().find("one/kvm-00000.segment: it is full"), std::string::npos)
+      << last_.message();
+  is_full = false;
+  EXPECT_TRUE(write(5000, 1, kSize).empty()) << "it is not asked each time";
+  clock_.advance(5 * kSecondNs);
+  const std::vector<PlaceId> second = write(5000, 400, kSize);
+  EXPECT_GE(second.size(), 4 * n_in_segment - 1);
+  EXPECT_EQ(tier_->stats().n_segments, 7u);
+  EXPECT_EQ(tier_->stats().n_passed_over, 0u);
+  for (uint32_t i = 0; i < first.size(); ++i) {
+    EXPECT_TRUE(read(first[i], i, kSize).is_ok());
+  }
+  for (uint32_t i = 0; i < second.size(); ++i) {
+    EXPECT_TRUE(read(second[i], 5000 + i, kSize).is_ok());
+  }
+  release(first);
+  release(second);
+}
+
+TEST_F(DiskTierByHand, ADriveThatFailsWritesIsPassedOver) {
+  bool is_broken = false;
+  rewrite_ = [&](const tiers::DiskOp& op, int64_t result) {
+    return is_broken && op.kind == tiers::DiskOp::Kind::kWrite && op.file % 2 == 0 ? -EIO : result;
+  };
+  make(8);
+  constexpr uint32_t kSize = 8 * kKiB;
+  std::vector<std::pair<PlaceId, uint32_t>> kept;
+  uint32_t mark = 0;
+  // Returns how many of so many pages failed.
+  const auto write_some = [&](uint32_t n) {
+    uint32_t n_failed = 0;
+    for (uint32_t i = 0; i < n; ++i, ++mark) {
+      const std::vector<PlaceId> places = write(mark, 1, kSize);
+      if (places.empty()) {
+        ++n_failed;
+      } else {
+        kept.emplace_back(places[0], mark);
+      }
+    }
+    return n_failed;
+  };
+  EXPECT_EQ(write_some(4), 0u);
+  is_broken = true;
+  EXPECT_EQ(write_some(50), 1u) << "the next go to the other drive";
+  EXPECT_EQ(tier_->stats().n_passed_over, 1u);
+  clock_.advance(5 * kSecondNs);
+  EXPECT_EQ(tier_->stats().n_passed_over, 0u);
+  EXPECT_LE(write_some(20), 1u) << "it is tried again, once";
+  is_broken = false;
+  clock_.advance(5 * kSecondNs);
+  // Nothing is lost of the drive's room, though its segments were left half written.
+  const uint64_t n_in_segment = (kSegment - 8 * kKiB) / record_bytes(kSize) - 1;
+  write_some(400);
+  EXPECT_GE(kept.size(), 7 * n_in_segment - 8);
+  for (const auto& [place, of] : kept) {
+    EXPECT_TRUE(read(place, of, kSize).is_ok());
+    tier_->release(place);
+  }
+  EXPECT_EQ(tier_->used_bytes(), 0u);
+}
+
+TEST_F(DiskTierByHand, WhereAllDrivesFailWritesOneIsTriedEachTime) {
+  bool is_broken = true;
+  rewrite_ = [&](const tiers::DiskOp& op, int64_t result) {
+    return is_broken && op.kind == tiers::DiskOp::Kind::kWrite ? -EIO : result;
+  };
+  make(4);
+  for (uint32_t i = 0; i < 20; ++i) {
+    EXPECT_TRUE(write(i, 1, 1000).empty());
+    EXPECT_EQ(last_.code(), KVM_ERR_IO);
+  }
+  EXPECT_EQ(tier_->stats().n_passed_over, 2u);
+  is_broken = false;
+  const std::vector<PlaceId> places = write(0, 3, 1000);
+  EXPECT_EQ(places.size(), 3u) << "nobody else can take them";
+  release(places);
 }
 
 TEST_F(DiskTierByHand, ADaysWritesHaveALimit) {
