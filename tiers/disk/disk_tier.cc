@@ -416,9 +416,7 @@ void DiskTier::submit_begun() {
 }
 
 uint64_t DiskTier::patience_ns() const {
-  const bool waits_for_time =
-      move_.victim != kNoSegment && move_.n_jobs < kMoveJobs && !is_stopping_;
-  return waits_for_time ? options_.clock->patience_ns(move_.next_ns) : UINT64_MAX;
+  return is_stopping_ ? UINT64_MAX : options_.clock->patience_ns(move_.waits_ns);
 }
 
 void DiskTier::finish(Job* job) {

@@ -154,9 +154,10 @@ class DiskTier final : public SlowTier {
   struct Segment {
     enum class State : uint8_t { kAbsent, kFree, kOpen, kSealed };
     State state = State::kAbsent;
-    bool is_pinned = false;    // what lives there could not be moved
-    uint32_t n_transfers = 0;  // that read or write it, or are about to
-    uint32_t n_writes = 0;     // of these
+    uint32_t n_failed_moves = 0;  // how often what lives there could not be moved, in a row
+    uint64_t moves_from_ns = 0;   // it is not tried again before
+    uint32_t n_transfers = 0;     // that read or write it, or are about to
+    uint32_t n_writes = 0;        // of these
     uint64_t generation = 0;
     uint64_t end_bytes = 0;       // appended up to here; 0: its header is not written
     uint64_t live_bytes = 0;      // of records
@@ -190,7 +191,8 @@ class DiskTier final : public SlowTier {
     std::vector<std::pair<uint32_t, PlaceId>> records;  // unit, and who was there, in order
     size_t n_begun = 0;                                 // of records
     uint32_t n_jobs = 0;
-    uint64_t next_ns = 0;  // when the next may begin
+    uint64_t next_ns = 0;            // when the next may begin
+    uint64_t waits_ns = UINT64_MAX;  // the same while one waits for nothing else
   };
   enum class Room : uint8_t { kReady, kWait, kNone };
 

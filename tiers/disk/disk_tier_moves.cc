@@ -17,6 +17,9 @@ namespace {
 constexpr uint64_t kAlign = kMaxDiskBlockBytes;
 constexpr uint64_t kNsPerS = 1'000'000'000;
 constexpr uint64_t kGapBytes = 64 << 10;
+// A segment that could not be moved is tried again after a second, two, four: up to an hour, for
+// a page that is damaged stays so until it is released.
+constexpr uint32_t kMostFailedMoves = 12;
 
 }  // namespace
 
@@ -25,10 +28,12 @@ bool DiskTier::begin_victim_locked(uint64_t min_dead_bytes) {
   if (is_stopping_ || (budget != 0 && stats_.written_today_bytes >= budget)) {
     return false;
   }
+  const uint64_t now = options_.clock->now_ns();
   uint32_t best = kNoSegment;
   for (uint32_t i = 0; i < n_segments_; ++i) {
     const Segment& segment = segments_[i];
-    if (segment.state != Segment::State::kSealed || segment.is_pinned || segment.n_writes != 0 ||
+    if (segment.state != Segment::State::kSealed || now < segment.moves_from_ns ||
+        segment.n_writes != 0 ||
         segment.end_bytes - kSegmentHeaderBytes - segment.live_bytes < min_dead_bytes ||
         !fits_locked(segment)) {
       continue;
@@ -71,6 +76,7 @@ bool DiskTier::fits_locked(const Segment& victim) const {
 
 void DiskTier::begin_moves() {
   std::unique_lock lock(mutex_);
+  move_.waits_ns = UINT64_MAX;
   if (move_.victim == kNoSegment) {
     const uint32_t low = std::max(1u, n_segments_ / 16);
     if (n_free_locked() > low || !begin_victim_locked(options_.segment_bytes / 4)) {
@@ -80,6 +86,7 @@ void DiskTier::begin_moves() {
   while (move_.n_jobs < kMoveJobs && !is_stopping_) {
     const uint64_t now = options_.clock->now_ns();
     if (move_.n_begun < move_.records.size() && now < move_.next_ns) {
+      move_.waits_ns = move_.next_ns;
       return;
     }
     Job* job = nullptr;
@@ -142,8 +149,11 @@ bool DiskTier::aim_move_locked(Job** job) {
 
 void DiskTier::end_victim_locked() {
   const uint32_t victim = std::exchange(move_.victim, kNoSegment);
-  // What is left could not be read, or had no room. It is not tried again.
-  segments_[victim].is_pinned = segments_[victim].live_bytes != 0;
+  Segment& segment = segments_[victim];
+  if (segment.live_bytes != 0) {  // what is left could not be read or written, or had no room
+    segment.moves_from_ns = options_.clock->now_ns() + (kNsPerS << segment.n_failed_moves);
+    segment.n_failed_moves += segment.n_failed_moves < kMostFailedMoves ? 1 : 0;
+  }
   recycle_if_empty_locked(victim);
   has_news_ = true;
 }

@@ -93,7 +93,8 @@ bool DiskTier::open_next_locked(std::unique_lock<std::mutex>& lock) {
     --n_idle_;
   }
   segment.state = Segment::State::kOpen;
-  segment.is_pinned = false;
+  segment.n_failed_moves = 0;
+  segment.moves_from_ns = 0;
   segment.end_bytes = 0;
   ++segment.generation;
   open_ = next;

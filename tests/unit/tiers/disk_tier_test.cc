@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
@@ -16,6 +17,7 @@
 #include <fstream>
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <thread>
 #include <utility>
@@ -475,6 +477,120 @@ TEST_F(DiskTierByHand, WhereAllDrivesFailWritesOneIsTriedEachTime) {
   const std::vector<PlaceId> places = write(0, 3, 1000);
   EXPECT_EQ(places.size(), 3u) << "nobody else can take them";
   release(places);
+}
+
+// --- Moves that fail -----------------------------------------------------------------------------
+
+TEST_F(DiskTierByHand, ASegmentThatCouldNotBeMovedIsTriedAgainLater) {
+  bool is_broken = false;
+  rewrite_ = [&](const tiers::DiskOp& op, int64_t result) {
+    return is_broken && op.kind == tiers::DiskOp::Kind::kRead ? -EIO : result;
+  };
+  make(3);
+  constexpr uint32_t kSize = 8 * kKiB;
+  const std::vector<PlaceId> places = write(0, 1000, kSize);
+  is_broken = true;
+  std::vector<std::pair<PlaceId, uint32_t>> kept;
+  for (uint32_t i = 0; i < places.size(); ++i) {
+    if (i % 4 == 0) {
+      kept.emplace_back(places[i], i);
+    } else {
+      tier_->release(places[i]);
+    }
+  }
+  const auto n_half = static_cast<uint32_t>(places.size() / 2);
+  EXPECT_TRUE(write(5000, n_half, kSize).size() < n_half);
+  EXPECT_EQ(last_.code(), KVM_ERR_NO_SPACE);
+  const uint64_t n_reads = tier_->stats().n_disk_reads;
+  for (uint32_t i = 0; i < 100; ++i) {
+    write(7000 + i, 1, kSize);
+  }
+  EXPECT_EQ(tier_->stats().n_disk_reads, n_reads) << "time stands still";
+  // Each time it waits for longer.
+  uint64_t last = n_reads;
+  uint32_t n_tried = 0;
+  for (uint32_t i = 0; i < 100; ++i) {
+    clock_.advance(kSecondNs);
+    write(7000 + i, 1, kSize);
+    n_tried += tier_->stats().n_disk_reads != last ? 1 : 0;
+    last = tier_->stats().n_disk_reads;
+  }
+  EXPECT_GE(n_tried, 3u);
+  EXPECT_LE(n_tried, 20u);
+  is_broken = false;
+  clock_.advance(3600 * kSecondNs);
+  const std::vector<PlaceId> more = write(9000, n_half, kSize);
+  EXPECT_GE(more.size(), n_half / 2) << last_.message();
+  for (const auto& [place, mark] : kept) {
+    EXPECT_TRUE(read(place, mark, kSize).is_ok());
+  }
+  EXPECT_GT(tier_->stats().n_moved, 0u);
+}
+
+// A disk that counts how often it is asked in vain.
+class AskedDisk final : public tiers::DiskIo {
+ public:
+  explicit AskedDisk(const SimulatedDiskOptions& options) : disk_(options) {}
+  const char* name() const override { return disk_.name(); }
+  bool is_direct() const override { return true; }
+  uint32_t block_bytes() const override { return disk_.block_bytes(); }
+  std::span<std::byte> buffers() override { return disk_.buffers(); }
+  Status create(uint32_t file, const std::string& path, uint64_t size_bytes) override {
+    return disk_.create(file, path, size_bytes);
+  }
+  void remove(uint32_t file) noexcept override { disk_.remove(file); }
+  void submit(std::span<tiers::DiskOp* const> ops) noexcept override { disk_.submit(ops); }
+  size_t reap(std::span<tiers::DiskOp*> ended, uint64_t timeout_ns) noexcept override {
+    const size_t n = disk_.reap(ended, timeout_ns);
+    n_in_vain_ += n == 0 ? 1 : 0;
+    return n;
+  }
+  void wake() noexcept override { disk_.wake(); }
+
+  uint64_t n_in_vain() const { return n_in_vain_; }
+
+ private:
+  SimulatedDisk disk_;
+  std::atomic<uint64_t> n_in_vain_ = 0;
+};
+
+TEST(DiskTierThread, SleepsWhileTheLastMovesOfASegmentAreInFlight) {
+  const DiskTierOptions options{.directories = {"one"},
+                                .capacity_bytes = 4 * kSegment,
+                                .segment_bytes = kSegment,
+                                .transfer_bytes = 64 * kKiB};
+  // An op that is asked for takes up to so many looks.
+  auto made = std::make_unique<AskedDisk>(
+      SimulatedDiskOptions{.io = DiskTier::io_options(options).value(), .max_latency = 5000});
+  AskedDisk* const disk = made.get();
+  const std::unique_ptr<DiskTier> tier = DiskTier::over(std::move(made), options).value();
+  constexpr uint32_t kSize = 8 * kKiB;
+  std::deque<SlowPage> pages;
+  uint64_t n_calls = 0;
+  const auto write = [&](uint32_t n) {
+    std::vector<Transfer*> transfers;
+    for (uint32_t i = 0; i < n; ++i) {
+      transfers.push_back(&pages.emplace_back(i, kSize));
+    }
+    ++n_calls;
+    tier->submit(transfers);
+    for (const SlowPage& page : pages) {
+      while (!page.is_done) {
+        std::this_thread::yield();
+      }
+    }
+  };
+  write(200);
+  for (size_t i = 0; i < pages.size(); ++i) {
+    if (pages[i].status.is_ok() && i % 4 != 0) {
+      ++n_calls;
+      tier->release(pages[i].place);
+    }
+  }
+  write(60);
+  const tiers::DiskTierStats stats = tier->stats();
+  EXPECT_GT(stats.n_moved, 10u);
+  EXPECT_LE(disk->n_in_vain(), 2 * (n_calls + stats.n_disk_reads + stats.n_disk_writes));
 }
 
 TEST_F(DiskTierByHand, ADaysWritesHaveALimit) {
