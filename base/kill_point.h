@@ -17,7 +17,7 @@
 namespace kvm {
 
 // In the order in which a client's life passes them.
-inline constexpr std::array<std::string_view, 16> kKillPoints = {
+inline constexpr std::array<std::string_view, 20> kKillPoints = {
     "daemon/accepted",           // a connection, of which nothing is known yet
     "daemon/hello_read",         // before anything is made for the client
     "daemon/welcomed",           // the client may know it already
@@ -34,6 +34,11 @@ inline constexpr std::array<std::string_view, 16> kKillPoints = {
     "daemon/session_doomed",  // before the engine hears that a client is gone
     "daemon/session_let_go",  // before its memory goes to the reaper
     "daemon/stopping",        // asked to end, with clients connected
+    // In the life of an object of the disk tier:
+    "disk/object_written",    // its chunks, and nothing is synced
+    "disk/objects_synced",    // all but the list of objects
+    "disk/manifest_written",  // the list, and it is not synced
+    "disk/manifest_synced",   // before whoever put it hears of it
 };
 
 constexpr bool is_kill_point(std::string_view name) {

@@ -5,7 +5,7 @@
 //   SlowTier: pages are written, and have places
 //   put(key, label, body, places) --> on_done: from now on a crash takes nothing of it
 //   ... the process ends; the tier is opened again ...
-//   list(): keys and labels --> get(key): body and places, as they were --> SlowTier: pages are read
+//   list(): keys and labels --> get(key): body and places, as they were --> SlowTier: reads
 //
 // An object is there whole or not at all. put() of a key that is there replaces its object in one
 // step: after a crash it is the one before or the new one. What a request has said is done stays
@@ -39,6 +39,7 @@ struct ObjectInfo {
   uint64_t n_pages = 0;
   uint64_t page_bytes = 0;  // of these, each whole, whoever else has it
   uint64_t body_bytes = 0;
+  bool is_lost = false;  // get() fails: not all of it is there
 };
 
 // An ObjectRequest belongs to the submitter and stays as it is from submit() until on_done.
@@ -58,7 +59,8 @@ class ObjectRequest {
   // until on_done. Of a get: found, with a reference on each that is the submitter's.
   std::vector<Page> pages;
   // By the time of on_done: OK; IO; NO_MEMORY; of a put NO_SPACE, LIMIT (objects, or the sizes
-  // above); of the others NOT_FOUND; of a get CORRUPT. After a failed put or remove the object
+  // above); of the others NOT_FOUND; of a get LOST (not all of it was found) and
+  // CORRUPT. After a failed put or remove the object
   // there was before is there still.
   Status status;
 
@@ -75,7 +77,10 @@ struct RecoveryReport {
   uint64_t n_pages = 0;  // of these
   uint64_t page_bytes = 0;
   uint64_t n_lost_objects = 0;  // that were put, and whose pages or bodies are not there any more
-  uint64_t n_torn_records = 0;  // that were being written when the process ended
+  // Parts of the list of objects that cannot be read: what was put or removed last may not have
+  // been.
+  uint64_t n_damaged_blocks = 0;
+  uint64_t n_open_segments = 0;  // that were being written when the process ended
   uint64_t duration_ns = 0;
 };
 

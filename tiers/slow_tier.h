@@ -55,8 +55,8 @@ class SlowTier {
   // Begins them all; none has to end before another does. Throws nothing: a tier that has no memory
   // for one ends it with an error.
   virtual void submit(std::span<Transfer* const> transfers) noexcept = 0;
-  // One reference more, and one less. REQUIRES: the place holds a page; where the last goes, nothing
-  // reads it any more.
+  // One reference more, and one less. REQUIRES: the place holds a page; where the last goes,
+  // nothing reads it any more.
   virtual void add_ref(PlaceId place) noexcept = 0;
   virtual void release(PlaceId place) noexcept = 0;
   // Of pages that have a place, and of writes in flight.

@@ -13,12 +13,14 @@
 #include <cerrno>
 #include <cstddef>
 #include <cstdio>
+#include <cstdlib>
 #include <filesystem>
 #include <string_view>
 #include <system_error>
 #include <vector>
 
 #include "tiers/disk/disk_format.h"
+#include "tiers/disk/manifest.h"
 
 namespace kvm::tiers {
 namespace {
@@ -57,8 +59,9 @@ bool is_segment_name(std::string_view name) {
   return name.find_first_not_of("0123456789") == std::string_view::npos;
 }
 
-// Fails where the file is of another version.
-Status check_version(const std::string& path) {
+// Fails where the file is of a later version; *is_older: of an earlier one.
+Status check_version(const std::string& path, bool* is_older) {
+  *is_older = false;
   const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
   if (fd < 0) {
     return Status::ok();  // removing it will say what is wrong
@@ -67,8 +70,10 @@ Status check_version(const std::string& path) {
   const ssize_t n = ::pread(fd, first.data(), first.size(), 0);
   ::close(fd);
   uint16_t version = 0;
-  if (n == static_cast<ssize_t>(first.size()) &&
-      kind_of_file(first, &version) == SegmentFile::kForeign) {
+  const SegmentFile kind =
+      n == static_cast<ssize_t>(first.size()) ? kind_of_file(first, &version) : SegmentFile::kNone;
+  *is_older = kind == SegmentFile::kOlder;
+  if (kind == SegmentFile::kNewer) {
     return Status(KVM_ERR_VERSION, path + " has version " + std::to_string(version) +
                                        " of the format, this program knows version " +
                                        std::to_string(kDiskFormatVersion) +
@@ -144,7 +149,8 @@ Result<std::vector<std::string>> DataDirectory::segments() const {
 Result<uint64_t> DataDirectory::remove_segments() {
   KVM_TRY_ASSIGN(const std::vector<std::string> found, segments());
   for (const std::string& file : found) {
-    KVM_TRY(check_version(file));
+    bool is_older = false;
+    KVM_TRY(check_version(file, &is_older));
   }
   for (const std::string& file : found) {
     if (::unlink(file.c_str()) != 0) {
@@ -152,6 +158,47 @@ Result<uint64_t> DataDirectory::remove_segments() {
     }
   }
   return uint64_t{found.size()};
+}
+
+Result<std::vector<SegmentOnDisk>> DataDirectory::find_segments() {
+  KVM_TRY_ASSIGN(const std::vector<std::string> files, segments());
+  std::vector<std::string> older;
+  std::vector<SegmentOnDisk> found;
+  for (const std::string& file : files) {
+    bool is_older = false;
+    KVM_TRY(check_version(file, &is_older));
+    struct stat about {};
+    if (is_older) {
+      older.push_back(file);
+    } else if (::lstat(file.c_str(), &about) != 0) {
+      return refused(path_, "looking at " + file, errno);
+    } else {
+      const std::string name = file.substr(file.rfind('/') + 1 + kSegmentPrefix.size());
+      found.push_back({.number = static_cast<uint32_t>(std::strtoul(name.c_str(), nullptr, 10)),
+                       .path = file,
+                       .size_bytes = static_cast<uint64_t>(about.st_size)});
+    }
+  }
+  for (const std::string& file : older) {
+    if (::unlink(file.c_str()) != 0) {
+      return refused(path_, "removing " + file, errno);
+    }
+  }
+  std::sort(found.begin(), found.end(),
+            [](const SegmentOnDisk& a, const SegmentOnDisk& b) { return a.number < b.number; });
+  return found;
+}
+
+bool DataDirectory::has_manifest() const {
+  for (uint32_t slot = 0; slot < kManifestSlots; ++slot) {
+    for (uint32_t copy = 0; copy < kManifestCopies; ++copy) {
+      struct stat about {};
+      if (::lstat((path_ + "/" + manifest_file_name(slot, copy)).c_str(), &about) == 0) {
+        return true;
+      }
+    }
+  }
+  return false;
 }
 
 Result<uint64_t> DataDirectory::segment_bytes() const {

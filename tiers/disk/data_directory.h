@@ -19,6 +19,13 @@ namespace kvm::tiers {
 // The file of a segment: its name alone.
 std::string segment_file_name(uint32_t segment);
 
+struct SegmentOnDisk {
+  uint32_t number = 0;
+  uint32_t directory = 0;  // which of several
+  std::string path;
+  uint64_t size_bytes = 0;
+};
+
 class DataDirectory {
  public:
   // Fails: NOT_FOUND; INVALID: it is no directory; PERMISSION: nothing can be written there; BUSY:
@@ -35,8 +42,13 @@ class DataDirectory {
   ~DataDirectory();
 
   // Removes the segment files that an owner before has left; returns how many. Other files stay.
-  // Fails: VERSION: one is of another version of the format, and nothing has been removed; IO.
+  // Fails: VERSION: one is of a later version of the format, and nothing has been removed; IO.
   Result<uint64_t> remove_segments();
+  // Finds them, in the order of their numbers. Those of an earlier version, which nothing outlives,
+  // are removed. Fails likewise.
+  Result<std::vector<SegmentOnDisk>> find_segments();
+  // Whether there is a list of objects, readable or not.
+  bool has_manifest() const;
   // What these files take on the disk. Fails: IO.
   Result<uint64_t> segment_bytes() const;
   const std::string& path() const { return path_; }

@@ -17,6 +17,8 @@ namespace {
 
 constexpr int kCreate = O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC;
 
+constexpr int kAttach = O_RDWR | O_NOFOLLOW | O_CLOEXEC;
+
 Status refused(const std::string& path, const char* what, int error) {
   const kvm_status code = error == ENOSPC || error == EDQUOT ? KVM_ERR_NO_SPACE
                           : error == EEXIST                  ? KVM_ERR_EXISTS
@@ -93,10 +95,55 @@ Status DiskFiles::create(uint32_t file, const std::string& path, uint64_t size_b
   return Status::ok();
 }
 
+Result<uint64_t> DiskFiles::attach(uint32_t file, const std::string& path) {
+  KVM_ASSERT(file < files_.size() && files_[file].fd < 0);
+  std::string kept = path;
+  int fd = ::open(path.c_str(), kAttach | O_DIRECT);
+  uint32_t block = fd >= 0 ? direct_block_bytes(fd) : 0;
+  bool is_direct = block != 0;
+  if (!is_direct && (fd >= 0 || errno == EINVAL)) {
+    if (fd >= 0) {
+      ::close(fd);
+    }
+    fd = ::open(path.c_str(), kAttach);
+    block = 512;
+  }
+  if (fd < 0) {
+    const int error = errno;
+    const Status status = refused(path, "opening the file", error);
+    return error == ENOENT ? Status(KVM_ERR_NOT_FOUND, std::string(status.message())) : status;
+  }
+  struct stat about {};
+  if (::fstat(fd, &about) != 0 || !S_ISREG(about.st_mode)) {
+    ::close(fd);
+    return Status(KVM_ERR_IO, path + " is no regular file");
+  }
+  files_[file] = {fd, std::move(kept)};
+  is_direct_ = is_direct_ && is_direct;
+  block_bytes_ = std::max(block_bytes_, block);
+  return static_cast<uint64_t>(about.st_size);
+}
+
+Status DiskFiles::sync_entry(uint32_t file) const {
+  (void)fd(file);
+  const std::string& path = files_[file].path;
+  const std::string directory = path.substr(0, path.rfind('/') + 1);
+  const int fd = ::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (fd < 0) {
+    return refused(directory, "opening the directory", errno);
+  }
+  const int error = ::fsync(fd) == 0 ? 0 : errno;
+  ::close(fd);
+  return error == 0 ? Status::ok() : refused(directory, "syncing the directory", error);
+}
+
 void DiskFiles::remove(uint32_t file) noexcept {
-  const int open = fd(file);
   ::unlink(files_[file].path.c_str());
-  ::close(open);
+  forget(file);
+}
+
+void DiskFiles::forget(uint32_t file) noexcept {
+  ::close(fd(file));
   files_[file].fd = -1;
 }
 

@@ -23,7 +23,11 @@ class DiskFiles {
 
   // As of DiskIo. Files are the user's alone (mode 0600).
   Status create(uint32_t file, const std::string& path, uint64_t size_bytes);
+  Result<uint64_t> attach(uint32_t file, const std::string& path);
+  Status sync_entry(uint32_t file) const;
   void remove(uint32_t file) noexcept;
+  // Closes it: it stays on the disk, and the number is free.
+  void forget(uint32_t file) noexcept;
   bool is_direct() const { return is_direct_; }
   uint32_t block_bytes() const { return block_bytes_; }
   // REQUIRES: the file is there.

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // DiskIo: files that are read and written asynchronously, each known by a small number.
 //
-//   create(file) --> submit(op, op, ...) --> reap(): ops that have ended --> remove(file)
+//   create(file), or attach(file) --> submit(op, op, ...) --> reap(): ops that have ended
+//     --> remove(file)
 //
 // Three implementations: io_uring (uring_disk.h), a pool of threads with pread and pwrite
 // (pool_disk.h), and a disk made of memory, with faults from a seed (simulated_disk.h). Completions
@@ -88,6 +89,12 @@ class DiskIo {
   // Fails: NO_SPACE; EXISTS; IO; nothing has changed then. REQUIRES: the number is not in use, and
   // the size is a multiple of kMaxDiskBlockBytes.
   virtual Status create(uint32_t file, const std::string& path, uint64_t size_bytes) = 0;
+  // Opens a file that is there, and returns its size. Fails: NOT_FOUND; IO; nothing has changed
+  // then. REQUIRES: the number is not in use.
+  virtual Result<uint64_t> attach(uint32_t file, const std::string& path) = 0;
+  // From now on a crash does not take the file itself; what is in it is a matter of kSync. Blocks
+  // for some milliseconds. Fails: IO.
+  virtual Status sync_entry(uint32_t file) = 0;
   // REQUIRES: no op of the file is in flight.
   virtual void remove(uint32_t file) noexcept = 0;
 

@@ -1,11 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tiers/disk/disk_tier.h"
 
-#include <sys/random.h>
-
 #include <algorithm>
 #include <new>
-#include <system_error>
 #include <utility>
 
 #include "base/assert.h"
@@ -14,178 +11,11 @@ namespace kvm::tiers {
 namespace {
 
 constexpr uint64_t kDayNs = uint64_t{24} * 3600 * 1'000'000'000;
-constexpr uint64_t kMiB = 1 << 20;
 constexpr uint64_t kAlign = kMaxDiskBlockBytes;
-
-Status invalid(std::string what) { return Status(KVM_ERR_INVALID, "disk tier: " + what); }
 
 std::string bytes_text(uint64_t n) { return std::to_string(n) + " bytes"; }
 
-uint64_t default_segment_bytes(uint64_t capacity_bytes) {
-  const uint64_t wanted = std::min(capacity_bytes / 8, 64 * kMiB);
-  const uint64_t fewest = align_up(capacity_bytes / DiskTier::kMaxSegments + 1, kAlign);
-  return std::max({align_down(wanted, kAlign), DiskTier::kMinSegmentBytes, fewest});
-}
-
-// With all that can be chosen chosen.
-Result<DiskTierOptions> checked(const DiskTierOptions& given) {
-  DiskTierOptions options = given;
-  if (options.directories.empty()) {
-    return invalid("no directory is named");
-  }
-  if (options.segment_bytes == 0) {
-    options.segment_bytes = default_segment_bytes(options.capacity_bytes);
-  }
-  const uint64_t segment = options.segment_bytes;
-  if (segment % kAlign != 0 || segment < DiskTier::kMinSegmentBytes ||
-      segment > DiskTier::kMaxSegmentBytes) {
-    return invalid("segments of " + bytes_text(segment) + "; they have a multiple of 4096, from " +
-                   std::to_string(DiskTier::kMinSegmentBytes) + " to " +
-                   std::to_string(DiskTier::kMaxSegmentBytes));
-  }
-  const uint64_t n = options.capacity_bytes / segment;
-  if (n < 2) {
-    return invalid("a capacity of " + bytes_text(options.capacity_bytes) +
-                   " is too small: it takes two segments, of " + bytes_text(segment) + " each");
-  }
-  if (n > DiskTier::kMaxSegments) {
-    return invalid("a capacity of " + bytes_text(options.capacity_bytes) + " takes " +
-                   std::to_string(n) + " segments of " + bytes_text(segment) + "; there are " +
-                   std::to_string(DiskTier::kMaxSegments) + " at most: make them larger");
-  }
-  if (options.transfer_bytes % kAlign != 0 || options.transfer_bytes < 64 << 10 ||
-      options.transfer_bytes > 16 << 20) {
-    return invalid("transfers of " + bytes_text(options.transfer_bytes) +
-                   "; they have a multiple of 4096, from 64 KiB to 16 MiB");
-  }
-  if (options.queue_depth < 2 || options.queue_depth > 1024) {
-    return invalid("a queue depth of " + std::to_string(options.queue_depth) +
-                   "; 2 to 1024 are allowed");
-  }
-  return options;
-}
-
-uint64_t job_bytes(const DiskTierOptions& options) {
-  // In front there is room for a segment's header; reads begin and end at blocks of the disk.
-  return kSegmentHeaderBytes + options.transfer_bytes + 2 * kAlign;
-}
-
 }  // namespace
-
-// --- The beginning and the end -------------------------------------------------------------------
-
-Result<DiskIoOptions> DiskTier::io_options(const DiskTierOptions& given) {
-  KVM_TRY_ASSIGN(const DiskTierOptions options, checked(given));
-  const uint32_t n_jobs = options.queue_depth + kMoveJobs + kEndedJobs;
-  return DiskIoOptions{
-      .n_files = static_cast<uint32_t>(options.capacity_bytes / options.segment_bytes),
-      .queue_depth = n_jobs,
-      .buffer_bytes = n_jobs * job_bytes(options)};
-}
-
-Result<std::unique_ptr<DiskTier>> DiskTier::over(std::unique_ptr<DiskIo> io,
-                                                 const DiskTierOptions& given) {
-  try {
-    KVM_TRY_ASSIGN(const DiskTierOptions options, checked(given));
-    std::unique_ptr<DiskTier> tier(new DiskTier(std::move(io), options));
-    tier->start(1);
-    return tier;
-  } catch (const std::system_error&) {
-    return Status::fixed(KVM_ERR_LIMIT, "disk tier: the system refuses a thread");
-  } catch (const std::bad_alloc&) {
-    return Status::fixed(KVM_ERR_NO_MEMORY, "disk tier: there is no memory for it");
-  }
-}
-
-Result<std::unique_ptr<DiskTier>> DiskTier::open(const DiskTierOptions& given) {
-  try {
-    KVM_TRY(checked(given).status());
-    KVM_TRY_ASSIGN(std::vector<DataDirectory> directories, open_directories(given.directories));
-    return open_in(std::move(directories), given);
-  } catch (const std::bad_alloc&) {
-    return Status::fixed(KVM_ERR_NO_MEMORY, "disk tier: there is no memory for it");
-  }
-}
-
-Result<std::unique_ptr<DiskTier>> DiskTier::open_in(std::vector<DataDirectory> directories,
-                                                    const DiskTierOptions& given) {
-  try {
-    KVM_TRY_ASSIGN(const DiskTierOptions options, checked(given));
-    KVM_ASSERT(directories.size() == options.directories.size());
-    uint64_t n_leftover = 0;
-    for (DataDirectory& directory : directories) {
-      KVM_TRY_ASSIGN(const uint64_t n, directory.remove_segments());
-      n_leftover += n;
-    }
-    KVM_TRY_ASSIGN(const DiskIoOptions io_options, DiskTier::io_options(options));
-    KVM_TRY_ASSIGN(std::unique_ptr<DiskIo> io, open_disk_io(options.backend, io_options));
-    std::unique_ptr<DiskTier> tier(new DiskTier(std::move(io), options));
-    tier->directories_ = std::move(directories);
-    tier->stats_.n_leftover_files = n_leftover;
-    uint64_t run_id = now_ns();
-    (void)!::getrandom(&run_id, sizeof(run_id), 0);
-    tier->start(run_id);
-    return tier;
-  } catch (const std::system_error&) {
-    return Status::fixed(KVM_ERR_LIMIT, "disk tier: the system refuses a thread");
-  } catch (const std::bad_alloc&) {
-    return Status::fixed(KVM_ERR_NO_MEMORY, "disk tier: there is no memory for it");
-  }
-}
-
-DiskTier::DiskTier(std::unique_ptr<DiskIo> io, const DiskTierOptions& options)
-    : options_(options),
-      n_segments_(static_cast<uint32_t>(options.capacity_bytes / options.segment_bytes)),
-      io_(std::move(io)),
-      segments_(n_segments_),
-      drives_(options.directories.size()),
-      day_ns_(options.clock->now_ns()),
-      jobs_(options.queue_depth + kMoveJobs + kEndedJobs) {
-  stats_.backend = io_->name();
-  stats_.capacity_bytes = n_segments_ * options.segment_bytes;
-  stats_.n_directories = drives_.size();
-  for (uint32_t i = 0; i < n_segments_; ++i) {
-    ++drive_of(i).n_absent;
-  }
-  const uint64_t stride = job_bytes(options);
-  const std::span<std::byte> buffers = io_->buffers();
-  KVM_ASSERT(buffers.size() >= stride * jobs_.size());
-  idle_.reserve(jobs_.size());
-  begun_.reserve(jobs_.size());
-  for (size_t i = 0; i < jobs_.size(); ++i) {
-    jobs_[i].own = buffers.data() + i * stride;
-    jobs_[i].parts.reserve(kMaxParts);
-    idle_.push_back(&jobs_[i]);
-  }
-}
-
-void DiskTier::start(uint64_t run_id) {
-  run_id_ = run_id;
-  if (!options_.is_manual) {
-    thread_ = std::thread([this] { run(); });
-  }
-}
-
-DiskTier::~DiskTier() {
-  {
-    const std::lock_guard lock(mutex_);
-    KVM_ASSERT(n_transfers_ == 0);
-    is_stopping_ = true;
-    (void)nudge_locked();
-  }
-  if (thread_.joinable()) {
-    io_->wake();
-    thread_.join();
-  }
-  while (idle_.size() != jobs_.size()) {
-    do_turn(false);
-  }
-  for (uint32_t i = 0; i < n_segments_; ++i) {
-    if (segments_[i].state != Segment::State::kAbsent) {
-      io_->remove(i);
-    }
-  }
-}
 
 // --- Any thread ----------------------------------------------------------------------------------
 
@@ -244,13 +74,15 @@ Status DiskTier::accept_locked(Transfer* transfer) {
 
 Status DiskTier::refusal_locked(uint32_t size_bytes) {
   const uint64_t bytes = record_bytes(size_bytes);
-  const uint64_t in_segment = options_.segment_bytes - kSegmentHeaderBytes;
-  if (bytes > in_segment - kAlign) {
+  const uint64_t in_segment = room_end(1) - kSegmentHeaderBytes;
+  if (bytes > in_segment) {
     return Status(KVM_ERR_NO_SPACE, "disk tier: a page of " + bytes_text(size_bytes) +
                                         "; a segment holds one of " +
-                                        bytes_text(in_segment - kAlign - sizeof(RecordHeader)));
+                                        bytes_text(in_segment - sizeof(RecordHeader)));
   }
-  const uint64_t capacity = (n_segments_ - 1) * in_segment;
+  // Tables of pages from 4 KiB on take no more.
+  const uint64_t capacity =
+      (n_segments_ - 1) * (in_segment - align_down(options_.segment_bytes / 256, kAlign));
   if (bytes > capacity - used_bytes_) {
     return Status(KVM_ERR_NO_SPACE, "disk tier: a page of " + bytes_text(size_bytes) + ", " +
                                         std::to_string(capacity - used_bytes_) + " of " +
@@ -283,7 +115,7 @@ PlaceId DiskTier::take_place_locked(uint32_t size_bytes) {
   const uint32_t index = first_free_place_;
   Place& place = places_[index];
   first_free_place_ = place.unit;
-  place = {.size_bytes = size_bytes, .state = Place::State::kWriting};
+  place = {.size_bytes = size_bytes, .state = Place::State::kWriting, .name = next_name_++};
   used_bytes_ += record_bytes(size_bytes);
   return static_cast<PlaceId>(index);
 }
@@ -367,7 +199,8 @@ bool DiskTier::turn() {
   KVM_ASSERT(options_.is_manual);
   do_turn(false);
   const std::lock_guard lock(mutex_);
-  return n_transfers_ != 0 || move_.victim != kNoSegment || idle_.size() != jobs_.size();
+  return n_transfers_ != 0 || move_.victim != kNoSegment || idle_.size() != jobs_.size() ||
+         round_.stage != Round::Stage::kIdle;
 }
 
 void DiskTier::do_turn(bool may_wait) {
@@ -389,6 +222,8 @@ void DiskTier::do_turn(bool may_wait) {
   begin_reads();
   begin_writes();
   begin_moves();
+  begin_tables();
+  go_on_with_objects();
   submit_begun();
   if (n_ended != 0) {
     for (size_t i = 0; i < n_ended; ++i) {
@@ -408,6 +243,9 @@ void DiskTier::submit_begun() {
   const std::lock_guard lock(mutex_);
   stats_.is_direct = io_->is_direct();
   for (const DiskOp* op : begun_) {
+    if (op->kind == DiskOp::Kind::kSync) {
+      continue;
+    }
     const bool is_read = op->kind == DiskOp::Kind::kRead;
     ++(is_read ? stats_.n_disk_reads : stats_.n_disk_writes);
     (is_read ? stats_.disk_read_bytes : stats_.disk_written_bytes) += op->size_bytes;
@@ -429,6 +267,10 @@ void DiskTier::finish(Job* job) {
       return finish_move_read(job);
     case Job::Purpose::kMoveWrite:
       return finish_move_write(job);
+    case Job::Purpose::kTable:
+      return finish_table(job);
+    case Job::Purpose::kRound:
+      return finish_round_job(job);
   }
 }
 
@@ -449,6 +291,7 @@ DiskTier::Job* DiskTier::take_job(Job::Purpose purpose, uint64_t data_bytes) {
   job->parts.clear();
   n_reading_ += purpose == Job::Purpose::kRead ? 1 : 0;  // until leave_queue()
   n_writing_ += purpose == Job::Purpose::kWrite ? 1 : 0;
+  n_round_jobs_ += purpose >= Job::Purpose::kTable ? 1 : 0;
   return job;
 }
 
@@ -456,6 +299,7 @@ DiskTier::Job* DiskTier::take_job(Job::Purpose purpose, uint64_t data_bytes) {
 void DiskTier::leave_queue(const Job& job) {
   n_reading_ -= job.purpose == Job::Purpose::kRead ? 1 : 0;
   n_writing_ -= job.purpose == Job::Purpose::kWrite ? 1 : 0;
+  n_round_jobs_ -= job.purpose >= Job::Purpose::kTable ? 1 : 0;
 }
 
 void DiskTier::give_job_back(Job* job) {

@@ -3,6 +3,7 @@
 //
 //   write --> queue --> record in a transfer buffer, beside others --> the open segment
 //   read  --> queue --> transfer buffer, with its neighbours --> header and page checked --> copied
+//   put   --> chunks, as pages --> everything synced --> manifest, synced --> on_done
 //
 // Pages are appended to segment files (disk_format.h), each to the open one. A page that is
 // released leaves dead space; a segment in which nothing lives any more is begun again. Where
@@ -12,15 +13,18 @@
 // INVARIANT: a segment that a transfer reads or writes is not begun again: what is in flight never
 // meets space that is in use anew.
 //
-// What lies here does not outlive the tier. A damaged page is found by its checksum or by its
-// header, and its read ends with CORRUPT; other pages have nothing of it. Where a transfer of
-// several pages fails to be read, each is read alone.
+// What outlives the tier is its objects, with the pages that these name (tiers/object_store.h). A
+// segment that pages of theirs have moved away from is begun again once the copies are synced, and
+// pages of one that was replaced or removed are released once the manifest says so on the disk.
 //
-// Threads: submit() and release() on any; one of the tier does all else, on_done included, but for
-// writes that are refused, which end in submit(). It copies each page once, summing it up: some
+// A damaged page is found by its checksum or by its header, and its read ends with CORRUPT; other
+// pages have nothing of it. Where a transfer of several pages fails to be read, each is read alone.
+//
+// Threads: submit(), add_ref(), release() and list() on any; one of the tier does all else, on_done
+// included, but for what is refused, which ends in submit(). It copies each page once, summing it up: some
 // 8 GB/s of a core, which bounds the tier.
-// Memory: queue_depth + 10 buffers of transfer_bytes and 12 KiB; pages that do not fit into one,
-// two at a time, in memory taken for them; 24 bytes a place, which stay.
+// Memory: queue_depth + 14 buffers of transfer_bytes and 12 KiB; pages that do not fit into one,
+// two at a time, in memory taken for them; 36 bytes a place, which stay.
 #ifndef KVM_TIERS_DISK_DISK_TIER_H_
 #define KVM_TIERS_DISK_DISK_TIER_H_
 
@@ -28,10 +32,15 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <functional>
+#include <list>
+#include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <span>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -41,6 +50,9 @@
 #include "tiers/disk/disk_format.h"
 #include "tiers/disk/disk_io.h"
 #include "tiers/disk/disk_memory.h"
+#include "tiers/disk/disk_recovery.h"
+#include "tiers/disk/manifest.h"
+#include "tiers/object_store.h"
 #include "tiers/slow_tier.h"
 
 namespace kvm::tiers {
@@ -89,7 +101,7 @@ struct DiskTierStats {
   uint64_t written_today_bytes = 0;
 };
 
-class DiskTier final : public SlowTier {
+class DiskTier final : public SlowTier, private ObjectStore {
  public:
   // LIMIT: below 256 KiB the padding of transfers outweighs what moving pages gains.
   static constexpr uint64_t kMinSegmentBytes = 256 << 10;
@@ -98,8 +110,10 @@ class DiskTier final : public SlowTier {
   // LIMIT: each has a descriptor, of which processes have some thousands.
   static constexpr uint32_t kMaxSegments = 1024;
 
-  // Takes the directories, removes what an owner before has left, and begins.
-  // Fails: as DataDirectory; INVALID: an option; UNSUPPORTED: the backend; NO_MEMORY; LIMIT.
+  // Takes the directories, finds the objects that an owner before has left, removes what else that
+  // left, and begins.
+  // Fails: as DataDirectory; INVALID: an option, or they do not suit what is there; UNSUPPORTED:
+  // the backend; NO_MEMORY; LIMIT.
   static Result<std::unique_ptr<DiskTier>> open(const DiskTierOptions& options);
   // The same in directories that are taken already, for who has looked at them to choose a
   // capacity. REQUIRES: they are those of the options, in that order.
@@ -111,7 +125,7 @@ class DiskTier final : public SlowTier {
   // What a tier needs of its DiskIo. Fails: INVALID.
   static Result<DiskIoOptions> io_options(const DiskTierOptions& options);
 
-  // Removes the segment files.
+  // Removes the files in which there is nothing of any object.
   ~DiskTier() override;
   DiskTier(const DiskTier&) = delete;
   DiskTier& operator=(const DiskTier&) = delete;
@@ -124,11 +138,17 @@ class DiskTier final : public SlowTier {
   void release(PlaceId place) noexcept override;
   // Records, headers and all, as record_bytes() has them.
   uint64_t used_bytes() const override;
+  ObjectStore* objects() override { return this; }
+  RecoveryReport recovery() const override { return recovery_; }
   DiskTierStats stats() const;
 
   // Ends what has ended, begins what can begin. Returns whether anything is in flight.
   // REQUIRES: is_manual.
   bool turn();
+  // As if the process had been killed: nothing more is done, and the files stay as they are. What
+  // was submitted and has not ended never will. REQUIRES: is_manual, and that the DiskIo has
+  // forgotten what was in flight.
+  void abandon() { is_abandoned_ = true; }
 
  private:
   // Of a batch of reads, and of a transfer.
@@ -137,11 +157,12 @@ class DiskTier final : public SlowTier {
   // Jobs that have ended are taken in so few at a time, and others begun before these are looked
   // at: the disk has work meanwhile.
   static constexpr uint32_t kEndedJobs = 8;
+  static constexpr uint32_t kRoundJobs = 4;  // likewise, of syncs, tables and the manifest
   // LIMIT: pages that have no room in a buffer are few, or memory would not be bounded.
   static constexpr uint32_t kMaxLarge = 2;
   static constexpr uint32_t kNoSegment = 0xffff;
 
-  // 20 bytes; four more are in the segment's list.
+  // 32 bytes; four more are in the segment's list.
   struct Place {
     enum class State : uint8_t { kFree, kWriting, kWritten };
     uint32_t unit = 0;  // of the record in its segment; of a free place: the next free one
@@ -150,15 +171,32 @@ class DiskTier final : public SlowTier {
     State state = State::kFree;
     uint32_t n_readers = 0;
     uint32_t n_refs = 1;
+    uint64_t name = 0;
+  };
+  // Which segment is filled, and which time.
+  struct Filling {
+    uint32_t number = 0;  // of its file, in its directory
+    uint64_t run_id = 0;
+    uint64_t generation = 0;
   };
   struct Segment {
-    enum class State : uint8_t { kAbsent, kFree, kOpen, kSealed };
+    // kHeld: empty, but not to be begun again before the next sync.
+    enum class State : uint8_t { kAbsent, kFree, kOpen, kSealed, kHeld };
     State state = State::kAbsent;
+    uint16_t directory = 0;
+    bool is_new = false;    // its file has been made, and its directory was not synced since
+    bool is_dirty = false;  // it was written, and not synced since
+    // Its header: nothing there is found again without. Written with the first records.
+    enum class Header : uint8_t { kNone, kInFlight, kWritten };
+    Header header = Header::kNone;
+    bool wants_table = false;
+    bool waits_for_sync = false;  // pages of objects have moved away, perhaps
+    bool is_kept = false;         // at the end: an object has something there
     uint32_t n_failed_moves = 0;  // how often what lives there could not be moved, in a row
     uint64_t moves_from_ns = 0;   // it is not tried again before
     uint32_t n_transfers = 0;     // that read or write it, or are about to
     uint32_t n_writes = 0;        // of these
-    uint64_t generation = 0;
+    Filling filling;
     uint64_t end_bytes = 0;       // appended up to here; 0: its header is not written
     uint64_t live_bytes = 0;      // of records
     std::vector<PlaceId> places;  // of all records that were appended
@@ -172,6 +210,7 @@ class DiskTier final : public SlowTier {
   struct Part {
     Transfer* transfer = nullptr;
     PlaceId place = kNoPlace;
+    uint64_t name = 0;
     uint32_t unit = 0;
     uint32_t size_bytes = 0;
     uint32_t old_unit = 0;  // of one that moves
@@ -179,7 +218,7 @@ class DiskTier final : public SlowTier {
   };
   // A transfer of the disk, with a buffer of its own.
   struct Job : DiskOp {
-    enum class Purpose : uint8_t { kRead, kWrite, kMoveRead, kMoveWrite };
+    enum class Purpose : uint8_t { kRead, kWrite, kMoveRead, kMoveWrite, kTable, kRound };
     Purpose purpose = Purpose::kRead;
     bool is_single = false;  // its parts are read one by one, the last first
     std::byte* own = nullptr;
@@ -195,10 +234,73 @@ class DiskTier final : public SlowTier {
     uint64_t waits_ns = UINT64_MAX;  // the same while one waits for nothing else
   };
   enum class Room : uint8_t { kReady, kWait, kNone };
+  struct Object {
+    std::string label;
+    ManifestEntryHeader entry;
+    std::vector<PlaceId> parts;  // pages, then chunks; a reference on each
+    bool is_lost = false;        // not all of them are there
+  };
+  using Objects = std::map<std::string, Object, std::less<>>;
+  // A request for an object, on its way.
+  struct ObjectWork {
+    struct Chunk final : Transfer {
+      void on_done() noexcept override;  // on the tier's thread, which has submitted it
+      ObjectWork* work = nullptr;
+    };
 
-  DiskTier(std::unique_ptr<DiskIo> io, const DiskTierOptions& options);
+    DiskTier* tier = nullptr;
+    ObjectRequest* request = nullptr;
+    bool has_begun = false;
+    Object object;  // of a put, the one that is made; of a get, the one that is read
+    std::vector<std::byte> stream;                        // its chunks, one behind the other
+    std::vector<Chunk> chunks;                            // room for all
+    Status status;                                        // with which it ends, once it counts
+    uint32_t n_left = 0;                                  // of chunks that were submitted
+    uint32_t n_pages = 0;                                 // of object.parts; the others are chunks
+    Objects::node_type node;                              // of a put, for the object
+    std::list<std::unique_ptr<ObjectWork>>::iterator at;  // in works_
+  };
+  using ObjectWorks = std::list<std::unique_ptr<ObjectWork>>;
+  // Whose manifests there are.
+  struct Manifest {
+    uint64_t number = 0;  // of the last one; 0: there is none
+    uint32_t slot = 0;    // its
+    uint64_t n_blocks = 0;
+    uint64_t max_blocks = 0;  // that its files hold
+    bool must_be_new = true;  // nothing more is to be written to it
+    bool is_unsure = false;   // it may say what was answered to have failed
+    bool has_files[kManifestSlots][kManifestCopies] = {};
+  };
+  // Changes of objects that are made durable together, and what that takes.
+  struct Round {
+    enum class Stage : uint8_t { kIdle, kSync, kWrite, kSyncManifest };
+    Stage stage = Stage::kIdle;
+    std::vector<ObjectWork*> works;
+    std::vector<uint32_t> files;  // segments that are still to be synced
+    std::vector<uint32_t> held;   // segments that are free after that
+    uint32_t n_jobs = 0;
+    Status status;  // of the first that failed
+    bool has_touched_manifest = false;
+    bool begins_manifest = false;
+    uint32_t slot = 0;
+    uint64_t max_blocks = 0;
+    uint64_t n_blocks = 0;
+    DiskMemory blocks;
+  };
+
+  DiskTier(std::unique_ptr<DiskIo> io, const DiskTierOptions& options, uint32_t n_slots);
   // Throws std::bad_alloc, and std::system_error.
-  void start(uint64_t run_id);
+  void start();
+
+  // --- The beginning (disk_tier_start.cc) ------------------------------------------------------
+
+  // segments: that the DiskIo has attached. Fails: NO_MEMORY; LIMIT. Throws std::bad_alloc.
+  Status recover(std::span<const FoundFile> segments, uint64_t run_id);
+  void adopt(const Found& found);
+  Result<std::vector<FoundFile>> attach_segments(const std::vector<SegmentOnDisk>& left);
+  void remove_files() noexcept;
+  uint32_t manifest_file(uint32_t slot, uint32_t copy) const;
+  std::string manifest_path(uint32_t slot, uint32_t copy) const;
 
   // --- Any thread (disk_tier.cc); with the lock where they say `locked` ------------------------
 
@@ -233,8 +335,8 @@ class DiskTier final : public SlowTier {
   void finish_read(Job* job);
   // Where the record of a part is in the buffer of a job that read it.
   std::byte* record_of(Job* job, const Part& part) const;
-  RecordHeader header_of(const Part& part, uint64_t generation) const;
-  Status check_read(Job* job, const Part& part, uint64_t generation);
+  static RecordHeader header_of(const Part& part, const Filling& filling);
+  Status check_read(Job* job, const Part& part, const Filling& filling);
   void settle_reads(std::span<const Part> parts, uint64_t n_corrupt);
   Status io_error(const Job& job) noexcept;
   Status corrupt(uint32_t segment, uint64_t offset, const char* reason) noexcept;
@@ -244,7 +346,9 @@ class DiskTier final : public SlowTier {
   void begin_writes();
   bool place_writes_locked(Job* job);
   void aim_write_locked(Job* job, uint64_t end);
-  void fill_records(Job* job, uint64_t generation);
+  SegmentHeader segment_header(const Filling& filling) const;
+  void fill_records(Job* job, const Filling& filling);
+  void end_write_locked(const Job& job);
   void finish_write(Job* job);
   Status no_room_locked() const noexcept;
   void refuse_write(std::unique_lock<std::mutex>& lock, Status status);
@@ -254,13 +358,18 @@ class DiskTier final : public SlowTier {
   Room make_room_locked(std::unique_lock<std::mutex>& lock, uint64_t bytes);
   bool open_next_locked(std::unique_lock<std::mutex>& lock);
   uint32_t next_segment_locked() const;
-  bool has_room_locked(uint64_t bytes) const;
+  // Where records end in a segment with a table of so many.
+  uint64_t room_end(uint64_t n_records) const;
+  bool has_room_locked(uint64_t bytes, uint64_t n_records) const;
   void seal_open_locked();
   uint32_t n_free_locked() const;
   void recycle_if_empty_locked(uint32_t segment);
   bool is_draining_locked() const;
-  Drive& drive_of(uint32_t segment) { return drives_[segment % drives_.size()]; }
-  const Drive& drive_of(uint32_t segment) const { return drives_[segment % drives_.size()]; }
+  bool is_freed_by_sync_locked() const { return n_held_ != 0 && !has_sync_failed_; }
+  Drive& drive_of(uint32_t segment) { return drives_[segments_[segment].directory]; }
+  const Drive& drive_of(uint32_t segment) const { return drives_[segments_[segment].directory]; }
+  void begin_tables();
+  void finish_table(Job* job);
   void turn_from_drive_locked(uint32_t segment);
   std::string path_of(uint32_t segment) const;
 
@@ -277,11 +386,43 @@ class DiskTier final : public SlowTier {
   void finish_move_write(Job* job);
   void end_move(Job* job);
 
+  // --- Objects (disk_tier_objects.cc): any thread ----------------------------------------------
+
+  void submit(ObjectRequest* request) noexcept override;
+  std::vector<ObjectInfo> list(std::string_view after, size_t n_max) const override;
+
+  // --- Objects: the tier's thread --------------------------------------------------------------
+
+  void go_on_with_objects();
+  void end_transfers();
+  void begin_works();
+  void begin_work(ObjectWork* work);
+  void begin_put(ObjectWork* work);
+  void write_chunks(ObjectWork* work);
+  void end_chunks(ObjectWork* work);
+  void begin_get(ObjectWork* work);
+  void end_get(ObjectWork* work);
+  void end_work(ObjectWork* work, Status status);
+  void release_parts(std::span<const PlaceId> parts);
+  void begin_round();
+  void go_on_with_round();
+  void sync_more();
+  void write_header(uint32_t segment);
+  void end_sync();
+  void write_manifest();
+  Status aim_manifest();
+  void begin_round_job(uint32_t file, DiskOp::Kind kind);
+  void finish_round_job(Job* job);
+  void end_round();
+
   const DiskTierOptions options_;  // with a segment_bytes
   const uint32_t n_segments_;
   std::vector<DataDirectory> directories_;  // locked for as long as there is the tier
   std::unique_ptr<DiskIo> io_;
   uint64_t run_id_ = 0;
+  uint32_t run_number_ = 1;
+  RecoveryReport recovery_;
+  bool is_abandoned_ = false;
 
   mutable std::mutex mutex_;
   std::deque<Part> reads_;  // that wait
@@ -292,8 +433,14 @@ class DiskTier final : public SlowTier {
   std::vector<Segment> segments_;
   uint32_t open_ = kNoSegment;
   uint32_t n_idle_ = 0;  // segments that have a file, and nothing in it
+  uint32_t n_held_ = 0;  // in State::kHeld
   std::vector<Drive> drives_;
   Status last_refusal_;  // of a file
+  bool are_tables_wanted_ = false;
+  bool has_sync_failed_ = false;  // the last one
+  uint64_t next_name_ = 0;
+  Objects objects_;
+  ObjectWorks new_works_;
   uint64_t used_bytes_ = 0;
   uint64_t n_transfers_ = 0;  // that have not ended
   uint64_t day_ns_ = 0;       // when it began
@@ -313,8 +460,17 @@ class DiskTier final : public SlowTier {
   uint32_t n_reading_ = 0;  // jobs in flight, by purpose
   uint32_t n_writing_ = 0;
   uint32_t n_large_ = 0;
-  uint64_t sequence_ = 0;
+  uint32_t n_round_jobs_ = 0;
   Move move_;
+  ObjectWorks works_;  // in the order of submission, and those of a key one after the other
+  std::set<std::string_view> busy_keys_;    // of those that have begun
+  bool are_works_waiting_ = false;          // perhaps
+  std::vector<ObjectWork*> ready_works_;    // for a round
+  std::vector<ObjectWork*> chunked_works_;  // whose transfers have ended
+  Manifest manifest_;
+  Round round_;
+  // Parts of objects that may, or may not, be in a manifest that could not be written.
+  std::vector<PlaceId> limbo_;
   std::thread thread_;
 };
 

@@ -69,9 +69,9 @@ bool DiskTier::begin_victim_locked(uint64_t min_dead_bytes) {
 bool DiskTier::fits_locked(const Segment& victim) const {
   const uint64_t needed = victim.live_bytes + victim.live_bytes / 16 + 2 * kAlign;
   if (n_free_locked() >= 1) {
-    return needed <= options_.segment_bytes - kSegmentHeaderBytes;
+    return needed <= room_end(victim.places.size()) - kSegmentHeaderBytes;
   }
-  return has_room_locked(needed);
+  return has_room_locked(needed, victim.places.size());
 }
 
 void DiskTier::begin_moves() {
@@ -138,8 +138,11 @@ bool DiskTier::aim_move_locked(Job** job) {
       break;
     }
     end = next_end;
-    (*job)->parts.push_back(
-        {.place = id, .unit = unit, .size_bytes = place.size_bytes, .segment = move_.victim});
+    (*job)->parts.push_back({.place = id,
+                             .name = place.name,
+                             .unit = unit,
+                             .size_bytes = place.size_bytes,
+                             .segment = move_.victim});
   }
   if (*job != nullptr) {
     aim_read(*job, (*job)->parts);
@@ -166,16 +169,16 @@ void DiskTier::finish_move_read(Job* job) {
     }
     return end_move(job);
   }
-  uint64_t generation = 0;
+  Filling filling;
   {
     const std::lock_guard lock(mutex_);
-    generation = segments_[job->file].generation;
+    filling = segments_[job->file].filling;
   }
   // A page that is damaged stays where it is, so that whoever reads it is told so.
   const size_t n_corrupt = std::erase_if(job->parts, [&](const Part& part) {
     const std::byte* const record = record_of(job, part);
     uint32_t page_crc = 0;
-    return check_record_header(header_of(part, generation), {record, sizeof(RecordHeader)},
+    return check_record_header(header_of(part, filling), {record, sizeof(RecordHeader)},
                                &page_crc) != nullptr ||
            crc32c({record + sizeof(RecordHeader), part.size_bytes}) != page_crc;
   });
@@ -203,7 +206,7 @@ bool DiskTier::place_moves(Job* job) {
   if (job->parts.empty()) {
     return false;
   }
-  if (!has_room_locked(bytes)) {
+  if (!has_room_locked(bytes, job->parts.size())) {
     if (n_free_locked() == 0) {
       return false;
     }
@@ -234,7 +237,7 @@ bool DiskTier::place_moves(Job* job) {
   aim_write_locked(job, at);
   stats_.written_today_bytes += bytes;
   job->purpose = Job::Purpose::kMoveWrite;
-  const uint64_t generation = segment.generation;
+  const Filling filling = segment.filling;
   lock.unlock();
   // Records only move forward in the buffer, past what was dead between them.
   for (const Part& part : job->parts) {
@@ -242,7 +245,7 @@ bool DiskTier::place_moves(Job* job) {
                  source + (offset_of(part.old_unit) - source_offset),
                  record_bytes(part.size_bytes));
   }
-  fill_records(job, generation);
+  fill_records(job, filling);
   begun_.push_back(job);
   return true;
 }
@@ -252,8 +255,7 @@ void DiskTier::finish_move_write(Job* job) {
     const std::lock_guard lock(mutex_);
     Segment& segment = segments_[job->file];
     Segment& victim = segments_[move_.victim];
-    --segment.n_transfers;
-    --segment.n_writes;
+    end_write_locked(*job);
     stats_.n_io_errors += job->status.is_ok() ? 0 : 1;
     for (const Part& part : job->parts) {
       Place& place = places_[static_cast<uint32_t>(part.place)];
@@ -266,6 +268,8 @@ void DiskTier::finish_move_write(Job* job) {
       place.unit = part.unit;
       place.segment = static_cast<uint16_t>(job->file);
       victim.live_bytes -= bytes;
+      // Objects may name it, or may do so when a round is over that will not sync the copy.
+      victim.waits_for_sync |= !objects_.empty() || !works_.empty() || !limbo_.empty();
       segment.live_bytes += bytes;
       ++stats_.n_moved;
       stats_.moved_bytes += bytes;

@@ -70,6 +70,7 @@ bool DiskTier::fill_batch() {
       reads_.pop_front();
       const Place& place = written_place_locked(part.place);
       part.unit = place.unit;
+      part.name = place.name;
       part.segment = place.segment;
       ++segments_[place.segment].n_transfers;
       batch_[n_batch_++] = part;
@@ -99,20 +100,20 @@ std::byte* DiskTier::record_of(Job* job, const Part& part) const {
   return job->data + (offset_of(part.unit) - job->offset);
 }
 
-RecordHeader DiskTier::header_of(const Part& part, uint64_t generation) const {
-  return {.run_id = run_id_,
-          .generation = generation,
+RecordHeader DiskTier::header_of(const Part& part, const Filling& filling) {
+  return {.name = part.name,
+          .run_id = filling.run_id,
+          .generation = filling.generation,
           .offset = offset_of(part.unit),
-          .segment = part.segment,
-          .place = static_cast<uint32_t>(part.place),
+          .segment = filling.number,
           .size_bytes = part.size_bytes};
 }
 
-Status DiskTier::check_read(Job* job, const Part& part, uint64_t generation) {
+Status DiskTier::check_read(Job* job, const Part& part, const Filling& filling) {
   const std::byte* const record = record_of(job, part);
   uint32_t page_crc = 0;
   const char* wrong =
-      check_record_header(header_of(part, generation), {record, sizeof(RecordHeader)}, &page_crc);
+      check_record_header(header_of(part, filling), {record, sizeof(RecordHeader)}, &page_crc);
   if (wrong == nullptr && copy_crc32c(part.transfer->data, {record + sizeof(RecordHeader),
                                                             part.size_bytes}) != page_crc) {
     wrong = "the checksum of the page does not match";
@@ -121,11 +122,11 @@ Status DiskTier::check_read(Job* job, const Part& part, uint64_t generation) {
 }
 
 void DiskTier::finish_read(Job* job) {
-  uint64_t generation = 0;
+  Filling filling;
   const bool has_failed = !job->status.is_ok();
   {
     const std::lock_guard lock(mutex_);
-    generation = segments_[job->file].generation;
+    filling = segments_[job->file].filling;
     stats_.n_io_errors += has_failed ? 1 : 0;
   }
   if (has_failed && !job->is_single && job->parts.size() > 1) {
@@ -135,7 +136,7 @@ void DiskTier::finish_read(Job* job) {
     const std::span<const Part> ended = job->is_single ? all.last(1) : all;
     uint64_t n_corrupt = 0;
     for (const Part& part : ended) {
-      part.transfer->status = has_failed ? io_error(*job) : check_read(job, part, generation);
+      part.transfer->status = has_failed ? io_error(*job) : check_read(job, part, filling);
       n_corrupt += part.transfer->status.code() == KVM_ERR_CORRUPT ? 1 : 0;
     }
     settle_reads(ended, n_corrupt);

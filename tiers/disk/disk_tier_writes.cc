@@ -50,9 +50,9 @@ void DiskTier::begin_writes() {
                    Status::fixed(KVM_ERR_NO_MEMORY, "disk tier: there is no memory for the page"));
       continue;
     }
-    const uint64_t generation = segments_[job->file].generation;
+    const Filling filling = segments_[job->file].filling;
     lock.unlock();
-    fill_records(job, generation);
+    fill_records(job, filling);
     begun_.push_back(job);
   }
 }
@@ -81,6 +81,7 @@ void DiskTier::refuse_write(std::unique_lock<std::mutex>& lock, Status status) {
   waiting_write_bytes_ -= bytes;
   stats_.written_today_bytes -= std::min(stats_.written_today_bytes, bytes);
   stats_.n_no_space += status.code() == KVM_ERR_NO_SPACE ? 1 : 0;
+  has_sync_failed_ = false;  // the next one may do better
   free_place_locked(part.place);
   --n_transfers_;
   lock.unlock();
@@ -101,7 +102,7 @@ bool DiskTier::place_writes_locked(Job* job) {
   while (!writes_.empty() && job->parts.size() < kMaxParts) {
     Part part = writes_.front();
     const uint64_t bytes = record_bytes(part.size_bytes);
-    if (at + bytes > options_.segment_bytes ||
+    if (at + bytes > room_end(segment.places.size() + 1) ||
         (at != start && at + bytes - start > options_.transfer_bytes)) {
       break;
     }
@@ -110,6 +111,7 @@ bool DiskTier::place_writes_locked(Job* job) {
     part.unit = static_cast<uint32_t>(at / kRecordUnitBytes);
     part.segment = open_;
     Place& place = places_[static_cast<uint32_t>(part.place)];
+    part.name = place.name;
     place.unit = part.unit;
     place.segment = static_cast<uint16_t>(open_);
     segment.live_bytes += bytes;
@@ -133,23 +135,27 @@ void DiskTier::aim_write_locked(Job* job, uint64_t end) {
   job->size_bytes = static_cast<uint32_t>(padded - job->offset);
   stats_.written_today_bytes += padded - end + (is_first ? kSegmentHeaderBytes : 0);
   segment.end_bytes = padded;
+  segment.header = is_first ? Segment::Header::kInFlight : segment.header;
   ++segment.n_transfers;
   ++segment.n_writes;
 }
 
-void DiskTier::fill_records(Job* job, uint64_t generation) {
+SegmentHeader DiskTier::segment_header(const Filling& filling) const {
+  return {.run_id = filling.run_id,
+          .generation = filling.generation,
+          .segment_bytes = options_.segment_bytes,
+          .segment = filling.number,
+          .run_number = run_number_};
+}
+
+void DiskTier::fill_records(Job* job, const Filling& filling) {
   if (job->offset == 0) {
-    write_segment_header({.run_id = run_id_,
-                          .generation = generation,
-                          .segment_bytes = options_.segment_bytes,
-                          .segment = job->file},
-                         job->data);
+    write_segment_header(segment_header(filling), job->data);
   }
   std::byte* end = job->data;
   for (const Part& part : job->parts) {
     std::byte* const record = record_of(job, part);
-    RecordHeader header = header_of(part, generation);
-    header.sequence = sequence_++;
+    RecordHeader header = header_of(part, filling);
     if (part.transfer != nullptr) {
       header.page_crc =
           copy_crc32c(record + sizeof(header), {part.transfer->data, part.size_bytes});
@@ -164,14 +170,22 @@ void DiskTier::fill_records(Job* job, uint64_t generation) {
   std::memset(end, 0, static_cast<size_t>(job->data + job->size_bytes - end));
 }
 
+void DiskTier::end_write_locked(const Job& job) {
+  Segment& segment = segments_[job.file];
+  --segment.n_transfers;
+  --segment.n_writes;
+  segment.is_dirty = true;
+  if (job.offset == 0) {
+    segment.header = job.status.is_ok() ? Segment::Header::kWritten : Segment::Header::kNone;
+  }
+}
+
 void DiskTier::finish_write(Job* job) {
   const bool is_ok = job->status.is_ok();
   const Status failure = is_ok ? Status() : io_error(*job);
   {
     const std::lock_guard lock(mutex_);
-    Segment& segment = segments_[job->file];
-    --segment.n_transfers;
-    --segment.n_writes;
+    end_write_locked(*job);
     stats_.n_io_errors += is_ok ? 0 : 1;
     for (const Part& part : job->parts) {
       if (is_ok) {

@@ -56,6 +56,14 @@ class PoolDisk final : public DiskIo {
     const std::lock_guard lock(mutex_);
     return files_.create(file, path, size_bytes);
   }
+  Result<uint64_t> attach(uint32_t file, const std::string& path) override {
+    const std::lock_guard lock(mutex_);
+    return files_.attach(file, path);
+  }
+  Status sync_entry(uint32_t file) override {
+    // Files come and go on this thread alone.
+    return files_.sync_entry(file);
+  }
   void remove(uint32_t file) noexcept override {
     const std::lock_guard lock(mutex_);
     files_.remove(file);

@@ -63,6 +63,18 @@ Status SimulatedDisk::create(uint32_t file, const std::string& path, uint64_t si
   return Status::ok();
 }
 
+Result<uint64_t> SimulatedDisk::attach(uint32_t file, const std::string& path) {
+  if (file >= files_.size() || files_[file].bytes.empty()) {
+    return Status(KVM_ERR_NOT_FOUND, path + ": the simulated disk has no such file");
+  }
+  return uint64_t{files_[file].bytes.size()};
+}
+
+Status SimulatedDisk::sync_entry(uint32_t file) {
+  KVM_ASSERT(!files_[file].bytes.empty());
+  return Status::ok();
+}
+
 void SimulatedDisk::remove(uint32_t file) noexcept {
   KVM_ASSERT(!files_[file].bytes.empty());
   std::erase_if(replaced_, [&](const Replaced& old) { return old.file == file; });
@@ -205,6 +217,18 @@ void SimulatedDisk::put(const DiskOp& op, uint64_t offset, std::span<const std::
 
 void SimulatedDisk::sync(uint32_t file) {
   std::erase_if(replaced_, [&](const Replaced& old) { return old.file == file; });
+}
+
+void SimulatedDisk::forget_in_flight() {
+  for (const Pending& pending : pending_) {
+    const DiskOp& op = *pending.op;
+    for (uint32_t at = 0; op.kind == DiskOp::Kind::kWrite && at < op.size_bytes; at += kBlock) {
+      if (random() % 2 == 0) {
+        put(op, op.offset + at, {op.data + at, kBlock});
+      }
+    }
+  }
+  pending_.clear();
 }
 
 void SimulatedDisk::crash() {

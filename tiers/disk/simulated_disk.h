@@ -69,6 +69,8 @@ class SimulatedDisk final : public DiskIo {
   uint32_t block_bytes() const override { return 512; }
   std::span<std::byte> buffers() override { return memory_.bytes(); }
   Status create(uint32_t file, const std::string& path, uint64_t size_bytes) override;
+  Result<uint64_t> attach(uint32_t file, const std::string& path) override;
+  Status sync_entry(uint32_t file) override;
   void remove(uint32_t file) noexcept override;
   void submit(std::span<DiskOp* const> ops) noexcept override;
   size_t reap(std::span<DiskOp*> ended, uint64_t timeout_ns) noexcept override;
@@ -82,6 +84,8 @@ class SimulatedDisk final : public DiskIo {
   void heal() { options_.per_million = {}; }
   // What the file holds, to be looked at and spoilt. REQUIRES: no op of it is in flight.
   std::span<std::byte> bytes(uint32_t file) { return files_[file].bytes; }
+  // The process ends: of what is in flight any part may be done yet, and nobody hears of it.
+  void forget_in_flight();
   // The power fails: of what was written since the last sync of its file, each stretch of 512 bytes
   // or of 4 KiB, as the seed says, is there or is not. REQUIRES: can_crash; no op is in flight.
   void crash();

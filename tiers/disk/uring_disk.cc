@@ -89,6 +89,16 @@ class UringDisk final : public DiskIo {
     }
     return Status::ok();
   }
+  Result<uint64_t> attach(uint32_t file, const std::string& path) override {
+    KVM_TRY_ASSIGN(const uint64_t size_bytes, files_.attach(file, path));
+    const int fd = files_.fd(file);
+    if (has_files_ && ::io_uring_register_files_update(&ring_, file, &fd, 1) != 1) {
+      files_.forget(file);
+      return Status(KVM_ERR_IO, path + ": io_uring does not take the file");
+    }
+    return size_bytes;
+  }
+  Status sync_entry(uint32_t file) override { return files_.sync_entry(file); }
   void remove(uint32_t file) noexcept override {
     const int none = -1;
     if (has_files_) {

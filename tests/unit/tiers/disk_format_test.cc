@@ -73,12 +73,11 @@ TEST(Crc32c, OfPartsIsThatOfTheWhole) {
 }
 
 RecordHeader some_record() {
-  return {.sequence = 7,
+  return {.name = 7,
           .run_id = 0x0123456789abcdef,
           .generation = 3,
           .offset = 4096,
           .segment = 2,
-          .place = 11,
           .size_bytes = 640,
           .page_crc = 0xdeadbeef};
 }
@@ -102,11 +101,11 @@ TEST(RecordHeader, EveryFieldIsCompared) {
             "the record is one that lay there before");
   EXPECT_EQ(reason([](RecordHeader& h) { h.offset = 0; }), "the record belongs to another offset");
   EXPECT_EQ(reason([](RecordHeader& h) { h.segment = 1; }), "the record belongs to another offset");
-  EXPECT_EQ(reason([](RecordHeader& h) { h.place = 12; }), "the record is of another place");
+  EXPECT_EQ(reason([](RecordHeader& h) { h.name = 12; }), "the record is another one");
   EXPECT_EQ(reason([](RecordHeader& h) { h.size_bytes = 64; }),
             "the record's page has another size");
   RecordHeader newer = good;
-  newer.version = 2;
+  newer.version = 3;
   tiers::write_record_header(newer, bytes.data());
   EXPECT_EQ(reason([](RecordHeader&) {}), "the record is of another version of the format");
 }
@@ -132,8 +131,10 @@ TEST(SegmentHeader, TellsItsVersion) {
   EXPECT_EQ(kind_of_file(bytes, &version), SegmentFile::kOurs);
   EXPECT_EQ(version, tiers::kDiskFormatVersion);
   tiers::write_segment_header({.version = 9}, bytes.data());
-  EXPECT_EQ(kind_of_file(bytes, &version), SegmentFile::kForeign);
+  EXPECT_EQ(kind_of_file(bytes, &version), SegmentFile::kNewer);
   EXPECT_EQ(version, 9);
+  tiers::write_segment_header({.version = 1}, bytes.data());
+  EXPECT_EQ(kind_of_file(bytes, &version), SegmentFile::kOlder);
   bytes[20] ^= std::byte{1};
   EXPECT_EQ(kind_of_file(bytes, &version), SegmentFile::kNone);
   EXPECT_EQ(kind_of_file(std::span(bytes).first(40), &version), SegmentFile::kNone);
@@ -171,7 +172,7 @@ TEST(DiskFormat, IsThatOfTheGoldenFile) {
   const Bytes written = written_segment();
   const char* const source = std::getenv("KVM_SOURCE_DIR");
   ASSERT_NE(source, nullptr);
-  const std::string path = std::string(source) + "/tests/golden/disk_segment_v1.bin";
+  const std::string path = std::string(source) + "/tests/golden/disk_segment_v2.bin";
   if (std::getenv("KVM_WRITE_GOLDEN") != nullptr) {
     std::ofstream(path, std::ios::binary)
         .write(reinterpret_cast<const char*>(written.data()),
@@ -197,12 +198,13 @@ TEST(DiskFormat, IsThatOfItsPage) {
   };
   const std::span<const std::byte> all(bytes);
   EXPECT_EQ(std::memcmp(bytes.data(), "KVMS", 4), 0);
-  EXPECT_EQ(number(4, 2), 1u);
+  EXPECT_EQ(number(4, 2), 2u);
   EXPECT_EQ(number(6, 2), 4096u);
   EXPECT_EQ(number(8, 8), 1u) << "the run";
   EXPECT_EQ(number(16, 8), 1u) << "the generation";
   EXPECT_EQ(number(24, 8), DiskTier::kMinSegmentBytes);
   EXPECT_EQ(number(32, 4), 0u) << "the segment";
+  EXPECT_EQ(number(36, 4), 1u) << "the number of the run";
   EXPECT_EQ(number(60, 4), crc32c_by_table(all.first(60)));
   struct Record {
     size_t at;
@@ -213,9 +215,9 @@ TEST(DiskFormat, IsThatOfItsPage) {
   for (uint32_t i = 0; i < 3; ++i) {
     const auto& [at, mark, size] = records[i];
     EXPECT_EQ(std::memcmp(bytes.data() + at, "KVMR", 4), 0);
-    EXPECT_EQ(number(at + 4, 2), 1u);
+    EXPECT_EQ(number(at + 4, 2), 2u);
     EXPECT_EQ(number(at + 6, 2), 64u);
-    EXPECT_EQ(number(at + 8, 8), i) << "the sequence number";
+    EXPECT_EQ(number(at + 8, 8), (uint64_t{1} << 40) + i) << "the name";
     EXPECT_EQ(number(at + 16, 8), 1u);
     EXPECT_EQ(number(at + 24, 8), 1u);
     EXPECT_EQ(number(at + 32, 8), at);
