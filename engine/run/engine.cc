@@ -216,6 +216,7 @@ class EngineImpl final : public Engine {
     uint32_t n_requests = 0;
     uint32_t lane = 0;
     FairQueue::Flow queue;  // of requests that are ready
+    RoomLine::Flow room;    // of those that wait for it
     bool is_leaving = false;
     std::function<void()> on_gone;
   };
@@ -313,15 +314,16 @@ class EngineImpl final : public Engine {
 
   // Lines a request up that finds no room for what it appends. False: there will be none.
   bool wait_for_room(Request* request);
-  // Whether there is as much free as it needs, wherever that is.
-  bool may_fit(const Request* request) const;
-  // Whether it is to line up behind those that wait.
+  // Whether it is to line up with those that wait, untried.
   bool must_line_up(const Request* request) const;
   // Whether it appends, and may wait until there is room.
   bool may_wait_for_room(const Request* request) const;
+  // Whether there may be room in time that is not there now.
+  bool may_room_come() const;
   // What it appends takes so many bytes of pages.
   uint64_t room_needed(const Request* request) const;
-  // Whoever waits first tries again. Returns whether it waits no more.
+  // Looks at one client of those that wait: the first of its requests tries again, where what it
+  // needs is free for it. Returns whether there was one to look at.
   bool serve_room_waiter();
   // Ends those whose deadlines have passed.
   void expire_room_waiters();
@@ -836,6 +838,7 @@ void EngineImpl::index_more(Request* request) {
 
 void EngineImpl::start_work(Request* request) {
   if (must_line_up(request) && wait_for_room(request)) {
+    room_line_.note_news();  // nobody has looked at it yet
     return;
   }
   // Keys and values leave memory before indexes do.
@@ -1289,22 +1292,16 @@ void EngineImpl::note_use(const Request* request) {
 
 bool EngineImpl::may_wait_for_room(const Request* request) const {
   const auto* step = std::get_if<StepRequest>(&request->what);
-  return step != nullptr && step->append && movement_ && movement_->is_automatic() &&
+  return step != nullptr && step->append && may_room_come();
+}
+
+bool EngineImpl::may_room_come() const {
+  return movement_ && movement_->is_automatic() &&
          (!movement_->has_given_up() || moves_.has_begun());
 }
 
 uint64_t EngineImpl::room_needed(const Request* request) const {
   return store_->bytes_to_reserve(appends_of(request, std::get<StepRequest>(request->what)));
-}
-
-// To try is more work than to count. Indexes stay as long as it may wait.
-bool EngineImpl::may_fit(const Request* request) const {
-  const StoreMemory& memory = store_->memory();
-  try {
-    return room_needed(request) <= memory.capacity_bytes() - memory.needed_bytes();
-  } catch (const std::bad_alloc&) {
-    return true;
-  }
 }
 
 // What needs no page passes those that do.
@@ -1323,18 +1320,19 @@ bool EngineImpl::wait_for_room(Request* request) {
   if (!may_wait_for_room(request)) {
     return false;
   }
+  uint64_t needed = 0;
   try {
-    // What is larger than all of the memory would wait in vain.
-    if (room_needed(request) >
-        options_.host_capacity_bytes - store_->memory().rings().size_bytes()) {
-      return false;
-    }
+    needed = room_needed(request);
   } catch (const std::bad_alloc&) {
+    return false;
+  }
+  // What is larger than all of the memory would wait in vain.
+  if (needed > options_.host_capacity_bytes - store_->memory().rings().size_bytes()) {
     return false;
   }
   enter_fetching(request);
   end_reading(request);
-  if (room_line_.enter(request)) {
+  if (room_line_.enter(&clients_.at(request->client).room, request, needed)) {
     movement_->count_waiting_append();
   }
   movement_->set_has_waiters(true);
@@ -1357,7 +1355,7 @@ Status EngineImpl::say_why_none_goes(Status no_space) const {
 }
 
 void EngineImpl::leave_room_line(Request* request) {
-  room_line_.leave(request);
+  room_line_.leave(&clients_.at(request->client).room, request);
   room_line_.note_news();  // for whoever is behind it
   movement_->set_has_waiters(!room_line_.is_empty());
 }
@@ -1366,21 +1364,23 @@ bool EngineImpl::serve_room_waiter() {
   if (!room_line_.has_to_serve()) {
     return false;
   }
-  room_line_.forget_news();
-  Request* request = room_line_.front();
-  if (may_wait_for_room(request) && !may_fit(request)) {
-    return false;
+  // To try is more work than to count. Indexes stay as long as it may wait.
+  const StoreMemory& memory = store_->memory();
+  Request* request =
+      room_line_.take_turn(memory.capacity_bytes() - memory.needed_bytes(), !may_room_come());
+  if (request == nullptr) {
+    return true;
   }
-  room_line_.leave(request);
+  room_line_.begin_serving(&clients_.at(request->client).room, request);
   // Before it reads anything: what it reads is not given up.
   store_->memory().pages().free_left_frames();
   fetch_more(request);
-  const bool is_parked = request->is_parked;
-  if (!is_parked) {
-    room_line_.note_news();
+  room_line_.end_serving(request);
+  if (!request->is_parked) {
+    room_line_.note_news();  // for whoever is behind it
   }
   movement_->set_has_waiters(!room_line_.is_empty());
-  return !is_parked;
+  return true;
 }
 
 void EngineImpl::expire_room_waiters() {

@@ -194,7 +194,8 @@ struct Request final : TaskSet, StreamListener, LineHook, NameHook {
   bool is_next = false;       // it waits for a turn to run, once it has pages
   bool is_reading = false;    // read_epoch has begun, and not ended
   bool is_parked = false;     // it waits for room, has nothing of it, and reads nothing
-  uint64_t room_number = 0;   // its place among those; 0: it never waited for room
+  uint64_t room_number = 0;   // its place among its client's; 0: it never waited for room
+  uint64_t room_bytes = 0;    // what it waits for, as it was when it began to
   // The same for tasks, which then do nothing: nobody sees what they would have written.
   std::atomic<bool> is_abandoned{false};
   uint64_t cost = 0;   // estimate, in bytes of K and V that are read or written

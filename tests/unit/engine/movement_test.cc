@@ -401,6 +401,40 @@ TEST(Movement, AnAppendWaitsAndGoesOn) {
   EXPECT_EQ(world.rig.length(world.seqs.back()), world.length_before + 512);
 }
 
+// A client that needs much keeps those waiting that are behind it in its own line, and nobody else.
+TEST(Movement, OneClientsLargeAppendStopsNobodyElse) {
+  World world;
+  const ClientId large_client = world.rig.engine->add_client({});
+  const ClientId small_client = world.rig.engine->add_client({});
+  const kvm_seq_id large_seq = world.create(large_client);
+  const kvm_seq_id other_seq = world.create(large_client);
+  const kvm_seq_id small_seq = world.create(small_client);
+  const size_t first = world.fill_up();
+  const size_t large = world.submit(step_of(world.space, large_seq, 40000, 0, 7), large_client);
+  const size_t behind = world.submit(step_of(world.space, other_seq, 64, 0, 7), large_client);
+  size_t n_passed = 0;
+  for (uint64_t i = 0; i < 100 && world.n_answers[large] == 0; ++i) {
+    const size_t small = world.submit(step_of(world.space, small_seq, 64, 1, i), small_client);
+    for (size_t n = world.tier.n_waiting(); n != 0; --n) {
+      world.tier.finish(0);
+    }
+    world.turn();
+    if (world.n_answers[large] != 0) {
+      break;
+    }
+    EXPECT_EQ(world.n_answers[behind], 0);
+    EXPECT_EQ(world.n_answers[small], 1);
+    EXPECT_TRUE(world.results[small].status.is_ok()) << world.results[small].status.message();
+    ++n_passed;
+  }
+  EXPECT_GE(n_passed, 2u);
+  world.settle();
+  for (const size_t at : {first, large, behind}) {
+    EXPECT_EQ(world.n_answers[at], 1);
+    EXPECT_TRUE(world.results[at].status.is_ok()) << world.results[at].status.message();
+  }
+}
+
 TEST(Movement, AnAppendWaitsUntilItsDeadline) {
   World world;
   world.fill_up();
