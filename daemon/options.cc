@@ -55,7 +55,7 @@ struct AllowedText {
   }
   std::string operator()(const TenantsField&) const {
     return "\"none\", or limits such as default: bytes=50%, sequences=1000; 1000: bytes=20GiB, of "
-           "sequences, bytes, arenas, arena_bytes, queues and requests";
+           "sequences, bytes, memory_bytes, arenas, arena_bytes, queues and requests";
   }
 };
 
@@ -113,7 +113,7 @@ const std::vector<OptionRow>& option_rows() {
       {"tenants", "none", TenantsField{&O::tenants},
        "What all clients of one user may hold together: `default` for every user, a user's number "
        "for that user. In a file also as tables, [tenants.default] and [tenants.1000]. Shares are "
-       "of host_capacity and of arena_capacity."},
+       "of host_capacity (of bytes with disk.capacity) and of arena_capacity."},
       {"max_spaces", "64", IntegerField{&O::max_spaces, 1, 4096},
        "Spaces (model geometries) that can be registered."},
       {"audit_every", "1024", IntegerField{&O::audit_every, 0, 1'000'000'000'000},
@@ -153,6 +153,13 @@ const std::vector<OptionRow>& option_rows() {
        "disk.low is reached."},
       {"disk.low", "80%", SizeField{&O::disk_low, "host_capacity", 1, kMaxSizeBytes},
        "Below this use of memory, pages of sequences that are used again come back."},
+      {"disk.memory_quota", "50%",
+       SizeField{&O::disk_memory_quota, "host_capacity", kMinCapacityBytes, kMaxSizeBytes},
+       "How much one client may hold of what cannot go to the disk: heads with sinks_recent_fold "
+       "or "
+       "heavy, indexes, and what was observed. It is part of default_quota. Without "
+       "disk.directories "
+       "there is no such limit."},
       {"disk.leaving", "s3-fifo", TextField{&O::disk_leaving, {"s3-fifo", "lru"}},
        "Which sequences leave memory first. s3-fifo: those that were used once, so that a long "
        "prompt does not push out those that are in use; lru: those used longest ago."},

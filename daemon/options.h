@@ -57,6 +57,7 @@ struct Options {
   Size disk_capacity;  // share: of what is free there
   Size disk_high;      // share, here and below: of host_capacity
   Size disk_low;
+  Size disk_memory_quota;
   std::string disk_leaving;
   Size disk_move_rate;  // a second
   Size disk_compaction_rate;

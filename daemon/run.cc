@@ -54,8 +54,14 @@ Result<engine::EngineOptions> engine_options(const Options& options, const Machi
       out.host_capacity_bytes + (disk == nullptr ? 0 : disk->stats().capacity_bytes);
   out.default_quota_bytes = options.default_quota.resolve(capacity_bytes);
   out.max_sequences_per_client = options.max_sequences;
-  out.tenant_limits = tenant_limits(options.tenants, capacity_bytes,
-                                    options.arena_capacity.resolve(memory.total_bytes));
+  // Without a disk nothing can leave memory, and nobody is hindered by what cannot.
+  out.memory_quota_bytes =
+      disk == nullptr ? 0 : options.disk_memory_quota.resolve(out.host_capacity_bytes);
+  engine::Amounts wholes;
+  wholes[engine::Resource::kBytes] = capacity_bytes;
+  wholes[engine::Resource::kMemoryBytes] = out.host_capacity_bytes;
+  wholes[engine::Resource::kArenaBytes] = options.arena_capacity.resolve(memory.total_bytes);
+  out.tenant_limits = tenant_limits(options.tenants, wholes);
   out.max_spaces = static_cast<uint32_t>(options.max_spaces);
   out.pin_threads = options.pin_threads;
   out.worker_spin_ns = options.worker_spin_us * 1000;
@@ -152,6 +158,8 @@ void check_options(const Options& options, Problems* problems) {
   if (options.disk_directories == "none") {
     check_part("default_quota", options.default_quota, "host_capacity", options.host_capacity);
   }
+  check_part("disk.memory_quota", options.disk_memory_quota, "host_capacity",
+             options.host_capacity);
   check_part("arena_quota", options.arena_quota, "arena_capacity", options.arena_capacity);
   if (options.metrics_listen == "unix:" + options.socket) {
     problems->add(Status(KVM_ERR_INVALID,

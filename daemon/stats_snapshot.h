@@ -27,6 +27,7 @@ struct StatsSnapshot {
   engine::MovementStats movement;
   tiers::DiskTierStats disk;
   uint64_t disk_live_bytes = 0;
+  uint64_t staying_bytes = 0;  // engine::Resource::kMemoryBytes of all users
   std::string cost_model;
   const char* isa = "";
   uint32_t n_threads = 0;

@@ -29,6 +29,14 @@ kvm_stats service_stats(const Service& service) {
   return stats;
 }
 
+uint64_t staying_bytes(const engine::QuotaBook& quotas) {
+  uint64_t size_bytes = 0;
+  for (const engine::TenantUsage& tenant : quotas.tenants()) {
+    size_bytes += tenant.used[engine::Resource::kMemoryBytes];
+  }
+  return size_bytes;
+}
+
 StatsSnapshot take_snapshot(const Service& service) {
   const std::span<const uint64_t> refusals = service.engine->refusals();
   return {.stats = service_stats(service),
@@ -39,6 +47,7 @@ StatsSnapshot take_snapshot(const Service& service) {
           .movement = service.engine->movement_stats(),
           .disk = service.disk == nullptr ? tiers::DiskTierStats() : service.disk->stats(),
           .disk_live_bytes = service.disk == nullptr ? 0 : service.disk->used_bytes(),
+          .staying_bytes = staying_bytes(service.engine->quotas()),
           .cost_model = service.engine->cost_model(),
           .isa = service.engine->isa(),
           .n_threads = service.engine->n_threads(),
@@ -97,6 +106,8 @@ void write_disk(const StatsSnapshot& snapshot, StatsText* out) {
   out->counter("kvm_disk_io_errors_total", "Transfers that failed.", disk.n_io_errors);
   out->counter("kvm_disk_refused_writes_total", "Pages for which there was no room.",
                disk.n_no_space);
+  out->gauge("kvm_staying_bytes", "Keys, values, indexes and what was observed that no disk takes.",
+             snapshot.staying_bytes);
   out->counter("kvm_sent_pages_total", "Pages that left memory.", moved.n_pages_sent);
   out->counter("kvm_sent_bytes_total", "Their bytes.", moved.bytes_sent);
   out->counter("kvm_returned_pages_total", "Pages that came back to memory.", moved.n_pages_back);

@@ -27,7 +27,8 @@ std::string_view cut(std::string_view* text, char separator) {
 }
 
 bool is_memory(Resource resource) {
-  return resource == Resource::kBytes || resource == Resource::kArenaBytes;
+  return resource == Resource::kBytes || resource == Resource::kMemoryBytes ||
+         resource == Resource::kArenaBytes;
 }
 
 std::optional<Size> parse_limit(Resource resource, std::string_view text) {
@@ -57,13 +58,11 @@ bool parse_sizes(std::string_view text, TenantSizes* sizes) {
   return true;
 }
 
-engine::LimitChanges changes_of(const TenantSizes& sizes, uint64_t host_capacity_bytes,
-                                uint64_t arena_capacity_bytes) {
+engine::LimitChanges changes_of(const TenantSizes& sizes, const engine::Amounts& wholes) {
   engine::LimitChanges changes;
   for (const Resource resource : engine::kResources) {
     if (sizes[resource]) {
-      changes[resource] = sizes[resource]->resolve(
-          resource == Resource::kBytes ? host_capacity_bytes : arena_capacity_bytes);
+      changes[resource] = sizes[resource]->resolve(wholes[resource]);
     }
   }
   return changes;
@@ -99,18 +98,14 @@ std::optional<TenantOptions> parse_tenants(std::string_view text) {
   return options;
 }
 
-engine::TenantLimits tenant_limits(const TenantOptions& options, uint64_t host_capacity_bytes,
-                                   uint64_t arena_capacity_bytes) {
+engine::TenantLimits tenant_limits(const TenantOptions& options, const engine::Amounts& wholes) {
   engine::TenantLimits limits;
-  const auto resolved = [&](const TenantSizes& sizes) {
-    return changes_of(sizes, host_capacity_bytes, arena_capacity_bytes);
-  };
-  const engine::LimitChanges each = resolved(options.each);
+  const engine::LimitChanges each = changes_of(options.each, wholes);
   for (const Resource resource : engine::kResources) {
     limits.each[resource] = each[resource].value_or(engine::kNoLimit);
   }
   for (const auto& [uid, sizes] : options.own) {
-    limits.own[uid] = resolved(sizes);
+    limits.own[uid] = changes_of(sizes, wholes);
   }
   return limits;
 }

@@ -33,12 +33,12 @@ struct TenantOptions {
   std::map<uint32_t, TenantSizes> own;  // by uid
 };
 
-// "none": no limits. Shares are for bytes and arena_bytes. nullopt: not exactly such a text.
+// "none": no limits. Shares are for bytes, memory_bytes and arena_bytes. nullopt: not exactly such
+// a text.
 std::optional<TenantOptions> parse_tenants(std::string_view text);
 
-// host_capacity_bytes and arena_capacity_bytes: what shares of bytes and arena_bytes refer to.
-engine::TenantLimits tenant_limits(const TenantOptions& options, uint64_t host_capacity_bytes,
-                                   uint64_t arena_capacity_bytes);
+// wholes: what shares of each amount refer to.
+engine::TenantLimits tenant_limits(const TenantOptions& options, const engine::Amounts& wholes);
 
 }  // namespace kvm::daemon
 

@@ -56,6 +56,7 @@ struct EngineOptions {
   uint32_t n_threads = 0;            // that compute, the driver thread included; 0: one per core
   uint64_t host_capacity_bytes = 0;  // hard cap of physical KV memory; 0: 60 % of free memory
   uint64_t default_quota_bytes = 0;  // per client; 0: no share smaller than the capacity
+  uint64_t memory_quota_bytes = 0;   // per client, of what cannot leave memory; 0: no limit
   uint64_t max_sequences_per_client = 65536;
   TenantLimits tenant_limits;
   uint32_t max_spaces = 64;

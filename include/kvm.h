@@ -1418,7 +1418,10 @@ typedef struct kvm_amounts {
   uint64_t arena_bytes;
   uint64_t queues;
   uint64_t requests; /* in flight */
-  uint64_t reserved[2];
+  /* Of bytes, what cannot go to a disk: heads with KVM_RETAIN_SINKS_RECENT_FOLD or _HEAVY, what was
+   * observed, and indexes. 0 of an older kvmd, used and limit alike. */
+  uint64_t memory_bytes;
+  uint64_t reserved[1];
 } kvm_amounts;
 
 /* A connected client. */

@@ -39,6 +39,7 @@ struct SlabClass {
   uint16_t dim_v = 0;
   uint16_t n_heads = 0;
   bool v_in_k = false;       // V is the first dim_v channels of K's rows
+  bool is_kept = false;      // in memory: these pages go to no other tier
   uint32_t index_bytes = 0;  // not 0: a page of an index, this long; all above are 0 then
 
   bool operator==(const SlabClass&) const = default;
@@ -55,6 +56,9 @@ struct SlabClass {
     return index_bytes != 0 ? index_bytes
                             : v_params_offset() + (v_in_k ? 0 : params_bytes(v(), dim_v));
   }
+
+  // Whether pages of it never leave memory. Those of indexes do not either.
+  bool stays() const { return is_kept || index_bytes != 0; }
 
   // The class of pages whose tokens are not all there yet: this one where rows stand alone. Of a
   // list that has both, pages of this class are not longer.

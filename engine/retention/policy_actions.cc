@@ -72,7 +72,8 @@ Result<Recodings> open_recodings(StoreMemory* memory, Sequence* seq, const polic
   Recodings recodings(memory->bank(seq->account), target);
   for (const PageEntry& entry : entries) {
     Status status =
-        memory->make_quota_room(seq->account, target.page_bytes(), "re-encoding, for a moment");
+        memory->make_quota_room(seq->account, KvBytes::of(target.page_bytes(), target.stays()),
+                                "re-encoding, for a moment");
     status = status.is_ok() ? recodings.add(entry) : status;
     if (!status.is_ok() && recodings.size() == 0) {
       return status;

@@ -1919,6 +1919,7 @@ Result<std::unique_ptr<Engine>> Engine::open(const EngineOptions& given) {
   StoreOptions store_options;
   store_options.host_capacity_bytes = options.host_capacity_bytes;
   store_options.default_quota_bytes = options.default_quota_bytes;
+  store_options.memory_quota_bytes = options.memory_quota_bytes;
   store_options.max_sequences_per_client = options.max_sequences_per_client;
   store_options.tenant_limits = options.tenant_limits;
   store_options.max_spaces = options.max_spaces;

@@ -22,7 +22,7 @@ bool FullPages::find(const tiers::PageTable& pages, const Sequence& seq, bool in
     const size_t n_classes = own.kind == KVM_LAYER_OWN ? own.classes.size() : 0;
     for (uint32_t c = 0; c < n_classes; ++c) {
       const uint32_t list = own.first_list + c;
-      if (list < list_ || own.classes[c].retention.is_per_head()) {
+      if (list < list_ || own.classes[c].slab_class.stays()) {
         continue;
       }
       block_ = list == list_ ? block_ : 0;

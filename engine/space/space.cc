@@ -775,7 +775,9 @@ void add_classes(const HeadConfig& config, const std::vector<uint16_t>& heads, c
                                  .codec_v = config.codec_v,
                                  .dim_k = static_cast<uint16_t>(layer->dim_k),
                                  .dim_v = static_cast<uint16_t>(layer->dim_v),
-                                 .v_in_k = space.v_in_k};
+                                 .v_in_k = space.v_in_k,
+                                 // A policy reads what it gives up of such heads.
+                                 .is_kept = config.retention.is_per_head()};
   const uint32_t n_heads = static_cast<uint32_t>(heads.size());
   const uint32_t n_groups =
       config.retention.is_per_head() ? n_heads : choose_groups(slab_class, n_heads);

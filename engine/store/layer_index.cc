@@ -168,12 +168,12 @@ bool IndexUses::drop_oldest() {
 }
 
 void IndexBank::add_bytes(uint64_t size_bytes) const {
-  account_->quota->charge(Resource::kBytes, size_bytes);
+  account_->quota->charge(KvBytes::that_stay(size_bytes));
   account_->indexes.bytes += size_bytes;
 }
 
 void IndexBank::take_bytes(Account* account, uint64_t size_bytes) {
-  account->quota->give_back(Resource::kBytes, size_bytes);
+  account->quota->give_back(KvBytes::that_stay(size_bytes));
   account->indexes.bytes -= size_bytes;
 }
 
@@ -234,20 +234,20 @@ void IndexBank::reclaim(std::byte* data, uint64_t size_bytes) const {
 void IndexBank::take_over(PageRef page) const {
   const uint64_t page_bytes = pages_->page_bytes(page);
   Account& payer = payers_->at(pages_->payer(page));
-  payer.quota->pass_to(account_->quota, Resource::kBytes, page_bytes);
+  payer.quota->pass_to(account_->quota, KvBytes::that_stay(page_bytes));
   payer.indexes.bytes -= page_bytes;
   account_->indexes.bytes += page_bytes;
   pages_->set_payer(page, account_->payer);
 }
 
 void IndexBank::take_over(const IndexBank& payer, uint64_t size_bytes) const {
-  payer.account_->quota->pass_to(account_->quota, Resource::kBytes, size_bytes);
+  payer.account_->quota->pass_to(account_->quota, KvBytes::that_stay(size_bytes));
   payer.account_->indexes.bytes -= size_bytes;
   account_->indexes.bytes += size_bytes;
 }
 
 uint64_t IndexBank::room_bytes() const {
-  return std::min(account_->quota->room(Resource::kBytes),
+  return std::min(account_->quota->room().staying,
                   budget_->free_bytes() + pool_->cached_bytes() + reclaimer_->size_bytes());
 }
 

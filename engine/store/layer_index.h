@@ -104,7 +104,7 @@ class IndexBank {
 
  private:
   bool fits_quota(uint64_t size_bytes) const {
-    return size_bytes <= account_->quota->room(Resource::kBytes);
+    return size_bytes <= account_->quota->room().staying;
   }
   // Adds bytes to the account, and to the sums of its indexes.
   void add_bytes(uint64_t size_bytes) const;

@@ -69,7 +69,8 @@ class PageBank {
   Result<tiers::PageRef> allocate(const tiers::SlabClass& slab_class) const {
     Result<tiers::PageRef> page =
         with_relief(relief_, [&] { return pages_->allocate(slab_class, account_->payer); });
-    account_->quota->charge(Resource::kBytes, page.is_ok() ? slab_class.page_bytes() : 0);
+    account_->quota->charge(
+        KvBytes::of(page.is_ok() ? slab_class.page_bytes() : 0, slab_class.stays()));
     return page;
   }
   void add_ref(tiers::PageRef page) const { pages_->add_ref(page); }
@@ -80,9 +81,13 @@ class PageBank {
 
   // Takes a reference off, and with the last the page's bytes off the account that pays for it.
   static void release_page(tiers::PageTable* pages, const Payers& payers, tiers::PageRef page) {
-    const uint64_t page_bytes = pages->page_bytes(page);
+    const KvBytes page_bytes = bytes_of(*pages, page);
     const Account& payer = payers.at(pages->payer(page));
-    payer.quota->give_back(Resource::kBytes, pages->release(page) ? page_bytes : 0);
+    payer.quota->give_back(pages->release(page) ? page_bytes : KvBytes{});
+  }
+  // Returns what a page counts for.
+  static KvBytes bytes_of(const tiers::PageTable& pages, tiers::PageRef page) {
+    return KvBytes::of(pages.page_bytes(page), pages.slab_class(page).stays());
   }
 
  private:

@@ -23,6 +23,8 @@ ResourceText text_of(Resource resource) {
       return {"sequences", "sequences"};
     case Resource::kBytes:
       return {"bytes", "bytes"};
+    case Resource::kMemoryBytes:
+      return {"memory_bytes", "bytes that cannot leave memory"};
     case Resource::kArenas:
       return {"arenas", "arenas"};
     case Resource::kArenaBytes:
@@ -199,7 +201,8 @@ void QuotaBook::leave(ClientId client) {
   --tenants_.at(found->second->spec.uid)->n_clients;
   QuotaAccount& account = found->second->account;
   for (const Resource resource : kResources) {
-    account.give_back(resource, resource == Resource::kBytes ? 0 : account.used(resource));
+    const bool is_kept = resource == Resource::kBytes || resource == Resource::kMemoryBytes;
+    account.give_back(resource, is_kept ? 0 : account.used(resource));
   }
 }
 

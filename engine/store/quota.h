@@ -16,6 +16,7 @@
 #ifndef KVM_ENGINE_STORE_QUOTA_H_
 #define KVM_ENGINE_STORE_QUOTA_H_
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -35,17 +36,18 @@ using ClientId = uint64_t;
 
 enum class Resource : uint8_t {
   kSequences,
-  kBytes,       // of KV pages, observations and indexes, each counted once, whole
-  kArenas,      // that are mapped or being made
-  kArenaBytes,  // of these
+  kBytes,        // of KV pages, observations and indexes, each counted once, whole
+  kMemoryBytes,  // of these bytes, what cannot leave memory where there is a slow tier
+  kArenas,       // that are mapped or being made
+  kArenaBytes,   // of these
   kQueues,
   kRequests,  // taken from a queue and not answered yet
 };
-inline constexpr std::array kResources = {Resource::kSequences, Resource::kBytes,
-                                          Resource::kArenas,    Resource::kArenaBytes,
-                                          Resource::kQueues,    Resource::kRequests};
-// As in configuration files and tools: "sequences", "bytes", "arenas", "arena_bytes", "queues",
-// "requests".
+inline constexpr std::array kResources = {
+    Resource::kSequences,  Resource::kBytes,  Resource::kMemoryBytes, Resource::kArenas,
+    Resource::kArenaBytes, Resource::kQueues, Resource::kRequests};
+// As in configuration files and tools: "sequences", "bytes", "memory_bytes", "arenas",
+// "arena_bytes", "queues", "requests".
 const char* resource_name(Resource resource);
 std::optional<Resource> parse_resource(std::string_view name);
 
@@ -60,6 +62,28 @@ class PerResource {
   std::array<T, kResources.size()> values_{};
 };
 using Amounts = PerResource<uint64_t>;
+
+// KvBytes are an amount of Resource::kBytes, and what of it counts as Resource::kMemoryBytes, too.
+struct KvBytes {
+  uint64_t all = 0;
+  uint64_t staying = 0;
+
+  static KvBytes that_stay(uint64_t n) { return {n, n}; }
+  static KvBytes of(uint64_t n, bool stays) { return {n, stays ? n : 0}; }
+  KvBytes& operator+=(const KvBytes& other) {
+    all += other.all;
+    staying += other.staying;
+    return *this;
+  }
+  // REQUIRES: covers(other).
+  KvBytes& operator-=(const KvBytes& other) {
+    all -= other.all;
+    staying -= other.staying;
+    return *this;
+  }
+  bool covers(const KvBytes& other) const { return other.all <= all && other.staying <= staying; }
+  bool operator==(const KvBytes&) const = default;
+};
 
 inline constexpr uint64_t kNoLimit = UINT64_MAX;
 Amounts no_limits();
@@ -112,6 +136,7 @@ class QuotaAccount {
 
   uint64_t used(Resource resource) const { return used_[resource]; }
   const Amounts& used() const { return used_; }
+  KvBytes used_bytes() const { return {used_[Resource::kBytes], used_[Resource::kMemoryBytes]}; }
   uint64_t expected(Resource resource) const { return expected_[resource]; }
   const Amounts& limits() const { return limits_; }
   // The smaller of its own limit and its tenant's.
@@ -122,6 +147,13 @@ class QuotaAccount {
   bool could_hold(Resource resource, uint64_t n, uint64_t droppable) const;
   // What could be charged now without passing either.
   uint64_t room(Resource resource) const;
+  // The same of bytes, those that stay counted twice. Where none stay, that limit does not matter.
+  KvBytes own_room() const { return room_of(&QuotaAccount::own_room); }
+  KvBytes room() const { return room_of(&QuotaAccount::room); }
+  bool could_hold(const KvBytes& need, uint64_t droppable) const {
+    return could_hold(Resource::kBytes, need.all, droppable) &&
+           (need.staying == 0 || could_hold(Resource::kMemoryBytes, need.staying, droppable));
+  }
 
   // `what` is about to take n: "the append". Fails: QUOTA, naming the numbers and whose they are;
   // counted.
@@ -130,6 +162,19 @@ class QuotaAccount {
   void charge(Resource resource, uint64_t n);
   // REQUIRES: used(resource) >= n.
   void give_back(Resource resource, uint64_t n);
+  // The same of bytes.
+  Status check(const KvBytes& need, std::string_view what) {
+    KVM_TRY(check(Resource::kBytes, need.all, what));
+    return need.staying == 0 ? Status::ok() : check(Resource::kMemoryBytes, need.staying, what);
+  }
+  void charge(const KvBytes& bytes) {
+    charge(Resource::kBytes, bytes.all);
+    charge(Resource::kMemoryBytes, bytes.staying);
+  }
+  void give_back(const KvBytes& bytes) {
+    give_back(Resource::kBytes, bytes.all);
+    give_back(Resource::kMemoryBytes, bytes.staying);
+  }
 
   // `what` is about to take over n from another account of the tenant, whose sum stays. Fails as
   // check(), for its own limit alone.
@@ -142,6 +187,23 @@ class QuotaAccount {
   // What was charged here is charged to `taker`. REQUIRES: used(resource) >= n, and the tenant is
   // the same.
   void pass_to(QuotaAccount* taker, Resource resource, uint64_t n);
+  // The same of bytes.
+  Status check_own(const KvBytes& need, std::string_view what) {
+    KVM_TRY(check_own(Resource::kBytes, need.all, what));
+    return need.staying == 0 ? Status::ok() : check_own(Resource::kMemoryBytes, need.staying, what);
+  }
+  void expect(const KvBytes& bytes) {
+    expect(Resource::kBytes, bytes.all);
+    expect(Resource::kMemoryBytes, bytes.staying);
+  }
+  void expect_no_more(const KvBytes& bytes) {
+    expect_no_more(Resource::kBytes, bytes.all);
+    expect_no_more(Resource::kMemoryBytes, bytes.staying);
+  }
+  void pass_to(QuotaAccount* taker, const KvBytes& bytes) {
+    pass_to(taker, Resource::kBytes, bytes.all);
+    pass_to(taker, Resource::kMemoryBytes, bytes.staying);
+  }
 
   QuotaAccount* tenant() const { return tenant_; }
   void set_limits(const LimitChanges& changes);
@@ -152,6 +214,10 @@ class QuotaAccount {
   const DurationCounts& durations() const { return durations_; }
 
  private:
+  KvBytes room_of(uint64_t (QuotaAccount::*room_in)(Resource) const) const {
+    const uint64_t all = (this->*room_in)(Resource::kBytes);
+    return {all, std::min(all, (this->*room_in)(Resource::kMemoryBytes))};
+  }
   // Returns what may be held, with what is admitted beside the limit.
   uint64_t admitted(Resource resource) const;
   bool has_room(Resource resource, uint64_t n) const;

@@ -11,11 +11,9 @@ namespace {
 
 // One table for both directions: which field is which resource.
 constexpr std::pair<Resource, uint64_t kvm_amounts::*> kFields[] = {
-    {Resource::kSequences, &kvm_amounts::sequences},
-    {Resource::kBytes, &kvm_amounts::bytes},
-    {Resource::kArenas, &kvm_amounts::arenas},
-    {Resource::kArenaBytes, &kvm_amounts::arena_bytes},
-    {Resource::kQueues, &kvm_amounts::queues},
+    {Resource::kSequences, &kvm_amounts::sequences},      {Resource::kBytes, &kvm_amounts::bytes},
+    {Resource::kMemoryBytes, &kvm_amounts::memory_bytes}, {Resource::kArenas, &kvm_amounts::arenas},
+    {Resource::kArenaBytes, &kvm_amounts::arena_bytes},   {Resource::kQueues, &kvm_amounts::queues},
     {Resource::kRequests, &kvm_amounts::requests}};
 static_assert(std::size(kFields) == kResources.size());
 
@@ -63,8 +61,7 @@ Result<LimitChanges> limit_changes(const kvm_quota_params& params) {
   if (params.whose == KVM_QUOTA_USER && params.id > UINT32_MAX) {
     return Status(KVM_ERR_INVALID, fmt::format("{} is no number of a user", params.id));
   }
-  if (std::any_of(std::begin(params.limits.reserved), std::end(params.limits.reserved),
-                  [](uint64_t value) { return value != 0; })) {
+  if (params.limits.reserved[0] != 0) {
     return Status(KVM_ERR_INVALID, "kvm_amounts.reserved must be zero");
   }
   LimitChanges changes;

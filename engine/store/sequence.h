@@ -60,7 +60,7 @@ struct Giving {
   Account* giver = nullptr;
   Account* taker = nullptr;
   bool is_taken = false;  // the sequence is the taker's; what it holds follows
-  uint64_t expected_bytes = 0;
+  KvBytes expected_bytes;
   // The next pages to look at, then the next layer's index.
   size_t list = 0;
   uint64_t block = 0;

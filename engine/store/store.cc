@@ -107,6 +107,9 @@ ClientId Store::add_client(const ClientSpec& spec) {
   Amounts limits = no_limits();
   limits[Resource::kBytes] = options_.default_quota_bytes != 0 ? options_.default_quota_bytes
                                                                : options_.host_capacity_bytes;
+  if (options_.memory_quota_bytes != 0) {
+    limits[Resource::kMemoryBytes] = options_.memory_quota_bytes;
+  }
   limits[Resource::kSequences] = options_.max_sequences_per_client;
   return memory_.open(spec, limits)->client;
 }

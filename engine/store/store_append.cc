@@ -12,33 +12,34 @@
 namespace kvm::engine {
 namespace {
 
-uint64_t bytes_of(const tiers::PageTable& pages, const AppendItem& item) {
-  uint64_t size_bytes = 0;
+KvBytes bytes_of(const tiers::PageTable& pages, const AppendItem& item) {
+  KvBytes bytes;
   const std::span<const PageList> lists = std::as_const(*item.seq).layer_lists(item.layer);
   for (uint32_t i = 0; i < lists.size(); ++i) {
     const tiers::SlabClass slab_class =
         item.seq->space().head_class(item.layer, i).slab_class.tail();
-    size_bytes +=
-        lists[i].pages_to_reserve(item.n_tokens, slab_class, pages) * slab_class.page_bytes();
+    bytes += KvBytes::of(
+        lists[i].pages_to_reserve(item.n_tokens, slab_class, pages) * slab_class.page_bytes(),
+        slab_class.stays());
   }
-  return size_bytes;
+  return bytes;
 }
 
 // The quotas of all clients concerned hold what all items together need.
 Status check_quota(StoreMemory* memory, std::span<const AppendItem> items) {
-  std::unordered_map<Account*, uint64_t> needs;
+  std::unordered_map<Account*, KvBytes> needs;
   for (const AppendItem& item : items) {
     needs[item.seq->account] += bytes_of(memory->pages(), item);
   }
-  std::unordered_map<QuotaAccount*, uint64_t> tenant_needs;
+  std::unordered_map<QuotaAccount*, KvBytes> tenant_needs;
   for (const auto& [account, need] : needs) {
-    if (need > 0) {
+    if (need.all > 0) {
       KVM_TRY(memory->make_quota_room(account, need, "the append"));
       tenant_needs[account->quota->tenant()] += need;
     }
   }
   for (const auto& [tenant, need] : tenant_needs) {
-    KVM_TRY(tenant->check(Resource::kBytes, need, "the append"));
+    KVM_TRY(tenant->check(need, "the append"));
   }
   return Status::ok();
 }
@@ -72,7 +73,7 @@ Status reserve_item(StoreMemory* memory, const AppendItem& item) {
 uint64_t Store::bytes_to_reserve(std::span<const AppendItem> items) const {
   uint64_t size_bytes = 0;
   for (const AppendItem& item : items) {
-    size_bytes += bytes_of(memory_.pages(), item);
+    size_bytes += bytes_of(memory_.pages(), item).all;
   }
   return size_bytes;
 }

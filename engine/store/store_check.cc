@@ -173,37 +173,37 @@ void Recount::compare_references() const {
 }
 
 void Recount::compare_accounts() {
-  std::unordered_map<Payer, uint64_t> account_bytes;
+  std::unordered_map<Payer, KvBytes> account_bytes;
   std::unordered_map<Payer, uint64_t> index_bytes;
-  std::unordered_map<const QuotaAccount*, uint64_t> tenant_bytes;
+  std::unordered_map<const QuotaAccount*, KvBytes> tenant_bytes;
   uint64_t index_page_bytes = 0;
   uint64_t charged_bytes = 0;
   for (const auto& [page, n_refs] : page_refs_) {
     const Payer payer = &memory_.page_payer(page);
     KVM_ASSERT(pages_[payer->quota->tenant()].contains(page));
-    account_bytes[payer] += table_.page_bytes(page);
+    account_bytes[payer] += PageBank::bytes_of(table_, page);
     if (index_pages_.contains(page)) {
       index_bytes[payer] += table_.page_bytes(page);
       index_page_bytes += table_.page_bytes(page);
     }
   }
   for (const auto& [memory, charge] : beside_) {
-    account_bytes[charge.payer] += charge.size_bytes;
+    account_bytes[charge.payer] += KvBytes::that_stay(charge.size_bytes);
     charged_bytes += charge.size_bytes;
   }
   for (const auto& [memory, charge] : index_memory_) {
-    account_bytes[charge.payer] += charge.size_bytes;
+    account_bytes[charge.payer] += KvBytes::that_stay(charge.size_bytes);
     index_bytes[charge.payer] += charge.size_bytes;
   }
   for (const auto& [client, account] : memory_.accounts()) {
-    KVM_ASSERT(account->quota->used(Resource::kBytes) == account_bytes[account.get()]);
+    KVM_ASSERT(account->quota->used_bytes() == account_bytes[account.get()]);
     KVM_ASSERT(account->quota->used(Resource::kSequences) == n_sequences_[account.get()]);
     KVM_ASSERT(account->indexes.bytes == index_bytes[account.get()]);
     KVM_ASSERT(account->n_named == n_named_[account.get()]);
     tenant_bytes[account->quota->tenant()] += account_bytes[account.get()];
   }
   for (const auto& [tenant, tenant_total] : tenant_bytes) {
-    KVM_ASSERT(tenant->used(Resource::kBytes) == tenant_total);
+    KVM_ASSERT(tenant->used_bytes() == tenant_total);
   }
   const IndexTotals& totals = memory_.index_totals();
   KVM_ASSERT(index_pages_.size() == totals.n_pages);

@@ -71,13 +71,13 @@ uint64_t charged_bytes(const Sequence& seq, const Account* giver) {
 // Of pages that came to the giver after the first walk, for others passed them on, some may stay
 // its own: no more goes to the taker than there is room for.
 void pass_page(tiers::PageTable* pages, Giving* giving, tiers::PageRef page) {
-  const uint64_t page_bytes = pages->page_bytes(page);
-  if (page_bytes > giving->expected_bytes) {
+  const KvBytes page_bytes = PageBank::bytes_of(*pages, page);
+  if (!giving->expected_bytes.covers(page_bytes)) {
     return;
   }
   giving->expected_bytes -= page_bytes;
-  giving->taker->quota->expect_no_more(Resource::kBytes, page_bytes);
-  giving->giver->quota->pass_to(giving->taker->quota, Resource::kBytes, page_bytes);
+  giving->taker->quota->expect_no_more(page_bytes);
+  giving->giver->quota->pass_to(giving->taker->quota, page_bytes);
   pages->set_payer(page, giving->taker->payer);
 }
 
@@ -85,8 +85,7 @@ void pass_page(tiers::PageTable* pages, Giving* giving, tiers::PageRef page) {
 void pass_index(StoreMemory* memory, const Giving& giving, IndexRef* ref) {
   LayerIndex* index = ref->data.get();
   const bool is_used = index->n_pins != 0 || index->is_claimed;
-  if (!is_used &&
-      index->size_bytes_of(giving.giver) <= giving.taker->quota->own_room(Resource::kBytes)) {
+  if (!is_used && index->size_bytes_of(giving.giver) <= giving.taker->quota->own_room().staying) {
     index->pass_to(memory->index_bank(giving.taker), giving.giver);
   } else {
     *ref = IndexRef{};
@@ -115,16 +114,15 @@ bool pass_indexes(StoreMemory* memory, Sequence* seq, Giving* giving, uint64_t m
 // The sum is known: room is kept for it, and the sequence is the taker's.
 Status take(Sequence* seq, Giving* giving) {
   Account* taker = giving->taker;
-  const uint64_t beside_bytes = charged_bytes(*seq, giving->giver);
-  const uint64_t need = giving->expected_bytes + beside_bytes;
+  KvBytes need = KvBytes::that_stay(charged_bytes(*seq, giving->giver));
+  need += giving->expected_bytes;
   KVM_TRY(taker->quota->check_own(Resource::kSequences, 1, "the sequence"));
   // No index makes way where it would not fit without any.
-  const bool could_fit = taker->quota->could_hold(Resource::kBytes, need, taker->indexes.bytes);
-  while (could_fit && taker->quota->own_room(Resource::kBytes) < need &&
-         taker->indexes.drop_oldest()) {
+  const bool could_fit = taker->quota->could_hold(need, taker->indexes.bytes);
+  while (could_fit && !taker->quota->own_room().covers(need) && taker->indexes.drop_oldest()) {
   }
-  KVM_TRY(taker->quota->check_own(Resource::kBytes, need, "the sequence"));
-  taker->quota->expect(Resource::kBytes, giving->expected_bytes);
+  KVM_TRY(taker->quota->check_own(need, "the sequence"));
+  taker->quota->expect(giving->expected_bytes);
   visit_charged(
       *seq, [&](const auto& charged) { StoreMemory::pass_charged(charged, giving->giver, taker); });
   giving->giver->quota->pass_to(taker->quota, Resource::kSequences, 1);
@@ -140,8 +138,7 @@ void end_giving(Sequence* seq) {
   if (giving == nullptr) {
     return;
   }
-  giving->taker->quota->expect_no_more(Resource::kBytes,
-                                       giving->is_taken ? giving->expected_bytes : 0);
+  giving->taker->quota->expect_no_more(giving->is_taken ? giving->expected_bytes : KvBytes{});
   --giving->giver->n_named;
   --giving->taker->n_named;
   seq->giving = nullptr;
@@ -187,9 +184,10 @@ Result<bool> Store::give_part(Sequence* seq, Account* taker, uint64_t max_pages)
   KVM_ASSERT(giving->taker == taker);
   tiers::PageTable* pages = &memory_.pages();
   if (!giving->is_taken) {
-    const bool is_summed = walk_pages(
-        *pages, *seq, giving, max_pages,
-        [&](const tiers::PageRef page) { giving->expected_bytes += pages->page_bytes(page); });
+    const bool is_summed =
+        walk_pages(*pages, *seq, giving, max_pages, [&](const tiers::PageRef page) {
+          giving->expected_bytes += PageBank::bytes_of(*pages, page);
+        });
     if (!is_summed) {
       return false;
     }
@@ -207,8 +205,8 @@ Result<bool> Store::give_part(Sequence* seq, Account* taker, uint64_t max_pages)
     if (!is_passed) {
       return false;
     }
-    taker->quota->expect_no_more(Resource::kBytes, giving->expected_bytes);
-    giving->expected_bytes = 0;
+    taker->quota->expect_no_more(giving->expected_bytes);
+    giving->expected_bytes = {};
     giving->list = seq->lists.size();
     if (max_pages != UINT64_MAX) {
       return false;

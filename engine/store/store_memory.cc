@@ -105,9 +105,9 @@ Account* StoreMemory::find(ClientId client) const {
   return it == accounts_.end() || it->second->has_left ? nullptr : it->second.get();
 }
 
-Status StoreMemory::make_quota_room(Account* account, uint64_t need, std::string_view what) {
+Status StoreMemory::make_quota_room(Account* account, const KvBytes& need, std::string_view what) {
   QuotaAccount* quota = account->quota;
-  if (quota->room(Resource::kBytes) >= need) {
+  if (quota->room().covers(need)) {
     return Status::ok();
   }
   // Nothing makes way where it would not fit without a single index either.
@@ -116,22 +116,22 @@ Status StoreMemory::make_quota_room(Account* account, uint64_t need, std::string
   for (const auto& [client, other] : accounts_) {
     tenant_index_bytes += other->quota->tenant() == tenant ? other->indexes.bytes : 0;
   }
-  if (quota->could_hold(Resource::kBytes, need, account->indexes.bytes) &&
-      tenant->could_hold(Resource::kBytes, need, tenant_index_bytes)) {
-    while (quota->own_room(Resource::kBytes) < need && account->indexes.drop_oldest()) {
+  if (quota->could_hold(need, account->indexes.bytes) &&
+      tenant->could_hold(need, tenant_index_bytes)) {
+    while (!quota->own_room().covers(need) && account->indexes.drop_oldest()) {
     }
-    while (quota->own_room(Resource::kBytes) >= need && tenant->own_room(Resource::kBytes) < need) {
+    while (quota->own_room().covers(need) && !tenant->own_room().covers(need)) {
       Account* oldest = oldest_index(tenant);
       if (oldest == nullptr || !oldest->indexes.drop_oldest()) {
         break;
       }
     }
   }
-  return quota->check(Resource::kBytes, need, what);
+  return quota->check(need, what);
 }
 
 Status StoreMemory::charge(Account* account, uint64_t size_bytes) {
-  KVM_TRY(make_quota_room(account, size_bytes, "the observation"));
+  KVM_TRY(make_quota_room(account, KvBytes::that_stay(size_bytes), "the observation"));
   bool is_charged = pool_.make_room(size_bytes) && budget_.charge(size_bytes);
   while (!is_charged && relieve()) {
     is_charged = pool_.make_room(size_bytes) && budget_.charge(size_bytes);
@@ -141,13 +141,13 @@ Status StoreMemory::charge(Account* account, uint64_t size_bytes) {
                   fmt::format("the observation needs {} bytes; {} of {} are in use", size_bytes,
                               budget_.used_bytes(), budget_.capacity_bytes()));
   }
-  account->quota->charge(Resource::kBytes, size_bytes);
+  account->quota->charge(KvBytes::that_stay(size_bytes));
   charged_bytes_ += size_bytes;
   return Status::ok();
 }
 
 void StoreMemory::uncharge(Account* account, uint64_t size_bytes) {
-  account->quota->give_back(Resource::kBytes, size_bytes);
+  account->quota->give_back(KvBytes::that_stay(size_bytes));
   charged_bytes_ -= size_bytes;
   budget_.uncharge(size_bytes);
 }

@@ -91,8 +91,8 @@ class StoreMemory final : private PageRelief {
   Result<tiers::PageTable::Move> begin_fetch(tiers::PageRef page);
   void release(tiers::PageRef page) { PageBank::release_page(&pages_, payers_, page); }
 
-  // That the quotas have room for `need` bytes, if need be without indexes. Fails: QUOTA.
-  Status make_quota_room(Account* account, uint64_t need, std::string_view what);
+  // That the quotas have room for `need`, if need be without indexes. Fails: QUOTA.
+  Status make_quota_room(Account* account, const KvBytes& need, std::string_view what);
   // For memory beside pages: observations, and what lists hold on the heap.
   // Fails: QUOTA, NO_SPACE; nothing is charged then.
   Status charge(Account* account, uint64_t size_bytes);
@@ -124,7 +124,7 @@ class StoreMemory final : private PageRelief {
   template <typename T>
   static void pass_charged(const std::shared_ptr<T>& charged, Account* giver, Account* taker) {
     if (charged != nullptr && payer(charged) == giver) {
-      giver->quota->pass_to(taker->quota, Resource::kBytes, charged->size_bytes());
+      giver->quota->pass_to(taker->quota, KvBytes::that_stay(charged->size_bytes()));
       --giver->n_named;
       ++taker->n_named;
       payer(charged) = taker;

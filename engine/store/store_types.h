@@ -20,6 +20,7 @@ struct Sequence;  // engine/store/sequence.h
 struct StoreOptions {
   uint64_t host_capacity_bytes = 0;  // hard cap of extents, observations, indexes; required
   uint64_t default_quota_bytes = 0;  // per client; 0: the capacity
+  uint64_t memory_quota_bytes = 0;   // per client, of what cannot leave memory; 0: no limit
   uint64_t max_sequences_per_client = 65536;
   TenantLimits tenant_limits;
   uint32_t max_spaces = 64;

@@ -26,8 +26,9 @@ struct Field {
   uint64_t kvm_amounts::*member;
   bool is_bytes;
 };
-constexpr std::array<Field, 6> kFields = {{{"sequences", &kvm_amounts::sequences, false},
+constexpr std::array<Field, 7> kFields = {{{"sequences", &kvm_amounts::sequences, false},
                                            {"bytes", &kvm_amounts::bytes, true},
+                                           {"memory_bytes", &kvm_amounts::memory_bytes, true},
                                            {"arenas", &kvm_amounts::arenas, false},
                                            {"arena_bytes", &kvm_amounts::arena_bytes, true},
                                            {"queues", &kvm_amounts::queues, false},
@@ -79,7 +80,7 @@ void add_amounts(const kvm_amounts& used, const kvm_amounts& limits,
   }
 }
 
-const std::vector<std::string> kAmountTitles = {"SEQUENCES",    "BYTES",  "ARENAS",
+const std::vector<std::string> kAmountTitles = {"SEQUENCES",    "BYTES",  "STAYING", "ARENAS",
                                                 "ARENA MEMORY", "QUEUES", "REQUESTS"};
 
 std::vector<std::string> titles(std::vector<std::string> first) {

@@ -15,6 +15,7 @@ class Amounts:
     arena_bytes: int
     queues: int
     requests: int
+    memory_bytes: int
 
 
 @dataclasses.dataclass(frozen=True)

@@ -495,9 +495,7 @@ TEST(Movement, WhatIsWrittenMayGoSoon) {
   }
 }
 
-// Heads of which a policy reads what it gives up keep their pages: an append that only they could
-// make room for is refused.
-TEST(Movement, NothingThatMayGo) {
+SpaceSpec heavy_spec() {
   SpaceSpec spec = plain_spec();
   kvm_policy_params policy{};
   policy.n_layers = 1;
@@ -508,7 +506,13 @@ TEST(Movement, NothingThatMayGo) {
   policy.n_heavy = 64;
   spec.policies = {policy};
   spec.params.n_policies = 1;
-  World world([](EngineOptions*) {}, {.is_manual = true}, spec);
+  return spec;
+}
+
+// Heads of which a policy reads what it gives up keep their pages: an append that only they could
+// make room for is refused.
+TEST(Movement, NothingThatMayGo) {
+  World world([](EngineOptions*) {}, {.is_manual = true}, heavy_spec());
   Status status;
   const kvm_seq_id seq = world.create();
   for (int i = 0; i < 100 && status.is_ok(); ++i) {
@@ -517,6 +521,42 @@ TEST(Movement, NothingThatMayGo) {
   EXPECT_EQ(status.code(), KVM_ERR_NO_SPACE) << status.message();
   EXPECT_EQ(world.moved().n_pages_sent, 0u);
   EXPECT_EQ(world.moved().n_appends_waited, 1u);
+}
+
+// A client of such heads has a limit of its own, and leaves the rest of the memory to those whose
+// pages may go.
+TEST(Movement, WhatStaysHasItsOwnQuota) {
+  constexpr uint64_t kMemoryQuota = 4 << 20;
+  World world([](EngineOptions* options) { options->memory_quota_bytes = kMemoryQuota; });
+  SpaceSpec spec = heavy_spec();
+  spec.name = "heavy";
+  const kvm_space_id heavy = world.rig.space(spec);
+  const ClientId greedy = world.rig.engine->add_client({});
+  SeqRequest create;
+  create.space = heavy;
+  const kvm_seq_id seq = world.rig.run(create, greedy).seq;
+  Status status;
+  for (int i = 0; i < 100 && status.is_ok(); ++i) {
+    status = world.run(step_of(heavy, seq, 512, 0, i), greedy).status;
+  }
+  EXPECT_EQ(status.code(), KVM_ERR_QUOTA) << status.message();
+  EXPECT_NE(status.message().find("that cannot leave memory"), std::string::npos)
+      << status.message();
+  const QuotaAccount* account = world.rig.engine->quotas().find(greedy);
+  EXPECT_LE(account->used(Resource::kMemoryBytes), kMemoryQuota);
+  EXPECT_GT(account->used(Resource::kMemoryBytes), kMemoryQuota - 16 * kPageBytes);
+  EXPECT_EQ(account->used(Resource::kBytes), account->used(Resource::kMemoryBytes));
+  // Others hold more than all of memory, and so may it where its pages may go.
+  for (const ClientId client : {world.rig.client, greedy}) {
+    world.prompt(100'000, client);
+  }
+  EXPECT_GT(account->used(Resource::kBytes), kCapacity);
+  EXPECT_LE(account->used(Resource::kMemoryBytes), kMemoryQuota);
+  SeqRequest free;
+  free.verb = SeqVerb::kFree;
+  free.seq = seq;
+  EXPECT_TRUE(world.rig.run(free, greedy).status.is_ok());
+  EXPECT_EQ(account->used(Resource::kMemoryBytes), 0u);
 }
 
 // A driver that sleeps wakes for the deadline of an append that waits.

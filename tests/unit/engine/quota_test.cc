@@ -116,6 +116,41 @@ TEST(Quota, LimitsChangeAtRunTime) {
   EXPECT_EQ(book.open(9, of_user(5), no_limits())->limit(Resource::kBytes), 1000u);
 }
 
+// Bytes that stay count against both limits, others against one.
+TEST(Quota, WhatCannotLeaveMemoryHasItsOwnLimit) {
+  QuotaBook book(TenantLimits{});
+  Amounts limits = no_limits();
+  limits[Resource::kBytes] = 1000;
+  limits[Resource::kMemoryBytes] = 300;
+  QuotaAccount* account = book.open(1, of_user(5), limits);
+  EXPECT_EQ(account->room(), (KvBytes{1000, 300}));
+  account->charge(KvBytes{500, 200});
+  EXPECT_EQ(account->used_bytes(), (KvBytes{500, 200}));
+  EXPECT_EQ(account->room(), (KvBytes{500, 100}));
+  EXPECT_TRUE(account->check(KvBytes{500, 100}, "it").is_ok());
+  const Status refused = account->check(KvBytes::that_stay(101), "it");
+  EXPECT_EQ(refused.code(), KVM_ERR_QUOTA);
+  EXPECT_NE(refused.message().find("200 of 300 bytes that cannot leave memory"), std::string::npos)
+      << refused.message();
+  EXPECT_FALSE(account->could_hold(KvBytes::that_stay(301), 200));
+  EXPECT_TRUE(account->could_hold(KvBytes::that_stay(300), 200));
+  EXPECT_FALSE(account->could_hold(KvBytes{801, 0}, 300));
+  // Where the limit is below what is held, what does not stay is given still.
+  LimitChanges lower;
+  lower[Resource::kMemoryBytes] = 100;
+  account->set_limits(lower);
+  EXPECT_TRUE(account->check(KvBytes{500, 0}, "it").is_ok());
+  EXPECT_EQ(account->check(KvBytes{500, 1}, "it").code(), KVM_ERR_QUOTA);
+  QuotaAccount* other = book.open(2, of_user(5), no_limits());
+  account->pass_to(other, KvBytes{300, 150});
+  EXPECT_EQ(account->used_bytes(), (KvBytes{200, 50}));
+  EXPECT_EQ(other->used_bytes(), (KvBytes{300, 150}));
+  book.leave(2);
+  EXPECT_EQ(book.tenants()[0].used[Resource::kMemoryBytes], 200u) << "they live on";
+  book.close(2);
+  EXPECT_EQ(book.tenants()[0].used[Resource::kMemoryBytes], 50u);
+}
+
 // Against sums that are kept apart.
 TEST(Quota, SumsAreExactUnderRandomUse) {
   const uint32_t seed = std::random_device()();

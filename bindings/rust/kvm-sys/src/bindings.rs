@@ -854,7 +854,8 @@ pub struct kvm_amounts {
     pub arena_bytes: u64,
     pub queues: u64,
     pub requests: u64,
-    pub reserved: [u64; 2],
+    pub memory_bytes: u64,
+    pub reserved: [u64; 1],
 }
 
 impl Default for kvm_amounts {

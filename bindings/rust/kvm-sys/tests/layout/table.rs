@@ -387,6 +387,7 @@ structures! {
         arena_bytes,
         queues,
         requests,
+        memory_bytes,
         reserved,
     }
     kvm_client_entry {
