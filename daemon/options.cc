@@ -164,8 +164,8 @@ const std::vector<OptionRow>& option_rows() {
        "Which sequences leave memory first. s3-fifo: those that were used once, so that a long "
        "prompt does not push out those that are in use; lru: those used longest ago."},
       {"disk.move_rate", "0", SizeField{&O::disk_move_rate, nullptr, 0, kMaxSizeBytes},
-       "Bytes a second that pages may take on their way out and back, those that appends wait for "
-       "included; what attention streams is not. 0: no limit."},
+       "Bytes a second that pages may take on their way out and back. What appends wait for is not "
+       "under it, nor is what attention streams. 0: no limit."},
       {"disk.compaction_rate", "0", SizeField{&O::disk_compaction_rate, nullptr, 0, kMaxSizeBytes},
        "Bytes a second that files may be tidied up with, read and written anew. 0: no limit."},
       {"disk.daily_writes", "0", SizeField{&O::disk_daily_writes, nullptr, 0, kMaxSizeBytes},

@@ -1343,7 +1343,7 @@ bool EngineImpl::wait_for_room(Request* request) {
 }
 
 Status EngineImpl::say_why_none_goes(Status no_space) const {
-  if (!movement_ || movement_->last_refusal().is_ok()) {
+  if (!movement_ || !movement_->has_given_up() || movement_->last_refusal().is_ok()) {
     return no_space;
   }
   try {

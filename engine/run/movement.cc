@@ -112,6 +112,13 @@ bool Movement::is_sending() const {
 void Movement::pin(Sequence* seq) {
   order_.enter(&seq->residence, seq->id);
   order_.pin(&seq->residence);
+  // Pages of it may be in the batch that is on its way, as its own or as those of who shares them.
+  sends_.keep();
+}
+
+bool Movement::is_pinned(kvm_seq_id seq) {
+  const Residence* residence = residence_of(seq);
+  return residence != nullptr && residence->is_pinned();
 }
 
 // --- Room ---------------------------------------------------------------------------------------
@@ -139,15 +146,18 @@ bool Movement::wants_room() {
     return true;
   }
   return is_lowering_ && !is_resting_ &&
-         (failed_until_ns_ == 0 || clock_->now_ns() >= failed_until_ns_);
+         (failed_until_ns_ == 0 || !must_wait_until(failed_until_ns_));
+}
+
+bool Movement::must_wait_until(uint64_t time_ns) {
+  if (clock_->now_ns() >= time_ns) {
+    return false;
+  }
+  wake_ns_ = std::min(wake_ns_, time_ns);
+  return true;
 }
 
 // --- The cap ------------------------------------------------------------------------------------
-
-bool Movement::hold() {
-  is_held_ = options_.bytes_per_s != 0 && clock_->now_ns() < due_ns_;
-  return is_held_;
-}
 
 void Movement::charge(uint64_t begin_ns, uint64_t size_bytes) {
   if (options_.bytes_per_s != 0) {
@@ -187,15 +197,19 @@ bool Movement::go_on() {
     return false;
   }
   has_news_ = false;
-  is_held_ = false;
+  wake_ns_ = UINT64_MAX;
   const bool has_done = send_some() || fetch_some();
   has_news_ |= has_done;
   return has_done;
 }
 
 bool Movement::send_some() {
-  if (sends_.has_begun() || hold()) {
+  if (sends_.has_begun() || (!has_waiters_ && hold())) {
     return false;
+  }
+  while (!asked_sends_.empty() && is_pinned(asked_sends_.front())) {
+    asked_sends_.erase(asked_sends_.begin());
+    end_passes();
   }
   if (!asked_sends_.empty()) {
     return send_asked();
@@ -215,22 +229,26 @@ bool Movement::send_some() {
   }
   const uint64_t needed = store_->memory().needed_bytes();
   const uint64_t beyond = needed > low_bytes_ ? needed - low_bytes_ : 1;
-  return begin_send(has_waiters_ ? UINT64_MAX : beyond);
+  // Pages of a pinned sequence may be among those that others share.
+  return begin_send(
+      {.takes_shared = level_ != Level::kOwn && order_.n_pinned() == 0, .writes = !is_tier_full_},
+      has_waiters_ ? UINT64_MAX : beyond);
 }
 
 bool Movement::send_asked() {
   if (aim_ != Aim::kAsked) {
     end_passes();
-    sends_.aim(asked_sends_.front(), {});
+    sends_.aim(asked_sends_.front());
     aim_ = Aim::kAsked;
   }
-  return begin_send(UINT64_MAX);
+  return begin_send({.takes_shared = order_.n_pinned() == 0}, UINT64_MAX);
 }
 
-bool Movement::begin_send(uint64_t max_bytes) {
+bool Movement::begin_send(const PageSends::Limits& limits, uint64_t max_bytes) {
   try {
     sends_begin_ns_ = clock_->now_ns();
-    sends_.begin(store_, capped(max_bytes));
+    is_send_capped_ = !has_waiters_;
+    sends_.begin(store_, limits, is_send_capped_ ? capped(max_bytes) : max_bytes);
   } catch (const std::bad_alloc&) {
     settle(residence_of(sends_.target()), {.n_failed = 1, .is_last = true});
   }
@@ -255,9 +273,7 @@ bool Movement::choose() {
       order_.set_aside(residence);
       continue;
     }
-    // Pages of a pinned sequence may be among those that others share.
-    sends_.aim(residence->seq(), {.takes_shared = level_ != Level::kOwn && order_.n_pinned() == 0,
-                                  .writes = !is_tier_full_});
+    sends_.aim(residence->seq());
     aim_ = Aim::kChosen;
     return true;
   }
@@ -268,16 +284,11 @@ bool Movement::choose() {
 bool Movement::begin_next_pass() {
   const Level last = has_waiters_ ? Level::kBusy : Level::kShared;
   if (!is_in_pass_) {
-    is_in_pass_ = true;
-    level_ = Level::kOwn;
-    has_sent_ = false;
-    is_tier_full_ = false;
+    begin_search();
   } else if (level_ != last) {
     level_ = level_ == Level::kOwn ? Level::kShared : Level::kBusy;
   } else if (has_sent_) {
-    level_ = Level::kOwn;
-    has_sent_ = false;
-    is_tier_full_ = false;
+    begin_search();
   } else {
     end_passes();
     is_resting_ = true;
@@ -302,6 +313,15 @@ bool Movement::begin_next_pass() {
   return true;
 }
 
+void Movement::begin_search() {
+  is_in_pass_ = true;
+  level_ = Level::kOwn;
+  has_sent_ = false;
+  // The tier is asked anew; what it said before is no reason any more.
+  is_tier_full_ = false;
+  last_refusal_ = Status::ok();
+}
+
 void Movement::end_passes() {
   is_in_pass_ = false;
   forget_target();
@@ -322,7 +342,7 @@ bool Movement::end_sends() {
   stats_.bytes_sent += batch.size_bytes;
   stats_.bytes_written += batch.written_bytes;
   stats_.n_failed += batch.n_failed;
-  charge(sends_begin_ns_, batch.written_bytes);
+  charge(sends_begin_ns_, is_send_capped_ ? batch.written_bytes : 0);
   if (batch.n_failed != 0 || batch.written_bytes != 0) {
     last_refusal_ = batch.status;
   }
@@ -349,15 +369,15 @@ void Movement::settle(Residence* residence, const PageSends::Batch& batch) {
   const bool is_over = residence == nullptr || batch.is_last || batch.n_failed != 0;
   if (aim_ == Aim::kAsked) {
     // Where the tier takes no more, a sequence stays for the rest.
-    if (is_over) {
+    if (is_over && !batch.is_kept) {
       asked_sends_.erase(asked_sends_.begin());
-      aim_ = Aim::kNone;
     }
+    aim_ = is_over || batch.is_kept ? Aim::kNone : aim_;
     return;
   }
   const bool is_busy = residence != nullptr && sequence_order_->is_busy(residence->seq());
   const bool is_used = is_busy && level_ != Level::kBusy;
-  if (aim_ != Aim::kChosen || !(is_over || is_used || residence->is_pinned())) {
+  if (aim_ != Aim::kChosen || !(is_over || batch.is_kept || is_used || residence->is_pinned())) {
     return;
   }
   aim_ = Aim::kNone;
@@ -365,7 +385,7 @@ void Movement::settle(Residence* residence, const PageSends::Batch& batch) {
     return;
   }
   // One that has, or is about to have, more that may go later has its turn in the next pass.
-  if (batch.is_last && batch.n_failed == 0 && !batch.has_passed && !is_busy &&
+  if (batch.is_last && batch.n_failed == 0 && !batch.has_passed && !batch.is_kept && !is_busy &&
       !residence->is_pinned()) {
     order_.leave(residence);
   } else {

@@ -67,7 +67,8 @@ class Movement {
   // Whether they do so in vain: nothing can be sent, and whoever read frames that were left when
   // that was found out has ended. It holds until pages go, or nobody waits.
   bool has_given_up() const { return verdict_ == Verdict::kGivenUp; }
-  // Why the tier did not take the last page that it refused; OK: it took all.
+  // Why the tier did not take a page in the search that has_given_up() tells of; OK: it took all
+  // that it was given.
   const Status& last_refusal() const { return last_refusal_; }
   // Whether pages have gone since this was asked last.
   bool take_freed();
@@ -78,9 +79,9 @@ class Movement {
   // Ends a batch that is over, or begins one; some 0.1 ms at most. Returns whether it did anything.
   bool go_on();
   // Whether go_on() has something to do that no transfer has to end for.
-  bool is_ready() const { return has_news_ || is_due() || (!is_held_ && is_second_look_due()); }
+  bool is_ready() const { return has_news_ || is_due() || is_second_look_due(); }
   // How long the driver may sleep for this.
-  uint64_t patience_ns() const { return is_held_ ? clock_->patience_ns(due_ns_) : UINT64_MAX; }
+  uint64_t patience_ns() const { return clock_->patience_ns(wake_ns_); }
   // Waits for transfers in flight, and forgets the rest.
   void stop();
   const MovementStats& stats() const { return stats_; }
@@ -97,6 +98,8 @@ class Movement {
   bool send_asked();
   bool fetch_some();
   bool begin_fetch(uint64_t limit_bytes, kvm_seq_id id);
+  // Whether a sequence may not go, and nothing that it shares.
+  bool is_pinned(kvm_seq_id seq);
   // Whether pages are to go that nobody named.
   bool wants_room();
   // Looks for whose they are. False: nobody's, for now.
@@ -106,7 +109,9 @@ class Movement {
   // What becomes of the sequence whose pages were sent.
   void settle(Residence* residence, const PageSends::Batch& batch);
   void forget_target();
-  bool begin_send(uint64_t max_bytes);
+  bool begin_send(const PageSends::Limits& limits, uint64_t max_bytes);
+  // Starts to look through all sequences.
+  void begin_search();
   void give_up_fetch(Residence* residence);
   // null: it is gone.
   Sequence* find(kvm_seq_id seq) noexcept;
@@ -116,9 +121,12 @@ class Movement {
     return verdict_ == Verdict::kWaitsForReaders && !fetches_.has_begun() && !sends_.has_begun() &&
            epochs().has_ended(verdict_epoch_);
   }
-  // The cap on bytes.
-  bool is_due() const { return is_held_ && clock_->now_ns() >= due_ns_; }
-  bool hold();
+  // Whether a time has come that it waited for.
+  bool is_due() const { return wake_ns_ != UINT64_MAX && clock_->now_ns() >= wake_ns_; }
+  // Whether that time is still to come; go_on() is called again then.
+  bool must_wait_until(uint64_t time_ns);
+  // The cap on bytes. What an append waits for is not under it.
+  bool hold() { return options_.bytes_per_s != 0 && must_wait_until(due_ns_); }
   void charge(uint64_t begin_ns, uint64_t size_bytes);
   uint64_t capped(uint64_t max_bytes) const;
   tiers::ReadEpochs& epochs() const { return store_->memory().pages().epochs(); }
@@ -141,6 +149,7 @@ class Movement {
 
   PageSends sends_;
   uint64_t sends_begin_ns_ = 0;
+  bool is_send_capped_ = false;  // of the batch that has begun
   std::vector<kvm_seq_id> asked_sends_;
   Aim aim_ = Aim::kNone;
   bool is_lowering_ = false;      // from high to low
@@ -161,8 +170,8 @@ class Movement {
   bool is_fetch_asked_ = false;
   bool are_fetches_resting_ = false;  // there was no frame, and nothing has changed since
 
-  bool is_held_ = false;  // by the cap, until due_ns_
-  uint64_t due_ns_ = 0;
+  uint64_t due_ns_ = 0;  // by the cap
+  uint64_t wake_ns_ = UINT64_MAX;
   MovementStats stats_;
 };
 

@@ -9,14 +9,13 @@
 
 namespace kvm::engine {
 
-void PageSends::aim(kvm_seq_id seq, const Limits& limits) {
+void PageSends::aim(kvm_seq_id seq) {
   KVM_ASSERT(!has_begun());
   target_ = seq;
-  limits_ = limits;
   from_.rewind();
 }
 
-void PageSends::begin(Store* store, uint64_t max_bytes) {
+void PageSends::begin(Store* store, const Limits& limits, uint64_t max_bytes) {
   KVM_ASSERT(!has_begun());
   tiers::PageTable& pages = store->memory().pages();
   found_.reserve(FullPages::kMaxPages);
@@ -28,7 +27,7 @@ void PageSends::begin(Store* store, uint64_t max_bytes) {
   batch_.has_passed = from_.has_skipped();
   for (const FullPage& found : found_) {
     const bool has_place = pages.place(found.page) != tiers::kNoPlace;
-    if ((found.is_shared && !limits_.takes_shared) || (!has_place && !limits_.writes)) {
+    if ((found.is_shared && !limits.takes_shared) || (!has_place && !limits.writes)) {
       batch_.has_passed = true;
       continue;
     }
@@ -58,17 +57,21 @@ void PageSends::begin(Store* store, uint64_t max_bytes) {
 PageSends::Batch PageSends::end(StoreMemory* memory) {
   KVM_ASSERT(has_begun());
   writes_.end([&](const tiers::PageTable::Move& move, const tiers::Transfer& write) {
-    const bool is_away = write.status.is_ok();
+    const bool is_written = write.status.is_ok();
+    if (is_written && batch_.is_kept) {
+      memory->pages().slow_tier()->release(write.place);
+    }
+    const bool is_away = is_written && !batch_.is_kept;
     memory->pages().end_leave(move, is_away ? write.place : tiers::kNoPlace);
-    if (!is_away) {
+    if (!is_written) {
       if (batch_.n_failed++ == 0) {
         batch_.status = write.status;
       }
       return;
     }
-    ++batch_.n_pages;
-    batch_.size_bytes += move.size_bytes;
     batch_.written_bytes += move.size_bytes;
+    batch_.n_pages += is_away ? 1 : 0;
+    batch_.size_bytes += is_away ? move.size_bytes : 0;
   });
   memory->pages().free_left_frames();
   has_begun_ = false;

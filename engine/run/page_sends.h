@@ -30,6 +30,7 @@ class PageSends final : private StreamListener {
     Status status;               // why, of the first
     bool is_last = false;        // the sequence has no more that may go, but for those that failed
     bool has_passed = false;     // some were passed over
+    bool is_kept = false;        // keep() was called: those that were written stay
   };
 
   explicit PageSends(Arrivals* arrivals) : arrivals_(arrivals) {}
@@ -40,11 +41,13 @@ class PageSends final : private StreamListener {
     bool writes = true;        // those too that the tier does not have yet
   };
   // Whose pages go from now on. REQUIRES: !has_begun().
-  void aim(kvm_seq_id seq, const Limits& limits);
+  void aim(kvm_seq_id seq);
   kvm_seq_id target() const { return target_; }
   // Begins a batch of about max_bytes. REQUIRES: !has_begun(). Throws std::bad_alloc: it has not
   // begun.
-  void begin(Store* store, uint64_t max_bytes);
+  void begin(Store* store, const Limits& limits, uint64_t max_bytes);
+  // Those of the batch that has begun, if one has, stay in memory after all.
+  void keep() { batch_.is_kept = has_begun_; }
   bool has_begun() const { return has_begun_; }
   // Whether no transfer is in flight.
   bool is_over() { return writes_.is_empty() || writes_.is_over(); }
@@ -58,7 +61,6 @@ class PageSends final : private StreamListener {
 
   Arrivals* const arrivals_;
   kvm_seq_id target_ = 0;
-  Limits limits_;
   FullPages from_;
   std::vector<FullPage> found_;
   PageTransfers writes_;

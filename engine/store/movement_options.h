@@ -18,7 +18,8 @@ struct MovementOptions {
   // come back. REQUIRES: 0 < low < high <= 1.
   double high = 0.90;
   double low = 0.80;
-  uint64_t bytes_per_s = 0;  // of what is sent and what comes back together; 0: no limit
+  // Of what is sent and what comes back together, but for what appends wait for; 0: no limit.
+  uint64_t bytes_per_s = 0;
   LeavingRule rule = LeavingRule::kS3Fifo;
 };
 

@@ -929,6 +929,82 @@ TEST(Movement, TheCapHolds) {
   EXPECT_LE(world.moved().bytes_back, kCap + kCap / 10);
 }
 
+// It is for what has time. An append that waits gets its room while the clock stands still.
+TEST(Movement, TheCapDoesNotHoldUpAppends) {
+  World world([](EngineOptions* options) { options->movement.bytes_per_s = 20 * kPageBytes; });
+  const size_t waiting = world.fill_up();
+  world.settle();
+  EXPECT_EQ(world.n_answers[waiting], 1);
+  EXPECT_TRUE(world.results[waiting].status.is_ok()) << world.results[waiting].status.message();
+}
+
+// A tier that refuses is asked again after a while, though nothing else happens.
+TEST(Movement, ATierThatRefusedIsAskedAgain) {
+  const auto fill = [](World* world) {
+    world->tier.fail_every(Transfer::Kind::kWrite, 1, {KVM_ERR_IO, "sector 7 is gone"});
+    while (world->in_memory() <= high_bytes()) {
+      world->prompt(512);
+    }
+    world->settle();
+    EXPECT_EQ(world->moved().n_pages_sent, 0u);
+    EXPECT_GT(world->moved().n_failed, 0u);
+  };
+  World real([](EngineOptions* options) { options->clock = system_clock(); });
+  fill(&real);
+  EXPECT_LE(real.rig.engine->housekeep(), 100'000'000u) << "the driver sleeps no longer";
+  World world;
+  fill(&world);
+  world.tier.clear_faults();
+  world.settle();
+  EXPECT_EQ(world.moved().n_pages_sent, 0u);
+  world.clock.advance(100'000'000);
+  world.settle();
+  EXPECT_GT(world.moved().n_pages_sent, 0u);
+  EXPECT_LE(world.in_memory(), low_bytes());
+}
+
+// A reason belongs to the search that came to nothing, and to no later one.
+TEST(Movement, AnOldRefusalIsNoReason) {
+  World world;
+  const kvm_seq_id other = world.prompt(2048);
+  world.tier.fail_every(Transfer::Kind::kWrite, 1, {KVM_ERR_IO, "sector 7 is gone"});
+  EXPECT_TRUE(world.rig.engine->send_away(other).is_ok());
+  world.settle();
+  EXPECT_GT(world.moved().n_failed, 0u);
+  world.tier.clear_faults();
+  const kvm_seq_id seq = world.create();
+  const RequestResult result = world.run(step_of(world.space, seq, 60000, 0, 1));
+  EXPECT_EQ(result.status.code(), KVM_ERR_NO_SPACE);
+  EXPECT_EQ(result.status.message().find("sector 7"), std::string::npos) << result.status.message();
+}
+
+// A pin holds for what was asked for before it, and for what is on its way.
+TEST(Movement, PinsHoldForSendsAskedForBefore) {
+  for (const bool is_first : {false, true}) {
+    for (const bool is_shared : {false, true}) {
+      World world;
+      const kvm_seq_id other = world.prompt(4096);
+      const kvm_seq_id seq = world.prompt(4096);
+      const kvm_seq_id child = world.rig.verb(SeqVerb::kFork, seq, 4096).seq;
+      const kvm_seq_id asked = is_shared ? child : seq;
+      EXPECT_TRUE(world.rig.engine->send_away(is_first ? asked : other).is_ok());
+      world.turn();
+      EXPECT_NE(world.tier.n_waiting(), 0u);
+      EXPECT_TRUE(world.rig.engine->send_away(is_first ? other : asked).is_ok());
+      EXPECT_TRUE(world.rig.engine->pin(seq).is_ok());
+      world.settle();
+      EXPECT_FALSE(world.rig.engine->is_sending());
+      EXPECT_EQ(world.info(seq).bytes_away, 0u) << is_first << is_shared;
+      EXPECT_EQ(world.info(other).bytes_away, 64 * kPageBytes);
+      EXPECT_EQ(world.tier.used_bytes(), 64 * kPageBytes);
+      EXPECT_TRUE(world.rig.engine->unpin(seq).is_ok());
+      EXPECT_TRUE(world.rig.engine->send_away(asked).is_ok());
+      world.settle();
+      EXPECT_EQ(world.info(seq).bytes_away, 64 * kPageBytes);
+    }
+  }
+}
+
 TEST(Movement, OptionsAreChecked) {
   for (const auto& [low, high] : {std::pair{0.0, 0.5}, {0.9, 0.8}, {0.8, 0.8}, {0.5, 1.1}}) {
     EngineOptions options = Rig::make_options(1, kCapacity);
