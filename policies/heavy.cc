@@ -16,6 +16,8 @@ namespace {
 // comes to the same where those that go are dropped.
 constexpr uint64_t kMaxChosenFrom = 16 << 10;
 constexpr uint64_t kMaxMergedFrom = 1 << 10;
+// LIMIT: tokens measured at a time: 0.10 ms on a core of Zen 5 (98,304: 0.56 ms).
+constexpr uint64_t kMaxMeasured = 16 << 10;
 
 struct Candidate {
   uint64_t position = 0;
@@ -67,10 +69,9 @@ class Heavy : public Policy {
     actions->next_commit = UINT64_MAX;
     for (const ListView& list : view.lists) {
       if (view.event == Event::kPromptEnd) {
-        actions->add({.kind = ActionKind::kMeasure,
-                      .layer = list.layer,
-                      .class_index = list.class_index,
-                      .measure = list.awaits_share ? variance_of(list) : 0.0});
+        if (list.awaits_share) {
+          measure(list, actions);
+        }
         continue;
       }
       if (list.awaits_share) {
@@ -117,22 +118,23 @@ class Heavy : public Policy {
   }
 
  private:
-  // Of the attention mass among the tokens that queries have given some to, or might have.
-  static double variance_of(const ListView& list) {
-    const uint64_t begin = (list.n_sinks + kPageTokens - 1) / kPageTokens * kPageTokens;
-    double mean = 0;
-    double squares = 0;  // of distances from the mean: Welford's method
-    double n = 0;
-    for (uint64_t x = begin; x < list.length; ++x) {
+  // The attention mass of the tokens that queries have given some to, or might have.
+  static void measure(const ListView& list, ActionList* actions) {
+    const uint64_t first = (list.n_sinks + kPageTokens - 1) / kPageTokens * kPageTokens;
+    const uint64_t begin = std::max(first, list.measured_end);
+    const uint64_t end = std::max(begin, std::min(list.length, begin + kMaxMeasured));
+    Moments moments;
+    for (uint64_t x = begin; x < end; ++x) {
       const bool is_known = x >= list.mass_begin && x - list.mass_begin < list.masses.size();
-      const double mass =
-          mass_of(list, x, is_known ? static_cast<double>(list.masses[x - list.mass_begin]) : 0.0);
-      n += 1;
-      const double distance = mass - mean;
-      mean += distance / n;
-      squares += distance * (mass - mean);
+      const double own = is_known ? static_cast<double>(list.masses[x - list.mass_begin]) : 0.0;
+      moments.add(mass_of(list, x, own));
     }
-    return n > 0 && std::isfinite(squares) ? squares / n : 0.0;
+    actions->add({.kind = ActionKind::kMeasure,
+                  .layer = list.layer,
+                  .class_index = list.class_index,
+                  .range = {begin, end},
+                  .moments = moments});
+    actions->more = end < list.length;
   }
 
   static double mass_of(const ListView& list, uint64_t position, double own) {

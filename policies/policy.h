@@ -10,6 +10,7 @@
 #define KVM_POLICIES_POLICY_H_
 
 #include <array>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -45,6 +46,34 @@ struct KeptToken {
   float mass = 0;
 };
 
+// Moments of some numbers: how many, their mean, and the squares of their distances from it.
+struct Moments {
+  double n = 0;
+  double mean = 0;
+  double squares = 0;
+
+  // Welford, "Note on a method for calculating corrected sums of squares and products" (1962).
+  void add(double number) {
+    n += 1;
+    const double distance = number - mean;
+    mean += distance / n;
+    squares += distance * (number - mean);
+  }
+  // Those of both together: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm
+  // for computing sample variances" (1979).
+  void add(const Moments& other) {
+    const double all = n + other.n;
+    if (other.n > 0) {
+      const double distance = other.mean - mean;
+      mean += distance * (other.n / all);
+      squares += other.squares + distance * distance * (n * (other.n / all));
+      n = all;
+    }
+  }
+  // 0 of none, and where it is no number.
+  double variance() const { return n > 0 && std::isfinite(squares) ? squares / n : 0.0; }
+};
+
 // One (sequence, layer, head class).
 struct ListView {
   uint32_t layer = 0;
@@ -69,6 +98,8 @@ struct ListView {
   // n_recent and n_heavy are to be the list's share of what several have: share_out() has not
   // spoken yet.
   bool awaits_share = false;
+  // kPromptEnd: what lies before has been measured.
+  uint64_t measured_end = 0;
   // What is given up is compared with what is kept, each with each.
   bool merges = false;
   // Lists of one head that choose tokens: those kept of pages that are gone, in position order, and
@@ -94,15 +125,17 @@ struct View {
 };
 
 enum class ActionKind : uint8_t {
-  kDrop = 0,     // forget the tokens of `range`
-  kDemote = 1,   // store them as codec_k, codec_v
-  kFold = 2,     // add `range` to the one entry of its list (mean K, mean V, log-weight ln n)
-  kKeep = 3,     // of `range`, and of what was kept before, keep only certain tokens
-  kMeasure = 4,  // remember `measure` of the list until budgets are shared out (kPromptEnd only)
+  kDrop = 0,    // forget the tokens of `range`
+  kDemote = 1,  // store them as codec_k, codec_v
+  kFold = 2,    // add `range` to the one entry of its list (mean K, mean V, log-weight ln n)
+  kKeep = 3,    // of `range`, and of what was kept before, keep only certain tokens
+  // Add `moments` of `range` to those of the list, for when budgets are shared out. At kPromptEnd
+  // only, by policies that decide by list.
+  kMeasure = 4,
 };
 
-// Ranges are whole pages (multiples of kPageTokens); tokens of them that are not stored, because
-// they were dropped before, do not matter.
+// Ranges are whole pages (multiples of kPageTokens), but for those of kMeasure; tokens of them that
+// are not stored, because they were dropped before, do not matter.
 struct Action {
   ActionKind kind = ActionKind::kDrop;
   uint32_t layer = 0;
@@ -113,7 +146,7 @@ struct Action {
   // kKeep: ActionList::kept[first_kept, first_kept + n_kept), positions in order.
   size_t first_kept = 0;
   size_t n_kept = 0;
-  double measure = 0;
+  Moments moments;  // kMeasure
 };
 
 // How many tokens a list keeps.
@@ -128,8 +161,8 @@ struct Budget {
 struct Measured {
   uint32_t layer = 0;
   bool shares_budget = false;  // else its budget stays
-  double measure = 0;
-  Budget budget;  // in: of the configuration; out: its share
+  double measure = 0;          // the variance of what was measured
+  Budget budget;               // in: of the configuration; out: its share
 };
 
 // LIMIT: a policy returns at most kMaxActions at a time. One that has more to do sets `more`, and

@@ -120,7 +120,8 @@ bool close_work(StoreMemory* memory, Sequence* seq, RetentionSlice::Work* work) 
 }
 
 // After the last list has been measured. Throws std::bad_alloc: no list has its share.
-void share_out(const Governed& governed, std::span<const double> measures, Sequence* seq) {
+void share_out(const Governed& governed, std::span<const RetentionCursor::Measure> measures,
+               Sequence* seq) {
   const Space& space = seq->space();
   std::vector<policies::Measured> lists(measures.size());
   for (size_t i = 0; i < lists.size(); ++i) {
@@ -128,7 +129,7 @@ void share_out(const Governed& governed, std::span<const double> measures, Seque
     const Retention& retention = space.head_class(member.layer, member.class_index).retention;
     lists[i] = {.layer = member.layer,
                 .shares_budget = retention.budgets != KVM_BUDGETS_EQUAL,
-                .measure = measures[i],
+                .measure = measures[i].moments.variance(),
                 .budget = budget_of(*seq, member.layer, member.class_index)};
   }
   governed.policy->share_out(lists);
@@ -158,12 +159,10 @@ bool is_due(const Sequence& seq, size_t governed, uint32_t event) {
 void note_measures(const RetentionSlice::Group& group, RetentionCursor* cursor) {
   for (uint32_t i = 0; i < group.actions.n_actions; ++i) {
     const policies::Action& action = group.actions.actions[i];
-    for (uint32_t of = 0; of < group.lists.size(); ++of) {
-      const policies::ListView& list = group.lists[of];
-      if (action.kind == policies::ActionKind::kMeasure && list.layer == action.layer &&
-          list.class_index == action.class_index) {
-        cursor->measures[group.first_member + of] = action.measure;
-      }
+    if (action.kind == policies::ActionKind::kMeasure) {
+      RetentionCursor::Measure& measure = cursor->measures[group.first_member];
+      measure.moments.add(action.moments);
+      measure.end = action.range.end;
     }
   }
 }
@@ -221,6 +220,7 @@ std::unique_ptr<RetentionSlice> plan_retention(const StoreMemory& memory, Sequen
           n_pages +=
               show_list(memory, *seq, governed.members[at].layer, governed.members[at].class_index,
                         &group.stored[i], &group.kept[i], &group.lists[i]);
+          group.lists[i].measured_end = ends_prompt ? cursor->measures[at].end : 0;
         }
       }
       slice->set_pages(n_pages);
@@ -261,8 +261,11 @@ void close_retention(StoreMemory* memory, RetentionSlice* slice, RetentionCursor
       slice->give_up(work);
     }
   }
+  // Those behind one that goes on have been measured, too, and need not be again.
   for (const RetentionSlice::Group& group : slice->groups()) {
     note_measures(group, cursor);
+  }
+  for (const RetentionSlice::Group& group : slice->groups()) {
     cursor->member = group.first_member;
     const bool goes_on = group.actions.more && ++cursor->n_rounds < kMaxPolicyRounds;
     if (group.is_cut || goes_on) {

@@ -23,7 +23,10 @@ uint64_t RetentionSlice::decide_bytes() const {
   uint64_t n = 0;
   for (const Group& group : groups_) {
     for (const policies::ListView& list : group.lists) {
-      n += list.kept.size() + list.masses.size();
+      // What is measured may be observed sums alone.
+      const bool measures = event_ == policies::Event::kPromptEnd && list.awaits_share;
+      n += measures ? list.length - std::min(list.length, list.measured_end)
+                    : list.kept.size() + list.masses.size();
     }
   }
   return n * kCandidateBytes;

@@ -47,7 +47,12 @@ struct RetentionCursor {
   uint32_t member = 0;
   uint32_t n_rounds = 0;              // in which a policy asked for more
   uint64_t next_commit = UINT64_MAX;  // of the lists before `member`
-  std::vector<double> measures;       // of members; at the prompt's end
+  // At the prompt's end, of members: of their tokens before `end`.
+  struct Measure {
+    policies::Moments moments;
+    uint64_t end = 0;
+  };
+  std::vector<Measure> measures;
 };
 
 class RetentionSlice {

@@ -229,6 +229,17 @@ TEST(Budgets, LayersKeepTheirSharesOnceThePromptEnds) {
   }
 }
 
+// Lists that are measured in parts have the shares that they would have by the whole.
+TEST(Budgets, LongPrompts) {
+  constexpr uint64_t kTokens = 40'000;
+  World world(2);
+  const Masses masses = random_masses(7, kTokens - 100);
+  world.append(world.seq, kTokens - 100);
+  world.observe(world.seq, masses);
+  world.append(world.seq, 100, KVM_ITEM_PROMPT_END);
+  expect_counts(world.counts(world.seq), shares(masses, kTokens), kTokens);
+}
+
 TEST(Budgets, AFirstTokenByItselfEndsThePrompt) {
   World world;
   const Masses masses = random_masses(9, 1000);

@@ -97,6 +97,55 @@ TEST(Heavy, KeepsWhatTheRuleSays) {
   }
 }
 
+// A part at a time, and what comes of it is the variance of all.
+TEST(Heavy, LongListsAreMeasuredInTurn) {
+  std::mt19937 random(11);
+  for (const uint64_t length : {100u, 16'500u, 98'304u}) {
+    std::vector<float> masses(length);
+    std::vector<float> columns(length * 2);
+    double mean = 0;
+    for (uint64_t x = 0; x < length; ++x) {
+      masses[x] = static_cast<float>(random() % 1000);
+      columns[2 * x + 1] = static_cast<float>(random() % 100);
+      mean += x < 64 ? 0 : (masses[x] + columns[2 * x + 1]) / static_cast<double>(length - 64);
+    }
+    double variance = 0;
+    for (uint64_t x = 64; x < length; ++x) {
+      variance +=
+          std::pow(masses[x] + columns[2 * x + 1] - mean, 2) / static_cast<double>(length - 64);
+    }
+    const uint16_t kv_head = 1;
+    ListView list;
+    list.length = length;
+    list.n_sinks = 4;
+    list.awaits_share = true;
+    list.masses = masses;
+    list.column_sums = columns.data();
+    list.n_columns = length;
+    list.n_kv_heads = 2;
+    list.kv_heads = {&kv_head, 1};
+    Moments moments;
+    uint64_t n_rounds = 0;
+    for (bool more = true; more && n_rounds < 100; ++n_rounds) {
+      ActionList actions;
+      heavy().decide({.event = Event::kPromptEnd, .n_committed = length, .lists = {&list, 1}},
+                     &actions);
+      ASSERT_EQ(actions.n_actions, 1u);
+      const Action& action = actions.actions[0];
+      EXPECT_EQ(action.kind, ActionKind::kMeasure);
+      EXPECT_EQ(action.range.begin, std::max<uint64_t>(64, list.measured_end));
+      EXPECT_LE(action.range.end - action.range.begin, 16384u);
+      moments.add(action.moments);
+      list.measured_end = action.range.end;
+      more = actions.more;
+    }
+    EXPECT_EQ(list.measured_end, length);
+    EXPECT_EQ(n_rounds, (length - 64 + 16383) / 16384);
+    EXPECT_EQ(moments.n, static_cast<double>(length - 64));
+    EXPECT_NEAR(moments.variance(), variance, 1e-9 * variance);
+  }
+}
+
 // Of more tokens than one choice looks at, the same stay as if it had looked at all of them.
 TEST(Heavy, LongListsAreChosenFromInTurn) {
   constexpr uint64_t kLength = 70'000;
