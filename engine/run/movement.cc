@@ -244,11 +244,11 @@ bool Movement::send_asked() {
   return begin_send({.takes_shared = order_.n_pinned() == 0}, UINT64_MAX);
 }
 
-bool Movement::begin_send(const PageSends::Limits& limits, uint64_t max_bytes) {
+bool Movement::begin_send(const PageBatches::Limits& limits, uint64_t max_bytes) {
   try {
     sends_begin_ns_ = clock_->now_ns();
     is_send_capped_ = !has_waiters_;
-    sends_.begin(store_, limits, is_send_capped_ ? capped(max_bytes) : max_bytes);
+    sends_.begin_send(store_, limits, is_send_capped_ ? capped(max_bytes) : max_bytes);
   } catch (const std::bad_alloc&) {
     settle(residence_of(sends_.target()), {.n_failed = 1, .is_last = true});
   }
@@ -337,7 +337,8 @@ bool Movement::end_sends() {
   if (!sends_.has_begun() || !sends_.is_over()) {
     return false;
   }
-  const PageSends::Batch batch = sends_.end(&store_->memory());
+  const PageBatches::Batch batch = sends_.end(&store_->memory());
+  store_->memory().pages().free_left_frames();
   stats_.n_pages_sent += batch.n_pages;
   stats_.bytes_sent += batch.size_bytes;
   stats_.bytes_written += batch.written_bytes;
@@ -360,7 +361,7 @@ bool Movement::end_sends() {
   return true;
 }
 
-void Movement::settle(Residence* residence, const PageSends::Batch& batch) {
+void Movement::settle(Residence* residence, const PageBatches::Batch& batch) {
   if (residence != nullptr && batch.n_pages != 0) {
     residence->has_away = true;
     leave_returning(residence);
@@ -427,7 +428,7 @@ bool Movement::begin_fetch(uint64_t limit_bytes, kvm_seq_id id) {
   }
   try {
     fetches_begin_ns_ = clock_->now_ns();
-    fetches_.begin(store_, capped(std::min(kMaxFetchBytes, n_pages * page_bytes)));
+    fetches_.begin_fetch(store_, capped(std::min(kMaxFetchBytes, n_pages * page_bytes)));
     return true;
   } catch (const std::bad_alloc&) {
     give_up_fetch(&seq->residence);
@@ -447,7 +448,7 @@ bool Movement::end_fetches() {
     return false;
   }
   const kvm_seq_id target = fetches_.target();
-  const PageFetches::Batch batch = fetches_.end(&store_->memory());
+  const PageBatches::Batch batch = fetches_.end(&store_->memory());
   stats_.n_pages_back += batch.n_pages;
   stats_.bytes_back += batch.size_bytes;
   stats_.n_failed += batch.n_failed;

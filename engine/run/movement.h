@@ -21,8 +21,7 @@
 #include "base/clock.h"
 #include "base/status.h"
 #include "engine/run/arrivals.h"
-#include "engine/run/page_fetches.h"
-#include "engine/run/page_sends.h"
+#include "engine/run/page_batches.h"
 #include "engine/run/sequence_order.h"
 #include "engine/store/leaving_order.h"
 #include "engine/store/movement_options.h"
@@ -107,9 +106,9 @@ class Movement {
   bool begin_next_pass();
   void end_passes();
   // What becomes of the sequence whose pages were sent.
-  void settle(Residence* residence, const PageSends::Batch& batch);
+  void settle(Residence* residence, const PageBatches::Batch& batch);
   void forget_target();
-  bool begin_send(const PageSends::Limits& limits, uint64_t max_bytes);
+  bool begin_send(const PageBatches::Limits& limits, uint64_t max_bytes);
   // Starts to look through all sequences.
   void begin_search();
   void give_up_fetch(Residence* residence);
@@ -147,7 +146,7 @@ class Movement {
   bool has_waiters_ = false;
   bool has_freed_ = false;
 
-  PageSends sends_;
+  PageBatches sends_;
   uint64_t sends_begin_ns_ = 0;
   bool is_send_capped_ = false;  // of the batch that has begun
   std::vector<kvm_seq_id> asked_sends_;
@@ -164,7 +163,7 @@ class Movement {
   Verdict verdict_ = Verdict::kOpen;
   uint64_t verdict_epoch_ = 0;
 
-  PageFetches fetches_;
+  PageBatches fetches_;
   uint64_t fetches_begin_ns_ = 0;
   std::vector<kvm_seq_id> asked_fetches_;
   bool is_fetch_asked_ = false;

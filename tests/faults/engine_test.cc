@@ -279,6 +279,23 @@ void refuse_each(const std::function<std::unique_ptr<World>()>& prepare,
   }
 }
 
+// The client has gone, with what it had in the slow tier.
+void expect_left_nothing(const World& world) {
+  EXPECT_TRUE(world.is_gone());
+  EXPECT_EQ(world.n_pages_away(), 0u);
+  EXPECT_EQ(world.tier_bytes(), 0u);
+}
+
+// A sequence is what it was; then its client goes.
+void expect_intact(World* world, kvm_seq_id seq, float expected) {
+  world->submit(world->attend(seq));
+  world->drive();
+  EXPECT_EQ(world->status(0), KVM_OK);
+  EXPECT_EQ(world->output(), expected);
+  world->leave();
+  expect_left_nothing(*world);
+}
+
 bool is_answer(kvm_status status) { return status == KVM_OK || status == KVM_ERR_NO_MEMORY; }
 
 // The first attend is a job, so that the others wait for their turns.
@@ -510,14 +527,7 @@ TEST(EngineFaults, PagesThatAreAwayAreNotLost) {
           const kvm_status status = world->status(i);
           EXPECT_TRUE(is_answer(status) || (i < 3 && status == KVM_ERR_NOT_FOUND)) << status;
         }
-        world->submit(world->attend(seq));
-        world->drive();
-        EXPECT_EQ(world->status(0), KVM_OK);
-        EXPECT_EQ(world->output(), expected);
-        world->leave();
-        EXPECT_TRUE(world->is_gone());
-        EXPECT_EQ(world->n_pages_away(), 0u);
-        EXPECT_EQ(world->tier_bytes(), 0u);
+        expect_intact(world, seq, expected);
       });
 }
 
@@ -561,11 +571,7 @@ TEST(EngineFaults, ClientsLeaveWithPagesOnTheirWay) {
         world->submit(world->append_one({seq}));
         world->leave();
       },
-      [](World* world) {
-        EXPECT_TRUE(world->is_gone());
-        EXPECT_EQ(world->n_pages_away(), 0u);
-        EXPECT_EQ(world->tier_bytes(), 0u);
-      });
+      [](World* world) { expect_left_nothing(*world); });
 }
 
 // An append waits until pages have gone by themselves, and what is used again comes back: where
@@ -605,14 +611,7 @@ TEST(EngineFaults, AppendsThatWaitAreAnswered) {
           EXPECT_TRUE(is_answer(status) || (i == 3 && status == KVM_ERR_NO_SPACE)) << status;
         }
         world->check_accounts();
-        world->submit(world->attend(seq));
-        world->drive();
-        EXPECT_EQ(world->status(0), KVM_OK);
-        EXPECT_EQ(world->output(), expected);
-        world->leave();
-        EXPECT_TRUE(world->is_gone());
-        EXPECT_EQ(world->n_pages_away(), 0u);
-        EXPECT_EQ(world->tier_bytes(), 0u);
+        expect_intact(world, seq, expected);
       });
   EXPECT_TRUE(has_waited);
   EXPECT_TRUE(has_come_back);
