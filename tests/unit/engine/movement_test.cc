@@ -559,6 +559,33 @@ TEST(Movement, WhatStaysHasItsOwnQuota) {
   EXPECT_EQ(account->used(Resource::kMemoryBytes), 0u);
 }
 
+// Of what stays, indexes go before anything is refused.
+TEST(Movement, IndexesMakeWayForWhatStays) {
+  SpaceSpec spec = plain_spec();
+  spec.indexes = {make_index()};
+  World world([](EngineOptions* options) { options->memory_quota_bytes = 2 << 20; },
+              {.is_manual = true}, spec);
+  const kvm_seq_id indexed = world.prompt(4096);
+  auto approximate = step_of(world.space, indexed, 0, 1, 5);
+  approximate->step.mode = KVM_MODE_SAMPLED;
+  approximate->step.budget = 64;
+  ASSERT_TRUE(world.run(std::move(approximate)).status.is_ok());
+  EXPECT_GT(world.rig.engine->stats().index_bytes, 0u);
+  SpaceSpec heavy = heavy_spec();
+  heavy.name = "heavy";
+  SeqRequest create;
+  create.space = world.rig.space(heavy);
+  const kvm_seq_id seq = world.rig.run(create).seq;
+  Status status;
+  for (int i = 0; i < 100 && status.is_ok(); ++i) {
+    status = world.run(step_of(create.space, seq, 512, 0, i)).status;
+  }
+  EXPECT_EQ(status.code(), KVM_ERR_QUOTA) << status.message();
+  EXPECT_EQ(world.rig.engine->stats().index_bytes, 0u);
+  const QuotaAccount* account = world.rig.engine->quotas().find(world.rig.client);
+  EXPECT_GT(account->used(Resource::kMemoryBytes), (2u << 20) - 16 * kPageBytes);
+}
+
 // A driver that sleeps wakes for the deadline of an append that waits.
 TEST(Movement, TheDriverWakesForADeadline) {
   World world([](EngineOptions* options) { options->clock = system_clock(); });
