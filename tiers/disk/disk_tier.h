@@ -21,8 +21,8 @@
 // pages have nothing of it. Where a transfer of several pages fails to be read, each is read alone.
 //
 // Threads: submit(), add_ref(), release() and list() on any; one of the tier does all else, on_done
-// included, but for what is refused, which ends in submit(). It copies each page once, summing it up: some
-// 8 GB/s of a core, which bounds the tier.
+// included, but for what is refused, which ends in submit(). It copies each page once, summing it
+// up: some 8 GB/s of a core, which bounds the tier.
 // Memory: queue_depth + 14 buffers of transfer_bytes and 12 KiB; pages that do not fit into one,
 // two at a time, in memory taken for them; 36 bytes a place, which stay.
 #ifndef KVM_TIERS_DISK_DISK_TIER_H_
