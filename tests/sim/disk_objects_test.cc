@@ -64,7 +64,8 @@ struct Content {
 
   std::string label() const { return "label " + std::to_string(mark); }
   std::vector<std::byte> body() const {
-    return mark % 5 == 0 ? std::vector<std::byte>() : marked_bytes(mark, 1 + mark * 977 % 300'000);
+    return mark % 5 == 0 ? std::vector<std::byte>()
+                         : marked_bytes(mark, 1 + mark * 977 % (mark % 11 == 0 ? 300'000 : 20'000));
   }
 };
 

@@ -395,7 +395,9 @@ void DiskTier::begin_round() {
   round_.has_touched_manifest = false;
   for (uint32_t i = 0; i < segments_.size(); ++i) {
     Segment& segment = segments_[i];
-    if (segment.is_dirty && segment.state != Segment::State::kAbsent) {
+    const bool has_pages =
+        segment.state == Segment::State::kOpen || segment.state == Segment::State::kSealed;
+    if (segment.is_dirty && has_pages) {
       round_.files.push_back(i);
       segment.is_dirty = false;
     }
@@ -418,17 +420,22 @@ void DiskTier::sync_more() {
   while (!round_.files.empty() && n_round_jobs_ < kRoundJobs) {
     const uint32_t file = round_.files.back();
     bool is_new = false;
-    Segment::Header header;
+    bool is_headless = false;
     {
       const std::lock_guard lock(mutex_);
-      header = segments_[file].header;
-      if (header == Segment::Header::kInFlight) {
+      const Segment& segment = segments_[file];
+      if (segment.header == Segment::Header::kInFlight) {
         return;  // without it nothing there would be found
       }
+      if (segment.end_bytes == 0 || segment.state == Segment::State::kFree) {
+        round_.files.pop_back();  // it is empty now, or was begun again, with nothing written yet
+        continue;
+      }
+      is_headless = segment.header == Segment::Header::kNone;
       is_new = std::exchange(segments_[file].is_new, false);
     }
     round_.files.pop_back();
-    if (header == Segment::Header::kNone) {
+    if (is_headless) {
       write_header(file);
       continue;
     }
@@ -456,6 +463,7 @@ void DiskTier::write_header(uint32_t segment) {
   job->data = job->own;
   const std::lock_guard lock(mutex_);
   write_segment_header(segment_header(segments_[segment].filling), job->data);
+  ++segments_[segment].n_transfers;
   ++round_.n_jobs;
   begun_.push_back(job);
 }
@@ -478,6 +486,11 @@ void DiskTier::begin_round_job(uint32_t file, DiskOp::Kind kind) {
 
 void DiskTier::finish_round_job(Job* job) {
   --round_.n_jobs;
+  if (job->file < segments_.size() && job->kind == DiskOp::Kind::kWrite) {
+    const std::lock_guard lock(mutex_);
+    --segments_[job->file].n_transfers;
+    recycle_if_empty_locked(job->file);
+  }
   if (!job->status.is_ok()) {
     const std::lock_guard lock(mutex_);
     ++stats_.n_io_errors;

@@ -105,6 +105,7 @@ bool DiskTier::open_next_locked(std::unique_lock<std::mutex>& lock) {
   segment.moves_from_ns = 0;
   segment.end_bytes = 0;
   segment.header = Segment::Header::kNone;
+  segment.is_dirty = false;
   segment.filling.run_id = run_id_;
   ++segment.filling.generation;
   segment.waits_for_sync = false;

@@ -268,8 +268,8 @@ TEST(DiskObjects, WithAByteChangedAreAsTheyWereOrReported) {
     };
     const bool is_manifest = file.ends_with(".manifest");
     // All of headers and tables, and some of the rest.
-    for (uint64_t at = 0; at < size; at += at % 4096 < 160 || at > size - 200 ? 5 : 4001) {
-      if (is_manifest && at >= 12288) {
+    for (uint64_t at = 0; at < size; at += at % 4096 < 160 || at > size - 200 ? 23 : 4001) {
+      if (is_manifest && at >= 8192) {
         break;
       }
       flip(at);
