@@ -30,6 +30,20 @@ Result<PageRef> PageTable::allocate(const SlabClass& slab_class, PayerId payer) 
   return page;
 }
 
+Result<PageRef> PageTable::adopt(const SlabClass& slab_class, PayerId payer, PlaceId place) {
+  KVM_ASSERT(slow_ != nullptr && place != kNoPlace);
+  KVM_TRY_ASSIGN(const uint32_t index, directory_with_room(slab_class));
+  Directory& directory = *directories_[index];
+  const uint32_t slot = take_slot(directory);
+  directory.at(slot) = {
+      .n_refs = 1, .frame = kNoFrame, .payer = payer, .place = place, .state = State::kSealed};
+  ++directory.n_names;
+  ++n_pages_;
+  ++n_pages_away_;
+  away_bytes_ += directory.page_bytes;
+  return make_page_ref(index, slot);
+}
+
 bool PageTable::release(PageRef page) {
   Record& of = record(page);
   KVM_ASSERT(of.n_refs > 0);
@@ -152,6 +166,18 @@ void PageTable::end_leave(const Move& move, PlaceId place) {
   }
 }
 
+void PageTable::end_copy(const Move& move, PlaceId place) {
+  Record& of = record(move.page);
+  KVM_ASSERT(of.state == State::kMoving && n_moving_ > 0);
+  KVM_ASSERT(of.frame != kNoFrame && of.place == kNoPlace);
+  --n_moving_;
+  of.place = place;
+  of.state = State::kSealed;
+  if (of.n_refs == 0) {
+    forget(move.page);
+  }
+}
+
 Result<PageTable::Move> PageTable::begin_fetch(PageRef page) {
   KVM_ASSERT(!is_in_memory(page));
   return begin_to_frame(page);
@@ -266,7 +292,6 @@ void PageTable::check_accounts() const {
   uint64_t page_bytes = 0;
   uint64_t n_moving = 0;
   std::unordered_set<uint32_t> frames;
-  std::unordered_set<PlaceId> places;
   const auto add_frame = [&](FrameRef frame) {
     KVM_ASSERT(pool_->is_used(frame));
     KVM_ASSERT(frames.insert(frame.number).second);
@@ -287,7 +312,6 @@ void PageTable::check_accounts() const {
       page_bytes += record.n_refs > 0 && is_in_memory ? directory.page_bytes : 0;
       n_moving += record.state == State::kMoving ? 1 : 0;
       KVM_ASSERT(record.n_refs > 0 || record.state == State::kMoving);
-      KVM_ASSERT(record.place == kNoPlace || places.insert(record.place).second);
       KVM_ASSERT(record.place == kNoPlace || record.state != State::kWritten);
       if (!is_in_memory) {
         KVM_ASSERT(record.place != kNoPlace && record.state != State::kWritten);

@@ -13,6 +13,9 @@
 //   of before waits until nobody reads it any more (ReadEpochs)
 //   begin_leave --> the tier writes the bytes --> end_leave: the record has the place and no frame
 //   begin_fetch --> the tier reads the bytes --> end_fetch: the record has a frame, and the place
+//   begin_leave --> the tier writes the bytes --> end_copy: the record has the place and its frame
+//
+// Pages of several names may have one place: each has a reference on it of its own.
 //
 // A page that is being written does not move, and one that is moving is not written: pages are born
 // for writing, and are sealed when what they are to hold is there.
@@ -58,6 +61,10 @@ class PageTable {
   // Fails: as HostPool::allocate; NO_SPACE, where names have run out. Throws std::bad_alloc.
   // Nothing has changed then.
   Result<PageRef> allocate(const SlabClass& slab_class, PayerId payer);
+  // A sealed page with one reference that is not in memory, and holds what lies at `place`, of which
+  // it takes over a reference. REQUIRES: the table has a slow tier. Fails: NO_SPACE, where names
+  // have run out. Throws std::bad_alloc. Nothing has changed then.
+  Result<PageRef> adopt(const SlabClass& slab_class, PayerId payer, PlaceId place);
   // REQUIRES here and below: `page` is allocated.
   void add_ref(PageRef page) { ++record(page).n_refs; }
   // Returns whether that was the last reference; the page is free then.
@@ -117,6 +124,9 @@ class PageTable {
   Move begin_leave(PageRef page);
   // place: where the bytes are, or kNoPlace: nowhere, and the page stays in memory.
   void end_leave(const Move& move, PlaceId place);
+  // Ends it otherwise: the page has the place, and stays in memory. kNoPlace: as end_leave.
+  // REQUIRES: it had no place.
+  void end_copy(const Move& move, PlaceId place);
   // The same of a page that is not in memory to a frame. Readers that began before it ends may go
   // on to read its place. Fails: as begin_move.
   Result<Move> begin_fetch(PageRef page);

@@ -444,10 +444,11 @@ struct Way final : Transfer {
   void on_done() noexcept override { is_done = true; }
   PageTable::Move move;
   bool is_done = false;
+  bool is_copy = false;  // a write after which the page stays in memory
 };
 
-// Pages that leave and come back, that are shared and released at any point of their way, and whose
-// transfers end in any order or fail, against a map.
+// Pages that leave, are copied and come back, that are shared, released and adopted under another
+// name at any point of their way, and whose transfers end in any order or fail, against a map.
 TEST(PageTable, PagesLeaveAndComeBack) {
   MemoryBudget budget(16 * kMiB);
   HostPool pool(&budget, 4 * kMiB);
@@ -465,6 +466,16 @@ TEST(PageTable, PagesLeaveAndComeBack) {
   uint32_t n_failed = 0;
   uint32_t n_left = 0;
   uint32_t n_fetched = 0;
+  uint32_t n_copied = 0;
+  uint32_t n_adopted = 0;
+  const auto end_write = [&](const Way& way) {
+    const PlaceId place = way.status.is_ok() ? way.place : kNoPlace;
+    if (way.is_copy) {
+      table.end_copy(way.move, place);
+    } else {
+      table.end_leave(way.move, place);
+    }
+  };
   const auto any = [&] {
     auto it = held.begin();
     std::advance(it, generator() % held.size());
@@ -496,6 +507,7 @@ TEST(PageTable, PagesLeaveAndComeBack) {
             continue;
           }
           way->data = const_cast<std::byte*>(way->move.source);
+          way->is_copy = generator() % 2 == 0;
         } else {
           const Result<PageTable::Move> move = table.begin_fetch(it->first);
           if (!move.is_ok()) {
@@ -521,14 +533,19 @@ TEST(PageTable, PagesLeaveAndComeBack) {
         }
         n_failed += way->status.is_ok() ? 0 : 1;
         if (way->kind == Transfer::Kind::kWrite) {
-          n_left += way->status.is_ok() ? 1 : 0;
-          table.end_leave(way->move, way->status.is_ok() ? way->place : kNoPlace);
+          n_left += way->status.is_ok() && !way->is_copy ? 1 : 0;
+          n_copied += way->status.is_ok() && way->is_copy ? 1 : 0;
+          end_write(*way);
         } else {
           n_fetched += way->status.is_ok() ? 1 : 0;
           table.end_fetch(way->move, way->status.is_ok());
         }
         if (const auto it = held.find(way->move.page); it != held.end()) {
           it->second.is_on_its_way = false;
+          if (way->is_copy) {
+            EXPECT_TRUE(table.is_in_memory(it->first) && table.is_sealed(it->first));
+            EXPECT_EQ(table.place(it->first) != kNoPlace, way->status.is_ok());
+          }
         }
         return true;
       });
@@ -548,6 +565,16 @@ TEST(PageTable, PagesLeaveAndComeBack) {
           table.seal(it->first);
         }
       }
+      if (const PlaceId place = table.place(it->first); place != kNoPlace && held.size() < 80) {
+        tier.add_ref(place);
+        const PageRef other = table.adopt(slab_class, payer_of(2), place).value();
+        EXPECT_FALSE(table.is_in_memory(other));
+        EXPECT_TRUE(table.is_sealed(other));
+        EXPECT_EQ(table.place(other), place);
+        EXPECT_EQ(table.payer(other), payer_of(2));
+        ASSERT_TRUE(held.emplace(other, Held{1, it->second.mark}).second);
+        ++n_adopted;
+      }
       table.add_ref(it->first);
       ++it->second.n_refs;
     } else {
@@ -564,13 +591,15 @@ TEST(PageTable, PagesLeaveAndComeBack) {
       table.check_accounts();
     }
   }
+  EXPECT_GT(n_copied, 100u);
+  EXPECT_GT(n_adopted, 100u);
   EXPECT_GT(n_failed, 10u);
   EXPECT_GT(n_left, 100u);
   EXPECT_GT(n_fetched, 100u);
   tier.finish_all();
   for (const std::unique_ptr<Way>& way : ways) {
     if (way->kind == Transfer::Kind::kWrite) {
-      table.end_leave(way->move, way->status.is_ok() ? way->place : kNoPlace);
+      end_write(*way);
     } else {
       table.end_fetch(way->move, way->status.is_ok());
     }
@@ -582,6 +611,32 @@ TEST(PageTable, PagesLeaveAndComeBack) {
   }
   while (table.free_left_frames()) {
   }
+  table.check_accounts();
+  EXPECT_EQ(pool.n_frames(), 0u);
+  EXPECT_EQ(tier.used_bytes(), 0u);
+}
+
+// A page that is gone when its copy ends leaves no place behind.
+TEST(PageTable, APageMayGoWhileItIsCopied) {
+  MemoryBudget budget(16 * kMiB);
+  HostPool pool(&budget, 0);
+  SimulatedTier tier({.is_manual = true});
+  PageTable table(&pool, &tier);
+  const PageRef page = table.allocate(slab_class_of(4), payer_of(1)).value();
+  table.seal(page);
+  Way way;
+  way.kind = Transfer::Kind::kWrite;
+  way.move = table.begin_leave(page);
+  way.data = const_cast<std::byte*>(way.move.source);
+  way.size_bytes = static_cast<uint32_t>(way.move.size_bytes);
+  Transfer* transfer = &way;
+  tier.submit({&transfer, 1});
+  EXPECT_TRUE(table.release(page));
+  EXPECT_EQ(table.n_pages(), 0u);
+  table.check_accounts();
+  tier.finish_all();
+  ASSERT_TRUE(way.status.is_ok());
+  table.end_copy(way.move, way.place);
   table.check_accounts();
   EXPECT_EQ(pool.n_frames(), 0u);
   EXPECT_EQ(tier.used_bytes(), 0u);
