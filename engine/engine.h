@@ -10,6 +10,7 @@
 //   store/      sequences, their pages, what a head keeps besides, indexes; who pays for what
 //   index/      makes the indexes of a sequence and hands them to attention
 //   retention/  carries out what policies decide about committed tokens
+//   image/      a sequence as bytes, and made of them again
 //   attend/     plans attention over stored runs, runs it, audits it, knows what it costs
 //   run/        a request from its submission to its callback; EngineImpl
 //

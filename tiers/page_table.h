@@ -61,9 +61,9 @@ class PageTable {
   // Fails: as HostPool::allocate; NO_SPACE, where names have run out. Throws std::bad_alloc.
   // Nothing has changed then.
   Result<PageRef> allocate(const SlabClass& slab_class, PayerId payer);
-  // A sealed page with one reference that is not in memory, and holds what lies at `place`, of which
-  // it takes over a reference. REQUIRES: the table has a slow tier. Fails: NO_SPACE, where names
-  // have run out. Throws std::bad_alloc. Nothing has changed then.
+  // A sealed page with one reference that is not in memory, and holds what lies at `place`, of
+  // which it takes over a reference. REQUIRES: the table has a slow tier. Fails: NO_SPACE, where
+  // names have run out. Throws std::bad_alloc. Nothing has changed then.
   Result<PageRef> adopt(const SlabClass& slab_class, PayerId payer, PlaceId place);
   // REQUIRES here and below: `page` is allocated.
   void add_ref(PageRef page) { ++record(page).n_refs; }

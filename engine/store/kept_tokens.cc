@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <utility>
 
 #include "base/assert.h"
 #include "base/round.h"
@@ -13,39 +14,49 @@ namespace kvm::engine {
 
 KeptTokens::KeptTokens(const tiers::SlabClass& slab_class, uint64_t begin, uint32_t capacity,
                        bool is_counted)
-    : slab_class_(slab_class), end_(begin), capacity_(capacity) {
+    : slab_class_(slab_class) {
   KVM_ASSERT(slab_class.n_heads == 1);
-  tokens_.reserve(capacity);
-  k_.resize(capacity * slab_class.k().row_bytes(slab_class.dim_k));
-  v_.resize(slab_class.v_in_k ? 0 : capacity * slab_class.v().row_bytes(slab_class.dim_v));
-  k_scales_.resize(slab_class.k().is_scaled() ? capacity : 0);
-  v_scales_.resize(slab_class.v().is_scaled() && !slab_class.v_in_k ? capacity : 0);
-  counts_.resize(is_counted ? capacity : 0, 1);
-  log_weights_.resize(is_counted ? capacity : 0);
+  parts_.end = begin;
+  parts_.capacity = capacity;
+  parts_.tokens.reserve(capacity);
+  parts_.k.resize(capacity * slab_class.k().row_bytes(slab_class.dim_k));
+  parts_.v.resize(slab_class.v_in_k ? 0 : capacity * slab_class.v().row_bytes(slab_class.dim_v));
+  parts_.k_scales.resize(slab_class.k().is_scaled() ? capacity : 0);
+  parts_.v_scales.resize(slab_class.v().is_scaled() && !slab_class.v_in_k ? capacity : 0);
+  parts_.counts.resize(is_counted ? capacity : 0, 1);
+  parts_.log_weights.resize(is_counted ? capacity : 0);
+}
+
+KeptTokens::KeptTokens(const tiers::SlabClass& slab_class, Parts&& parts)
+    : slab_class_(slab_class), parts_(std::move(parts)) {
+  KVM_ASSERT(slab_class.n_heads == 1 && parts_.tokens.size() <= parts_.capacity);
+  parts_.tokens.reserve(parts_.capacity);
 }
 
 uint64_t KeptTokens::size_bytes() const {
-  return capacity_ * sizeof(Token) + k_.size() + v_.size() +
-         (k_scales_.size() + v_scales_.size()) * sizeof(uint16_t) +
-         counts_.size() * sizeof(uint32_t) + log_weights_.size() * sizeof(float);
+  return parts_.capacity * sizeof(Token) + parts_.k.size() + parts_.v.size() +
+         (parts_.k_scales.size() + parts_.v_scales.size()) * sizeof(uint16_t) +
+         parts_.counts.size() * sizeof(uint32_t) + parts_.log_weights.size() * sizeof(float);
 }
 
 KvPlane KeptTokens::k_plane() const {
-  return {k_.data(), k_scales_.empty() ? nullptr : k_scales_.data(), slab_class_.codec_k};
+  return {parts_.k.data(), parts_.k_scales.empty() ? nullptr : parts_.k_scales.data(),
+          slab_class_.codec_k};
 }
 
 KvPlane KeptTokens::v_plane() const {
   if (slab_class_.v_in_k) {
     return k_plane();
   }
-  return {v_.data(), v_scales_.empty() ? nullptr : v_scales_.data(), slab_class_.codec_v};
+  return {parts_.v.data(), parts_.v_scales.empty() ? nullptr : parts_.v_scales.data(),
+          slab_class_.codec_v};
 }
 
 KvRun KeptTokens::run(uint32_t slot, uint64_t position, uint32_t n_tokens) const {
   KvRun run;
   run.k = k_plane();
   run.v = v_plane();
-  run.log_weight = log_weights_.empty() ? nullptr : log_weights_.data() + slot;
+  run.log_weight = parts_.log_weights.empty() ? nullptr : parts_.log_weights.data() + slot;
   run.slot = slot;
   run.position = position;
   run.n_tokens = static_cast<uint16_t>(n_tokens);
@@ -53,23 +64,23 @@ KvRun KeptTokens::run(uint32_t slot, uint64_t position, uint32_t n_tokens) const
 }
 
 KeptTokens::Choice KeptTokens::plan(std::span<const uint64_t> positions) const {
-  KVM_ASSERT(positions.size() <= capacity_ && positions.size() >= tokens_.size());
+  KVM_ASSERT(positions.size() <= parts_.capacity && positions.size() >= parts_.tokens.size());
   Choice choice;
-  choice.tokens.reserve(capacity_);
+  choice.tokens.reserve(parts_.capacity);
   std::vector<uint32_t> free_slots;
-  auto old = tokens_.begin();
+  auto old = parts_.tokens.begin();
   for (const uint64_t position : positions) {
-    for (; old != tokens_.end() && old->position < position; ++old) {
+    for (; old != parts_.tokens.end() && old->position < position; ++old) {
       free_slots.push_back(old->slot);
     }
-    const bool is_old = old != tokens_.end() && old->position == position;
+    const bool is_old = old != parts_.tokens.end() && old->position == position;
     choice.tokens.push_back({position, is_old ? old->slot : UINT32_MAX});
     old += is_old ? 1 : 0;
   }
-  for (; old != tokens_.end(); ++old) {
+  for (; old != parts_.tokens.end(); ++old) {
     free_slots.push_back(old->slot);
   }
-  auto next_slot = static_cast<uint32_t>(tokens_.size());
+  auto next_slot = static_cast<uint32_t>(parts_.tokens.size());
   for (Token& token : choice.tokens) {
     if (token.slot != UINT32_MAX) {
       continue;
@@ -116,9 +127,9 @@ void KeptTokens::write(uint32_t slot, const float* k, const float* v) {
 }
 
 void KeptTokens::set_count(uint32_t slot, uint32_t count) {
-  if (!counts_.empty()) {
-    counts_[slot] = count;
-    log_weights_[slot] = std::log(static_cast<float>(count));
+  if (!parts_.counts.empty()) {
+    parts_.counts[slot] = count;
+    parts_.log_weights[slot] = std::log(static_cast<float>(count));
   }
 }
 
@@ -126,23 +137,24 @@ void KeptTokens::choose(Choice&& choice, uint64_t new_end) {
   for (const Token& token : choice.copies) {
     set_count(token.slot, 1);
   }
-  tokens_ = std::move(choice.tokens);
-  end_ = new_end;
+  parts_.tokens = std::move(choice.tokens);
+  parts_.end = new_end;
 }
 
 uint64_t KeptTokens::collected_position(const Token& token, bool is_packed) const {
-  return is_packed ? end_ - round_up(tokens_.size(), kPageTokens) + token.slot : token.position;
+  return is_packed ? parts_.end - round_up(parts_.tokens.size(), kPageTokens) + token.slot
+                   : token.position;
 }
 
 void KeptTokens::collect(bool is_packed, std::vector<KvRun>* runs) const {
   if (!is_packed) {
-    for (const Token& token : tokens_) {
+    for (const Token& token : parts_.tokens) {
       runs->push_back(run(token.slot, token.position, 1));
     }
     return;
   }
-  const auto n = static_cast<uint32_t>(tokens_.size());
-  const uint64_t first = end_ - round_up(tokens_.size(), kPageTokens);
+  const auto n = static_cast<uint32_t>(parts_.tokens.size());
+  const uint64_t first = parts_.end - round_up(parts_.tokens.size(), kPageTokens);
   for (uint32_t slot = 0; slot < n; slot += kPageTokens) {
     runs->push_back(run(slot, first + slot, std::min(n - slot, kPageTokens)));
   }

@@ -27,10 +27,29 @@ class KeptTokens {
   // is_counted: tokens that are merged into another count (log_weights).
   KeptTokens(const tiers::SlabClass& slab_class, uint64_t begin, uint32_t capacity,
              bool is_counted);
+  // What they are made of, as it lies: for images (engine/image/).
+  struct Parts {
+    uint64_t end = 0;
+    uint32_t capacity = 0;
+    std::vector<Token> tokens;
+    // [capacity] rows; the tokens have slots 0 to tokens.size() - 1, in no order.
+    std::vector<std::byte> k;
+    std::vector<std::byte> v;
+    std::vector<uint16_t> k_scales;  // where rows have some
+    std::vector<uint16_t> v_scales;
+    // [capacity] where tokens count, else empty: of slots, and the logarithms.
+    std::vector<uint32_t> counts;
+    std::vector<float> log_weights;
+    float threshold = 0;
+    bool has_threshold = false;
+  };
+  const Parts& parts() const { return parts_; }
+  // Those of such parts. REQUIRES: all are as long as those of new ones of this class and capacity.
+  KeptTokens(const tiers::SlabClass& slab_class, Parts&& parts);
 
   // The pages before this, from those behind the sinks' on, have been given up.
-  uint64_t end() const { return end_; }
-  std::span<const Token> tokens() const { return tokens_; }  // in position order
+  uint64_t end() const { return parts_.end; }
+  std::span<const Token> tokens() const { return parts_.tokens; }  // in position order
   uint64_t size_bytes() const;
 
   // Tokens that come, and where the rows of those go that are not here yet.
@@ -54,14 +73,14 @@ class KeptTokens {
   KvPlane v_plane() const;
   // Threads: any, each slot once.
   void write(uint32_t slot, const float* k, const float* v);
-  uint32_t count(uint32_t slot) const { return counts_.empty() ? 1 : counts_[slot]; }
+  uint32_t count(uint32_t slot) const { return parts_.counts.empty() ? 1 : parts_.counts[slot]; }
   // Does nothing where tokens do not count.
   void set_count(uint32_t slot, uint32_t count);
-  bool has_threshold() const { return has_threshold_; }
-  float threshold() const { return threshold_; }
+  bool has_threshold() const { return parts_.has_threshold; }
+  float threshold() const { return parts_.threshold; }
   void set_threshold(float threshold) {
-    threshold_ = threshold;
-    has_threshold_ = true;
+    parts_.threshold = threshold;
+    parts_.has_threshold = true;
   }
 
   // Appends the tokens as runs. is_packed: at positions that are not theirs, but consecutive up to
@@ -74,19 +93,7 @@ class KeptTokens {
   KvRun run(uint32_t slot, uint64_t position, uint32_t n_tokens) const;
 
   tiers::SlabClass slab_class_;
-  uint64_t end_;
-  uint32_t capacity_;
-  std::vector<Token> tokens_;
-  // [capacity] rows; the tokens have slots 0 to tokens_.size() - 1, in no order.
-  std::vector<std::byte> k_;
-  std::vector<std::byte> v_;
-  std::vector<uint16_t> k_scales_;  // where rows have some
-  std::vector<uint16_t> v_scales_;
-  // [capacity] where tokens count, else empty: of slots, and the logarithms.
-  std::vector<uint32_t> counts_;
-  std::vector<float> log_weights_;
-  float threshold_ = 0;
-  bool has_threshold_ = false;
+  Parts parts_;
 };
 
 // Masses are sums of softmax weights, over queries and the q heads of the group.

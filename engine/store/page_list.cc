@@ -528,6 +528,31 @@ void PageList::replace(uint32_t block, PageRef page, const PageBank& bank) {
   it->page = page;
 }
 
+void PageList::restore(const PageEntry& entry, const PageBank& bank) {
+  KVM_ASSERT(tail_.page == kNoPage && n_reserved_ == 0 && entry.position() >= length_);
+  if (entry.first + entry.count == static_cast<int>(kPageTokens)) {
+    push_entry(entry, bank);
+  } else {
+    tail_ = entry;
+  }
+  if (entry.position() > length_) {
+    n_dropped_ += entry.position() - length_;
+    dropped_end_ = entry.position();
+  }
+  length_ = entry.end();
+  KVM_CHECK_INVARIANT(is_end_valid());
+}
+
+void PageList::end_restore(uint64_t length, uint64_t dropped_end) {
+  KVM_ASSERT(length >= length_ && (tail_.page == kNoPage || length == length_));
+  n_dropped_ += length - length_;
+  length_ = length;
+  spare_.clear();
+  KVM_ASSERT(dropped_end >= dropped_end_ && dropped_end <= length);
+  dropped_end_ = dropped_end;
+  KVM_CHECK_INVARIANT(is_valid());
+}
+
 bool PageList::covers(uint64_t begin, uint64_t end) const {
   KVM_ASSERT(end <= length_);
   if (begin >= end || n_dropped_ == 0 || begin >= dropped_end_) {

@@ -143,6 +143,7 @@ class PageList {
   uint64_t length() const { return length_; }  // published tokens, dropped ones included
   uint64_t reserved_length() const { return length_ + n_reserved_; }
   uint64_t n_dropped() const { return n_dropped_; }
+  uint64_t dropped_end() const { return dropped_end_; }  // every position from here on is stored
 
   // --- Sharing. REQUIRES here and below: nothing reserved, unless said otherwise. ---------------
 
@@ -164,6 +165,17 @@ class PageList {
   // Likewise, but stops after n_pages or somewhat more and is then the list of the tokens before.
   // Returns how many went, where a segment or a root that forks share counts as one.
   uint64_t give_up(uint64_t n_pages, const PageBank& bank);
+
+  // --- Restoring a list that was saved. REQUIRES: nothing else but to give it up was done. -------
+
+  // Appends a page, whose reference is taken over, behind those that are there: tokens between have
+  // been dropped. At any time it is a list. REQUIRES: the entry has tokens beyond length(), up to
+  // the end of its page, or it is the last; expect_entry() was called, which throws std::bad_alloc.
+  void restore(const PageEntry& entry, const PageBank& bank);
+  void expect_entry(const PageBank& bank) { reserve_entries(1, bank); }
+  // That was the last page. REQUIRES: length >= length(), dropped_end <= length, and that is no
+  // less than where the last dropped token was.
+  void end_restore(uint64_t length, uint64_t dropped_end);
 
   // --- Appending --------------------------------------------------------------------------------
 

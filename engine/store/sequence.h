@@ -110,6 +110,9 @@ struct Sequence {
   }
 };
 
+// An empty one. Throws std::bad_alloc.
+std::unique_ptr<Sequence> make_seq(Account* account, SpaceRecord* record, uint32_t flags);
+
 // Forgets a Giving, wherever it stands.
 void end_giving(Sequence* seq);
 

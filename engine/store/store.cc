@@ -59,6 +59,16 @@ kvm_space_info info_of(const SpaceRecord& record) {
   return info;
 }
 
+// Gives up the pages of a sequence that comes to nothing, or goes.
+void clear_lists(StoreMemory* memory, Sequence* seq) {
+  const PageBank bank = memory->bank(seq->account);
+  for (PageList& list : seq->lists) {
+    list.clear(bank);
+  }
+}
+
+}  // namespace
+
 std::unique_ptr<Sequence> make_seq(Account* account, SpaceRecord* record, uint32_t flags) {
   auto seq = std::make_unique<Sequence>();
   seq->account = account;
@@ -71,16 +81,6 @@ std::unique_ptr<Sequence> make_seq(Account* account, SpaceRecord* record, uint32
   return seq;
 }
 
-// Gives up the pages of a sequence that comes to nothing, or goes.
-void clear_lists(StoreMemory* memory, Sequence* seq) {
-  const PageBank bank = memory->bank(seq->account);
-  for (PageList& list : seq->lists) {
-    list.clear(bank);
-  }
-}
-
-}  // namespace
-
 Store::Store(const StoreOptions& options, uint32_t epoch_tag)
     : options_(options),
       memory_(options),
@@ -88,6 +88,9 @@ Store::Store(const StoreOptions& options, uint32_t epoch_tag)
       sequences_("sequence", epoch_tag, 1) {}
 
 Store::~Store() {
+  while (!asides_.empty()) {
+    free_aside_part(asides_.back().get(), UINT64_MAX);
+  }
   // What is published, and what clients have that are still there. Nothing is allocated here.
   uint64_t next = 0;
   while (sequences_.size() != 0) {
@@ -417,14 +420,18 @@ bool Store::free_part(Sequence* seq, uint64_t max_pages) {
   return is_empty;
 }
 
-void Store::remove_seq(Sequence* seq) {
-  end_giving(seq);
+void Store::clear_seq(Sequence* seq) {
   clear_lists(&memory_, seq);
   seq->observed.clear();
   seq->mean_entries.clear();
   seq->kept.clear();
   seq->masses.clear();
   seq->indexes.clear();
+}
+
+void Store::remove_seq(Sequence* seq) {
+  end_giving(seq);
+  clear_seq(seq);
   seq->account->quota->give_back(Resource::kSequences, 1);
   --seq->record->n_sequences;
   sequences_.erase(seq->id);

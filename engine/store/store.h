@@ -37,6 +37,7 @@
 #include "base/request.h"
 #include "base/status.h"
 #include "engine/space/space.h"
+#include "engine/store/aside.h"
 #include "engine/store/id_table.h"
 #include "engine/store/observations.h"
 #include "engine/store/seq_page.h"
@@ -136,6 +137,25 @@ class Store final {
   // sequence that is the client's already: true.
   Result<bool> take_part(Sequence* seq, ClientId client, uint64_t max_pages);
 
+  // --- Sequences that no client sees (engine/store/aside.h). They go with the store. -------------
+
+  // A fork of all of it, with what policies are still to be asked, and without indexes.
+  Result<Aside*> fork_aside(const Sequence* parent);
+  // An empty one that is to be the client's, who pays for pages of so many bytes already. Fails: as
+  // create_seq, QUOTA (bytes). REQUIRES: the client exists, and stays until it is admitted or
+  // freed.
+  Result<Aside*> begin_aside(ClientId client, kvm_space_id space, uint64_t page_bytes);
+  // Appends a page to a list of one that was begun (PageList::restore): it is the one at `place`,
+  // of which a reference is taken over. Fails: as PageTable::adopt; throws std::bad_alloc. Nothing
+  // has changed then.
+  Status restore_page(Aside* aside, uint32_t list, const tiers::SlabClass& slab_class,
+                      tiers::PlaceId place, PageEntry entry);
+  // From now on the client has it; the pointer is dead. REQUIRES: all pages came. Throws
+  // std::bad_alloc: nothing has changed.
+  kvm_seq_id admit_aside(Aside* aside);
+  // Frees one in parts of about max_pages pages: true when it is gone.
+  bool free_aside_part(Aside* aside, uint64_t max_pages);
+
   const Space& seq_space(const Sequence* seq) const { return seq->space(); }
   // Published tokens of a layer (of its storage layer, if ALIAS; 0 if ABSENT).
   uint64_t length(const Sequence* seq, uint32_t layer) const { return layer_length(seq, layer); }
@@ -220,7 +240,7 @@ class Store final {
   void add_stats(kvm_stats* stats) const;
   // Recounts every reference, page and byte from the lists and aborts on the first that disagrees
   // with the running accounts. O(everything): for tests. REQUIRES: nothing is pinned.
-  void check_accounts() const { check_store(memory_, sequences_); }
+  void check_accounts() const { check_store(memory_, sequences_, asides_); }
 
   // Pages, quotas and counts, for index/ and retention/, which build on them.
   StoreMemory& memory() { return memory_; }
@@ -240,11 +260,17 @@ class Store final {
   // Throws std::bad_alloc: nothing has changed, and `seq` is the caller's.
   kvm_seq_id add_seq(std::unique_ptr<Sequence>&& seq);
   void remove_seq(Sequence* seq);
+  // Gives up what it holds, at once.
+  void clear_seq(Sequence* seq);
+  // REQUIRES: room among asides_.
+  Aside* add_aside(std::unique_ptr<Sequence>&& seq, bool is_loaded);
+  void forget_aside(Aside* aside);
 
   const StoreOptions options_;
   StoreMemory memory_;
   IdTable<SpaceRecord> spaces_;
   IdTable<Sequence> sequences_;
+  std::vector<std::unique_ptr<Aside>> asides_;
 };
 
 }  // namespace kvm::engine

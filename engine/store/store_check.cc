@@ -21,6 +21,7 @@ class Recount {
   explicit Recount(const StoreMemory& memory) : memory_(memory), table_(memory.pages()) {}
 
   void add(const Sequence& seq);
+  void add(const Aside& aside);
   // REQUIRES: all sequences have been added. Aborts on the first thing that disagrees.
   void compare();
 
@@ -34,6 +35,7 @@ class Recount {
   // A tenant: whose sequences refer to a page. One of its accounts pays for it.
   using Tenant = const QuotaAccount*;
 
+  void add_holdings(const Sequence& seq);
   void add_references(const PageList& list);
   void add_pages(const PageList& list, Tenant tenant);
   void add_beside(const Sequence& seq);
@@ -52,12 +54,24 @@ class Recount {
   std::unordered_map<const void*, Charge> beside_;  // by its address
   std::unordered_map<const LayerIndex*, Tenant> indexes_;
   std::unordered_map<Payer, uint64_t> n_named_;
+  std::unordered_map<Payer, KvBytes> expected_bytes_;  // of asides
   std::unordered_map<const void*, Charge> index_memory_;
   std::unordered_set<PageRef> index_pages_;
 };
 
 void Recount::add(const Sequence& seq) {
   ++n_sequences_[seq.account];
+  add_holdings(seq);
+}
+
+void Recount::add(const Aside& aside) {
+  const Payer account = aside.seq->account;
+  ++(aside.is_loaded ? n_sequences_ : n_named_)[account];
+  expected_bytes_[account] += aside.expected_bytes;
+  add_holdings(*aside.seq);
+}
+
+void Recount::add_holdings(const Sequence& seq) {
   if (seq.giving != nullptr) {
     ++n_named_[seq.giving->giver];
     ++n_named_[seq.giving->taker];
@@ -173,7 +187,7 @@ void Recount::compare_references() const {
 }
 
 void Recount::compare_accounts() {
-  std::unordered_map<Payer, KvBytes> account_bytes;
+  std::unordered_map<Payer, KvBytes> account_bytes = expected_bytes_;
   std::unordered_map<Payer, uint64_t> index_bytes;
   std::unordered_map<const QuotaAccount*, KvBytes> tenant_bytes;
   uint64_t index_page_bytes = 0;
@@ -216,10 +230,14 @@ void Recount::compare_accounts() {
 
 }  // namespace
 
-void check_store(const StoreMemory& memory, const IdTable<Sequence>& sequences) {
+void check_store(const StoreMemory& memory, const IdTable<Sequence>& sequences,
+                 std::span<const std::unique_ptr<Aside>> asides) {
   memory.pages().check_accounts();
   Recount recount(memory);
   sequences.for_each([&](uint64_t, const Sequence& seq) { recount.add(seq); });
+  for (const std::unique_ptr<Aside>& aside : asides) {
+    recount.add(*aside);
+  }
   recount.compare();
 }
 

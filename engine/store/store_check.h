@@ -3,6 +3,10 @@
 #ifndef KVM_ENGINE_STORE_STORE_CHECK_H_
 #define KVM_ENGINE_STORE_STORE_CHECK_H_
 
+#include <memory>
+#include <span>
+
+#include "engine/store/aside.h"
 #include "engine/store/id_table.h"
 #include "engine/store/sequence.h"
 #include "engine/store/store_memory.h"
@@ -10,7 +14,8 @@
 namespace kvm::engine {
 
 // As Store::check_accounts.
-void check_store(const StoreMemory& memory, const IdTable<Sequence>& sequences);
+void check_store(const StoreMemory& memory, const IdTable<Sequence>& sequences,
+                 std::span<const std::unique_ptr<Aside>> asides);
 
 }  // namespace kvm::engine
 

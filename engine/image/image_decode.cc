@@ -1,0 +1,441 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "base/limits.h"
+#include "base/round.h"
+#include "engine/image/image_generated.h"
+#include "engine/image/image_head.h"
+#include "engine/image/sequence_image.h"
+
+namespace kvm::engine {
+namespace {
+
+// Of a space with as many lists as there may be.
+constexpr flatbuffers::uoffset_t kMaxDepth = 8;
+constexpr flatbuffers::uoffset_t kMaxTables = 1u << 20;
+
+Status corrupt(const std::string& what) {
+  return {KVM_ERR_CORRUPT, "a saved sequence says what none can be: " + what};
+}
+
+template <typename T>
+uint64_t size_of(const flatbuffers::Vector<T>* vector) {
+  return vector == nullptr ? 0 : vector->size();
+}
+
+// The verifier looks at where a vector begins, and not at where its elements do, which is anywhere
+// for those of 8 bytes.
+template <typename T>
+std::vector<T> values_of(const flatbuffers::Vector<T>* vector) {
+  std::vector<T> values(size_of(vector));
+  if (!values.empty()) {
+    std::memcpy(values.data(), vector->Data(), values.size() * sizeof(T));
+  }
+  return values;
+}
+
+std::vector<std::byte> bytes_of(const flatbuffers::Vector<uint8_t>* vector) {
+  if (vector == nullptr) {
+    return {};
+  }
+  const auto* data = reinterpret_cast<const std::byte*>(vector->data());
+  return {data, data + vector->size()};
+}
+
+template <size_t kSize>
+Status check_same(const flatbuffers::Vector<uint8_t>* saved, const std::array<uint8_t, kSize>& own,
+                  const char* what) {
+  if (size_of(saved) != kSize) {
+    return corrupt(fmt::format("{} of {} bytes", what, size_of(saved)));
+  }
+  if (!std::equal(own.begin(), own.end(), saved->begin())) {
+    return {KVM_ERR_INVALID,
+            fmt::format("the sequence was saved of a space with another {} than this one", what)};
+  }
+  return Status::ok();
+}
+
+bool are_finite(const std::vector<float>& values) {
+  return std::all_of(values.begin(), values.end(),
+                     [](float value) { return std::isfinite(value); });
+}
+
+// Sums of weights: no number of them is less than nothing. They may have run over.
+bool are_masses(const std::vector<float>& values) {
+  return std::all_of(values.begin(), values.end(), [](float value) { return value >= 0; });
+}
+
+// Reads one list.
+class ListReader {
+ public:
+  ListReader(const Space& space, const disk::Image& image, const disk::List& list, uint32_t layer,
+             uint32_t class_index)
+      : image_(image),
+        from_(list),
+        own_(space.layers[layer]),
+        class_(own_.classes[class_index]),
+        given_up_begin_(round_up(class_.retention.n_sinks, kPageTokens)),
+        n_layers_(space.n_layers),
+        where_(fmt::format(" of head class {} of layer {}", class_index, layer)) {}
+
+  // page_bytes: of the object's pages, of which *n_pages were read before.
+  Result<ListImage> read(std::span<const uint32_t> page_bytes, uint64_t* n_pages);
+
+ private:
+  Status wrong(const char* what) const { return corrupt(what + where_); }
+  Status read_pages(std::span<const uint32_t> page_bytes, uint64_t* n_pages);
+  Status read_budget();
+  Status read_mean();
+  Status read_kept();
+  Status read_masses();
+  // What the policy can have given up: nothing, or all in [given_up_begin_, end).
+  Status check_given_up(uint64_t end) const;
+  Status check_kept(const KeptTokens::Parts& parts) const;
+
+  const disk::Image& image_;
+  const disk::List& from_;
+  const Layer& own_;
+  const HeadClass& class_;
+  const uint64_t given_up_begin_;  // where the pages begin that the policy gives up
+  const uint32_t n_layers_;
+  const std::string where_;
+  ListImage list_;
+};
+
+Status ListReader::read_pages(std::span<const uint32_t> page_bytes, uint64_t* n_pages) {
+  const uint64_t n = size_of(from_.pages());
+  if (n > page_bytes.size() - *n_pages) {
+    return wrong("more pages than the object has, in the list");
+  }
+  list_.pages.reserve(n);
+  const uint64_t settled_bytes = class_.slab_class.page_bytes();
+  const uint64_t tail_bytes = class_.slab_class.tail().page_bytes();
+  uint64_t end = 0;       // of the page before
+  uint64_t gaps_end = 0;  // of the last tokens that were dropped
+  uint64_t n_stored = 0;
+  for (uint64_t i = 0; i < n; ++i) {
+    const disk::Page& from = *from_.pages()->Get(static_cast<flatbuffers::uoffset_t>(i));
+    ImagePage page = {.block = from.block(),
+                      .page = from.page(),
+                      .first = from.first(),
+                      .count = from.count(),
+                      .is_tail = from.is_tail() != 0};
+    const uint64_t position = uint64_t{page.block} * kPageTokens + page.first;
+    const bool is_full = page.first + page.count == static_cast<int>(kPageTokens);
+    const bool is_last = i + 1 == n && position + page.count == list_.length;
+    if (page.page != *n_pages + i || from.is_tail() > 1 || page.count == 0 ||
+        page.first + page.count > static_cast<int>(kPageTokens) || !(is_full || is_last) ||
+        position < end || page.block < div_up(end, kPageTokens) ||
+        position + page.count > list_.length) {
+      return wrong("pages in no order, in the list");
+    }
+    if (page_bytes[page.page] != (page.is_tail ? tail_bytes : settled_bytes)) {
+      return wrong("a page of another size, in the list");
+    }
+    page.is_tail = page.is_tail && class_.settles();
+    gaps_end = position > end ? position : gaps_end;
+    end = position + page.count;
+    n_stored += page.count;
+    list_.pages.push_back(page);
+  }
+  *n_pages += n;
+  gaps_end = list_.length > end ? list_.length : gaps_end;
+  list_.dropped_end = from_.dropped_end();
+  if (list_.dropped_end < gaps_end || list_.dropped_end > list_.length ||
+      from_.n_dropped() != list_.length - n_stored || from_.n_dropped() > list_.dropped_end) {
+    return wrong("dropped tokens that are none, in the list");
+  }
+  return Status::ok();
+}
+
+Status ListReader::read_budget() {
+  const Retention& retention = class_.retention;
+  list_.budget = {retention.n_recent, retention.n_heavy};
+  if (!image_.has_budgets()) {
+    return Status::ok();
+  }
+  list_.budget = {from_.n_recent(), from_.n_heavy()};
+  // A list may have what all of them were to have, and one token that rounding gives.
+  const bool shares = retention.budgets != KVM_BUDGETS_EQUAL;
+  const auto may_have = [&](uint64_t n, uint64_t own) {
+    return shares ? n <= own * n_layers_ + 1 : n == own;
+  };
+  return may_have(list_.budget.n_recent, retention.n_recent) &&
+                 may_have(list_.budget.n_heavy, retention.n_heavy)
+             ? Status::ok()
+             : wrong("a budget that nobody gives, in the list");
+}
+
+Status ListReader::check_given_up(uint64_t end) const {
+  const uint64_t length = list_.length;
+  if (end <= given_up_begin_) {
+    return from_.n_dropped() == 0 ? Status::ok() : wrong("tokens that nobody dropped");
+  }
+  bool is_stored = end > length;
+  for (const ImagePage& page : list_.pages) {
+    const uint64_t begin = uint64_t{page.block} * kPageTokens;
+    is_stored = is_stored || (begin >= given_up_begin_ && begin < end);
+  }
+  return !is_stored ? Status::ok() : wrong("pages that were given up");
+}
+
+Status ListReader::read_mean() {
+  const disk::Mean* from = from_.mean();
+  if (from == nullptr) {
+    return class_.retention.kind == KVM_RETAIN_SINKS_RECENT_FOLD ? check_given_up(0) : Status::ok();
+  }
+  const tiers::SlabClass& slab_class = class_.slab_class;
+  MeanEntry mean;
+  mean.end = from->end();
+  mean.n_tokens = from->n_tokens();
+  mean.log_weight = from->log_weight();
+  mean.k = values_of(from->k());
+  mean.v = values_of(from->v());
+  if (class_.retention.kind != KVM_RETAIN_SINKS_RECENT_FOLD || mean.k.size() != slab_class.dim_k ||
+      mean.v.size() != (slab_class.v_in_k ? 0u : slab_class.dim_v) || mean.n_tokens > mean.end ||
+      (mean.n_tokens == 0) != (mean.end == 0) || !std::isfinite(mean.log_weight)) {
+    return wrong("a mean of no tokens");
+  }
+  KVM_TRY(check_given_up(mean.end));
+  list_.mean = std::move(mean);
+  return Status::ok();
+}
+
+Status ListReader::check_kept(const KeptTokens::Parts& parts) const {
+  const uint64_t n = parts.tokens.size();
+  std::vector<bool> has_slot(n);
+  uint64_t next = given_up_begin_;
+  for (const KeptTokens::Token& token : parts.tokens) {
+    if (token.position < next || token.position >= parts.end || token.slot >= n ||
+        has_slot[token.slot]) {
+      return wrong("kept tokens in no order");
+    }
+    has_slot[token.slot] = true;
+    next = token.position + 1;
+  }
+  if (!std::all_of(parts.counts.begin(), parts.counts.end(),
+                   [](uint32_t n_of) { return n_of != 0; }) ||
+      !are_finite(parts.log_weights)) {
+    return wrong("kept tokens that stand for none");
+  }
+  return Status::ok();
+}
+
+Status ListReader::read_kept() {
+  const disk::Kept* from = from_.kept();
+  const Retention& retention = class_.retention;
+  if (from == nullptr) {
+    return retention.kind == KVM_RETAIN_HEAVY ? check_given_up(0) : Status::ok();
+  }
+  const bool has_share = retention.budgets == KVM_BUDGETS_EQUAL || image_.has_budgets();
+  const uint64_t n = size_of(from->positions());
+  const tiers::SlabClass slab_class = class_.slab_class.tail();
+  const uint64_t capacity = from->capacity();
+  const bool is_counted = retention.merge == KVM_MERGE_COUNTED;
+  const bool has_k_scales = slab_class.k().is_scaled();
+  const bool has_v_scales = slab_class.v().is_scaled() && !slab_class.v_in_k;
+  const uint64_t v_bytes =
+      slab_class.v_in_k ? 0 : capacity * slab_class.v().row_bytes(slab_class.dim_v);
+  if (retention.kind != KVM_RETAIN_HEAVY || !has_share || capacity != list_.budget.n_heavy ||
+      n > capacity || size_of(from->slots()) != n ||
+      size_of(from->k()) != capacity * slab_class.k().row_bytes(slab_class.dim_k) ||
+      size_of(from->v()) != v_bytes || size_of(from->k_scales()) != (has_k_scales ? capacity : 0) ||
+      size_of(from->v_scales()) != (has_v_scales ? capacity : 0) ||
+      size_of(from->counts()) != (is_counted ? capacity : 0) ||
+      size_of(from->log_weights()) != (is_counted ? capacity : 0) ||
+      from->end() < given_up_begin_ || from->end() % kPageTokens != 0) {
+    return wrong("kept tokens of another kind");
+  }
+  KeptTokens::Parts parts;
+  parts.end = from->end();
+  parts.capacity = from->capacity();
+  parts.tokens.reserve(capacity);
+  const std::vector<uint64_t> positions = values_of(from->positions());
+  const std::vector<uint32_t> slots = values_of(from->slots());
+  for (size_t i = 0; i < n; ++i) {
+    parts.tokens.push_back({positions[i], slots[i]});
+  }
+  parts.k = bytes_of(from->k());
+  parts.v = bytes_of(from->v());
+  parts.k_scales = values_of(from->k_scales());
+  parts.v_scales = values_of(from->v_scales());
+  parts.counts = values_of(from->counts());
+  parts.log_weights = values_of(from->log_weights());
+  parts.threshold = from->threshold();
+  parts.has_threshold = from->has_threshold();
+  KVM_TRY(check_kept(parts));
+  KVM_TRY(check_given_up(parts.end));
+  // Between what was given up and the end nothing is missing.
+  if (from_.n_dropped() != parts.end - given_up_begin_) {
+    return wrong("tokens that nobody dropped");
+  }
+  list_.kept.emplace(slab_class, std::move(parts));
+  return Status::ok();
+}
+
+Status ListReader::read_masses() {
+  const disk::Masses* from = from_.masses();
+  if (from == nullptr) {
+    return Status::ok();
+  }
+  Masses masses;
+  masses.begin = from->begin();
+  masses.kept = values_of(from->kept());
+  masses.recent = values_of(from->recent());
+  const uint64_t begin = list_.kept ? list_.kept->end() : given_up_begin_;
+  const size_t n_kept = list_.kept ? list_.kept->tokens().size() : 0;
+  if (class_.retention.kind != KVM_RETAIN_HEAVY || masses.begin != begin ||
+      masses.kept.size() != n_kept || !are_masses(masses.kept) || !are_masses(masses.recent)) {
+    return wrong("masses of no tokens");
+  }
+  list_.masses = std::move(masses);
+  return Status::ok();
+}
+
+Result<ListImage> ListReader::read(std::span<const uint32_t> page_bytes, uint64_t* n_pages) {
+  list_.length = from_.length();
+  if (list_.length > kMaxTokens) {
+    return wrong("too many tokens");
+  }
+  list_.settled_end = from_.settled_end();
+  if (list_.settled_end % kPageTokens != 0 || list_.settled_end > list_.length) {
+    return wrong("settled pages that are none");
+  }
+  KVM_TRY(read_pages(page_bytes, n_pages));
+  if (class_.retention.kind == KVM_RETAIN_FULL && from_.n_dropped() != 0) {
+    return wrong("tokens that nobody dropped");
+  }
+  KVM_TRY(read_budget());
+  KVM_TRY(read_mean());
+  KVM_TRY(read_kept());
+  KVM_TRY(read_masses());
+  return std::move(list_);
+}
+
+Status read_seen(const disk::Seen* from, const Space& space, const SequenceImage& image,
+                 uint32_t index, std::optional<Observed>* observed) {
+  if (from == nullptr) {
+    return corrupt("a layer without an entry");
+  }
+  if (!from->has()) {
+    return Status::ok();
+  }
+  const Layer& layer = space.layers[index];
+  if (layer.kind == KVM_LAYER_ABSENT) {
+    return corrupt(fmt::format("observations of layer {}, which is absent", index));
+  }
+  Observed seen;
+  seen.query_position = from->query_position();
+  seen.n_rows = from->n_rows();
+  seen.queries = values_of(from->queries());
+  seen.column_sums = values_of(from->column_sums());
+  const uint64_t length = image.lists[space.storage(index).first_list].length;
+  if (seen.n_rows > kMaxObservedRows || seen.query_position > 2 * kMaxTokens ||
+      seen.queries.size() != uint64_t{seen.n_rows} * layer.n_q_heads * layer.dim_k ||
+      seen.column_sums.size() % layer.n_kv_heads != 0 ||
+      seen.column_sums.size() / layer.n_kv_heads > length || !are_finite(seen.queries) ||
+      !are_finite(seen.column_sums)) {
+    return corrupt(fmt::format("observations of layer {} that nobody made", index));
+  }
+  *observed = std::move(seen);
+  return Status::ok();
+}
+
+Status read_lists(const disk::Image& from, const Space& space, std::span<const uint32_t> page_bytes,
+                  SequenceImage* image) {
+  if (size_of(from.lists()) != space.n_lists) {
+    return corrupt(fmt::format("{} lists of pages", size_of(from.lists())));
+  }
+  image->lists.reserve(space.n_lists);
+  uint64_t n_pages = 0;
+  for (uint32_t layer = 0; layer < space.n_layers; ++layer) {
+    const Layer& own = space.layers[layer];
+    for (uint32_t i = 0; own.kind == KVM_LAYER_OWN && i < own.classes.size(); ++i) {
+      const disk::List* list = from.lists()->Get(own.first_list + i);
+      KVM_TRY_ASSIGN(ListImage read,
+                     ListReader(space, from, *list, layer, i).read(page_bytes, &n_pages));
+      if (i != 0 && read.length != image->lists.back().length) {
+        return corrupt(fmt::format("head classes of layer {} that end apart", layer));
+      }
+      image->lists.push_back(std::move(read));
+    }
+  }
+  if (n_pages != page_bytes.size()) {
+    return corrupt("pages that are in no list");
+  }
+  return Status::ok();
+}
+
+Status read_whole(const disk::Image& from, const Space& space, SequenceImage* image) {
+  constexpr policies::EventSet kAllEvents = (1u << policies::kEvents) - 1;
+  uint64_t longest = 0;
+  for (const ListImage& list : image->lists) {
+    longest = std::max(longest, list.length);
+  }
+  image->flags = from.flags();
+  image->n_committed = from.n_committed();
+  image->prompt_end = from.prompt_end();
+  image->has_budgets = from.has_budgets();
+  image->due_events = from.due_events();
+  image->next_commits = values_of(from.next_commits());
+  const bool has_prompt = image->prompt_end != UINT64_MAX;
+  if ((image->flags & ~kSeqFlags) != 0 || image->n_committed > longest ||
+      (image->due_events & ~kAllEvents) != 0 ||
+      image->next_commits.size() != find_governed(space).size() ||
+      (has_prompt && (!space.shares_budgets || image->prompt_end > kMaxTokens)) ||
+      (image->has_budgets && !has_prompt)) {
+    return corrupt("what its lists do not bear out");
+  }
+  return Status::ok();
+}
+
+}  // namespace
+
+Result<SequenceImage> decode_image(std::span<const std::byte> body, const Space& space,
+                                   std::span<const uint32_t> page_bytes) {
+  ImageHead head;
+  if (body.size() < sizeof head || body.size() > kMaxImageBytes + kMaxImageBytes / 2) {
+    return corrupt(fmt::format("it has {} bytes", body.size()));
+  }
+  std::memcpy(&head, body.data(), sizeof head);
+  if (head.magic != kImageMagic) {
+    return corrupt("it does not begin as one");
+  }
+  if (head.version != kImageVersion) {
+    return Status(KVM_ERR_UNSUPPORTED, fmt::format("the sequence was saved in version {} of the "
+                                                   "format; this service reads version {}",
+                                                   head.version, kImageVersion));
+  }
+  const auto* buffer = reinterpret_cast<const uint8_t*>(body.data() + sizeof head);
+  const size_t n_left = body.size() - sizeof head;
+  flatbuffers::Verifier verifier(buffer, n_left, kMaxDepth, kMaxTables);
+  if (head.buffer_bytes != n_left || n_left < 8 || !disk::VerifyImageBuffer(verifier)) {
+    return corrupt("its parts do not fit each other");
+  }
+  const disk::Image& from = *disk::GetImage(buffer);
+  KVM_TRY(check_same(from.layout_digest(), space.layout_digest, "layout"));
+  KVM_TRY(check_same(from.policy_digest(), space.policy_digest, "policies"));
+  KVM_TRY(check_same(from.fingerprint(), space.fingerprint, "fingerprint"));
+  SequenceImage image;
+  KVM_TRY(read_lists(from, space, page_bytes, &image));
+  KVM_TRY(read_whole(from, space, &image));
+  if (from.seen() != nullptr && from.seen()->size() != 0) {
+    if (from.seen()->size() != space.n_layers) {
+      return corrupt("observations of other layers");
+    }
+    image.observed.resize(space.n_layers);
+    for (uint32_t layer = 0; layer < space.n_layers; ++layer) {
+      KVM_TRY(read_seen(from.seen()->Get(layer), space, image, layer, &image.observed[layer]));
+    }
+  }
+  return image;
+}
+
+}  // namespace kvm::engine
