@@ -41,7 +41,7 @@ SimulatedTier::SimulatedTier(const SimulatedTierOptions& options)
 SimulatedTier::~SimulatedTier() {
   {
     const std::lock_guard lock(mutex_);
-    KVM_ASSERT(n_in_flight_ == 0);
+    KVM_ASSERT(n_in_flight_ == 0 && object_queue_.empty());
     is_stopping_ = true;
   }
   changed_.notify_one();
@@ -134,7 +134,11 @@ void SimulatedTier::run() {
   ::prctl(PR_SET_TIMERSLACK, 1);
   std::unique_lock lock(mutex_);
   for (;;) {
-    if (is_first_ready()) {
+    if (!object_queue_.empty()) {
+      lock.unlock();
+      finish_object_if_waiting();
+      lock.lock();
+    } else if (is_first_ready()) {
       Pending first = std::move(queue_.front());
       queue_.pop_front();
       --n_copied_;
@@ -241,8 +245,19 @@ void SimulatedTier::finish(size_t index) {
 }
 
 void SimulatedTier::finish_all() {
-  while (finish_if_waiting(0)) {
+  while (finish_if_waiting(0) || finish_object_if_waiting()) {
   }
+}
+
+void SimulatedTier::finish_object() {
+  KVM_ASSERT(options_.is_manual);
+  const bool was_waiting = finish_object_if_waiting();
+  KVM_ASSERT(was_waiting);
+}
+
+size_t SimulatedTier::n_objects_waiting() const {
+  const std::lock_guard lock(mutex_);
+  return object_queue_.size();
 }
 
 size_t SimulatedTier::n_waiting() const {
@@ -292,6 +307,119 @@ uint64_t SimulatedTier::used_bytes() const {
   return used_bytes_;
 }
 
+// --- Objects -------------------------------------------------------------------------------------
+
+void SimulatedTier::Objects::submit(ObjectRequest* request) noexcept {
+  try {
+    const std::lock_guard lock(tier_->mutex_);
+    PendingObject& pending = tier_->object_queue_.emplace_back();
+    pending.request = request;
+    for (ObjectFault& fault : tier_->object_faults_) {
+      if (fault.kind == request->kind && --fault.n_left == 0) {
+        pending.status = fault.status;
+      }
+    }
+    std::erase_if(tier_->object_faults_,
+                  [](const ObjectFault& fault) { return fault.n_left == 0; });
+  } catch (const std::bad_alloc&) {
+    request->status =
+        Status::fixed(KVM_ERR_NO_MEMORY, "simulated tier: there is no memory for the object");
+    request->on_done();
+    return;
+  }
+  tier_->changed_.notify_one();
+}
+
+std::vector<ObjectInfo> SimulatedTier::Objects::list(std::string_view after, size_t n_max) const {
+  std::vector<ObjectInfo> infos;
+  const std::lock_guard lock(tier_->mutex_);
+  for (auto it = tier_->kept_.upper_bound(after); it != tier_->kept_.end() && infos.size() < n_max;
+       ++it) {
+    ObjectInfo& info = infos.emplace_back();
+    info.key = it->first;
+    info.label = it->second.label;
+    info.n_pages = it->second.pages.size();
+    info.body_bytes = it->second.body.size();
+    for (const ObjectRequest::Page& page : it->second.pages) {
+      info.page_bytes += page.size_bytes;
+    }
+  }
+  return infos;
+}
+
+bool SimulatedTier::finish_object_if_waiting() {
+  ObjectRequest* request = nullptr;
+  {
+    const std::lock_guard lock(mutex_);
+    if (object_queue_.empty()) {
+      return false;
+    }
+    request = object_queue_.front().request;
+    Status status = std::move(object_queue_.front().status);
+    object_queue_.pop_front();
+    if (status.is_ok()) {
+      try {
+        status = carry_out(request);
+      } catch (const std::bad_alloc&) {
+        status =
+            Status::fixed(KVM_ERR_NO_MEMORY, "simulated tier: there is no memory for the object");
+      }
+    }
+    request->status = std::move(status);
+  }
+  request->on_done();
+  return true;
+}
+
+Status SimulatedTier::carry_out(ObjectRequest* request) {
+  if (request->key.empty() || request->key.size() > kMaxObjectKeyBytes ||
+      request->label.size() > kMaxObjectLabelBytes) {
+    return {KVM_ERR_LIMIT, "simulated tier: a key of " + std::to_string(request->key.size()) +
+                               " bytes and a label of " + std::to_string(request->label.size())};
+  }
+  if (request->kind == ObjectRequest::Kind::kPut) {
+    return put(request);
+  }
+  const auto found = kept_.find(request->key);
+  if (found == kept_.end()) {
+    return {KVM_ERR_NOT_FOUND, "simulated tier: there is no object " + request->key};
+  }
+  if (request->kind == ObjectRequest::Kind::kRemove) {
+    release_pages(found->second.pages);
+    kept_.erase(found);
+    return Status::ok();
+  }
+  request->label = found->second.label;
+  request->body = found->second.body;
+  request->pages = found->second.pages;
+  for (const ObjectRequest::Page& page : request->pages) {
+    ++place_of(page.place).n_refs;
+  }
+  return Status::ok();
+}
+
+Status SimulatedTier::put(ObjectRequest* request) {
+  Object object{request->label, request->body, request->pages};
+  Object& kept = kept_[request->key];
+  for (const ObjectRequest::Page& page : object.pages) {
+    const Place& place = written_place(page.place);
+    KVM_ASSERT(place.size_bytes == page.size_bytes);
+    ++place_of(page.place).n_refs;
+  }
+  std::swap(kept, object);
+  release_pages(object.pages);
+  return Status::ok();
+}
+
+void SimulatedTier::release_pages(const std::vector<ObjectRequest::Page>& pages) {
+  for (const ObjectRequest::Page& page : pages) {
+    if (--place_of(page.place).n_refs == 0) {
+      KVM_ASSERT(written_place(page.place).n_readers == 0);
+      free_place(page.place);
+    }
+  }
+}
+
 // --- Faults --------------------------------------------------------------------------------------
 
 void SimulatedTier::fail_next(Transfer::Kind kind, uint64_t n, Status status) {
@@ -306,9 +434,16 @@ void SimulatedTier::fail_every(Transfer::Kind kind, uint64_t n, Status status) {
   faults_.push_back({kind, n, n, std::move(status)});
 }
 
+void SimulatedTier::fail_object(ObjectRequest::Kind kind, uint64_t n, Status status) {
+  KVM_ASSERT(n != 0 && !status.is_ok());
+  const std::lock_guard lock(mutex_);
+  object_faults_.push_back({kind, n, std::move(status)});
+}
+
 void SimulatedTier::clear_faults() {
   const std::lock_guard lock(mutex_);
   faults_.clear();
+  object_faults_.clear();
 }
 
 Status SimulatedTier::next_fault(Transfer::Kind kind) {

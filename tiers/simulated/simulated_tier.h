@@ -6,6 +6,9 @@
 //           The bytes of transfers pass a pipe one after the other; their latencies overlap.
 //   manual  nothing ends before finish() says so: in any order that a test wants to see.
 //
+// It keeps objects (objects()) for as long as it lives. Requests of these end one after the other,
+// beside transfers: as soon as the tier's thread comes to them, or by hand.
+//
 // It aborts (KVM_ASSERT) where a place is read or released that holds no page, or is released while
 // it is read. Places are used again, the one released last first, so that a name kept too long soon
 // stands for another page.
@@ -21,13 +24,18 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <span>
+#include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
 #include "base/status.h"
+#include "tiers/object_store.h"
 #include "tiers/slow_tier.h"
 
 namespace kvm::tiers {
@@ -56,6 +64,7 @@ class SimulatedTier final : public SlowTier {
   void add_ref(PlaceId id) noexcept override;
   void release(PlaceId id) noexcept override;
   uint64_t used_bytes() const override;
+  ObjectStore* objects() override { return &objects_; }
 
   // --- Manual -----------------------------------------------------------------------------------
 
@@ -63,6 +72,9 @@ class SimulatedTier final : public SlowTier {
   // Ends one of those that wait; 0 is the one that was submitted first.
   // REQUIRES: is_manual, and index < n_waiting().
   void finish(size_t index);
+  // The same of requests of objects, of which the first ends. REQUIRES: is_manual, and one waits.
+  size_t n_objects_waiting() const;
+  void finish_object();
   // Ends the first until none waits: those too that an on_done submits. REQUIRES: is_manual.
   void finish_all();
 
@@ -77,6 +89,8 @@ class SimulatedTier final : public SlowTier {
   void fail_next(Transfer::Kind kind, uint64_t n, Status status);
   // So does each n-th.
   void fail_every(Transfer::Kind kind, uint64_t n, Status status);
+  // The n-th request of objects of this kind ends with `status`, and nothing has changed.
+  void fail_object(ObjectRequest::Kind kind, uint64_t n, Status status);
   // Nothing fails of what is submitted from now on.
   void clear_faults();
 
@@ -117,6 +131,36 @@ class SimulatedTier final : public SlowTier {
     uint64_t n = 0;
     uint64_t bytes = 0;
   };
+  class Objects final : public ObjectStore {
+   public:
+    explicit Objects(SimulatedTier* tier) : tier_(tier) {}
+    void submit(ObjectRequest* request) noexcept override;
+    std::vector<ObjectInfo> list(std::string_view after, size_t n_max) const override;
+
+   private:
+    SimulatedTier* const tier_;
+  };
+  struct Object {
+    std::string label;
+    std::vector<std::byte> body;
+    std::vector<ObjectRequest::Page> pages;  // with a reference on each place
+  };
+  struct PendingObject {
+    ObjectRequest* request = nullptr;
+    Status status;  // with which it ends, where it is an error
+  };
+  struct ObjectFault {
+    ObjectRequest::Kind kind;
+    uint64_t n_left;
+    Status status;
+  };
+
+  // Called without the lock.
+  bool finish_object_if_waiting();
+  // With it. Throws std::bad_alloc: nothing has changed.
+  Status carry_out(ObjectRequest* request);
+  Status put(ObjectRequest* request);
+  void release_pages(const std::vector<ObjectRequest::Page>& pages);
 
   static void copy(const Pending& pending);
   void run();
@@ -154,6 +198,10 @@ class SimulatedTier final : public SlowTier {
   uint64_t used_bytes_ = 0;
   uint64_t n_in_flight_ = 0;
   std::array<Count, 2> counts_;  // by kind
+  Objects objects_{this};
+  std::map<std::string, Object, std::less<>> kept_;  // by key
+  std::deque<PendingObject> object_queue_;
+  std::vector<ObjectFault> object_faults_;
   bool is_stopping_ = false;
   std::thread thread_;
 };
