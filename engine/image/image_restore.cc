@@ -28,10 +28,14 @@ Status restore_one(StoreMemory* memory, const Sequence* seq, std::optional<T>* f
 ImageRestore::ImageRestore(SequenceImage&& image, std::vector<tiers::ObjectRequest::Page>&& places)
     : image_(std::move(image)), places_(std::move(places)) {}
 
-uint64_t ImageRestore::page_bytes() const {
-  uint64_t size = 0;
-  for (const tiers::ObjectRequest::Page& page : places_) {
-    size += page.size_bytes;
+KvBytes ImageRestore::page_bytes(const Space& space) const {
+  KvBytes size;
+  for (uint32_t list = 0; list < image_.lists.size(); ++list) {
+    const HeadClass& head_class = class_of_list(space, list);
+    for (const ImagePage& page : image_.lists[list].pages) {
+      const tiers::SlabClass& slab_class = page.slab_class(head_class);
+      size += KvBytes::of(slab_class.page_bytes(), slab_class.stays());
+    }
   }
   return size;
 }

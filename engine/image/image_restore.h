@@ -24,7 +24,8 @@ class ImageRestore {
   // has it.
   ImageRestore(SequenceImage&& image, std::vector<tiers::ObjectRequest::Page>&& places);
 
-  uint64_t page_bytes() const;
+  // Of its pages, in a space that it fits.
+  KvBytes page_bytes(const Space& space) const;
   // Goes on by about max_pages pages, and is done: true. Fails: QUOTA, NO_SPACE. Throws
   // std::bad_alloc. The sequence is then good for nothing but to be freed.
   // REQUIRES: the sequence was begun for the space of the image, and for page_bytes().

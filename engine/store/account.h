@@ -57,7 +57,8 @@ struct Account {
   // Whether nothing names it any more.
   bool is_unused() const {
     return n_named == 0 && quota->used(Resource::kBytes) == 0 &&
-           quota->used(Resource::kSequences) == 0 && quota->expected(Resource::kBytes) == 0;
+           quota->used(Resource::kSequences) == 0 && quota->used(Resource::kSnapshotBytes) == 0 &&
+           quota->expected(Resource::kBytes) == 0;
   }
 };
 

@@ -31,6 +31,8 @@ ResourceText text_of(Resource resource) {
       return {"arena_bytes", "bytes of arenas"};
     case Resource::kQueues:
       return {"queues", "queues"};
+    case Resource::kSnapshotBytes:
+      return {"snapshot_bytes", "bytes of snapshots"};
     case Resource::kRequests:
       break;
   }

@@ -41,13 +41,14 @@ enum class Resource : uint8_t {
   kArenas,       // that are mapped or being made
   kArenaBytes,   // of these
   kQueues,
-  kRequests,  // taken from a queue and not answered yet
+  kRequests,       // taken from a queue and not answered yet
+  kSnapshotBytes,  // of what the user has saved, each snapshot whole
 };
 inline constexpr std::array kResources = {
     Resource::kSequences,  Resource::kBytes,  Resource::kMemoryBytes, Resource::kArenas,
-    Resource::kArenaBytes, Resource::kQueues, Resource::kRequests};
+    Resource::kArenaBytes, Resource::kQueues, Resource::kRequests,    Resource::kSnapshotBytes};
 // As in configuration files and tools: "sequences", "bytes", "memory_bytes", "arenas",
-// "arena_bytes", "queues", "requests".
+// "arena_bytes", "queues", "requests", "snapshot_bytes".
 const char* resource_name(Resource resource);
 std::optional<Resource> parse_resource(std::string_view name);
 

@@ -144,7 +144,7 @@ class Store final {
   // An empty one that is to be the client's, who pays for pages of so many bytes already. Fails: as
   // create_seq, QUOTA (bytes). REQUIRES: the client exists, and stays until it is admitted or
   // freed.
-  Result<Aside*> begin_aside(ClientId client, kvm_space_id space, uint64_t page_bytes);
+  Result<Aside*> begin_aside(ClientId client, kvm_space_id space, const KvBytes& page_bytes);
   // Appends a page to a list of one that was begun (PageList::restore): it is the one at `place`,
   // of which a reference is taken over. Fails: as PageTable::adopt; throws std::bad_alloc. Nothing
   // has changed then.

@@ -47,7 +47,8 @@ Result<Aside*> Store::fork_aside(const Sequence* parent) {
   return added;
 }
 
-Result<Aside*> Store::begin_aside(ClientId client, kvm_space_id space, uint64_t page_bytes) {
+Result<Aside*> Store::begin_aside(ClientId client, kvm_space_id space,
+                                  const KvBytes& page_bytes) {
   Account* account = memory_.find(client);
   KVM_ASSERT(account != nullptr);
   KVM_TRY_ASSIGN(SpaceRecord * record, record_for(client, space));
@@ -57,18 +58,19 @@ Result<Aside*> Store::begin_aside(ClientId client, kvm_space_id space, uint64_t 
   asides_.reserve(asides_.size() + 1);
   Aside* added = add_aside(std::move(seq), true);
   added->expected_bytes = page_bytes;
-  account->quota->charge(Resource::kBytes, page_bytes);
+  account->quota->charge(page_bytes);
   return added;
 }
 
 Status Store::restore_page(Aside* aside, uint32_t list, const tiers::SlabClass& slab_class,
                            tiers::PlaceId place, PageEntry entry) {
-  KVM_ASSERT(aside->is_loaded && slab_class.page_bytes() <= aside->expected_bytes);
+  const KvBytes page_bytes = KvBytes::of(slab_class.page_bytes(), slab_class.stays());
+  KVM_ASSERT(aside->is_loaded && aside->expected_bytes.covers(page_bytes));
   const PageBank bank = memory_.bank(aside->seq->account);
   PageList& to = aside->seq->lists[list];
   to.expect_entry(bank);
   KVM_TRY_ASSIGN(entry.page, memory_.pages().adopt(slab_class, aside->seq->account->payer, place));
-  aside->expected_bytes -= slab_class.page_bytes();
+  aside->expected_bytes -= page_bytes;
   to.restore(entry, bank);
   return Status::ok();
 }
@@ -81,7 +83,7 @@ void Store::forget_aside(Aside* aside) {
 }
 
 kvm_seq_id Store::admit_aside(Aside* aside) {
-  KVM_ASSERT(aside->is_loaded && aside->expected_bytes == 0);
+  KVM_ASSERT(aside->is_loaded && aside->expected_bytes == KvBytes{});
   Sequence* seq = aside->seq.get();
   seq->id = sequences_.insert(std::move(aside->seq));
   forget_aside(aside);
@@ -99,7 +101,7 @@ bool Store::free_aside_part(Aside* aside, uint64_t max_pages) {
   --seq->record->n_sequences;
   if (aside->is_loaded) {
     account->quota->give_back(Resource::kSequences, 1);
-    account->quota->give_back(Resource::kBytes, aside->expected_bytes);
+    account->quota->give_back(aside->expected_bytes);
   } else {
     --account->n_named;
   }

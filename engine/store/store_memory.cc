@@ -42,12 +42,15 @@ Account* StoreMemory::open(const ClientSpec& spec, const Amounts& limits) {
 }
 
 Account* StoreMemory::library_of(const Account* account, const Amounts& limits) {
+  return library_of_user(quotas_.uid(account->client), limits);
+}
+
+Account* StoreMemory::library_of_user(uint32_t uid, const Amounts& limits) {
   for (Account* other : lingering_) {
-    if (other->is_library && other->quota->tenant() == account->quota->tenant()) {
+    if (other->is_library && quotas_.uid(other->client) == uid) {
       return other;
     }
   }
-  const uint32_t uid = quotas_.uid(account->client);
   Account* library = add(quotas_.open_library(next_client_, uid, limits));
   library->is_library = true;
   lingering_.push_back(library);

@@ -57,6 +57,8 @@ class StoreMemory final : private PageRelief {
   Account* open(const ClientSpec& spec, const Amounts& limits);
   // The library of the user whose account this is: opened, where there is none. limits: its own.
   Account* library_of(const Account* account, const Amounts& limits);
+  // The same by the user.
+  Account* library_of_user(uint32_t uid, const Amounts& limits);
   // The client is gone. REQUIRES: it has no sequences.
   void leave(Account* account);
   // Accounts of a tenant's clients that are gone. O(those of all).
