@@ -103,10 +103,25 @@ struct SeqRequest {
   uint64_t n_tokens = 0;
 };
 
+// WIRE. The values stand in ipc/wire.h's SnapshotBlock.
+enum class SnapshotVerb : uint32_t { kSave = 1, kLoad = 2, kRemove = 3 };
+
+inline constexpr uint32_t kSaveReplace = 1;  // KVM_SAVE_REPLACE
+
+struct SnapshotRequest {
+  SnapshotVerb verb = SnapshotVerb::kSave;
+  uint32_t flags = 0;      // kSave: kSaveReplace
+  kvm_seq_id seq = 0;      // kSave
+  kvm_space_id space = 0;  // kLoad
+  std::string name;        // 1 to kMaxSnapshotNameBytes of [A-Za-z0-9._/-]
+};
+// LIMIT: with the user and a separator a key of tiers/object_store.h.
+inline constexpr size_t kMaxSnapshotNameBytes = 127;
+
 // What a request is answered; numbers are those of kvm_completion.
 struct RequestResult {
   Status status;
-  kvm_seq_id seq = 0;  // kCreate, kFork
+  kvm_seq_id seq = 0;  // kCreate, kFork, kLoad
   uint32_t mode = 0;
   uint32_t n_exact = 0;
   uint64_t n_not_finite = 0;

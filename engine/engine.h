@@ -45,6 +45,7 @@
 #include "engine/store/movement_options.h"
 #include "engine/store/quota.h"
 #include "engine/store/seq_page.h"
+#include "engine/store/snapshot_info.h"
 #include "kvm.h"
 
 namespace kvm::tiers {
@@ -123,6 +124,26 @@ class Engine {
   // size no more than the caller sees to. unpin() fails also: INVALID (it is not pinned).
   virtual Status pin(kvm_seq_id /*seq*/) { return no_slow_tier(); }
   virtual Status unpin(kvm_seq_id /*seq*/) { return no_slow_tier(); }
+  // --- Snapshots, where the slow tier keeps objects (docs/adr/0022-snapshots.md) -----------------
+
+  // kSave: what the sequence holds when the request begins, under the name; requests behind it go
+  // on meanwhile. Answered when no crash takes it any more. kLoad: a new sequence that holds it,
+  // whose pages come as they are needed. kRemove: the name is free again; sequences that were
+  // loaded stay. Names are those of the client's user. RequestResult::seq: the new sequence.
+  // Fail: UNSUPPORTED (no such tier), INVALID (the name), NO_SPACE, QUOTA, IO; kSave as other
+  // requests, LIMIT, and EXISTS (unless it may replace); the others NOT_FOUND; kLoad CORRUPT, LOST,
+  // UNSUPPORTED (another version's), and INVALID where the space's layout, policies or fingerprint
+  // are others than those that were saved.
+  virtual void submit(ClientId /*client*/, RequestTag /*tag*/, SnapshotRequest&& /*request*/,
+                      DoneCallback on_done) {
+    on_done({.status = no_slow_tier()});
+  }
+  // Snapshots of a user (kEverybody: of all) whose names follow `after`; at most n_max.
+  virtual std::vector<SnapshotInfo> list_snapshots(uint32_t /*uid*/, const SnapshotName& /*after*/,
+                                                   size_t /*n_max*/) const {
+    return {};
+  }
+
   // Whether pages are on their way out, or back, or are about to be.
   virtual bool is_sending() const { return false; }
   virtual bool is_fetching() const { return false; }

@@ -29,6 +29,7 @@ void ImagePages::add(const tiers::PageTable& pages, const HeadClass& head_class,
                    .count = entry.count,
                    .is_tail = is_tail});
   pages_.push_back(entry.page);
+  page_bytes_ += slab_class.page_bytes();
 }
 
 bool ImagePages::go_on(const tiers::PageTable& pages, const Sequence& seq, uint64_t max_pages) {

@@ -19,6 +19,7 @@ class ImagePages {
  public:
   // Goes on by about max_pages, and is done: true. Throws std::bad_alloc: it may go on.
   bool go_on(const tiers::PageTable& pages, const Sequence& seq, uint64_t max_pages);
+  uint64_t page_bytes() const { return page_bytes_; }  // of those so far
   // By their numbers.
   const std::vector<tiers::PageRef>& pages() const { return pages_; }
   // Of each list: what encode_image takes.
@@ -30,6 +31,7 @@ class ImagePages {
 
   std::vector<std::vector<ImagePage>> lists_;
   std::vector<tiers::PageRef> pages_;
+  uint64_t page_bytes_ = 0;
   uint32_t list_ = 0;  // where it goes on
   uint64_t block_ = 0;
 };

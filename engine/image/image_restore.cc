@@ -25,8 +25,8 @@ Status restore_one(StoreMemory* memory, const Sequence* seq, std::optional<T>* f
 
 }  // namespace
 
-ImageRestore::ImageRestore(SequenceImage&& image, std::vector<tiers::ObjectRequest::Page>&& places)
-    : image_(std::move(image)), places_(std::move(places)) {}
+ImageRestore::ImageRestore(std::vector<tiers::ObjectRequest::Page>&& places)
+    : places_(std::move(places)) {}
 
 KvBytes ImageRestore::page_bytes(const Space& space) const {
   KvBytes size;

@@ -7,6 +7,7 @@
 #define KVM_ENGINE_IMAGE_IMAGE_RESTORE_H_
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "base/status.h"
@@ -19,16 +20,19 @@ namespace kvm::engine {
 
 class ImageRestore {
  public:
-  ImageRestore() = default;
   // places: of the image's pages, with a reference on each that is this one's until the sequence
   // has it.
-  ImageRestore(SequenceImage&& image, std::vector<tiers::ObjectRequest::Page>&& places);
+  explicit ImageRestore(std::vector<tiers::ObjectRequest::Page>&& places);
 
+  const std::vector<tiers::ObjectRequest::Page>& places() const { return places_; }
+  // What is to be restored. REQUIRES: it was decoded for these places.
+  void take(SequenceImage&& image) { image_ = std::move(image); }
   // Of its pages, in a space that it fits.
   KvBytes page_bytes(const Space& space) const;
   // Goes on by about max_pages pages, and is done: true. Fails: QUOTA, NO_SPACE. Throws
   // std::bad_alloc. The sequence is then good for nothing but to be freed.
-  // REQUIRES: the sequence was begun for the space of the image, and for page_bytes().
+  // REQUIRES: take(); the sequence was begun for the space of the image, and for the bytes of all
+  // pages.
   Result<bool> go_on(Store* store, Aside* aside, uint64_t max_pages);
   // Releases references that are still this one's, about n_max: true when there are none.
   bool release_some(tiers::SlowTier* tier, uint64_t n_max);

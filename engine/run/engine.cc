@@ -31,6 +31,7 @@
 #include "engine/run/request.h"
 #include "engine/run/room_line.h"
 #include "engine/run/sequence_order.h"
+#include "engine/run/snapshots.h"
 #include "engine/space/refusal.h"
 #include "engine/space/validate.h"
 #include "engine/store/store.h"
@@ -117,6 +118,9 @@ class EngineImpl final : public Engine {
         scheduler_(options.n_threads, options.worker_spin_ns) {
     if (options.slow_tier != nullptr) {
       movement_.emplace(options.movement, options.clock, store_.get(), &order_, &arrivals_);
+      if (options.slow_tier->objects() != nullptr) {
+        snapshots_.emplace(store_.get(), &*movement_, &arrivals_, &scheduler_, kMovesLane);
+      }
     }
     idle_.reserve(kMaxIdleRequests);
     gone_seqs_.reserve(kFreePages);  // a sequence counts as a page at least
@@ -180,6 +184,14 @@ class EngineImpl final : public Engine {
               DoneCallback on_done) override {
     submit_any(client, tag, std::move(request), std::move(on_done));
   }
+  void submit(ClientId client, RequestTag tag, SnapshotRequest&& request,
+              DoneCallback on_done) override {
+    submit_any(client, tag, std::move(request), std::move(on_done));
+  }
+  std::vector<SnapshotInfo> list_snapshots(uint32_t uid, const SnapshotName& after,
+                                           size_t n_max) const override {
+    return snapshots_ ? snapshots_->list(uid, after, n_max) : std::vector<SnapshotInfo>();
+  }
   bool cancel(ClientId client, RequestTag tag) override;
 
   bool work() override;
@@ -200,7 +212,12 @@ class EngineImpl final : public Engine {
   Result<std::vector<MemoryPiece>> layer_memory(kvm_seq_id seq, uint32_t layer) override;
 
   kvm_stats stats() const override;
-  void check_accounts() const override { store_->check_accounts(); }
+  void check_accounts() const override {
+    store_->check_accounts();
+    if (snapshots_) {
+      snapshots_->check_accounts();
+    }
+  }
   std::span<const uint64_t> refusals() const override { return refusals_; }
   AuditStats audit_stats() override {
     auditor_.collect(*store_);
@@ -241,6 +258,7 @@ class EngineImpl final : public Engine {
   Status admit(Request* request, const ReadRequest& what, bool* is_null);
   Status admit(Request* request, const ObserveRequest& what, bool* is_null);
   Status admit(Request* request, const SeqRequest& what, bool* is_null);
+  Status admit(Request* request, const SnapshotRequest& what, bool* is_null);
   Result<Sequence*> find(const Request* request, kvm_seq_id seq, Access access);
   Result<const Space*> touch(Request* request, kvm_seq_id seq);
 
@@ -344,6 +362,11 @@ class EngineImpl final : public Engine {
   // *plan: tasks that remain. Fails: nothing has changed.
   Status begin(Request* request, JobPlan* plan, bool* is_small);
   Status begin_seq(Request* request, const SeqRequest& what);
+  Status begin_snapshot(Request* request, const SnapshotRequest& what);
+  // It goes on beside the requests behind it.
+  void store_beside(Request* request);
+  // A step of a snapshot. Returns whether there was one to take.
+  bool snapshot_more();
   // A part, and the next ones, of a sequence that is too large to be freed or cut at once.
   Result<bool> run_part(Sequence* seq, ClientId client, const SeqRequest& what);
   void run_next_part(Request* request);
@@ -359,6 +382,8 @@ class EngineImpl final : public Engine {
   // A step towards sending away what send_away() named. Returns whether there was one to make.
   bool send_more();
   void finish(Request* request, Status status);
+  // Who waits behind it for its sequences waits no more.
+  void leave_order(Request* request);
   uint32_t deliver();
   bool reclaim_some();
   // Begins to move some pages together, where that is worth it and not too often. Returns as
@@ -400,8 +425,9 @@ class EngineImpl final : public Engine {
   Costs costs_;
   Auditor auditor_;
   Arrivals arrivals_;
-  std::optional<Movement> movement_;  // where there is a slow tier
-  Scheduler scheduler_;               // last: its workers end before anything they use
+  std::optional<Movement> movement_;    // where there is a slow tier
+  std::optional<Snapshots> snapshots_;  // where it keeps objects
+  Scheduler scheduler_;                 // last: its workers end before anything they use
 };
 
 // --- Clients ------------------------------------------------------------------------------------
@@ -440,6 +466,8 @@ void EngineImpl::remove_client(ClientId client, std::function<void()> on_gone) {
         dropped_.push_back(request.get());
       } else if (request->phase == Phase::kFetching) {
         arrivals_.post(request.get());
+      } else if (request->phase == Phase::kStoring) {
+        arrivals_.post();
       } else if (request->stream.has_begun()) {
         request->stream.stop(client_is_gone());  // nobody wants what has not been read yet
       }
@@ -691,6 +719,23 @@ Status EngineImpl::admit(Request* request, const SeqRequest& what, bool* is_null
   return touch(request, what.seq).status();
 }
 
+Status EngineImpl::admit(Request* request, const SnapshotRequest& what, bool* is_null) {
+  *is_null = false;
+  if (!snapshots_) {
+    return Status::fixed(KVM_ERR_UNSUPPORTED, "this engine has no slow tier that keeps anything");
+  }
+  KVM_TRY(check_snapshot_request(what));
+  switch (what.verb) {
+    case SnapshotVerb::kSave:
+      return touch(request, what.seq).status();
+    case SnapshotVerb::kLoad:
+      return store_->space_for(request->client, what.space).status();
+    case SnapshotVerb::kRemove:
+      break;
+  }
+  return Status::ok();
+}
+
 // --- Running ------------------------------------------------------------------------------------
 
 void EngineImpl::push_ready(Request* request) {
@@ -876,6 +921,10 @@ void EngineImpl::start_work(Request* request) {
 void EngineImpl::launch(Request* request, Status status, const JobPlan& plan, bool is_small) {
   if (!status.is_ok()) {
     finish(request, std::move(status));
+    return;
+  }
+  if (std::holds_alternative<SnapshotRequest>(request->what)) {
+    store_beside(request);
     return;
   }
   const bool is_planning =
@@ -1161,7 +1210,8 @@ bool EngineImpl::take_arrival() {
   }
   Request* request = arrivals_.take();
   if (request == nullptr) {
-    return send_more();
+    const bool has_sent = send_more();
+    return snapshot_more() || has_sent;
   }
   if (request->phase == Phase::kFetching) {
     fetch_more(request);
@@ -1217,6 +1267,9 @@ bool EngineImpl::send_more() {
     return false;
   }
   const bool has_done = movement_->go_on();
+  if (has_done && snapshots_) {
+    snapshots_->note_change();
+  }
   if (movement_->take_freed()) {
     room_line_.note_news();
   }
@@ -1228,6 +1281,9 @@ bool EngineImpl::send_more() {
 void EngineImpl::stop_transfers() {
   if (movement_) {
     movement_->stop();
+  }
+  if (snapshots_) {
+    snapshots_->stop();
   }
   for (const auto& request : requests_) {
     while (!request->tails.is_over()) {
@@ -1263,6 +1319,9 @@ void EngineImpl::note_memory() {
   if (movement_) {
     movement_->note_change();
     room_line_.note_news();
+  }
+  if (snapshots_) {
+    snapshots_->note_change();
   }
 }
 
@@ -1447,12 +1506,12 @@ void EngineImpl::plan_more(Request* request) {
 // waits for all of the others.
 bool EngineImpl::work() {
   next_work_ = (next_work_ + 1) % 5;
-  const bool has_done =
-      take_arrival() || (next_work_ == 1 && go_on_with_one()) || (next_work_ == 2 && start_one()) ||
-      (next_work_ == 3 && reclaim_some()) ||
-      (next_work_ == 4 && (serve_ring_waiter() || serve_room_waiter() || send_more()));
+  const bool has_done = take_arrival() || (next_work_ == 1 && go_on_with_one()) ||
+                        (next_work_ == 2 && start_one()) || (next_work_ == 3 && reclaim_some()) ||
+                        (next_work_ == 4 && (serve_ring_waiter() || serve_room_waiter() ||
+                                             send_more() || snapshot_more()));
   return has_done || scheduler_.run_one() || serve_ring_waiter() || go_on_with_one() ||
-         start_one() || reclaim_some() || serve_room_waiter() || send_more();
+         start_one() || reclaim_some() || serve_room_waiter() || send_more() || snapshot_more();
 }
 
 Status EngineImpl::begin(Request* request, JobPlan* plan, bool* is_small) {
@@ -1472,6 +1531,9 @@ Status EngineImpl::begin(Request* request, JobPlan* plan, bool* is_small) {
   }
   if (const auto* seq = std::get_if<SeqRequest>(&request->what)) {
     return begin_seq(request, *seq);
+  }
+  if (const auto* snapshot = std::get_if<SnapshotRequest>(&request->what)) {
+    return begin_snapshot(request, *snapshot);
   }
   if (const auto* read = std::get_if<ReadRequest>(&request->what)) {
     KVM_TRY_ASSIGN(Sequence * seq, store_->find_seq(request->client, read->seq, Access::kUse));
@@ -1508,6 +1570,34 @@ Status EngineImpl::begin_seq(Request* request, const SeqRequest& what) {
       return Status::ok();
     }
   }
+}
+
+Status EngineImpl::begin_snapshot(Request* request, const SnapshotRequest& what) {
+  const Sequence* seq = nullptr;
+  if (what.verb == SnapshotVerb::kSave) {
+    KVM_TRY_ASSIGN(seq, store_->find_seq(request->client, what.seq, Access::kUse));
+  }
+  return snapshots_->begin(request, seq, quotas().uid(request->client));
+}
+
+void EngineImpl::store_beside(Request* request) {
+  request->enter(Phase::kStoring);
+  uncount_running(request);
+  end_reading(request);
+  leave_order(request);
+}
+
+bool EngineImpl::snapshot_more() {
+  if (!snapshots_) {
+    return false;
+  }
+  const bool has_done = snapshots_->go_on();
+  Snapshots::Ended ended;
+  while (snapshots_->take_ended(&ended)) {
+    ended.request->result.seq = ended.seq;
+    finish(ended.request, std::move(ended.status));
+  }
+  return has_done;
 }
 
 // Does a part of what goes through pages, of which there may be millions. Returns whether it was
@@ -1564,6 +1654,9 @@ void EngineImpl::retire(const FinishedJob& job) {
   if (job.set == &moves_) {
     moves_.end(&store_->memory());
     note_memory();
+    return;
+  }
+  if (snapshots_ && snapshots_->end_job(job.set)) {
     return;
   }
   auto* request = static_cast<Request*>(job.set);
@@ -1704,16 +1797,20 @@ void EngineImpl::finish(Request* request, Status status) {
   request->result.service_ns = finished_ns_ - request->submitted_ns;
   note_duration(request->client, request->result.service_ns);
   request->enter(Phase::kDone);
-  unblocked_.clear();
-  order_.leave(&request->ticket, &unblocked_);
-  for (SequenceOrder::Ticket* ticket : unblocked_) {
-    push_ready(static_cast<Request*>(ticket->owner));
-  }
+  leave_order(request);
   const auto* what = std::get_if<SeqRequest>(&request->what);
   if (what != nullptr && what->verb == SeqVerb::kFree && request->result.status.is_ok()) {
     order_.forget(what->seq);
   }
   done_.push_back(*request);
+}
+
+void EngineImpl::leave_order(Request* request) {
+  unblocked_.clear();
+  order_.leave(&request->ticket, &unblocked_);
+  for (SequenceOrder::Ticket* ticket : unblocked_) {
+    push_ready(static_cast<Request*>(ticket->owner));
+  }
 }
 
 uint32_t EngineImpl::poll() {
@@ -1804,6 +1901,8 @@ bool EngineImpl::cancel(ClientId client, RequestTag tag) {
       request->is_cancelled = true;  // where it has to wait for pages
       if (request->phase == Phase::kFetching) {
         arrivals_.post(request);
+      } else if (request->phase == Phase::kStoring) {
+        arrivals_.post();
       }
     } else if (request->stream.has_begun()) {
       request->stream.stop(cancelled());
@@ -1818,7 +1917,8 @@ void EngineImpl::wait(uint64_t timeout_ns) {
   do {
     if (!done_.empty() || scheduler_.has_finished() || can_start() ||
         (!unfinished_.empty() && scheduler_.has_room()) || arrivals_.has_any() ||
-        has_ring_to_serve() || room_line_.has_to_serve() || (movement_ && movement_->is_ready())) {
+        has_ring_to_serve() || room_line_.has_to_serve() || (movement_ && movement_->is_ready()) ||
+        (snapshots_ && snapshots_->is_ready())) {
       return;
     }
     const uint64_t patience = patience_ns();

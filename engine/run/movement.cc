@@ -85,6 +85,18 @@ void Movement::note_fork(const Sequence& parent, Sequence* child) {
   child->residence.has_away = parent.residence.has_away;
 }
 
+void Movement::note_load(Sequence* seq) {
+  order_.enter(&seq->residence, seq->id);
+  seq->residence.has_away = true;
+  if (options_.is_automatic) {
+    try {
+      fetch(seq);
+    } catch (const std::bad_alloc&) {
+      // They come back when it is used again and again.
+    }
+  }
+}
+
 void Movement::note_change() {
   has_news_ = true;
   is_resting_ = false;

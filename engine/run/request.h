@@ -35,6 +35,7 @@ namespace kvm::engine {
 //   kWaiting -> kReady -> kIndexing -> [kFetching] -> [kPlanning] -> [kFetching] -> kComputing ->
 //                                      kRetaining -> kDone
 //                                   -> kInParts -> kDone
+//                                   -> kStoring -> kDone
 //
 // Any phase may end in kDone: the request fails, is cancelled, or its client leaves.
 enum class Phase : uint8_t {
@@ -44,6 +45,7 @@ enum class Phase : uint8_t {
   kFetching,   // waits for room to append, a tail to append to, a ring, or its first window
   kPlanning,   // a step that has begun and is not planned to its end
   kInParts,    // frees or cuts a sequence, some pages at a time
+  kStoring,    // Snapshots go on with it, beside others of its sequence
   kComputing,  // its own tasks
   kRetaining,  // policies act on what it committed
   kDone,       // the callback is due
@@ -58,7 +60,7 @@ constexpr bool may_follow(Phase phase, Phase next) {
       return next == Phase::kIndexing || next == Phase::kDone;
     case Phase::kIndexing:
       return next == Phase::kFetching || next == Phase::kPlanning || next == Phase::kInParts ||
-             next == Phase::kComputing || next == Phase::kDone;
+             next == Phase::kStoring || next == Phase::kComputing || next == Phase::kDone;
     case Phase::kFetching:
       return next == Phase::kPlanning || next == Phase::kComputing || next == Phase::kDone;
     case Phase::kPlanning:
@@ -66,6 +68,7 @@ constexpr bool may_follow(Phase phase, Phase next) {
     case Phase::kComputing:
       return next == Phase::kRetaining || next == Phase::kDone;
     case Phase::kInParts:
+    case Phase::kStoring:
     case Phase::kRetaining:
       return next == Phase::kDone;
     case Phase::kDone:
@@ -171,6 +174,8 @@ struct Request final : TaskSet, StreamListener, LineHook, NameHook {
       case Phase::kInParts:
         return seq != nullptr && (seq->verb == SeqVerb::kTruncate || seq->verb == SeqVerb::kFree ||
                                   seq->verb == SeqVerb::kPublish || seq->verb == SeqVerb::kTake);
+      case Phase::kStoring:
+        return std::holds_alternative<SnapshotRequest>(what);
       default:
         return is_orphan == is_abandoned.load(std::memory_order_relaxed);
     }
@@ -204,7 +209,7 @@ struct Request final : TaskSet, StreamListener, LineHook, NameHook {
   uint64_t read_epoch = 0;  // once it has started (tiers/read_epochs.h)
   DoneCallback on_done;
   RequestResult result;
-  std::variant<StepRequest, ReadRequest, ObserveRequest, SeqRequest> what;
+  std::variant<StepRequest, ReadRequest, ObserveRequest, SeqRequest, SnapshotRequest> what;
   std::variant<StepTensors, ReadTensors, ObserveTensors> tensors;
   std::vector<kvm_seq_id> seqs;  // that it touches, each once
   SequenceOrder::Ticket ticket;

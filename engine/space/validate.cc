@@ -570,4 +570,30 @@ Status check_seq_request(const SeqRequest& request) {
   return Status::ok();
 }
 
+Status check_snapshot_request(const SnapshotRequest& request) {
+  if (request.verb < SnapshotVerb::kSave || request.verb > SnapshotVerb::kRemove) {
+    return {KVM_ERR_INVALID,
+            fmt::format("verb {} is unknown", static_cast<uint32_t>(request.verb))};
+  }
+  const uint32_t known = request.verb == SnapshotVerb::kSave ? kSaveReplace : 0;
+  if ((request.flags & ~known) != 0) {
+    return {KVM_ERR_INVALID,
+            fmt::format("flags are {:#x}; only {:#x} is known", request.flags, known)};
+  }
+  if (request.name.empty() || request.name.size() > kMaxSnapshotNameBytes) {
+    return {KVM_ERR_INVALID, fmt::format("the snapshot's name has {} bytes; 1 to {} are allowed",
+                                         request.name.size(), kMaxSnapshotNameBytes)};
+  }
+  for (const char c : request.name) {
+    const bool is_letter = (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z');
+    if (!is_letter && !(c >= '-' && c <= '9') && c != '_') {  // "-./" and digits
+      return {KVM_ERR_INVALID,
+              fmt::format("the snapshot's name has a byte {:#04x}; letters, digits and any of "
+                          "._/- are allowed",
+                          static_cast<unsigned char>(c))};
+    }
+  }
+  return Status::ok();
+}
+
 }  // namespace kvm::engine

@@ -93,6 +93,9 @@ Result<ObserveTensors> check_observe(const ObserveRequest& request, const Space&
 // Verb, flags and numbers only.
 Status check_seq_request(const SeqRequest& request);
 
+// The verb, the flags and the name.
+Status check_snapshot_request(const SnapshotRequest& request);
+
 }  // namespace kvm::engine
 
 #endif  // KVM_ENGINE_SPACE_VALIDATE_H_

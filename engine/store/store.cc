@@ -218,6 +218,11 @@ Result<const Space*> Store::space_for(ClientId client, kvm_space_id id) {
   return record->space.get();
 }
 
+Result<std::shared_ptr<const Space>> Store::shared_space_for(ClientId client, kvm_space_id id) {
+  KVM_TRY_ASSIGN(const SpaceRecord* record, record_for(client, id));
+  return record->space;
+}
+
 Result<kvm_space_info> Store::space_info(kvm_space_id id) const {
   KVM_TRY_ASSIGN(const SpaceRecord* record, spaces_.find(id));
   return info_of(*record);

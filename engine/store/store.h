@@ -78,6 +78,8 @@ class Store final {
   // the ids of those that are gone. False: none are left.
   bool free_some(ClientId client, uint64_t max_pages, std::vector<kvm_seq_id>* gone);
   QuotaBook& quotas() { return memory_.quotas(); }
+  // The library of a user: opened, where there is none. Throws std::bad_alloc.
+  Account* library(uint32_t uid) { return memory_.library_of_user(uid, library_limits()); }
 
   // --- Spaces -----------------------------------------------------------------------------------
 
@@ -89,6 +91,7 @@ class Store final {
   Result<const Space*> space(kvm_space_id id) const;
   // The same for a client that wants to use it; PERMISSION: it is another user's.
   Result<const Space*> space_for(ClientId client, kvm_space_id id);
+  Result<std::shared_ptr<const Space>> shared_space_for(ClientId client, kvm_space_id id);
   Result<kvm_space_info> space_info(kvm_space_id id) const;
   std::vector<kvm_space_info> list_spaces() const;
   Status drop_space(kvm_space_id id);  // and BUSY

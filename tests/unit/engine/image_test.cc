@@ -114,8 +114,13 @@ class ImageRig {
     for (const ObjectRequest::Page& page : places) {
       tier.add_ref(page.place);
     }
-    ImageRestore restore(std::move(image).value(), std::move(places));
-    Aside* aside = store->begin_aside(client, space, restore.page_bytes()).value();
+    uint64_t size_bytes = 0;
+    for (const ObjectRequest::Page& page : places) {
+      size_bytes += page.size_bytes;
+    }
+    ImageRestore restore(std::move(places));
+    restore.take(std::move(image).value());
+    Aside* aside = store->begin_aside(client, space, size_bytes).value();
     for (;;) {
       const Result<bool> is_done = restore.go_on(store.get(), aside, 3);
       store->check_accounts();

@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+// What is known of a snapshot without loading it (docs/adr/0022-snapshots.md).
+#ifndef KVM_ENGINE_STORE_SNAPSHOT_INFO_H_
+#define KVM_ENGINE_STORE_SNAPSHOT_INFO_H_
+
+#include <array>
+#include <cstdint>
+#include <string>
+
+#include "engine/store/quota.h"
+
+namespace kvm::engine {
+
+// A SnapshotName is a user's. Names are in the order of uids, and of bytes.
+struct SnapshotName {
+  uint32_t uid = 0;
+  std::string name;
+};
+
+struct SnapshotInfo {
+  SnapshotName name;
+  std::string space_name;  // when it was saved; empty: what the disk says of it is damaged
+  std::array<uint8_t, 16> layout_digest{};
+  std::array<uint8_t, 16> policy_digest{};
+  std::array<uint8_t, 32> fingerprint{};
+  uint64_t n_tokens = 0;  // of the longest layer
+  uint64_t saved_ns = 0;  // since 1970
+  uint64_t bytes = 0;     // charged: of its pages, whole, and of what it has besides
+};
+
+}  // namespace kvm::engine
+
+#endif  // KVM_ENGINE_STORE_SNAPSHOT_INFO_H_
