@@ -4,17 +4,11 @@
 //
 // Each round writes a share of the bytes and reads it, in order and at random, fio next to the tier
 // each time and first in every second round.
-#include <fmt/format.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <array>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
-#include <cstdio>
 #include <deque>
-#include <filesystem>
 #include <functional>
 #include <limits>
 #include <memory>
@@ -22,11 +16,11 @@
 #include <nlohmann/json.hpp>
 #include <random>
 #include <string>
-#include <system_error>
 #include <utility>
 #include <vector>
 
 #include "bench/engine_rig.h"
+#include "bench/fio.h"
 #include "bench/harness.h"
 #include "bench/timing.h"
 #include "tiers/disk/disk_tier.h"
@@ -163,35 +157,6 @@ class TierRun {
   std::vector<PlaceId> places_;
 };
 
-// What a command prints; empty where it cannot be run.
-std::string output_of(const std::string& command) {
-  std::string text;
-  FILE* const pipe = ::popen(command.c_str(), "r");
-  if (pipe == nullptr) {
-    return text;
-  }
-  std::array<char, 4096> part;
-  for (size_t n = 0; (n = std::fread(part.data(), 1, part.size(), pipe)) != 0;) {
-    text.append(part.data(), n);
-  }
-  return ::pclose(pipe) == 0 ? text : std::string();
-}
-
-// Bytes per second of fio over its whole file.
-double fio(const std::string& file, const char* how, uint32_t block_bytes, uint64_t size_bytes) {
-  const std::string command = fmt::format(
-      "fio --name=rival --filename='{}' --rw={} --bs={} --size={} --iodepth={} "
-      "--ioengine=io_uring --direct=1 --registerfiles --fixedbufs --output-format=json 2>/dev/null",
-      file, how, block_bytes, size_bytes, kDepth);
-  const nlohmann::json report = nlohmann::json::parse(output_of(command), nullptr, false);
-  const char* const side = std::string(how) == "write" ? "write" : "read";
-  const nlohmann::json::json_pointer bandwidth(fmt::format("/jobs/0/{}/bw_bytes", side));
-  if (report.is_discarded() || !report.contains(bandwidth)) {
-    require(Status(KVM_ERR_IO, "it failed: " + command), "fio");
-  }
-  return report[bandwidth].get<double>();
-}
-
 struct Case {
   const char* name;
   const char* fio_name;
@@ -204,31 +169,24 @@ struct Case {
 }  // namespace
 
 int run_disk(const Options& options) {
-  namespace fs = std::filesystem;
   Report report("disk", options);
   report.set_max_fraction(std::numeric_limits<double>::infinity());
-  const std::string parent = options.directory.empty() ? "." : options.directory;
-  std::error_code error;
-  const uint64_t room = fs::space(parent, error).available;
-  require(error ? Status(KVM_ERR_IO, parent + ": " + error.message()) : Status(), "disk");
+  const DiskFolder folder(options);
   const uint32_t rounds = options.quick ? 1 : options.repeats;
   // Of two files: the tier's and the rival's.
   const uint64_t wanted = options.size_bytes != 0 ? options.size_bytes
                           : options.quick         ? uint64_t{64} << 20
                                                   : 8 * kGiB;
-  const uint64_t share = std::min(wanted / rounds, room / 3) / kTransferBytes * kTransferBytes;
-  require(share == 0 ? Status(KVM_ERR_NO_SPACE, "there is no room in " + parent) : Status(),
-          "disk");
-  const fs::path directory = fs::path(parent) / fmt::format("kvm-bench-{}", ::getpid());
-  fs::create_directory(directory, error);
-  require(error ? Status(KVM_ERR_IO, parent + ": " + error.message()) : Status(), "disk");
+  folder.require_free(uint64_t{3} * kTransferBytes);
+  const uint64_t share = std::max<uint64_t>(
+      std::min(wanted / rounds, folder.free_bytes() / 3) / kTransferBytes * kTransferBytes,
+      kTransferBytes);
 
-  const bool has_rival = !output_of("fio --version 2>/dev/null").empty();
-  const std::string rival = (directory / "rival").string();
+  const bool has_rival = has_fio();
   const auto n_pages = static_cast<uint32_t>(share / kPageBytes);
   const uint64_t capacity = share + share / 16 + 4 * (uint64_t{64} << 20);
   {
-    TierRun tier({.directories = {directory.string()},
+    TierRun tier({.directories = {folder.path()},
                   .capacity_bytes = capacity,
                   .segment_bytes = std::min<uint64_t>(64 << 20, capacity / 8 / 4096 * 4096),
                   .transfer_bytes = kTransferBytes,
@@ -244,7 +202,8 @@ int run_disk(const Options& options) {
       for (Case& of : cases) {
         const auto run_rival = [&] {
           if (has_rival) {
-            of.rival.push_back(fio(rival, of.fio_name, of.fio_block_bytes, share));
+            of.rival.push_back(
+                fio({folder.file("rival"), of.fio_name, of.fio_block_bytes, kDepth, share}));
           }
         };
         if (round % 2 == 1) {
@@ -282,9 +241,8 @@ int run_disk(const Options& options) {
     tier.release();
   }
   if (!has_rival) {
-    report.note("fio is not installed (package fio): there is nothing to compare with");
+    report.note(kNoFio);
   }
-  fs::remove_all(directory, error);
   return report.finish();
 }
 

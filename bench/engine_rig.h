@@ -67,12 +67,10 @@ class Rig {
  public:
   Rig(const Shape& shape, uint32_t n_layers, uint32_t n_threads, uint64_t capacity_bytes,
       tiers::SlowTier* slow_tier = nullptr)
+      : Rig(shape, n_layers, options_of(n_threads, capacity_bytes, slow_tier)) {}
+  Rig(const Shape& shape, uint32_t n_layers, const engine::EngineOptions& options,
+      const std::vector<kvm_index_params>& indexes = {})
       : shape_(shape) {
-    engine::EngineOptions options;
-    options.n_threads = n_threads;
-    options.host_capacity_bytes = capacity_bytes;
-    options.slow_tier = slow_tier;
-    options.movement.is_automatic = false;
     engine_ = require(engine::Engine::open(options), "engine");
     client_ = engine_->add_client({});
     SpaceSpec spec;
@@ -83,21 +81,38 @@ class Rig {
     spec.params.n_kv_heads = shape.n_kv_heads;
     spec.params.head_dim_k = shape.head_dim;
     spec.params.codec = static_cast<uint32_t>(shape.codec);
+    spec.params.n_indexes = static_cast<uint32_t>(indexes.size());
+    spec.indexes = indexes;
     space_ = require(engine_->register_space(spec), "space");
   }
 
-  engine::Engine& engine() { return *engine_; }
-  engine::ClientId client() const { return client_; }
+  // In which pages move only when they are told to.
+  static engine::EngineOptions options_of(uint32_t n_threads, uint64_t capacity_bytes,
+                                          tiers::SlowTier* slow_tier) {
+    engine::EngineOptions options;
+    options.n_threads = n_threads;
+    options.host_capacity_bytes = capacity_bytes;
+    options.slow_tier = slow_tier;
+    options.movement.is_automatic = false;
+    return options;
+  }
 
-  kvm_seq_id create() {
+  engine::Engine& engine() { return *engine_; }
+  // The first client, whose the sequences are for which none is named.
+  engine::ClientId client() const { return client_; }
+  kvm_space_id space() const { return space_; }
+
+  kvm_seq_id create() { return create(client_); }
+  kvm_seq_id create(engine::ClientId client) {
     SeqRequest request;
     request.verb = SeqVerb::kCreate;
     request.space = space_;
-    return seq_verb(std::move(request));
+    return seq_verb(client, std::move(request));
   }
 
-  kvm_seq_id seq_verb(SeqRequest&& request) {
-    kvm::RequestResult result = run(*engine_, client_, std::move(request));
+  kvm_seq_id seq_verb(SeqRequest&& request) { return seq_verb(client_, std::move(request)); }
+  kvm_seq_id seq_verb(engine::ClientId client, SeqRequest&& request) {
+    kvm::RequestResult result = run(*engine_, client, std::move(request));
     require(result.status, "sequence");
     return result.seq;
   }
@@ -110,11 +125,12 @@ class Rig {
     return seq_verb(std::move(request));
   }
 
-  void free(kvm_seq_id seq) {
+  void free(kvm_seq_id seq) { free(client_, seq); }
+  void free(engine::ClientId client, kvm_seq_id seq) {
     SeqRequest request;
     request.verb = SeqVerb::kFree;
     request.seq = seq;
-    seq_verb(std::move(request));
+    seq_verb(client, std::move(request));
   }
 
   // Rows 0 .. n_tokens - 1 of k and v, for every layer in [layer, layer + n_layers).

@@ -5,8 +5,8 @@
 #include <utility>
 #include <vector>
 
-#include "base/clock.h"
 #include "base/limits.h"
+#include "bench/decode_steps.h"
 #include "bench/engine_rig.h"
 #include "bench/harness.h"
 #include "bench/timing.h"
@@ -17,7 +17,6 @@ namespace {
 constexpr uint32_t kSequences = 32;
 constexpr uint32_t kOthers = 7;  // beside each of them: eight pages are an extent
 constexpr uint32_t kForks = 100;
-constexpr uint64_t kHousekeepNs = 1'000'000;  // as kvmd does while it has requests
 constexpr double kSettleSeconds = 1.0;
 constexpr int kIdleSteps = 4;  // without moves: all is moved
 
@@ -28,27 +27,23 @@ class MovesRun {
         rig_(shape_, 1, n_threads,
              uint64_t{n_blocks} * kPageTokens * shape_.token_bytes() * kSequences * (kOthers + 1) +
                  (uint64_t{512} << 20)),
-        q_(uint64_t{kSequences} * shape_.n_q_heads * shape_.head_dim * 2),
-        o_(uint64_t{kSequences} * shape_.n_q_heads * shape_.head_dim * 4),
-        lse_(uint64_t{kSequences} * shape_.n_q_heads * 4) {
-    fill_random_bf16(q_.as<uint16_t>(), q_.size_bytes() / 2, 7);
+        steps_(&rig_, shape_, kSequences) {
     fill();
   }
 
   void run(Report* report) {
-    steps_until(kSettleSeconds, nullptr);  // warms up
-    std::vector<double> before;
-    steps_until(kSettleSeconds, &before);
+    steps_.run_for(kSettleSeconds);  // warms up
+    const std::vector<double> before = steps_.run_for(kSettleSeconds);
     for (const kvm_seq_id other : others_) {
       rig_.free(other);
     }
     const kvm_stats begin = rig_.engine().stats();
-    stalls_us_.clear();
+    steps_.take_stalls_us();
     std::vector<double> during;
     double moving_s = 0;
     uint64_t n_moved = begin.n_pages_moved;
     for (int n_idle_steps = 0; n_idle_steps < kIdleSteps;) {
-      const double took = step();
+      const double took = steps_.run();
       const uint64_t n_moved_before = std::exchange(n_moved, rig_.engine().stats().n_pages_moved);
       n_idle_steps = n_moved == n_moved_before ? n_idle_steps + 1 : 0;
       if (n_idle_steps == 0) {
@@ -57,9 +52,8 @@ class MovesRun {
       }
     }
     const kvm_stats end = rig_.engine().stats();
-    const std::vector<double> stalls = std::move(stalls_us_);
-    std::vector<double> after;
-    steps_until(kSettleSeconds, &after);
+    const std::vector<double> stalls = steps_.take_stalls_us();
+    const std::vector<double> after = steps_.run_for(kSettleSeconds);
     const double quiet = (median(before) + median(after)) / 2;
     const uint64_t page_bytes = kPageTokens * shape_.token_bytes();
     const double moved =
@@ -87,7 +81,7 @@ class MovesRun {
     const Memory k(bytes);
     const Memory v(bytes);
     for (uint32_t i = 0; i < kSequences; ++i) {
-      seqs_.push_back(rig_.create());
+      steps_.add(rig_.create());
       for (uint32_t j = 0; j < kOthers; ++j) {
         others_.push_back(rig_.create());
       }
@@ -96,52 +90,15 @@ class MovesRun {
       fill_random_bf16(k.as<uint16_t>(), k.size_bytes() / 2, 2 * block);
       fill_random_bf16(v.as<uint16_t>(), v.size_bytes() / 2, 2 * block + 1);
       for (uint32_t i = 0; i < kSequences; ++i) {
-        rig_.append(seqs_[i], 0, 1, kPageTokens, k, v);
+        rig_.append(steps_.seqs()[i], 0, 1, kPageTokens, k, v);
         for (uint32_t j = 0; j < kOthers; ++j) {
           rig_.append(others_[i * kOthers + j], 0, 1, kPageTokens, k, v);
         }
       }
     }
-    for (const kvm_seq_id seq : seqs_) {
+    for (const kvm_seq_id seq : steps_.seqs()) {
       for (uint32_t i = 0; i < kForks; ++i) {
         rig_.fork(seq);
-      }
-    }
-  }
-
-  // One decode step of all sequences, driven as kvmd drives its engine. Returns seconds.
-  double step() {
-    engine::Engine& engine = rig_.engine();
-    bool is_done = false;
-    const double begin_s = now_s();
-    engine.submit(rig_.client(), {}, rig_.attend(seqs_, 1, q_, o_, lse_),
-                  [&](kvm::RequestResult&& result) {
-                    require(result.status, "attend");
-                    is_done = true;
-                  });
-    while (!is_done) {
-      engine.work();
-      note_stall([&] { engine.poll(); });
-      if (const uint64_t now = now_ns(); now - housekeep_ns_ >= kHousekeepNs) {
-        housekeep_ns_ = now;
-        note_stall([&] { engine.housekeep(); });
-      }
-    }
-    return now_s() - begin_s;
-  }
-
-  template <typename Call>
-  void note_stall(Call call) {
-    const uint64_t begin_ns = now_ns();
-    call();
-    stalls_us_.push_back(static_cast<double>(now_ns() - begin_ns) * 1e-3);
-  }
-
-  void steps_until(double seconds, std::vector<double>* out) {
-    for (const double begin_s = now_s(); now_s() - begin_s < seconds;) {
-      const double took = step();
-      if (out != nullptr) {
-        out->push_back(took);
       }
     }
   }
@@ -149,10 +106,8 @@ class MovesRun {
   const Shape shape_;
   const uint32_t n_blocks_;
   Rig rig_;
-  const Memory q_, o_, lse_;
-  std::vector<kvm_seq_id> seqs_, others_;
-  std::vector<double> stalls_us_;
-  uint64_t housekeep_ns_ = 0;
+  DecodeSteps steps_;
+  std::vector<kvm_seq_id> others_;
 };
 
 }  // namespace

@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+// The disk under a bench: a folder of its own there, and what fio's io_uring engine reads and
+// writes in a second on a file in it. fio is a rival, not a ceiling: disks are not the same twice.
+#ifndef KVM_BENCH_FIO_H_
+#define KVM_BENCH_FIO_H_
+
+#include <cstdint>
+#include <string>
+
+#include "bench/harness.h"
+
+namespace kvm::bench {
+
+// A DiskFolder is there as long as the object, or to the end of the program: in
+// Options::directory, or in the working directory. One at a time. Ends the program where it cannot
+// be made.
+class DiskFolder {
+ public:
+  explicit DiskFolder(const Options& options);
+  ~DiskFolder();
+  DiskFolder(const DiskFolder&) = delete;
+  DiskFolder& operator=(const DiskFolder&) = delete;
+  const std::string& path() const { return path_; }
+  std::string file(const std::string& name) const { return path_ + "/" + name; }
+  uint64_t free_bytes() const { return free_bytes_; }  // when it was made
+  // Ends the program where so many bytes were not free.
+  void require_free(uint64_t size_bytes) const;
+
+ private:
+  std::string path_;
+  uint64_t free_bytes_ = 0;
+};
+
+struct FioRun {
+  std::string file;
+  const char* how;  // as fio names it: write, read, randread
+  uint32_t block_bytes;
+  uint32_t depth;
+  uint64_t size_bytes;  // of the file; all of it is read or written
+};
+
+bool has_fio();
+inline constexpr const char* kNoFio =
+    "fio is not installed (package fio): there is nothing to compare with";
+// Returns bytes per second, past the page cache. Ends the program where fio fails.
+double fio(const FioRun& run);
+
+}  // namespace kvm::bench
+
+#endif  // KVM_BENCH_FIO_H_
