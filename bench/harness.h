@@ -41,7 +41,7 @@ struct Options {
   double budget = 0;        // of decode: share of the keys that sampled and topk read; 0: found
   uint32_t observed = 0;    // query sets that the index may see
   uint32_t runs = 0;        // of death: kills; 0: what the bench takes by itself
-  std::string directory;    // of disk: where its files go; empty: here
+  std::string directory;    // of those over a disk: where its files go; empty: here
   uint64_t size_bytes = 0;  // of disk: that are written; 0: what the bench takes by itself
   bool quick = false;       // small sizes: that it runs, and figures of no weight
 };
@@ -111,7 +111,10 @@ int run_append(const Options& options);
 int run_fork(const Options& options);
 int run_moves(const Options& options);
 int run_cold(const Options& options);
+int run_cold_sampled(const Options& options);
 int run_disk(const Options& options);
+int run_disk_moves(const Options& options);
+int run_overflow(const Options& options);
 int run_ipc(const Options& options);
 int run_decode(const Options& options);
 int run_policies(const Options& options);

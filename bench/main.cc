@@ -49,6 +49,24 @@ void add_approximate(const Add& add, kvm::bench::Options* options) {
   }
 }
 
+// Those that write files of their own.
+template <typename Add>
+void add_over_disk(const Add& add, kvm::bench::Options* options) {
+  using namespace kvm::bench;
+  CLI::App* disk = add("disk", "the disk tier against fio on the same disk", run_disk);
+  disk->add_option("--size", options->size_bytes, "bytes that are written (default: 8 GiB)")
+      ->transform(CLI::AsSizeValue(false));
+  for (CLI::App* bench :
+       {disk, add("overflow", "three times what memory holds decodes, over a disk", run_overflow),
+        add("disk_moves", "pages that go to a disk and come back while sequences decode",
+            run_disk_moves),
+        add("cold_sampled", "sampled attention over a context that lies on a disk",
+            run_cold_sampled)}) {
+    bench->add_option("--directory", options->directory, "where its files go (default: here)");
+    bench->add_flag("--quick", options->quick, "few bytes: a check that it runs");
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -93,11 +111,7 @@ int main(int argc, char** argv) {
       ->add_flag("--quick", options.quick, "short sequences: a check that it runs");
   add("cold", "attention over contexts in a simulated slow tier of 3 GB/s", run_cold)
       ->add_flag("--quick", options.quick, "short sequences: a check that it runs");
-  CLI::App* disk = add("disk", "the disk tier against fio on the same disk", run_disk);
-  disk->add_option("--directory", options.directory, "where its files go (default: here)");
-  disk->add_option("--size", options.size_bytes, "bytes that are written (default: 8 GiB)")
-      ->transform(CLI::AsSizeValue(false));
-  disk->add_flag("--quick", options.quick, "few bytes: a check that it runs");
+  add_over_disk(add, &options);
   add("policies", "what policies save and cost, and whom a long commit holds up", run_policies);
   add("ipc", "round trips between two processes", run_ipc);
   CLI::App* decode = add("decode", "a whole model's decode steps through the daemon", run_decode);

@@ -32,6 +32,10 @@ MOVES = {"bench", "moved_gbps", "decode_slowdown", "dispatcher_stall_p99_us", "p
 COLD = {"bench", "case", "tokens", "n_query", "fraction_of_tier", "page_reads_per_page",
         "dispatcher_stall_p99_us"}
 DISK = {"bench", "case", "gbps", "backend", "direct"}
+OVERFLOW = {"bench", "case", "ms_per_token", "disk_gbps", "stall_fraction", "bit_equal"}
+DISK_MOVES = {"bench", "case", "cap_gbps", "moved_gbps", "decode_slowdown",
+              "dispatcher_stall_p99_us"}
+COLD_SAMPLED = {"bench", "shape", "mode", "budget", "ms", "keys_read", "io_kb"}
 SHARES = ("keys_read_fraction", "miss_rate", "fallback_rate", "ipc_overhead_fraction",
           "steal_share")
 
@@ -84,6 +88,29 @@ class FiguresTest(unittest.TestCase):
             self.assertGreater(line["gbps"], 0)
             # fio is there or is not.
             self.assertEqual("fio_gbps" in line, "fraction" in line)
+
+    def test_overflow(self):
+        lines = self.run_bench("overflow", "--quick")
+        self.check(lines, "overflow", OVERFLOW)
+        self.assertEqual([line["case"] for line in lines], ["decode", "with_prompt"])
+        for line in lines:
+            self.assertTrue(line["bit_equal"])
+            self.assertGreater(line["disk_gbps"], 0)
+            self.assertEqual("fio_gbps" in line, "disk_fraction" in line)
+
+    def test_disk_moves(self):
+        lines = self.run_bench("disk_moves", "--quick")
+        self.check(lines, "disk_moves", DISK_MOVES)
+        self.assertEqual([line["case"] for line in lines], ["to_disk", "to_memory", "replace"])
+
+    def test_cold_sampled(self):
+        lines = self.run_bench("cold_sampled", "--quick")
+        self.check(lines, "cold_sampled", COLD_SAMPLED)
+        self.assertLessEqual({"exact", "sampled", "auto"}, {line["mode"] for line in lines})
+        for line in lines:
+            if line["mode"] == "exact":
+                self.assertEqual(line["keys_read"], 1)
+            self.assertLessEqual(line["io_share"], 1)
 
     def test_error(self):
         lines = self.run_bench("error", "--quick", "--data", "model", "--tokens", "1024",
