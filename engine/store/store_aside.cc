@@ -47,8 +47,7 @@ Result<Aside*> Store::fork_aside(const Sequence* parent) {
   return added;
 }
 
-Result<Aside*> Store::begin_aside(ClientId client, kvm_space_id space,
-                                  const KvBytes& page_bytes) {
+Result<Aside*> Store::begin_aside(ClientId client, kvm_space_id space, const KvBytes& page_bytes) {
   Account* account = memory_.find(client);
   KVM_ASSERT(account != nullptr);
   KVM_TRY_ASSIGN(SpaceRecord * record, record_for(client, space));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What every ObjectStore must hold to, over the simulated one in each way in which its requests
-// end.
+// end, and over the disk tier.
 #include "tiers/object_store.h"
 
 #include <gtest/gtest.h>
@@ -10,17 +10,21 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "tests/common/temporary_directory.h"
+#include "tiers/disk/disk_tier.h"
 #include "tiers/simulated/simulated_tier.h"
 #include "tiers/slow_tier.h"
 
 namespace kvm::testing {
 namespace {
 
+using tiers::DiskTier;
 using tiers::kMaxObjectKeyBytes;
 using tiers::kMaxObjectLabelBytes;
 using tiers::ObjectInfo;
@@ -84,6 +88,15 @@ struct TimedRig {
 struct ManualRig {
   void drive() { tier.finish_all(); }
   SimulatedTier tier{{.is_manual = true}};
+};
+struct DiskRig {
+  void drive() {}
+  TemporaryDirectory directory;
+  std::unique_ptr<DiskTier> owned =
+      DiskTier::open(
+          {.directories = {directory.path()}, .capacity_bytes = 64 << 20, .queue_depth = 8})
+          .value();
+  DiskTier& tier = *owned;
 };
 
 template <typename Rig>
@@ -187,7 +200,7 @@ class ObjectStoreConformance : public ::testing::Test {
   SlowTier& tier_ = rig_.tier;
   ObjectStore& store_ = *rig_.tier.objects();
 };
-using Rigs = ::testing::Types<TimedRig, ManualRig>;
+using Rigs = ::testing::Types<TimedRig, ManualRig, DiskRig>;
 TYPED_TEST_SUITE(ObjectStoreConformance, Rigs);
 
 using Keys = std::vector<std::string>;
