@@ -56,8 +56,13 @@ void add_over_disk(const Add& add, kvm::bench::Options* options) {
   CLI::App* disk = add("disk", "the disk tier against fio on the same disk", run_disk);
   disk->add_option("--size", options->size_bytes, "bytes that are written (default: 8 GiB)")
       ->transform(CLI::AsSizeValue(false));
+  CLI::App* recover = add("recover", "a process that saves is killed: what is there", run_recover);
+  recover->add_option("--size", options->size_bytes, "bytes that are saved (default: 20 GiB)")
+      ->transform(CLI::AsSizeValue(false));
   for (CLI::App* bench :
-       {disk, add("overflow", "three times what memory holds decodes, over a disk", run_overflow),
+       {disk, recover, add("resume", "a long sequence is saved, freed and loaded", run_resume),
+        add("paused", "what saved sequences cost in memory", run_paused),
+        add("overflow", "three times what memory holds decodes, over a disk", run_overflow),
         add("disk_moves", "pages that go to a disk and come back while sequences decode",
             run_disk_moves),
         add("cold_sampled", "sampled attention over a context that lies on a disk",

@@ -80,6 +80,7 @@ struct RecoveryReport {
   // Parts of the list of objects that cannot be read: what was put or removed last may not have
   // been.
   uint64_t n_damaged_blocks = 0;
+  uint64_t n_torn_blocks = 0;    // likewise, that were being written when the process ended
   uint64_t n_open_segments = 0;  // that were being written when the process ended
   uint64_t duration_ns = 0;
 };

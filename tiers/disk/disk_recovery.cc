@@ -182,6 +182,7 @@ class Finder {
       found_.manifest_slot = state_->slot;
       found_.run_number = state_->run_number;
       found_.report.n_damaged_blocks = state_->n_damaged_blocks;
+      found_.report.n_torn_blocks = state_->n_torn_blocks;
     }
   }
 

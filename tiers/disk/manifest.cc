@@ -35,6 +35,11 @@ bool read_block(std::span<const std::byte> block, ManifestBlockHeader* header) {
          header->header_crc == crc_of(block, header->used_bytes);
 }
 
+bool is_any_set(std::span<const std::byte> bytes) {
+  return std::any_of(bytes.begin(), bytes.end(),
+                     [](std::byte byte) { return byte != std::byte{}; });
+}
+
 std::string_view text_of(std::span<const std::byte> bytes) {
   return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
 }
@@ -127,9 +132,12 @@ bool read_manifest(const std::span<const std::byte> (&copies)[kManifestCopies],
   const uint64_t n_blocks = std::max(copies[0].size(), copies[1].size()) / kManifestBlockBytes;
   for (uint64_t block = 0; block < n_blocks; ++block) {
     bool is_read = false;
+    bool is_written = false;
     for (const std::span<const std::byte>& copy : copies) {
       const uint64_t at = block * kManifestBlockBytes;
       ManifestBlockHeader header;
+      is_written |= at + kManifestBlockBytes <= copy.size() &&
+                    is_any_set(copy.subspan(at, kManifestBlockBytes));
       if (is_read || at + kManifestBlockBytes > copy.size() ||
           !read_block(copy.subspan(at, kManifestBlockBytes), &header) || header.block != block ||
           (state->number != 0 && header.number != state->number) || header.number == 0) {
@@ -146,8 +154,10 @@ bool read_manifest(const std::span<const std::byte> (&copies)[kManifestCopies],
     if (is_read) {
       // What lies behind the last block that can be read was being written, and never counted.
       state->n_damaged_blocks += std::exchange(n_unread, 0);
+      state->n_torn_blocks = 0;
     } else {
       ++n_unread;
+      state->n_torn_blocks += is_written ? 1 : 0;
       is_whole &= has_start;
     }
   }

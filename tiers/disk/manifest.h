@@ -107,6 +107,7 @@ struct ManifestState {
   uint64_t number = 0;
   uint32_t slot = 0;
   uint32_t run_number = 0;        // the largest of who wrote it
+  uint64_t n_torn_blocks = 0;     // behind the last one that can be read: they never counted
   uint64_t n_damaged_blocks = 0;  // of which neither copy can be read: what they said is not here
 };
 
