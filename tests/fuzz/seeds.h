@@ -20,6 +20,7 @@ Seeds items_seeds();
 Seeds config_seeds();
 Seeds stats_text_seeds();
 Seeds policy_seeds();
+Seeds image_seeds();
 
 }  // namespace kvm::testing
 

@@ -10,7 +10,7 @@ const std::vector<FuzzTarget>& fuzz_targets() {
       {"hello", run_hello, hello_seeds},       {"control", run_control, control_seeds},
       {"request", run_request, request_seeds}, {"items", run_items, items_seeds},
       {"config", run_config, config_seeds},    {"stats_text", run_stats_text, stats_text_seeds},
-      {"policy", run_policy, policy_seeds},
+      {"policy", run_policy, policy_seeds},    {"image", run_image, image_seeds},
   };
   return kAll;
 }
