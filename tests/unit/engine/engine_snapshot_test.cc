@@ -761,6 +761,83 @@ TEST(Snapshot, EndsAtAnyStep) {
   }
 }
 
+// Pages that are on their way out when a save comes to them are waited for; where they stay after
+// all, the save writes them.
+TEST(Snapshot, PagesThatMoveAreWaitedFor) {
+  for (const bool has_fault : {false, true}) {
+    World world(kinds()[0], {.is_manual = true});
+    Rig& rig = *world.rig;
+    const kvm_seq_id seq = rig.create(world.space);
+    world.append(seq, 640, 1);
+    if (has_fault) {
+      world.tier.fail_every(Transfer::Kind::kWrite, 3, {KVM_ERR_IO, "a fault"});
+    }
+    ASSERT_TRUE(rig.engine->send_away(seq).is_ok());
+    rig.drive_until([&] { return world.tier.n_waiting() != 0; });
+    EXPECT_EQ(world.tier.n_waiting(), kOwnLayers * 10u);
+    world.tier.clear_faults();
+    bool is_done = false;
+    Status status;
+    rig.engine->submit(rig.client, {9, 9}, world.saving(seq, "it"), [&](RequestResult&& result) {
+      status = result.status;
+      is_done = true;
+    });
+    for (int i = 0; i < 200; ++i) {
+      rig.engine->poll();
+      rig.engine->work();
+    }
+    EXPECT_FALSE(is_done);
+    EXPECT_EQ(world.tier.n_waiting(), kOwnLayers * 10u) << "none is written twice";
+    EXPECT_TRUE(rig.drive_until([&] {
+      world.tier.finish_all();
+      return is_done;
+    }));
+    ASSERT_TRUE(status.is_ok()) << status.message();
+    EXPECT_EQ(world.tier.n_writes(), kOwnLayers * 10u);
+    rig.engine->check_accounts();
+  }
+}
+
+// What is published may be saved by any client of its user, and stays as it is.
+TEST(Snapshot, APublishedSequenceIsSaved) {
+  World world(kinds()[0]);
+  Rig& rig = *world.rig;
+  const kvm_seq_id seq = world.make();
+  const auto before = world.attend(seq, 5);
+  ASSERT_TRUE(rig.verb(SeqVerb::kPublish, seq).status.is_ok());
+  const ClientId second = rig.engine->add_client(of_user(0));
+  const ClientId other = rig.engine->add_client(of_user(7));
+  EXPECT_TRUE(world.save(seq, "it", 0, second).status.is_ok());
+  EXPECT_EQ(world.save(seq, "it", 0, other).status.code(), KVM_ERR_PERMISSION);
+  rig.engine->check_accounts();
+  EXPECT_TRUE(world.attend(world.loaded("it"), 5) == before);
+}
+
+// Where pages come back by themselves, those of a loaded sequence do.
+TEST(Snapshot, PagesComeBackWhereThereIsRoom) {
+  SimulatedTier tier({});
+  EngineOptions options = with_tier(&tier);
+  options.movement.is_automatic = true;
+  Rig rig(options);
+  const kvm_space_id space = rig.space(plain_spec());
+  const kvm_seq_id seq = rig.create(space);
+  Buffer k(Dtype::kF32, kOwnLayers, 5000, kHeads, kDim);
+  StepRequest append;
+  append.append = true;
+  append.space = space;
+  append.n_layers = kOwnLayers;
+  append.items = {append_item(seq, 5000)};
+  append.k = append.v = k.view();
+  ASSERT_TRUE(rig.run(append).status.is_ok());
+  SnapshotRequest what = {.verb = SnapshotVerb::kSave, .seq = seq, .name = "it"};
+  ASSERT_TRUE(rig.run(what).status.is_ok());
+  EXPECT_TRUE(rig.verb(SeqVerb::kFree, seq).status.is_ok());
+  what = {.verb = SnapshotVerb::kLoad, .space = space, .name = "it"};
+  ASSERT_TRUE(rig.run(what).status.is_ok());
+  EXPECT_TRUE(rig.drive_until([&] { return rig.engine->n_pages_away() == 0; }));
+  rig.engine->check_accounts();
+}
+
 // Many at once, of the same sequence and under the same name.
 TEST(Snapshot, ManyAtOnce) {
   World world(kinds()[0], {.latency_ns = 100'000, .reorder = 8, .seed = 2}, 3);
