@@ -310,8 +310,11 @@ void DiskTier::give_job_back(Job* job) {
   idle_.push_back(job);
 }
 
+// Of the records that go together.
+uint64_t DiskTier::transfer_limit() const { return options_.transfer_bytes + kHeaderRoom; }
+
 bool DiskTier::is_large(uint64_t data_bytes) const {
-  return data_bytes > options_.transfer_bytes + 2 * kAlign;
+  return data_bytes > transfer_limit() + 2 * kAlign;
 }
 
 std::byte* DiskTier::buffer_of(Job* job) const {

@@ -23,7 +23,7 @@
 // Threads: submit(), add_ref(), release() and list() on any; one of the tier does all else, on_done
 // included, but for what is refused, which ends in submit(). It copies each page once, summing it
 // up: some 8 GB/s of a core, which bounds the tier.
-// Memory: queue_depth + 14 buffers of transfer_bytes and 12 KiB; pages that do not fit into one,
+// Memory: queue_depth + 14 buffers of transfer_bytes and 16 KiB; pages that do not fit into one,
 // two at a time, in memory taken for them; 36 bytes a place, which stay.
 #ifndef KVM_TIERS_DISK_DISK_TIER_H_
 #define KVM_TIERS_DISK_DISK_TIER_H_
@@ -64,7 +64,8 @@ struct DiskTierOptions {
   // A multiple of 4 KiB, from kMinSegmentBytes to kMaxSegmentBytes. 0: an eighth of the capacity or
   // 64 MiB, whichever is less, and as much more as kMaxSegments ask for.
   uint64_t segment_bytes = 0;
-  // What pages are gathered into: a multiple of 4 KiB, from 64 KiB to 16 MiB.
+  // What pages are gathered into, 4 KiB for their headers not counted: a multiple of 4 KiB, from
+  // 64 KiB to 16 MiB.
   uint32_t transfer_bytes = 256 << 10;
   uint32_t queue_depth = 32;  // transfers in flight: 2 to 1024
   DiskBackend backend = DiskBackend::kAny;
@@ -153,6 +154,8 @@ class DiskTier final : public SlowTier, private ObjectStore {
  private:
   // Of a batch of reads, and of a transfer.
   static constexpr size_t kMaxParts = 256;
+  // Pages have powers of two of bytes: without it a transfer would hold one page less than it could.
+  static constexpr uint64_t kHeaderRoom = 4096;
   static constexpr uint32_t kMoveJobs = 2;  // beside the queue_depth of others
   // Jobs that have ended are taken in so few at a time, and others begun before these are looked
   // at: the disk has work meanwhile.
@@ -288,6 +291,8 @@ class DiskTier final : public SlowTier, private ObjectStore {
     DiskMemory blocks;
   };
 
+  // Of the buffer of a transfer.
+  static uint64_t job_bytes(const DiskTierOptions& options);
   DiskTier(std::unique_ptr<DiskIo> io, const DiskTierOptions& options, uint32_t n_slots);
   // Throws std::bad_alloc, and std::system_error.
   void start();
@@ -324,6 +329,7 @@ class DiskTier final : public SlowTier, private ObjectStore {
   Job* take_job(Job::Purpose purpose, uint64_t data_bytes);
   void leave_queue(const Job& job);
   void give_job_back(Job* job);
+  uint64_t transfer_limit() const;
   bool is_large(uint64_t data_bytes) const;
   std::byte* buffer_of(Job* job) const;
 

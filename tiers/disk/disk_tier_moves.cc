@@ -133,7 +133,7 @@ bool DiskTier::aim_move_locked(Job** job) {
       if (*job == nullptr) {
         continue;  // there is no memory for it: it stays
       }
-    } else if (at > end + kGapBytes || next_end - begin > options_.transfer_bytes ||
+    } else if (at > end + kGapBytes || next_end - begin > transfer_limit() ||
                (*job)->parts.size() == kMaxParts) {
       break;
     }

@@ -35,7 +35,7 @@ void DiskTier::begin_reads() {
     for (; n < left.size() && left[n].segment == left[0].segment; ++n) {
       const uint64_t next = offset_of(left[n].unit);
       const uint64_t next_end = std::max(end, next + record_bytes(left[n].size_bytes));
-      if (next > end + kGapBytes || next_end - begin_bytes > options_.transfer_bytes) {
+      if (next > end + kGapBytes || next_end - begin_bytes > transfer_limit()) {
         break;
       }
       end = next_end;

@@ -69,11 +69,6 @@ Result<DiskTierOptions> checked(const DiskTierOptions& given) {
   return options;
 }
 
-uint64_t job_bytes(const DiskTierOptions& options) {
-  // In front there is room for a segment's header; reads begin and end at blocks of the disk.
-  return kSegmentHeaderBytes + options.transfer_bytes + 2 * kAlign;
-}
-
 // Segments are as large as those that are there.
 DiskTierOptions suited(const DiskTierOptions& given, const std::vector<SegmentOnDisk>& left) {
   DiskTierOptions options = given;
@@ -116,6 +111,11 @@ Status no_thread() {
 }  // namespace
 
 // --- The beginning -------------------------------------------------------------------------------
+
+uint64_t DiskTier::job_bytes(const DiskTierOptions& options) {
+  // In front there is room for a segment's header; reads begin and end at blocks of the disk.
+  return kSegmentHeaderBytes + options.transfer_bytes + kHeaderRoom + 2 * kAlign;
+}
 
 Result<DiskIoOptions> DiskTier::io_options(const DiskTierOptions& given) {
   KVM_TRY_ASSIGN(const DiskTierOptions options, checked(given));

@@ -103,7 +103,7 @@ bool DiskTier::place_writes_locked(Job* job) {
     Part part = writes_.front();
     const uint64_t bytes = record_bytes(part.size_bytes);
     if (at + bytes > room_end(segment.places.size() + 1) ||
-        (at != start && at + bytes - start > options_.transfer_bytes)) {
+        (at != start && at + bytes - start > transfer_limit())) {
       break;
     }
     writes_.pop_front();

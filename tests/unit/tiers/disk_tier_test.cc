@@ -145,6 +145,29 @@ TEST_F(DiskTierByHand, PagesAreGatheredAndSoAreReads) {
   release(places);
 }
 
+TEST_F(DiskTierByHand, AsManyPagesGoTogetherAsTheirBytesFitATransfer) {
+  make(4);
+  std::deque<SlowPage> pages;
+  for (uint32_t i = 0; i < 4; ++i) {
+    pages.emplace_back(i, 16 * kKiB);
+  }
+  submit(pages);
+  run();
+  EXPECT_EQ(tier_->stats().n_disk_writes, 1u) << "headers and all";
+  std::deque<SlowPage> reads;
+  for (const SlowPage& page : pages) {
+    ASSERT_TRUE(page.status.is_ok());
+    reads.emplace_back(page.place, 16 * kKiB);
+  }
+  submit(reads);
+  run();
+  EXPECT_EQ(tier_->stats().n_disk_reads, 1u);
+  for (uint32_t i = 0; i < 4; ++i) {
+    EXPECT_TRUE(reads[i].status.is_ok() && reads[i].holds(i));
+    tier_->release(pages[i].place);
+  }
+}
+
 TEST_F(DiskTierByHand, EachFlippedByteOfARecordIsFound) {
   make(4);
   constexpr uint32_t kSize = 5000;
