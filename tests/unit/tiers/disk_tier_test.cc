@@ -552,6 +552,121 @@ TEST_F(DiskTierByHand, ASegmentThatCouldNotBeMovedIsTriedAgainLater) {
   EXPECT_GT(tier_->stats().n_moved, 0u);
 }
 
+TEST_F(DiskTierByHand, AMoveThatCannotBeWrittenLeavesThePageWhereItIs) {
+  bool is_broken = false;
+  rewrite_ = [&](const tiers::DiskOp& op, int64_t result) {
+    return is_broken && op.kind == tiers::DiskOp::Kind::kWrite ? -EIO : result;
+  };
+  make(3);
+  constexpr uint32_t kSize = 8 * kKiB;
+  const std::vector<PlaceId> places = write(0, 60, kSize);
+  ASSERT_GE(places.size(), 50u);
+  is_broken = true;
+  // The last one keeps the second segment from being free, so that the first is to be emptied.
+  release({places.begin() + 4, places.end() - 1});
+  run();
+  EXPECT_GT(tier_->stats().n_io_errors, 0u);
+  EXPECT_EQ(tier_->stats().n_moved, 0u);
+  is_broken = false;
+  for (uint32_t i = 0; i < 4; ++i) {
+    EXPECT_TRUE(read(places[i], i, kSize).is_ok());
+    tier_->release(places[i]);
+  }
+  release({places.back()});
+  EXPECT_EQ(tier_->used_bytes(), 0u);
+}
+
+// A page is released while a copy of it is written, and its place and its offset are another page's
+// by the time the copy is done.
+TEST_F(DiskTierByHand, ACopyThatComesTooLateIsNotTakenForAnotherPage) {
+  constexpr uint32_t kSize = 60 * kKiB;  // three to a segment, each in a transfer of its own
+  constexpr uint64_t kSecondOffset = 68 * kKiB;
+  bool is_held = false;
+  bool was_held = false;
+  rewrite_ = [&](const tiers::DiskOp& op, int64_t result) {
+    const bool is_copy = op.kind == tiers::DiskOp::Kind::kWrite && op.file == 2 &&
+                         op.offset == kSecondOffset && is_held;
+    was_held = was_held || is_copy;
+    return is_copy ? -EAGAIN : result;
+  };
+  make(4);
+  const auto turn_some = [&] {
+    for (int i = 0; i < 30; ++i) {
+      tier_->turn();
+    }
+  };
+  const std::vector<PlaceId> first = write(1, 3, kSize);
+  const std::vector<PlaceId> second = write(4, 3, kSize);
+  const std::vector<PlaceId> third = write(7, 1, kSize);
+  ASSERT_EQ(first.size() + second.size() + third.size(), 7u);
+  is_held = true;
+  release({first[1], first[2]});
+  turn_some();
+  ASSERT_TRUE(was_held) << "what is left of the first segment is on its way to the third";
+  std::deque<SlowPage> filling;
+  filling.emplace_back(8, kSize);
+  submit(filling);
+  turn_some();
+  ASSERT_TRUE(filling[0].is_done && filling[0].status.is_ok());
+  release(second);
+  release({first[0]});
+  std::deque<SlowPage> next;
+  next.emplace_back(9, kSize);
+  submit(next);
+  turn_some();
+  ASSERT_TRUE(next[0].is_done && next[0].status.is_ok());
+  ASSERT_EQ(next[0].place, first[0]);
+  is_held = false;
+  run();
+  EXPECT_TRUE(read(next[0].place, 9, kSize).is_ok());
+  release({third[0], filling[0].place, next[0].place});
+  EXPECT_EQ(tier_->used_bytes(), 0u);
+}
+
+TEST_F(DiskTierByHand, TheSegmentWithLeastInItIsMovedAndCountsAsWritten) {
+  make(4);
+  constexpr uint32_t kSize = 8 * kKiB;
+  const uint32_t n = 30;  // of two segments and a part of a third
+  const std::vector<PlaceId> places = write(0, 2 * n + 8, kSize);
+  ASSERT_EQ(places.size(), 2 * n + 8);
+  ASSERT_EQ(tier_->stats().n_segments, 3u);
+  const uint64_t before = tier_->stats().written_today_bytes;
+  std::vector<PlaceId> kept(places.begin() + 2 * n, places.end());
+  for (uint32_t i = 0; i < 2 * n; ++i) {
+    if (i % (i < n ? 2 : 4) == 0) {
+      kept.push_back(places[i]);
+    } else {
+      tier_->release(places[i]);
+    }
+  }
+  run();
+  const tiers::DiskTierStats stats = tier_->stats();
+  EXPECT_GE(stats.n_moved, n / 4 - 1);
+  EXPECT_LE(stats.n_moved, n / 4 + 1) << "the first has twice as many";
+  EXPECT_GE(stats.written_today_bytes, before + stats.moved_bytes);
+  release(kept);
+}
+
+TEST_F(DiskTierByHand, NothingMovesOnceADaysWritesAreUsedUp) {
+  constexpr uint32_t kSize = 8 * kKiB;
+  options_.write_bytes_per_day = kSegment + 100 * kKiB;
+  make(3);
+  const std::vector<PlaceId> places = write(0, 100, kSize);
+  EXPECT_GT(places.size(), 35u) << "the second segment is begun";
+  while (tier_->stats().written_today_bytes < options_.write_bytes_per_day) {
+    const uint64_t before = tier_->stats().written_today_bytes;
+    release(write(1000, 1, 64));
+    ASSERT_GT(tier_->stats().written_today_bytes, before) << "the padding counts, too";
+  }
+  release({places.begin() + 2, places.end() - 1});
+  run();
+  EXPECT_EQ(tier_->stats().n_moved, 0u);
+  clock_.advance(kDayNs);
+  release(write(1000, 1, 64));
+  EXPECT_EQ(tier_->stats().n_moved, 2u) << "a new day";
+  release({places[0], places[1], places.back()});
+}
+
 // A disk that counts how often it is asked in vain.
 class AskedDisk final : public ForwardedDisk {
  public:
@@ -619,6 +734,9 @@ TEST_F(DiskTierByHand, ADaysWritesHaveALimit) {
   clock_.advance(kDayNs);
   const std::vector<PlaceId> next = write(0, 1, 8 * kKiB);
   EXPECT_EQ(next.size(), 1u);
+  release(places);
+  places = write(0, 40, 8 * kKiB);
+  EXPECT_LE(places.size(), 11u) << "the next day has one, too";
   release(places);
   release(next);
 }
