@@ -91,8 +91,9 @@ enum class SeqVerb : uint32_t {
   kFree = 5,
   kPublish = 6,
   kTake = 7,
+  kPrefetch = 8,
 };
-inline constexpr SeqVerb kLastSeqVerb = SeqVerb::kTake;
+inline constexpr SeqVerb kLastSeqVerb = SeqVerb::kPrefetch;
 
 struct SeqRequest {
   SeqVerb verb = SeqVerb::kCreate;

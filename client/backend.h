@@ -69,6 +69,7 @@ class Queue {
   virtual Status stage_read(const ReadCall& call, uint64_t user_data) = 0;
   virtual Status stage_observe(const ObserveCall& call, uint64_t user_data) = 0;
   virtual Status stage_seq(const SeqRequest& call, uint64_t user_data) = 0;
+  virtual Status stage_snapshot(const SnapshotRequest& call, uint64_t user_data) = 0;
   virtual Status submit() = 0;
   // DISCONNECTED once the client is closed or the daemon gone, requests outstanding or not.
   virtual Status check_open() = 0;
@@ -120,6 +121,12 @@ class Client : public std::enable_shared_from_this<Client> {
   virtual Result<kvm_seq_info> seq_info(kvm_seq_id seq) = 0;
   virtual Result<std::vector<kvm_seq_info>> list_seqs(kvm_space_id space, uint32_t flags) = 0;
 
+  // Here: UNSUPPORTED, of engines that keep nothing. The value is the sequence of kLoad.
+  virtual Result<kvm_seq_id> snapshot(const SnapshotRequest&) { return keeps_nothing(); }
+  virtual Result<std::vector<kvm_snapshot_info>> list_snapshots(uint32_t /*flags*/) {
+    return keeps_nothing();
+  }
+
   virtual Result<kvm_stats> stats() = 0;
   virtual Result<std::string> stats_text() = 0;
 
@@ -129,6 +136,11 @@ class Client : public std::enable_shared_from_this<Client> {
   virtual Result<std::vector<kvm_client_entry>> list_clients() { return not_administered(); }
   virtual Result<std::vector<kvm_user_entry>> list_users() { return not_administered(); }
   virtual Status set_quota(const kvm_quota_params&) { return not_administered(); }
+
+  static Status keeps_nothing() {
+    return Status::fixed(KVM_ERR_UNSUPPORTED,
+                         "an engine in this process keeps no snapshots: they are kvmd's");
+  }
 
   // Handles of queues and arenas that exist: reconnect needs zero.
   std::atomic<uint32_t> n_handles{0};

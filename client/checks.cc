@@ -163,6 +163,18 @@ Status check_observe(const kvm_observe_params& params, const ArenaDirectory& are
   return arenas.resolve(slots);
 }
 
+Status check_snapshot(const char* name, uint32_t flags, SnapshotRequest* call) {
+  KVM_TRY(check_flags(flags, call->verb == SnapshotVerb::kSave ? KVM_SAVE_REPLACE : 0, "the call"));
+  const size_t n = ::strnlen(name, kMaxSnapshotNameBytes + 1);
+  if (n == 0 || n > kMaxSnapshotNameBytes) {
+    return Status(KVM_ERR_INVALID, "name has " + std::string(n == 0 ? "no" : "more than 127") +
+                                       " bytes; 1 to 127 are allowed");
+  }
+  call->flags = flags;
+  call->name.assign(name, n);
+  return Status::ok();
+}
+
 Status check_create(kvm_space_id space, const kvm_seq_params* params, SeqRequest* call) {
   kvm_seq_params p;
   KVM_TRY(ipc::read_params(params, &p, "kvm_seq_params"));

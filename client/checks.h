@@ -22,6 +22,7 @@ Status check_read(const kvm_read_params& params, const ArenaDirectory& arenas, R
 Status check_observe(const kvm_observe_params& params, const ArenaDirectory& arenas,
                      ObserveCall* call);
 // kvm_seq_create; params may be null.
+Status check_snapshot(const char* name, uint32_t flags, SnapshotRequest* call);
 Status check_create(kvm_space_id space, const kvm_seq_params* params, SeqRequest* call);
 
 // Fails where a word of a reserved array is set.

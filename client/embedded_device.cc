@@ -337,6 +337,8 @@ Result<kvm_seq_id> DeviceClient::seq(const SeqRequest& call) {
     case SeqVerb::kTake:
       return Status(KVM_ERR_UNSUPPORTED,
                     "sequences on a device are of one process and are not published");
+    case SeqVerb::kPrefetch:
+      return Status(KVM_ERR_UNSUPPORTED, "sequences on a device are in no slower tier");
     case SeqVerb::kCreate:
     case SeqVerb::kFree:
       break;

@@ -142,6 +142,11 @@ Status EmbeddedQueue::stage_seq(const SeqRequest& call, uint64_t user_data) {
   return stage(call, user_data);
 }
 
+// The engine says that it keeps nothing.
+Status EmbeddedQueue::stage_snapshot(const SnapshotRequest& call, uint64_t user_data) {
+  return stage(SnapshotRequest(call), user_data);
+}
+
 void EmbeddedQueue::answer(Entry* entry, Status status) {
   entry->completion.status = status.code();
   entry->status = std::move(status);
@@ -183,6 +188,8 @@ void EmbeddedQueue::hand_over(engine::Engine& engine, engine::ClientId client,
     engine.submit(client, tag, std::move(*read), std::move(on_done));
   } else if (auto* observe = std::get_if<ObserveRequest>(&request)) {
     engine.submit(client, tag, std::move(*observe), std::move(on_done));
+  } else if (auto* snapshot = std::get_if<SnapshotRequest>(&request)) {
+    engine.submit(client, tag, std::move(*snapshot), std::move(on_done));
   } else {
     engine.submit(client, tag, std::get<SeqRequest>(std::move(request)), std::move(on_done));
   }

@@ -33,6 +33,7 @@ class EmbeddedQueue final : public Queue {
   Status stage_read(const ReadCall& call, uint64_t user_data) override;
   Status stage_observe(const ObserveCall& call, uint64_t user_data) override;
   Status stage_seq(const SeqRequest& call, uint64_t user_data) override;
+  Status stage_snapshot(const SnapshotRequest& call, uint64_t user_data) override;
   Status submit() override;
   Status check_open() override;
   uint32_t n_outstanding() const override;
@@ -43,7 +44,8 @@ class EmbeddedQueue final : public Queue {
 
  private:
   struct Nop {};
-  using Request = std::variant<Nop, StepRequest, ReadRequest, ObserveRequest, SeqRequest>;
+  using Request =
+      std::variant<Nop, StepRequest, ReadRequest, ObserveRequest, SeqRequest, SnapshotRequest>;
 
   // An Entry is a request from stage to take. It moves from list to list with its place, so that
   // nothing but staging it needs memory.

@@ -74,6 +74,20 @@ kvm_status seq_call(kvm_client* client, const kvm::SeqRequest& call, kvm_seq_id*
   });
 }
 
+kvm_status snapshot_call(kvm_client* client, kvm::SnapshotRequest&& call, const char* name,
+                         uint32_t flags, kvm_seq_id* out) {
+  return guarded([&]() -> Status {
+    KVM_TRY(check_client(client));
+    KVM_TRY(check_not_null(name, "name"));
+    KVM_TRY(kvm::client::check_snapshot(name, flags, &call));
+    KVM_TRY_ASSIGN(const kvm_seq_id made, client->client->snapshot(call));
+    if (out != nullptr) {
+      *out = made;
+    }
+    return Status::ok();
+  });
+}
+
 }  // namespace
 
 extern "C" {
@@ -389,6 +403,38 @@ kvm_status kvm_seq_list(kvm_client* client, kvm_space_id space, uint32_t flags, 
     KVM_TRY(check_flags(flags, KVM_LIST_ALL_CLIENTS, "kvm_seq_list"));
     KVM_TRY_ASSIGN(const auto list, client->client->list_seqs(space, flags));
     return write_list(list, out, capacity, out_count, "kvm_seq_info");
+  });
+}
+
+kvm_status kvm_seq_prefetch(kvm_client* client, kvm_seq_id seq) {
+  return seq_call(client, {kvm::SeqVerb::kPrefetch, 0, 0, seq, 0}, nullptr);
+}
+
+kvm_status kvm_seq_save(kvm_client* client, kvm_seq_id seq, const char* name, uint32_t flags) {
+  return snapshot_call(client, {.verb = kvm::SnapshotVerb::kSave, .seq = seq}, name, flags,
+                       nullptr);
+}
+
+kvm_status kvm_seq_load(kvm_client* client, kvm_space_id space, const char* name, kvm_seq_id* out) {
+  const kvm_status status = guarded([&] { return check_not_null(out, "out"); });
+  return status != KVM_OK
+             ? status
+             : snapshot_call(client, {.verb = kvm::SnapshotVerb::kLoad, .space = space}, name, 0,
+                             out);
+}
+
+kvm_status kvm_snapshot_delete(kvm_client* client, const char* name) {
+  return snapshot_call(client, {.verb = kvm::SnapshotVerb::kRemove}, name, 0, nullptr);
+}
+
+kvm_status kvm_snapshot_list(kvm_client* client, uint32_t flags, kvm_snapshot_info* out,
+                             size_t capacity, size_t* out_count) {
+  return guarded([&]() -> Status {
+    KVM_TRY(check_client(client));
+    KVM_TRY(check_not_null(out_count, "out_count"));
+    KVM_TRY(check_flags(flags, KVM_LIST_ALL_CLIENTS, "kvm_snapshot_list"));
+    KVM_TRY_ASSIGN(const auto list, client->client->list_snapshots(flags));
+    return write_list(list, out, capacity, out_count, "kvm_snapshot_info");
   });
 }
 

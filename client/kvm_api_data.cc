@@ -75,6 +75,16 @@ kvm_status stage_seq(kvm_queue* queue, const kvm::SeqRequest& call, uint64_t use
   });
 }
 
+kvm_status stage_snapshot(kvm_queue* queue, kvm::SnapshotRequest&& call, const char* name,
+                          uint32_t flags, uint64_t user_data) {
+  return guarded([&]() -> Status {
+    KVM_TRY(check_queue(queue));
+    KVM_TRY(check_not_null(name, "name"));
+    KVM_TRY(kvm::client::check_snapshot(name, flags, &call));
+    return queue->queue->stage_snapshot(call, user_data);
+  });
+}
+
 // REQUIRES: check_queue.
 Status check_idle(const kvm_queue* queue) {
   if (const uint32_t n = queue->queue->n_outstanding(); n != 0) [[unlikely]] {
@@ -326,6 +336,26 @@ kvm_status kvm_seq_publish_async(kvm_queue* queue, kvm_seq_id seq, uint64_t user
 
 kvm_status kvm_seq_take_async(kvm_queue* queue, kvm_seq_id seq, uint64_t user_data) {
   return stage_seq(queue, {kvm::SeqVerb::kTake, 0, 0, seq, 0}, user_data);
+}
+
+kvm_status kvm_seq_prefetch_async(kvm_queue* queue, kvm_seq_id seq, uint64_t user_data) {
+  return stage_seq(queue, {kvm::SeqVerb::kPrefetch, 0, 0, seq, 0}, user_data);
+}
+
+kvm_status kvm_seq_save_async(kvm_queue* queue, kvm_seq_id seq, const char* name, uint32_t flags,
+                              uint64_t user_data) {
+  return stage_snapshot(queue, {.verb = kvm::SnapshotVerb::kSave, .seq = seq}, name, flags,
+                        user_data);
+}
+
+kvm_status kvm_seq_load_async(kvm_queue* queue, kvm_space_id space, const char* name,
+                              uint64_t user_data) {
+  return stage_snapshot(queue, {.verb = kvm::SnapshotVerb::kLoad, .space = space}, name, 0,
+                        user_data);
+}
+
+kvm_status kvm_snapshot_delete_async(kvm_queue* queue, const char* name, uint64_t user_data) {
+  return stage_snapshot(queue, {.verb = kvm::SnapshotVerb::kRemove}, name, 0, user_data);
 }
 
 kvm_status kvm_nop_async(kvm_queue* queue, uint64_t user_data) {

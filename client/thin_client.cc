@@ -109,18 +109,16 @@ Result<ThinQueue*> ThinClient::own_queue() {
   return own_queue_.get();
 }
 
-// Without a call: a null request.
-Status ThinClient::call_own_queue(const SeqRequest* call, kvm_seq_id* made) {
+template <typename Stage>
+Result<kvm_seq_id> ThinClient::call_own_queue(bool makes, Stage stage) {
   const std::lock_guard lock(own_queue_mutex_);
   KVM_TRY_ASSIGN(ThinQueue * queue, own_queue());
   KVM_TRY(tidy_own_queue());
   const uint64_t number = ++last_own_number_;
-  const bool makes =
-      call != nullptr && (call->verb == SeqVerb::kCreate || call->verb == SeqVerb::kFork);
   if (makes) {
     prepare_to_make(number);
   }
-  KVM_TRY(call == nullptr ? queue->stage_nop(number) : queue->stage_seq(*call, number));
+  KVM_TRY(stage(queue, number));
   KVM_TRY(queue->submit());
   KVM_TRY_ASSIGN(const kvm_completion completion, await_own_answer(number));
   if (makes) {
@@ -129,10 +127,7 @@ Status ThinClient::call_own_queue(const SeqRequest* call, kvm_seq_id* made) {
   if (completion.status != KVM_OK) {
     return Status(completion.status, completion.message);
   }
-  if (makes) {
-    *made = completion.seq;
-  }
-  return Status::ok();
+  return makes ? completion.seq : kvm_seq_id{0};
 }
 
 // Whatever fails from here on, the sequence that it may still make is not lost; and where nothing
@@ -195,7 +190,11 @@ Status ThinClient::tidy_own_queue() {
   return Status::ok();
 }
 
-Status ThinClient::ping() { return call_own_queue(nullptr, nullptr); }
+Status ThinClient::ping() {
+  return call_own_queue(false,
+                        [](ThinQueue* queue, uint64_t number) { return queue->stage_nop(number); })
+      .status();
+}
 
 Result<std::unique_ptr<Queue>> ThinClient::create_queue(uint32_t n_entries, uint64_t spin_ns) {
   LostSeqs lost;
@@ -334,9 +333,53 @@ Result<std::vector<kvm_space_info>> ThinClient::list_spaces() {
 }
 
 Result<kvm_seq_id> ThinClient::seq(const SeqRequest& call) {
-  kvm_seq_id made = 0;
-  KVM_TRY(call_own_queue(&call, &made));
-  return made;
+  return call_own_queue(
+      call.verb == SeqVerb::kCreate || call.verb == SeqVerb::kFork,
+      [&](ThinQueue* queue, uint64_t number) { return queue->stage_seq(call, number); });
+}
+
+Result<kvm_seq_id> ThinClient::snapshot(const SnapshotRequest& call) {
+  return call_own_queue(call.verb == SnapshotVerb::kLoad, [&](ThinQueue* queue, uint64_t number) {
+    return queue->stage_snapshot(call, number);
+  });
+}
+
+namespace {
+
+bool is_before(const kvm_snapshot_info& a, const kvm_snapshot_info& b) {
+  return a.uid != b.uid ? a.uid < b.uid : std::strcmp(a.name, b.name) < 0;
+}
+
+}  // namespace
+
+Result<std::vector<kvm_snapshot_info>> ThinClient::list_snapshots(uint32_t flags) {
+  KVM_TRY(connection()->need_minor(8, "kvm_snapshot_list"));
+  std::vector<kvm_snapshot_info> all;
+  for (;;) {
+    KVM_TRY_ASSIGN(const Connection::Reply reply, connection()->call([&](ipc::ControlWriter* writer,
+                                                                         uint64_t id) {
+      const auto name = writer->fbb().CreateString(all.empty() ? "" : all.back().name);
+      return writer->finish(id, wire::CreateSnapshotList(writer->fbb(), flags,
+                                                         all.empty() ? 0 : all.back().uid, name));
+    }));
+    const wire::Bytes* body = reply.root->body_as_Bytes();
+    if (body == nullptr) {
+      return unexpected_reply();
+    }
+    KVM_TRY_ASSIGN(const std::vector<kvm_snapshot_info> part,
+                   unpack<kvm_snapshot_info>(*body, "kvm_snapshot_info"));
+    for (const kvm_snapshot_info& info : part) {
+      // Ascending, or it might go on for ever.
+      if (::strnlen(info.name, sizeof(info.name)) == sizeof(info.name) ||
+          (!all.empty() && !is_before(all.back(), info))) {
+        return unexpected_reply();
+      }
+      all.push_back(info);
+    }
+    if (part.empty() || part.size() >= body->total()) {
+      return all;
+    }
+  }
 }
 
 Result<kvm_seq_info> ThinClient::seq_info(kvm_seq_id seq) {

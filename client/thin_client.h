@@ -38,6 +38,8 @@ class ThinClient final : public Client {
   Result<std::vector<kvm_seq_info>> list_seqs(kvm_space_id space, uint32_t flags) override;
   Result<kvm_stats> stats() override;
   Result<std::string> stats_text() override;
+  Result<kvm_seq_id> snapshot(const SnapshotRequest& call) override;
+  Result<std::vector<kvm_snapshot_info>> list_snapshots(uint32_t flags) override;
   Result<std::string> config_text() override;
   Result<kvm_evict_result> evict(const kvm_evict_params& params) override;
   Result<std::vector<kvm_client_entry>> list_clients() override;
@@ -54,7 +56,9 @@ class ThinClient final : public Client {
 
   std::shared_ptr<Connection> connection() const;
   Result<ThinQueue*> own_queue();
-  Status call_own_queue(const SeqRequest* call, kvm_seq_id* made);
+  // stage(queue, number) makes the request; `makes`: it makes a sequence.
+  template <typename Stage>
+  Result<kvm_seq_id> call_own_queue(bool makes, Stage stage);
   Result<kvm_completion> await_own_answer(uint64_t number);
   void prepare_to_make(uint64_t number);
   void settle_late_answer(const kvm_completion& completion);

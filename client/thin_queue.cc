@@ -510,6 +510,9 @@ Status ThinQueue::stage_observe(const ObserveCall& call, uint64_t user_data) {
 }
 
 Status ThinQueue::stage_seq(const SeqRequest& call, uint64_t user_data) {
+  if (call.verb == SeqVerb::kPrefetch) {
+    KVM_TRY(connection_->need_minor(8, "kvm_seq_prefetch"));
+  }
   if (call.verb == SeqVerb::kPublish || call.verb == SeqVerb::kTake) {
     KVM_TRY(connection_->need_minor(
         4, call.verb == SeqVerb::kTake ? "kvm_seq_take" : "kvm_seq_publish"));
@@ -524,6 +527,21 @@ Status ThinQueue::stage_seq(const SeqRequest& call, uint64_t user_data) {
       call.verb == SeqVerb::kCreate || call.verb == SeqVerb::kFork || call.verb == SeqVerb::kTake;
   return stage(Opcode::kSeq, user_data, [&](uint32_t index, Slot* slot) {
     slot->place = adds ? connection_->seqs().prepare() : OwnSeqs::Place();
+    return push_block(index, block);
+  });
+}
+
+Status ThinQueue::stage_snapshot(const SnapshotRequest& call, uint64_t user_data) {
+  KVM_TRY(connection_->need_minor(8, "a snapshot"));
+  ipc::SnapshotBlock block{};
+  block.verb = static_cast<uint32_t>(call.verb);
+  block.flags = call.flags;
+  block.space = call.space;
+  block.seq = call.seq;
+  block.name_bytes = static_cast<uint32_t>(call.name.copy(block.name, sizeof(block.name) - 1));
+  return stage(Opcode::kSnapshot, user_data, [&](uint32_t index, Slot* slot) {
+    slot->place =
+        call.verb == SnapshotVerb::kLoad ? connection_->seqs().prepare() : OwnSeqs::Place();
     return push_block(index, block);
   });
 }
@@ -608,6 +626,8 @@ bool ThinQueue::names_lost_seq(const Slot& slot) const {
       return lost_->contains(reinterpret_cast<const ipc::ObserveBlock*>(slot.block)->seq);
     case Opcode::kSeq:
       return lost_->contains(reinterpret_cast<const ipc::SeqBlock*>(slot.block)->seq);
+    case Opcode::kSnapshot:
+      return lost_->contains(reinterpret_cast<const ipc::SnapshotBlock*>(slot.block)->seq);
     case Opcode::kNop:
     case Opcode::kCancel:
       break;
@@ -662,7 +682,11 @@ Status ThinQueue::finish(const ipc::CompletionEntry& entry, kvm_completion* out,
     }
   } else {
     bool has_result = slot.opcode == Opcode::kSeq;
-    if (has_result) {
+    if (slot.opcode == Opcode::kSnapshot && !slot.place.empty()) {
+      has_result = true;
+      out->seq = result->seq;
+      connection_->seqs().add(std::move(slot.place), result->seq);
+    } else if (has_result) {
       note_seq(*reinterpret_cast<const ipc::SeqBlock*>(slot.block), *result, &slot, out);
     }
     for (uint32_t i = 0; i < slot.n_pieces; ++i) {

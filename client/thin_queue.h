@@ -46,6 +46,7 @@ class ThinQueue final : public Queue {
   Status stage_read(const ReadCall& call, uint64_t user_data) override;
   Status stage_observe(const ObserveCall& call, uint64_t user_data) override;
   Status stage_seq(const SeqRequest& call, uint64_t user_data) override;
+  Status stage_snapshot(const SnapshotRequest& call, uint64_t user_data) override;
   Status submit() override;
   Status check_open() override;
   uint32_t n_outstanding() const override {

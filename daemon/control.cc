@@ -352,6 +352,53 @@ void handle_seq_list(Session* session, uint64_t id, const wire::SeqList& message
   reply_list(session, id, std::move(page.infos), page.has_more);
 }
 
+kvm_snapshot_info snapshot_info(const engine::SnapshotInfo& from) {
+  kvm_snapshot_info info{};
+  info.struct_size = sizeof(info);
+  info.flags = from.is_lost ? KVM_SNAPSHOT_LOST + 0u : 0u;
+  info.uid = from.name.uid;
+  from.name.name.copy(info.name, sizeof(info.name) - 1);
+  from.space_name.copy(info.space_name, sizeof(info.space_name) - 1);
+  std::copy(from.layout_digest.begin(), from.layout_digest.end(), info.layout);
+  std::copy(from.policy_digest.begin(), from.policy_digest.end(), info.policy);
+  std::copy(from.fingerprint.begin(), from.fingerprint.end(), info.fingerprint);
+  info.n_tokens = from.n_tokens;
+  info.bytes = from.bytes;
+  info.saved_ns = from.saved_ns;
+  return info;
+}
+
+void handle_snapshot_list(Session* session, uint64_t id, const wire::SnapshotList& message) {
+  const bool all_users = (message.flags() & KVM_LIST_ALL_CLIENTS) != 0;
+  Status status;
+  if ((message.flags() & ~uint32_t{KVM_LIST_ALL_CLIENTS}) != 0) {
+    status = Status(KVM_ERR_INVALID, fmt::format("flags are {:#x}; known is {:#x}", message.flags(),
+                                                 KVM_LIST_ALL_CLIENTS + 0));
+  } else if (!session->service()->engine->keeps_snapshots()) {
+    status = Status::fixed(KVM_ERR_UNSUPPORTED,
+                           "this kvmd keeps no snapshots: it has no disk (disk.directories)");
+  } else if (all_users) {
+    status = check_administrator(*session, "list the snapshots of all users");
+  }
+  if (!status.is_ok()) {
+    reply_error(session, id, status);
+    return;
+  }
+  const uint32_t uid = all_users ? engine::kEverybody : session->peer().uid;
+  engine::SnapshotName after;
+  if (message.name() != nullptr && message.name()->size() != 0) {
+    after = {message.uid(), message.name()->str()};
+  }
+  std::vector<engine::SnapshotInfo> found =
+      session->service()->engine->list_snapshots(uid, after, kMaxListed<kvm_snapshot_info> + 1);
+  const bool has_more = found.size() > kMaxListed<kvm_snapshot_info>;
+  std::vector<kvm_snapshot_info> infos;
+  for (size_t i = 0; i < found.size() - (has_more ? 1 : 0); ++i) {
+    infos.push_back(snapshot_info(found[i]));
+  }
+  reply_list(session, id, std::move(infos), has_more);
+}
+
 bool may_see(const Session& session, const kvm_space_info& space) {
   return space.uid == session.peer().uid || is_administrator(session);
 }
@@ -425,6 +472,8 @@ void handle_welcomed(Session* session, const wire::Message& message) {
                           engine->seq_info(session->client, message.body_as_SeqInfo()->seq()));
     case wire::Body::SeqList:
       return handle_seq_list(session, id, *message.body_as_SeqList());
+    case wire::Body::SnapshotList:
+      return handle_snapshot_list(session, id, *message.body_as_SnapshotList());
     case wire::Body::Stats:
       return reply_struct(session, id, Result<kvm_stats>(service_stats(*session->service())));
     case wire::Body::StatsText:

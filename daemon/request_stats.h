@@ -15,9 +15,18 @@
 namespace kvm::daemon {
 
 // kNull: nop and cancel, which the daemon answers itself, within the turn that took them.
-enum class RequestVerb : uint8_t { kAppend, kAttend, kStep, kRead, kObserve, kSequence, kNull };
-inline constexpr std::array<const char*, 7> kRequestVerbNames = {
-    "append", "attend", "step", "read", "observe", "sequence", "null"};
+enum class RequestVerb : uint8_t {
+  kAppend,
+  kAttend,
+  kStep,
+  kRead,
+  kObserve,
+  kSequence,
+  kSnapshot,
+  kNull
+};
+inline constexpr std::array<const char*, 8> kRequestVerbNames = {
+    "append", "attend", "step", "read", "observe", "sequence", "snapshot", "null"};
 
 // Modes that attention can have had (KVM_MODE_*, not DEFAULT or AUTO).
 inline constexpr std::array<const char*, 4> kAttendModeNames = {"exact", "topk", "sampled",

@@ -30,6 +30,7 @@ RequestVerb verb_of(const StepRequest& step) {
 RequestVerb verb_of(const ReadRequest&) { return RequestVerb::kRead; }
 RequestVerb verb_of(const ObserveRequest&) { return RequestVerb::kObserve; }
 RequestVerb verb_of(const SeqRequest&) { return RequestVerb::kSequence; }
+RequestVerb verb_of(const SnapshotRequest&) { return RequestVerb::kSnapshot; }
 
 void mark_dirty(ServedQueue* queue) {
   if (!queue->is_dirty) {

@@ -60,6 +60,7 @@ Result<engine::EngineOptions> engine_options(const Options& options, const Machi
   engine::Amounts wholes;
   wholes[engine::Resource::kBytes] = capacity_bytes;
   wholes[engine::Resource::kMemoryBytes] = out.host_capacity_bytes;
+  wholes[engine::Resource::kSnapshotBytes] = capacity_bytes - out.host_capacity_bytes;
   wholes[engine::Resource::kArenaBytes] = options.arena_capacity.resolve(memory.total_bytes);
   out.tenant_limits = tenant_limits(options.tenants, wholes);
   out.max_spaces = static_cast<uint32_t>(options.max_spaces);
@@ -209,6 +210,15 @@ int serve(const LoadedOptions& loaded, const OpenEngine& open_engine) {
     const tiers::DiskTierStats stats = disk.value()->stats();
     spdlog::info("{} for pages on disk in {}, by {}", format_bytes(stats.capacity_bytes),
                  options.disk_directories, stats.backend);
+    const tiers::RecoveryReport found = disk.value()->objects()->recovery();
+    spdlog::info("{} with {} found there in {:.3f} s", counted(found.n_objects, "snapshot"),
+                 format_bytes(found.page_bytes), static_cast<double>(found.duration_ns) * 1e-9);
+    if (found.n_lost_objects != 0 || found.n_damaged_blocks != 0) {
+      spdlog::warn(
+          "{} not whole any more: parts are missing, or damaged; {} of the list of "
+          "snapshots cannot be read",
+          counted(found.n_lost_objects, "snapshot"), counted(found.n_damaged_blocks, "block"));
+    }
     if (stats.n_leftover_files != 0) {
       spdlog::info("removed {} that a kvmd before has left there",
                    counted(stats.n_leftover_files, "file"));

@@ -28,7 +28,7 @@ std::string_view cut(std::string_view* text, char separator) {
 
 bool is_memory(Resource resource) {
   return resource == Resource::kBytes || resource == Resource::kMemoryBytes ||
-         resource == Resource::kArenaBytes;
+         resource == Resource::kArenaBytes || resource == Resource::kSnapshotBytes;
 }
 
 std::optional<Size> parse_limit(Resource resource, std::string_view text) {

@@ -138,6 +138,7 @@ class Engine {
                       DoneCallback on_done) {
     on_done({.status = no_slow_tier()});
   }
+  virtual bool keeps_snapshots() const { return false; }
   // Snapshots of a user (kEverybody: of all) whose names follow `after`; at most n_max.
   virtual std::vector<SnapshotInfo> list_snapshots(uint32_t /*uid*/, const SnapshotName& /*after*/,
                                                    size_t /*n_max*/) const {

@@ -859,6 +859,85 @@ enum { KVM_LIST_ALL_CLIENTS = 1u << 0 /* the daemon's own user and root; else PE
 KVM_API kvm_status kvm_seq_list(kvm_client *client, kvm_space_id space, uint32_t flags,
                                 kvm_seq_info *out, size_t capacity, size_t *out_count);
 
+/* Begins to bring back into memory what of a sequence lies in a slower tier, as far as there is
+ * room, and returns; requests that need it meanwhile read it where it lies, as without this call.
+ * For an engine that knows which conversation comes next.
+ * Fails:   UNSUPPORTED (the service has no slower tier, or is older than protocol 1.8), NOT_FOUND,
+ *          STALE, LOST, PERMISSION, TIMEOUT. Threads: any. */
+KVM_API kvm_status kvm_seq_prefetch(kvm_client *client, kvm_seq_id seq);
+
+/* Snapshots: sequences that outlive their clients, and the service itself, however it ends.
+ *
+ *    kvm_seq_save(client, chat, "chat/4711", KVM_SAVE_REPLACE);   the conversation pauses
+ *    kvm_seq_free(client, chat);
+ *    ... an hour; perhaps kvmd was updated, or killed ...
+ *    kvm_space_register(client, &geometry, &space);
+ *    kvm_seq_load(client, space, "chat/4711", &chat);             and goes on
+ *
+ * A snapshot holds all that a sequence does, K, V and what policies made of them, but for indexes,
+ * which are built anew when they are needed, and it lies in the service's disk tier: a daemon
+ * without one answers UNSUPPORTED (docs/disk.md). It belongs to the client's user, whose every
+ * client may load and delete it; to others it does not exist. It is charged to the user's quota of
+ * snapshot_bytes, whole, whatever others share with it. Names are 1 to 127 bytes of
+ * [A-Za-z0-9._/-].
+ *
+ * Pages that are on disk already, because they left memory or are in an earlier snapshot, are not
+ * written again, so that to save a conversation after each turn costs what the turn added. */
+enum {
+  KVM_SAVE_REPLACE = 1u << 0 /* a snapshot of this name is replaced, in one step; else EXISTS */
+};
+
+/* Saves what the sequence holds once the requests before it are done; requests after it go on
+ * meanwhile and are not part of it. Answered when no crash of the service or of the machine takes
+ * the snapshot any more. That may take longer than a control call waits: a TIMEOUT says no more
+ * than that it goes on. kvm_seq_save_async has no such limit.
+ * Fails:   UNSUPPORTED, INVALID (name, flags), EXISTS, QUOTA (snapshot_bytes), NO_SPACE (the disk
+ *          tier is full), IO, NOT_FOUND, STALE, LOST, PERMISSION (of another client), TIMEOUT; a
+ *          snapshot that had the name is as before. Threads: any. */
+KVM_API kvm_status kvm_seq_save(kvm_client *client, kvm_seq_id seq, const char *name,
+                                uint32_t flags);
+
+/* Makes a sequence of the client's out of a snapshot, in a space of the same layout, policies and
+ * fingerprint, whatever its name and its indexes. It is there before its pages are in memory: these
+ * are read from disk when a request needs them, and come back as far as there is room. The snapshot
+ * stays; any number of sequences may be loaded from it, and share its pages.
+ * Fails:   UNSUPPORTED, INVALID (name; or the space differs from the one that was saved, and in
+ *          what), NOT_FOUND (the snapshot, the space), STALE, LOST (the space; or a part of the
+ *          snapshot is not there any more), CORRUPT, IO, QUOTA, LIMIT (as kvm_seq_create), NO_SPACE,
+ *          PERMISSION (another user's space), TIMEOUT. Threads: any. */
+KVM_API kvm_status kvm_seq_load(kvm_client *client, kvm_space_id space, const char *name,
+                                kvm_seq_id *out);
+
+/* Deletes a snapshot. Sequences that were loaded from it stay. Answered when no crash brings it
+ * back. Fails: UNSUPPORTED, INVALID (name), NOT_FOUND, IO, NO_SPACE, TIMEOUT. Threads: any. */
+KVM_API kvm_status kvm_snapshot_delete(kvm_client *client, const char *name);
+
+enum {
+  KVM_SNAPSHOT_LOST = 1u << 0 /* kvm_seq_load fails: parts of it are not there any more */
+};
+
+typedef struct kvm_snapshot_info {
+  uint32_t struct_size;
+  uint32_t flags; /* KVM_SNAPSHOT_* */
+  uint32_t uid;   /* whose it is */
+  uint32_t reserved0;
+  char name[128];
+  char space_name[64];  /* of the space that it was saved in */
+  uint8_t layout[16];   /* the digests of that space, as kvm_space_info has them */
+  uint8_t policy[16];
+  uint8_t fingerprint[32];
+  uint64_t n_tokens;    /* of the longest layer */
+  uint64_t bytes;       /* that are charged for it */
+  uint64_t saved_ns;    /* when, in nanoseconds since 1970 */
+  uint64_t reserved[4];
+} kvm_snapshot_info;
+
+/* The snapshots of the client's user, or of all users (KVM_LIST_ALL_CLIENTS), by user and name, as
+ * kvm_space_list lists spaces. Fails: UNSUPPORTED, PERMISSION (KVM_LIST_ALL_CLIENTS), TIMEOUT.
+ * Threads: any. */
+KVM_API kvm_status kvm_snapshot_list(kvm_client *client, uint32_t flags, kvm_snapshot_info *out,
+                                     size_t capacity, size_t *out_count);
+
 /* ============================================================================================
  * 7. The data path: append, attend, step
  * ============================================================================================ */
@@ -1261,6 +1340,13 @@ KVM_API kvm_status kvm_seq_commit_async(kvm_queue *queue, kvm_seq_id seq, uint64
 KVM_API kvm_status kvm_seq_free_async(kvm_queue *queue, kvm_seq_id seq, uint64_t user_data);
 KVM_API kvm_status kvm_seq_publish_async(kvm_queue *queue, kvm_seq_id seq, uint64_t user_data);
 KVM_API kvm_status kvm_seq_take_async(kvm_queue *queue, kvm_seq_id seq, uint64_t user_data);
+KVM_API kvm_status kvm_seq_prefetch_async(kvm_queue *queue, kvm_seq_id seq, uint64_t user_data);
+KVM_API kvm_status kvm_seq_save_async(kvm_queue *queue, kvm_seq_id seq, const char *name,
+                                      uint32_t flags, uint64_t user_data);
+KVM_API kvm_status kvm_seq_load_async(kvm_queue *queue, kvm_space_id space, const char *name,
+                                      uint64_t user_data);
+KVM_API kvm_status kvm_snapshot_delete_async(kvm_queue *queue, const char *name,
+                                             uint64_t user_data);
 /* Does nothing and completes. */
 KVM_API kvm_status kvm_nop_async(kvm_queue *queue, uint64_t user_data);
 
@@ -1280,7 +1366,7 @@ typedef struct kvm_completion {
   float err_max;
   uint32_t n_exact;
   uint64_t n_not_finite;
-  kvm_seq_id seq; /* that kvm_seq_create_async or kvm_seq_fork_async has made; else 0 */
+  kvm_seq_id seq; /* that kvm_seq_create_async, _fork_async or _load_async has made; else 0 */
   /* The sentence that belongs to status, as kvm_last_error has it; "" with KVM_OK. The queue's:
    * valid until the next call that takes completions of the queue, or destroys it. Never NULL. */
   const char *message;
@@ -1421,7 +1507,7 @@ typedef struct kvm_amounts {
   /* Of bytes, what cannot go to a disk: heads with KVM_RETAIN_SINKS_RECENT_FOLD or _HEAVY, what was
    * observed, and indexes. 0 of an older kvmd, used and limit alike. */
   uint64_t memory_bytes;
-  uint64_t reserved[1];
+  uint64_t snapshot_bytes; /* of users alone: of their snapshots, each whole. Likewise */
 } kvm_amounts;
 
 /* A connected client. */

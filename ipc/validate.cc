@@ -217,6 +217,27 @@ Reject parse_seq(const uint8_t* block, uint32_t length, Request* out) {
   return Reject::kNone;
 }
 
+Reject parse_snapshot(const uint8_t* block, uint32_t length, Request* out) {
+  SnapshotBlock head;
+  KVM_TRY_REJECT(copy_block(block, length, &head));
+  KVM_CHECK_OR_REJECT(head.reserved0 == 0, kBlockReserved);
+  KVM_CHECK_OR_REJECT(head.verb >= static_cast<uint32_t>(SnapshotVerb::kSave) &&
+                          head.verb <= static_cast<uint32_t>(SnapshotVerb::kRemove),
+                      kSnapshotVerb);
+  const bool saves = head.verb == static_cast<uint32_t>(SnapshotVerb::kSave);
+  KVM_CHECK_OR_REJECT((head.flags & ~(saves ? kSaveReplace : 0)) == 0, kBlockFlags);
+  KVM_CHECK_OR_REJECT(head.name_bytes <= kMaxSnapshotNameBytes, kSnapshotName);
+  KVM_CHECK_OR_REJECT(std::all_of(head.name + head.name_bytes, std::end(head.name),
+                                  [](char c) { return c == '\0'; }),
+                      kSnapshotName);
+  out->message = SnapshotRequest{.verb = static_cast<SnapshotVerb>(head.verb),
+                                 .flags = head.flags,
+                                 .seq = head.seq,
+                                 .space = head.space,
+                                 .name = std::string(head.name, head.name_bytes)};
+  return Reject::kNone;
+}
+
 Reject parse_cancel(const uint8_t* block, uint32_t length, Request* out) {
   CancelBlock head;
   KVM_TRY_REJECT(copy_block(block, length, &head));
@@ -228,7 +249,7 @@ Reject parse_cancel(const uint8_t* block, uint32_t length, Request* out) {
 
 Reject validate_request(const RequestEntry& entry, RegionTable* regions, Request* out) {
   const auto opcode = static_cast<Opcode>(entry.opcode);
-  KVM_CHECK_OR_REJECT(opcode >= Opcode::kNop && opcode <= Opcode::kCancel, kOpcode);
+  KVM_CHECK_OR_REJECT(opcode >= Opcode::kNop && opcode <= Opcode::kSnapshot, kOpcode);
   KVM_CHECK_OR_REJECT(entry.version == kBlockVersion, kVersion);
   KVM_CHECK_OR_REJECT(entry.flags == 0, kEntryFlags);
   KVM_CHECK_OR_REJECT(all_zero(entry.reserved), kEntryReserved);
@@ -262,6 +283,8 @@ Reject validate_request(const RequestEntry& entry, RegionTable* regions, Request
       return parse_seq(block, entry.block_length, out);
     case Opcode::kCancel:
       return parse_cancel(block, entry.block_length, out);
+    case Opcode::kSnapshot:
+      return parse_snapshot(block, entry.block_length, out);
     case Opcode::kNop:
       break;
   }
@@ -301,6 +324,8 @@ const char* reject_text(Reject reject) {
       "a tensor outside its region",
       "an output that overlaps another tensor",
       "an unknown verb on a sequence",
+      "an unknown verb on a snapshot",
+      "a snapshot's name that is too long, or is followed by more",
   };
   static_assert(std::size(kTexts) == static_cast<size_t>(Reject::kCount));
   const auto index = static_cast<size_t>(reject);
@@ -309,13 +334,13 @@ const char* reject_text(Reject reject) {
 
 const char* reject_name(Reject reject) {
   static constexpr const char* kNames[] = {
-      "none",           "opcode",          "version",      "entry_flags",   "entry_reserved",
-      "unknown_region", "block_alignment", "block_bounds", "block_length",  "result_align",
-      "result_bounds",  "block_reserved",  "verbs",        "block_flags",   "item_count",
-      "range_count",    "tree_count",      "mode",         "proposal",      "not_finite",
-      "item_flags",     "item_reserved",   "item_ranges",  "item_tree",     "item_rows",
-      "tensor_absent",  "tensor_dtype",    "tensor_align", "tensor_bounds", "tensor_overlap",
-      "seq_verb",
+      "none",           "opcode",          "version",       "entry_flags",   "entry_reserved",
+      "unknown_region", "block_alignment", "block_bounds",  "block_length",  "result_align",
+      "result_bounds",  "block_reserved",  "verbs",         "block_flags",   "item_count",
+      "range_count",    "tree_count",      "mode",          "proposal",      "not_finite",
+      "item_flags",     "item_reserved",   "item_ranges",   "item_tree",     "item_rows",
+      "tensor_absent",  "tensor_dtype",    "tensor_align",  "tensor_bounds", "tensor_overlap",
+      "seq_verb",       "snapshot_verb",   "snapshot_name",
   };
   static_assert(std::size(kNames) == kRejects);
   const auto index = static_cast<size_t>(reject);

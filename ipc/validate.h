@@ -58,6 +58,8 @@ enum class Reject : uint8_t {
   kTensorBounds,
   kTensorOverlap,
   kSeqVerb,
+  kSnapshotVerb,
+  kSnapshotName,
   kCount,  // not a reason
 };
 
@@ -76,7 +78,8 @@ struct CancelMessage {
 
 struct Request {
   uint64_t user_data = 0;
-  std::variant<NopMessage, StepRequest, ReadRequest, ObserveRequest, SeqRequest, CancelMessage>
+  std::variant<NopMessage, StepRequest, ReadRequest, ObserveRequest, SeqRequest, CancelMessage,
+               SnapshotRequest>
       message;
   // Where the result goes; nullptr for a nop. Written with write_result only.
   ResultBlock* result = nullptr;

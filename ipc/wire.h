@@ -29,7 +29,8 @@ namespace kvm::ipc {
 inline constexpr uint32_t kProtocolMajor = 1;
 // 1: ConfigText to QuotaSet; 2: n_not_finite; 3: KVM_STEP_NO_STATISTICS; 4: kPublish, kTake;
 // 5: KVM_ITEM_LAST_LAYER; 6: alibi_slopes, KVM_SPACE_V_IN_K, dims of layers;
-// 7: KVM_ITEM_PROMPT_END, budgets of policies; 8: kvm_amounts.memory_bytes.
+// 7: KVM_ITEM_PROMPT_END, budgets of policies; 8: kvm_amounts.memory_bytes, kPrefetch, kSnapshot,
+// SnapshotList.
 inline constexpr uint32_t kProtocolMinor = 8;
 inline constexpr uint64_t kHelloMagic = 0x30304d564b4d564bull;  // "KVMKVM00"
 
@@ -58,6 +59,7 @@ enum class Opcode : uint8_t {
   kObserve = 4,
   kSeq = 5,
   kCancel = 6,
+  kSnapshot = 7,
 };
 
 // Every entry is answered by exactly one completion. The daemon takes an entry only while requests
@@ -173,6 +175,18 @@ struct SeqBlock {        // WIRE.
 };
 static_assert(sizeof(SeqBlock) == 64);
 
+struct SnapshotBlock {  // WIRE.
+  uint32_t verb;        // SnapshotVerb (base/request.h)
+  uint32_t flags;       // kSave: KVM_SAVE_*
+  uint64_t space;       // kLoad
+  uint64_t seq;         // kSave
+  uint32_t name_bytes;  // of the name; what follows it is zero
+  uint32_t reserved0;   // zero
+  char name[128];
+  uint64_t reserved[4];  // zero
+};
+static_assert(sizeof(SnapshotBlock) == 192);
+
 // WIRE. Completes with OK, or NOT_FOUND when no request of the queue in flight has the user_data.
 struct CancelBlock {
   uint64_t user_data;    // of the request not to be started
@@ -185,7 +199,7 @@ static_assert(sizeof(CancelBlock) == 64);
 // by requests other than kSeq that succeeded, and n_not_finite was reserved. kNop has none: its
 // regions, offsets and length are zero.
 struct ResultBlock {
-  uint64_t seq;           // kSeq: create, fork
+  uint64_t seq;           // kSeq: create, fork; kSnapshot: load
   uint64_t n_not_finite;  // kStep: as in kvm_step_stats
   uint64_t reserved[2];
   char message[224];

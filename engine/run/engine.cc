@@ -188,6 +188,7 @@ class EngineImpl final : public Engine {
               DoneCallback on_done) override {
     submit_any(client, tag, std::move(request), std::move(on_done));
   }
+  bool keeps_snapshots() const override { return snapshots_.has_value(); }
   std::vector<SnapshotInfo> list_snapshots(uint32_t uid, const SnapshotName& after,
                                            size_t n_max) const override {
     return snapshots_ ? snapshots_->list(uid, after, n_max) : std::vector<SnapshotInfo>();
@@ -1562,6 +1563,8 @@ Status EngineImpl::begin_seq(Request* request, const SeqRequest& what) {
     }
     case SeqVerb::kCommit:
       return store_->commit_seq(seq, what.n_tokens);
+    case SeqVerb::kPrefetch:
+      return prefetch(seq->id);
     default: {
       KVM_TRY_ASSIGN(const bool is_done, run_part(seq, request->client, what));
       if (!is_done) {

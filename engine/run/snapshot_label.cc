@@ -57,6 +57,7 @@ std::optional<SnapshotInfo> snapshot_info(const tiers::ObjectInfo& object) {
   SnapshotInfo info;
   info.name = std::move(*name);
   info.bytes = object.page_bytes + object.body_bytes;
+  info.is_lost = object.is_lost;
   SnapshotLabel label;
   if (object.label.size() > sizeof label && object.label.size() <= sizeof label + kMaxNameBytes) {
     std::memcpy(&label, object.label.data(), sizeof label);

@@ -11,12 +11,15 @@ namespace {
 
 // One table for both directions: which field is which resource.
 constexpr std::pair<Resource, uint64_t kvm_amounts::*> kFields[] = {
-    {Resource::kSequences, &kvm_amounts::sequences},      {Resource::kBytes, &kvm_amounts::bytes},
-    {Resource::kMemoryBytes, &kvm_amounts::memory_bytes}, {Resource::kArenas, &kvm_amounts::arenas},
-    {Resource::kArenaBytes, &kvm_amounts::arena_bytes},   {Resource::kQueues, &kvm_amounts::queues},
-    {Resource::kRequests, &kvm_amounts::requests}};
-// Snapshots have none.
-static_assert(std::size(kFields) + 1 == kResources.size());
+    {Resource::kSequences, &kvm_amounts::sequences},
+    {Resource::kBytes, &kvm_amounts::bytes},
+    {Resource::kMemoryBytes, &kvm_amounts::memory_bytes},
+    {Resource::kArenas, &kvm_amounts::arenas},
+    {Resource::kArenaBytes, &kvm_amounts::arena_bytes},
+    {Resource::kQueues, &kvm_amounts::queues},
+    {Resource::kRequests, &kvm_amounts::requests},
+    {Resource::kSnapshotBytes, &kvm_amounts::snapshot_bytes}};
+static_assert(std::size(kFields) == kResources.size());
 
 kvm_amounts amounts(const Amounts& from) {
   kvm_amounts out{};
@@ -61,9 +64,6 @@ Result<LimitChanges> limit_changes(const kvm_quota_params& params) {
   }
   if (params.whose == KVM_QUOTA_USER && params.id > UINT32_MAX) {
     return Status(KVM_ERR_INVALID, fmt::format("{} is no number of a user", params.id));
-  }
-  if (params.limits.reserved[0] != 0) {
-    return Status(KVM_ERR_INVALID, "kvm_amounts.reserved must be zero");
   }
   LimitChanges changes;
   bool changes_any = false;

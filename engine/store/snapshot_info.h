@@ -23,6 +23,7 @@ struct SnapshotInfo {
   std::array<uint8_t, 16> layout_digest{};
   std::array<uint8_t, 16> policy_digest{};
   std::array<uint8_t, 32> fingerprint{};
+  bool is_lost = false;   // not all of it is there any more
   uint64_t n_tokens = 0;  // of the longest layer
   uint64_t saved_ns = 0;  // since 1970
   uint64_t bytes = 0;     // charged: of its pages, whole, and of what it has besides

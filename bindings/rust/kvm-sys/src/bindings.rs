@@ -84,6 +84,8 @@ pub const KVM_SPACE_V_IN_K: u32 = 1 << 0;
 pub const KVM_SEQ_MANUAL_COMMIT: u32 = 1 << 0;
 pub const KVM_SEQ_PUBLISHED: u32 = 1 << 1;
 pub const KVM_LIST_ALL_CLIENTS: u32 = 1 << 0;
+pub const KVM_SAVE_REPLACE: u32 = 1 << 0;
+pub const KVM_SNAPSHOT_LOST: u32 = 1 << 0;
 pub const KVM_ITEM_NOT_CAUSAL: u32 = 1 << 0;
 pub const KVM_ITEM_TREE: u32 = 1 << 1;
 pub const KVM_ITEM_EXCLUDE_RANGES: u32 = 1 << 2;
@@ -521,6 +523,34 @@ impl Default for kvm_seq_info {
 
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
+pub struct kvm_snapshot_info {
+    pub struct_size: u32,
+    pub flags: u32,
+    pub uid: u32,
+    pub reserved0: u32,
+    pub name: [c_char; 128],
+    pub space_name: [c_char; 64],
+    pub layout: [u8; 16],
+    pub policy: [u8; 16],
+    pub fingerprint: [u8; 32],
+    pub n_tokens: u64,
+    pub bytes: u64,
+    pub saved_ns: u64,
+    pub reserved: [u64; 4],
+}
+
+impl Default for kvm_snapshot_info {
+    /// Zeros, and `struct_size`.
+    fn default() -> Self {
+        // SAFETY: numbers and raw pointers; zero is a value of each.
+        let mut zeros: Self = unsafe { std::mem::zeroed() };
+        zeros.struct_size = std::mem::size_of::<Self>() as u32;
+        zeros
+    }
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
 pub struct kvm_range {
     pub begin: u64,
     pub end: u64,
@@ -855,7 +885,7 @@ pub struct kvm_amounts {
     pub queues: u64,
     pub requests: u64,
     pub memory_bytes: u64,
-    pub reserved: [u64; 1],
+    pub snapshot_bytes: u64,
 }
 
 impl Default for kvm_amounts {
@@ -1032,6 +1062,27 @@ extern "C" {
         capacity: usize,
         out_count: *mut usize,
     ) -> kvm_status;
+    pub fn kvm_seq_prefetch(client: *mut kvm_client, seq: kvm_seq_id) -> kvm_status;
+    pub fn kvm_seq_save(
+        client: *mut kvm_client,
+        seq: kvm_seq_id,
+        name: *const c_char,
+        flags: u32,
+    ) -> kvm_status;
+    pub fn kvm_seq_load(
+        client: *mut kvm_client,
+        space: kvm_space_id,
+        name: *const c_char,
+        out: *mut kvm_seq_id,
+    ) -> kvm_status;
+    pub fn kvm_snapshot_delete(client: *mut kvm_client, name: *const c_char) -> kvm_status;
+    pub fn kvm_snapshot_list(
+        client: *mut kvm_client,
+        flags: u32,
+        out: *mut kvm_snapshot_info,
+        capacity: usize,
+        out_count: *mut usize,
+    ) -> kvm_status;
     pub fn kvm_append(queue: *mut kvm_queue, params: *const kvm_step_params) -> kvm_status;
     pub fn kvm_attend(
         queue: *mut kvm_queue,
@@ -1109,6 +1160,29 @@ extern "C" {
     ) -> kvm_status;
     pub fn kvm_seq_take_async(queue: *mut kvm_queue, seq: kvm_seq_id, user_data: u64)
         -> kvm_status;
+    pub fn kvm_seq_prefetch_async(
+        queue: *mut kvm_queue,
+        seq: kvm_seq_id,
+        user_data: u64,
+    ) -> kvm_status;
+    pub fn kvm_seq_save_async(
+        queue: *mut kvm_queue,
+        seq: kvm_seq_id,
+        name: *const c_char,
+        flags: u32,
+        user_data: u64,
+    ) -> kvm_status;
+    pub fn kvm_seq_load_async(
+        queue: *mut kvm_queue,
+        space: kvm_space_id,
+        name: *const c_char,
+        user_data: u64,
+    ) -> kvm_status;
+    pub fn kvm_snapshot_delete_async(
+        queue: *mut kvm_queue,
+        name: *const c_char,
+        user_data: u64,
+    ) -> kvm_status;
     pub fn kvm_nop_async(queue: *mut kvm_queue, user_data: u64) -> kvm_status;
     pub fn kvm_submit(queue: *mut kvm_queue) -> kvm_status;
     pub fn kvm_poll(queue: *mut kvm_queue, out: *mut kvm_completion, n_max: u32) -> i32;

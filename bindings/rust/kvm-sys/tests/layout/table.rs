@@ -204,6 +204,21 @@ structures! {
         bytes_away,
         reserved,
     }
+    kvm_snapshot_info {
+        struct_size,
+        flags,
+        uid,
+        reserved0,
+        name,
+        space_name,
+        layout,
+        policy,
+        fingerprint,
+        n_tokens,
+        bytes,
+        saved_ns,
+        reserved,
+    }
     kvm_range {
         begin,
         end,
@@ -388,7 +403,7 @@ structures! {
         queues,
         requests,
         memory_bytes,
-        reserved,
+        snapshot_bytes,
     }
     kvm_client_entry {
         struct_size,
@@ -502,6 +517,8 @@ constants! {
     KVM_SEQ_MANUAL_COMMIT,
     KVM_SEQ_PUBLISHED,
     KVM_LIST_ALL_CLIENTS,
+    KVM_SAVE_REPLACE,
+    KVM_SNAPSHOT_LOST,
     KVM_ITEM_NOT_CAUSAL,
     KVM_ITEM_TREE,
     KVM_ITEM_EXCLUDE_RANGES,
