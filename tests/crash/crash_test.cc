@@ -14,6 +14,7 @@
 
 #include "base/clock.h"
 #include "base/kill_point.h"
+#include "tests/common/temporary_directory.h"
 #include "tests/crash/life.h"
 #include "tests/integration/abi_rig.h"
 
@@ -113,7 +114,12 @@ TEST(Crash, DaemonKilledAtEachPoint) {
   for (const std::string_view point : kKillPoints) {
     SCOPED_TRACE(std::string(point));
     ::setenv("KVM_KILL_POINT", std::string(point).c_str(), 1);
-    Daemon daemon;
+    const TemporaryDirectory folder;
+    std::vector<std::string> disk;
+    if (point.starts_with("disk/")) {
+      disk = {"--disk-directories", folder.path(), "--disk-capacity", "64MiB"};
+    }
+    Daemon daemon(disk);
     ::unsetenv("KVM_KILL_POINT");
     ASSERT_FALSE(HasFatalFailure());
     // Until the daemon dies; two, so that one may wait for an answer while the other is cut off.

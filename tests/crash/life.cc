@@ -89,6 +89,11 @@ kvm_status use(kvm_client* client, kvm_queue* queue) {
   const kvm_item both = item_of(child, 1, 1);
   step = step_of(space, &both, &tensors);
   KVM_TRY_CALL(kvm_step(queue, &step, nullptr));
+  // Where the daemon has a disk; else the answer is UNSUPPORTED.
+  const kvm_status saved = kvm_seq_save(client, child, "crash", KVM_SAVE_REPLACE);
+  if (saved != KVM_ERR_UNSUPPORTED) {
+    KVM_TRY_CALL(saved);
+  }
   KVM_TRY_CALL(kvm_seq_free(client, seq));
   kvm_arena_destroy(arena);
 #undef KVM_TRY_CALL

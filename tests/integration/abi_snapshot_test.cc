@@ -1,0 +1,302 @@
+// SPDX-License-Identifier: Apache-2.0
+// Snapshots through kvm.h, over a kvmd that is killed: what was answered is there afterwards, to the
+// bit, whatever was under way.
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "kvm.h"
+#include "tests/common/items.h"
+#include "tests/common/temporary_directory.h"
+#include "tests/integration/abi_rig.h"
+
+namespace kvm::testing {
+namespace {
+
+constexpr uint32_t kTokens = 300;
+const Geometry kGeometry{.n_layers = 3};
+
+std::vector<std::string> disk_in(const TemporaryDirectory& folder) {
+  return {"--disk-directories", folder.path(), "--disk-capacity", "256MiB"};
+}
+
+// A client with a queue and a space.
+struct User {
+  User(const std::string& socket_path, const char* space_name, const Geometry& of = kGeometry)
+      : geometry(of) {
+    kvm_connect_params params{};
+    params.struct_size = sizeof(params);
+    params.socket_path = socket_path.c_str();
+    check(kvm_connect(&params, &client));
+    check(kvm_queue_create(client, nullptr, &queue));
+    space = register_space(client, space_name, geometry);
+  }
+  ~User() {
+    kvm_queue_destroy(queue);
+    kvm_client_close(client);
+  }
+  User(const User&) = delete;
+  User& operator=(const User&) = delete;
+
+  static void check(kvm_status status) { ASSERT_EQ(status, KVM_OK) << kvm_last_error(); }
+
+  size_t row() const { return size_t{geometry.n_kv_heads} * geometry.dim; }
+
+  kvm_status append(kvm_seq_id seq, const std::vector<float>& k, uint32_t n_tokens) {
+    const kvm_item item = item_of(seq, n_tokens, 0);
+    for (uint32_t layer = 0; layer < geometry.n_layers; ++layer) {
+      kvm_step_params step{};
+      step.struct_size = sizeof(step);
+      step.space = space;
+      step.layer_begin = layer;
+      step.n_items = 1;
+      step.items = &item;
+      step.k = tensor_of(k);
+      step.v = tensor_of(k);
+      if (const kvm_status status = kvm_append(queue, &step); status != KVM_OK) {
+        return status;
+      }
+    }
+    return KVM_OK;
+  }
+  // A sequence of random rows.
+  kvm_seq_id make(uint32_t seed, uint32_t n_tokens = kTokens) {
+    kvm_seq_id seq = 0;
+    check(kvm_seq_create(client, space, nullptr, &seq));
+    std::mt19937 random(seed);
+    check(append(seq, random_floats(&random, n_tokens * row()), n_tokens));
+    return seq;
+  }
+  // What a query finds in every layer.
+  std::vector<float> attend(kvm_seq_id seq) {
+    std::mt19937 random(99);
+    const std::vector<float> q = random_floats(&random, size_t{geometry.n_q_heads} * geometry.dim);
+    std::vector<float> all;
+    for (uint32_t layer = 0; layer < geometry.n_layers; ++layer) {
+      std::vector<float> o(q.size());
+      const kvm_item item = item_of(seq, 0, 1);
+      kvm_step_params step{};
+      step.struct_size = sizeof(step);
+      step.space = space;
+      step.layer_begin = layer;
+      step.n_items = 1;
+      step.items = &item;
+      step.q = tensor_of(q);
+      step.o = tensor_of(o);
+      check(kvm_attend(queue, &step, nullptr));
+      all.insert(all.end(), o.begin(), o.end());
+    }
+    return all;
+  }
+  kvm_seq_id load(const char* name) {
+    kvm_seq_id seq = 0;
+    check(kvm_seq_load(client, space, name, &seq));
+    return seq;
+  }
+  std::vector<kvm_snapshot_info> snapshots() {
+    std::vector<kvm_snapshot_info> list(200);
+    for (kvm_snapshot_info& info : list) {
+      info.struct_size = sizeof(info);
+    }
+    size_t n = 0;
+    check(kvm_snapshot_list(client, 0, list.data(), list.size(), &n));
+    list.resize(n);
+    return list;
+  }
+
+  Geometry geometry;
+  kvm_client* client = nullptr;
+  kvm_queue* queue = nullptr;
+  kvm_space_id space = 0;
+};
+
+TEST(Snapshots, AreThereAfterKvmdWasKilled) {
+  const TemporaryDirectory folder;
+  Daemon daemon(disk_in(folder));
+  ASSERT_FALSE(HasFatalFailure());
+  std::vector<float> expected;
+  std::vector<float> grown;
+  {
+    User user(daemon.socket_path(), "model");
+    const kvm_seq_id seq = user.make(1);
+    expected = user.attend(seq);
+    ASSERT_EQ(kvm_seq_save(user.client, seq, "chat/1", 0), KVM_OK) << kvm_last_error();
+    std::mt19937 random(2);
+    ASSERT_EQ(user.append(seq, random_floats(&random, 100 * user.row()), 100), KVM_OK);
+    grown = user.attend(seq);
+    EXPECT_EQ(kvm_seq_save(user.client, seq, "chat/1", 0), KVM_ERR_EXISTS);
+    ASSERT_EQ(kvm_seq_save(user.client, seq, "chat/2", KVM_SAVE_REPLACE), KVM_OK);
+    ASSERT_EQ(kvm_seq_save(user.client, seq, "gone", 0), KVM_OK);
+    ASSERT_EQ(kvm_snapshot_delete(user.client, "gone"), KVM_OK) << kvm_last_error();
+    // Asynchronously, with others behind it on the same sequence.
+    ASSERT_EQ(kvm_seq_save_async(user.queue, seq, "chat/3", 0, 7), KVM_OK) << kvm_last_error();
+    ASSERT_EQ(kvm_seq_truncate_async(user.queue, seq, 10, 8), KVM_OK);
+    ASSERT_EQ(kvm_submit(user.queue), KVM_OK);
+    kvm_completion done[2];
+    ASSERT_EQ(kvm_wait(user.queue, done, 2, 2, UINT64_MAX), 2);
+    EXPECT_EQ(done[0].status, KVM_OK) << done[0].message;
+    EXPECT_EQ(done[1].status, KVM_OK) << done[1].message;
+  }
+  for (int i = 0; i < 3; ++i) {
+    daemon.kill_hard();
+    daemon.start();
+    ASSERT_FALSE(HasFatalFailure());
+    User user(daemon.socket_path(), "by.another.name");
+    const std::vector<kvm_snapshot_info> list = user.snapshots();
+    ASSERT_EQ(list.size(), 3u);
+    EXPECT_STREQ(list[0].name, "chat/1");
+    EXPECT_STREQ(list[0].space_name, "model");
+    EXPECT_EQ(list[0].n_tokens, kTokens);
+    EXPECT_EQ(list[0].flags, 0u);
+    EXPECT_EQ(list[0].uid, ::getuid());
+    EXPECT_GT(list[0].saved_ns, uint64_t{1'700'000'000} * 1'000'000'000);
+    EXPECT_EQ(list[1].n_tokens, kTokens + 100);
+    EXPECT_EQ(user.attend(user.load("chat/1")), expected);
+    EXPECT_EQ(user.attend(user.load("chat/2")), grown);
+    const kvm_seq_id seq = user.load("chat/3");
+    EXPECT_EQ(user.attend(seq), grown);
+    EXPECT_EQ(kvm_seq_prefetch(user.client, seq), KVM_OK) << kvm_last_error();
+    // It goes on where it was, and is saved again.
+    std::mt19937 random(2);
+    const kvm_seq_id first = user.load("chat/1");
+    ASSERT_EQ(user.append(first, random_floats(&random, 100 * user.row()), 100), KVM_OK)
+        << kvm_last_error();
+    EXPECT_EQ(user.attend(first), grown);
+    ASSERT_EQ(kvm_seq_save(user.client, first, "chat/3", KVM_SAVE_REPLACE), KVM_OK);
+    kvm_seq_id none = 0;
+    EXPECT_EQ(kvm_seq_load(user.client, user.space, "gone", &none), KVM_ERR_NOT_FOUND);
+  }
+}
+
+TEST(Snapshots, AreRefusedWithAReason) {
+  const TemporaryDirectory folder;
+  const Daemon daemon(disk_in(folder));
+  ASSERT_FALSE(HasFatalFailure());
+  User user(daemon.socket_path(), "model");
+  const kvm_seq_id seq = user.make(1);
+  ASSERT_EQ(kvm_seq_save(user.client, seq, "one", 0), KVM_OK) << kvm_last_error();
+  for (const std::string& name :
+       {std::string(), std::string("a b"), std::string("a\n"), std::string(128, 'n')}) {
+    EXPECT_EQ(kvm_seq_save(user.client, seq, name.c_str(), 0), KVM_ERR_INVALID) << name;
+    EXPECT_STRNE(kvm_last_error(), "");
+  }
+  EXPECT_EQ(kvm_seq_save(user.client, seq, std::string(127, 'n').c_str(), 0), KVM_OK)
+      << kvm_last_error();
+  EXPECT_EQ(kvm_seq_save(user.client, seq, nullptr, 0), KVM_ERR_INVALID);
+  EXPECT_EQ(kvm_seq_save(user.client, seq, "two", 2), KVM_ERR_INVALID);
+  EXPECT_EQ(kvm_snapshot_delete(user.client, "two"), KVM_ERR_NOT_FOUND);
+  kvm_seq_id made = 0;
+  EXPECT_EQ(kvm_seq_load(user.client, user.space + (uint64_t{1} << 40), "one", &made),
+            KVM_ERR_NOT_FOUND);
+  Geometry other = kGeometry;
+  other.n_layers = 2;
+  User stranger(daemon.socket_path(), "other", other);
+  EXPECT_EQ(kvm_seq_load(stranger.client, stranger.space, "one", &made), KVM_ERR_INVALID);
+  EXPECT_NE(std::string(kvm_last_error()).find("layout"), std::string::npos) << kvm_last_error();
+  EXPECT_EQ(kvm_seq_save(stranger.client, seq, "mine", 0), KVM_ERR_PERMISSION);
+  EXPECT_EQ(user.snapshots().size(), 2u);
+}
+
+TEST(Snapshots, WithoutADiskAreUnsupported) {
+  const Daemon daemon;
+  ASSERT_FALSE(HasFatalFailure());
+  User user(daemon.socket_path(), "model");
+  const kvm_seq_id seq = user.make(1, 10);
+  EXPECT_EQ(kvm_seq_save(user.client, seq, "one", 0), KVM_ERR_UNSUPPORTED);
+  EXPECT_EQ(kvm_seq_prefetch(user.client, seq), KVM_ERR_UNSUPPORTED);
+  size_t n = 0;
+  EXPECT_EQ(kvm_snapshot_list(user.client, 0, nullptr, 0, &n), KVM_ERR_UNSUPPORTED);
+  EXPECT_NE(std::string(kvm_last_error()).find("disk.directories"), std::string::npos);
+}
+
+// Rows of a version are all its number; a child saves one version after the other, and says before
+// and after each which.
+struct Said {
+  uint32_t version;
+  bool is_saved;
+};
+
+[[noreturn]] void save_versions(const std::string& socket_path, uint32_t from, int to) {
+  User user(socket_path, "model");
+  for (uint32_t version = from;; ++version) {
+    Said said{version, false};
+    if (::write(to, &said, sizeof(said)) != sizeof(said)) {
+      ::_exit(1);
+    }
+    kvm_seq_id seq = 0;
+    const std::vector<float> k(70 * user.row(), static_cast<float>(version));
+    if (kvm_seq_create(user.client, user.space, nullptr, &seq) != KVM_OK ||
+        user.append(seq, k, 70) != KVM_OK ||
+        kvm_seq_save(user.client, seq, "v", KVM_SAVE_REPLACE) != KVM_OK ||
+        kvm_seq_free(user.client, seq) != KVM_OK) {
+      ::_exit(0);
+    }
+    said.is_saved = true;
+    (void)!::write(to, &said, sizeof(said));
+  }
+}
+
+// The version that is there is the last one that was answered, or one that was begun after it.
+TEST(Snapshots, AreNeverHalfThere) {
+  const TemporaryDirectory folder;
+  uint32_t begun = 0;
+  uint32_t saved = 0;
+  std::mt19937 random(5);
+  constexpr const char* kPoints[] = {"disk/object_written", "disk/objects_synced",
+                                     "disk/manifest_written", "disk/manifest_synced", ""};
+  for (int round = 0; round < 10; ++round) {
+    const std::string point = kPoints[round % std::size(kPoints)];
+    SCOPED_TRACE(std::to_string(round) + " " + point);
+    ::setenv("KVM_KILL_POINT", point.c_str(), 1);
+    Daemon daemon(disk_in(folder));
+    ::unsetenv("KVM_KILL_POINT");
+    ASSERT_FALSE(HasFatalFailure());
+    int pipe[2];
+    ASSERT_EQ(::pipe(pipe), 0);
+    std::fflush(stdout);
+    const pid_t child = ::fork();
+    if (child == 0) {
+      ::close(pipe[0]);
+      save_versions(daemon.socket_path(), begun + 1, pipe[1]);
+    }
+    ::close(pipe[1]);
+    if (point.empty()) {
+      ::usleep(50'000 + static_cast<useconds_t>(random() % 150'000));
+      daemon.kill_hard();
+    }
+    for (Said said{}; ::read(pipe[0], &said, sizeof(said)) == sizeof(said);) {
+      (said.is_saved ? saved : begun) = said.version;
+    }
+    ::close(pipe[0]);
+    int status = 0;
+    ::waitpid(child, &status, 0);
+    EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
+    daemon.kill_hard();
+    daemon.start();
+    ASSERT_FALSE(HasFatalFailure());
+    User user(daemon.socket_path(), "model");
+    if (user.snapshots().empty()) {
+      EXPECT_EQ(saved, 0u);
+      continue;
+    }
+    const std::vector<float> o = user.attend(user.load("v"));
+    EXPECT_TRUE(std::all_of(o.begin(), o.end(), [&](float x) { return x == o[0]; }));
+    EXPECT_GE(o[0], static_cast<float>(saved));
+    EXPECT_LE(o[0], static_cast<float>(begun));
+    std::printf("%s: %u answered, %u begun, %g found\n", point.c_str(), saved, begun,
+                static_cast<double>(o[0]));
+  }
+  EXPECT_GT(saved, 2u);
+}
+
+}  // namespace
+}  // namespace kvm::testing
