@@ -59,8 +59,19 @@ class DecodeSteps {
   }
   // How long each turn of the driver was in which it computed nothing, since they were last taken.
   std::vector<double> take_stalls_us() { return std::exchange(stalls_us_, {}); }
+  // Likewise of whole turns, with the task of a request or a part of a move that each may hold.
+  std::vector<double> take_turns_us() { return std::exchange(turns_us_, {}); }
   // Of the engine, which computes in it if it can.
   void turn() {
+    const uint64_t begin_ns = now_ns();
+    turn_engine();
+    turns_us_.push_back(static_cast<double>(now_ns() - begin_ns) * 1e-3);
+  }
+
+ private:
+  static constexpr uint64_t kHousekeepNs = 1'000'000;  // as kvmd does while it has requests
+
+  void turn_engine() {
     engine::Engine& engine = rig_->engine();
     engine.work();
     note_stall([&] { engine.poll(); });
@@ -69,10 +80,6 @@ class DecodeSteps {
       note_stall([&] { engine.housekeep(); });
     }
   }
-
- private:
-  static constexpr uint64_t kHousekeepNs = 1'000'000;  // as kvmd does while it has requests
-
   template <typename Call>
   void note_stall(Call call) {
     const uint64_t begin_ns = now_ns();
@@ -84,6 +91,7 @@ class DecodeSteps {
   const Memory q_, o_, lse_;
   std::vector<kvm_seq_id> seqs_;
   std::vector<double> stalls_us_;
+  std::vector<double> turns_us_;
   uint64_t housekeep_ns_ = 0;
 };
 

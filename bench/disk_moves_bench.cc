@@ -2,8 +2,8 @@
 // disk_moves: what it costs that pages go to a disk, or come back, while sequences decode that stay
 // in memory. The cap on moves is half of what fio writes, or reads, on the same disk.
 //
-// Each round sends what is new, or brings back what was sent, between decode steps without moves.
-// fio runs before all rounds, for the cap, and after each.
+// Each move is between decode steps without moves, which it is compared with. fio runs before all
+// rounds, for the cap, and after each.
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -21,8 +21,8 @@ namespace kvm::bench {
 namespace {
 
 constexpr uint32_t kSequences = 32;  // that decode
-constexpr uint32_t kMovers = 8;
-constexpr double kSettleSeconds = 0.5;
+constexpr uint32_t kMovers = 4;
+constexpr double kSettleSeconds = 0.25;
 constexpr double kCapShare = 0.5;
 constexpr uint32_t kFioRuns = 3;  // before a case; one more after each round
 constexpr uint64_t kCapWithoutFio = 500'000'000;
@@ -85,43 +85,63 @@ class DiskMovesRun {
       settle();
     }
     steps_.run_for(kSettleSeconds);  // warms up
-    std::vector<double> quiet = steps_.run_for(kSettleSeconds);
-    steps_.take_stalls_us();
-    size_t n_left = 0;
-    const uint64_t n_before = rig_.engine().movement_stats().bytes_back;
-    const auto replace = [&] {
-      const uint64_t n_back = rig_.engine().movement_stats().bytes_back - n_before;
-      if (n_left < leaving.size() && n_back >= n_left * mover_bytes()) {
-        begin({leaving[n_left++]}, true);
+    std::vector<double> before = steps_.run_for(kSettleSeconds);
+    const std::vector<kvm_seq_id>& moving = of_.way == Way::kToDisk ? movers : coming;
+    for (size_t i = 0; i < moving.size(); ++i) {
+      if (i < leaving.size()) {
+        begin({leaving[i]}, true);
       }
-    };
-    replace();
-    begin(of_.way == Way::kToDisk ? movers : coming, of_.way == Way::kToDisk);
-    // Steps that ended while pages moved, and what had moved when the first and the last did.
-    std::vector<double> moving;
-    std::pair<double, uint64_t> first, last;
-    while (is_moving()) {
-      const double took = steps_.run(replace);
-      if (is_moving()) {
-        last = {now_s(), n_bytes_moved()};
-        first = moving.empty() ? last : first;
-        moving.push_back(took);
+      const std::vector<double> during = move(moving[i]);
+      const std::vector<double> after = steps_.run_for(kSettleSeconds);
+      if (!during.empty()) {
+        const double quiet = (median(before) + median(after)) / 2;
+        quiet_s_.push_back(quiet);
+        moving_s_.push_back(median(during));
+        slowdowns_.push_back(median(during) / quiet - 1);
       }
+      before = after;
     }
-    const std::vector<double> stalls = steps_.take_stalls_us();
-    stalls_us_.insert(stalls_us_.end(), stalls.begin(), stalls.end());
-    const std::vector<double> after = steps_.run_for(kSettleSeconds);
-    quiet.insert(quiet.end(), after.begin(), after.end());
-    if (moving.size() > 1) {
-      rates_.push_back(static_cast<double>(last.second - first.second) /
-                       (last.first - first.first));
-    }
-    quiet_s_.push_back(median(quiet));
-    moving_s_.push_back(median(moving));
-    slowdowns_.push_back(median(moving) / median(quiet) - 1);
     for (const kvm_seq_id mover : movers) {
       rig_.free(mover);
     }
+  }
+
+  // Moves a sequence while others decode. Returns the seconds of the steps that ended meanwhile.
+  std::vector<double> move(kvm_seq_id mover) {
+    steps_.take_stalls_us();
+    steps_.take_turns_us();
+    // When the first batch had moved, and the last, and what had moved by then: the cap lets the
+    // first begin at once.
+    std::pair<double, uint64_t> first{0, n_bytes_moved()};
+    std::pair<double, uint64_t> last = first;
+    double end_s = 0;
+    const auto note = [&] {
+      if (const uint64_t n = n_bytes_moved(); n != last.second) {
+        last = {now_s(), n};
+        first = first.first == 0 ? last : first;
+      }
+      if (end_s == 0 && !is_moving()) {
+        end_s = now_s();
+      }
+    };
+    begin({mover}, of_.way == Way::kToDisk);
+    std::vector<double> took;
+    while (end_s == 0) {
+      const double seconds = steps_.run(note);
+      if (end_s == 0) {
+        took.push_back(seconds);
+      }
+    }
+    if (last.first > first.first) {
+      rates_.push_back(static_cast<double>(last.second - first.second) /
+                       (last.first - first.first));
+    }
+    const auto add = [](const std::vector<double>& from, std::vector<double>* to) {
+      to->insert(to->end(), from.begin(), from.end());
+    };
+    add(steps_.take_stalls_us(), &stalls_us_);
+    add(steps_.take_turns_us(), &turns_us_);
+    return took;
   }
 
   void report(const std::vector<double>& fio_rates, Report* report) const {
@@ -130,7 +150,7 @@ class DiskMovesRun {
     report->add({{"case", of_.name},
                  {"sequences", kSequences},
                  {"tokens", sizes_.tokens},
-                 {"rounds", slowdowns_.size()},
+                 {"moves", slowdowns_.size()},
                  {"backend", disk.backend},
                  {"direct", disk.is_direct},
                  {"fio_gbps", fio_rate * 1e-9},
@@ -142,7 +162,8 @@ class DiskMovesRun {
                  {"step_ms_moving", median(moving_s_) * 1e3},
                  {"decode_slowdown", median(slowdowns_)},
                  {"dispatcher_stall_p99_us", percentile(stalls_us_, 0.99)},
-                 {"dispatcher_stall_max_us", percentile(stalls_us_, 1)}});
+                 {"dispatcher_stall_max_us", percentile(stalls_us_, 1)},
+                 {"turn_p99_us", percentile(turns_us_, 0.99)}});
   }
 
  private:
@@ -180,7 +201,7 @@ class DiskMovesRun {
   std::unique_ptr<tiers::DiskTier> tier_;
   Rig rig_;
   DecodeSteps steps_;
-  std::vector<double> rates_, quiet_s_, moving_s_, slowdowns_, stalls_us_;
+  std::vector<double> rates_, quiet_s_, moving_s_, slowdowns_, stalls_us_, turns_us_;
 };
 
 }  // namespace
@@ -188,7 +209,7 @@ class DiskMovesRun {
 int run_disk_moves(const Options& options) {
   Report report("disk_moves", options);
   const Sizes sizes =
-      options.quick ? Sizes{256, 8192, 64 << 20} : Sizes{4096, 65536, uint64_t{1} << 30};
+      options.quick ? Sizes{256, 8192, 64 << 20} : Sizes{4096, 65536, uint64_t{512} << 20};
   const uint32_t n_rounds = options.quick ? 1 : options.repeats;
   const DiskFolder folder(options);
   folder.require_free(2 * uint64_t{sizes.mover_tokens} * kMovers * Shape().token_bytes() +
