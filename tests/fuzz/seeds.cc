@@ -211,6 +211,11 @@ Seeds request_seeds() {
   seq.verb = 2;
   seq.seq = 1;
   seq.n_tokens = KVM_POSITION_END;
+  ipc::SnapshotBlock snapshot{};
+  snapshot.verb = 1;
+  snapshot.seq = 1;
+  snapshot.name_bytes = 1;
+  snapshot.name[0] = 's';
   Bytes nop;
   ipc::RequestEntry nop_entry{};
   nop_entry.opcode = static_cast<uint8_t>(ipc::Opcode::kNop);
@@ -220,6 +225,7 @@ Seeds request_seeds() {
           {"read", request(ipc::Opcode::kRead, read)},
           {"observe", request(ipc::Opcode::kObserve, observe)},
           {"seq", request(ipc::Opcode::kSeq, seq)},
+          {"snapshot", request(ipc::Opcode::kSnapshot, snapshot)},
           {"cancel", request(ipc::Opcode::kCancel, ipc::CancelBlock{.user_data = 3})},
           {"nop", nop}};
 }

@@ -37,6 +37,8 @@ uint8_t* Draft::block() {
       return reinterpret_cast<uint8_t*>(&observe);
     case Opcode::kSeq:
       return reinterpret_cast<uint8_t*>(&seq);
+    case Opcode::kSnapshot:
+      return reinterpret_cast<uint8_t*>(&snapshot);
     default:
       return reinterpret_cast<uint8_t*>(&cancel);
   }
@@ -52,6 +54,8 @@ size_t Draft::block_bytes() const {
       return sizeof(observe);
     case Opcode::kSeq:
       return sizeof(seq);
+    case Opcode::kSnapshot:
+      return sizeof(snapshot);
     default:
       return sizeof(cancel);
   }
@@ -217,6 +221,22 @@ Draft RequestMaker::seq(uint32_t slot, SeqVerb verb, uint32_t space) {
   return draft;
 }
 
+Draft RequestMaker::snapshot(uint32_t slot, SnapshotVerb verb, uint32_t space) {
+  Draft draft = blank(slot, Opcode::kSnapshot);
+  draft.snapshot.verb = static_cast<uint32_t>(verb);
+  if (verb == SnapshotVerb::kSave) {
+    draft.snapshot.seq = some_seq(space);
+    draft.snapshot.flags = one_in(2) ? uint32_t{KVM_SAVE_REPLACE} : 0;
+  } else if (verb == SnapshotVerb::kLoad) {
+    draft.snapshot.space = spaces_[space];
+  }
+  const std::string name = "s" + std::to_string(below(8));
+  draft.snapshot.name_bytes =
+      static_cast<uint32_t>(name.copy(draft.snapshot.name, sizeof(draft.snapshot.name)));
+  draft.seal();
+  return draft;
+}
+
 Draft RequestMaker::read(uint32_t slot, uint32_t space) {
   Draft draft = blank(slot, Opcode::kRead);
   draft.read.seq = some_seq(space);
@@ -254,8 +274,11 @@ Draft RequestMaker::any(uint32_t slot) {
   if (kind < 41) {
     return seq(slot, SeqVerb::kCreate, space);
   }
-  if (kind < 60) {
+  if (kind < 58) {
     return seq(slot, static_cast<SeqVerb>(2 + below(4)), space);
+  }
+  if (kind < 60) {
+    return snapshot(slot, static_cast<SnapshotVerb>(1 + below(3)), space);
   }
   if (kind < 65) {
     return read(slot, space);

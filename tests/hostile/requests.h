@@ -51,6 +51,7 @@ struct Draft {
   ipc::ObserveBlock observe{};
   ipc::SeqBlock seq{};
   ipc::CancelBlock cancel{};
+  ipc::SnapshotBlock snapshot{};
   std::vector<kvm_item> items;
   std::vector<kvm_range> ranges;
   std::vector<uint64_t> tree;
@@ -80,6 +81,7 @@ class RequestMaker {
   Draft any(uint32_t slot);
   Draft step(uint32_t slot, uint32_t verbs, uint32_t space, uint32_t n_items = 1);
   Draft seq(uint32_t slot, SeqVerb verb, uint32_t space);
+  Draft snapshot(uint32_t slot, SnapshotVerb verb, uint32_t space);
   Draft read(uint32_t slot, uint32_t space);
   Draft observe(uint32_t slot, uint32_t space);
 

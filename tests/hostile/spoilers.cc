@@ -117,6 +117,16 @@ const std::vector<Spoiler<Reject>>& reject_spoilers() {
          return maker->seq(slot, static_cast<SeqVerb>(static_cast<uint32_t>(kLastSeqVerb) + 1),
                            kPlain);
        }},
+      {Reject::kSnapshotVerb,
+       [](RequestMaker* maker, uint32_t slot) {
+         return maker->snapshot(slot, static_cast<SnapshotVerb>(4), kPlain);
+       }},
+      {Reject::kSnapshotName,
+       [](RequestMaker* maker, uint32_t slot) {
+         Draft draft = maker->snapshot(slot, SnapshotVerb::kRemove, kPlain);
+         draft.snapshot.name[127] = 'x';
+         return draft;
+       }},
   };
   return kAll;
 }

@@ -211,6 +211,32 @@ TEST_F(Validate, OtherOpcodes) {
   seq.flags = KVM_SEQ_MANUAL_COMMIT;
   write_block(Opcode::kSeq, seq);
   EXPECT_EQ(run(), Reject::kBlockFlags);
+  SnapshotBlock snapshot{};
+  snapshot.verb = static_cast<uint32_t>(SnapshotVerb::kSave);
+  snapshot.flags = KVM_SAVE_REPLACE;
+  snapshot.name_bytes = 3;
+  std::memcpy(snapshot.name, "one", 3);
+  write_block(Opcode::kSnapshot, snapshot);
+  EXPECT_EQ(run(), Reject::kNone);
+  snapshot.verb = static_cast<uint32_t>(SnapshotVerb::kLoad);
+  write_block(Opcode::kSnapshot, snapshot);
+  EXPECT_EQ(run(), Reject::kBlockFlags) << "only a save has flags";
+  snapshot.flags = 0;
+  for (const uint32_t verb : {0u, 4u}) {
+    snapshot.verb = verb;
+    write_block(Opcode::kSnapshot, snapshot);
+    EXPECT_EQ(run(), Reject::kSnapshotVerb);
+  }
+  snapshot.verb = static_cast<uint32_t>(SnapshotVerb::kRemove);
+  for (const uint32_t name_bytes : {2u, 128u, UINT32_MAX}) {
+    snapshot.name_bytes = name_bytes;
+    write_block(Opcode::kSnapshot, snapshot);
+    EXPECT_EQ(run(), Reject::kSnapshotName) << name_bytes;
+  }
+  snapshot.name_bytes = 3;
+  snapshot.reserved0 = 1;
+  write_block(Opcode::kSnapshot, snapshot);
+  EXPECT_EQ(run(), Reject::kBlockReserved);
   write_block(Opcode::kCancel, CancelBlock{});
   EXPECT_EQ(run(), Reject::kNone);
   entry_.block_length = 63;
