@@ -135,14 +135,14 @@ void use(SequenceImage&& image, const std::vector<uint32_t>& page_bytes) {
   World world;
   const std::vector<std::byte> zeros(tiers::kExtentBytes);
   std::vector<ObjectRequest::Page> places;
-  uint64_t size_bytes = 0;
   for (const uint32_t size : page_bytes) {
     places.push_back({world.write(zeros.data(), size), size});
-    size_bytes += size;
   }
   ImageRestore restore(std::move(places));
   restore.take(std::move(image));
-  Aside* aside = world.store->begin_aside(world.client, world.space, size_bytes).value();
+  const Space& space = *world.store->space_for(world.client, world.space).value();
+  Aside* aside =
+      world.store->begin_aside(world.client, world.space, restore.page_bytes(space)).value();
   for (;;) {
     const Result<bool> is_done = restore.go_on(world.store.get(), aside, 10);
     KVM_ASSERT(is_done.is_ok());

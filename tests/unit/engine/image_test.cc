@@ -114,13 +114,10 @@ class ImageRig {
     for (const ObjectRequest::Page& page : places) {
       tier.add_ref(page.place);
     }
-    uint64_t size_bytes = 0;
-    for (const ObjectRequest::Page& page : places) {
-      size_bytes += page.size_bytes;
-    }
     ImageRestore restore(std::move(places));
     restore.take(std::move(image).value());
-    Aside* aside = store->begin_aside(client, space, size_bytes).value();
+    const KvBytes page_bytes = restore.page_bytes(*store->space(space).value());
+    Aside* aside = store->begin_aside(client, space, page_bytes).value();
     for (;;) {
       const Result<bool> is_done = restore.go_on(store.get(), aside, 3);
       store->check_accounts();
@@ -489,10 +486,11 @@ TEST(Image, ARefusedLoadLeavesNothing) {
   const Saved saved = rig.save(seq);
   const kvm_space_id space = seq->record->id;
   const uint64_t used = rig.store->client_bytes(rig.client);
-  EXPECT_EQ(rig.store->begin_aside(rig.client, space, 2048 * kMiB).status().code(), KVM_ERR_QUOTA);
+  EXPECT_EQ(rig.store->begin_aside(rig.client, space, {2048 * kMiB, 0}).status().code(),
+            KVM_ERR_QUOTA);
   const ClientId other = rig.store->add_client(limited(0, 1));
   EXPECT_TRUE(rig.store->create_seq(other, space, 0).is_ok());
-  EXPECT_EQ(rig.store->begin_aside(other, space, 0).status().code(), KVM_ERR_QUOTA);
+  EXPECT_EQ(rig.store->begin_aside(other, space, {}).status().code(), KVM_ERR_QUOTA);
   EXPECT_EQ(rig.store->client_bytes(rig.client), used);
   rig.forget(saved);
 }
