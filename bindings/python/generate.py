@@ -39,6 +39,8 @@ ENUMS = [
     ("StepFlag", "KVM_STEP_", "IntFlag", "Of a `Step`."),
     ("Evict", "KVM_EVICT_", "IntEnum", "What `Client.evict` frees."),
     ("QuotaOf", "KVM_QUOTA_", "IntEnum", "Whose limits `Client.set_quota` sets."),
+    ("SaveFlag", "KVM_SAVE_", "IntFlag", "Of a save (`Sequence.save`)."),
+    ("SnapshotFlag", "KVM_SNAPSHOT_", "IntFlag", "Of a `SnapshotInfo`."),
 ]
 # Names that an IntEnum cannot have, or that would say nothing alone.
 MEMBERS = {"KVM_OK": ("Status", "OK"), "KVM_EVICT_DISCONNECT": None}
@@ -50,6 +52,7 @@ RECORDS = [
     ("kvm_client_info", "ClientInfo", "Facts about a connection, and its limits."),
     ("kvm_space_info", "SpaceInfo", "A space as it is registered."),
     ("kvm_seq_info", "SequenceInfo", "What a sequence holds."),
+    ("kvm_snapshot_info", "SnapshotInfo", "A sequence that was saved."),
     ("kvm_stats", "Stats", "Counters of the whole service."),
     ("kvm_amounts", "Amounts", "How much of each resource; NO_LIMIT: any."),
     ("kvm_client_entry", "ClientEntry", "A connected client, as an operator sees it."),

@@ -54,7 +54,7 @@ class Cli {
 
 void add_status_commands(Cli* cli);     // status, ping, metrics
 void add_top_command(Cli* cli);         // top
-void add_list_commands(Cli* cli);       // spaces, seqs
+void add_list_commands(Cli* cli);       // spaces, seqs, snapshot
 void add_client_commands(Cli* cli);     // clients, quota
 void add_evict_command(Cli* cli);       // evict
 void add_audit_command(Cli* cli);       // audit

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <fmt/chrono.h>
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <cstdlib>
+#include <ctime>
 #include <memory>
 #include <string>
 #include <vector>
@@ -173,6 +175,72 @@ int run_seqs(const Common& common, bool all) {
   return kExitOk;
 }
 
+// Of the time of day, in UTC.
+std::string time_text(uint64_t ns) {
+  const auto seconds = static_cast<std::time_t>(ns / 1'000'000'000);
+  return fmt::format("{:%Y-%m-%dT%H:%M:%SZ}", fmt::gmtime(seconds));
+}
+
+int run_snapshots(const Common& common, bool all) {
+  const Connection connection(common);
+  const auto snapshots = list_all<kvm_snapshot_info>(
+      [&](kvm_snapshot_info* out, size_t capacity, size_t* count) {
+        return kvm_snapshot_list(connection.get(), all ? KVM_LIST_ALL_CLIENTS : 0, out, capacity,
+                                 count);
+      },
+      "snapshots");
+  if (common.json) {
+    Json out = Json::array();
+    for (const kvm_snapshot_info& snapshot : snapshots) {
+      out.push_back({{"name", snapshot.name},
+                     {"uid", snapshot.uid},
+                     {"lost", (snapshot.flags & KVM_SNAPSHOT_LOST) != 0},
+                     {"space", snapshot.space_name},
+                     {"tokens", snapshot.n_tokens},
+                     {"bytes", snapshot.bytes},
+                     {"saved", time_text(snapshot.saved_ns)},
+                     {"layout_digest", digest_text(snapshot.layout)},
+                     {"policy_digest", digest_text(snapshot.policy)}});
+    }
+    print_json(out);
+    return kExitOk;
+  }
+  std::vector<std::vector<std::string>> rows = {
+      {"NAME", "USER", "SPACE", "TOKENS", "BYTES", "SAVED", ""}};
+  for (const kvm_snapshot_info& snapshot : snapshots) {
+    rows.push_back({snapshot.name, user_name(snapshot.uid), snapshot.space_name,
+                    std::to_string(snapshot.n_tokens), bytes_text(snapshot.bytes),
+                    time_text(snapshot.saved_ns),
+                    (snapshot.flags & KVM_SNAPSHOT_LOST) != 0 ? "parts are lost" : ""});
+  }
+  print_table(rows);
+  return kExitOk;
+}
+
+int run_snapshot_delete(const Common& common, const std::vector<std::string>& names) {
+  const Connection connection(common);
+  for (const std::string& name : names) {
+    check(kvm_snapshot_delete(connection.get(), name.c_str()), name.c_str());
+  }
+  return kExitOk;
+}
+
+void add_snapshot_commands(Cli* cli) {
+  CLI::App* snapshot = cli->add_group("snapshot", "saved sequences of this user");
+  const auto all = std::make_shared<bool>(false);
+  cli->add(
+         "list", "what was saved, and how large it is",
+         [all](const Common& common) { return run_snapshots(common, *all); }, snapshot)
+      ->add_flag("--all", *all, "of all users: for kvmd's own user and root");
+  const auto names = std::make_shared<std::vector<std::string>>();
+  cli->add(
+         "delete", "delete some; sequences that were loaded from them stay",
+         [names](const Common& common) { return run_snapshot_delete(common, *names); }, snapshot)
+      ->add_option("name", *names, "of the snapshots")
+      ->required()
+      ->type_name("NAME");
+}
+
 }  // namespace
 
 void add_list_commands(Cli* cli) {
@@ -181,6 +249,7 @@ void add_list_commands(Cli* cli) {
   cli->add("seqs", "the sequences of all clients, and the memory they hold",
            [all](const Common& common) { return run_seqs(common, *all); })
       ->add_flag("--all", *all, "every one, not the largest only; --json has them all");
+  add_snapshot_commands(cli);
 }
 
 }  // namespace kvm::tools

@@ -26,13 +26,14 @@ struct Field {
   uint64_t kvm_amounts::*member;
   bool is_bytes;
 };
-constexpr std::array<Field, 7> kFields = {{{"sequences", &kvm_amounts::sequences, false},
+constexpr std::array<Field, 8> kFields = {{{"sequences", &kvm_amounts::sequences, false},
                                            {"bytes", &kvm_amounts::bytes, true},
                                            {"memory_bytes", &kvm_amounts::memory_bytes, true},
                                            {"arenas", &kvm_amounts::arenas, false},
                                            {"arena_bytes", &kvm_amounts::arena_bytes, true},
                                            {"queues", &kvm_amounts::queues, false},
-                                           {"requests", &kvm_amounts::requests, false}}};
+                                           {"requests", &kvm_amounts::requests, false},
+                                           {"snapshot_bytes", &kvm_amounts::snapshot_bytes, true}}};
 
 Json amounts_json(const kvm_amounts& amounts) {
   Json out;
@@ -80,8 +81,8 @@ void add_amounts(const kvm_amounts& used, const kvm_amounts& limits,
   }
 }
 
-const std::vector<std::string> kAmountTitles = {"SEQUENCES",    "BYTES",  "STAYING", "ARENAS",
-                                                "ARENA MEMORY", "QUEUES", "REQUESTS"};
+const std::vector<std::string> kAmountTitles = {"SEQUENCES",    "BYTES",  "STAYING",  "ARENAS",
+                                                "ARENA MEMORY", "QUEUES", "REQUESTS", "SNAPSHOTS"};
 
 std::vector<std::string> titles(std::vector<std::string> first) {
   first.insert(first.end(), kAmountTitles.begin(), kAmountTitles.end());

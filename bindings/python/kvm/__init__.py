@@ -15,15 +15,15 @@ from collections.abc import Callable as _Callable
 from . import _native
 from ._constants import (NO_LIMIT, POSITION_END, Budgets, CodecId, Dtype, Evict, Feature, IndexKind,
                          LayerKind, LogLevel, Merging, Mode, Positions, Proposal, QuotaOf,
-                         Retention, Rope, SequenceFlag, SpaceFlag, Status)
+                         Retention, Rope, SaveFlag, SequenceFlag, SnapshotFlag, SpaceFlag, Status)
 from ._errors import (CancelledError, DisconnectedError, Error, FullError, InvalidError,
                       NotFoundError, PartialError, RefusedError, UnsupportedError,
                       WaitTimeoutError)
 from ._objects import (Client, Queue, Sequence, Space, connect, merge, open_embedded, probe_heads)
 from ._params import Codec, Index, Layer, Policy
 from ._programs import Daemon, start_daemon
-from ._records import (Amounts, ClientEntry, ClientInfo, EvictResult, SequenceInfo, SpaceInfo,
-                       Stats, UserEntry)
+from ._records import (Amounts, ClientEntry, ClientInfo, EvictResult, SequenceInfo, SnapshotInfo,
+                       SpaceInfo, Stats, UserEntry)
 from ._requests import Item, Request, Step, StepResult, StepStats
 
 __version__: str = _native.version()
@@ -43,8 +43,8 @@ __all__ = [
     "EvictResult", "Feature", "FullError", "Index", "IndexKind", "InvalidError", "Item",
     "Layer", "LayerKind", "LogLevel", "Merging", "Mode", "NotFoundError", "PartialError", "Policy",
     "Positions", "Proposal", "Queue", "QuotaOf", "RefusedError", "Request", "Retention",
-    "Rope", "Sequence", "SequenceFlag", "SequenceInfo", "Space", "SpaceFlag", "SpaceInfo",
-    "Stats", "Status", "Step", "StepResult", "StepStats", "UnsupportedError", "UserEntry",
+    "Rope", "SaveFlag", "Sequence", "SequenceFlag", "SequenceInfo", "SnapshotFlag", "SnapshotInfo",
+    "Space", "SpaceFlag", "SpaceInfo", "Stats", "Status", "Step", "StepResult", "StepStats", "UnsupportedError", "UserEntry",
     "WaitTimeoutError", "connect", "merge", "open_embedded", "probe_heads", "set_log",
     "start_daemon",
 ]

@@ -214,6 +214,18 @@ class QuotaOf(enum.IntEnum):
     USER = 2
 
 
+class SaveFlag(enum.IntFlag):
+    """Of a save (`Sequence.save`). KVM_* constants: KVM_SAVE_*."""
+
+    REPLACE = 1 << 0
+
+
+class SnapshotFlag(enum.IntFlag):
+    """Of a `SnapshotInfo`. KVM_* constants: KVM_SNAPSHOT_*."""
+
+    LOST = 1 << 0
+
+
 EVICT_DISCONNECT = 1 << 0
 POSITION_END = 2**64 - 1
 NO_LIMIT = 2**64 - 1

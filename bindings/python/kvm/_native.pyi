@@ -69,6 +69,16 @@ class Client:
     def publish_sequence(self, seq: int) -> None: ...
     def take_sequence(self, seq: int) -> None: ...
 
+    def prefetch_sequence(self, seq: int) -> None: ...
+
+    def save_sequence(self, seq: int, name: str, flags: int) -> None: ...
+
+    def load_sequence(self, space: int, name: str) -> int: ...
+
+    def delete_snapshot(self, name: str) -> None: ...
+
+    def snapshots(self, flags: int) -> list[Any]: ...
+
     def sequence_info(self, seq: int) -> dict[str, Any]: ...
 
     def sequences(self, space: int, flags: int) -> list[Any]: ...
@@ -106,7 +116,15 @@ class Verb(enum.Enum):
 
     TAKE = 11
 
-    NOP = 12
+    PREFETCH = 12
+
+    SAVE = 13
+
+    LOAD = 14
+
+    DELETE_SNAPSHOT = 15
+
+    NOP = 16
 
 class Request:
     @property
@@ -129,6 +147,8 @@ def make_observe(
 
 def make_verb(
         client: Client, verb: Verb, id: int, n_tokens: int, flags: int, reserve: int) -> Request: ...
+
+def make_snapshot_verb(client: Client, verb: Verb, id: int, name: str, flags: int) -> Request: ...
 
 class Flight:
     @property

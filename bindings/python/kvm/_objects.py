@@ -16,11 +16,12 @@ from typing import Any, Self, TypeVar
 
 from . import _native
 from ._constants import (EVICT_DISCONNECT, POSITION_END, CodecId, Dtype, Evict, LayerKind,
-                         ListFlag, Mode, Proposal, QuotaOf, Rope, SequenceFlag, SpaceFlag, Status)
+                         ListFlag, Mode, Proposal, QuotaOf, Rope, SaveFlag, SequenceFlag, SpaceFlag,
+                         Status)
 from ._errors import Error
 from ._params import Codec, Index, Layer, Policy, codec_of, dtype_of
-from ._records import (Amounts, ClientEntry, ClientInfo, EvictResult, SequenceInfo, SpaceInfo,
-                       Stats, UserEntry)
+from ._records import (Amounts, ClientEntry, ClientInfo, EvictResult, SequenceInfo, SnapshotInfo,
+                       SpaceInfo, Stats, UserEntry)
 from ._requests import (Item, Layout, Request, Step, StepResult, check_names, check_step, is_heads,
                         step_flags)
 
@@ -229,6 +230,15 @@ class Client:
         found = self._native.sequences(0 if space is None else space.id, int(flags))
         return [SequenceInfo(**info) for info in found]
 
+    def snapshots(self, *, all_users: bool = False) -> list[SnapshotInfo]:
+        """What was saved (`Sequence.save`) by this user; by all of them for operators only."""
+        flags = ListFlag.ALL_CLIENTS if all_users else 0
+        return [SnapshotInfo(**info) for info in self._native.snapshots(int(flags))]
+
+    def delete_snapshot(self, name: str) -> None:
+        """Deletes a snapshot of this user. Sequences that were loaded from it stay."""
+        self._native.delete_snapshot(name)
+
     def sequence(self, space: Space, id: int) -> Sequence:
         """A handle of a sequence that exists; it is not freed with the handle."""
         return Sequence(space, id, owns=False)
@@ -407,6 +417,14 @@ class Space:
         at = POSITION_END if n_tokens is None else n_tokens
         return Sequence(self, self.client._native.fork_sequence(id, at))
 
+    def load(self, name: str) -> Sequence:
+        """A sequence that holds what was saved under the name (`Sequence.save`), by any client of
+        the user, in a space of the same layout, policies and fingerprint.
+
+        It is there at once; its pages are read from disk as they are needed.
+        """
+        return Sequence(self, self.client._native.load_sequence(self.id, name))
+
     def take_sequence(self, id: int) -> Sequence:
         """Takes a published sequence out of the library: it is this client's from now on.
 
@@ -474,6 +492,22 @@ class Sequence:
         """
         self.space.client._native.publish_sequence(self.id)
         return self.detach()
+
+    def save(self, name: str, *, replace: bool = False) -> None:
+        """Saves what it holds under a name, in the disk tier of kvmd: no crash takes it any more.
+
+        name:     1 to 127 of the characters A-Z a-z 0-9 . _ / -
+        replace:  in the place of a snapshot of that name, in one step.
+
+        Requests that follow go on meanwhile. Raises TimeoutError where it takes longer than the
+        client's calls may; it goes on then. `Queue.save_async` has no such limit.
+        """
+        flags = int(SaveFlag.REPLACE) if replace else 0
+        self.space.client._native.save_sequence(self.id, name, flags)
+
+    def prefetch(self) -> None:
+        """Begins to bring what lies on disk back into memory, as far as there is room."""
+        self.space.client._native.prefetch_sequence(self.id)
 
     def detach(self) -> int:
         """Its id; the sequence is no longer freed with this handle, but with the client."""
@@ -675,6 +709,29 @@ class Queue:
     def take_sequence_async(self, id: int) -> Request[None]:
         """Starts what `Space.take_sequence` waits for; `Sequence(space, id)` then owns it."""
         return self._verb(_native.Verb.TAKE, id)
+
+    def prefetch_async(self, seq: Sequence) -> Request[None]:
+        """Starts what `Sequence.prefetch` does."""
+        return self._verb(_native.Verb.PREFETCH, seq.id)
+
+    def save_async(self, seq: Sequence, name: str, *, replace: bool = False) -> Request[None]:
+        """Starts what `Sequence.save` waits for."""
+        flags = int(SaveFlag.REPLACE) if replace else 0
+        request = _native.make_snapshot_verb(self.client._native, _native.Verb.SAVE, seq.id, name,
+                                             flags)
+        return Request(self, self._native.start(request, True), _nothing)
+
+    def load_async(self, space: Space, name: str) -> Request[Sequence]:
+        """Starts what `Space.load` waits for."""
+        request = _native.make_snapshot_verb(self.client._native, _native.Verb.LOAD, space.id, name,
+                                             0)
+        return _SequenceRequest(self, self._native.start(request, True), _sequence_in(space))
+
+    def delete_snapshot_async(self, name: str) -> Request[None]:
+        """Starts what `Client.delete_snapshot` waits for."""
+        request = _native.make_snapshot_verb(self.client._native, _native.Verb.DELETE_SNAPSHOT, 0,
+                                             name, 0)
+        return Request(self, self._native.start(request, True), _nothing)
 
     def nop_async(self) -> Request[None]:
         """Does nothing, and completes."""

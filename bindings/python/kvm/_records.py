@@ -16,6 +16,7 @@ class Amounts:
     queues: int
     requests: int
     memory_bytes: int
+    snapshot_bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +93,22 @@ class SequenceInfo:
     bytes_index: int
     bytes_paid: int
     bytes_away: int
+
+
+@dataclasses.dataclass(frozen=True)
+class SnapshotInfo:
+    """A sequence that was saved. Fields as in kvm_snapshot_info (kvm.h)."""
+
+    flags: int
+    uid: int
+    name: str
+    space_name: str
+    layout: bytes
+    policy: bytes
+    fingerprint: bytes
+    n_tokens: int
+    bytes: int
+    saved_ns: int
 
 
 @dataclasses.dataclass(frozen=True)

@@ -447,6 +447,41 @@ void register_client(nb::module_& module) {
           },
           nb::arg("seq"))
       .def(
+          "prefetch_sequence",
+          [](Client& client, uint64_t seq) {
+            client.call([&](kvm_client* c) { return kvm_seq_prefetch(c, seq); });
+          },
+          nb::arg("seq"))
+      .def(
+          "save_sequence",
+          [](Client& client, uint64_t seq, const std::string& name, uint32_t flags) {
+            client.call([&](kvm_client* c) { return kvm_seq_save(c, seq, name.c_str(), flags); });
+          },
+          nb::arg("seq"), nb::arg("name"), nb::arg("flags"))
+      .def(
+          "load_sequence",
+          [](Client& client, uint64_t space, const std::string& name) {
+            uint64_t seq = 0;
+            client.call([&](kvm_client* c) { return kvm_seq_load(c, space, name.c_str(), &seq); });
+            return seq;
+          },
+          nb::arg("space"), nb::arg("name"))
+      .def(
+          "delete_snapshot",
+          [](Client& client, const std::string& name) {
+            client.call([&](kvm_client* c) { return kvm_snapshot_delete(c, name.c_str()); });
+          },
+          nb::arg("name"))
+      .def(
+          "snapshots",
+          [](Client& client, uint32_t flags) {
+            return read_list<kvm_snapshot_info>(
+                client, [&](kvm_client* c, kvm_snapshot_info* out, size_t capacity, size_t* n) {
+                  return kvm_snapshot_list(c, flags, out, capacity, n);
+                });
+          },
+          nb::arg("flags"))
+      .def(
           "sequence_info",
           [](Client& client, uint64_t seq) {
             auto info = sized<kvm_seq_info>();

@@ -139,6 +139,14 @@ kvm_status Queue::stage(Flight* flight) {
       return kvm_seq_publish_async(queue_, r.id, flight->id);
     case Request::Verb::kTake:
       return kvm_seq_take_async(queue_, r.id, flight->id);
+    case Request::Verb::kPrefetch:
+      return kvm_seq_prefetch_async(queue_, r.id, flight->id);
+    case Request::Verb::kSave:
+      return kvm_seq_save_async(queue_, r.id, r.name.c_str(), r.flags, flight->id);
+    case Request::Verb::kLoad:
+      return kvm_seq_load_async(queue_, r.id, r.name.c_str(), flight->id);
+    case Request::Verb::kDeleteSnapshot:
+      return kvm_snapshot_delete_async(queue_, r.name.c_str(), flight->id);
     case Request::Verb::kNop:
       return kvm_nop_async(queue_, flight->id);
   }

@@ -8,6 +8,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 #include "bindings/python/src/records.h"
 
@@ -255,6 +256,14 @@ std::shared_ptr<Request> make_verb(std::shared_ptr<Client> client, Request::Verb
   return request;
 }
 
+std::shared_ptr<Request> make_snapshot_verb(std::shared_ptr<Client> client, Request::Verb verb,
+                                            uint64_t id, const std::string& name, uint32_t flags) {
+  auto request = make_verb(std::move(client), verb, id, 0, 0, 0);
+  request->name = name;
+  request->flags = flags;
+  return request;
+}
+
 }  // namespace
 
 void register_step(nb::module_& module) {
@@ -282,6 +291,10 @@ void register_step(nb::module_& module) {
       .value("FREE", Request::Verb::kFree)
       .value("PUBLISH", Request::Verb::kPublish)
       .value("TAKE", Request::Verb::kTake)
+      .value("PREFETCH", Request::Verb::kPrefetch)
+      .value("SAVE", Request::Verb::kSave)
+      .value("LOAD", Request::Verb::kLoad)
+      .value("DELETE_SNAPSHOT", Request::Verb::kDeleteSnapshot)
       .value("NOP", Request::Verb::kNop);
   nb::class_<Request>(module, "Request").def_prop_ro("copied_bytes", [](const Request& r) {
     return r.copied_bytes;
@@ -302,6 +315,8 @@ void register_step(nb::module_& module) {
              nb::arg("column_sums").none());
   module.def("make_verb", make_verb, nb::arg("client"), nb::arg("verb"), nb::arg("id"),
              nb::arg("n_tokens"), nb::arg("flags"), nb::arg("reserve"));
+  module.def("make_snapshot_verb", make_snapshot_verb, nb::arg("client"), nb::arg("verb"),
+             nb::arg("id"), nb::arg("name"), nb::arg("flags"));
 }
 
 }  // namespace kvm::python

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include <nanobind/nanobind.h>
@@ -38,6 +39,10 @@ struct Request {
     kFree,
     kPublish,
     kTake,
+    kPrefetch,
+    kSave,
+    kLoad,
+    kDeleteSnapshot,
     kNop
   };
 
@@ -49,6 +54,8 @@ struct Request {
   kvm_seq_params create{};
   uint64_t id = 0;  // of the space or the sequence
   uint64_t n_tokens = 0;
+  std::string name;    // of a snapshot
+  uint32_t flags = 0;  // of kSave
   std::vector<kvm_item> items;
   std::vector<kvm_range> ranges;
   std::vector<uint64_t> tree;

@@ -13,7 +13,7 @@ use kvm_sys as sys;
 use crate::arena::Arena;
 use crate::error::{check, text_of, Error, Result, Status};
 use crate::queue::{Queue, QueueParams};
-use crate::sequence::{Sequence, SequenceInfo};
+use crate::sequence::{Sequence, SequenceInfo, SnapshotInfo};
 use crate::space::{Space, SpaceInfo, SpaceParams};
 
 pub(crate) fn c_string(bytes: &[u8], what: &str) -> Result<CString> {
@@ -318,6 +318,33 @@ impl Client {
             unsafe { sys::kvm_seq_list(self.connection.raw(), space, flags, out, capacity, count) }
         })?;
         Ok(raw.iter().map(SequenceInfo::from_raw).collect())
+    }
+
+    /// What was saved ([`Sequence::save`](crate::Sequence::save)) by this user. Fails with
+    /// `Unsupported` (kvmd has no disk) or `Timeout`.
+    pub fn snapshots(&self) -> Result<Vec<SnapshotInfo>> {
+        self.list_snapshots(0)
+    }
+
+    /// The same of all users: for the daemon's own user and root; else `Permission`.
+    pub fn snapshots_of_all_users(&self) -> Result<Vec<SnapshotInfo>> {
+        self.list_snapshots(sys::KVM_LIST_ALL_CLIENTS)
+    }
+
+    fn list_snapshots(&self, flags: u32) -> Result<Vec<SnapshotInfo>> {
+        let raw = list(|out, capacity, count| {
+            // SAFETY: a live client, `capacity` structures at `out`, and a count.
+            unsafe { sys::kvm_snapshot_list(self.connection.raw(), flags, out, capacity, count) }
+        })?;
+        Ok(raw.iter().map(SnapshotInfo::from_raw).collect())
+    }
+
+    /// Deletes a snapshot of this user; sequences that were loaded from it stay. Fails with
+    /// `Unsupported`, `Invalid` (the name), `NotFound`, `Io`, `NoSpace` or `Timeout`.
+    pub fn delete_snapshot(&self, name: &str) -> Result<()> {
+        let name = c_string(name.as_bytes(), "the name")?;
+        // SAFETY: a live client and a string.
+        check(unsafe { sys::kvm_snapshot_delete(self.connection.raw(), name.as_ptr()) })
     }
 
     /// Counters of the whole service.

@@ -77,7 +77,7 @@ pub use merge::Merge;
 pub use probe::{HeadProbe, HeadScores};
 pub use queue::{Queue, QueueParams};
 pub use scope::{Completion, Refused, Request, Scope, Ticket};
-pub use sequence::{Sequence, SequenceId, SequenceInfo, SequenceParams};
+pub use sequence::{Sequence, SequenceId, SequenceInfo, SequenceParams, SnapshotInfo};
 pub use space::{
     Codec, Heads, Index, IndexKind, LayerKind, LayerParams, Policy, Rope, Space, SpaceId,
     SpaceInfo, SpaceParams,

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 use std::collections::{HashMap, VecDeque};
+use std::ffi::CString;
 use std::fmt;
 use std::marker::PhantomData;
 use std::os::unix::io::BorrowedFd;
@@ -51,6 +52,14 @@ pub enum Request<'b> {
     Publish(SequenceId),
     /// [`Space::take_sequence`](crate::Space::take_sequence).
     Take(SequenceId),
+    /// [`Sequence::prefetch`](crate::Sequence::prefetch).
+    Prefetch(SequenceId),
+    /// [`Sequence::save`](crate::Sequence::save): the name, and whether it may replace.
+    Save(SequenceId, CString, bool),
+    /// [`Space::load`](crate::Space::load).
+    Load(SpaceId, CString),
+    /// [`Client::delete_snapshot`](crate::Client::delete_snapshot).
+    DeleteSnapshot(CString),
     /// Does nothing and completes.
     Nop,
 }
@@ -267,6 +276,25 @@ impl<'s, 'env> Scope<'s, 'env> {
                 // SAFETY: this thread's queue.
                 check(unsafe { sys::kvm_seq_take_async(queue, sequence.0, ticket) })
             }
+            Request::Prefetch(sequence) => {
+                // SAFETY: this thread's queue.
+                check(unsafe { sys::kvm_seq_prefetch_async(queue, sequence.0, ticket) })
+            }
+            Request::Save(sequence, name, replace) => {
+                let flags = if *replace { sys::KVM_SAVE_REPLACE } else { 0 };
+                // SAFETY: this thread's queue; C copies the name now.
+                check(unsafe {
+                    sys::kvm_seq_save_async(queue, sequence.0, name.as_ptr(), flags, ticket)
+                })
+            }
+            Request::Load(space, name) => {
+                // SAFETY: as above.
+                check(unsafe { sys::kvm_seq_load_async(queue, space.0, name.as_ptr(), ticket) })
+            }
+            Request::DeleteSnapshot(name) => {
+                // SAFETY: as above.
+                check(unsafe { sys::kvm_snapshot_delete_async(queue, name.as_ptr(), ticket) })
+            }
             // SAFETY: this thread's queue.
             Request::Nop => check(unsafe { sys::kvm_nop_async(queue, ticket) }),
         }
@@ -340,6 +368,32 @@ impl<'s, 'env> Scope<'s, 'env> {
     /// [`Client::own_sequence`](crate::Client::own_sequence) once it has completed.
     pub fn take_sequence(&mut self, sequence: SequenceId) -> Started<'env> {
         self.start(Request::Take(sequence))
+    }
+
+    /// As [`Sequence::prefetch`](crate::Sequence::prefetch).
+    pub fn prefetch(&mut self, sequence: impl Into<SequenceId>) -> Started<'env> {
+        self.start(Request::Prefetch(sequence.into()))
+    }
+
+    /// As [`Sequence::save`](crate::Sequence::save), of a name without a NUL byte.
+    pub fn save(
+        &mut self,
+        sequence: impl Into<SequenceId>,
+        name: CString,
+        replace: bool,
+    ) -> Started<'env> {
+        self.start(Request::Save(sequence.into(), name, replace))
+    }
+
+    /// As [`Space::load`](crate::Space::load). The completion has the new sequence, to be owned by
+    /// [`Client::own_sequence`](crate::Client::own_sequence).
+    pub fn load(&mut self, space: &Space, name: CString) -> Started<'env> {
+        self.start(Request::Load(space.id(), name))
+    }
+
+    /// As [`Client::delete_snapshot`](crate::Client::delete_snapshot).
+    pub fn delete_snapshot(&mut self, name: CString) -> Started<'env> {
+        self.start(Request::DeleteSnapshot(name))
     }
 
     /// As [`Sequence::truncate`](crate::Sequence::truncate).

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use kvm_sys as sys;
 
-use crate::client::Connection;
-use crate::error::{check, Result};
+use crate::client::{c_string, Connection};
+use crate::error::{check, text_of, Result};
 use crate::space::SpaceId;
 
 /// The number of a sequence. Never used again: that of a freed sequence gives `Stale`.
@@ -197,6 +197,37 @@ impl Sequence {
         Ok(id)
     }
 
+    /// Saves what the sequence holds under a name, in kvmd's disk tier: when this returns, no crash
+    /// takes it any more. A snapshot that has the name is replaced where `replace` says so, else
+    /// this fails with `Exists`. Requests that follow go on meanwhile. Fails also with
+    /// `Unsupported` (kvmd has no disk), `Invalid` (the name), `Quota`, `NoSpace`, `Io`, `Stale`,
+    /// `Lost` or `Timeout`: it goes on then; [`Scope::save`](crate::Scope::save) has no such limit.
+    pub fn save(&self, name: &str, replace: bool) -> Result<()> {
+        let name = c_string(name.as_bytes(), "the name")?;
+        let flags = if replace { sys::KVM_SAVE_REPLACE } else { 0 };
+        // SAFETY: a live client and a string.
+        check(unsafe { sys::kvm_seq_save(self.connection.raw(), self.id.0, name.as_ptr(), flags) })
+    }
+
+    pub(crate) fn load(
+        connection: &Arc<Connection>,
+        space: SpaceId,
+        name: &str,
+    ) -> Result<Sequence> {
+        let name = c_string(name.as_bytes(), "the name")?;
+        let mut id = 0;
+        // SAFETY: a live client, a string and an output.
+        check(unsafe { sys::kvm_seq_load(connection.raw(), space.0, name.as_ptr(), &mut id) })?;
+        Ok(Sequence::own(Arc::clone(connection), SequenceId(id)))
+    }
+
+    /// Begins to bring what lies in a slower tier back into memory, as far as there is room. Fails
+    /// with `Unsupported` (there is none), `Stale`, `Lost` or `Timeout`.
+    pub fn prefetch(&self) -> Result<()> {
+        // SAFETY: a live client.
+        check(unsafe { sys::kvm_seq_prefetch(self.connection.raw(), self.id.0) })
+    }
+
     pub(crate) fn take(connection: &Arc<Connection>, id: SequenceId) -> Result<Sequence> {
         // SAFETY: a live client.
         check(unsafe { sys::kvm_seq_take(connection.raw(), id.0) })?;
@@ -314,6 +345,49 @@ pub struct SequenceInfo {
     pub bytes_paid: u64,
     /// Of `bytes`, what lies in a slower tier than memory.
     pub bytes_away: u64,
+}
+
+/// A sequence that was saved. See [`Client::snapshots`](crate::Client::snapshots).
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct SnapshotInfo {
+    /// The user whose it is.
+    pub uid: u32,
+    /// The name under which it was saved.
+    pub name: String,
+    /// The name of the space that it was saved in.
+    pub space_name: String,
+    /// Parts of it are not there any more: it cannot be loaded.
+    pub is_lost: bool,
+    /// The digest of that space's layout.
+    pub layout: [u8; 16],
+    /// The digest of its policies.
+    pub policy: [u8; 16],
+    /// Its fingerprint.
+    pub fingerprint: [u8; 32],
+    /// Tokens of the longest layer.
+    pub n_tokens: u64,
+    /// Bytes that are charged for it.
+    pub bytes: u64,
+    /// When it was saved, in nanoseconds since 1970.
+    pub saved_ns: u64,
+}
+
+impl SnapshotInfo {
+    pub(crate) fn from_raw(raw: &sys::kvm_snapshot_info) -> Self {
+        SnapshotInfo {
+            uid: raw.uid,
+            name: text_of(&raw.name),
+            space_name: text_of(&raw.space_name),
+            is_lost: raw.flags & sys::KVM_SNAPSHOT_LOST != 0,
+            layout: raw.layout,
+            policy: raw.policy,
+            fingerprint: raw.fingerprint,
+            n_tokens: raw.n_tokens,
+            bytes: raw.bytes,
+            saved_ns: raw.saved_ns,
+        }
+    }
 }
 
 impl SequenceInfo {

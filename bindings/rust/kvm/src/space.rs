@@ -874,6 +874,15 @@ impl Space {
         Sequence::take(&self.connection, published)
     }
 
+    /// A sequence that holds what was saved under the name ([`Sequence::save`]) by any client of
+    /// the user, in a space of the same layout, policies and fingerprint. It is there at once; its
+    /// pages are read from disk as they are needed. Fails with `Unsupported`, `NotFound`, `Invalid`
+    /// (the name; or the space is another one), `Lost` or `Corrupt` (parts of it are gone or
+    /// damaged), `Io`, `Quota`, `Limit`, `NoSpace`, `Stale` or `Timeout`.
+    pub fn load(&self, name: &str) -> Result<Sequence> {
+        Sequence::load(&self.connection, self.id, name)
+    }
+
     /// Removes the space from the service. Fails with `Busy` (it has sequences), `Stale`, `Lost` or
     /// `Timeout`.
     pub fn remove(self) -> Result<()> {
