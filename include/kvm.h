@@ -903,8 +903,8 @@ KVM_API kvm_status kvm_seq_save(kvm_client *client, kvm_seq_id seq, const char *
  * stays; any number of sequences may be loaded from it, and share its pages.
  * Fails:   UNSUPPORTED, INVALID (name; or the space differs from the one that was saved, and in
  *          what), NOT_FOUND (the snapshot, the space), STALE, LOST (the space; or a part of the
- *          snapshot is not there any more), CORRUPT, IO, QUOTA, LIMIT (as kvm_seq_create), NO_SPACE,
- *          PERMISSION (another user's space), TIMEOUT. Threads: any. */
+ *          snapshot is not there any more), CORRUPT, IO, QUOTA, LIMIT (as kvm_seq_create),
+ *          NO_SPACE, PERMISSION (another user's space), TIMEOUT. Threads: any. */
 KVM_API kvm_status kvm_seq_load(kvm_client *client, kvm_space_id space, const char *name,
                                 kvm_seq_id *out);
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Snapshots through kvm.h, over a kvmd that is killed: what was answered is there afterwards, to the
-// bit, whatever was under way.
+// Snapshots through kvm.h, over a kvmd that is killed: what was answered is there afterwards, to
+// the bit, whatever was under way.
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <sys/wait.h>

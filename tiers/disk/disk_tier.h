@@ -154,7 +154,7 @@ class DiskTier final : public SlowTier, private ObjectStore {
  private:
   // Of a batch of reads, and of a transfer.
   static constexpr size_t kMaxParts = 256;
-  // Pages have powers of two of bytes: without it a transfer would hold one page less than it could.
+  // Pages have powers of two of bytes: without it a transfer would hold one less than it could.
   static constexpr uint64_t kHeaderRoom = 4096;
   static constexpr uint32_t kMoveJobs = 2;  // beside the queue_depth of others
   // Jobs that have ended are taken in so few at a time, and others begun before these are looked

@@ -44,7 +44,8 @@ __all__ = [
     "Layer", "LayerKind", "LogLevel", "Merging", "Mode", "NotFoundError", "PartialError", "Policy",
     "Positions", "Proposal", "Queue", "QuotaOf", "RefusedError", "Request", "Retention",
     "Rope", "SaveFlag", "Sequence", "SequenceFlag", "SequenceInfo", "SnapshotFlag", "SnapshotInfo",
-    "Space", "SpaceFlag", "SpaceInfo", "Stats", "Status", "Step", "StepResult", "StepStats", "UnsupportedError", "UserEntry",
+    "Space", "SpaceFlag", "SpaceInfo", "Stats", "Status", "Step", "StepResult", "StepStats",
+    "UnsupportedError", "UserEntry",
     "WaitTimeoutError", "connect", "merge", "open_embedded", "probe_heads", "set_log",
     "start_daemon",
 ]
