@@ -374,11 +374,12 @@ void handle_snapshot_list(Session* session, uint64_t id, const wire::SnapshotLis
   if ((message.flags() & ~uint32_t{KVM_LIST_ALL_CLIENTS}) != 0) {
     status = Status(KVM_ERR_INVALID, fmt::format("flags are {:#x}; known is {:#x}", message.flags(),
                                                  KVM_LIST_ALL_CLIENTS + 0));
-  } else if (!session->service()->engine->keeps_snapshots()) {
-    status = Status::fixed(KVM_ERR_UNSUPPORTED,
-                           "this kvmd keeps no snapshots: it has no disk (disk.directories)");
   } else if (all_users) {
     status = check_administrator(*session, "list the snapshots of all users");
+  }
+  if (status.is_ok() && !session->service()->engine->keeps_snapshots()) {
+    status = Status::fixed(KVM_ERR_UNSUPPORTED,
+                           "this kvmd keeps no snapshots: it has no disk (disk.directories)");
   }
   if (!status.is_ok()) {
     reply_error(session, id, status);

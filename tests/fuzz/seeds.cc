@@ -191,6 +191,9 @@ Seeds control_seeds() {
   add_message(&lists, [](Writer* w) { return wire::CreateClientList(w->fbb(), 0); });
   add_message(&lists, [](Writer* w) { return wire::CreateUserList(w->fbb(), 0); });
   add_message(&lists, [](Writer* w) { return wire::CreateConfigText(w->fbb(), 0); });
+  add_message(&lists, [](Writer* w) {
+    return wire::CreateSnapshotList(w->fbb(), KVM_LIST_ALL_CLIENTS, 1, w->fbb().CreateString("a"));
+  });
   return {{"memory", memory},
           {"spaces", spaces},
           {"facts", facts},

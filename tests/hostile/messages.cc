@@ -86,7 +86,7 @@ SpaceSpec space_message(uint32_t space) {
 std::span<const uint8_t> any_message(RequestMaker* maker, ipc::ControlWriter* writer, uint64_t id) {
   auto& fbb = writer->fbb();
   const uint64_t value = maker->boundary();
-  switch (maker->below(8)) {
+  switch (maker->below(9)) {
     case 0:
       return writer->finish(id, wire::CreateSpaceDrop(fbb, maker->spaces()[maker->below(kSpaces)]));
     case 1:
@@ -99,6 +99,17 @@ std::span<const uint8_t> any_message(RequestMaker* maker, ipc::ControlWriter* wr
       return writer->finish(id, wire::CreateQueueCreate(fbb, static_cast<uint32_t>(value)));
     case 5:
       return writer->finish(id, wire::CreateSeqList(fbb, value, maker->one_in(2), value));
+    case 6: {
+      // Any bytes, of any length.
+      std::string name(maker->below(1000), '\0');
+      for (char& c : name) {
+        c = static_cast<char>(maker->below(256));
+      }
+      const auto flags = static_cast<uint32_t>(maker->one_in(2) ? 0 : value);
+      const auto after = maker->one_in(8) ? 0 : fbb.CreateString(name);
+      return writer->finish(
+          id, wire::CreateSnapshotList(fbb, flags, static_cast<uint32_t>(value), after));
+    }
     default: {
       SpaceSpec message = space_message(static_cast<uint32_t>(maker->below(kSpaces)));
       uint8_t* field = reinterpret_cast<uint8_t*>(&message.params) + 4 * maker->below(40);
@@ -113,7 +124,7 @@ std::span<const uint8_t> admin_message(RequestMaker* maker, const Prey& prey,
                                        ipc::ControlWriter* writer, uint64_t id) {
   auto& fbb = writer->fbb();
   const uint64_t begin = maker->one_in(2) ? 0 : maker->boundary();
-  switch (maker->below(8)) {
+  switch (maker->below(9)) {
     case 0:
       return writer->finish(id, wire::CreateConfigText(fbb, begin));
     case 1:
@@ -125,6 +136,9 @@ std::span<const uint8_t> admin_message(RequestMaker* maker, const Prey& prey,
     case 4:
     case 5:
       return quota_message(maker, prey, writer, id);
+    case 6:
+      return writer->finish(
+          id, wire::CreateSnapshotList(fbb, KVM_LIST_ALL_CLIENTS, static_cast<uint32_t>(begin)));
     default:
       return evict_message(maker, prey, writer, id);
   }
