@@ -65,6 +65,11 @@ Result<LimitChanges> limit_changes(const kvm_quota_params& params) {
   if (params.whose == KVM_QUOTA_USER && params.id > UINT32_MAX) {
     return Status(KVM_ERR_INVALID, fmt::format("{} is no number of a user", params.id));
   }
+  if (params.whose == KVM_QUOTA_CLIENT && params.limits.snapshot_bytes != 0) {
+    return Status::fixed(
+        KVM_ERR_INVALID,
+        "snapshot_bytes is of users: snapshots outlive the client that saves them");
+  }
   LimitChanges changes;
   bool changes_any = false;
   for (const auto& [resource, field] : kFields) {

@@ -187,6 +187,12 @@ TEST_F(AbiAdmin, WhatCannotBeIsRefusedWithTheReason) {
   EXPECT_EQ(quota_status(KVM_QUOTA_USER, uint64_t{1} << 32, 1), KVM_ERR_INVALID);
   EXPECT_EQ(quota_status(KVM_QUOTA_CLIENT, 123456, 1), KVM_ERR_NOT_FOUND);
   EXPECT_EQ(kvm_quota_set(client_, nullptr), KVM_ERR_INVALID);
+  kvm_quota_params saved{};
+  saved.struct_size = sizeof(saved);
+  saved.whose = KVM_QUOTA_CLIENT;
+  saved.id = client_id();
+  saved.limits.snapshot_bytes = 1;
+  EXPECT_EQ(kvm_quota_set(client_, &saved), KVM_ERR_INVALID) << "it is of users";
 }
 
 // The daemon clears the arenas of a client that it closes; who gives pieces of them back, or has
