@@ -55,7 +55,8 @@ struct AllowedText {
   }
   std::string operator()(const TenantsField&) const {
     return "\"none\", or limits such as default: bytes=50%, sequences=1000; 1000: bytes=20GiB, of "
-           "sequences, bytes, memory_bytes, arenas, arena_bytes, queues and requests";
+           "sequences, bytes, memory_bytes, snapshot_bytes, arenas, arena_bytes, queues and "
+           "requests";
   }
 };
 
@@ -113,7 +114,8 @@ const std::vector<OptionRow>& option_rows() {
       {"tenants", "none", TenantsField{&O::tenants},
        "What all clients of one user may hold together: `default` for every user, a user's number "
        "for that user. In a file also as tables, [tenants.default] and [tenants.1000]. Shares are "
-       "of host_capacity (of bytes with disk.capacity) and of arena_capacity."},
+       "of host_capacity (of bytes with disk.capacity), of snapshot_bytes of disk.capacity, and of "
+       "arena_capacity."},
       {"max_spaces", "64", IntegerField{&O::max_spaces, 1, 4096},
        "Spaces (model geometries) that can be registered."},
       {"audit_every", "1024", IntegerField{&O::audit_every, 0, 1'000'000'000'000},

@@ -33,8 +33,8 @@ struct TenantOptions {
   std::map<uint32_t, TenantSizes> own;  // by uid
 };
 
-// "none": no limits. Shares are for bytes, memory_bytes and arena_bytes. nullopt: not exactly such
-// a text.
+// "none": no limits. Shares are for bytes, memory_bytes, snapshot_bytes and arena_bytes. nullopt:
+// not exactly such a text.
 std::optional<TenantOptions> parse_tenants(std::string_view text);
 
 // wholes: what shares of each amount refer to.

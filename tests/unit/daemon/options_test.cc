@@ -193,23 +193,26 @@ TEST_F(OptionsTest, BadValuesNameTheValueAndTheRange) {
 
 TEST_F(OptionsTest, LimitsOfUsersAsTextAndAsTables) {
   write_file(
-      "[tenants.default]\nbytes = '50%'\nmemory_bytes = '10%'\nsequences = 1000\n"
+      "[tenants.default]\nbytes = '50%'\nmemory_bytes = '10%'\nsnapshot_bytes = '25%'\nsequences = "
+      "1000\n"
       "[tenants.1000]\narena_bytes = '1GiB'\nrequests = 'unlimited'\n");
   const auto tables = load();
   ASSERT_TRUE(tables.is_ok()) << tables.status().message();
   const auto text =
       load({"--tenants",
-            "default: bytes=50%, memory_bytes=10%, sequences=1000; 1000:arena_bytes=1GiB,"
-            "requests=unlimited"});
+            "default: bytes=50%, memory_bytes=10%, snapshot_bytes=25%, sequences=1000;"
+            "1000:arena_bytes=1GiB,requests=unlimited"});
   ASSERT_TRUE(text.is_ok()) << text.status().message();
   for (const auto& loaded : {tables, text}) {
     using engine::Resource;
     engine::Amounts wholes;
     wholes[Resource::kBytes] = 4000;
     wholes[Resource::kMemoryBytes] = 1000;
+    wholes[Resource::kSnapshotBytes] = 3000;
     const engine::TenantLimits limits = tenant_limits(loaded.value().options.tenants, wholes);
     EXPECT_EQ(limits.each[Resource::kBytes], 2000u);
     EXPECT_EQ(limits.each[Resource::kMemoryBytes], 100u);
+    EXPECT_EQ(limits.each[Resource::kSnapshotBytes], 750u);
     EXPECT_EQ(limits.each[Resource::kSequences], 1000u);
     EXPECT_EQ(limits.each[Resource::kQueues], engine::kNoLimit);
     ASSERT_EQ(limits.own.size(), 1u);
