@@ -11,6 +11,7 @@
 #include "base/audit_stats.h"
 #include "daemon/request_stats.h"
 #include "engine/store/movement_options.h"
+#include "engine/store/snapshot_info.h"
 #include "ipc/validate.h"
 #include "kvm.h"
 #include "tiers/disk/disk_tier.h"
@@ -27,6 +28,7 @@ struct StatsSnapshot {
   engine::MovementStats movement;
   tiers::DiskTierStats disk;
   uint64_t disk_live_bytes = 0;
+  engine::SnapshotStats saved;
   uint64_t staying_bytes = 0;  // engine::Resource::kMemoryBytes of all users
   std::string cost_model;
   const char* isa = "";

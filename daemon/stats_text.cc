@@ -47,6 +47,7 @@ StatsSnapshot take_snapshot(const Service& service) {
           .movement = service.engine->movement_stats(),
           .disk = service.disk == nullptr ? tiers::DiskTierStats() : service.disk->stats(),
           .disk_live_bytes = service.disk == nullptr ? 0 : service.disk->used_bytes(),
+          .saved = service.engine->snapshot_stats(),
           .staying_bytes = staying_bytes(service.engine->quotas()),
           .cost_model = service.engine->cost_model(),
           .isa = service.engine->isa(),
@@ -118,6 +119,28 @@ void write_disk(const StatsSnapshot& snapshot, StatsText* out) {
                moved.n_appends_waited);
 }
 
+// A counter for each end that a save or a load may have.
+void write_ends(const char* name, const char* help, std::span<const uint64_t> counts,
+                StatsText* out) {
+  for (size_t i = 0; i < counts.size(); ++i) {
+    const std::string labels = fmt::format("{{result=\"{}\"}}", engine::kSnapshotEndNames[i]);
+    i == 0 ? out->counter(name, help, counts[i], labels.c_str())
+           : out->sample(name, counts[i], labels.c_str());
+  }
+}
+
+void write_saved(const engine::SnapshotStats& saved, StatsText* out) {
+  out->gauge("kvm_snapshots", "Sequences that are saved.", saved.n_snapshots);
+  out->gauge("kvm_snapshot_bytes", "Of these, each whole: what users are charged for them.",
+             saved.bytes);
+  out->counter("kvm_snapshots_lost_total",
+               "Snapshots that were not whole any more when kvmd started.", saved.n_lost);
+  write_ends("kvm_saves_total", "Saves that have begun and ended, by result.", saved.n_saves, out);
+  write_ends("kvm_loads_total", "Loads that have begun and ended, by result.", saved.n_loads, out);
+  out->counter("kvm_saved_bytes_total", "Bytes of pages that saves have written to disk.",
+               saved.bytes_written);
+}
+
 }  // namespace
 
 std::string stats_text(const StatsSnapshot& snapshot) {
@@ -131,6 +154,7 @@ std::string stats_text(const StatsSnapshot& snapshot) {
   write_stats(snapshot.stats, &out);
   write_requests(snapshot.requests, &out);
   write_disk(snapshot, &out);
+  write_saved(snapshot.saved, &out);
   write_audit(snapshot.audit, &out);
   out.gauge("kvm_cost_model_info", "1 when it is known; its label is the option cost_model.",
             snapshot.cost_model.empty() ? 0 : 1,

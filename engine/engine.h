@@ -139,6 +139,7 @@ class Engine {
     on_done({.status = no_slow_tier()});
   }
   virtual bool keeps_snapshots() const { return false; }
+  virtual SnapshotStats snapshot_stats() const { return {}; }
   // Snapshots of a user (kEverybody: of all) whose names follow `after`; at most n_max.
   virtual std::vector<SnapshotInfo> list_snapshots(uint32_t /*uid*/, const SnapshotName& /*after*/,
                                                    size_t /*n_max*/) const {

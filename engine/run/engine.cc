@@ -189,6 +189,9 @@ class EngineImpl final : public Engine {
     submit_any(client, tag, std::move(request), std::move(on_done));
   }
   bool keeps_snapshots() const override { return snapshots_.has_value(); }
+  SnapshotStats snapshot_stats() const override {
+    return snapshots_ ? snapshots_->stats() : SnapshotStats();
+  }
   std::vector<SnapshotInfo> list_snapshots(uint32_t uid, const SnapshotName& after,
                                            size_t n_max) const override {
     return snapshots_ ? snapshots_->list(uid, after, n_max) : std::vector<SnapshotInfo>();

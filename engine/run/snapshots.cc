@@ -154,7 +154,7 @@ Snapshots::Snapshots(Store* store, Movement* movement, Arrivals* arrivals, Sched
     for (const tiers::ObjectInfo& info : infos) {
       if (const auto name = parse_snapshot_key(info.key)) {
         const uint64_t size_bytes = info.page_bytes + info.body_bytes;
-        names_[info.key] = {.bytes = size_bytes, .is_there = true};
+        set(&names_[info.key], true, size_bytes);
         library(name->uid)->charge(Resource::kSnapshotBytes, size_bytes);
       }
     }
@@ -163,6 +163,7 @@ Snapshots::Snapshots(Store* store, Movement* movement, Arrivals* arrivals, Sched
     }
     after = infos.back().key;
   }
+  stats_.n_lost = objects_->recovery().n_lost_objects;
 }
 
 Status Snapshots::begin(Request* request, const Sequence* seq, uint32_t uid) {
@@ -310,11 +311,49 @@ bool Snapshots::free_some(Work* work) {
     }
     return true;
   }
+  count_end(*work);
   ended_.push_back({work->request, std::move(work->status), work->seq});
   const auto found = std::find_if(works_.begin(), works_.end(),
                                   [work](const auto& one) { return one.get() == work; });
   works_.erase(found);
   return true;
+}
+
+namespace {
+
+SnapshotEnd end_of(kvm_status status) {
+  switch (status) {
+    case KVM_OK:
+      return SnapshotEnd::kOk;
+    case KVM_ERR_QUOTA:
+      return SnapshotEnd::kQuota;
+    case KVM_ERR_NO_SPACE:
+      return SnapshotEnd::kNoSpace;
+    case KVM_ERR_IO:
+      return SnapshotEnd::kIo;
+    case KVM_ERR_LOST:
+      return SnapshotEnd::kLost;
+    case KVM_ERR_CORRUPT:
+      return SnapshotEnd::kCorrupt;
+    default:
+      return SnapshotEnd::kOther;
+  }
+}
+
+}  // namespace
+
+void Snapshots::count_end(const Work& work) {
+  const auto end = static_cast<size_t>(end_of(work.status.code()));
+  switch (work.what().verb) {
+    case SnapshotVerb::kSave:
+      ++stats_.n_saves[end];
+      break;
+    case SnapshotVerb::kLoad:
+      ++stats_.n_loads[end];
+      break;
+    case SnapshotVerb::kRemove:
+      break;
+  }
 }
 
 bool Snapshots::take_ended(Ended* ended) {
@@ -420,7 +459,9 @@ bool Snapshots::begin_writes(Work* work) {
 bool Snapshots::end_writes(Work* work) {
   work->transfers.end([&](const tiers::PageTable::Move& move, const tiers::Transfer& write) {
     pages().end_copy(move, write.status.is_ok() ? write.place : tiers::kNoPlace);
-    if (!write.status.is_ok() && work->status.is_ok()) {
+    if (write.status.is_ok()) {
+      stats_.bytes_written += pages().page_bytes(move.page);
+    } else if (work->status.is_ok()) {
       work->status = write.status;
     }
   });
@@ -475,12 +516,20 @@ void Snapshots::end_put(Work* work) {
   // What was there before goes, or what was to come does not.
   const uint64_t gone_bytes = is_put ? name.bytes : work->charged_bytes;
   library(work->uid)->give_back(Resource::kSnapshotBytes, gone_bytes);
-  name.bytes = is_put ? work->charged_bytes : name.bytes;
-  name.is_there |= is_put;
+  if (is_put) {
+    set(&name, true, work->charged_bytes);
+  }
   name.is_busy = false;
   work->charged_bytes = 0;
   forget_name(work->object.key);
   end(work, std::move(work->object.status));
+}
+
+void Snapshots::set(Name* name, bool is_there, uint64_t size_bytes) {
+  stats_.n_snapshots = stats_.n_snapshots - (name->is_there ? 1 : 0) + (is_there ? 1 : 0);
+  stats_.bytes = stats_.bytes - name->bytes + size_bytes;
+  name->bytes = size_bytes;
+  name->is_there = is_there;
 }
 
 // Where there is nothing to know of it.
@@ -510,7 +559,7 @@ void Snapshots::end_remove(Work* work) {
     if (name.bytes != 0) {
       library(work->uid)->give_back(Resource::kSnapshotBytes, name.bytes);
     }
-    name = {};
+    set(&name, false, 0);
   }
   forget_name(work->object.key);
   end(work, std::move(work->object.status));
@@ -748,14 +797,19 @@ Snapshots::~Snapshots() {
 
 void Snapshots::check_accounts() const {
   std::unordered_map<uint32_t, uint64_t> charged;
+  uint64_t n_snapshots = 0;
+  uint64_t size_bytes = 0;
   for (const auto& [key, name] : names_) {
     charged[parse_snapshot_key(key)->uid] += name.bytes;
+    n_snapshots += name.is_there ? 1 : 0;
+    size_bytes += name.bytes;
   }
+  KVM_ASSERT(stats_.n_snapshots == n_snapshots && stats_.bytes == size_bytes);
   for (const std::unique_ptr<Work>& work : works_) {
     charged[work->uid] += work->charged_bytes;
   }
-  for (const auto& [uid, size_bytes] : charged) {
-    KVM_ASSERT(store_->library(uid)->quota->used(Resource::kSnapshotBytes) == size_bytes);
+  for (const auto& [uid, charged_bytes] : charged) {
+    KVM_ASSERT(store_->library(uid)->quota->used(Resource::kSnapshotBytes) == charged_bytes);
   }
 }
 

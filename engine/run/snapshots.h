@@ -73,6 +73,7 @@ class Snapshots {
 
   // As Engine::list_snapshots.
   std::vector<SnapshotInfo> list(uint32_t uid, const SnapshotName& after, size_t n_max) const;
+  const SnapshotStats& stats() const { return stats_; }
   // Waits for what is in flight, before anything that it uses goes; no request hears of it.
   void stop();
   // Aborts where what is charged is not what there is.
@@ -113,6 +114,9 @@ class Snapshots {
   static bool drop_unwanted(Work* work);
   bool is_busy(const Work& work) const;
   void forget_name(const std::string& key);
+  // What there is under a name from now on.
+  void set(Name* name, bool is_there, uint64_t size_bytes);
+  void count_end(const Work& work);
   QuotaAccount* library(uint32_t uid) { return store_->library(uid)->quota; }
   tiers::PageTable& pages() { return store_->memory().pages(); }
   tiers::SlowTier* tier() { return pages().slow_tier(); }
@@ -128,6 +132,7 @@ class Snapshots {
   size_t next_ = 0;  // whose turn it is
   uint64_t n_changes_ = 0;
   std::vector<Ended> ended_;  // has room for all
+  SnapshotStats stats_;
 };
 
 }  // namespace kvm::engine

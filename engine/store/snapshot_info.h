@@ -29,6 +29,21 @@ struct SnapshotInfo {
   uint64_t bytes = 0;     // charged: of its pages, whole, and of what it has besides
 };
 
+// What became of a save or a load that had begun.
+enum class SnapshotEnd : uint8_t { kOk, kQuota, kNoSpace, kIo, kLost, kCorrupt, kOther };
+inline constexpr std::array<const char*, 7> kSnapshotEndNames = {
+    "ok", "quota", "no_space", "io", "lost", "corrupt", "other"};
+
+struct SnapshotStats {
+  uint64_t n_snapshots = 0;
+  uint64_t bytes = 0;   // charged for them
+  uint64_t n_lost = 0;  // not whole any more when the tier was opened
+  // Since the engine was opened, by SnapshotEnd.
+  std::array<uint64_t, kSnapshotEndNames.size()> n_saves{};
+  std::array<uint64_t, kSnapshotEndNames.size()> n_loads{};
+  uint64_t bytes_written = 0;  // by saves: of pages that the tier did not have yet
+};
+
 }  // namespace kvm::engine
 
 #endif  // KVM_ENGINE_STORE_SNAPSHOT_INFO_H_

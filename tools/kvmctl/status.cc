@@ -24,6 +24,8 @@ struct Disk {
   uint64_t n_passed_over = 0;
   uint64_t n_sent = 0;
   uint64_t n_returned = 0;
+  uint64_t n_snapshots = 0;
+  uint64_t snapshot_bytes = 0;
 };
 
 Disk disk_of(kvm_client* client) {
@@ -38,7 +40,9 @@ Disk disk_of(kvm_client* client) {
                       count_of(series, "kvm_disk_io_errors_total"),
           .n_passed_over = count_of(series, "kvm_disk_passed_over_directories"),
           .n_sent = count_of(series, "kvm_sent_pages_total"),
-          .n_returned = count_of(series, "kvm_returned_pages_total")};
+          .n_returned = count_of(series, "kvm_returned_pages_total"),
+          .n_snapshots = count_of(series, "kvm_snapshots"),
+          .snapshot_bytes = count_of(series, "kvm_snapshot_bytes")};
 }
 
 std::string disk_text(const Disk& disk) {
@@ -99,6 +103,8 @@ int run_status(const Common& common) {
                 {"disk_passed_over_directories", disk.n_passed_over},
                 {"pages_sent", disk.n_sent},
                 {"pages_returned", disk.n_returned},
+                {"snapshots", disk.n_snapshots},
+                {"snapshot_bytes", disk.snapshot_bytes},
                 {"index_bytes", stats.index_bytes},
                 {"index_blocks", stats.n_index_blocks},
                 {"index_blocks_refused", stats.n_index_refused},
@@ -126,6 +132,7 @@ int run_status(const Common& common) {
                              stats.n_pages, stats.n_pages_away, stats.n_pages_copied,
                              stats.n_pages_dropped, stats.n_pages_moved)},
        {"disk", disk_text(disk)},
+       {"snapshots", fmt::format("{}, {}", disk.n_snapshots, bytes_text(disk.snapshot_bytes))},
        {"indexes", fmt::format("{}, {} made, {} refused, {} dropped", bytes_text(stats.index_bytes),
                                counted(stats.n_index_blocks, "block"), stats.n_index_refused,
                                stats.n_index_dropped)},
