@@ -173,6 +173,43 @@ TEST_F(AbiAsync, PublishAndTake) {
   EXPECT_EQ(kvm_seq_free(client_, seq), KVM_OK);
 }
 
+// Neither an engine in this process nor a kvmd without a disk keeps anything.
+TEST_F(AbiAsync, WithoutADiskNothingIsSavedOrPrefetched) {
+  const kvm_seq_id seq = make_seq();
+  append(seq, 10);
+  kvm_seq_id made = 0;
+  size_t count = 0;
+  EXPECT_EQ(kvm_seq_save(client_, seq, "one", KVM_SAVE_REPLACE), KVM_ERR_UNSUPPORTED);
+  EXPECT_STRNE(kvm_last_error(), "");
+  EXPECT_EQ(kvm_seq_load(client_, space_, "one", &made), KVM_ERR_UNSUPPORTED);
+  EXPECT_EQ(kvm_snapshot_delete(client_, "one"), KVM_ERR_UNSUPPORTED);
+  EXPECT_EQ(kvm_snapshot_list(client_, 0, nullptr, 0, &count), KVM_ERR_UNSUPPORTED);
+  EXPECT_EQ(kvm_seq_prefetch(client_, seq), KVM_ERR_UNSUPPORTED);
+  // What is wrong by itself is told first.
+  EXPECT_EQ(kvm_seq_save(client_, seq, "", 0), KVM_ERR_INVALID);
+  EXPECT_EQ(kvm_seq_save(client_, seq, "one", 2), KVM_ERR_INVALID);
+  EXPECT_EQ(kvm_seq_load(client_, space_, nullptr, &made), KVM_ERR_INVALID);
+  EXPECT_EQ(kvm_seq_load(client_, space_, "one", nullptr), KVM_ERR_INVALID);
+  EXPECT_EQ(kvm_snapshot_delete(client_, std::string(128, 'n').c_str()), KVM_ERR_INVALID);
+  EXPECT_EQ(kvm_snapshot_list(client_, 2, nullptr, 0, &count), KVM_ERR_INVALID);
+  EXPECT_EQ(kvm_snapshot_list(client_, 0, nullptr, 0, nullptr), KVM_ERR_INVALID);
+
+  ASSERT_EQ(kvm_seq_save_async(queue_, seq, "one", 0, 1), KVM_OK) << kvm_last_error();
+  ASSERT_EQ(kvm_seq_load_async(queue_, space_, "one", 2), KVM_OK);
+  ASSERT_EQ(kvm_snapshot_delete_async(queue_, "one", 3), KVM_OK);
+  ASSERT_EQ(kvm_seq_prefetch_async(queue_, seq, 4), KVM_OK);
+  EXPECT_EQ(kvm_seq_save_async(queue_, seq, nullptr, 0, 5), KVM_ERR_INVALID);
+  ASSERT_EQ(kvm_submit(queue_), KVM_OK);
+  std::array<kvm_completion, 4> completions;
+  ASSERT_EQ(kvm_wait(queue_, completions.data(), 4, 4, kLongNs), 4) << kvm_last_error();
+  for (const kvm_completion& completion : completions) {
+    EXPECT_EQ(completion.status, KVM_ERR_UNSUPPORTED) << completion.user_data;
+    EXPECT_STRNE(completion.message, "");
+    EXPECT_EQ(completion.seq, 0u);
+  }
+  EXPECT_EQ(kvm_seq_free(client_, seq), KVM_OK) << "and nothing has happened to it";
+}
+
 TEST_F(AbiAsync, EachCompletionHasItsSentence) {
   const kvm_seq_id seq = make_seq();
   append(seq, 10);

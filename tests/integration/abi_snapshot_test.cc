@@ -10,11 +10,13 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <memory>
 #include <random>
 #include <string>
 #include <vector>
 
 #include "kvm.h"
+#include "tests/common/another_user.h"
 #include "tests/common/items.h"
 #include "tests/common/temporary_directory.h"
 #include "tests/integration/abi_rig.h"
@@ -204,6 +206,131 @@ TEST(Snapshots, AreRefusedWithAReason) {
   EXPECT_NE(std::string(kvm_last_error()).find("layout"), std::string::npos) << kvm_last_error();
   EXPECT_EQ(kvm_seq_save(stranger.client, seq, "mine", 0), KVM_ERR_PERMISSION);
   EXPECT_EQ(user.snapshots().size(), 2u);
+}
+
+// The value of a series of the statistics.
+uint64_t series(kvm_client* client, const std::string& name) {
+  std::string text(1 << 16, '\0');
+  size_t n_bytes = 0;
+  EXPECT_EQ(kvm_get_stats_text(client, text.data(), text.size(), &n_bytes), KVM_OK);
+  const size_t at = text.find("\n" + name + " ");
+  EXPECT_NE(at, std::string::npos) << name;
+  return at == std::string::npos ? 0 : std::strtoull(&text[at + name.size() + 2], nullptr, 10);
+}
+
+TEST(Snapshots, AreChargedToTheirUserAndCounted) {
+  const TemporaryDirectory folder;
+  Daemon daemon(disk_in(folder));
+  ASSERT_FALSE(HasFatalFailure());
+  uint64_t size_bytes = 0;
+  {
+    User user(daemon.socket_path(), "model");
+    EXPECT_EQ(series(user.client, "kvm_saves_total{result=\"ok\"}"), 0u);
+    const kvm_seq_id seq = user.make(1);
+    ASSERT_EQ(kvm_seq_save(user.client, seq, "one", 0), KVM_OK) << kvm_last_error();
+    size_bytes = user.snapshots().at(0).bytes;
+    EXPECT_GT(series(user.client, "kvm_saved_bytes_total"), 0u);
+    const uint64_t written_bytes = series(user.client, "kvm_saved_bytes_total");
+    ASSERT_EQ(kvm_seq_save(user.client, seq, "two", 0), KVM_OK) << kvm_last_error();
+    EXPECT_EQ(series(user.client, "kvm_saved_bytes_total"), written_bytes)
+        << "pages that are there already are not written again";
+    EXPECT_EQ(series(user.client, "kvm_snapshots"), 2u);
+    EXPECT_EQ(series(user.client, "kvm_snapshot_bytes"), 2 * size_bytes);
+
+    kvm_quota_params quota{};
+    quota.struct_size = sizeof(quota);
+    quota.whose = KVM_QUOTA_USER;
+    quota.id = ::getuid();
+    quota.limits.snapshot_bytes = 3 * size_bytes - 1;
+    ASSERT_EQ(kvm_quota_set(user.client, &quota), KVM_OK) << kvm_last_error();
+    EXPECT_EQ(kvm_seq_save(user.client, seq, "three", 0), KVM_ERR_QUOTA);
+    EXPECT_NE(std::string(kvm_last_error()).find("bytes of snapshots"), std::string::npos)
+        << kvm_last_error();
+    ASSERT_EQ(kvm_snapshot_delete(user.client, "two"), KVM_OK) << kvm_last_error();
+    EXPECT_EQ(kvm_seq_save(user.client, seq, "three", 0), KVM_OK) << kvm_last_error();
+    EXPECT_EQ(series(user.client, "kvm_saves_total{result=\"ok\"}"), 3u);
+    EXPECT_EQ(series(user.client, "kvm_saves_total{result=\"quota\"}"), 1u);
+    EXPECT_EQ(series(user.client, "kvm_loads_total{result=\"ok\"}"), 0u);
+    user.load("three");
+    EXPECT_EQ(series(user.client, "kvm_loads_total{result=\"ok\"}"), 1u);
+  }
+  daemon.kill_hard();
+  daemon.start();
+  ASSERT_FALSE(HasFatalFailure());
+  User user(daemon.socket_path(), "model");
+  kvm_user_entry entry{};
+  entry.struct_size = sizeof(entry);
+  size_t count = 0;
+  ASSERT_EQ(kvm_user_list(user.client, &entry, 1, &count), KVM_OK) << kvm_last_error();
+  EXPECT_EQ(entry.used.snapshot_bytes, 2 * size_bytes);
+  EXPECT_EQ(series(user.client, "kvm_snapshots"), 2u);
+  EXPECT_EQ(series(user.client, "kvm_snapshot_bytes"), 2 * size_bytes);
+  EXPECT_EQ(series(user.client, "kvm_snapshots_lost_total"), 0u);
+}
+
+// A list that takes several messages.
+TEST(Snapshots, AreListedHoweverManyThereAre) {
+  const TemporaryDirectory folder;
+  const Daemon daemon(disk_in(folder));
+  ASSERT_FALSE(HasFatalFailure());
+  User user(daemon.socket_path(), "model");
+  const kvm_seq_id seq = user.make(1, 10);
+  constexpr int kSnapshots = 700;
+  std::vector<std::string> names;
+  for (int i = 0; i < kSnapshots; ++i) {
+    names.push_back(std::to_string(i));
+    ASSERT_EQ(kvm_seq_save_async(user.queue, seq, names.back().c_str(), 0, 1), KVM_OK);
+    ASSERT_EQ(kvm_submit(user.queue), KVM_OK);
+    kvm_completion done{};
+    ASSERT_EQ(kvm_wait(user.queue, &done, 1, 1, UINT64_MAX), 1);
+    ASSERT_EQ(done.status, KVM_OK) << done.message;
+  }
+  std::sort(names.begin(), names.end());
+  size_t n = 0;
+  ASSERT_EQ(kvm_snapshot_list(user.client, 0, nullptr, 0, &n), KVM_OK) << kvm_last_error();
+  ASSERT_EQ(n, names.size());
+  std::vector<kvm_snapshot_info> list(n);
+  list[0].struct_size = sizeof(list[0]);
+  ASSERT_EQ(kvm_snapshot_list(user.client, KVM_LIST_ALL_CLIENTS, list.data(), n, &n), KVM_OK)
+      << kvm_last_error();
+  for (int i = 0; i < kSnapshots; ++i) {
+    EXPECT_EQ(list[i].name, names[i]);
+  }
+}
+
+TEST(Snapshots, OfAnotherUserDoNotExist) {
+  if (!AnotherUser::is_possible()) {
+    GTEST_SKIP() << "needs a second user";
+  }
+  const TemporaryDirectory folder;
+  const Daemon daemon(disk_in(folder));
+  ASSERT_FALSE(HasFatalFailure());
+  AnotherUser::admit_to(daemon.socket_path());
+  User root(daemon.socket_path(), "model");
+  const kvm_seq_id seq = root.make(1);
+  ASSERT_EQ(kvm_seq_save(root.client, seq, "one", 0), KVM_OK) << kvm_last_error();
+  std::unique_ptr<User> other;
+  {
+    const AnotherUser nobody;
+    other = std::make_unique<User>(daemon.socket_path(), "model");
+  }
+  kvm_seq_id made = 0;
+  EXPECT_EQ(kvm_seq_load(other->client, other->space, "one", &made), KVM_ERR_NOT_FOUND);
+  EXPECT_EQ(kvm_snapshot_delete(other->client, "one"), KVM_ERR_NOT_FOUND);
+  EXPECT_EQ(other->snapshots().size(), 0u);
+  size_t n = 0;
+  EXPECT_EQ(kvm_snapshot_list(other->client, KVM_LIST_ALL_CLIENTS, nullptr, 0, &n),
+            KVM_ERR_PERMISSION);
+  // A name is each user's own.
+  const kvm_seq_id theirs = other->make(2, 20);
+  ASSERT_EQ(kvm_seq_save(other->client, theirs, "one", 0), KVM_OK) << kvm_last_error();
+  EXPECT_EQ(root.attend(root.load("one")), root.attend(seq));
+  EXPECT_EQ(other->attend(other->load("one")), other->attend(theirs));
+  ASSERT_EQ(kvm_snapshot_list(root.client, KVM_LIST_ALL_CLIENTS, nullptr, 0, &n), KVM_OK);
+  EXPECT_EQ(n, 2u);
+  EXPECT_EQ(root.snapshots().size(), 1u);
+  ASSERT_EQ(kvm_snapshot_delete(root.client, "one"), KVM_OK) << kvm_last_error();
+  EXPECT_EQ(other->snapshots().size(), 1u);
 }
 
 TEST(Snapshots, WithoutADiskAreUnsupported) {

@@ -65,15 +65,15 @@ class Daemon:
         assert result.returncode == 0, result.stderr
         return json.loads(result.stdout)
 
-    def hold(self):
-        """A client with one space and three sequences, ready."""
-        holder, said = self.client("daemon_holder")
+    def hold(self, *names):
+        """A client with one space and three sequences, one of them saved under names, ready."""
+        holder, said = self.client("daemon_holder", *names)
         assert not said
         return holder
 
-    def client(self, program):
+    def client(self, program, *arguments):
         """A client program once it is ready, and the lines that it has said before."""
-        process = subprocess.Popen([f"{BIN}/{program}"], stdin=subprocess.PIPE,
+        process = subprocess.Popen([f"{BIN}/{program}", *arguments], stdin=subprocess.PIPE,
                                    stdout=subprocess.PIPE, text=True,
                                    env={**os.environ, "KVM_SOCKET": self.socket})
         said = []

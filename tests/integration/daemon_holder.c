@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A client for the tests: registers a space, makes sequences with some tokens, prints "ready", and
- * holds everything until its standard input ends. */
+/* A client for the tests: registers a space, makes sequences with some tokens, saves the last one
+ * under each name that it is given, prints "ready", and holds everything until its standard input
+ * ends. */
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -15,7 +16,7 @@ static void check(kvm_status status, const char* what) {
   }
 }
 
-int main(void) {
+int main(int n_arguments, char** arguments) {
   static float rows[kLayers * kTokens * kHeads * kDim];
   kvm_client* client = NULL;
   kvm_queue* queue = NULL;
@@ -28,8 +29,8 @@ int main(void) {
                                .n_q_heads = kHeads,
                                .head_dim_k = kDim};
   check(kvm_space_register(client, &geometry, &space), "space");
+  kvm_seq_id seq = 0;
   for (int i = 0; i < kSequences; ++i) {
-    kvm_seq_id seq = 0;
     check(kvm_seq_create(client, space, NULL, &seq), "sequence");
     kvm_item item = {.seq = seq, .append_position = KVM_POSITION_END, .n_append = kTokens};
     kvm_step_params step = {.struct_size = sizeof step,
@@ -40,6 +41,9 @@ int main(void) {
                             .k = kvm_host_tensor(rows, sizeof rows, KVM_DTYPE_F32),
                             .v = kvm_host_tensor(rows, sizeof rows, KVM_DTYPE_F32)};
     check(kvm_append(queue, &step), "append");
+  }
+  for (int i = 1; i < n_arguments; ++i) {
+    check(kvm_seq_save(client, seq, arguments[i], 0), "save");
   }
   puts("ready");
   fflush(stdout);

@@ -534,6 +534,73 @@ class Quota(unittest.TestCase):
             holder.stdout.close()
 
 
+class Snapshots(unittest.TestCase):
+    def release(self, holder):
+        holder.stdin.close()
+        holder.wait()
+        holder.stdout.close()
+
+    def test_list_delete_and_status(self):
+        with tempfile.TemporaryDirectory() as disk, \
+             Daemon("--disk-directories", disk, "--disk-capacity", "256MiB") as daemon:
+            self.assertEqual(daemon.json("snapshot", "list"), [])
+            self.release(daemon.hold("chat/1", "chat/2", "prompt"))
+            saved = daemon.json("snapshot", "list")
+            self.assertEqual([s["name"] for s in saved], ["chat/1", "chat/2", "prompt"])
+            for snapshot in saved:
+                self.assertEqual(snapshot["uid"], os.getuid())
+                self.assertEqual(snapshot["space"], "holder")
+                self.assertEqual(snapshot["tokens"], 100)
+                self.assertFalse(snapshot["lost"])
+                self.assertGreater(snapshot["bytes"], 2 * 2 * 100 * 2 * 64 * 2)
+                self.assertRegex(snapshot["saved"], r"^20\d\d-\d\d-\d\dT\d\d:\d\d:\d\dZ$")
+            total = sum(s["bytes"] for s in saved)
+            status = daemon.json("status")
+            self.assertEqual((status["snapshots"], status["snapshot_bytes"]), (3, total))
+            self.assertEqual(daemon.json("snapshot", "list", "--all"), saved)
+            (user,) = daemon.json("quota", "get")["users"]
+            self.assertEqual(user["used"]["snapshot_bytes"], total)
+            table = daemon.kvmctl("snapshot", "list").stdout
+            self.assertEqual(len(table.splitlines()), 4)
+            for line in table.splitlines():
+                self.assertEqual(line, line.rstrip())
+            # Another daemon finds them, and says so.
+            daemon.end(signal.SIGKILL)
+            daemon.start()
+            daemon.wait_until(lambda: daemon.log().count("listening at") == 2)
+            self.assertIn("3 snapshots with", daemon.log())
+            self.assertEqual(daemon.json("snapshot", "list"), saved)
+            result = daemon.kvmctl("snapshot", "delete", "chat/1", "nothing", "prompt")
+            self.assertEqual(result.returncode, 1)
+            self.assertIn("nothing", result.stderr)
+            self.assertIn("KVM_ERR_NOT_FOUND", result.stderr)
+            self.assertEqual(daemon.kvmctl("snapshot", "delete", "prompt").returncode, 0)
+            self.assertEqual([s["name"] for s in daemon.json("snapshot", "list")], ["chat/2"])
+            self.assertEqual(daemon.json("status")["snapshots"], 1)
+            self.assertEqual(daemon.kvmctl("snapshot", "delete").returncode, 2)
+            result = daemon.kvmctl("snapshot", "delete", "no spaces")
+            self.assertEqual(result.returncode, 1)
+            self.assertIn("KVM_ERR_INVALID", result.stderr)
+
+    def test_limits_of_users(self):
+        with tempfile.TemporaryDirectory() as disk, \
+             Daemon("--disk-directories", disk, "--disk-capacity", "256MiB", "--tenants",
+                    f"{os.getuid()}: snapshot_bytes=1MiB") as daemon:
+            (user,) = daemon.json("quota", "get")["users"]
+            self.assertEqual(user["limits"]["snapshot_bytes"], 1 << 20)
+            (user,) = daemon.json("quota", "set", "--user", str(os.getuid()), "--snapshot-bytes",
+                                  "3MiB")["users"]
+            self.assertEqual(user["limits"]["snapshot_bytes"], 3 << 20)
+
+    def test_without_a_disk(self):
+        with Daemon() as daemon:
+            for command in (["list"], ["delete", "one"]):
+                result = daemon.kvmctl("snapshot", *command)
+                self.assertEqual(result.returncode, 1)
+                self.assertIn("KVM_ERR_UNSUPPORTED", result.stderr)
+            self.assertEqual(daemon.json("status")["snapshots"], 0)
+
+
 class Isa(unittest.TestCase):
     def test_a_table_that_is_not_there_is_refused(self):
         with tempfile.TemporaryDirectory() as folder:

@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 import unittest
 
@@ -17,7 +18,7 @@ import numpy
 
 import kvm
 from kvm import _native
-from rig import PACKAGE, ROOT, Rig, attention, over_both
+from rig import PACKAGE, ROOT, Daemon, Rig, attention, over_both
 
 INVALID = kvm.Status.INVALID
 
@@ -226,6 +227,19 @@ class Answers:
                 self.assertEqual(bool(info.flags & kvm.SequenceFlag.PUBLISHED), info.seq == prompt)
             queue.take_sequence_async(prompt).wait()
         kvm.Sequence(space, prompt).free()
+
+    def test_nothing_is_saved_without_a_disk(self):
+        space = self.space()
+        seq, _, _ = self.prompt(space, 10)
+        with self.client.create_queue() as queue:
+            for call in (lambda: seq.save("one"), lambda: space.load("one"), seq.prefetch,
+                         self.client.snapshots, lambda: self.client.delete_snapshot("one"),
+                         lambda: queue.save_async(seq, "one").result(),
+                         lambda: queue.load_async(space, "one").result(),
+                         lambda: queue.prefetch_async(seq).result(),
+                         lambda: queue.delete_snapshot_async("one").result()):
+                with self.assertRaises(kvm.UnsupportedError):
+                    call()
 
     def test_observe_and_approximate_modes(self):
         space = self.space(indexes=[kvm.Index(min_tokens=256)])
@@ -1067,6 +1081,58 @@ class Names(unittest.TestCase):
             capture_output=True, text=True, check=False,
             env={**os.environ, "MYPYPATH": os.path.dirname(PACKAGE)})
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+
+
+class Snapshots(unittest.TestCase):
+    def test_what_was_saved_is_there_after_kvmd_was_killed(self):
+        random = numpy.random.default_rng(7)
+        k, v, q = (random.standard_normal(shape).astype("float32")
+                   for shape in ((100, 2, 16), (100, 2, 16), (1, 4, 16)))
+        geometry = {"n_layers": 1, "n_q_heads": 4, "n_kv_heads": 2, "head_dim": 16,
+                    "codec": "float32"}
+
+        def ask(client, seq):
+            return client.step(seq.space, 0, [kvm.Item(seq, query=1)], q=q).o
+
+        with tempfile.TemporaryDirectory() as disk, \
+             Daemon("--disk-directories", disk, "--disk-capacity", "256MiB") as daemon:
+            with kvm.connect(daemon.socket) as client:
+                space = client.register_space("saved", **geometry)
+                seq = space.create_sequence()
+                client.step(space, 0, [kvm.Item(seq, append=100)], k=k, v=v)
+                expected = ask(client, seq)
+                self.assertEqual(client.snapshots(), [])
+                seq.save("chat/1")
+                with self.assertRaises(kvm.Error) as caught:
+                    seq.save("chat/1")
+                self.assertEqual(caught.exception.status, kvm.Status.EXISTS)
+                seq.save("chat/1", replace=True)
+                with client.create_queue() as queue:
+                    queue.save_async(seq, "chat/2").result()
+                    with self.assertRaises(kvm.NotFoundError):
+                        queue.delete_snapshot_async("nothing").result()
+                for name in ("", "a b", "n" * 128):
+                    with self.assertRaises(kvm.InvalidError):
+                        seq.save(name)
+            daemon.kill()
+            daemon.start()
+            with kvm.connect(daemon.socket) as client, client.create_queue() as queue:
+                space = client.register_space("by.another.name", **geometry)
+                first, second = client.snapshots()
+                self.assertEqual((first.name, second.name), ("chat/1", "chat/2"))
+                self.assertEqual((first.space_name, first.n_tokens, first.uid, first.flags),
+                                 ("saved", 100, os.getuid(), 0))
+                self.assertEqual(client.snapshots(all_users=True), [first, second])
+                seq = space.load("chat/1")
+                numpy.testing.assert_array_equal(ask(client, seq), expected)
+                seq.prefetch()
+                queue.prefetch_async(seq).result()
+                loaded = queue.load_async(space, "chat/2").result()
+                numpy.testing.assert_array_equal(ask(client, loaded), expected)
+                client.delete_snapshot("chat/1")
+                with self.assertRaises(kvm.NotFoundError):
+                    space.load("chat/1")
+                numpy.testing.assert_array_equal(ask(client, seq), expected)
 
 
 class Log(unittest.TestCase):

@@ -23,7 +23,8 @@ PACKAGE = os.path.dirname(os.path.abspath(kvm.__file__))
 class Daemon:
     """A kvmd with a socket in a folder of its own."""
 
-    def __init__(self):
+    def __init__(self, *arguments):
+        self.arguments = arguments
         self.folder = tempfile.mkdtemp(prefix="kvmd-")
         self.socket = os.path.join(self.folder, "kvmd.sock")
         self.process = None
@@ -32,7 +33,7 @@ class Daemon:
         with open(os.path.join(self.folder, "log"), "ab") as log:
             self.process = subprocess.Popen(
                 [os.path.join(os.environ["KVM_BIN_DIR"], "kvmd"), "--socket", self.socket,
-                 "--host-capacity", "256MiB"], stderr=log)
+                 "--host-capacity", "256MiB", *self.arguments], stderr=log)
         deadline = time.monotonic() + 20
         while True:
             try:

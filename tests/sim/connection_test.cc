@@ -251,5 +251,33 @@ TEST_F(SimulatedConnection, RowsThatAreNotFiniteAreCountedByDaemonsOfMinorVersio
   }
 }
 
+TEST_F(SimulatedConnection, SnapshotsAndPrefetchNeedADaemonOfMinorVersion8) {
+  for (const uint32_t minor : {7u, 8u}) {
+    SetUp();
+    const auto connection = welcomed(minor);
+    Script::QueueMemory rings;
+    ipc::Mapping arena;
+    play([&] {
+      const auto asked = script_->next();
+      if (asked->body == wire::Body::QueueCreate) {
+        rings = script_->queue(asked->id);
+      } else if (asked->body == wire::Body::ArenaCreate) {
+        arena = script_->arena(asked->id, 7, 1 << 16);
+      } else {
+        script_->done(asked->id);
+      }
+    });
+    auto queue = client::ThinQueue::create(connection, nullptr, 4, 0);
+    ASSERT_TRUE(queue.is_ok()) << queue.status().message();
+    const kvm_status expected = minor < 8 ? KVM_ERR_UNSUPPORTED : KVM_OK;
+    for (const SnapshotVerb verb :
+         {SnapshotVerb::kSave, SnapshotVerb::kLoad, SnapshotVerb::kRemove}) {
+      const SnapshotRequest request{.verb = verb, .name = "one"};
+      EXPECT_EQ(queue.value()->stage_snapshot(request, 1).code(), expected);
+    }
+    EXPECT_EQ(queue.value()->stage_seq({.verb = SeqVerb::kPrefetch, .seq = 1}, 1).code(), expected);
+  }
+}
+
 }  // namespace
 }  // namespace kvm::testing

@@ -5,6 +5,7 @@
 
 mod common;
 
+use std::ffi::CString;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -21,15 +22,31 @@ struct Daemon {
 
 impl Daemon {
     fn start() -> Self {
+        Daemon::start_in(std::env::temp_dir().join(name("kvm")))
+    }
+
+    /// With a folder `disk` for pages there.
+    fn start_with_disk() -> Self {
         let folder = std::env::temp_dir().join(name("kvm"));
-        std::fs::create_dir(&folder).unwrap();
+        std::fs::create_dir_all(folder.join("disk")).unwrap();
+        Daemon::start_in(folder)
+    }
+
+    fn start_in(folder: PathBuf) -> Self {
+        std::fs::create_dir_all(&folder).unwrap();
         let process = Daemon::run(&folder);
         Daemon { folder, process }
     }
 
     fn run(folder: &std::path::Path) -> Child {
         let program = PathBuf::from(std::env::var_os("KVM_BIN_DIR").unwrap()).join("kvmd");
-        Command::new(program)
+        let mut command = Command::new(program);
+        let disk = folder.join("disk");
+        if disk.exists() {
+            command.arg("--disk-directories").arg(disk);
+            command.args(["--disk-capacity", "256MiB"]);
+        }
+        command
             .arg("--socket")
             .arg(folder.join("kvmd.sock"))
             .args(["--host-capacity", "64MiB"])
@@ -211,4 +228,87 @@ fn calls_return_when_the_daemon_dies_and_work_again_with_the_next() {
     let mut queue = client.create_queue(&QueueParams::new()).unwrap();
     let step = Step::new(&space, 0).item(Item::new(&sequence).append(1));
     queue.append(step.k(&k).v(&k)).unwrap();
+}
+
+#[test]
+#[ignore = "needs a daemon at $KVM_SOCKET"]
+fn what_was_saved_is_there_after_the_daemon_was_killed() {
+    fn ask(client: &Client, space: &kvm::Space, sequence: &kvm::Sequence) -> Vec<f32> {
+        let mut queue = client.create_queue(&QueueParams::new()).unwrap();
+        let (q, mut o) = (queries(1, 3), vec![0.0f32; Q_HEADS * DIM]);
+        let step = Step::new(space, 0).item(Item::new(sequence).query(1));
+        queue.attend(step.q(&q).o(&mut o)).unwrap();
+        o
+    }
+    let c_string = |text: &str| CString::new(text).unwrap();
+    let mut daemon = Daemon::start_with_disk();
+    let params = geometry();
+    let expected = {
+        let client = daemon.connect();
+        let space = client.register_space(&params).unwrap();
+        let sequence = space.create_sequence().unwrap();
+        let mut queue = client.create_queue(&QueueParams::new()).unwrap();
+        let k = kv(100, 1);
+        let step = Step::new(&space, 0).item(Item::new(&sequence).append(100));
+        queue.append(step.k(&k).v(&k)).unwrap();
+        assert!(client.snapshots().unwrap().is_empty());
+        sequence.save("chat/1", false).unwrap();
+        let error = sequence.save("chat/1", false).unwrap_err();
+        assert_eq!(error.status(), Status::Exists);
+        sequence.save("chat/1", true).unwrap();
+        for wrong in ["", "a b", "a\0b"] {
+            let error = sequence.save(wrong, false).unwrap_err();
+            assert_eq!(error.status(), Status::Invalid, "{wrong:?}");
+        }
+        queue.scope(|scope| {
+            let save = scope.save(&sequence, c_string("chat/2"), false).unwrap();
+            scope.wait(save).unwrap().result.unwrap();
+            let delete = scope.delete_snapshot(c_string("nothing")).unwrap();
+            let error = scope.wait(delete).unwrap().result.unwrap_err();
+            assert_eq!(error.status(), Status::NotFound);
+        });
+        ask(&client, &space, &sequence)
+    };
+    daemon.kill();
+    daemon.process = Daemon::run(&daemon.folder);
+    let client = daemon.connect();
+    let space = client.register_space(&params).unwrap();
+    let snapshots = client.snapshots().unwrap();
+    let names: Vec<_> = snapshots.iter().map(|info| info.name.as_str()).collect();
+    assert_eq!(names, ["chat/1", "chat/2"]);
+    assert_eq!((snapshots[0].n_tokens, snapshots[0].is_lost), (100, false));
+    assert_eq!(snapshots[0].space_name, space.info().unwrap().name);
+    assert_eq!(snapshots, client.snapshots_of_all_users().unwrap());
+    let sequence = space.load("chat/1").unwrap();
+    assert_eq!(ask(&client, &space, &sequence), expected);
+    sequence.prefetch().unwrap();
+    let mut queue = client.create_queue(&QueueParams::new()).unwrap();
+    let loaded = queue.scope(|scope| {
+        let prefetch = scope.prefetch(&sequence).unwrap();
+        scope.wait(prefetch).unwrap().result.unwrap();
+        let load = scope.load(&space, c_string("chat/2")).unwrap();
+        scope.wait(load).unwrap().sequence.unwrap()
+    });
+    let loaded = client.own_sequence(loaded);
+    assert_eq!(ask(&client, &space, &loaded), expected);
+    client.delete_snapshot("chat/1").unwrap();
+    assert_eq!(client.snapshots().unwrap().len(), 1);
+    let error = space.load("chat/1").unwrap_err();
+    assert_eq!(error.status(), Status::NotFound);
+    assert_eq!(ask(&client, &space, &sequence), expected);
+}
+
+#[test]
+#[ignore = "needs a daemon at $KVM_SOCKET"]
+fn without_a_disk_nothing_is_saved() {
+    let rig = Rig::new(2);
+    for error in [
+        rig.sequence.save("one", true).unwrap_err(),
+        rig.sequence.prefetch().unwrap_err(),
+        rig.space.load("one").unwrap_err(),
+        rig.client.delete_snapshot("one").unwrap_err(),
+        rig.client.snapshots().unwrap_err(),
+    ] {
+        assert_eq!(error.status(), Status::Unsupported, "{error}");
+    }
 }
