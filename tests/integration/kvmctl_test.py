@@ -591,6 +591,13 @@ class Snapshots(unittest.TestCase):
             (user,) = daemon.json("quota", "set", "--user", str(os.getuid()), "--snapshot-bytes",
                                   "3MiB")["users"]
             self.assertEqual(user["limits"]["snapshot_bytes"], 3 << 20)
+            self.assertRegex(daemon.kvmctl("quota", "get").stdout, r"SNAPSHOTS\n.* of 3\.0 MiB\n")
+            (client,) = daemon.json("quota", "get")["clients"]
+            self.assertNotIn("snapshot_bytes", client["limits"], "clients have none")
+            result = daemon.kvmctl("quota", "set", "--client", client["id"], "--snapshot-bytes",
+                                   "1MiB")
+            self.assertEqual(result.returncode, 2)
+            self.assertIn("goes with --user", result.stderr)
 
     def test_without_a_disk(self):
         with Daemon() as daemon:

@@ -25,19 +25,32 @@ struct Field {
   const char* name;  // in JSON; with dashes, the option's
   uint64_t kvm_amounts::*member;
   bool is_bytes;
+  bool is_of_users = false;  // alone: clients have none
 };
-constexpr std::array<Field, 8> kFields = {{{"sequences", &kvm_amounts::sequences, false},
-                                           {"bytes", &kvm_amounts::bytes, true},
-                                           {"memory_bytes", &kvm_amounts::memory_bytes, true},
-                                           {"arenas", &kvm_amounts::arenas, false},
-                                           {"arena_bytes", &kvm_amounts::arena_bytes, true},
-                                           {"queues", &kvm_amounts::queues, false},
-                                           {"requests", &kvm_amounts::requests, false},
-                                           {"snapshot_bytes", &kvm_amounts::snapshot_bytes, true}}};
+constexpr std::array<Field, 8> kFields = {
+    {{"sequences", &kvm_amounts::sequences, false},
+     {"bytes", &kvm_amounts::bytes, true},
+     {"memory_bytes", &kvm_amounts::memory_bytes, true},
+     {"arenas", &kvm_amounts::arenas, false},
+     {"arena_bytes", &kvm_amounts::arena_bytes, true},
+     {"queues", &kvm_amounts::queues, false},
+     {"requests", &kvm_amounts::requests, false},
+     {"snapshot_bytes", &kvm_amounts::snapshot_bytes, true, true}}};
 
-Json amounts_json(const kvm_amounts& amounts) {
+enum class Holder { kClient, kUser };
+
+// The fields that a client, or a user, has.
+std::vector<Field> fields_of(Holder holder) {
+  std::vector<Field> fields(kFields.begin(), kFields.end());
+  if (holder == Holder::kClient) {
+    std::erase_if(fields, [](const Field& field) { return field.is_of_users; });
+  }
+  return fields;
+}
+
+Json amounts_json(Holder holder, const kvm_amounts& amounts) {
   Json out;
-  for (const Field& field : kFields) {
+  for (const Field& field : fields_of(holder)) {
     const uint64_t value = amounts.*field.member;
     out[field.name] = value == KVM_NO_LIMIT ? Json() : Json(value);
   }
@@ -50,8 +63,8 @@ Json client_json(const kvm_client_entry& client) {
           {"name", client.name},
           {"pid", client.pid},
           {"uid", client.uid},
-          {"used", amounts_json(client.used)},
-          {"limits", amounts_json(client.limits)},
+          {"used", amounts_json(Holder::kClient, client.used)},
+          {"limits", amounts_json(Holder::kClient, client.limits)},
           {"refused", client.n_refused},
           {"requests", client.n_requests},
           {"request_p50_seconds", quantile(durations, 0.5)},
@@ -62,8 +75,8 @@ Json user_json(const kvm_user_entry& user) {
   return {{"uid", user.uid},
           {"name", user_name(user.uid)},
           {"clients", user.n_clients},
-          {"used", amounts_json(user.used)},
-          {"limits", amounts_json(user.limits)}};
+          {"used", amounts_json(Holder::kUser, user.used)},
+          {"limits", amounts_json(Holder::kUser, user.limits)}};
 }
 
 // "3" or "1.5 GiB", and with a limit "3 of 10".
@@ -74,15 +87,15 @@ std::string amount_text(const Field& field, uint64_t used, uint64_t limit) {
   return limit == KVM_NO_LIMIT ? text(used) : fmt::format("{} of {}", text(used), text(limit));
 }
 
-void add_amounts(const kvm_amounts& used, const kvm_amounts& limits,
+void add_amounts(Holder holder, const kvm_amounts& used, const kvm_amounts& limits,
                  std::vector<std::string>* row) {
-  for (const Field& field : kFields) {
+  for (const Field& field : fields_of(holder)) {
     row->push_back(amount_text(field, used.*field.member, limits.*field.member));
   }
 }
 
-const std::vector<std::string> kAmountTitles = {"SEQUENCES",    "BYTES",  "STAYING",  "ARENAS",
-                                                "ARENA MEMORY", "QUEUES", "REQUESTS", "SNAPSHOTS"};
+const std::vector<std::string> kAmountTitles = {"SEQUENCES",    "BYTES",  "STAYING", "ARENAS",
+                                                "ARENA MEMORY", "QUEUES", "REQUESTS"};
 
 std::vector<std::string> titles(std::vector<std::string> first) {
   first.insert(first.end(), kAmountTitles.begin(), kAmountTitles.end());
@@ -155,13 +168,15 @@ int run_quota_get(const Common& common, const Whose& whose) {
     return kExitOk;
   }
   std::vector<std::vector<std::string>> rows = {titles({"WHOSE"})};
+  rows.back().push_back("SNAPSHOTS");
   for (const kvm_user_entry& user : users) {
     rows.push_back({fmt::format("user {}", user_name(user.uid))});
-    add_amounts(user.used, user.limits, &rows.back());
+    add_amounts(Holder::kUser, user.used, user.limits, &rows.back());
   }
   for (const kvm_client_entry& client : clients) {
     rows.push_back({fmt::format("client {}", id_text(client.client_id))});
-    add_amounts(client.used, client.limits, &rows.back());
+    add_amounts(Holder::kClient, client.used, client.limits, &rows.back());
+    rows.back().push_back("-");
   }
   print_table(rows);
   return kExitOk;
@@ -204,6 +219,9 @@ int run_quota_set(const Common& common, const Whose& whose, const LimitTexts& te
   bool any = false;
   for (size_t i = 0; i < kFields.size(); ++i) {
     if (!texts[i].empty()) {
+      if (kFields[i].is_of_users && whose.client) {
+        fail("--snapshot-bytes goes with --user: snapshots are a user's", kExitUsage);
+      }
       params.limits.*kFields[i].member = parse_limit(kFields[i], texts[i]);
       any = true;
     }
@@ -233,7 +251,7 @@ void add_quota_commands(Cli* cli) {
     std::string option = fmt::format("--{}", kFields[i].name);
     std::replace(option.begin(), option.end(), '_', '-');
     set->add_option(option, (*texts)[i],
-                    fmt::format("{}, or unlimited",
+                    fmt::format("{}{}, or unlimited", kFields[i].is_of_users ? "of a user: " : "",
                                 kFields[i].is_bytes ? "a size such as 20GiB" : "a number"))
         ->type_name("LIMIT");
   }
@@ -277,7 +295,7 @@ std::vector<std::vector<std::string>> client_rows(std::vector<kvm_client_entry> 
   for (const kvm_client_entry& client : clients) {
     rows.push_back({id_text(client.client_id), client.name, std::to_string(client.pid),
                     user_name(client.uid)});
-    add_amounts(client.used, client.limits, &rows.back());
+    add_amounts(Holder::kClient, client.used, client.limits, &rows.back());
     rows.back().push_back(std::to_string(client.n_refused));
   }
   return rows;
