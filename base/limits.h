@@ -46,6 +46,10 @@ inline constexpr uint32_t kMaxObservedRows = 256;  // that are kept of a layer
 inline constexpr size_t kMaxNameBytes = 63;  // of a space or a client, without the NUL
 static_assert(sizeof(kvm_space_info::name) == kMaxNameBytes + 1);
 static_assert(sizeof(kvm_client_entry::name) == kMaxNameBytes + 1);
+// With the user and a separator a name is a key of tiers/object_store.h.
+inline constexpr size_t kMaxSnapshotNameBytes = 127;
+static_assert(sizeof(kvm_snapshot_info::name) == kMaxSnapshotNameBytes + 1);
+static_assert(sizeof(kvm_snapshot_info::space_name) == kMaxNameBytes + 1);
 
 inline constexpr uint32_t kMaxLayers = 512;
 inline constexpr uint32_t kMaxQHeads = 1024;

@@ -116,8 +116,6 @@ struct SnapshotRequest {
   kvm_space_id space = 0;  // kLoad
   std::string name;        // 1 to kMaxSnapshotNameBytes of [A-Za-z0-9._/-]
 };
-// LIMIT: with the user and a separator a key of tiers/object_store.h.
-inline constexpr size_t kMaxSnapshotNameBytes = 127;
 
 // What a request is answered; numbers are those of kvm_completion.
 struct RequestResult {

@@ -21,8 +21,9 @@ Status check_step(const kvm_step_params& params, bool append, bool attend,
 Status check_read(const kvm_read_params& params, const ArenaDirectory& arenas, ReadCall* call);
 Status check_observe(const kvm_observe_params& params, const ArenaDirectory& arenas,
                      ObserveCall* call);
-// kvm_seq_create; params may be null.
+// flags of a save; else 0. Takes the name into the call.
 Status check_snapshot(const char* name, uint32_t flags, SnapshotRequest* call);
+// kvm_seq_create; params may be null.
 Status check_create(kvm_space_id space, const kvm_seq_params* params, SeqRequest* call);
 
 // Fails where a word of a reserved array is set.

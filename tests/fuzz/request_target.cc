@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "base/assert.h"
+#include "base/limits.h"
 #include "ipc/memory.h"
 #include "ipc/validate.h"
 #include "tests/fuzz/targets.h"
