@@ -136,7 +136,7 @@ TEST_F(Validate, RemovedRegionStaysMappedUntilTheRequestIsDone) {
 
 TEST_F(Validate, EntryRejects) {
   expect(Reject::kOpcode, [&] { entry_.opcode = 0; });
-  expect(Reject::kOpcode, [&] { entry_.opcode = 7; });
+  expect(Reject::kOpcode, [&] { entry_.opcode = 8; });
   expect(Reject::kVersion, [&] { entry_.version = 2; });
   expect(Reject::kEntryFlags, [&] { entry_.flags = 1; });
   expect(Reject::kEntryReserved, [&] { entry_.reserved[2] = 1; });
