@@ -189,7 +189,7 @@ int run_paused(const Options& options) {
   folder.require_free(2 * bytes + 12 * kSegmentBytes);
   const std::unique_ptr<tiers::DiskTier> tier = open_tier(folder.path(), 2 * bytes);
   Rig rig(shape, kLayers, Rig::options_of(thread_count(options), uint64_t{512} << 20, tier.get()));
-  Memory k(uint64_t{kTokens} * shape.n_kv_heads * shape.head_dim * 2);
+  Memory k(uint64_t{kLayers} * kTokens * shape.n_kv_heads * shape.head_dim * 2);
   Memory v(k.size_bytes());
   fill_random_bf16(k.as<uint16_t>(), k.size_bytes() / 2, 1);
   fill_random_bf16(v.as<uint16_t>(), v.size_bytes() / 2, 2);
