@@ -17,7 +17,7 @@
 namespace kvm {
 
 // In the order in which a client's life passes them.
-inline constexpr std::array<std::string_view, 20> kKillPoints = {
+inline constexpr std::array<std::string_view, 22> kKillPoints = {
     "daemon/accepted",           // a connection, of which nothing is known yet
     "daemon/hello_read",         // before anything is made for the client
     "daemon/welcomed",           // the client may know it already
@@ -37,6 +37,8 @@ inline constexpr std::array<std::string_view, 20> kKillPoints = {
     // In the life of an object of the disk tier:
     "disk/object_written",    // its chunks, and nothing is synced
     "disk/objects_synced",    // all but the list of objects
+    "disk/directory_joined",  // a directory has a mark, and the set is not larger yet
+    "disk/directory_marked",  // one of them says how many there are
     "disk/manifest_written",  // the list, and it is not synced
     "disk/manifest_synced",   // before whoever put it hears of it
 };

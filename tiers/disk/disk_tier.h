@@ -47,6 +47,7 @@
 #include "base/clock.h"
 #include "base/status.h"
 #include "tiers/disk/data_directory.h"
+#include "tiers/disk/directory_set.h"
 #include "tiers/disk/disk_format.h"
 #include "tiers/disk/disk_io.h"
 #include "tiers/disk/disk_memory.h"
@@ -424,6 +425,7 @@ class DiskTier final : public SlowTier, private ObjectStore {
   const DiskTierOptions options_;  // with a segment_bytes
   const uint32_t n_segments_;
   std::vector<DataDirectory> directories_;  // locked for as long as there is the tier
+  DirectorySet set_;                        // of these
   std::unique_ptr<DiskIo> io_;
   uint64_t run_id_ = 0;
   uint32_t run_number_ = 1;

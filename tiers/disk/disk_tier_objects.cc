@@ -619,6 +619,7 @@ Status DiskTier::aim_manifest() {
   if (!round_.begins_manifest) {
     return Status::ok();
   }
+  KVM_TRY(set_.mark());
   for (uint32_t copy = 0; copy < kManifestCopies; ++copy) {
     bool& has_file = manifest_.has_files[round_.slot][copy];
     const uint32_t file = manifest_file(round_.slot, copy);

@@ -164,9 +164,14 @@ Result<std::unique_ptr<DiskTier>> DiskTier::open_in(std::vector<DataDirectory> d
                                                     const DiskTierOptions& given) {
   try {
     KVM_ASSERT(directories.size() == given.directories.size());
+    // What is not there must not be taken for nothing: all below removes what nothing needs.
+    KVM_TRY_ASSIGN(DirectorySet set, DirectorySet::find(given.directories));
     bool has_manifest = false;
     for (const DataDirectory& directory : directories) {
       has_manifest |= directory.has_manifest();
+    }
+    if (!has_manifest) {
+      set.unmark();
     }
     uint64_t n_leftover = 0;
     std::vector<SegmentOnDisk> left;
@@ -190,9 +195,14 @@ Result<std::unique_ptr<DiskTier>> DiskTier::open_in(std::vector<DataDirectory> d
     KVM_TRY_ASSIGN(std::unique_ptr<DiskIo> io, open_disk_io(options.backend, io_options));
     std::unique_ptr<DiskTier> tier(new DiskTier(std::move(io), options, n_slots));
     tier->directories_ = std::move(directories);
+    tier->set_ = std::move(set);
     tier->stats_.n_leftover_files = n_leftover;
     KVM_TRY_ASSIGN(const std::vector<FoundFile> found, tier->attach_segments(left));
     KVM_TRY(tier->recover(found, random_id()));
+    if (has_manifest) {
+      // Before anything is written to one that is new.
+      KVM_TRY(tier->set_.mark());
+    }
     tier->start();
     return tier;
   } catch (const std::system_error&) {
@@ -407,13 +417,17 @@ void DiskTier::remove_files() noexcept {
       io_->remove(i);
     }
   }
-  for (uint32_t slot = 0; slot < kManifestSlots && objects_.empty(); ++slot) {
+  if (!objects_.empty()) {
+    return;
+  }
+  for (uint32_t slot = 0; slot < kManifestSlots; ++slot) {
     for (uint32_t copy = 0; copy < kManifestCopies; ++copy) {
       if (manifest_.has_files[slot][copy]) {
         io_->remove(manifest_file(slot, copy));
       }
     }
   }
+  set_.unmark();
 }
 
 }  // namespace kvm::tiers

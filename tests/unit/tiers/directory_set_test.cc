@@ -1,0 +1,261 @@
+// SPDX-License-Identifier: Apache-2.0
+// Directories that belong together: whatever of them is named, and whatever of their marks a crash
+// has left, what lies in them is found whole, or nothing is touched.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <map>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "tests/common/temporary_directory.h"
+#include "tests/unit/tiers/object_rig.h"
+#include "tiers/disk/crc32c.h"
+#include "tiers/disk/directory_set.h"
+
+namespace kvm::testing {
+namespace {
+
+using tiers::SetMark;
+
+using Files = std::map<std::string, std::string>;
+
+// What is in directories, but for who owns them.
+Files files_in(const std::vector<std::string>& directories) {
+  Files files;
+  for (const std::string& directory : directories) {
+    for (const auto& entry : std::filesystem::directory_iterator(directory)) {
+      if (entry.path().filename() != "kvm.lock") {
+        std::ifstream stream(entry.path(), std::ios::binary);
+        files[entry.path().string()] = std::string(std::istreambuf_iterator<char>(stream), {});
+      }
+    }
+  }
+  return files;
+}
+
+SetMark mark_in(const std::string& directory) {
+  SetMark mark;
+  std::ifstream stream(directory + "/kvm.set", std::ios::binary);
+  stream.read(reinterpret_cast<char*>(&mark), sizeof(mark));
+  EXPECT_TRUE(stream.good()) << directory;
+  return mark;
+}
+
+void write_mark(const std::string& directory, SetMark mark) {
+  mark.mark_crc = tiers::crc32c(std::as_bytes(std::span(&mark, 1)).first(60));
+  std::ofstream stream(directory + "/kvm.set", std::ios::binary | std::ios::trunc);
+  stream.write(reinterpret_cast<const char*>(&mark), sizeof(mark));
+}
+
+// Objects of which each lies in several directories: the first chunk in one, pages in others.
+constexpr std::array<const char*, 3> kKeys = {"a", "b", "c"};
+constexpr uint32_t kPages = 14;
+
+void fill(ObjectRig* rig) {
+  for (uint32_t i = 0; i < kKeys.size(); ++i) {
+    ASSERT_TRUE(rig->put(kKeys[i], 100 * i, kPages).is_ok());
+  }
+}
+
+void expect_filled(ObjectRig* rig) {
+  EXPECT_EQ(rig->tier->objects()->recovery().n_lost_objects, 0u);
+  for (uint32_t i = 0; i < kKeys.size(); ++i) {
+    const Status status = rig->check(kKeys[i], 100 * i, kPages);
+    EXPECT_TRUE(status.is_ok()) << kKeys[i] << ": " << status.message();
+  }
+}
+
+class DirectorySetTest : public ::testing::Test {
+ protected:
+  std::vector<std::string> paths(size_t n) const {
+    std::vector<std::string> all;
+    for (size_t i = 0; i < n; ++i) {
+      all.push_back(folders_[i].path());
+    }
+    return all;
+  }
+  // All that a user may want of them is there.
+  void expect_whole(const std::vector<std::string>& directories) {
+    ObjectRig rig(directories, 32);
+    const Status status = rig.open();
+    ASSERT_TRUE(status.is_ok()) << status.message();
+    expect_filled(&rig);
+  }
+  void expect_refused(const std::vector<std::string>& directories, const std::string& reason) {
+    const Files before = files_in(paths(folders_.size()));
+    ObjectRig rig(directories, 32);
+    const Status status = rig.open();
+    ASSERT_EQ(status.code(), KVM_ERR_INVALID) << status.message();
+    EXPECT_NE(status.message().find(reason), std::string::npos) << status.message();
+    EXPECT_EQ(files_in(paths(folders_.size())), before);
+  }
+  void make(size_t n) {
+    ObjectRig rig(paths(n), 32);
+    ASSERT_TRUE(rig.open().is_ok());
+    fill(&rig);
+  }
+
+  std::array<TemporaryDirectory, 5> folders_;
+};
+
+// Every choice of three, in every place of which an empty one may stand.
+TEST_F(DirectorySetTest, WithOneMissingIsRefusedAndNothingIsTouched) {
+  make(3);
+  const std::string empty = folders_[3].path();
+  for (uint32_t there = 1; there < 7; ++there) {
+    std::vector<std::string> some;
+    std::vector<std::string> filled_up;
+    for (uint32_t d = 0; d < 3; ++d) {
+      const bool is_there = (there >> d & 1) != 0;
+      filled_up.push_back(is_there ? folders_[d].path() : folders_[d + 2].path());
+      if (is_there) {
+        some.push_back(folders_[d].path());
+      }
+    }
+    SCOPED_TRACE(there);
+    expect_refused(some, "3 directories that belong together");
+    some.push_back(empty);
+    expect_refused(some, "not one of them is " + empty);
+  }
+  std::vector<std::string> turned = paths(3);
+  do {
+    expect_whole(turned);
+  } while (std::next_permutation(turned.begin(), turned.end()));
+}
+
+TEST_F(DirectorySetTest, GrowsAndThenNeedsAll) {
+  make(2);
+  expect_whole(paths(4));
+  expect_refused(paths(2), "4 directories");
+  expect_refused(paths(3), "4 directories");
+  expect_whole(paths(4));
+}
+
+TEST_F(DirectorySetTest, EndsWithItsObjects) {
+  make(3);
+  {
+    ObjectRig rig(paths(3), 32);
+    ASSERT_TRUE(rig.open().is_ok());
+    for (const char* key : kKeys) {
+      ASSERT_TRUE(rig.remove(key).is_ok());
+    }
+  }
+  EXPECT_TRUE(files_in(paths(3)).empty());
+  ObjectRig rig(paths(1), 32);
+  EXPECT_TRUE(rig.open().is_ok());
+  EXPECT_TRUE(files_in(paths(3)).empty()) << "without objects nothing belongs together";
+}
+
+TEST_F(DirectorySetTest, WithoutMarksIsWhatIsNamed) {
+  make(3);
+  for (const std::string& path : paths(2)) {
+    std::filesystem::remove(path + "/kvm.set");
+  }
+  ObjectRig rig(paths(2), 32);
+  ASSERT_TRUE(rig.open().is_ok());
+  const tiers::RecoveryReport report = rig.tier->objects()->recovery();
+  EXPECT_EQ(report.n_objects, kKeys.size());
+  EXPECT_GT(report.n_lost_objects, 0u);
+  rig.tier.reset();
+  EXPECT_EQ(mark_in(folders_[0].path()).n_directories, 2u);
+  expect_refused({folders_[0].path()}, "2 directories");
+}
+
+TEST_F(DirectorySetTest, OfTwoServicesIsRefused) {
+  make(2);
+  {
+    ObjectRig other({folders_[2].path(), folders_[3].path()}, 32);
+    ASSERT_TRUE(other.open().is_ok());
+    fill(&other);
+  }
+  expect_refused(paths(4), "of two services");
+  expect_whole(paths(2));
+}
+
+TEST_F(DirectorySetTest, WithACopyOfOneIsRefused) {
+  make(2);
+  std::filesystem::copy(folders_[1].path(), folders_[2].path(),
+                        std::filesystem::copy_options::recursive);
+  expect_refused(paths(3), "is a copy of");
+}
+
+TEST_F(DirectorySetTest, OfALaterVersionIsRefused) {
+  make(2);
+  SetMark mark = mark_in(folders_[1].path());
+  ++mark.version;
+  write_mark(folders_[1].path(), mark);
+  const Files before = files_in(paths(2));
+  ObjectRig rig(paths(2), 32);
+  EXPECT_EQ(rig.open().code(), KVM_ERR_VERSION);
+  EXPECT_EQ(files_in(paths(2)), before);
+}
+
+// A crash of the first save, before there is a list of objects.
+TEST_F(DirectorySetTest, ThatIsHalfMadeHoldsNothingYet) {
+  for (uint32_t n_written = 0; n_written <= 6; ++n_written) {
+    SCOPED_TRACE(n_written);
+    for (uint32_t d = 0; d < 3; ++d) {
+      SetMark mark{.set_id = 7, .index = d};
+      if (d < n_written) {
+        mark.n_directories = 3 + d < n_written ? 3 : 0;
+        write_mark(folders_[d].path(), mark);
+      }
+    }
+    ObjectRig rig(paths(3), 32);
+    const Status status = rig.open();
+    ASSERT_TRUE(status.is_ok()) << status.message();
+    EXPECT_EQ(rig.tier->stats().n_leftover_files, 0u);
+    ASSERT_TRUE(rig.put("a", 1, 5).is_ok());
+    ASSERT_TRUE(rig.remove("a").is_ok());
+  }
+  EXPECT_TRUE(files_in(paths(3)).empty());
+}
+
+// A crash while two directories join two others. Those that were there before are whole without the
+// new ones for as long as no mark names these.
+TEST_F(DirectorySetTest, ThatIsHalfGrownLosesNothing) {
+  make(2);
+  const SetMark first = mark_in(folders_[0].path());
+  for (uint32_t n_written = 0; n_written <= 6; ++n_written) {
+    SCOPED_TRACE(n_written);
+    const auto lay_out = [&] {
+      for (uint32_t d = 0; d < 4; ++d) {
+        std::filesystem::remove(folders_[d].path() + "/kvm.set");
+        SetMark mark{.set_id = first.set_id, .index = d, .n_directories = 2};
+        // The new ones are written first, and then each again.
+        mark.n_directories = n_written > 2 + d ? 4 : 2;
+        if (d < 2 || n_written > d - 2) {
+          write_mark(folders_[d].path(), mark);
+        }
+      }
+    };
+    lay_out();
+    if (n_written <= 2) {
+      expect_whole(paths(2));
+      lay_out();
+    } else {
+      expect_refused(paths(2), "4 directories");
+    }
+    expect_whole(paths(4));
+    // Another one, in the place of those that never came to be.
+    if (n_written <= 2) {
+      lay_out();
+      expect_whole({folders_[0].path(), folders_[1].path(), folders_[4].path()});
+      std::filesystem::remove(folders_[4].path() + "/kvm.set");
+      for (uint32_t d = 0; d < 2; ++d) {
+        write_mark(folders_[d].path(), {.set_id = first.set_id, .index = d, .n_directories = 2});
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace kvm::testing
