@@ -189,12 +189,16 @@ Result<std::vector<SegmentOnDisk>> DataDirectory::find_segments() {
   return found;
 }
 
-bool DataDirectory::has_manifest() const {
+Result<bool> DataDirectory::has_manifest() const {
   for (uint32_t slot = 0; slot < kManifestSlots; ++slot) {
     for (uint32_t copy = 0; copy < kManifestCopies; ++copy) {
       struct stat about {};
-      if (::lstat((path_ + "/" + manifest_file_name(slot, copy)).c_str(), &about) == 0) {
+      const std::string file = path_ + "/" + manifest_file_name(slot, copy);
+      if (::lstat(file.c_str(), &about) == 0) {
         return true;
+      }
+      if (errno != ENOENT) {
+        return refused(path_, "looking for " + file, errno);
       }
     }
   }

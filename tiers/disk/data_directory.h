@@ -47,8 +47,8 @@ class DataDirectory {
   // Finds them, in the order of their numbers. Those of an earlier version, which nothing outlives,
   // are removed. Fails likewise.
   Result<std::vector<SegmentOnDisk>> find_segments();
-  // Whether there is a list of objects, readable or not.
-  bool has_manifest() const;
+  // Whether there is a list of objects, readable or not. Fails: IO.
+  Result<bool> has_manifest() const;
   // What these files take on the disk. Fails: IO.
   Result<uint64_t> segment_bytes() const;
   const std::string& path() const { return path_; }

@@ -11,6 +11,7 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <new>
 #include <utility>
 
 #include "base/clock.h"
@@ -33,7 +34,7 @@ uint32_t crc_of(const SetMark& mark) {
 // False: there is none.
 Result<bool> read_mark(const std::string& directory, SetMark* mark) {
   const std::string path = mark_path(directory);
-  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
+  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
   if (fd < 0 && errno == ENOENT) {
     return false;
   }
@@ -55,7 +56,8 @@ Result<bool> read_mark(const std::string& directory, SetMark* mark) {
   }
   const SetMark expected;
   if (n != sizeof(SetMark) || mark->magic != expected.magic || mark->version != expected.version ||
-      mark->mark_bytes != expected.mark_bytes || mark->mark_crc != crc_of(*mark)) {
+      mark->mark_bytes != expected.mark_bytes || mark->mark_crc != crc_of(*mark) ||
+      mark->n_directories > kMaxSetDirectories || mark->index >= kMaxSetDirectories) {
     return Status(KVM_ERR_CORRUPT,
                   "disk tier: " + path +
                       ", which says what directories belong together, is damaged; without this "
@@ -74,6 +76,15 @@ Status sync_directory(const std::string& path) {
   return error == 0 ? Status::ok() : io_error("syncing", path, error);
 }
 
+uint64_t random_id() {
+  uint64_t id = 0;
+  while (id == 0) {
+    id = now_ns();
+    (void)!::getrandom(&id, sizeof(id), 0);
+  }
+  return id;
+}
+
 std::string joined(const std::vector<std::string>& paths) {
   std::string text;
   for (const std::string& path : paths) {
@@ -85,150 +96,171 @@ std::string joined(const std::vector<std::string>& paths) {
 }  // namespace
 
 Result<DirectorySet> DirectorySet::find(std::vector<std::string> paths) {
-  DirectorySet set;
-  std::vector<std::string> marked;
-  std::vector<std::string> strangers;
-  std::string first;  // of those that must be there
-  uint64_t set_id = 0;
-  for (std::string& path : paths) {
-    Member member{.path = std::move(path), .is_marked = false, .mark = {}};
-    KVM_TRY_ASSIGN(const bool has_mark, read_mark(member.path, &member.mark));
-    member.is_marked = has_mark;
-    // One of a set that had no directory yet stands for nothing.
-    if (has_mark && member.mark.n_directories != 0) {
-      if (!first.empty() && member.mark.set_id != set_id) {
-        return Status(KVM_ERR_INVALID,
-                      "disk tier: " + first + " and " + member.path +
-                          " hold snapshots of two services; name the directories of one");
-      }
-      if (first.empty()) {
-        first = member.path;
-        set_id = member.mark.set_id;
-      }
-      set.n_directories_ = std::max(set.n_directories_, member.mark.n_directories);
-    }
-    set.members_.push_back(std::move(member));
+  if (paths.size() > kMaxSetDirectories) {
+    return Status(KVM_ERR_INVALID, "disk tier: " + std::to_string(paths.size()) +
+                                       " directories are named; at most " +
+                                       std::to_string(kMaxSetDirectories) + " are allowed");
   }
-  // Which has each index. Where two have one, it is not that of which the mark was never finished.
-  std::vector<Member*> of_index(set.n_directories_);
-  for (Member& member : set.members_) {
-    const SetMark& mark = member.mark;
-    if (!std::exchange(member.is_marked, false) || mark.set_id != set_id ||
-        mark.index >= set.n_directories_) {
+  DirectorySet set;
+  std::vector<bool> has_mark;
+  const Member* last = nullptr;  // of those that are finished, one of the largest number
+  set.members_.reserve(paths.size());
+  for (std::string& path : paths) {
+    Member& member = set.members_.emplace_back();
+    member.path = std::move(path);
+    KVM_TRY_ASSIGN(const bool is_there, read_mark(member.path, &member.mark));
+    has_mark.push_back(is_there);
+    if (!is_there || !member.mark.is_finished()) {
       continue;
     }
-    Member*& other = of_index[mark.index];
-    const bool is_finished = mark.index < mark.n_directories;
-    if (other != nullptr && is_finished && other->mark.index < other->mark.n_directories) {
-      return Status(KVM_ERR_INVALID, "disk tier: " + member.path + " is a copy of " + other->path +
-                                         "; name one of the two");
+    if (last != nullptr && member.mark.set_id != last->mark.set_id) {
+      return Status(KVM_ERR_INVALID,
+                    "disk tier: " + last->path + " and " + member.path +
+                        " hold snapshots of two services; name the directories of one");
     }
-    if (other == nullptr || is_finished) {
-      other = &member;
+    if (last != nullptr && member.mark.n_directories == last->mark.n_directories &&
+        member.mark.growth_id != last->mark.growth_id) {
+      return Status(KVM_ERR_INVALID, "disk tier: " + last->path + " and " + member.path +
+                                         " belonged together once, and were used apart since; "
+                                         "name those that were used together last");
+    }
+    if (last == nullptr || member.mark.n_directories > last->mark.n_directories) {
+      last = &member;
     }
   }
-  for (Member* member : of_index) {
-    if (member != nullptr) {
-      member->is_marked = true;
+  if (last == nullptr) {
+    return set;
+  }
+  set.set_id_ = last->mark.set_id;
+  set.growth_id_ = last->mark.growth_id;
+  set.n_directories_ = last->mark.n_directories;
+  std::vector<const Member*> of_index(set.n_directories_);
+  for (size_t i = 0; i < set.members_.size(); ++i) {
+    Member& member = set.members_[i];
+    const SetMark& mark = member.mark;
+    const bool counts = mark.is_finished() || mark.growth_id == set.growth_id_;
+    if (!has_mark[i] || mark.set_id != set.set_id_ || !counts || mark.index >= set.n_directories_) {
+      continue;
     }
+    if (of_index[mark.index] != nullptr) {
+      return Status(KVM_ERR_INVALID, "disk tier: " + member.path + " is a copy of " +
+                                         of_index[mark.index]->path + "; name one of the two");
+    }
+    of_index[mark.index] = &member;
+    member.is_marked = true;
   }
-  for (const Member& member : set.members_) {
-    (member.is_marked ? marked : strangers).push_back(member.path);
-  }
-  if (marked.size() < set.n_directories_) {
-    return Status(
-        KVM_ERR_INVALID,
-        "disk tier: snapshots lie in " + std::to_string(set.n_directories_) +
-            " directories that belong together, of which " + std::to_string(marked.size()) +
-            (marked.size() == 1 ? " is" : " are") + " named: " + joined(marked) +
-            (strangers.empty() ? "" : "; not one of them is " + joined(strangers)) +
-            ". Name all, in any order, with their drives mounted. To give up for good what lies in "
-            "the others, remove the file " +
-            kSetMarkName + " from those that are there");
+  if (std::find(of_index.begin(), of_index.end(), nullptr) != of_index.end()) {
+    return set.missing();
   }
   return set;
 }
 
-Status DirectorySet::write(const Member& member) {
-  const std::string path = mark_path(member.path);
+Status DirectorySet::missing() const {
+  std::vector<std::string> marked;
+  std::vector<std::string> strangers;
+  for (const Member& member : members_) {
+    (member.is_marked ? marked : strangers).push_back(member.path);
+  }
+  return Status(
+      KVM_ERR_INVALID,
+      "disk tier: snapshots lie in " + std::to_string(n_directories_) +
+          " directories that belong together, of which " + std::to_string(marked.size()) +
+          (marked.size() == 1 ? " is" : " are") + " named: " + joined(marked) +
+          (strangers.empty() ? "" : "; not one of them is " + joined(strangers)) +
+          ". Name all, in any order, with their drives mounted. To give up for good what lies in "
+          "the others, remove the file " +
+          kSetMarkName + " from those that are there");
+}
+
+Status DirectorySet::write(Member* member, const SetMark& mark) {
+  const std::string path = mark_path(member->path);
   const std::string made = path + ".new";
-  SetMark mark = member.mark;
-  mark.mark_crc = crc_of(mark);
+  SetMark sealed = mark;
+  sealed.mark_crc = crc_of(sealed);
   const int fd = ::open(made.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0600);
   if (fd < 0) {
     return io_error("creating", made, errno);
   }
   errno = EIO;  // of a write that was short
   const bool is_written =
-      ::pwrite(fd, &mark, sizeof(mark), 0) == static_cast<ssize_t>(sizeof(mark)) &&
+      ::pwrite(fd, &sealed, sizeof(sealed), 0) == static_cast<ssize_t>(sizeof(sealed)) &&
       ::fsync(fd) == 0;
-  const int error = errno;
+  int error = errno;
   ::close(fd);
   if (!is_written) {
     (void)::unlink(made.c_str());
     return io_error("writing", made, error);
   }
   if (::rename(made.c_str(), path.c_str()) != 0) {
-    return io_error("renaming", made, errno);
+    error = errno;
+    (void)::unlink(made.c_str());
+    return io_error("renaming", made, error);
   }
-  return sync_directory(member.path);
-}
-
-Status DirectorySet::mark() {
-  const auto n_members = static_cast<uint32_t>(members_.size());
-  const auto names_all = [&](const Member& member) {
-    return member.is_marked && member.mark.n_directories == n_members;
-  };
-  if (std::all_of(members_.begin(), members_.end(), names_all)) {
-    return Status::ok();
-  }
-  uint64_t set_id = 0;
-  std::vector<bool> is_taken(n_members);
-  for (const Member& member : members_) {
-    if (member.is_marked) {
-      set_id = member.mark.set_id;
-      is_taken[member.mark.index] = true;
-    }
-  }
-  while (set_id == 0) {
-    set_id = now_ns();
-    (void)!::getrandom(&set_id, sizeof(set_id), 0);
-  }
-  uint32_t next = 0;
-  for (Member& member : members_) {
-    if (member.is_marked) {
-      continue;
-    }
-    while (is_taken[next]) {
-      ++next;
-    }
-    Member marked = member;
-    marked.mark = {.set_id = set_id, .index = next, .n_directories = n_directories_};
-    KVM_TRY(write(marked));
-    member.mark = marked.mark;
-    member.is_marked = true;
-    is_taken[next] = true;
-    KVM_KILL_POINT("disk/directory_joined");
-  }
-  for (Member& member : members_) {
-    Member marked = member;
-    marked.mark.n_directories = n_members;
-    KVM_TRY(write(marked));
-    member.mark = marked.mark;
-    KVM_KILL_POINT("disk/directory_marked");
-  }
-  n_directories_ = n_members;
+  KVM_TRY(sync_directory(member->path));
+  member->mark = sealed;
   return Status::ok();
 }
 
-void DirectorySet::unmark() noexcept {
+// Has all that belong to the set say so.
+Status DirectorySet::finish() {
   for (Member& member : members_) {
-    if (member.is_marked) {
-      (void)::unlink(mark_path(member.path).c_str());
-      member.is_marked = false;
+    if (!member.is_marked ||
+        (member.mark.n_directories == n_directories_ && member.mark.growth_id == growth_id_)) {
+      continue;
+    }
+    SetMark mark = member.mark;
+    mark.n_directories = n_directories_;
+    mark.growth_id = growth_id_;
+    KVM_TRY(write(&member, mark));
+    KVM_KILL_POINT("disk/directory_marked");
+  }
+  return Status::ok();
+}
+
+Status DirectorySet::mark() {
+  // What a crash has left half done is done first: marks of two growths are told apart by that.
+  KVM_TRY(finish());
+  const auto n_members = static_cast<uint32_t>(members_.size());
+  if (n_directories_ == n_members) {
+    return Status::ok();
+  }
+  const uint64_t set_id = n_directories_ == 0 ? random_id() : set_id_;
+  const uint64_t growth_id = random_id();
+  uint32_t next = n_directories_;
+  std::vector<Member*> joined;
+  for (Member& member : members_) {
+    if (!member.is_marked) {
+      KVM_TRY(write(&member, {.set_id = set_id,
+                              .index = next++,
+                              .n_directories = n_directories_,
+                              .growth_id = growth_id}));
+      joined.push_back(&member);
+      KVM_KILL_POINT("disk/directory_joined");
     }
   }
-  n_directories_ = 0;
+  for (Member* member : joined) {
+    member->is_marked = true;
+  }
+  set_id_ = set_id;
+  growth_id_ = growth_id;
+  n_directories_ = n_members;
+  return finish();
+}
+
+void DirectorySet::unmark() noexcept {
+  try {
+    n_directories_ = 0;
+    if (!finish().is_ok()) {
+      return;  // they still say that they belong together, and all that do are here
+    }
+  } catch (const std::bad_alloc&) {
+    return;
+  }
+  for (Member& member : members_) {
+    if (std::exchange(member.is_marked, false)) {
+      (void)::unlink(mark_path(member.path).c_str());
+    }
+  }
 }
 
 }  // namespace kvm::tiers

@@ -4,10 +4,12 @@
 // which of it, and how many there are. There are marks before there is a list of objects, and they
 // go after it.
 //
-//   mark   all that are new: a mark with the number there was so far --> all: with the new number
+//   mark     all that are new: a mark with the number there was so far --> all: with the new number
+//   unmark   all: a mark with the number 0 --> without one
 //
 // A mark speaks of directories only when each of these has one. So whatever of this a crash leaves,
-// the marks that are there name no directory that has none.
+// the marks that are there name no directory that has none. What was marked and never finished is
+// told from what was by the growth that it was part of.
 //
 // Threads: one at a time.
 #ifndef KVM_TIERS_DISK_DIRECTORY_SET_H_
@@ -27,6 +29,8 @@ namespace kvm::tiers {
 // DISK: all of this is frozen by kDiskFormatVersion.
 inline constexpr uint32_t kSetMarkMagic = 0x44'4d'56'4b;  // "KVMD"
 inline constexpr char kSetMarkName[] = "kvm.set";
+// LIMIT: of one set.
+inline constexpr uint32_t kMaxSetDirectories = 4096;
 
 struct SetMark {
   uint32_t magic = kSetMarkMagic;
@@ -35,8 +39,12 @@ struct SetMark {
   uint64_t set_id = 0;
   uint32_t index = 0;          // of the directory
   uint32_t n_directories = 0;  // that must be there: those with indexes below it
-  uint32_t reserved[9] = {};
+  uint64_t growth_id = 0;      // of the marking that it was written by, drawn anew for each
+  uint32_t reserved[7] = {};
   uint32_t mark_crc = 0;  // CRC-32C of the bytes before it
+
+  // Else it was written by a marking that had not come to its end.
+  bool is_finished() const { return index < n_directories; }
 };
 static_assert(sizeof(SetMark) == 64 && offsetof(SetMark, mark_crc) == 60);
 
@@ -45,8 +53,12 @@ class DirectorySet {
   // Of no directory: nothing to mark.
   DirectorySet() = default;
   // Looks at the marks. Fails, with nothing written: INVALID: a directory that must be there is not
-  // among these, or they are of two sets; CORRUPT: a mark cannot be read; VERSION; IO.
+  // among these, or they are of two sets, or too many; CORRUPT: a mark cannot be read; VERSION; IO.
   static Result<DirectorySet> find(std::vector<std::string> paths);
+
+  // Whether the i-th belongs to a set that is there; false of all: there is none.
+  bool is_member(size_t i) const { return members_[i].is_marked; }
+  bool is_any() const { return n_directories_ != 0; }
 
   // Has each directory marked, durably. Fails: IO: some may be; to be called again.
   Status mark();
@@ -56,14 +68,20 @@ class DirectorySet {
  private:
   struct Member {
     std::string path;
-    bool is_marked = false;
+    bool is_marked = false;  // it belongs to the set
     SetMark mark;
   };
 
-  static Status write(const Member& member);
+  // Fails: IO.
+  static Status write(Member* member, const SetMark& mark);
+  Status finish();
+  // Says that not all are there.
+  Status missing() const;
 
   std::vector<Member> members_;
-  uint32_t n_directories_ = 0;  // the largest of the marks
+  uint64_t set_id_ = 0;
+  uint64_t growth_id_ = 0;      // of the last marking that came so far that it counts
+  uint32_t n_directories_ = 0;  // of it; 0: there is no set
 };
 
 }  // namespace kvm::tiers

@@ -167,8 +167,13 @@ Result<std::unique_ptr<DiskTier>> DiskTier::open_in(std::vector<DataDirectory> d
     // What is not there must not be taken for nothing: all below removes what nothing needs.
     KVM_TRY_ASSIGN(DirectorySet set, DirectorySet::find(given.directories));
     bool has_manifest = false;
-    for (const DataDirectory& directory : directories) {
-      has_manifest |= directory.has_manifest();
+    for (size_t d = 0; d < directories.size(); ++d) {
+      KVM_TRY_ASSIGN(const bool has_one, directories[d].has_manifest());
+      if (has_one && set.is_any() && !set.is_member(d)) {
+        return invalid("the snapshots in " + directories[d].path() +
+                       " are not those of the other directories; name it without them");
+      }
+      has_manifest |= has_one;
     }
     if (!has_manifest) {
       set.unmark();

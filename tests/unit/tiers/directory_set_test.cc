@@ -57,7 +57,7 @@ void write_mark(const std::string& directory, SetMark mark) {
 
 // Objects of which each lies in several directories: the first chunk in one, pages in others.
 constexpr std::array<const char*, 3> kKeys = {"a", "b", "c"};
-constexpr uint32_t kPages = 14;
+constexpr uint32_t kPages = 11;
 
 void fill(ObjectRig* rig) {
   for (uint32_t i = 0; i < kKeys.size(); ++i) {
@@ -198,63 +198,109 @@ TEST_F(DirectorySetTest, OfALaterVersionIsRefused) {
   EXPECT_EQ(files_in(paths(2)), before);
 }
 
-// A crash of the first save, before there is a list of objects.
+// As many steps of marking n directories, of which n_before are marked, as a crash lets be.
+// Each step writes one mark: of those that join, and then of all.
+void mark_in_part(const std::vector<std::string>& directories, uint32_t n_before, uint32_t n_steps,
+                  uint64_t set_id, uint64_t growth_id) {
+  const auto n = static_cast<uint32_t>(directories.size());
+  for (uint32_t step = 0; step < n_steps; ++step) {
+    const bool is_joining = step < n - n_before;
+    const uint32_t d = is_joining ? n_before + step : step - (n - n_before);
+    write_mark(directories[d], {.set_id = set_id,
+                                .index = d,
+                                .n_directories = is_joining ? n_before : n,
+                                .growth_id = growth_id});
+  }
+}
+
+// A crash of the first save, before there is a list of objects, and one of its end.
 TEST_F(DirectorySetTest, ThatIsHalfMadeHoldsNothingYet) {
-  for (uint32_t n_written = 0; n_written <= 6; ++n_written) {
-    SCOPED_TRACE(n_written);
-    for (uint32_t d = 0; d < 3; ++d) {
-      SetMark mark{.set_id = 7, .index = d};
-      if (d < n_written) {
-        mark.n_directories = 3 + d < n_written ? 3 : 0;
-        write_mark(folders_[d].path(), mark);
+  for (uint32_t n_steps = 0; n_steps <= 6; ++n_steps) {
+    for (const bool is_ending : {false, true}) {
+      SCOPED_TRACE(std::to_string(n_steps) + (is_ending ? " of its end" : ""));
+      mark_in_part(paths(3), 0, is_ending ? 6 : n_steps, 7, 70);
+      for (uint32_t d = 0; is_ending && d < 3; ++d) {
+        if (d + 3 < n_steps) {
+          std::filesystem::remove(paths(3)[d] + "/kvm.set");
+        } else if (d < n_steps) {
+          write_mark(paths(3)[d], {.set_id = 7, .index = d, .n_directories = 0, .growth_id = 70});
+        }
       }
+      ObjectRig rig(paths(3), 32);
+      const Status status = rig.open();
+      ASSERT_TRUE(status.is_ok()) << status.message();
+      ASSERT_TRUE(rig.put("a", 1, 5).is_ok());
+      ASSERT_TRUE(rig.remove("a").is_ok());
     }
-    ObjectRig rig(paths(3), 32);
-    const Status status = rig.open();
-    ASSERT_TRUE(status.is_ok()) << status.message();
-    EXPECT_EQ(rig.tier->stats().n_leftover_files, 0u);
-    ASSERT_TRUE(rig.put("a", 1, 5).is_ok());
-    ASSERT_TRUE(rig.remove("a").is_ok());
   }
   EXPECT_TRUE(files_in(paths(3)).empty());
 }
 
 // A crash while two directories join two others. Those that were there before are whole without the
-// new ones for as long as no mark names these.
+// new ones for as long as no mark names these, and others may join instead.
 TEST_F(DirectorySetTest, ThatIsHalfGrownLosesNothing) {
   make(2);
   const SetMark first = mark_in(folders_[0].path());
-  for (uint32_t n_written = 0; n_written <= 6; ++n_written) {
-    SCOPED_TRACE(n_written);
+  for (uint32_t n_steps = 0; n_steps <= 6; ++n_steps) {
+    SCOPED_TRACE(n_steps);
     const auto lay_out = [&] {
-      for (uint32_t d = 0; d < 4; ++d) {
+      for (uint32_t d = 2; d < 5; ++d) {
         std::filesystem::remove(folders_[d].path() + "/kvm.set");
-        SetMark mark{.set_id = first.set_id, .index = d, .n_directories = 2};
-        // The new ones are written first, and then each again.
-        mark.n_directories = n_written > 2 + d ? 4 : 2;
-        if (d < 2 || n_written > d - 2) {
-          write_mark(folders_[d].path(), mark);
-        }
       }
+      mark_in_part(paths(2), 0, 4, first.set_id, first.growth_id);
+      mark_in_part(paths(4), 2, n_steps, first.set_id, 71);
     };
     lay_out();
-    if (n_written <= 2) {
+    if (n_steps <= 2) {
       expect_whole(paths(2));
       lay_out();
     } else {
       expect_refused(paths(2), "4 directories");
     }
     expect_whole(paths(4));
-    // Another one, in the place of those that never came to be.
-    if (n_written <= 2) {
+    if (n_steps <= 2) {
       lay_out();
       expect_whole({folders_[0].path(), folders_[1].path(), folders_[4].path()});
-      std::filesystem::remove(folders_[4].path() + "/kvm.set");
-      for (uint32_t d = 0; d < 2; ++d) {
-        write_mark(folders_[d].path(), {.set_id = first.set_id, .index = d, .n_directories = 2});
-      }
+      // One that was to join does not stand in for the one that did.
+      expect_refused(paths(3), "3 directories");
     }
   }
+}
+
+TEST_F(DirectorySetTest, ThatWasUsedApartIsRefused) {
+  make(2);
+  const SetMark first = mark_in(folders_[0].path());
+  expect_whole({folders_[0].path(), folders_[1].path(), folders_[2].path()});
+  // As of a copy from before.
+  mark_in_part(paths(2), 0, 4, first.set_id, first.growth_id);
+  expect_whole({folders_[0].path(), folders_[1].path(), folders_[3].path()});
+  expect_refused(paths(3), "used apart");
+  expect_whole({folders_[3].path(), folders_[0].path(), folders_[1].path()});
+}
+
+// A mark that a crash has left in a directory that was to join says nothing.
+TEST_F(DirectorySetTest, IsNotHeldUpByWhatNeverJoined) {
+  make(2);
+  write_mark(folders_[2].path(), {.set_id = 99, .index = 2, .n_directories = 2, .growth_id = 3});
+  expect_whole(paths(2));
+  expect_whole(paths(3));
+  write_mark(folders_[3].path(), {.set_id = 98, .index = 2, .n_directories = 2, .growth_id = 3});
+  ObjectRig alone({folders_[3].path()}, 32);
+  EXPECT_TRUE(alone.open().is_ok());
+}
+
+TEST_F(DirectorySetTest, DoesNotTakeInAnothersList) {
+  make(2);
+  {
+    ObjectRig other({folders_[2].path()}, 32);
+    ASSERT_TRUE(other.open().is_ok());
+    fill(&other);
+  }
+  std::filesystem::remove(folders_[2].path() + "/kvm.set");
+  expect_refused(paths(3), "name it without them");
+  expect_refused({folders_[2].path(), folders_[0].path(), folders_[1].path()},
+                 "name it without them");
+  expect_whole({folders_[2].path()});
 }
 
 }  // namespace
