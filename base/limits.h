@@ -37,6 +37,11 @@ inline constexpr uint32_t kItemFlags = KVM_ITEM_NOT_CAUSAL | KVM_ITEM_TREE |
 inline constexpr uint32_t kStepFlags = KVM_STEP_F32_VALUES | KVM_STEP_NO_STATISTICS;
 inline constexpr uint32_t kSeqFlags = KVM_SEQ_MANUAL_COMMIT;
 
+inline constexpr uint32_t kMaxPrefixPages = 65536;  // of one prefix
+inline constexpr uint64_t kMaxPrefixKeepNs = uint64_t{1} << 62;
+inline constexpr size_t kMaxSaltBytes = 64;
+static_assert(KVM_PREFIX_TOKENS == kPageTokens);
+
 inline constexpr uint32_t kMaxOutstanding = 256;   // requests of one queue
 inline constexpr uint32_t kMaxMergedStates = 64;   // of one kvm_merge
 inline constexpr uint32_t kMaxObservedRows = 256;  // that are kept of a layer

@@ -101,7 +101,9 @@ struct SeqRequest {
   kvm_space_id space = 0;  // kCreate
   kvm_seq_id seq = 0;      // the others
   // kCreate: tokens to expect, kvm_seq_params.reserve. kFork, kTruncate, kCommit: as in kvm.h.
+  // kPublish, with hashes: kvm_prefix_publish's keep_ns.
   uint64_t n_tokens = 0;
+  std::vector<kvm_prefix_hash> hashes{};  // kPublish: of a prefix; none: it is not to be found
 };
 
 // WIRE. The values stand in ipc/wire.h's SnapshotBlock.

@@ -13,9 +13,11 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
+#include "base/prefix_table.h"
 #include "base/request.h"
 #include "base/status.h"
 #include "client/tensors.h"
@@ -125,6 +127,12 @@ class Client : public std::enable_shared_from_this<Client> {
   virtual Result<kvm_seq_id> snapshot(const SnapshotRequest&) { return keeps_nothing(); }
   virtual Result<std::vector<kvm_snapshot_info>> list_snapshots(uint32_t /*flags*/) {
     return keeps_nothing();
+  }
+
+  // Looks in the table of the user's prefixes. Here: UNSUPPORTED, of engines that have none.
+  virtual Result<PrefixPage> find_prefix(kvm_space_id /*space*/,
+                                         std::span<const kvm_prefix_hash> /*hashes*/) {
+    return Status::fixed(KVM_ERR_UNSUPPORTED, "sequences in GPU memory have no prefixes");
   }
 
   virtual Result<kvm_stats> stats() = 0;

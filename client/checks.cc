@@ -163,6 +163,21 @@ Status check_observe(const kvm_observe_params& params, const ArenaDirectory& are
   return arenas.resolve(slots);
 }
 
+Status check_prefix(kvm_seq_id seq, const kvm_prefix_hash* hashes, uint32_t n_hashes,
+                    uint64_t keep_ns, SeqRequest* call) {
+  if (n_hashes == 0 || n_hashes > kMaxPrefixPages) {
+    return Status(KVM_ERR_INVALID, "n_hashes is " + std::to_string(n_hashes) + "; 1 to " +
+                                       std::to_string(kMaxPrefixPages) + " are allowed");
+  }
+  if (keep_ns > kMaxPrefixKeepNs) {
+    return Status(KVM_ERR_INVALID, "keep_ns is " + std::to_string(keep_ns) + "; at most " +
+                                       std::to_string(kMaxPrefixKeepNs) + " is allowed");
+  }
+  *call = {.verb = SeqVerb::kPublish, .seq = seq, .n_tokens = keep_ns};
+  call->hashes.assign(hashes, hashes + n_hashes);
+  return Status::ok();
+}
+
 Status check_snapshot(const char* name, uint32_t flags, SnapshotRequest* call) {
   KVM_TRY(check_flags(flags, call->verb == SnapshotVerb::kSave ? KVM_SAVE_REPLACE : 0, "the call"));
   const size_t n = ::strnlen(name, kMaxSnapshotNameBytes + 1);

@@ -343,6 +343,18 @@ Result<std::vector<kvm_seq_info>> EmbeddedClient::list_seqs(kvm_space_id space, 
   return out;
 }
 
+Result<PrefixPage> EmbeddedClient::find_prefix(kvm_space_id space,
+                                               std::span<const kvm_prefix_hash> hashes) {
+  return service_->with_engine(
+      [&](engine::Engine& engine, engine::ClientId client) -> Result<PrefixPage> {
+        KVM_TRY_ASSIGN(const std::span<const std::byte> memory,
+                       engine.prefix_table(engine.quotas().uid(client)));
+        const std::optional<PrefixTableReader> table = PrefixTableReader::over(memory);
+        KVM_ASSERT(table.has_value());
+        return table->find(space, hashes);
+      });
+}
+
 Result<kvm_stats> EmbeddedClient::stats() {
   return service_->with_engine([&](engine::Engine& engine, engine::ClientId) -> Result<kvm_stats> {
     kvm_stats stats = engine.stats();

@@ -142,6 +142,8 @@ class EmbeddedClient final : public Client {
   Result<kvm_seq_id> seq(const SeqRequest& call) override;
   Result<kvm_seq_info> seq_info(kvm_seq_id seq) override;
   Result<std::vector<kvm_seq_info>> list_seqs(kvm_space_id space, uint32_t flags) override;
+  Result<PrefixPage> find_prefix(kvm_space_id space,
+                                 std::span<const kvm_prefix_hash> hashes) override;
   Result<kvm_stats> stats() override;
   Result<std::string> stats_text() override;
   Result<std::string> config_text() override;

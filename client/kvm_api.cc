@@ -15,6 +15,7 @@
 #include "client/checks.h"
 #include "client/handles.h"
 #include "client/outputs.h"
+#include "client/prefix_hash.h"
 #include "client/status_name.h"
 #include "codecs/codec.h"
 #include "ipc/socket.h"
@@ -383,6 +384,72 @@ kvm_status kvm_seq_publish(kvm_client* client, kvm_seq_id seq) {
 
 kvm_status kvm_seq_take(kvm_client* client, kvm_seq_id seq) {
   return seq_call(client, {kvm::SeqVerb::kTake, 0, 0, seq, 0}, nullptr);
+}
+
+kvm_status kvm_prefix_seed(kvm_client* client, kvm_space_id space, const void* salt,
+                           size_t salt_bytes, kvm_prefix_hash* out) {
+  return guarded([&]() -> Status {
+    KVM_TRY(check_client(client));
+    KVM_TRY(check_not_null(out, "out"));
+    if (salt_bytes != 0) {
+      KVM_TRY(check_not_null(salt, "salt"));
+    }
+    if (salt_bytes > kvm::kMaxSaltBytes) {
+      return Status(KVM_ERR_INVALID, "salt_bytes is " + std::to_string(salt_bytes) + "; at most " +
+                                         std::to_string(kvm::kMaxSaltBytes) + " are allowed");
+    }
+    KVM_TRY_ASSIGN(const kvm_space_info info, client->client->space_info(space));
+    *out = kvm::client::prefix_seed(info, {static_cast<const std::byte*>(salt), salt_bytes});
+    return Status::ok();
+  });
+}
+
+kvm_status kvm_prefix_hashes(const kvm_prefix_hash* before, const uint32_t* tokens,
+                             uint64_t n_tokens, kvm_prefix_hash* out) {
+  return guarded([&]() -> Status {
+    KVM_TRY(check_not_null(before, "before"));
+    if (n_tokens < KVM_PREFIX_TOKENS) {
+      return Status::ok();
+    }
+    KVM_TRY(check_not_null(tokens, "tokens"));
+    KVM_TRY(check_not_null(out, "out"));
+    kvm::client::hash_pages(*before, {tokens, static_cast<size_t>(n_tokens)}, out);
+    return Status::ok();
+  });
+}
+
+kvm_status kvm_prefix_publish(kvm_client* client, kvm_seq_id seq, const kvm_prefix_hash* hashes,
+                              uint32_t n_hashes, uint64_t keep_ns) {
+  return guarded([&]() -> Status {
+    KVM_TRY(check_client(client));
+    KVM_TRY(check_not_null(hashes, "hashes"));
+    kvm::SeqRequest call;
+    KVM_TRY(kvm::client::check_prefix(seq, hashes, n_hashes, keep_ns, &call));
+    return client->client->seq(call).status();
+  });
+}
+
+kvm_status kvm_prefix_find(kvm_client* client, const kvm_prefix_find_params* params,
+                           kvm_prefix* out) {
+  return guarded([&]() -> Status {
+    KVM_TRY(check_client(client));
+    KVM_TRY(check_not_null(params, "params"));
+    kvm_prefix_find_params p;
+    KVM_TRY(kvm::ipc::read_params(params, &p, "kvm_prefix_find_params"));
+    KVM_TRY(kvm::ipc::check_output(out, "kvm_prefix"));
+    KVM_TRY(check_flags(p.flags, 0, "kvm_prefix_find"));
+    if (p.n_hashes != 0) {
+      KVM_TRY(check_not_null(p.hashes, "hashes"));
+    }
+    KVM_TRY_ASSIGN(
+        const kvm::PrefixPage page,
+        client->client->find_prefix(p.space, {p.hashes, static_cast<size_t>(p.n_hashes)}));
+    kvm_prefix found{};
+    found.seq = page.seq;
+    found.n_tokens = uint64_t{page.n_pages} * KVM_PREFIX_TOKENS;
+    kvm::ipc::write_struct(out, out->struct_size, found);
+    return Status::ok();
+  });
 }
 
 kvm_status kvm_seq_get_info(kvm_client* client, kvm_seq_id seq, kvm_seq_info* out) {

@@ -334,6 +334,17 @@ kvm_status kvm_seq_publish_async(kvm_queue* queue, kvm_seq_id seq, uint64_t user
   return stage_seq(queue, {kvm::SeqVerb::kPublish, 0, 0, seq, 0}, user_data);
 }
 
+kvm_status kvm_prefix_publish_async(kvm_queue* queue, kvm_seq_id seq, const kvm_prefix_hash* hashes,
+                                    uint32_t n_hashes, uint64_t keep_ns, uint64_t user_data) {
+  return guarded([&]() -> Status {
+    KVM_TRY(check_queue(queue));
+    KVM_TRY(check_not_null(hashes, "hashes"));
+    kvm::SeqRequest call;
+    KVM_TRY(kvm::client::check_prefix(seq, hashes, n_hashes, keep_ns, &call));
+    return queue->queue->stage_seq(call, user_data);
+  });
+}
+
 kvm_status kvm_seq_take_async(kvm_queue* queue, kvm_seq_id seq, uint64_t user_data) {
   return stage_seq(queue, {kvm::SeqVerb::kTake, 0, 0, seq, 0}, user_data);
 }

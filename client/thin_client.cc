@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "client/thin_client.h"
 
+#include <sys/mman.h>
 #include <algorithm>
 #include <cstring>
 #include <utility>
@@ -336,6 +337,44 @@ Result<kvm_seq_id> ThinClient::seq(const SeqRequest& call) {
   return call_own_queue(
       call.verb == SeqVerb::kCreate || call.verb == SeqVerb::kFork,
       [&](ThinQueue* queue, uint64_t number) { return queue->stage_seq(call, number); });
+}
+
+Result<std::shared_ptr<const ThinClient::Prefixes>> ThinClient::prefixes() {
+  const std::shared_ptr<Connection> current = connection();
+  if (current->is_down()) {
+    return current->down_status();
+  }
+  const std::lock_guard lock(prefixes_mutex_);
+  if (prefixes_ != nullptr && prefixes_->connection == current) {
+    return prefixes_;
+  }
+  KVM_TRY(current->need_minor(9, "kvm_prefix_find"));
+  KVM_TRY_ASSIGN(const Connection::Reply reply,
+                 current->call([](ipc::ControlWriter* writer, uint64_t id) {
+                   return writer->finish(id, wire::CreatePrefixTable(writer->fbb()));
+                 }));
+  const wire::PrefixTableGiven* given = reply.root->body_as_PrefixTableGiven();
+  if (given == nullptr || reply.message.fds.size() != 1) {
+    return unexpected_reply();
+  }
+  KVM_TRY_ASSIGN(ipc::Mapping mapping, ipc::map_shared_memory(reply.message.fds[0], given->size(),
+                                                              ipc::PeerAccess::kReadOnly));
+  // Else each page of it would be brought in by the first lookup that comes to it, at some
+  // microseconds. Refused by old kernels.
+  (void)::madvise(mapping.data(), mapping.size_bytes(), MADV_POPULATE_READ);
+  const std::optional<PrefixTableReader> table = PrefixTableReader::over(
+      std::as_bytes(std::span(mapping.data(), static_cast<size_t>(mapping.size_bytes()))));
+  if (!table.has_value()) {
+    return unexpected_reply();
+  }
+  prefixes_ = std::make_shared<const Prefixes>(current, std::move(mapping), *table);
+  return prefixes_;
+}
+
+Result<PrefixPage> ThinClient::find_prefix(kvm_space_id space,
+                                           std::span<const kvm_prefix_hash> hashes) {
+  KVM_TRY_ASSIGN(const std::shared_ptr<const Prefixes> prefixes, this->prefixes());
+  return prefixes->table.find(space, hashes);
 }
 
 Result<kvm_seq_id> ThinClient::snapshot(const SnapshotRequest& call) {

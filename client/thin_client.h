@@ -36,6 +36,8 @@ class ThinClient final : public Client {
   Result<kvm_seq_id> seq(const SeqRequest& call) override;
   Result<kvm_seq_info> seq_info(kvm_seq_id seq) override;
   Result<std::vector<kvm_seq_info>> list_seqs(kvm_space_id space, uint32_t flags) override;
+  Result<PrefixPage> find_prefix(kvm_space_id space,
+                                 std::span<const kvm_prefix_hash> hashes) override;
   Result<kvm_stats> stats() override;
   Result<std::string> stats_text() override;
   Result<kvm_seq_id> snapshot(const SnapshotRequest& call) override;
@@ -47,6 +49,12 @@ class ThinClient final : public Client {
   Status set_quota(const kvm_quota_params& params) override;
 
  private:
+  // The user's table of prefixes, as a connection was given it.
+  struct Prefixes {
+    std::shared_ptr<Connection> connection;
+    ipc::Mapping mapping;
+    PrefixTableReader table;
+  };
   struct OwnArena {
     std::shared_ptr<Connection> connection;
     SharedArena memory;
@@ -56,6 +64,7 @@ class ThinClient final : public Client {
 
   std::shared_ptr<Connection> connection() const;
   Result<ThinQueue*> own_queue();
+  Result<std::shared_ptr<const Prefixes>> prefixes();
   // stage(queue, number) makes the request; `makes`: it makes a sequence.
   template <typename Stage>
   Result<kvm_seq_id> call_own_queue(bool makes, Stage stage);
@@ -85,6 +94,9 @@ class ThinClient final : public Client {
   std::unordered_set<uint64_t> late_makers_;  // calls that may make a sequence, unanswered
   std::vector<kvm_seq_id> unwanted_seqs_;     // that such calls have made: to be freed
   LostSeqs lost_;                             // sequences of former connections
+
+  std::mutex prefixes_mutex_;
+  std::shared_ptr<const Prefixes> prefixes_;
 
   std::mutex arenas_mutex_;
   std::unordered_map<void*, OwnArena> own_arenas_;  // by address

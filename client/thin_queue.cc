@@ -405,14 +405,11 @@ Status ThinQueue::stage_step_tensors(const StepCall& call, Slot* slot, ipc::Step
   return stage_tensor(call.err, Use::kOutput, slot, &block->err);
 }
 
-Status ThinQueue::write_step_block(const StepCall& call, const ipc::StepBlock& head, uint32_t index,
-                                   ipc::RequestEntry* entry) {
-  const kvm_step_params& params = *call.params;
-  const uint64_t items_bytes = uint64_t{params.n_items} * sizeof(kvm_item);
-  const uint64_t ranges_bytes = uint64_t{params.n_ranges} * sizeof(kvm_range);
-  const uint64_t tree_bytes = uint64_t{params.n_tree_words} * sizeof(uint64_t);
-  const uint64_t length = sizeof(head) + items_bytes + ranges_bytes + tree_bytes;
+// Where the block of a slot goes, in the queue's arena if it fits.
+Result<uint8_t*> ThinQueue::block_memory(uint32_t index, uint64_t length,
+                                         ipc::RequestEntry* entry) {
   entry->block_length = static_cast<uint32_t>(length);
+  Slot& slot = slots_[index];
   uint8_t* to = nullptr;
   if (length <= kInlineBlockBytes) {
     entry->region = arena_.region;
@@ -420,13 +417,23 @@ Status ThinQueue::write_step_block(const StepCall& call, const ipc::StepBlock& h
     to = arena_.mapping.data() + entry->block_offset;
   } else {
     KVM_TRY_ASSIGN(const StagingPool::Piece memory, staging_.allocate(length));
-    Slot& slot = slots_[index];
     slot.pieces[slot.n_pieces++] = Piece{memory, nullptr, nullptr, 0};
     entry->region = memory.region;
     entry->block_offset = memory.offset;
     to = memory.data;
   }
-  slots_[index].block = to;
+  slot.block = to;
+  return to;
+}
+
+Status ThinQueue::write_step_block(const StepCall& call, const ipc::StepBlock& head, uint32_t index,
+                                   ipc::RequestEntry* entry) {
+  const kvm_step_params& params = *call.params;
+  const uint64_t items_bytes = uint64_t{params.n_items} * sizeof(kvm_item);
+  const uint64_t ranges_bytes = uint64_t{params.n_ranges} * sizeof(kvm_range);
+  const uint64_t tree_bytes = uint64_t{params.n_tree_words} * sizeof(uint64_t);
+  const uint64_t length = sizeof(head) + items_bytes + ranges_bytes + tree_bytes;
+  KVM_TRY_ASSIGN(uint8_t * to, block_memory(index, length, entry));
   ipc::copy_to_shared(to, &head, sizeof(head));
   to += sizeof(head);
   ipc::copy_to_shared(to, params.items, items_bytes);
@@ -513,7 +520,9 @@ Status ThinQueue::stage_seq(const SeqRequest& call, uint64_t user_data) {
   if (call.verb == SeqVerb::kPrefetch) {
     KVM_TRY(connection_->need_minor(8, "kvm_seq_prefetch"));
   }
-  if (call.verb == SeqVerb::kPublish || call.verb == SeqVerb::kTake) {
+  if (!call.hashes.empty()) {
+    KVM_TRY(connection_->need_minor(9, "kvm_prefix_publish"));
+  } else if (call.verb == SeqVerb::kPublish || call.verb == SeqVerb::kTake) {
     KVM_TRY(connection_->need_minor(
         4, call.verb == SeqVerb::kTake ? "kvm_seq_take" : "kvm_seq_publish"));
   }
@@ -527,8 +536,18 @@ Status ThinQueue::stage_seq(const SeqRequest& call, uint64_t user_data) {
       call.verb == SeqVerb::kCreate || call.verb == SeqVerb::kFork || call.verb == SeqVerb::kTake;
   return stage(Opcode::kSeq, user_data, [&](uint32_t index, Slot* slot) {
     slot->place = adds ? connection_->seqs().prepare() : OwnSeqs::Place();
-    return push_block(index, block);
+    return call.hashes.empty() ? push_block(index, block) : push_prefix(index, block, call.hashes);
   });
+}
+
+Status ThinQueue::push_prefix(uint32_t index, const ipc::SeqBlock& block,
+                              std::span<const kvm_prefix_hash> hashes) {
+  ipc::RequestEntry entry{};
+  KVM_TRY_ASSIGN(uint8_t* const to,
+                 block_memory(index, sizeof(block) + hashes.size_bytes(), &entry));
+  ipc::copy_to_shared(to, &block, sizeof(block));
+  ipc::copy_to_shared(to + sizeof(block), hashes.data(), hashes.size_bytes());
+  return push(index, entry);
 }
 
 Status ThinQueue::stage_snapshot(const SnapshotRequest& call, uint64_t user_data) {

@@ -113,8 +113,11 @@ class ThinQueue final : public Queue {
   static void copy_back(const Piece& piece);
   static Use use_of_read(const Tensor& tensor, uint64_t n_tokens);
   Status stage_step_tensors(const StepCall& call, Slot* slot, ipc::StepBlock* block);
+  Result<uint8_t*> block_memory(uint32_t slot, uint64_t length, ipc::RequestEntry* entry);
   Status write_step_block(const StepCall& call, const ipc::StepBlock& head, uint32_t slot,
                           ipc::RequestEntry* entry);
+  Status push_prefix(uint32_t slot, const ipc::SeqBlock& block,
+                     std::span<const kvm_prefix_hash> hashes);
   Status push(uint32_t slot, ipc::RequestEntry entry);
   template <typename Block>
   Status push_block(uint32_t slot, const Block& block);

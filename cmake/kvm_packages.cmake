@@ -34,6 +34,18 @@ if(NOT KVM_FLATC)
   message(FATAL_ERROR "kvm needs flatc. On Debian: apt-get install flatbuffers-compiler")
 endif()
 
+# BLAKE2b for the hashes of prefixes, tested and reviewed as we could not: linked into libkvm, which
+# needs no other library.
+find_library(KVM_SODIUM_ARCHIVE libsodium.a)
+find_path(KVM_SODIUM_INCLUDE sodium.h)
+if(NOT KVM_SODIUM_ARCHIVE OR NOT KVM_SODIUM_INCLUDE)
+  message(FATAL_ERROR "kvm needs libsodium.a. On Debian: apt-get install libsodium-dev")
+endif()
+add_library(kvm_sodium STATIC IMPORTED GLOBAL)
+set_target_properties(
+  kvm_sodium PROPERTIES IMPORTED_LOCATION "${KVM_SODIUM_ARCHIVE}"
+                        INTERFACE_SYSTEM_INCLUDE_DIRECTORIES "${KVM_SODIUM_INCLUDE}")
+
 # kvmd serves metrics where it is: KVM_HAVE_MICROHTTPD tells.
 pkg_check_modules(microhttpd QUIET IMPORTED_TARGET GLOBAL libmicrohttpd>=0.9.71)
 set(KVM_HAVE_MICROHTTPD ${microhttpd_FOUND})

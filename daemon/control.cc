@@ -368,6 +368,30 @@ kvm_snapshot_info snapshot_info(const engine::SnapshotInfo& from) {
   return info;
 }
 
+void handle_prefix_table(Session* session, uint64_t id) {
+  Service* service = session->service();
+  const uint32_t uid = session->peer().uid;
+  if (service->prefix_memory == nullptr) {
+    reply_error(session, id, Status::fixed(KVM_ERR_UNSUPPORTED, "this service shares no prefixes"));
+    return;
+  }
+  const Result<std::span<const std::byte>> table = service->engine->prefix_table(uid);
+  if (!table.is_ok()) {
+    reply_error(session, id, table.status());
+    return;
+  }
+  Result<ipc::Fd> fd = service->prefix_memory->share(uid);
+  if (!fd.is_ok()) {
+    reply_error(session, id, fd.status());
+    return;
+  }
+  std::vector<ipc::Fd> fds;
+  fds.push_back(std::move(fd).value());
+  ipc::ControlWriter& writer = short_writer(session);
+  session->send(writer.finish(id, wire::CreatePrefixTableGiven(writer.fbb(), table.value().size())),
+                std::move(fds));
+}
+
 void handle_snapshot_list(Session* session, uint64_t id, const wire::SnapshotList& message) {
   const bool all_users = (message.flags() & KVM_LIST_ALL_CLIENTS) != 0;
   Status status;
@@ -475,6 +499,8 @@ void handle_welcomed(Session* session, const wire::Message& message) {
       return handle_seq_list(session, id, *message.body_as_SeqList());
     case wire::Body::SnapshotList:
       return handle_snapshot_list(session, id, *message.body_as_SnapshotList());
+    case wire::Body::PrefixTable:
+      return handle_prefix_table(session, id);
     case wire::Body::Stats:
       return reply_struct(session, id, Result<kvm_stats>(service_stats(*session->service())));
     case wire::Body::StatsText:

@@ -118,6 +118,9 @@ const std::vector<OptionRow>& option_rows() {
        "arena_capacity."},
       {"max_spaces", "64", IntegerField{&O::max_spaces, 1, 4096},
        "Spaces (model geometries) that can be registered."},
+      {"prefix_pages", "49152", IntegerField{&O::prefix_pages, 64, 1 << 20},
+       "Pages of 64 tokens of a user's prefixes that can be found (kvm_prefix_publish). Each user "
+       "that has prefixes has a table of 64 to 171 bytes a page."},
       {"audit_every", "1024", IntegerField{&O::audit_every, 0, 1'000'000'000'000},
        "One of so many approximate answers (of one kv head) is computed again exactly, in the "
        "background, and its true error counted: see kvmctl audit. 0: none."},

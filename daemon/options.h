@@ -46,6 +46,7 @@ struct Options {
   uint64_t max_requests = 0;
   TenantOptions tenants;
   uint64_t max_spaces = 0;
+  uint64_t prefix_pages = 0;
   uint64_t audit_every = 0;
   std::string cost_model;
   uint64_t shutdown_timeout_ms = 0;

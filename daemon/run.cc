@@ -26,6 +26,7 @@
 #include "daemon/logging.h"
 #include "daemon/notify.h"
 #include "daemon/options.h"
+#include "daemon/prefix_memory.h"
 #include "daemon/server.h"
 #include "engine/attend/cost_model.h"
 
@@ -64,6 +65,7 @@ Result<engine::EngineOptions> engine_options(const Options& options, const Machi
   wholes[engine::Resource::kArenaBytes] = options.arena_capacity.resolve(memory.total_bytes);
   out.tenant_limits = tenant_limits(options.tenants, wholes);
   out.max_spaces = static_cast<uint32_t>(options.max_spaces);
+  out.prefix_pages = options.prefix_pages;
   out.pin_threads = options.pin_threads;
   out.worker_spin_ns = options.worker_spin_us * 1000;
   out.audit_every = options.audit_every;
@@ -182,11 +184,14 @@ int serve(const LoadedOptions& loaded, const OpenEngine& open_engine) {
   if (!disk.is_ok()) {
     return refuse(disk.status());
   }
-  const Result<engine::EngineOptions> engine_setup =
-      engine_options(options, memory, disk.value().get());
+  Result<engine::EngineOptions> engine_setup = engine_options(options, memory, disk.value().get());
   if (!engine_setup.is_ok()) {
     return refuse(engine_setup.status());
   }
+  PrefixMemory prefix_memory;
+  engine_setup.value().prefix_memory = [&](uint32_t uid, uint64_t size_bytes) {
+    return prefix_memory.make(uid, size_bytes);
+  };
   Result<std::unique_ptr<engine::Engine>> engine = open_engine(engine_setup.value());
   if (!engine.is_ok()) {
     return refuse(engine.status());
@@ -197,6 +202,7 @@ int serve(const LoadedOptions& loaded, const OpenEngine& open_engine) {
   ServerOptions server_setup = server_options(options, memory, signals.get());
   server_setup.config_text = options_json(loaded);
   server_setup.disk = disk.value().get();
+  server_setup.prefix_memory = &prefix_memory;
   Server server(engine.value().get(), std::move(server_setup));
   if (const Status status = server.start(); !status.is_ok()) {
     return fail(kExitFailed, status);

@@ -86,6 +86,7 @@ Server::Server(engine::Engine* engine, ServerOptions options)
     : service_(std::make_unique<Service>()), options_(std::move(options)) {
   service_->engine = engine;
   service_->disk = options_.disk;
+  service_->prefix_memory = options_.prefix_memory;
   service_->limits = options_.limits;
   service_->config_text = options_.config_text;
   service_->epoch = random_epoch();

@@ -29,6 +29,7 @@
 #include "base/status.h"
 #include "daemon/listen_address.h"
 #include "daemon/metrics_server.h"
+#include "daemon/prefix_memory.h"
 #include "daemon/service.h"
 #include "daemon/session.h"
 #include "engine/engine.h"
@@ -48,6 +49,8 @@ struct ServerOptions {
   std::function<void()> on_stopping;      // called when the shutdown begins
   std::string config_text;                // what ConfigText answers
   const tiers::DiskTier* disk = nullptr;  // outlives the server; null: there is none
+  // Of the engine; outlives the server. Null: clients cannot look for prefixes.
+  const PrefixMemory* prefix_memory = nullptr;
   ListenAddress metrics;
   mode_t metrics_mode = 0600;
   // on_watchdog is called from the dispatcher's turn at least so often; 0: never.

@@ -21,6 +21,7 @@
 
 #include "base/status.h"
 #include "daemon/background.h"
+#include "daemon/prefix_memory.h"
 #include "daemon/request_stats.h"
 #include "daemon/snapshots.h"
 #include "daemon/uring_notifier.h"
@@ -62,7 +63,8 @@ using FinishedArenas = std::list<FinishedArena>;
 
 struct Service {
   engine::Engine* engine = nullptr;
-  const tiers::DiskTier* disk = nullptr;  // null: there is none
+  const tiers::DiskTier* disk = nullptr;        // null: there is none
+  const PrefixMemory* prefix_memory = nullptr;  // null: of none that can be shared
   Limits limits;
   std::string config_text;  // for operators: options_json
   uint64_t epoch = 0;

@@ -29,6 +29,7 @@ struct StatsSnapshot {
   tiers::DiskTierStats disk;
   uint64_t disk_live_bytes = 0;
   engine::SnapshotStats saved;
+  engine::PrefixStats prefixes;
   uint64_t staying_bytes = 0;  // engine::Resource::kMemoryBytes of all users
   std::string cost_model;
   const char* isa = "";

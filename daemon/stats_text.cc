@@ -48,6 +48,7 @@ StatsSnapshot take_snapshot(const Service& service) {
           .disk = service.disk == nullptr ? tiers::DiskTierStats() : service.disk->stats(),
           .disk_live_bytes = service.disk == nullptr ? 0 : service.disk->used_bytes(),
           .saved = service.engine->snapshot_stats(),
+          .prefixes = service.engine->prefix_stats(),
           .staying_bytes = staying_bytes(service.engine->quotas()),
           .cost_model = service.engine->cost_model(),
           .isa = service.engine->isa(),
@@ -141,6 +142,25 @@ void write_saved(const engine::SnapshotStats& saved, StatsText* out) {
                saved.bytes_written);
 }
 
+void write_prefixes(const engine::PrefixStats& prefixes, StatsText* out) {
+  out->gauge("kvm_prefixes", "Published sequences that are found by their tokens.",
+             prefixes.n_prefixes);
+  out->gauge("kvm_prefix_pages", "Pages of 64 tokens of these, each once for a user.",
+             prefixes.n_pages);
+  out->gauge("kvm_prefix_hidden_pages",
+             "Of these, pages for which their part of a user's table had no room.",
+             prefixes.n_pages_hidden);
+  out->gauge("kvm_prefix_table_bytes", "Memory of the tables in which clients look for prefixes.",
+             prefixes.table_bytes);
+  out->counter("kvm_prefixes_published_total", "Prefixes that were published.",
+               prefixes.n_published);
+  out->counter("kvm_prefix_forks_total", "Forks of prefixes.", prefixes.n_forked);
+  out->counter("kvm_prefixes_expired_total",
+               "Prefixes that were freed since nobody had forked them for as long as they were to "
+               "be kept.",
+               prefixes.n_expired);
+}
+
 }  // namespace
 
 std::string stats_text(const StatsSnapshot& snapshot) {
@@ -155,6 +175,7 @@ std::string stats_text(const StatsSnapshot& snapshot) {
   write_requests(snapshot.requests, &out);
   write_disk(snapshot, &out);
   write_saved(snapshot.saved, &out);
+  write_prefixes(snapshot.prefixes, &out);
   write_audit(snapshot.audit, &out);
   out.gauge("kvm_cost_model_info", "1 when it is known; its label is the option cost_model.",
             snapshot.cost_model.empty() ? 0 : 1,

@@ -43,6 +43,7 @@
 #include "base/request.h"
 #include "base/status.h"
 #include "engine/store/movement_options.h"
+#include "engine/store/prefix_stats.h"
 #include "engine/store/quota.h"
 #include "engine/store/seq_page.h"
 #include "engine/store/snapshot_info.h"
@@ -69,6 +70,8 @@ struct EngineOptions {
   std::string cost_model;                // of KVM_MODE_AUTO, as engine/attend/cost_model.h reads it
   tiers::SlowTier* slow_tier = nullptr;  // outlives the engine; null: there is none
   MovementOptions movement;              // of pages, where there is a slow tier
+  uint64_t prefix_pages = 49152;         // of each user's prefixes, that are to be found
+  PrefixMemory prefix_memory;            // of their tables; empty: memory of this process
 };
 
 using DoneCallback = std::function<void(RequestResult&&)>;
@@ -145,6 +148,13 @@ class Engine {
                                                    size_t /*n_max*/) const {
     return {};
   }
+
+  // The hashes of a user's prefixes (base/prefix_table.h): made, where there were none. They stay
+  // as long as the engine; threads may read them while it writes. Fails: NO_MEMORY.
+  virtual Result<std::span<const std::byte>> prefix_table(uint32_t /*uid*/) {
+    return Status::fixed(KVM_ERR_UNSUPPORTED, "this engine has no prefixes");
+  }
+  virtual PrefixStats prefix_stats() const { return {}; }
 
   // Whether pages are on their way out, or back, or are about to be.
   virtual bool is_sending() const { return false; }

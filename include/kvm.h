@@ -823,9 +823,90 @@ KVM_API kvm_status kvm_seq_publish(kvm_client *client, kvm_seq_id seq);
  * come along where there is room for them; otherwise they are built anew when they are needed. A
  * sequence that is the client's already stays as it is, which is KVM_OK.
  * Fails:   QUOTA (it does not fit into the client's limits; it stays where it is), UNSUPPORTED (as
- *          above), NOT_FOUND, STALE, LOST, PERMISSION (of another client, or user), TIMEOUT.
+ *          above; or it is a prefix: fork it), NOT_FOUND, STALE, LOST, PERMISSION (of another
+ *          client, or user), TIMEOUT.
  * Threads: any. */
 KVM_API kvm_status kvm_seq_take(kvm_client *client, kvm_seq_id seq);
+
+/* Prefixes: sequences of the library that are found by the tokens that they begin with. Each full
+ * page of KVM_PREFIX_TOKENS tokens has a hash of these tokens and of all before them, so equal
+ * hashes are equal prefixes. An engine looks for the longest one that is there before it computes a
+ * prompt, which asks nobody: the hashes lie in memory that the service shares with all clients of a
+ * user, and a prompt that nobody had costs less than a microsecond.
+ *
+ *    kvm_prefix_seed(client, space, NULL, 0, &seed);                          once
+ *    kvm_prefix_hashes(&seed, tokens, n_tokens, hashes);                      for each prompt
+ *    kvm_prefix_find(client, &find, &found);
+ *    if (found.n_tokens == 0 ||
+ *        kvm_seq_fork(client, found.seq, found.n_tokens, &chat) != KVM_OK)
+ *      kvm_seq_create(client, space, NULL, &chat), found.n_tokens = 0;
+ *    ... computes what follows found.n_tokens, and then for others: ...
+ *    kvm_seq_fork(client, chat, KVM_POSITION_END, &prompt);
+ *    kvm_prefix_publish(client, prompt, hashes, n_hashes, 600 * 1000000000ull);
+ *
+ * docs/prefixes.md has the whole of it, and test vectors of the hashes. */
+#define KVM_PREFIX_TOKENS 64
+
+typedef struct kvm_prefix_hash {
+  uint8_t bytes[32];
+} kvm_prefix_hash;
+
+/* What the hashes of a space begin with, BLAKE2b-256 of its digests of layout and policy and its
+ * fingerprint (kvm_space_info), and of the salt: BLAKE2b-256("kvm prefix 1\n" | layout | policy |
+ * fingerprint | salt). So equal hashes are of spaces that mean the same by the same bytes, and only
+ * who has the salt has them. A salt of its own keeps whoever shares a user with others (the end
+ * users of one engine) from learning, by what is found, what prompts these had. salt: of
+ * salt_bytes bytes, at most 64; may be null for 0.
+ * Fails: INVALID (salt), NOT_FOUND, STALE, LOST (the space), PERMISSION, TIMEOUT. Threads: any. */
+KVM_API kvm_status kvm_prefix_seed(kvm_client *client, kvm_space_id space, const void *salt,
+                                   size_t salt_bytes, kvm_prefix_hash *out);
+
+/* The hashes of the full pages of tokens: out[i] = BLAKE2b-256(hash before it | the page's tokens
+ * as 32-bit little-endian numbers), for i < n_tokens / KVM_PREFIX_TOKENS. before: the seed, or the
+ * hash of the page before, to go on from where an earlier call ended. Tokens beyond the last full
+ * page have none. out may be null where there is no full page. Fails: INVALID. Threads: any. */
+KVM_API kvm_status kvm_prefix_hashes(const kvm_prefix_hash *before, const uint32_t *tokens,
+                                     uint64_t n_tokens, kvm_prefix_hash *out);
+
+/* Publishes a sequence (kvm_seq_publish) that begins with the pages of these hashes, so that it is
+ * found. It may be longer. keep_ns: it is freed when it has not been forked for so long; 0: it
+ * stays until somebody frees it. It never changes, and nobody can take it. Hashes are believed: a
+ * wrong one harms the user's own clients alone.
+ * Fails:   as kvm_seq_publish; INVALID (n_hashes is 0 or above 65536, or a layer of the sequence is
+ *          shorter than that; keep_ns is above 2^62); UNSUPPORTED (a head keeps tokens by what
+ *          queries asked, KVM_RETAIN_HEAVY: what it holds is not a function of the tokens; a kvmd
+ *          before protocol 1.9); EXISTS (the last hash is another prefix's, which holds the same,
+ *          or is about to); LIMIT (of the pages of a user's prefixes: kvmd's prefix_pages). The
+ *          sequence stays the client's then.
+ * Threads: any. */
+KVM_API kvm_status kvm_prefix_publish(kvm_client *client, kvm_seq_id seq,
+                                      const kvm_prefix_hash *hashes, uint32_t n_hashes,
+                                      uint64_t keep_ns);
+
+typedef struct kvm_prefix_find_params {
+  uint32_t struct_size;
+  uint32_t flags; /* zero */
+  kvm_space_id space; /* of the sequences to find */
+  const kvm_prefix_hash *hashes; /* [n_hashes] of a prompt, from its first page on */
+  uint64_t n_hashes;
+  uint64_t reserved[4];
+} kvm_prefix_find_params;
+
+typedef struct kvm_prefix {
+  uint32_t struct_size;
+  uint32_t flags;    /* zero */
+  kvm_seq_id seq;    /* to fork at n_tokens; 0: none was found */
+  uint64_t n_tokens; /* the longest prefix that is there, and that a fork can have; 0: none */
+  uint64_t reserved[5];
+} kvm_prefix;
+
+/* Looks for the longest prefix that is published in the space; one that does not exist has none.
+ * What was found may be gone before it is forked: the fork says so
+ * (NOT_FOUND, STALE, PERMISSION), and nothing is lost but a prefix. The first call of a client is a
+ * round trip; others are none. Fails: INVALID, UNSUPPORTED (a kvmd before protocol 1.9), NO_MEMORY,
+ * LIMIT (descriptors), DISCONNECTED, TIMEOUT; that nothing was found is KVM_OK. Threads: any. */
+KVM_API kvm_status kvm_prefix_find(kvm_client *client, const kvm_prefix_find_params *params,
+                                   kvm_prefix *out);
 
 typedef struct kvm_seq_info {
   uint32_t struct_size;
@@ -1339,6 +1420,9 @@ KVM_API kvm_status kvm_seq_commit_async(kvm_queue *queue, kvm_seq_id seq, uint64
                                         uint64_t user_data);
 KVM_API kvm_status kvm_seq_free_async(kvm_queue *queue, kvm_seq_id seq, uint64_t user_data);
 KVM_API kvm_status kvm_seq_publish_async(kvm_queue *queue, kvm_seq_id seq, uint64_t user_data);
+KVM_API kvm_status kvm_prefix_publish_async(kvm_queue *queue, kvm_seq_id seq,
+                                            const kvm_prefix_hash *hashes, uint32_t n_hashes,
+                                            uint64_t keep_ns, uint64_t user_data);
 KVM_API kvm_status kvm_seq_take_async(kvm_queue *queue, kvm_seq_id seq, uint64_t user_data);
 KVM_API kvm_status kvm_seq_prefetch_async(kvm_queue *queue, kvm_seq_id seq, uint64_t user_data);
 KVM_API kvm_status kvm_seq_save_async(kvm_queue *queue, kvm_seq_id seq, const char *name,

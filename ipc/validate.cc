@@ -202,7 +202,14 @@ Reject parse_observe(const uint8_t* block, uint32_t length, RegionTable* regions
 
 Reject parse_seq(const uint8_t* block, uint32_t length, Request* out) {
   SeqBlock head;
-  KVM_TRY_REJECT(copy_block(block, length, &head));
+  KVM_CHECK_OR_REJECT(length >= sizeof(head), kBlockLength);
+  KVM_TRY_REJECT(copy_block(block, sizeof(head), &head));
+  const uint32_t hashes_bytes = length - static_cast<uint32_t>(sizeof(head));
+  KVM_CHECK_OR_REJECT(hashes_bytes == 0 || head.verb == static_cast<uint32_t>(SeqVerb::kPublish),
+                      kBlockLength);
+  KVM_CHECK_OR_REJECT(hashes_bytes % sizeof(kvm_prefix_hash) == 0 &&
+                          hashes_bytes / sizeof(kvm_prefix_hash) <= kMaxPrefixPages,
+                      kBlockLength);
   KVM_CHECK_OR_REJECT(head.verb >= static_cast<uint32_t>(SeqVerb::kCreate) &&
                           head.verb <= static_cast<uint32_t>(kLastSeqVerb),
                       kSeqVerb);
@@ -214,6 +221,11 @@ Reject parse_seq(const uint8_t* block, uint32_t length, Request* out) {
                             .space = head.space,
                             .seq = head.seq,
                             .n_tokens = head.n_tokens};
+  if (hashes_bytes != 0) {
+    std::vector<kvm_prefix_hash>& hashes = std::get<SeqRequest>(out->message).hashes;
+    hashes.resize(hashes_bytes / sizeof(kvm_prefix_hash));
+    copy_once(hashes.data(), block + sizeof(head), hashes_bytes);
+  }
   return Reject::kNone;
 }
 

@@ -30,8 +30,8 @@ inline constexpr uint32_t kProtocolMajor = 1;
 // 1: ConfigText to QuotaSet; 2: n_not_finite; 3: KVM_STEP_NO_STATISTICS; 4: kPublish, kTake;
 // 5: KVM_ITEM_LAST_LAYER; 6: alibi_slopes, KVM_SPACE_V_IN_K, dims of layers;
 // 7: KVM_ITEM_PROMPT_END, budgets of policies; 8: kvm_amounts.memory_bytes, kPrefetch, kSnapshot,
-// SnapshotList.
-inline constexpr uint32_t kProtocolMinor = 8;
+// SnapshotList; 9: hashes behind kPublish, PrefixTable.
+inline constexpr uint32_t kProtocolMinor = 9;
 inline constexpr uint64_t kHelloMagic = 0x30304d564b4d564bull;  // "KVMKVM00"
 
 // LIMIT: each bounds memory or time that one client can claim.
@@ -165,12 +165,13 @@ struct ObserveBlock {  // WIRE.
 };
 static_assert(sizeof(ObserveBlock) == 160);
 
-struct SeqBlock {        // WIRE.
+// WIRE. Followed by kvm_prefix_hash[n], kPublish only; block_length says how many.
+struct SeqBlock {
   uint32_t verb;         // SeqVerb (base/request.h)
   uint32_t flags;        // kCreate: KVM_SEQ_*
   uint64_t space;        // kCreate
   uint64_t seq;          // the others
-  uint64_t n_tokens;     // kCreate: kvm_seq_params.reserve
+  uint64_t n_tokens;     // kCreate: kvm_seq_params.reserve; kPublish with hashes: keep_ns
   uint64_t reserved[4];  // zero
 };
 static_assert(sizeof(SeqBlock) == 64);

@@ -28,6 +28,7 @@
 #include "engine/run/fair_queue.h"
 #include "engine/run/movement.h"
 #include "engine/run/page_moves.h"
+#include "engine/run/prefixes.h"
 #include "engine/run/request.h"
 #include "engine/run/room_line.h"
 #include "engine/run/sequence_order.h"
@@ -59,10 +60,15 @@ constexpr uint64_t kRowsPerRead = 16;
 constexpr uint64_t kMaxStartNs = 200'000;
 // So many go at a time of a sequence that is freed or cut, or of a client that leaves: some 0.2 ms.
 constexpr uint64_t kFreePages = 4096;
+// So many pages of a prefix are listed, or forgotten, at a time: some 0.1 ms.
+constexpr uint64_t kListPages = 256;
 // A window is a chunk of positions.
 constexpr uint64_t kMaxWindowPages = attention::kMaxChunkTokens / kPageTokens;
 // In whose name evict() frees: no client has this id.
 constexpr ClientId kService = 0;
+// Of a request to free: nothing is done where the sequence is no prefix that has expired by then.
+// No client's request has it (ipc/validate.h).
+constexpr uint32_t kIfExpired = 1u << 31;
 // Of pages that move, beside the lanes of clients.
 constexpr uint32_t kMovesLane = Scheduler::kMaxLanes - 1;
 // An engine that has answered so lately is busy, though it has no request at the moment.
@@ -115,6 +121,9 @@ class EngineImpl final : public Engine {
         costs_(cost_model, options.n_threads),
         auditor_(options.audit_every),
         arrivals_(&scheduler_),
+        prefixes_(store_.get(), options.prefix_pages,
+                  options.prefix_memory ? options.prefix_memory : own_prefix_memory(),
+                  options.clock),
         scheduler_(options.n_threads, options.worker_spin_ns) {
     if (options.slow_tier != nullptr) {
       movement_.emplace(options.movement, options.clock, store_.get(), &order_, &arrivals_);
@@ -196,6 +205,10 @@ class EngineImpl final : public Engine {
                                            size_t n_max) const override {
     return snapshots_ ? snapshots_->list(uid, after, n_max) : std::vector<SnapshotInfo>();
   }
+  Result<std::span<const std::byte>> prefix_table(uint32_t uid) override {
+    return prefixes_.table(uid);
+  }
+  PrefixStats prefix_stats() const override { return prefixes_.stats(); }
   bool cancel(ClientId client, RequestTag tag) override;
 
   bool work() override;
@@ -218,6 +231,7 @@ class EngineImpl final : public Engine {
   kvm_stats stats() const override;
   void check_accounts() const override {
     store_->check_accounts();
+    prefixes_.check_accounts();
     if (snapshots_) {
       snapshots_->check_accounts();
     }
@@ -349,6 +363,10 @@ class EngineImpl final : public Engine {
   bool serve_room_waiter();
   // Ends those whose deadlines have passed.
   void expire_room_waiters();
+  // Frees a sequence in the name of the service. flags: 0, kIfExpired.
+  Status free_as_service(kvm_seq_id seq, uint32_t flags);
+  // Frees a prefix that nobody has forked for as long as it was to be kept.
+  void expire_prefix();
   // The same with what the tier says, where it refuses pages.
   Status say_why_none_goes(Status no_space) const;
   // It waits for room no more.
@@ -373,6 +391,10 @@ class EngineImpl final : public Engine {
   bool snapshot_more();
   // A part, and the next ones, of a sequence that is too large to be freed or cut at once.
   Result<bool> run_part(Sequence* seq, ClientId client, const SeqRequest& what);
+  // Where it is to be found: before it is published.
+  Status begin_prefix(const Sequence& seq, ClientId client, const SeqRequest& what);
+  // Memory of this process for tables of prefixes.
+  PrefixMemory own_prefix_memory();
   void run_next_part(Request* request);
   void run_here(Request* request, const JobPlan& plan);
   void retire(const FinishedJob& job);
@@ -429,9 +451,11 @@ class EngineImpl final : public Engine {
   Costs costs_;
   Auditor auditor_;
   Arrivals arrivals_;
-  std::optional<Movement> movement_;    // where there is a slow tier
-  std::optional<Snapshots> snapshots_;  // where it keeps objects
-  Scheduler scheduler_;                 // last: its workers end before anything they use
+  std::optional<Movement> movement_;                          // where there is a slow tier
+  std::optional<Snapshots> snapshots_;                        // where it keeps objects
+  std::vector<std::unique_ptr<PrefixSlot[]>> prefix_tables_;  // that are this process's own
+  Prefixes prefixes_;
+  Scheduler scheduler_;  // last: its workers end before anything they use
 };
 
 // --- Clients ------------------------------------------------------------------------------------
@@ -483,12 +507,14 @@ void EngineImpl::remove_client(ClientId client, std::function<void()> on_gone) {
   }
 }
 
-Status EngineImpl::evict(kvm_seq_id seq) {
+Status EngineImpl::evict(kvm_seq_id seq) { return free_as_service(seq, 0); }
+
+Status EngineImpl::free_as_service(kvm_seq_id seq, uint32_t flags) {
   KVM_TRY(store_->find_any_seq(seq).status());
   fair_queue_.reserve(clients_.size() + 1);
   clients_.try_emplace(kService).first->second.lane = kMovesLane - 1;
   has_evictions_ = true;
-  submit(kService, RequestTag{}, SeqRequest{.verb = SeqVerb::kFree, .seq = seq},
+  submit(kService, RequestTag{}, SeqRequest{.verb = SeqVerb::kFree, .flags = flags, .seq = seq},
          [](RequestResult&&) {});
   forget_service();
   return Status::ok();
@@ -1458,9 +1484,20 @@ void EngineImpl::expire_room_waiters() {
   }
 }
 
+void EngineImpl::expire_prefix() {
+  const kvm_seq_id expired = prefixes_.take_expired();
+  if (expired != 0) {
+    try {
+      (void)free_as_service(expired, kIfExpired);
+    } catch (const std::bad_alloc&) {
+      // It comes again.
+    }
+  }
+}
+
 uint64_t EngineImpl::patience_ns() const {
-  return std::min(movement_ ? movement_->patience_ns() : UINT64_MAX,
-                  options_.clock->patience_ns(room_line_.deadline_ns()));
+  return std::min({movement_ ? movement_->patience_ns() : UINT64_MAX, prefixes_.patience_ns(),
+                   options_.clock->patience_ns(room_line_.deadline_ns())});
 }
 
 bool EngineImpl::go_on_with_one() {
@@ -1562,6 +1599,7 @@ Status EngineImpl::begin_seq(Request* request, const SeqRequest& what) {
   switch (what.verb) {
     case SeqVerb::kFork: {
       KVM_TRY_ASSIGN(request->result.seq, store_->fork_seq(seq, what.n_tokens, request->client));
+      prefixes_.note_fork(seq->id);
       return Status::ok();
     }
     case SeqVerb::kCommit:
@@ -1569,6 +1607,19 @@ Status EngineImpl::begin_seq(Request* request, const SeqRequest& what) {
     case SeqVerb::kPrefetch:
       return prefetch(seq->id);
     default: {
+      if (!what.hashes.empty()) {
+        KVM_TRY(begin_prefix(*seq, request->client, what));
+      }
+      if (what.verb == SeqVerb::kTake && prefixes_.has(seq->id)) {
+        // Whoever has found it would fork what its owner makes of it.
+        return Status::fixed(KVM_ERR_UNSUPPORTED, "the sequence is a prefix: fork it");
+      }
+      if (what.flags == kIfExpired) {
+        if (!prefixes_.is_expired(seq->id)) {
+          return Status::ok();
+        }
+        prefixes_.note_freed();
+      }
       KVM_TRY_ASSIGN(const bool is_done, run_part(seq, request->client, what));
       if (!is_done) {
         request->enter(Phase::kInParts);
@@ -1612,13 +1663,38 @@ Result<bool> EngineImpl::run_part(Sequence* seq, ClientId client, const SeqReque
   switch (what.verb) {
     case SeqVerb::kTruncate:
       return store_->truncate_part(seq, what.n_tokens, kFreePages);
-    case SeqVerb::kPublish:
-      return store_->publish_part(seq, kFreePages);
-    case SeqVerb::kTake:
-      return store_->take_part(seq, client, kFreePages);
+    case SeqVerb::kPublish: {
+      Undo forgetting([&] { prefixes_.forget_part(seq->id, kListPages); });  // none is listed yet
+      KVM_TRY_ASSIGN(const bool is_published, store_->publish_part(seq, kFreePages));
+      forgetting.dismiss();
+      return is_published && (!prefixes_.has(seq->id) || prefixes_.list_part(*seq, kListPages));
+    }
+    case SeqVerb::kTake: {
+      KVM_TRY_ASSIGN(const bool is_taken, store_->take_part(seq, client, kFreePages));
+      return is_taken;
+    }
     default:
-      return store_->free_part(seq, kFreePages);
+      return prefixes_.forget_part(seq->id, kListPages) && store_->free_part(seq, kFreePages);
   }
+}
+
+Status EngineImpl::begin_prefix(const Sequence& seq, ClientId client, const SeqRequest& what) {
+  const uint32_t uid = quotas().uid(client);
+  std::vector<kvm_prefix_hash> hashes(what.hashes.size());
+  std::transform(what.hashes.begin(), what.hashes.end(), hashes.begin(),
+                 [&](const kvm_prefix_hash& hash) { return hash_in_space(hash, seq.record->id); });
+  KVM_TRY(prefixes_.check(seq, uid, hashes));
+  prefixes_.begin(seq.id, uid, std::move(hashes), what.n_tokens);
+  return Status::ok();
+}
+
+PrefixMemory EngineImpl::own_prefix_memory() {
+  return [this](uint32_t, uint64_t size_bytes) -> Result<std::span<std::byte>> {
+    // Slots, for their alignment; the header takes one.
+    const uint64_t n_slots = size_bytes / sizeof(PrefixSlot);
+    prefix_tables_.push_back(std::make_unique<PrefixSlot[]>(n_slots));
+    return std::as_writable_bytes(std::span(prefix_tables_.back().get(), n_slots));
+  };
 }
 
 void EngineImpl::run_next_part(Request* request) {
@@ -1824,6 +1900,7 @@ uint32_t EngineImpl::poll() {
   start_ns_ = 0;
   auditor_.collect(*store_);
   expire_room_waiters();
+  expire_prefix();
   if (!room_line_.is_empty() && store_->memory().pages().free_left_frames()) {
     note_memory();  // an audit may have read them
   }

@@ -68,6 +68,8 @@ enum class Refusal : uint8_t {
   kQueryPosition,
   kSeqVerb,
   kSeqFlags,
+  kPrefixHashes,
+  kPrefixKeep,
   kSeqReserve,
   kCount,  // not a reason
 };
@@ -124,6 +126,8 @@ inline constexpr std::array<const char*, kRefusals> kRefusalNames = {
     "query_position",
     "seq_verb",
     "seq_flags",
+    "prefix_hashes",
+    "prefix_keep",
     "seq_reserve",
 };
 static_assert(kRefusalNames.back() != nullptr, "a refusal has no label");

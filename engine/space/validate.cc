@@ -567,6 +567,15 @@ Status check_seq_request(const SeqRequest& request) {
     return refuse(Refusal::kSeqReserve, "reserve is {}; at most {} tokens fit into a sequence",
                   request.n_tokens, kMaxTokens);
   }
+  if (request.hashes.size() > kMaxPrefixPages ||
+      (!request.hashes.empty() && request.verb != SeqVerb::kPublish)) {
+    return refuse(Refusal::kPrefixHashes, "a prefix has {} hashes; 1 to {} are allowed",
+                  request.hashes.size(), kMaxPrefixPages);
+  }
+  if (!request.hashes.empty() && request.n_tokens > kMaxPrefixKeepNs) {
+    return refuse(Refusal::kPrefixKeep, "keep_ns is {}; at most {} is allowed", request.n_tokens,
+                  kMaxPrefixKeepNs);
+  }
   return Status::ok();
 }
 

@@ -115,6 +115,8 @@ class Store final {
   Result<kvm_seq_id> fork_seq(Sequence* parent, uint64_t n_tokens, ClientId client = 0);
   // The same checks without forking.
   Status check_fork(const Sequence* parent, uint64_t n_tokens, ClientId client = 0) const;
+  // PARTIAL where queries at n_tokens and later would miss tokens below n_tokens.
+  static Status check_cut(const Sequence* seq, uint64_t n_tokens);
   Status truncate_seq(Sequence* seq, uint64_t n_tokens);  // PARTIAL
   // The same in parts of about max_pages pages, for there may be millions: true when it is done.
   // Until then the sequence ends somewhere between: call again with the same n_tokens, which cannot
@@ -253,8 +255,6 @@ class Store final {
   Store(const StoreOptions& options, uint32_t epoch_tag);
 
   Result<SpaceRecord*> record_for(ClientId client, kvm_space_id id);
-  // PARTIAL where queries at n_tokens and later would miss tokens below n_tokens.
-  static Status check_cut(const Sequence* seq, uint64_t n_tokens);
   // The account of a client, or that of the sequence.
   Account* account_for(const Sequence* seq, ClientId client) const;
   Amounts library_limits() const;

@@ -55,6 +55,9 @@ void run_request(std::span<const uint8_t> input) {
   } else if (const auto* observe = std::get_if<ObserveRequest>(&request.message)) {
     check(observe->q);
     check(observe->column_sums);
+  } else if (const auto* seq = std::get_if<SeqRequest>(&request.message)) {
+    KVM_ASSERT(seq->hashes.size() <= kMaxPrefixPages);
+    KVM_ASSERT(seq->hashes.empty() || seq->verb == SeqVerb::kPublish);
   } else if (const auto* snapshot = std::get_if<SnapshotRequest>(&request.message)) {
     KVM_ASSERT(snapshot->name.size() <= kMaxSnapshotNameBytes);
   }

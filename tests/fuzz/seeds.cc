@@ -194,6 +194,7 @@ Seeds control_seeds() {
   add_message(&lists, [](Writer* w) {
     return wire::CreateSnapshotList(w->fbb(), KVM_LIST_ALL_CLIENTS, 1, w->fbb().CreateString("a"));
   });
+  add_message(&lists, [](Writer* w) { return wire::CreatePrefixTable(w->fbb()); });
   return {{"memory", memory},
           {"spaces", spaces},
           {"facts", facts},
@@ -214,6 +215,10 @@ Seeds request_seeds() {
   seq.verb = 2;
   seq.seq = 1;
   seq.n_tokens = KVM_POSITION_END;
+  struct {
+    ipc::SeqBlock block{.verb = static_cast<uint32_t>(SeqVerb::kPublish), .seq = 1};
+    kvm_prefix_hash hashes[2] = {};
+  } prefix;
   ipc::SnapshotBlock snapshot{};
   snapshot.verb = 1;
   snapshot.seq = 1;
@@ -228,6 +233,7 @@ Seeds request_seeds() {
           {"read", request(ipc::Opcode::kRead, read)},
           {"observe", request(ipc::Opcode::kObserve, observe)},
           {"seq", request(ipc::Opcode::kSeq, seq)},
+          {"prefix", request(ipc::Opcode::kSeq, prefix)},
           {"snapshot", request(ipc::Opcode::kSnapshot, snapshot)},
           {"cancel", request(ipc::Opcode::kCancel, ipc::CancelBlock{.user_data = 3})},
           {"nop", nop}};

@@ -86,7 +86,7 @@ SpaceSpec space_message(uint32_t space) {
 std::span<const uint8_t> any_message(RequestMaker* maker, ipc::ControlWriter* writer, uint64_t id) {
   auto& fbb = writer->fbb();
   const uint64_t value = maker->boundary();
-  switch (maker->below(9)) {
+  switch (maker->below(10)) {
     case 0:
       return writer->finish(id, wire::CreateSpaceDrop(fbb, maker->spaces()[maker->below(kSpaces)]));
     case 1:
@@ -110,6 +110,8 @@ std::span<const uint8_t> any_message(RequestMaker* maker, ipc::ControlWriter* wr
       return writer->finish(
           id, wire::CreateSnapshotList(fbb, flags, static_cast<uint32_t>(value), after));
     }
+    case 7:
+      return writer->finish(id, wire::CreatePrefixTable(fbb));
     default: {
       SpaceSpec message = space_message(static_cast<uint32_t>(maker->below(kSpaces)));
       uint8_t* field = reinterpret_cast<uint8_t*>(&message.params) + 4 * maker->below(40);

@@ -211,6 +211,20 @@ TEST_F(Validate, OtherOpcodes) {
   seq.flags = KVM_SEQ_MANUAL_COMMIT;
   write_block(Opcode::kSeq, seq);
   EXPECT_EQ(run(), Reject::kBlockFlags);
+  // Hashes behind a block: of a sequence that is published.
+  seq.flags = 0;
+  seq.verb = static_cast<uint32_t>(SeqVerb::kPublish);
+  const auto run_with_hashes = [&](uint32_t n_bytes) {
+    write_block(Opcode::kSeq, seq);
+    entry_.block_length += n_bytes;
+    return run();
+  };
+  EXPECT_EQ(run_with_hashes(0), Reject::kNone);
+  EXPECT_EQ(run_with_hashes(3 * sizeof(kvm_prefix_hash)), Reject::kNone);
+  EXPECT_EQ(run_with_hashes(sizeof(kvm_prefix_hash) - 1), Reject::kBlockLength);
+  EXPECT_EQ(run_with_hashes(1), Reject::kBlockLength);
+  seq.verb = static_cast<uint32_t>(SeqVerb::kFree);
+  EXPECT_EQ(run_with_hashes(sizeof(kvm_prefix_hash)), Reject::kBlockLength);
   SnapshotBlock snapshot{};
   snapshot.verb = static_cast<uint32_t>(SnapshotVerb::kSave);
   snapshot.flags = KVM_SAVE_REPLACE;
