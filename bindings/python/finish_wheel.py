@@ -33,6 +33,10 @@ def licences(names):
             sys.exit(f"finish_wheel.py: {file} goes into the wheel, but no Debian package tells "
                      "its licence")
         found[f"third_party/{package}.txt"] = path.read_bytes()
+    # Linked into libkvm: no file of its own says so.
+    for package in ("libsodium-dev",):
+        found[f"third_party/{package}.txt"] = pathlib.Path(
+            "/usr/share/doc", package, "copyright").read_bytes()
     return found
 
 

@@ -45,8 +45,8 @@ ENUMS = [
 # Names that an IntEnum cannot have, or that would say nothing alone.
 MEMBERS = {"KVM_OK": ("Status", "OK"), "KVM_EVICT_DISCONNECT": None}
 NUMBERS = {"KVM_NO_LIMIT": "NO_LIMIT", "KVM_POSITION_END": "POSITION_END",
-           "KVM_EVICT_DISCONNECT": "EVICT_DISCONNECT", "KVM_VERSION_MAJOR": None,
-           "KVM_VERSION_MINOR": None, "KVM_VERSION_PATCH": None}
+           "KVM_EVICT_DISCONNECT": "EVICT_DISCONNECT", "KVM_PREFIX_TOKENS": "PREFIX_TOKENS",
+           "KVM_VERSION_MAJOR": None, "KVM_VERSION_MINOR": None, "KVM_VERSION_PATCH": None}
 # Structure, class (None: fields only), what it is.
 RECORDS = [
     ("kvm_client_info", "ClientInfo", "Facts about a connection, and its limits."),

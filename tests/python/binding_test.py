@@ -4,7 +4,10 @@
 oracle, arrays and layouts, errors, lifetimes."""
 
 import array
+import contextlib
+import copy
 import gc
+import hashlib
 import importlib.util
 import os
 import re
@@ -13,14 +16,225 @@ import sys
 import tempfile
 import time
 import unittest
+import unittest.mock
 
 import numpy
 
 import kvm
 from kvm import _native
-from rig import PACKAGE, ROOT, Daemon, Rig, attention, over_both
+from rig import PACKAGE, ROOT, Daemon, Rig, attention, open_client, over_both
 
 INVALID = kvm.Status.INVALID
+
+
+def hashes_of(space, tokens, salt=b""):
+    """The hashes of the full pages, as kvm.h says."""
+    info = space.info()
+    last = hashlib.blake2b(b"kvm prefix 1\n" + info.layout_digest + info.policy_digest
+                           + info.fingerprint + salt, digest_size=32).digest()
+    hashes = []
+    for at in range(0, len(tokens) // 64 * 64, 64):
+        page = b"".join(int(token).to_bytes(4, "little") for token in tokens[at:at + 64])
+        last = hashlib.blake2b(last + page, digest_size=32).digest()
+        hashes.append(last)
+    return hashes
+
+
+@over_both
+class Prefixes:
+    def setUp(self):
+        super().setUp()
+        self.fingerprint = os.urandom(32)  # no prefix of an earlier test is found
+        self.model = self.space(fingerprint=self.fingerprint)
+        self.ids = self.tokens(200)
+
+    def tokens(self, n):
+        return self.random.integers(0, 2**32, n, "uint32")
+
+    @contextlib.contextmanager
+    def second_client(self):
+        """Another one of the same service; an engine in the process has but one."""
+        if self.kind == "embedded":
+            yield self.client
+        else:
+            with open_client(self.kind) as client:
+                yield client
+
+    def prefix(self, space, tokens, **arguments):
+        """The id of a published sequence of these tokens, and what it was given."""
+        seq, k, v = self.prompt(space, len(tokens))
+        hashes = space.prefix_hashes(tokens, **arguments)
+        id = seq.publish_prefix(hashes)
+        self.addCleanup(self.free, id)
+        return id, k, v
+
+    def free(self, id):
+        with contextlib.suppress(kvm.NotFoundError):
+            kvm.Sequence(self.model, id).free()
+
+    def n_sequences(self):
+        return len(self.client.sequences(self.model))
+
+    def test_hashes_are_those_of_the_header(self):
+        space, tokens = self.model, self.ids
+        for salt in (b"", b"of an end user", bytes(64)):
+            wanted = hashes_of(space, tokens, salt)
+            for given in (tokens, tokens.tolist(), tuple(tokens), iter(tokens.tolist()),
+                          tokens.astype("int64"), numpy.repeat(tokens, 2)[::2],
+                          array.array("I", tokens)):
+                hashes = space.prefix_hashes(given, salt=salt)
+                self.assertEqual(list(hashes), wanted)
+            self.assertEqual((len(hashes), hashes.n_tokens), (3, 200))
+            self.assertEqual((hashes[-1], bytes(hashes)), (wanted[2], b"".join(wanted)))
+        self.assertEqual(len(space.prefix_hashes([])), 0)
+        with self.assertRaises(IndexError):
+            hashes[3]
+        for salt in (bytes(65), bytes(1 << 20)):
+            with self.assertRaises(kvm.InvalidError):
+                space.prefix_hashes(tokens, salt=salt)
+
+    def test_hashes_grow_with_the_conversation(self):
+        space, tokens = self.model, self.ids
+        wanted = hashes_of(space, tokens)
+        hashes = space.prefix_hashes(tokens[:70])
+        other = copy.copy(hashes)
+        hashes.extend(tokens[70:75])
+        for token in tokens[75:].tolist():
+            hashes.extend([token])
+        self.assertEqual(list(hashes), wanted)
+        self.assertEqual((list(other), other.n_tokens), (wanted[:1], 70))
+        for n_tokens, n in ((0, 0), (63, 0), (64, 1), (191, 2), (10**9, 3)):
+            self.assertEqual(list(hashes.up_to(n_tokens)), wanted[:n])
+        part = hashes.up_to(128)
+        part.extend(tokens[128:])
+        self.assertEqual(list(part), wanted)
+
+    def test_what_is_no_token_is_refused(self):
+        space, tokens = self.model, self.ids
+        hashes = space.prefix_hashes(tokens)
+        before = bytes(hashes), hashes.n_tokens
+        for wrong in ([-1], [5, 2**32], numpy.array([-1]), numpy.array([2**32]), [2**64],
+                      numpy.zeros((2, 64), "int32")):
+            with self.assertRaises(ValueError):
+                hashes.extend(wrong)
+        for wrong in (5, None, "text", [1.5], [[1, 2]], numpy.zeros(64)):
+            with self.assertRaises(TypeError):
+                hashes.extend(wrong)
+        self.assertEqual((bytes(hashes), hashes.n_tokens), before)
+        with self.assert_refused(INVALID, kvm.InvalidError, "33 bytes"):
+            space.find_prefix(bytes(33))
+
+    def test_what_was_published_is_found_by_its_tokens(self):
+        space, tokens = self.model, self.ids
+        self.assertIsNone(space.find_prefix(space.prefix_hashes(tokens)))
+        id, k, v = self.prefix(space, tokens)
+        other = numpy.concatenate([tokens[:150], self.tokens(100)])
+        with self.second_client() as client:
+            space = client.register_space(space.name, n_layers=1, n_q_heads=4, n_kv_heads=2,
+                                          head_dim=16, codec="float32",
+                                          fingerprint=self.fingerprint)
+            for given, n_tokens in ((tokens, 192), (other, 128), (tokens[:100], 64)):
+                hashes = space.prefix_hashes(given)
+                self.assertEqual(space.find_prefix(hashes), (id, n_tokens))
+                self.assertEqual(space.find_prefix(bytes(hashes)), (id, n_tokens))
+                seq, n_found = space.fork_prefix(hashes)
+                self.assertEqual((n_found, len(seq)), (n_tokens, n_tokens))
+                self.assertFalse(seq.info().flags & kvm.SequenceFlag.PUBLISHED)
+                q = self.normal(1, 4, 16)
+                got = client.step(space, 0, [kvm.Item(seq, query=1)], q=q).o
+                self.assert_close(got, attention(q, k[:n_tokens], v[:n_tokens], [n_tokens - 1])[0])
+            # The last token is computed in any case: an engine needs what it says.
+            hashes = space.prefix_hashes(tokens[:192])
+            self.assertEqual(space.fork_prefix(hashes.up_to(191))[1], 128)
+            for hashes in (space.prefix_hashes(tokens[:63]), space.prefix_hashes(tokens[1:]),
+                           space.prefix_hashes(tokens, salt=b"of another")):
+                self.assertIsNone(space.find_prefix(hashes))
+                seq, n_found = space.fork_prefix(hashes)
+                self.assertEqual((n_found, len(seq)), (0, 0))
+        self.free(id)
+        space = self.model
+        hashes = space.prefix_hashes(tokens)
+        self.assertIsNone(space.find_prefix(hashes))
+        self.assertEqual(space.fork_prefix(hashes)[1], 0)
+
+    def test_a_salt_keeps_prefixes_apart(self):
+        space, tokens = self.model, self.ids
+        ids = {salt: self.prefix(space, tokens, salt=salt)[0] for salt in (b"", b"one", b"two")}
+        for salt, id in ids.items():
+            hashes = space.prefix_hashes(tokens, salt=salt)
+            self.assertEqual(space.find_prefix(hashes), (id, 192))
+
+    def test_what_was_found_and_is_gone_is_a_miss(self):
+        space, tokens = self.model, self.ids
+        hashes = space.prefix_hashes(tokens)
+        id, _, _ = self.prefix(space, tokens)
+        gone = space.create_sequence()
+        gone.free()
+        with unittest.mock.patch.object(kvm.Space, "find_prefix", return_value=(gone.id, 64)):
+            seq, n_found = space.fork_prefix(hashes)
+        self.assertEqual((n_found, len(seq), seq.info().space), (0, 0, space.id))
+        self.assertEqual(space.find_prefix(hashes), (id, 192))
+
+    def test_a_space_that_means_the_same_has_prefixes_of_its_own(self):
+        space, tokens = self.model, self.ids
+        self.prefix(space, tokens)
+        twin = self.space(fingerprint=self.fingerprint)
+        hashes = twin.prefix_hashes(tokens)
+        self.assertEqual(bytes(hashes), bytes(space.prefix_hashes(tokens)))
+        self.assertIsNone(twin.find_prefix(hashes))
+
+    def test_a_prefix_is_published_once(self):
+        space, tokens = self.model, self.ids
+        hashes = space.prefix_hashes(tokens)
+        self.prefix(space, tokens)
+        seq, _, _ = self.prompt(space, 200)
+        with self.assert_refused(kvm.Status.EXISTS, kvm.InvalidError, "192 tokens"):
+            seq.publish_prefix(hashes, keep=60)
+        seq.truncate(100)  # it is the client's
+        with self.assert_refused(INVALID, kvm.InvalidError, "192", "100"):
+            seq.publish_prefix(hashes)
+        for wrong in (0, -1, float("nan"), float("inf"), "a minute"):
+            with self.assertRaises(ValueError):
+                seq.publish_prefix(hashes, keep=wrong)
+        for wrong in (hashes.up_to(0), bytes(32 * 65537)):
+            with self.assertRaises(kvm.InvalidError):
+                seq.publish_prefix(wrong)
+        heavy = self.space(policies=[kvm.Policy(kvm.Retention.HEAVY, n_recent=64, n_heavy=8)])
+        seq, _, _ = self.prompt(heavy, 64)
+        with self.assertRaises(kvm.UnsupportedError):
+            seq.publish_prefix(heavy.prefix_hashes(tokens[:64]))
+
+    def test_requests_publish_too(self):
+        space, tokens = self.model, self.ids
+        hashes = space.prefix_hashes(tokens)
+        with self.client.create_queue() as queue:
+            seq, _, _ = self.prompt(space, 200)
+            id = queue.publish_prefix_async(seq, hashes, keep=60).result()
+            self.addCleanup(self.free, id)
+            self.assertEqual(id, seq.id)
+            self.assertEqual(space.find_prefix(hashes), (id, 192))
+            fork = queue.fork_async(self.client.sequence(space, id), 192).result()
+            self.assertEqual(len(fork), 192)
+            # One that fails gives back what it was given, whether it is asked or not.
+            q = self.normal(1, 4, 16)
+            n_before = self.n_sequences()
+            for asks in (True, False):
+                seq, _, _ = self.prompt(space, 200)
+                request = queue.publish_prefix_async(seq, hashes)
+                if asks:
+                    with self.assertRaises(kvm.InvalidError):
+                        request.result()
+                    self.assertEqual(request.status(), kvm.Status.EXISTS)
+                del request
+                self.assertEqual(self.n_sequences(), n_before + 1)
+                queue.step(space, 0, [kvm.Item(seq, append=1)], k=q[:, :2], v=q[:, :2])
+                self.assertEqual(len(seq), 201)
+                del seq
+                gc.collect()
+                deadline = time.monotonic() + 20
+                while self.n_sequences() != n_before and time.monotonic() < deadline:
+                    queue.step(space, 0, [kvm.Item(fork, query=1)], q=q)
+                self.assertEqual(self.n_sequences(), n_before)
 
 
 @over_both

@@ -16,6 +16,9 @@ async def decode(client: kvm.Client, space: kvm.Space, n: int) -> list[kvm.StepS
         results: list[kvm.StepResult] = await asyncio.gather(*requests)
         fork: kvm.Sequence = await queue.fork_async(seq)
         tokens: int = fork.info().n_tokens_max
+        hashes: kvm.PrefixHashes = space.prefix_hashes(range(100), salt=b"salt")
+        chat, n_found = space.fork_prefix(hashes.up_to(99))
+        print(n_found + len(chat), await queue.publish_prefix_async(chat, hashes, keep=60) > 0)
         print(tokens, kvm.merge([(results[0].o, results[0].lse)]))
         return [result.stats for result in results]
 

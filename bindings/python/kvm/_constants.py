@@ -228,4 +228,5 @@ class SnapshotFlag(enum.IntFlag):
 
 EVICT_DISCONNECT = 1 << 0
 POSITION_END = 2**64 - 1
+PREFIX_TOKENS = 64
 NO_LIMIT = 2**64 - 1

@@ -124,7 +124,9 @@ class Verb(enum.Enum):
 
     DELETE_SNAPSHOT = 15
 
-    NOP = 16
+    PUBLISH_PREFIX = 16
+
+    NOP = 17
 
 class Request:
     @property
@@ -149,6 +151,16 @@ def make_verb(
         client: Client, verb: Verb, id: int, n_tokens: int, flags: int, reserve: int) -> Request: ...
 
 def make_snapshot_verb(client: Client, verb: Verb, id: int, name: str, flags: int) -> Request: ...
+
+def make_prefix_verb(client: Client, seq: int, hashes: bytes, keep_ns: int) -> Request: ...
+
+def prefix_seed(client: Client, space: int, salt: bytes) -> bytes: ...
+
+def hash_tokens(before: bytes, rest: bytes, tokens: Any) -> tuple[bytes, bytes]: ...
+
+def publish_prefix(client: Client, seq: int, hashes: bytes, keep_ns: int) -> None: ...
+
+def find_prefix(client: Client, space: int, hashes: bytes) -> tuple[int, int]: ...
 
 class Flight:
     @property

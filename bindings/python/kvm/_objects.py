@@ -20,12 +20,14 @@ from ._constants import (EVICT_DISCONNECT, POSITION_END, CodecId, Dtype, Evict, 
                          Status)
 from ._errors import Error
 from ._params import Codec, Index, Layer, Policy, codec_of, dtype_of
+from ._prefixes import PrefixHashes, data_of, keep_ns
 from ._records import (Amounts, ClientEntry, ClientInfo, EvictResult, SequenceInfo, SnapshotInfo,
                        SpaceInfo, Stats, UserEntry)
 from ._requests import (Item, Layout, Request, Step, StepResult, check_names, check_step, is_heads,
                         step_flags)
 
 _E = TypeVar("_E")
+MAX_SEEDS = 256  # that a space keeps
 _clients: weakref.WeakSet[Client] = weakref.WeakSet()
 
 
@@ -69,7 +71,8 @@ class Client:
         self._idle_queues: list[_native.Queue] = []
         self._frees: dict[int, _native.Queue] = {}  # at most one
         self._orphans: collections.deque[
-            tuple[weakref.ref[_native.Queue], _native.Flight]] = collections.deque()
+            tuple[weakref.ref[_native.Queue], _native.Flight, Sequence | None]
+        ] = collections.deque()
         self._pid = os.getpid()
         _clients.add(self)
 
@@ -286,9 +289,11 @@ class Client:
             queue.start(_native.make_verb(self._native, _native.Verb.FREE, seq, 0, 0, 0), True)
             queue.poll()
 
-    def _abandon(self, queue: _native.Queue, flight: _native.Flight) -> None:
-        """Frees the sequence that nobody will ask a request for, once it is there."""
-        self._orphans.append((weakref.ref(queue), flight))
+    def _abandon(self, queue: _native.Queue, flight: _native.Flight,
+                 given: Sequence | None = None) -> None:
+        """Frees the sequence that nobody will ask a request for, once it is there. given: what the
+        request took its handle's sequence from; the handle owns it again where that has failed."""
+        self._orphans.append((weakref.ref(queue), flight, given))
         self._sweep()
 
     def _sweep(self, *, looks: bool = False) -> None:
@@ -296,6 +301,7 @@ class Client:
 
         looks: at their queues too, which nobody else may ever do again.
         """
+        returned = []  # They go at the end, each with a sweep of its own.
         for _ in range(len(self._orphans)):
             try:
                 orphan = self._orphans.popleft()  # each goes to one thread
@@ -310,6 +316,9 @@ class Client:
                 self._orphans.append(orphan)
             elif flight.status == Status.OK and flight.seq != 0:
                 self._free(flight.seq)
+            elif flight.status != Status.OK and orphan[2] is not None:
+                orphan[2]._owns = True
+                returned.append(orphan[2])
 
     # --- Administration ---------------------------------------------------------------------------
 
@@ -368,8 +377,8 @@ def _entry(cls: Callable[..., _E], fields: dict[str, Any]) -> _E:
 class Space:
     """The geometry of a model's KV. Made by `Client.register_space` and `Client.find_space`."""
 
-    __slots__ = ("__weakref__", "_layer_shapes", "client", "head_dim_k", "head_dim_v", "id",
-                 "n_layers", "name")
+    __slots__ = ("__weakref__", "_layer_shapes", "_seeds", "client", "head_dim_k", "head_dim_v",
+                 "id", "n_layers", "name")
 
     def __init__(self, client: Client, id: int, layer_shapes: list[_Shape] | None) -> None:
         self.client = client
@@ -380,6 +389,7 @@ class Space:
         self.head_dim_k = info.head_dim_k
         self.head_dim_v = info.head_dim_v
         self._layer_shapes = layer_shapes
+        self._seeds: dict[bytes, bytes] = {}  # by salt
 
     def __repr__(self) -> str:
         return f"<kvm.Space {self.name!r} {self.id:#x}>"
@@ -416,6 +426,48 @@ class Space:
         """
         at = POSITION_END if n_tokens is None else n_tokens
         return Sequence(self, self.client._native.fork_sequence(id, at))
+
+    def prefix_hashes(self, tokens: Iterable[int] | Any, *, salt: bytes = b"") -> PrefixHashes:
+        """The hashes of a prompt's tokens, by which `fork_prefix` finds what others have published.
+
+        tokens:  ids, in an array with one axis or any iterable. `PrefixHashes.extend` goes on.
+        salt:    at most 64 bytes: who has another one finds nothing, and so does not learn what
+                 prompts there were.
+        """
+        seed = self._seeds.get(salt)
+        if seed is None:
+            seed = _native.prefix_seed(self.client._native, self.id, salt)
+            if len(self._seeds) >= MAX_SEEDS:
+                self._seeds.clear()
+            self._seeds[salt] = seed
+        hashes = PrefixHashes(seed)
+        hashes.extend(tokens)
+        return hashes
+
+    def find_prefix(self, hashes: PrefixHashes | bytes) -> tuple[int, int] | None:
+        """The longest prefix that is there (`Sequence.publish_prefix`): the id of a sequence, for
+        `fork_published`, and how many of its tokens are meant. None: there is none.
+
+        Asks nobody but the first time. What was found may be gone before it is forked;
+        `fork_prefix` looks after that.
+        """
+        seq, n_tokens = _native.find_prefix(self.client._native, self.id, data_of(hashes))
+        return (seq, n_tokens) if n_tokens != 0 else None
+
+    def fork_prefix(self, hashes: PrefixHashes | bytes) -> tuple[Sequence, int]:
+        """A fork of the longest prefix that is there, and its length: what follows is yet to be
+        computed. Where there is none, a new sequence and 0.
+
+        It pays for no page that it has from there. `hashes.up_to(n)` leaves tokens to compute.
+        """
+        found = self.find_prefix(hashes)
+        if found is not None:
+            try:
+                return self.fork_published(*found), found[1]
+            except Error as error:
+                if error.status not in (Status.NOT_FOUND, Status.STALE, Status.PERMISSION):
+                    raise
+        return self.create_sequence(), 0
 
     def load(self, name: str) -> Sequence:
         """A sequence that holds what was saved under the name (`Sequence.save`), by any client of
@@ -491,6 +543,18 @@ class Sequence:
         it (`Space.take_sequence`) and free it; none may change it.
         """
         self.space.client._native.publish_sequence(self.id)
+        return self.detach()
+
+    def publish_prefix(self, hashes: PrefixHashes | bytes, *, keep: float | None = None) -> int:
+        """Publishes it as `publish` does, so that it is found by the tokens that it begins with
+        (`Space.fork_prefix`). It may have more tokens than there are hashes of.
+
+        keep:  it is freed when nobody has forked it for so many seconds; None: it stays.
+
+        Raises InvalidError (EXISTS) where the same prefix is there already, and UnsupportedError
+        where heads keep tokens by what queries asked (HEAVY). It stays this client's then.
+        """
+        _native.publish_prefix(self.space.client._native, self.id, data_of(hashes), keep_ns(keep))
         return self.detach()
 
     def save(self, name: str, *, replace: bool = False) -> None:
@@ -706,6 +770,15 @@ class Queue:
         """Starts what `Sequence.publish` waits for."""
         return self._verb(_native.Verb.PUBLISH, seq.detach())
 
+    def publish_prefix_async(self, seq: Sequence, hashes: PrefixHashes | bytes, *,
+                             keep: float | None = None) -> Request[int]:
+        """Starts what `Sequence.publish_prefix` waits for. Where it fails, `seq` owns its sequence
+        again."""
+        request = _native.make_prefix_verb(self.client._native, seq.id, data_of(hashes),
+                                           keep_ns(keep))
+        flight = self._native.start(request, True)
+        return _PublishRequest(self, flight, seq)
+
     def take_sequence_async(self, id: int) -> Request[None]:
         """Starts what `Space.take_sequence` waits for; `Sequence(space, id)` then owns it."""
         return self._verb(_native.Verb.TAKE, id)
@@ -831,6 +904,31 @@ class _SequenceRequest(Request[Sequence]):
 
     def _drop(self, value: Sequence) -> None:
         value.detach()
+
+
+class _PublishRequest(Request[int]):
+    """A request that publishes a sequence: its handle owns it again where it was not published."""
+
+    __slots__ = ("_given",)
+
+    def __init__(self, queue: Queue, flight: _native.Flight, seq: Sequence) -> None:
+        self._given = seq if seq._owns else None
+        id = seq.detach()
+        super().__init__(queue, flight, lambda _: id)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        is_done = super().wait(timeout)
+        given = self._given
+        if is_done and given is not None:
+            self._given = None
+            if self._flight.status != Status.OK:
+                given._owns = True
+        return is_done
+
+    def __del__(self) -> None:
+        given = getattr(self, "_given", None)
+        if given is not None:
+            self._queue.client._abandon(self._queue._native, self._flight, given)
 
 
 def _nothing(flight: _native.Flight) -> None:

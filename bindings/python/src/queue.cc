@@ -8,6 +8,7 @@
 
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include "bindings/python/src/prefix.h"
 #include "bindings/python/src/records.h"
 
 namespace nb = nanobind;
@@ -147,6 +148,9 @@ kvm_status Queue::stage(Flight* flight) {
       return kvm_seq_load_async(queue_, r.id, r.name.c_str(), flight->id);
     case Request::Verb::kDeleteSnapshot:
       return kvm_snapshot_delete_async(queue_, r.name.c_str(), flight->id);
+    case Request::Verb::kPublishPrefix:
+      return kvm_prefix_publish_async(queue_, r.id, r.hashes.data(), count_of(r.hashes), r.keep_ns,
+                                      flight->id);
     case Request::Verb::kNop:
       return kvm_nop_async(queue_, flight->id);
   }

@@ -2,6 +2,7 @@
 #include "bindings/python/src/step.h"
 
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 
@@ -10,6 +11,7 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
+#include "bindings/python/src/prefix.h"
 #include "bindings/python/src/records.h"
 
 namespace nb = nanobind;
@@ -264,6 +266,15 @@ std::shared_ptr<Request> make_snapshot_verb(std::shared_ptr<Client> client, Requ
   return request;
 }
 
+std::shared_ptr<Request> make_prefix_verb(std::shared_ptr<Client> client, uint64_t seq,
+                                          const nb::bytes& hashes, uint64_t keep_ns) {
+  auto request = make_verb(std::move(client), Request::Verb::kPublishPrefix, seq, 0, 0, 0);
+  const std::span<const kvm_prefix_hash> all = hashes_in(hashes);
+  request->hashes.assign(all.begin(), all.end());
+  request->keep_ns = keep_ns;
+  return request;
+}
+
 }  // namespace
 
 void register_step(nb::module_& module) {
@@ -295,6 +306,7 @@ void register_step(nb::module_& module) {
       .value("SAVE", Request::Verb::kSave)
       .value("LOAD", Request::Verb::kLoad)
       .value("DELETE_SNAPSHOT", Request::Verb::kDeleteSnapshot)
+      .value("PUBLISH_PREFIX", Request::Verb::kPublishPrefix)
       .value("NOP", Request::Verb::kNop);
   nb::class_<Request>(module, "Request").def_prop_ro("copied_bytes", [](const Request& r) {
     return r.copied_bytes;
@@ -317,6 +329,8 @@ void register_step(nb::module_& module) {
              nb::arg("n_tokens"), nb::arg("flags"), nb::arg("reserve"));
   module.def("make_snapshot_verb", make_snapshot_verb, nb::arg("client"), nb::arg("verb"),
              nb::arg("id"), nb::arg("name"), nb::arg("flags"));
+  module.def("make_prefix_verb", make_prefix_verb, nb::arg("client"), nb::arg("seq"),
+             nb::arg("hashes"), nb::arg("keep_ns"));
 }
 
 }  // namespace kvm::python

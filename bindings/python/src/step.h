@@ -43,6 +43,7 @@ struct Request {
     kSave,
     kLoad,
     kDeleteSnapshot,
+    kPublishPrefix,
     kNop
   };
 
@@ -54,8 +55,10 @@ struct Request {
   kvm_seq_params create{};
   uint64_t id = 0;  // of the space or the sequence
   uint64_t n_tokens = 0;
-  std::string name;    // of a snapshot
-  uint32_t flags = 0;  // of kSave
+  std::string name;                     // of a snapshot
+  uint32_t flags = 0;                   // of kSave
+  std::vector<kvm_prefix_hash> hashes;  // of kPublishPrefix
+  uint64_t keep_ns = 0;                 // of kPublishPrefix
   std::vector<kvm_item> items;
   std::vector<kvm_range> ranges;
   std::vector<uint64_t> tree;
