@@ -113,6 +113,7 @@ pub const KVM_VERSION_MAJOR: u32 = 0;
 pub const KVM_VERSION_MINOR: u32 = 1;
 pub const KVM_VERSION_PATCH: u32 = 0;
 pub const KVM_POSITION_END: u64 = u64::MAX;
+pub const KVM_PREFIX_TOKENS: u32 = 64;
 pub const KVM_NO_LIMIT: u64 = u64::MAX;
 
 #[repr(C)]
@@ -479,6 +480,61 @@ pub struct kvm_seq_params {
 }
 
 impl Default for kvm_seq_params {
+    /// Zeros, and `struct_size`.
+    fn default() -> Self {
+        // SAFETY: numbers and raw pointers; zero is a value of each.
+        let mut zeros: Self = unsafe { std::mem::zeroed() };
+        zeros.struct_size = std::mem::size_of::<Self>() as u32;
+        zeros
+    }
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct kvm_prefix_hash {
+    pub bytes: [u8; 32],
+}
+
+impl Default for kvm_prefix_hash {
+    /// Zeros.
+    fn default() -> Self {
+        // SAFETY: numbers and raw pointers; zero is a value of each.
+        unsafe { std::mem::zeroed() }
+    }
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct kvm_prefix_find_params {
+    pub struct_size: u32,
+    pub flags: u32,
+    pub space: kvm_space_id,
+    pub hashes: *const kvm_prefix_hash,
+    pub n_hashes: u64,
+    pub reserved: [u64; 4],
+}
+
+impl Default for kvm_prefix_find_params {
+    /// Zeros, and `struct_size`.
+    fn default() -> Self {
+        // SAFETY: numbers and raw pointers; zero is a value of each.
+        let mut zeros: Self = unsafe { std::mem::zeroed() };
+        zeros.struct_size = std::mem::size_of::<Self>() as u32;
+        zeros
+    }
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct kvm_prefix {
+    pub struct_size: u32,
+    pub flags: u32,
+    pub seq: kvm_seq_id,
+    pub n_tokens: u64,
+    pub reserved: [u64; 5],
+}
+
+impl Default for kvm_prefix {
     /// Zeros, and `struct_size`.
     fn default() -> Self {
         // SAFETY: numbers and raw pointers; zero is a value of each.
@@ -1049,6 +1105,31 @@ extern "C" {
     pub fn kvm_seq_free(client: *mut kvm_client, seq: kvm_seq_id) -> kvm_status;
     pub fn kvm_seq_publish(client: *mut kvm_client, seq: kvm_seq_id) -> kvm_status;
     pub fn kvm_seq_take(client: *mut kvm_client, seq: kvm_seq_id) -> kvm_status;
+    pub fn kvm_prefix_seed(
+        client: *mut kvm_client,
+        space: kvm_space_id,
+        salt: *const c_void,
+        salt_bytes: usize,
+        out: *mut kvm_prefix_hash,
+    ) -> kvm_status;
+    pub fn kvm_prefix_hashes(
+        before: *const kvm_prefix_hash,
+        tokens: *const u32,
+        n_tokens: u64,
+        out: *mut kvm_prefix_hash,
+    ) -> kvm_status;
+    pub fn kvm_prefix_publish(
+        client: *mut kvm_client,
+        seq: kvm_seq_id,
+        hashes: *const kvm_prefix_hash,
+        n_hashes: u32,
+        keep_ns: u64,
+    ) -> kvm_status;
+    pub fn kvm_prefix_find(
+        client: *mut kvm_client,
+        params: *const kvm_prefix_find_params,
+        out: *mut kvm_prefix,
+    ) -> kvm_status;
     pub fn kvm_seq_get_info(
         client: *mut kvm_client,
         seq: kvm_seq_id,
@@ -1156,6 +1237,14 @@ extern "C" {
     pub fn kvm_seq_publish_async(
         queue: *mut kvm_queue,
         seq: kvm_seq_id,
+        user_data: u64,
+    ) -> kvm_status;
+    pub fn kvm_prefix_publish_async(
+        queue: *mut kvm_queue,
+        seq: kvm_seq_id,
+        hashes: *const kvm_prefix_hash,
+        n_hashes: u32,
+        keep_ns: u64,
         user_data: u64,
     ) -> kvm_status;
     pub fn kvm_seq_take_async(queue: *mut kvm_queue, seq: kvm_seq_id, user_data: u64)

@@ -10,6 +10,7 @@ use kvm_sys as sys;
 
 use crate::client::nanoseconds;
 use crate::error::{check, Error, Result, Status};
+use crate::prefix::{PrefixHash, Publication};
 use crate::queue::Queue;
 use crate::sequence::{SequenceId, SequenceParams};
 use crate::space::{Space, SpaceId};
@@ -60,6 +61,9 @@ pub enum Request<'b> {
     Load(SpaceId, CString),
     /// [`Client::delete_snapshot`](crate::Client::delete_snapshot).
     DeleteSnapshot(CString),
+    /// [`Sequence::publish_prefix`](crate::Sequence::publish_prefix): the hashes, and how long to
+    /// keep it.
+    PublishPrefix(SequenceId, Vec<PrefixHash>, Option<Duration>),
     /// Does nothing and completes.
     Nop,
 }
@@ -295,6 +299,20 @@ impl<'s, 'env> Scope<'s, 'env> {
                 // SAFETY: as above.
                 check(unsafe { sys::kvm_snapshot_delete_async(queue, name.as_ptr(), ticket) })
             }
+            Request::PublishPrefix(sequence, hashes, keep) => {
+                let what = Publication::new(hashes, *keep)?;
+                // SAFETY: this thread's queue; as many hashes as are counted, which C copies now.
+                check(unsafe {
+                    sys::kvm_prefix_publish_async(
+                        queue,
+                        sequence.0,
+                        what.hashes,
+                        what.n_hashes,
+                        what.keep_ns,
+                        ticket,
+                    )
+                })
+            }
             // SAFETY: this thread's queue.
             Request::Nop => check(unsafe { sys::kvm_nop_async(queue, ticket) }),
         }
@@ -362,6 +380,18 @@ impl<'s, 'env> Scope<'s, 'env> {
     /// [`Sequence`](crate::Sequence) owns.
     pub fn publish(&mut self, sequence: SequenceId) -> Started<'env> {
         self.start(Request::Publish(sequence))
+    }
+
+    /// As [`Sequence::publish_prefix`](crate::Sequence::publish_prefix), of a sequence that no
+    /// [`Sequence`](crate::Sequence) owns. It is still there where this fails, to be owned by
+    /// [`Client::own_sequence`](crate::Client::own_sequence).
+    pub fn publish_prefix(
+        &mut self,
+        sequence: SequenceId,
+        hashes: &[PrefixHash],
+        keep: Option<Duration>,
+    ) -> Started<'env> {
+        self.start(Request::PublishPrefix(sequence, hashes.to_vec(), keep))
     }
 
     /// As [`Space::take_sequence`](crate::Space::take_sequence); to be owned by

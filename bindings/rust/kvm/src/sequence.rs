@@ -2,11 +2,13 @@
 use std::fmt;
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
+use std::time::Duration;
 
 use kvm_sys as sys;
 
 use crate::client::{c_string, Connection};
 use crate::error::{check, text_of, Result};
+use crate::prefix::{PrefixHash, Publication};
 use crate::space::SpaceId;
 
 /// The number of a sequence. Never used again: that of a freed sequence gives `Stale`.
@@ -195,6 +197,54 @@ impl Sequence {
         // SAFETY: a live client.
         check(unsafe { sys::kvm_seq_publish(connection.raw(), id.0) })?;
         Ok(id)
+    }
+
+    /// Publishes it as [`Sequence::publish`] does, so that it is found by the tokens that it begins
+    /// with ([`Space::fork_prefix`](crate::Space::fork_prefix)). It may have more tokens than there
+    /// are hashes of. It is freed when nobody has forked it for as long as `keep` says (`None`: it
+    /// stays).
+    ///
+    /// Fails with `Exists` (the same prefix is there already), `Invalid` (the hashes stand for more
+    /// tokens than a layer has, there are none or more than 65536, or `keep` is zero or above 2^62
+    /// ns), `Unsupported` (heads keep tokens by what queries asked; or kvmd is older), `Limit` (of
+    /// hashes of the user), or as [`Sequence::publish`]. The sequence is freed then, as when it is
+    /// dropped.
+    ///
+    /// ```
+    /// # use kvm::*;
+    /// # let client = Client::open_embedded(&EmbeddedParams::new().threads(1))?;
+    /// # let space = client.register_space(&SpaceParams::new("my-model", 1, 1, 8))?;
+    /// # let mut queue = client.create_queue(&QueueParams::new())?;
+    /// # let tokens: Vec<u32> = (0..100).collect();
+    /// let hashes = PrefixHashes::new(space.prefix_seed(b"")?, &tokens);
+    /// let (chat, n_found) = space.fork_prefix(&hashes)?;
+    /// assert_eq!(n_found, 0);
+    /// # let kv = [0.0f32; 100 * 8];
+    /// # queue.append(Step::new(&space, 0).item(Item::new(&chat).append(100)).k(&kv).v(&kv))?;
+    /// // ... what follows n_found is computed and appended, and then for others: ...
+    /// let ten_minutes = Some(std::time::Duration::from_secs(600));
+    /// let prompt = chat.fork_all()?.publish_prefix(&hashes, ten_minutes)?;
+    /// assert_eq!(space.fork_prefix(&hashes)?.1, 64);
+    /// # client.own_sequence(prompt).free()?;
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn publish_prefix(
+        self,
+        hashes: &[PrefixHash],
+        keep: Option<Duration>,
+    ) -> Result<SequenceId> {
+        let what = Publication::new(hashes, keep)?;
+        // SAFETY: a live client, and as many hashes as are counted.
+        check(unsafe {
+            sys::kvm_prefix_publish(
+                self.connection.raw(),
+                self.id.0,
+                what.hashes,
+                what.n_hashes,
+                what.keep_ns,
+            )
+        })?;
+        Ok(self.into_id())
     }
 
     /// Saves what the sequence holds under a name, in kvmd's disk tier: when this returns, no crash

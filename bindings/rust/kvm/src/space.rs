@@ -10,6 +10,7 @@ use kvm_sys as sys;
 use crate::client::{c_string, Client, Connection};
 use crate::codec::CodecId;
 use crate::error::{check, text_of, Error, Result, Status};
+use crate::prefix::{FoundPrefix, PrefixHash};
 use crate::sequence::{Sequence, SequenceId, SequenceParams};
 use crate::step::{Accuracy, Mode, Proposal};
 
@@ -872,6 +873,57 @@ impl Space {
     /// ```
     pub fn take_sequence(&self, published: SequenceId) -> Result<Sequence> {
         Sequence::take(&self.connection, published)
+    }
+
+    /// What the hashes of this space's prompts begin with ([`PrefixHashes`](crate::PrefixHashes)).
+    /// Spaces of the same layout, policies and fingerprint have the same. salt: at most 64 bytes;
+    /// who has another one finds nothing, and so does not learn what prompts there were. Fails with
+    /// `Invalid` (salt), `Stale`, `Lost` or `Timeout`.
+    pub fn prefix_seed(&self, salt: &[u8]) -> Result<PrefixHash> {
+        PrefixHash::seed(&self.connection, self.id, salt)
+    }
+
+    /// The longest prefix that is there ([`Sequence::publish_prefix`]), for
+    /// [`Space::fork_published`]. Asks nobody but the first time. What was found may be gone before
+    /// it is forked: [`Space::fork_prefix`] looks after that. Fails with `Unsupported` (kvmd is
+    /// older), `NoMemory`, `Limit` (of descriptors), `Disconnected` or `Timeout`.
+    pub fn find_prefix(&self, hashes: &[PrefixHash]) -> Result<Option<FoundPrefix>> {
+        FoundPrefix::find(&self.connection, self.id, hashes)
+    }
+
+    /// A fork of the longest prefix that is there, and its length: what follows is yet to be
+    /// computed. Where there is none, a new sequence and 0. The fork pays for no page that it has
+    /// from there. Fails as [`Space::find_prefix`], [`Space::fork_published`] and
+    /// [`Space::create_sequence`].
+    ///
+    /// ```
+    /// # let client = kvm::Client::open_embedded(&kvm::EmbeddedParams::new().threads(1))?;
+    /// # let space = client.register_space(&kvm::SpaceParams::new("my-model", 2, 4, 64))?;
+    /// let tokens: Vec<u32> = (0..128).collect();
+    /// let hashes = kvm::PrefixHashes::new(space.prefix_seed(b"")?, &tokens);
+    /// // An engine needs what the last token says, so it computes that one in any case.
+    /// let (chat, n_found) = space.fork_prefix(hashes.up_to(tokens.len() - 1))?;
+    /// assert_eq!(chat.info()?.n_tokens_max, n_found);
+    /// # Ok::<(), kvm::Error>(())
+    /// ```
+    pub fn fork_prefix(&self, hashes: &[PrefixHash]) -> Result<(Sequence, u64)> {
+        if let Some(found) = self.find_prefix(hashes)? {
+            if let Some(sequence) = self.fork_found(found)? {
+                return Ok((sequence, found.n_tokens));
+            }
+        }
+        Ok((self.create_sequence()?, 0))
+    }
+
+    /// `None`: it is not there any more.
+    pub(crate) fn fork_found(&self, found: FoundPrefix) -> Result<Option<Sequence>> {
+        match self.fork_published(found.sequence, found.n_tokens) {
+            Ok(sequence) => Ok(Some(sequence)),
+            Err(error) => match error.status() {
+                Status::NotFound | Status::Stale | Status::Permission => Ok(None),
+                _ => Err(error),
+            },
+        }
     }
 
     /// A sequence that holds what was saved under the name ([`Sequence::save`]) by any client of

@@ -5,7 +5,8 @@ mod common;
 
 use common::*;
 use kvm::{ArenaBuffer, Client, Completion, Heads, Index, IndexKind, Item, LayerKind, LayerParams};
-use kvm::{Policy, Queue, Read, Rope, Sequence, SequenceParams, Space, SpaceParams, Status, Step};
+use kvm::{Policy, PrefixHash, PrefixHashes, Queue, Read, Rope, Sequence, SequenceParams, Space};
+use kvm::{SpaceParams, Status, Step};
 
 #[test]
 fn a_client_tells_what_it_is() {
@@ -145,6 +146,136 @@ fn forks_share_what_they_have_in_common() {
     assert_eq!((parent.n_tokens_min, parent.n_tokens_max), (8, 8));
     assert!(parent.bytes_shared > 0);
     assert_eq!(rig.sequence.fork(9).unwrap_err().status(), Status::Invalid);
+}
+
+/// By BLAKE2b-256 of Python's hashlib.
+#[test]
+fn hashes_of_tokens_are_those_of_the_header() {
+    let before = PrefixHash([7; 32]);
+    let tokens: Vec<u32> = (0..150u32).map(|i| i.wrapping_mul(2_654_435_761)).collect();
+    let hashes = PrefixHashes::new(before, &tokens);
+    let text: Vec<_> = hashes.iter().map(|hash| format!("{hash:?}")).collect();
+    assert_eq!(
+        text,
+        [
+            "30b0be197d9a0ce9a7636434563c3a55cedb819d57bb9fb79bd1f62328d394e4",
+            "e8061e4580cfdd8b475db71a0b0a2709e59468d9992fd613c494de9b623fb4f3",
+        ]
+    );
+    assert_eq!((hashes.len(), hashes.n_tokens()), (2, 150));
+    for n in [1, 7, 63, 64, 65, 100, 149] {
+        let mut grown = PrefixHashes::new(before, &[]);
+        for part in tokens.chunks(n) {
+            grown.extend(part);
+        }
+        assert_eq!((&grown[..], grown.n_tokens()), (&hashes[..], 150), "{n}");
+        let mut on = PrefixHashes::new(hashes[0], &tokens[64..n.max(64)]);
+        on.extend(&tokens[n.max(64)..]);
+        assert_eq!(on[..], hashes[1..]);
+    }
+    for (n_tokens, n) in [
+        (0, 0),
+        (63, 0),
+        (64, 1),
+        (127, 1),
+        (128, 2),
+        (usize::MAX, 2),
+    ] {
+        assert_eq!(hashes.up_to(n_tokens), &hashes[..n]);
+    }
+}
+
+#[test]
+fn what_was_published_is_found_by_its_tokens() {
+    let mut fingerprint = [0; 32]; // A daemon has prefixes of other tests.
+    let name = name("prefix");
+    fingerprint[..name.len()].copy_from_slice(name.as_bytes());
+    let mut rig = Rig::with(geometry().fingerprint(fingerprint), 200);
+    let tokens: Vec<u32> = (0..200).collect();
+    let seed = rig.space.prefix_seed(b"").unwrap();
+    let error = rig.space.prefix_seed(&[0; 65]).unwrap_err();
+    assert_eq!(error.status(), Status::Invalid);
+    let hashes = PrefixHashes::new(seed, &tokens);
+    assert_eq!(rig.space.find_prefix(&hashes).unwrap(), None);
+    let (missed, n_found) = rig.space.fork_prefix(&hashes).unwrap();
+    assert_eq!((missed.info().unwrap().n_tokens_max, n_found), (0, 0));
+
+    let keep = Some(std::time::Duration::from_secs(600));
+    let ours = rig.sequence.fork_all().unwrap();
+    let prompt = ours.publish_prefix(&hashes, keep).unwrap();
+    let again = rig.sequence.fork_all().unwrap();
+    let id = again.id();
+    let error = again.publish_prefix(&hashes, None).unwrap_err();
+    assert_eq!(error.status(), Status::Exists, "{error}");
+    let error = rig.client.own_sequence(id).free().unwrap_err();
+    assert_eq!(error.status(), Status::Stale); // It was freed.
+    for (hashes, keep) in [
+        (&hashes[..0], None),
+        (&hashes[..1], Some(std::time::Duration::ZERO)),
+        (&[seed; 4][..], None), // More than it has.
+        (&vec![seed; 65_537][..], None),
+    ] {
+        let fork = rig.sequence.fork_all().unwrap();
+        let error = fork.publish_prefix(hashes, keep).unwrap_err();
+        assert_eq!(error.status(), Status::Invalid, "{error}");
+    }
+
+    // Another client finds it where there is a daemon, and whoever has a prompt that begins alike.
+    let other = if is_daemon() {
+        open()
+    } else {
+        rig.client.clone()
+    };
+    let space = other.find_space(&rig.space.info().unwrap().name).unwrap();
+    let mut queue = other.create_queue(&kvm::QueueParams::new()).unwrap();
+    let alike = |n: u32| -> Vec<u32> { (0..n).chain([9; 100]).collect() };
+    for (tokens, expected) in [(tokens.clone(), 192), (alike(150), 128), (alike(64), 64)] {
+        let hashes = PrefixHashes::new(seed, &tokens);
+        let found = space.find_prefix(&hashes).unwrap().unwrap();
+        assert_eq!((found.sequence, found.n_tokens), (prompt, expected));
+        let (chat, n_found) = space.fork_prefix(&hashes).unwrap();
+        assert_eq!(n_found, expected);
+        let (q, mut o) = (queries(1, 3), vec![0.0f32; Q_HEADS * DIM]);
+        let step = Step::new(&space, 0).item(Item::new(&chat).query(1));
+        queue.attend(step.q(&q).o(&mut o)).unwrap();
+        let sees = |token| token < expected as usize;
+        assert_close(&o, &oracle(&q, &rig.k, &rig.v, sees).0, 1e-5);
+    }
+    // A salt of one's own, and another beginning.
+    let salted = space.prefix_seed(b"of another").unwrap();
+    for hashes in [
+        PrefixHashes::new(salted, &tokens),
+        PrefixHashes::new(seed, &tokens[1..]),
+        PrefixHashes::new(seed, &tokens[..63]),
+    ] {
+        assert_eq!(space.find_prefix(&hashes).unwrap(), None);
+        assert_eq!(space.fork_prefix(&hashes).unwrap().1, 0);
+    }
+    // A space that means the same has prefixes of its own.
+    let twin = geometry().fingerprint(fingerprint);
+    let twin = other.register_space(&twin).unwrap();
+    assert_eq!(twin.prefix_seed(b"").unwrap(), seed);
+    assert_eq!(twin.find_prefix(&hashes).unwrap(), None);
+    let (fork, n_found) = twin.fork_prefix(&hashes).unwrap();
+    assert_eq!((fork.info().unwrap().space, n_found), (twin.id(), 0));
+
+    rig.client.own_sequence(prompt).free().unwrap();
+    assert_eq!(rig.space.find_prefix(&hashes).unwrap(), None);
+
+    // By requests.
+    let (first, second) = (rig.sequence.fork_all(), rig.sequence.fork_all());
+    let (first, second) = (first.unwrap().into_id(), second.unwrap().into_id());
+    rig.queue.scope(|scope| {
+        let ticket = scope.publish_prefix(first, &hashes, keep).unwrap();
+        scope.wait(ticket).unwrap().result.unwrap();
+        let ticket = scope.publish_prefix(second, &hashes, keep).unwrap();
+        let error = scope.wait(ticket).unwrap().result.unwrap_err();
+        assert_eq!(error.status(), Status::Exists);
+    });
+    let found = rig.space.find_prefix(&hashes).unwrap().unwrap();
+    assert_eq!(found.sequence, first);
+    rig.client.own_sequence(first).free().unwrap();
+    rig.client.own_sequence(second).truncate(3).unwrap();
 }
 
 #[test]

@@ -74,11 +74,13 @@ fn layout_is_that_of_c() {
     assert_eq!(here.lines().count(), recorded.lines().count());
 }
 
-/// The record has no alignments: they follow from the fields, of which the widest has 8 bytes.
+/// The record has no alignments: they follow from the fields, of which the widest has 8 bytes. A
+/// hash has bytes alone.
 #[test]
 fn structures_are_aligned_as_their_widest_field() {
     for (name, alignment) in table::alignments() {
-        assert_eq!(alignment, 8, "{name}");
+        let expected = if name == "kvm_prefix_hash" { 1 } else { 8 };
+        assert_eq!(alignment, expected, "{name}");
     }
 }
 

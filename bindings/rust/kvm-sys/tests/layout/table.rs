@@ -184,6 +184,24 @@ structures! {
         reserve,
         reserved,
     }
+    kvm_prefix_hash {
+        bytes,
+    }
+    kvm_prefix_find_params {
+        struct_size,
+        flags,
+        space,
+        hashes,
+        n_hashes,
+        reserved,
+    }
+    kvm_prefix {
+        struct_size,
+        flags,
+        seq,
+        n_tokens,
+        reserved,
+    }
     kvm_seq_info {
         struct_size,
         flags,
@@ -546,5 +564,6 @@ constants! {
     KVM_VERSION_MINOR,
     KVM_VERSION_PATCH,
     KVM_POSITION_END,
+    KVM_PREFIX_TOKENS,
     KVM_NO_LIMIT,
 }
