@@ -19,6 +19,7 @@
 
 #include "bench/ceiling.h"
 #include "bench/harness.h"
+#include "daemon/prefix_memory.h"
 #include "daemon/server.h"
 
 namespace kvm::bench {
@@ -67,16 +68,25 @@ void serve_ceilings(engine::Engine& engine, uint32_t n_threads, int from_parent,
 }
 
 [[noreturn]] void child_main(const std::string& socket, uint32_t n_threads, uint64_t capacity_bytes,
-                             const DaemonSpin& spin, int from_parent, int to_parent) {
+                             const DaemonSpin& spin, uint64_t prefix_pages, int from_parent,
+                             int to_parent) {
   spdlog::set_level(spdlog::level::warn);  // the report owns the terminal
   engine::EngineOptions engine_options;
   engine_options.n_threads = n_threads;
   engine_options.host_capacity_bytes = capacity_bytes;
   engine_options.worker_spin_ns = spin.worker_ns;
+  if (prefix_pages != 0) {
+    engine_options.prefix_pages = prefix_pages;
+  }
+  daemon::PrefixMemory prefix_memory;
+  engine_options.prefix_memory = [&](uint32_t uid, uint64_t size_bytes) {
+    return prefix_memory.make(uid, size_bytes);
+  };
   const auto engine = require(engine::Engine::open(engine_options), "engine");
   daemon::ServerOptions server_options;
   server_options.socket_path = socket;
   server_options.spin_max_ns = spin.dispatcher_ns;
+  server_options.prefix_memory = &prefix_memory;
   daemon::Server server(engine.get(), server_options);
   require(server.start(), "server");
   const char ready = 1;
@@ -94,7 +104,8 @@ void serve_ceilings(engine::Engine& engine, uint32_t n_threads, int from_parent,
 
 }  // namespace
 
-DaemonChild::DaemonChild(uint32_t n_threads, uint64_t capacity_bytes, const DaemonSpin& spin)
+DaemonChild::DaemonChild(uint32_t n_threads, uint64_t capacity_bytes, const DaemonSpin& spin,
+                         uint64_t prefix_pages)
     : bytes_per_s_(read_kernels().size()) {
   char name[] = "/tmp/kvm-bench-XXXXXX";
   int down[2];
@@ -108,7 +119,7 @@ DaemonChild::DaemonChild(uint32_t n_threads, uint64_t capacity_bytes, const Daem
   if (child_ == 0) {
     close(down[1]);
     close(up[0]);
-    child_main(socket_path_, n_threads, capacity_bytes, spin, down[0], up[1]);
+    child_main(socket_path_, n_threads, capacity_bytes, spin, prefix_pages, down[0], up[1]);
   }
   close(down[0]);
   close(up[1]);

@@ -24,8 +24,9 @@ struct DaemonSpin {
 
 class DaemonChild {
  public:
-  // Returns when the socket answers.
-  DaemonChild(uint32_t n_threads, uint64_t capacity_bytes, const DaemonSpin& spin = {});
+  // Returns when the socket answers. prefix_pages: kvmd's option; 0: its default.
+  DaemonChild(uint32_t n_threads, uint64_t capacity_bytes, const DaemonSpin& spin = {},
+              uint64_t prefix_pages = 0);
   // Ends the child and removes its folder.
   ~DaemonChild();
   DaemonChild(const DaemonChild&) = delete;

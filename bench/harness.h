@@ -124,6 +124,7 @@ int run_policies(const Options& options);
 int run_death(const Options& options);
 int run_fairness(const Options& options);
 int run_short(const Options& options);
+int run_prefix(const Options& options);
 // bench/approx
 int run_error(const Options& options);
 int run_coverage(const Options& options);

@@ -143,6 +143,8 @@ int main(int argc, char** argv) {
       ->delimiter(',')
       ->check(CLI::IsMember({"none", "engine"}));
   brief->add_flag("--quick", options.quick, "few calls: a check that it runs");
+  add("prefix", "prompts that somebody had are found and forked", run_prefix)
+      ->add_flag("--quick", options.quick, "few and short ones: a check that it runs");
   add_approximate(add, &options);
   try {
     app.parse(argc, argv);

@@ -36,6 +36,8 @@ OVERFLOW = {"bench", "case", "ms_per_token", "disk_gbps", "stall_fraction", "bit
 DISK_MOVES = {"bench", "case", "cap_gbps", "moved_gbps", "decode_slowdown",
               "dispatcher_stall_p99_us"}
 COLD_SAMPLED = {"bench", "shape", "mode", "budget", "ms", "keys_read", "io_kb"}
+PREFIX = {"bench", "case", "n_prefixes", "tokens", "stored", "hash_ns_per_token", "miss_ns",
+          "miss_p99_ns", "hit_ns", "hit_us", "fork_us", "fork_p99_us", "fork_paid_bytes", "ping_us"}
 SHARES = ("keys_read_fraction", "miss_rate", "fallback_rate", "ipc_overhead_fraction",
           "steal_share")
 
@@ -174,6 +176,17 @@ class FiguresTest(unittest.TestCase):
                          {"daemon", "embedded"})
         for line in beside:
             self.assertLessEqual(line["of_best"], 1)
+
+    def test_prefix(self):
+        lines = self.run_bench("prefix", "--quick")
+        self.check(lines, "prefix", PREFIX)
+        self.assertEqual([line["case"] for line in lines], ["small", "8b"])
+        for line in lines:
+            self.assertEqual(line["fork_paid_bytes"], 0)
+            self.assertGreater(line["miss_ns"], 0)
+            self.assertGreater(line["fork_us"], 0)
+            # A hit is a find, which lies within it, and a fork.
+            self.assertGreater(line["hit_us"], line["hit_ns"] * 1e-3)
 
 
 if __name__ == "__main__":
