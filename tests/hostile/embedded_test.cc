@@ -101,8 +101,14 @@ TEST(HostileEmbedded, EngineRefusesTheRest) {
     engine->submit(client, {},
                    SeqRequest{.verb = SeqVerb::kCreate, .space = space, .n_tokens = kMaxTokens + 1},
                    count);
+    engine->submit(client, {}, SeqRequest{.verb = SeqVerb::kFree, .hashes = {{}}}, count);
+    engine->submit(
+        client, {},
+        SeqRequest{.verb = SeqVerb::kPublish, .n_tokens = kMaxPrefixKeepNs + 1, .hashes = {{}}},
+        count);
   }
-  reached.insert({Refusal::kSeqVerb, Refusal::kSeqFlags, Refusal::kSeqReserve});
+  reached.insert({Refusal::kSeqVerb, Refusal::kSeqFlags, Refusal::kSeqReserve,
+                  Refusal::kPrefixHashes, Refusal::kPrefixKeep});
   EXPECT_EQ(n_answers, kEnough * reached.size());
   const std::span<const uint64_t> refusals = engine->refusals();
   for (const Refusal refusal : reached) {

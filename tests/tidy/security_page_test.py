@@ -6,7 +6,7 @@ import pathlib
 import re
 import sys
 
-RULES = 15
+RULES = 16
 TEST = re.compile(r"^TEST(?:_F|_P)?\((\w+),\s*(\w+)\)", re.MULTILINE)
 
 
