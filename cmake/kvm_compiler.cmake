@@ -31,6 +31,12 @@ if(KVM_SANITIZE)
                       "$<$<COMPILE_LANGUAGE:C,CXX>:-fno-omit-frame-pointer>"
                       "$<$<COMPILE_LANGUAGE:C,CXX>:-fno-sanitize-recover=all>")
   add_link_options("-fsanitize=${KVM_SANITIZE}")
+  # Some two hundred test programs of 80 MB each are linked: mold takes a third of the time.
+  find_program(KVM_MOLD mold)
+  mark_as_advanced(KVM_MOLD)
+  if(KVM_MOLD AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+    add_link_options("-fuse-ld=mold")
+  endif()
   # What GCC 12 inlines under it looks out of bounds to the optimiser, which is not so elsewhere.
   if(KVM_SANITIZE MATCHES "thread" AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
     add_compile_options("$<$<COMPILE_LANGUAGE:CXX>:-Wno-array-bounds>"

@@ -12,6 +12,7 @@
 
 #include "codecs/codec.h"
 #include "codecs/rows.h"
+#include "tests/common/environment.h"
 #include "tests/unit/attention/testbed.h"
 
 namespace kvm::attention::testing {
@@ -207,23 +208,23 @@ TEST(Exact, DtypesAndDims) {
     for (CodecId k : kCodecs) {
       for (CodecId v : kCodecs) {
         for (Dtype q : kDtypes) {
-          for (uint32_t n_query : {1u, 9u}) {
-            const uint32_t dim_v = seed % 2 == 0 ? dim : 264 - dim;
-            Case c(Shape{.n_query = n_query,
-                         .group = 3,
-                         .dim_k = dim,
-                         .dim_v = dim_v,
-                         .n_tokens = 100,
-                         .dtype_q = q},
-                   ++seed);
-            set_kinds(c, k, v);
-            c.store(1);
-            check(c, "dim " + std::to_string(dim) + "/" + std::to_string(dim_v) + " " +
-                         dtype_name(q) + " " + codecs::codec_of(k).name + " " +
-                         codecs::codec_of(v).name + " queries " + std::to_string(n_query));
-            if (HasFailure())
-              return;
-          }
+          // Each combination with one of them, so that each pair of anything comes.
+          const uint32_t n_query = seed / 2 % 2 == 0 ? 1 : 9;
+          const uint32_t dim_v = seed % 2 == 0 ? dim : 264 - dim;
+          Case c(Shape{.n_query = n_query,
+                       .group = 3,
+                       .dim_k = dim,
+                       .dim_v = dim_v,
+                       .n_tokens = 100,
+                       .dtype_q = q},
+                 ++seed);
+          set_kinds(c, k, v);
+          c.store(1);
+          check(c, "dim " + std::to_string(dim) + "/" + std::to_string(dim_v) + " " +
+                       dtype_name(q) + " " + codecs::codec_of(k).name + " " +
+                       codecs::codec_of(v).name + " queries " + std::to_string(n_query));
+          if (HasFailure())
+            return;
         }
       }
     }
@@ -442,8 +443,13 @@ TEST(Exact, SoftCapsOfAnySize) {
   }
 }
 
+// Random cases of each kind of test: more of them at night.
+uint64_t n_seeds(uint64_t everyday) {
+  return kvm::testing::number_from_environment("KVM_ATTENTION_SEEDS", everyday);
+}
+
 TEST(Exact, RandomProblems) {
-  for (uint64_t seed = 1; seed <= 250; ++seed) {
+  for (uint64_t seed = 1; seed <= n_seeds(100); ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     auto c = random_case(seed);
     check(*c, "random");
@@ -496,7 +502,7 @@ constexpr float kNotFinite[] = {std::numeric_limits<float>::quiet_NaN(),
 TEST(Exact, NotFiniteTokensSpoilWhoSeesThem) {
   uint32_t n_spoiled = 0;
   uint32_t n_kept = 0;
-  for (uint64_t seed = 2000; seed < 2090; ++seed) {
+  for (uint64_t seed = 2000; seed < 2000 + n_seeds(40); ++seed) {
     for (const bool key : {true, false}) {
       SCOPED_TRACE("seed " + std::to_string(seed) + (key ? ", K" : ", V"));
       for (const KernelTable* table : available_tables()) {
@@ -535,7 +541,7 @@ TEST(Exact, NotFiniteTokensSpoilWhoSeesThem) {
 }
 
 TEST(Exact, NotFiniteQueriesSpoilTheirRow) {
-  for (uint64_t seed = 2200; seed < 2260; ++seed) {
+  for (uint64_t seed = 2200; seed < 2200 + n_seeds(30); ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     for (const KernelTable* table : available_tables()) {
       auto c = random_case(seed);
@@ -561,7 +567,7 @@ TEST(Exact, NotFiniteQueriesSpoilTheirRow) {
 
 // The same bits however runs are cut, pages are placed, chunks are scheduled, rows are divided.
 TEST(Exact, SameBitsForAnyCut) {
-  for (uint64_t seed = 1000; seed < 1100; ++seed) {
+  for (uint64_t seed = 1000; seed < 1000 + n_seeds(40); ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     auto c = random_case(seed);
     for (const KernelTable* table : available_tables()) {
