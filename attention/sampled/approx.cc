@@ -114,14 +114,15 @@ struct Sizes {
   size_t state = 0;
 };
 
-Sizes sizes_of(const ApproxInput& input, uint64_t n_keys, uint32_t rows) {
+Sizes sizes_of(const ApproxInput& input, uint64_t n_keys, uint32_t rows, uint32_t n_shards) {
   switch (method_of(input.params)) {
     case Method::kSelect:
       return {select_scratch_bytes(input, n_keys, rows), select_state_bytes(input, n_keys, rows)};
     case Method::kHashed:
       return {hashed_scratch_bytes(input), hashed_state_bytes(*input.problem, rows)};
     case Method::kSample:
-      return {sample_scratch_bytes(input, n_keys, rows), sample_state_bytes(input, n_keys, rows)};
+      return {sample_scratch_bytes(input, n_keys, rows),
+              sample_state_bytes(input, n_keys, rows, n_shards)};
   }
   return {};
 }
@@ -178,7 +179,7 @@ FinishScratch carve_finish(const ApproxInput& input, const Plan& exact, uint64_t
   const uint32_t depth =
       shards.count() == 0 ? 2 : StateStack::depth_for(shards.id(0), shards.id(shards.count() - 1));
   FinishScratch s;
-  s.method = carver.take<std::byte>(sizes_of(input, n_keys, exact.rows).scratch);
+  s.method = carver.take<std::byte>(sizes_of(input, n_keys, exact.rows, shards.count()).scratch);
   s.state = carver.take<std::byte>(stride);
   s.other = carver.take<std::byte>(stride);
   s.stack = carver.take<std::byte>((depth + 1) * stride);
@@ -479,7 +480,7 @@ double Sampler::estimate(ApproxReport* report) {
   sigma_ = 0;
   Directions directions(c_, s_.directions);
   for (uint32_t i = 0; i < c_.plan->n_shards; ++i) {
-    directions.add(shard(i).told, c_.plan->n_shards);
+    directions.add(shard(i).told);
   }
   directions.read();
   for (uint32_t r = 0; r < c_.rows; ++r) {
@@ -733,9 +734,9 @@ ApproxPlan plan_approx(const ApproxInput& input) {
     plan.exact = true;
     return plan;
   }
-  const Sizes sizes = sizes_of(input, counts.n_keys, exact.rows);
   plan.rows = exact.rows;
   plan.n_shards = Shards(exact).count();
+  const Sizes sizes = sizes_of(input, counts.n_keys, exact.rows, plan.n_shards);
   plan.n_keys_indexed = counts.n_keys;
   plan.n_stretches = counts.n_stretches;
   plan.n_uses = counts.n_uses;
@@ -759,7 +760,8 @@ ApproxPlan plan_approx(const ApproxInput& input) {
 bool same_plan(const ApproxInput& a, const ApproxInput& b) {
   ApproxParams params = b.params;
   params.seed = a.params.seed;
-  return a.params == params && a.table == b.table && same_index_runs(a, b);
+  return a.params == params && a.table == b.table && a.is_in_parts == b.is_in_parts &&
+         same_index_runs(a, b);
 }
 
 void prepare_approx(const ApproxInput& input, const ApproxPlan& plan, void* prepared,
@@ -804,9 +806,59 @@ void eval_shard(const ApproxInput& input, const ApproxPlan& plan, const void* pr
       const SampleState sample = sample_state(c, state, scratch);
       *sample.head = SampleHead{};
       draw_shard(c, id, c.prepared.head->log_c, c.prepared.head->reach, scratch, sample);
+      if (input.is_in_parts) {
+        ToldKeys told = sample.told;
+        told.n = sample.head->n_told;
+        read_told(c, told);
+      }
       break;
     }
   }
+}
+
+bool may_be_in_parts(const ApproxParams& params) {
+  return params.mode == ApproxMode::kSampled && params.proposal == Proposal::kSketch &&
+         params.budget != 0;
+}
+
+uint64_t shard_number(const ApproxInput& input, uint32_t shard) {
+  Problem problem = *input.problem;
+  problem.wants_column_sums = false;
+  return Shards(make_plan(problem, input.table)).id(shard);
+}
+
+bool find_blocks(const ApproxInput& input, const ApproxPlan& plan, const void* prepared,
+                 uint32_t shard, void* scratch, void* state, uint64_t* blocks) {
+  KVM_ASSERT(!plan.exact && shard < plan.n_shards && may_be_in_parts(input.params));
+  const Context c = make_context(input, plan, prepared);
+  if (c.prepared.head->answer_exactly != 0) {
+    return false;
+  }
+  const uint64_t id = Shards(c.exact).id(shard);
+  const uint64_t begin = id * kShardTokens;
+  const auto set = [&](uint64_t position) {
+    const uint64_t block = (position - begin) / kPageTokens;
+    blocks[block / 64] |= uint64_t{1} << block % 64;
+  };
+  const Problem part = c.fixed_problem();
+  const VisibleSet fixed(part.visible, part.n_query, 0, part.n_query);
+  for (size_t i = first_run_after(part.runs, begin);
+       i < part.runs.size() && part.runs[i].position < begin + kShardTokens; ++i) {
+    const uint64_t position = part.runs[i].position;
+    if (fixed.any(position - position % kPageTokens) != 0) {
+      set(position);
+    }
+  }
+  const SampleState sample = sample_state(c, state, scratch);
+  *sample.head = SampleHead{};
+  const hash_index::Candidates list =
+      scan_shard(c, id, c.prepared.head->log_c, c.prepared.head->reach, sample);
+  for (uint32_t i = 0; i < list.n; ++i) {
+    if (list.size[i] >= 1.0f || list.random[i] < list.size[i]) {
+      set(list.position[i]);
+    }
+  }
+  return true;
 }
 
 namespace {
@@ -861,6 +913,12 @@ bool finish_approx(const ApproxInput& input, const ApproxPlan& plan, const void*
   }
   report_not_finite(c, report);
   return true;
+}
+
+void report_left(const ApproxInput& input, const ApproxPlan& plan, ApproxReport* report) {
+  const Context c = make_context(input, plan, nullptr);
+  report_start(c, report);
+  report_exact(c, report);
 }
 
 }  // namespace kvm::attention

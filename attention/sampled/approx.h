@@ -36,6 +36,9 @@
 //   if (!finish_approx(input, plan, prepared, scratch, states, &report)) // after all
 //     ...                                                      // solve the problem exactly
 //
+// Where rows have to be brought from elsewhere, find_blocks says which ones a shard will read, and
+// they need be there for its eval_shard alone (ApproxInput::is_in_parts).
+//
 // Shards are fixed runs of positions, so the bits depend on the problem, the index, the params and
 // the kernel tables alone, and where the answer is exact they are those of attention.h.
 // Side outputs: column_sums is not written.
@@ -53,6 +56,8 @@
 namespace kvm::attention {
 
 inline constexpr uint32_t kMaxApproxRows = hash_index::kMaxRows;
+// A shard is the visible ones of so many positions, from a multiple of that on.
+inline constexpr uint64_t kShardTokens = 32768;
 
 // A SketchedRun is blocks of the index of one kv head, ascending and disjoint in position. Blocks
 // whose tokens are not all visible to every row, or not all stored in the problem's runs, are left
@@ -128,6 +133,10 @@ struct ApproxInput {
   HeadIndex index;
   ApproxParams params;
   const KernelTable* table = nullptr;  // null: active_table()
+  // Whether stored rows are where the problem's runs say only while their shard is evaluated, and
+  // of these only what find_blocks says. REQUIRES, where it is so: may_be_in_parts(params). The
+  // answer has the same bits.
+  bool is_in_parts = false;
 };
 
 // An ApproxPlan says how the problem is cut. Derived from the input alone.
@@ -151,6 +160,9 @@ struct ApproxPlan {
 };
 
 ApproxPlan plan_approx(const ApproxInput& input);
+// Says whether what has to be read follows from the index, shard by shard: Sampled with a budget,
+// of a sketch's proposal. Other modes look at rows before they know.
+bool may_be_in_parts(const ApproxParams& params);
 // Says whether the plan of `a` is that of `b`, too, whose problem differs in its queries, its
 // outputs and its head alone: parameters but for the seed, and the index as it is cut into runs and
 // frames, are the same. Costs little where planning walks through all pages.
@@ -159,6 +171,13 @@ bool same_plan(const ApproxInput& a, const ApproxInput& b);
 // REQUIRES here and below: !plan.exact; buffers aligned to kBufferAlign. None of them allocates.
 void prepare_approx(const ApproxInput& input, const ApproxPlan& plan, void* prepared,
                     void* scratch);
+// The positions of a shard begin at kShardTokens times this.
+uint64_t shard_number(const ApproxInput& input, uint32_t shard);
+// Sets, of the kShardTokens / 64 blocks of a shard, the bits of those that eval_shard will read,
+// 64 to a word, and leaves the others. Returns false where the whole problem is to be answered
+// exactly. `state` is the shard's, before eval_shard. REQUIRES: may_be_in_parts(params).
+bool find_blocks(const ApproxInput& input, const ApproxPlan& plan, const void* prepared,
+                 uint32_t shard, void* scratch, void* state, uint64_t* blocks);
 void eval_shard(const ApproxInput& input, const ApproxPlan& plan, const void* prepared,
                 uint32_t shard, void* scratch, void* state);
 // Merges the shards with F, lets the sample grow where it must, and writes o and lse of the
@@ -168,6 +187,9 @@ void eval_shard(const ApproxInput& input, const ApproxPlan& plan, const void* pr
 [[nodiscard]] bool finish_approx(const ApproxInput& input, const ApproxPlan& plan,
                                  const void* prepared, void* scratch, void* states,
                                  ApproxReport* report);
+
+// What a problem reports that its caller solves exactly without finish_approx.
+void report_left(const ApproxInput& input, const ApproxPlan& plan, ApproxReport* report);
 
 }  // namespace kvm::attention
 

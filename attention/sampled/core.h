@@ -14,8 +14,7 @@
 
 namespace kvm::attention {
 
-// A shard is a run of positions; exact chunks divide it.
-inline constexpr uint64_t kShardTokens = 32768;
+// Exact chunks divide a shard.
 static_assert(kShardTokens % kStreamChunkTokens == 0 && kShardTokens % kBlockedChunkTokens == 0);
 
 // A Use is stretches that the index is asked about with the same queries.

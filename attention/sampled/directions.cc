@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 
 #include "base/round.h"
 
@@ -41,10 +42,58 @@ Directions::Directions(const Context& c, void* scratch) : c_(c), stride_(acc_str
   room_ = carve_room(c.problem, carver);
 }
 
-void Directions::add(const ToldKeys& keys, uint32_t n_shards) {
-  const uint32_t most = std::max(kMostTold / std::max(n_shards, 1u), 1u);
-  const uint32_t step = (keys.n + most - 1) / most;
+namespace {
+
+uint32_t step_of(const ToldKeys& keys, uint32_t most) { return (keys.n + most - 1) / most; }
+
+// logits [rows][most], values [n][acc_stride], of n keys.
+void read_keys(const Context& c, const uint64_t* positions, uint32_t n, uint32_t most,
+               float* logits, float* values) {
+  const GatherContext context = c.gathering();
+  const uint32_t stride = acc_stride(c.problem);
+  uint32_t ids[kMostTold];
+  std::iota(ids, ids + n, 0);
+  const GatherList list{.ids = {ids, n}, .position = positions};
+  BatchMaker maker(context, list);
+  GatherArgs args;
+  GatherBatch batch;
+  alignas(64) float of_batch[kMaxGatherRows * kGatherKeys];
+  while (maker.next(&args, &batch)) {
+    const size_t first = maker.first();
+    context.kernels->logits(&args, &batch, of_batch);
+    context.kernels->widen(batch.v, batch.v_scale, batch.elem_v, args.dim_v, batch.n, stride,
+                           values + first * stride);
+    for (uint32_t i = 0; i < batch.n; ++i) {
+      for (uint32_t r = 0; r < c.rows; ++r) {
+        logits[size_t{r} * most + first + i] = of_batch[r * kGatherKeys + i];
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void read_told(const Context& c, const ToldKeys& told) {
+  const uint32_t most = most_taken(c.plan->n_shards);
+  uint64_t positions[kMostTold];
+  uint32_t n = 0;
+  for (uint32_t i = 0; i < told.n; i += step_of(told, most)) {
+    positions[n++] = told.position[i];
+  }
+  read_keys(c, positions, n, most, told.logits, told.values);
+}
+
+void Directions::add(const ToldKeys& keys) {
+  const uint32_t most = most_taken(c_.plan->n_shards);
+  const uint32_t step = step_of(keys, most);
   for (uint32_t i = 0; i < keys.n && n_ < kMostTold; i += step) {
+    if (keys.values != nullptr) {
+      const size_t at = i / step;
+      std::copy_n(keys.values + at * stride_, stride_, room_.values + size_t{n_} * stride_);
+      for (uint32_t r = 0; r < c_.rows; ++r) {
+        room_.logits[size_t{r} * kMostTold + n_] = keys.logits[size_t{r} * most + at];
+      }
+    }
     room_.position[n_] = keys.position[i];
     room_.p[n_] = keys.p[i];
     room_.weight[n_++] = keys.weight * static_cast<float>(step);
@@ -53,25 +102,8 @@ void Directions::add(const ToldKeys& keys, uint32_t n_shards) {
 
 void Directions::read() {
   const GatherContext context = c_.gathering();
-  uint32_t ids[kMostTold];
-  for (uint32_t i = 0; i < n_; ++i) {
-    ids[i] = i;
-  }
-  const GatherList list{.ids = {ids, n_}, .position = room_.position};
-  BatchMaker maker(context, list);
-  GatherArgs args;
-  GatherBatch batch;
-  alignas(64) float logits[kMaxGatherRows * kGatherKeys];
-  while (maker.next(&args, &batch)) {
-    const size_t first = maker.first();
-    context.kernels->logits(&args, &batch, logits);
-    context.kernels->widen(batch.v, batch.v_scale, batch.elem_v, args.dim_v, batch.n, stride_,
-                           room_.values + first * stride_);
-    for (uint32_t i = 0; i < batch.n; ++i) {
-      for (uint32_t r = 0; r < c_.rows; ++r) {
-        room_.logits[size_t{r} * kMostTold + first + i] = logits[r * kGatherKeys + i];
-      }
-    }
+  if (!c_.input->is_in_parts) {
+    read_keys(c_, room_.position, n_, kMostTold, room_.logits, room_.values);
   }
   const auto padded = static_cast<uint32_t>(round_up(n_, kGatherKeys));
   std::memset(room_.values + size_t{n_} * stride_, 0,

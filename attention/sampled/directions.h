@@ -15,6 +15,7 @@
 #ifndef KVM_ATTENTION_SAMPLED_DIRECTIONS_H_
 #define KVM_ATTENTION_SAMPLED_DIRECTIONS_H_
 
+#include <algorithm>
 #include <span>
 
 #include "attention/sampled/core.h"
@@ -31,7 +32,18 @@ struct ToldKeys {
   float* p = nullptr;            // [kMostTold], below 1
   uint32_t n = 0;
   float weight = 0;  // drawn keys for each of them
+  // Where rows are gone by then (ApproxInput::is_in_parts): what Directions would read of those
+  // that it takes. Else null.
+  float* logits = nullptr;  // [rows][most_taken]
+  float* values = nullptr;  // [most_taken][acc_stride]
 };
+
+// How many of a shard's keys are taken.
+inline uint32_t most_taken(uint32_t n_shards) {
+  return std::max(kMostTold / std::max(n_shards, 1u), 1u);
+}
+// Reads of the keys that a shard tells of what `told` has room for.
+void read_told(const Context& c, const ToldKeys& told);
 
 class Directions {
  public:
@@ -40,8 +52,8 @@ class Directions {
   Directions(const Context& c, void* scratch);
 
   // Takes the keys of a shard; shards in the order of positions. Where there are more than
-  // kMostTold keys in `n_shards` shards, every so many-th is taken.
-  void add(const ToldKeys& keys, uint32_t n_shards);
+  // kMostTold keys in the shards, every so many-th is taken.
+  void add(const ToldKeys& keys);
   // Reads what was added: logits and values.
   void read();
   // Returns the shape of the error of a row; one direction where nothing tells. o [dim_v].

@@ -58,7 +58,8 @@ SampleScratch scratch_of(const Context& c, void* scratch) {
   return carve_scratch(*c.input, c.plan->n_keys_indexed, c.rows, carver);
 }
 
-SampleState carve_state(const ApproxInput& input, uint64_t n_keys, uint32_t rows, Carver& carver) {
+SampleState carve_state(const ApproxInput& input, uint64_t n_keys, uint32_t rows, uint32_t n_shards,
+                        Carver& carver) {
   SampleState s{};
   s.exact = carver.take<std::byte>(state_bytes(*input.problem, rows));
   s.head = carver.take<SampleHead>(1);
@@ -68,6 +69,10 @@ SampleState carve_state(const ApproxInput& input, uint64_t n_keys, uint32_t rows
   }
   s.told.position = carver.take<uint64_t>(kMostTold);
   s.told.p = carver.take<float>(kMostTold);
+  if (input.is_in_parts) {
+    s.told.logits = carver.take<float>(size_t{rows} * most_taken(n_shards));
+    s.told.values = carver.take<float>(size_t{acc_stride(*input.problem)} * most_taken(n_shards));
+  }
   if (may_grow(input.params)) {
     s.candidates = carve_candidates(candidate_capacity(input, n_keys, rows), rows, carver);
   }
@@ -203,9 +208,10 @@ uint32_t candidate_capacity(const ApproxInput& input, uint64_t n_keys, uint32_t 
   return static_cast<uint32_t>(std::min(most, wanted));
 }
 
-size_t sample_state_bytes(const ApproxInput& input, uint64_t n_keys, uint32_t rows) {
+size_t sample_state_bytes(const ApproxInput& input, uint64_t n_keys, uint32_t rows,
+                          uint32_t n_shards) {
   Carver carver(nullptr);
-  carve_state(input, n_keys, rows, carver);
+  carve_state(input, n_keys, rows, n_shards, carver);
   return carver.used_bytes();
 }
 
@@ -217,7 +223,7 @@ size_t sample_scratch_bytes(const ApproxInput& input, uint64_t n_keys, uint32_t 
 
 SampleState sample_state(const Context& c, void* state, void* scratch) {
   Carver carver(state);
-  SampleState s = carve_state(*c.input, c.plan->n_keys_indexed, c.rows, carver);
+  SampleState s = carve_state(*c.input, c.plan->n_keys_indexed, c.rows, c.plan->n_shards, carver);
   s.told.n = s.head->n_told;
   s.told.weight = s.head->told_weight;
   if (may_grow(c.params())) {
@@ -228,8 +234,8 @@ SampleState sample_state(const Context& c, void* state, void* scratch) {
   return s;
 }
 
-void draw_shard(const Context& c, uint64_t shard_id, const float* log_c, float reach, void* scratch,
-                const SampleState& state) {
+Candidates scan_shard(const Context& c, uint64_t shard_id, const float* log_c, float reach,
+                      const SampleState& state) {
   SampleHead& head = *state.head;
   const uint64_t bytes_before = head.index_bytes;
   float shift = 0.0f;
@@ -243,7 +249,7 @@ void draw_shard(const Context& c, uint64_t shard_id, const float* log_c, float r
     }
     list.n = 0;
     if (scan(c, shard_id * kShardTokens, (shard_id + 1) * kShardTokens, &list, &head)) {
-      break;
+      return list;
     }
     if (reach > 1.0f) {
       reach = std::max(reach / 2, 1.0f);
@@ -253,9 +259,13 @@ void draw_shard(const Context& c, uint64_t shard_id, const float* log_c, float r
       shift += std::max(kHalving, shift / 8);
     }
   }
-  head.n_candidates = list.n;
+}
+
+void draw_shard(const Context& c, uint64_t shard_id, const float* log_c, float reach, void* scratch,
+                const SampleState& state) {
   SampleState drawn = state;
-  drawn.candidates = list;
+  drawn.candidates = scan_shard(c, shard_id, log_c, reach, state);
+  state.head->n_candidates = drawn.candidates.n;
   clear_sums(c.problem, state.sums);
   gather_drawn(c, drawn, scratch);
 }

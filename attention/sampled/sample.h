@@ -50,12 +50,18 @@ struct SampleState {
 
 bool may_grow(const ApproxParams& params);
 uint32_t candidate_capacity(const ApproxInput& input, uint64_t n_keys, uint32_t rows);
-size_t sample_state_bytes(const ApproxInput& input, uint64_t n_keys, uint32_t rows);
+size_t sample_state_bytes(const ApproxInput& input, uint64_t n_keys, uint32_t rows,
+                          uint32_t n_shards);
 size_t sample_scratch_bytes(const ApproxInput& input, uint64_t n_keys, uint32_t rows);
 SampleState sample_state(const Context& c, void* state, void* scratch);
 
-// Scans, draws with c = e^log_c of each row, and reads what is drawn. An overfull shard draws with
-// smaller c: any p is as good for what is expected.
+// Scans, and draws with c = e^log_c of each row: of what it returns, the candidates whose random
+// number is below their size. An overfull shard draws with smaller c: any p is as good for what is
+// expected.
+hash_index::Candidates scan_shard(const Context& c, uint64_t shard_id, const float* log_c,
+                                  float reach, const SampleState& state);
+
+// The same, and reads what is drawn.
 void draw_shard(const Context& c, uint64_t shard_id, const float* log_c, float reach, void* scratch,
                 const SampleState& state);
 
