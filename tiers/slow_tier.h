@@ -17,6 +17,7 @@
 #include <span>
 
 #include "base/status.h"
+#include "tiers/read_rates.h"
 
 namespace kvm::tiers {
 
@@ -61,6 +62,8 @@ class SlowTier {
   virtual void release(PlaceId place) noexcept = 0;
   // Of pages that have a place, and of writes in flight.
   virtual uint64_t used_bytes() const = 0;
+  // Any thread; others from one moment to the next, as transfers show.
+  virtual ReadRates read_rates() const { return {}; }
   // Null: what is here goes with the tier.
   virtual ObjectStore* objects() { return nullptr; }
 };

@@ -54,6 +54,7 @@
 #include "tiers/disk/disk_recovery.h"
 #include "tiers/disk/manifest.h"
 #include "tiers/object_store.h"
+#include "tiers/read_meter.h"
 #include "tiers/slow_tier.h"
 
 namespace kvm::tiers {
@@ -143,6 +144,7 @@ class DiskTier final : public SlowTier, private ObjectStore {
   ObjectStore* objects() override { return this; }
   RecoveryReport recovery() const override { return recovery_; }
   DiskTierStats stats() const;
+  ReadRates read_rates() const override { return meter_.rates(); }
 
   // Ends what has ended, begins what can begin. Returns whether anything is in flight.
   // REQUIRES: is_manual.
@@ -225,6 +227,7 @@ class DiskTier final : public SlowTier, private ObjectStore {
     enum class Purpose : uint8_t { kRead, kWrite, kMoveRead, kMoveWrite, kTable, kRound };
     Purpose purpose = Purpose::kRead;
     bool is_single = false;  // its parts are read one by one, the last first
+    bool is_apart = false;   // no other read of its batch lies next to its own
     std::byte* own = nullptr;
     DiskMemory large;         // in place of `own`
     std::vector<Part> parts;  // has room for kMaxParts
@@ -338,6 +341,7 @@ class DiskTier final : public SlowTier, private ObjectStore {
 
   void begin_reads();
   bool fill_batch();
+  bool is_near(size_t at) const;
   void aim_read(Job* job, std::span<const Part> parts);
   void finish_read(Job* job);
   // Where the record of a part is in the buffer of a job that read it.
@@ -469,6 +473,7 @@ class DiskTier final : public SlowTier, private ObjectStore {
   uint32_t n_writing_ = 0;
   uint32_t n_large_ = 0;
   uint32_t n_round_jobs_ = 0;
+  ReadMeter meter_;
   Move move_;
   ObjectWorks works_;  // in the order of submission, and those of a key one after the other
   std::set<std::string_view> busy_keys_;    // of those that have begun

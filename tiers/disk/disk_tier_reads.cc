@@ -44,6 +44,7 @@ void DiskTier::begin_reads() {
     if (is_large(data_bytes) && n_large_ == kMaxLarge) {
       return;
     }
+    const bool is_apart = n == 1 && !is_near(n_batch_begun_) && !is_near(n_batch_begun_ + 1);
     n_batch_begun_ += n;
     Job* const job = take_job(Job::Purpose::kRead, data_bytes);
     if (job == nullptr) {
@@ -53,9 +54,20 @@ void DiskTier::begin_reads() {
       continue;
     }
     job->parts.assign(left.begin(), left.begin() + static_cast<ptrdiff_t>(n));
+    job->is_apart = is_apart;
     aim_read(job, job->parts);
+    meter_.begin(options_.clock->now_ns());
     begun_.push_back(job);
   }
+}
+
+// Whether a part of the batch lies next to the one before it.
+bool DiskTier::is_near(size_t at) const {
+  if (at == 0 || at >= n_batch_ || batch_[at].segment != batch_[at - 1].segment) {
+    return false;
+  }
+  const uint64_t end = offset_of(batch_[at - 1].unit) + record_bytes(batch_[at - 1].size_bytes);
+  return offset_of(batch_[at].unit) <= end + kGapBytes;
 }
 
 // The next that wait, in the order of the disk. Their segments are held from now on, so that they
@@ -124,6 +136,7 @@ Status DiskTier::check_read(Job* job, const Part& part, const Filling& filling) 
 void DiskTier::finish_read(Job* job) {
   Filling filling;
   const bool has_failed = !job->status.is_ok();
+  meter_.end(options_.clock->now_ns(), has_failed ? 0 : job->size_bytes, job->is_apart);
   {
     const std::lock_guard lock(mutex_);
     filling = segments_[job->file].filling;
@@ -148,6 +161,7 @@ void DiskTier::finish_read(Job* job) {
   }
   aim_read(job, std::span<const Part>(job->parts).last(1));
   ++n_reading_;
+  meter_.begin(options_.clock->now_ns());
   begun_.push_back(job);
 }
 

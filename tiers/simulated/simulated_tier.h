@@ -48,7 +48,8 @@ struct SimulatedTierOptions {
   // from the seed. REQUIRES: not 0.
   uint32_t reorder = 1;
   uint64_t seed = 0;
-  bool is_manual = false;  // of the others only capacity_bytes counts then
+  bool is_manual = false;  // of the others only capacity_bytes and rates count then
+  ReadRates rates = {};    // that it says it has
 };
 
 class SimulatedTier final : public SlowTier {
@@ -64,6 +65,7 @@ class SimulatedTier final : public SlowTier {
   void add_ref(PlaceId id) noexcept override;
   void release(PlaceId id) noexcept override;
   uint64_t used_bytes() const override;
+  ReadRates read_rates() const override { return options_.rates; }
   ObjectStore* objects() override { return &objects_; }
 
   // --- Manual -----------------------------------------------------------------------------------
