@@ -246,6 +246,9 @@ void number_counters(AttendPlan* plan) {
   for (AttendPlan::ApproxHead& head : plan->approx) {
     head.n_evaluated = {n++};
   }
+  for (AttendPlan::DrawnWindow& window : plan->drawn_windows) {
+    window.n_found = {n++};
+  }
   for (Sums& part : plan->sums) {
     part.n_evaluated = {n++};
   }
@@ -350,6 +353,57 @@ void add_all_windows(AttendPlan* plan) {
   }
 }
 
+// The windows of the Aways that are drawn: of each shard of positions the tasks of all heads that
+// have it. Heads of an Away follow each other.
+void add_drawn_windows(AttendPlan* plan) {
+  struct Shard {
+    uint64_t number;
+    AttendPlan::Task task;
+  };
+  const std::vector<AttendPlan::ApproxHead>& heads = plan->approx;
+  std::vector<Shard> shards;
+  std::vector<uint64_t> numbers;  // of the last view
+  for (uint32_t i = 0; i < heads.size();) {
+    const uint32_t away = heads[i].away;
+    shards.clear();
+    const uint32_t first = i;
+    for (; i < heads.size() && heads[i].away == away; ++i) {
+      if (away == AttendPlan::kNoAway) {
+        continue;
+      }
+      if (i == first || heads[i].view != heads[i - 1].view ||
+          numbers.size() != heads[i].plan.n_shards) {
+        numbers.clear();
+        for (uint32_t shard = 0; shard < heads[i].plan.n_shards; ++shard) {
+          numbers.push_back(attention::shard_number(heads[i].input, shard));
+        }
+      }
+      for (uint32_t shard = 0; shard < heads[i].plan.n_shards; ++shard) {
+        shards.push_back({numbers[shard], {.unit = i, .first_chunk = shard, .is_approx = true}});
+      }
+    }
+    if (away == AttendPlan::kNoAway) {
+      continue;
+    }
+    std::ranges::stable_sort(shards, {}, &Shard::number);
+    Part<AttendPlan::DrawnWindow>& windows = plan->aways[away].drawn;
+    windows.begin = plan->drawn_windows.size();
+    for (const Shard& shard : shards) {
+      std::vector<AttendPlan::DrawnWindow>& all = plan->drawn_windows;
+      if (all.size() == windows.begin || all.back().number != shard.number) {
+        all.push_back(
+            {.away = away,
+             .number = shard.number,
+             .pages = plan->pages_of(away, shard.number, shard.number + 1, attention::kShardTokens),
+             .tasks = {plan->drawn_tasks.size(), 0}});
+      }
+      ++all.back().tasks.n;
+      plan->drawn_tasks.push_back(shard.task);
+    }
+    windows.n = plan->drawn_windows.size() - windows.begin;
+  }
+}
+
 void add_sum_tasks(uint32_t n_threads, AttendPlan* plan) {
   uint64_t cost = 0;
   for (const Sums& part : plan->sums) {
@@ -384,6 +438,7 @@ Status cut_into_tasks(const TaskCrew& crew, size_t other_bytes, AttendPlan* plan
   const uint64_t wanted_cost =
       std::clamp(plan->cost / (kTasksPerThread * crew.n_threads), kMinTaskCost,
                  crew.is_shared ? kMaxSharedTaskCost : kMaxTaskCost);
+  add_drawn_windows(plan);
   place_states(plan);
   add_units(wanted_cost, plan);
   const uint64_t task_cost = choose_task_cost(wanted_cost, plan);

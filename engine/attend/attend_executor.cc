@@ -44,6 +44,14 @@ Status AttendExecutor::begin(const AttendPlan& plan) {
   reports_.assign(plan.approx.size(), {});
   is_answered_.assign(plan.approx.size(), 0);
   left_.clear();
+  is_left_.assign(plan.aways.size(), 0);
+  for (const ApproxHead& head : plan.approx) {
+    if (head.plan.n_shards == 0) {
+      is_left_[head.away] = 1;
+    }
+  }
+  drawn_pages_.assign(plan.drawn_windows.size(), {});
+  drawn_blocks_.assign(plan.drawn_windows.size() * kBlockWords, 0);
   point_to_sums();
   return Status::ok();
 }
@@ -56,6 +64,9 @@ void AttendExecutor::rest() {
   empty(&reports_);
   empty(&is_answered_);
   empty(&left_);
+  empty(&is_left_);
+  empty(&drawn_pages_);
+  empty(&drawn_blocks_);
 }
 
 void AttendExecutor::point_to_sums() {
@@ -96,6 +107,9 @@ bool AttendExecutor::prepare(uint32_t task, ThreadWorkspace& workspace) {
   KVM_ASSERT(task < plan_->n_prepare_tasks());
   if (task >= plan_->prepare.size()) {
     const ApproxHead& head = plan_->approx[task - plan_->prepare.size()];
+    if (head.plan.n_shards == 0) {
+      return true;
+    }
     std::byte* scratch = workspace.scratch.reserve(head.plan.scratch_bytes);
     if (scratch == nullptr) {
       return false;
@@ -114,7 +128,8 @@ bool AttendExecutor::evaluate(uint32_t task, ThreadWorkspace& workspace) {
   KVM_ASSERT(task < plan_->tasks.size());
   const AttendPlan::Task& t = plan_->tasks[task];
   if (t.is_approx) {
-    return evaluate_shard(t, workspace);
+    const bool is_away = plan_->approx[t.unit].away != AttendPlan::kNoAway;
+    return is_away ? find_pages(t, workspace) : evaluate_shard(t, workspace);
   }
   if (t.n_units == 0) {
     return evaluate_piece(t, workspace);
@@ -231,6 +246,76 @@ bool AttendExecutor::evaluate_shard(const AttendPlan::Task& task, ThreadWorkspac
   // A large budget takes scratch that grows with it, and no request pays for what stays.
   workspace.scratch.shrink(kKeepBytes);
   return true;
+}
+
+bool AttendExecutor::draw(uint32_t task, ThreadWorkspace& workspace) {
+  KVM_ASSERT(task < plan_->drawn_tasks.size());
+  return evaluate_shard(plan_->drawn_tasks[task], workspace);
+}
+
+bool AttendExecutor::find_pages(const AttendPlan::Task& task, ThreadWorkspace& workspace) {
+  const ApproxHead& head = plan_->approx[task.unit];
+  std::byte* scratch = workspace.scratch.reserve(head.plan.scratch_bytes);
+  if (scratch == nullptr) {
+    return false;
+  }
+  const std::byte* prepared = memory_at(head.prepared_at, head.plan.prepared_bytes);
+  std::byte* states = memory_at(head.states_at, head.plan.n_shards * head.plan.state_bytes);
+  uint64_t blocks[kBlockWords] = {};
+  const bool is_drawn =
+      attention::find_blocks(head.input, head.plan, prepared, task.first_chunk, scratch,
+                             states + task.first_chunk * head.plan.state_bytes, blocks);
+  workspace.scratch.shrink(kKeepBytes);
+  const Part<AttendPlan::DrawnWindow>& all = plan_->aways[head.away].drawn;
+  const uint64_t number = attention::shard_number(head.input, task.first_chunk);
+  const auto windows = all.in(plan_->drawn_windows);
+  const auto window = static_cast<uint32_t>(
+      all.begin + (std::ranges::lower_bound(windows, number, {}, &AttendPlan::DrawnWindow::number) -
+                   windows.begin()));
+  if (!is_drawn) {
+    // SYNC: none; whoever reads it has waited for the tasks.
+    std::atomic_ref<uint8_t>(is_left_[head.away]).store(1, std::memory_order_relaxed);
+  }
+  for (uint32_t i = 0; i < kBlockWords; ++i) {
+    if (blocks[i] != 0) {
+      // SYNC: none; the counter below orders it.
+      std::atomic_ref<uint64_t>(drawn_blocks_[size_t{window} * kBlockWords + i])
+          .fetch_or(blocks[i], std::memory_order_relaxed);
+    }
+  }
+  // SYNC: releases these bits; whoever comes last acquires those of all others.
+  const size_t n_tasks = plan_->drawn_windows[window].tasks.n;
+  if (counter(plan_->drawn_windows[window].n_found).fetch_add(1, std::memory_order_acq_rel) + 1 ==
+      n_tasks) {
+    count_pages(window);
+  }
+  return true;
+}
+
+// Here, and not on the driver: there may be many.
+void AttendExecutor::count_pages(uint32_t window) {
+  DrawnPages& drawn = drawn_pages_[window];
+  for (const AwayPage& page : plan_->drawn_windows[window].pages.in(plan_->away_pages)) {
+    drawn.all_bytes += page.size_bytes;
+    if (reads_block(window, page.block)) {
+      ++drawn.n_pages;
+      drawn.size_bytes += page.size_bytes;
+    }
+  }
+}
+
+bool AttendExecutor::reads_block(uint32_t window, uint64_t block) const {
+  const uint64_t at = block % AttendPlan::kShardBlocks;
+  return (drawn_blocks_[size_t{window} * kBlockWords + at / 64] >> at % 64 & 1) != 0;
+}
+
+void AttendExecutor::leave(uint32_t away) {
+  for (size_t i = 0; i < plan_->approx.size(); ++i) {
+    const ApproxHead& head = plan_->approx[i];
+    if (head.away == away && head.plan.n_shards != 0) {
+      attention::report_left(head.input, head.plan, &reports_[i]);
+    }
+  }
 }
 
 // Merges what the state of a chunk, now there, makes complete.
@@ -361,6 +446,10 @@ void AttendExecutor::offer_audits(Store& store, std::span<Sequence* const> seqs,
   for (size_t i = 0; i < plan_->approx.size(); ++i) {
     const ApproxHead& head = plan_->approx[i];
     if (reports_[i].n_exact == head.plan.rows || !auditor->is_due()) {
+      continue;
+    }
+    if (head.away != AttendPlan::kNoAway) {
+      auditor->skip(Auditor::Skipped::kUnfit);  // what it would read has gone
       continue;
     }
     AuditJob* job = auditor->next_job();

@@ -23,11 +23,12 @@ namespace kvm::engine {
 // An AttendExecutor carries out the tasks of a plan: it has the memory that they share, and what
 // they find.
 //
-//   begin -> prepare (all) -> evaluate (all) -> sum (all) -> report, add_masses, offer_audits
+//   begin -> prepare (all) -> evaluate (all) -> draw (some) -> sum (all)
+//         -> report, add_masses, offer_audits
 //
-// Threads: prepare(), evaluate() and sum() on any thread, each task once and every one of a kind
-// before the first of the next; the rest on the driver. Where the plan has approximate problems,
-// prepare() reads stored tokens.
+// Threads: prepare(), evaluate(), draw() and sum() on any thread, each task once and every one of a
+// kind before the first of the next; the rest on the driver. Where the plan has approximate
+// problems, prepare() reads stored tokens.
 class AttendExecutor {
  public:
   // The plan, and what it refers to, stay alive and unchanged until rest() or the next begin().
@@ -42,8 +43,23 @@ class AttendExecutor {
   [[nodiscard]] bool evaluate(uint32_t task, ThreadWorkspace& workspace);
   [[nodiscard]] bool sum(uint32_t task, ThreadWorkspace& workspace) const;
 
-  // After the last of plan.tasks: the approximate problems that have to be answered exactly, by
-  // number, ascending. Their outputs are not written.
+  // Of an Away that is drawn, after the last of plan.tasks: whether it may be, which it may not
+  // where a problem is to be answered exactly; and what a window reads.
+  struct DrawnPages {
+    uint32_t n_pages = 0;
+    uint64_t size_bytes = 0;
+    uint64_t all_bytes = 0;  // of all of its pages that are away
+  };
+  bool may_draw(uint32_t away) const { return is_left_[away] == 0; }
+  const DrawnPages& drawn_pages(uint32_t window) const { return drawn_pages_[window]; }
+  // Whether it reads the page of a block of its shard. Any thread.
+  bool reads_block(uint32_t window, uint64_t block) const;
+  // Instead of draw(): the problems of the Away are left.
+  void leave(uint32_t away);
+  // A task of plan.drawn_tasks, once its pages are there. As evaluate().
+  [[nodiscard]] bool draw(uint32_t task, ThreadWorkspace& workspace);
+  // After the last of plan.tasks, and of plan.drawn_tasks: the approximate problems that have to be
+  // answered exactly, by number, ascending. Their outputs are not written.
   std::span<const uint32_t> find_left();
   // After the last task: what was done, as kvm_step_stats has it. `left`: the executor of what
   // find_left() found; null where that is nothing.
@@ -59,6 +75,7 @@ class AttendExecutor {
   using Head = AttendPlan::Head;
   using Unit = AttendPlan::Unit;
   using ApproxHead = AttendPlan::ApproxHead;
+  static constexpr uint32_t kBlockWords = AttendPlan::kShardBlocks / 64;
 
   // The stretch of shared memory that begins at `at` and has room for size_bytes.
   std::byte* memory_at(MemoryAt at, size_t size_bytes) const;
@@ -72,6 +89,9 @@ class AttendExecutor {
   bool evaluate_whole(const Unit& unit, ThreadWorkspace& workspace);
   bool evaluate_piece(const AttendPlan::Task& task, ThreadWorkspace& workspace);
   bool evaluate_shard(const AttendPlan::Task& task, ThreadWorkspace& workspace);
+  // Finds out which pages that are away a shard will read.
+  bool find_pages(const AttendPlan::Task& task, ThreadWorkspace& workspace);
+  void count_pages(uint32_t window);
   // Whether that was the last merge of the unit.
   bool merge_up(const Unit& unit, uint32_t chunk, std::byte* states);
   // After the results of a unit's rows.
@@ -91,6 +111,9 @@ class AttendExecutor {
   std::vector<attention::ApproxReport> reports_;  // of plan_->approx
   std::vector<uint8_t> is_answered_;              // likewise
   std::vector<uint32_t> left_;                    // those that are not
+  std::vector<uint8_t> is_left_;                  // of plan_->aways; tasks set it by atomic_ref
+  std::vector<DrawnPages> drawn_pages_;           // of plan_->drawn_windows
+  std::vector<uint64_t> drawn_blocks_;  // likewise, [kBlockWords]; tasks set bits by atomic_ref
   uint64_t n_not_finite_ = 0;  // rows of q heads, answered NaN; tasks add to it by atomic_ref
 };
 

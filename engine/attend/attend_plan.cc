@@ -61,6 +61,9 @@ void AttendPlan::clear() {
   keep(&away_pages, &rest.away_pages);
   keep(&away_views, &rest.away_views);
   keep(&aways, &rest.aways);
+  keep(&drawn_runs, &rest.drawn_runs);
+  keep(&drawn_tasks, &rest.drawn_tasks);
+  keep(&drawn_windows, &rest.drawn_windows);
   *this = std::move(rest);
 }
 
@@ -99,6 +102,16 @@ Part<AwayPage> AttendPlan::pages_of(uint32_t away, uint64_t begin, uint64_t end,
   return {all.begin + at(begin), at(end) - at(begin)};
 }
 
+bool AttendPlan::sees_away(const attention::Plan& cut, uint32_t away) const {
+  const auto has_any = [&](uint64_t from, uint64_t to) {
+    return from < to && pages_of(away, from, to, cut.chunk_tokens).n != 0;
+  };
+  const uint64_t end = cut.first_chunk + cut.n_chunks;  // in chunks that have a number
+  const uint64_t gap_at = std::clamp(cut.gap_at, cut.first_chunk, end);
+  return away != kNoAway && (has_any(cut.first_chunk, gap_at) ||
+                             has_any(gap_at + cut.gap_chunks, end + cut.gap_chunks));
+}
+
 uint64_t AttendPlan::sums_end(const Sums& part) const {
   return round_up(heads[part.head].problem.column_position + part.n_positions, kPageTokens);
 }
@@ -107,7 +120,7 @@ uint64_t AttendPlan::sums_end(const Sums& part) const {
 
 bool AttendPlan::is_valid() const {
   return covers_all_rows() && covers_all_chunks() && keeps_states_apart() && covers_all_sums() &&
-         is_laid_out_apart() && counts_apart();
+         is_laid_out_apart() && counts_apart() && covers_all_draws();
 }
 
 // Chunks come in order, each when those kMaxSlots before it are done: finds no state where another
@@ -170,6 +183,9 @@ bool AttendPlan::covers_all_chunks() const {
   for (uint32_t i = 0; i < tasks.size(); ++i) {
     const Task& task = tasks[i];
     if (task.is_approx) {
+      while (head < approx.size() && approx[head].plan.n_shards == 0) {
+        ++head;
+      }
       if (head >= approx.size() || task.unit != head || task.first_chunk != shard) {
         return false;
       }
@@ -205,9 +221,38 @@ bool AttendPlan::covers_all_chunks() const {
       return false;
     }
   }
+  while (head < approx.size() && approx[head].plan.n_shards == 0) {
+    ++head;
+  }
   const bool has_all_windows =
       windows.empty() || (window + 1 == windows.size() && windows.back().tasks_end == tasks.size());
   return head == approx.size() && shard == 0 && has_all_windows;
+}
+
+// Each shard of a head that reads pages which are away is drawn once, in a window of its Away.
+bool AttendPlan::covers_all_draws() const {
+  std::vector<uint32_t> n_drawn(approx.size());
+  size_t next = 0;
+  for (const DrawnWindow& window : drawn_windows) {
+    if (window.tasks.begin != next || window.tasks.is_empty()) {
+      return false;
+    }
+    next += window.tasks.n;
+    for (const Task& task : window.tasks.in(drawn_tasks)) {
+      const ApproxHead& head = approx[task.unit];
+      if (head.away != window.away || task.first_chunk >= head.plan.n_shards ||
+          attention::shard_number(head.input, task.first_chunk) != window.number) {
+        return false;
+      }
+      ++n_drawn[task.unit];
+    }
+  }
+  for (uint32_t i = 0; i < approx.size(); ++i) {
+    if (n_drawn[i] != (approx[i].away == kNoAway ? 0 : approx[i].plan.n_shards)) {
+      return false;
+    }
+  }
+  return next == drawn_tasks.size();
 }
 
 bool AttendPlan::covers_all_sums() const {
@@ -271,6 +316,9 @@ bool AttendPlan::counts_apart() const {
   }
   for (const ApproxHead& head : approx) {
     all.push_back({head.n_evaluated.index, 1});
+  }
+  for (const DrawnWindow& window : drawn_windows) {
+    all.push_back({window.n_found.index, 1});
   }
   for (const Sums& part : sums) {
     all.push_back({part.n_evaluated.index, 1});

@@ -21,6 +21,11 @@
 // the tasks of all its heads, so that a page is read once for all of them (PageStream). Views of
 // one item and head class, which see the same pages by other rules, have their windows together.
 //
+// Where all heads of such views are sampled, and draw by the index alone, their shards are looked
+// at twice. The first time, among the other tasks, each says which pages it will read. Then another
+// job evaluates them, shard by shard of positions, with those pages (DrawnStream). Or, where these
+// are too many, their problems are left, and streamed.
+//
 // The bits of the results do not depend on the cut: attention/attention.h fixes them by chunk.
 //
 // Once it is cut a plan does not change, but for the addresses of what comes window by window. It
@@ -111,6 +116,8 @@ struct AttendPlan {
   static constexpr uint32_t kNoSums = UINT32_MAX;
   static constexpr uint32_t kNoAway = UINT32_MAX;
 
+  struct DrawnWindow;
+
   // An Away is the pages of an item and a head class that are away.
   struct Away {
     Part<AwayPage> pages;
@@ -119,8 +126,15 @@ struct AttendPlan {
     struct View {
       Part<KvRun> runs;
       uint32_t first_head = 0;
+      uint32_t view = 0;  // as in Head
     };
     Part<View> views;
+    // Whether its views are sampled, or exact; which, the first of their heads decides.
+    enum class Choice : uint8_t { kNone, kStreamed, kDrawn };
+    Choice choice = Choice::kNone;
+    // Of those that are sampled: the runs, each once.
+    Part<Part<KvRun>> drawn_runs;
+    Part<DrawnWindow> drawn;
   };
   // A Window is a chunk of an Away: what is there of its pages at a time.
   struct Window {
@@ -158,7 +172,7 @@ struct AttendPlan {
   };
   static constexpr uint32_t kInWindows = 0;
 
-  // An ApproxHead is a problem that is solved approximately.
+  // An ApproxHead is a problem that is solved approximately. Without shards it is left at once.
   struct ApproxHead {
     attention::Problem problem;
     attention::ApproxInput input;  // refers to `problem` once the plan is cut
@@ -170,6 +184,7 @@ struct AttendPlan {
     uint32_t class_index = 0;
     uint32_t row = 0;  // as in Head
     uint32_t q_head = 0;
+    uint32_t away = kNoAway;  // where pages are that it reads
     MemoryAt prepared_at;
     MemoryAt states_at;     // [n_shards]
     CounterAt n_evaluated;  // shards
@@ -183,6 +198,17 @@ struct AttendPlan {
     bool is_approx = false;  // shard `first_chunk` of approx[unit]
     uint32_t window = kNoWindow;
   };
+
+  // A DrawnWindow is a shard of positions of an Away: of its pages those are there at a time that
+  // its tasks read.
+  struct DrawnWindow {
+    uint32_t away = 0;
+    uint64_t number = 0;   // of the shard (attention::shard_number)
+    Part<AwayPage> pages;  // in the shard
+    Part<Task> tasks;      // of drawn_tasks
+    CounterAt n_found;     // of these, that have said what they will read
+  };
+  static constexpr uint64_t kShardBlocks = attention::kShardTokens / kPageTokens;
 
   // A SumTask is positions of one head whose mass is summed up.
   struct SumTask {
@@ -206,6 +232,8 @@ struct AttendPlan {
   }
   // Where the last page of a head's sums ends, in positions.
   uint64_t sums_end(const Sums& part) const;
+  // Whether pages of an Away, or of none, lie in chunks that a plan has.
+  bool sees_away(const attention::Plan& cut, uint32_t away) const;
   uint32_t n_prepare_tasks() const { return static_cast<uint32_t>(prepare.size() + approx.size()); }
 
   // Says whether each row of each head belongs to one unit, each chunk and shard to one task, each
@@ -233,6 +261,7 @@ struct AttendPlan {
   std::vector<AwayPage> away_pages;
   std::vector<Away::View> away_views;
   std::vector<Away> aways;
+  std::vector<Part<KvRun>> drawn_runs;
 
   // The cut. Tasks come in this order: one for each of `prepare`, one for each of `approx`; then
   // `tasks`, those of windows last; then `sum_tasks`.
@@ -243,6 +272,9 @@ struct AttendPlan {
   uint32_t n_tasks_there = 0;  // before those of windows
   std::vector<Window> windows;
   StreamShape stream_shape;  // of `windows`
+  // Of another job: shards of `approx`, each in `tasks` as well.
+  std::vector<Task> drawn_tasks;
+  std::vector<DrawnWindow> drawn_windows;  // of each Away together, by number
   std::vector<SumTask> sum_tasks;
   size_t shared_bytes = 0;
   size_t n_counters = 0;
@@ -265,6 +297,7 @@ struct AttendPlan {
   bool covers_all_sums() const;
   bool is_laid_out_apart() const;
   bool counts_apart() const;
+  bool covers_all_draws() const;
 };
 
 }  // namespace kvm::engine

@@ -85,8 +85,7 @@ class AttendPlanner {
   Status collect_runs(const Store& store, const Sequence* seq, View* view);
   void add_index(const Store& store, const Sequence* seq, View* view);
   void add_away(View* view);
-  // Whether pages of an Away, or of none, lie in chunks that a plan has.
-  bool sees_away(const attention::Plan& cut, uint32_t away) const;
+  bool may_draw(const View& view) const;
   Status choose_rule(const View& whole, View* view);
   void count_keys(size_t first_view, KvRuns runs);
   void add_ranges(const kvm_item& item, View* view);
@@ -102,6 +101,11 @@ class AttendPlanner {
   uint32_t add_heads(uint32_t view, uint32_t first_head, uint64_t* n_left);
   uint32_t first_row(const View& view) const;
   void add_exact(const attention::Problem& problem, uint32_t view, uint32_t q_head);
+  void count_exact(const View& view, uint32_t group);
+  void add_left(const attention::Problem& problem, uint32_t view, uint32_t q_head);
+  void add_drawn_runs(const View& view);
+  // Whether a view is approximated, as far as its pages are concerned.
+  bool may_approximate(const View& view) const;
   bool add_parts(const attention::Problem& problem, uint32_t view, uint32_t kv_head,
                  const IndexPart& index);
   bool add_approx(const attention::Problem& problem, uint32_t view, uint32_t kv_head,
@@ -139,8 +143,9 @@ class AttendPlanner {
 };
 
 // Plans, exactly, the approximate problems of a plan with these numbers, ascending. *left is empty;
-// it refers to what `plan` refers to. Fails: LIMIT.
-Status plan_left(const AttendPlan& plan, std::span<const uint32_t> problems, const TaskCrew& crew,
+// it refers to what `plan` refers to. What comes window by window comes by *left from then on:
+// `plan` hands its lists of pages and runs over. Fails: LIMIT.
+Status plan_left(AttendPlan* plan, std::span<const uint32_t> problems, const TaskCrew& crew,
                  AttendPlan* left);
 
 }  // namespace kvm::engine

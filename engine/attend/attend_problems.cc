@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <span>
+#include <utility>
 
 #include "base/assert.h"
 #include "base/round.h"
@@ -128,6 +129,25 @@ attention::Problem AttendPlanner::problem_of(const View& view) {
   return p;
 }
 
+namespace {
+
+// The next head of plan->heads is of a view with pages that are away.
+void add_away_view(uint32_t view, Part<KvRun> runs, AttendPlan* plan, uint32_t away) {
+  std::vector<AttendPlan::Away::View>& all = plan->away_views;
+  Part<AttendPlan::Away::View>& views = plan->aways[away].views;
+  if (views.is_empty()) {
+    views.begin = all.size();
+  } else if (all.back().view == view) {
+    return;
+  }
+  ++views.n;
+  all.push_back(
+      {.runs = runs, .first_head = static_cast<uint32_t>(plan->heads.size()), .view = view});
+  KVM_ASSERT(views.begin + views.n == all.size());
+}
+
+}  // namespace
+
 // Adds the problems of a view's heads from first_head on. Returns where n_left came to an end.
 uint32_t AttendPlanner::add_heads(uint32_t view_index, uint32_t first_head, uint64_t* n_left) {
   const View& view = views_[view_index];
@@ -136,19 +156,14 @@ uint32_t AttendPlanner::add_heads(uint32_t view_index, uint32_t first_head, uint
   const StepTensors& t = *tensors_;
   const float* sinks = space_->layer_sink_logits(layer);
   const float* slopes = space_->slopes();
-  const std::span<const IndexPart> indexes = view.indexes.in(indexes_);
+  std::span<const IndexPart> indexes = view.indexes.in(indexes_);
+  if (!may_approximate(view)) {
+    indexes = {};
+  }
   const auto n_heads = static_cast<uint32_t>(cls.kv_heads.size());
   KVM_ASSERT(first_head <= n_heads && (indexes.empty() || indexes.size() == n_heads));
   KVM_ASSERT(view.first_row + view.n_rows <= request_->items[view.item].n_query);
   attention::Problem p = problem_of(view);
-  if (view.away != AttendPlan::kNoAway && first_head == 0) {
-    Part<AttendPlan::Away::View>& views = plan_->aways[view.away].views;
-    views.begin = views.n == 0 ? plan_->away_views.size() : views.begin;
-    ++views.n;
-    plan_->away_views.push_back(
-        {.runs = view.runs, .first_head = static_cast<uint32_t>(plan_->heads.size())});
-    KVM_ASSERT(views.begin + views.n == plan_->away_views.size());
-  }
   for (uint32_t h = first_head; h < n_heads; ++h) {
     if (*n_left == 0) {
       return h;
@@ -162,8 +177,16 @@ uint32_t AttendPlanner::add_heads(uint32_t view_index, uint32_t first_head, uint
     p.lse = t.lse.is_present() ? reinterpret_cast<float*>(t.lse.at(0, row, q_head)) : nullptr;
     p.sink_logits = sinks == nullptr ? nullptr : sinks + q_head;
     p.slopes = slopes == nullptr ? nullptr : slopes + q_head;
-    if (indexes.empty() || !add_parts(p, view_index, cls.kv_heads[h], indexes[h])) {
+    if (!indexes.empty() && add_parts(p, view_index, cls.kv_heads[h], indexes[h])) {
+      continue;
+    }
+    if (view.away != AttendPlan::kNoAway &&
+        plan_->aways[view.away].choice == AttendPlan::Away::Choice::kDrawn &&
+        plan_->sees_away(attention::make_plan(p), view.away)) {
+      add_left(p, view_index, q_head);
+    } else {
       add_exact(p, view_index, q_head);
+      indexes = may_approximate(view) ? indexes : std::span<const IndexPart>();
     }
   }
   return n_heads;
@@ -217,7 +240,11 @@ void AttendPlanner::add_exact(const attention::Problem& problem, uint32_t view_i
   head.view = view_index;
   head.row = first_row(view);
   head.q_head = q_head;
-  head.away = sees_away(head.plan, view.away) ? view.away : AttendPlan::kNoAway;
+  head.away = plan_->sees_away(head.plan, view.away) ? view.away : AttendPlan::kNoAway;
+  if (head.away != AttendPlan::kNoAway) {
+    plan_->aways[view.away].choice = AttendPlan::Away::Choice::kStreamed;
+    add_away_view(view_index, view.runs, plan_, view.away);
+  }
   if (problem.wants_column_sums) {
     KVM_ASSERT(view.away == AttendPlan::kNoAway);  // such lists stay in memory
     const KvRun& last = problem.runs.back();
@@ -231,10 +258,50 @@ void AttendPlanner::add_exact(const attention::Problem& problem, uint32_t view_i
   }
   plan_->heads.push_back(head);
   plan_->cost += head.cost;
+  count_exact(view, problem.group);
+}
+
+void AttendPlanner::count_exact(const View& view, uint32_t group) {
   plan_->n_keys += view.n_keys;
   plan_->n_exact_keys += view.n_keys;
   plan_->n_exact_bytes += view.n_key_bytes;
-  plan_->n_exact_rows += uint64_t{view.n_rows} * problem.group;
+  plan_->n_exact_rows += uint64_t{view.n_rows} * group;
+}
+
+// Views of an Away are all drawn, or all streamed: what is read for one is read once for all.
+bool AttendPlanner::may_approximate(const View& view) const {
+  return view.away == AttendPlan::kNoAway ||
+         plan_->aways[view.away].choice != AttendPlan::Away::Choice::kStreamed;
+}
+
+// A head that is to be exact, of an Away that is drawn: with it the others will be left.
+void AttendPlanner::add_left(const attention::Problem& problem, uint32_t view_index,
+                             uint32_t q_head) {
+  const View& view = views_[view_index];
+  AttendPlan::ApproxHead approx;
+  approx.problem = problem;
+  approx.exact_cost = head_cost(view);
+  approx.mode = KVM_MODE_SAMPLED;
+  approx.view = view_index;
+  approx.item = view.item;
+  approx.class_index = view.class_index;
+  approx.row = first_row(view);
+  approx.q_head = q_head;
+  approx.away = view.away;
+  plan_->approx.push_back(approx);
+  count_exact(view, problem.group);
+}
+
+void AttendPlanner::add_drawn_runs(const View& view) {
+  Part<Part<KvRun>>& all = plan_->aways[view.away].drawn_runs;
+  if (all.is_empty()) {
+    all.begin = plan_->drawn_runs.size();
+  } else if (plan_->drawn_runs.back().begin == view.runs.begin) {
+    return;
+  }
+  ++all.n;
+  plan_->drawn_runs.push_back(view.runs);
+  KVM_ASSERT(all.begin + all.n == plan_->drawn_runs.size());
 }
 
 // Returns which row of the tensors the first of a view is.
@@ -279,7 +346,22 @@ ProblemCost AttendPlanner::problem_cost(const View& view, uint32_t group,
   }
   cost.n_indexed = std::min(cost.n_indexed, cost.n_present);
   // Parts of a group that are answered exactly are so together.
-  cost.exact_bytes = exact_cost(view) * group / space_->layers[layer].group();
+  const uint32_t whole = space_->layers[layer].group();
+  cost.exact_bytes = exact_cost(view) * group / whole;
+  if (view.away != AttendPlan::kNoAway) {
+    const auto n_heads =
+        static_cast<uint32_t>(space_->head_class(layer, view.class_index).kv_heads.size());
+    const std::span<const AwayPage> pages =
+        plan_->aways[view.away].pages.in(std::as_const(plan_->away_pages));
+    cost.n_pages_away =
+        std::min<uint64_t>(pages.size(), div_up(view.n_cost_keys, uint64_t{kPageTokens}) + 1);
+    cost.n_sharing = n_heads * static_cast<uint32_t>(div_up(whole, group));
+    const tiers::ReadRates rates = costs_->read_rates();
+    const double own = static_cast<double>(costs_->n_threads()) / cost.n_sharing;
+    const uint64_t page_bytes = pages[0].size_bytes;
+    cost.stream_ns = rates.in_order_ns(cost.n_pages_away * page_bytes) * own;
+    cost.page_ns = rates.apart_ns(1, page_bytes) * own;
+  }
   return cost;
 }
 
@@ -406,9 +488,21 @@ bool AttendPlanner::add_approx(const attention::Problem& problem, uint32_t view_
   params.seed = mix_seed(request_->seed, layer, kv_head);
   params.n_sinks = config.n_sinks;
   params.n_recent = config.n_recent;
+  if (view.away != AttendPlan::kNoAway &&
+      plan_->sees_away(attention::make_plan(problem), view.away)) {
+    if (!attention::may_be_in_parts(params)) {
+      return false;
+    }
+    approx.away = view.away;
+    input.is_in_parts = true;
+  }
   approx.plan = plan_like_last(approx);
   if (approx.plan.exact) {
     return false;
+  }
+  if (approx.away != AttendPlan::kNoAway) {
+    plan_->aways[approx.away].choice = AttendPlan::Away::Choice::kDrawn;
+    add_drawn_runs(view);
   }
   if (!part.hashes.is_empty()) {
     uint64_t& cost_bytes = approx.plan.cost_bytes;
@@ -434,10 +528,23 @@ bool follows(const AttendPlan::ApproxHead& next, const AttendPlan::ApproxHead& f
 }  // namespace
 
 // REQUIRES: problems are in order.
-Status plan_left(const AttendPlan& plan, std::span<const uint32_t> problems, const TaskCrew& crew,
+Status plan_left(AttendPlan* whole, std::span<const uint32_t> problems, const TaskCrew& crew,
                  AttendPlan* left) {
+  const AttendPlan& plan = *whole;
   left->layer = plan.layer;
   left->err = plan.err;
+  const bool has_away = std::ranges::any_of(
+      problems, [&](uint32_t i) { return plan.approx[i].away != AttendPlan::kNoAway; });
+  const KvRun* first_run = plan.runs.data();
+  if (has_away) {
+    // Moved as they are: problems refer to runs.
+    left->runs = std::move(whole->runs);
+    left->away_pages = std::move(whole->away_pages);
+    left->aways = std::move(whole->aways);
+    for (AttendPlan::Away& away : left->aways) {
+      away = {.pages = away.pages};
+    }
+  }
   for (size_t at = 0; at < problems.size();) {
     const AttendPlan::ApproxHead& approx = plan.approx[problems[at]];
     AttendPlan::Head head;
@@ -454,6 +561,11 @@ Status plan_left(const AttendPlan& plan, std::span<const uint32_t> problems, con
     head.view = approx.view;
     head.row = approx.row;
     head.q_head = approx.q_head;
+    head.away = left->sees_away(head.plan, approx.away) ? approx.away : AttendPlan::kNoAway;
+    if (head.away != AttendPlan::kNoAway) {
+      const auto begin = static_cast<size_t>(head.problem.runs.data() - first_run);
+      add_away_view(approx.view, {begin, head.problem.runs.size()}, left, head.away);
+    }
     left->heads.push_back(head);
     left->cost += head.cost;
     left->n_rows += head.problem.n_query;

@@ -18,7 +18,7 @@ uint32_t AttendStream::place_window(uint32_t index, std::byte* slot, StreamRead*
   for (size_t i = 0; i < pages.size(); ++i) {
     if (seen[i]) {
       reads[n++] = {pages[i].place, slot, pages[i].size_bytes};
-      point_runs_to(away, pages[i], slot);
+      point_views_to(away, pages[i], slot);
       slot += pages[i].size_bytes;
     }
   }
@@ -41,20 +41,23 @@ AttendStream::PageSet AttendStream::seen_pages(const AttendPlan::Away& away,
 }
 
 // Views that follow each other may have the same runs.
-void AttendStream::point_runs_to(const AttendPlan::Away& away, const AwayPage& page,
-                                 const std::byte* data) {
+void AttendStream::point_views_to(const AttendPlan::Away& away, const AwayPage& page,
+                                  const std::byte* data) {
   const auto views = away.views.in(std::as_const(plan_->away_views));
   for (size_t i = 0; i < views.size(); ++i) {
     if (i != 0 && views[i].runs.begin == views[i - 1].runs.begin) {
       continue;
     }
-    const std::span<KvRun> runs = views[i].runs.in(plan_->runs);
-    const auto first = std::partition_point(runs.begin(), runs.end(), [&](const KvRun& run) {
-      return run.position < page.block * kPageTokens;
-    });
-    for (auto run = first; run != runs.end() && run->position / kPageTokens == page.block; ++run) {
-      point_to_page(*page.slab_class, data, &*run);
-    }
+    point_runs_to(views[i].runs.in(plan_->runs), page, data);
+  }
+}
+
+void point_runs_to(std::span<KvRun> runs, const AwayPage& page, const std::byte* data) {
+  const auto first = std::partition_point(runs.begin(), runs.end(), [&](const KvRun& run) {
+    return run.position < page.block * kPageTokens;
+  });
+  for (auto run = first; run != runs.end() && run->position / kPageTokens == page.block; ++run) {
+    point_to_page(*page.slab_class, data, &*run);
   }
 }
 

@@ -13,6 +13,9 @@
 
 namespace kvm::engine {
 
+// Those of the runs that lie in the page have it at `data` from now on.
+void point_runs_to(std::span<KvRun> runs, const AwayPage& page, const std::byte* data);
+
 // An AttendStream says to a PageStream what the windows of a plan are.
 class AttendStream final : public StreamSource {
  public:
@@ -35,7 +38,7 @@ class AttendStream final : public StreamSource {
   using PageSet = std::bitset<kMaxPages>;
 
   PageSet seen_pages(const AttendPlan::Away& away, std::span<const AwayPage> pages) const;
-  void point_runs_to(const AttendPlan::Away& away, const AwayPage& page, const std::byte* data);
+  void point_views_to(const AttendPlan::Away& away, const AwayPage& page, const std::byte* data);
 
   AttendPlan* plan_ = nullptr;
   uint32_t n_before_ = 0;

@@ -193,27 +193,29 @@ Status AttendPlanner::collect_runs(const Store& store, const Sequence* seq, View
   return Status::ok();
 }
 
-// A view of which pages are away is answered exactly, as they come: its index, if it has one, would
-// choose rows that are not there.
+// A view of which pages are away is answered exactly, as they come, unless its index alone says
+// which rows are to be read.
 void AttendPlanner::add_away(View* view) {
   if (away_.empty() || view->away != AttendPlan::kNoAway) {
     return;  // or the same pages as those of the rows before
   }
   view->away = static_cast<uint32_t>(plan_->aways.size());
-  view->indexes = {};
-  view->max_rows = UINT32_MAX;
+  if (!may_draw(*view)) {
+    view->indexes = {};
+    view->max_rows = UINT32_MAX;
+  }
   plan_->aways.push_back({.pages = {plan_->away_pages.size(), away_.size()}});
   plan_->away_pages.insert(plan_->away_pages.end(), away_.begin(), away_.end());
 }
 
-bool AttendPlanner::sees_away(const attention::Plan& cut, uint32_t away) const {
-  const auto has_any = [&](uint64_t from, uint64_t to) {
-    return from < to && plan_->pages_of(away, from, to, cut.chunk_tokens).n != 0;
+// Whether all heads of a view may be sampled though pages are away; AUTO has yet to choose.
+bool AttendPlanner::may_draw(const View& view) const {
+  const bool is_sampled = request_->mode == KVM_MODE_SAMPLED && request_->eps == 0;
+  const auto has_sketch = [](const IndexPart& part) {
+    return !part.sketches.is_empty() && part.hashes.is_empty();
   };
-  const uint64_t end = cut.first_chunk + cut.n_chunks;  // in chunks that have a number
-  const uint64_t gap_at = std::clamp(cut.gap_at, cut.first_chunk, end);
-  return away != AttendPlan::kNoAway && (has_any(cut.first_chunk, gap_at) ||
-                                         has_any(gap_at + cut.gap_chunks, end + cut.gap_chunks));
+  return (is_sampled || request_->mode == KVM_MODE_AUTO) && request_->budget != 0 &&
+         !view.indexes.is_empty() && std::ranges::all_of(view.indexes.in(indexes_), has_sketch);
 }
 
 const Retention& AttendPlanner::retention(const View& view) const {

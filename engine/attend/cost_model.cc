@@ -7,9 +7,11 @@
 #include <array>
 #include <cmath>
 #include <cstdlib>
+#include <limits>
 #include <new>
 #include <system_error>
 
+#include "base/limits.h"
 #include "engine/attend/calibration.h"
 
 namespace kvm::engine {
@@ -31,6 +33,9 @@ constexpr double kLookupBytes = 16;
 // 2 to 4 % of the keys.
 constexpr double kCandidates = 0.04;
 constexpr double kMostCandidates = 0.25;
+// Of pages that are away: the ring holds half of a shard's, and no shard has all too many more than
+// the others.
+constexpr double kMostDrawn = 0.4;
 
 struct Rate {
   const char* name;
@@ -105,10 +110,31 @@ double gather_ns(const CostModel& model, const ProblemCost& problem) {
   return alone + read * row_share(problem);
 }
 
+// Without pages that are away.
+double compute_ns(const CostModel& model, const ProblemCost& problem) {
+  const double read = static_cast<double>(problem.n_present) *
+                      static_cast<double>(problem.row_bytes) * row_share(problem);
+  return std::max(static_cast<double>(problem.exact_bytes), read) * stream_rate(model, problem);
+}
+
 double fixed_ns(const CostModel& model, const ProblemCost& problem) {
   const double share = static_cast<double>(problem.n_present - problem.n_indexed) /
                        static_cast<double>(std::max<uint64_t>(problem.n_present, 1));
-  return share * exact_ns(model, problem);
+  return share * compute_ns(model, problem);
+}
+
+// Infinite where so many rows are not drawn from pages that are away.
+double drawn_pages_ns(const ProblemCost& problem, double n_rows) {
+  if (problem.n_pages_away == 0) {
+    return 0;
+  }
+  const auto all = static_cast<double>(problem.n_pages_away);
+  const double always =
+      static_cast<double>(problem.n_present - problem.n_indexed) / double{kPageTokens};
+  const double drawn = n_rows * problem.n_sharing;
+  const double pages = always - all * std::expm1(-drawn / all);
+  return pages > kMostDrawn * all ? std::numeric_limits<double>::infinity()
+                                  : pages * problem.page_ns;
 }
 
 // Returns the share of the keys that hash tables are expected to propose for all rows together.
@@ -118,6 +144,15 @@ double candidate_share(const ProblemCost& problem) {
 
 // Rows beside those always read that fit into a time.
 double rows_within(const CostModel& model, const ProblemCost& problem, double time_ns) {
+  if (problem.n_pages_away != 0) {
+    double fits = 0;
+    double most = static_cast<double>(problem.n_indexed);
+    for (int i = 0; i < 40; ++i) {
+      const double middle = (fits + most) / 2;
+      (approx_ns(model, problem, middle) <= time_ns ? fits : most) = middle;
+    }
+    return fits;
+  }
   const double each = gather_ns(model, problem) * (problem.is_hashed ? 0.5 : 1.0);
   return std::max(0.0, (time_ns - approx_ns(model, problem, 0)) / each);
 }
@@ -157,14 +192,12 @@ std::string format_cost_model(const CostModel& model) {
 }
 
 double exact_ns(const CostModel& model, const ProblemCost& problem) {
-  const double read = static_cast<double>(problem.n_present) *
-                      static_cast<double>(problem.row_bytes) * row_share(problem);
-  return std::max(static_cast<double>(problem.exact_bytes), read) * stream_rate(model, problem);
+  return std::max(compute_ns(model, problem), problem.stream_ns);
 }
 
 double approx_ns(const CostModel& model, const ProblemCost& problem, double n_rows) {
   const double n = static_cast<double>(problem.n_indexed);
-  const double always = model.start + fixed_ns(model, problem);
+  const double always = model.start + fixed_ns(model, problem) + drawn_pages_ns(problem, n_rows);
   const double gather = gather_ns(model, problem);
   if (problem.is_hashed) {
     const double candidates = candidate_share(problem) * gather / 2;

@@ -11,6 +11,10 @@
 //   sample of m rows    start + scan n + (keys always read) + gather m
 //   TopK over tables    start + lookup n + (keys always read) + (K of candidates) + gather k / 2
 //
+// Where P pages are away exact takes at least as long as to read them in order, and a sample of m
+// rows, of each of the heads that share them, reads P (1 - e^(-heads m / P)) apart, as if rows were
+// drawn anywhere. Beyond a certain share of the pages nothing is (engine/attend/drawn_stream.h).
+//
 // Threads: CostModel is plain data; Costs belongs to the driver.
 #ifndef KVM_ENGINE_ATTEND_COST_MODEL_H_
 #define KVM_ENGINE_ATTEND_COST_MODEL_H_
@@ -22,6 +26,8 @@
 #include <thread>
 
 #include "base/status.h"
+#include "tiers/read_rates.h"
+#include "tiers/slow_tier.h"
 
 namespace kvm::engine {
 
@@ -55,6 +61,12 @@ struct ProblemCost {
   uint64_t n_present = 0;    // keys that are visible
   uint64_t n_indexed = 0;    // of them, that need not be read
   uint64_t exact_bytes = 0;  // what exact reads, computation converted to bytes
+  // Pages that are away: problems that share them read each once, and each has its part of the
+  // time, in nanoseconds of one thread like all others.
+  uint64_t n_pages_away = 0;
+  uint32_t n_sharing = 1;
+  double stream_ns = 0;  // its part of all of them, in order
+  double page_ns = 0;    // its part of one that is read apart
 };
 
 enum class AutoMode : uint8_t { kExact, kVerified, kSampled, kTopK };
@@ -86,8 +98,10 @@ AutoChoice choose_for_time(const CostModel& model, const ProblemCost& problem, d
 // Costs hold the model of an engine: pinned, or measured.
 class Costs {
  public:
-  Costs(std::optional<CostModel> pinned, uint32_t n_threads)
-      : pinned_(pinned), n_threads_(n_threads) {}
+  // slow_tier: may be null.
+  Costs(std::optional<CostModel> pinned, uint32_t n_threads,
+        const tiers::SlowTier* slow_tier = nullptr)
+      : pinned_(pinned), n_threads_(n_threads), slow_tier_(slow_tier) {}
   ~Costs();
   Costs(const Costs&) = delete;
   Costs& operator=(const Costs&) = delete;
@@ -98,12 +112,17 @@ class Costs {
   const CostModel& model() const;
   // The model as text, or "" as long as it is not measured. Does not wait.
   std::string text() const;
+  // Of pages that are away, as they are now.
+  tiers::ReadRates read_rates() const {
+    return slow_tier_ == nullptr ? tiers::ReadRates() : slow_tier_->read_rates();
+  }
   // Threads that share a time budget.
   uint32_t n_threads() const { return model().threads != 0 ? model().threads : n_threads_; }
 
  private:
   std::optional<CostModel> pinned_;
   uint32_t n_threads_;
+  const tiers::SlowTier* slow_tier_;
   std::thread measuring_;
 };
 

@@ -118,7 +118,7 @@ class EngineImpl final : public Engine {
         store_(std::move(store)),
         begin_ns_(now_ns()),
         workspaces_(options.n_threads),
-        costs_(cost_model, options.n_threads),
+        costs_(cost_model, options.n_threads, options.slow_tier),
         auditor_(options.audit_every),
         arrivals_(&scheduler_),
         prefixes_(store_.get(), options.prefix_pages,
@@ -399,7 +399,7 @@ class EngineImpl final : public Engine {
   void run_here(Request* request, const JobPlan& plan);
   void retire(const FinishedJob& job);
   void retire_computed(Request* request);
-  bool plan_second(Request* request);
+  bool plan_next(Request* request);
   // Ends a request that has succeeded: policies act on what it committed, and then it is finished.
   void find_retention_work(Request* request);
   void run_retention(Request* request);
@@ -1086,10 +1086,12 @@ bool EngineImpl::take_ring(Request* request) {
   tiers::RingMemory& rings = store_->memory().rings();
   StreamSource* source = request->source();
   StreamShape shape = source->shape();
+  const uint64_t all =
+      shape.slot_bytes == 0 ? StreamShape::kMaxSlots : rings.size_bytes() / shape.slot_bytes;
+  // Half of the memory, so that others find some; but two windows where there is room at all.
   const uint64_t fitting =
-      shape.slot_bytes == 0 ? StreamShape::kMaxSlots : rings.size_bytes() / 2 / shape.slot_bytes;
-  shape.n_slots = static_cast<uint32_t>(std::min<uint64_t>(
-      shape.n_windows, std::clamp<uint64_t>(fitting, 2, StreamShape::kMaxSlots)));
+      std::clamp<uint64_t>(all / 2, std::min<uint64_t>(all, 2), StreamShape::kMaxSlots);
+  shape.n_slots = static_cast<uint32_t>(std::min<uint64_t>(shape.n_windows, fitting));
   KVM_ASSERT(shape.ring_bytes() <= rings.size_bytes());  // or it would wait for ever
   const bool needs_ring = shape.ring_bytes() != 0;
   std::byte* ring = needs_ring ? rings.take(shape.ring_bytes()) : nullptr;
@@ -1769,8 +1771,12 @@ void EngineImpl::retire(const FinishedJob& job) {
 void EngineImpl::retire_computed(Request* request) {
   Status status;
   if (std::holds_alternative<StepRequest>(request->what)) {
-    if (plan_second(request)) {
-      start_job(request, request->step.plan());
+    if (plan_next(request)) {
+      if (request->source() != nullptr) {
+        open_stream(request);
+      } else {
+        start_job(request, request->step.plan());
+      }
       return;
     }
     status = request->step.end(*store_, request->read_epoch, &auditor_, &request->result);
@@ -1794,9 +1800,9 @@ void EngineImpl::retire_computed(Request* request) {
   run_retention(request);
 }
 
-bool EngineImpl::plan_second(Request* request) {
+bool EngineImpl::plan_next(Request* request) {
   try {
-    return request->step.plan_second();
+    return request->step.plan_next(*store_, costs_);
   } catch (const std::bad_alloc&) {
     request->step.fail();
     return false;
@@ -1987,8 +1993,11 @@ bool EngineImpl::cancel(ClientId client, RequestTag tag) {
       } else if (request->phase == Phase::kStoring) {
         arrivals_.post();
       }
-    } else if (request->stream.has_begun()) {
-      request->stream.stop(cancelled());
+    } else if (request->phase == Phase::kComputing) {
+      request->is_cancelled = true;  // where a further job has to wait for pages
+      if (request->stream.has_begun()) {
+        request->stream.stop(cancelled());
+      }
     }
   });
   return is_known;

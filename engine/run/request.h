@@ -33,7 +33,7 @@ namespace kvm::engine {
 // the request run, which it tells what to do.
 //
 //   kWaiting -> kReady -> kIndexing -> [kFetching] -> [kPlanning] -> [kFetching] -> kComputing ->
-//                                      kRetaining -> kDone
+//                                      [kFetching -> kComputing ...] -> kRetaining -> kDone
 //                                   -> kInParts -> kDone
 //                                   -> kStoring -> kDone
 //
@@ -42,7 +42,8 @@ enum class Phase : uint8_t {
   kWaiting,    // behind an earlier request of one of its sequences
   kReady,      // may start as soon as the scheduler has room
   kIndexing,   // started: what it wants of indexes is made first
-  kFetching,   // waits for room to append, a tail to append to, a ring, or its first window
+  kFetching,   // waits for room to append, a tail to append to, a ring, or its first window; each
+               // of its jobs may have windows
   kPlanning,   // a step that has begun and is not planned to its end
   kInParts,    // frees or cuts a sequence, some pages at a time
   kStoring,    // Snapshots go on with it, beside others of its sequence
@@ -66,7 +67,7 @@ constexpr bool may_follow(Phase phase, Phase next) {
     case Phase::kPlanning:
       return next == Phase::kFetching || next == Phase::kComputing || next == Phase::kDone;
     case Phase::kComputing:
-      return next == Phase::kRetaining || next == Phase::kDone;
+      return next == Phase::kFetching || next == Phase::kRetaining || next == Phase::kDone;
     case Phase::kInParts:
     case Phase::kStoring:
     case Phase::kRetaining:

@@ -31,7 +31,7 @@ Status Step::begin(Store& store, ClientId client, const StepRequest& request,
   n_prepared_ = 0;
   is_small_ = false;
   attends_ = request.attend;
-  is_second_ = false;
+  stage_ = Stage::kFirst;
   has_left_ = false;
   crew_ = crew;
   out_of_memory_.store(false, std::memory_order_relaxed);
@@ -76,6 +76,7 @@ void Step::rest() {
   planner_.clear();
   attend_plan_.clear();
   executor_.rest();
+  draws_.clear();
   left_plan_.clear();
   left_executor_.rest();
 }
@@ -111,17 +112,76 @@ void Step::make_plan(ThreadWorkspace& workspace) {
       static_cast<uint32_t>(std::min<uint64_t>(crew_.n_threads - 1, cost / kCostPerWake));
 }
 
-bool Step::plan_second() {
-  if (!attends_ || is_second_ || out_of_memory_.load(std::memory_order_relaxed)) {
+StreamSource* Step::windows() {
+  if (!attends_) {
+    return nullptr;
+  }
+  switch (stage_) {
+    case Stage::kFirst:
+      return has_windows() ? &windows_ : nullptr;
+    case Stage::kDrawing:
+      return &draws_;
+    case Stage::kSecond:
+      break;
+  }
+  return has_left_windows() ? &left_windows_ : nullptr;
+}
+
+uint32_t Step::window_of(uint32_t task) const {
+  switch (stage_) {
+    case Stage::kFirst:
+      return task < n_prepared_ || !has_windows() ? kNoWindow
+                                                  : attend_plan_.tasks[task - n_prepared_].window;
+    case Stage::kDrawing:
+      return draws_.window_of(task);
+    case Stage::kSecond:
+      break;
+  }
+  return task < plan_.n_first || !has_left_windows()
+             ? kNoWindow
+             : left_plan_.tasks[task - plan_.n_first].window;
+}
+
+bool Step::plan_next(const Store& store, const Costs& costs) {
+  if (!attends_ || out_of_memory_.load(std::memory_order_relaxed)) {
     return false;
   }
-  is_second_ = true;
+  switch (stage_) {
+    case Stage::kFirst:
+      stage_ = Stage::kDrawing;
+      if (plan_draws(store, costs)) {
+        return true;
+      }
+      [[fallthrough]];
+    case Stage::kDrawing:
+      stage_ = Stage::kSecond;
+      return plan_second();
+    case Stage::kSecond:
+      break;
+  }
+  return false;
+}
+
+bool Step::plan_draws(const Store& store, const Costs& costs) {
+  if (attend_plan_.drawn_windows.empty()) {
+    return false;
+  }
+  draws_.choose(&attend_plan_, &executor_, store.memory().rings().size_bytes(), costs.read_rates());
+  plan_ = {};
+  plan_.n_tasks = draws_.n_tasks();
+  plan_.cost = draws_.size_bytes();
+  plan_.n_wake =
+      static_cast<uint32_t>(std::min<uint64_t>(crew_.n_threads - 1, plan_.cost / kCostPerWake));
+  return plan_.n_tasks != 0;
+}
+
+bool Step::plan_second() {
   const std::span<const uint32_t> left = executor_.find_left();
   if (!left.empty()) {
     has_left_ = true;
     left_plan_.clear();
     // Few rows each: they are within what a request may take.
-    if (!plan_left(attend_plan_, left, crew_, &left_plan_).is_ok() ||
+    if (!plan_left(&attend_plan_, left, crew_, &left_plan_).is_ok() ||
         !left_executor_.begin(left_plan_).is_ok()) {
       fail();
       return false;
@@ -134,6 +194,7 @@ bool Step::plan_second() {
   plan_.n_tasks = plan_.n_first + (has_left_ ? static_cast<uint32_t>(left_plan_.tasks.size()) : 0);
   plan_.cost = has_left_ ? left_plan_.cost : 0;
   plan_.n_wake = plan_.n_tasks == 0 ? 0 : std::min(crew_.n_threads, plan_.n_tasks) - 1;
+  left_windows_.begin(&left_plan_, plan_.n_first);
   return plan_.n_tasks != 0;
 }
 
@@ -153,8 +214,13 @@ void Step::evaluate_second(uint32_t task, ThreadWorkspace& workspace) {
 }
 
 void Step::run(uint32_t task, ThreadWorkspace& workspace) {
-  if (is_second_) {
+  if (stage_ == Stage::kSecond) {
     evaluate_second(task, workspace);
+  } else if (stage_ == Stage::kDrawing) {
+    if (!out_of_memory_.load(std::memory_order_relaxed) &&
+        !executor_.draw(draws_.task(task), workspace)) {
+      fail();
+    }
   } else if (task < n_copies_) {
     append_.copy(task);
   } else if (task < n_prepared_) {

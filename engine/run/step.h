@@ -2,6 +2,7 @@
 // A Step is one append, attend or step request from its start to its end.
 //
 //   begin()    checks it against the state of its sequences, reserves pages, cuts it into tasks
+//   plan_next() further jobs: samples of pages that are away, and what needs all results
 //   run()      copies K and V into pages and prepares queries, then attends. What is attended
 //              includes what is appended: approximate problems, which look at tokens when they are
 //              prepared, are so in a stage between.
@@ -21,6 +22,7 @@
 #include "engine/attend/attend_plan.h"
 #include "engine/attend/attend_planner.h"
 #include "engine/attend/attend_stream.h"
+#include "engine/attend/drawn_stream.h"
 #include "engine/engine.h"
 #include "engine/run/append_work.h"
 #include "engine/space/validate.h"
@@ -52,21 +54,17 @@ class Step {
   // True when handing tasks to other threads would take longer than running them.
   bool is_small() const { return is_small_; }
   // The windows of what it attends to that is away; null: there are none.
-  AttendStream* windows() { return attends_ && has_windows() ? &windows_ : nullptr; }
+  StreamSource* windows();
   // The window of a task, or kNoWindow.
-  uint32_t window_of(uint32_t task) const {
-    return is_second_ || task < n_prepared_ || !has_windows()
-               ? kNoWindow
-               : attend_plan_.tasks[task - n_prepared_].window;
-  }
+  uint32_t window_of(uint32_t task) const;
   uint64_t n_rows() const { return attend_plan_.n_rows; }
   // Returns the sequences of the items.
   const std::vector<Sequence*>& seqs() const { return seqs_; }
   void run(uint32_t task, ThreadWorkspace& workspace);
-  // After every task has ended: a second job, where something is left that needs all results (sums
-  // of attention mass, problems that could not be approximated); else false. plan() and run() are
-  // of that one then.
-  bool plan_second();
+  // After every task has ended: another job, of samples whose pages are away, or where something is
+  // left that needs all results (sums of attention mass, problems that could not be approximated);
+  // else false. plan(), windows() and run() are of that one then.
+  bool plan_next(const Store& store, const Costs& costs);
   // Makes end() fail: the machine refused memory.
   void fail() { out_of_memory_.store(true, std::memory_order_relaxed); }
   // After every task has ended, of both jobs. `auditor` may be null: nothing is audited.
@@ -78,11 +76,17 @@ class Step {
   void rest();
 
  private:
+  // Which job plan_ is of.
+  enum class Stage : uint8_t { kFirst, kDrawing, kSecond };
+
   // After planner_ has begun or gone on: abandons a request that failed, and makes plan_ of one
   // that is planned.
   Status check_planned(Store& store, Status status, ThreadWorkspace& workspace);
   bool has_windows() const { return !attend_plan_.windows.empty(); }
+  bool has_left_windows() const { return has_left_ && !left_plan_.windows.empty(); }
   void make_plan(ThreadWorkspace& workspace);
+  bool plan_draws(const Store& store, const Costs& costs);
+  bool plan_second();
   void evaluate_second(uint32_t task, ThreadWorkspace& workspace);
   void prepare(uint32_t task, ThreadWorkspace& workspace);
 
@@ -91,7 +95,9 @@ class Step {
   AttendPlan attend_plan_;  // made by planner_, carried out by executor_
   AttendStream windows_;
   AttendExecutor executor_;
+  DrawnStream draws_;     // of attend_plan_
   AttendPlan left_plan_;  // of what executor_ left, for left_executor_
+  AttendStream left_windows_;
   AttendExecutor left_executor_;
   TaskCrew crew_;
   std::vector<Sequence*> seqs_;
@@ -101,7 +107,7 @@ class Step {
   uint32_t n_prepared_ = 0;  // tasks before this one and behind the copies prepare
   bool is_small_ = false;
   bool attends_ = false;
-  bool is_second_ = false;
+  Stage stage_ = Stage::kFirst;
   bool has_left_ = false;
   std::atomic<bool> out_of_memory_{false};
 };

@@ -85,7 +85,7 @@ class World {
 
   // Carries a plan out, the tasks of each kind in random order, and what it leaves; returns outputs
   // and lse as bits, for some are NaN.
-  std::vector<uint32_t> run(const AttendPlan& plan, const TaskCrew& crew, RequestResult* result) {
+  std::vector<uint32_t> run(AttendPlan& plan, const TaskCrew& crew, RequestResult* result) {
     std::fill(o_.begin(), o_.end(), -7.0f);
     std::fill(lse_.begin(), lse_.end(), -7.0f);
     AttendExecutor executor;
@@ -95,7 +95,7 @@ class World {
     AttendPlan left_plan;
     AttendExecutor left_executor;
     if (!left.empty()) {
-      EXPECT_TRUE(plan_left(plan, left, crew, &left_plan).is_ok());
+      EXPECT_TRUE(plan_left(&plan, left, crew, &left_plan).is_ok());
       EXPECT_TRUE(left_plan.is_valid());
       run_tasks(left_plan, &left_executor);
     }

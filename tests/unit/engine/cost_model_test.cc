@@ -168,6 +168,53 @@ TEST(CostModel, ATimeIsKeptWhateverTheRates) {
   }
 }
 
+// Eight heads of a context that is away, and two threads.
+ProblemCost away_problem(double alone_ns) {
+  constexpr uint32_t kHeads = 8;
+  constexpr double kThreads = 2;
+  ProblemCost problem = problem_of(131072);
+  const double page_ns = 64 * 512 * kHeads;  // 1 GB/s
+  problem.n_pages_away = 2048;
+  problem.n_sharing = kHeads;
+  problem.stream_ns = 2048 * page_ns * kThreads / kHeads;
+  problem.page_ns = (page_ns + alone_ns) * kThreads / kHeads;
+  return problem;
+}
+
+TEST(CostModel, WhatIsAwayTakesItsReads) {
+  const ProblemCost cheap = away_problem(10'000);
+  EXPECT_EQ(exact_ns(kModel, cheap), cheap.stream_ns);
+  ProblemCost fast = cheap;
+  fast.stream_ns = 1;
+  EXPECT_EQ(exact_ns(kModel, fast), exact_ns(kModel, problem_of(131072)));
+  const double none = approx_ns(kModel, problem_of(131072), 50);
+  // Few rows meet a page of their own, more share some, and too many are not drawn at all.
+  const double few = approx_ns(kModel, cheap, 5);
+  EXPECT_NEAR(few, none + (8 * 5 + 2) * cheap.page_ns, 0.05 * few);
+  const double more = approx_ns(kModel, cheap, 50);
+  EXPECT_LT(more, none + 8 * 50 * cheap.page_ns);
+  EXPECT_GT(more, none + 8 * 40 * cheap.page_ns);
+  EXPECT_TRUE(std::isinf(approx_ns(kModel, cheap, 1000)));
+}
+
+TEST(CostModel, ATimeForWhatIsAway) {
+  const ProblemCost cheap = away_problem(10'000);
+  const double exact = exact_ns(kModel, cheap);
+  EXPECT_EQ(choose_for_time(kModel, cheap, exact).mode, AutoMode::kExact);
+  uint64_t budget = 0;
+  for (const double part : {0.0, 0.3, 0.38}) {
+    const AutoChoice choice = choose_for_time(kModel, cheap, part * exact);
+    EXPECT_EQ(choice.mode, AutoMode::kSampled) << part;
+    EXPECT_GE(choice.budget, budget);
+    const double takes = approx_ns(kModel, cheap, static_cast<double>(choice.budget * 4));
+    EXPECT_LE(takes, part == 0.0 ? exact : part * exact);
+    budget = choice.budget;
+  }
+  EXPECT_GT(budget, uint64_t{kLeastBudget});
+  // Where a page alone takes as long as twenty in order, the least sample takes longer than all.
+  EXPECT_EQ(choose_for_time(kModel, away_problem(5e6), exact / 10).mode, AutoMode::kExact);
+}
+
 TEST(CostModel, RatesAreMeasuredOnceAndMakeSense) {
   const CostModel& model = measured_costs(2);
   EXPECT_EQ(&model, &measured_costs(2));
