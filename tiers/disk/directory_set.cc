@@ -3,7 +3,6 @@
 
 #include <fcntl.h>
 #include <string.h>
-#include <sys/random.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -14,9 +13,9 @@
 #include <new>
 #include <utility>
 
-#include "base/clock.h"
 #include "base/kill_point.h"
 #include "tiers/disk/crc32c.h"
+#include "tiers/disk/disk_system.h"
 
 namespace kvm::tiers {
 namespace {
@@ -64,25 +63,6 @@ Result<bool> read_mark(const std::string& directory, SetMark* mark) {
                       "file in any of them, those that are named are taken for all there are");
   }
   return true;
-}
-
-Status sync_directory(const std::string& path) {
-  const int fd = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (fd < 0) {
-    return io_error("opening", path, errno);
-  }
-  const int error = ::fsync(fd) == 0 ? 0 : errno;
-  ::close(fd);
-  return error == 0 ? Status::ok() : io_error("syncing", path, error);
-}
-
-uint64_t random_id() {
-  uint64_t id = 0;
-  while (id == 0) {
-    id = now_ns();
-    (void)!::getrandom(&id, sizeof(id), 0);
-  }
-  return id;
 }
 
 std::string joined(const std::vector<std::string>& paths) {
@@ -248,12 +228,15 @@ Status DirectorySet::mark() {
 }
 
 void DirectorySet::unmark() noexcept {
+  const uint32_t n_before = std::exchange(n_directories_, 0);
+  bool is_done = false;
   try {
-    n_directories_ = 0;
-    if (!finish().is_ok()) {
-      return;  // they still say that they belong together, and all that do are here
-    }
+    is_done = finish().is_ok();
   } catch (const std::bad_alloc&) {
+  }
+  if (!is_done) {
+    // They are a set still, all of which is here: what joins them joins this one.
+    n_directories_ = n_before;
     return;
   }
   for (Member& member : members_) {

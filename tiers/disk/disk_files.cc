@@ -11,6 +11,7 @@
 
 #include "base/assert.h"
 #include "tiers/disk/disk_io.h"
+#include "tiers/disk/disk_system.h"
 
 namespace kvm::tiers {
 namespace {
@@ -127,14 +128,7 @@ Result<uint64_t> DiskFiles::attach(uint32_t file, const std::string& path) {
 Status DiskFiles::sync_entry(uint32_t file) const {
   (void)fd(file);
   const std::string& path = files_[file].path;
-  const std::string directory = path.substr(0, path.rfind('/') + 1);
-  const int fd = ::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (fd < 0) {
-    return refused(directory, "opening the directory", errno);
-  }
-  const int error = ::fsync(fd) == 0 ? 0 : errno;
-  ::close(fd);
-  return error == 0 ? Status::ok() : refused(directory, "syncing the directory", error);
+  return sync_directory(path.substr(0, path.rfind('/') + 1));
 }
 
 void DiskFiles::remove(uint32_t file) noexcept {

@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // DiskTier: how it begins, with what an owner before has left, and how it ends.
-#include <sys/random.h>
-
 #include <algorithm>
 #include <array>
 #include <new>
@@ -12,6 +10,7 @@
 #include <utility>
 
 #include "base/assert.h"
+#include "tiers/disk/disk_system.h"
 #include "tiers/disk/disk_tier.h"
 
 namespace kvm::tiers {
@@ -88,12 +87,6 @@ Result<uint32_t> slots_for(const DiskTierOptions& options, const std::vector<Seg
   }
   return static_cast<uint32_t>(
       std::max<uint64_t>(options.capacity_bytes / options.segment_bytes, left.size()));
-}
-
-uint64_t random_id() {
-  uint64_t id = now_ns();
-  (void)!::getrandom(&id, sizeof(id), 0);
-  return id;
 }
 
 uint32_t n_jobs_of(const DiskTierOptions& options, uint32_t beside) {

@@ -198,6 +198,38 @@ TEST_F(DirectorySetTest, OfALaterVersionIsRefused) {
   EXPECT_EQ(files_in(paths(2)), before);
 }
 
+// A mark that cannot be written leaves a set, which others join in the same life.
+TEST_F(DirectorySetTest, WhoseEndFailsGrowsAsItself) {
+  for (const size_t blocked : {0, 1}) {
+    for (const size_t n_members : {3, 5}) {
+      SCOPED_TRACE(std::to_string(blocked) + " blocked, " + std::to_string(n_members) + " members");
+      {
+        Result<tiers::DirectorySet> two = tiers::DirectorySet::find(paths(2));
+        ASSERT_TRUE(two.is_ok() && two.value().mark().is_ok());
+      }
+      Result<tiers::DirectorySet> set = tiers::DirectorySet::find(paths(n_members));
+      ASSERT_TRUE(set.is_ok()) << set.status().message();
+      // Where the next mark of it is to be written something lies that is no file.
+      const std::string obstacle = folders_[blocked] / "kvm.set.new";
+      std::filesystem::create_directory(obstacle);
+      set.value().unmark();
+      EXPECT_TRUE(set.value().is_any());
+      ASSERT_TRUE(tiers::DirectorySet::find(paths(2)).is_ok()) << "after a crash now";
+      EXPECT_EQ(set.value().mark().code(), KVM_ERR_IO);
+      std::filesystem::remove(obstacle);
+      ASSERT_TRUE(set.value().mark().is_ok());
+      const Result<tiers::DirectorySet> found = tiers::DirectorySet::find(paths(n_members));
+      ASSERT_TRUE(found.is_ok()) << found.status().message();
+      for (size_t i = 0; i < n_members; ++i) {
+        EXPECT_TRUE(found.value().is_member(i)) << i;
+        EXPECT_EQ(mark_in(folders_[i].path()).set_id, mark_in(folders_[0].path()).set_id);
+      }
+      set.value().unmark();
+      EXPECT_TRUE(files_in(paths(n_members)).empty());
+    }
+  }
+}
+
 // As many steps of marking n directories, of which n_before are marked, as a crash lets be.
 // Each step writes one mark: of those that join, and then of all.
 void mark_in_part(const std::vector<std::string>& directories, uint32_t n_before, uint32_t n_steps,
