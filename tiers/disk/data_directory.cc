@@ -2,6 +2,7 @@
 #include "tiers/disk/data_directory.h"
 
 #include <fcntl.h>
+#include <signal.h>
 #include <string.h>
 #include <sys/file.h>
 #include <sys/stat.h>
@@ -39,14 +40,40 @@ Status refused(const std::string& path, const std::string& what, int error) {
   return Status(code, "directory " + path + ": " + what + ": " + ::strerror(error));
 }
 
-// Who has the lock, as that wrote it down.
+// Who has the lock, as that wrote it down. Who only looks writes nothing: what is there is of an
+// owner before then.
 std::string owner_of(int lock_fd) {
   std::array<char, 32> text{};
   const ssize_t n = ::pread(lock_fd, text.data(), text.size() - 1, 0);
   const std::string_view pid(text.data(), n > 0 ? static_cast<size_t>(n) : 0);
   const size_t n_digits = pid.find_first_not_of("0123456789");
-  return n_digits == 0 || pid.empty() ? "another process"
-                                      : "the process " + std::string(pid.substr(0, n_digits));
+  const std::string number(pid.substr(0, n_digits));
+  const auto id = static_cast<pid_t>(std::strtol(number.c_str(), nullptr, 10));
+  const bool is_there = id > 0 && (::kill(id, 0) == 0 || errno != ESRCH);
+  return is_there ? "the process " + number : "another process";
+}
+
+Status check_directory(const std::string& path) {
+  struct stat about {};
+  if (::stat(path.c_str(), &about) != 0) {
+    return refused(path, "it cannot be used", errno);
+  }
+  return S_ISDIR(about.st_mode) ? Status::ok()
+                                : Status(KVM_ERR_INVALID, path + " is not a directory");
+}
+
+// Closes the file where it fails. what: how the directory is to be used.
+Status lock(const std::string& path, int fd, int how, const char* what) {
+  if (::flock(fd, how | LOCK_NB) == 0) {
+    return Status::ok();
+  }
+  const int error = errno;
+  const std::string owner = owner_of(fd);
+  ::close(fd);
+  if (error != EWOULDBLOCK) {
+    return refused(path, std::string("locking ") + kLockName, error);
+  }
+  return Status(KVM_ERR_BUSY, "directory " + path + " is in use by " + owner + ": " + what);
 }
 
 bool is_segment_name(std::string_view name) {
@@ -91,33 +118,40 @@ std::string segment_file_name(uint32_t segment) {
 }
 
 Result<DataDirectory> DataDirectory::open(const std::string& path) {
-  struct stat about {};
-  if (::stat(path.c_str(), &about) != 0) {
-    return refused(path, "it cannot be used", errno);
-  }
-  if (!S_ISDIR(about.st_mode)) {
-    return Status(KVM_ERR_INVALID, path + " is not a directory");
-  }
-  const std::string lock = path + "/" + kLockName;
-  const int fd = ::open(lock.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
+  KVM_TRY(check_directory(path));
+  const std::string file = path + "/" + kLockName;
+  const int fd = ::open(file.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
   if (fd < 0) {
     return refused(path, std::string("opening ") + kLockName, errno);
   }
-  if (::flock(fd, LOCK_EX | LOCK_NB) != 0) {
-    const int error = errno;
-    const std::string owner = owner_of(fd);
-    ::close(fd);
-    if (error != EWOULDBLOCK) {
-      return refused(path, std::string("locking ") + kLockName, error);
-    }
-    return Status(KVM_ERR_BUSY, "directory " + path + " is in use by " + owner +
-                                    ": each kvmd needs directories of its own");
-  }
+  KVM_TRY(lock(path, fd, LOCK_EX, "each kvmd needs directories of its own"));
   DataDirectory directory(path, fd);
   const std::string pid = std::to_string(::getpid()) + "\n";
   if (::ftruncate(fd, 0) != 0 ||
       ::pwrite(fd, pid.data(), pid.size(), 0) != static_cast<ssize_t>(pid.size())) {
     return refused(path, std::string("writing ") + kLockName, errno);
+  }
+  return directory;
+}
+
+Result<DataDirectory> DataDirectory::look(const std::string& path) {
+  KVM_TRY(check_directory(path));
+  const std::string file = path + "/" + kLockName;
+  const int fd = ::open(file.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+  if (fd < 0 && errno != ENOENT) {
+    return refused(path, std::string("opening ") + kLockName, errno);
+  }
+  if (fd >= 0) {
+    KVM_TRY(lock(path, fd, LOCK_SH, "it can be looked at while no kvmd runs on it"));
+    return DataDirectory(path, fd);
+  }
+  // A copy may have been made without the lock.
+  DataDirectory directory(path, fd);
+  KVM_TRY_ASSIGN(const bool has_list, directory.has_manifest());
+  if (!has_list) {
+    return Status(KVM_ERR_NOT_FOUND, "directory " + path +
+                                         " holds nothing of a kvmd; is its drive mounted, and is "
+                                         "this the directory that disk.directories names?");
   }
   return directory;
 }
@@ -160,16 +194,16 @@ Result<uint64_t> DataDirectory::remove_segments() {
   return uint64_t{found.size()};
 }
 
-Result<std::vector<SegmentOnDisk>> DataDirectory::find_segments() {
+Result<std::vector<SegmentOnDisk>> DataDirectory::list_segments(
+    std::vector<std::string>* older) const {
   KVM_TRY_ASSIGN(const std::vector<std::string> files, segments());
-  std::vector<std::string> older;
   std::vector<SegmentOnDisk> found;
   for (const std::string& file : files) {
     bool is_older = false;
     KVM_TRY(check_version(file, &is_older));
     struct stat about {};
     if (is_older) {
-      older.push_back(file);
+      older->push_back(file);
     } else if (::lstat(file.c_str(), &about) != 0) {
       return refused(path_, "looking at " + file, errno);
     } else {
@@ -179,13 +213,19 @@ Result<std::vector<SegmentOnDisk>> DataDirectory::find_segments() {
                        .size_bytes = static_cast<uint64_t>(about.st_size)});
     }
   }
+  std::sort(found.begin(), found.end(),
+            [](const SegmentOnDisk& a, const SegmentOnDisk& b) { return a.number < b.number; });
+  return found;
+}
+
+Result<std::vector<SegmentOnDisk>> DataDirectory::find_segments() {
+  std::vector<std::string> older;
+  KVM_TRY_ASSIGN(std::vector<SegmentOnDisk> found, list_segments(&older));
   for (const std::string& file : older) {
     if (::unlink(file.c_str()) != 0) {
       return refused(path_, "removing " + file, errno);
     }
   }
-  std::sort(found.begin(), found.end(),
-            [](const SegmentOnDisk& a, const SegmentOnDisk& b) { return a.number < b.number; });
   return found;
 }
 

@@ -31,6 +31,10 @@ class DataDirectory {
   // Fails: NOT_FOUND; INVALID: it is no directory; PERMISSION: nothing can be written there; BUSY:
   // it has an owner, whom the sentence names; IO.
   static Result<DataDirectory> open(const std::string& path);
+  // Takes it to be looked at, with others who do: nothing in it changes, and nobody owns it
+  // meanwhile. Fails: NOT_FOUND: also, nothing in it is of an owner before; INVALID; PERMISSION;
+  // BUSY; IO.
+  static Result<DataDirectory> look(const std::string& path);
   DataDirectory(DataDirectory&& other) noexcept : lock_fd_(std::exchange(other.lock_fd_, -1)) {
     path_.swap(other.path_);
   }
@@ -47,6 +51,8 @@ class DataDirectory {
   // Finds them, in the order of their numbers. Those of an earlier version, which nothing outlives,
   // are removed. Fails likewise.
   Result<std::vector<SegmentOnDisk>> find_segments();
+  // The same, with nothing removed: *older is set to the paths of those.
+  Result<std::vector<SegmentOnDisk>> list_segments(std::vector<std::string>* older) const;
   // Whether there is a list of objects, readable or not. Fails: IO.
   Result<bool> has_manifest() const;
   // What these files take on the disk. Fails: IO.

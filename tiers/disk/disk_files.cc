@@ -17,8 +17,7 @@ namespace kvm::tiers {
 namespace {
 
 constexpr int kCreate = O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC;
-
-constexpr int kAttach = O_RDWR | O_NOFOLLOW | O_CLOEXEC;
+constexpr int kAttach = O_NOFOLLOW | O_CLOEXEC;
 
 Status refused(const std::string& path, const char* what, int error) {
   const kvm_status code = error == ENOSPC || error == EDQUOT ? KVM_ERR_NO_SPACE
@@ -99,14 +98,15 @@ Status DiskFiles::create(uint32_t file, const std::string& path, uint64_t size_b
 Result<uint64_t> DiskFiles::attach(uint32_t file, const std::string& path) {
   KVM_ASSERT(file < files_.size() && files_[file].fd < 0);
   std::string kept = path;
-  int fd = ::open(path.c_str(), kAttach | O_DIRECT);
+  const int flags = kAttach | (is_read_only_ ? O_RDONLY : O_RDWR);
+  int fd = ::open(path.c_str(), flags | O_DIRECT);
   uint32_t block = fd >= 0 ? direct_block_bytes(fd) : 0;
   bool is_direct = block != 0;
   if (!is_direct && (fd >= 0 || errno == EINVAL)) {
     if (fd >= 0) {
       ::close(fd);
     }
-    fd = ::open(path.c_str(), kAttach);
+    fd = ::open(path.c_str(), flags);
     block = 512;
   }
   if (fd < 0) {

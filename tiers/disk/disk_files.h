@@ -16,7 +16,7 @@ namespace kvm::tiers {
 class DiskFiles {
  public:
   // Throws std::bad_alloc.
-  explicit DiskFiles(uint32_t n_files) : files_(n_files) {}
+  DiskFiles(uint32_t n_files, bool is_read_only) : files_(n_files), is_read_only_(is_read_only) {}
   ~DiskFiles();
   DiskFiles(const DiskFiles&) = delete;
   DiskFiles& operator=(const DiskFiles&) = delete;
@@ -40,6 +40,7 @@ class DiskFiles {
   };
 
   std::vector<File> files_;
+  const bool is_read_only_;
   bool is_direct_ = true;
   uint32_t block_bytes_ = 512;
 };

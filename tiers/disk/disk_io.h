@@ -64,6 +64,7 @@ struct DiskIoOptions {
   uint32_t queue_depth = 32;  // ops in flight, at most
   uint64_t buffer_bytes = 0;  // of buffers()
   uint32_t n_threads = 16;    // of a pool
+  bool is_read_only = false;  // files are attached to be read, and nothing else is done
   // What a system call has returned (bytes, or -errno) becomes what this returns, for tests; none:
   // it stays. Called on the pool's threads too.
   std::function<int64_t(const DiskOp& op, int64_t result)> rewrite;

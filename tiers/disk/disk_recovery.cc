@@ -2,124 +2,18 @@
 #include "tiers/disk/disk_recovery.h"
 
 #include <algorithm>
-#include <array>
 #include <cstring>
-#include <functional>
 #include <new>
 #include <utility>
 
-#include "base/assert.h"
 #include "base/clock.h"
 #include "tiers/disk/crc32c.h"
+#include "tiers/disk/disk_reader.h"
 
 namespace kvm::tiers {
 namespace {
 
 constexpr uint64_t kBlock = kMaxDiskBlockBytes;
-
-// A DiskReader reads stretches of files, many at a time.
-class DiskReader {
- public:
-  struct Read : DiskOp {
-    // What of it is wanted: [begin, begin + n_bytes) of the file.
-    uint64_t begin = 0;
-    uint64_t n_bytes = 0;
-    size_t index = 0;
-  };
-  // Takes the bytes, which are gone when it returns. Empty: they could not be read.
-  using Taker = std::function<void(size_t index, std::span<const std::byte> bytes)>;
-  // Why, of the last that could not. OK: all could.
-  const Status& error() const { return error_; }
-
-  // LIMIT: reads at a time; more gain nothing.
-  static constexpr size_t kMaxReads = 32;
-
-  DiskReader(DiskIo* io, std::span<std::byte> buffers, uint32_t piece_bytes)
-      : io_(io),
-        buffers_(buffers),
-        piece_bytes_(piece_bytes),
-        reads_(std::min(kMaxReads, buffers.size() / piece_bytes)) {
-    KVM_ASSERT(!reads_.empty());
-    for (size_t i = 0; i < reads_.size(); ++i) {
-      reads_[i].data = buffers.data() + i * piece_bytes;
-      idle_.push_back(&reads_[i]);
-    }
-  }
-
-  // The largest stretch that can be read at once, wherever it begins.
-  uint64_t max_bytes() const { return piece_bytes_ - 2 * kBlock; }
-
-  // Reads n stretches: of(index) says which; take() is called for each, in any order.
-  // REQUIRES: none is empty, or larger than max_bytes(); each lies within its file.
-  template <typename Of>
-  void run(size_t n, Of of, const Taker& take) {
-    size_t n_begun = 0;
-    size_t n_ended = 0;
-    while (n_ended < n) {
-      std::vector<DiskOp*> begun;
-      while (n_begun < n && !idle_.empty()) {
-        Read* const read = idle_.back();
-        idle_.pop_back();
-        const auto [file, begin, n_bytes] = of(n_begun);
-        KVM_ASSERT(n_bytes != 0 && n_bytes <= max_bytes());
-        read->kind = DiskOp::Kind::kRead;
-        read->file = file;
-        read->begin = begin;
-        read->n_bytes = n_bytes;
-        read->index = n_begun++;
-        const uint64_t block = io_->block_bytes();
-        read->offset = align_down(begin, block);
-        read->size_bytes = static_cast<uint32_t>(align_up(begin + n_bytes, block) - read->offset);
-        begun.push_back(read);
-      }
-      io_->submit(begun);
-      std::array<DiskOp*, kMaxReads> ended;
-      const size_t n_now = io_->reap(ended, UINT64_MAX);
-      for (size_t i = 0; i < n_now; ++i) {
-        auto* const read = static_cast<Read*>(ended[i]);
-        if (!read->status.is_ok()) {
-          error_ = read->status;
-        }
-        const std::span<const std::byte> all(read->data, read->size_bytes);
-        take(read->index, read->status.is_ok()
-                              ? all.subspan(read->begin - read->offset, read->n_bytes)
-                              : std::span<const std::byte>());
-        idle_.push_back(read);
-      }
-      n_ended += n_now;
-    }
-  }
-
-  struct Stretch {
-    uint32_t file;
-    uint64_t begin;
-    uint64_t n_bytes;
-  };
-
-  // The whole of a file, or of what of it can be read: the rest is zero.
-  std::vector<std::byte> read_all(const FoundFile& file) {
-    std::vector<std::byte> all(file.size_bytes);
-    const uint64_t piece = align_down(max_bytes(), kBlock);
-    run((all.size() + piece - 1) / piece,
-        [&](size_t i) {
-          const uint64_t begin = i * piece;
-          return Stretch{file.file, begin, std::min<uint64_t>(piece, all.size() - begin)};
-        },
-        [&](size_t i, std::span<const std::byte> bytes) {
-          std::copy(bytes.begin(), bytes.end(), all.begin() + static_cast<ptrdiff_t>(i * piece));
-        });
-    return all;
-  }
-
- private:
-  DiskIo* io_;
-  std::span<std::byte> buffers_;
-  uint32_t piece_bytes_;
-  std::vector<Read> reads_;
-  std::vector<Read*> idle_;
-  Status error_;
-};
-
 using Stretch = DiskReader::Stretch;
 
 class Finder {
@@ -155,8 +49,9 @@ class Finder {
     std::string key;
     ManifestState::Object manifest;
     ObjectHeader header;
-    std::vector<uint64_t> names;  // of all chunks, then of pages, where the header was read
+    std::vector<uint64_t> names;  // of all chunks, then of pages, where these were read
     bool is_read = false;
+    std::vector<uint64_t> unread;  // else: chunks that have them, and are not whole
   };
 
   void find_manifest(const std::optional<FoundFile> (&manifests)[kManifestSlots][kManifestCopies]) {
@@ -164,7 +59,9 @@ class Finder {
       std::vector<std::byte> bytes[kManifestCopies];
       for (uint32_t copy = 0; copy < kManifestCopies; ++copy) {
         if (manifests[slot][copy].has_value()) {
-          bytes[copy] = reader_.read_all(*manifests[slot][copy]);
+          // What cannot be read of it is zero.
+          bytes[copy].resize(manifests[slot][copy]->size_bytes);
+          (void)reader_.read(manifests[slot][copy]->file, 0, bytes[copy]);
         }
       }
       ManifestState state;
@@ -233,20 +130,9 @@ class Finder {
 
   bool read_table(const FoundSegment& segment, const TableTrailer& trailer) {
     std::vector<TableEntry> entries(trailer.n_records);
-    const std::span<std::byte> to = std::as_writable_bytes(std::span(entries));
-    const uint64_t piece = align_down(reader_.max_bytes(), kBlock);
-    bool is_read = true;
-    reader_.run((to.size() + piece - 1) / piece,
-                [&](size_t i) {
-                  return Stretch{segment.file.file, trailer.offset + i * piece,
-                                 std::min<uint64_t>(piece, to.size() - i * piece)};
-                },
-                [&](size_t i, std::span<const std::byte> bytes) {
-                  is_read &= !bytes.empty();
-                  std::copy(bytes.begin(), bytes.end(),
-                            to.begin() + static_cast<ptrdiff_t>(i * piece));
-                });
-    if (!is_read || !check_table(trailer, segment.header, entries)) {
+    if (!reader_.read(segment.file.file, trailer.offset,
+                      std::as_writable_bytes(std::span(entries))) ||
+        !check_table(trailer, segment.header, entries)) {
       return false;
     }
     for (const TableEntry& entry : entries) {
@@ -256,7 +142,7 @@ class Finder {
   }
 
   // From record to record. Where there is none, which may be what a write has left that was not
-  // ended, it goes on at each block: the next transfer may have begun there.
+  // ended, or one that is damaged, it goes on at each place where one can begin.
   void scan(const FoundSegment& segment) {
     const uint64_t piece = align_down(reader_.max_bytes(), kBlock);
     const uint64_t end = segment.header.segment_bytes;
@@ -284,7 +170,7 @@ class Finder {
                 at += record_bytes(header.size_bytes);
                 continue;
               }
-              at = align_down(at, kBlock) + kBlock;
+              at += kRecordUnitBytes;
             }
           });
     }
@@ -315,7 +201,7 @@ class Finder {
   // Names of chunks and pages, from the first chunks; where these go on, from the next ones.
   void find_parts() {
     for (auto& [key, object] : state_->objects) {
-      objects_.push_back({key, std::move(object), {}, {}, false});
+      objects_.push_back({key, std::move(object), {}, {}, false, {}});
     }
     std::vector<std::vector<std::byte>> heads(objects_.size());
     read_chunks(
@@ -338,6 +224,7 @@ class Finder {
   void read_names(Object* object, std::vector<std::byte> head) {
     const ObjectHeader& header = object->header;
     const ManifestEntryHeader& entry = object->manifest.header;
+    object->unread = {entry.first_chunk};
     if (head.empty() || header.n_pages != entry.n_pages || header.body_bytes != entry.body_bytes) {
       return;
     }
@@ -354,18 +241,24 @@ class Finder {
     // The names of all chunks are in the first.
     const uint64_t n_more = (end + kChunkBytes - 1) / kChunkBytes - 1;
     head.resize(end);
-    bool is_read = true;
+    std::vector<bool> is_read(n_more);
     read_chunks(
         n_more, [&](size_t i) { return name_at(i); },
         [&](size_t i, std::span<const std::byte> chunk) {
           const uint64_t at = (i + 1) * kChunkBytes;
           const uint64_t n = std::min<uint64_t>(end - at, kChunkBytes);
-          is_read &= chunk.size() >= n;
-          if (is_read) {
+          is_read[i] = chunk.size() >= n;
+          if (is_read[i]) {
             std::copy_n(chunk.begin(), n, head.begin() + static_cast<ptrdiff_t>(at));
           }
         });
-    if (!is_read) {
+    object->unread.clear();
+    for (uint64_t i = 0; i < n_more; ++i) {
+      if (!is_read[i]) {
+        object->unread.push_back(name_at(i));
+      }
+    }
+    if (!object->unread.empty()) {
       return;
     }
     object->names.reserve(n_names + 1);
@@ -456,20 +349,8 @@ class Finder {
 
   // Empty: it cannot be read.
   std::vector<std::byte> read_record(const FoundPage& page) {
-    const uint64_t n_bytes = sizeof(RecordHeader) + page.size_bytes;
-    std::vector<std::byte> record(n_bytes);
-    const uint64_t piece = align_down(reader_.max_bytes(), kBlock);
-    bool is_read = true;
-    reader_.run((n_bytes + piece - 1) / piece,
-                [&](size_t i) {
-                  return Stretch{page.segment, offset_of(page.unit) + i * piece,
-                                 std::min<uint64_t>(piece, n_bytes - i * piece)};
-                },
-                [&](size_t i, std::span<const std::byte> bytes) {
-                  is_read &= !bytes.empty();
-                  std::copy(bytes.begin(), bytes.end(),
-                            record.begin() + static_cast<ptrdiff_t>(i * piece));
-                });
+    std::vector<std::byte> record(sizeof(RecordHeader) + page.size_bytes);
+    const bool is_read = reader_.read(page.segment, offset_of(page.unit), record);
     return is_read ? record : std::vector<std::byte>();
   }
 
@@ -485,13 +366,19 @@ class Finder {
                        .parts = {},
                        .n_chunks = object.is_read ? object.header.n_chunks : 0,
                        .header = entry,
-                       .is_lost = !object.is_read};
+                       .is_lost = !object.is_read,
+                       .lost_parts = {}};
+      for (const uint64_t name : object.unread) {
+        const auto [begin, end] = range_of(name);
+        made.lost_parts.push_back(begin == end ? FoundPage{.name = name} : records_[begin].page);
+      }
       // Pages first.
       std::rotate(object.names.begin(), object.names.begin() + made.n_chunks, object.names.end());
       for (const uint64_t name : object.names) {
         const auto [begin, end] = range_of(name);
         if (begin == end) {
           made.is_lost = true;
+          made.lost_parts.push_back({.name = name});
           continue;
         }
         uint32_t& page = page_of_record[begin];

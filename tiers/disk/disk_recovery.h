@@ -6,6 +6,7 @@
 //   tables of segments, or where there is none all of its record headers --> where each name lies
 //
 // Nothing is written. Memory: 40 bytes a record while it runs; what is returned.
+// disk_view.h has the files of an owner that is gone, for who wants no more than to look.
 //
 // Threads: that of the DiskIo.
 #ifndef KVM_TIERS_DISK_DISK_RECOVERY_H_
@@ -50,6 +51,9 @@ struct FoundObject {
   uint32_t n_chunks = 0;
   ManifestEntryHeader header;  // as the manifest has it
   bool is_lost = false;        // not all is there
+  // Of a lost one: records that are not there, with a size of 0, and the one of names that is there
+  // and not as it was written.
+  std::vector<FoundPage> lost_parts;
 };
 
 struct FoundSegment {

@@ -25,16 +25,6 @@ uint32_t crc_of(std::span<const std::byte> block, uint32_t used_bytes) {
                 crc32c(block.first(offsetof(ManifestBlockHeader, header_crc))));
 }
 
-// False: it is no block, or is not as it was written.
-bool read_block(std::span<const std::byte> block, ManifestBlockHeader* header) {
-  const ManifestBlockHeader expected;
-  std::memcpy(header, block.data(), sizeof(*header));
-  return header->magic == expected.magic && header->version == expected.version &&
-         header->header_bytes == expected.header_bytes &&
-         header->used_bytes <= kManifestBlockBytes - kHeaderBytes &&
-         header->header_crc == crc_of(block, header->used_bytes);
-}
-
 bool is_any_set(std::span<const std::byte> bytes) {
   return std::any_of(bytes.begin(), bytes.end(),
                      [](std::byte byte) { return byte != std::byte{}; });
@@ -123,6 +113,15 @@ void ManifestWriter::end_block(uint32_t flags) {
   used_bytes_ = 0;
 }
 
+bool read_manifest_block(std::span<const std::byte> block, ManifestBlockHeader* header) {
+  const ManifestBlockHeader expected;
+  std::memcpy(header, block.data(), sizeof(*header));
+  return header->magic == expected.magic && header->version == expected.version &&
+         header->header_bytes == expected.header_bytes &&
+         header->used_bytes <= kManifestBlockBytes - kHeaderBytes &&
+         header->header_crc == crc_of(block, header->used_bytes);
+}
+
 bool read_manifest(const std::span<const std::byte> (&copies)[kManifestCopies],
                    ManifestState* state, bool* counted) {
   bool has_start = false;
@@ -139,8 +138,9 @@ bool read_manifest(const std::span<const std::byte> (&copies)[kManifestCopies],
       is_written |= at + kManifestBlockBytes <= copy.size() &&
                     is_any_set(copy.subspan(at, kManifestBlockBytes));
       if (is_read || at + kManifestBlockBytes > copy.size() ||
-          !read_block(copy.subspan(at, kManifestBlockBytes), &header) || header.block != block ||
-          (state->number != 0 && header.number != state->number) || header.number == 0) {
+          !read_manifest_block(copy.subspan(at, kManifestBlockBytes), &header) ||
+          header.block != block || (state->number != 0 && header.number != state->number) ||
+          header.number == 0) {
         continue;
       }
       state->number = header.number;

@@ -111,6 +111,10 @@ struct ManifestState {
   uint64_t n_damaged_blocks = 0;  // of which neither copy can be read: what they said is not here
 };
 
+// Reads a block. False: it is none, or is not as it was written.
+// REQUIRES: it has kManifestBlockBytes.
+bool read_manifest_block(std::span<const std::byte> block, ManifestBlockHeader* header);
+
 // Reads the copies of a manifest. False: its start is not there, or not whole; *counted says then
 // whether it has been, so that something is lost. Throws std::bad_alloc.
 bool read_manifest(const std::span<const std::byte> (&copies)[kManifestCopies],

@@ -26,7 +26,9 @@ class PoolDisk final : public DiskIo {
  public:
   // Throws std::bad_alloc.
   PoolDisk(const DiskIoOptions& options, DiskMemory memory)
-      : options_(options), files_(options.n_files), memory_(std::move(memory)) {
+      : options_(options),
+        files_(options.n_files, options.is_read_only),
+        memory_(std::move(memory)) {
     KVM_ASSERT(options.queue_depth != 0 && options.n_threads != 0);
     waiting_.reserve(options.queue_depth);
     ended_.reserve(options.queue_depth);

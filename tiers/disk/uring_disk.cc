@@ -37,7 +37,9 @@ class UringDisk final : public DiskIo {
  public:
   // Throws std::bad_alloc.
   UringDisk(const DiskIoOptions& options, DiskMemory memory)
-      : options_(options), files_(options.n_files), memory_(std::move(memory)) {
+      : options_(options),
+        files_(options.n_files, options.is_read_only),
+        memory_(std::move(memory)) {
     KVM_ASSERT(options.queue_depth != 0);
     again_.reserve(options.queue_depth);
   }
