@@ -31,6 +31,7 @@ INCLUDE_RULES = {
     "client": {"kvm.h", "base", "codecs", "ipc"},
     "client embedded": {"kvm.h", "base", "attention", "codecs", "engine", "device"},
     "tools": {"kvm.h", "base"},
+    "tools offline": {"kvm.h", "base", "tiers", "engine"},
     "bindings": {"kvm.h"},
     "examples": {"kvm.h"},
     "cmake": set(),
@@ -40,7 +41,8 @@ INCLUDE_RULES = {
 ENGINE_ROOMS = ["tasks", "stream", "space", "store", "index", "retention", "image", "attend", "run"]
 FREE_FOLDERS = {"tests", "bench"}  # They may include everything; nothing includes them.
 PUBLIC_HEADERS = {"kvm.h", "kvm_cuda.h"}
-SOURCE_FOLDERS = set(INCLUDE_RULES) - {"client embedded", "cmake", "examples", "bindings"}
+SOURCE_FOLDERS = set(INCLUDE_RULES) - {"client embedded", "tools offline", "cmake", "examples",
+                                       "bindings"}
 CROSS_PROCESS = {"ipc", "daemon", "client"}
 
 CODE_SUFFIXES = (".h", ".cc", ".c", ".cu", ".cuh")
@@ -195,7 +197,8 @@ class Tidy:
     def check_includes(self, path, text):
         folder = path.split("/", 1)[0]
         embedded = folder == "client" and os.path.basename(path).startswith("embedded")
-        row = "client embedded" if embedded else folder
+        offline = folder == "tools" and os.path.basename(path).startswith("offline")
+        row = "client embedded" if embedded else "tools offline" if offline else folder
         isa = bool(ISA_SOURCE.search(path)) and folder in SOURCE_FOLDERS
         for number, line in enumerate(text.split("\n"), 1):
             match = INCLUDE.match(line)

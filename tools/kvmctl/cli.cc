@@ -87,7 +87,7 @@ Cli::Cli()
            "kvmctl") {
   app_.failure_message(usage_error);
   app_.footer(
-      "Exit status: 0 done, 1 the service answered with an error, or its answer could not be\n"
+      "Exit status: 0 done, 1 the service answered with an error, or files could not be read or\n"
       "written, 2 wrong usage, 3 no daemon could be reached, 4 what was checked is wrong.\n"
       "`kvmctl COMMAND --help` has a command's options.");
   app_.set_version_flag("--version", kvm_version_string(), "print the version and exit");
@@ -141,6 +141,7 @@ void add_commands(Cli* cli) {
   add_client_commands(cli);
   add_evict_command(cli);
   add_audit_command(cli);
+  add_fsck_command(cli);
   add_bench_command(cli);
   add_doctor_command(cli);
   add_config_commands(cli);

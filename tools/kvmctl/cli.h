@@ -58,10 +58,13 @@ void add_list_commands(Cli* cli);       // spaces, seqs, snapshot
 void add_client_commands(Cli* cli);     // clients, quota
 void add_evict_command(Cli* cli);       // evict
 void add_audit_command(Cli* cli);       // audit
+void add_fsck_command(Cli* cli);        // fsck
 void add_bench_command(Cli* cli);       // bench
 void add_doctor_command(Cli* cli);      // doctor
 void add_config_commands(Cli* cli);     // config
 void add_completion_command(Cli* cli);  // completion
+// snapshot export, snapshot import
+void add_snapshot_file_commands(Cli* cli, CLI::App* snapshot);
 // All of them, in the order of --help.
 void add_commands(Cli* cli);
 
@@ -100,6 +103,10 @@ class Connection {
 // A text of the service, with one of the functions that write one to a buffer.
 using TextFunction = kvm_status (*)(kvm_client*, char*, size_t, size_t*);
 std::string text_of(kvm_client* client, TextFunction function, const char* what);
+
+// The options, as JSON, of a kvmd that would be started here and now with these arguments, as the
+// kvmd beside this program says; it is what knows them. Ends the program where they are wrong.
+Json options_here(std::vector<std::string> arguments);
 
 // Calls a kvm_*_list function until its answer fits.
 template <typename Info, typename List>

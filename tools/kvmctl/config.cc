@@ -14,6 +14,7 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "base/counted.h"
@@ -118,14 +119,20 @@ void print_options(const Json& options) {
   }
 }
 
+// Exits so where an option is wrong.
+Json config_here(std::vector<std::string> arguments, Exit exit) {
+  arguments.insert(arguments.end(), {"--print-config", "--json"});
+  const Outcome outcome = run_kvmd(std::move(arguments), true);
+  if (outcome.exit_status != 0) {
+    fail(fmt::format("{}", fmt::join(sentences_of(outcome.err), "\nkvmctl: ")), exit);
+  }
+  return parse_config(outcome.out);
+}
+
 int run_dump(const Common& common, bool offline) {
   Json config;
   if (offline) {
-    const Outcome outcome = run_kvmd({"--print-config", "--json"}, true);
-    if (outcome.exit_status != 0) {
-      fail(fmt::format("{}", fmt::join(sentences_of(outcome.err), "\nkvmctl: ")), kExitCheck);
-    }
-    config = parse_config(outcome.out);
+    config = config_here({}, kExitCheck);
   } else {
     const Connection connection(common);
     config = parse_config(text_of(connection.get(), kvm_get_config_text, "configuration"));
@@ -175,6 +182,10 @@ int run_check(const Common& common, const std::string& file) {
 }
 
 }  // namespace
+
+Json options_here(std::vector<std::string> arguments) {
+  return config_here(std::move(arguments), kExitUsage)["options"];
+}
 
 void add_config_commands(Cli* cli) {
   CLI::App* config = cli->add_group("config", "the options of kvmd, and where each comes from");

@@ -1,10 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <fmt/chrono.h>
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <cstdlib>
-#include <ctime>
 #include <memory>
 #include <string>
 #include <vector>
@@ -175,12 +173,6 @@ int run_seqs(const Common& common, bool all) {
   return kExitOk;
 }
 
-// Of the time of day, in UTC.
-std::string time_text(uint64_t ns) {
-  const auto seconds = static_cast<std::time_t>(ns / 1'000'000'000);
-  return fmt::format("{:%Y-%m-%dT%H:%M:%SZ}", fmt::gmtime(seconds));
-}
-
 int run_snapshots(const Common& common, bool all) {
   const Connection connection(common);
   const auto snapshots = list_all<kvm_snapshot_info>(
@@ -239,6 +231,7 @@ void add_snapshot_commands(Cli* cli) {
       ->add_option("name", *names, "of the snapshots")
       ->required()
       ->type_name("NAME");
+  add_snapshot_file_commands(cli, snapshot);
 }
 
 }  // namespace

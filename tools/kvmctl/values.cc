@@ -1,14 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tools/kvmctl/values.h"
 
+#include <fmt/chrono.h>
 #include <fmt/format.h>
 
 #include <charconv>
+#include <ctime>
 #include <system_error>
 
 namespace kvm::tools {
 
 std::string id_text(uint64_t id) { return fmt::format("{:#x}", id); }
+
+std::string time_text(uint64_t ns) {
+  const auto seconds = static_cast<std::time_t>(ns / 1'000'000'000);
+  return fmt::format("{:%Y-%m-%dT%H:%M:%SZ}", fmt::gmtime(seconds));
+}
 
 Result<uint64_t> parse_id(std::string_view text) {
   const bool is_hexadecimal = text.starts_with("0x") || text.starts_with("0X");

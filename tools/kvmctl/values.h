@@ -18,6 +18,8 @@
 namespace kvm::tools {
 
 std::string id_text(uint64_t id);
+// Of nanoseconds since 1970: the time of day, in UTC.
+std::string time_text(uint64_t ns);
 // Fails: INVALID, with a sentence that names the text and what is allowed.
 Result<uint64_t> parse_id(std::string_view text);
 
