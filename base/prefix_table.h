@@ -51,10 +51,17 @@ struct PrefixPage {
   uint32_t n_pages = 0;  // of the prefix that ends with it
 };
 
+// What a prefix costs whoever takes it.
+struct PrefixWeight {
+  bool is_faster = true;  // than to compute it
+  uint64_t read_ns = 0;   // for what of it lies on the disk
+};
+
 // What a table takes of which pages are to be found, some more than n_pages: a power of two.
 uint64_t prefix_table_bytes(uint64_t n_pages);
 
-// What a hash is found by in a space: sequences of one cannot be used in another.
+// What a hash is found by in a space: sequences of one cannot be used in another. The same again
+// gives the hash back.
 kvm_prefix_hash hash_in_space(kvm_prefix_hash hash, kvm_space_id space);
 
 class PrefixTableWriter {

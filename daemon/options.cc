@@ -147,8 +147,9 @@ const std::vector<OptionRow>& option_rows() {
                  "none, or paths from the root with commas between them",
                  is_directory_list},
        "Directories, one for each drive, to which pages of keys and values go when host_capacity "
-       "fills up. kvmd owns them alone, and what it writes there ends with it. none: no disk is "
-       "used."},
+       "fills up. kvmd owns them alone. Snapshots and prefixes are kept there when it ends; the "
+       "rest "
+       "goes with it. none: no disk is used."},
       {"disk.capacity", "50%",
        SizeField{&O::disk_capacity, "the space that is free there at start", kMinDiskBytes,
                  kMaxSizeBytes},
@@ -168,6 +169,11 @@ const std::vector<OptionRow>& option_rows() {
       {"disk.leaving", "s3-fifo", TextField{&O::disk_leaving, {"s3-fifo", "lru"}},
        "Which sequences leave memory first. s3-fifo: those that were used once, so that a long "
        "prompt does not push out those that are in use; lru: those used longest ago."},
+      {"disk.save_prefixes", "all", TextField{&O::disk_save_prefixes, {"all", "used", "none"}},
+       "Which prefixes (kvm_prefix_publish) outlive kvmd. all: each is written to the disk soon "
+       "after it is published; used: those that somebody has forked, so that prompts that come "
+       "once "
+       "do not wear the drive; none: they end with kvmd."},
       {"disk.move_rate", "0", SizeField{&O::disk_move_rate, nullptr, 0, kMaxSizeBytes},
        "Bytes a second that pages may take on their way out and back. What appends wait for is not "
        "under it, nor is what attention streams. 0: no limit."},

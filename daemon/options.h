@@ -64,6 +64,7 @@ struct Options {
   Size disk_compaction_rate;
   Size disk_daily_writes;
   std::string disk_backend;
+  std::string disk_save_prefixes;
 };
 
 enum class Origin : uint8_t { kDefault, kFile, kEnvironment, kFlag };

@@ -66,6 +66,9 @@ Result<engine::EngineOptions> engine_options(const Options& options, const Machi
   out.tenant_limits = tenant_limits(options.tenants, wholes);
   out.max_spaces = static_cast<uint32_t>(options.max_spaces);
   out.prefix_pages = options.prefix_pages;
+  out.save_prefixes = options.disk_save_prefixes == "all"    ? engine::SavePrefixes::kAll
+                      : options.disk_save_prefixes == "used" ? engine::SavePrefixes::kUsed
+                                                             : engine::SavePrefixes::kNone;
   out.pin_threads = options.pin_threads;
   out.worker_spin_ns = options.worker_spin_us * 1000;
   out.audit_every = options.audit_every;

@@ -159,6 +159,21 @@ void write_prefixes(const engine::PrefixStats& prefixes, StatsText* out) {
                "Prefixes that were freed since nobody had forked them for as long as they were to "
                "be kept.",
                prefixes.n_expired);
+  out->counter("kvm_prefix_weighed_total",
+               "Prefixes that were found and weighed against computing them, by what was sooner.",
+               prefixes.n_faster, "{sooner=\"read\"}");
+  out->sample("kvm_prefix_weighed_total", prefixes.n_slower, "{sooner=\"computed\"}");
+  out->gauge("kvm_prefixes_saved", "Prefixes with a snapshot, which outlive kvmd.",
+             prefixes.n_saved);
+  out->gauge("kvm_prefixes_waiting",
+             "Snapshots of prefixes that are loaded once their space is registered.",
+             prefixes.n_waiting);
+  out->counter("kvm_prefixes_restored_total",
+               "Prefixes of a kvmd before that were published again.", prefixes.n_restored);
+  out->counter("kvm_prefix_failures_total",
+               "Prefixes that could not be saved, which end with kvmd, or not be loaded.",
+               prefixes.n_failed_saves, "{verb=\"save\"}");
+  out->sample("kvm_prefix_failures_total", prefixes.n_failed_loads, "{verb=\"load\"}");
 }
 
 }  // namespace

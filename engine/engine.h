@@ -72,6 +72,7 @@ struct EngineOptions {
   MovementOptions movement;              // of pages, where there is a slow tier
   uint64_t prefix_pages = 49152;         // of each user's prefixes, that are to be found
   PrefixMemory prefix_memory;            // of their tables; empty: memory of this process
+  SavePrefixes save_prefixes = SavePrefixes::kAll;  // where the slow tier keeps objects
 };
 
 using DoneCallback = std::function<void(RequestResult&&)>;
@@ -153,6 +154,12 @@ class Engine {
   // as long as the engine; threads may read them while it writes. Fails: NO_MEMORY.
   virtual Result<std::span<const std::byte>> prefix_table(uint32_t /*uid*/) {
     return Status::fixed(KVM_ERR_UNSUPPORTED, "this engine has no prefixes");
+  }
+  // Whether the first n_tokens of a prefix are sooner read, as far as they are away, than computed
+  // at prefill_rate tokens a second, which is above 0. Fails: as kvm_seq_fork, of the sequence.
+  virtual Result<PrefixWeight> weigh_prefix(ClientId /*client*/, kvm_seq_id /*seq*/,
+                                            uint64_t /*n_tokens*/, double /*prefill_rate*/) {
+    return PrefixWeight();
   }
   virtual PrefixStats prefix_stats() const { return {}; }
 

@@ -396,6 +396,25 @@ Status read_whole(const disk::Image& from, const Space& space, SequenceImage* im
   return Status::ok();
 }
 
+Status read_prefix(const disk::Prefix* from, const SequenceImage& image, PrefixImage* prefix) {
+  if (from == nullptr) {
+    return Status::ok();
+  }
+  const uint64_t n_bytes = size_of(from->hashes());
+  const uint64_t n_hashes = n_bytes / sizeof(kvm_prefix_hash);
+  if (n_bytes == 0 || n_bytes % sizeof(kvm_prefix_hash) != 0 || n_hashes > kMaxPrefixPages ||
+      from->keep_ns() > kMaxPrefixKeepNs ||
+      std::any_of(image.lists.begin(), image.lists.end(), [n_hashes](const ListImage& list) {
+        return list.length < n_hashes * kPageTokens;
+      })) {
+    return corrupt("hashes of tokens that it does not have");
+  }
+  prefix->hashes.resize(n_hashes);
+  std::memcpy(prefix->hashes.data(), from->hashes()->Data(), n_bytes);
+  prefix->keep_ns = from->keep_ns();
+  return Status::ok();
+}
+
 }  // namespace
 
 Result<SequenceImage> decode_image(std::span<const std::byte> body, const Space& space,
@@ -435,6 +454,7 @@ Result<SequenceImage> decode_image(std::span<const std::byte> body, const Space&
       KVM_TRY(read_seen(from.seen()->Get(layer), space, image, layer, &image.observed[layer]));
     }
   }
+  KVM_TRY(read_prefix(from.prefix(), image, &image.prefix));
   return image;
 }
 

@@ -140,9 +140,11 @@ uint64_t about_bytes(const Sequence& seq, std::span<const std::vector<ImagePage>
 }  // namespace
 
 Result<std::vector<std::byte>> encode_image(const Sequence& seq,
-                                            std::span<const std::vector<ImagePage>> pages) {
+                                            std::span<const std::vector<ImagePage>> pages,
+                                            const PrefixImage& prefix) {
   KVM_ASSERT(pages.size() == seq.lists.size());
-  const uint64_t expected_bytes = about_bytes(seq, pages);
+  const std::span<const std::byte> hashes = std::as_bytes(std::span(prefix.hashes));
+  const uint64_t expected_bytes = about_bytes(seq, pages) + hashes.size();
   if (expected_bytes > kMaxImageBytes) {
     return Status(KVM_ERR_LIMIT, fmt::format("what the sequence has besides its pages takes {} "
                                              "bytes; at most {} can be saved",
@@ -166,10 +168,16 @@ Result<std::vector<std::byte>> encode_image(const Sequence& seq,
   }
   const auto list_vector = fbb.CreateVector(lists);
   const auto seen_vector = fbb.CreateVector(seen);
+  Offset<disk::Prefix> prefix_table;
+  if (!hashes.empty()) {
+    const auto hash_bytes =
+        vector_of(&fbb, reinterpret_cast<const uint8_t*>(hashes.data()), hashes.size());
+    prefix_table = disk::CreatePrefix(fbb, hash_bytes, prefix.keep_ns);
+  }
   disk::FinishImageBuffer(
       fbb, disk::CreateImage(fbb, layout, policy, fingerprint, seq.flags, seq.n_committed,
                              seq.prompt_end, !seq.budgets.empty(), seq.due_events, next_commits,
-                             list_vector, seen_vector));
+                             list_vector, seen_vector, prefix_table));
   const ImageHead head = {.magic = kImageMagic,
                           .version = kImageVersion,
                           .buffer_bytes = static_cast<uint32_t>(fbb.GetSize())};

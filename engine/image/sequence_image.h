@@ -54,6 +54,12 @@ struct ListImage {
   std::optional<Masses> masses;
 };
 
+// What a prefix is found by, in any space of its layout, policies and fingerprint.
+struct PrefixImage {
+  std::vector<kvm_prefix_hash> hashes;  // none: it is no prefix
+  uint64_t keep_ns = 0;
+};
+
 struct SequenceImage {
   uint32_t flags = 0;
   uint64_t n_committed = 0;
@@ -63,6 +69,7 @@ struct SequenceImage {
   std::vector<uint64_t> next_commits;
   std::vector<ListImage> lists;                   // [Space::n_lists]
   std::vector<std::optional<Observed>> observed;  // [n_layers], or empty
+  PrefixImage prefix;
 };
 
 // LIMIT: so that no offset of a FlatBuffer runs over.
@@ -71,7 +78,8 @@ inline constexpr uint64_t kMaxImageBytes = uint64_t{1} << 30;
 // The bytes of a sequence. pages: of each list, [Space::n_lists]; their numbers count up from 0
 // through all lists. Fails: LIMIT (kMaxImageBytes). Throws std::bad_alloc.
 Result<std::vector<std::byte>> encode_image(const Sequence& seq,
-                                            std::span<const std::vector<ImagePage>> pages);
+                                            std::span<const std::vector<ImagePage>> pages,
+                                            const PrefixImage& prefix = {});
 
 // page_bytes: of the pages of the object. Fails: CORRUPT; UNSUPPORTED (another version of this
 // format); INVALID, naming it, where the layout, the policies or the fingerprint that were saved

@@ -26,6 +26,7 @@
 #include "engine/run/append_work.h"
 #include "engine/run/arrivals.h"
 #include "engine/run/fair_queue.h"
+#include "engine/run/kept_prefixes.h"
 #include "engine/run/movement.h"
 #include "engine/run/page_moves.h"
 #include "engine/run/prefixes.h"
@@ -129,6 +130,8 @@ class EngineImpl final : public Engine {
       movement_.emplace(options.movement, options.clock, store_.get(), &order_, &arrivals_);
       if (options.slow_tier->objects() != nullptr) {
         snapshots_.emplace(store_.get(), &*movement_, &arrivals_, &scheduler_, kMovesLane);
+        kept_prefixes_.emplace(store_.get(), &*snapshots_, &prefixes_, options.clock,
+                               options.save_prefixes);
       }
     }
     idle_.reserve(kMaxIdleRequests);
@@ -166,6 +169,9 @@ class EngineImpl final : public Engine {
     KVM_TRY(make_rings(space));
     has_free_ring_ = true;
     dropping.dismiss();
+    if (kept_prefixes_) {
+      kept_prefixes_->note_space(uid, spec.name, space);
+    }
     return space;
   }
   Result<kvm_space_id> find_space(const std::string& name, uint32_t uid) override {
@@ -208,7 +214,15 @@ class EngineImpl final : public Engine {
   Result<std::span<const std::byte>> prefix_table(uint32_t uid) override {
     return prefixes_.table(uid);
   }
-  PrefixStats prefix_stats() const override { return prefixes_.stats(); }
+  Result<PrefixWeight> weigh_prefix(ClientId client, kvm_seq_id seq, uint64_t n_tokens,
+                                    double prefill_rate) override;
+  PrefixStats prefix_stats() const override {
+    PrefixStats stats = prefixes_.stats();
+    if (kept_prefixes_) {
+      kept_prefixes_->add_stats(&stats);
+    }
+    return stats;
+  }
   bool cancel(ClientId client, RequestTag tag) override;
 
   bool work() override;
@@ -387,7 +401,7 @@ class EngineImpl final : public Engine {
   Status begin_snapshot(Request* request, const SnapshotRequest& what);
   // It goes on beside the requests behind it.
   void store_beside(Request* request);
-  // A step of a snapshot. Returns whether there was one to take.
+  // A step of a snapshot, or towards one. Returns whether there was one to take.
   bool snapshot_more();
   // A part, and the next ones, of a sequence that is too large to be freed or cut at once.
   Result<bool> run_part(Sequence* seq, ClientId client, const SeqRequest& what);
@@ -455,7 +469,8 @@ class EngineImpl final : public Engine {
   std::optional<Snapshots> snapshots_;                        // where it keeps objects
   std::vector<std::unique_ptr<PrefixSlot[]>> prefix_tables_;  // that are this process's own
   Prefixes prefixes_;
-  Scheduler scheduler_;  // last: its workers end before anything they use
+  std::optional<KeptPrefixes> kept_prefixes_;  // where there are snapshots
+  Scheduler scheduler_;                        // last: its workers end before anything they use
 };
 
 // --- Clients ------------------------------------------------------------------------------------
@@ -1499,6 +1514,7 @@ void EngineImpl::expire_prefix() {
 
 uint64_t EngineImpl::patience_ns() const {
   return std::min({movement_ ? movement_->patience_ns() : UINT64_MAX, prefixes_.patience_ns(),
+                   kept_prefixes_ ? kept_prefixes_->patience_ns() : UINT64_MAX,
                    options_.clock->patience_ns(room_line_.deadline_ns())});
 }
 
@@ -1602,6 +1618,9 @@ Status EngineImpl::begin_seq(Request* request, const SeqRequest& what) {
     case SeqVerb::kFork: {
       KVM_TRY_ASSIGN(request->result.seq, store_->fork_seq(seq, what.n_tokens, request->client));
       prefixes_.note_fork(seq->id);
+      if (kept_prefixes_) {
+        kept_prefixes_->note_fork(seq->id);
+      }
       return Status::ok();
     }
     case SeqVerb::kCommit:
@@ -1650,11 +1669,22 @@ bool EngineImpl::snapshot_more() {
   if (!snapshots_) {
     return false;
   }
-  const bool has_done = snapshots_->go_on();
+  const bool has_done = snapshots_->go_on() || kept_prefixes_->go_on();
   Snapshots::Ended ended;
   while (snapshots_->take_ended(&ended)) {
+    if (ended.request == nullptr) {
+      kept_prefixes_->end(std::move(ended));
+      continue;
+    }
     ended.request->result.seq = ended.seq;
     finish(ended.request, std::move(ended.status));
+  }
+  while (const kvm_seq_id unwanted = kept_prefixes_->take_unwanted()) {
+    try {
+      (void)free_as_service(unwanted, 0);
+    } catch (const std::bad_alloc&) {
+      // It stays as a published sequence.
+    }
   }
   return has_done;
 }
@@ -1890,6 +1920,13 @@ void EngineImpl::finish(Request* request, Status status) {
   if (what != nullptr && what->verb == SeqVerb::kFree && request->result.status.is_ok()) {
     order_.forget(what->seq);
   }
+  if (what != nullptr && kept_prefixes_ && request->result.status.is_ok()) {
+    if (what->verb == SeqVerb::kFree && !prefixes_.has(what->seq)) {
+      kept_prefixes_->note_freed(what->seq);
+    } else if (what->verb == SeqVerb::kPublish && !what->hashes.empty()) {
+      kept_prefixes_->note_listed(what->seq);
+    }
+  }
   done_.push_back(*request);
 }
 
@@ -2010,7 +2047,7 @@ void EngineImpl::wait(uint64_t timeout_ns) {
     if (!done_.empty() || scheduler_.has_finished() || can_start() ||
         (!unfinished_.empty() && scheduler_.has_room()) || arrivals_.has_any() ||
         has_ring_to_serve() || room_line_.has_to_serve() || (movement_ && movement_->is_ready()) ||
-        (snapshots_ && snapshots_->is_ready())) {
+        (snapshots_ && (snapshots_->is_ready() || kept_prefixes_->is_ready()))) {
       return;
     }
     const uint64_t patience = patience_ns();
@@ -2027,6 +2064,20 @@ void EngineImpl::wait(uint64_t timeout_ns) {
 Result<kvm_seq_info> EngineImpl::seq_info(ClientId client, kvm_seq_id id) {
   KVM_TRY_ASSIGN(Sequence * seq, store_->find_seq(client, id, Access::kUse));
   return store_->seq_info(seq);
+}
+
+Result<PrefixWeight> EngineImpl::weigh_prefix(ClientId client, kvm_seq_id id, uint64_t n_tokens,
+                                              double prefill_rate) {
+  KVM_TRY_ASSIGN(const Sequence* seq, store_->find_seq(client, id, Access::kUse));
+  PrefixWeight weight;
+  const uint64_t away_bytes = store_->estimate_away_bytes(seq, n_tokens);
+  if (away_bytes != 0) {
+    const double read_ns = options_.slow_tier->read_rates().in_order_ns(away_bytes);
+    weight.read_ns = static_cast<uint64_t>(read_ns);
+    weight.is_faster = read_ns < static_cast<double>(n_tokens) / prefill_rate * 1e9;
+  }
+  prefixes_.note_weighed(weight.is_faster);
+  return weight;
 }
 
 Result<std::vector<MemoryPiece>> EngineImpl::layer_memory(kvm_seq_id id, uint32_t layer) {

@@ -85,10 +85,10 @@ void Movement::note_fork(const Sequence& parent, Sequence* child) {
   child->residence.has_away = parent.residence.has_away;
 }
 
-void Movement::note_load(Sequence* seq) {
+void Movement::note_load(Sequence* seq, bool is_used) {
   order_.enter(&seq->residence, seq->id);
   seq->residence.has_away = true;
-  if (options_.is_automatic) {
+  if (is_used && options_.is_automatic) {
     try {
       fetch(seq);
     } catch (const std::bad_alloc&) {

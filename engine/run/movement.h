@@ -42,9 +42,9 @@ class Movement {
   // more than a page of tokens write what is there for the first time.
   void touch(Sequence* seq, uint32_t layer, uint32_t n_layers, uint64_t n_append);
   void note_fork(const Sequence& parent, Sequence* child);
-  // A sequence of which all pages are away. They come back where this is automatic, and as far as
-  // there is room.
-  void note_load(Sequence* seq);
+  // A sequence of which all pages are away. Where somebody is about to use it they come back, if
+  // this is automatic, and as far as there is room.
+  void note_load(Sequence* seq, bool is_used);
   // Something has ended: there may be something to do now.
   void note_change();
 

@@ -111,6 +111,15 @@ void Prefixes::begin(kvm_seq_id seq, uint32_t uid, std::vector<kvm_prefix_hash>&
   user->n_hashes += prefix.hashes.size();
 }
 
+PrefixImage Prefixes::image(const Sequence& seq) const {
+  const Prefix& prefix = prefixes_.at(seq.id);
+  PrefixImage image{.hashes = prefix.hashes, .keep_ns = prefix.keep_ns};
+  for (kvm_prefix_hash& hash : image.hashes) {
+    hash = hash_in_space(hash, seq.record->id);  // which undoes itself
+  }
+  return image;
+}
+
 bool Prefixes::list_part(const Sequence& seq, uint64_t max_pages) {
   Prefix& prefix = prefixes_.at(seq.id);
   User* const user = prefix.user;

@@ -29,6 +29,7 @@
 #include "base/clock.h"
 #include "base/prefix_table.h"
 #include "base/status.h"
+#include "engine/image/sequence_image.h"
 #include "engine/store/prefix_stats.h"
 #include "engine/store/store.h"
 
@@ -47,6 +48,8 @@ class Prefixes {
   // nothing has changed.
   void begin(kvm_seq_id seq, uint32_t uid, std::vector<kvm_prefix_hash>&& hashes, uint64_t keep_ns);
   bool has(kvm_seq_id seq) const { return prefixes_.contains(seq); }
+  // What outlives the service of one. Throws std::bad_alloc.
+  PrefixImage image(const Sequence& seq) const;
   // Lists about max_pages more of the pages of one that is published; true: all are, or all that
   // there was memory for. REQUIRES: begin() was called.
   bool list_part(const Sequence& seq, uint64_t max_pages);
@@ -61,6 +64,8 @@ class Prefixes {
   // Whether it is to be freed for that, still.
   bool is_expired(kvm_seq_id seq) const;
   void note_freed() { ++stats_.n_expired; }
+  // One was weighed against computing it.
+  void note_weighed(bool is_faster) { ++(is_faster ? stats_.n_faster : stats_.n_slower); }
   // How long until there may be one.
   uint64_t patience_ns() const;
 

@@ -37,8 +37,10 @@ std::optional<SnapshotName> parse_snapshot_key(std::string_view key) {
   return name;
 }
 
-std::string snapshot_label(const Space& space, uint64_t n_tokens, uint64_t saved_ns) {
+std::string snapshot_label(const Space& space, uint64_t n_tokens, uint64_t saved_ns,
+                           uint32_t keep_s) {
   SnapshotLabel label;
+  label.keep_s = keep_s;
   label.n_tokens = n_tokens;
   label.saved_ns = saved_ns;
   label.layout_digest = space.layout_digest;
@@ -68,6 +70,7 @@ std::optional<SnapshotInfo> snapshot_info(const tiers::ObjectInfo& object) {
       info.fingerprint = label.fingerprint;
       info.n_tokens = label.n_tokens;
       info.saved_ns = label.saved_ns;
+      info.keep_s = label.keep_s;
     }
   }
   return info;

@@ -77,14 +77,16 @@ struct Snapshots::Work final : TaskSet, StreamListener {
     bool is_done = false;
   };
 
-  Work(Request* of, Arrivals* listener) : request(of), arrivals(listener), object(listener) {}
+  Work(Request* of, Errand&& own, Arrivals* listener)
+      : request(of), errand(std::move(own)), arrivals(listener), object(listener) {}
 
   void on_arrival() noexcept override { arrivals->post(); }
 
   void run(uint32_t, uint32_t) override {
     try {
       if (stage == Stage::kEncode) {
-        Result<std::vector<std::byte>> body = encode_image(*aside->seq, numbers.lists());
+        Result<std::vector<std::byte>> body =
+            encode_image(*aside->seq, numbers.lists(), errand.prefix);
         job_status = body.status();
         if (body.is_ok()) {
           object.body = std::move(body).value();
@@ -99,6 +101,7 @@ struct Snapshots::Work final : TaskSet, StreamListener {
       Result<SequenceImage> read = decode_image(object.body, *space, sizes);
       job_status = read.status();
       if (read.is_ok()) {
+        errand.prefix = std::move(read.value().prefix);
         restore->take(std::move(read).value());
         page_bytes = restore->page_bytes(*space);
       }
@@ -107,9 +110,13 @@ struct Snapshots::Work final : TaskSet, StreamListener {
     }
   }
 
-  const SnapshotRequest& what() const { return std::get<SnapshotRequest>(request->what); }
+  const SnapshotRequest& what() const {
+    return request != nullptr ? std::get<SnapshotRequest>(request->what) : errand.what;
+  }
+  bool is_wanted() const { return request == nullptr || request->is_wanted(); }
 
-  Request* const request;
+  Request* const request;  // null: it is an errand
+  Errand errand;
   Arrivals* const arrivals;
   Stage stage = Stage::kNumber;
   uint32_t uid = 0;
@@ -168,9 +175,29 @@ Snapshots::Snapshots(Store* store, Movement* movement, Arrivals* arrivals, Sched
 
 Status Snapshots::begin(Request* request, const Sequence* seq, uint32_t uid) {
   const auto& what = std::get<SnapshotRequest>(request->what);
-  auto work = std::make_unique<Work>(request, arrivals_);
+  if (what.verb == SnapshotVerb::kSave && what.name.starts_with(kPrefixSnapshots)) {
+    return {KVM_ERR_INVALID, fmt::format("the snapshot's name is \"{}\"; names that begin with {} "
+                                         "are those of prefixes",
+                                         what.name, kPrefixSnapshots)};
+  }
+  auto work = std::make_unique<Work>(request, Errand(), arrivals_);
   work->uid = uid;
-  work->object.key = snapshot_key({uid, what.name});
+  return begin(std::move(work), seq);
+}
+
+Status Snapshots::begin(Errand&& errand, const Sequence* seq) {
+  auto work = std::make_unique<Work>(nullptr, std::move(errand), arrivals_);
+  work->uid = work->errand.uid;
+  return begin(std::move(work), seq);
+}
+
+ClientId Snapshots::taker(const Work& work) {
+  return work.request != nullptr ? work.request->client : store_->library(work.uid)->client;
+}
+
+Status Snapshots::begin(std::unique_ptr<Work> work, const Sequence* seq) {
+  const SnapshotRequest& what = work->what();
+  work->object.key = snapshot_key({work->uid, what.name});
   works_.reserve(works_.size() + 1);
   ended_.reserve(works_.size() + 1 + ended_.size());
   switch (what.verb) {
@@ -180,7 +207,10 @@ Status Snapshots::begin(Request* request, const Sequence* seq, uint32_t uid) {
         return {KVM_ERR_EXISTS, fmt::format("there is a snapshot \"{}\" already", what.name)};
       }
       work->object.kind = tiers::ObjectRequest::Kind::kPut;
-      work->object.label = snapshot_label(seq->space(), longest_layer(seq), real_time_ns());
+      const uint64_t keep_s = div_up(work->errand.prefix.keep_ns, 1'000'000'000u);
+      work->object.label =
+          snapshot_label(seq->space(), longest_layer(seq), real_time_ns(),
+                         static_cast<uint32_t>(std::min<uint64_t>(keep_s, UINT32_MAX)));
       KVM_TRY_ASSIGN(work->aside, store_->fork_aside(seq));
       break;
     }
@@ -207,9 +237,8 @@ bool Snapshots::is_busy(const Work& work) const {
 bool Snapshots::is_ready(Work* work) {
   switch (work->stage) {
     case Stage::kWrite:
-      return work->transfers.is_empty()
-                 ? work->n_changes_seen != n_changes_ || !work->request->is_wanted()
-                 : work->transfers.is_over();
+      return work->transfers.is_empty() ? work->n_changes_seen != n_changes_ || !work->is_wanted()
+                                        : work->transfers.is_over();
     case Stage::kFetch:
       return work->transfers.is_empty() || work->transfers.is_over();
     case Stage::kEncode:
@@ -271,7 +300,7 @@ void Snapshots::end(Work* work, Status status) {
 }
 
 bool Snapshots::drop_unwanted(Work* work) {
-  if (work->request->is_wanted()) {
+  if (work->is_wanted()) {
     return false;
   }
   end(work, work->request->reason_unwanted());
@@ -311,8 +340,10 @@ bool Snapshots::free_some(Work* work) {
     }
     return true;
   }
-  count_end(*work);
-  ended_.push_back({work->request, std::move(work->status), work->seq});
+  if (work->request != nullptr) {
+    count_end(*work);
+  }
+  ended_.push_back({work->request, std::move(work->status), work->seq, std::move(work->errand)});
   const auto found = std::find_if(works_.begin(), works_.end(),
                                   [work](const auto& one) { return one.get() == work; });
   works_.erase(found);
@@ -609,8 +640,7 @@ bool Snapshots::begin_restore(Work* work) {
   }
   const kvm_space_id id = work->what().space;
   if (!work->has_job) {
-    Result<std::shared_ptr<const Space>> space =
-        store_->shared_space_for(work->request->client, id);
+    Result<std::shared_ptr<const Space>> space = store_->shared_space_for(taker(*work), id);
     if (!space.is_ok()) {
       end(work, space.status());
       return true;
@@ -621,7 +651,7 @@ bool Snapshots::begin_restore(Work* work) {
   work->object.body = {};
   Status status = std::move(work->job_status);
   if (status.is_ok()) {
-    const Result<Aside*> aside = store_->begin_aside(work->request->client, id, work->page_bytes);
+    const Result<Aside*> aside = store_->begin_aside(taker(*work), id, work->page_bytes);
     status = aside.status();
     work->aside = aside.is_ok() ? aside.value() : nullptr;
   }
@@ -733,7 +763,7 @@ void Snapshots::admit(Work* work) {
   work->aside = nullptr;
   const Result<Sequence*> seq = store_->find_any_seq(work->seq);
   KVM_ASSERT(seq.is_ok());
-  movement_->note_load(seq.value());
+  movement_->note_load(seq.value(), work->request != nullptr);
   end(work, Status::ok());
 }
 

@@ -8,6 +8,9 @@
 //            must be in memory are fetched -> it is the client's
 //   kRemove  remove
 //
+// The service has errands of its own, too, in the name of a user's library, which gets what is
+// loaded (engine/run/kept_prefixes.h).
+//
 // One whose answer nobody wants stops at the next step, but for what the store of objects was asked
 // to do: that happens. Whatever it has is freed in steps, too, before it ends.
 //
@@ -29,6 +32,7 @@
 
 #include "base/request.h"
 #include "base/status.h"
+#include "engine/image/sequence_image.h"
 #include "engine/run/arrivals.h"
 #include "engine/run/movement.h"
 #include "engine/store/snapshot_info.h"
@@ -55,6 +59,13 @@ class Snapshots {
   // this returns. Until take_ended() returns the request, it stays. Fails: EXISTS, QUOTA. Throws
   // std::bad_alloc. Nothing has begun then.
   Status begin(Request* request, const Sequence* seq, uint32_t uid);
+  // The same for the service itself. What it asks for is done; nobody takes it back.
+  struct Errand {
+    SnapshotRequest what;
+    uint32_t uid = 0;
+    PrefixImage prefix;  // of kSave
+  };
+  Status begin(Errand&& errand, const Sequence* seq);
   // Pages may be still that were on their way.
   void note_change() { ++n_changes_; }
   // Takes a step of one, some 0.2 ms at most. Returns whether there was one to take.
@@ -63,11 +74,12 @@ class Snapshots {
   bool is_ready();
   // A job has ended. Returns whether it was one of these.
   bool end_job(const TaskSet* set);
-  // What became of a request.
+  // What became of a request, or of an errand.
   struct Ended {
-    Request* request = nullptr;
+    Request* request = nullptr;  // null: of an errand
     Status status;
     kvm_seq_id seq = 0;  // of kLoad
+    Errand errand;       // of kLoad with its prefix
   };
   bool take_ended(Ended* ended);
 
@@ -81,6 +93,9 @@ class Snapshots {
 
  private:
   struct Work;
+  Status begin(std::unique_ptr<Work> work, const Sequence* seq);
+  // Who is to have what is loaded.
+  ClientId taker(const Work& work);
   // What is known of a key.
   struct Name {
     uint64_t bytes = 0;     // charged

@@ -26,6 +26,7 @@ struct SnapshotInfo {
   bool is_lost = false;   // not all of it is there any more
   uint64_t n_tokens = 0;  // of the longest layer
   uint64_t saved_ns = 0;  // since 1970
+  uint32_t keep_s = 0;    // of a prefix that nobody forks; 0: for ever, or it is none
   uint64_t bytes = 0;     // charged: of its pages, whole, and of what it has besides
 };
 

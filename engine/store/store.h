@@ -170,6 +170,8 @@ class Store final {
 
   // Immediate; struct_size is set. O(pages referenced).
   kvm_seq_info seq_info(const Sequence* seq) const;
+  // Bytes of pages of the first n_tokens that are away, of some thousand of the pages.
+  uint64_t estimate_away_bytes(const Sequence* seq, uint64_t n_tokens) const;
   // As Engine::list_seqs.
   SeqPage list_seqs(ClientId client, kvm_space_id space, bool all_clients, kvm_seq_id begin,
                     size_t n_max) const;
