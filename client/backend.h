@@ -134,6 +134,10 @@ class Client : public std::enable_shared_from_this<Client> {
                                          std::span<const kvm_prefix_hash> /*hashes*/) {
     return Status::fixed(KVM_ERR_UNSUPPORTED, "sequences in GPU memory have no prefixes");
   }
+  // What to take of what was found costs: as Engine::weigh_prefix. Here: nothing.
+  virtual Result<PrefixWeight> weigh_prefix(const PrefixPage& /*page*/, double /*prefill_rate*/) {
+    return PrefixWeight();
+  }
 
   virtual Result<kvm_stats> stats() = 0;
   virtual Result<std::string> stats_text() = 0;

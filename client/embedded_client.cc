@@ -355,6 +355,13 @@ Result<PrefixPage> EmbeddedClient::find_prefix(kvm_space_id space,
       });
 }
 
+Result<PrefixWeight> EmbeddedClient::weigh_prefix(const PrefixPage& page, double prefill_rate) {
+  return service_->with_engine([&](engine::Engine& engine, engine::ClientId client) {
+    return engine.weigh_prefix(client, page.seq, uint64_t{page.n_pages} * KVM_PREFIX_TOKENS,
+                               prefill_rate);
+  });
+}
+
 Result<kvm_stats> EmbeddedClient::stats() {
   return service_->with_engine([&](engine::Engine& engine, engine::ClientId) -> Result<kvm_stats> {
     kvm_stats stats = engine.stats();

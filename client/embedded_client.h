@@ -144,6 +144,7 @@ class EmbeddedClient final : public Client {
   Result<std::vector<kvm_seq_info>> list_seqs(kvm_space_id space, uint32_t flags) override;
   Result<PrefixPage> find_prefix(kvm_space_id space,
                                  std::span<const kvm_prefix_hash> hashes) override;
+  Result<PrefixWeight> weigh_prefix(const PrefixPage& page, double prefill_rate) override;
   Result<kvm_stats> stats() override;
   Result<std::string> stats_text() override;
   Result<std::string> config_text() override;

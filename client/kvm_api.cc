@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <string>
 #include <utility>
@@ -87,6 +88,27 @@ kvm_status snapshot_call(kvm_client* client, kvm::SnapshotRequest&& call, const 
     }
     return Status::ok();
   });
+}
+
+// What was found is as good as not there where it takes longer to read than to compute.
+Status weigh(kvm::client::Client* client, const kvm::PrefixPage& page, double prefill_rate,
+             kvm_prefix* found) {
+  const kvm::Result<kvm::PrefixWeight> weight = client->weigh_prefix(page, prefill_rate);
+  if (!weight.is_ok()) {
+    const kvm_status code = weight.status().code();
+    const bool is_gone = code == KVM_ERR_NOT_FOUND || code == KVM_ERR_STALE ||
+                         code == KVM_ERR_PERMISSION || code == KVM_ERR_LOST;
+    found->seq = 0;
+    found->n_tokens = 0;
+    return is_gone ? Status::ok() : weight.status();
+  }
+  found->read_ns = weight.value().read_ns;
+  if (!weight.value().is_faster) {
+    found->n_tokens_slower = found->n_tokens;
+    found->seq = 0;
+    found->n_tokens = 0;
+  }
+  return Status::ok();
 }
 
 }  // namespace
@@ -441,12 +463,19 @@ kvm_status kvm_prefix_find(kvm_client* client, const kvm_prefix_find_params* par
     if (p.n_hashes != 0) {
       KVM_TRY(check_not_null(p.hashes, "hashes"));
     }
+    if (!std::isfinite(p.prefill_rate) || p.prefill_rate < 0) {
+      return {KVM_ERR_INVALID, "prefill_rate is " + std::to_string(p.prefill_rate) +
+                                   "; it is a number of tokens a second, or 0"};
+    }
     KVM_TRY_ASSIGN(
         const kvm::PrefixPage page,
         client->client->find_prefix(p.space, {p.hashes, static_cast<size_t>(p.n_hashes)}));
     kvm_prefix found{};
     found.seq = page.seq;
     found.n_tokens = uint64_t{page.n_pages} * KVM_PREFIX_TOKENS;
+    if (p.prefill_rate > 0 && page.n_pages != 0) {
+      KVM_TRY(weigh(client->client.get(), page, p.prefill_rate, &found));
+    }
     kvm::ipc::write_struct(out, out->struct_size, found);
     return Status::ok();
   });

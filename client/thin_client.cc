@@ -377,6 +377,24 @@ Result<PrefixPage> ThinClient::find_prefix(kvm_space_id space,
   return prefixes->table.find(space, hashes);
 }
 
+Result<PrefixWeight> ThinClient::weigh_prefix(const PrefixPage& page, double prefill_rate) {
+  const std::shared_ptr<Connection> current = connection();
+  if (!current->need_minor(10, "kvm_prefix_find_params.prefill_rate").is_ok()) {
+    return PrefixWeight();  // as kvm.h says of such a kvmd
+  }
+  KVM_TRY_ASSIGN(
+      const Connection::Reply reply, current->call([&](ipc::ControlWriter* writer, uint64_t id) {
+        return writer->finish(
+            id, wire::CreatePrefixWeigh(writer->fbb(), page.seq,
+                                        uint64_t{page.n_pages} * KVM_PREFIX_TOKENS, prefill_rate));
+      }));
+  const wire::PrefixWeighed* weighed = reply.root->body_as_PrefixWeighed();
+  if (weighed == nullptr) {
+    return unexpected_reply();
+  }
+  return PrefixWeight{.is_faster = weighed->is_faster(), .read_ns = weighed->read_ns()};
+}
+
 Result<kvm_seq_id> ThinClient::snapshot(const SnapshotRequest& call) {
   return call_own_queue(call.verb == SnapshotVerb::kLoad, [&](ThinQueue* queue, uint64_t number) {
     return queue->stage_snapshot(call, number);

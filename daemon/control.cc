@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <memory>
 #include <new>
@@ -392,6 +393,27 @@ void handle_prefix_table(Session* session, uint64_t id) {
                 std::move(fds));
 }
 
+void handle_prefix_weigh(Session* session, uint64_t id, const wire::PrefixWeigh& message) {
+  if (!std::isfinite(message.prefill_rate()) || message.prefill_rate() <= 0 ||
+      message.n_tokens() > kMaxTokens) {
+    reply_error(session, id,
+                Status(KVM_ERR_INVALID,
+                       fmt::format("{} tokens are weighed at {} a second; at most {} are allowed, "
+                                   "at a rate above 0",
+                                   message.n_tokens(), message.prefill_rate(), kMaxTokens)));
+    return;
+  }
+  const Result<PrefixWeight> weight = session->service()->engine->weigh_prefix(
+      session->client, message.seq(), message.n_tokens(), message.prefill_rate());
+  if (!weight.is_ok()) {
+    reply_error(session, id, weight.status());
+    return;
+  }
+  ipc::ControlWriter& writer = short_writer(session);
+  session->send(writer.finish(id, wire::CreatePrefixWeighed(writer.fbb(), weight.value().is_faster,
+                                                            weight.value().read_ns)));
+}
+
 void handle_snapshot_list(Session* session, uint64_t id, const wire::SnapshotList& message) {
   const bool all_users = (message.flags() & KVM_LIST_ALL_CLIENTS) != 0;
   Status status;
@@ -501,6 +523,8 @@ void handle_welcomed(Session* session, const wire::Message& message) {
       return handle_snapshot_list(session, id, *message.body_as_SnapshotList());
     case wire::Body::PrefixTable:
       return handle_prefix_table(session, id);
+    case wire::Body::PrefixWeigh:
+      return handle_prefix_weigh(session, id, *message.body_as_PrefixWeigh());
     case wire::Body::Stats:
       return reply_struct(session, id, Result<kvm_stats>(service_stats(*session->service())));
     case wire::Body::StatsText:

@@ -870,8 +870,9 @@ KVM_API kvm_status kvm_prefix_hashes(const kvm_prefix_hash *before, const uint32
 
 /* Publishes a sequence (kvm_seq_publish) that begins with the pages of these hashes, so that it is
  * found. It may be longer. keep_ns: it is freed when it has not been forked for so long; 0: it
- * stays until somebody frees it. It never changes, and nobody can take it. Hashes are believed: a
- * wrong one harms the user's own clients alone.
+ * stays until somebody frees it. It never changes, and nobody can take it. Where kvmd keeps
+ * snapshots it is saved soon after, and found again behind a restart, once a client of the user has
+ * registered the space. Hashes are believed: a wrong one harms the user's own clients alone.
  * Fails:   as kvm_seq_publish; INVALID (n_hashes is 0 or above 65536, or a layer of the sequence is
  *          shorter than that; keep_ns is above 2^62); UNSUPPORTED (a head keeps tokens by what
  *          queries asked, KVM_RETAIN_HEAVY: what it holds is not a function of the tokens; a kvmd
@@ -889,7 +890,9 @@ typedef struct kvm_prefix_find_params {
   kvm_space_id space; /* of the sequences to find */
   const kvm_prefix_hash *hashes; /* [n_hashes] of a prompt, from its first page on */
   uint64_t n_hashes;
-  uint64_t reserved[4];
+  double prefill_rate; /* tokens of a prompt that the caller computes in a second; 0: a prefix is
+                          taken however long it takes to read */
+  uint64_t reserved[3];
 } kvm_prefix_find_params;
 
 typedef struct kvm_prefix {
@@ -897,14 +900,21 @@ typedef struct kvm_prefix {
   uint32_t flags;    /* zero */
   kvm_seq_id seq;    /* to fork at n_tokens; 0: none was found */
   uint64_t n_tokens; /* the longest prefix that is there, and that a fork can have; 0: none */
-  uint64_t reserved[5];
+  uint64_t n_tokens_slower; /* there are so many, but they are sooner computed than read from the
+                               disk: n_tokens and seq are 0 then */
+  uint64_t read_ns; /* with a prefill_rate, where something was found: what it takes to read, by
+                       the rate at which the disk was read lately; 0: all of it is in memory */
+  uint64_t reserved[3];
 } kvm_prefix;
 
 /* Looks for the longest prefix that is published in the space; one that does not exist has none.
  * What was found may be gone before it is forked: the fork says so
  * (NOT_FOUND, STALE, PERMISSION), and nothing is lost but a prefix. The first call of a client is a
- * round trip; others are none. Fails: INVALID, UNSUPPORTED (a kvmd before protocol 1.9), NO_MEMORY,
- * LIMIT (descriptors), DISCONNECTED, TIMEOUT; that nothing was found is KVM_OK. Threads: any. */
+ * round trip; others are none, but for one where something was found and a prefill_rate is given:
+ * the service weighs what of it lies on disk against that, and counts what came out. A kvmd before
+ * protocol 1.10 does not weigh: whatever is found is taken. Fails: INVALID (prefill_rate is
+ * negative or not finite), UNSUPPORTED (a kvmd before protocol 1.9), NO_MEMORY, LIMIT
+ * (descriptors), DISCONNECTED, TIMEOUT; that nothing was found is KVM_OK. Threads: any. */
 KVM_API kvm_status kvm_prefix_find(kvm_client *client, const kvm_prefix_find_params *params,
                                    kvm_prefix *out);
 

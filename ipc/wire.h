@@ -30,8 +30,8 @@ inline constexpr uint32_t kProtocolMajor = 1;
 // 1: ConfigText to QuotaSet; 2: n_not_finite; 3: KVM_STEP_NO_STATISTICS; 4: kPublish, kTake;
 // 5: KVM_ITEM_LAST_LAYER; 6: alibi_slopes, KVM_SPACE_V_IN_K, dims of layers;
 // 7: KVM_ITEM_PROMPT_END, budgets of policies; 8: kvm_amounts.memory_bytes, kPrefetch, kSnapshot,
-// SnapshotList; 9: hashes behind kPublish, PrefixTable.
-inline constexpr uint32_t kProtocolMinor = 9;
+// SnapshotList; 9: hashes behind kPublish, PrefixTable; 10: PrefixWeigh.
+inline constexpr uint32_t kProtocolMinor = 10;
 inline constexpr uint64_t kHelloMagic = 0x30304d564b4d564bull;  // "KVMKVM00"
 
 // LIMIT: each bounds memory or time that one client can claim.

@@ -66,8 +66,9 @@ RECORDS = [
     ("kvm_evict_params", None, ""),
     ("kvm_quota_params", None, ""),
 ]
-PYTHON_TYPES = {"u32": "int", "u64": "int", "i32": "int", "f32": "float", "kvm_status": "int",
-                "kvm_space_id": "int", "kvm_seq_id": "int", "kvm_amounts": "Amounts"}
+PYTHON_TYPES = {"u32": "int", "u64": "int", "i32": "int", "f32": "float", "f64": "float",
+                "kvm_status": "int", "kvm_space_id": "int", "kvm_seq_id": "int",
+                "kvm_amounts": "Amounts"}
 WRITTEN = "SPDX-License-Identifier: Apache-2.0\n{0} Written by bindings/python/generate.py from " \
           "include/kvm.h.\n"
 

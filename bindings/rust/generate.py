@@ -12,6 +12,7 @@ import sys
 
 SCALARS = {
     "uint8_t": "u8", "uint32_t": "u32", "uint64_t": "u64", "int32_t": "i32", "float": "f32",
+    "double": "f64",
     "size_t": "usize", "int": "c_int", "char": "c_char", "void": "c_void",
 }
 WRITTEN = ("// SPDX-License-Identifier: Apache-2.0\n"

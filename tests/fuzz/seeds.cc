@@ -195,6 +195,7 @@ Seeds control_seeds() {
     return wire::CreateSnapshotList(w->fbb(), KVM_LIST_ALL_CLIENTS, 1, w->fbb().CreateString("a"));
   });
   add_message(&lists, [](Writer* w) { return wire::CreatePrefixTable(w->fbb()); });
+  add_message(&lists, [](Writer* w) { return wire::CreatePrefixWeigh(w->fbb(), 5, 128, 1000.0); });
   return {{"memory", memory},
           {"spaces", spaces},
           {"facts", facts},

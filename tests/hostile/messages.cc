@@ -86,7 +86,7 @@ SpaceSpec space_message(uint32_t space) {
 std::span<const uint8_t> any_message(RequestMaker* maker, ipc::ControlWriter* writer, uint64_t id) {
   auto& fbb = writer->fbb();
   const uint64_t value = maker->boundary();
-  switch (maker->below(10)) {
+  switch (maker->below(11)) {
     case 0:
       return writer->finish(id, wire::CreateSpaceDrop(fbb, maker->spaces()[maker->below(kSpaces)]));
     case 1:
@@ -112,6 +112,13 @@ std::span<const uint8_t> any_message(RequestMaker* maker, ipc::ControlWriter* wr
     }
     case 7:
       return writer->finish(id, wire::CreatePrefixTable(fbb));
+    case 8: {
+      double rate = 0;
+      std::memcpy(&rate, &value, sizeof(rate));
+      const uint64_t n_tokens = maker->boundary();
+      return writer->finish(
+          id, wire::CreatePrefixWeigh(fbb, value, n_tokens, maker->one_in(2) ? rate : 1000.0));
+    }
     default: {
       SpaceSpec message = space_message(static_cast<uint32_t>(maker->below(kSpaces)));
       uint8_t* field = reinterpret_cast<uint8_t*>(&message.params) + 4 * maker->below(40);

@@ -268,6 +268,86 @@ TEST(Snapshots, AreChargedToTheirUserAndCounted) {
   EXPECT_EQ(series(user.client, "kvm_snapshots_lost_total"), 0u);
 }
 
+kvm_prefix find_prefix(const User& user, const std::vector<kvm_prefix_hash>& hashes,
+                       double prefill_rate = 0) {
+  kvm_prefix_find_params params{};
+  params.struct_size = sizeof(params);
+  params.space = user.space;
+  params.hashes = hashes.data();
+  params.n_hashes = hashes.size();
+  params.prefill_rate = prefill_rate;
+  kvm_prefix found{};
+  found.struct_size = sizeof(found);
+  EXPECT_EQ(kvm_prefix_find(user.client, &params, &found), KVM_OK) << kvm_last_error();
+  return found;
+}
+
+bool becomes(kvm_client* client, const std::string& name, uint64_t value) {
+  for (int i = 0; i < 3000; ++i) {
+    if (series(client, name) == value) {
+      return true;
+    }
+    ::usleep(10'000);
+  }
+  return false;
+}
+
+TEST(Snapshots, OfPrefixesBringThemBack) {
+  const TemporaryDirectory folder;
+  Daemon daemon(disk_in(folder));
+  ASSERT_FALSE(HasFatalFailure());
+  std::vector<uint32_t> tokens(kTokens);
+  for (uint32_t i = 0; i < kTokens; ++i) {
+    tokens[i] = 7 * i;
+  }
+  std::vector<kvm_prefix_hash> hashes(kTokens / KVM_PREFIX_TOKENS);
+  std::vector<float> expected;
+  {
+    User user(daemon.socket_path(), "model");
+    kvm_prefix_hash seed{};
+    ASSERT_EQ(kvm_prefix_seed(user.client, user.space, nullptr, 0, &seed), KVM_OK);
+    ASSERT_EQ(kvm_prefix_hashes(&seed, tokens.data(), tokens.size(), hashes.data()), KVM_OK);
+    const kvm_seq_id seq = user.make(1);
+    expected = user.attend(seq);
+    ASSERT_EQ(kvm_prefix_publish(user.client, seq, hashes.data(),
+                                 static_cast<uint32_t>(hashes.size()), 0),
+              KVM_OK)
+        << kvm_last_error();
+    EXPECT_EQ(find_prefix(user, hashes, 1e12).n_tokens, hashes.size() * KVM_PREFIX_TOKENS)
+        << "it is in memory";
+    EXPECT_EQ(kvm_seq_save(user.client, seq, ".prefix/mine", 0), KVM_ERR_INVALID);
+    ASSERT_TRUE(becomes(user.client, "kvm_prefixes_saved", 1));
+  }
+  for (int i = 0; i < 2; ++i) {
+    daemon.kill_hard();
+    daemon.start();
+    ASSERT_FALSE(HasFatalFailure());
+    User user(daemon.socket_path(), "model");
+    ASSERT_TRUE(becomes(user.client, "kvm_prefixes_restored_total", 1));
+    const kvm_prefix fast = find_prefix(user, hashes, 1e12);
+    EXPECT_EQ(fast.n_tokens, 0u);
+    EXPECT_EQ(fast.seq, 0u);
+    EXPECT_EQ(fast.n_tokens_slower, hashes.size() * KVM_PREFIX_TOKENS);
+    EXPECT_GT(fast.read_ns, 0u);
+    const kvm_prefix slow = find_prefix(user, hashes, 1);
+    EXPECT_EQ(slow.n_tokens, hashes.size() * KVM_PREFIX_TOKENS);
+    EXPECT_EQ(slow.n_tokens_slower, 0u);
+    EXPECT_GT(slow.read_ns, 0u);
+    EXPECT_EQ(series(user.client, "kvm_prefix_weighed_total{sooner=\"read\"}"), 1u);
+    EXPECT_EQ(series(user.client, "kvm_prefix_weighed_total{sooner=\"computed\"}"), 1u);
+    const kvm_prefix found = find_prefix(user, hashes);
+    kvm_seq_id fork = 0;
+    ASSERT_EQ(kvm_seq_fork(user.client, found.seq, KVM_POSITION_END, &fork), KVM_OK)
+        << kvm_last_error();
+    EXPECT_EQ(user.attend(fork), expected);
+    EXPECT_EQ(user.snapshots().size(), 1u);
+    if (i == 1) {
+      ASSERT_EQ(kvm_seq_free(user.client, found.seq), KVM_OK) << kvm_last_error();
+      EXPECT_TRUE(becomes(user.client, "kvm_snapshots", 0));
+    }
+  }
+}
+
 // A list that takes several messages.
 TEST(Snapshots, AreListedHoweverManyThereAre) {
   const TemporaryDirectory folder;

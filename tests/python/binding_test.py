@@ -143,6 +143,12 @@ class Prefixes:
                 q = self.normal(1, 4, 16)
                 got = client.step(space, 0, [kvm.Item(seq, query=1)], q=q).o
                 self.assert_close(got, attention(q, k[:n_tokens], v[:n_tokens], [n_tokens - 1])[0])
+                # All of it is in memory, so nobody computes it sooner.
+                self.assertEqual(space.find_prefix(hashes, prefill_rate=1e12), (id, n_tokens))
+                self.assertEqual(space.fork_prefix(hashes, prefill_rate=1e12)[1], n_tokens)
+            for rate in (-1, float("nan"), float("inf")):
+                with self.assert_refused(INVALID, kvm.InvalidError, "prefill_rate is"):
+                    space.find_prefix(hashes, prefill_rate=rate)
             # The last token is computed in any case: an engine needs what it says.
             hashes = space.prefix_hashes(tokens[:192])
             self.assertEqual(space.fork_prefix(hashes.up_to(191))[1], 128)

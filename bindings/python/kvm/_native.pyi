@@ -160,7 +160,8 @@ def hash_tokens(before: bytes, rest: bytes, tokens: Any) -> tuple[bytes, bytes]:
 
 def publish_prefix(client: Client, seq: int, hashes: bytes, keep_ns: int) -> None: ...
 
-def find_prefix(client: Client, space: int, hashes: bytes) -> tuple[int, int]: ...
+def find_prefix(client: Client, space: int, hashes: bytes,
+                prefill_rate: float) -> tuple[int, int]: ...
 
 class Flight:
     @property

@@ -444,23 +444,30 @@ class Space:
         hashes.extend(tokens)
         return hashes
 
-    def find_prefix(self, hashes: PrefixHashes | bytes) -> tuple[int, int] | None:
+    def find_prefix(self, hashes: PrefixHashes | bytes, *,
+                    prefill_rate: float = 0) -> tuple[int, int] | None:
         """The longest prefix that is there (`Sequence.publish_prefix`): the id of a sequence, for
         `fork_published`, and how many of its tokens are meant. None: there is none.
 
-        Asks nobody but the first time. What was found may be gone before it is forked;
-        `fork_prefix` looks after that.
+        prefill_rate: tokens of a prompt that the caller computes in a second. One that lies on
+                      disk, and is sooner computed than read, is as good as none then. 0: whatever
+                      is there is taken.
+
+        Asks nobody but the first time, and where something is found and a rate is given. What was
+        found may be gone before it is forked; `fork_prefix` looks after that.
         """
-        seq, n_tokens = _native.find_prefix(self.client._native, self.id, data_of(hashes))
+        seq, n_tokens = _native.find_prefix(self.client._native, self.id, data_of(hashes),
+                                            float(prefill_rate))
         return (seq, n_tokens) if n_tokens != 0 else None
 
-    def fork_prefix(self, hashes: PrefixHashes | bytes) -> tuple[Sequence, int]:
+    def fork_prefix(self, hashes: PrefixHashes | bytes, *,
+                    prefill_rate: float = 0) -> tuple[Sequence, int]:
         """A fork of the longest prefix that is there, and its length: what follows is yet to be
-        computed. Where there is none, a new sequence and 0.
+        computed. Where there is none, a new sequence and 0. prefill_rate: as `find_prefix` has it.
 
         It pays for no page that it has from there. `hashes.up_to(n)` leaves tokens to compute.
         """
-        found = self.find_prefix(hashes)
+        found = self.find_prefix(hashes, prefill_rate=prefill_rate)
         if found is not None:
             try:
                 return self.fork_published(*found), found[1]

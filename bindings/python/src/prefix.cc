@@ -145,12 +145,14 @@ void publish_prefix(Client& client, uint64_t seq, const nb::bytes& hashes, uint6
 }
 
 // The sequence to fork and at how many tokens; 0 tokens: nothing was found.
-std::pair<uint64_t, uint64_t> find_prefix(Client& client, uint64_t space, const nb::bytes& hashes) {
+std::pair<uint64_t, uint64_t> find_prefix(Client& client, uint64_t space, const nb::bytes& hashes,
+                                          double prefill_rate) {
   const std::span<const kvm_prefix_hash> all = hashes_in(hashes);
   auto params = sized<kvm_prefix_find_params>();
   params.space = space;
   params.hashes = all.data();
   params.n_hashes = all.size();
+  params.prefill_rate = prefill_rate;
   auto found = sized<kvm_prefix>();
   client.call([&](kvm_client* c) { return kvm_prefix_find(c, &params, &found); });
   return {found.seq, found.n_tokens};
@@ -172,7 +174,8 @@ void register_prefix(nb::module_& module) {
   module.def("hash_tokens", hash_tokens, nb::arg("before"), nb::arg("rest"), nb::arg("tokens"));
   module.def("publish_prefix", publish_prefix, nb::arg("client"), nb::arg("seq"), nb::arg("hashes"),
              nb::arg("keep_ns"));
-  module.def("find_prefix", find_prefix, nb::arg("client"), nb::arg("space"), nb::arg("hashes"));
+  module.def("find_prefix", find_prefix, nb::arg("client"), nb::arg("space"), nb::arg("hashes"),
+             nb::arg("prefill_rate"));
 }
 
 }  // namespace kvm::python

@@ -511,7 +511,8 @@ pub struct kvm_prefix_find_params {
     pub space: kvm_space_id,
     pub hashes: *const kvm_prefix_hash,
     pub n_hashes: u64,
-    pub reserved: [u64; 4],
+    pub prefill_rate: f64,
+    pub reserved: [u64; 3],
 }
 
 impl Default for kvm_prefix_find_params {
@@ -531,7 +532,9 @@ pub struct kvm_prefix {
     pub flags: u32,
     pub seq: kvm_seq_id,
     pub n_tokens: u64,
-    pub reserved: [u64; 5],
+    pub n_tokens_slower: u64,
+    pub read_ns: u64,
+    pub reserved: [u64; 3],
 }
 
 impl Default for kvm_prefix {

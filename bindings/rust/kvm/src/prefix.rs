@@ -171,11 +171,13 @@ impl FoundPrefix {
         connection: &Connection,
         space: SpaceId,
         hashes: &[PrefixHash],
+        prefill_rate: f64,
     ) -> Result<Option<Self>> {
         let params = sys::kvm_prefix_find_params {
             space: space.0,
             hashes: PrefixHash::raw(hashes),
             n_hashes: hashes.len() as u64,
+            prefill_rate,
             ..Default::default()
         };
         let mut found = sys::kvm_prefix::default();

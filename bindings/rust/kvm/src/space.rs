@@ -888,7 +888,18 @@ impl Space {
     /// it is forked: [`Space::fork_prefix`] looks after that. Fails with `Unsupported` (kvmd is
     /// older), `NoMemory`, `Limit` (of descriptors), `Disconnected` or `Timeout`.
     pub fn find_prefix(&self, hashes: &[PrefixHash]) -> Result<Option<FoundPrefix>> {
-        FoundPrefix::find(&self.connection, self.id, hashes)
+        FoundPrefix::find(&self.connection, self.id, hashes, 0.0)
+    }
+
+    /// The same, but `None` where what is there lies on disk and is sooner computed, at
+    /// `prefill_rate` tokens a second, than read. Where something is found kvmd is asked. Fails
+    /// also with `Invalid` (the rate is negative or not finite).
+    pub fn find_prefix_faster_than(
+        &self,
+        prefill_rate: f64,
+        hashes: &[PrefixHash],
+    ) -> Result<Option<FoundPrefix>> {
+        FoundPrefix::find(&self.connection, self.id, hashes, prefill_rate)
     }
 
     /// A fork of the longest prefix that is there, and its length: what follows is yet to be
@@ -907,7 +918,16 @@ impl Space {
     /// # Ok::<(), kvm::Error>(())
     /// ```
     pub fn fork_prefix(&self, hashes: &[PrefixHash]) -> Result<(Sequence, u64)> {
-        if let Some(found) = self.find_prefix(hashes)? {
+        self.fork_prefix_faster_than(0.0, hashes)
+    }
+
+    /// The same of what [`Space::find_prefix_faster_than`] finds.
+    pub fn fork_prefix_faster_than(
+        &self,
+        prefill_rate: f64,
+        hashes: &[PrefixHash],
+    ) -> Result<(Sequence, u64)> {
+        if let Some(found) = self.find_prefix_faster_than(prefill_rate, hashes)? {
             if let Some(sequence) = self.fork_found(found)? {
                 return Ok((sequence, found.n_tokens));
             }

@@ -233,6 +233,11 @@ fn what_was_published_is_found_by_its_tokens() {
         let hashes = PrefixHashes::new(seed, &tokens);
         let found = space.find_prefix(&hashes).unwrap().unwrap();
         assert_eq!((found.sequence, found.n_tokens), (prompt, expected));
+        // All of it is in memory, so nobody computes it sooner.
+        let faster = space.find_prefix_faster_than(1e12, &hashes).unwrap();
+        assert_eq!(faster, Some(found));
+        let error = space.find_prefix_faster_than(-1.0, &hashes).unwrap_err();
+        assert_eq!(error.status(), Status::Invalid, "{error}");
         let (chat, n_found) = space.fork_prefix(&hashes).unwrap();
         assert_eq!(n_found, expected);
         let (q, mut o) = (queries(1, 3), vec![0.0f32; Q_HEADS * DIM]);

@@ -193,6 +193,7 @@ structures! {
         space,
         hashes,
         n_hashes,
+        prefill_rate,
         reserved,
     }
     kvm_prefix {
@@ -200,6 +201,8 @@ structures! {
         flags,
         seq,
         n_tokens,
+        n_tokens_slower,
+        read_ns,
         reserved,
     }
     kvm_seq_info {
