@@ -353,54 +353,69 @@ void add_all_windows(AttendPlan* plan) {
   }
 }
 
-// The windows of the Aways that are drawn: of each shard of positions the tasks of all heads that
-// have it. Heads of an Away follow each other.
-void add_drawn_windows(AttendPlan* plan) {
+// The windows of an Away of which heads [first, end) of the plan's approximate ones are drawn: of
+// each shard of positions the tasks of all heads that have it.
+void add_drawn_windows(uint32_t away, uint32_t first, uint32_t end, AttendPlan* plan) {
   struct Shard {
     uint64_t number;
     AttendPlan::Task task;
   };
   const std::vector<AttendPlan::ApproxHead>& heads = plan->approx;
   std::vector<Shard> shards;
-  std::vector<uint64_t> numbers;  // of the last view
-  for (uint32_t i = 0; i < heads.size();) {
-    const uint32_t away = heads[i].away;
-    shards.clear();
-    const uint32_t first = i;
-    for (; i < heads.size() && heads[i].away == away; ++i) {
-      if (away == AttendPlan::kNoAway) {
-        continue;
-      }
-      if (i == first || heads[i].view != heads[i - 1].view ||
-          numbers.size() != heads[i].plan.n_shards) {
-        numbers.clear();
-        for (uint32_t shard = 0; shard < heads[i].plan.n_shards; ++shard) {
-          numbers.push_back(attention::shard_number(heads[i].input, shard));
-        }
-      }
-      for (uint32_t shard = 0; shard < heads[i].plan.n_shards; ++shard) {
-        shards.push_back({numbers[shard], {.unit = i, .first_chunk = shard, .is_approx = true}});
-      }
-    }
-    if (away == AttendPlan::kNoAway) {
+  std::vector<uint64_t> numbers;  // of the head before
+  uint32_t last = end;            // that head
+  for (uint32_t i = first; i < end; ++i) {
+    if (heads[i].away != away) {
       continue;
     }
-    std::ranges::stable_sort(shards, {}, &Shard::number);
-    Part<AttendPlan::DrawnWindow>& windows = plan->aways[away].drawn;
-    windows.begin = plan->drawn_windows.size();
-    for (const Shard& shard : shards) {
-      std::vector<AttendPlan::DrawnWindow>& all = plan->drawn_windows;
-      if (all.size() == windows.begin || all.back().number != shard.number) {
-        all.push_back(
-            {.away = away,
-             .number = shard.number,
-             .pages = plan->pages_of(away, shard.number, shard.number + 1, attention::kShardTokens),
-             .tasks = {plan->drawn_tasks.size(), 0}});
+    const uint32_t n = heads[i].plan.n_shards;
+    if (last == end || heads[i].view != heads[last].view || numbers.size() != n) {
+      numbers.clear();
+      for (uint32_t shard = 0; shard < n; ++shard) {
+        numbers.push_back(attention::shard_number(heads[i].input, shard));
       }
-      ++all.back().tasks.n;
-      plan->drawn_tasks.push_back(shard.task);
     }
-    windows.n = plan->drawn_windows.size() - windows.begin;
+    last = i;
+    for (uint32_t shard = 0; shard < n; ++shard) {
+      shards.push_back({numbers[shard], {.unit = i, .first_chunk = shard, .is_approx = true}});
+    }
+  }
+  std::ranges::stable_sort(shards, {}, &Shard::number);
+  std::vector<AttendPlan::DrawnWindow>& all = plan->drawn_windows;
+  Part<AttendPlan::DrawnWindow>& windows = plan->aways[away].drawn;
+  windows = {all.size(), 0};
+  for (const Shard& shard : shards) {
+    if (windows.is_empty() || all.back().number != shard.number) {
+      all.push_back(
+          {.away = away,
+           .number = shard.number,
+           .pages = plan->pages_of(away, shard.number, shard.number + 1, attention::kShardTokens),
+           .tasks = {plan->drawn_tasks.size(), 0}});
+      ++windows.n;
+    }
+    ++all.back().tasks.n;
+    plan->drawn_tasks.push_back(shard.task);
+  }
+}
+
+void add_all_drawn_windows(AttendPlan* plan) {
+  const std::vector<AttendPlan::ApproxHead>& heads = plan->approx;
+  const auto n_heads = static_cast<uint32_t>(heads.size());
+  for (uint32_t i = 0; i < n_heads;) {
+    const uint32_t first = i;
+    const uint32_t away = heads[first].away;
+    uint32_t end = ++i;
+    // Heads that read nothing that is away may lie between.
+    for (; away != AttendPlan::kNoAway && i < n_heads &&
+           (heads[i].away == away || heads[i].away == AttendPlan::kNoAway);
+         ++i) {
+      end = heads[i].away == away ? i + 1 : end;
+    }
+    if (away != AttendPlan::kNoAway) {
+      plan->aways[away].drawn_heads = {first, end - first};
+      add_drawn_windows(away, first, end, plan);
+    }
+    i = end;
   }
 }
 
@@ -438,7 +453,7 @@ Status cut_into_tasks(const TaskCrew& crew, size_t other_bytes, AttendPlan* plan
   const uint64_t wanted_cost =
       std::clamp(plan->cost / (kTasksPerThread * crew.n_threads), kMinTaskCost,
                  crew.is_shared ? kMaxSharedTaskCost : kMaxTaskCost);
-  add_drawn_windows(plan);
+  add_all_drawn_windows(plan);
   place_states(plan);
   add_units(wanted_cost, plan);
   const uint64_t task_cost = choose_task_cost(wanted_cost, plan);

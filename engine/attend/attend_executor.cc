@@ -310,7 +310,8 @@ bool AttendExecutor::reads_block(uint32_t window, uint64_t block) const {
 }
 
 void AttendExecutor::leave(uint32_t away) {
-  for (size_t i = 0; i < plan_->approx.size(); ++i) {
+  const Part<ApproxHead>& heads = plan_->aways[away].drawn_heads;
+  for (size_t i = heads.begin; i < heads.begin + heads.n; ++i) {
     const ApproxHead& head = plan_->approx[i];
     if (head.away == away && head.plan.n_shards != 0) {
       attention::report_left(head.input, head.plan, &reports_[i]);

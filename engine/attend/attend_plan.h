@@ -117,6 +117,7 @@ struct AttendPlan {
   static constexpr uint32_t kNoAway = UINT32_MAX;
 
   struct DrawnWindow;
+  struct ApproxHead;
 
   // An Away is the pages of an item and a head class that are away.
   struct Away {
@@ -135,6 +136,7 @@ struct AttendPlan {
     // Of those that are sampled: the runs, each once.
     Part<Part<KvRun>> drawn_runs;
     Part<DrawnWindow> drawn;
+    Part<ApproxHead> drawn_heads;  // their heads, and such as read nothing that is away
   };
   // A Window is a chunk of an Away: what is there of its pages at a time.
   struct Window {
