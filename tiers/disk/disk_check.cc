@@ -89,7 +89,7 @@ class Checker : private SegmentWalk::Listener {
                   true});
     }
     if (!found_.manifest.has_value()) {
-      return;
+      return check_no_manifest();
     }
     std::array<std::vector<std::byte>, kManifestCopies> copies;
     size_t n_bytes = 0;
@@ -132,6 +132,22 @@ class Checker : private SegmentWalk::Listener {
                                 "has it, and the next save writes both anew",
                       is_lost});
         }
+      }
+    }
+  }
+
+  // Where no list can be read there may be files of one.
+  void check_no_manifest() {
+    for (uint32_t file = view_.n_segments(); file < view_.files().size(); ++file) {
+      std::array<std::byte, kManifestBlockBytes> first;
+      if (found_.is_list_lost || view_.files()[file].size_bytes < first.size()) {
+        continue;
+      }
+      if (!view_.read_bytes(file, 0, first) || !is_zero(first)) {
+        add_damage({path_of(file), 0,
+                    "no list of what is kept can be read: a kvmd that starts here takes all for "
+                    "free space, and removes it, unless this was the first list that was begun",
+                    true});
       }
     }
   }

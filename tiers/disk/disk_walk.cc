@@ -2,6 +2,8 @@
 #include "tiers/disk/disk_walk.h"
 
 #include <algorithm>
+#include <array>
+#include <cstddef>
 #include <cstring>
 
 #include "tiers/disk/crc32c.h"
@@ -28,6 +30,20 @@ void SegmentWalk::feed(uint64_t begin, std::span<const std::byte> bytes, const S
   }
 }
 
+// Whether it is the header of a record that was written here, but for a part of it: what lay there
+// before has a checksum that matches.
+bool SegmentWalk::was_record(const RecordHeader& header) const {
+  const RecordHeader expected;
+  const std::array<bool, 5> matches = {header.magic == expected.magic,
+                                       header.run_id == segment_.run_id,
+                                       header.generation == segment_.generation,
+                                       header.segment == segment_.segment, header.offset == at_};
+  const auto n_matches = std::count(matches.begin(), matches.end(), true);
+  return n_matches + 1 >= static_cast<ptrdiff_t>(matches.size()) &&
+         crc32c(std::as_bytes(std::span(&header, 1)).first(offsetof(RecordHeader, header_crc))) !=
+             header.header_crc;
+}
+
 // Where a record may begin: goes on into its page, or to where the next may.
 void SegmentWalk::begin_record(std::span<const std::byte> from, const Status& error) {
   for (; next_wanted() < at_; ++next_) {
@@ -40,11 +56,7 @@ void SegmentWalk::begin_record(std::span<const std::byte> from, const Status& er
   const bool is_record = read_record_header(from, segment_, at_, &header);
   if (!is_record || record_bytes(header.size_bytes) > next_wanted() - at_) {
     std::memcpy(&header, from.data(), sizeof(header));
-    const RecordHeader expected;
-    const bool was_one = (header.magic == expected.magic || header.offset == at_) &&
-                         header.run_id == segment_.run_id &&
-                         header.generation == segment_.generation;
-    if (!is_record && was_one) {
+    if (!is_record && was_record(header)) {
       listener_->on_broken(at_, header);
     }
     at_ += kRecordUnitBytes;

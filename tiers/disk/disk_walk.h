@@ -49,6 +49,7 @@ class SegmentWalk {
   void begin_record(std::span<const std::byte> from, const Status& error);
   void expect_wanted(std::span<const std::byte> from, const Status& error);
   void end_record();
+  bool was_record(const RecordHeader& header) const;
   uint64_t next_wanted() const {
     return next_ < wanted_.size() ? offset_of(wanted_[next_].unit) : UINT64_MAX;
   }

@@ -1,0 +1,392 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a check says of an object is what the next owner of the directories finds, whatever has been
+// changed in them; and a check changes nothing.
+#include "tiers/disk/disk_check.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <iterator>
+#include <map>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "base/clock.h"
+#include "tests/common/temporary_directory.h"
+#include "tests/unit/tiers/object_rig.h"
+#include "tiers/disk/disk_view.h"
+#include "tiers/disk/object_file.h"
+#include "tiers/disk/object_transfer.h"
+
+namespace kvm::testing {
+namespace {
+
+using namespace tiers;
+
+constexpr uint32_t kPages = 7;
+constexpr std::array<const char*, 4> kKeys = {"a", "b", "c", "d"};
+constexpr uint32_t kLargeBody = 300'000;  // several chunks
+
+uint32_t body_bytes(size_t i) { return i == 2 ? kLargeBody : 1000; }
+uint32_t mark_of(size_t i) { return static_cast<uint32_t>(100 * i); }
+
+using Files = std::map<std::string, std::string>;
+
+Files files_in(const std::vector<std::string>& directories) {
+  Files files;
+  for (const std::string& directory : directories) {
+    for (const auto& entry : std::filesystem::directory_iterator(directory)) {
+      std::ifstream stream(entry.path(), std::ios::binary);
+      files[entry.path().string()] = std::string(std::istreambuf_iterator<char>(stream), {});
+    }
+  }
+  return files;
+}
+
+void write_file(const std::string& path, const std::string& text) {
+  std::ofstream(path, std::ios::binary | std::ios::trunc) << text;
+}
+
+class DiskCheckTest : public ::testing::Test {
+ protected:
+  DiskCheckTest() {
+    ObjectRig rig(paths_, 64);
+    EXPECT_TRUE(rig.open().is_ok());
+    for (size_t i = 0; i < kKeys.size(); ++i) {
+      EXPECT_TRUE(rig.put(kKeys[i], mark_of(i), kPages, body_bytes(i)).is_ok());
+    }
+    EXPECT_TRUE(rig.put("gone", 7, kPages).is_ok());
+    EXPECT_TRUE(rig.remove("gone").is_ok());
+    rig.tier.reset();
+    before_ = files_in(paths_);
+  }
+
+  void restore() {
+    for (const std::string& path : paths_) {
+      for (const auto& entry : std::filesystem::directory_iterator(path)) {
+        std::filesystem::remove(entry.path());
+      }
+    }
+    for (const auto& [path, text] : before_) {
+      write_file(path, text);
+    }
+  }
+  void spoil(const std::string& path, uint64_t offset, int bit = 3) {
+    std::string text = before_.at(path);
+    text[offset] = static_cast<char>(text[offset] ^ (1 << bit));
+    write_file(path, text);
+  }
+  std::vector<std::string> files_with(const std::string& part) const {
+    std::vector<std::string> found;
+    for (const auto& [path, text] : before_) {
+      if (path.find(part) != std::string::npos) {
+        found.push_back(path);
+      }
+    }
+    return found;
+  }
+  // The first segment with a table, or without one.
+  std::string segment(bool has_table) const {
+    for (const std::string& path : files_with(".segment")) {
+      const std::string& text = before_.at(path);
+      if ((text.substr(text.size() - 64, 4) == "KVMT") == has_table) {
+        return path;
+      }
+    }
+    ADD_FAILURE() << "there is none";
+    return "";
+  }
+  Result<DiskCheck> check() {
+    KVM_TRY_ASSIGN(const std::unique_ptr<DiskView> view, DiskView::open(paths_));
+    Result<DiskCheck> checked = check_disk(view.get(), {});
+    keys_.clear();
+    for (const FoundObject& object : view->found().objects) {
+      keys_.push_back(object.key);
+    }
+    return checked;
+  }
+  // Compares it with what an owner finds.
+  void expect_as_found(const Result<DiskCheck>& checked) {
+    ObjectRig rig(paths_, 64);
+    const Status status = rig.open();
+    if (!status.is_ok()) {
+      EXPECT_TRUE(!checked.is_ok() || checked.value().n_damages != 0) << status.message();
+      return;
+    }
+    ASSERT_TRUE(checked.is_ok()) << checked.status().message();
+    EXPECT_EQ(keys_, rig.keys());
+    for (size_t i = 0; i < kKeys.size(); ++i) {
+      const auto at = std::find(keys_.begin(), keys_.end(), kKeys[i]);
+      if (at == keys_.end()) {
+        EXPECT_NE(checked.value().n_damages, 0u);
+        continue;
+      }
+      const std::string& damage =
+          checked.value().objects[static_cast<size_t>(at - keys_.begin())].damage;
+      const Status found = rig.check(kKeys[i], mark_of(i), kPages, body_bytes(i));
+      EXPECT_EQ(damage.empty(), found.is_ok())
+          << kKeys[i] << ": " << damage << " against " << found.message();
+    }
+  }
+
+  std::array<TemporaryDirectory, 2> folders_;
+  const std::vector<std::string> paths_ = {folders_[0].path(), folders_[1].path()};
+  Files before_;
+  std::vector<std::string> keys_;  // of the last check
+};
+
+TEST_F(DiskCheckTest, OfWhatIsWhole) {
+  const Result<DiskCheck> checked = check();
+  ASSERT_TRUE(checked.is_ok()) << checked.status().message();
+  const DiskCheck& all = checked.value();
+  EXPECT_TRUE(all.is_whole());
+  ASSERT_EQ(all.objects.size(), kKeys.size());
+  EXPECT_EQ(all.n_live_records, kKeys.size() * (kPages + 1) + 2);
+  EXPECT_EQ(all.n_damaged_records + all.n_torn_records, 0u);
+  EXPECT_GT(all.n_segments, 2u);
+  EXPECT_EQ(all.segment_bytes, all.n_segments * kSegment);
+  EXPECT_GE(all.n_read_bytes, all.segment_bytes);
+  EXPECT_GT(all.n_dead_records, 0u) << "of the object that was removed";
+  EXPECT_EQ(files_in(paths_), before_) << "a check changes nothing";
+}
+
+TEST_F(DiskCheckTest, BodiesAreLookedAt) {
+  const auto view = DiskView::open(paths_);
+  ASSERT_TRUE(view.is_ok());
+  DiskCheckOptions options;
+  uint64_t n_last = 0;
+  options.check_body = [&](const FoundObject& object, std::span<const std::byte> body) {
+    const size_t i = static_cast<size_t>(object.key[0] - 'a');
+    EXPECT_TRUE(std::ranges::equal(body, marked_bytes(mark_of(i), body_bytes(i))));
+    return std::string(object.key == "b" ? "it is a b" : "");
+  };
+  options.on_progress = [&](uint64_t n_read, uint64_t n_all) {
+    EXPECT_GT(n_read, n_last);
+    EXPECT_LE(n_read, n_all);
+    n_last = n_read;
+  };
+  const Result<DiskCheck> checked = check_disk(view.value().get(), options);
+  ASSERT_TRUE(checked.is_ok());
+  EXPECT_EQ(checked.value().n_damaged_objects, 1u);
+  EXPECT_EQ(checked.value().objects[1].damage, "it is a b");
+  EXPECT_GT(n_last, 0u);
+}
+
+// Each kind of place: what is said of it, and what of it is lost.
+TEST_F(DiskCheckTest, NamesWhatIsDamaged) {
+  struct Case {
+    std::string path;
+    uint64_t offset;
+    const char* what;
+    bool is_loss;
+  };
+  const std::string tabled = segment(true);
+  const std::string open = segment(false);
+  const uint64_t end = kSegment;
+  uint64_t n_entries = 0;
+  std::memcpy(&n_entries, before_.at(tabled).data() + end - 32, 4);
+  const std::vector<std::string> lists = files_with(".manifest");
+  const std::vector<Case> cases = {
+      {tabled, 4096 + 64 + 100, "the checksum of the page does not match", true},
+      {tabled, 4096 + 20, "the checksum of the record's header does not match", true},
+      {tabled, 4096, "there is no record", true},
+      {tabled, end - table_bytes(n_entries) + 5, "the table of the segment is damaged", false},
+      {tabled, end - 64, "the table of the segment is damaged", false},
+      {tabled, end - 40, "the table of the segment is damaged", false},
+      {tabled, 20, "the header of the segment is damaged", true},
+      {open, 4096 + 20, "the header of a record is damaged", true},
+      {open, 4096 + 48, "the header of a record is damaged", true},
+      {lists.front(), 100, "the other copy has it", false},
+      {lists.back(), 100, "the other copy has it", false},
+      {files_with("kvm.set")[0], 12, "is damaged", false}};
+  for (const Case& one : cases) {
+    SCOPED_TRACE(one.path + " at " + std::to_string(one.offset));
+    restore();
+    spoil(one.path, one.offset);
+    const Result<DiskCheck> checked = check();
+    ASSERT_TRUE(checked.is_ok()) << checked.status().message();
+    const DiskCheck& all = checked.value();
+    EXPECT_FALSE(all.is_whole());
+    ASSERT_EQ(all.damages.size(), 1u);
+    EXPECT_NE(all.damages[0].what.find(one.what), std::string::npos) << all.damages[0].what;
+    EXPECT_EQ(all.damages[0].is_loss, one.is_loss);
+    EXPECT_EQ(all.n_damaged_objects != 0, one.is_loss);
+    for (const CheckedObject& object : all.objects) {
+      EXPECT_TRUE(object.damage.empty() || object.damage.find(one.path) != std::string::npos)
+          << object.damage;
+    }
+    expect_as_found(checked);
+  }
+}
+
+// Behind a record that is damaged others are found, by a check and by an owner.
+TEST_F(DiskCheckTest, OneHeaderTakesNoMoreThanItsRecord) {
+  spoil(segment(false), 4096 + 20);
+  const Result<DiskCheck> checked = check();
+  ASSERT_TRUE(checked.is_ok());
+  EXPECT_EQ(checked.value().n_damaged_objects, 1u);
+  expect_as_found(checked);
+}
+
+TEST_F(DiskCheckTest, AnyByteAnywhere) {
+  const uint64_t seed = now_ns();
+  std::printf("seed %llu\n", static_cast<unsigned long long>(seed));
+  std::mt19937_64 random(seed);
+  std::vector<std::string> paths;
+  for (const auto& [path, text] : before_) {
+    if (!text.empty() && path.find("kvm.lock") == std::string::npos) {
+      paths.push_back(path);
+    }
+  }
+  for (uint32_t i = 0; i < 30 && !HasFailure(); ++i) {
+    restore();
+    const std::string& path = paths[random() % paths.size()];
+    const std::string& text = before_.at(path);
+    // What is there, rather than what never was: and its beginning and end more often.
+    uint64_t offset = random() % text.size();
+    offset = i % 3 == 0   ? offset % 4300 % text.size()
+             : i % 3 == 1 ? text.size() - 1 - offset % 200 % text.size()
+                          : offset;
+    SCOPED_TRACE(path + " at " + std::to_string(offset));
+    spoil(path, offset, static_cast<int>(random() % 8));
+    expect_as_found(check());
+  }
+}
+
+TEST_F(DiskCheckTest, FilesThatAreCutOffOrGone) {
+  for (const std::string& path : {segment(true), segment(false)}) {
+    for (const uint64_t size : {uint64_t{0}, kSegment - 1}) {
+      SCOPED_TRACE(path + " of " + std::to_string(size));
+      restore();
+      std::filesystem::resize_file(path, size);
+      const Result<DiskCheck> checked = check();
+      ASSERT_TRUE(checked.is_ok());
+      EXPECT_FALSE(checked.value().is_whole());
+    }
+    restore();
+    std::filesystem::remove(path);
+    expect_as_found(check());
+  }
+  for (const std::string& path : files_with(".manifest")) {
+    restore();
+    std::filesystem::resize_file(path, 4096 + 100);
+    expect_as_found(check());
+    restore();
+    std::filesystem::remove(path);
+    const Result<DiskCheck> checked = check();
+    ASSERT_TRUE(checked.is_ok());
+    EXPECT_EQ(checked.value().n_damages, 1u);
+    EXPECT_EQ(checked.value().n_damaged_objects, 0u);
+    expect_as_found(checked);
+  }
+  restore();
+  for (const std::string& path : files_with(".manifest")) {
+    write_file(path, std::string(before_.at(path).size(), 'x'));
+  }
+  const Result<DiskCheck> checked = check();
+  ASSERT_TRUE(checked.is_ok());
+  EXPECT_EQ(checked.value().n_damages, 2u);
+}
+
+TEST_F(DiskCheckTest, WhatCannotBeLookedAt) {
+  EXPECT_EQ(DiskView::open({paths_[0]}).status().code(), KVM_ERR_INVALID);
+  EXPECT_EQ(DiskView::open({paths_[0], paths_[1], paths_[0]}).status().code(), KVM_ERR_INVALID);
+  const TemporaryDirectory other;
+  EXPECT_EQ(DiskView::open({other.path()}).status().code(), KVM_ERR_NOT_FOUND);
+  EXPECT_EQ(DiskView::open({other / "none"}).status().code(), KVM_ERR_NOT_FOUND);
+  ObjectRig rig(paths_, 64);
+  {
+    const auto view = DiskView::open(paths_);
+    const auto second = DiskView::open(paths_);
+    EXPECT_TRUE(view.is_ok() && second.is_ok()) << "who only looks disturbs no other";
+    EXPECT_EQ(rig.open().code(), KVM_ERR_BUSY);
+  }
+  ASSERT_TRUE(rig.open().is_ok());
+  const Status status = DiskView::open(paths_).status();
+  EXPECT_EQ(status.code(), KVM_ERR_BUSY);
+  EXPECT_NE(status.message().find(paths_[0]), std::string::npos);
+}
+
+// Out of the directories into a file, and into others: what comes back is what was put.
+TEST_F(DiskCheckTest, ObjectsAreCarriedElsewhere) {
+  std::array<TemporaryDirectory, 3> elsewhere;
+  const std::string file = elsewhere[2] / "file";
+  ObjectRig rig({elsewhere[0].path(), elsewhere[1].path()}, 64);
+  ASSERT_TRUE(rig.open().is_ok());
+  for (size_t i = 0; i < kKeys.size(); ++i) {
+    const auto view = DiskView::open(paths_);
+    ASSERT_TRUE(view.is_ok());
+    const FoundObject* const object = view.value()->object(kKeys[i]);
+    ASSERT_NE(object, nullptr);
+    const auto bytes = export_object(view.value().get(), *object, file, true, {});
+    ASSERT_TRUE(bytes.is_ok()) << bytes.status().message();
+    EXPECT_EQ(std::filesystem::file_size(file), bytes.value());
+    auto reader = ObjectFileReader::open(file);
+    ASSERT_TRUE(reader.is_ok());
+    EXPECT_EQ(reader.value().head().label, std::string("label of ") + kKeys[i]);
+    const SlowTier& tier = *rig.tier;
+    const uint64_t n_before = tier.used_bytes();
+    const Status status = import_object(rig.tier.get(), &reader.value(), kKeys[i], {});
+    ASSERT_TRUE(status.is_ok()) << status.message();
+    EXPECT_LE(tier.used_bytes() - n_before, import_bytes(reader.value().head()));
+  }
+  rig.tier.reset();
+  ASSERT_TRUE(rig.open().is_ok());
+  for (size_t i = 0; i < kKeys.size(); ++i) {
+    EXPECT_TRUE(rig.check(kKeys[i], mark_of(i), kPages, body_bytes(i)).is_ok());
+  }
+  // One that is damaged stays where it is.
+  spoil(segment(true), 4096 + 64 + 100);
+  const auto view = DiskView::open(paths_);
+  ASSERT_TRUE(view.is_ok());
+  std::filesystem::remove(file);
+  size_t n_refused = 0;
+  for (const FoundObject& object : view.value()->found().objects) {
+    const auto bytes = export_object(view.value().get(), object, file, true, {});
+    n_refused += bytes.is_ok() ? 0 : 1;
+    EXPECT_TRUE(bytes.is_ok() || bytes.status().code() == KVM_ERR_CORRUPT ||
+                bytes.status().code() == KVM_ERR_LOST);
+    EXPECT_EQ(std::filesystem::exists(file), bytes.is_ok());
+    std::filesystem::remove(file);
+  }
+  EXPECT_EQ(n_refused, 1u);
+}
+
+// Nothing is left of one that is damaged, or that there is no room for.
+TEST_F(DiskCheckTest, WhatIsNotImportedLeavesNothing) {
+  const TemporaryDirectory elsewhere;
+  const TemporaryDirectory small;
+  const std::string file = elsewhere / "file";
+  {
+    const auto view = DiskView::open(paths_);
+    ASSERT_TRUE(view.is_ok());
+    ASSERT_TRUE(
+        export_object(view.value().get(), *view.value()->object("c"), file, false, {}).is_ok());
+  }
+  ObjectRig rig({small.path()}, 2);
+  ASSERT_TRUE(rig.open().is_ok());
+  const SlowTier& tier = *rig.tier;
+  auto reader = ObjectFileReader::open(file);
+  ASSERT_TRUE(reader.is_ok());
+  EXPECT_EQ(import_object(rig.tier.get(), &reader.value(), "c", {}).code(), KVM_ERR_NO_SPACE);
+  EXPECT_EQ(tier.used_bytes(), 0u);
+  std::string text = files_in({elsewhere.path()})[file];
+  text[text.size() - 40'000] ^= 1;
+  write_file(file, text);
+  auto spoilt = ObjectFileReader::open(file);
+  ASSERT_TRUE(spoilt.is_ok());
+  EXPECT_EQ(import_object(rig.tier.get(), &spoilt.value(), "c", {}).code(), KVM_ERR_CORRUPT);
+  EXPECT_EQ(tier.used_bytes(), 0u);
+  EXPECT_TRUE(rig.keys().empty());
+}
+
+}  // namespace
+}  // namespace kvm::testing
