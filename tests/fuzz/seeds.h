@@ -21,6 +21,7 @@ Seeds config_seeds();
 Seeds stats_text_seeds();
 Seeds policy_seeds();
 Seeds image_seeds();
+Seeds object_file_seeds();
 
 }  // namespace kvm::testing
 

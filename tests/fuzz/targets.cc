@@ -7,10 +7,15 @@ namespace kvm::testing {
 
 const std::vector<FuzzTarget>& fuzz_targets() {
   static const std::vector<FuzzTarget> kAll = {
-      {"hello", run_hello, hello_seeds},       {"control", run_control, control_seeds},
-      {"request", run_request, request_seeds}, {"items", run_items, items_seeds},
-      {"config", run_config, config_seeds},    {"stats_text", run_stats_text, stats_text_seeds},
-      {"policy", run_policy, policy_seeds},    {"image", run_image, image_seeds},
+      {"hello", run_hello, hello_seeds},
+      {"control", run_control, control_seeds},
+      {"request", run_request, request_seeds},
+      {"items", run_items, items_seeds},
+      {"config", run_config, config_seeds},
+      {"stats_text", run_stats_text, stats_text_seeds},
+      {"policy", run_policy, policy_seeds},
+      {"image", run_image, image_seeds},
+      {"object_file", run_object_file, object_file_seeds},
   };
   return kAll;
 }

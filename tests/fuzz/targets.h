@@ -10,6 +10,7 @@
 //   stats_text   statistics as kvmctl reads them
 //   policy       the parameters of a space with all their arrays
 //   image        a sequence that was saved, and then used
+//   object_file  a snapshot in a file of its own
 //
 // A target may keep state between inputs as long as an input alone still shows what it showed.
 #ifndef KVM_TESTS_FUZZ_TARGETS_H_
@@ -47,6 +48,7 @@ void run_config(std::span<const uint8_t> input);
 void run_stats_text(std::span<const uint8_t> input);
 void run_policy(std::span<const uint8_t> input);
 void run_image(std::span<const uint8_t> input);
+void run_object_file(std::span<const uint8_t> input);
 
 // --- Forms of the inputs -------------------------------------------------------------------------
 
@@ -111,6 +113,7 @@ struct ItemsHead {
 };
 // policy: a kvm_space_params, and as many of each array as its counts say, in the order layers,
 // policies, codecs, indexes, rope_inv_freq; then sink logits, as far as bytes are left.
+// object_file: the file.
 // image: how many pages (16 bits), the bytes of each (32 bits), and the body of the object.
 
 }  // namespace kvm::testing
