@@ -19,6 +19,7 @@ struct Word {
   std::string help;
   bool is_command = false;
   bool takes_value = false;
+  bool takes_path = false;  // the value is one
 };
 
 // A Place is what may follow on the command line behind the commands of `path` (" config check",
@@ -57,6 +58,8 @@ std::string type_of(const CLI::Option& option) {
   return text.substr(0, text.find(':'));
 }
 
+bool takes_path(const CLI::Option& option) { return type_of(option) == "PATH"; }
+
 // Words of a positional argument whose type is written "bash|zsh|fish".
 std::vector<std::string> choices_of(const CLI::Option& option) {
   std::vector<std::string> choices;
@@ -74,13 +77,15 @@ void add_options(const CLI::App& app, Place* place) {
   for (const CLI::Option* option : options_of(app)) {
     for (const std::string& name : option->get_lnames()) {
       place->words.push_back({"--" + name, first_line(option->get_description()), false,
-                              takes_value(*option) && !option->get_positional()});
+                              takes_value(*option) && !option->get_positional(),
+                              takes_path(*option)});
     }
     if (option->get_positional()) {
       for (const std::string& choice : choices_of(*option)) {
-        place->words.push_back({choice, first_line(option->get_description()), false, false});
+        place->words.push_back({choice, first_line(option->get_description())});
       }
-      place->takes_file = place->takes_file || type_of(*option) == "FILE";
+      place->takes_file =
+          place->takes_file || type_of(*option) == "FILE" || type_of(*option) == "DIR";
     }
   }
 }
@@ -90,16 +95,15 @@ void add_places(const CLI::App& root, const CLI::App& app, const std::string& pa
   Place place;
   place.path = path;
   for (const CLI::App* command : commands_of(app)) {
-    place.words.push_back(
-        {command->get_name(), first_line(command->get_description()), true, false});
+    place.words.push_back({command->get_name(), first_line(command->get_description()), true});
   }
   add_options(app, &place);
   if (&app != &root) {
     for (const CLI::Option* option : options_of(root)) {
       const std::vector<std::string>& names = option->get_lnames();
       if (!names.empty() && names[0] != "help" && names[0] != "version") {
-        place.words.push_back(
-            {"--" + names[0], first_line(option->get_description()), false, takes_value(*option)});
+        place.words.push_back({"--" + names[0], first_line(option->get_description()), false,
+                               takes_value(*option), takes_path(*option)});
       }
     }
   }
@@ -116,7 +120,7 @@ void add_valued(const CLI::App& app, std::vector<std::string>* files,
     if (option->get_positional() || !takes_value(*option)) {
       continue;
     }
-    std::vector<std::string>* to = type_of(*option) == "PATH" ? files : others;
+    std::vector<std::string>* to = takes_path(*option) ? files : others;
     for (const std::string& name : option->get_lnames()) {
       to->push_back("--" + name);
     }
@@ -182,7 +186,10 @@ std::string bash_script(const CLI::App& app, const std::vector<Place>& places) {
   return out;
 }
 
-std::string zsh_script(const std::vector<Place>& places) {
+std::string zsh_script(const CLI::App& app, const std::vector<Place>& places) {
+  std::vector<std::string> files;
+  std::vector<std::string> others;
+  add_valued(app, &files, &others);
   std::string out =
       "#compdef kvmctl\n"
       "# zsh completion for kvmctl, by `kvmctl completion zsh`.\n"
@@ -203,8 +210,10 @@ std::string zsh_script(const std::vector<Place>& places) {
   }
   out +=
       "  esac\n"
-      "  _describe kvmctl found\n"
-      "  [[ -n \"$files\" || $words[CURRENT-1] == --socket ]] && _files\n"
+      "  _describe kvmctl found\n";
+  out += fmt::format("  [[ -n \"$files\" || $words[CURRENT-1] == ({}) ]] && _files\n",
+                     fmt::join(files, "|"));
+  out +=
       "}\n"
       "compdef _kvmctl kvmctl\n";
   return out;
@@ -244,7 +253,10 @@ std::string fish_script(const std::vector<Place>& places) {
       const std::string what =
           word.text.starts_with("--") ? "-l " + word.text.substr(2) : "-a '" + word.text + "'";
       out += fmt::format("complete -c kvmctl -n '{}' {}{} -d '{}'\n", when, what,
-                         word.takes_value ? " -x" : "", quoted(word.help));
+                         word.takes_path    ? " -r -F"
+                         : word.takes_value ? " -x"
+                                            : "",
+                         quoted(word.help));
     }
     if (place.takes_file) {
       out += fmt::format("complete -c kvmctl -n '{}' -F\n", when);
@@ -333,7 +345,7 @@ std::string completion_script(const CLI::App& app, const std::string& shell) {
   std::vector<Place> places;
   add_places(app, app, "", &places);
   return shell == "bash"   ? bash_script(app, places)
-         : shell == "zsh"  ? zsh_script(places)
+         : shell == "zsh"  ? zsh_script(app, places)
          : shell == "fish" ? fish_script(places)
                            : "";
 }

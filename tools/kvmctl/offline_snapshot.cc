@@ -2,10 +2,14 @@
 // kvmctl snapshot export and import: a snapshot out of the directories of a kvmd that is stopped
 // into a file, and out of a file into such directories.
 #include <fmt/format.h>
+#include <grp.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <charconv>
+#include <cstring>
 #include <memory>
 #include <optional>
 #include <string>
@@ -95,9 +99,8 @@ int run_export(const Common& common, const FileOptions& options) {
   return kExitOk;
 }
 
-// What disk.capacity comes to for these directories, as kvmd has it: of `text`, else of the options
-// of a kvmd that would be started here.
-uint64_t capacity_of(const FileOptions& options, uint64_t whole_bytes) {
+// disk.capacity as a kvmd has it that would be started here: bytes, or a share ("50%").
+std::string capacity_text(const FileOptions& options) {
   std::vector<std::string> arguments;
   if (!options.config.empty()) {
     arguments = {"--config", options.config};
@@ -105,18 +108,49 @@ uint64_t capacity_of(const FileOptions& options, uint64_t whole_bytes) {
   if (!options.capacity.empty()) {
     arguments.insert(arguments.end(), {"--disk-capacity", options.capacity});
   }
-  std::string text;
   for (const Json& option : options_here(std::move(arguments))) {
     if (option.value("name", "") == "disk.capacity" && option["value"].is_string()) {
-      text = option["value"].get<std::string>();
+      return option["value"].get<std::string>();
     }
   }
+  fail("kvmd's options are not those that this kvmctl understands", kExitService);
+}
+
+uint64_t capacity_of(const std::string& text, uint64_t whole_bytes) {
   if (!text.ends_with('%')) {
     return need(parse_bytes(text));
   }
   double percent = 0;
   (void)std::from_chars(text.data(), text.data() + text.size() - 1, percent);
-  return static_cast<uint64_t>(static_cast<double>(whole_bytes) * (percent / 100));
+  return static_cast<uint64_t>(static_cast<double>(whole_bytes) * percent / 100);
+}
+
+// kvmd has to be able to use what is made in its directories. So root makes it as the user whose
+// they are.
+void become_owner(const std::vector<std::string>& directories) {
+  std::optional<struct stat> owner;
+  for (const std::string& path : directories) {
+    struct stat about {};
+    if (::stat(path.c_str(), &about) != 0) {
+      continue;  // taking it will say what is wrong
+    }
+    if (owner && owner->st_uid != about.st_uid) {
+      fail_offline(Status(KVM_ERR_PERMISSION,
+                          fmt::format("{} is of user {}, and {} of {}: the directories of a kvmd "
+                                      "are those of the user that it runs as",
+                                      directories.front(), user_name(owner->st_uid), path,
+                                      user_name(about.st_uid))));
+    }
+    owner = about;
+  }
+  if (::geteuid() == 0 && owner && owner->st_uid != 0 &&
+      (::setgroups(0, nullptr) != 0 || ::setegid(owner->st_gid) != 0 ||
+       ::seteuid(owner->st_uid) != 0)) {
+    fail_offline(
+        Status(KVM_ERR_PERMISSION, fmt::format("the directories are of user {}, whom "
+                                               "this process may not act as: {}",
+                                               user_name(owner->st_uid), std::strerror(errno))));
+  }
 }
 
 bool has_object(const tiers::ObjectStore& store, const std::string& key) {
@@ -163,9 +197,11 @@ void verify(tiers::ObjectFileReader* file, const FileOptions& options, Progress*
 // Takes the directories as kvmd does.
 std::unique_ptr<tiers::DiskTier> open_tier(const FileOptions& options,
                                            const tiers::ObjectFileHead& head) {
+  const std::string capacity = capacity_text(options);
+  become_owner(options.directories);
   auto directories = need(tiers::open_directories(options.directories));
   const uint64_t whole_bytes = need(tiers::free_bytes(directories));
-  const uint64_t capacity_bytes = capacity_of(options, whole_bytes);
+  const uint64_t capacity_bytes = capacity_of(capacity, whole_bytes);
   auto tier =
       need(tiers::DiskTier::open_in(std::move(directories), {.directories = options.directories,
                                                              .capacity_bytes = capacity_bytes}));
