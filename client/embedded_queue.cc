@@ -53,12 +53,17 @@ void EmbeddedQueue::free_untaken() {
         SeqRequest call;
         call.verb = SeqVerb::kFree;
         call.seq = entry.completion.seq;
+        ++n_freeing_;
+        // Until this one is over the queue is there, or the engine is not.
         engine.submit(client, {id_, service_->next_number()}, std::move(call),
-                      [](RequestResult&&) {});
+                      [this](RequestResult&&) { --n_freeing_; });
       }
     }
     return Status::ok();
   });
+  // An engine starts so many at a time, and nobody may drive it for long after this.
+  while (n_freeing_ > 0 && service_->drive(UINT64_MAX)) {
+  }
 }
 
 uint32_t EmbeddedQueue::n_in_flight() const {

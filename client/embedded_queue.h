@@ -70,7 +70,7 @@ class EmbeddedQueue final : public Queue {
   void submit_one(engine::Engine& engine, engine::ClientId client);
   void hand_over(engine::Engine& engine, engine::ClientId client, Entries::iterator entry);
   uint32_t take_answers(kvm_completion* out, uint32_t n_max);
-  void free_untaken();
+  void free_untaken();  // and waits until they are
   void fail_outstanding();
   uint32_t n_in_flight() const;
   void reset_event() const;
@@ -83,6 +83,7 @@ class EmbeddedQueue final : public Queue {
   uint32_t n_entries_;
   uint64_t id_;
   Entries staged_;
+  std::atomic<uint32_t> n_freeing_{0};
   std::shared_ptr<Done> done_;
   std::shared_ptr<QueueEvent> event_;  // that of done_, once somebody has asked for its descriptor
   Sentences sentences_;
