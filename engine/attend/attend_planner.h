@@ -102,6 +102,8 @@ class AttendPlanner {
   uint32_t first_row(const View& view) const;
   void add_exact(const attention::Problem& problem, uint32_t view, uint32_t q_head);
   void count_exact(const View& view, uint32_t group);
+  AttendPlan::ApproxHead approx_head(const attention::Problem& problem, uint32_t view,
+                                     uint32_t q_head) const;
   void add_left(const attention::Problem& problem, uint32_t view, uint32_t q_head);
   void add_drawn_runs(const View& view);
   // Whether a view is approximated, as far as its pages are concerned.

@@ -274,19 +274,27 @@ bool AttendPlanner::may_approximate(const View& view) const {
          plan_->aways[view.away].choice != AttendPlan::Away::Choice::kStreamed;
 }
 
-// A head that is to be exact, of an Away that is drawn: with it the others will be left.
-void AttendPlanner::add_left(const attention::Problem& problem, uint32_t view_index,
-                             uint32_t q_head) {
+// Without what says how it is approximated.
+AttendPlan::ApproxHead AttendPlanner::approx_head(const attention::Problem& problem,
+                                                  uint32_t view_index, uint32_t q_head) const {
   const View& view = views_[view_index];
   AttendPlan::ApproxHead approx;
   approx.problem = problem;
   approx.exact_cost = head_cost(view);
-  approx.mode = KVM_MODE_SAMPLED;
   approx.view = view_index;
   approx.item = view.item;
   approx.class_index = view.class_index;
   approx.row = first_row(view);
   approx.q_head = q_head;
+  return approx;
+}
+
+// A head that is to be exact, of an Away that is drawn: with it the others will be left.
+void AttendPlanner::add_left(const attention::Problem& problem, uint32_t view_index,
+                             uint32_t q_head) {
+  const View& view = views_[view_index];
+  AttendPlan::ApproxHead approx = approx_head(problem, view_index, q_head);
+  approx.mode = KVM_MODE_SAMPLED;
   approx.away = view.away;
   plan_->approx.push_back(approx);
   count_exact(view, problem.group);
@@ -455,14 +463,7 @@ bool AttendPlanner::add_approx(const attention::Problem& problem, uint32_t view_
   const View& view = views_[view_index];
   const uint32_t layer = request_->layer_begin;
   const IndexConfig config = space_->index(layer, kv_head);
-  AttendPlan::ApproxHead approx;
-  approx.problem = problem;
-  approx.view = view_index;
-  approx.item = view.item;
-  approx.class_index = view.class_index;
-  approx.row = first_row(view);
-  approx.q_head = q_head;
-  approx.exact_cost = head_cost(view);
+  AttendPlan::ApproxHead approx = approx_head(problem, view_index, q_head);
   attention::ApproxInput& input = approx.input;
   input.problem = &problem;
   input.index.sketches = part.sketches.in(plan_->sketches);
