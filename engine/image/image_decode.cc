@@ -10,25 +10,11 @@
 
 #include "base/limits.h"
 #include "base/round.h"
-#include "engine/image/image_generated.h"
-#include "engine/image/image_head.h"
+#include "engine/image/image_view.h"
 #include "engine/image/sequence_image.h"
 
 namespace kvm::engine {
 namespace {
-
-// Of a space with as many lists as there may be.
-constexpr flatbuffers::uoffset_t kMaxDepth = 8;
-constexpr flatbuffers::uoffset_t kMaxTables = 1u << 20;
-
-Status corrupt(const std::string& what) {
-  return {KVM_ERR_CORRUPT, "a saved sequence says what none can be: " + what};
-}
-
-template <typename T>
-uint64_t size_of(const flatbuffers::Vector<T>* vector) {
-  return vector == nullptr ? 0 : vector->size();
-}
 
 // The verifier looks at where a vector begins, and not at where its elements do, which is anywhere
 // for those of 8 bytes.
@@ -53,7 +39,7 @@ template <size_t kSize>
 Status check_same(const flatbuffers::Vector<uint8_t>* saved, const std::array<uint8_t, kSize>& own,
                   const char* what) {
   if (size_of(saved) != kSize) {
-    return corrupt(fmt::format("{} of {} bytes", what, size_of(saved)));
+    return corrupt_image(fmt::format("{} of {} bytes", what, size_of(saved)));
   }
   if (!std::equal(own.begin(), own.end(), saved->begin())) {
     return {KVM_ERR_INVALID,
@@ -89,7 +75,7 @@ class ListReader {
   Result<ListImage> read(std::span<const uint32_t> page_bytes, uint64_t* n_pages);
 
  private:
-  Status wrong(const char* what) const { return corrupt(what + where_); }
+  Status wrong(const char* what) const { return corrupt_image(what + where_); }
   Status read_pages(std::span<const uint32_t> page_bytes, uint64_t* n_pages);
   Status read_budget();
   Status read_mean();
@@ -322,14 +308,14 @@ Result<ListImage> ListReader::read(std::span<const uint32_t> page_bytes, uint64_
 Status read_seen(const disk::Seen* from, const Space& space, const SequenceImage& image,
                  uint32_t index, std::optional<Observed>* observed) {
   if (from == nullptr) {
-    return corrupt("a layer without an entry");
+    return corrupt_image("a layer without an entry");
   }
   if (!from->has()) {
     return Status::ok();
   }
   const Layer& layer = space.layers[index];
   if (layer.kind == KVM_LAYER_ABSENT) {
-    return corrupt(fmt::format("observations of layer {}, which is absent", index));
+    return corrupt_image(fmt::format("observations of layer {}, which is absent", index));
   }
   Observed seen;
   seen.query_position = from->query_position();
@@ -342,7 +328,7 @@ Status read_seen(const disk::Seen* from, const Space& space, const SequenceImage
       seen.column_sums.size() % layer.n_kv_heads != 0 ||
       seen.column_sums.size() / layer.n_kv_heads > length || !are_finite(seen.queries) ||
       !are_finite(seen.column_sums)) {
-    return corrupt(fmt::format("observations of layer {} that nobody made", index));
+    return corrupt_image(fmt::format("observations of layer {} that nobody made", index));
   }
   *observed = std::move(seen);
   return Status::ok();
@@ -351,7 +337,7 @@ Status read_seen(const disk::Seen* from, const Space& space, const SequenceImage
 Status read_lists(const disk::Image& from, const Space& space, std::span<const uint32_t> page_bytes,
                   SequenceImage* image) {
   if (size_of(from.lists()) != space.n_lists) {
-    return corrupt(fmt::format("{} lists of pages", size_of(from.lists())));
+    return corrupt_image(fmt::format("{} lists of pages", size_of(from.lists())));
   }
   image->lists.reserve(space.n_lists);
   uint64_t n_pages = 0;
@@ -362,13 +348,13 @@ Status read_lists(const disk::Image& from, const Space& space, std::span<const u
       KVM_TRY_ASSIGN(ListImage read,
                      ListReader(space, from, *list, layer, i).read(page_bytes, &n_pages));
       if (i != 0 && read.length != image->lists.back().length) {
-        return corrupt(fmt::format("head classes of layer {} that end apart", layer));
+        return corrupt_image(fmt::format("head classes of layer {} that end apart", layer));
       }
       image->lists.push_back(std::move(read));
     }
   }
   if (n_pages != page_bytes.size()) {
-    return corrupt("pages that are in no list");
+    return corrupt_image("pages that are in no list");
   }
   return Status::ok();
 }
@@ -391,7 +377,7 @@ Status read_whole(const disk::Image& from, const Space& space, SequenceImage* im
       image->next_commits.size() != find_governed(space).size() ||
       (has_prompt && (!space.shares_budgets || image->prompt_end > kMaxTokens)) ||
       (image->has_budgets && !has_prompt)) {
-    return corrupt("what its lists do not bear out");
+    return corrupt_image("what its lists do not bear out");
   }
   return Status::ok();
 }
@@ -407,7 +393,7 @@ Status read_prefix(const disk::Prefix* from, const SequenceImage& image, PrefixI
       std::any_of(image.lists.begin(), image.lists.end(), [n_hashes](const ListImage& list) {
         return list.length < n_hashes * kPageTokens;
       })) {
-    return corrupt("hashes of tokens that it does not have");
+    return corrupt_image("hashes of tokens that it does not have");
   }
   prefix->hashes.resize(n_hashes);
   std::memcpy(prefix->hashes.data(), from->hashes()->Data(), n_bytes);
@@ -419,26 +405,8 @@ Status read_prefix(const disk::Prefix* from, const SequenceImage& image, PrefixI
 
 Result<SequenceImage> decode_image(std::span<const std::byte> body, const Space& space,
                                    std::span<const uint32_t> page_bytes) {
-  ImageHead head;
-  if (body.size() < sizeof head || body.size() > kMaxImageBytes + kMaxImageBytes / 2) {
-    return corrupt(fmt::format("it has {} bytes", body.size()));
-  }
-  std::memcpy(&head, body.data(), sizeof head);
-  if (head.magic != kImageMagic) {
-    return corrupt("it does not begin as one");
-  }
-  if (head.version != kImageVersion) {
-    return Status(KVM_ERR_UNSUPPORTED, fmt::format("the sequence was saved in version {} of the "
-                                                   "format; this service reads version {}",
-                                                   head.version, kImageVersion));
-  }
-  const auto* buffer = reinterpret_cast<const uint8_t*>(body.data() + sizeof head);
-  const size_t n_left = body.size() - sizeof head;
-  flatbuffers::Verifier verifier(buffer, n_left, kMaxDepth, kMaxTables);
-  if (head.buffer_bytes != n_left || n_left < 8 || !disk::VerifyImageBuffer(verifier)) {
-    return corrupt("its parts do not fit each other");
-  }
-  const disk::Image& from = *disk::GetImage(buffer);
+  KVM_TRY_ASSIGN(const disk::Image* const view, view_image(body));
+  const disk::Image& from = *view;
   KVM_TRY(check_same(from.layout_digest(), space.layout_digest, "layout"));
   KVM_TRY(check_same(from.policy_digest(), space.policy_digest, "policies"));
   KVM_TRY(check_same(from.fingerprint(), space.fingerprint, "fingerprint"));
@@ -447,7 +415,7 @@ Result<SequenceImage> decode_image(std::span<const std::byte> body, const Space&
   KVM_TRY(read_whole(from, space, &image));
   if (from.seen() != nullptr && from.seen()->size() != 0) {
     if (from.seen()->size() != space.n_layers) {
-      return corrupt("observations of other layers");
+      return corrupt_image("observations of other layers");
     }
     image.observed.resize(space.n_layers);
     for (uint32_t layer = 0; layer < space.n_layers; ++layer) {

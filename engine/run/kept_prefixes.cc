@@ -5,13 +5,11 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <cstring>
 #include <iterator>
 #include <new>
 #include <string_view>
 
 #include "base/assert.h"
-#include "base/round.h"
 #include "base/splitmix.h"
 #include "engine/run/snapshot_label.h"
 
