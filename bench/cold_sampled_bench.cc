@@ -159,7 +159,7 @@ int run_cold_sampled(const Options& options) {
     const Sizes sizes = options.quick ? Sizes{16384, 64 << 20} : Sizes{131072, uint64_t{1} << 30};
     folder.require_free(3 * sizes.tokens * shape.token_bytes() + sizes.fio_bytes);
     const auto fio_run = [&](const char* how, uint32_t block_bytes) {
-      return fio({folder.file("rival"), how, block_bytes, kFioDepth, sizes.fio_bytes});
+      return fio_on_segments(folder, how, block_bytes, kFioDepth, sizes.fio_bytes);
     };
     std::vector<double> sequential, random;
     const auto run_fio = [&] {
@@ -169,9 +169,6 @@ int run_cold_sampled(const Options& options) {
             fio_run("randread", static_cast<uint32_t>(kPageTokens * shape.token_bytes())));
       }
     };
-    if (has_rival) {
-      fio_run("write", kFioBlockBytes);
-    }
     ColdSampledRun run(options, shape, sizes, folder.path());
     run.run(repeats, false);
     run_fio();

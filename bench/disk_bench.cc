@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // disk: pages written to the disk tier and read back, against fio's io_uring engine with the same
-// sizes and depth on a file beside. fio is a rival, not a ceiling: disks are not the same twice.
+// sizes and depth. It reads the tier's own segments, and writes a file beside. fio is a rival, not
+// a ceiling: disks are not the same twice.
 //
 // Each round writes a share of the bytes and reads it, in order and at random, fio next to the tier
 // each time and first in every second round.
@@ -159,9 +160,9 @@ class TierRun {
 
 struct Case {
   const char* name;
-  const char* fio_name;
   uint32_t fio_block_bytes;
   std::function<double(uint32_t round)> run;
+  std::function<double()> run_rival;
   std::vector<double> tier = {};
   std::vector<double> rival = {};
 };
@@ -192,18 +193,24 @@ int run_disk(const Options& options) {
                   .transfer_bytes = kTransferBytes,
                   .queue_depth = kDepth});
     std::vector<Case> cases;
-    cases.push_back({"sequential_write", "write", kTransferBytes,
-                     [&](uint32_t) { return tier.write(n_pages); }});
-    cases.push_back(
-        {"sequential_read", "read", kTransferBytes, [&](uint32_t) { return tier.read(); }});
-    cases.push_back({"random_read", "randread", kPageBytes,
-                     [&](uint32_t round) { return tier.read_at_random(round); }});
+    const auto read_as_fio = [&](const char* how, uint32_t block_bytes) {
+      return fio_on_segments(folder, how, block_bytes, kDepth, share);
+    };
+    cases.push_back({"sequential_write", kTransferBytes,
+                     [&](uint32_t) { return tier.write(n_pages); },
+                     [&] {
+                       return fio({{folder.file("rival")}, "write", kTransferBytes, kDepth, share});
+                     }});
+    cases.push_back({"sequential_read", kTransferBytes, [&](uint32_t) { return tier.read(); },
+                     [&] { return read_as_fio("read", kTransferBytes); }});
+    cases.push_back({"random_read", kPageBytes,
+                     [&](uint32_t round) { return tier.read_at_random(round); },
+                     [&] { return read_as_fio("randread", kPageBytes); }});
     for (uint32_t round = 0; round < rounds; ++round) {
       for (Case& of : cases) {
         const auto run_rival = [&] {
           if (has_rival) {
-            of.rival.push_back(
-                fio({folder.file("rival"), of.fio_name, of.fio_block_bytes, kDepth, share}));
+            of.rival.push_back(of.run_rival());
           }
         };
         if (round % 2 == 1) {

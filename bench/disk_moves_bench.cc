@@ -220,7 +220,7 @@ int run_disk_moves(const Options& options) {
         Case{"replace", "read", Way::kReplace}}) {
     std::vector<double> rates;
     const auto run_fio = [&](const char* how) {
-      return fio({folder.file("rival"), how, kFioBlockBytes, kFioDepth, sizes.fio_bytes});
+      return fio({{folder.file("rival")}, how, kFioBlockBytes, kFioDepth, sizes.fio_bytes});
     };
     uint64_t cap = kCapWithoutFio;
     if (has_rival) {

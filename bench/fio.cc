@@ -1,15 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "bench/fio.h"
 
+#include <fcntl.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 #include <nlohmann/json.hpp>
 #include <system_error>
+#include <utility>
 
 namespace kvm::bench {
 namespace {
@@ -41,6 +45,16 @@ void remove_left() {
   if (!folder_left()->empty()) {
     fs::remove_all(*folder_left(), ignored);
   }
+}
+
+// Up to where a file has been written: what was set aside behind that is read from no disk.
+uint64_t written_bytes(const std::string& path) {
+  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  const off_t hole = fd < 0 ? -1 : ::lseek(fd, 0, SEEK_HOLE);
+  if (fd >= 0) {
+    ::close(fd);
+  }
+  return hole < 0 ? 0 : static_cast<uint64_t>(hole);
 }
 
 void require_none(const std::error_code& error, const std::string& path) {
@@ -75,10 +89,13 @@ void DiskFolder::require_free(uint64_t size_bytes) const {
 bool has_fio() { return !output_of("fio --version 2>/dev/null").empty(); }
 
 double fio(const FioRun& run) {
+  const uint64_t file_bytes = run.file_bytes / run.block_bytes * run.block_bytes;
   const std::string command = fmt::format(
-      "fio --name=rival --filename='{}' --rw={} --bs={} --size={} --iodepth={} "
-      "--ioengine=io_uring --direct=1 --registerfiles --fixedbufs --output-format=json 2>/dev/null",
-      run.file, run.how, run.block_bytes, run.size_bytes, run.depth);
+      "fio --name=rival --filename='{}' --rw={} --bs={} --size={} --filesize={} --iodepth={} "
+      "--file_service_type={} --ioengine=io_uring --direct=1 --registerfiles --fixedbufs "
+      "--output-format=json 2>/dev/null",
+      fmt::join(run.files, ":"), run.how, run.block_bytes, file_bytes * run.files.size(),
+      file_bytes, run.depth, std::string(run.how) == "randread" ? "random" : "sequential");
   const nlohmann::json report = nlohmann::json::parse(output_of(command), nullptr, false);
   const char* const side = std::string(run.how) == "write" ? "write" : "read";
   const nlohmann::json::json_pointer bandwidth(fmt::format("/jobs/0/{}/bw_bytes", side));
@@ -86,6 +103,32 @@ double fio(const FioRun& run) {
     require(Status(KVM_ERR_IO, "it failed: " + command), "fio");
   }
   return report[bandwidth].get<double>();
+}
+
+double fio_on_segments(const DiskFolder& folder, const char* how, uint32_t block_bytes,
+                       uint32_t depth, uint64_t max_bytes) {
+  std::vector<std::string> all;
+  uint64_t file_bytes = UINT64_MAX;
+  for (const fs::directory_entry& entry : fs::directory_iterator(folder.path())) {
+    if (entry.path().extension() != ".segment") {
+      continue;
+    }
+    const uint64_t written = written_bytes(entry.path().string());
+    if (written >= entry.file_size() / 8 * 7) {
+      all.push_back(entry.path().string());
+      file_bytes = std::min(file_bytes, written);
+    }
+  }
+  require(
+      all.empty() ? Status(KVM_ERR_NOT_FOUND, "no segment is full: " + folder.path()) : Status(),
+      "fio");
+  std::sort(all.begin(), all.end());
+  const size_t n = std::clamp<size_t>(max_bytes / file_bytes, 1, all.size());
+  std::vector<std::string> files;
+  for (size_t i = 0; i < n; ++i) {
+    files.push_back(all[i * all.size() / n]);
+  }
+  return fio({std::move(files), how, block_bytes, depth, file_bytes});
 }
 
 }  // namespace kvm::bench

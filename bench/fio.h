@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "bench/harness.h"
 
@@ -32,11 +33,11 @@ class DiskFolder {
 };
 
 struct FioRun {
-  std::string file;
+  std::vector<std::string> files;
   const char* how;  // as fio names it: write, read, randread
   uint32_t block_bytes;
   uint32_t depth;
-  uint64_t size_bytes;  // of the file; all of it is read or written
+  uint64_t file_bytes;  // of each file; all of them are read or written
 };
 
 bool has_fio();
@@ -44,6 +45,12 @@ inline constexpr const char* kNoFio =
     "fio is not installed (package fio): there is nothing to compare with";
 // Returns bytes per second, past the page cache. Ends the program where fio fails.
 double fio(const FioRun& run);
+
+// What a disk reads in a second depends by a factor of two on where a file lies. So the rival of a
+// tier's reads reads the segments that the tier has in the folder: those that are written nearly to
+// their ends, as many as hold max_bytes, from all over. REQUIRES: there is one.
+double fio_on_segments(const DiskFolder& folder, const char* how, uint32_t block_bytes,
+                       uint32_t depth, uint64_t max_bytes);
 
 }  // namespace kvm::bench
 

@@ -372,12 +372,10 @@ int run_overflow(const Options& options) {
   const uint64_t set_bytes = uint64_t{sizes.tokens} * Shape().token_bytes() * kLayers * kSequences;
   folder.require_free(2 * set_bytes + sizes.fio_bytes);
   const bool has_rival = has_fio();
-  const auto fio_run = [&](const char* how) {
-    return fio({folder.file("rival"), how, kFioBlockBytes, kFioDepth, sizes.fio_bytes});
+  const auto read_fio = [&] {
+    return fio_on_segments(folder, "read", kFioBlockBytes, kFioDepth, sizes.fio_bytes);
   };
-  if (has_rival) {
-    fio_run("write");
-  } else {
+  if (!has_rival) {
     report.note(kNoFio);
   }
   OverflowRun run(options, sizes, folder.path());
@@ -385,7 +383,7 @@ int run_overflow(const Options& options) {
   const uint32_t n_rounds = options.quick ? 1 : options.repeats;
   for (uint32_t i = 0; i < n_rounds; ++i) {
     for (Case& of : cases) {
-      run.run(i, &of, has_rival ? [&] { return fio_run("read"); } : std::function<double()>());
+      run.run(i, &of, has_rival ? read_fio : std::function<double()>());
     }
   }
   for (const Case& of : cases) {

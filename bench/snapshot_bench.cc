@@ -86,13 +86,11 @@ int run_resume(const Options& options) {
   report.set_max_fraction(10);
   const DiskFolder folder(options);
   folder.require_free(3 * bytes + 12 * kSegmentBytes);
-  const std::string fio_file = folder.file("fio");
+  const bool has_rival = has_fio();
   const auto read_fio = [&] {
-    return fio({fio_file, "read", kFioBlockBytes, kFioDepth, std::max<uint64_t>(bytes, 256 << 20)});
+    return fio_on_segments(folder, "read", kFioBlockBytes, kFioDepth, bytes);
   };
-  if (has_fio()) {
-    (void)fio({fio_file, "write", kFioBlockBytes, kFioDepth, std::max<uint64_t>(bytes, 256 << 20)});
-  } else {
+  if (!has_rival) {
     report.note(kNoFio);
   }
   const std::unique_ptr<tiers::DiskTier> tier = open_tier(folder.path(), 2 * bytes);
@@ -120,7 +118,7 @@ int run_resume(const Options& options) {
     require(snapshot(rig, SnapshotVerb::kSave, name, seq).status, "save");
     again_s.push_back(now_s() - begin);
     rig.free(seq);
-    if (has_fio() && i % 2 == 0) {
+    if (has_rival && i % 2 == 0) {
       fio_gbps.push_back(read_fio() * 1e-9);
     }
     const uint64_t n_read = tier->stats().read_bytes;
@@ -140,7 +138,7 @@ int run_resume(const Options& options) {
       report.fail("the first attend came after all pages were there");
     }
     gbps.push_back(static_cast<double>(tier->stats().read_bytes - n_read) / all_s.back() * 1e-9);
-    if (has_fio() && i % 2 != 0) {
+    if (has_rival && i % 2 != 0) {
       fio_gbps.push_back(read_fio() * 1e-9);
     }
     if (!fio_gbps.empty()) {
