@@ -138,6 +138,11 @@ void write_saved(const engine::SnapshotStats& saved, StatsText* out) {
                "Snapshots that were not whole any more when kvmd started.", saved.n_lost);
   write_ends("kvm_saves_total", "Saves that have begun and ended, by result.", saved.n_saves, out);
   write_ends("kvm_loads_total", "Loads that have begun and ended, by result.", saved.n_loads, out);
+  out->gauge("kvm_saves_running", "Saves that are under way.", saved.n_saving);
+  out->gauge("kvm_loads_running", "Loads that are under way.", saved.n_loading);
+  out->gauge("kvm_saving_pages", "Pages of the saves that are under way.", saved.n_pages_saved,
+             "{state=\"on_disk\"}");
+  out->sample("kvm_saving_pages", saved.n_pages_to_save, "{state=\"to_go\"}");
   out->counter("kvm_saved_bytes_total", "Bytes of pages that saves have written to disk.",
                saved.bytes_written);
 }

@@ -147,6 +147,32 @@ struct Snapshots::Work final : TaskSet, StreamListener {
   uint64_t block = 0;
 };
 
+SnapshotStats Snapshots::stats() const {
+  SnapshotStats stats = stats_;
+  for (const std::unique_ptr<Work>& work : works_) {
+    const SnapshotVerb verb = work->what().verb;
+    // The service's own are told elsewhere (PrefixStats).
+    if (work->request == nullptr || work->stage == Stage::kFree || verb == SnapshotVerb::kRemove) {
+      continue;
+    }
+    if (verb == SnapshotVerb::kLoad) {
+      ++stats.n_loading;
+      continue;
+    }
+    ++stats.n_saving;
+    const uint64_t n_pages = work->numbers.pages().size();
+    const uint64_t n_in_pass = work->is_again ? work->again.size() : n_pages;
+    const uint64_t n_left =
+        work->stage == Stage::kNumber ? n_pages
+        : work->stage == Stage::kWrite
+            ? n_in_pass - work->cursor + work->later.size() + work->transfers.size()
+            : 0;
+    stats.n_pages_saved += n_pages - n_left;
+    stats.n_pages_to_save += n_left;
+  }
+  return stats;
+}
+
 Snapshots::Snapshots(Store* store, Movement* movement, Arrivals* arrivals, Scheduler* scheduler,
                      uint32_t lane)
     : store_(store),

@@ -85,7 +85,7 @@ class Snapshots {
 
   // As Engine::list_snapshots.
   std::vector<SnapshotInfo> list(uint32_t uid, const SnapshotName& after, size_t n_max) const;
-  const SnapshotStats& stats() const { return stats_; }
+  SnapshotStats stats() const;
   // Waits for what is in flight, before anything that it uses goes; no request hears of it.
   void stop();
   // Aborts where what is charged is not what there is.

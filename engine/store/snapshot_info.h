@@ -43,6 +43,11 @@ struct SnapshotStats {
   std::array<uint64_t, kSnapshotEndNames.size()> n_saves{};
   std::array<uint64_t, kSnapshotEndNames.size()> n_loads{};
   uint64_t bytes_written = 0;  // by saves: of pages that the tier did not have yet
+  // Those that are under way, and the pages of these saves that are in the tier, or still to go.
+  uint64_t n_saving = 0;
+  uint64_t n_loading = 0;
+  uint64_t n_pages_saved = 0;
+  uint64_t n_pages_to_save = 0;
 };
 
 }  // namespace kvm::engine

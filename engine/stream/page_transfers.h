@@ -28,6 +28,7 @@ class PageTransfers {
   // REQUIRES: room.
   void add(const tiers::PageTable::Move& move, tiers::PlaceId place);
   bool is_empty() const { return submitted_.empty(); }
+  size_t size() const { return submitted_.size(); }
   // Begins them. The listener hears when the last has ended. REQUIRES: !is_empty().
   void submit(tiers::SlowTier* tier, StreamListener* listener);
   // Whether no transfer is in flight.

@@ -26,6 +26,11 @@ struct Disk {
   uint64_t n_returned = 0;
   uint64_t n_snapshots = 0;
   uint64_t snapshot_bytes = 0;
+  // Under way, and the pages of these saves.
+  uint64_t n_saving = 0;
+  uint64_t n_loading = 0;
+  uint64_t n_pages_saved = 0;
+  uint64_t n_pages_to_save = 0;
 };
 
 Disk disk_of(kvm_client* client) {
@@ -42,7 +47,11 @@ Disk disk_of(kvm_client* client) {
           .n_sent = count_of(series, "kvm_sent_pages_total"),
           .n_returned = count_of(series, "kvm_returned_pages_total"),
           .n_snapshots = count_of(series, "kvm_snapshots"),
-          .snapshot_bytes = count_of(series, "kvm_snapshot_bytes")};
+          .snapshot_bytes = count_of(series, "kvm_snapshot_bytes"),
+          .n_saving = count_of(series, "kvm_saves_running"),
+          .n_loading = count_of(series, "kvm_loads_running"),
+          .n_pages_saved = count_of(series, "kvm_saving_pages{state=\"on_disk\"}"),
+          .n_pages_to_save = count_of(series, "kvm_saving_pages{state=\"to_go\"}")};
 }
 
 std::string disk_text(const Disk& disk) {
@@ -58,6 +67,19 @@ std::string disk_text(const Disk& disk) {
                        ? std::string()
                        : fmt::format(", {} passed over", counted(disk.n_passed_over, "drive")),
                    disk.n_sent, disk.n_returned);
+}
+
+std::string snapshots_text(const Disk& disk) {
+  std::string text = fmt::format("{}, {}", disk.n_snapshots, bytes_text(disk.snapshot_bytes));
+  if (disk.n_saving != 0) {
+    text +=
+        fmt::format("; {} under way, {} of {} pages on the disk", counted(disk.n_saving, "save"),
+                    disk.n_pages_saved, disk.n_pages_saved + disk.n_pages_to_save);
+  }
+  if (disk.n_loading != 0) {
+    text += fmt::format("; {} under way", counted(disk.n_loading, "load"));
+  }
+  return text;
 }
 
 int run_status(const Common& common) {
@@ -105,6 +127,10 @@ int run_status(const Common& common) {
                 {"pages_returned", disk.n_returned},
                 {"snapshots", disk.n_snapshots},
                 {"snapshot_bytes", disk.snapshot_bytes},
+                {"saves_running", disk.n_saving},
+                {"loads_running", disk.n_loading},
+                {"saving_pages_on_disk", disk.n_pages_saved},
+                {"saving_pages_to_go", disk.n_pages_to_save},
                 {"index_bytes", stats.index_bytes},
                 {"index_blocks", stats.n_index_blocks},
                 {"index_blocks_refused", stats.n_index_refused},
@@ -132,7 +158,7 @@ int run_status(const Common& common) {
                              stats.n_pages, stats.n_pages_away, stats.n_pages_copied,
                              stats.n_pages_dropped, stats.n_pages_moved)},
        {"disk", disk_text(disk)},
-       {"snapshots", fmt::format("{}, {}", disk.n_snapshots, bytes_text(disk.snapshot_bytes))},
+       {"snapshots", snapshots_text(disk)},
        {"indexes", fmt::format("{}, {} made, {} refused, {} dropped", bytes_text(stats.index_bytes),
                                counted(stats.n_index_blocks, "block"), stats.n_index_refused,
                                stats.n_index_dropped)},

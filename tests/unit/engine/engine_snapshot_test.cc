@@ -660,6 +660,7 @@ void end_after(const Kind& kind, SnapshotVerb verb, EndBy by, int n_steps, bool*
                : SnapshotRequest{.verb = SnapshotVerb::kRemove, .name = "it"};
   }
   bool done = false;
+  uint64_t n_to_save = kOwnLayers * 16u;  // once pages are numbered it goes down
   Status status;
   rig.engine->submit(client, {5, 5}, std::move(what), [&](RequestResult&& result) {
     status = result.status;
@@ -673,6 +674,11 @@ void end_after(const Kind& kind, SnapshotVerb verb, EndBy by, int n_steps, bool*
         world.tier.finish_object();
       }
     }
+    const SnapshotStats stats = rig.engine->snapshot_stats();
+    EXPECT_LE(stats.n_saving + stats.n_loading, 1u);
+    EXPECT_LE(stats.n_pages_saved, kOwnLayers * 16u);
+    EXPECT_LE(stats.n_pages_to_save, n_to_save);
+    n_to_save = stats.n_pages_to_save == 0 ? n_to_save : stats.n_pages_to_save;
   }
   *is_through = done;
   rig.engine->check_accounts();
@@ -788,11 +794,17 @@ TEST(Snapshot, PagesThatMoveAreWaitedFor) {
     }
     EXPECT_FALSE(is_done);
     EXPECT_EQ(world.tier.n_waiting(), kOwnLayers * 10u) << "none is written twice";
+    SnapshotStats stats = rig.engine->snapshot_stats();
+    EXPECT_EQ(stats.n_saving, 1u);
+    EXPECT_EQ(stats.n_pages_to_save, kOwnLayers * 10u);
+    EXPECT_EQ(stats.n_pages_saved, 0u);
     EXPECT_TRUE(rig.drive_until([&] {
       world.tier.finish_all();
       return is_done;
     }));
     ASSERT_TRUE(status.is_ok()) << status.message();
+    stats = rig.engine->snapshot_stats();
+    EXPECT_EQ(stats.n_saving + stats.n_pages_to_save + stats.n_pages_saved, 0u);
     EXPECT_EQ(world.tier.n_writes(), kOwnLayers * 10u);
     rig.engine->check_accounts();
   }
