@@ -11,6 +11,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <system_error>
 #include <utility>
@@ -107,22 +108,27 @@ double fio(const FioRun& run) {
 
 double fio_on_segments(const DiskFolder& folder, const char* how, uint32_t block_bytes,
                        uint32_t depth, uint64_t max_bytes) {
-  std::vector<std::string> all;
-  uint64_t file_bytes = UINT64_MAX;
+  std::map<std::string, uint64_t> written;
+  uint64_t most_bytes = 0;
   for (const fs::directory_entry& entry : fs::directory_iterator(folder.path())) {
-    if (entry.path().extension() != ".segment") {
-      continue;
-    }
-    const uint64_t written = written_bytes(entry.path().string());
-    if (written >= entry.file_size() / 8 * 7) {
-      all.push_back(entry.path().string());
-      file_bytes = std::min(file_bytes, written);
+    if (entry.path().extension() == ".segment") {
+      const std::string path = entry.path().string();
+      written[path] = written_bytes(path);
+      most_bytes = std::max(most_bytes, written[path]);
     }
   }
-  require(
-      all.empty() ? Status(KVM_ERR_NOT_FOUND, "no segment is full: " + folder.path()) : Status(),
-      "fio");
-  std::sort(all.begin(), all.end());
+  require(most_bytes < block_bytes
+              ? Status(KVM_ERR_NOT_FOUND, "no segment has anything in it: " + folder.path())
+              : Status(),
+          "fio");
+  std::vector<std::string> all;
+  uint64_t file_bytes = most_bytes;
+  for (const auto& [path, size_bytes] : written) {
+    if (size_bytes >= std::max<uint64_t>(most_bytes / 2, block_bytes)) {
+      all.push_back(path);
+      file_bytes = std::min(file_bytes, size_bytes);
+    }
+  }
   const size_t n = std::clamp<size_t>(max_bytes / file_bytes, 1, all.size());
   std::vector<std::string> files;
   for (size_t i = 0; i < n; ++i) {

@@ -47,8 +47,9 @@ inline constexpr const char* kNoFio =
 double fio(const FioRun& run);
 
 // What a disk reads in a second depends by a factor of two on where a file lies. So the rival of a
-// tier's reads reads the segments that the tier has in the folder: those that are written nearly to
-// their ends, as many as hold max_bytes, from all over. REQUIRES: there is one.
+// tier's reads reads the segments that the tier has in the folder, up to where all of them are
+// written, but for those that are just begun: as many as hold max_bytes, from all over. REQUIRES:
+// something is written.
 double fio_on_segments(const DiskFolder& folder, const char* how, uint32_t block_bytes,
                        uint32_t depth, uint64_t max_bytes);
 
