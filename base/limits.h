@@ -39,6 +39,8 @@ inline constexpr uint32_t kSeqFlags = KVM_SEQ_MANUAL_COMMIT;
 
 inline constexpr uint32_t kMaxPrefixPages = 65536;  // of one prefix
 inline constexpr uint64_t kMaxPrefixKeepNs = uint64_t{1} << 62;
+inline constexpr uint64_t kMaxPriorityKeepNs = uint64_t{1} << 62;
+inline constexpr size_t kMaxPriorityRanges = 16;  // of one sequence
 inline constexpr size_t kMaxSaltBytes = 64;
 static_assert(KVM_PREFIX_TOKENS == kPageTokens);
 

@@ -92,8 +92,17 @@ enum class SeqVerb : uint32_t {
   kPublish = 6,
   kTake = 7,
   kPrefetch = 8,
+  kSetPriority = 9,
 };
-inline constexpr SeqVerb kLastSeqVerb = SeqVerb::kPrefetch;
+inline constexpr SeqVerb kLastSeqVerb = SeqVerb::kSetPriority;
+
+// As in kvm_priority_params.
+struct PriorityRange {
+  uint32_t priority = 0;
+  uint64_t begin = 0;
+  uint64_t end = 0;
+  uint64_t keep_ns = 0;
+};
 
 struct SeqRequest {
   SeqVerb verb = SeqVerb::kCreate;
@@ -104,6 +113,7 @@ struct SeqRequest {
   // kPublish, with hashes: kvm_prefix_publish's keep_ns.
   uint64_t n_tokens = 0;
   std::vector<kvm_prefix_hash> hashes{};  // kPublish: of a prefix; none: it is not to be found
+  PriorityRange range{};                  // kSetPriority
 };
 
 // WIRE. The values stand in ipc/wire.h's SnapshotBlock.

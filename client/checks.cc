@@ -178,6 +178,28 @@ Status check_prefix(kvm_seq_id seq, const kvm_prefix_hash* hashes, uint32_t n_ha
   return Status::ok();
 }
 
+Status read_priority(const kvm_priority_params* params, SeqRequest* call) {
+  kvm_priority_params p;
+  KVM_TRY(ipc::read_params(params, &p, "kvm_priority_params"));
+  KVM_TRY(check_reserved(p.reserved, std::size(p.reserved), "kvm_priority_params"));
+  if (p.priority > KVM_PRIORITY_MAX) {
+    return Status(KVM_ERR_INVALID, "priority is " + std::to_string(p.priority) + "; 0 to " +
+                                       std::to_string(KVM_PRIORITY_MAX) + " are allowed");
+  }
+  if (p.begin >= p.end) {
+    return Status(KVM_ERR_INVALID, "begin is " + std::to_string(p.begin) + " and end is " +
+                                       std::to_string(p.end) + "; begin must be below end");
+  }
+  if (p.keep_ns > kMaxPriorityKeepNs) {
+    return Status(KVM_ERR_INVALID, "keep_ns is " + std::to_string(p.keep_ns) + "; at most " +
+                                       std::to_string(kMaxPriorityKeepNs) + " is allowed");
+  }
+  *call = {.verb = SeqVerb::kSetPriority,
+           .seq = p.seq,
+           .range = {.priority = p.priority, .begin = p.begin, .end = p.end, .keep_ns = p.keep_ns}};
+  return Status::ok();
+}
+
 Status check_snapshot(const char* name, uint32_t flags, SnapshotRequest* call) {
   KVM_TRY(check_flags(flags, call->verb == SnapshotVerb::kSave ? KVM_SAVE_REPLACE : 0, "the call"));
   const size_t n = ::strnlen(name, kMaxSnapshotNameBytes + 1);

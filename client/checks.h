@@ -23,6 +23,8 @@ Status check_observe(const kvm_observe_params& params, const ArenaDirectory& are
                      ObserveCall* call);
 // flags of a save; else 0. Takes the name into the call.
 Status check_snapshot(const char* name, uint32_t flags, SnapshotRequest* call);
+// The request of kvm_seq_set_priority.
+Status read_priority(const kvm_priority_params* params, SeqRequest* call);
 // The request of kvm_prefix_publish.
 Status check_prefix(kvm_seq_id seq, const kvm_prefix_hash* hashes, uint32_t n_hashes,
                     uint64_t keep_ns, SeqRequest* call);

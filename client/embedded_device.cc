@@ -338,6 +338,7 @@ Result<kvm_seq_id> DeviceClient::seq(const SeqRequest& call) {
       return Status(KVM_ERR_UNSUPPORTED,
                     "sequences on a device are of one process and are not published");
     case SeqVerb::kPrefetch:
+    case SeqVerb::kSetPriority:
       return Status(KVM_ERR_UNSUPPORTED, "sequences on a device are in no slower tier");
     case SeqVerb::kCreate:
     case SeqVerb::kFree:

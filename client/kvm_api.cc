@@ -506,6 +506,12 @@ kvm_status kvm_seq_prefetch(kvm_client* client, kvm_seq_id seq) {
   return seq_call(client, {kvm::SeqVerb::kPrefetch, 0, 0, seq, 0}, nullptr);
 }
 
+kvm_status kvm_seq_set_priority(kvm_client* client, const kvm_priority_params* params) {
+  kvm::SeqRequest call;
+  const kvm_status status = guarded([&] { return kvm::client::read_priority(params, &call); });
+  return status != KVM_OK ? status : seq_call(client, call, nullptr);
+}
+
 kvm_status kvm_seq_save(kvm_client* client, kvm_seq_id seq, const char* name, uint32_t flags) {
   return snapshot_call(client, {.verb = kvm::SnapshotVerb::kSave, .seq = seq}, name, flags,
                        nullptr);

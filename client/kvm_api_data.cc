@@ -353,6 +353,13 @@ kvm_status kvm_seq_prefetch_async(kvm_queue* queue, kvm_seq_id seq, uint64_t use
   return stage_seq(queue, {kvm::SeqVerb::kPrefetch, 0, 0, seq, 0}, user_data);
 }
 
+kvm_status kvm_seq_set_priority_async(kvm_queue* queue, const kvm_priority_params* params,
+                                      uint64_t user_data) {
+  kvm::SeqRequest call;
+  const kvm_status status = guarded([&] { return kvm::client::read_priority(params, &call); });
+  return status != KVM_OK ? status : stage_seq(queue, call, user_data);
+}
+
 kvm_status kvm_seq_save_async(kvm_queue* queue, kvm_seq_id seq, const char* name, uint32_t flags,
                               uint64_t user_data) {
   return stage_snapshot(queue, {.verb = kvm::SnapshotVerb::kSave, .seq = seq}, name, flags,

@@ -519,6 +519,8 @@ Status ThinQueue::stage_observe(const ObserveCall& call, uint64_t user_data) {
 Status ThinQueue::stage_seq(const SeqRequest& call, uint64_t user_data) {
   if (call.verb == SeqVerb::kPrefetch) {
     KVM_TRY(connection_->need_minor(8, "kvm_seq_prefetch"));
+  } else if (call.verb == SeqVerb::kSetPriority) {
+    KVM_TRY(connection_->need_minor(11, "kvm_seq_set_priority"));
   }
   if (!call.hashes.empty()) {
     KVM_TRY(connection_->need_minor(9, "kvm_prefix_publish"));
@@ -532,6 +534,10 @@ Status ThinQueue::stage_seq(const SeqRequest& call, uint64_t user_data) {
   block.space = call.space;
   block.seq = call.seq;
   block.n_tokens = call.n_tokens;
+  block.begin = call.range.begin;
+  block.end = call.range.end;
+  block.keep_ns = call.range.keep_ns;
+  block.priority = call.range.priority;
   const bool adds =
       call.verb == SeqVerb::kCreate || call.verb == SeqVerb::kFork || call.verb == SeqVerb::kTake;
   return stage(Opcode::kSeq, user_data, [&](uint32_t index, Slot* slot) {

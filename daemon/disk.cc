@@ -75,6 +75,7 @@ Result<engine::MovementOptions> movement_options(const Options& options,
   out.high = static_cast<double>(high) / static_cast<double>(host_capacity_bytes);
   out.low = static_cast<double>(low) / static_cast<double>(host_capacity_bytes);
   out.bytes_per_s = options.disk_move_rate.bytes;
+  out.max_priority = static_cast<uint32_t>(options.disk_max_priority);
   out.rule =
       options.disk_leaving == "lru" ? engine::LeavingRule::kLru : engine::LeavingRule::kS3Fifo;
   return out;

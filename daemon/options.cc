@@ -174,6 +174,12 @@ const std::vector<OptionRow>& option_rows() {
        "after it is published; used: those that somebody has forked, so that prompts that come "
        "once "
        "do not wear the drive; none: they end with kvmd."},
+      {"disk.max_priority", "100",
+       IntegerField{&O::disk_max_priority, KVM_PRIORITY_DEFAULT, KVM_PRIORITY_MAX},
+       "As which higher priorities (kvm_seq_set_priority) count. 50, what everything has unless "
+       "somebody says otherwise: clients can let their own leave sooner, and keep nobody else's "
+       "out "
+       "of memory."},
       {"disk.move_rate", "0", SizeField{&O::disk_move_rate, nullptr, 0, kMaxSizeBytes},
        "Bytes a second that pages may take on their way out and back. What appends wait for is not "
        "under it, nor is what attention streams. 0: no limit."},

@@ -61,6 +61,7 @@ struct Options {
   Size disk_memory_quota;
   std::string disk_leaving;
   Size disk_move_rate;  // a second
+  uint64_t disk_max_priority = 0;
   Size disk_compaction_rate;
   Size disk_daily_writes;
   std::string disk_backend;

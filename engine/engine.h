@@ -118,16 +118,10 @@ class Engine {
   // all of it. Fail: as evict(), UNSUPPORTED (no slow tier). Throw std::bad_alloc.
 
   // Begins to send what a sequence holds in memory. Where the tier takes no more, the rest stays.
-  // Fails also: BUSY (pinned).
   virtual Status send_away(kvm_seq_id /*seq*/) { return no_slow_tier(); }
   // Begins to bring back what a sequence has in the slow tier, as far as there is room below
   // MovementOptions::high.
   virtual Status prefetch(kvm_seq_id /*seq*/) { return no_slow_tier(); }
-  // What a sequence has in memory, or gets, stays there until it was unpinned as often, or goes;
-  // and so does, meanwhile, all that any sequences share. It takes room from others: by count and
-  // size no more than the caller sees to. unpin() fails also: INVALID (it is not pinned).
-  virtual Status pin(kvm_seq_id /*seq*/) { return no_slow_tier(); }
-  virtual Status unpin(kvm_seq_id /*seq*/) { return no_slow_tier(); }
   // --- Snapshots, where the slow tier keeps objects (docs/adr/0022-snapshots.md) -----------------
 
   // kSave: what the sequence holds when the request begins, under the name; requests behind it go
@@ -243,7 +237,7 @@ class Engine {
   virtual uint32_t n_threads() const = 0;
   virtual const EngineOptions& options() const = 0;  // with defaults filled in
 
- private:
+ protected:
   static Status no_slow_tier() {
     return Status::fixed(KVM_ERR_UNSUPPORTED, "this engine has no slow tier");
   }

@@ -957,6 +957,33 @@ KVM_API kvm_status kvm_seq_list(kvm_client *client, kvm_space_id space, uint32_t
  *          STALE, LOST, PERMISSION, TIMEOUT. Threads: any. */
 KVM_API kvm_status kvm_seq_prefetch(kvm_client *client, kvm_seq_id seq);
 
+/* How much a part of a sequence is worth in memory. Where memory fills up, what has the lowest
+ * priority leaves for the slower tier first, whoever uses it; what has the same leaves as
+ * docs/disk.md says. What has the highest stays as long as anything else can go: no priority makes
+ * an append fail. */
+enum { KVM_PRIORITY_DEFAULT = 50, KVM_PRIORITY_MAX = 100 };
+
+typedef struct kvm_priority_params {
+  uint32_t struct_size;
+  uint32_t priority; /* 0 to 100; of what nobody has set one for: 50 */
+  kvm_seq_id seq;
+  uint64_t begin;   /* positions [begin, end): whole pages of 64 tokens, those that it touches */
+  uint64_t end;     /* KVM_POSITION_END: whatever the sequence comes to hold */
+  uint64_t keep_ns; /* for so long, at most 2^62, and the default after that; 0: for good */
+  uint64_t reserved[2];
+} kvm_priority_params;
+
+/* Sets the priority of a part of a sequence, in place of what was set for it before. A fork has
+ * that of what it shares, as it is when it is made; snapshots and what is loaded from them have
+ * none. Pages that several sequences share go when the one whose turn it is lets them. A service
+ * may have an upper limit (disk.max_priority of kvmd), as which higher ones count.
+ * Fails:   UNSUPPORTED (the service has no slower tier, or is older than protocol 1.11), INVALID
+ *          (priority, keep_ns; begin is not below end), LIMIT (the sequence has 16 parts of
+ *          different priorities or times), NOT_FOUND, STALE, LOST, PERMISSION, TIMEOUT; the
+ *          priorities are as before then.
+ * Threads: any. */
+KVM_API kvm_status kvm_seq_set_priority(kvm_client *client, const kvm_priority_params *params);
+
 /* Snapshots: sequences that outlive their clients, and the service itself, however it ends.
  *
  *    kvm_seq_save(client, chat, "chat/4711", KVM_SAVE_REPLACE);   the conversation pauses
@@ -1435,6 +1462,8 @@ KVM_API kvm_status kvm_prefix_publish_async(kvm_queue *queue, kvm_seq_id seq,
                                             uint64_t keep_ns, uint64_t user_data);
 KVM_API kvm_status kvm_seq_take_async(kvm_queue *queue, kvm_seq_id seq, uint64_t user_data);
 KVM_API kvm_status kvm_seq_prefetch_async(kvm_queue *queue, kvm_seq_id seq, uint64_t user_data);
+KVM_API kvm_status kvm_seq_set_priority_async(kvm_queue *queue, const kvm_priority_params *params,
+                                              uint64_t user_data);
 KVM_API kvm_status kvm_seq_save_async(kvm_queue *queue, kvm_seq_id seq, const char *name,
                                       uint32_t flags, uint64_t user_data);
 KVM_API kvm_status kvm_seq_load_async(kvm_queue *queue, kvm_space_id space, const char *name,

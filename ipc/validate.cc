@@ -34,9 +34,9 @@ bool fits(uint64_t offset, uint64_t length, uint64_t size) {
   return length <= size && offset <= size - length;
 }
 
-template <size_t N>
-bool all_zero(const uint64_t (&words)[N]) {
-  return std::all_of(words, words + N, [](uint64_t word) { return word == 0; });
+template <typename Word, size_t N>
+bool all_zero(const Word (&words)[N]) {
+  return std::all_of(words, words + N, [](Word word) { return word == 0; });
 }
 
 enum class Element : uint8_t { kAny, kF32 };
@@ -216,11 +216,18 @@ Reject parse_seq(const uint8_t* block, uint32_t length, Request* out) {
   const bool creates = head.verb == static_cast<uint32_t>(SeqVerb::kCreate);
   const uint32_t known_flags = creates ? kSeqFlags : 0;
   KVM_CHECK_OR_REJECT((head.flags & ~known_flags) == 0, kBlockFlags);
+  const bool has_range = (head.priority | head.begin | head.end | head.keep_ns) != 0;
+  KVM_CHECK_OR_REJECT(!has_range || head.verb == static_cast<uint32_t>(SeqVerb::kSetPriority),
+                      kBlockReserved);
   out->message = SeqRequest{.verb = static_cast<SeqVerb>(head.verb),
                             .flags = head.flags,
                             .space = head.space,
                             .seq = head.seq,
-                            .n_tokens = head.n_tokens};
+                            .n_tokens = head.n_tokens,
+                            .range = {.priority = head.priority,
+                                      .begin = head.begin,
+                                      .end = head.end,
+                                      .keep_ns = head.keep_ns}};
   if (hashes_bytes != 0) {
     std::vector<kvm_prefix_hash>& hashes = std::get<SeqRequest>(out->message).hashes;
     hashes.resize(hashes_bytes / sizeof(kvm_prefix_hash));

@@ -147,8 +147,6 @@ class EngineImpl final : public Engine {
   Status evict(kvm_seq_id seq) override;
   Status send_away(kvm_seq_id seq) override;
   Status prefetch(kvm_seq_id seq) override;
-  Status pin(kvm_seq_id seq) override;
-  Status unpin(kvm_seq_id seq) override;
   bool is_sending() const override { return movement_ && movement_->is_sending(); }
   bool is_fetching() const override { return movement_ && movement_->is_fetching(); }
   uint64_t n_pages_away() const override { return store_->memory().pages().n_pages_away(); }
@@ -398,6 +396,7 @@ class EngineImpl final : public Engine {
   // *plan: tasks that remain. Fails: nothing has changed.
   Status begin(Request* request, JobPlan* plan, bool* is_small);
   Status begin_seq(Request* request, const SeqRequest& what);
+  Status set_priority(Sequence* seq, const PriorityRange& range);
   Status begin_snapshot(Request* request, const SnapshotRequest& what);
   // It goes on beside the requests behind it.
   void store_beside(Request* request);
@@ -1270,10 +1269,7 @@ Status EngineImpl::send_away(kvm_seq_id id) {
   if (!movement_) {
     return Engine::send_away(id);
   }
-  KVM_TRY_ASSIGN(const Sequence* seq, store_->find_any_seq(id));
-  if (Movement::is_pinned(*seq)) {
-    return {KVM_ERR_BUSY, fmt::format("sequence {:#x} is pinned, and stays in memory", id)};
-  }
+  KVM_TRY(store_->find_any_seq(id).status());
   movement_->send(id);
   return Status::ok();
 }
@@ -1287,26 +1283,8 @@ Status EngineImpl::prefetch(kvm_seq_id id) {
   return Status::ok();
 }
 
-Status EngineImpl::pin(kvm_seq_id id) {
-  if (!movement_) {
-    return Engine::pin(id);
-  }
-  KVM_TRY_ASSIGN(Sequence * seq, store_->find_any_seq(id));
-  movement_->pin(seq);
-  return Status::ok();
-}
-
-Status EngineImpl::unpin(kvm_seq_id id) {
-  if (!movement_) {
-    return Engine::unpin(id);
-  }
-  KVM_TRY_ASSIGN(Sequence * seq, store_->find_any_seq(id));
-  if (!Movement::is_pinned(*seq)) {
-    return {KVM_ERR_INVALID, fmt::format("sequence {:#x} is not pinned", id)};
-  }
-  movement_->unpin(seq);
-  note_memory();
-  return Status::ok();
+Status EngineImpl::set_priority(Sequence* seq, const PriorityRange& range) {
+  return movement_ ? movement_->set_priority(seq, range) : no_slow_tier();
 }
 
 bool EngineImpl::send_more() {
@@ -1627,6 +1605,8 @@ Status EngineImpl::begin_seq(Request* request, const SeqRequest& what) {
       return store_->commit_seq(seq, what.n_tokens);
     case SeqVerb::kPrefetch:
       return prefetch(seq->id);
+    case SeqVerb::kSetPriority:
+      return set_priority(seq, what.range);
     default: {
       if (!what.hashes.empty()) {
         KVM_TRY(begin_prefix(*seq, request->client, what));
@@ -2146,6 +2126,10 @@ Result<std::unique_ptr<Engine>> Engine::open(const EngineOptions& given) {
                                                options.n_threads, kMaxThreads));
   }
   const MovementOptions& movement = options.movement;
+  if (movement.max_priority < KVM_PRIORITY_DEFAULT || movement.max_priority > KVM_PRIORITY_MAX) {
+    return Status(KVM_ERR_INVALID, fmt::format("movement.max_priority is {}; 50 to 100 are allowed",
+                                               movement.max_priority));
+  }
   if (!(movement.low > 0 && movement.low < movement.high && movement.high <= 1)) {
     return Status(KVM_ERR_INVALID, fmt::format("pages are sent from {} of the capacity on, down to "
                                                "{}; 0 < low < high <= 1 is allowed",

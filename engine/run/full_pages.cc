@@ -5,6 +5,13 @@
 
 namespace kvm::engine {
 
+namespace {
+
+// To come to a stretch costs as much as so many pages of it.
+constexpr uint64_t kStretchVisits = 32;
+
+}  // namespace
+
 void FullPages::rewind() {
   list_ = 0;
   block_ = 0;
@@ -12,8 +19,9 @@ void FullPages::rewind() {
 }
 
 bool FullPages::find(const tiers::PageTable& pages, const Sequence& seq, bool in_memory,
-                     uint64_t max_bytes, std::vector<FullPage>* found) {
+                     const Worth& worth, uint64_t max_bytes, std::vector<FullPage>* found) {
   const Space& space = seq.space();
+  const Priorities& priorities = seq.residence.priorities();
   found->clear();
   uint64_t n_visited = 0;
   uint64_t found_bytes = 0;
@@ -37,10 +45,17 @@ bool FullPages::find(const tiers::PageTable& pages, const Sequence& seq, bool in
         if (found->size() == kMaxPages || n_visited >= kMaxVisits || found_bytes >= max_bytes) {
           return false;
         }
+        const Priorities::Stretch stretch = priorities.at(block_, worth.now_ns);
+        if (stretch.priority > worth.max_priority) {
+          has_skipped_ = true;
+          block_ = std::min(end, stretch.end);
+          n_visited += kStretchVisits;
+          continue;
+        }
         const uint64_t n_left = std::min(
             kMaxPages - found->size(), std::max<uint64_t>(1, (max_bytes - found_bytes) / largest));
-        const uint64_t block_end = std::min(end, block_ + n_left);
-        n_visited += block_end - block_;
+        const uint64_t block_end = std::min({end, stretch.end, block_ + n_left});
+        n_visited += kStretchVisits + block_end - block_;
         from.for_each_between(block_, block_end, [&](const PageEntry& entry, bool is_shared) {
           if (entry.count != kPageTokens || pages.is_in_memory(entry.page) != in_memory) {
             return;

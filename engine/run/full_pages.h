@@ -23,6 +23,12 @@ struct FullPage {
 
 class FullPages {
  public:
+  // Those of a higher priority are passed over.
+  struct Worth {
+    uint32_t max_priority = KVM_PRIORITY_MAX;
+    uint64_t now_ns = 0;
+  };
+
   // LIMIT: of a part: some 0.1 ms of the driver.
   static constexpr uint64_t kMaxPages = 256;
   static constexpr uint64_t kMaxVisits = 4096;
@@ -31,10 +37,10 @@ class FullPages {
   void rewind();
   // Finds up to kMaxPages more, and about max_bytes of them, that are sealed and in memory, or that
   // are not: *found, cleared before, has room for kMaxPages. Returns whether it came to the end.
-  bool find(const tiers::PageTable& pages, const Sequence& seq, bool in_memory, uint64_t max_bytes,
-            std::vector<FullPage>* found);
-  // Whether there were any since rewind() that may be, but not now: they are written, they move, or
-  // they are to be encoded anew.
+  bool find(const tiers::PageTable& pages, const Sequence& seq, bool in_memory, const Worth& worth,
+            uint64_t max_bytes, std::vector<FullPage>* found);
+  // Whether there were any since rewind() that may be, but not now: they are written, they move,
+  // they are to be encoded anew, or worth too much.
   bool has_skipped() const { return has_skipped_; }
 
  private:

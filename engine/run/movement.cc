@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <new>
+#include <optional>
+#include <utility>
 
 #include "base/assert.h"
 
@@ -80,9 +82,22 @@ void Movement::touch(Sequence* seq, uint32_t layer, uint32_t n_layers, uint64_t 
   }
 }
 
-void Movement::note_fork(const Sequence& parent, Sequence* child) {
+void Movement::note_fork(const Sequence& parent, Sequence* child) noexcept {
   order_.enter(&child->residence, child->id);
   child->residence.has_away = parent.residence.has_away;
+  const Priorities& priorities = parent.residence.priorities();
+  if (priorities.is_empty()) {
+    return;
+  }
+  uint64_t n_tokens = 0;
+  for (const PageList& list : child->lists) {
+    n_tokens = std::max(n_tokens, list.length());
+  }
+  try {
+    order_.set_priorities(&child->residence, priorities.first(n_tokens, clock_->now_ns()));
+  } catch (const std::bad_alloc&) {
+    // It has none: what it shares may go sooner.
+  }
 }
 
 void Movement::note_load(Sequence* seq, bool is_used) {
@@ -121,16 +136,12 @@ bool Movement::is_sending() const {
   return sends_.has_begun() || !asked_sends_.empty() || (is_lowering_ && !is_resting_);
 }
 
-void Movement::pin(Sequence* seq) {
-  order_.enter(&seq->residence, seq->id);
-  order_.pin(&seq->residence);
-  // Pages of it may be in the batch that is on its way, as its own or as those of who shares them.
-  sends_.keep();
-}
-
-bool Movement::is_pinned(kvm_seq_id seq) {
-  const Residence* residence = residence_of(seq);
-  return residence != nullptr && residence->is_pinned();
+Status Movement::set_priority(Sequence* seq, PriorityRange range) {
+  range.priority = std::min(range.priority, options_.max_priority);
+  Priorities priorities = seq->residence.priorities();
+  KVM_TRY(priorities.set(range, clock_->now_ns()));
+  order_.set_priorities(&seq->residence, std::move(priorities));
+  return Status::ok();
 }
 
 // --- Room ---------------------------------------------------------------------------------------
@@ -219,10 +230,6 @@ bool Movement::send_some() {
   if (sends_.has_begun() || (!has_waiters_ && hold())) {
     return false;
   }
-  while (!asked_sends_.empty() && is_pinned(asked_sends_.front())) {
-    asked_sends_.erase(asked_sends_.begin());
-    end_passes();
-  }
   if (!asked_sends_.empty()) {
     return send_asked();
   }
@@ -241,10 +248,10 @@ bool Movement::send_some() {
   }
   const uint64_t needed = store_->memory().needed_bytes();
   const uint64_t beyond = needed > low_bytes_ ? needed - low_bytes_ : 1;
-  // Pages of a pinned sequence may be among those that others share.
-  return begin_send(
-      {.takes_shared = level_ != Level::kOwn && order_.n_pinned() == 0, .writes = !is_tier_full_},
-      has_waiters_ ? UINT64_MAX : beyond);
+  return begin_send({.worth = {.max_priority = priority_, .now_ns = clock_->now_ns()},
+                     .takes_shared = level_ != Level::kOwn,
+                     .writes = !is_tier_full_},
+                    has_waiters_ ? UINT64_MAX : beyond);
 }
 
 bool Movement::send_asked() {
@@ -253,7 +260,7 @@ bool Movement::send_asked() {
     sends_.aim(asked_sends_.front());
     aim_ = Aim::kAsked;
   }
-  return begin_send({.takes_shared = order_.n_pinned() == 0}, UINT64_MAX);
+  return begin_send({}, UINT64_MAX);
 }
 
 bool Movement::begin_send(const PageBatches::Limits& limits, uint64_t max_bytes) {
@@ -280,8 +287,9 @@ bool Movement::choose() {
     if (residence == nullptr) {
       continue;
     }
-    if (residence->is_pinned() ||
-        (level_ != Level::kBusy && sequence_order_->is_busy(residence->seq()))) {
+    order_.expire_priorities(residence, clock_->now_ns());
+    if (level_ != Level::kBusy && sequence_order_->is_busy(residence->seq())) {
+      has_met_busy_ = true;
       order_.set_aside(residence);
       continue;
     }
@@ -294,11 +302,9 @@ bool Movement::choose() {
 
 // Goes from pass to pass as long as something is left to try.
 bool Movement::begin_next_pass() {
-  const Level last = has_waiters_ ? Level::kBusy : Level::kShared;
   if (!is_in_pass_) {
     begin_search();
-  } else if (level_ != last) {
-    level_ = level_ == Level::kOwn ? Level::kShared : Level::kBusy;
+  } else if (go_further()) {
   } else if (has_sent_) {
     begin_search();
   } else {
@@ -319,15 +325,39 @@ bool Movement::begin_next_pass() {
     has_news_ = epochs().has_ended(verdict_epoch_);
     return has_news_;
   }
-  order_.begin_pass();
+  order_.begin_pass(priority_);
   // Each has a turn for each use at most; those that enter meanwhile may be looked at, too.
   n_looks_left_ = order_.size() * (1 + LeavingOrder::kMaxUses);
   return true;
 }
 
+bool Movement::go_further() {
+  if (level_ == Level::kOwn) {
+    level_ = Level::kShared;
+    return true;
+  }
+  if (level_ == Level::kShared && has_waiters_) {
+    level_ = Level::kBusy;
+    return true;
+  }
+  // What is in use now may go in a moment, before what is worth more.
+  const std::optional<uint32_t> next = order_.next_priority(priority_);
+  if (!next || (has_met_busy_ && !has_waiters_)) {
+    return false;
+  }
+  begin_priority(*next);
+  return true;
+}
+
+void Movement::begin_priority(uint32_t priority) {
+  level_ = Level::kOwn;
+  priority_ = priority;
+  has_met_busy_ = false;
+}
+
 void Movement::begin_search() {
   is_in_pass_ = true;
-  level_ = Level::kOwn;
+  begin_priority(order_.lowest_priority());
   has_sent_ = false;
   // The tier is asked anew; what it said before is no reason any more.
   is_tier_full_ = false;
@@ -382,15 +412,17 @@ void Movement::settle(Residence* residence, const PageBatches::Batch& batch) {
   const bool is_over = residence == nullptr || batch.is_last || batch.n_failed != 0;
   if (aim_ == Aim::kAsked) {
     // Where the tier takes no more, a sequence stays for the rest.
-    if (is_over && !batch.is_kept) {
+    if (is_over) {
       asked_sends_.erase(asked_sends_.begin());
+      aim_ = Aim::kNone;
     }
-    aim_ = is_over || batch.is_kept ? Aim::kNone : aim_;
     return;
   }
   const bool is_busy = residence != nullptr && sequence_order_->is_busy(residence->seq());
   const bool is_used = is_busy && level_ != Level::kBusy;
-  if (aim_ != Aim::kChosen || !(is_over || batch.is_kept || is_used || residence->is_pinned())) {
+  has_met_busy_ |= aim_ == Aim::kChosen && is_used;
+  // The passes that chose it may be over, and others would begin with something else.
+  if (aim_ != Aim::kChosen || !(is_over || is_used || !is_in_pass_)) {
     return;
   }
   aim_ = Aim::kNone;
@@ -398,8 +430,7 @@ void Movement::settle(Residence* residence, const PageBatches::Batch& batch) {
     return;
   }
   // One that has, or is about to have, more that may go later has its turn in the next pass.
-  if (batch.is_last && batch.n_failed == 0 && !batch.has_passed && !batch.is_kept && !is_busy &&
-      !residence->is_pinned()) {
+  if (batch.is_last && batch.n_failed == 0 && !batch.has_passed && !is_busy) {
     order_.leave(residence);
   } else {
     order_.set_aside(residence);

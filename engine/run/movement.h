@@ -8,8 +8,9 @@
 //     come back, to low  |            |  are sent, until low
 //                        |  stay      |
 //
-// Pages that others share go after those that none does, those of sequences that requests use only
-// where an append waits for room, and those of pinned sequences not at all.
+// What has the lowest priority goes first (engine/store/priorities.h); of that, pages that others
+// share go after those that none does, and those of sequences that requests use last, and only
+// where an append waits for room.
 //
 // Threads: the driver, but for the ends of transfers.  Memory: of two batches.
 #ifndef KVM_ENGINE_RUN_MOVEMENT_H_
@@ -35,13 +36,13 @@ class Movement {
   Movement(const MovementOptions& options, const Clock* clock, Store* store,
            const SequenceOrder* sequence_order, Arrivals* arrivals);
 
-  // --- What requests say. O(1), and nothing is allocated. ---------------------------------------
+  // --- What requests say. O(1), and nothing is allocated, but for the priorities of a fork. -----
 
   // A request uses the sequence: some layers of it, to which it may append.
   // A use that counts is a pass over the layers which is not that of a prompt: those that append
   // more than a page of tokens write what is there for the first time.
   void touch(Sequence* seq, uint32_t layer, uint32_t n_layers, uint64_t n_append);
-  void note_fork(const Sequence& parent, Sequence* child);
+  void note_fork(const Sequence& parent, Sequence* child) noexcept;
   // A sequence of which all pages are away. Where somebody is about to use it they come back, if
   // this is automatic, and as far as there is room.
   void note_load(Sequence* seq, bool is_used);
@@ -57,9 +58,9 @@ class Movement {
   // Whether something is asked for, or due, that has not ended.
   bool is_sending() const;
   bool is_fetching() const { return fetches_.has_begun() || !asked_fetches_.empty(); }
-  void pin(Sequence* seq);
-  static bool is_pinned(const Sequence& seq) { return seq.residence.is_pinned(); }
-  void unpin(Sequence* seq) { order_.unpin(&seq->residence); }
+  // What a part of it is worth from now on. Fails: LIMIT. Throws std::bad_alloc; nothing has
+  // changed either way.
+  Status set_priority(Sequence* seq, PriorityRange range);
 
   // --- Room -------------------------------------------------------------------------------------
 
@@ -90,7 +91,8 @@ class Movement {
 
  private:
   enum class Aim : uint8_t { kNone, kAsked, kChosen };
-  // What may go in a pass. Each goes further than the one before.
+  // What may go in a pass. There is one of kOwn and one of kShared for each priority from the
+  // lowest on, and where an append waits one of kBusy.
   enum class Level : uint8_t { kOwn, kShared, kBusy };
   enum class Verdict : uint8_t { kOpen, kWaitsForReaders, kSecondLook, kGivenUp };
 
@@ -100,13 +102,14 @@ class Movement {
   bool send_asked();
   bool fetch_some();
   bool begin_fetch(uint64_t limit_bytes, kvm_seq_id id);
-  // Whether a sequence may not go, and nothing that it shares.
-  bool is_pinned(kvm_seq_id seq);
   // Whether pages are to go that nobody named.
   bool wants_room();
   // Looks for whose they are. False: nobody's, for now.
   bool choose();
   bool begin_next_pass();
+  // To the pass that goes further than this one. False: there is none.
+  bool go_further();
+  void begin_priority(uint32_t priority);
   void end_passes();
   // What becomes of the sequence whose pages were sent.
   void settle(Residence* residence, const PageBatches::Batch& batch);
@@ -160,6 +163,8 @@ class Movement {
   uint64_t failed_until_ns_ = 0;  // the tier refuses: only appends that wait ask again
   Status last_refusal_;
   Level level_ = Level::kOwn;
+  uint32_t priority_ = 0;      // the highest that may go in this pass
+  bool has_met_busy_ = false;  // in the passes of this priority
   bool is_in_pass_ = false;
   bool has_sent_ = false;  // in the passes from Level::kOwn on
   uint64_t n_looks_left_ = 0;

@@ -31,15 +31,16 @@ void PageBatches::aim(kvm_seq_id seq) {
   from_.rewind();
 }
 
-void PageBatches::find(Store* store, bool in_memory, uint64_t max_bytes) {
+void PageBatches::find(Store* store, bool in_memory, const FullPages::Worth& worth,
+                       uint64_t max_bytes) {
   KVM_ASSERT(!has_begun());
   found_.reserve(FullPages::kMaxPages);
   transfers_.reserve(FullPages::kMaxPages);
   batch_ = {};
   const Result<Sequence*> seq = store->find_any_seq(target_);
   found_.clear();
-  batch_.is_last = !seq.is_ok() ||
-                   from_.find(store->memory().pages(), *seq.value(), in_memory, max_bytes, &found_);
+  batch_.is_last = !seq.is_ok() || from_.find(store->memory().pages(), *seq.value(), in_memory,
+                                              worth, max_bytes, &found_);
 }
 
 void PageBatches::submit(PageTable* pages) {
@@ -56,7 +57,7 @@ void PageBatches::count_failure(const Status& status) {
 }
 
 void PageBatches::begin_send(Store* store, const Limits& limits, uint64_t max_bytes) {
-  find(store, true, max_bytes);
+  find(store, true, limits.worth, max_bytes);
   PageTable& pages = store->memory().pages();
   batch_.has_passed = from_.has_skipped();
   for (const FullPage& found : found_) {
@@ -82,7 +83,7 @@ void PageBatches::begin_send(Store* store, const Limits& limits, uint64_t max_by
 }
 
 void PageBatches::begin_fetch(Store* store, uint64_t max_bytes) {
-  find(store, false, max_bytes);
+  find(store, false, {}, max_bytes);
   PageTable& pages = store->memory().pages();
   for (const FullPage& found : found_) {
     const Result<PageTable::Move> move = begin_move([&] { return pages.begin_fetch(found.page); });
@@ -98,13 +99,9 @@ void PageBatches::begin_fetch(Store* store, uint64_t max_bytes) {
 
 void PageBatches::end_write(PageTable* pages, const PageTable::Move& move, const Transfer& write) {
   const bool is_written = write.status.is_ok();
-  if (is_written && batch_.is_kept) {
-    pages->slow_tier()->release(write.place);
-  }
-  const bool is_away = is_written && !batch_.is_kept;
-  pages->end_leave(move, is_away ? write.place : tiers::kNoPlace);
-  batch_.written_bytes += is_written ? move.size_bytes : 0;
-  if (is_away) {
+  pages->end_leave(move, is_written ? write.place : tiers::kNoPlace);
+  if (is_written) {
+    batch_.written_bytes += move.size_bytes;
     count(move.size_bytes);
   }
 }

@@ -32,7 +32,6 @@ class PageBatches final : private StreamListener {
     Status status;               // why, of the first; or that there is no room to come back to
     bool is_last = false;        // the sequence has no more of them, but for those that failed
     bool has_passed = false;     // some that are in memory were passed over
-    bool is_kept = false;        // keep() was called: those that were written stay
   };
 
   explicit PageBatches(Arrivals* arrivals) : arrivals_(arrivals) {}
@@ -42,6 +41,7 @@ class PageBatches final : private StreamListener {
   kvm_seq_id target() const { return target_; }
   // Which of a sequence are not sent.
   struct Limits {
+    FullPages::Worth worth{};
     bool takes_shared = true;  // those too that other sequences have
     bool writes = true;        // those too that the tier does not have yet
   };
@@ -49,8 +49,6 @@ class PageBatches final : private StreamListener {
   // REQUIRES: !has_begun(). Throw std::bad_alloc: it has not begun.
   void begin_send(Store* store, const Limits& limits, uint64_t max_bytes);
   void begin_fetch(Store* store, uint64_t max_bytes);
-  // Those of the batch to the tier that has begun, if one has, stay in memory after all.
-  void keep() { batch_.is_kept = has_begun_; }
   bool has_begun() const { return has_begun_; }
   // Whether no transfer is in flight.
   bool is_over() { return transfers_.is_empty() || transfers_.is_over(); }
@@ -62,7 +60,7 @@ class PageBatches final : private StreamListener {
  private:
   void on_arrival() noexcept override { arrivals_->post(); }
   // Finds the pages of the next batch. Throws std::bad_alloc.
-  void find(Store* store, bool in_memory, uint64_t max_bytes);
+  void find(Store* store, bool in_memory, const FullPages::Worth& worth, uint64_t max_bytes);
   void submit(tiers::PageTable* pages);
   // Counts a page that has moved, and one that has not.
   void count(uint64_t size_bytes) {

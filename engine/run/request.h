@@ -89,9 +89,16 @@ using NameHook = boost::intrusive::unordered_set_base_hook<
 
 // What a request is about to do with its sequence.
 inline Access access_of(SeqVerb verb) {
-  return verb == SeqVerb::kFork || verb == SeqVerb::kFree || verb == SeqVerb::kTake
-             ? Access::kUse
-             : Access::kChange;
+  switch (verb) {
+    case SeqVerb::kFork:
+    case SeqVerb::kFree:
+    case SeqVerb::kTake:
+    case SeqVerb::kPrefetch:
+    case SeqVerb::kSetPriority:
+      return Access::kUse;
+    default:
+      return Access::kChange;
+  }
 }
 
 inline Status client_is_gone() { return Status::fixed(KVM_ERR_CANCELLED, "the client is gone"); }

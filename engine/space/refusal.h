@@ -70,6 +70,9 @@ enum class Refusal : uint8_t {
   kSeqFlags,
   kPrefixHashes,
   kPrefixKeep,
+  kPriority,
+  kPriorityRange,
+  kPriorityKeep,
   kSeqReserve,
   kCount,  // not a reason
 };
@@ -128,6 +131,9 @@ inline constexpr std::array<const char*, kRefusals> kRefusalNames = {
     "seq_flags",
     "prefix_hashes",
     "prefix_keep",
+    "priority",
+    "priority_range",
+    "priority_keep",
     "seq_reserve",
 };
 static_assert(kRefusalNames.back() != nullptr, "a refusal has no label");

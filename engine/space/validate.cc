@@ -555,6 +555,22 @@ Result<ObserveTensors> check_observe(const ObserveRequest& request, const Space&
   return t;
 }
 
+Status check_priority(const PriorityRange& range) {
+  if (range.priority > KVM_PRIORITY_MAX) {
+    return refuse(Refusal::kPriority, "priority is {}; 0 to {} are allowed", range.priority,
+                  static_cast<uint32_t>(KVM_PRIORITY_MAX));
+  }
+  if (range.begin >= range.end) {
+    return refuse(Refusal::kPriorityRange, "begin is {} and end is {}; begin must be below end",
+                  range.begin, range.end);
+  }
+  if (range.keep_ns > kMaxPriorityKeepNs) {
+    return refuse(Refusal::kPriorityKeep, "keep_ns is {}; at most {} is allowed", range.keep_ns,
+                  kMaxPriorityKeepNs);
+  }
+  return Status::ok();
+}
+
 Status check_seq_request(const SeqRequest& request) {
   if (request.verb < SeqVerb::kCreate || request.verb > kLastSeqVerb) {
     return refuse(Refusal::kSeqVerb, "verb {} is unknown", static_cast<uint32_t>(request.verb));
@@ -566,6 +582,9 @@ Status check_seq_request(const SeqRequest& request) {
   if (request.verb == SeqVerb::kCreate && request.n_tokens > kMaxTokens) {
     return refuse(Refusal::kSeqReserve, "reserve is {}; at most {} tokens fit into a sequence",
                   request.n_tokens, kMaxTokens);
+  }
+  if (request.verb == SeqVerb::kSetPriority) {
+    KVM_TRY(check_priority(request.range));
   }
   if (request.hashes.size() > kMaxPrefixPages ||
       (!request.hashes.empty() && request.verb != SeqVerb::kPublish)) {

@@ -2,16 +2,17 @@
 #include "engine/store/leaving_order.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "base/assert.h"
 
 namespace kvm::engine {
 
 using LeavingHook = ResidenceHook<ByLeaving>;
+using PriorityHook = ResidenceHook<ByPriority>;
 
 Residence::~Residence() {
   if (order_ != nullptr) {
-    order_->n_pinned_ -= is_pinned() ? 1 : 0;
     order_->take_out(this);
   }
 }
@@ -42,10 +43,12 @@ void LeavingOrder::push(Residence* residence, Residence::Queue queue) {
       small_.push_front(*residence);
       small_bytes_ += residence->bytes_;
       ++n_small_;
+      enter_priorities(residence);
       break;
     case Residence::Queue::kMain:
       main_.push_front(*residence);
       ++n_main_;
+      enter_priorities(residence);
       break;
     case Residence::Queue::kGhost:
       ghosts_.push_front(*residence);
@@ -59,6 +62,9 @@ void LeavingOrder::push(Residence* residence, Residence::Queue queue) {
 void LeavingOrder::take_out(Residence* residence) {
   if (residence->LeavingHook::is_linked()) {
     residence->LeavingHook::unlink();
+  }
+  if (residence->is_in_order()) {
+    leave_priorities(residence);
   }
   switch (residence->queue_) {
     case Residence::Queue::kSmall:
@@ -81,6 +87,10 @@ void LeavingOrder::take_out(Residence* residence) {
 
 void LeavingOrder::use(Residence* residence) {
   KVM_ASSERT(residence->is_in_order());
+  if (residence->PriorityHook::is_linked()) {
+    residence->PriorityHook::unlink();
+    prioritised_.push_front(*residence);
+  }
   if (rule_ == LeavingRule::kLru) {
     residence->LeavingHook::unlink();
     main_.push_front(*residence);
@@ -100,24 +110,81 @@ void LeavingOrder::shrink(Residence* residence, uint64_t size_bytes) {
   small_bytes_ -= residence->queue_ == Residence::Queue::kSmall ? gone : 0;
 }
 
-void LeavingOrder::pin(Residence* residence) {
-  KVM_ASSERT(residence->is_in_order());
-  n_pinned_ += residence->n_pins_++ == 0 ? 1 : 0;
+void LeavingOrder::set_priorities(Residence* residence, Priorities priorities) {
+  if (residence->is_in_order()) {
+    leave_priorities(residence);
+  }
+  residence->priorities_ = std::move(priorities);
+  if (residence->is_in_order()) {
+    enter_priorities(residence);
+  }
 }
 
-void LeavingOrder::unpin(Residence* residence) {
-  KVM_ASSERT(residence->is_pinned());
-  n_pinned_ -= --residence->n_pins_ == 0 ? 1 : 0;
+// It keeps its place in the pass.
+void LeavingOrder::expire_priorities(Residence* residence, uint64_t now_ns) {
+  KVM_ASSERT(residence->is_in_order());
+  if (!residence->priorities_.has_expired(now_ns)) {
+    return;
+  }
+  for (const Priorities::Part& part : residence->priorities_.parts()) {
+    --n_parts_[part.priority];
+  }
+  residence->priorities_.expire(now_ns);
+  for (const Priorities::Part& part : residence->priorities_.parts()) {
+    ++n_parts_[part.priority];
+  }
+  if (residence->priorities_.is_empty()) {
+    residence->PriorityHook::unlink();
+  }
+}
+
+void LeavingOrder::enter_priorities(Residence* residence) {
+  if (residence->priorities_.is_empty()) {
+    return;
+  }
+  prioritised_.push_front(*residence);
+  for (const Priorities::Part& part : residence->priorities_.parts()) {
+    ++n_parts_[part.priority];
+  }
+}
+
+void LeavingOrder::leave_priorities(Residence* residence) {
+  if (residence->PriorityHook::is_linked()) {
+    residence->PriorityHook::unlink();
+  }
+  for (const Priorities::Part& part : residence->priorities_.parts()) {
+    KVM_ASSERT(n_parts_[part.priority] != 0);
+    --n_parts_[part.priority];
+  }
+}
+
+std::optional<uint32_t> LeavingOrder::priority_from(uint32_t priority) const {
+  for (uint32_t i = priority; i < n_parts_.size(); ++i) {
+    if (n_parts_[i] != 0 || i == KVM_PRIORITY_DEFAULT) {
+      return i;
+    }
+  }
+  return std::nullopt;
 }
 
 // Who was set aside was the oldest.
-void LeavingOrder::begin_pass() {
+void LeavingOrder::begin_pass(uint32_t priority) {
   small_.splice(small_.end(), small_aside_);
   main_.splice(main_.end(), main_aside_);
+  prioritised_.splice(prioritised_.end(), prioritised_aside_);
+  pass_priority_ = priority;
 }
 
 Residence* LeavingOrder::next() {
   KVM_ASSERT(!is_exhausted());
+  if (!is_default_pass()) {
+    Residence* oldest = &prioritised_.back();
+    if (oldest->priorities_.has(pass_priority_)) {
+      return oldest;
+    }
+    set_aside(oldest);
+    return nullptr;
+  }
   if (!small_.empty() && (small_bytes_ > max_small_bytes_ || main_.empty())) {
     Residence* oldest = &small_.back();
     if (oldest->n_uses_ < 2) {
@@ -141,13 +208,20 @@ Residence* LeavingOrder::next() {
 // In the order in which they were met, the oldest last.
 void LeavingOrder::set_aside(Residence* residence) {
   KVM_ASSERT(residence->is_in_order());
+  if (!is_default_pass()) {
+    // Its parts may have expired.
+    if (residence->PriorityHook::is_linked()) {
+      residence->PriorityHook::unlink();
+      prioritised_aside_.push_front(*residence);
+    }
+    return;
+  }
   residence->LeavingHook::unlink();
   (residence->queue_ == Residence::Queue::kSmall ? small_aside_ : main_aside_)
       .push_front(*residence);
 }
 
 void LeavingOrder::leave(Residence* residence) {
-  KVM_ASSERT(!residence->is_pinned());
   const bool was_small = residence->queue_ == Residence::Queue::kSmall;
   take_out(residence);
   residence->bytes_ = 0;

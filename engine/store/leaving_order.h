@@ -10,17 +10,22 @@
 //   kLru      the one whose last use is longest ago.
 //
 // Going through it is a pass: who cannot leave now is set aside until the next pass, which finds it
-// where it was.
+// where it was. A pass of the default priority goes through all; one of another, through those with
+// parts of that priority alone, the last used last, and is no turn of theirs.
 //
-// Threads: the driver.  Memory: links in the sequences; nothing is allocated, all is O(1).
+// Threads: the driver.  Memory: links in the sequences; nothing is allocated, and all is O(1), but
+// for priorities.
 #ifndef KVM_ENGINE_STORE_LEAVING_ORDER_H_
 #define KVM_ENGINE_STORE_LEAVING_ORDER_H_
 
+#include <array>
 #include <boost/intrusive/list.hpp>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 
 #include "engine/store/movement_options.h"
+#include "engine/store/priorities.h"
 #include "kvm.h"
 
 namespace kvm::engine {
@@ -28,6 +33,7 @@ namespace kvm::engine {
 class LeavingOrder;
 
 struct ByLeaving;
+struct ByPriority;
 struct ByReturning;
 template <typename Tag>
 using ResidenceHook =
@@ -36,7 +42,9 @@ using ResidenceHook =
 
 // A Residence is what is known of how a sequence is used, and of where its pages are. It leaves all
 // lists when it goes.
-class Residence final : public ResidenceHook<ByLeaving>, public ResidenceHook<ByReturning> {
+class Residence final : public ResidenceHook<ByLeaving>,
+                        public ResidenceHook<ByPriority>,
+                        public ResidenceHook<ByReturning> {
  public:
   Residence() = default;
   ~Residence();
@@ -46,7 +54,7 @@ class Residence final : public ResidenceHook<ByLeaving>, public ResidenceHook<By
   kvm_seq_id seq() const { return seq_; }
   bool is_in_order() const { return queue_ == Queue::kSmall || queue_ == Queue::kMain; }
 
-  bool is_pinned() const { return n_pins_ != 0; }
+  const Priorities& priorities() const { return priorities_; }
 
   // Movement's (engine/run/movement.h).
   uint32_t last_layer = UINT32_MAX;  // that a request named: a lower one begins another pass
@@ -61,7 +69,7 @@ class Residence final : public ResidenceHook<ByLeaving>, public ResidenceHook<By
   kvm_seq_id seq_ = 0;
   uint64_t bytes_ = 0;  // that it grew by since it entered
   uint32_t n_uses_ = 0;
-  uint32_t n_pins_ = 0;
+  Priorities priorities_;
   Queue queue_ = Queue::kNone;
 };
 
@@ -88,37 +96,49 @@ class LeavingOrder {
   void grow(Residence* residence, uint64_t size_bytes);
   void shrink(Residence* residence, uint64_t size_bytes);
 
-  // The sequence is not to leave until it was unpinned as often. What this means is the caller's
-  // affair.
-  void pin(Residence* residence);
-  void unpin(Residence* residence);  // REQUIRES: is_pinned()
-  // Sequences that are pinned.
-  size_t n_pinned() const { return n_pinned_; }
+  // What parts of a sequence are worth. Who goes through the order does so for each priority that
+  // anything in it may have, from lowest_priority() on.
+  void set_priorities(Residence* residence, Priorities priorities);
+  // Those whose time has passed are there no more.
+  void expire_priorities(Residence* residence, uint64_t now_ns);
+  uint32_t lowest_priority() const { return *priority_from(0); }
+  // None: nothing in it has a higher one.
+  std::optional<uint32_t> next_priority(uint32_t priority) const {
+    return priority_from(priority + 1);
+  }
 
   // All are in their places again.
-  void begin_pass();
+  void begin_pass(uint32_t priority = KVM_PRIORITY_DEFAULT);
   // Those in it.
   size_t size() const { return n_small_ + n_main_; }
   // Whether nobody is left to look at in this pass.
-  bool is_exhausted() const { return small_.empty() && main_.empty(); }
+  bool is_exhausted() const {
+    return is_default_pass() ? small_.empty() && main_.empty() : prioritised_.empty();
+  }
   // Looks at one, and returns it if it is the next to leave; null: it has another turn.
   // REQUIRES: !is_exhausted().
   Residence* next();
   // It cannot leave in this pass.
   void set_aside(Residence* residence);
-  // It has left. REQUIRES: !is_pinned().
+  // It has left.
   void leave(Residence* residence);
 
  private:
   friend class Residence;
-  using List =
-      boost::intrusive::list<Residence, boost::intrusive::base_hook<ResidenceHook<ByLeaving>>,
-                             boost::intrusive::constant_time_size<false>>;
+  template <typename Tag>
+  using ListBy = boost::intrusive::list<Residence, boost::intrusive::base_hook<ResidenceHook<Tag>>,
+                                        boost::intrusive::constant_time_size<false>>;
+  using List = ListBy<ByLeaving>;
 
   void push(Residence* residence, Residence::Queue queue);
   // Takes it out of its queue.
   void take_out(Residence* residence);
   void forget_ghosts();
+  // It is in, and has those from now on; or has them no more.
+  void enter_priorities(Residence* residence);
+  void leave_priorities(Residence* residence);
+  bool is_default_pass() const { return pass_priority_ == KVM_PRIORITY_DEFAULT; }
+  std::optional<uint32_t> priority_from(uint32_t priority) const;
 
   const LeavingRule rule_;
   const uint64_t max_small_bytes_;
@@ -132,7 +152,12 @@ class LeavingOrder {
   size_t n_small_ = 0;        // likewise
   size_t n_main_ = 0;
   size_t n_ghosts_ = 0;
-  size_t n_pinned_ = 0;
+  // Those in it that have parts, the last used first.
+  ListBy<ByPriority> prioritised_;
+  ListBy<ByPriority> prioritised_aside_;
+  uint32_t pass_priority_ = KVM_PRIORITY_DEFAULT;
+  // Parts of those in it, by priority.
+  std::array<uint32_t, KVM_PRIORITY_MAX + 1> n_parts_{};
 };
 
 }  // namespace kvm::engine

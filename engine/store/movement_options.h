@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "kvm.h"
+
 namespace kvm::engine {
 
 // Which sequences leave memory first (engine/store/leaving_order.h).
@@ -21,6 +23,7 @@ struct MovementOptions {
   // Of what is sent and what comes back together, but for what appends wait for; 0: no limit.
   uint64_t bytes_per_s = 0;
   LeavingRule rule = LeavingRule::kS3Fifo;
+  uint32_t max_priority = KVM_PRIORITY_MAX;  // as which higher ones count
 };
 
 // Since the engine was opened.

@@ -24,6 +24,8 @@ PLACES = [
     ("kMaxSaltBytes", "salt_bytes bytes, at most @; may be null for 0."),
     ("kMaxPrefixPages", "INVALID (n_hashes is 0 or above @,"),
     ("kMaxPrefixKeepNs", "keep_ns is above 2^@);"),
+    ("kMaxPriorityKeepNs", "for so long, at most 2^@, and the default after that"),
+    ("kMaxPriorityRanges", "LIMIT (the sequence has @ parts of"),
     ("kMaxLayers", "n_layers; /* 1 to @; required */"),
     ("kMaxQHeads", "n_q_heads; /* 1 to @, of this shard; required */"),
     ("kMaxKvHeads", "n_kv_heads; /* 1 to @; divides n_q_heads"),

@@ -220,6 +220,12 @@ Seeds request_seeds() {
     ipc::SeqBlock block{.verb = static_cast<uint32_t>(SeqVerb::kPublish), .seq = 1};
     kvm_prefix_hash hashes[2] = {};
   } prefix;
+  const ipc::SeqBlock priority{.verb = static_cast<uint32_t>(SeqVerb::kSetPriority),
+                               .seq = 1,
+                               .begin = 64,
+                               .end = 128,
+                               .keep_ns = 1000,
+                               .priority = 90};
   ipc::SnapshotBlock snapshot{};
   snapshot.verb = 1;
   snapshot.seq = 1;
@@ -235,6 +241,7 @@ Seeds request_seeds() {
           {"observe", request(ipc::Opcode::kObserve, observe)},
           {"seq", request(ipc::Opcode::kSeq, seq)},
           {"prefix", request(ipc::Opcode::kSeq, prefix)},
+          {"priority", request(ipc::Opcode::kSeq, priority)},
           {"snapshot", request(ipc::Opcode::kSnapshot, snapshot)},
           {"cancel", request(ipc::Opcode::kCancel, ipc::CancelBlock{.user_data = 3})},
           {"nop", nop}};

@@ -95,7 +95,7 @@ TEST(HostileEmbedded, EngineRefusesTheRest) {
       engine->submit(client, {}, std::move(step), count);
       reached.insert(refusal);
     }
-    engine->submit(client, {}, SeqRequest{.verb = static_cast<SeqVerb>(9)}, count);
+    engine->submit(client, {}, SeqRequest{.verb = static_cast<SeqVerb>(10)}, count);
     engine->submit(client, {},
                    SeqRequest{.verb = SeqVerb::kCreate, .flags = 1u << 9, .space = space}, count);
     engine->submit(client, {},
@@ -106,9 +106,15 @@ TEST(HostileEmbedded, EngineRefusesTheRest) {
         client, {},
         SeqRequest{.verb = SeqVerb::kPublish, .n_tokens = kMaxPrefixKeepNs + 1, .hashes = {{}}},
         count);
+    for (const PriorityRange& range :
+         {PriorityRange{.priority = KVM_PRIORITY_MAX + 1, .end = 1}, PriorityRange{.end = 0},
+          PriorityRange{.end = 1, .keep_ns = kMaxPriorityKeepNs + 1}}) {
+      engine->submit(client, {}, SeqRequest{.verb = SeqVerb::kSetPriority, .range = range}, count);
+    }
   }
   reached.insert({Refusal::kSeqVerb, Refusal::kSeqFlags, Refusal::kSeqReserve,
-                  Refusal::kPrefixHashes, Refusal::kPrefixKeep});
+                  Refusal::kPrefixHashes, Refusal::kPrefixKeep, Refusal::kPriority,
+                  Refusal::kPriorityRange, Refusal::kPriorityKeep});
   EXPECT_EQ(n_answers, kEnough * reached.size());
   const std::span<const uint64_t> refusals = engine->refusals();
   for (const Refusal refusal : reached) {

@@ -218,6 +218,12 @@ Draft RequestMaker::seq(uint32_t slot, SeqVerb verb, uint32_t space) {
     draft.seq.seq = some_seq(space);
     draft.seq.n_tokens = one_in(2) ? KVM_POSITION_END : below(64);
   }
+  if (verb == SeqVerb::kSetPriority) {
+    draft.seq.priority = static_cast<uint32_t>(below(KVM_PRIORITY_MAX + 1));
+    draft.seq.begin = below(256);
+    draft.seq.end = one_in(2) ? KVM_POSITION_END : draft.seq.begin + 1 + below(256);
+    draft.seq.keep_ns = below(3) * 1'000'000;
+  }
   draft.seal();
   return draft;
 }
@@ -277,6 +283,9 @@ Draft RequestMaker::any(uint32_t slot) {
   }
   if (kind < 58) {
     return seq(slot, static_cast<SeqVerb>(2 + below(4)), space);
+  }
+  if (kind < 59) {
+    return seq(slot, SeqVerb::kSetPriority, space);
   }
   if (kind < 60) {
     return snapshot(slot, static_cast<SnapshotVerb>(1 + below(3)), space);

@@ -185,6 +185,12 @@ TEST_F(AbiAsync, WithoutADiskNothingIsSavedOrPrefetched) {
   EXPECT_EQ(kvm_snapshot_delete(client_, "one"), KVM_ERR_UNSUPPORTED);
   EXPECT_EQ(kvm_snapshot_list(client_, 0, nullptr, 0, &count), KVM_ERR_UNSUPPORTED);
   EXPECT_EQ(kvm_seq_prefetch(client_, seq), KVM_ERR_UNSUPPORTED);
+  kvm_priority_params priority{};
+  priority.struct_size = sizeof priority;
+  priority.seq = seq;
+  priority.end = KVM_POSITION_END;
+  EXPECT_EQ(kvm_seq_set_priority(client_, &priority), KVM_ERR_UNSUPPORTED);
+  EXPECT_EQ(kvm_seq_set_priority(client_, nullptr), KVM_ERR_INVALID);
   // What is wrong by itself is told first.
   EXPECT_EQ(kvm_seq_save(client_, seq, "", 0), KVM_ERR_INVALID);
   EXPECT_EQ(kvm_seq_save(client_, seq, "one", 2), KVM_ERR_INVALID);
@@ -198,10 +204,13 @@ TEST_F(AbiAsync, WithoutADiskNothingIsSavedOrPrefetched) {
   ASSERT_EQ(kvm_seq_load_async(queue_, space_, "one", 2), KVM_OK);
   ASSERT_EQ(kvm_snapshot_delete_async(queue_, "one", 3), KVM_OK);
   ASSERT_EQ(kvm_seq_prefetch_async(queue_, seq, 4), KVM_OK);
+  ASSERT_EQ(kvm_seq_set_priority_async(queue_, &priority, 5), KVM_OK);
+  priority.end = 0;
+  EXPECT_EQ(kvm_seq_set_priority_async(queue_, &priority, 6), KVM_ERR_INVALID);
   EXPECT_EQ(kvm_seq_save_async(queue_, seq, nullptr, 0, 5), KVM_ERR_INVALID);
   ASSERT_EQ(kvm_submit(queue_), KVM_OK);
-  std::array<kvm_completion, 4> completions;
-  ASSERT_EQ(kvm_wait(queue_, completions.data(), 4, 4, kLongNs), 4) << kvm_last_error();
+  std::array<kvm_completion, 5> completions;
+  ASSERT_EQ(kvm_wait(queue_, completions.data(), 5, 5, kLongNs), 5) << kvm_last_error();
   for (const kvm_completion& completion : completions) {
     EXPECT_EQ(completion.status, KVM_ERR_UNSUPPORTED) << completion.user_data;
     EXPECT_STRNE(completion.message, "");

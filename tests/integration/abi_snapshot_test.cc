@@ -413,6 +413,55 @@ TEST(Snapshots, OfAnotherUserDoNotExist) {
   EXPECT_EQ(other->snapshots().size(), 1u);
 }
 
+// What the numbers do is movement_test's; here they arrive.
+TEST(Priorities, AreSetByClientsOfTheUser) {
+  const TemporaryDirectory folder;
+  const Daemon daemon(disk_in(folder));
+  ASSERT_FALSE(HasFatalFailure());
+  User user(daemon.socket_path(), "model");
+  User other(daemon.socket_path(), "model");
+  const kvm_seq_id seq = user.make(1);
+  kvm_priority_params params{};
+  params.struct_size = sizeof params;
+  params.seq = seq;
+  const auto set = [&](kvm_client* client, uint32_t priority, uint64_t begin, uint64_t end,
+                       uint64_t keep_ns = 0) {
+    params.priority = priority;
+    params.begin = begin;
+    params.end = end;
+    params.keep_ns = keep_ns;
+    return kvm_seq_set_priority(client, &params);
+  };
+  EXPECT_EQ(set(user.client, 101, 0, 64), KVM_ERR_INVALID);
+  EXPECT_NE(std::string(kvm_last_error()).find("101"), std::string::npos) << kvm_last_error();
+  EXPECT_EQ(set(user.client, 1, 64, 64), KVM_ERR_INVALID);
+  EXPECT_EQ(set(user.client, 1, 0, 64, (uint64_t{1} << 62) + 1), KVM_ERR_INVALID);
+  params.reserved[0] = 1;
+  EXPECT_EQ(set(user.client, 1, 0, 64), KVM_ERR_INVALID);
+  params.reserved[0] = 0;
+  EXPECT_EQ(set(other.client, 1, 0, 64), KVM_ERR_PERMISSION) << "it is not the other client's";
+  // As many parts as there may be; those whose time has passed are none.
+  for (uint32_t round = 0; round < 2; ++round) {
+    EXPECT_EQ(set(user.client, 50, 0, KVM_POSITION_END), KVM_OK) << kvm_last_error();
+    for (uint32_t i = 0; i < 16; ++i) {
+      EXPECT_EQ(set(user.client, 51 + i, 128 * i, 128 * i + 64, round), KVM_OK) << kvm_last_error();
+    }
+    EXPECT_EQ(set(user.client, 90, 128 * 20, 128 * 20 + 1), round == 0 ? KVM_ERR_LIMIT : KVM_OK);
+  }
+  params.end = KVM_POSITION_END;
+  ASSERT_EQ(kvm_seq_set_priority_async(user.queue, &params, 7), KVM_OK) << kvm_last_error();
+  ASSERT_EQ(kvm_submit(user.queue), KVM_OK);
+  kvm_completion done;
+  ASSERT_EQ(kvm_wait(user.queue, &done, 1, 1, UINT64_MAX), 1);
+  EXPECT_EQ(done.status, KVM_OK) << done.message;
+  // What is published is for all clients of the user to use, and to keep in memory.
+  ASSERT_EQ(kvm_seq_publish(user.client, seq), KVM_OK) << kvm_last_error();
+  EXPECT_EQ(set(other.client, 100, 0, KVM_POSITION_END), KVM_OK) << kvm_last_error();
+  EXPECT_EQ(kvm_seq_prefetch(other.client, seq), KVM_OK) << kvm_last_error();
+  EXPECT_EQ(kvm_seq_free(other.client, seq), KVM_OK) << kvm_last_error();
+  EXPECT_EQ(set(user.client, 1, 0, 64), KVM_ERR_STALE);
+}
+
 TEST(Snapshots, WithoutADiskAreUnsupported) {
   const Daemon daemon;
   ASSERT_FALSE(HasFatalFailure());

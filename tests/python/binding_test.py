@@ -1347,6 +1347,18 @@ class Snapshots(unittest.TestCase):
                 numpy.testing.assert_array_equal(ask(client, seq), expected)
                 seq.prefetch()
                 queue.prefetch_async(seq).result()
+                for i in range(16):
+                    seq.set_priority(51 + i, begin=128 * i, end=128 * i + 64)
+                with self.assertRaises(kvm.Error) as caught:
+                    seq.set_priority(90, begin=4096, end=4160)
+                self.assertEqual(caught.exception.status, kvm.Status.LIMIT)
+                queue.set_priority_async(seq, kvm.PRIORITY_MAX, keep=60).result()
+                seq.set_priority(90, begin=4096)
+                for bad in ({"priority": kvm.PRIORITY_MAX + 1}, {"priority": 1, "end": 0}):
+                    with self.assertRaises(kvm.InvalidError):
+                        seq.set_priority(**bad)
+                with self.assertRaises(ValueError):
+                    seq.set_priority(1, keep=0)
                 loaded = queue.load_async(space, "chat/2").result()
                 numpy.testing.assert_array_equal(ask(client, loaded), expected)
                 client.delete_snapshot("chat/1")

@@ -252,7 +252,7 @@ TEST_F(SimulatedConnection, RowsThatAreNotFiniteAreCountedByDaemonsOfMinorVersio
 }
 
 TEST_F(SimulatedConnection, SnapshotsAndPrefetchNeedADaemonOfMinorVersion8) {
-  for (const uint32_t minor : {7u, 8u}) {
+  for (const uint32_t minor : {7u, 8u, 10u, 11u}) {
     SetUp();
     const auto connection = welcomed(minor);
     Script::QueueMemory rings;
@@ -267,7 +267,7 @@ TEST_F(SimulatedConnection, SnapshotsAndPrefetchNeedADaemonOfMinorVersion8) {
         script_->done(asked->id);
       }
     });
-    auto queue = client::ThinQueue::create(connection, nullptr, 4, 0);
+    auto queue = client::ThinQueue::create(connection, nullptr, 8, 0);
     ASSERT_TRUE(queue.is_ok()) << queue.status().message();
     const kvm_status expected = minor < 8 ? KVM_ERR_UNSUPPORTED : KVM_OK;
     for (const SnapshotVerb verb :
@@ -276,6 +276,9 @@ TEST_F(SimulatedConnection, SnapshotsAndPrefetchNeedADaemonOfMinorVersion8) {
       EXPECT_EQ(queue.value()->stage_snapshot(request, 1).code(), expected);
     }
     EXPECT_EQ(queue.value()->stage_seq({.verb = SeqVerb::kPrefetch, .seq = 1}, 1).code(), expected);
+    const SeqRequest priority{.verb = SeqVerb::kSetPriority, .seq = 1, .range = {.end = 64}};
+    EXPECT_EQ(queue.value()->stage_seq(priority, 1).code(),
+              minor < 11 ? KVM_ERR_UNSUPPORTED : KVM_OK);
   }
 }
 

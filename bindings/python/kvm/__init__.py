@@ -13,10 +13,10 @@ docs/python.md begins at the beginning.
 from collections.abc import Callable as _Callable
 
 from . import _native
-from ._constants import (NO_LIMIT, POSITION_END, PREFIX_TOKENS, Budgets, CodecId, Dtype, Evict,
-                         Feature, IndexKind, LayerKind, LogLevel, Merging, Mode, Positions,
-                         Proposal, QuotaOf, Retention, Rope, SaveFlag, SequenceFlag, SnapshotFlag,
-                         SpaceFlag, Status)
+from ._constants import (NO_LIMIT, POSITION_END, PREFIX_TOKENS, PRIORITY_DEFAULT, PRIORITY_MAX,
+                         Budgets, CodecId, Dtype, Evict, Feature, IndexKind, LayerKind, LogLevel,
+                         Merging, Mode, Positions, Proposal, QuotaOf, Retention, Rope, SaveFlag,
+                         SequenceFlag, SnapshotFlag, SpaceFlag, Status)
 from ._errors import (CancelledError, DisconnectedError, Error, FullError, InvalidError,
                       NotFoundError, PartialError, RefusedError, UnsupportedError,
                       WaitTimeoutError)
@@ -40,13 +40,14 @@ def set_log(listener: _Callable[[LogLevel, str], None] | None) -> None:
 
 
 __all__ = [
-    "NO_LIMIT", "POSITION_END", "PREFIX_TOKENS", "Amounts", "Budgets", "CancelledError", "Client",
-    "ClientEntry", "ClientInfo", "Codec", "CodecId", "Daemon", "DisconnectedError", "Dtype",
-    "Error", "Evict", "EvictResult", "Feature", "FullError", "Index", "IndexKind", "InvalidError",
-    "Item", "Layer", "LayerKind", "LogLevel", "Merging", "Mode", "NotFoundError", "PartialError",
-    "Policy", "Positions", "PrefixHashes", "Proposal", "Queue", "QuotaOf", "RefusedError",
-    "Request", "Retention", "Rope", "SaveFlag", "Sequence", "SequenceFlag", "SequenceInfo",
-    "SnapshotFlag", "SnapshotInfo", "Space", "SpaceFlag", "SpaceInfo", "Stats", "Status", "Step",
-    "StepResult", "StepStats", "UnsupportedError", "UserEntry", "WaitTimeoutError", "connect",
-    "merge", "open_embedded", "probe_heads", "set_log", "start_daemon",
+    "NO_LIMIT", "POSITION_END", "PREFIX_TOKENS", "PRIORITY_DEFAULT", "PRIORITY_MAX", "Amounts",
+    "Budgets", "CancelledError", "Client", "ClientEntry", "ClientInfo", "Codec", "CodecId",
+    "Daemon", "DisconnectedError", "Dtype", "Error", "Evict", "EvictResult", "Feature", "FullError",
+    "Index", "IndexKind", "InvalidError", "Item", "Layer", "LayerKind", "LogLevel", "Merging",
+    "Mode", "NotFoundError", "PartialError", "Policy", "Positions", "PrefixHashes", "Proposal",
+    "Queue", "QuotaOf", "RefusedError", "Request", "Retention", "Rope", "SaveFlag", "Sequence",
+    "SequenceFlag", "SequenceInfo", "SnapshotFlag", "SnapshotInfo", "Space", "SpaceFlag",
+    "SpaceInfo", "Stats", "Status", "Step", "StepResult", "StepStats", "UnsupportedError",
+    "UserEntry", "WaitTimeoutError", "connect", "merge", "open_embedded", "probe_heads", "set_log",
+    "start_daemon",
 ]

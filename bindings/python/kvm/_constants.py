@@ -226,6 +226,8 @@ class SnapshotFlag(enum.IntFlag):
     LOST = 1 << 0
 
 
+PRIORITY_DEFAULT = 50
+PRIORITY_MAX = 100
 EVICT_DISCONNECT = 1 << 0
 POSITION_END = 2**64 - 1
 PREFIX_TOKENS = 64

@@ -71,6 +71,9 @@ class Client:
 
     def prefetch_sequence(self, seq: int) -> None: ...
 
+    def set_priority(
+            self, seq: int, priority: int, begin: int, end: int, keep_ns: int) -> None: ...
+
     def save_sequence(self, seq: int, name: str, flags: int) -> None: ...
 
     def load_sequence(self, space: int, name: str) -> int: ...
@@ -126,7 +129,9 @@ class Verb(enum.Enum):
 
     PUBLISH_PREFIX = 16
 
-    NOP = 17
+    SET_PRIORITY = 17
+
+    NOP = 18
 
 class Request:
     @property
@@ -153,6 +158,9 @@ def make_verb(
 def make_snapshot_verb(client: Client, verb: Verb, id: int, name: str, flags: int) -> Request: ...
 
 def make_prefix_verb(client: Client, seq: int, hashes: bytes, keep_ns: int) -> Request: ...
+
+def make_priority_verb(
+        client: Client, seq: int, priority: int, begin: int, end: int, keep_ns: int) -> Request: ...
 
 def prefix_seed(client: Client, space: int, salt: bytes) -> bytes: ...
 

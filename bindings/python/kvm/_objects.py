@@ -580,6 +580,20 @@ class Sequence:
         """Begins to bring what lies on disk back into memory, as far as there is room."""
         self.space.client._native.prefetch_sequence(self.id)
 
+    def set_priority(self, priority: int, *, begin: int = 0, end: int | None = None,
+                     keep: float | None = None) -> None:
+        """Says how much its tokens [begin, end) are worth in memory, from 0 to 100; 50 is what
+        those have of which nobody said anything. Where memory fills up, the lowest leave first.
+
+        end:   None: whatever it comes to hold.
+        keep:  seconds, after which they are worth 50 again. None: for good.
+
+        Whole pages of 64 tokens have one priority: those that the range touches. A fork has that
+        of what it shares.
+        """
+        self.space.client._native.set_priority(self.id, priority, begin, _end_of(end),
+                                               keep_ns(keep))
+
     def detach(self) -> int:
         """Its id; the sequence is no longer freed with this handle, but with the client."""
         self._owns = False
@@ -794,6 +808,13 @@ class Queue:
         """Starts what `Sequence.prefetch` does."""
         return self._verb(_native.Verb.PREFETCH, seq.id)
 
+    def set_priority_async(self, seq: Sequence, priority: int, *, begin: int = 0,
+                           end: int | None = None, keep: float | None = None) -> Request[None]:
+        """Starts what `Sequence.set_priority` does."""
+        request = _native.make_priority_verb(self.client._native, seq.id, priority, begin,
+                                             _end_of(end), keep_ns(keep))
+        return Request(self, self._native.start(request, True), _nothing)
+
     def save_async(self, seq: Sequence, name: str, *, replace: bool = False) -> Request[None]:
         """Starts what `Sequence.save` waits for."""
         flags = int(SaveFlag.REPLACE) if replace else 0
@@ -940,6 +961,10 @@ class _PublishRequest(Request[int]):
 
 def _nothing(flight: _native.Flight) -> None:
     return None
+
+
+def _end_of(end: int | None) -> int:
+    return POSITION_END if end is None else end
 
 
 def _sequence_in(space: Space) -> Callable[[_native.Flight], Sequence]:

@@ -453,6 +453,14 @@ void register_client(nb::module_& module) {
           },
           nb::arg("seq"))
       .def(
+          "set_priority",
+          [](Client& client, uint64_t seq, uint32_t priority, uint64_t begin, uint64_t end,
+             uint64_t keep_ns) {
+            const kvm_priority_params params = priority_params(seq, priority, begin, end, keep_ns);
+            client.call([&](kvm_client* c) { return kvm_seq_set_priority(c, &params); });
+          },
+          nb::arg("seq"), nb::arg("priority"), nb::arg("begin"), nb::arg("end"), nb::arg("keep_ns"))
+      .def(
           "save_sequence",
           [](Client& client, uint64_t seq, const std::string& name, uint32_t flags) {
             client.call([&](kvm_client* c) { return kvm_seq_save(c, seq, name.c_str(), flags); });

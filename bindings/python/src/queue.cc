@@ -151,6 +151,8 @@ kvm_status Queue::stage(Flight* flight) {
     case Request::Verb::kPublishPrefix:
       return kvm_prefix_publish_async(queue_, r.id, r.hashes.data(), count_of(r.hashes), r.keep_ns,
                                       flight->id);
+    case Request::Verb::kSetPriority:
+      return kvm_seq_set_priority_async(queue_, &r.priority, flight->id);
     case Request::Verb::kNop:
       return kvm_nop_async(queue_, flight->id);
   }

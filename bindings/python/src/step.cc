@@ -275,7 +275,26 @@ std::shared_ptr<Request> make_prefix_verb(std::shared_ptr<Client> client, uint64
   return request;
 }
 
+std::shared_ptr<Request> make_priority_verb(std::shared_ptr<Client> client, uint64_t seq,
+                                            uint32_t priority, uint64_t begin, uint64_t end,
+                                            uint64_t keep_ns) {
+  auto request = make_verb(std::move(client), Request::Verb::kSetPriority, seq, 0, 0, 0);
+  request->priority = priority_params(seq, priority, begin, end, keep_ns);
+  return request;
+}
+
 }  // namespace
+
+kvm_priority_params priority_params(uint64_t seq, uint32_t priority, uint64_t begin, uint64_t end,
+                                    uint64_t keep_ns) {
+  auto params = sized<kvm_priority_params>();
+  params.seq = seq;
+  params.priority = priority;
+  params.begin = begin;
+  params.end = end;
+  params.keep_ns = keep_ns;
+  return params;
+}
 
 void register_step(nb::module_& module) {
   nb::class_<Item>(module, "Item")
@@ -307,6 +326,7 @@ void register_step(nb::module_& module) {
       .value("LOAD", Request::Verb::kLoad)
       .value("DELETE_SNAPSHOT", Request::Verb::kDeleteSnapshot)
       .value("PUBLISH_PREFIX", Request::Verb::kPublishPrefix)
+      .value("SET_PRIORITY", Request::Verb::kSetPriority)
       .value("NOP", Request::Verb::kNop);
   nb::class_<Request>(module, "Request").def_prop_ro("copied_bytes", [](const Request& r) {
     return r.copied_bytes;
@@ -331,6 +351,8 @@ void register_step(nb::module_& module) {
              nb::arg("id"), nb::arg("name"), nb::arg("flags"));
   module.def("make_prefix_verb", make_prefix_verb, nb::arg("client"), nb::arg("seq"),
              nb::arg("hashes"), nb::arg("keep_ns"));
+  module.def("make_priority_verb", make_priority_verb, nb::arg("client"), nb::arg("seq"),
+             nb::arg("priority"), nb::arg("begin"), nb::arg("end"), nb::arg("keep_ns"));
 }
 
 }  // namespace kvm::python

@@ -44,6 +44,7 @@ struct Request {
     kLoad,
     kDeleteSnapshot,
     kPublishPrefix,
+    kSetPriority,
     kNop
   };
 
@@ -59,6 +60,7 @@ struct Request {
   uint32_t flags = 0;                   // of kSave
   std::vector<kvm_prefix_hash> hashes;  // of kPublishPrefix
   uint64_t keep_ns = 0;                 // of kPublishPrefix
+  kvm_priority_params priority{};
   std::vector<kvm_item> items;
   std::vector<kvm_range> ranges;
   std::vector<uint64_t> tree;
@@ -76,6 +78,9 @@ std::shared_ptr<Request> make_step(std::shared_ptr<Client> client, uint64_t spac
                                    uint32_t flags, uint32_t mode, uint32_t proposal, float scale,
                                    float eps, float delta, uint64_t budget, uint64_t seed,
                                    uint64_t deadline_ns);
+
+kvm_priority_params priority_params(uint64_t seq, uint32_t priority, uint64_t begin, uint64_t end,
+                                    uint64_t keep_ns);
 
 void register_step(nanobind::module_& module);
 

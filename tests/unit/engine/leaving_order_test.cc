@@ -6,6 +6,8 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
+#include <utility>
 #include <vector>
 
 namespace kvm::engine {
@@ -134,6 +136,75 @@ TEST(LeavingOrder, WhoIsSetAsideHasItsPlaceInTheNextPass) {
   }
 }
 
+Priorities of_priority(uint32_t priority) {
+  Priorities priorities;
+  EXPECT_TRUE(priorities.set({.priority = priority, .end = 64}, 0).is_ok());
+  return priorities;
+}
+
+// Those of sequences that are in it, and the default.
+TEST(LeavingOrder, PrioritiesThatThereAre) {
+  Order order(LeavingRule::kS3Fifo);
+  const auto all = [&] {
+    std::vector<uint32_t> found = {order.order.lowest_priority()};
+    while (const std::optional<uint32_t> next = order.order.next_priority(found.back())) {
+      found.push_back(*next);
+    }
+    return found;
+  };
+  EXPECT_EQ(all(), std::vector<uint32_t>{50});
+  for (size_t i = 0; i < 4; ++i) {
+    order.enter(i, 100);
+  }
+  for (const auto& [at, priority] : {std::pair{0u, 100u}, {1u, 0u}, {2u, 0u}, {3u, 70u}}) {
+    order.order.set_priorities(order.of[at].get(), of_priority(priority));
+  }
+  EXPECT_EQ(all(), (std::vector<uint32_t>{0, 50, 70, 100}));
+  order.of[1].reset();
+  EXPECT_EQ(all(), (std::vector<uint32_t>{0, 50, 70, 100}));
+  order.order.set_priorities(order.of[2].get(), {});
+  EXPECT_EQ(all(), (std::vector<uint32_t>{50, 70, 100}));
+  // Who has left is remembered, and has its priority when it is back.
+  EXPECT_EQ(order.leave_next(), 0u);
+  EXPECT_EQ(all(), (std::vector<uint32_t>{50, 70}));
+  order.order.set_priorities(order.of[0].get(), of_priority(20));
+  EXPECT_EQ(all(), (std::vector<uint32_t>{50, 70}));
+  order.enter(0, 100);
+  EXPECT_EQ(all(), (std::vector<uint32_t>{20, 50, 70}));
+}
+
+// A pass of another priority goes through those that have it, the one that was used last comes
+// last, and nobody's turns are counted.
+TEST(LeavingOrder, PassesOfOtherPrioritiesAreNoTurns) {
+  Order order(LeavingRule::kS3Fifo);
+  for (size_t i = 0; i < 6; ++i) {
+    order.enter(i, 100);
+  }
+  for (const size_t i : {1u, 3u, 4u}) {
+    order.order.set_priorities(order.of[i].get(), of_priority(i == 4 ? 80 : 10));
+  }
+  order.use(1);
+  for (int pass = 0; pass < 5; ++pass) {
+    order.order.begin_pass(10);
+    std::vector<size_t> met;
+    while (!order.order.is_exhausted()) {
+      const size_t next = order.next();
+      if (next != SIZE_MAX) {
+        met.push_back(next);
+        order.order.set_aside(order.of[next].get());
+      }
+    }
+    EXPECT_EQ(met, (std::vector<size_t>{3, 1}));
+  }
+  order.order.expire_priorities(order.of[3].get(), UINT64_MAX);
+  EXPECT_EQ(order.order.lowest_priority(), 10u);
+  order.order.begin_pass();
+  for (const size_t i : {0u, 1u, 2u, 3u, 4u, 5u}) {
+    EXPECT_EQ(order.leave_next(), i);
+  }
+  EXPECT_EQ(order.order.lowest_priority(), 50u);
+}
+
 // Sequences go whenever they like, and an order before those that are in it.
 TEST(LeavingOrder, SequencesGoFromAnyQueue) {
   std::vector<std::unique_ptr<Residence>> left;
@@ -142,11 +213,7 @@ TEST(LeavingOrder, SequencesGoFromAnyQueue) {
     for (size_t i = 0; i < 12; ++i) {
       order.enter(i, 100);
       order.use(i, static_cast<int>(i % 3));
-      order.order.pin(order.of[i].get());
-      order.order.unpin(order.of[i].get());
     }
-    order.order.pin(order.of[5].get());
-    EXPECT_EQ(order.order.n_pinned(), 1u);
     order.leave_next();
     order.order.set_aside(order.of[order.next()].get());
     EXPECT_EQ(order.order.size(), 11u);
@@ -154,7 +221,6 @@ TEST(LeavingOrder, SequencesGoFromAnyQueue) {
       order.of[i].reset();
     }
     order.of[5].reset();
-    EXPECT_EQ(order.order.n_pinned(), 0u);
     left = std::move(order.of);
   }
   left.clear();

@@ -195,6 +195,14 @@ struct World {
     ADD_FAILURE() << "memory is never full";
     return 0;
   }
+  kvm_status set_priority(kvm_seq_id seq, const PriorityRange& range) {
+    return rig.run(SeqRequest{.verb = SeqVerb::kSetPriority, .seq = seq, .range = range})
+        .status.code();
+  }
+  // Of a whole sequence.
+  kvm_status set_priority(kvm_seq_id seq, uint32_t priority) {
+    return set_priority(seq, {.priority = priority, .end = KVM_POSITION_END});
+  }
   static uint64_t seed(kvm_seq_id seq, uint64_t n) {
     return splitmix64((seq & 0xffffff) * 100'000 + n);
   }
@@ -267,7 +275,7 @@ TEST(Movement, AWorkingSetOfThreeTimesTheMemory) {
 }
 
 // Random requests about random sequences beside an engine with all of it in memory; pages go and
-// come in any order, some writes fail, and callers send, fetch and pin besides.
+// come in any order, some writes fail, and callers send, fetch and set priorities besides.
 TEST(Movement, AnyHistory) {
   for (uint64_t seed = 0; seed < 4; ++seed) {
     SCOPED_TRACE(seed);
@@ -281,7 +289,6 @@ TEST(Movement, AnyHistory) {
       kvm_seq_id small;
       kvm_seq_id large;
       uint64_t length;
-      bool is_pinned;
     };
     std::vector<Seq> seqs;
     std::mt19937_64 random(seed);
@@ -294,7 +301,7 @@ TEST(Movement, AnyHistory) {
       const uint64_t dice = seqs.size() < 6 ? 0 : below(12);
       const size_t at = seqs.empty() ? 0 : below(seqs.size());
       if (dice == 0) {
-        seqs.push_back({world.create(), large.create(large_space), 0, false});
+        seqs.push_back({world.create(), large.create(large_space), 0});
         continue;
       }
       Seq& seq = seqs[at];
@@ -312,7 +319,7 @@ TEST(Movement, AnyHistory) {
       } else if (dice == 7) {
         const uint64_t n = below(2) == 0 ? seq.length : below(seq.length + 1);
         seqs.push_back({world.rig.verb(SeqVerb::kFork, seq.small, n).seq,
-                        large.verb(SeqVerb::kFork, seq.large, n).seq, n, false});
+                        large.verb(SeqVerb::kFork, seq.large, n).seq, n});
       } else if (dice == 8) {
         seq.length = below(seq.length + 1);
         EXPECT_TRUE(world.rig.verb(SeqVerb::kTruncate, seq.small, seq.length).status.is_ok());
@@ -322,14 +329,18 @@ TEST(Movement, AnyHistory) {
         EXPECT_TRUE(large.verb(SeqVerb::kFree, seq.large).status.is_ok());
         seqs.erase(seqs.begin() + static_cast<ptrdiff_t>(at));
       } else if (dice == 10) {
-        EXPECT_TRUE((seq.is_pinned   ? world.rig.engine->unpin(seq.small)
-                     : below(2) == 0 ? world.rig.engine->prefetch(seq.small)
-                                     : world.rig.engine->send_away(seq.small))
+        EXPECT_TRUE((below(2) == 0 ? world.rig.engine->prefetch(seq.small)
+                                   : world.rig.engine->send_away(seq.small))
                         .is_ok());
-        seq.is_pinned = false;
-      } else if (dice == 11 && seq.length < 2000 && !seq.is_pinned) {
-        EXPECT_TRUE(world.rig.engine->pin(seq.small).is_ok());
-        seq.is_pinned = true;
+      } else if (dice == 11) {
+        const uint64_t begin = below(4000);
+        const kvm_status status =
+            world.set_priority(seq.small, {.priority = static_cast<uint32_t>(below(101)),
+                                           .begin = begin,
+                                           .end = begin + 1 + below(2000),
+                                           .keep_ns = below(3) == 0 ? 1 + below(1000) : 0});
+        EXPECT_TRUE(status == KVM_OK || status == KVM_ERR_LIMIT);
+        world.clock.advance(below(500));
       }
       world.turn();
     }
@@ -781,32 +792,183 @@ TEST(Movement, APromptOfOneUseDoesNotPushOutWhatIsUsed) {
   EXPECT_GE(reads_after_a_scan(with_lru), 5u * 4096 / kPageTokens);
 }
 
-TEST(Movement, PinnedSequencesStay) {
-  for (const auto& rule :
-       {+[](EngineOptions*) {},
-        +[](EngineOptions* options) { options->movement.rule = LeavingRule::kLru; }}) {
-    World world(rule);
-    const kvm_seq_id pinned = world.prompt(4096);
-    EXPECT_TRUE(world.rig.engine->pin(pinned).is_ok());
-    EXPECT_TRUE(world.rig.engine->pin(pinned).is_ok());
-    const kvm_seq_id child = world.rig.verb(SeqVerb::kFork, pinned, 3000).seq;
-    world.prompt(60000);
-    EXPECT_GT(world.moved().n_pages_sent, 0u);
-    EXPECT_EQ(world.info(pinned).bytes_away, 0u);
-    EXPECT_EQ(world.info(child).bytes_away, 0u);
-    EXPECT_EQ(world.rig.engine->send_away(pinned).code(), KVM_ERR_BUSY);
-    EXPECT_TRUE(world.rig.engine->unpin(pinned).is_ok());
-    world.prompt(30000);
-    EXPECT_EQ(world.info(pinned).bytes_away, 0u);
-    EXPECT_TRUE(world.rig.engine->unpin(pinned).is_ok());
-    EXPECT_EQ(world.rig.engine->unpin(pinned).code(), KVM_ERR_INVALID);
-    world.prompt(60000);
-    EXPECT_GT(world.info(pinned).bytes_away, 0u);
-    // Whoever is pinned may go as others do.
-    EXPECT_TRUE(world.rig.engine->pin(child).is_ok());
-    EXPECT_TRUE(world.rig.verb(SeqVerb::kFree, child).status.is_ok());
-    EXPECT_EQ(world.rig.engine->pin(child).code(), KVM_ERR_STALE);
+// --- Priorities ---------------------------------------------------------------------------------
+
+uint64_t n_away(World* world, kvm_seq_id seq) { return world->info(seq).bytes_away / kPageBytes; }
+
+// A prompt larger than memory that is worth a little more than what nobody said anything of: what
+// is shared would go after the prompt's own pages otherwise.
+void press(World* world) {
+  const kvm_seq_id seq = world->create();
+  EXPECT_EQ(world->set_priority(seq, 60), KVM_OK);
+  for (uint64_t n = 0; n < 160; ++n) {
+    ASSERT_TRUE(world->run(step_of(world->space, seq, 512, 0, n)).status.is_ok());
   }
+}
+
+TEST(Movement, WhatHasAHighPriorityStays) {
+  for (const auto& rule : {+[](EngineOptions*) {}, +with_lru}) {
+    World world(rule);
+    const kvm_seq_id dear = world.prompt(4096);
+    EXPECT_EQ(world.set_priority(dear, 100), KVM_OK);
+    const kvm_seq_id child = world.rig.verb(SeqVerb::kFork, dear, 3000).seq;
+    press(&world);
+    EXPECT_GT(world.moved().n_pages_sent, 0u);
+    EXPECT_EQ(n_away(&world, dear), 0u);
+    EXPECT_EQ(n_away(&world, child), 0u);
+    EXPECT_TRUE(world.rig.verb(SeqVerb::kFree, child).status.is_ok());
+    world.prompt(30000);
+    EXPECT_EQ(n_away(&world, dear), 0u);
+    EXPECT_EQ(world.set_priority(dear, KVM_PRIORITY_DEFAULT), KVM_OK);
+    world.prompt(60000);
+    EXPECT_EQ(n_away(&world, dear), 64u);
+  }
+}
+
+// What was used last goes before what was not, where it is worth less; and of all, all goes.
+TEST(Movement, TheLowestPriorityGoesFirst) {
+  World world(with_lru);
+  const kvm_seq_id plain = world.prompt(4096);
+  const kvm_seq_id higher = world.prompt(4096);
+  const kvm_seq_id lowest = world.prompt(4096);
+  const kvm_seq_id lower = world.prompt(4096);
+  EXPECT_EQ(world.set_priority(higher, 51), KVM_OK);
+  EXPECT_EQ(world.set_priority(lowest, 0), KVM_OK);
+  EXPECT_EQ(world.set_priority(lower, 49), KVM_OK);
+  const std::vector<kvm_seq_id> order = {lowest, lower, plain, higher};
+  const kvm_seq_id growing = world.create();
+  EXPECT_EQ(world.set_priority(growing, 100), KVM_OK);
+  for (uint64_t n = 0; n < 100 && n_away(&world, higher) != 64; ++n) {
+    ASSERT_TRUE(world.run(step_of(world.space, growing, 512, 0, n)).status.is_ok());
+    for (size_t i = 1; i < order.size(); ++i) {
+      if (n_away(&world, order[i]) != 0) {
+        EXPECT_EQ(n_away(&world, order[i - 1]), 64u) << i;
+      }
+    }
+  }
+  EXPECT_EQ(n_away(&world, higher), 64u);
+}
+
+// Memory full of what is worth most is no reason to refuse an append.
+TEST(Movement, WhereEverythingHasTheHighestPrioritySomethingGoes) {
+  World world;
+  std::vector<kvm_seq_id> seqs;
+  for (int i = 0; i < 6; ++i) {
+    seqs.push_back(world.create());
+    EXPECT_EQ(world.set_priority(seqs.back(), 100), KVM_OK);
+    for (uint64_t n = 0; n < 32; ++n) {
+      ASSERT_TRUE(world.run(step_of(world.space, seqs.back(), 512, 0, n)).status.is_ok());
+    }
+  }
+  EXPECT_GT(world.moved().n_pages_sent, 300u);
+}
+
+TEST(Movement, APriorityIsOfARangeOfTokens) {
+  for (const bool is_shared : {false, true}) {
+    World world(with_lru);
+    const kvm_seq_id seq = world.prompt(4096);
+    // Pages 1 to 16: whole ones, those that the range touches.
+    EXPECT_EQ(world.set_priority(seq, {.priority = 80, .begin = 127, .end = 1025}), KVM_OK);
+    const kvm_seq_id child =
+        is_shared ? world.rig.verb(SeqVerb::kFork, seq, KVM_POSITION_END).seq : seq;
+    press(&world);
+    EXPECT_EQ(n_away(&world, seq), 64u - 16u);
+    // It grows beyond what it has shared, and that is worth no more than anything else.
+    for (uint64_t n = 0; n < 8; ++n) {
+      ASSERT_TRUE(world.run(step_of(world.space, child, 512, 0, n)).status.is_ok());
+    }
+    press(&world);
+    EXPECT_EQ(n_away(&world, child), 64u - 16u + 64u);
+    const RequestResult read = world.run(step_of(world.space, child, 0, 1, 5));
+    EXPECT_TRUE(read.status.is_ok());
+  }
+}
+
+TEST(Movement, APriorityEndsWithItsTime) {
+  World world(with_lru);
+  const kvm_seq_id seq = world.prompt(4096);
+  EXPECT_EQ(world.set_priority(seq, {.priority = 90, .end = KVM_POSITION_END, .keep_ns = 1000}),
+            KVM_OK);
+  const kvm_seq_id child = world.rig.verb(SeqVerb::kFork, seq, KVM_POSITION_END).seq;
+  world.clock.advance(999);
+  press(&world);
+  EXPECT_EQ(n_away(&world, seq), 0u);
+  world.clock.advance(1);
+  press(&world);
+  EXPECT_EQ(n_away(&world, seq), 64u);
+  EXPECT_EQ(n_away(&world, child), 64u);
+}
+
+// Another's priorities are no turn of those that are used: S3-FIFO remembers what it did.
+TEST(Movement, PrioritiesOfOthersTakeNoTurns) {
+  const auto n_reads = [](bool has_priorities) {
+    World world;
+    std::vector<kvm_seq_id> hot;
+    for (int i = 0; i < 5; ++i) {
+      hot.push_back(world.prompt(4096));
+    }
+    for (const kvm_seq_id seq : hot) {
+      world.decode(seq, 4);
+    }
+    const kvm_seq_id other = world.prompt(512);
+    for (uint32_t i = 0; has_priorities && i < 16; ++i) {
+      // Of tokens that it does not have.
+      EXPECT_EQ(
+          world.set_priority(
+              other, {.priority = 3 * i, .begin = 128 * (100 + i), .end = 128 * (100 + i) + 64}),
+          KVM_OK);
+    }
+    for (int i = 0; i < 6; ++i) {
+      world.prompt(10000);
+    }
+    const uint64_t n_before = world.tier.n_reads();
+    for (const kvm_seq_id seq : hot) {
+      world.decode(seq, 1, 2000);
+    }
+    return world.tier.n_reads() - n_before;
+  };
+  EXPECT_EQ(n_reads(true), n_reads(false));
+}
+
+// Nothing that is worth more goes in place of what is only just in use, unless an append waits; and
+// even then it goes later.
+TEST(Movement, WhatIsInUseGoesBeforeWhatIsWorthMore) {
+  World world;
+  const kvm_seq_id dear = world.prompt(4096);
+  EXPECT_EQ(world.set_priority(dear, 100), KVM_OK);
+  const kvm_seq_id used = world.create();
+  for (uint64_t n = 0; n < 120; ++n) {  // 15 MiB
+    ASSERT_TRUE(world.run(step_of(world.space, used, 512, 1, n)).status.is_ok());
+    EXPECT_EQ(n_away(&world, dear), 0u) << n;
+  }
+  EXPECT_GT(n_away(&world, used), 0u);
+}
+
+TEST(Movement, AServiceMayHaveAnUpperLimit) {
+  World world([](EngineOptions* options) {
+    with_lru(options);
+    options->movement.max_priority = 50;
+  });
+  const kvm_seq_id seq = world.prompt(4096);
+  EXPECT_EQ(world.set_priority(seq, 100), KVM_OK);
+  world.prompt(80000);
+  EXPECT_EQ(n_away(&world, seq), 64u);
+}
+
+TEST(Movement, PrioritiesThatCannotBe) {
+  World world;
+  const kvm_seq_id seq = world.prompt(512);
+  const auto set = [&](const PriorityRange& range) { return world.set_priority(seq, range); };
+  EXPECT_EQ(set({.priority = 101, .end = 1}), KVM_ERR_INVALID);
+  EXPECT_EQ(set({.priority = 1, .begin = 5, .end = 5}), KVM_ERR_INVALID);
+  EXPECT_EQ(set({.priority = 1, .end = 1, .keep_ns = (uint64_t{1} << 62) + 1}), KVM_ERR_INVALID);
+  for (uint32_t i = 0; i < 16; ++i) {
+    EXPECT_EQ(set({.priority = i, .begin = 64 * i, .end = 64 * i + 64}), KVM_OK);
+  }
+  EXPECT_EQ(set({.priority = 60, .begin = 64 * 20, .end = 64 * 20 + 1}), KVM_ERR_LIMIT);
+  EXPECT_EQ(set({.priority = 60, .end = 128}), KVM_OK);
+  EXPECT_TRUE(world.rig.verb(SeqVerb::kFree, seq).status.is_ok());
+  EXPECT_EQ(world.set_priority(seq, 60), KVM_ERR_STALE);
 }
 
 // What forks share goes after what they do not.
@@ -1005,33 +1167,6 @@ TEST(Movement, AnOldRefusalIsNoReason) {
   EXPECT_EQ(result.status.message().find("sector 7"), std::string::npos) << result.status.message();
 }
 
-// A pin holds for what was asked for before it, and for what is on its way.
-TEST(Movement, PinsHoldForSendsAskedForBefore) {
-  for (const bool is_first : {false, true}) {
-    for (const bool is_shared : {false, true}) {
-      World world;
-      const kvm_seq_id other = world.prompt(4096);
-      const kvm_seq_id seq = world.prompt(4096);
-      const kvm_seq_id child = world.rig.verb(SeqVerb::kFork, seq, 4096).seq;
-      const kvm_seq_id asked = is_shared ? child : seq;
-      EXPECT_TRUE(world.rig.engine->send_away(is_first ? asked : other).is_ok());
-      world.turn();
-      EXPECT_NE(world.tier.n_waiting(), 0u);
-      EXPECT_TRUE(world.rig.engine->send_away(is_first ? other : asked).is_ok());
-      EXPECT_TRUE(world.rig.engine->pin(seq).is_ok());
-      world.settle();
-      EXPECT_FALSE(world.rig.engine->is_sending());
-      EXPECT_EQ(world.info(seq).bytes_away, 0u) << is_first << is_shared;
-      EXPECT_EQ(world.info(other).bytes_away, 64 * kPageBytes);
-      EXPECT_EQ(world.tier.used_bytes(), 64 * kPageBytes);
-      EXPECT_TRUE(world.rig.engine->unpin(seq).is_ok());
-      EXPECT_TRUE(world.rig.engine->send_away(asked).is_ok());
-      world.settle();
-      EXPECT_EQ(world.info(seq).bytes_away, 64 * kPageBytes);
-    }
-  }
-}
-
 TEST(Movement, OptionsAreChecked) {
   for (const auto& [low, high] : {std::pair{0.0, 0.5}, {0.9, 0.8}, {0.8, 0.8}, {0.5, 1.1}}) {
     EngineOptions options = Rig::make_options(1, kCapacity);
@@ -1039,14 +1174,19 @@ TEST(Movement, OptionsAreChecked) {
     options.movement.high = high;
     EXPECT_EQ(Engine::open(options).status().code(), KVM_ERR_INVALID) << low << ", " << high;
   }
+  for (const uint32_t max_priority : {49u, 101u}) {
+    EngineOptions options = Rig::make_options(1, kCapacity);
+    options.movement.max_priority = max_priority;
+    EXPECT_EQ(Engine::open(options).status().code(), KVM_ERR_INVALID) << max_priority;
+  }
 }
 
 TEST(Movement, WithoutATierNothingMoves) {
   Rig rig;
   const kvm_seq_id seq = rig.create(rig.space(plain_spec()));
   EXPECT_EQ(rig.engine->prefetch(seq).code(), KVM_ERR_UNSUPPORTED);
-  EXPECT_EQ(rig.engine->pin(seq).code(), KVM_ERR_UNSUPPORTED);
-  EXPECT_EQ(rig.engine->unpin(seq).code(), KVM_ERR_UNSUPPORTED);
+  const SeqRequest priority{.verb = SeqVerb::kSetPriority, .seq = seq, .range = {.end = 1}};
+  EXPECT_EQ(rig.run(priority).status.code(), KVM_ERR_UNSUPPORTED);
 }
 
 }  // namespace

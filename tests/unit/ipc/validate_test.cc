@@ -202,7 +202,7 @@ TEST_F(Validate, OtherOpcodes) {
   write_block(Opcode::kObserve, observe);
   EXPECT_EQ(run(), Reject::kTensorDtype) << "column sums are F32";
   SeqBlock seq{};
-  seq.verb = 9;
+  seq.verb = static_cast<uint32_t>(kLastSeqVerb) + 1;
   write_block(Opcode::kSeq, seq);
   EXPECT_EQ(run(), Reject::kSeqVerb);
   seq.verb = static_cast<uint32_t>(SeqVerb::kFree);
@@ -211,6 +211,21 @@ TEST_F(Validate, OtherOpcodes) {
   seq.flags = KVM_SEQ_MANUAL_COMMIT;
   write_block(Opcode::kSeq, seq);
   EXPECT_EQ(run(), Reject::kBlockFlags);
+  // A range has priorities, and nothing else has one.
+  seq.flags = 0;
+  for (uint64_t* field : {&seq.begin, &seq.end, &seq.keep_ns}) {
+    *field = 1;
+    seq.verb = static_cast<uint32_t>(SeqVerb::kFree);
+    write_block(Opcode::kSeq, seq);
+    EXPECT_EQ(run(), Reject::kBlockReserved);
+    seq.verb = static_cast<uint32_t>(SeqVerb::kSetPriority);
+    write_block(Opcode::kSeq, seq);
+    EXPECT_EQ(run(), Reject::kNone);
+  }
+  seq.reserved[0] = 1;
+  write_block(Opcode::kSeq, seq);
+  EXPECT_EQ(run(), Reject::kBlockReserved);
+  seq = {};
   // Hashes behind a block: of a sequence that is published.
   seq.flags = 0;
   seq.verb = static_cast<uint32_t>(SeqVerb::kPublish);

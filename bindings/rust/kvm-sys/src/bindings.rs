@@ -84,6 +84,8 @@ pub const KVM_SPACE_V_IN_K: u32 = 1 << 0;
 pub const KVM_SEQ_MANUAL_COMMIT: u32 = 1 << 0;
 pub const KVM_SEQ_PUBLISHED: u32 = 1 << 1;
 pub const KVM_LIST_ALL_CLIENTS: u32 = 1 << 0;
+pub const KVM_PRIORITY_DEFAULT: u32 = 50;
+pub const KVM_PRIORITY_MAX: u32 = 100;
 pub const KVM_SAVE_REPLACE: u32 = 1 << 0;
 pub const KVM_SNAPSHOT_LOST: u32 = 1 << 0;
 pub const KVM_ITEM_NOT_CAUSAL: u32 = 1 << 0;
@@ -571,6 +573,28 @@ pub struct kvm_seq_info {
 }
 
 impl Default for kvm_seq_info {
+    /// Zeros, and `struct_size`.
+    fn default() -> Self {
+        // SAFETY: numbers and raw pointers; zero is a value of each.
+        let mut zeros: Self = unsafe { std::mem::zeroed() };
+        zeros.struct_size = std::mem::size_of::<Self>() as u32;
+        zeros
+    }
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct kvm_priority_params {
+    pub struct_size: u32,
+    pub priority: u32,
+    pub seq: kvm_seq_id,
+    pub begin: u64,
+    pub end: u64,
+    pub keep_ns: u64,
+    pub reserved: [u64; 2],
+}
+
+impl Default for kvm_priority_params {
     /// Zeros, and `struct_size`.
     fn default() -> Self {
         // SAFETY: numbers and raw pointers; zero is a value of each.
@@ -1147,6 +1171,10 @@ extern "C" {
         out_count: *mut usize,
     ) -> kvm_status;
     pub fn kvm_seq_prefetch(client: *mut kvm_client, seq: kvm_seq_id) -> kvm_status;
+    pub fn kvm_seq_set_priority(
+        client: *mut kvm_client,
+        params: *const kvm_priority_params,
+    ) -> kvm_status;
     pub fn kvm_seq_save(
         client: *mut kvm_client,
         seq: kvm_seq_id,
@@ -1255,6 +1283,11 @@ extern "C" {
     pub fn kvm_seq_prefetch_async(
         queue: *mut kvm_queue,
         seq: kvm_seq_id,
+        user_data: u64,
+    ) -> kvm_status;
+    pub fn kvm_seq_set_priority_async(
+        queue: *mut kvm_queue,
+        params: *const kvm_priority_params,
         user_data: u64,
     ) -> kvm_status;
     pub fn kvm_seq_save_async(

@@ -79,7 +79,7 @@ pub use prefix::{FoundPrefix, PrefixHash, PrefixHashes, PREFIX_TOKENS};
 pub use probe::{HeadProbe, HeadScores};
 pub use queue::{Queue, QueueParams};
 pub use scope::{Completion, Refused, Request, Scope, Ticket};
-pub use sequence::{Sequence, SequenceId, SequenceInfo, SequenceParams, SnapshotInfo};
+pub use sequence::{Priority, Sequence, SequenceId, SequenceInfo, SequenceParams, SnapshotInfo};
 pub use space::{
     Codec, Heads, Index, IndexKind, LayerKind, LayerParams, Policy, Rope, Space, SpaceId,
     SpaceInfo, SpaceParams,

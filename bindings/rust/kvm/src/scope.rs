@@ -12,7 +12,7 @@ use crate::client::nanoseconds;
 use crate::error::{check, Error, Result, Status};
 use crate::prefix::{PrefixHash, Publication};
 use crate::queue::Queue;
-use crate::sequence::{SequenceId, SequenceParams};
+use crate::sequence::{Priority, SequenceId, SequenceParams};
 use crate::space::{Space, SpaceId};
 use crate::step::{Observe, Read, Step, StepStats};
 
@@ -64,6 +64,8 @@ pub enum Request<'b> {
     /// [`Sequence::publish_prefix`](crate::Sequence::publish_prefix): the hashes, and how long to
     /// keep it.
     PublishPrefix(SequenceId, Vec<PrefixHash>, Option<Duration>),
+    /// [`Sequence::set_priority`](crate::Sequence::set_priority).
+    SetPriority(SequenceId, Priority),
     /// Does nothing and completes.
     Nop,
 }
@@ -313,6 +315,12 @@ impl<'s, 'env> Scope<'s, 'env> {
                     )
                 })
             }
+            Request::SetPriority(sequence, priority) => {
+                // SAFETY: this thread's queue; C copies the structure now.
+                check(unsafe {
+                    sys::kvm_seq_set_priority_async(queue, &priority.of(*sequence), ticket)
+                })
+            }
             // SAFETY: this thread's queue.
             Request::Nop => check(unsafe { sys::kvm_nop_async(queue, ticket) }),
         }
@@ -403,6 +411,15 @@ impl<'s, 'env> Scope<'s, 'env> {
     /// As [`Sequence::prefetch`](crate::Sequence::prefetch).
     pub fn prefetch(&mut self, sequence: impl Into<SequenceId>) -> Started<'env> {
         self.start(Request::Prefetch(sequence.into()))
+    }
+
+    /// As [`Sequence::set_priority`](crate::Sequence::set_priority).
+    pub fn set_priority(
+        &mut self,
+        sequence: impl Into<SequenceId>,
+        priority: Priority,
+    ) -> Started<'env> {
+        self.start(Request::SetPriority(sequence.into(), priority))
     }
 
     /// As [`Sequence::save`](crate::Sequence::save), of a name without a NUL byte.

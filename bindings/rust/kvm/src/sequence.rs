@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 use std::fmt;
 use std::mem::ManuallyDrop;
+use std::ops::{Bound, RangeBounds};
 use std::sync::Arc;
 use std::time::Duration;
 
 use kvm_sys as sys;
 
-use crate::client::{c_string, Connection};
+use crate::client::{c_string, nanoseconds, Connection};
 use crate::error::{check, text_of, Result};
 use crate::prefix::{PrefixHash, Publication};
 use crate::space::SpaceId;
@@ -31,6 +32,62 @@ pub struct SequenceId(
 impl From<&Sequence> for SequenceId {
     fn from(sequence: &Sequence) -> Self {
         sequence.id
+    }
+}
+
+/// How much a part of a sequence is worth in memory ([`Sequence::set_priority`]): from 0 to 100,
+/// and [`Priority::DEFAULT`] where nobody said anything. Where memory fills up, the lowest leave
+/// first. A part is whole pages of 64 tokens, those that its range touches.
+///
+/// ```
+/// let whole = kvm::Priority::new(kvm::Priority::MAX);
+/// let answer = kvm::Priority::new(10).tokens(4096..);
+/// # let _ = (whole, answer);
+/// ```
+#[derive(Clone, Copy, Debug)]
+pub struct Priority(sys::kvm_priority_params);
+
+impl Priority {
+    /// Of what nobody has set one for.
+    pub const DEFAULT: u32 = sys::KVM_PRIORITY_DEFAULT;
+    /// What has it stays as long as anything else can go.
+    pub const MAX: u32 = sys::KVM_PRIORITY_MAX;
+
+    /// Of a whole sequence, whatever it comes to hold, for good.
+    pub fn new(priority: u32) -> Self {
+        Priority(sys::kvm_priority_params {
+            priority,
+            end: sys::KVM_POSITION_END,
+            ..Default::default()
+        })
+    }
+
+    /// Of a range of its tokens alone.
+    pub fn tokens(mut self, range: impl RangeBounds<u64>) -> Self {
+        self.0.begin = match range.start_bound() {
+            Bound::Included(begin) => *begin,
+            Bound::Excluded(before) => before.saturating_add(1),
+            Bound::Unbounded => 0,
+        };
+        self.0.end = match range.end_bound() {
+            Bound::Included(last) => last.saturating_add(1),
+            Bound::Excluded(end) => *end,
+            Bound::Unbounded => sys::KVM_POSITION_END,
+        };
+        self
+    }
+
+    /// For so long, and the default after that.
+    pub fn keep(mut self, time: Duration) -> Self {
+        self.0.keep_ns = nanoseconds(time).max(1);
+        self
+    }
+
+    pub(crate) fn of(&self, sequence: SequenceId) -> sys::kvm_priority_params {
+        sys::kvm_priority_params {
+            seq: sequence.0,
+            ..self.0
+        }
     }
 }
 
@@ -276,6 +333,26 @@ impl Sequence {
     pub fn prefetch(&self) -> Result<()> {
         // SAFETY: a live client.
         check(unsafe { sys::kvm_seq_prefetch(self.connection.raw(), self.id.0) })
+    }
+
+    /// Says how much a part of the sequence is worth in memory, in place of what was said of it
+    /// before. Fails with `Unsupported` (there is no slower tier), `Invalid`, `Limit` (16 parts of
+    /// different priorities or times), `Stale`, `Lost` or `Timeout`.
+    ///
+    /// ```
+    /// # let client = kvm::Client::open_embedded(&kvm::EmbeddedParams::new().threads(1))?;
+    /// # let space = client.register_space(&kvm::SpaceParams::new("my-model", 2, 4, 64))?;
+    /// # let sequence = space.create_sequence()?;
+    /// use kvm::Priority;
+    /// let ten_minutes = std::time::Duration::from_secs(600);
+    /// let system_prompt = Priority::new(90).tokens(0..2048).keep(ten_minutes);
+    /// // An engine in the process has no slower tier.
+    /// assert!(sequence.set_priority(&system_prompt).is_err());
+    /// # Ok::<(), kvm::Error>(())
+    /// ```
+    pub fn set_priority(&self, priority: &Priority) -> Result<()> {
+        // SAFETY: a live client and a structure.
+        check(unsafe { sys::kvm_seq_set_priority(self.connection.raw(), &priority.of(self.id)) })
     }
 
     pub(crate) fn take(connection: &Arc<Connection>, id: SequenceId) -> Result<Sequence> {

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use common::*;
-use kvm::{Client, ConnectParams, Item, QueueParams, Status, Step};
+use kvm::{Client, ConnectParams, Item, Priority, QueueParams, Status, Step};
 
 /// A daemon of one test's own.
 struct Daemon {
@@ -282,10 +282,24 @@ fn what_was_saved_is_there_after_the_daemon_was_killed() {
     let sequence = space.load("chat/1").unwrap();
     assert_eq!(ask(&client, &space, &sequence), expected);
     sequence.prefetch().unwrap();
+    for i in 0..16 {
+        let part = Priority::new(51 + i).tokens(128 * u64::from(i)..128 * u64::from(i) + 64);
+        sequence.set_priority(&part).unwrap();
+    }
+    let one_more = Priority::new(90).tokens(4096..=4096);
+    let error = sequence.set_priority(&one_more).unwrap_err();
+    assert_eq!(error.status(), Status::Limit, "{error}");
+    for bad in [Priority::new(Priority::MAX + 1), Priority::new(1).tokens(7..7)] {
+        let error = sequence.set_priority(&bad).unwrap_err();
+        assert_eq!(error.status(), Status::Invalid, "{error}");
+    }
     let mut queue = client.create_queue(&QueueParams::new()).unwrap();
     let loaded = queue.scope(|scope| {
         let prefetch = scope.prefetch(&sequence).unwrap();
         scope.wait(prefetch).unwrap().result.unwrap();
+        let whole = Priority::new(Priority::MAX).keep(Duration::from_secs(60));
+        let set = scope.set_priority(&sequence, whole).unwrap();
+        scope.wait(set).unwrap().result.unwrap();
         let load = scope.load(&space, c_string("chat/2")).unwrap();
         scope.wait(load).unwrap().sequence.unwrap()
     });
@@ -305,6 +319,7 @@ fn without_a_disk_nothing_is_saved() {
     for error in [
         rig.sequence.save("one", true).unwrap_err(),
         rig.sequence.prefetch().unwrap_err(),
+        rig.sequence.set_priority(&Priority::new(1)).unwrap_err(),
         rig.space.load("one").unwrap_err(),
         rig.client.delete_snapshot("one").unwrap_err(),
         rig.client.snapshots().unwrap_err(),

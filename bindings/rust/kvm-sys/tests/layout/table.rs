@@ -225,6 +225,15 @@ structures! {
         bytes_away,
         reserved,
     }
+    kvm_priority_params {
+        struct_size,
+        priority,
+        seq,
+        begin,
+        end,
+        keep_ns,
+        reserved,
+    }
     kvm_snapshot_info {
         struct_size,
         flags,
@@ -538,6 +547,8 @@ constants! {
     KVM_SEQ_MANUAL_COMMIT,
     KVM_SEQ_PUBLISHED,
     KVM_LIST_ALL_CLIENTS,
+    KVM_PRIORITY_DEFAULT,
+    KVM_PRIORITY_MAX,
     KVM_SAVE_REPLACE,
     KVM_SNAPSHOT_LOST,
     KVM_ITEM_NOT_CAUSAL,
