@@ -71,15 +71,16 @@ class ColdSampledRun {
               {"auto", KVM_MODE_AUTO, 0},          {"auto_fastest", KVM_MODE_AUTO, 0, 1}};
   }
 
+  void send_away() {
+    require(rig_.engine().send_away(seq_), "sending away");
+    while (rig_.engine().is_sending()) {
+      rig_.engine().work();
+      rig_.engine().poll();
+    }
+  }
+
   // While it is in memory, and then away.
   void run(uint32_t repeats, bool is_away) {
-    if (is_away) {
-      require(rig_.engine().send_away(seq_), "sending away");
-      while (rig_.engine().is_sending()) {
-        rig_.engine().work();
-        rig_.engine().poll();
-      }
-    }
     for (uint32_t i = 0; i <= repeats; ++i) {
       for (Mode& mode : modes_) {
         const uint64_t n_before = tier_->stats().read_bytes;
@@ -171,6 +172,7 @@ int run_cold_sampled(const Options& options) {
     };
     ColdSampledRun run(options, shape, sizes, folder.path());
     run.run(repeats, false);
+    run.send_away();
     run_fio();
     run.run(repeats, true);
     run_fio();
