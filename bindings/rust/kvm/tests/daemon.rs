@@ -289,7 +289,10 @@ fn what_was_saved_is_there_after_the_daemon_was_killed() {
     let one_more = Priority::new(90).tokens(4096..=4096);
     let error = sequence.set_priority(&one_more).unwrap_err();
     assert_eq!(error.status(), Status::Limit, "{error}");
-    for bad in [Priority::new(Priority::MAX + 1), Priority::new(1).tokens(7..7)] {
+    for bad in [
+        Priority::new(Priority::MAX + 1),
+        Priority::new(1).tokens(7..7),
+    ] {
         let error = sequence.set_priority(&bad).unwrap_err();
         assert_eq!(error.status(), Status::Invalid, "{error}");
     }
