@@ -89,12 +89,9 @@ void Movement::note_fork(const Sequence& parent, Sequence* child) noexcept {
   if (priorities.is_empty()) {
     return;
   }
-  uint64_t n_tokens = 0;
-  for (const PageList& list : child->lists) {
-    n_tokens = std::max(n_tokens, list.length());
-  }
   try {
-    order_.set_priorities(&child->residence, priorities.first(n_tokens, clock_->now_ns()));
+    order_.set_priorities(&child->residence,
+                          priorities.first(longest_layer(child), clock_->now_ns()));
   } catch (const std::bad_alloc&) {
     // It has none: what it shares may go sooner.
   }
@@ -275,6 +272,7 @@ bool Movement::begin_send(const PageBatches::Limits& limits, uint64_t max_bytes)
 }
 
 bool Movement::choose() {
+  const uint64_t now_ns = clock_->now_ns();
   for (uint32_t i = 0; i < kLooksPerTurn; ++i) {
     if (!is_in_pass_ || n_looks_left_ == 0 || order_.is_exhausted()) {
       if (!begin_next_pass() || verdict_ == Verdict::kWaitsForReaders) {
@@ -287,7 +285,7 @@ bool Movement::choose() {
     if (residence == nullptr) {
       continue;
     }
-    order_.expire_priorities(residence, clock_->now_ns());
+    order_.expire_priorities(residence, now_ns);
     if (level_ != Level::kBusy && sequence_order_->is_busy(residence->seq())) {
       has_met_busy_ = true;
       order_.set_aside(residence);
@@ -302,12 +300,10 @@ bool Movement::choose() {
 
 // Goes from pass to pass as long as something is left to try.
 bool Movement::begin_next_pass() {
-  if (!is_in_pass_) {
+  const bool goes_on = is_in_pass_ && go_further();
+  if (!goes_on && (!is_in_pass_ || has_sent_)) {
     begin_search();
-  } else if (go_further()) {
-  } else if (has_sent_) {
-    begin_search();
-  } else {
+  } else if (!goes_on) {
     end_passes();
     is_resting_ = true;
     if (!has_waiters_) {

@@ -11,6 +11,20 @@ namespace kvm::engine {
 using LeavingHook = ResidenceHook<ByLeaving>;
 using PriorityHook = ResidenceHook<ByPriority>;
 
+namespace {
+
+// Counts the parts of a sequence among those of each priority, or takes them out.
+template <typename Counts>
+void count_parts(const Priorities& priorities, bool is_in, Counts* n_parts) {
+  for (const Priorities::Part& part : priorities.parts()) {
+    uint32_t& n = (*n_parts)[part.priority];
+    KVM_ASSERT(is_in || n != 0);
+    n = is_in ? n + 1 : n - 1;
+  }
+}
+
+}  // namespace
+
 Residence::~Residence() {
   if (order_ != nullptr) {
     order_->take_out(this);
@@ -126,13 +140,9 @@ void LeavingOrder::expire_priorities(Residence* residence, uint64_t now_ns) {
   if (!residence->priorities_.has_expired(now_ns)) {
     return;
   }
-  for (const Priorities::Part& part : residence->priorities_.parts()) {
-    --n_parts_[part.priority];
-  }
+  count_parts(residence->priorities_, false, &n_parts_);
   residence->priorities_.expire(now_ns);
-  for (const Priorities::Part& part : residence->priorities_.parts()) {
-    ++n_parts_[part.priority];
-  }
+  count_parts(residence->priorities_, true, &n_parts_);
   if (residence->priorities_.is_empty()) {
     residence->PriorityHook::unlink();
   }
@@ -143,19 +153,14 @@ void LeavingOrder::enter_priorities(Residence* residence) {
     return;
   }
   prioritised_.push_front(*residence);
-  for (const Priorities::Part& part : residence->priorities_.parts()) {
-    ++n_parts_[part.priority];
-  }
+  count_parts(residence->priorities_, true, &n_parts_);
 }
 
 void LeavingOrder::leave_priorities(Residence* residence) {
   if (residence->PriorityHook::is_linked()) {
     residence->PriorityHook::unlink();
   }
-  for (const Priorities::Part& part : residence->priorities_.parts()) {
-    KVM_ASSERT(n_parts_[part.priority] != 0);
-    --n_parts_[part.priority];
-  }
+  count_parts(residence->priorities_, false, &n_parts_);
 }
 
 std::optional<uint32_t> LeavingOrder::priority_from(uint32_t priority) const {

@@ -8,6 +8,7 @@
 
 #include "base/assert.h"
 #include "base/clock.h"
+#include "base/round.h"
 
 namespace kvm::engine {
 namespace {
@@ -85,7 +86,7 @@ Priorities::Stretch Priorities::at(uint64_t page, uint64_t now_ns) const {
 }
 
 Priorities Priorities::first(uint64_t n_tokens, uint64_t now_ns) const {
-  const uint64_t end = (n_tokens + kPageTokens - 1) / kPageTokens;
+  const uint64_t end = div_up(n_tokens, kPageTokens);
   Priorities first;
   for (Part part : parts_) {
     part.end = std::min(part.end, end);

@@ -22,7 +22,7 @@ DiskMemory::DiskMemory(uint64_t size_bytes) noexcept {
     return;
   }
   // To a drive a transfer is one stretch of a huge page, and otherwise one of each OS page, which
-  // costs a quarter of the bandwidth of a virtual drive. What is mapped is aligned to huge pages.
+  // costs half of the bandwidth of a virtual drive. What is mapped is aligned to huge pages.
   const uint64_t slack = size_bytes < kHugePageBytes ? 0 : kHugePageBytes;
   void* const mapped = ::mmap(nullptr, size_bytes + slack, PROT_READ | PROT_WRITE,
                               MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);

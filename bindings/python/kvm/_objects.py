@@ -424,7 +424,7 @@ class Space:
 
         It pays for no page that it has from there. Costs the same at any length.
         """
-        at = POSITION_END if n_tokens is None else n_tokens
+        at = _position(n_tokens)
         return Sequence(self, self.client._native.fork_sequence(id, at))
 
     def prefix_hashes(self, tokens: Iterable[int] | Any, *, salt: bytes = b"") -> PrefixHashes:
@@ -524,7 +524,7 @@ class Sequence:
 
     def fork(self, n_tokens: int | None = None) -> Sequence:
         """A sequence that shares the first n_tokens (None: all). Costs the same at any length."""
-        at = POSITION_END if n_tokens is None else n_tokens
+        at = _position(n_tokens)
         return Sequence(self.space, self.space.client._native.fork_sequence(self.id, at))
 
     def truncate(self, n_tokens: int) -> None:
@@ -533,7 +533,7 @@ class Sequence:
 
     def commit(self, n_tokens: int | None = None) -> None:
         """Makes the first n_tokens (None: all) final: policies may act on them."""
-        at = POSITION_END if n_tokens is None else n_tokens
+        at = _position(n_tokens)
         self.space.client._native.commit_sequence(self.id, at)
 
     def free(self) -> None:
@@ -591,7 +591,7 @@ class Sequence:
         Whole pages of 64 tokens have one priority: those that the range touches. A fork has that
         of what it shares.
         """
-        self.space.client._native.set_priority(self.id, priority, begin, _end_of(end),
+        self.space.client._native.set_priority(self.id, priority, begin, _position(end),
                                                keep_ns(keep))
 
     def detach(self) -> int:
@@ -770,7 +770,7 @@ class Queue:
 
     def fork_async(self, seq: Sequence, n_tokens: int | None = None) -> Request[Sequence]:
         """Starts what `Sequence.fork` waits for."""
-        at = POSITION_END if n_tokens is None else n_tokens
+        at = _position(n_tokens)
         request = _native.make_verb(self.client._native, _native.Verb.FORK, seq.id, at, 0, 0)
         return _SequenceRequest(self, self._native.start(request, True), _sequence_in(seq.space))
 
@@ -780,7 +780,7 @@ class Queue:
 
     def commit_async(self, seq: Sequence, n_tokens: int | None = None) -> Request[None]:
         """Starts what `Sequence.commit` waits for."""
-        at = POSITION_END if n_tokens is None else n_tokens
+        at = _position(n_tokens)
         return self._verb(_native.Verb.COMMIT, seq.id, at)
 
     def free_async(self, seq: Sequence) -> Request[None]:
@@ -812,7 +812,7 @@ class Queue:
                            end: int | None = None, keep: float | None = None) -> Request[None]:
         """Starts what `Sequence.set_priority` does."""
         request = _native.make_priority_verb(self.client._native, seq.id, priority, begin,
-                                             _end_of(end), keep_ns(keep))
+                                             _position(end), keep_ns(keep))
         return Request(self, self._native.start(request, True), _nothing)
 
     def save_async(self, seq: Sequence, name: str, *, replace: bool = False) -> Request[None]:
@@ -963,8 +963,9 @@ def _nothing(flight: _native.Flight) -> None:
     return None
 
 
-def _end_of(end: int | None) -> int:
-    return POSITION_END if end is None else end
+def _position(at: int | None) -> int:
+    """As kvm.h has it; None: the end."""
+    return POSITION_END if at is None else at
 
 
 def _sequence_in(space: Space) -> Callable[[_native.Flight], Sequence]:
