@@ -151,6 +151,14 @@ function(kvm_isa_source target file)
   set_property(GLOBAL APPEND PROPERTY KVM_ISA_TARGETS ${target})
 endfunction()
 
+# kvm_all_checks(FILE...)
+# Product code that a test compiles anew gets the checks that tests do without (KVM_FEWER_CHECKS).
+function(kvm_all_checks)
+  if(KVM_FEWER_CHECKS)
+    set_property(SOURCE ${ARGN} APPEND PROPERTY COMPILE_OPTIONS -fsanitize=undefined)
+  endif()
+endfunction()
+
 # kvm_flatbuffers(TARGET SCHEMA)
 # Generates <folder>/<schema>_generated.h from SCHEMA for TARGET and those that link it.
 function(kvm_flatbuffers target schema)
