@@ -18,6 +18,8 @@
 #   kvm_add_fuzzer(ring_fuzz ring_fuzz.cc LIBS kvm_ipc)            # libFuzzer, in tests/fuzz
 #   kvm_add_bench(merge_bench merge_bench.cc LIBS kvm_attention)   # Google Benchmark
 #
+# Where KVM_PLAIN_TESTS is set (tests/CMakeLists.txt), tests are compiled without optimisation.
+#
 # What they add by themselves: the warnings, include paths rooted at the repository (and include/,
 # so that the ABI is "kvm.h"), KVM_CHECK, and precompiled standard headers. Executables land in
 # <build>/bin, libraries in <build>/lib. Tests run in <build>/tests with KVM_BIN_DIR set to
@@ -68,6 +70,12 @@ if(KVM_PCH)
     kvm_add_pch_target(kvm_test_pch GTest::gtest)
     target_precompile_headers(
       kvm_test_pch PRIVATE "$<$<COMPILE_LANGUAGE:CXX>:<cmake/test_pch.h$<ANGLE-R>>")
+    if(KVM_PLAIN_OPTIONS)
+      kvm_add_pch_target(kvm_plain_test_pch GTest::gtest)
+      target_compile_options(kvm_plain_test_pch PRIVATE ${KVM_PLAIN_OPTIONS})
+      target_precompile_headers(
+        kvm_plain_test_pch PRIVATE "$<$<COMPILE_LANGUAGE:CXX>:<cmake/test_pch.h$<ANGLE-R>>")
+    endif()
   endif()
 endif()
 
@@ -237,13 +245,23 @@ function(kvm_register_binding_test name script)
   kvm_register_python_test(${name} ${script} ${arg_UNPARSED_ARGUMENTS} ENV ${arg_ENV})
 endfunction()
 
+# Sets the precompiled headers of a test, and its level of optimisation.
+function(kvm_use_test_pch name)
+  if(KVM_PLAIN_TESTS AND KVM_PLAIN_OPTIONS)
+    target_compile_options(${name} PRIVATE ${KVM_PLAIN_OPTIONS})
+    kvm_use_pch(${name} kvm_plain_test_pch)
+  else()
+    kvm_use_pch(${name} kvm_test_pch)
+  endif()
+endfunction()
+
 # kvm_add_test(NAME FILE... [LIBS ...] [ARGS ...] [LABELS ...] [TIMEOUT s] [ENV NAME=VALUE ...])
 function(kvm_add_test name)
   cmake_parse_arguments(PARSE_ARGV 1 arg "" "TIMEOUT" "LIBS;ARGS;LABELS;ENV")
   add_executable(${name} ${arg_UNPARSED_ARGUMENTS})
   target_link_libraries(${name} PRIVATE kvm_flags kvm_warnings ${arg_LIBS} GTest::gtest
                                         GTest::gtest_main)
-  kvm_use_pch(${name} kvm_test_pch)
+  kvm_use_test_pch(${name})
   set(options)
   foreach(option TIMEOUT LABELS ENV)
     if(DEFINED arg_${option})
