@@ -206,8 +206,10 @@ function(kvm_register_test name)
   list(APPEND arg_ENV "KVM_BIN_DIR=${PROJECT_BINARY_DIR}/bin"
        "KVM_SOURCE_DIR=${PROJECT_SOURCE_DIR}" "PYTHONDONTWRITEBYTECODE=1"
        "OPENBLAS_NUM_THREADS=1" "OMP_NUM_THREADS=1" "MKL_NUM_THREADS=1")
-  set_tests_properties(${name} PROPERTIES TIMEOUT ${arg_TIMEOUT} SKIP_RETURN_CODE 77
-                                          LABELS "${arg_LABELS}" ENVIRONMENT "${arg_ENV}")
+  # The long ones begin first, for none shall run alone at the end.
+  set_tests_properties(${name} PROPERTIES TIMEOUT ${arg_TIMEOUT} COST ${arg_TIMEOUT}
+                                          SKIP_RETURN_CODE 77 LABELS "${arg_LABELS}"
+                                          ENVIRONMENT "${arg_ENV}")
 endfunction()
 
 # kvm_register_python_test(NAME SCRIPT [LABELS ...] [TIMEOUT s] [ENV NAME=VALUE ...])
