@@ -10,6 +10,7 @@
 
 #include "attention/sampled/estimate.h"
 #include "attention/sampled/pilot.h"
+#include "tests/common/environment.h"
 #include "tests/unit/attention/approx_rig.h"
 
 namespace kvm::attention {
@@ -19,11 +20,11 @@ using testing::Buffer;
 using testing::Head;
 
 TEST(Sampled, TheBarCoversTheError) {
-  int misses = 0;
-  int misses_lse = 0;
-  int trials = 0;
+  uint64_t misses = 0;
+  uint64_t misses_lse = 0;
+  uint64_t trials = 0;
   double ratio = 0;
-  for (uint64_t seed = 0; seed < 60; ++seed) {
+  for (uint64_t seed = 0; seed < kvm::testing::by_day(24, 60); ++seed) {
     Head head(
         {.n_tokens = 4096, .dim_v = 64, .sharpness = 1.0 + 0.2 * static_cast<double>(seed % 8)},
         seed + 100);
@@ -34,15 +35,16 @@ TEST(Sampled, TheBarCoversTheError) {
       ++trials;
       const double share = head.error_o(r) / static_cast<double>(head.report.err_o[r]);
       ratio += share;
-      misses += share > 1 ? 1 : 0;
-      misses_lse += head.error_lse(r) > static_cast<double>(head.report.err_lse[r]) ? 1 : 0;
+      misses += share > 1 ? 1u : 0u;
+      misses_lse += head.error_lse(r) > static_cast<double>(head.report.err_lse[r]) ? 1u : 0u;
     }
   }
   // delta 0.01: of 240 trials (four rows share a sample) 2.4 misses are expected.
-  EXPECT_LE(misses, 9);
-  EXPECT_LE(misses_lse, 9);
-  EXPECT_GT(ratio / trials, 0.4);  // and it is no wider than it must be
-  EXPECT_LT(ratio / trials, 0.95);
+  EXPECT_LE(misses, 9 * trials / 240);
+  EXPECT_LE(misses_lse, 9 * trials / 240);
+  ratio /= static_cast<double>(trials);
+  EXPECT_GT(ratio, 0.4);  // and it is no wider than it must be
+  EXPECT_LT(ratio, 0.95);
 }
 
 // A bar is relative: values in other units have the same. Where squares of values are too small for
@@ -75,17 +77,18 @@ TEST(Sampled, TheBarDoesNotDependOnTheUnitOfValues) {
 
 // Of few keys one may be most of the answer, and o all but its value.
 TEST(Sampled, TheBarOfASingleKeyIsNotSmall) {
-  int misses = 0;
-  for (uint64_t seed = 0; seed < 100; ++seed) {
+  uint64_t misses = 0;
+  const uint64_t n = kvm::testing::by_day(50, 100);
+  for (uint64_t seed = 0; seed < n; ++seed) {
     Head head({.n_tokens = 4096, .group = 1, .dim_v = 64, .sharpness = 0.3}, seed + 700);
     head.input.params.budget = 1;
     head.input.params.n_recent = 1;
     head.build();
     head.run();
     const auto bar = static_cast<double>(head.report.err_o[0]);
-    misses += head.error_o(0) > 2 * bar ? 1 : 0;
+    misses += head.error_o(0) > 2 * bar ? 1u : 0u;
   }
-  EXPECT_LE(misses, 2);
+  EXPECT_LE(misses, n / 50);
 }
 
 // Against Boost's quantiles of Fisher's distribution and of the chi-square.
@@ -193,6 +196,9 @@ TEST(Sampled, BarsHoldWhereTheErrorHasOneDirection) {
     }
   };
   for (const uint64_t budget : {100, 400}) {
+    if (budget != 100 && kvm::testing::by_day(1, 2) == 1) {
+      continue;
+    }
     // Three standard errors above delta.
     EXPECT_LE(share_beyond_the_bar(0.1, budget, on_a_line), 0.157);
     EXPECT_LE(share_beyond_the_bar(0.1, budget, cancelling), 0.157);
@@ -206,7 +212,7 @@ TEST(Sampled, BarsHoldWhereTheErrorHasOneDirection) {
 // Keys that are much longer than the others have logits that their codes say little of. One
 // request, many seeds: what the codes happen to say of it is the same for all.
 TEST(Sampled, LongKeysAreReadNotGuessed) {
-  for (uint64_t seed = 0; seed < 4; ++seed) {
+  for (uint64_t seed = 0; seed < kvm::testing::by_day(2, 4); ++seed) {
     Head head({.n_tokens = 8192, .group = 1, .dim_v = 32, .sharpness = 0.5}, 40 + seed);
     for (uint64_t t = 200; t < 8000; t += 400) {
       const float longer = 3.0f + static_cast<float>(t % 7);
