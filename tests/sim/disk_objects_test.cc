@@ -427,7 +427,8 @@ class DiskObjects : public ::testing::TestWithParam<Life::Kind> {};
 TEST_P(DiskObjects, AreThereAfterAnyCrashOrReportedAsLost) {
   const uint64_t only = number_from_environment("KVM_DISK_SEED", UINT64_MAX);
   const uint64_t first = only == UINT64_MAX ? 0 : only;
-  const uint64_t n = only == UINT64_MAX ? number_from_environment("KVM_DISK_SEEDS", 150) : 1;
+  const uint64_t n =
+      only == UINT64_MAX ? number_from_environment("KVM_DISK_SEEDS", by_day(60, 150)) : 1;
   Tally tally;
   for (uint64_t seed = first; seed < first + n; ++seed) {
     SCOPED_TRACE("KVM_DISK_SEED=" + std::to_string(seed));
