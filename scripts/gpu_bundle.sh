@@ -7,12 +7,18 @@
 #
 # nvcc is the one of $CUDACXX, of the PATH, or of packages/python.txt in build/venv. Exit status 77
 # where there is none; 1 where the bundle would need more than libc, or is larger than 16 MiB.
+# With KVM_GPU_ARCHITECTURES=A;B (as CMake has them) it is for those only, and lies in BUILD_FOLDER.
 # BUILD_FOLDER/compile.log holds what ptxas said of the shipped kernels.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 folder="${1:-$root/build/gpu_check}"
 bundle="$root/build/gpu_bundle"
+architectures=()
+if [[ -n "${KVM_GPU_ARCHITECTURES:-}" ]]; then
+  bundle="$folder/gpu_bundle"
+  architectures=(-DKVM_GPU_ARCHITECTURES="$KVM_GPU_ARCHITECTURES")
+fi
 max_bytes=$((16 << 20))
 
 fail() {
@@ -46,7 +52,8 @@ if command -v ccache >/dev/null; then
 fi
 mkdir -p "$folder"
 cmake -S "$root/bench/gpu" -B "$folder" -G Ninja -DCMAKE_BUILD_TYPE=Release \
-  -DCMAKE_CUDA_COMPILER="$nvcc" "${launcher[@]}" >"$folder/configure.log" 2>&1 || {
+  -DCMAKE_CUDA_COMPILER="$nvcc" "${launcher[@]}" "${architectures[@]}" \
+  >"$folder/configure.log" 2>&1 || {
   cat "$folder/configure.log"
   fail 'CMake could not configure bench/gpu'
 }
@@ -73,5 +80,5 @@ foreign="$(readelf -d "$bundle/kvm_gpu_check" | sed -n 's/.*NEEDED.*\[\(.*\)\]/\
 [[ -z "$foreign" ]] || fail "kvm_gpu_check needs more than libc: $foreign"
 bytes="$(du -sb "$bundle" | cut -f1)"
 ((bytes <= max_bytes)) || fail "the bundle has $bytes bytes; at most $max_bytes"
-tar -C "$root/build" -czf "$bundle.tar.gz" gpu_bundle
-echo "gpu_bundle: build/gpu_bundle, $bytes bytes, needs libc only"
+tar -C "${bundle%/*}" -czf "$bundle.tar.gz" gpu_bundle
+echo "gpu_bundle: ${bundle#"$root/"}, $bytes bytes, needs libc only"

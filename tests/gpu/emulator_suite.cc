@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // Runs every kernel in the emulator and compares it with fp64 arithmetic.
 //
-//   gpu_emulator_suite [--quiet] [--seed N]
+//   gpu_emulator_suite [--quiet] [--first] [--seed N]
 //
-// Prints a line per configuration and the largest errors; exits 1 if one of them is wrong. Without
-// GoogleTest, for planted_bugs.py compiles it many times over.
+// Prints a line per configuration and the largest errors; exits 1 if one of them is wrong, with
+// --first at once. Without GoogleTest, for planted_bugs.py compiles it many times over.
 #include <algorithm>
 #include <charconv>
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <string_view>
@@ -24,7 +25,7 @@ namespace {
 
 class Suite {
  public:
-  Suite(uint64_t seed, bool quiet) : seed_(seed), quiet_(quiet) {}
+  Suite(uint64_t seed, bool quiet, bool first) : seed_(seed), quiet_(quiet), first_(first) {}
 
   // With the shape that is shipped for it.
   void decode(const CaseSpec& spec);
@@ -50,6 +51,7 @@ class Suite {
 
   uint64_t seed_;
   bool quiet_;
+  bool first_;
   int n_run_ = 0;
   int n_wrong_ = 0;
   double worst_o_bf16_ = 0, worst_o_ = 0, worst_lse_ = 0;
@@ -82,6 +84,9 @@ void Suite::conclude(const std::string& name, bool right, double error_o, double
                 error_o, error_lse, faults_.c_str());
   }
   faults_.clear();
+  if (!right && first_) {
+    std::exit(finish());
+  }
 }
 
 void Suite::decode(const CaseSpec& spec) {
@@ -253,8 +258,8 @@ void Suite::move(uint32_t n_pages, uint64_t page_bytes, bool pack) {
            right, 0, 0);
 }
 
-int run(bool quiet, uint64_t seed) {
-  Suite suite(seed, quiet);
+int run(bool quiet, bool first, uint64_t seed) {
+  Suite suite(seed, quiet, first);
   for (const CaseSpec& spec : all_cases()) {
     suite.decode(spec);
   }
@@ -285,13 +290,16 @@ int run(bool quiet, uint64_t seed) {
 }  // namespace kvm::attention::gpu::testing
 
 int main(int argc, char** argv) {
-  constexpr const char* kUsage = "usage: gpu_emulator_suite [--quiet] [--seed N]\n";
+  constexpr const char* kUsage = "usage: gpu_emulator_suite [--quiet] [--first] [--seed N]\n";
   bool quiet = false;
+  bool first = false;
   uint64_t seed = 1;
   for (int i = 1; i < argc; ++i) {
     const std::string_view argument = argv[i];
     if (argument == "--quiet") {
       quiet = true;
+    } else if (argument == "--first") {
+      first = true;
     } else if (argument == "--seed" && i + 1 < argc) {
       const std::string_view number = argv[++i];
       std::from_chars(number.data(), number.data() + number.size(), seed);
@@ -302,5 +310,5 @@ int main(int argc, char** argv) {
     }
   }
   std::printf("seed %llu\n", static_cast<unsigned long long>(seed));
-  return kvm::attention::gpu::testing::run(quiet, seed);
+  return kvm::attention::gpu::testing::run(quiet, first, seed);
 }
