@@ -11,14 +11,15 @@
 #   kvm_add_shared_library(kvm MAP libkvm.map SOURCES thin.cc DEPS kvm_ipc)
 #
 #   kvm_add_test(ipc_ring_test ring_test.cc LIBS kvm_ipc [LABELS tsan ...] [TIMEOUT seconds]
-#     [ARGS ...] [ENV NAME=VALUE ...])           # GoogleTest, one ctest entry for the binary
+#     [ARGS ...] [ENV NAME=VALUE ...] [COMPUTES]) # GoogleTest, one ctest entry for the binary
 #   kvm_register_test(NAME COMMAND ...)          # any command, with the same options
 #   kvm_register_python_test(NAME SCRIPT)        # needs packages of packages/python.txt
 #   kvm_register_binding_test(NAME SCRIPT)       # needs the Python binding, too
 #   kvm_add_fuzzer(ring_fuzz ring_fuzz.cc LIBS kvm_ipc)            # libFuzzer, in tests/fuzz
 #   kvm_add_bench(merge_bench merge_bench.cc LIBS kvm_attention)   # Google Benchmark
 #
-# Where KVM_PLAIN_TESTS is set (tests/CMakeLists.txt), tests are compiled without optimisation.
+# Where KVM_PLAIN_TESTS is set (tests/CMakeLists.txt), tests are compiled without optimisation, but
+# for those that compute much themselves.
 #
 # What they add by themselves: the warnings, include paths rooted at the repository (and include/,
 # so that the ABI is "kvm.h"), KVM_CHECK, and precompiled standard headers. Executables land in
@@ -257,9 +258,13 @@ function(kvm_use_test_pch name)
   endif()
 endfunction()
 
-# kvm_add_test(NAME FILE... [LIBS ...] [ARGS ...] [LABELS ...] [TIMEOUT s] [ENV NAME=VALUE ...])
+# kvm_add_test(NAME FILE... [LIBS ...] [ARGS ...] [LABELS ...] [TIMEOUT s] [ENV NAME=VALUE ...]
+#              [COMPUTES])
 function(kvm_add_test name)
-  cmake_parse_arguments(PARSE_ARGV 1 arg "" "TIMEOUT" "LIBS;ARGS;LABELS;ENV")
+  cmake_parse_arguments(PARSE_ARGV 1 arg "COMPUTES" "TIMEOUT" "LIBS;ARGS;LABELS;ENV")
+  if(arg_COMPUTES)
+    set(KVM_PLAIN_TESTS OFF)
+  endif()
   add_executable(${name} ${arg_UNPARSED_ARGUMENTS})
   target_link_libraries(${name} PRIVATE kvm_flags kvm_warnings ${arg_LIBS} GTest::gtest
                                         GTest::gtest_main)

@@ -20,6 +20,7 @@
 #include "engine/attend/attend_executor.h"
 #include "engine/attend/attend_planner.h"
 #include "engine/index/index_work.h"
+#include "tests/common/environment.h"
 #include "tests/common/items.h"
 #include "tests/unit/engine/store_testbed.h"
 
@@ -248,7 +249,7 @@ TEST(AttendPlan, ComputesEachRowOnceAndTheSameWhateverTheCut) {
   size_t n_gangs = 0;
   size_t n_blocked = 0;
   size_t n_sums_later = 0;
-  for (uint64_t seed = 0; seed < 24; ++seed) {
+  for (uint64_t seed = 0; seed < kvm::testing::by_day(12, 24); ++seed) {
     SCOPED_TRACE(seed);
     World world(seed);
     if (world.is_refused()) {
@@ -292,12 +293,13 @@ TEST(AttendPlan, ComputesEachRowOnceAndTheSameWhateverTheCut) {
     n_left += world.n_left;
   }
   // The requests above reach every kind of work.
-  EXPECT_GT(n_approx, 20u);
-  EXPECT_GT(n_left, 4u);
-  EXPECT_GT(n_cut, 20u);
-  EXPECT_GT(n_gangs, 20u);
-  EXPECT_GT(n_blocked, 20u);
-  EXPECT_GT(n_sums_later, 20u);
+  const uint64_t least = kvm::testing::by_day(10, 20);
+  EXPECT_GT(n_approx, least);
+  EXPECT_GT(n_left, least / 5);
+  EXPECT_GT(n_cut, least);
+  EXPECT_GT(n_gangs, least);
+  EXPECT_GT(n_blocked, least);
+  EXPECT_GT(n_sums_later, least);
 }
 
 TEST(AttendPlan, SaysWhenItIsDamaged) {
@@ -323,7 +325,7 @@ TEST(AttendPlan, SaysWhenItIsDamaged) {
       },
   };
   std::vector<int> n(std::size(damages), 0);
-  for (uint64_t seed = 0; seed < 20; ++seed) {
+  for (uint64_t seed = 0; seed < kvm::testing::by_day(10, 20); ++seed) {
     SCOPED_TRACE(seed);
     World world(seed);
     if (world.is_refused()) {
@@ -347,7 +349,7 @@ TEST(AttendPlan, SaysWhenItIsDamaged) {
 // Few rows: many are cut by chunks that take long.
 TEST(AttendPlan, CutsLargeRequestsForAllThreads) {
   size_t n_large = 0;
-  for (uint64_t seed = 0; seed < 40; ++seed) {
+  for (uint64_t seed = 0; seed < kvm::testing::by_day(20, 40); ++seed) {
     SCOPED_TRACE(seed);
     World world(seed);
     AttendPlan plan;
@@ -362,7 +364,7 @@ TEST(AttendPlan, CutsLargeRequestsForAllThreads) {
       ++n_large;
     }
   }
-  EXPECT_GT(n_large, 3u);
+  EXPECT_GT(n_large, kvm::testing::by_day(1, 3));
 }
 
 }  // namespace
