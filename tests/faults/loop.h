@@ -51,7 +51,7 @@ class Outcome {
 using Attempt = std::function<Outcome(Until until)>;
 
 // LIMIT: runs of a loop in every build, spread evenly; all of them where KVM_FAULTS_ALL is set.
-inline constexpr uint64_t kRunsInEveryBuild = 60;
+inline constexpr uint64_t kRunsInEveryBuild = 30;
 
 // Runs the loop; each complaint is a test failure that names the call. `settled` is asked after
 // each attempt, with nothing refused: "" or what is left behind.

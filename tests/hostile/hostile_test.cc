@@ -521,7 +521,7 @@ constexpr uint64_t kVictimSeeds = 4;
 
 TEST(Hostile, ClientHarmsNobodyButItself) {
   spdlog::set_level(spdlog::level::off);
-  const uint64_t n_wanted = number_from_environment("KVM_HOSTILE_REQUESTS", 300'000);
+  const uint64_t n_wanted = number_from_environment("KVM_HOSTILE_REQUESTS", 100'000);
   const uint64_t seed = number_from_environment("KVM_HOSTILE_SEED", now_ns());
   std::printf("seed %llu (KVM_HOSTILE_SEED), %llu requests\n",
               static_cast<unsigned long long>(seed), static_cast<unsigned long long>(n_wanted));
