@@ -29,7 +29,8 @@ constexpr uint64_t kUnmapForRoom = uint64_t{32} << 20;
 
 StoreMemory::StoreMemory(const StoreOptions& options)
     : budget_(options.host_capacity_bytes),
-      pool_(&budget_, std::min(options.cached_bytes, options.host_capacity_bytes / 8)),
+      pool_(&budget_, std::min(options.cached_bytes, options.host_capacity_bytes / 8),
+            &page_memory_),
       pages_(&pool_, options.slow_tier),
       reclaimer_(&budget_),
       quotas_(options.tenant_limits) {}

@@ -27,6 +27,7 @@
 #include "kvm.h"
 #include "tiers/budget.h"
 #include "tiers/host/host_pool.h"
+#include "tiers/host/memory_ahead.h"
 #include "tiers/host/ring_memory.h"
 #include "tiers/page_table.h"
 
@@ -185,6 +186,7 @@ class StoreMemory final : private PageRelief {
   Account* oldest_index(const QuotaAccount* tenant);
 
   tiers::MemoryBudget budget_;
+  tiers::MemoryAhead page_memory_{tiers::system_page_memory()};
   tiers::HostPool pool_;
   tiers::PageTable pages_;
   tiers::RingMemory rings_{&budget_};

@@ -2,6 +2,7 @@
 // What every PageMemory must hold to, over the real one and the simulated one; and slabs whose
 // memory is refused.
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <cstddef>
@@ -67,6 +68,22 @@ TYPED_TEST(PageMemoryConformance, DiscardedPartsAreZeroAgainAndStayOpen) {
   memory.release(data, 2 * kExtentBytes);
 }
 
+TYPED_TEST(PageMemoryConformance, ATouchChangesNothing) {
+  tiers::PageMemory& memory = this->pages_.memory;
+  std::byte* const data = memory.reserve(2 * kExtentBytes);
+  ASSERT_NE(data, nullptr);
+  ASSERT_TRUE(memory.open(data, 2 * kExtentBytes)) << "two at once";
+  data[0] = std::byte{3};
+  data[kExtentBytes - 1] = std::byte{4};
+  memory.touch(data, kExtentBytes);
+  EXPECT_EQ(data[0], std::byte{3});
+  EXPECT_EQ(data[kExtentBytes - 1], std::byte{4});
+  EXPECT_TRUE(is_zero(data + 1, kExtentBytes - 2));
+  memory.discard(data, kExtentBytes);
+  EXPECT_TRUE(is_zero(data, 2 * kExtentBytes));
+  memory.release(data, 2 * kExtentBytes);
+}
+
 TYPED_TEST(PageMemoryConformance, ReservationsDoNotOverlap) {
   tiers::PageMemory& memory = this->pages_.memory;
   std::vector<std::byte*> all;
@@ -80,6 +97,51 @@ TYPED_TEST(PageMemoryConformance, ReservationsDoNotOverlap) {
   }
   for (std::byte* data : all) {
     memory.release(data, 2 * kExtentBytes);
+  }
+}
+
+// A process that locks all it maps has no memory for what is accessible and not in use.
+TEST(SystemPageMemory, WhatIsOpenedTakesNoMemoryWhereEverythingIsLocked) {
+  constexpr uint64_t kBytes = 4 * kExtentBytes;
+  tiers::PageMemory& memory = *tiers::system_page_memory();
+  if (::mlockall(MCL_FUTURE) != 0) {
+    GTEST_SKIP() << "this process may lock no memory";
+  }
+  std::byte* const data = memory.reserve(kBytes);
+  const bool is_open = data != nullptr && memory.open(data, kBytes);
+  ::munlockall();
+  if (data == nullptr) {
+    GTEST_SKIP() << "this process may not lock so much memory";
+  }
+  ASSERT_TRUE(is_open);
+  std::vector<unsigned char> pages(kBytes / 4096);
+  ASSERT_EQ(::mincore(data, kBytes, pages.data()), 0);
+  EXPECT_TRUE(std::all_of(pages.begin(), pages.end(), [](unsigned char p) { return p == 0; }));
+  memory.release(data, kBytes);
+}
+
+// Where the system refuses many extents together it may have some for one.
+TEST(HostPoolMemory, WhereManyAreRefusedOneIsAskedFor) {
+  SimulatedPageMemory memory;
+  tiers::MemoryBudget budget(40 * kExtentBytes);
+  tiers::HostPool pool(&budget, 0, &memory);
+  memory.allow_open(11 * kExtentBytes);
+  tiers::SlabClass page;
+  page.dim_k = page.dim_v = 256;
+  page.n_heads = 32;  // an extent has one page of 2 MiB
+  ASSERT_EQ(page.page_bytes(), kExtentBytes);
+  std::vector<tiers::FrameRef> frames;
+  while (true) {
+    const Result<tiers::FrameRef> frame = pool.allocate(page, 0);
+    if (!frame.is_ok()) {
+      EXPECT_EQ(frame.status().code(), KVM_ERR_NO_MEMORY);
+      break;
+    }
+    frames.push_back(frame.value());
+  }
+  EXPECT_EQ(frames.size(), 11u);
+  for (const tiers::FrameRef frame : frames) {
+    pool.free(frame);
   }
 }
 

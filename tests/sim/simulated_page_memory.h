@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <map>
+#include <set>
 
 #include "base/assert.h"
 #include "tiers/host/page_memory.h"
@@ -24,6 +25,8 @@ class SimulatedPageMemory final : public tiers::PageMemory {
 
   // The n-th call from now on that may be refused is: 1 is the next one, 0 none.
   void refuse(uint64_t n) { left_ = n; }
+  // No more than this is opened from now on.
+  void allow_open(uint64_t size_bytes) { left_to_open_ = size_bytes; }
   uint64_t reserved_bytes() const {
     uint64_t sum = 0;
     for (const auto& [data, reservation] : reservations_) {
@@ -48,18 +51,29 @@ class SimulatedPageMemory final : public tiers::PageMemory {
 
   bool open(std::byte* data, uint64_t size_bytes) override {
     Reservation& reservation = reservation_of(data, size_bytes);
-    KVM_ASSERT(!reservation.open.contains(data));
+    KVM_ASSERT(!is_open(reservation, data, size_bytes));
     if (is_refused()) {
       return false;
     }
-    reservation.open[data] = size_bytes;
+    if (size_bytes > left_to_open_) {
+      errno = ENOMEM;
+      return false;
+    }
+    left_to_open_ -= size_bytes;
+    for (uint64_t at = 0; at < size_bytes; at += tiers::kExtentBytes) {
+      KVM_ASSERT(reservation.open.insert(data + at).second);
+    }
     clear(data, size_bytes);
     return true;
   }
 
   void discard(std::byte* data, uint64_t size_bytes) override {
-    KVM_ASSERT(reservation_of(data, size_bytes).open.at(data) == size_bytes);
+    KVM_ASSERT(is_open(reservation_of(data, size_bytes), data, size_bytes));
     clear(data, size_bytes);
+  }
+
+  void touch(std::byte* data, uint64_t size_bytes) override {
+    KVM_ASSERT(is_open(reservation_of(data, size_bytes), data, size_bytes));
   }
 
   void release(std::byte* data, uint64_t size_bytes) override {
@@ -72,8 +86,18 @@ class SimulatedPageMemory final : public tiers::PageMemory {
  private:
   struct Reservation {
     uint64_t size_bytes = 0;
-    std::map<std::byte*, uint64_t> open;
+    std::set<std::byte*> open;  // extents
   };
+
+  // Whether all of a part is.
+  static bool is_open(const Reservation& reservation, std::byte* data, uint64_t size_bytes) {
+    uint64_t n = 0;
+    for (uint64_t at = 0; at < size_bytes; at += tiers::kExtentBytes) {
+      n += reservation.open.count(data + at);
+    }
+    KVM_ASSERT(n == 0 || n * tiers::kExtentBytes == size_bytes);
+    return n != 0;
+  }
 
   // As the system does it, which pays no heed to what AddressSanitizer was told of free pages.
   __attribute__((no_sanitize("address"))) static void clear(std::byte* data, uint64_t size_bytes) {
@@ -100,6 +124,7 @@ class SimulatedPageMemory final : public tiers::PageMemory {
   }
 
   uint64_t left_ = 0;
+  uint64_t left_to_open_ = UINT64_MAX;
   std::map<std::byte*, Reservation> reservations_;
 };
 

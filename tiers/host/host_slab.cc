@@ -35,6 +35,9 @@ void unpoison([[maybe_unused]] std::byte* data, [[maybe_unused]] uint64_t size_b
 #endif
 }
 
+// LIMIT: of extents that become accessible together: they take no memory before they are used.
+constexpr uint64_t kOpenedTogether = 32;
+
 std::string os_error() { return std::string(std::strerror(errno)); }
 
 }  // namespace
@@ -69,7 +72,7 @@ Result<std::unique_ptr<HostSlab>> HostSlab::create(const SlabClass& slab_class,
 
 HostSlab::~HostSlab() {
   if (mapping_ != nullptr) {
-    unpoison(base_, extents_.size() * kExtentBytes);
+    unpoison(base_, n_accessible_ * kExtentBytes);
     memory_->release(mapping_, mapping_bytes_);
   }
 }
@@ -100,6 +103,27 @@ void HostSlab::reserve_books(size_t n_extents) {
   extents_.reserve(n);  // last: it stands for the others
 }
 
+// They are accessible from here on, even while absent: one mapping that only ever grows. As many as
+// there are, up to a bound: the system waits for whoever touches memory of the mapping. Fewer, where
+// it refuses so many (RLIMIT_DATA, and overcommit, count them).
+bool HostSlab::open_more() {
+  if (extents_.size() < n_accessible_) {
+    return true;
+  }
+  uint64_t n = std::min(
+      {std::max<uint64_t>(1, n_accessible_), kOpenedTogether, max_extents_ - n_accessible_});
+  std::byte* const data = extent_data(static_cast<uint32_t>(n_accessible_));
+  while (!memory_->open(data, n * kExtentBytes)) {
+    if (n == 1) {
+      return false;
+    }
+    n /= 2;
+  }
+  poison(data, n * kExtentBytes);
+  n_accessible_ += n;
+  return true;
+}
+
 Status HostSlab::add_extent() {
   KVM_ASSERT(has_absent_extent());
   uint32_t extent = static_cast<uint32_t>(extents_.size());
@@ -112,8 +136,7 @@ Status HostSlab::add_extent() {
     } catch (const std::bad_alloc&) {
       return Status::fixed(KVM_ERR_NO_MEMORY, "the machine refused memory for the books of pages");
     }
-    // Accessible from here on, even while absent: one mapping that only ever grows.
-    if (!memory_->open(extent_data(extent), kExtentBytes)) {
+    if (!open_more()) {
       return Status(KVM_ERR_NO_MEMORY, "making an extent accessible: " + os_error());
     }
     extents_.emplace_back();
@@ -129,7 +152,7 @@ Status HostSlab::add_extent() {
   record.n_used = 0;
   record.state = Extent::kCached;
   list_add(&cached_, extent);
-  poison(extent_data(extent), kExtentBytes);
+  memory_->expect(extent_data(extent));
   return Status::ok();
 }
 

@@ -99,6 +99,8 @@ class HostSlab {
   static constexpr uint16_t kUsed = 0xfffe;
 
   HostSlab(const SlabClass& slab_class, uint64_t max_extents, PageMemory* memory);
+  // Makes more extents accessible, where all of these have been used. False: refused.
+  bool open_more();
   // Room in the books for n_extents.
   void reserve_books(size_t n_extents);
   void list_add(std::vector<uint32_t>* list, uint32_t extent);
@@ -116,12 +118,13 @@ class HostSlab {
   uint64_t mapping_bytes_ = 0;
   std::byte* base_ = nullptr;  // first multiple of kExtentBytes inside
 
-  std::vector<Extent> extents_;      // those ever used; memory of all of them is accessible
+  std::vector<Extent> extents_;      // those ever used
   std::vector<uint16_t> next_free_;  // [slot], frame within the extent; kUsed
   std::vector<uint32_t> owners_;     // [slot], of frames in use
   std::vector<uint32_t> partial_;    // open extents with a free frame, not closed
   std::vector<uint32_t> cached_;
   std::vector<uint32_t> absent_;  // those of extents_ that are absent
+  uint64_t n_accessible_ = 0;     // extents of which memory is accessible
   uint64_t n_open_ = 0;           // closed ones included
   uint64_t n_closed_free_ = 0;    // free frames of closed extents
   uint64_t n_frames_ = 0;

@@ -12,6 +12,9 @@ namespace {
 #if !defined(MADV_DONTNEED_LOCKED)
 constexpr int MADV_DONTNEED_LOCKED = 24;  // Linux 5.18
 #endif
+#if !defined(MADV_POPULATE_WRITE)
+constexpr int MADV_POPULATE_WRITE = 23;  // Linux 5.14
+#endif
 
 class SystemPageMemory final : public PageMemory {
  public:
@@ -25,6 +28,9 @@ class SystemPageMemory final : public PageMemory {
     // range, so that the mapping does not split when parts of it become accessible.
     (void)madvise(mapping, size_bytes, MADV_HUGEPAGE);
     leave_out_of_children(mapping, size_bytes);
+    // An embedded engine's process may lock what it maps (mlockall): the system would fill parts
+    // when they become accessible, of which most are not in use.
+    (void)munlock(mapping, size_bytes);
     return static_cast<std::byte*>(mapping);
   }
 
@@ -37,6 +43,10 @@ class SystemPageMemory final : public PageMemory {
   void discard(std::byte* data, uint64_t size_bytes) override {
     KVM_ASSERT(madvise(data, size_bytes, MADV_DONTNEED) == 0 ||
                madvise(data, size_bytes, MADV_DONTNEED_LOCKED) == 0);
+  }
+
+  void touch(std::byte* data, uint64_t size_bytes) override {
+    (void)madvise(data, size_bytes, MADV_POPULATE_WRITE);
   }
 
   void release(std::byte* data, uint64_t size_bytes) override { munmap(data, size_bytes); }

@@ -4,9 +4,10 @@
 //
 //   reserve --> no access --> open --> zeros, read and written --> discard --> zeros again
 //
-// One call an extent (2 MiB), so being virtual costs nothing. Sizes are multiples of kExtentBytes.
+// A call or two an extent (2 MiB), so being virtual costs nothing. Sizes are multiples of
+// kExtentBytes.
 //
-// Threads: as HostPool.
+// Threads: as HostPool, but for touch().
 #ifndef KVM_TIERS_HOST_PAGE_MEMORY_H_
 #define KVM_TIERS_HOST_PAGE_MEMORY_H_
 
@@ -25,6 +26,12 @@ class PageMemory {
   virtual bool open(std::byte* data, uint64_t size_bytes) = 0;
   // Gives the memory of an open part back; it stays accessible. Never refused.
   virtual void discard(std::byte* data, uint64_t size_bytes) = 0;
+  // Somebody will soon write to an open part of one extent: its memory may be made until then.
+  virtual void expect(std::byte* /*extent*/) {}
+  // Makes the memory of an open part now, which its first use costs otherwise; what is written
+  // there stays. A refusal costs time only. Threads: any, beside those that use the part; not
+  // beside discard() of it.
+  virtual void touch(std::byte* data, uint64_t size_bytes) = 0;
   // Ends a reservation, all of it.
   virtual void release(std::byte* data, uint64_t size_bytes) = 0;
 };
