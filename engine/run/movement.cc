@@ -435,19 +435,26 @@ void Movement::settle(Residence* residence, const PageBatches::Batch& batch) {
 
 // --- Coming back --------------------------------------------------------------------------------
 
+// A batch begins behind another of the same sequence; under a cap, when that has ended.
 bool Movement::fetch_some() {
-  if (fetches_.has_begun() || has_waiters_ || hold()) {
+  const bool is_asked = !asked_fetches_.empty();
+  const bool returns =
+      options_.is_automatic && !is_lowering_ && !are_fetches_resting_ && !returning_.empty();
+  if (has_waiters_ || is_fetch_ending_ || !fetches_.can_begin() || !(is_asked || returns)) {
     return false;
   }
-  is_fetch_asked_ = !asked_fetches_.empty();
-  if (is_fetch_asked_) {
-    if (!begin_fetch(high_bytes_, asked_fetches_.front())) {
-      asked_fetches_.erase(asked_fetches_.begin());
-    }
-    return true;
+  const kvm_seq_id id = is_asked ? asked_fetches_.front() : returning_.front().seq();
+  if (fetches_.has_begun() && (options_.bytes_per_s != 0 || id != fetches_.target())) {
+    return false;
   }
-  return options_.is_automatic && !is_lowering_ && !are_fetches_resting_ && !returning_.empty() &&
-         begin_fetch(low_bytes_, returning_.front().seq());
+  if (hold()) {
+    return false;
+  }
+  const bool has_begun = begin_fetch(is_asked ? high_bytes_ : low_bytes_, id);
+  if (is_asked && !has_begun) {
+    asked_fetches_.erase(asked_fetches_.begin());
+  }
+  return is_asked || has_begun;
 }
 
 // Whether there is room below the limit, and something may come.
@@ -476,7 +483,10 @@ bool Movement::begin_fetch(uint64_t limit_bytes, kvm_seq_id id) {
 }
 
 void Movement::give_up_fetch(Residence* residence) {
-  fetches_.aim(0);
+  is_fetch_ending_ = fetches_.has_begun();
+  if (!is_fetch_ending_) {
+    fetches_.aim(0);
+  }
   if (residence != nullptr) {
     leave_returning(residence);
   }
@@ -498,14 +508,15 @@ bool Movement::end_fetches() {
     order_.enter(residence, target);
     order_.grow(residence, batch.size_bytes);
   }
-  if (batch.is_last && batch.n_failed == 0 && residence != nullptr) {
+  if (batch.is_last && batch.n_failed == 0 && !is_fetch_ending_ && residence != nullptr) {
     residence->has_away = false;
   }
   are_fetches_resting_ |= batch.status.code() == KVM_ERR_NO_SPACE;
-  if (!batch.is_last && batch.status.is_ok() && residence != nullptr) {
+  const bool goes_on = !batch.is_last && batch.status.is_ok() && residence != nullptr;
+  if (goes_on && !is_fetch_ending_) {
     return true;
   }
-  if (is_fetch_asked_ && !asked_fetches_.empty() && asked_fetches_.front() == target) {
+  if (!goes_on && !asked_fetches_.empty() && asked_fetches_.front() == target) {
     asked_fetches_.erase(asked_fetches_.begin());
   }
   give_up_fetch(residence);
@@ -517,6 +528,7 @@ void Movement::stop() {
   fetches_.stop(&store_->memory());
   asked_sends_.clear();
   asked_fetches_.clear();
+  is_fetch_ending_ = false;
   aim_ = Aim::kNone;
 }
 

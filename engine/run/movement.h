@@ -174,7 +174,7 @@ class Movement {
   PageBatches fetches_;
   uint64_t fetches_begin_ns_ = 0;
   std::vector<kvm_seq_id> asked_fetches_;
-  bool is_fetch_asked_ = false;
+  bool is_fetch_ending_ = false;      // no batch begins until those that have begun have ended
   bool are_fetches_resting_ = false;  // there was no frame, and nothing has changed since
 
   uint64_t due_ns_ = 0;  // by the cap

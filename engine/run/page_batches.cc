@@ -23,6 +23,18 @@ Result<PageTable::Move> begin_move(Begin begin) noexcept {
   }
 }
 
+// Count a page that has moved, and one that has not.
+void count(PageBatches::Batch* batch, uint64_t size_bytes) {
+  ++batch->n_pages;
+  batch->size_bytes += size_bytes;
+}
+
+void count_failure(PageBatches::Batch* batch, const Status& status) {
+  if (batch->n_failed++ == 0) {
+    batch->status = status;
+  }
+}
+
 }  // namespace
 
 void PageBatches::aim(kvm_seq_id seq) {
@@ -33,51 +45,48 @@ void PageBatches::aim(kvm_seq_id seq) {
 
 void PageBatches::find(Store* store, bool in_memory, const FullPages::Worth& worth,
                        uint64_t max_bytes) {
-  KVM_ASSERT(!has_begun());
+  KVM_ASSERT(can_begin());
   found_.reserve(FullPages::kMaxPages);
-  transfers_.reserve(FullPages::kMaxPages);
-  batch_ = {};
+  next().transfers.reserve(FullPages::kMaxPages);
+  next().batch = {};
   const Result<Sequence*> seq = store->find_any_seq(target_);
   found_.clear();
-  batch_.is_last = !seq.is_ok() || from_.find(store->memory().pages(), *seq.value(), in_memory,
-                                              worth, max_bytes, &found_);
+  next().batch.is_last = !seq.is_ok() || from_.find(store->memory().pages(), *seq.value(),
+                                                    in_memory, worth, max_bytes, &found_);
 }
 
 void PageBatches::submit(PageTable* pages) {
-  has_begun_ = true;
-  if (!transfers_.is_empty()) {
-    transfers_.submit(pages->slow_tier(), this);
-  }
-}
-
-void PageBatches::count_failure(const Status& status) {
-  if (batch_.n_failed++ == 0) {
-    batch_.status = status;
+  Flight& flight = next();
+  ++n_begun_;
+  is_at_end_ = flight.batch.is_last || !flight.batch.status.is_ok();
+  if (!flight.transfers.is_empty()) {
+    flight.transfers.submit(pages->slow_tier(), this);
   }
 }
 
 void PageBatches::begin_send(Store* store, const Limits& limits, uint64_t max_bytes) {
   find(store, true, limits.worth, max_bytes);
   PageTable& pages = store->memory().pages();
-  batch_.has_passed = from_.has_skipped();
+  Flight& flight = next();
+  flight.batch.has_passed = from_.has_skipped();
   for (const FullPage& found : found_) {
     const bool has_place = pages.place(found.page) != tiers::kNoPlace;
     if ((found.is_shared && !limits.takes_shared) || (!has_place && !limits.writes)) {
-      batch_.has_passed = true;
+      flight.batch.has_passed = true;
       continue;
     }
     const Result<PageTable::Move> move =
         begin_move([&]() -> Result<PageTable::Move> { return pages.begin_leave(found.page); });
     if (!move.is_ok()) {
-      count_failure(move.status());
+      count_failure(&flight.batch, move.status());
       break;  // the others stay
     }
     if (has_place) {
       pages.end_leave(move.value(), pages.place(found.page));
-      count(move.value().size_bytes);
+      count(&flight.batch, move.value().size_bytes);
       continue;
     }
-    transfers_.add(move.value(), tiers::kNoPlace);
+    flight.transfers.add(move.value(), tiers::kNoPlace);
   }
   submit(&pages);
 }
@@ -85,54 +94,50 @@ void PageBatches::begin_send(Store* store, const Limits& limits, uint64_t max_by
 void PageBatches::begin_fetch(Store* store, uint64_t max_bytes) {
   find(store, false, {}, max_bytes);
   PageTable& pages = store->memory().pages();
+  Flight& flight = next();
   for (const FullPage& found : found_) {
     const Result<PageTable::Move> move = begin_move([&] { return pages.begin_fetch(found.page); });
     if (!move.is_ok()) {
-      batch_.is_last = false;
-      batch_.status = move.status();
+      flight.batch.is_last = false;
+      flight.batch.status = move.status();
       break;
     }
-    transfers_.add(move.value(), pages.place(found.page));
+    flight.transfers.add(move.value(), pages.place(found.page));
   }
   submit(&pages);
-}
-
-void PageBatches::end_write(PageTable* pages, const PageTable::Move& move, const Transfer& write) {
-  const bool is_written = write.status.is_ok();
-  pages->end_leave(move, is_written ? write.place : tiers::kNoPlace);
-  if (is_written) {
-    batch_.written_bytes += move.size_bytes;
-    count(move.size_bytes);
-  }
 }
 
 PageBatches::Batch PageBatches::end(StoreMemory* memory) {
   KVM_ASSERT(has_begun());
   PageTable& pages = memory->pages();
-  transfers_.end([&](const PageTable::Move& move, const Transfer& transfer) {
+  Batch batch = std::exchange(first().batch, {});
+  first().transfers.end([&](const PageTable::Move& move, const Transfer& transfer) {
     const bool is_ok = transfer.status.is_ok();
     if (!is_ok) {
-      count_failure(transfer.status);
+      count_failure(&batch, transfer.status);
     }
     if (transfer.kind == Transfer::Kind::kWrite) {
-      end_write(&pages, move, transfer);
-      return;
+      pages.end_leave(move, is_ok ? transfer.place : tiers::kNoPlace);
+      batch.written_bytes += is_ok ? move.size_bytes : 0;
+    } else {
+      pages.end_fetch(move, is_ok);
     }
-    pages.end_fetch(move, is_ok);
     if (is_ok) {
-      count(move.size_bytes);
+      count(&batch, move.size_bytes);
     }
   });
-  has_begun_ = false;
-  return std::exchange(batch_, {});
+  first_ = (first_ + 1) % kMaxBegun;
+  --n_begun_;
+  return batch;
 }
 
 void PageBatches::stop(StoreMemory* memory) {
-  while (!is_over()) {
-    std::this_thread::yield();
-  }
-  if (has_begun()) {
-    end(memory);
+  while (has_begun()) {
+    if (is_over()) {
+      end(memory);
+    } else {
+      std::this_thread::yield();
+    }
   }
   target_ = 0;
 }

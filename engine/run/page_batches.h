@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // PageBatches sends pages of a sequence to the slow tier, or brings some back to frames of their
-// own, batch by batch, beside requests: those that have begun read the frames of before, which are
-// free when they have ended, or the places. The tier keeps what came back, so that it may leave
-// again for nothing.
+// own, batch by batch, and one behind another, beside requests: those that have begun read the
+// frames of before, which are free when they have ended, or the places. The tier keeps what came
+// back, so that it may leave again for nothing.
 //
-// Threads: the driver, but for the ends of transfers.  Memory: of one batch.
+// Threads: the driver, but for the ends of transfers.  Memory: of kMaxBegun batches.
 #ifndef KVM_ENGINE_RUN_PAGE_BATCHES_H_
 #define KVM_ENGINE_RUN_PAGE_BATCHES_H_
 
+#include <array>
 #include <cstdint>
 #include <vector>
 
@@ -45,39 +46,44 @@ class PageBatches final : private StreamListener {
     bool takes_shared = true;  // those too that other sequences have
     bool writes = true;        // those too that the tier does not have yet
   };
+  // LIMIT: of batches that have begun: while one ends, the tier has the next.
+  static constexpr uint32_t kMaxBegun = 2;
   // Begin a batch of about max_bytes; for one that comes back nothing makes way.
-  // REQUIRES: !has_begun(). Throw std::bad_alloc: it has not begun.
+  // REQUIRES: can_begin(). Throw std::bad_alloc: it has not begun.
   void begin_send(Store* store, const Limits& limits, uint64_t max_bytes);
   void begin_fetch(Store* store, uint64_t max_bytes);
-  bool has_begun() const { return has_begun_; }
-  // Whether no transfer is in flight.
-  bool is_over() { return transfers_.is_empty() || transfers_.is_over(); }
-  // REQUIRES: has_begun() and is_over().
+  // Not behind one that is the last, or that found no room.
+  bool can_begin() const { return n_begun_ < kMaxBegun && !(has_begun() && is_at_end_); }
+  bool has_begun() const { return n_begun_ != 0; }
+  // Whether no transfer of the first that has begun is in flight.
+  bool is_over() { return first().transfers.is_empty() || first().transfers.is_over(); }
+  // Ends the first that has begun. REQUIRES: has_begun() and is_over().
   Batch end(StoreMemory* memory);
   // Waits for transfers in flight, and ends them.
   void stop(StoreMemory* memory);
 
  private:
+  struct Flight {
+    PageTransfers transfers;
+    Batch batch;
+  };
+
   void on_arrival() noexcept override { arrivals_->post(); }
+  Flight& first() { return flights_[first_]; }
+  // The one that is about to begin.
+  Flight& next() { return flights_[(first_ + n_begun_) % kMaxBegun]; }
   // Finds the pages of the next batch. Throws std::bad_alloc.
   void find(Store* store, bool in_memory, const FullPages::Worth& worth, uint64_t max_bytes);
   void submit(tiers::PageTable* pages);
-  // Counts a page that has moved, and one that has not.
-  void count(uint64_t size_bytes) {
-    ++batch_.n_pages;
-    batch_.size_bytes += size_bytes;
-  }
-  void count_failure(const Status& status);
-  void end_write(tiers::PageTable* pages, const tiers::PageTable::Move& move,
-                 const tiers::Transfer& write);
 
   Arrivals* const arrivals_;
   kvm_seq_id target_ = 0;
   FullPages from_;
   std::vector<FullPage> found_;
-  PageTransfers transfers_;
-  bool has_begun_ = false;
-  Batch batch_;
+  std::array<Flight, kMaxBegun> flights_;
+  uint32_t first_ = 0;
+  uint32_t n_begun_ = 0;
+  bool is_at_end_ = false;  // nothing begins behind the last that has begun
 };
 
 }  // namespace kvm::engine

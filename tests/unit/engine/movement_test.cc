@@ -1063,6 +1063,108 @@ TEST(Movement, ReadsThatFail) {
   EXPECT_EQ(world.info(seq).bytes_away, 0u);
 }
 
+// While one batch ends the tier has the next. 36,032 tokens are two batches of 256 pages, and one
+// of 51.
+TEST(Movement, BatchesComeBackOneBehindAnother) {
+  World world;
+  const kvm_seq_id seq = world.prompt(36032);
+  EXPECT_TRUE(world.rig.engine->send_away(seq).is_ok());
+  world.settle();
+  const uint64_t n_pages = world.info(seq).bytes_away / kPageBytes;
+  EXPECT_EQ(n_pages, 563u);
+  EXPECT_TRUE(world.rig.engine->prefetch(seq).is_ok());
+  world.turn();
+  EXPECT_EQ(world.tier.n_waiting(), 512u);
+  // The second is over before the first.
+  for (int i = 0; i < 256; ++i) {
+    world.tier.finish(256);
+  }
+  world.turn();
+  EXPECT_EQ(world.tier.n_waiting(), 256u);
+  EXPECT_EQ(world.moved().n_pages_back, 0u);
+  for (int i = 0; i < 256; ++i) {
+    world.tier.finish(0);
+  }
+  world.turn();
+  EXPECT_EQ(world.moved().n_pages_back, 512u);
+  EXPECT_EQ(world.tier.n_waiting(), 51u);
+  EXPECT_TRUE(world.rig.engine->is_fetching());
+  world.settle();
+  EXPECT_FALSE(world.rig.engine->is_fetching());
+  EXPECT_EQ(world.info(seq).bytes_away, 0u);
+}
+
+// A read of the first batch fails, or the second: the other one ends as it would, and no third
+// begins until it is asked for.
+TEST(Movement, AFailureEndsTheBatchesBehindIt) {
+  for (const uint64_t n_failing : {uint64_t{3}, uint64_t{300}}) {
+    World world;
+    const kvm_seq_id seq = world.prompt(36032);
+    EXPECT_TRUE(world.rig.engine->send_away(seq).is_ok());
+    world.settle();
+    world.tier.fail_next(Transfer::Kind::kRead, n_failing, {KVM_ERR_IO, "sector 7 is gone"});
+    EXPECT_TRUE(world.rig.engine->prefetch(seq).is_ok());
+    world.turn();
+    for (int i = 0; i < 256; ++i) {
+      world.tier.finish(0);
+    }
+    world.turn();
+    EXPECT_TRUE(world.rig.engine->is_fetching());
+    const bool is_first = n_failing < 256;
+    EXPECT_EQ(world.tier.n_waiting(), is_first ? 256u : 307u);
+    // Asked for meanwhile: behind what is on its way.
+    if (is_first) {
+      EXPECT_TRUE(world.rig.engine->prefetch(seq).is_ok());
+      world.turn();
+      EXPECT_EQ(world.tier.n_waiting(), 256u);
+      world.settle();
+      EXPECT_EQ(world.info(seq).bytes_away, 0u);
+      continue;
+    }
+    world.settle();
+    EXPECT_FALSE(world.rig.engine->is_fetching());
+    EXPECT_EQ(world.info(seq).bytes_away, kPageBytes);
+    EXPECT_TRUE(world.rig.engine->prefetch(seq).is_ok());
+    world.settle();
+    EXPECT_EQ(world.info(seq).bytes_away, 0u);
+  }
+}
+
+// One that is asked for while another comes back by itself, two batches of it on their way.
+TEST(Movement, WhatIsAskedForComesBeforeTheRest) {
+  World world;
+  const kvm_seq_id asked = world.prompt(1024);
+  const kvm_seq_id used = world.prompt(33000);
+  EXPECT_TRUE(world.rig.engine->send_away(asked).is_ok());
+  EXPECT_TRUE(world.rig.engine->send_away(used).is_ok());
+  world.settle();
+  // The answers come of the ring; then two batches come back.
+  std::vector<size_t> answers;
+  for (int i = 0; i < 2; ++i) {
+    answers.push_back(world.submit(step_of(world.space, used, 1, 1, 7 + i)));
+    for (int n = 0; n < 1000 && world.n_answers[answers.back()] == 0; ++n) {
+      world.tier.finish(0);
+      world.turn();
+    }
+    ASSERT_EQ(world.n_answers[answers.back()], 1);
+  }
+  world.turn();
+  const uint64_t n_begun = world.tier.n_waiting();
+  EXPECT_EQ(n_begun, 512u - world.moved().n_pages_back);
+  EXPECT_TRUE(world.rig.engine->prefetch(asked).is_ok());
+  world.turn();
+  EXPECT_EQ(world.tier.n_waiting(), n_begun) << "a sequence at a time";
+  for (uint64_t i = 0; i < n_begun; ++i) {
+    world.tier.finish(0);
+  }
+  world.turn();
+  EXPECT_EQ(world.tier.n_waiting(), 16u) << "those of the one that was asked for";
+  world.tier.finish_all();
+  world.settle();
+  EXPECT_EQ(world.info(asked).bytes_away, 0u);
+  EXPECT_EQ(world.info(used).bytes_away, 0u);
+}
+
 // Sequences that are freed, cut and appended to while their pages come back.
 TEST(Movement, WhatGoesWhileItComesBack) {
   for (uint64_t seed = 0; seed < 12; ++seed) {
