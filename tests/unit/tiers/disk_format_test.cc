@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -67,9 +68,23 @@ TEST(Crc32c, OfPartsIsThatOfTheWhole) {
     const size_t cut = generator() % bytes.size();
     EXPECT_EQ(crc32c(all.subspan(cut), crc32c(all.first(cut))), whole) << cut;
   }
-  Bytes copy(bytes.size());
-  EXPECT_EQ(tiers::copy_crc32c(copy.data(), bytes), whole);
-  EXPECT_EQ(copy, bytes);
+}
+
+// Wherever both begin and end, and nothing beside it changes.
+TEST(Crc32c, ACopyIsTheWholeOfIt) {
+  const Bytes bytes = marked_bytes(3, 20'000);
+  std::mt19937 generator(6);
+  for (int i = 0; i < 600; ++i) {
+    const size_t to = generator() % 130;
+    const size_t from = generator() % 130;
+    const size_t n = i < 300 ? static_cast<size_t>(i) : generator() % (bytes.size() - from);
+    const std::span<const std::byte> source = std::span(bytes).subspan(from, n);
+    Bytes copy(to + n + 100, std::byte{0xa5});
+    Bytes expected = copy;
+    std::copy(source.begin(), source.end(), expected.begin() + static_cast<ptrdiff_t>(to));
+    EXPECT_EQ(tiers::copy_crc32c(copy.data() + to, source), crc32c_by_table(source));
+    ASSERT_EQ(copy, expected) << n << " bytes from " << from << " to " << to;
+  }
 }
 
 RecordHeader some_record() {
