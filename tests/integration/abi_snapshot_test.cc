@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -17,6 +18,7 @@
 
 #include "kvm.h"
 #include "tests/common/another_user.h"
+#include "tests/common/environment.h"
 #include "tests/common/items.h"
 #include "tests/common/temporary_directory.h"
 #include "tests/integration/abi_rig.h"
@@ -502,6 +504,7 @@ struct Said {
 }
 
 // The version that is there is the last one that was answered, or one that was begun after it.
+// KVM_CRASHES=n kills kvmd so many times.
 TEST(Snapshots, AreNeverHalfThere) {
   const TemporaryDirectory folder;
   uint32_t begun = 0;
@@ -509,7 +512,9 @@ TEST(Snapshots, AreNeverHalfThere) {
   std::mt19937 random(5);
   constexpr const char* kPoints[] = {"disk/object_written", "disk/objects_synced",
                                      "disk/manifest_written", "disk/manifest_synced", ""};
-  for (int round = 0; round < 10; ++round) {
+  const uint64_t n_rounds = number_from_environment("KVM_CRASHES", 10);
+  uint64_t round = 0;
+  for (; round < n_rounds && !HasFailure(); ++round) {
     const std::string point = kPoints[round % std::size(kPoints)];
     SCOPED_TRACE(std::to_string(round) + " " + point);
     ::setenv("KVM_KILL_POINT", point.c_str(), 1);
@@ -546,12 +551,14 @@ TEST(Snapshots, AreNeverHalfThere) {
     }
     const std::vector<float> o = user.attend(user.load("v"));
     EXPECT_TRUE(std::all_of(o.begin(), o.end(), [&](float x) { return x == o[0]; }));
-    EXPECT_GE(o[0], static_cast<float>(saved));
-    EXPECT_LE(o[0], static_cast<float>(begun));
-    std::printf("%s: %u answered, %u begun, %g found\n", point.c_str(), saved, begun,
-                static_cast<double>(o[0]));
+    const auto found = static_cast<uint32_t>(std::lround(o[0]));  // the mean of equal rows
+    EXPECT_GE(found, saved);
+    EXPECT_LE(found, begun);
+    std::printf("%s: %u answered, %u begun, %u found\n", point.c_str(), saved, begun, found);
   }
-  EXPECT_GT(saved, 2u);
+  std::printf("%llu rounds of a kvmd that is killed: %u versions answered\n",
+              static_cast<unsigned long long>(round), saved);
+  EXPECT_TRUE(saved > 2 || n_rounds < 10);
 }
 
 }  // namespace
