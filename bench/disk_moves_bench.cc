@@ -3,7 +3,8 @@
 // in memory. The cap on moves is half of what fio writes, or reads, on the same disk.
 //
 // Each move is between decode steps without moves, which it is compared with. fio runs before all
-// rounds, for the cap, and after each.
+// rounds, for the cap, and after each. What the disk alone costs, steps tell beside which fio moves
+// as much as the cap allows: it neither copies nor sums up what it moves.
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -106,6 +107,19 @@ class DiskMovesRun {
     }
   }
 
+  // Steps while fio moves bytes, between such without.
+  void round_beside(const FioRun& rival) {
+    const std::vector<double> before = steps_.run_for(kSettleSeconds);
+    std::vector<double> during;
+    {
+      const PacedFio fio(rival, cap_);
+      steps_.run_for(2 * kSettleSeconds);  // it begins
+      during = steps_.run_for(4 * kSettleSeconds);
+    }
+    const std::vector<double> after = steps_.run_for(kSettleSeconds);
+    fio_slowdowns_.push_back(median(during) / ((median(before) + median(after)) / 2) - 1);
+  }
+
   // Moves a sequence while others decode. Returns the seconds of the steps that ended meanwhile.
   std::vector<double> move(kvm_seq_id mover) {
     steps_.take_stalls_us();
@@ -147,23 +161,28 @@ class DiskMovesRun {
   void report(const std::vector<double>& fio_rates, Report* report) const {
     const tiers::DiskTierStats disk = tier_->stats();
     const double fio_rate = median(fio_rates);
-    report->add({{"case", of_.name},
-                 {"sequences", kSequences},
-                 {"tokens", sizes_.tokens},
-                 {"moves", slowdowns_.size()},
-                 {"backend", disk.backend},
-                 {"direct", disk.is_direct},
-                 {"fio_gbps", fio_rate * 1e-9},
-                 {"cap_gbps", static_cast<double>(cap_) * 1e-9},
-                 {"moved_gbps", median(rates_) * 1e-9},
-                 {"of_cap", median(rates_) / static_cast<double>(cap_)},
-                 {"of_fio", fio_rate > 0 ? median(rates_) / fio_rate : 0},
-                 {"step_ms", median(quiet_s_) * 1e3},
-                 {"step_ms_moving", median(moving_s_) * 1e3},
-                 {"decode_slowdown", median(slowdowns_)},
-                 {"dispatcher_stall_p99_us", percentile(stalls_us_, 0.99)},
-                 {"dispatcher_stall_max_us", percentile(stalls_us_, 1)},
-                 {"turn_p99_us", percentile(turns_us_, 0.99)}});
+    std::vector<std::pair<std::string, nlohmann::json>> row = {
+        {"case", of_.name},
+        {"sequences", kSequences},
+        {"tokens", sizes_.tokens},
+        {"moves", slowdowns_.size()},
+        {"backend", disk.backend},
+        {"direct", disk.is_direct},
+        {"fio_gbps", fio_rate * 1e-9},
+        {"cap_gbps", static_cast<double>(cap_) * 1e-9},
+        {"moved_gbps", median(rates_) * 1e-9},
+        {"of_cap", median(rates_) / static_cast<double>(cap_)},
+        {"of_fio", fio_rate > 0 ? median(rates_) / fio_rate : 0},
+        {"step_ms", median(quiet_s_) * 1e3},
+        {"step_ms_moving", median(moving_s_) * 1e3},
+        {"decode_slowdown", median(slowdowns_)},
+        {"dispatcher_stall_p99_us", percentile(stalls_us_, 0.99)},
+        {"dispatcher_stall_max_us", percentile(stalls_us_, 1)},
+        {"turn_p99_us", percentile(turns_us_, 0.99)}};
+    if (!fio_slowdowns_.empty()) {
+      row.emplace_back("decode_slowdown_by_fio", median(fio_slowdowns_));
+    }
+    report->add(std::move(row));
   }
 
  private:
@@ -201,7 +220,8 @@ class DiskMovesRun {
   std::unique_ptr<tiers::DiskTier> tier_;
   Rig rig_;
   DecodeSteps steps_;
-  std::vector<double> rates_, quiet_s_, moving_s_, slowdowns_, stalls_us_, turns_us_;
+  std::vector<double> rates_, quiet_s_, moving_s_, slowdowns_, fio_slowdowns_, stalls_us_,
+      turns_us_;
 };
 
 }  // namespace
@@ -219,9 +239,10 @@ int run_disk_moves(const Options& options) {
        {Case{"to_disk", "write", Way::kToDisk}, Case{"to_memory", "read", Way::kToMemory},
         Case{"replace", "read", Way::kReplace}}) {
     std::vector<double> rates;
-    const auto run_fio = [&](const char* how) {
-      return fio({{folder.file("rival")}, how, kFioBlockBytes, kFioDepth, sizes.fio_bytes});
+    const auto rival = [&](const char* how) -> FioRun {
+      return {{folder.file("rival")}, how, kFioBlockBytes, kFioDepth, sizes.fio_bytes};
     };
+    const auto run_fio = [&](const char* how) { return fio(rival(how)); };
     uint64_t cap = kCapWithoutFio;
     if (has_rival) {
       run_fio("write");  // there is a file
@@ -234,6 +255,7 @@ int run_disk_moves(const Options& options) {
     for (uint32_t i = 0; i < n_rounds; ++i) {
       run.round(i);
       if (has_rival) {
+        run.round_beside(rival(of.fio_how));
         rates.push_back(run_fio(of.fio_how));
       }
     }

@@ -4,12 +4,17 @@
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <map>
 #include <nlohmann/json.hpp>
@@ -58,6 +63,15 @@ uint64_t written_bytes(const std::string& path) {
   return hole < 0 ? 0 : static_cast<uint64_t>(hole);
 }
 
+std::string command_of(const FioRun& run) {
+  const uint64_t file_bytes = run.file_bytes / run.block_bytes * run.block_bytes;
+  return fmt::format(
+      "fio --name=rival --filename='{}' --rw={} --bs={} --size={} --filesize={} --iodepth={} "
+      "--file_service_type={} --ioengine=io_uring --direct=1 --registerfiles --fixedbufs --thread",
+      fmt::join(run.files, ":"), run.how, run.block_bytes, file_bytes * run.files.size(),
+      file_bytes, run.depth, std::string(run.how) == "randread" ? "random" : "sequential");
+}
+
 void require_none(const std::error_code& error, const std::string& path) {
   require(error ? Status(KVM_ERR_IO, path + ": " + error.message()) : Status(), "folder");
 }
@@ -89,14 +103,29 @@ void DiskFolder::require_free(uint64_t size_bytes) const {
 
 bool has_fio() { return !output_of("fio --version 2>/dev/null").empty(); }
 
+PacedFio::PacedFio(const FioRun& run, uint64_t bytes_per_s) {
+  const std::string command =
+      "exec " + command_of(run) +
+      fmt::format(" --rate={} --time_based --runtime=60 >/dev/null 2>&1", bytes_per_s);
+  child_ = ::fork();
+  if (child_ == 0) {
+    ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+    ::execl("/bin/sh", "sh", "-c", command.c_str(), nullptr);
+    ::_exit(127);
+  }
+  require(child_ < 0 ? Status(KVM_ERR_LIMIT, std::strerror(errno)) : Status(), "fork");
+}
+
+PacedFio::~PacedFio() {
+  const bool goes_on = ::waitpid(child_, nullptr, WNOHANG) == 0;
+  require(goes_on ? Status() : Status(KVM_ERR_IO, "it ended before it was told to"), "fio");
+  ::kill(child_, SIGKILL);
+  while (::waitpid(child_, nullptr, 0) < 0 && errno == EINTR) {
+  }
+}
+
 double fio(const FioRun& run) {
-  const uint64_t file_bytes = run.file_bytes / run.block_bytes * run.block_bytes;
-  const std::string command = fmt::format(
-      "fio --name=rival --filename='{}' --rw={} --bs={} --size={} --filesize={} --iodepth={} "
-      "--file_service_type={} --ioengine=io_uring --direct=1 --registerfiles --fixedbufs "
-      "--output-format=json 2>/dev/null",
-      fmt::join(run.files, ":"), run.how, run.block_bytes, file_bytes * run.files.size(),
-      file_bytes, run.depth, std::string(run.how) == "randread" ? "random" : "sequential");
+  const std::string command = command_of(run) + " --output-format=json 2>/dev/null";
   const nlohmann::json report = nlohmann::json::parse(output_of(command), nullptr, false);
   const char* const side = std::string(run.how) == "write" ? "write" : "read";
   const nlohmann::json::json_pointer bandwidth(fmt::format("/jobs/0/{}/bw_bytes", side));

@@ -4,6 +4,8 @@
 #ifndef KVM_BENCH_FIO_H_
 #define KVM_BENCH_FIO_H_
 
+#include <sys/types.h>
+
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -45,6 +47,19 @@ inline constexpr const char* kNoFio =
     "fio is not installed (package fio): there is nothing to compare with";
 // Returns bytes per second, past the page cache. Ends the program where fio fails.
 double fio(const FioRun& run);
+
+// A PacedFio is one that goes on beside its caller, at so many bytes a second, as long as the
+// object is there, and a minute at most. Ends the program where fio could not go on.
+class PacedFio {
+ public:
+  PacedFio(const FioRun& run, uint64_t bytes_per_s);
+  ~PacedFio();
+  PacedFio(const PacedFio&) = delete;
+  PacedFio& operator=(const PacedFio&) = delete;
+
+ private:
+  pid_t child_ = 0;
+};
 
 // What a disk reads in a second depends by a factor of two on where a file lies. So the rival of a
 // tier's reads reads the segments that the tier has in the folder, up to where all of them are
