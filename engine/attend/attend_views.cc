@@ -199,6 +199,8 @@ void AttendPlanner::add_away(View* view) {
   if (away_.empty() || view->away != AttendPlan::kNoAway) {
     return;  // or the same pages as those of the rows before
   }
+  // Whoever sent them may have known of another sequence only that has them, too.
+  seqs_[view->item]->residence.has_away = true;
   view->away = static_cast<uint32_t>(plan_->aways.size());
   if (!may_draw(*view)) {
     view->indexes = {};

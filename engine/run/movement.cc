@@ -451,8 +451,11 @@ bool Movement::fetch_some() {
     return false;
   }
   const bool has_begun = begin_fetch(is_asked ? high_bytes_ : low_bytes_, id);
-  if (is_asked && !has_begun) {
-    asked_fetches_.erase(asked_fetches_.begin());
+  if (!has_begun) {
+    end_target();
+    if (is_asked) {
+      asked_fetches_.erase(asked_fetches_.begin());
+    }
   }
   return is_asked || has_begun;
 }
@@ -482,11 +485,16 @@ bool Movement::begin_fetch(uint64_t limit_bytes, kvm_seq_id id) {
   }
 }
 
-void Movement::give_up_fetch(Residence* residence) {
+// What is fetched next begins with its first page: others may have left meanwhile.
+void Movement::end_target() {
   is_fetch_ending_ = fetches_.has_begun();
   if (!is_fetch_ending_) {
     fetches_.aim(0);
   }
+}
+
+void Movement::give_up_fetch(Residence* residence) {
+  end_target();
   if (residence != nullptr) {
     leave_returning(residence);
   }
@@ -516,7 +524,8 @@ bool Movement::end_fetches() {
   if (goes_on && !is_fetch_ending_) {
     return true;
   }
-  if (!goes_on && !asked_fetches_.empty() && asked_fetches_.front() == target) {
+  // What is asked for while these end begins anew.
+  if (!is_fetch_ending_ && !asked_fetches_.empty() && asked_fetches_.front() == target) {
     asked_fetches_.erase(asked_fetches_.begin());
   }
   give_up_fetch(residence);

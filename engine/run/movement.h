@@ -12,7 +12,7 @@
 // share go after those that none does, and those of sequences that requests use last, and only
 // where an append waits for room.
 //
-// Threads: the driver, but for the ends of transfers.  Memory: of two batches.
+// Threads: the driver, but for the ends of transfers.  Memory: of three batches.
 #ifndef KVM_ENGINE_RUN_MOVEMENT_H_
 #define KVM_ENGINE_RUN_MOVEMENT_H_
 
@@ -117,6 +117,7 @@ class Movement {
   bool begin_send(const PageBatches::Limits& limits, uint64_t max_bytes);
   // Starts to look through all sequences.
   void begin_search();
+  void end_target();
   void give_up_fetch(Residence* residence);
   // null: it is gone.
   Sequence* find(kvm_seq_id seq) noexcept;

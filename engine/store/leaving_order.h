@@ -59,7 +59,8 @@ class Residence final : public ResidenceHook<ByLeaving>,
   // Movement's (engine/run/movement.h).
   uint32_t last_layer = UINT32_MAX;  // that a request named: a lower one begins another pass
   uint32_t n_uses_away = 0;          // since pages of it were sent
-  bool has_away = false;             // pages of it may be in the slow tier
+  // Pages of it may be in the slow tier. Requests that meet some set it, too.
+  bool has_away = false;
 
  private:
   friend class LeavingOrder;

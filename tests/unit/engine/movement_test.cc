@@ -1130,6 +1130,86 @@ TEST(Movement, AFailureEndsTheBatchesBehindIt) {
   }
 }
 
+// The same where the second batch is the last one: what was asked for after the failure is not
+// over with it.
+TEST(Movement, WhatIsAskedForAfterAFailureBeginsAnew) {
+  World world;
+  const kvm_seq_id seq = world.prompt(20000);
+  EXPECT_TRUE(world.rig.engine->send_away(seq).is_ok());
+  world.settle();
+  world.tier.fail_next(Transfer::Kind::kRead, 3, {KVM_ERR_IO, "sector 7 is gone"});
+  EXPECT_TRUE(world.rig.engine->prefetch(seq).is_ok());
+  world.turn();
+  for (int i = 0; i < 256; ++i) {
+    world.tier.finish(0);
+  }
+  world.turn();
+  EXPECT_TRUE(world.rig.engine->prefetch(seq).is_ok());
+  world.turn();
+  world.settle();
+  EXPECT_FALSE(world.rig.engine->is_fetching());
+  EXPECT_EQ(world.info(seq).bytes_away, 0u);
+}
+
+// One that found no room for some of its pages, and of which others leave then.
+TEST(Movement, WhatFoundNoRoomBeginsAnew) {
+  for (const bool is_automatic : {false, true}) {
+    World world([&](EngineOptions* options) { options->movement.is_automatic = is_automatic; });
+    const kvm_seq_id seq = world.prompt(20000);
+    EXPECT_TRUE(world.rig.engine->send_away(seq).is_ok());
+    world.settle();
+    const kvm_seq_id other = world.prompt(is_automatic ? 24000 : 26000);
+    if (is_automatic) {
+      world.decode(seq, 4);
+    } else {
+      EXPECT_TRUE(world.rig.engine->prefetch(seq).is_ok());
+    }
+    world.settle();
+    const uint64_t n_away = world.info(seq).bytes_away / kPageBytes;
+    EXPECT_GT(n_away, 0u);
+    EXPECT_LT(n_away, 312u);
+    EXPECT_TRUE(world.rig.engine->send_away(seq).is_ok());
+    world.settle();
+    EXPECT_TRUE(world.rig.verb(SeqVerb::kFree, other).status.is_ok());
+    world.settle();
+    if (is_automatic) {
+      world.decode(seq, 4);
+    } else {
+      EXPECT_TRUE(world.rig.engine->prefetch(seq).is_ok());
+    }
+    world.settle();
+    EXPECT_EQ(world.info(seq).bytes_away, 0u) << is_automatic;
+  }
+}
+
+// Pages that are sent while others of the sequence come back, or for another sequence that has
+// them, come back as well when they are used.
+TEST(Movement, WhatIsSentWhileItComesBackReturns) {
+  World world;
+  const kvm_seq_id seq = world.prompt(30000);
+  EXPECT_TRUE(world.rig.engine->send_away(seq).is_ok());
+  world.settle();
+  EXPECT_TRUE(world.rig.engine->prefetch(seq).is_ok());
+  world.turn();
+  for (int i = 0; i < 256; ++i) {
+    world.tier.finish(0);
+  }
+  world.turn();
+  EXPECT_TRUE(world.rig.engine->send_away(seq).is_ok());
+  world.settle();
+  EXPECT_GT(world.info(seq).bytes_away, 0u);
+  world.decode(seq, 4);
+  world.settle();
+  EXPECT_EQ(world.info(seq).bytes_away, 0u);
+  const kvm_seq_id fork = world.rig.verb(SeqVerb::kFork, seq, 30000).seq;
+  EXPECT_TRUE(world.rig.engine->send_away(fork).is_ok());
+  world.settle();
+  EXPECT_GT(world.info(seq).bytes_away, 0u);
+  world.decode(seq, 4);
+  world.settle();
+  EXPECT_EQ(world.info(seq).bytes_away, 0u);
+}
+
 // One that is asked for while another comes back by itself, two batches of it on their way.
 TEST(Movement, WhatIsAskedForComesBeforeTheRest) {
   World world;
