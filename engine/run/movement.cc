@@ -19,6 +19,9 @@ constexpr uint32_t kLooksPerTurn = 64;
 constexpr uint64_t kMaxFetchBytes = uint64_t{8} << 20;
 // A batch takes so long at most under a cap, as a fraction of a second.
 constexpr uint64_t kBatchesPerSecond = 20;
+// A batch that begins later than the cap allows, because the driver had other things to do, makes
+// up for that much: else the cap is never reached.
+constexpr uint64_t kLateNs = 20'000'000;
 // Uses of a sequence with pages away before they come back: one may be the last.
 constexpr uint32_t kUsesToReturn = 2;
 // A tier that refuses a batch is asked again so much later, where nobody waits.
@@ -183,7 +186,8 @@ void Movement::charge(uint64_t begin_ns, uint64_t size_bytes) {
   if (options_.bytes_per_s != 0) {
     const double takes_ns =
         static_cast<double>(size_bytes) * 1e9 / static_cast<double>(options_.bytes_per_s);
-    due_ns_ = add_saturating(std::max(due_ns_, begin_ns), static_cast<uint64_t>(takes_ns));
+    const uint64_t first_ns = begin_ns - std::min(begin_ns, kLateNs);
+    due_ns_ = add_saturating(std::max(due_ns_, first_ns), static_cast<uint64_t>(takes_ns));
   }
 }
 
