@@ -219,6 +219,13 @@ int serve(const LoadedOptions& loaded, const OpenEngine& open_engine) {
     const tiers::DiskTierStats stats = disk.value()->stats();
     spdlog::info("{} for pages on disk in {}, by {}", format_bytes(stats.capacity_bytes),
                  options.disk_directories, stats.backend);
+    if (stats.is_capacity_cut) {
+      spdlog::warn(
+          "disk.capacity is more than {}, which is what {} files of the size of those that are "
+          "there may hold; for more, export the snapshots, begin with empty directories, and "
+          "import them",
+          format_bytes(stats.capacity_bytes), tiers::DiskTier::kMaxSegments);
+    }
     const tiers::RecoveryReport found = disk.value()->objects()->recovery();
     spdlog::info("{} with {} found there in {:.3f} s", counted(found.n_objects, "snapshot"),
                  format_bytes(found.page_bytes), static_cast<double>(found.duration_ns) * 1e-9);

@@ -64,7 +64,8 @@ struct DiskTierOptions {
   // Of all segment files together, each counted whole from when it is made.
   uint64_t capacity_bytes = 0;
   // A multiple of 4 KiB, from kMinSegmentBytes to kMaxSegmentBytes. 0: an eighth of the capacity or
-  // 64 MiB, whichever is less, and as much more as kMaxSegments ask for.
+  // 64 MiB, whichever is less, and as much more as kMaxSegments ask for; or as those that are
+  // there. Where kMaxSegments of these are less than capacity_bytes, that is the capacity.
   uint64_t segment_bytes = 0;
   // What pages are gathered into, 4 KiB for their headers not counted: a multiple of 4 KiB, from
   // 64 KiB to 16 MiB.
@@ -101,6 +102,7 @@ struct DiskTierStats {
   uint64_t n_segments = 0;        // that have a file
   uint64_t physical_bytes = 0;    // of these files
   uint64_t capacity_bytes = 0;    // that physical_bytes may reach
+  bool is_capacity_cut = false;   // more was given than segments of their size may hold
   uint64_t written_today_bytes = 0;
 };
 

@@ -27,7 +27,13 @@ std::string bytes_text(uint64_t n) { return std::to_string(n) + " bytes"; }
 uint64_t default_segment_bytes(uint64_t capacity_bytes) {
   const uint64_t wanted = std::min(capacity_bytes / 8, 64 * kMiB);
   const uint64_t fewest = align_up(capacity_bytes / DiskTier::kMaxSegments + 1, kAlign);
-  return std::max({align_down(wanted, kAlign), DiskTier::kMinSegmentBytes, fewest});
+  return std::min(std::max({align_down(wanted, kAlign), DiskTier::kMinSegmentBytes, fewest}),
+                  DiskTier::kMaxSegmentBytes);
+}
+
+// As much as segments of this size may hold: who says how much there may be knows nothing of them.
+uint64_t fitting_capacity(uint64_t capacity_bytes, uint64_t segment_bytes) {
+  return std::min(capacity_bytes, DiskTier::kMaxSegments * segment_bytes);
 }
 
 // With all that can be chosen chosen.
@@ -38,6 +44,7 @@ Result<DiskTierOptions> checked(const DiskTierOptions& given) {
   }
   if (options.segment_bytes == 0) {
     options.segment_bytes = default_segment_bytes(options.capacity_bytes);
+    options.capacity_bytes = fitting_capacity(options.capacity_bytes, options.segment_bytes);
   }
   const uint64_t segment = options.segment_bytes;
   if (segment % kAlign != 0 || segment < DiskTier::kMinSegmentBytes ||
@@ -73,6 +80,7 @@ DiskTierOptions suited(const DiskTierOptions& given, const std::vector<SegmentOn
   DiskTierOptions options = given;
   if (!left.empty() && options.segment_bytes == 0) {
     options.segment_bytes = left.front().size_bytes;
+    options.capacity_bytes = fitting_capacity(options.capacity_bytes, options.segment_bytes);
   }
   return options;
 }
@@ -195,6 +203,7 @@ Result<std::unique_ptr<DiskTier>> DiskTier::open_in(std::vector<DataDirectory> d
     tier->directories_ = std::move(directories);
     tier->set_ = std::move(set);
     tier->stats_.n_leftover_files = n_leftover;
+    tier->stats_.is_capacity_cut = options.capacity_bytes < given.capacity_bytes;
     KVM_TRY_ASSIGN(const std::vector<FoundFile> found, tier->attach_segments(left));
     KVM_TRY(tier->recover(found, random_id()));
     if (has_manifest) {

@@ -230,6 +230,12 @@ int run_import(const Common& common, const FileOptions& options) {
   engine::SnapshotName name = *engine::parse_snapshot_key(file.head().key);
   if (!options.name.empty()) {
     name.name = options.name;
+    if (name.name.starts_with(engine::kPrefixSnapshots)) {
+      fail_offline(Status(KVM_ERR_INVALID,
+                          fmt::format("the name is '{}'; names that begin with {} are those of "
+                                      "prefixes, which kvmd gives them itself",
+                                      name.name, engine::kPrefixSnapshots)));
+    }
   }
   if (options.user) {
     name.uid = parse_user(*options.user);

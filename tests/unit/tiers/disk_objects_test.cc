@@ -207,6 +207,30 @@ TEST(DiskObjects, ACapacityThatTheyDoNotFitIntoIsRefused) {
   EXPECT_TRUE(store.check("one", 1, 60).is_ok());
 }
 
+// There are as many segments as there may be, of the size that they have.
+TEST(DiskObjects, ACapacityThatIsMoreThanTheirSegmentsMayHoldIsCut) {
+  const TemporaryDirectory directory;
+  DiskTierOptions options{.directories = {directory.path()}, .capacity_bytes = 8 * kSegment};
+  {
+    ObjectRig store({directory.path()});
+    ASSERT_TRUE(store.open().is_ok());
+    ASSERT_TRUE(store.put("one", 1, 60).is_ok());
+  }
+  for (const uint64_t wanted : {uint64_t{DiskTier::kMaxSegments} * kSegment + (1 << 20),
+                                uint64_t{100} << 30, uint64_t{1} << 60}) {
+    options.capacity_bytes = wanted;
+    const Result<std::unique_ptr<DiskTier>> tier = DiskTier::open(options);
+    ASSERT_TRUE(tier.is_ok()) << tier.status().message();
+    EXPECT_EQ(tier.value()->stats().capacity_bytes, DiskTier::kMaxSegments * kSegment);
+    EXPECT_TRUE(tier.value()->stats().is_capacity_cut);
+    EXPECT_EQ(tier.value()->objects()->recovery().n_objects, 1u);
+  }
+  ObjectRig store({directory.path()});
+  ASSERT_TRUE(store.open().is_ok());
+  EXPECT_FALSE(store.tier->stats().is_capacity_cut);
+  EXPECT_TRUE(store.check("one", 1, 60).is_ok());
+}
+
 TEST(DiskObjects, ShareTheirPages) {
   const TemporaryDirectory directory;
   ObjectRig store({directory.path()});
