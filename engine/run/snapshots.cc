@@ -33,6 +33,20 @@ constexpr uint64_t kBatchBytes = uint64_t{8} << 20;
 // Objects asked for at a time.
 constexpr size_t kListed = 256;
 
+// A tier knows keys of objects; whoever asked, a name.
+Status in_words_of_users(Status status, const std::string& key) {
+  const auto name = parse_snapshot_key(key);
+  if (status.code() != KVM_ERR_NOT_FOUND || !name) {
+    return status;
+  }
+  try {
+    return {KVM_ERR_NOT_FOUND,
+            fmt::format("user {} has no snapshot \"{}\"", name->uid, name->name)};
+  } catch (const std::bad_alloc&) {
+    return status;
+  }
+}
+
 Status no_memory() {
   return Status::fixed(KVM_ERR_NO_MEMORY, "the machine refused memory for a snapshot");
 }
@@ -619,7 +633,7 @@ void Snapshots::end_remove(Work* work) {
     set(&name, false, 0);
   }
   forget_name(work->object.key);
-  end(work, std::move(work->object.status));
+  end(work, in_words_of_users(std::move(work->object.status), work->object.key));
 }
 
 // --- Loading ------------------------------------------------------------------------------------
@@ -635,7 +649,7 @@ bool Snapshots::step_load(Work* work) {
         return true;
       }
       if (!work->object.status.is_ok()) {
-        end(work, std::move(work->object.status));
+        end(work, in_words_of_users(std::move(work->object.status), work->object.key));
         return true;
       }
       work->restore.emplace(std::move(work->object.pages));

@@ -178,6 +178,7 @@ TEST(Snapshots, AreThereAfterKvmdWasKilled) {
     ASSERT_EQ(kvm_seq_save(user.client, first, "chat/3", KVM_SAVE_REPLACE), KVM_OK);
     kvm_seq_id none = 0;
     EXPECT_EQ(kvm_seq_load(user.client, user.space, "gone", &none), KVM_ERR_NOT_FOUND);
+    EXPECT_EQ(kvm_last_error(), "user " + std::to_string(::getuid()) + " has no snapshot \"gone\"");
   }
 }
 
