@@ -17,6 +17,7 @@
 #include "bench/fio.h"
 #include "bench/harness.h"
 #include "bench/timing.h"
+#include "engine/attend/cost_model.h"
 #include "tiers/disk/disk_tier.h"
 
 namespace kvm::bench {
@@ -25,9 +26,6 @@ namespace {
 constexpr uint32_t kFioBlockBytes = 256 << 10;
 constexpr uint32_t kFioDepth = 32;
 constexpr float kEps = 0.03f;
-
-// Keys of a row that AUTO samples where it is to be as fast as it can.
-constexpr double kFewest = 16;
 
 struct Sizes {
   uint64_t tokens;
@@ -76,7 +74,9 @@ class ColdSampledRun {
               {"sampled", KVM_MODE_SAMPLED, 1e-2},
               {"auto", KVM_MODE_AUTO, 0},
               {"auto_fastest", KVM_MODE_AUTO, 0, 1},
-              {"sampled_fewest", KVM_MODE_SAMPLED, kFewest / static_cast<double>(sizes.tokens)}};
+              // As many keys as AUTO samples where it is to be as fast as it can.
+              {"sampled_fewest", KVM_MODE_SAMPLED,
+               static_cast<double>(engine::kLeastBudget) / static_cast<double>(sizes.tokens)}};
   }
 
   void send_away() {
