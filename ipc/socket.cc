@@ -4,6 +4,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <poll.h>
+#include <stdio.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
@@ -188,12 +189,34 @@ Result<Fd> listen_at(const std::string& path, mode_t mode, int type) {
   if (!listener.is_open()) {
     return system_error(code_of_errno(), "socket");
   }
+  // Whoever sees the file may connect: it gets its name when it listens. Where the longer name does
+  // not fit, it is made in place, and refuses for a moment.
+  const std::string made = path + "." + std::to_string(::getpid());
+  const bool fits = made.size() <= kMaxSocketPathBytes;
+  const std::string& bound = fits ? made : path;
+  if (fits && is_socket(made)) {
+    ::unlink(made.c_str());  // of one that was killed here
+  }
+  KVM_TRY_ASSIGN(const sockaddr_un bound_address, address_of(bound));
   // The permission bits must hold from the first moment, so they come from the socket's own inode,
   // which bind copies to the file.
-  if (::fchmod(listener.get(), mode) != 0 ||
-      ::bind(listener.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) != 0 ||
-      ::chmod(path.c_str(), mode) != 0 || ::listen(listener.get(), 64) != 0) {
-    const bool missing = errno == ENOENT;
+  bool is_done = ::fchmod(listener.get(), mode) == 0 &&
+                 ::bind(listener.get(), reinterpret_cast<const sockaddr*>(&bound_address),
+                        sizeof(bound_address)) == 0;
+  const bool has_file = is_done;
+  is_done =
+      is_done && ::chmod(bound.c_str(), mode) == 0 && ::listen(listener.get(), 64) == 0 &&
+      (!fits || ::renameat2(AT_FDCWD, made.c_str(), AT_FDCWD, path.c_str(), RENAME_NOREPLACE) == 0);
+  if (!is_done) {
+    const int error = errno;
+    if (has_file) {
+      ::unlink(bound.c_str());
+    }
+    if (error == EEXIST || error == EADDRINUSE) {
+      return Status(KVM_ERR_BUSY, "another daemon begins to listen at '" + path + "'");
+    }
+    errno = error;
+    const bool missing = error == ENOENT;
     return system_error(missing ? KVM_ERR_IO : code_of_errno(), "cannot listen at '" + path + "'");
   }
   return listener;

@@ -87,14 +87,7 @@ kvm_client* connect_to_daemon(const Daemon& daemon, const char* name) {
   params.socket_path = daemon.socket_path().c_str();
   params.client_name = name;
   kvm_client* client = nullptr;
-  kvm_status status = KVM_ERR_DISCONNECTED;
-  // The socket's file may be there a moment before anybody listens.
-  for (int i = 0; i < 500 && status == KVM_ERR_DISCONNECTED; ++i) {
-    status = kvm_connect(&params, &client);
-    if (status == KVM_ERR_DISCONNECTED) {
-      ::usleep(10'000);
-    }
-  }
+  const kvm_status status = kvm_connect(&params, &client);
   EXPECT_EQ(status, KVM_OK) << kvm_last_error();
   return client;
 }

@@ -6,15 +6,19 @@
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <poll.h>
+#include <signal.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -197,6 +201,69 @@ TEST_F(Listening, SecondDaemonIsRefusedAndAStaleSocketReplaced) {
   }
   EXPECT_EQ(connect_to(path_, kTimeoutNs).status().code(), KVM_ERR_DISCONNECTED);
   EXPECT_TRUE(listen_at(path_, 0600).is_ok());
+}
+
+// Else a client that comes with the daemon is told that it has ended.
+TEST_F(Listening, WhoSeesTheFileCanConnect) {
+  for (int i = 0; i < 200; ++i) {
+    const std::string path = path_ + std::to_string(i);
+    std::string refusal;  // of a file that was there
+    std::thread client([&] {
+      for (;;) {
+        const Status status = connect_to(path, kTimeoutNs).status();
+        if (status.is_ok() || status.message().find("no such file") == std::string_view::npos) {
+          refusal = status.message();
+          return;
+        }
+      }
+    });
+    const auto listener = listen_at(path, 0600);
+    client.join();
+    ASSERT_TRUE(listener.is_ok()) << listener.status().message();
+    ASSERT_EQ(refusal, "");
+  }
+  // Nothing else is left in the folder.
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder_), {}), 200);
+}
+
+TEST_F(Listening, OneOfThoseThatBeginAtOnceListens) {
+  constexpr int kDaemons = 4;
+  for (int i = 0; i < 50; ++i) {
+    const std::string path = path_ + std::to_string(i);
+    int gate[2];
+    int answers[2];
+    ASSERT_EQ(::pipe(gate), 0);
+    ASSERT_EQ(::pipe(answers), 0);
+    std::vector<pid_t> children;
+    for (int child = 0; child < kDaemons; ++child) {
+      children.push_back(::fork());
+      if (children.back() == 0) {
+        ::close(gate[1]);
+        char byte = 0;
+        (void)!::read(gate[0], &byte, 1);  // until all are let go
+        const auto listener = listen_at(path, 0600);
+        byte = listener.is_ok() ? 'l' : listener.status().code() == KVM_ERR_BUSY ? 'b' : '?';
+        (void)!::write(answers[1], &byte, 1);
+        ::pause();
+      }
+    }
+    ::close(gate[0]);
+    ::close(gate[1]);
+    std::string said;
+    while (said.size() < kDaemons) {
+      char byte = 0;
+      ASSERT_EQ(::read(answers[0], &byte, 1), 1);
+      said += byte;
+    }
+    ::close(answers[0]);
+    ::close(answers[1]);
+    for (const pid_t child : children) {
+      ::kill(child, SIGKILL);
+      ::waitpid(child, nullptr, 0);
+    }
+    std::sort(said.begin(), said.end());
+    ASSERT_EQ(said, "bbbl");
+  }
 }
 
 TEST_F(Listening, AFileThatIsNoSocketIsLeftAlone) {
