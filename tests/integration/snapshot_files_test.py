@@ -133,7 +133,7 @@ class Fsck(Files):
         result = kvmctl("fsck", *reversed(self.directories))
         self.assertEqual(result.returncode, 0)
         self.assertEqual(result.stdout.count(" whole\n"), 5)
-        self.assertIn("5 snapshots, 0 damaged; 0 damages.", result.stdout)
+        self.assertIn("5 snapshots, 0 damaged; 0 damaged places.", result.stdout)
 
     def test_a_page(self):
         path = next(p for p in segments_in(*self.directories) if has_table(p))

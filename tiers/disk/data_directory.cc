@@ -16,11 +16,14 @@
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
+#include <iterator>
+#include <map>
 #include <string_view>
 #include <system_error>
 #include <vector>
 
 #include "tiers/disk/disk_format.h"
+#include "tiers/disk/disk_io.h"
 #include "tiers/disk/manifest.h"
 
 namespace kvm::tiers {
@@ -86,9 +89,11 @@ bool is_segment_name(std::string_view name) {
   return name.find_first_not_of("0123456789") == std::string_view::npos;
 }
 
-// Fails where the file is of a later version; *is_older: of an earlier one.
-Status check_version(const std::string& path, bool* is_older) {
+// Fails where the file is of a later version; *is_older: of an earlier one; *made_bytes: the size
+// it was made with, 0 where it does not say.
+Status look_at_header(const std::string& path, bool* is_older, uint64_t* made_bytes) {
   *is_older = false;
+  *made_bytes = 0;
   const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
   if (fd < 0) {
     return Status::ok();  // removing it will say what is wrong
@@ -106,6 +111,10 @@ Status check_version(const std::string& path, bool* is_older) {
                                        std::to_string(kDiskFormatVersion) +
                                        ": remove the file if nothing needs it");
   }
+  SegmentHeader header;
+  if (kind != SegmentFile::kNone && read_segment_header(first, &header)) {
+    *made_bytes = header.segment_bytes;
+  }
   return Status::ok();
 }
 
@@ -115,6 +124,35 @@ std::string segment_file_name(uint32_t segment) {
   std::array<char, 8> digits{};
   (void)std::snprintf(digits.data(), digits.size(), "%05u", segment % 100'000);
   return std::string(kSegmentPrefix) + digits.data() + std::string(kSegmentSuffix);
+}
+
+std::vector<SegmentOnDisk> take_cut_segments(std::vector<SegmentOnDisk>* segments) {
+  std::map<uint64_t, uint64_t> n_made;  // by the size
+  for (const SegmentOnDisk& segment : *segments) {
+    const uint64_t size = segment.made_bytes != 0 ? segment.made_bytes : segment.size_bytes;
+    if (size % kMaxDiskBlockBytes == 0 && size >= uint64_t{2} * kSegmentHeaderBytes) {
+      ++n_made[size];
+    }
+  }
+  // Of two sizes the larger is that of files that nobody has cut off.
+  uint64_t usual = 0;
+  for (const auto& [size, n] : n_made) {
+    usual = usual == 0 || n >= n_made[usual] ? size : usual;
+  }
+  const auto cut = std::stable_partition(
+      segments->begin(), segments->end(),
+      [usual](const SegmentOnDisk& segment) { return segment.size_bytes == usual; });
+  std::vector<SegmentOnDisk> taken(std::make_move_iterator(cut),
+                                   std::make_move_iterator(segments->end()));
+  segments->erase(cut, segments->end());
+  return taken;
+}
+
+std::string wrong_size_text(const SegmentOnDisk& cut, const std::vector<SegmentOnDisk>& others) {
+  const uint64_t made_bytes = others.empty() ? cut.made_bytes : others.front().size_bytes;
+  return "it has " + std::to_string(cut.size_bytes) + " bytes, " +
+         (made_bytes != 0 ? "and segments here have " + std::to_string(made_bytes)
+                          : "which no segment has");
 }
 
 Result<DataDirectory> DataDirectory::open(const std::string& path) {
@@ -184,7 +222,8 @@ Result<uint64_t> DataDirectory::remove_segments() {
   KVM_TRY_ASSIGN(const std::vector<std::string> found, segments());
   for (const std::string& file : found) {
     bool is_older = false;
-    KVM_TRY(check_version(file, &is_older));
+    uint64_t made_bytes = 0;
+    KVM_TRY(look_at_header(file, &is_older, &made_bytes));
   }
   for (const std::string& file : found) {
     if (::unlink(file.c_str()) != 0) {
@@ -200,7 +239,8 @@ Result<std::vector<SegmentOnDisk>> DataDirectory::list_segments(
   std::vector<SegmentOnDisk> found;
   for (const std::string& file : files) {
     bool is_older = false;
-    KVM_TRY(check_version(file, &is_older));
+    uint64_t made_bytes = 0;
+    KVM_TRY(look_at_header(file, &is_older, &made_bytes));
     struct stat about {};
     if (is_older) {
       older->push_back(file);
@@ -210,7 +250,8 @@ Result<std::vector<SegmentOnDisk>> DataDirectory::list_segments(
       const std::string name = file.substr(file.rfind('/') + 1 + kSegmentPrefix.size());
       found.push_back({.number = static_cast<uint32_t>(std::strtoul(name.c_str(), nullptr, 10)),
                        .path = file,
-                       .size_bytes = static_cast<uint64_t>(about.st_size)});
+                       .size_bytes = static_cast<uint64_t>(about.st_size),
+                       .made_bytes = made_bytes});
     }
   }
   std::sort(found.begin(), found.end(),

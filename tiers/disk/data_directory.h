@@ -24,7 +24,14 @@ struct SegmentOnDisk {
   uint32_t directory = 0;  // which of several
   std::string path;
   uint64_t size_bytes = 0;
+  uint64_t made_bytes = 0;  // the size it was made with, by its header; 0: that cannot be read
 };
+
+// Takes out those that are not as large as the others were made, and returns them: files that were
+// cut off, or are no segments.
+std::vector<SegmentOnDisk> take_cut_segments(std::vector<SegmentOnDisk>* segments);
+// What is wrong with the size of one of these, beside those that were left in.
+std::string wrong_size_text(const SegmentOnDisk& cut, const std::vector<SegmentOnDisk>& others);
 
 class DataDirectory {
  public:

@@ -13,6 +13,7 @@
 #include <new>
 #include <utility>
 
+#include "base/assert.h"
 #include "base/kill_point.h"
 #include "tiers/disk/crc32c.h"
 #include "tiers/disk/disk_system.h"
@@ -23,7 +24,7 @@ namespace {
 std::string mark_path(const std::string& directory) { return directory + "/" + kSetMarkName; }
 
 Status io_error(const std::string& what, const std::string& path, int error) {
-  return Status(KVM_ERR_IO, "disk tier: " + what + " " + path + ": " + ::strerror(error));
+  return Status(KVM_ERR_IO, "disk: " + what + " " + path + ": " + ::strerror(error));
 }
 
 uint32_t crc_of(const SetMark& mark) {
@@ -58,7 +59,7 @@ Result<bool> read_mark(const std::string& directory, SetMark* mark) {
       mark->mark_bytes != expected.mark_bytes || mark->mark_crc != crc_of(*mark) ||
       mark->n_directories > kMaxSetDirectories || mark->index >= kMaxSetDirectories) {
     return Status(KVM_ERR_CORRUPT,
-                  "disk tier: " + path +
+                  "disk: " + path +
                       ", which says what directories belong together, is damaged; without this "
                       "file in any of them, those that are named are taken for all there are");
   }
@@ -77,7 +78,7 @@ std::string joined(const std::vector<std::string>& paths) {
 
 Result<DirectorySet> DirectorySet::find(std::vector<std::string> paths) {
   if (paths.size() > kMaxSetDirectories) {
-    return Status(KVM_ERR_INVALID, "disk tier: " + std::to_string(paths.size()) +
+    return Status(KVM_ERR_INVALID, "disk: " + std::to_string(paths.size()) +
                                        " directories are named; at most " +
                                        std::to_string(kMaxSetDirectories) + " are allowed");
   }
@@ -95,12 +96,12 @@ Result<DirectorySet> DirectorySet::find(std::vector<std::string> paths) {
     }
     if (last != nullptr && member.mark.set_id != last->mark.set_id) {
       return Status(KVM_ERR_INVALID,
-                    "disk tier: " + last->path + " and " + member.path +
+                    "disk: " + last->path + " and " + member.path +
                         " hold snapshots of two services; name the directories of one");
     }
     if (last != nullptr && member.mark.n_directories == last->mark.n_directories &&
         member.mark.growth_id != last->mark.growth_id) {
-      return Status(KVM_ERR_INVALID, "disk tier: " + last->path + " and " + member.path +
+      return Status(KVM_ERR_INVALID, "disk: " + last->path + " and " + member.path +
                                          " belonged together once, and were used apart since; "
                                          "name those that were used together last");
     }
@@ -123,11 +124,12 @@ Result<DirectorySet> DirectorySet::find(std::vector<std::string> paths) {
       continue;
     }
     if (of_index[mark.index] != nullptr) {
-      return Status(KVM_ERR_INVALID, "disk tier: " + member.path + " is a copy of " +
+      return Status(KVM_ERR_INVALID, "disk: " + member.path + " is a copy of " +
                                          of_index[mark.index]->path + "; name one of the two");
     }
     of_index[mark.index] = &member;
     member.is_marked = true;
+    set.has_list_ |= mark.has_list != 0;
   }
   if (std::find(of_index.begin(), of_index.end(), nullptr) != of_index.end()) {
     return set.missing();
@@ -143,7 +145,7 @@ Status DirectorySet::missing() const {
   }
   return Status(
       KVM_ERR_INVALID,
-      "disk tier: snapshots lie in " + std::to_string(n_directories_) +
+      "disk: snapshots lie in " + std::to_string(n_directories_) +
           " directories that belong together, of which " + std::to_string(marked.size()) +
           (marked.size() == 1 ? " is" : " are") + " named: " + joined(marked) +
           (strangers.empty() ? "" : "; not one of them is " + joined(strangers)) +
@@ -184,13 +186,15 @@ Status DirectorySet::write(Member* member, const SetMark& mark) {
 // Has all that belong to the set say so.
 Status DirectorySet::finish() {
   for (Member& member : members_) {
-    if (!member.is_marked ||
-        (member.mark.n_directories == n_directories_ && member.mark.growth_id == growth_id_)) {
+    const SetMark& now = member.mark;
+    if (!member.is_marked || (now.n_directories == n_directories_ && now.growth_id == growth_id_ &&
+                              (now.has_list != 0) == has_list_)) {
       continue;
     }
-    SetMark mark = member.mark;
+    SetMark mark = now;
     mark.n_directories = n_directories_;
     mark.growth_id = growth_id_;
+    mark.has_list = has_list_ ? 1 : 0;
     KVM_TRY(write(&member, mark));
     KVM_KILL_POINT("disk/directory_marked");
   }
@@ -213,7 +217,8 @@ Status DirectorySet::mark() {
       KVM_TRY(write(&member, {.set_id = set_id,
                               .index = next++,
                               .n_directories = n_directories_,
-                              .growth_id = growth_id}));
+                              .growth_id = growth_id,
+                              .has_list = has_list_ ? 1u : 0u}));
       joined.push_back(&member);
       KVM_KILL_POINT("disk/directory_joined");
     }
@@ -227,14 +232,28 @@ Status DirectorySet::mark() {
   return finish();
 }
 
-void DirectorySet::unmark() noexcept {
-  const uint32_t n_before = std::exchange(n_directories_, 0);
-  bool is_done = false;
+bool DirectorySet::try_finish() noexcept {
   try {
-    is_done = finish().is_ok();
+    return finish().is_ok();
   } catch (const std::bad_alloc&) {
+    return false;
   }
-  if (!is_done) {
+}
+
+bool DirectorySet::note_list() noexcept {
+  has_list_ = is_any();
+  return try_finish();
+}
+
+bool DirectorySet::give_up_list() noexcept {
+  has_list_ = false;
+  return try_finish();
+}
+
+void DirectorySet::unmark() noexcept {
+  KVM_ASSERT(!has_list_);
+  const uint32_t n_before = std::exchange(n_directories_, 0);
+  if (!try_finish()) {
     // They are a set still, all of which is here: what joins them joins this one.
     n_directories_ = n_before;
     return;

@@ -7,6 +7,11 @@
 //   mark     all that are new: a mark with the number there was so far --> all: with the new number
 //   unmark   all: a mark with the number 0 --> without one
 //
+// They say, too, whether there is a list. So one that cannot be found, or read, is told from one
+// that was being begun.
+//
+//   a list counts --> note_list --> ... --> it is empty --> give_up_list --> the list is removed
+//
 // A mark speaks of directories only when each of these has one. So whatever of this a crash leaves,
 // the marks that are there name no directory that has none. What was marked and never finished is
 // told from what was by the growth that it was part of.
@@ -40,7 +45,8 @@ struct SetMark {
   uint32_t index = 0;          // of the directory
   uint32_t n_directories = 0;  // that must be there: those with indexes below it
   uint64_t growth_id = 0;      // of the marking that it was written by, drawn anew for each
-  uint32_t reserved[7] = {};
+  uint32_t has_list = 0;       // 1: a list of objects has counted, and was not given up
+  uint32_t reserved[6] = {};
   uint32_t mark_crc = 0;  // CRC-32C of the bytes before it
 
   // Else it was written by a marking that had not come to its end.
@@ -59,10 +65,16 @@ class DirectorySet {
   // Whether the i-th belongs to a set that is there; false of all: there is none.
   bool is_member(size_t i) const { return members_[i].is_marked; }
   bool is_any() const { return n_directories_ != 0; }
+  // Whether there must be a list of objects.
+  bool has_list() const { return has_list_; }
 
   // Has each directory marked, durably. Fails: IO: some may be; to be called again.
   Status mark();
-  // Removes the marks. REQUIRES: there is no list of objects.
+  // Has the marks say that there is a list, or none any more. Costs nothing where they do. False:
+  // some may not; to be called again.
+  bool note_list() noexcept;
+  bool give_up_list() noexcept;
+  // Removes the marks. REQUIRES: there is no list of objects, and !has_list().
   void unmark() noexcept;
 
  private:
@@ -75,6 +87,7 @@ class DirectorySet {
   // Fails: IO.
   static Status write(Member* member, const SetMark& mark);
   Status finish();
+  bool try_finish() noexcept;
   // Says that not all are there.
   Status missing() const;
 
@@ -82,6 +95,7 @@ class DirectorySet {
   uint64_t set_id_ = 0;
   uint64_t growth_id_ = 0;      // of the last marking that came so far that it counts
   uint32_t n_directories_ = 0;  // of it; 0: there is no set
+  bool has_list_ = false;       // some mark says so, or is to
 };
 
 }  // namespace kvm::tiers

@@ -84,8 +84,9 @@ class Checker : private SegmentWalk::Listener {
   void check_manifest() {
     if (found_.is_list_lost) {
       add_damage({view_.directories().front(), 0,
-                  "the list of what is kept (kvm-*.manifest) cannot be read, in neither of its "
-                  "copies: no kvmd starts here",
+                  "the list of snapshots (kvm-*.manifest) is not there, or can be read in neither "
+                  "of its copies: no kvmd starts here, until a copy of it is put back, or kvm.set "
+                  "and kvm-*.manifest are removed from each directory to begin anew, with nothing",
                   true});
     }
     if (!found_.manifest.has_value()) {
@@ -533,7 +534,7 @@ Result<DiskCheck> check_disk(DiskView* view, const DiskCheckOptions& options) {
   try {
     return Checker(view, options).check();
   } catch (const std::bad_alloc&) {
-    return Status::fixed(KVM_ERR_NO_MEMORY, "disk tier: there is no memory to check it");
+    return Status::fixed(KVM_ERR_NO_MEMORY, "disk: there is no memory to check it");
   }
 }
 

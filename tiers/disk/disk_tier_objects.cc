@@ -27,9 +27,9 @@ constexpr uint64_t kMinManifestBlocks = 64;
 // Sentences of a few words, where there is memory.
 Status refusal(kvm_status code, const char* what, const std::string& key) noexcept {
   try {
-    return Status(code, "disk tier: the object '" + key + "' " + what);
+    return Status(code, "disk: the snapshot '" + key + "' " + what);
   } catch (const std::bad_alloc&) {
-    return Status::fixed(code, "disk tier: an object was refused");
+    return Status::fixed(code, "disk: a snapshot was refused");
   }
 }
 
@@ -43,7 +43,7 @@ void DiskTier::submit(ObjectRequest* request) noexcept {
   try {
     if (request->key.empty() || request->key.size() > kMaxObjectKeyBytes ||
         request->label.size() > kMaxObjectLabelBytes) {
-      request->status = Status::fixed(KVM_ERR_LIMIT, "disk tier: the key or the label is too long");
+      request->status = Status::fixed(KVM_ERR_LIMIT, "disk: the key or the label is too long");
     } else {
       ObjectWorks one;
       one.push_back(std::make_unique<ObjectWork>());
@@ -55,8 +55,7 @@ void DiskTier::submit(ObjectRequest* request) noexcept {
       must_wake = nudge_locked();
     }
   } catch (const std::bad_alloc&) {
-    request->status =
-        Status::fixed(KVM_ERR_NO_MEMORY, "disk tier: there is no memory for the request");
+    request->status = Status::fixed(KVM_ERR_NO_MEMORY, "disk: there is no memory for the request");
   }
   if (!request->status.is_ok()) {
     return request->on_done();
@@ -162,7 +161,7 @@ void DiskTier::begin_work(ObjectWork* work) {
     }
   } catch (const std::bad_alloc&) {
     release_parts(work->object.parts);
-    end_work(work, Status::fixed(KVM_ERR_NO_MEMORY, "disk tier: there is no memory for it"));
+    end_work(work, Status::fixed(KVM_ERR_NO_MEMORY, "disk: there is no memory for it"));
   }
 }
 
@@ -338,7 +337,7 @@ void DiskTier::end_get(ObjectWork* work) {
         request.pages[i] = {parts[i], written_place_locked(parts[i]).size_bytes};
       }
     } catch (const std::bad_alloc&) {
-      status = Status::fixed(KVM_ERR_NO_MEMORY, "disk tier: there is no memory for the object");
+      status = Status::fixed(KVM_ERR_NO_MEMORY, "disk: there is no memory for the object");
     }
   }
   release_parts(status.is_ok() ? parts.subspan(work->n_pages) : parts);
@@ -549,7 +548,7 @@ void DiskTier::write_manifest() {
   try {
     status = aim_manifest();
   } catch (const std::bad_alloc&) {
-    status = Status::fixed(KVM_ERR_NO_MEMORY, "disk tier: there is no memory for the manifest");
+    status = Status::fixed(KVM_ERR_NO_MEMORY, "disk: there is no memory for the manifest");
   }
   if (!status.is_ok()) {
     round_.status = std::move(status);
@@ -609,11 +608,11 @@ Status DiskTier::aim_manifest() {
   const ManifestWriter& chosen = round_.begins_manifest ? all : changes;
   round_.n_blocks = chosen.n_blocks();
   if (round_.n_blocks * kManifestBlockBytes > UINT32_MAX / 2) {
-    return Status::fixed(KVM_ERR_LIMIT, "disk tier: there are too many objects");
+    return Status::fixed(KVM_ERR_LIMIT, "disk: there are too many objects");
   }
   round_.blocks = DiskMemory(chosen.bytes().size());
   if (round_.blocks.bytes().empty()) {
-    return Status::fixed(KVM_ERR_NO_MEMORY, "disk tier: there is no memory for the manifest");
+    return Status::fixed(KVM_ERR_NO_MEMORY, "disk: there is no memory for the manifest");
   }
   std::copy(chosen.bytes().begin(), chosen.bytes().end(), round_.blocks.bytes().begin());
   if (!round_.begins_manifest) {
@@ -639,6 +638,10 @@ void DiskTier::end_round() {
   round_.stage = Round::Stage::kIdle;
   round_.blocks = DiskMemory();
   const bool is_ok = round_.status.is_ok();
+  if (is_ok && round_.has_touched_manifest) {
+    // What it guards against is worse luck than that this fails; the next round tries again.
+    (void)set_.note_list();
+  }
   std::vector<PlaceId> gone;
   if (round_.has_touched_manifest) {
     // After a failure nobody knows what is on the disk, and a part that would be written behind it

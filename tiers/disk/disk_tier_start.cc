@@ -20,7 +20,7 @@ constexpr uint64_t kMiB = 1 << 20;
 constexpr uint64_t kAlign = kMaxDiskBlockBytes;
 constexpr uint32_t kManifestFiles = kManifestSlots * kManifestCopies;
 
-Status invalid(std::string what) { return Status(KVM_ERR_INVALID, "disk tier: " + what); }
+Status invalid(std::string what) { return Status(KVM_ERR_INVALID, "disk: " + what); }
 
 std::string bytes_text(uint64_t n) { return std::to_string(n) + " bytes"; }
 
@@ -97,17 +97,25 @@ Result<uint32_t> slots_for(const DiskTierOptions& options, const std::vector<Seg
       std::max<uint64_t>(options.capacity_bytes / options.segment_bytes, left.size()));
 }
 
+// how: what is the matter with the list.
+Status list_lost(const std::string& how, const std::vector<std::string>& directories) {
+  std::string places;
+  for (const std::string& directory : directories) {
+    places += (places.empty() ? "" : ", ") + directory;
+  }
+  return Status(KVM_ERR_CORRUPT,
+                "disk: the list of snapshots, kvm-*.manifest in " + places + ", " + how +
+                    "; put back a copy of it, or, to begin anew with nothing, remove kvm.set and "
+                    "kvm-*.manifest from each");
+}
+
 uint32_t n_jobs_of(const DiskTierOptions& options, uint32_t beside) {
   return options.queue_depth + beside;
 }
 
-Status no_memory() {
-  return Status::fixed(KVM_ERR_NO_MEMORY, "disk tier: there is no memory for it");
-}
+Status no_memory() { return Status::fixed(KVM_ERR_NO_MEMORY, "disk: there is no memory for it"); }
 
-Status no_thread() {
-  return Status::fixed(KVM_ERR_LIMIT, "disk tier: the system refuses a thread");
-}
+Status no_thread() { return Status::fixed(KVM_ERR_LIMIT, "disk: the system refuses a thread"); }
 
 }  // namespace
 
@@ -176,6 +184,9 @@ Result<std::unique_ptr<DiskTier>> DiskTier::open_in(std::vector<DataDirectory> d
       }
       has_manifest |= has_one;
     }
+    if (!has_manifest && set.has_list()) {
+      return list_lost("is not there", given.directories);
+    }
     if (!has_manifest) {
       set.unmark();
     }
@@ -194,6 +205,15 @@ Result<std::unique_ptr<DiskTier>> DiskTier::open_in(std::vector<DataDirectory> d
         left.push_back(std::move(segment));
       }
     }
+    const std::vector<SegmentOnDisk> cut = take_cut_segments(&left);
+    if (!cut.empty()) {
+      // Without it, what it says is needed of others would be removed.
+      return Status(KVM_ERR_CORRUPT,
+                    "disk: " + cut.front().path +
+                        " was cut off: " + wrong_size_text(cut.front(), left) +
+                        ". Put back a copy of the file, or remove it: the snapshots that need it, "
+                        "which kvmctl fsck names, are lost then");
+    }
     KVM_TRY_ASSIGN(const DiskTierOptions options, checked(suited(given, left)));
     KVM_TRY_ASSIGN(const uint32_t n_slots, slots_for(options, left));
     KVM_TRY_ASSIGN(DiskIoOptions io_options, DiskTier::io_options(options));
@@ -209,6 +229,9 @@ Result<std::unique_ptr<DiskTier>> DiskTier::open_in(std::vector<DataDirectory> d
     if (has_manifest) {
       // Before anything is written to one that is new.
       KVM_TRY(tier->set_.mark());
+      if (tier->manifest_.number != 0) {
+        (void)tier->set_.note_list();
+      }
     }
     tier->start();
     return tier;
@@ -299,14 +322,11 @@ Status DiskTier::recover(std::span<const FoundFile> segments, uint64_t run_id) {
   is_abandoned_ = true;  // until it is known what is there
   KVM_TRY_ASSIGN(const Found found, find_objects(io_.get(), segments, manifests, io_->buffers(),
                                                  static_cast<uint32_t>(job_bytes(options_))));
-  if (found.is_list_lost) {
-    return Status(KVM_ERR_CORRUPT, "disk tier: the list of what is kept in " +
-                                       options_.directories.front() +
-                                       " is damaged; without the files kvm-*.manifest it would "
-                                       "begin anew, with nothing");
+  if (found.is_list_lost || (set_.has_list() && !found.manifest.has_value())) {
+    return list_lost("is damaged", options_.directories);
   }
   if (found.run_number == kMaxRunNumber) {
-    return Status::fixed(KVM_ERR_LIMIT, "disk tier: the directories were opened too often");
+    return Status::fixed(KVM_ERR_LIMIT, "disk: the directories were opened too often");
   }
   run_id_ = run_id + found.run_number;
   run_number_ = found.run_number + 1;
@@ -424,7 +444,8 @@ void DiskTier::remove_files() noexcept {
       io_->remove(i);
     }
   }
-  if (!objects_.empty()) {
+  // A list that is not there must not be missed.
+  if (!objects_.empty() || !set_.give_up_list()) {
     return;
   }
   for (uint32_t slot = 0; slot < kManifestSlots; ++slot) {

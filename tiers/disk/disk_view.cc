@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cstring>
 #include <filesystem>
-#include <map>
 #include <new>
 #include <system_error>
 #include <utility>
@@ -20,24 +19,10 @@ constexpr uint32_t kManifestFiles = kManifestSlots * kManifestCopies;
 // LIMIT: of pages that are read at a time and wait for their turn.
 constexpr uint64_t kBatchBytes = 16 << 20;
 constexpr size_t kBatchPages = DiskReader::kMaxReads;
-constexpr uint64_t kSmallestSegmentBytes = uint64_t{2} * kSegmentHeaderBytes;
 
-Status invalid(const std::string& what) { return Status(KVM_ERR_INVALID, "disk tier: " + what); }
+Status invalid(const std::string& what) { return Status(KVM_ERR_INVALID, "disk: " + what); }
 
 std::string bytes_text(uint64_t n) { return std::to_string(n) + " bytes"; }
-
-// The size that most have: the others are not as they were made.
-uint64_t usual_size(const std::vector<SegmentOnDisk>& segments) {
-  std::map<uint64_t, uint64_t> counts;
-  std::pair<uint64_t, uint64_t> best;
-  for (const SegmentOnDisk& segment : segments) {
-    const uint64_t n = ++counts[segment.size_bytes];
-    if (n > best.second) {
-      best = {segment.size_bytes, n};
-    }
-  }
-  return best.first;
-}
 
 }  // namespace
 
@@ -62,7 +47,7 @@ Result<std::unique_ptr<DiskView>> DiskView::open(const std::vector<std::string>&
     return view;
   } catch (const std::bad_alloc&) {
     return Status::fixed(KVM_ERR_NO_MEMORY,
-                         "disk tier: there is no memory to look at what its files hold");
+                         "disk: there is no memory to look at what its files hold");
   }
 }
 
@@ -75,6 +60,7 @@ Status DiskView::look_at_set() {
     return Status::ok();
   }
   KVM_TRY(set.status());
+  must_have_list_ = set.value().has_list();
   for (size_t d = 0; d < directories_.size(); ++d) {
     KVM_TRY_ASSIGN(const bool has_list, directories_[d].has_manifest());
     if (has_list && set.value().is_any() && !set.value().is_member(d)) {
@@ -94,18 +80,11 @@ Status DiskView::find_files(std::vector<SegmentOnDisk>* segments) {
       segments->push_back(std::move(segment));
     }
   }
-  const uint64_t usual = usual_size(*segments);
-  std::erase_if(*segments, [&](const SegmentOnDisk& segment) {
-    const bool is_wrong = segment.size_bytes != usual || usual % kMaxDiskBlockBytes != 0 ||
-                          usual < kSmallestSegmentBytes;
-    if (is_wrong) {
-      wrong_.push_back({segment.path, "it has " + bytes_text(segment.size_bytes) +
-                                          (segment.size_bytes != usual
-                                               ? ", other segments have " + bytes_text(usual)
-                                               : ", which no segment has")});
-    }
-    return is_wrong;
-  });
+  for (const SegmentOnDisk& cut : take_cut_segments(segments)) {
+    wrong_.push_back({cut.path, wrong_size_text(cut, *segments) +
+                                    ": no kvmd starts here, until a copy of it is put back or the "
+                                    "file is removed"});
+  }
   return Status::ok();
 }
 
@@ -147,6 +126,7 @@ Status DiskView::attach() {
     }
   }
   KVM_TRY_ASSIGN(found_, find_objects(io_.get(), found, manifests_, io_->buffers(), kPieceBytes));
+  found_.is_list_lost |= must_have_list_ && !found_.manifest.has_value();
   headers_.assign(n_segments_, -1);
   for (size_t i = 0; i < found_.segments.size(); ++i) {
     headers_[found_.segments[i].file.file] = static_cast<int32_t>(i);

@@ -89,6 +89,7 @@ class DiskView {
   std::vector<std::string> paths_;
   std::vector<DataDirectory> directories_;
   std::vector<WrongFile> wrong_;
+  bool must_have_list_ = false;  // by the marks
   std::vector<File> files_;
   uint32_t n_segments_ = 0;
   std::optional<FoundFile> manifests_[kManifestSlots][kManifestCopies];

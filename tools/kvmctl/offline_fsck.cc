@@ -51,6 +51,7 @@ Json check_json(const tiers::DiskView& view, const tiers::DiskCheck& check) {
   const tiers::RecoveryReport& report = view.found().report;
   return {{"directories", view.directories()},
           {"whole", check.is_whole()},
+          {"list", view.found().manifest.has_value()},
           {"snapshots", snapshots},
           {"snapshots_damaged", check.n_damaged_objects},
           {"damages", damages},
@@ -95,12 +96,15 @@ void print_check(const tiers::DiskView& view, const tiers::DiskCheck& check) {
     fmt::print("\n");
   }
   fmt::print("{}, {} damaged; {}.\n", counted(check.objects.size(), "snapshot"),
-             check.n_damaged_objects, counted(check.n_damages, "damage"));
+             check.n_damaged_objects, counted(check.n_damages, "damaged place"));
   fmt::print("{} with {}: {} in use with {}, {} damaged; {} dead with {}, {} not whole; {} free.\n",
              counted(check.n_segments, "segment"), bytes_text(check.segment_bytes),
              counted(check.n_live_records, "record"), bytes_text(check.live_bytes),
              check.n_damaged_records, check.n_dead_records, bytes_text(check.dead_bytes),
              check.n_torn_records, counted(check.n_free_segments, "segment"));
+  if (!view.found().manifest.has_value() && !view.found().is_list_lost && check.n_segments != 0) {
+    fmt::print("No snapshot was ever saved here: the next kvmd removes what is in the segments.\n");
+  }
   if (view.found().report.n_torn_blocks != 0) {
     fmt::print("A change of the list of snapshots was being written when kvmd ended.\n");
   }

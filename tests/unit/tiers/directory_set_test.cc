@@ -89,11 +89,12 @@ class DirectorySetTest : public ::testing::Test {
     ASSERT_TRUE(status.is_ok()) << status.message();
     expect_filled(&rig);
   }
-  void expect_refused(const std::vector<std::string>& directories, const std::string& reason) {
+  void expect_refused(const std::vector<std::string>& directories, const std::string& reason,
+                      kvm_status code = KVM_ERR_INVALID) {
     const Files before = files_in(paths(folders_.size()));
     ObjectRig rig(directories, 32);
     const Status status = rig.open();
-    ASSERT_EQ(status.code(), KVM_ERR_INVALID) << status.message();
+    ASSERT_EQ(status.code(), code) << status.message();
     EXPECT_NE(status.message().find(reason), std::string::npos) << status.message();
     EXPECT_EQ(files_in(paths(folders_.size())), before);
   }
@@ -152,6 +153,96 @@ TEST_F(DirectorySetTest, EndsWithItsObjects) {
   ObjectRig rig(paths(1), 32);
   EXPECT_TRUE(rig.open().is_ok());
   EXPECT_TRUE(files_in(paths(3)).empty()) << "without objects nothing belongs together";
+}
+
+// All copies of the list: gone, cut to nothing, or with nothing in them that can be read.
+TEST_F(DirectorySetTest, WhoseListIsLostIsNotBegunAnew) {
+  {
+    ObjectRig rig(paths(3), 32);
+    ASSERT_TRUE(rig.open().is_ok());
+    ASSERT_TRUE(rig.put("a", 0, kPages).is_ok()) << "one block of a list";
+  }
+  std::vector<std::string> lists;
+  for (const auto& [path, text] : files_in(paths(3))) {
+    if (path.ends_with(".manifest")) {
+      lists.push_back(path);
+    }
+  }
+  ASSERT_EQ(lists.size(), 2u);
+  const Files before = files_in(paths(3));
+  const auto restore = [&] {
+    for (const std::string& path : lists) {
+      std::ofstream(path, std::ios::binary | std::ios::trunc) << before.at(path);
+    }
+  };
+  for (const std::string& path : lists) {
+    std::filesystem::remove(path);
+  }
+  expect_refused(paths(3), "is not there", KVM_ERR_CORRUPT);
+  for (const std::string& path : lists) {
+    std::ofstream(path, std::ios::binary).flush();
+  }
+  expect_refused(paths(3), "is damaged", KVM_ERR_CORRUPT);
+  for (const size_t at : {0, 8, 16, 63, 100}) {
+    restore();
+    for (const std::string& path : lists) {
+      std::fstream stream(path, std::ios::in | std::ios::out | std::ios::binary);
+      stream.seekp(static_cast<std::streamoff>(at));
+      stream.put(static_cast<char>(before.at(path)[at] ^ 0x20));
+    }
+    expect_refused(paths(3), "is damaged", KVM_ERR_CORRUPT);
+  }
+  restore();
+  ObjectRig rig(paths(3), 32);
+  ASSERT_TRUE(rig.open().is_ok());
+  EXPECT_TRUE(rig.check("a", 0, kPages).is_ok());
+  // As the sentence says.
+  rig.tier.reset();
+  for (const std::string& path : paths(3)) {
+    std::filesystem::remove(path + "/kvm.set");
+  }
+  for (const std::string& path : lists) {
+    std::filesystem::remove(path);
+  }
+  ASSERT_TRUE(rig.open().is_ok());
+  EXPECT_TRUE(rig.keys().empty());
+}
+
+// Whatever marks say of the list: where it is there, it counts, and then all say so.
+TEST_F(DirectorySetTest, WhoseListIsThereNeedsNoMarkOfIt) {
+  make(3);
+  for (uint32_t noted = 0; noted < 8; ++noted) {
+    for (uint32_t d = 0; d < 3; ++d) {
+      SetMark mark = mark_in(paths(3)[d]);
+      EXPECT_EQ(mark.has_list, 1u);
+      mark.has_list = noted >> d & 1;
+      write_mark(paths(3)[d], mark);
+    }
+    expect_whole(paths(3));
+  }
+}
+
+// An end at which the marks cannot be written leaves an empty list, and marks that fit it.
+TEST_F(DirectorySetTest, WhoseEndFailsKeepsItsList) {
+  for (uint32_t blocked = 0; blocked < 3; ++blocked) {
+    const std::string obstacle = folders_[blocked] / "kvm.set.new";
+    {
+      ObjectRig rig(paths(3), 32);
+      const Status status = rig.open();
+      ASSERT_TRUE(status.is_ok()) << status.message();
+      ASSERT_TRUE(rig.put("a", 0, kPages).is_ok());
+      ASSERT_TRUE(rig.remove("a").is_ok());
+      std::filesystem::create_directory(obstacle);
+    }
+    std::filesystem::remove(obstacle);
+    EXPECT_FALSE(files_in(paths(3)).empty());
+  }
+  {
+    ObjectRig rig(paths(3), 32);
+    ASSERT_TRUE(rig.open().is_ok());
+    EXPECT_TRUE(rig.keys().empty());
+  }
+  EXPECT_TRUE(files_in(paths(3)).empty());
 }
 
 TEST_F(DirectorySetTest, WithoutMarksIsWhatIsNamed) {

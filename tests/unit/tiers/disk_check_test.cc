@@ -270,6 +270,13 @@ TEST_F(DiskCheckTest, FilesThatAreCutOffOrGone) {
       const Result<DiskCheck> checked = check();
       ASSERT_TRUE(checked.is_ok());
       EXPECT_FALSE(checked.value().is_whole());
+      EXPECT_GT(checked.value().n_damaged_objects, 0u);
+      const Files cut = files_in(paths_);
+      ObjectRig rig(paths_, 64);
+      const Status status = rig.open();
+      EXPECT_EQ(status.code(), KVM_ERR_CORRUPT);
+      EXPECT_NE(status.message().find(path), std::string::npos) << status.message();
+      EXPECT_EQ(files_in(paths_), cut) << "nothing is removed";
     }
     restore();
     std::filesystem::remove(path);
@@ -291,9 +298,34 @@ TEST_F(DiskCheckTest, FilesThatAreCutOffOrGone) {
   for (const std::string& path : files_with(".manifest")) {
     write_file(path, std::string(before_.at(path).size(), 'x'));
   }
-  const Result<DiskCheck> checked = check();
-  ASSERT_TRUE(checked.is_ok());
-  EXPECT_EQ(checked.value().n_damages, 2u);
+  const Result<DiskCheck> unread = check();
+  ASSERT_TRUE(unread.is_ok());
+  EXPECT_EQ(unread.value().n_damages, 1u);
+  expect_as_found(unread);
+  for (const std::string& path : files_with(".manifest")) {
+    std::filesystem::remove(path);
+  }
+  const Result<DiskCheck> gone = check();
+  ASSERT_TRUE(gone.is_ok());
+  EXPECT_EQ(gone.value().n_damages, 1u);
+  EXPECT_TRUE(gone.value().damages[0].is_loss);
+  expect_as_found(gone);
+}
+
+// The only one, too.
+TEST_F(DiskCheckTest, ASegmentSaysHowLargeItWasMade) {
+  std::vector<SegmentOnDisk> one = {{.path = "a", .size_bytes = kSegment, .made_bytes = kSegment}};
+  EXPECT_TRUE(take_cut_segments(&one).empty());
+  one[0].size_bytes = kSegment / 2;
+  ASSERT_EQ(take_cut_segments(&one).size(), 1u);
+  EXPECT_TRUE(one.empty());
+  // Two whose headers cannot be read, and one that was cut off.
+  std::vector<SegmentOnDisk> three = {{.path = "a", .size_bytes = kSegment / 2},
+                                      {.path = "b", .size_bytes = kSegment},
+                                      {.path = "c", .size_bytes = 100}};
+  const std::vector<SegmentOnDisk> cut = take_cut_segments(&three);
+  ASSERT_EQ(cut.size(), 2u);
+  EXPECT_EQ(three[0].path, "b");
 }
 
 TEST_F(DiskCheckTest, WhatCannotBeLookedAt) {

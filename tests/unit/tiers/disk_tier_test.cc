@@ -374,8 +374,7 @@ TEST_F(DiskTierByHand, LargePagesGoInTransfersOfTheirOwn) {
   }
   EXPECT_TRUE(write(9, 1, kSegment - 8192).empty());
   EXPECT_EQ(last_.code(), KVM_ERR_NO_SPACE);
-  EXPECT_EQ(last_.message(),
-            "disk tier: a page of 253952 bytes; a segment holds one of 253888 bytes");
+  EXPECT_EQ(last_.message(), "disk: a page of 253952 bytes; a segment holds one of 253888 bytes");
   const std::vector<PlaceId> largest = write(9, 1, kSegment - 8192 - 64);
   ASSERT_EQ(largest.size(), 1u);
   EXPECT_TRUE(read(largest[0], 9, kSegment - 8192 - 64).is_ok());
@@ -754,12 +753,12 @@ TEST(DiskTierOptions, ThatContradictAreRefusedWithASentence) {
     return std::string(tier.status().message());
   };
   EXPECT_EQ(refusal([](DiskTierOptions& o) { o.directories.clear(); }),
-            "disk tier: no directory is named");
+            "disk: no directory is named");
   EXPECT_EQ(refusal([](DiskTierOptions& o) { o.capacity_bytes = 1 << 18; }),
-            "disk tier: a capacity of 262144 bytes is too small: it takes two segments, of 262144 "
+            "disk: a capacity of 262144 bytes is too small: it takes two segments, of 262144 "
             "bytes each");
   EXPECT_EQ(refusal([](DiskTierOptions& o) { o.segment_bytes = 1000; }),
-            "disk tier: segments of 1000 bytes; they have a multiple of 4096, from 262144 to "
+            "disk: segments of 1000 bytes; they have a multiple of 4096, from 262144 to "
             "68719476736");
   EXPECT_NE(refusal([](DiskTierOptions& o) {
               o.capacity_bytes = 1 << 30;
