@@ -17,8 +17,6 @@
 namespace kvm::testing {
 namespace {
 
-constexpr uint32_t kDamagedInputs = 1500;  // of each target
-
 std::vector<Bytes> read_corpus(const std::string& target) {
   std::vector<Bytes> inputs;
   const std::filesystem::path folder = std::getenv("KVM_FUZZ_CORPUS");
@@ -80,7 +78,7 @@ TEST_P(Replay, Damaged) {
   std::printf("seed %llu\n", static_cast<unsigned long long>(seed));
   std::mt19937_64 random(seed);
   const std::vector<Bytes> corpus = read_corpus(GetParam().name);
-  for (uint32_t i = 0; i < kDamagedInputs; ++i) {
+  for (uint32_t i = 0; i < GetParam().n_damaged; ++i) {
     GetParam().run(damage(corpus[random() % corpus.size()], &random));
   }
 }

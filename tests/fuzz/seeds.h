@@ -22,6 +22,7 @@ Seeds stats_text_seeds();
 Seeds policy_seeds();
 Seeds image_seeds();
 Seeds object_file_seeds();
+Seeds disk_files_seeds();
 
 }  // namespace kvm::testing
 

@@ -16,6 +16,7 @@ const std::vector<FuzzTarget>& fuzz_targets() {
       {"policy", run_policy, policy_seeds},
       {"image", run_image, image_seeds},
       {"object_file", run_object_file, object_file_seeds},
+      {"disk_files", run_disk_files, disk_files_seeds, 200},
   };
   return kAll;
 }

@@ -11,6 +11,7 @@
 //   policy       the parameters of a space with all their arrays
 //   image        a sequence that was saved, and then used
 //   object_file  a snapshot in a file of its own
+//   disk_files   what a kvmd that was killed has left on its disks: the list of snapshots, segments
 //
 // A target may keep state between inputs as long as an input alone still shows what it showed.
 #ifndef KVM_TESTS_FUZZ_TARGETS_H_
@@ -34,6 +35,8 @@ struct FuzzTarget {
   void (*run)(std::span<const uint8_t> input);
   // Valid inputs, with a name each: where fuzzing begins.
   std::vector<std::pair<std::string, Bytes>> (*seeds)();
+  // Of those that the test of each build tries: fewer where one takes milliseconds.
+  uint32_t n_damaged = 1500;
 };
 
 const std::vector<FuzzTarget>& fuzz_targets();
@@ -49,6 +52,7 @@ void run_stats_text(std::span<const uint8_t> input);
 void run_policy(std::span<const uint8_t> input);
 void run_image(std::span<const uint8_t> input);
 void run_object_file(std::span<const uint8_t> input);
+void run_disk_files(std::span<const uint8_t> input);
 
 // --- Forms of the inputs -------------------------------------------------------------------------
 
@@ -114,6 +118,12 @@ struct ItemsHead {
 // policy: a kvm_space_params, and as many of each array as its counts say, in the order layers,
 // policies, codecs, indexes, rope_inv_freq; then sink logits, as far as bytes are left.
 // object_file: the file.
+// disk_files: whether checksums are made to match (8 bits), then patches, each with its bytes.
+struct DiskPatch {
+  uint8_t file;
+  uint32_t offset;
+  uint8_t n_bytes;
+} __attribute__((packed));
 // image: how many pages (16 bits), the bytes of each (32 bits), and the body of the object.
 
 }  // namespace kvm::testing
