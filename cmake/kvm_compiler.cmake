@@ -54,8 +54,8 @@ if(KVM_SANITIZE MATCHES "undefined" AND NOT KVM_FUZZ)
   set(KVM_FEWER_CHECKS "$<$<COMPILE_LANGUAGE:C,CXX>:-fno-sanitize=null,vptr,alignment>")
 endif()
 
-# How tests that compute little are compiled: under AddressSanitizer -O1 takes twice the time of
-# -O0, which the code of the test itself does not win back by running faster.
+# How tests, benches and tools that compute little are compiled: under AddressSanitizer -O1 takes
+# twice the time of -O0, which their own code does not win back by running faster.
 set(KVM_PLAIN_OPTIONS)
 if(KVM_SANITIZE MATCHES "address" AND CMAKE_BUILD_TYPE STREQUAL "Debug")
   set(KVM_PLAIN_OPTIONS "$<$<COMPILE_LANGUAGE:C,CXX>:-O0>")

@@ -76,7 +76,7 @@ foreach(library kvm kvm_embedded)
   kvm_package_files(development "${lib}/pkgconfig" "${PROJECT_BINARY_DIR}/packaging/${library}.pc")
 endforeach()
 kvm_package_files(development share/doc/libkvm-dev "${PROJECT_SOURCE_DIR}/README.md")
-foreach(example quickstart approximate)
+foreach(example quickstart approximate pause_and_share)
   kvm_package_files(development share/doc/libkvm-dev/examples
                     "${PROJECT_SOURCE_DIR}/examples/${example}/${example}.c")
 endforeach()

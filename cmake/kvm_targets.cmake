@@ -19,7 +19,8 @@
 #   kvm_add_bench(merge_bench merge_bench.cc LIBS kvm_attention)   # Google Benchmark
 #
 # Where KVM_PLAIN_TESTS is set (tests/CMakeLists.txt), tests are compiled without optimisation, but
-# for those that compute much themselves.
+# for those that compute much themselves; where KVM_PLAIN_CODE is (bench, tools), so are libraries
+# and programs.
 #
 # What they add by themselves: the warnings, include paths rooted at the repository (and include/,
 # so that the ABI is "kvm.h"), KVM_CHECK, and precompiled standard headers. Executables land in
@@ -67,6 +68,12 @@ if(KVM_PCH)
   kvm_add_pch_target(kvm_pch)
   target_precompile_headers(
     kvm_pch PRIVATE "$<$<COMPILE_LANGUAGE:CXX>:<cmake/pch.h$<ANGLE-R>>")
+  if(KVM_PLAIN_OPTIONS)
+    kvm_add_pch_target(kvm_plain_pch)
+    target_compile_options(kvm_plain_pch PRIVATE ${KVM_PLAIN_OPTIONS})
+    target_precompile_headers(
+      kvm_plain_pch PRIVATE "$<$<COMPILE_LANGUAGE:CXX>:<cmake/pch.h$<ANGLE-R>>")
+  endif()
   if(KVM_TESTS)
     kvm_add_pch_target(kvm_test_pch GTest::gtest)
     target_precompile_headers(
@@ -87,6 +94,16 @@ function(kvm_use_pch name pch)
   endif()
 endfunction()
 
+# Sets the precompiled headers of a library or program, and its level of optimisation.
+function(kvm_use_code_pch name)
+  if(KVM_PLAIN_CODE AND KVM_PLAIN_OPTIONS)
+    target_compile_options(${name} PRIVATE ${KVM_PLAIN_OPTIONS})
+    kvm_use_pch(${name} kvm_plain_pch)
+  else()
+    kvm_use_pch(${name} kvm_pch)
+  endif()
+endfunction()
+
 # --- Libraries and programs ---------------------------------------------------------------------
 
 # kvm_add_library(NAME [SOURCES ...] [DEPS ...])
@@ -102,7 +119,7 @@ function(kvm_add_library name)
   endif()
   add_library(${name} STATIC ${arg_SOURCES})
   target_link_libraries(${name} PUBLIC kvm_flags ${arg_DEPS} PRIVATE kvm_warnings)
-  kvm_use_pch(${name} kvm_pch)
+  kvm_use_code_pch(${name})
 endfunction()
 
 # Adds a target to kvm_programs, unless it belongs to the tests or benches.
@@ -121,7 +138,7 @@ function(kvm_add_executable name)
   endif()
   add_executable(${name} ${arg_SOURCES})
   target_link_libraries(${name} PRIVATE kvm_flags kvm_warnings ${arg_DEPS})
-  kvm_use_pch(${name} kvm_pch)
+  kvm_use_code_pch(${name})
   kvm_list_program(${name})
 endfunction()
 
@@ -145,7 +162,7 @@ function(kvm_add_shared_library name)
   endif()
   set_target_properties(${name} PROPERTIES VERSION ${PROJECT_VERSION} SOVERSION ${KVM_ABI_VERSION}
                                            LINK_DEPENDS "${map}")
-  kvm_use_pch(${name} kvm_pch)
+  kvm_use_code_pch(${name})
   kvm_list_program(${name})
 endfunction()
 
