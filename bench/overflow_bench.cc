@@ -5,6 +5,10 @@
 // The same requests run on an engine that holds all of it, for two things: the answers must have
 // the same bits, and what takes longer than there is what the disk costs. The rival is fio's read
 // of large blocks on the same disk, next to each round.
+//
+// one_client and one_client_between are the same requests of one client alone, without and with the
+// time that an engine takes between two layers for what is not attention. The disk rests then; how
+// much slower the second reads is what there is to be won by reading the next layer in that time.
 #include <algorithm>
 #include <array>
 #include <cstdint>
@@ -31,7 +35,8 @@ constexpr uint32_t kClients = 2;
 constexpr uint32_t kLayers = 4;
 constexpr uint32_t kPromptRows = 1024;
 constexpr uint32_t kFillRows = 512;
-constexpr uint32_t kTimes = 3;  // the working set is so many times as large as memory
+constexpr uint64_t kBetweenNs = 300'000;  // some layer's other matrices, on a GPU
+constexpr uint32_t kTimes = 3;            // the working set is so many times as large as memory
 constexpr uint32_t kFioBlockBytes = 256 << 10;
 constexpr uint32_t kFioDepth = 32;
 
@@ -100,8 +105,10 @@ class Side {
   }
   engine::Engine& engine() { return rig_.engine(); }
 
-  // The prompt belongs to the last client, and is gone after the round.
-  Taken run(const Round& round) {
+  // The prompt belongs to the last client, and is gone after the round. between_ns: from the end of
+  // a request to the next one of that client.
+  Taken run(const Round& round, uint64_t between_ns = 0) {
+    between_ns_ = between_ns;
     seqs_.back() = rig_.create(clients_.back());
     Taken taken;
     taken_ = &taken;
@@ -181,13 +188,32 @@ class Side {
         taken_->prompt_s = took;
       }
     }
-    submit(client, index + 1);
+    if (between_ns_ == 0) {
+      submit(client, index + 1);
+    } else {
+      next_[client] = {now_ns() + between_ns_, index + 1};
+    }
+  }
+  // Submits what is due. Returns how long nothing else will be, at most most_ns.
+  uint64_t submit_due(uint64_t most_ns) {
+    for (uint32_t client = 0; client < kClients; ++client) {
+      Next& next = next_[client];
+      const uint64_t now = now_ns();
+      if (next.due_ns <= now) {
+        next.due_ns = UINT64_MAX;
+        submit(client, next.index);
+      } else {
+        most_ns = std::min(most_ns, next.due_ns - now);
+      }
+    }
+    return most_ns;
   }
   // As kvmd's dispatcher does; one that has nothing to do leaves its core to others.
   void turn() {
     engine::Engine& engine = rig_.engine();
+    const uint64_t patience_ns = submit_due(1'000'000);
     if (!engine.work()) {
-      engine.wait(1'000'000);
+      engine.wait(patience_ns);
     }
     const uint64_t begin_ns = now_ns();
     engine.poll();
@@ -203,12 +229,20 @@ class Side {
   const Round* round_ = nullptr;
   Taken* taken_ = nullptr;
   uint32_t n_running_ = 0;
+  struct Next {
+    uint64_t due_ns = UINT64_MAX;
+    size_t index = 0;
+  };
+  uint64_t between_ns_ = 0;
+  std::array<Next, kClients> next_{};
   std::array<double, kClients> token_begin_s_{};
 };
 
 struct Case {
   const char* name;
-  bool has_prompt;
+  bool has_prompt = false;
+  uint32_t n_clients = kClients;
+  uint64_t between_ns = 0;
   std::vector<double> gbps = {}, fio_gbps = {}, fractions = {}, stalls = {};
   std::vector<double> token_s = {}, token_in_memory_s = {}, prompt_s = {}, stalls_us = {};
   uint64_t n_sent_bytes = 0;
@@ -240,10 +274,10 @@ class OverflowRun {
 
   // `read` runs fio; empty: it is not there.
   void run(uint32_t index, Case* of, const std::function<double()>& read) {
-    const Round round = make_round(of->has_prompt);
+    const Round round = make_round(*of);
     Taken all;
     if (index % 2 == 0) {
-      all = in_memory_.run(round);
+      all = in_memory_.run(round, of->between_ns);
     }
     const auto note_fio = [&] {
       if (read) {
@@ -255,7 +289,7 @@ class OverflowRun {
     }
     const uint64_t n_read = tier_->stats().read_bytes;
     const uint64_t n_sent = overflowing_.engine().movement_stats().bytes_sent;
-    const Taken part = overflowing_.run(round);
+    const Taken part = overflowing_.run(round, of->between_ns);
     const double gbps =
         static_cast<double>(tier_->stats().read_bytes - n_read) / part.seconds * 1e-9;
     of->n_sent_bytes += overflowing_.engine().movement_stats().bytes_sent - n_sent;
@@ -263,7 +297,7 @@ class OverflowRun {
       note_fio();
     }
     if (index % 2 != 0) {
-      all = in_memory_.run(round);
+      all = in_memory_.run(round, of->between_ns);
     }
     of->gbps.push_back(gbps);
     if (read) {
@@ -288,7 +322,8 @@ class OverflowRun {
     std::vector<std::pair<std::string, nlohmann::json>> row = {
         {"case", of.name},
         {"sequences", kSequences},
-        {"clients", kClients},
+        {"clients", of.n_clients},
+        {"between_us", static_cast<double>(of.between_ns) * 1e-3},
         {"layers", kLayers},
         {"tokens", sizes_.tokens},
         {"set_gib", gib(n_set_bytes_)},
@@ -336,7 +371,7 @@ class OverflowRun {
   }
 
   // A token of each sequence; the prompt comes in the middle.
-  Round make_round(bool has_prompt) {
+  Round make_round(const Case& of) {
     Round round;
     const auto add = [&](uint32_t sequence, uint32_t n_rows) {
       for (uint32_t layer = 0; layer < kLayers; ++layer) {
@@ -345,10 +380,12 @@ class OverflowRun {
       }
     };
     for (uint32_t i = 0; i < kSequences; ++i) {
-      if (has_prompt && i == kSequences / 2) {
+      if (of.has_prompt && i == kSequences / 2) {
         add(kSequences, kPromptRows);
       }
-      add(i, 1);
+      if (i % kClients < of.n_clients) {
+        add(i, 1);
+      }
     }
     return round;
   }
@@ -379,7 +416,11 @@ int run_overflow(const Options& options) {
     report.note(kNoFio);
   }
   OverflowRun run(options, sizes, folder.path());
-  std::vector<Case> cases = {{"decode", false}, {"with_prompt", true}};
+  std::vector<Case> cases = {
+      {.name = "decode"},
+      {.name = "with_prompt", .has_prompt = true},
+      {.name = "one_client", .n_clients = 1},
+      {.name = "one_client_between", .n_clients = 1, .between_ns = kBetweenNs}};
   const uint32_t n_rounds = options.quick ? 1 : options.repeats;
   for (uint32_t i = 0; i < n_rounds; ++i) {
     for (Case& of : cases) {

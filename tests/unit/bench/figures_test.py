@@ -94,7 +94,8 @@ class FiguresTest(unittest.TestCase):
     def test_overflow(self):
         lines = self.run_bench("overflow", "--quick")
         self.check(lines, "overflow", OVERFLOW)
-        self.assertEqual([line["case"] for line in lines], ["decode", "with_prompt"])
+        self.assertEqual([line["case"] for line in lines],
+                         ["decode", "with_prompt", "one_client", "one_client_between"])
         for line in lines:
             self.assertTrue(line["bit_equal"])
             self.assertGreater(line["disk_gbps"], 0)
