@@ -773,6 +773,82 @@ class Errors:
         item = kvm.Item(seq, append=numpy.int64(1))
         self.client.step(space, 0, [item], k=self.normal(1, 2, 16), v=self.normal(1, 2, 16))
 
+    def refused_calls(self, *calls):
+        """Of a call, the class of its exception and a sentence."""
+        for call, cls, sentence in calls:
+            with self.subTest(sentence), self.assert_refused(INVALID, cls, sentence):
+                call()
+
+    def test_arguments_of_prefixes_snapshots_and_priorities(self):
+        space = self.space()
+        seq, hashes = space.create_sequence(), space.prefix_hashes(range(128))
+        whole, name = "it must be a whole number", "name is 7; it must be a str"
+        percent, of_64 = f"{whole} from 0 to 100", f"{whole} from 0 to 2**64 - 1"
+        of_hashes = "hashes is a list; it must be a kvm.PrefixHashes"
+        with self.client.create_queue() as queue:
+            self.refused_calls(
+                (lambda: seq.set_priority(-1), kvm.InvalidError, f"priority is -1; {percent}"),
+                (lambda: seq.set_priority(101), kvm.InvalidError, f"priority is 101; {percent}"),
+                (lambda: seq.set_priority("90"), TypeError, f"priority is '90'; {whole}"),
+                (lambda: seq.set_priority(1, begin=-1), kvm.InvalidError, f"begin is -1; {of_64}"),
+                (lambda: seq.set_priority(1, end=1.5), TypeError, f"end is 1.5; {whole}"),
+                (lambda: queue.set_priority_async(seq, 2**40), kvm.InvalidError,
+                 f"priority is {2**40}; {percent}"),
+                (lambda: space.prefix_hashes([1], salt="user"), TypeError,
+                 "salt is a str; it must be bytes, at most 64 of them"),
+                (lambda: space.prefix_hashes([1], salt=bytearray(b"user")), TypeError,
+                 "salt is a bytearray; it must be bytes"),
+                (lambda: hashes.up_to(-1), kvm.InvalidError, f"n_tokens is -1; {of_64}"),
+                (lambda: space.fork_prefix([1, 2]), TypeError, of_hashes),
+                (lambda: space.find_prefix([hashes]), TypeError, of_hashes),
+                (lambda: seq.publish_prefix([1, 2]), TypeError, of_hashes),
+                (lambda: queue.publish_prefix_async(seq, [1, 2]), TypeError, of_hashes),
+                (lambda: space.find_prefix(hashes, prefill_rate="12000"), TypeError,
+                 "prefill_rate is '12000'; it must be a number"),
+                (lambda: seq.save(7), TypeError, name),
+                (lambda: space.load(7), TypeError, name),
+                (lambda: self.client.delete_snapshot(7), TypeError, name),
+                (lambda: queue.save_async(seq, 7), TypeError, name),
+                (lambda: queue.load_async(space, 7), TypeError, name),
+                (lambda: queue.delete_snapshot_async(7), TypeError, name))
+            self.assertEqual(queue.n_outstanding, 0)
+        # Numbers of NumPy are as good.
+        self.assertIsNone(space.find_prefix(hashes, prefill_rate=numpy.float32(12000)))
+        self.assertEqual(len(hashes.up_to(numpy.int64(127))), 1)
+
+    def test_arguments_of_sequences_and_requests(self):
+        client, space = self.client, self.space()
+        seq = space.create_sequence()
+        whole = "it must be a whole number"
+        of_32, of_64 = f"{whole} from 0 to 2**32 - 1", f"{whole} from 0 to 2**64 - 1"
+        with client.create_queue() as queue:
+            self.refused_calls(
+                (lambda: seq.fork(-1), kvm.InvalidError, f"n_tokens is -1; {of_64}"),
+                (lambda: queue.fork_async(seq, "all"), TypeError, f"n_tokens is 'all'; {whole}"),
+                (lambda: seq.truncate(None), TypeError, f"n_tokens is None; {whole}"),
+                (lambda: queue.truncate_async(seq, -1), kvm.InvalidError, "n_tokens is -1"),
+                (lambda: seq.commit(1.5), TypeError, f"n_tokens is 1.5; {whole}"),
+                (lambda: space.create_sequence(reserve=-1), kvm.InvalidError, "reserve is -1"),
+                (lambda: queue.create_sequence_async(space, reserve=2**64), kvm.InvalidError,
+                 f"reserve is {2**64}; {of_64}"),
+                (lambda: space.fork_published(seq), TypeError, f"id is {seq!r}; {whole}"),
+                (lambda: space.take_sequence("7"), TypeError, f"id is '7'; {whole}"),
+                (lambda: queue.take_sequence_async(-1), kvm.InvalidError, "id is -1"),
+                (lambda: queue.read(seq, "first", 0, 1), TypeError, f"layer is 'first'; {whole}"),
+                (lambda: queue.read(seq, 0, -1, 1), kvm.InvalidError, "position is -1"),
+                (lambda: queue.observe(seq, -1), kvm.InvalidError, f"layer is -1; {of_32}"),
+                (lambda: queue.step(space, "first", []), TypeError, f"layer is 'first'; {whole}"),
+                (lambda: client.find_space(7), TypeError, "name is 7; it must be a str"),
+                (lambda: client.create_queue(n_entries=-1), kvm.InvalidError, "n_entries is -1"),
+                (lambda: kvm.open_embedded(n_threads=-1), kvm.InvalidError, "n_threads is -1"),
+                (lambda: client.evict("all", 1), TypeError,
+                 "what is 'all'; it must be a kvm.Evict"),
+                (lambda: client.set_quota("me", 1, bytes=1), TypeError,
+                 "whose is 'me'; it must be a kvm.QuotaOf"))
+            self.assertEqual(queue.n_outstanding, 0)
+        self.assertEqual(len(client.sequences(space)), 1)
+        seq.fork(numpy.int64(0)).truncate(numpy.int64(0))
+
     def test_what_the_service_refuses(self):
         space = self.space()
         seq, _, _ = self.prompt(space, 3)
@@ -1282,6 +1358,19 @@ class Names(unittest.TestCase):
              os.path.join(ROOT, "include/kvm.h"), folder, "--check"],
             capture_output=True, text=True, check=False)
         self.assertEqual((done.returncode, done.stdout + done.stderr), (0, ""))
+
+    def test_a_package_without_its_module_says_so(self):
+        with tempfile.TemporaryDirectory() as folder:
+            os.mkdir(os.path.join(folder, "kvm"))
+            for name in os.listdir(PACKAGE):
+                if name.endswith(".py"):
+                    os.symlink(os.path.join(PACKAGE, name), os.path.join(folder, "kvm", name))
+            done = subprocess.run([sys.executable, "-c", "import kvm"], capture_output=True,
+                                  text=True, check=False, env={**os.environ, "PYTHONPATH": folder})
+        self.assertEqual(done.returncode, 1)
+        self.assertIn(f"{folder}/kvm has no module _native for Python 3.", done.stderr)
+        self.assertIn("--target kvm_python", done.stderr)
+        self.assertNotIn("circular", done.stderr)
 
     def test_all_is_what_is_there(self):
         for name in kvm.__all__:

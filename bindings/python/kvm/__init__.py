@@ -12,7 +12,18 @@ docs/python.md begins at the beginning.
 
 from collections.abc import Callable as _Callable
 
-from . import _native
+try:
+    from . import _native
+except ImportError as _error:
+    if _error.name != __name__:
+        raise  # it is there, and cannot be loaded
+    import os as _os
+    import sys as _sys
+    raise ImportError(
+        f"{_os.path.dirname(__file__)} has no module _native for Python {_sys.version_info[0]}."
+        f"{_sys.version_info[1]}: it was not built, or for another Python. In a build folder "
+        "`cmake --build FOLDER --target kvm_python` builds it") from None
+
 from ._constants import (NO_LIMIT, POSITION_END, PREFIX_TOKENS, PRIORITY_DEFAULT, PRIORITY_MAX,
                          Budgets, CodecId, Dtype, Evict, Feature, IndexKind, LayerKind, LogLevel,
                          Merging, Mode, Positions, Proposal, QuotaOf, Retention, Rope, SaveFlag,

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Failures of kvm as exceptions."""
+"""Failures of kvm as exceptions, and arguments that are refused before anything is called."""
+
+import enum
+import operator
+from typing import Any
 
 from ._constants import Status
 
@@ -84,3 +88,53 @@ def error_of(status: int, message: str) -> Error:
     except ValueError:  # of a newer service
         known, message = Status.INTERNAL, f"{message} (status {status})"
     return _CLASSES.get(known, Error)(known, message)
+
+
+# --- Arguments ------------------------------------------------------------------------------------
+# What is not checked here is refused by the module `_native`, by a list of types.
+
+
+LAST_32 = 2**32 - 1
+LAST_64 = 2**64 - 1
+
+
+def whole(name: str, number: Any, last: int = LAST_64) -> int:
+    """The number, where it is a whole one from 0 to `last`."""
+    try:
+        index = operator.index(number)
+    except TypeError:
+        raise TypeError(f"{name} is {number!r}; it must be a whole number") from None
+    if not 0 <= index <= last:
+        end = f"2**{last.bit_length()} - 1" if last in (LAST_32, LAST_64) else last
+        raise InvalidError(Status.INVALID, f"{name} is {number}; it must be a whole number from 0 "
+                           f"to {end}")
+    return index
+
+
+def check_wholes(last: int, **numbers: Any) -> None:
+    """Says which of the numbers does not fit; None fits."""
+    for name, number in numbers.items():
+        if number is not None:
+            whole(name, number, last)
+
+
+def check_reals(**numbers: Any) -> None:
+    """The same for numbers that need not be whole."""
+    for name, number in numbers.items():
+        if isinstance(number, str) or not hasattr(number, "__float__"):
+            raise TypeError(f"{name} is {number!r}; it must be a number")
+
+
+def check_names(kind: type[enum.IntEnum], **values: Any) -> None:
+    """The same for members of an enum."""
+    for name, value in values.items():
+        if not isinstance(value, int):
+            raise TypeError(f"{name} is {value!r}; it must be a kvm.{kind.__name__}, such as "
+                            f"kvm.{kind.__name__}.{list(kind)[-1].name}")
+
+
+def text(name: str, value: Any) -> str:
+    """The value, where it is a string."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} is {value!r}; it must be a str")
+    return value

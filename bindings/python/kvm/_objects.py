@@ -15,16 +15,15 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from . import _native
-from ._constants import (EVICT_DISCONNECT, POSITION_END, CodecId, Dtype, Evict, LayerKind,
-                         ListFlag, Mode, Proposal, QuotaOf, Rope, SaveFlag, SequenceFlag, SpaceFlag,
-                         Status)
-from ._errors import Error
+from ._constants import (EVICT_DISCONNECT, POSITION_END, PRIORITY_MAX, CodecId, Dtype, Evict,
+                         LayerKind, ListFlag, Mode, Proposal, QuotaOf, Rope, SaveFlag, SequenceFlag,
+                         SpaceFlag, Status)
+from ._errors import LAST_32, Error, check_names, check_reals, text, whole
 from ._params import Codec, Index, Layer, Policy, codec_of, dtype_of
 from ._prefixes import PrefixHashes, data_of, keep_ns
 from ._records import (Amounts, ClientEntry, ClientInfo, EvictResult, SequenceInfo, SnapshotInfo,
                        SpaceInfo, Stats, UserEntry)
-from ._requests import (Item, Layout, Request, Step, StepResult, check_names, check_step, is_heads,
-                        step_flags)
+from ._requests import (Item, Layout, Request, Step, StepResult, check_step, is_heads, step_flags)
 
 _E = TypeVar("_E")
 MAX_SEEDS = 256  # that a space keeps
@@ -56,7 +55,8 @@ def open_embedded(*, n_threads: int = 0, capacity: int = 0) -> Client:
     n_threads: that compute, the one that waits included; 0: one per core.
     capacity:  most bytes of keys and values; 0: 60 % of the machine's free memory.
     """
-    return Client(_native.Client.open_embedded(n_threads, capacity))
+    return Client(_native.Client.open_embedded(whole("n_threads", n_threads, LAST_32),
+                                               whole("capacity", capacity)))
 
 
 class Client:
@@ -205,7 +205,7 @@ class Client:
             "flags": int(SpaceFlag.V_IN_K) if values_in_keys else 0,
         }
         space = self._native.register_space(
-            name, numbers, [entry._fields() for entry in overrides],
+            text("name", name), numbers, [entry._fields() for entry in overrides],
             [entry._fields() for entry in policies], [entry._fields() for entry in codecs],
             [entry._fields() for entry in indexes], list(rope_inv_freq),
             None if sink_logits is None else list(sink_logits),
@@ -220,7 +220,7 @@ class Client:
         heads are not checked, and dims are taken to be those of the space; who uses layers with
         other dims calls `register_space`, which finds it too.
         """
-        return Space(self, self._native.find_space(name), None)
+        return Space(self, self._native.find_space(text("name", name)), None)
 
     def spaces(self) -> list[SpaceInfo]:
         """All spaces of the service."""
@@ -240,7 +240,7 @@ class Client:
 
     def delete_snapshot(self, name: str) -> None:
         """Deletes a snapshot of this user. Sequences that were loaded from it stay."""
-        self._native.delete_snapshot(name)
+        self._native.delete_snapshot(text("name", name))
 
     def sequence(self, space: Space, id: int) -> Sequence:
         """A handle of a sequence that exists; it is not freed with the handle."""
@@ -255,7 +255,8 @@ class Client:
         it sleeps; 0: 50 us; infinite: for ever.
         """
         spin_ns = 2**64 - 1 if spin == float("inf") else int(spin * 1e9)
-        return Queue(self, _native.Queue(self._native, n_entries, spin_ns))
+        native = _native.Queue(self._native, whole("n_entries", n_entries, LAST_32), spin_ns)
+        return Queue(self, native)
 
     @contextlib.contextmanager
     def _borrow(self) -> Iterator[Queue]:
@@ -340,10 +341,12 @@ class Client:
         for name in limits:
             if name not in names:
                 raise TypeError(f"{name} is no limit; there are {', '.join(sorted(names))}")
+        check_names(QuotaOf, whose=whose)
         self._native.set_quota({"whose": int(whose), "id": id, "limits": limits})
 
     def evict(self, what: Evict, id: int, *, disconnect: bool = False) -> EvictResult:
         """Frees sequences, whoever owns them. For operators."""
+        check_names(Evict, what=what)
         flags = EVICT_DISCONNECT if disconnect else 0
         return EvictResult(**self._native.evict({"what": int(what), "id": id, "flags": flags}))
 
@@ -397,9 +400,13 @@ class Space:
     def _shape(self, layer: int) -> _Shape:
         """Of a layer; of a space that was found, what is not known: kvm.h does not tell overrides.
         """
-        if self._layer_shapes is None or not 0 <= layer < len(self._layer_shapes):
-            return 0, 0, self.head_dim_k, self.head_dim_v
-        return self._layer_shapes[layer]
+        try:
+            if self._layer_shapes is not None and 0 <= layer < len(self._layer_shapes):
+                return self._layer_shapes[layer]
+        except TypeError:
+            whole("layer", layer)
+            raise
+        return 0, 0, self.head_dim_k, self.head_dim_v
 
     def info(self) -> SpaceInfo:
         """The space as it is registered."""
@@ -417,7 +424,8 @@ class Space:
                         that may be taken back.
         """
         flags = int(SequenceFlag.MANUAL_COMMIT) if manual_commit else 0
-        return Sequence(self, self.client._native.create_sequence(self.id, flags, reserve))
+        id = self.client._native.create_sequence(self.id, flags, whole("reserve", reserve))
+        return Sequence(self, id)
 
     def fork_published(self, id: int, n_tokens: int | None = None) -> Sequence:
         """A fork of a sequence that a client of the same user has published (`Sequence.publish`).
@@ -425,7 +433,7 @@ class Space:
         It pays for no page that it has from there. Costs the same at any length.
         """
         at = _position(n_tokens)
-        return Sequence(self, self.client._native.fork_sequence(id, at))
+        return Sequence(self, self.client._native.fork_sequence(whole("id", id), at))
 
     def prefix_hashes(self, tokens: Iterable[int] | Any, *, salt: bytes = b"") -> PrefixHashes:
         """The hashes of a prompt's tokens, by which `fork_prefix` finds what others have published.
@@ -434,6 +442,9 @@ class Space:
         salt:    at most 64 bytes: who has another one finds nothing, and so does not learn what
                  prompts there were.
         """
+        if not isinstance(salt, bytes):  # its value is a secret
+            raise TypeError(f"salt is a {type(salt).__name__}; it must be bytes, at most 64 of "
+                            "them")
         seed = self._seeds.get(salt)
         if seed is None:
             seed = _native.prefix_seed(self.client._native, self.id, salt)
@@ -456,6 +467,8 @@ class Space:
         Asks nobody but the first time, and where something is found and a rate is given. What was
         found may be gone before it is forked; `fork_prefix` looks after that.
         """
+        if not isinstance(prefill_rate, (int, float)):
+            check_reals(prefill_rate=prefill_rate)
         seq, n_tokens = _native.find_prefix(self.client._native, self.id, data_of(hashes),
                                             float(prefill_rate))
         return (seq, n_tokens) if n_tokens != 0 else None
@@ -482,14 +495,14 @@ class Space:
 
         It is there at once; its pages are read from disk as they are needed.
         """
-        return Sequence(self, self.client._native.load_sequence(self.id, name))
+        return Sequence(self, self.client._native.load_sequence(self.id, text("name", name)))
 
     def take_sequence(self, id: int) -> Sequence:
         """Takes a published sequence out of the library: it is this client's from now on.
 
         Raises FullError where it does not fit into the client's limits; it stays published then.
         """
-        self.client._native.take_sequence(id)
+        self.client._native.take_sequence(whole("id", id))
         return Sequence(self, id)
 
 
@@ -529,7 +542,7 @@ class Sequence:
 
     def truncate(self, n_tokens: int) -> None:
         """Rolls every layer back to at most n_tokens."""
-        self.space.client._native.truncate_sequence(self.id, n_tokens)
+        self.space.client._native.truncate_sequence(self.id, whole("n_tokens", n_tokens))
 
     def commit(self, n_tokens: int | None = None) -> None:
         """Makes the first n_tokens (None: all) final: policies may act on them."""
@@ -574,7 +587,7 @@ class Sequence:
         client's calls may; it goes on then. `Queue.save_async` has no such limit.
         """
         flags = int(SaveFlag.REPLACE) if replace else 0
-        self.space.client._native.save_sequence(self.id, name, flags)
+        self.space.client._native.save_sequence(self.id, text("name", name), flags)
 
     def prefetch(self) -> None:
         """Begins to bring what lies on disk back into memory, as far as there is room."""
@@ -591,8 +604,7 @@ class Sequence:
         Whole pages of 64 tokens have one priority: those that the range touches. A fork has that
         of what it shares.
         """
-        self.space.client._native.set_priority(self.id, priority, begin, _position(end),
-                                               keep_ns(keep))
+        self.space.client._native.set_priority(self.id, *_priority(priority, begin, end, keep))
 
     def detach(self) -> int:
         """Its id; the sequence is no longer freed with this handle, but with the client."""
@@ -739,8 +751,9 @@ class Queue:
 
     def _read(self, seq: Sequence, layer: int, position: int, n_tokens: int, k: Any, v: Any
               ) -> _native.Request:
-        return _native.make_read(self.client._native, seq.id, layer, *seq.space._shape(layer)[1:],
-                                 position, n_tokens, k, v)
+        return _native.make_read(self.client._native, seq.id, whole("layer", layer, LAST_32),
+                                 *seq.space._shape(layer)[1:], whole("position", position),
+                                 whole("n_tokens", n_tokens), k, v)
 
     def observe(self, seq: Sequence, layer: int, *, q: Any = None, query_position: int = 0,
                 column_sums: Any = None, column_begin: int = 0) -> None:
@@ -756,16 +769,17 @@ class Queue:
 
     def _observe(self, seq: Sequence, layer: int, q: Any, query_position: int, column_sums: Any,
                  column_begin: int) -> _native.Request:
-        return _native.make_observe(self.client._native, seq.id, layer,
-                                    *seq.space._shape(layer)[:3], query_position, column_begin, q,
-                                    column_sums)
+        return _native.make_observe(self.client._native, seq.id, whole("layer", layer, LAST_32),
+                                    *seq.space._shape(layer)[:3],
+                                    whole("query_position", query_position),
+                                    whole("column_begin", column_begin), q, column_sums)
 
     def create_sequence_async(self, space: Space, *, reserve: int = 0, manual_commit: bool = False
                               ) -> Request[Sequence]:
         """Starts what `Space.create_sequence` waits for."""
         flags = int(SequenceFlag.MANUAL_COMMIT) if manual_commit else 0
         request = _native.make_verb(self.client._native, _native.Verb.CREATE, space.id, 0, flags,
-                                    reserve)
+                                    whole("reserve", reserve))
         return _SequenceRequest(self, self._native.start(request, True), _sequence_in(space))
 
     def fork_async(self, seq: Sequence, n_tokens: int | None = None) -> Request[Sequence]:
@@ -776,7 +790,7 @@ class Queue:
 
     def truncate_async(self, seq: Sequence, n_tokens: int) -> Request[None]:
         """Starts what `Sequence.truncate` waits for."""
-        return self._verb(_native.Verb.TRUNCATE, seq.id, n_tokens)
+        return self._verb(_native.Verb.TRUNCATE, seq.id, whole("n_tokens", n_tokens))
 
     def commit_async(self, seq: Sequence, n_tokens: int | None = None) -> Request[None]:
         """Starts what `Sequence.commit` waits for."""
@@ -802,7 +816,7 @@ class Queue:
 
     def take_sequence_async(self, id: int) -> Request[None]:
         """Starts what `Space.take_sequence` waits for; `Sequence(space, id)` then owns it."""
-        return self._verb(_native.Verb.TAKE, id)
+        return self._verb(_native.Verb.TAKE, whole("id", id))
 
     def prefetch_async(self, seq: Sequence) -> Request[None]:
         """Starts what `Sequence.prefetch` does."""
@@ -811,27 +825,27 @@ class Queue:
     def set_priority_async(self, seq: Sequence, priority: int, *, begin: int = 0,
                            end: int | None = None, keep: float | None = None) -> Request[None]:
         """Starts what `Sequence.set_priority` does."""
-        request = _native.make_priority_verb(self.client._native, seq.id, priority, begin,
-                                             _position(end), keep_ns(keep))
+        request = _native.make_priority_verb(self.client._native, seq.id,
+                                             *_priority(priority, begin, end, keep))
         return Request(self, self._native.start(request, True), _nothing)
 
     def save_async(self, seq: Sequence, name: str, *, replace: bool = False) -> Request[None]:
         """Starts what `Sequence.save` waits for."""
         flags = int(SaveFlag.REPLACE) if replace else 0
-        request = _native.make_snapshot_verb(self.client._native, _native.Verb.SAVE, seq.id, name,
-                                             flags)
+        request = _native.make_snapshot_verb(self.client._native, _native.Verb.SAVE, seq.id,
+                                             text("name", name), flags)
         return Request(self, self._native.start(request, True), _nothing)
 
     def load_async(self, space: Space, name: str) -> Request[Sequence]:
         """Starts what `Space.load` waits for."""
-        request = _native.make_snapshot_verb(self.client._native, _native.Verb.LOAD, space.id, name,
-                                             0)
+        request = _native.make_snapshot_verb(self.client._native, _native.Verb.LOAD, space.id,
+                                             text("name", name), 0)
         return _SequenceRequest(self, self._native.start(request, True), _sequence_in(space))
 
     def delete_snapshot_async(self, name: str) -> Request[None]:
         """Starts what `Client.delete_snapshot` waits for."""
         request = _native.make_snapshot_verb(self.client._native, _native.Verb.DELETE_SNAPSHOT, 0,
-                                             name, 0)
+                                             text("name", name), 0)
         return Request(self, self._native.start(request, True), _nothing)
 
     def nop_async(self) -> Request[None]:
@@ -963,9 +977,16 @@ def _nothing(flight: _native.Flight) -> None:
     return None
 
 
-def _position(at: int | None) -> int:
+def _position(at: int | None, name: str = "n_tokens") -> int:
     """As kvm.h has it; None: the end."""
-    return POSITION_END if at is None else at
+    return POSITION_END if at is None else whole(name, at)
+
+
+def _priority(priority: int, begin: int, end: int | None, keep: float | None
+              ) -> tuple[int, int, int, int]:
+    """The fields of kvm_priority_params."""
+    return (whole("priority", priority, PRIORITY_MAX), whole("begin", begin),
+            _position(end, "end"), keep_ns(keep))
 
 
 def _sequence_in(space: Space) -> Callable[[_native.Flight], Sequence]:

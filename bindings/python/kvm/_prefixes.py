@@ -8,6 +8,7 @@ from typing import Any
 
 from . import _native
 from ._constants import PREFIX_TOKENS
+from ._errors import whole
 
 HASH_BYTES = 32
 
@@ -36,9 +37,7 @@ class PrefixHashes:
 
     def up_to(self, n_tokens: int) -> PrefixHashes:
         """Those of the pages that end within the first n_tokens."""
-        if n_tokens < 0:
-            raise ValueError(f"n_tokens is {n_tokens}; it must not be negative")
-        n_bytes = n_tokens // PREFIX_TOKENS * HASH_BYTES
+        n_bytes = whole("n_tokens", n_tokens) // PREFIX_TOKENS * HASH_BYTES
         return PrefixHashes(self._seed, self._data[:n_bytes])
 
     @property
@@ -65,7 +64,12 @@ class PrefixHashes:
 
 def data_of(hashes: PrefixHashes | bytes) -> bytes:
     """The hashes, one after another."""
-    return hashes if isinstance(hashes, bytes) else hashes._data
+    if isinstance(hashes, PrefixHashes):
+        return hashes._data
+    if not isinstance(hashes, bytes):
+        raise TypeError(f"hashes is a {type(hashes).__name__}; it must be a kvm.PrefixHashes, "
+                        "which Space.prefix_hashes makes of token ids, or bytes")
+    return hashes
 
 
 def keep_ns(keep: float | None) -> int:

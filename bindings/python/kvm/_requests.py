@@ -4,14 +4,12 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
-import operator
 from collections.abc import Callable, Generator, Iterable, Sequence as Series
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from . import _native
 from ._constants import ItemFlag, Mode, Proposal, Status, StepFlag
-from ._errors import InvalidError
+from ._errors import LAST_32, LAST_64, check_names, check_reals, check_wholes
 
 if TYPE_CHECKING:
     from ._objects import Queue, Sequence, Space
@@ -60,47 +58,25 @@ class Item:
                 None if ranges is None else list(ranges), None if tree is None else list(tree),
                 flags)
         except TypeError:
-            _check_numbers(32, append=append, query=query, append_row=append_row,
-                           query_row=query_row)
-            _check_numbers(64, append_position=append_position, query_position=query_position)
+            check_wholes(LAST_32, append=append, query=query, append_row=append_row,
+                         query_row=query_row)
+            check_wholes(LAST_64, append_position=append_position, query_position=query_position)
             for begin, end in ranges or ():
-                _check_numbers(64, ranges=begin)
-                _check_numbers(64, ranges=end)
+                check_wholes(LAST_64, ranges=begin)
+                check_wholes(LAST_64, ranges=end)
             for word in tree or ():
-                _check_numbers(64, tree=word)
+                check_wholes(LAST_64, tree=word)
             raise
-
-
-def _check_numbers(n_bits: int, **numbers: Any) -> None:
-    """Says which of the numbers of a call that was refused does not fit; None fits."""
-    for name, number in numbers.items():
-        try:
-            fits = number is None or 0 <= operator.index(number) < 2**n_bits
-        except TypeError:
-            raise TypeError(f"{name} is {number!r}; it must be a whole number") from None
-        if not fits:
-            raise InvalidError(Status.INVALID, f"{name} is {number}; it must be a whole number "
-                               f"from 0 to 2**{n_bits} - 1")
-
-
-def check_names(kind: type[enum.IntEnum], **values: Any) -> None:
-    """The same for members of an enum."""
-    for name, value in values.items():
-        if not isinstance(value, int):
-            raise TypeError(f"{name} is {value!r}; it must be a kvm.{kind.__name__}, such as "
-                            f"kvm.{kind.__name__}.{list(kind)[-1].name}")
 
 
 def check_step(layer: int, budget: int, seed: int, deadline_ns: int, mode: Mode,
                proposal: Proposal, **numbers: Any) -> None:
-    """The same for all of a step but its arrays."""
-    _check_numbers(32, layer=layer)
-    _check_numbers(64, budget=budget, seed=seed, deadline_ns=deadline_ns)
+    """Says what of a step that was refused does not fit: all of it but its arrays."""
+    check_wholes(LAST_32, layer=layer)
+    check_wholes(LAST_64, budget=budget, seed=seed, deadline_ns=deadline_ns)
     check_names(Mode, mode=mode)
     check_names(Proposal, proposal=proposal)
-    for name, number in numbers.items():
-        if isinstance(number, str) or not hasattr(number, "__float__"):
-            raise TypeError(f"{name} is {number!r}; it must be a number")
+    check_reals(**numbers)
 
 
 def is_heads(layout: Layout) -> bool:

@@ -87,6 +87,11 @@ pub use space::{
 pub use step::{Accuracy, Item, Mode, ModeUsed, Observe, Proposal, Read, Step, StepStats};
 pub use tensor::{Bf16, Dtype, Element, Sink, Source, F16};
 
+// Its code compiles: rustdoc tests it as that of a comment.
+#[cfg(doctest)]
+#[doc = include_str!("../../../../docs/rust.md")]
+struct PageOnRust;
+
 /// Version of the library that is linked: major * 1000000 + minor * 1000 + patch.
 ///
 /// ```
