@@ -2,6 +2,7 @@
 #include "daemon/disk.h"
 
 #include <fmt/format.h>
+#include <spdlog/spdlog.h>
 
 #include <algorithm>
 #include <utility>
@@ -54,6 +55,10 @@ Result<std::unique_ptr<tiers::DiskTier>> open_disk(const Options& options) {
                  tiers::open_directories(tier.directories));
   KVM_TRY_ASSIGN(const uint64_t whole, tiers::free_bytes(directories));
   tier.capacity_bytes = options.disk_capacity.resolve(whole);
+  if (tier.capacity_bytes > whole) {
+    spdlog::warn("disk.capacity is {}, and {} has {} free: pages will find the drive full first",
+                 format_bytes(tier.capacity_bytes), options.disk_directories, format_bytes(whole));
+  }
   tier.backend = backend_of(options.disk_backend);
   tier.move_bytes_per_s = options.disk_compaction_rate.bytes;
   tier.write_bytes_per_day = options.disk_daily_writes.bytes;

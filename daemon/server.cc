@@ -18,6 +18,7 @@
 #include <utility>
 
 #include "base/clock.h"
+#include "base/counted.h"
 #include "base/kill_point.h"
 #include "base/spin.h"
 #include "daemon/control.h"
@@ -48,6 +49,9 @@ constexpr uint64_t kMinHousekeepIdleNs = 1'000'000;
 constexpr uint64_t kCutSpinSleepNs = 1'000'000;
 // After an accept that failed, for want of descriptors as a rule.
 constexpr uint64_t kListenerPauseNs = 100'000'000;
+// How often drives are looked at, and how long after a warning.
+constexpr uint64_t kDiskLookNs = 1'000'000'000;
+constexpr uint64_t kDiskWarningNs = 600'000'000'000;
 // Tries to receive one message, for which there may be no memory.
 constexpr uint32_t kMaxReceives = 8;
 // Connections beyond max_clients that may be told so.
@@ -661,11 +665,27 @@ void Server::handle_socket(Session* session, uint32_t events) {
   }
 }
 
+// Says where a drive takes nothing. Returns when to look again; nobody wakes for that, as drives
+// fill up only while there is something to do.
+uint64_t Server::look_at_disk() {
+  const tiers::DiskTierStats stats = options_.disk->stats();
+  if (stats.n_passed_over == 0) {
+    return kDiskLookNs;
+  }
+  spdlog::warn("{} of {} for pages on disk {} nothing new for now: {}", stats.n_passed_over,
+               counted(stats.n_directories, "drive"), stats.n_passed_over == 1 ? "takes" : "take",
+               stats.refusal.empty() ? "writes have failed" : stats.refusal);
+  return kDiskWarningNs;
+}
+
 void Server::run_timers() {
   const uint64_t now = options_.clock->now_ns();
   if (now >= next_watchdog_ns_) {
     next_watchdog_ns_ = now + options_.watchdog_period_ns;
     options_.on_watchdog();
+  }
+  if (options_.disk != nullptr && now >= next_disk_look_ns_) {
+    next_disk_look_ns_ = now + look_at_disk();
   }
   if (now >= listener_resume_ns_) {
     watch_again(service_->epoll, listener_, EPOLLIN, event_token(EventKind::kListener, 0));

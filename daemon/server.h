@@ -101,6 +101,7 @@ class Server {
   void handle_listener();
   void handle_socket(Session* session, uint32_t events);
   void run_timers();
+  uint64_t look_at_disk();
   Session* find_session(uint64_t id);
 
   uint64_t spin_window_ns() const;
@@ -124,6 +125,7 @@ class Server {
   std::atomic<bool> stop_requested_{false};
   uint64_t listener_resume_ns_ = UINT64_MAX;  // when connections are accepted again
   uint64_t next_watchdog_ns_ = UINT64_MAX;
+  uint64_t next_disk_look_ns_ = 0;
   bool draining_ = false;
   CoreShare share_;                         // of run()
   std::unique_ptr<MetricsServer> metrics_;  // its thread asks service_ for snapshots

@@ -37,13 +37,14 @@ std::vector<std::byte> bytes_of(const flatbuffers::Vector<uint8_t>* vector) {
 
 template <size_t kSize>
 Status check_same(const flatbuffers::Vector<uint8_t>* saved, const std::array<uint8_t, kSize>& own,
-                  const char* what) {
+                  const char* what, const char* which) {
   if (size_of(saved) != kSize) {
     return corrupt_image(fmt::format("{} of {} bytes", what, size_of(saved)));
   }
   if (!std::equal(own.begin(), own.end(), saved->begin())) {
     return {KVM_ERR_INVALID,
-            fmt::format("the sequence was saved of a space with another {} than this one", what)};
+            fmt::format("the sequence was saved of a space with another {} than this one ({})",
+                        what, which)};
   }
   return Status::ok();
 }
@@ -407,9 +408,11 @@ Result<SequenceImage> decode_image(std::span<const std::byte> body, const Space&
                                    std::span<const uint32_t> page_bytes) {
   KVM_TRY_ASSIGN(const disk::Image* const view, view_image(body));
   const disk::Image& from = *view;
-  KVM_TRY(check_same(from.layout_digest(), space.layout_digest, "layout"));
-  KVM_TRY(check_same(from.policy_digest(), space.policy_digest, "policies"));
-  KVM_TRY(check_same(from.fingerprint(), space.fingerprint, "fingerprint"));
+  KVM_TRY(check_same(from.layout_digest(), space.layout_digest, "layout",
+                     "layers, kv heads, dims, codecs, the shard"));
+  KVM_TRY(check_same(from.policy_digest(), space.policy_digest, "policies", "what its heads keep"));
+  KVM_TRY(check_same(from.fingerprint(), space.fingerprint, "fingerprint",
+                     "of the weights, as the engine says"));
   SequenceImage image;
   KVM_TRY(read_lists(from, space, page_bytes, &image));
   KVM_TRY(read_whole(from, space, &image));

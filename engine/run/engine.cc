@@ -766,7 +766,7 @@ Status EngineImpl::admit(Request* request, const SeqRequest& what, bool* is_null
 Status EngineImpl::admit(Request* request, const SnapshotRequest& what, bool* is_null) {
   *is_null = false;
   if (!snapshots_) {
-    return Status::fixed(KVM_ERR_UNSUPPORTED, "this engine has no slow tier that keeps anything");
+    return Status::fixed(KVM_ERR_UNSUPPORTED, "this engine has no disk that keeps anything");
   }
   KVM_TRY(check_snapshot_request(what));
   switch (what.verb) {
@@ -1431,7 +1431,7 @@ Status EngineImpl::say_why_none_goes(Status no_space) const {
     return no_space;
   }
   try {
-    return {no_space.code(), fmt::format("{}; the slow tier took no more: {}", no_space.message(),
+    return {no_space.code(), fmt::format("{}; the disk took no more: {}", no_space.message(),
                                          movement_->last_refusal().message())};
   } catch (const std::bad_alloc&) {
     return no_space;
@@ -2075,8 +2075,8 @@ Result<std::vector<MemoryPiece>> EngineImpl::layer_memory(kvm_seq_id id, uint32_
     std::vector<AwayPage> away;
     store_->collect_runs(seq, layer, c, &runs, true, &away);
     if (!away.empty()) {
-      return Status(KVM_ERR_UNSUPPORTED, fmt::format("{} of layer {} are in the slow tier",
-                                                     counted(away.size(), "page"), layer));
+      return Status(KVM_ERR_UNSUPPORTED,
+                    fmt::format("{} of layer {} are on disk", counted(away.size(), "page"), layer));
     }
     for (const KvRun& run : runs) {
       // The heads of a full page follow each other; those of a part of one do not.

@@ -413,7 +413,7 @@ Result<Found> find_objects(
     return Finder(io, buffers, piece_bytes).find(segments, manifests);
   } catch (const std::bad_alloc&) {
     return Status::fixed(KVM_ERR_NO_MEMORY,
-                         "disk tier: there is no memory to look at what its files hold");
+                         "disk: there is no memory to look at what its files hold");
   }
 }
 

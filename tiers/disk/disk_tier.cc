@@ -27,7 +27,7 @@ void DiskTier::submit(std::span<Transfer* const> transfers) noexcept {
     try {
       status = accept_locked(transfer);
     } catch (const std::bad_alloc&) {
-      status = Status::fixed(KVM_ERR_NO_MEMORY, "disk tier: there is no memory for the transfer");
+      status = Status::fixed(KVM_ERR_NO_MEMORY, "disk: there is no memory for the transfer");
     }
     if (status.is_ok()) {
       must_wake = nudge_locked() || must_wake;
@@ -63,7 +63,7 @@ Status DiskTier::accept_locked(Transfer* transfer) {
       writes_.push_back({.transfer = transfer, .place = id, .size_bytes = size_bytes});
     } catch (const std::bad_alloc&) {
       free_place_locked(id);
-      return Status::fixed(KVM_ERR_NO_MEMORY, "disk tier: there is no memory for the transfer");
+      return Status::fixed(KVM_ERR_NO_MEMORY, "disk: there is no memory for the transfer");
     }
     waiting_write_bytes_ += record_bytes(size_bytes);
     stats_.written_today_bytes += record_bytes(size_bytes);
@@ -76,7 +76,7 @@ Status DiskTier::refusal_locked(uint32_t size_bytes) {
   const uint64_t bytes = record_bytes(size_bytes);
   const uint64_t in_segment = room_end(1) - kSegmentHeaderBytes;
   if (bytes > in_segment) {
-    return Status(KVM_ERR_NO_SPACE, "disk tier: a page of " + bytes_text(size_bytes) +
+    return Status(KVM_ERR_NO_SPACE, "disk: a page of " + bytes_text(size_bytes) +
                                         "; a segment holds one of " +
                                         bytes_text(in_segment - sizeof(RecordHeader)));
   }
@@ -84,14 +84,14 @@ Status DiskTier::refusal_locked(uint32_t size_bytes) {
   const uint64_t capacity =
       (n_segments_ - 1) * (in_segment - align_down(options_.segment_bytes / 256, kAlign));
   if (bytes > capacity - used_bytes_) {
-    return Status(KVM_ERR_NO_SPACE, "disk tier: a page of " + bytes_text(size_bytes) + ", " +
+    return Status(KVM_ERR_NO_SPACE, "disk: a page of " + bytes_text(size_bytes) + ", " +
                                         std::to_string(capacity - used_bytes_) + " of " +
                                         bytes_text(capacity) + " are free");
   }
   begin_day_locked();
   const uint64_t limit = options_.write_bytes_per_day;
   if (limit != 0 && stats_.written_today_bytes + bytes > limit) {
-    return Status(KVM_ERR_NO_SPACE, "disk tier: the writes of this day are used up: " +
+    return Status(KVM_ERR_NO_SPACE, "disk: the writes of this day are used up: " +
                                         std::to_string(stats_.written_today_bytes) + " of " +
                                         bytes_text(limit));
   }
@@ -178,6 +178,10 @@ DiskTierStats DiskTier::stats() const {
       static_cast<uint64_t>(std::count_if(drives_.begin(), drives_.end(), [&](const Drive& drive) {
         return now < std::max(drive.grows_from_ns, drive.trusted_from_ns);
       }));
+  if (std::any_of(drives_.begin(), drives_.end(),
+                  [now](const Drive& drive) { return now < drive.grows_from_ns; })) {
+    stats.refusal = last_refusal_.message();
+  }
   return stats;
 }
 
@@ -334,7 +338,7 @@ Status DiskTier::corrupt(uint32_t segment, uint64_t offset, const char* reason) 
     return Status(KVM_ERR_CORRUPT,
                   path_of(segment) + ", offset " + std::to_string(offset) + ": " + reason);
   } catch (const std::bad_alloc&) {
-    return Status::fixed(KVM_ERR_CORRUPT, "disk tier: a page is damaged");
+    return Status::fixed(KVM_ERR_CORRUPT, "disk: a page is damaged");
   }
 }
 

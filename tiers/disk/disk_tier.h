@@ -98,6 +98,7 @@ struct DiskTierStats {
   uint64_t n_no_space = 0;   // writes that were refused
   uint64_t n_directories = 0;
   uint64_t n_passed_over = 0;     // of these, now: they have refused a file or failed a write
+  std::string refusal;            // the last that one has refused a file with, while it is one
   uint64_t n_leftover_files = 0;  // of an owner before, removed at the start
   uint64_t n_segments = 0;        // that have a file
   uint64_t physical_bytes = 0;    // of these files

@@ -49,7 +49,7 @@ void DiskTier::begin_reads() {
     Job* const job = take_job(Job::Purpose::kRead, data_bytes);
     if (job == nullptr) {
       left[0].transfer->status =
-          Status::fixed(KVM_ERR_NO_MEMORY, "disk tier: there is no memory for a large page");
+          Status::fixed(KVM_ERR_NO_MEMORY, "disk: there is no memory for a large page");
       settle_reads(left.first(n), 0);
       continue;
     }

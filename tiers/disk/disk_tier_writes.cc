@@ -46,8 +46,7 @@ void DiskTier::begin_writes() {
         leave_queue(*job);
         give_job_back(job);
       }
-      refuse_write(lock,
-                   Status::fixed(KVM_ERR_NO_MEMORY, "disk tier: there is no memory for the page"));
+      refuse_write(lock, Status::fixed(KVM_ERR_NO_MEMORY, "disk: there is no memory for the page"));
       continue;
     }
     const Filling filling = segments_[job->file].filling;
@@ -63,14 +62,14 @@ Status DiskTier::no_room_locked() const noexcept {
   });
   if (is_refused) {
     try {
-      return Status(KVM_ERR_NO_SPACE, "disk tier: no more files can be made: " +
-                                          std::string(last_refusal_.message()));
+      return Status(KVM_ERR_NO_SPACE,
+                    "disk: no more files can be made: " + std::string(last_refusal_.message()));
     } catch (const std::bad_alloc&) {
-      return Status::fixed(KVM_ERR_NO_SPACE, "disk tier: no more files can be made");
+      return Status::fixed(KVM_ERR_NO_SPACE, "disk: no more files can be made");
     }
   }
   return Status::fixed(KVM_ERR_NO_SPACE,
-                       "disk tier: what is free is scattered, and too little to be gathered");
+                       "disk: it is full; what pages have left behind is less than a file");
 }
 
 // The first that waits; on_done is called without the lock.

@@ -28,16 +28,16 @@ Status RingMemory::grow_to(uint64_t size_bytes) {
     return Status::ok();
   }
   if (size_bytes > kMaxBytes) {
-    return {KVM_ERR_LIMIT, fmt::format("pages of a slow tier need {} bytes of memory to pass "
-                                       "through; at most {} are allowed",
+    return {KVM_ERR_LIMIT, fmt::format("pages that come from the disk need {} bytes of memory "
+                                       "to pass through; at most {} are allowed",
                                        size_bytes, kMaxBytes)};
   }
   const uint64_t more = size_bytes - size_bytes_;
   reserve_growing(free_, free_.size() + 1);
   if (!budget_->charge(more)) {
     return {KVM_ERR_NO_SPACE,
-            fmt::format("pages of a slow tier need {} more bytes of memory to pass through; {} of "
-                        "the capacity of {} are free",
+            fmt::format("pages that come from the disk need {} more bytes of memory to pass "
+                        "through; {} of the capacity of {} are free",
                         more, budget_->free_bytes(), budget_->capacity_bytes())};
   }
   if (base_ == nullptr) {
@@ -46,8 +46,8 @@ Status RingMemory::grow_to(uint64_t size_bytes) {
   if (base_ == nullptr || !memory_->open(base_ + size_bytes_, more)) {
     const int error = errno;
     budget_->uncharge(more);
-    return {KVM_ERR_NO_MEMORY, fmt::format("the system refused {} bytes for pages of a slow tier "
-                                           "to pass through: {}",
+    return {KVM_ERR_NO_MEMORY, fmt::format("the system refused {} bytes for pages that come from "
+                                           "the disk to pass through: {}",
                                            more, std::strerror(error))};
   }
   if (!free_.empty() && free_.back().end == size_bytes_) {

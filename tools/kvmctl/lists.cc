@@ -153,8 +153,8 @@ int run_seqs(const Common& common, bool all) {
   std::stable_sort(seqs.begin(), seqs.end(),
                    [](const kvm_seq_info& a, const kvm_seq_info& b) { return a.bytes > b.bytes; });
   const size_t n_shown = all ? seqs.size() : std::min<size_t>(seqs.size(), kSeqsShown);
-  std::vector<std::vector<std::string>> rows = {
-      {"SEQUENCE", "CLIENT", "TOKENS", "COMMITTED", "BYTES", "SHARED", "INDEX", "DROPPED"}};
+  std::vector<std::vector<std::string>> rows = {{"SEQUENCE", "CLIENT", "TOKENS", "COMMITTED",
+                                                 "BYTES", "ON DISK", "SHARED", "INDEX", "DROPPED"}};
   for (size_t i = 0; i < n_shown; ++i) {
     const kvm_seq_info& seq = seqs[i];
     rows.push_back({id_text(seq.seq),
@@ -163,8 +163,8 @@ int run_seqs(const Common& common, bool all) {
                         ? std::to_string(seq.n_tokens_max)
                         : fmt::format("{}-{}", seq.n_tokens_min, seq.n_tokens_max),
                     std::to_string(seq.n_committed), bytes_text(seq.bytes),
-                    bytes_text(seq.bytes_shared), bytes_text(seq.bytes_index),
-                    std::to_string(seq.n_entries_dropped)});
+                    bytes_text(seq.bytes_away), bytes_text(seq.bytes_shared),
+                    bytes_text(seq.bytes_index), std::to_string(seq.n_entries_dropped)});
   }
   print_table(rows);
   if (n_shown < seqs.size()) {
@@ -211,10 +211,19 @@ int run_snapshots(const Common& common, bool all) {
 
 int run_snapshot_delete(const Common& common, const std::vector<std::string>& names) {
   const Connection connection(common);
+  int exit = kExitOk;
   for (const std::string& name : names) {
-    check(kvm_snapshot_delete(connection.get(), name.c_str()), name.c_str());
+    const kvm_status status = kvm_snapshot_delete(connection.get(), name.c_str());
+    if (status == KVM_ERR_DISCONNECTED || status == KVM_ERR_TIMEOUT) {
+      check(status, name.c_str());
+    }
+    if (status != KVM_OK) {
+      // The others are deleted nevertheless.
+      fmt::print(stderr, "kvmctl: {}: {} ({})\n", name, kvm_last_error(), kvm_status_name(status));
+      exit = kExitService;
+    }
   }
-  return kExitOk;
+  return exit;
 }
 
 void add_snapshot_commands(Cli* cli) {

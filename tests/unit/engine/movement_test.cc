@@ -632,8 +632,7 @@ TEST(Movement, ATierThatIsFull) {
     }
   }
   EXPECT_EQ(status.code(), KVM_ERR_NO_SPACE);
-  EXPECT_NE(status.message().find("the slow tier took no more"), std::string::npos)
-      << status.message();
+  EXPECT_NE(status.message().find("the disk took no more"), std::string::npos) << status.message();
   EXPECT_EQ(world.tier.used_bytes(), 2u << 20);
   EXPECT_EQ(world.rig.length(seqs.back()) % 512, 0u);
   const kvm_seq_id refused = seqs.back();
