@@ -4,8 +4,8 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <poll.h>
-#include <stdio.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -122,7 +122,8 @@ Status connect_error(const std::string& path) {
                       ": the mode of the socket, or of a folder above it, does not allow it");
   }
   struct stat facts {};
-  const bool exists = ::lstat(path.c_str(), &facts) == 0;
+  // It may have come since.
+  const bool exists = error != ENOENT && ::lstat(path.c_str(), &facts) == 0;
   const char* why = !exists                   ? ": there is no such file"
                     : S_ISSOCK(facts.st_mode) ? ": a daemon that has ended left its socket there"
                                               : ": the file is no socket";
@@ -149,6 +150,46 @@ void take_fds(msghdr* message, std::vector<Fd>* fds) {
   }
 }
 
+// Daemons that begin in one folder do so one after the other: what one finds there, and removes, is
+// no other's that has just come. Closed: who may only enter the folder, or waits for others' locks
+// on it too long, goes without.
+Fd lock_folder_of(const std::string& path) {
+  constexpr int kTries = 200;
+  const size_t slash = path.rfind('/');
+  const std::string folder = slash == std::string::npos ? "." : path.substr(0, slash + 1);
+  Fd fd(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  for (int i = 0; fd.is_open() && ::flock(fd.get(), LOCK_EX | LOCK_NB) != 0; ++i) {
+    if (i == kTries) {
+      return Fd();
+    }
+    ::usleep(10'000);
+  }
+  return fd;
+}
+
+// Removes the socket of a daemon that has ended. was_refused: what is there refuses connections;
+// else it may be that of one that runs, which this user may not reach.
+Status make_way(const std::string& path, bool was_refused) {
+  struct stat facts {};
+  if (::lstat(path.c_str(), &facts) != 0) {
+    return Status::ok();
+  }
+  // Files that are no sockets refuse as well, and are not ours to remove; nor are links.
+  if (!S_ISSOCK(facts.st_mode)) {
+    return Status(KVM_ERR_EXISTS, "'" + path + "' is a " +
+                                      (S_ISLNK(facts.st_mode) ? "link" : "file") +
+                                      " and no socket; remove it, or name another path");
+  }
+  if (!was_refused) {
+    return Status(KVM_ERR_BUSY, "another daemon's socket is at '" + path + "'");
+  }
+  if (::unlink(path.c_str()) != 0 && errno != ENOENT) {
+    return system_error(code_of_errno(), "a daemon that has ended left its socket at '" + path +
+                                             "', which cannot be removed");
+  }
+  return Status::ok();
+}
+
 }  // namespace
 
 std::string default_socket_path() {
@@ -170,20 +211,14 @@ std::string find_socket_path(const std::string& system_path) {
 
 Result<Fd> listen_at(const std::string& path, mode_t mode, int type) {
   KVM_TRY_ASSIGN(const sockaddr_un address, address_of(path));
+  const Fd turn = lock_folder_of(path);
   {
     // EAGAIN: somebody listens, and has more connections waiting than it was ready for.
     const Fd probe = unix_socket(type, SOCK_NONBLOCK);
     if (probe.is_open() && (connect_fd(probe, address) == 0 || errno == EAGAIN)) {
       return Status(KVM_ERR_BUSY, "another daemon listens at '" + path + "'");
     }
-    // Files that are no sockets refuse as well, and are not ours to remove.
-    if (probe.is_open() && errno == ECONNREFUSED) {
-      if (!is_socket(path)) {
-        return Status(KVM_ERR_EXISTS,
-                      "'" + path + "' is a file and no socket; remove it, or name another path");
-      }
-      ::unlink(path.c_str());
-    }
+    KVM_TRY(make_way(path, probe.is_open() && errno == ECONNREFUSED));
   }
   Fd listener = unix_socket(type, SOCK_NONBLOCK);
   if (!listener.is_open()) {
@@ -191,7 +226,7 @@ Result<Fd> listen_at(const std::string& path, mode_t mode, int type) {
   }
   // Whoever sees the file may connect: it gets its name when it listens. Where the longer name does
   // not fit, it is made in place, and refuses for a moment.
-  const std::string made = path + "." + std::to_string(::getpid());
+  const std::string made = path + ".new";
   const bool fits = made.size() <= kMaxSocketPathBytes;
   const std::string& bound = fits ? made : path;
   if (fits && is_socket(made)) {
@@ -204,16 +239,12 @@ Result<Fd> listen_at(const std::string& path, mode_t mode, int type) {
                  ::bind(listener.get(), reinterpret_cast<const sockaddr*>(&bound_address),
                         sizeof(bound_address)) == 0;
   const bool has_file = is_done;
-  is_done =
-      is_done && ::chmod(bound.c_str(), mode) == 0 && ::listen(listener.get(), 64) == 0 &&
-      (!fits || ::renameat2(AT_FDCWD, made.c_str(), AT_FDCWD, path.c_str(), RENAME_NOREPLACE) == 0);
+  is_done = is_done && ::chmod(bound.c_str(), mode) == 0 && ::listen(listener.get(), 64) == 0 &&
+            (!fits || ::rename(made.c_str(), path.c_str()) == 0);
   if (!is_done) {
     const int error = errno;
     if (has_file) {
       ::unlink(bound.c_str());
-    }
-    if (error == EEXIST || error == EADDRINUSE) {
-      return Status(KVM_ERR_BUSY, "another daemon begins to listen at '" + path + "'");
     }
     errno = error;
     const bool missing = error == ENOENT;

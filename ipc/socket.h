@@ -31,10 +31,10 @@ std::string default_socket_path();
 std::string find_socket_path(const std::string& system_path = "/run/kvm/kvmd.sock");
 
 // A non-blocking listening socket of this type at `path` with permission bits `mode`. Whoever sees
-// the file can connect (but at a path of 100 bytes and more, where it may refuse for a moment). A
-// socket file that nobody listens on is replaced; a file of any other kind is left alone. Fails:
-// INVALID (path longer than 107 bytes), BUSY (somebody listens there), EXISTS (a file that is no
-// socket), PERMISSION, IO.
+// the file can connect (but at a path of 104 bytes and more, where it may refuse for a moment): it
+// is made as `path`.new. A socket file that nobody listens on is replaced; a file of any other kind
+// is left alone. Fails: INVALID (path longer than 107 bytes), BUSY (somebody listens there), EXISTS
+// (a file that is no socket), PERMISSION, IO.
 Result<Fd> listen_at(const std::string& path, mode_t mode, int type = SOCK_SEQPACKET);
 
 // The next connection of a listening socket, non-blocking; nothing when there is none.

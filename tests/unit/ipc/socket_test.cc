@@ -266,6 +266,43 @@ TEST_F(Listening, OneOfThoseThatBeginAtOnceListens) {
   }
 }
 
+// Also where a daemon was killed before it had its name.
+TEST_F(Listening, WhatAKilledDaemonLeftIsReplaced) {
+  {
+    auto half = listen_at(path_ + ".new", 0600);
+    ASSERT_TRUE(half.is_ok());
+    auto whole = listen_at(path_, 0600);
+    ASSERT_TRUE(whole.is_ok()) << whole.status().message();
+  }
+  EXPECT_TRUE(listen_at(path_, 0600).is_ok());
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder_), {}), 1);
+}
+
+TEST_F(Listening, ALinkThatLeadsNowhereIsLeftAlone) {
+  std::filesystem::create_symlink(folder_ + "/nothing", path_);
+  const Status status = listen_at(path_, 0600).status();
+  EXPECT_EQ(status.code(), KVM_ERR_EXISTS);
+  EXPECT_NE(status.message().find("is a link"), std::string_view::npos) << status.message();
+}
+
+// Another kind of socket, of one that lives.
+TEST_F(Listening, WhatDoesNotRefuseIsNotReplaced) {
+  auto other = listen_at(path_, 0600, SOCK_STREAM);
+  ASSERT_TRUE(other.is_ok());
+  EXPECT_EQ(listen_at(path_, 0600).status().code(), KVM_ERR_BUSY);
+  EXPECT_TRUE(connect_to(path_, kTimeoutNs).status().code() != KVM_OK);
+  EXPECT_EQ(listen_at(path_, 0600, SOCK_STREAM).status().code(), KVM_ERR_BUSY);
+}
+
+TEST_F(Listening, LongPathsAreListenedAtInPlace) {
+  for (const size_t size : {size_t{102}, size_t{103}, size_t{104}, size_t{107}}) {
+    const std::string path = folder_ + "/" + std::string(size - folder_.size() - 1, 'x');
+    ASSERT_EQ(path.size(), size);
+    ASSERT_TRUE(listen_at(path, 0600).is_ok());
+    ASSERT_TRUE(listen_at(path, 0600).is_ok()) << "what is stale is replaced";
+  }
+}
+
 TEST_F(Listening, AFileThatIsNoSocketIsLeftAlone) {
   std::ofstream(path_) << "precious";
   EXPECT_EQ(listen_at(path_, 0600).status().code(), KVM_ERR_EXISTS);
