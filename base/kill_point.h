@@ -17,7 +17,7 @@
 namespace kvm {
 
 // In the order in which a client's life passes them.
-inline constexpr std::array<std::string_view, 22> kKillPoints = {
+inline constexpr std::array<std::string_view, 23> kKillPoints = {
     "daemon/accepted",           // a connection, of which nothing is known yet
     "daemon/hello_read",         // before anything is made for the client
     "daemon/welcomed",           // the client may know it already
@@ -35,6 +35,7 @@ inline constexpr std::array<std::string_view, 22> kKillPoints = {
     "daemon/session_let_go",  // before its memory goes to the reaper
     "daemon/stopping",        // asked to end, with clients connected
     // In the life of an object of the disk tier:
+    "disk/file_begun",        // under another name, and without room
     "disk/object_written",    // its chunks, and nothing is synced
     "disk/objects_synced",    // all but the list of objects
     "disk/directory_joined",  // a directory has a mark, and the set is not larger yet

@@ -669,8 +669,14 @@ void Server::handle_socket(Session* session, uint32_t events) {
 // fill up only while there is something to do.
 uint64_t Server::look_at_disk() {
   const tiers::DiskTierStats stats = options_.disk->stats();
+  if (stats.is_list_unmarked) {
+    spdlog::warn(
+        "kvm.set cannot be written in each of the directories: were the list of snapshots "
+        "lost now, the next start might take it for none; it is tried again with each "
+        "save");
+  }
   if (stats.n_passed_over == 0) {
-    return kDiskLookNs;
+    return stats.is_list_unmarked ? kDiskWarningNs : kDiskLookNs;
   }
   spdlog::warn("{} of {} for pages on disk {} nothing new for now: {}", stats.n_passed_over,
                counted(stats.n_directories, "drive"), stats.n_passed_over == 1 ? "takes" : "take",

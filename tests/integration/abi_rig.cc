@@ -12,6 +12,8 @@
 #include <cmath>
 #include <cstdlib>
 #include <filesystem>
+#include <fstream>
+#include <iterator>
 #include <limits>
 
 namespace kvm::testing {
@@ -62,7 +64,10 @@ void Daemon::start() {
     if (::stat(socket_path_.c_str(), &facts) == 0) {
       return;
     }
-    ASSERT_EQ(::waitpid(pid_, nullptr, WNOHANG), 0) << "kvmd ended; its log is " << folder_;
+    if (::waitpid(pid_, nullptr, WNOHANG) != 0) {
+      std::ifstream log(folder_ + "/log");
+      FAIL() << "kvmd ended: " << std::string(std::istreambuf_iterator<char>(log), {});
+    }
     ::usleep(10'000);
   }
   FAIL() << "kvmd made no socket within 20 s";

@@ -511,8 +511,9 @@ TEST(Snapshots, AreNeverHalfThere) {
   uint32_t begun = 0;
   uint32_t saved = 0;
   std::mt19937 random(5);
-  constexpr const char* kPoints[] = {"disk/object_written", "disk/objects_synced",
-                                     "disk/manifest_written", "disk/manifest_synced", ""};
+  constexpr const char* kPoints[] = {"disk/file_begun",      "disk/object_written",
+                                     "disk/objects_synced",  "disk/manifest_written",
+                                     "disk/manifest_synced", ""};
   const uint64_t n_rounds = number_from_environment("KVM_CRASHES", 10);
   uint64_t round = 0;
   for (; round < n_rounds && !HasFailure(); ++round) {

@@ -140,8 +140,10 @@ std::vector<SegmentOnDisk> take_cut_segments(std::vector<SegmentOnDisk>* segment
     usual = usual == 0 || n >= n_made[usual] ? size : usual;
   }
   const auto cut = std::stable_partition(
-      segments->begin(), segments->end(),
-      [usual](const SegmentOnDisk& segment) { return segment.size_bytes == usual; });
+      segments->begin(), segments->end(), [usual](const SegmentOnDisk& segment) {
+        return usual != 0 && segment.size_bytes == usual &&
+               (segment.made_bytes == 0 || segment.made_bytes == usual);
+      });
   std::vector<SegmentOnDisk> taken(std::make_move_iterator(cut),
                                    std::make_move_iterator(segments->end()));
   segments->erase(cut, segments->end());
@@ -149,10 +151,17 @@ std::vector<SegmentOnDisk> take_cut_segments(std::vector<SegmentOnDisk>* segment
 }
 
 std::string wrong_size_text(const SegmentOnDisk& cut, const std::vector<SegmentOnDisk>& others) {
-  const uint64_t made_bytes = others.empty() ? cut.made_bytes : others.front().size_bytes;
-  return "it has " + std::to_string(cut.size_bytes) + " bytes, " +
-         (made_bytes != 0 ? "and segments here have " + std::to_string(made_bytes)
-                          : "which no segment has");
+  const std::string size = "it has " + std::to_string(cut.size_bytes) + " bytes, ";
+  if (cut.made_bytes != 0 && cut.made_bytes != cut.size_bytes) {
+    return size + "and was made with " + std::to_string(cut.made_bytes);
+  }
+  if (others.empty()) {
+    return size + "which no segment has";
+  }
+  const std::string theirs = std::to_string(others.front().size_bytes);
+  return cut.made_bytes != 0 ? size + "as it was made, and others here have " + theirs +
+                                   ": segments of two services"
+                             : size + "and segments here have " + theirs;
 }
 
 Result<DataDirectory> DataDirectory::open(const std::string& path) {
@@ -268,6 +277,24 @@ Result<std::vector<SegmentOnDisk>> DataDirectory::find_segments() {
     }
   }
   return found;
+}
+
+void DataDirectory::remove_unfinished() const noexcept {
+  try {
+    const std::string suffix = kUnfinishedSuffix;
+    std::error_code error;
+    for (std::filesystem::directory_iterator it(path_, error), end; !error && it != end;
+         it.increment(error)) {
+      const std::string name = it->path().filename().string();
+      if (name.starts_with(kSegmentPrefix) &&
+          (name.ends_with(std::string(kSegmentSuffix) + suffix) ||
+           name.ends_with(".manifest" + suffix))) {
+        (void)::unlink(it->path().c_str());
+      }
+    }
+  } catch (const std::exception&) {
+    // They take room, and nothing else.
+  }
 }
 
 Result<bool> DataDirectory::has_manifest() const {

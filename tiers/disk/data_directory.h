@@ -18,6 +18,8 @@ namespace kvm::tiers {
 
 // The file of a segment: its name alone.
 std::string segment_file_name(uint32_t segment);
+// What a file is called, behind its name, until it has the size that it is made with.
+inline constexpr char kUnfinishedSuffix[] = ".new";
 
 struct SegmentOnDisk {
   uint32_t number = 0;
@@ -60,6 +62,8 @@ class DataDirectory {
   Result<std::vector<SegmentOnDisk>> find_segments();
   // The same, with nothing removed: *older is set to the paths of those.
   Result<std::vector<SegmentOnDisk>> list_segments(std::vector<std::string>* older) const;
+  // Removes files whose making had not come to its end.
+  void remove_unfinished() const noexcept;
   // Whether there is a list of objects, readable or not. Fails: IO.
   Result<bool> has_manifest() const;
   // What these files take on the disk. Fails: IO.

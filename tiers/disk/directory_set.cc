@@ -184,11 +184,11 @@ Status DirectorySet::write(Member* member, const SetMark& mark) {
 }
 
 // Has all that belong to the set say so.
-Status DirectorySet::finish() {
+Status DirectorySet::finish(bool with_list) {
   for (Member& member : members_) {
     const SetMark& now = member.mark;
     if (!member.is_marked || (now.n_directories == n_directories_ && now.growth_id == growth_id_ &&
-                              (now.has_list != 0) == has_list_)) {
+                              (!with_list || (now.has_list != 0) == has_list_))) {
       continue;
     }
     SetMark mark = now;
@@ -203,7 +203,7 @@ Status DirectorySet::finish() {
 
 Status DirectorySet::mark() {
   // What a crash has left half done is done first: marks of two growths are told apart by that.
-  KVM_TRY(finish());
+  KVM_TRY(finish(false));
   const auto n_members = static_cast<uint32_t>(members_.size());
   if (n_directories_ == n_members) {
     return Status::ok();
@@ -229,12 +229,12 @@ Status DirectorySet::mark() {
   set_id_ = set_id;
   growth_id_ = growth_id;
   n_directories_ = n_members;
-  return finish();
+  return finish(false);
 }
 
-bool DirectorySet::try_finish() noexcept {
+bool DirectorySet::try_finish(bool with_list) noexcept {
   try {
-    return finish().is_ok();
+    return finish(with_list).is_ok();
   } catch (const std::bad_alloc&) {
     return false;
   }
@@ -242,18 +242,18 @@ bool DirectorySet::try_finish() noexcept {
 
 bool DirectorySet::note_list() noexcept {
   has_list_ = is_any();
-  return try_finish();
+  return try_finish(true);
 }
 
 bool DirectorySet::give_up_list() noexcept {
   has_list_ = false;
-  return try_finish();
+  return try_finish(true);
 }
 
 void DirectorySet::unmark() noexcept {
   KVM_ASSERT(!has_list_);
   const uint32_t n_before = std::exchange(n_directories_, 0);
-  if (!try_finish()) {
+  if (!try_finish(false)) {
     // They are a set still, all of which is here: what joins them joins this one.
     n_directories_ = n_before;
     return;

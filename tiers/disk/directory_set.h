@@ -68,7 +68,8 @@ class DirectorySet {
   // Whether there must be a list of objects.
   bool has_list() const { return has_list_; }
 
-  // Has each directory marked, durably. Fails: IO: some may be; to be called again.
+  // Has each directory marked, durably; what marks say of the list need not be right then. Fails:
+  // IO: some may be; to be called again.
   Status mark();
   // Has the marks say that there is a list, or none any more. Costs nothing where they do. False:
   // some may not; to be called again.
@@ -86,8 +87,9 @@ class DirectorySet {
 
   // Fails: IO.
   static Status write(Member* member, const SetMark& mark);
-  Status finish();
-  bool try_finish() noexcept;
+  // Writes those that do not say how many there are, or, with_list, whether there is a list.
+  Status finish(bool with_list);
+  bool try_finish(bool with_list) noexcept;
   // Says that not all are there.
   Status missing() const;
 

@@ -10,6 +10,8 @@
 #include <cerrno>
 
 #include "base/assert.h"
+#include "base/kill_point.h"
+#include "tiers/disk/data_directory.h"
 #include "tiers/disk/disk_io.h"
 #include "tiers/disk/disk_system.h"
 
@@ -65,29 +67,41 @@ DiskFiles::~DiskFiles() {
 Status DiskFiles::create(uint32_t file, const std::string& path, uint64_t size_bytes) {
   KVM_ASSERT(file < files_.size() && files_[file].fd < 0 && size_bytes % kMaxDiskBlockBytes == 0);
   std::string kept = path;
-  int fd = ::open(path.c_str(), kCreate | O_DIRECT, 0600);
+  // Who finds it under its name finds it whole.
+  const std::string made = path + kUnfinishedSuffix;
+  if (::access(path.c_str(), F_OK) == 0) {
+    return refused(path, "making the file", EEXIST);
+  }
+  ::unlink(made.c_str());
+  int fd = ::open(made.c_str(), kCreate | O_DIRECT, 0600);
   bool is_direct = fd >= 0;
   uint32_t block = is_direct ? direct_block_bytes(fd) : 0;
   if (is_direct && block == 0) {
     is_direct = false;
     ::close(fd);
-    ::unlink(path.c_str());
+    ::unlink(made.c_str());
   }
   if (!is_direct && (fd >= 0 || errno == EINVAL)) {
     // Where direct I/O is refused, some file systems have made the file nevertheless.
     if (fd < 0) {
-      ::unlink(path.c_str());
+      ::unlink(made.c_str());
     }
-    fd = ::open(path.c_str(), kCreate, 0600);
+    fd = ::open(made.c_str(), kCreate, 0600);
     block = 512;
   }
   if (fd < 0) {
     return refused(path, "making the file", errno);
   }
-  if (const int error = set_room_aside(fd, size_bytes); error != 0) {
+  KVM_KILL_POINT("disk/file_begun");
+  int error = set_room_aside(fd, size_bytes);
+  const bool has_room = error == 0;
+  if (has_room && ::rename(made.c_str(), path.c_str()) != 0) {
+    error = errno;
+  }
+  if (error != 0) {
     ::close(fd);
-    ::unlink(path.c_str());
-    return refused(path, "setting room aside", error);
+    ::unlink(made.c_str());
+    return refused(path, has_room ? "naming the file" : "setting room aside", error);
   }
   files_[file] = {fd, std::move(kept)};
   is_direct_ = is_direct_ && is_direct;

@@ -66,8 +66,12 @@ class Finder {
       }
       ManifestState state;
       bool counted = false;
-      if (!read_manifest({bytes[0], bytes[1]}, &state, &counted)) {
-        found_.is_list_lost |= counted;
+      const bool is_read = read_manifest({bytes[0], bytes[1]}, &state, &counted);
+      const bool is_cut =
+          std::max(bytes[0].size(), bytes[1].size()) < kMinManifestBlocks * kManifestBlockBytes;
+      if (!is_read || is_cut) {
+        // What counted behind the cut is not there.
+        found_.is_list_lost |= counted || is_read;
       } else if (!state_.has_value() || state.number > state_->number) {
         state_ = std::move(state);
         state_->slot = slot;

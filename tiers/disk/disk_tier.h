@@ -104,6 +104,7 @@ struct DiskTierStats {
   uint64_t physical_bytes = 0;    // of these files
   uint64_t capacity_bytes = 0;    // that physical_bytes may reach
   bool is_capacity_cut = false;   // more was given than segments of their size may hold
+  bool is_list_unmarked = false;  // not all directories say that there is a list, as they should
   uint64_t written_today_bytes = 0;
 };
 

@@ -22,7 +22,6 @@ namespace {
 constexpr uint64_t kNameBytes = sizeof(uint64_t);
 // A manifest has room for several times what it begins with, so that new ones are few.
 constexpr uint64_t kManifestGrowth = 4;
-constexpr uint64_t kMinManifestBlocks = 64;
 
 // Sentences of a few words, where there is memory.
 Status refusal(kvm_status code, const char* what, const std::string& key) noexcept {
@@ -639,8 +638,10 @@ void DiskTier::end_round() {
   round_.blocks = DiskMemory();
   const bool is_ok = round_.status.is_ok();
   if (is_ok && round_.has_touched_manifest) {
-    // What it guards against is worse luck than that this fails; the next round tries again.
-    (void)set_.note_list();
+    // It guards against a list that is lost later, and is tried again with the next change.
+    const bool is_marked = set_.note_list();
+    const std::lock_guard lock(mutex_);
+    stats_.is_list_unmarked = !is_marked;
   }
   std::vector<PlaceId> gone;
   if (round_.has_touched_manifest) {

@@ -193,8 +193,10 @@ Result<std::unique_ptr<DiskTier>> DiskTier::open_in(std::vector<DataDirectory> d
     uint64_t n_leftover = 0;
     std::vector<SegmentOnDisk> left;
     for (uint32_t d = 0; d < directories.size(); ++d) {
-      // Without a manifest there are no objects.
-      if (!has_manifest) {
+      directories[d].remove_unfinished();
+      // Without a manifest there are no objects; and in a directory that joins there are none of
+      // this set: what lies there may have their names nevertheless.
+      if (!has_manifest || (set.is_any() && !set.is_member(d))) {
         KVM_TRY_ASSIGN(const uint64_t n, directories[d].remove_segments());
         n_leftover += n;
         continue;
@@ -210,9 +212,9 @@ Result<std::unique_ptr<DiskTier>> DiskTier::open_in(std::vector<DataDirectory> d
       // Without it, what it says is needed of others would be removed.
       return Status(KVM_ERR_CORRUPT,
                     "disk: " + cut.front().path +
-                        " was cut off: " + wrong_size_text(cut.front(), left) +
-                        ". Put back a copy of the file, or remove it: the snapshots that need it, "
-                        "which kvmctl fsck names, are lost then");
+                        " cannot be used: " + wrong_size_text(cut.front(), left) +
+                        ". Put back a copy of the file as it was, or remove it: the snapshots that "
+                        "need it, which kvmctl fsck names, are lost then");
     }
     KVM_TRY_ASSIGN(const DiskTierOptions options, checked(suited(given, left)));
     KVM_TRY_ASSIGN(const uint32_t n_slots, slots_for(options, left));
@@ -230,7 +232,7 @@ Result<std::unique_ptr<DiskTier>> DiskTier::open_in(std::vector<DataDirectory> d
       // Before anything is written to one that is new.
       KVM_TRY(tier->set_.mark());
       if (tier->manifest_.number != 0) {
-        (void)tier->set_.note_list();
+        tier->stats_.is_list_unmarked = !tier->set_.note_list();
       }
     }
     tier->start();
@@ -311,11 +313,15 @@ Status DiskTier::recover(std::span<const FoundFile> segments, uint64_t run_id) {
       for (const std::string& directory : options_.directories) {
         const Result<uint64_t> size_bytes =
             io_->attach(file, directory + "/" + manifest_file_name(slot, copy));
-        if (size_bytes.is_ok()) {
-          manifests[slot][copy] = FoundFile{file, size_bytes.value()};
-          manifest_.has_files[slot][copy] = true;
-          break;
+        if (size_bytes.status().code() == KVM_ERR_NOT_FOUND) {
+          continue;
         }
+        // It is there, and must not be taken for nothing.
+        KVM_TRY(size_bytes.status());
+        manifests[slot][copy] =
+            FoundFile{file, align_down(size_bytes.value(), kManifestBlockBytes)};
+        manifest_.has_files[slot][copy] = true;
+        break;
       }
     }
   }

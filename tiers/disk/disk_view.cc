@@ -62,6 +62,9 @@ Status DiskView::look_at_set() {
   KVM_TRY(set.status());
   must_have_list_ = set.value().has_list();
   for (size_t d = 0; d < directories_.size(); ++d) {
+    is_joining_.push_back(set.value().is_any() && !set.value().is_member(d));
+  }
+  for (size_t d = 0; d < directories_.size(); ++d) {
     KVM_TRY_ASSIGN(const bool has_list, directories_[d].has_manifest());
     if (has_list && set.value().is_any() && !set.value().is_member(d)) {
       return invalid("the snapshots in " + paths_[d] +
@@ -73,6 +76,9 @@ Status DiskView::look_at_set() {
 
 Status DiskView::find_files(std::vector<SegmentOnDisk>* segments) {
   for (uint32_t d = 0; d < directories_.size(); ++d) {
+    if (!is_joining_.empty() && is_joining_[d]) {
+      continue;  // an owner would remove them: they are of another set
+    }
     std::vector<std::string> older;  // an owner would remove them: nothing in them outlived it
     KVM_TRY_ASSIGN(std::vector<SegmentOnDisk> found, directories_[d].list_segments(&older));
     for (SegmentOnDisk& segment : found) {

@@ -89,7 +89,8 @@ class DiskView {
   std::vector<std::string> paths_;
   std::vector<DataDirectory> directories_;
   std::vector<WrongFile> wrong_;
-  bool must_have_list_ = false;  // by the marks
+  bool must_have_list_ = false;   // by the marks
+  std::vector<bool> is_joining_;  // by them, of each directory; none: they are damaged
   std::vector<File> files_;
   uint32_t n_segments_ = 0;
   std::optional<FoundFile> manifests_[kManifestSlots][kManifestCopies];

@@ -28,6 +28,8 @@ inline constexpr uint32_t kManifestMagic = 0x4d'4d'56'4b;  // "KVMM"
 inline constexpr uint32_t kManifestBlockBytes = 4096;
 inline constexpr uint32_t kManifestCopies = 2;
 inline constexpr uint32_t kManifestSlots = 2;  // manifests take turns
+// Their files have room for so many blocks at least: shorter ones were cut off.
+inline constexpr uint64_t kMinManifestBlocks = 64;
 // The file of a copy of the manifests of a slot: its name alone.
 std::string manifest_file_name(uint32_t slot, uint32_t copy);
 

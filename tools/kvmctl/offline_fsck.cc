@@ -103,7 +103,7 @@ void print_check(const tiers::DiskView& view, const tiers::DiskCheck& check) {
              check.n_damaged_records, check.n_dead_records, bytes_text(check.dead_bytes),
              check.n_torn_records, counted(check.n_free_segments, "segment"));
   if (!view.found().manifest.has_value() && !view.found().is_list_lost && check.n_segments != 0) {
-    fmt::print("No snapshot was ever saved here: the next kvmd removes what is in the segments.\n");
+    fmt::print("There is no list of snapshots: the next kvmd removes what is in the segments.\n");
   }
   if (view.found().report.n_torn_blocks != 0) {
     fmt::print("A change of the list of snapshots was being written when kvmd ended.\n");

@@ -19,6 +19,8 @@
 #include "tests/unit/tiers/object_rig.h"
 #include "tiers/disk/crc32c.h"
 #include "tiers/disk/directory_set.h"
+#include "tiers/disk/disk_check.h"
+#include "tiers/disk/disk_view.h"
 
 namespace kvm::testing {
 namespace {
@@ -243,6 +245,132 @@ TEST_F(DirectorySetTest, WhoseEndFailsKeepsItsList) {
     EXPECT_TRUE(rig.keys().empty());
   }
   EXPECT_TRUE(files_in(paths(3)).empty());
+}
+
+// Names count up from the same number in every service: what one that was killed has left in a
+// directory that joins must not be taken for what the set has under that name.
+TEST_F(DirectorySetTest, TakesNothingThatADirectoryHadBeforeItJoined) {
+  for (const bool is_first : {false, true}) {
+    make(1);
+    const std::string other = folders_[2].path();
+    {
+      // The same keys and sizes, other pages.
+      ObjectRig rig({other}, 32);
+      ASSERT_TRUE(rig.open().is_ok());
+      for (uint32_t i = 0; i < kKeys.size(); ++i) {
+        ASSERT_TRUE(rig.put(kKeys[i], 100 * i + 1, kPages).is_ok());
+      }
+    }
+    for (const auto& [path, text] : files_in({other})) {
+      if (!path.ends_with(".segment")) {
+        std::filesystem::remove(path);
+      }
+    }
+    ASSERT_FALSE(files_in({other}).empty());
+    const std::vector<std::string> both =
+        is_first ? std::vector{other, folders_[0].path()} : std::vector{folders_[0].path(), other};
+    {
+      const auto view = tiers::DiskView::open(both);
+      ASSERT_TRUE(view.is_ok());
+      const auto checked = tiers::check_disk(view.value().get(), {});
+      ASSERT_TRUE(checked.is_ok());
+      EXPECT_TRUE(checked.value().is_whole());
+    }
+    expect_whole(both);
+    ObjectRig rig(both, 32);
+    ASSERT_TRUE(rig.open().is_ok());
+    for (const char* key : kKeys) {
+      ASSERT_TRUE(rig.remove(key).is_ok());
+    }
+    rig.tier.reset();
+    ASSERT_TRUE(files_in(paths(folders_.size())).empty());
+  }
+}
+
+// As on a drive that is full. What marks say of the list is written when it can be.
+TEST_F(DirectorySetTest, NeedsNoMarkOfTheListToGoOn) {
+  make(2);
+  for (const std::string& path : paths(2)) {
+    SetMark mark = mark_in(path);
+    mark.has_list = 0;
+    write_mark(path, mark);
+  }
+  const std::string obstacle = folders_[1] / "kvm.set.new";
+  std::filesystem::create_directory(obstacle);
+  for (uint32_t life = 0; life < 2; ++life) {
+    ObjectRig rig(paths(2), 32);
+    const Status status = rig.open();
+    ASSERT_TRUE(status.is_ok()) << status.message();
+    expect_filled(&rig);
+    EXPECT_TRUE(rig.tier->stats().is_list_unmarked);
+    ASSERT_TRUE(rig.put("more", 7, kPages).is_ok());
+    EXPECT_TRUE(rig.tier->stats().is_list_unmarked);
+    ASSERT_TRUE(rig.remove("more").is_ok());
+  }
+  std::filesystem::remove(obstacle);
+  ObjectRig rig(paths(2), 32);
+  ASSERT_TRUE(rig.open().is_ok());
+  EXPECT_FALSE(rig.tier->stats().is_list_unmarked);
+  EXPECT_EQ(mark_in(folders_[1].path()).has_list, 1u);
+}
+
+// A list that cannot be opened is no list that is not there, whatever the marks say.
+TEST_F(DirectorySetTest, WhoseListCannotBeOpenedIsRefused) {
+  make(2);
+  for (const auto& [path, text] : files_in(paths(2))) {
+    if (path.ends_with(".manifest")) {
+      std::filesystem::rename(path, path + ".kept");
+      std::filesystem::create_directory(path);
+    }
+  }
+  for (const uint32_t has_list : {1u, 0u}) {
+    for (const std::string& path : paths(2)) {
+      SetMark mark = mark_in(path);
+      mark.has_list = has_list;
+      write_mark(path, mark);
+    }
+    const auto segments = [&] {
+      size_t n = 0;
+      for (const std::string& path : paths(2)) {
+        for (const auto& entry : std::filesystem::directory_iterator(path)) {
+          n += entry.path().extension() == ".segment" ? 1 : 0;
+        }
+      }
+      return n;
+    };
+    const size_t n_before = segments();
+    ObjectRig rig(paths(2), 32);
+    const Status status = rig.open();
+    EXPECT_EQ(status.code(), KVM_ERR_IO) << status.message();
+    EXPECT_NE(status.message().find(".manifest"), std::string::npos) << status.message();
+    EXPECT_EQ(segments(), n_before);
+  }
+}
+
+// At a block, in both copies: what was put last would be missing without a word.
+TEST_F(DirectorySetTest, WhoseListWasCutOffIsRefused) {
+  make(2);
+  for (const uint64_t size : {uint64_t{8192}, uint64_t{5000}, uint64_t{63 * 4096}}) {
+    for (const auto& [path, text] : files_in(paths(2))) {
+      if (path.ends_with(".manifest")) {
+        std::filesystem::resize_file(path, size);
+      }
+    }
+    expect_refused(paths(2), "is damaged", KVM_ERR_CORRUPT);
+  }
+}
+
+// Files whose making a kill has cut short are none.
+TEST_F(DirectorySetTest, RemovesWhatWasBeingMade) {
+  make(2);
+  for (const char* name :
+       {"kvm-00000.segment.new", "kvm-00077.segment.new", "kvm-1-0.manifest.new"}) {
+    std::ofstream(folders_[1] / name).flush();
+  }
+  expect_whole(paths(2));
+  for (const auto& [path, text] : files_in(paths(2))) {
+    EXPECT_FALSE(path.ends_with(".new")) << path;
+  }
 }
 
 TEST_F(DirectorySetTest, WithoutMarksIsWhatIsNamed) {
