@@ -44,7 +44,7 @@ class Team {
 // streams; which is best depends on the machine, so all run and the best median counts.
 class ReadCeiling {
  public:
-  ReadCeiling(Team& team, const std::vector<engine::MemoryPiece>& pieces);
+  ReadCeiling(Team& team, std::vector<engine::MemoryPiece> pieces);
   // Runs every kernel once over all pieces; returns the seconds of each.
   std::vector<double> run_once();
   uint64_t size_bytes() const { return size_bytes_; }

@@ -212,9 +212,11 @@ int run_exact(const Options& options) {
   const Shape fp8{.codec = CodecId::kF8};
   std::vector<ExactCase> cases;
   for (uint32_t threads : {1u, all}) {
-    if (options.codec == "int8_channel") {  // no part of the figures that are compared
-      for (uint64_t tokens : {8192ull, 65536ull}) {
-        cases.push_back({{.codec = codecs::kI8Channel}, 1, tokens, threads});
+    // Only by name: no part of the figures that are compared.
+    const codecs::Codec* const named = codecs::find_codec(options.codec);
+    if (named != nullptr && !named->rows_stand_alone()) {
+      for (uint64_t tokens : {8192ull, 65536ull, 98304ull}) {
+        cases.push_back({{.codec = named->id}, 1, tokens, threads});
       }
     }
     if (options.peer.empty()) {

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "bench/harness.h"
+#include "codecs/codec.h"
 
 namespace {
 
@@ -105,10 +106,11 @@ int main(int argc, char** argv) {
   CLI::App* exact = add("exact", "decode attention against the read ceiling", run_exact);
   exact->add_option("--vs", options.peer, "interleave with a peer: torch (needs KVM_PYTHON)")
       ->check(CLI::IsMember({"torch"}));
-  exact
-      ->add_option("--codec", options.codec,
-                   "measure K and V stored so only: bf16, int8, fp8, int8_channel")
-      ->check(CLI::IsMember({"bf16", "int8", "fp8", "int8_channel"}));
+  exact->add_option("--codec", options.codec, "measure K and V stored so only, by a codec's name")
+      ->check([](const std::string& name) {
+        return kvm::codecs::find_codec(name) != nullptr ? std::string()
+                                                        : "there is no codec " + name;
+      });
   add("prefill", "chunks of queries against the multiply-add peak", run_prefill);
   add("append", "appending K and V against a plain copy", run_append);
   add("fork", "forking sequences of several lengths", run_fork);

@@ -5,8 +5,9 @@
 // where it needs them, parameters:
 //
 //   rows     [kPageTokens][row_bytes(dim)]
-//   params   Scaling::kRow      [kPageTokens] bf16: of each row
-//            Scaling::kChannel  [dim] bf16: of each channel, for all rows
+//   params   Scaling::kRow   [kPageTokens] bf16: of each row
+//            Scaling::kPage  bf16 of the page as a whole: group_params of each row and 64 channels
+//                            of it, then channel_params of each channel, for all rows
 //
 // Head h has them at h * head_rows_bytes(dim) and h * head_params_bytes(dim) of planes that hold
 // all heads of the page. codecs/rows.h finds rows, codecs/convert.h encodes and decodes them.
@@ -27,47 +28,68 @@
 
 namespace kvm::codecs {
 
-enum class Scaling : uint8_t { kNone, kRow, kChannel };
+enum class Scaling : uint8_t { kNone, kRow, kPage };
 
 // What a reader needs to know about an encoding.
 struct Codec {
+  // What has parameters of its own by token: so many channels.
+  static constexpr uint32_t kGroupChannels = 64;
+
   CodecId id = CodecId::kNone;
   const char* name = "";
-  uint8_t elem = 0;  // vec::Elem of its rows
+  uint8_t elem = 0;  // vec::Elem of its rows, where kernels load them
   Scaling scaling = Scaling::kNone;
   // The codec of pages whose tokens are not all there yet: the id itself where a row can be encoded
   // without its neighbours.
   CodecId tail = CodecId::kNone;
+  uint8_t low_bits = 0;  // of an element: 4 or 2; 0: as elem has
+  uint8_t group_params = 0;
+  uint8_t channel_params = 0;
 
   // Says whether a row is encoded without its neighbours, and can be read, replaced and found by an
   // index without them. Pages of the others are encoded whole.
   constexpr bool rows_stand_alone() const { return tail == id; }
   // Says whether kernels load its rows as they are. The others are decoded to fp32 on their way.
-  constexpr bool has_kernels() const { return scaling != Scaling::kChannel; }
+  constexpr bool has_kernels() const { return scaling != Scaling::kPage; }
   // The elements that kernels meet.
   constexpr uint8_t kernel_elem() const { return has_kernels() ? elem : uint8_t{vec::kElemF32}; }
   // Says whether elements mean nothing without parameters.
   constexpr bool is_scaled() const { return scaling != Scaling::kNone; }
+  // Says whether it is one of codecs/low_bits.h.
+  constexpr bool is_low_bits() const { return low_bits != 0; }
+  constexpr uint32_t bits() const { return is_low_bits() ? low_bits : 8 * vec::elem_bytes(elem); }
+  constexpr uint32_t last_code() const { return (1u << bits()) - 1; }
+  constexpr uint32_t n_groups(uint32_t dim) const {
+    return (dim + kGroupChannels - 1) / kGroupChannels;
+  }
 
   // One token of one head, without parameters.
-  constexpr uint64_t row_bytes(uint32_t dim) const { return uint64_t{dim} * vec::elem_bytes(elem); }
+  constexpr uint64_t row_bytes(uint32_t dim) const { return uint64_t{dim} * bits() / 8; }
   // One head of one page.
   constexpr uint64_t head_rows_bytes(uint32_t dim) const { return kPageTokens * row_bytes(dim); }
   constexpr uint64_t head_params_bytes(uint32_t dim) const {
-    return scaling == Scaling::kNone ? 0 : sizeof(uint16_t) * n_scales(dim);
+    return sizeof(uint16_t) * n_scales(dim);
   }
   // One token of one head with its share of the parameters, rounded up.
   constexpr uint64_t token_bytes(uint32_t dim) const {
     return row_bytes(dim) + (head_params_bytes(dim) + kPageTokens - 1) / kPageTokens;
   }
-  // The elements of a scaled head from one of its params to that of the next head.
+  // The params of a head.
   constexpr uint32_t n_scales(uint32_t dim) const {
-    return scaling == Scaling::kRow ? kPageTokens : dim;
+    return scaling == Scaling::kRow
+               ? kPageTokens
+               : kPageTokens * group_params * n_groups(dim) + channel_params * dim;
   }
 };
 
 // Ids that nobody but codecs/ speaks of.
 inline constexpr CodecId kI8Channel{6};
+inline constexpr CodecId kI4{7};
+inline constexpr CodecId kI4Channel{8};
+inline constexpr CodecId kI4Centred{9};
+inline constexpr CodecId kI2{10};
+inline constexpr CodecId kI2Channel{11};
+inline constexpr CodecId kI2Centred{12};
 
 // By id, from 1 on.
 inline constexpr std::array kCodecs = {
@@ -76,7 +98,13 @@ inline constexpr std::array kCodecs = {
     Codec{CodecId::kBf16, "bf16", vec::kElemBf16, Scaling::kNone, CodecId::kBf16},
     Codec{CodecId::kI8, "int8", vec::kElemI8, Scaling::kRow, CodecId::kI8},
     Codec{CodecId::kF8, "fp8", vec::kElemF8, Scaling::kRow, CodecId::kF8},
-    Codec{kI8Channel, "int8_channel", vec::kElemI8, Scaling::kChannel, CodecId::kBf16},
+    Codec{kI8Channel, "int8_channel", vec::kElemI8, Scaling::kPage, CodecId::kBf16, 0, 0, 1},
+    Codec{kI4, "int4", vec::kElemI8, Scaling::kPage, CodecId::kBf16, 4, 2, 0},
+    Codec{kI4Channel, "int4_channel", vec::kElemI8, Scaling::kPage, CodecId::kBf16, 4, 0, 2},
+    Codec{kI4Centred, "int4_centred", vec::kElemI8, Scaling::kPage, CodecId::kBf16, 4, 2, 1},
+    Codec{kI2, "int2", vec::kElemI8, Scaling::kPage, CodecId::kBf16, 2, 2, 0},
+    Codec{kI2Channel, "int2_channel", vec::kElemI8, Scaling::kPage, CodecId::kBf16, 2, 0, 2},
+    Codec{kI2Centred, "int2_centred", vec::kElemI8, Scaling::kPage, CodecId::kBf16, 2, 2, 1},
 };
 
 constexpr bool codec_is_known(uint32_t value) { return value - 1 < kCodecs.size(); }

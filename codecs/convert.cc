@@ -10,6 +10,7 @@
 #include "codecs/float8.h"
 #include "codecs/int8.h"
 #include "codecs/int8_channel.h"
+#include "codecs/low_bits.h"
 #include "codecs/rows.h"
 #if defined(__x86_64__)
 #include <emmintrin.h>
@@ -107,9 +108,13 @@ void copy_params(const SourceRows& source, const TargetRows& target, uint64_t n_
                  uint32_t n_heads, uint32_t dim) {
   const Codec& codec = codec_of(source.codec);
   for (uint32_t head = 0; head < n_heads; ++head) {
-    if (codec.scaling == Scaling::kChannel) {
-      std::memcpy(params_of(target, head), params_of(source, head),
-                  codec.n_scales(dim) * sizeof(uint16_t));
+    if (codec.scaling == Scaling::kPage) {
+      const uint64_t n_slot = uint64_t{codec.group_params} * codec.n_groups(dim);
+      const uint64_t channels = kPageTokens * n_slot;
+      std::copy_n(params_of(source, head) + source.slot * n_slot, n_rows * n_slot,
+                  params_of(target, head) + target.slot * n_slot);
+      std::copy_n(params_of(source, head) + channels, codec.channel_params * dim,
+                  params_of(target, head) + channels);
       continue;
     }
     std::memcpy(&scale_of(target, 0, head), params_of(source, head) + source.slot,
@@ -136,8 +141,9 @@ void convert_scaled_rows(const SourceRows& source, const TargetRows& target, uin
       const char* in = source_row(source, row, head);
       char* out = target_row(target, row, head);
       if (from.is_scaled()) {
-        decode_row(in, source.codec, params_of(source, head),
-                   source.slot + static_cast<uint32_t>(row), n, block.data());
+        decode_scaled(in, source.codec, params_of(source, head),
+                      source.row_dim != 0 ? source.row_dim : n,
+                      source.slot + static_cast<uint32_t>(row), 1, n, block.data());
       } else {
         convert(in, dtype_of(from), block.data(), Dtype::kF32, n);
       }
@@ -153,6 +159,9 @@ void convert_scaled_rows(const SourceRows& source, const TargetRows& target, uin
 // Rows [kPageTokens][dim] in a codec whose rows do not stand alone.
 [[nodiscard]] bool encode_head(const float* rows, uint32_t dim, CodecId codec, void* out,
                                uint16_t* params) {
+  if (codec_of(codec).is_low_bits()) {
+    return encode_low_bits(codec_of(codec), rows, dim, static_cast<uint8_t*>(out), params);
+  }
   KVM_ASSERT(codec == kI8Channel);
   return encode_i8_channel(rows, dim, static_cast<int8_t*>(out), params);
 }
@@ -234,7 +243,8 @@ SourceRows rows_of(const KvPlane& plane, uint32_t dim, uint32_t slot) {
           .head_stride_bytes = codec.head_rows_bytes(dim),
           .params = plane.params,
           .head_scales = codec.n_scales(dim),
-          .slot = slot};
+          .slot = slot,
+          .row_dim = dim};
 }
 
 TargetRows writable_rows(const KvPlane& plane, uint32_t dim, uint32_t slot) {
@@ -311,16 +321,23 @@ uint16_t encode_row(const float* src, uint32_t n, CodecId codec, void* dst) {
                                : encode_f8(src, n, static_cast<uint8_t*>(dst));
 }
 
-void decode_row(const void* src, CodecId codec, const void* params, uint32_t slot, uint32_t n,
-                float* dst) {
+void decode_scaled(const void* src, CodecId codec, const void* params, uint32_t row_dim,
+                   uint32_t slot, uint32_t n_rows, uint32_t n, float* dst) {
   const auto* scales = static_cast<const uint16_t*>(params);
-  if (codec == CodecId::kI8) {
-    decode_i8(static_cast<const int8_t*>(src), scales[slot], n, dst);
-  } else if (codec == CodecId::kF8) {
-    decode_f8(static_cast<const uint8_t*>(src), scales[slot], n, dst);
-  } else {
-    KVM_ASSERT(codec == kI8Channel);
-    decode_i8_channel(static_cast<const int8_t*>(src), scales, n, dst);
+  const auto* bytes = static_cast<const uint8_t*>(src);
+  if (codec_of(codec).is_low_bits()) {
+    decode_low_bits(codec_of(codec), bytes, scales, row_dim, slot, n_rows, n, dst);
+    return;
+  }
+  for (uint32_t row = 0; row < n_rows; ++row, bytes += row_dim, dst += n) {
+    if (codec == CodecId::kI8) {
+      decode_i8(reinterpret_cast<const int8_t*>(bytes), scales[slot + row], n, dst);
+    } else if (codec == CodecId::kF8) {
+      decode_f8(bytes, scales[slot + row], n, dst);
+    } else {
+      KVM_ASSERT(codec == kI8Channel);
+      decode_i8_channel(reinterpret_cast<const int8_t*>(bytes), scales, n, dst);
+    }
   }
 }
 

@@ -42,6 +42,7 @@ struct SourceRows {
   const void* params = nullptr;
   uint32_t head_scales = 0;
   uint32_t slot = 0;
+  uint32_t row_dim = 0;  // channels from row to row; only where the codec is scaled by page
 };
 
 struct TargetRows {
@@ -63,7 +64,7 @@ TargetRows writable_rows(const KvPlane& plane, uint32_t dim, uint32_t slot);
 
 // Converts rows of dim channels of n_rows tokens times n_heads heads. What becomes int8 or fp8:
 // codecs/int8.h, float8.h.
-// Where the codec of both is scaled by channel, the heads of target take over the parameters of
+// Where the codec of both is scaled by page, the heads of target take over the parameters of
 // source, and whatever else they hold means nothing any more.
 // REQUIRES: rows of target overlap neither each other nor source; dim <= kMaxScaledRow where the
 // codecs differ and one is scaled; rows of target stand alone where the codecs differ.
@@ -88,9 +89,15 @@ void decode_rows(const KvPlane& plane, uint32_t row_dim, uint32_t slot, uint32_t
 // A row of n channels in a scaled codec whose rows stand alone: encode_row returns its scale. dst
 // must not overlap src.
 uint16_t encode_row(const float* src, uint32_t n, CodecId codec, void* dst);
-// Of any scaled codec. params: those of the row's head; slot: of the row.
-void decode_row(const void* src, CodecId codec, const void* params, uint32_t slot, uint32_t n,
-                float* dst);
+// Of any scaled codec, the first n channels of n_rows rows from `slot` on. src: of the first;
+// params: those of the rows' head; row_dim: channels from row to row. dst: [n_rows][n]
+void decode_scaled(const void* src, CodecId codec, const void* params, uint32_t row_dim,
+                   uint32_t slot, uint32_t n_rows, uint32_t n, float* dst);
+// One row of n channels.
+inline void decode_row(const void* src, CodecId codec, const void* params, uint32_t slot,
+                       uint32_t n, float* dst) {
+  decode_scaled(src, codec, params, n, slot, 1, n, dst);
+}
 
 }  // namespace kvm::codecs
 

@@ -552,7 +552,23 @@ enum {
    * page and grows again, what is left of the page is BF16 until it is full once more; the error
    * grows by half a step at most. Heads stored so have no index and are in no device's memory:
    * UNSUPPORTED. Approximate modes answer them exactly. */
-  KVM_CODEC_I8_CHANNEL = 6
+  KVM_CODEC_I8_CHANNEL = 6,
+  /* 4 and 2 bits a channel: codes count steps of a scale up from a zero, both bf16, as many as 15
+   * or 3. So a channel is off by half a scale at most, 1/30 or 1/6 of what lies between the
+   * smallest and the largest number that share it. What shares them:
+   *   "int4", "int2"                  64 channels of a row: for values (KIVI, arXiv 2402.02750)
+   *   "int4_channel", "int2_channel"  a channel of a head's 64 tokens of a page: for keys (KIVI)
+   *   "int4_centred", "int2_centred"  64 channels of a row, without the mean, a bf16, that each
+   *                                   channel has over the page's 64 tokens: for keys, too
+   * Scales and zeros take half a bit a channel, means a quarter more; so rows take 4.5 to 4.75, or
+   * 2.5 to 2.75 bits a channel where BF16 takes 16. Pages, cuts, what is refused: as with
+   * I8_CHANNEL, but that a number above 2^126 keeps a page BF16. */
+  KVM_CODEC_I4 = 7,
+  KVM_CODEC_I4_CHANNEL = 8,
+  KVM_CODEC_I4_CENTRED = 9,
+  KVM_CODEC_I2 = 10,
+  KVM_CODEC_I2_CHANNEL = 11,
+  KVM_CODEC_I2_CENTRED = 12
 };
 
 /* The name of a codec, "int8" for instance; NULL where there is none of that number.

@@ -337,21 +337,28 @@ void Stream::build(uint64_t chunk, Batch& batch) const {
   batch.n = n;
 }
 
-// Puts a row into an item, as kernels load it. slot: of the row.
-void put_row(const KvPlane& plane, uint32_t dim, uint32_t head, uint64_t slot, uint8_t* out) {
-  const uint8_t* row = kernel_row(plane, dim, head, slot, reinterpret_cast<float*>(out));
-  if (row != out) {
-    std::memcpy(out, row, codecs::codec_of(plane.codec).row_bytes(dim));
+// Puts rows into an item, as kernels load them. slot: of the first.
+void put_rows(const KvPlane& plane, uint32_t dim, uint32_t head, uint64_t slot, uint32_t n,
+              uint8_t* out) {
+  const codecs::Codec& codec = codecs::codec_of(plane.codec);
+  const uint8_t* rows = codecs::row_at(plane, dim, head, slot);
+  if (codec.has_kernels()) {
+    std::memcpy(out, rows, n * codec.row_bytes(dim));
+    return;
   }
+  codecs::decode_scaled(rows, plane.codec, codecs::params_at(plane, dim, head), dim,
+                        static_cast<uint32_t>(slot), n, dim, reinterpret_cast<float*>(out));
 }
 
 // Gathers the rows of a stitched item; rows that do not count become zero.
 void Stream::stitch(KvItem& item) const {
   const size_t k_bytes = problem_.dim_k * vec::elem_bytes(item.elem_k);
   const size_t v_bytes = problem_.dim_v * vec::elem_bytes(item.elem_v);
-  std::memset(stitch_.k, 0, k_bytes * kItemTokens);
-  if (!problem_.v_in_k) {
-    std::memset(stitch_.v, 0, v_bytes * kItemTokens);
+  if (item.mask != 0xffff) {
+    std::memset(stitch_.k, 0, k_bytes * kItemTokens);
+    if (!problem_.v_in_k) {
+      std::memset(stitch_.v, 0, v_bytes * kItemTokens);
+    }
   }
   std::fill_n(stitch_.log_weight, kItemTokens, 0.0f);
   std::fill_n(stitch_.k_scale, kItemTokens, uint16_t{0});
@@ -363,14 +370,21 @@ void Stream::stitch(KvItem& item) const {
     if (!same_kind(item, run)) {
       continue;
     }
-    for (uint32_t bits = run_bits(run, item.position) & item.mask; bits != 0; bits &= bits - 1) {
+    const uint32_t taken = run_bits(run, item.position) & item.mask;
+    // Rows that follow each other at once.
+    for (uint32_t bits = taken; bits != 0;) {
+      const auto at = static_cast<uint32_t>(__builtin_ctz(bits));
+      const auto n = static_cast<uint32_t>(__builtin_ctz(~(bits >> at)));
+      const uint64_t slot = run.slot + (item.position + at - run.position);
+      put_rows(run.k, problem_.dim_k, problem_.head, slot, n, stitch_.k + at * k_bytes);
+      if (!problem_.v_in_k) {
+        put_rows(run.v, problem_.dim_v, problem_.head, slot, n, stitch_.v + at * v_bytes);
+      }
+      bits &= ~(((1u << n) - 1) << at);
+    }
+    for (uint32_t bits = taken; bits != 0; bits &= bits - 1) {
       const auto at = static_cast<uint32_t>(__builtin_ctz(bits));
       const uint64_t token = item.position + at - run.position;
-      const uint64_t slot = run.slot + token;
-      put_row(run.k, problem_.dim_k, problem_.head, slot, stitch_.k + at * k_bytes);
-      if (!problem_.v_in_k) {
-        put_row(run.v, problem_.dim_v, problem_.head, slot, stitch_.v + at * v_bytes);
-      }
       if (const float* weight = log_weight_at(run, token)) {
         stitch_.log_weight[at] = *weight;
         weighted = true;

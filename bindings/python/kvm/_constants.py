@@ -82,6 +82,12 @@ class CodecId(enum.IntEnum):
     I8 = 4
     F8E4M3 = 5
     I8_CHANNEL = 6
+    I4 = 7
+    I4_CHANNEL = 8
+    I4_CENTRED = 9
+    I2 = 10
+    I2_CHANNEL = 11
+    I2_CENTRED = 12
 
 
 class Rope(enum.IntEnum):

@@ -267,9 +267,9 @@ void Case::cut_runs(int extra_cuts) {
                               const uint16_t* scales, const std::vector<uint16_t>& channels) {
       const codecs::Scaling scaling = codecs::codec_of(codec).scaling;
       return KvPlane{rows.data() + static_cast<size_t>(codec) * plane * dim * 4,
-                     scaling == codecs::Scaling::kRow       ? scales
-                     : scaling == codecs::Scaling::kChannel ? channels.data()
-                                                            : nullptr,
+                     scaling == codecs::Scaling::kRow    ? scales
+                     : scaling == codecs::Scaling::kPage ? channels.data()
+                                                         : nullptr,
                      codec};
     };
     const auto* scales = reinterpret_cast<const uint16_t*>(pages_s_[page]->data());

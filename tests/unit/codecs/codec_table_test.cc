@@ -19,12 +19,17 @@ TEST(CodecTable, SizesOfRowsOf128Channels) {
     CodecId id;
     uint64_t row_bytes, head_rows_bytes, head_params_bytes, token_bytes;
   };
-  for (const Row& row : {Row{"fp32", CodecId::kF32, 512, 32768, 0, 512},
-                         Row{"fp16", CodecId::kF16, 256, 16384, 0, 256},
-                         Row{"bf16", CodecId::kBf16, 256, 16384, 0, 256},
-                         Row{"int8", CodecId::kI8, 128, 8192, 128, 130},
-                         Row{"fp8", CodecId::kF8, 128, 8192, 128, 130},
-                         Row{"int8_channel", kI8Channel, 128, 8192, 256, 132}}) {
+  for (const Row& row :
+       {Row{"fp32", CodecId::kF32, 512, 32768, 0, 512},
+        Row{"fp16", CodecId::kF16, 256, 16384, 0, 256},
+        Row{"bf16", CodecId::kBf16, 256, 16384, 0, 256},
+        Row{"int8", CodecId::kI8, 128, 8192, 128, 130},
+        Row{"fp8", CodecId::kF8, 128, 8192, 128, 130},
+        Row{"int8_channel", kI8Channel, 128, 8192, 256, 132}, Row{"int4", kI4, 64, 4096, 512, 72},
+        Row{"int4_channel", kI4Channel, 64, 4096, 512, 72},
+        Row{"int4_centred", kI4Centred, 64, 4096, 768, 76}, Row{"int2", kI2, 32, 2048, 512, 40},
+        Row{"int2_channel", kI2Channel, 32, 2048, 512, 40},
+        Row{"int2_centred", kI2Centred, 32, 2048, 768, 44}}) {
     SCOPED_TRACE(row.name);
     const Codec* codec = find_codec(row.name);
     ASSERT_NE(codec, nullptr);
@@ -36,7 +41,7 @@ TEST(CodecTable, SizesOfRowsOf128Channels) {
     EXPECT_EQ(codec->head_params_bytes(128), row.head_params_bytes);
     EXPECT_EQ(codec->token_bytes(128), row.token_bytes);
     EXPECT_EQ(codec->is_scaled(), row.head_params_bytes != 0);
-    const bool is_block = row.id == kI8Channel;
+    const bool is_block = row.id >= kI8Channel;
     EXPECT_EQ(codec->rows_stand_alone(), !is_block);
     EXPECT_EQ(codec->has_kernels(), !is_block);
     EXPECT_EQ(codec->tail, is_block ? CodecId::kBf16 : row.id);

@@ -161,7 +161,8 @@ TEST(EncodePage, FromEveryCodecToEveryCodec) {
       SCOPED_TRACE(std::string(from.name) + " to " + to.name);
       Page target(to.id, kHeads, kDim);
       ASSERT_TRUE(encode_page(source.plane, target.plane, kHeads, kDim, scratch.data()));
-      if (from.id == to.id) {
+      // Not of low bits: the largest step that counts may be another one the second time.
+      if (from.id == to.id && !from.is_low_bits()) {
         EXPECT_EQ(target.rows, source.rows);
         EXPECT_EQ(target.params, source.params);
       }

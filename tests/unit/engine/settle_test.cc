@@ -201,7 +201,9 @@ void fill_all(Rig* rig, kvm_space_id space, kvm_seq_id seq, Buffer* rows) {
 
 const std::pair<CodecId, CodecId> kPairs[] = {{codecs::kI8Channel, codecs::kI8Channel},
                                               {codecs::kI8Channel, CodecId::kI8},
-                                              {CodecId::kF32, codecs::kI8Channel}};
+                                              {CodecId::kF32, codecs::kI8Channel},
+                                              {codecs::kI4Channel, codecs::kI4},
+                                              {codecs::kI2Centred, codecs::kI2}};
 
 // However tokens are cut into requests, the same bits are stored and the same answers come.
 TEST(Settle, RequestsDoNotMatter) {
@@ -273,20 +275,23 @@ TEST(Settle, WhatIsNotCommittedStaysAndTheRestOfADraftLosesNothing) {
 
 // Cuts inside settled pages, again and again.
 TEST(Settle, ACutPageIsReadableAndGrowsAgain) {
-  World world(codecs::kI8Channel, CodecId::kI8);
-  Twin twin = world.create();
-  world.append_and_commit(&twin, 400);
-  for (const uint64_t cut : {383u, 320u, 129u, 128u, 100u, 65u, 1u, 0u}) {
-    world.cut(&twin, cut);
-    if (cut != 0) {
+  for (const auto& [codec_k, codec_v] :
+       {std::pair(codecs::kI8Channel, CodecId::kI8), std::pair(codecs::kI4Centred, codecs::kI2)}) {
+    World world(codec_k, codec_v);
+    Twin twin = world.create();
+    world.append_and_commit(&twin, 400);
+    for (const uint64_t cut : {383u, 320u, 129u, 128u, 100u, 65u, 1u, 0u}) {
+      world.cut(&twin, cut);
+      if (cut != 0) {
+        world.expect_stored(twin);
+        world.rig.step(twin.seq, 0, 1);
+        world.expect_attended(twin, 1e-2);
+      }
+      world.append_and_commit(&twin, 5);
       world.expect_stored(twin);
-      world.rig.step(twin.seq, 0, 1);
-      world.expect_attended(twin, 1e-2);
+      world.append_and_commit(&twin, 200);
+      world.expect_stored(twin);
     }
-    world.append_and_commit(&twin, 5);
-    world.expect_stored(twin);
-    world.append_and_commit(&twin, 200);
-    world.expect_stored(twin);
   }
 }
 
@@ -455,6 +460,19 @@ double error_of_keys(uint32_t codec, double large) {
   return std::sqrt(off / size);
 }
 
+// KIVI's layout: keys by channel, values by token. docs/storage.md has these figures.
+TEST(Settle, FewBitsTakeAQuarterOfTheBytes) {
+  World world(codecs::kI4Channel, codecs::kI4);
+  Twin twin = world.create();
+  world.append_and_commit(&twin, 640);
+  // 4 bits a channel; scale and zero of each channel of K, and of each 64 channels of a row of V.
+  const uint64_t groups = (kDim + 63) / 64;
+  EXPECT_EQ(world.rig.bytes(twin.seq),
+            10 * kHeads * (2 * 64 * kDim / 2 + 4 * kDim + 64 * groups * 4));
+  world.rig.step(twin.seq, 0, 1);
+  world.expect_attended(twin, 1e-2);
+}
+
 // docs/storage.md has these figures.
 TEST(Settle, LargeChannelsTakeNoBitsFromTheOthers) {
   const double plain_rows = error_of_keys(KVM_CODEC_I8, 1);
@@ -463,6 +481,13 @@ TEST(Settle, LargeChannelsTakeNoBitsFromTheOthers) {
   const double channels = error_of_keys(KVM_CODEC_I8_CHANNEL, 30);
   RecordProperty("int8", std::to_string(plain_rows) + ", " + std::to_string(rows));
   RecordProperty("int8_channel", std::to_string(plain_channels) + ", " + std::to_string(channels));
+  for (const uint32_t codec : {KVM_CODEC_I4_CHANNEL, KVM_CODEC_I2_CHANNEL}) {
+    const double plain = error_of_keys(codec, 1);
+    const double large = error_of_keys(codec, 30);
+    std::printf("%s: %.4f, %.4f with a large channel\n",
+                codecs::codec_of(static_cast<CodecId>(codec)).name, plain, large);
+    EXPECT_LT(large, 1.2 * plain);
+  }
   EXPECT_LT(channels, 1.2 * plain_channels);
   EXPECT_LT(channels, rows / 8);
 }

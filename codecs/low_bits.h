@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+// K or V of one head of a page in 4 or 2 bits an element. A code counts steps up from a zero:
+//
+//   x  is stored as  q,  and read as  q * scale + zero,   0 <= q <= 15, or 3
+//
+//   by channel   scale and zero of each channel, over the 64 tokens   KIVI's keys
+//   by token     of each token's 64 channels, from 0, 64, ... on      KIVI's values
+//   centred      as by token, of what is left without the mean of each channel over the 64 tokens
+//
+//   zero   the largest bf16 that no element is below
+//   scale  the smallest bf16 with which the last code reaches the largest element; 0 where all are
+//          `zero`, else at least 2^-126
+//   q      (x - zero) / scale, rounded to nearest even
+//
+// So an element is off by half a scale at most, and nothing is cut off. q * scale is exact in fp32
+// (4 bits times 8): what is read does not depend on whether the sum is fused.
+//
+// Source: KIVI (arXiv 2402.02750), section 3: keys by channel, values by token, asymmetric. A page
+// is its group along tokens. Centred: what all keys have in common moves every score alike, which
+// the softmax does not see; here it is added again when rows are read, so each page has its own.
+//
+//   codes   [64][dim * bits / 8]: element i in byte i * bits / 8, from bit (i * bits) mod 8 on
+//   params  by token, centred: [64][dim / 64, rounded up][2] scale and zero, then of centred ones
+//           [dim] means; by channel: [dim] scales, then [dim] zeros. All are bf16, as bits.
+//
+// One scale speaks for many tokens or channels, so none of them may be without a number: a head
+// with an element that is not finite, or above 2^126, is not encoded.
+//
+// The same bytes on every processor. Threads: any; pure.  Memory: none.  Errors: none.
+#ifndef KVM_CODECS_LOW_BITS_H_
+#define KVM_CODECS_LOW_BITS_H_
+
+#include <cstdint>
+
+#include "codecs/codec.h"
+
+namespace kvm::codecs {
+
+// Encodes rows [kPageTokens][dim]. False: an element is not finite, or above 2^126; codes and
+// params hold nothing then. Nothing overlaps.
+// REQUIRES: codec.is_low_bits(); dim <= kMaxHeadDim, a multiple of 8.
+[[nodiscard]] bool encode_low_bits(const Codec& codec, const float* rows, uint32_t dim,
+                                   uint8_t* codes, uint16_t* params);
+
+// Decodes the first n channels of n_tokens tokens from `slot` on. codes: of the first of them, rows
+// of row_dim channels. out: [n_tokens][n]
+// REQUIRES: n and row_dim are multiples of 8.
+void decode_low_bits(const Codec& codec, const uint8_t* codes, const uint16_t* params,
+                     uint32_t row_dim, uint32_t slot, uint32_t n_tokens, uint32_t n, float* out);
+
+}  // namespace kvm::codecs
+
+#endif  // KVM_CODECS_LOW_BITS_H_
