@@ -229,11 +229,16 @@ int serve(const LoadedOptions& loaded, const OpenEngine& open_engine) {
     const tiers::RecoveryReport found = disk.value()->objects()->recovery();
     spdlog::info("{} with {} found there in {:.3f} s", counted(found.n_objects, "snapshot"),
                  format_bytes(found.page_bytes), static_cast<double>(found.duration_ns) * 1e-9);
-    if (found.n_lost_objects != 0 || found.n_damaged_blocks != 0) {
+    if (found.n_lost_objects != 0) {
       spdlog::warn(
-          "{} not whole any more: parts are missing, or damaged; {} of the list of "
-          "snapshots cannot be read",
-          counted(found.n_lost_objects, "snapshot"), counted(found.n_damaged_blocks, "block"));
+          "{} not whole any more: parts are missing, or damaged; delete what kvmctl snapshot list "
+          "shows as lost, or save it anew under its name",
+          counted(found.n_lost_objects, "snapshot"));
+    }
+    if (found.n_damaged_blocks != 0) {
+      spdlog::warn(
+          "{} of the list of snapshots cannot be read: what was saved with it is not there",
+          counted(found.n_damaged_blocks, "block"));
     }
     if (stats.n_leftover_files != 0) {
       spdlog::info("removed {} that a kvmd before has left there",

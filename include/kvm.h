@@ -545,9 +545,9 @@ enum {
   KVM_CODEC_F8E4M3 = 5,
   /* "int8_channel". As I8, but with a scale for each channel of a head's 64 tokens of a page, and
    * none for rows: channels that are large in all tokens, which keys have, take no bits from the
-   * others. A row takes a byte a channel and 1/32 of one. A page is stored so once it is full and
-   * committed, at the end of the request that committed it, and until then as BF16: what a step
-   * appends it sees as BF16, and memory for a prompt's newest tokens is needed twofold. A page in
+   * others. A row takes 8.25 bits a channel. A page is stored so once it is full and committed, at
+   * the end of the request that committed it, and until then as BF16: what a step appends it sees
+   * as BF16, and a prompt takes the memory of BF16 until its last layer is appended. A page in
    * which a number is not finite, or above 2^127, stays BF16. Where a sequence is cut inside such a
    * page and grows again, what is left of the page is BF16 until it is full once more; the error
    * grows by half a step at most. Heads stored so have no index and are in no device's memory:
@@ -555,14 +555,17 @@ enum {
   KVM_CODEC_I8_CHANNEL = 6,
   /* 4 and 2 bits a channel: codes count steps of a scale up from a zero, both bf16, as many as 15
    * or 3. So a channel is off by half a scale at most, 1/30 or 1/6 of what lies between the
-   * smallest and the largest number that share it. What shares them:
-   *   "int4", "int2"                  64 channels of a row: for values (KIVI, arXiv 2402.02750)
+   * smallest and the largest bf16 that share it. What shares them:
+   *   "int4", "int2"                  64 channels of a row, the last ones what is left: for values
+   *                                   (KIVI, arXiv 2402.02750)
    *   "int4_channel", "int2_channel"  a channel of a head's 64 tokens of a page: for keys (KIVI)
    *   "int4_centred", "int2_centred"  64 channels of a row, without the mean, a bf16, that each
    *                                   channel has over the page's 64 tokens: for keys, too
-   * Scales and zeros take half a bit a channel, means a quarter more; so rows take 4.5 to 4.75, or
-   * 2.5 to 2.75 bits a channel where BF16 takes 16. Pages, cuts, what is refused: as with
-   * I8_CHANNEL, but that a number above 2^126 keeps a page BF16. */
+   * Where head_dim is a multiple of 64, scales and zeros take half a bit a channel, means a quarter
+   * more: rows take 4.5 to 4.75, or 2.5 to 2.75 bits a channel where BF16 takes 16. Begin with keys
+   * in int4_channel and values in int4; 2 bits cost much. Pages, cuts, what is refused: as with
+   * I8_CHANNEL, but that a number above 2^126 keeps a page BF16. A head whose values alone are
+   * stored so has no index either. */
   KVM_CODEC_I4 = 7,
   KVM_CODEC_I4_CHANNEL = 8,
   KVM_CODEC_I4_CENTRED = 9,

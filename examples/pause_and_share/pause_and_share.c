@@ -2,9 +2,11 @@
 /* What an engine does with a prompt before it computes it, and with a conversation that pauses:
  * prefixes (docs/prefixes.md), priorities and snapshots (docs/disk.md). kvmd must have a disk:
  *
- *   kvmd --disk-directories DIRECTORY &
- *   pause_and_share pause     two conversations share a system prompt; one of them is saved
- *   pause_and_share resume    that one goes on, also with another kvmd over the same directory
+ *   cc pause_and_share.c -o pause_and_share $(pkg-config --cflags --libs kvm)
+ *   mkdir -p /tmp/kvm-disk; kvmd --disk-directories /tmp/kvm-disk &
+ *   ./pause_and_share pause     two conversations share a system prompt; one of them is saved
+ *   kill %1; wait; kvmd --disk-directories /tmp/kvm-disk &
+ *   ./pause_and_share resume    that one goes on, and its snapshot is deleted; the prefix stays
  *
  * KVM_SOCKET names kvmd's socket. The exit status says whether the conversations shared what they
  * should, and had the bits that they have where nothing is shared and nothing was saved.

@@ -86,7 +86,8 @@ class Checker : private SegmentWalk::Listener {
       add_damage({view_.directories().front(), 0,
                   "the list of snapshots (kvm-*.manifest) is not there, or can be read in neither "
                   "of its copies: no kvmd starts here, until a copy of it is put back, or kvm.set "
-                  "and kvm-*.manifest are removed from each directory to begin anew, with nothing",
+                  "and kvm-*.manifest are removed from each directory: then it begins anew, with "
+                  "nothing, and removes what is in the segments",
                   true});
     }
     if (!found_.manifest.has_value()) {
@@ -98,7 +99,7 @@ class Checker : private SegmentWalk::Listener {
       const std::optional<FoundFile>& file = view_.manifest(found_.manifest_slot, copy);
       if (!file.has_value()) {
         add_damage({manifest_file_name(found_.manifest_slot, copy), 0,
-                    "a copy of the list of what is kept is not there; the other one is, and the "
+                    "a copy of the list of snapshots is not there; the other one is, and the "
                     "next save writes both",
                     false});
         continue;
@@ -127,9 +128,9 @@ class Checker : private SegmentWalk::Listener {
               is_unfinished(block_of(copies[copy], block), block_of(copies[1 - copy], block)))) {
           const bool is_lost = !whole[block][1 - copy];
           add_damage({path_of(file->file), block * kManifestBlockBytes,
-                      is_lost ? "a block of the list of what is kept is damaged in both copies: "
+                      is_lost ? "a block of the list of snapshots is damaged in both copies: "
                                 "what was saved or deleted with it may be missing"
-                              : "a block of the list of what is kept is damaged; the other copy "
+                              : "a block of the list of snapshots is damaged; the other copy "
                                 "has it, and the next save writes both anew",
                       is_lost});
         }
@@ -249,7 +250,9 @@ class Checker : private SegmentWalk::Listener {
     }
     add_damage({path_of(file), 0,
                 !is_read ? "the header of the segment cannot be read"
-                         : "the header of the segment is damaged: what lies in it is not found",
+                         : "the header of the segment is damaged: what lies in it is not found; "
+                           "where a snapshot needs it, no kvmd starts here until a copy of the "
+                           "file is put back, or the file is removed",
                 found_.report.n_lost_objects != 0});
     // Its table says what it had.
     std::vector<TableEntry> entries;
@@ -453,8 +456,9 @@ class Checker : private SegmentWalk::Listener {
   std::string lost_reason(const FoundPage& part) const {
     if (part.size_bytes == 0) {
       const auto it = places_.find(part.name);
-      return it != places_.end() && !it->second.empty() ? it->second
-                                                        : "its record is in no segment";
+      return it != places_.end() && !it->second.empty()
+                 ? it->second
+                 : "its record is in no segment that can be read";
     }
     const size_t i = index_of(part);
     return is_bad_[i] ? reason_of(i) : "the list of what is kept says other sizes than it does";

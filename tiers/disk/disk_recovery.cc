@@ -98,6 +98,9 @@ class Finder {
           if (read_segment_header(bytes, &header) && header.segment_bytes == files[i].size_bytes) {
             found_.segments.push_back({files[i], header});
             found_.run_number = std::max(found_.run_number, header.run_number);
+          } else if (std::any_of(bytes.begin(), bytes.end(),
+                                 [](std::byte byte) { return byte != std::byte{}; })) {
+            found_.headless.push_back(files[i].file);
           }
         });
   }

@@ -67,7 +67,9 @@ struct Found {
   bool is_list_lost = false;           // there was one, of which too much is damaged
   uint32_t run_number = 0;             // the largest of all that wrote here
   std::vector<FoundSegment> segments;  // that have a header of this version
-  std::vector<FoundPage> pages;        // that objects name, each once
+  // Files of segments that were written, and whose headers cannot be read.
+  std::vector<uint32_t> headless;
+  std::vector<FoundPage> pages;  // that objects name, each once
   std::vector<FoundObject> objects;
   RecoveryReport report;
 };

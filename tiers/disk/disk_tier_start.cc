@@ -106,7 +106,8 @@ Status list_lost(const std::string& how, const std::vector<std::string>& directo
   return Status(KVM_ERR_CORRUPT,
                 "disk: the list of snapshots, kvm-*.manifest in " + places + ", " + how +
                     "; put back a copy of it, or, to begin anew with nothing, remove kvm.set and "
-                    "kvm-*.manifest from each");
+                    "kvm-*.manifest from each directory: all snapshots are given up, and kvmd "
+                    "removes what they had");
 }
 
 uint32_t n_jobs_of(const DiskTierOptions& options, uint32_t beside) {
@@ -330,6 +331,14 @@ Status DiskTier::recover(std::span<const FoundFile> segments, uint64_t run_id) {
                                                  static_cast<uint32_t>(job_bytes(options_))));
   if (found.is_list_lost || (set_.has_list() && !found.manifest.has_value())) {
     return list_lost("is damaged", options_.directories);
+  }
+  if (found.report.n_lost_objects != 0 && !found.headless.empty()) {
+    // What lies there may be whole, and would be removed.
+    return Status(KVM_ERR_CORRUPT,
+                  "disk: the header of " + path_of(found.headless.front()) +
+                      " is damaged, and snapshots need what cannot be found without it. Put back a "
+                      "copy of the file, or remove it: the snapshots that need it, which kvmctl "
+                      "fsck names, are lost then");
   }
   if (found.run_number == kMaxRunNumber) {
     return Status::fixed(KVM_ERR_LIMIT, "disk: the directories were opened too often");

@@ -227,6 +227,22 @@ TEST_F(DiskCheckTest, NamesWhatIsDamaged) {
   }
 }
 
+// What lies in a segment whose header is damaged is there yet: an owner does not remove it.
+TEST_F(DiskCheckTest, ASegmentWithoutAHeaderStaysWhereItIsNeeded) {
+  const std::string path = segment(true);
+  spoil(path, 20);
+  const Files spoilt = files_in(paths_);
+  ObjectRig rig(paths_, 64);
+  const Status status = rig.open();
+  ASSERT_EQ(status.code(), KVM_ERR_CORRUPT);
+  EXPECT_NE(status.message().find(path), std::string::npos) << status.message();
+  EXPECT_EQ(files_in(paths_), spoilt);
+  // As the sentence says.
+  std::filesystem::remove(path);
+  ASSERT_TRUE(rig.open().is_ok());
+  EXPECT_GT(rig.tier->objects()->recovery().n_lost_objects, 0u);
+}
+
 // Behind a record that is damaged others are found, by a check and by an owner.
 TEST_F(DiskCheckTest, OneHeaderTakesNoMoreThanItsRecord) {
   spoil(segment(false), 4096 + 20);
