@@ -87,20 +87,17 @@ if(KVM_PCH)
   endif()
 endif()
 
-function(kvm_use_pch name pch)
+# Sets the precompiled headers of a target, `pch` or `test_pch`, and, where it is plain, no
+# optimisation.
+function(kvm_use_pch name kind is_plain)
+  set(pch kvm_${kind})
+  if(is_plain AND KVM_PLAIN_OPTIONS)
+    target_compile_options(${name} PRIVATE ${KVM_PLAIN_OPTIONS})
+    set(pch kvm_plain_${kind})
+  endif()
   get_target_property(sources ${name} SOURCES)
   if(KVM_PCH AND "${sources}" MATCHES "\\.cc(;|$)")
     target_precompile_headers(${name} REUSE_FROM ${pch})
-  endif()
-endfunction()
-
-# Sets the precompiled headers of a library or program, and its level of optimisation.
-function(kvm_use_code_pch name)
-  if(KVM_PLAIN_CODE AND KVM_PLAIN_OPTIONS)
-    target_compile_options(${name} PRIVATE ${KVM_PLAIN_OPTIONS})
-    kvm_use_pch(${name} kvm_plain_pch)
-  else()
-    kvm_use_pch(${name} kvm_pch)
   endif()
 endfunction()
 
@@ -119,7 +116,7 @@ function(kvm_add_library name)
   endif()
   add_library(${name} STATIC ${arg_SOURCES})
   target_link_libraries(${name} PUBLIC kvm_flags ${arg_DEPS} PRIVATE kvm_warnings)
-  kvm_use_code_pch(${name})
+  kvm_use_pch(${name} pch "${KVM_PLAIN_CODE}")
 endfunction()
 
 # Adds a target to kvm_programs, unless it belongs to the tests or benches.
@@ -138,7 +135,7 @@ function(kvm_add_executable name)
   endif()
   add_executable(${name} ${arg_SOURCES})
   target_link_libraries(${name} PRIVATE kvm_flags kvm_warnings ${arg_DEPS})
-  kvm_use_code_pch(${name})
+  kvm_use_pch(${name} pch "${KVM_PLAIN_CODE}")
   kvm_list_program(${name})
 endfunction()
 
@@ -162,7 +159,7 @@ function(kvm_add_shared_library name)
   endif()
   set_target_properties(${name} PROPERTIES VERSION ${PROJECT_VERSION} SOVERSION ${KVM_ABI_VERSION}
                                            LINK_DEPENDS "${map}")
-  kvm_use_code_pch(${name})
+  kvm_use_pch(${name} pch "${KVM_PLAIN_CODE}")
   kvm_list_program(${name})
 endfunction()
 
@@ -265,16 +262,6 @@ function(kvm_register_binding_test name script)
   kvm_register_python_test(${name} ${script} ${arg_UNPARSED_ARGUMENTS} ENV ${arg_ENV})
 endfunction()
 
-# Sets the precompiled headers of a test, and its level of optimisation.
-function(kvm_use_test_pch name)
-  if(KVM_PLAIN_TESTS AND KVM_PLAIN_OPTIONS)
-    target_compile_options(${name} PRIVATE ${KVM_PLAIN_OPTIONS})
-    kvm_use_pch(${name} kvm_plain_test_pch)
-  else()
-    kvm_use_pch(${name} kvm_test_pch)
-  endif()
-endfunction()
-
 # kvm_add_test(NAME FILE... [LIBS ...] [ARGS ...] [LABELS ...] [TIMEOUT s] [ENV NAME=VALUE ...]
 #              [COMPUTES])
 function(kvm_add_test name)
@@ -285,7 +272,7 @@ function(kvm_add_test name)
   add_executable(${name} ${arg_UNPARSED_ARGUMENTS})
   target_link_libraries(${name} PRIVATE kvm_flags kvm_warnings ${arg_LIBS} GTest::gtest
                                         GTest::gtest_main)
-  kvm_use_test_pch(${name})
+  kvm_use_pch(${name} test_pch "${KVM_PLAIN_TESTS}")
   set(options)
   foreach(option TIMEOUT LABELS ENV)
     if(DEFINED arg_${option})
