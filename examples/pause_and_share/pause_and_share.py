@@ -5,7 +5,14 @@ prefixes (docs/prefixes.md), priorities and snapshots (docs/disk.md).
 
 It starts a kvmd with a disk in a temporary folder, ends it, and starts it again over the same disk.
 The exit status says whether the conversations shared what they should, and had the bits that they
-have where nothing is shared and nothing was saved. Needs NumPy.
+have where nothing is shared and nothing was saved.
+
+It needs the package kvm, which brings kvmd along, and NumPy. From the root of kvm's source:
+
+    ./dev wheel                                       # makes build/wheel/kvm-*.whl (docs/python.md)
+    python3 -m venv /tmp/kvm-venv
+    /tmp/kvm-venv/bin/pip install build/wheel/kvm-*.whl numpy
+    /tmp/kvm-venv/bin/python examples/pause_and_share/pause_and_share.py
 """
 
 import os
