@@ -366,16 +366,39 @@ const char* reject_name(Reject reject) {
   return index < kRejects ? kNames[index] : "unknown";
 }
 
+namespace {
+
+// Where the last word ends that fits into n_max bytes; of one very long word, a character.
+size_t end_of_words(std::string_view sentence, size_t n_max) {
+  constexpr size_t kLongWord = 80;  // of paths, as a rule
+  size_t end = sentence.find_last_of(' ', n_max);
+  if (end == std::string_view::npos || end + kLongWord < n_max) {
+    end = n_max;
+    while (end > 0 && (static_cast<uint8_t>(sentence[end]) & 0xc0) == 0x80) {
+      --end;  // within a character of UTF-8
+    }
+  }
+  return end;
+}
+
+}  // namespace
+
 void write_result(ResultBlock* result, uint64_t seq, std::string_view sentence,
                   uint64_t n_not_finite) {
   if (result == nullptr) {
     return;
   }
-  const size_t n = std::min(sentence.size(), sizeof(result->message) - 1);
   result->seq = seq;
   result->n_not_finite = n_not_finite;
+  constexpr size_t kRoom = sizeof(result->message) - 1;
+  constexpr std::string_view kMore = " ...";
+  const bool is_cut = sentence.size() > kRoom;
+  const size_t n = is_cut ? end_of_words(sentence, kRoom - kMore.size()) : sentence.size();
   sentence.copy(result->message, n);
-  result->message[n] = '\0';
+  if (is_cut) {
+    kMore.copy(result->message + n, kMore.size());
+  }
+  result->message[n + (is_cut ? kMore.size() : 0)] = '\0';
 }
 
 }  // namespace kvm::ipc

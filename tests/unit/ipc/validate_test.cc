@@ -324,6 +324,29 @@ TEST(ResultBlock, MessageIsCutAndTerminated) {
   write_result(&result, 5, std::string(1000, 'x'));
   EXPECT_EQ(result.seq, 5u);
   EXPECT_EQ(std::strlen(result.message), sizeof(result.message) - 1);
+  EXPECT_TRUE(std::string(result.message).ends_with("xxx ..."));
+  std::string words;
+  for (int i = 0; i < 100; ++i) {
+    words += "word" + std::to_string(i) + " ";
+  }
+  write_result(&result, 5, words);
+  const std::string cut = result.message;
+  ASSERT_TRUE(cut.ends_with(" ...")) << cut;
+  EXPECT_GT(cut.size(), sizeof(result.message) - 16);
+  EXPECT_TRUE(words.starts_with(cut.substr(0, cut.size() - 3))) << "a whole word is the last";
+  // A sentence that fits is as it was, and no character is cut in two.
+  const std::string fits(sizeof(result.message) - 1, 'y');
+  write_result(&result, 5, fits);
+  EXPECT_EQ(result.message, fits);
+  for (const char* const before : {"", "z"}) {
+    std::string wide = before;
+    for (int i = 0; i < 300; ++i) {
+      wide += "\u00e4";
+    }
+    write_result(&result, 5, wide);
+    const std::string begun = result.message;
+    EXPECT_EQ((begun.size() - std::strlen(before)) % 2, 0u) << begun;
+  }
   write_result(&result, 6, {});
   EXPECT_STREQ(result.message, "");
   write_result(nullptr, 5, "nothing");
