@@ -22,12 +22,24 @@ namespace {
 constexpr uint64_t kBlock = kMaxDiskBlockBytes;
 // LIMIT: directories that are read at a time.
 constexpr size_t kMaxLanes = 8;
-// What is written of a sector of a disk is written as a whole or not at all.
-constexpr size_t kSectorBytes = 512;
 
 bool is_zero(std::span<const std::byte> bytes) {
   return std::all_of(bytes.begin(), bytes.end(),
                      [](std::byte byte) { return byte == std::byte{}; });
+}
+
+const char* text_of(ManifestFault::Kind kind) {
+  switch (kind) {
+    case ManifestFault::Kind::kOneCopy:
+      return "a block of the list of snapshots is damaged; the other copy has it, and the next "
+             "save writes both anew";
+    case ManifestFault::Kind::kBothCopies:
+      return "a block of the list of snapshots is damaged in both copies: what was saved or "
+             "deleted with it may be missing";
+    case ManifestFault::Kind::kUnused:
+      break;
+  }
+  return "bytes have changed in a part of the list of snapshots that nothing was written to yet";
 }
 
 class Checker : private SegmentWalk::Listener {
@@ -38,9 +50,9 @@ class Checker : private SegmentWalk::Listener {
   Result<DiskCheck> check() {
     const uint64_t begin_ns = now_ns();
     for (const DiskView::WrongFile& wrong : view_.files_wrong()) {
-      add_damage({wrong.path, 0, wrong.what, found_.report.n_lost_objects != 0});
+      add_damage({wrong.path, std::nullopt, wrong.what, found_.report.n_lost_objects != 0});
     }
-    check_manifest();
+    KVM_TRY(check_manifest());
     choose_wanted();
     check_segments();
     walk();
@@ -81,9 +93,9 @@ class Checker : private SegmentWalk::Listener {
 
   // --- The manifest ------------------------------------------------------------------------------
 
-  void check_manifest() {
+  Status check_manifest() {
     if (found_.is_list_lost) {
-      add_damage({view_.directories().front(), 0,
+      add_damage({view_.directories().front(), std::nullopt,
                   "the list of snapshots (kvm-*.manifest) is not there, or can be read in neither "
                   "of its copies: no kvmd starts here, until a copy of it is put back, or kvm.set "
                   "and kvm-*.manifest are removed from each directory: then it begins anew, with "
@@ -91,87 +103,84 @@ class Checker : private SegmentWalk::Listener {
                   true});
     }
     if (!found_.manifest.has_value()) {
-      return check_no_manifest();
+      return found_.is_list_lost ? Status::ok() : check_no_manifest();
     }
-    std::array<std::vector<std::byte>, kManifestCopies> copies;
-    size_t n_bytes = 0;
+    // One that was given up, and whose files were on their way out, says nothing any more.
+    const bool is_needed = !found_.objects.empty() || view_.must_have_list();
     for (uint32_t copy = 0; copy < kManifestCopies; ++copy) {
-      const std::optional<FoundFile>& file = view_.manifest(found_.manifest_slot, copy);
-      if (!file.has_value()) {
-        add_damage({manifest_file_name(found_.manifest_slot, copy), 0,
+      if (const std::optional<FoundFile>& file = view_.manifest(found_.manifest_slot, copy)) {
+        check_.n_read_bytes += file->size_bytes;
+      } else if (is_needed) {
+        add_damage({missing_copy(copy), std::nullopt,
                     "a copy of the list of snapshots is not there; the other one is, and the "
                     "next save writes both",
                     false});
-        continue;
-      }
-      copies[copy].resize(file->size_bytes);
-      (void)view_.read_bytes(file->file, 0, copies[copy]);
-      check_.n_read_bytes += file->size_bytes;
-      n_bytes = std::max(n_bytes, copies[copy].size());
-    }
-    std::vector<std::array<bool, kManifestCopies>> whole(n_bytes / kManifestBlockBytes);
-    size_t end = 0;  // of the blocks that count
-    for (size_t block = 0; block < whole.size(); ++block) {
-      for (uint32_t copy = 0; copy < kManifestCopies; ++copy) {
-        ManifestBlockHeader header;
-        const std::span<const std::byte> bytes = block_of(copies[copy], block);
-        whole[block][copy] = !bytes.empty() && read_manifest_block(bytes, &header) &&
-                             header.number == *found_.manifest && header.block == block;
-        end = whole[block][copy] ? block + 1 : end;
       }
     }
-    for (size_t block = 0; block < end; ++block) {
-      for (uint32_t copy = 0; copy < kManifestCopies; ++copy) {
-        const std::optional<FoundFile>& file = view_.manifest(found_.manifest_slot, copy);
-        if (!whole[block][copy] && file.has_value() &&
-            !(block + 1 == end &&
-              is_unfinished(block_of(copies[copy], block), block_of(copies[1 - copy], block)))) {
-          const bool is_lost = !whole[block][1 - copy];
-          add_damage({path_of(file->file), block * kManifestBlockBytes,
-                      is_lost ? "a block of the list of snapshots is damaged in both copies: "
-                                "what was saved or deleted with it may be missing"
-                              : "a block of the list of snapshots is damaged; the other copy "
-                                "has it, and the next save writes both anew",
-                      is_lost});
-        }
-      }
+    for (const ManifestFault& fault : found_.list_faults) {
+      const FoundFile& file = *view_.manifest(found_.manifest_slot, fault.copy);
+      add_damage({path_of(file.file), fault.block * kManifestBlockBytes, text_of(fault.kind),
+                  fault.kind == ManifestFault::Kind::kBothCopies});
     }
+    return Status::ok();
+  }
+
+  // Where a copy of the list would be: the first directory has one, the last the other.
+  std::string missing_copy(uint32_t copy) const {
+    const std::vector<std::string>& paths = view_.directories();
+    const std::optional<FoundFile>& other = view_.manifest(found_.manifest_slot, 1 - copy);
+    const uint32_t last = static_cast<uint32_t>(paths.size()) - 1;
+    uint32_t directory = copy == 0 ? 0 : last;
+    if (other.has_value() && view_.files()[other->file].directory == directory) {
+      directory = last - directory;  // they were named in another order
+    }
+    return paths[directory] + "/" + manifest_file_name(found_.manifest_slot, copy);
   }
 
   // Where no list can be read there may be files of one.
-  void check_no_manifest() {
+  Status check_no_manifest() {
     for (uint32_t file = view_.n_segments(); file < view_.files().size(); ++file) {
       std::array<std::byte, kManifestBlockBytes> first;
-      if (found_.is_list_lost || view_.files()[file].size_bytes < first.size()) {
+      if (view_.files()[file].size_bytes < first.size()) {
         continue;
       }
       if (!view_.read_bytes(file, 0, first) || !is_zero(first)) {
-        add_damage({path_of(file), 0,
+        add_damage({path_of(file), std::nullopt,
                     "no list of what is kept can be read: a kvmd that starts here takes all for "
                     "free space, and removes it, unless this was the first list that was begun",
                     true});
       }
     }
+    return check_.n_damages == 0 && !view_.is_marked() ? check_unlisted() : Status::ok();
   }
 
-  static std::span<const std::byte> block_of(std::span<const std::byte> copy, size_t block) {
-    const uint64_t at = block * uint64_t{kManifestBlockBytes};
-    return at + kManifestBlockBytes <= copy.size() ? copy.subspan(at, kManifestBlockBytes)
-                                                   : std::span<const std::byte>();
-  }
-
-  // Whether the write of this copy of the last block had not ended: what is not there is as it was
-  // before, zero.
-  static bool is_unfinished(std::span<const std::byte> copy, std::span<const std::byte> other) {
-    for (size_t at = 0; at + kSectorBytes <= copy.size(); at += kSectorBytes) {
-      const std::span<const std::byte> sector = copy.subspan(at, kSectorBytes);
-      if (!is_zero(sector) &&
-          (other.empty() ||
-           !std::equal(sector.begin(), sector.end(), other.begin() + static_cast<ptrdiff_t>(at)))) {
-        return false;
-      }
+  // Without a list, and without a word of one. A kvmd that was killed leaves segments of pages, of
+  // which nothing outlives it. Not so what was saved; nor are there several runs without a list.
+  Status check_unlisted() {
+    const std::vector<FoundSegment>& segments = found_.segments;
+    const auto later = std::find_if(segments.begin(), segments.end(), [](const FoundSegment& one) {
+      return one.header.run_number > 1;
+    });
+    bool is_list_missing = later != segments.end();
+    if (!is_list_missing) {
+      const auto on_progress = [&](size_t n_done) {
+        if (options_.on_progress) {
+          const uint64_t segment_bytes = segments.front().file.size_bytes;
+          options_.on_progress(n_done * segment_bytes, segments.size() * segment_bytes);
+        }
+      };
+      KVM_TRY_ASSIGN(is_list_missing, has_chunks(view_.io(), segments, view_.io()->buffers(),
+                                                 DiskView::kPieceBytes, on_progress));
     }
-    return true;
+    if (is_list_missing) {
+      add_damage({view_.directories().front(), std::nullopt,
+                  "there are segments with snapshots, or with one that was being saved when kvmd "
+                  "ended, and neither a list of snapshots (kvm-*.manifest) nor kvm.set in any "
+                  "directory: a kvmd that starts here removes the segments; put back copies of "
+                  "these files first, if there are any",
+                  true});
+    }
+    return Status::ok();
   }
 
   // --- What is to be looked at -------------------------------------------------------------------
@@ -248,7 +257,7 @@ class Checker : private SegmentWalk::Listener {
       ++check_.n_free_segments;  // nothing was written there yet
       return;
     }
-    add_damage({path_of(file), 0,
+    add_damage({path_of(file), uint64_t{0},
                 !is_read ? "the header of the segment cannot be read"
                          : "the header of the segment is damaged: what lies in it is not found; "
                            "where a snapshot needs it, no kvmd starts here until a copy of the "
@@ -458,10 +467,19 @@ class Checker : private SegmentWalk::Listener {
       const auto it = places_.find(part.name);
       return it != places_.end() && !it->second.empty()
                  ? it->second
-                 : "its record is in no segment that can be read";
+                 : "its record is in no segment that can be read: a file " + segment_files_text() +
+                       " is gone, or its header is damaged";
     }
     const size_t i = index_of(part);
     return is_bad_[i] ? reason_of(i) : "the list of what is kept says other sizes than it does";
+  }
+  // What a segment would be called, wherever it has lain.
+  std::string segment_files_text() const {
+    std::string text;
+    for (const std::string& path : view_.directories()) {
+      text += (text.empty() ? "" : " or ") + path + "/kvm-*.segment";
+    }
+    return text;
   }
   std::string reason_of(size_t i) const {
     const auto it = reasons_.find(i);

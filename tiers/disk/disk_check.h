@@ -19,6 +19,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -32,14 +33,14 @@ struct DiskCheckOptions {
   // Says what is wrong with the body of an object; "": nothing. The body is aligned as memory of
   // the heap is. None: bodies are compared with their checksums alone.
   std::function<std::string(const FoundObject& object, std::span<const std::byte> body)> check_body;
-  // Called now and then: bytes that were read, of so many.
+  // Called now and then: bytes that were looked at, of so many.
   std::function<void(uint64_t n_read, uint64_t n_all)> on_progress;
 };
 
 // Something that is not as it was written.
 struct DiskDamage {
-  std::string path;     // of the file
-  uint64_t offset = 0;  // in it
+  std::string path;                // of the file, or of a directory
+  std::optional<uint64_t> offset;  // in it; none: all of it
   std::string what;
   // Whether something has been lost by it; else it is there a second time, or can be had otherwise.
   bool is_loss = false;

@@ -27,7 +27,7 @@ class Finder {
     find_manifest(manifests);
     find_segments(segments);
     if (state_.has_value()) {
-      find_records();
+      find_records(found_.segments);
     }
     // What cannot be read may be there nevertheless, and must not be taken for free space.
     KVM_TRY(reader_.error());
@@ -38,6 +38,41 @@ class Finder {
     }
     found_.report.duration_ns = now_ns() - begin_ns;
     return std::move(found_);
+  }
+
+  Result<bool> has_chunks(std::span<const FoundSegment> segments,
+                          const std::function<void(size_t)>& on_progress) {
+    for (size_t i = 0; i < segments.size(); ++i) {
+      const FoundSegment& segment = segments[i];
+      records_.clear();
+      find_records({&segment, 1});
+      std::erase_if(records_, [](const Record& record) {
+        return record.page.size_bytes < sizeof(ObjectHeader);
+      });
+      bool has_one = false;
+      reader_.run(
+          records_.size(),
+          [&](size_t r) {
+            return Stretch{segment.file.file, offset_of(records_[r].page.unit),
+                           sizeof(RecordHeader) + sizeof(ObjectHeader)};
+          },
+          [&](size_t r, std::span<const std::byte> bytes) {
+            RecordHeader header;
+            ObjectHeader object;
+            has_one |= !bytes.empty() &&
+                       read_record_header(bytes, segment.header, offset_of(records_[r].page.unit),
+                                          &header) &&
+                       read_object_header(bytes.subspan(sizeof(header)), &object);
+          });
+      if (has_one) {
+        return true;
+      }
+      KVM_TRY(reader_.error());
+      if (on_progress) {
+        on_progress(i + 1);
+      }
+    }
+    return false;
   }
 
  private:
@@ -75,6 +110,12 @@ class Finder {
       } else if (!state_.has_value() || state.number > state_->number) {
         state_ = std::move(state);
         state_->slot = slot;
+        found_.list_faults = find_manifest_faults({bytes[0], bytes[1]}, state_->number);
+        for (uint32_t copy = 0; copy < kManifestCopies; ++copy) {
+          if (manifests[slot][copy].has_value() && bytes[copy].empty()) {
+            found_.list_faults.push_back({.copy = copy});  // it was cut off to nothing
+          }
+        }
       }
     }
     found_.is_list_lost &= !state_.has_value();
@@ -105,10 +146,9 @@ class Finder {
         });
   }
 
-  void find_records() {
+  void find_records(std::span<const FoundSegment> segments) {
     std::vector<size_t> untabled;
     std::vector<std::pair<size_t, TableTrailer>> tabled;
-    const std::vector<FoundSegment>& segments = found_.segments;
     reader_.run(
         segments.size(),
         [&](size_t i) {
@@ -411,6 +451,17 @@ class Finder {
 };
 
 }  // namespace
+
+Result<bool> has_chunks(DiskIo* io, std::span<const FoundSegment> segments,
+                        std::span<std::byte> buffers, uint32_t piece_bytes,
+                        const std::function<void(size_t)>& on_progress) {
+  try {
+    return Finder(io, buffers, piece_bytes).has_chunks(segments, on_progress);
+  } catch (const std::bad_alloc&) {
+    return Status::fixed(KVM_ERR_NO_MEMORY,
+                         "disk: there is no memory to look at what its files hold");
+  }
+}
 
 Result<Found> find_objects(
     DiskIo* io, std::span<const FoundFile> segments,

@@ -14,6 +14,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <span>
 #include <string>
@@ -64,7 +65,8 @@ struct FoundSegment {
 struct Found {
   std::optional<uint64_t> manifest;  // the number of the last one
   uint32_t manifest_slot = 0;
-  bool is_list_lost = false;           // there was one, of which too much is damaged
+  bool is_list_lost = false;  // there was one, of which too much is damaged
+  std::vector<ManifestFault> list_faults;
   uint32_t run_number = 0;             // the largest of all that wrote here
   std::vector<FoundSegment> segments;  // that have a header of this version
   // Files of segments that were written, and whose headers cannot be read.
@@ -81,6 +83,13 @@ Result<Found> find_objects(
     DiskIo* io, std::span<const FoundFile> segments,
     const std::optional<FoundFile> (&manifests)[kManifestSlots][kManifestCopies],
     std::span<std::byte> buffers, uint32_t piece_bytes);
+
+// Whether an object was ever put into one of these segments, whatever the manifest says. Reads
+// tables and the first bytes of records; where there is no table, the segment. on_progress: is told
+// how many of the segments were looked at. Fails: IO; NO_MEMORY.
+Result<bool> has_chunks(DiskIo* io, std::span<const FoundSegment> segments,
+                        std::span<std::byte> buffers, uint32_t piece_bytes,
+                        const std::function<void(size_t)>& on_progress);
 
 }  // namespace kvm::tiers
 

@@ -105,6 +105,10 @@ struct DiskTierStats {
   uint64_t capacity_bytes = 0;    // that physical_bytes may reach
   bool is_capacity_cut = false;   // more was given than segments of their size may hold
   bool is_list_unmarked = false;  // not all directories say that there is a list, as they should
+  // What is wrong with a copy of the list of objects that was found; "": nothing. The other one was
+  // read, and both are written anew with the next change.
+  std::string list_fault;
+  std::string corruption;  // what did not match last of records: a file, an offset, and how
   uint64_t written_today_bytes = 0;
 };
 
@@ -310,6 +314,9 @@ class DiskTier final : public SlowTier, private ObjectStore {
   // segments: that the DiskIo has attached. Fails: NO_MEMORY; LIMIT. Throws std::bad_alloc.
   Status recover(std::span<const FoundFile> segments, uint64_t run_id);
   void adopt(const Found& found);
+  // paths: where each copy lies, or would.
+  void note_list_fault(const Found& found,
+                       const std::string (&paths)[kManifestSlots][kManifestCopies]);
   Result<std::vector<FoundFile>> attach_segments(const std::vector<SegmentOnDisk>& left);
   void remove_files() noexcept;
   uint32_t manifest_file(uint32_t slot, uint32_t copy) const;
@@ -352,6 +359,8 @@ class DiskTier final : public SlowTier, private ObjectStore {
   std::byte* record_of(Job* job, const Part& part) const;
   static RecordHeader header_of(const Part& part, const Filling& filling);
   Status check_read(Job* job, const Part& part, const Filling& filling);
+  // Counts records that did not match; error: of the last one.
+  void note_corrupt_locked(uint64_t n, const Status& error) noexcept;
   void settle_reads(std::span<const Part> parts, uint64_t n_corrupt);
   Status io_error(const Job& job) noexcept;
   Status corrupt(uint32_t segment, uint64_t offset, const char* reason) noexcept;

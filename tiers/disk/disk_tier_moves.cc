@@ -175,16 +175,23 @@ void DiskTier::finish_move_read(Job* job) {
     filling = segments_[job->file].filling;
   }
   // A page that is damaged stays where it is, so that whoever reads it is told so.
+  Status error;
   const size_t n_corrupt = std::erase_if(job->parts, [&](const Part& part) {
     const std::byte* const record = record_of(job, part);
     uint32_t page_crc = 0;
-    return check_record_header(header_of(part, filling), {record, sizeof(RecordHeader)},
-                               &page_crc) != nullptr ||
-           crc32c({record + sizeof(RecordHeader), part.size_bytes}) != page_crc;
+    const char* wrong =
+        check_record_header(header_of(part, filling), {record, sizeof(RecordHeader)}, &page_crc);
+    if (wrong == nullptr && crc32c({record + sizeof(RecordHeader), part.size_bytes}) != page_crc) {
+      wrong = "the checksum of the page does not match";
+    }
+    if (wrong != nullptr) {
+      error = corrupt(part.segment, offset_of(part.unit), wrong);
+    }
+    return wrong != nullptr;
   });
   if (n_corrupt != 0) {
     const std::lock_guard lock(mutex_);
-    stats_.n_corrupt += n_corrupt;
+    note_corrupt_locked(n_corrupt, error);
   }
   if (!place_moves(job)) {
     end_move(job);

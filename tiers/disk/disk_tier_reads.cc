@@ -2,6 +2,7 @@
 // DiskTier: reads, neighbours together, and what is made of what they find.
 #include <algorithm>
 #include <mutex>
+#include <new>
 #include <span>
 #include <utility>
 
@@ -165,11 +166,25 @@ void DiskTier::finish_read(Job* job) {
   begun_.push_back(job);
 }
 
+void DiskTier::note_corrupt_locked(uint64_t n, const Status& error) noexcept {
+  stats_.n_corrupt += n;
+  try {
+    stats_.corruption = error.message();
+  } catch (const std::bad_alloc&) {
+    stats_.corruption.clear();
+  }
+}
+
 // Their statuses are set.
 void DiskTier::settle_reads(std::span<const Part> parts, uint64_t n_corrupt) {
   {
     const std::lock_guard lock(mutex_);
-    stats_.n_corrupt += n_corrupt;
+    if (n_corrupt != 0) {
+      const auto last = std::find_if(parts.rbegin(), parts.rend(), [](const Part& part) {
+        return part.transfer->status.code() == KVM_ERR_CORRUPT;
+      });
+      note_corrupt_locked(n_corrupt, last->transfer->status);
+    }
     for (const Part& part : parts) {
       --places_[static_cast<uint32_t>(part.place)].n_readers;
       --segments_[part.segment].n_transfers;

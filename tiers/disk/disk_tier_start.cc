@@ -307,13 +307,15 @@ std::string DiskTier::manifest_path(uint32_t slot, uint32_t copy) const {
 
 Status DiskTier::recover(std::span<const FoundFile> segments, uint64_t run_id) {
   std::optional<FoundFile> manifests[kManifestSlots][kManifestCopies];
+  std::string paths[kManifestSlots][kManifestCopies];
   for (uint32_t slot = 0; slot < kManifestSlots; ++slot) {
     for (uint32_t copy = 0; copy < kManifestCopies; ++copy) {
       const uint32_t file = manifest_file(slot, copy);
+      paths[slot][copy] = manifest_path(slot, copy);
       // The directories may have been named in another order.
       for (const std::string& directory : options_.directories) {
-        const Result<uint64_t> size_bytes =
-            io_->attach(file, directory + "/" + manifest_file_name(slot, copy));
+        const std::string path = directory + "/" + manifest_file_name(slot, copy);
+        const Result<uint64_t> size_bytes = io_->attach(file, path);
         if (size_bytes.status().code() == KVM_ERR_NOT_FOUND) {
           continue;
         }
@@ -322,6 +324,7 @@ Status DiskTier::recover(std::span<const FoundFile> segments, uint64_t run_id) {
         manifests[slot][copy] =
             FoundFile{file, align_down(size_bytes.value(), kManifestBlockBytes)};
         manifest_.has_files[slot][copy] = true;
+        paths[slot][copy] = path;
         break;
       }
     }
@@ -348,6 +351,7 @@ Status DiskTier::recover(std::span<const FoundFile> segments, uint64_t run_id) {
   next_name_ = first_name(run_number_);
   recovery_ = found.report;
   adopt(found);
+  note_list_fault(found, paths);
   for (const FoundFile& file : segments) {
     if (segments_[file.file].live_bytes == 0) {
       segments_[file.file].state = Segment::State::kAbsent;
@@ -401,6 +405,25 @@ void DiskTier::adopt(const Found& found) {
       ++places_[static_cast<uint32_t>(places[part])].n_refs;
     }
     objects_.emplace(one.key, std::move(object));
+  }
+}
+
+void DiskTier::note_list_fault(const Found& found,
+                               const std::string (&paths)[kManifestSlots][kManifestCopies]) {
+  const std::string(&copies)[kManifestCopies] = paths[manifest_.slot];
+  const auto damaged = std::find_if(
+      found.list_faults.begin(), found.list_faults.end(),
+      [](const ManifestFault& fault) { return fault.kind == ManifestFault::Kind::kOneCopy; });
+  if (damaged != found.list_faults.end()) {
+    stats_.list_fault = copies[damaged->copy] + " is damaged";
+    return;
+  }
+  // One that was given up, and whose files were on their way out, says nothing any more.
+  const bool is_needed = !found.objects.empty() || set_.has_list();
+  for (uint32_t copy = 0; copy < kManifestCopies && found.manifest.has_value(); ++copy) {
+    if (!manifest_.has_files[manifest_.slot][copy] && is_needed) {
+      stats_.list_fault = copies[copy] + " is not there";
+    }
   }
 }
 

@@ -56,10 +56,20 @@ Status DiskView::look_at_set() {
   Result<DirectorySet> set = DirectorySet::find(paths_);
   if (set.status().code() == KVM_ERR_CORRUPT) {
     // Those that are named are looked at nevertheless.
-    wrong_.push_back({kSetMarkName, std::string(set.status().message())});
+    for (const std::string& path : paths_) {
+      if (DirectorySet::find({path}).status().code() == KVM_ERR_CORRUPT) {
+        wrong_.push_back({path + "/" + kSetMarkName,
+                          "the file, which says what directories belong together, is damaged: no "
+                          "kvmd starts here, until a copy of it is put back, or kvm.set is removed "
+                          "from each directory; those that are named are taken for all there are "
+                          "then"});
+      }
+    }
+    is_marked_ = true;
     return Status::ok();
   }
   KVM_TRY(set.status());
+  is_marked_ = set.value().is_any();
   must_have_list_ = set.value().has_list();
   for (size_t d = 0; d < directories_.size(); ++d) {
     is_joining_.push_back(set.value().is_any() && !set.value().is_member(d));

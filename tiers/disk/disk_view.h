@@ -41,7 +41,7 @@ class DiskView {
     uint64_t size_bytes = 0;
     uint32_t directory = 0;  // which of them
   };
-  // What is wrong with a file as a whole.
+  // What is wrong with a file as a whole, or, where path is a directory's, with what lies there.
   struct WrongFile {
     std::string path;
     std::string what;
@@ -60,6 +60,10 @@ class DiskView {
   // Segments, by the number that the DiskIo knows them by, and then manifests.
   const std::vector<File>& files() const { return files_; }
   uint32_t n_segments() const { return n_segments_; }
+  // Whether the directories say that they belong together, readably or not.
+  bool is_marked() const { return is_marked_; }
+  // Whether there was a list, as the directories say, and there is to be one.
+  bool must_have_list() const { return must_have_list_; }
   // Which file has a copy of a manifest.
   const std::optional<FoundFile>& manifest(uint32_t slot, uint32_t copy) const {
     return manifests_[slot][copy];
@@ -89,6 +93,7 @@ class DiskView {
   std::vector<std::string> paths_;
   std::vector<DataDirectory> directories_;
   std::vector<WrongFile> wrong_;
+  bool is_marked_ = false;
   bool must_have_list_ = false;   // by the marks
   std::vector<bool> is_joining_;  // by them, of each directory; none: they are damaged
   std::vector<File> files_;

@@ -2,6 +2,7 @@
 #include "tiers/disk/manifest.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <utility>
 
@@ -12,7 +13,11 @@
 namespace kvm::tiers {
 namespace {
 
+using Copies = std::span<const std::byte>[kManifestCopies];
+
 constexpr uint32_t kHeaderBytes = sizeof(ManifestBlockHeader);
+// What is written of a sector of a disk is written as a whole or not at all.
+constexpr size_t kSectorBytes = 512;
 constexpr uint64_t kEntryAlign = 8;
 static_assert(kHeaderBytes + sizeof(ManifestEntryHeader) + kMaxObjectKeyBytes +
                       kMaxObjectLabelBytes <=
@@ -32,6 +37,60 @@ bool is_any_set(std::span<const std::byte> bytes) {
 
 std::string_view text_of(std::span<const std::byte> bytes) {
   return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+}
+
+// Empty: the copy is not there, or ends before.
+std::span<const std::byte> block_of(std::span<const std::byte> copy, uint64_t block) {
+  const uint64_t at = block * kManifestBlockBytes;
+  return at + kManifestBlockBytes <= copy.size() ? copy.subspan(at, kManifestBlockBytes)
+                                                 : std::span<const std::byte>();
+}
+
+// What there is of a block that cannot be read. A write that had not come to its end has left some
+// sectors as they were before, zero.
+enum class Remains : uint8_t {
+  kNothing,
+  kStray,    // some bytes where nothing was written
+  kPart,     // of what was being written
+  kDamaged,  // all of it had been written
+};
+Remains remains_of(std::span<const std::byte> block, uint64_t number, uint64_t index) {
+  constexpr int kFewBytes = 16;
+  const auto n_set =
+      std::count_if(block.begin(), block.end(), [](std::byte byte) { return byte != std::byte{}; });
+  if (n_set <= kFewBytes) {
+    return n_set == 0 ? Remains::kNothing : Remains::kStray;
+  }
+  if (!is_any_set(block.first(kSectorBytes))) {
+    return Remains::kPart;
+  }
+  ManifestBlockHeader header;
+  std::memcpy(&header, block.data(), sizeof(header));
+  const uint64_t used_bytes = kHeaderBytes + uint64_t{header.used_bytes};
+  if (header.magic != kManifestMagic || header.number != number || header.block != index ||
+      used_bytes > block.size()) {
+    return Remains::kDamaged;
+  }
+  for (uint64_t at = kSectorBytes; at < used_bytes; at += kSectorBytes) {
+    if (!is_any_set(block.subspan(at, kSectorBytes))) {
+      return Remains::kPart;
+    }
+  }
+  return Remains::kDamaged;
+}
+
+// Whether the write of this copy of a block had not come to its end: each sector is as in the other
+// copy, or zero.
+bool is_unfinished(std::span<const std::byte> copy, std::span<const std::byte> other) {
+  for (size_t at = 0; at + kSectorBytes <= copy.size(); at += kSectorBytes) {
+    const std::span<const std::byte> sector = copy.subspan(at, kSectorBytes);
+    if (is_any_set(sector) &&
+        (other.empty() ||
+         !std::equal(sector.begin(), sector.end(), other.begin() + static_cast<ptrdiff_t>(at)))) {
+      return false;
+    }
+  }
+  return true;
 }
 
 // False: the entries do not fit each other.
@@ -122,46 +181,85 @@ bool read_manifest_block(std::span<const std::byte> block, ManifestBlockHeader* 
          header->header_crc == crc_of(block, header->used_bytes);
 }
 
-bool read_manifest(const std::span<const std::byte> (&copies)[kManifestCopies],
-                   ManifestState* state, bool* counted) {
+bool read_manifest(const Copies& copies, ManifestState* state, bool* counted) {
   bool has_start = false;
   bool is_whole = true;  // so far, of the start
   uint64_t n_unread = 0;
+  uint64_t n_spoilt = 0;  // of these, behind the last one that was read: those that are damaged
   *counted = false;
   const uint64_t n_blocks = std::max(copies[0].size(), copies[1].size()) / kManifestBlockBytes;
   for (uint64_t block = 0; block < n_blocks; ++block) {
     bool is_read = false;
-    bool is_written = false;
     for (const std::span<const std::byte>& copy : copies) {
-      const uint64_t at = block * kManifestBlockBytes;
+      const std::span<const std::byte> bytes = block_of(copy, block);
       ManifestBlockHeader header;
-      is_written |= at + kManifestBlockBytes <= copy.size() &&
-                    is_any_set(copy.subspan(at, kManifestBlockBytes));
-      if (is_read || at + kManifestBlockBytes > copy.size() ||
-          !read_manifest_block(copy.subspan(at, kManifestBlockBytes), &header) ||
+      if (is_read || bytes.empty() || !read_manifest_block(bytes, &header) ||
           header.block != block || (state->number != 0 && header.number != state->number) ||
           header.number == 0) {
         continue;
       }
       state->number = header.number;
       state->run_number = std::max(state->run_number, header.run_number);
-      is_read = apply(copy.subspan(at + kHeaderBytes, header.used_bytes), state);
+      is_read = apply(bytes.subspan(kHeaderBytes, header.used_bytes), state);
       has_start |= is_read && (header.flags & ManifestBlockHeader::kEndsStart) != 0;
       // What follows a start was written when that was synced; so was a start but the first, and
       // the manifest before it is gone only then.
       *counted |= header.number > 1 || (header.flags & ManifestBlockHeader::kStart) == 0;
     }
     if (is_read) {
-      // What lies behind the last block that can be read was being written, and never counted.
       state->n_damaged_blocks += std::exchange(n_unread, 0);
       state->n_torn_blocks = 0;
+      n_spoilt = 0;
     } else {
+      // Behind the last block that can be read it was being written, and never counted; unless it
+      // had been written from one end to the other.
       ++n_unread;
-      state->n_torn_blocks += is_written ? 1 : 0;
+      const Remains remains =
+          std::max(remains_of(block_of(copies[0], block), state->number, block),
+                   remains_of(block_of(copies[1], block), state->number, block));
+      n_spoilt += remains == Remains::kDamaged ? 1 : 0;
+      state->n_torn_blocks += remains == Remains::kPart ? 1 : 0;
       is_whole &= has_start;
     }
   }
+  state->n_damaged_blocks += n_spoilt;
   return has_start && is_whole;
+}
+
+std::vector<ManifestFault> find_manifest_faults(const Copies& copies, uint64_t number) {
+  const uint64_t n_blocks = std::max(copies[0].size(), copies[1].size()) / kManifestBlockBytes;
+  std::vector<std::array<bool, kManifestCopies>> is_whole(n_blocks);
+  uint64_t end = 0;  // of the blocks that can be read
+  for (uint64_t block = 0; block < n_blocks; ++block) {
+    for (uint32_t copy = 0; copy < kManifestCopies; ++copy) {
+      ManifestBlockHeader header;
+      const std::span<const std::byte> bytes = block_of(copies[copy], block);
+      is_whole[block][copy] = !bytes.empty() && read_manifest_block(bytes, &header) &&
+                              header.number == number && header.block == block;
+      end = is_whole[block][copy] ? block + 1 : end;
+    }
+  }
+  std::vector<ManifestFault> faults;
+  for (uint64_t block = 0; block < n_blocks; ++block) {
+    for (uint32_t copy = 0; copy < kManifestCopies; ++copy) {
+      const std::span<const std::byte> bytes = block_of(copies[copy], block);
+      if (is_whole[block][copy] || copies[copy].empty()) {
+        continue;
+      }
+      using Kind = ManifestFault::Kind;
+      const bool is_elsewhere = is_whole[block][1 - copy];
+      const Remains remains = remains_of(bytes, number, block);
+      if (block < end) {
+        if (block + 1 != end || !is_unfinished(bytes, block_of(copies[1 - copy], block))) {
+          faults.push_back({copy, block, is_elsewhere ? Kind::kOneCopy : Kind::kBothCopies});
+        }
+      } else if (remains == Remains::kDamaged || remains == Remains::kStray) {
+        faults.push_back(
+            {copy, block, remains == Remains::kStray ? Kind::kUnused : Kind::kBothCopies});
+      }
+    }
+  }
+  return faults;
 }
 
 }  // namespace kvm::tiers

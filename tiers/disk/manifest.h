@@ -113,6 +113,15 @@ struct ManifestState {
   uint64_t n_damaged_blocks = 0;  // of which neither copy can be read: what they said is not here
 };
 
+// A block of a copy that is not as it was written.
+struct ManifestFault {
+  // kOneCopy: the other has it. kUnused: nothing was written there yet.
+  enum class Kind : uint8_t { kOneCopy, kBothCopies, kUnused };
+  uint32_t copy = 0;
+  uint64_t block = 0;
+  Kind kind = Kind::kOneCopy;
+};
+
 // Reads a block. False: it is none, or is not as it was written.
 // REQUIRES: it has kManifestBlockBytes.
 bool read_manifest_block(std::span<const std::byte> block, ManifestBlockHeader* header);
@@ -121,6 +130,12 @@ bool read_manifest_block(std::span<const std::byte> block, ManifestBlockHeader* 
 // whether it has been, so that something is lost. Throws std::bad_alloc.
 bool read_manifest(const std::span<const std::byte> (&copies)[kManifestCopies],
                    ManifestState* state, bool* counted);
+
+// Compares the copies of a manifest of this number, of which the start can be read; one that is not
+// there is empty. What a write has left that had not come to its end is no fault. Throws
+// std::bad_alloc.
+std::vector<ManifestFault> find_manifest_faults(
+    const std::span<const std::byte> (&copies)[kManifestCopies], uint64_t number);
 
 }  // namespace kvm::tiers
 

@@ -328,6 +328,9 @@ void append_command(const CLI::App& app, const std::string& path, std::string* o
         *out += option_roff(*option);
       }
     }
+    if (!app.get_footer().empty()) {
+      *out += fmt::format(".PP\n{}\n", roff(app.get_footer()));
+    }
   }
   for (const CLI::App* command : commands_of(app)) {
     append_command(*command, path + " " + command->get_name(), out);

@@ -19,7 +19,7 @@ namespace {
 constexpr uint64_t kSecond = 1'000'000'000;
 // What is over before is not shown at all.
 constexpr uint64_t kFirstShownNs = kSecond / 2;
-constexpr uint64_t kShownEveryNs = kSecond / 5;
+constexpr uint64_t kShownEveryNs = kSecond;
 
 }  // namespace
 
@@ -57,8 +57,10 @@ std::string wrong_with_body(const std::string& key, uint64_t n_pages,
   return std::string(engine::check_image(body, n_pages).message());
 }
 
-Progress::Progress(std::string what)
-    : what_(std::move(what)), is_terminal_(::isatty(STDERR_FILENO) != 0) {
+Progress::Progress(std::string what, bool is_asked_for)
+    : what_(std::move(what)),
+      is_terminal_(::isatty(STDERR_FILENO) != 0),
+      is_asked_for_(is_asked_for) {
   begin(what_);
 }
 
@@ -66,22 +68,27 @@ void Progress::begin(std::string what) {
   clear();
   what_ = std::move(what);
   begin_ns_ = now_ns();
-  next_ns_ = begin_ns_ + kFirstShownNs;
+  next_ns_ = begin_ns_ + (is_asked_for_ ? 0 : kFirstShownNs);
 }
 
 void Progress::show(uint64_t n_done, uint64_t n_all) {
   const uint64_t now = now_ns();
-  if (!is_terminal_ || now < next_ns_ || n_all == 0) {
+  if (!(is_terminal_ || is_asked_for_) || now < next_ns_ || n_all == 0) {
     return;
   }
   next_ns_ = now + kShownEveryNs;
   const double share = static_cast<double>(n_done) / static_cast<double>(n_all);
   const double taken_s = static_cast<double>(now - begin_ns_) / static_cast<double>(kSecond);
-  fmt::print(stderr, "\r{}: {:.0f} % of {}, {}, {:.0f} s left\x1b[K", what_, 100 * share,
-             bytes_text(n_all), rate_text(n_done, now - begin_ns_),
-             share > 0 ? taken_s / share - taken_s : 0);
+  const std::string text =
+      fmt::format("{}: {:.0f} % of {}, {}, {:.0f} s left", what_, 100 * share, bytes_text(n_all),
+                  rate_text(n_done, now - begin_ns_), share > 0 ? taken_s / share - taken_s : 0);
+  if (is_terminal_) {
+    fmt::print(stderr, "\r{}\x1b[K", text);
+  } else {
+    fmt::print(stderr, "{}\n", text);
+  }
   (void)std::fflush(stderr);
-  is_shown_ = true;
+  is_shown_ = is_terminal_;
 }
 
 void Progress::clear() {

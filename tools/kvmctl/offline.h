@@ -28,12 +28,12 @@ engine::SnapshotInfo snapshot_of(const tiers::ObjectInfo& object);
 std::string wrong_with_body(const std::string& key, uint64_t n_pages,
                             std::span<const std::byte> body);
 
-// A Progress shows on a terminal, in a line of standard error that it takes away again, how far
-// something has come that takes long.
+// A Progress shows how far something has come that takes long, each second: on a terminal in a line
+// of standard error that it takes away again; elsewhere, where that is asked for, in lines of it.
 class Progress {
  public:
   // what: is being done.
-  explicit Progress(std::string what);
+  explicit Progress(std::string what, bool is_asked_for = false);
   ~Progress() { clear(); }
   Progress(const Progress&) = delete;
   Progress& operator=(const Progress&) = delete;
@@ -47,6 +47,7 @@ class Progress {
 
   std::string what_;
   const bool is_terminal_;
+  const bool is_asked_for_;
   bool is_shown_ = false;
   uint64_t begin_ns_ = 0;
   uint64_t next_ns_ = 0;  // when it is shown again

@@ -44,7 +44,7 @@ Json check_json(const tiers::DiskView& view, const tiers::DiskCheck& check) {
   Json damages = Json::array();
   for (const tiers::DiskDamage& damage : check.damages) {
     damages.push_back({{"file", damage.path},
-                       {"offset", damage.offset},
+                       {"offset", damage.offset ? Json(*damage.offset) : Json()},
                        {"what", damage.what},
                        {"loss", damage.is_loss}});
   }
@@ -86,7 +86,8 @@ void print_check(const tiers::DiskView& view, const tiers::DiskCheck& check) {
     fmt::print("\n");
   }
   for (const tiers::DiskDamage& damage : check.damages) {
-    fmt::print("{}, offset {}: {}{}\n", damage.path, damage.offset, damage.what,
+    fmt::print("{}{}: {}{}\n", damage.path,
+               damage.offset ? fmt::format(", offset {}", *damage.offset) : "", damage.what,
                damage.is_loss ? "" : " (nothing is lost by it)");
   }
   if (check.damages.size() < check.n_damages) {
@@ -102,8 +103,10 @@ void print_check(const tiers::DiskView& view, const tiers::DiskCheck& check) {
              counted(check.n_live_records, "record"), bytes_text(check.live_bytes),
              check.n_damaged_records, check.n_dead_records, bytes_text(check.dead_bytes),
              check.n_torn_records, counted(check.n_free_segments, "segment"));
-  if (!view.found().manifest.has_value() && !view.found().is_list_lost && check.n_segments != 0) {
-    fmt::print("There is no list of snapshots: the next kvmd removes what is in the segments.\n");
+  if (!view.found().manifest.has_value() && check.n_damages == 0 && check.n_segments != 0) {
+    fmt::print(
+        "There is no list of snapshots, and nothing was saved: the next kvmd removes what is in "
+        "the segments.\n");
   }
   if (view.found().report.n_torn_blocks != 0) {
     fmt::print("A change of the list of snapshots was being written when kvmd ended.\n");
@@ -113,12 +116,17 @@ void print_check(const tiers::DiskView& view, const tiers::DiskCheck& check) {
              rate_text(check.n_read_bytes, check.duration_ns));
 }
 
-int run_fsck(const Common& common, const std::vector<std::string>& directories) {
-  auto view = tiers::DiskView::open(directories);
+struct FsckOptions {
+  std::vector<std::string> directories;
+  bool shows_progress = false;
+};
+
+int run_fsck(const Common& common, const FsckOptions& options) {
+  auto view = tiers::DiskView::open(options.directories);
   if (!view.is_ok()) {
     fail_offline(view.status());
   }
-  Progress progress("checking");
+  Progress progress("checking", options.shows_progress);
   const auto check = tiers::check_disk(
       view.value().get(),
       {.check_body =
@@ -141,13 +149,20 @@ int run_fsck(const Common& common, const std::vector<std::string>& directories) 
 }  // namespace
 
 void add_fsck_command(Cli* cli) {
-  const auto directories = std::make_shared<std::vector<std::string>>();
-  cli->add("fsck",
-           "whether what a kvmd that is stopped has in its directories is whole; changes nothing",
-           [directories](const Common& common) { return run_fsck(common, *directories); })
-      ->add_option("directory", *directories, "all of disk.directories, in any order")
+  const auto options = std::make_shared<FsckOptions>();
+  CLI::App* const fsck = cli->add(
+      "fsck",
+      "whether what a kvmd that is stopped has in its directories is whole; changes nothing",
+      [options](const Common& common) { return run_fsck(common, *options); });
+  fsck->add_option("directory", options->directories, "all of disk.directories, in any order")
       ->required()
       ->type_name("DIR");
+  fsck->add_flag("--progress", options->shows_progress,
+                 "say each second on standard error how far it is, if that is no terminal, too");
+  fsck->footer(
+      "Exit status: 0 all is whole; 4 something is damaged, or missing among what is there; 1 it\n"
+      "could not be checked (a kvmd runs there, a directory is missing, or is not one of those\n"
+      "that belong together, a drive does not answer); 2 wrong usage.");
 }
 
 }  // namespace kvm::tools

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -16,13 +17,17 @@
 #include <iterator>
 #include <map>
 #include <random>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "base/clock.h"
 #include "tests/common/temporary_directory.h"
 #include "tests/unit/tiers/object_rig.h"
+#include "tiers/disk/crc32c.h"
+#include "tiers/disk/directory_set.h"
 #include "tiers/disk/disk_view.h"
+#include "tiers/disk/manifest.h"
 #include "tiers/disk/object_file.h"
 #include "tiers/disk/object_transfer.h"
 
@@ -303,11 +308,25 @@ TEST_F(DiskCheckTest, FilesThatAreCutOffOrGone) {
     std::filesystem::resize_file(path, 4096 + 100);
     expect_as_found(check());
     restore();
+    std::filesystem::resize_file(path, 0);
+    const Result<DiskCheck> emptied = check();
+    ASSERT_TRUE(emptied.is_ok());
+    EXPECT_EQ(emptied.value().n_damages, 1u);
+    expect_as_found(emptied);
+    restore();
     std::filesystem::remove(path);
     const Result<DiskCheck> checked = check();
     ASSERT_TRUE(checked.is_ok());
-    EXPECT_EQ(checked.value().n_damages, 1u);
+    ASSERT_EQ(checked.value().n_damages, 1u);
+    EXPECT_EQ(checked.value().damages[0].path, path) << "the file that is missing";
+    EXPECT_FALSE(checked.value().damages[0].offset.has_value());
     EXPECT_EQ(checked.value().n_damaged_objects, 0u);
+    ObjectRig rig(paths_, 64);
+    ASSERT_TRUE(rig.open().is_ok());
+    EXPECT_EQ(rig.tier->stats().list_fault, path + " is not there");
+    rig.tier.reset();
+    restore();
+    std::filesystem::remove(path);
     expect_as_found(checked);
   }
   restore();
@@ -325,7 +344,205 @@ TEST_F(DiskCheckTest, FilesThatAreCutOffOrGone) {
   ASSERT_TRUE(gone.is_ok());
   EXPECT_EQ(gone.value().n_damages, 1u);
   EXPECT_TRUE(gone.value().damages[0].is_loss);
+  EXPECT_FALSE(gone.value().damages[0].offset.has_value());
   expect_as_found(gone);
+}
+
+// With the list and all that says that there was one.
+TEST_F(DiskCheckTest, AListThatIsGoneIsToldFromNone) {
+  const auto remove_list = [&] {
+    for (const char* const part : {".manifest", "kvm.set"}) {
+      for (const std::string& path : files_with(part)) {
+        std::filesystem::remove(path);
+      }
+    }
+  };
+  const auto expect_missed = [&] {
+    const Result<DiskCheck> checked = check();
+    ASSERT_TRUE(checked.is_ok()) << checked.status().message();
+    EXPECT_FALSE(checked.value().is_whole());
+    ASSERT_EQ(checked.value().damages.size(), 1u);
+    const DiskDamage& damage = checked.value().damages[0];
+    EXPECT_NE(damage.what.find("neither a list"), std::string::npos) << damage.what;
+    EXPECT_EQ(damage.path, paths_[0]);
+    EXPECT_TRUE(damage.is_loss);
+    EXPECT_FALSE(damage.offset.has_value());
+  };
+  remove_list();
+  expect_missed();
+  // Only one of a later run is left.
+  restore();
+  {
+    ObjectRig rig(paths_, 64);
+    ASSERT_TRUE(rig.open().is_ok());
+    rig.write(7);
+    before_ = files_in(paths_);
+  }
+  restore();
+  remove_list();
+  for (const std::string& path : files_with(".segment")) {
+    SegmentHeader header;
+    std::memcpy(&header, before_.at(path).data(), sizeof(header));
+    if (header.run_number == 1) {
+      std::filesystem::remove(path);
+    }
+  }
+  expect_missed();
+  // An owner that was killed, and had kept nothing.
+  const TemporaryDirectory other;
+  const TemporaryDirectory copy;
+  ObjectRig rig({other.path()}, 8);
+  ASSERT_TRUE(rig.open().is_ok());
+  for (uint32_t i = 0; i < 40; ++i) {
+    rig.write(i);
+  }
+  for (const auto& [path, text] : files_in({other.path()})) {
+    write_file(copy / std::filesystem::path(path).filename().string(), text);
+  }
+  const auto view = DiskView::open({copy.path()});
+  ASSERT_TRUE(view.is_ok());
+  const Result<DiskCheck> checked = check_disk(view.value().get(), {});
+  ASSERT_TRUE(checked.is_ok());
+  EXPECT_TRUE(checked.value().is_whole());
+  EXPECT_GT(checked.value().n_segments, 2u);
+}
+
+// A crash between the removals of the two copies of a list that is empty loses nothing.
+TEST_F(DiskCheckTest, AnEmptyListOnItsWayOutIsNotMissed) {
+  {
+    ObjectRig rig(paths_, 64);
+    ASSERT_TRUE(rig.open().is_ok());
+    for (const char* const key : kKeys) {
+      ASSERT_TRUE(rig.remove(key).is_ok());
+    }
+    before_ = files_in(paths_);
+  }
+  std::vector<std::string> lists;
+  for (const std::string& path : files_with(".manifest")) {
+    lists.push_back(path);
+  }
+  ASSERT_EQ(lists.size(), 2u);
+  for (const bool is_given_up : {true, false}) {
+    SCOPED_TRACE(is_given_up);
+    restore();
+    for (const std::string& path : files_with(".segment")) {
+      std::filesystem::remove(path);
+    }
+    for (const std::string& path : files_with("kvm.set")) {
+      SetMark mark;
+      std::memcpy(&mark, before_.at(path).data(), sizeof(mark));
+      ASSERT_EQ(mark.has_list, 1u);
+      mark.has_list = is_given_up ? 0 : 1;
+      mark.mark_crc = crc32c(std::as_bytes(std::span(&mark, 1)).first(offsetof(SetMark, mark_crc)));
+      write_file(path, std::string(reinterpret_cast<const char*>(&mark), sizeof(mark)));
+    }
+    std::filesystem::remove(lists[0]);
+    const Result<DiskCheck> checked = check();
+    ASSERT_TRUE(checked.is_ok()) << checked.status().message();
+    EXPECT_EQ(checked.value().is_whole(), is_given_up);
+    ObjectRig rig(paths_, 64);
+    ASSERT_TRUE(rig.open().is_ok());
+    EXPECT_EQ(rig.tier->stats().list_fault.empty(), is_given_up);
+    EXPECT_TRUE(rig.keys().empty());
+  }
+}
+
+// The last block of a list: whether it was being written or has been damaged, its bytes tell.
+TEST(ManifestTest, WhatWasBeingWrittenIsToldFromDamage) {
+  using Kind = ManifestFault::Kind;
+  constexpr uint64_t kNumber = 5;
+  const std::string label(1000, 'l');
+  ManifestWriter start(kNumber, 0, 1);
+  start.add({.header = {.first_chunk = 1}, .key = "a", .label = label});
+  start.end();
+  ManifestWriter change(kNumber, 1, 1);
+  change.add({.header = {.first_chunk = 2}, .key = "b", .label = label});
+  change.end();
+  std::vector<std::byte> whole(start.bytes().begin(), start.bytes().end());
+  whole.insert(whole.end(), change.bytes().begin(), change.bytes().end());
+  whole.resize(kMinManifestBlocks * kManifestBlockBytes);
+  constexpr uint64_t kLast = kManifestBlockBytes;
+
+  struct Case {
+    const char* what;
+    std::function<void(std::vector<std::byte>*)> spoil[kManifestCopies];
+    uint64_t n_torn;
+    uint64_t n_damaged;
+    std::vector<Kind> faults;
+  };
+  const auto nothing = [](std::vector<std::byte>*) {};
+  const auto gone = [](std::vector<std::byte>* copy) { copy->clear(); };
+  const auto flip = [](uint64_t at) {
+    return [at](std::vector<std::byte>* copy) { (*copy)[at] ^= std::byte{4}; };
+  };
+  const auto cut = [](uint64_t sector) {
+    return [sector](std::vector<std::byte>* copy) {
+      std::fill_n(copy->begin() + static_cast<ptrdiff_t>(kLast + 512 * sector), 512, std::byte{});
+    };
+  };
+  const std::vector<Case> cases = {
+      {"whole", {nothing, nothing}, 0, 0, {}},
+      {"one copy is damaged", {nothing, flip(kLast + 700)}, 0, 0, {Kind::kOneCopy}},
+      {"one copy had not come to its end", {cut(1), nothing}, 0, 0, {}},
+      {"neither had", {cut(1), cut(0)}, 1, 0, {}},
+      {"both are damaged",
+       {flip(kLast + 700), flip(kLast + 600)},
+       0,
+       1,
+       {Kind::kBothCopies, Kind::kBothCopies}},
+      {"their headers are",
+       {flip(kLast + 9), flip(kLast + 61)},
+       0,
+       1,
+       {Kind::kBothCopies, Kind::kBothCopies}},
+      {"one is gone, the other damaged", {gone, flip(kLast + 700)}, 0, 1, {Kind::kBothCopies}},
+      {"the other had not come to its end", {gone, cut(2)}, 1, 0, {}},
+      {"where nothing was written",
+       {flip(2 * kLast + 100), flip(3 * kLast + 900)},
+       0,
+       0,
+       {Kind::kUnused, Kind::kUnused}},
+  };
+  for (const Case& one : cases) {
+    SCOPED_TRACE(one.what);
+    std::vector<std::byte> copies[kManifestCopies] = {whole, whole};
+    for (uint32_t copy = 0; copy < kManifestCopies; ++copy) {
+      one.spoil[copy](&copies[copy]);
+    }
+    ManifestState state;
+    bool counted = false;
+    ASSERT_TRUE(read_manifest({copies[0], copies[1]}, &state, &counted));
+    EXPECT_EQ(state.n_torn_blocks, one.n_torn);
+    EXPECT_EQ(state.n_damaged_blocks, one.n_damaged);
+    std::vector<Kind> kinds;
+    for (const ManifestFault& fault : find_manifest_faults({copies[0], copies[1]}, kNumber)) {
+      kinds.push_back(fault.kind);
+    }
+    EXPECT_EQ(kinds, one.faults);
+  }
+}
+
+// What an owner tells of what it has found.
+TEST_F(DiskCheckTest, AnOwnerSaysWhatIsDamaged) {
+  const std::string list = files_with(".manifest").front();
+  spoil(list, 100);
+  ObjectRig rig(paths_, 64);
+  ASSERT_TRUE(rig.open().is_ok());
+  EXPECT_EQ(rig.tier->stats().list_fault, list + " is damaged");
+  EXPECT_EQ(rig.tier->stats().corruption, "");
+  rig.tier.reset();
+  restore();
+  const std::string path = segment(true);
+  spoil(path, 4096 + 64 + 100);
+  ASSERT_TRUE(rig.open().is_ok());
+  EXPECT_EQ(rig.tier->stats().list_fault, "");
+  for (size_t i = 0; i < kKeys.size(); ++i) {
+    (void)rig.check(kKeys[i], mark_of(i), kPages, body_bytes(i));
+  }
+  const DiskTierStats stats = rig.tier->stats();
+  EXPECT_EQ(stats.n_corrupt, 1u);
+  EXPECT_NE(stats.corruption.find(path), std::string::npos) << stats.corruption;
+  EXPECT_NE(stats.corruption.find("4096"), std::string::npos) << stats.corruption;
 }
 
 // The only one, too.
