@@ -91,6 +91,13 @@ Status Store::check_append(const AppendItem& item) const {
                   fmt::format("append_position is {}; layer {} of sequence {:#x} has {}",
                               item.position, item.layer, item.seq->id, counted(present, "token")));
   }
+  if (item.position == KVM_POSITION_END && present < item.seq->n_committed) {
+    // Others have left the layer behind: its end is not where this token belongs.
+    return Status(KVM_ERR_HOLE,
+                  fmt::format("append_position is the end; layer {} of sequence {:#x} has {} of {} "
+                              "that are final: say the position",
+                              item.layer, item.seq->id, present, item.seq->n_committed));
+  }
   if (item.n_tokens == 0 || item.n_tokens > kMaxTokens - present) {
     return Status(KVM_ERR_INVALID, fmt::format("n_append is {}; it must be 1 to {}", item.n_tokens,
                                                kMaxTokens - present));
