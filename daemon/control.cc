@@ -21,6 +21,7 @@
 #include "daemon/reply.h"
 #include "daemon/requests.h"
 #include "daemon/stats_text.h"
+#include "engine/run/engine_disk.h"
 #include "ipc/control.h"
 #include "ipc/doorbell.h"
 #include "ipc/space_message.h"
@@ -424,8 +425,7 @@ void handle_snapshot_list(Session* session, uint64_t id, const wire::SnapshotLis
     status = check_administrator(*session, "list the snapshots of all users");
   }
   if (status.is_ok() && !session->service()->engine->keeps_snapshots()) {
-    status = Status::fixed(KVM_ERR_UNSUPPORTED,
-                           "this kvmd keeps no snapshots: it has no disk (disk.directories)");
+    status = Status::fixed(KVM_ERR_UNSUPPORTED, engine::kNoDisk);
   }
   if (!status.is_ok()) {
     reply_error(session, id, status);

@@ -25,6 +25,7 @@
 #include "engine/attend/cost_model.h"
 #include "engine/run/append_work.h"
 #include "engine/run/arrivals.h"
+#include "engine/run/engine_disk.h"
 #include "engine/run/fair_queue.h"
 #include "engine/run/kept_prefixes.h"
 #include "engine/run/movement.h"
@@ -110,6 +111,8 @@ bool may_succeed(const Store& store, Sequence* seq, const StepRequest& step, con
                             is_last ? length - item.n_query : item.query_position)
              .is_ok();
 }
+
+Status no_disk() { return Status::fixed(KVM_ERR_UNSUPPORTED, kNoDisk); }
 
 class EngineImpl final : public Engine {
  public:
@@ -241,6 +244,7 @@ class EngineImpl final : public Engine {
   Result<std::vector<MemoryPiece>> layer_memory(kvm_seq_id seq, uint32_t layer) override;
 
   kvm_stats stats() const override;
+  uint64_t ring_bytes() const { return store_->memory().rings().size_bytes(); }
   void check_accounts() const override {
     store_->check_accounts();
     prefixes_.check_accounts();
@@ -766,7 +770,7 @@ Status EngineImpl::admit(Request* request, const SeqRequest& what, bool* is_null
 Status EngineImpl::admit(Request* request, const SnapshotRequest& what, bool* is_null) {
   *is_null = false;
   if (!snapshots_) {
-    return Status::fixed(KVM_ERR_UNSUPPORTED, "this engine has no disk that keeps anything");
+    return no_disk();
   }
   KVM_TRY(check_snapshot_request(what));
   switch (what.verb) {
@@ -1267,7 +1271,7 @@ bool EngineImpl::take_arrival() {
 
 Status EngineImpl::send_away(kvm_seq_id id) {
   if (!movement_) {
-    return Engine::send_away(id);
+    return no_disk();
   }
   KVM_TRY(store_->find_any_seq(id).status());
   movement_->send(id);
@@ -1276,7 +1280,7 @@ Status EngineImpl::send_away(kvm_seq_id id) {
 
 Status EngineImpl::prefetch(kvm_seq_id id) {
   if (!movement_) {
-    return Engine::prefetch(id);
+    return no_disk();
   }
   KVM_TRY_ASSIGN(Sequence * seq, store_->find_any_seq(id));
   movement_->fetch(seq);
@@ -1284,7 +1288,7 @@ Status EngineImpl::prefetch(kvm_seq_id id) {
 }
 
 Status EngineImpl::set_priority(Sequence* seq, const PriorityRange& range) {
-  return movement_ ? movement_->set_priority(seq, range) : no_slow_tier();
+  return movement_ ? movement_->set_priority(seq, range) : no_disk();
 }
 
 bool EngineImpl::send_more() {
@@ -2116,6 +2120,11 @@ kvm_stats EngineImpl::stats() const {
 }
 
 }  // namespace
+
+uint64_t ring_bytes(const Engine& engine) {
+  const auto* const impl = dynamic_cast<const EngineImpl*>(&engine);
+  return impl == nullptr ? 0 : impl->ring_bytes();
+}
 
 Result<std::unique_ptr<Engine>> Engine::open(const EngineOptions& given) {
   constexpr uint32_t kMaxThreads = 1024;

@@ -36,12 +36,19 @@ constexpr size_t kListed = 256;
 // A tier knows keys of objects; whoever asked, a name.
 Status in_words_of_users(Status status, const std::string& key) {
   const auto name = parse_snapshot_key(key);
-  if (status.code() != KVM_ERR_NOT_FOUND || !name) {
+  if (status.is_ok() || !name) {
     return status;
   }
   try {
-    return {KVM_ERR_NOT_FOUND,
-            fmt::format("user {} has no snapshot \"{}\"", name->uid, name->name)};
+    if (status.code() == KVM_ERR_NOT_FOUND) {
+      return {KVM_ERR_NOT_FOUND,
+              fmt::format("user {} has no snapshot \"{}\"", name->uid, name->name)};
+    }
+    std::string text(status.message());
+    const size_t at = text.find(key);
+    return at == std::string::npos
+               ? status
+               : Status(status.code(), text.replace(at, key.size(), name->name));
   } catch (const std::bad_alloc&) {
     return status;
   }
@@ -593,7 +600,7 @@ void Snapshots::end_put(Work* work) {
   name.is_busy = false;
   work->charged_bytes = 0;
   forget_name(work->object.key);
-  end(work, std::move(work->object.status));
+  end(work, in_words_of_users(std::move(work->object.status), work->object.key));
 }
 
 void Snapshots::set(Name* name, bool is_there, uint64_t size_bytes) {

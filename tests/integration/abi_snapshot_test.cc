@@ -471,10 +471,18 @@ TEST(Snapshots, WithoutADiskAreUnsupported) {
   User user(daemon.socket_path(), "model");
   const kvm_seq_id seq = user.make(1, 10);
   EXPECT_EQ(kvm_seq_save(user.client, seq, "one", 0), KVM_ERR_UNSUPPORTED);
+  const std::string reason = kvm_last_error();
+  EXPECT_NE(reason.find("disk.directories"), std::string::npos) << reason;
+  // In the same words, whatever it is that needs one.
   EXPECT_EQ(kvm_seq_prefetch(user.client, seq), KVM_ERR_UNSUPPORTED);
+  EXPECT_EQ(kvm_last_error(), reason);
+  const kvm_priority_params dear = {
+      .struct_size = sizeof(dear), .priority = 90, .seq = seq, .end = 64};
+  EXPECT_EQ(kvm_seq_set_priority(user.client, &dear), KVM_ERR_UNSUPPORTED);
+  EXPECT_EQ(kvm_last_error(), reason);
   size_t n = 0;
   EXPECT_EQ(kvm_snapshot_list(user.client, 0, nullptr, 0, &n), KVM_ERR_UNSUPPORTED);
-  EXPECT_NE(std::string(kvm_last_error()).find("disk.directories"), std::string::npos);
+  EXPECT_EQ(kvm_last_error(), reason);
 }
 
 // Rows of a version are all its number; a child saves one version after the other, and says before
