@@ -173,7 +173,7 @@ void check_options(const Options& options, Problems* problems) {
   }
 }
 
-int serve(const LoadedOptions& loaded, const OpenEngine& open_engine) {
+int serve(const LoadedOptions& loaded, const OpenEngine& open_engine, const RingBytes& ring_bytes) {
   const Options& options = loaded.options;
   set_up_logging(options.log_level);
   const ipc::Fd signals = block_signals();
@@ -206,6 +206,7 @@ int serve(const LoadedOptions& loaded, const OpenEngine& open_engine) {
   server_setup.config_text = options_json(loaded);
   server_setup.disk = disk.value().get();
   server_setup.prefix_memory = &prefix_memory;
+  server_setup.ring_bytes = [&] { return ring_bytes(*engine.value()); };
   Server server(engine.value().get(), std::move(server_setup));
   if (const Status status = server.start(); !status.is_ok()) {
     return fail(kExitFailed, status);
@@ -240,6 +241,12 @@ int serve(const LoadedOptions& loaded, const OpenEngine& open_engine) {
           "{} of the list of snapshots cannot be read: what was saved with it is not there",
           counted(found.n_damaged_blocks, "block"));
     }
+    if (!stats.list_fault.empty()) {
+      spdlog::warn(
+          "the list of snapshots was read from its other copy: {}; the next save writes both anew; "
+          "look after the drive",
+          stats.list_fault);
+    }
     if (stats.n_leftover_files != 0) {
       spdlog::info("removed {} that a kvmd before has left there",
                    counted(stats.n_leftover_files, "file"));
@@ -255,7 +262,8 @@ int serve(const LoadedOptions& loaded, const OpenEngine& open_engine) {
 
 }  // namespace
 
-int run_kvmd(int argc, const char* const* argv, const OpenEngine& open_engine) {
+int run_kvmd(int argc, const char* const* argv, const OpenEngine& open_engine,
+             const RingBytes& ring_bytes) {
   const std::vector<std::string> arguments(argv + (argc > 0 ? 1 : 0), argv + argc);
   const Result<LoadedOptions> loaded =
       load_options(arguments, environment_of_process, environment_names(), check_options);
@@ -277,7 +285,7 @@ int run_kvmd(int argc, const char* const* argv, const OpenEngine& open_engine) {
                                       : print_options(loaded.value()));
   }
   try {
-    return serve(loaded.value(), open_engine);
+    return serve(loaded.value(), open_engine, ring_bytes);
   } catch (const std::bad_alloc&) {
     return fail(kExitFailed, Status::fixed(KVM_ERR_NO_MEMORY, "there is no memory to begin with"));
   }

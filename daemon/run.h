@@ -3,6 +3,7 @@
 #ifndef KVM_DAEMON_RUN_H_
 #define KVM_DAEMON_RUN_H_
 
+#include <cstdint>
 #include <functional>
 #include <memory>
 
@@ -14,9 +15,13 @@ namespace kvm::daemon {
 using OpenEngine =
     std::function<Result<std::unique_ptr<engine::Engine>>(const engine::EngineOptions& options)>;
 
+// As engine::ring_bytes: kvmd knows of the engine no more than its interface.
+using RingBytes = std::function<uint64_t(const engine::Engine& engine)>;
+
 // Returns the exit status: 0 after a signal, 1 when the service could not start, 2 when an option
-// is wrong. `open_engine` is Engine::open, or a test's own.
-int run_kvmd(int argc, const char* const* argv, const OpenEngine& open_engine);
+// is wrong. `open_engine` is Engine::open, or a test's own, as is `ring_bytes`.
+int run_kvmd(int argc, const char* const* argv, const OpenEngine& open_engine,
+             const RingBytes& ring_bytes);
 
 }  // namespace kvm::daemon
 

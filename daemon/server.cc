@@ -49,13 +49,22 @@ constexpr uint64_t kMinHousekeepIdleNs = 1'000'000;
 constexpr uint64_t kCutSpinSleepNs = 1'000'000;
 // After an accept that failed, for want of descriptors as a rule.
 constexpr uint64_t kListenerPauseNs = 100'000'000;
-// How often drives are looked at, and how long after a warning.
+// How often drives are looked at, and prefixes, which takes a while where there are many; and how
+// long it is until a warning may be repeated.
 constexpr uint64_t kDiskLookNs = 1'000'000'000;
+constexpr uint64_t kPrefixLookNs = 60'000'000'000;
 constexpr uint64_t kDiskWarningNs = 600'000'000'000;
 // Tries to receive one message, for which there may be no memory.
 constexpr uint32_t kMaxReceives = 8;
 // Connections beyond max_clients that may be told so.
 constexpr size_t kMaxUnwelcomed = 16;
+
+// Whether one may be said now; then the next may be said later.
+bool may_warn(uint64_t now, uint64_t* next_ns) {
+  const bool may = now >= *next_ns;
+  *next_ns = may ? now + kDiskWarningNs : *next_ns;
+  return may;
+}
 
 uint64_t random_epoch() {
   std::random_device device;
@@ -91,6 +100,7 @@ Server::Server(engine::Engine* engine, ServerOptions options)
   service_->engine = engine;
   service_->disk = options_.disk;
   service_->prefix_memory = options_.prefix_memory;
+  service_->ring_bytes = options_.ring_bytes;
   service_->limits = options_.limits;
   service_->config_text = options_.config_text;
   service_->epoch = random_epoch();
@@ -665,23 +675,40 @@ void Server::handle_socket(Session* session, uint32_t events) {
   }
 }
 
-// Says where a drive takes nothing. Returns when to look again; nobody wakes for that, as drives
-// fill up only while there is something to do.
-uint64_t Server::look_at_disk() {
+// Says where a drive takes nothing, or does not give back what it has taken. Nobody wakes for that,
+// as it happens only while there is something to do.
+void Server::look_at_disk(uint64_t now) {
   const tiers::DiskTierStats stats = options_.disk->stats();
-  if (stats.is_list_unmarked) {
+  if (stats.is_list_unmarked && may_warn(now, &warnings_.unmarked_ns)) {
     spdlog::warn(
         "kvm.set cannot be written in each of the directories: were the list of snapshots "
         "lost now, the next start might take it for none; it is tried again with each "
         "save");
   }
-  if (stats.n_passed_over == 0) {
-    return stats.is_list_unmarked ? kDiskWarningNs : kDiskLookNs;
+  if (stats.n_passed_over != 0 && may_warn(now, &warnings_.passed_over_ns)) {
+    spdlog::warn("{} of {} for pages on disk {} nothing new for now: {}", stats.n_passed_over,
+                 counted(stats.n_directories, "drive"), stats.n_passed_over == 1 ? "takes" : "take",
+                 stats.refusal.empty() ? "writes have failed" : stats.refusal);
   }
-  spdlog::warn("{} of {} for pages on disk {} nothing new for now: {}", stats.n_passed_over,
-               counted(stats.n_directories, "drive"), stats.n_passed_over == 1 ? "takes" : "take",
-               stats.refusal.empty() ? "writes have failed" : stats.refusal);
-  return kDiskWarningNs;
+  if (stats.n_corrupt != warnings_.n_corrupt && may_warn(now, &warnings_.corrupt_ns)) {
+    spdlog::warn(
+        "pages on disk that were read and are not what had been written: {}; requests that need "
+        "them fail with KVM_ERR_CORRUPT; look after the drive; the last: {}",
+        stats.n_corrupt - warnings_.n_corrupt, stats.corruption);
+    warnings_.n_corrupt = stats.n_corrupt;
+  }
+}
+
+// Prefixes of a kvmd before may come any time: with the first client that registers their space.
+void Server::look_at_prefixes(uint64_t now) {
+  const uint64_t n_failed = service_->engine->prefix_stats().n_failed_loads;
+  if (n_failed != warnings_.n_failed_prefixes && may_warn(now, &warnings_.prefixes_ns)) {
+    spdlog::warn(
+        "kept prefixes that could not be loaded: {}; those of which parts are missing or damaged "
+        "were removed, the others are tried again",
+        n_failed - warnings_.n_failed_prefixes);
+    warnings_.n_failed_prefixes = n_failed;
+  }
 }
 
 void Server::run_timers() {
@@ -691,7 +718,12 @@ void Server::run_timers() {
     options_.on_watchdog();
   }
   if (options_.disk != nullptr && now >= next_disk_look_ns_) {
-    next_disk_look_ns_ = now + look_at_disk();
+    next_disk_look_ns_ = now + kDiskLookNs;
+    look_at_disk(now);
+  }
+  if (options_.disk != nullptr && now >= next_prefix_look_ns_) {
+    next_prefix_look_ns_ = now + kPrefixLookNs;
+    look_at_prefixes(now);
   }
   if (now >= listener_resume_ns_) {
     watch_again(service_->epoll, listener_, EPOLLIN, event_token(EventKind::kListener, 0));

@@ -49,6 +49,7 @@ struct ServerOptions {
   std::function<void()> on_stopping;      // called when the shutdown begins
   std::string config_text;                // what ConfigText answers
   const tiers::DiskTier* disk = nullptr;  // outlives the server; null: there is none
+  std::function<uint64_t()> ring_bytes;   // of the engine (engine/run/engine_disk.h); null: none
   // Of the engine; outlives the server. Null: clients cannot look for prefixes.
   const PrefixMemory* prefix_memory = nullptr;
   ListenAddress metrics;
@@ -101,7 +102,8 @@ class Server {
   void handle_listener();
   void handle_socket(Session* session, uint32_t events);
   void run_timers();
-  uint64_t look_at_disk();
+  void look_at_disk(uint64_t now);
+  void look_at_prefixes(uint64_t now);
   Session* find_session(uint64_t id);
 
   uint64_t spin_window_ns() const;
@@ -126,6 +128,17 @@ class Server {
   uint64_t listener_resume_ns_ = UINT64_MAX;  // when connections are accepted again
   uint64_t next_watchdog_ns_ = UINT64_MAX;
   uint64_t next_disk_look_ns_ = 0;
+  uint64_t next_prefix_look_ns_ = 0;
+  // What is wrong with the disk is said now and then: when each may be said again, and what was.
+  struct DiskWarnings {
+    uint64_t unmarked_ns = 0;
+    uint64_t passed_over_ns = 0;
+    uint64_t corrupt_ns = 0;
+    uint64_t prefixes_ns = 0;
+    uint64_t n_corrupt = 0;
+    uint64_t n_failed_prefixes = 0;
+  };
+  DiskWarnings warnings_;
   bool draining_ = false;
   CoreShare share_;                         // of run()
   std::unique_ptr<MetricsServer> metrics_;  // its thread asks service_ for snapshots

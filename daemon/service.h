@@ -65,6 +65,7 @@ struct Service {
   engine::Engine* engine = nullptr;
   const tiers::DiskTier* disk = nullptr;        // null: there is none
   const PrefixMemory* prefix_memory = nullptr;  // null: of none that can be shared
+  std::function<uint64_t()> ring_bytes;         // of the engine; null: none
   Limits limits;
   std::string config_text;  // for operators: options_json
   uint64_t epoch = 0;

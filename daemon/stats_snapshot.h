@@ -28,6 +28,7 @@ struct StatsSnapshot {
   engine::MovementStats movement;
   tiers::DiskTierStats disk;
   uint64_t disk_live_bytes = 0;
+  uint64_t ring_bytes = 0;
   engine::SnapshotStats saved;
   engine::PrefixStats prefixes;
   uint64_t staying_bytes = 0;  // engine::Resource::kMemoryBytes of all users

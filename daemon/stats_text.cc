@@ -47,6 +47,7 @@ StatsSnapshot take_snapshot(const Service& service) {
           .movement = service.engine->movement_stats(),
           .disk = service.disk == nullptr ? tiers::DiskTierStats() : service.disk->stats(),
           .disk_live_bytes = service.disk == nullptr ? 0 : service.disk->used_bytes(),
+          .ring_bytes = service.ring_bytes ? service.ring_bytes() : 0,
           .saved = service.engine->snapshot_stats(),
           .prefixes = service.engine->prefix_stats(),
           .staying_bytes = staying_bytes(service.engine->quotas()),
@@ -110,6 +111,10 @@ void write_disk(const StatsSnapshot& snapshot, StatsText* out) {
                disk.n_no_space);
   out->gauge("kvm_staying_bytes", "Keys, values, indexes and what was observed that no disk takes.",
              snapshot.staying_bytes);
+  out->gauge("kvm_ring_bytes",
+             "Memory set aside, beside what holds keys and values, for pages on disk to pass "
+             "through.",
+             snapshot.ring_bytes);
   out->counter("kvm_sent_pages_total", "Pages that left memory.", moved.n_pages_sent);
   out->counter("kvm_sent_bytes_total", "Their bytes.", moved.bytes_sent);
   out->counter("kvm_returned_pages_total", "Pages that came back to memory.", moved.n_pages_back);

@@ -24,7 +24,9 @@ struct Disk {
   uint64_t n_passed_over = 0;
   uint64_t n_sent = 0;
   uint64_t n_returned = 0;
+  uint64_t ring_bytes = 0;
   uint64_t n_snapshots = 0;
+  uint64_t n_prefixes = 0;  // of these
   uint64_t snapshot_bytes = 0;
   // Under way, and the pages of these saves.
   uint64_t n_saving = 0;
@@ -46,7 +48,10 @@ Disk disk_of(kvm_client* client) {
           .n_passed_over = count_of(series, "kvm_disk_passed_over_directories"),
           .n_sent = count_of(series, "kvm_sent_pages_total"),
           .n_returned = count_of(series, "kvm_returned_pages_total"),
+          .ring_bytes = count_of(series, "kvm_ring_bytes"),
           .n_snapshots = count_of(series, "kvm_snapshots"),
+          .n_prefixes =
+              count_of(series, "kvm_prefixes_saved") + count_of(series, "kvm_prefixes_waiting"),
           .snapshot_bytes = count_of(series, "kvm_snapshot_bytes"),
           .n_saving = count_of(series, "kvm_saves_running"),
           .n_loading = count_of(series, "kvm_loads_running"),
@@ -69,8 +74,13 @@ std::string disk_text(const Disk& disk) {
                    disk.n_sent, disk.n_returned);
 }
 
+// Prefixes that come or go may be counted as both for a moment.
 std::string snapshots_text(const Disk& disk) {
-  std::string text = fmt::format("{}, {}", disk.n_snapshots, bytes_text(disk.snapshot_bytes));
+  const uint64_t n_prefixes = std::min(disk.n_prefixes, disk.n_snapshots);
+  std::string text = fmt::format(
+      "{}{}, {}", disk.n_snapshots - n_prefixes,
+      n_prefixes == 0 ? std::string() : fmt::format(" and {} of kept prefixes", n_prefixes),
+      bytes_text(disk.snapshot_bytes));
   if (disk.n_saving != 0) {
     text +=
         fmt::format("; {} under way, {} of {} pages on the disk", counted(disk.n_saving, "save"),
@@ -103,6 +113,7 @@ int run_status(const Common& common) {
                 {"host_page_bytes", stats.host_page_bytes},
                 {"host_peak_bytes", stats.host_peak_bytes},
                 {"host_capacity_bytes", stats.host_capacity_bytes},
+                {"ring_bytes", disk.ring_bytes},
                 {"requests", stats.n_requests},
                 {"requests_failed", stats.n_requests_failed},
                 {"tokens_appended", stats.n_tokens_appended},
@@ -126,6 +137,7 @@ int run_status(const Common& common) {
                 {"pages_sent", disk.n_sent},
                 {"pages_returned", disk.n_returned},
                 {"snapshots", disk.n_snapshots},
+                {"snapshots_of_prefixes", disk.n_prefixes},
                 {"snapshot_bytes", disk.snapshot_bytes},
                 {"saves_running", disk.n_saving},
                 {"loads_running", disk.n_loading},
@@ -150,9 +162,13 @@ int run_status(const Common& common) {
                     counted(stats.n_protocol_errors, "protocol error"))},
        {"sequences", fmt::format("{} in {}", stats.n_sequences, counted(stats.n_spaces, "space"))},
        {"host memory",
-        fmt::format("{} of {} used, {} in pages, {} at most so far",
+        fmt::format("{} of {} used, {} in pages, {} at most so far{}",
                     bytes_text(stats.host_used_bytes), bytes_text(stats.host_capacity_bytes),
-                    bytes_text(stats.host_page_bytes), bytes_text(stats.host_peak_bytes))},
+                    bytes_text(stats.host_page_bytes), bytes_text(stats.host_peak_bytes),
+                    disk.ring_bytes == 0
+                        ? std::string()
+                        : fmt::format("; {} more set aside for pages on disk to pass through",
+                                      bytes_text(disk.ring_bytes)))},
        {"pages", fmt::format("{} in use, {} away, {} copied on write, {} dropped by policies, "
                              "{} moved",
                              stats.n_pages, stats.n_pages_away, stats.n_pages_copied,
