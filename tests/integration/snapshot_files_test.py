@@ -134,6 +134,18 @@ class Fsck(Files):
         self.assertEqual(result.returncode, 0)
         self.assertEqual(result.stdout.count(" whole\n"), 5)
         self.assertIn("5 snapshots, 0 damaged; 0 damaged places.", result.stdout)
+        self.assertEqual(result.stderr, "", "no terminal")
+        self.assertNotIn("was being written", result.stdout)
+
+    def test_progress(self):
+        result = kvmctl("fsck", "--progress", *self.directories)
+        self.assertEqual(result.returncode, 0)
+        lines = result.stderr.splitlines()
+        self.assertTrue(lines)
+        for line in lines:
+            self.assertRegex(line, r"\Achecking: \d+ % of [0-9.]+ MiB, .*B/s, \d+ s left\Z")
+        self.assertLessEqual(len(lines), 10, "one a second")
+        self.assertIn("Exit status: 0 ", kvmctl("fsck", "--help").stdout)
 
     def test_a_page(self):
         path = next(p for p in segments_in(*self.directories) if has_table(p))
@@ -197,10 +209,31 @@ class Fsck(Files):
         flip(copies[0], 200)
         found = self.fsck(4)
         self.assertTrue(found["damages"][0]["loss"])
+        os.remove(copies[1])
+        flip(copies[0], 200)
+        (damage,) = self.fsck(4)["damages"]
+        self.assertEqual((damage["file"], damage["offset"]), (copies[1], None))
+        self.assertIn(f"\n{copies[1]}: a copy", kvmctl("fsck", *self.directories).stdout)
+        # All that tells of it.
+        os.remove(copies[0])
+        for directory in self.directories:
+            os.remove(os.path.join(directory, "kvm.set"))
+        (damage,) = self.fsck(4)["damages"]
+        self.assertEqual((damage["file"], damage["offset"]), (self.directories[0], None))
+        self.assertTrue(damage["loss"])
+        self.assertNotIn("offset", kvmctl("fsck", *self.directories).stdout)
+
+    def test_a_segment_that_is_gone(self):
+        os.remove(segments_in(*self.directories)[0])
+        damaged = [s["damage"] for s in self.fsck(4)["snapshots"] if not s["whole"]]
+        self.assertTrue(damaged)
+        for damage in damaged:
+            self.assertIn(f"{self.directories[0]}/kvm-*.segment", damage)
 
     def test_what_cannot_be_checked(self):
         self.assertIn("2 directories that belong together", self.fsck(1, self.directories[0]))
         self.assertIn("KVM_ERR_NOT_FOUND", self.fsck(1, self.work))
+        self.assertIn("KVM_ERR_NOT_FOUND", self.fsck(1, os.path.join(self.work, "none")))
         self.assertIn("named twice", self.fsck(1, *self.directories, self.directories[0]))
         self.assertEqual(kvmctl("fsck").returncode, 2)
         with Daemon(*options(self.directories)) as daemon:
@@ -211,6 +244,80 @@ class Fsck(Files):
             self.assertIn("Stop that kvmd first", result.stderr)
             for command in (["export", "a", self.file], ["import", SAVED[0]]):
                 self.assertEqual(kvmctl("snapshot", *command, *self.dirs).returncode, 1)
+
+
+class Log(Files):
+    """What a kvmd says of directories in which something is wrong."""
+
+    def test_a_copy_of_the_list(self):
+        copy = os.path.join(self.directories[1], "kvm-0-1.manifest")
+        os.remove(copy)
+        with Daemon(*options(self.directories)) as daemon:
+            self.assertIn(f"read from its other copy: {copy} is not there", daemon.log())
+            self.assertEqual(len(daemon.json("snapshot", "list")), 5)
+            keeper(daemon, "save", "f", "7", "100")
+            self.assertEqual(daemon.end(), 0)
+        self.fsck(0)
+        with Daemon(*options(self.directories)) as daemon:
+            self.assertNotIn("other copy", daemon.log())
+
+    def test_a_page(self):
+        path = next(p for p in segments_in(*self.directories) if has_table(p))
+        flip(path, 4096 + 64 + 1000)
+        with Daemon(*options(self.directories)) as daemon:
+            with self.assertRaises(AssertionError) as raised:
+                keeper(daemon, "read", "a")
+            self.assertIn("KVM_ERR_CORRUPT", str(raised.exception))
+
+            def is_said():
+                daemon.json("ping", "-c", "1")
+                return "are not what had been written" in daemon.log()
+
+            daemon.wait_until(is_said)
+            (line,) = [line for line in daemon.log().splitlines() if "had been written" in line]
+            self.assertIn(path, line)
+            with self.assertRaises(AssertionError):
+                keeper(daemon, "read", "b")
+            self.assertEqual(daemon.log().count("had been written"), 1, "not again so soon")
+
+    def test_what_is_lost_has_the_name_that_users_gave_it(self):
+        for path in segments_in(*self.directories):
+            os.remove(path)
+        with Daemon(*options(self.directories)) as daemon:
+            with self.assertRaises(AssertionError) as raised:
+                keeper(daemon, "read", "e")
+            self.assertIn("KVM_ERR_LOST: disk: the snapshot 'e' is not there",
+                          str(raised.exception))
+
+    def test_prefixes(self):
+        with Daemon(*options(self.directories)) as daemon:
+            keeper(daemon, "publish", "20", "256", "21", "640")
+            daemon.wait_until(
+                lambda: "kvm_prefixes_saved 2\n" in daemon.kvmctl("metrics").stdout)
+            snapshots = daemon.json("snapshot", "list")
+            self.assertEqual([s["prefix"] for s in snapshots], [True] * 2 + [False] * 5)
+            table = daemon.kvmctl("snapshot", "list").stdout
+            self.assertNotIn(".prefix/", table)
+            self.assertIn("\nand 2 snapshots of kept prefixes; --prefixes shows them\n", table)
+            self.assertEqual(len(table.splitlines()), 1 + 5 + 1)
+            for option in ("--prefixes", "--all"):
+                table = daemon.kvmctl("snapshot", "list", option).stdout
+                self.assertEqual(table.count(".prefix/"), 2)
+                self.assertNotIn("shows them", table)
+            status = daemon.json("status")
+            self.assertEqual((status["snapshots"], status["snapshots_of_prefixes"]), (7, 2))
+            text = daemon.kvmctl("status").stdout
+            self.assertRegex(text, r"\nsnapshots +5 and 2 of kept prefixes, ")
+            # Of the space that is registered.
+            self.assertGreater(status["ring_bytes"], 0)
+            self.assertRegex(text, r"\nhost memory .*; [0-9.]+ MiB more set aside for pages on ")
+            self.assertEqual(daemon.end(), 0)
+        for path in segments_in(*self.directories):
+            os.remove(path)
+        with Daemon(*options(self.directories)) as daemon:
+            daemon.wait_until(
+                lambda: "kept prefixes that could not be loaded: 2; those" in daemon.log())
+            daemon.wait_until(lambda: len(daemon.json("snapshot", "list")) == 5)
 
 
 class ExportAndImport(Files):

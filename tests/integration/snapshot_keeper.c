@@ -4,7 +4,8 @@
  *   snapshot_keeper save NAME SEED TOKENS ...    appends so many random tokens to a new sequence
  *                                                (SEED is "-": to the one before) and saves it
  *   snapshot_keeper read NAME                    loads it and writes its keys and values to the
- *                                                standard output */
+ *                                                standard output
+ *   snapshot_keeper publish SEED TOKENS ...      publishes prefixes of so many random tokens */
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -72,6 +73,25 @@ static void save(int n, char** arguments) {
   }
 }
 
+static void publish(int n, char** arguments) {
+  static uint32_t tokens[kMostTokens];
+  static kvm_prefix_hash hashes[kMostTokens / KVM_PREFIX_TOKENS];
+  kvm_prefix_hash begin;
+  check(kvm_prefix_seed(client, space, NULL, 0, &begin), "seed");
+  for (int i = 0; i + 1 < n; i += 2) {
+    state = strtoull(arguments[i], NULL, 10);
+    const uint32_t n_tokens = tokens_of(arguments[i + 1]);
+    for (uint32_t t = 0; t < n_tokens; ++t) {
+      tokens[t] = (uint32_t)state + t;
+    }
+    check(kvm_prefix_hashes(&begin, tokens, n_tokens, hashes), "hashes");
+    kvm_seq_id seq = 0;
+    check(kvm_seq_create(client, space, NULL, &seq), "sequence");
+    append(seq, n_tokens);
+    check(kvm_prefix_publish(client, seq, hashes, n_tokens / KVM_PREFIX_TOKENS, 0), "publish");
+  }
+}
+
 static void read_back(const char* name) {
   kvm_seq_id seq = 0;
   check(kvm_seq_load(client, space, name, &seq), "load");
@@ -109,8 +129,12 @@ int main(int n_arguments, char** arguments) {
     save(n_arguments - 2, arguments + 2);
   } else if (n_arguments == 3 && strcmp(arguments[1], "read") == 0) {
     read_back(arguments[2]);
+  } else if (n_arguments >= 4 && strcmp(arguments[1], "publish") == 0) {
+    publish(n_arguments - 2, arguments + 2);
   } else {
-    fprintf(stderr, "usage: snapshot_keeper save NAME SEED TOKENS ... | read NAME\n");
+    fprintf(stderr,
+            "usage: snapshot_keeper save NAME SEED TOKENS ... | read NAME | publish SEED TOKENS "
+            "...\n");
     return 2;
   }
   kvm_queue_destroy(queue);

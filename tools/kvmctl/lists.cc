@@ -5,8 +5,10 @@
 #include <cstdlib>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
+#include "base/counted.h"
 #include "tools/kvmctl/cli.h"
 #include "tools/kvmctl/values.h"
 
@@ -173,7 +175,14 @@ int run_seqs(const Common& common, bool all) {
   return kExitOk;
 }
 
-int run_snapshots(const Common& common, bool all) {
+// What kvmd calls the snapshots that keep prefixes, and it alone.
+constexpr std::string_view kPrefixNames = ".prefix/";
+
+bool is_kept_prefix(const kvm_snapshot_info& snapshot) {
+  return std::string_view(snapshot.name).starts_with(kPrefixNames);
+}
+
+int run_snapshots(const Common& common, bool all, bool shows_prefixes) {
   const Connection connection(common);
   const auto snapshots = list_all<kvm_snapshot_info>(
       [&](kvm_snapshot_info* out, size_t capacity, size_t* count) {
@@ -186,6 +195,7 @@ int run_snapshots(const Common& common, bool all) {
     for (const kvm_snapshot_info& snapshot : snapshots) {
       out.push_back({{"name", snapshot.name},
                      {"uid", snapshot.uid},
+                     {"prefix", is_kept_prefix(snapshot)},
                      {"lost", (snapshot.flags & KVM_SNAPSHOT_LOST) != 0},
                      {"space", snapshot.space_name},
                      {"tokens", snapshot.n_tokens},
@@ -199,13 +209,21 @@ int run_snapshots(const Common& common, bool all) {
   }
   std::vector<std::vector<std::string>> rows = {
       {"NAME", "USER", "SPACE", "TOKENS", "BYTES", "SAVED", ""}};
+  uint64_t n_hidden = 0;
   for (const kvm_snapshot_info& snapshot : snapshots) {
+    if (is_kept_prefix(snapshot) && !shows_prefixes) {
+      ++n_hidden;
+      continue;
+    }
     rows.push_back({snapshot.name, user_name(snapshot.uid), snapshot.space_name,
                     std::to_string(snapshot.n_tokens), bytes_text(snapshot.bytes),
                     time_text(snapshot.saved_ns),
                     (snapshot.flags & KVM_SNAPSHOT_LOST) != 0 ? "parts are lost" : ""});
   }
   print_table(rows);
+  if (n_hidden != 0) {
+    fmt::print("and {} of kept prefixes; --prefixes shows them\n", counted(n_hidden, "snapshot"));
+  }
   return kExitOk;
 }
 
@@ -229,10 +247,16 @@ int run_snapshot_delete(const Common& common, const std::vector<std::string>& na
 void add_snapshot_commands(Cli* cli) {
   CLI::App* snapshot = cli->add_group("snapshot", "saved sequences of this user");
   const auto all = std::make_shared<bool>(false);
-  cli->add(
-         "list", "what was saved, and how large it is",
-         [all](const Common& common) { return run_snapshots(common, *all); }, snapshot)
-      ->add_flag("--all", *all, "of all users: for kvmd's own user and root");
+  const auto prefixes = std::make_shared<bool>(false);
+  CLI::App* const list = cli->add(
+      "list", "what was saved, and how large it is",
+      [all, prefixes](const Common& common) {
+        return run_snapshots(common, *all, *all || *prefixes);
+      },
+      snapshot);
+  list->add_flag("--all", *all, "of all users, kept prefixes too: for kvmd's own user and root");
+  list->add_flag("--prefixes", *prefixes,
+                 "kept prefixes, too, which kvmd names .prefix/...; --json has them always");
   const auto names = std::make_shared<std::vector<std::string>>();
   cli->add(
          "delete", "delete some; sequences that were loaded from them stay",
