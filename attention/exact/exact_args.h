@@ -19,7 +19,20 @@ enum : uint32_t {
   kMaxStreamRows = 32,  // rows of the streaming path, at most
   kRowTile = 4,         // rows that meet an item at once in the streaming path (1 where rows == 1)
   kRowPad = 8,          // query rows readable beyond the last
+  kMaxCodeDim = 576,    // channels of rows of codes that are not decoded, at most
   kDimPad = 32,         // query channels are padded with zeros to a multiple of this
+};
+
+// Rows of items beside those of vec::Elem: codes of codecs/low_bits.h. Their parameters are
+// CodeParams.
+enum : uint8_t { kElemCodes4 = 16, kElemCodes2 = 17 };
+constexpr bool elem_is_codes(uint8_t elem) { return elem >= kElemCodes4; }
+
+// Parameters of codes, bf16 as bits. By channel: channels alone, scales [dim] and zeros [dim]. By
+// token: steps [16][dim / 64][2], scale and zero; centred: means [dim] in channels as well.
+struct CodeParams {
+  const uint16_t* steps;     // of the first token of the item
+  const uint16_t* channels;  // of the page
 };
 
 // A KvItem is up to 16 tokens of consecutive, aligned positions whose rows are contiguous.
@@ -29,10 +42,12 @@ struct KvItem {
   const float* log_weight;  // likewise; [16], or null
   const uint16_t* k_scale;  // likewise; bf16 [16] where K is int8 or fp8, else null
   const uint16_t* v_scale;
+  CodeParams k_codes;  // of this head; where elem_k is codes
+  CodeParams v_codes;
   const uint16_t* row_masks;  // visible tokens per query token, or null: `mask` for all rows
   uint16_t mask;              // tokens that count; rows of the others hold finite values
   uint16_t variant;           // of the queries
-  uint8_t elem_k;             // vec::Elem
+  uint8_t elem_k;             // vec::Elem, or codes
   uint8_t elem_v;
   uint64_t position;  // of the first token, present or not
   // For the driver.
@@ -62,6 +77,14 @@ struct PositionBias {
   uint64_t query_position;  // of query token 0
 };
 
+// What the queries of StreamArgs::code_words are for. They are kept while this does not change.
+struct FoldedFor {
+  const uint16_t* channels;
+  uint8_t elem;  // 0: nothing
+  uint16_t variant;
+  bool by_token;
+};
+
 // Shape and scratch of a run of items: the streaming path.
 struct StreamArgs {
   QueryRows q;
@@ -81,6 +104,11 @@ struct StreamArgs {
   float* m;    // [tiles][16]
   float* l;    // [tiles][kRowTile * 16], [16] where rows == 1: one for each token of an item
   float* bad;  // [16]: not 0 in all lanes once a dot product of a row was not finite
+  // Where items may be codes; exact_codes.h.
+  int16_t* code_words;  // [2][rows rounded up to kRowTile][dim_k]
+  float* code_terms;    // [tiles][3 + dim_k / 64][8]
+  float* code_folded;   // [dim_k]
+  FoldedFor* folded_for;
   // stream_keys leaves these to stream_values.
   float* weights;   // [kGroupItems][tiles][kRowTile * kItemTokens]
   float* factors;   // [kGroupItems][tiles][16]: rescales acc before the values of an item
@@ -127,6 +155,9 @@ struct BlockArgs {
 };
 
 struct ExactKernels {
+  // Whether the streaming path takes items of codes, of rows with a multiple of 64 channels and
+  // without fp32_weights.
+  bool reads_codes;
   // Sets acc, m and l of all rows to the empty state.
   void (*stream_begin)(const StreamArgs* args);
   // Fold up to kGroupItems items into the state: the keys of all of them, and then their values.

@@ -16,85 +16,16 @@
 
 #include "attention/exact/elementary.h"
 #include "attention/exact/exact_args.h"
+#include "attention/exact/reader.h"
+#if defined(__AVX2__)
+#include "attention/exact/exact_codes.h"
+#endif
 
 namespace kvm {
 namespace attention {
 namespace {
 
 // --- Streaming path: scores ---------------------------------------------------------------------
-
-// A tile of kRows rows meets kTokens = kW / kRows tokens at a time; lane r * kTokens + t of the
-// result is row r, token t. Tokens of an item come in groups of kTokens.
-template <int kRows>
-struct Tile {
-  static constexpr int kTokens = kW / kRows;
-  static constexpr int kGroups = static_cast<int>(kItemTokens) / kTokens;
-  static constexpr int kLanes = kRows * static_cast<int>(kItemTokens);
-  // Where the weight of (row, token) lies in a tile's buffer.
-  static constexpr int lane(int row, int token) {
-    return (token / kTokens) * kW + row * kTokens + token % kTokens;
-  }
-};
-
-// Walks through a stretch of 16 rows, and through those that will be read later.
-//
-// Every line is prefetched kAttempts times on its way, into the first level, and before that once
-// into the second, where args.far_ahead is further than the others. A core that reads
-// faster than memory delivers has its prefetches dropped without a sign when its queues are full,
-// and each line lost costs the whole latency later; what one attempt loses, the next one brings.
-// The attempts for a line stand between the instructions that use another: these files are compiled
-// without the pass that would gather them in bursts. docs/kernels.md has the figures.
-//
-// Only the first tile of rows that meets a stretch prefetches.
-template <bool kFirst>
-class Reader {
- public:
-  Reader(const StreamArgs& args, const uint8_t* const* reading, size_t row_bytes)
-      : args_(args), reading_(reading), quarter_bytes_(4 * row_bytes) {
-    turn();
-  }
-  const uint8_t* rows() const { return *reading_; }
-  // Goes before every fourth token, where a quarter of the stretch may have been read.
-  inline void turn() {
-    if (!kFirst || at_ < end_)
-      return;
-#pragma GCC unroll 4
-    for (uint32_t i = 0; i < kAttempts; ++i)
-      later_[i] = after(args_.ahead[i]);
-    far_ = after(args_.far_ahead);
-    ++n_quarters_;
-    end_ += quarter_bytes_;
-  }
-  // Goes with each vector of a row that is read; kBytes from memory.
-  template <int kBytes>
-  inline void step() {
-    if (!kFirst)
-      return;
-    if (kBytes == 64 || at_ % 64 == 0) {
-#pragma GCC unroll 4
-      for (uint32_t i = 0; i < kAttempts; ++i)
-        vec::prefetch(reinterpret_cast<const void*>(later_[i] + at_));
-      vec::prefetch_l2(reinterpret_cast<const void*>(far_ + at_));
-    }
-    at_ += kBytes;
-  }
-
- private:
-  // Where the quarter lies that is `ahead` of the present one, less what has been read.
-  uintptr_t after(uint32_t ahead) const {
-    const uint32_t quarter = n_quarters_ + ahead;
-    return reinterpret_cast<uintptr_t>(reading_[quarter / 4]) + quarter % 4 * quarter_bytes_ - end_;
-  }
-
-  const StreamArgs& args_;
-  const uint8_t* const* reading_;
-  uintptr_t quarter_bytes_;
-  uintptr_t later_[kAttempts];  // integers: the rows may be none
-  uintptr_t far_ = 0;
-  uintptr_t at_ = 0;   // bytes read
-  uintptr_t end_ = 0;  // of the quarters in later_
-  uint32_t n_quarters_ = 0;
-};
 
 template <int kRows, bool kFirst, int kElem>
 void scores_f32(const StreamArgs& args, const KvItem& item, uint32_t row,
@@ -406,6 +337,10 @@ template <int kRows, bool kFirst, int kElem>
 template <int kRows, bool kFirst>
 void scores(const StreamArgs& args, const KvItem& item, uint32_t row, const uint8_t* const* reading,
             F* out) {
+#if defined(__AVX2__)
+  if (elem_is_codes(item.elem_k))
+    return scores_of_codes<kRows, kFirst>(args, item, row, reading, out);
+#endif
 #if defined(__AVX512BF16__)
   if (item.elem_k == vec::kElemBf16 && args.q.bf16_exact[item.variant] != 0) {
     if (args.dim_k == 128)
@@ -874,6 +809,10 @@ inline void values_bytes_of_dim(const StreamArgs& args, uint32_t row, const floa
 template <int kRows, bool kFirst>
 void tile_values(const StreamArgs& args, const KvItem& item, uint32_t row, const float* weights,
                  const uint8_t* const* reading) {
+#if defined(__AVX2__)
+  if (elem_is_codes(item.elem_v))
+    return values_of_codes<kRows, kFirst>(args, item, row, weights, reading);
+#endif
 #if defined(__AVX512BF16__)
   if (item_uses_bf16_pv(args, item)) {
     if (item.elem_v == vec::kElemF8)
@@ -916,6 +855,18 @@ void stream_begin(const StreamArgs* args) {
   clear_bad(args->bad);
 }
 
+// Makes the queries that rows of codes meet.
+template <int kRows>
+inline void prepare_codes(const StreamArgs& args, const KvItem& item) {
+#if defined(__AVX2__)
+  if (elem_is_codes(item.elem_k))
+    fold_queries<kRows>(args, item);
+#else
+  (void)args;
+  (void)item;
+#endif
+}
+
 template <int kRows>
 void keys_of_tiles(const StreamArgs& args, const KvItem* items, uint32_t n,
                    const uint8_t* const* reading) {
@@ -925,6 +876,7 @@ void keys_of_tiles(const StreamArgs& args, const KvItem* items, uint32_t n,
   F s[kGroupItems * (kRows == 1 ? 1 : kMaxStreamRows / kRowTile)][Tile<kRows>::kGroups];
   F bad = vec::load(args.bad);
   for (uint32_t i = 0; i < n; ++i) {
+    prepare_codes<kRows>(args, items[i]);
     for (uint32_t tile = 0; tile < tiles; ++tile) {
       F* out = s[i * tiles + tile];
       if (tile == 0) {
@@ -1024,6 +976,7 @@ void stream_sums(const StreamArgs* args, const KvItem* item, const float* refere
   for (int g = 0; g < T::kGroups; ++g)
     total[g] = vec::zero();
   F bad = vec::zero();  // is known from the first pass
+  prepare_codes<kRowTile>(*args, *item);
   for (uint32_t row = 0; row < args->q.rows; row += kRowTile) {
     F s[T::kGroups];
     tile_logits<kRowTile, false>(*args, *item, row, &item->k, s, &bad);
@@ -1539,9 +1492,14 @@ void block_sums(const BlockArgs* args) {
     vec::store(args->sums + i * kW, vec::add(vec::load(args->sums + i * kW), total[i]));
 }
 
-constexpr ExactKernels kKernels = {stream_begin, stream_keys, stream_values,
-                                   stream_end,   stream_sums, block_begin,
-                                   block,        block_end,   block_sums};
+#if defined(__AVX2__)
+constexpr bool kReadsCodes = true;
+#else
+constexpr bool kReadsCodes = false;
+#endif
+constexpr ExactKernels kKernels = {kReadsCodes, stream_begin, stream_keys, stream_values,
+                                   stream_end,  stream_sums,  block_begin, block,
+                                   block_end,   block_sums};
 
 }  // namespace
 }  // namespace attention

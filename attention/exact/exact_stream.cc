@@ -24,6 +24,7 @@ static_assert(kGroupItems * kItemTokens == kPageTokens);
 constexpr uint16_t kStitched = 1;   // rows lie in several runs or not all of them count
 constexpr uint16_t kRowMasked = 2;  // query tokens see different tokens
 constexpr uint16_t kDecoded = 4;    // of a run without kernels; stitched as well
+constexpr uint16_t kCodes = 8;      // K or V is codes; read in place, with parameters of the head
 
 // Tokens of one item may belong to 16 runs with 16 combinations of elements and transforms, each of
 // which becomes an item of its own.
@@ -44,41 +45,62 @@ struct Stitch {
   float* log_weight;
   uint16_t* k_scale;
   uint16_t* v_scale;
+  uint16_t* k_steps;
+  uint16_t* v_steps;
   uint16_t* row_masks;
 };
 
-bool same_kind(const KvItem& item, const KvRun& run) {
-  return item.elem_k == codecs::codec_of(run.k.codec).kernel_elem() &&
-         item.elem_v == codecs::codec_of(run.v.codec).kernel_elem() &&
-         item.variant == run.transform;
-}
+// Elements of code parameters of a token.
+constexpr uint32_t kMaxSteps = 2 * kMaxCodeDim / codecs::Codec::kGroupChannels;
 
-// The flags of items of a run.
-uint16_t flags_of(const KvRun& run) {
-  const bool is_read =
-      codecs::codec_of(run.k.codec).has_kernels() && codecs::codec_of(run.v.codec).has_kernels();
-  return is_read ? 0 : kStitched | kDecoded;
-}
+// A PlaneKind says how the kernels of a problem read K, or V, of runs.
+class PlaneKind {
+ public:
+  PlaneKind(const Problem& problem, const ExactKernels& kernels, uint32_t dim)
+      : dim_(dim),
+        reads_codes_(kernels.reads_codes && dim % codecs::Codec::kGroupChannels == 0 &&
+                     dim <= kMaxCodeDim && !problem.fp32_weights && !problem.v_in_k) {}
+
+  // vec::Elem, or codes.
+  uint8_t elem(CodecId id) const {
+    const codecs::Codec& codec = codecs::codec_of(id);
+    if (!reads_codes_ || !codec.is_low_bits()) {
+      return codec.kernel_elem();
+    }
+    return codec.bits() == 4 ? kElemCodes4 : kElemCodes2;
+  }
+  bool is_decoded(CodecId id) const {
+    return !codecs::codec_of(id).has_kernels() && !elem_is_codes(elem(id));
+  }
+  // Of `n` elements, as kernels read them.
+  int64_t bytes(uint8_t elem, int64_t n) const {
+    return elem == kElemCodes4   ? n / 2
+           : elem == kElemCodes2 ? n / 4
+                                 : n * static_cast<int64_t>(vec::elem_bytes(elem));
+  }
+  int64_t row_bytes(uint8_t elem) const { return bytes(elem, dim_); }
+  uint32_t dim() const { return dim_; }
+  uint32_t n_steps() const { return 2 * dim_ / codecs::Codec::kGroupChannels; }  // of a token
+  // Parameters of codes, from the token in `slot` on.
+  CodeParams params(const KvPlane& plane, uint32_t head, uint64_t slot) const {
+    if (!elem_is_codes(elem(plane.codec))) {
+      return {};
+    }
+    const codecs::Codec& codec = codecs::codec_of(plane.codec);
+    const uint16_t* own = codecs::params_at(plane, dim_, head);
+    const bool by_token = codec.group_params != 0;
+    const uint32_t n_steps_of_page = by_token ? kPageTokens * n_steps() : 0;
+    return {.steps = by_token ? own + slot * n_steps() : nullptr,
+            .channels = codec.channel_params != 0 ? own + n_steps_of_page : nullptr};
+  }
+
+ private:
+  uint32_t dim_;
+  bool reads_codes_;
+};
 
 const uint16_t* scale_after(const uint16_t* scale, int64_t n) {
   return scale == nullptr ? nullptr : scale + n;
-}
-
-KvItem make_item(const Problem& problem, const KvRun& run, size_t run_index, uint64_t position) {
-  const uint64_t token = std::max(position, run.position) - run.position;
-  return {.k = k_row(problem, run, token),
-          .v = v_row(problem, run, token),
-          .log_weight = log_weight_at(run, token),
-          .k_scale = k_scale(problem, run, token),
-          .v_scale = v_scale(problem, run, token),
-          .row_masks = nullptr,
-          .mask = 0,
-          .variant = run.transform,
-          .elem_k = codecs::codec_of(run.k.codec).kernel_elem(),
-          .elem_v = codecs::codec_of(run.v.codec).kernel_elem(),
-          .position = position,
-          .flags = flags_of(run),
-          .run = static_cast<uint32_t>(run_index)};
 }
 
 // The tokens of `run` inside [position, position + 16), as bits.
@@ -91,36 +113,8 @@ uint32_t run_bits(const KvRun& run, uint64_t position) {
 // Whether items of the same positions come in this order: one that does not depend on which tokens
 // are visible.
 bool comes_before(const KvItem& a, const KvItem& b) {
-  return std::tie(a.variant, a.elem_k, a.elem_v) < std::tie(b.variant, b.elem_k, b.elem_v);
-}
-
-// Items of the 16 positions from `position` on: one per kind of run, in the order of kinds. `run`
-// is the first run that ends behind `position`. Which kind an item has depends on its tokens alone;
-// how they are cut into runs decides only whether it is stitched.
-uint32_t add_items(const Problem& problem, size_t run, uint64_t position, uint32_t visible,
-                   uint16_t flags, KvItem* out) {
-  uint32_t n = 0;
-  for (; run < problem.runs.size() && problem.runs[run].position < position + kItemTokens; ++run) {
-    const KvRun& r = problem.runs[run];
-    const uint32_t bits = run_bits(r, position) & visible;
-    if (bits == 0) {
-      continue;
-    }
-    uint32_t i = 0;
-    while (i < n && !same_kind(out[i], r)) {
-      ++i;
-    }
-    if (i == n) {
-      out[n] = make_item(problem, r, run, position);
-      out[n].flags = static_cast<uint16_t>(out[n].flags | flags | (bits == 0xffff ? 0 : kStitched));
-      ++n;
-    }
-    out[i].mask = static_cast<uint16_t>(out[i].mask | bits);
-  }
-  if (n > 1) {
-    std::sort(out, out + n, comes_before);
-  }
-  return n;
+  return std::tie(a.variant, a.elem_k, a.elem_v, a.run) <
+         std::tie(b.variant, b.elem_k, b.elem_v, b.run);
 }
 
 // A Stream reads one head. Several that read the same pages work with the items of the first.
@@ -140,14 +134,15 @@ class Stream {
   // Rows of such an item, for this head.
   const uint8_t* k(const KvItem& item) const {
     return (item.flags & kDecoded) != 0 ? k_row(problem_, run_of(item), token_of(item))
-                                        : item.k + offset(item.elem_k, head_k_);
+                                        : item.k + kind_k_.bytes(item.elem_k, head_k_);
   }
   const uint8_t* v(const KvItem& item) const {
     return (item.flags & kDecoded) != 0 ? v_row(problem_, run_of(item), token_of(item))
-                                        : item.v + offset(item.elem_v, head_v_);
+                                        : item.v + kind_v_.bytes(item.elem_v, head_v_);
   }
   // Asks for the scales of an item's page ahead of their use: they lie apart from the rows.
   void prefetch_scales(const KvItem& item) const;
+  void prefetch_params(const KvPlane& plane, const PlaneKind& kind) const;
   void begin() const { kernels_->stream_begin(&args_); }
   // From here on, all rows see what the query token does.
   void show_only(uint32_t query) { only_query_ = query; }
@@ -167,7 +162,16 @@ class Stream {
   }
   bool is_uniform(uint64_t base) const { return only_query_ >= 0 || visible_.uniform(base); }
   uint32_t only_query() const { return static_cast<uint32_t>(only_query_); }
+  KvItem make_item(const KvRun& run, size_t run_index, uint64_t position) const;
+  bool same_kind(const KvItem& item, const KvRun& run) const;
+  uint32_t add_items(size_t run, uint64_t position, uint32_t visible, uint16_t flags,
+                     KvItem* out) const;
   uint32_t add_page(size_t run, uint16_t flags, KvItem* out) const;
+  void locate(KvItem& item) const;
+  void locate_after(const KvItem& before, KvItem& item) const;
+  // Hands items that are read in place to a kernel.
+  void fold_in_place(decltype(ExactKernels::stream_keys) fold, const KvItem* items, uint32_t n,
+                     const uint8_t* const* reading) const;
   KvItem materialize(const KvItem& item) const;
   void stitch(KvItem& item) const;
   // The run that an item begins with, and its first token there.
@@ -176,19 +180,19 @@ class Stream {
     const uint64_t begin = run_of(item).position;
     return std::max(begin, item.position) - begin;
   }
-  static int64_t offset(uint8_t elem, int64_t n_elems) {
-    return n_elems * static_cast<int64_t>(vec::elem_bytes(elem));
-  }
 
   const Problem& problem_;
   const ExactKernels* kernels_;
   VisibleSet visible_;
+  PlaneKind kind_k_;
+  PlaneKind kind_v_;
   int64_t only_query_ = -1;  // see show_only
   int64_t head_k_ = 0;       // elements from rows of items to rows of this head
   int64_t head_v_ = 0;
   StreamArgs args_{};
   Batch batches_[2]{};
   Stitch stitch_{};
+  FoldedFor folded_for_{};
   float* references_ = nullptr;  // of column sums
   std::byte* spare_ = nullptr;   // a state
 };
@@ -206,6 +210,9 @@ void carve_stream(const Problem& problem, Carver& carver, StreamArgs& args, Batc
   args.weights = carver.take<float>(size_t{kGroupItems} * tiles * kRowTile * kItemTokens);
   args.factors = carver.take<float>(size_t{kGroupItems} * tiles * 16);
   args.grown = carver.take<uint32_t>(size_t{kGroupItems} * tiles);
+  args.code_words = carver.take<int16_t>(size_t{2} * state_rows * problem.dim_k);
+  args.code_terms = carver.take<float>(size_t{8} * tiles * (4 + problem.dim_k / 64));
+  args.code_folded = carver.take<float>(problem.dim_k);
   for (int i = 0; i < 2; ++i) {
     batches[i].items = carver.take<KvItem>(kMaxItems);
   }
@@ -214,6 +221,8 @@ void carve_stream(const Problem& problem, Carver& carver, StreamArgs& args, Batc
   stitch.log_weight = carver.take<float>(kItemTokens);
   stitch.k_scale = carver.take<uint16_t>(kItemTokens);
   stitch.v_scale = carver.take<uint16_t>(kItemTokens);
+  stitch.k_steps = carver.take<uint16_t>(kItemTokens * kMaxSteps);
+  stitch.v_steps = carver.take<uint16_t>(kItemTokens * kMaxSteps);
   stitch.row_masks = carver.take<uint16_t>(problem.n_query);
   references = carver.take<float>(state_rows);
   spare = carver.take<std::byte>(state_bytes(problem, rows));
@@ -250,7 +259,9 @@ void set_distances(const Problem& problem, StreamArgs& args) {
 Stream::Stream(const Problem& problem, const Plan& plan, const void* prepared, void* scratch)
     : problem_(problem),
       kernels_(plan.table->exact),
-      visible_(problem.visible, problem.n_query, 0, problem.n_query) {
+      visible_(problem.visible, problem.n_query, 0, problem.n_query),
+      kind_k_(problem, *kernels_, problem.dim_k),
+      kind_v_(problem, *kernels_, problem.dim_v) {
   Carver carver(scratch);
   carve_stream(problem, carver, args_, batches_, stitch_, references_, spare_);
   args_.q = query_rows(problem, prepared);
@@ -261,6 +272,7 @@ Stream::Stream(const Problem& problem, const Plan& plan, const void* prepared, v
   args_.scale = problem.scale;
   args_.softcap = problem.softcap;
   args_.bias = position_bias(problem);
+  args_.folded_for = &folded_for_;
   set_distances(problem, args_);
 }
 
@@ -282,13 +294,77 @@ size_t Stream::scratch_bytes(const Problem& problem) {
   return carver.used_bytes();
 }
 
+// Whether tokens of the run belong to the item. Codes of one item have one page's parameters.
+bool Stream::same_kind(const KvItem& item, const KvRun& run) const {
+  const auto same_codes = [](uint8_t elem, const KvPlane& a, const KvPlane& b) {
+    return !elem_is_codes(elem) || (a.codec == b.codec && a.params == b.params);
+  };
+  return item.elem_k == kind_k_.elem(run.k.codec) && item.elem_v == kind_v_.elem(run.v.codec) &&
+         item.variant == run.transform && same_codes(item.elem_k, run_of(item).k, run.k) &&
+         same_codes(item.elem_v, run_of(item).v, run.v);
+}
+
+KvItem Stream::make_item(const KvRun& run, size_t run_index, uint64_t position) const {
+  const uint64_t token = std::max(position, run.position) - run.position;
+  const uint8_t elem_k = kind_k_.elem(run.k.codec);
+  const uint8_t elem_v = kind_v_.elem(run.v.codec);
+  const bool is_decoded = kind_k_.is_decoded(run.k.codec) || kind_v_.is_decoded(run.v.codec);
+  const bool has_codes = elem_is_codes(elem_k) || elem_is_codes(elem_v);
+  return {.k = k_row(problem_, run, token),
+          .v = v_row(problem_, run, token),
+          .log_weight = log_weight_at(run, token),
+          .k_scale = k_scale(problem_, run, token),
+          .v_scale = v_scale(problem_, run, token),
+          .k_codes = {},
+          .v_codes = {},
+          .row_masks = nullptr,
+          .mask = 0,
+          .variant = run.transform,
+          .elem_k = elem_k,
+          .elem_v = elem_v,
+          .position = position,
+          .flags = static_cast<uint16_t>((is_decoded ? kStitched | kDecoded : 0) |
+                                         (has_codes ? kCodes : 0)),
+          .run = static_cast<uint32_t>(run_index)};
+}
+
+// Items of the 16 positions from `position` on: one per kind of run, in the order of kinds. `run`
+// is the first run that ends behind `position`. Which kind an item has depends on its tokens alone;
+// how they are cut into runs decides only whether it is stitched.
+uint32_t Stream::add_items(size_t run, uint64_t position, uint32_t visible, uint16_t flags,
+                           KvItem* out) const {
+  uint32_t n = 0;
+  for (; run < problem_.runs.size() && problem_.runs[run].position < position + kItemTokens;
+       ++run) {
+    const KvRun& r = problem_.runs[run];
+    const uint32_t bits = run_bits(r, position) & visible;
+    if (bits == 0) {
+      continue;
+    }
+    uint32_t i = 0;
+    while (i < n && !same_kind(out[i], r)) {
+      ++i;
+    }
+    if (i == n) {
+      out[n] = make_item(r, run, position);
+      out[n].flags = static_cast<uint16_t>(out[n].flags | flags | (bits == 0xffff ? 0 : kStitched));
+      ++n;
+    }
+    out[i].mask = static_cast<uint16_t>(out[i].mask | bits);
+  }
+  if (n > 1) {
+    std::sort(out, out + n, comes_before);
+  }
+  return n;
+}
+
 // The items of a whole page in one run: what add_items would give, at a fraction of its cost, which
 // would otherwise show in the figures.
 uint32_t Stream::add_page(size_t run, uint16_t flags, KvItem* out) const {
   const KvRun& r = problem_.runs[run];
   const size_t k_step = kItemTokens * codecs::codec_of(r.k.codec).row_bytes(problem_.dim_k);
   const size_t v_step = kItemTokens * codecs::codec_of(r.v.codec).row_bytes(v_row_dim(problem_));
-  KvItem item = make_item(problem_, r, run, r.position);
+  KvItem item = make_item(r, run, r.position);
   item.mask = 0xffff;
   item.flags = static_cast<uint16_t>(item.flags | flags);
   for (uint32_t i = 0; i < kGroupItems; ++i) {
@@ -327,7 +403,7 @@ void Stream::build(uint64_t chunk, Batch& batch) const {
       }
       const uint32_t bits = static_cast<uint32_t>(visible >> slot & 0xffff);
       if (bits != 0) {
-        n += add_items(problem_, run, position, bits, flags, batch.items + n);
+        n += add_items(run, position, bits, flags, batch.items + n);
       }
     }
     while (run < problem_.runs.size() && problem_.runs[run].position < base + kPageTokens) {
@@ -337,23 +413,27 @@ void Stream::build(uint64_t chunk, Batch& batch) const {
   batch.n = n;
 }
 
-// Puts rows into an item, as kernels load them. slot: of the first.
-void put_rows(const KvPlane& plane, uint32_t dim, uint32_t head, uint64_t slot, uint32_t n,
-              uint8_t* out) {
-  const codecs::Codec& codec = codecs::codec_of(plane.codec);
+// Puts rows into an item, as kernels load them, and what codes have for each token. slot: of the
+// first.
+void put_rows(const KvPlane& plane, const PlaneKind& kind, uint32_t head, uint64_t slot, uint32_t n,
+              uint8_t* out, uint16_t* steps) {
+  const uint32_t dim = kind.dim();
   const uint8_t* rows = codecs::row_at(plane, dim, head, slot);
-  if (codec.has_kernels()) {
-    std::memcpy(out, rows, n * codec.row_bytes(dim));
+  if (kind.is_decoded(plane.codec)) {
+    codecs::decode_scaled(rows, plane.codec, codecs::params_at(plane, dim, head), dim,
+                          static_cast<uint32_t>(slot), n, dim, reinterpret_cast<float*>(out));
     return;
   }
-  codecs::decode_scaled(rows, plane.codec, codecs::params_at(plane, dim, head), dim,
-                        static_cast<uint32_t>(slot), n, dim, reinterpret_cast<float*>(out));
+  std::memcpy(out, rows, n * codecs::codec_of(plane.codec).row_bytes(dim));
+  if (const uint16_t* own = kind.params(plane, head, slot).steps) {
+    std::copy_n(own, n * kind.n_steps(), steps);
+  }
 }
 
 // Gathers the rows of a stitched item; rows that do not count become zero.
 void Stream::stitch(KvItem& item) const {
-  const size_t k_bytes = problem_.dim_k * vec::elem_bytes(item.elem_k);
-  const size_t v_bytes = problem_.dim_v * vec::elem_bytes(item.elem_v);
+  const auto k_bytes = static_cast<size_t>(kind_k_.row_bytes(item.elem_k));
+  const auto v_bytes = static_cast<size_t>(kind_v_.row_bytes(item.elem_v));
   if (item.mask != 0xffff) {
     std::memset(stitch_.k, 0, k_bytes * kItemTokens);
     if (!problem_.v_in_k) {
@@ -363,6 +443,8 @@ void Stream::stitch(KvItem& item) const {
   std::fill_n(stitch_.log_weight, kItemTokens, 0.0f);
   std::fill_n(stitch_.k_scale, kItemTokens, uint16_t{0});
   std::fill_n(stitch_.v_scale, kItemTokens, uint16_t{0});
+  std::fill_n(stitch_.k_steps, kItemTokens * kMaxSteps, uint16_t{0});
+  std::fill_n(stitch_.v_steps, kItemTokens * kMaxSteps, uint16_t{0});
   bool weighted = false;
   for (size_t i = item.run;
        i < problem_.runs.size() && problem_.runs[i].position < item.position + kItemTokens; ++i) {
@@ -376,9 +458,11 @@ void Stream::stitch(KvItem& item) const {
       const auto at = static_cast<uint32_t>(__builtin_ctz(bits));
       const auto n = static_cast<uint32_t>(__builtin_ctz(~(bits >> at)));
       const uint64_t slot = run.slot + (item.position + at - run.position);
-      put_rows(run.k, problem_.dim_k, problem_.head, slot, n, stitch_.k + at * k_bytes);
+      put_rows(run.k, kind_k_, problem_.head, slot, n, stitch_.k + at * k_bytes,
+               stitch_.k_steps + at * kind_k_.n_steps());
       if (!problem_.v_in_k) {
-        put_rows(run.v, problem_.dim_v, problem_.head, slot, n, stitch_.v + at * v_bytes);
+        put_rows(run.v, kind_v_, problem_.head, slot, n, stitch_.v + at * v_bytes,
+                 stitch_.v_steps + at * kind_v_.n_steps());
       }
       bits &= ~(((1u << n) - 1) << at);
     }
@@ -402,15 +486,47 @@ void Stream::stitch(KvItem& item) const {
   item.log_weight = weighted ? stitch_.log_weight : nullptr;
   item.k_scale = item.k_scale != nullptr ? stitch_.k_scale : nullptr;
   item.v_scale = item.v_scale != nullptr ? stitch_.v_scale : nullptr;
+  item.k_codes.steps = item.k_codes.steps != nullptr ? stitch_.k_steps : nullptr;
+  item.v_codes.steps = item.v_codes.steps != nullptr ? stitch_.v_steps : nullptr;
+}
+
+// Leads an item of the first head to this one, where it lies.
+void Stream::locate(KvItem& item) const {
+  item.k = k(item);
+  item.v = v(item);
+  item.k_scale = scale_after(item.k_scale, args_.scale_offset);
+  item.v_scale = scale_after(item.v_scale, args_.scale_offset);
+  if ((item.flags & kCodes) != 0) {
+    const uint64_t slot = run_of(item).slot + token_of(item);
+    item.k_codes = kind_k_.params(run_of(item).k, problem_.head, slot);
+    item.v_codes = kind_v_.params(run_of(item).v, problem_.head, slot);
+  }
+}
+
+// The same, behind one that has been located.
+void Stream::locate_after(const KvItem& before, KvItem& item) const {
+  if (item.run != before.run || token_of(item) < token_of(before)) {
+    locate(item);
+    return;
+  }
+  const auto after = [](const uint16_t* params, uint64_t n) {
+    return params == nullptr ? nullptr : params + n;
+  };
+  const uint64_t n_tokens = token_of(item) - token_of(before);
+  item.k = k(item);
+  item.v = v(item);
+  item.k_scale = scale_after(item.k_scale, args_.scale_offset);
+  item.v_scale = scale_after(item.v_scale, args_.scale_offset);
+  item.k_codes = {after(before.k_codes.steps, n_tokens * kind_k_.n_steps()),
+                  before.k_codes.channels};
+  item.v_codes = {after(before.v_codes.steps, n_tokens * kind_v_.n_steps()),
+                  before.v_codes.channels};
 }
 
 // The item of this head as a kernel may read it, without offsets.
 KvItem Stream::materialize(const KvItem& item) const {
   KvItem ready = item;
-  ready.k = k(item);
-  ready.v = v(item);
-  ready.k_scale = scale_after(ready.k_scale, args_.scale_offset);
-  ready.v_scale = scale_after(ready.v_scale, args_.scale_offset);
+  locate(ready);
   if ((item.flags & kStitched) != 0) {
     stitch(ready);
   }
@@ -426,12 +542,32 @@ KvItem Stream::materialize(const KvItem& item) const {
 
 // Items that have to be made ready are folded whole by fold_keys.
 bool in_place(const KvItem* items, uint32_t n) {
-  return std::all_of(items, items + n, [](const KvItem& item) { return item.flags == 0; });
+  return std::all_of(items, items + n,
+                     [](const KvItem& item) { return (item.flags & ~kCodes) == 0; });
+}
+
+void Stream::fold_in_place(decltype(ExactKernels::stream_keys) fold, const KvItem* items,
+                           uint32_t n, const uint8_t* const* reading) const {
+  const bool has_codes =
+      std::any_of(items, items + n, [](const KvItem& item) { return item.flags != 0; });
+  if (!has_codes) {
+    fold(&args_, items, n, reading);
+    return;
+  }
+  std::array<KvItem, kGroupItems> ready;
+  std::copy_n(items, n, ready.begin());
+  locate(ready[0]);
+  for (uint32_t i = 1; i < n; ++i) {
+    locate_after(ready[i - 1], ready[i]);
+  }
+  StreamArgs args = args_;
+  args.scale_offset = 0;
+  fold(&args, ready.data(), n, reading);
 }
 
 void Stream::fold_keys(const KvItem* items, uint32_t n, const uint8_t* const* reading) const {
   if (in_place(items, n)) {
-    kernels_->stream_keys(&args_, items, n, reading);
+    fold_in_place(kernels_->stream_keys, items, n, reading);
     return;
   }
   StreamArgs args = args_;
@@ -449,7 +585,19 @@ void Stream::fold_keys(const KvItem* items, uint32_t n, const uint8_t* const* re
 
 void Stream::fold_values(const KvItem* items, uint32_t n, const uint8_t* const* reading) const {
   if (in_place(items, n)) {
-    kernels_->stream_values(&args_, items, n, reading);
+    fold_in_place(kernels_->stream_values, items, n, reading);
+  }
+}
+
+void Stream::prefetch_params(const KvPlane& plane, const PlaneKind& kind) const {
+  if (!elem_is_codes(kind.elem(plane.codec))) {
+    return;
+  }
+  const uint64_t bytes = codecs::codec_of(plane.codec).head_params_bytes(kind.dim());
+  const auto* own =
+      reinterpret_cast<const std::byte*>(codecs::params_at(plane, kind.dim(), problem_.head));
+  for (uint64_t at = 0; at < bytes; at += 64) {
+    __builtin_prefetch(own + at);
   }
 }
 
@@ -460,6 +608,10 @@ void Stream::prefetch_scales(const KvItem& item) const {
       __builtin_prefetch(own);
       __builtin_prefetch(own + kPageTokens / 2);
     }
+  }
+  if ((item.flags & kCodes) != 0) {
+    prefetch_params(run_of(item).k, kind_k_);
+    prefetch_params(run_of(item).v, kind_v_);
   }
 }
 

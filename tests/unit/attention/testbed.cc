@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "attention/exact/exact.h"
+#include "attention/exact/exact_args.h"
 #include "codecs/codec.h"
 #include "codecs/convert.h"
 #include "codecs/rows.h"
@@ -30,6 +31,56 @@ float channel_scale(uint32_t channel) {
   return bf16_to_f32(f32_to_bf16(0.01f * static_cast<float>(1 + channel % 7)));
 }
 
+// A Grid says what the codes of a row mean whose parameters are those of its page: numbers by
+// position and channel that need no other row.
+class Grid {
+ public:
+  Grid(CodecId codec, uint64_t position)
+      : codec_(codecs::codec_of(codec)),
+        position_(position),
+        step_(codec_.is_low_bits() ? 0.32f / static_cast<float>(codec_.last_code()) : 0.01f) {}
+
+  float scale(uint32_t channel) const {
+    if (!codec_.is_low_bits()) {
+      return channel_scale(channel);
+    }
+    return round_to(Dtype::kBf16, step_ * static_cast<float>(1 + at(channel) % 7));
+  }
+  float zero(uint32_t channel) const {
+    if (!codec_.is_low_bits()) {
+      return 0.0f;
+    }
+    const float middle = 0.3f + 0.1f * static_cast<float>(at(channel) % 5);
+    return round_to(Dtype::kBf16, -middle * scale(channel) * static_cast<float>(last()));
+  }
+  float mean(uint32_t channel) const {
+    return is_centred() ? 0.25f * static_cast<float>((page() + channel) % 9) - 1.0f : 0.0f;
+  }
+  bool is_by_token() const { return codec_.group_params != 0; }
+  bool is_centred() const { return is_by_token() && codec_.channel_params != 0; }
+  long code(uint32_t channel, float x) const {
+    const long first = codec_.is_low_bits() ? 0 : -127;
+    const long code = std::lrint((x - mean(channel) - zero(channel)) / scale(channel));
+    return std::clamp(code, first, last());
+  }
+  float value(uint32_t channel, float x) const {
+    const float value = static_cast<float>(code(channel, x)) * scale(channel) + zero(channel);
+    return is_centred() ? value + mean(channel) : value;
+  }
+
+ private:
+  uint64_t page() const { return position_ / kPageTokens; }
+  // What parameters go by: the token and 64 channels of it, or the page and the channel.
+  uint64_t at(uint32_t channel) const {
+    return is_by_token() ? position_ + channel / codecs::Codec::kGroupChannels : page() + channel;
+  }
+  long last() const { return codec_.is_low_bits() ? long{codec_.last_code()} : 127; }
+
+  const codecs::Codec& codec_;
+  uint64_t position_;
+  float step_;
+};
+
 // The elements of a codec that is not scaled.
 Dtype element_of(CodecId codec) {
   return codec == CodecId::kF32 ? Dtype::kF32 : codec == CodecId::kF16 ? Dtype::kF16 : Dtype::kBf16;
@@ -46,7 +97,7 @@ void make_uneven(std::vector<float>* row, bool is_v, std::mt19937_64& random) {
 }
 
 // A random row as it is stored.
-std::vector<float> random_row(const Shape& shape, bool is_v, CodecId codec,
+std::vector<float> random_row(const Shape& shape, bool is_v, CodecId codec, uint64_t position,
                               std::mt19937_64& random) {
   const uint32_t dim = is_v ? shape.dim_v : shape.dim_k;
   std::normal_distribution<float> normal;
@@ -63,10 +114,10 @@ std::vector<float> random_row(const Shape& shape, bool is_v, CodecId codec,
   if (shape.uneven) {
     make_uneven(&row, is_v, random);
   }
-  if (codec == codecs::kI8Channel) {
+  if (!codecs::codec_of(codec).has_kernels()) {
+    const Grid grid(codec, position);
     for (uint32_t d = 0; d < dim; ++d) {
-      row[d] =
-          std::clamp(std::nearbyint(row[d] / channel_scale(d)), -127.0f, 127.0f) * channel_scale(d);
+      row[d] = grid.value(d, row[d]);
     }
     return row;
   }
@@ -82,16 +133,39 @@ std::vector<float> random_row(const Shape& shape, bool is_v, CodecId codec,
   return row;
 }
 
+// Stores a row with the codes of a grid. params: of the row's head.
+void put_codes(std::byte* stored, uint16_t* params, CodecId id, uint64_t position,
+               const std::vector<float>& row) {
+  const codecs::Codec& codec = codecs::codec_of(id);
+  const auto dim = static_cast<uint32_t>(row.size());
+  const Grid grid(id, position);
+  std::fill_n(stored, codec.row_bytes(dim), std::byte{0});
+  const uint32_t n_groups = codec.n_groups(dim);
+  uint16_t* own = params + position % kPageTokens * n_groups * 2;
+  uint16_t* channels = params + (grid.is_by_token() ? kPageTokens * n_groups * 2 : 0);
+  for (uint32_t d = 0; d < dim; ++d) {
+    const uint32_t bit = d * codec.bits();
+    const auto code = static_cast<uint32_t>(grid.code(d, row[d])) & 0xffu;
+    stored[bit / 8] |= static_cast<std::byte>(code << bit % 8);
+    if (grid.is_by_token()) {
+      own[d / codecs::Codec::kGroupChannels * 2] = f32_to_bf16(grid.scale(d));
+      own[d / codecs::Codec::kGroupChannels * 2 + 1] = f32_to_bf16(grid.zero(d));
+    }
+    if (grid.is_centred()) {
+      channels[d] = f32_to_bf16(grid.mean(d));
+    } else if (!grid.is_by_token()) {
+      channels[d] = f32_to_bf16(grid.scale(d));
+      if (codec.channel_params > 1) {
+        channels[dim + d] = f32_to_bf16(grid.zero(d));
+      }
+    }
+  }
+}
+
 // Stores it as row `at` of a plane.
 void put_row(std::byte* plane, uint16_t* scales, CodecId codec, uint64_t at,
              const std::vector<float>& row) {
   const auto dim = static_cast<uint32_t>(row.size());
-  if (codec == codecs::kI8Channel) {
-    for (uint32_t d = 0; d < dim; ++d) {
-      plane[at * dim + d] = static_cast<std::byte>(std::lrint(row[d] / channel_scale(d)));
-    }
-    return;
-  }
   if (codecs::codec_of(codec).is_scaled()) {
     scales[at] = codecs::encode_row(row.data(), dim, codec, plane + at * dim);
     return;
@@ -125,7 +199,7 @@ float get(const void* p, CodecId codec, uint64_t i) { return get(p, element_of(c
 
 bool spoil_row(const KvPlane& plane, uint32_t dim, uint32_t head, uint64_t slot, uint32_t channel,
                float value) {
-  if (plane.codec == codecs::kI8Channel) {
+  if (!codecs::codec_of(plane.codec).has_kernels()) {
     return false;
   }
   if (const uint16_t* scale = codecs::row_scale_at(plane, head, slot)) {
@@ -264,19 +338,19 @@ void Case::cut_runs(int extra_cuts) {
     run.transform = kind.transform;
     const size_t plane = size_t{shape_.heads} * kPageTokens;
     const auto plane_of = [&](const Buffer& rows, CodecId codec, uint32_t dim,
-                              const uint16_t* scales, const std::vector<uint16_t>& channels) {
+                              const uint16_t* scales, const PageParams& params) {
       const codecs::Scaling scaling = codecs::codec_of(codec).scaling;
       return KvPlane{rows.data() + static_cast<size_t>(codec) * plane * dim * 4,
                      scaling == codecs::Scaling::kRow    ? scales
-                     : scaling == codecs::Scaling::kPage ? channels.data()
+                     : scaling == codecs::Scaling::kPage ? params.of(codec)
                                                          : nullptr,
                      codec};
     };
     const auto* scales = reinterpret_cast<const uint16_t*>(pages_s_[page]->data());
-    run.k = plane_of(*pages_k_[page], kind.codec_k, shape_.dim_k, scales, channels_k_);
+    run.k = plane_of(*pages_k_[page], kind.codec_k, shape_.dim_k, scales, params_k_[page]);
     run.v = shape_.v_in_k ? run.k
                           : plane_of(*pages_v_[page], kind.codec_v, shape_.dim_v, scales + plane,
-                                     channels_v_);
+                                     params_v_[page]);
     if (!log_weights.empty()) {
       run.log_weight = reinterpret_cast<const float*>(pages_w_[page]->data()) + slot;
     }
@@ -299,23 +373,20 @@ void Case::store(int extra_cuts) {
     }
     std::shuffle(pages.begin(), pages.end(), random_);
   };
-  allocate(pages_k_, plane * s.dim_k * 28);
-  allocate(pages_v_, plane * s.dim_v * 28);
+  // Every codec has its own room.
+  const size_t n_codecs = codecs::kCodecs.size() + 1;
+  allocate(pages_k_, plane * s.dim_k * 4 * n_codecs);
+  allocate(pages_v_, plane * s.dim_v * 4 * n_codecs);
   allocate(pages_s_, plane * 4);
   allocate(pages_w_, kPageTokens * sizeof(float));
-  const auto fill_channels = [&](uint32_t dim, std::vector<uint16_t>* scales) {
-    scales->assign(size_t{s.heads} * dim, 0xffff);
-    for (uint32_t d = 0; d < dim; ++d) {
-      (*scales)[s.head * dim + d] = f32_to_bf16(channel_scale(d));
-    }
-  };
-  fill_channels(s.dim_k, &channels_k_);
-  fill_channels(s.dim_v, &channels_v_);
+  params_k_.assign(n_pages, PageParams(s.heads, s.dim_k));
+  params_v_.assign(n_pages, PageParams(s.heads, s.dim_v));
   if (tokens_.empty()) {
     for (uint64_t t = 0; t < s.n_tokens; ++t) {
-      std::vector<float> k = random_row(s, false, kinds[t].codec_k, random_);
+      const uint64_t position = s.first_position + t;
+      std::vector<float> k = random_row(s, false, kinds[t].codec_k, position, random_);
       std::vector<float> v = s.v_in_k ? std::vector<float>(k.begin(), k.begin() + s.dim_v)
-                                      : random_row(s, true, kinds[t].codec_v, random_);
+                                      : random_row(s, true, kinds[t].codec_v, position, random_);
       tokens_.push_back({std::move(k), std::move(v)});
     }
   }
@@ -331,9 +402,20 @@ void Case::store(int extra_cuts) {
     std::byte* v =
         pages_v_[page]->data() + static_cast<size_t>(kinds[t].codec_v) * plane * s.dim_v * 4;
     auto* scales = reinterpret_cast<uint16_t*>(pages_s_[page]->data());
-    put_row(k, scales, kinds[t].codec_k, row, tokens_[t].k);
+    const auto put = [&](std::byte* rows, CodecId codec, uint16_t* row_scales, PageParams& params,
+                         const std::vector<float>& values) {
+      if (codecs::codec_of(codec).has_kernels()) {
+        put_row(rows, row_scales, codec, row, values);
+        return;
+      }
+      const auto dim = static_cast<uint32_t>(values.size());
+      put_codes(rows + row * codecs::codec_of(codec).row_bytes(dim),
+                params.of(codec) + s.head * codecs::codec_of(codec).n_scales(dim), codec, position,
+                values);
+    };
+    put(k, kinds[t].codec_k, scales, params_k_[page], tokens_[t].k);
     if (!s.v_in_k) {
-      put_row(v, scales + plane, kinds[t].codec_v, row, tokens_[t].v);
+      put(v, kinds[t].codec_v, scales + plane, params_v_[page], tokens_[t].v);
     }
     if (!log_weights.empty()) {
       reinterpret_cast<float*>(pages_w_[page]->data())[position % kPageTokens] = log_weights[t];
@@ -578,6 +660,8 @@ void Case::run_reference() {
 }
 
 double Case::error_o() const {
+  // Half of the smallest F16: what rounding to it may change, however small a number is.
+  const double least = shape_.dtype_o == Dtype::kF16 ? 0x1p-25 : 0.0;
   const uint32_t rows = problem_.n_query * problem_.group;
   const uint32_t dim = shape_.dim_v;
   double worst = 0.0;
@@ -586,7 +670,8 @@ double Case::error_o() const {
     double size = 0.0;
     for (uint32_t d = 0; d < dim; ++d) {
       const size_t i = size_t{row} * dim + d;
-      const double e = static_cast<double>(o[i]) - ref_o[i];
+      const double off = std::abs(static_cast<double>(o[i]) - ref_o[i]);
+      const double e = off <= least ? 0.0 : off;  // NaN stays
       difference += e * e;
       size += ref_abs[i] * ref_abs[i];
     }
@@ -615,6 +700,12 @@ namespace {
 
 // What words add to the errors of logits and results (exact.h); 0 where none are used.
 double words_error(const Case& c, const KernelTable& table) {
+  const bool any_codes = std::any_of(c.kinds.begin(), c.kinds.end(), [](const TokenKind& k) {
+    return codecs::codec_of(k.codec_k).is_low_bits() || codecs::codec_of(k.codec_v).is_low_bits();
+  });
+  if (any_codes && table.exact->reads_codes && !c.plan.blocked) {
+    return kErrorI8Words;
+  }
   const bool any_i8 = std::any_of(c.kinds.begin(), c.kinds.end(), [](const TokenKind& k) {
     return k.codec_k == CodecId::kI8 || k.codec_v == CodecId::kI8;
   });
@@ -643,9 +734,6 @@ double error_bound(const Case& c, const KernelTable& table) {
 }
 
 constexpr Dtype kQueryDtypes[] = {Dtype::kF32, Dtype::kF16, Dtype::kBf16};
-constexpr CodecId kCodecs[] = {CodecId::kF32, CodecId::kF16, CodecId::kBf16,
-                               CodecId::kI8,  CodecId::kF8,  codecs::kI8Channel};
-
 std::unique_ptr<Case> random_case(uint64_t seed) {
   std::mt19937_64 random(seed);
   const auto pick = [&](uint32_t n) {
@@ -677,8 +765,14 @@ std::unique_ptr<Case> random_case(uint64_t seed) {
   const uint32_t change = pick(3) == 0 ? 1 + pick(60) : 0;
   const uint32_t gaps = pick(4) == 0 ? 2 + pick(100) : 0;
   const auto pick_kind = [&](uint16_t transform) {
-    const CodecId k = kCodecs[pick(std::size(kCodecs))];
-    return TokenKind{k, s.v_in_k ? k : kCodecs[pick(std::size(kCodecs))], transform};
+    // Half of them those of which a row may hold what is no number.
+    const auto pick_codec = [&] {
+      const uint32_t n = static_cast<uint32_t>(codecs::kCodecs.size());
+      return codecs::kCodecs[pick(pick(2) == 0 ? 5 : n)].id;
+    };
+    const CodecId k = pick_codec();
+    const CodecId v = pick_codec();
+    return TokenKind{k, s.v_in_k ? k : v, transform};
   };
   const bool weights = pick(3) == 0;
   std::normal_distribution<float> normal;

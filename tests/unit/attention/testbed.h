@@ -12,6 +12,7 @@
 
 #include "attention/attention.h"
 #include "base/dtype.h"
+#include "codecs/codec.h"
 
 namespace kvm::attention::testing {
 
@@ -58,6 +59,26 @@ struct Shape {
   bool uneven = false;
   // Queries and keys are 1 in all channels.
   bool flat = false;
+};
+
+// The parameters of one page in every codec that has some of a page, NaN until they are set.
+class PageParams {
+ public:
+  PageParams(uint32_t heads, uint32_t dim) : heads_(heads), dim_(dim) {
+    for (const codecs::Codec& codec : codecs::kCodecs) {
+      const bool has_some = codec.scaling == codecs::Scaling::kPage;
+      of_codec_.emplace_back(has_some ? size_t{heads_} * codec.n_scales(dim_) : 0, 0xffff);
+    }
+  }
+  uint16_t* of(CodecId codec) { return of_codec_[static_cast<size_t>(codec) - 1].data(); }
+  const uint16_t* of(CodecId codec) const {
+    return of_codec_[static_cast<size_t>(codec) - 1].data();
+  }
+
+ private:
+  uint32_t heads_;
+  uint32_t dim_;
+  std::vector<std::vector<uint16_t>> of_codec_;
 };
 
 // Owns everything a Problem refers to. Pages have a random order in memory; tokens carry their
@@ -130,7 +151,7 @@ class Case {
   std::vector<std::byte> q_stored_;
   std::vector<Token> tokens_;
   std::vector<std::unique_ptr<Buffer>> pages_k_, pages_v_, pages_w_, pages_s_;
-  std::vector<uint16_t> channels_k_, channels_v_;  // scales by channel, [heads][dim]
+  std::vector<PageParams> params_k_, params_v_;
   std::vector<KvRun> runs_;
   std::vector<float> sinks_;
   std::vector<float> slopes_;
