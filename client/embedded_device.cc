@@ -30,7 +30,9 @@ Status unsupported(const std::string& what) {
 Status closed_status() { return Status(KVM_ERR_DISCONNECTED, "the client was closed"); }
 
 const char* retention_name(uint32_t kind) {
-  return kind == KVM_RETAIN_SINKS_RECENT_FOLD ? "SINKS_RECENT_FOLD" : "HEAVY";
+  return kind == KVM_RETAIN_SINKS_RECENT_FOLD ? "SINKS_RECENT_FOLD"
+         : kind == KVM_RETAIN_HEAVY           ? "HEAVY"
+                                              : "PROMPT";
 }
 
 Status add_classes(const engine::Space& space, uint32_t layer, device::LayerLayout* to) {

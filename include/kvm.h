@@ -477,7 +477,13 @@ enum {
    * all queries so far gave them, over the q heads of the group, and what kvm_observe added. Equal
    * ones: the earlier. A query sees all tokens that are stored. Each head chooses for itself, has
    * pages of its own, and no index; the layers that read it have no window. */
-  KVM_RETAIN_HEAVY = 3
+  KVM_RETAIN_HEAVY = 3,
+  /* Unified Layer Skipping (arXiv 2404.06954): for all heads of a layer that decoding skips. Every
+   * token stays until the prompt is committed (KVM_ITEM_PROMPT_END); then the layer's full pages
+   * are freed, and those of what it gets later. Attends of it answer PARTIAL from then on, and so
+   * do cuts within the prompt; it has no index. n_sinks, n_recent and slack are 0. INVALID by a
+   * kvmd that does not know it. */
+  KVM_RETAIN_PROMPT = 4
 };
 
 /* What a HEAVY head makes of the tokens that it gives up. WEIGHTED is as in D2O (Wan et al., arXiv
@@ -591,7 +597,7 @@ typedef struct kvm_policy_params {
   uint32_t retention;       /* KVM_RETAIN_* */
   uint32_t positions;       /* KVM_POSITIONS_* */
   uint64_t n_sinks;
-  uint64_t n_recent; /* at least 1 without FULL */
+  uint64_t n_recent; /* at least 1 but for FULL and PROMPT */
   uint64_t slack;    /* tokens kept beyond n_recent, so that truncate has room; 0: none */
   uint64_t n_heavy;  /* HEAVY only, 1 to 65536 */
   uint32_t merge;    /* HEAVY only, KVM_MERGE_* */
@@ -1096,7 +1102,8 @@ enum {
    * KVM_SEQ_MANUAL_COMMIT. UNSUPPORTED by a kvmd before protocol 1.5. */
   KVM_ITEM_LAST_LAYER = 1u << 3,
   /* The prompt ends with the tokens that the item appends: once they are committed, heads with
-   * KVM_BUDGETS_BY_DENSITY choose what to keep. Of several layers' appends one may say so, or all.
+   * KVM_BUDGETS_BY_DENSITY choose what to keep, and those with KVM_RETAIN_PROMPT keep nothing. Of
+   * several layers' appends one may say so, or all.
    * Where nobody does, the prompt ends before the first token that is committed alone. Means
    * nothing without n_append, and where no head waits for it. UNSUPPORTED by a kvmd before
    * protocol 1.7. */

@@ -98,6 +98,8 @@ struct ListView {
   // n_recent and n_heavy are to be the list's share of what several have: share_out() has not
   // spoken yet.
   bool awaits_share = false;
+  // Where the sequence's prompt ends; UINT64_MAX: not known yet.
+  uint64_t prompt_end = UINT64_MAX;
   // kPromptEnd: what lies before has been measured.
   uint64_t measured_end = 0;
   // What is given up is compared with what is kept, each with each.

@@ -299,6 +299,10 @@ Result<ListImage> ListReader::read(std::span<const uint32_t> page_bytes, uint64_
   if (class_.retention.kind == KVM_RETAIN_FULL && from_.n_dropped() != 0) {
     return wrong("tokens that nobody dropped");
   }
+  if (class_.retention.kind == KVM_RETAIN_PROMPT && from_.n_dropped() != 0 &&
+      image_.prompt_end() > image_.n_committed()) {
+    return wrong("tokens of a prompt that has not ended");
+  }
   KVM_TRY(read_budget());
   KVM_TRY(read_mean());
   KVM_TRY(read_kept());
@@ -376,7 +380,7 @@ Status read_whole(const disk::Image& from, const Space& space, SequenceImage* im
   if ((image->flags & ~kSeqFlags) != 0 || image->n_committed > longest ||
       (image->due_events & ~kAllEvents) != 0 ||
       image->next_commits.size() != find_governed(space).size() ||
-      (has_prompt && (!space.shares_budgets || image->prompt_end > kMaxTokens)) ||
+      (has_prompt && (!space.awaits_prompt || image->prompt_end > kMaxTokens)) ||
       (image->has_budgets && !has_prompt)) {
     return corrupt_image("what its lists do not bear out");
   }

@@ -83,6 +83,7 @@ uint64_t show_list(const StoreMemory& memory, const Sequence& seq, uint32_t laye
   view->slack = head_class.retention.slack;
   view->n_heavy = budget.n_heavy;
   view->awaits_share = awaits_share(seq, head_class.retention);
+  view->prompt_end = seq.prompt_end;
   view->merges = head_class.retention.merge != KVM_MERGE_NONE;
   *kept = kept_tokens(seq, own.first_list + class_index, view);
   view->kept = *kept;

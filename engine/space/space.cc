@@ -437,10 +437,11 @@ Status check_retention(const std::string& where, const kvm_policy_params& params
                    text(params.retention) + "; only with KVM_RETAIN_SINKS_RECENT (1) is it known " +
                    "how many tokens are between the sinks and a query");
   }
-  if (params.retention > KVM_RETAIN_HEAVY) {
-    return invalid(where + ".retention is " + text(params.retention) +
-                   "; it must be KVM_RETAIN_FULL (0), KVM_RETAIN_SINKS_RECENT (1), "
-                   "KVM_RETAIN_SINKS_RECENT_FOLD (2) or KVM_RETAIN_HEAVY (3)");
+  if (params.retention > KVM_RETAIN_PROMPT) {
+    return invalid(
+        where + ".retention is " + text(params.retention) +
+        "; it must be KVM_RETAIN_FULL (0), KVM_RETAIN_SINKS_RECENT (1), "
+        "KVM_RETAIN_SINKS_RECENT_FOLD (2), KVM_RETAIN_HEAVY (3) or KVM_RETAIN_PROMPT (4)");
   }
   if (params.retention == KVM_RETAIN_HEAVY) {
     KVM_TRY(check_range((where + ".n_heavy").c_str(), params.n_heavy, 1, kMaxHeavy));
@@ -465,11 +466,11 @@ Status check_retention(const std::string& where, const kvm_policy_params& params
     return invalid(where + ".budgets is " + text(params.budgets) +
                    "; it must be 0 without KVM_RETAIN_HEAVY");
   }
-  if (params.retention == KVM_RETAIN_FULL) {
+  if (params.retention == KVM_RETAIN_FULL || params.retention == KVM_RETAIN_PROMPT) {
     if (params.n_sinks != 0 || params.n_recent != 0 || params.slack != 0) {
       return invalid(where + " has n_sinks " + text(params.n_sinks) + ", n_recent " +
                      text(params.n_recent) + ", slack " + text(params.slack) +
-                     "; with KVM_RETAIN_FULL all must be 0");
+                     "; with KVM_RETAIN_FULL and KVM_RETAIN_PROMPT all must be 0");
     }
     return Status::ok();
   }
@@ -501,6 +502,24 @@ Status apply_policies(const SpaceSpec& spec, const Space& space, HeadConfigs* co
                                                .positions = params.positions};
         }
       }
+    }
+  }
+  return Status::ok();
+}
+
+// Queries ask all heads of a layer.
+Status check_prompt_layers(const Space& space, const HeadConfigs& configs) {
+  for (uint32_t layer = 0; layer < space.n_layers; ++layer) {
+    const auto goes = [&](const HeadConfig& config) {
+      return config.retention.kind == KVM_RETAIN_PROMPT;
+    };
+    const auto& heads = configs[layer];
+    const auto n = std::count_if(heads.begin(), heads.end(), goes);
+    if (space.layers[layer].kind == KVM_LAYER_OWN && n != 0 &&
+        static_cast<size_t>(n) != heads.size()) {
+      return invalid(text(n) + " of the " + text(heads.size()) + " kv heads of layer " +
+                     text(layer) + " have KVM_RETAIN_PROMPT; all must have it, or none: a query " +
+                     "asks them all");
     }
   }
   return Status::ok();
@@ -825,6 +844,8 @@ void make_classes(const HeadConfigs& configs, Space* space) {
       space->settles = space->settles || head_class.settles();
       space->shares_budgets =
           space->shares_budgets || head_class.retention.budgets != KVM_BUDGETS_EQUAL;
+      space->awaits_prompt = space->awaits_prompt || space->shares_budgets ||
+                             head_class.retention.kind == KVM_RETAIN_PROMPT;
     }
     space->n_lists += static_cast<uint32_t>(layer.classes.size());
   }
@@ -946,6 +967,7 @@ Result<std::shared_ptr<const Space>> resolve_space(const SpaceSpec& spec) {
   }
   KVM_TRY(apply_policies(spec, *space, &configs));
   KVM_TRY(check_seen(*space, configs));
+  KVM_TRY(check_prompt_layers(*space, configs));
   KVM_TRY(apply_codecs(spec, *space, &configs));
   KVM_TRY(apply_indexes(spec, space.get()));
   KVM_TRY(check_indexed(configs, *space));

@@ -174,6 +174,7 @@ struct Space {
   bool has_indexes = false;     // of some layer
   bool settles = false;         // some head class does
   bool shares_budgets = false;  // likewise, among layers
+  bool awaits_prompt = false;   // some head class gives up nothing before the prompt ends
   // engine/space/digest.h.
   Digest layout_digest{};
   Digest policy_digest{};

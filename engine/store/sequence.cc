@@ -8,6 +8,7 @@
 #include "base/counted.h"
 #include "base/round.h"
 #include "policies/heavy.h"
+#include "policies/prompt.h"
 #include "policies/settle.h"
 #include "policies/sinks_recent.h"
 
@@ -38,6 +39,8 @@ const policies::Policy& policy_of(const Retention& retention) {
       return policies::sinks_recent_fold();
     case KVM_RETAIN_HEAVY:
       return policies::heavy();
+    case KVM_RETAIN_PROMPT:
+      return policies::prompt();
     default:
       return policies::full();
   }
@@ -56,9 +59,9 @@ bool has_given_up_shares(const Sequence& seq) {
   return false;
 }
 
-// Policies hear of it once the prompt is committed, and once only.
+// Policies that share out budgets hear of it once the prompt is committed, and once only.
 void note_prompt_end(Sequence* seq) {
-  if (seq->prompt_end <= seq->n_committed && seq->budgets.empty()) {
+  if (seq->space().shares_budgets && seq->prompt_end <= seq->n_committed && seq->budgets.empty()) {
     note(seq, policies::Event::kPromptEnd);
     note(seq, policies::Event::kCommitted);  // they may act now
   }
@@ -78,8 +81,10 @@ void advance_commit(Sequence* seq, uint64_t n_tokens) {
 }
 
 void end_prompt(Sequence* seq, uint64_t n_tokens) {
-  if (seq->space().shares_budgets && seq->prompt_end == UINT64_MAX) {
+  if (seq->space().awaits_prompt && seq->prompt_end == UINT64_MAX) {
     seq->prompt_end = n_tokens;
+    // Whoever waits for the end asked for no commit before it.
+    std::fill(seq->next_commits.begin(), seq->next_commits.end(), 0);
     note_prompt_end(seq);
   }
 }

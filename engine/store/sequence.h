@@ -80,8 +80,8 @@ struct Sequence {
   // their class says, or cannot be.
   std::vector<uint64_t> settled_ends;
   policies::EventSet due_events = 0;  // that policies have not been asked about
-  // Where heads wait for the prompt's end: where it is (UINT64_MAX: not known), and, once it is
-  // committed, what each list keeps [Space::n_lists]; else empty.
+  // Where heads wait for the prompt's end: where it is (UINT64_MAX: not known), and, where budgets
+  // are shared out, what each list keeps once it is committed [Space::n_lists]; else empty.
   uint64_t prompt_end = UINT64_MAX;
   std::vector<policies::Budget> budgets;
   std::vector<ObservedRef> observed;  // empty, or [n_layers]

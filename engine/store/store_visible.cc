@@ -66,6 +66,11 @@ Status Store::check_visible(const Sequence* seq, uint32_t layer,
   const std::span<const PageList> lists = seq->stored_lists(layer);
   for (uint32_t i = 0; i < lists.size(); ++i) {
     if (misses_visible(*seq, layer, i, lists[i], first_query_position, lists[i].length())) {
+      if (seq->space().head_class(layer, i).retention.kind == KVM_RETAIN_PROMPT) {
+        return Status(KVM_ERR_PARTIAL,
+                      fmt::format("layer {} has dropped its tokens when the prompt ended, at {}",
+                                  layer, seq->prompt_end));
+      }
       return Status(
           KVM_ERR_PARTIAL,
           fmt::format("a query at position {} of layer {} sees tokens that kv head {} has dropped",
@@ -104,6 +109,16 @@ Status Store::check_cut(const Sequence* seq, uint64_t n_tokens) {
     }
     const std::span<const PageList> lists = seq->stored_lists(layer);
     for (uint32_t i = 0; i < lists.size(); ++i) {
+      if (space.head_class(layer, i).retention.kind == KVM_RETAIN_PROMPT) {
+        // No token behind the prompt asks this layer, so nothing that it has dropped is missed.
+        if (lists[i].n_dropped() != 0 && n_tokens != 0 && n_tokens < seq->prompt_end) {
+          return Status(KVM_ERR_PARTIAL,
+                        fmt::format("sequence {:#x} cannot be cut at {}: layer {} has dropped its "
+                                    "tokens when the prompt ended, at {}",
+                                    seq->id, n_tokens, layer, seq->prompt_end));
+        }
+        continue;
+      }
       // Of a list that ends before, too: tokens may have ended at other layers.
       if (misses_visible(*seq, layer, i, lists[i], n_tokens,
                          std::min(n_tokens, lists[i].length()))) {

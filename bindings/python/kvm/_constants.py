@@ -120,6 +120,7 @@ class Retention(enum.IntEnum):
     SINKS_RECENT = 1
     SINKS_RECENT_FOLD = 2
     HEAVY = 3
+    PROMPT = 4
 
 
 class Merging(enum.IntEnum):

@@ -215,6 +215,9 @@ std::vector<Kind> kinds() {
   inside.spec.params.flags = KVM_SPACE_V_IN_K;
   inside.spec.params.head_dim_v = 8;
   all.push_back(inside);
+  Kind skipped = {"skipped", make_spec("skipped", 2, 2)};
+  skipped.spec.policies = {{.layer_begin = 1, .n_layers = 1, .retention = KVM_RETAIN_PROMPT}};
+  all.push_back(skipped);
   Kind aliased = {"aliased", make_spec("aliased", 3, 2)};
   aliased.spec.layers = {{.layer_begin = 2, .n_layers = 1, .kind = KVM_LAYER_ALIAS, .target = 0}};
   all.push_back(aliased);

@@ -61,6 +61,7 @@ pub const KVM_RETAIN_FULL: u32 = 0;
 pub const KVM_RETAIN_SINKS_RECENT: u32 = 1;
 pub const KVM_RETAIN_SINKS_RECENT_FOLD: u32 = 2;
 pub const KVM_RETAIN_HEAVY: u32 = 3;
+pub const KVM_RETAIN_PROMPT: u32 = 4;
 pub const KVM_MERGE_NONE: u32 = 0;
 pub const KVM_MERGE_WEIGHTED: u32 = 1;
 pub const KVM_MERGE_COUNTED: u32 = 2;
