@@ -16,6 +16,7 @@
 #include "client/checks.h"
 #include "client/handles.h"
 #include "client/outputs.h"
+#include "client/policy_preset.h"
 #include "client/prefix_hash.h"
 #include "client/status_name.h"
 #include "codecs/codec.h"
@@ -140,6 +141,19 @@ uint32_t kvm_codec_find(const char* name) {
   const kvm::codecs::Codec* codec = name == nullptr ? nullptr : kvm::codecs::find_codec(name);
   return codec == nullptr ? 0 : static_cast<uint32_t>(codec->id);
 }
+
+kvm_status kvm_policy_preset(const kvm_preset_params* params, kvm_preset* out) {
+  return guarded([&]() -> Status {
+    KVM_TRY(check_not_null(params, "params"));
+    KVM_TRY(check_not_null(out, "out"));
+    kvm_preset_params p;
+    KVM_TRY(kvm::ipc::read_params(params, &p, "kvm_preset_params"));
+    KVM_TRY_ASSIGN(const kvm::client::Preset preset, kvm::client::resolve_preset(p));
+    return kvm::client::write_preset(preset, out);
+  });
+}
+
+const char* kvm_preset_name(uint32_t index) { return kvm::client::preset_name(index); }
 
 const char* kvm_last_error(void) { return kvm::client::last_error(); }
 

@@ -704,6 +704,77 @@ typedef struct kvm_space_params {
   uint64_t reserved[3];
 } kvm_space_params;
 
+/* A preset is a published system with the settings of its paper, as entries of kvm_space_params:
+ *
+ *    kvm_policy_params policies[32];
+ *    kvm_preset_params system = {.struct_size = sizeof system, .name = "h2o", .n_layers = 32,
+ *                                .n_tokens = 8192};
+ *    kvm_preset preset = {.struct_size = sizeof preset, .policies = policies, .n_policies = 32};
+ *    kvm_policy_preset(&system, &preset);
+ *    geometry.policies = preset.policies;  geometry.n_policies = preset.n_policies;
+ *
+ * Entries may be changed, and others put behind them, which win. What a system would find out about
+ * a model (which heads retrieve, how long its windows are) is the caller's to say; docs/policies
+ * has a page for each.
+ *
+ *   "full"                    every token: no entries
+ *   "streaming_llm"           4 sinks, 1,020 recent tokens, positions in the cache (arXiv
+ *                             2309.17453); the space says its rope_layout
+ *   "duo_attention"           heads of kv_head_masks: 64 sinks, 256 recent (2410.10819)
+ *   "razor_attention"         heads of kv_head_masks: 4 sinks, the larger of 4,000 and n_tokens / 5
+ *                             recent, the mean of the rest (2407.15891)
+ *   "h2o"                     .2 of n_tokens, half of them heavy, half recent (2306.14048)
+ *   "d2o"                     the same beside 4 sinks, merged, shared out by density among layers 2
+ *                             to n_layers - 2, the others whole (2406.13035)
+ *   "kivi", "kivi4"           keys by channel, values by token, in 2 or 4 bits (2402.02750)
+ *   "yi_lightning"            of 4 layers 3 with a window of 4,096 tokens, the fourth full, full
+ *                             ones in pairs that share (2412.01253)
+ *   "skip_decode"             no entries: text says which layers a token reaches (2307.02628)
+ *   "unified_layer_skipping"  KVM_RETAIN_PROMPT for the layers that decoding skips at speed_up
+ *                             (2404.06954) */
+typedef struct kvm_preset_params {
+  uint32_t struct_size;
+  uint32_t flags;    /* reserved, zero */
+  const char *name;  /* one of those above; required */
+  uint32_t n_layers; /* of the space, 1 to 512; required */
+  uint32_t speed_up; /* unified_layer_skipping: n_layers / speed_up decode, at least 2; 0: 2 */
+  /* What shares are of: the length of prompts, say. 0: 4096. Only h2o, d2o, razor_attention, and
+   * streaming_llm with a share look at it. */
+  uint64_t n_tokens;
+  /* Of n_tokens, how much a head keeps beside d2o's sinks: above 0, up to 1. 0: the paper's.
+   * INVALID for systems that keep no share. */
+  float share;
+  uint32_t reserved0; /* zero */
+  uint64_t window;    /* yi_lightning: tokens; 0: 4096 */
+  uint64_t slack;     /* as in kvm_policy_params; INVALID where a preset has no such entries */
+  /* [n_layers][2] duo_attention, razor_attention: bit h: kv head h of the layer does not retrieve;
+   * required there, INVALID elsewhere. */
+  const uint64_t *kv_head_masks;
+  uint64_t reserved[4];
+} kvm_preset_params;
+
+/* Room for n_layers entries is enough for each array. */
+typedef struct kvm_preset {
+  uint32_t struct_size;
+  uint32_t n_layer_params; /* in: how many the array has room for; out: how many there are */
+  uint32_t n_policies;     /* likewise */
+  uint32_t n_codecs;       /* likewise */
+  kvm_layer_params *layers; /* of the caller; NULL where there is no room */
+  kvm_policy_params *policies;
+  kvm_codec_params *codecs;
+  char text[1024]; /* out: what it resolved to, and what else the engine does; lines, cut to fit */
+} kvm_preset;
+
+/* Fills *out. Pure computation in the caller's memory.
+ * Fails:   NOT_FOUND (no preset has this name; the sentence has the nearest, and all), UNSUPPORTED
+ *          (a published system that cannot be had yet), LIMIT (an array has too little room; the
+ *          sentence says how much is needed), INVALID (numbers that the system does not take, too
+ *          few layers for it). Threads: any. */
+KVM_API kvm_status kvm_policy_preset(const kvm_preset_params *params, kvm_preset *out);
+
+/* The names of presets, from 0 on; NULL behind the last. Static. Threads: any. */
+KVM_API const char *kvm_preset_name(uint32_t index);
+
 /* Registers a space, or finds the one that has this name when every parameter agrees. Names are
  * those of a user: the programs of one user share a space by its name, those of others have their
  * own of that name.

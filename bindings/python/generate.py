@@ -64,6 +64,7 @@ RECORDS = [
     ("kvm_codec_params", None, ""),
     ("kvm_index_params", None, ""),
     ("kvm_space_params", None, ""),
+    ("kvm_preset_params", None, ""),
     ("kvm_evict_params", None, ""),
     ("kvm_quota_params", None, ""),
 ]

@@ -140,6 +140,127 @@ TEST_F(AbiPolicy, BudgetsAreSharedOutWhenThePromptEnds) {
   EXPECT_EQ(seen_after(100, KVM_ITEM_PROMPT_END), 32 + 2000 - 1856);
 }
 
+// Unified Layer Skipping: layers 1 and 2 of 4 are freed when the prompt ends.
+TEST_F(AbiPolicy, ThePromptOfSkippedLayersGoes) {
+  kvm_policy_params skipped{};
+  skipped.layer_begin = 1;
+  skipped.n_layers = 2;
+  skipped.retention = KVM_RETAIN_PROMPT;
+  params_.n_layers = 4;
+  params_.policies = &skipped;
+  params_.n_policies = 1;
+  kvm_space_id space = 0;
+  kvm_seq_id seq = 0;
+  ASSERT_EQ(kvm_space_register(client_, &params_, &space), KVM_OK) << kvm_last_error();
+  ASSERT_EQ(kvm_seq_create(client_, space, nullptr, &seq), KVM_OK) << kvm_last_error();
+  const std::vector<float> kv(512 * kHeads * kDim);
+  const auto append = [&](uint32_t layer, uint64_t position, uint32_t n, uint32_t flags) {
+    kvm_item item{};
+    item.seq = seq;
+    item.append_position = position;
+    item.n_append = n;
+    item.flags = flags;
+    kvm_step_params step{};
+    step.struct_size = sizeof(step);
+    step.space = space;
+    step.layer_begin = layer;
+    step.n_items = 1;
+    step.items = &item;
+    step.k = step.v = tensor_of(kv);
+    return kvm_append(queue_, &step);
+  };
+  const auto bytes = [&] {
+    kvm_seq_info info{};
+    info.struct_size = sizeof(info);
+    EXPECT_EQ(kvm_seq_get_info(client_, seq, &info), KVM_OK);
+    return info.bytes;
+  };
+  for (uint32_t layer = 0; layer < 3; ++layer) {
+    ASSERT_EQ(append(layer, 0, 512, 0), KVM_OK) << kvm_last_error();
+  }
+  const uint64_t of_layer = bytes() / 3;
+  ASSERT_EQ(append(3, 0, 512, KVM_ITEM_PROMPT_END), KVM_OK) << kvm_last_error();
+  EXPECT_EQ(bytes(), 2 * of_layer);
+  ASSERT_EQ(append(0, 512, 1, 0), KVM_OK) << kvm_last_error();
+  ASSERT_EQ(append(3, 512, 1, KVM_ITEM_LAST_LAYER), KVM_OK) << kvm_last_error();
+  EXPECT_EQ(append(1, 513, 1, 0), KVM_ERR_HOLE);
+  EXPECT_EQ(kvm_seq_truncate(client_, seq, 511), KVM_ERR_PARTIAL);
+  EXPECT_NE(std::string(kvm_last_error()).find("when the prompt ended, at 512"), std::string::npos)
+      << kvm_last_error();
+  EXPECT_EQ(kvm_seq_truncate(client_, seq, 512), KVM_OK) << kvm_last_error();
+}
+
+// Each preset is a space that the service takes.
+TEST_F(AbiPolicy, PresetsRegister) {
+  params_.n_layers = 16;
+  params_.head_dim_k = 64;
+  std::vector<uint64_t> masks;
+  for (uint32_t layer = 0; layer < 16; ++layer) {
+    masks.insert(masks.end(), {6, 0});
+  }
+  uint32_t n = 0;
+  for (; kvm_preset_name(n) != nullptr; ++n) {
+    const std::string name = kvm_preset_name(n);
+    SCOPED_TRACE(name);
+    kvm_preset_params system{};
+    system.struct_size = sizeof(system);
+    system.name = name.c_str();
+    system.n_layers = 16;
+    if (name == "duo_attention" || name == "razor_attention") {
+      system.kv_head_masks = masks.data();
+    }
+    std::vector<kvm_layer_params> layers(16);
+    std::vector<kvm_policy_params> policies(16);
+    std::vector<kvm_codec_params> codecs(16);
+    kvm_preset preset{};
+    preset.struct_size = sizeof(preset);
+    preset.n_layer_params = preset.n_policies = preset.n_codecs = 16;
+    preset.layers = layers.data();
+    preset.policies = policies.data();
+    preset.codecs = codecs.data();
+    ASSERT_EQ(kvm_policy_preset(&system, &preset), KVM_OK) << kvm_last_error();
+    EXPECT_GT(std::string(preset.text).size(), 0u);
+    params_.name = name.c_str();
+    params_.layers = preset.layers;
+    params_.n_layer_params = preset.n_layer_params;
+    params_.policies = preset.policies;
+    params_.n_policies = preset.n_policies;
+    params_.codecs = preset.codecs;
+    params_.n_codecs = preset.n_codecs;
+    kvm_space_id space = 0;
+    EXPECT_EQ(kvm_space_register(client_, &params_, &space), KVM_OK) << kvm_last_error();
+  }
+  EXPECT_GT(n, 8u);
+}
+
+TEST_F(AbiPolicy, PresetsThatCannotBeSayWhy) {
+  kvm_preset_params system{};
+  system.struct_size = sizeof(system);
+  system.name = "h20";
+  system.n_layers = 16;
+  kvm_policy_params policy{};
+  kvm_preset preset{};
+  preset.struct_size = sizeof(preset);
+  preset.policies = &policy;
+  preset.n_policies = 1;
+  EXPECT_EQ(kvm_policy_preset(&system, &preset), KVM_ERR_NOT_FOUND);
+  EXPECT_NE(std::string(kvm_last_error()).find("the nearest is h2o; there are full, "),
+            std::string::npos)
+      << kvm_last_error();
+  system.name = "h2o";
+  EXPECT_EQ(kvm_policy_preset(&system, nullptr), KVM_ERR_INVALID);
+  EXPECT_EQ(kvm_policy_preset(nullptr, &preset), KVM_ERR_INVALID);
+  preset.n_policies = 0;
+  EXPECT_EQ(kvm_policy_preset(&system, &preset), KVM_ERR_LIMIT);
+  preset.n_policies = 1;
+  EXPECT_EQ(policy.n_heavy, 0u);
+  ASSERT_EQ(kvm_policy_preset(&system, &preset), KVM_OK) << kvm_last_error();
+  EXPECT_EQ(policy.n_heavy, 410u);
+  EXPECT_EQ(preset.n_policies, 1u);
+  system.flags = 1;
+  EXPECT_EQ(kvm_policy_preset(&system, &preset), KVM_ERR_INVALID);
+}
+
 TEST_F(AbiPolicy, ImpossibleCombinationsSayWhy) {
   kvm_space_id space = 0;
   const auto refused = [&](const char* reason) {

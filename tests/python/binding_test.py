@@ -488,6 +488,41 @@ class Answers:
         with self.assert_refused(INVALID, kvm.InvalidError, "lse has 1 rows"):
             kvm.merge([(parts[0].o, parts[0].lse[:1])])
 
+    def test_presets(self):
+        names = kvm.preset_names()
+        self.assertIn("unified_layer_skipping", names)
+        system = kvm.Preset.parse("h2o:n_tokens=10000,share=0.5").resolve(32)
+        self.assertEqual(system.policies, [kvm.Policy(kvm.Retention.HEAVY, n_recent=2500,
+                                                      n_heavy=2500)])
+        self.assertIn("2500 with most attention", str(system))
+        skips = kvm.Preset("unified_layer_skipping", speed_up=2).resolve(6)
+        self.assertEqual([(p.begin, p.n_layers) for p in skips.policies], [(1, 2), (4, 1)])
+        table = kvm.Preset("duo_attention", heads=[[0, 100], [], [3]]).resolve(3)
+        self.assertEqual([(p.begin, p.heads) for p in table.policies], [(0, (0, 100)), (2, (3,))])
+        yi = kvm.Preset("yi_lightning", window=256).resolve(8)
+        self.assertEqual(yi.layers, [kvm.Layer(7, kind=kvm.LayerKind.ALIAS, target=3)])
+        kivi = kvm.Preset("kivi").resolve(4)
+        self.assertEqual(kivi.codecs, [kvm.Codec(kvm.CodecId.I2_CHANNEL, kvm.CodecId.I2)])
+        for wrong, reason in (("h20", "the nearest is h2o"), ("mikv", "not there yet"),
+                              ("duo_attention", "kv_head_masks is NULL")):
+            with self.assertRaisesRegex(kvm.Error, reason):
+                kvm.Preset(wrong).resolve(4)
+        for wrong, reason in (("h2o:shar=1", "shar"), ("h2o:share=x", "no number")):
+            with self.assertRaisesRegex(ValueError, reason):
+                kvm.Preset.parse(wrong)
+
+    def test_a_space_takes_a_preset(self):
+        space = self.client.register_space("preset", n_layers=2, n_q_heads=2, head_dim=16,
+                                           policy="h2o:n_tokens=640,share=0.2")
+        same = self.client.register_space(
+            "preset", n_layers=2, n_q_heads=2, head_dim=16,
+            policies=[kvm.Policy(kvm.Retention.HEAVY, n_recent=64, n_heavy=64)])
+        self.assertEqual(same.id, space.id)
+        other = self.client.register_space(
+            "preset-full", n_layers=2, n_q_heads=2, head_dim=16, policy="h2o",
+            policies=[kvm.Policy()])
+        self.assertEqual(other.info().n_head_classes, 2)  # later entries win
+
     def test_probe_heads(self):
         period = self.normal(40, 1, 16)
         q = numpy.concatenate([period] * 3) * 8

@@ -34,6 +34,7 @@ from ._errors import (CancelledError, DisconnectedError, Error, FullError, Inval
 from ._objects import (Client, Queue, Sequence, Space, connect, merge, open_embedded, probe_heads)
 from ._params import Codec, Index, Layer, Policy
 from ._prefixes import PrefixHashes
+from ._presets import Preset, Resolved, preset_names
 from ._programs import Daemon, start_daemon
 from ._records import (Amounts, ClientEntry, ClientInfo, EvictResult, SequenceInfo, SnapshotInfo,
                        SpaceInfo, Stats, UserEntry)
@@ -55,10 +56,10 @@ __all__ = [
     "Budgets", "CancelledError", "Client", "ClientEntry", "ClientInfo", "Codec", "CodecId",
     "Daemon", "DisconnectedError", "Dtype", "Error", "Evict", "EvictResult", "Feature", "FullError",
     "Index", "IndexKind", "InvalidError", "Item", "Layer", "LayerKind", "LogLevel", "Merging",
-    "Mode", "NotFoundError", "PartialError", "Policy", "Positions", "PrefixHashes", "Proposal",
-    "Queue", "QuotaOf", "RefusedError", "Request", "Retention", "Rope", "SaveFlag", "Sequence",
-    "SequenceFlag", "SequenceInfo", "SnapshotFlag", "SnapshotInfo", "Space", "SpaceFlag",
-    "SpaceInfo", "Stats", "Status", "Step", "StepResult", "StepStats", "UnsupportedError",
-    "UserEntry", "WaitTimeoutError", "connect", "merge", "open_embedded", "probe_heads", "set_log",
-    "start_daemon",
+    "Mode", "NotFoundError", "PartialError", "Policy", "Positions", "PrefixHashes", "Preset",
+    "Proposal", "Queue", "QuotaOf", "RefusedError", "Request", "Resolved", "Retention", "Rope",
+    "SaveFlag", "Sequence", "SequenceFlag", "SequenceInfo", "SnapshotFlag", "SnapshotInfo", "Space",
+    "SpaceFlag", "SpaceInfo", "Stats", "Status", "Step", "StepResult", "StepStats",
+    "UnsupportedError", "UserEntry", "WaitTimeoutError", "connect", "merge", "open_embedded",
+    "preset_names", "probe_heads", "set_log", "start_daemon",
 ]

@@ -21,6 +21,7 @@ from ._constants import (EVICT_DISCONNECT, POSITION_END, PRIORITY_MAX, CodecId, 
 from ._errors import LAST_32, Error, check_names, check_reals, text, whole
 from ._params import Codec, Index, Layer, Policy, codec_of, dtype_of
 from ._prefixes import PrefixHashes, data_of, keep_ns
+from ._presets import Preset, preset_of
 from ._records import (Amounts, ClientEntry, ClientInfo, EvictResult, SequenceInfo, SnapshotInfo,
                        SpaceInfo, Stats, UserEntry)
 from ._requests import (Item, Layout, Request, Step, StepResult, check_step, is_heads, step_flags)
@@ -172,9 +173,10 @@ class Client:
             logit_softcap: float = 0.0, rope: Rope = Rope.NONE,
             rope_inv_freq: Iterable[float] = (), sink_logits: Iterable[float] | None = None,
             alibi_slopes: Iterable[float] | None = None, values_in_keys: bool = False,
-            layers: Iterable[Layer] = (), policies: Iterable[Policy] = (),
-            codecs: Iterable[Codec] = (), indexes: Iterable[Index] = (),
-            default_mode: Mode = Mode.DEFAULT, default_proposal: Proposal = Proposal.DEFAULT,
+            layers: Iterable[Layer] = (), policy: Preset | str | None = None,
+            policies: Iterable[Policy] = (), codecs: Iterable[Codec] = (),
+            indexes: Iterable[Index] = (), default_mode: Mode = Mode.DEFAULT,
+            default_proposal: Proposal = Proposal.DEFAULT,
             default_eps: float = 0.0, default_delta: float = 0.0, default_budget: int = 0,
             fingerprint: bytes = bytes(32), shard_index: int = 0, n_shards: int = 0) -> Space:
         """Registers the geometry of a model's KV, or finds the space of this name that is the same.
@@ -187,13 +189,20 @@ class Client:
         alibi_slopes:  [n_q_heads] what logits grow by from position to position (BLOOM, MPT).
         values_in_keys:  values are the first head_dim_v channels of keys (DeepSeek's latent form):
                        stored once, and steps append k alone.
+        policy:        a published system: "h2o", "h2o:n_tokens=8192,share=0.3", or a `Preset`.
         default_*:     what steps without a mode of their own take; DEFAULT: exact.
         fingerprint:   32 bytes of whatever must agree between users of the name (weights, ...).
-        Later entries of `layers`, `policies`, `codecs` and `indexes` win.
+        Later entries of `layers`, `policies`, `codecs` and `indexes` win, also over those of
+        `policy`.
         """
         check_names(Mode, default_mode=default_mode)
         check_names(Proposal, default_proposal=default_proposal)
-        overrides = list(layers)
+        overrides, all_policies, all_codecs = list(layers), list(policies), list(codecs)
+        if policy is not None:
+            system = preset_of(policy).resolve(n_layers)
+            overrides = system.layers + overrides
+            all_policies = system.policies + all_policies
+            all_codecs = system.codecs + all_codecs
         numbers = {
             "n_layers": n_layers, "n_q_heads": n_q_heads, "n_kv_heads": n_kv_heads,
             "head_dim_k": head_dim, "head_dim_v": head_dim_v, "codec": int(codec_of(codec)),
@@ -206,7 +215,7 @@ class Client:
         }
         space = self._native.register_space(
             text("name", name), numbers, [entry._fields() for entry in overrides],
-            [entry._fields() for entry in policies], [entry._fields() for entry in codecs],
+            [entry._fields() for entry in all_policies], [entry._fields() for entry in all_codecs],
             [entry._fields() for entry in indexes], list(rope_inv_freq),
             None if sink_logits is None else list(sink_logits),
             None if alibi_slopes is None else list(alibi_slopes))

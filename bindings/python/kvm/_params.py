@@ -58,17 +58,23 @@ def _name_of(value: Any) -> str:
     return getattr(value, "__name__", None) or str(value).removeprefix("torch.")
 
 
-def _mask(heads: Iterable[int] | None) -> tuple[int, int]:
-    if heads is None:
-        return 0, 0
+def mask_of(heads: Iterable[int]) -> tuple[int, int]:
+    """kv_head_mask of these heads, which may be none."""
     bits = 0
     for head in heads:
         if not 0 <= head < 128:
             raise ValueError(f"kv head {head} is named; there are at most 128")
         bits |= 1 << head
-    if bits == 0:
-        raise ValueError("heads is empty; None means all of them")
     return bits & (2**64 - 1), bits >> 64
+
+
+def _mask(heads: Iterable[int] | None) -> tuple[int, int]:
+    if heads is None:
+        return 0, 0
+    mask = mask_of(heads)
+    if mask == (0, 0):
+        raise ValueError("heads is empty; None means all of them")
+    return mask
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +104,7 @@ class Policy:
 
     retention: Retention = Retention.FULL
     n_sinks: int = 0
-    n_recent: int = 0  #: at least 1 without FULL
+    n_recent: int = 0  #: at least 1 but for FULL and PROMPT
     n_heavy: int = 0  #: HEAVY only
     merge: Merging = Merging.NONE  #: HEAVY only: whether tokens that go join ones that stay
     budgets: Budgets = Budgets.EQUAL  #: HEAVY only: whether some layers keep more than others

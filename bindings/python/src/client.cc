@@ -115,6 +115,46 @@ uint64_t register_space(Client& client, const std::string& name, const nb::dict&
   return space;
 }
 
+template <typename Params>
+nb::list to_dicts(const std::vector<Params>& all, uint32_t n) {
+  nb::list dicts;
+  for (uint32_t i = 0; i < n; ++i) {
+    dicts.append(to_dict(all[i]));
+  }
+  return dicts;
+}
+
+// kv_head_masks: two words for each layer, or nothing.
+nb::dict preset(const std::string& name, const nb::dict& numbers,
+                const std::optional<std::vector<uint64_t>>& kv_head_masks) {
+  auto params = sized<kvm_preset_params>();
+  from_dict(numbers, &params);
+  params.name = name.c_str();
+  if (kv_head_masks.has_value()) {
+    if (kv_head_masks->size() != uint64_t{params.n_layers} * 2) {
+      refuse("heads is for " + std::to_string(kv_head_masks->size() / 2) + " layers; there are " +
+             std::to_string(params.n_layers));
+    }
+    params.kv_head_masks = kv_head_masks->data();
+  }
+  constexpr uint32_t kRoom = 512;  // the most layers of a space
+  std::vector<kvm_layer_params> layers(kRoom);
+  std::vector<kvm_policy_params> policies(kRoom);
+  std::vector<kvm_codec_params> codecs(kRoom);
+  auto out = sized<kvm_preset>();
+  out.n_layer_params = out.n_policies = out.n_codecs = kRoom;
+  out.layers = layers.data();
+  out.policies = policies.data();
+  out.codecs = codecs.data();
+  check(kvm_policy_preset(&params, &out));
+  nb::dict dict;
+  dict["layers"] = to_dicts(layers, out.n_layer_params);
+  dict["policies"] = to_dicts(policies, out.n_policies);
+  dict["codecs"] = to_dicts(codecs, out.n_codecs);
+  dict["text"] = to_python(out.text);
+  return dict;
+}
+
 // Bytes that a framework sees as an array; they are given back with the last view of them.
 struct Owned {
   Client::Piece piece;
@@ -339,6 +379,8 @@ kvm_buffer Client::find(const void* address, uint64_t size) const {
 // --- Python -------------------------------------------------------------------------------------
 
 void register_client(nb::module_& module) {
+  module.def("preset", preset, nb::arg("name"), nb::arg("numbers"),
+             nb::arg("kv_head_masks").none());
   pthread_atfork(nullptr, nullptr, [] { n_forks.fetch_add(1, std::memory_order_relaxed); });
   nb::class_<Client>(module, "Client", nb::is_weak_referenceable())
       .def_static("connect", &Client::connect, nb::arg("socket").none(), nb::arg("name").none(),

@@ -138,6 +138,8 @@ void register_status(nb::module_& module) {
       "codec_name", [](uint32_t codec) { return kvm_codec_name(codec); }, nb::arg("codec"));
   module.def(
       "codec_find", [](const char* name) { return kvm_codec_find(name); }, nb::arg("name"));
+  module.def(
+      "preset_name", [](uint32_t index) { return kvm_preset_name(index); }, nb::arg("index"));
   module.def("set_log", set_log, nb::arg("callback").none());
   pthread_atfork(nullptr, nullptr, [] { log_of_process = new Log; });
   module.def("version", [] { return kvm_version_string(); });

@@ -25,9 +25,10 @@ import transformers
 from transformers import cache_utils
 from transformers.cache_utils import Cache
 
-from .. import (Client, Codec, Index, InvalidError, Item, Layer, Mode, Policy, Proposal, Sequence,
-                Status)
+from .. import (Client, Codec, Index, InvalidError, Item, Layer, Mode, Policy, Preset, Proposal,
+                Sequence, Status)
 from .._objects import Space
+from .._presets import preset_of
 from .._requests import check_step
 
 try:
@@ -128,8 +129,8 @@ class KvmCache(Cache):
                half of bfloat16.
     mode, eps, delta, budget, seed, proposal: how to attend, as in `Queue.step`. Chunks of a prefill
                are answered exactly. Mode EXACT takes none of the others.
-    policies, codecs, indexes: as in `Client.register_space`. With an approximate mode and no index
-               every kv head gets `Index()`.
+    policy, policies, codecs, indexes: as in `Client.register_space`. With an approximate mode and
+               no index every kv head gets `Index()`.
     manual_commit: tokens become final by `commit` alone, so that `crop` can take back what a policy
                would have dropped.
     name:      of the space; None: made of the model's type and configuration.
@@ -142,9 +143,9 @@ class KvmCache(Cache):
     def __init__(self, model: Any, client: Client, *, codec: Any = None, mode: Mode = Mode.EXACT,
                  proposal: Proposal = Proposal.DEFAULT, eps: float = 0.0, delta: float = 0.0,
                  budget: int = 0, seed: int = 0, f32_values: bool = False,
-                 policies: Iterable[Policy] = (), codecs: Iterable[Codec] = (),
-                 indexes: Iterable[Index] = (), manual_commit: bool = False,
-                 name: str | None = None) -> None:
+                 policy: Preset | str | None = None, policies: Iterable[Policy] = (),
+                 codecs: Iterable[Codec] = (), indexes: Iterable[Index] = (),
+                 manual_commit: bool = False, name: str | None = None) -> None:
         check_step(0, budget, seed, 0, mode, proposal, eps=eps, delta=delta)
         others = {"eps": eps, "delta": delta, "budget": budget, "proposal": proposal}
         for what, value in others.items():
@@ -156,7 +157,7 @@ class KvmCache(Cache):
         if mode not in (Mode.DEFAULT, Mode.EXACT) and not of_indexes:
             of_indexes = [Index()]
         self.client = client
-        self.space: _ModelSpace = _register(model, client, name, codec, list(policies),
+        self.space: _ModelSpace = _register(model, client, name, codec, policy, list(policies),
                                             list(codecs), of_indexes)
         self.stats = CacheStats()
         self._arguments: dict[str, Any] = {
@@ -489,10 +490,15 @@ class _ModelSpace(Space):
     _kvm_geometry: _Geometry
 
 
-def _register(model: Any, client: Client, name: str | None, codec: Any, policies: list[Policy],
-              codecs: list[Codec], indexes: list[Index]) -> _ModelSpace:
+def _register(model: Any, client: Client, name: str | None, codec: Any, policy: Preset | str | None,
+              policies: list[Policy], codecs: list[Codec], indexes: list[Index]) -> _ModelSpace:
     config = model.config.get_text_config(decoder=True)
     n_layers, n_q_heads = config.num_hidden_layers, config.num_attention_heads
+    layers: list[Layer] = []
+    if policy is not None:
+        system = preset_of(policy).resolve(n_layers)
+        layers, policies, codecs = (system.layers, system.policies + policies,
+                                    system.codecs + codecs)
     n_kv_heads = getattr(config, "num_key_value_heads", None) or n_q_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // n_q_heads
     windows = _windows(config, n_layers)
@@ -512,7 +518,7 @@ def _register(model: Any, client: Client, name: str | None, codec: Any, policies
     space = client.register_space(
         name, n_layers=n_layers, n_q_heads=n_q_heads, n_kv_heads=n_kv_heads, head_dim=head_dim,
         codec=codec, logit_softcap=softcap, sink_logits=sinks, fingerprint=digest,
-        layers=[Layer(i, window=window) for i, window in enumerate(windows) if window],
+        layers=layers + [Layer(i, window=window) for i, window in enumerate(windows) if window],
         policies=policies, codecs=codecs, indexes=indexes)
     made = _ModelSpace(client, space.id, space._layer_shapes)
     made._kvm_geometry = _Geometry(tuple(windows), softcap, sinks is not None)

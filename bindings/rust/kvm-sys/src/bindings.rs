@@ -442,6 +442,56 @@ impl Default for kvm_space_params {
 
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
+pub struct kvm_preset_params {
+    pub struct_size: u32,
+    pub flags: u32,
+    pub name: *const c_char,
+    pub n_layers: u32,
+    pub speed_up: u32,
+    pub n_tokens: u64,
+    pub share: f32,
+    pub reserved0: u32,
+    pub window: u64,
+    pub slack: u64,
+    pub kv_head_masks: *const u64,
+    pub reserved: [u64; 4],
+}
+
+impl Default for kvm_preset_params {
+    /// Zeros, and `struct_size`.
+    fn default() -> Self {
+        // SAFETY: numbers and raw pointers; zero is a value of each.
+        let mut zeros: Self = unsafe { std::mem::zeroed() };
+        zeros.struct_size = std::mem::size_of::<Self>() as u32;
+        zeros
+    }
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct kvm_preset {
+    pub struct_size: u32,
+    pub n_layer_params: u32,
+    pub n_policies: u32,
+    pub n_codecs: u32,
+    pub layers: *mut kvm_layer_params,
+    pub policies: *mut kvm_policy_params,
+    pub codecs: *mut kvm_codec_params,
+    pub text: [c_char; 1024],
+}
+
+impl Default for kvm_preset {
+    /// Zeros, and `struct_size`.
+    fn default() -> Self {
+        // SAFETY: numbers and raw pointers; zero is a value of each.
+        let mut zeros: Self = unsafe { std::mem::zeroed() };
+        zeros.struct_size = std::mem::size_of::<Self>() as u32;
+        zeros
+    }
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
 pub struct kvm_space_info {
     pub struct_size: u32,
     pub n_layers: u32,
@@ -1100,6 +1150,8 @@ extern "C" {
     pub fn kvm_arena_data(arena: *mut kvm_arena, buffer: kvm_buffer) -> *mut c_void;
     pub fn kvm_codec_name(codec: u32) -> *const c_char;
     pub fn kvm_codec_find(name: *const c_char) -> u32;
+    pub fn kvm_policy_preset(params: *const kvm_preset_params, out: *mut kvm_preset) -> kvm_status;
+    pub fn kvm_preset_name(index: u32) -> *const c_char;
     pub fn kvm_space_register(
         client: *mut kvm_client,
         params: *const kvm_space_params,

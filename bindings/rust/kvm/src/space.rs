@@ -11,6 +11,7 @@ use crate::client::{c_string, Client, Connection};
 use crate::codec::CodecId;
 use crate::error::{check, text_of, Error, Result, Status};
 use crate::prefix::{FoundPrefix, PrefixHash};
+use crate::preset::Preset;
 use crate::sequence::{Sequence, SequenceId, SequenceParams};
 use crate::step::{Accuracy, Mode, Proposal};
 
@@ -270,6 +271,28 @@ impl Policy {
         let mut policy = Policy::sinks_recent(heads, n_sinks, n_recent);
         policy.raw.retention = sys::KVM_RETAIN_HEAVY;
         policy.raw.n_heavy = n_heavy;
+        policy
+    }
+
+    /// Unified Layer Skipping: for all heads of layers that decoding skips. Every token stays until
+    /// the prompt ends ([`Item::prompt_end`](crate::Item::prompt_end)); then their memory is freed,
+    /// and attends of them answer `Partial`.
+    ///
+    /// ```
+    /// use kvm::{Heads, Policy, SpaceParams};
+    /// # let client = kvm::Client::open_embedded(&kvm::EmbeddedParams::new().threads(1))?;
+    /// let policy = Policy::prompt(Heads::all().layers(1..3));
+    /// client.register_space(&SpaceParams::new("my-model", 4, 4, 64).policy(policy))?;
+    /// // Not for some heads of a layer.
+    /// let policy = Policy::prompt(Heads::all().layers(1..3).kv_heads([0]));
+    /// let wrong = SpaceParams::new("other-model", 4, 4, 64).policy(policy);
+    /// assert!(client.register_space(&wrong).is_err());
+    /// # Ok::<(), kvm::Error>(())
+    /// ```
+    #[must_use]
+    pub fn prompt(heads: Heads) -> Self {
+        let mut policy = Policy::full(heads);
+        policy.raw.retention = sys::KVM_RETAIN_PROMPT;
         policy
     }
 
@@ -652,6 +675,41 @@ impl SpaceParams {
     pub fn layer(mut self, layer: LayerParams) -> Self {
         self.layers.push(layer.raw);
         self
+    }
+
+    /// Adds what a published system keeps and how it stores it: a [`Preset`], or its
+    /// name. What is added later wins. Fails with the nearest name where there is none of that, and
+    /// where the preset needs more of the model.
+    ///
+    /// ```
+    /// use kvm::{Heads, Policy, Preset, SpaceParams};
+    /// # let client = kvm::Client::open_embedded(&kvm::EmbeddedParams::new().threads(1))?;
+    /// let params = SpaceParams::new("my-model", 32, 32, 128)
+    ///     .preset(Preset::new("h2o").tokens(8192))?
+    ///     .policy(Policy::full(Heads::all().layers(0..2)));
+    /// client.register_space(&params)?;
+    /// # Ok::<(), kvm::Error>(())
+    /// ```
+    pub fn preset(mut self, preset: impl Into<Preset>) -> Result<Self> {
+        let entries = preset.into().resolve(self.raw.n_layers)?;
+        self.layers.extend(entries.layers);
+        let heads = |layer_begin, n_layers, kv_head_mask| Heads {
+            layer_begin,
+            n_layers,
+            kv_head_mask,
+            is_empty: false,
+        };
+        self.policies
+            .extend(entries.policies.into_iter().map(|raw| Policy {
+                heads: heads(raw.layer_begin, raw.n_layers, raw.kv_head_mask),
+                raw,
+            }));
+        self.codecs
+            .extend(entries.codecs.into_iter().map(|raw| Codec {
+                heads: heads(raw.layer_begin, raw.n_layers, raw.kv_head_mask),
+                raw,
+            }));
+        Ok(self)
     }
 
     /// Adds a retention policy.

@@ -152,6 +152,30 @@ structures! {
         alibi_slopes,
         reserved,
     }
+    kvm_preset_params {
+        struct_size,
+        flags,
+        name,
+        n_layers,
+        speed_up,
+        n_tokens,
+        share,
+        reserved0,
+        window,
+        slack,
+        kv_head_masks,
+        reserved,
+    }
+    kvm_preset {
+        struct_size,
+        n_layer_params,
+        n_policies,
+        n_codecs,
+        layers,
+        policies,
+        codecs,
+        text,
+    }
     kvm_space_info {
         struct_size,
         n_layers,
