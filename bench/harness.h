@@ -30,6 +30,7 @@ struct Options {
   std::string peer;                // "torch"
   std::string codec;               // of stored K and V; empty: all that a benchmark has
   std::vector<std::string> modes;  // of decode, error, death; empty: exact alone, all, all
+  std::string policy;              // of policies: a preset; empty: what the bench has
   std::vector<std::string> codes;  // of error; empty: all
   // For the benches of approximate attention; empty or 0: what the bench takes by itself.
   std::vector<std::string> data;  // names of bench/approx/data.h, or .kvrec files

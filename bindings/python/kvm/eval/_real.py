@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .. import Client, Index, IndexKind, Mode, Policy, Retention
+from .. import Client, Index, IndexKind, Mode, Policy, Preset, Retention
 from ..integrations.transformers import KvmCache
 
 MIN_TOKENS = 256  # the least of an index, so that every layer is approximated
@@ -42,12 +42,20 @@ class Setting:
     store: str = "bfloat16"  # the codec of rows
     index: IndexKind = IndexKind.NONE
     policy: Policy | None = None
+    preset: Preset | None = None  # its shares are of the text
     attend: tuple[tuple[str, Any], ...] = ()
 
     @property
     def stored(self) -> tuple[Any, ...]:
         """Settings that agree in it share a prefill."""
-        return self.store, self.index, self.policy
+        return self.store, self.index, self.policy, self.preset
+
+    def kept(self, n_tokens: int) -> dict[str, Any]:
+        """What heads keep, as KvmCache and register_space take it, of a text of n_tokens."""
+        preset = self.preset
+        if preset is not None and preset.n_tokens == 0:
+            preset = dataclasses.replace(preset, n_tokens=n_tokens)
+        return {"policy": preset, "policies": [] if self.policy is None else [self.policy]}
 
 
 def _sampled(budget: int, store: str = "bfloat16") -> Setting:
@@ -79,6 +87,17 @@ def _h2o(n_tokens: int) -> Setting:
     half = n_tokens // 2
     return Setting("h2o", f"{half} + {half}",
                    policy=Policy(Retention.HEAVY, n_recent=half, n_heavy=half))
+
+
+def of_presets(words: list[str]) -> list[Setting]:
+    """A setting for each preset, as `Preset.parse` takes it. Raises kvm.Error where there is no
+    such preset, or it needs more of a model."""
+    settings = []
+    for word in words:
+        preset = Preset.parse(word)
+        preset.resolve(32)
+        settings.append(Setting("preset", word, preset=preset))
+    return settings
 
 
 def _topk(budget: int) -> Setting:
@@ -154,7 +173,7 @@ def _cache(model: Any, client: Client, setting: Setting, n_tokens: int) -> KvmCa
     if setting.index != IndexKind.NONE:
         indexes = [Index(setting.index, min_tokens=index_begin(n_tokens))]
     return KvmCache(model, client, codec=setting.store, indexes=indexes,
-                    policies=[] if setting.policy is None else [setting.policy])
+                    **setting.kept(n_tokens))
 
 
 def evaluate(model: Any, client: Client, name: str, ids: list[int], n_bytes: int, n_scored: int,

@@ -96,7 +96,7 @@ def _run(model: Any, client: Client, prompts: Prompts, alike: list[Setting], see
     indexes = ([] if first.index == IndexKind.NONE
                else [Index(first.index, min_tokens=index_begin(len(prompts.text)))])
     with KvmCache(model, client, codec=first.store, indexes=indexes,
-                  policies=[] if first.policy is None else [first.policy]) as prefilled:
+                  **first.kept(len(prompts.text))) as prefilled:
         for part in torch.split(torch.tensor([prompts.text]), 1024, dim=1):
             model.model(part, past_key_values=prefilled)
         for setting in alike:
