@@ -317,6 +317,8 @@ constexpr System kSystems[] = {
     {"d2o", kShare | kSlack, d2o},
     {"kivi", 0, store_rows, KVM_CODEC_I2_CHANNEL, KVM_CODEC_I2},
     {"kivi4", 0, store_rows, KVM_CODEC_I4_CHANNEL, KVM_CODEC_I4},
+    {"gear4", 0, store_rows, KVM_CODEC_GEAR4_CHANNEL, KVM_CODEC_GEAR4},
+    {"gear2", 0, store_rows, KVM_CODEC_GEAR2_CHANNEL, KVM_CODEC_GEAR2},
     {"yi_lightning", kWindow | kSlack, yi_lightning},
     {"skip_decode", 0, skip_decode},
     {"unified_layer_skipping", kSpeedUp, unified_layer_skipping},

@@ -7,7 +7,8 @@
 //   rows     [kPageTokens][row_bytes(dim)]
 //   params   Scaling::kRow   [kPageTokens] bf16: of each row
 //            Scaling::kPage  bf16 of the page as a whole: group_params of each row and 64 channels
-//                            of it, then channel_params of each channel, for all rows
+//                            of it, then channel_params of each channel, for all rows; and, of
+//                            codecs/gear.h, indices besides
 //
 // Head h has them at h * head_rows_bytes(dim) and h * head_params_bytes(dim) of planes that hold
 // all heads of the page. codecs/rows.h finds rows, codecs/convert.h encodes and decodes them.
@@ -45,6 +46,8 @@ struct Codec {
   uint8_t low_bits = 0;  // of an element: 4 or 2; 0: as elem has
   uint8_t group_params = 0;
   uint8_t channel_params = 0;
+  uint8_t rank = 0;      // of the low-rank part
+  uint8_t outliers = 0;  // pairs (one largest, one smallest) of each channel or token, kept apart
 
   // Says whether a row is encoded without its neighbours, and can be read, replaced and found by an
   // index without them. Pages of the others are encoded whole.
@@ -57,6 +60,8 @@ struct Codec {
   constexpr bool is_scaled() const { return scaling != Scaling::kNone; }
   // Says whether it is one of codecs/low_bits.h.
   constexpr bool is_low_bits() const { return low_bits != 0; }
+  // Says whether it is one of codecs/gear.h.
+  constexpr bool is_gear() const { return rank != 0 || outliers != 0; }
   constexpr uint32_t bits() const { return is_low_bits() ? low_bits : 8 * vec::elem_bytes(elem); }
   constexpr uint32_t last_code() const { return (1u << bits()) - 1; }
   constexpr uint32_t n_groups(uint32_t dim) const {
@@ -76,10 +81,17 @@ struct Codec {
   }
   // The params of a head.
   constexpr uint32_t n_scales(uint32_t dim) const {
-    return scaling == Scaling::kRow
-               ? kPageTokens
-               : kPageTokens * group_params * n_groups(dim) + channel_params * dim;
+    return scaling == Scaling::kRow ? kPageTokens
+                                    : step_params(dim) + rank * (kPageTokens + dim) +
+                                          outliers * outlier_params() * n_vectors(dim);
   }
+  // Those of tokens' groups and of channels, which come first.
+  constexpr uint32_t step_params(uint32_t dim) const {
+    return kPageTokens * group_params * n_groups(dim) + channel_params * dim;
+  }
+  // The vectors that have outliers of their own, and the params of a pair of them.
+  constexpr uint32_t n_vectors(uint32_t dim) const { return group_params == 0 ? dim : kPageTokens; }
+  constexpr uint32_t outlier_params() const { return group_params == 0 ? 3 : 4; }
 };
 
 // Ids that nobody but codecs/ speaks of.
@@ -90,6 +102,10 @@ inline constexpr CodecId kI4Centred{9};
 inline constexpr CodecId kI2{10};
 inline constexpr CodecId kI2Channel{11};
 inline constexpr CodecId kI2Centred{12};
+inline constexpr CodecId kGear4Channel{13};
+inline constexpr CodecId kGear4{14};
+inline constexpr CodecId kGear2Channel{15};
+inline constexpr CodecId kGear2{16};
 
 // By id, from 1 on.
 inline constexpr std::array kCodecs = {
@@ -105,6 +121,12 @@ inline constexpr std::array kCodecs = {
     Codec{kI2, "int2", vec::kElemI8, Scaling::kPage, CodecId::kBf16, 2, 2, 0},
     Codec{kI2Channel, "int2_channel", vec::kElemI8, Scaling::kPage, CodecId::kBf16, 2, 0, 2},
     Codec{kI2Centred, "int2_centred", vec::kElemI8, Scaling::kPage, CodecId::kBf16, 2, 2, 1},
+    Codec{kGear4Channel, "gear4_channel", vec::kElemI8, Scaling::kPage, CodecId::kBf16, 4, 0, 2, 2,
+          1},
+    Codec{kGear4, "gear4", vec::kElemI8, Scaling::kPage, CodecId::kBf16, 4, 2, 0, 2, 1},
+    Codec{kGear2Channel, "gear2_channel", vec::kElemI8, Scaling::kPage, CodecId::kBf16, 2, 0, 2, 2,
+          1},
+    Codec{kGear2, "gear2", vec::kElemI8, Scaling::kPage, CodecId::kBf16, 2, 2, 0, 2, 1},
 };
 
 constexpr bool codec_is_known(uint32_t value) { return value - 1 < kCodecs.size(); }

@@ -8,6 +8,7 @@
 #include "base/assert.h"
 #include "base/cpu_features.h"
 #include "codecs/float8.h"
+#include "codecs/gear.h"
 #include "codecs/int8.h"
 #include "codecs/int8_channel.h"
 #include "codecs/low_bits.h"
@@ -113,7 +114,9 @@ void copy_params(const SourceRows& source, const TargetRows& target, uint64_t n_
       const uint64_t channels = kPageTokens * n_slot;
       std::copy_n(params_of(source, head) + source.slot * n_slot, n_rows * n_slot,
                   params_of(target, head) + target.slot * n_slot);
-      std::copy_n(params_of(source, head) + channels, codec.channel_params * dim,
+      // What is of the page as a whole goes with it. Parts of codecs/gear.h name slots.
+      KVM_ASSERT(!codec.is_gear() || source.slot == target.slot);
+      std::copy_n(params_of(source, head) + channels, codec.n_scales(dim) - channels,
                   params_of(target, head) + channels);
       continue;
     }
@@ -159,6 +162,9 @@ void convert_scaled_rows(const SourceRows& source, const TargetRows& target, uin
 // Rows [kPageTokens][dim] in a codec whose rows do not stand alone.
 [[nodiscard]] bool encode_head(const float* rows, uint32_t dim, CodecId codec, void* out,
                                uint16_t* params) {
+  if (codec_of(codec).is_gear()) {
+    return encode_gear(codec_of(codec), rows, dim, static_cast<uint8_t*>(out), params);
+  }
   if (codec_of(codec).is_low_bits()) {
     return encode_low_bits(codec_of(codec), rows, dim, static_cast<uint8_t*>(out), params);
   }
@@ -325,6 +331,10 @@ void decode_scaled(const void* src, CodecId codec, const void* params, uint32_t 
                    uint32_t slot, uint32_t n_rows, uint32_t n, float* dst) {
   const auto* scales = static_cast<const uint16_t*>(params);
   const auto* bytes = static_cast<const uint8_t*>(src);
+  if (codec_of(codec).is_gear()) {
+    decode_gear(codec_of(codec), bytes, scales, row_dim, slot, n_rows, n, dst);
+    return;
+  }
   if (codec_of(codec).is_low_bits()) {
     decode_low_bits(codec_of(codec), bytes, scales, row_dim, slot, n_rows, n, dst);
     return;

@@ -577,7 +577,20 @@ enum {
   KVM_CODEC_I4_CENTRED = 9,
   KVM_CODEC_I2 = 10,
   KVM_CODEC_I2_CHANNEL = 11,
-  KVM_CODEC_I2_CENTRED = 12
+  KVM_CODEC_I2_CENTRED = 12,
+  /* What 4 and 2 bits lose, put back in two ways (GEAR, arXiv 2403.05527): a part of rank 2 for each
+   * 64 tokens of a head, and the largest and the smallest element of each vector, which are kept in
+   * full:
+   *   "gear4_channel", "gear2_channel"  I4_CHANNEL and I2_CHANNEL with it, vectors are channels: for
+   *                                     keys
+   *   "gear4", "gear2"                  I4 and I2 with it, vectors are tokens: for values
+   * At head_dim 128 they take 6 and 5.75, or 4 and 3.75 bits a channel, and are off by a quarter
+   * less than the codes alone. (An ordinary bit halves the error: where memory decides, take
+   * I4_CHANNEL before GEAR2_CHANNEL.) Pages, cuts, what is refused: as with I4. */
+  KVM_CODEC_GEAR4_CHANNEL = 13,
+  KVM_CODEC_GEAR4 = 14,
+  KVM_CODEC_GEAR2_CHANNEL = 15,
+  KVM_CODEC_GEAR2 = 16
 };
 
 /* The name of a codec, "int8" for instance; NULL where there is none of that number.
@@ -727,6 +740,7 @@ typedef struct kvm_space_params {
  *   "d2o"                     the same beside 4 sinks, merged, shared out by density among layers 2
  *                             to n_layers - 2, the others whole (2406.13035)
  *   "kivi", "kivi4"           keys by channel, values by token, in 2 or 4 bits (2402.02750)
+ *   "gear4", "gear2"          the same, and what codes lose in low rank and outliers (2403.05527)
  *   "yi_lightning"            of 4 layers 3 with a window of 4,096 tokens, the fourth full, full
  *                             ones in pairs that share (2412.01253)
  *   "skip_decode"             no entries: text says which layers a token reaches (2307.02628)
@@ -1191,7 +1205,8 @@ enum {
  * stored show nothing. */
 typedef struct kvm_item {
   kvm_seq_id seq;
-  uint64_t append_position; /* must equal the layer's length (KVM_POSITION_END: whatever it is) */
+  uint64_t append_position; /* must equal the layer's length (KVM_POSITION_END: whatever it is;
+                             * HOLE where a layer ends before what is final: say the position) */
   uint32_t n_append;        /* tokens appended; 0: none */
   uint32_t append_row;      /* first row in k and v */
   uint32_t n_query;         /* query rows; 0: none */
@@ -1253,11 +1268,13 @@ enum {
  * as noise does. The error of lse is absolute, for logits up to about 50.
  *
  *                                                      o / A        o / |o|, noise   lse
- *   stored as F32, F16                                 up to 2e-5   5e-6             2e-5
+ *   stored as F32, F16, I8_CHANNEL                     up to 2e-5   5e-6             2e-5
  *   BF16                                               up to 2e-3   3e-3             3e-3
  *   F8E4M3                                             up to 2e-3   3e-3             2e-5
  *   I8                                                 up to 2e-3   3e-3             1e-3
+ *   I4, I2, GEAR4, GEAR2 of all kinds                  up to 6e-4   3e-4             8e-4
  *   BF16, F8E4M3 with KVM_STEP_F32_VALUES              up to 2e-5   5e-6             2e-5
+ *   I4, I2, GEAR4, GEAR2 with it                       up to 2e-5   5e-6             2e-5
  *   I8 with KVM_STEP_F32_VALUES                        up to 3e-4   3e-4             1e-3
  *
  * Where thousands of keys share the mass, o / A is a tenth of that and less. o in BF16 or F16 is

@@ -64,7 +64,7 @@ class PlaneKind {
   // vec::Elem, or codes.
   uint8_t elem(CodecId id) const {
     const codecs::Codec& codec = codecs::codec_of(id);
-    if (!reads_codes_ || !codec.is_low_bits()) {
+    if (!reads_codes_ || !codec.is_low_bits() || codec.is_gear()) {
       return codec.kernel_elem();
     }
     return codec.bits() == 4 ? kElemCodes4 : kElemCodes2;

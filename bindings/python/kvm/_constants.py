@@ -88,6 +88,10 @@ class CodecId(enum.IntEnum):
     I2 = 10
     I2_CHANNEL = 11
     I2_CENTRED = 12
+    GEAR4_CHANNEL = 13
+    GEAR4 = 14
+    GEAR2_CHANNEL = 15
+    GEAR2 = 16
 
 
 class Rope(enum.IntEnum):

@@ -9,6 +9,7 @@
 #include "attention/exact/exact_args.h"
 #include "codecs/codec.h"
 #include "codecs/convert.h"
+#include "codecs/gear.h"
 #include "codecs/rows.h"
 
 namespace kvm::attention::testing {
@@ -35,9 +36,10 @@ float channel_scale(uint32_t channel) {
 // position and channel that need no other row.
 class Grid {
  public:
-  Grid(CodecId codec, uint64_t position)
+  Grid(CodecId codec, uint64_t position, uint32_t dim)
       : codec_(codecs::codec_of(codec)),
         position_(position),
+        dim_(dim),
         step_(codec_.is_low_bits() ? 0.32f / static_cast<float>(codec_.last_code()) : 0.01f) {}
 
   float scale(uint32_t channel) const {
@@ -56,16 +58,50 @@ class Grid {
   float mean(uint32_t channel) const {
     return is_centred() ? 0.25f * static_cast<float>((page() + channel) % 9) - 1.0f : 0.0f;
   }
+  // Of GEAR's low-rank part.
+  float a(uint32_t k) const {
+    return round_to(Dtype::kBf16, 0.25f * static_cast<float>((3 * position_ + k) % 5) - 0.6f);
+  }
+  float b(uint32_t k, uint32_t channel) const {
+    return round_to(Dtype::kBf16,
+                    0.1f * static_cast<float>((page() + 2 * channel + k) % 7) - 0.3f);
+  }
+  // Of an outlier of a token's, or a channel's: the channel, or the slot, that it lies in.
+  uint32_t place_in_token(uint32_t side) const {
+    return static_cast<uint32_t>((7 * position_ + side * (dim_ / 2)) % dim_);
+  }
+  uint32_t place_in_channel(uint32_t channel, uint32_t side) const {
+    return static_cast<uint32_t>((5 * channel + page() + 31 * side) % kPageTokens);
+  }
+  float delta(uint32_t vector, uint32_t side) const {
+    return (side == 0 ? 2.0f : -1.5f) + 0.25f * static_cast<float>(vector % 3);
+  }
+  // What is added to codes.
+  float added(uint32_t channel) const {
+    float sum = 0.0f;
+    for (uint32_t k = 0; k < codec_.rank; ++k) {
+      sum += a(k) * b(k, channel);
+    }
+    const auto slot = static_cast<uint32_t>(position_ % kPageTokens);
+    for (uint32_t side = 0; side < 2 * codec_.outliers; ++side) {
+      if (is_by_token() ? place_in_token(side) == channel
+                        : place_in_channel(channel, side) == slot) {
+        sum += delta(is_by_token() ? slot : channel, side);
+      }
+    }
+    return sum;
+  }
   bool is_by_token() const { return codec_.group_params != 0; }
   bool is_centred() const { return is_by_token() && codec_.channel_params != 0; }
   long code(uint32_t channel, float x) const {
     const long first = codec_.is_low_bits() ? 0 : -127;
-    const long code = std::lrint((x - mean(channel) - zero(channel)) / scale(channel));
+    const float rest = x - mean(channel) - zero(channel) - added(channel);
+    const long code = std::lrint(rest / scale(channel));
     return std::clamp(code, first, last());
   }
   float value(uint32_t channel, float x) const {
     const float value = static_cast<float>(code(channel, x)) * scale(channel) + zero(channel);
-    return is_centred() ? value + mean(channel) : value;
+    return is_centred() ? value + mean(channel) : codec_.is_gear() ? value + added(channel) : value;
   }
 
  private:
@@ -78,6 +114,7 @@ class Grid {
 
   const codecs::Codec& codec_;
   uint64_t position_;
+  uint32_t dim_;
   float step_;
 };
 
@@ -115,7 +152,7 @@ std::vector<float> random_row(const Shape& shape, bool is_v, CodecId codec, uint
     make_uneven(&row, is_v, random);
   }
   if (!codecs::codec_of(codec).has_kernels()) {
-    const Grid grid(codec, position);
+    const Grid grid(codec, position, dim);
     for (uint32_t d = 0; d < dim; ++d) {
       row[d] = grid.value(d, row[d]);
     }
@@ -138,7 +175,7 @@ void put_codes(std::byte* stored, uint16_t* params, CodecId id, uint64_t positio
                const std::vector<float>& row) {
   const codecs::Codec& codec = codecs::codec_of(id);
   const auto dim = static_cast<uint32_t>(row.size());
-  const Grid grid(id, position);
+  const Grid grid(id, position, dim);
   std::fill_n(stored, codec.row_bytes(dim), std::byte{0});
   const uint32_t n_groups = codec.n_groups(dim);
   uint16_t* own = params + position % kPageTokens * n_groups * 2;
@@ -158,6 +195,36 @@ void put_codes(std::byte* stored, uint16_t* params, CodecId id, uint64_t positio
       if (codec.channel_params > 1) {
         channels[dim + d] = f32_to_bf16(grid.zero(d));
       }
+    }
+  }
+}
+
+// What GEAR has beside codes, of a whole page: what is of other tokens is read with it.
+void put_gear(uint16_t* params, CodecId id, uint64_t page, uint32_t dim) {
+  const codecs::Codec& codec = codecs::codec_of(id);
+  const codecs::GearLayout layout(codec, dim);
+  for (uint32_t slot = 0; slot < kPageTokens; ++slot) {
+    const Grid grid(id, page * kPageTokens + slot, dim);
+    for (uint32_t k = 0; k < codec.rank; ++k) {
+      params[layout.a + slot * codec.rank + k] = f32_to_bf16(grid.a(k));
+    }
+  }
+  const Grid grid(id, page * kPageTokens, dim);
+  for (uint32_t k = 0; k < codec.rank; ++k) {
+    for (uint32_t d = 0; d < dim; ++d) {
+      params[layout.b + k * dim + d] = f32_to_bf16(grid.b(k, d));
+    }
+  }
+  for (uint32_t vector = 0; codec.outliers != 0 && vector < layout.n_vectors; ++vector) {
+    const Grid own(id, page * kPageTokens + vector % kPageTokens, dim);
+    uint16_t places[2] = {};
+    for (const uint32_t side : {0u, 1u}) {
+      params[layout.deltas(0, side) + vector] = f32_to_bf16(grid.delta(vector, side));
+      const uint32_t place =
+          layout.by_channel ? grid.place_in_channel(vector, side) : own.place_in_token(side);
+      uint16_t& stored = places[layout.by_channel ? 0 : side];
+      stored = static_cast<uint16_t>(stored | place << layout.place_bit(side));
+      params[layout.places(0, side) + vector] = stored;
     }
   }
 }
@@ -409,9 +476,11 @@ void Case::store(int extra_cuts) {
         return;
       }
       const auto dim = static_cast<uint32_t>(values.size());
-      put_codes(rows + row * codecs::codec_of(codec).row_bytes(dim),
-                params.of(codec) + s.head * codecs::codec_of(codec).n_scales(dim), codec, position,
-                values);
+      uint16_t* own = params.of(codec) + s.head * codecs::codec_of(codec).n_scales(dim);
+      put_codes(rows + row * codecs::codec_of(codec).row_bytes(dim), own, codec, position, values);
+      if (codecs::codec_of(codec).is_gear()) {
+        put_gear(own, codec, position / kPageTokens, dim);
+      }
     };
     put(k, kinds[t].codec_k, scales, params_k_[page], tokens_[t].k);
     if (!s.v_in_k) {

@@ -261,14 +261,14 @@ TEST(PolicyPreset, NamesAreListed) {
     EXPECT_LT(preset.text.size(), sizeof(kvm_preset{}.text)) << name;
     EXPECT_LE(preset.policies.size(), 32u) << name;
   }
-  EXPECT_EQ(n, 11u);
+  EXPECT_EQ(n, 13u);
   EXPECT_EQ(preset_name(UINT32_MAX), nullptr);
 }
 
 TEST(PolicyPreset, UnknownNamesHaveANearest) {
   const std::string all =
-      "full, streaming_llm, duo_attention, razor_attention, h2o, d2o, kivi, kivi4, yi_lightning, "
-      "skip_decode, unified_layer_skipping";
+      "full, streaming_llm, duo_attention, razor_attention, h2o, d2o, kivi, kivi4, gear4, gear2, "
+      "yi_lightning, skip_decode, unified_layer_skipping";
   const std::pair<const char*, const char*> cases[] = {
       {"h20", "h2o"},
       {"streamingllm", "streaming_llm"},

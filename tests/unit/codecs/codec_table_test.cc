@@ -29,7 +29,11 @@ TEST(CodecTable, SizesOfRowsOf128Channels) {
         Row{"int4_channel", kI4Channel, 64, 4096, 512, 72},
         Row{"int4_centred", kI4Centred, 64, 4096, 768, 76}, Row{"int2", kI2, 32, 2048, 512, 40},
         Row{"int2_channel", kI2Channel, 32, 2048, 512, 40},
-        Row{"int2_centred", kI2Centred, 32, 2048, 768, 44}}) {
+        Row{"int2_centred", kI2Centred, 32, 2048, 768, 44},
+        Row{"gear4_channel", kGear4Channel, 64, 4096, 2048, 96},
+        Row{"gear4", kGear4, 64, 4096, 1792, 92},
+        Row{"gear2_channel", kGear2Channel, 32, 2048, 2048, 64},
+        Row{"gear2", kGear2, 32, 2048, 1792, 60}}) {
     SCOPED_TRACE(row.name);
     const Codec* codec = find_codec(row.name);
     ASSERT_NE(codec, nullptr);

@@ -203,6 +203,7 @@ const std::pair<CodecId, CodecId> kPairs[] = {{codecs::kI8Channel, codecs::kI8Ch
                                               {codecs::kI8Channel, CodecId::kI8},
                                               {CodecId::kF32, codecs::kI8Channel},
                                               {codecs::kI4Channel, codecs::kI4},
+                                              {codecs::kGear4Channel, codecs::kGear2},
                                               {codecs::kI2Centred, codecs::kI2}};
 
 // However tokens are cut into requests, the same bits are stored and the same answers come.

@@ -131,11 +131,12 @@ const std::vector<BadSpec>& bad_specs() {
        },
        KVM_ERR_UNSUPPORTED},
       {"head_dim_v is 4", [](SpaceSpec* s) { s->params.head_dim_v = 4; }},
-      {"codec is 13; it must be the id of a codec: 1 (fp32), 2 (fp16), 3 (bf16), 4 (int8), 5 "
+      {"codec is 17; it must be the id of a codec: 1 (fp32), 2 (fp16), 3 (bf16), 4 (int8), 5 "
        "(fp8), "
        "6 (int8_channel), 7 (int4), 8 (int4_channel), 9 (int4_centred), 10 (int2), "
-       "11 (int2_channel), 12 (int2_centred)",
-       [](SpaceSpec* s) { s->params.codec = 13; }},
+       "11 (int2_channel), 12 (int2_centred), 13 (gear4_channel), 14 (gear4), 15 (gear2_channel), "
+       "16 (gear2)",
+       [](SpaceSpec* s) { s->params.codec = 17; }},
       {"softmax_scale", [](SpaceSpec* s) { s->params.softmax_scale = std::nanf(""); }},
       {"softmax_scale is -1", [](SpaceSpec* s) { s->params.softmax_scale = -1; }},
       {"logit_softcap is inf", [](SpaceSpec* s) { s->params.logit_softcap = INFINITY; }},
