@@ -578,11 +578,11 @@ enum {
   KVM_CODEC_I2 = 10,
   KVM_CODEC_I2_CHANNEL = 11,
   KVM_CODEC_I2_CENTRED = 12,
-  /* What 4 and 2 bits lose, put back in two ways (GEAR, arXiv 2403.05527): a part of rank 2 for each
-   * 64 tokens of a head, and the largest and the smallest element of each vector, which are kept in
-   * full:
-   *   "gear4_channel", "gear2_channel"  I4_CHANNEL and I2_CHANNEL with it, vectors are channels: for
-   *                                     keys
+  /* What 4 and 2 bits lose, put back in two ways (GEAR, arXiv 2403.05527): a part of rank 2 for
+   * each 64 tokens of a head, and the largest and the smallest element of each vector, which are
+   * kept in full:
+   *   "gear4_channel", "gear2_channel"  I4_CHANNEL and I2_CHANNEL with it, vectors are channels:
+   *                                     for keys
    *   "gear4", "gear2"                  I4 and I2 with it, vectors are tokens: for values
    * At head_dim 128 they take 6 and 5.75, or 4 and 3.75 bits a channel, and are off by a quarter
    * less than the codes alone. (An ordinary bit halves the error: where memory decides, take

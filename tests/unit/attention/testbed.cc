@@ -63,8 +63,7 @@ class Grid {
     return round_to(Dtype::kBf16, 0.25f * static_cast<float>((3 * position_ + k) % 5) - 0.6f);
   }
   float b(uint32_t k, uint32_t channel) const {
-    return round_to(Dtype::kBf16,
-                    0.1f * static_cast<float>((page() + 2 * channel + k) % 7) - 0.3f);
+    return round_to(Dtype::kBf16, 0.1f * static_cast<float>((page() + 2 * channel + k) % 7) - 0.3f);
   }
   // Of an outlier of a token's, or a channel's: the channel, or the slot, that it lies in.
   uint32_t place_in_token(uint32_t side) const {
