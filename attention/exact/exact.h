@@ -41,7 +41,7 @@
 //              Queries and weights are rounded to 15 bits as above, weights by the largest of an
 //              item times scales of tokens. Where rounding the query may move a logit by more than
 //              2^-11, root mean square, what it lost is added in 15 bits of its own. Sums of
-//              integers are exact.
+//              integers are exact. What GEAR adds to codes is added in fp32.
 //   fp8        against what the stored rows decode to. Codes are exact in fp32 and bf16 (and read
 //              as 2^-8 of their values, which scales make up for): K has the error of bf16. Weight
 //              times scale of V is rounded to bf16 where weights are, each by at most 2^-9 of

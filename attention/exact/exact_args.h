@@ -19,6 +19,7 @@ enum : uint32_t {
   kMaxStreamRows = 32,  // rows of the streaming path, at most
   kRowTile = 4,         // rows that meet an item at once in the streaming path (1 where rows == 1)
   kRowPad = 8,          // query rows readable beyond the last
+  kMaxCodeRank = 16,    // of codecs/gear.h
   kMaxCodeDim = 576,    // channels of rows of codes that are not decoded, at most
   kDimPad = 32,         // query channels are padded with zeros to a multiple of this
 };
@@ -29,10 +30,16 @@ enum : uint8_t { kElemCodes4 = 16, kElemCodes2 = 17 };
 constexpr bool elem_is_codes(uint8_t elem) { return elem >= kElemCodes4; }
 
 // Parameters of codes, bf16 as bits. By channel: channels alone, scales [dim] and zeros [dim]. By
-// token: steps [16][dim / 64][2], scale and zero; centred: means [dim] in channels as well.
+// token: steps [16][dim / 64][2], scale and zero; centred: means [dim] in channels as well. Of
+// codecs/gear.h also A [16][rank], and B [rank][dim] with pairs of outliers behind it.
 struct CodeParams {
   const uint16_t* steps;     // of the first token of the item
   const uint16_t* channels;  // of the page
+  const uint16_t* a;         // of the first token of the item
+  const uint16_t* b;         // of the page; null where there are neither
+  int32_t slot;              // in its page of the first token of the item, present or not
+  uint16_t rank;
+  uint16_t n_pairs;
 };
 
 // A KvItem is up to 16 tokens of consecutive, aligned positions whose rows are contiguous.
@@ -79,8 +86,8 @@ struct PositionBias {
 
 // What the queries of StreamArgs::code_words are for. They are kept while this does not change.
 struct FoldedFor {
-  const uint16_t* channels;
-  uint8_t elem;  // 0: nothing
+  const uint16_t* page;  // CodeParams::b, or else channels
+  uint8_t elem;          // 0: nothing
   uint16_t variant;
   bool by_token;
 };
@@ -106,8 +113,10 @@ struct StreamArgs {
   float* bad;  // [16]: not 0 in all lanes once a dot product of a row was not finite
   // Where items may be codes; exact_codes.h.
   int16_t* code_words;  // [2][rows rounded up to kRowTile][dim_k]
-  float* code_terms;    // [tiles][3 + dim_k / 64][8]
+  float* code_terms;    // [tiles][3 + dim_k / 64 + kMaxCodeRank][8]
+  float* code_sparse;   // [tiles][kItemTokens + kBlockTokens + kItemTokens][kRowTile]
   float* code_folded;   // [dim_k]
+  float* code_turned;   // [dim_k][kRowTile]
   FoldedFor* folded_for;
   // stream_keys leaves these to stream_values.
   float* weights;   // [kGroupItems][tiles][kRowTile * kItemTokens]

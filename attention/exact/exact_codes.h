@@ -11,6 +11,9 @@
 //     by token     w_t scale_t are new weights for each 64 channels, sum_t w_t zero_t is added
 //     centred      the same, and mean_i sum_t w_t
 //
+// What codecs/gear.h adds stays in its parts: a score gets sum_k (sum_i q_i B_ki) A_tk and
+// q_i delta of its outliers, a sum gets sum_k (sum_t w_t A_tk) B_ki and w_t delta of its own.
+//
 // exact.h has the errors. Vectors are of 256 bits in every table that has this: the integers are
 // the same, whatever the width of its floats.
 //
@@ -64,11 +67,15 @@ struct TokenSteps {
   float scale[kItemTokens];
   float zero[kItemTokens];
 };
-// Scale and zero of a token and 64 channels are 32 bits: each is a number once the other is gone.
+// Of two bf16 in 32 bits, each is a number once the other is gone.
+inline __m256 low_numbers(__m256i both) { return _mm256_castsi256_ps(_mm256_slli_epi32(both, 16)); }
+inline __m256 high_numbers(__m256i both) {
+  const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000));
+  return _mm256_castsi256_ps(_mm256_and_si256(both, high));
+}
 inline void put_steps(__m256i both, uint32_t token, TokenSteps* out) {
-  _mm256_storeu_ps(out->scale + token, _mm256_castsi256_ps(_mm256_slli_epi32(both, 16)));
-  _mm256_storeu_ps(out->zero + token, _mm256_castsi256_ps(_mm256_and_si256(
-                                          both, _mm256_set1_epi32(static_cast<int>(0xffff0000)))));
+  _mm256_storeu_ps(out->scale + token, low_numbers(both));
+  _mm256_storeu_ps(out->zero + token, high_numbers(both));
 }
 inline void load_steps(const CodeParams& params, uint32_t n_groups, uint32_t group,
                        TokenSteps* out) {
@@ -92,14 +99,73 @@ inline void load_steps(const CodeParams& params, uint32_t n_groups, uint32_t gro
     put_steps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(both + t)), t, out);
 }
 
+// A of the tokens of an item as floats, [rank][16].
+inline void load_factors(const CodeParams& params, float* out) {
+  if (params.rank == 2) {  // 32 bits of a token, as with scale and zero
+    for (uint32_t t = 0; t < kItemTokens; t += 8) {
+      const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(params.a + t * 2));
+      _mm256_storeu_ps(out + t, low_numbers(both));
+      _mm256_storeu_ps(out + kItemTokens + t, high_numbers(both));
+    }
+    return;
+  }
+  for (uint32_t k = 0; k < params.rank; ++k) {
+    for (uint32_t t = 0; t < kItemTokens; ++t) {
+      const uint32_t bits = static_cast<uint32_t>(params.a[t * params.rank + k]) << 16;
+      memcpy(out + k * kItemTokens + t, &bits, sizeof bits);
+    }
+  }
+}
+
+// Calls function(slot, channel, delta) for outliers: all of a page by channel, by token those of
+// `n` slots from `first` on.
+template <typename Function>
+inline void for_each_outlier(const CodeParams& params, uint32_t dim, int32_t first, int32_t n,
+                             const Function& function) {
+  const auto number = [](uint16_t bits) {
+    const uint32_t wide = static_cast<uint32_t>(bits) << 16;
+    float x;
+    memcpy(&x, &wide, sizeof x);
+    return x;
+  };
+  const uint16_t* deltas = params.b + params.rank * dim;
+  if (params.steps == nullptr) {
+    for (uint32_t pair = 0; pair < params.n_pairs; ++pair, deltas += 3 * dim) {
+      for (uint32_t i = 0; i < dim; ++i) {
+        const uint32_t places = deltas[2 * dim + i];
+        const uint32_t last = kBlockTokens - 1;
+        function(static_cast<int32_t>(places & last), i, number(deltas[i]));
+        function(static_cast<int32_t>(places >> 8 & last), i, number(deltas[dim + i]));
+      }
+    }
+    return;
+  }
+  const int32_t begin = first < 0 ? 0 : first;
+  const int32_t limit = static_cast<int32_t>(kBlockTokens);
+  const int32_t end = first + n < limit ? first + n : limit;
+  for (uint32_t pair = 0; pair < params.n_pairs; ++pair, deltas += 4 * kBlockTokens) {
+    for (uint32_t side = 0; side < 2; ++side) {
+      for (int32_t slot = begin; slot < end; ++slot) {
+        const uint16_t* own = deltas + side * kBlockTokens + slot;
+        // A damaged page may name any channel.
+        if (const uint32_t channel = own[2 * kBlockTokens]; channel < dim)
+          function(slot, channel, number(*own));
+      }
+    }
+  }
+}
+
 // --- Words --------------------------------------------------------------------------------------
 
 // What 1 of a word stands for, where the largest number is `top`: the power of two with which it
-// has 15 bits, and a normal number in any case.
-inline float word_step_of(float top) {
+// has 15 bits. `least`, the smallest exponent that counts, keeps it a normal number: of weights, as
+// of queries and of their rests.
+constexpr uint32_t kLeastWeight = 20;
+constexpr uint32_t kLeastQuery = 36;
+inline float word_step_of(float top, uint32_t least) {
   uint32_t bits;
   memcpy(&bits, &top, sizeof bits);
-  const uint32_t exponent = bits >> 23 < 20 ? 20 : bits >> 23;
+  const uint32_t exponent = bits >> 23 < least ? least : bits >> 23;
   bits = (exponent - 14) << 23;
   float step;
   memcpy(&step, &bits, sizeof step);
@@ -168,10 +234,17 @@ enum QueryTerm : uint32_t {
   kTermStep,   // what 1 of a word is
   kTermLimit,  // scales above it need rests
   kTermPage,   // is added to all scores of the page
-  kTermBlock,  // of each 64 channels: is multiplied by zeros of tokens
+  kTermBlock,  // of each 64 channels: is multiplied by zeros of tokens; then those of B
 };
 inline float* query_terms(const StreamArgs& args, uint32_t tile) {
-  return args.code_terms + static_cast<size_t>(tile) * 8 * (kTermBlock + args.dim_k / kCodeBlock);
+  const uint32_t n_terms = kTermBlock + args.dim_k / kCodeBlock + kMaxCodeRank;
+  return args.code_terms + static_cast<size_t>(tile) * 8 * n_terms;
+}
+// What outliers add to the scores of a tile: [slot][row], of as many slots before and behind the
+// page as an item may have that are not there.
+constexpr uint32_t kSparseSlots = kItemTokens + kBlockTokens + kItemTokens;
+inline float* query_sparse(const StreamArgs& args, uint32_t tile) {
+  return args.code_sparse + static_cast<size_t>(tile) * kSparseSlots * kRowTile;
 }
 inline void put_term(float* terms, uint32_t term, uint32_t row, uint32_t n_tokens, float x) {
   for (uint32_t t = 0; t < n_tokens; ++t)
@@ -247,6 +320,64 @@ inline void put_query(const float* folded, uint32_t dim, float step, int16_t* wo
   }
 }
 
+// kRows numbers that lie next to each other, one of each row of a tile.
+template <int kRows>
+struct RowNumbers;
+template <>
+struct RowNumbers<1> {
+  static void add(float* to, const float* x, float factor) {
+    *to = __builtin_fmaf(*x, factor, *to);
+  }
+};
+template <>
+struct RowNumbers<4> {
+  static void add(float* to, const float* x, float factor) {
+    _mm_storeu_ps(to, _mm_fmadd_ps(_mm_loadu_ps(x), _mm_set1_ps(factor), _mm_loadu_ps(to)));
+  }
+};
+
+// The same of a tile for the parts of codecs/gear.h.
+template <int kRows>
+[[gnu::noinline]] void fold_gear(const StreamArgs& args, const KvItem& item, uint32_t row) {
+  const CodeParams& params = item.k_codes;
+  const uint32_t dim = args.dim_k;
+  const uint32_t tile = row / kRows;
+  float* terms = query_terms(args, tile);
+  float* turned = args.code_turned;  // [channel][row]
+  for (uint32_t r = 0; r < kRows; ++r) {
+    const float* q = query_f32(args.q, item.variant, row + r);
+    for (uint32_t k = 0; k < params.rank; ++k) {
+      __m256 sum = _mm256_setzero_ps();
+      for (uint32_t i = 0; i < dim; i += 8)
+        sum = _mm256_fmadd_ps(_mm256_loadu_ps(q + i), load_params(params.b + k * dim + i), sum);
+      put_term(terms, kTermBlock + dim / kCodeBlock + k, r, kCodeTokens<kRows>, sum_of_8(sum));
+    }
+  }
+  if constexpr (kRows == 1) {
+    memcpy(turned, query_f32(args.q, item.variant, row), dim * sizeof(float));
+  } else {
+    const size_t stride = args.q.stride;
+    const float* q = query_f32(args.q, item.variant, row);
+    for (uint32_t i = 0; i < dim; i += 4) {
+      __m128 x0 = _mm_loadu_ps(q + i);
+      __m128 x1 = _mm_loadu_ps(q + stride + i);
+      __m128 x2 = _mm_loadu_ps(q + 2 * stride + i);
+      __m128 x3 = _mm_loadu_ps(q + 3 * stride + i);
+      _MM_TRANSPOSE4_PS(x0, x1, x2, x3);
+      _mm_storeu_ps(turned + i * 4, x0);
+      _mm_storeu_ps(turned + i * 4 + 4, x1);
+      _mm_storeu_ps(turned + i * 4 + 8, x2);
+      _mm_storeu_ps(turned + i * 4 + 12, x3);
+    }
+  }
+  float* sparse = query_sparse(args, tile);
+  memset(sparse, 0, kSparseSlots * kRows * sizeof(float));
+  sparse += kItemTokens * kRows;
+  for_each_outlier(params, dim, 0, kBlockTokens, [&](int32_t slot, uint32_t channel, float delta) {
+    RowNumbers<kRows>::add(sparse + slot * kRows, turned + channel * kRows, delta);
+  });
+}
+
 template <int kRows, int kBits>
 [[gnu::noinline]] void fold_query(const StreamArgs& args, const KvItem& item, uint32_t row) {
   constexpr uint32_t kT = kCodeTokens<kRows>;
@@ -281,7 +412,7 @@ template <int kRows, int kBits>
       }
       put_term(terms, kTermBlock + b / kCodeBlock, r, kT, sum_of_8(of_block));
     }
-    const float step = word_step_of(max_of_8(top));
+    const float step = word_step_of(max_of_8(top), kLeastQuery);
     const float limit = near_scale(args, step, kLastCode);
     const bool rests = !by_channel || limit < 1.0f;  // scales of channels are in the query
     put_query<kBits>(folded, dim, step, query_words(args, row + r),
@@ -290,16 +421,19 @@ template <int kRows, int kBits>
     put_term(terms, kTermLimit, r, kT, limit);
     put_term(terms, kTermPage, r, kT, sum_of_8(of_page));
   }
+  if (item.k_codes.b != nullptr)
+    fold_gear<kRows>(args, item, row);
 }
 
 // Makes the queries of all tiles for the page of an item, where they are not those already.
 template <int kRows>
 inline void fold_queries(const StreamArgs& args, const KvItem& item) {
   FoldedFor& folded = *args.folded_for;
-  if (folded.channels == item.k_codes.channels && folded.elem == item.elem_k &&
-      folded.variant == item.variant && folded.by_token == (item.k_codes.steps != nullptr))
+  const uint16_t* page = item.k_codes.b != nullptr ? item.k_codes.b : item.k_codes.channels;
+  if (folded.page == page && folded.elem == item.elem_k && folded.variant == item.variant &&
+      folded.by_token == (item.k_codes.steps != nullptr))
     return;
-  folded = {item.k_codes.channels, item.elem_k, item.variant, item.k_codes.steps != nullptr};
+  folded = {page, item.elem_k, item.variant, item.k_codes.steps != nullptr};
   for (uint32_t row = 0; row < args.q.rows; row += kRows) {
     if (item.elem_k == kElemCodes4) {
       fold_query<kRows, 4>(args, item, row);
@@ -398,6 +532,22 @@ inline __m256 load_of_tokens(const float* p) {
   return _mm256_castpd_ps(_mm256_broadcast_sd(reinterpret_cast<const double*>(p)));
 }
 
+// Adds what codecs/gear.h has beside codes to 8 scores. factors: load_factors. token: the first.
+template <int kRows>
+inline __m256 add_gear(const StreamArgs& args, const CodeParams& params, uint32_t tile,
+                       const float* factors, uint32_t token, __m256 scores) {
+  const float* terms = query_terms(args, tile) + (kTermBlock + args.dim_k / kCodeBlock) * 8;
+  for (uint32_t k = 0; k < params.rank; ++k) {
+    scores = _mm256_fmadd_ps(load_of_tokens<kRows>(factors + k * kItemTokens + token),
+                             _mm256_loadu_ps(terms + k * 8), scores);
+  }
+  const int32_t slot = static_cast<int32_t>(kItemTokens + token) + params.slot;
+  __m256 sparse = _mm256_loadu_ps(query_sparse(args, tile) + slot * kRows);
+  if constexpr (kRows != 1)  // two tokens of four rows
+    sparse = _mm256_permutevar8x32_ps(sparse, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+  return _mm256_add_ps(scores, sparse);
+}
+
 template <int kRows, bool kFirst, int kBits, bool kByToken>
 [[gnu::noinline]] void scores_codes(const StreamArgs& args, const KvItem& item, uint32_t row,
                                     const uint8_t* const* reading, F* out) {
@@ -418,6 +568,10 @@ template <int kRows, bool kFirst, int kBits, bool kByToken>
     for (uint32_t b = 0; b < n_blocks; ++b)
       load_steps(item.k_codes, n_blocks, b, &steps[b]);
   }
+  const bool is_gear = item.k_codes.b != nullptr;
+  float factors[kMaxCodeRank * kItemTokens];
+  if (is_gear)
+    load_factors(item.k_codes, factors);
   const uint8_t* k = *reading;
   const CodesAhead ahead(args, reading);
   float lanes[T::kLanes];
@@ -444,6 +598,8 @@ template <int kRows, bool kFirst, int kBits, bool kByToken>
         scores = _mm256_fmadd_ps(sum, step, scores);
       }
     }
+    if (is_gear)
+      scores = add_gear<kRows>(args, item.k_codes, row / kRows, factors, t, scores);
     put_scores<kRows>(scores, t, lanes);
   }
 #pragma GCC unroll 16
@@ -484,7 +640,7 @@ inline WordWeights word_weights(const float* weights, const TokenSteps* steps) {
     lo = _mm256_mul_ps(lo, _mm256_loadu_ps(steps->scale));
     hi = _mm256_mul_ps(hi, _mm256_loadu_ps(steps->scale + 8));
   }
-  out.step = word_step_of(max_of_8(_mm256_max_ps(lo, hi)));
+  out.step = word_step_of(max_of_8(_mm256_max_ps(lo, hi)), kLeastWeight);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(out.words),
                       to_words(lo, hi, _mm256_set1_ps(1.0f / out.step)));
   return out;
@@ -573,6 +729,48 @@ inline void order_sums(const __m256i* sums, __m256* out) {
   }
 }
 
+// Adds to the sums of a tile what codecs/gear.h has beside codes.
+template <int kRows>
+[[gnu::noinline]] void add_gear_values(const StreamArgs& args, const KvItem& item, uint32_t row,
+                                       const float (*weights)[kItemTokens]) {
+  const CodeParams& params = item.v_codes;
+  const uint32_t dim = args.dim_v;
+  const size_t stride = args.acc_stride;
+  float* acc = args.acc + row * stride;
+  float factors[kMaxCodeRank * kItemTokens];
+  load_factors(params, factors);
+  for (uint32_t k = 0; k < params.rank; ++k) {
+    const __m256 lo = _mm256_loadu_ps(factors + k * kItemTokens);
+    const __m256 hi = _mm256_loadu_ps(factors + k * kItemTokens + 8);
+    __m256 shares[kRows];
+    for (int r = 0; r < kRows; ++r) {
+      const __m256 sum = _mm256_fmadd_ps(_mm256_loadu_ps(weights[r] + 8), hi,
+                                         _mm256_mul_ps(_mm256_loadu_ps(weights[r]), lo));
+      shares[r] = _mm256_set1_ps(sum_of_8(sum));
+    }
+    for (uint32_t i = 0; i < dim; i += 8) {
+      const __m256 b = load_params(params.b + k * dim + i);
+#pragma GCC unroll 4
+      for (uint32_t r = 0; r < kRows; ++r) {
+        float* at = acc + r * stride + i;
+        _mm256_storeu_ps(at, _mm256_fmadd_ps(shares[r], b, _mm256_loadu_ps(at)));
+      }
+    }
+  }
+  const auto n = static_cast<int32_t>(kItemTokens);
+  for_each_outlier(params, dim, params.slot, n, [&](int32_t slot, uint32_t channel, float delta) {
+    const int32_t t = slot - params.slot;
+    // Of a token that is not there, delta may be anything.
+    if (t < 0 || t >= n || (item.mask >> t & 1) == 0)
+      return;
+#pragma GCC unroll 4
+    for (uint32_t r = 0; r < kRows; ++r) {
+      float* at = acc + r * stride + channel;
+      *at = __builtin_fmaf(weights[r][t], delta, *at);
+    }
+  });
+}
+
 template <int kRows, bool kFirst, int kBits, bool kByToken>
 [[gnu::noinline]] void values_codes(const StreamArgs& args, const KvItem& item, uint32_t row,
                                     const float* lanes, const uint8_t* const* reading) {
@@ -632,6 +830,8 @@ template <int kRows, bool kFirst, int kBits, bool kByToken>
       }
     }
   }
+  if (item.v_codes.b != nullptr)
+    add_gear_values<kRows>(args, item, row, weights);
 }
 
 template <int kRows, bool kFirst>

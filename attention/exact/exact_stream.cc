@@ -14,6 +14,7 @@
 #include "base/assert.h"
 #include "base/cpu_features.h"
 #include "base/merge.h"
+#include "codecs/gear.h"
 
 namespace kvm::attention {
 namespace {
@@ -47,6 +48,8 @@ struct Stitch {
   uint16_t* v_scale;
   uint16_t* k_steps;
   uint16_t* v_steps;
+  uint16_t* k_factors;
+  uint16_t* v_factors;
   uint16_t* row_masks;
 };
 
@@ -64,7 +67,7 @@ class PlaneKind {
   // vec::Elem, or codes.
   uint8_t elem(CodecId id) const {
     const codecs::Codec& codec = codecs::codec_of(id);
-    if (!reads_codes_ || !codec.is_low_bits() || codec.is_gear()) {
+    if (!reads_codes_ || !codec.is_low_bits()) {
       return codec.kernel_elem();
     }
     return codec.bits() == 4 ? kElemCodes4 : kElemCodes2;
@@ -81,8 +84,8 @@ class PlaneKind {
   int64_t row_bytes(uint8_t elem) const { return bytes(elem, dim_); }
   uint32_t dim() const { return dim_; }
   uint32_t n_steps() const { return 2 * dim_ / codecs::Codec::kGroupChannels; }  // of a token
-  // Parameters of codes, from the token in `slot` on.
-  CodeParams params(const KvPlane& plane, uint32_t head, uint64_t slot) const {
+  // Parameters of codes, from the token in `slot` on; the item's first one is in first_slot.
+  CodeParams params(const KvPlane& plane, uint32_t head, uint64_t slot, int32_t first_slot) const {
     if (!elem_is_codes(elem(plane.codec))) {
       return {};
     }
@@ -90,8 +93,21 @@ class PlaneKind {
     const uint16_t* own = codecs::params_at(plane, dim_, head);
     const bool by_token = codec.group_params != 0;
     const uint32_t n_steps_of_page = by_token ? kPageTokens * n_steps() : 0;
-    return {.steps = by_token ? own + slot * n_steps() : nullptr,
-            .channels = codec.channel_params != 0 ? own + n_steps_of_page : nullptr};
+    CodeParams params{.steps = by_token ? own + slot * n_steps() : nullptr,
+                      .channels = codec.channel_params != 0 ? own + n_steps_of_page : nullptr,
+                      .a = nullptr,
+                      .b = nullptr,
+                      .slot = first_slot,
+                      .rank = 0,
+                      .n_pairs = 0};
+    if (codec.is_gear()) {
+      const codecs::GearLayout layout(codec, dim_);
+      params.a = own + layout.a + slot * layout.rank;
+      params.b = own + layout.b;
+      params.rank = static_cast<uint16_t>(layout.rank);
+      params.n_pairs = static_cast<uint16_t>(layout.n_pairs);
+    }
+    return params;
   }
 
  private:
@@ -211,8 +227,11 @@ void carve_stream(const Problem& problem, Carver& carver, StreamArgs& args, Batc
   args.factors = carver.take<float>(size_t{kGroupItems} * tiles * 16);
   args.grown = carver.take<uint32_t>(size_t{kGroupItems} * tiles);
   args.code_words = carver.take<int16_t>(size_t{2} * state_rows * problem.dim_k);
-  args.code_terms = carver.take<float>(size_t{8} * tiles * (4 + problem.dim_k / 64));
+  args.code_terms = carver.take<float>(size_t{8} * tiles * (4 + problem.dim_k / 64 + kMaxCodeRank));
+  args.code_sparse =
+      carver.take<float>(size_t{tiles} * (kBlockTokens + 2 * kItemTokens) * kRowTile);
   args.code_folded = carver.take<float>(problem.dim_k);
+  args.code_turned = carver.take<float>(size_t{problem.dim_k} * kRowTile);
   for (int i = 0; i < 2; ++i) {
     batches[i].items = carver.take<KvItem>(kMaxItems);
   }
@@ -223,6 +242,8 @@ void carve_stream(const Problem& problem, Carver& carver, StreamArgs& args, Batc
   stitch.v_scale = carver.take<uint16_t>(kItemTokens);
   stitch.k_steps = carver.take<uint16_t>(kItemTokens * kMaxSteps);
   stitch.v_steps = carver.take<uint16_t>(kItemTokens * kMaxSteps);
+  stitch.k_factors = carver.take<uint16_t>(kItemTokens * kMaxCodeRank);
+  stitch.v_factors = carver.take<uint16_t>(kItemTokens * kMaxCodeRank);
   stitch.row_masks = carver.take<uint16_t>(problem.n_query);
   references = carver.take<float>(state_rows);
   spare = carver.take<std::byte>(state_bytes(problem, rows));
@@ -296,12 +317,14 @@ size_t Stream::scratch_bytes(const Problem& problem) {
 
 // Whether tokens of the run belong to the item. Codes of one item have one page's parameters.
 bool Stream::same_kind(const KvItem& item, const KvRun& run) const {
-  const auto same_codes = [](uint8_t elem, const KvPlane& a, const KvPlane& b) {
-    return !elem_is_codes(elem) || (a.codec == b.codec && a.params == b.params);
+  const KvRun& first = run_of(item);
+  const bool same_slots = first.slot + run.position == run.slot + first.position;
+  const auto same_codes = [same_slots](uint8_t elem, const KvPlane& a, const KvPlane& b) {
+    return !elem_is_codes(elem) || (a.codec == b.codec && a.params == b.params && same_slots);
   };
   return item.elem_k == kind_k_.elem(run.k.codec) && item.elem_v == kind_v_.elem(run.v.codec) &&
-         item.variant == run.transform && same_codes(item.elem_k, run_of(item).k, run.k) &&
-         same_codes(item.elem_v, run_of(item).v, run.v);
+         item.variant == run.transform && same_codes(item.elem_k, first.k, run.k) &&
+         same_codes(item.elem_v, first.v, run.v);
 }
 
 KvItem Stream::make_item(const KvRun& run, size_t run_index, uint64_t position) const {
@@ -416,7 +439,7 @@ void Stream::build(uint64_t chunk, Batch& batch) const {
 // Puts rows into an item, as kernels load them, and what codes have for each token. slot: of the
 // first.
 void put_rows(const KvPlane& plane, const PlaneKind& kind, uint32_t head, uint64_t slot, uint32_t n,
-              uint8_t* out, uint16_t* steps) {
+              uint8_t* out, uint16_t* steps, uint16_t* factors) {
   const uint32_t dim = kind.dim();
   const uint8_t* rows = codecs::row_at(plane, dim, head, slot);
   if (kind.is_decoded(plane.codec)) {
@@ -425,8 +448,12 @@ void put_rows(const KvPlane& plane, const PlaneKind& kind, uint32_t head, uint64
     return;
   }
   std::memcpy(out, rows, n * codecs::codec_of(plane.codec).row_bytes(dim));
-  if (const uint16_t* own = kind.params(plane, head, slot).steps) {
-    std::copy_n(own, n * kind.n_steps(), steps);
+  const CodeParams params = kind.params(plane, head, slot, 0);
+  if (params.steps != nullptr) {
+    std::copy_n(params.steps, n * kind.n_steps(), steps);
+  }
+  if (params.a != nullptr) {
+    std::copy_n(params.a, n * params.rank, factors);
   }
 }
 
@@ -443,8 +470,12 @@ void Stream::stitch(KvItem& item) const {
   std::fill_n(stitch_.log_weight, kItemTokens, 0.0f);
   std::fill_n(stitch_.k_scale, kItemTokens, uint16_t{0});
   std::fill_n(stitch_.v_scale, kItemTokens, uint16_t{0});
-  std::fill_n(stitch_.k_steps, kItemTokens * kMaxSteps, uint16_t{0});
-  std::fill_n(stitch_.v_steps, kItemTokens * kMaxSteps, uint16_t{0});
+  if ((item.flags & kCodes) != 0) {
+    std::fill_n(stitch_.k_steps, kItemTokens * kMaxSteps, uint16_t{0});
+    std::fill_n(stitch_.v_steps, kItemTokens * kMaxSteps, uint16_t{0});
+    std::fill_n(stitch_.k_factors, kItemTokens * kMaxCodeRank, uint16_t{0});
+    std::fill_n(stitch_.v_factors, kItemTokens * kMaxCodeRank, uint16_t{0});
+  }
   bool weighted = false;
   for (size_t i = item.run;
        i < problem_.runs.size() && problem_.runs[i].position < item.position + kItemTokens; ++i) {
@@ -459,10 +490,12 @@ void Stream::stitch(KvItem& item) const {
       const auto n = static_cast<uint32_t>(__builtin_ctz(~(bits >> at)));
       const uint64_t slot = run.slot + (item.position + at - run.position);
       put_rows(run.k, kind_k_, problem_.head, slot, n, stitch_.k + at * k_bytes,
-               stitch_.k_steps + at * kind_k_.n_steps());
+               stitch_.k_steps + at * kind_k_.n_steps(),
+               stitch_.k_factors + at * item.k_codes.rank);
       if (!problem_.v_in_k) {
         put_rows(run.v, kind_v_, problem_.head, slot, n, stitch_.v + at * v_bytes,
-                 stitch_.v_steps + at * kind_v_.n_steps());
+                 stitch_.v_steps + at * kind_v_.n_steps(),
+                 stitch_.v_factors + at * item.v_codes.rank);
       }
       bits &= ~(((1u << n) - 1) << at);
     }
@@ -488,6 +521,8 @@ void Stream::stitch(KvItem& item) const {
   item.v_scale = item.v_scale != nullptr ? stitch_.v_scale : nullptr;
   item.k_codes.steps = item.k_codes.steps != nullptr ? stitch_.k_steps : nullptr;
   item.v_codes.steps = item.v_codes.steps != nullptr ? stitch_.v_steps : nullptr;
+  item.k_codes.a = item.k_codes.a != nullptr ? stitch_.k_factors : nullptr;
+  item.v_codes.a = item.v_codes.a != nullptr ? stitch_.v_factors : nullptr;
 }
 
 // Leads an item of the first head to this one, where it lies.
@@ -498,8 +533,10 @@ void Stream::locate(KvItem& item) const {
   item.v_scale = scale_after(item.v_scale, args_.scale_offset);
   if ((item.flags & kCodes) != 0) {
     const uint64_t slot = run_of(item).slot + token_of(item);
-    item.k_codes = kind_k_.params(run_of(item).k, problem_.head, slot);
-    item.v_codes = kind_v_.params(run_of(item).v, problem_.head, slot);
+    const auto first_slot = static_cast<int32_t>(
+        static_cast<int64_t>(run_of(item).slot + item.position - run_of(item).position));
+    item.k_codes = kind_k_.params(run_of(item).k, problem_.head, slot, first_slot);
+    item.v_codes = kind_v_.params(run_of(item).v, problem_.head, slot, first_slot);
   }
 }
 
@@ -509,18 +546,19 @@ void Stream::locate_after(const KvItem& before, KvItem& item) const {
     locate(item);
     return;
   }
-  const auto after = [](const uint16_t* params, uint64_t n) {
-    return params == nullptr ? nullptr : params + n;
-  };
-  const uint64_t n_tokens = token_of(item) - token_of(before);
+  const auto n_tokens = static_cast<uint32_t>(token_of(item) - token_of(before));
   item.k = k(item);
   item.v = v(item);
   item.k_scale = scale_after(item.k_scale, args_.scale_offset);
   item.v_scale = scale_after(item.v_scale, args_.scale_offset);
-  item.k_codes = {after(before.k_codes.steps, n_tokens * kind_k_.n_steps()),
-                  before.k_codes.channels};
-  item.v_codes = {after(before.v_codes.steps, n_tokens * kind_v_.n_steps()),
-                  before.v_codes.channels};
+  const auto advance = [n_tokens](CodeParams params, uint32_t n_steps) {
+    params.steps = scale_after(params.steps, int64_t{n_tokens} * n_steps);
+    params.a = scale_after(params.a, int64_t{n_tokens} * params.rank);
+    params.slot += static_cast<int32_t>(n_tokens);
+    return params;
+  };
+  item.k_codes = advance(before.k_codes, kind_k_.n_steps());
+  item.v_codes = advance(before.v_codes, kind_v_.n_steps());
 }
 
 // The item of this head as a kernel may read it, without offsets.
