@@ -126,13 +126,6 @@ uint32_t run_bits(const KvRun& run, uint64_t position) {
   return ((1u << end) - 1) & ~((1u << begin) - 1);
 }
 
-// Whether items of the same positions come in this order: one that does not depend on which tokens
-// are visible.
-bool comes_before(const KvItem& a, const KvItem& b) {
-  return std::tie(a.variant, a.elem_k, a.elem_v, a.run) <
-         std::tie(b.variant, b.elem_k, b.elem_v, b.run);
-}
-
 // A Stream reads one head. Several that read the same pages work with the items of the first.
 class Stream {
  public:
@@ -180,6 +173,7 @@ class Stream {
   uint32_t only_query() const { return static_cast<uint32_t>(only_query_); }
   KvItem make_item(const KvRun& run, size_t run_index, uint64_t position) const;
   bool same_kind(const KvItem& item, const KvRun& run) const;
+  bool comes_before(const KvItem& a, const KvItem& b) const;
   uint32_t add_items(size_t run, uint64_t position, uint32_t visible, uint16_t flags,
                      KvItem* out) const;
   uint32_t add_page(size_t run, uint16_t flags, KvItem* out) const;
@@ -327,6 +321,21 @@ bool Stream::same_kind(const KvItem& item, const KvRun& run) const {
          same_codes(item.elem_v, first.v, run.v);
 }
 
+// Whether items of the same positions come in this order: one that does not depend on which tokens
+// are visible, and thereby on the run that an item begins with. Items of one codec from several
+// pages would; pages do not take turns within 16 positions.
+bool Stream::comes_before(const KvItem& a, const KvItem& b) const {
+  const auto kind = [this](const KvItem& item) {
+    const auto codec = [](uint8_t elem, CodecId id) {
+      return elem_is_codes(elem) ? id : CodecId::kNone;
+    };
+    return std::tuple(item.variant, item.elem_k, item.elem_v,
+                      codec(item.elem_k, run_of(item).k.codec),
+                      codec(item.elem_v, run_of(item).v.codec), item.run);
+  };
+  return kind(a) < kind(b);
+}
+
 KvItem Stream::make_item(const KvRun& run, size_t run_index, uint64_t position) const {
   const uint64_t token = std::max(position, run.position) - run.position;
   const uint8_t elem_k = kind_k_.elem(run.k.codec);
@@ -376,7 +385,8 @@ uint32_t Stream::add_items(size_t run, uint64_t position, uint32_t visible, uint
     out[i].mask = static_cast<uint16_t>(out[i].mask | bits);
   }
   if (n > 1) {
-    std::sort(out, out + n, comes_before);
+    std::sort(out, out + n,
+              [this](const KvItem& a, const KvItem& b) { return comes_before(a, b); });
   }
   return n;
 }
