@@ -91,6 +91,11 @@ class AttendPlanner {
   void add_ranges(const kvm_item& item, View* view);
   void exclude_dropped_sinks(View* view);
   uint32_t n_plain_rows(const View& view) const;
+  // Says whether tokens that a head chose to keep may stand side by side (Store::collect_runs): not
+  // where ranges or a bias by distance ask for their own positions.
+  bool is_packed(const View& view) const {
+    return request_->items[view.item].n_ranges == 0 && space_->slopes() == nullptr;
+  }
   void turn_sinks(size_t run_begin, uint64_t n_sinks);
   Status add_rotation(View* view);
   attention::Visibility visibility(const View& view) const;

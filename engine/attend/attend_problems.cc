@@ -252,7 +252,7 @@ void AttendPlanner::add_exact(const attention::Problem& problem, uint32_t view_i
     plan_->sums.push_back({.head = static_cast<uint32_t>(plan_->heads.size()),
                            .item = view.item,
                            .class_index = view.class_index,
-                           .is_packed = request_->items[view.item].n_ranges == 0,
+                           .is_packed = is_packed(view),
                            .is_later = head.cost >= kMinSumsCost,
                            .n_positions = last.position + last.n_tokens - problem.column_position});
   }

@@ -181,8 +181,7 @@ Status AttendPlanner::add_views(const Store& store, const Sequence* seq, const V
 }
 
 Status AttendPlanner::collect_runs(const Store& store, const Sequence* seq, View* view) {
-  const bool is_packed = request_->items[view->item].n_ranges == 0;
-  store.collect_runs(seq, request_->layer_begin, view->class_index, &plan_->runs, is_packed,
+  store.collect_runs(seq, request_->layer_begin, view->class_index, &plan_->runs, is_packed(*view),
                      &away_);
   if (plan_->runs.size() > kMaxListedPages) {
     return {KVM_ERR_LIMIT,
