@@ -350,8 +350,10 @@ class Crowd {
                         const RequestResult& result, const Pending& buffers) {
     if (!result.status.is_ok()) {
       const kvm_status code = result.status.code();
+      // HOLE: the end of a layer that ends before what was committed.
       EXPECT_TRUE(code == KVM_ERR_STALE || code == KVM_ERR_PARTIAL || code == KVM_ERR_INVALID ||
-                  code == KVM_ERR_CANCELLED || code == KVM_ERR_NO_SPACE || code == KVM_ERR_QUOTA)
+                  code == KVM_ERR_CANCELLED || code == KVM_ERR_NO_SPACE || code == KVM_ERR_QUOTA ||
+                  code == KVM_ERR_HOLE)
           << result.status.message();
       return;
     }
