@@ -103,8 +103,12 @@ std::string said_layers(uint32_t n_layers, Has has) {
     while (last + 1 < n_layers && has(last + 1)) {
       ++last;
     }
-    text += (text.empty() ? "" : ", ") + said(uint64_t{layer}) +
-            (last == layer ? "" : "-" + said(uint64_t{last}));
+    text += text.empty() ? "" : ", ";
+    text += said(uint64_t{layer});
+    if (last != layer) {
+      text += '-';
+      text += said(uint64_t{last});
+    }
     layer = last;
   }
   return text;
@@ -422,7 +426,8 @@ Status check_room(const char* field, const std::vector<Entry>& entries, const En
     return Status(KVM_ERR_LIMIT, std::string("kvm_preset.") + field + " has room for " +
                                      said(uint64_t{room}) + "; the preset has " +
                                      said(uint64_t{entries.size()}) +
-                                     ", and as many as there are layers are always enough");
+                                     "; room for n_layers entries in each of layers, policies and "
+                                     "codecs is always enough");
   }
   if (!entries.empty() && array == nullptr) {
     return invalid(std::string("kvm_preset.") + field + " is NULL, with room for " +

@@ -719,12 +719,16 @@ typedef struct kvm_space_params {
 
 /* A preset is a published system with the settings of its paper, as entries of kvm_space_params:
  *
- *    kvm_policy_params policies[32];
+ *    kvm_layer_params layers[32];  kvm_policy_params policies[32];  kvm_codec_params codecs[32];
  *    kvm_preset_params system = {.struct_size = sizeof system, .name = "h2o", .n_layers = 32,
  *                                .n_tokens = 8192};
- *    kvm_preset preset = {.struct_size = sizeof preset, .policies = policies, .n_policies = 32};
+ *    kvm_preset preset = {.struct_size = sizeof preset, .n_layer_params = 32, .n_policies = 32,
+ *                         .n_codecs = 32, .layers = layers, .policies = policies,
+ *                         .codecs = codecs};
  *    kvm_policy_preset(&system, &preset);
+ *    geometry.layers = preset.layers;      geometry.n_layer_params = preset.n_layer_params;
  *    geometry.policies = preset.policies;  geometry.n_policies = preset.n_policies;
+ *    geometry.codecs = preset.codecs;      geometry.n_codecs = preset.n_codecs;
  *
  * Entries may be changed, and others put behind them, which win. What a system would find out about
  * a model (which heads retrieve, how long its windows are) is the caller's to say; docs/policies

@@ -331,8 +331,8 @@ TEST(PolicyPreset, ArraysHaveRoomOrNothingIsWritten) {
   const Status status = write_preset(preset, &out);
   EXPECT_EQ(status.code(), KVM_ERR_LIMIT);
   EXPECT_EQ(status.message(),
-            "kvm_preset.layers has room for 3; the preset has 4, and as many as there are layers "
-            "are always enough");
+            "kvm_preset.layers has room for 3; the preset has 4; room for n_layers entries in each "
+            "of layers, policies and codecs is always enough");
   EXPECT_EQ(std::memcmp(&out, &before, sizeof(out)), 0);
   EXPECT_EQ(policies[0].n_recent, 0u);
   layers.resize(4);
