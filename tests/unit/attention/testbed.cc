@@ -404,9 +404,9 @@ void Case::cut_runs(int extra_cuts) {
     run.transform = kind.transform;
     const size_t plane = size_t{shape_.heads} * kPageTokens;
     const auto plane_of = [&](const Buffer& rows, CodecId codec, uint32_t dim,
-                              const uint16_t* scales, const PageParams& params) {
+                              const uint16_t* scales, PageParams& params) {
       const codecs::Scaling scaling = codecs::codec_of(codec).scaling;
-      return KvPlane{rows.data() + static_cast<size_t>(codec) * plane * dim * 4,
+      return KvPlane{rows.data() + rooms_.at(codec) * plane * dim * 4,
                      scaling == codecs::Scaling::kRow    ? scales
                      : scaling == codecs::Scaling::kPage ? params.of(codec)
                                                          : nullptr,
@@ -440,9 +440,12 @@ void Case::store(int extra_cuts) {
     std::shuffle(pages.begin(), pages.end(), random_);
   };
   // Every codec has its own room.
-  const size_t n_codecs = codecs::kCodecs.size() + 1;
-  allocate(pages_k_, plane * s.dim_k * 4 * n_codecs);
-  allocate(pages_v_, plane * s.dim_v * 4 * n_codecs);
+  for (const TokenKind& kind : kinds) {
+    rooms_.try_emplace(kind.codec_k, rooms_.size());
+    rooms_.try_emplace(kind.codec_v, rooms_.size());
+  }
+  allocate(pages_k_, plane * s.dim_k * 4 * rooms_.size());
+  allocate(pages_v_, plane * s.dim_v * 4 * rooms_.size());
   allocate(pages_s_, plane * 4);
   allocate(pages_w_, kPageTokens * sizeof(float));
   params_k_.assign(n_pages, PageParams(s.heads, s.dim_k));
@@ -463,10 +466,8 @@ void Case::store(int extra_cuts) {
     const uint64_t position = s.first_position + t;
     const uint64_t page = position / kPageTokens - s.first_position / kPageTokens;
     const uint64_t row = uint64_t{s.head} * kPageTokens + position % kPageTokens;
-    std::byte* k =
-        pages_k_[page]->data() + static_cast<size_t>(kinds[t].codec_k) * plane * s.dim_k * 4;
-    std::byte* v =
-        pages_v_[page]->data() + static_cast<size_t>(kinds[t].codec_v) * plane * s.dim_v * 4;
+    std::byte* k = pages_k_[page]->data() + rooms_.at(kinds[t].codec_k) * plane * s.dim_k * 4;
+    std::byte* v = pages_v_[page]->data() + rooms_.at(kinds[t].codec_v) * plane * s.dim_v * 4;
     auto* scales = reinterpret_cast<uint16_t*>(pages_s_[page]->data());
     const auto put = [&](std::byte* rows, CodecId codec, uint16_t* row_scales, PageParams& params,
                          const std::vector<float>& values) {

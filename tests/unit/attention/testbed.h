@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <random>
 #include <vector>
@@ -61,24 +62,23 @@ struct Shape {
   bool flat = false;
 };
 
-// The parameters of one page in every codec that has some of a page, NaN until they are set.
+// The parameters of one page in each codec that has some of a page, NaN until they are set.
 class PageParams {
  public:
-  PageParams(uint32_t heads, uint32_t dim) : heads_(heads), dim_(dim) {
-    for (const codecs::Codec& codec : codecs::kCodecs) {
-      const bool has_some = codec.scaling == codecs::Scaling::kPage;
-      of_codec_.emplace_back(has_some ? size_t{heads_} * codec.n_scales(dim_) : 0, 0xffff);
+  PageParams(uint32_t heads, uint32_t dim) : heads_(heads), dim_(dim) {}
+  // As many as the page's heads have. REQUIRES: the codec has some of a page.
+  uint16_t* of(CodecId codec) {
+    std::vector<uint16_t>& params = of_codec_[codec];
+    if (params.empty()) {
+      params.assign(size_t{heads_} * codecs::codec_of(codec).n_scales(dim_), 0xffff);
     }
-  }
-  uint16_t* of(CodecId codec) { return of_codec_[static_cast<size_t>(codec) - 1].data(); }
-  const uint16_t* of(CodecId codec) const {
-    return of_codec_[static_cast<size_t>(codec) - 1].data();
+    return params.data();
   }
 
  private:
   uint32_t heads_;
   uint32_t dim_;
-  std::vector<std::vector<uint16_t>> of_codec_;
+  std::map<CodecId, std::vector<uint16_t>> of_codec_;
 };
 
 // Owns everything a Problem refers to. Pages have a random order in memory; tokens carry their
@@ -152,6 +152,7 @@ class Case {
   std::vector<Token> tokens_;
   std::vector<std::unique_ptr<Buffer>> pages_k_, pages_v_, pages_w_, pages_s_;
   std::vector<PageParams> params_k_, params_v_;
+  std::map<CodecId, size_t> rooms_;  // of codecs in a page's buffers
   std::vector<KvRun> runs_;
   std::vector<float> sinks_;
   std::vector<float> slopes_;
