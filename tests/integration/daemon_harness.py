@@ -36,10 +36,13 @@ class Daemon:
             shutil.rmtree(self.folder)
 
     def start(self):
+        """Starts kvmd and waits until it takes clients. Its first lines may follow: an answer of it
+        comes after them."""
         with open(self.log_path, "ab") as log:
+            n_before = self.log().count("listening at")
             self.process = subprocess.Popen([f"{BIN}/kvmd", *self.arguments], stderr=log,
                                             env=self.env)
-        self.wait_until(lambda: self.log().count("listening at") > 0)
+        self.wait_until(lambda: self.log().count("listening at") > n_before)
 
     def log(self):
         with open(self.log_path, encoding="utf-8") as log:
