@@ -7,9 +7,9 @@
 #include <cstdio>
 #include <cstring>
 #include <iterator>
-#include <string_view>
 
 #include "base/limits.h"
+#include "base/nearest_name.h"
 #include "client/checks.h"
 #include "codecs/codec.h"
 #include "ipc/struct_size.h"
@@ -341,24 +341,6 @@ constexpr Missing kMissing[] = {
     {"snapkv", "a choice by the last queries of a prompt alone; h2o chooses by all of them"},
 };
 
-// Levenshtein's: letters to insert, delete or replace.
-size_t distance(std::string_view a, std::string_view b) {
-  std::vector<size_t> row(b.size() + 1);
-  for (size_t j = 0; j <= b.size(); ++j) {
-    row[j] = j;
-  }
-  for (size_t i = 1; i <= a.size(); ++i) {
-    size_t diagonal = row[0];
-    row[0] = i;
-    for (size_t j = 1; j <= b.size(); ++j) {
-      const size_t replaced = diagonal + (a[i - 1] == b[j - 1] ? 0 : 1);
-      diagonal = row[j];
-      row[j] = std::min({replaced, row[j] + 1, row[j - 1] + 1});
-    }
-  }
-  return row[b.size()];
-}
-
 Status unknown(const std::string& name) {
   for (const Missing& missing : kMissing) {
     if (name == missing.name) {
@@ -367,15 +349,15 @@ Status unknown(const std::string& name) {
     }
   }
   std::string all;
-  const System* nearest = kSystems;
+  std::vector<std::string> names;
   for (const System& system : kSystems) {
-    all += (all.empty() ? "" : ", ") + std::string(system.name);
-    if (distance(name, system.name) < distance(name, nearest->name)) {
-      nearest = &system;
-    }
+    names.emplace_back(system.name);
+    all += (all.empty() ? "" : ", ") + names.back();
   }
-  return Status(KVM_ERR_NOT_FOUND, "no preset is called \"" + name + "\"; the nearest is " +
-                                       nearest->name + "; there are " + all);
+  const std::string nearest = nearest_name(name, names);
+  return Status(KVM_ERR_NOT_FOUND, "no preset is called \"" + name + "\"" +
+                                       (nearest.empty() ? "" : "; the nearest is " + nearest) +
+                                       "; there are " + all);
 }
 
 Status refuse(const System& system, const char* field, const std::string& value) {

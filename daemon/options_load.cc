@@ -13,6 +13,7 @@
 #include <fstream>
 #include <utility>
 
+#include "base/nearest_name.h"
 #include "daemon/options.h"
 
 namespace kvm::daemon {

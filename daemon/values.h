@@ -9,7 +9,6 @@
 #include <optional>
 #include <string>
 #include <string_view>
-#include <vector>
 
 namespace kvm::daemon {
 
@@ -34,11 +33,6 @@ std::optional<Size> parse_size(std::string_view text);
 
 // "12.5 GiB": three digits at most, binary units. For people, not for parsing.
 std::string format_bytes(uint64_t bytes);
-
-// Edits (insert, delete, replace, swap neighbours) that turn one into the other.
-uint32_t edit_distance(std::string_view a, std::string_view b);
-// The candidate with the fewest edits; empty when none is near enough to be meant.
-std::string nearest_name(std::string_view name, const std::vector<std::string>& candidates);
 
 }  // namespace kvm::daemon
 

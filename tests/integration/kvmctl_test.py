@@ -279,6 +279,8 @@ class Kvmctl(unittest.TestCase):
                 (["quota"], "kvmctl quota: a command is missing\nCommands: get, set. "
                             "See kvmctl quota --help.\n"),
                 (["quota", "show"], "kvmctl quota: there is no 'show'\nCommands: get, set."),
+                (["statsu"], "kvmctl: there is no 'statsu'; did you mean 'status'?\nCommands: "),
+                (["quota", "gte"], "kvmctl quota: there is no 'gte'; did you mean 'get'?\n"),
                 (["config", "check"], "\nSee kvmctl config check --help.\n")):
             self.assertIn(sentence, kvmctl(*arguments).stderr, arguments)
 

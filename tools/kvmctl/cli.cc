@@ -12,6 +12,7 @@
 #include <system_error>
 #include <utility>
 
+#include "base/nearest_name.h"
 #include "tools/kvmctl/answer.h"
 #include "tools/kvmctl/values.h"
 
@@ -71,7 +72,12 @@ std::string usage_error(const CLI::App* app, const CLI::Error& error) {
   const std::vector<std::string> unknown = app->remaining(true);
   std::string what = error.what();
   if (dynamic_cast<const CLI::RequiredError*>(&error) != nullptr && !names.empty()) {
-    what = unknown.empty() ? "a command is missing" : fmt::format("there is no '{}'", unknown[0]);
+    what = "a command is missing";
+    if (!unknown.empty()) {
+      const std::string nearest = nearest_name(unknown[0], names);
+      what = fmt::format("there is no '{}'{}", unknown[0],
+                         nearest.empty() ? "" : fmt::format("; did you mean '{}'?", nearest));
+    }
   }
   std::string text = fmt::format("{}: {}\n", path, what);
   if (!names.empty()) {

@@ -273,12 +273,15 @@ TEST(PolicyPreset, UnknownNamesHaveANearest) {
       {"h20", "h2o"},
       {"streamingllm", "streaming_llm"},
       {"kivi8", "kivi"},
-      {"", "h2o"},
       {"unified_layer_skip", "unified_layer_skipping"}};
   for (const auto& [name, nearest] : cases) {
     expect_refused(params_of(name), KVM_ERR_NOT_FOUND,
                    std::string("no preset is called \"") + name + "\"; the nearest is " + nearest +
                        "; there are " + all);
+  }
+  for (const char* const far : {"", "quest"}) {
+    expect_refused(params_of(far), KVM_ERR_NOT_FOUND,
+                   std::string("no preset is called \"") + far + "\"; there are " + all);
   }
   EXPECT_EQ(resolve_preset(params_of("mikv")).status().code(), KVM_ERR_UNSUPPORTED);
   EXPECT_EQ(resolve_preset(params_of(nullptr)).status().code(), KVM_ERR_INVALID);

@@ -40,21 +40,6 @@ TEST(Values, IntegersAndSwitches) {
   EXPECT_FALSE(parse_bool("maybe").has_value());
 }
 
-TEST(Values, EditDistanceKnownPairs) {
-  EXPECT_EQ(edit_distance("", "abc"), 3u);
-  EXPECT_EQ(edit_distance("kitten", "sitting"), 3u);
-  EXPECT_EQ(edit_distance("scoket", "socket"), 1u) << "swapped neighbours are one edit";
-  EXPECT_EQ(edit_distance("same", "same"), 0u);
-}
-
-TEST(Values, NearestNameOnlyWhenNear) {
-  const std::vector<std::string> names = {"socket", "socket_mode", "threads"};
-  EXPECT_EQ(nearest_name("sokcet", names), "socket");
-  EXPECT_EQ(nearest_name("thread", names), "threads");
-  EXPECT_EQ(nearest_name("socketmode", names), "socket_mode");
-  EXPECT_EQ(nearest_name("banana", names), "");
-}
-
 TEST(Values, BytesForPeople) {
   EXPECT_EQ(format_bytes(0), "0 B");
   EXPECT_EQ(format_bytes(1536), "1.5 KiB");
