@@ -20,6 +20,7 @@
 #include "kvm.h"
 #include "tests/common/items.h"
 #include "tests/integration/abi_rig.h"
+#include "tests/integration/abi_steps.h"
 
 namespace kvm::testing {
 namespace {
@@ -134,7 +135,7 @@ std::vector<float> alibi_slopes(uint32_t n_heads) {
   return slopes;
 }
 
-class AbiModels : public ServiceTest {
+class AbiModels : public StepTest {
  protected:
   void SetUp() override { open("models"); }
 
@@ -152,18 +153,6 @@ class AbiModels : public ServiceTest {
     params.logit_softcap = model.softcap;
     params.flags = model.v_in_k ? uint32_t{KVM_SPACE_V_IN_K} : 0;
     return params;
-  }
-
-  kvm_space_id add_space(const kvm_space_params& params) {
-    kvm_space_id space = 0;
-    EXPECT_EQ(kvm_space_register(client_, &params, &space), KVM_OK) << kvm_last_error();
-    return space;
-  }
-
-  kvm_seq_id add_seq(kvm_space_id space) {
-    kvm_seq_id seq = 0;
-    EXPECT_EQ(kvm_seq_create(client_, space, nullptr, &seq), KVM_OK) << kvm_last_error();
-    return seq;
   }
 
   // A step of one item. What is empty is left out.
