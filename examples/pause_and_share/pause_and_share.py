@@ -4,6 +4,7 @@
 prefixes (docs/prefixes.md), priorities and snapshots (docs/disk.md).
 
 It starts a kvmd with a disk in a temporary folder, ends it, and starts it again over the same disk.
+One that runs already, which KVM_SOCKET may name, is left alone.
 The exit status says whether the conversations shared what they should, and had the bits that they
 have where nothing is shared and nothing was saved.
 
@@ -178,6 +179,10 @@ def resume(engine):
 
 
 def main():
+    if len(sys.argv) > 1:
+        print(f"pause_and_share.py has no use for '{sys.argv[1]}': it starts a kvmd of its own and "
+              "takes no arguments", file=sys.stderr)
+        return 2
     with tempfile.TemporaryDirectory() as folder:
         socket, disk = os.path.join(folder, "kvmd.sock"), os.path.join(folder, "disk")
         os.mkdir(disk)
