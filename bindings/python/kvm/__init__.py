@@ -31,6 +31,7 @@ from ._constants import (NO_LIMIT, POSITION_END, PREFIX_TOKENS, PRIORITY_DEFAULT
 from ._errors import (CancelledError, DisconnectedError, Error, FullError, InvalidError,
                       NotFoundError, PartialError, RefusedError, UnsupportedError,
                       WaitTimeoutError)
+from ._heads import HeadFile, read_heads
 from ._objects import (Client, Queue, Sequence, Space, connect, merge, open_embedded, probe_heads)
 from ._params import Codec, Index, Layer, Policy
 from ._prefixes import PrefixHashes
@@ -55,11 +56,11 @@ __all__ = [
     "NO_LIMIT", "POSITION_END", "PREFIX_TOKENS", "PRIORITY_DEFAULT", "PRIORITY_MAX", "Amounts",
     "Budgets", "CancelledError", "Client", "ClientEntry", "ClientInfo", "Codec", "CodecId",
     "Daemon", "DisconnectedError", "Dtype", "Error", "Evict", "EvictResult", "Feature", "FullError",
-    "Index", "IndexKind", "InvalidError", "Item", "Layer", "LayerKind", "LogLevel", "Merging",
-    "Mode", "NotFoundError", "PartialError", "Policy", "Positions", "PrefixHashes", "Preset",
-    "Proposal", "Queue", "QuotaOf", "RefusedError", "Request", "Resolved", "Retention", "Rope",
-    "SaveFlag", "Sequence", "SequenceFlag", "SequenceInfo", "SnapshotFlag", "SnapshotInfo", "Space",
-    "SpaceFlag", "SpaceInfo", "Stats", "Status", "Step", "StepResult", "StepStats",
+    "HeadFile", "Index", "IndexKind", "InvalidError", "Item", "Layer", "LayerKind", "LogLevel",
+    "Merging", "Mode", "NotFoundError", "PartialError", "Policy", "Positions", "PrefixHashes",
+    "Preset", "Proposal", "Queue", "QuotaOf", "RefusedError", "Request", "Resolved", "Retention",
+    "Rope", "SaveFlag", "Sequence", "SequenceFlag", "SequenceInfo", "SnapshotFlag", "SnapshotInfo",
+    "Space", "SpaceFlag", "SpaceInfo", "Stats", "Status", "Step", "StepResult", "StepStats",
     "UnsupportedError", "UserEntry", "WaitTimeoutError", "connect", "merge", "open_embedded",
-    "preset_names", "probe_heads", "set_log", "start_daemon",
+    "preset_names", "probe_heads", "read_heads", "set_log", "start_daemon",
 ]

@@ -19,9 +19,10 @@ from ._constants import (EVICT_DISCONNECT, POSITION_END, PRIORITY_MAX, CodecId, 
                          LayerKind, ListFlag, Mode, Proposal, QuotaOf, Rope, SaveFlag, SequenceFlag,
                          SpaceFlag, Status)
 from ._errors import LAST_32, Error, check_names, check_reals, text, whole
+from ._heads import HeadFile
 from ._params import Codec, Index, Layer, Policy, codec_of, dtype_of
 from ._prefixes import PrefixHashes, data_of, keep_ns
-from ._presets import Preset, preset_of
+from ._presets import Preset, preset_of, resolved
 from ._records import (Amounts, ClientEntry, ClientInfo, EvictResult, SequenceInfo, SnapshotInfo,
                        SpaceInfo, Stats, UserEntry)
 from ._requests import (Item, Layout, Request, Step, StepResult, check_step, is_heads, step_flags)
@@ -174,6 +175,7 @@ class Client:
             rope_inv_freq: Iterable[float] = (), sink_logits: Iterable[float] | None = None,
             alibi_slopes: Iterable[float] | None = None, values_in_keys: bool = False,
             layers: Iterable[Layer] = (), policy: Preset | str | None = None,
+            head_file: HeadFile | str | os.PathLike[str] | None = None,
             policies: Iterable[Policy] = (), codecs: Iterable[Codec] = (),
             indexes: Iterable[Index] = (), default_mode: Mode = Mode.DEFAULT,
             default_proposal: Proposal = Proposal.DEFAULT,
@@ -190,6 +192,9 @@ class Client:
         values_in_keys:  values are the first head_dim_v channels of keys (DeepSeek's latent form):
                        stored once, and steps append k alone.
         policy:        a published system: "h2o", "h2o:n_tokens=8192,share=0.3", or a `Preset`.
+        head_file:     of `kvm-eval heads`, for "duo_attention" and "razor_attention": which heads
+                       retrieve. One for another geometry is refused, and where `fingerprint` is
+                       given, one for another fingerprint.
         default_*:     what steps without a mode of their own take; DEFAULT: exact.
         fingerprint:   32 bytes of whatever must agree between users of the name (weights, ...).
         Later entries of `layers`, `policies`, `codecs` and `indexes` win, also over those of
@@ -198,8 +203,10 @@ class Client:
         check_names(Mode, default_mode=default_mode)
         check_names(Proposal, default_proposal=default_proposal)
         overrides, all_policies, all_codecs = list(layers), list(policies), list(codecs)
-        if policy is not None:
-            system = preset_of(policy).resolve(n_layers)
+        preset = preset_of(policy, head_file)
+        if preset is not None:
+            system = resolved(preset, n_layers, n_kv_heads or n_q_heads,
+                              fingerprint if fingerprint != bytes(32) else b"")
             overrides = system.layers + overrides
             all_policies = system.policies + all_policies
             all_codecs = system.codecs + all_codecs

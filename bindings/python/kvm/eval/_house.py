@@ -48,6 +48,7 @@ class House:
             sys.path.remove(str(folder))
         weights, tokenizer = source.load(source.default_weights())
         self.model = _converted(weights)
+        self.encode: Any = tokenizer.encode
         self.context: int = weights.config.context
         stack = [token for name in _texts.BUILT_IN
                  for token in (0, *tokenizer.encode(_texts.read(name)))]

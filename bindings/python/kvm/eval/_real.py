@@ -12,13 +12,16 @@ import copy
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from .. import Client, Index, IndexKind, Mode, Policy, Preset, Retention
+from .. import Client, HeadFile, Index, IndexKind, Mode, Policy, Preset, Retention, read_heads
+from ..integrations import transformers
 from ..integrations.transformers import KvmCache
 
+_WITH_HEADS = ("duo_attention", "razor_attention")
 MIN_TOKENS = 256  # the least of an index, so that every layer is approximated
 ANY_BUDGET = 1 << 20  # more keys than a row has: verified answers are exact where that reads less
 
@@ -89,15 +92,28 @@ def _h2o(n_tokens: int) -> Setting:
                    policy=Policy(Retention.HEAVY, n_recent=half, n_heavy=half))
 
 
-def of_presets(words: list[str]) -> list[Setting]:
-    """A setting for each preset, as `Preset.parse` takes it. Raises kvm.Error where there is no
-    such preset, or it needs more of a model."""
+def of_presets(words: list[str], head_file: Path | None = None) -> list[Setting]:
+    """A setting for each preset, as `Preset.parse` takes it, with the heads of the file where it
+    takes any. Raises kvm.Error where there is no such preset, or it needs more of a model."""
+    heads = None if head_file is None else read_heads(head_file)
     settings = []
     for word in words:
         preset = Preset.parse(word)
-        preset.resolve(32)
+        if preset.name in _WITH_HEADS and heads is not None:
+            preset = dataclasses.replace(preset, heads=heads)
+        preset.resolve(32 if preset.heads is None or heads is None else heads.n_layers)
         settings.append(Setting("preset", word, preset=preset))
+    if heads is not None and all(setting.preset is None or setting.preset.heads is None
+                                 for setting in settings):
+        raise ValueError("--head-file is given, and no --policy of " + " or ".join(_WITH_HEADS))
     return settings
+
+
+def check_heads(settings: list[Setting], model: Any) -> None:
+    """Refuses head files of other models, before anything is computed."""
+    for setting in settings:
+        if setting.preset is not None and isinstance(setting.preset.heads, HeadFile):
+            transformers.check_heads(model, setting.preset.heads)
 
 
 def _topk(budget: int) -> Setting:

@@ -12,7 +12,7 @@ import contextlib
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -41,7 +41,7 @@ def record(model: Any, tokens: Iterable[int], path: str | Path, *, pairs: int = 
     ids = [int(token) for token in tokens]
     steps = _choose_steps(len(ids), pairs, answers)
     capture = _Capture(steps, None if layers is None else set(layers))
-    with _capturing(model, capture), torch.no_grad():
+    with capturing(model, capture), torch.no_grad():
         model.base_model(torch.tensor([ids], device=model.device), use_cache=False)
     if not capture.layers:
         raise ValueError("no layer was recorded" if not capture.windowed else
@@ -126,7 +126,16 @@ class _Capture:
                               for name, tensor in kept.items()}
 
 
-_captures: list[_Capture] = []  # at most one
+class Listener(Protocol):
+    """Is told what the attention of each layer is given."""
+
+    def take_unrotated(self, key: torch.Tensor) -> None: ...
+
+    def take(self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+             scaling: float | None, window: int | None) -> None: ...
+
+
+_captures: list[Listener] = []  # at most one
 
 
 def _attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
@@ -141,7 +150,8 @@ def _attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch
 
 
 @contextlib.contextmanager
-def _capturing(model: Any, capture: _Capture) -> Iterator[None]:
+def capturing(model: Any, capture: Listener) -> Iterator[None]:
+    """While it lasts, `capture` is told what the model's attention is given."""
     transformers.AttentionInterface.register(_IMPLEMENTATION, _attention)
     transformers.AttentionMaskInterface.register(_IMPLEMENTATION, sdpa_mask)
     before = model.config._attn_implementation

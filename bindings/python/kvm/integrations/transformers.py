@@ -16,6 +16,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import inspect
+import os
+import struct
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, Self
@@ -25,11 +27,11 @@ import transformers
 from transformers import cache_utils
 from transformers.cache_utils import Cache
 
-from .. import (Client, Codec, Index, InvalidError, Item, Layer, Mode, Policy, Preset, Proposal,
-                Sequence, Status)
+from .. import (Client, Codec, HeadFile, Index, InvalidError, Item, Layer, Mode, Policy, Preset,
+                Proposal, Sequence, Status)
+from .._errors import LAST_64, check_names, check_reals, check_wholes
 from .._objects import Space
 from .._presets import preset_of
-from .._requests import check_step
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -129,8 +131,9 @@ class KvmCache(Cache):
                half of bfloat16.
     mode, eps, delta, budget, seed, proposal: how to attend, as in `Queue.step`. Chunks of a prefill
                are answered exactly. Mode EXACT takes none of the others.
-    policy, policies, codecs, indexes: as in `Client.register_space`. With an approximate mode and
-               no index every kv head gets `Index()`.
+    policy, head_file, policies, codecs, indexes: as in `Client.register_space`; a head file of
+               other weights than the model's is refused. With an approximate mode and no index
+               every kv head gets `Index()`.
     manual_commit: tokens become final by `commit` alone, so that `crop` can take back what a policy
                would have dropped.
     name:      of the space; None: made of the model's type and configuration.
@@ -143,10 +146,15 @@ class KvmCache(Cache):
     def __init__(self, model: Any, client: Client, *, codec: Any = None, mode: Mode = Mode.EXACT,
                  proposal: Proposal = Proposal.DEFAULT, eps: float = 0.0, delta: float = 0.0,
                  budget: int = 0, seed: int = 0, f32_values: bool = False,
-                 policy: Preset | str | None = None, policies: Iterable[Policy] = (),
-                 codecs: Iterable[Codec] = (), indexes: Iterable[Index] = (),
-                 manual_commit: bool = False, name: str | None = None) -> None:
-        check_step(0, budget, seed, 0, mode, proposal, eps=eps, delta=delta)
+                 policy: Preset | str | None = None,
+                 head_file: HeadFile | str | os.PathLike[str] | None = None,
+                 policies: Iterable[Policy] = (), codecs: Iterable[Codec] = (),
+                 indexes: Iterable[Index] = (), manual_commit: bool = False,
+                 name: str | None = None) -> None:
+        check_wholes(LAST_64, budget=budget, seed=seed)
+        check_names(Mode, mode=mode)
+        check_names(Proposal, proposal=proposal)
+        check_reals(eps=eps, delta=delta)
         others = {"eps": eps, "delta": delta, "budget": budget, "proposal": proposal}
         for what, value in others.items():
             if mode == Mode.EXACT and value != 0:
@@ -157,7 +165,8 @@ class KvmCache(Cache):
         if mode not in (Mode.DEFAULT, Mode.EXACT) and not of_indexes:
             of_indexes = [Index()]
         self.client = client
-        self.space: _ModelSpace = _register(model, client, name, codec, policy, list(policies),
+        self.space: _ModelSpace = _register(model, client, name, codec,
+                                            preset_of(policy, head_file), list(policies),
                                             list(codecs), of_indexes)
         self.stats = CacheStats()
         self._arguments: dict[str, Any] = {
@@ -490,16 +499,52 @@ class _ModelSpace(Space):
     _kvm_geometry: _Geometry
 
 
-def _register(model: Any, client: Client, name: str | None, codec: Any, policy: Preset | str | None,
+def model_fingerprint(model: Any) -> bytes:
+    """32 bytes that tell a decoder's weights from others'.
+
+    They are of 64 numbers of each parameter, so that two fine-tunes of a model differ, and of no
+    setting, such as how positions are scaled. Those of a checkpoint in bfloat16 are the same
+    whatever type it is loaded in.
+    """
+    digest = hashlib.sha256()
+    for parameter in model.base_model.parameters():
+        n = parameter.numel()
+        if parameter.is_meta or n == 0:
+            raise ValueError("the model's weights are not loaded; a fingerprint is of its weights")
+        places = torch.tensor([i * (n - 1) // 63 for i in range(64)], device=parameter.device)
+        numbers = parameter.detach().reshape(-1)[places].float()
+        # What is smaller loses bits as float16, of which there would be other ones as bfloat16.
+        numbers = numbers.where(numbers.abs() >= 2.0**-14, numbers.new_zeros(()))
+        bits = numbers.bfloat16().view(torch.int16).tolist()
+        digest.update(struct.pack(f"<{len(parameter.shape)}Q64h", *parameter.shape, *bits))
+    return digest.digest()
+
+
+def model_geometry(model: Any) -> tuple[int, int]:
+    """Layers of a decoder, and kv heads of each."""
+    config = model.config.get_text_config(decoder=True)
+    n_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return int(config.num_hidden_layers), int(n_kv_heads)
+
+
+def check_heads(model: Any, heads: HeadFile) -> None:
+    """Raises InvalidError where a head file is for another model."""
+    heads.check(*model_geometry(model),
+                model_fingerprint(model) if heads.fingerprint else b"")
+
+
+def _register(model: Any, client: Client, name: str | None, codec: Any, preset: Preset | None,
               policies: list[Policy], codecs: list[Codec], indexes: list[Index]) -> _ModelSpace:
     config = model.config.get_text_config(decoder=True)
-    n_layers, n_q_heads = config.num_hidden_layers, config.num_attention_heads
+    n_layers, n_kv_heads = model_geometry(model)
+    n_q_heads = config.num_attention_heads
     layers: list[Layer] = []
-    if policy is not None:
-        system = preset_of(policy).resolve(n_layers)
+    if preset is not None:
+        if isinstance(preset.heads, HeadFile):
+            check_heads(model, preset.heads)
+        system = preset.resolve(n_layers)
         layers, policies, codecs = (system.layers, system.policies + policies,
                                     system.codecs + codecs)
-    n_kv_heads = getattr(config, "num_key_value_heads", None) or n_q_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // n_q_heads
     windows = _windows(config, n_layers)
     softcap = float(getattr(config, "attn_logit_softcapping", None) or 0.0)
