@@ -751,6 +751,25 @@ class Errors:
             self.refused("k is a ", "it must be an array", k=value, q=self.normal(1, 4, 16))
         self.refused("q is a ", "not in host memory", "(2, 0)", q=OfDevice())
 
+    def test_objects_that_are_no_spaces_items_or_sequences(self):
+        space = self.space()
+        seq, item = space.create_sequence(), kvm.Item(space.create_sequence(), query=1)
+        q = self.normal(1, 4, 16)
+        for where, items, sentence in (
+                ("demo", [item], "space is 'demo'; it must be a kvm.Space"),
+                (space, item, "items is of the type Item; it must be a list of kvm.Item"),
+                (space, [seq], r"items has <kvm.Sequence .*; it must have a kvm.Item for each")):
+            for arrays in ({"q": q}, {"k": self.normal(1, 2, 16), "v": self.normal(1, 2, 16)}):
+                with self.assertRaisesRegex(TypeError, sentence):
+                    self.client.step(where, 0, items, **arrays)
+                with self.assertRaisesRegex(TypeError, sentence):
+                    kvm.Step(where, 0, items, **arrays)
+        with self.assertRaisesRegex(TypeError, "space is 'demo'; it must be a kvm.Space"):
+            self.client.create_queue().step_async("demo", 0, [item], q=q)
+        with self.assertRaisesRegex(TypeError, "seq is 'demo'; it must be a kvm.Sequence"):
+            kvm.Item("demo", query=1)
+        self.assertEqual(len(seq), 0)
+
     def test_rows_that_are_not_there(self):
         space = self.space()
         seq, _, _ = self.prompt(space, 3)

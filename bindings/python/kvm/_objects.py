@@ -25,7 +25,8 @@ from ._prefixes import PrefixHashes, data_of, keep_ns
 from ._presets import Preset, preset_of, resolved
 from ._records import (Amounts, ClientEntry, ClientInfo, EvictResult, SequenceInfo, SnapshotInfo,
                        SpaceInfo, Stats, UserEntry)
-from ._requests import (Item, Layout, Request, Step, StepResult, check_step, is_heads, step_flags)
+from ._requests import (Item, Layout, Request, Step, StepResult, check_space, check_step, is_heads,
+                        step_flags)
 
 _E = TypeVar("_E")
 MAX_SEEDS = 256  # that a space keeps
@@ -721,12 +722,12 @@ class Queue:
         statistics:  False: the attend leaves no trace with policies (HEAVY).
         deadline_ns: of time.monotonic_ns(); a step that has not begun by then fails.
         """
-        if q is not None and (o is None or lse is True or err is True):
-            q, o, lse, err = _outputs(space, layer, q, o, lse, err, layout)
-        n_q_heads, n_kv_heads, dim_k, dim_v = space._shape(layer)
-        if type(items) is not list:
-            items = list(items)  # stay alive, and so do their sequences
         try:
+            if q is not None and (o is None or lse is True or err is True):
+                q, o, lse, err = _outputs(space, layer, q, o, lse, err, layout)
+            n_q_heads, n_kv_heads, dim_k, dim_v = space._shape(layer)
+            if type(items) is not list:
+                items = list(items)  # stay alive, and so do their sequences
             # As Step does; here every microsecond counts.
             flight = self._native.step(
                 space.client._native, space.id, layer, n_q_heads, n_kv_heads, dim_k, dim_v,
@@ -734,9 +735,9 @@ class Queue:
                 layout != "rows" and is_heads(layout),
                 step_flags(f32_values, statistics) if f32_values or not statistics else 0,
                 mode or 0, proposal or 0, scale, eps, delta, budget, seed, deadline_ns)
-        except TypeError:
-            check_step(layer, budget, seed, deadline_ns, mode, proposal, scale=scale, eps=eps,
-                       delta=delta)
+        except (AttributeError, TypeError):
+            check_step(space, items, layer, budget, seed, deadline_ns, mode, proposal, scale=scale,
+                       eps=eps, delta=delta)
             raise
         if self.client._orphans:
             self.client._sweep()
@@ -748,6 +749,7 @@ class Queue:
                    ) -> Request[StepResult]:
         """Starts what `step` waits for. submit: see `start`."""
         if q is not None and (o is None or lse is True or err is True):
+            check_space(space)
             q, o, lse, err = _outputs(space, layer, q, o, lse, err, layout)
         return self.start(Step(space, layer, items, k=k, v=v, q=q, o=o, lse=lse, err=err,
                                layout=layout, **arguments), submit=submit)

@@ -57,7 +57,10 @@ class Item:
                 query_position, append_row, query_row,
                 None if ranges is None else list(ranges), None if tree is None else list(tree),
                 flags)
-        except TypeError:
+        except (AttributeError, TypeError):
+            if not isinstance(seq, int) and not hasattr(seq, "id"):
+                raise TypeError(f"seq is {seq!r}; it must be a kvm.Sequence, or the id of one") \
+                    from None
             check_wholes(LAST_32, append=append, query=query, append_row=append_row,
                          query_row=query_row)
             check_wholes(LAST_64, append_position=append_position, query_position=query_position)
@@ -69,9 +72,24 @@ class Item:
             raise
 
 
-def check_step(layer: int, budget: int, seed: int, deadline_ns: int, mode: Mode,
-               proposal: Proposal, **numbers: Any) -> None:
+def check_space(space: Any) -> None:
+    """Says where it is none."""
+    if not hasattr(space, "_shape"):
+        raise TypeError(f"space is {space!r}; it must be a kvm.Space, which Client.register_space "
+                        "gives") from None
+
+
+def check_step(space: Any, items: Any, layer: int, budget: int, seed: int, deadline_ns: int,
+               mode: Mode, proposal: Proposal, **numbers: Any) -> None:
     """Says what of a step that was refused does not fit: all of it but its arrays."""
+    check_space(space)
+    if not isinstance(items, Iterable):
+        raise TypeError(f"items is of the type {type(items).__name__}; it must be a list of "
+                        "kvm.Item") from None
+    for item in items:
+        if not isinstance(item, Item):
+            raise TypeError(f"items has {item!r}; it must have a kvm.Item for each sequence, such "
+                            "as kvm.Item(seq, append=1)") from None
     check_wholes(LAST_32, layer=layer)
     check_wholes(LAST_64, budget=budget, seed=seed, deadline_ns=deadline_ns)
     check_names(Mode, mode=mode)
@@ -147,17 +165,17 @@ class Step:
                  proposal: Proposal = Proposal.DEFAULT, scale: float = 0.0, eps: float = 0.0,
                  delta: float = 0.0, budget: int = 0, seed: int = 0, f32_values: bool = False,
                  statistics: bool = True, deadline_ns: int = 0) -> None:
-        self._items = tuple(items)
-        n_q_heads, n_kv_heads, dim_k, dim_v = space._shape(layer)
         try:
+            self._items = tuple(items)
+            n_q_heads, n_kv_heads, dim_k, dim_v = space._shape(layer)
             self._request = _native.make_step(
                 space.client._native, space.id, layer, n_q_heads, n_kv_heads, dim_k, dim_v,
                 [item._native for item in self._items], k, v, q, o, lse, err, is_heads(layout),
                 step_flags(f32_values, statistics), mode, proposal, scale, eps, delta, budget, seed,
                 deadline_ns)
-        except TypeError:
-            check_step(layer, budget, seed, deadline_ns, mode, proposal, scale=scale, eps=eps,
-                       delta=delta)
+        except (AttributeError, TypeError):
+            check_step(space, getattr(self, "_items", items), layer, budget, seed, deadline_ns,
+                       mode, proposal, scale=scale, eps=eps, delta=delta)
             raise
         self.space = space
         self.o = o
