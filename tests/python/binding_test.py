@@ -518,6 +518,12 @@ class Answers:
             "preset", n_layers=2, n_q_heads=2, head_dim=16,
             policies=[kvm.Policy(kvm.Retention.HEAVY, n_recent=64, n_heavy=64)])
         self.assertEqual(same.id, space.id)
+        geometry = {"n_layers": 1, "n_q_heads": 2, "head_dim": 8, "policy": "streaming_llm"}
+        with self.assert_refused(INVALID, kvm.InvalidError, "no rope_layout",
+                                 "pass rope=kvm.Rope."):
+            self.client.register_space("streams", **geometry)
+        self.client.register_space("streams", rope=kvm.Rope.HALF, rope_inv_freq=[1.0, 0.01],
+                                   **geometry)
         other = self.client.register_space(
             "preset-full", n_layers=2, n_q_heads=2, head_dim=16, policy="h2o",
             policies=[kvm.Policy()])

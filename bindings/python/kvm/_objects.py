@@ -18,7 +18,7 @@ from . import _native
 from ._constants import (EVICT_DISCONNECT, POSITION_END, PRIORITY_MAX, CodecId, Dtype, Evict,
                          LayerKind, ListFlag, Mode, Proposal, QuotaOf, Rope, SaveFlag, SequenceFlag,
                          SpaceFlag, Status)
-from ._errors import LAST_32, Error, check_names, check_reals, text, whole
+from ._errors import LAST_32, Error, InvalidError, check_names, check_reals, text, whole
 from ._heads import HeadFile
 from ._params import Codec, Index, Layer, Policy, codec_of, dtype_of
 from ._prefixes import PrefixHashes, data_of, keep_ns
@@ -221,12 +221,21 @@ class Client:
             "default_delta": default_delta, "default_budget": default_budget,
             "flags": int(SpaceFlag.V_IN_K) if values_in_keys else 0,
         }
-        space = self._native.register_space(
-            text("name", name), numbers, [entry._fields() for entry in overrides],
-            [entry._fields() for entry in all_policies], [entry._fields() for entry in all_codecs],
-            [entry._fields() for entry in indexes], list(rope_inv_freq),
-            None if sink_logits is None else list(sink_logits),
-            None if alibi_slopes is None else list(alibi_slopes))
+        try:
+            space = self._native.register_space(
+                text("name", name), numbers, [entry._fields() for entry in overrides],
+                [entry._fields() for entry in all_policies],
+                [entry._fields() for entry in all_codecs],
+                [entry._fields() for entry in indexes], list(rope_inv_freq),
+                None if sink_logits is None else list(sink_logits),
+                None if alibi_slopes is None else list(alibi_slopes))
+        except InvalidError as error:
+            if rope != Rope.NONE or "no rope_layout" not in error.message:
+                raise
+            # Who named a policy may not know that it counts positions within the cache.
+            raise InvalidError(error.status, f"{error.message}; pass rope=kvm.Rope.HALF or "
+                               "kvm.Rope.INTERLEAVED, as the model rotates, and rope_inv_freq, the "
+                               "frequency of each pair of channels") from None
         of_space = (n_q_heads, n_kv_heads or n_q_heads, head_dim, head_dim_v or head_dim)
         return Space(self, space, _layer_shapes(of_space, n_layers, overrides))
 
