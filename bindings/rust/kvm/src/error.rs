@@ -134,7 +134,7 @@ impl fmt::Display for Status {
 /// eprintln!("{error}"); // the sentence, then (KVM_ERR_NOT_FOUND)
 /// # Ok::<(), kvm::Error>(())
 /// ```
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq)]
 pub struct Error {
     status: Status,
     message: String,
@@ -184,6 +184,13 @@ impl fmt::Display for Error {
     }
 }
 
+/// As `Display`: it is what a `main` that returns a [`Result`] and `unwrap` print.
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
 impl std::error::Error for Error {}
 
 /// `Ok` for `KVM_OK`, else what the thread's last call left.
@@ -217,6 +224,14 @@ mod tests {
         }
         assert_eq!(Status::from_code(-77), Status::Unknown(-77));
         assert_eq!(Status::Unknown(-77).name(), "KVM_ERR_UNKNOWN");
+    }
+
+    #[test]
+    fn it_prints_its_sentence_and_code() {
+        let error = Error::new(Status::NotFound, "no space has this name");
+        let expected = "no space has this name (KVM_ERR_NOT_FOUND)";
+        assert_eq!(format!("{error}"), expected);
+        assert_eq!(format!("{error:?}"), expected);
     }
 
     /// No code of the header is missing above: all that the library can name are known here.
