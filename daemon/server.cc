@@ -479,7 +479,8 @@ void Server::bury_doomed() {
 
 void Server::bury(std::unique_ptr<Session> session) {
   KVM_KILL_POINT("daemon/session_doomed");
-  const bool is_visitor = session->welcomed && !session->is_engine();
+  // One that never said a word is a kvmd that looks whether another listens here.
+  const bool is_visitor = (session->welcomed || !session->has_spoken) && !session->is_engine();
   spdlog::log(session->is_violator() ? spdlog::level::warn
               : is_visitor           ? spdlog::level::debug
                                      : spdlog::level::info,
@@ -664,6 +665,7 @@ void Server::handle_socket(Session* session, uint32_t events) {
       break;
     }
     const bool was_welcomed = session->welcomed;
+    session->has_spoken = true;
     handle_message(session, received.value()->bytes);
     if (session->welcomed && !was_welcomed) {
       spdlog::debug("client {:#x} '{}' (process {}, user {}) connected", session->client,

@@ -74,6 +74,7 @@ class Session {
   void note_answer(uint64_t now_ns) { last_answer_ns_ = now_ns; }
   uint64_t gap_ns() const { return gap_ns_; }
 
+  bool has_spoken = false;  // a message of it has come
   bool welcomed = false;
   uint64_t handshake_deadline_ns = 0;
   engine::ClientId client = 0;  // once welcomed

@@ -49,6 +49,7 @@ class Lifecycle(unittest.TestCase):
             self.assertEqual(result.returncode, 1)
             self.assertIn("another daemon listens", result.stderr)
             self.assertEqual(daemon.json("status")["pid"], daemon.process.pid)
+            self.assertNotIn("closed", daemon.log(), "nothing has come of it that anybody misses")
 
     def test_restart_after_a_kill_has_a_new_epoch(self):
         with Daemon() as daemon:
