@@ -93,6 +93,14 @@ class Lifecycle(unittest.TestCase):
         self.assertEqual(result.returncode, 2)
         self.assertIn("must be a path of at most 107 bytes", result.stderr)
 
+    def test_directory_that_is_not_there(self):
+        with Daemon() as daemon:
+            path = os.path.join(daemon.folder, "none")
+            result = run_kvmd("--socket", daemon.socket + "2", "--host-capacity", "64MiB",
+                              "--disk-directories", path)
+            self.assertEqual(result.returncode, 1)
+            self.assertIn(f"directory {path} is not there; make it first", result.stderr)
+
     def test_quotas_larger_than_their_whole(self):
         result = run_kvmd("--host-capacity", "1GiB", "--default-quota", "2GiB")
         self.assertEqual(result.returncode, 2)

@@ -56,9 +56,13 @@ std::string owner_of(int lock_fd) {
   return is_there ? "the process " + number : "another process";
 }
 
-Status check_directory(const std::string& path) {
+// advice: what to do where it is not there.
+Status check_directory(const std::string& path, const char* advice) {
   struct stat about {};
   if (::stat(path.c_str(), &about) != 0) {
+    if (errno == ENOENT) {
+      return Status(KVM_ERR_NOT_FOUND, "directory " + path + " is not there" + advice);
+    }
     return refused(path, "it cannot be used", errno);
   }
   return S_ISDIR(about.st_mode) ? Status::ok()
@@ -165,7 +169,7 @@ std::string wrong_size_text(const SegmentOnDisk& cut, const std::vector<SegmentO
 }
 
 Result<DataDirectory> DataDirectory::open(const std::string& path) {
-  KVM_TRY(check_directory(path));
+  KVM_TRY(check_directory(path, "; make it first: kvmd makes files in it, and no directories"));
   const std::string file = path + "/" + kLockName;
   const int fd = ::open(file.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
   if (fd < 0) {
@@ -182,7 +186,7 @@ Result<DataDirectory> DataDirectory::open(const std::string& path) {
 }
 
 Result<DataDirectory> DataDirectory::look(const std::string& path) {
-  KVM_TRY(check_directory(path));
+  KVM_TRY(check_directory(path, ""));
   const std::string file = path + "/" + kLockName;
   const int fd = ::open(file.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
   if (fd < 0 && errno != ENOENT) {
