@@ -333,11 +333,14 @@ class ExportAndImport(Files):
         self.assertEqual(self.state(), before, "an export changes nothing")
         result = self.export("b")
         self.assertEqual(result.returncode, 1)
-        self.assertIn("KVM_ERR_EXISTS", result.stderr)
-        self.assertEqual(self.export("b", "--replace").returncode, 0)
+        self.assertIn(f"{self.file} is there already: give another FILE, or --replace "
+                      "(KVM_ERR_EXISTS)", result.stderr)
+        result = kvmctl("snapshot", "export", "b", self.file, *self.dirs, "--replace")
+        self.assertEqual(result.returncode, 0)
+        self.assertRegex(result.stdout, rf"\Aexported 'b' of user {os.getuid()}( \(\w+\))? to ")
         result = self.bring_in()
         self.assertEqual(result.returncode, 1)
-        self.assertIn("user root has" if os.getuid() == 0 else "has a snapshot", result.stderr)
+        self.assertRegex(result.stderr, rf"user {os.getuid()}( \(\w+\))? has a snapshot 'b' there")
         self.assertIn("KVM_ERR_EXISTS", result.stderr)
 
         # Of the tokens that it shared with a nothing is left but what the file has.
@@ -347,7 +350,10 @@ class ExportAndImport(Files):
         result = self.bring_in()
         self.assertEqual(result.returncode, 0, result.stderr)
         self.assertEqual(json.loads(result.stdout)["name"], "b")
-        self.assertEqual(self.bring_in("--name", "copy/of.b").returncode, 0)
+        result = kvmctl("snapshot", "import", self.file, *self.dirs, "--capacity", CAPACITY,
+                        "--name", "copy/of.b")
+        self.assertEqual(result.returncode, 0, result.stderr)
+        self.assertRegex(result.stdout, r"\Aimported 'copy/of.b' of user \d+.*: [0-9.]+ MiB\n\Z")
         result = self.bring_in("--name", "d", "--replace")
         self.assertEqual(result.returncode, 0, result.stderr)
         found = self.fsck(0)
@@ -413,11 +419,19 @@ class ExportAndImport(Files):
             file.write(whole)
         for more, status, words in (
                 (["--name", "no spaces"], 1, "KVM_ERR_INVALID"),
-                (["--name", "new", "--user", "nobody-at-all"], 2, "--user is"),
+                (["--name", "new", "--user", "nobody-at-all"], 2,
+                 "no user of this machine has that name; it must be a user's name, or a number"),
+                (["--name", "new", "--user", str(2**32 - 1)], 2, "from 0 to 4294967294"),
                 (["--name", "new", "--config", "/none"], 2, "/none")):
             result = self.bring_in(*more)
             self.assertEqual(result.returncode, status, result.stderr)
             self.assertIn(words, result.stderr)
+        result = kvmctl("snapshot", "import", f"{self.file}.none", *self.dirs)
+        self.assertEqual(result.returncode, 1)
+        self.assertIn(f"{self.file}.none cannot be opened: No such file", result.stderr)
+        result = kvmctl("snapshot", "import", self.file, "--dir", f"{self.work}/none")
+        self.assertEqual(result.returncode, 1)
+        self.assertIn(f"directory {self.work}/none is not there; make it first", result.stderr)
         result = self.bring_in("--name", "new", capacity="7 apples")
         self.assertEqual(result.returncode, 2)
         self.assertIn("7 apples", result.stderr)

@@ -266,7 +266,7 @@ Status ObjectFileReader::corrupt(const std::string& what) const {
 Result<ObjectFileReader> ObjectFileReader::open(const std::string& path) {
   const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (fd < 0) {
-    return Status(code_of(errno), path + ": opening: " + ::strerror(errno));
+    return Status(code_of(errno), path + " cannot be opened: " + ::strerror(errno));
   }
   return over(fd, path);
 }

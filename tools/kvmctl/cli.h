@@ -129,6 +129,8 @@ std::vector<kvm_client_entry> list_all_clients(kvm_client* client);
 
 // Returns the name of a number; the number where it has none.
 std::string user_name(uint32_t uid);
+// "user 0 (root)", for sentences: those of kvmd have the number, as it looks up no names.
+std::string user_text(uint32_t uid);
 // The user that --user names, by name or number. Ends the program where there is none.
 uint32_t parse_user(const std::string& text);
 // A table of clients with its head, who holds most first.

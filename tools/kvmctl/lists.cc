@@ -113,8 +113,9 @@ int run_spaces(const Common& common) {
     print_json(out);
     return kExitOk;
   }
-  std::vector<std::vector<std::string>> rows = {{"NAME", "USER", "LAYERS", "HEADS", "DIM", "CODEC",
-                                                 "CLASSES", "SEQUENCES", "A TOKEN", "MODE"}};
+  std::vector<std::vector<std::string>> rows = {{"NAME", "USER", "LAYERS", "HEADS", "DIM",
+                                                 "DEFAULT CODEC", "CLASSES", "SEQUENCES", "A TOKEN",
+                                                 "MODE"}};
   for (const auto& space : spaces) {
     rows.push_back({space.name, user_name(space.uid), std::to_string(space.n_layers),
                     fmt::format("{}/{}", space.n_q_heads, space.n_kv_heads), dim_text(space),

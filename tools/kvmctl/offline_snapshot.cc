@@ -65,7 +65,7 @@ Status no_snapshot(const tiers::DiskView& view, const engine::SnapshotName& name
     }
   }
   return Status(KVM_ERR_NOT_FOUND,
-                fmt::format("user {} has no snapshot '{}' there{}", user_name(name.uid), name.name,
+                fmt::format("{} has no snapshot '{}' there{}", user_text(name.uid), name.name,
                             others.empty() ? std::string()
                                            : fmt::format("; --user {} has one",
                                                          fmt::join(others, ", or --user "))));
@@ -85,6 +85,10 @@ int run_export(const Common& common, const FileOptions& options) {
       tiers::export_object(view.get(), *object, options.file, options.replaces,
                            [&](uint64_t n_done, uint64_t n_all) { progress.show(n_done, n_all); });
   progress.begin("");
+  if (exported.status().code() == KVM_ERR_EXISTS) {
+    fail_offline(Status(KVM_ERR_EXISTS, fmt::format("{}: give another FILE, or --replace",
+                                                    exported.status().message())));
+  }
   const uint64_t file_bytes = need(exported);
   if (common.json) {
     print_json({{"name", name.name},
@@ -93,7 +97,7 @@ int run_export(const Common& common, const FileOptions& options) {
                 {"pages", object->n_pages},
                 {"bytes", file_bytes}});
   } else {
-    fmt::print("{} has '{}' of {}: {}\n", options.file, name.name, user_name(name.uid),
+    fmt::print("exported '{}' of {} to {}: {}\n", name.name, user_text(name.uid), options.file,
                bytes_text(file_bytes));
   }
   return kExitOk;
@@ -136,10 +140,10 @@ void become_owner(const std::vector<std::string>& directories) {
     }
     if (owner && owner->st_uid != about.st_uid) {
       fail_offline(Status(KVM_ERR_PERMISSION,
-                          fmt::format("{} is of user {}, and {} of {}: the directories of a kvmd "
-                                      "are those of the user that it runs as",
-                                      directories.front(), user_name(owner->st_uid), path,
-                                      user_name(about.st_uid))));
+                          fmt::format("{} is of {}, and {} of {}: the directories of a kvmd are "
+                                      "those of the user that it runs as",
+                                      directories.front(), user_text(owner->st_uid), path,
+                                      user_text(about.st_uid))));
     }
     owner = about;
   }
@@ -147,9 +151,9 @@ void become_owner(const std::vector<std::string>& directories) {
       (::setgroups(0, nullptr) != 0 || ::setegid(owner->st_gid) != 0 ||
        ::seteuid(owner->st_uid) != 0)) {
     fail_offline(
-        Status(KVM_ERR_PERMISSION, fmt::format("the directories are of user {}, whom "
-                                               "this process may not act as: {}",
-                                               user_name(owner->st_uid), std::strerror(errno))));
+        Status(KVM_ERR_PERMISSION, fmt::format("the directories are of {}, whom this process may "
+                                               "not act as: {}",
+                                               user_text(owner->st_uid), std::strerror(errno))));
   }
 }
 
@@ -248,9 +252,9 @@ int run_import(const Common& common, const FileOptions& options) {
   Status status;
   if (!options.replaces && has_object(*pages.objects(), key)) {
     status = Status(KVM_ERR_EXISTS,
-                    fmt::format("user {} has a snapshot '{}' there already: give another --name, "
-                                "or --replace",
-                                user_name(name.uid), name.name));
+                    fmt::format("{} has a snapshot '{}' there already: give another --name, or "
+                                "--replace",
+                                user_text(name.uid), name.name));
   } else {
     progress.begin("importing");
     status = tiers::import_object(
@@ -266,7 +270,7 @@ int run_import(const Common& common, const FileOptions& options) {
                 {"pages", file.head().n_pages},
                 {"bytes", n_bytes}});
   } else {
-    fmt::print("'{}' of {} is there: {}\n", name.name, user_name(name.uid), bytes_text(n_bytes));
+    fmt::print("imported '{}' of {}: {}\n", name.name, user_text(name.uid), bytes_text(n_bytes));
   }
   return kExitOk;
 }

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <charconv>
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
@@ -36,6 +37,9 @@ constexpr std::array<Field, 8> kFields = {
      {"queues", &kvm_amounts::queues, false},
      {"requests", &kvm_amounts::requests, false},
      {"snapshot_bytes", &kvm_amounts::snapshot_bytes, true, true}}};
+
+// The last number means no user, to chown for one.
+constexpr uint32_t kMaxUid = UINT32_MAX - 1;
 
 enum class Holder { kClient, kUser };
 
@@ -263,12 +267,15 @@ uint32_t parse_user(const std::string& text) {
   uint32_t uid = 0;
   const char* end = text.data() + text.size();
   const auto [stop, error] = std::from_chars(text.data(), end, uid);
-  if (error == std::errc() && stop == end) {
+  if (error == std::errc() && stop == end && uid <= kMaxUid) {
     return uid;
   }
   const passwd* entry = ::getpwnam(text.c_str());
   if (entry == nullptr) {
-    fail(fmt::format("--user is '{}'; it must be a user's name or number", text), kExitUsage);
+    fail(fmt::format("--user is '{}', and no user of this machine has that name; it must be a "
+                     "user's name, or a number from 0 to {}",
+                     text, kMaxUid),
+         kExitUsage);
   }
   return entry->pw_uid;
 }
@@ -276,6 +283,12 @@ uint32_t parse_user(const std::string& text) {
 std::string user_name(uint32_t uid) {
   const passwd* entry = ::getpwuid(uid);
   return entry == nullptr ? std::to_string(uid) : entry->pw_name;
+}
+
+std::string user_text(uint32_t uid) {
+  const passwd* entry = ::getpwuid(uid);
+  return entry == nullptr ? fmt::format("user {}", uid)
+                          : fmt::format("user {} ({})", uid, entry->pw_name);
 }
 
 std::vector<kvm_client_entry> list_all_clients(kvm_client* client) {
